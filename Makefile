@@ -1,0 +1,55 @@
+# The way in for developers: `make help` lists every target.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+BUILT := $(VENV)/.built
+SOURCES := setup.py pyproject.toml \
+    $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cpp csrc/*/*.map)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv build demo test bench lint gpu clean
+
+help: ## List every target
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(INSTALLED) ## Create .venv and install the pinned dependencies
+
+build: $(BUILT) ## Build both extensions in place (again when a source changed)
+
+demo: $(BUILT) ## Watch a training run survive out-of-memory (results in demo-output/)
+	$(PY) examples/demo/demo.py --output demo-output
+
+test: $(BUILT) ## Run the test suite; needs no GPU
+	$(PY) -m pytest tests -m "not gpu" $(PYTEST_ARGS)
+
+bench: $(BUILT) ## Measure what a healthy call costs
+	$(PY) benchmarks/overhead.py
+
+lint: $(BUILT) ## Formatters, linters and type checker; gcc and clang with -Werror
+	.ci/lint $(VENV)/bin
+
+gpu: export OOMKIT_REQUIRE_CUDA = 1
+gpu: export PYTHONPATH := .
+gpu: ## Build with PYTHON and its torch (no network, no .venv); run what needs a GPU
+	rm -f $(BUILT)
+	$(PYTHON) setup.py build_ext --inplace --force
+	$(PYTHON) -m pytest tests -m gpu $(PYTEST_ARGS)
+	set -e; for script in $(wildcard benchmarks/gpu/*.py); do $(PYTHON) $$script; done
+
+clean: ## Remove what was built and measured; .venv stays
+	rm -rf build dist demo-output *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -f oomkit/*.so $(BUILT)
+	find benchmarks csrc examples oomkit tests -name __pycache__ -prune -exec rm -rf {} +
+
+$(INSTALLED): requirements/dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	touch $@
+
+$(BUILT): $(INSTALLED) $(SOURCES)
+	$(PY) -m pip install --quiet --disable-pip-version-check \
+	    --no-build-isolation --no-deps --editable .
+	touch $@

@@ -1,0 +1,155 @@
+#include "fault.h"
+#include "status.h"
+
+#include <stdatomic.h>
+#include <stdlib.h>
+
+enum { FAULT_IDLE = 0, FAULT_ARMING, FAULT_ARMED };
+
+/* The schedule is atomic field by field: a thread that was inside a check while another
+ * disarmed and armed again may mix the two, but it is no data race. */
+struct oomkit_fault {
+    _Atomic int armed;
+    _Atomic int phase;
+    _Atomic uint64_t nth;
+    _Atomic uint64_t times;
+    _Atomic uint64_t min_bytes;
+    _Atomic uint32_t phases;
+    _Atomic uint64_t seen;
+    _Atomic uint64_t fired;
+};
+
+oomkit_fault *
+oomkit_fault_create(void)
+{
+    oomkit_fault *fault = calloc(1, sizeof(*fault));
+    if (fault == NULL) {
+        return NULL;
+    }
+    atomic_init(&fault->armed, FAULT_IDLE);
+    atomic_init(&fault->phase, OOMKIT_PHASE_FORWARD);
+    atomic_init(&fault->nth, 0);
+    atomic_init(&fault->times, 0);
+    atomic_init(&fault->min_bytes, 0);
+    atomic_init(&fault->phases, 0);
+    atomic_init(&fault->seen, 0);
+    atomic_init(&fault->fired, 0);
+    return fault;
+}
+
+void
+oomkit_fault_destroy(oomkit_fault *fault)
+{
+    free(fault);
+}
+
+int
+oomkit_fault_arm(oomkit_fault *fault, const oomkit_fault_schedule *schedule)
+{
+    int expected = FAULT_IDLE;
+
+    if (schedule->nth == 0) {
+        return OOMKIT_EINVAL;
+    }
+    if (!atomic_compare_exchange_strong_explicit(&fault->armed, &expected, FAULT_ARMING,
+                                                 memory_order_acquire,
+                                                 memory_order_relaxed)) {
+        return OOMKIT_EREFUSED;
+    }
+    atomic_store_explicit(&fault->nth, schedule->nth, memory_order_relaxed);
+    atomic_store_explicit(&fault->times, schedule->times, memory_order_relaxed);
+    atomic_store_explicit(&fault->min_bytes, schedule->min_bytes, memory_order_relaxed);
+    atomic_store_explicit(&fault->phases, schedule->phases, memory_order_relaxed);
+    atomic_store_explicit(&fault->seen, 0, memory_order_relaxed);
+    atomic_store_explicit(&fault->fired, 0, memory_order_relaxed);
+    /* Not a store: a disarm that came in between wins. */
+    expected = FAULT_ARMING;
+    atomic_compare_exchange_strong_explicit(&fault->armed, &expected, FAULT_ARMED,
+                                            memory_order_release, memory_order_relaxed);
+    return OOMKIT_OK;
+}
+
+/* Also out of FAULT_ARMING: a process forked in that moment has no thread that would
+ * finish the arming. */
+void
+oomkit_fault_disarm(oomkit_fault *fault)
+{
+    atomic_store_explicit(&fault->armed, FAULT_IDLE, memory_order_release);
+}
+
+int
+oomkit_fault_armed(const oomkit_fault *fault)
+{
+    return atomic_load_explicit(&fault->armed, memory_order_relaxed) == FAULT_ARMED;
+}
+
+/* The whole of a check but its fast path. */
+static int
+fault_match(oomkit_fault *fault, uint64_t bytes)
+{
+    uint32_t phases, phase;
+    uint64_t nth, times, seen;
+
+    if (atomic_load_explicit(&fault->armed, memory_order_acquire) != FAULT_ARMED) {
+        return OOMKIT_OK;
+    }
+    phases = atomic_load_explicit(&fault->phases, memory_order_relaxed);
+    phase = UINT32_C(1) << atomic_load_explicit(&fault->phase, memory_order_relaxed);
+    if (bytes == 0 || (phases & phase) == 0 ||
+        bytes < atomic_load_explicit(&fault->min_bytes, memory_order_relaxed)) {
+        return OOMKIT_OK;
+    }
+    seen = atomic_fetch_add_explicit(&fault->seen, 1, memory_order_relaxed) + 1;
+    nth = atomic_load_explicit(&fault->nth, memory_order_relaxed);
+    times = atomic_load_explicit(&fault->times, memory_order_relaxed);
+    if (seen < nth || (times != 0 && seen - nth >= times)) {
+        return OOMKIT_OK;
+    }
+    atomic_fetch_add_explicit(&fault->fired, 1, memory_order_relaxed);
+    oomkit_fault_fires(seen);
+    return OOMKIT_EOOM;
+}
+
+int
+oomkit_fault_check(oomkit_fault *fault, uint64_t bytes)
+{
+    if (atomic_load_explicit(&fault->armed, memory_order_relaxed) != FAULT_ARMED) {
+        return OOMKIT_OK;
+    }
+    return fault_match(fault, bytes);
+}
+
+uint64_t
+oomkit_fault_seen(const oomkit_fault *fault)
+{
+    return atomic_load_explicit(&fault->seen, memory_order_relaxed);
+}
+
+uint64_t
+oomkit_fault_fired(const oomkit_fault *fault)
+{
+    return atomic_load_explicit(&fault->fired, memory_order_relaxed);
+}
+
+/* A number that is no phase changes nothing. */
+int
+oomkit_fault_set_phase(oomkit_fault *fault, int phase)
+{
+    if (phase < 0 || phase >= OOMKIT_PHASES) {
+        return oomkit_fault_phase(fault);
+    }
+    return atomic_exchange_explicit(&fault->phase, phase, memory_order_relaxed);
+}
+
+int
+oomkit_fault_phase(const oomkit_fault *fault)
+{
+    return atomic_load_explicit(&fault->phase, memory_order_relaxed);
+}
+
+/* Neither inlined nor dropped: a breakpoint needs the call. */
+__attribute__((noinline)) void
+oomkit_fault_fires(uint64_t seen)
+{
+    __asm__ volatile("" : : "r"(&seen) : "memory");
+}

@@ -1,0 +1,113 @@
+/* The slot of record number `index` has sequence 2 * index + 1 while it is written and
+ * 2 * index + 2 afterwards, so one comparison tells a reader both that the record is
+ * whole and that it is the one asked for.
+ *
+ * Records are stored as atomic words. A plain copy that races with the writer would be
+ * undefined even if it is thrown away afterwards; a release store and an acquire load
+ * of a word cost nothing on x86 and order it against the sequence without a fence. */
+#include "ring.h"
+#include "status.h"
+
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define WORDS (sizeof(oomkit_record) / sizeof(uint64_t))
+
+_Static_assert(sizeof(oomkit_record) % sizeof(uint64_t) == 0, "whole words");
+
+typedef struct ring_slot {
+    _Atomic uint64_t sequence;
+    _Atomic uint64_t words[WORDS];
+} ring_slot;
+
+struct oomkit_ring {
+    uint64_t capacity;
+    _Atomic uint64_t count;
+    ring_slot slots[];
+};
+
+oomkit_ring *
+oomkit_ring_create(uint64_t capacity)
+{
+    oomkit_ring *ring;
+    uint64_t i;
+    size_t word;
+
+    if (capacity == 0 || capacity > (SIZE_MAX - sizeof(*ring)) / sizeof(ring_slot)) {
+        return NULL;
+    }
+    ring = calloc(1, sizeof(*ring) + (size_t)capacity * sizeof(ring_slot));
+    if (ring == NULL) {
+        return NULL;
+    }
+    ring->capacity = capacity;
+    atomic_init(&ring->count, 0);
+    for (i = 0; i < capacity; i++) {
+        atomic_init(&ring->slots[i].sequence, 0);
+        for (word = 0; word < WORDS; word++) {
+            atomic_init(&ring->slots[i].words[word], 0);
+        }
+    }
+    return ring;
+}
+
+void
+oomkit_ring_destroy(oomkit_ring *ring)
+{
+    free(ring);
+}
+
+void
+oomkit_ring_push(oomkit_ring *ring, const oomkit_record *record)
+{
+    uint64_t index = atomic_load_explicit(&ring->count, memory_order_relaxed);
+    ring_slot *slot = &ring->slots[index % ring->capacity];
+    uint64_t words[WORDS];
+    size_t i;
+
+    memcpy(words, record, sizeof(words));
+    atomic_store_explicit(&slot->sequence, 2 * index + 1, memory_order_relaxed);
+    for (i = 0; i < WORDS; i++) {
+        atomic_store_explicit(&slot->words[i], words[i], memory_order_release);
+    }
+    atomic_store_explicit(&slot->sequence, 2 * index + 2, memory_order_release);
+    atomic_store_explicit(&ring->count, index + 1, memory_order_release);
+}
+
+uint64_t
+oomkit_ring_count(const oomkit_ring *ring)
+{
+    return atomic_load_explicit(&ring->count, memory_order_acquire);
+}
+
+uint64_t
+oomkit_ring_capacity(const oomkit_ring *ring)
+{
+    return ring->capacity;
+}
+
+int
+oomkit_ring_read(const oomkit_ring *ring, uint64_t index, oomkit_record *record)
+{
+    const ring_slot *slot = &ring->slots[index % ring->capacity];
+    const uint64_t whole = 2 * index + 2;
+    uint64_t words[WORDS];
+    size_t i;
+
+    if (index >= oomkit_ring_count(ring)) {
+        return OOMKIT_EINVAL;
+    }
+    /* The count says that it was written whole. A word of a later record brings that
+     * record's sequence with it, so the comparison behind the copy sees every overlap,
+     * and what is torn is overwritten for good: there is nothing to read again. */
+    for (i = 0; i < WORDS; i++) {
+        words[i] = atomic_load_explicit(&slot->words[i], memory_order_acquire);
+    }
+    if (atomic_load_explicit(&slot->sequence, memory_order_relaxed) != whole) {
+        return OOMKIT_EREFUSED;
+    }
+    memcpy(record, words, sizeof(words));
+    return OOMKIT_OK;
+}

@@ -1,0 +1,379 @@
+/* Seeing every backward: our callable in place of torch.autograd._engine_run_backward.
+ *
+ * Tensor.backward, torch.autograd.backward (however it was imported), torch.autograd.grad
+ * and checkpoint all end there. Outside a protected call, and for nested backwards, it
+ * passes through. Inside one, the first outermost backward of an attempt takes the marks of
+ * the gradients; while the call is split it also applies the weight of the micro-batch and
+ * parks the gradients afterwards. */
+#include "call.h"
+#include "errors.h"
+#include "step.h"
+
+#include <structmember.h>
+
+typedef struct backward_object {
+    PyObject_HEAD
+    PyObject *original; /* owned: what stood there before us */
+    vectorcallfunc vectorcall;
+} backward_object;
+
+#define backward_CAST(op) ((backward_object *)(op))
+
+/* Nested backwards of one thread, counted whether or not a call is in progress. */
+static _Thread_local int backward_nesting;
+
+/* The root gradients times the weight, as a new tuple. New reference or NULL. */
+static PyObject *
+backward_weighted(oomkit_call *call, PyObject *gradients, double weight)
+{
+    Py_ssize_t i;
+    PyObject *factor = PyFloat_FromDouble(weight);        /* owned */
+    PyObject *source = PySequence_Tuple(gradients);       /* owned */
+    PyObject *scaled = NULL;                              /* owned */
+
+    if (factor == NULL || source == NULL) {
+        goto done;
+    }
+    scaled = PyTuple_New(PyTuple_GET_SIZE(source));
+    for (i = 0; scaled != NULL && i < PyTuple_GET_SIZE(source); i++) {
+        PyObject *gradient = PyTuple_GET_ITEM(source, i); /* borrowed */
+        PyObject *product =                               /* owned, stolen by the tuple */
+            gradient == Py_None
+                ? Py_NewRef(Py_None)
+                : PyObject_CallMethodOneArg(gradient, call->st->str_mul, factor);
+        if (product == NULL) {
+            Py_CLEAR(scaled);
+            break;
+        }
+        PyTuple_SET_ITEM(scaled, i, product);
+    }
+done:
+    Py_XDECREF(factor);
+    Py_XDECREF(source);
+    return scaled;
+}
+
+/* Does this run of the engine write to .grad? autograd.grad does not. */
+static int
+backward_accumulates(oomkit_state *st, PyObject *const *args, size_t nargsf,
+                     PyObject *kwnames)
+{
+    Py_ssize_t i, n = PyVectorcall_NARGS(nargsf);
+
+    for (i = 0; kwnames != NULL && i < PyTuple_GET_SIZE(kwnames); i++) {
+        if (PyTuple_GET_ITEM(kwnames, i) == st->str_accumulate_grad ||
+            PyUnicode_Compare(PyTuple_GET_ITEM(kwnames, i), st->str_accumulate_grad) ==
+                0) {
+            return args[n + i] == Py_True;
+        }
+    }
+    return n > 6 ? args[6] == Py_True : 0;
+}
+
+/* Before an outermost backward. 0 or -1. */
+static int
+backward_begin(oomkit_call *call)
+{
+    call->training = 1;
+    if (oomkit_grads_mark(call) < 0) {
+        return -1;
+    }
+    if (call->grads.aside != NULL && call->backwards > 0) {
+        call->raised = 1;
+        oomkit_raise(call->st->SplitError,
+                     "auto_batch cannot replay a step with several backward() calls: "
+                     "gradients were present before the step and the first backward ran "
+                     "out of memory; pass gradient_safety=\"copy\"");
+        return -1;
+    }
+    if (call->split && oomkit_course_note(call, NULL, NULL) < 0) {
+        return -1;
+    }
+    return call->split ? oomkit_grads_unpark(call) : 0;
+}
+
+static int
+backward_end(oomkit_call *call)
+{
+    call->backwards++;
+    if (!call->split) {
+        return oomkit_grads_settle(call);
+    }
+    return call->is_last ? oomkit_grads_settle(call) : oomkit_grads_park(call);
+}
+
+/* The engine itself, with the phase that fault filters see. */
+static PyObject *
+backward_engine(backward_object *self, oomkit_state *st, PyObject *const *args,
+                size_t nargsf, PyObject *kwnames)
+{
+    PyObject *result; /* owned */
+    int phase = oomkit_phase_set(st, OOMKIT_PHASE_BACKWARD);
+
+    backward_nesting++;
+    result = PyObject_Vectorcall(self->original, args, nargsf, kwnames);
+    backward_nesting--;
+    oomkit_phase_set(st, phase);
+    return result;
+}
+
+/* An outermost backward of a protected call. */
+static PyObject *
+backward_protected(backward_object *self, oomkit_call *call, PyObject *const *args,
+                   size_t nargsf, PyObject *kwnames)
+{
+    Py_ssize_t i, n = PyVectorcall_NARGS(nargsf);
+    Py_ssize_t total = n + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
+    double weight = call->weights != NULL ? call->weights[call->slice_index] : 1.0;
+    PyObject *vector[12];
+    PyObject *scaled = NULL, *result; /* owned */
+
+    if (backward_begin(call) < 0) {
+        return NULL;
+    }
+    if (call->split && weight == 0.0) {
+        /* Its share of the loss is nothing, and a mean over nothing is NaN, which times 0
+         * would still be NaN: there is nothing to run. */
+        result = Py_NewRef(Py_None);
+    } else if (!call->split || weight == 1.0 || n < 2 || total > 12) {
+        if (total > 12 || n < 2) {
+            call->refusal = "torch.autograd._engine_run_backward has a form that oomkit "
+                            "does not know";
+        }
+        result = backward_engine(self, call->st, args, nargsf, kwnames);
+    } else {
+        scaled = backward_weighted(call, args[1], weight);
+        if (scaled == NULL) {
+            return NULL;
+        }
+        for (i = 0; i < total; i++) {
+            vector[i] = args[i]; /* borrowed from the caller */
+        }
+        vector[1] = scaled;
+        result = backward_engine(self, call->st, vector, (size_t)n, kwnames);
+        Py_DECREF(scaled);
+    }
+    if (result == NULL) {
+        call->backward_failed = 1;
+        return NULL;
+    }
+    if (backward_end(call) < 0) {
+        Py_CLEAR(result);
+    }
+    return result;
+}
+
+static PyObject *
+backward_call(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwnames)
+{
+    backward_object *self = backward_CAST(op);
+    oomkit_state *st = oomkit_state_of_type(Py_TYPE(op));
+    oomkit_call *call = oomkit_call_current();
+    PyObject *result; /* owned */
+
+    if (call == NULL || backward_nesting > 0 ||
+        !backward_accumulates(st, args, nargsf, kwnames)) {
+        result = backward_engine(self, st, args, nargsf, kwnames);
+        if (result == NULL && call != NULL && backward_nesting == 0) {
+            call->training = 1; /* its unexecuted graph must be drained */
+        }
+        return result;
+    }
+    Py_INCREF(op); /* the step may put something else in our place */
+    result = backward_protected(self, call, args, nargsf, kwnames);
+    Py_DECREF(op);
+    return result;
+}
+
+static int
+backward_traverse(PyObject *op, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(op));
+    Py_VISIT(backward_CAST(op)->original);
+    return 0;
+}
+
+static int
+backward_clear(PyObject *op)
+{
+    Py_CLEAR(backward_CAST(op)->original);
+    return 0;
+}
+
+static void
+backward_dealloc(PyObject *op)
+{
+    PyTypeObject *tp = Py_TYPE(op);
+    PyObject_GC_UnTrack(op);
+    backward_clear(op);
+    tp->tp_free(op);
+    Py_DECREF(tp);
+}
+
+static PyMemberDef backward_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(backward_object, vectorcall), READONLY,
+     NULL},
+    {"__wrapped__", T_OBJECT_EX, offsetof(backward_object, original), READONLY,
+     "torch's own function."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot backward_slots[] = {
+    {Py_tp_dealloc, backward_dealloc}, {Py_tp_traverse, backward_traverse},
+    {Py_tp_clear, backward_clear},     {Py_tp_call, PyVectorcall_Call},
+    {Py_tp_members, backward_members}, {0, NULL},
+};
+
+PyType_Spec oomkit_backward_spec = {
+    .name = "oomkit._C._Backward",
+    .basicsize = sizeof(backward_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
+             Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = backward_slots,
+};
+
+/* Has torch tell us when a module gains a parameter, a buffer or a child. 0 or -1. */
+static int
+backward_watch_structure(oomkit_state *st)
+{
+    PyObject *module = PyType_GetModule((PyTypeObject *)st->step_type); /* borrowed */
+    PyObject *changed, *buffer, *done = NULL;                           /* owned */
+
+    if (st->structure_hooked) {
+        return 0;
+    }
+    changed = PyObject_GetAttrString(module, "_structure_changed");
+    buffer = changed ? PyObject_GetAttrString(module, "_buffer_changed") : NULL;
+    if (buffer != NULL) {
+        done = PyObject_CallOneArg(st->parameter_hook, changed);
+    }
+    if (done != NULL) {
+        Py_SETREF(done, PyObject_CallOneArg(st->module_hook, changed));
+    }
+    if (done != NULL) {
+        Py_SETREF(done, PyObject_CallOneArg(st->buffer_hook, buffer));
+    }
+    st->structure_hooked = done != NULL;
+    Py_XDECREF(changed);
+    Py_XDECREF(buffer);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* Puts our callable into torch.autograd, once. 0 or -1. */
+int
+oomkit_backward_install(oomkit_state *st)
+{
+    backward_object *self;
+    PyTypeObject *type = (PyTypeObject *)st->backward_type;
+
+    if (st->backward_patched) {
+        return 0;
+    }
+    if (backward_watch_structure(st) < 0) {
+        return -1;
+    }
+    self = backward_CAST(type->tp_alloc(type, 0));
+    if (self == NULL) {
+        return -1;
+    }
+    self->vectorcall = backward_call;
+    self->original = Py_NewRef(st->run_backward);
+    if (PyObject_SetAttr(st->autograd_module, st->str_engine_run_backward,
+                         (PyObject *)self) < 0) {
+        Py_DECREF(self);
+        return -1;
+    }
+    Py_XSETREF(st->backward_hook, (PyObject *)self);
+    st->backward_patched = 1;
+    return 0;
+}
+
+/* A failed CPU backward leaves its unexecuted graph queued on this thread until the next
+ * backward here: run a trivial one. 0 or -1. */
+int
+oomkit_backward_drain(oomkit_state *st)
+{
+    PyObject *root = NULL, *result = NULL, *one = NULL; /* owned */
+    int mode;
+
+    oomkit_exempt_enter(st);
+    mode = oomkit_grad_mode_set(st, 1);
+    if (st->drain_leaf == NULL) {
+        PyObject *empty = PyTuple_New(0); /* owned */
+        st->drain_leaf =
+            empty == NULL ? NULL : PyObject_CallOneArg(st->torch_ones, empty);
+        Py_XDECREF(empty);
+        if (st->drain_leaf == NULL ||
+            PyObject_SetAttr(st->drain_leaf, st->str_requires_grad, Py_True) < 0) {
+            Py_CLEAR(st->drain_leaf);
+            goto done;
+        }
+    }
+    one = PyFloat_FromDouble(1.0);
+    root = one ? PyObject_CallMethodOneArg(st->drain_leaf, st->str_mul, one) : NULL;
+    if (root != NULL) {
+        result = PyObject_CallMethod(st->autograd_module, "grad", "OO", root,
+                                     st->drain_leaf);
+    }
+done:
+    if (mode >= 0 && oomkit_grad_mode_set(st, mode) < 0) {
+        Py_CLEAR(result);
+    }
+    oomkit_exempt_leave(st);
+    Py_XDECREF(one);
+    Py_XDECREF(root);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+/* backward=True or a callable: the loss of a result is run backward inside the call. */
+int
+oomkit_backward_run(oomkit_call *call, PyObject *result)
+{
+    oomkit_state *st = call->st;
+    PyObject *how = call->options->backward;         /* borrowed from options */
+    PyObject *loss = oomkit_result_loss(st, result); /* owned */
+    oomkit_tensor_facts facts;
+    PyObject *done; /* owned */
+
+    if (loss == NULL) {
+        if (!PyErr_Occurred()) {
+            oomkit_raise(st->SplitError,
+                         "auto_batch(backward=...) expected the step to return a loss "
+                         "(a tensor, a tuple that starts with one, a mapping with "
+                         "'loss'), got %s",
+                         Py_TYPE(result)->tp_name);
+        }
+        return -1;
+    }
+    if (oomkit_tensor_facts_get(st, loss, 0, &facts) < 0) {
+        goto error;
+    }
+    if (facts.ndim != 0 && facts.bytes != 0 &&
+        PyObject_Size(loss) != 1) { /* one element is what backward() itself accepts */
+        PyObject *shape = PyObject_GetAttr(loss, st->str_shape); /* owned */
+        if (shape != NULL) {
+            oomkit_raise(st->SplitError,
+                         "auto_batch(backward=...) expected a scalar loss, got a tensor "
+                         "of shape %S; return loss.mean() or loss.sum()",
+                         shape);
+            Py_DECREF(shape);
+        }
+        goto error;
+    }
+    if (!facts.requires_grad) {
+        oomkit_raise(st->SplitError,
+                     "auto_batch(backward=...) expected a loss that requires grad, got "
+                     "one without: was it detached, or computed under no_grad()?");
+        goto error;
+    }
+    done = how == Py_True ? PyObject_CallMethodNoArgs(loss, st->str_backward)
+                          : PyObject_CallOneArg(how, loss);
+    Py_DECREF(loss);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+error:
+    Py_DECREF(loss);
+    return -1;
+}

@@ -1,0 +1,367 @@
+/* Buffers: identity and version of all, copies of those that move.
+ *
+ * In a site's first call every buffer is copied. Those seen moving are copied from then on,
+ * running statistics in training mode always; a buffer that moves without a copy cannot be
+ * taken back and is named. */
+#include "call.h"
+#include "tensor.h"
+
+static int
+buffers_room(oomkit_call *call)
+{
+    oomkit_buffers *b = &call->buffers;
+    oomkit_participants *parts = call->parts;
+
+    if (b->count == b->room) {
+        Py_ssize_t room = b->room == 0 ? 16 : b->room * 2;
+        void *grown = PyMem_Realloc(b->items, (size_t)room * sizeof(*b->items));
+        if (grown == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        b->items = grown;
+        b->room = room;
+    }
+    if (parts->moving_count <= b->count) {
+        Py_ssize_t n = b->count + 1;
+        void *moving = PyMem_Realloc(parts->moving, (size_t)n);
+        void *copies;
+        if (moving == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        parts->moving = moving;
+        copies = PyMem_Realloc(parts->copies, (size_t)n * sizeof(PyObject *));
+        if (copies == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        parts->copies = copies;
+        parts->moving[n - 1] = 0;
+        parts->copies[n - 1] = NULL;
+        parts->moving_count = n;
+    }
+    return 0;
+}
+
+/* Is this module in training mode? Read from its dictionary: no property, no Python code. */
+static int
+module_is_training(oomkit_state *st, PyObject *module)
+{
+    int training = 0;
+    PyObject *value = PyObject_GetAttr(module, st->str_training); /* owned */
+    if (value == NULL) {
+        return -1;
+    }
+    training = value == Py_True;
+    Py_DECREF(value);
+    return training;
+}
+
+#define DEVICE_COPY_BYTES (1u << 20) /* a larger buffer's copy lives on the host */
+
+/* The copy of a buffer: beside it on its device while small, so that taking it does not
+ * wait for the device. New reference or NULL. */
+static PyObject *
+buffer_copy(oomkit_state *st, PyObject *tensor, const oomkit_tensor_facts *facts)
+{
+    PyObject *plain, *copy; /* owned */
+
+    if (facts->device_type == 0 || facts->bytes > DEVICE_COPY_BYTES) {
+        return oomkit_host_copy(st, tensor);
+    }
+    plain = PyObject_CallMethodNoArgs(tensor, st->str_detach);
+    copy = plain ? PyObject_CallMethodNoArgs(plain, st->str_clone) : NULL;
+    Py_XDECREF(plain);
+    return copy;
+}
+
+/* Is the copy of an earlier call of the same shape and type? Buffers may come and go. */
+static int
+buffer_copy_fits(oomkit_state *st, PyObject *copy, const oomkit_tensor_facts *facts)
+{
+    oomkit_tensor_facts was;
+    if (copy == NULL) {
+        return 0;
+    }
+    if (oomkit_tensor_facts_get(st, copy, 0, &was) < 0) {
+        PyErr_Clear(); /* unreadable: a new copy is made, and fails by itself if it must */
+        return 0;
+    }
+    return was.shape_hash == facts->shape_hash && was.size == facts->size &&
+           was.bytes == facts->bytes && was.dtype == facts->dtype;
+}
+
+/* One module's buffers are marked; the ones to copy are appended to `from` and `to`. */
+static int
+buffers_mark_module(oomkit_call *call, PyObject *module, int always, PyObject *from,
+                    PyObject *to)
+{
+    oomkit_state *st = call->st;
+    PyObject *key, *value; /* borrowed from the dict */
+    Py_ssize_t at = 0;
+    int result = -1;
+    PyObject *dict = PyObject_GetAttr(module, st->str_buffers); /* owned */
+
+    if (dict == NULL) {
+        return -1;
+    }
+    while (PyDict_Check(dict) && PyDict_Next(dict, &at, &key, &value)) {
+        oomkit_buffer *item;
+        oomkit_tensor_facts facts;
+        Py_ssize_t i = call->buffers.count;
+
+        if (value == Py_None) {
+            continue;
+        }
+        if (buffers_room(call) < 0 ||
+            oomkit_tensor_facts_get(st, value, 0, &facts) < 0) {
+            goto done;
+        }
+        item = &call->buffers.items[i];
+        item->tensor = Py_NewRef(value);
+        item->module = Py_NewRef(module);
+        item->key = Py_NewRef(key);
+        item->version = facts.version;
+        item->copied = 0;
+        call->buffers.count++;
+        if (!always && !call->parts->moving[i]) {
+            continue;
+        }
+        item->copied = 1;
+        if (!buffer_copy_fits(st, call->parts->copies[i], &facts)) {
+            Py_XSETREF(call->parts->copies[i], buffer_copy(st, value, &facts));
+            if (call->parts->copies[i] == NULL) {
+                goto done;
+            }
+        } else if (PyList_Append(from, value) < 0 ||
+                   PyList_Append(to, call->parts->copies[i]) < 0) {
+            goto done;
+        }
+    }
+    result = 0;
+done:
+    Py_DECREF(dict);
+    return result;
+}
+
+/* At entry of an attempt. 0 or -1. */
+int
+oomkit_buffers_mark(oomkit_call *call)
+{
+    oomkit_state *st = call->st;
+    oomkit_participants *parts = call->parts;
+    PyObject *from, *to, *done = NULL; /* owned */
+    Py_ssize_t i;
+    int first = parts->moving_count == 0, result = -1;
+
+    if (parts->buffered_count == 0) {
+        return 0;
+    }
+    from = PyList_New(0);
+    to = PyList_New(0);
+    if (from == NULL || to == NULL) {
+        goto done;
+    }
+    for (i = 0; i < parts->buffered_count; i++) {
+        PyObject *module = oomkit_reference_get(parts->buffered[i].ref); /* owned */
+        int always = first;
+        if (module == NULL) {
+            continue;
+        }
+        if (!always && parts->buffered[i].is_norm) {
+            always = module_is_training(st, module);
+        }
+        if (always < 0 || buffers_mark_module(call, module, always, from, to) < 0) {
+            Py_DECREF(module);
+            goto done;
+        }
+        Py_DECREF(module);
+    }
+    if (PyList_GET_SIZE(to) > 0) {
+        oomkit_exempt_enter(st);
+        done = PyObject_CallFunctionObjArgs(st->foreach_copy, to, from, NULL);
+        oomkit_exempt_leave(st);
+        if (done == NULL) {
+            goto done;
+        }
+    }
+    result = 0;
+done:
+    Py_XDECREF(done);
+    Py_XDECREF(from);
+    Py_XDECREF(to);
+    return result;
+}
+
+/* 1 moved in place, 2 another tensor stands in its place, 0 neither, -1 error. */
+static int
+buffer_state(oomkit_call *call, const oomkit_buffer *item)
+{
+    uint32_t version;
+    PyObject *now = NULL; /* borrowed from dict */
+    int result;
+    PyObject *dict = PyObject_GetAttr(item->module, call->st->str_buffers); /* owned */
+
+    if (dict == NULL) {
+        return -1;
+    }
+    now = PyDict_GetItemWithError(dict, item->key);
+    if (now == NULL && PyErr_Occurred()) {
+        result = -1;
+    } else if (now != item->tensor) {
+        result = 2;
+    } else if (oomkit_tensor_version(call->st, item->tensor, &version) < 0) {
+        result = -1;
+    } else {
+        result = version != item->version;
+    }
+    Py_DECREF(dict);
+    return result;
+}
+
+/* Has any buffer moved since entry? 1, 0 or -1. */
+int
+oomkit_buffers_moved(oomkit_call *call)
+{
+    Py_ssize_t i;
+    for (i = 0; i < call->buffers.count; i++) {
+        int state = buffer_state(call, &call->buffers.items[i]);
+        if (state != 0) {
+            return state < 0 ? -1 : 1;
+        }
+    }
+    return 0;
+}
+
+static int
+buffer_put_back(oomkit_call *call, Py_ssize_t i)
+{
+    oomkit_buffer *item = &call->buffers.items[i];
+    PyObject *dict, *done; /* owned */
+    int result = 0;
+
+    /* Whatever the version says: a kernel that fails half-way (batch_norm) has written to
+     * its buffers and not bumped them. */
+    if (item->copied) {
+        done = PyObject_CallMethodOneArg(item->tensor, call->st->str_copy,
+                                         call->parts->copies[i]);
+        if (done == NULL) {
+            return -1;
+        }
+        Py_DECREF(done);
+    }
+    dict = PyObject_GetAttr(item->module, call->st->str_buffers);
+    if (dict == NULL) {
+        return -1;
+    }
+    if (PyDict_GetItemWithError(dict, item->key) != item->tensor) {
+        result = PyErr_Occurred() ? -1 : PyDict_SetItem(dict, item->key, item->tensor);
+    }
+    Py_DECREF(dict);
+    return result;
+}
+
+/* 0 all buffers are as at entry; 1 refused, *which is an owned str that names one; -1.
+ * Nothing is changed when it refuses. */
+int
+oomkit_buffers_restore(oomkit_call *call, PyObject **which)
+{
+    Py_ssize_t i;
+    oomkit_buffers *b = &call->buffers;
+
+    for (i = 0; i < b->count; i++) {
+        uint32_t version;
+        if (oomkit_tensor_version(call->st, b->items[i].tensor, &version) < 0) {
+            return -1;
+        }
+        if (version != b->items[i].version && !b->items[i].copied) {
+            *which = PyUnicode_FromFormat("%s.%U", Py_TYPE(b->items[i].module)->tp_name,
+                                          b->items[i].key);
+            return *which == NULL ? -1 : 1;
+        }
+    }
+    for (i = 0; i < b->count; i++) {
+        if (buffer_put_back(call, i) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* After a finished call: those that moved will be copied from now on. Never fails: what
+ * cannot be read counts as moving. */
+void
+oomkit_buffers_learn(oomkit_call *call)
+{
+    Py_ssize_t i;
+    for (i = 0; i < call->buffers.count && i < call->parts->moving_count; i++) {
+        uint32_t version;
+        if (call->parts->moving[i]) {
+            continue;
+        }
+        if (oomkit_tensor_version(call->st, call->buffers.items[i].tensor, &version) < 0) {
+            PyErr_Clear(); /* an unreadable version is no reason to fail a finished step */
+            call->parts->moving[i] = 1;
+            continue;
+        }
+        call->parts->moving[i] = version != call->buffers.items[i].version;
+        if (!call->parts->moving[i]) {
+            Py_CLEAR(call->parts->copies[i]);
+        }
+    }
+}
+
+/* Forgets the marks of an attempt. */
+void
+oomkit_buffers_release(oomkit_call *call)
+{
+    oomkit_buffers *b = &call->buffers;
+    Py_ssize_t i, count = b->count;
+
+    b->count = 0;
+    for (i = 0; i < count; i++) {
+        Py_CLEAR(b->items[i].tensor);
+        Py_CLEAR(b->items[i].module);
+        Py_CLEAR(b->items[i].key);
+    }
+    PyMem_Free(b->items);
+    b->items = NULL;
+    b->room = 0;
+}
+
+/* Once per site: normalisation over a micro-batch is not that over the batch. 0 or -1. */
+int
+oomkit_buffers_say_norm(oomkit_call *call)
+{
+    Py_ssize_t i;
+    oomkit_participants *parts = call->parts;
+
+    for (i = 0; !parts->norm_said && i < parts->buffered_count; i++) {
+        int training;
+        PyObject *module; /* owned */
+        if (!parts->buffered[i].is_norm) {
+            continue;
+        }
+        module = oomkit_reference_get(parts->buffered[i].ref);
+        if (module == NULL) {
+            continue;
+        }
+        training = module_is_training(call->st, module);
+        if (training > 0) {
+            parts->norm_said = 1;
+            training = PyErr_WarnFormat(
+                call->st->OomkitWarning, 2,
+                "oomkit: the batch is split and %s is in training mode: its statistics "
+                "are those of each micro-batch, not of the whole batch; use a "
+                "normalisation without batch statistics (GroupNorm, LayerNorm) or put "
+                "it in eval mode where this matters",
+                Py_TYPE(module)->tp_name);
+        }
+        Py_DECREF(module);
+        if (training < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}

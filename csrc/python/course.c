@@ -1,0 +1,102 @@
+/* One course: every micro-batch makes the same outermost backwards and intercepted calls. */
+#include "call.h"
+#include "errors.h"
+
+void
+oomkit_course_clear(oomkit_course *course)
+{
+    int i, count = course->count;
+    course->count = 0;
+    for (i = 0; i < count && i < OOMKIT_COURSE; i++) {
+        Py_CLEAR(course->events[i].where);
+    }
+}
+
+/* "file:line" of the innermost Python frame. New reference, or NULL with an exception. */
+static PyObject *
+course_where(void)
+{
+    PyFrameObject *frame = PyEval_GetFrame(); /* borrowed */
+    PyCodeObject *code;                       /* owned */
+    PyObject *where;
+
+    if (frame == NULL) {
+        return PyUnicode_FromString("native code");
+    }
+    code = PyFrame_GetCode(frame);
+    where = PyUnicode_FromFormat("%U:%d", code->co_filename,
+                                 PyFrame_GetLineNumber(frame));
+    Py_DECREF(code);
+    return where;
+}
+
+static int
+course_differs(oomkit_call *call, PyObject *here, PyObject *there)
+{
+    call->raised = 1;
+    oomkit_raise(
+        call->st->SplitError,
+        "auto_batch cannot split this step: its micro-batches take different courses: "
+        "micro-batch %lld of %lld reached %S, the first one %S; make the decision from "
+        "oomkit.current() (`if oomkit.current().is_last: ...`) or outside the step",
+        (long long)(call->slice_index + 1), (long long)call->slice_count,
+        here == NULL ? Py_None : here, there == NULL ? Py_None : there);
+    return -1;
+}
+
+/* Notes an event of the present micro-batch; `target` NULL is a backward. */
+int
+oomkit_course_note(oomkit_call *call, const void *target, const void *name)
+{
+    oomkit_course *course = &call->course[call->slice_index > 0];
+    oomkit_course *first = &call->course[0];
+    oomkit_event *event;
+    PyObject *where; /* owned, then by the event */
+    int at = course->count;
+
+    if (call->course_waived) {
+        return 0;
+    }
+    where = course_where();
+    if (where == NULL) {
+        return -1;
+    }
+    if (at >= OOMKIT_COURSE) {
+        Py_DECREF(where);
+        course->count = OOMKIT_COURSE; /* too long to compare further */
+        return 0;
+    }
+    event = &course->events[at];
+    event->target = target;
+    event->name = name;
+    event->where = where;
+    course->count++;
+    if (course == first) {
+        return 0;
+    }
+    if (at >= first->count) {
+        return course_differs(call, where, NULL);
+    }
+    if (first->events[at].target != target || first->events[at].name != name) {
+        return course_differs(call, where, first->events[at].where);
+    }
+    return 0;
+}
+
+/* At the end of a micro-batch: nothing that the first one did may be missing. */
+int
+oomkit_course_finish(oomkit_call *call)
+{
+    oomkit_course *course = &call->course[call->slice_index > 0];
+    oomkit_course *first = &call->course[0];
+    int result = 0;
+
+    if (course == first) {
+        return 0;
+    }
+    if (!call->course_waived && course->count < first->count) {
+        result = course_differs(call, NULL, first->events[course->count].where);
+    }
+    oomkit_course_clear(course);
+    return result;
+}

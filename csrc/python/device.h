@@ -1,0 +1,80 @@
+/* One interface to memory figures: the bridge where it is present, else torch's own calls.
+ *
+ * Nothing here initialises a device. Figures that cannot be had are OOMKIT_UNKNOWN. */
+#ifndef OOMKIT_PYTHON_DEVICE_H
+#define OOMKIT_PYTHON_DEVICE_H
+
+#include "state.h"
+#include "../core/ring.h"
+
+/* c10::DeviceType numbers. */
+enum { OOMKIT_DEVICE_CPU = 0, OOMKIT_DEVICE_CUDA = 1 };
+
+typedef struct oomkit_device {
+    int type;  /* c10::DeviceType */
+    int index; /* -1 for the CPU */
+} oomkit_device;
+
+/* A measurement that is open from begin to end. They nest (also a guard inside a step);
+ * on an accelerator the inner reset of the peak is merged back into the outer window. */
+typedef struct oomkit_peak_window {
+    struct oomkit_peak_window *outer; /* borrowed: the enclosing one of this device */
+    oomkit_device device;
+    int cpu_window;          /* the bridge's window, or -1 */
+    int open;
+    int reset;               /* whether the device's peak was reset at begin */
+    uint64_t baseline_bytes; /* allocated at begin */
+    uint64_t peak_allocated_bytes, peak_reserved_bytes; /* seen so far (accelerator) */
+    uint64_t free_bytes, budget_bytes;                  /* filled by end */
+} oomkit_peak_window;
+
+/* Installs the CPU allocator when `device` is the CPU and the bridge is there: done by the
+ * first protected call. Never fails; without it CPU figures are unknown. */
+void
+oomkit_device_prepare(oomkit_state *st, oomkit_device device);
+
+/* Never fail: what cannot be measured is OOMKIT_UNKNOWN. begin and end may be called with
+ * an exception set; they keep it. */
+void
+oomkit_device_begin(oomkit_state *st, oomkit_device device, int reset,
+                    oomkit_peak_window *window);
+void
+oomkit_device_end(oomkit_state *st, oomkit_peak_window *window);
+
+/* Bytes allocated now; OOMKIT_UNKNOWN when not known. */
+uint64_t
+oomkit_device_allocated(oomkit_state *st, oomkit_device device);
+
+/* All figures of a device; every field may be OOMKIT_UNKNOWN. *budget_bytes is the limit
+ * in force. -1 with an exception only when torch's own calls raise something unexpected. */
+int
+oomkit_device_figures(oomkit_state *st, oomkit_device device, oomkit_memory_stats *stats,
+                      uint64_t *budget_bytes);
+
+/* The limit that oomkit.limit_memory put on an accelerator, for later figures;
+ * OOMKIT_UNKNOWN takes it away. OOMKIT_OK, or OOMKIT_EREFUSED when more devices are in use
+ * than the table has room for. The CPU's limit is the bridge's own. */
+int
+oomkit_device_budget_set(oomkit_device device, uint64_t budget_bytes);
+
+/* The highest peak of the run so far, resets of the device's own counter bridged over;
+ * OOMKIT_UNKNOWN when not known. May be called with an exception set. */
+uint64_t
+oomkit_device_run_peak(oomkit_state *st, oomkit_device device);
+
+/* Returns cached blocks to the driver, once. What it raises is dropped when it is OOM (the
+ * flush is an optimisation), else -1. Nothing to do on the CPU. */
+int
+oomkit_device_empty_cache(oomkit_state *st, oomkit_device device);
+
+/* Allocations of ours that must never count, be refused or be failed. They nest. */
+void
+oomkit_exempt_enter(oomkit_state *st);
+void
+oomkit_exempt_leave(oomkit_state *st);
+
+/* Sets the phase that fault filters see and returns the one before. */
+int
+oomkit_phase_set(oomkit_state *st, int phase);
+
+#endif

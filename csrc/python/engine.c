@@ -1,0 +1,344 @@
+/* The protected call: marks, the function, and what was measured. The healthy path is this
+ * file; everything after a failure is in recover.c. */
+#include "call.h"
+#include "errors.h"
+#include "step.h"
+#include "tensor.h"
+
+#include <stddef.h>
+#include <time.h>
+
+uint64_t
+oomkit_now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+/* The participants of this call: those of the site while they are right. 0 or -1. */
+static int
+engine_participants(oomkit_call *call)
+{
+    oomkit_step *step = call->step;
+    Py_ssize_t total = call->batch.total;
+
+    if (step->parts == NULL ||
+        !oomkit_participants_valid(call->st, step->parts, call->args, total)) {
+        oomkit_participants *found, *old;
+        if (PyErr_Occurred()) {
+            return -1;
+        }
+        found = oomkit_participants_find(call->st, call->options, step->func, call->args,
+                                         call->batch.positional, total);
+        if (found == NULL) {
+            return -1;
+        }
+        old = step->parts;
+        step->parts = found;
+        step->without_backward = 0;
+        oomkit_participants_release(old);
+    }
+    call->parts = step->parts;
+    call->parts->refs++;
+    return 0;
+}
+
+static void
+engine_device(oomkit_call *call)
+{
+    if (call->parts->device_type != 0) {
+        call->device.type = call->parts->device_type;
+        call->device.index = call->parts->device_index;
+    } else {
+        call->device.type = call->batch.device_type;
+        call->device.index = call->batch.device_index;
+    }
+}
+
+/* testing.force_slices: exactly these slices, whatever the planner says. 0 or -1. */
+static int
+engine_forced(oomkit_call *call)
+{
+    PyObject *lengths = call->st->forced_slices; /* borrowed from state */
+    int64_t start = 0;
+    Py_ssize_t i, n = PyTuple_GET_SIZE(lengths);
+
+    call->slices = PyMem_Malloc((size_t)n * sizeof(*call->slices));
+    if (call->slices == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    call->slice_room = n;
+    for (i = 0; i < n; i++) {
+        call->slices[i].start = start;
+        call->slices[i].length = PyLong_AsLongLong(PyTuple_GET_ITEM(lengths, i));
+        start += call->slices[i].length;
+    }
+    if (start != call->batch.rows) {
+        oomkit_raise(call->st->SplitError,
+                     "force_slices() expected slices that add up to the batch of %lld "
+                     "rows, got %R",
+                     (long long)call->batch.rows, lengths);
+        return -1;
+    }
+    call->slice_count = n;
+    call->split = n > 1;
+    call->forced = 1;
+    call->reason = OOMKIT_REASON_ASKED;
+    return 0;
+}
+
+/* A plan that may split from the start: asked for, remembered, or forced by a test. 0
+ * whole, 1 call->slices is set, -1 with an exception. */
+static int
+engine_plan(oomkit_call *call)
+{
+    oomkit_step *step = call->step;
+    oomkit_plan_observations seen;
+    int asked = call->options->accumulation_steps > 1 || call->st->forced_slices != NULL;
+    int found = oomkit_batch_find(call->st, call->options, step->batch_site, step->names,
+                                  &call->batch);
+
+    if (found <= 0) {
+        if (found == 0 && asked) {
+            oomkit_raise(call->st->SplitError,
+                         "auto_batch(accumulation_steps=...) found no batch to split in "
+                         "the arguments of %U: pass it as an argument of the step",
+                         call->options->label);
+            return -1;
+        }
+        return found;
+    }
+    if (call->st->forced_slices != NULL) {
+        return engine_forced(call) < 0 ? -1 : 1;
+    }
+    if (asked && call->batch.rows < call->options->min_micro_batch) {
+        oomkit_raise(call->st->SplitError,
+                     "auto_batch cannot split a batch of %lld rows: min_micro_batch is "
+                     "%lld",
+                     (long long)call->batch.rows,
+                     (long long)call->options->min_micro_batch);
+        return -1;
+    }
+    oomkit_signature_observe(call, &seen);
+    if (oomkit_plan_choose(&seen, &call->plan, &call->reason) != OOMKIT_OK) {
+        PyErr_SetString(PyExc_RuntimeError, "oomkit could not make a plan");
+        return -1;
+    }
+    if (oomkit_plan_count(&call->plan) <= 1) {
+        return 0;
+    }
+    if (oomkit_attempt_slices(call) < 0) {
+        return -1;
+    }
+    return oomkit_buffers_say_norm(call) < 0 ? -1 : 1;
+}
+
+/* Everything before the function runs. 1 when the plan splits, 0 whole, -1 error. */
+static int
+engine_begin(oomkit_call *call)
+{
+    oomkit_state *st = call->st;
+    int split = 0;
+
+    if (oomkit_batch_capture(st, call->options, call->args,
+                             PyVectorcall_NARGS(call->nargsf), call->kwnames,
+                             call->step->skip, &call->batch) < 0 ||
+        engine_participants(call) < 0) {
+        return -1;
+    }
+    engine_device(call);
+    oomkit_device_prepare(st, call->device);
+    oomkit_device_begin(st, call->device, call->options->reset_peaks, &call->window);
+    call->baseline_bytes = call->window.baseline_bytes;
+    if (st->flush_pending) {
+        st->flush_pending = 0;
+        if (oomkit_device_empty_cache(st, call->device) < 0) {
+            return -1;
+        }
+    }
+    if (!st->backward_patched && oomkit_backward_install(st) < 0) {
+        return -1;
+    }
+    if ((call->options->restore_batch && oomkit_batch_save(st, &call->batch) < 0) ||
+        oomkit_tx_begin(call) < 0) {
+        return -1;
+    }
+    if (call->step->seen_oom || call->options->accumulation_steps > 1 ||
+        st->forced_slices != NULL) {
+        split = engine_plan(call);
+        if (split < 0) {
+            return -1;
+        }
+    }
+    return oomkit_intercept_install(call) < 0 ? -1 : split;
+}
+
+/* The whole batch in one go: the caller's very arguments. */
+static PyObject *
+engine_whole(oomkit_call *call)
+{
+    PyObject *result = /* owned */
+        PyObject_Vectorcall(call->func, call->args, call->nargsf, call->kwnames);
+
+    call->is_last = 1;
+    if (result != NULL && call->options->backward != NULL &&
+        oomkit_backward_run(call, result) < 0) {
+        Py_CLEAR(result);
+    }
+    return result;
+}
+
+/* Keeps the highest peaks of the windows of this call. */
+void
+oomkit_call_merge_window(oomkit_call *call)
+{
+    const oomkit_peak_window *w = &call->window;
+
+    if (w->peak_allocated_bytes != OOMKIT_UNKNOWN &&
+        w->peak_allocated_bytes > call->peak_allocated_bytes) {
+        call->peak_allocated_bytes = w->peak_allocated_bytes;
+    }
+    if (w->peak_reserved_bytes != OOMKIT_UNKNOWN &&
+        w->peak_reserved_bytes > call->peak_reserved_bytes) {
+        call->peak_reserved_bytes = w->peak_reserved_bytes;
+    }
+}
+
+/* What is known about the call now, as a record. */
+void
+oomkit_call_record(const oomkit_call *call, oomkit_record *record)
+{
+    int64_t rows = call->batch.rows > 0 ? call->batch.rows
+                                        : oomkit_batch_rows(&call->batch);
+    int64_t largest = 0, i;
+
+    for (i = 0; i < call->slice_count; i++) {
+        largest = call->slices[i].length > largest ? call->slices[i].length : largest;
+    }
+    memset(record, 0, sizeof(*record));
+    record->step = call->step->calls;
+    record->batch_size = rows < 0 ? OOMKIT_UNKNOWN : (uint64_t)rows;
+    record->micro_batch_size = largest > 0 ? (uint64_t)largest : record->batch_size;
+    record->requested_bytes = call->ooms > 0 ? call->requested_bytes : OOMKIT_UNKNOWN;
+    record->baseline_bytes = call->baseline_bytes;
+    record->peak_allocated_bytes =
+        call->peak_allocated_bytes == 0 ? OOMKIT_UNKNOWN : call->peak_allocated_bytes;
+    record->peak_reserved_bytes =
+        call->peak_reserved_bytes == 0 ? OOMKIT_UNKNOWN : call->peak_reserved_bytes;
+    record->device_free_bytes = call->window.free_bytes;
+    record->budget_bytes = call->window.budget_bytes;
+    record->time_ns = oomkit_now_ns() - call->started_ns;
+    record->lost_ns = call->lost_ns;
+    record->accumulation_steps = call->slice_count > 0 ? (uint32_t)call->slice_count : 1;
+    record->attempts = (uint32_t)call->attempt_count + 1;
+    record->ooms = call->ooms;
+    record->reason = (uint32_t)call->reason;
+    record->outcome = call->outcome;
+}
+
+static void
+engine_learn(oomkit_call *call)
+{
+    oomkit_step *step = call->step;
+    int64_t largest = 0, i;
+
+    oomkit_buffers_learn(call);
+    step->seen_oom |= call->ooms > 0;
+    step->without_backward = !call->training;
+    if (call->slices == NULL) {
+        oomkit_batch_learn(&step->batch_site, &call->batch);
+        largest = oomkit_batch_rows(&call->batch);
+    }
+    for (i = 0; i < call->slice_count; i++) {
+        largest = call->slices[i].length > largest ? call->slices[i].length : largest;
+    }
+    if ((call->has_signature || step->seen_oom) && largest > 0) {
+        oomkit_signature_succeeded(call, largest, call->window.peak_allocated_bytes);
+    }
+}
+
+/* Closes the call. Keeps the exception in flight. */
+static void
+engine_end(oomkit_call *call, int finished)
+{
+    oomkit_record record;
+    PyObject *exception = finished ? NULL : oomkit_exception_take(); /* owned, given back */
+    Py_ssize_t i;
+
+    oomkit_intercept_remove(call);
+    if (!finished) {
+        call->outcome = call->outcome == 0 ? 2 : call->outcome;
+        oomkit_grads_abandon(call);
+    }
+    if (call->window.open) {
+        oomkit_device_end(call->st, &call->window);
+    }
+    oomkit_call_merge_window(call);
+    oomkit_call_record(call, &record);
+    oomkit_ring_push(call->step->ring, &record);
+    if (finished) {
+        engine_learn(call);
+    }
+    oomkit_tx_end(call);
+    oomkit_join_clear(&call->join);
+    oomkit_batch_release(&call->batch);
+    for (i = 0; i < call->attempt_count; i++) {
+        Py_CLEAR(call->attempts[i].location);
+        Py_CLEAR(call->attempts[i].message);
+    }
+    PyMem_Free(call->attempts);
+    PyMem_Free(call->slices);
+    PyMem_Free(call->weights);
+    oomkit_participants_release(call->parts);
+    if (exception != NULL) {
+        oomkit_exception_give(exception);
+    }
+}
+
+PyObject *
+oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwnames)
+{
+    oomkit_step *step = step_CAST(op);
+    oomkit_call call;
+    PyObject *result = NULL; /* owned */
+    int split;
+
+    if (oomkit_call_current() != NULL) { /* the outermost protected call answers for all */
+        return PyObject_Vectorcall(step->func, args, nargsf, kwnames);
+    }
+    memset(&call, 0, offsetof(oomkit_call, batch) + offsetof(oomkit_batch, inline_nodes));
+    call.course[0].count = call.course[1].count = 0;
+    call.st = step->st;
+    call.step = step;
+    call.options = &step->options;
+    call.func = step->func;
+    call.args = args;
+    call.nargsf = nargsf;
+    call.kwnames = kwnames;
+    call.started_ns = call.attempt_started_ns = oomkit_now_ns();
+    step->calls++;
+    Py_INCREF(op); /* the step may be redefined while it runs */
+    split = engine_begin(&call);
+    if (split >= 0) {
+        oomkit_call_set_current(&call);
+        call.phase_before = oomkit_phase_set(call.st, OOMKIT_PHASE_FORWARD);
+        if (split == 0) {
+            result = engine_whole(&call);
+        }
+        if (result == NULL) {
+            step->seen_oom |= split == 0;
+            result = oomkit_recover(&call, split == 0);
+        }
+        oomkit_phase_set(call.st, call.phase_before);
+        oomkit_call_set_current(NULL);
+    } else if (call.parts == NULL) {
+        oomkit_batch_release(&call.batch);
+        Py_DECREF(op);
+        return NULL;
+    }
+    engine_end(&call, result != NULL);
+    Py_DECREF(op);
+    return result;
+}

@@ -1,0 +1,131 @@
+/* Exception types of oomkit, and raising them. */
+#include "errors.h"
+
+#include <stdarg.h>
+
+PyDoc_STRVAR(oomkit_error_doc, "Base class of the errors that oomkit raises itself.");
+
+PyDoc_STRVAR(
+    out_of_memory_doc,
+    "Memory ran out, and no plan was left to try.\n"
+    "\n"
+    "Attributes\n"
+    "----------\n"
+    "report : OOMReport or None\n"
+    "    What was tried, who holds the memory, and what to do.\n"
+    "committed : bool\n"
+    "    True when the update of the parameters had been applied before memory\n"
+    "    ran out: the step stands, and its batch must not be repeated.");
+
+PyDoc_STRVAR(
+    partial_update_doc,
+    "An optimizer changed some parameters and then failed; it cannot be undone.\n"
+    "\n"
+    "This is not an out-of-memory error: a retry would apply the update twice to\n"
+    "the parameters that moved. Load a checkpoint, or use\n"
+    "auto_batch(optimizer_safety=\"copy\").");
+
+PyDoc_STRVAR(
+    split_error_doc,
+    "A step cannot be computed in micro-batches; the message names what to change.");
+
+PyDoc_STRVAR(oomkit_warning_doc,
+             "Something that oomkit cannot make exact, or that it cannot use.");
+
+/* The attributes that every instance has until it gets its own. New reference or NULL.
+ */
+static PyObject *
+out_of_memory_namespace(oomkit_state *st)
+{
+    PyObject *names = PyDict_New(); /* owned */
+    if (names != NULL && (PyDict_SetItem(names, st->str_report, Py_None) < 0 ||
+                          PyDict_SetItem(names, st->str_committed, Py_False) < 0)) {
+        Py_CLEAR(names);
+    }
+    return names;
+}
+
+/* A type with OomkitError and another base. `names` is borrowed and may be NULL. New
+ * reference or NULL. */
+static PyObject *
+error_type(oomkit_state *st, const char *name, const char *doc, PyObject *base,
+           PyObject *names)
+{
+    PyObject *type;                                           /* owned */
+    PyObject *bases = PyTuple_Pack(2, st->OomkitError, base); /* owned */
+    if (bases == NULL) {
+        return NULL;
+    }
+    type = PyErr_NewExceptionWithDoc(name, doc, bases, names);
+    Py_DECREF(bases);
+    return type;
+}
+
+int
+oomkit_errors_init(oomkit_state *st)
+{
+    PyObject *names; /* owned */
+
+    Py_XSETREF(st->OomkitError,
+               PyErr_NewExceptionWithDoc("oomkit.OomkitError", oomkit_error_doc,
+                                         PyExc_Exception, NULL));
+    if (st->OomkitError == NULL) {
+        return -1;
+    }
+    names = out_of_memory_namespace(st);
+    if (names == NULL) {
+        return -1;
+    }
+    Py_XSETREF(st->OutOfMemory, error_type(st, "oomkit.OutOfMemory", out_of_memory_doc,
+                                           st->TorchOutOfMemoryError, names));
+    Py_DECREF(names);
+    if (st->OutOfMemory == NULL) {
+        return -1;
+    }
+    Py_XSETREF(st->PartialUpdate,
+               error_type(st, "oomkit.PartialUpdate", partial_update_doc,
+                          PyExc_RuntimeError, NULL));
+    if (st->PartialUpdate == NULL) {
+        return -1;
+    }
+    Py_XSETREF(st->SplitError, error_type(st, "oomkit.SplitError", split_error_doc,
+                                          PyExc_ValueError, NULL));
+    if (st->SplitError == NULL) {
+        return -1;
+    }
+    Py_XSETREF(st->OomkitWarning,
+               PyErr_NewExceptionWithDoc("oomkit.OomkitWarning", oomkit_warning_doc,
+                                         PyExc_UserWarning, NULL));
+    return st->OomkitWarning == NULL ? -1 : 0;
+}
+
+PyObject *
+oomkit_raise(PyObject *type, const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    PyErr_FormatV(type, format, arguments);
+    va_end(arguments);
+    return NULL;
+}
+
+PyObject *
+oomkit_raise_out_of_memory(oomkit_state *st, PyObject *message, PyObject *report,
+                           int committed)
+{
+    PyObject *error = PyObject_CallOneArg(st->OutOfMemory, message); /* owned */
+
+    if (error == NULL) {
+        return NULL;
+    }
+    if (PyObject_SetAttr(error, st->str_report, report) < 0 ||
+        PyObject_SetAttr(error, st->str_committed, committed ? Py_True : Py_False) <
+            0) {
+        Py_DECREF(error);
+        return NULL;
+    }
+    /* Not PyErr_SetObject: that would link the exception which the caller is handling.
+     */
+    oomkit_exception_give(error);
+    return NULL;
+}

@@ -1,0 +1,491 @@
+/* Gradients: marks, host copies, parking between micro-batches, roll back.
+ *
+ * Mark: which tensor a parameter's gradient was, held weakly so that its address cannot be
+ * given to another one, and its version. AccumulateGrad is atomic per leaf, so after a
+ * failed backward a leaf has all of the slice's contribution or none, and the mark tells
+ * which. */
+#include "call.h"
+#include "tensor.h"
+
+static PyObject **
+grads_array(oomkit_call *call)
+{
+    PyObject **array =
+        PyMem_Calloc((size_t)call->parts->param_count + 1, sizeof(PyObject *));
+    if (array == NULL) {
+        PyErr_NoMemory();
+    }
+    return array;
+}
+
+static void
+grads_array_free(oomkit_call *call, PyObject ***array)
+{
+    PyObject **items = *array;
+    Py_ssize_t i;
+    if (items == NULL) {
+        return;
+    }
+    *array = NULL;
+    for (i = 0; i < call->parts->param_count; i++) {
+        Py_XDECREF(items[i]);
+    }
+    PyMem_Free(items);
+}
+
+/* The gradient of parameter i, None included. New reference or NULL. */
+static PyObject *
+grads_get(oomkit_call *call, Py_ssize_t i)
+{
+    return PyObject_GetAttr(call->parts->params[i], call->st->str_grad);
+}
+
+static int
+grads_set(oomkit_call *call, Py_ssize_t i, PyObject *gradient)
+{
+    return PyObject_SetAttr(call->parts->params[i], call->st->str_grad, gradient);
+}
+
+PyObject *
+oomkit_host_copy(oomkit_state *st, PyObject *tensor)
+{
+    oomkit_tensor_facts facts;
+    PyObject *plain, *copy = NULL; /* owned */
+
+    if (oomkit_tensor_facts_get(st, tensor, 0, &facts) < 0) {
+        return NULL;
+    }
+    plain = PyObject_CallMethodNoArgs(tensor, st->str_detach);
+    if (plain == NULL) {
+        return NULL;
+    }
+    oomkit_exempt_enter(st);
+    copy = PyObject_CallMethodNoArgs(plain,
+                                     facts.device_type == 0 ? st->str_clone : st->str_cpu);
+    oomkit_exempt_leave(st);
+    Py_DECREF(plain);
+    return copy;
+}
+
+/* Marks without a bridge: a weak reference to the gradient's object and its version. */
+static int
+grads_mark_plain(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+    Py_ssize_t i, n = call->parts->param_count;
+
+    g->held = grads_array(call);
+    g->held_versions = PyMem_Calloc((size_t)n + 1, sizeof(uint32_t));
+    if (g->held == NULL || g->held_versions == NULL) {
+        return PyErr_Occurred() ? -1 : (PyErr_NoMemory(), -1);
+    }
+    for (i = 0; i < n; i++) {
+        oomkit_tensor_facts facts;
+        PyObject *gradient = grads_get(call, i); /* owned */
+        if (gradient == NULL) {
+            return -1;
+        }
+        if (gradient == Py_None) {
+            Py_DECREF(gradient);
+            continue;
+        }
+        g->at_entry = 1;
+        if (oomkit_tensor_facts_get(call->st, gradient, 0, &facts) == 0) {
+            g->held_versions[i] = facts.version;
+            g->held[i] = PyWeakref_NewRef(gradient, NULL);
+        }
+        Py_DECREF(gradient);
+        if (g->held[i] == NULL) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Host copies of the gradients that are there now, once per call. */
+static int
+grads_copy(oomkit_call *call)
+{
+    Py_ssize_t i;
+    PyObject **copies; /* owned, then by call->grads */
+
+    if (call->grads.copies != NULL) {
+        return 0;
+    }
+    copies = grads_array(call);
+    if (copies == NULL) {
+        return -1;
+    }
+    call->grads.copies = copies;
+    for (i = 0; i < call->parts->param_count; i++) {
+        PyObject *gradient = grads_get(call, i); /* owned */
+        if (gradient == NULL) {
+            return -1;
+        }
+        if (gradient != Py_None) {
+            copies[i] = oomkit_host_copy(call->st, gradient);
+        }
+        Py_DECREF(gradient);
+        if (copies[i] == NULL && PyErr_Occurred()) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* At the first outermost backward of an attempt. 0 or -1. */
+int
+oomkit_grads_mark(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+    oomkit_state *st = call->st;
+    Py_ssize_t i, n = call->parts->param_count;
+
+    if (g->marked) {
+        return 0;
+    }
+    g->at_entry = 0;
+    if (st->bridge == NULL) {
+        if (grads_mark_plain(call) < 0) {
+            return -1;
+        }
+    } else {
+        if (g->marks == NULL) {
+            g->marks = PyMem_Malloc((size_t)(n + 1) * sizeof(*g->marks));
+            if (g->marks == NULL) {
+                PyErr_NoMemory();
+                return -1;
+            }
+        }
+        if (st->bridge->grads_mark((const void *const *)call->parts->params,
+                                   st->impl_offset, (size_t)n, g->marks) != OOMKIT_OK) {
+            PyErr_SetString(PyExc_RuntimeError,
+                            "oomkit could not mark the gradients of the parameters");
+            return -1;
+        }
+        for (i = 0; i < n && !g->at_entry; i++) {
+            g->at_entry = g->marks[i].grad != NULL;
+        }
+    }
+    g->marked = 1;
+    if (g->at_entry && oomkit_call_wants_copies(call)) {
+        return grads_copy(call);
+    }
+    return 0;
+}
+
+/* Moves every gradient to the stash, so that what follows in this micro-batch sees none. */
+int
+oomkit_grads_park(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+    Py_ssize_t i;
+
+    if (g->parked == NULL && (g->parked = grads_array(call)) == NULL) {
+        return -1;
+    }
+    g->is_parked = 1;
+    for (i = 0; i < call->parts->param_count; i++) {
+        PyObject *gradient = grads_get(call, i); /* owned, then by the stash */
+        if (gradient == NULL) {
+            return -1;
+        }
+        if (gradient == Py_None) {
+            Py_DECREF(gradient);
+            continue;
+        }
+        Py_XSETREF(g->parked[i], gradient);
+        if (grads_set(call, i, Py_None) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Puts the stash back before the next backward, so that accumulation sums. */
+int
+oomkit_grads_unpark(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+    Py_ssize_t i;
+
+    if (!g->is_parked) {
+        return 0;
+    }
+    for (i = 0; i < call->parts->param_count; i++) {
+        if (g->parked[i] != NULL) {
+            if (grads_set(call, i, g->parked[i]) < 0) {
+                return -1;
+            }
+            Py_CLEAR(g->parked[i]);
+        }
+    }
+    g->is_parked = 0;
+    return 0;
+}
+
+/* After the backward of the last micro-batch of a replay: leaves whose gradient already
+ * held the whole contribution of the failed attempt get it back in place of the replayed
+ * one. */
+int
+oomkit_grads_settle(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+    Py_ssize_t i;
+
+    if (g->aside == NULL || !call->is_last) {
+        return 0;
+    }
+    for (i = 0; i < call->parts->param_count; i++) {
+        if (g->aside[i] != NULL && grads_set(call, i, g->aside[i]) < 0) {
+            return -1;
+        }
+    }
+    grads_array_free(call, &g->aside);
+    return 0;
+}
+
+/* The call failed for good while gradients are set aside: they go back as they are (with
+ * the contribution of the failed attempt), which the error says. Keeps no exception. */
+void
+oomkit_grads_abandon(oomkit_call *call)
+{
+    Py_ssize_t i;
+    for (i = 0; call->grads.aside != NULL && i < call->parts->param_count; i++) {
+        if (call->grads.aside[i] != NULL &&
+            grads_set(call, i, call->grads.aside[i]) < 0) {
+            PyErr_WriteUnraisable(call->parts->params[i]);
+        }
+    }
+}
+
+/* While parked no participant may have a gradient: 1 and *which when one has. */
+int
+oomkit_grads_unexpected(oomkit_call *call, Py_ssize_t *which)
+{
+    Py_ssize_t i;
+    if (!call->grads.is_parked) {
+        return 0;
+    }
+    for (i = 0; i < call->parts->param_count; i++) {
+        PyObject *gradient = grads_get(call, i); /* owned */
+        if (gradient == NULL) {
+            return -1;
+        }
+        Py_DECREF(gradient);
+        if (gradient != Py_None) {
+            *which = i;
+            return 1;
+        }
+    }
+    return 0;
+}
+
+static uint8_t
+grads_state_plain(oomkit_call *call, Py_ssize_t i, PyObject *gradient, uint32_t *step)
+{
+    oomkit_grads *g = &call->grads;
+    oomkit_tensor_facts facts;
+
+    *step = 0;
+    if (g->held[i] == NULL) {
+        return gradient == Py_None ? OOMKIT_GRAD_SAME : OOMKIT_GRAD_NEW;
+    }
+    if (gradient == Py_None) {
+        return OOMKIT_GRAD_GONE;
+    }
+    if (PyWeakref_GET_OBJECT(g->held[i]) != gradient ||
+        oomkit_tensor_facts_get(call->st, gradient, 0, &facts) < 0) {
+        return OOMKIT_GRAD_REPLACED;
+    }
+    *step = facts.version - g->held_versions[i];
+    return *step == 0 ? OOMKIT_GRAD_SAME : OOMKIT_GRAD_MOVED;
+}
+
+/* states[i] and steps[i] of every parameter against the marks. 0 or -1. */
+static int
+grads_compare(oomkit_call *call, uint8_t *states, uint32_t *steps)
+{
+    oomkit_state *st = call->st;
+    size_t moved;
+    Py_ssize_t i;
+
+    if (st->bridge != NULL) {
+        if (st->bridge->grads_compare((const void *const *)call->parts->params,
+                                      st->impl_offset, (size_t)call->parts->param_count,
+                                      call->grads.marks, states, steps,
+                                      &moved) != OOMKIT_OK) {
+            PyErr_SetString(PyExc_RuntimeError,
+                            "oomkit could not compare the gradients of the parameters");
+            return -1;
+        }
+        return 0;
+    }
+    for (i = 0; i < call->parts->param_count; i++) {
+        PyObject *gradient = grads_get(call, i); /* owned */
+        if (gradient == NULL) {
+            return -1;
+        }
+        states[i] = grads_state_plain(call, i, gradient, &steps[i]);
+        Py_DECREF(gradient);
+    }
+    return 0;
+}
+
+/* Gives parameter i the value of its host copy: in place while it is still the marked
+ * tensor (others may look at it), else as a tensor of its own. */
+static int
+grads_put_copy(oomkit_call *call, Py_ssize_t i, int in_place)
+{
+    oomkit_state *st = call->st;
+    PyObject *copy = call->grads.copies[i]; /* borrowed */
+    PyObject *fresh, *done, *device, *target; /* owned */
+    int result = -1;
+
+    if (in_place) {
+        target = grads_get(call, i);
+        done = target ? PyObject_CallMethodOneArg(target, st->str_copy, copy) : NULL;
+        Py_XDECREF(target);
+        Py_XDECREF(done);
+        return done == NULL ? -1 : 0;
+    }
+    device = PyObject_GetAttr(call->parts->params[i], st->str_device);
+    fresh = device ? PyObject_CallMethod(copy, "to", "O", device) : NULL;
+    if (fresh == copy) { /* on the CPU: the copy itself must stay as it is */
+        Py_SETREF(fresh, PyObject_CallMethodNoArgs(copy, st->str_clone));
+    }
+    if (fresh != NULL) {
+        result = grads_set(call, i, fresh);
+    }
+    Py_XDECREF(fresh);
+    Py_XDECREF(device);
+    return result;
+}
+
+/* May moved gradients be set aside? Only when a single backward was interrupted, so that
+ * each moved leaf holds exactly one contribution of the whole batch, and when the replay
+ * will draw the same random numbers and normalise alike. */
+static int
+grads_may_set_aside(oomkit_call *call, const uint8_t *states, const uint32_t *steps)
+{
+    Py_ssize_t i;
+
+    if (call->split || !call->backward_failed || call->backwards != 0 ||
+        call->grads.aside != NULL || oomkit_buffers_moved(call) != 0 ||
+        oomkit_rng_moved(call) != 0) {
+        return 0;
+    }
+    for (i = 0; i < call->parts->param_count; i++) {
+        if (states[i] == OOMKIT_GRAD_REPLACED || states[i] == OOMKIT_GRAD_GONE ||
+            (states[i] == OOMKIT_GRAD_MOVED && steps[i] != 1)) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+static int
+grads_set_aside(oomkit_call *call, Py_ssize_t i)
+{
+    oomkit_grads *g = &call->grads;
+
+    if (g->aside == NULL && (g->aside = grads_array(call)) == NULL) {
+        return -1;
+    }
+    g->aside[i] = grads_get(call, i);
+    return g->aside[i] == NULL ? -1 : grads_set(call, i, Py_None);
+}
+
+static int
+grads_restore_one(oomkit_call *call, Py_ssize_t i, uint8_t state, int aside)
+{
+    switch (state) {
+    case OOMKIT_GRAD_SAME:
+        return 0;
+    case OOMKIT_GRAD_NEW:
+        return grads_set(call, i, Py_None);
+    default:
+        if (call->grads.copies != NULL && call->grads.copies[i] != NULL) {
+            return grads_put_copy(call, i, state == OOMKIT_GRAD_MOVED);
+        }
+        return aside ? grads_set_aside(call, i) : 1;
+    }
+}
+
+/* 0 every gradient is as at the marks (or set aside); 1 refused: *why and *which (owned
+ * parameter) tell; -1 error. Nothing is changed when it refuses. */
+int
+oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which)
+{
+    Py_ssize_t i, n = call->parts->param_count;
+    uint8_t *states = NULL;
+    uint32_t *steps = NULL;
+    int aside, result = -1;
+
+    if (!call->grads.marked) {
+        return 0;
+    }
+    if (oomkit_grads_unpark(call) < 0) {
+        return -1;
+    }
+    states = PyMem_Calloc((size_t)n + 1, sizeof(*states));
+    steps = PyMem_Calloc((size_t)n + 1, sizeof(*steps));
+    if (states == NULL || steps == NULL) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    if (grads_compare(call, states, steps) < 0) {
+        goto done;
+    }
+    aside = grads_may_set_aside(call, states, steps);
+    for (i = 0; i < n; i++) {
+        int moved = states[i] != OOMKIT_GRAD_SAME && states[i] != OOMKIT_GRAD_NEW;
+        int copied = call->grads.copies != NULL && call->grads.copies[i] != NULL;
+        if ((moved && !copied && !aside) || (moved && call->grads.aside != NULL &&
+                                             call->grads.aside[i] != NULL)) {
+            *why = "its gradient, present before the step, was changed and no copy was "
+                   "taken";
+            *which = Py_NewRef(call->parts->params[i]);
+            result = 1;
+            goto done;
+        }
+    }
+    for (i = 0; i < n; i++) {
+        if (grads_restore_one(call, i, states[i], aside) != 0) {
+            goto done;
+        }
+    }
+    result = 0;
+done:
+    PyMem_Free(states);
+    PyMem_Free(steps);
+    return result;
+}
+
+/* Forgets the marks of an attempt; copies and gradients set aside outlive it. */
+void
+oomkit_grads_end_attempt(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+
+    if (g->marked && call->st->bridge != NULL) {
+        call->st->bridge->grads_release(g->marks, (size_t)call->parts->param_count);
+    }
+    g->marked = 0;
+    grads_array_free(call, &g->held);
+    PyMem_Free(g->held_versions);
+    g->held_versions = NULL;
+}
+
+void
+oomkit_grads_release(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+
+    oomkit_grads_end_attempt(call);
+    PyMem_Free(g->marks);
+    g->marks = NULL;
+    grads_array_free(call, &g->copies);
+    grads_array_free(call, &g->parked);
+    grads_array_free(call, &g->aside);
+}

@@ -1,0 +1,82 @@
+/* What the two forms of a guard share: measure a stretch of code, and clean up after it
+ * when memory ran out in it. */
+#ifndef OOMKIT_PYTHON_GUARD_H
+#define OOMKIT_PYTHON_GUARD_H
+
+#include "device.h"
+
+#define OOMKIT_GUARD_RECORDS 1024
+
+typedef struct oomkit_guard {
+    oomkit_state *st; /* borrowed from the module, which the type keeps alive */
+    PyObject *label;  /* owned: str, or NULL */
+    int skip;         /* on_oom="skip" */
+    int reset_peaks;
+    int prepared;        /* the CPU allocator has been asked for */
+    uint64_t calls;      /* begun */
+    uint64_t recorded;   /* ended */
+    oomkit_record first; /* many guards have no other, and need no ring */
+    oomkit_ring *ring;   /* NULL until the second record */
+} oomkit_guard;
+
+/* One stretch. Its address must not change between begin and end. */
+typedef struct oomkit_guard_window {
+    oomkit_peak_window peak;
+    uint64_t step, started_ns;
+} oomkit_guard_window;
+
+enum { /* oomkit_record.outcome of a guard */
+       OOMKIT_GUARD_FINISHED = 0,
+       OOMKIT_GUARD_OOM = 1,
+       OOMKIT_GUARD_ERROR = 2
+};
+
+/* The accelerator that is initialised already, else the CPU. Initialises nothing, never
+ * fails; must be called without an exception in flight. */
+oomkit_device
+oomkit_device_default(oomkit_state *st);
+
+/* Takes the label (borrowed, NULL for none) and the options. */
+void
+oomkit_guard_init(oomkit_guard *guard, oomkit_state *st, PyObject *label, int skip,
+                  int reset_peaks);
+void
+oomkit_guard_clear(oomkit_guard *guard);
+
+/* 0, or -1 with an exception when a flush that was put off fails. */
+int
+oomkit_guard_begin(oomkit_guard *guard, oomkit_guard_window *window);
+
+/* Ends the measurement and records it. Keeps an exception in flight. */
+void
+oomkit_guard_end(oomkit_guard *guard, oomkit_guard_window *window, int outcome);
+
+/* Is it out of memory? Keeps an exception in flight. */
+int
+oomkit_guard_is_oom(oomkit_guard *guard, PyObject *exception);
+
+/* Ends a stretch in which memory ran out: records it, clears the frames below, attaches
+ * report and note to `exception` (borrowed), logs one line and drains the autograd
+ * queue. `keep`, borrowed, is what the caller was handling at the beginning, or NULL.
+ * Never fails; must be called without an exception in flight. Runs Python code
+ * (finalisers, logging). */
+void
+oomkit_guard_failed(oomkit_guard *guard, oomkit_guard_window *window,
+                    PyObject *exception, PyObject *keep);
+
+/* Returns cached memory now, and once more at the next protected call when `again`: as
+ * long as the exception lives it may hold frames that still run. What goes wrong is
+ * reported as unraisable. Must be called without an exception in flight. */
+void
+oomkit_guard_flush(oomkit_guard *guard, const oomkit_guard_window *window, int again);
+
+/* The records, oldest first, as a tuple of StepRecord. New reference or NULL. */
+PyObject *
+oomkit_guard_records(const oomkit_guard *guard);
+
+/* guarded_type.c: `func` under a guard of its own, with the options of `guard` and the
+ * name of `func` where it has no label. New reference, or NULL with TypeError. */
+PyObject *
+oomkit_guarded_new(const oomkit_guard *guard, PyObject *func);
+
+#endif

@@ -1,0 +1,476 @@
+/* Interception of the participants' own methods, on the instance, while a call runs.
+ *
+ * optimizer.step, scheduler.step, scaler.step / update / unscale_ and
+ * AveragedModel.update_parameters stand as attributes of our own in the instance
+ * dictionaries from entry to exit. In every micro-batch but the last they do nothing; in
+ * the last (or only) one they run, and what they move is known. A scheduler keeps its
+ * wrapper of optimizer.step in the same place: it is saved and put back. */
+#include "call.h"
+#include "errors.h"
+#include "step.h"
+
+#include <structmember.h>
+
+typedef struct interceptor_object {
+    PyObject_HEAD
+    oomkit_call *call;  /* borrowed; NULL once the call has ended */
+    PyObject *target;   /* owned: optimizer, scheduler, scaler, averaged model */
+    PyObject *original; /* owned: what stood in the instance dictionary, or NULL */
+    PyObject *name;     /* owned */
+    oomkit_owner_kind kind;
+    vectorcallfunc vectorcall;
+} interceptor_object;
+
+#define interceptor_CAST(op) ((interceptor_object *)(op))
+
+/* Calls what stood there before, as the attribute look-up would have done. */
+static PyObject *
+interceptor_original(interceptor_object *self, PyObject *const *args, size_t nargsf,
+                     PyObject *kwnames)
+{
+    Py_ssize_t n = PyVectorcall_NARGS(nargsf);
+    Py_ssize_t total = n + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
+    PyObject *small[8];
+    PyObject **vector = small;
+    PyObject *method, *result; /* owned */
+
+    if (self->original != NULL) {
+        return PyObject_Vectorcall(self->original, args, nargsf, kwnames);
+    }
+    method = PyObject_GetAttr((PyObject *)Py_TYPE(self->target), self->name);
+    if (method == NULL) {
+        return NULL;
+    }
+    if (total + 1 > 8) {
+        vector = PyMem_Malloc((size_t)(total + 1) * sizeof(PyObject *));
+        if (vector == NULL) {
+            Py_DECREF(method);
+            return PyErr_NoMemory();
+        }
+    }
+    vector[0] = self->target;
+    memcpy(vector + 1, args, (size_t)total * sizeof(PyObject *));
+    result = PyObject_Vectorcall(method, vector, (size_t)n + 1, kwnames);
+    if (vector != small) {
+        PyMem_Free(vector);
+    }
+    Py_DECREF(method);
+    return result;
+}
+
+/* Did the failure happen while the state was being made, before any update? Asked of a
+ * foreach optimizer, whose versions tell nothing. Every class of torch.optim makes its
+ * state in `_init_group`, so the innermost frame of a harmless failure is that one. */
+static int
+interceptor_failed_in_init(oomkit_state *st, PyObject *exception)
+{
+    uint64_t requested;
+    PyObject *message = NULL, *location = NULL; /* owned */
+    int result;
+
+    oomkit_exception_describe(st, exception, &requested, &message, &location);
+    result = location == NULL ? 0
+                              : PyUnicode_Tailmatch(location, st->str_in_init_group, 0,
+                                                    PY_SSIZE_T_MAX, 1) == 1;
+    Py_XDECREF(message);
+    Py_XDECREF(location);
+    return result;
+}
+
+/* 1 something moved, 0 nothing did (what was replaced is put back), -1 error. */
+static int
+interceptor_moved(interceptor_object *self, int index, PyObject *exception)
+{
+    oomkit_call *call = self->call;
+    int moved = oomkit_optimizer_moved(call, index);
+
+    if (moved == 0) {
+        moved = oomkit_optimizer_is_foreach(call, index);
+        if (moved == 1) {
+            moved = !interceptor_failed_in_init(call->st, exception);
+        }
+    }
+    if (moved != 0) {
+        return moved;
+    }
+    return oomkit_optimizer_undo(call, index);
+}
+
+/* Everything the optimizer did is put back from the copies. 0 or -1. */
+static int
+interceptor_restore(oomkit_call *call, int index)
+{
+    int result, mode = oomkit_grad_mode_off(call->st);
+    if (mode < 0) {
+        return -1;
+    }
+    result = oomkit_optimizer_restore_copy(call, index);
+    return oomkit_grad_mode_set(call->st, mode) < 0 ? -1 : result;
+}
+
+/* The OOM in flight came out of an optimizer's step(). NULL without an exception asks for
+ * one retry of the call (nothing had moved); otherwise NULL with the exception to raise. */
+static PyObject *
+interceptor_after_oom(interceptor_object *self, int index, int may_retry)
+{
+    oomkit_call *call = self->call;
+    oomkit_state *st = call->st;
+    PyObject *exception = oomkit_exception_take(); /* owned, then stolen */
+    PyObject *handled;                             /* owned: what the step is handling */
+    int moved;
+
+    if (call->options->optimizer_copy) {
+        if (interceptor_restore(call, index) < 0) {
+            Py_XDECREF(exception);
+            return NULL;
+        }
+        oomkit_exception_give(exception); /* all is as before: the call is replayed */
+        return NULL;
+    }
+    moved = interceptor_moved(self, index, exception);
+    if (moved < 0) {
+        Py_XDECREF(exception);
+        return NULL;
+    }
+    if (moved == 0 && !may_retry) {
+        oomkit_exception_give(exception);
+        return NULL;
+    }
+    handled = PyErr_GetHandledException();
+    oomkit_exception_drop(st, exception, handled);
+    Py_XDECREF(handled);
+    if (moved == 1) {
+        call->raised = 1;
+        return oomkit_raise(
+            st->PartialUpdate,
+            "%s.step() ran out of memory after it had changed a parameter or its state: "
+            "the update is half done and cannot be taken back; restore a checkpoint, or "
+            "pass optimizer_safety=\"copy\" to auto_batch; fused=True makes such "
+            "failures rarer",
+            Py_TYPE(self->target)->tp_name);
+    }
+    (void)oomkit_device_empty_cache(st, call->device); /* an error of it is in flight */
+    return NULL;
+}
+
+static int
+interceptor_is_oom(oomkit_state *st)
+{
+    int result;
+    PyObject *exception = oomkit_exception_take(); /* owned, given back */
+    oomkit_class class_ = oomkit_exception_classify(st, exception);
+    result = class_ == OOMKIT_CLASS_CERTAIN || class_ == OOMKIT_CLASS_MASKED;
+    oomkit_exception_give(exception);
+    return result;
+}
+
+/* optimizer.step() for real: marked, predicted, and retried once if nothing moved. */
+static PyObject *
+interceptor_optimizer(interceptor_object *self, PyObject *const *args, size_t nargsf,
+                      PyObject *kwnames)
+{
+    oomkit_call *call = self->call;
+    PyObject *result; /* owned */
+    int index, attempt, phase, closure;
+
+    closure = PyVectorcall_NARGS(nargsf) > 0 && args[0] != Py_None;
+    closure |= kwnames != NULL && PyTuple_GET_SIZE(kwnames) > 0;
+    if (closure) {
+        call->refusal = "an optimizer step with a closure (LBFGS) runs the model inside "
+                        "step(): decorate the closure's forward and backward instead";
+        result = interceptor_original(self, args, nargsf, kwnames);
+        call->committed |= result != NULL;
+        return result;
+    }
+    if (oomkit_optimizer_mark_take(call, self->target, &index) < 0 ||
+        oomkit_predict_update(call, self->target) < 0 ||
+        (call->options->optimizer_copy && oomkit_optimizer_copy(call, index) < 0)) {
+        return NULL;
+    }
+    for (attempt = 0;; attempt++) {
+        phase = oomkit_phase_set(call->st, OOMKIT_PHASE_OPTIMIZER);
+        result = interceptor_original(self, args, nargsf, kwnames);
+        oomkit_phase_set(call->st, phase);
+        if (result != NULL || !interceptor_is_oom(call->st)) {
+            return result;
+        }
+        call->ooms++;
+        result = interceptor_after_oom(self, index, attempt == 0);
+        if (PyErr_Occurred()) {
+            return NULL;
+        }
+    }
+}
+
+/* What is not an optimizer: a scheduler or update() moves on for good when it returns. */
+static PyObject *
+interceptor_other(interceptor_object *self, PyObject *const *args, size_t nargsf,
+                  PyObject *kwnames)
+{
+    oomkit_call *call = self->call;
+    PyObject *result; /* owned */
+
+    if (self->kind == OOMKIT_OWNER_SCALER && oomkit_scaler_mark(call, self->target) < 0) {
+        return NULL;
+    }
+    if (call->options->optimizer_copy && oomkit_owner_copy(call, self->target) < 0) {
+        return NULL;
+    }
+    result = interceptor_original(self, args, nargsf, kwnames);
+    if (result != NULL && (self->kind == OOMKIT_OWNER_SCHEDULER ||
+                           self->kind == OOMKIT_OWNER_AVERAGED ||
+                           self->name == call->st->str_update)) {
+        call->committed = 1;
+    }
+    return result;
+}
+
+static PyObject *
+interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwnames)
+{
+    interceptor_object *self = interceptor_CAST(op);
+    oomkit_call *call = self->call;
+    PyObject *result; /* owned */
+
+    if (call == NULL || call != oomkit_call_current()) {
+        return interceptor_original(self, args, nargsf, kwnames);
+    }
+    if (call->split && call->intercept_depth == 0) {
+        if (self->kind == OOMKIT_OWNER_OPTIMIZER &&
+            PyVectorcall_NARGS(nargsf) > 0 && args[0] != Py_None) {
+            call->raised = 1;
+            return oomkit_raise(call->st->SplitError,
+                                "auto_batch cannot split a step that hands a closure to "
+                                "%s.step(): decorate the closure's forward and backward "
+                                "instead of the step around it",
+                                Py_TYPE(self->target)->tp_name);
+        }
+        if (oomkit_course_note(call, self->target, self->name) < 0) {
+            return NULL;
+        }
+        if (!call->is_last) {
+            Py_RETURN_NONE;
+        }
+    }
+    call->intercept_depth++;
+    Py_INCREF(op); /* the method may take us out of the instance */
+    result = self->kind == OOMKIT_OWNER_OPTIMIZER
+                 ? interceptor_optimizer(self, args, nargsf, kwnames)
+                 : interceptor_other(self, args, nargsf, kwnames);
+    Py_DECREF(op);
+    call->intercept_depth--;
+    return result;
+}
+
+/* Attributes are those of what stood there before: schedulers ask for some. */
+static PyObject *
+interceptor_getattro(PyObject *op, PyObject *name)
+{
+    interceptor_object *self = interceptor_CAST(op);
+    PyObject *method, *result; /* owned */
+
+    if (self->original != NULL) {
+        return PyObject_GetAttr(self->original, name);
+    }
+    if (self->target == NULL) {
+        return PyObject_GenericGetAttr(op, name);
+    }
+    method = PyObject_GetAttr((PyObject *)Py_TYPE(self->target), self->name);
+    if (method != NULL && PyFunction_Check(method)) {
+        Py_SETREF(method, PyMethod_New(method, self->target));
+    }
+    if (method == NULL) {
+        return NULL;
+    }
+    result = PyObject_GetAttr(method, name);
+    Py_DECREF(method);
+    return result;
+}
+
+static int
+interceptor_traverse(PyObject *op, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(op));
+    Py_VISIT(interceptor_CAST(op)->target);
+    Py_VISIT(interceptor_CAST(op)->original);
+    return 0;
+}
+
+static int
+interceptor_clear(PyObject *op)
+{
+    Py_CLEAR(interceptor_CAST(op)->target);
+    Py_CLEAR(interceptor_CAST(op)->original);
+    return 0;
+}
+
+static void
+interceptor_dealloc(PyObject *op)
+{
+    PyTypeObject *tp = Py_TYPE(op);
+    PyObject_GC_UnTrack(op);
+    interceptor_clear(op);
+    Py_CLEAR(interceptor_CAST(op)->name);
+    tp->tp_free(op);
+    Py_DECREF(tp);
+}
+
+static PyMemberDef interceptor_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(interceptor_object, vectorcall), READONLY,
+     NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot interceptor_slots[] = {
+    {Py_tp_dealloc, interceptor_dealloc},
+    {Py_tp_traverse, interceptor_traverse},
+    {Py_tp_clear, interceptor_clear},
+    {Py_tp_getattro, interceptor_getattro},
+    {Py_tp_call, PyVectorcall_Call},
+    {Py_tp_members, interceptor_members},
+    {0, NULL},
+};
+
+PyType_Spec oomkit_interceptor_spec = {
+    .name = "oomkit._C._Interceptor",
+    .basicsize = sizeof(interceptor_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
+             Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = interceptor_slots,
+};
+
+/* Puts one interceptor into an instance's dictionary. */
+static int
+intercept_one(oomkit_call *call, PyObject *target, oomkit_owner_kind kind, PyObject *name)
+{
+    oomkit_interception *entry = &call->interceptions[call->interception_count];
+    interceptor_object *self;
+    PyObject *dict = PyObject_GenericGetDict(target, NULL); /* owned, then by entry */
+    PyTypeObject *type = (PyTypeObject *)call->st->interceptor_type;
+
+    if (dict == NULL) {
+        return -1;
+    }
+    self = interceptor_CAST(type->tp_alloc(type, 0));
+    if (self == NULL) {
+        Py_DECREF(dict);
+        return -1;
+    }
+    self->call = call;
+    self->kind = kind;
+    self->vectorcall = interceptor_call;
+    self->target = Py_NewRef(target);
+    self->name = Py_NewRef(name);
+    self->original = Py_XNewRef(PyDict_GetItemWithError(dict, name));
+    if ((self->original == NULL && PyErr_Occurred()) ||
+        PyDict_SetItem(dict, name, (PyObject *)self) < 0) {
+        Py_DECREF(self);
+        Py_DECREF(dict);
+        return -1;
+    }
+    entry->target = Py_NewRef(target);
+    entry->dict = dict;
+    entry->name = name;
+    entry->kind = kind;
+    entry->interceptor = (PyObject *)self;
+    call->interception_count++;
+    return 0;
+}
+
+static int
+intercept_owner(oomkit_call *call, PyObject *target, oomkit_owner_kind kind)
+{
+    oomkit_state *st = call->st;
+
+    switch (kind) {
+    case OOMKIT_OWNER_OPTIMIZER:
+    case OOMKIT_OWNER_SCHEDULER:
+        return intercept_one(call, target, kind, st->str_step);
+    case OOMKIT_OWNER_SCALER:
+        return intercept_one(call, target, kind, st->str_step) < 0 ||
+                       intercept_one(call, target, kind, st->str_update) < 0 ||
+                       intercept_one(call, target, kind, st->str_unscale) < 0
+                   ? -1
+                   : 0;
+    case OOMKIT_OWNER_AVERAGED:
+        return intercept_one(call, target, kind, st->str_update_parameters);
+    default:
+        return 0;
+    }
+}
+
+/* At entry of a call. What could be installed before an error is taken out by remove. */
+int
+oomkit_intercept_install(oomkit_call *call)
+{
+    oomkit_participants *parts = call->parts;
+    Py_ssize_t i;
+
+    if (parts->owner_count == 0) {
+        return 0;
+    }
+    call->interceptions =
+        PyMem_Malloc((size_t)parts->owner_count * 3 * sizeof(*call->interceptions));
+    if (call->interceptions == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (i = 0; i < parts->owner_count; i++) {
+        int result;
+        PyObject *target; /* owned */
+        if (parts->owners[i].kind >= OOMKIT_OWNER_GENERATOR) {
+            continue;
+        }
+        target = oomkit_reference_get(parts->owners[i].ref);
+        if (target == NULL) {
+            continue;
+        }
+        result = intercept_owner(call, target, parts->owners[i].kind);
+        Py_DECREF(target);
+        if (result < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Puts back what stood there. Keeps the exception in flight. An entry that the step itself
+ * replaced meanwhile (a scheduler made inside it) is left alone. */
+void
+oomkit_intercept_remove(oomkit_call *call)
+{
+    int i = call->interception_count;
+    PyObject *exception; /* owned, given back */
+
+    if (call->interceptions == NULL) {
+        return;
+    }
+    exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;
+    while (i-- > 0) {
+        oomkit_interception *entry = &call->interceptions[i];
+        interceptor_object *self = interceptor_CAST(entry->interceptor);
+        int failed = 0;
+
+        self->call = NULL;
+        if (PyDict_GetItemWithError(entry->dict, entry->name) == entry->interceptor) {
+            failed = self->original != NULL
+                         ? PyDict_SetItem(entry->dict, entry->name, self->original)
+                         : PyDict_DelItem(entry->dict, entry->name);
+        }
+        if (failed < 0) {
+            PyErr_WriteUnraisable(entry->target);
+        }
+        if (Py_REFCNT(self) == 1) { /* else somebody kept it: it goes on as the original */
+            interceptor_clear((PyObject *)self);
+        }
+        Py_CLEAR(entry->interceptor);
+        Py_CLEAR(entry->dict);
+        Py_CLEAR(entry->target);
+    }
+    PyMem_Free(call->interceptions);
+    call->interceptions = NULL;
+    call->interception_count = 0;
+    if (exception != NULL) {
+        oomkit_exception_give(exception);
+    }
+}

@@ -1,0 +1,236 @@
+/* oomkit._C: the table of contents. Nothing includes this file. */
+#include "call.h"
+#include "current.h"
+#include "error_methods.h"
+#include "errors.h"
+#include "memory_methods.h"
+#include "records.h"
+#include "split_methods.h"
+#include "state.h"
+#include "step_type.h"
+#include "types.h"
+
+PyMODINIT_FUNC
+PyInit__C(void);
+
+PyDoc_STRVAR(
+    auto_batch_doc,
+    "auto_batch(fn=None, /, *, batch=None, static=(), dim=0, split=None, join=None,\n"
+    "           model=None, optimizer=None, participants=(), backward=None,\n"
+    "           reduction='mean', weight=None, verify=None, accumulation_steps=1,\n"
+    "           min_micro_batch=1, multiple_of=1, rng='torch', gradient_safety='auto',\n"
+    "           optimizer_safety='predict', restore_batch=False, hooks='say',\n"
+    "           remember=False, on_retry=None, label=None, reset_peaks=True)\n"
+    "--\n\n"
+    "Make a training or evaluation step that survives running out of memory.\n\n"
+    "Until the first out-of-memory error the decorated step is the undecorated one. Then\n"
+    "everything that the failed attempt touched is rolled back (gradients, buffers, random\n"
+    "streams), the micro-batch is halved, the accumulation doubled, and the step replayed,\n"
+    "so that the result is the whole batch's. Sizes found are kept for later calls.\n\n"
+    "Args:\n"
+    "    fn: the step: a function that takes the batch as an argument and contains the\n"
+    "        backward (or needs none).\n"
+    "    batch: name (or names) of the arguments to split; found by itself otherwise: the\n"
+    "        first argument that is or holds a tensor, and others of the same length.\n"
+    "    static: names of arguments that are passed whole.\n"
+    "    dim: the batch dimension of the tensors.\n"
+    "    split: ``split(batch, start, length)`` for a batch of a type of your own.\n"
+    "    join: ``join(results, rows)`` in place of the rules for joining results.\n"
+    "    model, optimizer: what takes part, when it cannot be found in arguments, self,\n"
+    "        closure and globals of the step. Kept by weak reference.\n"
+    "    participants: further objects to roll back: with ``state_dict()`` and\n"
+    "        ``load_state_dict()``, or ``save()`` and ``restore()``.\n"
+    "    backward: True, or a callable such as ``accelerator.backward``: oomkit runs the\n"
+    "        backward of the returned scalar loss inside the call.\n"
+    "    reduction: 'mean' (a micro-batch of n of N rows weighs n/N) or 'sum' (1).\n"
+    "    weight: ``weight(batch)`` -> number >= 0, for losses that are a mean over\n"
+    "        something other than rows (tokens); shares of the sum are used.\n"
+    "    accumulation_steps: number of micro-batches to start from.\n"
+    "    min_micro_batch, multiple_of: bounds of the micro-batch, in rows.\n"
+    "    rng: 'torch' (torch's generators, Python's and numpy's where the code names\n"
+    "        them), 'all', or 'none'.\n"
+    "    gradient_safety: 'auto', 'copy' or 'off': host copies of gradients that are there\n"
+    "        before the step.\n"
+    "    optimizer_safety: 'predict' or 'copy' (a host copy of parameters and optimizer\n"
+    "        state at every update: makes an OOM inside ``optimizer.step()`` retryable).\n"
+    "    restore_batch: keep a host copy of the batch, for steps that change it in place.\n"
+    "    on_retry: ``on_retry(record)`` before every replay.\n"
+    "    label: name in records and reports.\n"
+    "    reset_peaks: whether the device's peak counters are reset at entry.\n"
+    "    verify, hooks, remember: reserved; only their defaults are accepted.\n\n"
+    "Returns:\n"
+    "    A callable like ``fn`` with ``.records`` (tuple of StepRecord) and ``.label``; or,\n"
+    "    without ``fn``, a decorator.\n\n"
+    "Raises:\n"
+    "    oomkit.OutOfMemory: nothing smaller is allowed, or (``.committed``) the update was\n"
+    "        applied already.\n"
+    "    oomkit.PartialUpdate: an optimizer ran out of memory half-way.\n"
+    "    oomkit.SplitError: the step or the batch cannot be split exactly.\n");
+
+static PyObject *
+module_bind(PyObject *module, PyObject *args)
+{
+    oomkit_state *st = oomkit_state_of_module(module);
+    PyObject *capsule, *predict; /* borrowed from args */
+
+    if (!PyArg_ParseTuple(args, "OO:_bind", &capsule, &predict)) {
+        return NULL;
+    }
+    if (oomkit_state_bind(st, capsule) < 0) {
+        return NULL;
+    }
+    Py_XSETREF(st->predict_update, Py_NewRef(predict));
+    if (st->OutOfMemory == NULL && oomkit_errors_init(st) < 0) {
+        return NULL;
+    }
+    if (PyModule_AddObjectRef(module, "OomkitError", st->OomkitError) < 0 ||
+        PyModule_AddObjectRef(module, "OutOfMemory", st->OutOfMemory) < 0 ||
+        PyModule_AddObjectRef(module, "PartialUpdate", st->PartialUpdate) < 0 ||
+        PyModule_AddObjectRef(module, "SplitError", st->SplitError) < 0 ||
+        PyModule_AddObjectRef(module, "OomkitWarning", st->OomkitWarning) < 0) {
+        return NULL;
+    }
+    return PyBool_FromLong(st->bridge != NULL);
+}
+
+static PyObject *
+module_live_steps(PyObject *module, PyObject *Py_UNUSED(ignored))
+{
+    oomkit_state *st = oomkit_state_of_module(module);
+    return st->live_steps == NULL ? PyList_New(0) : PySequence_List(st->live_steps);
+}
+
+static PyObject *
+module_watch_backward(PyObject *module, PyObject *Py_UNUSED(ignored))
+{
+    if (oomkit_backward_install(oomkit_state_of_module(module)) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+/* Registration hooks of torch.nn.Module: (module, name, value) -> None. */
+static PyObject *
+module_structure_changed(PyObject *module, PyObject *const *Py_UNUSED(args),
+                         Py_ssize_t Py_UNUSED(count))
+{
+    oomkit_state_of_module(module)->structure_generation++;
+    Py_RETURN_NONE;
+}
+
+/* A buffer that is bound again is no change of structure, a new one is. */
+static PyObject *
+module_buffer_changed(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    oomkit_state *st = oomkit_state_of_module(module);
+    PyObject *buffers; /* owned */
+    int known = 0;
+
+    if (count >= 2) {
+        buffers = PyObject_GetAttr(args[0], st->str_buffers);
+        if (buffers == NULL) {
+            return NULL;
+        }
+        known = PyDict_Check(buffers) ? PyDict_Contains(buffers, args[1]) : 0;
+        Py_DECREF(buffers);
+        if (known < 0) {
+            return NULL;
+        }
+    }
+    if (!known) {
+        st->structure_generation++;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef module_methods[] = {
+    {"auto_batch", (PyCFunction)(void (*)(void))oomkit_auto_batch,
+     METH_VARARGS | METH_KEYWORDS, auto_batch_doc},
+    {"live_steps", module_live_steps, METH_NOARGS,
+     "live_steps()\n--\n\nThe decorated steps that are alive (list)."},
+    {"_bind", module_bind, METH_VARARGS,
+     "_bind(bridge, predict_update)\n--\n\nConnect to torch; True with a bridge."},
+    {"_watch_backward", module_watch_backward, METH_NOARGS,
+     "_watch_backward()\n--\n\nSee every backward from now on."},
+    {"_structure_changed", (PyCFunction)(void (*)(void))module_structure_changed,
+     METH_FASTCALL, "_structure_changed(module, name, value)\n--\n\nA torch hook."},
+    {"_buffer_changed", (PyCFunction)(void (*)(void))module_buffer_changed, METH_FASTCALL,
+     "_buffer_changed(module, name, value)\n--\n\nA torch hook."},
+    {NULL, NULL, 0, NULL},
+};
+
+static int
+module_add_type(PyObject *module, PyObject **field, PyType_Spec *spec)
+{
+    *field = PyType_FromModuleAndSpec(module, spec, NULL);
+    return *field == NULL ? -1 : 0;
+}
+
+static int
+module_exec(PyObject *module)
+{
+    oomkit_state *st = oomkit_state_of_module(module);
+
+    if (oomkit_state_init(st) < 0 ||
+        PyModule_AddFunctions(module, oomkit_current_methods) < 0 ||
+        PyModule_AddFunctions(module, oomkit_error_methods) < 0 ||
+        PyModule_AddFunctions(module, oomkit_memory_methods) < 0 ||
+        PyModule_AddFunctions(module, oomkit_split_methods) < 0 ||
+        oomkit_records_init(st) < 0 || oomkit_current_init(st) < 0 ||
+        module_add_type(module, &st->step_type, &oomkit_step_spec) < 0 ||
+        module_add_type(module, &st->interceptor_type, &oomkit_interceptor_spec) < 0 ||
+        module_add_type(module, &st->backward_type, &oomkit_backward_spec) < 0 ||
+        module_add_type(module, &st->guard_type, &oomkit_guard_spec) < 0 ||
+        module_add_type(module, &st->guarded_type, &oomkit_guarded_spec) < 0) {
+        return -1;
+    }
+    if (PyModule_AddObjectRef(module, "Step", st->step_type) < 0 ||
+        PyModule_AddObjectRef(module, "guard", st->guard_type) < 0 ||
+        PyModule_AddObjectRef(module, "StepRecord", st->record_type) < 0 ||
+        PyModule_AddObjectRef(module, "OOMReport", st->report_type) < 0) {
+        return -1;
+    }
+    return 0;
+}
+
+static int
+module_traverse(PyObject *module, visitproc visit, void *arg)
+{
+    return oomkit_state_visit(oomkit_state_of_module(module), visit, arg);
+}
+
+static int
+module_clear(PyObject *module)
+{
+    oomkit_state_clear(oomkit_state_of_module(module));
+    return 0;
+}
+
+static void
+module_free(void *module)
+{
+    module_clear((PyObject *)module);
+}
+
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, module_exec},
+    {0, NULL},
+};
+
+struct PyModuleDef oomkit_module_def = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "oomkit._C",
+    .m_doc = "The engine of oomkit, in C.",
+    .m_size = sizeof(oomkit_state),
+    .m_methods = module_methods,
+    .m_slots = module_slots,
+    .m_traverse = module_traverse,
+    .m_clear = module_clear,
+    .m_free = module_free,
+};
+
+PyMODINIT_FUNC
+PyInit__C(void)
+{
+    return PyModuleDef_Init(&oomkit_module_def);
+}

@@ -1,0 +1,387 @@
+/* Parsing auto_batch's options: every one checked once, with a message that says what was
+ * expected and what came. */
+#include "step.h"
+
+static const char *const option_names[] = {
+    "batch",          "static",       "dim",           "split",
+    "join",           "model",        "optimizer",     "participants",
+    "backward",       "reduction",    "weight",        "verify",
+    "accumulation_steps", "min_micro_batch", "multiple_of", "rng",
+    "gradient_safety", "optimizer_safety", "restore_batch", "hooks",
+    "remember",       "on_retry",     "label",         "reset_peaks",
+    NULL,
+};
+
+static int
+options_unknown(PyObject *kwargs)
+{
+    PyObject *key, *value; /* borrowed */
+    Py_ssize_t at = 0;
+    int i;
+
+    while (kwargs != NULL && PyDict_Next(kwargs, &at, &key, &value)) {
+        for (i = 0; option_names[i] != NULL; i++) {
+            if (PyUnicode_CompareWithASCIIString(key, option_names[i]) == 0) {
+                break;
+            }
+        }
+        if (option_names[i] == NULL) {
+            PyErr_Format(PyExc_TypeError, "auto_batch() got an unknown option '%U'", key);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* The option's value, borrowed, or NULL when it was not given. */
+static PyObject *
+option_get(PyObject *kwargs, const char *name)
+{
+    return kwargs == NULL ? NULL : PyDict_GetItemString(kwargs, name);
+}
+
+static int
+option_count(PyObject *kwargs, const char *name, int64_t *value)
+{
+    PyObject *given = option_get(kwargs, name); /* borrowed */
+    long long number;
+
+    if (given == NULL) {
+        return 0;
+    }
+    if (!PyLong_Check(given) || PyBool_Check(given)) {
+        PyErr_Format(PyExc_TypeError, "auto_batch(%s=...) expected an int, got %s", name,
+                     Py_TYPE(given)->tp_name);
+        return -1;
+    }
+    number = PyLong_AsLongLong(given);
+    if (number == -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    if (number < 1) {
+        PyErr_Format(PyExc_ValueError, "auto_batch(%s=...) expected at least 1, got %lld",
+                     name, number);
+        return -1;
+    }
+    *value = number;
+    return 0;
+}
+
+/* One of `choices` (NULL-ended); the index goes to *value. */
+static int
+option_choice(PyObject *kwargs, const char *name, const char *const *choices, int *value)
+{
+    PyObject *given = option_get(kwargs, name); /* borrowed */
+    int i;
+
+    if (given == NULL) {
+        return 0;
+    }
+    for (i = 0; PyUnicode_Check(given) && choices[i] != NULL; i++) {
+        if (PyUnicode_CompareWithASCIIString(given, choices[i]) == 0) {
+            *value = i;
+            return 0;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "auto_batch(%s=...) expected one of %s%s%s%s%s, got %R",
+                 name, choices[0], choices[1] ? ", " : "", choices[1] ? choices[1] : "",
+                 choices[1] && choices[2] ? ", " : "",
+                 choices[1] && choices[2] ? choices[2] : "", given);
+    return -1;
+}
+
+static int
+option_bool(PyObject *kwargs, const char *name, int *value)
+{
+    PyObject *given = option_get(kwargs, name); /* borrowed */
+    if (given == NULL) {
+        return 0;
+    }
+    if (!PyBool_Check(given)) {
+        PyErr_Format(PyExc_TypeError, "auto_batch(%s=...) expected True or False, got %s",
+                     name, Py_TYPE(given)->tp_name);
+        return -1;
+    }
+    *value = given == Py_True;
+    return 0;
+}
+
+static int
+option_callable(PyObject *kwargs, const char *name, PyObject **value)
+{
+    PyObject *given = option_get(kwargs, name); /* borrowed */
+    if (given == NULL || given == Py_None) {
+        return 0;
+    }
+    if (!PyCallable_Check(given)) {
+        PyErr_Format(PyExc_TypeError, "auto_batch(%s=...) expected a callable, got %s",
+                     name, Py_TYPE(given)->tp_name);
+        return -1;
+    }
+    *value = Py_NewRef(given);
+    return 0;
+}
+
+/* A name or several, as a tuple of str. */
+static int
+option_names_of(PyObject *kwargs, const char *name, PyObject **value)
+{
+    PyObject *given = option_get(kwargs, name); /* borrowed */
+    PyObject *names;                            /* owned */
+    Py_ssize_t i;
+
+    if (given == NULL || given == Py_None) {
+        return 0;
+    }
+    names = PyUnicode_Check(given)                             ? PyTuple_Pack(1, given)
+            : PyTuple_Check(given) || PyList_Check(given) ? PySequence_Tuple(given)
+                                                          : NULL;
+    for (i = 0; names != NULL && i < PyTuple_GET_SIZE(names); i++) {
+        if (!PyUnicode_Check(PyTuple_GET_ITEM(names, i))) {
+            Py_CLEAR(names);
+        }
+    }
+    if (names == NULL) {
+        if (!PyErr_Occurred()) {
+            PyErr_Format(PyExc_TypeError,
+                         "auto_batch(%s=...) expected an argument name or several, got %R",
+                         name, given);
+        }
+        return -1;
+    }
+    *value = names;
+    return 0;
+}
+
+/* What later versions will do is refused by name, not ignored. */
+static int
+options_not_yet(PyObject *kwargs)
+{
+    static const char *const names[] = {"verify", "remember", NULL};
+    int i;
+
+    for (i = 0; names[i] != NULL; i++) {
+        PyObject *given = option_get(kwargs, names[i]); /* borrowed */
+        if (given != NULL && given != Py_None && given != Py_False) {
+            PyErr_Format(PyExc_ValueError,
+                         "auto_batch(%s=%R) is not available in this version: leave it out",
+                         names[i], given);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Appends an object, or each of a list or tuple, as weak references. */
+static int
+participants_append(PyObject *list, PyObject *given)
+{
+    Py_ssize_t i;
+    PyObject *ref; /* owned */
+    int result;
+
+    if (given == NULL || given == Py_None) {
+        return 0;
+    }
+    if (PyList_Check(given) || PyTuple_Check(given)) {
+        for (i = 0; i < PySequence_Fast_GET_SIZE(given); i++) {
+            if (participants_append(list, PySequence_Fast_GET_ITEM(given, i)) < 0) {
+                return -1;
+            }
+        }
+        return 0;
+    }
+    ref = PyWeakref_NewRef(given, NULL);
+    if (ref == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_TypeError)) {
+            return -1;
+        }
+        PyErr_Clear(); /* no weak references to this type */
+        ref = Py_NewRef(given);
+    }
+    result = PyList_Append(list, ref);
+    Py_DECREF(ref);
+    return result;
+}
+
+/* A user's own participant needs one of two pairs of methods. */
+static int
+participants_check(oomkit_state *st, PyObject *given)
+{
+    Py_ssize_t i;
+
+    if (given == NULL || given == Py_None) {
+        return 0;
+    }
+    if (PyList_Check(given) || PyTuple_Check(given)) {
+        for (i = 0; i < PySequence_Fast_GET_SIZE(given); i++) {
+            if (participants_check(st, PySequence_Fast_GET_ITEM(given, i)) < 0) {
+                return -1;
+            }
+        }
+        return 0;
+    }
+    if ((PyObject_HasAttr(given, st->str_state_dict) &&
+         PyObject_HasAttr(given, st->str_load_state_dict)) ||
+        (PyObject_HasAttr(given, st->str_save) &&
+         PyObject_HasAttr(given, st->str_restore)) ||
+        PyObject_TypeCheck(given, (PyTypeObject *)st->Tensor) ||
+        PyObject_TypeCheck(given, (PyTypeObject *)st->Generator)) {
+        return 0;
+    }
+    PyErr_Format(PyExc_TypeError,
+                 "auto_batch(participants=...) expected objects with state_dict() and "
+                 "load_state_dict(), or save() and restore(), got %s",
+                 Py_TYPE(given)->tp_name);
+    return -1;
+}
+
+static int
+options_participants(oomkit_state *st, PyObject *kwargs, oomkit_options *options)
+{
+    PyObject *model = option_get(kwargs, "model");         /* borrowed */
+    PyObject *optimizer = option_get(kwargs, "optimizer"); /* borrowed */
+    PyObject *others = option_get(kwargs, "participants"); /* borrowed */
+    PyObject *list = PyList_New(0);                        /* owned */
+
+    if (list == NULL || participants_check(st, others) < 0 ||
+        participants_append(list, model) < 0 || participants_append(list, optimizer) < 0 ||
+        participants_append(list, others) < 0) {
+        Py_XDECREF(list);
+        return -1;
+    }
+    options->participants = PyList_AsTuple(list);
+    Py_DECREF(list);
+    options->explicit_participants =
+        (model != NULL && model != Py_None) || (optimizer != NULL && optimizer != Py_None);
+    return options->participants == NULL ? -1 : 0;
+}
+
+static int
+options_backward(PyObject *kwargs, oomkit_options *options)
+{
+    PyObject *given = option_get(kwargs, "backward"); /* borrowed */
+
+    if (given == NULL || given == Py_None || given == Py_False) {
+        return 0;
+    }
+    if (given == Py_True) {
+        options->backward = Py_NewRef(given);
+        return 0;
+    }
+    return option_callable(kwargs, "backward", &options->backward);
+}
+
+static int
+options_choices(PyObject *kwargs, oomkit_options *options)
+{
+    static const char *const reductions[] = {"mean", "sum", NULL};
+    static const char *const rngs[] = {"none", "torch", "all", NULL};
+    static const char *const gradient[] = {"auto", "copy", "off", NULL};
+    static const char *const optimizer[] = {"predict", "copy", NULL};
+    static const char *const hooks[] = {"say", NULL};
+    int reduction = 0, rng = 1, gradients = 0, optimizers = 0, hook = 0;
+
+    if (option_choice(kwargs, "reduction", reductions, &reduction) < 0 ||
+        option_choice(kwargs, "rng", rngs, &rng) < 0 ||
+        option_choice(kwargs, "gradient_safety", gradient, &gradients) < 0 ||
+        option_choice(kwargs, "optimizer_safety", optimizer, &optimizers) < 0 ||
+        option_choice(kwargs, "hooks", hooks, &hook) < 0) {
+        return -1;
+    }
+    options->reduction = reduction == 1 ? OOMKIT_REDUCTION_SUM : OOMKIT_REDUCTION_MEAN;
+    options->rng = (oomkit_rng_scope)rng;
+    options->gradient_safety = (oomkit_safety)gradients;
+    options->optimizer_copy = optimizers == 1;
+    return 0;
+}
+
+static int
+options_dim(PyObject *kwargs, oomkit_options *options)
+{
+    PyObject *given = option_get(kwargs, "dim"); /* borrowed */
+
+    if (given == NULL) {
+        return 0;
+    }
+    if (!PyLong_Check(given) || PyBool_Check(given)) {
+        PyErr_Format(PyExc_TypeError, "auto_batch(dim=...) expected an int, got %s",
+                     Py_TYPE(given)->tp_name);
+        return -1;
+    }
+    options->dim = PyLong_AsLongLong(given);
+    if (options->dim < 0) {
+        if (!PyErr_Occurred()) {
+            PyErr_Format(PyExc_ValueError,
+                         "auto_batch(dim=...) expected 0 or more, got %lld",
+                         (long long)options->dim);
+        }
+        return -1;
+    }
+    return 0;
+}
+
+int
+oomkit_options_parse(oomkit_state *st, PyObject *kwargs, oomkit_options *options)
+{
+    PyObject *label = option_get(kwargs, "label"); /* borrowed */
+
+    memset(options, 0, sizeof(*options));
+    options->accumulation_steps = options->min_micro_batch = options->multiple_of = 1;
+    options->reset_peaks = 1;
+    if (options_unknown(kwargs) < 0 || options_not_yet(kwargs) < 0 ||
+        option_names_of(kwargs, "batch", &options->batch) < 0 ||
+        option_names_of(kwargs, "static", &options->statics) < 0 ||
+        options_dim(kwargs, options) < 0 ||
+        option_callable(kwargs, "split", &options->split) < 0 ||
+        option_callable(kwargs, "join", &options->join) < 0 ||
+        options_participants(st, kwargs, options) < 0 ||
+        options_backward(kwargs, options) < 0 || options_choices(kwargs, options) < 0 ||
+        option_callable(kwargs, "weight", &options->weight) < 0 ||
+        option_callable(kwargs, "on_retry", &options->on_retry) < 0 ||
+        option_count(kwargs, "accumulation_steps", &options->accumulation_steps) < 0 ||
+        option_count(kwargs, "min_micro_batch", &options->min_micro_batch) < 0 ||
+        option_count(kwargs, "multiple_of", &options->multiple_of) < 0 ||
+        option_bool(kwargs, "restore_batch", &options->restore_batch) < 0 ||
+        option_bool(kwargs, "reset_peaks", &options->reset_peaks) < 0) {
+        return -1;
+    }
+    if (label != NULL && label != Py_None) {
+        if (!PyUnicode_Check(label)) {
+            PyErr_Format(PyExc_TypeError, "auto_batch(label=...) expected a str, got %s",
+                         Py_TYPE(label)->tp_name);
+            return -1;
+        }
+        options->label = Py_NewRef(label);
+    }
+    if (options->statics == NULL) {
+        options->statics = PyTuple_New(0);
+    }
+    return options->statics == NULL ? -1 : 0;
+}
+
+void
+oomkit_options_clear(oomkit_options *options)
+{
+    Py_CLEAR(options->batch);
+    Py_CLEAR(options->statics);
+    Py_CLEAR(options->split);
+    Py_CLEAR(options->join);
+    Py_CLEAR(options->participants);
+    Py_CLEAR(options->backward);
+    Py_CLEAR(options->weight);
+    Py_CLEAR(options->on_retry);
+    Py_CLEAR(options->label);
+}
+
+int
+oomkit_options_traverse(oomkit_options *options, visitproc visit, void *arg)
+{
+    Py_VISIT(options->split);
+    Py_VISIT(options->join);
+    Py_VISIT(options->participants);
+    Py_VISIT(options->backward);
+    Py_VISIT(options->weight);
+    Py_VISIT(options->on_retry);
+    return 0;
+}

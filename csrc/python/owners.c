@@ -1,0 +1,231 @@
+/* Schedulers, scalers and the user's own participants: what must be saved of them, and when.
+ *
+ * A GradScaler's per-optimizer states are saved before its first method runs in a call (its
+ * state_dict does not hold them). The user's objects are saved at entry. Everything else
+ * only with optimizer_safety="copy". */
+#include "call.h"
+
+/* A copy of {id: {"stage": ..., "found_inf_per_device": {...}}}, two levels deep. */
+static PyObject *
+scaler_states_copy(PyObject *states)
+{
+    PyObject *key, *value, *inner_key, *inner_value; /* borrowed */
+    PyObject *copy = PyDict_New(), *inner = NULL;    /* owned */
+    Py_ssize_t at = 0;
+
+    if (copy == NULL || !PyDict_Check(states)) {
+        return copy;
+    }
+    while (PyDict_Next(states, &at, &key, &value)) {
+        Py_ssize_t in = 0;
+        if (!PyDict_Check(value)) {
+            continue;
+        }
+        inner = PyDict_New();
+        if (inner == NULL || PyDict_SetItem(copy, key, inner) < 0) {
+            goto error;
+        }
+        while (PyDict_Next(value, &in, &inner_key, &inner_value)) {
+            PyObject *kept = PyDict_CheckExact(inner_value)
+                                 ? PyDict_Copy(inner_value)
+                                 : Py_NewRef(inner_value); /* owned */
+            if (kept == NULL || PyDict_SetItem(inner, inner_key, kept) < 0) {
+                Py_XDECREF(kept);
+                goto error;
+            }
+            Py_DECREF(kept);
+        }
+        Py_CLEAR(inner);
+    }
+    return copy;
+error:
+    Py_XDECREF(inner);
+    Py_DECREF(copy);
+    return NULL;
+}
+
+/* Is `object` the first of a pair in the list? */
+static int
+list_has(PyObject *list, PyObject *object)
+{
+    Py_ssize_t i;
+    for (i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
+        if (PyTuple_GET_ITEM(PyList_GET_ITEM(list, i), 0) == object) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* Appends (object, saved). Steals `saved`, which may be NULL with an exception. */
+static int
+list_add(PyObject **list, PyObject *object, PyObject *saved)
+{
+    PyObject *pair = NULL; /* owned */
+    int result = -1;
+
+    if (saved != NULL && (*list != NULL || (*list = PyList_New(0)) != NULL)) {
+        pair = PyTuple_Pack(2, object, saved);
+    }
+    if (pair != NULL) {
+        result = PyList_Append(*list, pair);
+    }
+    Py_XDECREF(saved);
+    Py_XDECREF(pair);
+    return result;
+}
+
+int
+oomkit_scaler_mark(oomkit_call *call, PyObject *scaler)
+{
+    PyObject *states, *saved; /* owned */
+
+    if (list_has(call->scaler_marks, scaler)) {
+        return 0;
+    }
+    states = PyObject_GetAttr(scaler, call->st->str_per_optimizer_states);
+    if (states == NULL) {
+        return -1;
+    }
+    saved = scaler_states_copy(states);
+    Py_DECREF(states);
+    return list_add(&call->scaler_marks, scaler, saved);
+}
+
+/* A deep copy of object.state_dict(), outside the budget. New reference or NULL. */
+static PyObject *
+owner_state(oomkit_state *st, PyObject *object)
+{
+    PyObject *state, *copy; /* owned */
+
+    oomkit_exempt_enter(st);
+    state = PyObject_CallMethodNoArgs(object, st->str_state_dict);
+    copy = state ? PyObject_CallOneArg(st->deepcopy, state) : NULL;
+    oomkit_exempt_leave(st);
+    Py_XDECREF(state);
+    return copy;
+}
+
+/* optimizer_safety="copy": before a scheduler or scaler moves for the first time. */
+int
+oomkit_owner_copy(oomkit_call *call, PyObject *owner)
+{
+    if (list_has(call->copied_owners, owner) ||
+        PyObject_TypeCheck(owner, (PyTypeObject *)call->st->Module)) {
+        return 0; /* an averaged model's parameters are compared instead */
+    }
+    return list_add(&call->copied_owners, owner, owner_state(call->st, owner));
+}
+
+/* The user's own participants, at entry of an attempt. */
+int
+oomkit_owners_mark(oomkit_call *call)
+{
+    oomkit_state *st = call->st;
+    Py_ssize_t i;
+
+    for (i = 0; i < call->parts->owner_count; i++) {
+        PyObject *object, *saved; /* owned */
+        int result;
+        if (call->parts->owners[i].kind != OOMKIT_OWNER_USER) {
+            continue;
+        }
+        object = oomkit_reference_get(call->parts->owners[i].ref);
+        if (object == NULL) {
+            continue;
+        }
+        saved = PyObject_HasAttr(object, st->str_save)
+                    ? PyObject_CallMethodNoArgs(object, st->str_save)
+                    : owner_state(st, object);
+        result = list_add(&call->user_marks, object, saved);
+        Py_DECREF(object);
+        if (result < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int
+scaler_restore(oomkit_call *call, PyObject *scaler, PyObject *saved)
+{
+    int result = -1;
+    PyObject *states = PyObject_GetAttr(scaler, call->st->str_per_optimizer_states);
+
+    if (states != NULL && PyDict_Check(states)) {
+        PyObject *fresh = scaler_states_copy(saved); /* owned */
+        if (fresh != NULL) {
+            PyDict_Clear(states);
+            result = PyDict_Update(states, fresh);
+            Py_DECREF(fresh);
+        }
+    }
+    Py_XDECREF(states);
+    return result;
+}
+
+/* Scalers' bookkeeping and the user's participants as they were. 0 or -1. */
+int
+oomkit_owners_restore(oomkit_call *call)
+{
+    oomkit_state *st = call->st;
+    Py_ssize_t i;
+    PyObject *list = call->scaler_marks; /* borrowed from call */
+
+    for (i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
+        PyObject *pair = PyList_GET_ITEM(list, i); /* borrowed */
+        if (scaler_restore(call, PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1)) <
+            0) {
+            return -1;
+        }
+    }
+    list = call->user_marks;
+    for (i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
+        PyObject *pair = PyList_GET_ITEM(list, i);   /* borrowed */
+        PyObject *object = PyTuple_GET_ITEM(pair, 0); /* borrowed */
+        PyObject *done = PyObject_CallMethodOneArg(   /* owned */
+            object,
+            PyObject_HasAttr(object, st->str_save) ? st->str_restore
+                                                   : st->str_load_state_dict,
+            PyTuple_GET_ITEM(pair, 1));
+        if (done == NULL) {
+            return -1;
+        }
+        Py_DECREF(done);
+    }
+    return 0;
+}
+
+/* optimizer_safety="copy": schedulers and scalers back to their pre-image. */
+int
+oomkit_owners_restore_copies(oomkit_call *call)
+{
+    Py_ssize_t i;
+    PyObject *list = call->copied_owners; /* borrowed from call */
+
+    for (i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
+        PyObject *pair = PyList_GET_ITEM(list, i); /* borrowed */
+        PyObject *state, *done;                    /* owned */
+        oomkit_exempt_enter(call->st);
+        state = PyObject_CallOneArg(call->st->deepcopy, PyTuple_GET_ITEM(pair, 1));
+        done = state == NULL
+                   ? NULL
+                   : PyObject_CallMethodOneArg(PyTuple_GET_ITEM(pair, 0),
+                                               call->st->str_load_state_dict, state);
+        oomkit_exempt_leave(call->st);
+        Py_XDECREF(state);
+        if (done == NULL) {
+            return -1;
+        }
+        Py_DECREF(done);
+    }
+    return 0;
+}
+
+void
+oomkit_owners_release(oomkit_call *call)
+{
+    Py_CLEAR(call->scaler_marks);
+    Py_CLEAR(call->copied_owners);
+    Py_CLEAR(call->user_marks);
+}

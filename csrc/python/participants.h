@@ -1,0 +1,101 @@
+/* Who takes part in a step: parameters, modules with buffers, optimizers, schedulers,
+ * scalers, generators and the user's own objects. Found once per site, kept by weak
+ * reference, checked at every call. */
+#ifndef OOMKIT_PYTHON_PARTICIPANTS_H
+#define OOMKIT_PYTHON_PARTICIPANTS_H
+
+#include "options.h"
+
+typedef enum {
+    OOMKIT_OWNER_OPTIMIZER = 0,
+    OOMKIT_OWNER_SCHEDULER,
+    OOMKIT_OWNER_SCALER,
+    OOMKIT_OWNER_AVERAGED,
+    OOMKIT_OWNER_GENERATOR,
+    OOMKIT_OWNER_USER /* state_dict/load_state_dict or save/restore */
+} oomkit_owner_kind;
+
+/* Where a participant was found, so that a call can see whether it is still the one. */
+typedef struct oomkit_source {
+    PyObject *container; /* owned: dict (globals) or cell; NULL for an argument. For an
+                            attribute: weak reference to the object that has it */
+    PyObject *key;       /* owned: name in the dict or of the attribute; else NULL */
+    void *object;        /* borrowed address, only ever compared */
+    Py_ssize_t argument; /* position in the call's arguments, -1 otherwise */
+    Py_ssize_t item;     /* index in a list or tuple argument, -1 otherwise */
+} oomkit_source;
+
+typedef struct oomkit_owner {
+    PyObject *ref; /* owned: weak reference (a generator has none: a strong one) */
+    oomkit_owner_kind kind;
+} oomkit_owner;
+
+typedef struct oomkit_buffered {
+    PyObject *ref; /* owned: weak reference to a module that has buffers */
+    int is_norm;   /* running statistics that forward owns */
+} oomkit_buffered;
+
+#define OOMKIT_ARGUMENT_TYPES 8
+
+/* Counted by hand: the site holds one reference, every call in progress another. Strong
+ * references are held to parameters alone, and dropped when one of the modules or
+ * optimizers that lead to them dies, so that a deleted model is freed. */
+typedef struct oomkit_participants {
+    Py_ssize_t refs;
+    uint64_t generation; /* st->structure_generation when it was made */
+    int dead;            /* somebody died or changed: find anew */
+    oomkit_source *sources;
+    Py_ssize_t source_count, source_room;
+    PyObject **params; /* owned tensors, each once */
+    Py_ssize_t param_count, param_room;
+    oomkit_buffered *buffered;
+    Py_ssize_t buffered_count, buffered_room;
+    oomkit_owner *owners;
+    Py_ssize_t owner_count, owner_room;
+    PyObject *roots; /* owned: list of weak references whose death makes this dead */
+    PyObject *seen;  /* owned while searching: set of addresses; NULL otherwise */
+    PyTypeObject *plain_types[OOMKIT_ARGUMENT_TYPES]; /* borrowed, compared: argument
+                                                          types that led to nothing */
+    int plain_count;
+    int uses_random, uses_numpy; /* the code names these modules */
+    int device_type, device_index; /* of the first parameter that is not on the CPU */
+    /* buffers known to move, learned by buffers.c; parallel to the flat buffer order */
+    uint8_t *moving;
+    PyObject **copies; /* owned tensors or NULL */
+    Py_ssize_t moving_count;
+    int norm_said; /* the BatchNorm warning was given */
+} oomkit_participants;
+
+/* Finds the participants of a function for these arguments. New reference (release with
+ * oomkit_participants_release), or NULL with an exception. Runs Python code (attribute
+ * look-ups). */
+oomkit_participants *
+oomkit_participants_find(oomkit_state *st, const oomkit_options *options, PyObject *func,
+                         PyObject *const *args, Py_ssize_t positional, Py_ssize_t total);
+
+/* 1 when `parts` is still right for these arguments, else 0. Runs no Python code. */
+int
+oomkit_participants_valid(oomkit_state *st, const oomkit_participants *parts,
+                          PyObject *const *args, Py_ssize_t total);
+
+void
+oomkit_participants_release(oomkit_participants *parts);
+
+int
+oomkit_participants_traverse(oomkit_participants *parts, visitproc visit, void *arg);
+
+/* The object behind a weak reference, or NULL when it is gone. New reference. */
+PyObject *
+oomkit_reference_get(PyObject *ref);
+
+/* --- used between participants.c and search.c --- */
+
+int
+oomkit_participants_add(oomkit_state *st, oomkit_participants *parts, PyObject *object,
+                        int depth);
+
+/* An object of the user's own, given by participants=. 0 or -1. */
+int
+oomkit_participants_add_user(oomkit_participants *parts, PyObject *object);
+
+#endif

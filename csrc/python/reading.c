@@ -1,0 +1,205 @@
+/* Reading the nodes as samples: can a subtree be the data of so many rows, and which of
+ * its leaves are sliced then? Pure functions of the nodes. */
+#include "tree.h"
+
+#define EACH_CHILD(batch, index, number, child)                                        \
+    for (number = 0, child = (index) + 1; number < (batch)->nodes[index].children;     \
+         child = oomkit_node_end(batch, child), number++)
+
+/* --- how many rows a subtree can be read with --- */
+
+static int
+node_is_sequence(const oomkit_node *node)
+{
+    return Py_IS_TYPE(node->object, &PyList_Type) ||
+           Py_IS_TYPE(node->object, &PyTuple_Type);
+}
+
+int
+oomkit_node_holds_dicts(const oomkit_batch *batch, Py_ssize_t index)
+{
+    Py_ssize_t number, child;
+    EACH_CHILD(batch, index, number, child)
+    {
+        if (batch->nodes[child].kind != OOMKIT_NODE_DICT) {
+            return 0;
+        }
+    }
+    return batch->nodes[index].children > 0;
+}
+
+static int
+node_is_root(const oomkit_batch *batch, Py_ssize_t index)
+{
+    Py_ssize_t at = 0;
+    while (at < index) {
+        at = oomkit_node_end(batch, at);
+    }
+    return at == index;
+}
+
+/* A list whose elements each hold a tensor; a tuple only as an argument of its own or
+ * of dictionaries, for a tuple of tensors is more often (hidden, cell). */
+int
+oomkit_node_may_be_items(const oomkit_batch *batch, Py_ssize_t index)
+{
+    const oomkit_node *node = &batch->nodes[index];
+    Py_ssize_t number, child;
+
+    if (!node_is_sequence(node) || node->children == 0) {
+        return 0;
+    }
+    if (node->kind == OOMKIT_NODE_TUPLE && !oomkit_node_holds_dicts(batch, index) &&
+        !node_is_root(batch, index)) {
+        return 0;
+    }
+    EACH_CHILD(batch, index, number, child)
+    {
+        if (!oomkit_node_holds_tensor(batch, child)) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* Can the subtree be the data of `rows` samples? */
+int
+oomkit_node_fits(const oomkit_batch *batch, Py_ssize_t index, int64_t rows)
+{
+    const oomkit_node *node = &batch->nodes[index];
+    Py_ssize_t number, child;
+
+    if (node->kind == OOMKIT_NODE_TENSOR) {
+        return node->rows == -1 || node->rows == 1 || node->rows == rows;
+    }
+    EACH_CHILD(batch, index, number, child)
+    {
+        if (!oomkit_node_fits(batch, child, rows)) {
+            return node->children == rows && oomkit_node_may_be_items(batch, index);
+        }
+    }
+    return 1;
+}
+
+/* Two subtrees of one structure; tensors of the same dtype and other sizes too, unless
+ * they are in dictionaries (masks differ in height and width). */
+static int
+nodes_alike(const oomkit_batch *batch, Py_ssize_t a, Py_ssize_t b)
+{
+    Py_ssize_t end = oomkit_node_end(batch, a);
+    int exact = batch->nodes[a].kind != OOMKIT_NODE_DICT;
+
+    if (end - a != oomkit_node_end(batch, b) - b) {
+        return 0;
+    }
+    for (; a < end; a++, b++) {
+        const oomkit_node *one = &batch->nodes[a], *two = &batch->nodes[b];
+        if (one->kind != two->kind || one->children != two->children ||
+            (exact && one->shape_hash != two->shape_hash)) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* Samples of different sizes in a list, with nothing else that tells the rows. */
+int
+oomkit_node_is_ragged(const oomkit_batch *batch, Py_ssize_t index)
+{
+    Py_ssize_t number, child;
+
+    if (batch->nodes[index].children < 2 || !oomkit_node_may_be_items(batch, index)) {
+        return 0;
+    }
+    EACH_CHILD(batch, index, number, child)
+    {
+        if (!nodes_alike(batch, index + 1, child)) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+Py_ssize_t
+oomkit_node_first_tensor(const oomkit_batch *batch, Py_ssize_t index, int64_t rows,
+                         int equal)
+{
+    Py_ssize_t end = oomkit_node_end(batch, index);
+    for (; index < end; index++) {
+        const oomkit_node *node = &batch->nodes[index];
+        if (node->rows >= 0 && (node->rows == rows) == equal) {
+            return index;
+        }
+    }
+    return -1;
+}
+
+/* A list as long as the batch whose elements are samples. Read as columns only when
+ * every tensor allows it and one shows it, and never when the elements are dictionaries
+ * beside another argument that gives the rows: two images with two boxes each are no
+ * columns. */
+static int
+node_reads_as_items(const oomkit_batch *batch, Py_ssize_t index, int64_t rows,
+                    Py_ssize_t first)
+{
+    Py_ssize_t number, child;
+
+    if (rows < 2 || batch->nodes[index].children != rows ||
+        !oomkit_node_may_be_items(batch, index)) {
+        return 0;
+    }
+    if ((index != first && oomkit_node_holds_dicts(batch, index)) ||
+        oomkit_node_first_tensor(batch, index, rows, 1) < 0) {
+        return 1;
+    }
+    EACH_CHILD(batch, index, number, child)
+    {
+        if (!oomkit_node_fits(batch, child, rows)) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* A list as long as the batch that holds no tensor at all: captions, lengths. */
+int
+oomkit_node_is_plain_list(const oomkit_batch *batch, Py_ssize_t index, int64_t rows)
+{
+    const oomkit_node *node = &batch->nodes[index];
+    if (!PyList_CheckExact(node->object) || rows < 2 ||
+        oomkit_node_holds_tensor(batch, index)) {
+        return 0;
+    }
+    return node->kind == OOMKIT_NODE_LIST ? node->children == rows
+                                          : node->shape_hash == (uint64_t)rows;
+}
+
+void
+oomkit_node_mark(oomkit_batch *batch, Py_ssize_t index, int64_t rows, Py_ssize_t first)
+{
+    oomkit_node *node = &batch->nodes[index];
+    Py_ssize_t number, child;
+
+    if (node->kind == OOMKIT_NODE_TENSOR) {
+        node->split = node->rows == rows ? OOMKIT_SPLIT_NARROW : OOMKIT_SPLIT_WHOLE;
+        return;
+    }
+    if (node_reads_as_items(batch, index, rows, first) ||
+        (first >= 0 && oomkit_node_is_plain_list(batch, index, rows))) {
+        node->split = OOMKIT_SPLIT_ITEMS;
+        return;
+    }
+    EACH_CHILD(batch, index, number, child)
+    {
+        oomkit_node_mark(batch, child, rows, first);
+    }
+}
+
+void
+oomkit_node_unmark(oomkit_batch *batch, Py_ssize_t index)
+{
+    Py_ssize_t end = oomkit_node_end(batch, index);
+    for (; index < end; index++) {
+        batch->nodes[index].split = OOMKIT_SPLIT_WHOLE;
+    }
+}

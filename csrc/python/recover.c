@@ -1,0 +1,388 @@
+/* Between the failure and the retry: classify, drop, drain, roll back, reclaim, re-plan. */
+#include "call.h"
+#include "errors.h"
+#include "step.h"
+
+#define MASKED_RETRIES 2
+
+/* Plain values of the failure, before its exception goes. 0 or -1. */
+static int
+recover_note(oomkit_call *call, PyObject *exception)
+{
+    oomkit_attempt *attempt;
+
+    if (call->attempt_count == call->attempt_room) {
+        Py_ssize_t room = call->attempt_room == 0 ? 8 : call->attempt_room * 2;
+        void *grown = PyMem_Realloc(call->attempts, (size_t)room * sizeof(*attempt));
+        if (grown == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        call->attempts = grown;
+        call->attempt_room = room;
+    }
+    attempt = &call->attempts[call->attempt_count];
+    memset(attempt, 0, sizeof(*attempt));
+    oomkit_exception_describe(call->st, exception, &attempt->requested_bytes,
+                              &attempt->message, &attempt->location);
+    attempt->micro_batch_size = call->slices == NULL
+                                    ? oomkit_batch_rows(&call->batch)
+                                    : call->slices[call->slice_index].length;
+    attempt->accumulation_steps = call->slices == NULL ? 1 : call->slice_count;
+    attempt->allocated_bytes = oomkit_device_allocated(call->st, call->device);
+    attempt->phase = call->backward_failed        ? OOMKIT_PHASE_BACKWARD
+                     : call->optimizer_count > 0 ? OOMKIT_PHASE_OPTIMIZER
+                                                 : OOMKIT_PHASE_FORWARD;
+    call->requested_bytes = attempt->requested_bytes;
+    call->attempt_count++;
+    call->ooms++;
+    return 0;
+}
+
+/* Clears what still holds memory of the failed attempt: the autocast cache, cycles when
+ * bytes are still alive, and the allocator's cache once. */
+static int
+recover_reclaim(oomkit_call *call)
+{
+    oomkit_state *st = call->st;
+    uint64_t now;
+    PyObject *done = PyObject_CallNoArgs(st->clear_autocast_cache); /* owned */
+
+    if (done == NULL) {
+        return -1;
+    }
+    Py_DECREF(done);
+    now = oomkit_device_allocated(st, call->device);
+    if (now != OOMKIT_UNKNOWN && call->baseline_bytes != OOMKIT_UNKNOWN &&
+        now > call->baseline_bytes) {
+        done = PyObject_CallNoArgs(st->gc_collect);
+        if (done == NULL) {
+            return -1;
+        }
+        Py_DECREF(done);
+    }
+    return oomkit_device_empty_cache(st, call->device);
+}
+
+/* Can finished parts be kept? Only while nothing but results came out of them. */
+static int
+recover_keeps_parts(const oomkit_call *call)
+{
+    return call->slices != NULL && call->slice_index > 0 && !call->training &&
+           call->optimizer_count == 0 && call->course[0].count == 0 &&
+           call->scaler_marks == NULL && !call->committed && call->options->weight == NULL;
+}
+
+/* No batch was found, or a leaf of it has moved: 0 when it can be sliced, else -1. */
+static int
+recover_find_batch(oomkit_call *call)
+{
+    oomkit_step *step = call->step;
+    int found;
+
+    if (!call->batch.searched) {
+        found = oomkit_batch_find(call->st, call->options, step->batch_site, step->names,
+                                  &call->batch);
+        if (found < 0) {
+            return -1;
+        }
+    }
+    if (oomkit_batch_check(call->st, &call->batch, step->names) < 0) {
+        return -1;
+    }
+    if (call->batch.rows <= 0) {
+        PyObject *reason = PyUnicode_FromFormat( /* owned */
+            "auto_batch found no batch to split in the arguments of %U: pass it as an "
+            "argument of the step (a tensor, or a tuple, list or dict of tensors)",
+            call->options->label);
+        if (reason != NULL) {
+            oomkit_give_up(call, reason, 0);
+            Py_DECREF(reason);
+        }
+        return -1;
+    }
+    return 0;
+}
+
+/* Nothing smaller is allowed. NULL always, -1 for its callers. */
+static int
+recover_exhausted(oomkit_call *call, int64_t micro_batch)
+{
+    PyObject *reason; /* owned */
+
+    if (call->batch.rows < call->options->min_micro_batch) {
+        reason = PyUnicode_FromFormat(
+            "%U ran out of memory and its batch of %lld rows is smaller than "
+            "min_micro_batch=%lld",
+            call->options->label, (long long)call->batch.rows,
+            (long long)call->options->min_micro_batch);
+    } else {
+        reason = PyUnicode_FromFormat(
+            "%U ran out of memory with a micro-batch of %lld of %lld rows, the smallest "
+            "allowed; %s",
+            call->options->label, (long long)micro_batch, (long long)call->batch.rows,
+            call->grads.aside == NULL
+                ? "the state is as if the step had not begun"
+                : "some gradients that were there before the step hold this batch's "
+                  "contribution: call zero_grad() before going on, and pass "
+                  "gradient_safety=\"copy\" to auto_batch");
+    }
+    if (reason != NULL) {
+        oomkit_give_up(call, reason, 0);
+        Py_DECREF(reason);
+    }
+    return -1;
+}
+
+/* The next plan into call->plan and its slices. 0, or -1 with oomkit.OutOfMemory. */
+static int
+recover_plan(oomkit_call *call, int keep, int64_t failed_rows, int64_t failed_count)
+{
+    oomkit_plan_observations seen;
+    oomkit_plan failed = call->plan;
+    int64_t done = keep ? call->slices[call->slice_index].start : 0;
+    int status;
+
+    oomkit_signature_failed(call, failed_rows);
+    oomkit_signature_observe(call, &seen);
+    seen.batch = call->batch.rows - done;
+    failed.batch = seen.batch;
+    failed.multiple_of = call->options->multiple_of;
+    failed.first = 0;
+    failed.accumulation = (seen.batch + failed_rows - 1) / failed_rows;
+    if (!keep && !call->forced && failed_count > failed.accumulation) {
+        failed.accumulation = failed_count;
+    }
+    status = oomkit_plan_next(&seen, &failed, &call->plan, &call->reason);
+    if (status == OOMKIT_EREFUSED) {
+        return recover_exhausted(call, failed_rows);
+    }
+    if (status != OOMKIT_OK) {
+        PyErr_SetString(PyExc_RuntimeError, "oomkit could not make a plan");
+        return -1;
+    }
+    call->slice_count = keep ? call->slice_index : 0;
+    call->slice_index = call->slice_count;
+    return oomkit_attempt_slices(call);
+}
+
+/* One line for the change of plan, then the user's hook. 0 or -1. */
+static int
+recover_say(oomkit_call *call, int64_t old_rows, int64_t old_count)
+{
+    oomkit_state *st = call->st;
+    PyObject *done; /* owned */
+    int64_t rows = oomkit_plan_micro_batch(&call->plan);
+
+    done = PyObject_CallMethod(
+        st->log, "warning", "sKLLLLs",
+        "oomkit: step=%d micro_batch=%d->%d accumulation=%d->%d reason=%s",
+        (unsigned long long)call->step->calls, (long long)old_rows, (long long)rows,
+        (long long)old_count, (long long)call->slice_count,
+        oomkit_plan_reason_name(call->reason));
+    if (done == NULL) {
+        return -1;
+    }
+    Py_DECREF(done);
+    if (call->options->on_retry != NULL) {
+        oomkit_record record;
+        PyObject *object; /* owned */
+        oomkit_call_record(call, &record);
+        object = oomkit_record_new(st, &record, call->options->label);
+        done = object ? PyObject_CallOneArg(call->options->on_retry, object) : NULL;
+        Py_XDECREF(object);
+        if (done == NULL) {
+            return -1;
+        }
+        Py_DECREF(done);
+    }
+    return call->split ? oomkit_buffers_say_norm(call) : 0;
+}
+
+/* Everything back as at entry (or at the start of the failed part). 0, or -1 with an
+ * exception: an error, or oomkit.OutOfMemory that says what cannot be taken back. */
+static int
+recover_roll_back(oomkit_call *call)
+{
+    PyObject *message = NULL; /* owned */
+    int result, mode;
+
+    if (call->training && call->device.type == OOMKIT_DEVICE_CPU &&
+        oomkit_backward_drain(call->st) < 0) {
+        return -1;
+    }
+    mode = oomkit_grad_mode_off(call->st);
+    if (mode < 0) {
+        return -1;
+    }
+    result = oomkit_tx_restore(call, &message);
+    if (result == 1) {
+        call->outcome = 1;
+        oomkit_give_up(call, message, 0);
+        Py_DECREF(message);
+        result = -1;
+    }
+    if (result < 0) {
+        PyObject *exception = oomkit_exception_take(); /* owned, given back */
+        oomkit_grad_mode_set(call->st, mode);
+        if (PyErr_Occurred()) {
+            Py_XDECREF(exception);
+        } else {
+            oomkit_exception_give(exception);
+        }
+        return -1;
+    }
+    return oomkit_grad_mode_set(call->st, mode) < 0 ? -1 : 0;
+}
+
+/* An error that is not ours to recover from. While the call is split the attempt is taken
+ * back first, so that no stash and no half-done accumulation is left; the error keeps its
+ * traceback and gets a note. Steals `exception`. -1 always. */
+static int
+recover_pass(oomkit_call *call, PyObject *exception)
+{
+    PyObject *message = NULL; /* owned */
+
+    call->outcome = 2;
+    if ((call->split || call->ooms > 0) && oomkit_tx_committed(call) == 0) {
+        int mode = oomkit_grad_mode_off(call->st);
+        if (mode < 0 || oomkit_tx_restore(call, &message) < 0 ||
+            oomkit_grad_mode_set(call->st, mode) < 0) {
+            PyErr_WriteUnraisable(call->func); /* the step's own error is the one to see */
+        }
+    }
+    if (call->split && !call->raised &&
+        PyObject_TypeCheck(exception, (PyTypeObject *)PyExc_Exception)) {
+        const oomkit_slice *slice = &call->slices[call->slice_index];
+        PyObject *note = PyUnicode_FromFormat( /* owned */
+            "oomkit: raised in micro-batch %lld of %lld (%lld rows); if the step cannot "
+            "work on that size, see min_micro_batch= and multiple_of= of auto_batch",
+            (long long)(call->slice_index + 1), (long long)call->slice_count,
+            (long long)slice->length);
+        PyObject *done = /* owned */
+            note ? PyObject_CallMethod(exception, "add_note", "O", note) : NULL;
+        if (done == NULL) {
+            PyErr_WriteUnraisable(call->func);
+        }
+        Py_XDECREF(done);
+        Py_XDECREF(note);
+    }
+    Py_XDECREF(message);
+    oomkit_exception_give(exception);
+    return -1;
+}
+
+/* May this OOM be retried? 0 yes; -1 with the exception to raise. Steals `exception` when
+ * it answers -1. */
+static int
+recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception)
+{
+    PyObject *reason = NULL; /* owned */
+    int committed;
+
+    if (class_ == OOMKIT_CLASS_STICKY || class_ == OOMKIT_CLASS_NEVER ||
+        (class_ == OOMKIT_CLASS_MASKED && call->ooms > MASKED_RETRIES)) {
+        return recover_pass(call, exception);
+    }
+    committed = oomkit_tx_committed(call);
+    if (committed < 0) {
+        Py_DECREF(exception);
+        return -1;
+    }
+    if ((!committed || call->options->optimizer_copy) && call->refusal == NULL) {
+        return 0;
+    }
+    oomkit_exception_drop(call->st, exception, NULL);
+    reason = committed
+                 ? PyUnicode_FromFormat(
+                       "%U ran out of memory after its update was applied: the update "
+                       "stands, do not repeat this batch",
+                       call->options->label)
+                 : PyUnicode_FromFormat("%U ran out of memory and is not retried: %s",
+                                        call->options->label, call->refusal);
+    if (!committed && recover_roll_back(call) < 0) {
+        Py_XDECREF(reason);
+        return -1;
+    }
+    if (reason != NULL) {
+        oomkit_give_up(call, reason, committed);
+        Py_DECREF(reason);
+    }
+    return -1;
+}
+
+/* Ends the attempt that failed with the exception in flight. 0: call->slices is the next
+ * attempt; -1 with the exception to raise. */
+static int
+recover_from_failure(oomkit_call *call)
+{
+    oomkit_state *st = call->st;
+    PyObject *exception = oomkit_exception_take();         /* owned, then stolen */
+    PyObject *handled = PyErr_GetHandledException();       /* owned: the caller's */
+    oomkit_class class_ = oomkit_exception_classify(st, exception);
+    int64_t rows, count = call->slices == NULL ? 1 : call->slice_count;
+    int keep, result;
+
+    if (class_ == OOMKIT_CLASS_OTHER) {
+        Py_XDECREF(handled);
+        return recover_pass(call, exception);
+    }
+    if (recover_note(call, exception) < 0) {
+        Py_XDECREF(handled);
+        Py_DECREF(exception);
+        return -1;
+    }
+    if (recover_judge(call, class_, exception) < 0) {
+        Py_XDECREF(handled);
+        return -1;
+    }
+    oomkit_exception_drop(st, exception, handled);
+    Py_XDECREF(handled);
+    oomkit_phase_set(st, OOMKIT_PHASE_RECOVERY);
+    keep = recover_keeps_parts(call);
+    result = oomkit_join_truncate(&call->join, keep ? (Py_ssize_t)call->slice_index : 0);
+    if (result == 0) {
+        result = recover_roll_back(call);
+    }
+    oomkit_tx_end_attempt(call);
+    if (result < 0 || recover_reclaim(call) < 0 || recover_find_batch(call) < 0) {
+        return -1;
+    }
+    rows = call->slices == NULL ? call->batch.rows
+                                : call->slices[keep ? call->slice_index : 0].length;
+    call->attempts[call->attempt_count - 1].micro_batch_size = rows;
+    if (recover_plan(call, keep, rows, count) < 0 ||
+        recover_say(call, rows, count) < 0) {
+        return -1;
+    }
+    oomkit_device_end(st, &call->window);
+    oomkit_call_merge_window(call);
+    oomkit_device_begin(st, call->device, call->options->reset_peaks, &call->window);
+    return oomkit_tx_begin(call);
+}
+
+/* From a failure (the exception is in flight), or from a plan that splits from the start,
+ * to the result. New reference, or NULL with an exception. */
+PyObject *
+oomkit_recover(oomkit_call *call, int failed)
+{
+    PyObject *result; /* owned */
+
+    for (;;) {
+        if (failed) {
+            uint64_t now;
+            if (recover_from_failure(call) < 0) {
+                return NULL;
+            }
+            now = oomkit_now_ns();
+            call->lost_ns += now - call->attempt_started_ns;
+            call->attempt_started_ns = now;
+            oomkit_phase_set(call->st, OOMKIT_PHASE_FORWARD);
+        }
+        result = oomkit_attempt_run(call);
+        if (result != NULL) {
+            return result;
+        }
+        failed = 1;
+    }
+}

@@ -1,0 +1,240 @@
+/* Random streams: torch's CPU generator and the devices' in use always, other generators
+ * that take part, Python's and numpy's where the code names them. Public calls only. */
+#include "call.h"
+
+/* The state of one generator as an object that rng_put takes. New reference or NULL. On a
+ * device it is (seed, offset): a state tensor there costs more. */
+static PyObject *
+rng_get(oomkit_state *st, PyObject *generator, int is_device)
+{
+    PyObject *state, *seed, *offset; /* owned */
+
+    if (!is_device) {
+        oomkit_exempt_enter(st);
+        state = PyObject_CallMethodNoArgs(generator, st->str_get_state);
+        oomkit_exempt_leave(st);
+        return state;
+    }
+    seed = PyObject_CallMethodNoArgs(generator, st->str_initial_seed);
+    offset = seed ? PyObject_CallMethodNoArgs(generator, st->str_get_offset) : NULL;
+    state = offset ? PyTuple_Pack(2, seed, offset) : NULL;
+    Py_XDECREF(seed);
+    Py_XDECREF(offset);
+    return state;
+}
+
+static int
+rng_put(oomkit_state *st, PyObject *generator, PyObject *state)
+{
+    PyObject *done; /* owned */
+
+    if (!PyTuple_CheckExact(state)) {
+        done = PyObject_CallMethodOneArg(generator, st->str_set_state, state);
+        Py_XDECREF(done);
+        return done == NULL ? -1 : 0;
+    }
+    done = PyObject_CallMethodOneArg(generator, st->str_manual_seed,
+                                     PyTuple_GET_ITEM(state, 0));
+    if (done == NULL) {
+        return -1;
+    }
+    Py_SETREF(done, PyObject_CallMethodOneArg(generator, st->str_set_offset,
+                                              PyTuple_GET_ITEM(state, 1)));
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+static int
+rng_mark_one(oomkit_call *call, PyObject *generator, int is_device)
+{
+    PyObject *pair, *state; /* owned */
+    int result;
+
+    if (call->rng.others == NULL && (call->rng.others = PyList_New(0)) == NULL) {
+        return -1;
+    }
+    state = rng_get(call->st, generator, is_device);
+    pair = state ? PyTuple_Pack(2, generator, state) : NULL;
+    Py_XDECREF(state);
+    if (pair == NULL) {
+        return -1;
+    }
+    result = PyList_Append(call->rng.others, pair);
+    Py_DECREF(pair);
+    return result;
+}
+
+/* Every CUDA device of the process, once the parameters or the batch are on one. */
+static int
+rng_mark_devices(oomkit_call *call)
+{
+    PyObject *all; /* owned */
+    Py_ssize_t i;
+    int result = 0;
+
+    if (call->device.type != OOMKIT_DEVICE_CUDA) {
+        return 0;
+    }
+    all = PyObject_GetAttr(call->st->cuda_module, call->st->str_default_generators);
+    if (all == NULL) {
+        return -1;
+    }
+    for (i = 0; PyTuple_Check(all) && i < PyTuple_GET_SIZE(all) && result == 0; i++) {
+        result = rng_mark_one(call, PyTuple_GET_ITEM(all, i), 1);
+    }
+    Py_DECREF(all);
+    return result;
+}
+
+/* Python's random module, or numpy.random, through a pair of its functions. */
+static PyObject *
+rng_library_call(const char *module_name, const char *function, PyObject *argument)
+{
+    PyObject *module, *result = NULL; /* owned */
+    PyObject *callable = NULL;        /* owned */
+
+    module = PyImport_ImportModule(module_name);
+    if (module == NULL) {
+        return NULL;
+    }
+    callable = PyObject_GetAttrString(module, function);
+    Py_DECREF(module);
+    if (callable != NULL) {
+        result = argument ? PyObject_CallOneArg(callable, argument)
+                          : PyObject_CallNoArgs(callable);
+        Py_DECREF(callable);
+    }
+    return result;
+}
+
+/* At entry of an attempt. 0 or -1. */
+int
+oomkit_rng_mark(oomkit_call *call)
+{
+    oomkit_state *st = call->st;
+    oomkit_participants *parts = call->parts;
+    Py_ssize_t i;
+
+    if (call->options->rng == OOMKIT_RNG_NONE) {
+        return 0;
+    }
+    oomkit_exempt_enter(st);
+    call->rng.cpu_state = PyObject_CallNoArgs(st->generator_get);
+    oomkit_exempt_leave(st);
+    if (call->rng.cpu_state == NULL || rng_mark_devices(call) < 0) {
+        return -1;
+    }
+    for (i = 0; i < parts->owner_count; i++) {
+        if (parts->owners[i].kind == OOMKIT_OWNER_GENERATOR &&
+            parts->owners[i].ref != st->default_generator &&
+            rng_mark_one(call, parts->owners[i].ref, 0) < 0) {
+            return -1;
+        }
+    }
+    if (parts->uses_random) {
+        call->rng.random_state = rng_library_call("random", "getstate", NULL);
+        if (call->rng.random_state == NULL) {
+            return -1;
+        }
+    }
+    if (parts->uses_numpy) {
+        call->rng.numpy_state = rng_library_call("numpy.random", "get_state", NULL);
+        if (call->rng.numpy_state == NULL) {
+            if (!PyErr_ExceptionMatches(PyExc_ImportError)) {
+                return -1;
+            }
+            PyErr_Clear(); /* rng="all" without numpy: there is no such stream */
+        }
+    }
+    return 0;
+}
+
+/* Puts every stream back to where it was at entry. 0 or -1. */
+int
+oomkit_rng_restore(oomkit_call *call)
+{
+    Py_ssize_t i;
+    PyObject *done; /* owned */
+    oomkit_rng *rng = &call->rng;
+
+    if (rng->cpu_state != NULL) {
+        done = PyObject_CallOneArg(call->st->generator_set, rng->cpu_state);
+        if (done == NULL) {
+            return -1;
+        }
+        Py_DECREF(done);
+    }
+    for (i = 0; rng->others != NULL && i < PyList_GET_SIZE(rng->others); i++) {
+        PyObject *pair = PyList_GET_ITEM(rng->others, i); /* borrowed */
+        if (rng_put(call->st, PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1)) < 0) {
+            return -1;
+        }
+    }
+    if (rng->random_state != NULL) {
+        done = rng_library_call("random", "setstate", rng->random_state);
+        if (done == NULL) {
+            return -1;
+        }
+        Py_DECREF(done);
+    }
+    if (rng->numpy_state != NULL) {
+        done = rng_library_call("numpy.random", "set_state", rng->numpy_state);
+        if (done == NULL) {
+            return -1;
+        }
+        Py_DECREF(done);
+    }
+    return 0;
+}
+
+static int
+rng_same(oomkit_state *st, PyObject *before, PyObject *now)
+{
+    PyObject *equal; /* owned */
+    int result;
+
+    if (PyTuple_CheckExact(before)) {
+        return PyObject_RichCompareBool(before, now, Py_EQ);
+    }
+    oomkit_exempt_enter(st);
+    equal = PyObject_CallFunctionObjArgs(st->torch_equal, before, now, NULL);
+    oomkit_exempt_leave(st);
+    result = equal == NULL ? -1 : equal == Py_True;
+    Py_XDECREF(equal);
+    return result;
+}
+
+/* Has a torch stream moved since entry? 1, 0 or -1. Streams that were not marked, and those
+ * of Python and numpy, count as moved: they are too costly to compare. */
+int
+oomkit_rng_moved(oomkit_call *call)
+{
+    oomkit_rng *rng = &call->rng;
+    PyObject *now; /* owned */
+    Py_ssize_t i;
+    int same;
+
+    if (rng->cpu_state == NULL || rng->random_state != NULL || rng->numpy_state != NULL) {
+        return 1;
+    }
+    now = rng_get(call->st, call->st->default_generator, 0);
+    same = now == NULL ? -1 : rng_same(call->st, rng->cpu_state, now);
+    Py_XDECREF(now);
+    for (i = 0; same == 1 && rng->others && i < PyList_GET_SIZE(rng->others); i++) {
+        PyObject *pair = PyList_GET_ITEM(rng->others, i); /* borrowed */
+        PyObject *before = PyTuple_GET_ITEM(pair, 1);     /* borrowed */
+        now = rng_get(call->st, PyTuple_GET_ITEM(pair, 0), PyTuple_CheckExact(before));
+        same = now == NULL ? -1 : rng_same(call->st, before, now);
+        Py_XDECREF(now);
+    }
+    return same < 0 ? -1 : !same;
+}
+
+void
+oomkit_rng_release(oomkit_call *call)
+{
+    Py_CLEAR(call->rng.cpu_state);
+    Py_CLEAR(call->rng.others);
+    Py_CLEAR(call->rng.random_state);
+    Py_CLEAR(call->rng.numpy_state);
+}

@@ -1,0 +1,150 @@
+/* Finding the batch in a call's arguments, slicing it, and joining results. */
+#ifndef OOMKIT_PYTHON_SPLIT_H
+#define OOMKIT_PYTHON_SPLIT_H
+
+#include "options.h"
+
+typedef enum {
+    OOMKIT_NODE_OTHER = 0, /* passed whole, as it is */
+    OOMKIT_NODE_TENSOR,
+    OOMKIT_NODE_TUPLE, /* named tuples too */
+    OOMKIT_NODE_LIST,
+    OOMKIT_NODE_DICT
+} oomkit_node_kind;
+
+/* One value of the arguments; containers are followed by their children (pre-order). */
+typedef struct oomkit_node {
+    PyObject *object;    /* owned */
+    PyObject *key;       /* owned: the key in the parent dict, else NULL */
+    Py_ssize_t children; /* direct children of a container */
+    int64_t rows;        /* size of dimension `dim` of a tensor, -1 if it has none */
+    uint64_t shape_hash; /* of a tensor: dtype and the other sizes; of a list that was
+                            too long or too deep to be opened: its length */
+    uint32_t version;    /* of a tensor, at capture */
+    uint8_t kind;        /* oomkit_node_kind */
+    uint8_t split;       /* decided by oomkit_batch_find: this leaf is sliced */
+    int8_t device_type, device_index; /* of a tensor */
+} oomkit_node;
+
+#define OOMKIT_BATCH_INLINE 12
+
+/* The arguments of one call, taken apart before the function can change them. A tree that
+ * is all zero is empty and may be released. */
+typedef struct oomkit_batch {
+    PyObject *const *args; /* borrowed from the caller: vectorcall layout */
+    Py_ssize_t positional; /* number of positional arguments */
+    Py_ssize_t total;      /* positional + keyword arguments */
+    PyObject *kwnames;     /* borrowed, may be NULL */
+    oomkit_node *nodes;    /* pre-order, argument after argument */
+    Py_ssize_t count, room;
+    int64_t rows;          /* B, or -1 before oomkit_batch_find has found it */
+    int device_type, device_index; /* of the first tensor; CPU when there is none */
+    int searched;
+    PyObject *saved;       /* owned: restore_batch=True: list of host copies, or NULL */
+    oomkit_node inline_nodes[OOMKIT_BATCH_INLINE];
+} oomkit_batch;
+
+/* What a site has learned about its arguments; zeroed at start, freed by clear. Written
+ * by oomkit_batch_learn: for each argument position and name, the B and the leading size
+ * seen, so that a tensor whose size stays while B changes is passed whole. */
+typedef struct oomkit_batch_site oomkit_batch_site;
+
+/* Takes the arguments apart: containers of exact type dict, list, tuple (and named tuples)
+ * are opened, tensors get their marks (version, rows). Cheap: no Python code runs, nothing
+ * is allocated through Python while OOMKIT_BATCH_INLINE nodes suffice. `skip` leading
+ * positional arguments (a bound self) are left alone. 0, or -1 with MemoryError. */
+int
+oomkit_batch_capture(oomkit_state *st, const oomkit_options *options,
+                     PyObject *const *args, Py_ssize_t positional, PyObject *kwnames,
+                     Py_ssize_t skip, oomkit_batch *batch);
+
+/* Guess of B without deciding roles, for the record of a healthy call: dim 0 of the first
+ * tensor leaf. -1 when there is none. No Python code runs. */
+int64_t
+oomkit_batch_rows(const oomkit_batch *batch);
+
+/* Hash of dtypes and shapes without the batch dimension. No Python code runs. */
+uint64_t
+oomkit_batch_signature(const oomkit_batch *batch);
+
+/* Decides which arguments are the batch and marks their leaves as split. `names` are the
+ * function's parameter names (tuple, for batch= / static= and for messages; may be NULL).
+ * 1 found (batch->rows set), 0 no batch, -1 with SplitError naming arguments and shapes
+ * (disagreement, unknown names). `site` may be NULL. */
+int
+oomkit_batch_find(oomkit_state *st, const oomkit_options *options,
+                  const oomkit_batch_site *site, PyObject *names, oomkit_batch *batch);
+
+/* After a successful healthy call. Never fails (what cannot be noted is not noted). */
+void
+oomkit_batch_learn(oomkit_batch_site **site, const oomkit_batch *batch);
+void
+oomkit_batch_site_clear(oomkit_batch_site **site);
+
+/* Has a tensor leaf moved since capture? 0 no; -1 with SplitError that names the argument
+ * and says how to change the line (`x = x.div(255)` instead of `x.div_(255)`), or
+ * restore_batch=True. With saved copies it restores instead and returns 0. */
+int
+oomkit_batch_check(oomkit_state *st, oomkit_batch *batch, PyObject *names);
+
+/* restore_batch=True: copies every tensor leaf to the host, outside the budget. */
+int
+oomkit_batch_save(oomkit_state *st, oomkit_batch *batch);
+
+/* Arguments for rows start .. start + length: containers rebuilt as their own type, split
+ * leaves narrowed (views), everything else as it is. vector gets batch->total new
+ * references (room for them is the caller's). 0 or -1. */
+int
+oomkit_batch_build(oomkit_state *st, const oomkit_options *options,
+                   const oomkit_batch *batch, int64_t start, int64_t length,
+                   PyObject **vector);
+
+/* The arguments that are split, sliced, as weight= gets them: one object when there is
+ * one, else a tuple. `vector` is what oomkit_batch_build made. New reference or NULL. */
+PyObject *
+oomkit_batch_argument(const oomkit_batch *batch, PyObject *const *vector);
+
+void
+oomkit_batch_release(oomkit_batch *batch);
+
+/* --- results --- */
+
+typedef struct oomkit_join {
+    PyObject *results; /* owned: list of results, tensors detached */
+    PyObject *rows;    /* owned: list of int */
+    PyObject *weights; /* owned: list of float */
+    int parked; /* gradients were parked between the micro-batches: a scalar that is 0 in
+                   all but the last (the norm that clip_grad_norm_ returns) is its own */
+} oomkit_join;
+
+/* Keeps a result of a micro-batch: tensors that carry a graph are detached at once, so that
+ * nothing of the micro-batch's graph stays alive. 0 or -1. */
+int
+oomkit_join_add(oomkit_state *st, oomkit_join *join, PyObject *result, int64_t rows,
+                double weight);
+
+/* Drops the results from number `keep` on (roll back). */
+int
+oomkit_join_truncate(oomkit_join *join, Py_ssize_t keep);
+
+/* The result of the whole batch. Rules: tensors whose dim 0 is the micro-batch's are
+ * concatenated in order; a 0-d tensor or a float is the weighted sum with the weights (they
+ * sum to 1 for a mean; with reduction sum the loss's are all 1 and other floats get
+ * rows/B); integers added; booleans must agree; equal strings and
+ * None kept; lists whose length is the micro-batch's are concatenated; dict, tuple, list
+ * and named tuples by element; anything else must be equal or is an error that names the
+ * place and proposes join=. New reference, or NULL with SplitError. */
+PyObject *
+oomkit_join_finish(oomkit_state *st, const oomkit_options *options, oomkit_join *join);
+
+void
+oomkit_join_clear(oomkit_join *join);
+
+/* The loss in a result: the result itself when it is a tensor, the first element of a
+ * tuple or list, ["loss"] of a mapping, or .loss. New reference, or NULL without an
+ * exception when there is none, NULL with an exception on failure (check
+ * PyErr_Occurred). */
+PyObject *
+oomkit_result_loss(oomkit_state *st, PyObject *result);
+
+#endif

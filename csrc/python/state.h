@@ -1,0 +1,215 @@
+/* Module state: every object that oomkit._C keeps, as one list. */
+#ifndef OOMKIT_PYTHON_STATE_H
+#define OOMKIT_PYTHON_STATE_H
+
+#include "compat.h"
+#include "../torch/bridge.h"
+
+/* Interned names: X(field, text). */
+#define OOMKIT_STATE_STRINGS(X)                                                        \
+    X(str_grad, "grad")                                                                \
+    X(str_step, "step")                                                                \
+    X(str_update, "update")                                                            \
+    X(str_unscale, "unscale_")                                                         \
+    X(str_loss, "loss")                                                                \
+    X(str_state, "state")                                                              \
+    X(str_param_groups, "param_groups")                                                \
+    X(str_params, "params")                                                            \
+    X(str_parameters, "_parameters")                                                   \
+    X(str_buffers, "_buffers")                                                         \
+    X(str_modules, "_modules")                                                         \
+    X(str_training, "training")                                                        \
+    X(str_version, "_version")                                                         \
+    X(str_cdata, "_cdata")                                                             \
+    X(str_requires_grad, "requires_grad")                                              \
+    X(str_grad_fn, "grad_fn")                                                          \
+    X(str_detach, "detach")                                                            \
+    X(str_clone, "clone")                                                              \
+    X(str_copy, "copy_")                                                               \
+    X(str_narrow, "narrow")                                                            \
+    X(str_size, "size")                                                                \
+    X(str_shape, "shape")                                                              \
+    X(str_dtype, "dtype")                                                              \
+    X(str_device, "device")                                                            \
+    X(str_dim, "dim")                                                                  \
+    X(str_backward, "backward")                                                        \
+    X(str_mul, "mul")                                                                  \
+    X(str_optimizer, "optimizer")                                                      \
+    X(str_fields, "_fields")                                                           \
+    X(str_data, "data")                                                                \
+    X(str_dataclass_fields, "__dataclass_fields__")                                    \
+    X(str_name, "__name__")                                                            \
+    X(str_qualname, "__qualname__")                                                    \
+    X(str_module, "__module__")                                                        \
+    X(str_wrapped, "__wrapped__")                                                      \
+    X(str_dict, "__dict__")                                                            \
+    X(str_code, "__code__")                                                            \
+    X(str_error_code, "error_code")                                                    \
+    X(str_inner_exception, "inner_exception")                                          \
+    X(str_exceptions, "exceptions")                                                    \
+    X(str_report, "report")                                                            \
+    X(str_committed, "committed")                                                      \
+    X(str_tb_next, "tb_next")                                                          \
+    X(str_tb_frame, "tb_frame")                                                        \
+    X(str_tb_lineno, "tb_lineno")                                                      \
+    X(str_clear, "clear")                                                              \
+    X(str_f_code, "f_code")                                                            \
+    X(str_co_filename, "co_filename")                                                  \
+    X(str_get_state, "get_state")                                                      \
+    X(str_set_state, "set_state")                                                      \
+    X(str_getstate, "getstate")                                                        \
+    X(str_setstate, "setstate")                                                        \
+    X(str_state_dict, "state_dict")                                                    \
+    X(str_load_state_dict, "load_state_dict")                                          \
+    X(str_save, "save")                                                                \
+    X(str_restore, "restore")                                                          \
+    X(str_warning, "warning")                                                          \
+    X(str_info, "info")                                                                \
+    X(str_per_optimizer_states, "_per_optimizer_states")                               \
+    X(str_update_parameters, "update_parameters")                                      \
+    X(str_cpu, "cpu")                                                                  \
+    X(str_closure, "__closure__")                                                      \
+    X(str_cell_contents, "cell_contents")                                              \
+    X(str_globals, "__globals__")                                                      \
+    X(str_co_names, "co_names")                                                        \
+    X(str_co_consts, "co_consts")                                                      \
+    X(str_func, "func")                                                                \
+    X(str_call, "__call__")                                                            \
+    X(str_optimizer_attr, "_optimizer")                                                \
+    X(str_get_offset, "get_offset")                                                    \
+    X(str_set_offset, "set_offset")                                                    \
+    X(str_initial_seed, "initial_seed")                                                \
+    X(str_manual_seed, "manual_seed")                                                  \
+    X(str_default_generators, "default_generators")                                    \
+    X(str_engine_run_backward, "_engine_run_backward")                                 \
+    X(str_accumulate_grad, "accumulate_grad")                                          \
+    X(str_in_init_group, " in _init_group")                                            \
+    X(str_random, "random")                                                            \
+    X(str_numpy, "numpy")                                                              \
+    X(str_add, "add")
+
+/* Our own types and exceptions, made by module.c: X(field). */
+#define OOMKIT_STATE_TYPES(X)                                                          \
+    X(step_type)                                                                       \
+    X(guard_type)                                                                      \
+    X(guarded_type)                                                                    \
+    X(interceptor_type)                                                                \
+    X(backward_type)                                                                   \
+    X(current_type)                                                                    \
+    X(record_type)                                                                     \
+    X(report_type)                                                                     \
+    X(OomkitError)                                                                     \
+    X(OutOfMemory)                                                                     \
+    X(PartialUpdate)                                                                   \
+    X(SplitError)                                                                      \
+    X(OomkitWarning)
+
+/* What oomkit uses of torch and of the standard library, looked up once by state_bind:
+ * X(field, module, dotted name, required). An optional one is NULL where the installed
+ * torch has no such name. */
+#define OOMKIT_STATE_TORCH(X)                                                          \
+    X(Tensor, "torch", "Tensor", 1)                                                    \
+    X(Parameter, "torch.nn", "Parameter", 1)                                           \
+    X(Module, "torch.nn", "Module", 1)                                                 \
+    X(BatchNorm, "torch.nn.modules.batchnorm", "_NormBase", 1)                         \
+    X(InstanceNorm, "torch.nn.modules.instancenorm", "_InstanceNorm", 0)               \
+    X(Optimizer, "torch.optim", "Optimizer", 1)                                        \
+    X(LBFGS, "torch.optim", "LBFGS", 1)                                                \
+    X(LRScheduler, "torch.optim.lr_scheduler", "LRScheduler", 1)                       \
+    X(GradScaler, "torch.amp", "GradScaler", 1)                                        \
+    X(AveragedModel, "torch.optim.swa_utils", "AveragedModel", 0)                      \
+    X(Generator, "torch", "Generator", 1)                                              \
+    X(Size, "torch", "Size", 1)                                                        \
+    X(TorchOutOfMemoryError, "torch", "OutOfMemoryError", 1)                           \
+    X(AcceleratorError, "torch", "AcceleratorError", 0)                                \
+    X(default_generator, "torch", "default_generator", 1)                              \
+    X(torch_cat, "torch", "cat", 1)                                                    \
+    X(torch_ones, "torch", "ones", 1)                                                  \
+    X(torch_equal, "torch", "equal", 1)                                                \
+    X(foreach_copy, "torch", "_foreach_copy_", 1)                                      \
+    X(is_grad_enabled, "torch", "is_grad_enabled", 1)                                  \
+    X(set_grad_enabled, "torch._C", "_set_grad_enabled", 1)                            \
+    X(is_inference_mode, "torch", "is_inference_mode_enabled", 1)                      \
+    X(is_autocast_enabled, "torch", "is_autocast_enabled", 1)                          \
+    X(clear_autocast_cache, "torch", "clear_autocast_cache", 1)                        \
+    X(autograd_module, "torch", "autograd", 1)                                         \
+    X(run_backward, "torch.autograd", "_engine_run_backward", 1)                       \
+    X(accelerator_get_stats, "torch._C", "_accelerator_getDeviceStats", 0)             \
+    X(accelerator_reset_peak, "torch._C", "_accelerator_resetPeakStats", 0)            \
+    X(accelerator_empty_cache, "torch._C", "_accelerator_emptyCache", 0)               \
+    X(cuda_module, "torch", "cuda", 1)                                                 \
+    X(gc_collect, "gc", "collect", 1)                                                  \
+    X(parameter_hook, "torch.nn.modules.module",                                       \
+      "register_module_parameter_registration_hook", 1)                                \
+    X(module_hook, "torch.nn.modules.module",                                          \
+      "register_module_module_registration_hook", 1)                                   \
+    X(buffer_hook, "torch.nn.modules.module",                                          \
+      "register_module_buffer_registration_hook", 1)                                   \
+    X(deepcopy, "copy", "deepcopy", 1)                                                 \
+    X(update_wrapper, "functools", "update_wrapper", 1)                                \
+    X(partial, "functools", "partial", 1)                                              \
+    X(weak_set, "weakref", "WeakSet", 1)                                               \
+    X(logger, "logging", "getLogger", 1)
+
+/* Everything else: X(field). */
+#define OOMKIT_STATE_OTHER(X)                                                          \
+    X(live_steps)     /* weakref.WeakSet of the decorated steps, for reports */        \
+    X(log)            /* logging.getLogger("oomkit") */                                \
+    X(forced_slices)  /* tuple of slice lengths set by testing.force_slices, or NULL */ \
+    X(predict_update) /* oomkit.optim.predict_update, handed in by the package */      \
+    X(drain_leaf)     /* tiny leaf tensor for draining the autograd queue */           \
+    X(generator_get)  /* default_generator.get_state, bound */                         \
+    X(generator_set)  /* default_generator.set_state, bound */                         \
+    X(backward_hook)  /* our callable in place of torch.autograd._engine_run_backward */ \
+    X(empty_tuple)
+
+typedef struct oomkit_state {
+#define DECLARE_STRING(field, text) PyObject *field;                  /* owned */
+#define DECLARE_TORCH(field, module, name, required) PyObject *field; /* owned */
+#define DECLARE(field) PyObject *field;                               /* owned */
+    OOMKIT_STATE_STRINGS(DECLARE_STRING)
+    OOMKIT_STATE_TYPES(DECLARE)
+    OOMKIT_STATE_TORCH(DECLARE_TORCH)
+    OOMKIT_STATE_OTHER(DECLARE)
+#undef DECLARE
+#undef DECLARE_TORCH
+#undef DECLARE_STRING
+    const oomkit_bridge *bridge; /* borrowed from the loaded _bridge module, or NULL */
+    PyObject *bridge_capsule;    /* owned; keeps the bridge's pointer valid */
+    ptrdiff_t impl_offset;       /* of the TensorImpl pointer in a tensor's object */
+    uint64_t structure_generation; /* grows when a module gains a parameter or child */
+    int structure_hooked;        /* our registration hooks are installed */
+    int flush_pending;           /* a guard wants the cache emptied at the next call */
+    uint64_t run_peak_bytes;     /* highest peak of any step so far (devices) */
+    int bound;                   /* state_bind has succeeded */
+    int backward_patched;        /* our hook is installed */
+} oomkit_state;
+
+extern struct PyModuleDef oomkit_module_def;
+
+static inline oomkit_state *
+oomkit_state_of_module(PyObject *module)
+{
+    return (oomkit_state *)PyModule_GetState(module);
+}
+
+/* The state behind an instance of one of our heap types. Borrowed; never NULL. */
+static inline oomkit_state *
+oomkit_state_of_type(PyTypeObject *type)
+{
+    return (oomkit_state *)PyType_GetModuleState(type);
+}
+
+int
+oomkit_state_init(oomkit_state *st);
+int
+oomkit_state_visit(oomkit_state *st, visitproc visit, void *arg);
+void
+oomkit_state_clear(oomkit_state *st);
+
+/* Looks up everything of OOMKIT_STATE_TORCH, takes the bridge out of its capsule (or None)
+ * and calibrates impl_offset. -1 with an exception, 0. Runs Python code (imports). */
+int
+oomkit_state_bind(oomkit_state *st, PyObject *bridge_capsule);
+
+#endif

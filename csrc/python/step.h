@@ -1,0 +1,84 @@
+/* The decorated step: auto_batch's callable and what its site has learned. */
+#ifndef OOMKIT_PYTHON_STEP_H
+#define OOMKIT_PYTHON_STEP_H
+
+#include "call.h"
+
+#define OOMKIT_SIGNATURES 32
+#define OOMKIT_RECORDS 1024
+
+/* What is known about one shape of batch at one site. */
+typedef struct oomkit_signature {
+    uint64_t hash;
+    uint64_t used; /* call number of the last use, for giving way */
+    int64_t largest_ok, smallest_failed;
+    uint64_t peak_bytes;
+    uint32_t successes;
+} oomkit_signature;
+
+typedef struct oomkit_step {
+    PyObject_HEAD
+    vectorcallfunc vectorcall;
+    PyObject *func;     /* owned */
+    PyObject *dict;     /* owned: attributes, as a function has them */
+    PyObject *weakrefs; /* weak references to the step */
+    PyObject *names;    /* owned: tuple of parameter names, or NULL */
+    oomkit_state *st;   /* borrowed from the module, which the type keeps alive */
+    oomkit_options options;
+    oomkit_participants *parts; /* counted reference, or NULL before the first call */
+    oomkit_batch_site *batch_site;
+    oomkit_ring *ring;
+    oomkit_signature signatures[OOMKIT_SIGNATURES];
+    int signature_count;
+    uint64_t calls;
+    int seen_oom;         /* sizes may be remembered: look the signature up at entry */
+    int without_backward; /* a finished call ran no backward: no marks of parameters */
+    Py_ssize_t skip;      /* leading arguments that are a method's own object */
+} oomkit_step;
+
+#define step_CAST(op) ((oomkit_step *)(op))
+
+/* engine.c: the protected call. */
+PyObject *
+oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwnames);
+
+/* recover.c: from a failed attempt (the exception is in flight) to the result of a replay,
+ * or NULL with an exception. Also entered without an exception when the plan splits from
+ * the start. */
+PyObject *
+oomkit_recover(oomkit_call *call, int failed);
+
+/* attempt.c: one try of the present plan, split or whole. */
+PyObject *
+oomkit_attempt_run(oomkit_call *call);
+int
+oomkit_attempt_slices(oomkit_call *call);
+
+/* engine.c */
+void
+oomkit_call_merge_window(oomkit_call *call);
+void
+oomkit_call_record(const oomkit_call *call, oomkit_record *record);
+
+/* signature.c */
+oomkit_signature *
+oomkit_signature_get(oomkit_call *call, int create);
+void
+oomkit_signature_observe(oomkit_call *call, oomkit_plan_observations *seen);
+void
+oomkit_signature_succeeded(oomkit_call *call, int64_t micro_batch, uint64_t peak_bytes);
+void
+oomkit_signature_failed(oomkit_call *call, int64_t micro_batch);
+
+/* options.c: fills *options from keyword arguments. 0 or -1 with TypeError/ValueError. */
+int
+oomkit_options_parse(oomkit_state *st, PyObject *kwargs, oomkit_options *options);
+void
+oomkit_options_clear(oomkit_options *options);
+int
+oomkit_options_traverse(oomkit_options *options, visitproc visit, void *arg);
+
+uint64_t
+oomkit_now_ns(void);
+
+#endif

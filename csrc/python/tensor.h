@@ -1,0 +1,49 @@
+/* Tensors as plain C sees them: type check, identity, facts. */
+#ifndef OOMKIT_PYTHON_TENSOR_H
+#define OOMKIT_PYTHON_TENSOR_H
+
+#include "state.h"
+
+/* 1 when `object` is a torch.Tensor or of a subclass. Runs no Python code. */
+static inline int
+oomkit_tensor_check(const oomkit_state *st, PyObject *object)
+{
+    return Py_IS_TYPE(object, (PyTypeObject *)st->Tensor) ||
+           PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)st->Tensor);
+}
+
+/* The facts of a tensor, `dim` counted from the end when negative. By the bridge where
+ * it can, else by attributes (then the dtype is -1 where its name is not known; shape
+ * hashes of the two ways are not comparable, but a tensor always goes the same way). A
+ * nested tensor has ndim and size -1. 0, or -1 with an exception. May run Python code
+ * (attributes of tensor subclasses). */
+int
+oomkit_tensor_facts_get(oomkit_state *st, PyObject *tensor, int64_t dim,
+                        oomkit_tensor_facts *facts);
+
+/* The version alone: what marks need, at a fraction of the cost. 0 or -1. */
+static inline int
+oomkit_tensor_version(oomkit_state *st, PyObject *tensor, uint32_t *version)
+{
+    oomkit_tensor_facts facts;
+
+    if (st->bridge != NULL) {
+        const void *holder = tensor;
+        if (st->bridge->versions(&holder, st->impl_offset, 1, version) == 0) {
+            return 0;
+        }
+    }
+    if (oomkit_tensor_facts_get(st, tensor, 0, &facts) < 0) {
+        return -1;
+    }
+    *version = facts.version;
+    return 0;
+}
+
+/* Finds st->impl_offset by looking for the value of `_cdata` in several tensors and a
+ * Parameter, then compares the bridge's answers on them with torch's. -1 without an
+ * exception when they do not agree: the bridge must not be used then. */
+int
+oomkit_tensor_calibrate(oomkit_state *st);
+
+#endif

@@ -1,0 +1,301 @@
+/* The transaction of a call: marks at entry, everything back after a failure. */
+#include "call.h"
+#include "errors.h"
+#include "step.h"
+#include "tensor.h"
+
+static _Thread_local oomkit_call *current_call;
+
+oomkit_call *
+oomkit_call_current(void)
+{
+    return current_call;
+}
+
+void
+oomkit_call_set_current(oomkit_call *call)
+{
+    current_call = call;
+}
+
+int
+oomkit_grad_mode_set(oomkit_state *st, int enabled)
+{
+    PyObject *was = PyObject_CallNoArgs(st->is_grad_enabled); /* owned */
+    PyObject *done;                                           /* owned */
+    int result;
+
+    if (was == NULL) {
+        return -1;
+    }
+    result = was == Py_True;
+    Py_DECREF(was);
+    done = PyObject_CallOneArg(st->set_grad_enabled, enabled ? Py_True : Py_False);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : result;
+}
+
+int
+oomkit_grad_mode_off(oomkit_state *st)
+{
+    return oomkit_grad_mode_set(st, 0);
+}
+
+/* The version of every parameter into `versions`. 0 or -1. */
+static int
+params_versions(oomkit_call *call, uint32_t *versions)
+{
+    oomkit_state *st = call->st;
+    oomkit_participants *parts = call->parts;
+    Py_ssize_t i;
+
+    if (st->bridge != NULL) {
+        if (st->bridge->versions((const void *const *)parts->params, st->impl_offset,
+                                 (size_t)parts->param_count, versions) == OOMKIT_OK) {
+            return 0;
+        }
+        PyErr_SetString(PyExc_RuntimeError, "oomkit could not read parameter versions");
+        return -1;
+    }
+    for (i = 0; i < parts->param_count; i++) {
+        oomkit_tensor_facts facts;
+        if (oomkit_tensor_facts_get(st, parts->params[i], 0, &facts) < 0) {
+            return -1;
+        }
+        versions[i] = facts.version;
+    }
+    return 0;
+}
+
+/* A parameter that moved since the attempt began: 1 and its index; 0; -1. */
+static int
+params_moved(oomkit_call *call, Py_ssize_t *which)
+{
+    Py_ssize_t i, n = call->parts->param_count;
+    uint32_t *now;
+    int result;
+
+    if (call->param_versions == NULL || n == 0) {
+        return 0;
+    }
+    now = PyMem_Malloc((size_t)n * sizeof(*now));
+    if (now == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    result = params_versions(call, now);
+    for (i = 0; result == 0 && i < n; i++) {
+        if (now[i] != call->param_versions[i]) {
+            *which = i;
+            result = 1;
+        }
+    }
+    PyMem_Free(now);
+    return result;
+}
+
+/* At entry of an attempt. 0 or -1. */
+int
+oomkit_tx_begin(oomkit_call *call)
+{
+    Py_ssize_t n = call->parts->param_count;
+
+    if (n > 0 && !call->step->without_backward) {
+        if (call->param_versions == NULL) {
+            call->param_versions = PyMem_Malloc((size_t)n * sizeof(uint32_t));
+            if (call->param_versions == NULL) {
+                PyErr_NoMemory();
+                return -1;
+            }
+        }
+        if (params_versions(call, call->param_versions) < 0) {
+            return -1;
+        }
+    }
+    return oomkit_rng_mark(call) < 0 || oomkit_buffers_mark(call) < 0 ||
+                   oomkit_owners_mark(call) < 0
+               ? -1
+               : 0;
+}
+
+/* At the start of a later part of an evaluation: a failure goes back to here, not to the
+ * entry, for the parts before it are kept. */
+int
+oomkit_tx_begin_micro(oomkit_call *call)
+{
+    oomkit_rng_release(call);
+    oomkit_buffers_release(call);
+    Py_CLEAR(call->user_marks);
+    return oomkit_rng_mark(call) < 0 || oomkit_buffers_mark(call) < 0 ||
+                   oomkit_owners_mark(call) < 0
+               ? -1
+               : 0;
+}
+
+/* Is the point of no return behind us? 1, 0 or -1. */
+int
+oomkit_tx_committed(oomkit_call *call)
+{
+    return call->committed ? 1 : oomkit_optimizers_any_moved(call);
+}
+
+/* optimizer_safety="copy": 0 everything is back, 1 something without a copy moved, -1. */
+static int
+tx_uncommit(oomkit_call *call)
+{
+    Py_ssize_t which;
+    int i, moved;
+
+    for (i = 0; i < call->optimizer_count; i++) {
+        if (oomkit_optimizer_restore_copy(call, i) < 0) {
+            return -1;
+        }
+    }
+    moved = params_moved(call, &which);
+    if (moved != 0) {
+        return moved;
+    }
+    call->committed = 0;
+    return oomkit_owners_restore_copies(call);
+}
+
+static int
+tx_refuse(PyObject **message, PyObject *what, const char *text)
+{
+    if (what == NULL) {
+        return -1;
+    }
+    *message = PyUnicode_FromFormat(text, what);
+    Py_DECREF(what);
+    return *message == NULL ? -1 : 1;
+}
+
+static int
+tx_restore_gradients(oomkit_call *call, PyObject **message)
+{
+    const char *why = NULL;
+    PyObject *which = NULL; /* owned */
+    int result = oomkit_grads_restore(call, &why, &which);
+
+    if (result == 1) {
+        PyObject *name = oomkit_describe_tensor(call, which); /* owned */
+        Py_DECREF(which);
+        if (name == NULL) {
+            return -1;
+        }
+        *message = PyUnicode_FromFormat(
+            "gradients cannot be rolled back: %U: %s; pass gradient_safety=\"copy\" to "
+            "auto_batch, and call zero_grad() before going on",
+            name, why);
+        Py_DECREF(name);
+        return *message == NULL ? -1 : 1;
+    }
+    return result;
+}
+
+/* 0 everything is as at entry; 1 it cannot be, *message (owned) says why; -1 error. */
+int
+oomkit_tx_restore(oomkit_call *call, PyObject **message)
+{
+    PyObject *which = NULL; /* owned */
+    Py_ssize_t param = 0;
+    int result, i;
+
+    if (oomkit_tx_committed(call) == 1 && call->options->optimizer_copy) {
+        result = tx_uncommit(call);
+        if (result != 0) {
+            return result < 0 ? -1
+                              : tx_refuse(message, PyUnicode_FromString("auto_batch"),
+                                          "%U: a parameter without a copy has moved");
+        }
+    }
+    result = params_moved(call, &param);
+    if (result != 0) {
+        return result < 0
+                   ? -1
+                   : tx_refuse(message,
+                               oomkit_describe_tensor(call, call->parts->params[param]),
+                               "%U was changed by the step outside an optimizer that "
+                               "auto_batch knows; pass it as optimizer=..., or change "
+                               "parameters after the decorated step");
+    }
+    result = tx_restore_gradients(call, message);
+    if (result != 0) {
+        return result;
+    }
+    result = oomkit_buffers_restore(call, &which);
+    if (result != 0) {
+        return result < 0 ? -1
+                          : tx_refuse(message, which,
+                                      "buffer %U moved for the first time in this call "
+                                      "and no copy of it was taken; run the step once "
+                                      "on a small batch first");
+    }
+    for (i = 0; i < call->optimizer_count; i++) {
+        if (oomkit_optimizer_undo(call, i) < 0) {
+            return -1;
+        }
+    }
+    return oomkit_owners_restore(call) < 0 || oomkit_rng_restore(call) < 0 ? -1 : 0;
+}
+
+/* At the end of a micro-batch that is not the last: nothing that is meant to move once per
+ * batch may have moved. 0, or -1 with SplitError that names it. */
+int
+oomkit_tx_micro_end(oomkit_call *call)
+{
+    Py_ssize_t which = 0;
+    PyObject *name; /* owned */
+    const char *text = "auto_batch cannot split this step: %U was changed in micro-batch "
+                       "%lld of %lld, outside an optimizer that it knows; pass it as "
+                       "optimizer=..., or guard the line with `if "
+                       "oomkit.current().is_last:`";
+    int state = params_moved(call, &which);
+
+    if (state == 0) {
+        state = oomkit_grads_unexpected(call, &which);
+        text = "auto_batch cannot split this step: the gradient of %U was set by hand in "
+               "micro-batch %lld of %lld; call backward() on the loss instead, or guard "
+               "the line with `if oomkit.current().is_last:`";
+    }
+    if (state <= 0) {
+        return state;
+    }
+    name = oomkit_describe_tensor(call, call->parts->params[which]);
+    if (name != NULL) {
+        call->raised = 1;
+        oomkit_raise(call->st->SplitError, text, name, (long long)(call->slice_index + 1),
+                     (long long)call->slice_count);
+        Py_DECREF(name);
+    }
+    return -1;
+}
+
+/* Forgets what belongs to one attempt; what outlives it (copies) stays. */
+void
+oomkit_tx_end_attempt(oomkit_call *call)
+{
+    oomkit_grads_end_attempt(call);
+    oomkit_buffers_release(call);
+    oomkit_rng_release(call);
+    oomkit_optimizers_release(call);
+    Py_CLEAR(call->scaler_marks);
+    Py_CLEAR(call->copied_owners);
+    Py_CLEAR(call->user_marks);
+    oomkit_course_clear(&call->course[0]);
+    oomkit_course_clear(&call->course[1]);
+    call->training = call->backwards = call->backward_failed = 0;
+    call->committed = call->raised = call->course_waived = 0;
+    call->intercept_depth = 0;
+}
+
+/* Ends the call: nothing of it stays behind. Keeps the exception in flight. */
+void
+oomkit_tx_end(oomkit_call *call)
+{
+    oomkit_tx_end_attempt(call);
+    oomkit_grads_release(call);
+    oomkit_owners_release(call);
+    PyMem_Free(call->param_versions);
+    call->param_versions = NULL;
+}

@@ -1,0 +1,108 @@
+/* Arguments taken apart: what capture.c, find.c and split.c share about the nodes. */
+#ifndef OOMKIT_PYTHON_TREE_H
+#define OOMKIT_PYTHON_TREE_H
+
+#include "split.h"
+
+enum { /* oomkit_node.split */
+       OOMKIT_SPLIT_WHOLE = 0,
+       OOMKIT_SPLIT_NARROW = 1, /* a tensor: narrowed */
+       OOMKIT_SPLIT_ITEMS = 2,  /* a list or tuple of per-sample objects: sliced */
+       OOMKIT_SPLIT_CALL = 3    /* an argument that split= slices */
+};
+
+/* What a site knows about one argument: what was seen at the last number of rows, and
+ * what a change of that number showed. */
+typedef struct oomkit_seen {
+    PyObject *keyword;   /* owned, NULL for a positional argument */
+    Py_ssize_t position; /* of a positional argument, else -1 */
+    int64_t size;        /* dimension `dim` of its first tensor, -1 */
+    int64_t length;      /* of the argument itself when it is a list or tuple, -1 */
+    uint8_t size_stays, length_stays; /* stayed the same while the rows changed */
+    uint8_t length_moves;             /* was the number of rows, before and after */
+} oomkit_seen;
+
+struct oomkit_batch_site {
+    int64_t rows; /* at the last call that was learned from */
+    Py_ssize_t count, room;
+    oomkit_seen *seen;
+};
+
+/* Index of the node after the subtree that starts at `index`. */
+Py_ssize_t
+oomkit_node_end(const oomkit_batch *batch, Py_ssize_t index);
+
+/* Is there a tensor in the subtree: a leaf that was opened? */
+int
+oomkit_node_holds_tensor(const oomkit_batch *batch, Py_ssize_t index);
+
+/* Is any leaf of the subtree split? */
+int
+oomkit_node_is_split(const oomkit_batch *batch, Py_ssize_t index);
+
+/* The entry of one argument, or NULL. `keyword` is NULL for a positional one. */
+const oomkit_seen *
+oomkit_site_seen(const oomkit_batch_site *site, Py_ssize_t position, PyObject *keyword);
+
+/* The name of argument number `argument`; "*args" beyond the names. New reference. */
+PyObject *
+oomkit_argument_name(const oomkit_batch *batch, PyObject *names, Py_ssize_t argument);
+
+/* The node as the caller would write it: `batch['x'][0]`. New reference or NULL. Runs
+ * repr() of dictionary keys. */
+PyObject *
+oomkit_node_path(const oomkit_batch *batch, PyObject *names, Py_ssize_t index);
+
+/* Named tuples: a tuple type that has `_fields` of its own or inherited. */
+int
+oomkit_type_is_named_tuple(const oomkit_state *st, PyTypeObject *type);
+
+/* A tuple or named tuple of the type of `like`. Steals `list`; new reference or NULL.
+ */
+PyObject *
+oomkit_tuple_like(PyObject *like, PyObject *list);
+
+/* Does an object that capture left closed hold a tensor (with `rows` in dimension dim,
+ * or any when rows is -1)? Looks into subclasses of dict, list and tuple, into data
+ * classes and UserDict; runs no Python code but attributes of tensor subclasses. */
+int
+oomkit_object_holds_tensor(oomkit_state *st, PyObject *object, int64_t dim,
+                           int64_t rows);
+
+/* --- reading.c: the nodes as samples --- */
+
+/* Can the subtree be the data of `rows` samples? */
+int
+oomkit_node_fits(const oomkit_batch *batch, Py_ssize_t index, int64_t rows);
+
+/* A list or tuple whose elements may be samples: each holds a tensor. */
+int
+oomkit_node_may_be_items(const oomkit_batch *batch, Py_ssize_t index);
+
+/* Samples of one structure in a list: its length is a number of rows. */
+int
+oomkit_node_is_ragged(const oomkit_batch *batch, Py_ssize_t index);
+
+/* Is every element of the list or tuple a dictionary? */
+int
+oomkit_node_holds_dicts(const oomkit_batch *batch, Py_ssize_t index);
+
+/* A list of `rows` elements (>= 2) without any tensor. */
+int
+oomkit_node_is_plain_list(const oomkit_batch *batch, Py_ssize_t index, int64_t rows);
+
+/* The first tensor of the subtree whose size is (equal) or is not `rows`, among those
+ * that have the dimension; -1 when there is none. */
+Py_ssize_t
+oomkit_node_first_tensor(const oomkit_batch *batch, Py_ssize_t index, int64_t rows,
+                         int equal);
+
+/* Decides for each leaf of the subtree. `first` is the node of the argument that gave
+ * the rows, -1 outside the batch, where lists without tensors are not touched. */
+void
+oomkit_node_mark(oomkit_batch *batch, Py_ssize_t index, int64_t rows, Py_ssize_t first);
+
+void
+oomkit_node_unmark(oomkit_batch *batch, Py_ssize_t index);
+
+#endif

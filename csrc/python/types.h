@@ -1,0 +1,10 @@
+/* The heap types of oomkit._C, for module.c. */
+#ifndef OOMKIT_PYTHON_TYPES_H
+#define OOMKIT_PYTHON_TYPES_H
+
+#include "compat.h"
+
+extern PyType_Spec oomkit_guard_spec;   /* guard_type.c */
+extern PyType_Spec oomkit_guarded_spec; /* guarded_type.c */
+
+#endif

@@ -1,0 +1,122 @@
+/* The only door between plain C and libc10: one struct of function pointers.
+ *
+ * oomkit._bridge hands a pointer to it in a PyCapsule named OOMKIT_BRIDGE_CAPSULE. Every
+ * entry is noexcept and reports by status code; nothing that is allocated on one side is
+ * freed on the other, save the weak holds of gradient marks (grads_mark / grads_release).
+ * No entry calls Python or needs the GIL.
+ *
+ * A tensor is given as its Python object seen as plain memory: `holder` + `offset` is
+ * where the TensorImpl pointer lies (the offset is calibrated by oomkit._C at import
+ * against `tensor._cdata`). The caller keeps the holder alive. */
+#ifndef OOMKIT_TORCH_BRIDGE_H
+#define OOMKIT_TORCH_BRIDGE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "../core/fault.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define OOMKIT_BRIDGE_CAPSULE "oomkit._bridge.api"
+#define OOMKIT_BRIDGE_VERSION 1u
+#define OOMKIT_BRIDGE_UNKNOWN UINT64_MAX
+
+/* Mark of a gradient: which tensor it was and at which version. `grad` is held weakly:
+ * its address stays reserved, its storage may be freed. NULL = there was none. */
+typedef struct oomkit_grad_mark {
+    void *grad;
+    uint32_t version;
+} oomkit_grad_mark;
+
+enum { /* what grads_compare finds, one byte per parameter */
+    OOMKIT_GRAD_SAME = 0,
+    OOMKIT_GRAD_MOVED = 1,    /* the same tensor at another version */
+    OOMKIT_GRAD_REPLACED = 2, /* another tensor */
+    OOMKIT_GRAD_NEW = 3,      /* there was none, now there is */
+    OOMKIT_GRAD_GONE = 4      /* there was one, now there is none */
+};
+
+typedef struct oomkit_tensor_facts {
+    int64_t ndim;
+    int64_t size;         /* of the dimension asked for; -1 when it has no such dimension */
+    uint64_t shape_hash;  /* of dtype and of all sizes but that dimension */
+    uint64_t bytes;       /* numel * element size */
+    uint32_t version;     /* 0 when it has none (inference tensor) */
+    int32_t has_version;
+    int32_t dtype;        /* c10::ScalarType */
+    int32_t device_type;  /* c10::DeviceType: 0 cpu, 1 cuda ... */
+    int32_t device_index; /* -1 for cpu */
+    int32_t requires_grad;
+    int32_t is_strided; /* plain strided layout: views can be made of it */
+    int32_t is_leaf;    /* -1 where requires_grad is set: c10 cannot tell these */
+} oomkit_tensor_facts;
+
+typedef struct oomkit_memory_stats {
+    uint64_t allocated, reserved;           /* bytes now */
+    uint64_t peak_allocated, peak_reserved; /* since the last reset */
+    uint64_t free, total;                   /* of the device, OOMKIT_BRIDGE_UNKNOWN */
+    uint64_t num_alloc_retries, num_ooms;
+} oomkit_memory_stats;
+
+typedef struct oomkit_cpu_stats {
+    uint64_t allocated;      /* tensor bytes that went through our allocator */
+    uint64_t limit;          /* OOMKIT_BRIDGE_UNKNOWN = none */
+    uint64_t peak_allocated; /* since the allocator was installed */
+    uint64_t allocations;    /* number of them */
+} oomkit_cpu_stats;
+
+typedef struct oomkit_bridge {
+    uint32_t version; /* OOMKIT_BRIDGE_VERSION */
+    uint32_t size;    /* sizeof(oomkit_bridge) */
+    int32_t torch_major, torch_minor; /* of the headers it was compiled with */
+
+    /* --- tensors --- */
+    int (*tensor_facts)(const void *holder, ptrdiff_t offset, int64_t dim,
+                        oomkit_tensor_facts *facts);
+    /* versions[i] of each tensor (0 for one without) */
+    int (*versions)(const void *const *holders, ptrdiff_t offset, size_t count,
+                    uint32_t *versions);
+    /* Marks the gradient of each tensor; every mark must be released. */
+    int (*grads_mark)(const void *const *holders, ptrdiff_t offset, size_t count,
+                      oomkit_grad_mark *marks);
+    /* states[i] = OOMKIT_GRAD_*; *moved = how many are not OOMKIT_GRAD_SAME. For MOVED,
+     * steps[i] (steps may be NULL) is by how much the version grew. */
+    int (*grads_compare)(const void *const *holders, ptrdiff_t offset, size_t count,
+                         const oomkit_grad_mark *marks, uint8_t *states,
+                         uint32_t *steps, size_t *moved);
+    void (*grads_release)(oomkit_grad_mark *marks, size_t count);
+
+    /* --- CPU budget allocator --- */
+    int (*cpu_install)(void); /* idempotent; OOMKIT_EREFUSED: somebody else's is there */
+    int (*cpu_installed)(void);
+    int (*cpu_set_limit)(uint64_t bytes); /* OOMKIT_BRIDGE_UNKNOWN = none */
+    int (*cpu_stats)(oomkit_cpu_stats *stats);
+    int (*cpu_peak_push)(int *window);
+    uint64_t (*cpu_peak_pop)(int window);
+    uint64_t (*cpu_peak_read)(int window);
+    /* Allocations of this thread between enter and leave (they nest) are neither counted
+     * nor refused nor failed. */
+    void (*exempt_enter)(void);
+    void (*exempt_leave)(void);
+
+    /* --- fault injection (CPU allocator) --- */
+    int (*fault_arm)(const oomkit_fault_schedule *schedule);
+    void (*fault_disarm)(void);
+    int (*fault_stats)(uint64_t *seen, uint64_t *fired, int *armed);
+    int (*set_phase)(int phase); /* OOMKIT_PHASE_*, returns the one before */
+
+    /* --- devices with a c10::DeviceAllocator; none of these initialises a device --- */
+    int (*device_initialized)(int device_type); /* 1, 0 or OOMKIT_EUNSUPPORTED */
+    int (*device_stats)(int device_type, int device_index, oomkit_memory_stats *stats);
+    int (*device_reset_peak)(int device_type, int device_index);
+    int (*device_empty_cache)(int device_type);
+} oomkit_bridge;
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,208 @@
+// Marks and facts of tensors, read from their TensorImpl.
+//
+// Marks hold gradients weakly: the TensorImpl's address stays taken, so that a later
+// gradient cannot be mistaken for this one, while its storage can be freed. Parameters
+// are never held: torch.utils.swap_tensors refuses a tensor that has another holder.
+#include "internal.h"
+
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/ScalarTypeToTypeMeta.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/core/UndefinedTensorImpl.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <cstring>
+
+namespace oomkit {
+
+namespace {
+
+c10::TensorImpl *
+impl_of(const void *holder, ptrdiff_t offset)
+{
+    c10::TensorImpl *impl;
+    std::memcpy(&impl, static_cast<const char *>(holder) + offset, sizeof impl);
+    return impl;
+}
+
+uint32_t
+version_of(const c10::TensorImpl *impl)
+{
+    const c10::VariableVersion &counter = impl->version_counter();
+    return counter.enabled() ? counter.current_version() : 0;
+}
+
+// The gradient's TensorImpl, or NULL when there is none. at::Tensor is incomplete with
+// c10's headers alone, but it is a single intrusive pointer; oomkit._C compares what
+// comes out of here with `tensor.grad._cdata` before it uses the bridge.
+c10::TensorImpl *
+grad_of(const c10::TensorImpl *impl)
+{
+    const c10::AutogradMetaInterface *meta = impl->autograd_meta();
+    if (meta == nullptr) {
+        return nullptr;
+    }
+    const at::Tensor &grad = meta->grad();
+    c10::TensorImpl *found;
+    std::memcpy(&found, &reinterpret_cast<const char &>(grad), sizeof found);
+    return found == c10::UndefinedTensorImpl::singleton() ? nullptr : found;
+}
+
+uint64_t
+mix(uint64_t hash, uint64_t value)
+{
+    hash ^= value + 0x9e3779b97f4a7c15u + (hash << 6) + (hash >> 2);
+    hash *= 0xff51afd7ed558ccdu;
+    return hash ^ (hash >> 33);
+}
+
+// Tensors whose sizes only Python or a C++ subclass of its own knows.
+bool
+is_opaque(const c10::TensorImpl *impl)
+{
+    using c10::DispatchKey;
+    return impl->has_symbolic_sizes_strides() ||
+           impl->key_set().has_any(c10::DispatchKeySet(
+               {DispatchKey::Python, DispatchKey::FuncTorchBatched,
+                DispatchKey::FuncTorchGradWrapper, DispatchKey::Functionalize,
+                DispatchKey::NestedTensor}));
+}
+
+void
+fill_facts(const c10::TensorImpl *impl, int64_t dim, oomkit_tensor_facts *facts)
+{
+    const c10::IntArrayRef sizes = impl->sizes();
+    const int64_t ndim = static_cast<int64_t>(sizes.size());
+    const int64_t wanted = dim < 0 ? dim + ndim : dim;
+    const c10::ScalarType dtype = c10::typeMetaToScalarType(impl->dtype());
+    const c10::Device device = impl->device();
+    uint64_t hash = mix(0, static_cast<uint64_t>(dtype));
+    for (int64_t i = 0; i < ndim; i++) {
+        hash = mix(hash, i == wanted ? UINT64_MAX : static_cast<uint64_t>(sizes[i]));
+    }
+    facts->ndim = ndim;
+    facts->size = wanted >= 0 && wanted < ndim ? sizes[wanted] : -1;
+    facts->shape_hash = hash;
+    facts->bytes = static_cast<uint64_t>(impl->numel()) * impl->itemsize();
+    facts->has_version = impl->version_counter().enabled() ? 1 : 0;
+    facts->version = version_of(impl);
+    facts->dtype = static_cast<int32_t>(dtype);
+    facts->device_type = static_cast<int32_t>(device.type());
+    facts->device_index = device.is_cpu() ? -1 : static_cast<int32_t>(device.index());
+    facts->requires_grad = impl->requires_grad() ? 1 : 0;
+    facts->is_strided = impl->layout() == c10::kStrided ? 1 : 0;
+    // A tensor that requires grad may be either: only libtorch knows its grad_fn.
+    facts->is_leaf = facts->requires_grad ? -1 : 1;
+}
+
+uint8_t
+compare_one(const c10::TensorImpl *impl, const oomkit_grad_mark *mark, uint32_t *step)
+{
+    const c10::TensorImpl *grad = grad_of(impl);
+    *step = 0;
+    if (grad != mark->grad) {
+        if (mark->grad == nullptr) {
+            return OOMKIT_GRAD_NEW;
+        }
+        return grad == nullptr ? OOMKIT_GRAD_GONE : OOMKIT_GRAD_REPLACED;
+    }
+    if (grad == nullptr) {
+        return OOMKIT_GRAD_SAME;
+    }
+    *step = version_of(grad) - mark->version;
+    return *step == 0 ? OOMKIT_GRAD_SAME : OOMKIT_GRAD_MOVED;
+}
+
+} // namespace
+
+int
+tensor_facts(const void *holder, ptrdiff_t offset, int64_t dim,
+             oomkit_tensor_facts *facts) noexcept
+{
+    try {
+        const c10::TensorImpl *impl = impl_of(holder, offset);
+        if (impl == nullptr || impl == c10::UndefinedTensorImpl::singleton()) {
+            return OOMKIT_EINVAL;
+        }
+        if (is_opaque(impl)) {
+            return OOMKIT_EUNSUPPORTED;
+        }
+        fill_facts(impl, dim, facts);
+        return OOMKIT_OK;
+    } catch (...) {
+        return OOMKIT_EFAILED;
+    }
+}
+
+int
+versions(const void *const *holders, ptrdiff_t offset, size_t count,
+         uint32_t *values) noexcept
+{
+    try {
+        for (size_t i = 0; i < count; i++) {
+            values[i] = version_of(impl_of(holders[i], offset));
+        }
+        return OOMKIT_OK;
+    } catch (...) {
+        return OOMKIT_EFAILED;
+    }
+}
+
+int
+grads_mark(const void *const *holders, ptrdiff_t offset, size_t count,
+           oomkit_grad_mark *marks) noexcept
+{
+    size_t made = 0;
+    try {
+        for (; made < count; made++) {
+            c10::TensorImpl *grad = grad_of(impl_of(holders[made], offset));
+            marks[made].grad = grad;
+            marks[made].version = grad == nullptr ? 0 : version_of(grad);
+            if (grad != nullptr) {
+                c10::raw::weak_intrusive_ptr::incref(grad);
+            }
+        }
+        return OOMKIT_OK;
+    } catch (...) {
+        grads_release(marks, made);
+        return OOMKIT_EFAILED;
+    }
+}
+
+int
+grads_compare(const void *const *holders, ptrdiff_t offset, size_t count,
+              const oomkit_grad_mark *marks, uint8_t *states, uint32_t *steps,
+              size_t *moved) noexcept
+{
+    size_t differ = 0;
+    try {
+        for (size_t i = 0; i < count; i++) {
+            uint32_t step;
+            states[i] = compare_one(impl_of(holders[i], offset), &marks[i], &step);
+            differ += states[i] != OOMKIT_GRAD_SAME;
+            if (steps != nullptr) {
+                steps[i] = step;
+            }
+        }
+        *moved = differ;
+        return OOMKIT_OK;
+    } catch (...) {
+        return OOMKIT_EFAILED;
+    }
+}
+
+void
+grads_release(oomkit_grad_mark *marks, size_t count) noexcept
+{
+    for (size_t i = 0; i < count; i++) {
+        void *grad = marks[i].grad;
+        marks[i].grad = nullptr;
+        marks[i].version = 0;
+        if (grad != nullptr) {
+            c10::raw::weak_intrusive_ptr::decref(static_cast<c10::TensorImpl *>(grad));
+        }
+    }
+}
+
+} // namespace oomkit

@@ -1,0 +1,99 @@
+"""oomkit: a training step that cannot die of out-of-memory and still computes the same thing.
+
+>>> import oomkit
+>>> @oomkit.auto_batch
+... def step(x, y):
+...     optimizer.zero_grad()
+...     loss = loss_fn(model(x), y)
+...     loss.backward()
+...     optimizer.step()
+...     return loss.item()
+"""
+
+from __future__ import annotations
+
+import warnings as _warnings
+
+try:
+    import torch as _torch
+except ImportError as _error:  # pragma: no cover - exercised in a subprocess without torch
+    raise ImportError(
+        "oomkit needs torch >= 2.11: `pip install torch`, then "
+        "`pip install --no-build-isolation oomkit` to build the bridge for it"
+    ) from _error
+
+from . import _C
+from .optim import predict_update as _predict_update
+
+__version__ = "0.1.0"
+
+
+def _load_bridge() -> object:
+    """The bridge's capsule when it was built for the torch that is installed, else None."""
+    rebuild = (
+        "rebuild with `pip install --no-build-isolation .` in oomkit's sources; until then "
+        "oomkit uses torch's own slower calls, without a memory budget for the CPU"
+    )
+    try:
+        from . import _bridge
+    except ImportError as error:
+        _warnings.warn(f"oomkit: the bridge to torch is missing ({error}); {rebuild}", stacklevel=3)
+        return None
+    installed = ".".join(_torch.__version__.split("+")[0].split(".")[:2])
+    if _bridge.torch_version != installed:
+        _warnings.warn(
+            f"oomkit: the bridge was built for torch {_bridge.torch_version}, installed is "
+            f"{installed}; {rebuild}",
+            stacklevel=3,
+        )
+        return None
+    return _bridge.api
+
+
+_C._bind(_load_bridge(), _predict_update)
+
+from . import testing  # noqa: E402  (needs the bound extension)
+from ._C import (  # noqa: E402
+    OomkitError,
+    OOMReport,
+    OomkitWarning,
+    OutOfMemory,
+    PartialUpdate,
+    SplitError,
+    StepRecord,
+    auto_batch,
+    classify,
+    current,
+    guard,
+    is_oom_error,
+)
+from .memory import (  # noqa: E402
+    MemoryInfo,
+    cleanup,
+    limit_memory,
+    max_memory_allocated,
+    memory,
+)
+from .report import report  # noqa: E402
+
+__all__ = [
+    "MemoryInfo",
+    "OOMReport",
+    "OomkitError",
+    "OomkitWarning",
+    "OutOfMemory",
+    "PartialUpdate",
+    "SplitError",
+    "StepRecord",
+    "auto_batch",
+    "classify",
+    "cleanup",
+    "current",
+    "guard",
+    "is_oom_error",
+    "limit_memory",
+    "max_memory_allocated",
+    "memory",
+    "report",
+    "testing",
+]

@@ -1,0 +1,96 @@
+"""python -m oomkit report FILE: a table, and a picture, of records written by sinks.JSONL."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .report import report
+
+_NEEDED = frozenset(
+    """step label batch_size micro_batch_size accumulation_steps peak_allocated budget ooms
+    time time_lost""".split()
+)
+_MIB = 1024 * 1024
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Rows of a JSONL file; ValueError names the line that is none."""
+    rows = []
+    with path.open(encoding="utf-8") as stream:
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: not JSON: {error}") from None
+            if not isinstance(row, dict) or not row.keys() >= _NEEDED:
+                raise ValueError(f"{path}, line {number}: not a step record")
+            rows.append(row)
+    return rows
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """A panel per label: the peak of every step against the budget."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    labels = list(dict.fromkeys(row["label"] for row in rows))
+    figure, panels = plt.subplots(len(labels), figsize=(9, 3.5 * len(labels)), squeeze=False)
+    for label, axes in zip(labels, panels[:, 0], strict=True):
+        mine = [row for row in rows if row["label"] == label]
+        steps = range(1, len(mine) + 1)
+        peaks = [(row["peak_allocated"] or 0) / _MIB for row in mine]
+        colours = ["#d1642a" if row["ooms"] else "#3b6ea5" for row in mine]
+        axes.bar(steps, peaks, color=colours, width=0.8)
+        budgets = [row["budget"] for row in mine]
+        if any(budget is not None for budget in budgets):
+            limits = [float("nan") if budget is None else budget / _MIB for budget in budgets]
+            axes.step(steps, limits, where="mid", color="#b00020", label="budget")
+            axes.legend(loc="lower right")
+        axes.set_title(f"{label} (orange: ran out of memory)", loc="left")
+        axes.set_xlabel("step")
+        axes.set_ylabel("peak allocated, MiB")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m oomkit", description="Tools of oomkit.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("report", help="show records that sinks.JSONL has written")
+    command.add_argument("file", type=Path, metavar="FILE", help="a JSONL file")
+    command.add_argument(
+        "--format", choices=("text", "markdown", "json"), default="text", help="default: text"
+    )
+    command.add_argument("--png", type=Path, metavar="OUT", help="draw a picture (matplotlib)")
+    options = parser.parse_args(arguments)
+    try:
+        rows = read(options.file)
+    except (OSError, ValueError) as error:
+        print(f"oomkit: {error}", file=sys.stderr)
+        return 1
+    print(report(rows, format=options.format))
+    if options.png is not None:
+        if not rows:
+            print(f"oomkit: {options.file} has no records to draw", file=sys.stderr)
+            return 1
+        try:
+            draw(rows, options.png)
+        except ImportError:
+            print("oomkit: --png needs matplotlib: pip install matplotlib", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,247 @@
+"""Memory limits and memory figures, one set of calls for the CPU and for accelerators.
+
+On the CPU the figures are those of oomkit's own allocator: tensor bytes that PyTorch asked
+for since it was installed (by the first `limit_memory`, `inject_oom` or decorated call).
+Arrays of numpy, memory shared between processes and the scratch space of kernels are not
+in them.
+"""
+
+from __future__ import annotations
+
+import gc
+import operator
+import re
+import sys
+from dataclasses import dataclass
+from fractions import Fraction
+from types import TracebackType
+
+import torch
+
+from . import _C
+
+__all__ = [
+    "MemoryInfo",
+    "MemoryLimit",
+    "cleanup",
+    "limit_memory",
+    "max_memory_allocated",
+    "memory",
+]
+
+DeviceLike = str | int | torch.device | None
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "byte": 1,
+    "bytes": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SIZE = re.compile(r"\s*([+-]?)(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", re.ASCII)
+_LARGEST = 2**63 - 1
+
+# c10::DeviceType, by number.
+_DEVICE_NUMBERS = {
+    name: number
+    for number, name in enumerate(
+        (
+            *("cpu", "cuda", "mkldnn", "opengl", "opencl", "ideep", "hip", "fpga", "maia"),
+            *("xla", "vulkan", "metal", "xpu", "mps", "meta", "hpu", "ve", "lazy", "ipu", "mtia"),
+        )
+    )
+}
+_PRIVATE_USE = 20
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryInfo:
+    """Memory of one device, in bytes; None where a figure is not known.
+
+    `allocated` and `reserved` mean what they mean in PyTorch; the peaks count from the last
+    reset. `free` and `total` are the device's; on the CPU `free` is what the limit leaves.
+    `budget` is the limit set by `limit_memory`.
+    """
+
+    allocated: int | None
+    reserved: int | None
+    peak_allocated: int | None
+    peak_reserved: int | None
+    free: int | None
+    total: int | None
+    budget: int | None
+
+
+def _device_of(caller: str, device: DeviceLike) -> torch.device:
+    """The device meant by an argument, with its number filled in."""
+    if device is None:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        found = torch.device("cpu") if found is None else found
+    else:
+        if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
+            raise TypeError(
+                f"{caller}() expected device to be a str, an int or a torch.device, "
+                f"got {type(device).__name__!r}"
+            )
+        try:
+            found = torch.device(device)
+        except RuntimeError:
+            raise ValueError(f"{caller}() does not know the device {device!r}") from None
+    if found.type != "cpu" and found.index is None:
+        module = torch.get_device_module(found)
+        # Asking for the current device would initialise one that is not in use yet.
+        ready = getattr(module, "is_initialized", lambda: False)()
+        found = torch.device(found.type, module.current_device() if ready else 0)
+    return found
+
+
+def _key(device: torch.device) -> tuple[int, int]:
+    number = _DEVICE_NUMBERS.get(device.type, _PRIVATE_USE)
+    return number, -1 if number == 0 else device.index
+
+
+def _parse_budget(budget: int | str) -> int:
+    """Bytes of a budget: exact, a fraction of a byte rounded down."""
+    expected = "limit_memory() expected budget to be an int (bytes) or a str such as '2GiB'"
+    if isinstance(budget, str):
+        match = _SIZE.fullmatch(budget)
+        unit = None if match is None else _UNITS.get(match[3].lower())
+        if match is None or unit is None:
+            raise ValueError(f"{expected}, got {budget!r}")
+        size = int(Fraction(match[2]) * unit)
+        size = -size if match[1] == "-" else size
+    elif isinstance(budget, bool):
+        raise TypeError(f"{expected}, got 'bool'")
+    else:
+        try:
+            size = operator.index(budget)
+        except TypeError:
+            raise TypeError(f"{expected}, got {type(budget).__name__!r}") from None
+    if size <= 0:
+        raise ValueError(f"limit_memory() expected a budget of at least 1 byte, got {budget!r}")
+    if size > _LARGEST:
+        raise ValueError(f"limit_memory() expected a budget below 8 EiB, got {budget!r}")
+    return size
+
+
+def _get_limit(device: torch.device) -> int | None:
+    if device.type == "cpu":
+        limit: int | None = _C.cpu_stats()["limit"]
+        return limit
+    return _C.memory_figures(*_key(device))[6]
+
+
+def _set_limit(device: torch.device, limit: int | None) -> None:
+    if device.type == "cpu":
+        _C.cpu_set_limit(limit)
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    fraction = 1.0 if limit is None else min(1.0, limit / total)
+    torch.cuda.set_per_process_memory_fraction(fraction, device)
+    _C.device_budget_set(*_key(device), limit)
+
+
+class MemoryLimit:
+    """A limit in force, as returned by `limit_memory`.
+
+    As a context manager it puts the limit that was there before back at the end of the
+    block.
+    """
+
+    __slots__ = ("_previous", "budget", "device")
+
+    def __init__(self, device: torch.device, budget: int | None, previous: int | None) -> None:
+        self.device = device
+        self.budget = budget
+        self._previous = previous
+
+    def __repr__(self) -> str:
+        return f"<oomkit.MemoryLimit budget={self.budget} device={str(self.device)!r}>"
+
+    def __enter__(self) -> MemoryLimit:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _set_limit(self.device, self._previous)
+
+
+def limit_memory(budget: int | str | None, *, device: DeviceLike = None) -> MemoryLimit:
+    """limit_memory(budget, *, device=None) -> MemoryLimit
+
+    Let tensors of this process use at most `budget` bytes of a device.
+
+    Beyond it an allocation raises `torch.OutOfMemoryError`, on the CPU too. A limit below
+    what is in use is allowed: nothing can be allocated until enough is freed.
+
+    Parameters
+    ----------
+    budget : int, str or None
+        Bytes, or a size such as "2GiB", "512 MiB" or "1.5GB"; None removes the limit.
+    device : torch.device, str or int, optional
+        The CPU or a CUDA device. By default the accelerator in use, else the CPU.
+
+    Returns
+    -------
+    MemoryLimit
+        The limit is in force already; `with limit_memory(...)` also puts the previous one
+        back at the end of the block.
+    """
+    size = None if budget is None else _parse_budget(budget)
+    target = _device_of("limit_memory", device)
+    if target.type not in ("cpu", "cuda"):
+        raise ValueError(f"limit_memory() can limit 'cpu' and 'cuda' devices, got {str(target)!r}")
+    if target.type == "cuda" and target.index >= torch.cuda.device_count():
+        raise ValueError(f"limit_memory(): there is no device {str(target)!r} here")
+    previous = _get_limit(target)
+    _set_limit(target, size)
+    return MemoryLimit(target, size, previous)
+
+
+def memory(device: DeviceLike = None) -> MemoryInfo:
+    """memory(device=None) -> MemoryInfo
+
+    Memory figures of a device, by default of the accelerator in use, else of the CPU.
+
+    It initialises nothing: figures of a device that is not in use yet are None.
+    """
+    return MemoryInfo(*_C.memory_figures(*_key(_device_of("memory", device))))
+
+
+def max_memory_allocated(device: DeviceLike = None) -> int | None:
+    """max_memory_allocated(device=None) -> int | None
+
+    The highest number of allocated bytes of the whole run, or None where it is not known.
+
+    oomkit resets PyTorch's peak counters at every step, which makes
+    `torch.cuda.max_memory_allocated()` the peak of the last step; this one survives.
+    """
+    return _C.run_peak(*_key(_device_of("max_memory_allocated", device)))
+
+
+def cleanup() -> None:
+    """cleanup() -> None
+
+    Let go of what a handled error keeps alive, then return cached memory to the driver.
+
+    Clears what interactive sessions keep of the last error (`sys.last_exc` and its kin),
+    collects garbage and empties the accelerator's cache.
+    """
+    for name in ("last_exc", "last_type", "last_value", "last_traceback"):
+        if hasattr(sys, name):
+            delattr(sys, name)
+    gc.collect()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        torch.get_device_module(accelerator).empty_cache()

@@ -1,0 +1,430 @@
+#include "check.h"
+
+#include "plan.h"
+#include "status.h"
+
+#include <string.h>
+
+static oomkit_plan_observations
+observations(int64_t batch)
+{
+    oomkit_plan_observations seen;
+    memset(&seen, 0, sizeof(seen));
+    seen.batch = batch;
+    seen.min_micro_batch = seen.multiple_of = seen.start_accumulation = 1;
+    return seen;
+}
+
+/* Do the slices of the plan have exactly these sizes? The list ends with 0. */
+static int
+slices_are(const oomkit_plan *plan, const int64_t *sizes)
+{
+    int64_t start, length, at = 0, i;
+    for (i = 0; sizes[i] != 0; i++) {
+        if (oomkit_plan_slice(plan, i, &start, &length) != OOMKIT_OK || start != at ||
+            length != sizes[i]) {
+            return 0;
+        }
+        at += length;
+    }
+    return i == oomkit_plan_count(plan) && at == plan->batch;
+}
+
+#define SLICES(plan, ...) slices_are((plan), (const int64_t[]){__VA_ARGS__, 0})
+
+/* What holds for every plan: sizes add up, are positive and do not grow; all but the
+ * last are multiples. */
+static void
+check_slices(const oomkit_plan *plan)
+{
+    int64_t count = oomkit_plan_count(plan), sum = 0, before = INT64_MAX, largest = 0;
+    int64_t start, length, i;
+
+    CHECK(count >= 1 && count <= plan->accumulation && count <= plan->batch);
+    for (i = 0; i < count; i++) {
+        int status = oomkit_plan_slice(plan, i, &start, &length);
+        CHECK(status == OOMKIT_OK && start == sum && length >= 1);
+        CHECK(length <= before);
+        CHECK(i == count - 1 || length % plan->multiple_of == 0);
+        sum += length;
+        largest = length > largest ? length : largest;
+        before = plan->first != 0 && i == 0 ? INT64_MAX : length;
+    }
+    CHECK(sum == plan->batch);
+    CHECK(oomkit_plan_micro_batch(plan) == largest);
+    CHECK(oomkit_plan_slice(plan, count, &start, &length) == OOMKIT_EINVAL);
+    CHECK(oomkit_plan_slice(plan, -1, &start, &length) == OOMKIT_EINVAL);
+}
+
+static void
+test_slices_by_example(void)
+{
+    CHECK(SLICES(&((oomkit_plan){7, 3, 0, 1, 0}), 3, 2, 2));
+    CHECK(SLICES(&((oomkit_plan){7, 1, 0, 1, 0}), 7));
+    CHECK(SLICES(&((oomkit_plan){64, 2, 0, 1, 0}), 32, 32));
+    CHECK(SLICES(&((oomkit_plan){3, 9, 0, 1, 0}), 1, 1, 1));
+    CHECK(SLICES(&((oomkit_plan){10, 2, 0, 4, 0}), 8, 2));
+    CHECK(SLICES(&((oomkit_plan){10, 7, 0, 4, 0}), 4, 4, 2));
+    CHECK(SLICES(&((oomkit_plan){3, 5, 0, 8, 0}), 3));
+    CHECK(SLICES(&((oomkit_plan){10, 3, 4, 1, 0}), 4, 3, 3));
+    CHECK(SLICES(&((oomkit_plan){1024, 2, 717, 1, 0}), 717, 307));
+    CHECK(SLICES(&((oomkit_plan){21, 3, 8, 4, 0}), 8, 8, 5));
+    CHECK(SLICES(&((oomkit_plan){5, 4, 5, 2, 0}), 5));
+}
+
+static void
+test_slices_of_every_plan(void)
+{
+    int64_t batch, k, multiple, first;
+
+    for (batch = 1; batch <= 64; batch++) {
+        for (k = 1; k <= batch + 2; k++) {
+            for (multiple = 1; multiple <= 8; multiple++) {
+                oomkit_plan plan = {batch, k, 0, multiple, 0};
+                int64_t units = (batch + multiple - 1) / multiple;
+                check_slices(&plan);
+                CHECK(oomkit_plan_count(&plan) == (k < units ? k : units));
+            }
+        }
+    }
+    for (batch = 1; batch <= 40; batch++) {
+        for (k = 2; k <= batch; k++) {
+            for (multiple = 1; multiple <= 4; multiple++) {
+                for (first = multiple; first < batch; first += multiple) {
+                    check_slices(&(oomkit_plan){batch, k, first, multiple, 0});
+                }
+            }
+        }
+    }
+}
+
+static void
+test_plans_that_are_none(void)
+{
+    static const oomkit_plan bad[] = {
+        {0, 1, 0, 1, 0},  {-4, 1, 0, 1, 0}, {8, 0, 0, 1, 0},
+        {8, -1, 0, 1, 0}, {8, 2, 0, 0, 0},  {8, 2, -1, 1, 0},
+        {8, 2, 9, 1, 0},  {8, 1, 4, 1, 0},  {8, 2, 3, 2, 0}};
+    oomkit_plan_observations seen = observations(8);
+    oomkit_plan_reason reason = OOMKIT_REASON_FLUSHED;
+    oomkit_plan plan;
+    int64_t start, length;
+    size_t i;
+
+    for (i = 0; i < sizeof(bad) / sizeof(bad[0]); i++) {
+        CHECK(oomkit_plan_count(&bad[i]) == 0);
+        CHECK(oomkit_plan_micro_batch(&bad[i]) == 0);
+        CHECK(oomkit_plan_slice(&bad[i], 0, &start, &length) == OOMKIT_EINVAL);
+        CHECK(oomkit_plan_next(&seen, &bad[i], &plan, &reason) == OOMKIT_EINVAL);
+    }
+    CHECK(oomkit_plan_next(&seen, &(oomkit_plan){9, 1, 0, 1, 0}, &plan, &reason) ==
+          OOMKIT_EINVAL);
+    CHECK(reason == OOMKIT_REASON_FLUSHED);
+}
+
+static void
+test_numbers_out_of_range(void)
+{
+    oomkit_plan whole = {8, 1, 0, 1, 0}, plan;
+    oomkit_plan_reason reason;
+    int i;
+
+    for (i = 0; i < 6; i++) {
+        oomkit_plan_observations seen = observations(8);
+        seen.batch = i == 0 ? 0 : 8;
+        seen.min_micro_batch = i == 1 ? 0 : 1;
+        seen.multiple_of = i == 2 ? -1 : 1;
+        seen.start_accumulation = i == 3 ? 0 : 1;
+        seen.largest_ok = i == 4 ? -1 : 0;
+        seen.smallest_failed = i == 5 ? -1 : 0;
+        CHECK(oomkit_plan_choose(&seen, &plan, &reason) == OOMKIT_EINVAL);
+        CHECK(oomkit_plan_next(&seen, &whole, &plan, &reason) == OOMKIT_EINVAL);
+    }
+}
+
+static void
+test_the_largest_numbers(void)
+{
+    oomkit_plan_observations seen = observations(INT64_MAX);
+    oomkit_plan plan, failed;
+    oomkit_plan_reason reason;
+    int64_t start, length;
+    int halvings = 0;
+
+    CHECK(oomkit_plan_choose(&seen, &plan, &reason) == OOMKIT_OK);
+    CHECK(reason == OOMKIT_REASON_WHOLE && oomkit_plan_micro_batch(&plan) == INT64_MAX);
+    do {
+        int64_t count = oomkit_plan_count(&plan);
+        CHECK(oomkit_plan_slice(&plan, count - 1, &start, &length) == OOMKIT_OK);
+        CHECK(start >= 0 && length >= 1 && INT64_MAX - start == length);
+        halvings++;
+        failed = plan;
+    } while (oomkit_plan_next(&seen, &failed, &plan, &reason) == OOMKIT_OK);
+    CHECK(halvings == 64 && oomkit_plan_micro_batch(&failed) == 1);
+
+    seen.min_micro_batch = seen.multiple_of = seen.start_accumulation = INT64_MAX;
+    seen.smallest_failed = INT64_MAX;
+    CHECK(oomkit_plan_choose(&seen, &plan, &reason) == OOMKIT_OK);
+    CHECK(SLICES(&plan, INT64_MAX));
+    CHECK(oomkit_plan_next(&seen, &plan, &plan, &reason) == OOMKIT_EREFUSED);
+    seen.multiple_of = INT64_MAX - 1;
+    seen.min_micro_batch = 1;
+    CHECK(oomkit_plan_choose(&seen, &plan, &reason) == OOMKIT_OK);
+    CHECK(SLICES(&plan, INT64_MAX - 1, 1));
+}
+
+static void
+test_choose_by_example(void)
+{
+    oomkit_plan_observations seen = observations(64);
+    oomkit_plan_reason reason;
+    oomkit_plan plan;
+
+#define CHOICE(k, why)                                                                 \
+    (oomkit_plan_choose(&seen, &plan, &reason) == OOMKIT_OK &&                         \
+     plan.accumulation == (k) && reason == (why) && plan.batch == seen.batch &&        \
+     plan.first == 0 && plan.multiple_of == seen.multiple_of && plan.rung == 0)
+
+    CHECK(CHOICE(1, OOMKIT_REASON_WHOLE));
+    seen.largest_ok =
+        16; /* a smaller batch worked: says nothing against a larger one */
+    CHECK(CHOICE(1, OOMKIT_REASON_WHOLE));
+    seen.smallest_failed = 32;
+    CHECK(CHOICE(4, OOMKIT_REASON_REMEMBERED));
+    seen.start_accumulation = 4;
+    CHECK(CHOICE(4, OOMKIT_REASON_ASKED));
+    seen.start_accumulation = 8;
+    CHECK(CHOICE(8, OOMKIT_REASON_ASKED));
+    seen.start_accumulation = 2;
+    CHECK(CHOICE(4, OOMKIT_REASON_REMEMBERED));
+    seen.largest_ok = 0; /* nothing is known to work: half of what failed */
+    CHECK(CHOICE(4, OOMKIT_REASON_REMEMBERED));
+    seen.smallest_failed = 65;
+    CHECK(CHOICE(2, OOMKIT_REASON_ASKED));
+    seen.start_accumulation = 1000;
+    CHECK(CHOICE(64, OOMKIT_REASON_ASKED));
+    seen.min_micro_batch = 16;
+    CHECK(CHOICE(4, OOMKIT_REASON_ASKED));
+    seen.start_accumulation = 1;
+    seen.smallest_failed = 2; /* but min_micro_batch allows no less than 16 */
+    seen.largest_ok = 1;
+    CHECK(CHOICE(4, OOMKIT_REASON_REMEMBERED));
+
+    seen = observations(7);
+    seen.min_micro_batch = 8; /* more than there is */
+    seen.start_accumulation = 3;
+    seen.smallest_failed = 7;
+    CHECK(CHOICE(1, OOMKIT_REASON_WHOLE));
+    seen = observations(10);
+    seen.multiple_of = 4;
+    seen.largest_ok = 6;
+    seen.smallest_failed = 8;
+    CHECK(CHOICE(3, OOMKIT_REASON_REMEMBERED) && SLICES(&plan, 4, 4, 2));
+    seen.largest_ok = 10; /* the whole batch, although it is no multiple */
+    seen.smallest_failed = 12;
+    CHECK(CHOICE(1, OOMKIT_REASON_WHOLE));
+    seen = observations(8);
+    seen.largest_ok = 8; /* contradicts the failure: the failure counts */
+    seen.smallest_failed = 8;
+    CHECK(CHOICE(2, OOMKIT_REASON_REMEMBERED));
+#undef CHOICE
+}
+
+static void
+check_choice(const oomkit_plan_observations *seen)
+{
+    oomkit_plan_reason reason;
+    oomkit_plan plan, smallest;
+    oomkit_plan_observations all = *seen;
+    int64_t micro, least;
+
+    CHECK(oomkit_plan_choose(seen, &plan, &reason) == OOMKIT_OK);
+    check_slices(&plan);
+    CHECK(oomkit_plan_count(&plan) == plan.accumulation);
+    CHECK((reason == OOMKIT_REASON_WHOLE) == (plan.accumulation == 1));
+    micro = oomkit_plan_micro_batch(&plan);
+    CHECK(micro >= seen->min_micro_batch || micro == seen->batch);
+
+    /* The smallest that is allowed is what one gets by asking for k without end. */
+    all.start_accumulation = INT64_MAX;
+    CHECK(oomkit_plan_choose(&all, &smallest, &reason) == OOMKIT_OK);
+    least = oomkit_plan_micro_batch(&smallest);
+    CHECK(micro >= least);
+    if (seen->smallest_failed > 0) {
+        CHECK(micro < seen->smallest_failed || micro == least);
+        CHECK(seen->largest_ok == 0 || seen->largest_ok >= seen->smallest_failed ||
+              micro <= seen->largest_ok || micro == least);
+    } else {
+        CHECK(plan.accumulation <= seen->start_accumulation);
+    }
+}
+
+static void
+test_every_choice(void)
+{
+    int64_t batch, k, multiple, min, ok, failed;
+
+    for (batch = 1; batch <= 24; batch++) {
+        for (multiple = 1; multiple <= 8; multiple++) {
+            for (min = 1; min <= 4; min++) {
+                for (k = 1; k <= batch; k += 3) {
+                    for (failed = 0; failed <= batch + 1; failed += 2) {
+                        for (ok = 0; ok <= failed; ok += 3) {
+                            oomkit_plan_observations seen = observations(batch);
+                            seen.multiple_of = multiple;
+                            seen.min_micro_batch = min;
+                            seen.start_accumulation = k;
+                            seen.largest_ok = ok;
+                            seen.smallest_failed = failed;
+                            check_choice(&seen);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+static void
+test_next_by_example(void)
+{
+    oomkit_plan_observations seen = observations(7);
+    oomkit_plan_reason reason;
+    oomkit_plan plan = {7, 1, 0, 1, 0};
+
+#define NEXT() (oomkit_plan_next(&seen, &plan, &plan, &reason))
+#define HALVED() (NEXT() == OOMKIT_OK && reason == OOMKIT_REASON_OOM)
+#define EXHAUSTED() (NEXT() == OOMKIT_EREFUSED && reason == OOMKIT_REASON_EXHAUSTED)
+
+    CHECK(HALVED() && SLICES(&plan, 4, 3));
+    CHECK(HALVED() && SLICES(&plan, 2, 2, 2, 1));
+    CHECK(HALVED() && SLICES(&plan, 1, 1, 1, 1, 1, 1, 1));
+    CHECK(EXHAUSTED() && plan.accumulation == 7);
+
+    seen = observations(64);
+    plan = (oomkit_plan){64, 1, 0, 1, 0};
+    seen.min_micro_batch = 12; /* 64, 32, 16, then not 8 but the k nearest to 12 */
+    CHECK(HALVED() && plan.accumulation == 2);
+    CHECK(HALVED() && plan.accumulation == 4);
+    CHECK(HALVED() && SLICES(&plan, 13, 13, 13, 13, 12));
+    CHECK(EXHAUSTED());
+
+    seen = observations(8);
+    plan = (oomkit_plan){8, 2, 0, 1, 0};
+    seen.min_micro_batch = 3;
+    CHECK(HALVED() && SLICES(&plan, 3, 3, 2));
+    CHECK(EXHAUSTED());
+
+    seen = observations(22);
+    plan = (oomkit_plan){22, 1, 0, 4, 0};
+    seen.multiple_of = 4; /* 22 halved is 11, rounded up to 12 */
+    CHECK(HALVED() && SLICES(&plan, 12, 10));
+    CHECK(HALVED() && SLICES(&plan, 8, 8, 4, 2));
+    CHECK(HALVED() && SLICES(&plan, 4, 4, 4, 4, 4, 2));
+    CHECK(EXHAUSTED());
+
+    plan = (oomkit_plan){7, 40, 0, 2, 0}; /* really 4 slices, at the smallest */
+    seen = observations(7);
+    seen.multiple_of = 2;
+    CHECK(EXHAUSTED());
+    plan = (oomkit_plan){5, 1, 0, 1, 0};
+    seen = observations(5);
+    seen.min_micro_batch = 9;
+    CHECK(EXHAUSTED());
+
+    seen = observations(1024); /* after a larger first slice: equal ones */
+    plan = (oomkit_plan){1024, 2, 717, 1, 0};
+    CHECK(HALVED() && SLICES(&plan, 256, 256, 256, 256));
+#undef EXHAUSTED
+#undef HALVED
+#undef NEXT
+}
+
+/* From any plan, however often it fails: smaller each time, and an end. */
+static void
+check_descent(const oomkit_plan_observations *seen, oomkit_plan plan)
+{
+    oomkit_plan_reason reason;
+    oomkit_plan next;
+    int64_t micro = oomkit_plan_micro_batch(&plan), count = oomkit_plan_count(&plan);
+    int status, rounds;
+
+    for (rounds = 0; rounds < 10; rounds++) {
+        int64_t smaller;
+        status = oomkit_plan_next(seen, &plan, &next, &reason);
+        if (status != OOMKIT_OK) {
+            break;
+        }
+        check_slices(&next);
+        smaller = oomkit_plan_micro_batch(&next);
+        CHECK(smaller < micro && smaller >= seen->min_micro_batch);
+        CHECK(oomkit_plan_count(&next) <= 2 * count);
+        /* Halved, rounded up; or more than that because of min_micro_batch. */
+        if (plan.first == 0) {
+            int64_t units =
+                ((micro + 1) / 2 + seen->multiple_of - 1) / seen->multiple_of;
+            int64_t half = units * seen->multiple_of;
+            CHECK(smaller == half || (smaller > half && half < seen->min_micro_batch));
+        }
+        plan = next;
+        micro = smaller;
+        count = oomkit_plan_count(&plan);
+    }
+    CHECK(status == OOMKIT_EREFUSED && reason == OOMKIT_REASON_EXHAUSTED);
+    CHECK(seen->min_micro_batch > 1 || micro <= seen->multiple_of);
+    /* Nothing that is refused could have been cut further by equal slices. */
+    for (next = plan, next.first = 0; next.accumulation <= seen->batch;
+         next.accumulation++) {
+        int64_t other = oomkit_plan_micro_batch(&next);
+        CHECK(other >= micro || other < seen->min_micro_batch);
+    }
+}
+
+static void
+test_every_descent_ends(void)
+{
+    int64_t batch, k, multiple, min;
+
+    for (batch = 1; batch <= 64; batch++) {
+        for (multiple = 1; multiple <= 8; multiple++) {
+            for (min = 1; min <= 4; min++) {
+                oomkit_plan_observations seen = observations(batch);
+                seen.multiple_of = multiple;
+                seen.min_micro_batch = min;
+                for (k = 1; k <= batch; k++) {
+                    check_descent(&seen, (oomkit_plan){batch, k, 0, multiple, 0});
+                }
+                for (k = multiple; k < batch; k += 5 * multiple) {
+                    check_descent(&seen, (oomkit_plan){batch, 3, k, multiple, 0});
+                }
+            }
+        }
+    }
+}
+
+static void
+test_names(void)
+{
+    CHECK(strcmp(oomkit_plan_reason_name(OOMKIT_REASON_WHOLE), "whole") == 0);
+    CHECK(strcmp(oomkit_plan_reason_name(OOMKIT_REASON_ASKED), "asked") == 0);
+    CHECK(strcmp(oomkit_plan_reason_name(OOMKIT_REASON_REMEMBERED), "remembered") == 0);
+    CHECK(strcmp(oomkit_plan_reason_name(OOMKIT_REASON_OOM), "oom") == 0);
+    CHECK(strcmp(oomkit_plan_reason_name(OOMKIT_REASON_FLUSHED), "flushed") == 0);
+    CHECK(strcmp(oomkit_plan_reason_name(OOMKIT_REASON_EXHAUSTED), "exhausted") == 0);
+}
+
+int
+main(void)
+{
+    test_slices_by_example();
+    test_slices_of_every_plan();
+    test_plans_that_are_none();
+    test_numbers_out_of_range();
+    test_the_largest_numbers();
+    test_choose_by_example();
+    test_every_choice();
+    test_next_by_example();
+    test_every_descent_ends();
+    test_names();
+    return check_report();
+}

@@ -1,0 +1,77 @@
+"""The core, tested from C: each program of tests/core is built with one source and run."""
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CORE = ROOT / "csrc" / "core"
+PROGRAMS = ROOT / "tests" / "core"
+NAMES = sorted(path.stem for path in CORE.glob("*.c"))
+
+FLAGS = (
+    "-std=c11 -g -O1 -Wall -Wextra -Werror -Wshadow -Wstrict-prototypes -Wold-style-definition "
+    "-Wmissing-prototypes -Wundef -Wformat=2 -fvisibility=hidden -pthread"
+).split()
+SANITIZE = "-fsanitize=address,undefined -fno-sanitize-recover=all".split()
+WRAP = "-Wl,--wrap=malloc,--wrap=calloc".split()
+USES_WRAP = {"budget", "fault", "peak", "ring"}
+
+
+def build(output: Path, sources: list[Path], flags: list[str]) -> subprocess.CompletedProcess:
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    command = [*compiler, *FLAGS, f"-I{CORE}", f"-I{PROGRAMS}", *map(str, sources), *flags]
+    return subprocess.run([*command, "-o", str(output)], capture_output=True, text=True)
+
+
+def run(program: Path) -> subprocess.CompletedProcess:
+    return subprocess.run([str(program)], capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def sanitize(tmp_path_factory) -> list[str]:
+    """The sanitizers' flags, or none where their libraries are missing or do not run."""
+    folder = tmp_path_factory.mktemp("sanitize")
+    source = folder / "probe.c"
+    source.write_text("int main(void) { return 0; }\n")
+    program = folder / "probe"
+    if build(program, [source], SANITIZE).returncode or run(program).returncode:
+        return []
+    return SANITIZE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_core(name, tmp_path, sanitize):
+    program = tmp_path / f"test_{name}"
+    sources = [PROGRAMS / f"test_{name}.c", CORE / f"{name}.c"]
+    built = build(program, sources, sanitize + (WRAP if name in USES_WRAP else []))
+    assert built.returncode == 0, built.stderr
+    done = run(program)
+    assert done.returncode == 0, done.stdout + done.stderr
+    checks, _, failures = done.stdout.splitlines()[-1].partition(" checks, ")
+    assert int(checks) > 0
+    assert failures == "0 failures"
+
+
+def test_a_failed_check_is_seen(tmp_path):
+    source = tmp_path / "wrong.c"
+    source.write_text(
+        '#include "check.h"\n'
+        "int\nmain(void)\n{\n"
+        "    CHECK(1 + 1 == 2);\n"
+        "    CHECK(1 + 1 == 3);\n"
+        "    return check_report();\n}\n"
+    )
+    built = build(tmp_path / "wrong", [source], [])
+    assert built.returncode == 0, built.stderr
+    done = run(tmp_path / "wrong")
+    assert done.returncode == 1
+    assert done.stdout == f"{source}:6: 1 + 1 == 3\n2 checks, 1 failures\n"
+
+
+def test_every_source_has_a_program():
+    assert {f"test_{name}.c" for name in NAMES} == {p.name for p in PROGRAMS.glob("*.c")}
+    assert len(NAMES) == 6

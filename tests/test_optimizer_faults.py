@@ -1,0 +1,187 @@
+"""OOM inside optimizer.step() and after it: undone and retried, PartialUpdate, or .committed.
+
+No other outcome: a sweep over every allocation from the first optimizer allocation to the
+end of the call.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import StepLR
+from torch.optim.swa_utils import AveragedModel
+from zoo import World, difference, make_world, same
+
+import oomkit
+from oomkit.testing import inject_oom
+
+
+def _step(world: World, ema: dict[str, torch.Tensor], sched: StepLR, options: dict[str, Any]) -> Any:
+    model, optimizer = world.model, world.optimizer
+
+    @oomkit.auto_batch(**options)
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = world.loss(batch)
+        loss.backward()
+        optimizer.step()
+        sched.step()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                ema[name] = 0.9 * ema[name] + 0.1 * p
+        return loss.detach() * 2
+
+    return step
+
+
+def _make(kind: str, optimizer: str, warm: bool, **options: Any) -> tuple[World, Any, Any, StepLR]:
+    world = make_world(kind, optimizer=optimizer)
+    ema = {name: p.detach().clone() for name, p in world.model.named_parameters()}
+    sched = StepLR(world.optimizer, 1, 0.5)
+    step = _step(world, ema, sched, options)
+    if warm:
+        step(world.batches[0])
+    return world, ema, step, sched
+
+
+def _everything(world: World, ema: Any, sched: StepLR) -> dict[str, Any]:
+    return {
+        "parameters": [p.detach().clone() for p in world.model.parameters()],
+        "state": [
+            {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in s.items()}
+            for s in world.optimizer.state.values()
+        ],
+        "scheduler": {k: v for k, v in sched.state_dict().items() if k != "_get_lr_called_within_step"},
+        "ema": dict(ema),
+        "rng": torch.get_rng_state(),
+    }
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["first-step", "later-step"])
+@pytest.mark.parametrize("optimizer", ["adamw", "fused", "foreach", "sgd"])
+def test_sweep_of_the_update(optimizer: str, warm: bool) -> None:
+    world, ema, step, sched = _make("mlp", optimizer, warm)
+    with inject_oom(nth=2**60, phase="optimizer") as counted:
+        step(world.batches[1])
+    undisturbed = _everything(world, ema, sched)
+    outcomes: Counter[str] = Counter()
+    for n in range(1, counted.seen + 1):
+        world, ema, step, sched = _make("mlp", optimizer, warm)
+        with inject_oom(nth=n, phase="optimizer") as armed:
+            try:
+                step(world.batches[1])
+            except oomkit.PartialUpdate as error:
+                outcomes["PartialUpdate"] += 1
+                assert ("AdamW" if optimizer != "sgd" else "SGD") in str(error)
+                assert not oomkit.is_oom_error(error)
+            except oomkit.OutOfMemory as error:
+                outcomes["committed" if error.committed else "rolled back"] += 1
+            else:
+                outcomes["undone and retried"] += 1
+                got = _everything(world, ema, sched)
+                assert same(undisturbed, got), (n, difference(undisturbed, got))
+        assert armed.fired == 1
+    print(f"{optimizer} warm={warm}: {counted.seen} faults in step(): {dict(outcomes)}")
+    assert set(outcomes) <= {"PartialUpdate", "undone and retried"}
+    assert sum(outcomes.values()) == counted.seen
+    if optimizer == "adamw" and not warm:
+        assert outcomes["undone and retried"] > 0 and outcomes["PartialUpdate"] > 0
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "fused", "sgd"])
+def test_sweep_after_the_update(optimizer: str) -> None:
+    """EMA and metrics after step(): committed, and the update stands exactly once."""
+    world, ema, step, sched = _make("mlp", optimizer, True)
+    with inject_oom(nth=2**60, phase="forward") as counted:
+        step(world.batches[1])
+    after = [p.detach().clone() for p in world.model.parameters()]
+    lr = sched.get_last_lr()
+    committed = retried = 0
+    for n in range(1, counted.seen + 1):
+        world, ema, step, sched = _make("mlp", optimizer, True)
+        with inject_oom(nth=n, phase="forward") as armed:
+            try:
+                step(world.batches[1])
+            except oomkit.OutOfMemory as error:
+                assert error.committed is True
+                assert "do not repeat this batch" in str(error)
+                committed += 1
+                assert all(
+                    torch.equal(a, b) for a, b in zip(after, world.model.parameters(), strict=True)
+                )
+                assert sched.get_last_lr() == lr
+            else:
+                retried += 1
+        assert armed.fired == 1
+    print(f"{optimizer}: {counted.seen} faults outside step(): {committed} committed, {retried} retried")
+    assert committed > 4 and retried > 4
+
+
+def test_optimizer_safety_copy_makes_every_fault_retryable() -> None:
+    world, ema, step, sched = _make("mlp", "adamw", True, optimizer_safety="copy")
+    with inject_oom(nth=2**60, phase="optimizer") as counted:
+        step(world.batches[1])
+
+    def split_run() -> dict[str, Any]:
+        world, ema, step, sched = _make("mlp", "adamw", True, optimizer_safety="copy")
+        from oomkit.testing import force_slices
+
+        with force_slices([4, 4]):
+            step(world.batches[1])
+        return _everything(world, ema, sched)
+
+    whole, split = _everything(world, ema, sched), split_run()
+    for n in range(1, counted.seen + 1):
+        world, ema, step, sched = _make("mlp", "adamw", True, optimizer_safety="copy")
+        with inject_oom(nth=n, phase="optimizer") as armed:
+            step(world.batches[1])
+        assert armed.fired == 1
+        got = _everything(world, ema, sched)
+        # The EMA of this step is plain code: it runs once per micro-batch while split.
+        for state in (whole, split, got):
+            state.pop("ema", None)
+        assert same(got, whole) or same(got, split), (n, difference(split, got))
+
+
+def test_scheduler_and_averaged_model_run_once_per_batch() -> None:
+    world = make_world("mlp")
+    sched = StepLR(world.optimizer, 1, 0.5)
+    averaged = AveragedModel(world.model)
+
+    @oomkit.auto_batch(accumulation_steps=4)
+    def step(batch: dict[str, torch.Tensor]) -> None:
+        world.optimizer.zero_grad()
+        world.loss(batch).backward()
+        world.optimizer.step()
+        sched.step()
+        averaged.update_parameters(world.model)
+
+    model, optimizer = world.model, world.optimizer  # named by the step through `world`
+    step(world.batches[0])
+    assert sched.last_epoch == 1
+    assert int(averaged.n_averaged) == 1
+    assert all(s["step"] == 1 for s in optimizer.state.values())
+    assert "step" not in vars(averaged)
+    assert model is world.model
+
+
+def test_the_first_step_that_cannot_fit_is_refused_before_anything_moves() -> None:
+    model = torch.nn.Linear(256, 256)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> None:
+        model(x).sum().backward()
+        optimizer.step()
+
+    before = [p.detach().clone() for p in model.parameters()]
+    base = oomkit.memory("cpu").allocated or 0
+    with oomkit.limit_memory(base + 600_000, device="cpu"):
+        with pytest.raises(oomkit.OutOfMemory, match="nothing was updated") as caught:
+            step(torch.randn(4, 256))
+    assert caught.value.committed is False
+    assert not optimizer.state
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
