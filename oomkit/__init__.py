@@ -55,8 +55,8 @@ _C._bind(_load_bridge(), _predict_update)
 from . import testing  # noqa: E402  (needs the bound extension)
 from ._C import (  # noqa: E402
     OomkitError,
-    OOMReport,
     OomkitWarning,
+    OOMReport,
     OutOfMemory,
     PartialUpdate,
     SplitError,

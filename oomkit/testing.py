@@ -151,12 +151,9 @@ class force_slices:
 
     def __init__(self, lengths: Sequence[int]) -> None:
         sizes = tuple(lengths)
-        if not sizes or any(
-            isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes
-        ):
+        if not sizes or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
             raise ValueError(
-                "force_slices() expected a sequence of ints of at least 1, "
-                f"got {lengths!r}"
+                f"force_slices() expected a sequence of ints of at least 1, got {lengths!r}"
             )
         self._lengths = sizes
         self._before: list[tuple[int, ...] | None] = []

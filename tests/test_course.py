@@ -83,7 +83,12 @@ def test_current_lets_the_function_decide() -> None:
             optimizer.step()
 
     step(x, y)
-    assert seen == [(0, 4, False, 0.25), (1, 4, False, 0.25), (2, 4, False, 0.25), (3, 4, True, 0.25)]
+    assert seen == [
+        (0, 4, False, 0.25),
+        (1, 4, False, 0.25),
+        (2, 4, False, 0.25),
+        (3, 4, True, 0.25),
+    ]
     assert tuple(oomkit.current()) == (0, 1, True, 1.0)
 
 

@@ -6,7 +6,6 @@ until the micro-batch is small enough.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -67,16 +66,6 @@ def test_every_allocation_failed_once(kind: str, form: str) -> None:
     assert swept > 10
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """With two, a parallel kernel allocates twice at once: one attempt, two faults."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("form", ["whole", "backward"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_allocation_failed_until_k_is_large_enough(kind: str, form: str) -> None:
@@ -120,3 +109,19 @@ def test_nothing_smaller_than_one_row_leaves_the_state_as_it_was() -> None:
     assert same(before, world.state()), difference(before, world.state())
     assert all(p.grad is None for p in world.model.parameters())
     assert not world.optimizer.state
+
+
+@pytest.mark.parametrize("kind", ["conv", "gpt"])
+def test_faults_with_two_threads(kind: str) -> None:
+    """A parallel kernel allocates on both threads; every third allocation is enough."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        expected, _, _ = _run(make_world(kind), "whole", None, accumulation_steps=2)
+        for phase in ("forward", "backward"):
+            for n in range(1, _count(kind, "whole", phase) + 1, 3):
+                got, armed, _ = _run(make_world(kind), "whole", {"nth": n, "phase": phase})
+                assert armed.fired == 1
+                assert same(expected, got), (phase, n, difference(expected, got))
+    finally:
+        torch.set_num_threads(threads)

@@ -19,7 +19,9 @@ import oomkit
 from oomkit.testing import inject_oom
 
 
-def _step(world: World, ema: dict[str, torch.Tensor], sched: StepLR, options: dict[str, Any]) -> Any:
+def _step(
+    world: World, ema: dict[str, torch.Tensor], sched: StepLR, options: dict[str, Any]
+) -> Any:
     model, optimizer = world.model, world.optimizer
 
     @oomkit.auto_batch(**options)
@@ -54,7 +56,9 @@ def _everything(world: World, ema: Any, sched: StepLR) -> dict[str, Any]:
             {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in s.items()}
             for s in world.optimizer.state.values()
         ],
-        "scheduler": {k: v for k, v in sched.state_dict().items() if k != "_get_lr_called_within_step"},
+        "scheduler": {
+            k: v for k, v in sched.state_dict().items() if k != "_get_lr_called_within_step"
+        },
         "ema": dict(ema),
         "rng": torch.get_rng_state(),
     }
@@ -116,7 +120,10 @@ def test_sweep_after_the_update(optimizer: str) -> None:
             else:
                 retried += 1
         assert armed.fired == 1
-    print(f"{optimizer}: {counted.seen} faults outside step(): {committed} committed, {retried} retried")
+    print(
+        f"{optimizer}: {counted.seen} faults outside step(): {committed} committed, "
+        f"{retried} retried"
+    )
     assert committed > 4 and retried > 4
 
 

@@ -207,7 +207,10 @@ def test_recovered_is_the_whole_batch(name: str) -> None:
                 continue
             assert got[3].fired == 1
             for a, b in zip(whole[0].parameters(), got[0].parameters(), strict=True):
-                assert torch.allclose(a, b, rtol=_tolerance(name), atol=_tolerance(name)), (phase, n)
+                assert torch.allclose(a, b, rtol=_tolerance(name), atol=_tolerance(name)), (
+                    phase,
+                    n,
+                )
             assert whole[2] == got[2]
 
 

@@ -145,9 +145,7 @@ def test_gradients_before_a_proven_step_are_set_aside() -> None:
 
 def test_gradient_safety_off_raises_instead_of_guessing() -> None:
     """Dropout moved the random stream, no copy: refused, and it says what to do."""
-    model = torch.nn.Sequential(
-        torch.nn.Linear(6, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 3)
-    )
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 3))
     x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
     F.cross_entropy(model(x), y).backward()
 

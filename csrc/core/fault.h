@@ -25,8 +25,8 @@ enum {
 typedef struct oomkit_fault oomkit_fault;
 
 typedef struct oomkit_fault_schedule {
-    uint64_t nth;       /* 1 = the first matching allocation */
-    uint64_t times;     /* how many consecutive ones fail from there; 0 = until disarmed */
+    uint64_t nth;   /* 1 = the first matching allocation */
+    uint64_t times; /* how many consecutive ones fail from there; 0 = until disarmed */
     uint64_t min_bytes; /* smaller requests do not match (and are not counted) */
     uint32_t phases;    /* bit mask of 1u << OOMKIT_PHASE_*, or OOMKIT_PHASE_ANY */
 } oomkit_fault_schedule;

@@ -8,8 +8,8 @@
 
 /* How a batch is cut. `accumulation` micro-batches: batch mod k slices of ceil(batch/k)
  * rows, then slices of floor(batch/k) (7 in 3: 3, 2, 2); or, when `first` is not 0, one
- * first slice of `first` rows and equal others. With multiple_of > 1 every slice but the
- * last is a multiple of it. */
+ * first slice of `first` rows and equal others. With multiple_of > 1 every slice but
+ * the last is a multiple of it. */
 typedef struct oomkit_plan {
     int64_t batch;        /* rows, >= 1 */
     int64_t accumulation; /* k, >= 1 */
@@ -19,8 +19,8 @@ typedef struct oomkit_plan {
 } oomkit_plan;
 
 typedef enum oomkit_plan_reason {
-    OOMKIT_REASON_WHOLE = 0,  /* nothing known against the whole batch */
-    OOMKIT_REASON_ASKED,      /* accumulation_steps= of the caller, or forced by a test */
+    OOMKIT_REASON_WHOLE = 0, /* nothing known against the whole batch */
+    OOMKIT_REASON_ASKED, /* accumulation_steps= of the caller, or forced by a test */
     OOMKIT_REASON_REMEMBERED, /* a size that an earlier call of this signature found */
     OOMKIT_REASON_OOM,        /* the micro-batch was halved after an OOM */
     OOMKIT_REASON_FLUSHED,    /* the same plan again after the cache was emptied */
@@ -29,21 +29,22 @@ typedef enum oomkit_plan_reason {
 
 /* Everything a decision may depend on. Rows unless said; 0 = not known. */
 typedef struct oomkit_plan_observations {
-    int64_t batch;                /* rows of this call */
-    int64_t min_micro_batch;      /* >= 1 */
-    int64_t multiple_of;          /* >= 1 */
-    int64_t start_accumulation;   /* k asked for by the caller, >= 1 */
-    int64_t largest_ok;           /* largest micro-batch of this signature that worked */
-    int64_t smallest_failed;      /* smallest micro-batch that ran out of memory */
-    uint32_t ooms_in_call;        /* OOMs since this call began */
-    uint32_t successes;           /* finished calls of this signature */
-    uint64_t baseline_bytes;      /* allocated before the step */
-    uint64_t peak_bytes;          /* highest measured peak at largest_ok */
-    uint64_t budget_bytes;        /* usable now */
-    uint64_t requested_bytes;     /* of the last OOM */
+    int64_t batch;              /* rows of this call */
+    int64_t min_micro_batch;    /* >= 1 */
+    int64_t multiple_of;        /* >= 1 */
+    int64_t start_accumulation; /* k asked for by the caller, >= 1 */
+    int64_t largest_ok;         /* largest micro-batch of this signature that worked */
+    int64_t smallest_failed;    /* smallest micro-batch that ran out of memory */
+    uint32_t ooms_in_call;      /* OOMs since this call began */
+    uint32_t successes;         /* finished calls of this signature */
+    uint64_t baseline_bytes;    /* allocated before the step */
+    uint64_t peak_bytes;        /* highest measured peak at largest_ok */
+    uint64_t budget_bytes;      /* usable now */
+    uint64_t requested_bytes;   /* of the last OOM */
 } oomkit_plan_observations;
 
-/* The plan to begin a call with. OOMKIT_OK, or OOMKIT_EINVAL for numbers out of range. */
+/* The plan to begin a call with. OOMKIT_OK, or OOMKIT_EINVAL for numbers out of range.
+ */
 int
 oomkit_plan_choose(const oomkit_plan_observations *seen, oomkit_plan *plan,
                    oomkit_plan_reason *reason);

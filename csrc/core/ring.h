@@ -1,7 +1,8 @@
 /* A fixed ring of step records: one writer, any number of readers.
  *
- * A reader never blocks the writer. Each slot carries a sequence number that is odd while
- * the slot is written, so that a reader can tell a torn record and reads again. */
+ * A reader never blocks the writer. Each slot carries a sequence number that is odd
+ * while the slot is written, so that a reader can tell a torn record and reads again.
+ */
 #ifndef OOMKIT_CORE_RING_H
 #define OOMKIT_CORE_RING_H
 

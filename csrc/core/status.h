@@ -4,9 +4,9 @@
 
 enum {
     OOMKIT_OK = 0,
-    OOMKIT_EREFUSED = -1,     /* a bound was reached: budget, slots, attempts */
-    OOMKIT_EOOM = -2,         /* an allocation of ours failed, or a planned fault fired */
-    OOMKIT_EINVAL = -3,       /* an argument is out of range */
+    OOMKIT_EREFUSED = -1, /* a bound was reached: budget, slots, attempts */
+    OOMKIT_EOOM = -2,     /* an allocation of ours failed, or a planned fault fired */
+    OOMKIT_EINVAL = -3,   /* an argument is out of range */
     OOMKIT_EUNSUPPORTED = -4, /* not available on this build, device or allocator */
     OOMKIT_EFAILED = -5       /* the library below reported an error of its own */
 };

@@ -116,8 +116,8 @@ weights_measured(oomkit_call *call)
     }
     PyMem_Free(vector);
     for (i = 0; i < call->slice_count; i++) {
-        call->weights[i] = total > 0.0 ? call->weights[i] / total
-                                       : 1.0 / (double)call->slice_count;
+        call->weights[i] =
+            total > 0.0 ? call->weights[i] / total : 1.0 / (double)call->slice_count;
     }
     return 0;
 }
@@ -138,9 +138,10 @@ attempt_weights(oomkit_call *call)
         return weights_measured(call);
     }
     for (i = 0; i < call->slice_count; i++) {
-        call->weights[i] = call->options->reduction == OOMKIT_REDUCTION_SUM
-                               ? 1.0
-                               : (double)call->slices[i].length / (double)call->batch.rows;
+        call->weights[i] =
+            call->options->reduction == OOMKIT_REDUCTION_SUM
+                ? 1.0
+                : (double)call->slices[i].length / (double)call->batch.rows;
     }
     return 0;
 }
@@ -160,17 +161,19 @@ attempt_needs_backward(oomkit_call *call, PyObject *result)
     if (loss == NULL) {
         return PyErr_Occurred() ? -1 : 0;
     }
-    needs = oomkit_tensor_facts_get(call->st, loss, 0, &facts) < 0 ? -1
-                                                                   : facts.requires_grad;
+    needs = oomkit_tensor_facts_get(call->st, loss, 0, &facts) < 0
+                ? -1
+                : facts.requires_grad;
     Py_DECREF(loss);
     if (needs <= 0) {
         return needs;
     }
     call->raised = 1;
-    oomkit_raise(call->st->SplitError,
-                 "auto_batch cannot split a step that returns a result which still needs "
-                 "backward(): call backward() inside the step, or pass backward=True; for "
-                 "evaluation run it under torch.no_grad()");
+    oomkit_raise(
+        call->st->SplitError,
+        "auto_batch cannot split a step that returns a result which still needs "
+        "backward(): call backward() inside the step, or pass backward=True; for "
+        "evaluation run it under torch.no_grad()");
     return -1;
 }
 

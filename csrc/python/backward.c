@@ -1,10 +1,10 @@
 /* Seeing every backward: our callable in place of torch.autograd._engine_run_backward.
  *
- * Tensor.backward, torch.autograd.backward (however it was imported), torch.autograd.grad
- * and checkpoint all end there. Outside a protected call, and for nested backwards, it
- * passes through. Inside one, the first outermost backward of an attempt takes the marks of
- * the gradients; while the call is split it also applies the weight of the micro-batch and
- * parks the gradients afterwards. */
+ * Tensor.backward, torch.autograd.backward (however it was imported),
+ * torch.autograd.grad and checkpoint all end there. Outside a protected call, and for
+ * nested backwards, it passes through. Inside one, the first outermost backward of an
+ * attempt takes the marks of the gradients; while the call is split it also applies the
+ * weight of the micro-batch and parks the gradients afterwards. */
 #include "call.h"
 #include "errors.h"
 #include "step.h"
@@ -27,9 +27,9 @@ static PyObject *
 backward_weighted(oomkit_call *call, PyObject *gradients, double weight)
 {
     Py_ssize_t i;
-    PyObject *factor = PyFloat_FromDouble(weight);        /* owned */
-    PyObject *source = PySequence_Tuple(gradients);       /* owned */
-    PyObject *scaled = NULL;                              /* owned */
+    PyObject *factor = PyFloat_FromDouble(weight);  /* owned */
+    PyObject *source = PySequence_Tuple(gradients); /* owned */
+    PyObject *scaled = NULL;                        /* owned */
 
     if (factor == NULL || source == NULL) {
         goto done;
@@ -37,7 +37,7 @@ backward_weighted(oomkit_call *call, PyObject *gradients, double weight)
     scaled = PyTuple_New(PyTuple_GET_SIZE(source));
     for (i = 0; scaled != NULL && i < PyTuple_GET_SIZE(source); i++) {
         PyObject *gradient = PyTuple_GET_ITEM(source, i); /* borrowed */
-        PyObject *product =                               /* owned, stolen by the tuple */
+        PyObject *product = /* owned, stolen by the tuple */
             gradient == Py_None
                 ? Py_NewRef(Py_None)
                 : PyObject_CallMethodOneArg(gradient, call->st->str_mul, factor);
@@ -80,10 +80,11 @@ backward_begin(oomkit_call *call)
     }
     if (call->grads.aside != NULL && call->backwards > 0) {
         call->raised = 1;
-        oomkit_raise(call->st->SplitError,
-                     "auto_batch cannot replay a step with several backward() calls: "
-                     "gradients were present before the step and the first backward ran "
-                     "out of memory; pass gradient_safety=\"copy\"");
+        oomkit_raise(
+            call->st->SplitError,
+            "auto_batch cannot replay a step with several backward() calls: "
+            "gradients were present before the step and the first backward ran "
+            "out of memory; pass gradient_safety=\"copy\"");
         return -1;
     }
     if (call->split && oomkit_course_note(call, NULL, NULL) < 0) {
@@ -132,13 +133,14 @@ backward_protected(backward_object *self, oomkit_call *call, PyObject *const *ar
         return NULL;
     }
     if (call->split && weight == 0.0) {
-        /* Its share of the loss is nothing, and a mean over nothing is NaN, which times 0
-         * would still be NaN: there is nothing to run. */
+        /* Its share of the loss is nothing, and a mean over nothing is NaN, which times
+         * 0 would still be NaN: there is nothing to run. */
         result = Py_NewRef(Py_None);
     } else if (!call->split || weight == 1.0 || n < 2 || total > 12) {
         if (total > 12 || n < 2) {
-            call->refusal = "torch.autograd._engine_run_backward has a form that oomkit "
-                            "does not know";
+            call->refusal =
+                "torch.autograd._engine_run_backward has a form that oomkit "
+                "does not know";
         }
         result = backward_engine(self, call->st, args, nargsf, kwnames);
     } else {
@@ -211,8 +213,8 @@ backward_dealloc(PyObject *op)
 }
 
 static PyMemberDef backward_members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(backward_object, vectorcall), READONLY,
-     NULL},
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(backward_object, vectorcall),
+     READONLY, NULL},
     {"__wrapped__", T_OBJECT_EX, offsetof(backward_object, original), READONLY,
      "torch's own function."},
     {NULL, 0, 0, 0, NULL},
@@ -289,8 +291,8 @@ oomkit_backward_install(oomkit_state *st)
     return 0;
 }
 
-/* A failed CPU backward leaves its unexecuted graph queued on this thread until the next
- * backward here: run a trivial one. 0 or -1. */
+/* A failed CPU backward leaves its unexecuted graph queued on this thread until the
+ * next backward here: run a trivial one. 0 or -1. */
 int
 oomkit_backward_drain(oomkit_state *st)
 {
@@ -354,10 +356,11 @@ oomkit_backward_run(oomkit_call *call, PyObject *result)
         PyObject_Size(loss) != 1) { /* one element is what backward() itself accepts */
         PyObject *shape = PyObject_GetAttr(loss, st->str_shape); /* owned */
         if (shape != NULL) {
-            oomkit_raise(st->SplitError,
-                         "auto_batch(backward=...) expected a scalar loss, got a tensor "
-                         "of shape %S; return loss.mean() or loss.sum()",
-                         shape);
+            oomkit_raise(
+                st->SplitError,
+                "auto_batch(backward=...) expected a scalar loss, got a tensor "
+                "of shape %S; return loss.mean() or loss.sum()",
+                shape);
             Py_DECREF(shape);
         }
         goto error;

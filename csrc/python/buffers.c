@@ -1,8 +1,8 @@
 /* Buffers: identity and version of all, copies of those that move.
  *
- * In a site's first call every buffer is copied. Those seen moving are copied from then on,
- * running statistics in training mode always; a buffer that moves without a copy cannot be
- * taken back and is named. */
+ * In a site's first call every buffer is copied. Those seen moving are copied from then
+ * on, running statistics in training mode always; a buffer that moves without a copy
+ * cannot be taken back and is named. */
 #include "call.h"
 #include "tensor.h"
 
@@ -44,7 +44,8 @@ buffers_room(oomkit_call *call)
     return 0;
 }
 
-/* Is this module in training mode? Read from its dictionary: no property, no Python code. */
+/* Is this module in training mode? Read from its dictionary: no property, no Python
+ * code. */
 static int
 module_is_training(oomkit_state *st, PyObject *module)
 {
@@ -76,7 +77,8 @@ buffer_copy(oomkit_state *st, PyObject *tensor, const oomkit_tensor_facts *facts
     return copy;
 }
 
-/* Is the copy of an earlier call of the same shape and type? Buffers may come and go. */
+/* Is the copy of an earlier call of the same shape and type? Buffers may come and go.
+ */
 static int
 buffer_copy_fits(oomkit_state *st, PyObject *copy, const oomkit_tensor_facts *facts)
 {
@@ -85,7 +87,8 @@ buffer_copy_fits(oomkit_state *st, PyObject *copy, const oomkit_tensor_facts *fa
         return 0;
     }
     if (oomkit_tensor_facts_get(st, copy, 0, &was) < 0) {
-        PyErr_Clear(); /* unreadable: a new copy is made, and fails by itself if it must */
+        PyErr_Clear(); /* unreadable: a new copy is made, and fails by itself if it must
+                        */
         return 0;
     }
     return was.shape_hash == facts->shape_hash && was.size == facts->size &&
@@ -241,8 +244,8 @@ buffer_put_back(oomkit_call *call, Py_ssize_t i)
     PyObject *dict, *done; /* owned */
     int result = 0;
 
-    /* Whatever the version says: a kernel that fails half-way (batch_norm) has written to
-     * its buffers and not bumped them. */
+    /* Whatever the version says: a kernel that fails half-way (batch_norm) has written
+     * to its buffers and not bumped them. */
     if (item->copied) {
         done = PyObject_CallMethodOneArg(item->tensor, call->st->str_copy,
                                          call->parts->copies[i]);
@@ -300,8 +303,10 @@ oomkit_buffers_learn(oomkit_call *call)
         if (call->parts->moving[i]) {
             continue;
         }
-        if (oomkit_tensor_version(call->st, call->buffers.items[i].tensor, &version) < 0) {
-            PyErr_Clear(); /* an unreadable version is no reason to fail a finished step */
+        if (oomkit_tensor_version(call->st, call->buffers.items[i].tensor, &version) <
+            0) {
+            PyErr_Clear(); /* an unreadable version is no reason to fail a finished step
+                            */
             call->parts->moving[i] = 1;
             continue;
         }
@@ -330,7 +335,8 @@ oomkit_buffers_release(oomkit_call *call)
     b->room = 0;
 }
 
-/* Once per site: normalisation over a micro-batch is not that over the batch. 0 or -1. */
+/* Once per site: normalisation over a micro-batch is not that over the batch. 0 or -1.
+ */
 int
 oomkit_buffers_say_norm(oomkit_call *call)
 {

@@ -18,8 +18,8 @@ typedef struct oomkit_grads {
     uint32_t *held_versions; /* without a bridge */
     PyObject **copies;       /* owned host copies of the gradients at entry, or NULL */
     PyObject **parked;       /* owned gradients of finished micro-batches, or NULL */
-    PyObject **aside;        /* owned gradients that hold the whole contribution, or NULL */
-    int marked;              /* marks are taken in this attempt */
+    PyObject **aside; /* owned gradients that hold the whole contribution, or NULL */
+    int marked;       /* marks are taken in this attempt */
     int is_parked;
     int at_entry; /* some parameter had a gradient when the marks were taken */
 } oomkit_grads;
@@ -49,7 +49,7 @@ typedef struct oomkit_rng {
 
 /* --- optimizers.c --- */
 typedef struct oomkit_state_item {
-    PyObject *key;   /* owned: name in a parameter's state, NULL for a parameter itself */
+    PyObject *key; /* owned: name in a parameter's state, NULL for a parameter itself */
     PyObject *value; /* owned: tensor or plain value */
     PyObject *dict;  /* owned: the state dict it is in */
     uint32_t version;
@@ -115,9 +115,9 @@ typedef struct oomkit_call {
     double *weights; /* one per slice, NULL while whole */
     int split;       /* more than one slice */
     int is_last;
-    int training;       /* a backward was seen in this attempt */
-    int course_waived;  /* the function asked for current() */
-    int forced;         /* slices given by testing.force_slices */
+    int training;      /* a backward was seen in this attempt */
+    int course_waived; /* the function asked for current() */
+    int forced;        /* slices given by testing.force_slices */
     uint64_t signature;
     int has_signature;
 
@@ -131,15 +131,16 @@ typedef struct oomkit_call {
     oomkit_interception *interceptions;
     int interception_count;
     int intercept_depth;
-    PyObject *scaler_marks;  /* owned: list of (scaler, saved per-optimizer states) */
-    PyObject *copied_owners; /* owned: list of (object, state_dict) for "copy", or NULL */
-    PyObject *user_marks;    /* owned: list of (participant, saved state), or NULL */
+    PyObject *scaler_marks; /* owned: list of (scaler, saved per-optimizer states) */
+    PyObject
+        *copied_owners;   /* owned: list of (object, state_dict) for "copy", or NULL */
+    PyObject *user_marks; /* owned: list of (participant, saved state), or NULL */
     int backward_depth;
-    int backwards;         /* outermost ones finished in this micro-batch */
-    int backward_failed;   /* the exception came out of a backward */
-    int committed;         /* a scheduler or scaler moved on: nothing can be taken back */
-    int raised;            /* an interceptor raised on purpose: not to be retried */
-    const char *refusal;   /* why this call must not be retried, or NULL */
+    int backwards;       /* outermost ones finished in this micro-batch */
+    int backward_failed; /* the exception came out of a backward */
+    int committed;       /* a scheduler or scaler moved on: nothing can be taken back */
+    int raised;          /* an interceptor raised on purpose: not to be retried */
+    const char *refusal; /* why this call must not be retried, or NULL */
     oomkit_join join;
 
     /* what happened */
@@ -154,7 +155,7 @@ typedef struct oomkit_call {
     uint32_t outcome; /* of the record */
 
     /* What follows is not zeroed at entry: see oomkit_engine_call. */
-    oomkit_batch batch; /* its inline nodes are written before they are read */
+    oomkit_batch batch;      /* its inline nodes are written before they are read */
     oomkit_course course[2]; /* of the first micro-batch, and of the present one */
 } oomkit_call;
 
@@ -165,92 +166,148 @@ void
 oomkit_call_set_current(oomkit_call *call);
 
 /* gradients.c. restore: 0 restored; 1 refused, *why tells (static text); -1 error. */
-int oomkit_grads_mark(oomkit_call *call);
-int oomkit_grads_park(oomkit_call *call);
-int oomkit_grads_unpark(oomkit_call *call);
-int oomkit_grads_settle(oomkit_call *call);
-void oomkit_grads_abandon(oomkit_call *call);
-int oomkit_grads_unexpected(oomkit_call *call, Py_ssize_t *which);
-int oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which);
-void oomkit_grads_end_attempt(oomkit_call *call);
-void oomkit_grads_release(oomkit_call *call);
+int
+oomkit_grads_mark(oomkit_call *call);
+int
+oomkit_grads_park(oomkit_call *call);
+int
+oomkit_grads_unpark(oomkit_call *call);
+int
+oomkit_grads_settle(oomkit_call *call);
+void
+oomkit_grads_abandon(oomkit_call *call);
+int
+oomkit_grads_unexpected(oomkit_call *call, Py_ssize_t *which);
+int
+oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which);
+void
+oomkit_grads_end_attempt(oomkit_call *call);
+void
+oomkit_grads_release(oomkit_call *call);
 
 /* buffers.c */
-int oomkit_buffers_mark(oomkit_call *call);
-int oomkit_buffers_restore(oomkit_call *call, PyObject **which);
-int oomkit_buffers_moved(oomkit_call *call);
-void oomkit_buffers_learn(oomkit_call *call);
-void oomkit_buffers_release(oomkit_call *call);
-int oomkit_buffers_say_norm(oomkit_call *call);
+int
+oomkit_buffers_mark(oomkit_call *call);
+int
+oomkit_buffers_restore(oomkit_call *call, PyObject **which);
+int
+oomkit_buffers_moved(oomkit_call *call);
+void
+oomkit_buffers_learn(oomkit_call *call);
+void
+oomkit_buffers_release(oomkit_call *call);
+int
+oomkit_buffers_say_norm(oomkit_call *call);
 
 /* rng.c */
-int oomkit_rng_mark(oomkit_call *call);
-int oomkit_rng_restore(oomkit_call *call);
-int oomkit_rng_moved(oomkit_call *call);
-void oomkit_rng_release(oomkit_call *call);
+int
+oomkit_rng_mark(oomkit_call *call);
+int
+oomkit_rng_restore(oomkit_call *call);
+int
+oomkit_rng_moved(oomkit_call *call);
+void
+oomkit_rng_release(oomkit_call *call);
 
 /* optimizers.c. moved: 1 when a parameter or a state tensor changed in place. */
-int oomkit_optimizer_mark_take(oomkit_call *call, PyObject *optimizer, int *index);
-int oomkit_optimizer_moved(oomkit_call *call, int index);
-int oomkit_optimizer_undo(oomkit_call *call, int index);
-int oomkit_optimizer_copy(oomkit_call *call, int index);
-int oomkit_optimizer_restore_copy(oomkit_call *call, int index);
-int oomkit_optimizer_is_foreach(oomkit_call *call, int index);
-int oomkit_optimizers_any_moved(oomkit_call *call);
-void oomkit_optimizers_release(oomkit_call *call);
+int
+oomkit_optimizer_mark_take(oomkit_call *call, PyObject *optimizer, int *index);
+int
+oomkit_optimizer_moved(oomkit_call *call, int index);
+int
+oomkit_optimizer_undo(oomkit_call *call, int index);
+int
+oomkit_optimizer_copy(oomkit_call *call, int index);
+int
+oomkit_optimizer_restore_copy(oomkit_call *call, int index);
+int
+oomkit_optimizer_is_foreach(oomkit_call *call, int index);
+int
+oomkit_optimizers_any_moved(oomkit_call *call);
+void
+oomkit_optimizers_release(oomkit_call *call);
 
 /* intercept.c */
-int oomkit_intercept_install(oomkit_call *call);
-void oomkit_intercept_remove(oomkit_call *call);
+int
+oomkit_intercept_install(oomkit_call *call);
+void
+oomkit_intercept_remove(oomkit_call *call);
 
 /* backward.c */
-int oomkit_backward_install(oomkit_state *st);
-int oomkit_backward_drain(oomkit_state *st);
-int oomkit_backward_run(oomkit_call *call, PyObject *result);
+int
+oomkit_backward_install(oomkit_state *st);
+int
+oomkit_backward_drain(oomkit_state *st);
+int
+oomkit_backward_run(oomkit_call *call, PyObject *result);
 
 /* course.c. 0, or -1 with SplitError that names both lines. */
-int oomkit_course_note(oomkit_call *call, const void *target, const void *name);
-int oomkit_course_finish(oomkit_call *call);
-void oomkit_course_clear(oomkit_course *course);
+int
+oomkit_course_note(oomkit_call *call, const void *target, const void *name);
+int
+oomkit_course_finish(oomkit_call *call);
+void
+oomkit_course_clear(oomkit_course *course);
 
 /* owners.c: schedulers, scalers and the user's own objects */
-int oomkit_scaler_mark(oomkit_call *call, PyObject *scaler);
-int oomkit_owner_copy(oomkit_call *call, PyObject *owner);
-int oomkit_owners_mark(oomkit_call *call);
-int oomkit_owners_restore(oomkit_call *call);
-int oomkit_owners_restore_copies(oomkit_call *call);
-void oomkit_owners_release(oomkit_call *call);
+int
+oomkit_scaler_mark(oomkit_call *call, PyObject *scaler);
+int
+oomkit_owner_copy(oomkit_call *call, PyObject *owner);
+int
+oomkit_owners_mark(oomkit_call *call);
+int
+oomkit_owners_restore(oomkit_call *call);
+int
+oomkit_owners_restore_copies(oomkit_call *call);
+void
+oomkit_owners_release(oomkit_call *call);
 
 /* predict.c: before an optimizer's first step: will its state fit? 0, or -1 with
  * oomkit.OutOfMemory before anything moved. */
-int oomkit_predict_update(oomkit_call *call, PyObject *optimizer);
+int
+oomkit_predict_update(oomkit_call *call, PyObject *optimizer);
 
 /* describe.c: words for reports. Each gives a new reference or NULL. */
-PyObject *oomkit_describe_tensor(oomkit_call *call, PyObject *tensor);
-PyObject *oomkit_describe_report(oomkit_call *call);
+PyObject *
+oomkit_describe_tensor(oomkit_call *call, PyObject *tensor);
+PyObject *
+oomkit_describe_report(oomkit_call *call);
 /* Raises oomkit.OutOfMemory with the report; `reason` (borrowed str) leads the message.
  * NULL always. */
-PyObject *oomkit_give_up(oomkit_call *call, PyObject *reason, int committed);
+PyObject *
+oomkit_give_up(oomkit_call *call, PyObject *reason, int committed);
 
 /* transaction.c: begin an attempt, take it back, end the call. */
-int oomkit_tx_begin(oomkit_call *call);
-int oomkit_tx_begin_micro(oomkit_call *call);
-void oomkit_tx_end_attempt(oomkit_call *call);
+int
+oomkit_tx_begin(oomkit_call *call);
+int
+oomkit_tx_begin_micro(oomkit_call *call);
+void
+oomkit_tx_end_attempt(oomkit_call *call);
 /* 0 everything is as at entry; 1 it cannot be: *message (owned str) says what and which
  * line to change; -1 error. */
-int oomkit_tx_restore(oomkit_call *call, PyObject **message);
-int oomkit_tx_committed(oomkit_call *call);
-int oomkit_tx_micro_end(oomkit_call *call);
-void oomkit_tx_end(oomkit_call *call);
+int
+oomkit_tx_restore(oomkit_call *call, PyObject **message);
+int
+oomkit_tx_committed(oomkit_call *call);
+int
+oomkit_tx_micro_end(oomkit_call *call);
+void
+oomkit_tx_end(oomkit_call *call);
 
 /* Should gradients that are there at the first backward be copied? (signature.c) */
-int oomkit_call_wants_copies(oomkit_call *call);
+int
+oomkit_call_wants_copies(oomkit_call *call);
 
 /* A host copy of a tensor outside the budget. New reference or NULL. */
-PyObject *oomkit_host_copy(oomkit_state *st, PyObject *tensor);
+PyObject *
+oomkit_host_copy(oomkit_state *st, PyObject *tensor);
 
 /* Turns gradient recording off and gives back how it was (1, 0), or -1. */
-int oomkit_grad_mode_off(oomkit_state *st);
-int oomkit_grad_mode_set(oomkit_state *st, int enabled);
+int
+oomkit_grad_mode_off(oomkit_state *st);
+int
+oomkit_grad_mode_set(oomkit_state *st, int enabled);
 
 #endif

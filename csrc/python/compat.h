@@ -5,8 +5,8 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-/* Takes the exception in flight, normalised, with its traceback attached. The caller owns
- * the result; NULL when none is set. The error indicator is clear afterwards. */
+/* Takes the exception in flight, normalised, with its traceback attached. The caller
+ * owns the result; NULL when none is set. The error indicator is clear afterwards. */
 static inline PyObject *
 oomkit_exception_take(void)
 {

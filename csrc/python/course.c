@@ -1,4 +1,5 @@
-/* One course: every micro-batch makes the same outermost backwards and intercepted calls. */
+/* One course: every micro-batch makes the same outermost backwards and intercepted
+ * calls. */
 #include "call.h"
 #include "errors.h"
 
@@ -12,7 +13,8 @@ oomkit_course_clear(oomkit_course *course)
     }
 }
 
-/* "file:line" of the innermost Python frame. New reference, or NULL with an exception. */
+/* "file:line" of the innermost Python frame. New reference, or NULL with an exception.
+ */
 static PyObject *
 course_where(void)
 {
@@ -24,8 +26,8 @@ course_where(void)
         return PyUnicode_FromString("native code");
     }
     code = PyFrame_GetCode(frame);
-    where = PyUnicode_FromFormat("%U:%d", code->co_filename,
-                                 PyFrame_GetLineNumber(frame));
+    where =
+        PyUnicode_FromFormat("%U:%d", code->co_filename, PyFrame_GetLineNumber(frame));
     Py_DECREF(code);
     return where;
 }

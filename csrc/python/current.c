@@ -68,7 +68,8 @@ current_force_slices(PyObject *module, PyObject *lengths)
     PyObject *before = st->forced_slices; /* owned, handed to the caller */
 
     if (lengths != Py_None && !PyTuple_CheckExact(lengths)) {
-        PyErr_Format(PyExc_TypeError, "_force_slices() expected a tuple or None, got %s",
+        PyErr_Format(PyExc_TypeError,
+                     "_force_slices() expected a tuple or None, got %s",
                      Py_TYPE(lengths)->tp_name);
         return NULL;
     }
@@ -83,10 +84,12 @@ PyMethodDef oomkit_current_methods[] = {
     {"current", current_get, METH_NOARGS,
      "current()\n--\n\n"
      "Where in a split call this code runs.\n\n"
-     "Returns a record with ``index`` (from 0), ``count``, ``is_last`` and ``weight``;\n"
+     "Returns a record with ``index`` (from 0), ``count``, ``is_last`` and "
+     "``weight``;\n"
      "outside a protected call, and while the batch is whole, (0, 1, True, 1.0). Code\n"
      "that must run once per batch is written\n"
-     "``if oomkit.current().is_last: ema.update(model)``. A step that asks is no longer\n"
+     "``if oomkit.current().is_last: ema.update(model)``. A step that asks is no "
+     "longer\n"
      "checked for micro-batches that take different courses."},
     {"_force_slices", current_force_slices, METH_O,
      "_force_slices(lengths, /)\n--\n\nSet the forced slices; returns those before."},

@@ -4,8 +4,8 @@
 #include "step.h"
 #include "tensor.h"
 
-/* "fc.weight" when a module of the call has it by that name. New reference; NULL without
- * an exception when none has; NULL with one on failure. */
+/* "fc.weight" when a module of the call has it by that name. New reference; NULL
+ * without an exception when none has; NULL with one on failure. */
 static PyObject *
 name_in_module(PyObject *module, PyObject *tensor)
 {
@@ -39,7 +39,7 @@ oomkit_describe_tensor(oomkit_call *call, PyObject *tensor)
 
     for (i = 0; roots != NULL && i < PyList_GET_SIZE(roots); i++) {
         PyObject *module = oomkit_reference_get(PyList_GET_ITEM(roots, i)); /* owned */
-        PyObject *name; /* owned */
+        PyObject *name;                                                     /* owned */
         if (module == NULL ||
             !PyObject_TypeCheck(module, (PyTypeObject *)call->st->Module)) {
             Py_XDECREF(module);
@@ -56,7 +56,8 @@ oomkit_describe_tensor(oomkit_call *call, PyObject *tensor)
         }
     }
     shape = PyObject_GetAttr(tensor, call->st->str_shape);
-    text = shape == NULL ? NULL : PyUnicode_FromFormat("a parameter of shape %S", shape);
+    text =
+        shape == NULL ? NULL : PyUnicode_FromFormat("a parameter of shape %S", shape);
     Py_XDECREF(shape);
     return text;
 }
@@ -83,7 +84,7 @@ optimizer_bytes(oomkit_call *call)
     Py_ssize_t i;
 
     for (i = 0; i < call->parts->owner_count; i++) {
-        PyObject *optimizer, *state; /* owned */
+        PyObject *optimizer, *state;            /* owned */
         PyObject *param, *values, *key, *value; /* borrowed */
         Py_ssize_t at = 0, in;
         if (call->parts->owners[i].kind != OOMKIT_OWNER_OPTIMIZER) {
@@ -91,7 +92,8 @@ optimizer_bytes(oomkit_call *call)
         }
         optimizer = oomkit_reference_get(call->parts->owners[i].ref);
         state = optimizer ? PyObject_GetAttr(optimizer, st->str_state) : NULL;
-        while (state && PyDict_Check(state) && PyDict_Next(state, &at, &param, &values)) {
+        while (state && PyDict_Check(state) &&
+               PyDict_Next(state, &at, &param, &values)) {
             in = 0;
             while (PyDict_Check(values) && PyDict_Next(values, &in, &key, &value)) {
                 bytes += tensor_bytes(st, value);
@@ -147,8 +149,8 @@ describe_holders(oomkit_call *call, uint64_t allocated, uint64_t *optimizer)
         holders_set(holders, "gradients", gradients) < 0 ||
         holders_set(holders, "optimizer state", *optimizer) < 0 ||
         (allocated != OOMKIT_UNKNOWN &&
-         holders_set(holders, "everything else", allocated > known ? allocated - known : 0) <
-             0)) {
+         holders_set(holders, "everything else",
+                     allocated > known ? allocated - known : 0) < 0)) {
         Py_CLEAR(holders);
     }
     return holders;
@@ -177,14 +179,15 @@ oomkit_describe_report(oomkit_call *call)
             "make each sample smaller: a shorter sequence or a lower resolution",
             "wrap the model's blocks in torch.utils.checkpoint, or run them under "
             "autocast in bfloat16",
-            optimizer > 0 ? "use an optimizer with less state, or keep its state and the "
-                            "gradients in a lower precision"
-                          : "free what else is on the device: other models, cached "
-                            "batches, stored outputs");
+            optimizer > 0
+                ? "use an optimizer with less state, or keep its state and the "
+                  "gradients in a lower precision"
+                : "free what else is on the device: other models, cached "
+                  "batches, stored outputs");
     }
     if (advice != NULL) {
-        report = oomkit_report_new(call->st, call->options->label, device, call->attempts,
-                                   call->attempt_count, allocated,
+        report = oomkit_report_new(call->st, call->options->label, device,
+                                   call->attempts, call->attempt_count, allocated,
                                    call->window.budget_bytes, holders, advice);
     }
     Py_XDECREF(holders);

@@ -1,4 +1,5 @@
-/* One interface to memory figures: the bridge where it is present, else torch's own calls.
+/* One interface to memory figures: the bridge where it is present, else torch's own
+ * calls.
  *
  * Nothing here initialises a device. Figures that cannot be had are OOMKIT_UNKNOWN. */
 #ifndef OOMKIT_PYTHON_DEVICE_H
@@ -16,11 +17,12 @@ typedef struct oomkit_device {
 } oomkit_device;
 
 /* A measurement that is open from begin to end. They nest (also a guard inside a step);
- * on an accelerator the inner reset of the peak is merged back into the outer window. */
+ * on an accelerator the inner reset of the peak is merged back into the outer window.
+ */
 typedef struct oomkit_peak_window {
     struct oomkit_peak_window *outer; /* borrowed: the enclosing one of this device */
     oomkit_device device;
-    int cpu_window;          /* the bridge's window, or -1 */
+    int cpu_window; /* the bridge's window, or -1 */
     int open;
     int reset;               /* whether the device's peak was reset at begin */
     uint64_t baseline_bytes; /* allocated at begin */
@@ -28,13 +30,13 @@ typedef struct oomkit_peak_window {
     uint64_t free_bytes, budget_bytes;                  /* filled by end */
 } oomkit_peak_window;
 
-/* Installs the CPU allocator when `device` is the CPU and the bridge is there: done by the
- * first protected call. Never fails; without it CPU figures are unknown. */
+/* Installs the CPU allocator when `device` is the CPU and the bridge is there: done by
+ * the first protected call. Never fails; without it CPU figures are unknown. */
 void
 oomkit_device_prepare(oomkit_state *st, oomkit_device device);
 
-/* Never fail: what cannot be measured is OOMKIT_UNKNOWN. begin and end may be called with
- * an exception set; they keep it. */
+/* Never fail: what cannot be measured is OOMKIT_UNKNOWN. begin and end may be called
+ * with an exception set; they keep it. */
 void
 oomkit_device_begin(oomkit_state *st, oomkit_device device, int reset,
                     oomkit_peak_window *window);
@@ -45,15 +47,16 @@ oomkit_device_end(oomkit_state *st, oomkit_peak_window *window);
 uint64_t
 oomkit_device_allocated(oomkit_state *st, oomkit_device device);
 
-/* All figures of a device; every field may be OOMKIT_UNKNOWN. *budget_bytes is the limit
- * in force. -1 with an exception only when torch's own calls raise something unexpected. */
+/* All figures of a device; every field may be OOMKIT_UNKNOWN. *budget_bytes is the
+ * limit in force. -1 with an exception only when torch's own calls raise something
+ * unexpected. */
 int
-oomkit_device_figures(oomkit_state *st, oomkit_device device, oomkit_memory_stats *stats,
-                      uint64_t *budget_bytes);
+oomkit_device_figures(oomkit_state *st, oomkit_device device,
+                      oomkit_memory_stats *stats, uint64_t *budget_bytes);
 
 /* The limit that oomkit.limit_memory put on an accelerator, for later figures;
- * OOMKIT_UNKNOWN takes it away. OOMKIT_OK, or OOMKIT_EREFUSED when more devices are in use
- * than the table has room for. The CPU's limit is the bridge's own. */
+ * OOMKIT_UNKNOWN takes it away. OOMKIT_OK, or OOMKIT_EREFUSED when more devices are in
+ * use than the table has room for. The CPU's limit is the bridge's own. */
 int
 oomkit_device_budget_set(oomkit_device device, uint64_t budget_bytes);
 
@@ -62,8 +65,8 @@ oomkit_device_budget_set(oomkit_device device, uint64_t budget_bytes);
 uint64_t
 oomkit_device_run_peak(oomkit_state *st, oomkit_device device);
 
-/* Returns cached blocks to the driver, once. What it raises is dropped when it is OOM (the
- * flush is an optimisation), else -1. Nothing to do on the CPU. */
+/* Returns cached blocks to the driver, once. What it raises is dropped when it is OOM
+ * (the flush is an optimisation), else -1. Nothing to do on the CPU. */
 int
 oomkit_device_empty_cache(oomkit_state *st, oomkit_device device);
 

@@ -1,5 +1,5 @@
-/* The protected call: marks, the function, and what was measured. The healthy path is this
- * file; everything after a failure is in recover.c. */
+/* The protected call: marks, the function, and what was measured. The healthy path is
+ * this file; everything after a failure is in recover.c. */
 #include "call.h"
 #include "errors.h"
 #include "step.h"
@@ -29,8 +29,8 @@ engine_participants(oomkit_call *call)
         if (PyErr_Occurred()) {
             return -1;
         }
-        found = oomkit_participants_find(call->st, call->options, step->func, call->args,
-                                         call->batch.positional, total);
+        found = oomkit_participants_find(call->st, call->options, step->func,
+                                         call->args, call->batch.positional, total);
         if (found == NULL) {
             return -1;
         }
@@ -96,16 +96,18 @@ engine_plan(oomkit_call *call)
 {
     oomkit_step *step = call->step;
     oomkit_plan_observations seen;
-    int asked = call->options->accumulation_steps > 1 || call->st->forced_slices != NULL;
-    int found = oomkit_batch_find(call->st, call->options, step->batch_site, step->names,
-                                  &call->batch);
+    int asked =
+        call->options->accumulation_steps > 1 || call->st->forced_slices != NULL;
+    int found = oomkit_batch_find(call->st, call->options, step->batch_site,
+                                  step->names, &call->batch);
 
     if (found <= 0) {
         if (found == 0 && asked) {
-            oomkit_raise(call->st->SplitError,
-                         "auto_batch(accumulation_steps=...) found no batch to split in "
-                         "the arguments of %U: pass it as an argument of the step",
-                         call->options->label);
+            oomkit_raise(
+                call->st->SplitError,
+                "auto_batch(accumulation_steps=...) found no batch to split in "
+                "the arguments of %U: pass it as an argument of the step",
+                call->options->label);
             return -1;
         }
         return found;
@@ -210,8 +212,8 @@ oomkit_call_merge_window(oomkit_call *call)
 void
 oomkit_call_record(const oomkit_call *call, oomkit_record *record)
 {
-    int64_t rows = call->batch.rows > 0 ? call->batch.rows
-                                        : oomkit_batch_rows(&call->batch);
+    int64_t rows =
+        call->batch.rows > 0 ? call->batch.rows : oomkit_batch_rows(&call->batch);
     int64_t largest = 0, i;
 
     for (i = 0; i < call->slice_count; i++) {
@@ -231,7 +233,8 @@ oomkit_call_record(const oomkit_call *call, oomkit_record *record)
     record->budget_bytes = call->window.budget_bytes;
     record->time_ns = oomkit_now_ns() - call->started_ns;
     record->lost_ns = call->lost_ns;
-    record->accumulation_steps = call->slice_count > 0 ? (uint32_t)call->slice_count : 1;
+    record->accumulation_steps =
+        call->slice_count > 0 ? (uint32_t)call->slice_count : 1;
     record->attempts = (uint32_t)call->attempt_count + 1;
     record->ooms = call->ooms;
     record->reason = (uint32_t)call->reason;
@@ -264,7 +267,8 @@ static void
 engine_end(oomkit_call *call, int finished)
 {
     oomkit_record record;
-    PyObject *exception = finished ? NULL : oomkit_exception_take(); /* owned, given back */
+    PyObject *exception =
+        finished ? NULL : oomkit_exception_take(); /* owned, given back */
     Py_ssize_t i;
 
     oomkit_intercept_remove(call);
@@ -298,17 +302,20 @@ engine_end(oomkit_call *call, int finished)
 }
 
 PyObject *
-oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwnames)
+oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf,
+                   PyObject *kwnames)
 {
     oomkit_step *step = step_CAST(op);
     oomkit_call call;
     PyObject *result = NULL; /* owned */
     int split;
 
-    if (oomkit_call_current() != NULL) { /* the outermost protected call answers for all */
+    if (oomkit_call_current() !=
+        NULL) { /* the outermost protected call answers for all */
         return PyObject_Vectorcall(step->func, args, nargsf, kwnames);
     }
-    memset(&call, 0, offsetof(oomkit_call, batch) + offsetof(oomkit_batch, inline_nodes));
+    memset(&call, 0,
+           offsetof(oomkit_call, batch) + offsetof(oomkit_batch, inline_nodes));
     call.course[0].count = call.course[1].count = 0;
     call.st = step->st;
     call.step = step;

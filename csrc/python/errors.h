@@ -10,34 +10,35 @@
 int
 oomkit_errors_init(oomkit_state *st);
 
-/* The class of an exception object, its wrappers (.inner_exception, __cause__ of torch's
- * compile-time wrappers, exception groups of one kind) looked through. oomkit.OutOfMemory
- * is NEVER, PartialUpdate and every other error of ours OTHER. Runs no user code but
- * attribute look-ups; keeps any exception in flight. */
+/* The class of an exception object, its wrappers (.inner_exception, __cause__ of
+ * torch's compile-time wrappers, exception groups of one kind) looked through.
+ * oomkit.OutOfMemory is NEVER, PartialUpdate and every other error of ours OTHER. Runs
+ * no user code but attribute look-ups; keeps any exception in flight. */
 oomkit_class
 oomkit_exception_classify(oomkit_state *st, PyObject *exception);
 
-/* Plain values out of an exception: request in bytes (OOMKIT_UNKNOWN), its message (owned
- * str or NULL) and "file:line in name" of the innermost frame (owned str or NULL). Never
- * fails, clears what goes wrong inside. */
+/* Plain values out of an exception: request in bytes (OOMKIT_UNKNOWN), its message
+ * (owned str or NULL) and "file:line in name" of the innermost frame (owned str or
+ * NULL). Never fails, clears what goes wrong inside. */
 void
 oomkit_exception_describe(oomkit_state *st, PyObject *exception, uint64_t *requested,
                           PyObject **message, PyObject **location);
 
 /* Drops an exception so that nothing it reached stays alive: frames of its traceback
- * cleared, traceback, cause, context and .inner_exception removed, recursively; stops at
- * `keep` (the exception that the caller was handling; borrowed, may be NULL). Steals
+ * cleared, traceback, cause, context and .inner_exception removed, recursively; stops
+ * at `keep` (the exception that the caller was handling; borrowed, may be NULL). Steals
  * `exception`. Must be called without an exception in flight. Can run Python code
  * (finalisers). */
 void
 oomkit_exception_drop(oomkit_state *st, PyObject *exception, PyObject *keep);
 
-/* The same without dropping: frames below are cleared but the exception stays raisable. For
- * guard, whose caller still owns it. Borrows `exception` and `keep`. */
+/* The same without dropping: frames below are cleared but the exception stays raisable.
+ * For guard, whose caller still owns it. Borrows `exception` and `keep`. */
 void
 oomkit_exception_clear_frames(oomkit_state *st, PyObject *exception, PyObject *keep);
 
-/* Raises type(message) with attributes; message as in PyUnicode_FromFormat. NULL always. */
+/* Raises type(message) with attributes; message as in PyUnicode_FromFormat. NULL
+ * always. */
 PyObject *
 oomkit_raise(PyObject *type, const char *format, ...);
 

@@ -1,9 +1,9 @@
 /* Gradients: marks, host copies, parking between micro-batches, roll back.
  *
- * Mark: which tensor a parameter's gradient was, held weakly so that its address cannot be
- * given to another one, and its version. AccumulateGrad is atomic per leaf, so after a
- * failed backward a leaf has all of the slice's contribution or none, and the mark tells
- * which. */
+ * Mark: which tensor a parameter's gradient was, held weakly so that its address cannot
+ * be given to another one, and its version. AccumulateGrad is atomic per leaf, so after
+ * a failed backward a leaf has all of the slice's contribution or none, and the mark
+ * tells which. */
 #include "call.h"
 #include "tensor.h"
 
@@ -60,8 +60,8 @@ oomkit_host_copy(oomkit_state *st, PyObject *tensor)
         return NULL;
     }
     oomkit_exempt_enter(st);
-    copy = PyObject_CallMethodNoArgs(plain,
-                                     facts.device_type == 0 ? st->str_clone : st->str_cpu);
+    copy = PyObject_CallMethodNoArgs(plain, facts.device_type == 0 ? st->str_clone
+                                                                   : st->str_cpu);
     oomkit_exempt_leave(st);
     Py_DECREF(plain);
     return copy;
@@ -174,7 +174,8 @@ oomkit_grads_mark(oomkit_call *call)
     return 0;
 }
 
-/* Moves every gradient to the stash, so that what follows in this micro-batch sees none. */
+/* Moves every gradient to the stash, so that what follows in this micro-batch sees
+ * none. */
 int
 oomkit_grads_park(oomkit_call *call)
 {
@@ -225,8 +226,8 @@ oomkit_grads_unpark(oomkit_call *call)
 }
 
 /* After the backward of the last micro-batch of a replay: leaves whose gradient already
- * held the whole contribution of the failed attempt get it back in place of the replayed
- * one. */
+ * held the whole contribution of the failed attempt get it back in place of the
+ * replayed one. */
 int
 oomkit_grads_settle(oomkit_call *call)
 {
@@ -245,8 +246,9 @@ oomkit_grads_settle(oomkit_call *call)
     return 0;
 }
 
-/* The call failed for good while gradients are set aside: they go back as they are (with
- * the contribution of the failed attempt), which the error says. Keeps no exception. */
+/* The call failed for good while gradients are set aside: they go back as they are
+ * (with the contribution of the failed attempt), which the error says. Keeps no
+ * exception. */
 void
 oomkit_grads_abandon(oomkit_call *call)
 {
@@ -338,7 +340,7 @@ static int
 grads_put_copy(oomkit_call *call, Py_ssize_t i, int in_place)
 {
     oomkit_state *st = call->st;
-    PyObject *copy = call->grads.copies[i]; /* borrowed */
+    PyObject *copy = call->grads.copies[i];   /* borrowed */
     PyObject *fresh, *done, *device, *target; /* owned */
     int result = -1;
 
@@ -362,9 +364,9 @@ grads_put_copy(oomkit_call *call, Py_ssize_t i, int in_place)
     return result;
 }
 
-/* May moved gradients be set aside? Only when a single backward was interrupted, so that
- * each moved leaf holds exactly one contribution of the whole batch, and when the replay
- * will draw the same random numbers and normalise alike. */
+/* May moved gradients be set aside? Only when a single backward was interrupted, so
+ * that each moved leaf holds exactly one contribution of the whole batch, and when the
+ * replay will draw the same random numbers and normalise alike. */
 static int
 grads_may_set_aside(oomkit_call *call, const uint8_t *states, const uint32_t *steps)
 {
@@ -441,8 +443,8 @@ oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which)
     for (i = 0; i < n; i++) {
         int moved = states[i] != OOMKIT_GRAD_SAME && states[i] != OOMKIT_GRAD_NEW;
         int copied = call->grads.copies != NULL && call->grads.copies[i] != NULL;
-        if ((moved && !copied && !aside) || (moved && call->grads.aside != NULL &&
-                                             call->grads.aside[i] != NULL)) {
+        if ((moved && !copied && !aside) ||
+            (moved && call->grads.aside != NULL && call->grads.aside[i] != NULL)) {
             *why = "its gradient, present before the step, was changed and no copy was "
                    "taken";
             *which = Py_NewRef(call->parts->params[i]);

@@ -2,9 +2,9 @@
  *
  * optimizer.step, scheduler.step, scaler.step / update / unscale_ and
  * AveragedModel.update_parameters stand as attributes of our own in the instance
- * dictionaries from entry to exit. In every micro-batch but the last they do nothing; in
- * the last (or only) one they run, and what they move is known. A scheduler keeps its
- * wrapper of optimizer.step in the same place: it is saved and put back. */
+ * dictionaries from entry to exit. In every micro-batch but the last they do nothing;
+ * in the last (or only) one they run, and what they move is known. A scheduler keeps
+ * its wrapper of optimizer.step in the same place: it is saved and put back. */
 #include "call.h"
 #include "errors.h"
 #include "step.h"
@@ -108,15 +108,16 @@ interceptor_restore(oomkit_call *call, int index)
     return oomkit_grad_mode_set(call->st, mode) < 0 ? -1 : result;
 }
 
-/* The OOM in flight came out of an optimizer's step(). NULL without an exception asks for
- * one retry of the call (nothing had moved); otherwise NULL with the exception to raise. */
+/* The OOM in flight came out of an optimizer's step(). NULL without an exception asks
+ * for one retry of the call (nothing had moved); otherwise NULL with the exception to
+ * raise. */
 static PyObject *
 interceptor_after_oom(interceptor_object *self, int index, int may_retry)
 {
     oomkit_call *call = self->call;
     oomkit_state *st = call->st;
     PyObject *exception = oomkit_exception_take(); /* owned, then stolen */
-    PyObject *handled;                             /* owned: what the step is handling */
+    PyObject *handled; /* owned: what the step is handling */
     int moved;
 
     if (call->options->optimizer_copy) {
@@ -143,8 +144,10 @@ interceptor_after_oom(interceptor_object *self, int index, int may_retry)
         call->raised = 1;
         return oomkit_raise(
             st->PartialUpdate,
-            "%s.step() ran out of memory after it had changed a parameter or its state: "
-            "the update is half done and cannot be taken back; restore a checkpoint, or "
+            "%s.step() ran out of memory after it had changed a parameter or its "
+            "state: "
+            "the update is half done and cannot be taken back; restore a checkpoint, "
+            "or "
             "pass optimizer_safety=\"copy\" to auto_batch; fused=True makes such "
             "failures rarer",
             Py_TYPE(self->target)->tp_name);
@@ -176,8 +179,9 @@ interceptor_optimizer(interceptor_object *self, PyObject *const *args, size_t na
     closure = PyVectorcall_NARGS(nargsf) > 0 && args[0] != Py_None;
     closure |= kwnames != NULL && PyTuple_GET_SIZE(kwnames) > 0;
     if (closure) {
-        call->refusal = "an optimizer step with a closure (LBFGS) runs the model inside "
-                        "step(): decorate the closure's forward and backward instead";
+        call->refusal =
+            "an optimizer step with a closure (LBFGS) runs the model inside "
+            "step(): decorate the closure's forward and backward instead";
         result = interceptor_original(self, args, nargsf, kwnames);
         call->committed |= result != NULL;
         return result;
@@ -202,7 +206,8 @@ interceptor_optimizer(interceptor_object *self, PyObject *const *args, size_t na
     }
 }
 
-/* What is not an optimizer: a scheduler or update() moves on for good when it returns. */
+/* What is not an optimizer: a scheduler or update() moves on for good when it returns.
+ */
 static PyObject *
 interceptor_other(interceptor_object *self, PyObject *const *args, size_t nargsf,
                   PyObject *kwnames)
@@ -210,16 +215,17 @@ interceptor_other(interceptor_object *self, PyObject *const *args, size_t nargsf
     oomkit_call *call = self->call;
     PyObject *result; /* owned */
 
-    if (self->kind == OOMKIT_OWNER_SCALER && oomkit_scaler_mark(call, self->target) < 0) {
+    if (self->kind == OOMKIT_OWNER_SCALER &&
+        oomkit_scaler_mark(call, self->target) < 0) {
         return NULL;
     }
     if (call->options->optimizer_copy && oomkit_owner_copy(call, self->target) < 0) {
         return NULL;
     }
     result = interceptor_original(self, args, nargsf, kwnames);
-    if (result != NULL && (self->kind == OOMKIT_OWNER_SCHEDULER ||
-                           self->kind == OOMKIT_OWNER_AVERAGED ||
-                           self->name == call->st->str_update)) {
+    if (result != NULL &&
+        (self->kind == OOMKIT_OWNER_SCHEDULER || self->kind == OOMKIT_OWNER_AVERAGED ||
+         self->name == call->st->str_update)) {
         call->committed = 1;
     }
     return result;
@@ -236,14 +242,15 @@ interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *k
         return interceptor_original(self, args, nargsf, kwnames);
     }
     if (call->split && call->intercept_depth == 0) {
-        if (self->kind == OOMKIT_OWNER_OPTIMIZER &&
-            PyVectorcall_NARGS(nargsf) > 0 && args[0] != Py_None) {
+        if (self->kind == OOMKIT_OWNER_OPTIMIZER && PyVectorcall_NARGS(nargsf) > 0 &&
+            args[0] != Py_None) {
             call->raised = 1;
-            return oomkit_raise(call->st->SplitError,
-                                "auto_batch cannot split a step that hands a closure to "
-                                "%s.step(): decorate the closure's forward and backward "
-                                "instead of the step around it",
-                                Py_TYPE(self->target)->tp_name);
+            return oomkit_raise(
+                call->st->SplitError,
+                "auto_batch cannot split a step that hands a closure to "
+                "%s.step(): decorate the closure's forward and backward "
+                "instead of the step around it",
+                Py_TYPE(self->target)->tp_name);
         }
         if (oomkit_course_note(call, self->target, self->name) < 0) {
             return NULL;
@@ -316,8 +323,8 @@ interceptor_dealloc(PyObject *op)
 }
 
 static PyMemberDef interceptor_members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(interceptor_object, vectorcall), READONLY,
-     NULL},
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(interceptor_object, vectorcall),
+     READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -341,7 +348,8 @@ PyType_Spec oomkit_interceptor_spec = {
 
 /* Puts one interceptor into an instance's dictionary. */
 static int
-intercept_one(oomkit_call *call, PyObject *target, oomkit_owner_kind kind, PyObject *name)
+intercept_one(oomkit_call *call, PyObject *target, oomkit_owner_kind kind,
+              PyObject *name)
 {
     oomkit_interception *entry = &call->interceptions[call->interception_count];
     interceptor_object *self;
@@ -399,7 +407,8 @@ intercept_owner(oomkit_call *call, PyObject *target, oomkit_owner_kind kind)
     }
 }
 
-/* At entry of a call. What could be installed before an error is taken out by remove. */
+/* At entry of a call. What could be installed before an error is taken out by remove.
+ */
 int
 oomkit_intercept_install(oomkit_call *call)
 {
@@ -434,8 +443,8 @@ oomkit_intercept_install(oomkit_call *call)
     return 0;
 }
 
-/* Puts back what stood there. Keeps the exception in flight. An entry that the step itself
- * replaced meanwhile (a scheduler made inside it) is left alone. */
+/* Puts back what stood there. Keeps the exception in flight. An entry that the step
+ * itself replaced meanwhile (a scheduler made inside it) is left alone. */
 void
 oomkit_intercept_remove(oomkit_call *call)
 {
@@ -460,7 +469,8 @@ oomkit_intercept_remove(oomkit_call *call)
         if (failed < 0) {
             PyErr_WriteUnraisable(entry->target);
         }
-        if (Py_REFCNT(self) == 1) { /* else somebody kept it: it goes on as the original */
+        if (Py_REFCNT(self) ==
+            1) { /* else somebody kept it: it goes on as the original */
             interceptor_clear((PyObject *)self);
         }
         Py_CLEAR(entry->interceptor);

@@ -49,7 +49,8 @@ mark_groups(oomkit_state *st, oomkit_optimizer_mark *mark)
 {
     Py_ssize_t i, j;
     int result = -1;
-    PyObject *groups = PyObject_GetAttr(mark->optimizer, st->str_param_groups); /* owned */
+    PyObject *groups =
+        PyObject_GetAttr(mark->optimizer, st->str_param_groups); /* owned */
 
     if (groups == NULL || !PyList_Check(groups)) {
         goto done;
@@ -68,7 +69,8 @@ mark_groups(oomkit_state *st, oomkit_optimizer_mark *mark)
         }
         Py_DECREF(copy);
         params = PyDict_GetItemWithError(group, st->str_params);
-        for (j = 0; params && PyList_Check(params) && j < PyList_GET_SIZE(params); j++) {
+        for (j = 0; params && PyList_Check(params) && j < PyList_GET_SIZE(params);
+             j++) {
             if (mark_value(st, mark, NULL, NULL, PyList_GET_ITEM(params, j)) < 0) {
                 goto done;
             }
@@ -149,8 +151,8 @@ mark_find(const oomkit_call *call, const PyObject *optimizer)
     return -1;
 }
 
-/* Marks an optimizer at the beginning of its step(); *index is its number in this call. An
- * earlier step() of the same call that moved something makes the call committed. */
+/* Marks an optimizer at the beginning of its step(); *index is its number in this call.
+ * An earlier step() of the same call that moved something makes the call committed. */
 int
 oomkit_optimizer_mark_take(oomkit_call *call, PyObject *optimizer, int *index)
 {
@@ -160,7 +162,8 @@ oomkit_optimizer_mark_take(oomkit_call *call, PyObject *optimizer, int *index)
     if (at >= 0) {
         int moved;
         if (call->options->optimizer_copy && call->optimizers[at].copies != NULL) {
-            *index = at; /* the pre-image of the first step() is the one to go back to */
+            *index =
+                at; /* the pre-image of the first step() is the one to go back to */
             return 0;
         }
         moved = oomkit_optimizer_moved(call, at);
@@ -172,8 +175,7 @@ oomkit_optimizer_mark_take(oomkit_call *call, PyObject *optimizer, int *index)
     } else {
         if (call->optimizer_count == call->optimizer_room) {
             int room = call->optimizer_room == 0 ? 2 : call->optimizer_room * 2;
-            void *grown =
-                PyMem_Realloc(call->optimizers, (size_t)room * sizeof(*mark));
+            void *grown = PyMem_Realloc(call->optimizers, (size_t)room * sizeof(*mark));
             if (grown == NULL) {
                 PyErr_NoMemory();
                 return -1;
@@ -212,8 +214,8 @@ oomkit_optimizer_moved(oomkit_call *call, int index)
     return 0;
 }
 
-/* Has anything that an optimizer's step() does shown in this call? 1, 0 or -1. A new state
- * entry counts: it is undone with the rest, but not by doing nothing. */
+/* Has anything that an optimizer's step() does shown in this call? 1, 0 or -1. A new
+ * state entry counts: it is undone with the rest, but not by doing nothing. */
 int
 oomkit_optimizers_any_moved(oomkit_call *call)
 {
@@ -275,9 +277,11 @@ undo_values(oomkit_optimizer_mark *mark)
                 continue; /* it was empty */
             }
             result = PyList_Append(known, item->key);
-            if (result == 0 && PyDict_GetItemWithError(dict, item->key) != item->value) {
-                result = PyErr_Occurred() ? -1
-                                          : PyDict_SetItem(dict, item->key, item->value);
+            if (result == 0 &&
+                PyDict_GetItemWithError(dict, item->key) != item->value) {
+                result = PyErr_Occurred()
+                             ? -1
+                             : PyDict_SetItem(dict, item->key, item->value);
             }
         }
         if (result == 0) {
@@ -296,12 +300,14 @@ undo_groups(oomkit_state *st, oomkit_optimizer_mark *mark)
 {
     Py_ssize_t i, kept = 0;
     int result = 0;
-    PyObject *groups = PyObject_GetAttr(mark->optimizer, st->str_param_groups); /* owned */
+    PyObject *groups =
+        PyObject_GetAttr(mark->optimizer, st->str_param_groups); /* owned */
 
     if (groups == NULL) {
         return -1;
     }
-    for (i = 0; PyList_Check(groups) && i < PyList_GET_SIZE(groups) && result == 0; i++) {
+    for (i = 0; PyList_Check(groups) && i < PyList_GET_SIZE(groups) && result == 0;
+         i++) {
         PyObject *group = PyList_GET_ITEM(groups, i); /* borrowed */
         if (PyDict_Check(group) && kept < PyList_GET_SIZE(mark->groups)) {
             result = PyDict_Update(group, PyList_GET_ITEM(mark->groups, kept++));
@@ -317,13 +323,15 @@ oomkit_optimizer_undo(oomkit_call *call, int index)
 {
     oomkit_optimizer_mark *mark = &call->optimizers[index];
 
-    if (PyDict_Check(mark->state) && undo_new_keys(mark->state, mark->params_seen) < 0) {
+    if (PyDict_Check(mark->state) &&
+        undo_new_keys(mark->state, mark->params_seen) < 0) {
         return -1;
     }
     return undo_values(mark) < 0 || undo_groups(call->st, mark) < 0 ? -1 : 0;
 }
 
-/* optimizer_safety="copy": host copies of parameters and state tensors. Once per call. */
+/* optimizer_safety="copy": host copies of parameters and state tensors. Once per call.
+ */
 int
 oomkit_optimizer_copy(oomkit_call *call, int index)
 {
@@ -349,8 +357,8 @@ oomkit_optimizer_copy(oomkit_call *call, int index)
     return 0;
 }
 
-/* A parameter that was put back from its copy has a new version and its old value: that is
- * the version to compare with from here on. */
+/* A parameter that was put back from its copy has a new version and its old value: that
+ * is the version to compare with from here on. */
 static void
 restored_version(oomkit_call *call, const PyObject *param, uint32_t version)
 {
@@ -363,8 +371,8 @@ restored_version(oomkit_call *call, const PyObject *param, uint32_t version)
 }
 
 /* Puts every tensor back from its copy, moved or not (a kernel that failed half-way may
- * have written without bumping a version), then undoes the rest. Gradient recording must
- * be off. */
+ * have written without bumping a version), then undoes the rest. Gradient recording
+ * must be off. */
 int
 oomkit_optimizer_restore_copy(oomkit_call *call, int index)
 {
@@ -403,7 +411,7 @@ oomkit_optimizer_is_foreach(oomkit_call *call, int index)
     Py_ssize_t i;
 
     for (i = 0; i < PyList_GET_SIZE(mark->groups); i++) {
-        PyObject *group = PyList_GET_ITEM(mark->groups, i); /* borrowed */
+        PyObject *group = PyList_GET_ITEM(mark->groups, i);         /* borrowed */
         PyObject *foreach = PyDict_GetItemString(group, "foreach"); /* borrowed */
         if (foreach == Py_True) {
             return 1;

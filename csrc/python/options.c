@@ -1,14 +1,32 @@
-/* Parsing auto_batch's options: every one checked once, with a message that says what was
- * expected and what came. */
+/* Parsing auto_batch's options: every one checked once, with a message that says what
+ * was expected and what came. */
 #include "step.h"
 
 static const char *const option_names[] = {
-    "batch",          "static",       "dim",           "split",
-    "join",           "model",        "optimizer",     "participants",
-    "backward",       "reduction",    "weight",        "verify",
-    "accumulation_steps", "min_micro_batch", "multiple_of", "rng",
-    "gradient_safety", "optimizer_safety", "restore_batch", "hooks",
-    "remember",       "on_retry",     "label",         "reset_peaks",
+    "batch",
+    "static",
+    "dim",
+    "split",
+    "join",
+    "model",
+    "optimizer",
+    "participants",
+    "backward",
+    "reduction",
+    "weight",
+    "verify",
+    "accumulation_steps",
+    "min_micro_batch",
+    "multiple_of",
+    "rng",
+    "gradient_safety",
+    "optimizer_safety",
+    "restore_batch",
+    "hooks",
+    "remember",
+    "on_retry",
+    "label",
+    "reset_peaks",
     NULL,
 };
 
@@ -26,7 +44,8 @@ options_unknown(PyObject *kwargs)
             }
         }
         if (option_names[i] == NULL) {
-            PyErr_Format(PyExc_TypeError, "auto_batch() got an unknown option '%U'", key);
+            PyErr_Format(PyExc_TypeError, "auto_batch() got an unknown option '%U'",
+                         key);
             return -1;
         }
     }
@@ -50,8 +69,8 @@ option_count(PyObject *kwargs, const char *name, int64_t *value)
         return 0;
     }
     if (!PyLong_Check(given) || PyBool_Check(given)) {
-        PyErr_Format(PyExc_TypeError, "auto_batch(%s=...) expected an int, got %s", name,
-                     Py_TYPE(given)->tp_name);
+        PyErr_Format(PyExc_TypeError, "auto_batch(%s=...) expected an int, got %s",
+                     name, Py_TYPE(given)->tp_name);
         return -1;
     }
     number = PyLong_AsLongLong(given);
@@ -59,8 +78,8 @@ option_count(PyObject *kwargs, const char *name, int64_t *value)
         return -1;
     }
     if (number < 1) {
-        PyErr_Format(PyExc_ValueError, "auto_batch(%s=...) expected at least 1, got %lld",
-                     name, number);
+        PyErr_Format(PyExc_ValueError,
+                     "auto_batch(%s=...) expected at least 1, got %lld", name, number);
         return -1;
     }
     *value = number;
@@ -69,7 +88,8 @@ option_count(PyObject *kwargs, const char *name, int64_t *value)
 
 /* One of `choices` (NULL-ended); the index goes to *value. */
 static int
-option_choice(PyObject *kwargs, const char *name, const char *const *choices, int *value)
+option_choice(PyObject *kwargs, const char *name, const char *const *choices,
+              int *value)
 {
     PyObject *given = option_get(kwargs, name); /* borrowed */
     int i;
@@ -83,8 +103,9 @@ option_choice(PyObject *kwargs, const char *name, const char *const *choices, in
             return 0;
         }
     }
-    PyErr_Format(PyExc_ValueError, "auto_batch(%s=...) expected one of %s%s%s%s%s, got %R",
-                 name, choices[0], choices[1] ? ", " : "", choices[1] ? choices[1] : "",
+    PyErr_Format(PyExc_ValueError,
+                 "auto_batch(%s=...) expected one of %s%s%s%s%s, got %R", name,
+                 choices[0], choices[1] ? ", " : "", choices[1] ? choices[1] : "",
                  choices[1] && choices[2] ? ", " : "",
                  choices[1] && choices[2] ? choices[2] : "", given);
     return -1;
@@ -98,8 +119,9 @@ option_bool(PyObject *kwargs, const char *name, int *value)
         return 0;
     }
     if (!PyBool_Check(given)) {
-        PyErr_Format(PyExc_TypeError, "auto_batch(%s=...) expected True or False, got %s",
-                     name, Py_TYPE(given)->tp_name);
+        PyErr_Format(PyExc_TypeError,
+                     "auto_batch(%s=...) expected True or False, got %s", name,
+                     Py_TYPE(given)->tp_name);
         return -1;
     }
     *value = given == Py_True;
@@ -133,7 +155,7 @@ option_names_of(PyObject *kwargs, const char *name, PyObject **value)
     if (given == NULL || given == Py_None) {
         return 0;
     }
-    names = PyUnicode_Check(given)                             ? PyTuple_Pack(1, given)
+    names = PyUnicode_Check(given)                        ? PyTuple_Pack(1, given)
             : PyTuple_Check(given) || PyList_Check(given) ? PySequence_Tuple(given)
                                                           : NULL;
     for (i = 0; names != NULL && i < PyTuple_GET_SIZE(names); i++) {
@@ -143,9 +165,10 @@ option_names_of(PyObject *kwargs, const char *name, PyObject **value)
     }
     if (names == NULL) {
         if (!PyErr_Occurred()) {
-            PyErr_Format(PyExc_TypeError,
-                         "auto_batch(%s=...) expected an argument name or several, got %R",
-                         name, given);
+            PyErr_Format(
+                PyExc_TypeError,
+                "auto_batch(%s=...) expected an argument name or several, got %R", name,
+                given);
         }
         return -1;
     }
@@ -163,9 +186,10 @@ options_not_yet(PyObject *kwargs)
     for (i = 0; names[i] != NULL; i++) {
         PyObject *given = option_get(kwargs, names[i]); /* borrowed */
         if (given != NULL && given != Py_None && given != Py_False) {
-            PyErr_Format(PyExc_ValueError,
-                         "auto_batch(%s=%R) is not available in this version: leave it out",
-                         names[i], given);
+            PyErr_Format(
+                PyExc_ValueError,
+                "auto_batch(%s=%R) is not available in this version: leave it out",
+                names[i], given);
             return -1;
         }
     }
@@ -245,15 +269,16 @@ options_participants(oomkit_state *st, PyObject *kwargs, oomkit_options *options
     PyObject *list = PyList_New(0);                        /* owned */
 
     if (list == NULL || participants_check(st, others) < 0 ||
-        participants_append(list, model) < 0 || participants_append(list, optimizer) < 0 ||
+        participants_append(list, model) < 0 ||
+        participants_append(list, optimizer) < 0 ||
         participants_append(list, others) < 0) {
         Py_XDECREF(list);
         return -1;
     }
     options->participants = PyList_AsTuple(list);
     Py_DECREF(list);
-    options->explicit_participants =
-        (model != NULL && model != Py_None) || (optimizer != NULL && optimizer != Py_None);
+    options->explicit_participants = (model != NULL && model != Py_None) ||
+                                     (optimizer != NULL && optimizer != Py_None);
     return options->participants == NULL ? -1 : 0;
 }
 
@@ -348,7 +373,8 @@ oomkit_options_parse(oomkit_state *st, PyObject *kwargs, oomkit_options *options
     }
     if (label != NULL && label != Py_None) {
         if (!PyUnicode_Check(label)) {
-            PyErr_Format(PyExc_TypeError, "auto_batch(label=...) expected a str, got %s",
+            PyErr_Format(PyExc_TypeError,
+                         "auto_batch(label=...) expected a str, got %s",
                          Py_TYPE(label)->tp_name);
             return -1;
         }

@@ -5,20 +5,25 @@
 #include "state.h"
 
 typedef enum { OOMKIT_REDUCTION_MEAN, OOMKIT_REDUCTION_SUM } oomkit_reduction;
-typedef enum { OOMKIT_SAFETY_AUTO, OOMKIT_SAFETY_COPY, OOMKIT_SAFETY_OFF } oomkit_safety;
+typedef enum {
+    OOMKIT_SAFETY_AUTO,
+    OOMKIT_SAFETY_COPY,
+    OOMKIT_SAFETY_OFF
+} oomkit_safety;
 typedef enum { OOMKIT_RNG_NONE, OOMKIT_RNG_TORCH, OOMKIT_RNG_ALL } oomkit_rng_scope;
 
 typedef struct oomkit_options {
-    PyObject *batch;        /* owned: tuple of argument names, or NULL */
-    PyObject *statics;      /* owned: tuple of argument names, never NULL */
-    PyObject *split;        /* owned: callable(batch, start, length), or NULL */
-    PyObject *join;         /* owned: callable(list of results, list of rows), or NULL */
-    PyObject *participants; /* owned: tuple of weakrefs (or objects that cannot be weakly
-                               referenced) given as model=, optimizer=, participants= */
-    PyObject *backward;     /* owned: True or a callable, or NULL */
-    PyObject *weight;       /* owned: callable, or NULL */
-    PyObject *on_retry;     /* owned: callable(record), or NULL */
-    PyObject *label;        /* owned: str */
+    PyObject *batch;   /* owned: tuple of argument names, or NULL */
+    PyObject *statics; /* owned: tuple of argument names, never NULL */
+    PyObject *split;   /* owned: callable(batch, start, length), or NULL */
+    PyObject *join;    /* owned: callable(list of results, list of rows), or NULL */
+    PyObject
+        *participants;  /* owned: tuple of weakrefs (or objects that cannot be weakly
+                           referenced) given as model=, optimizer=, participants= */
+    PyObject *backward; /* owned: True or a callable, or NULL */
+    PyObject *weight;   /* owned: callable, or NULL */
+    PyObject *on_retry; /* owned: callable(record), or NULL */
+    PyObject *label;    /* owned: str */
     int64_t dim;
     int64_t accumulation_steps, min_micro_batch, multiple_of;
     oomkit_reduction reduction;

@@ -1,8 +1,9 @@
-/* Schedulers, scalers and the user's own participants: what must be saved of them, and when.
+/* Schedulers, scalers and the user's own participants: what must be saved of them, and
+ * when.
  *
- * A GradScaler's per-optimizer states are saved before its first method runs in a call (its
- * state_dict does not hold them). The user's objects are saved at entry. Everything else
- * only with optimizer_safety="copy". */
+ * A GradScaler's per-optimizer states are saved before its first method runs in a call
+ * (its state_dict does not hold them). The user's objects are saved at entry.
+ * Everything else only with optimizer_safety="copy". */
 #include "call.h"
 
 /* A copy of {id: {"stage": ..., "found_inf_per_device": {...}}}, two levels deep. */
@@ -181,13 +182,15 @@ oomkit_owners_restore(oomkit_call *call)
     }
     list = call->user_marks;
     for (i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
-        PyObject *pair = PyList_GET_ITEM(list, i);   /* borrowed */
+        PyObject *pair = PyList_GET_ITEM(list, i);    /* borrowed */
         PyObject *object = PyTuple_GET_ITEM(pair, 0); /* borrowed */
-        PyObject *done = PyObject_CallMethodOneArg(   /* owned */
-            object,
-            PyObject_HasAttr(object, st->str_save) ? st->str_restore
-                                                   : st->str_load_state_dict,
-            PyTuple_GET_ITEM(pair, 1));
+        PyObject *done =
+            PyObject_CallMethodOneArg(/* owned */
+                                      object,
+                                      PyObject_HasAttr(object, st->str_save)
+                                          ? st->str_restore
+                                          : st->str_load_state_dict,
+                                      PyTuple_GET_ITEM(pair, 1));
         if (done == NULL) {
             return -1;
         }

@@ -4,7 +4,8 @@
 
 #define PARTS_CAPSULE "oomkit.participants"
 
-/* Grows an array of `size`-byte items so that one more fits. 0, or -1 with MemoryError. */
+/* Grows an array of `size`-byte items so that one more fits. 0, or -1 with MemoryError.
+ */
 static int
 parts_grow(void **items, Py_ssize_t count, Py_ssize_t *room, size_t size)
 {
@@ -64,8 +65,8 @@ static PyMethodDef parts_death_method = {
 static PyObject *
 parts_watch(oomkit_participants *parts, PyObject *object)
 {
-    PyObject *ref = NULL;                                                     /* owned */
-    PyObject *capsule = PyCapsule_New(parts, PARTS_CAPSULE, NULL);            /* owned */
+    PyObject *ref = NULL;                                          /* owned */
+    PyObject *capsule = PyCapsule_New(parts, PARTS_CAPSULE, NULL); /* owned */
     PyObject *callback =
         capsule ? PyCFunction_New(&parts_death_method, capsule) : NULL; /* owned */
     if (callback != NULL) {
@@ -115,7 +116,8 @@ parts_add_tensor(oomkit_state *st, oomkit_participants *parts, PyObject *tensor)
     }
     /* A frozen Parameter takes part too: it must not move while the call is split. */
     if (!facts.is_leaf ||
-        (!facts.requires_grad && !PyObject_TypeCheck(tensor, (PyTypeObject *)st->Parameter))) {
+        (!facts.requires_grad &&
+         !PyObject_TypeCheck(tensor, (PyTypeObject *)st->Parameter))) {
         return 0;
     }
     first = parts_first_time(parts, tensor);
@@ -219,7 +221,8 @@ parts_append_owner(oomkit_participants *parts, PyObject *object, oomkit_owner_ki
         ref = parts_watch(parts, object);
         if (ref == NULL && kind == OOMKIT_OWNER_USER &&
             PyErr_ExceptionMatches(PyExc_TypeError)) {
-            PyErr_Clear(); /* no weak references to this type: the user keeps it anyway */
+            PyErr_Clear(); /* no weak references to this type: the user keeps it anyway
+                            */
             ref = Py_NewRef(object);
         }
     }
@@ -269,8 +272,8 @@ parts_add_module(oomkit_state *st, oomkit_participants *parts, PyObject *module)
 static int
 parts_add_optimizer(oomkit_state *st, oomkit_participants *parts, PyObject *optimizer)
 {
-    PyObject *groups;  /* owned */
-    PyObject *params;  /* borrowed from a group */
+    PyObject *groups; /* owned */
+    PyObject *params; /* borrowed from a group */
     Py_ssize_t i, j;
     int result = parts_add_owner(parts, optimizer, OOMKIT_OWNER_OPTIMIZER);
 
@@ -284,9 +287,10 @@ parts_add_optimizer(oomkit_state *st, oomkit_participants *parts, PyObject *opti
     result = 0;
     for (i = 0; PyList_Check(groups) && i < PyList_GET_SIZE(groups); i++) {
         PyObject *group = PyList_GET_ITEM(groups, i); /* borrowed from groups */
-        params = PyDict_Check(group) ? PyDict_GetItemWithError(group, st->str_params)
-                                     : NULL;
-        for (j = 0; params && PyList_Check(params) && j < PyList_GET_SIZE(params); j++) {
+        params =
+            PyDict_Check(group) ? PyDict_GetItemWithError(group, st->str_params) : NULL;
+        for (j = 0; params && PyList_Check(params) && j < PyList_GET_SIZE(params);
+             j++) {
             if (parts_add_tensor(st, parts, PyList_GET_ITEM(params, j)) < 0) {
                 result = -1;
                 break;
@@ -353,8 +357,8 @@ oomkit_participants_add(oomkit_state *st, oomkit_participants *parts, PyObject *
 {
     PyTypeObject *type = Py_TYPE(object);
 
-    if (object == Py_None || PyUnicode_CheckExact(object) || PyLong_CheckExact(object) ||
-        PyFloat_CheckExact(object)) {
+    if (object == Py_None || PyUnicode_CheckExact(object) ||
+        PyLong_CheckExact(object) || PyFloat_CheckExact(object)) {
         return 0;
     }
     if (oomkit_tensor_check(st, object)) {

@@ -57,7 +57,7 @@ typedef struct oomkit_participants {
     PyTypeObject *plain_types[OOMKIT_ARGUMENT_TYPES]; /* borrowed, compared: argument
                                                           types that led to nothing */
     int plain_count;
-    int uses_random, uses_numpy; /* the code names these modules */
+    int uses_random, uses_numpy;   /* the code names these modules */
     int device_type, device_index; /* of the first parameter that is not on the CPU */
     /* buffers known to move, learned by buffers.c; parallel to the flat buffer order */
     uint8_t *moving;
@@ -70,8 +70,9 @@ typedef struct oomkit_participants {
  * oomkit_participants_release), or NULL with an exception. Runs Python code (attribute
  * look-ups). */
 oomkit_participants *
-oomkit_participants_find(oomkit_state *st, const oomkit_options *options, PyObject *func,
-                         PyObject *const *args, Py_ssize_t positional, Py_ssize_t total);
+oomkit_participants_find(oomkit_state *st, const oomkit_options *options,
+                         PyObject *func, PyObject *const *args, Py_ssize_t positional,
+                         Py_ssize_t total);
 
 /* 1 when `parts` is still right for these arguments, else 0. Runs no Python code. */
 int

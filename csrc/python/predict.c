@@ -1,5 +1,6 @@
-/* Before an optimizer's first step: its state is about to be allocated, and most failures
- * there come after something has moved. What certainly does not fit is said before. */
+/* Before an optimizer's first step: its state is about to be allocated, and most
+ * failures there come after something has moved. What certainly does not fit is said
+ * before. */
 #include "call.h"
 #include "errors.h"
 #include "step.h"
@@ -37,8 +38,9 @@ bytes_left(oomkit_call *call, uint64_t *left)
     return 0;
 }
 
-/* 0, or -1 with oomkit.OutOfMemory when the state certainly does not fit. May switch the
- * optimizer to fused=True, which needs no temporaries (oomkit.optim decides and says). */
+/* 0, or -1 with oomkit.OutOfMemory when the state certainly does not fit. May switch
+ * the optimizer to fused=True, which needs no temporaries (oomkit.optim decides and
+ * says). */
 int
 oomkit_predict_update(oomkit_call *call, PyObject *optimizer)
 {

@@ -1,4 +1,5 @@
-/* StepRecord and OOMReport: immutable records as Python sees them (struct sequences). */
+/* StepRecord and OOMReport: immutable records as Python sees them (struct sequences).
+ */
 #ifndef OOMKIT_PYTHON_RECORDS_H
 #define OOMKIT_PYTHON_RECORDS_H
 
@@ -9,15 +10,15 @@
 int
 oomkit_records_init(oomkit_state *st);
 
-/* A StepRecord: step, label, batch_size, micro_batch_size, accumulation_steps, attempts,
- * ooms, requested_bytes, baseline, peak_allocated, peak_reserved, device_free, budget,
- * time, time_lost (seconds), rung, reason (str), outcome (str). None where unknown. `label`
- * is borrowed. New reference or NULL. */
+/* A StepRecord: step, label, batch_size, micro_batch_size, accumulation_steps,
+ * attempts, ooms, requested_bytes, baseline, peak_allocated, peak_reserved,
+ * device_free, budget, time, time_lost (seconds), rung, reason (str), outcome (str).
+ * None where unknown. `label` is borrowed. New reference or NULL. */
 PyObject *
 oomkit_record_new(oomkit_state *st, const oomkit_record *record, PyObject *label);
 
-/* What one failed attempt was, for the report. Plain values: nothing of the attempt lives
- * in it. */
+/* What one failed attempt was, for the report. Plain values: nothing of the attempt
+ * lives in it. */
 typedef struct oomkit_attempt {
     int64_t micro_batch_size, accumulation_steps;
     uint64_t requested_bytes, allocated_bytes;

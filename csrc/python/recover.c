@@ -1,4 +1,5 @@
-/* Between the failure and the retry: classify, drop, drain, roll back, reclaim, re-plan. */
+/* Between the failure and the retry: classify, drop, drain, roll back, reclaim,
+ * re-plan. */
 #include "call.h"
 #include "errors.h"
 #include "step.h"
@@ -30,7 +31,7 @@ recover_note(oomkit_call *call, PyObject *exception)
                                     : call->slices[call->slice_index].length;
     attempt->accumulation_steps = call->slices == NULL ? 1 : call->slice_count;
     attempt->allocated_bytes = oomkit_device_allocated(call->st, call->device);
-    attempt->phase = call->backward_failed        ? OOMKIT_PHASE_BACKWARD
+    attempt->phase = call->backward_failed       ? OOMKIT_PHASE_BACKWARD
                      : call->optimizer_count > 0 ? OOMKIT_PHASE_OPTIMIZER
                                                  : OOMKIT_PHASE_FORWARD;
     call->requested_bytes = attempt->requested_bytes;
@@ -70,7 +71,8 @@ recover_keeps_parts(const oomkit_call *call)
 {
     return call->slices != NULL && call->slice_index > 0 && !call->training &&
            call->optimizer_count == 0 && call->course[0].count == 0 &&
-           call->scaler_marks == NULL && !call->committed && call->options->weight == NULL;
+           call->scaler_marks == NULL && !call->committed &&
+           call->options->weight == NULL;
 }
 
 /* No batch was found, or a leaf of it has moved: 0 when it can be sliced, else -1. */
@@ -81,8 +83,8 @@ recover_find_batch(oomkit_call *call)
     int found;
 
     if (!call->batch.searched) {
-        found = oomkit_batch_find(call->st, call->options, step->batch_site, step->names,
-                                  &call->batch);
+        found = oomkit_batch_find(call->st, call->options, step->batch_site,
+                                  step->names, &call->batch);
         if (found < 0) {
             return -1;
         }
@@ -91,10 +93,12 @@ recover_find_batch(oomkit_call *call)
         return -1;
     }
     if (call->batch.rows <= 0) {
-        PyObject *reason = PyUnicode_FromFormat( /* owned */
-            "auto_batch found no batch to split in the arguments of %U: pass it as an "
-            "argument of the step (a tensor, or a tuple, list or dict of tensors)",
-            call->options->label);
+        PyObject *reason = PyUnicode_FromFormat(/* owned */
+                                                "auto_batch found no batch to split in "
+                                                "the arguments of %U: pass it as an "
+                                                "argument of the step (a tensor, or a "
+                                                "tuple, list or dict of tensors)",
+                                                call->options->label);
         if (reason != NULL) {
             oomkit_give_up(call, reason, 0);
             Py_DECREF(reason);
@@ -118,7 +122,8 @@ recover_exhausted(oomkit_call *call, int64_t micro_batch)
             (long long)call->options->min_micro_batch);
     } else {
         reason = PyUnicode_FromFormat(
-            "%U ran out of memory with a micro-batch of %lld of %lld rows, the smallest "
+            "%U ran out of memory with a micro-batch of %lld of %lld rows, the "
+            "smallest "
             "allowed; %s",
             call->options->label, (long long)micro_batch, (long long)call->batch.rows,
             call->grads.aside == NULL
@@ -235,9 +240,9 @@ recover_roll_back(oomkit_call *call)
     return oomkit_grad_mode_set(call->st, mode) < 0 ? -1 : 0;
 }
 
-/* An error that is not ours to recover from. While the call is split the attempt is taken
- * back first, so that no stash and no half-done accumulation is left; the error keeps its
- * traceback and gets a note. Steals `exception`. -1 always. */
+/* An error that is not ours to recover from. While the call is split the attempt is
+ * taken back first, so that no stash and no half-done accumulation is left; the error
+ * keeps its traceback and gets a note. Steals `exception`. -1 always. */
 static int
 recover_pass(oomkit_call *call, PyObject *exception)
 {
@@ -248,17 +253,21 @@ recover_pass(oomkit_call *call, PyObject *exception)
         int mode = oomkit_grad_mode_off(call->st);
         if (mode < 0 || oomkit_tx_restore(call, &message) < 0 ||
             oomkit_grad_mode_set(call->st, mode) < 0) {
-            PyErr_WriteUnraisable(call->func); /* the step's own error is the one to see */
+            PyErr_WriteUnraisable(
+                call->func); /* the step's own error is the one to see */
         }
     }
     if (call->split && !call->raised &&
         PyObject_TypeCheck(exception, (PyTypeObject *)PyExc_Exception)) {
         const oomkit_slice *slice = &call->slices[call->slice_index];
-        PyObject *note = PyUnicode_FromFormat( /* owned */
-            "oomkit: raised in micro-batch %lld of %lld (%lld rows); if the step cannot "
-            "work on that size, see min_micro_batch= and multiple_of= of auto_batch",
-            (long long)(call->slice_index + 1), (long long)call->slice_count,
-            (long long)slice->length);
+        PyObject *note = PyUnicode_FromFormat(/* owned */
+                                              "oomkit: raised in micro-batch %lld of "
+                                              "%lld (%lld rows); if the step cannot "
+                                              "work on that size, see min_micro_batch= "
+                                              "and multiple_of= of auto_batch",
+                                              (long long)(call->slice_index + 1),
+                                              (long long)call->slice_count,
+                                              (long long)slice->length);
         PyObject *done = /* owned */
             note ? PyObject_CallMethod(exception, "add_note", "O", note) : NULL;
         if (done == NULL) {
@@ -272,8 +281,8 @@ recover_pass(oomkit_call *call, PyObject *exception)
     return -1;
 }
 
-/* May this OOM be retried? 0 yes; -1 with the exception to raise. Steals `exception` when
- * it answers -1. */
+/* May this OOM be retried? 0 yes; -1 with the exception to raise. Steals `exception`
+ * when it answers -1. */
 static int
 recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception)
 {
@@ -311,14 +320,14 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception)
     return -1;
 }
 
-/* Ends the attempt that failed with the exception in flight. 0: call->slices is the next
- * attempt; -1 with the exception to raise. */
+/* Ends the attempt that failed with the exception in flight. 0: call->slices is the
+ * next attempt; -1 with the exception to raise. */
 static int
 recover_from_failure(oomkit_call *call)
 {
     oomkit_state *st = call->st;
-    PyObject *exception = oomkit_exception_take();         /* owned, then stolen */
-    PyObject *handled = PyErr_GetHandledException();       /* owned: the caller's */
+    PyObject *exception = oomkit_exception_take();   /* owned, then stolen */
+    PyObject *handled = PyErr_GetHandledException(); /* owned: the caller's */
     oomkit_class class_ = oomkit_exception_classify(st, exception);
     int64_t rows, count = call->slices == NULL ? 1 : call->slice_count;
     int keep, result;
@@ -340,7 +349,8 @@ recover_from_failure(oomkit_call *call)
     Py_XDECREF(handled);
     oomkit_phase_set(st, OOMKIT_PHASE_RECOVERY);
     keep = recover_keeps_parts(call);
-    result = oomkit_join_truncate(&call->join, keep ? (Py_ssize_t)call->slice_index : 0);
+    result =
+        oomkit_join_truncate(&call->join, keep ? (Py_ssize_t)call->slice_index : 0);
     if (result == 0) {
         result = recover_roll_back(call);
     }
@@ -361,8 +371,8 @@ recover_from_failure(oomkit_call *call)
     return oomkit_tx_begin(call);
 }
 
-/* From a failure (the exception is in flight), or from a plan that splits from the start,
- * to the result. New reference, or NULL with an exception. */
+/* From a failure (the exception is in flight), or from a plan that splits from the
+ * start, to the result. New reference, or NULL with an exception. */
 PyObject *
 oomkit_recover(oomkit_call *call, int failed)
 {

@@ -1,9 +1,10 @@
-/* Random streams: torch's CPU generator and the devices' in use always, other generators
- * that take part, Python's and numpy's where the code names them. Public calls only. */
+/* Random streams: torch's CPU generator and the devices' in use always, other
+ * generators that take part, Python's and numpy's where the code names them. Public
+ * calls only. */
 #include "call.h"
 
-/* The state of one generator as an object that rng_put takes. New reference or NULL. On a
- * device it is (seed, offset): a state tensor there costs more. */
+/* The state of one generator as an object that rng_put takes. New reference or NULL. On
+ * a device it is (seed, offset): a state tensor there costs more. */
 static PyObject *
 rng_get(oomkit_state *st, PyObject *generator, int is_device)
 {
@@ -166,7 +167,8 @@ oomkit_rng_restore(oomkit_call *call)
     }
     for (i = 0; rng->others != NULL && i < PyList_GET_SIZE(rng->others); i++) {
         PyObject *pair = PyList_GET_ITEM(rng->others, i); /* borrowed */
-        if (rng_put(call->st, PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1)) < 0) {
+        if (rng_put(call->st, PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1)) <
+            0) {
             return -1;
         }
     }
@@ -204,8 +206,8 @@ rng_same(oomkit_state *st, PyObject *before, PyObject *now)
     return result;
 }
 
-/* Has a torch stream moved since entry? 1, 0 or -1. Streams that were not marked, and those
- * of Python and numpy, count as moved: they are too costly to compare. */
+/* Has a torch stream moved since entry? 1, 0 or -1. Streams that were not marked, and
+ * those of Python and numpy, count as moved: they are too costly to compare. */
 int
 oomkit_rng_moved(oomkit_call *call)
 {
@@ -214,7 +216,8 @@ oomkit_rng_moved(oomkit_call *call)
     Py_ssize_t i;
     int same;
 
-    if (rng->cpu_state == NULL || rng->random_state != NULL || rng->numpy_state != NULL) {
+    if (rng->cpu_state == NULL || rng->random_state != NULL ||
+        rng->numpy_state != NULL) {
         return 1;
     }
     now = rng_get(call->st, call->st->default_generator, 0);

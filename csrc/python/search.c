@@ -1,5 +1,5 @@
-/* Finding participants: arguments, the attributes of a bound object, closure and globals
- * that the code names, and the functions that it calls in turn. */
+/* Finding participants: arguments, the attributes of a bound object, closure and
+ * globals that the code names, and the functions that it calls in turn. */
 #include "participants.h"
 #include "tensor.h"
 
@@ -160,8 +160,8 @@ search_module(search *s, PyObject *module, PyObject *names)
         return 0;
     }
     for (i = 0; i < PyTuple_GET_SIZE(names); i++) {
-        PyObject *key = PyTuple_GET_ITEM(names, i);             /* borrowed */
-        PyObject *value = PyDict_GetItemWithError(dict, key);   /* borrowed */
+        PyObject *key = PyTuple_GET_ITEM(names, i);           /* borrowed */
+        PyObject *value = PyDict_GetItemWithError(dict, key); /* borrowed */
         Py_ssize_t before = search_total(s->parts);
         if (value == NULL || search_is_plain(value)) {
             continue;
@@ -198,9 +198,8 @@ search_named(search *s, PyObject *container, PyObject *key, PyObject *value,
     }
     Py_INCREF(value);
     result = search_value(s, value);
-    if (result == 0 &&
-        (search_total(s->parts) != before ||
-         PyObject_TypeCheck(value, (PyTypeObject *)s->st->Module))) {
+    if (result == 0 && (search_total(s->parts) != before ||
+                        PyObject_TypeCheck(value, (PyTypeObject *)s->st->Module))) {
         result = search_source(s, container, key, value, -1, -1);
     }
     Py_DECREF(value);
@@ -224,8 +223,7 @@ search_code(search *s, PyObject *code, PyObject *globals, int depth)
         if (value == NULL && PyErr_Occurred()) {
             goto done;
         }
-        if (value != NULL &&
-            search_named(s, globals, key, value, names, depth) < 0) {
+        if (value != NULL && search_named(s, globals, key, value, names, depth) < 0) {
             goto done;
         }
     }
@@ -293,11 +291,12 @@ search_function(search *s, PyObject *func, int depth)
     }
     code = Py_NewRef(PyFunction_GET_CODE(func));
     names = PyObject_GetAttr(code, s->st->str_co_names);
-    result = names == NULL ||
-                     search_closure(s, PyFunction_GET_CLOSURE(func), names, depth) < 0 ||
-                     search_code(s, code, PyFunction_GET_GLOBALS(func), depth) < 0
-                 ? -1
-                 : 0;
+    result =
+        names == NULL ||
+                search_closure(s, PyFunction_GET_CLOSURE(func), names, depth) < 0 ||
+                search_code(s, code, PyFunction_GET_GLOBALS(func), depth) < 0
+            ? -1
+            : 0;
     Py_XDECREF(names);
     Py_DECREF(code);
     return result;
@@ -379,8 +378,9 @@ search_explicit(search *s)
 }
 
 oomkit_participants *
-oomkit_participants_find(oomkit_state *st, const oomkit_options *options, PyObject *func,
-                         PyObject *const *args, Py_ssize_t positional, Py_ssize_t total)
+oomkit_participants_find(oomkit_state *st, const oomkit_options *options,
+                         PyObject *func, PyObject *const *args, Py_ssize_t positional,
+                         Py_ssize_t total)
 {
     search s = {.st = st, .options = options};
     oomkit_participants *parts = PyMem_Calloc(1, sizeof(*parts));
@@ -415,7 +415,8 @@ error:
 }
 
 /* The object that a source leads to now; borrowed, only to be compared. An error of a
- * look-up (no memory) reads as "another object": the search that follows will meet it. */
+ * look-up (no memory) reads as "another object": the search that follows will meet it.
+ */
 static void *
 source_now(const oomkit_source *source, PyObject *const *args, Py_ssize_t total)
 {
@@ -455,8 +456,9 @@ argument_is_new(oomkit_state *st, const oomkit_participants *parts, PyObject *va
 {
     int t;
 
-    if (search_is_plain(value) || PyDict_CheckExact(value) || PyList_CheckExact(value) ||
-        PyTuple_CheckExact(value) || oomkit_tensor_check(st, value)) {
+    if (search_is_plain(value) || PyDict_CheckExact(value) ||
+        PyList_CheckExact(value) || PyTuple_CheckExact(value) ||
+        oomkit_tensor_check(st, value)) {
         return 0;
     }
     for (t = 0; t < parts->plain_count; t++) {

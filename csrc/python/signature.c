@@ -83,8 +83,9 @@ oomkit_signature_failed(oomkit_call *call, int64_t micro_batch)
     }
 }
 
-/* Copies of gradients at entry are an insurance: taken when asked for, while the call is
- * split, while this shape is unproven, and when its last peak came near the budget. */
+/* Copies of gradients at entry are an insurance: taken when asked for, while the call
+ * is split, while this shape is unproven, and when its last peak came near the budget.
+ */
 int
 oomkit_call_wants_copies(oomkit_call *call)
 {

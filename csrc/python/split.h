@@ -28,8 +28,8 @@ typedef struct oomkit_node {
 
 #define OOMKIT_BATCH_INLINE 12
 
-/* The arguments of one call, taken apart before the function can change them. A tree that
- * is all zero is empty and may be released. */
+/* The arguments of one call, taken apart before the function can change them. A tree
+ * that is all zero is empty and may be released. */
 typedef struct oomkit_batch {
     PyObject *const *args; /* borrowed from the caller: vectorcall layout */
     Py_ssize_t positional; /* number of positional arguments */
@@ -37,29 +37,30 @@ typedef struct oomkit_batch {
     PyObject *kwnames;     /* borrowed, may be NULL */
     oomkit_node *nodes;    /* pre-order, argument after argument */
     Py_ssize_t count, room;
-    int64_t rows;          /* B, or -1 before oomkit_batch_find has found it */
+    int64_t rows;                  /* B, or -1 before oomkit_batch_find has found it */
     int device_type, device_index; /* of the first tensor; CPU when there is none */
     int searched;
-    PyObject *saved;       /* owned: restore_batch=True: list of host copies, or NULL */
+    PyObject *saved; /* owned: restore_batch=True: list of host copies, or NULL */
     oomkit_node inline_nodes[OOMKIT_BATCH_INLINE];
 } oomkit_batch;
 
 /* What a site has learned about its arguments; zeroed at start, freed by clear. Written
- * by oomkit_batch_learn: for each argument position and name, the B and the leading size
- * seen, so that a tensor whose size stays while B changes is passed whole. */
+ * by oomkit_batch_learn: for each argument position and name, the B and the leading
+ * size seen, so that a tensor whose size stays while B changes is passed whole. */
 typedef struct oomkit_batch_site oomkit_batch_site;
 
-/* Takes the arguments apart: containers of exact type dict, list, tuple (and named tuples)
- * are opened, tensors get their marks (version, rows). Cheap: no Python code runs, nothing
- * is allocated through Python while OOMKIT_BATCH_INLINE nodes suffice. `skip` leading
- * positional arguments (a bound self) are left alone. 0, or -1 with MemoryError. */
+/* Takes the arguments apart: containers of exact type dict, list, tuple (and named
+ * tuples) are opened, tensors get their marks (version, rows). Cheap: no Python code
+ * runs, nothing is allocated through Python while OOMKIT_BATCH_INLINE nodes suffice.
+ * `skip` leading positional arguments (a bound self) are left alone. 0, or -1 with
+ * MemoryError. */
 int
 oomkit_batch_capture(oomkit_state *st, const oomkit_options *options,
                      PyObject *const *args, Py_ssize_t positional, PyObject *kwnames,
                      Py_ssize_t skip, oomkit_batch *batch);
 
-/* Guess of B without deciding roles, for the record of a healthy call: dim 0 of the first
- * tensor leaf. -1 when there is none. No Python code runs. */
+/* Guess of B without deciding roles, for the record of a healthy call: dim 0 of the
+ * first tensor leaf. -1 when there is none. No Python code runs. */
 int64_t
 oomkit_batch_rows(const oomkit_batch *batch);
 
@@ -67,10 +68,10 @@ oomkit_batch_rows(const oomkit_batch *batch);
 uint64_t
 oomkit_batch_signature(const oomkit_batch *batch);
 
-/* Decides which arguments are the batch and marks their leaves as split. `names` are the
- * function's parameter names (tuple, for batch= / static= and for messages; may be NULL).
- * 1 found (batch->rows set), 0 no batch, -1 with SplitError naming arguments and shapes
- * (disagreement, unknown names). `site` may be NULL. */
+/* Decides which arguments are the batch and marks their leaves as split. `names` are
+ * the function's parameter names (tuple, for batch= / static= and for messages; may be
+ * NULL). 1 found (batch->rows set), 0 no batch, -1 with SplitError naming arguments and
+ * shapes (disagreement, unknown names). `site` may be NULL. */
 int
 oomkit_batch_find(oomkit_state *st, const oomkit_options *options,
                   const oomkit_batch_site *site, PyObject *names, oomkit_batch *batch);
@@ -81,9 +82,9 @@ oomkit_batch_learn(oomkit_batch_site **site, const oomkit_batch *batch);
 void
 oomkit_batch_site_clear(oomkit_batch_site **site);
 
-/* Has a tensor leaf moved since capture? 0 no; -1 with SplitError that names the argument
- * and says how to change the line (`x = x.div(255)` instead of `x.div_(255)`), or
- * restore_batch=True. With saved copies it restores instead and returns 0. */
+/* Has a tensor leaf moved since capture? 0 no; -1 with SplitError that names the
+ * argument and says how to change the line (`x = x.div(255)` instead of `x.div_(255)`),
+ * or restore_batch=True. With saved copies it restores instead and returns 0. */
 int
 oomkit_batch_check(oomkit_state *st, oomkit_batch *batch, PyObject *names);
 
@@ -91,8 +92,8 @@ oomkit_batch_check(oomkit_state *st, oomkit_batch *batch, PyObject *names);
 int
 oomkit_batch_save(oomkit_state *st, oomkit_batch *batch);
 
-/* Arguments for rows start .. start + length: containers rebuilt as their own type, split
- * leaves narrowed (views), everything else as it is. vector gets batch->total new
+/* Arguments for rows start .. start + length: containers rebuilt as their own type,
+ * split leaves narrowed (views), everything else as it is. vector gets batch->total new
  * references (room for them is the caller's). 0 or -1. */
 int
 oomkit_batch_build(oomkit_state *st, const oomkit_options *options,
@@ -100,7 +101,8 @@ oomkit_batch_build(oomkit_state *st, const oomkit_options *options,
                    PyObject **vector);
 
 /* The arguments that are split, sliced, as weight= gets them: one object when there is
- * one, else a tuple. `vector` is what oomkit_batch_build made. New reference or NULL. */
+ * one, else a tuple. `vector` is what oomkit_batch_build made. New reference or NULL.
+ */
 PyObject *
 oomkit_batch_argument(const oomkit_batch *batch, PyObject *const *vector);
 
@@ -113,12 +115,13 @@ typedef struct oomkit_join {
     PyObject *results; /* owned: list of results, tensors detached */
     PyObject *rows;    /* owned: list of int */
     PyObject *weights; /* owned: list of float */
-    int parked; /* gradients were parked between the micro-batches: a scalar that is 0 in
-                   all but the last (the norm that clip_grad_norm_ returns) is its own */
+    int parked; /* gradients were parked between the micro-batches: a scalar that is 0
+                   in all but the last (the norm that clip_grad_norm_ returns) is its
+                   own */
 } oomkit_join;
 
-/* Keeps a result of a micro-batch: tensors that carry a graph are detached at once, so that
- * nothing of the micro-batch's graph stays alive. 0 or -1. */
+/* Keeps a result of a micro-batch: tensors that carry a graph are detached at once, so
+ * that nothing of the micro-batch's graph stays alive. 0 or -1. */
 int
 oomkit_join_add(oomkit_state *st, oomkit_join *join, PyObject *result, int64_t rows,
                 double weight);
@@ -128,12 +131,12 @@ int
 oomkit_join_truncate(oomkit_join *join, Py_ssize_t keep);
 
 /* The result of the whole batch. Rules: tensors whose dim 0 is the micro-batch's are
- * concatenated in order; a 0-d tensor or a float is the weighted sum with the weights (they
- * sum to 1 for a mean; with reduction sum the loss's are all 1 and other floats get
- * rows/B); integers added; booleans must agree; equal strings and
- * None kept; lists whose length is the micro-batch's are concatenated; dict, tuple, list
- * and named tuples by element; anything else must be equal or is an error that names the
- * place and proposes join=. New reference, or NULL with SplitError. */
+ * concatenated in order; a 0-d tensor or a float is the weighted sum with the weights
+ * (they sum to 1 for a mean; with reduction sum the loss's are all 1 and other floats
+ * get rows/B); integers added; booleans must agree; equal strings and None kept; lists
+ * whose length is the micro-batch's are concatenated; dict, tuple, list and named
+ * tuples by element; anything else must be equal or is an error that names the place
+ * and proposes join=. New reference, or NULL with SplitError. */
 PyObject *
 oomkit_join_finish(oomkit_state *st, const oomkit_options *options, oomkit_join *join);
 

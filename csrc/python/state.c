@@ -55,7 +55,7 @@ oomkit_state_clear(oomkit_state *st)
 static PyObject *
 state_lookup(const char *module_name, const char *name, int required)
 {
-    PyObject *value; /* owned */
+    PyObject *value;                                       /* owned */
     PyObject *module = PyImport_ImportModule(module_name); /* owned */
     if (module == NULL) {
         if (!required && PyErr_ExceptionMatches(PyExc_ImportError)) {
@@ -94,8 +94,8 @@ state_bind_torch(oomkit_state *st)
     return 0;
 }
 
-/* The bridge is used only when its struct is the one that this file was compiled with and
- * when a TensorImpl pointer can be found in a tensor object. */
+/* The bridge is used only when its struct is the one that this file was compiled with
+ * and when a TensorImpl pointer can be found in a tensor object. */
 static int
 state_bind_bridge(oomkit_state *st, PyObject *capsule)
 {
@@ -111,11 +111,12 @@ state_bind_bridge(oomkit_state *st, PyObject *capsule)
         return -1;
     }
     if (bridge->version != OOMKIT_BRIDGE_VERSION || bridge->size != sizeof(*bridge)) {
-        PyErr_Format(PyExc_RuntimeError,
-                     "oomkit._bridge has interface %u of %u bytes, oomkit._C needs %u of "
-                     "%zu: rebuild both with `pip install --no-build-isolation .`",
-                     (unsigned)bridge->version, (unsigned)bridge->size,
-                     OOMKIT_BRIDGE_VERSION, sizeof(*bridge));
+        PyErr_Format(
+            PyExc_RuntimeError,
+            "oomkit._bridge has interface %u of %u bytes, oomkit._C needs %u of "
+            "%zu: rebuild both with `pip install --no-build-isolation .`",
+            (unsigned)bridge->version, (unsigned)bridge->size, OOMKIT_BRIDGE_VERSION,
+            sizeof(*bridge));
         return -1;
     }
     st->bridge = bridge;

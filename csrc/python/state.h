@@ -153,14 +153,15 @@
 
 /* Everything else: X(field). */
 #define OOMKIT_STATE_OTHER(X)                                                          \
-    X(live_steps)     /* weakref.WeakSet of the decorated steps, for reports */        \
-    X(log)            /* logging.getLogger("oomkit") */                                \
-    X(forced_slices)  /* tuple of slice lengths set by testing.force_slices, or NULL */ \
+    X(live_steps)    /* weakref.WeakSet of the decorated steps, for reports */         \
+    X(log)           /* logging.getLogger("oomkit") */                                 \
+    X(forced_slices) /* tuple of slice lengths set by testing.force_slices, or NULL */ \
     X(predict_update) /* oomkit.optim.predict_update, handed in by the package */      \
     X(drain_leaf)     /* tiny leaf tensor for draining the autograd queue */           \
     X(generator_get)  /* default_generator.get_state, bound */                         \
     X(generator_set)  /* default_generator.set_state, bound */                         \
-    X(backward_hook)  /* our callable in place of torch.autograd._engine_run_backward */ \
+    X(backward_hook)  /* our callable in place of torch.autograd._engine_run_backward  \
+                       */                                                              \
     X(empty_tuple)
 
 typedef struct oomkit_state {
@@ -178,11 +179,11 @@ typedef struct oomkit_state {
     PyObject *bridge_capsule;    /* owned; keeps the bridge's pointer valid */
     ptrdiff_t impl_offset;       /* of the TensorImpl pointer in a tensor's object */
     uint64_t structure_generation; /* grows when a module gains a parameter or child */
-    int structure_hooked;        /* our registration hooks are installed */
-    int flush_pending;           /* a guard wants the cache emptied at the next call */
-    uint64_t run_peak_bytes;     /* highest peak of any step so far (devices) */
-    int bound;                   /* state_bind has succeeded */
-    int backward_patched;        /* our hook is installed */
+    int structure_hooked;          /* our registration hooks are installed */
+    int flush_pending;       /* a guard wants the cache emptied at the next call */
+    uint64_t run_peak_bytes; /* highest peak of any step so far (devices) */
+    int bound;               /* state_bind has succeeded */
+    int backward_patched;    /* our hook is installed */
 } oomkit_state;
 
 extern struct PyModuleDef oomkit_module_def;
@@ -207,8 +208,9 @@ oomkit_state_visit(oomkit_state *st, visitproc visit, void *arg);
 void
 oomkit_state_clear(oomkit_state *st);
 
-/* Looks up everything of OOMKIT_STATE_TORCH, takes the bridge out of its capsule (or None)
- * and calibrates impl_offset. -1 with an exception, 0. Runs Python code (imports). */
+/* Looks up everything of OOMKIT_STATE_TORCH, takes the bridge out of its capsule (or
+ * None) and calibrates impl_offset. -1 with an exception, 0. Runs Python code
+ * (imports). */
 int
 oomkit_state_bind(oomkit_state *st, PyObject *bridge_capsule);
 

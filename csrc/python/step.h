@@ -40,11 +40,12 @@ typedef struct oomkit_step {
 
 /* engine.c: the protected call. */
 PyObject *
-oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwnames);
+oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf,
+                   PyObject *kwnames);
 
-/* recover.c: from a failed attempt (the exception is in flight) to the result of a replay,
- * or NULL with an exception. Also entered without an exception when the plan splits from
- * the start. */
+/* recover.c: from a failed attempt (the exception is in flight) to the result of a
+ * replay, or NULL with an exception. Also entered without an exception when the plan
+ * splits from the start. */
 PyObject *
 oomkit_recover(oomkit_call *call, int failed);
 
@@ -70,7 +71,8 @@ oomkit_signature_succeeded(oomkit_call *call, int64_t micro_batch, uint64_t peak
 void
 oomkit_signature_failed(oomkit_call *call, int64_t micro_batch);
 
-/* options.c: fills *options from keyword arguments. 0 or -1 with TypeError/ValueError. */
+/* options.c: fills *options from keyword arguments. 0 or -1 with TypeError/ValueError.
+ */
 int
 oomkit_options_parse(oomkit_state *st, PyObject *kwargs, oomkit_options *options);
 void

@@ -1,13 +1,13 @@
-/* auto_batch's callable: construction, binding, attributes. All state is made before the
- * object can be seen; there is no __init__. */
+/* auto_batch's callable: construction, binding, attributes. All state is made before
+ * the object can be seen; there is no __init__. */
 #include "step_type.h"
 #include "errors.h"
 #include "step.h"
 
 #include <structmember.h>
 
-/* The function below methods and partials, for its flags and parameter names; borrowed, or
- * NULL for other callables. *skip is 1 when its first parameter is bound. */
+/* The function below methods and partials, for its flags and parameter names; borrowed,
+ * or NULL for other callables. *skip is 1 when its first parameter is bound. */
 static PyObject *
 step_function(oomkit_state *st, PyObject *func, int *skip)
 {
@@ -20,8 +20,8 @@ step_function(oomkit_state *st, PyObject *func, int *skip)
     return PyFunction_Check(func) ? func : NULL;
 }
 
-/* async def and generator functions hand out their work later: there is nothing to retry
- * when the call returns. */
+/* async def and generator functions hand out their work later: there is nothing to
+ * retry when the call returns. */
 static int
 step_refuse_kinds(PyObject *function, PyObject *func)
 {
@@ -121,7 +121,7 @@ static PyObject *
 step_new(oomkit_state *st, PyObject *func, PyObject *kwargs)
 {
     PyTypeObject *type = (PyTypeObject *)st->step_type;
-    oomkit_step *self; /* owned */
+    oomkit_step *self;         /* owned */
     PyObject *function, *done; /* borrowed; owned */
     int skip;
 
@@ -146,7 +146,8 @@ step_new(oomkit_state *st, PyObject *func, PyObject *kwargs)
         PyErr_NoMemory();
         goto error;
     }
-    if (oomkit_options_parse(st, kwargs, &self->options) < 0 || step_label(st, self) < 0) {
+    if (oomkit_options_parse(st, kwargs, &self->options) < 0 ||
+        step_label(st, self) < 0) {
         goto error;
     }
     if (function != NULL) {
@@ -181,7 +182,8 @@ oomkit_auto_batch(PyObject *module, PyObject *args, PyObject *kwargs)
     Py_ssize_t n = PyTuple_GET_SIZE(args);
 
     if (!st->bound) {
-        return oomkit_raise(PyExc_RuntimeError, "oomkit._C is not bound: import oomkit");
+        return oomkit_raise(PyExc_RuntimeError,
+                            "oomkit._C is not bound: import oomkit");
     }
     if (n > 1) {
         return oomkit_raise(PyExc_TypeError,
@@ -287,7 +289,8 @@ step_clear(PyObject *op)
 {
     oomkit_step *self = step_CAST(op);
     oomkit_participants *parts = self->parts;
-    PyObject *label = Py_XNewRef(self->options.label); /* owned: repr() stays possible */
+    PyObject *label =
+        Py_XNewRef(self->options.label); /* owned: repr() stays possible */
 
     self->parts = NULL;
     oomkit_participants_release(parts);
@@ -323,7 +326,8 @@ static PyMethodDef step_methods[] = {
 };
 
 static PyMemberDef step_members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(oomkit_step, vectorcall), READONLY, NULL},
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(oomkit_step, vectorcall), READONLY,
+     NULL},
     {"__dictoffset__", T_PYSSIZET, offsetof(oomkit_step, dict), READONLY, NULL},
     {"__weaklistoffset__", T_PYSSIZET, offsetof(oomkit_step, weakrefs), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},

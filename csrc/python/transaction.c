@@ -118,8 +118,8 @@ oomkit_tx_begin(oomkit_call *call)
                : 0;
 }
 
-/* At the start of a later part of an evaluation: a failure goes back to here, not to the
- * entry, for the parts before it are kept. */
+/* At the start of a later part of an evaluation: a failure goes back to here, not to
+ * the entry, for the parts before it are kept. */
 int
 oomkit_tx_begin_micro(oomkit_call *call)
 {
@@ -139,7 +139,8 @@ oomkit_tx_committed(oomkit_call *call)
     return call->committed ? 1 : oomkit_optimizers_any_moved(call);
 }
 
-/* optimizer_safety="copy": 0 everything is back, 1 something without a copy moved, -1. */
+/* optimizer_safety="copy": 0 everything is back, 1 something without a copy moved, -1.
+ */
 static int
 tx_uncommit(oomkit_call *call)
 {
@@ -239,24 +240,26 @@ oomkit_tx_restore(oomkit_call *call, PyObject **message)
     return oomkit_owners_restore(call) < 0 || oomkit_rng_restore(call) < 0 ? -1 : 0;
 }
 
-/* At the end of a micro-batch that is not the last: nothing that is meant to move once per
- * batch may have moved. 0, or -1 with SplitError that names it. */
+/* At the end of a micro-batch that is not the last: nothing that is meant to move once
+ * per batch may have moved. 0, or -1 with SplitError that names it. */
 int
 oomkit_tx_micro_end(oomkit_call *call)
 {
     Py_ssize_t which = 0;
     PyObject *name; /* owned */
-    const char *text = "auto_batch cannot split this step: %U was changed in micro-batch "
-                       "%lld of %lld, outside an optimizer that it knows; pass it as "
-                       "optimizer=..., or guard the line with `if "
-                       "oomkit.current().is_last:`";
+    const char *text =
+        "auto_batch cannot split this step: %U was changed in micro-batch "
+        "%lld of %lld, outside an optimizer that it knows; pass it as "
+        "optimizer=..., or guard the line with `if "
+        "oomkit.current().is_last:`";
     int state = params_moved(call, &which);
 
     if (state == 0) {
         state = oomkit_grads_unexpected(call, &which);
-        text = "auto_batch cannot split this step: the gradient of %U was set by hand in "
-               "micro-batch %lld of %lld; call backward() on the loss instead, or guard "
-               "the line with `if oomkit.current().is_last:`";
+        text =
+            "auto_batch cannot split this step: the gradient of %U was set by hand in "
+            "micro-batch %lld of %lld; call backward() on the loss instead, or guard "
+            "the line with `if oomkit.current().is_last:`";
     }
     if (state <= 0) {
         return state;
@@ -264,8 +267,8 @@ oomkit_tx_micro_end(oomkit_call *call)
     name = oomkit_describe_tensor(call, call->parts->params[which]);
     if (name != NULL) {
         call->raised = 1;
-        oomkit_raise(call->st->SplitError, text, name, (long long)(call->slice_index + 1),
-                     (long long)call->slice_count);
+        oomkit_raise(call->st->SplitError, text, name,
+                     (long long)(call->slice_index + 1), (long long)call->slice_count);
         Py_DECREF(name);
     }
     return -1;

@@ -1,9 +1,9 @@
 /* The only door between plain C and libc10: one struct of function pointers.
  *
- * oomkit._bridge hands a pointer to it in a PyCapsule named OOMKIT_BRIDGE_CAPSULE. Every
- * entry is noexcept and reports by status code; nothing that is allocated on one side is
- * freed on the other, save the weak holds of gradient marks (grads_mark / grads_release).
- * No entry calls Python or needs the GIL.
+ * oomkit._bridge hands a pointer to it in a PyCapsule named OOMKIT_BRIDGE_CAPSULE.
+ * Every entry is noexcept and reports by status code; nothing that is allocated on one
+ * side is freed on the other, save the weak holds of gradient marks (grads_mark /
+ * grads_release). No entry calls Python or needs the GIL.
  *
  * A tensor is given as its Python object seen as plain memory: `holder` + `offset` is
  * where the TensorImpl pointer lies (the offset is calibrated by oomkit._C at import
@@ -32,19 +32,19 @@ typedef struct oomkit_grad_mark {
 } oomkit_grad_mark;
 
 enum { /* what grads_compare finds, one byte per parameter */
-    OOMKIT_GRAD_SAME = 0,
-    OOMKIT_GRAD_MOVED = 1,    /* the same tensor at another version */
-    OOMKIT_GRAD_REPLACED = 2, /* another tensor */
-    OOMKIT_GRAD_NEW = 3,      /* there was none, now there is */
-    OOMKIT_GRAD_GONE = 4      /* there was one, now there is none */
+       OOMKIT_GRAD_SAME = 0,
+       OOMKIT_GRAD_MOVED = 1,    /* the same tensor at another version */
+       OOMKIT_GRAD_REPLACED = 2, /* another tensor */
+       OOMKIT_GRAD_NEW = 3,      /* there was none, now there is */
+       OOMKIT_GRAD_GONE = 4      /* there was one, now there is none */
 };
 
 typedef struct oomkit_tensor_facts {
     int64_t ndim;
-    int64_t size;         /* of the dimension asked for; -1 when it has no such dimension */
-    uint64_t shape_hash;  /* of dtype and of all sizes but that dimension */
-    uint64_t bytes;       /* numel * element size */
-    uint32_t version;     /* 0 when it has none (inference tensor) */
+    int64_t size; /* of the dimension asked for; -1 when it has no such dimension */
+    uint64_t shape_hash; /* of dtype and of all sizes but that dimension */
+    uint64_t bytes;      /* numel * element size */
+    uint32_t version;    /* 0 when it has none (inference tensor) */
     int32_t has_version;
     int32_t dtype;        /* c10::ScalarType */
     int32_t device_type;  /* c10::DeviceType: 0 cpu, 1 cuda ... */
@@ -69,8 +69,8 @@ typedef struct oomkit_cpu_stats {
 } oomkit_cpu_stats;
 
 typedef struct oomkit_bridge {
-    uint32_t version; /* OOMKIT_BRIDGE_VERSION */
-    uint32_t size;    /* sizeof(oomkit_bridge) */
+    uint32_t version;                 /* OOMKIT_BRIDGE_VERSION */
+    uint32_t size;                    /* sizeof(oomkit_bridge) */
     int32_t torch_major, torch_minor; /* of the headers it was compiled with */
 
     /* --- tensors --- */
@@ -90,15 +90,16 @@ typedef struct oomkit_bridge {
     void (*grads_release)(oomkit_grad_mark *marks, size_t count);
 
     /* --- CPU budget allocator --- */
-    int (*cpu_install)(void); /* idempotent; OOMKIT_EREFUSED: somebody else's is there */
+    int (*cpu_install)(
+        void); /* idempotent; OOMKIT_EREFUSED: somebody else's is there */
     int (*cpu_installed)(void);
     int (*cpu_set_limit)(uint64_t bytes); /* OOMKIT_BRIDGE_UNKNOWN = none */
     int (*cpu_stats)(oomkit_cpu_stats *stats);
     int (*cpu_peak_push)(int *window);
     uint64_t (*cpu_peak_pop)(int window);
     uint64_t (*cpu_peak_read)(int window);
-    /* Allocations of this thread between enter and leave (they nest) are neither counted
-     * nor refused nor failed. */
+    /* Allocations of this thread between enter and leave (they nest) are neither
+     * counted nor refused nor failed. */
     void (*exempt_enter)(void);
     void (*exempt_leave)(void);
 
@@ -108,7 +109,8 @@ typedef struct oomkit_bridge {
     int (*fault_stats)(uint64_t *seen, uint64_t *fired, int *armed);
     int (*set_phase)(int phase); /* OOMKIT_PHASE_*, returns the one before */
 
-    /* --- devices with a c10::DeviceAllocator; none of these initialises a device --- */
+    /* --- devices with a c10::DeviceAllocator; none of these initialises a device ---
+     */
     int (*device_initialized)(int device_type); /* 1, 0 or OOMKIT_EUNSUPPORTED */
     int (*device_stats)(int device_type, int device_index, oomkit_memory_stats *stats);
     int (*device_reset_peak)(int device_type, int device_index);

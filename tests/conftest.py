@@ -1,0 +1,50 @@
+"""What every test needs: seeds, one thread unless it asks for more, and no leftovers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+# Before torch loads OpenMP: waiting threads that spin make a busy machine crawl.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import pytest
+import torch
+
+import oomkit
+
+SEED = int(os.environ.get("OOMKIT_TEST_SEED", "20240607"))
+
+
+def pytest_report_header() -> str:
+    return f"torch {torch.__version__}, seed {SEED} (OOMKIT_TEST_SEED)"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available() or os.environ.get("OOMKIT_REQUIRE_CUDA") == "1":
+        return  # required and missing: the tests run and fail
+    skip = pytest.mark.skip(reason="needs a CUDA device; OOMKIT_REQUIRE_CUDA=1 makes that fail")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _seeded_and_single_threaded() -> Iterator[None]:
+    """Allocation counts repeat exactly for a fixed number of threads: one, by default."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    """No limit and no armed fault outlives the test that set it."""
+    yield
+    leftover = oomkit._C.fault_stats()[2]
+    if leftover:
+        oomkit._C.fault_disarm()
+    assert not leftover, "an armed fault was left behind"
+    assert oomkit.memory("cpu").budget is None, "a CPU budget was left behind"

@@ -1,0 +1,101 @@
+"""oomkit without its bridge: the engine works through torch's own calls."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+PRELUDE = """
+import sys, warnings
+sys.modules["oomkit._bridge"] = None
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    import oomkit
+assert any("bridge to torch is missing" in str(w.message) for w in said), said
+import torch
+import torch.nn.functional as F
+
+def run(fail_in, prior, **options):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 3)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
+    if prior:
+        F.cross_entropy(model(x), y).backward()
+    calls = []
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, t):
+            return t.clone()
+        @staticmethod
+        def backward(ctx, g):
+            if fail_in == "backward" and len(calls) == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return g
+
+    @oomkit.auto_batch(**options)
+    def step(x, y):
+        calls.append(len(x))
+        if not prior:
+            optimizer.zero_grad()
+        hidden = Fails.apply(model[:2](x))
+        if fail_in == "forward" and len(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        loss = F.cross_entropy(model[2:](hidden), y)
+        loss.backward()
+        grads = [p.grad.clone() for p in model.parameters()] if oomkit.current().is_last else None
+        optimizer.step()
+        return loss.item()
+
+    loss = step(x, y)
+    state = [p.detach().clone() for p in model.parameters()]
+    state += [b.clone() for b in model.buffers()] + [torch.get_rng_state(), torch.tensor(loss)]
+    return state, step.records[-1], calls
+"""
+
+
+def _run(body: str) -> None:
+    code = PRELUDE + textwrap.dedent(body)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::oomkit.OomkitWarning", "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_recovered_equals_planned_bit_for_bit() -> None:
+    _run(
+        """
+        for prior in (False, True):
+            expected, _, _ = run(None, prior, accumulation_steps=2)
+            for place in ("forward", "backward"):
+                got, record, calls = run(place, prior)
+                assert calls == [8, 4, 4], calls
+                assert record.ooms == 1 and record.accumulation_steps == 2
+                assert record.requested_bytes == 2 * 2**30
+                assert record.peak_allocated is None
+                assert all(torch.equal(a, b) for a, b in zip(expected, got)), (prior, place)
+        """
+    )
+
+
+def test_what_needs_the_bridge_says_so() -> None:
+    _run(
+        """
+        for act in (lambda: oomkit.limit_memory("1GiB", device="cpu"),
+                    lambda: oomkit.testing.inject_oom().__enter__()):
+            try:
+                act()
+            except RuntimeError as error:
+                assert "pip install --no-build-isolation" in str(error), error
+            else:
+                raise AssertionError("no error")
+        assert oomkit.memory("cpu").peak_allocated is None
+        """
+    )
