@@ -1,6 +1,7 @@
 """Where step records can go: plain callables that take a StepRecord.
 
->>> sink = oomkit.sinks.JSONL("steps.jsonl")
+>>> from oomkit import sinks
+>>> sink = sinks.JSONL("steps.jsonl")
 >>> for batch in loader:
 ...     step(batch)
 ...     sink(step.records[-1])

@@ -240,3 +240,24 @@ def test_nothing_leaks(body, monkeypatch):
         body()
     after = figures()
     assert max(b - a for a, b in zip(before, after, strict=True)) < 20
+
+
+def test_records_are_whole_or_not_there_when_memory_runs_out():
+    testcapi = pytest.importorskip("_testcapi")
+    guard = oomkit.guard(label="x" * 40)
+    for _ in range(3):
+        with guard:
+            pass
+    expected = guard.records
+    outcomes = set()
+    for nth in range(1, 80):
+        testcapi.set_nomemory(nth, nth + 1)
+        try:
+            records = guard.records
+        except MemoryError:
+            records = None
+        finally:
+            testcapi.remove_mem_hooks()
+        assert records in (None, expected)
+        outcomes.add(records is None)
+    assert outcomes == {True, False}

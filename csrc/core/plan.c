@@ -124,9 +124,9 @@ observations_valid(const oomkit_plan_observations *seen)
            seen->smallest_failed >= 0;
 }
 
-/* The largest k whose micro-batch is not below min_micro_batch; 1 when the batch itself
- * is. Such a k need not reach the minimum: 20 rows cannot be cut into equal slices
- * whose largest has 6, so 7, 7, 6 is the end of it. */
+/* The largest k with no slice below min_micro_batch (the leftover at the end of a plan
+ * with multiple_of excepted); 1 when the batch itself is below. Such a k need not reach
+ * the minimum: 20 rows in equal slices of at least 6 are 7, 7, 6. */
 static int64_t
 largest_k(const oomkit_plan_observations *seen)
 {
@@ -134,6 +134,10 @@ largest_k(const oomkit_plan_observations *seen)
     int64_t least = divide_up(seen->min_micro_batch, seen->multiple_of);
     int64_t k;
 
+    if (seen->multiple_of == 1) { /* equal slices: the smallest has batch / k rows */
+        k = seen->batch / least;
+        return k > 1 ? k : 1;
+    }
     if (least == 1) {
         return units;
     }
