@@ -255,3 +255,69 @@ def test_keyboard_interrupt_in_a_split_call_rolls_back() -> None:
     with pytest.raises(KeyboardInterrupt):
         step(x, y)
     assert all(p.grad is None for p in model.parameters())
+
+
+def _hidden() -> tuple[Any, MLP, torch.optim.Optimizer]:
+    """A model and an optimizer where no search looks: in a registry reached by a call."""
+    model, optimizer, *_ = _world()
+    registry = {"a": {"b": {"c": {"model": model, "optimizer": optimizer}}}}
+    return registry, model, optimizer
+
+
+def test_a_model_that_was_not_found_is_refused_before_it_is_touched() -> None:
+    registry, model, _ = _hidden()
+    x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        F.cross_entropy(registry["a"]["b"]["c"]["model"](x), y).backward()
+
+    with inject_oom(nth=1):
+        with pytest.raises(oomkit.SplitError, match="pass model=... and optimizer=..."):
+            step(x, y)
+    assert all(p.grad is None for p in model.parameters())
+    with inject_oom(nth=2**60, phase="backward") as counted:
+        step(x, y)
+    with inject_oom(nth=counted.seen, phase="backward"):
+        with pytest.raises(oomkit.OutOfMemory, match="did not find has a gradient"):
+            step(x, y)
+
+
+def test_an_optimizer_that_was_not_found_is_refused_while_split() -> None:
+    registry, model, _ = _hidden()
+    x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
+    before = [p.detach().clone() for p in model.parameters()]
+
+    @oomkit.auto_batch(model=model)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        F.cross_entropy(model(x), y).backward()
+        registry["a"]["b"]["c"]["optimizer"].step()
+
+    with inject_oom(nth=1):
+        with pytest.raises(oomkit.SplitError, match="steps an optimizer .* not found"):
+            step(x, y)
+    assert _untouched(model, before)
+
+
+def test_a_trainer_of_trainers_is_found() -> None:
+    model, optimizer, x, y = _world()
+
+    class Inner:
+        def __init__(self) -> None:
+            self.model, self.optimizer = model, optimizer
+
+    class Outer:
+        def __init__(self) -> None:
+            self.inner = Inner()
+
+        @oomkit.auto_batch
+        def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
+            self.inner.optimizer.zero_grad()
+            F.cross_entropy(self.inner.model(x), y).backward()
+            self.inner.optimizer.step()
+
+    outer = Outer()
+    with inject_oom(nth=2, phase="backward") as armed:
+        outer.step(x, y)
+    assert armed.fired == 1
+    assert Outer.step.records[0].accumulation_steps == 2

@@ -72,9 +72,13 @@ backward_accumulates(oomkit_state *st, PyObject *const *args, size_t nargsf,
 
 /* Before an outermost backward. 0 or -1. */
 static int
-backward_begin(oomkit_call *call)
+backward_begin(oomkit_call *call, PyObject *roots)
 {
     call->training = 1;
+    if (call->split && call->slice_index == 0 && !call->grads.marked &&
+        oomkit_strangers_refuse(call, roots) < 0) {
+        return -1;
+    }
     if (oomkit_grads_mark(call) < 0) {
         return -1;
     }
@@ -129,7 +133,7 @@ backward_protected(backward_object *self, oomkit_call *call, PyObject *const *ar
     PyObject *vector[12];
     PyObject *scaled = NULL, *result; /* owned */
 
-    if (backward_begin(call) < 0) {
+    if (backward_begin(call, n > 0 ? args[0] : call->st->empty_tuple) < 0) {
         return NULL;
     }
     if (call->split && weight == 0.0) {
@@ -157,6 +161,9 @@ backward_protected(backward_object *self, oomkit_call *call, PyObject *const *ar
     }
     if (result == NULL) {
         call->backward_failed = 1;
+        if (!call->split && n > 0) {
+            oomkit_strangers_note(call, args[0]);
+        }
         return NULL;
     }
     if (backward_end(call) < 0) {
@@ -234,19 +241,23 @@ PyType_Spec oomkit_backward_spec = {
     .slots = backward_slots,
 };
 
-/* Has torch tell us when a module gains a parameter, a buffer or a child. 0 or -1. */
+/* Has torch tell us when a module gains a parameter, a buffer or a child, and when an
+ * optimizer steps. 0 or -1. */
 static int
 backward_watch_structure(oomkit_state *st)
 {
     PyObject *module = PyType_GetModule((PyTypeObject *)st->step_type); /* borrowed */
-    PyObject *changed, *buffer, *done = NULL;                           /* owned */
+    PyObject *changed, *buffer, *begins = NULL, *ends = NULL;           /* owned */
+    PyObject *done = NULL;                                              /* owned */
 
     if (st->structure_hooked) {
         return 0;
     }
     changed = PyObject_GetAttrString(module, "_structure_changed");
     buffer = changed ? PyObject_GetAttrString(module, "_buffer_changed") : NULL;
-    if (buffer != NULL) {
+    begins = buffer ? PyObject_GetAttrString(module, "_optimizer_begins") : NULL;
+    ends = begins ? PyObject_GetAttrString(module, "_optimizer_ends") : NULL;
+    if (ends != NULL) {
         done = PyObject_CallOneArg(st->parameter_hook, changed);
     }
     if (done != NULL) {
@@ -255,7 +266,15 @@ backward_watch_structure(oomkit_state *st)
     if (done != NULL) {
         Py_SETREF(done, PyObject_CallOneArg(st->buffer_hook, buffer));
     }
+    if (done != NULL) {
+        Py_SETREF(done, PyObject_CallOneArg(st->step_pre_hook, begins));
+    }
+    if (done != NULL) {
+        Py_SETREF(done, PyObject_CallOneArg(st->step_post_hook, ends));
+    }
     st->structure_hooked = done != NULL;
+    Py_XDECREF(begins);
+    Py_XDECREF(ends);
     Py_XDECREF(changed);
     Py_XDECREF(buffer);
     Py_XDECREF(done);

@@ -131,6 +131,7 @@ typedef struct oomkit_call {
     oomkit_interception *interceptions;
     int interception_count;
     int intercept_depth;
+    int stranger_steps; /* steps of unknown optimizers that have begun and not ended */
     PyObject *scaler_marks; /* owned: list of (scaler, saved per-optimizer states) */
     PyObject
         *copied_owners;   /* owned: list of (object, state_dict) for "copy", or NULL */
@@ -240,6 +241,18 @@ int
 oomkit_backward_drain(oomkit_state *st);
 int
 oomkit_backward_run(oomkit_call *call, PyObject *result);
+
+/* strangers.c */
+int
+oomkit_strangers_in_graph(oomkit_call *call, PyObject *roots, PyObject **found);
+int
+oomkit_strangers_refuse(oomkit_call *call, PyObject *roots);
+void
+oomkit_strangers_note(oomkit_call *call, PyObject *roots);
+int
+oomkit_strangers_optimizer_begins(PyObject *optimizer);
+void
+oomkit_strangers_optimizer_ends(void);
 
 /* course.c. 0, or -1 with SplitError that names both lines. */
 int

@@ -275,6 +275,9 @@ engine_end(oomkit_call *call, int finished)
     if (!finished) {
         call->outcome = call->outcome == 0 ? 2 : call->outcome;
         oomkit_grads_abandon(call);
+        if (call->raised && call->has_signature) {
+            oomkit_signature_forget(call);
+        }
     }
     if (call->window.open) {
         oomkit_device_end(call->st, &call->window);

@@ -99,7 +99,8 @@ callable_flags(oomkit_state *st, PyObject *callable)
             flags = -1;
             break;
         }
-        PyErr_Clear();
+        PyErr_Clear(); /* no code here: a partial or an object with __call__ may have
+                          some */
         next = PyObject_GetAttr(present, st->str_func);
         if (next == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
             PyErr_Clear();

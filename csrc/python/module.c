@@ -157,6 +157,25 @@ module_buffer_changed(PyObject *module, PyObject *const *args, Py_ssize_t count)
     Py_RETURN_NONE;
 }
 
+/* Hooks of torch.optim: (optimizer, args, kwargs) -> None. */
+static PyObject *
+module_optimizer_begins(PyObject *Py_UNUSED(module), PyObject *const *args,
+                        Py_ssize_t count)
+{
+    if (count > 0 && oomkit_strangers_optimizer_begins(args[0]) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+module_optimizer_ends(PyObject *Py_UNUSED(module), PyObject *const *Py_UNUSED(args),
+                      Py_ssize_t Py_UNUSED(count))
+{
+    oomkit_strangers_optimizer_ends();
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef module_methods[] = {
     {"auto_batch", (PyCFunction)(void (*)(void))oomkit_auto_batch,
      METH_VARARGS | METH_KEYWORDS, auto_batch_doc},
@@ -170,6 +189,10 @@ static PyMethodDef module_methods[] = {
      METH_FASTCALL, "_structure_changed(module, name, value)\n--\n\nA torch hook."},
     {"_buffer_changed", (PyCFunction)(void (*)(void))module_buffer_changed,
      METH_FASTCALL, "_buffer_changed(module, name, value)\n--\n\nA torch hook."},
+    {"_optimizer_begins", (PyCFunction)(void (*)(void))module_optimizer_begins,
+     METH_FASTCALL, "_optimizer_begins(optimizer, args, kwargs)\n--\n\nA torch hook."},
+    {"_optimizer_ends", (PyCFunction)(void (*)(void))module_optimizer_ends,
+     METH_FASTCALL, "_optimizer_ends(optimizer, args, kwargs)\n--\n\nA torch hook."},
     {NULL, NULL, 0, NULL},
 };
 

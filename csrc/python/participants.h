@@ -89,7 +89,17 @@ oomkit_participants_traverse(oomkit_participants *parts, visitproc visit, void *
 PyObject *
 oomkit_reference_get(PyObject *ref);
 
-/* --- used between participants.c and search.c --- */
+/* --- used between participants.c, search.c and sources.c --- */
+
+/* Types that are never a participant and hold none; asked first, for they are most. */
+static inline int
+oomkit_is_plain(PyObject *object)
+{
+    return object == Py_None || PyBool_Check(object) || PyLong_CheckExact(object) ||
+           PyFloat_CheckExact(object) || PyUnicode_CheckExact(object) ||
+           PyBytes_CheckExact(object) || PyType_Check(object) ||
+           PyCFunction_Check(object);
+}
 
 int
 oomkit_participants_add(oomkit_state *st, oomkit_participants *parts, PyObject *object,

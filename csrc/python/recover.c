@@ -284,7 +284,8 @@ recover_pass(oomkit_call *call, PyObject *exception)
 /* May this OOM be retried? 0 yes; -1 with the exception to raise. Steals `exception`
  * when it answers -1. */
 static int
-recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception)
+recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception,
+              PyObject *handled)
 {
     PyObject *reason = NULL; /* owned */
     int committed;
@@ -301,7 +302,17 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception)
     if ((!committed || call->options->optimizer_copy) && call->refusal == NULL) {
         return 0;
     }
-    oomkit_exception_drop(call->st, exception, NULL);
+    oomkit_exception_drop(call->st, exception, handled);
+    if (committed && call->stranger_steps > 0) {
+        oomkit_raise(
+            call->st->PartialUpdate,
+            "%U ran out of memory inside the step() of an optimizer that was not "
+            "found in its arguments, self, closure or globals: the update is half "
+            "done; restore a checkpoint, and pass optimizer=... to auto_batch",
+            call->options->label);
+        call->outcome = 2;
+        return -1;
+    }
     reason = committed
                  ? PyUnicode_FromFormat(
                        "%U ran out of memory after its update was applied: the update "
@@ -341,7 +352,7 @@ recover_from_failure(oomkit_call *call)
         Py_DECREF(exception);
         return -1;
     }
-    if (recover_judge(call, class_, exception) < 0) {
+    if (recover_judge(call, class_, exception, handled) < 0) {
         Py_XDECREF(handled);
         return -1;
     }

@@ -3,13 +3,19 @@
 #include "participants.h"
 #include "tensor.h"
 
-#define CALLED_DEPTH 3 /* functions called by functions of the step */
+#define CALLED_DEPTH 3     /* functions called by functions of the step */
+#define OBJECT_DEPTH 3     /* objects in attributes of the user's own objects */
+#define OBJECT_LIMIT 10000 /* attributes looked at, whatever they lead to */
 
 typedef struct search {
     oomkit_state *st;
     const oomkit_options *options;
     oomkit_participants *parts;
+    int looked_at; /* attributes so far */
 } search;
+
+static int
+search_value(search *s, PyObject *value, int depth);
 
 static int
 search_source(search *s, PyObject *container, PyObject *key, PyObject *object,
@@ -37,16 +43,6 @@ search_source(search *s, PyObject *container, PyObject *key, PyObject *object,
     return 0;
 }
 
-/* Types that are never a participant and hold none; asked first, for they are most. */
-static int
-search_is_plain(PyObject *object)
-{
-    return object == Py_None || PyBool_Check(object) || PyLong_CheckExact(object) ||
-           PyFloat_CheckExact(object) || PyUnicode_CheckExact(object) ||
-           PyBytes_CheckExact(object) || PyType_Check(object) ||
-           PyCFunction_Check(object);
-}
-
 /* Is anything behind it: did adding it add something? */
 static Py_ssize_t
 search_total(const oomkit_participants *parts)
@@ -55,9 +51,9 @@ search_total(const oomkit_participants *parts)
            PyList_GET_SIZE(parts->roots);
 }
 
-/* The attributes of an object of the user's own (a trainer): one level. */
+/* The attributes of an object of the user's own (a trainer), and of theirs. */
 static int
-search_attributes(search *s, PyObject *object)
+search_attributes(search *s, PyObject *object, int depth)
 {
     PyObject *dict, *ref = NULL; /* owned */
     PyObject *items = NULL;      /* owned: list of (name, value), stable */
@@ -87,10 +83,13 @@ search_attributes(search *s, PyObject *object)
         PyObject *name = PyTuple_GET_ITEM(PyList_GET_ITEM(items, i), 0);  /* borrowed */
         PyObject *value = PyTuple_GET_ITEM(PyList_GET_ITEM(items, i), 1); /* borrowed */
         Py_ssize_t before = search_total(s->parts);
-        if (search_is_plain(value)) {
+        if (oomkit_is_plain(value)) {
             continue;
         }
-        if (oomkit_participants_add(s->st, s->parts, value, 2) < 0) {
+        if (s->looked_at++ >= OBJECT_LIMIT) {
+            break;
+        }
+        if (search_value(s, value, depth - 1) < 0) {
             goto done;
         }
         if (ref != NULL && search_total(s->parts) != before &&
@@ -106,12 +105,12 @@ done:
     return result;
 }
 
-/* Known kinds are added; an object of the user's own is opened one level. */
+/* Known kinds are added; an object of the user's own is opened, `depth` levels deep. */
 static int
-search_value(search *s, PyObject *value)
+search_value(search *s, PyObject *value, int depth)
 {
     Py_ssize_t before = search_total(s->parts);
-    if (search_is_plain(value)) {
+    if (oomkit_is_plain(value)) {
         return 0;
     }
     if (oomkit_participants_add(s->st, s->parts, value, 2) < 0) {
@@ -127,7 +126,7 @@ search_value(search *s, PyObject *value)
         PyObject_TypeCheck(value, (PyTypeObject *)s->st->Optimizer)) {
         return 0; /* known already: its insides were walked */
     }
-    return search_attributes(s, value);
+    return depth > 0 ? search_attributes(s, value, depth) : 0;
 }
 
 static int
@@ -163,7 +162,7 @@ search_module(search *s, PyObject *module, PyObject *names)
         PyObject *key = PyTuple_GET_ITEM(names, i);           /* borrowed */
         PyObject *value = PyDict_GetItemWithError(dict, key); /* borrowed */
         Py_ssize_t before = search_total(s->parts);
-        if (value == NULL || search_is_plain(value)) {
+        if (value == NULL || oomkit_is_plain(value)) {
             continue;
         }
         if (oomkit_participants_add(s->st, s->parts, value, 1) < 0 ||
@@ -183,7 +182,7 @@ search_named(search *s, PyObject *container, PyObject *key, PyObject *value,
     Py_ssize_t before = search_total(s->parts);
     int result;
 
-    if (search_is_plain(value)) {
+    if (oomkit_is_plain(value)) {
         /* `model = None` at first: watched, so that a later model is seen. */
         return value == Py_None ? search_source(s, container, key, value, -1, -1) : 0;
     }
@@ -197,7 +196,7 @@ search_named(search *s, PyObject *container, PyObject *key, PyObject *value,
         return 0; /* another decorated step finds its own participants */
     }
     Py_INCREF(value);
-    result = search_value(s, value);
+    result = search_value(s, value, OBJECT_DEPTH);
     if (result == 0 && (search_total(s->parts) != before ||
                         PyObject_TypeCheck(value, (PyTypeObject *)s->st->Module))) {
         result = search_source(s, container, key, value, -1, -1);
@@ -263,12 +262,12 @@ search_function(search *s, PyObject *func, int depth)
 
     if (PyMethod_Check(func)) {
         bound = PyMethod_GET_SELF(func); /* borrowed */
-        return search_value(s, bound) < 0
+        return search_value(s, bound, OBJECT_DEPTH) < 0
                    ? -1
                    : search_function(s, PyMethod_GET_FUNCTION(func), depth);
     }
     if (!PyFunction_Check(func)) {
-        if (search_value(s, func) < 0) {
+        if (search_value(s, func, OBJECT_DEPTH) < 0) {
             return -1;
         }
         if (PyObject_HasAttr(func, s->st->str_func) &&
@@ -311,7 +310,7 @@ search_arguments(search *s, PyObject *const *args, Py_ssize_t total)
     for (i = 0; i < total; i++) {
         PyObject *value = args[i]; /* borrowed from the caller */
         Py_ssize_t before = search_total(parts);
-        if (search_is_plain(value) || oomkit_tensor_check(s->st, value) ||
+        if (oomkit_is_plain(value) || oomkit_tensor_check(s->st, value) ||
             PyDict_CheckExact(value)) {
             continue;
         }
@@ -328,7 +327,7 @@ search_arguments(search *s, PyObject *const *args, Py_ssize_t total)
             }
             continue;
         }
-        if (search_value(s, value) < 0) {
+        if (search_value(s, value, OBJECT_DEPTH) < 0) {
             return -1;
         }
         if (search_total(parts) != before) {
@@ -412,87 +411,4 @@ oomkit_participants_find(oomkit_state *st, const oomkit_options *options,
 error:
     oomkit_participants_release(parts);
     return NULL;
-}
-
-/* The object that a source leads to now; borrowed, only to be compared. An error of a
- * look-up (no memory) reads as "another object": the search that follows will meet it.
- */
-static void *
-source_now(const oomkit_source *source, PyObject *const *args, Py_ssize_t total)
-{
-    PyObject *owner, *value, *dict; /* value and owner borrowed, dict owned */
-
-    if (source->argument >= 0) {
-        if (source->argument >= total) {
-            return NULL;
-        }
-        value = args[source->argument];
-        if (source->item < 0) {
-            return value;
-        }
-        if ((!PyList_CheckExact(value) && !PyTuple_CheckExact(value)) ||
-            source->item >= PySequence_Fast_GET_SIZE(value)) {
-            return NULL;
-        }
-        return PySequence_Fast_GET_ITEM(value, source->item);
-    }
-    if (source->key == NULL) {
-        return PyCell_GET(source->container);
-    }
-    if (PyDict_CheckExact(source->container)) {
-        return PyDict_GetItemWithError(source->container, source->key);
-    }
-    owner = PyWeakref_GET_OBJECT(source->container);
-    dict = owner == Py_None ? NULL : PyObject_GenericGetDict(owner, NULL);
-    value = dict == NULL ? NULL : PyDict_GetItemWithError(dict, source->key);
-    Py_XDECREF(dict);
-    return value;
-}
-
-/* Is an argument of a kind that the search has not judged yet? */
-static int
-argument_is_new(oomkit_state *st, const oomkit_participants *parts, PyObject *value,
-                Py_ssize_t position)
-{
-    int t;
-
-    if (search_is_plain(value) || PyDict_CheckExact(value) ||
-        PyList_CheckExact(value) || PyTuple_CheckExact(value) ||
-        oomkit_tensor_check(st, value)) {
-        return 0;
-    }
-    for (t = 0; t < parts->plain_count; t++) {
-        if (parts->plain_types[t] == Py_TYPE(value)) {
-            return 0;
-        }
-    }
-    for (t = 0; t < parts->source_count; t++) {
-        if (parts->sources[t].argument == position &&
-            parts->sources[t].object == value) {
-            return 0;
-        }
-    }
-    return parts->plain_count < OOMKIT_ARGUMENT_TYPES;
-}
-
-int
-oomkit_participants_valid(oomkit_state *st, const oomkit_participants *parts,
-                          PyObject *const *args, Py_ssize_t total)
-{
-    Py_ssize_t i;
-
-    if (parts->dead || parts->generation != st->structure_generation) {
-        return 0;
-    }
-    for (i = 0; i < parts->source_count; i++) {
-        if (source_now(&parts->sources[i], args, total) != parts->sources[i].object) {
-            return 0;
-        }
-    }
-    for (i = 0; i < total; i++) {
-        if (argument_is_new(st, parts, args[i], i)) {
-            return 0;
-        }
-    }
-    return 1;
 }

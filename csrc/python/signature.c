@@ -83,6 +83,16 @@ oomkit_signature_failed(oomkit_call *call, int64_t micro_batch)
     }
 }
 
+/* The step turned out not to be splittable: its next call is tried whole again. */
+void
+oomkit_signature_forget(oomkit_call *call)
+{
+    oomkit_signature *entry = oomkit_signature_get(call, 0);
+    if (entry != NULL) {
+        entry->smallest_failed = entry->largest_ok = 0;
+    }
+}
+
 /* Copies of gradients at entry are an insurance: taken when asked for, while the call
  * is split, while this shape is unproven, and when its last peak came near the budget.
  */

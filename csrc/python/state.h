@@ -145,6 +145,8 @@
       "register_module_module_registration_hook", 1)                                   \
     X(buffer_hook, "torch.nn.modules.module",                                          \
       "register_module_buffer_registration_hook", 1)                                   \
+    X(step_pre_hook, "torch.optim.optimizer", "register_optimizer_step_pre_hook", 1)   \
+    X(step_post_hook, "torch.optim.optimizer", "register_optimizer_step_post_hook", 1) \
     X(deepcopy, "copy", "deepcopy", 1)                                                 \
     X(update_wrapper, "functools", "update_wrapper", 1)                                \
     X(partial, "functools", "partial", 1)                                              \

@@ -70,6 +70,8 @@ void
 oomkit_signature_succeeded(oomkit_call *call, int64_t micro_batch, uint64_t peak_bytes);
 void
 oomkit_signature_failed(oomkit_call *call, int64_t micro_batch);
+void
+oomkit_signature_forget(oomkit_call *call);
 
 /* options.c: fills *options from keyword arguments. 0 or -1 with TypeError/ValueError.
  */

@@ -289,7 +289,7 @@ oomkit_tx_end_attempt(oomkit_call *call)
     oomkit_course_clear(&call->course[1]);
     call->training = call->backwards = call->backward_failed = 0;
     call->committed = call->raised = call->course_waived = 0;
-    call->intercept_depth = 0;
+    call->intercept_depth = call->stranger_steps = 0;
 }
 
 /* Ends the call: nothing of it stays behind. Keeps the exception in flight. */

@@ -1,0 +1,225 @@
+/* Strangers: parameters and optimizers that the search did not find. What is not known
+ * is neither marked nor parked nor intercepted, so a replay would count it twice: it is
+ * looked for where it shows (in the graph of a backward, in an optimizer's own hooks)
+ * and the call is refused by name. */
+#include "call.h"
+#include "errors.h"
+#include "step.h"
+
+static int
+params_have(const oomkit_participants *parts, const PyObject *tensor)
+{
+    Py_ssize_t i;
+    for (i = 0; i < parts->param_count; i++) {
+        if (parts->params[i] == tensor) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* Appends the nodes behind `node` to the work list. 0 or -1. */
+static int
+graph_follow(PyObject *node, PyObject *work)
+{
+    Py_ssize_t i;
+    int result = 0;
+    PyObject *edges = PyObject_GetAttrString(node, "next_functions"); /* owned */
+
+    if (edges == NULL) {
+        return -1;
+    }
+    for (i = 0; PyTuple_Check(edges) && i < PyTuple_GET_SIZE(edges) && result == 0;
+         i++) {
+        PyObject *edge = PyTuple_GET_ITEM(edges, i); /* borrowed */
+        PyObject *next = PyTuple_Check(edge) && PyTuple_GET_SIZE(edge) > 0
+                             ? PyTuple_GET_ITEM(edge, 0)
+                             : Py_None; /* borrowed */
+        if (next != Py_None) {
+            result = PyList_Append(work, next);
+        }
+    }
+    Py_DECREF(edges);
+    return result;
+}
+
+/* A Parameter at this node that is no participant: 1 and *found (owned); 0; -1. */
+static int
+graph_leaf(oomkit_call *call, PyObject *node, PyObject **found)
+{
+    PyObject *variable; /* owned */
+
+    if (strcmp(Py_TYPE(node)->tp_name, "torch.autograd.AccumulateGrad") != 0 &&
+        strcmp(Py_TYPE(node)->tp_name, "AccumulateGrad") != 0) {
+        return 0;
+    }
+    variable = PyObject_GetAttrString(node, "variable");
+    if (variable == NULL) {
+        return -1;
+    }
+    if (!PyObject_TypeCheck(variable, (PyTypeObject *)call->st->Parameter) ||
+        params_have(call->parts, variable)) {
+        Py_DECREF(variable);
+        return 0;
+    }
+    *found = variable;
+    return 1;
+}
+
+/* The roots of a backward: a tensor or a sequence of tensors. 0 or -1. */
+static int
+graph_roots(oomkit_call *call, PyObject *roots, PyObject *work)
+{
+    PyObject *list, *node; /* owned */
+    Py_ssize_t i;
+    int result = 0;
+
+    list = oomkit_tensor_check(call->st, roots) ? PyTuple_Pack(1, roots)
+                                                : PySequence_Tuple(roots);
+    if (list == NULL) {
+        return -1;
+    }
+    for (i = 0; i < PyTuple_GET_SIZE(list) && result == 0; i++) {
+        PyObject *root = PyTuple_GET_ITEM(list, i); /* borrowed */
+        if (!oomkit_tensor_check(call->st, root)) {
+            continue; /* a GradientEdge: its node is not followed */
+        }
+        node = PyObject_GetAttr(root, call->st->str_grad_fn);
+        if (node == NULL) {
+            result = -1;
+        } else if (node != Py_None) {
+            result = PyList_Append(work, node);
+        }
+        Py_XDECREF(node);
+    }
+    Py_DECREF(list);
+    return result;
+}
+
+/* Walks the graph of a backward to its leaves. 1 and *found (an owned Parameter) when
+ * one is no participant; 0; -1 with an exception. */
+int
+oomkit_strangers_in_graph(oomkit_call *call, PyObject *roots, PyObject **found)
+{
+    PyObject *work = PyList_New(0);   /* owned: nodes to look at */
+    PyObject *seen = PySet_New(NULL); /* owned: keeps the nodes, hence their identity */
+    int result = -1;
+
+    if (work == NULL || seen == NULL || graph_roots(call, roots, work) < 0) {
+        goto done;
+    }
+    result = 0;
+    while (result == 0 && PyList_GET_SIZE(work) > 0) {
+        Py_ssize_t last = PyList_GET_SIZE(work) - 1;
+        PyObject *node = Py_NewRef(PyList_GET_ITEM(work, last)); /* owned */
+        int known = PySet_Contains(seen, node);
+        if (known < 0 || PyList_SetSlice(work, last, last + 1, NULL) < 0 ||
+            (known == 0 && PySet_Add(seen, node) < 0)) {
+            result = -1;
+        } else if (known == 0) {
+            result = graph_leaf(call, node, found);
+            if (result == 0) {
+                result = graph_follow(node, work);
+            }
+        }
+        Py_DECREF(node);
+    }
+done:
+    Py_XDECREF(work);
+    Py_XDECREF(seen);
+    return result;
+}
+
+/* Before the first backward of a split call: everything that it will write to must be
+ * known. 0, or -1 with SplitError. */
+int
+oomkit_strangers_refuse(oomkit_call *call, PyObject *roots)
+{
+    PyObject *stranger = NULL, *name; /* owned */
+    int result = oomkit_strangers_in_graph(call, roots, &stranger);
+
+    if (result <= 0) {
+        return result;
+    }
+    name = oomkit_describe_tensor(call, stranger);
+    Py_DECREF(stranger);
+    if (name != NULL) {
+        call->raised = 1;
+        oomkit_raise(call->st->SplitError,
+                     "auto_batch cannot split this step: %U takes part in the loss and "
+                     "was not found in the arguments, self, closure or globals of the "
+                     "step; pass model=... and optimizer=... to auto_batch",
+                     name);
+        Py_DECREF(name);
+    }
+    return -1;
+}
+
+/* After a failed backward over the whole batch: an unknown parameter that has a
+ * gradient may hold a part of this batch's contribution already. Keeps the exception in
+ * flight. */
+void
+oomkit_strangers_note(oomkit_call *call, PyObject *roots)
+{
+    PyObject *exception = oomkit_exception_take(); /* owned, given back */
+    PyObject *stranger = NULL, *gradient = NULL;   /* owned */
+    int result = oomkit_strangers_in_graph(call, roots, &stranger);
+
+    if (result == 1) {
+        gradient = PyObject_GetAttr(stranger, call->st->str_grad);
+    }
+    if (result == 1 && gradient != NULL && gradient != Py_None) {
+        call->refusal =
+            "a parameter that auto_batch did not find has a gradient, which "
+            "may hold a part of this batch already: pass model=... and "
+            "optimizer=... to auto_batch, and call zero_grad() before going "
+            "on";
+    } else if (PyErr_Occurred()) {
+        call->refusal = "the graph of the failed backward could not be looked through";
+        PyErr_Clear(); /* why does not matter: the call is not retried */
+    }
+    Py_XDECREF(gradient);
+    Py_XDECREF(stranger);
+    if (exception != NULL) {
+        oomkit_exception_give(exception);
+    }
+}
+
+/* torch's hook before any optimizer's step: (optimizer, args, kwargs) -> None. Those
+ * that are intercepted are known; another one is marked, or refused while the call is
+ * split. */
+int
+oomkit_strangers_optimizer_begins(PyObject *optimizer)
+{
+    oomkit_call *call = oomkit_call_current();
+    int index;
+
+    if (call == NULL || call->intercept_depth > 0) {
+        return 0;
+    }
+    if (call->split) {
+        call->raised = 1;
+        oomkit_raise(
+            call->st->SplitError,
+            "auto_batch cannot split this step: it steps an optimizer (%s) that "
+            "was not found in the arguments, self, closure or globals of the "
+            "step; pass optimizer=... to auto_batch",
+            Py_TYPE(optimizer)->tp_name);
+        return -1;
+    }
+    if (oomkit_optimizer_mark_take(call, optimizer, &index) < 0) {
+        return -1;
+    }
+    call->stranger_steps++;
+    return 0;
+}
+
+/* torch's hook after any optimizer's step. */
+void
+oomkit_strangers_optimizer_ends(void)
+{
+    oomkit_call *call = oomkit_call_current();
+    if (call != NULL && call->intercept_depth == 0 && call->stranger_steps > 0) {
+        call->stranger_steps--;
+    }
+}
