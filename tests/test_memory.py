@@ -17,11 +17,6 @@ import oomkit
 
 MIB = 2**20
 
-needs_cuda = pytest.mark.skipif(
-    not torch.cuda.is_available() and os.environ.get("OOMKIT_REQUIRE_CUDA") != "1",
-    reason="needs a CUDA device",
-)
-
 
 @pytest.fixture(autouse=True)
 def unlimited():
@@ -390,7 +385,6 @@ def test_cleanup_lets_go_of_the_last_error_and_of_cycles(monkeypatch):
 # --- CUDA ---
 
 
-@needs_cuda
 @pytest.mark.gpu
 def test_a_cuda_limit_raises_and_is_put_back():
     torch.cuda.empty_cache()
@@ -402,7 +396,6 @@ def test_a_cuda_limit_raises_and_is_put_back():
     torch.empty(1024 * MIB, dtype=torch.uint8, device="cuda:0")
 
 
-@needs_cuda
 @pytest.mark.gpu
 def test_cuda_figures_are_torchs():
     tensor = torch.ones(MIB, device="cuda:0")

@@ -1,6 +1,7 @@
 /* oomkit.current(): where in a split call this code runs. */
 #include "call.h"
 #include "current.h"
+#include "records.h"
 
 static PyStructSequence_Field current_fields[] = {
     {"index", "number of this micro-batch, from 0"},
@@ -21,7 +22,7 @@ static PyStructSequence_Desc current_desc = {
 int
 oomkit_current_init(oomkit_state *st)
 {
-    st->current_type = (PyObject *)PyStructSequence_NewType(&current_desc);
+    st->current_type = oomkit_sequence_type(&current_desc);
     return st->current_type == NULL ? -1 : 0;
 }
 

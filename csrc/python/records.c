@@ -61,11 +61,11 @@ static PyStructSequence_Desc report_desc = {
 int
 oomkit_records_init(oomkit_state *st)
 {
-    Py_XSETREF(st->record_type, (PyObject *)PyStructSequence_NewType(&record_desc));
+    Py_XSETREF(st->record_type, oomkit_sequence_type(&record_desc));
     if (st->record_type == NULL) {
         return -1;
     }
-    Py_XSETREF(st->report_type, (PyObject *)PyStructSequence_NewType(&report_desc));
+    Py_XSETREF(st->report_type, oomkit_sequence_type(&report_desc));
     return st->report_type == NULL ? -1 : 0;
 }
 
