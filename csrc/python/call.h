@@ -242,6 +242,11 @@ oomkit_backward_drain(oomkit_state *st);
 int
 oomkit_backward_run(oomkit_call *call, PyObject *result);
 
+/* refuse.c: why this call must not be replayed or split (static text), or NULL. 0 or
+ * -1. */
+int
+oomkit_refusal(oomkit_call *call, const char **why);
+
 /* strangers.c */
 int
 oomkit_strangers_in_graph(oomkit_call *call, PyObject *roots, PyObject **found);

@@ -96,6 +96,7 @@ engine_plan(oomkit_call *call)
 {
     oomkit_step *step = call->step;
     oomkit_plan_observations seen;
+    const char *refusal;
     int asked =
         call->options->accumulation_steps > 1 || call->st->forced_slices != NULL;
     int found = oomkit_batch_find(call->st, call->options, step->batch_site,
@@ -130,6 +131,14 @@ engine_plan(oomkit_call *call)
     }
     if (oomkit_plan_count(&call->plan) <= 1) {
         return 0;
+    }
+    if (oomkit_refusal(call, &refusal) < 0) {
+        return -1;
+    }
+    if (refusal != NULL) {
+        oomkit_raise(call->st->SplitError, "auto_batch cannot split %U: %s",
+                     call->options->label, refusal);
+        return -1;
     }
     if (oomkit_attempt_slices(call) < 0) {
         return -1;

@@ -6,11 +6,11 @@
 #include "state.h"
 #include "../core/ring.h"
 
-/* A struct sequence type that outlives the collector. New reference or NULL. CPython reads
- * a sequence's length from its type's dictionary when it frees one; at exit the collector
- * may have emptied that dictionary before the last record goes, which then is a
- * SystemError nobody can catch. The reference leaked here (one a type) keeps the collector
- * away from the type. */
+/* A struct sequence type that outlives the collector. New reference or NULL. CPython
+ * reads a sequence's length from its type's dictionary when it frees one; at exit the
+ * collector may have emptied that dictionary before the last record goes, which then is
+ * a SystemError nobody can catch. The reference leaked here (one a type) keeps the
+ * collector away from the type. */
 static inline PyObject *
 oomkit_sequence_type(PyStructSequence_Desc *description)
 {

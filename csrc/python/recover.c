@@ -295,7 +295,8 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception,
         return recover_pass(call, exception);
     }
     committed = oomkit_tx_committed(call);
-    if (committed < 0) {
+    if (committed < 0 ||
+        (call->refusal == NULL && oomkit_refusal(call, &call->refusal) < 0)) {
         Py_DECREF(exception);
         return -1;
     }

@@ -1,0 +1,105 @@
+/* Surroundings in which a replay would do harm whatever the step looks like:
+ * collectives that other ranks would wait for, and a stream that is being captured.
+ * Asked only after an OOM and before a split, never in a healthy call. */
+#include "call.h"
+#include "errors.h"
+
+/* Calls module.name() when the module is imported already. 1, 0 or -1. */
+static int
+ask(const char *module_name, const char *name)
+{
+    PyObject *modules = PyImport_GetModuleDict();                  /* borrowed */
+    PyObject *module = PyDict_GetItemString(modules, module_name); /* borrowed */
+    PyObject *answer;                                              /* owned */
+    int result;
+
+    if (module == NULL || !PyObject_HasAttrString(module, name)) {
+        return 0;
+    }
+    answer = PyObject_CallMethod(module, name, NULL);
+    if (answer == NULL) {
+        return -1;
+    }
+    result = PyObject_IsTrue(answer);
+    Py_DECREF(answer);
+    return result;
+}
+
+/* Is more than one rank at work? 1, 0 or -1. */
+static int
+several_ranks(void)
+{
+    PyObject *module, *size; /* borrowed; owned */
+    int result = ask("torch.distributed", "is_initialized");
+    long world;
+
+    if (result <= 0) {
+        return result;
+    }
+    module = PyDict_GetItemString(PyImport_GetModuleDict(), "torch.distributed");
+    size = module == NULL ? NULL : PyObject_CallMethod(module, "get_world_size", NULL);
+    if (size == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    world = PyLong_AsLong(size);
+    Py_DECREF(size);
+    if (world == -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    return world > 1;
+}
+
+/* A module that wraps others for several ranks: even alone its reducer keeps state that
+ * a roll-back does not reach. */
+static int
+is_wrapper(oomkit_call *call)
+{
+    PyObject *roots = call->parts->roots; /* borrowed */
+    Py_ssize_t i;
+
+    for (i = 0; roots != NULL && i < PyList_GET_SIZE(roots); i++) {
+        PyObject *root = oomkit_reference_get(PyList_GET_ITEM(roots, i)); /* owned */
+        const char *name;
+        int found;
+        if (root == NULL) {
+            continue;
+        }
+        name = Py_TYPE(root)->tp_name;
+        found = strcmp(name, "DistributedDataParallel") == 0 ||
+                strcmp(name, "FullyShardedDataParallel") == 0;
+        Py_DECREF(root);
+        if (found) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* Why this call must not be replayed or split: a static text, or NULL. -1 on error. */
+int
+oomkit_refusal(oomkit_call *call, const char **why)
+{
+    int state;
+
+    *why = NULL;
+    state = several_ranks();
+    if (state == 0 && is_wrapper(call)) {
+        state = 1;
+    }
+    if (state != 0) {
+        *why = "distributed training: a replay would leave the other ranks waiting in "
+               "their collectives; run one process, without DistributedDataParallel or "
+               "FullyShardedDataParallel";
+        return state < 0 ? -1 : 0;
+    }
+    if (call->device.type == OOMKIT_DEVICE_CUDA) {
+        state = ask("torch.cuda", "is_current_stream_capturing");
+        if (state != 0) {
+            *why =
+                "a CUDA graph is being captured: capture the step with the micro-batch "
+                "that fits, outside auto_batch";
+        }
+        return state < 0 ? -1 : 0;
+    }
+    return 0;
+}
