@@ -30,7 +30,7 @@ typedef struct oomkit_buffer {
     PyObject *module; /* owned likewise */
     PyObject *key;    /* owned: name in module._buffers */
     uint32_t version;
-    uint8_t copied; /* parts->copies has its value at entry */
+    uint8_t copied; /* parts->copies has its value at entry; 2: parts->images has */
 } oomkit_buffer;
 
 typedef struct oomkit_buffers {

@@ -39,6 +39,9 @@ parts_drop_tensors(oomkit_participants *parts)
     }
     for (i = 0; i < moving; i++) {
         Py_CLEAR(parts->copies[i]);
+        PyMem_Free(parts->images[i].bytes);
+        parts->images[i].bytes = NULL;
+        parts->images[i].size = 0;
     }
 }
 
@@ -419,6 +422,7 @@ oomkit_participants_release(oomkit_participants *parts)
     PyMem_Free(parts->owners);
     PyMem_Free(parts->moving);
     PyMem_Free(parts->copies);
+    PyMem_Free(parts->images);
     PyMem_Free(parts);
 }
 

@@ -35,6 +35,12 @@ typedef struct oomkit_buffered {
     int is_norm;   /* running statistics that forward owns */
 } oomkit_buffered;
 
+/* The bytes of a small buffer as they were at entry. */
+typedef struct oomkit_image {
+    void *bytes;
+    uint64_t size;
+} oomkit_image;
+
 #define OOMKIT_ARGUMENT_TYPES 8
 
 /* Counted by hand: the site holds one reference, every call in progress another. Strong
@@ -61,7 +67,8 @@ typedef struct oomkit_participants {
     int device_type, device_index; /* of the first parameter that is not on the CPU */
     /* buffers known to move, learned by buffers.c; parallel to the flat buffer order */
     uint8_t *moving;
-    PyObject **copies; /* owned tensors or NULL */
+    PyObject **copies;    /* owned tensors or NULL */
+    oomkit_image *images; /* bytes of small CPU buffers, which need no tensor */
     Py_ssize_t moving_count;
     int norm_said; /* the BatchNorm warning was given */
 } oomkit_participants;

@@ -89,6 +89,13 @@ typedef struct oomkit_bridge {
                          uint32_t *steps, size_t *moved);
     void (*grads_release)(oomkit_grad_mark *marks, size_t count);
 
+    /* The bytes of a plain, contiguous CPU tensor, out and in again. `size` must be
+     * what it has, else (and for every other tensor) OOMKIT_EUNSUPPORTED. No version is
+     * bumped. */
+    int (*bytes_get)(const void *holder, ptrdiff_t offset, void *bytes, uint64_t size);
+    int (*bytes_set)(const void *holder, ptrdiff_t offset, const void *bytes,
+                     uint64_t size);
+
     /* --- CPU budget allocator --- */
     int (*cpu_install)(
         void); /* idempotent; OOMKIT_EREFUSED: somebody else's is there */

@@ -80,6 +80,13 @@ void
 grads_release(oomkit_grad_mark *marks, size_t count) noexcept;
 
 int
+bytes_get(const void *holder, ptrdiff_t offset, void *bytes, uint64_t size) noexcept;
+
+int
+bytes_set(const void *holder, ptrdiff_t offset, const void *bytes,
+          uint64_t size) noexcept;
+
+int
 device_initialized(int device_type) noexcept;
 int
 device_stats(int device_type, int device_index, oomkit_memory_stats *stats) noexcept;

@@ -114,7 +114,49 @@ compare_one(const c10::TensorImpl *impl, const oomkit_grad_mark *mark, uint32_t 
     return *step == 0 ? OOMKIT_GRAD_SAME : OOMKIT_GRAD_MOVED;
 }
 
+// Its bytes can be copied as they lie: on the CPU, strided, contiguous, of that size.
+bool
+is_plain_bytes(const c10::TensorImpl *impl, uint64_t size)
+{
+    return impl != nullptr && impl != c10::UndefinedTensorImpl::singleton() &&
+           !is_opaque(impl) && impl->device().is_cpu() &&
+           impl->layout() == c10::kStrided && impl->has_storage() &&
+           impl->is_contiguous() && size > 0 &&
+           static_cast<uint64_t>(impl->numel()) * impl->itemsize() == size;
+}
+
 } // namespace
+
+int
+bytes_get(const void *holder, ptrdiff_t offset, void *bytes, uint64_t size) noexcept
+{
+    try {
+        const c10::TensorImpl *impl = impl_of(holder, offset);
+        if (!is_plain_bytes(impl, size)) {
+            return OOMKIT_EUNSUPPORTED;
+        }
+        std::memcpy(bytes, impl->data(), size);
+        return OOMKIT_OK;
+    } catch (...) {
+        return OOMKIT_EFAILED;
+    }
+}
+
+int
+bytes_set(const void *holder, ptrdiff_t offset, const void *bytes,
+          uint64_t size) noexcept
+{
+    try {
+        c10::TensorImpl *impl = const_cast<c10::TensorImpl *>(impl_of(holder, offset));
+        if (!is_plain_bytes(impl, size)) {
+            return OOMKIT_EUNSUPPORTED;
+        }
+        std::memcpy(impl->mutable_data(), bytes, size);
+        return OOMKIT_OK;
+    } catch (...) {
+        return OOMKIT_EFAILED;
+    }
+}
 
 int
 tensor_facts(const void *holder, ptrdiff_t offset, int64_t dim,
