@@ -192,8 +192,7 @@ attempt_micro_end(oomkit_call *call, PyObject *result)
     if (call->split && oomkit_course_finish(call) < 0) {
         return -1;
     }
-    if (!call->is_last && call->training && !call->course_waived &&
-        oomkit_tx_micro_end(call) < 0) {
+    if (!call->is_last && oomkit_tx_micro_end(call) < 0) {
         return -1;
     }
     if (!call->split) {
@@ -201,6 +200,14 @@ attempt_micro_end(oomkit_call *call, PyObject *result)
     }
     return oomkit_join_add(call->st, &call->join, result, slice->length,
                            call->weights[call->slice_index]);
+}
+
+int
+oomkit_attempt_only_results(const oomkit_call *call)
+{
+    return !call->training && call->optimizer_count == 0 &&
+           call->course[0].count == 0 && call->scaler_marks == NULL &&
+           !call->committed && call->options->weight == NULL;
 }
 
 /* Runs one slice; *whole gets the result (owned) when it is the only one. 0 or -1. */
@@ -211,7 +218,8 @@ attempt_micro(oomkit_call *call, PyObject **vector, PyObject **whole)
     PyObject *result; /* owned */
     int status;
 
-    if (call->slice_index > 0 && !call->training && oomkit_tx_begin_micro(call) < 0) {
+    if (call->slice_index > 0 && oomkit_attempt_only_results(call) &&
+        oomkit_tx_begin_micro(call) < 0) {
         return -1;
     }
     call->is_last = call->slice_index == call->slice_count - 1;
@@ -220,8 +228,10 @@ attempt_micro(oomkit_call *call, PyObject **vector, PyObject **whole)
                            slice->length, vector) < 0) {
         return -1;
     }
+    call->running = 1;
     result = PyObject_Vectorcall(call->func, vector, (size_t)call->batch.positional,
                                  call->kwnames);
+    call->running = 0;
     /* Slices of the batch go before anything else: they may be copies. */
     vector_clear(vector, call->batch.total);
     if (result == NULL) {

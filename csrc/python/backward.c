@@ -101,6 +101,8 @@ static int
 backward_end(oomkit_call *call)
 {
     call->backwards++;
+    call->backward_failed =
+        0; /* the step may have caught the failure of an earlier one */
     if (!call->split) {
         return oomkit_grads_settle(call);
     }
@@ -160,7 +162,7 @@ backward_protected(backward_object *self, oomkit_call *call, PyObject *const *ar
         Py_DECREF(scaled);
     }
     if (result == NULL) {
-        call->backward_failed = 1;
+        call->backward_failed = call->queued = 1;
         if (!call->split && n > 0) {
             oomkit_strangers_note(call, args[0]);
         }
@@ -184,7 +186,7 @@ backward_call(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwna
         !backward_accumulates(st, args, nargsf, kwnames)) {
         result = backward_engine(self, st, args, nargsf, kwnames);
         if (result == NULL && call != NULL && backward_nesting == 0) {
-            call->training = 1; /* its unexecuted graph must be drained */
+            call->queued = 1; /* its unexecuted graph must be drained */
         }
         return result;
     }

@@ -115,7 +115,9 @@ typedef struct oomkit_call {
     double *weights; /* one per slice, NULL while whole */
     int split;       /* more than one slice */
     int is_last;
-    int training;      /* a backward was seen in this attempt */
+    int queued;   /* a failed backward has left parts of its graph on this thread */
+    int running;  /* the function is being called for a slice */
+    int training; /* a backward was seen in this attempt */
     int course_waived; /* the function asked for current() */
     int forced;        /* slices given by testing.force_slices */
     uint64_t signature;
@@ -258,6 +260,11 @@ int
 oomkit_strangers_optimizer_begins(PyObject *optimizer);
 void
 oomkit_strangers_optimizer_ends(void);
+
+/* attempt.c: nothing but results came out of this attempt so far, so that finished
+ * parts of an evaluation may be kept. */
+int
+oomkit_attempt_only_results(const oomkit_call *call);
 
 /* course.c. 0, or -1 with SplitError that names both lines. */
 int

@@ -33,7 +33,7 @@ current_get(PyObject *module, PyObject *Py_UNUSED(ignored))
     oomkit_call *call = oomkit_call_current();
     PyObject *values[4]; /* owned, stolen by the sequence */
     PyObject *current;   /* owned */
-    int split = call != NULL && call->split, i;
+    int split = call != NULL && call->split && call->running, i;
 
     if (call != NULL) {
         call->course_waived = 1; /* the function decides for itself what runs when */

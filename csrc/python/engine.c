@@ -23,6 +23,14 @@ engine_participants(oomkit_call *call)
     oomkit_step *step = call->step;
     Py_ssize_t total = call->batch.total;
 
+    if (step->parts != NULL && step->parts->refs > 1) {
+        /* Another thread's call is at work with the site's list and the copies of
+         * buffers in it: this one gets a list of its own. */
+        call->parts =
+            oomkit_participants_find(call->st, call->options, step->func, call->args,
+                                     call->batch.positional, total);
+        return call->parts == NULL ? -1 : 0;
+    }
     if (step->parts == NULL ||
         !oomkit_participants_valid(call->st, step->parts, call->args, total)) {
         oomkit_participants *found, *old;
@@ -36,7 +44,6 @@ engine_participants(oomkit_call *call)
         }
         old = step->parts;
         step->parts = found;
-        step->without_backward = 0;
         oomkit_participants_release(old);
     }
     call->parts = step->parts;
@@ -258,7 +265,6 @@ engine_learn(oomkit_call *call)
 
     oomkit_buffers_learn(call);
     step->seen_oom |= call->ooms > 0;
-    step->without_backward = !call->training;
     if (call->slices == NULL) {
         oomkit_batch_learn(&step->batch_site, &call->batch);
         largest = oomkit_batch_rows(&call->batch);

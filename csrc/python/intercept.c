@@ -370,6 +370,12 @@ intercept_one(oomkit_call *call, PyObject *target, oomkit_owner_kind kind,
     self->target = Py_NewRef(target);
     self->name = Py_NewRef(name);
     self->original = Py_XNewRef(PyDict_GetItemWithError(dict, name));
+    if (self->original != NULL && Py_IS_TYPE(self->original, type)) {
+        /* Another thread's call has one there: what it stands for is what to put back.
+         */
+        Py_XSETREF(self->original,
+                   Py_XNewRef(interceptor_CAST(self->original)->original));
+    }
     if ((self->original == NULL && PyErr_Occurred()) ||
         PyDict_SetItem(dict, name, (PyObject *)self) < 0) {
         Py_DECREF(self);

@@ -277,8 +277,6 @@ options_participants(oomkit_state *st, PyObject *kwargs, oomkit_options *options
     }
     options->participants = PyList_AsTuple(list);
     Py_DECREF(list);
-    options->explicit_participants = (model != NULL && model != Py_None) ||
-                                     (optimizer != NULL && optimizer != Py_None);
     return options->participants == NULL ? -1 : 0;
 }
 

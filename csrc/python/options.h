@@ -32,7 +32,6 @@ typedef struct oomkit_options {
     int optimizer_copy; /* optimizer_safety="copy" */
     int restore_batch;
     int reset_peaks;
-    int explicit_participants; /* model= or optimizer= was given: no discovery */
 } oomkit_options;
 
 #endif

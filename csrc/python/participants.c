@@ -49,13 +49,15 @@ parts_drop_tensors(oomkit_participants *parts)
 static PyObject *
 parts_on_death(PyObject *capsule, PyObject *Py_UNUSED(ref))
 {
-    oomkit_participants *parts = PyCapsule_GetPointer(capsule, PARTS_CAPSULE);
-    if (parts == NULL) {
+    oomkit_watch *watch = PyCapsule_GetPointer(capsule, PARTS_CAPSULE);
+    if (watch == NULL) {
         return NULL;
     }
-    parts->dead = 1;
-    if (parts->refs == 1) { /* no call in progress uses the arrays */
-        parts_drop_tensors(parts);
+    if (watch->parts != NULL) {
+        watch->parts->dead = 1;
+        if (watch->parts->refs == 1) { /* no call in progress uses the arrays */
+            parts_drop_tensors(watch->parts);
+        }
     }
     Py_RETURN_NONE;
 }
@@ -64,19 +66,45 @@ static PyMethodDef parts_death_method = {
     "_participant_died", parts_on_death, METH_O,
     "Weak reference callback: a module or optimizer of a site is gone."};
 
+static void
+watch_free(PyObject *capsule)
+{
+    PyMem_Free(PyCapsule_GetPointer(capsule, PARTS_CAPSULE));
+}
+
+/* The capsule that the callbacks share. Borrowed from parts, or NULL. */
+static PyObject *
+parts_capsule(oomkit_participants *parts)
+{
+    if (parts->capsule != NULL) {
+        return parts->capsule;
+    }
+    parts->watch = PyMem_Malloc(sizeof(*parts->watch));
+    if (parts->watch == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    parts->watch->parts = parts;
+    parts->capsule = PyCapsule_New(parts->watch, PARTS_CAPSULE, watch_free);
+    if (parts->capsule == NULL) {
+        PyMem_Free(parts->watch);
+        parts->watch = NULL;
+    }
+    return parts->capsule;
+}
+
 /* A weak reference whose death invalidates the list. New reference or NULL. */
 static PyObject *
 parts_watch(oomkit_participants *parts, PyObject *object)
 {
-    PyObject *ref = NULL;                                          /* owned */
-    PyObject *capsule = PyCapsule_New(parts, PARTS_CAPSULE, NULL); /* owned */
+    PyObject *ref = NULL;                     /* owned */
+    PyObject *capsule = parts_capsule(parts); /* borrowed from parts */
     PyObject *callback =
         capsule ? PyCFunction_New(&parts_death_method, capsule) : NULL; /* owned */
     if (callback != NULL) {
         ref = PyWeakref_NewRef(object, callback);
     }
     Py_XDECREF(callback);
-    Py_XDECREF(capsule);
     return ref;
 }
 
@@ -402,7 +430,9 @@ oomkit_participants_release(oomkit_participants *parts)
         }
         return;
     }
-    /* Weak references first: their callbacks point here. */
+    if (parts->watch != NULL) {
+        parts->watch->parts = NULL; /* callbacks that live on find nothing */
+    }
     Py_CLEAR(parts->roots);
     for (i = 0; i < parts->owner_count; i++) {
         Py_CLEAR(parts->owners[i].ref);
@@ -416,6 +446,7 @@ oomkit_participants_release(oomkit_participants *parts)
         Py_CLEAR(parts->sources[i].key);
     }
     Py_CLEAR(parts->seen);
+    Py_CLEAR(parts->capsule);
     PyMem_Free(parts->sources);
     PyMem_Free(parts->params);
     PyMem_Free(parts->buffered);

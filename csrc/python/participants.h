@@ -35,6 +35,11 @@ typedef struct oomkit_buffered {
     int is_norm;   /* running statistics that forward owns */
 } oomkit_buffered;
 
+/* Outlives the list: somebody may keep a weak reference of ours, and its callback. */
+typedef struct oomkit_watch {
+    struct oomkit_participants *parts; /* NULL once the list is freed */
+} oomkit_watch;
+
 /* The bytes of a small buffer as they were at entry. */
 typedef struct oomkit_image {
     void *bytes;
@@ -58,6 +63,8 @@ typedef struct oomkit_participants {
     Py_ssize_t buffered_count, buffered_room;
     oomkit_owner *owners;
     Py_ssize_t owner_count, owner_room;
+    oomkit_watch *watch; /* what the callbacks of our weak references point to */
+    PyObject *capsule;   /* owned: over watch, shared by those callbacks */
     PyObject *roots; /* owned: list of weak references whose death makes this dead */
     PyObject *seen;  /* owned while searching: set of addresses; NULL otherwise */
     PyTypeObject *plain_types[OOMKIT_ARGUMENT_TYPES]; /* borrowed, compared: argument

@@ -69,10 +69,8 @@ recover_reclaim(oomkit_call *call)
 static int
 recover_keeps_parts(const oomkit_call *call)
 {
-    return call->slices != NULL && call->slice_index > 0 && !call->training &&
-           call->optimizer_count == 0 && call->course[0].count == 0 &&
-           call->scaler_marks == NULL && !call->committed &&
-           call->options->weight == NULL;
+    return call->slices != NULL && call->slice_index > 0 &&
+           oomkit_attempt_only_results(call);
 }
 
 /* No batch was found, or a leaf of it has moved: 0 when it can be sliced, else -1. */
@@ -212,7 +210,7 @@ recover_roll_back(oomkit_call *call)
     PyObject *message = NULL; /* owned */
     int result, mode;
 
-    if (call->training && call->device.type == OOMKIT_DEVICE_CPU &&
+    if (call->queued && call->device.type == OOMKIT_DEVICE_CPU &&
         oomkit_backward_drain(call->st) < 0) {
         return -1;
     }

@@ -83,6 +83,10 @@ search_attributes(search *s, PyObject *object, int depth)
         PyObject *name = PyTuple_GET_ITEM(PyList_GET_ITEM(items, i), 0);  /* borrowed */
         PyObject *value = PyTuple_GET_ITEM(PyList_GET_ITEM(items, i), 1); /* borrowed */
         Py_ssize_t before = search_total(s->parts);
+        if (value == Py_None && ref != NULL &&
+            search_source(s, ref, name, value, -1, -1) < 0) {
+            goto done; /* None at first: watched, so that what comes later is seen */
+        }
         if (oomkit_is_plain(value)) {
             continue;
         }
@@ -398,9 +402,8 @@ oomkit_participants_find(oomkit_state *st, const oomkit_options *options,
     if (parts->roots == NULL || parts->seen == NULL || search_explicit(&s) < 0) {
         goto error;
     }
-    if (!options->explicit_participants &&
-        (search_arguments(&s, args, total) < 0 ||
-         search_function(&s, func, CALLED_DEPTH) < 0)) {
+    if (search_arguments(&s, args, total) < 0 ||
+        search_function(&s, func, CALLED_DEPTH) < 0) {
         goto error;
     }
     if (options->rng == OOMKIT_RNG_ALL) {

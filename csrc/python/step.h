@@ -31,9 +31,8 @@ typedef struct oomkit_step {
     oomkit_signature signatures[OOMKIT_SIGNATURES];
     int signature_count;
     uint64_t calls;
-    int seen_oom;         /* sizes may be remembered: look the signature up at entry */
-    int without_backward; /* a finished call ran no backward: no marks of parameters */
-    Py_ssize_t skip;      /* leading arguments that are a method's own object */
+    int seen_oom;    /* sizes may be remembered: look the signature up at entry */
+    Py_ssize_t skip; /* leading arguments that are a method's own object */
 } oomkit_step;
 
 #define step_CAST(op) ((oomkit_step *)(op))

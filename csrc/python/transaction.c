@@ -100,7 +100,7 @@ oomkit_tx_begin(oomkit_call *call)
 {
     Py_ssize_t n = call->parts->param_count;
 
-    if (n > 0 && !call->step->without_backward) {
+    if (n > 0) {
         if (call->param_versions == NULL) {
             call->param_versions = PyMem_Malloc((size_t)n * sizeof(uint32_t));
             if (call->param_versions == NULL) {
@@ -287,7 +287,7 @@ oomkit_tx_end_attempt(oomkit_call *call)
     Py_CLEAR(call->user_marks);
     oomkit_course_clear(&call->course[0]);
     oomkit_course_clear(&call->course[1]);
-    call->training = call->backwards = call->backward_failed = 0;
+    call->training = call->backwards = call->backward_failed = call->queued = 0;
     call->committed = call->raised = call->course_waived = 0;
     call->intercept_depth = call->stranger_steps = 0;
 }
