@@ -22,6 +22,12 @@ typedef struct backward_object {
 /* Nested backwards of one thread, counted whether or not a call is in progress. */
 static _Thread_local int backward_nesting;
 
+int
+oomkit_backward_nesting(void)
+{
+    return backward_nesting;
+}
+
 /* The root gradients times the weight, as a new tuple. New reference or NULL. */
 static PyObject *
 backward_weighted(oomkit_call *call, PyObject *gradients, double weight)

@@ -133,6 +133,7 @@ typedef struct oomkit_call {
     oomkit_interception *interceptions;
     int interception_count;
     int intercept_depth;
+    int step_failed;    /* an optimizer's step ran out of memory and was not finished */
     int stranger_steps; /* steps of unknown optimizers that have begun and not ended */
     PyObject *scaler_marks; /* owned: list of (scaler, saved per-optimizer states) */
     PyObject
@@ -241,6 +242,8 @@ int
 oomkit_backward_install(oomkit_state *st);
 int
 oomkit_backward_drain(oomkit_state *st);
+int
+oomkit_backward_nesting(void);
 int
 oomkit_backward_run(oomkit_call *call, PyObject *result);
 

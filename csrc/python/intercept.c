@@ -18,6 +18,7 @@ typedef struct interceptor_object {
     PyObject *original; /* owned: what stood in the instance dictionary, or NULL */
     PyObject *name;     /* owned */
     oomkit_owner_kind kind;
+    int is_state_dict;
     vectorcallfunc vectorcall;
 } interceptor_object;
 
@@ -77,6 +78,24 @@ interceptor_failed_in_init(oomkit_state *st, PyObject *exception)
     return result;
 }
 
+/* torch's own optimizers change tensors in place, which bumps versions. Others may
+ * write through `.data`, which does not: what they did cannot be seen. */
+static int
+interceptor_versions_tell(const interceptor_object *self)
+{
+    PyObject *module = PyObject_GetAttrString((PyObject *)Py_TYPE(self->target),
+                                              "__module__"); /* owned */
+    const char *name =
+        module != NULL && PyUnicode_Check(module) ? PyUnicode_AsUTF8(module) : NULL;
+    int tell = name != NULL && strncmp(name, "torch.optim", 11) == 0;
+
+    Py_XDECREF(module);
+    if (PyErr_Occurred()) {
+        PyErr_Clear(); /* an unreadable name is not torch's */
+    }
+    return tell;
+}
+
 /* 1 something moved, 0 nothing did (what was replaced is put back), -1 error. */
 static int
 interceptor_moved(interceptor_object *self, int index, PyObject *exception)
@@ -84,6 +103,9 @@ interceptor_moved(interceptor_object *self, int index, PyObject *exception)
     oomkit_call *call = self->call;
     int moved = oomkit_optimizer_moved(call, index);
 
+    if (moved == 0 && !interceptor_versions_tell(self)) {
+        return 1;
+    }
     if (moved == 0) {
         moved = oomkit_optimizer_is_foreach(call, index);
         if (moved == 1) {
@@ -177,7 +199,8 @@ interceptor_optimizer(interceptor_object *self, PyObject *const *args, size_t na
     int index, attempt, phase, closure;
 
     closure = PyVectorcall_NARGS(nargsf) > 0 && args[0] != Py_None;
-    closure |= kwnames != NULL && PyTuple_GET_SIZE(kwnames) > 0;
+    closure |= kwnames != NULL && PyTuple_GET_SIZE(kwnames) > 0 &&
+               args[PyVectorcall_NARGS(nargsf)] != Py_None;
     if (closure) {
         call->refusal =
             "an optimizer step with a closure (LBFGS) runs the model inside "
@@ -195,15 +218,43 @@ interceptor_optimizer(interceptor_object *self, PyObject *const *args, size_t na
         phase = oomkit_phase_set(call->st, OOMKIT_PHASE_OPTIMIZER);
         result = interceptor_original(self, args, nargsf, kwnames);
         oomkit_phase_set(call->st, phase);
+        if (result != NULL && !interceptor_versions_tell(self)) {
+            call->committed = 1;
+        }
         if (result != NULL || !interceptor_is_oom(call->st)) {
             return result;
         }
         call->ooms++;
         result = interceptor_after_oom(self, index, attempt == 0);
         if (PyErr_Occurred()) {
+            call->step_failed = 1;
             return NULL;
         }
     }
+}
+
+/* A scheduler's state_dict() is its instance dictionary: our own entries are not in it.
+ */
+static PyObject *
+interceptor_state_dict(interceptor_object *self, PyObject *const *args, size_t nargsf,
+                       PyObject *kwnames)
+{
+    PyObject *key, *value; /* borrowed */
+    PyObject *clean,
+        *state = interceptor_original(self, args, nargsf, kwnames); /* owned */
+    Py_ssize_t at = 0;
+
+    if (state == NULL || !PyDict_CheckExact(state)) {
+        return state;
+    }
+    clean = PyDict_New();
+    while (clean != NULL && PyDict_Next(state, &at, &key, &value)) {
+        if (Py_TYPE(value) != Py_TYPE(self) && PyDict_SetItem(clean, key, value) < 0) {
+            Py_CLEAR(clean);
+        }
+    }
+    Py_DECREF(state);
+    return clean;
 }
 
 /* What is not an optimizer: a scheduler or update() moves on for good when it returns.
@@ -231,6 +282,34 @@ interceptor_other(interceptor_object *self, PyObject *const *args, size_t nargsf
     return result;
 }
 
+/* What a split call cannot hold back rightly. 0, or -1 with SplitError. */
+static int
+interceptor_refuse(interceptor_object *self, Py_ssize_t arguments)
+{
+    oomkit_call *call = self->call;
+    const char *what = NULL;
+
+    if (oomkit_backward_nesting() > 0) {
+        what =
+            "is called by a hook inside backward(): call it after backward(), in the "
+            "step";
+    } else if (self->kind == OOMKIT_OWNER_SCHEDULER && arguments > 0 &&
+               call->st->ReduceLROnPlateau != NULL &&
+               PyObject_TypeCheck(self->target,
+                                  (PyTypeObject *)call->st->ReduceLROnPlateau)) {
+        what =
+            "would see the metric of one micro-batch: call it outside the step, with "
+            "what the step returns";
+    }
+    if (what == NULL) {
+        return 0;
+    }
+    call->raised = 1;
+    oomkit_raise(call->st->SplitError, "auto_batch cannot split this step: %s.%U() %s",
+                 Py_TYPE(self->target)->tp_name, self->name, what);
+    return -1;
+}
+
 static PyObject *
 interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwnames)
 {
@@ -238,6 +317,9 @@ interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *k
     oomkit_call *call = self->call;
     PyObject *result; /* owned */
 
+    if (self->is_state_dict) {
+        return interceptor_state_dict(self, args, nargsf, kwnames);
+    }
     if (call == NULL || call != oomkit_call_current()) {
         return interceptor_original(self, args, nargsf, kwnames);
     }
@@ -252,7 +334,8 @@ interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *k
                 "instead of the step around it",
                 Py_TYPE(self->target)->tp_name);
         }
-        if (oomkit_course_note(call, self->target, self->name) < 0) {
+        if (interceptor_refuse(self, PyVectorcall_NARGS(nargsf)) < 0 ||
+            oomkit_course_note(call, self->target, self->name) < 0) {
             return NULL;
         }
         if (!call->is_last) {
@@ -367,6 +450,7 @@ intercept_one(oomkit_call *call, PyObject *target, oomkit_owner_kind kind,
     self->call = call;
     self->kind = kind;
     self->vectorcall = interceptor_call;
+    self->is_state_dict = name == call->st->str_state_dict;
     self->target = Py_NewRef(target);
     self->name = Py_NewRef(name);
     self->original = Py_XNewRef(PyDict_GetItemWithError(dict, name));
@@ -398,8 +482,12 @@ intercept_owner(oomkit_call *call, PyObject *target, oomkit_owner_kind kind)
 
     switch (kind) {
     case OOMKIT_OWNER_OPTIMIZER:
-    case OOMKIT_OWNER_SCHEDULER:
         return intercept_one(call, target, kind, st->str_step);
+    case OOMKIT_OWNER_SCHEDULER:
+        return intercept_one(call, target, kind, st->str_step) < 0 ||
+                       intercept_one(call, target, kind, st->str_state_dict) < 0
+                   ? -1
+                   : 0;
     case OOMKIT_OWNER_SCALER:
         return intercept_one(call, target, kind, st->str_step) < 0 ||
                        intercept_one(call, target, kind, st->str_update) < 0 ||

@@ -205,7 +205,7 @@ recover_say(oomkit_call *call, int64_t old_rows, int64_t old_count)
 /* Everything back as at entry (or at the start of the failed part). 0, or -1 with an
  * exception: an error, or oomkit.OutOfMemory that says what cannot be taken back. */
 static int
-recover_roll_back(oomkit_call *call)
+recover_roll_back_exempt(oomkit_call *call)
 {
     PyObject *message = NULL; /* owned */
     int result, mode;
@@ -238,6 +238,19 @@ recover_roll_back(oomkit_call *call)
     return oomkit_grad_mode_set(call->st, mode) < 0 ? -1 : 0;
 }
 
+/* The same, with every allocation of it outside the budget: what is put back was there
+ * before. */
+static int
+recover_roll_back(oomkit_call *call)
+{
+    int result;
+
+    oomkit_exempt_enter(call->st);
+    result = recover_roll_back_exempt(call);
+    oomkit_exempt_leave(call->st);
+    return result;
+}
+
 /* An error that is not ours to recover from. While the call is split the attempt is
  * taken back first, so that no stash and no half-done accumulation is left; the error
  * keeps its traceback and gets a note. Steals `exception`. -1 always. */
@@ -249,10 +262,12 @@ recover_pass(oomkit_call *call, PyObject *exception)
     call->outcome = 2;
     if ((call->split || call->ooms > 0) && oomkit_tx_committed(call) == 0) {
         int mode = oomkit_grad_mode_off(call->st);
-        if (mode < 0 || oomkit_tx_restore(call, &message) < 0 ||
-            oomkit_grad_mode_set(call->st, mode) < 0) {
-            PyErr_WriteUnraisable(
-                call->func); /* the step's own error is the one to see */
+        if (mode < 0 || oomkit_tx_restore(call, &message) < 0) {
+            /* The step's own error is the one to see. */
+            PyErr_WriteUnraisable(call->func);
+        }
+        if (mode >= 0 && oomkit_grad_mode_set(call->st, mode) < 0) {
+            PyErr_WriteUnraisable(call->func);
         }
     }
     if (call->split && !call->raised &&
@@ -279,6 +294,24 @@ recover_pass(oomkit_call *call, PyObject *exception)
     return -1;
 }
 
+/* The failure struck between two updates, or in one that cannot be undone. */
+static void
+recover_partial(oomkit_call *call)
+{
+    const char *where =
+        call->stranger_steps > 0
+            ? "inside the step() of an optimizer that was not found in its arguments, "
+              "self, closure or globals; pass optimizer=... to auto_batch"
+        : call->step_failed ? "in one optimizer's step() after another's was applied"
+                            : "in a backward() after an optimizer had stepped";
+    oomkit_raise(call->st->PartialUpdate,
+                 "%U ran out of memory %s: the update is half done and cannot be taken "
+                 "back; restore a checkpoint, or pass optimizer_safety=\"copy\" to "
+                 "auto_batch",
+                 call->options->label, where);
+    call->outcome = 2;
+}
+
 /* May this OOM be retried? 0 yes; -1 with the exception to raise. Steals `exception`
  * when it answers -1. */
 static int
@@ -302,14 +335,9 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception,
         return 0;
     }
     oomkit_exception_drop(call->st, exception, handled);
-    if (committed && call->stranger_steps > 0) {
-        oomkit_raise(
-            call->st->PartialUpdate,
-            "%U ran out of memory inside the step() of an optimizer that was not "
-            "found in its arguments, self, closure or globals: the update is half "
-            "done; restore a checkpoint, and pass optimizer=... to auto_batch",
-            call->options->label);
-        call->outcome = 2;
+    if (committed &&
+        (call->stranger_steps > 0 || call->step_failed || call->backward_failed)) {
+        recover_partial(call);
         return -1;
     }
     reason = committed

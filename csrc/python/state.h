@@ -116,6 +116,7 @@
     X(Optimizer, "torch.optim", "Optimizer", 1)                                        \
     X(LBFGS, "torch.optim", "LBFGS", 1)                                                \
     X(LRScheduler, "torch.optim.lr_scheduler", "LRScheduler", 1)                       \
+    X(ReduceLROnPlateau, "torch.optim.lr_scheduler", "ReduceLROnPlateau", 0)           \
     X(GradScaler, "torch.amp", "GradScaler", 1)                                        \
     X(AveragedModel, "torch.optim.swa_utils", "AveragedModel", 0)                      \
     X(Generator, "torch", "Generator", 1)                                              \
@@ -138,6 +139,7 @@
     X(accelerator_reset_peak, "torch._C", "_accelerator_resetPeakStats", 0)            \
     X(accelerator_empty_cache, "torch._C", "_accelerator_emptyCache", 0)               \
     X(cuda_module, "torch", "cuda", 1)                                                 \
+    X(gc_get_objects, "gc", "get_objects", 1)                                          \
     X(gc_collect, "gc", "collect", 1)                                                  \
     X(parameter_hook, "torch.nn.modules.module",                                       \
       "register_module_parameter_registration_hook", 1)                                \

@@ -198,9 +198,9 @@ tx_restore_gradients(oomkit_call *call, PyObject **message)
 int
 oomkit_tx_restore(oomkit_call *call, PyObject **message)
 {
-    PyObject *which = NULL; /* owned */
+    PyObject *which = NULL, *ignored = NULL; /* owned */
     Py_ssize_t param = 0;
-    int result, i;
+    int result, refused, i;
 
     if (oomkit_tx_committed(call) == 1 && call->options->optimizer_copy) {
         result = tx_uncommit(call);
@@ -210,21 +210,30 @@ oomkit_tx_restore(oomkit_call *call, PyObject **message)
                                           "%U: a parameter without a copy has moved");
         }
     }
-    result = params_moved(call, &param);
-    if (result != 0) {
-        return result < 0
-                   ? -1
-                   : tx_refuse(message,
-                               oomkit_describe_tensor(call, call->parts->params[param]),
-                               "%U was changed by the step outside an optimizer that "
-                               "auto_batch knows; pass it as optimizer=..., or change "
-                               "parameters after the decorated step");
+    refused = params_moved(call, &param);
+    if (refused != 0) { /* said at the end: everything else goes back all the same */
+        refused =
+            refused < 0
+                ? -1
+                : tx_refuse(message,
+                            oomkit_describe_tensor(call, call->parts->params[param]),
+                            "%U was changed by the step outside an optimizer that "
+                            "auto_batch knows; pass it as optimizer=..., or change "
+                            "parameters after the decorated step");
+        if (refused < 0) {
+            return -1;
+        }
     }
-    result = tx_restore_gradients(call, message);
+    result = tx_restore_gradients(call, refused ? &ignored : message);
+    Py_CLEAR(ignored);
     if (result != 0) {
-        return result;
+        return refused && result > 0 ? refused : result;
     }
     result = oomkit_buffers_restore(call, &which);
+    if (result > 0 && refused) {
+        Py_DECREF(which);
+        return refused;
+    }
     if (result != 0) {
         return result < 0 ? -1
                           : tx_refuse(message, which,
@@ -237,7 +246,8 @@ oomkit_tx_restore(oomkit_call *call, PyObject **message)
             return -1;
         }
     }
-    return oomkit_owners_restore(call) < 0 || oomkit_rng_restore(call) < 0 ? -1 : 0;
+    return oomkit_owners_restore(call) < 0 || oomkit_rng_restore(call) < 0 ? -1
+                                                                           : refused;
 }
 
 /* At the end of a micro-batch that is not the last: nothing that is meant to move once
@@ -289,7 +299,7 @@ oomkit_tx_end_attempt(oomkit_call *call)
     oomkit_course_clear(&call->course[1]);
     call->training = call->backwards = call->backward_failed = call->queued = 0;
     call->committed = call->raised = call->course_waived = 0;
-    call->intercept_depth = call->stranger_steps = 0;
+    call->intercept_depth = call->stranger_steps = call->step_failed = 0;
 }
 
 /* Ends the call: nothing of it stays behind. Keeps the exception in flight. */
