@@ -223,7 +223,7 @@ attempt_micro(oomkit_call *call, PyObject **vector, PyObject **whole)
         return -1;
     }
     call->is_last = call->slice_index == call->slice_count - 1;
-    call->backwards = 0;
+    call->backwards = call->cleared = 0;
     if (oomkit_batch_build(call->st, call->options, &call->batch, slice->start,
                            slice->length, vector) < 0) {
         return -1;
@@ -253,7 +253,8 @@ oomkit_attempt_run(oomkit_call *call)
     PyObject *result = NULL; /* owned */
     PyObject **vector;
 
-    if (attempt_weights(call) < 0) {
+    if (attempt_weights(call) < 0 ||
+        (call->split && oomkit_intercept_split(call) < 0)) {
         return NULL;
     }
     vector = PyMem_Calloc((size_t)call->batch.total + 1, sizeof(PyObject *));

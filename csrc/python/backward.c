@@ -76,11 +76,36 @@ backward_accumulates(oomkit_state *st, PyObject *const *args, size_t nargsf,
     return n > 6 ? args[6] == Py_True : 0;
 }
 
+/* Gradients of earlier micro-batches come back before a backward: what was cleared or
+ * used since the last one of this micro-batch cannot be told from them. 1 with
+ * SplitError. */
+static int
+backward_after_update(oomkit_call *call)
+{
+    const oomkit_course *course = &call->course[call->slice_index > 0];
+    int stepped = course->count > 0 && course->count <= OOMKIT_COURSE &&
+                  course->events[course->count - 1].target != NULL;
+
+    if (call->backwards == 0 || (!call->cleared && !stepped)) {
+        return 0;
+    }
+    call->raised = 1;
+    oomkit_raise(
+        call->st->SplitError,
+        "auto_batch cannot split this step: %s between two backward() calls; make "
+        "two decorated steps of it",
+        call->cleared ? "zero_grad() is called" : "an update is made");
+    return 1;
+}
+
 /* Before an outermost backward. 0 or -1. */
 static int
 backward_begin(oomkit_call *call, PyObject *roots)
 {
     call->training = 1;
+    if (call->split && backward_after_update(call)) {
+        return -1;
+    }
     if (call->split && call->slice_index == 0 && !call->grads.marked &&
         oomkit_strangers_refuse(call, roots) < 0) {
         return -1;

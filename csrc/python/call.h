@@ -131,7 +131,9 @@ typedef struct oomkit_call {
     oomkit_optimizer_mark *optimizers;
     int optimizer_count, optimizer_room;
     oomkit_interception *interceptions;
-    int interception_count;
+    int interception_count, interception_room;
+    int split_intercepted; /* what only a split call intercepts is in place */
+    int cleared;           /* zero_grad() ran after a backward of this micro-batch */
     int intercept_depth;
     int step_failed;    /* an optimizer's step ran out of memory and was not finished */
     int stranger_steps; /* steps of unknown optimizers that have begun and not ended */
@@ -236,6 +238,8 @@ int
 oomkit_intercept_install(oomkit_call *call);
 void
 oomkit_intercept_remove(oomkit_call *call);
+int
+oomkit_intercept_split(oomkit_call *call);
 
 /* backward.c */
 int

@@ -7,22 +7,9 @@
  * its wrapper of optimizer.step in the same place: it is saved and put back. */
 #include "call.h"
 #include "errors.h"
-#include "step.h"
+#include "interceptor.h"
 
 #include <structmember.h>
-
-typedef struct interceptor_object {
-    PyObject_HEAD
-    oomkit_call *call;  /* borrowed; NULL once the call has ended */
-    PyObject *target;   /* owned: optimizer, scheduler, scaler, averaged model */
-    PyObject *original; /* owned: what stood in the instance dictionary, or NULL */
-    PyObject *name;     /* owned */
-    oomkit_owner_kind kind;
-    int is_state_dict;
-    vectorcallfunc vectorcall;
-} interceptor_object;
-
-#define interceptor_CAST(op) ((interceptor_object *)(op))
 
 /* Calls what stood there before, as the attribute look-up would have done. */
 static PyObject *
@@ -310,13 +297,20 @@ interceptor_refuse(interceptor_object *self, Py_ssize_t arguments)
     return -1;
 }
 
-static PyObject *
-interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwnames)
+PyObject *
+oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
+                        PyObject *kwnames)
 {
     interceptor_object *self = interceptor_CAST(op);
     oomkit_call *call = self->call;
     PyObject *result; /* owned */
 
+    if (self->kind == OOMKIT_OWNER_USER) { /* zero_grad: always runs, and is noted */
+        if (call != NULL && call == oomkit_call_current() && call->backwards > 0) {
+            call->cleared = 1;
+        }
+        return interceptor_original(self, args, nargsf, kwnames);
+    }
     if (self->is_state_dict) {
         return interceptor_state_dict(self, args, nargsf, kwnames);
     }
@@ -386,8 +380,8 @@ interceptor_traverse(PyObject *op, visitproc visit, void *arg)
     return 0;
 }
 
-static int
-interceptor_clear(PyObject *op)
+int
+oomkit_interceptor_clear(PyObject *op)
 {
     Py_CLEAR(interceptor_CAST(op)->target);
     Py_CLEAR(interceptor_CAST(op)->original);
@@ -399,7 +393,7 @@ interceptor_dealloc(PyObject *op)
 {
     PyTypeObject *tp = Py_TYPE(op);
     PyObject_GC_UnTrack(op);
-    interceptor_clear(op);
+    oomkit_interceptor_clear(op);
     Py_CLEAR(interceptor_CAST(op)->name);
     tp->tp_free(op);
     Py_DECREF(tp);
@@ -414,7 +408,7 @@ static PyMemberDef interceptor_members[] = {
 static PyType_Slot interceptor_slots[] = {
     {Py_tp_dealloc, interceptor_dealloc},
     {Py_tp_traverse, interceptor_traverse},
-    {Py_tp_clear, interceptor_clear},
+    {Py_tp_clear, oomkit_interceptor_clear},
     {Py_tp_getattro, interceptor_getattro},
     {Py_tp_call, PyVectorcall_Call},
     {Py_tp_members, interceptor_members},
@@ -428,153 +422,3 @@ PyType_Spec oomkit_interceptor_spec = {
              Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = interceptor_slots,
 };
-
-/* Puts one interceptor into an instance's dictionary. */
-static int
-intercept_one(oomkit_call *call, PyObject *target, oomkit_owner_kind kind,
-              PyObject *name)
-{
-    oomkit_interception *entry = &call->interceptions[call->interception_count];
-    interceptor_object *self;
-    PyObject *dict = PyObject_GenericGetDict(target, NULL); /* owned, then by entry */
-    PyTypeObject *type = (PyTypeObject *)call->st->interceptor_type;
-
-    if (dict == NULL) {
-        return -1;
-    }
-    self = interceptor_CAST(type->tp_alloc(type, 0));
-    if (self == NULL) {
-        Py_DECREF(dict);
-        return -1;
-    }
-    self->call = call;
-    self->kind = kind;
-    self->vectorcall = interceptor_call;
-    self->is_state_dict = name == call->st->str_state_dict;
-    self->target = Py_NewRef(target);
-    self->name = Py_NewRef(name);
-    self->original = Py_XNewRef(PyDict_GetItemWithError(dict, name));
-    if (self->original != NULL && Py_IS_TYPE(self->original, type)) {
-        /* Another thread's call has one there: what it stands for is what to put back.
-         */
-        Py_XSETREF(self->original,
-                   Py_XNewRef(interceptor_CAST(self->original)->original));
-    }
-    if ((self->original == NULL && PyErr_Occurred()) ||
-        PyDict_SetItem(dict, name, (PyObject *)self) < 0) {
-        Py_DECREF(self);
-        Py_DECREF(dict);
-        return -1;
-    }
-    entry->target = Py_NewRef(target);
-    entry->dict = dict;
-    entry->name = name;
-    entry->kind = kind;
-    entry->interceptor = (PyObject *)self;
-    call->interception_count++;
-    return 0;
-}
-
-static int
-intercept_owner(oomkit_call *call, PyObject *target, oomkit_owner_kind kind)
-{
-    oomkit_state *st = call->st;
-
-    switch (kind) {
-    case OOMKIT_OWNER_OPTIMIZER:
-        return intercept_one(call, target, kind, st->str_step);
-    case OOMKIT_OWNER_SCHEDULER:
-        return intercept_one(call, target, kind, st->str_step) < 0 ||
-                       intercept_one(call, target, kind, st->str_state_dict) < 0
-                   ? -1
-                   : 0;
-    case OOMKIT_OWNER_SCALER:
-        return intercept_one(call, target, kind, st->str_step) < 0 ||
-                       intercept_one(call, target, kind, st->str_update) < 0 ||
-                       intercept_one(call, target, kind, st->str_unscale) < 0
-                   ? -1
-                   : 0;
-    case OOMKIT_OWNER_AVERAGED:
-        return intercept_one(call, target, kind, st->str_update_parameters);
-    default:
-        return 0;
-    }
-}
-
-/* At entry of a call. What could be installed before an error is taken out by remove.
- */
-int
-oomkit_intercept_install(oomkit_call *call)
-{
-    oomkit_participants *parts = call->parts;
-    Py_ssize_t i;
-
-    if (parts->owner_count == 0) {
-        return 0;
-    }
-    call->interceptions =
-        PyMem_Malloc((size_t)parts->owner_count * 3 * sizeof(*call->interceptions));
-    if (call->interceptions == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (i = 0; i < parts->owner_count; i++) {
-        int result;
-        PyObject *target; /* owned */
-        if (parts->owners[i].kind >= OOMKIT_OWNER_GENERATOR) {
-            continue;
-        }
-        target = oomkit_reference_get(parts->owners[i].ref);
-        if (target == NULL) {
-            continue;
-        }
-        result = intercept_owner(call, target, parts->owners[i].kind);
-        Py_DECREF(target);
-        if (result < 0) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
-/* Puts back what stood there. Keeps the exception in flight. An entry that the step
- * itself replaced meanwhile (a scheduler made inside it) is left alone. */
-void
-oomkit_intercept_remove(oomkit_call *call)
-{
-    int i = call->interception_count;
-    PyObject *exception; /* owned, given back */
-
-    if (call->interceptions == NULL) {
-        return;
-    }
-    exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;
-    while (i-- > 0) {
-        oomkit_interception *entry = &call->interceptions[i];
-        interceptor_object *self = interceptor_CAST(entry->interceptor);
-        int failed = 0;
-
-        self->call = NULL;
-        if (PyDict_GetItemWithError(entry->dict, entry->name) == entry->interceptor) {
-            failed = self->original != NULL
-                         ? PyDict_SetItem(entry->dict, entry->name, self->original)
-                         : PyDict_DelItem(entry->dict, entry->name);
-        }
-        if (failed < 0) {
-            PyErr_WriteUnraisable(entry->target);
-        }
-        if (Py_REFCNT(self) ==
-            1) { /* else somebody kept it: it goes on as the original */
-            interceptor_clear((PyObject *)self);
-        }
-        Py_CLEAR(entry->interceptor);
-        Py_CLEAR(entry->dict);
-        Py_CLEAR(entry->target);
-    }
-    PyMem_Free(call->interceptions);
-    call->interceptions = NULL;
-    call->interception_count = 0;
-    if (exception != NULL) {
-        oomkit_exception_give(exception);
-    }
-}

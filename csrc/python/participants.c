@@ -414,6 +414,13 @@ oomkit_participants_add(oomkit_state *st, oomkit_participants *parts, PyObject *
 }
 
 int
+oomkit_participants_add_hidden(oomkit_participants *parts, PyObject *object,
+                               oomkit_owner_kind kind)
+{
+    return parts_append_owner(parts, object, kind);
+}
+
+int
 oomkit_participants_add_user(oomkit_participants *parts, PyObject *object)
 {
     return parts_add_owner(parts, object, OOMKIT_OWNER_USER) < 0 ? -1 : 0;

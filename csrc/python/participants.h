@@ -77,7 +77,8 @@ typedef struct oomkit_participants {
     PyObject **copies;    /* owned tensors or NULL */
     oomkit_image *images; /* bytes of small CPU buffers, which need no tensor */
     Py_ssize_t moving_count;
-    int norm_said; /* the BatchNorm warning was given */
+    int looked_for_hidden; /* schedulers out of the search's sight were looked for */
+    int norm_said;         /* the BatchNorm warning was given */
 } oomkit_participants;
 
 /* Finds the participants of a function for these arguments. New reference (release with
@@ -118,6 +119,11 @@ oomkit_is_plain(PyObject *object)
 int
 oomkit_participants_add(oomkit_state *st, oomkit_participants *parts, PyObject *object,
                         int depth);
+
+/* A scheduler or averaged model that was found by other means. 1, or -1. */
+int
+oomkit_participants_add_hidden(oomkit_participants *parts, PyObject *object,
+                               oomkit_owner_kind kind);
 
 /* An object of the user's own, given by participants=. 0 or -1. */
 int

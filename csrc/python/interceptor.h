@@ -1,0 +1,27 @@
+/* The object that stands in an instance dictionary while a call runs. */
+#ifndef OOMKIT_PYTHON_INTERCEPTOR_H
+#define OOMKIT_PYTHON_INTERCEPTOR_H
+
+#include "call.h"
+
+typedef struct interceptor_object {
+    PyObject_HEAD
+    oomkit_call *call;  /* borrowed; NULL once the call has ended */
+    PyObject *target;   /* owned: optimizer, scheduler, scaler, averaged model */
+    PyObject *original; /* owned: what stood in the instance dictionary, or NULL */
+    PyObject *name;     /* owned */
+    oomkit_owner_kind kind;
+    int is_state_dict;
+    vectorcallfunc vectorcall;
+} interceptor_object;
+
+#define interceptor_CAST(op) ((interceptor_object *)(op))
+
+/* intercept.c: what a call of it does. */
+PyObject *
+oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
+                        PyObject *kwnames);
+int
+oomkit_interceptor_clear(PyObject *op);
+
+#endif
