@@ -222,6 +222,9 @@ attempt_micro(oomkit_call *call, PyObject **vector, PyObject **whole)
         oomkit_tx_begin_micro(call) < 0) {
         return -1;
     }
+    if (call->split && oomkit_grads_begin_micro(call) < 0) {
+        return -1;
+    }
     call->is_last = call->slice_index == call->slice_count - 1;
     call->backwards = call->cleared = 0;
     if (oomkit_batch_build(call->st, call->options, &call->batch, slice->start,

@@ -19,6 +19,7 @@ typedef struct oomkit_grads {
     PyObject **copies;       /* owned host copies of the gradients at entry, or NULL */
     PyObject **parked;       /* owned gradients of finished micro-batches, or NULL */
     PyObject **aside; /* owned gradients that hold the whole contribution, or NULL */
+    uint8_t *present; /* split: had a gradient when the micro-batch began */
     int marked;       /* marks are taken in this attempt */
     int is_parked;
     int at_entry; /* some parameter had a gradient when the marks were taken */
@@ -183,6 +184,8 @@ oomkit_grads_settle(oomkit_call *call);
 void
 oomkit_grads_abandon(oomkit_call *call);
 int
+oomkit_grads_begin_micro(oomkit_call *call);
+int
 oomkit_grads_unexpected(oomkit_call *call, Py_ssize_t *which);
 int
 oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which);
@@ -288,6 +291,8 @@ int
 oomkit_owner_copy(oomkit_call *call, PyObject *owner);
 int
 oomkit_owners_mark(oomkit_call *call);
+int
+oomkit_owners_groups_changed(oomkit_call *call, PyObject **optimizer, PyObject **name);
 int
 oomkit_owners_restore(oomkit_call *call);
 int

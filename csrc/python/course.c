@@ -35,6 +35,10 @@ course_where(void)
 static int
 course_differs(oomkit_call *call, PyObject *here, PyObject *there)
 {
+    PyObject *end = PyUnicode_FromString("its end"); /* owned */
+    if (end == NULL) {
+        return -1;
+    }
     call->raised = 1;
     oomkit_raise(
         call->st->SplitError,
@@ -42,7 +46,8 @@ course_differs(oomkit_call *call, PyObject *here, PyObject *there)
         "micro-batch %lld of %lld reached %S, the first one %S; make the decision from "
         "oomkit.current() (`if oomkit.current().is_last: ...`) or outside the step",
         (long long)(call->slice_index + 1), (long long)call->slice_count,
-        here == NULL ? Py_None : here, there == NULL ? Py_None : there);
+        here == NULL ? end : here, there == NULL ? end : there);
+    Py_DECREF(end);
     return -1;
 }
 

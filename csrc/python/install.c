@@ -210,6 +210,23 @@ is_hidden(oomkit_call *call, PyObject *object)
     return hidden;
 }
 
+/* Was a scheduler ever made for one of the intercepted optimizers? Each one wraps the
+ * optimizer's step() and marks the wrapper. 1, 0 or -1. */
+static int
+has_scheduler(const oomkit_call *call)
+{
+    int i;
+    for (i = 0; i < call->interception_count; i++) {
+        const interceptor_object *self =
+            interceptor_CAST(call->interceptions[i].interceptor);
+        if (self->kind == OOMKIT_OWNER_OPTIMIZER && self->original != NULL &&
+            PyObject_HasAttrString(self->original, "_wrapped_by_lr_sched")) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
 /* Looks through everything the collector knows, once per list of participants, for
  * schedulers that would step once per micro-batch. Only ever done before a split. */
 static int
@@ -219,7 +236,7 @@ intercept_hidden(oomkit_call *call)
     Py_ssize_t i;
     int result = 0;
 
-    if (call->parts->looked_for_hidden) {
+    if (call->parts->looked_for_hidden || !has_scheduler(call)) {
         return 0;
     }
     objects = PyObject_CallNoArgs(call->st->gc_get_objects);

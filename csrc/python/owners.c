@@ -118,7 +118,144 @@ oomkit_owner_copy(oomkit_call *call, PyObject *owner)
     return list_add(&call->copied_owners, owner, owner_state(call->st, owner));
 }
 
-/* The user's own participants, at entry of an attempt. */
+/* Shallow copies of an optimizer's param_groups: learning rates and other plain values.
+ */
+static PyObject *
+groups_copy(oomkit_state *st, PyObject *optimizer)
+{
+    PyObject *groups = PyObject_GetAttr(optimizer, st->str_param_groups); /* owned */
+    PyObject *copies = PyList_New(0);                                     /* owned */
+    Py_ssize_t i;
+
+    for (i = 0; groups != NULL && copies != NULL && PyList_Check(groups) &&
+                i < PyList_GET_SIZE(groups);
+         i++) {
+        PyObject *group = PyList_GET_ITEM(groups, i); /* borrowed */
+        PyObject *copy = PyDict_Check(group) ? PyDict_Copy(group) : PyDict_New();
+        if (copy == NULL || PyList_Append(copies, copy) < 0) {
+            Py_CLEAR(copies);
+        }
+        Py_XDECREF(copy);
+    }
+    if (groups == NULL) {
+        Py_CLEAR(copies);
+    }
+    Py_XDECREF(groups);
+    return copies;
+}
+
+/* A plain value of a group that differs from its copy: 1 and *name (borrowed), 0, -1.
+ */
+static int
+group_changed(PyObject *group, PyObject *copy, PyObject **name)
+{
+    PyObject *key, *was; /* borrowed */
+    Py_ssize_t at = 0;
+
+    while (PyDict_Next(copy, &at, &key, &was)) {
+        PyObject *now = PyDict_GetItemWithError(group, key); /* borrowed */
+        int same;
+        if (now == was) {
+            continue;
+        }
+        if (now == NULL && PyErr_Occurred()) {
+            return -1;
+        }
+        same = now != NULL && PyFloat_Check(now) && PyFloat_Check(was)
+                   ? PyFloat_AS_DOUBLE(now) == PyFloat_AS_DOUBLE(was)
+                   : 0;
+        if (!same) {
+            *name = key;
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* Has a value of a participant's param_groups changed since entry? 1 with *optimizer
+ * and *name (borrowed), 0, -1. */
+int
+oomkit_owners_groups_changed(oomkit_call *call, PyObject **optimizer, PyObject **name)
+{
+    PyObject *list = call->user_marks; /* borrowed from call */
+    Py_ssize_t i, g;
+
+    for (i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
+        PyObject *pair = PyList_GET_ITEM(list, i);    /* borrowed */
+        PyObject *copies = PyTuple_GET_ITEM(pair, 1); /* borrowed */
+        PyObject *groups;                             /* owned */
+        int changed = 0;
+        *optimizer = PyTuple_GET_ITEM(pair, 0);
+        if (!PyObject_TypeCheck(*optimizer, (PyTypeObject *)call->st->Optimizer)) {
+            continue;
+        }
+        groups = PyObject_GetAttr(*optimizer, call->st->str_param_groups);
+        if (groups == NULL) {
+            return -1;
+        }
+        for (g = 0; PyList_Check(groups) && g < PyList_GET_SIZE(groups) &&
+                    g < PyList_GET_SIZE(copies) && changed == 0;
+             g++) {
+            changed = group_changed(PyList_GET_ITEM(groups, g),
+                                    PyList_GET_ITEM(copies, g), name);
+        }
+        Py_DECREF(groups);
+        if (changed != 0) {
+            return changed;
+        }
+    }
+    return 0;
+}
+
+static int
+groups_restore(oomkit_state *st, PyObject *optimizer, PyObject *copies)
+{
+    PyObject *groups = PyObject_GetAttr(optimizer, st->str_param_groups); /* owned */
+    Py_ssize_t i;
+    int result = groups == NULL ? -1 : 0;
+
+    for (i = 0; result == 0 && PyList_Check(groups) && i < PyList_GET_SIZE(groups) &&
+                i < PyList_GET_SIZE(copies);
+         i++) {
+        if (PyDict_Check(PyList_GET_ITEM(groups, i))) {
+            result =
+                PyDict_Update(PyList_GET_ITEM(groups, i), PyList_GET_ITEM(copies, i));
+        }
+    }
+    Py_XDECREF(groups);
+    return result;
+}
+
+static const char *const scaler_names[] = {"_scale", "_growth_tracker"};
+
+/* The two tensors that a GradScaler makes when it is first used, one after the other:
+ * an OOM between them leaves it half made. */
+static PyObject *
+scaler_tensors(PyObject *scaler)
+{
+    PyObject *one = PyObject_GetAttrString(scaler, scaler_names[0]); /* owned */
+    PyObject *two = PyObject_GetAttrString(scaler, scaler_names[1]); /* owned */
+    PyObject *both = one && two ? PyTuple_Pack(2, one, two) : NULL;  /* owned */
+
+    Py_XDECREF(one);
+    Py_XDECREF(two);
+    return both;
+}
+
+static int
+scaler_tensors_restore(PyObject *scaler, PyObject *both)
+{
+    int i;
+    for (i = 0; i < 2; i++) {
+        if (PyObject_SetAttrString(scaler, scaler_names[i], PyTuple_GET_ITEM(both, i)) <
+            0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* The user's own participants, scalers and learning rates, at entry of an attempt. */
 int
 oomkit_owners_mark(oomkit_call *call)
 {
@@ -128,16 +265,24 @@ oomkit_owners_mark(oomkit_call *call)
     for (i = 0; i < call->parts->owner_count; i++) {
         PyObject *object, *saved; /* owned */
         int result;
-        if (call->parts->owners[i].kind != OOMKIT_OWNER_USER) {
+        oomkit_owner_kind kind = call->parts->owners[i].kind;
+        if (kind != OOMKIT_OWNER_USER && kind != OOMKIT_OWNER_SCALER &&
+            kind != OOMKIT_OWNER_OPTIMIZER) {
             continue;
         }
         object = oomkit_reference_get(call->parts->owners[i].ref);
         if (object == NULL) {
             continue;
         }
-        saved = PyObject_HasAttr(object, st->str_save)
-                    ? PyObject_CallMethodNoArgs(object, st->str_save)
-                    : owner_state(st, object);
+        if (kind == OOMKIT_OWNER_OPTIMIZER) {
+            saved = groups_copy(st, object);
+        } else if (kind == OOMKIT_OWNER_SCALER) {
+            saved = scaler_tensors(object);
+        } else {
+            saved = PyObject_HasAttr(object, st->str_save)
+                        ? PyObject_CallMethodNoArgs(object, st->str_save)
+                        : owner_state(st, object);
+        }
         result = list_add(&call->user_marks, object, saved);
         Py_DECREF(object);
         if (result < 0) {
@@ -184,7 +329,19 @@ oomkit_owners_restore(oomkit_call *call)
     for (i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
         PyObject *pair = PyList_GET_ITEM(list, i);    /* borrowed */
         PyObject *object = PyTuple_GET_ITEM(pair, 0); /* borrowed */
-        PyObject *done =
+        PyObject *done;                               /* owned */
+        if (PyObject_TypeCheck(object, (PyTypeObject *)st->Optimizer) ||
+            PyObject_TypeCheck(object, (PyTypeObject *)st->GradScaler)) {
+            int result =
+                PyObject_TypeCheck(object, (PyTypeObject *)st->Optimizer)
+                    ? groups_restore(st, object, PyTuple_GET_ITEM(pair, 1))
+                    : scaler_tensors_restore(object, PyTuple_GET_ITEM(pair, 1));
+            if (result < 0) {
+                return -1;
+            }
+            continue;
+        }
+        done =
             PyObject_CallMethodOneArg(/* owned */
                                       object,
                                       PyObject_HasAttr(object, st->str_save)

@@ -222,9 +222,9 @@ recover_roll_back_exempt(oomkit_call *call)
     if (result == 1) {
         call->outcome = 1;
         oomkit_give_up(call, message, 0);
-        Py_DECREF(message);
         result = -1;
     }
+    Py_XDECREF(message);
     if (result < 0) {
         PyObject *exception = oomkit_exception_take(); /* owned, given back */
         oomkit_grad_mode_set(call->st, mode);
@@ -251,6 +251,56 @@ recover_roll_back(oomkit_call *call)
     return result;
 }
 
+static int
+recover_add_note(PyObject *exception, PyObject *note)
+{
+    PyObject *done; /* owned */
+    if (note == NULL) {
+        return -1;
+    }
+    done = PyObject_CallMethod(exception, "add_note", "O", note);
+    Py_DECREF(note);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* What the reader of somebody else's error (or of our refusal) should know. 0 or -1. */
+static int
+recover_note_error(oomkit_call *call, PyObject *exception)
+{
+    const oomkit_slice *slice;
+    int result = 0;
+
+    if (call->slices == NULL ||
+        !PyObject_TypeCheck(exception, (PyTypeObject *)PyExc_Exception)) {
+        return 0;
+    }
+    slice =
+        &call->slices[call->slice_index < call->slice_count ? call->slice_index : 0];
+    if (oomkit_tx_committed(call) == 1) {
+        result = recover_add_note(
+            exception, PyUnicode_FromString("oomkit: the update of this batch had been "
+                                            "applied: it stands, do not repeat it"));
+    }
+    if (result == 0 && call->grads.aside != NULL) {
+        result = recover_add_note(
+            exception, PyUnicode_FromString(
+                           "oomkit: some gradients that were there before the step "
+                           "hold this batch's contribution: call zero_grad()"));
+    }
+    if (result == 0 && call->split && !call->raised) {
+        result = recover_add_note(
+            exception,
+            PyUnicode_FromFormat(
+                "oomkit: raised in micro-batch %lld of %lld (%lld rows) after %u "
+                "out-of-memory errors; if the step cannot work on that size, see "
+                "min_micro_batch= and multiple_of= of auto_batch",
+                (long long)(call->slice_index + 1), (long long)call->slice_count,
+                (long long)slice->length, (unsigned)call->ooms));
+    }
+    return result;
+}
+
 /* An error that is not ours to recover from. While the call is split the attempt is
  * taken back first, so that no stash and no half-done accumulation is left; the error
  * keeps its traceback and gets a note. Steals `exception`. -1 always. */
@@ -270,24 +320,8 @@ recover_pass(oomkit_call *call, PyObject *exception)
             PyErr_WriteUnraisable(call->func);
         }
     }
-    if (call->split && !call->raised &&
-        PyObject_TypeCheck(exception, (PyTypeObject *)PyExc_Exception)) {
-        const oomkit_slice *slice = &call->slices[call->slice_index];
-        PyObject *note = PyUnicode_FromFormat(/* owned */
-                                              "oomkit: raised in micro-batch %lld of "
-                                              "%lld (%lld rows); if the step cannot "
-                                              "work on that size, see min_micro_batch= "
-                                              "and multiple_of= of auto_batch",
-                                              (long long)(call->slice_index + 1),
-                                              (long long)call->slice_count,
-                                              (long long)slice->length);
-        PyObject *done = /* owned */
-            note ? PyObject_CallMethod(exception, "add_note", "O", note) : NULL;
-        if (done == NULL) {
-            PyErr_WriteUnraisable(call->func);
-        }
-        Py_XDECREF(done);
-        Py_XDECREF(note);
+    if (recover_note_error(call, exception) < 0) {
+        PyErr_WriteUnraisable(call->func);
     }
     Py_XDECREF(message);
     oomkit_exception_give(exception);

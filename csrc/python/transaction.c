@@ -250,6 +250,27 @@ oomkit_tx_restore(oomkit_call *call, PyObject **message)
                                                                            : refused;
 }
 
+/* A learning rate that changes in every micro-batch: a scheduler that is not known. */
+static int
+tx_groups_moved(oomkit_call *call)
+{
+    PyObject *optimizer = NULL, *name = NULL; /* borrowed */
+    int changed = oomkit_owners_groups_changed(call, &optimizer, &name);
+
+    if (changed <= 0) {
+        return changed;
+    }
+    call->raised = 1;
+    oomkit_raise(
+        call->st->SplitError,
+        "auto_batch cannot split this step: %R in the param_groups of %s was "
+        "changed in micro-batch %lld of %lld; do it after the step, or guard the "
+        "line with `if oomkit.current().is_last:`",
+        name, Py_TYPE(optimizer)->tp_name, (long long)(call->slice_index + 1),
+        (long long)call->slice_count);
+    return -1;
+}
+
 /* At the end of a micro-batch that is not the last: nothing that is meant to move once
  * per batch may have moved. 0, or -1 with SplitError that names it. */
 int
@@ -264,6 +285,9 @@ oomkit_tx_micro_end(oomkit_call *call)
         "oomkit.current().is_last:`";
     int state = params_moved(call, &which);
 
+    if (state == 0 && tx_groups_moved(call) < 0) {
+        return -1;
+    }
     if (state == 0) {
         state = oomkit_grads_unexpected(call, &which);
         text =
