@@ -13,13 +13,15 @@
 from __future__ import annotations
 
 import warnings as _warnings
+from importlib.util import find_spec as _find_spec
+from sys import modules as _modules
 
 try:
     import torch as _torch
 except ImportError as _error:  # pragma: no cover - exercised in a subprocess without torch
     raise ImportError(
-        "oomkit needs torch >= 2.11: `pip install torch`, then "
-        "`pip install --no-build-isolation oomkit` to build the bridge for it"
+        "oomkit needs torch >= 2.11: `pip install torch`, then build the bridge for it with "
+        "`pip install --no-build-isolation .` in oomkit's sources"
     ) from _error
 
 from . import _C
@@ -31,13 +33,16 @@ __version__ = "0.1.0"
 def _load_bridge() -> object:
     """The bridge's capsule when it was built for the torch that is installed, else None."""
     rebuild = (
-        "rebuild with `pip install --no-build-isolation .` in oomkit's sources; until then "
-        "oomkit uses torch's own slower calls, without a memory budget for the CPU"
+        "build it for your torch with `pip install --no-build-isolation .` in oomkit's "
+        "sources; until then oomkit uses torch's own slower calls, without a memory budget "
+        "for the CPU"
     )
     try:
         from . import _bridge
     except ImportError as error:
-        _warnings.warn(f"oomkit: the bridge to torch is missing ({error}); {rebuild}", stacklevel=3)
+        built = _find_spec("oomkit._bridge") if "oomkit._bridge" not in _modules else None
+        why = str(error) if built else "it was built without PyTorch"
+        _warnings.warn(f"oomkit: the bridge to torch is missing ({why}); {rebuild}", stacklevel=3)
         return None
     installed = ".".join(_torch.__version__.split("+")[0].split(".")[:2])
     if _bridge.torch_version != installed:

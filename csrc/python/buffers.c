@@ -185,6 +185,13 @@ buffers_mark_module(oomkit_call *call, PyObject *module, int always, PyObject *f
         item->copied = 0;
         call->buffers.count++;
         if (!always && !call->parts->moving[i]) {
+            /* Versions do not tell everything (batch_norm bumps none of its
+             * statistics'): where a copy costs next to nothing it is always taken. */
+            int taken = buffer_image(call, i, value, &facts);
+            if (taken < 0) {
+                goto done;
+            }
+            item->copied = taken ? 2 : 0;
             continue;
         }
         if (buffer_take(call, i, &facts, from, to) < 0) {
@@ -350,26 +357,51 @@ oomkit_buffers_restore(oomkit_call *call, PyObject **which)
     return 0;
 }
 
+/* Did a buffer move in this call? By version, and by value where a copy was taken. 1,
+ * 0, or -1 with an exception. */
+static int
+buffer_has_moved(oomkit_call *call, Py_ssize_t i)
+{
+    const oomkit_buffer *item = &call->buffers.items[i];
+    PyObject *equal; /* owned */
+    uint32_t version;
+    int same;
+
+    if (oomkit_tensor_version(call->st, item->tensor, &version) < 0) {
+        return -1;
+    }
+    if (version != item->version || item->copied != 1) {
+        return version != item->version;
+    }
+    oomkit_exempt_enter(call->st);
+    equal = PyObject_CallFunctionObjArgs(call->st->torch_equal, item->tensor,
+                                         call->parts->copies[i], NULL);
+    oomkit_exempt_leave(call->st);
+    if (equal == NULL) {
+        return -1;
+    }
+    same = equal == Py_True;
+    Py_DECREF(equal);
+    return !same;
+}
+
 /* After a finished call: those that moved will be copied from now on. Never fails: what
- * cannot be read counts as moving. */
+ * cannot be compared (a copy on another device) counts as moving. */
 void
 oomkit_buffers_learn(oomkit_call *call)
 {
     Py_ssize_t i;
     for (i = 0; i < call->buffers.count && i < call->parts->moving_count; i++) {
-        uint32_t version;
-        if (call->parts->moving[i]) {
+        int moved;
+        if (call->parts->moving[i] || call->buffers.items[i].copied == 2) {
             continue;
         }
-        if (oomkit_tensor_version(call->st, call->buffers.items[i].tensor, &version) <
-            0) {
-            PyErr_Clear(); /* an unreadable version is no reason to fail a finished step
-                            */
-            call->parts->moving[i] = 1;
-            continue;
+        moved = buffer_has_moved(call, i);
+        if (moved < 0) {
+            PyErr_Clear(); /* no reason to fail a finished step */
         }
-        call->parts->moving[i] = version != call->buffers.items[i].version;
-        if (!call->parts->moving[i]) {
+        call->parts->moving[i] = moved != 0;
+        if (moved == 0) {
             Py_CLEAR(call->parts->copies[i]);
         }
     }

@@ -64,6 +64,7 @@ option_count(PyObject *kwargs, const char *name, int64_t *value)
 {
     PyObject *given = option_get(kwargs, name); /* borrowed */
     long long number;
+    int overflow;
 
     if (given == NULL) {
         return 0;
@@ -73,8 +74,11 @@ option_count(PyObject *kwargs, const char *name, int64_t *value)
                      name, Py_TYPE(given)->tp_name);
         return -1;
     }
-    number = PyLong_AsLongLong(given);
-    if (number == -1 && PyErr_Occurred()) {
+    number = PyLong_AsLongLongAndOverflow(given, &overflow);
+    if (overflow != 0) {
+        PyErr_Format(PyExc_ValueError,
+                     "auto_batch(%s=...) expected a number of rows, got %S", name,
+                     given);
         return -1;
     }
     if (number < 1) {
@@ -260,6 +264,30 @@ participants_check(oomkit_state *st, PyObject *given)
     return -1;
 }
 
+/* model= and optimizer= take one object of their kind or several. */
+static int
+kind_check(PyObject *given, const char *name, PyObject *type, const char *wanted)
+{
+    Py_ssize_t i;
+
+    if (given == NULL || given == Py_None ||
+        PyObject_TypeCheck(given, (PyTypeObject *)type)) {
+        return 0;
+    }
+    if (PyList_Check(given) || PyTuple_Check(given)) {
+        for (i = 0; i < PySequence_Fast_GET_SIZE(given); i++) {
+            if (kind_check(PySequence_Fast_GET_ITEM(given, i), name, type, wanted) <
+                0) {
+                return -1;
+            }
+        }
+        return 0;
+    }
+    PyErr_Format(PyExc_TypeError, "auto_batch(%s=...) expected %s or several, got %s",
+                 name, wanted, Py_TYPE(given)->tp_name);
+    return -1;
+}
+
 static int
 options_participants(oomkit_state *st, PyObject *kwargs, oomkit_options *options)
 {
@@ -269,6 +297,9 @@ options_participants(oomkit_state *st, PyObject *kwargs, oomkit_options *options
     PyObject *list = PyList_New(0);                        /* owned */
 
     if (list == NULL || participants_check(st, others) < 0 ||
+        kind_check(model, "model", st->Module, "a torch.nn.Module") < 0 ||
+        kind_check(optimizer, "optimizer", st->Optimizer, "a torch.optim.Optimizer") <
+            0 ||
         participants_append(list, model) < 0 ||
         participants_append(list, optimizer) < 0 ||
         participants_append(list, others) < 0) {

@@ -341,13 +341,12 @@ oomkit_owners_restore(oomkit_call *call)
             }
             continue;
         }
-        done =
-            PyObject_CallMethodOneArg(/* owned */
-                                      object,
-                                      PyObject_HasAttr(object, st->str_save)
-                                          ? st->str_restore
-                                          : st->str_load_state_dict,
-                                      PyTuple_GET_ITEM(pair, 1));
+        done = PyObject_CallMethodOneArg(/* owned */
+                                         object,
+                                         PyObject_HasAttr(object, st->str_save)
+                                             ? st->str_restore
+                                             : st->str_load_state_dict,
+                                         PyTuple_GET_ITEM(pair, 1));
         if (done == NULL) {
             return -1;
         }

@@ -6,18 +6,49 @@
 
 #include <structmember.h>
 
-/* The function below methods and partials, for its flags and parameter names; borrowed,
- * or NULL for other callables. *skip is 1 when its first parameter is bound. */
+/* The function behind methods, partials, static methods and objects with __call__, for
+ * its flags. New reference, or NULL without an exception for other callables. *names is
+ * 1 when its parameters are those of `func`, *skip 1 when the first of them is bound.
+ */
 static PyObject *
-step_function(oomkit_state *st, PyObject *func, int *skip)
+step_function(oomkit_state *st, PyObject *func, int *names, int *skip)
 {
-    (void)st;
+    PyObject *inner, *at = Py_NewRef(func); /* owned */
+    int depth;
+
     *skip = 0;
-    if (PyMethod_Check(func)) {
-        *skip = 1;
-        func = PyMethod_GET_FUNCTION(func);
+    *names = 1;
+    for (depth = 0; depth < 16; depth++) {
+        if (PyFunction_Check(at)) {
+            return at;
+        }
+        if (PyMethod_Check(at)) {
+            *skip = 1;
+            Py_SETREF(at, Py_NewRef(PyMethod_GET_FUNCTION(at)));
+            continue;
+        }
+        inner = PyObject_GetAttrString(at, "__func__"); /* static and class methods */
+        if (inner == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            PyErr_Clear();
+            *names = 0; /* a partial binds some, an object its self */
+            inner = PyObject_GetAttr(at, st->str_func);
+        }
+        if (inner == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            PyErr_Clear();
+            inner = PyType_Check(at)
+                        ? NULL
+                        : PyObject_GetAttr((PyObject *)Py_TYPE(at), st->str_call);
+        }
+        Py_SETREF(at, inner);
+        if (at == NULL) {
+            break;
+        }
     }
-    return PyFunction_Check(func) ? func : NULL;
+    if (PyErr_Occurred()) {
+        PyErr_Clear(); /* a callable without such attributes: nothing is known of it */
+    }
+    Py_XDECREF(at);
+    return NULL;
 }
 
 /* async def and generator functions hand out their work later: there is nothing to
@@ -122,20 +153,22 @@ step_new(oomkit_state *st, PyObject *func, PyObject *kwargs)
 {
     PyTypeObject *type = (PyTypeObject *)st->step_type;
     oomkit_step *self;         /* owned */
-    PyObject *function, *done; /* borrowed; owned */
-    int skip;
+    PyObject *function, *done; /* owned */
+    int names, skip;
 
     if (!PyCallable_Check(func)) {
         PyErr_Format(PyExc_TypeError, "auto_batch() expected a callable, got %s",
                      Py_TYPE(func)->tp_name);
         return NULL;
     }
-    function = step_function(st, func, &skip);
+    function = step_function(st, func, &names, &skip);
     if (function != NULL && step_refuse_kinds(function, func) < 0) {
+        Py_DECREF(function);
         return NULL;
     }
     self = step_CAST(type->tp_alloc(type, 0));
     if (self == NULL) {
+        Py_XDECREF(function);
         return NULL;
     }
     self->st = st;
@@ -150,13 +183,14 @@ step_new(oomkit_state *st, PyObject *func, PyObject *kwargs)
         step_label(st, self) < 0) {
         goto error;
     }
-    if (function != NULL) {
+    if (function != NULL && names) {
         self->names = step_parameter_names(function, skip);
         if (self->names == NULL) {
             goto error;
         }
         self->skip = !skip && step_takes_self(self->names);
     }
+    Py_CLEAR(function);
     done = PyObject_CallFunctionObjArgs(st->update_wrapper, self, func, NULL);
     if (done == NULL) {
         goto error;
@@ -169,6 +203,7 @@ step_new(oomkit_state *st, PyObject *func, PyObject *kwargs)
     Py_DECREF(done);
     return (PyObject *)self;
 error:
+    Py_XDECREF(function);
     Py_DECREF(self);
     return NULL;
 }

@@ -1,0 +1,184 @@
+/* Rolling gradients back: compare with the marks, drop what is new, restore from
+ * copies, set aside what holds the whole contribution, or refuse. */
+#include "gradients.h"
+
+static uint8_t
+grads_state_plain(oomkit_call *call, Py_ssize_t i, PyObject *gradient, uint32_t *step)
+{
+    oomkit_grads *g = &call->grads;
+    oomkit_tensor_facts facts;
+
+    *step = 0;
+    if (g->held[i] == NULL) {
+        return gradient == Py_None ? OOMKIT_GRAD_SAME : OOMKIT_GRAD_NEW;
+    }
+    if (gradient == Py_None) {
+        return OOMKIT_GRAD_GONE;
+    }
+    if (PyWeakref_GET_OBJECT(g->held[i]) != gradient ||
+        oomkit_tensor_facts_get(call->st, gradient, 0, &facts) < 0) {
+        return OOMKIT_GRAD_REPLACED;
+    }
+    *step = facts.version - g->held_versions[i];
+    return *step == 0 ? OOMKIT_GRAD_SAME : OOMKIT_GRAD_MOVED;
+}
+
+/* states[i] and steps[i] of every parameter against the marks. 0 or -1. */
+static int
+grads_compare(oomkit_call *call, uint8_t *states, uint32_t *steps)
+{
+    oomkit_state *st = call->st;
+    size_t moved;
+    Py_ssize_t i;
+
+    if (st->bridge != NULL) {
+        if (st->bridge->grads_compare((const void *const *)call->parts->params,
+                                      st->impl_offset, (size_t)call->parts->param_count,
+                                      call->grads.marks, states, steps,
+                                      &moved) != OOMKIT_OK) {
+            PyErr_SetString(PyExc_RuntimeError,
+                            "oomkit could not compare the gradients of the parameters");
+            return -1;
+        }
+        return 0;
+    }
+    for (i = 0; i < call->parts->param_count; i++) {
+        PyObject *gradient = grads_get(call, i); /* owned */
+        if (gradient == NULL) {
+            return -1;
+        }
+        states[i] = grads_state_plain(call, i, gradient, &steps[i]);
+        Py_DECREF(gradient);
+    }
+    return 0;
+}
+
+/* Gives parameter i the value of its host copy: in place while it is still the marked
+ * tensor (others may look at it), else as a tensor of its own. */
+static int
+grads_put_copy(oomkit_call *call, Py_ssize_t i, int in_place)
+{
+    oomkit_state *st = call->st;
+    PyObject *copy = call->grads.copies[i];   /* borrowed */
+    PyObject *fresh, *done, *device, *target; /* owned */
+    int result = -1;
+
+    if (in_place) {
+        target = grads_get(call, i);
+        done = target ? PyObject_CallMethodOneArg(target, st->str_copy, copy) : NULL;
+        Py_XDECREF(target);
+        Py_XDECREF(done);
+        return done == NULL ? -1 : 0;
+    }
+    device = PyObject_GetAttr(call->parts->params[i], st->str_device);
+    fresh = device ? PyObject_CallMethod(copy, "to", "O", device) : NULL;
+    if (fresh == copy) { /* on the CPU: the copy itself must stay as it is */
+        Py_SETREF(fresh, PyObject_CallMethodNoArgs(copy, st->str_clone));
+    }
+    if (fresh != NULL) {
+        result = grads_set(call, i, fresh);
+    }
+    Py_XDECREF(fresh);
+    Py_XDECREF(device);
+    return result;
+}
+
+/* May moved gradients be set aside? Only when a single backward was interrupted, so
+ * that each moved leaf holds exactly one contribution of the whole batch, and when the
+ * replay will draw the same random numbers and normalise alike. */
+static int
+grads_may_set_aside(oomkit_call *call, const uint8_t *states, const uint32_t *steps)
+{
+    Py_ssize_t i;
+
+    if (call->split || !call->backward_failed || call->backwards != 0 ||
+        call->grads.aside != NULL || oomkit_buffers_moved(call) != 0 ||
+        oomkit_rng_moved(call) != 0) {
+        return 0;
+    }
+    for (i = 0; i < call->parts->param_count; i++) {
+        if (states[i] == OOMKIT_GRAD_REPLACED || states[i] == OOMKIT_GRAD_GONE ||
+            (states[i] == OOMKIT_GRAD_MOVED && steps[i] != 1)) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+static int
+grads_set_aside(oomkit_call *call, Py_ssize_t i)
+{
+    oomkit_grads *g = &call->grads;
+
+    if (g->aside == NULL && (g->aside = grads_array(call)) == NULL) {
+        return -1;
+    }
+    g->aside[i] = grads_get(call, i);
+    return g->aside[i] == NULL ? -1 : grads_set(call, i, Py_None);
+}
+
+static int
+grads_restore_one(oomkit_call *call, Py_ssize_t i, uint8_t state, int aside)
+{
+    switch (state) {
+    case OOMKIT_GRAD_SAME:
+        return 0;
+    case OOMKIT_GRAD_NEW:
+        return grads_set(call, i, Py_None);
+    default:
+        if (call->grads.copies != NULL && call->grads.copies[i] != NULL) {
+            return grads_put_copy(call, i, state == OOMKIT_GRAD_MOVED);
+        }
+        return aside ? grads_set_aside(call, i) : 1;
+    }
+}
+
+/* 0 every gradient is as at the marks (or set aside); 1 refused: *why and *which (owned
+ * parameter) tell; -1 error. Nothing is changed when it refuses. */
+int
+oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which)
+{
+    Py_ssize_t i, n = call->parts->param_count;
+    uint8_t *states = NULL;
+    uint32_t *steps = NULL;
+    int aside, result = -1;
+
+    if (!call->grads.marked) {
+        return 0;
+    }
+    if (oomkit_grads_unpark(call) < 0) {
+        return -1;
+    }
+    states = PyMem_Calloc((size_t)n + 1, sizeof(*states));
+    steps = PyMem_Calloc((size_t)n + 1, sizeof(*steps));
+    if (states == NULL || steps == NULL) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    if (grads_compare(call, states, steps) < 0) {
+        goto done;
+    }
+    aside = grads_may_set_aside(call, states, steps);
+    for (i = 0; i < n; i++) {
+        int moved = states[i] != OOMKIT_GRAD_SAME && states[i] != OOMKIT_GRAD_NEW;
+        int copied = call->grads.copies != NULL && call->grads.copies[i] != NULL;
+        if ((moved && !copied && !aside) ||
+            (moved && call->grads.aside != NULL && call->grads.aside[i] != NULL)) {
+            *why = "its gradient, present before the step, was changed and no copy was "
+                   "taken";
+            *which = Py_NewRef(call->parts->params[i]);
+            result = 1;
+            goto done;
+        }
+    }
+    for (i = 0; i < n; i++) {
+        if (grads_restore_one(call, i, states[i], aside) != 0) {
+            goto done;
+        }
+    }
+    result = 0;
+done:
+    PyMem_Free(states);
+    PyMem_Free(steps);
+    return result;
+}
