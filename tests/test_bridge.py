@@ -73,6 +73,7 @@ class Table(ctypes.Structure):
         ("grads_release", function(None, ctypes.POINTER(Mark), size_t)),
         ("bytes_get", function(ctypes.c_int, pointer, offset_t, pointer, ctypes.c_uint64)),
         ("bytes_set", function(ctypes.c_int, pointer, offset_t, pointer, ctypes.c_uint64)),
+        ("sample", function(ctypes.c_uint64, pointer, offset_t)),
         ("cpu_install", function(ctypes.c_int)),
         ("cpu_installed", function(ctypes.c_int)),
         ("cpu_set_limit", function(ctypes.c_int, ctypes.c_uint64)),

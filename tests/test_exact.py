@@ -73,7 +73,7 @@ def test_every_allocation_failed_until_k_is_large_enough(kind: str, form: str) -
     expected, _, _ = _run(make_world(kind), form, None, accumulation_steps=8)
     swept = 0
     for phase in ("forward", "backward"):
-        for n in range(1, _count(kind, form, phase) + 1, 1 if kind != "gpt" else 2):
+        for n in range(1, _count(kind, form, phase) + 1):
             world = make_world(kind)
             got, armed, step = _run(world, form, {"nth": n, "times": 3, "phase": phase})
             assert armed.fired == 3, (phase, n)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from zoo import MLP, ConvNet
+from zoo import MLP
 
 import oomkit
 from oomkit.testing import inject_oom
@@ -57,17 +57,15 @@ def test_ten_thousand_recovered_ooms_leave_nothing() -> None:
     gc.collect()
     gc.disable()
     try:
-        before = (_alive(), len(gc.get_objects()))
+        bytes0, objects0 = _alive(), len(gc.get_objects())
         ooms(5_000)
-        middle = (_alive(), len(gc.get_objects()))
+        bytes1, objects1 = _alive(), len(gc.get_objects())
         ooms(5_000)
-        after = (_alive(), len(gc.get_objects()))
+        bytes2, objects2 = _alive(), len(gc.get_objects())
     finally:
         gc.enable()
-    assert after[0] == middle[0] == before[0]
-    # cycles that the step's own exceptions make would show as thousands
-    assert after[1] - middle[1] <= 5
-    assert middle[1] - before[1] <= 5
+    assert bytes0 == bytes1 == bytes2
+    assert objects0 == objects1 == objects2
 
 
 @pytest.mark.parametrize("kind", ["conv", "attention"])
@@ -75,8 +73,12 @@ def test_nothing_of_a_failed_backward_stays_queued(kind: str) -> None:
     """The defect of every peer on CPU: bytes after recovery equal the baseline exactly."""
     model: torch.nn.Module
     if kind == "conv":
-        model = ConvNet()
-        model.norm.eval()  # its buffers are not what is measured
+        model = torch.nn.Sequential(  # deep enough for a queue behind every failure
+            *(
+                torch.nn.Sequential(torch.nn.Conv2d(2, 2, 3, padding=1), torch.nn.Tanh())
+                for _ in range(6)
+            )
+        )
         x = torch.randn(8, 2, 5, 5)
     else:
         model = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)

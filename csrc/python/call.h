@@ -129,10 +129,13 @@ typedef struct oomkit_call {
     oomkit_buffers buffers;
     oomkit_rng rng;
     uint32_t *param_versions; /* at entry of the attempt, or NULL */
+    uint64_t *param_samples;  /* while split: hashes of 64 values each, or NULL */
     oomkit_optimizer_mark *optimizers;
     int optimizer_count, optimizer_room;
     oomkit_interception *interceptions;
     int interception_count, interception_room;
+    PyObject
+        *plain_leaves;     /* owned: weak references to leaves seen in a failed graph */
     int split_intercepted; /* what only a split call intercepts is in place */
     int cleared;           /* zero_grad() ran after a backward of this micro-batch */
     int intercept_depth;
@@ -263,6 +266,8 @@ oomkit_refusal(oomkit_call *call, const char **why);
 int
 oomkit_strangers_in_graph(oomkit_call *call, PyObject *roots, PyObject **found);
 int
+oomkit_strangers_alive(oomkit_call *call);
+int
 oomkit_strangers_refuse(oomkit_call *call, PyObject *roots);
 void
 oomkit_strangers_note(oomkit_call *call, PyObject *roots);
@@ -320,6 +325,8 @@ int
 oomkit_tx_begin(oomkit_call *call);
 int
 oomkit_tx_begin_micro(oomkit_call *call);
+int
+oomkit_tx_sample(oomkit_call *call);
 void
 oomkit_tx_end_attempt(oomkit_call *call);
 /* 0 everything is as at entry; 1 it cannot be: *message (owned str) says what and which

@@ -392,6 +392,26 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception,
     return -1;
 }
 
+/* A leaf that is no participant outlived the failed attempt. -1 always. */
+static int
+recover_stranger(oomkit_call *call)
+{
+    PyObject *reason =
+        PyUnicode_FromFormat(/* owned */
+                             "%U ran out of memory and is not retried: a tensor that "
+                             "requires grad, which "
+                             "auto_batch did not find, may hold a part of this batch "
+                             "in its .grad; pass it as "
+                             "participants=..., and clear its .grad before going on",
+                             call->options->label);
+
+    if (recover_roll_back(call) == 0 && reason != NULL) {
+        oomkit_give_up(call, reason, 0);
+    }
+    Py_XDECREF(reason);
+    return -1;
+}
+
 /* Ends the attempt that failed with the exception in flight. 0: call->slices is the
  * next attempt; -1 with the exception to raise. */
 static int
@@ -420,6 +440,9 @@ recover_from_failure(oomkit_call *call)
     oomkit_exception_drop(st, exception, handled);
     Py_XDECREF(handled);
     oomkit_phase_set(st, OOMKIT_PHASE_RECOVERY);
+    if (oomkit_strangers_alive(call)) {
+        return recover_stranger(call);
+    }
     keep = recover_keeps_parts(call);
     result =
         oomkit_join_truncate(&call->join, keep ? (Py_ssize_t)call->slice_index : 0);

@@ -43,6 +43,49 @@ graph_follow(PyObject *node, PyObject *work)
     return result;
 }
 
+/* A leaf that is no Parameter: made inside the step (then it dies with its frames) or
+ * kept elsewhere (then it may hold a part of this batch). Told apart after the failed
+ * attempt is dropped. 0 or -1. */
+static int
+graph_plain_leaf(oomkit_call *call, PyObject *leaf)
+{
+    PyObject *gradient = PyObject_GetAttr(leaf, call->st->str_grad); /* owned */
+    PyObject *ref;                                                   /* owned */
+    int result = 0, empty = gradient == Py_None;
+
+    if (gradient == NULL) {
+        return -1;
+    }
+    Py_DECREF(gradient);
+    if (empty) {
+        return 0;
+    }
+    if (call->plain_leaves == NULL && (call->plain_leaves = PyList_New(0)) == NULL) {
+        return -1;
+    }
+    ref = PyWeakref_NewRef(leaf, NULL);
+    result = ref == NULL ? -1 : PyList_Append(call->plain_leaves, ref);
+    Py_XDECREF(ref);
+    return result;
+}
+
+/* Is one of those leaves still alive, now that the failed attempt is gone? */
+int
+oomkit_strangers_alive(oomkit_call *call)
+{
+    Py_ssize_t i;
+    int alive = 0;
+    PyObject *leaves = call->plain_leaves; /* borrowed from call */
+
+    for (i = 0; leaves != NULL && i < PyList_GET_SIZE(leaves) && !alive; i++) {
+        PyObject *leaf = oomkit_reference_get(PyList_GET_ITEM(leaves, i)); /* owned */
+        alive = leaf != NULL;
+        Py_XDECREF(leaf);
+    }
+    Py_CLEAR(call->plain_leaves);
+    return alive;
+}
+
 /* A Parameter at this node that is no participant: 1 and *found (owned); 0; -1. */
 static int
 graph_leaf(oomkit_call *call, PyObject *node, PyObject **found)
@@ -57,10 +100,14 @@ graph_leaf(oomkit_call *call, PyObject *node, PyObject **found)
     if (variable == NULL) {
         return -1;
     }
-    if (!PyObject_TypeCheck(variable, (PyTypeObject *)call->st->Parameter) ||
-        params_have(call->parts, variable)) {
+    if (params_have(call->parts, variable)) {
         Py_DECREF(variable);
         return 0;
+    }
+    if (!PyObject_TypeCheck(variable, (PyTypeObject *)call->st->Parameter)) {
+        int noted = graph_plain_leaf(call, variable);
+        Py_DECREF(variable);
+        return noted;
     }
     *found = variable;
     return 1;

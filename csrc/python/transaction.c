@@ -94,6 +94,45 @@ params_moved(oomkit_call *call, Py_ssize_t *which)
     return result;
 }
 
+/* While split: what 64 values of each parameter are, for writes that bump no version.
+ */
+int
+oomkit_tx_sample(oomkit_call *call)
+{
+    Py_ssize_t i, n = call->parts->param_count;
+
+    if (call->st->bridge == NULL || n == 0) {
+        return 0;
+    }
+    if (call->param_samples == NULL) {
+        call->param_samples = PyMem_Malloc((size_t)n * sizeof(uint64_t));
+        if (call->param_samples == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+    }
+    for (i = 0; i < n; i++) {
+        call->param_samples[i] =
+            call->st->bridge->sample(call->parts->params[i], call->st->impl_offset);
+    }
+    return 0;
+}
+
+/* A parameter whose values changed since then: 1 and its index, or 0. */
+static int
+params_rewritten(const oomkit_call *call, Py_ssize_t *which)
+{
+    Py_ssize_t i;
+    for (i = 0; call->param_samples != NULL && i < call->parts->param_count; i++) {
+        if (call->st->bridge->sample(call->parts->params[i], call->st->impl_offset) !=
+            call->param_samples[i]) {
+            *which = i;
+            return 1;
+        }
+    }
+    return 0;
+}
+
 /* At entry of an attempt. 0 or -1. */
 int
 oomkit_tx_begin(oomkit_call *call)
@@ -285,6 +324,9 @@ oomkit_tx_micro_end(oomkit_call *call)
         "oomkit.current().is_last:`";
     int state = params_moved(call, &which);
 
+    if (state == 0) {
+        state = params_rewritten(call, &which);
+    }
     if (state == 0 && tx_groups_moved(call) < 0) {
         return -1;
     }
@@ -316,6 +358,7 @@ oomkit_tx_end_attempt(oomkit_call *call)
     oomkit_buffers_release(call);
     oomkit_rng_release(call);
     oomkit_optimizers_release(call);
+    Py_CLEAR(call->plain_leaves);
     Py_CLEAR(call->scaler_marks);
     Py_CLEAR(call->copied_owners);
     Py_CLEAR(call->user_marks);
@@ -334,5 +377,7 @@ oomkit_tx_end(oomkit_call *call)
     oomkit_grads_release(call);
     oomkit_owners_release(call);
     PyMem_Free(call->param_versions);
+    PyMem_Free(call->param_samples);
     call->param_versions = NULL;
+    call->param_samples = NULL;
 }

@@ -18,6 +18,7 @@ const oomkit_bridge table = {
     .grads_release = oomkit::grads_release,
     .bytes_get = oomkit::bytes_get,
     .bytes_set = oomkit::bytes_set,
+    .sample = oomkit::sample,
     .cpu_install = oomkit::cpu_install,
     .cpu_installed = oomkit::cpu_installed,
     .cpu_set_limit = oomkit::cpu_set_limit,

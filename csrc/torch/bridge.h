@@ -96,6 +96,10 @@ typedef struct oomkit_bridge {
     int (*bytes_set)(const void *holder, ptrdiff_t offset, const void *bytes,
                      uint64_t size);
 
+    /* A hash of 64 values spread over a plain CPU tensor: what `.data` writes change
+     * while no version does. 0 for every other tensor. */
+    uint64_t (*sample)(const void *holder, ptrdiff_t offset);
+
     /* --- CPU budget allocator --- */
     int (*cpu_install)(
         void); /* idempotent; OOMKIT_EREFUSED: somebody else's is there */

@@ -86,6 +86,9 @@ int
 bytes_set(const void *holder, ptrdiff_t offset, const void *bytes,
           uint64_t size) noexcept;
 
+uint64_t
+sample(const void *holder, ptrdiff_t offset) noexcept;
+
 int
 device_initialized(int device_type) noexcept;
 int

@@ -158,6 +158,33 @@ bytes_set(const void *holder, ptrdiff_t offset, const void *bytes,
     }
 }
 
+uint64_t
+sample(const void *holder, ptrdiff_t offset) noexcept
+{
+    try {
+        const c10::TensorImpl *impl = impl_of(holder, offset);
+        if (impl == nullptr || is_opaque(impl) || impl->numel() == 0 ||
+            !is_plain_bytes(impl,
+                            static_cast<uint64_t>(impl->numel()) * impl->itemsize())) {
+            return 0;
+        }
+        const auto *bytes = static_cast<const unsigned char *>(impl->data());
+        const uint64_t count = static_cast<uint64_t>(impl->numel());
+        const uint64_t size = impl->itemsize();
+        const uint64_t values = count < 64 ? count : 64;
+        uint64_t hash = 1;
+        for (uint64_t v = 0; v < values; v++) {
+            const unsigned char *at = bytes + (count * v / values) * size;
+            for (uint64_t b = 0; b < size; b++) {
+                hash = mix(hash, at[b]);
+            }
+        }
+        return hash;
+    } catch (...) {
+        return 0;
+    }
+}
+
 int
 tensor_facts(const void *holder, ptrdiff_t offset, int64_t dim,
              oomkit_tensor_facts *facts) noexcept
