@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 from zoo import MLP, SEED
 
 import oomkit
@@ -54,26 +53,6 @@ def test_zero_grad_between_two_backwards_is_refused() -> None:
     assert _same(before, _values(model))
     assert all(p.grad is None for p in model.parameters())
     assert "zero_grad" not in vars(model) and "zero_grad" not in vars(optimizer)
-
-
-def test_two_optimizers_in_turn_are_refused() -> None:
-    """A GAN's step: the second forward would see the first network half way."""
-    first, second = MLP(), MLP()
-    opt1 = torch.optim.SGD(first.parameters(), lr=0.1)
-    opt2 = torch.optim.SGD(second.parameters(), lr=0.1)
-    x = torch.randn(8, 6)
-    before = _values(first) + _values(second)
-
-    @oomkit.auto_batch(accumulation_steps=2)
-    def step(x: torch.Tensor) -> None:
-        first(x).pow(2).mean().backward()
-        opt1.step()
-        (second(x) - first(x)).pow(2).mean().backward()
-        opt2.step()
-
-    with pytest.raises(oomkit.SplitError, match="an update is made between two backward"):
-        step(x)
-    assert _same(before, _values(first) + _values(second))
 
 
 @pytest.mark.parametrize("how", ["grad", "parameter"])
@@ -135,45 +114,6 @@ def test_parameter_check_stays_when_the_step_asks_current() -> None:
         step(x, y)
 
 
-class DataSGD(torch.optim.Optimizer):
-    """As old optimizers are written: through .data, which bumps no version."""
-
-    def __init__(self, params: Any, fail: list[int]) -> None:
-        super().__init__(params, {"lr": 0.1})
-        self.fail = fail
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data.add_(p.grad.data, alpha=-group["lr"])
-        if self.fail.pop() if self.fail else 0:
-            raise torch.OutOfMemoryError("CPU out of memory. Tried to allocate 1.00 MiB")
-
-
-def test_an_optimizer_that_writes_data_is_not_repeated() -> None:
-    model, _, x, y = _world()
-    fail: list[int] = []
-    optimizer = DataSGD(model.parameters(), fail)
-
-    @oomkit.auto_batch
-    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss.detach() * 2
-
-    fail[:] = [1]
-    with pytest.raises(oomkit.PartialUpdate, match="DataSGD"):
-        step(x, y)
-    with inject_oom(nth=2**60, phase="forward") as counted:
-        step(x, y)
-    with inject_oom(nth=counted.seen, phase="forward"):
-        with pytest.raises(oomkit.OutOfMemory) as caught:
-            step(x, y)
-    assert caught.value.committed
-
-
 def test_statistics_of_a_norm_of_ones_own_are_rolled_back() -> None:
     """F.batch_norm bumps no version of the buffers that it writes."""
 
@@ -207,177 +147,6 @@ def test_statistics_of_a_norm_of_ones_own_are_rolled_back() -> None:
         return torch.cat([norm.mean, norm.var])
 
     assert torch.equal(run(False), run(True))
-
-
-@pytest.mark.parametrize("where", ["list", "default", "late attribute", "model given"])
-def test_a_scheduler_out_of_sight_steps_once(where: str) -> None:
-    model, optimizer, x, y = _world()
-    sched = LambdaLR(optimizer, lambda s: 1.0)  # the rate never changes: nothing shows
-    hidden = [[[[sched]]]]
-
-    class Trainer:
-        sched: Any = None
-
-    trainer = Trainer()
-
-    def plain(x: torch.Tensor, y: torch.Tensor, late: Any = sched) -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        if where == "list":
-            hidden[0][0][0][0].step()
-        elif where == "default":
-            late.step()
-        elif trainer.sched is not None:
-            trainer.sched.step()
-
-    options: dict[str, Any] = {"model": model} if where == "model given" else {}
-    step = oomkit.auto_batch(plain, **options)
-    step(x, y)
-    trainer.sched = sched
-    before = sched.last_epoch
-    with inject_oom(nth=2, phase="backward") as armed:
-        step(x, y)
-    assert armed.fired == 1
-    assert sched.last_epoch == before + 1
-    step(x, y)
-    assert sched.last_epoch == before + 2
-
-
-def test_a_scheduler_saved_in_the_step_is_the_plain_one() -> None:
-    model, optimizer, x, y = _world()
-    sched = StepLR(optimizer, 1, 0.5)
-    plain = set(sched.state_dict())
-
-    @oomkit.auto_batch
-    def step(x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        sched.step()
-        return {"keys": sorted(sched.state_dict())}
-
-    assert set(step(x, y)["keys"]) == plain
-    assert set(vars(sched)) & {"step", "state_dict"} == set()
-
-
-def test_plateau_is_refused_while_split() -> None:
-    model, optimizer, x, y = _world()
-    sched = ReduceLROnPlateau(optimizer)
-
-    @oomkit.auto_batch(accumulation_steps=2)
-    def step(x: torch.Tensor, y: torch.Tensor) -> None:
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        sched.step(loss.detach())
-
-    with pytest.raises(oomkit.SplitError, match="metric of one micro-batch"):
-        step(x, y)
-
-
-def test_learning_rates_are_rolled_back_and_changed_once() -> None:
-    model, optimizer, x, y = _world()
-
-    @oomkit.auto_batch
-    def step(x: torch.Tensor, y: torch.Tensor) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.5
-        F.cross_entropy(model(x), y).backward()
-
-    with inject_oom(nth=1, times=None, phase="backward"):
-        with pytest.raises(oomkit.OutOfMemory, match="as if the step had not begun"):
-            step(x, y)
-    assert optimizer.param_groups[0]["lr"] == 0.1
-    with pytest.raises(oomkit.SplitError, match="'lr' in the param_groups of SGD"):
-        step(x, y)
-    assert optimizer.param_groups[0]["lr"] == 0.1
-
-
-def test_optimizer_in_a_gradient_hook_is_refused_while_split() -> None:
-    model, optimizer, x, y = _world()
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: optimizer.step())
-
-    @oomkit.auto_batch(accumulation_steps=2)
-    def step(x: torch.Tensor, y: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-
-    with pytest.raises(oomkit.SplitError, match="by a hook inside backward"):
-        step(x, y)
-
-
-def test_second_of_two_optimizers_out_of_memory_is_a_partial_update() -> None:
-    one, two = MLP(), MLP()
-    opt1 = torch.optim.SGD(one.parameters(), lr=0.1)
-    opt2 = torch.optim.AdamW(two.parameters())
-
-    @oomkit.auto_batch
-    def step(x: torch.Tensor) -> None:
-        (one(x) + two(x)).sum().backward()
-        opt1.step()
-        opt2.step()
-
-    with inject_oom(nth=1, times=None, phase="optimizer"):
-        with pytest.raises(oomkit.PartialUpdate, match="after another's was applied"):
-            step(torch.randn(8, 6))
-
-
-def test_closure_none_by_keyword_is_no_closure() -> None:
-    model, optimizer, x, y = _world()
-
-    @oomkit.auto_batch
-    def step(x: torch.Tensor, y: torch.Tensor) -> None:
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step(closure=None)
-
-    with inject_oom(nth=2, phase="backward") as armed:
-        step(x, y)
-    assert armed.fired == 1
-
-
-def test_every_fault_of_a_cold_scaler() -> None:
-    def run(n: int) -> tuple[list[torch.Tensor], Any]:
-        model, optimizer, x, y = _world()
-        scaler = torch.amp.GradScaler(device="cpu", init_scale=64.0)
-
-        @oomkit.auto_batch
-        def step(x: torch.Tensor, y: torch.Tensor) -> None:
-            optimizer.zero_grad()
-            scaler.scale(F.cross_entropy(model(x), y)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-
-        with inject_oom(nth=n, phase="forward") as armed:
-            try:
-                step(x, y)
-            except oomkit.OutOfMemory as error:
-                assert error.committed
-        return _values(model), armed
-
-    expected, counted = run(2**60)
-    for n in range(1, counted.seen + 1):
-        got, armed = run(n)
-        assert armed.fired == 1
-        for a, b in zip(expected, got, strict=True):
-            assert torch.allclose(a, b, atol=1e-6), n
-
-
-def test_a_course_that_ends_early_after_the_update_says_so() -> None:
-    model, optimizer, x, y = _world()
-    sched = StepLR(optimizer, 1)
-
-    @oomkit.auto_batch(accumulation_steps=2)
-    def step(x: torch.Tensor, y: torch.Tensor) -> None:
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        if x[0, 0] == XS[0, 0]:
-            sched.step()
-
-    XS = x
-    with pytest.raises(oomkit.SplitError, match="reached its end, the first one") as caught:
-        step(x, y)
-    assert any("it stands, do not repeat it" in note for note in caught.value.__notes__)
 
 
 def test_gradients_come_back_when_a_parameter_was_changed() -> None:
