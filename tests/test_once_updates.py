@@ -150,6 +150,7 @@ def test_learning_rates_are_rolled_back_and_changed_once() -> None:
         for group in optimizer.param_groups:
             group["lr"] *= 0.5
         F.cross_entropy(model(x), y).backward()
+        optimizer.step()
 
     with inject_oom(nth=1, times=None, phase="backward"):
         with pytest.raises(oomkit.OutOfMemory, match="as if the step had not begun"):
@@ -245,3 +246,37 @@ def test_a_course_that_ends_early_after_the_update_says_so() -> None:
     with pytest.raises(oomkit.SplitError, match="reached its end, the first one") as caught:
         step(x, y)
     assert any("it stands, do not repeat it" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_a_rate_that_is_set_in_the_step_is_no_change(k: int) -> None:
+    model, optimizer, x, y = _world()
+
+    @oomkit.auto_batch(accumulation_steps=k)
+    def step(x: torch.Tensor, y: torch.Tensor, lr: float) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    step(x, y, 0.05)
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_a_rate_that_decays_in_the_step_is_refused_before_the_update(k: int) -> None:
+    model, optimizer, x, y = _world()
+    before = _values(model)
+
+    @oomkit.auto_batch(accumulation_steps=k)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    with pytest.raises(oomkit.SplitError, match="'lr' in the param_groups of SGD"):
+        step(x, y)
+    assert _same(before, _values(model))
+    assert optimizer.param_groups[0]["lr"] == 0.1

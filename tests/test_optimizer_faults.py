@@ -119,6 +119,9 @@ def test_sweep_after_the_update(optimizer: str) -> None:
                 assert sched.get_last_lr() == lr
             else:
                 retried += 1
+                assert sched.get_last_lr() == lr
+                for a, b in zip(after, world.model.parameters(), strict=True):
+                    assert torch.allclose(a, b, atol=1e-6), n
         assert armed.fired == 1
     print(
         f"{optimizer}: {counted.seen} faults outside step(): {committed} committed, "

@@ -99,3 +99,21 @@ def test_what_needs_the_bridge_says_so() -> None:
         assert oomkit.memory("cpu").peak_allocated is None
         """
     )
+
+
+def test_another_torch_minor_is_refused_with_one_warning() -> None:
+    code = """
+import warnings
+import torch
+torch.__version__ = "2.99.0"
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    import oomkit
+texts = [str(w.message) for w in said if "oomkit" in str(w.message)]
+assert len(texts) == 1 and "installed is 2.99" in texts[0], texts
+step = oomkit.auto_batch(lambda x: x + 1)
+assert step(torch.zeros(2)).tolist() == [1.0, 1.0]
+assert step.records[0].peak_allocated is None
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -134,10 +134,10 @@ typedef struct oomkit_call {
     int optimizer_count, optimizer_room;
     oomkit_interception *interceptions;
     int interception_count, interception_room;
-    PyObject
-        *plain_leaves;     /* owned: weak references to leaves seen in a failed graph */
-    int split_intercepted; /* what only a split call intercepts is in place */
-    int cleared;           /* zero_grad() ran after a backward of this micro-batch */
+    PyObject *groups_after; /* owned: list of (optimizer, values after micro-batch 1) */
+    PyObject *plain_leaves; /* owned: weak references to leaves of a failed graph */
+    int split_intercepted;  /* what only a split call intercepts is in place */
+    int cleared;            /* zero_grad() ran after a backward of this micro-batch */
     int intercept_depth;
     int step_failed;    /* an optimizer's step ran out of memory and was not finished */
     int stranger_steps; /* steps of unknown optimizers that have begun and not ended */
@@ -296,6 +296,10 @@ int
 oomkit_owner_copy(oomkit_call *call, PyObject *owner);
 int
 oomkit_owners_mark(oomkit_call *call);
+int
+oomkit_owners_groups_note(oomkit_call *call);
+int
+oomkit_tx_groups_moved(oomkit_call *call);
 int
 oomkit_owners_groups_changed(oomkit_call *call, PyObject **optimizer, PyObject **name);
 int

@@ -335,6 +335,10 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
         if (!call->is_last) {
             Py_RETURN_NONE;
         }
+        if (self->kind == OOMKIT_OWNER_OPTIMIZER && !call->committed &&
+            oomkit_tx_groups_moved(call) < 0) {
+            return NULL;
+        }
     }
     call->intercept_depth++;
     Py_INCREF(op); /* the method may take us out of the instance */

@@ -172,12 +172,41 @@ group_changed(PyObject *group, PyObject *copy, PyObject **name)
     return 0;
 }
 
-/* Has a value of a participant's param_groups changed since entry? 1 with *optimizer
- * and *name (borrowed), 0, -1. */
+/* After the first micro-batch: what it left in param_groups. A line that sets a value
+ * (`lr = schedule(step)`) leaves the same in each micro-batch, one that changes it does
+ * not. */
+int
+oomkit_owners_groups_note(oomkit_call *call)
+{
+    Py_ssize_t i;
+
+    Py_CLEAR(call->groups_after);
+    for (i = 0; i < call->parts->owner_count; i++) {
+        PyObject *optimizer; /* owned */
+        int result;
+        if (call->parts->owners[i].kind != OOMKIT_OWNER_OPTIMIZER) {
+            continue;
+        }
+        optimizer = oomkit_reference_get(call->parts->owners[i].ref);
+        if (optimizer == NULL) {
+            continue;
+        }
+        result =
+            list_add(&call->groups_after, optimizer, groups_copy(call->st, optimizer));
+        Py_DECREF(optimizer);
+        if (result < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Has a value of param_groups changed since then? 1 with *optimizer and *name
+ * (borrowed), 0, -1. */
 int
 oomkit_owners_groups_changed(oomkit_call *call, PyObject **optimizer, PyObject **name)
 {
-    PyObject *list = call->user_marks; /* borrowed from call */
+    PyObject *list = call->groups_after; /* borrowed from call */
     Py_ssize_t i, g;
 
     for (i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
@@ -186,9 +215,6 @@ oomkit_owners_groups_changed(oomkit_call *call, PyObject **optimizer, PyObject *
         PyObject *groups;                             /* owned */
         int changed = 0;
         *optimizer = PyTuple_GET_ITEM(pair, 0);
-        if (!PyObject_TypeCheck(*optimizer, (PyTypeObject *)call->st->Optimizer)) {
-            continue;
-        }
         groups = PyObject_GetAttr(*optimizer, call->st->str_param_groups);
         if (groups == NULL) {
             return -1;
@@ -387,4 +413,5 @@ oomkit_owners_release(oomkit_call *call)
     Py_CLEAR(call->scaler_marks);
     Py_CLEAR(call->copied_owners);
     Py_CLEAR(call->user_marks);
+    Py_CLEAR(call->groups_after);
 }

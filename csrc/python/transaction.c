@@ -289,9 +289,10 @@ oomkit_tx_restore(oomkit_call *call, PyObject **message)
                                                                            : refused;
 }
 
-/* A learning rate that changes in every micro-batch: a scheduler that is not known. */
-static int
-tx_groups_moved(oomkit_call *call)
+/* A learning rate that changes in every micro-batch: asked at the end of the middle
+ * ones and before the first update of the last. 0, or -1 with SplitError. */
+int
+oomkit_tx_groups_moved(oomkit_call *call)
 {
     PyObject *optimizer = NULL, *name = NULL; /* borrowed */
     int changed = oomkit_owners_groups_changed(call, &optimizer, &name);
@@ -327,7 +328,8 @@ oomkit_tx_micro_end(oomkit_call *call)
     if (state == 0) {
         state = params_rewritten(call, &which);
     }
-    if (state == 0 && tx_groups_moved(call) < 0) {
+    if (state == 0 && (call->slice_index == 0 ? oomkit_owners_groups_note(call)
+                                              : oomkit_tx_groups_moved(call)) < 0) {
         return -1;
     }
     if (state == 0) {
@@ -359,6 +361,7 @@ oomkit_tx_end_attempt(oomkit_call *call)
     oomkit_rng_release(call);
     oomkit_optimizers_release(call);
     Py_CLEAR(call->plain_leaves);
+    Py_CLEAR(call->groups_after);
     Py_CLEAR(call->scaler_marks);
     Py_CLEAR(call->copied_owners);
     Py_CLEAR(call->user_marks);
