@@ -20,7 +20,7 @@ course_where(void)
 {
     PyFrameObject *frame = PyEval_GetFrame(); /* borrowed */
     PyCodeObject *code;                       /* owned */
-    PyObject *where;
+    PyObject *where;                          /* owned, returned */
 
     if (frame == NULL) {
         return PyUnicode_FromString("native code");

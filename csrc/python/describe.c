@@ -134,7 +134,8 @@ describe_holders(oomkit_call *call, uint64_t allocated, uint64_t *optimizer)
         return NULL;
     }
     for (i = 0; i < call->parts->param_count; i++) {
-        PyObject *gradient = PyObject_GetAttr(call->parts->params[i], st->str_grad);
+        PyObject *gradient = /* owned */
+            PyObject_GetAttr(call->parts->params[i], st->str_grad);
         params += tensor_bytes(st, call->parts->params[i]);
         if (gradient == NULL) {
             Py_DECREF(holders);

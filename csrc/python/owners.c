@@ -131,7 +131,8 @@ groups_copy(oomkit_state *st, PyObject *optimizer)
                 i < PyList_GET_SIZE(groups);
          i++) {
         PyObject *group = PyList_GET_ITEM(groups, i); /* borrowed */
-        PyObject *copy = PyDict_Check(group) ? PyDict_Copy(group) : PyDict_New();
+        PyObject *copy =                              /* owned */
+            PyDict_Check(group) ? PyDict_Copy(group) : PyDict_New();
         if (copy == NULL || PyList_Append(copies, copy) < 0) {
             Py_CLEAR(copies);
         }
@@ -322,7 +323,8 @@ static int
 scaler_restore(oomkit_call *call, PyObject *scaler, PyObject *saved)
 {
     int result = -1;
-    PyObject *states = PyObject_GetAttr(scaler, call->st->str_per_optimizer_states);
+    PyObject *states = /* owned */
+        PyObject_GetAttr(scaler, call->st->str_per_optimizer_states);
 
     if (states != NULL && PyDict_Check(states)) {
         PyObject *fresh = scaler_states_copy(saved); /* owned */

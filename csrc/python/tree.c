@@ -188,7 +188,7 @@ closed_instance(oomkit_state *st, PyObject *object, int64_t dim, int64_t rows,
     }
     if (PyDict_Check(dict)) {
         /* borrowed from dict */
-        PyObject *data = PyDict_GetItemWithError(dict, st->str_data);
+        PyObject *data = PyDict_GetItemWithError(dict, st->str_data); /* borrowed */
         int wraps = data != NULL && PyDict_Check(data) && PyMapping_Check(object);
         if (wraps || type_defines(type, st->str_dataclass_fields)) {
             found = closed_dict(st, dict, dim, rows, depth);
