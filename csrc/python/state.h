@@ -84,7 +84,7 @@
     X(str_default_generators, "default_generators")                                    \
     X(str_engine_run_backward, "_engine_run_backward")                                 \
     X(str_accumulate_grad, "accumulate_grad")                                          \
-    X(str_in_init_group, " in _init_group")                                            \
+    X(str_in_init_group, "._init_group")                                               \
     X(str_random, "random")                                                            \
     X(str_numpy, "numpy")                                                              \
     X(str_add, "add")
