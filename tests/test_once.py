@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import random
 import threading
+import warnings
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -306,3 +308,50 @@ def test_an_unknown_leaf_with_a_gradient_is_refused_and_a_known_one_is_not() -> 
         with inject_oom(nth=n, phase="backward"):
             oomkit.auto_batch(plain, reduction="sum", participants=[leaf])(x)
         assert torch.allclose(expected, leaf.grad, rtol=1e-4), n
+
+
+def test_gradients_cleared_by_hand_between_two_backwards_are_refused() -> None:
+    model, optimizer, x, y = _world()
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        F.cross_entropy(model(x), y).backward()
+        for p in model.parameters():
+            p.grad = None
+        F.cross_entropy(model(x * 2), y).backward()
+        optimizer.step()
+
+    before = _values(model)
+    with pytest.raises(oomkit.SplitError, match="cleared or changed between two backward"):
+        step(x, y)
+    assert _same(before, _values(model))
+
+
+def test_buffers_that_cannot_be_written_or_are_not_there_yet(tmp_path: Any) -> None:
+    table = np.memmap(tmp_path / "table", dtype="float32", mode="w+", shape=(4,))
+    table.flush()
+    readonly = np.memmap(tmp_path / "table", dtype="float32", mode="r", shape=(4,))
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lazy = nn.LazyBatchNorm1d()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch: the array is not writable
+                self.register_buffer("table", torch.from_numpy(readonly))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.lazy(x) + self.table
+
+    odd = Odd()
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return odd(x)
+
+    x = torch.randn(8, 4)
+    step(x)
+    with inject_oom(nth=1) as armed:
+        step(x)
+    assert armed.fired == 1

@@ -280,3 +280,91 @@ def test_a_rate_that_decays_in_the_step_is_refused_before_the_update(k: int) -> 
         step(x, y)
     assert _same(before, _values(model))
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_a_rate_set_after_the_update_is_refused(k: int) -> None:
+    """Held back, the first update would have used the old rate, the only one uses the new."""
+    model, optimizer, x, y = _world()
+
+    @oomkit.auto_batch(accumulation_steps=k)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.025
+
+    before = _values(model)
+    with pytest.raises(oomkit.SplitError, match="'lr' in the param_groups"):
+        step(x, y)
+    assert _same(before, _values(model))
+
+
+def test_a_tensor_rate_is_rolled_back_by_value() -> None:
+    model, _, x, y = _world()
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.param_groups[0]["lr"].mul_(0.5)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    with inject_oom(nth=1, phase="backward"):
+        with pytest.raises(oomkit.SplitError, match="'lr' in the param_groups"):
+            step(x, y)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate.item() == pytest.approx(0.1)
+
+
+def test_equal_values_made_anew_are_no_change() -> None:
+    model, _, x, y = _world()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        group = optimizer.param_groups[0]
+        group["betas"] = tuple([0.9, 0.95])
+        group["note"] = "".join(["a", str(1)])
+        group["lr"] = torch.tensor(0.01).item()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    step(x, y)
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+def test_a_schedulers_step_kept_in_a_variable_is_refused() -> None:
+    model, optimizer, x, y = _world()
+    sched = LambdaLR(optimizer, lambda s: 1.0)
+    move = sched.step
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        move()
+
+    before = _values(model)
+    with pytest.raises(oomkit.SplitError, match="could not be held back"):
+        step(x, y)
+    assert _same(before, _values(model))
+
+
+def test_a_scaler_that_is_switched_off() -> None:
+    model, optimizer, x, y = _world()
+    scaler = torch.amp.GradScaler(device="cpu", enabled=False)
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(model(x), y)).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+    step(x, y)
+    with inject_oom(nth=2, phase="backward") as armed:
+        step(x, y)
+    assert armed.fired == 1

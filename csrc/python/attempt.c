@@ -258,7 +258,8 @@ oomkit_attempt_run(oomkit_call *call)
 
     if (attempt_weights(call) < 0 ||
         (call->split &&
-         (oomkit_intercept_split(call) < 0 || oomkit_tx_sample(call) < 0))) {
+         (oomkit_intercept_split(call) < 0 || oomkit_tx_sample(call) < 0 ||
+          oomkit_owners_epochs_note(call) < 0))) {
         return NULL;
     }
     vector = PyMem_Calloc((size_t)call->batch.total + 1, sizeof(PyObject *));

@@ -83,18 +83,25 @@ static int
 backward_after_update(oomkit_call *call)
 {
     const oomkit_course *course = &call->course[call->slice_index > 0];
+    int changed;
     int stepped = course->count > 0 && course->count <= OOMKIT_COURSE &&
                   course->events[course->count - 1].target != NULL;
 
-    if (call->backwards == 0 || (!call->cleared && !stepped)) {
+    if (call->backwards == 0) {
         return 0;
+    }
+    changed = call->is_last ? oomkit_grads_changed_since(call) : 0;
+    if (changed < 0 || (!call->cleared && !stepped && !changed)) {
+        return changed < 0;
     }
     call->raised = 1;
     oomkit_raise(
         call->st->SplitError,
         "auto_batch cannot split this step: %s between two backward() calls; make "
         "two decorated steps of it",
-        call->cleared ? "zero_grad() is called" : "an update is made");
+        call->cleared ? "zero_grad() is called"
+        : stepped     ? "an update is made"
+                      : "gradients are cleared or changed");
     return 1;
 }
 
@@ -137,7 +144,10 @@ backward_end(oomkit_call *call)
     if (!call->split) {
         return oomkit_grads_settle(call);
     }
-    return call->is_last ? oomkit_grads_settle(call) : oomkit_grads_park(call);
+    if (!call->is_last) {
+        return oomkit_grads_park(call);
+    }
+    return oomkit_grads_settle(call) < 0 || oomkit_grads_note_last(call) < 0 ? -1 : 0;
 }
 
 /* The engine itself, with the phase that fault filters see. */

@@ -99,7 +99,8 @@ buffer_copy_fits(oomkit_state *st, PyObject *copy, const oomkit_tensor_facts *fa
                         */
         return 0;
     }
-    return was.shape_hash == facts->shape_hash && was.size == facts->size &&
+    return facts->is_strided && facts->ndim >= 0 &&
+           was.shape_hash == facts->shape_hash && was.size == facts->size &&
            was.bytes == facts->bytes && was.dtype == facts->dtype;
 }
 
@@ -170,8 +171,9 @@ buffers_mark_module(oomkit_call *call, PyObject *module, int always, PyObject *f
         oomkit_tensor_facts facts;
         Py_ssize_t i = call->buffers.count;
 
-        if (value == Py_None) {
-            continue;
+        if (value == Py_None ||
+            strcmp(Py_TYPE(value)->tp_name, "UninitializedBuffer") == 0) {
+            continue; /* nothing is there yet */
         }
         if (buffers_room(call) < 0 ||
             oomkit_tensor_facts_get(st, value, 0, &facts) < 0) {
@@ -340,10 +342,19 @@ oomkit_buffers_restore(oomkit_call *call, PyObject **which)
 
     for (i = 0; i < b->count; i++) {
         uint32_t version;
+        int reshaped = 0;
         if (oomkit_tensor_version(call->st, b->items[i].tensor, &version) < 0) {
             return -1;
         }
-        if (version != b->items[i].version && !b->items[i].copied) {
+        if (b->items[i].copied == 2) {
+            oomkit_tensor_facts facts;
+            if (oomkit_tensor_facts_get(call->st, b->items[i].tensor, 0, &facts) < 0) {
+                return -1;
+            }
+            reshaped =
+                facts.bytes != call->parts->images[i].size || facts.device_type != 0;
+        }
+        if (reshaped || (version != b->items[i].version && !b->items[i].copied)) {
             *which = PyUnicode_FromFormat("%s.%U", Py_TYPE(b->items[i].module)->tp_name,
                                           b->items[i].key);
             return *which == NULL ? -1 : 1;

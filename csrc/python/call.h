@@ -16,6 +16,7 @@ typedef struct oomkit_grads {
     oomkit_grad_mark *marks; /* one per parameter; weak holds of the bridge */
     PyObject **held;         /* without a bridge: owned weak references (or None) */
     uint32_t *held_versions; /* without a bridge */
+    oomkit_grad_mark *after; /* after a backward of the last micro-batch, or NULL */
     PyObject **copies;       /* owned host copies of the gradients at entry, or NULL */
     PyObject **parked;       /* owned gradients of finished micro-batches, or NULL */
     PyObject **aside; /* owned gradients that hold the whole contribution, or NULL */
@@ -134,6 +135,7 @@ typedef struct oomkit_call {
     int optimizer_count, optimizer_room;
     oomkit_interception *interceptions;
     int interception_count, interception_room;
+    PyObject *epochs;       /* owned: list of (scheduler, last_epoch) while split */
     PyObject *groups_after; /* owned: list of (optimizer, values after micro-batch 1) */
     PyObject *plain_leaves; /* owned: weak references to leaves of a failed graph */
     int split_intercepted;  /* what only a split call intercepts is in place */
@@ -296,12 +298,29 @@ int
 oomkit_owner_copy(oomkit_call *call, PyObject *owner);
 int
 oomkit_owners_mark(oomkit_call *call);
+/* Appends (object, saved) to a list made when needed. Steals `saved`, which may be NULL
+ * with an exception. */
 int
-oomkit_owners_groups_note(oomkit_call *call);
+oomkit_pairs_add(PyObject **list, PyObject *object, PyObject *saved);
+/* groups.c */
+PyObject *
+oomkit_groups_copy(oomkit_state *st, PyObject *optimizer);
 int
-oomkit_tx_groups_moved(oomkit_call *call);
+oomkit_groups_restore(oomkit_state *st, PyObject *optimizer, PyObject *copies);
 int
-oomkit_owners_groups_changed(oomkit_call *call, PyObject **optimizer, PyObject **name);
+oomkit_owners_groups_note(oomkit_call *call, PyObject *optimizer);
+int
+oomkit_owners_epochs_note(oomkit_call *call);
+int
+oomkit_owners_epochs_moved(oomkit_call *call, PyObject **scheduler);
+int
+oomkit_tx_groups_moved(oomkit_call *call, PyObject *optimizer);
+int
+oomkit_grads_note_last(oomkit_call *call);
+int
+oomkit_grads_changed_since(oomkit_call *call);
+int
+oomkit_owners_groups_changed(oomkit_call *call, PyObject *optimizer, PyObject **name);
 int
 oomkit_owners_restore(oomkit_call *call);
 int

@@ -221,6 +221,61 @@ oomkit_grads_abandon(oomkit_call *call)
     }
 }
 
+/* After a backward of the last micro-batch: what the gradients are now. 0 or -1. */
+int
+oomkit_grads_note_last(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+    const oomkit_bridge *bridge = call->st->bridge;
+    size_t n = (size_t)call->parts->param_count;
+
+    if (bridge == NULL || n == 0) {
+        return 0;
+    }
+    if (g->after != NULL) {
+        bridge->grads_release(g->after, n);
+    } else {
+        g->after = PyMem_Malloc(n * sizeof(*g->after));
+        if (g->after == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+    }
+    if (bridge->grads_mark((const void *const *)call->parts->params,
+                           call->st->impl_offset, n, g->after) != OOMKIT_OK) {
+        PyMem_Free(g->after);
+        g->after = NULL;
+    }
+    return 0;
+}
+
+/* Before the next one: did the step clear or change them meanwhile? 1, 0 or -1.
+ * Forgets. */
+int
+oomkit_grads_changed_since(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+    const oomkit_bridge *bridge = call->st->bridge;
+    size_t moved = 0, n = (size_t)call->parts->param_count;
+    uint8_t *states;
+
+    if (g->after == NULL) {
+        return 0;
+    }
+    states = PyMem_Malloc(n);
+    if (states == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    if (bridge->grads_compare((const void *const *)call->parts->params,
+                              call->st->impl_offset, n, g->after, states, NULL,
+                              &moved) != OOMKIT_OK) {
+        moved = 1;
+    }
+    PyMem_Free(states);
+    return moved != 0;
+}
+
 /* At the start of a micro-batch of a split call: which parameters have a gradient. */
 int
 oomkit_grads_begin_micro(oomkit_call *call)
@@ -276,6 +331,11 @@ oomkit_grads_end_attempt(oomkit_call *call)
 
     if (g->marked && call->st->bridge != NULL) {
         call->st->bridge->grads_release(g->marks, (size_t)call->parts->param_count);
+    }
+    if (g->after != NULL) {
+        call->st->bridge->grads_release(g->after, (size_t)call->parts->param_count);
+        PyMem_Free(g->after);
+        g->after = NULL;
     }
     g->marked = 0;
     grads_array_free(call, &g->held);

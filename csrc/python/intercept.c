@@ -332,12 +332,13 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
             oomkit_course_note(call, self->target, self->name) < 0) {
             return NULL;
         }
+        if (self->kind == OOMKIT_OWNER_OPTIMIZER && !call->committed &&
+            (call->slice_index == 0 ? oomkit_owners_groups_note(call, self->target)
+                                    : oomkit_tx_groups_moved(call, self->target)) < 0) {
+            return NULL;
+        }
         if (!call->is_last) {
             Py_RETURN_NONE;
-        }
-        if (self->kind == OOMKIT_OWNER_OPTIMIZER && !call->committed &&
-            oomkit_tx_groups_moved(call) < 0) {
-            return NULL;
         }
     }
     call->intercept_depth++;

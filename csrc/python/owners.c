@@ -59,8 +59,8 @@ list_has(PyObject *list, PyObject *object)
 }
 
 /* Appends (object, saved). Steals `saved`, which may be NULL with an exception. */
-static int
-list_add(PyObject **list, PyObject *object, PyObject *saved)
+int
+oomkit_pairs_add(PyObject **list, PyObject *object, PyObject *saved)
 {
     PyObject *pair = NULL; /* owned */
     int result = -1;
@@ -90,7 +90,7 @@ oomkit_scaler_mark(oomkit_call *call, PyObject *scaler)
     }
     saved = scaler_states_copy(states);
     Py_DECREF(states);
-    return list_add(&call->scaler_marks, scaler, saved);
+    return oomkit_pairs_add(&call->scaler_marks, scaler, saved);
 }
 
 /* A deep copy of object.state_dict(), outside the budget. New reference or NULL. */
@@ -115,142 +115,7 @@ oomkit_owner_copy(oomkit_call *call, PyObject *owner)
         PyObject_TypeCheck(owner, (PyTypeObject *)call->st->Module)) {
         return 0; /* an averaged model's parameters are compared instead */
     }
-    return list_add(&call->copied_owners, owner, owner_state(call->st, owner));
-}
-
-/* Shallow copies of an optimizer's param_groups: learning rates and other plain values.
- */
-static PyObject *
-groups_copy(oomkit_state *st, PyObject *optimizer)
-{
-    PyObject *groups = PyObject_GetAttr(optimizer, st->str_param_groups); /* owned */
-    PyObject *copies = PyList_New(0);                                     /* owned */
-    Py_ssize_t i;
-
-    for (i = 0; groups != NULL && copies != NULL && PyList_Check(groups) &&
-                i < PyList_GET_SIZE(groups);
-         i++) {
-        PyObject *group = PyList_GET_ITEM(groups, i); /* borrowed */
-        PyObject *copy =                              /* owned */
-            PyDict_Check(group) ? PyDict_Copy(group) : PyDict_New();
-        if (copy == NULL || PyList_Append(copies, copy) < 0) {
-            Py_CLEAR(copies);
-        }
-        Py_XDECREF(copy);
-    }
-    if (groups == NULL) {
-        Py_CLEAR(copies);
-    }
-    Py_XDECREF(groups);
-    return copies;
-}
-
-/* A plain value of a group that differs from its copy: 1 and *name (borrowed), 0, -1.
- */
-static int
-group_changed(PyObject *group, PyObject *copy, PyObject **name)
-{
-    PyObject *key, *was; /* borrowed */
-    Py_ssize_t at = 0;
-
-    while (PyDict_Next(copy, &at, &key, &was)) {
-        PyObject *now = PyDict_GetItemWithError(group, key); /* borrowed */
-        int same;
-        if (now == was) {
-            continue;
-        }
-        if (now == NULL && PyErr_Occurred()) {
-            return -1;
-        }
-        same = now != NULL && PyFloat_Check(now) && PyFloat_Check(was)
-                   ? PyFloat_AS_DOUBLE(now) == PyFloat_AS_DOUBLE(was)
-                   : 0;
-        if (!same) {
-            *name = key;
-            return 1;
-        }
-    }
-    return 0;
-}
-
-/* After the first micro-batch: what it left in param_groups. A line that sets a value
- * (`lr = schedule(step)`) leaves the same in each micro-batch, one that changes it does
- * not. */
-int
-oomkit_owners_groups_note(oomkit_call *call)
-{
-    Py_ssize_t i;
-
-    Py_CLEAR(call->groups_after);
-    for (i = 0; i < call->parts->owner_count; i++) {
-        PyObject *optimizer; /* owned */
-        int result;
-        if (call->parts->owners[i].kind != OOMKIT_OWNER_OPTIMIZER) {
-            continue;
-        }
-        optimizer = oomkit_reference_get(call->parts->owners[i].ref);
-        if (optimizer == NULL) {
-            continue;
-        }
-        result =
-            list_add(&call->groups_after, optimizer, groups_copy(call->st, optimizer));
-        Py_DECREF(optimizer);
-        if (result < 0) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
-/* Has a value of param_groups changed since then? 1 with *optimizer and *name
- * (borrowed), 0, -1. */
-int
-oomkit_owners_groups_changed(oomkit_call *call, PyObject **optimizer, PyObject **name)
-{
-    PyObject *list = call->groups_after; /* borrowed from call */
-    Py_ssize_t i, g;
-
-    for (i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
-        PyObject *pair = PyList_GET_ITEM(list, i);    /* borrowed */
-        PyObject *copies = PyTuple_GET_ITEM(pair, 1); /* borrowed */
-        PyObject *groups;                             /* owned */
-        int changed = 0;
-        *optimizer = PyTuple_GET_ITEM(pair, 0);
-        groups = PyObject_GetAttr(*optimizer, call->st->str_param_groups);
-        if (groups == NULL) {
-            return -1;
-        }
-        for (g = 0; PyList_Check(groups) && g < PyList_GET_SIZE(groups) &&
-                    g < PyList_GET_SIZE(copies) && changed == 0;
-             g++) {
-            changed = group_changed(PyList_GET_ITEM(groups, g),
-                                    PyList_GET_ITEM(copies, g), name);
-        }
-        Py_DECREF(groups);
-        if (changed != 0) {
-            return changed;
-        }
-    }
-    return 0;
-}
-
-static int
-groups_restore(oomkit_state *st, PyObject *optimizer, PyObject *copies)
-{
-    PyObject *groups = PyObject_GetAttr(optimizer, st->str_param_groups); /* owned */
-    Py_ssize_t i;
-    int result = groups == NULL ? -1 : 0;
-
-    for (i = 0; result == 0 && PyList_Check(groups) && i < PyList_GET_SIZE(groups) &&
-                i < PyList_GET_SIZE(copies);
-         i++) {
-        if (PyDict_Check(PyList_GET_ITEM(groups, i))) {
-            result =
-                PyDict_Update(PyList_GET_ITEM(groups, i), PyList_GET_ITEM(copies, i));
-        }
-    }
-    Py_XDECREF(groups);
-    return result;
+    return oomkit_pairs_add(&call->copied_owners, owner, owner_state(call->st, owner));
 }
 
 static const char *const scaler_names[] = {"_scale", "_growth_tracker"};
@@ -302,7 +167,7 @@ oomkit_owners_mark(oomkit_call *call)
             continue;
         }
         if (kind == OOMKIT_OWNER_OPTIMIZER) {
-            saved = groups_copy(st, object);
+            saved = oomkit_groups_copy(st, object);
         } else if (kind == OOMKIT_OWNER_SCALER) {
             saved = scaler_tensors(object);
         } else {
@@ -310,7 +175,7 @@ oomkit_owners_mark(oomkit_call *call)
                         ? PyObject_CallMethodNoArgs(object, st->str_save)
                         : owner_state(st, object);
         }
-        result = list_add(&call->user_marks, object, saved);
+        result = oomkit_pairs_add(&call->user_marks, object, saved);
         Py_DECREF(object);
         if (result < 0) {
             return -1;
@@ -362,7 +227,7 @@ oomkit_owners_restore(oomkit_call *call)
             PyObject_TypeCheck(object, (PyTypeObject *)st->GradScaler)) {
             int result =
                 PyObject_TypeCheck(object, (PyTypeObject *)st->Optimizer)
-                    ? groups_restore(st, object, PyTuple_GET_ITEM(pair, 1))
+                    ? oomkit_groups_restore(st, object, PyTuple_GET_ITEM(pair, 1))
                     : scaler_tensors_restore(object, PyTuple_GET_ITEM(pair, 1));
             if (result < 0) {
                 return -1;
@@ -416,4 +281,5 @@ oomkit_owners_release(oomkit_call *call)
     Py_CLEAR(call->copied_owners);
     Py_CLEAR(call->user_marks);
     Py_CLEAR(call->groups_after);
+    Py_CLEAR(call->epochs);
 }

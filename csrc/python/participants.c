@@ -405,6 +405,14 @@ oomkit_participants_add(oomkit_state *st, oomkit_participants *parts, PyObject *
         return parts_add_scheduler(st, parts, object);
     }
     if (PyType_IsSubtype(type, (PyTypeObject *)st->GradScaler)) {
+        PyObject *enabled = PyObject_GetAttrString(object, "_enabled"); /* owned */
+        if (enabled == NULL) {
+            return -1;
+        }
+        Py_DECREF(enabled);
+        if (enabled == Py_False) {
+            return 0; /* a switched-off scaler does nothing and has nothing */
+        }
         return parts_add_owner(parts, object, OOMKIT_OWNER_SCALER) < 0 ? -1 : 0;
     }
     if (PyType_IsSubtype(type, (PyTypeObject *)st->Generator)) {

@@ -289,13 +289,13 @@ oomkit_tx_restore(oomkit_call *call, PyObject **message)
                                                                            : refused;
 }
 
-/* A learning rate that changes in every micro-batch: asked at the end of the middle
- * ones and before the first update of the last. 0, or -1 with SplitError. */
+/* A learning rate that changes in every micro-batch: asked at each step() after the
+ * first micro-batch's, held back or not. 0, or -1 with SplitError. */
 int
-oomkit_tx_groups_moved(oomkit_call *call)
+oomkit_tx_groups_moved(oomkit_call *call, PyObject *optimizer)
 {
-    PyObject *optimizer = NULL, *name = NULL; /* borrowed */
-    int changed = oomkit_owners_groups_changed(call, &optimizer, &name);
+    PyObject *name = NULL; /* borrowed */
+    int changed = oomkit_owners_groups_changed(call, optimizer, &name);
 
     if (changed <= 0) {
         return changed;
@@ -309,6 +309,26 @@ oomkit_tx_groups_moved(oomkit_call *call)
         name, Py_TYPE(optimizer)->tp_name, (long long)(call->slice_index + 1),
         (long long)call->slice_count);
     return -1;
+}
+
+static int
+tx_schedulers_moved(oomkit_call *call)
+{
+    PyObject *scheduler = NULL; /* borrowed */
+    int moved = oomkit_owners_epochs_moved(call, &scheduler);
+
+    if (moved > 0) {
+        call->raised = 1;
+        oomkit_raise(
+            call->st->SplitError,
+            "auto_batch cannot split this step: %s.step() was called in "
+            "micro-batch %lld of %lld where it could not be held back; call it "
+            "as scheduler.step(), or after the decorated step",
+            Py_TYPE(scheduler)->tp_name, (long long)(call->slice_index + 1),
+            (long long)call->slice_count);
+        return -1;
+    }
+    return moved;
 }
 
 /* At the end of a micro-batch that is not the last: nothing that is meant to move once
@@ -328,8 +348,7 @@ oomkit_tx_micro_end(oomkit_call *call)
     if (state == 0) {
         state = params_rewritten(call, &which);
     }
-    if (state == 0 && (call->slice_index == 0 ? oomkit_owners_groups_note(call)
-                                              : oomkit_tx_groups_moved(call)) < 0) {
+    if (state == 0 && tx_schedulers_moved(call) < 0) {
         return -1;
     }
     if (state == 0) {
@@ -362,6 +381,7 @@ oomkit_tx_end_attempt(oomkit_call *call)
     oomkit_optimizers_release(call);
     Py_CLEAR(call->plain_leaves);
     Py_CLEAR(call->groups_after);
+    Py_CLEAR(call->epochs);
     Py_CLEAR(call->scaler_marks);
     Py_CLEAR(call->copied_owners);
     Py_CLEAR(call->user_marks);

@@ -151,7 +151,10 @@ bytes_set(const void *holder, ptrdiff_t offset, const void *bytes,
         if (!is_plain_bytes(impl, size)) {
             return OOMKIT_EUNSUPPORTED;
         }
-        std::memcpy(impl->mutable_data(), bytes, size);
+        // Unchanged ones are not written: they may lie in read-only pages.
+        if (std::memcmp(impl->data(), bytes, size) != 0) {
+            std::memcpy(impl->mutable_data(), bytes, size);
+        }
         return OOMKIT_OK;
     } catch (...) {
         return OOMKIT_EFAILED;
