@@ -85,8 +85,7 @@ buffer_copy(oomkit_state *st, PyObject *tensor, const oomkit_tensor_facts *facts
     return copy;
 }
 
-/* Is the copy of an earlier call of the same shape and type? Buffers may come and go.
- */
+/* Is the copy of an earlier call of the same shape and type? Buffers come and go. */
 static int
 buffer_copy_fits(oomkit_state *st, PyObject *copy, const oomkit_tensor_facts *facts)
 {
@@ -95,8 +94,7 @@ buffer_copy_fits(oomkit_state *st, PyObject *copy, const oomkit_tensor_facts *fa
         return 0;
     }
     if (oomkit_tensor_facts_get(st, copy, 0, &was) < 0) {
-        PyErr_Clear(); /* unreadable: a new copy is made, and fails by itself if it must
-                        */
+        PyErr_Clear(); /* unreadable: a new copy is made, and fails by itself */
         return 0;
     }
     return facts->is_strided && facts->ndim >= 0 &&
