@@ -74,8 +74,8 @@ recover_keeps_parts(const oomkit_call *call)
 }
 
 /* No batch was found, or a leaf of it has moved: 0 when it can be sliced, else -1. */
-static int
-recover_find_batch(oomkit_call *call)
+int
+oomkit_recover_batch(oomkit_call *call)
 {
     oomkit_step *step = call->step;
     int found;
@@ -180,7 +180,7 @@ recover_say(oomkit_call *call, int64_t old_rows, int64_t old_count)
     done = PyObject_CallMethod(
         st->log, "warning", "sKLLLLs",
         "oomkit: step=%d micro_batch=%d->%d accumulation=%d->%d reason=%s",
-        (unsigned long long)call->step->calls, (long long)old_rows, (long long)rows,
+        (unsigned long long)call->number, (long long)old_rows, (long long)rows,
         (long long)old_count, (long long)call->slice_count,
         oomkit_plan_reason_name(call->reason));
     if (done == NULL) {
@@ -240,8 +240,8 @@ recover_roll_back_exempt(oomkit_call *call)
 
 /* The same, with every allocation of it outside the budget: what is put back was there
  * before. */
-static int
-recover_roll_back(oomkit_call *call)
+int
+oomkit_recover_roll_back(oomkit_call *call)
 {
     int result;
 
@@ -381,7 +381,7 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception,
                        call->options->label)
                  : PyUnicode_FromFormat("%U ran out of memory and is not retried: %s",
                                         call->options->label, call->refusal);
-    if (!committed && recover_roll_back(call) < 0) {
+    if (!committed && oomkit_recover_roll_back(call) < 0) {
         Py_XDECREF(reason);
         return -1;
     }
@@ -405,11 +405,24 @@ recover_stranger(oomkit_call *call)
                              "participants=..., and clear its .grad before going on",
                              call->options->label);
 
-    if (recover_roll_back(call) == 0 && reason != NULL) {
+    if (oomkit_recover_roll_back(call) == 0 && reason != NULL) {
         oomkit_give_up(call, reason, 0);
     }
     Py_XDECREF(reason);
     return -1;
+}
+
+/* A call that is run again because another one failed: half its batch. 0 or -1. */
+int
+oomkit_recover_split(oomkit_call *call)
+{
+    if (oomkit_recover_batch(call) < 0) {
+        return -1;
+    }
+    return recover_plan(call, 0, call->batch.rows, 1) < 0 ||
+                   recover_say(call, call->batch.rows, 1) < 0
+               ? -1
+               : 0;
 }
 
 /* Ends the attempt that failed with the exception in flight. 0: call->slices is the
@@ -447,10 +460,10 @@ recover_from_failure(oomkit_call *call)
     result =
         oomkit_join_truncate(&call->join, keep ? (Py_ssize_t)call->slice_index : 0);
     if (result == 0) {
-        result = recover_roll_back(call);
+        result = oomkit_recover_roll_back(call);
     }
     oomkit_tx_end_attempt(call);
-    if (result < 0 || recover_reclaim(call) < 0 || recover_find_batch(call) < 0) {
+    if (result < 0 || recover_reclaim(call) < 0 || oomkit_recover_batch(call) < 0) {
         return -1;
     }
     rows = call->slices == NULL ? call->batch.rows
