@@ -18,7 +18,7 @@ class _SplitLoss(torch.autograd.Function):
     """The node of a loss whose graphs are gone: hands the gradient to the engine."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         anchor: torch.Tensor,
         loss: torch.Tensor,
@@ -29,7 +29,7 @@ class _SplitLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
         ctx.pending(gradient)
         return None, None, None
 
@@ -46,7 +46,8 @@ def split_loss(loss: torch.Tensor, pending: Callable[[torch.Tensor], None]) -> N
     with torch.enable_grad():
         _SplitLoss.apply(_anchor, loss, pending)  # type: ignore[no-untyped-call]
     assert loss.grad_fn is not None
-    loss.grad_fn.metadata["oomkit"] = pending
+    metadata: Any = loss.grad_fn.metadata  # a dict, whatever torch's stubs say
+    metadata["oomkit"] = pending
 
 
 def modes_then(autocast: Sequence[tuple[str, torch.dtype]]) -> ExitStack:

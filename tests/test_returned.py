@@ -349,6 +349,112 @@ def test_grad_scaler() -> None:
             assert (p - q).abs().max() <= 1e-12
 
 
+@pytest.mark.parametrize("k", [1, 2])
+def test_half_precision_is_never_scaled(k: int) -> None:
+    """A stash in fp16 that was computed with another gradient is computed again."""
+
+    def run(step: Any, scale: float) -> list[torch.Tensor | None]:
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = step(x, y)
+        (loss * scale).backward()
+        return grads(model)
+
+    torch.manual_seed(SEED)
+    model = Net()
+    x, y = torch.randn(B, 6) * 1e-4, torch.randint(0, 3, (B,))
+    scale = 2.0**14
+    step = oomkit.auto_batch(loss_of(model), accumulation_steps=k)
+    with force_slices([4, 4]):
+        want = run(oomkit.auto_batch(loss_of(model)), scale)  # computed again, too
+        for half in (slice(0, 4), slice(4, 8)):
+            assert x[half].shape == (4, 6)
+    whole = run(loss_of(model), scale)
+    got = run(step, scale)
+    assert same(got, want if k == 2 else whole)
+    assert same(run(step, scale), got)  # guessed right: the stash itself, the same values
+    for a, b in zip(got, whole, strict=True):
+        assert a is not None and b is not None
+        assert (a - b).abs().max() <= 4e-3 * b.abs().max()
+
+
+def test_gradients_set_aside() -> None:
+    """No copy of the gradients that were there: leaves that have everything keep it."""
+    want = plain()
+    for nth in range(2, 12):
+        model, x, y = world()
+        step = oomkit.auto_batch(loss_of(model), gradient_safety="off")
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        loss = step(x, y)
+        with inject_oom(nth=nth, phase="backward"):
+            loss.backward()
+        assert close([g - 1 for g in grads(model) if g is not None], want), nth
+
+
+def test_a_hook_on_the_loss() -> None:
+    want = plain(lambda v: v * 6)
+    for k in (1, 2):
+        model, x, y = world()
+        loss = oomkit.auto_batch(loss_of(model), accumulation_steps=k)(x, y)
+        loss.register_hook(lambda g: g * 3)
+        with inject_oom(nth=5, phase="backward"):
+            loss.backward(torch.tensor(2.0, dtype=torch.float64))
+        assert close(grads(model), want), k
+
+
+class Count:
+    def __init__(self) -> None:
+        self.n = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": self.n}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.n = state["n"]
+
+
+def test_what_the_call_did_to_participants_counts_once() -> None:
+    model, x, y = world()
+    rows, outside = Count(), Count()
+
+    def compute(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        rows.n += len(x)
+        outside.n += len(x)
+        return F.cross_entropy(model(x), y)
+
+    loss = oomkit.auto_batch(compute, participants=[rows, outside])(x, y)
+    outside.n += 100  # between the call and its backward
+    with inject_oom(nth=4, phase="backward"):
+        loss.backward()
+    assert rows.n == B and outside.n == B + 100
+
+
+def test_streams_and_buffers_that_others_use_meanwhile() -> None:
+    """Others drew numbers and normalised between the call and its backward: that stays."""
+    model, x, y = world(dropout=0.5, norm=True)
+    loss = oomkit.auto_batch(loss_of(model))(x, y)
+    model(x + 1)
+    torch.randn(7)
+    state, buffers = torch.get_rng_state(), [b.clone() for b in model.buffers()]
+    with pytest.warns(oomkit.OomkitWarning, match="training mode"):
+        with inject_oom(nth=6, phase="backward"):
+            loss.backward()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), buffers, strict=True))
+
+
+def test_the_record_has_the_peak_of_the_backward() -> None:
+    model, x, y = world()
+    step = oomkit.auto_batch(loss_of(model))
+    loss = step(x, y)
+    first = step.records[-1].peak_allocated
+    loss.backward()
+    assert len(step.records) == 1
+    assert first is not None and step.records[-1].peak_allocated is not None
+    assert step.records[-1].peak_allocated > first
+
+
 def test_backward_in_another_thread() -> None:
     import threading
 

@@ -280,6 +280,19 @@ def test_nothing_of_the_failed_graph_is_alive() -> None:
     assert held[0] - before < 1.1 * whole + 8 * 7 * 4096  # `kept` is a view of one tensor
 
 
+def test_a_parameter_that_was_not_found() -> None:
+    x = torch.randn(B, 6)
+    layers = [[torch.nn.Linear(6, 6)], torch.nn.Linear(6, 1)]
+
+    def compute(x: torch.Tensor, get: Any = layers.__getitem__) -> torch.Tensor:
+        return get(1)(torch.tanh(get(0)[0](x))).mean()  # type: ignore[no-any-return]
+
+    loss = oomkit.auto_batch(compute)(x)
+    with inject_oom(nth=6, phase="backward"):
+        with pytest.raises(oomkit.OomkitError, match="did not find|was not found"):
+            loss.backward()
+
+
 def test_an_argument_with_a_graph() -> None:
     model, x, y = world()
     encoder = torch.nn.Linear(6, 6).double()

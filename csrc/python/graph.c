@@ -4,7 +4,8 @@
 #include "pending.h"
 #include "errors.h"
 
-#define NEAR 16 /* nodes that oomkit_graph_near looks at */
+#define NEAR 16    /* nodes between a root and its losses whose bytes are few */
+#define WATCHED 96 /* nodes in which oomkit_graph_watch looks for waiting losses */
 
 /* The waiting loss that this node made, or NULL. Borrowed; *failed on an error. */
 static oomkit_pending *
@@ -164,39 +165,104 @@ oomkit_graph_reach(oomkit_state *st, PyObject *roots, PyObject *reached, int *pa
     return result;
 }
 
-typedef struct near_context {
-    int visited, far, losses;
-} near_context;
-
+/* A waiting loss that a backward will pass: its node is to tell the gradient. */
 static int
-near_visit(oomkit_state *st, PyObject *node, void *context)
+watch_hook(oomkit_pending *p, PyObject *node)
 {
-    near_context *c = context;
-    int failed = 0;
-    oomkit_pending *p = node_pending(st, node, &failed);
+    PyObject *handle; /* owned */
 
-    if (failed) {
-        return -1;
+    if (p->kind != OOMKIT_RETURNED_WHOLE || p->hooked) {
+        return 0; /* a node of ours tells it anyway */
     }
-    if (p != NULL) {
-        c->losses++;
-        c->far |= !p->small;
-        return 0;
+    handle =
+        PyObject_CallMethodOneArg(node, p->st->str_register_prehook, (PyObject *)p);
+    p->hooked = handle != NULL;
+    Py_XDECREF(handle);
+    return p->hooked ? 0 : -1;
+}
+
+/* The root is a waiting loss itself: its gradient is among the arguments. 1 done, 0 it
+ * is not so, -1. */
+static int
+watch_root(oomkit_state *st, PyObject *root, PyObject *gradients)
+{
+    PyObject *node = PyObject_GetAttr(root, st->str_grad_fn); /* owned */
+    PyObject *hooks;                                          /* owned */
+    oomkit_pending *p;
+    int failed = 0, result = 0;
+
+    if (node == NULL || node == Py_None) {
+        Py_XDECREF(node);
+        return node == NULL ? -1 : 0;
     }
-    c->far |= ++c->visited > NEAR || node_is_leaf(node);
-    return !c->far;
+    p = node_pending(st, node, &failed);
+    if (p != NULL && p->kind == OOMKIT_RETURNED_WHOLE) {
+        hooks = PyObject_GetAttr(root, st->str_backward_hooks);
+        if (hooks == Py_None && p->second != NULL && PyTuple_Check(gradients) &&
+            PyTuple_GET_SIZE(gradients) == 1) {
+            Py_XSETREF(p->gradient, Py_NewRef(PyTuple_GET_ITEM(gradients, 0)));
+            p->fired = result = 1;
+        }
+        result = hooks == NULL ? -1 : result;
+        Py_XDECREF(hooks);
+    } else if (p != NULL) {
+        result = 1;
+    }
+    Py_DECREF(node);
+    return failed ? -1 : result;
+}
+
+/* Breadth first, so that a loss beside a large other term is found soon. */
+static int
+watch_walk(oomkit_state *st, PyObject *work, int *losses, int *far)
+{
+    PyObject *seen = PySet_New(NULL); /* owned */
+    Py_ssize_t at;
+    int result = seen == NULL ? -1 : 0, failed = 0;
+
+    for (at = 0; result == 0 && at < PyList_GET_SIZE(work) && at < WATCHED; at++) {
+        PyObject *node = PyList_GET_ITEM(work, at); /* borrowed */
+        oomkit_pending *p;
+        int known = PySet_Contains(seen, node);
+        if (known != 0 || PySet_Add(seen, node) < 0) {
+            result = known == 1 ? 0 : -1;
+            continue;
+        }
+        p = node_pending(st, node, &failed);
+        if (p != NULL) {
+            ++*losses;
+            *far |= !p->small;
+            result = watch_hook(p, node);
+            continue;
+        }
+        *far |= node_is_leaf(node);
+        result = failed ? -1 : node_follow(st, node, work);
+    }
+    *far |= at > NEAR + *losses || at < PyList_GET_SIZE(work);
+    Py_XDECREF(seen);
+    return result;
 }
 
 int
-oomkit_graph_near(oomkit_state *st, PyObject *root)
+oomkit_graph_watch(oomkit_state *st, PyObject *const *args)
 {
-    near_context context = {0, 0, 0};
-    int leaves = 0;
+    PyObject *work; /* owned */
+    int losses = 0, far = 0, result = 0;
 
-    if (graph_walk(st, root, near_visit, &context, &leaves) < 0) {
-        return -1;
+    if (PyTuple_Check(args[0]) && PyTuple_GET_SIZE(args[0]) == 1 &&
+        oomkit_tensor_check(st, PyTuple_GET_ITEM(args[0], 0))) {
+        result = watch_root(st, PyTuple_GET_ITEM(args[0], 0), args[1]);
+        if (result != 0) {
+            return result < 0 ? -1 : 0;
+        }
     }
-    return context.far || leaves ? 0 : context.losses;
+    work = PyList_New(0);
+    if (work == NULL || roots_nodes(st, args[0], work, &far) < 0 ||
+        watch_walk(st, work, &losses, &far) < 0) {
+        result = -1;
+    }
+    Py_XDECREF(work);
+    return result < 0 || far ? result : losses;
 }
 
 /* The gradients at the losses by a run of the engine that stops there. New reference to
@@ -314,6 +380,28 @@ oomkit_graph_has_split(oomkit_state *st, PyObject *roots)
     int leaves = 0, found = 0;
 
     return graph_walk(st, roots, split_visit, &found, &leaves) < 0 ? -1 : found;
+}
+
+static int
+leaves_visit(oomkit_state *Py_UNUSED(st), PyObject *node, void *context)
+{
+    PyObject *variable; /* owned */
+    int result;
+
+    if (!node_is_leaf(node)) {
+        return 1;
+    }
+    variable = PyObject_GetAttrString(node, "variable");
+    result = variable == NULL ? -1 : PyList_Append(context, variable);
+    Py_XDECREF(variable);
+    return result;
+}
+
+int
+oomkit_graph_leaves(oomkit_state *st, PyObject *roots, PyObject *leaves)
+{
+    int ignored = 0;
+    return graph_walk(st, roots, leaves_visit, leaves, &ignored);
 }
 
 /* --- free --- */

@@ -215,24 +215,17 @@ pending_new(oomkit_call *call, oomkit_returned kind)
     return p;
 }
 
-/* Hangs it onto the node that made the loss: below any later in-place operation, above
- * every hook of the tensor. */
+/* Hangs it onto the node that made the loss, below any later in-place operation. */
 static int
-pending_hook(oomkit_pending *p, PyObject *node)
+pending_hang(oomkit_pending *p, PyObject *node)
 {
-    oomkit_state *st = p->st;
-    PyObject *handle, *metadata = NULL; /* owned */
+    PyObject *metadata = PyObject_GetAttr(node, p->st->str_metadata); /* owned */
     int result = -1;
 
-    handle = PyObject_CallMethodOneArg(node, st->str_register_prehook, (PyObject *)p);
-    if (handle != NULL) {
-        metadata = PyObject_GetAttr(node, st->str_metadata);
-    }
     if (metadata != NULL) {
-        result = PyObject_SetItem(metadata, st->str_oomkit, (PyObject *)p);
+        result = PyObject_SetItem(metadata, p->st->str_oomkit, (PyObject *)p);
+        Py_DECREF(metadata);
     }
-    Py_XDECREF(metadata);
-    Py_XDECREF(handle);
     return result;
 }
 
@@ -293,7 +286,7 @@ oomkit_pending_offer(oomkit_call *call, PyObject *result)
     if (p != NULL) {
         p->small = small;
         p->output = PyLong_AsSsize_t(number);
-        if (!PyErr_Occurred() && pending_hook(p, node) == 0) {
+        if (!PyErr_Occurred() && pending_hang(p, node) == 0) {
             pending_link(p);
             state = 0;
         }

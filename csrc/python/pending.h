@@ -17,8 +17,8 @@ typedef struct oomkit_modes {
 
 struct oomkit_second;
 
-/* Owned by the graph of the loss (a pre-hook of its node, or the context of our own
- * node), so it dies with that graph and keeps nothing alive longer than the caller. */
+/* Owned by the graph of the loss (the metadata of its node, the context of our own
+ * one), so it dies with that graph and keeps nothing alive longer than the caller. */
 typedef struct oomkit_pending {
     PyObject_HEAD
     vectorcallfunc vectorcall;
@@ -47,6 +47,7 @@ typedef struct oomkit_pending {
     oomkit_returned kind;
     int small;          /* the loss is of a few KiB */
     PyObject *gradient; /* owned: what reached the loss in the backward, or NULL */
+    int hooked;         /* its node has our pre-hook */
     int fired;          /* it did */
     int spent;          /* its marks and its batch are with a replay */
     int replayed;       /* it was run again in this backward */
@@ -138,10 +139,11 @@ oomkit_graph_reach(oomkit_state *st, PyObject *roots, PyObject *reached, int *pa
 int
 oomkit_graph_beneath(oomkit_state *st, PyObject *roots, PyObject *reached);
 
-/* How many waiting losses `root` leads to, when it leads to small ones alone and
- * through a few nodes; else 0. -1 with an exception. */
+/* Before the engine runs with `args` (roots, their gradients): has the waiting losses
+ * that it will pass tell what reaches them. How many the roots lead to, when they lead
+ * to small ones alone and through a few nodes; else 0. -1 with an exception. */
 int
-oomkit_graph_near(oomkit_state *st, PyObject *root);
+oomkit_graph_watch(oomkit_state *st, PyObject *const *args);
 
 /* Notes the gradient of each waiting loss that is reached, by a run of the engine that
  * stops there. `args` are the engine's: roots and their gradients. 0 or -1. */
@@ -151,6 +153,10 @@ oomkit_graph_gradients(oomkit_state *st, PyObject *const *args);
 /* Is a loss that was split reached? 1, 0 or -1. */
 int
 oomkit_graph_has_split(oomkit_state *st, PyObject *roots);
+
+/* Appends the leaves behind `roots` to a list. 0 or -1. */
+int
+oomkit_graph_leaves(oomkit_state *st, PyObject *roots, PyObject *leaves);
 
 /* Frees what the graph behind `roots` has saved, as a finished backward does. */
 int

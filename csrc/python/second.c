@@ -231,6 +231,7 @@ oomkit_second_engine(oomkit_state *st, PyObject *const *args, size_t nargsf,
 {
     oomkit_second *s = active;
     Py_ssize_t n = PyVectorcall_NARGS(nargsf);
+    int near;
 
     if (s == NULL || s->engine_seen || n < 5) {
         return 0;
@@ -245,18 +246,15 @@ oomkit_second_engine(oomkit_state *st, PyObject *const *args, size_t nargsf,
     if (second_refuse_flags(s) < 0) {
         return -1;
     }
-    if (PyTuple_Check(args[0]) && PyTuple_GET_SIZE(args[0]) == 1 &&
-        oomkit_tensor_check(st, PyTuple_GET_ITEM(args[0], 0))) {
+    near = oomkit_graph_watch(st, args);
+    if (near < 0 || (near > 1 && oomkit_graph_gradients(st, args) < 0)) {
+        return -1;
+    }
+    if (near == 1 && !s->exempt) {
         /* The few bytes between the root and its loss must not fail: what reaches the
          * loss would not be known. */
-        int near = oomkit_graph_near(st, PyTuple_GET_ITEM(args[0], 0));
-        if (near < 0 || (near > 1 && oomkit_graph_gradients(st, args) < 0)) {
-            return -1;
-        }
-        if (near == 1 && !s->exempt) {
-            s->exempt = 1;
-            oomkit_exempt_enter(st);
-        }
+        s->exempt = 1;
+        oomkit_exempt_enter(st);
     }
     return 0;
 }

@@ -83,6 +83,44 @@ failed_refusal(const oomkit_second *s, PyObject *reached, int paths, int beneath
                : NULL;
 }
 
+static int
+is_marked(const oomkit_second *s, const PyObject *leaf)
+{
+    Py_ssize_t k;
+    int i;
+    for (i = 0; i < s->call_count; i++) {
+        for (k = 0; k < s->calls[i]->parts->param_count; k++) {
+            if (s->calls[i]->parts->params[k] == leaf) {
+                return 1;
+            }
+        }
+    }
+    return 0;
+}
+
+/* A leaf that nobody marked and that has a gradient may hold a part of this batch
+ * already: 1, 0 or -1. */
+static int
+failed_strangers(const oomkit_second *s)
+{
+    PyObject *leaves = PyList_New(0); /* owned */
+    int result = leaves == NULL ? -1 : oomkit_graph_leaves(s->st, s->roots, leaves);
+    Py_ssize_t i;
+
+    for (i = 0; result == 0 && i < PyList_GET_SIZE(leaves); i++) {
+        PyObject *leaf = PyList_GET_ITEM(leaves, i); /* borrowed */
+        PyObject *gradient;                          /* owned */
+        if (is_marked(s, leaf)) {
+            continue;
+        }
+        gradient = PyObject_GetAttr(leaf, s->st->str_grad);
+        result = gradient == NULL ? -1 : gradient != Py_None;
+        Py_XDECREF(gradient);
+    }
+    Py_XDECREF(leaves);
+    return result;
+}
+
 /* The first of the reached calls whose graph was whole, after number `at`; -1. */
 static Py_ssize_t
 next_whole(PyObject *reached, Py_ssize_t at)
@@ -291,14 +329,22 @@ static int
 failed_reached(oomkit_second *s, PyObject *exception, PyObject *reached, int paths)
 {
     int beneath = oomkit_graph_beneath(s->st, s->roots, reached);
+    int strangers = beneath < 0 ? -1 : failed_strangers(s);
     const char *why = failed_refusal(s, reached, paths, beneath);
     Py_ssize_t first = next_whole(reached, -1);
     oomkit_pending *p;
     int result;
 
-    if (beneath < 0) {
+    if (strangers < 0) {
         Py_DECREF(exception);
         return -1;
+    }
+    if (strangers) {
+        why =
+            "a tensor that requires grad and that auto_batch did not find in the "
+            "arguments, self, closure or globals of the step has a gradient, which may "
+            "hold a part of this batch already: pass model=..., optimizer=... or "
+            "participants=... to auto_batch, and clear its .grad before going on";
     }
     if (why == NULL && first < 0) {
         return failed_before_stashes(s, reached, exception);

@@ -95,6 +95,7 @@
     X(str_gradient, "gradient")                                                        \
     X(str_inputs, "inputs")                                                            \
     X(str_mul_in_place, "mul_")                                                        \
+    X(str_backward_hooks, "_backward_hooks")                                           \
     X(str_numel, "numel")                                                              \
     X(str_reshape, "reshape")                                                          \
     X(str_item, "item")                                                                \

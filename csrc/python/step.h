@@ -62,6 +62,14 @@ int
 oomkit_recover_roll_back(oomkit_call *call);
 int
 oomkit_recover_batch(oomkit_call *call);
+
+/* replan.c: the next plan into call->plan and its slices, after a failure of slices of
+ * `failed_rows` rows, `failed_count` of them; with `keep` the finished ones stay. 0, or
+ * -1 with oomkit.OutOfMemory. The line that says it, and the user's hook. */
+int
+oomkit_replan(oomkit_call *call, int keep, int64_t failed_rows, int64_t failed_count);
+int
+oomkit_replan_say(oomkit_call *call, int64_t old_rows, int64_t old_count);
 int
 oomkit_recover_split(oomkit_call *call);
 
