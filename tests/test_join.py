@@ -58,7 +58,8 @@ def test_equal_tensors_of_another_size_are_kept():
 def test_tensors_that_differ_are_refused():
     assert refusal([{"s": torch.zeros(5)}, {"s": torch.zeros(5)}, {"s": torch.ones(5)}]) == (
         "auto_batch cannot join the results of 3 micro-batches: result['s'] has shapes [5] and "
-        "[5] for 3 and 2 rows, and differing values" + ADVICE
+        "[5] for 3 and 2 rows, and differing values (if it is the next batch fetched inside the "
+        "step: fetch it outside)" + ADVICE
     )
     assert "result has shapes [3, 2] and [4, 2] for 3 and 2 rows" in refusal(
         [torch.ones(3, 2), torch.ones(4, 2)]
@@ -105,7 +106,13 @@ def test_keeping_a_result_is_a_view():
 
 def test_integer_scalar_tensors_are_added():
     assert join([torch.tensor(2), torch.tensor(1), torch.tensor(0)]).item() == 3
-    assert join([torch.tensor(4)] * 3).item() == 12
+    assert join([torch.tensor(4) for _ in range(3)]).item() == 12
+
+
+def test_a_tensor_that_is_returned_every_time_is_itself():
+    """As the whole call returns it: a counter of the step's own, an embedding's scale."""
+    counter = torch.tensor(4)
+    assert join([counter] * 3) is counter
 
 
 def test_boolean_scalar_tensors_must_agree():

@@ -169,7 +169,7 @@ attempt_micro_end(oomkit_call *call, PyObject *result)
     if (!call->split || call->replayed != NULL) {
         return 0;
     }
-    return oomkit_join_add(call->st, &call->join, result, slice->length,
+    return oomkit_join_add(call->st, call->options, &call->join, result, slice->length,
                            call->weights[call->slice_index]);
 }
 
@@ -221,6 +221,62 @@ attempt_micro(oomkit_call *call, PyObject **vector, PyObject **whole)
     return status;
 }
 
+/* The leaves that gradients are wanted of: parameters, and tensors of the batch. New
+ * list or NULL. */
+static PyObject *
+join_sources(oomkit_call *call)
+{
+    Py_ssize_t i, n = call->parts->param_count;
+    PyObject *sources = PyList_New(0); /* owned */
+
+    for (i = 0; sources != NULL && i < n + call->batch.count; i++) {
+        oomkit_tensor_facts facts;
+        PyObject *tensor; /* borrowed from the participants or the batch */
+        if (i >= n && call->batch.nodes[i - n].kind != OOMKIT_NODE_TENSOR) {
+            continue;
+        }
+        tensor = i < n ? call->parts->params[i] : call->batch.nodes[i - n].object;
+        if (oomkit_tensor_facts_get(call->st, tensor, 0, &facts) < 0 ||
+            (facts.requires_grad && PyList_Append(sources, tensor) < 0)) {
+            Py_CLEAR(sources);
+        }
+    }
+    return sources;
+}
+
+/* Is the number of rows that a whole call would have noted (see oomkit_batch_rows) that
+ * of the batch? */
+static int
+rows_are_sure(const oomkit_batch *batch)
+{
+    Py_ssize_t i = 0;
+    while (i < batch->count && batch->nodes[i].rows < 0) {
+        i++;
+    }
+    return i < batch->count && batch->nodes[i].rows == batch->rows;
+}
+
+/* The result of the whole batch. New reference or NULL. */
+static PyObject *
+attempt_join(oomkit_call *call)
+{
+    PyObject *result; /* owned */
+
+    call->join.parked = call->training && call->returned == OOMKIT_RETURNED_NOTHING;
+    call->join.rows_sure = rows_are_sure(&call->batch);
+    if (call->join.required && call->options->join == NULL) {
+        Py_XSETREF(call->join.sources, join_sources(call));
+        if (call->join.sources == NULL) {
+            return NULL;
+        }
+    }
+    result = oomkit_join_finish(call->st, call->options, &call->join);
+    if (result == NULL && PyErr_ExceptionMatches(call->st->SplitError)) {
+        call->raised = 1; /* no size of micro-batch would change that */
+    }
+    return result;
+}
+
 /* Runs the slices from `slice_index` on. New reference, or NULL with an exception. */
 PyObject *
 oomkit_attempt_run(oomkit_call *call)
@@ -248,8 +304,7 @@ oomkit_attempt_run(oomkit_call *call)
     if (call->replayed != NULL) {
         Py_XSETREF(result, Py_NewRef(Py_None)); /* the caller has the results already */
     } else if (call->split) {
-        call->join.parked = call->training && call->returned == OOMKIT_RETURNED_NOTHING;
-        result = oomkit_join_finish(call->st, call->options, &call->join);
+        result = attempt_join(call);
     }
 done:
     PyMem_Free(vector);

@@ -263,7 +263,7 @@ oomkit_call_record(const oomkit_call *call, oomkit_record *record)
 }
 
 static void
-engine_learn(oomkit_call *call, int needs_backward)
+engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
 {
     oomkit_step *step = call->step;
     int64_t largest = 0, i;
@@ -273,6 +273,8 @@ engine_learn(oomkit_call *call, int needs_backward)
     if (call->slices == NULL) {
         oomkit_batch_learn(&step->batch_site, &call->batch);
         largest = oomkit_batch_rows(&call->batch);
+        oomkit_result_learn(call->st, &step->results, result, largest,
+                            call->options->dim);
     }
     for (i = 0; i < call->slice_count; i++) {
         largest = call->slices[i].length > largest ? call->slices[i].length : largest;
@@ -345,7 +347,7 @@ engine_end(oomkit_call *call, PyObject *result)
         status = needs_backward < 0 ? -1 : 0;
     }
     if (finished) {
-        engine_learn(call, needs_backward);
+        engine_learn(call, result, needs_backward);
     }
     if (finished && status == 0) {
         status = engine_returned(call, result, needs_backward);
@@ -379,6 +381,7 @@ oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf,
     call.st = step->st;
     call.step = step;
     call.options = &step->options;
+    call.join.site = &step->results;
     call.func = step->func;
     call.args = args;
     call.nargsf = nargsf;

@@ -1,192 +1,36 @@
-/* The results of micro-batches: kept without their graphs, then joined into the result
- * of the whole batch. */
+/* The results of micro-batches joined into the result of the whole batch: containers by
+ * element. What is in them is joined in join_rules.c, join_numbers.c, join_tensors.c.
+ */
 #include "join_rules.h"
+#include "outputs.h"
 #include "tensor.h"
-#include "tree.h"
-
-#define DEPTH_LIMIT 32 /* deeper containers are kept as they are */
-
-/* --- keeping --- */
-
-static PyObject *
-keep_value(oomkit_state *st, PyObject *value, int depth);
-
-static int
-is_named_or_plain_tuple(const oomkit_state *st, PyObject *value)
-{
-    return PyTuple_CheckExact(value) ||
-           (PyTuple_Check(value) && oomkit_type_is_named_tuple(st, Py_TYPE(value)));
-}
-
-/* A view without the graph; the tensor itself where there is no graph. Allocates no
- * tensor memory: this runs between micro-batches, where there may be none. */
-static PyObject *
-keep_tensor(oomkit_state *st, PyObject *tensor)
-{
-    PyObject *flag; /* owned */
-    int requires_grad;
-
-    flag = PyObject_GetAttr(tensor, st->str_requires_grad);
-    if (flag == NULL) {
-        return NULL;
-    }
-    requires_grad = PyObject_IsTrue(flag);
-    Py_DECREF(flag);
-    if (requires_grad <= 0) {
-        return requires_grad < 0 ? NULL : Py_NewRef(tensor);
-    }
-    return PyObject_CallMethodNoArgs(tensor, st->str_detach);
-}
-
-static PyObject *
-keep_dict(oomkit_state *st, PyObject *dict, int depth)
-{
-    PyObject *kept = PyDict_New(); /* owned */
-    PyObject *key, *value;         /* borrowed from dict */
-    Py_ssize_t position = 0;
-
-    while (kept != NULL && PyDict_Next(dict, &position, &key, &value)) {
-        PyObject *name = Py_NewRef(key);                   /* owned */
-        PyObject *item = keep_value(st, value, depth + 1); /* owned */
-        if (item == NULL || PyDict_SetItem(kept, name, item) < 0) {
-            Py_CLEAR(kept);
-        }
-        Py_DECREF(name);
-        Py_XDECREF(item);
-    }
-    return kept;
-}
-
-/* A list of the kept elements of a list or tuple. */
-static PyObject *
-keep_items(oomkit_state *st, PyObject *sequence, int depth)
-{
-    PyObject *kept = PyList_New(0); /* owned */
-    int is_list = PyList_Check(sequence);
-    Py_ssize_t i;
-
-    for (i = 0; kept != NULL && i < PySequence_Fast_GET_SIZE(sequence); i++) {
-        PyObject *each = is_list ? PyList_GET_ITEM(sequence, i)
-                                 : PyTuple_GET_ITEM(sequence, i); /* borrowed */
-        PyObject *item = keep_value(st, each, depth + 1);         /* owned */
-        if (item == NULL || PyList_Append(kept, item) < 0) {
-            Py_CLEAR(kept);
-        }
-        Py_XDECREF(item);
-    }
-    return kept;
-}
-
-/* Containers are made anew even where nothing in them has a graph: a step that returns
- * the same dictionary every time would otherwise overwrite what is kept. */
-static PyObject *
-keep_value(oomkit_state *st, PyObject *value, int depth)
-{
-    PyObject *list; /* owned */
-
-    if (oomkit_tensor_check(st, value)) {
-        return keep_tensor(st, value);
-    }
-    if (depth >= DEPTH_LIMIT) {
-        return Py_NewRef(value);
-    }
-    if (PyDict_CheckExact(value)) {
-        return keep_dict(st, value, depth);
-    }
-    if (PyList_CheckExact(value)) {
-        return keep_items(st, value, depth);
-    }
-    if (is_named_or_plain_tuple(st, value)) {
-        list = keep_items(st, value, depth);
-        return list == NULL ? NULL : oomkit_tuple_like(value, list);
-    }
-    return Py_NewRef(value);
-}
-
-/* Appends and drops the reference. 0 or -1; `item` may be NULL with an exception. */
-static int
-append_stolen(PyObject *list, PyObject *item)
-{
-    int result = item == NULL ? -1 : PyList_Append(list, item);
-    Py_XDECREF(item);
-    return result;
-}
-
-int
-oomkit_join_add(oomkit_state *st, oomkit_join *join, PyObject *result, int64_t rows,
-                double weight)
-{
-    Py_ssize_t before;
-
-    if (join->results == NULL) {
-        join->results = PyList_New(0);
-        join->rows = PyList_New(0);
-        join->weights = PyList_New(0);
-        if (join->results == NULL || join->rows == NULL || join->weights == NULL) {
-            oomkit_join_clear(join);
-            return -1;
-        }
-    }
-    before = PyList_GET_SIZE(join->results);
-    if (append_stolen(join->results, keep_value(st, result, 0)) == 0 &&
-        append_stolen(join->rows, PyLong_FromLongLong(rows)) == 0 &&
-        append_stolen(join->weights, PyFloat_FromDouble(weight)) == 0) {
-        return 0;
-    }
-    {
-        PyObject *exception = oomkit_exception_take(); /* owned, stolen by give */
-        if (oomkit_join_truncate(join, before) < 0) {
-            Py_XDECREF(oomkit_exception_take()); /* the first one tells more */
-        }
-        oomkit_exception_give(exception);
-    }
-    return -1;
-}
-
-static int
-truncate_list(PyObject *list, Py_ssize_t keep)
-{
-    if (list == NULL || PyList_GET_SIZE(list) <= keep) {
-        return 0;
-    }
-    return PyList_SetSlice(list, keep, PyList_GET_SIZE(list), NULL);
-}
-
-int
-oomkit_join_truncate(oomkit_join *join, Py_ssize_t keep)
-{
-    int results = truncate_list(join->results, keep);
-    int rows = truncate_list(join->rows, keep);
-    int weights = truncate_list(join->weights, keep);
-    return results < 0 || rows < 0 || weights < 0 ? -1 : 0;
-}
-
-void
-oomkit_join_clear(oomkit_join *join)
-{
-    Py_CLEAR(join->results);
-    Py_CLEAR(join->rows);
-    Py_CLEAR(join->weights);
-}
-
-/* --- joining --- */
 
 static PyObject *
 join_place(const oomkit_rules *r, const oomkit_place *where, PyObject *const *values);
 
+/* A refusal under the name of a cache: None in its place, said once. NULL otherwise. */
+static PyObject *
+join_no_cache(const oomkit_rules *r, const oomkit_place *where)
+{
+    if (!oomkit_output_is_cache_name(oomkit_place_name(where)) ||
+        !PyErr_ExceptionMatches(r->st->SplitError)) {
+        return NULL;
+    }
+    PyErr_Clear(); /* a refusal of ours */
+    return oomkit_place_say(r, where, "dropped: a cache cannot be joined") < 0
+               ? NULL
+               : Py_NewRef(Py_None);
+}
+
 /* One element further in: `column` holds a value of each micro-batch. */
 static PyObject *
-join_inner(const oomkit_rules *r, const oomkit_place *outer, PyObject *whole,
-           PyObject *key, Py_ssize_t number, PyObject *const *column)
+join_inner(const oomkit_rules *r, const oomkit_place *where, PyObject *const *column)
 {
-    oomkit_place where = {outer, key, number, 0};
-    if (outer->outer == NULL) {
-        where.is_loss = oomkit_loss_is_at(r->st, whole, number, key);
-        if (where.is_loss < 0) {
-            return NULL;
-        }
+    PyObject *joined = join_place(r, where, column); /* owned */
+    if (joined != NULL || (where->key == NULL && where->name == NULL)) {
+        return joined;
     }
-    return join_place(r, &where, column);
+    return join_no_cache(r, where);
 }
 
 static PyObject **
@@ -200,8 +44,10 @@ join_column(const oomkit_rules *r)
     return column;
 }
 
+/* Dictionaries of exact type; `named` when their keys are names of attributes. */
 static PyObject *
-join_dicts(const oomkit_rules *r, const oomkit_place *where, PyObject *const *values)
+join_dicts(const oomkit_rules *r, const oomkit_place *where, PyObject *const *values,
+           int named)
 {
     PyObject *joined, *key, *first;     /* owned; borrowed from values[0] */
     PyObject **column = join_column(r); /* owned, of values borrowed from the results */
@@ -215,6 +61,8 @@ join_dicts(const oomkit_rules *r, const oomkit_place *where, PyObject *const *va
         }
     }
     while (joined != NULL && PyDict_Next(values[0], &position, &key, &first)) {
+        oomkit_place inner = {
+            .outer = where, .key = named ? NULL : key, .name = named ? key : NULL};
         PyObject *item = NULL; /* owned */
         for (i = 0; i < r->count; i++) {
             column[i] = PyDict_GetItemWithError(values[i], key);
@@ -222,8 +70,11 @@ join_dicts(const oomkit_rules *r, const oomkit_place *where, PyObject *const *va
                 break;
             }
         }
-        if (i == r->count) {
-            item = join_inner(r, where, values[0], key, 0, column);
+        inner.is_loss = where->outer == NULL && i == r->count
+                            ? PyObject_RichCompareBool(key, r->st->str_loss, Py_EQ)
+                            : 0;
+        if (i == r->count && inner.is_loss >= 0) {
+            item = join_inner(r, &inner, column);
         } else if (!PyErr_Occurred()) {
             oomkit_place_differs(r, where, values[0], values[i]);
         }
@@ -236,11 +87,93 @@ join_dicts(const oomkit_rules *r, const oomkit_place *where, PyObject *const *va
     return joined;
 }
 
+/* Mappings and data classes of one type. */
+static PyObject *
+join_outputs(const oomkit_rules *r, const oomkit_place *where, PyObject *const *values)
+{
+    oomkit_parts joined = {NULL, NULL};
+    oomkit_parts *parts = PyMem_Calloc((size_t)r->count, sizeof(*parts)); /* owned */
+    PyObject **column = join_column(r); /* owned, of values borrowed from parts */
+    PyObject *made = NULL;              /* owned */
+    Py_ssize_t i, opened = 0;
+
+    if (parts == NULL || column == NULL) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    for (; opened < r->count; opened++) {
+        if (oomkit_output_open(r->st, values[opened], &parts[opened]) < 0) {
+            goto done;
+        }
+        column[opened] = parts[opened].entries;
+    }
+    if (parts[0].entries != NULL) {
+        joined.entries = join_dicts(r, where, column, 0);
+    }
+    for (i = 0; i < r->count; i++) {
+        column[i] = parts[i].attributes;
+    }
+    if (joined.entries != NULL || parts[0].entries == NULL) {
+        joined.attributes = join_dicts(r, where, column, 1);
+    }
+    if (joined.attributes != NULL) {
+        made = oomkit_output_like(r->st, values[0], &joined);
+    }
+done:
+    while (opened > 0) {
+        oomkit_parts_clear(&parts[--opened]);
+    }
+    oomkit_parts_clear(&joined);
+    PyMem_Free(parts);
+    PyMem_Free(column);
+    return made;
+}
+
 static PyObject *
 sequence_item(PyObject *sequence, Py_ssize_t i)
 {
     return PyList_Check(sequence) ? PyList_GET_ITEM(sequence, i)
                                   : PyTuple_GET_ITEM(sequence, i);
+}
+
+/* The field names of a named tuple. New reference; NULL without an exception where
+ * there are none. */
+static PyObject *
+field_names(const oomkit_rules *r, PyObject *sequence)
+{
+    PyObject *names; /* owned */
+    if (PyList_Check(sequence) || PyTuple_CheckExact(sequence)) {
+        return NULL;
+    }
+    names = PyObject_GetAttr(sequence, r->st->str_fields);
+    if (names == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        PyErr_Clear(); /* what torch.max() returns has none */
+    } else if (names != NULL &&
+               !(PyTuple_Check(names) &&
+                 PyTuple_GET_SIZE(names) == PySequence_Fast_GET_SIZE(sequence))) {
+        Py_CLEAR(names);
+    }
+    return names;
+}
+
+/* All as long as the first? 0, or -1 with SplitError. */
+static int
+check_lengths(const oomkit_rules *r, const oomkit_place *where, PyObject *const *values)
+{
+    Py_ssize_t size = PySequence_Fast_GET_SIZE(values[0]), k;
+
+    for (k = 1; k < r->count; k++) {
+        if (PySequence_Fast_GET_SIZE(values[k]) != size) {
+            oomkit_place_refuse(
+                r, where,
+                PyUnicode_FromFormat("has %zd elements for %lld rows and %zd for %lld",
+                                     size, (long long)r->rows[0],
+                                     PySequence_Fast_GET_SIZE(values[k]),
+                                     (long long)r->rows[k]));
+            return -1;
+        }
+    }
+    return 0;
 }
 
 /* By element: a list of the joined elements of lists or tuples as long as each other.
@@ -249,36 +182,51 @@ static PyObject *
 join_elements(const oomkit_rules *r, const oomkit_place *where, PyObject *const *values)
 {
     Py_ssize_t size = PySequence_Fast_GET_SIZE(values[0]), i, k;
-    PyObject *joined = NULL;            /* owned */
+    PyObject *joined = NULL, *names = NULL; /* owned */
     PyObject **column = join_column(r); /* owned, of values borrowed from the results */
 
-    for (k = 1; k < r->count; k++) {
-        if (column != NULL && PySequence_Fast_GET_SIZE(values[k]) != size) {
-            oomkit_place_refuse(
-                r, where,
-                PyUnicode_FromFormat("has %zd elements for %lld rows and %zd for %lld",
-                                     size, (long long)r->rows[0],
-                                     PySequence_Fast_GET_SIZE(values[k]),
-                                     (long long)r->rows[k]));
-            PyMem_Free(column);
-            return NULL;
-        }
+    if (column == NULL || check_lengths(r, where, values) < 0) {
+        goto done;
     }
-    joined = column == NULL ? NULL : PyList_New(size);
+    names = field_names(r, values[0]);
+    joined = names == NULL && PyErr_Occurred() ? NULL : PyList_New(size);
     for (i = 0; joined != NULL && i < size; i++) {
-        PyObject *item; /* stolen by PyList_SET_ITEM() */
+        PyObject *item = NULL; /* stolen by PyList_SET_ITEM() */
+        oomkit_place inner = {.outer = where,
+                              .name = names == NULL ? NULL : PyTuple_GET_ITEM(names, i),
+                              .number = i,
+                              .in_list = PyList_Check(values[0])};
         for (k = 0; k < r->count; k++) {
             column[k] = sequence_item(values[k], i);
         }
-        item = join_inner(r, where, values[0], NULL, i, column);
+        inner.is_loss =
+            where->outer == NULL ? oomkit_loss_is_at(r->st, values[0], i, NULL) : 0;
+        item = inner.is_loss < 0 ? NULL : join_inner(r, &inner, column);
         if (item == NULL) {
             Py_CLEAR(joined);
             break;
         }
         PyList_SET_ITEM(joined, i, item);
     }
+done:
+    Py_XDECREF(names);
     PyMem_Free(column);
     return joined;
+}
+
+/* The elements of micro-batch i, tensors that required grad as ones that refuse it. New
+ * list or NULL. */
+static PyObject *
+rows_alone(const oomkit_rules *r, const oomkit_place *where, PyObject *const *values,
+           Py_ssize_t i)
+{
+    oomkit_rules alone = *r;
+
+    alone.count = 1;
+    alone.rows = r->rows + i;
+    alone.weights = r->weights + i;
+    alone.first = r->first + i;
+    return join_elements(&alone, where, values + i);
 }
 
 /* Lists with an element for each row are put after one another. */
@@ -289,16 +237,18 @@ join_lists(const oomkit_rules *r, const oomkit_place *where, PyObject *const *va
     Py_ssize_t i;
 
     for (i = 0; i < r->count; i++) {
-        if (PyList_GET_SIZE(values[i]) != r->rows[i]) {
+        if (r->count == 1 || PyList_GET_SIZE(values[i]) != r->rows[i]) {
             return join_elements(r, where, values);
         }
     }
     joined = PyList_New(0);
     for (i = 0; joined != NULL && i < r->count; i++) {
         Py_ssize_t end = PyList_GET_SIZE(joined);
-        if (PyList_SetSlice(joined, end, end, values[i]) < 0) {
+        PyObject *items = rows_alone(r, where, values, i); /* owned */
+        if (items == NULL || PyList_SetSlice(joined, end, end, items) < 0) {
             Py_CLEAR(joined);
         }
+        Py_XDECREF(items);
     }
     return joined;
 }
@@ -307,7 +257,7 @@ static PyObject *
 join_tuples(const oomkit_rules *r, const oomkit_place *where, PyObject *const *values)
 {
     PyObject *list = join_elements(r, where, values); /* owned */
-    return list == NULL ? NULL : oomkit_tuple_like(values[0], list);
+    return list == NULL ? NULL : oomkit_output_tuple(r->st, values[0], list);
 }
 
 static int
@@ -326,14 +276,17 @@ static PyObject *
 join_place(const oomkit_rules *r, const oomkit_place *where, PyObject *const *values)
 {
     PyObject *first = values[0]; /* borrowed from the results */
-    int tensor = oomkit_tensor_check(r->st, first);
+    int tensor = oomkit_tensor_check(r->st, first), is_tuple;
     Py_ssize_t i;
     PyObject *joined; /* owned */
 
     if (!tensor && all_numbers(r, values)) {
         for (i = 0; i < r->count && PyLong_CheckExact(values[i]); i++) {
         }
-        return i == r->count ? oomkit_join_integers(r, values)
+        if (r->count == 1) {
+            return Py_NewRef(first); /* of one row: nothing is chosen */
+        }
+        return i == r->count ? oomkit_join_integers(r, where, values)
                              : oomkit_join_floats(r, where, values);
     }
     for (i = 1; i < r->count; i++) {
@@ -348,12 +301,15 @@ join_place(const oomkit_rules *r, const oomkit_place *where, PyObject *const *va
     if (Py_EnterRecursiveCall(" while joining results")) {
         return NULL;
     }
-    if (PyDict_CheckExact(first)) {
-        joined = join_dicts(r, where, values);
+    is_tuple = oomkit_output_is_tuple(r->st, first);
+    if (is_tuple != 0) {
+        joined = is_tuple < 0 ? NULL : join_tuples(r, where, values);
+    } else if (PyDict_CheckExact(first)) {
+        joined = join_dicts(r, where, values, 0);
     } else if (PyList_CheckExact(first)) {
         joined = join_lists(r, where, values);
-    } else if (is_named_or_plain_tuple(r->st, first)) {
-        joined = join_tuples(r, where, values);
+    } else if (oomkit_output_check(r->st, first)) {
+        joined = join_outputs(r, where, values);
     } else {
         joined = oomkit_join_equal(r, where, values);
     }
@@ -377,11 +333,20 @@ rules_fill(oomkit_rules *r, const oomkit_join *join)
 PyObject *
 oomkit_join_finish(oomkit_state *st, const oomkit_options *options, oomkit_join *join)
 {
-    oomkit_rules r = {.st = st, .options = options, .parked = join->parked};
-    oomkit_place where = {NULL, NULL, 0, 1};
+    PyObject *refusal = NULL; /* owned, by way of r */
+    oomkit_rules r = {.st = st,
+                      .options = options,
+                      .site = join->site,
+                      .marks = join->marks,
+                      .sources = join->sources,
+                      .refusal = &refusal,
+                      .rows_sure = join->rows_sure,
+                      .parked = join->parked};
+    oomkit_place where = {.is_loss = 1};
     PyObject *joined = NULL; /* owned */
 
     r.count = join->results == NULL ? 0 : PyList_GET_SIZE(join->results);
+    r.batches = r.count;
     if (r.count == 0) {
         return Py_NewRef(Py_None);
     }
@@ -399,6 +364,7 @@ oomkit_join_finish(oomkit_state *st, const oomkit_options *options, oomkit_join 
     } else if (rules_fill(&r, join) == 0) {
         joined = join_place(&r, &where, PySequence_Fast_ITEMS(join->results));
     }
+    Py_XDECREF(refusal);
     PyMem_Free(r.rows);
     PyMem_Free(r.weights);
     return joined;

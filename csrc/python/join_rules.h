@@ -1,8 +1,9 @@
-/* Joining the values at one place of the results; between join.c, join_rules.c, loss.c.
- */
+/* Joining the values at one place of the results; between join.c, join_rules.c,
+ * join_numbers.c, join_tensors.c, keep.c and loss.c. */
 #ifndef OOMKIT_PYTHON_JOIN_RULES_H
 #define OOMKIT_PYTHON_JOIN_RULES_H
 
+#include "results.h"
 #include "split.h"
 
 /* One place in the results: as the reader would write it, in pieces from the outside in
@@ -10,24 +11,48 @@
 typedef struct oomkit_place {
     const struct oomkit_place *outer; /* NULL for the result itself */
     PyObject *key;                    /* borrowed: key in a mapping, or NULL */
+    PyObject *name;                   /* borrowed: an attribute or field, or NULL */
     Py_ssize_t number;                /* element of a sequence */
     int is_loss;
+    int in_list; /* an element of a list: choices are said for the list */
 } oomkit_place;
 
 typedef struct oomkit_rules {
     oomkit_state *st;
     const oomkit_options *options;
-    Py_ssize_t count; /* of micro-batches */
-    int64_t *rows;    /* owned: of each, and their sum */
-    double *weights;  /* owned: of each */
+    oomkit_result_site *site; /* borrowed, or NULL: nothing is known, nothing said */
+    Py_ssize_t count;         /* of micro-batches */
+    int64_t *rows;            /* owned by the outermost rules: of each, and their sum */
+    double *weights;          /* likewise: of each */
     int64_t total;
-    int parked; /* as in oomkit_join */
+    PyObject *marks;    /* borrowed from oomkit_join, or NULL */
+    PyObject *sources;  /* likewise */
+    PyObject **refusal; /* owned by join.c: what makes tensors that refuse gradients,
+                           made when the first is needed */
+    Py_ssize_t first;   /* number of the micro-batch that values[0] is of */
+    Py_ssize_t batches; /* all micro-batches: `count` unless one is looked at alone */
+    int rows_sure;      /* as in oomkit_join */
+    int parked;         /* likewise */
 } oomkit_rules;
 
-/* Is the loss of `result` at element `number`, or under `key` (not NULL in a mapping)?
- * 1, 0 or -1 with an exception. */
+/* --- join_rules.c --- */
+
+/* The place as the reader would write it: "result['x'][0].y". New reference or NULL. */
+PyObject *
+oomkit_place_text(const oomkit_place *where);
+
+/* The nearest name around the place: a key or an attribute; NULL when there is none.
+ * Borrowed. */
+PyObject *
+oomkit_place_name(const oomkit_place *where);
+
+/* Logs once per site what was chosen at this place. 0 or -1. */
 int
-oomkit_loss_is_at(oomkit_state *st, PyObject *result, Py_ssize_t number, PyObject *key);
+oomkit_place_say(const oomkit_rules *r, const oomkit_place *where, const char *choice);
+
+/* The same as a warning. */
+int
+oomkit_place_warn(const oomkit_rules *r, const oomkit_place *where, const char *what);
 
 /* NULL always: SplitError that says "result['x'] <what>". Steals `what`, which may be
  * NULL with an exception. */
@@ -37,18 +62,64 @@ PyObject *
 oomkit_place_differs(const oomkit_rules *r, const oomkit_place *where, PyObject *a,
                      PyObject *b);
 
-/* The joined value out of `count` values of one type (floats: of numbers). New
- * reference or NULL with an exception. */
+/* An exception in flight that only means that the values cannot be compared or put
+ * together, as for arrays or tensors of several devices: not out-of-memory. */
+int
+oomkit_error_is_no_answer(const oomkit_state *st);
+
+/* The factor of micro-batch i. */
+double
+oomkit_rules_weight(const oomkit_rules *r, const oomkit_place *where, Py_ssize_t i);
+
+/* May this scalar be the norm of gradients that all but the last micro-batch had
+ * parked? */
+int
+oomkit_rules_may_be_norm(const oomkit_rules *r, const oomkit_place *where);
+
+/* What whole calls returned at this place; NULL when nothing is known. Borrowed. */
+const oomkit_result_fact *
+oomkit_rules_known(const oomkit_rules *r, const oomkit_place *where);
+
+/* Does the name say that an integer here is no count? */
+int
+oomkit_place_is_no_count(const oomkit_place *where);
+
+/* Values that have no rule of their own must be the same or equal. */
+PyObject *
+oomkit_join_equal(const oomkit_rules *r, const oomkit_place *where,
+                  PyObject *const *values);
+
+/* --- loss.c --- */
+
+/* Is the loss of `result` at element `number`, or under `key` (not NULL in a mapping)?
+ * 1, 0 or -1 with an exception. */
+int
+oomkit_loss_is_at(oomkit_state *st, PyObject *result, Py_ssize_t number, PyObject *key);
+
+/* --- join_numbers.c, join_tensors.c: the joined value out of `count` values. New
+ * reference or NULL with an exception. --- */
 PyObject *
 oomkit_join_floats(const oomkit_rules *r, const oomkit_place *where,
                    PyObject *const *values);
 PyObject *
-oomkit_join_integers(const oomkit_rules *r, PyObject *const *values);
+oomkit_join_integers(const oomkit_rules *r, const oomkit_place *where,
+                     PyObject *const *values);
 PyObject *
 oomkit_join_tensors(const oomkit_rules *r, const oomkit_place *where,
                     PyObject *const *values);
-PyObject *
-oomkit_join_equal(const oomkit_rules *r, const oomkit_place *where,
-                  PyObject *const *values);
+
+/* --- keep.c --- */
+
+/* What was noted of a kept tensor of micro-batch `number`. */
+typedef struct oomkit_kept {
+    int required;   /* it required grad */
+    PyObject *leaf; /* borrowed from the marks: it was this leaf, which has no graph */
+    uint32_t version;
+} oomkit_kept;
+
+/* 1 found, 0 not one of ours, -1. */
+int
+oomkit_kept_get(PyObject *marks, Py_ssize_t number, PyObject *tensor,
+                oomkit_kept *kept);
 
 #endif

@@ -116,20 +116,29 @@ oomkit_batch_move(oomkit_batch *to, oomkit_batch *from, PyObject *const *args);
 
 /* --- results --- */
 
+struct oomkit_result_site; /* results.h */
+
 typedef struct oomkit_join {
     PyObject *results; /* owned: list of results, tensors detached */
     PyObject *rows;    /* owned: list of int */
     PyObject *weights; /* owned: list of float */
+    PyObject *marks;   /* owned: list of dict, see keep.c */
+    PyObject *sources; /* owned: list of the leaves that gradients are wanted of, set
+                          before joining when `required`, or NULL */
+    int required;      /* some tensor in the results required grad */
+    struct oomkit_result_site *site; /* borrowed from the step, or NULL */
+    int rows_sure; /* whole calls of the site knew the number of rows as well */
     int parked; /* gradients were parked between the micro-batches: a scalar that is 0
                    in all but the last (the norm that clip_grad_norm_ returns) is its
-                   own */
+                   own, and the loss has been through its backward */
 } oomkit_join;
 
 /* Keeps a result of a micro-batch: tensors that carry a graph are detached at once, so
- * that nothing of the micro-batch's graph stays alive. 0 or -1. */
+ * that nothing of the micro-batch's graph stays alive, and caches of models are dropped
+ * (with join= everything that is not a tensor stays). 0 or -1. */
 int
-oomkit_join_add(oomkit_state *st, oomkit_join *join, PyObject *result, int64_t rows,
-                double weight);
+oomkit_join_add(oomkit_state *st, const oomkit_options *options, oomkit_join *join,
+                PyObject *result, int64_t rows, double weight);
 
 /* Drops the results from number `keep` on (roll back). */
 int
@@ -138,10 +147,13 @@ oomkit_join_truncate(oomkit_join *join, Py_ssize_t keep);
 /* The result of the whole batch. Rules: tensors whose dim 0 is the micro-batch's are
  * concatenated in order; a 0-d tensor or a float is the weighted sum with the weights
  * (they sum to 1 for a mean; with reduction sum the loss's are all 1 and other floats
- * get rows/B); integers added; booleans must agree; equal strings and None kept; lists
- * whose length is the micro-batch's are concatenated; dict, tuple, list and named
- * tuples by element; anything else must be equal or is an error that names the place
- * and proposes join=. New reference, or NULL with SplitError. */
+ * get rows/B); integers added, but kept where they are no counts; booleans must agree;
+ * equal strings and None kept; lists whose length is the micro-batch's are
+ * concatenated; mappings, data classes, tuples, lists and named tuples by element and
+ * rebuilt as their own type; anything else must be equal or is an error that names the
+ * place and proposes join=. A tensor that required grad comes back requiring grad, by a
+ * node that raises when a gradient reaches it; not so the loss while nothing is parked.
+ * New reference, or NULL with SplitError. */
 PyObject *
 oomkit_join_finish(oomkit_state *st, const oomkit_options *options, oomkit_join *join);
 

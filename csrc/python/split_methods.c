@@ -262,8 +262,9 @@ join_probe(PyObject *module, PyObject *arguments)
     for (i = 0; i < PyList_GET_SIZE(results); i++) {
         long long count = PyLong_AsLongLong(PyList_GetItem(rows, i));
         double weight = PyFloat_AsDouble(PyList_GetItem(weights, i));
-        if (PyErr_Occurred() || oomkit_join_add(st, &join, PyList_GET_ITEM(results, i),
-                                                count, weight) < 0) {
+        if (PyErr_Occurred() ||
+            oomkit_join_add(st, &options, &join, PyList_GET_ITEM(results, i), count,
+                            weight) < 0) {
             goto done;
         }
     }

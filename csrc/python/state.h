@@ -22,6 +22,7 @@
     X(str_version, "_version")                                                         \
     X(str_cdata, "_cdata")                                                             \
     X(str_requires_grad, "requires_grad")                                              \
+    X(str_is_leaf, "is_leaf")                                                          \
     X(str_grad_fn, "grad_fn")                                                          \
     X(str_detach, "detach")                                                            \
     X(str_clone, "clone")                                                              \
@@ -29,6 +30,7 @@
     X(str_narrow, "narrow")                                                            \
     X(str_size, "size")                                                                \
     X(str_shape, "shape")                                                              \
+    X(str_data_ptr, "data_ptr")                                                        \
     X(str_dtype, "dtype")                                                              \
     X(str_device, "device")                                                            \
     X(str_dim, "dim")                                                                  \
@@ -38,6 +40,7 @@
     X(str_fields, "_fields")                                                           \
     X(str_data, "data")                                                                \
     X(str_dataclass_fields, "__dataclass_fields__")                                    \
+    X(str_n_sequence_fields, "n_sequence_fields")                                      \
     X(str_name, "__name__")                                                            \
     X(str_qualname, "__qualname__")                                                    \
     X(str_module, "__module__")                                                        \
@@ -172,6 +175,7 @@
     X(step_pre_hook, "torch.optim.optimizer", "register_optimizer_step_pre_hook", 1)   \
     X(step_post_hook, "torch.optim.optimizer", "register_optimizer_step_post_hook", 1) \
     X(deepcopy, "copy", "deepcopy", 1)                                                 \
+    X(UserDict, "collections", "UserDict", 1)                                          \
     X(update_wrapper, "functools", "update_wrapper", 1)                                \
     X(partial, "functools", "partial", 1)                                              \
     X(weak_set, "weakref", "WeakSet", 1)                                               \
@@ -193,6 +197,7 @@
 /* What the package hands in at import, because it is Python: X(field). */
 #define OOMKIT_STATE_GLUE(X)                                                           \
     X(predict_update) /* oomkit.optim: bytes that a first step needs */                \
+    X(refusal)        /* oomkit._nodes.Refusal: results that refuse a gradient */      \
     X(split_loss)     /* oomkit._second: gives the loss of a split call its node */    \
     X(modes_then)     /* oomkit._second: enters autocast as it was */                  \
     X(saved_pack)     /* oomkit._second: packs a saved tensor into nothing */          \

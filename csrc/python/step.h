@@ -3,6 +3,7 @@
 #define OOMKIT_PYTHON_STEP_H
 
 #include "call.h"
+#include "results.h"
 
 #define OOMKIT_SIGNATURES 32
 #define OOMKIT_RECORDS 1024
@@ -27,6 +28,7 @@ typedef struct oomkit_step {
     oomkit_options options;
     oomkit_participants *parts; /* counted reference, or NULL before the first call */
     oomkit_batch_site *batch_site;
+    oomkit_result_site results;
     oomkit_ring *ring;
     oomkit_signature signatures[OOMKIT_SIGNATURES];
     int signature_count;

@@ -58,6 +58,12 @@ oomkit_type_is_named_tuple(const oomkit_state *st, PyTypeObject *type)
     return type != &PyTuple_Type && type_defines(type, st->str_fields);
 }
 
+int
+oomkit_type_is_data_class(const oomkit_state *st, PyTypeObject *type)
+{
+    return type_defines(type, st->str_dataclass_fields);
+}
+
 PyObject *
 oomkit_argument_name(const oomkit_batch *batch, PyObject *names, Py_ssize_t argument)
 {
@@ -190,7 +196,7 @@ closed_instance(oomkit_state *st, PyObject *object, int64_t dim, int64_t rows,
         /* borrowed from dict */
         PyObject *data = PyDict_GetItemWithError(dict, st->str_data); /* borrowed */
         int wraps = data != NULL && PyDict_Check(data) && PyMapping_Check(object);
-        if (wraps || type_defines(type, st->str_dataclass_fields)) {
+        if (wraps || oomkit_type_is_data_class(st, type)) {
             found = closed_dict(st, dict, dim, rows, depth);
         }
     }

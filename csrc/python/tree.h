@@ -57,6 +57,10 @@ oomkit_node_path(const oomkit_batch *batch, PyObject *names, Py_ssize_t index);
 int
 oomkit_type_is_named_tuple(const oomkit_state *st, PyTypeObject *type);
 
+/* Made by @dataclass, or comes from such a class. */
+int
+oomkit_type_is_data_class(const oomkit_state *st, PyTypeObject *type);
+
 /* A tuple or named tuple of the type of `like`. Steals `list`; new reference or NULL.
  */
 PyObject *

@@ -1,0 +1,72 @@
+/* Joining numbers: floats and integers of Python. */
+#include "join_rules.h"
+
+PyObject *
+oomkit_join_floats(const oomkit_rules *r, const oomkit_place *where,
+                   PyObject *const *values)
+{
+    double sum = 0.0, value = 0.0;
+    int equal = 1, zeros = 1;
+    int summed = where->is_loss && r->options->reduction == OOMKIT_REDUCTION_SUM;
+    const char *choice = summed ? "added" : "averaged";
+    double first = PyFloat_AsDouble(values[0]);
+    Py_ssize_t i;
+
+    for (i = 0; i < r->count; i++) {
+        value = PyFloat_AsDouble(values[i]);
+        if (value == -1.0 && PyErr_Occurred()) {
+            return NULL;
+        }
+        equal = equal && value == first;
+        zeros = zeros && (i == r->count - 1 || value == 0.0);
+        if (oomkit_rules_weight(r, where, i) != 0.0) { /* 0 shares may be NaN */
+            sum += oomkit_rules_weight(r, where, i) * value;
+        }
+    }
+    if (equal && !summed) {
+        sum = first; /* a learning rate: no rounding */
+        choice = "kept";
+    } else if (zeros && oomkit_rules_may_be_norm(r, where)) {
+        sum = value;
+        choice = "taken from the last micro-batch";
+    }
+    return oomkit_place_say(r, where, choice) < 0 ? NULL : PyFloat_FromDouble(sum);
+}
+
+/* Is the integer that all micro-batches gave no count of theirs? By what whole calls
+ * showed, else by its name. 1, 0 or -1. */
+static int
+integers_are_constant(const oomkit_rules *r, const oomkit_place *where,
+                      PyObject *const *values)
+{
+    Py_ssize_t i;
+
+    for (i = 1; i < r->count; i++) {
+        int same = PyObject_RichCompareBool(values[0], values[i], Py_EQ);
+        if (same <= 0) {
+            return same;
+        }
+    }
+    if (oomkit_place_is_no_count(where)) {
+        return 1;
+    }
+    return oomkit_result_is_constant(oomkit_rules_known(r, where), values[0], r->total);
+}
+
+PyObject *
+oomkit_join_integers(const oomkit_rules *r, const oomkit_place *where,
+                     PyObject *const *values)
+{
+    PyObject *sum; /* owned */
+    int constant = integers_are_constant(r, where, values);
+    Py_ssize_t i;
+
+    if (constant < 0 || oomkit_place_say(r, where, constant ? "kept" : "added") < 0) {
+        return NULL;
+    }
+    sum = Py_NewRef(values[0]);
+    for (i = 1; sum != NULL && !constant && i < r->count; i++) {
+        Py_SETREF(sum, PyNumber_Add(sum, values[i]));
+    }
+    return sum;
+}

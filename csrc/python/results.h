@@ -1,0 +1,68 @@
+/* What a site knows about the results of its calls, and what it has said about joining
+ * them. */
+#ifndef OOMKIT_PYTHON_RESULTS_H
+#define OOMKIT_PYTHON_RESULTS_H
+
+#include "tensor.h"
+
+#define OOMKIT_RESULT_FACTS 12
+
+/* What whole calls returned at one place: an integer, or a tensor's sizes. Places at
+ * the top of a dict, tuple or list, and the result itself when it is a tensor. */
+typedef struct oomkit_result_fact {
+    PyObject *key;       /* owned str, NULL in a tuple or list */
+    Py_ssize_t position; /* in a tuple or list, else -1 */
+    int is_tensor;
+    int64_t rows; /* of the last batch; for an integer, of the largest that gave it */
+
+    long long value; /* an integer: at the last whole call */
+    uint32_t calls, changes;
+
+    int64_t size;   /* a tensor: of the batch's dimension */
+    uint64_t shape; /* hash of its dtype and other sizes */
+    int square;     /* one of the other sizes was the number of rows */
+} oomkit_result_fact;
+
+/* Zeroed at start, freed by clear. */
+typedef struct oomkit_result_site {
+    PyObject *said; /* owned set of str: what was logged, or NULL */
+    int count;
+    oomkit_result_fact facts[OOMKIT_RESULT_FACTS];
+} oomkit_result_site;
+
+void
+oomkit_result_learn_from(oomkit_state *st, oomkit_result_site *site, PyObject *result,
+                         int64_t rows, int64_t dim);
+
+/* After a healthy call that was not split. Never fails and runs no Python code. */
+static inline void
+oomkit_result_learn(oomkit_state *st, oomkit_result_site *site, PyObject *result,
+                    int64_t rows, int64_t dim)
+{
+    if (Py_IS_TYPE(result, (PyTypeObject *)st->Tensor) || PyDict_Check(result) ||
+        PyTuple_Check(result) || PyList_Check(result)) {
+        oomkit_result_learn_from(st, site, result, rows, dim);
+    }
+}
+
+/* What is known of a place, given by its key or its position. Borrowed from the site;
+ * NULL when nothing is. */
+const oomkit_result_fact *
+oomkit_result_known(const oomkit_result_site *site, PyObject *key, Py_ssize_t position);
+
+/* Is the integer, which all micro-batches of `rows` rows together gave alike, known not
+ * to depend on the rows? `fact` may be NULL. */
+int
+oomkit_result_is_constant(const oomkit_result_fact *fact, PyObject *value,
+                          int64_t rows);
+
+/* Logs `text` (borrowed) once per site, by the logger's method `level`. 0 or -1. Runs
+ * handlers of the logger. */
+int
+oomkit_result_say(oomkit_state *st, oomkit_result_site *site, const char *level,
+                  PyObject *text);
+
+void
+oomkit_result_site_clear(oomkit_result_site *site);
+
+#endif
