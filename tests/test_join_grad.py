@@ -271,3 +271,46 @@ def test_it_is_an_error_of_the_next_step_too():
     model.zero_grad()
     with pytest.raises(oomkit.SplitError, match=r"result\['state'\] of carry"):
         step(batch_of(), state)
+
+
+# --- a loss that is returned to a caller who runs backward ---
+
+
+def returning(result):
+    model = model_of()
+
+    @oomkit.auto_batch(label="train")
+    def step(x):
+        out = model(x)
+        return result(out.square().mean(), out)
+
+    return model, step
+
+
+def test_the_returned_loss_is_no_output_of_these():
+    model, step = returning(lambda loss, out: {"loss": loss, "logits": out})
+    twin, plain = returning(lambda loss, out: loss)
+    plain(batch_of()).backward()
+
+    with force_slices((4, 2)):
+        got = step(batch_of())
+    refused("result['logits']", got["logits"])
+    assert all(p.grad is None for p in model.parameters())
+    (got["loss"] / 2).backward()
+
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad / 2, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("through", ["backward", "grad"])
+def test_a_loss_with_a_part_made_of_another_output(through):
+    model, step = returning(lambda loss, out: (loss, out))
+    with force_slices((4, 2)):
+        loss, out = step(batch_of())
+    total = loss + 0.1 * out.mean()
+    with pytest.raises(oomkit.SplitError):
+        if through == "backward":
+            total.backward()
+        else:
+            torch.autograd.grad(total, list(model.parameters()))
+    assert all(p.grad is None for p in model.parameters())
