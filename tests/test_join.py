@@ -254,7 +254,7 @@ def test_what_differs_is_refused_by_its_place():
 
 def test_arrays_that_have_no_single_answer_are_refused():
     numpy = pytest.importorskip("numpy")
-    assert "result differs: array" in refusal([numpy.zeros(2), numpy.ones(2)])
+    assert "result differs: array" in refusal([numpy.array(["a", "b"]), numpy.array(["a", "c"])])
 
 
 def test_keys_and_lengths_must_agree():

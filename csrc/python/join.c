@@ -5,9 +5,6 @@
 #include "outputs.h"
 #include "tensor.h"
 
-static PyObject *
-join_place(const oomkit_rules *r, const oomkit_place *where, PyObject *const *values);
-
 /* A refusal under the name of a cache: None in its place, said once. NULL otherwise. */
 static PyObject *
 join_no_cache(const oomkit_rules *r, const oomkit_place *where)
@@ -26,7 +23,7 @@ join_no_cache(const oomkit_rules *r, const oomkit_place *where)
 static PyObject *
 join_inner(const oomkit_rules *r, const oomkit_place *where, PyObject *const *column)
 {
-    PyObject *joined = join_place(r, where, column); /* owned */
+    PyObject *joined = oomkit_join_place(r, where, column); /* owned */
     if (joined != NULL || (where->key == NULL && where->name == NULL)) {
         return joined;
     }
@@ -265,15 +262,17 @@ all_numbers(const oomkit_rules *r, PyObject *const *values)
 {
     Py_ssize_t i;
     for (i = 0; i < r->count; i++) {
-        if (!PyFloat_Check(values[i]) && !PyLong_CheckExact(values[i])) {
+        if (!PyLong_CheckExact(values[i]) &&
+            (!PyFloat_Check(values[i]) || oomkit_is_numpy_number(values[i]))) {
             return 0;
         }
     }
     return 1;
 }
 
-static PyObject *
-join_place(const oomkit_rules *r, const oomkit_place *where, PyObject *const *values)
+PyObject *
+oomkit_join_place(const oomkit_rules *r, const oomkit_place *where,
+                  PyObject *const *values)
 {
     PyObject *first = values[0]; /* borrowed from the results */
     int tensor = oomkit_tensor_check(r->st, first), is_tuple;
@@ -297,6 +296,9 @@ join_place(const oomkit_rules *r, const oomkit_place *where, PyObject *const *va
     }
     if (tensor) {
         return oomkit_join_tensors(r, where, values);
+    }
+    if (oomkit_is_numpy_array(first) || oomkit_is_numpy_number(first)) {
+        return oomkit_join_numpy(r, where, values);
     }
     if (Py_EnterRecursiveCall(" while joining results")) {
         return NULL;
@@ -362,7 +364,7 @@ oomkit_join_finish(oomkit_state *st, const oomkit_options *options, oomkit_join 
     if (r.rows == NULL || r.weights == NULL) {
         PyErr_NoMemory();
     } else if (rules_fill(&r, join) == 0) {
-        joined = join_place(&r, &where, PySequence_Fast_ITEMS(join->results));
+        joined = oomkit_join_place(&r, &where, PySequence_Fast_ITEMS(join->results));
     }
     Py_XDECREF(refusal);
     PyMem_Free(r.rows);

@@ -1,5 +1,5 @@
 /* Joining the values at one place of the results; between join.c, join_rules.c,
- * join_numbers.c, join_tensors.c, keep.c and loss.c. */
+ * join_numbers.c, join_tensors.c, join_numpy.c, keep.c and loss.c. */
 #ifndef OOMKIT_PYTHON_JOIN_RULES_H
 #define OOMKIT_PYTHON_JOIN_RULES_H
 
@@ -107,6 +107,24 @@ oomkit_join_integers(const oomkit_rules *r, const oomkit_place *where,
 PyObject *
 oomkit_join_tensors(const oomkit_rules *r, const oomkit_place *where,
                     PyObject *const *values);
+
+/* --- join.c --- */
+
+/* The joined value of one place, whatever it is. */
+PyObject *
+oomkit_join_place(const oomkit_rules *r, const oomkit_place *where,
+                  PyObject *const *values);
+
+/* --- join_numpy.c --- */
+int
+oomkit_is_numpy_array(PyObject *value);
+int
+oomkit_is_numpy_number(PyObject *value);
+
+/* Of one type, arrays or numbers. */
+PyObject *
+oomkit_join_numpy(const oomkit_rules *r, const oomkit_place *where,
+                  PyObject *const *values);
 
 /* --- keep.c --- */
 

@@ -223,6 +223,10 @@ keep_value(const keeper *k, const oomkit_place *where, PyObject *value, int dept
     if (oomkit_output_check(k->st, value)) {
         return keep_output(k, where, value, depth);
     }
+    if (oomkit_is_numpy_array(value)) {
+        /* An array has no version: writing over it would not be seen. */
+        return PyObject_CallMethod(value, "copy", NULL);
+    }
     return Py_NewRef(value);
 }
 

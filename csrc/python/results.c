@@ -60,6 +60,17 @@ fact_integer(oomkit_result_fact *fact, long long value, int64_t rows)
     fact->calls++;
 }
 
+/* 1, or 0 when they cannot be had: then nothing is learned. */
+static int
+facts_get(oomkit_state *st, PyObject *tensor, int64_t dim, oomkit_tensor_facts *facts)
+{
+    if (oomkit_tensor_facts_get(st, tensor, dim, facts) < 0) {
+        PyErr_Clear(); /* a healthy call must not fail for what is only noted */
+        return 0;
+    }
+    return 1;
+}
+
 static void
 fact_shape(oomkit_state *st, oomkit_result_fact *fact, PyObject *tensor,
            const oomkit_tensor_facts *now, int64_t rows, int64_t dim)
@@ -77,7 +88,7 @@ fact_shape(oomkit_state *st, oomkit_result_fact *fact, PyObject *tensor,
     for (i = 0; i < now->ndim; i++) {
         oomkit_tensor_facts other;
         if (i != (dim < 0 ? dim + now->ndim : dim) &&
-            st->bridge->tensor_facts(tensor, st->impl_offset, i, &other) == 0) {
+            facts_get(st, tensor, i, &other)) {
             fact->square |= other.size == rows;
         }
     }
@@ -97,9 +108,8 @@ learn_value(oomkit_state *st, oomkit_result_site *site, PyObject *key,
         if (fact != NULL) {
             fact_integer(fact, number, rows);
         }
-    } else if (Py_IS_TYPE(value, (PyTypeObject *)st->Tensor) && st->bridge != NULL &&
-               st->bridge->tensor_facts(value, st->impl_offset, dim, &facts) == 0 &&
-               facts.ndim > 0) {
+    } else if (Py_IS_TYPE(value, (PyTypeObject *)st->Tensor) &&
+               facts_get(st, value, dim, &facts) && facts.ndim > 0) {
         fact = fact_get(site, key, position, 1);
         if (fact != NULL) {
             fact_shape(st, fact, value, &facts, rows, dim);

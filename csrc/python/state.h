@@ -147,6 +147,7 @@
     X(torch_cat, "torch", "cat", 1)                                                    \
     X(torch_ones, "torch", "ones", 1)                                                  \
     X(torch_equal, "torch", "equal", 1)                                                \
+    X(torch_as_tensor, "torch", "as_tensor", 1)                                        \
     X(get_autocast_dtype, "torch", "get_autocast_dtype", 1)                            \
     X(float16, "torch", "float16", 1)                                                  \
     X(function_modes, "torch._C", "_len_torch_function_stack", 0)                      \
