@@ -81,11 +81,15 @@ place_shapes(const oomkit_rules *r, const oomkit_place *where, PyObject *const *
 /* --- numbers --- */
 
 /* The factor of micro-batch i: shares of the batch when the reduction is a sum, where
- * only the loss is added up. */
+ * only the loss is added up; with several losses and weights, those of the loss. */
 static double
 rules_weight(const oomkit_rules *r, const oomkit_place *where, Py_ssize_t i)
 {
-    if (r->options->reduction != OOMKIT_REDUCTION_SUM) {
+    if (r->group_weights != NULL && where->outer != NULL &&
+        where->outer->outer == NULL) {
+        return r->group_weights[i * r->groups + where->number];
+    }
+    if (!r->is_sum) {
         return r->weights[i];
     }
     return where->is_loss ? 1.0 : (double)r->rows[i] / (double)r->total;
@@ -130,7 +134,7 @@ oomkit_join_floats(const oomkit_rules *r, const oomkit_place *where,
             sum += rules_weight(r, where, i) * value;
         }
     }
-    if (equal && !(where->is_loss && r->options->reduction == OOMKIT_REDUCTION_SUM)) {
+    if (equal && !(where->is_loss && r->is_sum)) {
         return PyFloat_FromDouble(first); /* a learning rate: no rounding */
     }
     return PyFloat_FromDouble(norm && zeros ? value : sum);

@@ -22,6 +22,10 @@ typedef struct oomkit_rules {
     double *weights;  /* owned: of each */
     int64_t total;
     int parked; /* as in oomkit_join */
+    int is_sum; /* so are the weights: micro-batches' losses are added */
+    const double *group_weights; /* borrowed from the join; NULL unless the result is a
+                                    sequence of one loss for each group */
+    Py_ssize_t groups;
 } oomkit_rules;
 
 /* Is the loss of `result` at element `number`, or under `key` (not NULL in a mapping)?

@@ -352,6 +352,7 @@ step_dealloc(PyObject *op)
     Py_CLEAR(self->options.label);
     Py_CLEAR(self->names);
     oomkit_batch_site_clear(&self->batch_site);
+    oomkit_loss_site_clear(&self->losses);
     oomkit_ring_destroy(self->ring);
     tp->tp_free(op);
     Py_DECREF(tp);
