@@ -240,6 +240,20 @@ def test_an_explicit_reduction_wins_over_num_items() -> None:
     _compare(make, batch, k=3)
 
 
+def test_num_items_sums_the_loss_alone() -> None:
+    model = _tagger()
+
+    @oomkit.auto_batch
+    def step(batch: dict[str, torch.Tensor], num_items_in_batch: int) -> dict[str, float]:
+        loss = _token_loss(model, batch, reduction="sum") / num_items_in_batch
+        loss.backward()
+        return {"loss": loss.item(), "mean": batch["input_ids"].double().mean().item()}
+
+    whole = step(_tokens(), 28)
+    with force_slices([4, 3]):
+        assert step(_tokens(), 28) == pytest.approx(whole, rel=TOLERANCE)
+
+
 # --- several losses ---
 
 
@@ -435,3 +449,8 @@ def test_backward_true_is_the_whole_batch(reduction: str, k: int) -> None:
         outcome.append((value, _gradients(model)))
     assert _same(outcome[0][1], outcome[1][1])
     assert torch.allclose(outcome[0][0], outcome[1][0], rtol=TOLERANCE, atol=0)
+
+
+def test_a_sum_has_no_weights() -> None:
+    with pytest.raises(ValueError, match="give one of the two"):
+        oomkit.auto_batch(lambda x: x, reduction="sum", weight=len)

@@ -450,3 +450,26 @@ def test_it_leaves_nothing_alive(fails: bool) -> None:
         assert verified(100) == verified(100)
     finally:
         logging.getLogger("oomkit").setLevel(logging.NOTSET)
+
+
+def test_the_largest_slice_may_be_any(lines: Callable[[int], list[str]]) -> None:
+    """Updates are held back wherever it stands."""
+    outcome = []
+    for verify in (False, True):
+        world = make_world("mlp")
+        step = oomkit.auto_batch(whole_step(world), verify=verify)
+        with force_slices([2, 5, 1]):
+            world.losses.append(step(world.batches[0]))
+        outcome.append(world.state())
+    assert same(*outcome), difference(*outcome)
+    assert len(lines(logging.INFO)) == 1
+
+
+def test_copies_of_buffers_that_stay_are_freed() -> None:
+    model = _model()
+    model.register_buffer("table", torch.zeros(1 << 16))
+    step = oomkit.auto_batch(_whole(_mean(model)), verify=True, model=model)
+    with force_slices([4, 4]):
+        step(*_batch())
+    tensors = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.ndim == 1]
+    assert sum(len(tensor) == 1 << 16 for tensor in tensors) == 1

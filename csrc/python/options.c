@@ -421,6 +421,12 @@ oomkit_options_parse(oomkit_state *st, PyObject *kwargs, oomkit_options *options
         option_bool(kwargs, "reset_peaks", &options->reset_peaks) < 0) {
         return -1;
     }
+    if (options->weight != NULL && options->reduction == OOMKIT_REDUCTION_SUM) {
+        PyErr_SetString(PyExc_ValueError,
+                        "auto_batch(reduction=\"sum\", weight=...): the micro-batches "
+                        "of a sum all weigh 1; give one of the two");
+        return -1;
+    }
     if (label != NULL && label != Py_None) {
         if (!PyUnicode_Check(label)) {
             PyErr_Format(PyExc_TypeError,
