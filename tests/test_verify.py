@@ -268,6 +268,19 @@ def test_outputs_of_an_evaluation_row_by_row(
             assert len(lines(logging.INFO)) == 1
 
 
+def test_a_loss_that_is_mostly_rounding_is_not_judged(lines: Callable[[int], list[str]]) -> None:
+    """Normalised advantages: their mean is zero but for rounding."""
+    weight = nn.Parameter(torch.ones(()))
+
+    @oomkit.auto_batch(backward=True)
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return weight * (1e-9 * len(x) ** 2 + 0 * x.sum())
+
+    with force_slices([4, 4]):
+        loss(torch.ones(ROWS))
+    assert not lines(logging.INFO)
+
+
 def test_weights_are_asked_for_the_halves(lines: Callable[[int], list[str]]) -> None:
     model = _model()
     x, y = _batch()
