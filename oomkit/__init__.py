@@ -24,7 +24,7 @@ except ImportError as _error:  # pragma: no cover - exercised in a subprocess wi
         "`pip install --no-build-isolation .` in oomkit's sources"
     ) from _error
 
-from . import _C, _nodes, _second
+from . import _C, _diagnose, _nodes, _second
 from .optim import predict_update as _predict_update
 
 __version__ = "0.1.0"
@@ -61,6 +61,8 @@ _C._bind(
     {
         "predict_update": _predict_update,
         "refusal": _nodes.Refusal,
+        "uneven_labels": _diagnose.uneven_labels,
+        "verification": _diagnose.Verification,
         "split_loss": _second.split_loss,
         "modes_then": _second.modes_then,
         "saved_pack": _second.saved_pack,

@@ -183,3 +183,35 @@ def test_forced_slices_must_add_up() -> None:
     with force_slices([3, 2]):
         with pytest.raises(oomkit.SplitError, match="add up to the batch of 7 rows"):
             step(torch.zeros(7))
+
+
+@pytest.mark.parametrize("k", [2, 3, 5])
+@pytest.mark.parametrize("case", list(CASES))
+def test_whole_steps_equal_the_whole_batch(case: str, k: int) -> None:
+    """zero_grad, backward, clip, update, twice: parameters and losses."""
+    loss_of, options = CASES[case]
+    outcome = []
+    for slices in ([7], {2: [4, 3], 3: [3, 2, 2], 5: [2, 2, 1, 1, 1]}[k]):
+        model = _model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        @oomkit.auto_batch(**options)
+        def step(x: torch.Tensor, y: torch.Tensor) -> float:
+            optimizer.zero_grad()  # noqa: B023
+            loss = loss_of(model, x, y)  # noqa: B023
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # noqa: B023
+            optimizer.step()  # noqa: B023
+            return loss.item()
+
+        losses = []
+        for _ in range(2):
+            x, y = _batch(7)
+            if case == "weighted":
+                y[:3] = -100
+            with force_slices(slices):
+                losses.append(step(x, y))
+        outcome.append((losses, [p.detach() for p in model.parameters()]))
+    (whole_losses, whole), (split_losses, split) = outcome
+    assert split_losses == pytest.approx(whole_losses, rel=TOLERANCE)
+    assert _close(whole, split)

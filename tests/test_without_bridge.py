@@ -117,3 +117,30 @@ assert step.records[0].peak_allocated is None
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_forgotten_sum_and_verify_work() -> None:
+    """Losses are then kept as copies, at calls 1, 2, 4 and so on, as on a device."""
+    _run(
+        """
+        from oomkit.testing import force_slices
+
+        for options in ({"verify": False}, {"verify": True}):
+            model = torch.nn.Linear(6, 3)
+
+            @oomkit.auto_batch(**options)
+            def step(x, y):
+                F.cross_entropy(model(x), y, reduction="sum").backward()
+
+            x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                if not options["verify"]:
+                    for _ in range(3):
+                        step(x, y)
+                with force_slices([4, 4]):
+                    step(x, y)
+            texts = [str(w.message) for w in said]
+            assert len(texts) == 1 and "looks like a sum" in texts[0], texts
+        """
+    )

@@ -56,96 +56,6 @@ vector_clear(PyObject **vector, Py_ssize_t count)
     }
 }
 
-/* weight= of one slice's arguments. -1 with an exception. */
-static double
-weight_ask(oomkit_call *call, PyObject *const *vector)
-{
-    PyObject *argument, *answer = NULL, *number = NULL; /* owned */
-    double value = -1.0;
-
-    argument = oomkit_batch_argument(&call->batch, vector);
-    if (argument != NULL) {
-        answer = PyObject_CallOneArg(call->options->weight, argument);
-        Py_DECREF(argument);
-    }
-    if (answer != NULL) {
-        number = PyNumber_Float(answer); /* a 0-d tensor too */
-        Py_DECREF(answer);
-    }
-    if (number == NULL) {
-        return -1.0;
-    }
-    value = PyFloat_AS_DOUBLE(number);
-    Py_DECREF(number);
-    if (!(value >= 0.0)) {
-        oomkit_raise(call->st->SplitError,
-                     "auto_batch(weight=...) must return a number >= 0 for each "
-                     "micro-batch, got %s",
-                     value != value ? "nan" : "a negative number");
-        return -1.0;
-    }
-    return value;
-}
-
-static int
-weights_measured(oomkit_call *call)
-{
-    double total = 0.0;
-    int64_t i;
-    Py_ssize_t n = call->batch.total;
-    PyObject **vector = PyMem_Calloc((size_t)n + 1, sizeof(PyObject *));
-
-    if (vector == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (i = 0; i < call->slice_count; i++) {
-        double value = -1.0;
-        if (oomkit_batch_build(call->st, call->options, &call->batch,
-                               call->slices[i].start, call->slices[i].length,
-                               vector) == 0) {
-            value = weight_ask(call, vector);
-        }
-        vector_clear(vector, n);
-        if (value < 0.0) {
-            PyMem_Free(vector);
-            return -1;
-        }
-        call->weights[i] = value;
-        total += value;
-    }
-    PyMem_Free(vector);
-    for (i = 0; i < call->slice_count; i++) {
-        call->weights[i] =
-            total > 0.0 ? call->weights[i] / total : 1.0 / (double)call->slice_count;
-    }
-    return 0;
-}
-
-/* The share of the loss that each slice carries: n_i/N for a mean, 1 for a sum. */
-static int
-attempt_weights(oomkit_call *call)
-{
-    int64_t i;
-    void *grown = PyMem_Realloc(call->weights,
-                                (size_t)call->slice_count * sizeof(*call->weights));
-    if (grown == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    call->weights = grown;
-    if (call->options->weight != NULL) {
-        return weights_measured(call);
-    }
-    for (i = 0; i < call->slice_count; i++) {
-        call->weights[i] =
-            call->options->reduction == OOMKIT_REDUCTION_SUM
-                ? 1.0
-                : (double)call->slices[i].length / (double)call->batch.rows;
-    }
-    return 0;
-}
-
 /* What must hold at the end of a micro-batch. 0 or -1. */
 static int
 attempt_micro_end(oomkit_call *call, PyObject *result)
@@ -160,7 +70,8 @@ attempt_micro_end(oomkit_call *call, PyObject *result)
                oomkit_returned_micro(call, result) < 0) {
         return -1;
     }
-    if (call->split && oomkit_course_finish(call) < 0) {
+    if (call->split &&
+        (oomkit_course_finish(call) < 0 || oomkit_weights_check(call, result) < 0)) {
         return -1;
     }
     if (!call->is_last && oomkit_tx_micro_end(call) < 0) {
@@ -284,7 +195,7 @@ oomkit_attempt_run(oomkit_call *call)
     PyObject *result = NULL; /* owned */
     PyObject **vector;
 
-    if (attempt_weights(call) < 0 ||
+    if (oomkit_weights_set(call) < 0 ||
         (call->split &&
          (oomkit_intercept_split(call) < 0 || oomkit_tx_sample(call) < 0 ||
           oomkit_owners_epochs_note(call) < 0))) {

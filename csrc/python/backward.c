@@ -118,6 +118,9 @@ backward_begin(oomkit_call *call, PyObject *roots)
         oomkit_strangers_refuse(call, roots) < 0) {
         return -1;
     }
+    if (call->backwards == 0 && oomkit_losses_note(call, roots) < 0) {
+        return -1;
+    }
     if (oomkit_grads_mark(call) < 0) {
         return -1;
     }
@@ -173,13 +176,15 @@ backward_protected(backward_object *self, oomkit_call *call, PyObject *const *ar
 {
     Py_ssize_t i, n = PyVectorcall_NARGS(nargsf);
     Py_ssize_t total = n + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
-    double weight = call->weights != NULL && !call->rowwise
-                        ? call->weights[call->slice_index]
-                        : 1.0;
+    double weight;
     PyObject *vector[12];
     PyObject *scaled = NULL, *result; /* owned */
 
     if (backward_begin(call, n > 0 ? args[0] : call->st->empty_tuple) < 0) {
+        return NULL;
+    }
+    weight = oomkit_weights_next(call);
+    if (weight < 0.0) {
         return NULL;
     }
     if (call->split && weight == 0.0) {
@@ -269,6 +274,10 @@ backward_call(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwna
             call->queued = 1; /* its unexecuted graph must be drained */
         }
         return result;
+    }
+    if (call->losses.verification != NULL) {
+        return oomkit_verify_backward(call, PyVectorcall_NARGS(nargsf) > 0 ? args[0]
+                                                                           : Py_None);
     }
     Py_INCREF(op); /* the step may put something else in our place */
     result = backward_protected(self, call, args, nargsf, kwnames);

@@ -440,16 +440,16 @@ oomkit_buffers_release(oomkit_call *call)
     oomkit_buffers_free(&call->buffers);
 }
 
-/* Once per site: normalisation over a micro-batch is not that over the batch. 0 or -1.
+/* A normalisation that uses batch statistics: 1 and *which (owned, unless NULL), 0, -1.
  */
-int
-oomkit_buffers_say_norm(oomkit_call *call)
+static int
+buffers_norm(oomkit_call *call, PyObject **which)
 {
-    Py_ssize_t i;
     oomkit_participants *parts = call->parts;
+    Py_ssize_t i;
+    int training = 0;
 
-    for (i = 0; !parts->norm_said && i < parts->buffered_count; i++) {
-        int training;
+    for (i = 0; training == 0 && i < parts->buffered_count; i++) {
         PyObject *module; /* owned */
         if (!parts->buffered[i].is_norm) {
             continue;
@@ -459,20 +459,39 @@ oomkit_buffers_say_norm(oomkit_call *call)
             continue;
         }
         training = module_is_training(call->st, module);
-        if (training > 0) {
-            parts->norm_said = 1;
-            training = PyErr_WarnFormat(
-                call->st->OomkitWarning, 2,
-                "oomkit: the batch is split and %s is in training mode: its statistics "
-                "are those of each micro-batch, not of the whole batch; use a "
-                "normalisation without batch statistics (GroupNorm, LayerNorm) or put "
-                "it in eval mode where this matters",
-                Py_TYPE(module)->tp_name);
+        if (training > 0 && which != NULL) {
+            *which = Py_NewRef(module);
         }
         Py_DECREF(module);
-        if (training < 0) {
-            return -1;
-        }
     }
-    return 0;
+    return training;
+}
+
+/* Is a normalisation in training mode? 1, 0 or -1. */
+int
+oomkit_buffers_norm_training(oomkit_call *call)
+{
+    return buffers_norm(call, NULL);
+}
+
+/* Once per site: normalisation over a micro-batch is not that over the batch. 0 or -1.
+ */
+int
+oomkit_buffers_say_norm(oomkit_call *call)
+{
+    PyObject *module = NULL; /* owned */
+    int training = call->parts->norm_said ? 0 : buffers_norm(call, &module);
+
+    if (training > 0) {
+        call->parts->norm_said = 1;
+        training = PyErr_WarnFormat(
+            call->st->OomkitWarning, 2,
+            "oomkit: the batch is split and %s is in training mode: its statistics "
+            "are those of each micro-batch, not of the whole batch; use a "
+            "normalisation without batch statistics (GroupNorm, LayerNorm) or put "
+            "it in eval mode where this matters",
+            Py_TYPE(module)->tp_name);
+        Py_DECREF(module);
+    }
+    return training;
 }

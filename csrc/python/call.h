@@ -8,6 +8,7 @@
 #include "records.h"
 #include "split.h"
 #include "tensor.h"
+#include "weights.h"
 #include "../core/plan.h"
 #include "../core/status.h"
 
@@ -177,6 +178,7 @@ typedef struct oomkit_call {
     int raised;          /* an interceptor raised on purpose: not to be retried */
     const char *refusal; /* why this call must not be retried, or NULL */
     oomkit_join join;
+    oomkit_losses losses;
 
     /* what happened */
     oomkit_attempt *attempts;
@@ -241,6 +243,8 @@ void
 oomkit_buffers_free(oomkit_buffers *buffers);
 int
 oomkit_buffers_say_norm(oomkit_call *call);
+int
+oomkit_buffers_norm_training(oomkit_call *call);
 
 /* rng.c */
 int

@@ -275,6 +275,7 @@ engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
         largest = oomkit_batch_rows(&call->batch);
         oomkit_result_learn(call->st, &step->results, result, largest,
                             call->options->dim);
+        oomkit_losses_learn(call, largest);
     }
     for (i = 0; i < call->slice_count; i++) {
         largest = call->slices[i].length > largest ? call->slices[i].length : largest;
@@ -300,6 +301,7 @@ oomkit_call_free(oomkit_call *call)
     PyMem_Free(call->attempts);
     PyMem_Free(call->slices);
     PyMem_Free(call->weights);
+    oomkit_weights_release(call);
     if (call->parts != NULL) {
         call->parts->busy--;
     }
@@ -322,7 +324,7 @@ static int
 engine_end(oomkit_call *call, PyObject *result)
 {
     oomkit_record record;
-    int finished = result != NULL, status = 0;
+    int finished = result != NULL, status = 0, verified = 0;
     int needs_backward = finished && !call->split && !call->training &&
                          call->options->backward == NULL && result != Py_None;
     PyObject *exception =
@@ -348,9 +350,12 @@ engine_end(oomkit_call *call, PyObject *result)
     }
     if (finished) {
         engine_learn(call, result, needs_backward);
+        verified = status == 0 ? oomkit_verify(call) : 0;
+        status = verified < 0 ? -1 : status;
     }
     if (finished && status == 0) {
         status = engine_returned(call, result, needs_backward);
+        call->parts->buffers_serial += verified > 0; /* marks at entry are of no use */
     }
     if (status < 0) {
         exception = oomkit_exception_take();

@@ -317,6 +317,9 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
     if (call == NULL || call != oomkit_call_current()) {
         return interceptor_original(self, args, nargsf, kwnames);
     }
+    if (call->losses.verification != NULL) {
+        Py_RETURN_NONE;
+    }
     if (call->split && call->intercept_depth == 0) {
         if (self->kind == OOMKIT_OWNER_OPTIMIZER && PyVectorcall_NARGS(nargsf) > 0 &&
             args[0] != Py_None) {

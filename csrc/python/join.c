@@ -332,6 +332,15 @@ rules_fill(oomkit_rules *r, const oomkit_join *join)
     return PyErr_Occurred() ? -1 : 0;
 }
 
+/* Is the result a tuple or list of so many elements? */
+static int
+is_sequence_of(const oomkit_join *join, Py_ssize_t count)
+{
+    PyObject *first = PyList_GET_ITEM(join->results, 0); /* borrowed from join */
+    return (PyTuple_Check(first) || PyList_CheckExact(first)) &&
+           PySequence_Fast_GET_SIZE(first) == count;
+}
+
 PyObject *
 oomkit_join_finish(oomkit_state *st, const oomkit_options *options, oomkit_join *join)
 {
@@ -358,6 +367,11 @@ oomkit_join_finish(oomkit_state *st, const oomkit_options *options, oomkit_join 
     if (options->join != NULL) {
         PyObject *stack[2] = {join->results, join->rows}; /* borrowed from join */
         return PyObject_Vectorcall(options->join, stack, 2, NULL);
+    }
+    r.is_sum = join->is_sum || options->reduction == OOMKIT_REDUCTION_SUM;
+    if (join->groups > 0 && is_sequence_of(join, join->groups)) {
+        r.group_weights = join->group_weights;
+        r.groups = join->groups;
     }
     r.rows = PyMem_New(int64_t, (size_t)r.count);
     r.weights = PyMem_New(double, (size_t)r.count);

@@ -7,7 +7,7 @@ oomkit_join_floats(const oomkit_rules *r, const oomkit_place *where,
 {
     double sum = 0.0, value = 0.0;
     int equal = 1, zeros = 1;
-    int summed = where->is_loss && r->options->reduction == OOMKIT_REDUCTION_SUM;
+    int summed = where->is_loss && r->is_sum;
     const char *choice = summed ? "added" : "averaged";
     double first = PyFloat_AsDouble(values[0]);
     Py_ssize_t i;

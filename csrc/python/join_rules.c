@@ -131,8 +131,12 @@ oomkit_place_differs(const oomkit_rules *r, const oomkit_place *where, PyObject 
 double
 oomkit_rules_weight(const oomkit_rules *r, const oomkit_place *where, Py_ssize_t i)
 {
-    /* Shares of the batch when the reduction is a sum, where only the loss is added. */
-    if (r->options->reduction != OOMKIT_REDUCTION_SUM) {
+    if (r->group_weights != NULL && where->outer != NULL &&
+        where->outer->outer == NULL) {
+        return r->group_weights[i * r->groups + where->number];
+    }
+    /* Shares of the batch when the loss is a sum, where only the loss is added. */
+    if (!r->is_sum) {
         return r->weights[i];
     }
     return where->is_loss ? 1.0 : (double)r->rows[i] / (double)r->total;

@@ -152,7 +152,7 @@ static PyObject *
 join_float_scalars(const oomkit_rules *r, const oomkit_place *where,
                    PyObject *const *values)
 {
-    int summed = where->is_loss && r->options->reduction == OOMKIT_REDUCTION_SUM;
+    int summed = where->is_loss && r->is_sum;
     int norm = oomkit_rules_may_be_norm(r, where);
 
     norm = norm > 0 ? tensors_zero_but_last(r, values) : norm;

@@ -132,6 +132,24 @@ option_bool(PyObject *kwargs, const char *name, int *value)
     return 0;
 }
 
+/* True, False or None, which leaves *value as it is. */
+static int
+option_switch(PyObject *kwargs, const char *name, int *value)
+{
+    PyObject *given = option_get(kwargs, name); /* borrowed */
+    if (given == NULL || given == Py_None) {
+        return 0;
+    }
+    if (!PyBool_Check(given)) {
+        PyErr_Format(PyExc_TypeError,
+                     "auto_batch(%s=...) expected True, False or None, got %s", name,
+                     Py_TYPE(given)->tp_name);
+        return -1;
+    }
+    *value = given == Py_True;
+    return 0;
+}
+
 static int
 option_callable(PyObject *kwargs, const char *name, PyObject **value)
 {
@@ -184,7 +202,7 @@ option_names_of(PyObject *kwargs, const char *name, PyObject **value)
 static int
 options_not_yet(PyObject *kwargs)
 {
-    static const char *const names[] = {"verify", "remember", NULL};
+    static const char *const names[] = {"remember", NULL};
     int i;
 
     for (i = 0; names[i] != NULL; i++) {
@@ -344,6 +362,7 @@ options_choices(PyObject *kwargs, oomkit_options *options)
         return -1;
     }
     options->reduction = reduction == 1 ? OOMKIT_REDUCTION_SUM : OOMKIT_REDUCTION_MEAN;
+    options->reduction_given = option_get(kwargs, "reduction") != NULL;
     options->rng = (oomkit_rng_scope)rng;
     options->gradient_safety = (oomkit_safety)gradients;
     options->optimizer_copy = optimizers == 1;
@@ -383,6 +402,7 @@ oomkit_options_parse(oomkit_state *st, PyObject *kwargs, oomkit_options *options
     memset(options, 0, sizeof(*options));
     options->accumulation_steps = options->min_micro_batch = options->multiple_of = 1;
     options->reset_peaks = 1;
+    options->verify = -1;
     if (options_unknown(kwargs) < 0 || options_not_yet(kwargs) < 0 ||
         option_names_of(kwargs, "batch", &options->batch) < 0 ||
         option_names_of(kwargs, "static", &options->statics) < 0 ||
@@ -397,7 +417,14 @@ oomkit_options_parse(oomkit_state *st, PyObject *kwargs, oomkit_options *options
         option_count(kwargs, "min_micro_batch", &options->min_micro_batch) < 0 ||
         option_count(kwargs, "multiple_of", &options->multiple_of) < 0 ||
         option_bool(kwargs, "restore_batch", &options->restore_batch) < 0 ||
+        option_switch(kwargs, "verify", &options->verify) < 0 ||
         option_bool(kwargs, "reset_peaks", &options->reset_peaks) < 0) {
+        return -1;
+    }
+    if (options->weight != NULL && options->reduction == OOMKIT_REDUCTION_SUM) {
+        PyErr_SetString(PyExc_ValueError,
+                        "auto_batch(reduction=\"sum\", weight=...): the micro-batches "
+                        "of a sum all weigh 1; give one of the two");
         return -1;
     }
     if (label != NULL && label != Py_None) {

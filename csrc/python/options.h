@@ -27,6 +27,8 @@ typedef struct oomkit_options {
     int64_t dim;
     int64_t accumulation_steps, min_micro_batch, multiple_of;
     oomkit_reduction reduction;
+    int reduction_given; /* not the default */
+    int verify;          /* 1, 0, or -1: where it is of use */
     oomkit_rng_scope rng;
     oomkit_safety gradient_safety;
     int optimizer_copy; /* optimizer_safety="copy" */

@@ -275,6 +275,11 @@ oomkit_pending_offer(oomkit_call *call, PyObject *result)
     if (state <= 0) {
         return state;
     }
+    if (oomkit_losses_note(call, loss) < 0) {
+        Py_DECREF(loss);
+        return -1;
+    }
+    oomkit_losses_learn(call, oomkit_batch_rows(&call->batch));
     state = -1;
     node = PyObject_GetAttr(loss, st->str_grad_fn);
     if (node == Py_None) { /* a leaf: there is no forward to run again */

@@ -105,7 +105,9 @@
     X(str_next_functions, "next_functions")                                            \
     X(str_close, "close")                                                              \
     X(str_cpu_name, "cpu")                                                             \
-    X(str_cuda_name, "cuda")
+    X(str_cuda_name, "cuda")                                                           \
+    X(str_num_items, "num_items_in_batch")                                             \
+    X(str_debug, "debug")
 
 /* Our own types and exceptions, made by module.c: X(field). */
 #define OOMKIT_STATE_TYPES(X)                                                          \
@@ -202,7 +204,9 @@
     X(split_loss)     /* oomkit._second: gives the loss of a split call its node */    \
     X(modes_then)     /* oomkit._second: enters autocast as it was */                  \
     X(saved_pack)     /* oomkit._second: packs a saved tensor into nothing */          \
-    X(saved_unpack)   /* oomkit._second: says that the graph was given back */
+    X(saved_unpack)   /* oomkit._second: says that the graph was given back */         \
+    X(uneven_labels)  /* oomkit._diagnose: have slices unequal shares of labels? */    \
+    X(verification)   /* oomkit._diagnose: the class that compares three runs */
 
 typedef struct oomkit_state {
 #define DECLARE_STRING(field, text) PyObject *field;                  /* owned */

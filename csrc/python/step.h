@@ -32,6 +32,7 @@ typedef struct oomkit_step {
     oomkit_ring *ring;
     oomkit_signature signatures[OOMKIT_SIGNATURES];
     int signature_count;
+    oomkit_loss_site losses;
     uint64_t calls;
     PyObject
         *last_gradient; /* owned: what last reached a returned scalar loss, or NULL */

@@ -353,6 +353,7 @@ step_dealloc(PyObject *op)
     Py_CLEAR(self->names);
     oomkit_batch_site_clear(&self->batch_site);
     oomkit_result_site_clear(&self->results);
+    oomkit_loss_site_clear(&self->losses);
     oomkit_ring_destroy(self->ring);
     tp->tp_free(op);
     Py_DECREF(tp);

@@ -1,0 +1,277 @@
+/* The forgotten reduction="sum": the losses of the first split call beside the last
+ * whole one. */
+#include "call.h"
+#include "step.h"
+#include "tensor.h"
+
+#include <math.h>
+
+#define NEAR 0.2  /* relative distance at which two losses are of the same kind */
+#define EARLY 64  /* copies on a device: calls 1, 2, 4 ... up to this, then every so */
+#define FLOAT16 5 /* c10::ScalarType */
+#define FLOAT32 6
+#define FLOAT64 7
+#define BFLOAT16 15
+
+static uint32_t
+dtype_size(int32_t dtype)
+{
+    switch (dtype) {
+    case FLOAT16:
+    case BFLOAT16:
+        return 2;
+    case FLOAT32:
+        return 4;
+    case FLOAT64:
+        return 8;
+    default:
+        return 0;
+    }
+}
+
+/* The only root of a backward; borrowed, NULL when there are several or none. */
+static PyObject *
+losses_root(oomkit_state *st, PyObject *roots)
+{
+    if (PyTuple_Check(roots) && PyTuple_GET_SIZE(roots) == 1) {
+        roots = PyTuple_GET_ITEM(roots, 0);
+    }
+    return oomkit_tensor_check(st, roots) ? roots : NULL;
+}
+
+/* A copy of a scalar on a device, which waits for nothing. Never fails: a loss that
+ * cannot be copied is not compared. */
+static void
+losses_copy(oomkit_state *st, PyObject *root, oomkit_loss *loss)
+{
+    PyObject *plain; /* owned */
+
+    oomkit_exempt_enter(st);
+    plain = PyObject_CallMethodNoArgs(root, st->str_detach);
+    Py_XSETREF(loss->tensor,
+               plain ? PyObject_CallMethodNoArgs(plain, st->str_clone) : NULL);
+    oomkit_exempt_leave(st);
+    Py_XDECREF(plain);
+    if (PyErr_Occurred()) {
+        PyErr_Clear(); /* as the contract says */
+    }
+}
+
+/* While whole: the value as it is. Two look-ups of a tensor's header on the CPU. */
+static void
+losses_keep(oomkit_call *call, PyObject *root)
+{
+    oomkit_state *st = call->st;
+    oomkit_loss *loss = &call->losses.whole;
+    oomkit_loss_site *site = &call->step->losses;
+    oomkit_tensor_facts facts;
+    uint64_t calls = call->step->calls;
+
+    if (site->compared || loss->size != 0) {
+        return;
+    }
+    if (st->bridge != NULL && site->size != 0 &&
+        st->bridge->bytes_get(root, st->impl_offset, loss->bytes, site->size) ==
+            OOMKIT_OK) {
+        loss->size = site->size;
+        return;
+    }
+    if (oomkit_tensor_facts_get(st, root, 0, &facts) < 0) {
+        PyErr_Clear(); /* a loss that cannot be read is not compared */
+        return;
+    }
+    site->size = dtype_size(facts.dtype);
+    if (site->size == 0 || facts.bytes != site->size) {
+        return;
+    }
+    if (st->bridge != NULL && facts.device_type == 0) {
+        loss->size = st->bridge->bytes_get(root, st->impl_offset, loss->bytes,
+                                           site->size) == OOMKIT_OK
+                         ? site->size
+                         : 0;
+    } else if (calls <= EARLY ? (calls & (calls - 1)) == 0 : calls % EARLY == 0) {
+        losses_copy(st, root, loss);
+    }
+}
+
+void
+oomkit_losses_learn(oomkit_call *call, int64_t rows)
+{
+    oomkit_loss *loss = &call->losses.whole;
+    oomkit_loss_site *site = &call->step->losses;
+
+    if (rows <= 0 || (loss->size == 0 && loss->tensor == NULL)) {
+        return;
+    }
+    Py_CLEAR(site->before.tensor);
+    site->before = site->whole;
+    site->whole = *loss;
+    loss->tensor = NULL; /* now the site's */
+    site->rows = rows;
+}
+
+void
+oomkit_loss_site_clear(oomkit_loss_site *site)
+{
+    Py_CLEAR(site->whole.tensor);
+    Py_CLEAR(site->before.tensor);
+    site->whole.size = site->before.size = 0;
+}
+
+/* tensor.item() as a double; NaN for everything that has none. */
+static double
+losses_item(oomkit_state *st, PyObject *tensor)
+{
+    PyObject *number; /* owned */
+    double value = NAN;
+
+    oomkit_exempt_enter(st);
+    number = PyObject_CallMethodNoArgs(tensor, st->str_item);
+    oomkit_exempt_leave(st);
+    if (number != NULL && PyFloat_Check(number)) {
+        value = PyFloat_AS_DOUBLE(number);
+    }
+    Py_XDECREF(number);
+    if (PyErr_Occurred()) {
+        PyErr_Clear(); /* several elements, or a loss that cannot be read */
+    }
+    return value;
+}
+
+/* A kept loss as a number, given the dtype that losses have here. */
+static double
+losses_value(oomkit_state *st, const oomkit_loss *loss, int32_t dtype)
+{
+    double value = NAN;
+    float single;
+    uint32_t word = 0;
+
+    if (loss->tensor != NULL) {
+        return losses_item(st, loss->tensor);
+    }
+    if (loss->size == 0 || loss->size != dtype_size(dtype)) {
+        return NAN;
+    }
+    switch (dtype) {
+    case FLOAT64:
+        memcpy(&value, loss->bytes, sizeof(value));
+        return value;
+    case BFLOAT16: /* the upper half of a float */
+        word = (uint32_t)loss->bytes[0] << 16 | (uint32_t)loss->bytes[1] << 24;
+        memcpy(&single, &word, sizeof(single));
+        return (double)single;
+    case FLOAT16:
+        value = PyFloat_Unpack2((const char *)loss->bytes, 1);
+        if (value == -1.0 && PyErr_Occurred()) {
+            PyErr_Clear(); /* not compared then */
+            return NAN;
+        }
+        return value;
+    default:
+        memcpy(&single, loss->bytes, sizeof(single));
+        return (double)single;
+    }
+}
+
+static int
+near(double value, double wanted)
+{
+    return fabs(value - wanted) <= NEAR * fabs(wanted);
+}
+
+/* The whole loss, and how many times it a sum over this batch's rows would be. NaN when
+ * losses differ so much from call to call that nothing can be said. */
+static double
+losses_whole(const oomkit_call *call, int32_t dtype, double *rows_factor)
+{
+    double whole, before;
+    const oomkit_loss_site *site = &call->step->losses;
+    const oomkit_losses *l = &call->losses;
+
+    *rows_factor = 1.0;
+    if (l->whole.size != 0 || l->whole.tensor != NULL) {
+        return losses_value(call->st, &l->whole, dtype); /* of this very batch */
+    }
+    if (site->rows > 0) {
+        *rows_factor = (double)call->batch.rows / (double)site->rows;
+    }
+    whole = losses_value(call->st, &site->whole, dtype);
+    before = losses_value(call->st, &site->before, dtype);
+    return isnan(before) || near(before, whole) ? whole : NAN;
+}
+
+/* All losses of the split batch are known and the last backward has not run: a sum or a
+ * mean, beside what the weights say it is? */
+static int
+losses_judge(oomkit_call *call, int32_t dtype)
+{
+    const oomkit_losses *l = &call->losses;
+    double factor, whole = losses_whole(call, dtype, &factor);
+    int is_sum, is_mean;
+
+    call->step->losses.compared = 1;
+    oomkit_loss_site_clear(&call->step->losses);
+    if (!isfinite(whole) || whole == 0.0 || !isfinite(l->sum)) {
+        return 0;
+    }
+    is_sum = near(l->sum, whole * factor);
+    is_mean = near(l->mean, whole);
+    if (is_sum == is_mean || is_sum == l->is_sum) {
+        return 0;
+    }
+    if (is_sum) {
+        return PyErr_WarnFormat(
+            call->st->OomkitWarning, 4,
+            "oomkit: %U is split and its loss looks like a sum over samples: the "
+            "micro-batches' losses add up to that of the whole batch; pass "
+            "reduction=\"sum\" to auto_batch, or the gradients are about %lld times "
+            "too small",
+            call->options->label, (long long)call->slice_count);
+    }
+    return PyErr_WarnFormat(
+        call->st->OomkitWarning, 4,
+        "oomkit: %U is split as a sum (%s) and its loss looks like a mean: each "
+        "micro-batch has the loss of the whole batch; pass reduction=\"mean\" to "
+        "auto_batch, or the gradients are about %lld times too large",
+        call->options->label,
+        l->counts_items ? "num_items_in_batch was passed" : "reduction=\"sum\"",
+        (long long)call->slice_count);
+}
+
+/* In the first split call of the site. 0 or -1. */
+static int
+losses_compare(oomkit_call *call, PyObject *root)
+{
+    oomkit_losses *l = &call->losses;
+    oomkit_tensor_facts facts;
+    double value;
+
+    if (call->step->losses.compared || call->rowwise || call->options->weight != NULL ||
+        call->weights == NULL || l->seen != call->slice_index) {
+        return 0;
+    }
+    if (oomkit_tensor_facts_get(call->st, root, 0, &facts) < 0) {
+        return -1;
+    }
+    value = losses_item(call->st, root);
+    l->sum += value;
+    l->mean += value * (double)call->slices[call->slice_index].length /
+               (double)call->batch.rows;
+    l->seen++;
+    return l->seen == call->slice_count ? losses_judge(call, facts.dtype) : 0;
+}
+
+int
+oomkit_losses_note(oomkit_call *call, PyObject *roots)
+{
+    PyObject *root = losses_root(call->st, roots); /* borrowed from roots */
+
+    if (root == NULL) {
+        return 0;
+    }
+    if (call->split) {
+        return losses_compare(call, root);
+    }
+    losses_keep(call, root);
+    return 0;
+}

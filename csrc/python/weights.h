@@ -1,0 +1,97 @@
+/* Weights of micro-batches, and the three ways of noticing wrong ones: labels of -100,
+ * a whole loss to compare with, and a micro-batch compared with its own halves. */
+#ifndef OOMKIT_PYTHON_WEIGHTS_H
+#define OOMKIT_PYTHON_WEIGHTS_H
+
+#include "state.h"
+
+struct oomkit_call;
+
+/* The value of a loss as it was: bytes of a scalar on the CPU, else a copy of the
+ * tensor. */
+typedef struct oomkit_loss {
+    unsigned char bytes[8];
+    uint32_t size;    /* of the bytes; 0 without */
+    PyObject *tensor; /* owned, or NULL */
+} oomkit_loss;
+
+/* What a site knows of its losses, and what it has said. */
+typedef struct oomkit_loss_site {
+    oomkit_loss whole;  /* of the last whole call (on a device: of one of the last) */
+    oomkit_loss before; /* and of the one before */
+    int64_t rows;       /* of that call */
+    uint32_t size;      /* bytes of the last loss that was read: tried first */
+    uint8_t compared, labels_said, groups_said, verified;
+} oomkit_loss_site;
+
+/* Of one call. */
+typedef struct oomkit_losses {
+    oomkit_loss whole;     /* at the first backward of a whole attempt, failed or not */
+    double sum, mean;      /* of the micro-batches' losses: plain, and by rows */
+    double *group_weights; /* owned: slices x groups where weight= returns several */
+    Py_ssize_t groups;     /* how many; 0: one number for all backwards */
+    int64_t seen;          /* micro-batches in `sum` */
+    int counts_items;      /* num_items_in_batch was passed, so the loss is a sum */
+    int is_sum;            /* micro-batches weigh 1 */
+    PyObject *verification; /* owned while a verification runs: backwards are withheld
+                               and told to it */
+} oomkit_losses;
+
+/* --- weights.c --- */
+
+/* The share of the loss that each slice of the attempt carries. Runs weight=. 0 or -1.
+ */
+int
+oomkit_weights_set(struct oomkit_call *call);
+
+/* weight= of the batch's rows start .. start + length into values[0 .. *groups), made
+ * by PyMem (free it); *groups is 0 for a plain number. NULL with an exception. */
+double *
+oomkit_weights_ask(struct oomkit_call *call, int64_t start, int64_t length,
+                   Py_ssize_t *groups);
+
+/* The weight of the backward that is about to run (1.0 while whole). -1 with SplitError
+ * when weight= returned fewer numbers than there are backwards. */
+double
+oomkit_weights_next(struct oomkit_call *call);
+
+/* At the end of a micro-batch of a split call, before anything is applied: are there as
+ * many backwards as weights, and are rows the right measure for labels of -100? 0, or
+ * -1 with an exception (a warning that is an error). */
+int
+oomkit_weights_check(struct oomkit_call *call, PyObject *result);
+
+void
+oomkit_weights_release(struct oomkit_call *call);
+
+/* --- losses.c --- */
+
+/* The loss of the call's first backward: `roots` is the tensor, or a tuple with it
+ * alone (others are not looked at). While whole it is kept, at the cost of some 10 ns;
+ * in the first split call it is compared with the last whole one, and a factor near the
+ * number of micro-batches is said. For a loss that the caller runs backward on: call it
+ * with the loss when the function has returned. 0, or -1 with an exception. */
+int
+oomkit_losses_note(struct oomkit_call *call, PyObject *roots);
+
+/* After a finished whole call of `rows` rows. */
+void
+oomkit_losses_learn(struct oomkit_call *call, int64_t rows);
+
+void
+oomkit_loss_site_clear(oomkit_loss_site *site);
+
+/* --- verify.c --- */
+
+/* After a finished split call, once per site: the largest slice against its own halves.
+ * Leaves no trace but log lines, a warning, and what the function does besides. 1 when
+ * it ran (the copies of buffers at entry are gone then), 0, or -1 with an exception
+ * (KeyboardInterrupt; a warning that is an error). */
+int
+oomkit_verify(struct oomkit_call *call);
+
+/* In place of an outermost backward of a verification. New reference or NULL. */
+PyObject *
+oomkit_verify_backward(struct oomkit_call *call, PyObject *roots);
+
+#endif

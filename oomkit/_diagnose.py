@@ -1,0 +1,209 @@
+"""What the first split call of a step looks into: labels of -100, and verify=."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+IGNORED = -100  # the value that PyTorch's losses leave out by default
+
+_INTEGERS = frozenset({torch.int16, torch.int32, torch.int64})
+
+# Relative differences that rounding explains. A loss in float32 may come out of matrix
+# products in TF32 (accelerators) or of a model in half precision.
+_HALF = 2e-2
+_ACCELERATOR = 1e-3
+_SINGLE = 2e-5
+_DOUBLE = 1e-9
+_NOISE = 0.2  # dropout masks and batch statistics differ between a slice and its halves
+_CANCELS = 1e-3  # rows of size 1 that cancel to less than this leave mostly rounding
+_NODES = 10_000  # of a graph that is searched for changes of precision
+
+
+def uneven_labels(leaf: torch.Tensor, dim: int, lengths: list[int]) -> bool:
+    """Whether slices of these lengths hold unequal shares of labels that are not ignored."""
+    if leaf.dtype not in _INTEGERS:
+        return False
+    kept = leaf != IGNORED
+    if bool(kept.all()):
+        return False
+    counts = [int(part.sum()) for part in torch.split(kept, lengths, dim)]
+    return any(
+        count * lengths[0] != counts[0] * length
+        for count, length in zip(counts, lengths, strict=True)
+    )
+
+
+def _changes_precision(loss: torch.Tensor) -> bool:
+    """Whether a tensor was cast on the way to the loss, as autocast does."""
+    work: list[Any] = [loss.grad_fn]
+    seen: set[Any] = set()
+    while work and len(seen) < _NODES:
+        node = work.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "ToCopyBackward0":
+            return True
+        seen.add(node)
+        work.extend(following for following, _ in node.next_functions)
+    return False
+
+
+def _tolerance(loss: torch.Tensor) -> float:
+    if loss.dtype == torch.float64:
+        return _DOUBLE
+    if loss.dtype != torch.float32 or _changes_precision(loss):
+        return _HALF
+    return _SINGLE if loss.device.type == "cpu" else _ACCELERATOR
+
+
+def _tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth < 8 and isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item, depth + 1)
+    elif depth < 8 and isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item, depth + 1)
+
+
+def _shares(first: float, second: float, is_sum: bool) -> tuple[float, float]:
+    if is_sum:
+        return 1.0, 1.0
+    total = first + second
+    return (first / total, second / total) if total > 0 else (0.5, 0.5)
+
+
+def _times(share: float, value: float) -> float:
+    return share * value if share else 0.0  # a mean over nothing is NaN
+
+
+class Verification:
+    """Three runs of a step (a slice, its first half, its second half) and the verdict.
+
+    The engine calls `root` in place of each outermost backward, `finish` at the end of each
+    run and `judge` after the third. No graph outlives its run.
+    """
+
+    def __init__(self) -> None:
+        self._roots: list[float] = []
+        self._losses: list[list[float]] = []
+        self._outputs: list[list[torch.Tensor]] = []
+        self._tolerance = 0.0
+
+    def _note(self, loss: torch.Tensor) -> None:
+        self._tolerance = max(self._tolerance, _tolerance(loss))
+        self._roots.append(float(loss.detach().item()))
+
+    def root(self, roots: Any) -> None:
+        """The tensors of one backward; a vector with a gradient of its own is no loss."""
+        tensors = roots if isinstance(roots, (tuple, list)) else (roots,)
+        if len(tensors) == 1 and tensors[0].numel() == 1:
+            self._note(tensors[0])
+        else:
+            self._roots.append(math.nan)
+
+    def finish(self, result: Any, loss: Any, rows: int) -> None:
+        """The end of a run: its returned loss counts where no backward ran."""
+        outputs: list[torch.Tensor] = []
+        if not self._roots:
+            if isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point():
+                self._note(loss)
+            elif isinstance(result, float):
+                self._tolerance = max(self._tolerance, _SINGLE)
+                self._roots.append(result)
+            outputs = [
+                tensor.detach()
+                for tensor in _tensors(result)
+                if tensor.ndim > 0 and tensor.shape[0] == rows and not tensor.requires_grad
+            ]
+        self._losses.append(self._roots)
+        self._outputs.append(outputs)
+        self._roots = []
+
+    def _output_difference(self) -> float | None:
+        """The largest difference of a row from the same row of the halves, relative."""
+        largest = None
+        for whole, first, second in zip(*self._outputs, strict=False):
+            if whole.shape[1:] != first.shape[1:] or whole.shape[1:] != second.shape[1:]:
+                continue
+            if not whole.is_floating_point():
+                continue  # an argmax may flip by rounding
+            self._tolerance = max(self._tolerance, _ACCELERATOR)
+            if whole.dtype not in (torch.float32, torch.float64):
+                self._tolerance = _HALF
+            halves = torch.cat([first, second]).double()
+            scale = float(whole.double().abs().max()) or 1.0
+            difference = float((whole.double() - halves).abs().max()) / scale
+            largest = max(largest or 0.0, difference)
+        return largest
+
+    def judge(
+        self,
+        label: str,
+        first: list[float],
+        second: list[float],
+        is_sum: bool,
+        moved: bool,
+        norm: bool,
+    ) -> tuple[bool, str] | None:
+        """(equal, text), or None where there is nothing to compare."""
+        worst: tuple[float, str] | None = None
+        noise = [
+            text
+            for text, there in (
+                ("random numbers are drawn", moved),
+                ("batch statistics are in use", norm),
+            )
+            if there
+        ]
+        limit = max(self._tolerance, _NOISE) if noise else self._tolerance
+        for i, (whole, one, two) in enumerate(zip(*self._losses, strict=False)):
+            group = min(i, len(first) - 1)
+            pair = _shares(first[group], second[group], is_sum)
+            made = _times(pair[0], one) + _times(pair[1], two)
+            scale = max(abs(whole), abs(_times(pair[0], one)), abs(_times(pair[1], two)))
+            difference = abs(whole - made) / scale if scale > 0 else 0.0
+            if not math.isfinite(difference) or (
+                difference > limit and abs(whole - made) <= limit * _CANCELS
+            ):
+                continue
+            rows = _shares(first[group], second[group], False)
+            other = one + two if not is_sum else _times(rows[0], one) + _times(rows[1], two)
+            alike = abs(whole - other) <= max(limit, 0.02) * max(scale, abs(whole))
+            if worst is None or difference > worst[0]:
+                worst = difference, self._guess(is_sum, alike, len(first))
+        rows_differ = self._output_difference()
+        limit = max(limit, self._tolerance)
+        if rows_differ is not None and (worst is None or rows_differ > worst[0]):
+            worst = rows_differ, "outputs depend on the other rows of the batch"
+        if worst is None:
+            return None
+        difference, guess = worst
+        how = "the sum" if is_sum else "the weighted mean"
+        noisy = f"; compared coarsely, since {' and '.join(noise)}" if noise else ""
+        if difference <= limit:
+            return True, (
+                f"verified {label}: a micro-batch has {how} of its two halves' losses or their "
+                f"rows (relative difference {difference:.1e}{noisy})"
+            )
+        return False, (
+            f"{label} was split, and a micro-batch does not have {how} of its two halves' "
+            f"losses or their rows (relative difference {difference:.1e}{noisy}): {guess}"
+        )
+
+    @staticmethod
+    def _guess(is_sum: bool, alike: bool, groups: int) -> str:
+        if alike and is_sum:
+            return 'it looks like a mean over samples: pass reduction="mean" to auto_batch'
+        if alike and groups == 1:
+            return 'it looks like a sum over samples: pass reduction="sum" to auto_batch'
+        return (
+            "a loss that couples the samples of a batch (contrastive, in-batch negatives, "
+            "batch statistics) cannot be split exactly; for a mean over something other than "
+            "rows (tokens, classes) pass weight= to auto_batch"
+        )

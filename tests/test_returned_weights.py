@@ -1,0 +1,210 @@
+"""Weights, the forgotten sum and verify= where the caller runs backward on the loss."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from zoo import MLP, SEED, ConvNet, difference, same
+
+import oomkit
+from oomkit.testing import force_slices
+
+TOLERANCE = 1e-12
+SLICES = {2: [4, 3], 3: [3, 2, 2], 5: [2, 2, 1, 1, 1]}
+
+
+@pytest.fixture(autouse=True)
+def _said_is_an_error() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", oomkit.OomkitWarning)
+        yield
+
+
+def _batch(rows: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(SEED + rows)
+    return torch.randn(rows, 6, dtype=torch.float64), torch.randint(0, 3, (rows,))
+
+
+def _model() -> MLP:
+    torch.manual_seed(SEED)
+    return MLP().double()
+
+
+def _weight(batch: Any) -> torch.Tensor:
+    return (batch[1] != -100).sum()
+
+
+@pytest.mark.parametrize("k", [2, 3, 5])
+@pytest.mark.parametrize("case", ["mean", "sum", "labels", "items"])
+def test_equal_to_the_whole_batch(case: str, k: int) -> None:
+    """With a gradient of 1/4, and the accumulated gradients of a call before."""
+    x, y = _batch()
+    options: dict[str, Any] = {}
+    if case in ("labels", "items"):
+        y[:3] = -100
+    if case == "labels":
+        options["weight"] = _weight
+    if case == "sum":
+        options["reduction"] = "sum"
+    outcome = []
+    for slices in ([7], SLICES[k]):
+        model = _model()
+
+        @oomkit.auto_batch(**options)
+        def loss(x: torch.Tensor, y: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+            reduction = "sum" if case in ("sum", "items") else "mean"
+            value = F.cross_entropy(model(x), y, reduction=reduction)  # noqa: B023
+            return value if num_items_in_batch is None else value / num_items_in_batch
+
+        with force_slices(slices):
+            for _ in range(2):
+                value = loss(x, y, 4 if case == "items" else None)
+                (value / 4).backward()
+        outcome.append((value.item(), [p.grad for p in model.parameters()]))
+    (whole_loss, whole), (split_loss, split) = outcome
+    assert split_loss == pytest.approx(whole_loss, rel=TOLERANCE)
+    assert all(
+        torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE)
+        for a, b in zip(whole, split, strict=True)
+        if a is not None and b is not None
+    )
+
+
+def test_several_weights_for_a_returned_loss_are_refused() -> None:
+    model = _model()
+    loss = oomkit.auto_batch(
+        lambda x, y: F.cross_entropy(model(x), y), weight=lambda batch: (1, 1), model=model
+    )
+    with force_slices([4, 3]), pytest.raises(oomkit.SplitError, match="got 2, expected 1"):
+        loss(*_batch())
+
+
+def test_unequal_labels_are_said() -> None:
+    model = _model()
+    loss = oomkit.auto_batch(lambda x, y: F.cross_entropy(model(x), y), model=model, verify=False)
+    x, y = _batch()
+    y[:3] = -100
+    with force_slices([4, 3]), pytest.warns(oomkit.OomkitWarning, match="labels of -100"):
+        loss(x, y).backward()
+
+
+@pytest.mark.parametrize("verify", [False, None])
+def test_a_forgotten_sum_is_said(verify: bool | None) -> None:
+    model = _model()
+
+    @oomkit.auto_batch(verify=verify)
+    def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(x), y, reduction="sum")
+
+    if verify is False:
+        loss(*_batch()).backward()
+    with force_slices([4, 3]):
+        with pytest.warns(oomkit.OomkitWarning, match="looks like a sum") as said:
+            loss(*_batch()).backward()
+        loss(*_batch()).backward()
+    assert len(said) == 1
+
+
+class _Noisy(nn.Module):
+    """Batch statistics, dropout, and a buffer too large for an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = ConvNet()
+        self.register_buffer("count", torch.zeros(1 << 15))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1)
+        return self.net(x)
+
+
+def _run(verify: bool, use: Callable[..., Any]) -> dict[str, Any]:
+    torch.manual_seed(SEED)
+    model = _Noisy()
+    sizes: list[int] = []
+
+    @oomkit.auto_batch(verify=verify)
+    def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(x))
+        return F.cross_entropy(model(x), y)
+
+    x, y = torch.randn(8, 2, 5, 5), torch.randint(0, 3, (8,))
+    F.cross_entropy(model(x), y).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", oomkit.OomkitWarning)  # batch statistics
+        use(loss, x, y)
+    assert sizes.count(2) == (2 if verify else 0)
+    return {
+        "gradients": [p.grad for p in model.parameters()],
+        "buffers": [b.clone() for b in model.buffers()],
+        "rng": torch.get_rng_state(),
+    }
+
+
+def _one(loss: Callable[..., torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> None:
+    with force_slices([4, 4]):
+        (loss(x, y) / 2).backward()
+
+
+def _several(loss: Callable[..., torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> None:
+    """A whole call and two split ones wait; the verification runs between."""
+    first = loss(x, y)
+    with force_slices([4, 4]):
+        second, third = loss(x, y), loss(x, y)
+    (second * 3).backward()
+    first.backward()
+    third.backward()
+
+
+def _twice(loss: Callable[..., torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> None:
+    with force_slices([4, 4]):
+        for _ in range(2):
+            loss(x, y).backward()
+
+
+@pytest.mark.parametrize("use", [_one, _several, _twice])
+def test_a_verification_leaves_the_state_as_it_was(use: Callable[..., Any]) -> None:
+    outcome = [_run(verify, use) for verify in (False, True)]
+    assert same(*outcome), difference(*outcome)
+
+
+def test_it_is_on_for_a_returned_loss(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="oomkit")
+    model = _model()
+    loss = oomkit.auto_batch(lambda x, y: F.cross_entropy(model(x), y), model=model)
+    with force_slices([4, 3]):
+        loss(*_batch()).backward()
+    assert sum("verified" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_a_contrastive_loss_is_said() -> None:
+    model = _model()
+
+    @oomkit.auto_batch
+    def clip(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        a, b = F.normalize(model(x), dim=1), F.normalize(model(x.flip(1)), dim=1)
+        return F.cross_entropy(a @ b.T * 5, torch.arange(len(a)))
+
+    with force_slices([4, 3]), pytest.warns(oomkit.OomkitWarning, match="couples the samples"):
+        clip(*_batch()).backward()
+
+
+def test_losses_of_rows_are_not_verified() -> None:
+    model = _model()
+    sizes: list[int] = []
+
+    @oomkit.auto_batch(verify=True)
+    def losses(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(x))
+        return F.cross_entropy(model(x), y, reduction="none")
+
+    with force_slices([4, 3]):
+        losses(*_batch()).mean().backward()
+    assert sizes == [4, 3, 4, 3]  # and again at the backward
