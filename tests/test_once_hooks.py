@@ -192,3 +192,37 @@ def test_an_optimizer_in_the_backward_is_not_retried(known: bool, phase: str) ->
         assert armed.fired == 1
     if phase == "backward":
         assert {"partial", "refused"} <= outcomes
+
+
+def _returned(model: nn.Module) -> Any:
+    return oomkit.auto_batch(lambda x: model(x).pow(2).mean(), backward=True)
+
+
+def test_a_hook_that_updates_by_hand_is_a_partial_update() -> None:
+    x = torch.randn(8, 4, dtype=torch.float64)
+    partial = refused = 0
+
+    def hook(p: torch.Tensor) -> None:
+        with torch.no_grad():
+            p.sub_(p.grad)
+        p.grad = None
+
+    for n in range(1, 100):
+        model, _ = _model()
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(hook)
+        before = [p.detach().clone() for p in model.parameters()]
+        step = _returned(model)
+        with inject_oom(nth=n, phase="backward") as armed:
+            try:
+                step(x)
+            except oomkit.PartialUpdate as error:
+                assert "a post-accumulate-grad hook had changed a parameter" in str(error)
+                partial += 1
+            except oomkit.OutOfMemory:
+                refused += 1
+        if not armed.fired:
+            break
+        same = [torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+        assert all(same) == (partial == 0), n
+    assert partial and refused
