@@ -15,6 +15,7 @@ from __future__ import annotations
 import warnings as _warnings
 from importlib.util import find_spec as _find_spec
 from sys import modules as _modules
+from typing import Any as _Any
 
 try:
     import torch as _torch
@@ -55,6 +56,13 @@ def _load_bridge() -> object:
     return _bridge.api
 
 
+def _watch_effects(*call: _Any) -> object:
+    """What looks at a step's side effects, once per site: imported when one is split."""
+    from ._side_effects import watch
+
+    return watch(*call)
+
+
 # What the engine calls that is Python; the names are those of OOMKIT_STATE_GLUE.
 _C._bind(
     _load_bridge(),
@@ -63,6 +71,7 @@ _C._bind(
         "refusal": _nodes.Refusal,
         "uneven_labels": _diagnose.uneven_labels,
         "verification": _diagnose.Verification,
+        "watch_effects": _watch_effects,
         "split_loss": _second.split_loss,
         "modes_then": _second.modes_then,
         "saved_pack": _second.saved_pack,

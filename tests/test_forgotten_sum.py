@@ -23,6 +23,7 @@ MEAN = r'looks like a mean.*reduction="mean"'
 def _said_is_an_error() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error", oomkit.OomkitWarning)
+        warnings.filterwarnings("ignore", message=".* runs once per micro-batch")
         yield
 
 

@@ -24,6 +24,7 @@ SLICES = {2: [4, 3], 3: [3, 2, 2], 5: [2, 2, 1, 1, 1]}
 def _said_is_an_error() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error", oomkit.OomkitWarning)
+        warnings.filterwarnings("ignore", message=".* runs once per micro-batch")
         yield
 
 

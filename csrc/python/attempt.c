@@ -74,7 +74,8 @@ attempt_micro_end(oomkit_call *call, PyObject *result)
         (oomkit_course_finish(call) < 0 || oomkit_weights_check(call, result) < 0)) {
         return -1;
     }
-    if (!call->is_last && oomkit_tx_micro_end(call) < 0) {
+    if (!call->is_last &&
+        (oomkit_tx_micro_end(call) < 0 || oomkit_effects_end(call) < 0)) {
         return -1;
     }
     if (!call->split || call->replayed != NULL) {
@@ -198,7 +199,8 @@ oomkit_attempt_run(oomkit_call *call)
     if (oomkit_weights_set(call) < 0 ||
         (call->split &&
          (oomkit_intercept_split(call) < 0 || oomkit_tx_sample(call) < 0 ||
-          oomkit_owners_epochs_note(call) < 0))) {
+          oomkit_slots_note(call) < 0 || oomkit_owners_epochs_note(call) < 0 ||
+          oomkit_pristine_take(call) < 0 || oomkit_effects_begin(call) < 0))) {
         return NULL;
     }
     vector = PyMem_Calloc((size_t)call->batch.total + 1, sizeof(PyObject *));

@@ -115,7 +115,7 @@ backward_begin(oomkit_call *call, PyObject *roots)
         return -1;
     }
     if (call->split && call->slice_index == 0 && !call->grads.marked &&
-        oomkit_strangers_refuse(call, roots) < 0) {
+        (oomkit_hooks_check(call) < 0 || oomkit_strangers_refuse(call, roots) < 0)) {
         return -1;
     }
     if (call->backwards == 0 && oomkit_losses_note(call, roots) < 0) {

@@ -98,6 +98,10 @@ typedef struct oomkit_course {
     int count;
 } oomkit_course;
 
+/* metrics.c, slots.c */
+typedef struct oomkit_metric oomkit_metric;
+typedef struct oomkit_slot oomkit_slot;
+
 typedef struct oomkit_slice {
     int64_t start, length;
 } oomkit_slice;
@@ -161,6 +165,13 @@ typedef struct oomkit_call {
     int interception_count, interception_room;
     PyObject *epochs;       /* owned: list of (scheduler, last_epoch) while split */
     PyObject *groups_after; /* owned: list of (optimizer, values after micro-batch 1) */
+    PyObject **pristine;    /* owned host copies of the parameters, or NULL */
+    oomkit_metric *metrics; /* arguments of schedulers, per micro-batch */
+    int metric_count, metric_room;
+    oomkit_slot *slots; /* parameters by module and name, while split */
+    Py_ssize_t slot_count, slot_room;
+    PyObject *scales;  /* owned: list of (scaler, scale before its real update()) */
+    PyObject *effects; /* owned: what looks at side effects of micro-batch 1, or NULL */
     PyObject *plain_leaves; /* owned: weak references to leaves of a failed graph */
     int split_intercepted;  /* what only a split call intercepts is in place */
     int cleared;            /* zero_grad() ran after a backward of this micro-batch */
@@ -177,6 +188,7 @@ typedef struct oomkit_call {
     int committed;       /* a scheduler or scaler moved on: nothing can be taken back */
     int raised;          /* an interceptor raised on purpose: not to be retried */
     const char *refusal; /* why this call must not be retried, or NULL */
+    PyObject *refusal_name; /* owned: the hooked parameter it is about, or NULL */
     oomkit_join join;
     oomkit_losses losses;
 
@@ -283,6 +295,47 @@ void
 oomkit_intercept_remove(oomkit_call *call);
 int
 oomkit_intercept_split(oomkit_call *call);
+/* A plain interceptor in a copy of a participant, until the call ends. New reference.
+ */
+PyObject *
+oomkit_intercept_copy(oomkit_call *call, PyObject *copy, PyObject *name);
+
+/* metrics.c: arguments of schedulers that are held back. */
+int
+oomkit_metrics_note(oomkit_call *call, PyObject *scheduler, PyObject *const *args,
+                    Py_ssize_t positional, PyObject *kwnames);
+int
+oomkit_metrics_settle(oomkit_call *call, PyObject *scheduler, PyObject *const *args,
+                      Py_ssize_t positional, PyObject *kwnames, PyObject **mean,
+                      Py_ssize_t *at);
+
+/* hooks.c */
+int
+oomkit_hooks_post(oomkit_call *call, PyObject **name);
+int
+oomkit_hooks_check(oomkit_call *call);
+/* After an OOM: may it be retried? Sets call->refusal, and *committed to 1 where a hook
+ * has changed parameters already. 0 or -1. */
+int
+oomkit_hooks_judge(oomkit_call *call, int *committed);
+
+/* slots.c */
+int
+oomkit_slots_note(oomkit_call *call);
+int
+oomkit_slots_changed(const oomkit_call *call, PyObject **key);
+int
+oomkit_slots_restore(oomkit_call *call);
+void
+oomkit_slots_release(oomkit_call *call);
+
+/* effects.c: what micro-batch 1 of a site's first split call changes besides. */
+int
+oomkit_effects_begin(oomkit_call *call);
+int
+oomkit_effects_end(oomkit_call *call);
+void
+oomkit_effects_abandon(oomkit_call *call);
 
 /* backward.c */
 int
@@ -325,6 +378,8 @@ int
 oomkit_course_finish(oomkit_call *call);
 void
 oomkit_course_clear(oomkit_course *course);
+int
+oomkit_course_scale_note(oomkit_call *call, PyObject *scaler);
 
 /* owners.c: schedulers, scalers and the user's own objects */
 int
@@ -403,6 +458,19 @@ int
 oomkit_tx_committed(oomkit_call *call);
 int
 oomkit_tx_micro_end(oomkit_call *call);
+/* The same by value, for writes that bump no version. */
+int
+oomkit_tx_params_rewritten(const oomkit_call *call, Py_ssize_t *which);
+int
+oomkit_tx_params_mark(oomkit_call *call);
+
+/* pristine.c: parameters as they were before micro-batch 1 of a first split. */
+int
+oomkit_pristine_take(oomkit_call *call);
+int
+oomkit_pristine_restore(oomkit_call *call);
+void
+oomkit_pristine_release(oomkit_call *call);
 void
 oomkit_tx_end(oomkit_call *call);
 

@@ -32,6 +32,67 @@ course_where(void)
     return where;
 }
 
+/* Before a scaler's real update(): its scale, which update() changes in place. 0 or -1.
+ */
+int
+oomkit_course_scale_note(oomkit_call *call, PyObject *scaler)
+{
+    PyObject *scale = PyObject_GetAttrString(scaler, "_scale"); /* owned */
+    PyObject *copy;                                             /* owned */
+
+    if (scale == NULL || scale == Py_None) {
+        Py_XDECREF(scale);
+        return scale == NULL ? -1 : 0;
+    }
+    oomkit_exempt_enter(call->st);
+    copy = PyObject_CallMethodNoArgs(scale, call->st->str_clone);
+    oomkit_exempt_leave(call->st);
+    Py_DECREF(scale);
+    return oomkit_pairs_add(&call->scales, scaler, copy);
+}
+
+/* Has a scaler found infinite gradients and skipped the update? Then a step that asks
+ * (`if scaler.get_scale() >= before: scheduler.step()`) rightly leaves calls out. 1, 0
+ * or -1. */
+static int
+course_update_skipped(const oomkit_call *call)
+{
+    Py_ssize_t i;
+    int skipped = 0;
+
+    for (i = 0; call->scales != NULL && i < PyList_GET_SIZE(call->scales) && !skipped;
+         i++) {
+        PyObject *pair = PyList_GET_ITEM(call->scales, i); /* borrowed */
+        PyObject *now, *less;                              /* owned */
+        now = PyObject_GetAttrString(PyTuple_GET_ITEM(pair, 0), "_scale");
+        less = now ? PyObject_RichCompare(now, PyTuple_GET_ITEM(pair, 1), Py_LT) : NULL;
+        skipped = less == NULL ? -1 : PyObject_IsTrue(less);
+        Py_XDECREF(now);
+        Py_XDECREF(less);
+    }
+    return skipped;
+}
+
+/* Where in the first course this event is, when it is not at `at`: only a skipped
+ * update explains what lies between. -1 with an exception. */
+static int
+course_find(oomkit_call *call, const void *target, const void *name, int at)
+{
+    const oomkit_course *first = &call->course[0];
+    int i, skipped;
+
+    for (i = at; i < first->count; i++) {
+        if (first->events[i].target == target && first->events[i].name == name) {
+            break;
+        }
+    }
+    if (target == NULL || i == at || i >= first->count) {
+        return at;
+    }
+    skipped = course_update_skipped(call);
+    return skipped < 0 ? -1 : skipped ? i : at;
+}
+
 static int
 course_differs(oomkit_call *call, PyObject *here, PyObject *there)
 {
@@ -64,6 +125,15 @@ oomkit_course_note(oomkit_call *call, const void *target, const void *name)
     if (call->course_waived) {
         return 0;
     }
+    if (course != first && at < OOMKIT_COURSE) {
+        int found = course_find(call, target, name, at);
+        while (at < found) {
+            course->events[at++] = (oomkit_event){NULL, NULL, NULL};
+        }
+        if (found < 0) {
+            return -1;
+        }
+    }
     where = course_where();
     if (where == NULL) {
         return -1;
@@ -77,7 +147,7 @@ oomkit_course_note(oomkit_call *call, const void *target, const void *name)
     event->target = target;
     event->name = name;
     event->where = where;
-    course->count++;
+    course->count = at + 1;
     if (course == first) {
         return 0;
     }
@@ -102,7 +172,10 @@ oomkit_course_finish(oomkit_call *call)
         return 0;
     }
     if (!call->course_waived && course->count < first->count) {
-        result = course_differs(call, NULL, first->events[course->count].where);
+        int skipped = course_update_skipped(call);
+        result = skipped != 0
+                     ? (skipped < 0 ? -1 : 0)
+                     : course_differs(call, NULL, first->events[course->count].where);
     }
     oomkit_course_clear(course);
     return result;

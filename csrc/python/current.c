@@ -35,7 +35,7 @@ current_get(PyObject *module, PyObject *Py_UNUSED(ignored))
     PyObject *current;   /* owned */
     int split = call != NULL && call->split && call->running, i;
 
-    if (call != NULL) {
+    if (call != NULL && call->running) {
         call->course_waived = 1; /* the function decides for itself what runs when */
     }
     current = PyStructSequence_New((PyTypeObject *)st->current_type);

@@ -71,6 +71,19 @@ intercept_one(oomkit_call *call, PyObject *target, oomkit_owner_kind kind,
     return 0;
 }
 
+PyObject *
+oomkit_intercept_copy(oomkit_call *call, PyObject *copy, PyObject *name)
+{
+    PyObject *interceptor; /* borrowed from the entry */
+
+    if (intercept_one(call, copy, OOMKIT_OWNER_USER, name) < 0) {
+        return NULL;
+    }
+    interceptor = call->interceptions[call->interception_count - 1].interceptor;
+    interceptor_CAST(interceptor)->call = NULL; /* nothing of it is held back */
+    return Py_NewRef(interceptor);
+}
+
 static int
 intercept_owner(oomkit_call *call, PyObject *target, oomkit_owner_kind kind)
 {

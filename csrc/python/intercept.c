@@ -260,6 +260,10 @@ interceptor_other(interceptor_object *self, PyObject *const *args, size_t nargsf
     if (call->options->optimizer_copy && oomkit_owner_copy(call, self->target) < 0) {
         return NULL;
     }
+    if (call->split && self->name == call->st->str_update &&
+        oomkit_course_scale_note(call, self->target) < 0) {
+        return NULL;
+    }
     result = interceptor_original(self, args, nargsf, kwnames);
     if (result != NULL &&
         (self->kind == OOMKIT_OWNER_SCHEDULER || self->kind == OOMKIT_OWNER_AVERAGED ||
@@ -269,31 +273,53 @@ interceptor_other(interceptor_object *self, PyObject *const *args, size_t nargsf
     return result;
 }
 
-/* What a split call cannot hold back rightly. 0, or -1 with SplitError. */
-static int
-interceptor_refuse(interceptor_object *self, Py_ssize_t arguments)
+/* A scheduler's call. Its arguments are those of the whole batch, once it is the one
+ * real call of a split call. */
+static PyObject *
+interceptor_scheduler(interceptor_object *self, PyObject *const *args, size_t nargsf,
+                      PyObject *kwnames)
 {
     oomkit_call *call = self->call;
-    const char *what = NULL;
+    Py_ssize_t n = PyVectorcall_NARGS(nargsf), at = 0;
+    Py_ssize_t total = n + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
+    PyObject *mean = NULL, *result; /* owned */
+    PyObject **vector;
+    int state = 0;
 
-    if (oomkit_backward_nesting() > 0) {
-        what =
-            "is called by a hook inside backward(): call it after backward(), in the "
-            "step";
-    } else if (self->kind == OOMKIT_OWNER_SCHEDULER && arguments > 0 &&
-               call->st->ReduceLROnPlateau != NULL &&
-               PyObject_TypeCheck(self->target,
-                                  (PyTypeObject *)call->st->ReduceLROnPlateau)) {
-        what =
-            "would see the metric of one micro-batch: call it outside the step, with "
-            "what the step returns";
+    if (call->split && call->intercept_depth == 1) {
+        state = oomkit_metrics_settle(call, self->target, args, n, kwnames, &mean, &at);
     }
-    if (what == NULL) {
+    if (state <= 0) {
+        return state < 0 ? NULL : interceptor_other(self, args, nargsf, kwnames);
+    }
+    vector = PyMem_Malloc((size_t)total * sizeof(PyObject *));
+    if (vector == NULL) {
+        Py_DECREF(mean);
+        return PyErr_NoMemory();
+    }
+    memcpy(vector, args, (size_t)total * sizeof(PyObject *));
+    vector[at] = mean;
+    result = interceptor_other(self, vector, (size_t)n, kwnames);
+    PyMem_Free(vector);
+    Py_DECREF(mean);
+    return result;
+}
+
+/* A method that runs inside a backward sees a part of the gradients. 0, or -1 with
+ * SplitError. */
+static int
+interceptor_refuse(interceptor_object *self)
+{
+    oomkit_call *call = self->call;
+
+    if (oomkit_backward_nesting() == 0) {
         return 0;
     }
     call->raised = 1;
-    oomkit_raise(call->st->SplitError, "auto_batch cannot split this step: %s.%U() %s",
-                 Py_TYPE(self->target)->tp_name, self->name, what);
+    oomkit_raise(call->st->SplitError,
+                 "auto_batch cannot split this step: %s.%U() is called by a hook "
+                 "inside backward(): call it after backward(), in the step",
+                 Py_TYPE(self->target)->tp_name, self->name);
     return -1;
 }
 
@@ -331,8 +357,11 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
                 "instead of the step around it",
                 Py_TYPE(self->target)->tp_name);
         }
-        if (interceptor_refuse(self, PyVectorcall_NARGS(nargsf)) < 0 ||
-            oomkit_course_note(call, self->target, self->name) < 0) {
+        if (interceptor_refuse(self) < 0 ||
+            oomkit_course_note(call, self->target, self->name) < 0 ||
+            (self->kind == OOMKIT_OWNER_SCHEDULER &&
+             oomkit_metrics_note(call, self->target, args, PyVectorcall_NARGS(nargsf),
+                                 kwnames) < 0)) {
             return NULL;
         }
         if (self->kind == OOMKIT_OWNER_OPTIMIZER && !call->committed &&
@@ -348,6 +377,8 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
     Py_INCREF(op); /* the method may take us out of the instance */
     result = self->kind == OOMKIT_OWNER_OPTIMIZER
                  ? interceptor_optimizer(self, args, nargsf, kwnames)
+             : self->kind == OOMKIT_OWNER_SCHEDULER
+                 ? interceptor_scheduler(self, args, nargsf, kwnames)
                  : interceptor_other(self, args, nargsf, kwnames);
     Py_DECREF(op);
     call->intercept_depth--;
@@ -360,11 +391,13 @@ interceptor_getattro(PyObject *op, PyObject *name)
 {
     interceptor_object *self = interceptor_CAST(op);
     PyObject *method, *result; /* owned */
+    int own = PyUnicode_CompareWithASCIIString(name, "__deepcopy__") == 0 ||
+              PyUnicode_CompareWithASCIIString(name, "__reduce_ex__") == 0;
 
-    if (self->original != NULL) {
+    if (self->original != NULL && !own) {
         return PyObject_GetAttr(self->original, name);
     }
-    if (self->target == NULL) {
+    if (self->target == NULL || own) {
         return PyObject_GenericGetAttr(op, name);
     }
     method = PyObject_GetAttr((PyObject *)Py_TYPE(self->target), self->name);
@@ -407,6 +440,14 @@ interceptor_dealloc(PyObject *op)
     Py_DECREF(tp);
 }
 
+static PyMethodDef interceptor_methods[] = {
+    {"__deepcopy__", oomkit_interceptor_deepcopy, METH_O,
+     "__deepcopy__(memo)\n--\n\nThe plain method of the copy."},
+    {"__reduce_ex__", oomkit_interceptor_reduce, METH_O,
+     "__reduce_ex__(protocol)\n--\n\nThe plain method."},
+    {NULL, NULL, 0, NULL},
+};
+
 static PyMemberDef interceptor_members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(interceptor_object, vectorcall),
      READONLY, NULL},
@@ -414,13 +455,10 @@ static PyMemberDef interceptor_members[] = {
 };
 
 static PyType_Slot interceptor_slots[] = {
-    {Py_tp_dealloc, interceptor_dealloc},
-    {Py_tp_traverse, interceptor_traverse},
-    {Py_tp_clear, oomkit_interceptor_clear},
-    {Py_tp_getattro, interceptor_getattro},
-    {Py_tp_call, PyVectorcall_Call},
-    {Py_tp_members, interceptor_members},
-    {0, NULL},
+    {Py_tp_dealloc, interceptor_dealloc},    {Py_tp_traverse, interceptor_traverse},
+    {Py_tp_clear, oomkit_interceptor_clear}, {Py_tp_getattro, interceptor_getattro},
+    {Py_tp_call, PyVectorcall_Call},         {Py_tp_methods, interceptor_methods},
+    {Py_tp_members, interceptor_members},    {0, NULL},
 };
 
 PyType_Spec oomkit_interceptor_spec = {

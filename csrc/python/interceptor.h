@@ -24,4 +24,10 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
 int
 oomkit_interceptor_clear(PyObject *op);
 
+/* interceptor_copy.c: __deepcopy__ and __reduce_ex__. */
+PyObject *
+oomkit_interceptor_deepcopy(PyObject *op, PyObject *memo);
+PyObject *
+oomkit_interceptor_reduce(PyObject *op, PyObject *protocol);
+
 #endif

@@ -223,6 +223,7 @@ rows_alone(const oomkit_rules *r, const oomkit_place *where, PyObject *const *va
     alone.rows = r->rows + i;
     alone.weights = r->weights + i;
     alone.first = r->first + i;
+    alone.group_weights = NULL; /* those are of the result itself */
     return join_elements(&alone, where, values + i);
 }
 

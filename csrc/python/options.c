@@ -351,7 +351,7 @@ options_choices(PyObject *kwargs, oomkit_options *options)
     static const char *const rngs[] = {"none", "torch", "all", NULL};
     static const char *const gradient[] = {"auto", "copy", "off", NULL};
     static const char *const optimizer[] = {"predict", "copy", NULL};
-    static const char *const hooks[] = {"say", NULL};
+    static const char *const hooks[] = {"say", "error", NULL};
     int reduction = 0, rng = 1, gradients = 0, optimizers = 0, hook = 0;
 
     if (option_choice(kwargs, "reduction", reductions, &reduction) < 0 ||
@@ -366,6 +366,7 @@ options_choices(PyObject *kwargs, oomkit_options *options)
     options->rng = (oomkit_rng_scope)rng;
     options->gradient_safety = (oomkit_safety)gradients;
     options->optimizer_copy = optimizers == 1;
+    options->hooks_error = hook == 1;
     return 0;
 }
 

@@ -32,6 +32,7 @@ typedef struct oomkit_options {
     oomkit_rng_scope rng;
     oomkit_safety gradient_safety;
     int optimizer_copy; /* optimizer_safety="copy" */
+    int hooks_error;    /* hooks="error" */
     int restore_batch;
     int reset_peaks;
 } oomkit_options;

@@ -171,9 +171,11 @@ oomkit_owners_mark(oomkit_call *call)
         } else if (kind == OOMKIT_OWNER_SCALER) {
             saved = scaler_tensors(object);
         } else {
+            oomkit_exempt_enter(st); /* marks are outside the budget, save() too */
             saved = PyObject_HasAttr(object, st->str_save)
                         ? PyObject_CallMethodNoArgs(object, st->str_save)
                         : owner_state(st, object);
+            oomkit_exempt_leave(st);
         }
         result = oomkit_pairs_add(&call->user_marks, object, saved);
         Py_DECREF(object);

@@ -155,83 +155,6 @@ oomkit_recover_roll_back(oomkit_call *call)
     return result;
 }
 
-static int
-recover_add_note(PyObject *exception, PyObject *note)
-{
-    PyObject *done; /* owned */
-    if (note == NULL) {
-        return -1;
-    }
-    done = PyObject_CallMethod(exception, "add_note", "O", note);
-    Py_DECREF(note);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
-}
-
-/* What the reader of somebody else's error (or of our refusal) should know. 0 or -1. */
-static int
-recover_note_error(oomkit_call *call, PyObject *exception)
-{
-    const oomkit_slice *slice;
-    int result = 0;
-
-    if (call->slices == NULL ||
-        !PyObject_TypeCheck(exception, (PyTypeObject *)PyExc_Exception)) {
-        return 0;
-    }
-    slice =
-        &call->slices[call->slice_index < call->slice_count ? call->slice_index : 0];
-    if (oomkit_tx_committed(call) == 1) {
-        result = recover_add_note(
-            exception, PyUnicode_FromString("oomkit: the update of this batch had been "
-                                            "applied: it stands, do not repeat it"));
-    }
-    if (result == 0 && call->grads.aside != NULL) {
-        result = recover_add_note(
-            exception, PyUnicode_FromString(
-                           "oomkit: some gradients that were there before the step "
-                           "hold this batch's contribution: call zero_grad()"));
-    }
-    if (result == 0 && call->split && !call->raised) {
-        result = recover_add_note(
-            exception,
-            PyUnicode_FromFormat(
-                "oomkit: raised in micro-batch %lld of %lld (%lld rows) after %u "
-                "out-of-memory errors; if the step cannot work on that size, see "
-                "min_micro_batch= and multiple_of= of auto_batch",
-                (long long)(call->slice_index + 1), (long long)call->slice_count,
-                (long long)slice->length, (unsigned)call->ooms));
-    }
-    return result;
-}
-
-/* An error that is not ours to recover from. While the call is split the attempt is
- * taken back first, so that no stash and no half-done accumulation is left; the error
- * keeps its traceback and gets a note. Steals `exception`. -1 always. */
-static int
-recover_pass(oomkit_call *call, PyObject *exception)
-{
-    PyObject *message = NULL; /* owned */
-
-    call->outcome = 2;
-    if ((call->split || call->ooms > 0) && oomkit_tx_committed(call) == 0) {
-        int mode = oomkit_grad_mode_off(call->st);
-        if (mode < 0 || oomkit_tx_restore(call, &message) < 0) {
-            /* The step's own error is the one to see. */
-            PyErr_WriteUnraisable(call->func);
-        }
-        if (mode >= 0 && oomkit_grad_mode_set(call->st, mode) < 0) {
-            PyErr_WriteUnraisable(call->func);
-        }
-    }
-    if (recover_note_error(call, exception) < 0) {
-        PyErr_WriteUnraisable(call->func);
-    }
-    Py_XDECREF(message);
-    oomkit_exception_give(exception);
-    return -1;
-}
-
 /* The failure struck between two updates, or in one that cannot be undone. */
 static void
 recover_partial(oomkit_call *call)
@@ -240,6 +163,9 @@ recover_partial(oomkit_call *call)
         call->stranger_steps > 0
             ? "inside the step() of an optimizer that was not found in its arguments, "
               "self, closure or globals; pass optimizer=... to auto_batch"
+        : call->refusal_name != NULL
+            ? "in a backward() after a post-accumulate-grad hook had changed a "
+              "parameter (do in the step, after backward(), what the hook does)"
         : call->step_failed ? "in one optimizer's step() after another's was applied"
                             : "in a backward() after an optimizer had stepped";
     oomkit_raise(call->st->PartialUpdate,
@@ -261,11 +187,12 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception,
 
     if (class_ == OOMKIT_CLASS_STICKY || class_ == OOMKIT_CLASS_NEVER ||
         (class_ == OOMKIT_CLASS_MASKED && call->ooms > MASKED_RETRIES)) {
-        return recover_pass(call, exception);
+        return oomkit_recover_pass(call, exception);
     }
     committed = oomkit_tx_committed(call);
     if (committed < 0 ||
-        (call->refusal == NULL && oomkit_refusal(call, &call->refusal) < 0)) {
+        (call->refusal == NULL && oomkit_refusal(call, &call->refusal) < 0) ||
+        oomkit_hooks_judge(call, &committed) < 0) {
         Py_DECREF(exception);
         return -1;
     }
@@ -278,13 +205,17 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception,
         recover_partial(call);
         return -1;
     }
-    reason = committed
-                 ? PyUnicode_FromFormat(
-                       "%U ran out of memory after its update was applied: the update "
-                       "stands, do not repeat this batch",
-                       call->options->label)
-                 : PyUnicode_FromFormat("%U ran out of memory and is not retried: %s",
-                                        call->options->label, call->refusal);
+    reason =
+        committed ? PyUnicode_FromFormat(
+                        "%U ran out of memory after its update was applied: the update "
+                        "stands, do not repeat this batch",
+                        call->options->label)
+        : call->refusal_name != NULL
+            ? PyUnicode_FromFormat("%U ran out of memory and is not retried: %U %s",
+                                   call->options->label, call->refusal_name,
+                                   call->refusal)
+            : PyUnicode_FromFormat("%U ran out of memory and is not retried: %s",
+                                   call->options->label, call->refusal);
     if (!committed && oomkit_recover_roll_back(call) < 0) {
         Py_XDECREF(reason);
         return -1;
@@ -330,7 +261,7 @@ recover_from_failure(oomkit_call *call)
 
     if (class_ == OOMKIT_CLASS_OTHER) {
         Py_XDECREF(handled);
-        return recover_pass(call, exception);
+        return oomkit_recover_pass(call, exception);
     }
     if (recover_note(call, exception) < 0) {
         Py_XDECREF(handled);

@@ -257,6 +257,38 @@ search_closure(search *s, PyObject *closure, PyObject *names, int depth)
     return 0;
 }
 
+/* What a functools.partial binds: it outlives every call, so nothing of it is watched.
+ */
+static int
+search_partial(search *s, PyObject *func)
+{
+    PyObject *args, *keywords, *values = NULL; /* owned */
+    Py_ssize_t i;
+    int result = -1;
+
+    if (!PyObject_TypeCheck(func, (PyTypeObject *)s->st->partial)) {
+        return 0;
+    }
+    args = PyObject_GetAttrString(func, "args");
+    keywords = args ? PyObject_GetAttrString(func, "keywords") : NULL;
+    values = keywords && PyDict_Check(keywords) ? PyDict_Values(keywords) : NULL;
+    if (values == NULL || !PyTuple_Check(args)) {
+        goto done;
+    }
+    result = 0;
+    for (i = 0; result == 0 && i < PyTuple_GET_SIZE(args); i++) {
+        result = search_value(s, PyTuple_GET_ITEM(args, i), OBJECT_DEPTH);
+    }
+    for (i = 0; result == 0 && i < PyList_GET_SIZE(values); i++) {
+        result = search_value(s, PyList_GET_ITEM(values, i), OBJECT_DEPTH);
+    }
+done:
+    Py_XDECREF(values);
+    Py_XDECREF(keywords);
+    Py_XDECREF(args);
+    return result < 0 && !PyErr_Occurred() ? 0 : result;
+}
+
 /* A Python function, a method (its object too), a partial, or any callable object. */
 static int
 search_function(search *s, PyObject *func, int depth)
@@ -271,7 +303,7 @@ search_function(search *s, PyObject *func, int depth)
                    : search_function(s, PyMethod_GET_FUNCTION(func), depth);
     }
     if (!PyFunction_Check(func)) {
-        if (search_value(s, func, OBJECT_DEPTH) < 0) {
+        if (search_value(s, func, OBJECT_DEPTH) < 0 || search_partial(s, func) < 0) {
             return -1;
         }
         if (PyObject_HasAttr(func, s->st->str_func) &&

@@ -107,7 +107,9 @@
     X(str_cpu_name, "cpu")                                                             \
     X(str_cuda_name, "cuda")                                                           \
     X(str_num_items, "num_items_in_batch")                                             \
-    X(str_debug, "debug")
+    X(str_debug, "debug")                                                              \
+    X(str_backward_pre_hooks, "_backward_pre_hooks")                                   \
+    X(str_post_accumulate_hooks, "_post_accumulate_grad_hooks")
 
 /* Our own types and exceptions, made by module.c: X(field). */
 #define OOMKIT_STATE_TYPES(X)                                                          \
@@ -199,6 +201,7 @@
 
 /* What the package hands in at import, because it is Python: X(field). */
 #define OOMKIT_STATE_GLUE(X)                                                           \
+    X(watch_effects)  /* oomkit._side_effects: what else a split step changes */       \
     X(predict_update) /* oomkit.optim: bytes that a first step needs */                \
     X(refusal)        /* oomkit._nodes.Refusal: results that refuse a gradient */      \
     X(split_loss)     /* oomkit._second: gives the loss of a split call its node */    \

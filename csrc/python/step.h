@@ -37,6 +37,8 @@ typedef struct oomkit_step {
     PyObject
         *last_gradient; /* owned: what last reached a returned scalar loss, or NULL */
     double last_factor; /* the same over the scaler's scale; 0 while unknown */
+    int hooks_said;     /* the warning about hooks on gradients was given */
+    int effects_said;   /* what the step changes besides was looked at and said */
     int seen_oom;       /* sizes may be remembered: look the signature up at entry */
     Py_ssize_t skip;    /* leading arguments that are a method's own object */
 } oomkit_step;
@@ -53,6 +55,13 @@ oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf,
  * splits from the start. */
 PyObject *
 oomkit_recover(oomkit_call *call, int failed);
+
+/* passing.c: an error that is not ours to recover from. While the call is split, and
+ * for a KeyboardInterrupt, the attempt is taken back first, so that no stash and no
+ * half-done accumulation is left; the error keeps its traceback and gets a note. Steals
+ * `exception`. -1 always. */
+int
+oomkit_recover_pass(oomkit_call *call, PyObject *exception);
 
 /* attempt.c: one try of the present plan, split or whole. */
 PyObject *

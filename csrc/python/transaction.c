@@ -119,8 +119,8 @@ oomkit_tx_sample(oomkit_call *call)
 }
 
 /* A parameter whose values changed since then: 1 and its index, or 0. */
-static int
-params_rewritten(const oomkit_call *call, Py_ssize_t *which)
+int
+oomkit_tx_params_rewritten(const oomkit_call *call, Py_ssize_t *which)
 {
     Py_ssize_t i;
     for (i = 0; call->param_samples != NULL && i < call->parts->param_count; i++) {
@@ -133,23 +133,31 @@ params_rewritten(const oomkit_call *call, Py_ssize_t *which)
     return 0;
 }
 
+/* What the parameters' versions are now. 0 or -1. */
+int
+oomkit_tx_params_mark(oomkit_call *call)
+{
+    Py_ssize_t n = call->parts->param_count;
+
+    if (n == 0) {
+        return 0;
+    }
+    if (call->param_versions == NULL) {
+        call->param_versions = PyMem_Malloc((size_t)n * sizeof(uint32_t));
+        if (call->param_versions == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+    }
+    return params_versions(call, call->param_versions);
+}
+
 /* At entry of an attempt. 0 or -1. */
 int
 oomkit_tx_begin(oomkit_call *call)
 {
-    Py_ssize_t n = call->parts->param_count;
-
-    if (n > 0) {
-        if (call->param_versions == NULL) {
-            call->param_versions = PyMem_Malloc((size_t)n * sizeof(uint32_t));
-            if (call->param_versions == NULL) {
-                PyErr_NoMemory();
-                return -1;
-            }
-        }
-        if (params_versions(call, call->param_versions) < 0) {
-            return -1;
-        }
+    if (oomkit_tx_params_mark(call) < 0) {
+        return -1;
     }
     return oomkit_rng_mark(call) < 0 || oomkit_buffers_mark(call) < 0 ||
                    oomkit_owners_mark(call) < 0
@@ -249,6 +257,9 @@ oomkit_tx_restore(oomkit_call *call, PyObject **message)
                                           "%U: a parameter without a copy has moved");
         }
     }
+    if (oomkit_slots_restore(call) < 0 || oomkit_pristine_restore(call) < 0) {
+        return -1;
+    }
     refused = oomkit_tx_params_moved(call, &param);
     if (refused != 0) { /* said at the end: everything else goes back all the same */
         refused =
@@ -311,6 +322,26 @@ oomkit_tx_groups_moved(oomkit_call *call, PyObject *optimizer)
     return -1;
 }
 
+/* A parameter that was replaced in its module. 0, or -1 with SplitError. */
+static int
+tx_slots_changed(oomkit_call *call)
+{
+    PyObject *key = NULL; /* borrowed */
+    int changed = oomkit_slots_changed(call, &key);
+
+    if (changed > 0) {
+        call->raised = 1;
+        oomkit_raise(call->st->SplitError,
+                     "auto_batch cannot split this step: the parameter %R of a module "
+                     "was replaced in micro-batch %lld of %lld; do it outside the "
+                     "decorated step",
+                     key, (long long)(call->slice_index + 1),
+                     (long long)call->slice_count);
+        return -1;
+    }
+    return changed;
+}
+
 static int
 tx_schedulers_moved(oomkit_call *call)
 {
@@ -346,9 +377,9 @@ oomkit_tx_micro_end(oomkit_call *call)
     int state = oomkit_tx_params_moved(call, &which);
 
     if (state == 0) {
-        state = params_rewritten(call, &which);
+        state = oomkit_tx_params_rewritten(call, &which);
     }
-    if (state == 0 && tx_schedulers_moved(call) < 0) {
+    if (state == 0 && (tx_slots_changed(call) < 0 || tx_schedulers_moved(call) < 0)) {
         return -1;
     }
     if (state == 0) {
@@ -379,8 +410,12 @@ oomkit_tx_end_attempt(oomkit_call *call)
     oomkit_buffers_release(call);
     oomkit_rng_release(call);
     oomkit_optimizers_release(call);
+    oomkit_effects_abandon(call);
+    oomkit_pristine_release(call);
     Py_CLEAR(call->plain_leaves);
     Py_CLEAR(call->groups_after);
+    Py_CLEAR(call->scales);
+    call->metric_count = 0;
     Py_CLEAR(call->epochs);
     Py_CLEAR(call->scaler_marks);
     Py_CLEAR(call->copied_owners);
@@ -403,6 +438,10 @@ oomkit_tx_end(oomkit_call *call)
     oomkit_owners_release(call);
     PyMem_Free(call->param_versions);
     PyMem_Free(call->param_samples);
+    PyMem_Free(call->metrics);
+    oomkit_slots_release(call);
+    Py_CLEAR(call->refusal_name);
+    call->metrics = NULL;
     call->param_versions = NULL;
     call->param_samples = NULL;
 }

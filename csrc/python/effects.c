@@ -1,0 +1,177 @@
+/* What a step changes besides gradients, parameters and buffers: everything of it runs
+ * once per micro-batch. Looked at by Python code of the package (`watch_effects`), once
+ * per site: around the first micro-batch of its first split call. */
+#include "call.h"
+#include "errors.h"
+#include "step.h"
+
+/* The call's arguments as (tuple, dict). 0 or -1; both are owned. */
+static int
+effects_arguments(const oomkit_call *call, PyObject **positional, PyObject **named)
+{
+    Py_ssize_t i, n = PyVectorcall_NARGS(call->nargsf);
+
+    *named = PyDict_New();
+    *positional = *named ? PyTuple_New(n) : NULL;
+    if (*positional == NULL) {
+        Py_CLEAR(*named);
+        return -1;
+    }
+    for (i = 0; i < n; i++) {
+        PyTuple_SET_ITEM(*positional, i, Py_NewRef(call->args[i]));
+    }
+    for (i = 0; call->kwnames != NULL && i < PyTuple_GET_SIZE(call->kwnames); i++) {
+        if (PyDict_SetItem(*named, PyTuple_GET_ITEM(call->kwnames, i),
+                           call->args[n + i]) < 0) {
+            Py_CLEAR(*positional);
+            Py_CLEAR(*named);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* The modules among the participants (weak references), their parameters, and the
+ * user's own objects. New reference (a tuple of lists) or NULL. */
+static PyObject *
+effects_participants(const oomkit_call *call)
+{
+    const oomkit_participants *parts = call->parts;
+    PyObject *params = PyList_New(0), *users = PyList_New(0); /* owned */
+    PyObject *result = NULL;                                  /* owned */
+    Py_ssize_t i;
+
+    for (i = 0; params != NULL && users != NULL && i < parts->param_count; i++) {
+        if (PyList_Append(params, parts->params[i]) < 0) {
+            goto done;
+        }
+    }
+    for (i = 0; params != NULL && users != NULL && i < parts->owner_count; i++) {
+        if (parts->owners[i].kind == OOMKIT_OWNER_USER &&
+            PyList_Append(users, parts->owners[i].ref) < 0) {
+            goto done;
+        }
+    }
+    if (params != NULL && users != NULL) {
+        result = PyTuple_Pack(3, parts->roots == NULL ? Py_None : parts->roots, params,
+                              users);
+    }
+done:
+    Py_XDECREF(params);
+    Py_XDECREF(users);
+    return result;
+}
+
+/* Before the first micro-batch of an attempt. 0 or -1. */
+int
+oomkit_effects_begin(oomkit_call *call)
+{
+    PyObject *positional = NULL, *named = NULL, *parts = NULL; /* owned */
+
+    if (call->step->effects_said || call->st->watch_effects == NULL) {
+        return 0;
+    }
+    if (effects_arguments(call, &positional, &named) == 0) {
+        parts = effects_participants(call);
+    }
+    if (parts != NULL) {
+        oomkit_effects_abandon(call);
+        call->effects = PyObject_CallFunctionObjArgs(
+            call->st->watch_effects, call->func, positional, named, parts, NULL);
+        if (call->effects == Py_None) {
+            Py_CLEAR(call->effects);
+        }
+    }
+    Py_XDECREF(positional);
+    Py_XDECREF(named);
+    Py_XDECREF(parts);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* The answer (refusal, warning): 0, or -1 with SplitError or a warning made an error.
+ */
+static int
+effects_say(oomkit_call *call, PyObject *answer)
+{
+    PyObject *refusal, *warning; /* borrowed from answer */
+    oomkit_state *st = call->st;
+
+    if (!PyTuple_Check(answer) || PyTuple_GET_SIZE(answer) != 2) {
+        return 0;
+    }
+    refusal = PyTuple_GET_ITEM(answer, 0);
+    warning = PyTuple_GET_ITEM(answer, 1);
+    if (refusal != Py_None) {
+        call->raised = 1;
+        oomkit_raise(st->SplitError,
+                     "auto_batch cannot split this step: %U was changed in micro-batch "
+                     "%lld of %lld by the step itself, outside the forward of a "
+                     "module; move the line into the module's forward (and call the "
+                     "module, not its forward), or guard it with `if "
+                     "oomkit.current().is_last:`",
+                     refusal, (long long)(call->slice_index + 1),
+                     (long long)call->slice_count);
+        return -1;
+    }
+    if (warning == Py_None) {
+        return 0;
+    }
+    return PyErr_WarnFormat(
+        st->OomkitWarning, 1,
+        "oomkit: the batch of %U is split, and everything in it runs once per "
+        "micro-batch: %U; guard what must happen once per batch with `if "
+        "oomkit.current().is_last:` (said once)",
+        call->options->label, warning);
+}
+
+/* After the first micro-batch. 0 or -1. */
+int
+oomkit_effects_end(oomkit_call *call)
+{
+    PyObject *effects = call->effects; /* owned */
+    PyObject *answer;                  /* owned */
+    int result;
+
+    oomkit_pristine_release(call);
+    if (effects == NULL) {
+        return 0;
+    }
+    call->effects = NULL;
+    oomkit_exempt_enter(call->st);
+    answer = PyObject_CallOneArg(effects, call->course_waived ? Py_True : Py_False);
+    oomkit_exempt_leave(call->st);
+    Py_DECREF(effects);
+    if (answer == NULL) {
+        return -1;
+    }
+    call->step->effects_said = 1;
+    result = effects_say(call, answer);
+    Py_DECREF(answer);
+    return result;
+}
+
+/* The micro-batch did not end: what was put into modules is taken out. Keeps the
+ * exception in flight. */
+void
+oomkit_effects_abandon(oomkit_call *call)
+{
+    PyObject *effects = call->effects; /* owned */
+    PyObject *exception = NULL, *done; /* owned; the first given back */
+
+    if (effects == NULL) {
+        return;
+    }
+    call->effects = NULL;
+    if (PyErr_Occurred()) {
+        exception = oomkit_exception_take();
+    }
+    done = PyObject_CallMethod(effects, "abandon", NULL);
+    if (done == NULL) {
+        PyErr_WriteUnraisable(effects);
+    }
+    Py_XDECREF(done);
+    Py_DECREF(effects);
+    if (exception != NULL) {
+        oomkit_exception_give(exception);
+    }
+}

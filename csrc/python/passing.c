@@ -1,0 +1,85 @@
+/* Errors that are not ours to recover from: they pass, with their own traceback and a
+ * note of what the reader should know. */
+#include "call.h"
+#include "step.h"
+
+static int
+pass_add_note(PyObject *exception, PyObject *note)
+{
+    PyObject *done; /* owned */
+    if (note == NULL) {
+        return -1;
+    }
+    done = PyObject_CallMethod(exception, "add_note", "O", note);
+    Py_DECREF(note);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* What the reader of somebody else's error (or of our refusal) should know. 0 or -1. */
+static int
+pass_note(oomkit_call *call, PyObject *exception)
+{
+    const oomkit_slice *slice;
+    int result = 0;
+
+    if (call->slices == NULL ||
+        !PyObject_TypeCheck(exception, (PyTypeObject *)PyExc_Exception)) {
+        return 0;
+    }
+    slice =
+        &call->slices[call->slice_index < call->slice_count ? call->slice_index : 0];
+    if (oomkit_tx_committed(call) == 1) {
+        result = pass_add_note(
+            exception, PyUnicode_FromString("oomkit: the update of this batch had been "
+                                            "applied: it stands, do not repeat it"));
+    }
+    if (result == 0 && call->grads.aside != NULL) {
+        result = pass_add_note(
+            exception, PyUnicode_FromString(
+                           "oomkit: some gradients that were there before the step "
+                           "hold this batch's contribution: call zero_grad()"));
+    }
+    if (result == 0 && call->split && !call->raised) {
+        result = pass_add_note(
+            exception,
+            PyUnicode_FromFormat(
+                "oomkit: raised in micro-batch %lld of %lld (%lld rows) after %u "
+                "out-of-memory errors; if the step cannot work on that size, see "
+                "min_micro_batch= and multiple_of= of auto_batch",
+                (long long)(call->slice_index + 1), (long long)call->slice_count,
+                (long long)slice->length, (unsigned)call->ooms));
+    }
+    return result;
+}
+
+int
+oomkit_recover_pass(oomkit_call *call, PyObject *exception)
+{
+    PyObject *message = NULL;                       /* owned */
+    int interrupted = PyObject_TypeCheck(exception, /* and the step begins anew */
+                                         (PyTypeObject *)PyExc_KeyboardInterrupt);
+
+    call->outcome = 2;
+    if ((call->split || call->ooms > 0 || interrupted) &&
+        oomkit_tx_committed(call) == 0) {
+        int mode = oomkit_grad_mode_off(call->st);
+        if (mode < 0 || oomkit_tx_restore(call, &message) < 0) {
+            /* The step's own error is the one to see. */
+            PyErr_WriteUnraisable(call->func);
+        }
+        if (mode >= 0 && oomkit_grad_mode_set(call->st, mode) < 0) {
+            PyErr_WriteUnraisable(call->func);
+        }
+    }
+    if (pass_note(call, exception) < 0 ||
+        (message != NULL &&
+         pass_add_note(exception, PyUnicode_FromFormat(
+                                      "oomkit: not everything could be taken back: %U",
+                                      message)) < 0)) {
+        PyErr_WriteUnraisable(call->func);
+    }
+    Py_XDECREF(message);
+    oomkit_exception_give(exception);
+    return -1;
+}
