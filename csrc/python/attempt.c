@@ -226,7 +226,7 @@ attempt_micro(oomkit_call *call, PyObject **vector, PyObject **whole)
         return -1;
     }
     call->is_last = call->slice_index == call->slice_count - 1;
-    call->backwards = call->cleared = 0;
+    call->backwards = 0;
     if (oomkit_batch_build(call->st, call->options, &call->batch, slice->start,
                            slice->length, vector) < 0) {
         return -1;
@@ -235,6 +235,7 @@ attempt_micro(oomkit_call *call, PyObject **vector, PyObject **whole)
     result = PyObject_Vectorcall(call->func, vector, (size_t)call->batch.positional,
                                  call->kwnames);
     call->running = 0;
+    oomkit_forward_release(call);
     /* Slices of the batch go before anything else: they may be copies. */
     vector_clear(vector, call->batch.total);
     if (result == NULL) {

@@ -83,25 +83,30 @@ static int
 backward_after_update(oomkit_call *call)
 {
     const oomkit_course *course = &call->course[call->slice_index > 0];
-    int changed;
-    int stepped = course->count > 0 && course->count <= OOMKIT_COURSE &&
-                  course->events[course->count - 1].target != NULL;
+    const oomkit_event *last = course->count > 0 && course->count <= OOMKIT_COURSE
+                                   ? &course->events[course->count - 1]
+                                   : NULL;
+    int stepped = last != NULL && last->target != NULL, changed;
 
     if (call->backwards == 0) {
         return 0;
     }
     changed = call->is_last ? oomkit_grads_changed_since(call) : 0;
-    if (changed < 0 || (!call->cleared && !stepped && !changed)) {
+    if (changed < 0 || (call->cleared == NULL && !stepped && !changed)) {
         return changed < 0;
     }
     call->raised = 1;
-    oomkit_raise(
-        call->st->SplitError,
-        "auto_batch cannot split this step: %s between two backward() calls; make "
-        "two decorated steps of it",
-        call->cleared ? "zero_grad() is called"
-        : stepped     ? "an update is made"
-                      : "gradients are cleared or changed");
+    oomkit_raise(call->st->SplitError,
+                 "auto_batch cannot split this step: %s%s%V between two backward() "
+                 "calls; make two decorated steps of it",
+                 call->cleared != NULL ? "zero_grad() is called"
+                 : stepped             ? "an update is made"
+                                       : "gradients are cleared or changed",
+                 call->cleared != NULL || stepped ? " at " : "",
+                 call->cleared != NULL ? call->cleared
+                 : stepped             ? last->where
+                                       : NULL,
+                 "");
     return 1;
 }
 
@@ -110,7 +115,8 @@ static int
 backward_begin(oomkit_call *call, PyObject *roots)
 {
     call->training = 1;
-    if (call->split && backward_after_update(call)) {
+    if (call->split &&
+        (backward_after_update(call) || oomkit_grads_refuse_unexpected(call) < 0)) {
         return -1;
     }
     if (call->split && call->slice_index == 0 && !call->grads.marked &&
@@ -155,12 +161,15 @@ static PyObject *
 backward_engine(backward_object *self, oomkit_state *st, PyObject *const *args,
                 size_t nargsf, PyObject *kwnames)
 {
+    oomkit_call *call = oomkit_call_current();
     PyObject *result; /* owned */
     int phase = oomkit_phase_set(st, OOMKIT_PHASE_BACKWARD);
+    void *outer = oomkit_nested_enter(call); /* borrowed */
 
     backward_nesting++;
     result = PyObject_Vectorcall(self->original, args, nargsf, kwnames);
     backward_nesting--;
+    oomkit_nested_leave(call, outer);
     oomkit_phase_set(st, phase);
     return result;
 }
@@ -225,6 +234,10 @@ backward_call(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwna
 
     if (call == NULL || backward_nesting > 0 ||
         !backward_accumulates(st, args, nargsf, kwnames)) {
+        if (backward_accumulates(st, args, nargsf, kwnames) &&
+            oomkit_nested_refuse(st, call) < 0) {
+            return NULL;
+        }
         result = backward_engine(self, st, args, nargsf, kwnames);
         if (result == NULL && call != NULL && backward_nesting == 0) {
             call->queued = 1; /* its unexecuted graph must be drained */
@@ -343,7 +356,10 @@ oomkit_backward_install(oomkit_state *st)
     }
     self->vectorcall = backward_call;
     self->original = Py_NewRef(st->run_backward);
+    /* Where it is defined too, for code that takes it from there. */
     if (PyObject_SetAttr(st->autograd_module, st->str_engine_run_backward,
+                         (PyObject *)self) < 0 ||
+        PyObject_SetAttr(st->graph_module, st->str_engine_run_backward,
                          (PyObject *)self) < 0) {
         Py_DECREF(self);
         return -1;

@@ -20,8 +20,9 @@ typedef struct oomkit_grads {
     PyObject **copies;       /* owned host copies of the gradients at entry, or NULL */
     PyObject **parked;       /* owned gradients of finished micro-batches, or NULL */
     PyObject **aside; /* owned gradients that hold the whole contribution, or NULL */
-    uint8_t *present; /* split: had a gradient when the micro-batch began */
-    int marked;       /* marks are taken in this attempt */
+    oomkit_grad_mark *began;  /* split: marks when the micro-batch began, or NULL */
+    uint32_t *began_versions; /* the same without a bridge: version + 1, 0 for none */
+    int marked;               /* marks are taken in this attempt */
     int is_parked;
     int at_entry; /* some parameter had a gradient when the marks were taken */
 } oomkit_grads;
@@ -139,7 +140,12 @@ typedef struct oomkit_call {
     PyObject *groups_after; /* owned: list of (optimizer, values after micro-batch 1) */
     PyObject *plain_leaves; /* owned: weak references to leaves of a failed graph */
     int split_intercepted;  /* what only a split call intercepts is in place */
-    int cleared;            /* zero_grad() ran after a backward of this micro-batch */
+    PyObject *cleared;      /* owned: where zero_grad() ran after a backward of this
+                               micro-batch, or NULL */
+    PyObject
+        *forward_hook; /* owned: handle of torch's hook while a forward is refused */
+    PyObject *updated; /* owned: set of addresses of parameters whose update was due */
+    PyObject *updated_where; /* owned: the line of the first update */
     int intercept_depth;
     int step_failed;    /* an optimizer's step ran out of memory and was not finished */
     int stranger_steps; /* steps of unknown optimizers that have begun and not ended */
@@ -189,15 +195,27 @@ oomkit_grads_settle(oomkit_call *call);
 void
 oomkit_grads_abandon(oomkit_call *call);
 int
-oomkit_grads_begin_micro(oomkit_call *call);
-int
-oomkit_grads_unexpected(oomkit_call *call, Py_ssize_t *which);
-int
 oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which);
 void
 oomkit_grads_end_attempt(oomkit_call *call);
 void
 oomkit_grads_release(oomkit_call *call);
+
+/* escaped.c: gradients that no backward of ours explains */
+int
+oomkit_grads_begin_micro(oomkit_call *call);
+void
+oomkit_grads_end_micro(oomkit_call *call);
+int
+oomkit_grads_refuse_unexpected(oomkit_call *call);
+
+/* nested.c: backwards inside backwards */
+int
+oomkit_nested_refuse(oomkit_state *st, oomkit_call *call);
+void *
+oomkit_nested_enter(const oomkit_call *call);
+void
+oomkit_nested_leave(const oomkit_call *call, void *outer);
 
 /* buffers.c */
 int
@@ -290,6 +308,17 @@ int
 oomkit_course_finish(oomkit_call *call);
 void
 oomkit_course_clear(oomkit_course *course);
+PyObject *
+oomkit_course_where(void);
+
+/* forward.c: after an update that was held back, a forward of what it updates. */
+int
+oomkit_forward_watch(oomkit_call *call, PyObject *target, oomkit_owner_kind kind,
+                     PyObject *first);
+int
+oomkit_forward_begins(PyObject *module);
+void
+oomkit_forward_release(oomkit_call *call);
 
 /* owners.c: schedulers, scalers and the user's own objects */
 int

@@ -276,53 +276,6 @@ oomkit_grads_changed_since(oomkit_call *call)
     return moved != 0;
 }
 
-/* At the start of a micro-batch of a split call: which parameters have a gradient. */
-int
-oomkit_grads_begin_micro(oomkit_call *call)
-{
-    oomkit_grads *g = &call->grads;
-    Py_ssize_t i, n = call->parts->param_count;
-
-    if (g->present == NULL && (g->present = PyMem_Calloc((size_t)n + 1, 1)) == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (i = 0; i < n; i++) {
-        PyObject *gradient = grads_get(call, i); /* owned */
-        if (gradient == NULL) {
-            return -1;
-        }
-        g->present[i] = gradient != Py_None;
-        Py_DECREF(gradient);
-    }
-    return 0;
-}
-
-/* At the end of a micro-batch: a gradient where there should be none, because they are
- * parked or because no backward ran. 1 and *which, 0, or -1. */
-int
-oomkit_grads_unexpected(oomkit_call *call, Py_ssize_t *which)
-{
-    oomkit_grads *g = &call->grads;
-    Py_ssize_t i;
-
-    if (!g->is_parked && call->backwards > 0) {
-        return 0;
-    }
-    for (i = 0; i < call->parts->param_count; i++) {
-        PyObject *gradient = grads_get(call, i); /* owned */
-        if (gradient == NULL) {
-            return -1;
-        }
-        Py_DECREF(gradient);
-        if (gradient != Py_None && (g->is_parked || (g->present && !g->present[i]))) {
-            *which = i;
-            return 1;
-        }
-    }
-    return 0;
-}
-
 /* Forgets the marks of an attempt; copies and gradients set aside outlive it. */
 void
 oomkit_grads_end_attempt(oomkit_call *call)
@@ -337,6 +290,7 @@ oomkit_grads_end_attempt(oomkit_call *call)
         PyMem_Free(g->after);
         g->after = NULL;
     }
+    oomkit_grads_end_micro(call);
     g->marked = 0;
     grads_array_free(call, &g->held);
     PyMem_Free(g->held_versions);
@@ -351,8 +305,6 @@ oomkit_grads_release(oomkit_call *call)
     oomkit_grads_end_attempt(call);
     PyMem_Free(g->marks);
     g->marks = NULL;
-    PyMem_Free(g->present);
-    g->present = NULL;
     grads_array_free(call, &g->copies);
     grads_array_free(call, &g->parked);
     grads_array_free(call, &g->aside);

@@ -24,4 +24,11 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
 int
 oomkit_interceptor_clear(PyObject *op);
 
+/* hold.c */
+int
+oomkit_interceptor_has_closure(PyObject *const *args, size_t nargsf, PyObject *kwnames);
+int
+oomkit_interceptor_hold(interceptor_object *self, PyObject *const *args, size_t nargsf,
+                        PyObject *kwnames);
+
 #endif

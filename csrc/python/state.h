@@ -136,6 +136,8 @@
     X(clear_autocast_cache, "torch", "clear_autocast_cache", 1)                        \
     X(autograd_module, "torch", "autograd", 1)                                         \
     X(run_backward, "torch.autograd", "_engine_run_backward", 1)                       \
+    X(graph_module, "torch.autograd", "graph", 1)                                      \
+    X(graph_task_id, "torch._C", "_current_graph_task_id", 0)                          \
     X(accelerator_get_stats, "torch._C", "_accelerator_getDeviceStats", 0)             \
     X(accelerator_reset_peak, "torch._C", "_accelerator_resetPeakStats", 0)            \
     X(accelerator_empty_cache, "torch._C", "_accelerator_emptyCache", 0)               \
@@ -148,6 +150,8 @@
       "register_module_module_registration_hook", 1)                                   \
     X(buffer_hook, "torch.nn.modules.module",                                          \
       "register_module_buffer_registration_hook", 1)                                   \
+    X(forward_pre_hook, "torch.nn.modules.module", "register_module_forward_pre_hook", \
+      1)                                                                               \
     X(step_pre_hook, "torch.optim.optimizer", "register_optimizer_step_pre_hook", 1)   \
     X(step_post_hook, "torch.optim.optimizer", "register_optimizer_step_post_hook", 1) \
     X(deepcopy, "copy", "deepcopy", 1)                                                 \
