@@ -226,7 +226,7 @@ attempt_micro(oomkit_call *call, PyObject **vector, PyObject **whole)
         return -1;
     }
     call->is_last = call->slice_index == call->slice_count - 1;
-    call->backwards = 0;
+    call->backwards = call->syncs = 0;
     if (oomkit_batch_build(call->st, call->options, &call->batch, slice->start,
                            slice->length, vector) < 0) {
         return -1;

@@ -140,6 +140,8 @@ typedef struct oomkit_call {
     PyObject *groups_after; /* owned: list of (optimizer, values after micro-batch 1) */
     PyObject *plain_leaves; /* owned: weak references to leaves of a failed graph */
     int split_intercepted;  /* what only a split call intercepts is in place */
+    int syncs;             /* accelerator.accumulate() entered in this micro-batch */
+    int late_accelerators; /* one was found after it may have counted this batch */
     PyObject *cleared;      /* owned: where zero_grad() ran after a backward of this
                                micro-batch, or NULL */
     PyObject
@@ -310,6 +312,14 @@ void
 oomkit_course_clear(oomkit_course *course);
 PyObject *
 oomkit_course_where(void);
+
+/* accelerate.c */
+int
+oomkit_accelerate_split(oomkit_call *call);
+PyObject *
+oomkit_accelerator_save(PyObject *accelerator);
+int
+oomkit_accelerator_restore(PyObject *accelerator, PyObject *saved);
 
 /* forward.c: after an update that was held back, a forward of what it updates. */
 int

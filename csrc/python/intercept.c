@@ -315,6 +315,12 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
     if (call == NULL || call != oomkit_call_current()) {
         return interceptor_original(self, args, nargsf, kwnames);
     }
+    if (self->kind == OOMKIT_OWNER_ACCELERATOR) {
+        int counts = call->split ? oomkit_accelerator_counts(self) : 1;
+        return counts < 0    ? NULL
+               : counts == 0 ? Py_NewRef(Py_None)
+                             : interceptor_original(self, args, nargsf, kwnames);
+    }
     if (call->split && call->intercept_depth == 0) {
         int held = oomkit_interceptor_hold(self, args, nargsf, kwnames);
         if (held != 0) {

@@ -24,6 +24,15 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
 int
 oomkit_interceptor_clear(PyObject *op);
 
+/* install.c: puts an interceptor into an instance's dictionary. 0 or -1. */
+int
+oomkit_intercept_one(oomkit_call *call, PyObject *target, oomkit_owner_kind kind,
+                     PyObject *name);
+
+/* accelerate.c */
+int
+oomkit_accelerator_counts(interceptor_object *self);
+
 /* hold.c */
 int
 oomkit_interceptor_has_closure(PyObject *const *args, size_t nargsf, PyObject *kwnames);

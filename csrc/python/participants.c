@@ -429,9 +429,10 @@ oomkit_participants_add_hidden(oomkit_participants *parts, PyObject *object,
 }
 
 int
-oomkit_participants_add_user(oomkit_participants *parts, PyObject *object)
+oomkit_participants_add_owner(oomkit_participants *parts, PyObject *object,
+                              oomkit_owner_kind kind)
 {
-    return parts_add_owner(parts, object, OOMKIT_OWNER_USER) < 0 ? -1 : 0;
+    return parts_add_owner(parts, object, kind) < 0 ? -1 : 0;
 }
 
 void

@@ -12,7 +12,8 @@ typedef enum {
     OOMKIT_OWNER_SCALER,
     OOMKIT_OWNER_AVERAGED,
     OOMKIT_OWNER_GENERATOR,
-    OOMKIT_OWNER_USER /* state_dict/load_state_dict or save/restore */
+    OOMKIT_OWNER_USER,       /* state_dict/load_state_dict or save/restore */
+    OOMKIT_OWNER_ACCELERATOR /* accelerate's: its count of batches */
 } oomkit_owner_kind;
 
 /* Where a participant was found, so that a call can see whether it is still the one. */
@@ -77,6 +78,7 @@ typedef struct oomkit_participants {
     PyObject **copies;    /* owned tensors or NULL */
     oomkit_image *images; /* bytes of small CPU buffers, which need no tensor */
     Py_ssize_t moving_count;
+    int looked_for_accelerators; /* the same for accelerate's Accelerator */
     int looked_for_hidden; /* schedulers out of the search's sight were looked for */
     int norm_said;         /* the BatchNorm warning was given */
 } oomkit_participants;
@@ -125,8 +127,14 @@ int
 oomkit_participants_add_hidden(oomkit_participants *parts, PyObject *object,
                                oomkit_owner_kind kind);
 
-/* An object of the user's own, given by participants=. 0 or -1. */
+/* An object that leads to no parameters: the user's own, given by participants=, or one
+ * of accelerate's. 0 or -1. */
 int
-oomkit_participants_add_user(oomkit_participants *parts, PyObject *object);
+oomkit_participants_add_owner(oomkit_participants *parts, PyObject *object,
+                              oomkit_owner_kind kind);
+
+/* accelerate.c: which kind of participant an object of accelerate's is, or -1. */
+int
+oomkit_accelerate_kind(PyObject *object);
 
 #endif

@@ -85,6 +85,8 @@
     X(str_engine_run_backward, "_engine_run_backward")                                 \
     X(str_accumulate_grad, "accumulate_grad")                                          \
     X(str_in_init_group, "._init_group")                                               \
+    X(str_do_sync, "_do_sync")                                                         \
+    X(str_accumulate, "accumulate")                                                    \
     X(str_random, "random")                                                            \
     X(str_numpy, "numpy")                                                              \
     X(str_add, "add")
