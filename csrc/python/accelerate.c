@@ -1,7 +1,7 @@
-/* Hugging Face's Accelerator inside a step. Its accumulate() counts batches on entry and
- * decides from the count whether the optimizer steps: while the batch is split it must
- * count once, not once per micro-batch, and a roll-back must take the count back. Known
- * by name, so that nothing is imported. */
+/* Hugging Face's Accelerator inside a step. Its accumulate() counts batches on entry
+ * and decides from the count whether the optimizer steps: while the batch is split it
+ * must count once, not once per micro-batch, and a roll-back must take the count back.
+ * Known by name, so that nothing is imported. */
 #include "errors.h"
 #include "interceptor.h"
 
@@ -34,7 +34,7 @@ accelerate_is(PyObject *object, const char *name)
 int
 oomkit_accelerate_kind(PyObject *object)
 {
-    return accelerate_is(object, "Accelerator")            ? (int)OOMKIT_OWNER_ACCELERATOR
+    return accelerate_is(object, "Accelerator") ? (int)OOMKIT_OWNER_ACCELERATOR
            : accelerate_is(object, "AcceleratedScheduler") ? (int)OOMKIT_OWNER_SCHEDULER
                                                            : -1;
 }
@@ -84,10 +84,11 @@ oomkit_accelerator_counts(interceptor_object *self)
         return call->slice_index == 0;
     }
     call->raised = 1;
-    oomkit_raise(call->st->SplitError,
-                 "auto_batch cannot split this step: accelerator.accumulate() is entered "
-                 "inside it, and %s",
-                 what);
+    oomkit_raise(
+        call->st->SplitError,
+        "auto_batch cannot split this step: accelerator.accumulate() is entered "
+        "inside it, and %s",
+        what);
     return -1;
 }
 
@@ -98,10 +99,9 @@ accelerate_intercept(oomkit_call *call, PyObject *accelerator)
     oomkit_state *st = call->st;
     PyObject *type = (PyObject *)Py_TYPE(accelerator); /* borrowed */
 
-    return oomkit_intercept_one(call, accelerator, OOMKIT_OWNER_ACCELERATOR,
-                                PyObject_HasAttr(type, st->str_do_sync)
-                                    ? st->str_do_sync
-                                    : st->str_accumulate);
+    return oomkit_intercept_one(
+        call, accelerator, OOMKIT_OWNER_ACCELERATOR,
+        PyObject_HasAttr(type, st->str_do_sync) ? st->str_do_sync : st->str_accumulate);
 }
 
 /* Accelerators that the search did not find, looked for through the collector once per

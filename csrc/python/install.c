@@ -273,7 +273,7 @@ intercept_zero_grad(oomkit_call *call)
     for (i = 0; i < count; i++) {
         if (call->interceptions[i].kind == OOMKIT_OWNER_OPTIMIZER &&
             oomkit_intercept_one(call, call->interceptions[i].target, OOMKIT_OWNER_USER,
-                          call->st->str_zero_grad) < 0) {
+                                 call->st->str_zero_grad) < 0) {
             return -1;
         }
     }
@@ -282,8 +282,8 @@ intercept_zero_grad(oomkit_call *call)
         int result = 0;
         if (root != NULL &&
             PyObject_TypeCheck(root, (PyTypeObject *)call->st->Module)) {
-            result =
-                oomkit_intercept_one(call, root, OOMKIT_OWNER_USER, call->st->str_zero_grad);
+            result = oomkit_intercept_one(call, root, OOMKIT_OWNER_USER,
+                                          call->st->str_zero_grad);
         }
         Py_XDECREF(root);
         if (result < 0) {

@@ -243,12 +243,16 @@ recover_roll_back_exempt(oomkit_call *call)
 static int
 recover_roll_back(oomkit_call *call)
 {
+    PyObject *guard; /* owned */
     int result;
 
+    if (oomkit_inference_begin(call->st, 0, &guard) < 0) {
+        return -1;
+    }
     oomkit_exempt_enter(call->st);
     result = recover_roll_back_exempt(call);
     oomkit_exempt_leave(call->st);
-    return result;
+    return oomkit_inference_end(guard, result);
 }
 
 static int

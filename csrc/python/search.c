@@ -132,8 +132,8 @@ search_value(search *s, PyObject *value, int depth)
         return 0; /* known already: its insides were walked */
     }
     kind = oomkit_accelerate_kind(value);
-    if (kind >= 0 && oomkit_participants_add_owner(s->parts, value,
-                                                   (oomkit_owner_kind)kind) < 0) {
+    if (kind >= 0 &&
+        oomkit_participants_add_owner(s->parts, value, (oomkit_owner_kind)kind) < 0) {
         return -1;
     }
     return depth > 0 ? search_attributes(s, value, depth) : 0;
@@ -378,9 +378,9 @@ search_explicit(search *s)
         kind = oomkit_accelerate_kind(object);
         result = search_is_known_kind(s->st, object)
                      ? oomkit_participants_add(s->st, s->parts, object, 2)
-                     : oomkit_participants_add_owner(s->parts, object,
-                                                     kind < 0 ? OOMKIT_OWNER_USER
-                                                              : (oomkit_owner_kind)kind);
+                     : oomkit_participants_add_owner(
+                           s->parts, object,
+                           kind < 0 ? OOMKIT_OWNER_USER : (oomkit_owner_kind)kind);
         Py_DECREF(object);
         if (result < 0) {
             return -1;

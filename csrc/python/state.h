@@ -134,6 +134,7 @@
     X(is_grad_enabled, "torch", "is_grad_enabled", 1)                                  \
     X(set_grad_enabled, "torch._C", "_set_grad_enabled", 1)                            \
     X(is_inference_mode, "torch", "is_inference_mode_enabled", 1)                      \
+    X(inference_guard, "torch._C", "_InferenceMode", 0)                                \
     X(is_autocast_enabled, "torch", "is_autocast_enabled", 1)                          \
     X(clear_autocast_cache, "torch", "clear_autocast_cache", 1)                        \
     X(autograd_module, "torch", "autograd", 1)                                         \
