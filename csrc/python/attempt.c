@@ -192,6 +192,9 @@ attempt_micro_end(oomkit_call *call, PyObject *result)
     if (call->split && oomkit_course_finish(call) < 0) {
         return -1;
     }
+    if (call->step_leaves != NULL && oomkit_strangers_check(call, result) < 0) {
+        return -1;
+    }
     if (!call->is_last && oomkit_tx_micro_end(call) < 0) {
         return -1;
     }
@@ -238,7 +241,8 @@ attempt_micro(oomkit_call *call, PyObject **vector, PyObject **whole)
     oomkit_forward_release(call);
     /* Slices of the batch go before anything else: they may be copies. */
     vector_clear(vector, call->batch.total);
-    if (result == NULL) {
+    if (result == NULL || call->restart) {
+        Py_XDECREF(result); /* the step caught what was to end it */
         return -1;
     }
     status = attempt_micro_end(call, result);

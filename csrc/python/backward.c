@@ -119,8 +119,8 @@ backward_begin(oomkit_call *call, PyObject *roots)
         (backward_after_update(call) || oomkit_grads_refuse_unexpected(call) < 0)) {
         return -1;
     }
-    if (call->split && call->slice_index == 0 && !call->grads.marked &&
-        oomkit_strangers_refuse(call, roots) < 0) {
+    if (call->split && call->slice_index == 0 &&
+        oomkit_strangers_meet(call, roots) < 0) {
         return -1;
     }
     if (oomkit_grads_mark(call) < 0) {

@@ -138,6 +138,11 @@ typedef struct oomkit_call {
     int interception_count, interception_room;
     PyObject *epochs;       /* owned: list of (scheduler, last_epoch) while split */
     PyObject *groups_after; /* owned: list of (optimizer, values after micro-batch 1) */
+    PyObject *strangers;    /* owned: weak references to leaves that are to take part */
+    PyObject *step_leaves;  /* owned: list of (weak reference, had a gradient) */
+    int restart;            /* this attempt is given up to take them in */
+    int restarts;           /* done in this call */
+    int may_hold;           /* a backward over the whole batch ran before the replay */
     PyObject *plain_leaves; /* owned: weak references to leaves of a failed graph */
     int split_intercepted;  /* what only a split call intercepts is in place */
     int syncs;              /* accelerator.accumulate() entered in this micro-batch */
@@ -200,6 +205,8 @@ int
 oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which);
 void
 oomkit_grads_end_attempt(oomkit_call *call);
+int
+oomkit_grads_grow(oomkit_call *call, Py_ssize_t old);
 void
 oomkit_grads_release(oomkit_call *call);
 
@@ -268,6 +275,8 @@ void
 oomkit_intercept_remove(oomkit_call *call);
 int
 oomkit_intercept_split(oomkit_call *call);
+int
+oomkit_intercept_zero_grad(oomkit_call *call, Py_ssize_t r);
 
 /* backward.c */
 int
@@ -286,17 +295,34 @@ oomkit_refusal(oomkit_call *call, const char **why);
 
 /* strangers.c */
 int
-oomkit_strangers_in_graph(oomkit_call *call, PyObject *roots, PyObject **found);
-int
 oomkit_strangers_alive(oomkit_call *call);
 int
-oomkit_strangers_refuse(oomkit_call *call, PyObject *roots);
+oomkit_strangers_meet(oomkit_call *call, PyObject *roots);
 void
 oomkit_strangers_note(oomkit_call *call, PyObject *roots);
 int
 oomkit_strangers_optimizer_begins(PyObject *optimizer);
 void
 oomkit_strangers_optimizer_ends(void);
+
+/* adopt.c: 1 something was taken in, 0 nothing, -1 with an exception. */
+int
+oomkit_strangers_adopt(oomkit_call *call, PyObject *leaf);
+
+/* restart.c */
+#define OOMKIT_RESTARTS 4 /* of one call: each one has taken something in */
+int
+oomkit_strangers_restart(oomkit_call *call);
+int
+oomkit_strangers_check(oomkit_call *call, PyObject *result);
+
+/* notes.c. 0 or -1. */
+int
+oomkit_note_error(oomkit_call *call, PyObject *exception);
+
+/* recover.c: everything back as at entry. 0, or -1 with an exception. */
+int
+oomkit_roll_back(oomkit_call *call);
 
 /* attempt.c: nothing but results came out of this attempt so far, so that finished
  * parts of an evaluation may be kept. */

@@ -48,7 +48,7 @@ engine_participants(oomkit_call *call)
     }
     call->parts = step->parts;
     call->parts->refs++;
-    return 0;
+    return call->parts->adopted == NULL ? 0 : oomkit_participants_hold(call->parts);
 }
 
 static void

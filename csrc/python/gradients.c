@@ -297,6 +297,42 @@ oomkit_grads_end_attempt(oomkit_call *call)
     g->held_versions = NULL;
 }
 
+static int
+grads_array_grow(oomkit_call *call, PyObject ***array, Py_ssize_t old)
+{
+    PyObject **grown; /* owned, then by the call */
+
+    if (*array == NULL) {
+        return 0;
+    }
+    grown = grads_array(call);
+    if (grown == NULL) {
+        while (old-- > 0) { /* of the old size, nothing could ever look at it again */
+            Py_CLEAR((*array)[old]);
+        }
+        PyMem_Free(*array);
+        *array = NULL;
+        return -1;
+    }
+    memcpy(grown, *array, (size_t)old * sizeof(*grown)); /* the references move */
+    PyMem_Free(*array);
+    *array = grown;
+    return 0;
+}
+
+/* Between attempts: there are more parameters than `old`. 0 or -1. */
+int
+oomkit_grads_grow(oomkit_call *call, Py_ssize_t old)
+{
+    oomkit_grads *g = &call->grads;
+
+    PyMem_Free(g->marks);
+    g->marks = NULL;
+    return grads_array_grow(call, &g->copies, old) |
+           grads_array_grow(call, &g->parked, old) |
+           grads_array_grow(call, &g->aside, old);
+}
+
 void
 oomkit_grads_release(oomkit_call *call)
 {

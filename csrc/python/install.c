@@ -262,12 +262,12 @@ intercept_hidden(oomkit_call *call)
     return result < 0 ? -1 : 0;
 }
 
-/* zero_grad() of optimizers and modules, to see one between two backwards. */
-static int
-intercept_zero_grad(oomkit_call *call)
+/* zero_grad() of optimizers and modules, to see one between two backwards; of the roots
+ * from number `r` on. */
+int
+oomkit_intercept_zero_grad(oomkit_call *call, Py_ssize_t r)
 {
-    int i, count = call->interception_count;
-    Py_ssize_t r;
+    int i, count = r > 0 ? 0 : call->interception_count;
     PyObject *roots = call->parts->roots; /* borrowed */
 
     for (i = 0; i < count; i++) {
@@ -277,7 +277,7 @@ intercept_zero_grad(oomkit_call *call)
             return -1;
         }
     }
-    for (r = 0; roots != NULL && r < PyList_GET_SIZE(roots); r++) {
+    for (; roots != NULL && r < PyList_GET_SIZE(roots); r++) {
         PyObject *root = oomkit_reference_get(PyList_GET_ITEM(roots, r)); /* owned */
         int result = 0;
         if (root != NULL &&
@@ -302,7 +302,7 @@ oomkit_intercept_split(oomkit_call *call)
     }
     call->split_intercepted = 1;
     return intercept_hidden(call) < 0 || oomkit_accelerate_split(call) < 0 ||
-                   intercept_zero_grad(call) < 0
+                   oomkit_intercept_zero_grad(call, 0) < 0
                ? -1
                : 0;
 }

@@ -441,11 +441,15 @@ oomkit_participants_release(oomkit_participants *parts)
     Py_ssize_t i;
 
     if (parts == NULL || --parts->refs > 0) {
-        if (parts != NULL && parts->refs == 1 && parts->dead) {
-            parts_drop_tensors(parts);
+        if (parts != NULL && parts->refs == 1) {
+            oomkit_participants_let_go(parts);
+            if (parts->dead) {
+                parts_drop_tensors(parts);
+            }
         }
         return;
     }
+    Py_CLEAR(parts->adopted);
     if (parts->watch != NULL) {
         parts->watch->parts = NULL; /* callbacks that live on find nothing */
     }

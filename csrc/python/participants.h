@@ -60,6 +60,10 @@ typedef struct oomkit_participants {
     Py_ssize_t source_count, source_room;
     PyObject **params; /* owned tensors, each once */
     Py_ssize_t param_count, param_room;
+    Py_ssize_t adopted_count; /* the last ones, held for a call only */
+    PyObject *adopted;        /* owned: list of weak references to leaves that nothing
+                                 known leads to, or NULL */
+    int leaves_die; /* unknown leaves of this step were made in it, and died with it */
     oomkit_buffered *buffered;
     Py_ssize_t buffered_count, buffered_room;
     oomkit_owner *owners;
@@ -132,6 +136,12 @@ oomkit_participants_add_hidden(oomkit_participants *parts, PyObject *object,
 int
 oomkit_participants_add_owner(oomkit_participants *parts, PyObject *object,
                               oomkit_owner_kind kind);
+
+/* adopt.c: adopted leaves are among the parameters from the first to the second. */
+int
+oomkit_participants_hold(oomkit_participants *parts);
+void
+oomkit_participants_let_go(oomkit_participants *parts);
 
 /* accelerate.c: which kind of participant an object of accelerate's is, or -1. */
 int

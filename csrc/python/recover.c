@@ -240,8 +240,8 @@ recover_roll_back_exempt(oomkit_call *call)
 
 /* The same, with every allocation of it outside the budget: what is put back was there
  * before. */
-static int
-recover_roll_back(oomkit_call *call)
+int
+oomkit_roll_back(oomkit_call *call)
 {
     PyObject *guard; /* owned */
     int result;
@@ -253,56 +253,6 @@ recover_roll_back(oomkit_call *call)
     result = recover_roll_back_exempt(call);
     oomkit_exempt_leave(call->st);
     return oomkit_inference_end(guard, result);
-}
-
-static int
-recover_add_note(PyObject *exception, PyObject *note)
-{
-    PyObject *done; /* owned */
-    if (note == NULL) {
-        return -1;
-    }
-    done = PyObject_CallMethod(exception, "add_note", "O", note);
-    Py_DECREF(note);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
-}
-
-/* What the reader of somebody else's error (or of our refusal) should know. 0 or -1. */
-static int
-recover_note_error(oomkit_call *call, PyObject *exception)
-{
-    const oomkit_slice *slice;
-    int result = 0;
-
-    if (call->slices == NULL ||
-        !PyObject_TypeCheck(exception, (PyTypeObject *)PyExc_Exception)) {
-        return 0;
-    }
-    slice =
-        &call->slices[call->slice_index < call->slice_count ? call->slice_index : 0];
-    if (oomkit_tx_committed(call) == 1) {
-        result = recover_add_note(
-            exception, PyUnicode_FromString("oomkit: the update of this batch had been "
-                                            "applied: it stands, do not repeat it"));
-    }
-    if (result == 0 && call->grads.aside != NULL) {
-        result = recover_add_note(
-            exception, PyUnicode_FromString(
-                           "oomkit: some gradients that were there before the step "
-                           "hold this batch's contribution: call zero_grad()"));
-    }
-    if (result == 0 && call->split && !call->raised) {
-        result = recover_add_note(
-            exception,
-            PyUnicode_FromFormat(
-                "oomkit: raised in micro-batch %lld of %lld (%lld rows) after %u "
-                "out-of-memory errors; if the step cannot work on that size, see "
-                "min_micro_batch= and multiple_of= of auto_batch",
-                (long long)(call->slice_index + 1), (long long)call->slice_count,
-                (long long)slice->length, (unsigned)call->ooms));
-    }
-    return result;
 }
 
 /* An error that is not ours to recover from. While the call is split the attempt is
@@ -324,7 +274,7 @@ recover_pass(oomkit_call *call, PyObject *exception)
             PyErr_WriteUnraisable(call->func);
         }
     }
-    if (recover_note_error(call, exception) < 0) {
+    if (oomkit_note_error(call, exception) < 0) {
         PyErr_WriteUnraisable(call->func);
     }
     Py_XDECREF(message);
@@ -385,7 +335,7 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception,
                        call->options->label)
                  : PyUnicode_FromFormat("%U ran out of memory and is not retried: %s",
                                         call->options->label, call->refusal);
-    if (!committed && recover_roll_back(call) < 0) {
+    if (!committed && oomkit_roll_back(call) < 0) {
         Py_XDECREF(reason);
         return -1;
     }
@@ -409,7 +359,7 @@ recover_stranger(oomkit_call *call)
                              "participants=..., and clear its .grad before going on",
                              call->options->label);
 
-    if (recover_roll_back(call) == 0 && reason != NULL) {
+    if (oomkit_roll_back(call) == 0 && reason != NULL) {
         oomkit_give_up(call, reason, 0);
     }
     Py_XDECREF(reason);
@@ -451,8 +401,9 @@ recover_from_failure(oomkit_call *call)
     result =
         oomkit_join_truncate(&call->join, keep ? (Py_ssize_t)call->slice_index : 0);
     if (result == 0) {
-        result = recover_roll_back(call);
+        result = oomkit_roll_back(call);
     }
+    call->may_hold |= call->training && !call->split;
     oomkit_tx_end_attempt(call);
     if (result < 0 || recover_reclaim(call) < 0 || recover_find_batch(call) < 0) {
         return -1;
@@ -489,9 +440,15 @@ oomkit_recover(oomkit_call *call, int failed)
             oomkit_phase_set(call->st, OOMKIT_PHASE_FORWARD);
         }
         result = oomkit_attempt_run(call);
-        if (result != NULL) {
+        failed = result == NULL;
+        if (call->restart) {
+            Py_CLEAR(result);
+            failed = oomkit_strangers_restart(call);
+            if (failed < 0) {
+                return NULL;
+            }
+        } else if (result != NULL) {
             return result;
         }
-        failed = 1;
     }
 }

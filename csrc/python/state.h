@@ -146,6 +146,7 @@
     X(accelerator_empty_cache, "torch._C", "_accelerator_emptyCache", 0)               \
     X(cuda_module, "torch", "cuda", 1)                                                 \
     X(gc_get_objects, "gc", "get_objects", 1)                                          \
+    X(gc_get_referrers, "gc", "get_referrers", 1)                                      \
     X(gc_collect, "gc", "collect", 1)                                                  \
     X(parameter_hook, "torch.nn.modules.module",                                       \
       "register_module_parameter_registration_hook", 1)                                \

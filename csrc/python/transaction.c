@@ -376,6 +376,7 @@ oomkit_tx_end_attempt(oomkit_call *call)
     oomkit_rng_release(call);
     oomkit_optimizers_release(call);
     Py_CLEAR(call->plain_leaves);
+    Py_CLEAR(call->step_leaves);
     Py_CLEAR(call->groups_after);
     Py_CLEAR(call->epochs);
     Py_CLEAR(call->scaler_marks);
@@ -395,6 +396,7 @@ oomkit_tx_end(oomkit_call *call)
     oomkit_tx_end_attempt(call);
     oomkit_grads_release(call);
     oomkit_owners_release(call);
+    Py_CLEAR(call->strangers);
     PyMem_Free(call->param_versions);
     PyMem_Free(call->param_samples);
     call->param_versions = NULL;
