@@ -201,6 +201,9 @@ attempt_micro_end(oomkit_call *call, PyObject *result)
     if (!call->split) {
         return 0;
     }
+    if (call->training && oomkit_buffers_say_moving(call) < 0) {
+        return -1;
+    }
     return oomkit_join_add(call->st, &call->join, result, slice->length,
                            call->weights[call->slice_index]);
 }

@@ -143,6 +143,7 @@ typedef struct oomkit_call {
     int restart;            /* this attempt is given up to take them in */
     int restarts;           /* done in this call */
     int may_hold;           /* a backward over the whole batch ran before the replay */
+    uint64_t *moving_marks; /* of buffers after the first micro-batch, or NULL */
     PyObject *plain_leaves; /* owned: weak references to leaves of a failed graph */
     int split_intercepted;  /* what only a split call intercepts is in place */
     int syncs;              /* accelerator.accumulate() entered in this micro-batch */
@@ -239,6 +240,10 @@ void
 oomkit_buffers_release(oomkit_call *call);
 int
 oomkit_buffers_say_norm(oomkit_call *call);
+
+/* moving.c */
+int
+oomkit_buffers_say_moving(oomkit_call *call);
 
 /* rng.c */
 int

@@ -85,6 +85,7 @@ typedef struct oomkit_participants {
     int looked_for_accelerators; /* the same for accelerate's Accelerator */
     int looked_for_hidden; /* schedulers out of the search's sight were looked for */
     int norm_said;         /* the BatchNorm warning was given */
+    int moving_said;       /* the one about other buffers too */
 } oomkit_participants;
 
 /* Finds the participants of a function for these arguments. New reference (release with

@@ -377,6 +377,8 @@ oomkit_tx_end_attempt(oomkit_call *call)
     oomkit_optimizers_release(call);
     Py_CLEAR(call->plain_leaves);
     Py_CLEAR(call->step_leaves);
+    PyMem_Free(call->moving_marks);
+    call->moving_marks = NULL;
     Py_CLEAR(call->groups_after);
     Py_CLEAR(call->epochs);
     Py_CLEAR(call->scaler_marks);
