@@ -73,7 +73,7 @@ oomkit_accelerator_counts(interceptor_object *self)
     oomkit_call *call = self->call;
     const char *what = NULL;
 
-    if (self->name != call->st->str_do_sync || call->late_accelerators) {
+    if (self->name != call->st->str_do_sync) {
         what = "its count of batches cannot be taken back; pass "
                "participants=[accelerator] to auto_batch, or enter accumulate() around "
                "the decorated step";
@@ -92,16 +92,17 @@ oomkit_accelerator_counts(interceptor_object *self)
     return -1;
 }
 
-/* Puts the interceptor of one accelerator in place. 0 or -1. */
+/* Puts the interceptor of one accelerator in place: accumulate() itself where it is to
+ * be refused. 0 or -1. */
 static int
-accelerate_intercept(oomkit_call *call, PyObject *accelerator)
+accelerate_intercept(oomkit_call *call, PyObject *accelerator, int refuse)
 {
     oomkit_state *st = call->st;
     PyObject *type = (PyObject *)Py_TYPE(accelerator); /* borrowed */
 
-    return oomkit_intercept_one(
-        call, accelerator, OOMKIT_OWNER_ACCELERATOR,
-        PyObject_HasAttr(type, st->str_do_sync) ? st->str_do_sync : st->str_accumulate);
+    refuse |= !PyObject_HasAttr(type, st->str_do_sync);
+    return oomkit_intercept_one(call, accelerator, OOMKIT_OWNER_ACCELERATOR,
+                                refuse ? st->str_accumulate : st->str_do_sync);
 }
 
 /* Accelerators that the search did not find, looked for through the collector once per
@@ -136,12 +137,14 @@ accelerate_hidden(oomkit_call *call)
         if (known) {
             continue;
         }
-        call->late_accelerators = call->ooms > 0;
         result = oomkit_participants_add_hidden(call->parts, object,
                                                 OOMKIT_OWNER_ACCELERATOR);
-        if (result >= 0 && !call->late_accelerators) {
+        if (result >= 0 && call->ooms == 0) { /* it has not counted this batch yet */
             result = oomkit_pairs_add(&call->user_marks, object,
                                       oomkit_accelerator_save(object));
+        }
+        if (result >= 0) {
+            result = accelerate_intercept(call, object, call->ooms > 0);
         }
     }
     Py_DECREF(objects);
@@ -153,12 +156,12 @@ accelerate_hidden(oomkit_call *call)
 int
 oomkit_accelerate_split(oomkit_call *call)
 {
-    Py_ssize_t i;
+    Py_ssize_t i, known = call->parts->owner_count;
 
     if (accelerate_hidden(call) < 0) {
         return -1;
     }
-    for (i = 0; i < call->parts->owner_count; i++) {
+    for (i = 0; i < known; i++) {
         PyObject *accelerator; /* owned */
         int result;
         if (call->parts->owners[i].kind != OOMKIT_OWNER_ACCELERATOR) {
@@ -168,7 +171,7 @@ oomkit_accelerate_split(oomkit_call *call)
         if (accelerator == NULL) {
             continue;
         }
-        result = accelerate_intercept(call, accelerator);
+        result = accelerate_intercept(call, accelerator, 0);
         Py_DECREF(accelerator);
         if (result < 0) {
             return -1;

@@ -147,7 +147,6 @@ typedef struct oomkit_call {
     PyObject *plain_leaves; /* owned: weak references to leaves of a failed graph */
     int split_intercepted;  /* what only a split call intercepts is in place */
     int syncs;              /* accelerator.accumulate() entered in this micro-batch */
-    int late_accelerators;  /* one was found after it may have counted this batch */
     PyObject *cleared;      /* owned: where zero_grad() ran after a backward of this
                                micro-batch, or NULL */
     PyObject
