@@ -264,25 +264,6 @@ def _hidden() -> tuple[Any, MLP, torch.optim.Optimizer]:
     return registry, model, optimizer
 
 
-def test_a_model_that_was_not_found_is_refused_before_it_is_touched() -> None:
-    registry, model, _ = _hidden()
-    x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
-
-    @oomkit.auto_batch
-    def step(x: torch.Tensor, y: torch.Tensor) -> None:
-        F.cross_entropy(registry["a"]["b"]["c"]["model"](x), y).backward()
-
-    with inject_oom(nth=1):
-        with pytest.raises(oomkit.SplitError, match="pass model=... and optimizer=..."):
-            step(x, y)
-    assert all(p.grad is None for p in model.parameters())
-    with inject_oom(nth=2**60, phase="backward") as counted:
-        step(x, y)
-    with inject_oom(nth=counted.seen, phase="backward"):
-        with pytest.raises(oomkit.OutOfMemory, match="did not find has a gradient"):
-            step(x, y)
-
-
 def test_an_optimizer_that_was_not_found_is_refused_while_split() -> None:
     registry, model, _ = _hidden()
     x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))

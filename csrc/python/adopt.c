@@ -102,8 +102,8 @@ adopt_has(PyObject *module, PyObject *name, PyObject *values)
 }
 
 /* Every module that there is. New list or NULL. */
-static PyObject *
-adopt_all_modules(oomkit_state *st)
+PyObject *
+oomkit_modules_alive(oomkit_state *st)
 {
     PyObject *objects = PyObject_CallNoArgs(st->gc_get_objects); /* owned */
     PyObject *modules = objects ? PyList_New(0) : NULL;          /* owned, returned */
@@ -121,42 +121,50 @@ adopt_all_modules(oomkit_state *st)
     return modules;
 }
 
-/* The modules that have `leaf`, themselves or in a child, outermost last. New list or
- * NULL. */
-static PyObject *
-adopt_modules(oomkit_state *st, PyObject *leaf)
+/* Adds to `reached` (a set of addresses) and to `found` the module if something of it
+ * is reached. 1 it is new, 0, or -1. */
+static int
+adopt_reach(oomkit_state *st, PyObject *module, PyObject *reached, PyObject *found)
 {
-    PyObject *all = adopt_all_modules(st);        /* owned */
+    PyObject *address = PyLong_FromVoidPtr(module); /* owned */
+    int has = address == NULL ? -1 : PySet_Contains(reached, address);
+
+    if (has == 0) {
+        has = adopt_has(module, st->str_parameters, reached);
+        has = has == 0 ? adopt_has(module, st->str_modules, reached) : has;
+        if (has == 1 &&
+            (PySet_Add(reached, address) < 0 || PyList_Append(found, module) < 0)) {
+            has = -1;
+        }
+    } else if (has == 1) {
+        has = 0;
+    }
+    Py_XDECREF(address);
+    return has;
+}
+
+/* Those of `all` that have `leaf`, themselves or in a child, outermost last. New list
+ * or NULL. */
+static PyObject *
+adopt_modules(oomkit_state *st, PyObject *leaf, PyObject *all)
+{
     PyObject *reached = PySet_New(NULL);          /* owned: addresses */
     PyObject *address = PyLong_FromVoidPtr(leaf); /* owned */
     PyObject *found = PyList_New(0);              /* owned, returned */
     int result = -1, more = 1;
     Py_ssize_t i;
 
-    if (all == NULL || reached == NULL || address == NULL || found == NULL ||
-        PySet_Add(reached, address) < 0) {
-        goto done;
+    if (reached != NULL && address != NULL && found != NULL) {
+        result = PySet_Add(reached, address);
     }
-    for (result = 0; more && result == 0;) { /* one level further out each time */
+    while (more && result == 0) { /* one level further out each time */
         more = 0;
-        for (i = PyList_GET_SIZE(all); i-- > 0 && result == 0;) {
-            PyObject *module = PyList_GET_ITEM(all, i); /* borrowed */
-            int has = adopt_has(module, st->str_parameters, reached);
-            has = has == 0 ? adopt_has(module, st->str_modules, reached) : has;
-            if (has == 0) {
-                continue;
-            }
-            Py_SETREF(address, has < 0 ? NULL : PyLong_FromVoidPtr(module));
-            if (address == NULL || PySet_Add(reached, address) < 0 ||
-                PyList_Append(found, module) < 0 ||
-                PyList_SetSlice(all, i, i + 1, NULL) < 0) {
-                result = -1;
-            }
-            more = 1;
+        for (i = 0; i < PyList_GET_SIZE(all) && result == 0; i++) {
+            int has = adopt_reach(st, PyList_GET_ITEM(all, i), reached, found);
+            more |= has;
+            result = has < 0 ? -1 : 0;
         }
     }
-done:
-    Py_XDECREF(all);
     Py_XDECREF(reached);
     Py_XDECREF(address);
     if (result < 0) {
@@ -209,11 +217,11 @@ adopt_refuse(oomkit_call *call, PyObject *leaf, const char *why)
 
 /* Modules that lead to the leaf become participants. 1, 0 there is none, -1. */
 static int
-adopt_by_modules(oomkit_call *call, PyObject *leaf)
+adopt_by_modules(oomkit_call *call, PyObject *leaf, PyObject *all)
 {
     oomkit_participants *parts = call->parts;
     Py_ssize_t i, buffered = parts->buffered_count;
-    PyObject *modules = adopt_modules(call->st, leaf); /* owned */
+    PyObject *modules = adopt_modules(call->st, leaf, all); /* owned */
     int result = modules == NULL ? -1 : PyList_GET_SIZE(modules) > 0;
     const char *why;
 
@@ -251,20 +259,70 @@ adopt_by_modules(oomkit_call *call, PyObject *leaf)
     }
 }
 
-/* Makes an unknown leaf of the graph a participant, between two attempts. 1, 0 it is
- * one by now, -1 with an exception. */
+/* A participant by now? */
 int
-oomkit_strangers_adopt(oomkit_call *call, PyObject *leaf)
+oomkit_strangers_known(const oomkit_call *call, const PyObject *leaf)
+{
+    Py_ssize_t i;
+    for (i = 0; i < call->parts->param_count; i++) {
+        if (call->parts->params[i] == leaf) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* Is it, or is it in, an argument of this call? */
+static int
+adopt_is_argument(const oomkit_call *call, const PyObject *leaf)
+{
+    Py_ssize_t i;
+    int found = 0;
+
+    for (i = 0; i < call->batch.total && !found; i++) {
+        found = call->args[i] == leaf;
+    }
+    for (i = 0; i < call->batch.count && !found; i++) {
+        found = call->batch.nodes[i].object == leaf;
+    }
+    return found;
+}
+
+/* Is it kept by an object that the collector sees, other than `ours`? What only the
+ * graph of a kept loss keeps is nobody's. 1, 0 or -1. */
+int
+oomkit_strangers_kept(oomkit_call *call, PyObject *leaf, PyObject *ours)
+{
+    PyObject *referrers; /* owned */
+    Py_ssize_t i;
+    int kept = adopt_is_argument(call, leaf);
+
+    if (kept) {
+        return 1;
+    }
+    referrers = PyObject_CallOneArg(call->st->gc_get_referrers, leaf);
+    if (referrers == NULL) {
+        return -1;
+    }
+    for (i = 0; i < PyList_GET_SIZE(referrers) && !kept; i++) {
+        kept = PyList_GET_ITEM(referrers, i) != ours;
+    }
+    Py_DECREF(referrers);
+    return kept;
+}
+
+/* Makes an unknown leaf of the graph a participant, between two attempts. `all` is what
+ * oomkit_modules_alive() gave; NULL: no module has it. 1; 0 nobody is known to have it,
+ * or it is one by now; -1 with an exception. */
+int
+oomkit_strangers_adopt(oomkit_call *call, PyObject *leaf, PyObject *all)
 {
     oomkit_participants *parts = call->parts;
     PyObject *gradient, *ref; /* owned */
-    Py_ssize_t i;
     int has, result;
 
-    for (i = 0; i < parts->param_count; i++) {
-        if (parts->params[i] == leaf) {
-            return 0;
-        }
+    if (oomkit_strangers_known(call, leaf)) {
+        return 0;
     }
     gradient = PyObject_GetAttr(leaf, call->st->str_grad);
     has = gradient != Py_None;
@@ -278,9 +336,8 @@ oomkit_strangers_adopt(oomkit_call *call, PyObject *leaf)
             "has a gradient that may hold a part of this batch already: "
             "call zero_grad() before going on");
     }
-    result = adopt_by_modules(call, leaf);
-    if (result != 0) {
-        return result;
+    if (all != NULL && !adopt_is_argument(call, leaf)) {
+        return adopt_by_modules(call, leaf, all);
     }
     if (parts->adopted == NULL && (parts->adopted = PyList_New(0)) == NULL) {
         return -1;

@@ -311,7 +311,13 @@ oomkit_strangers_optimizer_ends(void);
 
 /* adopt.c: 1 something was taken in, 0 nothing, -1 with an exception. */
 int
-oomkit_strangers_adopt(oomkit_call *call, PyObject *leaf);
+oomkit_strangers_adopt(oomkit_call *call, PyObject *leaf, PyObject *all);
+int
+oomkit_strangers_known(const oomkit_call *call, const PyObject *leaf);
+int
+oomkit_strangers_kept(oomkit_call *call, PyObject *leaf, PyObject *ours);
+PyObject *
+oomkit_modules_alive(oomkit_state *st);
 
 /* restart.c */
 #define OOMKIT_RESTARTS 4 /* of one call: each one has taken something in */

@@ -47,30 +47,65 @@ restart_grow(oomkit_call *call, Py_ssize_t params, Py_ssize_t roots)
     return result;
 }
 
-/* Is it an argument, or kept by an object that the collector sees, other than `ours`?
- * What only the graph of a kept loss keeps is nobody's. 1, 0 or -1. */
+/* Takes in what a module has, and what is an argument. 1 something, 0, or -1. */
 static int
-restart_is_kept(oomkit_call *call, PyObject *leaf, PyObject *ours)
+restart_by_modules(oomkit_call *call)
 {
-    PyObject *referrers = PyObject_CallOneArg(call->st->gc_get_referrers, leaf);
-    /* owned */
+    PyObject *alive = restart_alive(call); /* owned */
+    PyObject *all = NULL;                  /* owned */
     Py_ssize_t i;
-    int kept = 0;
+    int taken = 0, result = alive == NULL ? -1 : 0;
 
-    if (referrers == NULL) {
-        return -1;
+    if (result == 0 && PyList_GET_SIZE(alive) > 0) {
+        all = oomkit_modules_alive(call->st);
+        result = all == NULL ? -1 : 0;
     }
-    for (i = 0; i < call->batch.total && !kept; i++) {
-        kept = call->args[i] == leaf;
+    for (i = 0; result >= 0 && i < PyList_GET_SIZE(alive); i++) {
+        result = oomkit_strangers_adopt(call, PyList_GET_ITEM(alive, i), all);
+        taken |= result > 0;
     }
-    for (i = 0; i < call->batch.count && !kept; i++) {
-        kept = call->batch.nodes[i].object == leaf;
+    Py_XDECREF(all);
+    Py_XDECREF(alive);
+    return result < 0 ? -1 : taken;
+}
+
+/* Takes in what else is kept, once garbage is gone. 1 something, 0, or -1. */
+static int
+restart_weakly(oomkit_call *call)
+{
+    PyObject *done = PyObject_CallNoArgs(call->st->gc_collect); /* owned */
+    PyObject *alive = done ? restart_alive(call) : NULL;        /* owned */
+    Py_ssize_t i;
+    int taken = 0, result = alive == NULL ? -1 : 0;
+
+    for (i = 0; result >= 0 && i < PyList_GET_SIZE(alive); i++) {
+        PyObject *leaf = PyList_GET_ITEM(alive, i); /* borrowed */
+        result = oomkit_strangers_known(call, leaf)
+                     ? 0
+                     : oomkit_strangers_kept(call, leaf, alive);
+        if (result > 0) {
+            result = oomkit_strangers_adopt(call, leaf, NULL);
+            taken |= result > 0;
+        }
     }
-    for (i = 0; i < PyList_GET_SIZE(referrers) && !kept; i++) {
-        kept = PyList_GET_ITEM(referrers, i) != ours;
+    Py_XDECREF(done);
+    Py_XDECREF(alive);
+    return result < 0 ? -1 : taken;
+}
+
+/* Is one of them alive and no participant? 1, 0 or -1. */
+static int
+restart_remains(oomkit_call *call)
+{
+    PyObject *alive = restart_alive(call); /* owned */
+    Py_ssize_t i;
+    int remains = 0;
+
+    for (i = 0; alive != NULL && i < PyList_GET_SIZE(alive) && !remains; i++) {
+        remains = !oomkit_strangers_known(call, PyList_GET_ITEM(alive, i));
     }
-    Py_DECREF(referrers);
-    return kept;
+    Py_XDECREF(alive);
+    return alive == NULL ? -1 : remains;
 }
 
 /* Takes in what is alive. 0 or -1. */
@@ -78,40 +113,24 @@ static int
 restart_take_in(oomkit_call *call)
 {
     oomkit_participants *parts = call->parts;
-    Py_ssize_t params = parts->param_count, roots = PyList_GET_SIZE(parts->roots), i;
+    Py_ssize_t params = parts->param_count, roots = PyList_GET_SIZE(parts->roots);
     Py_ssize_t tail = parts->adopted_count;
-    int shifted;
-    PyObject *alive = restart_alive(call); /* owned */
-    int taken = 0, result = alive == NULL ? -1 : 0;
+    int weakly = 0, taken = restart_by_modules(call), shifted;
 
-    if (alive != NULL && PyList_GET_SIZE(alive) > 0) { /* or is it garbage? */
-        PyObject *done = PyObject_CallNoArgs(call->st->gc_collect); /* owned */
-        Py_CLEAR(alive);
-        if (done == NULL) {
-            return -1;
-        }
-        Py_DECREF(done);
-        alive = restart_alive(call);
-        result = alive == NULL ? -1 : 0;
+    if (taken >= 0) {
+        weakly = restart_remains(call);
+        weakly = weakly > 0 ? restart_weakly(call) : weakly;
     }
-    for (i = 0; result >= 0 && i < PyList_GET_SIZE(alive); i++) {
-        result = restart_is_kept(call, PyList_GET_ITEM(alive, i), alive);
-        if (result > 0) {
-            result = oomkit_strangers_adopt(call, PyList_GET_ITEM(alive, i));
-            taken |= result != 0;
-        }
-    }
-    Py_XDECREF(alive);
     Py_CLEAR(call->strangers);
-    if (!taken) {
+    if (taken == 0 && weakly == 0) {
         parts->leaves_die = 1;
         call->restarts = OOMKIT_RESTARTS; /* another one would find as little */
-        return result < 0 ? -1 : 0;
+        return 0;
     }
     shifted = tail > 0 && PyList_GET_SIZE(parts->roots) > roots &&
               (call->grads.copies != NULL || call->grads.aside != NULL);
     oomkit_participants_let_go(parts);
-    if (restart_grow(call, params, roots) < 0) {
+    if (restart_grow(call, params, roots) < 0 || taken < 0 || weakly < 0) {
         return -1;
     }
     if (shifted) { /* gradients kept by number would go to others */
@@ -170,7 +189,7 @@ oomkit_strangers_check(oomkit_call *call, PyObject *result)
         PyObject *pair = PyList_GET_ITEM(leaves, i);                      /* borrowed */
         PyObject *leaf = oomkit_reference_get(PyTuple_GET_ITEM(pair, 0)); /* owned */
         int had = PyLong_AsLong(PyTuple_GET_ITEM(pair, 1)) != 0;
-        int kept = leaf == NULL ? 0 : restart_is_kept(call, leaf, result);
+        int kept = leaf == NULL ? 0 : oomkit_strangers_kept(call, leaf, result);
         if (kept > 0) {
             PyObject *name = oomkit_describe_tensor(call, leaf); /* owned */
             call->parts->leaves_die = 0;
