@@ -20,8 +20,6 @@ from oomkit.testing import inject_oom
 IGNORE = pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning")
 
 
-
-
 class World:
     """Two networks with a buffer each, their optimizers (with state), data, a generator."""
 
@@ -36,7 +34,9 @@ class World:
 
     def train(self) -> None:
         """An ordinary update, so that there are gradients, moments and statistics."""
-        (F.cross_entropy(self.net(self.x), self.y) + self.critic(self.net(self.x)).mean()).backward()
+        (
+            F.cross_entropy(self.net(self.x), self.y) + self.critic(self.net(self.x)).mean()
+        ).backward()
         self.opt.step()
         self.critic_opt.step()
 
@@ -55,7 +55,10 @@ class World:
                 [o.state_dict() for o in (self.opt, self.critic_opt)],
                 torch.get_rng_state(),
             ]
-        ) + [[sorted(vars(o)) for o in self.objects()], dict(torch_module._global_forward_pre_hooks)]
+        ) + [
+            [sorted(vars(o)) for o in self.objects()],
+            dict(torch_module._global_forward_pre_hooks),
+        ]
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -198,7 +201,9 @@ def _backward_in_a_hook(kind: str) -> Callable[[World], Step]:
             hidden = w.net[0](x)
             if kind == "tensor":
                 hidden.register_hook(auxiliary)
-            F.cross_entropy(w.net[3](w.net[2](w.net[1](hidden))) + 0 * w.critic[0].bias.sum(), y).backward()
+            F.cross_entropy(
+                w.net[3](w.net[2](w.net[1](hidden))) + 0 * w.critic[0].bias.sum(), y
+            ).backward()
             w.opt.step()
             w.critic_opt.step()
 
@@ -232,7 +237,9 @@ def _past_autograd(where: str) -> Callable[[World], Step]:
 CASES = {
     "gan": Case(_gan, "Sequential is called at .* after its update at"),
     "gan as methods": Case(_gan_as_methods, "Sequential is called at .* after its update at"),
-    "two updates": Case(_two_updates_without_modules, "an update is made at .* between two backward"),
+    "two updates": Case(
+        _two_updates_without_modules, "an update is made at .* between two backward"
+    ),
     "forward after step": Case(_forward_after("plain"), "call it after the decorated step"),
     "forward without gradient": Case(_forward_after("no_grad"), "only the last micro-batch makes"),
     "forward of a submodule": Case(_forward_after("submodule"), "Linear is called at"),

@@ -116,7 +116,9 @@ def test_a_gradient_from_before_a_failed_backward_is_refused() -> None:
     first.zero_grad()
     second.zero_grad()
     with inject_oom(nth=counted.seen, phase="backward"):
-        with pytest.raises(oomkit.SplitError, match="has a gradient that may hold a part") as caught:
+        with pytest.raises(
+            oomkit.SplitError, match="has a gradient that may hold a part"
+        ) as caught:
             step(x)
     assert "pass model=" in str(caught.value)
     assert all(p.grad is None for p in first.parameters())
