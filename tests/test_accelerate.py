@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +17,13 @@ import oomkit
 from oomkit.testing import inject_oom
 
 BATCHES = 4
+
+
+@pytest.fixture(autouse=True)
+def _no_accelerator_left() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
 
 
 class Run:

@@ -105,6 +105,34 @@ accelerate_intercept(oomkit_call *call, PyObject *accelerator, int refuse)
                                 refuse ? st->str_accumulate : st->str_do_sync);
 }
 
+/* Was an Accelerator ever made? Each one fills the state that all of them share. Where
+ * that cannot be told the answer is yes. 1, 0 or -1. */
+static int
+accelerate_in_use(void)
+{
+    PyObject *modules = PyImport_GetModuleDict(); /* borrowed */
+    PyObject *module =                            /* borrowed */
+        PyDict_GetItemString(modules, "accelerate.state");
+    PyObject *type, *shared = NULL; /* owned */
+    int result = 1;
+
+    if (PyDict_GetItemString(modules, "accelerate.accelerator") == NULL) {
+        return 0;
+    }
+    type = module ? PyObject_GetAttrString(module, "AcceleratorState") : NULL;
+    shared = type ? PyObject_GetAttrString(type, "_shared_state") : NULL;
+    if (shared != NULL) {
+        result = PyObject_IsTrue(shared);
+    } else if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        result = -1;
+    } else {
+        PyErr_Clear(); /* another version of accelerate */
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(shared);
+    return result;
+}
+
 /* Accelerators that the search did not find, looked for through the collector once per
  * list of participants. 0 or -1. */
 static int
@@ -112,12 +140,10 @@ accelerate_hidden(oomkit_call *call)
 {
     PyObject *objects; /* owned */
     Py_ssize_t i, j;
-    int result = 0;
+    int result = call->parts->looked_for_accelerators ? 0 : accelerate_in_use();
 
-    if (call->parts->looked_for_accelerators ||
-        PyDict_GetItemString(PyImport_GetModuleDict(), "accelerate.accelerator") ==
-            NULL) {
-        return 0;
+    if (result <= 0) {
+        return result;
     }
     objects = PyObject_CallNoArgs(call->st->gc_get_objects);
     if (objects == NULL) {
