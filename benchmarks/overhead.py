@@ -259,6 +259,33 @@ def whole_step(scale: float) -> list[Row]:
     return rows_of("whole step, AdamW and scheduler", calls, 5, int(300 * scale), {})
 
 
+def returned_loss(scale: float) -> list[Row]:
+    """The step returns its loss and the caller runs backward."""
+
+    def make() -> Callable[[torch.Tensor], torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64))
+
+        def step(batch: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = model(batch).square().mean()
+            return loss
+
+        return step
+
+    def run(step: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        step(batch).backward()
+
+    batch = torch.ones(16, 32)
+    calls = {
+        "bare": functools.partial(run, make()),
+        "bare once more (noise)": functools.partial(run, make()),
+        "auto_batch(rng='none')": functools.partial(run, oomkit.auto_batch(make(), rng="none")),
+        "auto_batch": functools.partial(run, oomkit.auto_batch(make())),
+    }
+    targets = {"auto_batch": "over bare <= 5"}
+    return rows_of("returned loss, caller's backward", calls, 5, int(600 * scale), targets)
+
+
 def buffers(scale: float) -> list[Row]:
     count = 20
 
@@ -358,7 +385,16 @@ def allocator(scale: float) -> list[Row]:
 
 # --- the program ----------------------------------------------------------------------
 
-SECTIONS = (plain_calls, nested_batch, backward, whole_step, buffers, guards, allocator)
+SECTIONS = (
+    plain_calls,
+    nested_batch,
+    backward,
+    whole_step,
+    returned_loss,
+    buffers,
+    guards,
+    allocator,
+)
 
 
 def figure(value: float | None) -> str:

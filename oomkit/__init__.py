@@ -24,7 +24,7 @@ except ImportError as _error:  # pragma: no cover - exercised in a subprocess wi
         "`pip install --no-build-isolation .` in oomkit's sources"
     ) from _error
 
-from . import _C
+from . import _C, _second
 from .optim import predict_update as _predict_update
 
 __version__ = "0.1.0"
@@ -55,7 +55,17 @@ def _load_bridge() -> object:
     return _bridge.api
 
 
-_C._bind(_load_bridge(), _predict_update)
+# What the engine calls that is Python; the names are those of OOMKIT_STATE_GLUE.
+_C._bind(
+    _load_bridge(),
+    {
+        "predict_update": _predict_update,
+        "split_loss": _second.split_loss,
+        "modes_then": _second.modes_then,
+        "saved_pack": _second.saved_pack,
+        "saved_unpack": _second.saved_unpack,
+    },
+)
 
 from . import testing  # noqa: E402  (needs the bound extension)
 from ._C import (  # noqa: E402

@@ -185,19 +185,6 @@ def test_manual_update_is_not_applied_twice() -> None:
             step(x, y)
 
 
-def test_loss_that_still_needs_backward_is_refused_when_split() -> None:
-    model, _, x, y = _world()
-
-    @oomkit.auto_batch
-    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(model(x), y)
-
-    step(x, y).backward()
-    with inject_oom(nth=1):
-        with pytest.raises(oomkit.SplitError, match="still needs backward"):
-            step(x, y)
-
-
 def test_closures_are_refused_when_split() -> None:
     model, _, x, y = _world()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)

@@ -1,6 +1,7 @@
 /* The slot of record number `index` has sequence 2 * index + 1 while it is written and
- * 2 * index + 2 afterwards, so one comparison tells a reader both that the record is
- * whole and that it is the one asked for.
+ * 2 * index + 2 afterwards; the upper bits count how often it has been amended. A
+ * reader that finds the same sequence before and after its copy, and in it the number
+ * that it asked for, has a whole record.
  *
  * Records are stored as atomic words. A plain copy that races with the writer would be
  * undefined even if it is thrown away afterwards; a release store and an acquire load
@@ -16,6 +17,9 @@
 #define WORDS (sizeof(oomkit_record) / sizeof(uint64_t))
 
 _Static_assert(sizeof(oomkit_record) % sizeof(uint64_t) == 0, "whole words");
+
+#define AMENDED_SHIFT 48 /* records: 2^47 steps are not reached */
+#define NUMBER_MASK (((uint64_t)1 << AMENDED_SHIFT) - 1)
 
 typedef struct ring_slot {
     _Atomic uint64_t sequence;
@@ -59,21 +63,44 @@ oomkit_ring_destroy(oomkit_ring *ring)
     free(ring);
 }
 
-void
-oomkit_ring_push(oomkit_ring *ring, const oomkit_record *record)
+static void
+slot_write(oomkit_ring *ring, uint64_t index, uint64_t amended,
+           const oomkit_record *record)
 {
-    uint64_t index = atomic_load_explicit(&ring->count, memory_order_relaxed);
     ring_slot *slot = &ring->slots[index % ring->capacity];
+    uint64_t sequence = (amended << AMENDED_SHIFT) | (2 * index + 1);
     uint64_t words[WORDS];
     size_t i;
 
     memcpy(words, record, sizeof(words));
-    atomic_store_explicit(&slot->sequence, 2 * index + 1, memory_order_relaxed);
+    atomic_store_explicit(&slot->sequence, sequence, memory_order_relaxed);
     for (i = 0; i < WORDS; i++) {
         atomic_store_explicit(&slot->words[i], words[i], memory_order_release);
     }
-    atomic_store_explicit(&slot->sequence, 2 * index + 2, memory_order_release);
+    atomic_store_explicit(&slot->sequence, sequence + 1, memory_order_release);
+}
+
+void
+oomkit_ring_push(oomkit_ring *ring, const oomkit_record *record)
+{
+    uint64_t index = atomic_load_explicit(&ring->count, memory_order_relaxed);
+
+    slot_write(ring, index, 0, record);
     atomic_store_explicit(&ring->count, index + 1, memory_order_release);
+}
+
+void
+oomkit_ring_amend(oomkit_ring *ring, uint64_t index, const oomkit_record *record)
+{
+    uint64_t count = atomic_load_explicit(&ring->count, memory_order_relaxed);
+
+    if (index < count && index + ring->capacity >= count) {
+        const ring_slot *slot = &ring->slots[index % ring->capacity];
+        uint64_t amended =
+            atomic_load_explicit(&slot->sequence, memory_order_relaxed) >>
+            AMENDED_SHIFT;
+        slot_write(ring, index, amended + 1, record);
+    }
 }
 
 uint64_t
@@ -92,22 +119,26 @@ int
 oomkit_ring_read(const oomkit_ring *ring, uint64_t index, oomkit_record *record)
 {
     const ring_slot *slot = &ring->slots[index % ring->capacity];
-    const uint64_t whole = 2 * index + 2;
-    uint64_t words[WORDS];
+    uint64_t words[WORDS], before, after;
     size_t i;
 
     if (index >= oomkit_ring_count(ring)) {
         return OOMKIT_EINVAL;
     }
-    /* The count says that it was written whole. A word of a later record brings that
-     * record's sequence with it, so the comparison behind the copy sees every overlap,
-     * and what is torn is overwritten for good: there is nothing to read again. */
-    for (i = 0; i < WORDS; i++) {
-        words[i] = atomic_load_explicit(&slot->words[i], memory_order_acquire);
-    }
-    if (atomic_load_explicit(&slot->sequence, memory_order_relaxed) != whole) {
-        return OOMKIT_EREFUSED;
-    }
+    /* The count says that it was written whole. A word of a later write brings that
+     * write's sequence with it, so the comparison behind the copy sees every overlap.
+     * What is torn by a later record is overwritten for good; what is torn by an amend
+     * is read again. */
+    do {
+        before = atomic_load_explicit(&slot->sequence, memory_order_acquire);
+        for (i = 0; i < WORDS; i++) {
+            words[i] = atomic_load_explicit(&slot->words[i], memory_order_acquire);
+        }
+        after = atomic_load_explicit(&slot->sequence, memory_order_relaxed);
+        if ((after & NUMBER_MASK) > 2 * index + 2) {
+            return OOMKIT_EREFUSED;
+        }
+    } while (before != after || (after & 1) != 0);
     memcpy(record, words, sizeof(words));
     return OOMKIT_OK;
 }

@@ -44,6 +44,11 @@ oomkit_ring_destroy(oomkit_ring *ring);
 void
 oomkit_ring_push(oomkit_ring *ring, const oomkit_record *record);
 
+/* Writes the record of that absolute index once more: what a step did after its call.
+ * Nothing when it has been overwritten or was never written. Writer only. */
+void
+oomkit_ring_amend(oomkit_ring *ring, uint64_t index, const oomkit_record *record);
+
 /* Records ever pushed. Those with index count - capacity .. count - 1 can be read. */
 uint64_t
 oomkit_ring_count(const oomkit_ring *ring);

@@ -146,47 +146,18 @@ attempt_weights(oomkit_call *call)
     return 0;
 }
 
-/* A split call whose result still needs backward cannot be finished here. */
-static int
-attempt_needs_backward(oomkit_call *call, PyObject *result)
-{
-    PyObject *loss; /* owned */
-    oomkit_tensor_facts facts;
-    int needs;
-
-    if (call->training) {
-        return 0;
-    }
-    loss = oomkit_result_loss(call->st, result);
-    if (loss == NULL) {
-        return PyErr_Occurred() ? -1 : 0;
-    }
-    needs = oomkit_tensor_facts_get(call->st, loss, 0, &facts) < 0
-                ? -1
-                : facts.requires_grad;
-    Py_DECREF(loss);
-    if (needs <= 0) {
-        return needs;
-    }
-    call->raised = 1;
-    oomkit_raise(
-        call->st->SplitError,
-        "auto_batch cannot split a step that returns a result which still needs "
-        "backward(): call backward() inside the step, or pass backward=True; for "
-        "evaluation run it under torch.no_grad()");
-    return -1;
-}
-
 /* What must hold at the end of a micro-batch. 0 or -1. */
 static int
 attempt_micro_end(oomkit_call *call, PyObject *result)
 {
     const oomkit_slice *slice = &call->slices[call->slice_index];
 
-    if (call->options->backward != NULL && oomkit_backward_run(call, result) < 0) {
-        return -1;
-    }
-    if (call->split && attempt_needs_backward(call, result) < 0) {
+    if (call->options->backward != NULL && call->replayed == NULL) {
+        if (oomkit_backward_run(call, result) < 0) {
+            return -1;
+        }
+    } else if ((call->split || call->replayed != NULL) &&
+               oomkit_returned_micro(call, result) < 0) {
         return -1;
     }
     if (call->split && oomkit_course_finish(call) < 0) {
@@ -198,7 +169,7 @@ attempt_micro_end(oomkit_call *call, PyObject *result)
     if (!call->is_last && oomkit_tx_micro_end(call) < 0) {
         return -1;
     }
-    if (!call->split) {
+    if (!call->split || call->replayed != NULL) {
         return 0;
     }
     if (call->training && oomkit_buffers_say_moving(call) < 0) {
@@ -213,7 +184,8 @@ oomkit_attempt_only_results(const oomkit_call *call)
 {
     return !call->training && call->optimizer_count == 0 &&
            call->course[0].count == 0 && call->scaler_marks == NULL &&
-           !call->committed && call->options->weight == NULL;
+           !call->committed && call->options->weight == NULL &&
+           call->returned == OOMKIT_RETURNED_NOTHING && call->replayed == NULL;
 }
 
 /* Runs one slice; *whole gets the result (owned) when it is the only one. 0 or -1. */
@@ -281,8 +253,10 @@ oomkit_attempt_run(oomkit_call *call)
         }
     }
     call->slice_index = call->slice_count - 1;
-    if (call->split) {
-        call->join.parked = call->training;
+    if (call->replayed != NULL) {
+        Py_XSETREF(result, Py_NewRef(Py_None)); /* the caller has the results already */
+    } else if (call->split) {
+        call->join.parked = call->training && call->returned == OOMKIT_RETURNED_NOTHING;
         result = oomkit_join_finish(call->st, call->options, &call->join);
     }
 done:

@@ -7,6 +7,7 @@
  * weight of the micro-batch and parks the gradients afterwards. */
 #include "call.h"
 #include "errors.h"
+#include "pending.h"
 #include "step.h"
 
 #include <structmember.h>
@@ -150,7 +151,7 @@ backward_end(oomkit_call *call)
     if (!call->split) {
         return oomkit_grads_settle(call);
     }
-    if (!call->is_last) {
+    if (!call->is_last || call->grads.stashing) {
         return oomkit_grads_park(call);
     }
     return oomkit_grads_settle(call) < 0 || oomkit_grads_note_last(call) < 0 ? -1 : 0;
@@ -181,7 +182,9 @@ backward_protected(backward_object *self, oomkit_call *call, PyObject *const *ar
 {
     Py_ssize_t i, n = PyVectorcall_NARGS(nargsf);
     Py_ssize_t total = n + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
-    double weight = call->weights != NULL ? call->weights[call->slice_index] : 1.0;
+    double weight = call->weights != NULL && !call->rowwise
+                        ? call->weights[call->slice_index]
+                        : 1.0;
     PyObject *vector[12];
     PyObject *scaled = NULL, *result; /* owned */
 
@@ -224,6 +227,37 @@ backward_protected(backward_object *self, oomkit_call *call, PyObject *const *ar
     return result;
 }
 
+/* The engine outside every protected call: it may be the second half of calls whose
+ * losses were returned. */
+static PyObject *
+backward_outside(backward_object *self, oomkit_state *st, PyObject *const *args,
+                 size_t nargsf, PyObject *kwnames)
+{
+    if (st->pendings != NULL && backward_nesting == 0) {
+        int found;
+        if (backward_accumulates(st, args, nargsf, kwnames)) {
+            if (oomkit_second_wanted(st)) {
+                return oomkit_second_run(st, (PyObject *)self, args, nargsf, kwnames);
+            }
+            found = oomkit_second_engine(st, args, nargsf, kwnames);
+        } else {
+            found = PyVectorcall_NARGS(nargsf) > 0 ? oomkit_graph_has_split(st, args[0])
+                                                   : 0;
+            if (found > 0) {
+                oomkit_raise(
+                    st->SplitError,
+                    "autograd.grad() cannot go through a loss that auto_batch computed "
+                    "in micro-batches: their graphs are gone; call it inside the "
+                    "decorated step");
+            }
+        }
+        if (found != 0) {
+            return NULL;
+        }
+    }
+    return backward_engine(self, st, args, nargsf, kwnames);
+}
+
 static PyObject *
 backward_call(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwnames)
 {
@@ -232,20 +266,48 @@ backward_call(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwna
     oomkit_call *call = oomkit_call_current();
     PyObject *result; /* owned */
 
-    if (call == NULL || backward_nesting > 0 ||
-        !backward_accumulates(st, args, nargsf, kwnames)) {
-        if (backward_accumulates(st, args, nargsf, kwnames) &&
+    if (call == NULL) {
+        if (oomkit_nested_any() && backward_accumulates(st, args, nargsf, kwnames) &&
+            oomkit_nested_refuse(st, NULL) < 0) {
+            return NULL;
+        }
+        Py_INCREF(op);
+        result = backward_outside(self, st, args, nargsf, kwnames);
+        Py_DECREF(op);
+        return result;
+    }
+    if (backward_nesting > 0 || !backward_accumulates(st, args, nargsf, kwnames)) {
+        if (oomkit_nested_any() && backward_accumulates(st, args, nargsf, kwnames) &&
             oomkit_nested_refuse(st, call) < 0) {
             return NULL;
         }
         result = backward_engine(self, st, args, nargsf, kwnames);
-        if (result == NULL && call != NULL && backward_nesting == 0) {
+        if (result == NULL && backward_nesting == 0) {
             call->queued = 1; /* its unexecuted graph must be drained */
         }
         return result;
     }
     Py_INCREF(op); /* the step may put something else in our place */
     result = backward_protected(self, call, args, nargsf, kwnames);
+    Py_DECREF(op);
+    return result;
+}
+
+/* torch.autograd.backward: only the second half of a call is protected here, because
+ * the gradient of the root is made before the engine is called. */
+static PyObject *
+backward_outer(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwnames)
+{
+    backward_object *self = backward_CAST(op);
+    oomkit_state *st = oomkit_state_of_type(Py_TYPE(op));
+    PyObject *result; /* owned */
+
+    if (st->pendings == NULL || oomkit_call_current() != NULL || backward_nesting > 0 ||
+        !oomkit_second_wanted(st)) {
+        return PyObject_Vectorcall(self->original, args, nargsf, kwnames);
+    }
+    Py_INCREF(op);
+    result = oomkit_second_run(st, self->original, args, nargsf, kwnames);
     Py_DECREF(op);
     return result;
 }
@@ -337,34 +399,44 @@ backward_watch_structure(oomkit_state *st)
     return done == NULL ? -1 : 0;
 }
 
-/* Puts our callable into torch.autograd, once. 0 or -1. */
-int
-oomkit_backward_install(oomkit_state *st)
+/* Puts a callable of ours in front of torch.autograd's `original`. 0 or -1. */
+static int
+backward_put(oomkit_state *st, PyObject *name, PyObject *original, vectorcallfunc call,
+             PyObject **kept)
 {
-    backward_object *self;
     PyTypeObject *type = (PyTypeObject *)st->backward_type;
+    backward_object *self = backward_CAST(type->tp_alloc(type, 0)); /* owned */
 
-    if (st->backward_patched) {
-        return 0;
-    }
-    if (backward_watch_structure(st) < 0) {
-        return -1;
-    }
-    self = backward_CAST(type->tp_alloc(type, 0));
     if (self == NULL) {
         return -1;
     }
-    self->vectorcall = backward_call;
-    self->original = Py_NewRef(st->run_backward);
-    /* Where it is defined too, for code that takes it from there. */
-    if (PyObject_SetAttr(st->autograd_module, st->str_engine_run_backward,
-                         (PyObject *)self) < 0 ||
-        PyObject_SetAttr(st->graph_module, st->str_engine_run_backward,
-                         (PyObject *)self) < 0) {
+    self->vectorcall = call;
+    self->original = Py_NewRef(original);
+    if (PyObject_SetAttr(st->autograd_module, name, (PyObject *)self) < 0) {
         Py_DECREF(self);
         return -1;
     }
-    Py_XSETREF(st->backward_hook, (PyObject *)self);
+    Py_XSETREF(*kept, (PyObject *)self);
+    return 0;
+}
+
+/* Puts our callables into torch.autograd, once. 0 or -1. */
+int
+oomkit_backward_install(oomkit_state *st)
+{
+    if (st->backward_patched) {
+        return 0;
+    }
+    if (backward_watch_structure(st) < 0 ||
+        backward_put(st, st->str_engine_run_backward, st->run_backward, backward_call,
+                     &st->backward_hook) < 0 ||
+        backward_put(st, st->str_backward, st->torch_backward, backward_outer,
+                     &st->outer_hook) < 0 ||
+        /* Where it is defined too, for code that takes it from there. */
+        PyObject_SetAttr(st->graph_module, st->str_engine_run_backward,
+                         st->backward_hook) < 0) {
+        return -1;
+    }
     st->backward_patched = 1;
     return 0;
 }
@@ -405,56 +477,4 @@ done:
     Py_XDECREF(root);
     Py_XDECREF(result);
     return result == NULL ? -1 : 0;
-}
-
-/* backward=True or a callable: the loss of a result is run backward inside the call. */
-int
-oomkit_backward_run(oomkit_call *call, PyObject *result)
-{
-    oomkit_state *st = call->st;
-    PyObject *how = call->options->backward;         /* borrowed from options */
-    PyObject *loss = oomkit_result_loss(st, result); /* owned */
-    oomkit_tensor_facts facts;
-    PyObject *done; /* owned */
-
-    if (loss == NULL) {
-        if (!PyErr_Occurred()) {
-            oomkit_raise(st->SplitError,
-                         "auto_batch(backward=...) expected the step to return a loss "
-                         "(a tensor, a tuple that starts with one, a mapping with "
-                         "'loss'), got %s",
-                         Py_TYPE(result)->tp_name);
-        }
-        return -1;
-    }
-    if (oomkit_tensor_facts_get(st, loss, 0, &facts) < 0) {
-        goto error;
-    }
-    if (facts.ndim != 0 && facts.bytes != 0 &&
-        PyObject_Size(loss) != 1) { /* one element is what backward() itself accepts */
-        PyObject *shape = PyObject_GetAttr(loss, st->str_shape); /* owned */
-        if (shape != NULL) {
-            oomkit_raise(
-                st->SplitError,
-                "auto_batch(backward=...) expected a scalar loss, got a tensor "
-                "of shape %S; return loss.mean() or loss.sum()",
-                shape);
-            Py_DECREF(shape);
-        }
-        goto error;
-    }
-    if (!facts.requires_grad) {
-        oomkit_raise(st->SplitError,
-                     "auto_batch(backward=...) expected a loss that requires grad, got "
-                     "one without: was it detached, or computed under no_grad()?");
-        goto error;
-    }
-    done = how == Py_True ? PyObject_CallMethodNoArgs(loss, st->str_backward)
-                          : PyObject_CallOneArg(how, loss);
-    Py_DECREF(loss);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
-error:
-    Py_DECREF(loss);
-    return -1;
 }

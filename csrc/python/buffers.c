@@ -221,6 +221,7 @@ oomkit_buffers_mark(oomkit_call *call)
     if (oomkit_inference_begin(st, 0, &guard) < 0) {
         return -1;
     }
+    parts->buffers_serial++;
     from = PyList_New(0);
     to = PyList_New(0);
     if (from == NULL || to == NULL) {
@@ -417,11 +418,9 @@ oomkit_buffers_learn(oomkit_call *call)
     }
 }
 
-/* Forgets the marks of an attempt. */
 void
-oomkit_buffers_release(oomkit_call *call)
+oomkit_buffers_free(oomkit_buffers *b)
 {
-    oomkit_buffers *b = &call->buffers;
     Py_ssize_t i, count = b->count;
 
     b->count = 0;
@@ -433,6 +432,13 @@ oomkit_buffers_release(oomkit_call *call)
     PyMem_Free(b->items);
     b->items = NULL;
     b->room = 0;
+}
+
+/* Forgets the marks of an attempt. */
+void
+oomkit_buffers_release(oomkit_call *call)
+{
+    oomkit_buffers_free(&call->buffers);
 }
 
 /* Once per site: normalisation over a micro-batch is not that over the batch. 0 or -1.

@@ -22,7 +22,13 @@ typedef struct oomkit_grads {
     PyObject **aside; /* owned gradients that hold the whole contribution, or NULL */
     oomkit_grad_mark *began;  /* split: marks when the micro-batch began, or NULL */
     uint32_t *began_versions; /* the same without a bridge: version + 1, 0 for none */
-    int marked;               /* marks are taken in this attempt */
+    PyObject *
+        *entry;   /* owned: the caller's gradients, put away while ours accumulate */
+    int stashing; /* what accumulates is for a stash: .grad stays the caller's */
+    int away;     /* entry holds them now */
+    int force_copies; /* whatever the options say */
+    int no_aside;     /* nothing may be set aside in this call */
+    int marked;       /* marks are taken in this attempt */
     int is_parked;
     int at_entry; /* some parameter had a gradient when the marks were taken */
 } oomkit_grads;
@@ -96,7 +102,16 @@ typedef struct oomkit_slice {
     int64_t start, length;
 } oomkit_slice;
 
+/* How the loss of a call that ran no backward was returned. */
+typedef enum {
+    OOMKIT_RETURNED_NOTHING = 0,
+    OOMKIT_RETURNED_WHOLE,   /* not split: the caller runs the step's own graph */
+    OOMKIT_RETURNED_STASH,   /* split, a scalar: its gradients wait in a stash */
+    OOMKIT_RETURNED_DEFERRED /* split, a row per sample: run again at the backward */
+} oomkit_returned;
+
 struct oomkit_step;
+struct oomkit_pending;
 
 typedef struct oomkit_call {
     oomkit_state *st;
@@ -125,6 +140,14 @@ typedef struct oomkit_call {
     int forced;        /* slices given by testing.force_slices */
     uint64_t signature;
     int has_signature;
+    uint64_t number; /* of the call at its site */
+
+    /* a loss that is returned */
+    oomkit_returned returned;
+    double assumed; /* gradient at the loss that the stash is computed with */
+    struct oomkit_pending *replayed; /* borrowed: the call that this one runs again */
+    PyObject *inputs;                /* borrowed: inputs= of the caller's backward */
+    int rowwise;                     /* its gradient has a row per sample: no weights */
 
     /* the attempt */
     oomkit_grads grads;
@@ -199,6 +222,10 @@ int
 oomkit_grads_unpark(oomkit_call *call);
 int
 oomkit_grads_settle(oomkit_call *call);
+int
+oomkit_grads_put_away(oomkit_call *call);
+int
+oomkit_grads_bring_back(oomkit_call *call);
 void
 oomkit_grads_abandon(oomkit_call *call);
 int
@@ -220,6 +247,8 @@ oomkit_grads_refuse_unexpected(oomkit_call *call);
 
 /* nested.c: backwards inside backwards */
 int
+oomkit_nested_any(void);
+int
 oomkit_nested_refuse(oomkit_state *st, oomkit_call *call);
 void *
 oomkit_nested_enter(const oomkit_call *call);
@@ -237,6 +266,8 @@ void
 oomkit_buffers_learn(oomkit_call *call);
 void
 oomkit_buffers_release(oomkit_call *call);
+void
+oomkit_buffers_free(oomkit_buffers *buffers);
 int
 oomkit_buffers_say_norm(oomkit_call *call);
 
@@ -251,6 +282,8 @@ int
 oomkit_rng_restore(oomkit_call *call);
 int
 oomkit_rng_moved(oomkit_call *call);
+void
+oomkit_rng_free(oomkit_rng *rng);
 void
 oomkit_rng_release(oomkit_call *call);
 
@@ -329,10 +362,6 @@ oomkit_strangers_check(oomkit_call *call, PyObject *result);
 /* notes.c. 0 or -1. */
 int
 oomkit_note_error(oomkit_call *call, PyObject *exception);
-
-/* recover.c: everything back as at entry. 0, or -1 with an exception. */
-int
-oomkit_roll_back(oomkit_call *call);
 
 /* attempt.c: nothing but results came out of this attempt so far, so that finished
  * parts of an evaluation may be kept. */
@@ -417,6 +446,14 @@ oomkit_describe_report(oomkit_call *call);
  * NULL always. */
 PyObject *
 oomkit_give_up(oomkit_call *call, PyObject *reason, int committed);
+
+/* returned.c: the loss of a micro-batch that still needs backward. 0 or -1. */
+int
+oomkit_returned_micro(oomkit_call *call, PyObject *result);
+
+/* transaction.c: a parameter that moved since entry: 1 and its index, 0, -1. */
+int
+oomkit_tx_params_moved(oomkit_call *call, Py_ssize_t *which);
 
 /* transaction.c: begin an attempt, take it back, end the call. */
 int

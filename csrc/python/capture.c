@@ -257,6 +257,19 @@ oomkit_batch_signature(const oomkit_batch *batch)
 }
 
 void
+oomkit_batch_move(oomkit_batch *to, oomkit_batch *from, PyObject *const *args)
+{
+    *to = *from;
+    if (from->nodes == from->inline_nodes) {
+        to->nodes = to->inline_nodes;
+    }
+    to->args = args;
+    from->nodes = from->inline_nodes;
+    from->count = from->room = 0;
+    from->saved = NULL;
+}
+
+void
 oomkit_batch_release(oomkit_batch *batch)
 {
     Py_ssize_t i, count = batch->count;

@@ -2,6 +2,7 @@
  * this file; everything after a failure is in recover.c. */
 #include "call.h"
 #include "errors.h"
+#include "pending.h"
 #include "step.h"
 #include "tensor.h"
 
@@ -23,12 +24,15 @@ engine_participants(oomkit_call *call)
     oomkit_step *step = call->step;
     Py_ssize_t total = call->batch.total;
 
-    if (step->parts != NULL && step->parts->refs > 1) {
+    if (step->parts != NULL && step->parts->busy > 0) {
         /* Another thread's call is at work with the site's list and the copies of
          * buffers in it: this one gets a list of its own. */
         call->parts =
             oomkit_participants_find(call->st, call->options, step->func, call->args,
                                      call->batch.positional, total);
+        if (call->parts != NULL) {
+            call->parts->busy++;
+        }
         return call->parts == NULL ? -1 : 0;
     }
     if (step->parts == NULL ||
@@ -48,6 +52,7 @@ engine_participants(oomkit_call *call)
     }
     call->parts = step->parts;
     call->parts->refs++;
+    call->parts->busy++;
     return call->parts->adopted == NULL ? 0 : oomkit_participants_hold(call->parts);
 }
 
@@ -236,7 +241,7 @@ oomkit_call_record(const oomkit_call *call, oomkit_record *record)
         largest = call->slices[i].length > largest ? call->slices[i].length : largest;
     }
     memset(record, 0, sizeof(*record));
-    record->step = call->step->calls;
+    record->step = call->number;
     record->batch_size = rows < 0 ? OOMKIT_UNKNOWN : (uint64_t)rows;
     record->micro_batch_size = largest > 0 ? (uint64_t)largest : record->batch_size;
     record->requested_bytes = call->ooms > 0 ? call->requested_bytes : OOMKIT_UNKNOWN;
@@ -258,7 +263,7 @@ oomkit_call_record(const oomkit_call *call, oomkit_record *record)
 }
 
 static void
-engine_learn(oomkit_call *call)
+engine_learn(oomkit_call *call, int needs_backward)
 {
     oomkit_step *step = call->step;
     int64_t largest = 0, i;
@@ -272,19 +277,54 @@ engine_learn(oomkit_call *call)
     for (i = 0; i < call->slice_count; i++) {
         largest = call->slices[i].length > largest ? call->slices[i].length : largest;
     }
-    if ((call->has_signature || step->seen_oom) && largest > 0) {
+    if ((call->has_signature || step->seen_oom) && largest > 0 && !needs_backward) {
         oomkit_signature_succeeded(call, largest, call->window.peak_allocated_bytes);
     }
 }
 
-/* Closes the call. Keeps the exception in flight. */
-static void
-engine_end(oomkit_call *call, int finished)
+/* Lets go of everything that a call holds. */
+void
+oomkit_call_free(oomkit_call *call)
+{
+    Py_ssize_t i;
+
+    oomkit_tx_end(call);
+    oomkit_join_clear(&call->join);
+    oomkit_batch_release(&call->batch);
+    for (i = 0; i < call->attempt_count; i++) {
+        Py_CLEAR(call->attempts[i].location);
+        Py_CLEAR(call->attempts[i].message);
+    }
+    PyMem_Free(call->attempts);
+    PyMem_Free(call->slices);
+    PyMem_Free(call->weights);
+    if (call->parts != NULL) {
+        call->parts->busy--;
+    }
+    oomkit_participants_release(call->parts);
+}
+
+/* A result that needs backward: its second half will be the caller's. 0 or -1. */
+static int
+engine_returned(oomkit_call *call, PyObject *result, int needs_backward)
+{
+    if (call->returned != OOMKIT_RETURNED_NOTHING) {
+        return oomkit_pending_attach(call, result);
+    }
+    return needs_backward ? oomkit_pending_offer(call, result) : 0;
+}
+
+/* Closes the call; `result` (borrowed) is what it returns, NULL when it raises: then it
+ * keeps the exception in flight. 0 or -1. */
+static int
+engine_end(oomkit_call *call, PyObject *result)
 {
     oomkit_record record;
+    int finished = result != NULL, status = 0;
+    int needs_backward = finished && !call->split && !call->training &&
+                         call->options->backward == NULL && result != Py_None;
     PyObject *exception =
         finished ? NULL : oomkit_exception_take(); /* owned, given back */
-    Py_ssize_t i;
 
     oomkit_intercept_remove(call);
     if (!finished) {
@@ -300,23 +340,24 @@ engine_end(oomkit_call *call, int finished)
     oomkit_call_merge_window(call);
     oomkit_call_record(call, &record);
     oomkit_ring_push(call->step->ring, &record);
+    if (needs_backward) {
+        needs_backward = oomkit_pending_wanted(call->st, result);
+        status = needs_backward < 0 ? -1 : 0;
+    }
     if (finished) {
-        engine_learn(call);
+        engine_learn(call, needs_backward);
     }
-    oomkit_tx_end(call);
-    oomkit_join_clear(&call->join);
-    oomkit_batch_release(&call->batch);
-    for (i = 0; i < call->attempt_count; i++) {
-        Py_CLEAR(call->attempts[i].location);
-        Py_CLEAR(call->attempts[i].message);
+    if (finished && status == 0) {
+        status = engine_returned(call, result, needs_backward);
     }
-    PyMem_Free(call->attempts);
-    PyMem_Free(call->slices);
-    PyMem_Free(call->weights);
-    oomkit_participants_release(call->parts);
+    if (status < 0) {
+        exception = oomkit_exception_take();
+    }
+    oomkit_call_free(call);
     if (exception != NULL) {
         oomkit_exception_give(exception);
     }
+    return status;
 }
 
 PyObject *
@@ -343,7 +384,7 @@ oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf,
     call.nargsf = nargsf;
     call.kwnames = kwnames;
     call.started_ns = call.attempt_started_ns = oomkit_now_ns();
-    step->calls++;
+    call.number = ++step->calls;
     Py_INCREF(op); /* the step may be redefined while it runs */
     split = engine_begin(&call);
     if (split >= 0) {
@@ -363,7 +404,9 @@ oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf,
         Py_DECREF(op);
         return NULL;
     }
-    engine_end(&call, result != NULL);
+    if (engine_end(&call, result) < 0) {
+        Py_CLEAR(result);
+    }
     Py_DECREF(op);
     return result;
 }

@@ -128,14 +128,63 @@ oomkit_grads_mark(oomkit_call *call)
         }
     }
     g->marked = 1;
-    if (g->at_entry && oomkit_call_wants_copies(call)) {
+    if (g->at_entry && !g->stashing && oomkit_call_wants_copies(call)) {
         return grads_copy(call);
     }
     return 0;
 }
 
+/* Puts the caller's gradients away, so that those of this call accumulate alone. The
+ * very tensors come back: nothing is copied. */
+int
+oomkit_grads_put_away(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+    Py_ssize_t i;
+
+    if (g->entry == NULL && (g->entry = grads_array(call)) == NULL) {
+        return -1;
+    }
+    g->away = 1;
+    for (i = 0; i < call->parts->param_count; i++) {
+        PyObject *gradient = grads_get(call, i); /* owned, then by entry */
+        if (gradient == NULL) {
+            return -1;
+        }
+        if (gradient == Py_None) {
+            Py_DECREF(gradient);
+            continue;
+        }
+        Py_XSETREF(g->entry[i], gradient);
+        if (grads_set(call, i, Py_None) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* The caller's gradients again; what accumulated meanwhile is dropped. */
+int
+oomkit_grads_bring_back(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+    Py_ssize_t i;
+
+    if (!g->away) {
+        return 0;
+    }
+    for (i = 0; i < call->parts->param_count; i++) {
+        if (grads_set(call, i, g->entry[i] == NULL ? Py_None : g->entry[i]) < 0) {
+            return -1;
+        }
+        Py_CLEAR(g->entry[i]);
+    }
+    g->away = 0;
+    return 0;
+}
+
 /* Moves every gradient to the stash, so that what follows in this micro-batch sees
- * none. */
+ * none; or, in a call whose loss is returned, the caller's own. */
 int
 oomkit_grads_park(oomkit_call *call)
 {
@@ -160,7 +209,7 @@ oomkit_grads_park(oomkit_call *call)
             return -1;
         }
     }
-    return 0;
+    return oomkit_grads_bring_back(call);
 }
 
 /* Puts the stash back before the next backward, so that accumulation sums. */
@@ -170,6 +219,9 @@ oomkit_grads_unpark(oomkit_call *call)
     oomkit_grads *g = &call->grads;
     Py_ssize_t i;
 
+    if (g->stashing && !g->away && oomkit_grads_put_away(call) < 0) {
+        return -1;
+    }
     if (!g->is_parked) {
         return 0;
     }
@@ -341,6 +393,10 @@ oomkit_grads_release(oomkit_call *call)
     oomkit_grads_end_attempt(call);
     PyMem_Free(g->marks);
     g->marks = NULL;
+    if (g->away && oomkit_grads_bring_back(call) < 0) {
+        PyErr_WriteUnraisable(call->func);
+    }
+    grads_array_free(call, &g->entry);
     grads_array_free(call, &g->copies);
     grads_array_free(call, &g->parked);
     grads_array_free(call, &g->aside);

@@ -81,19 +81,36 @@ PyDoc_STRVAR(
     "    oomkit.PartialUpdate: an optimizer ran out of memory half-way.\n"
     "    oomkit.SplitError: the step or the batch cannot be split exactly.\n");
 
+/* What the engine calls of the package, by name. 0, or -1 with an exception. */
+static int
+module_bind_glue(oomkit_state *st, PyObject *glue)
+{
+#define BIND_GLUE(field)                                                               \
+    {                                                                                  \
+        PyObject *value = PyDict_GetItemString(glue, #field); /* borrowed */           \
+        if (value == NULL) {                                                           \
+            PyErr_SetString(PyExc_KeyError, #field);                                   \
+            return -1;                                                                 \
+        }                                                                              \
+        Py_XSETREF(st->field, Py_NewRef(value));                                       \
+    }
+    OOMKIT_STATE_GLUE(BIND_GLUE)
+#undef BIND_GLUE
+    return 0;
+}
+
 static PyObject *
 module_bind(PyObject *module, PyObject *args)
 {
     oomkit_state *st = oomkit_state_of_module(module);
-    PyObject *capsule, *predict; /* borrowed from args */
+    PyObject *capsule, *glue; /* borrowed from args */
 
-    if (!PyArg_ParseTuple(args, "OO:_bind", &capsule, &predict)) {
+    if (!PyArg_ParseTuple(args, "OO!:_bind", &capsule, &PyDict_Type, &glue)) {
         return NULL;
     }
-    if (oomkit_state_bind(st, capsule) < 0) {
+    if (oomkit_state_bind(st, capsule) < 0 || module_bind_glue(st, glue) < 0) {
         return NULL;
     }
-    Py_XSETREF(st->predict_update, Py_NewRef(predict));
     if (st->OutOfMemory == NULL && oomkit_errors_init(st) < 0) {
         return NULL;
     }
@@ -193,7 +210,7 @@ static PyMethodDef module_methods[] = {
     {"live_steps", module_live_steps, METH_NOARGS,
      "live_steps()\n--\n\nThe decorated steps that are alive (list)."},
     {"_bind", module_bind, METH_VARARGS,
-     "_bind(bridge, predict_update)\n--\n\nConnect to torch; True with a bridge."},
+     "_bind(bridge, glue)\n--\n\nConnect to torch; True with a bridge."},
     {"_watch_backward", module_watch_backward, METH_NOARGS,
      "_watch_backward()\n--\n\nSee every backward from now on."},
     {"_structure_changed", (PyCFunction)(void (*)(void))module_structure_changed,
@@ -230,6 +247,7 @@ module_exec(PyObject *module)
         module_add_type(module, &st->step_type, &oomkit_step_spec) < 0 ||
         module_add_type(module, &st->interceptor_type, &oomkit_interceptor_spec) < 0 ||
         module_add_type(module, &st->backward_type, &oomkit_backward_spec) < 0 ||
+        module_add_type(module, &st->pending_type, &oomkit_pending_spec) < 0 ||
         module_add_type(module, &st->guard_type, &oomkit_guard_spec) < 0 ||
         module_add_type(module, &st->guarded_type, &oomkit_guarded_spec) < 0) {
         return -1;

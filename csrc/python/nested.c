@@ -36,6 +36,12 @@ oomkit_nested_leave(const oomkit_call *call, void *outer)
     }
 }
 
+int
+oomkit_nested_any(void)
+{
+    return atomic_load(&split_engines) > 0;
+}
+
 /* Is this the frame from which torch calls a custom Function's backward? */
 static int
 nested_is_function(PyFrameObject *frame)
@@ -89,9 +95,6 @@ oomkit_nested_refuse(oomkit_state *st, oomkit_call *call)
     PyObject *where;      /* owned */
     int inside, function = 0;
 
-    if (atomic_load(&split_engines) == 0) {
-        return 0;
-    }
     if (call != NULL) {
         inside = call->split && oomkit_backward_nesting() > 0;
     } else {

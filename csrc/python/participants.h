@@ -54,8 +54,10 @@ typedef struct oomkit_image {
  * optimizers that lead to them dies, so that a deleted model is freed. */
 typedef struct oomkit_participants {
     Py_ssize_t refs;
-    uint64_t generation; /* st->structure_generation when it was made */
-    int dead;            /* somebody died or changed: find anew */
+    int busy; /* calls at work with it now: copies of buffers serve one at a time */
+    uint64_t buffers_serial; /* grows when the copies of buffers are taken anew */
+    uint64_t generation;     /* st->structure_generation when it was made */
+    int dead;                /* somebody died or changed: find anew */
     oomkit_source *sources;
     Py_ssize_t source_count, source_room;
     PyObject **params; /* owned tensors, each once */

@@ -74,8 +74,8 @@ recover_keeps_parts(const oomkit_call *call)
 }
 
 /* No batch was found, or a leaf of it has moved: 0 when it can be sliced, else -1. */
-static int
-recover_find_batch(oomkit_call *call)
+int
+oomkit_recover_batch(oomkit_call *call)
 {
     oomkit_step *step = call->step;
     int found;
@@ -104,102 +104,6 @@ recover_find_batch(oomkit_call *call)
         return -1;
     }
     return 0;
-}
-
-/* Nothing smaller is allowed. NULL always, -1 for its callers. */
-static int
-recover_exhausted(oomkit_call *call, int64_t micro_batch)
-{
-    PyObject *reason; /* owned */
-
-    if (call->batch.rows < call->options->min_micro_batch) {
-        reason = PyUnicode_FromFormat(
-            "%U ran out of memory and its batch of %lld rows is smaller than "
-            "min_micro_batch=%lld",
-            call->options->label, (long long)call->batch.rows,
-            (long long)call->options->min_micro_batch);
-    } else {
-        reason = PyUnicode_FromFormat(
-            "%U ran out of memory with a micro-batch of %lld of %lld rows, the "
-            "smallest "
-            "allowed; %s",
-            call->options->label, (long long)micro_batch, (long long)call->batch.rows,
-            call->grads.aside == NULL
-                ? "the state is as if the step had not begun"
-                : "some gradients that were there before the step hold this batch's "
-                  "contribution: call zero_grad() before going on, and pass "
-                  "gradient_safety=\"copy\" to auto_batch");
-    }
-    if (reason != NULL) {
-        oomkit_give_up(call, reason, 0);
-        Py_DECREF(reason);
-    }
-    return -1;
-}
-
-/* The next plan into call->plan and its slices. 0, or -1 with oomkit.OutOfMemory. */
-static int
-recover_plan(oomkit_call *call, int keep, int64_t failed_rows, int64_t failed_count)
-{
-    oomkit_plan_observations seen;
-    oomkit_plan failed = call->plan;
-    int64_t done = keep ? call->slices[call->slice_index].start : 0;
-    int status;
-
-    oomkit_signature_failed(call, failed_rows);
-    oomkit_signature_observe(call, &seen);
-    seen.batch = call->batch.rows - done;
-    failed.batch = seen.batch;
-    failed.multiple_of = call->options->multiple_of;
-    failed.first = 0;
-    failed.accumulation = (seen.batch + failed_rows - 1) / failed_rows;
-    if (!keep && !call->forced && failed_count > failed.accumulation) {
-        failed.accumulation = failed_count;
-    }
-    status = oomkit_plan_next(&seen, &failed, &call->plan, &call->reason);
-    if (status == OOMKIT_EREFUSED) {
-        return recover_exhausted(call, failed_rows);
-    }
-    if (status != OOMKIT_OK) {
-        PyErr_SetString(PyExc_RuntimeError, "oomkit could not make a plan");
-        return -1;
-    }
-    call->slice_count = keep ? call->slice_index : 0;
-    call->slice_index = call->slice_count;
-    return oomkit_attempt_slices(call);
-}
-
-/* One line for the change of plan, then the user's hook. 0 or -1. */
-static int
-recover_say(oomkit_call *call, int64_t old_rows, int64_t old_count)
-{
-    oomkit_state *st = call->st;
-    PyObject *done; /* owned */
-    int64_t rows = oomkit_plan_micro_batch(&call->plan);
-
-    done = PyObject_CallMethod(
-        st->log, "warning", "sKLLLLs",
-        "oomkit: step=%d micro_batch=%d->%d accumulation=%d->%d reason=%s",
-        (unsigned long long)call->step->calls, (long long)old_rows, (long long)rows,
-        (long long)old_count, (long long)call->slice_count,
-        oomkit_plan_reason_name(call->reason));
-    if (done == NULL) {
-        return -1;
-    }
-    Py_DECREF(done);
-    if (call->options->on_retry != NULL) {
-        oomkit_record record;
-        PyObject *object; /* owned */
-        oomkit_call_record(call, &record);
-        object = oomkit_record_new(st, &record, call->options->label);
-        done = object ? PyObject_CallOneArg(call->options->on_retry, object) : NULL;
-        Py_XDECREF(object);
-        if (done == NULL) {
-            return -1;
-        }
-        Py_DECREF(done);
-    }
-    return call->split ? oomkit_buffers_say_norm(call) : 0;
 }
 
 /* Everything back as at entry (or at the start of the failed part). 0, or -1 with an
@@ -241,7 +145,7 @@ recover_roll_back_exempt(oomkit_call *call)
 /* The same, with every allocation of it outside the budget: what is put back was there
  * before. */
 int
-oomkit_roll_back(oomkit_call *call)
+oomkit_recover_roll_back(oomkit_call *call)
 {
     PyObject *guard; /* owned */
     int result;
@@ -335,7 +239,7 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception,
                        call->options->label)
                  : PyUnicode_FromFormat("%U ran out of memory and is not retried: %s",
                                         call->options->label, call->refusal);
-    if (!committed && oomkit_roll_back(call) < 0) {
+    if (!committed && oomkit_recover_roll_back(call) < 0) {
         Py_XDECREF(reason);
         return -1;
     }
@@ -359,7 +263,7 @@ recover_stranger(oomkit_call *call)
                              "participants=..., and clear its .grad before going on",
                              call->options->label);
 
-    if (oomkit_roll_back(call) == 0 && reason != NULL) {
+    if (oomkit_recover_roll_back(call) == 0 && reason != NULL) {
         oomkit_give_up(call, reason, 0);
     }
     Py_XDECREF(reason);
@@ -401,18 +305,18 @@ recover_from_failure(oomkit_call *call)
     result =
         oomkit_join_truncate(&call->join, keep ? (Py_ssize_t)call->slice_index : 0);
     if (result == 0) {
-        result = oomkit_roll_back(call);
+        result = oomkit_recover_roll_back(call);
     }
     call->may_hold |= call->training && !call->split;
     oomkit_tx_end_attempt(call);
-    if (result < 0 || recover_reclaim(call) < 0 || recover_find_batch(call) < 0) {
+    if (result < 0 || recover_reclaim(call) < 0 || oomkit_recover_batch(call) < 0) {
         return -1;
     }
     rows = call->slices == NULL ? call->batch.rows
                                 : call->slices[keep ? call->slice_index : 0].length;
     call->attempts[call->attempt_count - 1].micro_batch_size = rows;
-    if (recover_plan(call, keep, rows, count) < 0 ||
-        recover_say(call, rows, count) < 0) {
+    if (oomkit_replan(call, keep, rows, count) < 0 ||
+        oomkit_replan_say(call, rows, count) < 0) {
         return -1;
     }
     oomkit_device_end(st, &call->window);

@@ -2,6 +2,7 @@
  * part in it. Nothing but the forward of its first micro-batch has run. */
 #include "call.h"
 #include "errors.h"
+#include "step.h"
 
 /* Those that outlived the attempt. New list or NULL. */
 static PyObject *
@@ -165,7 +166,7 @@ oomkit_strangers_restart(oomkit_call *call)
     }
     result = oomkit_join_truncate(&call->join, 0);
     if (result == 0) {
-        result = oomkit_roll_back(call);
+        result = oomkit_recover_roll_back(call);
     }
     oomkit_tx_end_attempt(call);
     if (result < 0 || restart_take_in(call) < 0) {

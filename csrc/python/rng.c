@@ -206,8 +206,54 @@ rng_same(oomkit_state *st, PyObject *before, PyObject *now)
     return result;
 }
 
-/* Has a torch stream moved since entry? 1, 0 or -1. Streams that were not marked, and
- * those of Python and numpy, count as moved: they are too costly to compare. */
+/* numpy's state is a tuple of plain values and one array. 1 same, 0 not, -1 error. */
+static int
+rng_same_numpy(PyObject *before, PyObject *now)
+{
+    Py_ssize_t i;
+    int same = PyTuple_Check(before) && PyTuple_Check(now) &&
+               PyTuple_GET_SIZE(before) == PyTuple_GET_SIZE(now);
+
+    for (i = 0; same == 1 && i < PyTuple_GET_SIZE(before); i++) {
+        PyObject *a = PyTuple_GET_ITEM(before, i); /* borrowed */
+        PyObject *b = PyTuple_GET_ITEM(now, i);    /* borrowed */
+        PyObject *one, *two;                       /* owned */
+        if (!PyObject_HasAttrString(a, "tobytes")) {
+            same = PyObject_RichCompareBool(a, b, Py_EQ);
+            continue;
+        }
+        one = PyObject_CallMethod(a, "tobytes", NULL);
+        two = one ? PyObject_CallMethod(b, "tobytes", NULL) : NULL;
+        same = two == NULL ? -1 : PyObject_RichCompareBool(one, two, Py_EQ);
+        Py_XDECREF(one);
+        Py_XDECREF(two);
+    }
+    return same;
+}
+
+/* The streams of Python and numpy. 1 same, 0 not, -1 error. */
+static int
+rng_same_libraries(const oomkit_rng *rng)
+{
+    PyObject *now; /* owned */
+    int same = 1;
+
+    if (rng->random_state != NULL) {
+        now = rng_library_call("random", "getstate", NULL);
+        same =
+            now == NULL ? -1 : PyObject_RichCompareBool(rng->random_state, now, Py_EQ);
+        Py_XDECREF(now);
+    }
+    if (same == 1 && rng->numpy_state != NULL) {
+        now = rng_library_call("numpy.random", "get_state", NULL);
+        same = now == NULL ? -1 : rng_same_numpy(rng->numpy_state, now);
+        Py_XDECREF(now);
+    }
+    return same;
+}
+
+/* Has a stream moved since entry? 1, 0 or -1. Streams that were not marked count as
+ * moved. */
 int
 oomkit_rng_moved(oomkit_call *call)
 {
@@ -216,8 +262,7 @@ oomkit_rng_moved(oomkit_call *call)
     Py_ssize_t i;
     int same;
 
-    if (rng->cpu_state == NULL || rng->random_state != NULL ||
-        rng->numpy_state != NULL) {
+    if (rng->cpu_state == NULL) {
         return 1;
     }
     now = rng_get(call->st, call->st->default_generator, 0);
@@ -230,14 +275,23 @@ oomkit_rng_moved(oomkit_call *call)
         same = now == NULL ? -1 : rng_same(call->st, before, now);
         Py_XDECREF(now);
     }
+    if (same == 1) {
+        same = rng_same_libraries(rng);
+    }
     return same < 0 ? -1 : !same;
+}
+
+void
+oomkit_rng_free(oomkit_rng *rng)
+{
+    Py_CLEAR(rng->cpu_state);
+    Py_CLEAR(rng->others);
+    Py_CLEAR(rng->random_state);
+    Py_CLEAR(rng->numpy_state);
 }
 
 void
 oomkit_rng_release(oomkit_call *call)
 {
-    Py_CLEAR(call->rng.cpu_state);
-    Py_CLEAR(call->rng.others);
-    Py_CLEAR(call->rng.random_state);
-    Py_CLEAR(call->rng.numpy_state);
+    oomkit_rng_free(&call->rng);
 }

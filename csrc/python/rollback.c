@@ -91,9 +91,9 @@ grads_may_set_aside(oomkit_call *call, const uint8_t *states, const uint32_t *st
 {
     Py_ssize_t i;
 
-    if (call->split || !call->backward_failed || call->backwards != 0 ||
-        call->grads.aside != NULL || oomkit_buffers_moved(call) != 0 ||
-        oomkit_rng_moved(call) != 0) {
+    if (call->split || call->grads.no_aside || !call->backward_failed ||
+        call->backwards != 0 || call->grads.aside != NULL ||
+        oomkit_buffers_moved(call) != 0 || oomkit_rng_moved(call) != 0) {
         return 0;
     }
     for (i = 0; i < call->parts->param_count; i++) {
@@ -143,10 +143,17 @@ oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which)
     uint32_t *steps = NULL;
     int aside, result = -1;
 
+    if (call->grads.stashing) { /* .grad is the caller's again, the stash is void */
+        if (oomkit_grads_bring_back(call) < 0) {
+            return -1;
+        }
+        grads_array_free(call, &call->grads.parked);
+        call->grads.is_parked = 0;
+    }
     if (!call->grads.marked) {
         return 0;
     }
-    if (oomkit_grads_unpark(call) < 0) {
+    if (!call->grads.stashing && oomkit_grads_unpark(call) < 0) {
         return -1;
     }
     states = PyMem_Calloc((size_t)n + 1, sizeof(*states));

@@ -101,6 +101,9 @@ oomkit_call_wants_copies(oomkit_call *call)
 {
     const oomkit_signature *known;
 
+    if (call->grads.force_copies) {
+        return 1;
+    }
     if (call->options->gradient_safety != OOMKIT_SAFETY_AUTO) {
         return call->options->gradient_safety == OOMKIT_SAFETY_COPY;
     }

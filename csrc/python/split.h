@@ -109,6 +109,11 @@ oomkit_batch_argument(const oomkit_batch *batch, PyObject *const *vector);
 void
 oomkit_batch_release(oomkit_batch *batch);
 
+/* Moves a tree, whose inline nodes nothing may point to from outside; `from` is empty
+ * afterwards. `args` (borrowed) are the arguments where they live now. */
+void
+oomkit_batch_move(oomkit_batch *to, oomkit_batch *from, PyObject *const *args);
+
 /* --- results --- */
 
 typedef struct oomkit_join {

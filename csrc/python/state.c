@@ -26,6 +26,7 @@ oomkit_state_visit(oomkit_state *st, visitproc visit, void *arg)
     OOMKIT_STATE_TYPES(VISIT)
     OOMKIT_STATE_TORCH(VISIT_TORCH)
     OOMKIT_STATE_OTHER(VISIT)
+    OOMKIT_STATE_GLUE(VISIT)
 #undef VISIT
 #undef VISIT_TORCH
 #undef VISIT_STRING
@@ -40,6 +41,7 @@ oomkit_state_clear(oomkit_state *st)
 #define CLEAR_TORCH(field, module, name, required) Py_CLEAR(st->field);
 #define CLEAR(field) Py_CLEAR(st->field);
     OOMKIT_STATE_OTHER(CLEAR)
+    OOMKIT_STATE_GLUE(CLEAR)
     OOMKIT_STATE_TORCH(CLEAR_TORCH)
     OOMKIT_STATE_TYPES(CLEAR)
     OOMKIT_STATE_STRINGS(CLEAR_STRING)

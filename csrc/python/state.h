@@ -89,7 +89,22 @@
     X(str_accumulate, "accumulate")                                                    \
     X(str_random, "random")                                                            \
     X(str_numpy, "numpy")                                                              \
-    X(str_add, "add")
+    X(str_add, "add")                                                                  \
+    X(str_register_prehook, "register_prehook")                                        \
+    X(str_metadata, "metadata")                                                        \
+    X(str_output_nr, "output_nr")                                                      \
+    X(str_oomkit, "oomkit")                                                            \
+    X(str_gradient, "gradient")                                                        \
+    X(str_inputs, "inputs")                                                            \
+    X(str_mul_in_place, "mul_")                                                        \
+    X(str_backward_hooks, "_backward_hooks")                                           \
+    X(str_numel, "numel")                                                              \
+    X(str_reshape, "reshape")                                                          \
+    X(str_item, "item")                                                                \
+    X(str_next_functions, "next_functions")                                            \
+    X(str_close, "close")                                                              \
+    X(str_cpu_name, "cpu")                                                             \
+    X(str_cuda_name, "cuda")
 
 /* Our own types and exceptions, made by module.c: X(field). */
 #define OOMKIT_STATE_TYPES(X)                                                          \
@@ -98,6 +113,7 @@
     X(guarded_type)                                                                    \
     X(interceptor_type)                                                                \
     X(backward_type)                                                                   \
+    X(pending_type)                                                                    \
     X(current_type)                                                                    \
     X(record_type)                                                                     \
     X(report_type)                                                                     \
@@ -130,6 +146,11 @@
     X(torch_cat, "torch", "cat", 1)                                                    \
     X(torch_ones, "torch", "ones", 1)                                                  \
     X(torch_equal, "torch", "equal", 1)                                                \
+    X(get_autocast_dtype, "torch", "get_autocast_dtype", 1)                            \
+    X(float16, "torch", "float16", 1)                                                  \
+    X(function_modes, "torch._C", "_len_torch_function_stack", 0)                      \
+    X(torch_backward, "torch.autograd", "backward", 1)                                 \
+    X(GradientEdge, "torch.autograd.graph", "GradientEdge", 1)                         \
     X(foreach_copy, "torch", "_foreach_copy_", 1)                                      \
     X(is_grad_enabled, "torch", "is_grad_enabled", 1)                                  \
     X(set_grad_enabled, "torch._C", "_set_grad_enabled", 1)                            \
@@ -169,13 +190,21 @@
     X(live_steps)    /* weakref.WeakSet of the decorated steps, for reports */         \
     X(log)           /* logging.getLogger("oomkit") */                                 \
     X(forced_slices) /* tuple of slice lengths set by testing.force_slices, or NULL */ \
-    X(predict_update) /* oomkit.optim.predict_update, handed in by the package */      \
-    X(drain_leaf)     /* tiny leaf tensor for draining the autograd queue */           \
-    X(generator_get)  /* default_generator.get_state, bound */                         \
-    X(generator_set)  /* default_generator.set_state, bound */                         \
-    X(backward_hook)  /* our callable in place of torch.autograd._engine_run_backward  \
-                       */                                                              \
+    X(drain_leaf)    /* tiny leaf tensor for draining the autograd queue */            \
+    X(generator_get) /* default_generator.get_state, bound */                          \
+    X(generator_set) /* default_generator.set_state, bound */                          \
+    X(backward_hook) /* our callable in place of torch.autograd._engine_run_backward   \
+                      */                                                               \
+    X(outer_hook)    /* our callable in place of torch.autograd.backward */            \
     X(empty_tuple)
+
+/* What the package hands in at import, because it is Python: X(field). */
+#define OOMKIT_STATE_GLUE(X)                                                           \
+    X(predict_update) /* oomkit.optim: bytes that a first step needs */                \
+    X(split_loss)     /* oomkit._second: gives the loss of a split call its node */    \
+    X(modes_then)     /* oomkit._second: enters autocast as it was */                  \
+    X(saved_pack)     /* oomkit._second: packs a saved tensor into nothing */          \
+    X(saved_unpack)   /* oomkit._second: says that the graph was given back */
 
 typedef struct oomkit_state {
 #define DECLARE_STRING(field, text) PyObject *field;                  /* owned */
@@ -185,6 +214,7 @@ typedef struct oomkit_state {
     OOMKIT_STATE_TYPES(DECLARE)
     OOMKIT_STATE_TORCH(DECLARE_TORCH)
     OOMKIT_STATE_OTHER(DECLARE)
+    OOMKIT_STATE_GLUE(DECLARE)
 #undef DECLARE
 #undef DECLARE_TORCH
 #undef DECLARE_STRING
@@ -197,6 +227,8 @@ typedef struct oomkit_state {
     uint64_t run_peak_bytes; /* highest peak of any step so far (devices) */
     int bound;               /* state_bind has succeeded */
     int backward_patched;    /* our hook is installed */
+    struct oomkit_pending *pendings; /* borrowed: losses that wait for their backward */
+    int seconds; /* backwards running as the second half of a call, on any thread */
 } oomkit_state;
 
 extern struct PyModuleDef oomkit_module_def;

@@ -31,8 +31,11 @@ typedef struct oomkit_step {
     oomkit_signature signatures[OOMKIT_SIGNATURES];
     int signature_count;
     uint64_t calls;
-    int seen_oom;    /* sizes may be remembered: look the signature up at entry */
-    Py_ssize_t skip; /* leading arguments that are a method's own object */
+    PyObject
+        *last_gradient; /* owned: what last reached a returned scalar loss, or NULL */
+    double last_factor; /* the same over the scaler's scale; 0 while unknown */
+    int seen_oom;       /* sizes may be remembered: look the signature up at entry */
+    Py_ssize_t skip;    /* leading arguments that are a method's own object */
 } oomkit_step;
 
 #define step_CAST(op) ((oomkit_step *)(op))
@@ -54,7 +57,25 @@ oomkit_attempt_run(oomkit_call *call);
 int
 oomkit_attempt_slices(oomkit_call *call);
 
+/* recover.c: parts of it for a call that is run again without a failure of its own. */
+int
+oomkit_recover_roll_back(oomkit_call *call);
+int
+oomkit_recover_batch(oomkit_call *call);
+
+/* replan.c: the next plan into call->plan and its slices, after a failure of slices of
+ * `failed_rows` rows, `failed_count` of them; with `keep` the finished ones stay. 0, or
+ * -1 with oomkit.OutOfMemory. The line that says it, and the user's hook. */
+int
+oomkit_replan(oomkit_call *call, int keep, int64_t failed_rows, int64_t failed_count);
+int
+oomkit_replan_say(oomkit_call *call, int64_t old_rows, int64_t old_count);
+int
+oomkit_recover_split(oomkit_call *call);
+
 /* engine.c */
+void
+oomkit_call_free(oomkit_call *call);
 void
 oomkit_call_merge_window(oomkit_call *call);
 void

@@ -310,6 +310,7 @@ step_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(op));
     Py_VISIT(self->func);
     Py_VISIT(self->dict);
+    Py_VISIT(self->last_gradient);
     if (self->parts != NULL && self->parts->refs == 1) {
         int result = oomkit_participants_traverse(self->parts, visit, arg);
         if (result != 0) {
@@ -331,6 +332,7 @@ step_clear(PyObject *op)
     oomkit_participants_release(parts);
     oomkit_options_clear(&self->options);
     self->options.label = label;
+    Py_CLEAR(self->last_gradient);
     Py_CLEAR(self->func);
     Py_CLEAR(self->dict);
     return 0;

@@ -11,5 +11,6 @@ oomkit_auto_batch(PyObject *module, PyObject *args, PyObject *kwargs);
 extern PyType_Spec oomkit_step_spec;
 extern PyType_Spec oomkit_interceptor_spec;
 extern PyType_Spec oomkit_backward_spec;
+extern PyType_Spec oomkit_pending_spec;
 
 #endif

@@ -184,6 +184,23 @@ leaves_add(PyObject **list, PyObject *leaf, int flag)
     return result;
 }
 
+static int
+meet_refuse(oomkit_call *call, PyObject *leaf)
+{
+    PyObject *name = oomkit_describe_tensor(call, leaf); /* owned */
+
+    if (name != NULL) {
+        call->raised = 1;
+        oomkit_raise(call->st->SplitError,
+                     "auto_batch cannot split this step: %U takes part in the loss and "
+                     "was not found in the arguments, self, closure or globals of the "
+                     "step; pass model=... and optimizer=... to auto_batch",
+                     name);
+        Py_DECREF(name);
+    }
+    return -1;
+}
+
 /* Before a backward of the first micro-batch of a split call: everything that it will
  * write to must be known. Unknown leaves are noted, and the attempt is given up so that
  * those that outlive it can be taken in; where that was done already they are looked at
@@ -195,12 +212,18 @@ oomkit_strangers_meet(oomkit_call *call, PyObject *roots)
     Py_ssize_t i, n = found == NULL ? 0 : PyList_GET_SIZE(found);
     int result = found == NULL ? -1 : 0;
     int restart = !call->parts->leaves_die;
+    /* Others may have arrays of as many parameters: the returned losses of this site.
+     */
+    int alone = call->replayed == NULL && call->parts->refs <= 2;
 
-    for (i = 0; i < n && !restart; i++) {
-        restart = PyObject_TypeCheck(PyList_GET_ITEM(found, i),
-                                     (PyTypeObject *)call->st->Parameter);
+    for (i = 0; i < n && result == 0; i++) {
+        PyObject *leaf = PyList_GET_ITEM(found, i); /* borrowed */
+        if (PyObject_TypeCheck(leaf, (PyTypeObject *)call->st->Parameter)) {
+            restart = 1;
+            result = alone ? 0 : meet_refuse(call, leaf);
+        }
     }
-    restart = restart && n > 0 && call->restarts < OOMKIT_RESTARTS;
+    restart = restart && alone && n > 0 && call->restarts < OOMKIT_RESTARTS;
     for (i = 0; i < n && result == 0; i++) {
         PyObject *leaf = PyList_GET_ITEM(found, i); /* borrowed */
         if (restart) {

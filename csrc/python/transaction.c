@@ -68,8 +68,8 @@ params_versions(oomkit_call *call, uint32_t *versions)
 }
 
 /* A parameter that moved since the attempt began: 1 and its index; 0; -1. */
-static int
-params_moved(oomkit_call *call, Py_ssize_t *which)
+int
+oomkit_tx_params_moved(oomkit_call *call, Py_ssize_t *which)
 {
     Py_ssize_t i, n = call->parts->param_count;
     uint32_t *now;
@@ -191,7 +191,7 @@ tx_uncommit(oomkit_call *call)
             return -1;
         }
     }
-    moved = params_moved(call, &which);
+    moved = oomkit_tx_params_moved(call, &which);
     if (moved != 0) {
         return moved;
     }
@@ -249,7 +249,7 @@ oomkit_tx_restore(oomkit_call *call, PyObject **message)
                                           "%U: a parameter without a copy has moved");
         }
     }
-    refused = params_moved(call, &param);
+    refused = oomkit_tx_params_moved(call, &param);
     if (refused != 0) { /* said at the end: everything else goes back all the same */
         refused =
             refused < 0
@@ -338,7 +338,7 @@ oomkit_tx_micro_end(oomkit_call *call)
 {
     Py_ssize_t which = 0;
     PyObject *name; /* owned */
-    int state = params_moved(call, &which);
+    int state = oomkit_tx_params_moved(call, &which);
 
     if (state == 0) {
         state = params_rewritten(call, &which);
@@ -388,6 +388,8 @@ oomkit_tx_end_attempt(oomkit_call *call)
     oomkit_course_clear(&call->course[1]);
     call->training = call->backwards = call->backward_failed = call->queued = 0;
     call->committed = call->raised = call->course_waived = 0;
+    call->returned = OOMKIT_RETURNED_NOTHING;
+    call->grads.stashing = call->rowwise = 0;
     call->intercept_depth = call->stranger_steps = call->step_failed = 0;
 }
 

@@ -1,0 +1,405 @@
+/* Calls whose loss was returned to a caller who runs backward: made when the call ends,
+ * owned by the graph of that loss, freed with it. */
+#include "pending.h"
+#include "errors.h"
+#include "step.h"
+
+#include <structmember.h>
+
+#define SMALL_BYTES (1u << 14)
+
+/* --- the list of those that wait --- */
+
+static void
+pending_link(oomkit_pending *p)
+{
+    p->next = p->st->pendings;
+    if (p->next != NULL) {
+        p->next->previous = p;
+    }
+    p->st->pendings = p;
+}
+
+static void
+pending_unlink(oomkit_pending *p)
+{
+    if (p->previous != NULL) {
+        p->previous->next = p->next;
+    } else if (p->st != NULL && p->st->pendings == p) {
+        p->st->pendings = p->next;
+    }
+    if (p->next != NULL) {
+        p->next->previous = p->previous;
+    }
+    p->next = p->previous = NULL;
+}
+
+void
+oomkit_pending_retire(oomkit_pending *p)
+{
+    Py_ssize_t i, total = p->total;
+    PyObject **args = p->args;
+    oomkit_participants *parts = p->parts;
+    struct oomkit_step *step = p->step;
+
+    p->retired = 1;
+    pending_unlink(p);
+    oomkit_stash_free(p); /* needs parts */
+    p->parts = NULL;
+    p->step = NULL;
+    p->args = NULL;
+    p->total = 0;
+    for (i = 0; args != NULL && i < total; i++) {
+        Py_XDECREF(args[i]);
+    }
+    PyMem_Free(args);
+    Py_CLEAR(p->kwnames);
+    Py_CLEAR(p->gradient);
+    oomkit_batch_release(&p->batch);
+    oomkit_rng_free(&p->rng);
+    oomkit_rng_free(&p->after);
+    oomkit_buffers_free(&p->buffers);
+    oomkit_modes_clear(&p->modes);
+    PyMem_Free(p->buffers_after);
+    PyMem_Free(p->param_versions);
+    PyMem_Free(p->slices);
+    p->buffers_after = p->param_versions = NULL;
+    p->slices = NULL;
+    p->slice_count = 0;
+    oomkit_participants_release(parts);
+    Py_XDECREF((PyObject *)step);
+}
+
+/* --- arrival of a gradient --- */
+
+/* The hook: called by the engine with a tuple of gradients (a pre-hook of the loss's
+ * node), or by our own node with one. Answers None: nothing is changed. */
+static PyObject *
+pending_vectorcall(PyObject *op, PyObject *const *args, size_t nargsf,
+                   PyObject *Py_UNUSED(kwnames))
+{
+    oomkit_pending *p = pending_CAST(op);
+    PyObject *gradient = PyVectorcall_NARGS(nargsf) > 0 ? args[0] : Py_None;
+
+    if (PyTuple_Check(gradient)) {
+        Py_ssize_t at = PyTuple_GET_SIZE(gradient) == 1 ? 0 : p->output;
+        gradient = at < PyTuple_GET_SIZE(gradient) ? PyTuple_GET_ITEM(gradient, at)
+                                                   : Py_None; /* borrowed */
+    }
+    if (p->kind != OOMKIT_RETURNED_WHOLE && p->retired) {
+        return oomkit_raise(
+            PyExc_RuntimeError,
+            "oomkit: backward through a split loss a second time: its gradients were "
+            "handed out; call backward() once, or pass retain_graph=True the first "
+            "time");
+    }
+    if (p->kind != OOMKIT_RETURNED_WHOLE && p->second == NULL) {
+        return oomkit_raise(
+            p->st->SplitError,
+            "the gradient of a loss that auto_batch computed in micro-batches must "
+            "come from loss.backward() or torch.autograd.backward(), not from "
+            "autograd.grad() or the engine itself; pass backward=True to auto_batch");
+    }
+    if (p->second != NULL && gradient != Py_None) {
+        Py_XSETREF(p->gradient, Py_NewRef(gradient));
+        p->fired = 1;
+        oomkit_second_arrived(p);
+    }
+    Py_RETURN_NONE;
+}
+
+/* --- made when a call ends --- */
+
+/* The call's arguments; what a method is bound to is held weakly, because an object
+ * that keeps its loss (self.loss = loss) would else be kept alive by it. */
+static int
+pending_arguments(oomkit_pending *p, const oomkit_call *call)
+{
+    Py_ssize_t i, total = call->batch.total, skip = call->step->skip;
+
+    p->args = PyMem_Calloc((size_t)total + 1, sizeof(PyObject *));
+    if (p->args == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    p->total = total;
+    for (i = 0; i < total; i++) {
+        if (i < skip && i == p->weak) {
+            p->args[i] = PyWeakref_NewRef(call->args[i], NULL);
+            if (p->args[i] != NULL) {
+                p->weak++;
+                continue;
+            }
+            if (!PyErr_ExceptionMatches(PyExc_TypeError)) {
+                return -1;
+            }
+            PyErr_Clear(); /* no weak references to it: held as it is */
+        }
+        p->args[i] = Py_NewRef(call->args[i]);
+    }
+    p->nargsf = call->nargsf & ~PY_VECTORCALL_ARGUMENTS_OFFSET;
+    p->kwnames = Py_XNewRef(call->kwnames);
+    return 0;
+}
+
+/* What the streams and the buffers are now, so that a replay can tell whether somebody
+ * else has used them since. */
+static int
+pending_after(oomkit_pending *p, oomkit_call *call)
+{
+    oomkit_state *st = p->st;
+    Py_ssize_t i;
+
+    if (p->rng.cpu_state != NULL) {
+        int result = oomkit_rng_mark(call);
+        p->after = call->rng;
+        memset(&call->rng, 0, sizeof(call->rng));
+        if (result < 0) {
+            return -1;
+        }
+    }
+    if (p->buffers.count == 0) {
+        return 0;
+    }
+    p->buffers_after = PyMem_Malloc((size_t)p->buffers.count * sizeof(uint32_t));
+    if (p->buffers_after == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (i = 0; i < p->buffers.count; i++) {
+        if (oomkit_tensor_version(st, p->buffers.items[i].tensor,
+                                  &p->buffers_after[i]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static oomkit_pending *
+pending_new(oomkit_call *call, oomkit_returned kind)
+{
+    oomkit_state *st = call->st;
+    PyTypeObject *type = (PyTypeObject *)st->pending_type;
+    oomkit_pending *p = pending_CAST(type->tp_alloc(type, 0)); /* owned */
+
+    if (p == NULL) {
+        return NULL;
+    }
+    p->st = st;
+    p->vectorcall = pending_vectorcall;
+    p->kind = kind;
+    p->batch.nodes = p->batch.inline_nodes;
+    p->step = (struct oomkit_step *)Py_NewRef((PyObject *)call->step);
+    p->parts = call->parts;
+    p->parts->refs++;
+    p->device = call->device;
+    p->number = call->number;
+    p->record = oomkit_ring_count(call->step->ring) - 1; /* pushed just now */
+    p->signature = call->signature;
+    if (pending_arguments(p, call) < 0 || oomkit_modes_note(call, &p->modes) < 0) {
+        Py_DECREF(p);
+        return NULL;
+    }
+    oomkit_batch_move(&p->batch, &call->batch, p->args);
+    p->rng = call->rng;
+    memset(&call->rng, 0, sizeof(call->rng));
+    p->buffers = call->buffers;
+    memset(&call->buffers, 0, sizeof(call->buffers));
+    p->buffers_serial = p->parts->buffers_serial;
+    p->param_versions = call->param_versions;
+    call->param_versions = NULL;
+    if (pending_after(p, call) < 0) {
+        Py_DECREF(p);
+        return NULL;
+    }
+    return p;
+}
+
+/* Hangs it onto the node that made the loss, below any later in-place operation. */
+static int
+pending_hang(oomkit_pending *p, PyObject *node)
+{
+    PyObject *metadata = PyObject_GetAttr(node, p->st->str_metadata); /* owned */
+    int result = -1;
+
+    if (metadata != NULL) {
+        result = PyObject_SetItem(metadata, p->st->str_oomkit, (PyObject *)p);
+        Py_DECREF(metadata);
+    }
+    return result;
+}
+
+/* The loss of a result when it requires grad: 1 and *loss (owned), 0, or -1. */
+static int
+pending_loss(oomkit_state *st, PyObject *result, PyObject **loss, int *small)
+{
+    oomkit_tensor_facts facts;
+
+    if (result == Py_None) {
+        return 0;
+    }
+    *loss = oomkit_result_loss(st, result);
+    if (*loss == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    if (oomkit_tensor_facts_get(st, *loss, 0, &facts) < 0) {
+        Py_CLEAR(*loss);
+        return -1;
+    }
+    if (!facts.requires_grad) {
+        Py_CLEAR(*loss);
+        return 0;
+    }
+    *small = facts.bytes <= SMALL_BYTES;
+    return 1;
+}
+
+int
+oomkit_pending_wanted(oomkit_state *st, PyObject *result)
+{
+    PyObject *loss = NULL; /* owned */
+    int small, state = pending_loss(st, result, &loss, &small);
+
+    Py_XDECREF(loss);
+    return state;
+}
+
+int
+oomkit_pending_offer(oomkit_call *call, PyObject *result)
+{
+    oomkit_state *st = call->st;
+    PyObject *loss, *node, *number = NULL; /* owned */
+    oomkit_pending *p = NULL;              /* owned, then by the node */
+    int small = 0, state = pending_loss(st, result, &loss, &small);
+
+    if (state <= 0) {
+        return state;
+    }
+    state = -1;
+    node = PyObject_GetAttr(loss, st->str_grad_fn);
+    if (node == Py_None) { /* a leaf: there is no forward to run again */
+        state = 0;
+    } else if (node != NULL) {
+        number = PyObject_GetAttr(loss, st->str_output_nr);
+        p = number ? pending_new(call, OOMKIT_RETURNED_WHOLE) : NULL;
+    }
+    if (p != NULL) {
+        p->small = small;
+        p->output = PyLong_AsSsize_t(number);
+        if (!PyErr_Occurred() && pending_hang(p, node) == 0) {
+            pending_link(p);
+            state = 0;
+        }
+        Py_DECREF(p);
+    }
+    Py_XDECREF(number);
+    Py_XDECREF(node);
+    Py_DECREF(loss);
+    return state;
+}
+
+int
+oomkit_pending_attach(oomkit_call *call, PyObject *result)
+{
+    oomkit_state *st = call->st;
+    PyObject *loss, *done; /* owned */
+    oomkit_pending *p;     /* owned, then by the node */
+    oomkit_tensor_facts facts;
+
+    loss = oomkit_result_loss(st, result);
+    if (loss == NULL) {
+        if (!PyErr_Occurred()) {
+            oomkit_raise(st->SplitError,
+                         "auto_batch(join=...) must keep the loss that the step "
+                         "returned (a tensor, a tuple that starts with one, a mapping "
+                         "with 'loss'), got %s",
+                         Py_TYPE(result)->tp_name);
+        }
+        return -1;
+    }
+    p = pending_new(call, call->returned);
+    if (p == NULL) {
+        Py_DECREF(loss);
+        return -1;
+    }
+    p->small =
+        oomkit_tensor_facts_get(st, loss, 0, &facts) == 0 && facts.bytes <= SMALL_BYTES;
+    p->slices = call->slices;
+    p->slice_count = call->slice_count;
+    call->slices = NULL;
+    call->slice_count = call->slice_room = 0;
+    p->stash = call->grads.parked;
+    p->stash_count = call->parts->param_count;
+    call->grads.parked = NULL;
+    p->assumed = call->assumed;
+    done = PyObject_CallFunctionObjArgs(st->split_loss, loss, p, NULL);
+    if (done != NULL) {
+        pending_link(p);
+    }
+    Py_DECREF(p);
+    Py_DECREF(loss);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* --- the type --- */
+
+static int
+pending_traverse(PyObject *op, visitproc visit, void *arg)
+{
+    oomkit_pending *p = pending_CAST(op);
+    Py_ssize_t i;
+
+    Py_VISIT(Py_TYPE(op));
+    Py_VISIT((PyObject *)p->step);
+    for (i = 0; p->args != NULL && i < p->total; i++) {
+        Py_VISIT(p->args[i]);
+    }
+    Py_VISIT(p->gradient);
+    return 0;
+}
+
+static int
+pending_clear(PyObject *op)
+{
+    if (!pending_CAST(op)->retired) {
+        oomkit_pending_retire(pending_CAST(op));
+    }
+    return 0;
+}
+
+static void
+pending_dealloc(PyObject *op)
+{
+    PyTypeObject *tp = Py_TYPE(op);
+    PyObject *exception = PyErr_Occurred() ? oomkit_exception_take() : NULL; /* owned */
+
+    PyObject_GC_UnTrack(op);
+    pending_clear(op);
+    Py_CLEAR(pending_CAST(op)->gradient);
+    tp->tp_free(op);
+    Py_DECREF(tp);
+    if (exception != NULL) {
+        oomkit_exception_give(exception);
+    }
+}
+
+static PyMemberDef pending_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(oomkit_pending, vectorcall), READONLY,
+     NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot pending_slots[] = {
+    {Py_tp_dealloc, pending_dealloc}, {Py_tp_traverse, pending_traverse},
+    {Py_tp_clear, pending_clear},     {Py_tp_call, PyVectorcall_Call},
+    {Py_tp_members, pending_members}, {0, NULL},
+};
+
+PyType_Spec oomkit_pending_spec = {
+    .name = "oomkit._C._Pending",
+    .basicsize = sizeof(oomkit_pending),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
+             Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = pending_slots,
+};

@@ -1,0 +1,191 @@
+/* A call whose loss was returned: everything that its second half, the caller's
+ * backward, needs to be taken back and replayed.
+ *
+ * pending.c makes and frees them, second.c protects the caller's backward, replay.c
+ * runs a call again, stash.c keeps the gradients of calls that were split already. */
+#ifndef OOMKIT_PYTHON_PENDING_H
+#define OOMKIT_PYTHON_PENDING_H
+
+#include "call.h"
+
+/* What the surroundings of a call were, as far as a replay has to bring them back. */
+typedef struct oomkit_modes {
+    PyObject *autocast; /* owned: list of (device type, dtype) that were on, or NULL */
+    Py_ssize_t functions; /* torch function modes on the stack */
+    uint64_t training;    /* hash of the training flags of the modules that take part */
+} oomkit_modes;
+
+struct oomkit_second;
+
+/* Owned by the graph of the loss (the metadata of its node, the context of our own
+ * one), so it dies with that graph and keeps nothing alive longer than the caller. */
+typedef struct oomkit_pending {
+    PyObject_HEAD
+    vectorcallfunc vectorcall;
+    oomkit_state *st; /* borrowed from the module */
+    struct oomkit_pending *next,
+        *previous;                /* borrowed: those that wait, in the state */
+    struct oomkit_second *second; /* borrowed: the backward that is running, or NULL */
+    struct oomkit_step *step;     /* owned */
+    PyObject **args;              /* owned array of owned arguments */
+    Py_ssize_t total, weak;       /* the first `weak` ones are weak references */
+    size_t nargsf;
+    PyObject *kwnames; /* owned or NULL */
+    oomkit_participants *parts;
+    oomkit_device device;
+    oomkit_batch batch;
+    oomkit_rng rng;           /* at entry of the call */
+    oomkit_rng after;         /* at its end */
+    oomkit_buffers buffers;   /* marks at entry; their values are the participants' */
+    uint32_t *buffers_after;  /* versions at its end, or NULL */
+    uint64_t buffers_serial;  /* parts->buffers_serial at the marks */
+    uint32_t *param_versions; /* at entry, or NULL */
+    oomkit_modes modes;
+    uint64_t number, record; /* of the call, of its record */
+    uint64_t signature;
+    Py_ssize_t output; /* of the loss among its node's outputs */
+    oomkit_returned kind;
+    int small;          /* the loss is of a few KiB */
+    PyObject *gradient; /* owned: what reached the loss in the backward, or NULL */
+    int hooked;         /* its node has our pre-hook */
+    int fired;          /* it did */
+    int spent;          /* its marks and its batch are with a replay */
+    int replayed;       /* it was run again in this backward */
+    int retired;        /* its backward is done: nothing is held any more */
+    /* of a call that was split */
+    oomkit_slice *slices; /* owned, or NULL */
+    int64_t slice_count;
+    PyObject **stash; /* owned array of owned gradients (one per parameter), or NULL */
+    Py_ssize_t stash_count;
+    double assumed; /* the gradient that the stash was computed with */
+} oomkit_pending;
+
+#define pending_CAST(op) ((oomkit_pending *)(op))
+
+/* --- pending.c --- */
+
+/* Does the result hold a loss that requires grad? 1, 0 or -1. */
+int
+oomkit_pending_wanted(oomkit_state *st, PyObject *result);
+
+/* After a call that was not split: its loss, if it still needs backward, gets a hook.
+ * Takes marks and batch out of the call. 0, or -1 with an exception. */
+int
+oomkit_pending_offer(oomkit_call *call, PyObject *result);
+
+/* After a split call that returns a loss: the joined loss gets a node of ours. */
+int
+oomkit_pending_attach(oomkit_call *call, PyObject *result);
+
+/* Lets go of everything that is held for a replay. */
+void
+oomkit_pending_retire(oomkit_pending *pending);
+
+/* --- modes.c --- */
+int
+oomkit_modes_note(oomkit_call *call, oomkit_modes *modes);
+/* Why the surroundings cannot be brought back (static text), or NULL. 0 or -1. */
+int
+oomkit_modes_differ(oomkit_call *call, const oomkit_modes *modes, const char **why);
+/* Grad mode on and autocast as it was; *stack (owned) brings everything back. */
+int
+oomkit_modes_enter(oomkit_state *st, const oomkit_modes *modes, PyObject **stack);
+int
+oomkit_modes_leave(PyObject *stack);
+void
+oomkit_modes_clear(oomkit_modes *modes);
+
+/* --- replay.c --- */
+
+/* Fills a call out of a pending one: 0, 1 with *why (static text) when it cannot be
+ * run again, or -1. */
+int
+oomkit_replay_prepare(oomkit_call *call, oomkit_pending *pending, const char **why);
+
+/* Runs it with the gradient that reached its loss: after a failure (its exception,
+ * stolen) in smaller parts, else (NULL) as it was split, or in halves. 0 or -1. */
+int
+oomkit_replay_run(oomkit_call *call, oomkit_pending *pending, PyObject *inputs,
+                  PyObject *exception);
+
+/* Ends such a call, whether it was run or not; keeps the exception in flight. `pending`
+ * (may be NULL) has the record to amend. */
+void
+oomkit_replay_end(oomkit_call *call, const oomkit_pending *pending, int finished);
+
+/* --- stash.c --- */
+
+/* What the gradient at the returned loss will be, as far as is known. 0 or -1. */
+int
+oomkit_stash_assume(oomkit_call *call, double *gradient);
+
+/* Adds gradient / assumed times the stash to .grad. 0; 1 when that would not be exact
+ * and the call has to be run again; -1. `keep`: the stash is needed once more. */
+int
+oomkit_stash_deposit(oomkit_pending *pending, int keep);
+
+void
+oomkit_stash_free(oomkit_pending *pending);
+
+/* --- graph.c --- */
+
+/* What a backward from `roots` reaches: *paths is set when a leaf is reached without
+ * passing a waiting loss. Those that are reached are appended to `reached` (a list).
+ * 0 or -1. */
+int
+oomkit_graph_reach(oomkit_state *st, PyObject *roots, PyObject *reached, int *paths);
+
+/* Is there a waiting loss behind those in `reached`? 1, 0 or -1. */
+int
+oomkit_graph_beneath(oomkit_state *st, PyObject *roots, PyObject *reached);
+
+/* Before the engine runs with `args` (roots, their gradients): has the waiting losses
+ * that it will pass tell what reaches them. How many the roots lead to, when they lead
+ * to small ones alone and through a few nodes; else 0. -1 with an exception. */
+int
+oomkit_graph_watch(oomkit_state *st, PyObject *const *args);
+
+/* Notes the gradient of each waiting loss that is reached, by a run of the engine that
+ * stops there. `args` are the engine's: roots and their gradients. 0 or -1. */
+int
+oomkit_graph_gradients(oomkit_state *st, PyObject *const *args);
+
+/* Is a loss that was split reached? 1, 0 or -1. */
+int
+oomkit_graph_has_split(oomkit_state *st, PyObject *roots);
+
+/* Appends the leaves behind `roots` to a list. 0 or -1. */
+int
+oomkit_graph_leaves(oomkit_state *st, PyObject *roots, PyObject *leaves);
+
+/* Frees what the graph behind `roots` has saved, as a finished backward does. */
+int
+oomkit_graph_free(oomkit_state *st, PyObject *roots);
+
+/* --- second.c --- */
+
+/* Should this backward, outside every protected call, be protected? */
+int
+oomkit_second_wanted(const oomkit_state *st);
+
+/* Runs `original` (torch.autograd.backward or the engine) as the second half of the
+ * waiting calls that it reaches. */
+PyObject *
+oomkit_second_run(oomkit_state *st, PyObject *original, PyObject *const *args,
+                  size_t nargsf, PyObject *kwnames);
+
+/* The engine is about to run for the second half of this thread: notes its arguments.
+ * 0, or -1 with an exception. */
+int
+oomkit_second_engine(oomkit_state *st, PyObject *const *args, size_t nargsf,
+                     PyObject *kwnames);
+
+/* A gradient arrived at a waiting loss. */
+void
+oomkit_second_arrived(oomkit_pending *pending);
+
+/* Is a second half running on this thread, or is this a thread of its engine? */
+int
+oomkit_second_is_running(const oomkit_state *st);
+
+#endif

@@ -1,0 +1,336 @@
+/* Running a call again at its caller's backward: forward and backward of its
+ * micro-batches with the gradient that reached the loss.
+ *
+ * The replay starts from the streams and buffers that the call began with. If nobody
+ * has used them since, they stay where the replay leaves them, as after a call that was
+ * split from the start; otherwise they go on from where the caller's program had them.
+ * What the call did to the user's own participants counts once. */
+#include "pending.h"
+#include "errors.h"
+#include "step.h"
+
+/* What was there when the second half failed. */
+typedef struct replay_now {
+    oomkit_rng rng;
+    PyObject *buffers;          /* owned: list of (tensor, host copy) */
+    PyObject *users;            /* owned: list of (participant, state) */
+    int rng_used, buffers_used; /* by others since the call */
+} replay_now;
+
+/* --- preparing --- */
+
+/* Weak references become what they refer to. 1 when one is gone. */
+static int
+prepare_arguments(oomkit_pending *p)
+{
+    for (; p->weak > 0; p->weak--) {
+        PyObject *object = oomkit_reference_get(p->args[p->weak - 1]); /* owned */
+        if (object == NULL) {
+            return 1;
+        }
+        Py_SETREF(p->args[p->weak - 1], object);
+    }
+    return 0;
+}
+
+/* Has a tensor of the batch a graph behind it? 1, 0 or -1. */
+static int
+prepare_graphs(oomkit_call *call)
+{
+    Py_ssize_t i;
+    int result = 0;
+
+    for (i = 0; i < call->batch.count && result == 0; i++) {
+        PyObject *node; /* owned */
+        if (call->batch.nodes[i].kind != OOMKIT_NODE_TENSOR) {
+            continue;
+        }
+        node = PyObject_GetAttr(call->batch.nodes[i].object, call->st->str_grad_fn);
+        result = node == NULL ? -1 : node != Py_None;
+        Py_XDECREF(node);
+    }
+    return result;
+}
+
+int
+oomkit_replay_prepare(oomkit_call *call, oomkit_pending *p, const char **why)
+{
+    Py_ssize_t which;
+    int moved;
+
+    if (prepare_arguments(p)) {
+        *why =
+            "the object whose method was decorated is gone: keep it until backward() "
+            "has run";
+        return 1;
+    }
+    p->spent = 1;
+    call->args = p->args;
+    call->kwnames = p->kwnames;
+    call->nargsf = p->nargsf;
+    oomkit_batch_move(&call->batch, &p->batch, p->args);
+    call->rng = p->rng;
+    memset(&p->rng, 0, sizeof(p->rng));
+    call->buffers = p->buffers;
+    memset(&p->buffers, 0, sizeof(p->buffers));
+    call->param_versions = p->param_versions;
+    p->param_versions = NULL;
+    moved = prepare_graphs(call);
+    if (moved != 0) {
+        *why =
+            "an argument of the call was computed with gradients from something else "
+            "(it has a graph of its own), which each micro-batch would run backward "
+            "through again: compute it inside the decorated step, or detach() it";
+        return moved;
+    }
+    moved = oomkit_tx_params_moved(call, &which);
+    if (moved != 0) {
+        *why =
+            "parameters were changed between the call and its backward(): update them "
+            "after backward()";
+        return moved;
+    }
+    if (oomkit_modes_differ(call, &p->modes, why) < 0) {
+        return -1;
+    }
+    return *why != NULL;
+}
+
+/* --- now --- */
+
+static int
+now_buffers(oomkit_call *call, const oomkit_pending *p, replay_now *now)
+{
+    Py_ssize_t i;
+
+    now->buffers_used = p->buffers_serial != p->parts->buffers_serial;
+    now->buffers = PyList_New(0);
+    for (i = 0; now->buffers != NULL && i < call->buffers.count; i++) {
+        const oomkit_buffer *item = &call->buffers.items[i];
+        uint32_t version;
+        if (oomkit_tensor_version(call->st, item->tensor, &version) < 0 ||
+            oomkit_pairs_add(&now->buffers, item->tensor,
+                             oomkit_host_copy(call->st, item->tensor)) < 0) {
+            return -1;
+        }
+        now->buffers_used |= p->buffers_after == NULL || version != p->buffers_after[i];
+    }
+    if (now->buffers_used) { /* the copies at entry are another call's by now */
+        oomkit_buffers_release(call);
+    }
+    return now->buffers == NULL ? -1 : 0;
+}
+
+static int
+now_note(oomkit_call *call, const oomkit_pending *p, replay_now *now)
+{
+    oomkit_rng entry = call->rng;
+    int moved = 0;
+
+    memset(now, 0, sizeof(*now));
+    if (entry.cpu_state != NULL) {
+        call->rng = p->after;
+        moved = oomkit_rng_moved(call);
+        memset(&call->rng, 0, sizeof(call->rng));
+        if (moved >= 0 && oomkit_rng_mark(call) < 0) {
+            moved = -1;
+        }
+        now->rng = call->rng;
+        call->rng = entry;
+    }
+    now->rng_used = moved != 0;
+    if (moved < 0 || now_buffers(call, p, now) < 0 || oomkit_owners_mark(call) < 0) {
+        return -1;
+    }
+    now->users = Py_XNewRef(call->user_marks);
+    return 0;
+}
+
+static void
+now_clear(replay_now *now)
+{
+    oomkit_rng_free(&now->rng);
+    Py_CLEAR(now->buffers);
+    Py_CLEAR(now->users);
+}
+
+/* Streams, buffers and the user's objects as they were when the backward failed, as far
+ * as they are not the replay's to move. 0 or -1. */
+static int
+now_restore(oomkit_call *call, replay_now *now, int finished)
+{
+    oomkit_state *st = call->st;
+    int result = 0, mode = oomkit_grad_mode_off(st);
+    Py_ssize_t i;
+
+    if (mode < 0) {
+        return -1;
+    }
+    oomkit_exempt_enter(st);
+    if (now->rng.cpu_state != NULL && (now->rng_used || !finished)) {
+        oomkit_rng_release(call);
+        call->rng = now->rng;
+        memset(&now->rng, 0, sizeof(now->rng));
+        result = oomkit_rng_restore(call);
+    }
+    for (i = 0; result == 0 && (now->buffers_used || !finished) &&
+                i < PyList_GET_SIZE(now->buffers);
+         i++) {
+        PyObject *pair = PyList_GET_ITEM(now->buffers, i); /* borrowed */
+        PyObject *done =
+            PyObject_CallMethodOneArg(/* owned */
+                                      PyTuple_GET_ITEM(pair, 0), st->str_copy,
+                                      PyTuple_GET_ITEM(pair, 1));
+        result = done == NULL ? -1 : 0;
+        Py_XDECREF(done);
+    }
+    if (result == 0) {
+        Py_XSETREF(call->user_marks, Py_XNewRef(now->users));
+        result = oomkit_owners_restore(call);
+    }
+    oomkit_exempt_leave(st);
+    return oomkit_grad_mode_set(st, mode) < 0 ? -1 : result;
+}
+
+/* --- running --- */
+
+/* Without a failure: from the entry's state, in the slices it was split into, or (of a
+ * call that was whole) in halves. 0 or -1. */
+static int
+replay_start(oomkit_call *call, oomkit_pending *p)
+{
+    if (oomkit_recover_roll_back(call) < 0) {
+        return -1;
+    }
+    oomkit_tx_end_attempt(call);
+    if (p->slices == NULL) {
+        return oomkit_recover_split(call) < 0 ? -1 : oomkit_tx_begin(call);
+    }
+    call->slices = p->slices;
+    call->slice_count = call->slice_room = p->slice_count;
+    p->slices = NULL;
+    call->split = call->slice_count > 1;
+    return oomkit_recover_batch(call) < 0 ? -1 : oomkit_tx_begin(call);
+}
+
+/* Steals `exception`, the failure to start from, or NULL. 0 or -1. */
+static int
+replay_inside(oomkit_call *call, oomkit_pending *p, PyObject *exception)
+{
+    PyObject *result; /* owned */
+
+    if (oomkit_intercept_install(call) < 0) {
+        Py_XDECREF(exception);
+        return -1;
+    }
+    oomkit_call_set_current(call);
+    call->phase_before = oomkit_phase_set(call->st, OOMKIT_PHASE_FORWARD);
+    if (exception != NULL) {
+        oomkit_exception_give(exception);
+        result = oomkit_recover(call, 1);
+    } else {
+        result = replay_start(call, p) < 0 ? NULL : oomkit_recover(call, 0);
+    }
+    oomkit_phase_set(call->st, call->phase_before);
+    oomkit_call_set_current(NULL);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+int
+oomkit_replay_run(oomkit_call *call, oomkit_pending *p, PyObject *inputs,
+                  PyObject *exception)
+{
+    oomkit_state *st = call->st;
+    replay_now now;
+    PyObject *stack = NULL, *error = NULL; /* owned */
+    int result;
+
+    if (now_note(call, p, &now) < 0 || oomkit_modes_enter(st, &p->modes, &stack) < 0) {
+        Py_XDECREF(exception);
+        now_clear(&now);
+        return -1;
+    }
+    call->replayed = p;
+    call->inputs = inputs;
+    result = replay_inside(call, p, exception);
+    if (result < 0) {
+        error = oomkit_exception_take();
+    }
+    if (oomkit_modes_leave(stack) < 0 || now_restore(call, &now, result == 0) < 0) {
+        if (error != NULL) {
+            PyErr_WriteUnraisable(call->func); /* the first one tells more */
+        }
+        result = -1;
+    }
+    now_clear(&now);
+    if (error != NULL) {
+        oomkit_exception_give(error);
+    }
+    return result;
+}
+
+/* --- ending --- */
+
+/* The record of the call, with what its second half added. */
+static void
+replay_record(oomkit_call *call, const oomkit_pending *p)
+{
+    oomkit_record record, now;
+
+    if (oomkit_ring_read(call->step->ring, p->record, &record) != OOMKIT_OK) {
+        return; /* overwritten by newer ones */
+    }
+    oomkit_call_record(call, &now);
+    if (record.peak_allocated_bytes == OOMKIT_UNKNOWN ||
+        (now.peak_allocated_bytes != OOMKIT_UNKNOWN &&
+         now.peak_allocated_bytes > record.peak_allocated_bytes)) {
+        record.peak_allocated_bytes = now.peak_allocated_bytes;
+    }
+    if (record.peak_reserved_bytes == OOMKIT_UNKNOWN ||
+        (now.peak_reserved_bytes != OOMKIT_UNKNOWN &&
+         now.peak_reserved_bytes > record.peak_reserved_bytes)) {
+        record.peak_reserved_bytes = now.peak_reserved_bytes;
+    }
+    record.time_ns += now.time_ns;
+    if (call->ooms > 0) {
+        record.micro_batch_size = now.micro_batch_size;
+        record.accumulation_steps = now.accumulation_steps;
+        record.requested_bytes = now.requested_bytes;
+        record.attempts += (uint32_t)call->attempt_count;
+        record.ooms += call->ooms;
+        record.lost_ns += call->lost_ns;
+        record.reason = now.reason;
+    }
+    if (call->outcome != 0) {
+        record.outcome = call->outcome;
+    }
+    oomkit_ring_amend(call->step->ring, p->record, &record);
+}
+
+void
+oomkit_replay_end(oomkit_call *call, const oomkit_pending *p, int finished)
+{
+    PyObject *exception = finished ? NULL : oomkit_exception_take(); /* owned */
+
+    oomkit_intercept_remove(call);
+    if (!finished) {
+        call->outcome = call->outcome == 0 ? 2 : call->outcome;
+        oomkit_grads_abandon(call);
+        if (call->raised && call->has_signature) {
+            oomkit_signature_forget(call);
+        }
+    }
+    if (call->window.open) {
+        oomkit_device_end(call->st, &call->window);
+    }
+    oomkit_call_merge_window(call);
+    if (p != NULL) {
+        replay_record(call, p);
+    }
+    call->step->seen_oom |= call->ooms > 0;
+    oomkit_call_free(call);
+    if (exception != NULL) {
+        oomkit_exception_give(exception);
+    }
+}

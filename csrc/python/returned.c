@@ -1,0 +1,274 @@
+/* A micro-batch whose result still needs backward: the caller will run it on what the
+ * call returns, so the gradient that will reach the loss is not known yet.
+ *
+ * A scalar loss: the backward runs now, with the gradient that is likely, into a stash
+ * that the caller's backward scales by what really came. A loss with a row per sample:
+ * only its values are kept, and the call is run again when the gradient is there. */
+#include "pending.h"
+#include "errors.h"
+#include "step.h"
+
+static int
+returned_differs(oomkit_call *call)
+{
+    call->raised = 1;
+    oomkit_raise(
+        call->st->SplitError,
+        "auto_batch cannot split this step: its micro-batches return different "
+        "kinds of results (a loss that needs backward() in one, none or one of "
+        "another shape in micro-batch %lld of %lld)",
+        (long long)(call->slice_index + 1), (long long)call->slice_count);
+    return -1;
+}
+
+static int
+returned_shape(oomkit_call *call, PyObject *loss)
+{
+    PyObject *shape = PyObject_GetAttr(loss, call->st->str_shape); /* owned */
+
+    if (shape != NULL) {
+        call->raised = 1;
+        oomkit_raise(
+            call->st->SplitError,
+            "auto_batch cannot split a step that returns a loss of shape %S for %lld "
+            "rows: return a scalar, or one row per sample",
+            shape, (long long)call->slices[call->slice_index].length);
+        Py_DECREF(shape);
+    }
+    return -1;
+}
+
+/* Is the loss a scalar (1), or has it a row per sample (0)? -1 with SplitError. */
+static int
+returned_is_scalar(oomkit_call *call, PyObject *loss, const oomkit_tensor_facts *facts)
+{
+    PyObject *number; /* owned */
+    Py_ssize_t elements;
+
+    if (facts->ndim == 0) {
+        return 1;
+    }
+    if (facts->size == call->slices[call->slice_index].length) {
+        return 0;
+    }
+    number = PyObject_CallMethodNoArgs(loss, call->st->str_numel);
+    if (number == NULL) {
+        return -1;
+    }
+    elements = PyLong_AsSsize_t(number);
+    Py_DECREF(number);
+    return elements == 1 ? 1 : returned_shape(call, loss);
+}
+
+/* loss.backward(gradient=..., inputs=...). Both may be NULL. 0 or -1. */
+static int
+returned_backward(oomkit_call *call, PyObject *loss, PyObject *gradient)
+{
+    oomkit_state *st = call->st;
+    PyObject *names = NULL, *method, *done = NULL; /* owned */
+    PyObject *stack[2];                            /* borrowed */
+    Py_ssize_t n = 0;
+
+    if (gradient != NULL && call->inputs != NULL) {
+        names = PyTuple_Pack(2, st->str_gradient, st->str_inputs);
+    } else {
+        names = gradient != NULL ? PyTuple_Pack(1, st->str_gradient) : PyTuple_New(0);
+    }
+    if (gradient != NULL) {
+        stack[n++] = gradient;
+    }
+    if (n == 1 && call->inputs != NULL) {
+        stack[n++] = call->inputs;
+    }
+    method = names ? PyObject_GetAttr(loss, st->str_backward) : NULL;
+    if (method != NULL) {
+        done = PyObject_Vectorcall(method, stack, 0, names);
+    }
+    Py_XDECREF(method);
+    Py_XDECREF(names);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* The gradient that reached the whole loss, as this micro-batch's loss has to get it.
+ * New reference or NULL. */
+static PyObject *
+returned_gradient(oomkit_call *call, PyObject *loss, int scalar)
+{
+    oomkit_state *st = call->st;
+    PyObject *whole = call->replayed->gradient; /* borrowed */
+    const oomkit_slice *slice = &call->slices[call->slice_index];
+    oomkit_tensor_facts facts;
+
+    if (oomkit_tensor_facts_get(st, whole, call->options->dim, &facts) < 0) {
+        return NULL;
+    }
+    if (scalar) {
+        PyObject *shape = PyObject_GetAttr(loss, st->str_shape); /* owned */
+        PyObject *fitted = NULL;                                 /* owned */
+        if (shape != NULL) {
+            fitted = PyObject_CallMethodOneArg(whole, st->str_reshape, shape);
+            Py_DECREF(shape);
+        }
+        return fitted;
+    }
+    if (facts.ndim < 1 || facts.size != call->batch.rows) {
+        returned_shape(call, loss);
+        return NULL;
+    }
+    call->rowwise = 1;
+    return PyObject_CallMethod(whole, "narrow", "LLL", (long long)call->options->dim,
+                               (long long)slice->start, (long long)slice->length);
+}
+
+static int
+returned_replay(oomkit_call *call, PyObject *loss, int scalar)
+{
+    PyObject *gradient; /* owned */
+    int result;
+
+    if (call->slice_count == 1) { /* the whole batch again: as the caller's own */
+        gradient = Py_NewRef(call->replayed->gradient);
+    } else {
+        gradient = returned_gradient(call, loss, scalar);
+    }
+    result = gradient == NULL ? -1 : returned_backward(call, loss, gradient);
+    Py_XDECREF(gradient);
+    return result;
+}
+
+/* The backward of a scalar loss, into the stash. 0 or -1. */
+static int
+returned_stash(oomkit_call *call, PyObject *loss)
+{
+    PyObject *shape, *gradient = NULL; /* owned */
+    int result;
+
+    call->grads.stashing = 1;
+    if (call->slice_index == 0 && oomkit_stash_assume(call, &call->assumed) < 0) {
+        return -1;
+    }
+    if (call->assumed == 1.0) {
+        return returned_backward(call, loss, NULL);
+    }
+    shape = PyObject_GetAttr(loss, call->st->str_shape);
+    if (shape != NULL) {
+        gradient = PyObject_CallMethod(loss, "new_full", "Od", shape, call->assumed);
+        Py_DECREF(shape);
+    }
+    result = gradient == NULL ? -1 : returned_backward(call, loss, gradient);
+    Py_XDECREF(gradient);
+    return result;
+}
+
+/* The loss of this micro-batch's result, when it needs backward: 1 and *loss (owned);
+ * 0; -1. */
+static int
+returned_loss(oomkit_call *call, PyObject *result, PyObject **loss,
+              oomkit_tensor_facts *facts)
+{
+    oomkit_state *st = call->st;
+
+    *loss = result == Py_None ? NULL : oomkit_result_loss(st, result);
+    if (*loss == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    if (oomkit_tensor_facts_get(st, *loss, call->options->dim, facts) < 0) {
+        Py_CLEAR(*loss);
+        return -1;
+    }
+    if (!facts->requires_grad) {
+        Py_CLEAR(*loss);
+        return 0;
+    }
+    return 1;
+}
+
+int
+oomkit_returned_micro(oomkit_call *call, PyObject *result)
+{
+    PyObject *loss = NULL; /* owned */
+    oomkit_tensor_facts facts;
+    oomkit_returned kind;
+    int scalar, state;
+
+    if (call->backwards > 0) { /* it is a whole step, or a part with its backward */
+        return call->returned != OOMKIT_RETURNED_NOTHING || call->replayed != NULL
+                   ? returned_differs(call)
+                   : 0;
+    }
+    state = returned_loss(call, result, &loss, &facts);
+    if (state <= 0) {
+        return state < 0 ? -1
+               : call->returned != OOMKIT_RETURNED_NOTHING || call->replayed != NULL
+                   ? returned_differs(call)
+                   : 0;
+    }
+    scalar = returned_is_scalar(call, loss, &facts);
+    state = scalar < 0 ? -1 : 0;
+    if (state == 0 && call->replayed != NULL) {
+        state = returned_replay(call, loss, scalar);
+    } else if (state == 0) {
+        kind = scalar ? OOMKIT_RETURNED_STASH : OOMKIT_RETURNED_DEFERRED;
+        if (call->slice_index > 0 && call->returned != kind) {
+            state = returned_differs(call);
+        } else {
+            call->returned = kind;
+            state = scalar ? returned_stash(call, loss) : 0;
+        }
+    }
+    Py_DECREF(loss);
+    return state;
+}
+
+/* backward=True or a callable: the loss of a result is run backward inside the call. */
+int
+oomkit_backward_run(oomkit_call *call, PyObject *result)
+{
+    oomkit_state *st = call->st;
+    PyObject *how = call->options->backward;         /* borrowed from options */
+    PyObject *loss = oomkit_result_loss(st, result); /* owned */
+    oomkit_tensor_facts facts;
+    PyObject *done; /* owned */
+
+    if (loss == NULL) {
+        if (!PyErr_Occurred()) {
+            oomkit_raise(st->SplitError,
+                         "auto_batch(backward=...) expected the step to return a loss "
+                         "(a tensor, a tuple that starts with one, a mapping with "
+                         "'loss'), got %s",
+                         Py_TYPE(result)->tp_name);
+        }
+        return -1;
+    }
+    if (oomkit_tensor_facts_get(st, loss, 0, &facts) < 0) {
+        goto error;
+    }
+    if (facts.ndim != 0 && facts.bytes != 0 &&
+        PyObject_Size(loss) != 1) { /* one element is what backward() itself accepts */
+        PyObject *shape = PyObject_GetAttr(loss, st->str_shape); /* owned */
+        if (shape != NULL) {
+            oomkit_raise(
+                st->SplitError,
+                "auto_batch(backward=...) expected a scalar loss, got a tensor "
+                "of shape %S; return loss.mean() or loss.sum()",
+                shape);
+            Py_DECREF(shape);
+        }
+        goto error;
+    }
+    if (!facts.requires_grad) {
+        oomkit_raise(st->SplitError,
+                     "auto_batch(backward=...) expected a loss that requires grad, got "
+                     "one without: was it detached, or computed under no_grad()?");
+        goto error;
+    }
+    done = how == Py_True ? PyObject_CallMethodNoArgs(loss, st->str_backward)
+                          : PyObject_CallOneArg(how, loss);
+    Py_DECREF(loss);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+error:
+    Py_DECREF(loss);
+    return -1;
+}

@@ -1,0 +1,401 @@
+/* The second half of a call whose loss was returned: the caller's backward.
+ *
+ * Before it runs, the gradients of those who take part are marked. If it runs out of
+ * memory, everything goes back to the marks, what the failed graph has saved is freed,
+ * and the calls whose losses it reached are run again in smaller micro-batches with the
+ * gradients that reached them. Losses of calls that were split already hand out their
+ * stash when it has run. */
+#include "second.h"
+#include "errors.h"
+#include "step.h"
+
+static _Thread_local oomkit_second *active;
+
+/* --- begin and end --- */
+
+/* A thread that Python did not start, while a second half is running somewhere: one of
+ * autograd's own, at work for it. 1, 0 or -1. */
+static int
+is_engine_thread(void)
+{
+    PyObject *threading, *alive, *ident; /* borrowed; owned; owned */
+    int known = -1;
+
+    threading = PyDict_GetItemString(PyImport_GetModuleDict(), "threading");
+    if (threading == NULL) {
+        return 0;
+    }
+    alive = PyObject_GetAttrString(threading, "_active");
+    ident = alive ? PyLong_FromUnsignedLong(PyThread_get_thread_ident()) : NULL;
+    if (ident != NULL) {
+        known = PySequence_Contains(alive, ident);
+    }
+    Py_XDECREF(ident);
+    Py_XDECREF(alive);
+    if (known < 0) {
+        PyErr_Clear(); /* no such list here: every thread counts as the user's */
+        return 0;
+    }
+    return !known;
+}
+
+int
+oomkit_second_is_running(const oomkit_state *st)
+{
+    return active != NULL || (st->seconds > 0 && is_engine_thread());
+}
+
+/* A call of its own for the marks of one list of participants. 0 or -1. */
+int
+oomkit_second_mark(oomkit_second *s, const oomkit_pending *p, oomkit_call *call)
+{
+    memset(call, 0,
+           offsetof(oomkit_call, batch) + offsetof(oomkit_batch, inline_nodes));
+    call->course[0].count = call->course[1].count = 0;
+    call->batch.nodes = call->batch.inline_nodes;
+    call->batch.rows = -1;
+    call->st = s->st;
+    call->step = p->step;
+    call->options = &p->step->options;
+    call->func = p->step->func;
+    call->number = p->number;
+    call->device = p->device;
+    call->parts = p->parts;
+    call->parts->refs++;
+    call->parts->busy++;
+    call->started_ns = call->attempt_started_ns = oomkit_now_ns();
+    call->signature = oomkit_batch_signature(&p->batch);
+    call->has_signature = 1;
+    call->is_last = call->training = 1;
+    oomkit_device_begin(s->st, call->device, call->options->reset_peaks, &call->window);
+    call->baseline_bytes = call->window.baseline_bytes;
+    return oomkit_grads_mark(call);
+}
+
+/* The marks of this list of participants, or NULL. */
+static oomkit_call *
+second_call(oomkit_second *s, const oomkit_participants *parts)
+{
+    int i;
+    for (i = 0; i < s->call_count; i++) {
+        if (s->calls[i]->parts == parts) {
+            return s->calls[i];
+        }
+    }
+    return NULL;
+}
+
+/* One waiting call takes part: it is kept alive, its participants are marked. */
+static int
+second_arm(oomkit_second *s, oomkit_pending *p)
+{
+    if (p->second != NULL || p->retired) {
+        return 0; /* another thread's backward has it */
+    }
+    if (s->count == s->room) {
+        int room = s->room * 2;
+        oomkit_pending **armed =
+            PyMem_Malloc((size_t)room * sizeof(*armed)); /* owned by s */
+        oomkit_call **calls = PyMem_Malloc((size_t)room * sizeof(*calls));
+        if (armed == NULL || calls == NULL) {
+            PyMem_Free(armed);
+            PyMem_Free(calls);
+            PyErr_NoMemory();
+            return -1;
+        }
+        memcpy(armed, s->armed, (size_t)s->count * sizeof(*armed));
+        memcpy(calls, s->calls, (size_t)s->call_count * sizeof(*calls));
+        if (s->armed != s->few_armed) {
+            PyMem_Free(s->armed);
+            PyMem_Free(s->calls);
+        }
+        s->armed = armed;
+        s->calls = calls;
+        s->room = room;
+    }
+    s->armed[s->count++] = (oomkit_pending *)Py_NewRef((PyObject *)p);
+    p->second = s;
+    p->fired = 0;
+    Py_CLEAR(p->gradient);
+    if (second_call(s, p->parts) == NULL) {
+        oomkit_call *call =
+            s->call_count == 0 ? &s->first : PyMem_Malloc(sizeof(*call));
+        if (call == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        s->calls[s->call_count++] = call;
+        return oomkit_second_mark(s, p, call);
+    }
+    return 0;
+}
+
+static int
+second_begin(oomkit_second *s, oomkit_state *st)
+{
+    oomkit_pending *p;
+
+    memset(s, 0, offsetof(oomkit_second, first));
+    s->st = st;
+    s->armed = s->few_armed;
+    s->calls = s->few_calls;
+    s->room = OOMKIT_SECOND_FEW;
+    s->outer = active;
+    active = s;
+    st->seconds++;
+    for (p = st->pendings; p != NULL; p = p->next) {
+        if (second_arm(s, p) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static void
+second_exempt_leave(oomkit_second *s)
+{
+    if (s->exempt) {
+        s->exempt = 0;
+        oomkit_exempt_leave(s->st);
+    }
+}
+
+/* Keeps the exception in flight. */
+static void
+second_end(oomkit_second *s, int finished)
+{
+    PyObject *exception = finished ? NULL : oomkit_exception_take(); /* owned */
+    int i;
+
+    second_exempt_leave(s);
+    active = s->outer;
+    s->st->seconds--;
+    for (i = 0; i < s->call_count; i++) {
+        const oomkit_pending *record = NULL; /* of the one whose peak this was */
+        int k, n = 0;
+        for (k = 0; k < s->count; k++) {
+            if (s->armed[k]->fired && s->armed[k]->parts == s->calls[i]->parts) {
+                record = s->armed[k];
+                n++;
+            }
+        }
+        oomkit_replay_end(s->calls[i], n == 1 ? record : NULL, finished);
+        if (s->calls[i] != &s->first) {
+            PyMem_Free(s->calls[i]);
+        }
+    }
+    for (i = 0; i < s->count; i++) {
+        oomkit_pending *p = s->armed[i];
+        p->second = NULL;
+        Py_CLEAR(p->gradient);
+        if (!p->retired && (p->spent || (p->fired && finished && !s->keep_graph))) {
+            oomkit_pending_retire(p);
+        }
+        Py_DECREF(p);
+    }
+    if (s->armed != s->few_armed) {
+        PyMem_Free(s->armed);
+        PyMem_Free(s->calls);
+    }
+    Py_CLEAR(s->roots);
+    Py_CLEAR(s->inputs);
+    if (exception != NULL) {
+        oomkit_exception_give(exception);
+    }
+}
+
+/* --- what the engine and the hooks tell --- */
+
+static int
+second_refuse_flags(oomkit_second *s)
+{
+    const char *flag = s->create_graph ? "create_graph=True"
+                       : s->inputs     ? "inputs="
+                                       : NULL;
+    int found = flag == NULL ? 0 : oomkit_graph_has_split(s->st, s->roots);
+
+    if (found > 0) {
+        oomkit_raise(
+            s->st->SplitError,
+            "backward(%s) cannot go through a loss that auto_batch computed in "
+            "micro-batches: their graphs are gone; run it inside the decorated "
+            "step",
+            flag);
+    }
+    return found != 0 ? -1 : 0;
+}
+
+int
+oomkit_second_engine(oomkit_state *st, PyObject *const *args, size_t nargsf,
+                     PyObject *Py_UNUSED(kwnames))
+{
+    oomkit_second *s = active;
+    Py_ssize_t n = PyVectorcall_NARGS(nargsf);
+    int near;
+
+    if (s == NULL || s->engine_seen || n < 5) {
+        return 0;
+    }
+    s->engine_seen = 1;
+    Py_XSETREF(s->roots, Py_NewRef(args[0]));
+    s->keep_graph = args[2] == Py_True;
+    s->create_graph = args[3] == Py_True;
+    if (PyTuple_Check(args[4]) && PyTuple_GET_SIZE(args[4]) > 0) {
+        Py_XSETREF(s->inputs, Py_NewRef(args[4]));
+    }
+    if (second_refuse_flags(s) < 0) {
+        return -1;
+    }
+    near = oomkit_graph_watch(st, args);
+    if (near < 0 || (near > 1 && oomkit_graph_gradients(st, args) < 0)) {
+        return -1;
+    }
+    if (near == 1 && !s->exempt) {
+        /* The few bytes between the root and its loss must not fail: what reaches the
+         * loss would not be known. */
+        s->exempt = 1;
+        oomkit_exempt_enter(st);
+    }
+    return 0;
+}
+
+void
+oomkit_second_arrived(oomkit_pending *p)
+{
+    if (p->second == active && active != NULL) {
+        second_exempt_leave(active);
+    }
+}
+
+int
+oomkit_second_wanted(const oomkit_state *st)
+{
+    return st->pendings != NULL && !oomkit_second_is_running(st);
+}
+
+/* --- it has run --- */
+
+/* Runs one waiting call again, as it was split, without a failure. 0 or -1. */
+static int
+second_again(oomkit_second *s, oomkit_pending *p)
+{
+    oomkit_call *call = PyMem_Malloc(sizeof(*call));
+    const char *why = NULL;
+    int result;
+
+    if (call == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    result = oomkit_second_mark(s, p, call);
+    oomkit_grads_end_attempt(call); /* its own backwards mark anew */
+    call->training = 0;
+    if (result == 0) {
+        result = oomkit_replay_prepare(call, p, &why);
+    }
+    if (result == 1) {
+        PyObject *reason = PyUnicode_FromFormat(/* owned */
+                                                "%U has to be run again for its "
+                                                "backward() and cannot: %s",
+                                                call->options->label, why);
+        if (reason != NULL) {
+            oomkit_give_up(call, reason, 0);
+            Py_DECREF(reason);
+        }
+        result = -1;
+    } else if (result == 0) {
+        result = oomkit_replay_run(call, p, s->inputs, NULL);
+    }
+    oomkit_replay_end(call, p, result == 0);
+    PyMem_Free(call);
+    return result;
+}
+
+static void
+second_learn(oomkit_second *s, oomkit_pending *p)
+{
+    oomkit_call *call = second_call(s, p->parts);
+    oomkit_tensor_facts facts;
+
+    if (oomkit_tensor_facts_get(s->st, p->gradient, 0, &facts) < 0) {
+        PyErr_Clear(); /* an odd gradient: nothing is learned from it */
+    } else if (facts.ndim == 0 && !s->create_graph) {
+        Py_XSETREF(p->step->last_gradient, Py_NewRef(p->gradient));
+    }
+    if (call != NULL && (p->step->seen_oom || call->grads.at_entry)) {
+        call->signature = oomkit_batch_signature(&p->batch);
+        oomkit_signature_succeeded(call, oomkit_batch_rows(&p->batch),
+                                   call->window.peak_allocated_bytes);
+    }
+}
+
+/* The engine has run: losses that were split get their due. 0 or -1. */
+static int
+second_finish(oomkit_second *s)
+{
+    int i, again;
+
+    for (i = 0; i < s->call_count; i++) {
+        if (s->calls[i]->window.open) {
+            oomkit_device_end(s->st, &s->calls[i]->window);
+        }
+    }
+    for (i = 0; i < s->count; i++) {
+        oomkit_pending *p = s->armed[i];
+        if (!p->fired) {
+            continue;
+        }
+        if (p->kind == OOMKIT_RETURNED_WHOLE) {
+            if (!p->replayed) {
+                second_learn(s, p);
+            }
+            continue;
+        }
+        again = p->kind == OOMKIT_RETURNED_DEFERRED
+                    ? 1
+                    : oomkit_stash_deposit(p, s->keep_graph);
+        if (again > 0 && s->keep_graph) {
+            oomkit_raise(
+                s->st->SplitError,
+                "backward(retain_graph=True) cannot go through this loss, which "
+                "auto_batch computed in micro-batches: call backward() once, "
+                "or pass backward=True to auto_batch");
+            again = -1;
+        }
+        if (again < 0 || (again > 0 && second_again(s, p) < 0)) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+PyObject *
+oomkit_second_run(oomkit_state *st, PyObject *original, PyObject *const *args,
+                  size_t nargsf, PyObject *kwnames)
+{
+    oomkit_second s;
+    PyObject *result = NULL; /* owned */
+    int retry = 0;
+
+    if (second_begin(&s, st) < 0) {
+        second_end(&s, 0);
+        return NULL;
+    }
+    do {
+        result = PyObject_Vectorcall(original, args, nargsf, kwnames);
+        if (result != NULL) {
+            break;
+        }
+        second_exempt_leave(&s);
+        retry = oomkit_second_failed(&s, !retry);
+    } while (retry == 1);
+    if (result == NULL && retry == 0) {
+        result = Py_NewRef(Py_None); /* replayed: as torch's own functions answer */
+    }
+    if (result != NULL && second_finish(&s) < 0) {
+        oomkit_second_take_back(&s);
+        Py_CLEAR(result);
+    }
+    second_end(&s, result != NULL);
+    return result;
+}

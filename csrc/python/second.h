@@ -1,0 +1,41 @@
+/* One running backward that is the second half of waiting calls; between second.c and
+ * second_failed.c. */
+#ifndef OOMKIT_PYTHON_SECOND_H
+#define OOMKIT_PYTHON_SECOND_H
+
+#include "pending.h"
+
+#define OOMKIT_SECOND_FEW 4
+
+typedef struct oomkit_second {
+    oomkit_state *st;
+    struct oomkit_second *outer;
+    oomkit_pending **armed; /* owned: every waiting call when it began */
+    oomkit_call **calls;    /* marks, one for each list of participants */
+    int count, call_count, room;
+    PyObject *roots;  /* owned: what the engine was given, or NULL before it ran */
+    PyObject *inputs; /* owned: inputs= of the backward, or NULL */
+    int engine_seen, keep_graph, create_graph;
+    int exempt; /* allocations are outside the budget until a gradient arrives */
+    oomkit_pending *few_armed[OOMKIT_SECOND_FEW];
+    oomkit_call *few_calls[OOMKIT_SECOND_FEW];
+    oomkit_call first; /* not zeroed as a whole: see second_mark */
+} oomkit_second;
+
+/* second.c: a call with the marks of one pending call's participants. 0 or -1 (then
+ * oomkit_replay_end still lets go of it). */
+int
+oomkit_second_mark(oomkit_second *s, const oomkit_pending *p, oomkit_call *call);
+
+/* second_failed.c: the backward failed, the exception is in flight. 0 it was replayed;
+ * 1 nothing has run yet, run it again (asked only with may_retry); -1 with the
+ * exception to raise. */
+int
+oomkit_second_failed(oomkit_second *s, int may_retry);
+
+/* Gradients as they were before the backward, with an exception in flight that goes on.
+ */
+void
+oomkit_second_take_back(oomkit_second *s);
+
+#endif

@@ -1,0 +1,406 @@
+/* The caller's backward ran out of memory: what it reached is found in its graph, taken
+ * back and run again; or it is said why that cannot be. */
+#include "second.h"
+#include "errors.h"
+#include "step.h"
+
+/* Every marked gradient as it was. 0; 1 with *message (owned); -1. */
+static int
+failed_roll_back(oomkit_second *s, PyObject **message)
+{
+    int i, result = 0, mode = oomkit_grad_mode_off(s->st);
+
+    if (mode < 0) {
+        return -1;
+    }
+    oomkit_exempt_enter(s->st);
+    for (i = 0; i < s->call_count && result == 0; i++) {
+        s->calls[i]->grads.no_aside = 1;
+        result = oomkit_tx_restore(s->calls[i], message);
+    }
+    oomkit_exempt_leave(s->st);
+    if (result < 0) {
+        PyObject *exception = oomkit_exception_take(); /* owned, given back */
+        if (oomkit_grad_mode_set(s->st, mode) < 0) {
+            PyErr_WriteUnraisable(NULL);
+        }
+        oomkit_exception_give(exception);
+        return -1;
+    }
+    return oomkit_grad_mode_set(s->st, mode) < 0 ? -1 : result;
+}
+
+void
+oomkit_second_take_back(oomkit_second *s)
+{
+    PyObject *exception = oomkit_exception_take(); /* owned, given back */
+    PyObject *message = NULL, *done;               /* owned */
+    int result = failed_roll_back(s, &message);
+
+    if (result < 0) {
+        PyErr_WriteUnraisable(NULL);
+    }
+    if (result == 1) {
+        done = PyObject_CallMethod(exception, "add_note", "O", message);
+        if (done == NULL) {
+            PyErr_WriteUnraisable(exception);
+        }
+        Py_XDECREF(done);
+    }
+    Py_XDECREF(message);
+    oomkit_exception_give(exception);
+}
+
+/* --- what was reached --- */
+
+/* Why the calls that were reached cannot be run again (static text), or NULL. */
+static const char *
+failed_refusal(const oomkit_second *s, PyObject *reached, int paths, int beneath)
+{
+    Py_ssize_t i;
+
+    if (s->keep_graph || s->create_graph) {
+        return "retain_graph or create_graph was asked for, and the graphs of "
+               "micro-batches are not kept: run that backward() inside the decorated "
+               "step";
+    }
+    if (paths) {
+        return "what backward() was called on also reaches parameters by ways that do "
+               "not pass through the returned loss: return the whole loss from the "
+               "step";
+    }
+    for (i = 0; i < PyList_GET_SIZE(reached); i++) {
+        const oomkit_pending *p = pending_CAST(PyList_GET_ITEM(reached, i));
+        if (p->second != s || p->gradient == NULL) {
+            return "it struck before the gradient had reached the returned loss: "
+                   "return "
+                   "the whole loss from the step";
+        }
+    }
+    return beneath
+               ? "the returned loss was computed from another loss that was returned: "
+                 "make one decorated step of both"
+               : NULL;
+}
+
+static int
+is_marked(const oomkit_second *s, const PyObject *leaf)
+{
+    Py_ssize_t k;
+    int i;
+    for (i = 0; i < s->call_count; i++) {
+        for (k = 0; k < s->calls[i]->parts->param_count; k++) {
+            if (s->calls[i]->parts->params[k] == leaf) {
+                return 1;
+            }
+        }
+    }
+    return 0;
+}
+
+/* A leaf that nobody marked and that has a gradient may hold a part of this batch
+ * already: 1, 0 or -1. */
+static int
+failed_strangers(const oomkit_second *s)
+{
+    PyObject *leaves = PyList_New(0); /* owned */
+    int result = leaves == NULL ? -1 : oomkit_graph_leaves(s->st, s->roots, leaves);
+    Py_ssize_t i;
+
+    for (i = 0; result == 0 && i < PyList_GET_SIZE(leaves); i++) {
+        PyObject *leaf = PyList_GET_ITEM(leaves, i); /* borrowed */
+        PyObject *gradient;                          /* owned */
+        if (is_marked(s, leaf)) {
+            continue;
+        }
+        gradient = PyObject_GetAttr(leaf, s->st->str_grad);
+        result = gradient == NULL ? -1 : gradient != Py_None;
+        Py_XDECREF(gradient);
+    }
+    Py_XDECREF(leaves);
+    return result;
+}
+
+/* The first of the reached calls whose graph was whole, after number `at`; -1. */
+static Py_ssize_t
+next_whole(PyObject *reached, Py_ssize_t at)
+{
+    for (at++; at < PyList_GET_SIZE(reached); at++) {
+        if (pending_CAST(PyList_GET_ITEM(reached, at))->kind == OOMKIT_RETURNED_WHOLE) {
+            return at;
+        }
+    }
+    return -1;
+}
+
+/* --- giving up --- */
+
+/* Raises oomkit.OutOfMemory. Steals `exception`, the failure; -1 always. */
+static int
+failed_give_up(oomkit_second *s, oomkit_pending *p, PyObject *exception,
+               const char *why)
+{
+    oomkit_call *call = NULL;
+    PyObject *handled = PyErr_GetHandledException(); /* owned: the caller's */
+    PyObject *message = NULL, *reason = NULL;        /* owned */
+    int i, result;
+
+    for (i = 0; i < s->call_count; i++) {
+        if (call == NULL || s->calls[i]->parts == p->parts) {
+            call = s->calls[i];
+        }
+    }
+    oomkit_exception_drop(s->st, exception, handled);
+    Py_XDECREF(handled);
+    if (oomkit_backward_drain(s->st) < 0) {
+        return -1;
+    }
+    call->ooms++;
+    p->step->seen_oom = 1;
+    oomkit_signature_failed(call, oomkit_batch_rows(&p->batch));
+    result = failed_roll_back(s, &message);
+    if (result == 0) {
+        reason = PyUnicode_FromFormat(
+            "the backward() of %U's loss ran out of memory and is not retried: %s; the "
+            "gradients are as before it",
+            call->options->label, why);
+    } else if (result == 1) {
+        reason = PyUnicode_FromFormat(
+            "the backward() of %U's loss ran out of memory and is not retried: %s; %U",
+            call->options->label, why, message);
+    }
+    Py_XDECREF(message);
+    if (reason != NULL) {
+        call->outcome = 1;
+        oomkit_give_up(call, reason, 0);
+        Py_DECREF(reason);
+    }
+    return -1;
+}
+
+/* --- running again --- */
+
+/* The only call that was reached: its marks serve the replay. Steals `exception`. */
+static int
+failed_replay_one(oomkit_second *s, oomkit_pending *p, PyObject *exception)
+{
+    oomkit_call *call = NULL;
+    const char *why = NULL;
+    int i, result;
+
+    for (i = 0; i < s->call_count; i++) {
+        if (s->calls[i]->parts == p->parts) {
+            call = s->calls[i];
+        }
+    }
+    call->step = p->step; /* calls of the same list are of one site, but be sure */
+    call->options = &p->step->options;
+    call->func = p->step->func;
+    call->number = p->number;
+    call->has_signature = 0;
+    result = oomkit_replay_prepare(call, p, &why);
+    if (result == 1) {
+        return failed_give_up(s, p, exception, why);
+    }
+    if (result == 0) {
+        result = oomkit_graph_free(s->st, s->roots);
+    }
+    if (result < 0) {
+        Py_DECREF(exception);
+        return -1;
+    }
+    call->backward_failed = call->queued = 1;
+    return oomkit_replay_run(call, p, s->inputs, exception);
+}
+
+/* One of several: marks of its own, on top of what those before it have added. Steals
+ * `exception`, which may be NULL. */
+static int
+failed_replay_next(oomkit_second *s, oomkit_pending *p, PyObject *exception)
+{
+    oomkit_call *call = PyMem_Malloc(sizeof(*call));
+    const char *why = NULL;
+    int result;
+
+    if (call == NULL) {
+        Py_XDECREF(exception);
+        PyErr_NoMemory();
+        return -1;
+    }
+    result = oomkit_second_mark(s, p, call);
+    oomkit_grads_end_attempt(call); /* its own backwards mark anew */
+    call->training = 0;
+    if (result == 0) {
+        result = oomkit_replay_prepare(call, p, &why);
+    }
+    if (result == 1) {
+        if (exception == NULL) {
+            PyObject *reason = PyUnicode_FromFormat(/* owned */
+                                                    "%U has to be run again and "
+                                                    "cannot: %s",
+                                                    call->options->label, why);
+            if (reason != NULL) {
+                oomkit_give_up(call, reason, 0);
+                Py_DECREF(reason);
+            }
+            result = -1;
+        } else {
+            result = failed_give_up(s, p, exception, why);
+            exception = NULL;
+        }
+    } else if (result == 0) {
+        call->queued = exception != NULL;
+        result = oomkit_replay_run(call, p, s->inputs, exception);
+        exception = NULL;
+    }
+    Py_XDECREF(exception);
+    oomkit_replay_end(call, p, result == 0);
+    PyMem_Free(call);
+    return result;
+}
+
+/* Several calls were reached: everything back first, with copies of what was there, so
+ * that a failure of the second replay takes the first one back as well. Steals
+ * `exception`. */
+static int
+failed_replay_all(oomkit_second *s, PyObject *reached, PyObject *exception)
+{
+    PyObject *message = NULL; /* owned */
+    Py_ssize_t at = -1;
+    int i, result;
+
+    result = oomkit_graph_free(s->st, s->roots);
+    if (result == 0) {
+        result = failed_roll_back(s, &message);
+    }
+    if (result == 1) {
+        PyObject *text = PyUnicode_FromFormat("%U", message); /* owned */
+        Py_DECREF(message);
+        if (text != NULL) {
+            result = failed_give_up(s, pending_CAST(PyList_GET_ITEM(reached, 0)),
+                                    exception, PyUnicode_AsUTF8(text));
+            exception = NULL;
+            Py_DECREF(text);
+        }
+        Py_XDECREF(exception);
+        return -1;
+    }
+    for (i = 0; i < s->call_count && result == 0; i++) {
+        oomkit_grads_end_attempt(s->calls[i]);
+        s->calls[i]->grads.force_copies = 1;
+        result = oomkit_grads_mark(s->calls[i]);
+    }
+    for (at = 0; at < PyList_GET_SIZE(reached); at++) { /* all gradients are known */
+        pending_CAST(PyList_GET_ITEM(reached, at))->fired = 1;
+    }
+    at = -1;
+    while (result == 0 && (at = next_whole(reached, at)) >= 0) {
+        oomkit_pending *p = pending_CAST(PyList_GET_ITEM(reached, at));
+        result = failed_replay_next(s, p, exception);
+        exception = NULL;
+        p->replayed = result == 0;
+        if (result < 0) {
+            oomkit_second_take_back(s);
+        }
+    }
+    Py_XDECREF(exception);
+    return result;
+}
+
+/* Everything that was reached has its gradients already, and what reaches each loss is
+ * known: what failed need not be run. Steals `exception`. */
+static int
+failed_before_stashes(oomkit_second *s, PyObject *reached, PyObject *exception)
+{
+    PyObject *handled = PyErr_GetHandledException(); /* owned: the caller's */
+    Py_ssize_t i;
+
+    oomkit_exception_drop(s->st, exception, handled);
+    Py_XDECREF(handled);
+    for (i = 0; i < PyList_GET_SIZE(reached); i++) {
+        pending_CAST(PyList_GET_ITEM(reached, i))->fired = 1;
+    }
+    return oomkit_backward_drain(s->st);
+}
+
+/* --- */
+
+static int
+failed_reached(oomkit_second *s, PyObject *exception, PyObject *reached, int paths)
+{
+    int beneath = oomkit_graph_beneath(s->st, s->roots, reached);
+    int strangers = beneath < 0 ? -1 : failed_strangers(s);
+    const char *why = failed_refusal(s, reached, paths, beneath);
+    Py_ssize_t first = next_whole(reached, -1);
+    oomkit_pending *p;
+    int result;
+
+    if (strangers < 0) {
+        Py_DECREF(exception);
+        return -1;
+    }
+    if (strangers) {
+        why =
+            "a tensor that requires grad and that auto_batch did not find in the "
+            "arguments, self, closure or globals of the step has a gradient, which may "
+            "hold a part of this batch already: pass model=..., optimizer=... or "
+            "participants=... to auto_batch, and clear its .grad before going on";
+    }
+    if (why == NULL && first < 0) {
+        return failed_before_stashes(s, reached, exception);
+    }
+    if (why != NULL) {
+        return failed_give_up(s, pending_CAST(PyList_GET_ITEM(reached, 0)), exception,
+                              why);
+    }
+    if (PyList_GET_SIZE(reached) > 1) {
+        return failed_replay_all(s, reached, exception);
+    }
+    p = pending_CAST(PyList_GET_ITEM(reached, first));
+    p->fired = 1;
+    result = failed_replay_one(s, p, exception);
+    p->replayed = result == 0;
+    return result;
+}
+
+int
+oomkit_second_failed(oomkit_second *s, int may_retry)
+{
+    PyObject *exception = oomkit_exception_take(); /* owned, then stolen */
+    oomkit_class class_ = oomkit_exception_classify(s->st, exception);
+    PyObject *reached = NULL, *handled; /* owned */
+    int paths = 0, result = -1;
+
+    if (class_ != OOMKIT_CLASS_CERTAIN && class_ != OOMKIT_CLASS_MASKED) {
+        oomkit_exception_give(exception);
+        return -1;
+    }
+    if (!s->engine_seen && may_retry) {
+        /* torch.autograd.backward failed to make the gradient of its root, a few bytes:
+         * nothing has run. */
+        handled = PyErr_GetHandledException();
+        oomkit_exception_drop(s->st, exception, handled);
+        Py_XDECREF(handled);
+        s->exempt = 1;
+        oomkit_exempt_enter(s->st);
+        return 1;
+    }
+    reached = PyList_New(0);
+    if (reached == NULL || s->roots == NULL ||
+        oomkit_graph_reach(s->st, s->roots, reached, &paths) < 0) {
+        if (PyErr_Occurred()) {
+            Py_DECREF(exception);
+        } else {
+            oomkit_exception_give(exception);
+        }
+        Py_XDECREF(reached);
+        return -1;
+    }
+    if (PyList_GET_SIZE(reached) == 0) {
+        oomkit_exception_give(exception); /* somebody else's graph */
+    } else {
+        result = failed_reached(s, exception, reached, paths);
+    }
+    Py_DECREF(reached);
+    return result;
+}

@@ -1,0 +1,529 @@
+"""A loss that is returned to a caller who runs backward: healthy, failing, split."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from zoo import SEED
+
+import oomkit
+from oomkit.testing import force_slices, inject_oom
+
+B = 8
+
+
+class Net(torch.nn.Module):
+    def __init__(self, dropout: float = 0.0, norm: bool = False) -> None:
+        super().__init__()
+        self.body = torch.nn.Sequential(
+            torch.nn.Linear(6, 12),
+            torch.nn.BatchNorm1d(12) if norm else torch.nn.Identity(),
+            torch.nn.Tanh(),
+            torch.nn.Dropout(dropout),
+            torch.nn.Linear(12, 3),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.body(x)
+        return out
+
+
+def world(dropout: float = 0.0, norm: bool = False) -> tuple[Net, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(SEED)
+    model = Net(dropout, norm).double()
+    return model, torch.randn(B, 6, dtype=torch.float64), torch.randint(0, 3, (B,))
+
+
+def grads(model: torch.nn.Module) -> list[torch.Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def close(a: list[torch.Tensor | None], b: list[torch.Tensor | None]) -> bool:
+    return all(
+        (x is None and y is None)
+        or (x is not None and y is not None and (x - y).abs().max().item() <= 1e-12)
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def same(a: list[torch.Tensor | None], b: list[torch.Tensor | None]) -> bool:
+    return all(
+        (x is None and y is None) or (x is not None and y is not None and torch.equal(x, y))
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def loss_of(model: Net) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def compute(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(x), y)
+
+    return compute
+
+
+def plain(scale: Callable[[torch.Tensor], torch.Tensor] = lambda v: v) -> Any:
+    model, x, y = world()
+    scale(loss_of(model)(x, y)).backward()
+    return grads(model)
+
+
+SCALES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "itself": lambda v: v,
+    "quarter": lambda v: v / 4,
+    "square": lambda v: v**2,
+    "log": lambda v: (v * 3).log(),
+    "sum of two": lambda v: v + 2 * v.exp(),
+    "in place": lambda v: v.div_(7),
+}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_healthy_call_is_the_undecorated_one(scale: str) -> None:
+    model, x, y = world()
+    step = oomkit.auto_batch(loss_of(model))
+    loss = step(x, y)
+    assert type(loss.grad_fn).__name__.startswith("NllLoss")
+    SCALES[scale](loss).backward()
+    assert same(grads(model), plain(SCALES[scale]))
+    assert step.records[-1].ooms == 0
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("nth", range(1, 12))
+def test_every_fault_of_the_callers_backward(scale: str, nth: int) -> None:
+    model, x, y = world()
+    step = oomkit.auto_batch(loss_of(model))
+    loss = SCALES[scale](step(x, y))
+    with inject_oom(nth=nth, phase="backward") as fault:
+        loss.backward()
+    assert close(grads(model), plain(SCALES[scale]))
+    if fault.fired:
+        assert step.records[-1].ooms == 1
+        assert step.records[-1].micro_batch_size == B // 2
+        assert step.records[-1].accumulation_steps == 2
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("k", [2, 3])
+def test_a_call_that_is_split(scale: str, k: int) -> None:
+    model, x, y = world()
+    step = oomkit.auto_batch(loss_of(model), accumulation_steps=k)
+    whole = loss_of(model)(x, y).item()
+    model.zero_grad()
+    for _ in range(2):  # the second time the gradient is guessed right
+        loss = step(x, y)
+        assert abs(loss.item() - whole) <= 1e-12
+        assert loss.requires_grad and not loss._is_view()
+        assert all(p.grad is None for p in model.parameters())
+        SCALES[scale](loss).backward()
+        assert close(grads(model), plain(SCALES[scale]))
+        model.zero_grad()
+
+
+def _faulty(nth: int, phase: str) -> tuple[Any, Any, Any, bool, int]:
+    model, x, y = world(dropout=0.5, norm=True)
+    step = oomkit.auto_batch(loss_of(model))
+    with inject_oom(nth=nth, phase=phase) as fault:
+        step(x, y).backward()
+    state = torch.get_rng_state()
+    return grads(model), state, [*model.buffers()], fault.fired > 0, step.records[-1].ooms
+
+
+def _undisturbed(slices: list[int]) -> tuple[Any, Any, Any]:
+    model, x, y = world(dropout=0.5, norm=True)
+    with force_slices(slices):
+        oomkit.auto_batch(loss_of(model))(x, y).backward()
+    return grads(model), torch.get_rng_state(), [*model.buffers()]
+
+
+@pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning")
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_faults_equal_the_same_slices_bit_for_bit(phase: str) -> None:
+    halves, whole = _undisturbed([4, 4]), _undisturbed([B])
+    assert not same(halves[0], whole[0])
+    nth = 1
+    while True:
+        got, state, buffers, fired, ooms = _faulty(nth, phase)
+        if not fired:
+            break
+        # The few bytes of the root's own gradient are asked for once more: no replay.
+        want = halves if ooms else whole
+        assert same(got, want[0]), nth
+        assert torch.equal(state, want[1]), nth
+        assert all(torch.equal(a, b) for a, b in zip(buffers, want[2], strict=True)), nth
+        nth += 1
+    assert nth > 8
+
+
+def test_the_users_own_accumulation() -> None:
+    model, x, y = world()
+    want_model, _, _ = world()
+    for i in range(0, B, 2):
+        (loss_of(want_model)(x[i : i + 2], y[i : i + 2]) / 4).backward()
+    step = oomkit.auto_batch(loss_of(model))
+    for i in range(0, B, 2):
+        loss = step(x[i : i + 2], y[i : i + 2]) / 4
+        with inject_oom(nth=4, phase="backward"):
+            loss.backward()
+    assert close(grads(model), grads(want_model))
+
+
+def test_gradients_of_the_caller_stay_put_while_split() -> None:
+    model, x, y = world()
+    want = plain()
+    seen = []
+    step = oomkit.auto_batch(loss_of(model), accumulation_steps=2)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    mine = [p.grad for p in model.parameters()]
+    loss = step(x, y)
+    seen = [p.grad is g for p, g in zip(model.parameters(), mine, strict=True)]
+    assert all(seen) and all(torch.equal(g, torch.ones_like(g)) for g in mine if g is not None)
+    loss.backward()
+    assert all(p.grad is g for p, g in zip(model.parameters(), mine, strict=True))
+    assert close([g - 1 for g in mine if g is not None], want)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_zero_grad_between_call_and_backward(k: int) -> None:
+    model, x, y = world()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = oomkit.auto_batch(loss_of(model), accumulation_steps=k)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    loss = step(x, y)
+    optimizer.zero_grad()
+    with inject_oom(nth=3, phase="backward"):
+        loss.backward()
+    assert close(grads(model), plain())
+
+
+def test_several_pending_losses() -> None:
+    for k in (1, 2):
+        for nth in (1, 3, 6, 9):
+            model, x, y = world()
+            step = oomkit.auto_batch(loss_of(model), accumulation_steps=k)
+            a, b = step(x, y), step(x[:6], y[:6])
+            total = a + 3 * b
+            with inject_oom(nth=nth, phase="backward"):
+                total.backward()
+            want, _, _ = world()
+            compute = loss_of(want)
+            (compute(x, y) + 3 * compute(x[:6], y[:6])).backward()
+            assert close(grads(model), grads(want)), (k, nth)
+
+
+def test_the_first_of_two_losses_dropped() -> None:
+    model, x, y = world()
+    step = oomkit.auto_batch(loss_of(model))
+    a, b = step(x, y), step(x, y)
+    del a
+    with inject_oom(nth=4, phase="backward"):
+        b.backward()
+    assert close(grads(model), plain())
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_dropped_loss_frees_everything(k: int) -> None:
+    model, x, y = world()
+    step = oomkit.auto_batch(loss_of(model), accumulation_steps=k)
+    step(x, y).backward()
+    model.zero_grad()
+    alive = weakref.ref(x)
+    gc.collect()
+    gc.disable()
+    try:
+        loss = step(x, y)
+        del x
+        if k == 2:
+            assert alive() is not None  # a stash may have to be computed again
+        del loss
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_a_row_per_sample() -> None:
+    def compute(model: Net) -> Any:
+        return lambda x, y: F.cross_entropy(model(x), y, reduction="none")
+
+    weights = torch.linspace(0.1, 2, B, dtype=torch.float64)
+    want_model, x, y = world()
+    (compute(want_model)(x, y) * weights).mean().backward()
+    for k in (1, 2, 3):
+        for nth in (1, 2, 5, 8):
+            model, x, y = world()
+            step = oomkit.auto_batch(compute(model), accumulation_steps=k)
+            losses = step(x, y)
+            assert losses.shape == (B,)
+            root = (losses * weights).mean()
+            with inject_oom(nth=nth, phase="backward"):
+                root.backward()
+            assert close(grads(model), grads(want_model)), (k, nth)
+
+
+def test_a_decorated_forward() -> None:
+    """The result is the model's output; the caller computes the loss from it."""
+    for k in (1, 2):
+        model, x, y = world()
+        forward = oomkit.auto_batch(model.forward, accumulation_steps=k)
+        loss = F.cross_entropy(forward(x), y)
+        with inject_oom(nth=6, phase="backward"):
+            loss.backward()
+        assert close(grads(model), plain())
+
+
+class Trainer:
+    def __init__(self, model: Net) -> None:
+        self.model = model
+        self.loss: torch.Tensor | None = None
+
+    @oomkit.auto_batch
+    def training_step(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        loss = F.cross_entropy(self.model(batch["x"]), batch["y"])
+        self.loss = loss
+        return {"loss": loss, "double": (2 * loss).detach()}
+
+
+def test_a_method_whose_object_keeps_the_loss() -> None:
+    model, x, y = world()
+    trainer = Trainer(model)
+    for _ in range(2):
+        model.zero_grad()
+        with inject_oom(nth=4, phase="backward"):
+            trainer.training_step({"x": x, "y": y})["loss"].backward()
+        assert close(grads(model), plain())
+    gone = weakref.ref(trainer)
+    gc.collect()
+    del trainer
+    gc.collect()
+    assert gone() is None
+
+
+def test_autocast_has_ended_when_backward_comes() -> None:
+    def run(nth: int) -> list[torch.Tensor | None]:
+        torch.manual_seed(SEED)
+        model = Net()
+        x, y = torch.randn(B, 6), torch.randint(0, 3, (B,))
+        step = oomkit.auto_batch(loss_of(model))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            if nth == 0:
+                with force_slices([4, 4]):
+                    loss = step(x, y)
+            else:
+                loss = step(x, y)
+        with inject_oom(nth=nth or 10_000, phase="backward"):
+            loss.backward()
+        return grads(model)
+
+    want = run(0)
+    for nth in (2, 4, 7):
+        assert same(run(nth), want)
+
+
+def test_grad_scaler() -> None:
+    for k in (1, 2):
+        model, x, y = world()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+        step = oomkit.auto_batch(loss_of(model), accumulation_steps=k)
+        other, _, _ = world()
+        other_optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+        for i in range(3):
+            optimizer.zero_grad()
+            loss = scaler.scale(step(x, y))
+            with inject_oom(nth=2 + i, phase="backward"):
+                loss.backward()
+            scaler.step(optimizer)
+            scaler.update()
+            other_optimizer.zero_grad()
+            loss_of(other)(x, y).backward()
+            other_optimizer.step()
+        assert scaler.get_scale() == 8 * 1024.0
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            assert (p - q).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_half_precision_is_never_scaled(k: int) -> None:
+    """A stash in fp16 that was computed with another gradient is computed again."""
+
+    def run(step: Any, scale: float) -> list[torch.Tensor | None]:
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = step(x, y)
+        (loss * scale).backward()
+        return grads(model)
+
+    torch.manual_seed(SEED)
+    model = Net()
+    x, y = torch.randn(B, 6) * 1e-4, torch.randint(0, 3, (B,))
+    scale = 2.0**14
+    step = oomkit.auto_batch(loss_of(model), accumulation_steps=k)
+    with force_slices([4, 4]):
+        want = run(oomkit.auto_batch(loss_of(model)), scale)  # computed again, too
+        for half in (slice(0, 4), slice(4, 8)):
+            assert x[half].shape == (4, 6)
+    whole = run(loss_of(model), scale)
+    got = run(step, scale)
+    assert same(got, want if k == 2 else whole)
+    assert same(run(step, scale), got)  # guessed right: the stash itself, the same values
+    for a, b in zip(got, whole, strict=True):
+        assert a is not None and b is not None
+        assert (a - b).abs().max() <= 4e-3 * b.abs().max()
+
+
+def test_gradients_set_aside() -> None:
+    """No copy of the gradients that were there: leaves that have everything keep it."""
+    want = plain()
+    for nth in range(2, 12):
+        model, x, y = world()
+        step = oomkit.auto_batch(loss_of(model), gradient_safety="off")
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        loss = step(x, y)
+        with inject_oom(nth=nth, phase="backward"):
+            loss.backward()
+        assert close([g - 1 for g in grads(model) if g is not None], want), nth
+
+
+def test_a_hook_on_the_loss() -> None:
+    want = plain(lambda v: v * 6)
+    for k in (1, 2):
+        model, x, y = world()
+        loss = oomkit.auto_batch(loss_of(model), accumulation_steps=k)(x, y)
+        loss.register_hook(lambda g: g * 3)
+        with inject_oom(nth=5, phase="backward"):
+            loss.backward(torch.tensor(2.0, dtype=torch.float64))
+        assert close(grads(model), want), k
+
+
+class Count:
+    def __init__(self) -> None:
+        self.n = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": self.n}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.n = state["n"]
+
+
+def test_what_the_call_did_to_participants_counts_once() -> None:
+    model, x, y = world()
+    rows, outside = Count(), Count()
+
+    def compute(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        rows.n += len(x)
+        outside.n += len(x)
+        return F.cross_entropy(model(x), y)
+
+    loss = oomkit.auto_batch(compute, participants=[rows, outside])(x, y)
+    outside.n += 100  # between the call and its backward
+    with inject_oom(nth=4, phase="backward"):
+        loss.backward()
+    assert rows.n == B and outside.n == B + 100
+
+
+def test_streams_and_buffers_that_others_use_meanwhile() -> None:
+    """Others drew numbers and normalised between the call and its backward: that stays."""
+    model, x, y = world(dropout=0.5, norm=True)
+    loss = oomkit.auto_batch(loss_of(model))(x, y)
+    model(x + 1)
+    torch.randn(7)
+    state, buffers = torch.get_rng_state(), [b.clone() for b in model.buffers()]
+    with pytest.warns(oomkit.OomkitWarning, match="training mode"):
+        with inject_oom(nth=6, phase="backward"):
+            loss.backward()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), buffers, strict=True))
+
+
+def test_the_record_has_the_peak_of_the_backward() -> None:
+    model, x, y = world()
+    step = oomkit.auto_batch(loss_of(model))
+    loss = step(x, y)
+    first = step.records[-1].peak_allocated
+    loss.backward()
+    assert len(step.records) == 1
+    assert first is not None and step.records[-1].peak_allocated is not None
+    assert step.records[-1].peak_allocated > first
+
+
+def test_backward_in_another_thread() -> None:
+    import threading
+
+    model, x, y = world()
+    step = oomkit.auto_batch(loss_of(model))
+    loss = step(x, y)
+
+    def work() -> None:
+        with inject_oom(nth=4, phase="backward"):
+            loss.backward()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert close(grads(model), plain())
+
+
+def test_threads_with_losses_of_their_own() -> None:
+    import threading
+
+    results: list[bool] = []
+    want = plain()
+    barrier = threading.Barrier(2)
+
+    def work() -> None:
+        for _ in range(10):
+            barrier.wait()
+            model, x, y = shared[threading.current_thread().name]
+            model.zero_grad()
+            step = oomkit.auto_batch(loss_of(model), accumulation_steps=2)
+            step(x, y).backward()
+            results.append(close(grads(model), want))
+
+    shared = {"a": world(), "b": world()}
+    threads = [threading.Thread(target=work, name=name) for name in shared]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 20
+
+
+def test_nested_decorated_functions() -> None:
+    model, x, y = world()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compute = oomkit.auto_batch(loss_of(model))
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        compute(x, y).backward()
+
+    for nth in (2, 5, 9):
+        with inject_oom(nth=nth):
+            step(x, y)
+        assert close(grads(model), plain())
+    assert compute.records == ()
+
+
+def test_retain_graph() -> None:
+    want_model, x, y = world()
+    loss = loss_of(want_model)(x, y)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    for k in (1, 2):
+        model, x, y = world()
+        loss = oomkit.auto_batch(loss_of(model), accumulation_steps=k)(x, y)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert close(grads(model), grads(want_model))
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
