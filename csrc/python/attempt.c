@@ -220,6 +220,13 @@ attempt_micro(oomkit_call *call, PyObject **vector, PyObject **whole)
         Py_XDECREF(result); /* the step caught what was to end it */
         return -1;
     }
+    if (call->split && call->raised) {
+        Py_DECREF(result);
+        oomkit_raise(call->st->SplitError,
+                     "auto_batch cannot split this step: it raised an error that says "
+                     "why, which the step caught; let oomkit's errors pass");
+        return -1;
+    }
     status = attempt_micro_end(call, result);
     if (status == 0 && !call->split) {
         *whole = result; /* the caller's very objects, not a join of one */
