@@ -50,7 +50,7 @@ def test_zero_grad_between_two_backwards_is_refused() -> None:
         F.cross_entropy(model(x * 2), y).backward()
         optimizer.step()
 
-    with pytest.raises(oomkit.SplitError, match=r"zero_grad\(\) is called between"):
+    with pytest.raises(oomkit.SplitError, match=r"zero_grad\(\) is called at .* between"):
         step(x, y)
     assert _same(before, _values(model))
     assert all(p.grad is None for p in model.parameters())

@@ -32,7 +32,7 @@ def test_two_optimizers_in_turn_are_refused() -> None:
         (second(x) - first(x)).pow(2).mean().backward()
         opt2.step()
 
-    with pytest.raises(oomkit.SplitError, match="an update is made between two backward"):
+    with pytest.raises(oomkit.SplitError, match="is called at .* after its update at"):
         step(x)
     assert _same(before, _values(first) + _values(second))
 

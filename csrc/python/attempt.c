@@ -74,6 +74,9 @@ attempt_micro_end(oomkit_call *call, PyObject *result)
         (oomkit_course_finish(call) < 0 || oomkit_weights_check(call, result) < 0)) {
         return -1;
     }
+    if (call->step_leaves != NULL && oomkit_strangers_check(call, result) < 0) {
+        return -1;
+    }
     if (!call->is_last &&
         (oomkit_tx_micro_end(call) < 0 || oomkit_effects_end(call) < 0)) {
         return -1;
@@ -110,7 +113,7 @@ attempt_micro(oomkit_call *call, PyObject **vector, PyObject **whole)
         return -1;
     }
     call->is_last = call->slice_index == call->slice_count - 1;
-    call->backwards = call->cleared = 0;
+    call->backwards = call->syncs = 0;
     if (oomkit_batch_build(call->st, call->options, &call->batch, slice->start,
                            slice->length, vector) < 0) {
         return -1;
@@ -119,9 +122,18 @@ attempt_micro(oomkit_call *call, PyObject **vector, PyObject **whole)
     result = PyObject_Vectorcall(call->func, vector, (size_t)call->batch.positional,
                                  call->kwnames);
     call->running = 0;
+    oomkit_forward_release(call);
     /* Slices of the batch go before anything else: they may be copies. */
     vector_clear(vector, call->batch.total);
-    if (result == NULL) {
+    if (result == NULL || call->restart) {
+        Py_XDECREF(result); /* the step caught what was to end it */
+        return -1;
+    }
+    if (call->split && call->raised) {
+        Py_DECREF(result);
+        oomkit_raise(call->st->SplitError,
+                     "auto_batch cannot split this step: it raised an error that says "
+                     "why, which the step caught; let oomkit's errors pass");
         return -1;
     }
     status = attempt_micro_end(call, result);

@@ -84,25 +84,30 @@ static int
 backward_after_update(oomkit_call *call)
 {
     const oomkit_course *course = &call->course[call->slice_index > 0];
-    int changed;
-    int stepped = course->count > 0 && course->count <= OOMKIT_COURSE &&
-                  course->events[course->count - 1].target != NULL;
+    const oomkit_event *last = course->count > 0 && course->count <= OOMKIT_COURSE
+                                   ? &course->events[course->count - 1]
+                                   : NULL;
+    int stepped = last != NULL && last->target != NULL, changed;
 
     if (call->backwards == 0) {
         return 0;
     }
     changed = call->is_last ? oomkit_grads_changed_since(call) : 0;
-    if (changed < 0 || (!call->cleared && !stepped && !changed)) {
+    if (changed < 0 || (call->cleared == NULL && !stepped && !changed)) {
         return changed < 0;
     }
     call->raised = 1;
-    oomkit_raise(
-        call->st->SplitError,
-        "auto_batch cannot split this step: %s between two backward() calls; make "
-        "two decorated steps of it",
-        call->cleared ? "zero_grad() is called"
-        : stepped     ? "an update is made"
-                      : "gradients are cleared or changed");
+    oomkit_raise(call->st->SplitError,
+                 "auto_batch cannot split this step: %s%s%V between two backward() "
+                 "calls; make two decorated steps of it",
+                 call->cleared != NULL ? "zero_grad() is called"
+                 : stepped             ? "an update is made"
+                                       : "gradients are cleared or changed",
+                 call->cleared != NULL || stepped ? " at " : "",
+                 call->cleared != NULL ? call->cleared
+                 : stepped             ? last->where
+                                       : NULL,
+                 "");
     return 1;
 }
 
@@ -111,14 +116,19 @@ static int
 backward_begin(oomkit_call *call, PyObject *roots)
 {
     call->training = 1;
-    if (call->split && backward_after_update(call)) {
+    if (call->split &&
+        (backward_after_update(call) || oomkit_grads_refuse_unexpected(call) < 0)) {
         return -1;
     }
     if (call->split && call->slice_index == 0 && !call->grads.marked &&
-        (oomkit_hooks_check(call) < 0 || oomkit_strangers_refuse(call, roots) < 0)) {
+        oomkit_hooks_check(call) < 0) {
         return -1;
     }
     if (call->backwards == 0 && oomkit_losses_note(call, roots) < 0) {
+        return -1;
+    }
+    if (call->split && call->slice_index == 0 &&
+        oomkit_strangers_meet(call, roots) < 0) {
         return -1;
     }
     if (oomkit_grads_mark(call) < 0) {
@@ -159,12 +169,15 @@ static PyObject *
 backward_engine(backward_object *self, oomkit_state *st, PyObject *const *args,
                 size_t nargsf, PyObject *kwnames)
 {
+    oomkit_call *call = oomkit_call_current();
     PyObject *result; /* owned */
     int phase = oomkit_phase_set(st, OOMKIT_PHASE_BACKWARD);
+    void *outer = oomkit_nested_enter(call); /* borrowed */
 
     backward_nesting++;
     result = PyObject_Vectorcall(self->original, args, nargsf, kwnames);
     backward_nesting--;
+    oomkit_nested_leave(call, outer);
     oomkit_phase_set(st, phase);
     return result;
 }
@@ -263,12 +276,20 @@ backward_call(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwna
     PyObject *result; /* owned */
 
     if (call == NULL) {
+        if (oomkit_nested_any() && backward_accumulates(st, args, nargsf, kwnames) &&
+            oomkit_nested_refuse(st, NULL) < 0) {
+            return NULL;
+        }
         Py_INCREF(op);
         result = backward_outside(self, st, args, nargsf, kwnames);
         Py_DECREF(op);
         return result;
     }
     if (backward_nesting > 0 || !backward_accumulates(st, args, nargsf, kwnames)) {
+        if (oomkit_nested_any() && backward_accumulates(st, args, nargsf, kwnames) &&
+            oomkit_nested_refuse(st, call) < 0) {
+            return NULL;
+        }
         result = backward_engine(self, st, args, nargsf, kwnames);
         if (result == NULL && backward_nesting == 0) {
             call->queued = 1; /* its unexecuted graph must be drained */
@@ -423,7 +444,10 @@ oomkit_backward_install(oomkit_state *st)
         backward_put(st, st->str_engine_run_backward, st->run_backward, backward_call,
                      &st->backward_hook) < 0 ||
         backward_put(st, st->str_backward, st->torch_backward, backward_outer,
-                     &st->outer_hook) < 0) {
+                     &st->outer_hook) < 0 ||
+        /* Where it is defined too, for code that takes it from there. */
+        PyObject_SetAttr(st->graph_module, st->str_engine_run_backward,
+                         st->backward_hook) < 0) {
         return -1;
     }
     st->backward_patched = 1;

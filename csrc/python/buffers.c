@@ -211,11 +211,15 @@ oomkit_buffers_mark(oomkit_call *call)
     oomkit_state *st = call->st;
     oomkit_participants *parts = call->parts;
     PyObject *from, *to, *done = NULL; /* owned */
+    PyObject *guard;                   /* owned */
     Py_ssize_t i;
     int first = parts->moving_count == 0, result = -1;
 
     if (parts->buffered_count == 0) {
         return 0;
+    }
+    if (oomkit_inference_begin(st, 0, &guard) < 0) {
+        return -1;
     }
     parts->buffers_serial++;
     from = PyList_New(0);
@@ -251,7 +255,7 @@ done:
     Py_XDECREF(done);
     Py_XDECREF(from);
     Py_XDECREF(to);
-    return result;
+    return oomkit_inference_end(guard, result);
 }
 
 /* 1 moved in place, 2 another tensor stands in its place, 0 neither, -1 error. */
@@ -298,7 +302,7 @@ static int
 buffer_put_back(oomkit_call *call, Py_ssize_t i)
 {
     oomkit_buffer *item = &call->buffers.items[i];
-    PyObject *dict, *done; /* owned */
+    PyObject *dict; /* owned */
     int result = 0;
 
     /* Whatever the version says: a kernel that fails half-way (batch_norm) has written
@@ -313,12 +317,9 @@ buffer_put_back(oomkit_call *call, Py_ssize_t i)
             return -1;
         }
     } else if (item->copied) {
-        done = PyObject_CallMethodOneArg(item->tensor, call->st->str_copy,
-                                         call->parts->copies[i]);
-        if (done == NULL) {
+        if (oomkit_tensor_write(call->st, item->tensor, call->parts->copies[i]) < 0) {
             return -1;
         }
-        Py_DECREF(done);
     }
     dict = PyObject_GetAttr(item->module, call->st->str_buffers);
     if (dict == NULL) {

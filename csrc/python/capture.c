@@ -72,7 +72,7 @@ capture_tensor(capture *c, Py_ssize_t at)
     node->kind = OOMKIT_NODE_TENSOR;
     node->rows = facts.size;
     node->shape_hash = facts.shape_hash;
-    node->version = facts.version;
+    node->version = oomkit_tensor_mark(c->st, node->object, &facts);
     node->device_type = (int8_t)facts.device_type;
     node->device_index = (int8_t)facts.device_index;
     if (batch->device_type < 0) {

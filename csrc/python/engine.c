@@ -53,7 +53,7 @@ engine_participants(oomkit_call *call)
     call->parts = step->parts;
     call->parts->refs++;
     call->parts->busy++;
-    return 0;
+    return call->parts->adopted == NULL ? 0 : oomkit_participants_hold(call->parts);
 }
 
 static void

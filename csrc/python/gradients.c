@@ -328,54 +328,6 @@ oomkit_grads_changed_since(oomkit_call *call)
     return moved != 0;
 }
 
-/* At the start of a micro-batch of a split call: which parameters have a gradient. */
-int
-oomkit_grads_begin_micro(oomkit_call *call)
-{
-    oomkit_grads *g = &call->grads;
-    Py_ssize_t i, n = call->parts->param_count;
-
-    if (g->present == NULL && (g->present = PyMem_Calloc((size_t)n + 1, 1)) == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (i = 0; i < n; i++) {
-        PyObject *gradient = grads_get(call, i); /* owned */
-        if (gradient == NULL) {
-            return -1;
-        }
-        g->present[i] = gradient != Py_None;
-        Py_DECREF(gradient);
-    }
-    return 0;
-}
-
-/* At the end of a micro-batch: a gradient where there should be none, because they are
- * parked or because no backward ran. 1 and *which, 0, or -1. */
-int
-oomkit_grads_unexpected(oomkit_call *call, Py_ssize_t *which)
-{
-    oomkit_grads *g = &call->grads;
-    Py_ssize_t i;
-
-    if (!g->is_parked && call->backwards > 0) {
-        return 0;
-    }
-    for (i = 0; i < call->parts->param_count; i++) {
-        PyObject *gradient = grads_get(call, i); /* owned */
-        if (gradient == NULL) {
-            return -1;
-        }
-        Py_DECREF(gradient);
-        if (gradient != Py_None &&
-            ((g->is_parked && !g->stashing) || (g->present && !g->present[i]))) {
-            *which = i;
-            return 1;
-        }
-    }
-    return 0;
-}
-
 /* Forgets the marks of an attempt; copies and gradients set aside outlive it. */
 void
 oomkit_grads_end_attempt(oomkit_call *call)
@@ -390,10 +342,47 @@ oomkit_grads_end_attempt(oomkit_call *call)
         PyMem_Free(g->after);
         g->after = NULL;
     }
+    oomkit_grads_end_micro(call);
     g->marked = 0;
     grads_array_free(call, &g->held);
     PyMem_Free(g->held_versions);
     g->held_versions = NULL;
+}
+
+static int
+grads_array_grow(oomkit_call *call, PyObject ***array, Py_ssize_t old)
+{
+    PyObject **grown; /* owned, then by the call */
+
+    if (*array == NULL) {
+        return 0;
+    }
+    grown = grads_array(call);
+    if (grown == NULL) {
+        while (old-- > 0) { /* of the old size, nothing could ever look at it again */
+            Py_CLEAR((*array)[old]);
+        }
+        PyMem_Free(*array);
+        *array = NULL;
+        return -1;
+    }
+    memcpy(grown, *array, (size_t)old * sizeof(*grown)); /* the references move */
+    PyMem_Free(*array);
+    *array = grown;
+    return 0;
+}
+
+/* Between attempts: there are more parameters than `old`. 0 or -1. */
+int
+oomkit_grads_grow(oomkit_call *call, Py_ssize_t old)
+{
+    oomkit_grads *g = &call->grads;
+
+    PyMem_Free(g->marks);
+    g->marks = NULL;
+    return grads_array_grow(call, &g->copies, old) |
+           grads_array_grow(call, &g->parked, old) |
+           grads_array_grow(call, &g->aside, old);
 }
 
 void
@@ -404,8 +393,6 @@ oomkit_grads_release(oomkit_call *call)
     oomkit_grads_end_attempt(call);
     PyMem_Free(g->marks);
     g->marks = NULL;
-    PyMem_Free(g->present);
-    g->present = NULL;
     if (g->away && oomkit_grads_bring_back(call) < 0) {
         PyErr_WriteUnraisable(call->func);
     }

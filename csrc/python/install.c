@@ -21,9 +21,9 @@ intercept_room(oomkit_call *call)
 }
 
 /* Puts one interceptor into an instance's dictionary. */
-static int
-intercept_one(oomkit_call *call, PyObject *target, oomkit_owner_kind kind,
-              PyObject *name)
+int
+oomkit_intercept_one(oomkit_call *call, PyObject *target, oomkit_owner_kind kind,
+                     PyObject *name)
 {
     oomkit_interception *entry;
     interceptor_object *self;
@@ -76,7 +76,7 @@ oomkit_intercept_copy(oomkit_call *call, PyObject *copy, PyObject *name)
 {
     PyObject *interceptor; /* borrowed from the entry */
 
-    if (intercept_one(call, copy, OOMKIT_OWNER_USER, name) < 0) {
+    if (oomkit_intercept_one(call, copy, OOMKIT_OWNER_USER, name) < 0) {
         return NULL;
     }
     interceptor = call->interceptions[call->interception_count - 1].interceptor;
@@ -91,20 +91,20 @@ intercept_owner(oomkit_call *call, PyObject *target, oomkit_owner_kind kind)
 
     switch (kind) {
     case OOMKIT_OWNER_OPTIMIZER:
-        return intercept_one(call, target, kind, st->str_step);
+        return oomkit_intercept_one(call, target, kind, st->str_step);
     case OOMKIT_OWNER_SCHEDULER:
-        return intercept_one(call, target, kind, st->str_step) < 0 ||
-                       intercept_one(call, target, kind, st->str_state_dict) < 0
+        return oomkit_intercept_one(call, target, kind, st->str_step) < 0 ||
+                       oomkit_intercept_one(call, target, kind, st->str_state_dict) < 0
                    ? -1
                    : 0;
     case OOMKIT_OWNER_SCALER:
-        return intercept_one(call, target, kind, st->str_step) < 0 ||
-                       intercept_one(call, target, kind, st->str_update) < 0 ||
-                       intercept_one(call, target, kind, st->str_unscale) < 0
+        return oomkit_intercept_one(call, target, kind, st->str_step) < 0 ||
+                       oomkit_intercept_one(call, target, kind, st->str_update) < 0 ||
+                       oomkit_intercept_one(call, target, kind, st->str_unscale) < 0
                    ? -1
                    : 0;
     case OOMKIT_OWNER_AVERAGED:
-        return intercept_one(call, target, kind, st->str_update_parameters);
+        return oomkit_intercept_one(call, target, kind, st->str_update_parameters);
     default:
         return 0;
     }
@@ -275,28 +275,28 @@ intercept_hidden(oomkit_call *call)
     return result < 0 ? -1 : 0;
 }
 
-/* zero_grad() of optimizers and modules, to see one between two backwards. */
-static int
-intercept_zero_grad(oomkit_call *call)
+/* zero_grad() of optimizers and modules, to see one between two backwards; of the roots
+ * from number `r` on. */
+int
+oomkit_intercept_zero_grad(oomkit_call *call, Py_ssize_t r)
 {
-    int i, count = call->interception_count;
-    Py_ssize_t r;
+    int i, count = r > 0 ? 0 : call->interception_count;
     PyObject *roots = call->parts->roots; /* borrowed */
 
     for (i = 0; i < count; i++) {
         if (call->interceptions[i].kind == OOMKIT_OWNER_OPTIMIZER &&
-            intercept_one(call, call->interceptions[i].target, OOMKIT_OWNER_USER,
-                          call->st->str_zero_grad) < 0) {
+            oomkit_intercept_one(call, call->interceptions[i].target, OOMKIT_OWNER_USER,
+                                 call->st->str_zero_grad) < 0) {
             return -1;
         }
     }
-    for (r = 0; roots != NULL && r < PyList_GET_SIZE(roots); r++) {
+    for (; roots != NULL && r < PyList_GET_SIZE(roots); r++) {
         PyObject *root = oomkit_reference_get(PyList_GET_ITEM(roots, r)); /* owned */
         int result = 0;
         if (root != NULL &&
             PyObject_TypeCheck(root, (PyTypeObject *)call->st->Module)) {
-            result =
-                intercept_one(call, root, OOMKIT_OWNER_USER, call->st->str_zero_grad);
+            result = oomkit_intercept_one(call, root, OOMKIT_OWNER_USER,
+                                          call->st->str_zero_grad);
         }
         Py_XDECREF(root);
         if (result < 0) {
@@ -314,5 +314,8 @@ oomkit_intercept_split(oomkit_call *call)
         return 0;
     }
     call->split_intercepted = 1;
-    return intercept_hidden(call) < 0 || intercept_zero_grad(call) < 0 ? -1 : 0;
+    return intercept_hidden(call) < 0 || oomkit_accelerate_split(call) < 0 ||
+                   oomkit_intercept_zero_grad(call, 0) < 0
+               ? -1
+               : 0;
 }

@@ -176,6 +176,39 @@ interceptor_is_oom(oomkit_state *st)
     return result;
 }
 
+/* A step() with a closure runs the model inside: it is neither split nor retried. */
+static PyObject *
+interceptor_closure(interceptor_object *self, PyObject *const *args, size_t nargsf,
+                    PyObject *kwnames)
+{
+    oomkit_call *call = self->call;
+    PyObject *result; /* owned */
+    int index;
+
+    call->refusal =
+        "an optimizer step with a closure (LBFGS) runs the model inside step(): "
+        "decorate the closure's forward and backward instead";
+    if (oomkit_optimizer_mark_take(call, self->target, &index) < 0 ||
+        (call->options->optimizer_copy && oomkit_optimizer_copy(call, index) < 0)) {
+        return NULL;
+    }
+    result = interceptor_original(self, args, nargsf, kwnames);
+    if (result != NULL) {
+        call->committed = 1;
+        return result;
+    }
+    if (interceptor_is_oom(call->st)) {
+        PyObject *exception = oomkit_exception_take(); /* owned, given back */
+        call->step_failed = 1;
+        if (call->options->optimizer_copy && interceptor_restore(call, index) < 0) {
+            Py_DECREF(exception);
+            return NULL;
+        }
+        oomkit_exception_give(exception);
+    }
+    return NULL;
+}
+
 /* optimizer.step() for real: marked, predicted, and retried once if nothing moved. */
 static PyObject *
 interceptor_optimizer(interceptor_object *self, PyObject *const *args, size_t nargsf,
@@ -183,18 +216,10 @@ interceptor_optimizer(interceptor_object *self, PyObject *const *args, size_t na
 {
     oomkit_call *call = self->call;
     PyObject *result; /* owned */
-    int index, attempt, phase, closure;
+    int index, attempt, phase;
 
-    closure = PyVectorcall_NARGS(nargsf) > 0 && args[0] != Py_None;
-    closure |= kwnames != NULL && PyTuple_GET_SIZE(kwnames) > 0 &&
-               args[PyVectorcall_NARGS(nargsf)] != Py_None;
-    if (closure) {
-        call->refusal =
-            "an optimizer step with a closure (LBFGS) runs the model inside "
-            "step(): decorate the closure's forward and backward instead";
-        result = interceptor_original(self, args, nargsf, kwnames);
-        call->committed |= result != NULL;
-        return result;
+    if (oomkit_interceptor_has_closure(args, nargsf, kwnames)) {
+        return interceptor_closure(self, args, nargsf, kwnames);
     }
     if (oomkit_optimizer_mark_take(call, self->target, &index) < 0 ||
         oomkit_predict_update(call, self->target) < 0 ||
@@ -305,24 +330,6 @@ interceptor_scheduler(interceptor_object *self, PyObject *const *args, size_t na
     return result;
 }
 
-/* A method that runs inside a backward sees a part of the gradients. 0, or -1 with
- * SplitError. */
-static int
-interceptor_refuse(interceptor_object *self)
-{
-    oomkit_call *call = self->call;
-
-    if (oomkit_backward_nesting() == 0) {
-        return 0;
-    }
-    call->raised = 1;
-    oomkit_raise(call->st->SplitError,
-                 "auto_batch cannot split this step: %s.%U() is called by a hook "
-                 "inside backward(): call it after backward(), in the step",
-                 Py_TYPE(self->target)->tp_name, self->name);
-    return -1;
-}
-
 PyObject *
 oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
                         PyObject *kwnames)
@@ -332,8 +339,9 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
     PyObject *result; /* owned */
 
     if (self->kind == OOMKIT_OWNER_USER) { /* zero_grad: always runs, and is noted */
-        if (call != NULL && call == oomkit_call_current() && call->backwards > 0) {
-            call->cleared = 1;
+        if (call != NULL && call == oomkit_call_current() && call->backwards > 0 &&
+            call->cleared == NULL && (call->cleared = oomkit_course_where()) == NULL) {
+            return NULL;
         }
         return interceptor_original(self, args, nargsf, kwnames);
     }
@@ -346,31 +354,16 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
     if (call->losses.verification != NULL) {
         Py_RETURN_NONE;
     }
+    if (self->kind == OOMKIT_OWNER_ACCELERATOR) {
+        int counts = call->split ? oomkit_accelerator_counts(self) : 1;
+        return counts < 0    ? NULL
+               : counts == 0 ? Py_NewRef(Py_None)
+                             : interceptor_original(self, args, nargsf, kwnames);
+    }
     if (call->split && call->intercept_depth == 0) {
-        if (self->kind == OOMKIT_OWNER_OPTIMIZER && PyVectorcall_NARGS(nargsf) > 0 &&
-            args[0] != Py_None) {
-            call->raised = 1;
-            return oomkit_raise(
-                call->st->SplitError,
-                "auto_batch cannot split a step that hands a closure to "
-                "%s.step(): decorate the closure's forward and backward "
-                "instead of the step around it",
-                Py_TYPE(self->target)->tp_name);
-        }
-        if (interceptor_refuse(self) < 0 ||
-            oomkit_course_note(call, self->target, self->name) < 0 ||
-            (self->kind == OOMKIT_OWNER_SCHEDULER &&
-             oomkit_metrics_note(call, self->target, args, PyVectorcall_NARGS(nargsf),
-                                 kwnames) < 0)) {
-            return NULL;
-        }
-        if (self->kind == OOMKIT_OWNER_OPTIMIZER && !call->committed &&
-            (call->slice_index == 0 ? oomkit_owners_groups_note(call, self->target)
-                                    : oomkit_tx_groups_moved(call, self->target)) < 0) {
-            return NULL;
-        }
-        if (!call->is_last) {
-            Py_RETURN_NONE;
+        int held = oomkit_interceptor_hold(self, args, nargsf, kwnames);
+        if (held != 0) {
+            return held < 0 ? NULL : Py_NewRef(Py_None);
         }
     }
     call->intercept_depth++;

@@ -30,4 +30,20 @@ oomkit_interceptor_deepcopy(PyObject *op, PyObject *memo);
 PyObject *
 oomkit_interceptor_reduce(PyObject *op, PyObject *protocol);
 
+/* install.c: puts an interceptor into an instance's dictionary. 0 or -1. */
+int
+oomkit_intercept_one(oomkit_call *call, PyObject *target, oomkit_owner_kind kind,
+                     PyObject *name);
+
+/* accelerate.c */
+int
+oomkit_accelerator_counts(interceptor_object *self);
+
+/* hold.c */
+int
+oomkit_interceptor_has_closure(PyObject *const *args, size_t nargsf, PyObject *kwnames);
+int
+oomkit_interceptor_hold(interceptor_object *self, PyObject *const *args, size_t nargsf,
+                        PyObject *kwnames);
+
 #endif

@@ -222,6 +222,17 @@ module_optimizer_ends(PyObject *Py_UNUSED(module), PyObject *const *Py_UNUSED(ar
     Py_RETURN_NONE;
 }
 
+/* A hook before every module's forward: (module, arguments) -> None. */
+static PyObject *
+module_forward_begins(PyObject *Py_UNUSED(module), PyObject *const *args,
+                      Py_ssize_t count)
+{
+    if (count > 0 && oomkit_forward_begins(args[0]) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef module_methods[] = {
     {"auto_batch", (PyCFunction)(void (*)(void))oomkit_auto_batch,
      METH_VARARGS | METH_KEYWORDS, auto_batch_doc},
@@ -235,6 +246,8 @@ static PyMethodDef module_methods[] = {
      METH_FASTCALL, "_structure_changed(module, name, value)\n--\n\nA torch hook."},
     {"_buffer_changed", (PyCFunction)(void (*)(void))module_buffer_changed,
      METH_FASTCALL, "_buffer_changed(module, name, value)\n--\n\nA torch hook."},
+    {"_forward_begins", (PyCFunction)(void (*)(void))module_forward_begins,
+     METH_FASTCALL, "_forward_begins(module, arguments)\n--\n\nA torch hook."},
     {"_optimizer_begins", (PyCFunction)(void (*)(void))module_optimizer_begins,
      METH_FASTCALL, "_optimizer_begins(optimizer, args, kwargs)\n--\n\nA torch hook."},
     {"_optimizer_ends", (PyCFunction)(void (*)(void))module_optimizer_ends,

@@ -272,7 +272,8 @@ participants_check(oomkit_state *st, PyObject *given)
         (PyObject_HasAttr(given, st->str_save) &&
          PyObject_HasAttr(given, st->str_restore)) ||
         PyObject_TypeCheck(given, (PyTypeObject *)st->Tensor) ||
-        PyObject_TypeCheck(given, (PyTypeObject *)st->Generator)) {
+        PyObject_TypeCheck(given, (PyTypeObject *)st->Generator) ||
+        oomkit_accelerate_kind(given) >= 0) {
         return 0;
     }
     PyErr_Format(PyExc_TypeError,

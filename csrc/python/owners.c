@@ -159,7 +159,7 @@ oomkit_owners_mark(oomkit_call *call)
         int result;
         oomkit_owner_kind kind = call->parts->owners[i].kind;
         if (kind != OOMKIT_OWNER_USER && kind != OOMKIT_OWNER_SCALER &&
-            kind != OOMKIT_OWNER_OPTIMIZER) {
+            kind != OOMKIT_OWNER_OPTIMIZER && kind != OOMKIT_OWNER_ACCELERATOR) {
             continue;
         }
         object = oomkit_reference_get(call->parts->owners[i].ref);
@@ -168,6 +168,8 @@ oomkit_owners_mark(oomkit_call *call)
         }
         if (kind == OOMKIT_OWNER_OPTIMIZER) {
             saved = oomkit_groups_copy(st, object);
+        } else if (kind == OOMKIT_OWNER_ACCELERATOR) {
+            saved = oomkit_accelerator_save(object);
         } else if (kind == OOMKIT_OWNER_SCALER) {
             saved = scaler_tensors(object);
         } else {
@@ -225,6 +227,12 @@ oomkit_owners_restore(oomkit_call *call)
         PyObject *pair = PyList_GET_ITEM(list, i);    /* borrowed */
         PyObject *object = PyTuple_GET_ITEM(pair, 0); /* borrowed */
         PyObject *done;                               /* owned */
+        if (oomkit_accelerate_kind(object) >= 0) {
+            if (oomkit_accelerator_restore(object, PyTuple_GET_ITEM(pair, 1)) < 0) {
+                return -1;
+            }
+            continue;
+        }
         if (PyObject_TypeCheck(object, (PyTypeObject *)st->Optimizer) ||
             PyObject_TypeCheck(object, (PyTypeObject *)st->GradScaler)) {
             int result =

@@ -429,9 +429,10 @@ oomkit_participants_add_hidden(oomkit_participants *parts, PyObject *object,
 }
 
 int
-oomkit_participants_add_user(oomkit_participants *parts, PyObject *object)
+oomkit_participants_add_owner(oomkit_participants *parts, PyObject *object,
+                              oomkit_owner_kind kind)
 {
-    return parts_add_owner(parts, object, OOMKIT_OWNER_USER) < 0 ? -1 : 0;
+    return parts_add_owner(parts, object, kind) < 0 ? -1 : 0;
 }
 
 void
@@ -440,11 +441,15 @@ oomkit_participants_release(oomkit_participants *parts)
     Py_ssize_t i;
 
     if (parts == NULL || --parts->refs > 0) {
-        if (parts != NULL && parts->refs == 1 && parts->dead) {
-            parts_drop_tensors(parts);
+        if (parts != NULL && parts->refs == 1) {
+            oomkit_participants_let_go(parts);
+            if (parts->dead) {
+                parts_drop_tensors(parts);
+            }
         }
         return;
     }
+    Py_CLEAR(parts->adopted);
     if (parts->watch != NULL) {
         parts->watch->parts = NULL; /* callbacks that live on find nothing */
     }

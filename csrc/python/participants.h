@@ -12,7 +12,8 @@ typedef enum {
     OOMKIT_OWNER_SCALER,
     OOMKIT_OWNER_AVERAGED,
     OOMKIT_OWNER_GENERATOR,
-    OOMKIT_OWNER_USER /* state_dict/load_state_dict or save/restore */
+    OOMKIT_OWNER_USER,       /* state_dict/load_state_dict or save/restore */
+    OOMKIT_OWNER_ACCELERATOR /* accelerate's: its count of batches */
 } oomkit_owner_kind;
 
 /* Where a participant was found, so that a call can see whether it is still the one. */
@@ -61,6 +62,10 @@ typedef struct oomkit_participants {
     Py_ssize_t source_count, source_room;
     PyObject **params; /* owned tensors, each once */
     Py_ssize_t param_count, param_room;
+    Py_ssize_t adopted_count; /* the last ones, held for a call only */
+    PyObject *adopted;        /* owned: list of weak references to leaves that nothing
+                                 known leads to, or NULL */
+    int leaves_die; /* unknown leaves of this step were made in it, and died with it */
     oomkit_buffered *buffered;
     Py_ssize_t buffered_count, buffered_room;
     oomkit_owner *owners;
@@ -79,6 +84,7 @@ typedef struct oomkit_participants {
     PyObject **copies;    /* owned tensors or NULL */
     oomkit_image *images; /* bytes of small CPU buffers, which need no tensor */
     Py_ssize_t moving_count;
+    int looked_for_accelerators; /* the same for accelerate's Accelerator */
     int looked_for_hidden; /* schedulers out of the search's sight were looked for */
     int norm_said;         /* the BatchNorm warning was given */
 } oomkit_participants;
@@ -127,8 +133,20 @@ int
 oomkit_participants_add_hidden(oomkit_participants *parts, PyObject *object,
                                oomkit_owner_kind kind);
 
-/* An object of the user's own, given by participants=. 0 or -1. */
+/* An object that leads to no parameters: the user's own, given by participants=, or one
+ * of accelerate's. 0 or -1. */
 int
-oomkit_participants_add_user(oomkit_participants *parts, PyObject *object);
+oomkit_participants_add_owner(oomkit_participants *parts, PyObject *object,
+                              oomkit_owner_kind kind);
+
+/* adopt.c: adopted leaves are among the parameters from the first to the second. */
+int
+oomkit_participants_hold(oomkit_participants *parts);
+void
+oomkit_participants_let_go(oomkit_participants *parts);
+
+/* accelerate.c: which kind of participant an object of accelerate's is, or -1. */
+int
+oomkit_accelerate_kind(PyObject *object);
 
 #endif

@@ -147,12 +147,16 @@ recover_roll_back_exempt(oomkit_call *call)
 int
 oomkit_recover_roll_back(oomkit_call *call)
 {
+    PyObject *guard; /* owned */
     int result;
 
+    if (oomkit_inference_begin(call->st, 0, &guard) < 0) {
+        return -1;
+    }
     oomkit_exempt_enter(call->st);
     result = recover_roll_back_exempt(call);
     oomkit_exempt_leave(call->st);
-    return result;
+    return oomkit_inference_end(guard, result);
 }
 
 /* The failure struck between two updates, or in one that cannot be undone. */
@@ -284,6 +288,7 @@ recover_from_failure(oomkit_call *call)
     if (result == 0) {
         result = oomkit_recover_roll_back(call);
     }
+    call->may_hold |= call->training && !call->split;
     oomkit_tx_end_attempt(call);
     if (result < 0 || recover_reclaim(call) < 0 || oomkit_recover_batch(call) < 0) {
         return -1;
@@ -320,9 +325,15 @@ oomkit_recover(oomkit_call *call, int failed)
             oomkit_phase_set(call->st, OOMKIT_PHASE_FORWARD);
         }
         result = oomkit_attempt_run(call);
-        if (result != NULL) {
+        failed = result == NULL;
+        if (call->restart) {
+            Py_CLEAR(result);
+            failed = oomkit_strangers_restart(call);
+            if (failed < 0) {
+                return NULL;
+            }
+        } else if (result != NULL) {
             return result;
         }
-        failed = 1;
     }
 }

@@ -49,6 +49,27 @@ several_ranks(void)
     return world > 1;
 }
 
+/* By the names of its classes: fully_shard() derives one of its own from the user's. */
+static int
+is_wrapper_type(PyTypeObject *type)
+{
+    static const char *const names[] = {"DistributedDataParallel",
+                                        "FullyShardedDataParallel", "FSDPModule"};
+    PyObject *mro = type->tp_mro; /* borrowed */
+    Py_ssize_t i;
+    size_t n;
+
+    for (i = 0; mro != NULL && i < PyTuple_GET_SIZE(mro); i++) {
+        const char *name = ((PyTypeObject *)PyTuple_GET_ITEM(mro, i))->tp_name;
+        for (n = 0; n < sizeof(names) / sizeof(*names); n++) {
+            if (strcmp(name, names[n]) == 0) {
+                return 1;
+            }
+        }
+    }
+    return 0;
+}
+
 /* A module that wraps others for several ranks: even alone its reducer keeps state that
  * a roll-back does not reach. */
 static int
@@ -59,14 +80,11 @@ is_wrapper(oomkit_call *call)
 
     for (i = 0; roots != NULL && i < PyList_GET_SIZE(roots); i++) {
         PyObject *root = oomkit_reference_get(PyList_GET_ITEM(roots, i)); /* owned */
-        const char *name;
         int found;
         if (root == NULL) {
             continue;
         }
-        name = Py_TYPE(root)->tp_name;
-        found = strcmp(name, "DistributedDataParallel") == 0 ||
-                strcmp(name, "FullyShardedDataParallel") == 0;
+        found = is_wrapper_type(Py_TYPE(root));
         Py_DECREF(root);
         if (found) {
             return 1;
@@ -92,14 +110,13 @@ oomkit_refusal(oomkit_call *call, const char **why)
                "FullyShardedDataParallel";
         return state < 0 ? -1 : 0;
     }
-    if (call->device.type == OOMKIT_DEVICE_CUDA) {
+    state = ask("torch.cuda", "is_initialized"); /* the question below would do it */
+    if (state > 0) {
         state = ask("torch.cuda", "is_current_stream_capturing");
-        if (state != 0) {
-            *why =
-                "a CUDA graph is being captured: capture the step with the micro-batch "
-                "that fits, outside auto_batch";
-        }
-        return state < 0 ? -1 : 0;
     }
-    return 0;
+    if (state != 0) {
+        *why = "a CUDA graph is being captured: capture the step with the micro-batch "
+               "that fits, outside auto_batch";
+    }
+    return state < 0 ? -1 : 0;
 }

@@ -114,6 +114,7 @@ static int
 search_value(search *s, PyObject *value, int depth)
 {
     Py_ssize_t before = search_total(s->parts);
+    int kind;
     if (oomkit_is_plain(value)) {
         return 0;
     }
@@ -129,6 +130,11 @@ search_value(search *s, PyObject *value, int depth)
     if (PyObject_TypeCheck(value, (PyTypeObject *)s->st->Module) ||
         PyObject_TypeCheck(value, (PyTypeObject *)s->st->Optimizer)) {
         return 0; /* known already: its insides were walked */
+    }
+    kind = oomkit_accelerate_kind(value);
+    if (kind >= 0 &&
+        oomkit_participants_add_owner(s->parts, value, (oomkit_owner_kind)kind) < 0) {
+        return -1;
     }
     return depth > 0 ? search_attributes(s, value, depth) : 0;
 }
@@ -397,13 +403,16 @@ search_explicit(search *s)
 
     for (i = 0; given != NULL && i < PyTuple_GET_SIZE(given); i++) {
         PyObject *object = oomkit_reference_get(PyTuple_GET_ITEM(given, i)); /* owned */
-        int result;
+        int result, kind;
         if (object == NULL) {
             continue; /* it is gone: nothing of it can take part */
         }
+        kind = oomkit_accelerate_kind(object);
         result = search_is_known_kind(s->st, object)
                      ? oomkit_participants_add(s->st, s->parts, object, 2)
-                     : oomkit_participants_add_user(s->parts, object);
+                     : oomkit_participants_add_owner(
+                           s->parts, object,
+                           kind < 0 ? OOMKIT_OWNER_USER : (oomkit_owner_kind)kind);
         Py_DECREF(object);
         if (result < 0) {
             return -1;

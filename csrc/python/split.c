@@ -12,22 +12,22 @@ static int
 check_restore(oomkit_state *st, oomkit_node *node, PyObject *saved)
 {
     oomkit_tensor_facts facts;
-    PyObject *view, *done; /* owned */
+    PyObject *view; /* owned */
+    int written;
 
     view = PyObject_CallMethodNoArgs(node->object, st->str_detach);
     if (view == NULL) {
         return -1;
     }
-    done = PyObject_CallMethodOneArg(view, st->str_copy, saved);
+    written = oomkit_tensor_write(st, view, saved);
     Py_DECREF(view);
-    if (done == NULL) {
+    if (written < 0) {
         return -1;
     }
-    Py_DECREF(done);
     if (oomkit_tensor_facts_get(st, node->object, 0, &facts) < 0) {
         return -1;
     }
-    node->version = facts.version;
+    node->version = oomkit_tensor_mark(st, node->object, &facts);
     return 0;
 }
 
@@ -63,7 +63,7 @@ oomkit_batch_check(oomkit_state *st, oomkit_batch *batch, PyObject *names)
         if (oomkit_tensor_facts_get(st, node->object, 0, &facts) < 0) {
             return -1;
         }
-        if (facts.version != node->version) {
+        if (oomkit_tensor_mark(st, node->object, &facts) != node->version) {
             if (batch->saved == NULL) {
                 return check_refuse(st, batch, names, i);
             }

@@ -88,6 +88,8 @@
     X(str_engine_run_backward, "_engine_run_backward")                                 \
     X(str_accumulate_grad, "accumulate_grad")                                          \
     X(str_in_init_group, "._init_group")                                               \
+    X(str_do_sync, "_do_sync")                                                         \
+    X(str_accumulate, "accumulate")                                                    \
     X(str_random, "random")                                                            \
     X(str_numpy, "numpy")                                                              \
     X(str_add, "add")                                                                  \
@@ -161,15 +163,19 @@
     X(is_grad_enabled, "torch", "is_grad_enabled", 1)                                  \
     X(set_grad_enabled, "torch._C", "_set_grad_enabled", 1)                            \
     X(is_inference_mode, "torch", "is_inference_mode_enabled", 1)                      \
+    X(inference_guard, "torch._C", "_InferenceMode", 0)                                \
     X(is_autocast_enabled, "torch", "is_autocast_enabled", 1)                          \
     X(clear_autocast_cache, "torch", "clear_autocast_cache", 1)                        \
     X(autograd_module, "torch", "autograd", 1)                                         \
     X(run_backward, "torch.autograd", "_engine_run_backward", 1)                       \
+    X(graph_module, "torch.autograd", "graph", 1)                                      \
+    X(graph_task_id, "torch._C", "_current_graph_task_id", 0)                          \
     X(accelerator_get_stats, "torch._C", "_accelerator_getDeviceStats", 0)             \
     X(accelerator_reset_peak, "torch._C", "_accelerator_resetPeakStats", 0)            \
     X(accelerator_empty_cache, "torch._C", "_accelerator_emptyCache", 0)               \
     X(cuda_module, "torch", "cuda", 1)                                                 \
     X(gc_get_objects, "gc", "get_objects", 1)                                          \
+    X(gc_get_referrers, "gc", "get_referrers", 1)                                      \
     X(gc_collect, "gc", "collect", 1)                                                  \
     X(parameter_hook, "torch.nn.modules.module",                                       \
       "register_module_parameter_registration_hook", 1)                                \
@@ -177,6 +183,8 @@
       "register_module_module_registration_hook", 1)                                   \
     X(buffer_hook, "torch.nn.modules.module",                                          \
       "register_module_buffer_registration_hook", 1)                                   \
+    X(forward_pre_hook, "torch.nn.modules.module", "register_module_forward_pre_hook", \
+      1)                                                                               \
     X(step_pre_hook, "torch.optim.optimizer", "register_optimizer_step_pre_hook", 1)   \
     X(step_post_hook, "torch.optim.optimizer", "register_optimizer_step_post_hook", 1) \
     X(deepcopy, "copy", "deepcopy", 1)                                                 \

@@ -1,7 +1,7 @@
 /* Strangers: parameters and optimizers that the search did not find. What is not known
  * is neither marked nor parked nor intercepted, so a replay would count it twice: it is
- * looked for where it shows (in the graph of a backward, in an optimizer's own hooks)
- * and the call is refused by name. */
+ * looked for where it shows. Leaves of the graph of a backward become participants
+ * (restart.c); an optimizer that steps unknown is refused by name. */
 #include "call.h"
 #include "errors.h"
 #include "step.h"
@@ -43,32 +43,6 @@ graph_follow(PyObject *node, PyObject *work)
     return result;
 }
 
-/* A leaf that is no Parameter: made inside the step (then it dies with its frames) or
- * kept elsewhere (then it may hold a part of this batch). Told apart after the failed
- * attempt is dropped. 0 or -1. */
-static int
-graph_plain_leaf(oomkit_call *call, PyObject *leaf)
-{
-    PyObject *gradient = PyObject_GetAttr(leaf, call->st->str_grad); /* owned */
-    PyObject *ref;                                                   /* owned */
-    int result = 0, empty = gradient == Py_None;
-
-    if (gradient == NULL) {
-        return -1;
-    }
-    Py_DECREF(gradient);
-    if (empty) {
-        return 0;
-    }
-    if (call->plain_leaves == NULL && (call->plain_leaves = PyList_New(0)) == NULL) {
-        return -1;
-    }
-    ref = PyWeakref_NewRef(leaf, NULL);
-    result = ref == NULL ? -1 : PyList_Append(call->plain_leaves, ref);
-    Py_XDECREF(ref);
-    return result;
-}
-
 /* Is one of those leaves still alive, now that the failed attempt is gone? */
 int
 oomkit_strangers_alive(oomkit_call *call)
@@ -86,11 +60,12 @@ oomkit_strangers_alive(oomkit_call *call)
     return alive;
 }
 
-/* A Parameter at this node that is no participant: 1 and *found (owned); 0; -1. */
+/* Appends the leaf at this node to `found` when it is no participant. 0 or -1. */
 static int
-graph_leaf(oomkit_call *call, PyObject *node, PyObject **found)
+graph_leaf(oomkit_call *call, PyObject *node, PyObject *found)
 {
     PyObject *variable; /* owned */
+    int result = 0;
 
     if (strcmp(Py_TYPE(node)->tp_name, "torch.autograd.AccumulateGrad") != 0 &&
         strcmp(Py_TYPE(node)->tp_name, "AccumulateGrad") != 0) {
@@ -100,17 +75,11 @@ graph_leaf(oomkit_call *call, PyObject *node, PyObject **found)
     if (variable == NULL) {
         return -1;
     }
-    if (params_have(call->parts, variable)) {
-        Py_DECREF(variable);
-        return 0;
+    if (!params_have(call->parts, variable)) {
+        result = PyList_Append(found, variable);
     }
-    if (!PyObject_TypeCheck(variable, (PyTypeObject *)call->st->Parameter)) {
-        int noted = graph_plain_leaf(call, variable);
-        Py_DECREF(variable);
-        return noted;
-    }
-    *found = variable;
-    return 1;
+    Py_DECREF(variable);
+    return result;
 }
 
 /* The roots of a backward: a tensor or a sequence of tensors. 0 or -1. */
@@ -143,16 +112,18 @@ graph_roots(oomkit_call *call, PyObject *roots, PyObject *work)
     return result;
 }
 
-/* Walks the graph of a backward to its leaves. 1 and *found (an owned Parameter) when
- * one is no participant; 0; -1 with an exception. */
-int
-oomkit_strangers_in_graph(oomkit_call *call, PyObject *roots, PyObject **found)
+/* Walks the graph of a backward to its leaves. New list of those that are no
+ * participants, or NULL with an exception. */
+static PyObject *
+graph_strangers(oomkit_call *call, PyObject *roots)
 {
     PyObject *work = PyList_New(0);   /* owned: nodes to look at */
     PyObject *seen = PySet_New(NULL); /* owned: keeps the nodes, hence their identity */
+    PyObject *found = PyList_New(0);  /* owned, returned */
     int result = -1;
 
-    if (work == NULL || seen == NULL || graph_roots(call, roots, work) < 0) {
+    if (work == NULL || seen == NULL || found == NULL ||
+        graph_roots(call, roots, work) < 0) {
         goto done;
     }
     result = 0;
@@ -164,32 +135,60 @@ oomkit_strangers_in_graph(oomkit_call *call, PyObject *roots, PyObject **found)
             (known == 0 && PySet_Add(seen, node) < 0)) {
             result = -1;
         } else if (known == 0) {
-            result = graph_leaf(call, node, found);
-            if (result == 0) {
-                result = graph_follow(node, work);
-            }
+            result = graph_leaf(call, node, found) < 0 || graph_follow(node, work) < 0
+                         ? -1
+                         : 0;
         }
         Py_DECREF(node);
     }
 done:
     Py_XDECREF(work);
     Py_XDECREF(seen);
+    if (result < 0) {
+        Py_CLEAR(found);
+    }
+    return found;
+}
+
+/* Does it have a gradient? 1, 0 or -1. */
+static int
+leaf_has_gradient(oomkit_call *call, PyObject *leaf)
+{
+    PyObject *gradient = PyObject_GetAttr(leaf, call->st->str_grad); /* owned */
+    int has = gradient != Py_None;
+
+    if (gradient == NULL) {
+        return -1;
+    }
+    Py_DECREF(gradient);
+    return has;
+}
+
+/* Appends a weak reference to a list made when needed; with `flag` >= 0 a pair of the
+ * reference and the flag. 0 or -1. */
+static int
+leaves_add(PyObject **list, PyObject *leaf, int flag)
+{
+    PyObject *ref = PyWeakref_NewRef(leaf, NULL); /* owned */
+    PyObject *item =                              /* owned */
+        ref == NULL ? NULL
+        : flag < 0  ? Py_NewRef(ref)
+                    : Py_BuildValue("Oi", ref, flag);
+    int result = -1;
+
+    if (item != NULL && (*list != NULL || (*list = PyList_New(0)) != NULL)) {
+        result = PyList_Append(*list, item);
+    }
+    Py_XDECREF(ref);
+    Py_XDECREF(item);
     return result;
 }
 
-/* Before the first backward of a split call: everything that it will write to must be
- * known. 0, or -1 with SplitError. */
-int
-oomkit_strangers_refuse(oomkit_call *call, PyObject *roots)
+static int
+meet_refuse(oomkit_call *call, PyObject *leaf)
 {
-    PyObject *stranger = NULL, *name; /* owned */
-    int result = oomkit_strangers_in_graph(call, roots, &stranger);
+    PyObject *name = oomkit_describe_tensor(call, leaf); /* owned */
 
-    if (result <= 0) {
-        return result;
-    }
-    name = oomkit_describe_tensor(call, stranger);
-    Py_DECREF(stranger);
     if (name != NULL) {
         call->raised = 1;
         oomkit_raise(call->st->SplitError,
@@ -202,31 +201,79 @@ oomkit_strangers_refuse(oomkit_call *call, PyObject *roots)
     return -1;
 }
 
-/* After a failed backward over the whole batch: an unknown parameter that has a
- * gradient may hold a part of this batch's contribution already. Keeps the exception in
- * flight. */
+/* Before a backward of the first micro-batch of a split call: everything that it will
+ * write to must be known. Unknown leaves are noted, and the attempt is given up so that
+ * those that outlive it can be taken in; where that was done already they are looked at
+ * again at the end of the micro-batch. 0, or -1 with an exception. */
+int
+oomkit_strangers_meet(oomkit_call *call, PyObject *roots)
+{
+    PyObject *found = graph_strangers(call, roots); /* owned */
+    Py_ssize_t i, n = found == NULL ? 0 : PyList_GET_SIZE(found);
+    int result = found == NULL ? -1 : 0;
+    int restart = !call->parts->leaves_die;
+    /* Others may have arrays of as many parameters: the returned losses of this site.
+     */
+    int alone = call->replayed == NULL && call->parts->refs <= 2;
+
+    for (i = 0; i < n && result == 0; i++) {
+        PyObject *leaf = PyList_GET_ITEM(found, i); /* borrowed */
+        if (PyObject_TypeCheck(leaf, (PyTypeObject *)call->st->Parameter)) {
+            restart = 1;
+            result = alone ? 0 : meet_refuse(call, leaf);
+        }
+    }
+    restart = restart && alone && n > 0 && call->restarts < OOMKIT_RESTARTS;
+    for (i = 0; i < n && result == 0; i++) {
+        PyObject *leaf = PyList_GET_ITEM(found, i); /* borrowed */
+        if (restart) {
+            result = leaves_add(&call->strangers, leaf, -1);
+        } else {
+            int has = leaf_has_gradient(call, leaf);
+            result = has < 0 ? -1 : leaves_add(&call->step_leaves, leaf, has);
+        }
+    }
+    Py_XDECREF(found);
+    if (result == 0 && restart) {
+        call->restart = 1;
+        oomkit_raise(call->st->SplitError,
+                     "auto_batch begins the step again, with tensors that take part in "
+                     "the loss and that it did not find before; let this error pass");
+        return -1;
+    }
+    return result;
+}
+
+/* After a failed backward over the whole batch: an unknown leaf that has a gradient may
+ * hold a part of this batch's contribution already. Keeps the exception in flight. */
 void
 oomkit_strangers_note(oomkit_call *call, PyObject *roots)
 {
-    PyObject *exception = oomkit_exception_take(); /* owned, given back */
-    PyObject *stranger = NULL, *gradient = NULL;   /* owned */
-    int result = oomkit_strangers_in_graph(call, roots, &stranger);
+    PyObject *exception = oomkit_exception_take();  /* owned, given back */
+    PyObject *found = graph_strangers(call, roots); /* owned */
+    Py_ssize_t i;
 
-    if (result == 1) {
-        gradient = PyObject_GetAttr(stranger, call->st->str_grad);
+    for (i = 0; found != NULL && i < PyList_GET_SIZE(found) && !PyErr_Occurred(); i++) {
+        PyObject *leaf = PyList_GET_ITEM(found, i); /* borrowed */
+        if (leaf_has_gradient(call, leaf) != 1) {
+            continue;
+        }
+        if (PyObject_TypeCheck(leaf, (PyTypeObject *)call->st->Parameter)) {
+            call->refusal =
+                "a parameter that auto_batch did not find has a gradient, which "
+                "may hold a part of this batch already: pass model=... and "
+                "optimizer=... to auto_batch, and call zero_grad() before going "
+                "on";
+        } else if (leaves_add(&call->plain_leaves, leaf, -1) < 0) {
+            break; /* made inside the step, or kept elsewhere: told apart after the
+                      failed attempt is dropped */
+        }
     }
-    if (result == 1 && gradient != NULL && gradient != Py_None) {
-        call->refusal =
-            "a parameter that auto_batch did not find has a gradient, which "
-            "may hold a part of this batch already: pass model=... and "
-            "optimizer=... to auto_batch, and call zero_grad() before going "
-            "on";
-    } else if (PyErr_Occurred()) {
+    if (PyErr_Occurred()) {
         call->refusal = "the graph of the failed backward could not be looked through";
         PyErr_Clear(); /* why does not matter: the call is not retried */
     }
-    Py_XDECREF(gradient);
-    Py_XDECREF(stranger);
+    Py_XDECREF(found);
     if (exception != NULL) {
         oomkit_exception_give(exception);
     }

@@ -40,6 +40,28 @@ oomkit_tensor_version(oomkit_state *st, PyObject *tensor, uint32_t *version)
     return 0;
 }
 
+/* What tells whether a tensor has changed: its version; an inference tensor has none,
+ * then a hash of some of its values (0 on a device). */
+static inline uint32_t
+oomkit_tensor_mark(oomkit_state *st, PyObject *tensor, const oomkit_tensor_facts *facts)
+{
+    uint64_t hash;
+
+    if (facts->has_version || st->bridge == NULL) {
+        return facts->version;
+    }
+    hash = st->bridge->sample(tensor, st->impl_offset);
+    return (uint32_t)(hash ^ (hash >> 32));
+}
+
+/* inference.c */
+int
+oomkit_inference_begin(oomkit_state *st, int enabled, PyObject **guard);
+int
+oomkit_inference_end(PyObject *guard, int result);
+int
+oomkit_tensor_write(oomkit_state *st, PyObject *tensor, PyObject *value);
+
 /* Finds st->impl_offset by looking for the value of `_cdata` in several tensors and a
  * Parameter, then compares the bridge's answers on them with torch's. -1 without an
  * exception when they do not agree: the bridge must not be used then. */

@@ -369,11 +369,6 @@ oomkit_tx_micro_end(oomkit_call *call)
 {
     Py_ssize_t which = 0;
     PyObject *name; /* owned */
-    const char *text =
-        "auto_batch cannot split this step: %U was changed in micro-batch "
-        "%lld of %lld, outside an optimizer that it knows; pass it as "
-        "optimizer=..., or guard the line with `if "
-        "oomkit.current().is_last:`";
     int state = oomkit_tx_params_moved(call, &which);
 
     if (state == 0) {
@@ -383,20 +378,21 @@ oomkit_tx_micro_end(oomkit_call *call)
         return -1;
     }
     if (state == 0) {
-        state = oomkit_grads_unexpected(call, &which);
-        text =
-            "auto_batch cannot split this step: the gradient of %U was set by hand in "
-            "micro-batch %lld of %lld; call backward() on the loss instead, or guard "
-            "the line with `if oomkit.current().is_last:`";
+        return oomkit_grads_refuse_unexpected(call);
     }
-    if (state <= 0) {
+    if (state < 0) {
         return state;
     }
     name = oomkit_describe_tensor(call, call->parts->params[which]);
     if (name != NULL) {
         call->raised = 1;
-        oomkit_raise(call->st->SplitError, text, name,
-                     (long long)(call->slice_index + 1), (long long)call->slice_count);
+        oomkit_raise(call->st->SplitError,
+                     "auto_batch cannot split this step: %U was changed in micro-batch "
+                     "%lld of %lld, outside an optimizer that it knows; pass it as "
+                     "optimizer=..., or guard the line with `if "
+                     "oomkit.current().is_last:`",
+                     name, (long long)(call->slice_index + 1),
+                     (long long)call->slice_count);
         Py_DECREF(name);
     }
     return -1;
@@ -413,6 +409,7 @@ oomkit_tx_end_attempt(oomkit_call *call)
     oomkit_effects_abandon(call);
     oomkit_pristine_release(call);
     Py_CLEAR(call->plain_leaves);
+    Py_CLEAR(call->step_leaves);
     Py_CLEAR(call->groups_after);
     Py_CLEAR(call->scales);
     call->metric_count = 0;
@@ -436,6 +433,7 @@ oomkit_tx_end(oomkit_call *call)
     oomkit_tx_end_attempt(call);
     oomkit_grads_release(call);
     oomkit_owners_release(call);
+    Py_CLEAR(call->strangers);
     PyMem_Free(call->param_versions);
     PyMem_Free(call->param_samples);
     PyMem_Free(call->metrics);

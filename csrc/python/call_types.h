@@ -1,0 +1,223 @@
+/* One protected call: everything that belongs to it, from entry to return. */
+#ifndef OOMKIT_PYTHON_CALL_TYPES_H
+#define OOMKIT_PYTHON_CALL_TYPES_H
+
+#include "device.h"
+#include "options.h"
+#include "participants.h"
+#include "records.h"
+#include "split.h"
+#include "tensor.h"
+#include "weights.h"
+#include "../core/plan.h"
+#include "../core/status.h"
+
+/* --- gradients.c --- */
+typedef struct oomkit_grads {
+    oomkit_grad_mark *marks; /* one per parameter; weak holds of the bridge */
+    PyObject **held;         /* without a bridge: owned weak references (or None) */
+    uint32_t *held_versions; /* without a bridge */
+    oomkit_grad_mark *after; /* after a backward of the last micro-batch, or NULL */
+    PyObject **copies;       /* owned host copies of the gradients at entry, or NULL */
+    PyObject **parked;       /* owned gradients of finished micro-batches, or NULL */
+    PyObject **aside; /* owned gradients that hold the whole contribution, or NULL */
+    oomkit_grad_mark *began;  /* split: marks when the micro-batch began, or NULL */
+    uint32_t *began_versions; /* the same without a bridge: version + 1, 0 for none */
+    PyObject *
+        *entry;   /* owned: the caller's gradients, put away while ours accumulate */
+    int stashing; /* what accumulates is for a stash: .grad stays the caller's */
+    int away;     /* entry holds them now */
+    int force_copies; /* whatever the options say */
+    int no_aside;     /* nothing may be set aside in this call */
+    int marked;       /* marks are taken in this attempt */
+    int is_parked;
+    int at_entry; /* some parameter had a gradient when the marks were taken */
+} oomkit_grads;
+
+/* --- buffers.c --- */
+typedef struct oomkit_buffer {
+    PyObject *tensor; /* owned until the end of the call */
+    PyObject *module; /* owned likewise */
+    PyObject *key;    /* owned: name in module._buffers */
+    uint32_t version;
+    uint8_t copied; /* parts->copies has its value at entry; 2: parts->images has */
+} oomkit_buffer;
+
+typedef struct oomkit_buffers {
+    oomkit_buffer *items;
+    Py_ssize_t count, room;
+    int all_copied; /* first call of the site */
+} oomkit_buffers;
+
+/* --- rng.c --- */
+typedef struct oomkit_rng {
+    PyObject *cpu_state;    /* owned tensor, or NULL */
+    PyObject *others;       /* owned list of (generator, state...), or NULL */
+    PyObject *random_state; /* owned, or NULL */
+    PyObject *numpy_state;  /* owned, or NULL */
+} oomkit_rng;
+
+/* --- optimizers.c --- */
+typedef struct oomkit_state_item {
+    PyObject *key; /* owned: name in a parameter's state, NULL for a parameter itself */
+    PyObject *value; /* owned: tensor or plain value */
+    PyObject *dict;  /* owned: the state dict it is in */
+    uint32_t version;
+    uint8_t is_tensor;
+} oomkit_state_item;
+
+typedef struct oomkit_optimizer_mark {
+    PyObject *optimizer;      /* owned until the end of the call */
+    PyObject *state;          /* owned: optimizer.state */
+    PyObject *params_seen;    /* owned: list of keys of state at the mark */
+    PyObject *groups;         /* owned: list of shallow copies of param_groups */
+    oomkit_state_item *items; /* parameters and state values */
+    Py_ssize_t count, room;
+    PyObject **copies; /* owned host copies (optimizer_safety="copy"), or NULL */
+} oomkit_optimizer_mark;
+
+/* --- intercept.c --- */
+typedef struct oomkit_interception {
+    PyObject *target;      /* owned until removed */
+    PyObject *dict;        /* owned: the instance dictionary */
+    PyObject *name;        /* borrowed from state: "step", "update", "unscale_" */
+    PyObject *interceptor; /* owned */
+    oomkit_owner_kind kind;
+} oomkit_interception;
+
+#define OOMKIT_COURSE 24
+
+/* What a micro-batch did, in order: outermost backwards and intercepted calls. */
+typedef struct oomkit_event {
+    const void *target; /* borrowed address; NULL for a backward */
+    const void *name;   /* borrowed address of the method's interned name */
+    PyObject *where;    /* owned: "file:line", or NULL */
+} oomkit_event;
+
+typedef struct oomkit_course {
+    oomkit_event events[OOMKIT_COURSE];
+    int count;
+} oomkit_course;
+
+/* metrics.c, slots.c */
+typedef struct oomkit_metric oomkit_metric;
+typedef struct oomkit_slot oomkit_slot;
+
+typedef struct oomkit_slice {
+    int64_t start, length;
+} oomkit_slice;
+
+/* How the loss of a call that ran no backward was returned. */
+typedef enum {
+    OOMKIT_RETURNED_NOTHING = 0,
+    OOMKIT_RETURNED_WHOLE,   /* not split: the caller runs the step's own graph */
+    OOMKIT_RETURNED_STASH,   /* split, a scalar: its gradients wait in a stash */
+    OOMKIT_RETURNED_DEFERRED /* split, a row per sample: run again at the backward */
+} oomkit_returned;
+
+struct oomkit_step;
+struct oomkit_pending;
+
+typedef struct oomkit_call {
+    oomkit_state *st;
+    struct oomkit_step *step; /* borrowed: the caller of the vectorcall keeps it */
+    const oomkit_options *options;
+    PyObject *func; /* owned by step */
+    PyObject *const *args;
+    size_t nargsf;
+    PyObject *kwnames;
+    oomkit_participants *parts; /* counted reference */
+    oomkit_device device;
+    oomkit_peak_window window;
+
+    /* plan and progress */
+    oomkit_plan plan;
+    oomkit_plan_reason reason;
+    oomkit_slice *slices; /* of this attempt; NULL while the batch is whole */
+    int64_t slice_count, slice_room, slice_index;
+    double *weights; /* one per slice, NULL while whole */
+    int split;       /* more than one slice */
+    int is_last;
+    int queued;   /* a failed backward has left parts of its graph on this thread */
+    int running;  /* the function is being called for a slice */
+    int training; /* a backward was seen in this attempt */
+    int course_waived; /* the function asked for current() */
+    int forced;        /* slices given by testing.force_slices */
+    uint64_t signature;
+    int has_signature;
+    uint64_t number; /* of the call at its site */
+
+    /* a loss that is returned */
+    oomkit_returned returned;
+    double assumed; /* gradient at the loss that the stash is computed with */
+    struct oomkit_pending *replayed; /* borrowed: the call that this one runs again */
+    PyObject *inputs;                /* borrowed: inputs= of the caller's backward */
+    int rowwise;                     /* its gradient has a row per sample: no weights */
+
+    /* the attempt */
+    oomkit_grads grads;
+    oomkit_buffers buffers;
+    oomkit_rng rng;
+    uint32_t *param_versions; /* at entry of the attempt, or NULL */
+    uint64_t *param_samples;  /* while split: hashes of 64 values each, or NULL */
+    oomkit_optimizer_mark *optimizers;
+    int optimizer_count, optimizer_room;
+    oomkit_interception *interceptions;
+    int interception_count, interception_room;
+    PyObject *epochs;       /* owned: list of (scheduler, last_epoch) while split */
+    PyObject *groups_after; /* owned: list of (optimizer, values after micro-batch 1) */
+    PyObject **pristine;    /* owned host copies of the parameters, or NULL */
+    oomkit_metric *metrics; /* arguments of schedulers, per micro-batch */
+    int metric_count, metric_room;
+    oomkit_slot *slots; /* parameters by module and name, while split */
+    Py_ssize_t slot_count, slot_room;
+    PyObject *scales;  /* owned: list of (scaler, scale before its real update()) */
+    PyObject *effects; /* owned: what looks at side effects of micro-batch 1, or NULL */
+    PyObject *strangers;    /* owned: weak references to leaves that are to take part */
+    PyObject *step_leaves;  /* owned: list of (weak reference, had a gradient) */
+    int restart;            /* this attempt is given up to take them in */
+    int restarts;           /* done in this call */
+    int may_hold;           /* a backward over the whole batch ran before the replay */
+    PyObject *plain_leaves; /* owned: weak references to leaves of a failed graph */
+    int split_intercepted;  /* what only a split call intercepts is in place */
+    int syncs;              /* accelerator.accumulate() entered in this micro-batch */
+    PyObject *cleared;      /* owned: where zero_grad() ran after a backward of this
+                               micro-batch, or NULL */
+    PyObject
+        *forward_hook; /* owned: handle of torch's hook while a forward is refused */
+    PyObject *updated; /* owned: set of addresses of parameters whose update was due */
+    PyObject *updated_where; /* owned: the line of the first update */
+    int intercept_depth;
+    int step_failed;    /* an optimizer's step ran out of memory and was not finished */
+    int stranger_steps; /* steps of unknown optimizers that have begun and not ended */
+    PyObject *scaler_marks; /* owned: list of (scaler, saved per-optimizer states) */
+    PyObject
+        *copied_owners;   /* owned: list of (object, state_dict) for "copy", or NULL */
+    PyObject *user_marks; /* owned: list of (participant, saved state), or NULL */
+    int backward_depth;
+    int backwards;       /* outermost ones finished in this micro-batch */
+    int backward_failed; /* the exception came out of a backward */
+    int committed;       /* a scheduler or scaler moved on: nothing can be taken back */
+    int raised;          /* an interceptor raised on purpose: not to be retried */
+    const char *refusal; /* why this call must not be retried, or NULL */
+    PyObject *refusal_name; /* owned: the hooked parameter it is about, or NULL */
+    oomkit_join join;
+    oomkit_losses losses;
+
+    /* what happened */
+    oomkit_attempt *attempts;
+    Py_ssize_t attempt_count, attempt_room;
+    uint32_t ooms;
+    uint64_t started_ns, lost_ns, attempt_started_ns;
+    uint64_t requested_bytes;
+    uint64_t peak_allocated_bytes, peak_reserved_bytes; /* of windows already closed */
+    uint64_t baseline_bytes;
+    int phase_before;
+    uint32_t outcome; /* of the record */
+
+    /* What follows is not zeroed at entry: see oomkit_engine_call. */
+    oomkit_batch batch;      /* its inline nodes are written before they are read */
+    oomkit_course course[2]; /* of the first micro-batch, and of the present one */
+} oomkit_call;
+
+#endif

@@ -1,0 +1,77 @@
+/* An intercepted call while the batch is split: checked, noted, and held back in every
+ * micro-batch but the last. */
+#include "errors.h"
+#include "interceptor.h"
+
+/* Is step() handed a closure, by position or by name? */
+int
+oomkit_interceptor_has_closure(PyObject *const *args, size_t nargsf, PyObject *kwnames)
+{
+    Py_ssize_t i, n = PyVectorcall_NARGS(nargsf);
+
+    for (i = 0; kwnames != NULL && i < PyTuple_GET_SIZE(kwnames); i++) {
+        if (args[n + i] != Py_None &&
+            PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(kwnames, i), "closure") ==
+                0) {
+            return 1;
+        }
+    }
+    return n > 0 && PyCallable_Check(args[0]);
+}
+
+/* What a split call cannot hold back rightly. 0, or -1 with SplitError. */
+static int
+hold_refuse(interceptor_object *self, PyObject *const *args, size_t nargsf,
+            PyObject *kwnames)
+{
+    oomkit_call *call = self->call;
+
+    if (self->kind == OOMKIT_OWNER_OPTIMIZER &&
+        oomkit_interceptor_has_closure(args, nargsf, kwnames)) {
+        call->raised = 1;
+        oomkit_raise(call->st->SplitError,
+                     "auto_batch cannot split a step that hands a closure to "
+                     "%s.step(): decorate the closure's forward and backward "
+                     "instead of the step around it",
+                     Py_TYPE(self->target)->tp_name);
+        return -1;
+    }
+    if (oomkit_backward_nesting() > 0) {
+        call->raised = 1;
+        oomkit_raise(call->st->SplitError,
+                     "auto_batch cannot split this step: %s.%U() is called by a hook "
+                     "inside backward(): call it after backward(), in the step",
+                     Py_TYPE(self->target)->tp_name, self->name);
+        return -1;
+    }
+    return 0;
+}
+
+/* 1 the call is held back; 0 it is to run (the last micro-batch); -1 with SplitError.
+ */
+int
+oomkit_interceptor_hold(interceptor_object *self, PyObject *const *args, size_t nargsf,
+                        PyObject *kwnames)
+{
+    oomkit_call *call = self->call;
+
+    if (hold_refuse(self, args, nargsf, kwnames) < 0 ||
+        (self->kind != OOMKIT_OWNER_SCHEDULER &&
+         oomkit_grads_refuse_unexpected(call) < 0) ||
+        oomkit_course_note(call, self->target, self->name) < 0 ||
+        (self->kind == OOMKIT_OWNER_SCHEDULER &&
+         oomkit_metrics_note(call, self->target, args, PyVectorcall_NARGS(nargsf),
+                             kwnames) < 0)) {
+        return -1;
+    }
+    if (self->kind == OOMKIT_OWNER_OPTIMIZER && !call->committed &&
+        (call->slice_index == 0 ? oomkit_owners_groups_note(call, self->target)
+                                : oomkit_tx_groups_moved(call, self->target)) < 0) {
+        return -1;
+    }
+    if (oomkit_forward_watch(call, self->target, self->kind,
+                             PyVectorcall_NARGS(nargsf) > 0 ? args[0] : NULL) < 0) {
+        return -1;
+    }
+    return !call->is_last;
+}

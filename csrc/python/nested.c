@@ -1,0 +1,130 @@
+/* Backwards inside backwards, while the batch is split. One that a custom Function runs
+ * in its own backward (reentrant checkpoint) takes its gradient from the outer one,
+ * weight included. One that a hook runs starts from a loss of its own: it would carry
+ * no weight. The Python frames between the two tell them apart. */
+#include "call.h"
+#include "errors.h"
+
+#include <stdatomic.h>
+
+/* The frame that entered the innermost engine of this thread; only ever compared. */
+static _Thread_local void *engine_frame;
+
+/* Split calls inside their backward, in any thread: on an accelerator hooks run in
+ * threads of the engine's own, which know of no call. */
+static _Atomic int split_engines;
+
+/* Before the engine runs; gives what oomkit_nested_leave() wants back. */
+void *
+oomkit_nested_enter(const oomkit_call *call)
+{
+    void *outer = engine_frame;
+
+    if (call != NULL && call->split) {
+        engine_frame = PyEval_GetFrame();
+        atomic_fetch_add(&split_engines, 1);
+    }
+    return outer;
+}
+
+void
+oomkit_nested_leave(const oomkit_call *call, void *outer)
+{
+    if (call != NULL && call->split) {
+        engine_frame = outer;
+        atomic_fetch_sub(&split_engines, 1);
+    }
+}
+
+int
+oomkit_nested_any(void)
+{
+    return atomic_load(&split_engines) > 0;
+}
+
+/* Is this the frame from which torch calls a custom Function's backward? */
+static int
+nested_is_function(PyFrameObject *frame)
+{
+    PyCodeObject *code = PyFrame_GetCode(frame);                  /* owned */
+    PyObject *globals = PyFrame_GetGlobals(frame);                /* owned */
+    PyObject *module = PyDict_GetItemString(globals, "__name__"); /* borrowed */
+    int result = 0;
+
+    if (module != NULL && PyUnicode_Check(module) &&
+        PyUnicode_CompareWithASCIIString(module, "torch.autograd.function") == 0) {
+        const char *name = PyUnicode_AsUTF8(code->co_qualname);
+        result = name != NULL && strncmp(name, "BackwardCFunction.", 18) == 0;
+    }
+    if (PyErr_Occurred()) {
+        PyErr_Clear(); /* a name that cannot be read is not torch's */
+    }
+    Py_DECREF(globals);
+    Py_DECREF(code);
+    return result;
+}
+
+/* Is this thread one of the engine's, at work on a graph? 1, 0 or -1. */
+static int
+nested_in_engine(oomkit_state *st)
+{
+    PyObject *id; /* owned */
+    long number;
+
+    if (st->graph_task_id == NULL) {
+        return 0;
+    }
+    id = PyObject_CallNoArgs(st->graph_task_id);
+    if (id == NULL) {
+        return -1;
+    }
+    number = PyLong_AsLong(id);
+    Py_DECREF(id);
+    if (number == -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    return number != -1;
+}
+
+/* A backward that is no outermost one of a call (`call` may be NULL). 0, or -1 with
+ * SplitError when it starts in a hook of a backward that is split. */
+int
+oomkit_nested_refuse(oomkit_state *st, oomkit_call *call)
+{
+    PyFrameObject *frame; /* owned */
+    PyObject *where;      /* owned */
+    int inside, function = 0;
+
+    if (call != NULL) {
+        inside = call->split && oomkit_backward_nesting() > 0;
+    } else {
+        inside = nested_in_engine(st);
+    }
+    if (inside <= 0) {
+        return inside;
+    }
+    frame = (PyFrameObject *)Py_XNewRef(PyEval_GetFrame());
+    while (frame != NULL && (call == NULL || (void *)frame != engine_frame) &&
+           !function) {
+        function = nested_is_function(frame);
+        Py_SETREF(frame, PyFrame_GetBack(frame));
+    }
+    Py_XDECREF(frame);
+    if (function) {
+        return 0;
+    }
+    where = oomkit_course_where();
+    if (where != NULL) {
+        if (call != NULL) {
+            call->raised = 1;
+        }
+        oomkit_raise(st->SplitError,
+                     "auto_batch cannot split this step: backward() is called at %U by "
+                     "a hook inside another backward(), where it would not carry the "
+                     "weight of the micro-batch; add that loss to the loss of the "
+                     "step, or call backward() on it in the step itself",
+                     where);
+        Py_DECREF(where);
+    }
+    return -1;
+}
