@@ -235,7 +235,8 @@ verify_run(verify *v, int64_t start, int64_t length)
         oomkit_tx_end_attempt(call);
         return -1;
     }
-    call->is_last = call->cleared = 0;
+    call->is_last = 0;
+    Py_CLEAR(call->cleared);
     result = verify_call(v, start, length);
     if (result == 0 && length == v->length) {
         v->moved = oomkit_rng_moved(call);
