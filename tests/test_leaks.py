@@ -186,3 +186,36 @@ def test_the_steps_own_hold_on_the_exception_is_broken() -> None:
             assert _alive() == baseline
         finally:
             gc.enable()
+
+
+@pytest.mark.parametrize("kind", ["whole", "rows", "split", "dropped"])
+def test_returned_losses_leave_nothing(kind: str) -> None:
+    model = torch.nn.Linear(4, 3)
+    x, y = torch.randn(4, 4), torch.randint(0, 3, (4,))
+    reduction = "none" if kind == "rows" else "mean"
+    k = 2 if kind == "split" else 1
+
+    def compute(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(x), y, reduction=reduction)
+
+    def ooms(count: int) -> None:
+        for _ in range(count):
+            step = oomkit.auto_batch(compute, accumulation_steps=k, verify=False)
+            loss = step(x, y).mean()
+            if kind != "dropped":
+                with inject_oom(nth=3, phase="backward") as armed:
+                    loss.backward()
+                assert armed.fired == (kind != "split")
+            model.zero_grad()
+
+    ooms(50)
+    gc.collect()
+    gc.disable()
+    try:
+        bytes0, objects0 = _alive(), len(gc.get_objects())
+        ooms(1000)
+        del_bytes, del_objects = _alive() - bytes0, len(gc.get_objects()) - objects0
+    finally:
+        gc.enable()
+    assert del_bytes == 0
+    assert abs(del_objects) <= 5

@@ -144,3 +144,47 @@ def test_a_forgotten_sum_and_verify_work() -> None:
             assert len(texts) == 1 and "looks like a sum" in texts[0], texts
         """
     )
+
+
+def test_returned_losses() -> None:
+    """The caller's backward fails, or its call is split: exact without the bridge as well."""
+    code = (
+        PRELUDE
+        + """
+def returned(k, fails):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 3).double()
+    x, y = torch.randn(8, 6, dtype=torch.float64), torch.randint(0, 3, (8,))
+    calls = []
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, t):
+            return t.clone()
+        @staticmethod
+        def backward(ctx, g):
+            calls.append(len(g))
+            if fails and len(calls) == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return g
+    def compute(x, y):
+        return F.cross_entropy(Fails.apply(model(x)), y)
+    step = oomkit.auto_batch(compute, accumulation_steps=k, verify=False)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    (step(x, y) / 4).backward()
+    got = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    (F.cross_entropy(model(x), y) / 4).backward()
+    assert all((g - 1 - p.grad).abs().max() < 1e-12 for g, p in zip(got, model.parameters())), k
+    return calls
+
+assert returned(1, False) == [8]
+assert returned(1, True) == [8, 4, 4]
+assert returned(2, False) == [4, 4]
+assert returned(2, True)[-2:] == [2, 2]
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr

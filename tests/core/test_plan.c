@@ -230,8 +230,8 @@ test_choose_by_example(void)
 #undef CHOICE
 }
 
-/* Rows of the smallest slice that counts against min_micro_batch: the last one of a plan
- * with multiple_of is what is left over and may be shorter. */
+/* Rows of the smallest slice that counts against min_micro_batch: the last one of a
+ * plan with multiple_of is what is left over and may be shorter. */
 static int64_t
 smallest_slice(const oomkit_plan *plan)
 {
