@@ -1,0 +1,1 @@
+"""Whole training programs in the manner of the ones that people run."""

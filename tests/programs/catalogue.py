@@ -1,0 +1,140 @@
+"""All programs, those that wait for a part of oomkit, and the table of docs/programs.md."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from . import (
+    callers,
+    coupled,
+    deciders,
+    generative,
+    hugging_face,
+    memories,
+    sequence,
+    updates,
+    vision,
+)
+from .harness import Report
+from .world import COMPARISONS, PROGRAMS, Program
+
+TABLE = Path(__file__).resolve().parents[2] / "docs" / "programs.md"
+
+FAMILIES = (
+    vision,
+    generative,
+    sequence,
+    coupled,
+    memories,
+    updates,
+    deciders,
+    callers,
+    hugging_face,
+)
+
+_OTHERS = "types that hold tensors, other than dict, list and tuple, are not opened yet"
+_MOVED = "what the step moved by hand is neither taken back nor a PartialUpdate"
+
+# Programs that do not come out as stated, and why. A test fails when one of them does come
+# out: then its line here has to go.
+PENDING: dict[str, str] = {
+    "accelerate_accumulate": "accelerator.accumulate in a split step counts micro-batches",
+    "bert_batch_encoding": _OTHERS,
+    "clip_by_value": "clip_grad_value_ raises where gradients are withheld",
+    "counts_that_coincide": "a count that the micro-batches and the last call share is kept",
+    "fgsm_backward": "requires_grad_() on the batch is not taken back before the replay",
+    "gan_one_step": "committed is claimed where only one of two optimizers has stepped",
+    "gpt_padded_later": "labels of -100 are looked for in the first split call only",
+    "gpt_prefetch": "results that cannot be joined are refused after the update",
+    "lbfgs": _MOVED,
+    "loss_that_halves": "a loss that halves between two batches is called a sum",
+    "mixup_inside": "verify= compares coarsely where random numbers are drawn, and says so at INFO",
+    "rnn_time_first_flat": "arguments whose sizes disagree are not named yet",
+    "sharpness_aware": _MOVED,
+    "vae_forgotten": "nothing is said of a sum when memory runs out in the very first call",
+}
+
+_HEAD = """\
+# Programs
+
+`make programs` writes this page. Each line is a small but whole training program of
+`tests/programs/`, in the manner of those that people run. It is run plain, decorated, and
+decorated with an out-of-memory error at so many places of its forwards, backwards and updates,
+one at a time; `make test` does the same at five places each.
+
+Without an error the decorated program is the plain one, bit for bit: parameters, gradients,
+optimizer state, buffers, random streams and losses. After one it is
+
+- **equal**: to the whole batch up to the tolerance, where nothing depends on how the batch is
+  split; where the step itself draws random numbers, to the undisturbed run of the same slices,
+  bit for bit. A program that is equal to the whole batch is checked against the same slices, too;
+- **said**: a warning or a log line tells why the split run is not the whole one, or what ran
+  once per micro-batch;
+- **refused**: an error names the reason, and parameters, gradients, optimizer state, buffers and
+  random streams are those from before the step. Gradients that the step has cleared stay
+  cleared; the error says so where they could not be put back.
+
+Of the places, *replayed* ones were split and replayed; *repeated* ones struck inside an update
+that had changed nothing yet, and it was repeated. Where an update was half done, the program
+ended in `PartialUpdate`; where it was complete, in an `OutOfMemory` with `.committed`, and the
+parameters are those after exactly one update. The difference is the largest one of any
+parameter, gradient, buffer, optimizer state or loss, at the end of the program, from
+what the column before the last but one says that it equals.
+"""
+
+
+def expected(program: Program) -> str:
+    """The cell of the table that a test compares."""
+    equals = f"equal to {COMPARISONS[program.compare]}"
+    if program.outcome == "said":
+        return f"said; {equals}"
+    if program.outcome == "refused":
+        return f"refused, or {equals}" if program.or_equal else "refused"
+    return equals
+
+
+def line(program: Program, report: Report | None) -> str:
+    """One line; without a report the program waits for something."""
+    if report is None:
+        found = ["not yet", PENDING[program.name], ""]
+    else:
+        number = sum(report.places.values())
+        kinds = ", ".join(f"{n} {kind}" for kind, n in report.places.most_common())
+        split = "replayed" in report.places
+        found = [report.healthy, f"{number}: {kinds}", f"{report.worst:.1e}" if split else ""]
+    healthy, places, worst = found
+    code, where = re.fullmatch(r"([@\w.]+(?:\(.*\))?)(, .*)?", program.decorated).groups("")
+    cells = [
+        f"`{program.name}`",
+        program.shows,
+        f"`{code}`{where}",
+        healthy,
+        expected(program),
+        places,
+        worst,
+    ]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def table(reports: dict[str, Report]) -> str:
+    """The whole page."""
+    parts = [_HEAD]
+    columns = (
+        "program | what it shows | decorated as | without OOM | with OOM | places | difference"
+    )
+    for family in FAMILIES:
+        heading, _, of = (family.__doc__ or "").strip().rstrip(".").partition(": ")
+        name = family.__name__.rpartition(".")[2]
+        lines = [line(p, reports.get(p.name)) for p in PROGRAMS.values() if p.family == name]
+        parts.append(
+            f"## {heading}{': ' + of if of else ''}\n\n| {columns} | difference |\n"
+            f"|{'---|' * 7}\n" + "\n".join(lines) + "\n"
+        )
+    return "\n".join(parts)
+
+
+def listed(text: str) -> dict[str, str]:
+    """Programs and expected outcomes, as a page has them."""
+    cells = (re.split(r"(?<!\\) \| ", line.strip("| ")) for line in text.splitlines())
+    return {c[0].strip("`"): c[4] for c in cells if len(c) >= 5 and c[0].startswith("`")}

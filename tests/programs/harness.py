@@ -1,0 +1,285 @@
+"""Running a program: plain, decorated, and with an OOM at many places; judging what came out.
+
+No outcome is silently different. After a fault a program has the result that it states, or
+said what it states, or refused with nothing changed; inside an optimizer's step also
+PartialUpdate, or an error that says that the update stands.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+import oomkit
+
+from .world import Place, Program, State, World
+
+PHASES = ("forward", "backward", "optimizer")
+
+
+@dataclass
+class Run:
+    """What came out of one world."""
+
+    world: World
+    state: State
+    error: str | None = None
+    kind: str | None = None
+    """The class of the error, "committed" for an OutOfMemory after the update."""
+    texts: list[str] = field(default_factory=list)
+    """Warnings of oomkit and lines of its logger."""
+    split: dict[int, list[int]] = field(default_factory=dict)
+    foreign: list[str] = field(default_factory=list)
+    """Warnings of others."""
+
+    @property
+    def said(self) -> list[str]:
+        """Without the lines that tell of a new plan."""
+        return [text for text in self.texts if not text.startswith("oomkit: step=")]
+
+
+class _Lines(logging.Handler):
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(record.getMessage())
+
+
+def run(program: Program, world: World) -> Run:
+    """Everything random starts from the seed; an error ends the program and is kept as text."""
+    world.caller_backward = program.caller_backward
+    torch.manual_seed(world.seed)
+    random.seed(world.seed)
+    np.random.seed(world.seed % 2**32)
+    lines: list[str] = []
+    handler = _Lines(lines)
+    logger = logging.getLogger("oomkit")
+    logger.addHandler(handler)
+    error = kind = None
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                program.run(world)
+            except Exception as raised:
+                if not world.decorate:
+                    raise
+                notes = "".join(f" [{note}]" for note in getattr(raised, "__notes__", ()))
+                error, kind = f"{raised}{notes}", type(raised).__name__
+                if getattr(raised, "committed", False):
+                    kind = "committed"
+            finally:
+                world.disarm()
+    finally:
+        logger.removeHandler(handler)
+    done = Run(world, world.state(), error, kind, lines, world.accumulation())
+    for warning in caught:
+        if issubclass(warning.category, oomkit.OomkitWarning):
+            done.texts.append(str(warning.message))
+        else:
+            done.foreign.append(f"{warning.category.__name__}: {warning.message}")
+    return done
+
+
+def places(program: Program, number: int) -> list[Place]:
+    """Two fifths in forward, two in backward, one in the updates, evenly over the calls."""
+    found: dict[str, list[Place]] = {}
+    for phase in PHASES:
+        counted = run(program, World(decorate=True, count=phase))
+        seen = counted.world.seen
+        found[phase] = [Place(c, phase, n + 1) for c in sorted(seen) for n in range(seen[c])]
+    total = sum(len(f) for f in found.values())
+    assert total > 0, "no allocation at all"
+    shares = {"forward": 2 * number // 5, "backward": 2 * number // 5, "optimizer": number // 5}
+    spare = sum(max(0, shares[p] - len(found[p])) for p in PHASES)
+    chosen: list[Place] = []
+    for phase in PHASES:
+        room = len(found[phase]) - shares[phase]
+        more = min(spare, max(0, room))
+        spare -= more
+        count = min(len(found[phase]), shares[phase] + more)
+        last = len(found[phase]) - 1
+        steps = range(count)
+        chosen += [found[phase][i * last // max(1, count - 1) if i else 0] for i in steps]
+    return chosen
+
+
+def difference(a: State, b: State) -> tuple[float, str]:
+    """The largest difference of two states, and where; infinite where they cannot compare."""
+    if a.keys() != b.keys():
+        return float("inf"), f"only one has {sorted(a.keys() ^ b.keys())[:4]}"
+    worst = (0.0, "")
+    for key in a:
+        value = _distance(a[key], b[key])
+        if value > worst[0]:
+            worst = (value, key)
+    return worst
+
+
+def _distance(x: Any, y: Any) -> float:
+    if x is None or y is None:
+        return 0.0 if x is y else float("inf")
+    if isinstance(x, (str, bool)):
+        return 0.0 if x == y else float("inf")
+    left, right = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
+    if left.shape != right.shape:
+        return float("inf")
+    if left.size == 0 or np.array_equal(left, right, equal_nan=True):
+        return 0.0
+    worst = float(np.max(np.abs(left - right)))
+    return worst if np.isfinite(worst) else float("inf")
+
+
+def compare(a: Run, b: Run, *, random_state: bool) -> tuple[float, str]:
+    """States and losses of two whole runs."""
+    streams = () if random_state else ("rng", "random", "numpy")
+    first = {k: v for k, v in a.state.items() if k not in streams}
+    second = {k: v for k, v in b.state.items() if k not in streams}
+    first["losses"], second["losses"] = a.world.losses, b.world.losses
+    return difference(first, second)
+
+
+@dataclass
+class Report:
+    """One line of the table."""
+
+    program: Program
+    healthy: str = ""
+    places: Counter[str] = field(default_factory=Counter)
+    worst: float = 0.0
+    failures: list[str] = field(default_factory=list)
+
+    def fail(self, where: object, what: str) -> None:
+        first = what.partition("\n")[0]  # an OutOfMemory goes on to tell who holds the memory
+        self.failures.append(f"{self.program.name}, {where}: {first}")
+
+
+def sweep(program: Program, number: int) -> Report:
+    """The whole check of one program: `number` places."""
+    report = Report(program)
+    plain = run(program, World())
+    assert plain.error is None, plain.error
+    healthy = run(program, World(decorate=True))
+    if healthy.error is not None:
+        report.fail("without OOM", f"raised {healthy.error}")
+        return report
+    worst, where = compare(plain, healthy, random_state=True)
+    if worst != 0.0:
+        report.fail("without OOM", f"not bitwise the plain program: {where} by {worst:.3g}")
+    report.healthy = "equal, bit for bit" if worst == 0.0 else "different"
+    if healthy.said:
+        report.fail("without OOM", f"said without need: {healthy.said}")
+    references: dict[str, Run] = {}
+    for place in places(program, number):
+        failed = run(program, World(decorate=True, place=place))
+        if failed.world.fired != 1:
+            report.fail(place, f"the fault struck {failed.world.fired} times")
+            continue
+        _judge(report, place, plain, failed, references)
+    return report
+
+
+def _judge(
+    report: Report, place: Place, plain: Run, failed: Run, references: dict[str, Run]
+) -> None:
+    program = report.program
+    if set(failed.foreign) - set(plain.foreign):
+        report.fail(place, f"warned: {failed.foreign}")
+    if failed.kind in ("PartialUpdate", "committed"):
+        _judge_update(report, place, plain, failed)
+    elif failed.kind is not None:
+        if program.outcome != "refused":
+            report.fail(place, f"raised {failed.kind}: {failed.error}")
+            return
+        report.places["refused"] += 1
+        _judge_refusal(report, place, failed)
+    elif not failed.split:
+        # Nothing had moved when the update failed: it was repeated, the batch not split.
+        report.places["repeated"] += 1
+        worst, where = compare(plain, failed, random_state=True)
+        if worst != 0.0:
+            report.fail(place, f"not split, but not the plain program: {where} by {worst:.3g}")
+    elif program.outcome == "refused" and not program.or_equal:
+        report.fail(place, "was split where it should have been refused")
+    else:
+        report.places["replayed"] += 1
+        _judge_replay(report, place, plain, failed, references)
+
+
+def _judge_update(report: Report, place: Place, plain: Run, failed: Run) -> None:
+    report.places[failed.kind or ""] += 1
+    if failed.kind == "PartialUpdate":
+        if place.phase != "optimizer" and not _moved(failed):
+            report.fail(place, f"PartialUpdate, but nothing was updated: {failed.error}")
+        return
+    # The update stands, exactly once; what the step did after it is the program's to judge.
+    after = plain.world.after[failed.world.calls - 1]
+    updated = {key: value for key, value in after.items() if ".updated" in key}
+    assert updated, "keep() an optimizer"
+    worst, where = difference(updated, {key: failed.state.get(key) for key in updated})
+    if worst > report.program.tolerance and report.program.compare == "whole":
+        report.fail(place, f"committed, but {where} differs by {worst:.3g}")
+
+
+def _moved(failed: Run) -> bool:
+    """Did the step change more than gradients and random streams?"""
+
+    def kept(state: State) -> State:
+        return {k: v for k, v in state.items() if k[0].isdigit() and not k.endswith(".grad")}
+
+    return difference(kept(failed.world.before), kept(failed.state))[0] > 0.0
+
+
+def _judge_refusal(report: Report, place: Place, failed: Run) -> None:
+    assert report.program.says is not None
+    words = f"{report.program.says}|gradients cannot be rolled back"
+    if not re.search(words, failed.error or "", re.DOTALL):
+        report.fail(place, f"refused with other words: {failed.error}")
+    now, before = dict(failed.state), failed.world.before
+    told = "gradients cannot be rolled back" in (failed.error or "")
+    for key in [k for k in now if k.endswith(".grad")]:
+        # What the step's own zero_grad() cleared stays cleared.
+        if told or now[key] is None or not np.any(now[key]):
+            now[key] = before.get(key)
+    worst, where = difference(before, now)
+    if worst != 0.0:
+        report.fail(place, f"refused, but {where} changed by {worst:.3g}")
+
+
+def _judge_replay(
+    report: Report, place: Place, plain: Run, failed: Run, references: dict[str, Run]
+) -> None:
+    program = report.program
+    key = repr(failed.split)
+    if key not in references:
+        references[key] = run(program, World(decorate=True, slices=failed.split))
+    same = references[key]
+    if same.error is not None:
+        report.fail(place, f"the same slices, undisturbed, raised: {same.error}")
+        return
+    # Gradients that were there before the step are added to in another order.
+    allowed = program.tolerance if program.accumulates else 0.0
+    worst, where = compare(same, failed, random_state=True)
+    if worst > allowed:
+        report.fail(place, f"not the same slices undisturbed: {where} by {worst:.3g}")
+    if program.compare == "whole":
+        worst, where = compare(plain, failed, random_state=False)
+        if worst > program.tolerance:
+            report.fail(place, f"not the whole batch: {where} by {worst:.3g}")
+    report.worst = max(report.worst, worst)
+    if program.outcome == "said":
+        assert program.says is not None
+        if not any(re.search(program.says, text, re.DOTALL) for text in failed.said):
+            report.fail(place, f"did not say {program.says!r}, only {failed.said}")
+    elif failed.said:
+        report.fail(place, f"said without need: {failed.said}")

@@ -1,0 +1,106 @@
+"""Every program comes out as it states, plain, decorated, and with an OOM at five places."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from .catalogue import FAMILIES, PENDING, TABLE, expected, listed, table
+from .harness import Report, places, run, sweep
+from .world import PROGRAMS, Program, World
+
+PLACES = 5
+
+
+def _parameters() -> list[object]:
+    # Strict (pyproject.toml): one that comes out fails until its line in PENDING is gone.
+    return [
+        pytest.param(p, id=name, marks=[pytest.mark.xfail(reason=PENDING[name])])
+        if name in PENDING
+        else pytest.param(p, id=name)
+        for name, p in PROGRAMS.items()
+    ]
+
+
+@pytest.mark.parametrize("program", _parameters())
+def test_program(program: Program) -> None:
+    # One that is pending may fail at few places only.
+    number = 20 if program.name in PENDING else PLACES
+    report = sweep(program, number)
+    print(f"seed {World().seed}: {dict(report.places)}, largest difference {report.worst:.1e}")
+    assert not report.failures, "\n".join(report.failures)
+    assert sum(report.places.values()) == number
+
+
+def test_the_table_lists_the_programs_that_there_are() -> None:
+    """`make programs` writes it; what it found is not compared, what is expected is."""
+    now = {name: expected(program) for name, program in PROGRAMS.items()}
+    assert listed(TABLE.read_text()) == now, "run `make programs`"
+    assert listed(table({name: Report(p) for name, p in PROGRAMS.items()})) == now
+
+
+def test_every_program_is_of_a_family_and_no_reason_is_left_over() -> None:
+    families = {family.__name__.rpartition(".")[2] for family in FAMILIES}
+    assert {program.family for program in PROGRAMS.values()} == families
+    assert set(PENDING) <= set(PROGRAMS)
+    assert len(PROGRAMS) >= 30
+
+
+def _failures(name: str, **changed: object) -> str:
+    return "\n".join(sweep(dataclasses.replace(PROGRAMS[name], **changed), PLACES).failures)
+
+
+def test_a_silent_difference_is_found() -> None:
+    """A sum over samples without reduction="sum", stated as equal."""
+    assert "not the whole batch" in _failures(
+        "vae_forgotten", outcome="equal", says=None, compare="whole"
+    )
+
+
+def test_a_warning_that_does_not_come_is_found() -> None:
+    assert "did not say" in _failures("mlp_scheduler", outcome="said", says="no such words")
+
+
+def test_a_warning_without_need_is_found() -> None:
+    assert "said without need" in _failures("cnn_batchnorm", outcome="equal", says=None)
+
+
+def test_a_refusal_without_need_is_found() -> None:
+    assert "raised SplitError" in _failures("counter_decides", outcome="equal", says=None)
+
+
+def test_a_refusal_that_does_not_come_is_found() -> None:
+    assert "should have been refused" in _failures("mlp_scheduler", outcome="refused", says="x")
+
+
+def test_a_refusal_in_other_words_is_found() -> None:
+    assert "other words" in _failures("counter_decides", says="no such words")
+
+
+def test_a_result_that_depends_on_the_fault_is_found() -> None:
+    """A program that is told of the error outside oomkit's sight, and adds it to its loss."""
+
+    def program(world: World) -> None:
+        PROGRAMS["mlp_scheduler"].run(world)
+        world.note(world.fired)
+
+    assert "not the same slices" in _failures("mlp_scheduler", run=program)
+
+
+def test_the_decorated_program_is_compared_bit_for_bit() -> None:
+    def program(world: World) -> None:
+        PROGRAMS["mlp_scheduler"].run(world)
+        world.note(1e-16 if world.decorate else 0.0)
+
+    assert "not bitwise the plain program" in _failures("mlp_scheduler", run=program)
+
+
+def test_places_are_spread_over_phases_and_calls() -> None:
+    chosen = places(PROGRAMS["mlp_scheduler"], 20)
+    assert len(set(chosen)) == 20
+    assert [p.phase for p in chosen] == ["forward"] * 8 + ["backward"] * 8 + ["optimizer"] * 4
+    assert {p.call for p in chosen} == {0, 1, 2, 3}
+    failed = run(PROGRAMS["mlp_scheduler"], World(decorate=True, place=chosen[9]))
+    assert failed.world.fired == 1
+    assert failed.split.keys() >= {chosen[9].call}
