@@ -25,7 +25,7 @@ except ImportError as _error:  # pragma: no cover - exercised in a subprocess wi
         "`pip install --no-build-isolation .` in oomkit's sources"
     ) from _error
 
-from . import _C, _diagnose, _nodes, _second
+from . import _C, _diagnose, _nodes, _second, _withheld
 from .optim import predict_update as _predict_update
 
 __version__ = "0.1.0"
@@ -67,6 +67,7 @@ def _watch_effects(*call: _Any) -> object:
 _C._bind(
     _load_bridge(),
     {
+        "accept_no_gradients": _withheld.accept_no_gradients,
         "predict_update": _predict_update,
         "refusal": _nodes.Refusal,
         "uneven_labels": _diagnose.uneven_labels,

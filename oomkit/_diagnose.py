@@ -150,8 +150,11 @@ class Verification:
         is_sum: bool,
         moved: bool,
         norm: bool,
-    ) -> tuple[bool, str] | None:
-        """(equal, text), or None where there is nothing to compare."""
+    ) -> tuple[bool | None, str] | None:
+        """(equal, text), or None where there is nothing to compare.
+
+        Equal is None where noise let nothing but a coarse comparison be made.
+        """
         worst: tuple[float, str] | None = None
         noise = [
             text
@@ -187,7 +190,7 @@ class Verification:
         how = "the sum" if is_sum else "the weighted mean"
         noisy = f"; compared coarsely, since {' and '.join(noise)}" if noise else ""
         if difference <= limit:
-            return True, (
+            return None if noise else True, (
                 f"verified {label}: a micro-batch has {how} of its two halves' losses or their "
                 f"rows (relative difference {difference:.1e}{noisy})"
             )

@@ -32,7 +32,7 @@ _CONTAINERS = (list, dict, set, deque)
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 # Attributes of a module that torch itself keeps, and parts that have rules of their own.
 _MODULE_OWN = frozenset(vars(torch.nn.Module()))
-_FOREIGN = frozenset({"torch", "oomkit", "numpy", "logging", "threading"})
+_FOREIGN = frozenset({"torch", "oomkit", "accelerate", "numpy", "logging", "threading"})
 
 
 def _is_foreign(kind: type) -> bool:

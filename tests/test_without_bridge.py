@@ -141,7 +141,7 @@ def test_a_forgotten_sum_and_verify_work() -> None:
                 with force_slices([4, 4]):
                     step(x, y)
             texts = [str(w.message) for w in said]
-            assert len(texts) == 1 and "looks like a sum" in texts[0], texts
+            assert len(texts) == 1 and "a sum over samples" in texts[0], texts
         """
     )
 

@@ -56,6 +56,30 @@ vector_clear(PyObject **vector, Py_ssize_t count)
     }
 }
 
+/* A result that cannot be joined is refused before the update where it shows in the
+ * first micro-batch: the next batch, fetched inside the step. 0, or -1. */
+static int
+attempt_of_whole(oomkit_call *call, PyObject *result)
+{
+    PyObject *place = oomkit_result_of_whole(/* owned */
+                                             call->st, &call->step->results, result,
+                                             call->batch.rows, call->options->dim);
+    if (place == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    call->raised = 1;
+    oomkit_raise(
+        call->st->SplitError,
+        "auto_batch cannot join the results of %lld micro-batches: %U has %lld "
+        "rows for a micro-batch of %lld; if it is the next batch, fetched inside "
+        "the step, fetch it outside; else return it in another way or give "
+        "join=...",
+        (long long)call->slice_count, place, (long long)call->batch.rows,
+        (long long)call->slices[0].length);
+    Py_DECREF(place);
+    return -1;
+}
+
 /* What must hold at the end of a micro-batch. 0 or -1. */
 static int
 attempt_micro_end(oomkit_call *call, PyObject *result)
@@ -83,6 +107,10 @@ attempt_micro_end(oomkit_call *call, PyObject *result)
     }
     if (!call->split || call->replayed != NULL) {
         return 0;
+    }
+    if (call->slice_index == 0 && call->options->join == NULL && call->training &&
+        attempt_of_whole(call, result) < 0) {
+        return -1;
     }
     return oomkit_join_add(call->st, call->options, &call->join, result, slice->length,
                            call->weights[call->slice_index]);

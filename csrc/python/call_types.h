@@ -197,6 +197,8 @@ typedef struct oomkit_call {
     int backward_depth;
     int backwards;       /* outermost ones finished in this micro-batch */
     int backward_failed; /* the exception came out of a backward */
+    int updates;         /* optimizer steps that were made in this attempt */
+    int params_stuck;    /* parameters changed by the step itself stay changed */
     int committed;       /* a scheduler or scaler moved on: nothing can be taken back */
     int raised;          /* an interceptor raised on purpose: not to be retried */
     const char *refusal; /* why this call must not be retried, or NULL */

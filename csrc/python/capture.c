@@ -72,6 +72,7 @@ capture_tensor(capture *c, Py_ssize_t at)
     node->kind = OOMKIT_NODE_TENSOR;
     node->rows = facts.size;
     node->shape_hash = facts.shape_hash;
+    node->requires_grad = (uint8_t)(facts.requires_grad != 0);
     node->version = oomkit_tensor_mark(c->st, node->object, &facts);
     node->device_type = (int8_t)facts.device_type;
     node->device_index = (int8_t)facts.device_index;

@@ -314,6 +314,14 @@ oomkit_intercept_split(oomkit_call *call)
         return 0;
     }
     call->split_intercepted = 1;
+    if (!call->st->withheld_ready) {
+        PyObject *done = PyObject_CallNoArgs(call->st->accept_no_gradients); /* owned */
+        if (done == NULL) {
+            return -1;
+        }
+        Py_DECREF(done);
+        call->st->withheld_ready = 1;
+    }
     return intercept_hidden(call) < 0 || oomkit_accelerate_split(call) < 0 ||
                    oomkit_intercept_zero_grad(call, 0) < 0
                ? -1

@@ -230,6 +230,7 @@ interceptor_optimizer(interceptor_object *self, PyObject *const *args, size_t na
         phase = oomkit_phase_set(call->st, OOMKIT_PHASE_OPTIMIZER);
         result = interceptor_original(self, args, nargsf, kwnames);
         oomkit_phase_set(call->st, phase);
+        call->updates += result != NULL;
         if (result != NULL && !interceptor_versions_tell(self)) {
             call->committed = 1;
         }

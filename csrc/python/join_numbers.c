@@ -40,6 +40,7 @@ integers_are_constant(const oomkit_rules *r, const oomkit_place *where,
                       PyObject *const *values)
 {
     Py_ssize_t i;
+    int constant, sure;
 
     for (i = 1; i < r->count; i++) {
         int same = PyObject_RichCompareBool(values[0], values[i], Py_EQ);
@@ -50,7 +51,17 @@ integers_are_constant(const oomkit_rules *r, const oomkit_place *where,
     if (oomkit_place_is_no_count(where)) {
         return 1;
     }
-    return oomkit_result_is_constant(oomkit_rules_known(r, where), values[0], r->total);
+    constant = oomkit_result_is_constant(oomkit_rules_known(r, where), values[0],
+                                         r->total, &sure);
+    if (constant && !sure &&
+        oomkit_place_warn(
+            r, where,
+            "is kept, because a whole call returned the same number; if it "
+            "is a count, return it as a tensor of one element or give "
+            "join=...") < 0) {
+        return -1;
+    }
+    return constant;
 }
 
 PyObject *

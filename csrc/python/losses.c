@@ -197,7 +197,31 @@ losses_whole(const oomkit_call *call, int32_t dtype, double *rows_factor)
     }
     whole = losses_value(call->st, &site->whole, dtype);
     before = losses_value(call->st, &site->before, dtype);
-    return isnan(before) || near(before, whole) ? whole : NAN;
+    return near(before, whole) ? whole : NAN;
+}
+
+/* Nothing to compare with, as when memory ran out in the very first forward or losses
+ * change too fast: what is taken for granted is said once, in the log, beside the line
+ * about the split. */
+static int
+losses_unknown(oomkit_call *call)
+{
+    const oomkit_options *options = call->options;
+    PyObject *done; /* owned */
+
+    if (options->reduction_given || call->losses.is_sum || options->verify == 1 ||
+        options->backward != NULL || call->returned != OOMKIT_RETURNED_NOTHING) {
+        return 0; /* stated, or verified anyway */
+    }
+    done = PyObject_CallMethod(
+        call->st->log, "warning", "sO",
+        "oomkit: the loss of %s is taken for a mean over samples: there are no whole "
+        "losses to compare it with; pass reduction=\"mean\" or reduction=\"sum\" to "
+        "say "
+        "which it is, or verify=True to have it checked",
+        options->label);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
 }
 
 /* All losses of the split batch are known and the last backward has not run: a sum or a
@@ -207,17 +231,34 @@ losses_judge(oomkit_call *call, int32_t dtype)
 {
     const oomkit_losses *l = &call->losses;
     double factor, whole = losses_whole(call, dtype, &factor);
-    int is_sum, is_mean;
+    int is_sum, is_mean, same_batch = l->whole.size != 0 || l->whole.tensor != NULL;
 
     call->step->losses.compared = 1;
     oomkit_loss_site_clear(&call->step->losses);
     if (!isfinite(whole) || whole == 0.0 || !isfinite(l->sum)) {
-        return 0;
+        return losses_unknown(call);
     }
     is_sum = near(l->sum, whole * factor);
     is_mean = near(l->mean, whole);
-    if (is_sum == is_mean || is_sum == l->is_sum) {
+    if (is_sum == is_mean) {
+        return losses_unknown(call);
+    }
+    if (is_sum == l->is_sum) {
         return 0;
+    }
+    if (!same_batch && is_sum && call->options->reduction_given) {
+        return 0; /* of another batch, which may have another loss: the user knows */
+    }
+    if (!same_batch && is_sum) {
+        return PyErr_WarnFormat(
+            call->st->OomkitWarning, 4,
+            "oomkit: %U is split, and the losses of the micro-batches add up to the "
+            "loss "
+            "of the batch before. If it is a sum over samples, pass reduction=\"sum\" "
+            "to "
+            "auto_batch, or the gradients are about %lld times too small; if it is a "
+            "mean that has changed so much, pass reduction=\"mean\"",
+            call->options->label, (long long)call->slice_count);
     }
     if (is_sum) {
         return PyErr_WarnFormat(

@@ -2,6 +2,7 @@
  * note of what the reader should know. */
 #include "call.h"
 #include "step.h"
+#include "tree.h"
 
 static int
 pass_add_note(PyObject *exception, PyObject *note)
@@ -14,6 +15,76 @@ pass_add_note(PyObject *exception, PyObject *note)
     Py_DECREF(note);
     Py_XDECREF(done);
     return done == NULL ? -1 : 0;
+}
+
+/* Tensors that every micro-batch got whole: an error about sizes comes of them. New
+ * str, NULL with an exception, or None when there is none. */
+static PyObject *
+pass_whole(oomkit_call *call)
+{
+    PyObject *list = PyList_New(0), *comma, *joined; /* owned */
+    Py_ssize_t i;
+    int failed = list == NULL;
+
+    for (i = 0; !failed && i < call->batch.count; i++) {
+        const oomkit_node *node = &call->batch.nodes[i];
+        PyObject *path, *shape, *text = NULL; /* owned */
+        if (node->kind != OOMKIT_NODE_TENSOR || node->split || node->rows <= 1) {
+            continue;
+        }
+        path = oomkit_node_path(&call->batch, call->step->names, i);
+        shape = PyObject_GetAttr(node->object, call->st->str_shape);
+        if (shape != NULL) {
+            Py_SETREF(shape, PySequence_List(shape));
+        }
+        if (path != NULL && shape != NULL) {
+            text = PyUnicode_FromFormat("%U of shape %R", path, shape);
+        }
+        failed = text == NULL || PyList_Append(list, text) < 0;
+        Py_XDECREF(path);
+        Py_XDECREF(shape);
+        Py_XDECREF(text);
+    }
+    comma = failed ? NULL : PyUnicode_FromString(", ");
+    joined = comma == NULL                ? NULL
+             : PyList_GET_SIZE(list) == 0 ? Py_NewRef(Py_None)
+                                          : PyUnicode_Join(comma, list);
+    Py_XDECREF(comma);
+    Py_XDECREF(list);
+    return joined;
+}
+
+/* What the error of a micro-batch may come of. 0 or -1. */
+static int
+pass_note_split(oomkit_call *call, PyObject *exception)
+{
+    PyObject *whole; /* owned */
+    int result = 0;
+
+    if (call->grads.is_parked) {
+        result = pass_add_note(
+            exception,
+            PyUnicode_FromString(
+                "oomkit: gradients are withheld between backward() and the end of "
+                "every "
+                "micro-batch but the last (.grad is None there); if the error comes of "
+                "that, guard the line with `if oomkit.current().is_last:`"));
+    }
+    whole = result == 0 ? pass_whole(call) : NULL;
+    if (whole == NULL) {
+        return -1;
+    }
+    if (whole != Py_None) {
+        result = pass_add_note(
+            exception,
+            PyUnicode_FromFormat(
+                "oomkit: passed whole to every micro-batch, because its size "
+                "is not that of the batch: %U; see batch= and dim= of "
+                "auto_batch",
+                whole));
+    }
+    Py_DECREF(whole);
+    return result;
 }
 
 /* What the reader of somebody else's error (or of our refusal) should know. 0 or -1. */
@@ -39,6 +110,9 @@ pass_note(oomkit_call *call, PyObject *exception)
             exception, PyUnicode_FromString(
                            "oomkit: some gradients that were there before the step "
                            "hold this batch's contribution: call zero_grad()"));
+    }
+    if (result == 0 && call->split && !call->raised) {
+        result = pass_note_split(call, exception);
     }
     if (result == 0 && call->split && !call->raised) {
         result = pass_add_note(

@@ -125,7 +125,13 @@ recover_roll_back_exempt(oomkit_call *call)
     result = oomkit_tx_restore(call, &message);
     if (result == 1) {
         call->outcome = 1;
-        oomkit_give_up(call, message, 0);
+        if (call->params_stuck) {
+            oomkit_raise(call->st->PartialUpdate,
+                         "%U ran out of memory and cannot be taken back: %U",
+                         call->options->label, message);
+        } else {
+            oomkit_give_up(call, message, 0);
+        }
         result = -1;
     }
     Py_XDECREF(message);
@@ -159,6 +165,27 @@ oomkit_recover_roll_back(oomkit_call *call)
     return oomkit_inference_end(guard, result);
 }
 
+/* Were fewer optimizers stepped than the step steps? Known from a finished call, else
+ * guessed from those that take part: then rather half done than done. */
+static int
+recover_is_half_done(const oomkit_call *call)
+{
+    const oomkit_participants *parts = call->parts;
+    int expected = call->step->updates;
+    Py_ssize_t i;
+
+    if (call->updates == 0) {
+        return 0;
+    }
+    if (expected < 0) {
+        expected = 0;
+        for (i = 0; i < parts->owner_count; i++) {
+            expected += parts->owners[i].kind == OOMKIT_OWNER_OPTIMIZER;
+        }
+    }
+    return call->updates < expected;
+}
+
 /* The failure struck between two updates, or in one that cannot be undone. */
 static void
 recover_partial(oomkit_call *call)
@@ -171,7 +198,8 @@ recover_partial(oomkit_call *call)
             ? "in a backward() after a post-accumulate-grad hook had changed a "
               "parameter (do in the step, after backward(), what the hook does)"
         : call->step_failed ? "in one optimizer's step() after another's was applied"
-                            : "in a backward() after an optimizer had stepped";
+        : call->backward_failed ? "in a backward() after an optimizer had stepped"
+                                : "between the updates of two optimizers";
     oomkit_raise(call->st->PartialUpdate,
                  "%U ran out of memory %s: the update is half done and cannot be taken "
                  "back; restore a checkpoint, or pass optimizer_safety=\"copy\" to "
@@ -204,8 +232,8 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception,
         return 0;
     }
     oomkit_exception_drop(call->st, exception, handled);
-    if (committed &&
-        (call->stranger_steps > 0 || call->step_failed || call->backward_failed)) {
+    if (committed && (call->stranger_steps > 0 || call->step_failed ||
+                      call->backward_failed || recover_is_half_done(call))) {
         recover_partial(call);
         return -1;
     }

@@ -56,6 +56,7 @@ fact_integer(oomkit_result_fact *fact, long long value, int64_t rows)
         fact->value = value;
         fact->rows = 0;
     }
+    fact->varied |= fact->rows != 0 && fact->rows != rows;
     fact->rows = rows > fact->rows ? rows : fact->rows;
     fact->calls++;
 }
@@ -141,16 +142,91 @@ oomkit_result_learn_from(oomkit_state *st, oomkit_result_site *site, PyObject *r
     }
 }
 
-/* A number that is another one at most calls is the same one by chance. */
+#define SURE 3 /* whole calls that gave one number */
+#define OFTEN 8
+
+/* A number that changes from call to call may be a count, the same one by chance. */
 int
-oomkit_result_is_constant(const oomkit_result_fact *fact, PyObject *value, int64_t rows)
+oomkit_result_is_constant(const oomkit_result_fact *fact, PyObject *value, int64_t rows,
+                          int *sure)
 {
     int overflow;
     long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
 
+    *sure = fact != NULL && (fact->varied || fact->calls >= SURE);
     return fact != NULL && !fact->is_tensor && overflow == 0 && fact->value == number &&
            fact->rows >= rows &&
-           !(fact->changes >= 2 && fact->changes * 2 >= fact->calls);
+           (fact->changes == 0 ||
+            (fact->calls >= OFTEN && fact->changes * 4 <= fact->calls));
+}
+
+#define OF_WHOLE_DEPTH 4
+
+typedef struct of_whole {
+    oomkit_state *st;
+    const oomkit_result_site *site;
+    int64_t total, dim;
+} of_whole;
+
+/* Has the tensor all rows of the batch where it should have those of the micro-batch?
+ */
+static int
+tensor_is_of_whole(const of_whole *w, const oomkit_result_fact *fact, PyObject *tensor)
+{
+    oomkit_tensor_facts facts;
+
+    if (!facts_get(w->st, tensor, w->dim, &facts) || facts.ndim < 1 ||
+        facts.size != w->total) {
+        return 0;
+    }
+    return fact == NULL || !fact->is_tensor || fact->size == fact->rows;
+}
+
+/* The place of such a tensor at `place` or below, as a new str; NULL without an
+ * exception when there is none. Steals `place`, which may be NULL with an exception. */
+static PyObject *
+find_of_whole(const of_whole *w, PyObject *value, PyObject *place,
+              const oomkit_result_fact *fact, int depth)
+{
+    PyObject *key, *inner, *found = NULL; /* borrowed, borrowed, owned */
+    Py_ssize_t at = 0, i;
+
+    if (place == NULL) {
+        return NULL;
+    }
+    if (Py_IS_TYPE(value, (PyTypeObject *)w->st->Tensor)) {
+        if (depth > 0 && tensor_is_of_whole(w, fact, value)) {
+            return place;
+        }
+    } else if (depth < OF_WHOLE_DEPTH && PyDict_Check(value)) {
+        while (found == NULL && !PyErr_Occurred() &&
+               PyDict_Next(value, &at, &key, &inner)) {
+            fact = depth == 0 ? oomkit_result_known(w->site, key, -1) : NULL;
+            found = find_of_whole(w, inner, PyUnicode_FromFormat("%U[%R]", place, key),
+                                  fact, depth + 1);
+        }
+    } else if (depth < OF_WHOLE_DEPTH &&
+               (PyTuple_Check(value) || PyList_Check(value))) {
+        for (i = 0;
+             found == NULL && !PyErr_Occurred() && i < PySequence_Fast_GET_SIZE(value);
+             i++) {
+            inner = PyList_Check(value) ? PyList_GET_ITEM(value, i)
+                                        : PyTuple_GET_ITEM(value, i);
+            fact = depth == 0 ? oomkit_result_known(w->site, NULL, i) : NULL;
+            found = find_of_whole(w, inner, PyUnicode_FromFormat("%U[%zd]", place, i),
+                                  fact, depth + 1);
+        }
+    }
+    Py_DECREF(place);
+    return found;
+}
+
+PyObject *
+oomkit_result_of_whole(oomkit_state *st, const oomkit_result_site *site,
+                       PyObject *result, int64_t total, int64_t dim)
+{
+    of_whole w = {st, site, total, dim};
+    return find_of_whole(&w, result, PyUnicode_FromString("result"), NULL, 0);
 }
 
 int

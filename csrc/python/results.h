@@ -17,6 +17,7 @@ typedef struct oomkit_result_fact {
 
     long long value; /* an integer: at the last whole call */
     uint32_t calls, changes;
+    int varied; /* the same number for different numbers of rows */
 
     int64_t size;   /* a tensor: of the batch's dimension */
     uint64_t shape; /* hash of its dtype and other sizes */
@@ -51,10 +52,17 @@ const oomkit_result_fact *
 oomkit_result_known(const oomkit_result_site *site, PyObject *key, Py_ssize_t position);
 
 /* Is the integer, which all micro-batches of `rows` rows together gave alike, known not
- * to depend on the rows? `fact` may be NULL. */
+ * to depend on the rows? *sure is 0 where few calls showed it. `fact` may be NULL. */
 int
-oomkit_result_is_constant(const oomkit_result_fact *fact, PyObject *value,
-                          int64_t rows);
+oomkit_result_is_constant(const oomkit_result_fact *fact, PyObject *value, int64_t rows,
+                          int *sure);
+
+/* In the first micro-batch: a tensor in the result that has the `total` rows of the
+ * whole batch, and is not known to have that size whatever the batch is, is not of this
+ * micro-batch. Its place as a new str; NULL without an exception when there is none. */
+PyObject *
+oomkit_result_of_whole(oomkit_state *st, const oomkit_result_site *site,
+                       PyObject *result, int64_t total, int64_t dim);
 
 /* Logs `text` (borrowed) once per site, by the logger's method `level`. 0 or -1. Runs
  * handlers of the logger. */

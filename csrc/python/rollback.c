@@ -117,6 +117,22 @@ grads_set_aside(oomkit_call *call, Py_ssize_t i)
     return g->aside[i] == NULL ? -1 : grads_set(call, i, Py_None);
 }
 
+/* What was set aside is the failed attempt's sum, not the replay's: equal to rounding.
+ */
+static int
+grads_say_aside(oomkit_call *call)
+{
+    PyObject *done =
+        PyObject_CallMethod(/* owned */
+                            call->st->log, "info", "sKO",
+                            "oomkit: step=%d of %s keeps gradients of the "
+                            "failed attempt that were complete: equal up "
+                            "to rounding, not bit for bit",
+                            (unsigned long long)call->number, call->options->label);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
 static int
 grads_restore_one(oomkit_call *call, Py_ssize_t i, uint8_t state, int aside)
 {
@@ -182,6 +198,9 @@ oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which)
         if (grads_restore_one(call, i, states[i], aside) != 0) {
             goto done;
         }
+    }
+    if (call->grads.aside != NULL && grads_say_aside(call) < 0) {
+        goto done;
     }
     result = 0;
 done:

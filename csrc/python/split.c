@@ -31,6 +31,32 @@ check_restore(oomkit_state *st, oomkit_node *node, PyObject *saved)
     return 0;
 }
 
+/* images.requires_grad_() of the failed attempt: a leaf that did not require grad has
+ * no gradient of its own from before. 0 or -1. */
+static int
+check_requires_grad(oomkit_state *st, const oomkit_node *node,
+                    const oomkit_tensor_facts *facts)
+{
+    PyObject *graph; /* owned */
+    int result = 0;
+
+    if (node->requires_grad || !facts->requires_grad) {
+        return 0;
+    }
+    graph = PyObject_GetAttr(node->object, st->str_grad_fn);
+    if (graph == NULL) {
+        return -1;
+    }
+    if (graph == Py_None) {
+        result = PyObject_SetAttr(node->object, st->str_requires_grad, Py_False) < 0 ||
+                         PyObject_SetAttr(node->object, st->str_grad, Py_None) < 0
+                     ? -1
+                     : 0;
+    }
+    Py_DECREF(graph);
+    return result;
+}
+
 static int
 check_refuse(oomkit_state *st, const oomkit_batch *batch, PyObject *names,
              Py_ssize_t index)
@@ -61,6 +87,9 @@ oomkit_batch_check(oomkit_state *st, oomkit_batch *batch, PyObject *names)
             continue;
         }
         if (oomkit_tensor_facts_get(st, node->object, 0, &facts) < 0) {
+            return -1;
+        }
+        if (check_requires_grad(st, node, &facts) < 0) {
             return -1;
         }
         if (oomkit_tensor_mark(st, node->object, &facts) != node->version) {

@@ -14,15 +14,16 @@ typedef enum {
 
 /* One value of the arguments; containers are followed by their children (pre-order). */
 typedef struct oomkit_node {
-    PyObject *object;    /* owned */
-    PyObject *key;       /* owned: the key in the parent dict, else NULL */
-    Py_ssize_t children; /* direct children of a container */
-    int64_t rows;        /* size of dimension `dim` of a tensor, -1 if it has none */
-    uint64_t shape_hash; /* of a tensor: dtype and the other sizes; of a list that was
-                            too long or too deep to be opened: its length */
-    uint32_t version;    /* of a tensor, at capture */
-    uint8_t kind;        /* oomkit_node_kind */
-    uint8_t split;       /* decided by oomkit_batch_find: this leaf is sliced */
+    PyObject *object;      /* owned */
+    PyObject *key;         /* owned: the key in the parent dict, else NULL */
+    Py_ssize_t children;   /* direct children of a container */
+    int64_t rows;          /* size of dimension `dim` of a tensor, -1 if it has none */
+    uint64_t shape_hash;   /* of a tensor: dtype and the other sizes; of a list that was
+                              too long or too deep to be opened: its length */
+    uint32_t version;      /* of a tensor, at capture */
+    uint8_t requires_grad; /* of a tensor, at capture */
+    uint8_t kind;          /* oomkit_node_kind */
+    uint8_t split;         /* decided by oomkit_batch_find: this leaf is sliced */
     int8_t device_type, device_index; /* of a tensor */
 } oomkit_node;
 

@@ -209,15 +209,16 @@
 
 /* What the package hands in at import, because it is Python: X(field). */
 #define OOMKIT_STATE_GLUE(X)                                                           \
-    X(watch_effects)  /* oomkit._side_effects: what else a split step changes */       \
-    X(predict_update) /* oomkit.optim: bytes that a first step needs */                \
-    X(refusal)        /* oomkit._nodes.Refusal: results that refuse a gradient */      \
-    X(split_loss)     /* oomkit._second: gives the loss of a split call its node */    \
-    X(modes_then)     /* oomkit._second: enters autocast as it was */                  \
-    X(saved_pack)     /* oomkit._second: packs a saved tensor into nothing */          \
-    X(saved_unpack)   /* oomkit._second: says that the graph was given back */         \
-    X(uneven_labels)  /* oomkit._diagnose: have slices unequal shares of labels? */    \
-    X(verification)   /* oomkit._diagnose: the class that compares three runs */
+    X(accept_no_gradients) /* oomkit._withheld: before the first split */              \
+    X(watch_effects)       /* oomkit._side_effects: what else a split step changes */  \
+    X(predict_update)      /* oomkit.optim: bytes that a first step needs */           \
+    X(refusal)             /* oomkit._nodes.Refusal: results that refuse a gradient */ \
+    X(split_loss)    /* oomkit._second: gives the loss of a split call its node */     \
+    X(modes_then)    /* oomkit._second: enters autocast as it was */                   \
+    X(saved_pack)    /* oomkit._second: packs a saved tensor into nothing */           \
+    X(saved_unpack)  /* oomkit._second: says that the graph was given back */          \
+    X(uneven_labels) /* oomkit._diagnose: have slices unequal shares of labels? */     \
+    X(verification)  /* oomkit._diagnose: the class that compares three runs */
 
 typedef struct oomkit_state {
 #define DECLARE_STRING(field, text) PyObject *field;                  /* owned */
@@ -239,6 +240,7 @@ typedef struct oomkit_state {
     int flush_pending;       /* a guard wants the cache emptied at the next call */
     uint64_t run_peak_bytes; /* highest peak of any step so far (devices) */
     int bound;               /* state_bind has succeeded */
+    int withheld_ready;      /* torch's helpers accept that gradients are withheld */
     int backward_patched;    /* our hook is installed */
     struct oomkit_pending *pendings; /* borrowed: losses that wait for their backward */
     int seconds; /* backwards running as the second half of a call, on any thread */

@@ -34,6 +34,7 @@ typedef struct oomkit_step {
     int signature_count;
     oomkit_loss_site losses;
     uint64_t calls;
+    int updates; /* optimizer steps in a finished whole call; -1 while unknown */
     PyObject
         *last_gradient; /* owned: what last reached a returned scalar loss, or NULL */
     double last_factor; /* the same over the scaler's scale; 0 while unknown */

@@ -173,6 +173,7 @@ step_new(oomkit_state *st, PyObject *func, PyObject *kwargs)
     }
     self->st = st;
     self->vectorcall = oomkit_engine_call;
+    self->updates = -1;
     self->func = Py_NewRef(func);
     self->ring = oomkit_ring_create(OOMKIT_RECORDS);
     if (self->ring == NULL) {

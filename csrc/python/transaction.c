@@ -262,6 +262,7 @@ oomkit_tx_restore(oomkit_call *call, PyObject **message)
     }
     refused = oomkit_tx_params_moved(call, &param);
     if (refused != 0) { /* said at the end: everything else goes back all the same */
+        call->params_stuck = 1;
         refused =
             refused < 0
                 ? -1
@@ -423,6 +424,7 @@ oomkit_tx_end_attempt(oomkit_call *call)
     call->committed = call->raised = call->course_waived = 0;
     call->returned = OOMKIT_RETURNED_NOTHING;
     call->grads.stashing = call->rowwise = 0;
+    call->updates = call->params_stuck = 0;
     call->intercept_depth = call->stranger_steps = call->step_failed = 0;
 }
 

@@ -357,7 +357,16 @@ labels_are_uneven(oomkit_call *call, PyObject *leaf, PyObject *lengths)
     return uneven;
 }
 
-/* Once per site: is there an integer leaf whose labels of -100 make n_i/N wrong? */
+/* Reading labels waits for a device: there it is done in a few calls only. */
+static int
+labels_are_due(const oomkit_call *call)
+{
+    return call->device.type == OOMKIT_DEVICE_CPU || call->number <= 16 ||
+           call->number % 64 == 0;
+}
+
+/* Said once per site: is there an integer leaf whose labels of -100 make n_i/N wrong?
+ */
 static int
 labels_check(oomkit_call *call)
 {
@@ -366,13 +375,13 @@ labels_check(oomkit_call *call)
     Py_ssize_t i;
     int result = lengths == NULL ? -1 : 0;
 
-    call->step->losses.labels_said = 1;
     for (i = 0; result == 0 && i < batch->count; i++) {
         const oomkit_node *node = &batch->nodes[i];
         if (node->kind != OOMKIT_NODE_TENSOR || node->split != OOMKIT_SPLIT_NARROW) {
             continue;
         }
         if (labels_are_uneven(call, node->object, lengths)) {
+            call->step->losses.labels_said = 1;
             result = labels_say(call, i);
             break;
         }
@@ -445,7 +454,7 @@ oomkit_weights_check(oomkit_call *call, PyObject *result)
         return -1;
     }
     if (call->slice_index > 0 || site->labels_said || call->options->weight != NULL ||
-        call->losses.is_sum) {
+        call->losses.is_sum || !labels_are_due(call)) {
         return 0;
     }
     loss = call->training ? 1 : result_is_loss(call, result);

@@ -36,21 +36,7 @@ FAMILIES = (
 
 # Programs that do not come out as stated, and why. A test fails when one of them does come
 # out: then its line here has to go.
-PENDING: dict[str, str] = {
-    "accelerate_accumulate": "what the Accelerator counts is warned of, although it is taken back",
-    "bert_batch_encoding": "only dict, list, tuple and named tuples are opened",
-    "clip_by_value": "clip_grad_value_ raises where gradients are withheld",
-    "counts_that_coincide": "a count that the micro-batches and the last call share is kept",
-    "fgsm_backward": "requires_grad_() on the batch is not taken back before the replay",
-    "gan_one_step": "committed is claimed where only one of two optimizers has stepped",
-    "gpt_padded_later": "labels of -100 are looked for in the first split call only",
-    "gpt_prefetch": "results that cannot be joined are refused after the update",
-    "loss_that_halves": "a loss that halves between two batches is called a sum",
-    "mixup_inside": "verify= compares coarsely where random numbers are drawn, and says so at INFO",
-    "rnn_time_first_flat": "arguments whose sizes disagree are not named yet",
-    "sharpness_aware": "what a failed attempt moved by hand is no PartialUpdate",
-    "vae_forgotten": "nothing is said of a sum when memory runs out in the very first call",
-}
+PENDING: dict[str, str] = {}
 
 _HEAD = """\
 # Programs

@@ -64,7 +64,7 @@ def vae_sum(world: World) -> None:
     _train_vae(world, world.auto_batch(reduction="sum"))
 
 
-@program("said", says='reduction="sum"', compare="slices")
+@program("said", says='reduction="sum"|taken for a mean over samples', compare="slices")
 def vae_forgotten(world: World) -> None:
     """VAE: the sum is forgotten; a loss smaller by the factor k tells."""
     _train_vae(world, world.auto_batch)
