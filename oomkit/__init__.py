@@ -63,6 +63,12 @@ def _watch_effects(*call: _Any) -> object:
     return watch(*call)
 
 
+def _watch_train() -> None:
+    from ._patches import watch_train
+
+    watch_train()
+
+
 # What the engine calls that is Python; the names are those of OOMKIT_STATE_GLUE.
 _C._bind(
     _load_bridge(),
@@ -73,6 +79,7 @@ _C._bind(
         "uneven_labels": _diagnose.uneven_labels,
         "verification": _diagnose.Verification,
         "watch_effects": _watch_effects,
+        "watch_train": _watch_train,
         "split_loss": _second.split_loss,
         "modes_then": _second.modes_then,
         "saved_pack": _second.saved_pack,

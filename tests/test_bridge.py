@@ -61,7 +61,7 @@ class Table(ctypes.Structure):
             "tensor_facts",
             function(ctypes.c_int, pointer, offset_t, ctypes.c_int64, ctypes.POINTER(Facts)),
         ),
-        ("versions", function(ctypes.c_int, pointer, offset_t, size_t, pointer)),
+        ("versions", function(ctypes.c_int, pointer, offset_t, size_t, pointer, pointer)),
         ("grads_mark", function(ctypes.c_int, pointer, offset_t, size_t, ctypes.POINTER(Mark))),
         (
             "grads_compare",
@@ -162,7 +162,7 @@ def parameter():
 def test_the_table_is_that_of_the_running_torch():
     assert bridge.torch_version == ".".join(torch.__version__.split(".")[:2])
     assert f"{api.torch_major}.{api.torch_minor}" == bridge.torch_version
-    assert api.version == 1
+    assert api.version == 2
     assert api.size == ctypes.sizeof(Table)
 
 
@@ -286,9 +286,12 @@ def test_versions():
     with torch.inference_mode():
         inference = torch.ones(2)
     tensor.add_(1).mul_(2)
-    values = (ctypes.c_uint32 * 3)()
-    assert api.versions(Holders(tensor, other, inference).array, 0, 3, values) == OK
-    assert list(values) == [tensor._version, 0, 0] == [2, 0, 0]
+    leaf = torch.ones(2, requires_grad=True)
+    values, flags = (ctypes.c_uint32 * 4)(), (ctypes.c_uint8 * 4)()
+    holders = Holders(tensor, other, inference, leaf)
+    assert api.versions(holders.array, 0, 4, values, flags) == OK
+    assert list(values) == [tensor._version, 0, 0, 0] == [2, 0, 0, 0]
+    assert list(flags) == [0, 0, 0, 1]
 
 
 def test_facts_of_a_plain_tensor():

@@ -80,9 +80,9 @@ def _forward_after(kind: str) -> Callable[[World], Step]:
         def step(x: torch.Tensor, y: torch.Tensor) -> Any:
             w.opt.zero_grad()
             loss = w.loss(x, y)
-            if kind == "scaler":
+            if kind in ("scaler", "by keyword"):
                 scaler.scale(loss).backward()
-                scaler.step(w.opt)
+                scaler.step(w.opt) if kind == "scaler" else scaler.step(optimizer=w.opt)
                 scaler.update()
             else:
                 loss.backward()
@@ -189,6 +189,7 @@ CASES = {
     "forward without gradient": Case(_forward_after("no_grad"), "only the last micro-batch makes"),
     "forward of a submodule": Case(_forward_after("submodule"), "Linear is called at"),
     "forward after scaler.step": Case(_forward_after("scaler"), "call it after the decorated step"),
+    "forward after scaler.step(optimizer=)": Case(_forward_after("by keyword"), "call it after"),
     "forward of an average": Case(_forward_after("averaged"), "AveragedModel is called at"),
     "lbfgs": Case(_lbfgs, r"closure to LBFGS.step\(\): decorate", "with a closure", line=False),
     "closure by name": Case(_closure_by_name, r"closure to Adam.step\(\)", "a closure", line=False),

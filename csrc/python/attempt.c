@@ -95,7 +95,8 @@ attempt_micro_end(oomkit_call *call, PyObject *result)
         return -1;
     }
     if (call->split &&
-        (oomkit_course_finish(call) < 0 || oomkit_weights_check(call, result) < 0)) {
+        (oomkit_course_finish(call) < 0 || oomkit_owners_groups_end(call) < 0 ||
+         oomkit_weights_check(call, result) < 0)) {
         return -1;
     }
     if (call->step_leaves != NULL && oomkit_strangers_check(call, result) < 0) {
@@ -135,6 +136,10 @@ attempt_micro(oomkit_call *call, PyObject **vector, PyObject **whole)
 
     if (call->slice_index > 0 && oomkit_attempt_only_results(call) &&
         oomkit_tx_begin_micro(call) < 0) {
+        return -1;
+    }
+    if ((call->split || call->replayed != NULL) &&
+        (oomkit_switches_restore(call) < 0 || oomkit_owners_again(call) < 0)) {
         return -1;
     }
     if (call->split && oomkit_grads_begin_micro(call) < 0) {

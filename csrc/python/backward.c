@@ -372,8 +372,8 @@ PyType_Spec oomkit_backward_spec = {
     .slots = backward_slots,
 };
 
-/* Has torch tell us when a module gains a parameter, a buffer or a child, and when an
- * optimizer steps. 0 or -1. */
+/* Has torch tell us when a module gains a parameter, a buffer or a child, when one is
+ * switched to training or back, and when an optimizer steps. 0 or -1. */
 static int
 backward_watch_structure(oomkit_state *st)
 {
@@ -402,6 +402,9 @@ backward_watch_structure(oomkit_state *st)
     }
     if (done != NULL) {
         Py_SETREF(done, PyObject_CallOneArg(st->step_post_hook, ends));
+    }
+    if (done != NULL) {
+        Py_SETREF(done, PyObject_CallNoArgs(st->watch_train));
     }
     st->structure_hooked = done != NULL;
     Py_XDECREF(begins);

@@ -223,7 +223,7 @@ oomkit_accelerator_restore(PyObject *accelerator, PyObject *saved);
 /* forward.c: after an update that was held back, a forward of what it updates. */
 int
 oomkit_forward_watch(oomkit_call *call, PyObject *target, oomkit_owner_kind kind,
-                     PyObject *first);
+                     PyObject *optimizer);
 int
 oomkit_forward_begins(PyObject *module);
 void
@@ -247,6 +247,10 @@ int
 oomkit_groups_restore(oomkit_state *st, PyObject *optimizer, PyObject *copies);
 int
 oomkit_owners_groups_note(oomkit_call *call, PyObject *optimizer);
+int
+oomkit_owners_again(oomkit_call *call);
+int
+oomkit_owners_groups_end(oomkit_call *call);
 int
 oomkit_owners_epochs_note(oomkit_call *call);
 int
@@ -311,6 +315,32 @@ int
 oomkit_tx_params_rewritten(const oomkit_call *call, Py_ssize_t *which);
 int
 oomkit_tx_params_mark(oomkit_call *call);
+
+/* Does each parameter require grad: at entry (borrowed, behind param_versions), and now
+ * (owned by the caller; NULL with an exception). */
+const uint8_t *
+oomkit_tx_params_grad(const oomkit_call *call);
+uint8_t *
+oomkit_tx_params_flags(oomkit_call *call);
+
+/* switches.c: train(), eval() and requires_grad as at entry of the call. */
+typedef struct oomkit_switches {
+    PyObject *training;     /* owned: dict as call->switches, or NULL */
+    uint8_t *requires_grad; /* of each parameter, or NULL */
+} oomkit_switches;
+
+int
+oomkit_switches_note(oomkit_state *st, PyObject *module);
+int
+oomkit_switches_restore(oomkit_call *call);
+int
+oomkit_switches_keep(oomkit_call *call);
+int
+oomkit_switches_now(oomkit_call *call, oomkit_switches *now);
+int
+oomkit_switches_then(oomkit_call *call, oomkit_switches *now);
+void
+oomkit_switches_clear(oomkit_switches *now);
 
 /* pristine.c: parameters as they were before micro-batch 1 of a first split. */
 int

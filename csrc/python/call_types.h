@@ -158,7 +158,8 @@ typedef struct oomkit_call {
     oomkit_grads grads;
     oomkit_buffers buffers;
     oomkit_rng rng;
-    uint32_t *param_versions; /* at entry of the attempt, or NULL */
+    uint32_t *param_versions; /* at entry of the attempt, and behind them a byte for
+                                 each parameter: does it require grad? Or NULL */
     uint64_t *param_samples;  /* while split: hashes of 64 values each, or NULL */
     oomkit_optimizer_mark *optimizers;
     int optimizer_count, optimizer_room;
@@ -166,6 +167,7 @@ typedef struct oomkit_call {
     int interception_count, interception_room;
     PyObject *epochs;       /* owned: list of (scheduler, last_epoch) while split */
     PyObject *groups_after; /* owned: list of (optimizer, values after micro-batch 1) */
+    PyObject *groups_end;   /* owned: the same of optimizers that it did not step */
     PyObject **pristine;    /* owned host copies of the parameters, or NULL */
     oomkit_metric *metrics; /* arguments of schedulers, per micro-batch */
     int metric_count, metric_room;
@@ -173,11 +175,13 @@ typedef struct oomkit_call {
     Py_ssize_t slot_count, slot_room;
     PyObject *scales;  /* owned: list of (scaler, scale before its real update()) */
     PyObject *effects; /* owned: what looks at side effects of micro-batch 1, or NULL */
-    PyObject *strangers;    /* owned: weak references to leaves that are to take part */
-    PyObject *step_leaves;  /* owned: list of (weak reference, had a gradient) */
-    int restart;            /* this attempt is given up to take them in */
-    int restarts;           /* done in this call */
-    int may_hold;           /* a backward over the whole batch ran before the replay */
+    PyObject *switches;    /* owned: dict of address to (weak reference to a module, its
+                              training flag at entry), or NULL */
+    PyObject *strangers;   /* owned: weak references to leaves that are to take part */
+    PyObject *step_leaves; /* owned: list of (weak reference, had a gradient) */
+    int restart;           /* this attempt is given up to take them in */
+    int restarts;          /* done in this call */
+    int may_hold;          /* a backward over the whole batch ran before the replay */
     PyObject *plain_leaves; /* owned: weak references to leaves of a failed graph */
     int split_intercepted;  /* what only a split call intercepts is in place */
     int syncs;              /* accelerator.accumulate() entered in this micro-batch */

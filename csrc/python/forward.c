@@ -88,17 +88,16 @@ forward_hook_install(oomkit_call *call)
 }
 
 /* At an intercepted call of a split call: from here to the end of the micro-batch a
- * forward of what it updates is refused. `first` is its first argument (borrowed) or
- * NULL. 0 or -1. */
+ * forward of what it updates is refused. `optimizer` (borrowed) is the one that it
+ * updates, or NULL. 0 or -1. */
 int
 oomkit_forward_watch(oomkit_call *call, PyObject *target, oomkit_owner_kind kind,
-                     PyObject *first)
+                     PyObject *optimizer)
 {
-    PyObject *optimizer = kind == OOMKIT_OWNER_SCALER ? first : target; /* borrowed */
     int result;
 
     if (kind != OOMKIT_OWNER_AVERAGED &&
-        (optimizer == NULL || kind == OOMKIT_OWNER_SCHEDULER ||
+        (optimizer == NULL ||
          !PyObject_TypeCheck(optimizer, (PyTypeObject *)call->st->Optimizer))) {
         return 0;
     }

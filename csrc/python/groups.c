@@ -102,9 +102,8 @@ group_changed(oomkit_state *st, PyObject *group, PyObject *copy, PyObject **name
 
 /* The noted copies of an optimizer, borrowed, or NULL. */
 static PyObject *
-groups_noted(const oomkit_call *call, const PyObject *optimizer)
+groups_find(PyObject *list, const PyObject *optimizer)
 {
-    PyObject *list = call->groups_after; /* borrowed from call */
     Py_ssize_t i;
     for (i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
         PyObject *pair = PyList_GET_ITEM(list, i); /* borrowed */
@@ -121,7 +120,7 @@ groups_noted(const oomkit_call *call, const PyObject *optimizer)
 int
 oomkit_owners_groups_note(oomkit_call *call, PyObject *optimizer)
 {
-    if (groups_noted(call, optimizer) != NULL) {
+    if (groups_find(call->groups_after, optimizer) != NULL) {
         return 0;
     }
     return oomkit_pairs_add(&call->groups_after, optimizer,
@@ -132,11 +131,14 @@ oomkit_owners_groups_note(oomkit_call *call, PyObject *optimizer)
 int
 oomkit_owners_groups_changed(oomkit_call *call, PyObject *optimizer, PyObject **name)
 {
-    PyObject *copies = groups_noted(call, optimizer); /* borrowed */
-    PyObject *groups;                                 /* owned */
+    PyObject *copies = groups_find(call->groups_after, optimizer); /* borrowed */
+    PyObject *groups;                                              /* owned */
     Py_ssize_t g;
     int changed = 0;
 
+    if (copies == NULL) {
+        copies = groups_find(call->groups_end, optimizer);
+    }
     if (copies == NULL) {
         return 0;
     }
@@ -197,6 +199,58 @@ oomkit_groups_restore(oomkit_state *st, PyObject *optimizer, PyObject *copies)
         }
     }
     Py_XDECREF(groups);
+    return result;
+}
+
+/* Before a later micro-batch: values as at entry, so that a line that changes one
+ * (`lr *= 0.9`) does so once in the end. 0 or -1. */
+int
+oomkit_owners_again(oomkit_call *call)
+{
+    PyObject *list = call->user_marks; /* borrowed from call */
+    Py_ssize_t i;
+    int result = 0;
+
+    for (i = 0; call->slice_index > 0 && list != NULL && i < PyList_GET_SIZE(list) &&
+                result == 0;
+         i++) {
+        PyObject *pair = PyList_GET_ITEM(list, i); /* borrowed */
+        if (PyObject_TypeCheck(PyTuple_GET_ITEM(pair, 0),
+                               (PyTypeObject *)call->st->Optimizer)) {
+            result = oomkit_groups_restore(call->st, PyTuple_GET_ITEM(pair, 0),
+                                           PyTuple_GET_ITEM(pair, 1));
+        }
+    }
+    return result;
+}
+
+/* At the end of a micro-batch: an optimizer that it did not step (the caller does) has
+ * the same values after each of them, as long as nothing has moved for good. 0, or -1
+ * with SplitError. */
+int
+oomkit_owners_groups_end(oomkit_call *call)
+{
+    PyObject *list = call->user_marks; /* borrowed from call */
+    Py_ssize_t i;
+    int result = 0, committed = call->is_last ? oomkit_tx_committed(call) : 0;
+
+    if (committed != 0) {
+        return committed < 0 ? -1 : 0;
+    }
+    for (i = 0; list != NULL && i < PyList_GET_SIZE(list) && result == 0; i++) {
+        PyObject *optimizer =
+            PyTuple_GET_ITEM(PyList_GET_ITEM(list, i), 0); /* borrowed */
+        if (!PyObject_TypeCheck(optimizer, (PyTypeObject *)call->st->Optimizer) ||
+            groups_find(call->groups_after, optimizer) != NULL) {
+            continue;
+        }
+        if (call->slice_index == 0) {
+            result = oomkit_pairs_add(&call->groups_end, optimizer,
+                                      oomkit_groups_copy(call->st, optimizer));
+        } else {
+            result = oomkit_tx_groups_moved(call, optimizer);
+        }
+    }
     return result;
 }
 

@@ -47,6 +47,30 @@ hold_refuse(interceptor_object *self, PyObject *const *args, size_t nargsf,
     return 0;
 }
 
+/* The optimizer that this step() updates, by itself or through a scaler; borrowed, or
+ * NULL. */
+static PyObject *
+hold_optimizer(interceptor_object *self, PyObject *const *args, size_t nargsf,
+               PyObject *kwnames)
+{
+    PyTypeObject *type = (PyTypeObject *)self->call->st->Optimizer;
+    Py_ssize_t i, n = PyVectorcall_NARGS(nargsf);
+    Py_ssize_t total = n + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
+
+    if (self->kind == OOMKIT_OWNER_OPTIMIZER) {
+        return self->target;
+    }
+    if (self->kind != OOMKIT_OWNER_SCALER || self->name != self->call->st->str_step) {
+        return NULL;
+    }
+    for (i = 0; i < total; i++) {
+        if (PyObject_TypeCheck(args[i], type)) {
+            return args[i];
+        }
+    }
+    return NULL;
+}
+
 /* 1 the call is held back; 0 it is to run (the last micro-batch); -1 with SplitError.
  */
 int
@@ -54,6 +78,7 @@ oomkit_interceptor_hold(interceptor_object *self, PyObject *const *args, size_t 
                         PyObject *kwnames)
 {
     oomkit_call *call = self->call;
+    PyObject *optimizer = hold_optimizer(self, args, nargsf, kwnames); /* borrowed */
 
     if (hold_refuse(self, args, nargsf, kwnames) < 0 ||
         (self->kind != OOMKIT_OWNER_SCHEDULER &&
@@ -64,13 +89,12 @@ oomkit_interceptor_hold(interceptor_object *self, PyObject *const *args, size_t 
                              kwnames) < 0)) {
         return -1;
     }
-    if (self->kind == OOMKIT_OWNER_OPTIMIZER && !call->committed &&
-        (call->slice_index == 0 ? oomkit_owners_groups_note(call, self->target)
-                                : oomkit_tx_groups_moved(call, self->target)) < 0) {
+    if (optimizer != NULL && !call->committed &&
+        (call->slice_index == 0 ? oomkit_owners_groups_note(call, optimizer)
+                                : oomkit_tx_groups_moved(call, optimizer)) < 0) {
         return -1;
     }
-    if (oomkit_forward_watch(call, self->target, self->kind,
-                             PyVectorcall_NARGS(nargsf) > 0 ? args[0] : NULL) < 0) {
+    if (oomkit_forward_watch(call, self->target, self->kind, optimizer) < 0) {
         return -1;
     }
     return !call->is_last;

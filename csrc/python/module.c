@@ -233,6 +233,16 @@ module_forward_begins(PyObject *Py_UNUSED(module), PyObject *const *args,
     Py_RETURN_NONE;
 }
 
+/* torch.nn.Module.train() is about to set the flag of this module. */
+static PyObject *
+module_switch_begins(PyObject *module, PyObject *target)
+{
+    if (oomkit_switches_note(oomkit_state_of_module(module), target) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef module_methods[] = {
     {"auto_batch", (PyCFunction)(void (*)(void))oomkit_auto_batch,
      METH_VARARGS | METH_KEYWORDS, auto_batch_doc},
@@ -248,6 +258,8 @@ static PyMethodDef module_methods[] = {
      METH_FASTCALL, "_buffer_changed(module, name, value)\n--\n\nA torch hook."},
     {"_forward_begins", (PyCFunction)(void (*)(void))module_forward_begins,
      METH_FASTCALL, "_forward_begins(module, arguments)\n--\n\nA torch hook."},
+    {"_switch_begins", module_switch_begins, METH_O,
+     "_switch_begins(module)\n--\n\nBefore a module's train() or eval()."},
     {"_optimizer_begins", (PyCFunction)(void (*)(void))module_optimizer_begins,
      METH_FASTCALL, "_optimizer_begins(optimizer, args, kwargs)\n--\n\nA torch hook."},
     {"_optimizer_ends", (PyCFunction)(void (*)(void))module_optimizer_ends,

@@ -291,5 +291,6 @@ oomkit_owners_release(oomkit_call *call)
     Py_CLEAR(call->copied_owners);
     Py_CLEAR(call->user_marks);
     Py_CLEAR(call->groups_after);
+    Py_CLEAR(call->groups_end);
     Py_CLEAR(call->epochs);
 }

@@ -55,6 +55,7 @@ oomkit_pending_retire(oomkit_pending *p)
     PyMem_Free(args);
     Py_CLEAR(p->kwnames);
     Py_CLEAR(p->gradient);
+    Py_CLEAR(p->switches);
     oomkit_batch_release(&p->batch);
     oomkit_rng_free(&p->rng);
     oomkit_rng_free(&p->after);
@@ -208,6 +209,8 @@ pending_new(oomkit_call *call, oomkit_returned kind)
     p->buffers_serial = p->parts->buffers_serial;
     p->param_versions = call->param_versions;
     call->param_versions = NULL;
+    p->switches = call->switches;
+    call->switches = NULL;
     if (pending_after(p, call) < 0) {
         Py_DECREF(p);
         return NULL;
@@ -361,6 +364,7 @@ pending_traverse(PyObject *op, visitproc visit, void *arg)
         Py_VISIT(p->args[i]);
     }
     Py_VISIT(p->gradient);
+    Py_VISIT(p->switches);
     return 0;
 }
 

@@ -13,6 +13,7 @@ typedef struct oomkit_modes {
     PyObject *autocast; /* owned: list of (device type, dtype) that were on, or NULL */
     Py_ssize_t functions; /* torch function modes on the stack */
     uint64_t training;    /* hash of the training flags of the modules that take part */
+    uint64_t frozen;      /* hash of requires_grad of the parameters */
 } oomkit_modes;
 
 struct oomkit_second;
@@ -39,7 +40,8 @@ typedef struct oomkit_pending {
     oomkit_buffers buffers;   /* marks at entry; their values are the participants' */
     uint32_t *buffers_after;  /* versions at its end, or NULL */
     uint64_t buffers_serial;  /* parts->buffers_serial at the marks */
-    uint32_t *param_versions; /* at entry, or NULL */
+    uint32_t *param_versions; /* at entry, with flags behind them, or NULL */
+    PyObject *switches;       /* owned: training flags at entry, or NULL */
     oomkit_modes modes;
     uint64_t number, record; /* of the call, of its record */
     uint64_t signature;

@@ -12,6 +12,7 @@
 /* What was there when the second half failed. */
 typedef struct replay_now {
     oomkit_rng rng;
+    oomkit_switches switches;
     PyObject *buffers;          /* owned: list of (tensor, host copy) */
     PyObject *users;            /* owned: list of (participant, state) */
     int rng_used, buffers_used; /* by others since the call */
@@ -52,30 +53,13 @@ prepare_graphs(oomkit_call *call)
     return result;
 }
 
-int
-oomkit_replay_prepare(oomkit_call *call, oomkit_pending *p, const char **why)
+/* Why not, as static text: see oomkit_replay_prepare. */
+static int
+prepare_check(oomkit_call *call, const oomkit_pending *p, const char **why)
 {
     Py_ssize_t which;
-    int moved;
+    int moved = prepare_graphs(call);
 
-    if (prepare_arguments(p)) {
-        *why =
-            "the object whose method was decorated is gone: keep it until backward() "
-            "has run";
-        return 1;
-    }
-    p->spent = 1;
-    call->args = p->args;
-    call->kwnames = p->kwnames;
-    call->nargsf = p->nargsf;
-    oomkit_batch_move(&call->batch, &p->batch, p->args);
-    call->rng = p->rng;
-    memset(&p->rng, 0, sizeof(p->rng));
-    call->buffers = p->buffers;
-    memset(&p->buffers, 0, sizeof(p->buffers));
-    call->param_versions = p->param_versions;
-    p->param_versions = NULL;
-    moved = prepare_graphs(call);
     if (moved != 0) {
         *why =
             "an argument of the call was computed with gradients from something else "
@@ -94,6 +78,37 @@ oomkit_replay_prepare(oomkit_call *call, oomkit_pending *p, const char **why)
         return -1;
     }
     return *why != NULL;
+}
+
+int
+oomkit_replay_prepare(oomkit_call *call, oomkit_pending *p, const char **why)
+{
+    int refused;
+
+    if (prepare_arguments(p)) {
+        *why =
+            "the object whose method was decorated is gone: keep it until backward() "
+            "has run";
+        return 1;
+    }
+    p->spent = 1;
+    call->args = p->args;
+    call->kwnames = p->kwnames;
+    call->nargsf = p->nargsf;
+    oomkit_batch_move(&call->batch, &p->batch, p->args);
+    call->rng = p->rng;
+    memset(&p->rng, 0, sizeof(p->rng));
+    call->buffers = p->buffers;
+    memset(&p->buffers, 0, sizeof(p->buffers));
+    call->param_versions = p->param_versions;
+    p->param_versions = NULL;
+    call->switches = p->switches;
+    p->switches = NULL;
+    refused = prepare_check(call, p, why);
+    if (refused != 0 && oomkit_switches_keep(call) < 0) {
+        return -1;
+    }
+    return refused;
 }
 
 /* --- now --- */
@@ -139,7 +154,8 @@ now_note(oomkit_call *call, const oomkit_pending *p, replay_now *now)
         call->rng = entry;
     }
     now->rng_used = moved != 0;
-    if (moved < 0 || now_buffers(call, p, now) < 0 || oomkit_owners_mark(call) < 0) {
+    if (moved < 0 || now_buffers(call, p, now) < 0 ||
+        oomkit_switches_now(call, &now->switches) < 0 || oomkit_owners_mark(call) < 0) {
         return -1;
     }
     now->users = Py_XNewRef(call->user_marks);
@@ -150,6 +166,7 @@ static void
 now_clear(replay_now *now)
 {
     oomkit_rng_free(&now->rng);
+    oomkit_switches_clear(&now->switches);
     Py_CLEAR(now->buffers);
     Py_CLEAR(now->users);
 }
@@ -183,6 +200,9 @@ now_restore(oomkit_call *call, replay_now *now, int finished)
                                       PyTuple_GET_ITEM(pair, 1));
         result = done == NULL ? -1 : 0;
         Py_XDECREF(done);
+    }
+    if (result == 0) {
+        result = oomkit_switches_then(call, &now->switches);
     }
     if (result == 0) {
         Py_XSETREF(call->user_marks, Py_XNewRef(now->users));

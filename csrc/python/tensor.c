@@ -406,7 +406,7 @@ facts_agree(oomkit_state *st, PyObject *tensor, ptrdiff_t offset)
     uint32_t version = UINT32_MAX;
 
     if (st->bridge->tensor_facts(tensor, offset, 0, &ours) != OOMKIT_OK ||
-        st->bridge->versions(&holder, offset, 1, &version) != OOMKIT_OK ||
+        st->bridge->versions(&holder, offset, 1, &version, NULL) != OOMKIT_OK ||
         facts_by_attributes(st, tensor, 0, &theirs) < 0) {
         return 0;
     }

@@ -29,7 +29,7 @@ oomkit_tensor_version(oomkit_state *st, PyObject *tensor, uint32_t *version)
 
     if (st->bridge != NULL) {
         const void *holder = tensor;
-        if (st->bridge->versions(&holder, st->impl_offset, 1, version) == 0) {
+        if (st->bridge->versions(&holder, st->impl_offset, 1, version, NULL) == 0) {
             return 0;
         }
     }

@@ -41,17 +41,31 @@ oomkit_grad_mode_off(oomkit_state *st)
     return oomkit_grad_mode_set(st, 0);
 }
 
-/* The version of every parameter into `versions`. 0 or -1. */
+/* Room for versions and, behind them, flags of n parameters. NULL with MemoryError. */
+static uint32_t *
+params_room(Py_ssize_t n)
+{
+    uint32_t *room = PyMem_Malloc((size_t)n * (sizeof(uint32_t) + 1));
+    if (room == NULL) {
+        PyErr_NoMemory();
+    }
+    return room;
+}
+
+/* The version of every parameter into `versions`, and behind them whether it requires
+ * grad. 0 or -1. */
 static int
 params_versions(oomkit_call *call, uint32_t *versions)
 {
     oomkit_state *st = call->st;
     oomkit_participants *parts = call->parts;
+    uint8_t *requires_grad = (uint8_t *)(versions + parts->param_count);
     Py_ssize_t i;
 
     if (st->bridge != NULL) {
         if (st->bridge->versions((const void *const *)parts->params, st->impl_offset,
-                                 (size_t)parts->param_count, versions) == OOMKIT_OK) {
+                                 (size_t)parts->param_count, versions,
+                                 requires_grad) == OOMKIT_OK) {
             return 0;
         }
         PyErr_SetString(PyExc_RuntimeError, "oomkit could not read parameter versions");
@@ -63,6 +77,7 @@ params_versions(oomkit_call *call, uint32_t *versions)
             return -1;
         }
         versions[i] = facts.version;
+        requires_grad[i] = facts.requires_grad != 0;
     }
     return 0;
 }
@@ -78,9 +93,8 @@ oomkit_tx_params_moved(oomkit_call *call, Py_ssize_t *which)
     if (call->param_versions == NULL || n == 0) {
         return 0;
     }
-    now = PyMem_Malloc((size_t)n * sizeof(*now));
+    now = params_room(n);
     if (now == NULL) {
-        PyErr_NoMemory();
         return -1;
     }
     result = params_versions(call, now);
@@ -142,14 +156,37 @@ oomkit_tx_params_mark(oomkit_call *call)
     if (n == 0) {
         return 0;
     }
-    if (call->param_versions == NULL) {
-        call->param_versions = PyMem_Malloc((size_t)n * sizeof(uint32_t));
-        if (call->param_versions == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
+    if (call->param_versions == NULL &&
+        (call->param_versions = params_room(n)) == NULL) {
+        return -1;
     }
     return params_versions(call, call->param_versions);
+}
+
+const uint8_t *
+oomkit_tx_params_grad(const oomkit_call *call)
+{
+    return (const uint8_t *)(call->param_versions + call->parts->param_count);
+}
+
+uint8_t *
+oomkit_tx_params_flags(oomkit_call *call)
+{
+    Py_ssize_t n = call->parts->param_count;
+    uint32_t *room = params_room(n + 1);
+    uint8_t *flags = room ? PyMem_Malloc((size_t)n + 1) : NULL;
+
+    if (room != NULL && flags == NULL) {
+        PyErr_NoMemory();
+    }
+    if (flags != NULL && params_versions(call, room) < 0) {
+        PyMem_Free(flags);
+        flags = NULL;
+    } else if (flags != NULL) {
+        memcpy(flags, room + n, (size_t)n);
+    }
+    PyMem_Free(room);
+    return flags;
 }
 
 /* At entry of an attempt. 0 or -1. */
@@ -257,7 +294,8 @@ oomkit_tx_restore(oomkit_call *call, PyObject **message)
                                           "%U: a parameter without a copy has moved");
         }
     }
-    if (oomkit_slots_restore(call) < 0 || oomkit_pristine_restore(call) < 0) {
+    if (oomkit_slots_restore(call) < 0 || oomkit_pristine_restore(call) < 0 ||
+        oomkit_switches_restore(call) < 0) {
         return -1;
     }
     refused = oomkit_tx_params_moved(call, &param);
@@ -412,6 +450,7 @@ oomkit_tx_end_attempt(oomkit_call *call)
     Py_CLEAR(call->plain_leaves);
     Py_CLEAR(call->step_leaves);
     Py_CLEAR(call->groups_after);
+    Py_CLEAR(call->groups_end);
     Py_CLEAR(call->scales);
     call->metric_count = 0;
     Py_CLEAR(call->epochs);
@@ -436,6 +475,7 @@ oomkit_tx_end(oomkit_call *call)
     oomkit_grads_release(call);
     oomkit_owners_release(call);
     Py_CLEAR(call->strangers);
+    Py_CLEAR(call->switches);
     PyMem_Free(call->param_versions);
     PyMem_Free(call->param_samples);
     PyMem_Free(call->metrics);

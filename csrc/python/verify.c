@@ -11,6 +11,7 @@ typedef struct verify {
     oomkit_rng rng; /* owned: the call's own marks, which the second half of a */
     oomkit_buffers buffers;   /* returned loss may need */
     uint32_t *param_versions; /* owned likewise */
+    PyObject *switches;       /* owned likewise */
     oomkit_returned returned;
     PyObject **gradients; /* owned: parameters' gradients while it runs */
     uint8_t *moving;      /* owned: parts->moving as it was */
@@ -372,6 +373,8 @@ verify_set_aside(verify *v)
     v->rng = call->rng;
     v->buffers = call->buffers;
     v->param_versions = call->param_versions;
+    v->switches = call->switches;
+    call->switches = NULL; /* the runs begin as the call ended */
     memset(&call->rng, 0, sizeof(call->rng));
     memset(&call->buffers, 0, sizeof(call->buffers));
     call->param_versions = NULL;
@@ -390,6 +393,7 @@ verify_bring_back(verify *v)
     call->rng = v->rng;
     call->buffers = v->buffers;
     call->param_versions = v->param_versions;
+    Py_XSETREF(call->switches, v->switches);
 }
 
 int

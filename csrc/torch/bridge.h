@@ -21,7 +21,7 @@ extern "C" {
 #endif
 
 #define OOMKIT_BRIDGE_CAPSULE "oomkit._bridge.api"
-#define OOMKIT_BRIDGE_VERSION 1u
+#define OOMKIT_BRIDGE_VERSION 2u
 #define OOMKIT_BRIDGE_UNKNOWN UINT64_MAX
 
 /* Mark of a gradient: which tensor it was and at which version. `grad` is held weakly:
@@ -76,9 +76,10 @@ typedef struct oomkit_bridge {
     /* --- tensors --- */
     int (*tensor_facts)(const void *holder, ptrdiff_t offset, int64_t dim,
                         oomkit_tensor_facts *facts);
-    /* versions[i] of each tensor (0 for one without) */
+    /* versions[i] of each tensor (0 for one without), and (unless NULL) whether
+     * it requires grad */
     int (*versions)(const void *const *holders, ptrdiff_t offset, size_t count,
-                    uint32_t *versions);
+                    uint32_t *versions, uint8_t *requires_grad);
     /* Marks the gradient of each tensor; every mark must be released. */
     int (*grads_mark)(const void *const *holders, ptrdiff_t offset, size_t count,
                       oomkit_grad_mark *marks);

@@ -208,12 +208,17 @@ tensor_facts(const void *holder, ptrdiff_t offset, int64_t dim,
 }
 
 int
-versions(const void *const *holders, ptrdiff_t offset, size_t count,
-         uint32_t *values) noexcept
+versions(const void *const *holders, ptrdiff_t offset, size_t count, uint32_t *values,
+         uint8_t *requires_grad) noexcept
 {
     try {
         for (size_t i = 0; i < count; i++) {
-            values[i] = version_of(impl_of(holders[i], offset));
+            const c10::TensorImpl *impl = impl_of(holders[i], offset);
+            values[i] = version_of(impl);
+            if (requires_grad != nullptr) {
+                const c10::AutogradMetaInterface *meta = impl->autograd_meta();
+                requires_grad[i] = meta != nullptr && meta->requires_grad() ? 1 : 0;
+            }
         }
         return OOMKIT_OK;
     } catch (...) {

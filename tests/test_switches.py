@@ -1,0 +1,192 @@
+"""train(), eval() and requires_grad inside a step: every attempt and every micro-batch
+begins as the call began, and what the last one leaves stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import oomkit
+from oomkit.testing import inject_oom
+
+pytestmark = pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning")
+
+Step = Callable[[torch.Tensor, torch.Tensor], Any]
+
+
+class Net(nn.Module):
+    """A forward that is another one in eval mode, without random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 8)
+        self.outer = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.outer(self.inner(x).tanh())
+        return 3 * out if self.training else out
+
+
+class World:
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.net = Net().double()
+        self.opt = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.x = torch.randn(6, 5, dtype=torch.float64)
+        self.y = torch.randn(6, 3, dtype=torch.float64)
+
+    def state(self) -> list[Any]:
+        flags = [p.requires_grad for p in self.net.parameters()]
+        modes = [m.training for m in self.net.modules()]
+        values = [v.detach().clone() for v in self.net.parameters()]
+        return [flags, modes, *values]
+
+
+def _same(a: list[Any], b: list[Any]) -> bool:
+    close = all(torch.allclose(x, y, rtol=1e-12, atol=0) for x, y in zip(a[2:], b[2:], strict=True))
+    return a[:2] == b[:2] and close
+
+
+def _validates(w: World) -> Step:
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        w.opt.zero_grad()
+        F.mse_loss(w.net(x), y).backward()
+        w.net.eval()
+        with torch.no_grad():
+            w.net(x)
+        w.net.train()
+        w.opt.step()
+
+    return step
+
+
+def _freezes(w: World) -> Step:
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        w.opt.zero_grad()
+        F.mse_loss(w.net(x), y).backward()
+        for p in w.net.inner.parameters():
+            p.requires_grad = False
+        w.net(x).pow(2).mean().backward()
+        w.net.inner.requires_grad_(True)
+        w.opt.step()
+
+    return step
+
+
+def _ends_in_eval(w: World) -> Step:
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        w.opt.zero_grad()
+        F.mse_loss(w.net(x), y).backward()
+        w.opt.step()
+        w.net.eval()
+
+    return step
+
+
+def _ends_frozen(w: World) -> Step:
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        w.opt.zero_grad()
+        F.mse_loss(w.net(x), y).backward()
+        w.opt.step()
+        w.net.inner.requires_grad_(False)
+
+    return step
+
+
+MAKERS = [_validates, _freezes, _ends_in_eval, _ends_frozen]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_replay_begins_as_the_call_began(make: Callable[[World], Step]) -> None:
+    plain = World()
+    make(plain)(plain.x, plain.y)
+    for nth in range(1, 80):
+        w = World()
+        with inject_oom(nth=nth) as fault:
+            oomkit.auto_batch(make(w))(w.x, w.y)
+        assert _same(w.state(), plain.state()), nth
+        if not fault.fired:
+            return
+    raise AssertionError("the step has more allocations than were tried")
+
+
+@pytest.mark.parametrize("k", [2, 3])
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_micro_batch_begins_as_the_call_began(make: Callable[[World], Step], k: int) -> None:
+    plain, w = World(), World()
+    make(plain)(plain.x, plain.y)
+    oomkit.auto_batch(make(w), accumulation_steps=k)(w.x, w.y)
+    assert _same(w.state(), plain.state())
+
+
+@pytest.mark.parametrize("switch", ["eval", "freeze", "none"])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_the_replay_of_a_returned_loss_begins_as_the_call_began(switch: str, phase: str) -> None:
+    def run(w: World, decorate: Callable[[Step], Step], nth: int) -> list[Any]:
+        @decorate
+        def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            first: torch.Tensor = F.mse_loss(w.net(x), y)
+            if switch == "eval":
+                w.net.eval()
+            elif switch == "freeze":
+                w.net.outer.requires_grad_(False)
+                first = first + w.net(x).pow(2).mean()
+                w.net.outer.requires_grad_(True)
+            return first
+
+        with inject_oom(nth=nth, phase=phase) as fault:
+            loss_of(w.x, w.y).backward()
+        assert fault.fired == (nth == 2)
+        return [*w.state(), *(p.grad for p in w.net.parameters())]
+
+    plain = run(World(), lambda f: f, 1000)
+    assert _same(run(World(), oomkit.auto_batch, 2), plain)
+
+
+def test_a_parameter_frozen_between_the_call_and_its_backward_is_refused() -> None:
+    w = World()
+
+    @oomkit.auto_batch
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(w.net(x), y)
+
+    loss = loss_of(w.x, w.y)
+    w.net.inner.requires_grad_(False)
+    with inject_oom(nth=1, phase="backward"):
+        with pytest.raises(oomkit.OutOfMemory, match="parameters were frozen or unfrozen"):
+            loss.backward()
+    assert [p.requires_grad for p in w.net.parameters()] == [False, False, True, True]
+    assert all(p.grad is None for p in w.net.parameters())
+
+
+def test_a_refusal_leaves_the_mode_as_it_was() -> None:
+    w = World()
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        F.mse_loss(w.net(x), y).backward()
+        w.opt.step()
+        w.net.eval()
+        w.net(x)
+
+    before = w.state()
+    with pytest.raises(oomkit.SplitError, match="is called at"):
+        step(w.x, w.y)
+    assert _same(w.state(), before) and w.net.training
+
+
+def test_a_switch_keeps_no_module_alive() -> None:
+    import gc
+    import weakref
+
+    w = World()
+    loss = oomkit.auto_batch(lambda x, y: F.mse_loss(w.net.eval()(x), y))(w.x, w.y)
+    gone = weakref.ref(w.net)
+    del loss, w.net, w.opt
+    gc.collect()
+    assert gone() is None
