@@ -4,7 +4,7 @@ the update."""
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -309,3 +309,33 @@ def test_the_next_call_goes_on_after_an_error_of_joining():
     with pytest.raises(oomkit.SplitError, match="result differs: 'a' and 'b'"):
         call(batch_of(), (3, 3))
     assert call(batch_of(), (3, 3)) == "c"
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_what_the_update_has_changed_is_that_of_the_last_micro_batch(k: int) -> None:
+    """A learning rate returned after scheduler.step(): the held-back ones have not moved it."""
+
+    def run(decorate: Any) -> Any:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+
+        @decorate
+        def step(x: torch.Tensor) -> dict[str, Any]:
+            scaler.scale(model(x).pow(2).mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            return {
+                "lr": scheduler.get_last_lr(),
+                "rate": optimizer.param_groups[0]["lr"],
+                "scale": scaler.get_scale(),
+                "at": scheduler.last_epoch,
+                "half": 0.5,
+            }
+
+        return [step(torch.ones(12, 4)) for _ in range(2)]
+
+    assert run(lambda f: oomkit.auto_batch(f, accumulation_steps=k)) == run(lambda f: f)

@@ -227,6 +227,9 @@ attempt_join(oomkit_call *call)
             return NULL;
         }
     }
+    if (oomkit_updated(call, &call->join.updated) < 0) {
+        return NULL;
+    }
     result = oomkit_join_finish(call->st, call->options, &call->join);
     if (result == NULL && PyErr_ExceptionMatches(call->st->SplitError)) {
         call->raised = 1; /* no size of micro-batch would change that */

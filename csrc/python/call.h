@@ -342,6 +342,10 @@ oomkit_switches_then(oomkit_call *call, oomkit_switches *now);
 void
 oomkit_switches_clear(oomkit_switches *now);
 
+/* updated.c: list of (was, now) of what the update has changed. 0 or -1. */
+int
+oomkit_updated(oomkit_call *call, PyObject **list);
+
 /* pristine.c: parameters as they were before micro-batch 1 of a first split. */
 int
 oomkit_pristine_take(oomkit_call *call);

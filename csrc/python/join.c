@@ -353,7 +353,8 @@ oomkit_join_finish(oomkit_state *st, const oomkit_options *options, oomkit_join 
                       .sources = join->sources,
                       .refusal = &refusal,
                       .rows_sure = join->rows_sure,
-                      .parked = join->parked};
+                      .parked = join->parked,
+                      .updated = join->updated};
     oomkit_place where = {.is_loss = 1};
     PyObject *joined = NULL; /* owned */
 

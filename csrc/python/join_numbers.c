@@ -1,6 +1,28 @@
 /* Joining numbers: floats and integers of Python. */
 #include "join_rules.h"
 
+/* Is it a figure that the update in the last micro-batch has changed: as it was in all
+ * others, as it is in the last? 1, 0 or -1. */
+static int
+is_updated(const oomkit_rules *r, PyObject *const *values)
+{
+    PyObject *last = values[r->count - 1]; /* borrowed */
+    Py_ssize_t i, p;
+    int found = 0;
+
+    for (p = 0; r->updated != NULL && r->first == 0 && r->count == r->batches &&
+                p < PyList_GET_SIZE(r->updated) && found == 0;
+         p++) {
+        PyObject *pair = PyList_GET_ITEM(r->updated, p); /* borrowed */
+        found = PyObject_RichCompareBool(last, PyTuple_GET_ITEM(pair, 1), Py_EQ);
+        for (i = 0; i < r->count - 1 && found == 1; i++) {
+            found =
+                PyObject_RichCompareBool(values[i], PyTuple_GET_ITEM(pair, 0), Py_EQ);
+        }
+    }
+    return found;
+}
+
 PyObject *
 oomkit_join_floats(const oomkit_rules *r, const oomkit_place *where,
                    PyObject *const *values)
@@ -10,7 +32,12 @@ oomkit_join_floats(const oomkit_rules *r, const oomkit_place *where,
     int summed = where->is_loss && r->is_sum;
     const char *choice = summed ? "added" : "averaged";
     double first = PyFloat_AsDouble(values[0]);
+    int updated = where->is_loss ? 0 : is_updated(r, values);
     Py_ssize_t i;
+
+    if (updated < 0) {
+        return NULL;
+    }
 
     for (i = 0; i < r->count; i++) {
         value = PyFloat_AsDouble(values[i]);
@@ -26,7 +53,7 @@ oomkit_join_floats(const oomkit_rules *r, const oomkit_place *where,
     if (equal && !summed) {
         sum = first; /* a learning rate: no rounding */
         choice = "kept";
-    } else if (zeros && oomkit_rules_may_be_norm(r, where)) {
+    } else if (updated || (zeros && oomkit_rules_may_be_norm(r, where))) {
         sum = value;
         choice = "taken from the last micro-batch";
     }
@@ -70,9 +97,16 @@ oomkit_join_integers(const oomkit_rules *r, const oomkit_place *where,
 {
     PyObject *sum; /* owned */
     int constant = integers_are_constant(r, where, values);
+    int updated = is_updated(r, values);
     Py_ssize_t i;
 
-    if (constant < 0 || oomkit_place_say(r, where, constant ? "kept" : "added") < 0) {
+    if (updated > 0) {
+        return oomkit_place_say(r, where, "taken from the last micro-batch") < 0
+                   ? NULL
+                   : Py_NewRef(values[r->count - 1]);
+    }
+    if (updated < 0 || constant < 0 ||
+        oomkit_place_say(r, where, constant ? "kept" : "added") < 0) {
         return NULL;
     }
     sum = Py_NewRef(values[0]);

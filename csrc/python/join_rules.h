@@ -33,6 +33,7 @@ typedef struct oomkit_rules {
     Py_ssize_t batches; /* all micro-batches: `count` unless one is looked at alone */
     int rows_sure;      /* as in oomkit_join */
     int parked;         /* likewise */
+    PyObject *updated;  /* borrowed likewise */
     int is_sum;         /* so are the weights: micro-batches' losses are added */
     const double *group_weights; /* borrowed from the join; NULL unless the result is a
                                     sequence of one loss for each group */

@@ -312,4 +312,5 @@ oomkit_join_clear(oomkit_join *join)
     Py_CLEAR(join->weights);
     Py_CLEAR(join->marks);
     Py_CLEAR(join->sources);
+    Py_CLEAR(join->updated);
 }
