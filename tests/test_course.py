@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from zoo import MLP, SEED
 
 import oomkit
@@ -289,3 +291,58 @@ def test_a_trainer_of_trainers_is_found() -> None:
         outer.step(x, y)
     assert armed.fired == 1
     assert Outer.step.records[0].accumulation_steps == 2
+
+
+def _skips(what: str) -> tuple[nn.Module, Any]:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> None:
+        if len(x) < 6 and what == "all":
+            return
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        if len(x) >= 6 or what != "update":
+            optimizer.step()
+
+    return model, step
+
+
+def test_a_step_that_skips_small_batches_is_refused_after_a_backward() -> None:
+    model, step = _skips("all")
+    before = [p.detach().clone() for p in model.parameters()]
+    with inject_oom(nth=1, phase="backward"):
+        with pytest.raises(oomkit.SplitError, match="it runs none; .*min_micro_batch="):
+            step(torch.ones(8, 4))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("what", ["all", "update"])
+def test_a_step_that_skips_small_batches_is_said(what: str) -> None:
+    x, (_, step) = torch.ones(8, 4), _skips(what)
+    step(x)
+    with inject_oom(nth=1, phase="forward"):
+        with pytest.warns(oomkit.OomkitWarning, match="no micro-batch made the"):
+            step(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(x)  # said once
+        _, step = _skips(what)
+        with inject_oom(nth=1, phase="forward"):
+            step(x)  # nothing is known of whole calls
+
+
+def test_a_missing_gradient_is_explained() -> None:
+    model = nn.Linear(4, 3)
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor) -> None:
+        model(x).pow(2).mean().backward()
+        for p in model.parameters():
+            p.grad.norm()  # type: ignore[union-attr]
+
+    with pytest.raises(AttributeError) as caught:
+        step(torch.ones(8, 4))
+    assert ".grad is None" in caught.value.__notes__[-1]

@@ -227,7 +227,8 @@ attempt_join(oomkit_call *call)
             return NULL;
         }
     }
-    if (oomkit_updated(call, &call->join.updated) < 0) {
+    if (oomkit_course_skipped(call) < 0 ||
+        oomkit_updated(call, &call->join.updated) < 0) {
         return NULL;
     }
     result = oomkit_join_finish(call->st, call->options, &call->join);

@@ -208,6 +208,8 @@ oomkit_course_finish(oomkit_call *call);
 void
 oomkit_course_clear(oomkit_course *course);
 int
+oomkit_course_skipped(oomkit_call *call);
+int
 oomkit_course_scale_note(oomkit_call *call, PyObject *scaler);
 PyObject *
 oomkit_course_where(void);

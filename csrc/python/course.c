@@ -2,6 +2,7 @@
  * calls. */
 #include "call.h"
 #include "errors.h"
+#include "step.h"
 
 void
 oomkit_course_clear(oomkit_course *course)
@@ -192,6 +193,51 @@ oomkit_course_note(oomkit_call *call, const void *target, const void *name)
         return course_differs(call, where, first->events[at].where);
     }
     return 0;
+}
+
+/* Did no micro-batch do what the whole batch does? A step that skips batches that are
+ * too small does nothing at all in micro-batches. Refused where the failed attempt of
+ * this very call ran a backward; said, once, where all whole calls before it did (or
+ * made an update). 0 or -1. */
+int
+oomkit_course_skipped(oomkit_call *call)
+{
+    struct oomkit_step *step = call->step;
+    const oomkit_course *first = &call->course[0];
+    const char *what = NULL;
+    int i, updates = call->course_waived;
+
+    if (call->replayed != NULL || call->returned != OOMKIT_RETURNED_NOTHING) {
+        return 0;
+    }
+    for (i = 0; i < first->count && i < OOMKIT_COURSE; i++) {
+        updates |= first->events[i].target != NULL;
+    }
+    if (!call->training && call->may_hold) {
+        call->raised = 1;
+        oomkit_raise(
+            call->st->SplitError,
+            "auto_batch cannot split this step: with the whole batch it runs a "
+            "backward(), with %lld micro-batches it runs none; if it skips "
+            "batches that are too small, pass min_micro_batch= to auto_batch",
+            (long long)call->slice_count);
+        return -1;
+    }
+    if (!call->training && step->whole.seen && !step->whole.without_backward) {
+        what = "backward()";
+    } else if (!updates && step->whole.seen && !step->whole.without_update) {
+        what = "update";
+    }
+    if (what == NULL || step->whole.said) {
+        return 0;
+    }
+    step->whole.said = 1;
+    return PyErr_WarnFormat(
+        call->st->OomkitWarning, 1,
+        "oomkit: %U is split, and no micro-batch made the %s that each call with a "
+        "whole batch made; if the step skips batches that are too small, pass "
+        "min_micro_batch= to auto_batch (said once)",
+        call->options->label, what);
 }
 
 /* At the end of a micro-batch: nothing that the first one did may be missing. */

@@ -277,6 +277,9 @@ engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
         oomkit_result_learn(call->st, &step->results, result, largest,
                             call->options->dim);
         oomkit_losses_learn(call, largest);
+        step->whole.seen = 1;
+        step->whole.without_backward |= !call->training;
+        step->whole.without_update |= call->optimizer_count == 0;
     }
     for (i = 0; i < call->slice_count; i++) {
         largest = call->slices[i].length > largest ? call->slices[i].length : largest;

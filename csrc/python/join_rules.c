@@ -155,7 +155,8 @@ oomkit_rules_may_be_norm(const oomkit_rules *r, const oomkit_place *where)
         return 1;
     }
     word = place_word(where);
-    return strstr(word, "norm") != NULL || strstr(word, "grad") != NULL;
+    return strstr(word, "norm") != NULL || strstr(word, "grad") != NULL ||
+           strcmp(word, "gn") == 0;
 }
 
 const oomkit_result_fact *

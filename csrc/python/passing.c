@@ -56,12 +56,12 @@ pass_whole(oomkit_call *call)
 
 /* What the error of a micro-batch may come of. 0 or -1. */
 static int
-pass_note_split(oomkit_call *call, PyObject *exception)
+pass_note_split(oomkit_call *call, PyObject *exception, int parked)
 {
     PyObject *whole; /* owned */
     int result = 0;
 
-    if (call->grads.is_parked) {
+    if (parked) {
         result = pass_add_note(
             exception,
             PyUnicode_FromString(
@@ -87,9 +87,10 @@ pass_note_split(oomkit_call *call, PyObject *exception)
     return result;
 }
 
-/* What the reader of somebody else's error (or of our refusal) should know. 0 or -1. */
+/* What the reader of somebody else's error (or of our refusal) should know; `parked`:
+ * gradients were out of sight when it was raised. 0 or -1. */
 static int
-pass_note(oomkit_call *call, PyObject *exception)
+pass_note(oomkit_call *call, PyObject *exception, int parked)
 {
     const oomkit_slice *slice;
     int result = 0;
@@ -112,7 +113,7 @@ pass_note(oomkit_call *call, PyObject *exception)
                            "hold this batch's contribution: call zero_grad()"));
     }
     if (result == 0 && call->split && !call->raised) {
-        result = pass_note_split(call, exception);
+        result = pass_note_split(call, exception, parked);
     }
     if (result == 0 && call->split && !call->raised) {
         result = pass_add_note(
@@ -130,7 +131,8 @@ pass_note(oomkit_call *call, PyObject *exception)
 int
 oomkit_recover_pass(oomkit_call *call, PyObject *exception)
 {
-    PyObject *message = NULL;                       /* owned */
+    PyObject *message = NULL; /* owned */
+    int parked = call->grads.is_parked;
     int interrupted = PyObject_TypeCheck(exception, /* and the step begins anew */
                                          (PyTypeObject *)PyExc_KeyboardInterrupt);
 
@@ -146,7 +148,7 @@ oomkit_recover_pass(oomkit_call *call, PyObject *exception)
             PyErr_WriteUnraisable(call->func);
         }
     }
-    if (pass_note(call, exception) < 0 ||
+    if (pass_note(call, exception, parked) < 0 ||
         (message != NULL &&
          pass_add_note(exception, PyUnicode_FromFormat(
                                       "oomkit: not everything could be taken back: %U",

@@ -17,6 +17,14 @@ typedef struct oomkit_signature {
     uint32_t successes;
 } oomkit_signature;
 
+/* What the calls with a whole batch have done so far. */
+typedef struct oomkit_whole_calls {
+    uint8_t seen;             /* there was one */
+    uint8_t without_backward; /* one ran no backward */
+    uint8_t without_update;   /* one stepped no optimizer */
+    uint8_t said;             /* that the micro-batches of a call did neither */
+} oomkit_whole_calls;
+
 typedef struct oomkit_step {
     PyObject_HEAD
     vectorcallfunc vectorcall;
@@ -33,6 +41,7 @@ typedef struct oomkit_step {
     oomkit_signature signatures[OOMKIT_SIGNATURES];
     int signature_count;
     oomkit_loss_site losses;
+    oomkit_whole_calls whole;
     uint64_t calls;
     int updates; /* optimizer steps in a finished whole call; -1 while unknown */
     PyObject

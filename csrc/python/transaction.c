@@ -307,7 +307,8 @@ oomkit_tx_restore(oomkit_call *call, PyObject **message)
                 : tx_refuse(message,
                             oomkit_describe_tensor(call, call->parts->params[param]),
                             "%U was changed by the step outside an optimizer that "
-                            "auto_batch knows; pass it as optimizer=..., or change "
+                            "auto_batch knows, and stays changed; pass it as "
+                            "optimizer=..., or change "
                             "parameters after the decorated step");
         if (refused < 0) {
             return -1;
