@@ -318,12 +318,12 @@ oomkit_tx_params_rewritten(const oomkit_call *call, Py_ssize_t *which);
 int
 oomkit_tx_params_mark(oomkit_call *call);
 
-/* Does each parameter require grad: at entry (borrowed, behind param_versions), and now
- * (owned by the caller; NULL with an exception). */
-const uint8_t *
-oomkit_tx_params_grad(const oomkit_call *call);
+/* Does each parameter require grad: at entry, and (once noted) at the end of the call.
+ * Borrowed, behind param_versions, which must be there. And now: 0 or -1. */
 uint8_t *
-oomkit_tx_params_flags(oomkit_call *call);
+oomkit_tx_params_flags(const oomkit_call *call, int at_end);
+int
+oomkit_tx_params_flags_now(oomkit_call *call, uint8_t *flags);
 
 /* switches.c: train(), eval() and requires_grad as at entry of the call. */
 typedef struct oomkit_switches {
@@ -337,6 +337,10 @@ int
 oomkit_switches_restore(oomkit_call *call);
 int
 oomkit_switches_keep(oomkit_call *call);
+int
+oomkit_switches_note_end(oomkit_call *call);
+int
+oomkit_switches_frozen_since(oomkit_call *call);
 int
 oomkit_switches_now(oomkit_call *call, oomkit_switches *now);
 int

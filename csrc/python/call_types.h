@@ -158,8 +158,9 @@ typedef struct oomkit_call {
     oomkit_grads grads;
     oomkit_buffers buffers;
     oomkit_rng rng;
-    uint32_t *param_versions; /* at entry of the attempt, and behind them a byte for
-                                 each parameter: does it require grad? Or NULL */
+    uint32_t *param_versions; /* at entry of the attempt, and behind them two bytes
+                                 for each parameter: see oomkit_tx_params_flags. Or NULL
+                               */
     uint64_t *param_samples;  /* while split: hashes of 64 values each, or NULL */
     oomkit_optimizer_mark *optimizers;
     int optimizer_count, optimizer_room;

@@ -20,21 +20,6 @@ modes_autocast(oomkit_state *st, oomkit_modes *modes, PyObject *type)
     return dtype == NULL ? -1 : oomkit_pairs_add(&modes->autocast, type, dtype);
 }
 
-/* Which parameters require grad? One bit of each, mixed in. */
-static int
-modes_frozen(oomkit_call *call, uint64_t *hash)
-{
-    Py_ssize_t i, n = call->parts->param_count;
-    uint8_t *flags = oomkit_tx_params_flags(call); /* owned */
-
-    *hash = 1;
-    for (i = 0; flags != NULL && i < n; i++) {
-        *hash = *hash * 31 + flags[i];
-    }
-    PyMem_Free(flags);
-    return flags == NULL ? -1 : 0;
-}
-
 /* Are the modules that take part in training mode? One bit of each root, mixed. */
 static int
 modes_training(oomkit_call *call, uint64_t *hash)
@@ -91,8 +76,7 @@ oomkit_modes_note(oomkit_call *call, oomkit_modes *modes)
         return -1;
     }
     return modes_functions(st, &modes->functions) < 0 ||
-                   modes_training(call, &modes->training) < 0 ||
-                   modes_frozen(call, &modes->frozen) < 0
+                   modes_training(call, &modes->training) < 0
                ? -1
                : 0;
 }
@@ -101,11 +85,11 @@ int
 oomkit_modes_differ(oomkit_call *call, const oomkit_modes *modes, const char **why)
 {
     Py_ssize_t functions;
-    uint64_t training, frozen;
+    uint64_t training;
 
     *why = NULL;
     if (modes_functions(call->st, &functions) < 0 ||
-        modes_training(call, &training) < 0 || modes_frozen(call, &frozen) < 0) {
+        modes_training(call, &training) < 0) {
         return -1;
     }
     if (functions != modes->functions) {
@@ -114,9 +98,6 @@ oomkit_modes_differ(oomkit_call *call, const oomkit_modes *modes, const char **w
             "or the like) that has ended: run backward() inside it";
     } else if (training != modes->training) {
         *why = "a model was switched between train() and eval() after the call and "
-               "before its backward(): do it after backward()";
-    } else if (frozen != modes->frozen) {
-        *why = "parameters were frozen or unfrozen (requires_grad) after the call and "
                "before its backward(): do it after backward()";
     }
     return 0;

@@ -207,6 +207,10 @@ pending_new(oomkit_call *call, oomkit_returned kind)
     p->buffers = call->buffers;
     memset(&call->buffers, 0, sizeof(call->buffers));
     p->buffers_serial = p->parts->buffers_serial;
+    if (oomkit_switches_note_end(call) < 0) {
+        Py_DECREF(p);
+        return NULL;
+    }
     p->param_versions = call->param_versions;
     call->param_versions = NULL;
     p->switches = call->switches;

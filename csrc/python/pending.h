@@ -13,7 +13,6 @@ typedef struct oomkit_modes {
     PyObject *autocast; /* owned: list of (device type, dtype) that were on, or NULL */
     Py_ssize_t functions; /* torch function modes on the stack */
     uint64_t training;    /* hash of the training flags of the modules that take part */
-    uint64_t frozen;      /* hash of requires_grad of the parameters */
 } oomkit_modes;
 
 struct oomkit_second;

@@ -77,7 +77,13 @@ prepare_check(oomkit_call *call, const oomkit_pending *p, const char **why)
     if (oomkit_modes_differ(call, &p->modes, why) < 0) {
         return -1;
     }
-    return *why != NULL;
+    if (*why != NULL) {
+        return 1;
+    }
+    *why =
+        "parameters were frozen or unfrozen (requires_grad) after the call and before "
+        "its backward(): do it after backward()";
+    return oomkit_switches_frozen_since(call);
 }
 
 int

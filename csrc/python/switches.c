@@ -75,12 +75,29 @@ switches_training(oomkit_state *st, PyObject *switches)
     return result;
 }
 
+/* Whether each parameter requires grad now. Owned by the caller; NULL with an
+ * exception.
+ */
+static uint8_t *
+flags_now(oomkit_call *call)
+{
+    uint8_t *flags = PyMem_Malloc((size_t)call->parts->param_count + 1);
+
+    if (flags == NULL) {
+        PyErr_NoMemory();
+    } else if (oomkit_tx_params_flags_now(call, flags) < 0) {
+        PyMem_Free(flags);
+        flags = NULL;
+    }
+    return flags;
+}
+
 /* requires_grad of every parameter as in `flags`. 0 or -1. */
 static int
 switches_grads(oomkit_call *call, const uint8_t *flags)
 {
     Py_ssize_t i, n = call->parts->param_count;
-    uint8_t *now = oomkit_tx_params_flags(call); /* owned */
+    uint8_t *now = flags_now(call); /* owned */
     int result = now == NULL ? -1 : 0;
 
     for (i = 0; result == 0 && i < n; i++) {
@@ -104,7 +121,7 @@ oomkit_switches_restore(oomkit_call *call)
     if (call->param_versions == NULL || call->parts->param_count == 0) {
         return 0;
     }
-    return switches_grads(call, oomkit_tx_params_grad(call));
+    return switches_grads(call, oomkit_tx_params_flags(call, 0));
 }
 
 /* --- around a replay, which begins as the call began --- */
@@ -116,11 +133,11 @@ oomkit_switches_keep(oomkit_call *call)
 {
     Py_ssize_t n = call->parts->param_count;
     PyObject *exception = PyErr_Occurred() ? oomkit_exception_take() : NULL; /* owned */
-    uint8_t *now = oomkit_tx_params_flags(call);                             /* owned */
+    uint8_t *now = flags_now(call);                                          /* owned */
 
     Py_CLEAR(call->switches);
     if (now != NULL && call->param_versions != NULL) {
-        memcpy(call->param_versions + n, now, (size_t)n);
+        memcpy(oomkit_tx_params_flags(call, 0), now, (size_t)n);
     }
     PyMem_Free(now);
     if (exception != NULL && now != NULL) {
@@ -131,6 +148,34 @@ oomkit_switches_keep(oomkit_call *call)
     return now == NULL ? -1 : 0;
 }
 
+/* At the end of a call whose loss is returned. 0 or -1. */
+int
+oomkit_switches_note_end(oomkit_call *call)
+{
+    if (call->param_versions == NULL || call->parts->param_count == 0) {
+        return 0;
+    }
+    return oomkit_tx_params_flags_now(call, oomkit_tx_params_flags(call, 1));
+}
+
+/* Has a parameter been frozen or unfrozen since then? A backward heeds that, a replay
+ * from the entry would not. 1, 0 or -1. */
+int
+oomkit_switches_frozen_since(oomkit_call *call)
+{
+    size_t n = (size_t)call->parts->param_count;
+    uint8_t *now; /* owned */
+    int differ;
+
+    if (call->param_versions == NULL || n == 0) {
+        return 0;
+    }
+    now = flags_now(call);
+    differ = now == NULL ? -1 : memcmp(now, oomkit_tx_params_flags(call, 1), n) != 0;
+    PyMem_Free(now);
+    return differ;
+}
+
 /* How everything stands now. 0 or -1. */
 int
 oomkit_switches_now(oomkit_call *call, oomkit_switches *now)
@@ -138,7 +183,7 @@ oomkit_switches_now(oomkit_call *call, oomkit_switches *now)
     PyObject *key, *pair; /* borrowed from the dict */
     Py_ssize_t at = 0;
 
-    now->requires_grad = oomkit_tx_params_flags(call);
+    now->requires_grad = flags_now(call);
     now->training = PyDict_New();
     if (now->requires_grad == NULL || now->training == NULL) {
         return -1;

@@ -41,25 +41,13 @@ oomkit_grad_mode_off(oomkit_state *st)
     return oomkit_grad_mode_set(st, 0);
 }
 
-/* Room for versions and, behind them, flags of n parameters. NULL with MemoryError. */
-static uint32_t *
-params_room(Py_ssize_t n)
-{
-    uint32_t *room = PyMem_Malloc((size_t)n * (sizeof(uint32_t) + 1));
-    if (room == NULL) {
-        PyErr_NoMemory();
-    }
-    return room;
-}
-
-/* The version of every parameter into `versions`, and behind them whether it requires
- * grad. 0 or -1. */
+/* The version of every parameter, and whether it requires grad; either may be NULL. 0
+ * or -1. */
 static int
-params_versions(oomkit_call *call, uint32_t *versions)
+params_read(oomkit_call *call, uint32_t *versions, uint8_t *requires_grad)
 {
     oomkit_state *st = call->st;
     oomkit_participants *parts = call->parts;
-    uint8_t *requires_grad = (uint8_t *)(versions + parts->param_count);
     Py_ssize_t i;
 
     if (st->bridge != NULL) {
@@ -68,7 +56,7 @@ params_versions(oomkit_call *call, uint32_t *versions)
                                  requires_grad) == OOMKIT_OK) {
             return 0;
         }
-        PyErr_SetString(PyExc_RuntimeError, "oomkit could not read parameter versions");
+        PyErr_SetString(PyExc_RuntimeError, "oomkit could not read the parameters");
         return -1;
     }
     for (i = 0; i < parts->param_count; i++) {
@@ -76,8 +64,12 @@ params_versions(oomkit_call *call, uint32_t *versions)
         if (oomkit_tensor_facts_get(st, parts->params[i], 0, &facts) < 0) {
             return -1;
         }
-        versions[i] = facts.version;
-        requires_grad[i] = facts.requires_grad != 0;
+        if (versions != NULL) {
+            versions[i] = facts.version;
+        }
+        if (requires_grad != NULL) {
+            requires_grad[i] = facts.requires_grad != 0;
+        }
     }
     return 0;
 }
@@ -93,11 +85,12 @@ oomkit_tx_params_moved(oomkit_call *call, Py_ssize_t *which)
     if (call->param_versions == NULL || n == 0) {
         return 0;
     }
-    now = params_room(n);
+    now = PyMem_Malloc((size_t)n * sizeof(*now));
     if (now == NULL) {
+        PyErr_NoMemory();
         return -1;
     }
-    result = params_versions(call, now);
+    result = params_read(call, now, NULL);
     for (i = 0; result == 0 && i < n; i++) {
         if (now[i] != call->param_versions[i]) {
             *which = i;
@@ -156,37 +149,27 @@ oomkit_tx_params_mark(oomkit_call *call)
     if (n == 0) {
         return 0;
     }
-    if (call->param_versions == NULL &&
-        (call->param_versions = params_room(n)) == NULL) {
-        return -1;
+    if (call->param_versions == NULL) {
+        call->param_versions = PyMem_Malloc((size_t)n * (sizeof(uint32_t) + 2));
+        if (call->param_versions == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
     }
-    return params_versions(call, call->param_versions);
-}
-
-const uint8_t *
-oomkit_tx_params_grad(const oomkit_call *call)
-{
-    return (const uint8_t *)(call->param_versions + call->parts->param_count);
+    return params_read(call, call->param_versions, oomkit_tx_params_flags(call, 0));
 }
 
 uint8_t *
-oomkit_tx_params_flags(oomkit_call *call)
+oomkit_tx_params_flags(const oomkit_call *call, int at_end)
 {
     Py_ssize_t n = call->parts->param_count;
-    uint32_t *room = params_room(n + 1);
-    uint8_t *flags = room ? PyMem_Malloc((size_t)n + 1) : NULL;
+    return (uint8_t *)(call->param_versions + n) + (at_end ? n : 0);
+}
 
-    if (room != NULL && flags == NULL) {
-        PyErr_NoMemory();
-    }
-    if (flags != NULL && params_versions(call, room) < 0) {
-        PyMem_Free(flags);
-        flags = NULL;
-    } else if (flags != NULL) {
-        memcpy(flags, room + n, (size_t)n);
-    }
-    PyMem_Free(room);
-    return flags;
+int
+oomkit_tx_params_flags_now(oomkit_call *call, uint8_t *flags)
+{
+    return params_read(call, NULL, flags);
 }
 
 /* At entry of an attempt. 0 or -1. */

@@ -76,8 +76,8 @@ typedef struct oomkit_bridge {
     /* --- tensors --- */
     int (*tensor_facts)(const void *holder, ptrdiff_t offset, int64_t dim,
                         oomkit_tensor_facts *facts);
-    /* versions[i] of each tensor (0 for one without), and (unless NULL) whether
-     * it requires grad */
+    /* versions[i] of each tensor (0 for one without), and whether it requires grad;
+     * either may be NULL */
     int (*versions)(const void *const *holders, ptrdiff_t offset, size_t count,
                     uint32_t *versions, uint8_t *requires_grad);
     /* Marks the gradient of each tensor; every mark must be released. */

@@ -214,7 +214,9 @@ versions(const void *const *holders, ptrdiff_t offset, size_t count, uint32_t *v
     try {
         for (size_t i = 0; i < count; i++) {
             const c10::TensorImpl *impl = impl_of(holders[i], offset);
-            values[i] = version_of(impl);
+            if (values != nullptr) {
+                values[i] = version_of(impl);
+            }
             if (requires_grad != nullptr) {
                 const c10::AutogradMetaInterface *meta = impl->autograd_meta();
                 requires_grad[i] = meta != nullptr && meta->requires_grad() ? 1 : 0;
