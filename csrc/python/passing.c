@@ -113,9 +113,6 @@ pass_note(oomkit_call *call, PyObject *exception, int parked)
                            "hold this batch's contribution: call zero_grad()"));
     }
     if (result == 0 && call->split && !call->raised) {
-        result = pass_note_split(call, exception, parked);
-    }
-    if (result == 0 && call->split && !call->raised) {
         result = pass_add_note(
             exception,
             PyUnicode_FromFormat(
@@ -124,6 +121,9 @@ pass_note(oomkit_call *call, PyObject *exception, int parked)
                 "min_micro_batch= and multiple_of= of auto_batch",
                 (long long)(call->slice_index + 1), (long long)call->slice_count,
                 (long long)slice->length, (unsigned)call->ooms));
+    }
+    if (result == 0 && call->split && !call->raised) {
+        result = pass_note_split(call, exception, parked);
     }
     return result;
 }
