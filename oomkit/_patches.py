@@ -25,4 +25,4 @@ def watch_train() -> None:
         _C._switch_begins(self)
         return plain(self, mode)
 
-    torch.nn.Module.train = train  # type: ignore[method-assign]
+    torch.nn.Module.train = train  # type: ignore[method-assign, assignment]
