@@ -164,6 +164,23 @@ def test_a_parameter_frozen_between_the_call_and_its_backward_is_refused() -> No
     assert all(p.grad is None for p in w.net.parameters())
 
 
+@pytest.mark.parametrize("rows", [False, True])
+def test_it_is_refused_where_the_call_was_split(rows: bool) -> None:
+    w = World()
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(w.net(x), y, reduction="none").mean(1)
+        w.net.inner.requires_grad_(False)
+        return loss if rows else loss.mean()
+
+    loss = loss_of(w.x, w.y).mean()
+    w.net.inner.requires_grad_(True)
+    with pytest.raises(oomkit.OutOfMemory, match="parameters were frozen or unfrozen"):
+        loss.backward()
+    assert all(p.grad is None and p.requires_grad for p in w.net.parameters())
+
+
 def test_a_refusal_leaves_the_mode_as_it_was() -> None:
     w = World()
 

@@ -323,7 +323,8 @@ oomkit_tx_params_mark(oomkit_call *call);
 uint8_t *
 oomkit_tx_params_flags(const oomkit_call *call, int at_end);
 int
-oomkit_tx_params_flags_now(oomkit_call *call, uint8_t *flags);
+oomkit_tx_params_flags_now(oomkit_state *st, const oomkit_participants *parts,
+                           uint8_t *flags);
 
 /* switches.c: train(), eval() and requires_grad as at entry of the call. */
 typedef struct oomkit_switches {
@@ -340,7 +341,8 @@ oomkit_switches_keep(oomkit_call *call);
 int
 oomkit_switches_note_end(oomkit_call *call);
 int
-oomkit_switches_frozen_since(oomkit_call *call);
+oomkit_switches_frozen_since(oomkit_state *st, const oomkit_participants *parts,
+                             const uint32_t *param_versions);
 int
 oomkit_switches_now(oomkit_call *call, oomkit_switches *now);
 int

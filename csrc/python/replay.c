@@ -83,7 +83,7 @@ prepare_check(oomkit_call *call, const oomkit_pending *p, const char **why)
     *why =
         "parameters were frozen or unfrozen (requires_grad) after the call and before "
         "its backward(): do it after backward()";
-    return oomkit_switches_frozen_since(call);
+    return oomkit_switches_frozen_since(call->st, call->parts, call->param_versions);
 }
 
 int

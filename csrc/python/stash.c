@@ -188,7 +188,11 @@ oomkit_stash_deposit(oomkit_pending *p, int keep)
     PyObject *ratio = NULL; /* owned */
     double value, scale, factor;
     int result, coarse;
+    int frozen = oomkit_switches_frozen_since(p->st, p->parts, p->param_versions);
 
+    if (frozen != 0) {
+        return frozen; /* to be run again, which is refused with that reason */
+    }
     if (number_of(p->st, p->gradient, &value) < 0 ||
         scale_now(p->st, p->parts, &scale) < 0) {
         return -1;

@@ -79,13 +79,13 @@ switches_training(oomkit_state *st, PyObject *switches)
  * exception.
  */
 static uint8_t *
-flags_now(oomkit_call *call)
+flags_now(oomkit_state *st, const oomkit_participants *parts)
 {
-    uint8_t *flags = PyMem_Malloc((size_t)call->parts->param_count + 1);
+    uint8_t *flags = PyMem_Malloc((size_t)parts->param_count + 1);
 
     if (flags == NULL) {
         PyErr_NoMemory();
-    } else if (oomkit_tx_params_flags_now(call, flags) < 0) {
+    } else if (oomkit_tx_params_flags_now(st, parts, flags) < 0) {
         PyMem_Free(flags);
         flags = NULL;
     }
@@ -97,7 +97,7 @@ static int
 switches_grads(oomkit_call *call, const uint8_t *flags)
 {
     Py_ssize_t i, n = call->parts->param_count;
-    uint8_t *now = flags_now(call); /* owned */
+    uint8_t *now = flags_now(call->st, call->parts); /* owned */
     int result = now == NULL ? -1 : 0;
 
     for (i = 0; result == 0 && i < n; i++) {
@@ -133,7 +133,7 @@ oomkit_switches_keep(oomkit_call *call)
 {
     Py_ssize_t n = call->parts->param_count;
     PyObject *exception = PyErr_Occurred() ? oomkit_exception_take() : NULL; /* owned */
-    uint8_t *now = flags_now(call);                                          /* owned */
+    uint8_t *now = flags_now(call->st, call->parts);                         /* owned */
 
     Py_CLEAR(call->switches);
     if (now != NULL && call->param_versions != NULL) {
@@ -155,23 +155,27 @@ oomkit_switches_note_end(oomkit_call *call)
     if (call->param_versions == NULL || call->parts->param_count == 0) {
         return 0;
     }
-    return oomkit_tx_params_flags_now(call, oomkit_tx_params_flags(call, 1));
+    return oomkit_tx_params_flags_now(call->st, call->parts,
+                                      oomkit_tx_params_flags(call, 1));
 }
 
-/* Has a parameter been frozen or unfrozen since then? A backward heeds that, a replay
- * from the entry would not. 1, 0 or -1. */
+/* Has a parameter been frozen or unfrozen since then? A backward heeds that; neither a
+ * replay from the entry nor a stash does. 1, 0 or -1. */
 int
-oomkit_switches_frozen_since(oomkit_call *call)
+oomkit_switches_frozen_since(oomkit_state *st, const oomkit_participants *parts,
+                             const uint32_t *param_versions)
 {
-    size_t n = (size_t)call->parts->param_count;
+    size_t n = (size_t)parts->param_count;
     uint8_t *now; /* owned */
     int differ;
 
-    if (call->param_versions == NULL || n == 0) {
+    if (param_versions == NULL || n == 0) {
         return 0;
     }
-    now = flags_now(call);
-    differ = now == NULL ? -1 : memcmp(now, oomkit_tx_params_flags(call, 1), n) != 0;
+    now = flags_now(st, parts);
+    differ = now == NULL
+                 ? -1
+                 : memcmp(now, (const uint8_t *)(param_versions + n) + n, n) != 0;
     PyMem_Free(now);
     return differ;
 }
@@ -183,7 +187,7 @@ oomkit_switches_now(oomkit_call *call, oomkit_switches *now)
     PyObject *key, *pair; /* borrowed from the dict */
     Py_ssize_t at = 0;
 
-    now->requires_grad = flags_now(call);
+    now->requires_grad = flags_now(call->st, call->parts);
     now->training = PyDict_New();
     if (now->requires_grad == NULL || now->training == NULL) {
         return -1;

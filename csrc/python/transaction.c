@@ -44,10 +44,9 @@ oomkit_grad_mode_off(oomkit_state *st)
 /* The version of every parameter, and whether it requires grad; either may be NULL. 0
  * or -1. */
 static int
-params_read(oomkit_call *call, uint32_t *versions, uint8_t *requires_grad)
+params_read(oomkit_state *st, const oomkit_participants *parts, uint32_t *versions,
+            uint8_t *requires_grad)
 {
-    oomkit_state *st = call->st;
-    oomkit_participants *parts = call->parts;
     Py_ssize_t i;
 
     if (st->bridge != NULL) {
@@ -90,7 +89,7 @@ oomkit_tx_params_moved(oomkit_call *call, Py_ssize_t *which)
         PyErr_NoMemory();
         return -1;
     }
-    result = params_read(call, now, NULL);
+    result = params_read(call->st, call->parts, now, NULL);
     for (i = 0; result == 0 && i < n; i++) {
         if (now[i] != call->param_versions[i]) {
             *which = i;
@@ -156,7 +155,8 @@ oomkit_tx_params_mark(oomkit_call *call)
             return -1;
         }
     }
-    return params_read(call, call->param_versions, oomkit_tx_params_flags(call, 0));
+    return params_read(call->st, call->parts, call->param_versions,
+                       oomkit_tx_params_flags(call, 0));
 }
 
 uint8_t *
@@ -167,9 +167,10 @@ oomkit_tx_params_flags(const oomkit_call *call, int at_end)
 }
 
 int
-oomkit_tx_params_flags_now(oomkit_call *call, uint8_t *flags)
+oomkit_tx_params_flags_now(oomkit_state *st, const oomkit_participants *parts,
+                           uint8_t *flags)
 {
-    return params_read(call, NULL, flags);
+    return params_read(st, parts, NULL, flags);
 }
 
 /* At entry of an attempt. 0 or -1. */
