@@ -76,6 +76,8 @@ _C._bind(
         "accept_no_gradients": _withheld.accept_no_gradients,
         "predict_update": _predict_update,
         "refusal": _nodes.Refusal,
+        "tolerance": _diagnose.tolerance,
+        "replay_differs": _diagnose.replay_differs,
         "uneven_labels": _diagnose.uneven_labels,
         "verification": _diagnose.Verification,
         "watch_effects": _watch_effects,

@@ -52,12 +52,38 @@ def _changes_precision(loss: torch.Tensor) -> bool:
     return False
 
 
-def _tolerance(loss: torch.Tensor) -> float:
+def tolerance(loss: torch.Tensor) -> float:
+    """The relative difference that rounding explains in a loss and in parts of it."""
     if loss.dtype == torch.float64:
         return _DOUBLE
     if loss.dtype != torch.float32 or _changes_precision(loss):
         return _HALF
     return _SINGLE if loss.device.type == "cpu" else _ACCELERATOR
+
+
+def replay_differs(
+    whole: float, made: float, scale: float, limit: float, noise: bool
+) -> str | None:
+    """What to say of a replay whose losses do not make the loss that the call had, or None.
+
+    Args:
+        whole: the loss of the call; NaN where it is not known.
+        made: what the micro-batches' losses make by their weights.
+        scale: the largest part of that.
+        limit: the relative difference that rounding explains.
+        noise: whether random numbers or batch statistics are in them.
+    """
+    limit = max(limit, _NOISE) if noise else limit
+    scale = max(abs(whole), scale)
+    difference = abs(whole - made) / scale if scale > 0 else 0.0
+    if not math.isfinite(whole) or difference <= limit or abs(whole - made) <= limit * _CANCELS:
+        return None  # micro-batches without a finite loss where the call had one are said
+    return (
+        f"was run again in micro-batches for its backward(): their losses make {made:.6g} where "
+        f"the call had {whole:.6g}, so the gradients are not those of the call. Something that "
+        "the step reads has changed since (a global, an attribute), or it couples the samples of "
+        "a batch, or it is no mean over them (see reduction= and weight= of auto_batch)"
+    )
 
 
 def _tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
@@ -96,7 +122,7 @@ class Verification:
         self._tolerance = 0.0
 
     def _note(self, loss: torch.Tensor) -> None:
-        self._tolerance = max(self._tolerance, _tolerance(loss))
+        self._tolerance = max(self._tolerance, tolerance(loss))
         self._roots.append(float(loss.detach().item()))
 
     def root(self, roots: Any) -> None:

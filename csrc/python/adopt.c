@@ -259,13 +259,20 @@ adopt_by_modules(oomkit_call *call, PyObject *leaf, PyObject *all)
     }
 }
 
-/* A participant by now? */
+/* A participant by now, or one that joins them in the next attempt? */
 int
 oomkit_strangers_known(const oomkit_call *call, const PyObject *leaf)
 {
+    const oomkit_participants *parts = call->parts;
     Py_ssize_t i;
-    for (i = 0; i < call->parts->param_count; i++) {
-        if (call->parts->params[i] == leaf) {
+
+    for (i = 0; i < parts->param_count; i++) {
+        if (parts->params[i] == leaf) {
+            return 1;
+        }
+    }
+    for (i = 0; parts->adopted != NULL && i < PyList_GET_SIZE(parts->adopted); i++) {
+        if (PyWeakref_GET_OBJECT(PyList_GET_ITEM(parts->adopted, i)) == leaf) {
             return 1;
         }
     }

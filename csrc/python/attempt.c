@@ -220,6 +220,7 @@ attempt_join(oomkit_call *call)
     PyObject *result; /* owned */
 
     call->join.parked = call->training && call->returned == OOMKIT_RETURNED_NOTHING;
+    call->join.one_loss = call->returned == OOMKIT_RETURNED_STASH;
     call->join.rows_sure = rows_are_sure(&call->batch);
     if (call->join.required && call->options->join == NULL) {
         Py_XSETREF(call->join.sources, join_sources(call));
@@ -249,7 +250,8 @@ oomkit_attempt_run(oomkit_call *call)
         (call->split &&
          (oomkit_intercept_split(call) < 0 || oomkit_tx_sample(call) < 0 ||
           oomkit_slots_note(call) < 0 || oomkit_owners_epochs_note(call) < 0 ||
-          oomkit_pristine_take(call) < 0 || oomkit_effects_begin(call) < 0))) {
+          oomkit_pristine_take(call) < 0 || oomkit_effects_begin(call) < 0 ||
+          (call->replayed != NULL && oomkit_grads_hide(call) < 0)))) {
         return NULL;
     }
     vector = PyMem_Calloc((size_t)call->batch.total + 1, sizeof(PyObject *));

@@ -174,6 +174,7 @@ backward_engine(backward_object *self, oomkit_state *st, PyObject *const *args,
     int phase = oomkit_phase_set(st, OOMKIT_PHASE_BACKWARD);
     void *outer = oomkit_nested_enter(call); /* borrowed */
 
+    st->engine_runs += (uint64_t)backward_accumulates(st, args, nargsf, kwnames);
     backward_nesting++;
     result = PyObject_Vectorcall(self->original, args, nargsf, kwnames);
     backward_nesting--;

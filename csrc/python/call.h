@@ -16,6 +16,10 @@ oomkit_grads_mark(oomkit_call *call);
 int
 oomkit_grads_park(oomkit_call *call);
 int
+oomkit_grads_hide(oomkit_call *call);
+int
+oomkit_grads_hide(oomkit_call *call);
+int
 oomkit_grads_unpark(oomkit_call *call);
 int
 oomkit_grads_settle(oomkit_call *call);
@@ -77,6 +81,9 @@ int
 oomkit_rng_restore(oomkit_call *call);
 int
 oomkit_rng_moved(oomkit_call *call);
+/* Was something drawn between two marks? 1 (also where that is not known), 0 or -1. */
+int
+oomkit_rng_drawn(oomkit_state *st, const oomkit_rng *before, const oomkit_rng *after);
 void
 oomkit_rng_free(oomkit_rng *rng);
 void
@@ -126,6 +133,15 @@ int
 oomkit_hooks_post(oomkit_call *call, PyObject **name);
 int
 oomkit_hooks_check(oomkit_call *call);
+
+/* Is a hook table of this name there and not empty? 1, 0 or -1. */
+int
+oomkit_hooks_of(PyObject *object, PyObject *name);
+
+/* The loss that a micro-batch returns has hooks of the step's own: as above. 0 or -1.
+ */
+int
+oomkit_hooks_loss(oomkit_call *call, PyObject *loss);
 /* After an OOM: may it be retried? Sets call->refusal, and *committed to 1 where a hook
  * has changed parameters already. 0 or -1. */
 int
@@ -173,6 +189,10 @@ int
 oomkit_strangers_meet(oomkit_call *call, PyObject *roots);
 void
 oomkit_strangers_note(oomkit_call *call, PyObject *roots);
+/* Leaves without a gradient that the replay of a returned loss writes to: none again.
+ * 0 or -1. */
+int
+oomkit_strangers_loose_drop(oomkit_call *call);
 int
 oomkit_strangers_optimizer_begins(PyObject *optimizer);
 void

@@ -27,9 +27,10 @@ typedef struct oomkit_grads {
         *entry;   /* owned: the caller's gradients, put away while ours accumulate */
     int stashing; /* what accumulates is for a stash: .grad stays the caller's */
     int away;     /* entry holds them now */
-    int force_copies; /* whatever the options say */
-    int no_aside;     /* nothing may be set aside in this call */
-    int marked;       /* marks are taken in this attempt */
+    uint64_t engine_runs; /* state->engine_runs when the marks were taken */
+    int force_copies;     /* whatever the options say */
+    int no_aside;         /* nothing may be set aside in this call */
+    int marked;           /* marks are taken in this attempt */
     int is_parked;
     int at_entry; /* some parameter had a gradient when the marks were taken */
 } oomkit_grads;
@@ -152,7 +153,9 @@ typedef struct oomkit_call {
     double assumed; /* gradient at the loss that the stash is computed with */
     struct oomkit_pending *replayed; /* borrowed: the call that this one runs again */
     PyObject *inputs;                /* borrowed: inputs= of the caller's backward */
-    int rowwise;                     /* its gradient has a row per sample: no weights */
+    PyObject *loose; /* borrowed: list of leaves of its graph that are no participants,
+                        and had no gradient, or NULL */
+    int rowwise;     /* its gradient has a row per sample: no weights */
 
     /* the attempt */
     oomkit_grads grads;

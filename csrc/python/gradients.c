@@ -128,6 +128,7 @@ oomkit_grads_mark(oomkit_call *call)
         }
     }
     g->marked = 1;
+    g->engine_runs = st->engine_runs;
     if (g->at_entry && !g->stashing && oomkit_call_wants_copies(call)) {
         return grads_copy(call);
     }
@@ -235,6 +236,16 @@ oomkit_grads_unpark(oomkit_call *call)
     }
     g->is_parked = 0;
     return 0;
+}
+
+/* Before the micro-batches of a returned loss are run again: what the call cleared was
+ * cleared when it was made, and what is there now was put there since. */
+int
+oomkit_grads_hide(oomkit_call *call)
+{
+    return oomkit_hooks_check(call) < 0 || oomkit_grads_mark(call) < 0
+               ? -1
+               : oomkit_grads_park(call);
 }
 
 /* After the backward of the last micro-batch of a replay: leaves whose gradient already

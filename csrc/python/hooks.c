@@ -8,9 +8,8 @@
 #include "errors.h"
 #include "step.h"
 
-/* Is a hook table of this name there and not empty? 1, 0 or -1. */
-static int
-has_hooks(PyObject *object, PyObject *name)
+int
+oomkit_hooks_of(PyObject *object, PyObject *name)
 {
     PyObject *hooks = PyObject_GetAttr(object, name); /* owned */
     Py_ssize_t count;
@@ -33,8 +32,8 @@ oomkit_hooks_post(oomkit_call *call, PyObject **name)
 {
     Py_ssize_t i;
     for (i = 0; i < call->parts->param_count; i++) {
-        int state =
-            has_hooks(call->parts->params[i], call->st->str_post_accumulate_hooks);
+        int state = oomkit_hooks_of(call->parts->params[i],
+                                    call->st->str_post_accumulate_hooks);
         if (state != 0) {
             *name =
                 state < 0 ? NULL : oomkit_describe_tensor(call, call->parts->params[i]);
@@ -55,7 +54,7 @@ hooks_on_gradients(oomkit_call *call, PyObject **name)
     int state;
 
     for (i = 0; i < call->parts->param_count; i++) {
-        state = has_hooks(call->parts->params[i], st->str_backward_hooks);
+        state = oomkit_hooks_of(call->parts->params[i], st->str_backward_hooks);
         if (state != 0) {
             *name =
                 state < 0 ? NULL : oomkit_describe_tensor(call, call->parts->params[i]);
@@ -67,9 +66,9 @@ hooks_on_gradients(oomkit_call *call, PyObject **name)
         if (root == NULL) {
             continue;
         }
-        state = has_hooks(root, st->str_backward_hooks);
+        state = oomkit_hooks_of(root, st->str_backward_hooks);
         if (state == 0) {
-            state = has_hooks(root, st->str_backward_pre_hooks);
+            state = oomkit_hooks_of(root, st->str_backward_pre_hooks);
         }
         if (state > 0) {
             *name = PyUnicode_FromString(Py_TYPE(root)->tp_name);
@@ -107,38 +106,22 @@ oomkit_hooks_judge(oomkit_call *call, int *committed)
     return 0;
 }
 
-/* Before the first backward of a split attempt. 0, or -1 with SplitError (or the
- * warning, made an error). */
-int
-oomkit_hooks_check(oomkit_call *call)
+/* A hook that runs once per micro-batch: said once, or refused. `name` (stolen, may be
+ * NULL) has it. 0, or -1 with SplitError (or the warning, made an error). */
+static int
+hooks_say(oomkit_call *call, PyObject *name)
 {
-    PyObject *name = NULL; /* owned */
-    int state = oomkit_hooks_post(call, &name), refuse = state > 0, result;
+    int result = -1;
 
-    if (state == 0 && (call->options->hooks_error || !call->step->hooks_said)) {
-        state = hooks_on_gradients(call, &name);
-    }
-    if (state <= 0) {
-        return state;
-    }
-    call->raised = 1;
-    if (refuse) {
-        oomkit_raise(call->st->SplitError,
-                     "auto_batch cannot split this step: %U has a "
-                     "post-accumulate-grad hook, which would act on the gradient of "
-                     "each micro-batch; do in the step what the hook does",
-                     name);
-        result = -1;
-    } else if (call->options->hooks_error) {
+    if (name != NULL && call->options->hooks_error) {
+        call->raised = 1;
         oomkit_raise(call->st->SplitError,
                      "auto_batch cannot split this step: %U has a hook on its "
                      "gradients (hooks=\"error\"); do in the step, after backward(), "
                      "what the hook does, or pass hooks=\"say\" when it is linear in "
                      "the gradient",
                      name);
-        result = -1;
-    } else {
-        call->raised = 0;
+    } else if (name != NULL) {
         call->step->hooks_said = 1;
         result = PyErr_WarnFormat(
             call->st->OomkitWarning, 1,
@@ -148,6 +131,40 @@ oomkit_hooks_check(oomkit_call *call)
             "hooks=\"error\" to auto_batch to refuse such a split",
             name);
     }
-    Py_DECREF(name);
+    Py_XDECREF(name);
     return result;
+}
+
+/* Before the first backward of a split attempt. 0, or -1 with SplitError (or the
+ * warning, made an error). */
+int
+oomkit_hooks_check(oomkit_call *call)
+{
+    PyObject *name = NULL; /* owned */
+    int state = oomkit_hooks_post(call, &name);
+
+    if (state > 0) {
+        call->raised = 1;
+        oomkit_raise(call->st->SplitError,
+                     "auto_batch cannot split this step: %U has a "
+                     "post-accumulate-grad hook, which would act on the gradient of "
+                     "each micro-batch; do in the step what the hook does",
+                     name);
+        Py_DECREF(name);
+        return -1;
+    }
+    if (state == 0 && (call->options->hooks_error || !call->step->hooks_said)) {
+        state = hooks_on_gradients(call, &name);
+    }
+    return state <= 0 ? state : hooks_say(call, name);
+}
+
+int
+oomkit_hooks_loss(oomkit_call *call, PyObject *loss)
+{
+    int state = call->options->hooks_error || !call->step->hooks_said
+                    ? oomkit_hooks_of(loss, call->st->str_backward_hooks)
+                    : 0;
+    return state <= 0 ? state
+                      : hooks_say(call, PyUnicode_FromString("the returned loss"));
 }

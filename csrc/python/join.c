@@ -354,7 +354,8 @@ oomkit_join_finish(oomkit_state *st, const oomkit_options *options, oomkit_join 
                       .refusal = &refusal,
                       .rows_sure = join->rows_sure,
                       .parked = join->parked,
-                      .updated = join->updated};
+                      .updated = join->updated,
+                      .one_loss = join->one_loss};
     oomkit_place where = {.is_loss = 1};
     PyObject *joined = NULL; /* owned */
 

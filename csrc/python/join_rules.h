@@ -34,6 +34,7 @@ typedef struct oomkit_rules {
     int rows_sure;      /* as in oomkit_join */
     int parked;         /* likewise */
     PyObject *updated;  /* borrowed likewise */
+    int one_loss;       /* likewise */
     int is_sum;         /* so are the weights: micro-batches' losses are added */
     const double *group_weights; /* borrowed from the join; NULL unless the result is a
                                     sequence of one loss for each group */

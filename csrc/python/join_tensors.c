@@ -373,7 +373,7 @@ join_column(const oomkit_rules *r, const oomkit_place *where, PyObject *const *v
         if (oomkit_tensor_facts_get(r->st, values[i], r->options->dim, &facts) < 0) {
             return NULL;
         }
-        scalars = scalars && facts.ndim == 0;
+        scalars = scalars && (facts.ndim == 0 || (where->is_loss && r->one_loss));
         slices = slices && facts.size == r->rows[i];
         dtype = i == 0 || !dtype_is_floating(dtype) ? facts.dtype : dtype;
         hash = i == 0 ? facts.shape_hash : hash;

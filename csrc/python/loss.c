@@ -42,6 +42,19 @@ oomkit_loss_is_at(oomkit_state *st, PyObject *result, Py_ssize_t number, PyObjec
     return position < 0 ? -1 : position == number;
 }
 
+/* An error of the result's own code: it has no loss then. Memory that runs out and what
+ * is no Exception (KeyboardInterrupt) pass. */
+static int
+loss_is_not_there(void)
+{
+    if (PyErr_ExceptionMatches(PyExc_MemoryError) ||
+        !PyErr_ExceptionMatches(PyExc_Exception)) {
+        return 0;
+    }
+    PyErr_Clear(); /* of whatever kind: it was only asked */
+    return 1;
+}
+
 /* What stands where a loss stands, of whatever type; NULL as oomkit_result_loss. */
 static PyObject *
 loss_candidate(oomkit_state *st, PyObject *result)
@@ -56,24 +69,24 @@ loss_candidate(oomkit_state *st, PyObject *result)
             PySequence_Fast_GET_SIZE(result) == 0 ? -1 : loss_position(st, result);
         return position < 0 ? NULL : PySequence_GetItem(result, position);
     }
-    if (PyDict_CheckExact(result)) {
-        return Py_XNewRef(PyDict_GetItemWithError(result, st->str_loss));
-    }
     if (result == Py_None || PyUnicode_Check(result) || PyFloat_Check(result) ||
         PyLong_Check(result)) {
         return NULL;
     }
-    if (PyMapping_Check(result)) {
+    if (PyDict_Check(result)) { /* not by its __missing__, which may add an entry */
+        value = PyDict_GetItemWithError(result, st->str_loss);
+        if (value != NULL || PyErr_Occurred() || PyDict_CheckExact(result)) {
+            return Py_XNewRef(value);
+        }
+    } else if (PyMapping_Check(result)) {
         value = PyObject_GetItem(result, st->str_loss);
-        if (value != NULL || !(PyErr_ExceptionMatches(PyExc_LookupError) ||
-                               PyErr_ExceptionMatches(PyExc_TypeError))) {
+        if (value != NULL || !loss_is_not_there()) {
             return value;
         }
-        PyErr_Clear(); /* no such key; it may have an attribute of that name */
     }
     value = PyObject_GetAttr(result, st->str_loss);
-    if (value == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
-        PyErr_Clear(); /* no loss in it */
+    if (value == NULL) {
+        loss_is_not_there();
     }
     return value;
 }

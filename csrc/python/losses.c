@@ -118,6 +118,41 @@ oomkit_loss_site_clear(oomkit_loss_site *site)
     site->whole.size = site->before.size = 0;
 }
 
+void
+oomkit_loss_take(oomkit_state *st, PyObject *tensor, oomkit_loss *loss)
+{
+    oomkit_tensor_facts facts;
+    uint32_t size;
+
+    if (oomkit_tensor_facts_get(st, tensor, 0, &facts) < 0) {
+        PyErr_Clear(); /* a loss that cannot be read is not compared */
+        return;
+    }
+    size = dtype_size(facts.dtype);
+    if (size == 0 || facts.bytes != size) {
+        return;
+    }
+    if (st->bridge != NULL && facts.device_type == 0) {
+        loss->size = st->bridge->bytes_get(tensor, st->impl_offset, loss->bytes,
+                                           size) == OOMKIT_OK
+                         ? size
+                         : 0;
+    } else { /* the same memory: worth nothing once the version has moved */
+        loss->tensor = PyObject_CallMethodNoArgs(tensor, st->str_detach);
+        loss->version = facts.version;
+        if (loss->tensor == NULL) {
+            PyErr_Clear(); /* likewise */
+        }
+    }
+}
+
+void
+oomkit_loss_drop(oomkit_loss *loss)
+{
+    Py_CLEAR(loss->tensor);
+    loss->size = 0;
+}
+
 /* tensor.item() as a double; NaN for everything that has none. */
 static double
 losses_item(oomkit_state *st, PyObject *tensor)
@@ -229,7 +264,7 @@ losses_unknown(oomkit_call *call)
 static int
 losses_judge(oomkit_call *call, int32_t dtype)
 {
-    const oomkit_losses *l = &call->losses;
+    oomkit_losses *l = &call->losses;
     double factor, whole = losses_whole(call, dtype, &factor);
     int is_sum, is_mean, same_batch = l->whole.size != 0 || l->whole.tensor != NULL;
 
@@ -249,14 +284,14 @@ losses_judge(oomkit_call *call, int32_t dtype)
     if (!same_batch && is_sum && call->options->reduction_given) {
         return 0; /* of another batch, which may have another loss: the user knows */
     }
+    l->said = 1;
     if (!same_batch && is_sum) {
         return PyErr_WarnFormat(
             call->st->OomkitWarning, 4,
             "oomkit: %U is split, and the losses of the micro-batches add up to the "
-            "loss "
-            "of the batch before. If it is a sum over samples, pass reduction=\"sum\" "
-            "to "
-            "auto_batch, or the gradients are about %lld times too small; if it is a "
+            "loss of the batch before. If it is a sum over samples, pass "
+            "reduction=\"sum\" to auto_batch, or the gradients are about %lld times "
+            "too small; if it is a "
             "mean that has changed so much, pass reduction=\"mean\"",
             call->options->label, (long long)call->slice_count);
     }
@@ -300,6 +335,76 @@ losses_compare(oomkit_call *call, PyObject *root)
                (double)call->batch.rows;
     l->seen++;
     return l->seen == call->slice_count ? losses_judge(call, facts.dtype) : 0;
+}
+
+int
+oomkit_losses_replay(oomkit_call *call, PyObject *root)
+{
+    oomkit_losses *l = &call->losses;
+    double weight = call->weights == NULL ? 1.0 : call->weights[call->slice_index];
+    double value;
+
+    if (call->options->verify == 0) {
+        return 0;
+    }
+    if (call->slice_index == 0) {
+        oomkit_tensor_facts facts;
+        PyObject *tolerance = PyObject_CallOneArg(call->st->tolerance, root);
+        l->tolerance = tolerance == NULL ? -1.0 : PyFloat_AsDouble(tolerance);
+        Py_XDECREF(tolerance);
+        if (PyErr_Occurred() ||
+            oomkit_tensor_facts_get(call->st, root, 0, &facts) < 0) {
+            return -1;
+        }
+        l->made = l->scale = 0.0;
+        l->dtype = facts.dtype;
+    }
+    value = weight == 0.0 ? 0.0 : weight * losses_item(call->st, root);
+    l->made += value;
+    l->scale = fmax(l->scale, fabs(value));
+    l->replayed = call->slice_index + 1;
+    return 0;
+}
+
+/* What the call's loss was, NaN where it is not known any more. */
+static double
+replayed_whole(oomkit_call *call, const oomkit_loss *loss)
+{
+    uint32_t version;
+
+    if (loss->tensor != NULL &&
+        oomkit_tensor_version(call->st, loss->tensor, &version) < 0) {
+        PyErr_Clear(); /* it cannot be read, then */
+        return NAN;
+    }
+    if (loss->tensor != NULL && version != loss->version) {
+        return NAN; /* the caller changed it in place */
+    }
+    return losses_value(call->st, loss, call->losses.dtype);
+}
+
+int
+oomkit_losses_replayed(oomkit_call *call, const oomkit_loss *loss, int noise)
+{
+    const oomkit_losses *l = &call->losses;
+    PyObject *text; /* owned */
+    double whole;
+    int result;
+
+    if (call->options->verify == 0 || l->said || l->replayed != call->slice_count) {
+        return 0;
+    }
+    whole = replayed_whole(call, loss);
+    text = PyObject_CallFunction(call->st->replay_differs, "ddddi", whole, l->made,
+                                 l->scale, l->tolerance, noise);
+    if (text == NULL || text == Py_None) {
+        Py_XDECREF(text);
+        return text == NULL ? -1 : 0;
+    }
+    result = PyErr_WarnFormat(call->st->OomkitWarning, 1, "oomkit: %U %U",
+                              call->options->label, text);
+    Py_DECREF(text);
+    return result;
 }
 
 int

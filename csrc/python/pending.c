@@ -56,6 +56,8 @@ oomkit_pending_retire(oomkit_pending *p)
     Py_CLEAR(p->kwnames);
     Py_CLEAR(p->gradient);
     Py_CLEAR(p->switches);
+    Py_CLEAR(p->others);
+    oomkit_loss_drop(&p->value);
     oomkit_batch_release(&p->batch);
     oomkit_rng_free(&p->rng);
     oomkit_rng_free(&p->after);
@@ -73,6 +75,16 @@ oomkit_pending_retire(oomkit_pending *p)
 
 /* --- arrival of a gradient --- */
 
+int
+oomkit_pending_gradient(oomkit_pending *p, PyObject *gradient)
+{
+    if (oomkit_tensor_version(p->st, gradient, &p->gradient_version) < 0) {
+        return -1;
+    }
+    Py_XSETREF(p->gradient, Py_NewRef(gradient));
+    return 0;
+}
+
 /* The hook: called by the engine with a tuple of gradients (a pre-hook of the loss's
  * node), or by our own node with one. Answers None: nothing is changed. */
 static PyObject *
@@ -86,6 +98,9 @@ pending_vectorcall(PyObject *op, PyObject *const *args, size_t nargsf,
         Py_ssize_t at = PyTuple_GET_SIZE(gradient) == 1 ? 0 : p->output;
         gradient = at < PyTuple_GET_SIZE(gradient) ? PyTuple_GET_ITEM(gradient, at)
                                                    : Py_None; /* borrowed */
+    }
+    if (!p->retired) {
+        oomkit_second_claim(p);
     }
     if (p->kind != OOMKIT_RETURNED_WHOLE && p->retired) {
         return oomkit_raise(
@@ -101,47 +116,18 @@ pending_vectorcall(PyObject *op, PyObject *const *args, size_t nargsf,
             "come from loss.backward() or torch.autograd.backward(), not from "
             "autograd.grad() or the engine itself; pass backward=True to auto_batch");
     }
+    oomkit_second_arrived(
+        p); /* if by another output, its graph is reached all the same */
     if (p->second != NULL && gradient != Py_None) {
-        Py_XSETREF(p->gradient, Py_NewRef(gradient));
+        if (oomkit_pending_gradient(p, gradient) < 0) {
+            return NULL;
+        }
         p->fired = 1;
-        oomkit_second_arrived(p);
     }
     Py_RETURN_NONE;
 }
 
 /* --- made when a call ends --- */
-
-/* The call's arguments; what a method is bound to is held weakly, because an object
- * that keeps its loss (self.loss = loss) would else be kept alive by it. */
-static int
-pending_arguments(oomkit_pending *p, const oomkit_call *call)
-{
-    Py_ssize_t i, total = call->batch.total, skip = call->step->skip;
-
-    p->args = PyMem_Calloc((size_t)total + 1, sizeof(PyObject *));
-    if (p->args == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    p->total = total;
-    for (i = 0; i < total; i++) {
-        if (i < skip && i == p->weak) {
-            p->args[i] = PyWeakref_NewRef(call->args[i], NULL);
-            if (p->args[i] != NULL) {
-                p->weak++;
-                continue;
-            }
-            if (!PyErr_ExceptionMatches(PyExc_TypeError)) {
-                return -1;
-            }
-            PyErr_Clear(); /* no weak references to it: held as it is */
-        }
-        p->args[i] = Py_NewRef(call->args[i]);
-    }
-    p->nargsf = call->nargsf & ~PY_VECTORCALL_ARGUMENTS_OFFSET;
-    p->kwnames = Py_XNewRef(call->kwnames);
-    return 0;
-}
 
 /* What the streams and the buffers are now, so that a replay can tell whether somebody
  * else has used them since. */
@@ -176,8 +162,10 @@ pending_after(oomkit_pending *p, oomkit_call *call)
     return 0;
 }
 
+/* `loss` and `result` are those of a whole call; NULL where a split one has none that
+ * its arguments could lead to. */
 static oomkit_pending *
-pending_new(oomkit_call *call, oomkit_returned kind)
+pending_new(oomkit_call *call, oomkit_returned kind, PyObject *loss, PyObject *result)
 {
     oomkit_state *st = call->st;
     PyTypeObject *type = (PyTypeObject *)st->pending_type;
@@ -197,7 +185,8 @@ pending_new(oomkit_call *call, oomkit_returned kind)
     p->number = call->number;
     p->record = oomkit_ring_count(call->step->ring) - 1; /* pushed just now */
     p->signature = call->signature;
-    if (pending_arguments(p, call) < 0 || oomkit_modes_note(call, &p->modes) < 0) {
+    if (oomkit_pending_arguments(p, call, loss, result) < 0 ||
+        oomkit_modes_note(call, &p->modes) < 0) {
         Py_DECREF(p);
         return NULL;
     }
@@ -215,7 +204,7 @@ pending_new(oomkit_call *call, oomkit_returned kind)
     call->param_versions = NULL;
     p->switches = call->switches;
     call->switches = NULL;
-    if (pending_after(p, call) < 0) {
+    if (oomkit_pending_containers(p) < 0 || pending_after(p, call) < 0) {
         Py_DECREF(p);
         return NULL;
     }
@@ -238,7 +227,8 @@ pending_hang(oomkit_pending *p, PyObject *node)
 
 /* The loss of a result when it requires grad: 1 and *loss (owned), 0, or -1. */
 static int
-pending_loss(oomkit_state *st, PyObject *result, PyObject **loss, int *small)
+pending_loss(oomkit_state *st, PyObject *result, PyObject **loss, int *small,
+             int *single)
 {
     oomkit_tensor_facts facts;
 
@@ -258,6 +248,7 @@ pending_loss(oomkit_state *st, PyObject *result, PyObject **loss, int *small)
         return 0;
     }
     *small = facts.bytes <= SMALL_BYTES;
+    *single = facts.ndim == 1 && facts.size == 1;
     return 1;
 }
 
@@ -265,7 +256,7 @@ int
 oomkit_pending_wanted(oomkit_state *st, PyObject *result)
 {
     PyObject *loss = NULL; /* owned */
-    int small, state = pending_loss(st, result, &loss, &small);
+    int small, single, state = pending_loss(st, result, &loss, &small, &single);
 
     Py_XDECREF(loss);
     return state;
@@ -277,11 +268,13 @@ oomkit_pending_offer(oomkit_call *call, PyObject *result)
     oomkit_state *st = call->st;
     PyObject *loss, *node, *number = NULL; /* owned */
     oomkit_pending *p = NULL;              /* owned, then by the node */
-    int small = 0, state = pending_loss(st, result, &loss, &small);
+    int small = 0, single = 0;
+    int state = pending_loss(st, result, &loss, &small, &single);
 
     if (state <= 0) {
         return state;
     }
+    call->step->single_loss = single && oomkit_batch_rows(&call->batch) > 1;
     if (oomkit_losses_note(call, loss) < 0) {
         Py_DECREF(loss);
         return -1;
@@ -293,12 +286,15 @@ oomkit_pending_offer(oomkit_call *call, PyObject *result)
         state = 0;
     } else if (node != NULL) {
         number = PyObject_GetAttr(loss, st->str_output_nr);
-        p = number ? pending_new(call, OOMKIT_RETURNED_WHOLE) : NULL;
+        p = number ? pending_new(call, OOMKIT_RETURNED_WHOLE, loss, result) : NULL;
     }
     if (p != NULL) {
+        oomkit_loss_take(st, loss, &p->value);
         p->small = small;
         p->output = PyLong_AsSsize_t(number);
-        if (!PyErr_Occurred() && pending_hang(p, node) == 0) {
+        p->hooks_inside = oomkit_hooks_of(loss, st->str_backward_hooks);
+        if (!PyErr_Occurred() && oomkit_pending_others(p, result, loss) == 0 &&
+            pending_hang(p, node) == 0) {
             pending_link(p);
             state = 0;
         }
@@ -329,7 +325,7 @@ oomkit_pending_attach(oomkit_call *call, PyObject *result)
         }
         return -1;
     }
-    p = pending_new(call, call->returned);
+    p = pending_new(call, call->returned, NULL, NULL);
     if (p == NULL) {
         Py_DECREF(loss);
         return -1;
@@ -344,7 +340,9 @@ oomkit_pending_attach(oomkit_call *call, PyObject *result)
     p->stash_count = call->parts->param_count;
     call->grads.parked = NULL;
     p->assumed = call->assumed;
-    done = PyObject_CallFunctionObjArgs(st->split_loss, loss, p, NULL);
+    done = oomkit_pending_others(p, result, loss) < 0
+               ? NULL
+               : PyObject_CallFunctionObjArgs(st->split_loss, loss, p, NULL);
     if (done != NULL) {
         pending_link(p);
     }

@@ -28,7 +28,10 @@ typedef struct oomkit_pending {
     struct oomkit_second *second; /* borrowed: the backward that is running, or NULL */
     struct oomkit_step *step;     /* owned */
     PyObject **args;              /* owned array of owned arguments */
-    Py_ssize_t total, weak;       /* the first `weak` ones are weak references */
+    Py_ssize_t total;
+    uint64_t weak;    /* bits of those that are held by weak references */
+    PyObject *others; /* owned: list of weak references to tensors that were
+                         returned beside the loss, or NULL */
     size_t nargsf;
     PyObject *kwnames; /* owned or NULL */
     oomkit_participants *parts;
@@ -47,12 +50,15 @@ typedef struct oomkit_pending {
     Py_ssize_t output; /* of the loss among its node's outputs */
     oomkit_returned kind;
     int small;          /* the loss is of a few KiB */
+    oomkit_loss value;  /* of the loss of a whole call */
     PyObject *gradient; /* owned: what reached the loss in the backward, or NULL */
-    int hooked;         /* its node has our pre-hook */
-    int fired;          /* it did */
-    int spent;          /* its marks and its batch are with a replay */
-    int replayed;       /* it was run again in this backward */
-    int retired;        /* its backward is done: nothing is held any more */
+    uint32_t gradient_version; /* of it, when it did */
+    int hooks_inside;          /* the step itself hung hooks onto the loss */
+    int hooked;                /* its node has our pre-hook */
+    int fired;                 /* it did */
+    int spent;                 /* its marks and its batch are with a replay */
+    int replayed;              /* it was run again in this backward */
+    int retired;               /* its backward is done: nothing is held any more */
     /* of a call that was split */
     oomkit_slice *slices; /* owned, or NULL */
     int64_t slice_count;
@@ -78,9 +84,40 @@ oomkit_pending_offer(oomkit_call *call, PyObject *result);
 int
 oomkit_pending_attach(oomkit_call *call, PyObject *result);
 
+/* Notes what has reached the loss. 0 or -1. */
+int
+oomkit_pending_gradient(oomkit_pending *pending, PyObject *gradient);
+
 /* Lets go of everything that is held for a replay. */
 void
 oomkit_pending_retire(oomkit_pending *pending);
+
+/* --- pending_hold.c --- */
+
+/* The arguments of the call: weakly what a method is bound to (an object that keeps its
+ * loss, self.loss = loss, would else be kept alive by it), and what else leads to
+ * `loss` or `result` (either may be NULL). 0 or -1. */
+int
+oomkit_pending_arguments(oomkit_pending *pending, const oomkit_call *call,
+                         PyObject *loss, PyObject *result);
+
+/* Weak references become what they refer to. 1 when one is gone. */
+int
+oomkit_pending_strong(oomkit_pending *pending);
+
+/* Dictionaries and lists of the arguments, which the step or its caller may change, as
+ * they were at the call. 0 or -1. */
+int
+oomkit_pending_containers(oomkit_pending *pending);
+
+/* Notes the tensors beside the loss that a gradient may pass. 0 or -1. */
+int
+oomkit_pending_others(oomkit_pending *pending, PyObject *result, PyObject *loss);
+
+/* Has the caller hung a hook onto one of them, or called its retain_grad()? 1, 0, -1.
+ */
+int
+oomkit_pending_watched(const oomkit_pending *pending);
 
 /* --- modes.c --- */
 int
@@ -155,6 +192,10 @@ oomkit_graph_gradients(oomkit_state *st, PyObject *const *args);
 int
 oomkit_graph_has_split(oomkit_state *st, PyObject *roots);
 
+/* Is a tensor in fp16 on the way from `root`? 1, 0 or -1. */
+int
+oomkit_graph_has_half(oomkit_state *st, PyObject *root);
+
 /* Appends the leaves behind `roots` to a list. 0 or -1. */
 int
 oomkit_graph_leaves(oomkit_state *st, PyObject *roots, PyObject *leaves);
@@ -184,6 +225,11 @@ oomkit_second_engine(oomkit_state *st, PyObject *const *args, size_t nargsf,
 /* A gradient arrived at a waiting loss. */
 void
 oomkit_second_arrived(oomkit_pending *pending);
+
+/* The backward of this thread reaches a waiting loss: it is this one's, whichever
+ * thread's backward began first. */
+void
+oomkit_second_claim(oomkit_pending *pending);
 
 /* Is a second half running on this thread, or is this a thread of its engine? */
 int

@@ -20,20 +20,6 @@ typedef struct replay_now {
 
 /* --- preparing --- */
 
-/* Weak references become what they refer to. 1 when one is gone. */
-static int
-prepare_arguments(oomkit_pending *p)
-{
-    for (; p->weak > 0; p->weak--) {
-        PyObject *object = oomkit_reference_get(p->args[p->weak - 1]); /* owned */
-        if (object == NULL) {
-            return 1;
-        }
-        Py_SETREF(p->args[p->weak - 1], object);
-    }
-    return 0;
-}
-
 /* Has a tensor of the batch a graph behind it? 1, 0 or -1. */
 static int
 prepare_graphs(oomkit_call *call)
@@ -91,10 +77,10 @@ oomkit_replay_prepare(oomkit_call *call, oomkit_pending *p, const char **why)
 {
     int refused;
 
-    if (prepare_arguments(p)) {
+    if (oomkit_pending_strong(p)) {
         *why =
-            "the object whose method was decorated is gone: keep it until backward() "
-            "has run";
+            "the object whose method was decorated, or an argument that its loss was "
+            "stored in, is gone: keep it until backward() has run";
         return 1;
     }
     p->spent = 1;
@@ -239,6 +225,28 @@ replay_start(oomkit_call *call, oomkit_pending *p)
     return oomkit_recover_batch(call) < 0 ? -1 : oomkit_tx_begin(call);
 }
 
+/* The micro-batches have run. If that raises (a warning that is an error), everything
+ * goes back. 0 or -1. */
+static int
+replay_compare(oomkit_call *call, const oomkit_pending *p)
+{
+    int noise = oomkit_rng_drawn(call->st, &call->rng, &p->after);
+    PyObject *error; /* owned, given back */
+
+    if (noise == 0) {
+        noise = oomkit_buffers_norm_training(call);
+    }
+    if (noise >= 0 && oomkit_losses_replayed(call, &p->value, noise) == 0) {
+        return 0;
+    }
+    error = oomkit_exception_take();
+    if (oomkit_recover_roll_back(call) < 0) {
+        PyErr_WriteUnraisable(call->func); /* the first one tells more */
+    }
+    oomkit_exception_give(error);
+    return -1;
+}
+
 /* Steals `exception`, the failure to start from, or NULL. 0 or -1. */
 static int
 replay_inside(oomkit_call *call, oomkit_pending *p, PyObject *exception)
@@ -256,6 +264,10 @@ replay_inside(oomkit_call *call, oomkit_pending *p, PyObject *exception)
         result = oomkit_recover(call, 1);
     } else {
         result = replay_start(call, p) < 0 ? NULL : oomkit_recover(call, 0);
+    }
+    if (result != NULL && p->kind == OOMKIT_RETURNED_WHOLE &&
+        replay_compare(call, p) < 0) {
+        Py_CLEAR(result);
     }
     oomkit_phase_set(call->st, call->phase_before);
     oomkit_call_set_current(NULL);
@@ -356,6 +368,7 @@ oomkit_replay_end(oomkit_call *call, const oomkit_pending *p, int finished)
     }
     call->step->seen_oom |= call->ooms > 0;
     oomkit_call_free(call);
+    Py_CLEAR(call->step);
     if (exception != NULL) {
         oomkit_exception_give(exception);
     }

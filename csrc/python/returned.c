@@ -38,25 +38,48 @@ returned_shape(oomkit_call *call, PyObject *loss)
     return -1;
 }
 
+/* tensor.numel(), or -1 with an exception. */
+static Py_ssize_t
+returned_numel(oomkit_state *st, PyObject *tensor)
+{
+    PyObject *number = PyObject_CallMethodNoArgs(tensor, st->str_numel); /* owned */
+    Py_ssize_t elements = number == NULL ? -1 : PyLong_AsSsize_t(number);
+
+    Py_XDECREF(number);
+    return elements;
+}
+
+/* One element of one row: a row, or a loss of shape [1]? What is known of the whole
+ * batch's tells. 1 it is a scalar, 0, or -1. */
+static int
+returned_single_is_scalar(const oomkit_call *call)
+{
+    Py_ssize_t elements;
+
+    if (call->replayed != NULL) {
+        elements = returned_numel(call->st, call->replayed->gradient);
+        return elements < 0 ? -1 : elements == 1 && call->batch.rows > 1;
+    }
+    return call->slice_index > 0 ? call->returned == OOMKIT_RETURNED_STASH
+                                 : call->step->single_loss;
+}
+
 /* Is the loss a scalar (1), or has it a row per sample (0)? -1 with SplitError. */
 static int
 returned_is_scalar(oomkit_call *call, PyObject *loss, const oomkit_tensor_facts *facts)
 {
-    PyObject *number; /* owned */
     Py_ssize_t elements;
 
     if (facts->ndim == 0) {
         return 1;
     }
-    if (facts->size == call->slices[call->slice_index].length) {
-        return 0;
-    }
-    number = PyObject_CallMethodNoArgs(loss, call->st->str_numel);
-    if (number == NULL) {
+    elements = returned_numel(call->st, loss);
+    if (elements < 0) {
         return -1;
     }
-    elements = PyLong_AsSsize_t(number);
-    Py_DECREF(number);
+    if (facts->size == call->slices[call->slice_index].length) {
+        return elements == 1 ? returned_single_is_scalar(call) : 0;
+    }
     return elements == 1 ? 1 : returned_shape(call, loss);
 }
 
@@ -124,15 +147,23 @@ returned_gradient(oomkit_call *call, PyObject *loss, int scalar)
 static int
 returned_replay(oomkit_call *call, PyObject *loss, int scalar)
 {
-    PyObject *gradient; /* owned */
+    PyObject *gradient, *own = NULL; /* owned */
     int result;
 
+    if (scalar && oomkit_losses_replay(call, loss) < 0) {
+        return -1;
+    }
     if (call->slice_count == 1) { /* the whole batch again: as the caller's own */
         gradient = Py_NewRef(call->replayed->gradient);
     } else {
         gradient = returned_gradient(call, loss, scalar);
     }
-    result = gradient == NULL ? -1 : returned_backward(call, loss, gradient);
+    if (gradient !=
+        NULL) { /* a backward that changes it must not change the noted one */
+        own = PyObject_CallMethodNoArgs(gradient, call->st->str_clone);
+    }
+    result = own == NULL ? -1 : returned_backward(call, loss, own);
+    Py_XDECREF(own);
     Py_XDECREF(gradient);
     return result;
 }
@@ -145,8 +176,12 @@ returned_stash(oomkit_call *call, PyObject *loss)
     int result;
 
     call->grads.stashing = 1;
-    if (call->slice_index == 0 && oomkit_stash_assume(call, &call->assumed) < 0) {
-        return -1;
+    if (call->slice_index == 0) {
+        int half = call->step->half ? 1 : oomkit_graph_has_half(call->st, loss);
+        if (half < 0 || oomkit_stash_assume(call, &call->assumed) < 0) {
+            return -1;
+        }
+        call->step->half = half;
     }
     if (call->assumed == 1.0) {
         return returned_backward(call, loss, NULL);
@@ -159,6 +194,13 @@ returned_stash(oomkit_call *call, PyObject *loss)
     result = gradient == NULL ? -1 : returned_backward(call, loss, gradient);
     Py_XDECREF(gradient);
     return result;
+}
+
+/* A row per sample: its backward comes later, but who takes part in it is asked now. */
+static int
+returned_defer(oomkit_call *call, PyObject *loss)
+{
+    return call->slice_index == 0 ? oomkit_strangers_meet(call, loss) : 0;
 }
 
 /* The loss of this micro-batch's result, when it needs backward: 1 and *loss (owned);
@@ -214,7 +256,11 @@ oomkit_returned_micro(oomkit_call *call, PyObject *result)
             state = returned_differs(call);
         } else {
             call->returned = kind;
-            state = scalar ? returned_stash(call, loss) : 0;
+            state = oomkit_hooks_loss(call, loss);
+            if (state == 0) {
+                state =
+                    scalar ? returned_stash(call, loss) : returned_defer(call, loss);
+            }
         }
     }
     Py_DECREF(loss);

@@ -281,6 +281,25 @@ oomkit_rng_moved(oomkit_call *call)
     return same < 0 ? -1 : !same;
 }
 
+int
+oomkit_rng_drawn(oomkit_state *st, const oomkit_rng *before, const oomkit_rng *after)
+{
+    Py_ssize_t i, n = before->others == NULL ? 0 : PyList_GET_SIZE(before->others);
+    int same = 1;
+
+    if (before->cpu_state == NULL || after->cpu_state == NULL ||
+        before->random_state != NULL || before->numpy_state != NULL ||
+        n != (after->others == NULL ? 0 : PyList_GET_SIZE(after->others))) {
+        return 1;
+    }
+    same = rng_same(st, before->cpu_state, after->cpu_state);
+    for (i = 0; same == 1 && i < n; i++) {
+        same = rng_same(st, PyTuple_GET_ITEM(PyList_GET_ITEM(before->others, i), 1),
+                        PyTuple_GET_ITEM(PyList_GET_ITEM(after->others, i), 1));
+    }
+    return same < 0 ? -1 : !same;
+}
+
 void
 oomkit_rng_free(oomkit_rng *rng)
 {

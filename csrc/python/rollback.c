@@ -85,7 +85,8 @@ grads_put_copy(oomkit_call *call, Py_ssize_t i, int in_place)
 
 /* May moved gradients be set aside? Only when a single backward was interrupted, so
  * that each moved leaf holds exactly one contribution of the whole batch, and when the
- * replay will draw the same random numbers and normalise alike. */
+ * replay will draw the same random numbers and normalise alike. A backward inside that
+ * one (reentrant checkpoint) may have brought a part of what comes to a shared leaf. */
 static int
 grads_may_set_aside(oomkit_call *call, const uint8_t *states, const uint32_t *steps)
 {
@@ -93,6 +94,7 @@ grads_may_set_aside(oomkit_call *call, const uint8_t *states, const uint32_t *st
 
     if (call->split || call->grads.no_aside || !call->backward_failed ||
         call->backwards != 0 || call->grads.aside != NULL ||
+        call->st->engine_runs != call->grads.engine_runs + 1 ||
         oomkit_buffers_moved(call) != 0 || oomkit_rng_moved(call) != 0) {
         return 0;
     }

@@ -1,6 +1,7 @@
 /* Finding participants: arguments, the attributes of a bound object, closure and
  * globals that the code names, and the functions that it calls in turn. */
 #include "participants.h"
+#include "step.h"
 #include "tensor.h"
 
 #define CALLED_DEPTH 3     /* functions called by functions of the step */
@@ -203,7 +204,9 @@ search_named(search *s, PyObject *container, PyObject *key, PyObject *value,
         return depth > 0 ? search_function(s, value, depth - 1) : 0;
     }
     if (PyObject_TypeCheck(value, (PyTypeObject *)s->st->step_type)) {
-        return 0; /* another decorated step finds its own participants */
+        /* Called inside this one, another decorated step is a function like any other.
+         */
+        return depth > 0 ? search_function(s, step_CAST(value)->func, depth - 1) : 0;
     }
     Py_INCREF(value);
     result = search_value(s, value, OBJECT_DEPTH);

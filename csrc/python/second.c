@@ -42,7 +42,7 @@ is_engine_thread(void)
 int
 oomkit_second_is_running(const oomkit_state *st)
 {
-    return active != NULL || (st->seconds > 0 && is_engine_thread());
+    return active != NULL || (st->seconds != NULL && is_engine_thread());
 }
 
 /* A call of its own for the marks of one list of participants. 0 or -1. */
@@ -55,7 +55,8 @@ oomkit_second_mark(oomkit_second *s, const oomkit_pending *p, oomkit_call *call)
     call->batch.nodes = call->batch.inline_nodes;
     call->batch.rows = -1;
     call->st = s->st;
-    call->step = p->step;
+    /* Released by oomkit_replay_end: another thread's backward may retire `p`. */
+    call->step = (struct oomkit_step *)Py_NewRef((PyObject *)p->step);
     call->options = &p->step->options;
     call->func = p->step->func;
     call->number = p->number;
@@ -85,13 +86,50 @@ second_call(oomkit_second *s, const oomkit_participants *parts)
     return NULL;
 }
 
+static void
+second_take(oomkit_second *s, oomkit_pending *p)
+{
+    p->second = s;
+    p->fired = p->replayed = 0;
+    Py_CLEAR(p->gradient);
+}
+
+static int
+second_has(const oomkit_second *s, const oomkit_pending *p)
+{
+    int i = 0;
+    while (i < s->count && s->armed[i] != p) {
+        i++;
+    }
+    return i < s->count;
+}
+
+void
+oomkit_second_claim(oomkit_pending *p)
+{
+    if (active != NULL && p->second != active && second_has(active, p)) {
+        second_take(active, p);
+    }
+}
+
+/* It is ours no longer; a backward of another thread that waits may come to it. */
+static void
+second_let_go(const oomkit_second *s, oomkit_pending *p)
+{
+    oomkit_second *other = s->st->seconds;
+
+    while (other != NULL && !second_has(other, p)) {
+        other = other->next;
+    }
+    p->second = other;
+    p->fired = 0;
+    Py_CLEAR(p->gradient);
+}
+
 /* One waiting call takes part: it is kept alive, its participants are marked. */
 static int
 second_arm(oomkit_second *s, oomkit_pending *p)
 {
-    if (p->second != NULL || p->retired) {
-        return 0; /* another thread's backward has it */
-    }
     if (s->count == s->room) {
         int room = s->room * 2;
         oomkit_pending **armed =
@@ -114,9 +152,9 @@ second_arm(oomkit_second *s, oomkit_pending *p)
         s->room = room;
     }
     s->armed[s->count++] = (oomkit_pending *)Py_NewRef((PyObject *)p);
-    p->second = s;
-    p->fired = 0;
-    Py_CLEAR(p->gradient);
+    if (p->second == NULL) { /* else another thread's, until this one reaches it */
+        second_take(s, p);
+    }
     if (second_call(s, p->parts) == NULL) {
         oomkit_call *call =
             s->call_count == 0 ? &s->first : PyMem_Malloc(sizeof(*call));
@@ -142,7 +180,8 @@ second_begin(oomkit_second *s, oomkit_state *st)
     s->room = OOMKIT_SECOND_FEW;
     s->outer = active;
     active = s;
-    st->seconds++;
+    s->next = st->seconds;
+    st->seconds = s;
     for (p = st->pendings; p != NULL; p = p->next) {
         if (second_arm(s, p) < 0) {
             return -1;
@@ -165,16 +204,21 @@ static void
 second_end(oomkit_second *s, int finished)
 {
     PyObject *exception = finished ? NULL : oomkit_exception_take(); /* owned */
+    oomkit_second **link = &s->st->seconds;
     int i;
 
     second_exempt_leave(s);
     active = s->outer;
-    s->st->seconds--;
+    while (*link != s) {
+        link = &(*link)->next;
+    }
+    *link = s->next;
     for (i = 0; i < s->call_count; i++) {
         const oomkit_pending *record = NULL; /* of the one whose peak this was */
         int k, n = 0;
         for (k = 0; k < s->count; k++) {
-            if (s->armed[k]->fired && s->armed[k]->parts == s->calls[i]->parts) {
+            if (s->armed[k]->second == s && s->armed[k]->fired &&
+                s->armed[k]->parts == s->calls[i]->parts) {
                 record = s->armed[k];
                 n++;
             }
@@ -186,10 +230,12 @@ second_end(oomkit_second *s, int finished)
     }
     for (i = 0; i < s->count; i++) {
         oomkit_pending *p = s->armed[i];
-        p->second = NULL;
-        Py_CLEAR(p->gradient);
-        if (!p->retired && (p->spent || (p->fired && finished && !s->keep_graph))) {
-            oomkit_pending_retire(p);
+        if (p->second == s) {
+            int done = p->spent || (p->fired && finished && !s->keep_graph);
+            second_let_go(s, p);
+            if (done && !p->retired) {
+                oomkit_pending_retire(p);
+            }
         }
         Py_DECREF(p);
     }
@@ -199,6 +245,7 @@ second_end(oomkit_second *s, int finished)
     }
     Py_CLEAR(s->roots);
     Py_CLEAR(s->inputs);
+    Py_CLEAR(s->loose);
     if (exception != NULL) {
         oomkit_exception_give(exception);
     }
@@ -329,6 +376,23 @@ second_learn(oomkit_second *s, oomkit_pending *p)
     }
 }
 
+/* The caller looks at the gradient of something that was returned beside a loss which
+ * was split. 0, or -1 with SplitError. */
+static int
+second_refuse_watched(const oomkit_pending *p)
+{
+    int watched = oomkit_pending_watched(p);
+
+    if (watched > 0) {
+        oomkit_raise(p->st->SplitError,
+                     "register_hook() or retain_grad() was called on what %U returned "
+                     "beside its loss; it ran in micro-batches, whose gradients do not "
+                     "pass there: do it inside the decorated step",
+                     p->step->options.label);
+    }
+    return watched == 0 ? 0 : -1;
+}
+
 /* The engine has run: losses that were split get their due. 0 or -1. */
 static int
 second_finish(oomkit_second *s)
@@ -342,7 +406,7 @@ second_finish(oomkit_second *s)
     }
     for (i = 0; i < s->count; i++) {
         oomkit_pending *p = s->armed[i];
-        if (!p->fired) {
+        if (p->second != s || !p->fired) {
             continue;
         }
         if (p->kind == OOMKIT_RETURNED_WHOLE) {
@@ -350,6 +414,9 @@ second_finish(oomkit_second *s)
                 second_learn(s, p);
             }
             continue;
+        }
+        if (second_refuse_watched(p) < 0) {
+            return -1;
         }
         again = p->kind == OOMKIT_RETURNED_DEFERRED
                     ? 1

@@ -9,12 +9,15 @@
 
 typedef struct oomkit_second {
     oomkit_state *st;
-    struct oomkit_second *outer;
-    oomkit_pending **armed; /* owned: every waiting call when it began */
-    oomkit_call **calls;    /* marks, one for each list of participants */
+    struct oomkit_second *outer; /* of this thread */
+    struct oomkit_second *next;  /* of any thread, in the state's list */
+    oomkit_pending **armed;      /* owned: every waiting call when it began; those whose
+                                    `second` is this one are its own */
+    oomkit_call **calls;         /* marks, one for each list of participants */
     int count, call_count, room;
     PyObject *roots;  /* owned: what the engine was given, or NULL before it ran */
     PyObject *inputs; /* owned: inputs= of the backward, or NULL */
+    PyObject *loose; /* owned: leaves of the failed graph that nobody marked, or NULL */
     int engine_seen, keep_graph, create_graph;
     int exempt; /* allocations are outside the budget until a gradient arrives */
     oomkit_pending *few_armed[OOMKIT_SECOND_FEW];

@@ -53,10 +53,46 @@ oomkit_second_take_back(oomkit_second *s)
 
 /* --- what was reached --- */
 
+/* The same of one call. */
+static const char *
+refusal_of(const oomkit_second *s, const oomkit_pending *p)
+{
+    uint32_t version;
+    int watched;
+
+    if (p->second != s || p->gradient == NULL) {
+        return "it struck before the gradient had reached the returned loss: return "
+               "the whole loss from the step";
+    }
+    if (p->hooks_inside) {
+        return "the step hangs a hook onto the loss that it returns, which would run "
+               "on what it has made already: call register_hook() where backward() is "
+               "called";
+    }
+    watched = oomkit_pending_watched(p);
+    if (watched < 0) {
+        PyErr_Clear(); /* what cannot be asked may have a hook */
+    }
+    if (watched != 0) {
+        return "register_hook() or retain_grad() was called on what the step returned "
+               "beside its loss, where the gradients of micro-batches do not pass: do "
+               "it inside the step";
+    }
+    if (oomkit_tensor_version(s->st, p->gradient, &version) < 0) {
+        PyErr_Clear(); /* a gradient that cannot be read is not used */
+        version = p->gradient_version + 1;
+    }
+    return version == p->gradient_version
+               ? NULL
+               : "the gradient at the returned loss was changed in place by a "
+                 "backward() that somebody wrote: make a new tensor there";
+}
+
 /* Why the calls that were reached cannot be run again (static text), or NULL. */
 static const char *
 failed_refusal(const oomkit_second *s, PyObject *reached, int paths, int beneath)
 {
+    const char *why = NULL;
     Py_ssize_t i;
 
     if (s->keep_graph || s->create_graph) {
@@ -69,15 +105,11 @@ failed_refusal(const oomkit_second *s, PyObject *reached, int paths, int beneath
                "not pass through the returned loss: return the whole loss from the "
                "step";
     }
-    for (i = 0; i < PyList_GET_SIZE(reached); i++) {
-        const oomkit_pending *p = pending_CAST(PyList_GET_ITEM(reached, i));
-        if (p->second != s || p->gradient == NULL) {
-            return "it struck before the gradient had reached the returned loss: "
-                   "return "
-                   "the whole loss from the step";
-        }
+    for (i = 0; why == NULL && i < PyList_GET_SIZE(reached); i++) {
+        why = refusal_of(s, pending_CAST(PyList_GET_ITEM(reached, i)));
     }
-    return beneath
+    return why != NULL ? why
+           : beneath
                ? "the returned loss was computed from another loss that was returned: "
                  "make one decorated step of both"
                : NULL;
@@ -99,14 +131,16 @@ is_marked(const oomkit_second *s, const PyObject *leaf)
 }
 
 /* A leaf that nobody marked and that has a gradient may hold a part of this batch
- * already: 1, 0 or -1. */
+ * already: 1, 0 or -1. Those without one (a batch that requires grad) are noted. */
 static int
-failed_strangers(const oomkit_second *s)
+failed_strangers(oomkit_second *s)
 {
     PyObject *leaves = PyList_New(0); /* owned */
     int result = leaves == NULL ? -1 : oomkit_graph_leaves(s->st, s->roots, leaves);
     Py_ssize_t i;
 
+    Py_XSETREF(s->loose, PyList_New(0));
+    result = s->loose == NULL ? -1 : result;
     for (i = 0; result == 0 && i < PyList_GET_SIZE(leaves); i++) {
         PyObject *leaf = PyList_GET_ITEM(leaves, i); /* borrowed */
         PyObject *gradient;                          /* owned */
@@ -116,6 +150,9 @@ failed_strangers(const oomkit_second *s)
         gradient = PyObject_GetAttr(leaf, s->st->str_grad);
         result = gradient == NULL ? -1 : gradient != Py_None;
         Py_XDECREF(gradient);
+        if (result == 0) {
+            result = PyList_Append(s->loose, leaf);
+        }
     }
     Py_XDECREF(leaves);
     return result;
@@ -193,7 +230,8 @@ failed_replay_one(oomkit_second *s, oomkit_pending *p, PyObject *exception)
             call = s->calls[i];
         }
     }
-    call->step = p->step; /* calls of the same list are of one site, but be sure */
+    /* Calls of the same list are of one site, but be sure. */
+    Py_SETREF(call->step, (struct oomkit_step *)Py_NewRef((PyObject *)p->step));
     call->options = &p->step->options;
     call->func = p->step->func;
     call->number = p->number;
@@ -210,6 +248,7 @@ failed_replay_one(oomkit_second *s, oomkit_pending *p, PyObject *exception)
         return -1;
     }
     call->backward_failed = call->queued = 1;
+    call->loose = s->loose;
     return oomkit_replay_run(call, p, s->inputs, exception);
 }
 

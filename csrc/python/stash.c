@@ -96,6 +96,9 @@ stash_is_coarse(const oomkit_pending *p)
 {
     Py_ssize_t i;
 
+    if (p->step->half) {
+        return 1;
+    }
     for (i = 0; p->modes.autocast != NULL && i < PyList_GET_SIZE(p->modes.autocast);
          i++) {
         PyObject *pair = PyList_GET_ITEM(p->modes.autocast, i); /* borrowed */

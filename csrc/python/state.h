@@ -101,9 +101,11 @@
     X(str_inputs, "inputs")                                                            \
     X(str_mul_in_place, "mul_")                                                        \
     X(str_backward_hooks, "_backward_hooks")                                           \
+    X(str_retains_grad, "retains_grad")                                                \
     X(str_numel, "numel")                                                              \
     X(str_reshape, "reshape")                                                          \
     X(str_item, "item")                                                                \
+    X(str_input_metadata, "_input_metadata")                                           \
     X(str_next_functions, "next_functions")                                            \
     X(str_close, "close")                                                              \
     X(str_cpu_name, "cpu")                                                             \
@@ -214,12 +216,14 @@
     X(watch_train)         /* oomkit._patches: has torch tell of train() and eval() */ \
     X(predict_update)      /* oomkit.optim: bytes that a first step needs */           \
     X(refusal)             /* oomkit._nodes.Refusal: results that refuse a gradient */ \
-    X(split_loss)    /* oomkit._second: gives the loss of a split call its node */     \
-    X(modes_then)    /* oomkit._second: enters autocast as it was */                   \
-    X(saved_pack)    /* oomkit._second: packs a saved tensor into nothing */           \
-    X(saved_unpack)  /* oomkit._second: says that the graph was given back */          \
-    X(uneven_labels) /* oomkit._diagnose: have slices unequal shares of labels? */     \
-    X(verification)  /* oomkit._diagnose: the class that compares three runs */
+    X(split_loss)     /* oomkit._second: gives the loss of a split call its node */    \
+    X(modes_then)     /* oomkit._second: enters autocast as it was */                  \
+    X(saved_pack)     /* oomkit._second: packs a saved tensor into nothing */          \
+    X(saved_unpack)   /* oomkit._second: says that the graph was given back */         \
+    X(tolerance)      /* oomkit._diagnose: what rounding explains in a loss */         \
+    X(replay_differs) /* oomkit._diagnose: losses of a replay beside the call's */     \
+    X(uneven_labels)  /* oomkit._diagnose: have slices unequal shares of labels? */    \
+    X(verification)   /* oomkit._diagnose: the class that compares three runs */
 
 typedef struct oomkit_state {
 #define DECLARE_STRING(field, text) PyObject *field;                  /* owned */
@@ -243,8 +247,10 @@ typedef struct oomkit_state {
     int bound;               /* state_bind has succeeded */
     int withheld_ready;      /* torch's helpers accept that gradients are withheld */
     int backward_patched;    /* our hook is installed */
+    uint64_t engine_runs;    /* of autograd that write to .grad, nested ones too */
     struct oomkit_pending *pendings; /* borrowed: losses that wait for their backward */
-    int seconds; /* backwards running as the second half of a call, on any thread */
+    struct oomkit_second *seconds;   /* borrowed: backwards running as the second half
+                                        of a call, on any thread */
 } oomkit_state;
 
 extern struct PyModuleDef oomkit_module_def;

@@ -201,6 +201,35 @@ meet_refuse(oomkit_call *call, PyObject *leaf)
     return -1;
 }
 
+/* Was this leaf in the graph that is run again, and without a gradient? What it gets in
+ * the micro-batches adds up as it did there. A parameter may have more beside it. */
+static int
+meet_is_loose(const oomkit_call *call, PyObject *leaf)
+{
+    Py_ssize_t i = 0, n = call->loose == NULL ? 0 : PyList_GET_SIZE(call->loose);
+
+    while (i < n && PyList_GET_ITEM(call->loose, i) != leaf) {
+        i++;
+    }
+    return i < n && !PyObject_TypeCheck(leaf, (PyTypeObject *)call->st->Parameter);
+}
+
+int
+oomkit_strangers_loose_drop(oomkit_call *call)
+{
+    Py_ssize_t i;
+    int result = 0;
+
+    for (i = 0; call->loose != NULL && i < PyList_GET_SIZE(call->loose) && result == 0;
+         i++) {
+        PyObject *leaf = PyList_GET_ITEM(call->loose, i); /* borrowed */
+        if (meet_is_loose(call, leaf)) {
+            result = PyObject_SetAttr(leaf, call->st->str_grad, Py_None);
+        }
+    }
+    return result;
+}
+
 /* Before a backward of the first micro-batch of a split call: everything that it will
  * write to must be known. Unknown leaves are noted, and the attempt is given up so that
  * those that outlive it can be taken in; where that was done already they are looked at
@@ -226,6 +255,9 @@ oomkit_strangers_meet(oomkit_call *call, PyObject *roots)
     restart = restart && alone && n > 0 && call->restarts < OOMKIT_RESTARTS;
     for (i = 0; i < n && result == 0; i++) {
         PyObject *leaf = PyList_GET_ITEM(found, i); /* borrowed */
+        if (meet_is_loose(call, leaf)) {
+            continue;
+        }
         if (restart) {
             result = leaves_add(&call->strangers, leaf, -1);
         } else {

@@ -244,7 +244,9 @@ tx_restore_gradients(oomkit_call *call, PyObject **message)
 {
     const char *why = NULL;
     PyObject *which = NULL; /* owned */
-    int result = oomkit_grads_restore(call, &why, &which);
+    int result = oomkit_strangers_loose_drop(call) < 0
+                     ? -1
+                     : oomkit_grads_restore(call, &why, &which);
 
     if (result == 1) {
         PyObject *name = oomkit_describe_tensor(call, which); /* owned */

@@ -13,6 +13,7 @@ typedef struct oomkit_loss {
     unsigned char bytes[8];
     uint32_t size;    /* of the bytes; 0 without */
     PyObject *tensor; /* owned, or NULL */
+    uint32_t version; /* of the tensor, where it is no copy */
 } oomkit_loss;
 
 /* What a site knows of its losses, and what it has said. */
@@ -33,6 +34,11 @@ typedef struct oomkit_losses {
     int64_t seen;          /* micro-batches in `sum` */
     int counts_items;      /* num_items_in_batch was passed, so the loss is a sum */
     int is_sum;            /* micro-batches weigh 1 */
+    int said;              /* that they are of another kind */
+    double made, scale;    /* of a replay: the losses by their weights, the largest */
+    double tolerance;      /* what rounding explains there */
+    int64_t replayed;      /* micro-batches in `made` */
+    int32_t dtype;         /* of their losses */
     PyObject *verification; /* owned while a verification runs: backwards are withheld
                                and told to it */
 } oomkit_losses;
@@ -80,6 +86,22 @@ oomkit_losses_learn(struct oomkit_call *call, int64_t rows);
 
 void
 oomkit_loss_site_clear(oomkit_loss_site *site);
+
+/* The value of a loss that is returned, where that costs little. */
+void
+oomkit_loss_take(oomkit_state *st, PyObject *tensor, oomkit_loss *loss);
+void
+oomkit_loss_drop(oomkit_loss *loss);
+
+/* The loss of a micro-batch of a call that is run again. 0 or -1. */
+int
+oomkit_losses_replay(struct oomkit_call *call, PyObject *root);
+
+/* All of them are there: do they make the loss that the call had? Said if not; `noise`:
+ * random numbers or batch statistics are in it. 0, or -1 (a warning that is an error).
+ */
+int
+oomkit_losses_replayed(struct oomkit_call *call, const oomkit_loss *loss, int noise);
 
 /* --- verify.c --- */
 

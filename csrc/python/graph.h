@@ -1,0 +1,36 @@
+/* Walking an autograd graph; between graph.c, graph_free.c and graph_watch.c. */
+#ifndef OOMKIT_PYTHON_GRAPH_H
+#define OOMKIT_PYTHON_GRAPH_H
+
+#include "pending.h"
+
+/* The waiting loss that this node made, or NULL. Borrowed; *failed on an error. */
+oomkit_pending *
+oomkit_node_pending(oomkit_state *st, PyObject *node, int *failed);
+
+/* Appends the nodes that `node` leads to. 0 or -1. */
+int
+oomkit_node_follow(oomkit_state *st, PyObject *node, PyObject *work);
+
+int
+oomkit_node_is_leaf(PyObject *node);
+
+/* The nodes of the roots (tensors; of a GradientEdge its node) into `work`. *leaves is
+ * set when a root is a leaf itself. 0 or -1. */
+int
+oomkit_roots_nodes(oomkit_state *st, PyObject *roots, PyObject *work, int *leaves);
+
+/* What to do at a node: 1 go on behind it, 0 do not, -1 with an exception. */
+typedef int (*oomkit_node_visitor)(oomkit_state *st, PyObject *node, void *context);
+
+/* Every node once. 0 or -1. *leaves as in oomkit_roots_nodes. */
+int
+oomkit_graph_walk(oomkit_state *st, PyObject *roots, oomkit_node_visitor visit,
+                  void *context, int *leaves);
+
+/* oomkit_graph_reach, which also appends the nodes of what is reached. */
+int
+oomkit_graph_reach_nodes(oomkit_state *st, PyObject *roots, PyObject *reached,
+                         PyObject *nodes, int *paths);
+
+#endif

@@ -1,0 +1,298 @@
+/* What a waiting call holds: its arguments, and an eye on what it has returned.
+ *
+ * It is owned by the graph of the loss, which the collector does not see: whatever
+ * leads back to that loss must not be held by a strong reference, or both stay for
+ * ever. */
+#include "pending.h"
+#include "step.h"
+#include "tree.h"
+
+#define WEAK_ARGUMENTS 64 /* bits in pending->weak */
+
+/* --- arguments --- */
+
+/* Is one of the values of a dictionary `loss` or `result`? */
+static int
+dict_leads_to(PyObject *dict, PyObject *loss, PyObject *result, int depth)
+{
+    PyObject *key, *value; /* borrowed from dict */
+    Py_ssize_t at = 0;
+
+    while (PyDict_Next(dict, &at, &key, &value)) {
+        if (value == loss || value == result ||
+            (depth > 0 && PyDict_CheckExact(value) &&
+             dict_leads_to(value, loss, result, depth - 1))) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* Did the step put its loss into this argument (batch.loss = loss)? 1, 0 or -1. */
+static int
+argument_leads_to(oomkit_state *st, PyObject *argument, PyObject *loss,
+                  PyObject *result)
+{
+    PyObject *dict; /* owned */
+    int leads;
+
+    if (loss == NULL || oomkit_is_plain(argument) ||
+        oomkit_tensor_check(st, argument) || PyDict_CheckExact(argument) ||
+        PyList_CheckExact(argument) || PyTuple_CheckExact(argument) ||
+        PyFunction_Check(argument) ||
+        (Py_TYPE(argument)->tp_flags & Py_TPFLAGS_HEAPTYPE) == 0) {
+        return 0;
+    }
+    dict = PyObject_GenericGetDict(argument, NULL);
+    if (dict == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return -1;
+        }
+        PyErr_Clear(); /* no dictionary: nothing was put into it */
+        return 0;
+    }
+    leads = dict_leads_to(dict, loss, result, 1);
+    Py_DECREF(dict);
+    return leads;
+}
+
+/* Argument i by a weak reference. 1, 0 where its type has none, or -1. */
+static int
+argument_weakly(oomkit_pending *p, Py_ssize_t i, PyObject *argument)
+{
+    p->args[i] = PyWeakref_NewRef(argument, NULL);
+    if (p->args[i] != NULL) {
+        p->weak |= UINT64_C(1) << i;
+        return 1;
+    }
+    if (!PyErr_ExceptionMatches(PyExc_TypeError)) {
+        return -1;
+    }
+    PyErr_Clear(); /* no weak references to it: held as it is */
+    return 0;
+}
+
+int
+oomkit_pending_arguments(oomkit_pending *p, const oomkit_call *call, PyObject *loss,
+                         PyObject *result)
+{
+    Py_ssize_t i, total = call->batch.total, skip = call->step->skip;
+
+    p->args = PyMem_Calloc((size_t)total + 1, sizeof(PyObject *));
+    if (p->args == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    p->total = total;
+    for (i = 0; i < total; i++) {
+        int weakly =
+            i < skip ? 1 : argument_leads_to(call->st, call->args[i], loss, result);
+        if (weakly > 0 && i < WEAK_ARGUMENTS) {
+            weakly = argument_weakly(p, i, call->args[i]);
+        }
+        if (weakly < 0) {
+            return -1;
+        }
+        if (p->args[i] == NULL) {
+            p->args[i] = Py_NewRef(call->args[i]);
+        }
+    }
+    p->nargsf = call->nargsf & ~PY_VECTORCALL_ARGUMENTS_OFFSET;
+    p->kwnames = Py_XNewRef(call->kwnames);
+    return 0;
+}
+
+int
+oomkit_pending_strong(oomkit_pending *p)
+{
+    Py_ssize_t i, at = 0;
+
+    for (i = 0; i < p->total && p->weak != 0; i++) {
+        PyObject *object; /* owned, then by p */
+        if ((p->weak & UINT64_C(1) << i) != 0) {
+            object = oomkit_reference_get(p->args[i]);
+            if (object == NULL) {
+                return 1;
+            }
+            p->weak &= ~(UINT64_C(1) << i);
+            Py_SETREF(p->args[i], object);
+            if (i >= p->step->skip) {
+                Py_SETREF(p->batch.nodes[at].object, Py_NewRef(object));
+            }
+        }
+        at = oomkit_node_end(&p->batch, at);
+    }
+    return 0;
+}
+
+/* --- containers --- */
+
+static PyObject *
+copy_node(oomkit_batch *batch, Py_ssize_t *at);
+
+/* The children of a node, with their keys in a dictionary, else in a list. */
+static PyObject *
+copy_children(oomkit_batch *batch, Py_ssize_t *at, Py_ssize_t children, int keyed)
+{
+    PyObject *made = keyed ? PyDict_New() : PyList_New(children); /* owned */
+    Py_ssize_t i;
+
+    for (i = 0; made != NULL && i < children; i++) {
+        PyObject *key = batch->nodes[*at].key;  /* borrowed from the node */
+        PyObject *value = copy_node(batch, at); /* owned, stolen by a list */
+        if (value == NULL || (keyed && PyDict_SetItem(made, key, value) < 0)) {
+            Py_CLEAR(made);
+        }
+        if (made != NULL && !keyed) {
+            PyList_SET_ITEM(made, i, Py_NewRef(value));
+        }
+        Py_XDECREF(value);
+    }
+    return made;
+}
+
+/* The value of a node, containers as they were at the call; the node holds that one
+ * from here. New reference or NULL. */
+static PyObject *
+copy_node(oomkit_batch *batch, Py_ssize_t *at)
+{
+    oomkit_node *node = &batch->nodes[(*at)++];
+    PyObject *made; /* owned */
+
+    if (node->kind != OOMKIT_NODE_DICT && node->kind != OOMKIT_NODE_LIST &&
+        node->kind != OOMKIT_NODE_TUPLE) {
+        return Py_NewRef(node->object);
+    }
+    made = copy_children(batch, at, node->children, node->kind == OOMKIT_NODE_DICT);
+    if (made != NULL && node->kind == OOMKIT_NODE_TUPLE) {
+        made = oomkit_tuple_like(node->object, made);
+    }
+    if (made != NULL) {
+        Py_SETREF(node->object, Py_NewRef(made));
+    }
+    return made;
+}
+
+/* Can something be put into it, or into what is in it? */
+static int
+node_is_open(const oomkit_batch *batch, Py_ssize_t at)
+{
+    Py_ssize_t end = oomkit_node_end(batch, at);
+
+    while (at < end && batch->nodes[at].kind != OOMKIT_NODE_DICT &&
+           batch->nodes[at].kind != OOMKIT_NODE_LIST) {
+        at++;
+    }
+    return at < end;
+}
+
+int
+oomkit_pending_containers(oomkit_pending *p)
+{
+    Py_ssize_t i, at = 0;
+
+    for (i = 0; i < p->total; i++) {
+        Py_ssize_t next = oomkit_node_end(&p->batch, at);
+        if (i < WEAK_ARGUMENTS && (p->weak & UINT64_C(1) << i) != 0) {
+            Py_SETREF(p->batch.nodes[at].object, Py_NewRef(Py_None)); /* meanwhile */
+        } else if (node_is_open(&p->batch, at)) {
+            PyObject *made = copy_node(&p->batch, &at); /* owned, then by p */
+            if (made == NULL) {
+                return -1;
+            }
+            Py_SETREF(p->args[i], made);
+        }
+        at = next;
+    }
+    return 0;
+}
+
+/* --- results --- */
+
+/* Has the tensor a hook, or retain_grad()? 1, 0 or -1. */
+static int
+other_is_watched(oomkit_state *st, PyObject *tensor)
+{
+    int hooks = oomkit_hooks_of(tensor, st->str_backward_hooks);
+    PyObject *retains; /* owned */
+
+    if (hooks != 0) {
+        return hooks;
+    }
+    retains = PyObject_GetAttr(tensor, st->str_retains_grad);
+    if (retains == NULL) {
+        return -1;
+    }
+    Py_DECREF(retains);
+    return retains == Py_True;
+}
+
+/* One value beside the loss. 0 or -1. */
+static int
+others_add(oomkit_pending *p, PyObject *value, PyObject *loss)
+{
+    oomkit_tensor_facts facts;
+    PyObject *ref; /* owned */
+    int watched, result;
+
+    if (value == loss || !oomkit_tensor_check(p->st, value)) {
+        return 0;
+    }
+    if (oomkit_tensor_facts_get(p->st, value, 0, &facts) < 0) {
+        return -1;
+    }
+    if (!facts.requires_grad || facts.is_leaf) {
+        return 0;
+    }
+    watched = other_is_watched(p->st, value);
+    if (watched != 0) { /* by the step itself, which would do so again */
+        return watched < 0 ? -1 : 0;
+    }
+    if (p->others == NULL && (p->others = PyList_New(0)) == NULL) {
+        return -1;
+    }
+    ref = PyWeakref_NewRef(value, NULL);
+    result = ref == NULL ? -1 : PyList_Append(p->others, ref);
+    Py_XDECREF(ref);
+    return result;
+}
+
+int
+oomkit_pending_others(oomkit_pending *p, PyObject *result, PyObject *loss)
+{
+    PyObject *key, *value; /* borrowed from result */
+    Py_ssize_t i, at = 0;
+    int status = 0;
+
+    if (PyTuple_Check(result) || PyList_Check(result)) {
+        for (i = 0; status == 0 && i < PySequence_Fast_GET_SIZE(result); i++) {
+            value = PySequence_Fast_GET_ITEM(result, i);
+            status = PyDict_Check(value) ? oomkit_pending_others(p, value, loss)
+                                         : others_add(p, value, loss);
+        }
+        return status;
+    }
+    while (status == 0 && PyDict_Check(result) &&
+           PyDict_Next(result, &at, &key, &value)) {
+        status = others_add(p, value, loss);
+    }
+    return status;
+}
+
+int
+oomkit_pending_watched(const oomkit_pending *p)
+{
+    Py_ssize_t i;
+    int watched = 0;
+
+    for (i = 0; p->others != NULL && i < PyList_GET_SIZE(p->others) && watched == 0;
+         i++) {
+        PyObject *tensor = oomkit_reference_get(PyList_GET_ITEM(p->others, i)); /* owned
+                                                                                 */
+        if (tensor != NULL) {
+            watched = other_is_watched(p->st, tensor);
+            Py_DECREF(tensor);
+        }
+    }
+    return watched;
+}
