@@ -294,3 +294,18 @@ def test_a_caller_who_looks_at_another_gradient(watch: str, k: int) -> None:
         with pytest.raises(oomkit.OomkitError, match="register_hook.. or retain_grad"):
             loss.backward()
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_backward_in_inference_mode(k: int) -> None:
+    model, x, y = world()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    step = oomkit.auto_batch(loss_of(model), accumulation_steps=k)
+    for _ in range(2):
+        loss = step(x, y) / 2
+        with torch.inference_mode(), inject_oom(nth=6, phase="backward"):
+            loss.backward()
+    got = grads(model)
+    assert not any(g is None or g.is_inference() for g in got)
+    assert close([None if g is None else g - 1 for g in got], plain())

@@ -172,3 +172,21 @@ def test_a_loss_whose_backward_is_done_is_nobodys() -> None:
                 raised += not isinstance(error, oomkit.OomkitError)
         assert waiting.requires_grad
     assert raised > 0
+
+
+def test_a_running_sum_of_many_losses() -> None:
+    def total(model: Net, step: Any) -> torch.Tensor:
+        losses = [step(x[: 3 + i % 5], y[: 3 + i % 5]) / 40 for i in range(40)]
+        value = losses[0]
+        for loss in losses[1:]:
+            value = value + loss
+        return value
+
+    want, x, y = world()
+    total(want, loss_of(want)).backward()
+    for nth in (1, 30, 60):
+        model, _, _ = world()
+        root = total(model, oomkit.auto_batch(loss_of(model)))
+        with inject_oom(nth=nth, phase="backward") as fault:
+            root.backward()
+        assert fault.fired and close(grads(model), grads(want))

@@ -147,6 +147,7 @@ typedef struct oomkit_call {
     uint64_t signature;
     int has_signature;
     uint64_t number; /* of the call at its site */
+    uint64_t record; /* of its record in the ring, once it is there */
 
     /* a loss that is returned */
     oomkit_returned returned;

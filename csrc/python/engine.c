@@ -347,6 +347,7 @@ engine_end(oomkit_call *call, PyObject *result)
     }
     oomkit_call_merge_window(call);
     oomkit_call_record(call, &record);
+    call->record = oomkit_ring_count(call->step->ring);
     oomkit_ring_push(call->step->ring, &record);
     if (needs_backward) {
         needs_backward = oomkit_pending_wanted(call->st, result);

@@ -2,7 +2,8 @@
  * reaches them. */
 #include "graph.h"
 
-#define NEAR 16    /* nodes between a root and its losses whose bytes are few */
+#define NEAR 16    /* nodes between a root and its losses whose bytes are few ... */
+#define EACH 4     /* ... and as many more for each of them (a running sum) */
 #define WATCHED 96 /* nodes in which oomkit_graph_watch looks for waiting losses */
 
 /* A waiting loss that a backward will pass: its node is to tell the gradient. */
@@ -68,7 +69,9 @@ watch_walk(oomkit_state *st, PyObject *work, int *losses, int *far)
     Py_ssize_t at;
     int result = seen == NULL ? -1 : 0, failed = 0;
 
-    for (at = 0; result == 0 && at < PyList_GET_SIZE(work) && at < WATCHED; at++) {
+    for (at = 0;
+         result == 0 && at < PyList_GET_SIZE(work) && at < WATCHED + EACH * *losses;
+         at++) {
         PyObject *node = PyList_GET_ITEM(work, at); /* borrowed */
         oomkit_pending *p;
         int known = PySet_Contains(seen, node);
@@ -87,7 +90,7 @@ watch_walk(oomkit_state *st, PyObject *work, int *losses, int *far)
         *far |= oomkit_node_is_leaf(node);
         result = failed ? -1 : oomkit_node_follow(st, node, work);
     }
-    *far |= at > NEAR + *losses || at < PyList_GET_SIZE(work);
+    *far |= at > NEAR + EACH * *losses || at < PyList_GET_SIZE(work);
     Py_XDECREF(seen);
     return result;
 }

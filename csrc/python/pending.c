@@ -109,6 +109,15 @@ pending_vectorcall(PyObject *op, PyObject *const *args, size_t nargsf,
             "handed out; call backward() once, or pass retain_graph=True the first "
             "time");
     }
+    if (p->kind != OOMKIT_RETURNED_WHOLE && p->second == NULL &&
+        oomkit_call_current() != NULL) {
+        return oomkit_raise(
+            p->st->SplitError,
+            "backward() of a loss that %U computed in micro-batches was called inside "
+            "another decorated step: call it outside, or make one decorated step of "
+            "both",
+            p->step->options.label);
+    }
     if (p->kind != OOMKIT_RETURNED_WHOLE && p->second == NULL) {
         return oomkit_raise(
             p->st->SplitError,
@@ -183,7 +192,7 @@ pending_new(oomkit_call *call, oomkit_returned kind, PyObject *loss, PyObject *r
     p->parts->refs++;
     p->device = call->device;
     p->number = call->number;
-    p->record = oomkit_ring_count(call->step->ring) - 1; /* pushed just now */
+    p->record = call->record;
     p->signature = call->signature;
     if (oomkit_pending_arguments(p, call, loss, result) < 0 ||
         oomkit_modes_note(call, &p->modes) < 0) {
@@ -204,7 +213,7 @@ pending_new(oomkit_call *call, oomkit_returned kind, PyObject *loss, PyObject *r
     call->param_versions = NULL;
     p->switches = call->switches;
     call->switches = NULL;
-    if (oomkit_pending_containers(p) < 0 || pending_after(p, call) < 0) {
+    if (oomkit_pending_containers(p, loss, result) < 0 || pending_after(p, call) < 0) {
         Py_DECREF(p);
         return NULL;
     }

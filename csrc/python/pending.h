@@ -105,10 +105,10 @@ oomkit_pending_arguments(oomkit_pending *pending, const oomkit_call *call,
 int
 oomkit_pending_strong(oomkit_pending *pending);
 
-/* Dictionaries and lists of the arguments, which the step or its caller may change, as
- * they were at the call. 0 or -1. */
+/* The same for dictionaries and lists that the loss was put into, which know no weak
+ * references: they are held as they were at the call. 0 or -1. */
 int
-oomkit_pending_containers(oomkit_pending *pending);
+oomkit_pending_containers(oomkit_pending *pending, PyObject *loss, PyObject *result);
 
 /* Notes the tensors beside the loss that a gradient may pass. 0 or -1. */
 int

@@ -173,29 +173,38 @@ copy_node(oomkit_batch *batch, Py_ssize_t *at)
     return made;
 }
 
-/* Can something be put into it, or into what is in it? */
+/* Did the step put its loss into one of the dictionaries and lists of an argument? */
 static int
-node_is_open(const oomkit_batch *batch, Py_ssize_t at)
+node_leads_to(const oomkit_batch *batch, Py_ssize_t at, PyObject *loss,
+              PyObject *result)
 {
-    Py_ssize_t end = oomkit_node_end(batch, at);
+    Py_ssize_t i, end = oomkit_node_end(batch, at);
 
-    while (at < end && batch->nodes[at].kind != OOMKIT_NODE_DICT &&
-           batch->nodes[at].kind != OOMKIT_NODE_LIST) {
-        at++;
+    for (; at < end; at++) {
+        PyObject *object = batch->nodes[at].object; /* borrowed from the node */
+        if (PyDict_CheckExact(object) && dict_leads_to(object, loss, result, 0)) {
+            return 1;
+        }
+        for (i = 0; PyList_CheckExact(object) && i < PyList_GET_SIZE(object); i++) {
+            if (PyList_GET_ITEM(object, i) == loss ||
+                PyList_GET_ITEM(object, i) == result) {
+                return 1;
+            }
+        }
     }
-    return at < end;
+    return 0;
 }
 
 int
-oomkit_pending_containers(oomkit_pending *p)
+oomkit_pending_containers(oomkit_pending *p, PyObject *loss, PyObject *result)
 {
     Py_ssize_t i, at = 0;
 
-    for (i = 0; i < p->total; i++) {
+    for (i = 0; i < p->total && loss != NULL; i++) {
         Py_ssize_t next = oomkit_node_end(&p->batch, at);
         if (i < WEAK_ARGUMENTS && (p->weak & UINT64_C(1) << i) != 0) {
             Py_SETREF(p->batch.nodes[at].object, Py_NewRef(Py_None)); /* meanwhile */
-        } else if (node_is_open(&p->batch, at)) {
+        } else if (node_leads_to(&p->batch, at, loss, result)) {
             PyObject *made = copy_node(&p->batch, &at); /* owned, then by p */
             if (made == NULL) {
                 return -1;

@@ -430,15 +430,16 @@ second_finish(oomkit_second *s)
             again = -1;
         }
         if (again < 0 || (again > 0 && second_again(s, p) < 0)) {
+            p->spent = 1; /* a part of its stash may be gone */
             return -1;
         }
     }
     return 0;
 }
 
-PyObject *
-oomkit_second_run(oomkit_state *st, PyObject *original, PyObject *const *args,
-                  size_t nargsf, PyObject *kwnames)
+static PyObject *
+second_protected(oomkit_state *st, PyObject *original, PyObject *const *args,
+                 size_t nargsf, PyObject *kwnames)
 {
     oomkit_second s;
     PyObject *result = NULL; /* owned */
@@ -464,5 +465,23 @@ oomkit_second_run(oomkit_state *st, PyObject *original, PyObject *const *args,
         Py_CLEAR(result);
     }
     second_end(&s, result != NULL);
+    return result;
+}
+
+PyObject *
+oomkit_second_run(oomkit_state *st, PyObject *original, PyObject *const *args,
+                  size_t nargsf, PyObject *kwnames)
+{
+    PyObject *result, *guard; /* owned */
+
+    /* Under inference_mode() the engine works as ever, but a replay records nothing and
+     * copies of gradients would be inference tensors. */
+    if (oomkit_inference_begin(st, 0, &guard) < 0) {
+        return NULL;
+    }
+    result = second_protected(st, original, args, nargsf, kwnames);
+    if (oomkit_inference_end(guard, result == NULL ? -1 : 0) < 0) {
+        Py_CLEAR(result);
+    }
     return result;
 }
