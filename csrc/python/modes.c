@@ -20,31 +20,106 @@ modes_autocast(oomkit_state *st, oomkit_modes *modes, PyObject *type)
     return dtype == NULL ? -1 : oomkit_pairs_add(&modes->autocast, type, dtype);
 }
 
-/* Are the modules that take part in training mode? One bit of each root, mixed. */
+#define SWITCHES 4096 /* reported ones that are kept while losses wait */
+
+/* Forgets what was reported. */
 static int
-modes_training(oomkit_call *call, uint64_t *hash)
+modes_forget(oomkit_state *st)
+{
+    Py_ssize_t n = st->switch_log == NULL ? 0 : PyList_GET_SIZE(st->switch_log);
+
+    st->switches_dropped += (uint64_t)n;
+    return n == 0 ? 0 : PyList_SetSlice(st->switch_log, 0, n, NULL);
+}
+
+int
+oomkit_modes_switch(oomkit_state *st, PyObject *module)
+{
+    PyObject *flag, *ref, *pair = NULL; /* owned */
+    int result = -1;
+
+    if (st->pendings == NULL) {
+        return 0;
+    }
+    if (st->switch_log == NULL && (st->switch_log = PyList_New(0)) == NULL) {
+        return -1;
+    }
+    if (PyList_GET_SIZE(st->switch_log) >= SWITCHES && modes_forget(st) < 0) {
+        return -1;
+    }
+    flag = PyObject_GetAttr(module, st->str_training);
+    ref = flag ? PyWeakref_NewRef(module, NULL) : NULL;
+    pair = ref ? PyTuple_Pack(2, ref, flag) : NULL;
+    if (pair != NULL) {
+        result = PyList_Append(st->switch_log, pair);
+    }
+    Py_XDECREF(flag);
+    Py_XDECREF(ref);
+    Py_XDECREF(pair);
+    return result;
+}
+
+/* Where the log of switches stands for a loss that begins to wait. */
+static int
+modes_training(oomkit_state *st, uint64_t *at)
+{
+    if (st->pendings == NULL && modes_forget(st) < 0) {
+        return -1;
+    }
+    *at = st->switches_dropped +
+          (uint64_t)(st->switch_log == NULL ? 0 : PyList_GET_SIZE(st->switch_log));
+    return 0;
+}
+
+static int
+is_root(const oomkit_call *call, const PyObject *module)
 {
     PyObject *roots = call->parts->roots; /* borrowed */
     Py_ssize_t i;
+    int found = 0;
 
-    *hash = 1;
-    for (i = 0; roots != NULL && i < PyList_GET_SIZE(roots); i++) {
+    for (i = 0; roots != NULL && i < PyList_GET_SIZE(roots) && !found; i++) {
         PyObject *root = oomkit_reference_get(PyList_GET_ITEM(roots, i)); /* owned */
-        PyObject *flag;                                                   /* owned */
-        if (root == NULL ||
-            !PyObject_TypeCheck(root, (PyTypeObject *)call->st->Module)) {
-            Py_XDECREF(root);
-            continue;
-        }
-        flag = PyObject_GetAttr(root, call->st->str_training);
-        Py_DECREF(root);
-        if (flag == NULL) {
-            return -1;
-        }
-        *hash = *hash * 31 + (flag == Py_True);
-        Py_DECREF(flag);
+        found = root == module;
+        Py_XDECREF(root);
     }
-    return 0;
+    return found;
+}
+
+/* Has a module that takes part another flag now than when the loss began to wait? The
+ * first report since then has the old one. 1, 0 or -1. */
+static int
+modes_switched(oomkit_call *call, uint64_t at)
+{
+    oomkit_state *st = call->st;
+    PyObject *seen; /* owned */
+    Py_ssize_t i, n = st->switch_log == NULL ? 0 : PyList_GET_SIZE(st->switch_log);
+    int result = 0;
+
+    if (at < st->switches_dropped) {
+        return 1; /* it cannot be told any more */
+    }
+    seen = PySet_New(NULL);
+    for (i = (Py_ssize_t)(at - st->switches_dropped);
+         seen != NULL && i < n && i < PyList_GET_SIZE(st->switch_log) && result == 0;
+         i++) {
+        PyObject *pair = PyList_GET_ITEM(st->switch_log, i); /* borrowed */
+        PyObject *ref = PyTuple_GET_ITEM(pair, 0);           /* borrowed */
+        PyObject *module = oomkit_reference_get(ref);        /* owned */
+        PyObject *now;                                       /* owned */
+        int known = module == NULL ? 1 : PySet_Contains(seen, ref);
+        if (known == 0 && is_root(call, module)) {
+            now = PySet_Add(seen, ref) < 0 ? NULL
+                                           : PyObject_GetAttr(module, st->str_training);
+            result = now == NULL ? -1 : now != PyTuple_GET_ITEM(pair, 1);
+            Py_XDECREF(now);
+        } else if (known < 0) {
+            result = -1;
+        }
+        Py_XDECREF(module);
+    }
+    Py_XDECREF(seen);
+    return seen == NULL ? -1 : result;
 }
 
 static int
@@ -76,7 +151,7 @@ oomkit_modes_note(oomkit_call *call, oomkit_modes *modes)
         return -1;
     }
     return modes_functions(st, &modes->functions) < 0 ||
-                   modes_training(call, &modes->training) < 0
+                   modes_training(st, &modes->at) < 0
                ? -1
                : 0;
 }
@@ -85,18 +160,18 @@ int
 oomkit_modes_differ(oomkit_call *call, const oomkit_modes *modes, const char **why)
 {
     Py_ssize_t functions;
-    uint64_t training;
+    int switched;
 
     *why = NULL;
-    if (modes_functions(call->st, &functions) < 0 ||
-        modes_training(call, &training) < 0) {
+    switched = modes_switched(call, modes->at);
+    if (switched < 0 || modes_functions(call->st, &functions) < 0) {
         return -1;
     }
     if (functions != modes->functions) {
         *why =
             "the call was made under a torch function mode (`with torch.device(...)` "
             "or the like) that has ended: run backward() inside it";
-    } else if (training != modes->training) {
+    } else if (switched) {
         *why = "a model was switched between train() and eval() after the call and "
                "before its backward(): do it after backward()";
     }

@@ -12,7 +12,7 @@
 typedef struct oomkit_modes {
     PyObject *autocast; /* owned: list of (device type, dtype) that were on, or NULL */
     Py_ssize_t functions; /* torch function modes on the stack */
-    uint64_t training;    /* hash of the training flags of the modules that take part */
+    uint64_t at; /* how many switches of train() and eval() were reported before */
 } oomkit_modes;
 
 struct oomkit_second;
@@ -132,6 +132,9 @@ int
 oomkit_modes_leave(PyObject *stack);
 void
 oomkit_modes_clear(oomkit_modes *modes);
+/* torch is about to set `training` of a module while losses wait. 0 or -1. */
+int
+oomkit_modes_switch(oomkit_state *st, PyObject *module);
 
 /* --- replay.c --- */
 

@@ -206,7 +206,8 @@
     X(generator_set) /* default_generator.set_state, bound */                          \
     X(backward_hook) /* our callable in place of torch.autograd._engine_run_backward   \
                       */                                                               \
-    X(outer_hook)    /* our callable in place of torch.autograd.backward */            \
+    X(switch_log) /* list of (module, flag): train() and eval() while losses wait */   \
+    X(outer_hook) /* our callable in place of torch.autograd.backward */               \
     X(empty_tuple)
 
 /* What the package hands in at import, because it is Python: X(field). */
@@ -242,12 +243,13 @@ typedef struct oomkit_state {
     ptrdiff_t impl_offset;       /* of the TensorImpl pointer in a tensor's object */
     uint64_t structure_generation; /* grows when a module gains a parameter or child */
     int structure_hooked;          /* our registration hooks are installed */
-    int flush_pending;       /* a guard wants the cache emptied at the next call */
-    uint64_t run_peak_bytes; /* highest peak of any step so far (devices) */
-    int bound;               /* state_bind has succeeded */
-    int withheld_ready;      /* torch's helpers accept that gradients are withheld */
-    int backward_patched;    /* our hook is installed */
-    uint64_t engine_runs;    /* of autograd that write to .grad, nested ones too */
+    int flush_pending;         /* a guard wants the cache emptied at the next call */
+    uint64_t run_peak_bytes;   /* highest peak of any step so far (devices) */
+    int bound;                 /* state_bind has succeeded */
+    uint64_t switches_dropped; /* reports that switch_log holds no more */
+    int withheld_ready;        /* torch's helpers accept that gradients are withheld */
+    int backward_patched;      /* our hook is installed */
+    uint64_t engine_runs;      /* of autograd that write to .grad, nested ones too */
     struct oomkit_pending *pendings; /* borrowed: losses that wait for their backward */
     struct oomkit_second *seconds;   /* borrowed: backwards running as the second half
                                         of a call, on any thread */

@@ -8,6 +8,7 @@
  * which oomkit._patches reports: a step that switches nothing pays nothing. */
 #include "call.h"
 #include "errors.h"
+#include "pending.h"
 
 /* torch is about to set `training` of this module. 0 or -1. */
 int
@@ -18,6 +19,9 @@ oomkit_switches_note(oomkit_state *st, PyObject *module)
     PyObject *pair = NULL;                  /* owned */
     int result = -1;
 
+    if (oomkit_modes_switch(st, module) < 0) {
+        return -1;
+    }
     if (call == NULL) {
         return 0;
     }
