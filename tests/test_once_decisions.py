@@ -269,7 +269,6 @@ def test_who_reads_a_parked_gradient_is_told_of_it(guarded: bool, oom: bool) -> 
     with pytest.raises(AttributeError, match="has no attribute 'norm'") as caught:
         run()
     assert any("grad is None" in note for note in caught.value.__notes__)
-
     assert _same(before, w.state())
 
 
