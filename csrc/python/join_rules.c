@@ -186,7 +186,7 @@ oomkit_rules_check_number(const oomkit_rules *r, const oomkit_place *where)
     const oomkit_result_fact *known = oomkit_rules_known(r, where); /* of the site */
 
     if (known == NULL || known->kind == OOMKIT_RESULT_INTEGER || r->rows[0] != 1 ||
-        (where->is_loss && r->one_loss)) {
+        known->rows < 2 || known->size != known->rows) {
         return 0;
     }
     oomkit_place_refuse(
