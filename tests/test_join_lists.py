@@ -98,6 +98,22 @@ def test_texts_and_targets_for_each_row_are_put_together(caplog):
     assert warnings_of(caplog) == []
 
 
+def test_gradients_that_are_put_away_are_not_taken_for_rows():
+    weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    bias = torch.ones((), dtype=torch.float64, requires_grad=True)
+
+    def step(x):
+        (x @ weight + bias).mean().backward()
+        return [weight.grad, bias.grad]
+
+    for whole in (0, 1):
+        call = decorated(step)
+        for _ in range(whole):
+            call(4)
+        with pytest.raises(oomkit.SplitError, match=r"\[0\] is a 'NoneType' and then a 'Tensor'"):
+            call(4, (2, 2))
+
+
 def test_names_that_all_micro_batches_share_are_said(caplog):
     assert decorated(KINDS["names"])(4, (2, 2)) == ["cat", "dog"] * 2
     assert len(warnings_of(caplog)) == 1

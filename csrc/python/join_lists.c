@@ -54,8 +54,9 @@ elements_read(const oomkit_rules *r, PyObject *list, int64_t rows, elements *e)
     return 0;
 }
 
-/* Could these be something else than rows? Numbers and tensors (losses, layers), and
- * texts that are the same for all rows (names of classes). 1, 0 or -1. */
+/* Could these be something else than rows? Numbers and tensors (losses, layers), None
+ * (gradients that are put away), and texts that are the same for all rows (names of
+ * classes). 1, 0 or -1. */
 static int
 is_doubtful(const oomkit_rules *r, PyObject *const *values, PyObject *element)
 {
@@ -63,8 +64,9 @@ is_doubtful(const oomkit_rules *r, PyObject *const *values, PyObject *element)
     int same = 1;
 
     if (!PyUnicode_Check(element)) {
-        return oomkit_tensor_check(r->st, element) || PyFloat_Check(element) ||
-               PyLong_Check(element) || oomkit_is_numpy_number(element);
+        return element == Py_None || oomkit_tensor_check(r->st, element) ||
+               PyFloat_Check(element) || PyLong_Check(element) ||
+               oomkit_is_numpy_number(element);
     }
     for (i = 1; same > 0 && i < r->count; i++) {
         same = PyObject_RichCompareBool(values[0], values[i], Py_EQ);
