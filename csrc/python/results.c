@@ -238,8 +238,8 @@ oomkit_result_is_constant(const oomkit_result_fact *fact, PyObject *value, int64
     long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
 
     *sure = fact != NULL && (fact->varied || fact->calls >= SURE);
-    return fact != NULL && fact->kind == OOMKIT_RESULT_INTEGER && overflow == 0 && fact->value == number &&
-           fact->rows >= rows &&
+    return fact != NULL && fact->kind == OOMKIT_RESULT_INTEGER && overflow == 0 &&
+           fact->value == number && fact->rows >= rows &&
            (fact->changes == 0 ||
             (fact->calls >= OFTEN && fact->changes * 4 <= fact->calls));
 }
@@ -263,7 +263,8 @@ tensor_is_of_whole(const of_whole *w, const oomkit_result_fact *fact, PyObject *
         facts.size != w->total) {
         return 0;
     }
-    return fact == NULL || fact->kind != OOMKIT_RESULT_ARRAY || fact->size == fact->rows;
+    return fact == NULL || fact->kind != OOMKIT_RESULT_ARRAY ||
+           fact->size == fact->rows;
 }
 
 /* The place of such a tensor at `place` or below, as a new str; NULL without an
@@ -281,7 +282,7 @@ find_of_whole(const of_whole *w, PyObject *value, PyObject *place,
     if (place == NULL) {
         return NULL;
     }
-    if (path != NULL && path->depth < OOMKIT_RESULT_DEPTH) {
+    if (path != NULL && depth < OOMKIT_RESULT_DEPTH) {
         inner = *path;
         inner.depth++;
         down = &inner;
@@ -295,7 +296,7 @@ find_of_whole(const of_whole *w, PyObject *value, PyObject *place,
     } else if (depth < OF_WHOLE_DEPTH && PyDict_Check(value)) {
         while (found == NULL && !PyErr_Occurred() &&
                PyDict_Next(value, &at, &key, &item)) {
-            if (down != NULL) {
+            if (down != NULL && depth < OOMKIT_RESULT_DEPTH) {
                 inner.keys[depth] = key;
                 inner.positions[depth] = -1;
             }
@@ -304,10 +305,10 @@ find_of_whole(const of_whole *w, PyObject *value, PyObject *place,
         }
     } else if (depth < OF_WHOLE_DEPTH &&
                (PyTuple_Check(value) || PyList_Check(value))) {
-        for (i = 0; found == NULL && !PyErr_Occurred() &&
-                    i < PySequence_Fast_GET_SIZE(value);
+        for (i = 0;
+             found == NULL && !PyErr_Occurred() && i < PySequence_Fast_GET_SIZE(value);
              i++) {
-            if (down != NULL) {
+            if (down != NULL && depth < OOMKIT_RESULT_DEPTH) {
                 inner.keys[depth] = NULL;
                 inner.positions[depth] = i;
             }
