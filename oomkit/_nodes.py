@@ -67,8 +67,8 @@ class Refusal:
         why = (
             f"a gradient reached {place} of {self._label}, which {what}: the step ran in "
             f"{self._count} micro-batches and their graphs are gone. Compute inside the step "
-            "what needs a gradient, and make it part of the loss; where none is needed, use "
-            f"{place}.detach()"
+            "what needs a gradient, and make it part of the loss (the first of a tuple, or "
+            f"'loss' of a mapping); where none is needed, use {place}.detach()"
         )
         # Whatever holds where the step is called: its own code recorded a graph.
         with torch.inference_mode(False), torch.enable_grad():

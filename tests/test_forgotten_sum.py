@@ -170,3 +170,70 @@ def test_what_is_no_loss_is_not_compared(backward: Callable[[torch.Tensor], None
     step(*_batch())
     with force_slices([4, 4]):
         step(*_batch())
+
+
+# --- a loss that couples the samples, beside that of the whole attempt that failed ---
+
+
+def _contrastive(dropout: float = 0.0, **options: Any) -> Callable[..., Any]:
+    torch.manual_seed(SEED)
+    model = torch.nn.Linear(6, 6).double()
+
+    @oomkit.auto_batch(label="step", **options)
+    def step(x: torch.Tensor) -> None:
+        z = F.normalize(F.dropout(model(x), dropout) if dropout else model(x), dim=1)
+        F.cross_entropy(z @ z.T, torch.arange(len(x))).backward()
+
+    return step
+
+
+def _rows(rows: int = ROWS) -> torch.Tensor:
+    torch.manual_seed(SEED)
+    return torch.randn(rows, 6, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("rows", [ROWS, 64])
+def test_a_contrastive_loss_that_failed_in_its_backward_is_said_once(rows: int) -> None:
+    step = _contrastive()
+    with pytest.warns(oomkit.OomkitWarning, match="step is split.*couples the samples"):
+        with inject_oom(nth=1, phase="backward"):
+            step(_rows(rows))
+    step(_rows(rows))
+
+
+def test_with_random_numbers_nothing_is_concluded() -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with inject_oom(nth=1, phase="backward"):
+            _contrastive(0.1)(_rows(64))  # 0.7 of 4
+    assert not [w for w in said if "couples the samples" in str(w.message)]
+
+
+@pytest.mark.parametrize("verify, match", [(True, "does not have the weighted mean"), (False, "")])
+def test_a_verification_tells_of_it_instead(verify: bool, match: str) -> None:
+    step = _contrastive(verify=verify)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with inject_oom(nth=1, phase="backward"):
+            step(_rows())
+    texts = [str(w.message) for w in said if issubclass(w.category, oomkit.OomkitWarning)]
+    assert [match in text for text in texts] == ([True] if verify else [])
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["mean", "signed"])
+def test_means_are_not_suspected(kind: str, dtype: torch.dtype, dropout: float) -> None:
+    """A mean of signed terms is near 0: its parts give the scale."""
+    torch.manual_seed(SEED)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Dropout(dropout)).to(dtype)
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> None:
+        out = model(x)
+        loss = out.square().mean() if kind == "mean" else (out - out.detach().mean() * 0).mean()
+        loss.backward()
+
+    with inject_oom(nth=1, phase="backward"):
+        step(_rows(64).to(dtype))
+    assert step.records[-1].ooms == 1

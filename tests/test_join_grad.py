@@ -53,7 +53,8 @@ def refused(place, tensor, what="is not part of the returned loss"):
     assert str(caught.value) == (
         f"a gradient reached {place} of train, which {what}: the step ran in 2 micro-batches "
         "and their graphs are gone. Compute inside the step what needs a gradient, and make it "
-        f"part of the loss; where none is needed, use {place}.detach()"
+        "part of the loss (the first of a tuple, or 'loss' of a mapping); where none is needed, "
+        f"use {place}.detach()"
     )
 
 

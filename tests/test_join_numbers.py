@@ -194,10 +194,10 @@ def test_numbers_too_large_to_be_learned():
 
 
 def test_more_keys_than_are_remembered():
-    call = decorated(lambda x: {f"k{i}": i for i in range(20)})
+    call = decorated(lambda x: {f"k{i}": i for i in range(30)})
     call(batch_of())
     got = call(batch_of(), (3, 3))
-    assert [got[f"k{i}"] for i in range(20)] == [i if i < 12 else 2 * i for i in range(20)]
+    assert [got[f"k{i}"] for i in range(30)] == [i if i < 24 else 2 * i for i in range(30)]
 
 
 # --- what is said ---

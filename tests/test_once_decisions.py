@@ -235,6 +235,43 @@ def test_an_error_of_the_step_passes_with_a_note_and_everything_back(error: Any,
     assert _same(before, w.state()) and torch.equal(rng, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("oom", [False, True], ids=["asked", "oom"])
+@pytest.mark.parametrize("guarded", [False, True], ids=["plain", "guarded"])
+def test_who_reads_a_parked_gradient_is_told_of_it(guarded: bool, oom: bool) -> None:
+    w = World()
+
+    def act(x: torch.Tensor) -> float | None:
+        w.optimizer.zero_grad()
+        w.loss(x).backward()
+        norm = None
+        if not guarded or oomkit.current().is_last:
+            norm = w.model.weight.grad.norm().item()
+        w.optimizer.step()
+        return norm
+
+    step = oomkit.auto_batch(
+        act, accumulation_steps=1 if oom else 2, join=lambda results, rows: results[-1]
+    )
+    before = w.state()
+
+    def run() -> float | None:
+        if oom:
+            with inject_oom(nth=1, phase="backward"):
+                return step(w.x)
+        return step(w.x)
+
+    if guarded:
+        norm = run()
+        twin = World()
+        twin.loss(twin.x).backward()
+        assert norm == pytest.approx(twin.model.weight.grad.norm().item(), rel=1e-12)
+        return
+    with pytest.raises(AttributeError, match="has no attribute 'norm'") as caught:
+        run()
+    assert any("grad is None" in note for note in caught.value.__notes__)
+    assert _same(before, w.state())
+
+
 def test_a_scheduler_left_out_for_another_reason_is_refused() -> None:
     w = World()
     scheduler = torch.optim.lr_scheduler.StepLR(w.optimizer, 10)

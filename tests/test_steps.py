@@ -289,9 +289,11 @@ def test_generator_among_the_globals_is_rolled_back() -> None:
     assert torch.equal(drawn[0], drawn[1])
 
 
-def test_methods_find_the_model_on_self() -> None:
-    class Trainer:
+@pytest.mark.parametrize("base", [object, nn.Module], ids=["trainer", "agent"])
+def test_methods_find_the_model_on_self(base: type) -> None:
+    class Trainer(base):  # type: ignore[misc]
         def __init__(self) -> None:
+            super().__init__()
             self.model = MLP()
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
             self.calls = 0

@@ -198,9 +198,11 @@ oomkit_grads_refuse_unexpected(oomkit_call *call)
             call->st->SplitError,
             "auto_batch cannot split this step: the gradient of %U was set by hand, or "
             "by a backward that does not go through torch.autograd, in micro-batch "
-            "%lld of %lld; call backward() on the loss instead, or guard the line with "
-            "`if oomkit.current().is_last:`%s",
+            "%lld of %lld; call backward() on the loss instead%s%s",
             name, (long long)(call->slice_index + 1), (long long)call->slice_count,
+            call->backwards > 0
+                ? ", or guard the line with `if oomkit.current().is_last:`"
+                : "",
             call->ooms > 0 && !call->grads.marked
                 ? "; gradients may hold a part of this batch: call zero_grad() before "
                   "going on"

@@ -231,13 +231,12 @@ rows_alone(const oomkit_rules *r, const oomkit_place *where, PyObject *const *va
 static PyObject *
 join_lists(const oomkit_rules *r, const oomkit_place *where, PyObject *const *values)
 {
+    int rows = r->count == 1 ? 0 : oomkit_lists_are_rows(r, where, values);
     PyObject *joined; /* owned */
     Py_ssize_t i;
 
-    for (i = 0; i < r->count; i++) {
-        if (r->count == 1 || PyList_GET_SIZE(values[i]) != r->rows[i]) {
-            return join_elements(r, where, values);
-        }
+    if (rows <= 0) {
+        return rows < 0 ? NULL : join_elements(r, where, values);
     }
     joined = PyList_New(0);
     for (i = 0; joined != NULL && i < r->count; i++) {
@@ -300,6 +299,9 @@ oomkit_join_place(const oomkit_rules *r, const oomkit_place *where,
     }
     if (oomkit_is_numpy_array(first) || oomkit_is_numpy_number(first)) {
         return oomkit_join_numpy(r, where, values);
+    }
+    if (oomkit_is_shape(first)) {
+        return r->count == 1 ? Py_NewRef(first) : oomkit_join_shapes(r, where, values);
     }
     if (Py_EnterRecursiveCall(" while joining results")) {
         return NULL;

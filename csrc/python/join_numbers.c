@@ -1,5 +1,7 @@
-/* Joining numbers: floats and integers of Python. */
+/* Joining numbers: floats and integers of Python, and the shapes of tensors. */
 #include "join_rules.h"
+
+#include <string.h>
 
 /* Is it a figure that the update in the last micro-batch has changed: as it was in all
  * others, as it is in the last? 1, 0 or -1. */
@@ -35,10 +37,9 @@ oomkit_join_floats(const oomkit_rules *r, const oomkit_place *where,
     int updated = where->is_loss ? 0 : is_updated(r, values);
     Py_ssize_t i;
 
-    if (updated < 0) {
+    if (updated < 0 || oomkit_rules_check_number(r, where) < 0) {
         return NULL;
     }
-
     for (i = 0; i < r->count; i++) {
         value = PyFloat_AsDouble(values[i]);
         if (value == -1.0 && PyErr_Occurred()) {
@@ -96,17 +97,20 @@ oomkit_join_integers(const oomkit_rules *r, const oomkit_place *where,
                      PyObject *const *values)
 {
     PyObject *sum; /* owned */
-    int constant = integers_are_constant(r, where, values);
-    int updated = is_updated(r, values);
+    int constant, updated;
     Py_ssize_t i;
 
+    if (oomkit_rules_check_number(r, where) < 0) {
+        return NULL;
+    }
+    constant = integers_are_constant(r, where, values);
+    updated = constant < 0 ? -1 : is_updated(r, values);
     if (updated > 0) {
         return oomkit_place_say(r, where, "taken from the last micro-batch") < 0
                    ? NULL
                    : Py_NewRef(values[r->count - 1]);
     }
-    if (updated < 0 || constant < 0 ||
-        oomkit_place_say(r, where, constant ? "kept" : "added") < 0) {
+    if (updated < 0 || oomkit_place_say(r, where, constant ? "kept" : "added") < 0) {
         return NULL;
     }
     sum = Py_NewRef(values[0]);
@@ -114,4 +118,59 @@ oomkit_join_integers(const oomkit_rules *r, const oomkit_place *where,
         Py_SETREF(sum, PyNumber_Add(sum, values[i]));
     }
     return sum;
+}
+
+int
+oomkit_is_shape(PyObject *value)
+{
+    return PyTuple_Check(value) && strcmp(Py_TYPE(value)->tp_name, "torch.Size") == 0;
+}
+
+/* Is element i the number of rows of each micro-batch? */
+static int
+sizes_are_rows(const oomkit_rules *r, PyObject *const *values, Py_ssize_t i)
+{
+    Py_ssize_t k;
+    for (k = 0; k < r->count; k++) {
+        if (PyLong_AsLongLong(PyTuple_GET_ITEM(values[k], i)) != r->rows[k]) {
+            return 0;
+        }
+    }
+    return !PyErr_Occurred();
+}
+
+PyObject *
+oomkit_join_shapes(const oomkit_rules *r, const oomkit_place *where,
+                   PyObject *const *values)
+{
+    Py_ssize_t size = PyTuple_GET_SIZE(values[0]), dim = (Py_ssize_t)r->options->dim, i;
+    PyObject *list, *joined; /* owned */
+
+    dim += dim < 0 ? size : 0;
+    for (i = 1; i < r->count; i++) {
+        if (PyTuple_GET_SIZE(values[i]) != size) {
+            return oomkit_place_differs(r, where, values[0], values[i]);
+        }
+    }
+    if (dim < 0 || dim >= size || !sizes_are_rows(r, values, dim)) {
+        return PyErr_Occurred() ? NULL : oomkit_join_equal(r, where, values);
+    }
+    for (i = 1; i < r->count * size; i++) {
+        Py_ssize_t k = i / size, j = i % size;
+        if (j != dim &&
+            PyObject_RichCompareBool(PyTuple_GET_ITEM(values[0], j),
+                                     PyTuple_GET_ITEM(values[k], j), Py_EQ) != 1) {
+            return PyErr_Occurred()
+                       ? NULL
+                       : oomkit_place_differs(r, where, values[0], values[k]);
+        }
+    }
+    list = PySequence_List(values[0]);
+    if (list == NULL || PyList_SetItem(list, dim, PyLong_FromLongLong(r->total)) < 0) {
+        Py_XDECREF(list);
+        return NULL;
+    }
+    joined = PyObject_CallOneArg((PyObject *)Py_TYPE(values[0]), list);
+    Py_DECREF(list);
+    return joined;
 }

@@ -162,14 +162,39 @@ oomkit_rules_may_be_norm(const oomkit_rules *r, const oomkit_place *where)
 const oomkit_result_fact *
 oomkit_rules_known(const oomkit_rules *r, const oomkit_place *where)
 {
-    if (r->site == NULL || !r->rows_sure ||
-        (where->outer != NULL && where->outer->outer != NULL)) {
+    oomkit_result_path path = {0};
+    const oomkit_place *outer;
+    int i;
+
+    for (outer = where; outer->outer != NULL; outer = outer->outer) {
+        path.depth++;
+    }
+    if (r->site == NULL || !r->rows_sure || path.depth > OOMKIT_RESULT_DEPTH) {
         return NULL;
     }
-    /* A named tuple's field has a name here, and is known by its number. */
-    return oomkit_result_known(
-        r->site, where->key,
-        where->outer == NULL || where->key != NULL ? -1 : where->number);
+    for (i = path.depth - 1; i >= 0; i--, where = where->outer) {
+        /* A named tuple's field has a name here, and is known by its number. */
+        path.keys[i] = where->key;
+        path.positions[i] = where->key != NULL ? -1 : where->number;
+    }
+    return oomkit_result_known(r->site, &path);
+}
+
+int
+oomkit_rules_check_number(const oomkit_rules *r, const oomkit_place *where)
+{
+    const oomkit_result_fact *known = oomkit_rules_known(r, where); /* of the site */
+
+    if (known == NULL || known->kind == OOMKIT_RESULT_INTEGER || r->rows[0] != 1 ||
+        known->rows < 2 || known->size != known->rows) {
+        return 0;
+    }
+    oomkit_place_refuse(
+        r, where,
+        PyUnicode_FromString("is a single number in micro-batches of one row, where "
+                             "whole calls returned rows: name the dimension that "
+                             "squeeze() takes out, or give min_micro_batch=2"));
+    return -1;
 }
 
 /* The last word of the name, as in "global_step" and "epoch". */
@@ -207,11 +232,46 @@ oomkit_error_is_no_answer(const oomkit_state *st)
 
 /* --- everything else --- */
 
-/* Values that have no rule of their own must be the same or equal. */
+/* Types of which equal values are one value, and none could count rows. */
+static int
+is_plain_value(PyObject *value)
+{
+    static const char *const libraries[] = {"torch.", "numpy.", "datetime."};
+    const char *name = Py_TYPE(value)->tp_name;
+    size_t i;
+
+    if (PyUnicode_Check(value) || PyBytes_Check(value) || PyLong_Check(value) ||
+        PyComplex_Check(value) || PyAnySet_Check(value)) {
+        return 1;
+    }
+    if ((Py_TYPE(value)->tp_flags & Py_TPFLAGS_HEAPTYPE) == 0) {
+        for (i = 0; i < sizeof(libraries) / sizeof(libraries[0]); i++) {
+            if (strncmp(name, libraries[i], strlen(libraries[i])) == 0) {
+                return 1;
+            }
+        }
+    }
+    return PyObject_HasAttrString((PyObject *)Py_TYPE(value), "__fspath__");
+}
+
+/* Equal? 1, 0 also when == has no single answer, as for arrays, or -1. */
+static int
+values_are_equal(const oomkit_rules *r, PyObject *a, PyObject *b)
+{
+    int same = PyObject_RichCompareBool(a, b, Py_EQ);
+    if (same < 0 && oomkit_error_is_no_answer(r->st)) {
+        PyErr_Clear(); /* no answer: told by the caller, with the place */
+        return 0;
+    }
+    return same;
+}
+
+/* Values that have no rule of their own must be the same, or equal plain ones. */
 PyObject *
 oomkit_join_equal(const oomkit_rules *r, const oomkit_place *where,
                   PyObject *const *values)
 {
+    int plain = is_plain_value(values[0]);
     Py_ssize_t i;
 
     for (i = 1; i < r->count; i++) {
@@ -219,15 +279,19 @@ oomkit_join_equal(const oomkit_rules *r, const oomkit_place *where,
         if (!Py_IS_TYPE(values[i], Py_TYPE(values[0]))) {
             return oomkit_place_differs(r, where, values[0], values[i]);
         }
-        same = PyObject_RichCompareBool(values[0], values[i], Py_EQ);
-        if (same < 0) {
-            if (!oomkit_error_is_no_answer(r->st)) {
-                return NULL;
-            }
-            PyErr_Clear(); /* == has no single answer, as for arrays */
+        if (values[i] == values[0]) {
+            continue;
         }
+        same = values_are_equal(r, values[0], values[i]);
         if (same <= 0) {
-            return oomkit_place_differs(r, where, values[0], values[i]);
+            return same < 0 ? NULL
+                            : oomkit_place_differs(r, where, values[0], values[i]);
+        }
+        if (!plain) { /* equal halves of a batch may be no equal of the whole */
+            return oomkit_place_refuse(
+                r, where,
+                PyUnicode_FromFormat("is a '%.200s', which has no rule",
+                                     Py_TYPE(values[0])->tp_name));
         }
     }
     return Py_NewRef(values[0]);

@@ -1,5 +1,6 @@
 /* Joining the values at one place of the results; between join.c, join_rules.c,
- * join_numbers.c, join_tensors.c, join_numpy.c, keep.c and loss.c. */
+ * join_numbers.c, join_tensors.c, join_memory.c, join_lists.c, join_numpy.c, keep.c and
+ * loss.c. */
 #ifndef OOMKIT_PYTHON_JOIN_RULES_H
 #define OOMKIT_PYTHON_JOIN_RULES_H
 
@@ -113,6 +114,51 @@ oomkit_join_integers(const oomkit_rules *r, const oomkit_place *where,
 PyObject *
 oomkit_join_tensors(const oomkit_rules *r, const oomkit_place *where,
                     PyObject *const *values);
+
+/* The shape of a tensor? */
+int
+oomkit_is_shape(PyObject *value);
+
+/* Of shapes: the rows added, the other sizes must agree. */
+PyObject *
+oomkit_join_shapes(const oomkit_rules *r, const oomkit_place *where,
+                   PyObject *const *values);
+
+/* Did whole calls return rows here, of which a micro-batch of one row left a single
+ * number? -1 with SplitError then, else 0. */
+int
+oomkit_rules_check_number(const oomkit_rules *r, const oomkit_place *where);
+
+/* --- join_memory.c --- */
+
+/* The tensors of one place in all micro-batches. */
+typedef struct oomkit_column {
+    int required;   /* some required grad */
+    int moved;      /* some were written to after their micro-batch */
+    int same;       /* one object */
+    PyObject *leaf; /* borrowed from the marks: all are this leaf, or NULL */
+    int shared;     /* two have their first element at the same address */
+    int all_shared; /* all do */
+} oomkit_column;
+
+/* What the marks and the addresses tell. 0 or -1. */
+int
+oomkit_column_read(const oomkit_rules *r, PyObject *const *values,
+                   oomkit_column *column);
+
+/* Why these, which have the sizes of rows, are none: static text, or NULL (with an
+ * exception on failure: check). */
+const char *
+oomkit_column_refusal(const oomkit_rules *r, PyObject *const *values,
+                      const oomkit_column *column);
+
+/* --- join_lists.c --- */
+
+/* Has each of these lists an element for each row of its micro-batch? 1, 0 or -1. What
+ * only may be so is said once. */
+int
+oomkit_lists_are_rows(const oomkit_rules *r, const oomkit_place *where,
+                      PyObject *const *values);
 
 /* --- join.c --- */
 

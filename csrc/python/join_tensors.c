@@ -231,86 +231,6 @@ join_slices(const oomkit_rules *r, const oomkit_place *where, PyObject *const *v
                          "generates until it is done; pad to a fixed length");
 }
 
-/* --- the same memory in several micro-batches --- */
-
-typedef struct tensor_column {
-    int required;        /* some required grad */
-    int moved;           /* some were written to after their micro-batch */
-    int same;            /* one object */
-    PyObject *leaf;      /* borrowed from the marks: all are this leaf, or NULL */
-    int overwritten;     /* two share their first element, and were written to */
-    int all_overwritten; /* all do */
-} tensor_column;
-
-/* The address of the first element, or NULL (with an exception: check). */
-static void *
-tensor_address(const oomkit_rules *r, PyObject *tensor)
-{
-    PyObject *number =
-        PyObject_CallMethodNoArgs(tensor, r->st->str_data_ptr); /* owned */
-    void *address;
-
-    if (number == NULL) {
-        if (oomkit_error_is_no_answer(r->st)) {
-            PyErr_Clear(); /* a tensor without memory of its own */
-        }
-        return NULL;
-    }
-    address = PyLong_AsVoidPtr(number);
-    Py_DECREF(number);
-    return address;
-}
-
-static int
-column_addresses(const oomkit_rules *r, PyObject *const *values, tensor_column *column)
-{
-    Py_ssize_t i, k, pairs = 0;
-    void **at = PyMem_New(void *, (size_t)r->count); /* owned */
-
-    if (at == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (i = 0; i < r->count; i++) {
-        at[i] = tensor_address(r, values[i]);
-        for (k = 0; k < i; k++) {
-            pairs += at[i] != NULL && at[i] == at[k];
-        }
-    }
-    PyMem_Free(at);
-    column->overwritten = pairs > 0;
-    column->all_overwritten = pairs == r->count * (r->count - 1) / 2;
-    return PyErr_Occurred() ? -1 : 0;
-}
-
-/* What the marks tell. 0 or -1. */
-static int
-column_read(const oomkit_rules *r, PyObject *const *values, tensor_column *column)
-{
-    Py_ssize_t i;
-
-    *column = (tensor_column){.same = r->count > 1};
-    for (i = 0; i < r->count; i++) {
-        uint32_t version;
-        oomkit_kept kept;
-        int found = oomkit_kept_get(r->marks, r->first + i, values[i], &kept);
-        if (found < 0) {
-            return -1;
-        }
-        column->same = column->same && values[i] == values[0];
-        column->required |= kept.required;
-        column->leaf = i == 0 || kept.leaf == column->leaf ? kept.leaf : NULL;
-        if (!found || kept.leaf != NULL || r->first + i == r->batches - 1) {
-            continue;
-        }
-        if (oomkit_tensor_version(r->st, values[i], &version) < 0) {
-            return -1;
-        }
-        column->moved |= version != kept.version;
-    }
-    return column->moved && r->count > 1 ? column_addresses(r, values, column) : 0;
-}
-
 /* --- joining --- */
 
 /* Rows in a second dimension as well: of micro-batches alike in size, blocks of a
@@ -337,7 +257,8 @@ squares_judge(const oomkit_rules *r, const oomkit_place *where, PyObject *const 
     if (square < 2 || r->rows[0] < 2) {
         return 0;
     }
-    if (known != NULL && known->is_tensor && known->rows != r->rows[0]) {
+    if (known != NULL && known->kind == OOMKIT_RESULT_ARRAY &&
+        known->rows != r->rows[0]) {
         if (known->shape == hash) {
             return 0; /* the other sizes stayed while the rows changed */
         }
@@ -358,48 +279,51 @@ squares_judge(const oomkit_rules *r, const oomkit_place *where, PyObject *const 
         "if it compares the rows with each other, the whole batch's is another one");
 }
 
-static PyObject *
-join_column(const oomkit_rules *r, const oomkit_place *where, PyObject *const *values,
-            const tensor_column *column)
-{
-    const oomkit_result_fact *known; /* borrowed from the site */
-    int scalars = 1, slices = 1, squares;
-    int32_t dtype = -1;
-    Py_ssize_t i, ragged = 0;
-    uint64_t hash = 0;
+/* What the tensors of a place look like in all micro-batches. */
+typedef struct column_sizes {
+    int scalars, slices; /* all have no dimension; all have the rows in front */
+    int32_t dtype;       /* a floating one where there is one */
+    Py_ssize_t ragged;   /* the first that differs from values[0] in its other sizes */
+    uint64_t hash;       /* of values[0] */
+    int64_t size;        /* of values[0] in the dimension of the rows */
+} column_sizes;
 
+static int
+sizes_read(const oomkit_rules *r, const oomkit_place *where, PyObject *const *values,
+           column_sizes *sizes)
+{
+    Py_ssize_t i;
+
+    *sizes = (column_sizes){.scalars = 1, .slices = 1, .dtype = -1};
     for (i = 0; i < r->count; i++) {
         oomkit_tensor_facts facts;
         if (oomkit_tensor_facts_get(r->st, values[i], r->options->dim, &facts) < 0) {
-            return NULL;
+            return -1;
         }
-        scalars = scalars && (facts.ndim == 0 || (where->is_loss && r->one_loss));
-        slices = slices && facts.size == r->rows[i];
-        dtype = i == 0 || !dtype_is_floating(dtype) ? facts.dtype : dtype;
-        hash = i == 0 ? facts.shape_hash : hash;
-        ragged = ragged == 0 && facts.shape_hash != hash ? i : ragged;
+        if (i == 0) {
+            sizes->hash = facts.shape_hash;
+            sizes->size = facts.size;
+        }
+        sizes->scalars =
+            sizes->scalars && (facts.ndim == 0 || (where->is_loss && r->one_loss));
+        sizes->slices = sizes->slices && facts.size == r->rows[i];
+        if (i == 0 || !dtype_is_floating(sizes->dtype)) {
+            sizes->dtype = facts.dtype;
+        }
+        if (sizes->ragged == 0 && facts.shape_hash != sizes->hash) {
+            sizes->ragged = i;
+        }
     }
-    known = oomkit_rules_known(r, where);
-    if (slices && known != NULL && known->is_tensor && known->size != known->rows) {
-        slices = 0; /* a size of its own that the micro-batch's rows happen to have */
-    }
-    if (slices && column->overwritten) {
-        return refuse_shapes(r, where, values, r->count - 1,
-                             "in memory that a later micro-batch wrote over: return a "
-                             "clone() of it");
-    }
-    if (column->same || column->all_overwritten) {
-        /* What the step keeps and returns every time: it is as the last one left it. */
-        return oomkit_place_say(r, where, "kept") < 0 ? NULL
-                                                      : Py_NewRef(values[r->count - 1]);
-    }
-    if (scalars) {
-        return join_scalars(r, where, values, dtype);
-    }
-    if (slices) {
-        squares = ragged > 0 ? 0 : squares_judge(r, where, values, known, hash);
-        return squares < 0 ? NULL : join_slices(r, where, values, ragged);
-    }
+    return 0;
+}
+
+/* Tensors of a size of their own must be equal. */
+static PyObject *
+join_constants(const oomkit_rules *r, const oomkit_place *where,
+               PyObject *const *values, const oomkit_result_fact *known, int64_t size)
+{
+    Py_ssize_t i;
+
     for (i = 1; i < r->count; i++) {
         int equal = tensors_equal(r, values[0], values[i]);
         if (equal < 0) {
@@ -411,7 +335,63 @@ join_column(const oomkit_rules *r, const oomkit_place *where, PyObject *const *v
                                  "fetched inside the step: fetch it outside)");
         }
     }
+    if (known != NULL && known->rows > r->rows[0] &&
+        known->size * r->rows[0] == size * known->rows && size > 0) {
+        return refuse_shapes(r, where, values, r->count - 1,
+                             "so many for each row as whole calls returned: rows that "
+                             "were flattened together with another dimension");
+    }
     return oomkit_place_say(r, where, "kept") < 0 ? NULL : Py_NewRef(values[0]);
+}
+
+static PyObject *
+join_rows(const oomkit_rules *r, const oomkit_place *where, PyObject *const *values,
+          const oomkit_result_fact *known, const column_sizes *sizes)
+{
+    if (sizes->ragged == 0 && squares_judge(r, where, values, known, sizes->hash) < 0) {
+        return NULL;
+    }
+    return join_slices(r, where, values, sizes->ragged);
+}
+
+static PyObject *
+join_column(const oomkit_rules *r, const oomkit_place *where, PyObject *const *values,
+            const oomkit_column *column)
+{
+    const oomkit_result_fact *known = oomkit_rules_known(r, where); /* of the site */
+    column_sizes sizes;
+
+    if (sizes_read(r, where, values, &sizes) < 0) {
+        return NULL;
+    }
+    if (known != NULL && known->kind != OOMKIT_RESULT_ARRAY) {
+        known = NULL;
+    }
+    if (known != NULL && known->size != known->rows) {
+        sizes.slices =
+            0; /* its own size, which the micro-batch's rows happen to have */
+    }
+    if (sizes.slices && !(column->same && !column->moved)) {
+        const char *refusal = oomkit_column_refusal(r, values, column); /* static */
+        if (refusal != NULL) {
+            return refuse_shapes(r, where, values, r->count - 1, refusal);
+        }
+        if (PyErr_Occurred()) {
+            return NULL;
+        }
+    }
+    if (column->same || (column->moved && column->all_shared)) {
+        /* What the step keeps and returns every time: it is as the last one left it. */
+        return oomkit_place_say(r, where, "kept") < 0 ? NULL
+                                                      : Py_NewRef(values[r->count - 1]);
+    }
+    if (sizes.scalars) {
+        return oomkit_rules_check_number(r, where) < 0
+                   ? NULL
+                   : join_scalars(r, where, values, sizes.dtype);
+    }
+    return sizes.slices ? join_rows(r, where, values, known, &sizes)
+                        : join_constants(r, where, values, known, sizes.size);
 }
 
 /* The joined tensor as one that requires grad and raises when a gradient reaches it.
@@ -443,11 +423,11 @@ PyObject *
 oomkit_join_tensors(const oomkit_rules *r, const oomkit_place *where,
                     PyObject *const *values)
 {
-    tensor_column column;
+    oomkit_column column;
     int open_loss;
     PyObject *joined; /* owned, stolen by refuse_gradient() */
 
-    if (column_read(r, values, &column) < 0) {
+    if (oomkit_column_read(r, values, &column) < 0) {
         return NULL;
     }
     open_loss = where->is_loss && !r->parked; /* its caller will run backward */

@@ -6,7 +6,9 @@
 
 #include <math.h>
 
-#define NEAR 0.2  /* relative distance at which two losses are of the same kind */
+#define NEAR 0.2    /* relative distance at which two losses are of the same kind */
+#define EQUAL 0.005 /* at which two of the same batch are the same loss */
+#define EQUAL_HALF 0.02
 #define EARLY 64  /* copies on a device: calls 1, 2, 4 ... up to this, then every so */
 #define FLOAT16 5 /* c10::ScalarType */
 #define FLOAT32 6
@@ -209,9 +211,9 @@ losses_value(oomkit_state *st, const oomkit_loss *loss, int32_t dtype)
 }
 
 static int
-near(double value, double wanted)
+near(double value, double wanted, double limit)
 {
-    return fabs(value - wanted) <= NEAR * fabs(wanted);
+    return fabs(value - wanted) <= limit * fabs(wanted);
 }
 
 /* The whole loss, and how many times it a sum over this batch's rows would be. NaN when
@@ -232,7 +234,7 @@ losses_whole(const oomkit_call *call, int32_t dtype, double *rows_factor)
     }
     whole = losses_value(call->st, &site->whole, dtype);
     before = losses_value(call->st, &site->before, dtype);
-    return near(before, whole) ? whole : NAN;
+    return near(before, whole, NEAR) ? whole : NAN;
 }
 
 /* Nothing to compare with, as when memory ran out in the very first forward or losses
@@ -252,11 +254,53 @@ losses_unknown(oomkit_call *call)
         call->st->log, "warning", "sO",
         "oomkit: the loss of %s is taken for a mean over samples: there are no whole "
         "losses to compare it with; pass reduction=\"mean\" or reduction=\"sum\" to "
-        "say "
-        "which it is, or verify=True to have it checked",
+        "say which it is, or verify=True to have it checked",
         options->label);
     Py_XDECREF(done);
     return done == NULL ? -1 : 0;
+}
+
+/* Does nothing else tell of a loss that the slices do not make up? */
+static int
+losses_are_unverified(const oomkit_call *call)
+{
+    return call->options->verify < 0 && call->returned == OOMKIT_RETURNED_NOTHING &&
+           !oomkit_verify_wanted(call) && !call->step->losses.labels_said;
+}
+
+/* How near losses of the same batch must be: random numbers and batch statistics make a
+ * difference anyway. Negative on failure. */
+static double
+losses_limit(oomkit_call *call, int32_t dtype)
+{
+    int noisy = oomkit_buffers_norm_training(call);
+
+    noisy = noisy == 0 ? oomkit_rng_moved(call) : noisy;
+    if (noisy != 0) {
+        return noisy < 0 ? -1.0 : NEAR;
+    }
+    return dtype_size(dtype) == 2 ? EQUAL_HALF : EQUAL;
+}
+
+/* The whole loss of this very batch, in the attempt that failed, beside that of its
+ * micro-batches: where they differ, the samples depend on each other. 0 or -1. */
+static int
+losses_judge_coupled(oomkit_call *call, double whole, double limit)
+{
+    const oomkit_losses *l = &call->losses;
+    double joined = l->is_sum ? l->sum : l->mean;
+
+    if (fabs(joined - whole) <= limit * fmax(fabs(whole), l->largest)) {
+        return 0;
+    }
+    return PyErr_WarnFormat(
+        call->st->OomkitWarning, 4,
+        "oomkit: %U is split, and the losses of the micro-batches do not make up that "
+        "of the whole batch, which ran out of memory in its backward: a loss that "
+        "couples the samples of a batch (contrastive, in-batch negatives, batch "
+        "statistics) cannot be split exactly; for a mean over something other than "
+        "rows (tokens, classes) pass weight= to auto_batch",
+        call->options->label);
 }
 
 /* All losses of the split batch are known and the last backward has not run: a sum or a
@@ -265,7 +309,7 @@ static int
 losses_judge(oomkit_call *call, int32_t dtype)
 {
     oomkit_losses *l = &call->losses;
-    double factor, whole = losses_whole(call, dtype, &factor);
+    double factor, whole = losses_whole(call, dtype, &factor), limit = NEAR;
     int is_sum, is_mean, same_batch = l->whole.size != 0 || l->whole.tensor != NULL;
 
     call->step->losses.compared = 1;
@@ -273,8 +317,14 @@ losses_judge(oomkit_call *call, int32_t dtype)
     if (!isfinite(whole) || whole == 0.0 || !isfinite(l->sum)) {
         return losses_unknown(call);
     }
-    is_sum = near(l->sum, whole * factor);
-    is_mean = near(l->mean, whole);
+    if (same_batch && (limit = losses_limit(call, dtype)) < 0.0) {
+        return -1;
+    }
+    is_sum = near(l->sum, whole * factor, limit);
+    is_mean = near(l->mean, whole, limit);
+    if (limit < NEAR && is_sum == is_mean && losses_are_unverified(call)) {
+        return losses_judge_coupled(call, whole, limit);
+    }
     if (is_sum == is_mean) {
         return losses_unknown(call);
     }
@@ -320,7 +370,7 @@ losses_compare(oomkit_call *call, PyObject *root)
 {
     oomkit_losses *l = &call->losses;
     oomkit_tensor_facts facts;
-    double value;
+    double value, by_rows;
 
     if (call->step->losses.compared || call->rowwise || call->options->weight != NULL ||
         call->weights == NULL || l->seen != call->slice_index) {
@@ -330,9 +380,10 @@ losses_compare(oomkit_call *call, PyObject *root)
         return -1;
     }
     value = losses_item(call->st, root);
+    by_rows = (double)call->slices[call->slice_index].length / (double)call->batch.rows;
     l->sum += value;
-    l->mean += value * (double)call->slices[call->slice_index].length /
-               (double)call->batch.rows;
+    l->mean += value * by_rows;
+    l->largest = fmax(l->largest, fabs(value) * (l->is_sum ? 1.0 : by_rows));
     l->seen++;
     return l->seen == call->slice_count ? losses_judge(call, facts.dtype) : 0;
 }

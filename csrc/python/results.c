@@ -5,25 +5,38 @@
 #define SAID_LIMIT 512 /* keys made anew at every step must not fill the memory */
 
 static int
-fact_is_at(const oomkit_result_fact *fact, PyObject *key, Py_ssize_t position)
+fact_is_at(const oomkit_result_fact *fact, const oomkit_result_path *path)
 {
-    if (key == NULL || fact->key == NULL) {
-        return key == NULL && fact->key == NULL && fact->position == position;
+    int i;
+    if (fact->path.depth != path->depth) {
+        return 0;
     }
-    /* Both are exact str: comparing them runs no Python code. */
-    return fact->key == key || PyUnicode_Compare(fact->key, key) == 0;
+    for (i = path->depth - 1; i >= 0; i--) { /* the outermost differ least */
+        PyObject *key = path->keys[i], *known = fact->path.keys[i]; /* borrowed */
+        if (key == NULL || known == NULL) {
+            if (key != known || fact->path.positions[i] != path->positions[i]) {
+                return 0;
+            }
+        } else if (key != known && PyUnicode_Compare(key, known) != 0) {
+            return 0; /* both are exact str: comparing them runs no Python code */
+        }
+    }
+    return 1;
 }
 
 const oomkit_result_fact *
-oomkit_result_known(const oomkit_result_site *site, PyObject *key, Py_ssize_t position)
+oomkit_result_known(const oomkit_result_site *site, const oomkit_result_path *path)
 {
     int i;
-    if (key != NULL && !PyUnicode_CheckExact(key)) {
-        return NULL;
+    for (i = 0; i < path->depth; i++) {
+        if (path->keys[i] != NULL && !PyUnicode_CheckExact(path->keys[i])) {
+            return NULL;
+        }
     }
     for (i = 0; i < site->count; i++) {
-        if (fact_is_at(&site->facts[i], key, position)) {
-            return &site->facts[i];
+        const oomkit_result_fact *fact = &site->facts[(site->next + i) % site->count];
+        if (fact_is_at(fact, path)) {
+            return fact;
         }
     }
     return NULL;
@@ -31,21 +44,29 @@ oomkit_result_known(const oomkit_result_site *site, PyObject *key, Py_ssize_t po
 
 /* The fact of a place, made anew where there is room; NULL where there is none. */
 static oomkit_result_fact *
-fact_get(oomkit_result_site *site, PyObject *key, Py_ssize_t position, int is_tensor)
+fact_get(oomkit_result_site *site, const oomkit_result_path *path,
+         oomkit_result_kind kind)
 {
-    oomkit_result_fact *fact =
-        (oomkit_result_fact *)oomkit_result_known(site, key, position);
+    oomkit_result_fact *fact = (oomkit_result_fact *)oomkit_result_known(site, path);
+    int i;
 
     if (fact == NULL) {
-        if (site->count == OOMKIT_RESULT_FACTS ||
-            (key != NULL && !PyUnicode_CheckExact(key))) {
+        if (site->count == OOMKIT_RESULT_FACTS) {
             return NULL;
         }
+        for (i = 0; i < path->depth; i++) {
+            if (path->keys[i] != NULL && !PyUnicode_CheckExact(path->keys[i])) {
+                return NULL;
+            }
+        }
         fact = &site->facts[site->count++];
-        *fact = (oomkit_result_fact){
-            .key = Py_XNewRef(key), .position = position, .is_tensor = is_tensor};
+        *fact = (oomkit_result_fact){.path = *path, .kind = kind};
+        for (i = 0; i < path->depth; i++) {
+            Py_XINCREF(fact->path.keys[i]);
+        }
     }
-    return fact->is_tensor == is_tensor ? fact : NULL;
+    site->next = (int)(fact - site->facts) + 1;
+    return fact->kind == kind ? fact : NULL;
 }
 
 static void
@@ -95,9 +116,35 @@ fact_shape(oomkit_state *st, oomkit_result_fact *fact, PyObject *tensor,
     }
 }
 
+/* An array of numpy by its buffer, which runs no Python code. */
 static void
-learn_value(oomkit_state *st, oomkit_result_site *site, PyObject *key,
-            Py_ssize_t position, PyObject *value, int64_t rows, int64_t dim)
+learn_array(oomkit_result_site *site, const oomkit_result_path *path, PyObject *array,
+            int64_t rows, int64_t dim)
+{
+    oomkit_result_fact *fact;
+    Py_buffer view;
+    Py_ssize_t i;
+
+    if (PyObject_GetBuffer(array, &view, PyBUF_STRIDED_RO) < 0) {
+        PyErr_Clear(); /* of dates: only noted, so nothing is known of it */
+        return;
+    }
+    dim = dim < 0 ? dim + view.ndim : dim;
+    if (dim >= 0 && dim < view.ndim &&
+        (fact = fact_get(site, path, OOMKIT_RESULT_ARRAY)) != NULL) {
+        fact->rows = rows;
+        fact->size = view.shape[dim];
+        fact->square = 0;
+        for (i = 0; i < view.ndim; i++) {
+            fact->square |= i != dim && view.shape[i] == rows;
+        }
+    }
+    PyBuffer_Release(&view);
+}
+
+static void
+learn_value(oomkit_state *st, oomkit_result_site *site, const oomkit_result_path *path,
+            PyObject *value, int64_t rows, int64_t dim)
 {
     oomkit_result_fact *fact;
     oomkit_tensor_facts facts;
@@ -105,16 +152,67 @@ learn_value(oomkit_state *st, oomkit_result_site *site, PyObject *key,
     if (PyLong_CheckExact(value)) {
         int overflow;
         long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
-        fact = overflow != 0 ? NULL : fact_get(site, key, position, 0);
+        fact = overflow != 0 ? NULL : fact_get(site, path, OOMKIT_RESULT_INTEGER);
         if (fact != NULL) {
             fact_integer(fact, number, rows);
         }
-    } else if (Py_IS_TYPE(value, (PyTypeObject *)st->Tensor) &&
-               facts_get(st, value, dim, &facts) && facts.ndim > 0) {
-        fact = fact_get(site, key, position, 1);
+    } else if (Py_IS_TYPE(value, (PyTypeObject *)st->Tensor)) {
+        fact = facts_get(st, value, dim, &facts) && facts.ndim > 0
+                   ? fact_get(site, path, OOMKIT_RESULT_ARRAY)
+                   : NULL;
         if (fact != NULL) {
             fact_shape(st, fact, value, &facts, rows, dim);
         }
+    } else if (PyList_CheckExact(value)) {
+        fact = fact_get(site, path, OOMKIT_RESULT_LIST);
+        if (fact != NULL) {
+            fact->rows = rows;
+            fact->size = PyList_GET_SIZE(value);
+        }
+    } else if (strcmp(Py_TYPE(value)->tp_name, "numpy.ndarray") == 0) {
+        learn_array(site, path, value, rows, dim);
+    }
+}
+
+static int
+is_container(PyObject *value)
+{
+    return PyDict_Check(value) || PyTuple_Check(value) || PyList_Check(value);
+}
+
+/* The value at `path`, and what is in it. */
+static void
+learn_from(oomkit_state *st, oomkit_result_site *site, const oomkit_result_path *path,
+           PyObject *value, int64_t rows, int64_t dim)
+{
+    oomkit_result_path inner = *path;
+    PyObject *key, *item; /* borrowed from value */
+    Py_ssize_t position = 0, i;
+
+    learn_value(st, site, path, value, rows, dim);
+    if (path->depth == OOMKIT_RESULT_DEPTH || !is_container(value)) {
+        return;
+    }
+    inner.depth++;
+    if (PyDict_Check(value)) {
+        for (i = 0;
+             i < OOMKIT_RESULT_FACTS && PyDict_Next(value, &position, &key, &item);
+             i++) {
+            inner.keys[path->depth] = key;
+            inner.positions[path->depth] = -1;
+            learn_from(st, site, &inner, item, rows, dim);
+        }
+        return;
+    }
+    if (PySequence_Fast_GET_SIZE(value) > OOMKIT_RESULT_FACTS) {
+        return; /* rows rather than places */
+    }
+    for (i = 0; i < PySequence_Fast_GET_SIZE(value); i++) {
+        inner.keys[path->depth] = NULL;
+        inner.positions[path->depth] = i;
+        item = PyList_Check(value) ? PyList_GET_ITEM(value, i)
+                                   : PyTuple_GET_ITEM(value, i);
+        learn_from(st, site, &inner, item, rows, dim);
     }
 }
 
@@ -122,24 +220,10 @@ void
 oomkit_result_learn_from(oomkit_state *st, oomkit_result_site *site, PyObject *result,
                          int64_t rows, int64_t dim)
 {
-    PyObject *key, *value; /* borrowed from result */
-    Py_ssize_t position = 0, i;
+    oomkit_result_path path = {0};
 
-    if (PyDict_Check(result)) {
-        while (PyDict_Next(result, &position, &key, &value)) {
-            learn_value(st, site, key, -1, value, rows, dim);
-        }
-        return;
-    }
-    if (!PyTuple_Check(result) && !PyList_Check(result)) {
-        learn_value(st, site, NULL, -1, result, rows, dim);
-        return;
-    }
-    for (i = 0; i < PySequence_Fast_GET_SIZE(result) && i < OOMKIT_RESULT_FACTS; i++) {
-        value = PyList_Check(result) ? PyList_GET_ITEM(result, i)
-                                     : PyTuple_GET_ITEM(result, i);
-        learn_value(st, site, NULL, i, value, rows, dim);
-    }
+    site->next = 0;
+    learn_from(st, site, &path, result, rows, dim);
 }
 
 #define SURE 3 /* whole calls that gave one number */
@@ -154,8 +238,8 @@ oomkit_result_is_constant(const oomkit_result_fact *fact, PyObject *value, int64
     long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
 
     *sure = fact != NULL && (fact->varied || fact->calls >= SURE);
-    return fact != NULL && !fact->is_tensor && overflow == 0 && fact->value == number &&
-           fact->rows >= rows &&
+    return fact != NULL && fact->kind == OOMKIT_RESULT_INTEGER && overflow == 0 &&
+           fact->value == number && fact->rows >= rows &&
            (fact->changes == 0 ||
             (fact->calls >= OFTEN && fact->changes * 4 <= fact->calls));
 }
@@ -179,42 +263,59 @@ tensor_is_of_whole(const of_whole *w, const oomkit_result_fact *fact, PyObject *
         facts.size != w->total) {
         return 0;
     }
-    return fact == NULL || !fact->is_tensor || fact->size == fact->rows;
+    return fact == NULL || fact->kind != OOMKIT_RESULT_ARRAY ||
+           fact->size == fact->rows;
 }
 
 /* The place of such a tensor at `place` or below, as a new str; NULL without an
- * exception when there is none. Steals `place`, which may be NULL with an exception. */
+ * exception when there is none. Steals `place`, which may be NULL with an exception.
+ * `path` leads to the value as long as facts do, and is NULL below. */
 static PyObject *
 find_of_whole(const of_whole *w, PyObject *value, PyObject *place,
-              const oomkit_result_fact *fact, int depth)
+              const oomkit_result_path *path, int depth)
 {
-    PyObject *key, *inner, *found = NULL; /* borrowed, borrowed, owned */
+    oomkit_result_path inner;
+    const oomkit_result_path *down = NULL; /* &inner, or NULL */
+    PyObject *key, *item, *found = NULL;   /* borrowed, borrowed, owned */
     Py_ssize_t at = 0, i;
 
     if (place == NULL) {
         return NULL;
     }
+    if (path != NULL && depth < OOMKIT_RESULT_DEPTH) {
+        inner = *path;
+        inner.depth++;
+        down = &inner;
+    }
     if (Py_IS_TYPE(value, (PyTypeObject *)w->st->Tensor)) {
-        if (depth > 0 && tensor_is_of_whole(w, fact, value)) {
+        if (depth > 0 &&
+            tensor_is_of_whole(
+                w, path == NULL ? NULL : oomkit_result_known(w->site, path), value)) {
             return place;
         }
     } else if (depth < OF_WHOLE_DEPTH && PyDict_Check(value)) {
         while (found == NULL && !PyErr_Occurred() &&
-               PyDict_Next(value, &at, &key, &inner)) {
-            fact = depth == 0 ? oomkit_result_known(w->site, key, -1) : NULL;
-            found = find_of_whole(w, inner, PyUnicode_FromFormat("%U[%R]", place, key),
-                                  fact, depth + 1);
+               PyDict_Next(value, &at, &key, &item)) {
+            if (down != NULL && depth < OOMKIT_RESULT_DEPTH) {
+                inner.keys[depth] = key;
+                inner.positions[depth] = -1;
+            }
+            found = find_of_whole(w, item, PyUnicode_FromFormat("%U[%R]", place, key),
+                                  down, depth + 1);
         }
     } else if (depth < OF_WHOLE_DEPTH &&
                (PyTuple_Check(value) || PyList_Check(value))) {
         for (i = 0;
              found == NULL && !PyErr_Occurred() && i < PySequence_Fast_GET_SIZE(value);
              i++) {
-            inner = PyList_Check(value) ? PyList_GET_ITEM(value, i)
-                                        : PyTuple_GET_ITEM(value, i);
-            fact = depth == 0 ? oomkit_result_known(w->site, NULL, i) : NULL;
-            found = find_of_whole(w, inner, PyUnicode_FromFormat("%U[%zd]", place, i),
-                                  fact, depth + 1);
+            if (down != NULL && depth < OOMKIT_RESULT_DEPTH) {
+                inner.keys[depth] = NULL;
+                inner.positions[depth] = i;
+            }
+            item = PyList_Check(value) ? PyList_GET_ITEM(value, i)
+                                       : PyTuple_GET_ITEM(value, i);
+            found = find_of_whole(w, item, PyUnicode_FromFormat("%U[%zd]", place, i),
+                                  down, depth + 1);
         }
     }
     Py_DECREF(place);
@@ -226,7 +327,9 @@ oomkit_result_of_whole(oomkit_state *st, const oomkit_result_site *site,
                        PyObject *result, int64_t total, int64_t dim)
 {
     of_whole w = {st, site, total, dim};
-    return find_of_whole(&w, result, PyUnicode_FromString("result"), NULL, 0);
+    oomkit_result_path path = {0};
+
+    return find_of_whole(&w, result, PyUnicode_FromString("result"), &path, 0);
 }
 
 int
@@ -260,8 +363,13 @@ oomkit_result_say(oomkit_state *st, oomkit_result_site *site, const char *level,
 void
 oomkit_result_site_clear(oomkit_result_site *site)
 {
+    int i;
+
     Py_CLEAR(site->said);
     while (site->count > 0) {
-        Py_CLEAR(site->facts[--site->count].key);
+        oomkit_result_path *path = &site->facts[--site->count].path;
+        for (i = 0; i < path->depth; i++) {
+            Py_CLEAR(path->keys[i]);
+        }
     }
 }

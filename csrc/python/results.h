@@ -5,29 +5,47 @@
 
 #include "tensor.h"
 
-#define OOMKIT_RESULT_FACTS 12
+#include <string.h>
 
-/* What whole calls returned at one place: an integer, or a tensor's sizes. Places at
- * the top of a dict, tuple or list, and the result itself when it is a tensor. */
+#define OOMKIT_RESULT_FACTS 24
+#define OOMKIT_RESULT_DEPTH 2
+
+/* Where a value is: `depth` steps into the result, each by the key of a dict or by the
+ * position in a tuple or list. */
+typedef struct oomkit_result_path {
+    int depth;
+    PyObject *keys[OOMKIT_RESULT_DEPTH]; /* exact str; NULL in a tuple or list. Owned in
+                                            a fact, borrowed where one is looked for */
+    Py_ssize_t positions[OOMKIT_RESULT_DEPTH]; /* -1 beside a key */
+} oomkit_result_path;
+
+typedef enum oomkit_result_kind {
+    OOMKIT_RESULT_INTEGER,
+    OOMKIT_RESULT_ARRAY, /* a tensor or array that has dimensions */
+    OOMKIT_RESULT_LIST,
+} oomkit_result_kind;
+
+/* What whole calls returned at one place. */
 typedef struct oomkit_result_fact {
-    PyObject *key;       /* owned str, NULL in a tuple or list */
-    Py_ssize_t position; /* in a tuple or list, else -1 */
-    int is_tensor;
+    oomkit_result_path path;
+    oomkit_result_kind kind;
     int64_t rows; /* of the last batch; for an integer, of the largest that gave it */
 
     long long value; /* an integer: at the last whole call */
     uint32_t calls, changes;
     int varied; /* the same number for different numbers of rows */
 
-    int64_t size;   /* a tensor: of the batch's dimension */
-    uint64_t shape; /* hash of its dtype and other sizes */
-    int square;     /* one of the other sizes was the number of rows */
+    int64_t size;   /* an array: of the batch's dimension; a list: its length */
+    uint64_t shape; /* a tensor: hash of its dtype and other sizes; else 0 */
+    int square;     /* an array: one of the other sizes was the number of rows */
 } oomkit_result_fact;
 
 /* Zeroed at start, freed by clear. */
 typedef struct oomkit_result_site {
     PyObject *said; /* owned set of str: what was logged, or NULL */
     int count;
+    int next; /* where the fact that is looked for next will be: they are met in order
+               */
     oomkit_result_fact facts[OOMKIT_RESULT_FACTS];
 } oomkit_result_site;
 
@@ -41,15 +59,15 @@ oomkit_result_learn(oomkit_state *st, oomkit_result_site *site, PyObject *result
                     int64_t rows, int64_t dim)
 {
     if (Py_IS_TYPE(result, (PyTypeObject *)st->Tensor) || PyDict_Check(result) ||
-        PyTuple_Check(result) || PyList_Check(result)) {
+        PyTuple_Check(result) || PyList_Check(result) ||
+        strcmp(Py_TYPE(result)->tp_name, "numpy.ndarray") == 0) {
         oomkit_result_learn_from(st, site, result, rows, dim);
     }
 }
 
-/* What is known of a place, given by its key or its position. Borrowed from the site;
- * NULL when nothing is. */
+/* What is known of a place. Borrowed from the site; NULL when nothing is. */
 const oomkit_result_fact *
-oomkit_result_known(const oomkit_result_site *site, PyObject *key, Py_ssize_t position);
+oomkit_result_known(const oomkit_result_site *site, const oomkit_result_path *path);
 
 /* Is the integer, which all micro-batches of `rows` rows together gave alike, known not
  * to depend on the rows? *sure is 0 where few calls showed it. `fact` may be NULL. */

@@ -52,6 +52,19 @@ search_total(const oomkit_participants *parts)
            PyList_GET_SIZE(parts->roots);
 }
 
+static int
+is_module_object(const search *s, PyObject *object)
+{
+    return PyObject_TypeCheck(object, (PyTypeObject *)s->st->Module);
+}
+
+static int
+name_is_private(PyObject *name)
+{
+    return PyUnicode_Check(name) && PyUnicode_GET_LENGTH(name) > 0 &&
+           PyUnicode_READ_CHAR(name, 0) == '_';
+}
+
 /* The attributes of an object of the user's own (a trainer), and of theirs. */
 static int
 search_attributes(search *s, PyObject *object, int depth)
@@ -59,7 +72,7 @@ search_attributes(search *s, PyObject *object, int depth)
     PyObject *dict, *ref = NULL; /* owned */
     PyObject *items = NULL;      /* owned: list of (name, value), stable */
     Py_ssize_t i;
-    int result = -1;
+    int result = -1, is_module = is_module_object(s, object);
 
     dict = PyObject_GenericGetDict(object, NULL);
     if (dict == NULL) {
@@ -84,6 +97,9 @@ search_attributes(search *s, PyObject *object, int depth)
         PyObject *name = PyTuple_GET_ITEM(PyList_GET_ITEM(items, i), 0);  /* borrowed */
         PyObject *value = PyTuple_GET_ITEM(PyList_GET_ITEM(items, i), 1); /* borrowed */
         Py_ssize_t before = search_total(s->parts);
+        if (is_module && name_is_private(name)) {
+            continue; /* parameters, modules and hooks: torch's own */
+        }
         if (value == Py_None && ref != NULL &&
             search_source(s, ref, name, value, -1, -1) < 0) {
             goto done; /* None at first: watched, so that what comes later is seen */
@@ -110,7 +126,9 @@ done:
     return result;
 }
 
-/* Known kinds are added; an object of the user's own is opened, `depth` levels deep. */
+/* Known kinds are added; an object of the user's own is opened, `depth` levels deep. A
+ * module may hold its optimizer (an agent): its attributes are looked at, not theirs.
+ */
 static int
 search_value(search *s, PyObject *value, int depth)
 {
@@ -122,14 +140,16 @@ search_value(search *s, PyObject *value, int depth)
     if (oomkit_participants_add(s->st, s->parts, value, 2) < 0) {
         return -1;
     }
+    if (is_module_object(s, value)) {
+        return depth > 0 ? search_attributes(s, value, 1) : 0;
+    }
     if (search_total(s->parts) != before || oomkit_tensor_check(s->st, value) ||
         PyModule_Check(value) || PyFunction_Check(value) || PyDict_Check(value) ||
         PyList_Check(value) || PyTuple_Check(value) ||
         (Py_TYPE(value)->tp_flags & Py_TPFLAGS_HEAPTYPE) == 0) {
         return 0;
     }
-    if (PyObject_TypeCheck(value, (PyTypeObject *)s->st->Module) ||
-        PyObject_TypeCheck(value, (PyTypeObject *)s->st->Optimizer)) {
+    if (PyObject_TypeCheck(value, (PyTypeObject *)s->st->Optimizer)) {
         return 0; /* known already: its insides were walked */
     }
     kind = oomkit_accelerate_kind(value);

@@ -20,8 +20,8 @@ typedef struct verify {
     int norm;  /* batch statistics are in use */
 } verify;
 
-static int
-verify_wanted(const oomkit_call *call)
+int
+oomkit_verify_wanted(const oomkit_call *call)
 {
     const oomkit_options *options = call->options;
 
@@ -403,7 +403,7 @@ oomkit_verify(oomkit_call *call)
     PyObject *verdict = NULL, *exception; /* owned */
     int moved, phase;
 
-    if (!verify_wanted(call) || !verify_choose(&v)) {
+    if (!oomkit_verify_wanted(call) || !verify_choose(&v)) {
         return 0;
     }
     call->step->losses.verified = 1;

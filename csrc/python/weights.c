@@ -201,7 +201,7 @@ oomkit_weights_set(oomkit_call *call)
         return -1;
     }
     call->weights = grown;
-    l->sum = l->mean = 0.0;
+    l->sum = l->mean = l->largest = 0.0;
     l->seen = 0;
     l->groups = 0;
     l->counts_items = options->weight == NULL && !options->reduction_given &&

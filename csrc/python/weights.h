@@ -29,6 +29,7 @@ typedef struct oomkit_loss_site {
 typedef struct oomkit_losses {
     oomkit_loss whole;     /* at the first backward of a whole attempt, failed or not */
     double sum, mean;      /* of the micro-batches' losses: plain, and by rows */
+    double largest;        /* share of the mean, by absolute value */
     double *group_weights; /* owned: slices x groups where weight= returns several */
     Py_ssize_t groups;     /* how many; 0: one number for all backwards */
     int64_t seen;          /* micro-batches in `sum` */
@@ -104,6 +105,10 @@ int
 oomkit_losses_replayed(struct oomkit_call *call, const oomkit_loss *loss, int noise);
 
 /* --- verify.c --- */
+
+/* Will this call be verified when it has finished? */
+int
+oomkit_verify_wanted(const struct oomkit_call *call);
 
 /* After a finished split call, once per site: the largest slice against its own halves.
  * Leaves no trace but log lines, a warning, and what the function does besides. 1 when
