@@ -136,3 +136,11 @@ def test_rows_that_squeeze_has_taken_are_refused(result):
     call(4)
     with pytest.raises(oomkit.SplitError, match=r"squeeze\(\) takes out, or give min_micro_batch"):
         call(4, (1, 1, 1, 1))
+
+
+def test_losses_of_rows_that_squeeze_has_taken_are_refused_too():
+    weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    call = decorated(lambda x: (x * weight)[:, :1].squeeze())
+    call(4)
+    with pytest.raises(oomkit.SplitError, match=r"squeeze\(\) takes out"):
+        call(4, (1, 1, 1, 1))

@@ -341,8 +341,8 @@ losses_judge(oomkit_call *call, int32_t dtype)
             "oomkit: %U is split, and the losses of the micro-batches add up to the "
             "loss of the batch before. If it is a sum over samples, pass "
             "reduction=\"sum\" to auto_batch, or the gradients are about %lld times "
-            "too small; if it is a "
-            "mean that has changed so much, pass reduction=\"mean\"",
+            "too small; if it is a mean that has changed so much, pass "
+            "reduction=\"mean\"",
             call->options->label, (long long)call->slice_count);
     }
     if (is_sum) {
