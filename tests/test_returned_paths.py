@@ -190,3 +190,16 @@ def test_a_running_sum_of_many_losses() -> None:
         with inject_oom(nth=nth, phase="backward") as fault:
             root.backward()
         assert fault.fired and close(grads(model), grads(want))
+
+
+@pytest.mark.parametrize("waiting", [False, True])
+def test_a_hook_that_runs_another_backward(waiting: bool) -> None:
+    def make() -> tuple[Net, torch.Tensor]:
+        model, x, y = world()
+        step = oomkit.auto_batch(loss_of(model))
+        loss = step(x, y)
+        other = step(x, y) if waiting else model(x).pow(2).mean()
+        loss.register_hook(lambda g: other.backward())
+        return model, loss
+
+    _refused(make, "a hook ran another backward")

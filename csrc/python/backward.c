@@ -264,6 +264,8 @@ backward_outside(backward_object *self, oomkit_state *st, PyObject *const *args,
         if (found != 0) {
             return NULL;
         }
+    } else if (st->seconds != NULL && backward_accumulates(st, args, nargsf, kwnames)) {
+        oomkit_second_nested(st);
     }
     return backward_engine(self, st, args, nargsf, kwnames);
 }

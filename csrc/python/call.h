@@ -49,6 +49,9 @@ oomkit_grads_refuse_unexpected(oomkit_call *call);
 /* nested.c: backwards inside backwards */
 int
 oomkit_nested_any(void);
+/* Is this backward run by a custom Function's (reentrant checkpoint), not by a hook? */
+int
+oomkit_nested_is_functions(void);
 int
 oomkit_nested_refuse(oomkit_state *st, oomkit_call *call);
 void *

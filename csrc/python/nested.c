@@ -86,14 +86,35 @@ nested_in_engine(oomkit_state *st)
     return number != -1;
 }
 
+/* Is a custom Function's backward among the frames from here to `last` (NULL: to the
+ * outermost)? */
+static int
+nested_has_function(const void *last)
+{
+    PyFrameObject *frame = (PyFrameObject *)Py_XNewRef(PyEval_GetFrame()); /* owned */
+    int function = 0;
+
+    while (frame != NULL && (const void *)frame != last && !function) {
+        function = nested_is_function(frame);
+        Py_SETREF(frame, PyFrame_GetBack(frame));
+    }
+    Py_XDECREF(frame);
+    return function;
+}
+
+int
+oomkit_nested_is_functions(void)
+{
+    return nested_has_function(NULL);
+}
+
 /* A backward that is no outermost one of a call (`call` may be NULL). 0, or -1 with
  * SplitError when it starts in a hook of a backward that is split. */
 int
 oomkit_nested_refuse(oomkit_state *st, oomkit_call *call)
 {
-    PyFrameObject *frame; /* owned */
-    PyObject *where;      /* owned */
-    int inside, function = 0;
+    PyObject *where; /* owned */
+    int inside;
 
     if (call != NULL) {
         inside = call->split && oomkit_backward_nesting() > 0;
@@ -103,14 +124,7 @@ oomkit_nested_refuse(oomkit_state *st, oomkit_call *call)
     if (inside <= 0) {
         return inside;
     }
-    frame = (PyFrameObject *)Py_XNewRef(PyEval_GetFrame());
-    while (frame != NULL && (call == NULL || (void *)frame != engine_frame) &&
-           !function) {
-        function = nested_is_function(frame);
-        Py_SETREF(frame, PyFrame_GetBack(frame));
-    }
-    Py_XDECREF(frame);
-    if (function) {
+    if (nested_has_function(call == NULL ? NULL : engine_frame)) {
         return 0;
     }
     where = oomkit_course_where();

@@ -225,6 +225,10 @@ int
 oomkit_second_engine(oomkit_state *st, PyObject *const *args, size_t nargsf,
                      PyObject *kwnames);
 
+/* A backward that writes to .grad runs inside another one. */
+void
+oomkit_second_nested(const oomkit_state *st);
+
 /* A gradient arrived at a waiting loss. */
 void
 oomkit_second_arrived(oomkit_pending *pending);

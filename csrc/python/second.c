@@ -73,9 +73,8 @@ oomkit_second_mark(oomkit_second *s, const oomkit_pending *p, oomkit_call *call)
     return oomkit_grads_mark(call);
 }
 
-/* The marks of this list of participants, or NULL. */
-static oomkit_call *
-second_call(oomkit_second *s, const oomkit_participants *parts)
+oomkit_call *
+oomkit_second_call(oomkit_second *s, const oomkit_participants *parts)
 {
     int i;
     for (i = 0; i < s->call_count; i++) {
@@ -155,7 +154,7 @@ second_arm(oomkit_second *s, oomkit_pending *p)
     if (p->second == NULL) { /* else another thread's, until this one reaches it */
         second_take(s, p);
     }
-    if (second_call(s, p->parts) == NULL) {
+    if (oomkit_second_call(s, p->parts) == NULL) {
         oomkit_call *call =
             s->call_count == 0 ? &s->first : PyMem_Malloc(sizeof(*call));
         if (call == NULL) {
@@ -280,6 +279,9 @@ oomkit_second_engine(oomkit_state *st, PyObject *const *args, size_t nargsf,
     Py_ssize_t n = PyVectorcall_NARGS(nargsf);
     int near;
 
+    if (s == NULL) { /* a thread of autograd's own */
+        oomkit_second_nested(st);
+    }
     if (s == NULL || s->engine_seen || n < 5) {
         return 0;
     }
@@ -307,6 +309,23 @@ oomkit_second_engine(oomkit_state *st, PyObject *const *args, size_t nargsf,
 }
 
 void
+oomkit_second_nested(const oomkit_state *st)
+{
+    oomkit_second *s;
+
+    if (st->seconds == NULL || oomkit_nested_is_functions()) {
+        return;
+    }
+    if (active != NULL) {
+        active->foreign = 1;
+        return;
+    }
+    for (s = st->seconds; s != NULL; s = s->next) { /* whose thread of autograd's? */
+        s->foreign = 1;
+    }
+}
+
+void
 oomkit_second_arrived(oomkit_pending *p)
 {
     if (p->second == active && active != NULL) {
@@ -320,122 +339,7 @@ oomkit_second_wanted(const oomkit_state *st)
     return st->pendings != NULL && !oomkit_second_is_running(st);
 }
 
-/* --- it has run --- */
-
-/* Runs one waiting call again, as it was split, without a failure. 0 or -1. */
-static int
-second_again(oomkit_second *s, oomkit_pending *p)
-{
-    oomkit_call *call = PyMem_Malloc(sizeof(*call));
-    const char *why = NULL;
-    int result;
-
-    if (call == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    result = oomkit_second_mark(s, p, call);
-    oomkit_grads_end_attempt(call); /* its own backwards mark anew */
-    call->training = 0;
-    if (result == 0) {
-        result = oomkit_replay_prepare(call, p, &why);
-    }
-    if (result == 1) {
-        PyObject *reason = PyUnicode_FromFormat(/* owned */
-                                                "%U has to be run again for its "
-                                                "backward() and cannot: %s",
-                                                call->options->label, why);
-        if (reason != NULL) {
-            oomkit_give_up(call, reason, 0);
-            Py_DECREF(reason);
-        }
-        result = -1;
-    } else if (result == 0) {
-        result = oomkit_replay_run(call, p, s->inputs, NULL);
-    }
-    oomkit_replay_end(call, p, result == 0);
-    PyMem_Free(call);
-    return result;
-}
-
-static void
-second_learn(oomkit_second *s, oomkit_pending *p)
-{
-    oomkit_call *call = second_call(s, p->parts);
-    oomkit_tensor_facts facts;
-
-    if (oomkit_tensor_facts_get(s->st, p->gradient, 0, &facts) < 0) {
-        PyErr_Clear(); /* an odd gradient: nothing is learned from it */
-    } else if (facts.ndim == 0 && !s->create_graph) {
-        Py_XSETREF(p->step->last_gradient, Py_NewRef(p->gradient));
-    }
-    if (call != NULL && (p->step->seen_oom || call->grads.at_entry)) {
-        call->signature = oomkit_batch_signature(&p->batch);
-        oomkit_signature_succeeded(call, oomkit_batch_rows(&p->batch),
-                                   call->window.peak_allocated_bytes);
-    }
-}
-
-/* The caller looks at the gradient of something that was returned beside a loss which
- * was split. 0, or -1 with SplitError. */
-static int
-second_refuse_watched(const oomkit_pending *p)
-{
-    int watched = oomkit_pending_watched(p);
-
-    if (watched > 0) {
-        oomkit_raise(p->st->SplitError,
-                     "register_hook() or retain_grad() was called on what %U returned "
-                     "beside its loss; it ran in micro-batches, whose gradients do not "
-                     "pass there: do it inside the decorated step",
-                     p->step->options.label);
-    }
-    return watched == 0 ? 0 : -1;
-}
-
-/* The engine has run: losses that were split get their due. 0 or -1. */
-static int
-second_finish(oomkit_second *s)
-{
-    int i, again;
-
-    for (i = 0; i < s->call_count; i++) {
-        if (s->calls[i]->window.open) {
-            oomkit_device_end(s->st, &s->calls[i]->window);
-        }
-    }
-    for (i = 0; i < s->count; i++) {
-        oomkit_pending *p = s->armed[i];
-        if (p->second != s || !p->fired) {
-            continue;
-        }
-        if (p->kind == OOMKIT_RETURNED_WHOLE) {
-            if (!p->replayed) {
-                second_learn(s, p);
-            }
-            continue;
-        }
-        if (second_refuse_watched(p) < 0) {
-            return -1;
-        }
-        again = p->kind == OOMKIT_RETURNED_DEFERRED
-                    ? 1
-                    : oomkit_stash_deposit(p, s->keep_graph);
-        if (again > 0 && s->keep_graph) {
-            oomkit_raise(
-                s->st->SplitError,
-                "backward(retain_graph=True) cannot go through this loss, which "
-                "auto_batch computed in micro-batches: call backward() once, "
-                "or pass backward=True to auto_batch");
-            again = -1;
-        }
-        if (again < 0 || (again > 0 && second_again(s, p) < 0)) {
-            p->spent = 1; /* a part of its stash may be gone */
-            return -1;
-        }
-    }
-    return 0;
-}
+/* --- running --- */
 
 static PyObject *
 second_protected(oomkit_state *st, PyObject *original, PyObject *const *args,
@@ -460,7 +364,7 @@ second_protected(oomkit_state *st, PyObject *original, PyObject *const *args,
     if (result == NULL && retry == 0) {
         result = Py_NewRef(Py_None); /* replayed: as torch's own functions answer */
     }
-    if (result != NULL && second_finish(&s) < 0) {
+    if (result != NULL && oomkit_second_finish(&s) < 0) {
         oomkit_second_take_back(&s);
         Py_CLEAR(result);
     }

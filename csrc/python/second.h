@@ -19,7 +19,8 @@ typedef struct oomkit_second {
     PyObject *inputs; /* owned: inputs= of the backward, or NULL */
     PyObject *loose; /* owned: leaves of the failed graph that nobody marked, or NULL */
     int engine_seen, keep_graph, create_graph;
-    int exempt; /* allocations are outside the budget until a gradient arrives */
+    int foreign; /* a hook has run another backward inside this one */
+    int exempt;  /* allocations are outside the budget until a gradient arrives */
     oomkit_pending *few_armed[OOMKIT_SECOND_FEW];
     oomkit_call *few_calls[OOMKIT_SECOND_FEW];
     oomkit_call first; /* not zeroed as a whole: see second_mark */
@@ -29,6 +30,14 @@ typedef struct oomkit_second {
  * oomkit_replay_end still lets go of it). */
 int
 oomkit_second_mark(oomkit_second *s, const oomkit_pending *p, oomkit_call *call);
+
+/* second.c: the marks of this list of participants, or NULL. */
+oomkit_call *
+oomkit_second_call(oomkit_second *s, const oomkit_participants *parts);
+
+/* second_finish.c: the engine has run. 0 or -1. */
+int
+oomkit_second_finish(oomkit_second *s);
 
 /* second_failed.c: the backward failed, the exception is in flight. 0 it was replayed;
  * 1 nothing has run yet, run it again (asked only with may_retry); -1 with the

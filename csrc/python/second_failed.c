@@ -100,6 +100,10 @@ failed_refusal(const oomkit_second *s, PyObject *reached, int paths, int beneath
                "micro-batches are not kept: run that backward() inside the decorated "
                "step";
     }
+    if (s->foreign) {
+        return "a hook ran another backward() inside it, whose gradients would be "
+               "lost: call that one afterwards, in the program";
+    }
     if (paths) {
         return "what backward() was called on also reaches parameters by ways that do "
                "not pass through the returned loss: return the whole loss from the "
