@@ -203,3 +203,20 @@ def test_a_hook_that_runs_another_backward(waiting: bool) -> None:
         return model, loss
 
     _refused(make, "a hook ran another backward")
+
+
+def test_a_hook_that_updates_parameters_in_the_backward() -> None:
+    for nth in range(4, 9):
+        model, x, y = world()
+
+        def update(p: torch.Tensor) -> None:
+            with torch.no_grad():
+                p.sub_(p.grad)  # type: ignore[arg-type]
+            p.grad = None
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(update)
+        loss = oomkit.auto_batch(loss_of(model))(x, y)
+        with inject_oom(nth=nth, phase="backward"):
+            with pytest.raises(oomkit.OutOfMemory, match="post-accumulate-grad hook"):
+                loss.backward()

@@ -368,6 +368,21 @@ failed_before_stashes(oomkit_second *s, PyObject *reached, PyObject *exception)
 
 /* --- */
 
+/* Has somebody who takes part a hook that may have updated parameters in this backward?
+ * 1, 0 or -1. */
+static int
+failed_post_hooks(const oomkit_second *s)
+{
+    int i, found = 0;
+
+    for (i = 0; i < s->call_count && found == 0; i++) {
+        PyObject *name = NULL; /* owned */
+        found = oomkit_hooks_post(s->calls[i], &name);
+        Py_XDECREF(name);
+    }
+    return found;
+}
+
 static int
 failed_reached(oomkit_second *s, PyObject *exception, PyObject *reached, int paths)
 {
@@ -375,12 +390,17 @@ failed_reached(oomkit_second *s, PyObject *exception, PyObject *reached, int pat
     int strangers = beneath < 0 ? -1 : failed_strangers(s);
     const char *why = failed_refusal(s, reached, paths, beneath);
     Py_ssize_t first = next_whole(reached, -1);
+    int hooks = strangers < 0 ? -1 : failed_post_hooks(s), result;
     oomkit_pending *p;
-    int result;
 
-    if (strangers < 0) {
+    if (hooks < 0) {
         Py_DECREF(exception);
         return -1;
+    }
+    if (hooks) {
+        why = "a parameter has a post-accumulate-grad hook, which may have acted on a "
+              "part of the gradients already (the update may be half done): do after "
+              "backward(), in the program, what the hook does";
     }
     if (strangers) {
         why =
