@@ -1,4 +1,5 @@
-/* Walking an autograd graph; between graph.c, graph_free.c and graph_watch.c. */
+/* Walking an autograd graph; between graph.c, graph_free.c, graph_watch.c and
+ * strangers.c. */
 #ifndef OOMKIT_PYTHON_GRAPH_H
 #define OOMKIT_PYTHON_GRAPH_H
 

@@ -50,4 +50,10 @@ oomkit_second_failed(oomkit_second *s, int may_retry);
 void
 oomkit_second_take_back(oomkit_second *s);
 
+/* second_failed.c: runs one waiting call again with marks of its own, on top of what
+ * the engine and others have added: after a failure (its exception, stolen) in smaller
+ * parts, else (NULL) as it was split, or in halves. 0 or -1. */
+int
+oomkit_second_again(oomkit_second *s, oomkit_pending *p, PyObject *exception);
+
 #endif

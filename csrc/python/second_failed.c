@@ -256,10 +256,8 @@ failed_replay_one(oomkit_second *s, oomkit_pending *p, PyObject *exception)
     return oomkit_replay_run(call, p, s->inputs, exception);
 }
 
-/* One of several: marks of its own, on top of what those before it have added. Steals
- * `exception`, which may be NULL. */
-static int
-failed_replay_next(oomkit_second *s, oomkit_pending *p, PyObject *exception)
+int
+oomkit_second_again(oomkit_second *s, oomkit_pending *p, PyObject *exception)
 {
     oomkit_call *call = PyMem_Malloc(sizeof(*call));
     const char *why = NULL;
@@ -279,8 +277,8 @@ failed_replay_next(oomkit_second *s, oomkit_pending *p, PyObject *exception)
     if (result == 1) {
         if (exception == NULL) {
             PyObject *reason = PyUnicode_FromFormat(/* owned */
-                                                    "%U has to be run again and "
-                                                    "cannot: %s",
+                                                    "%U has to be run again for its "
+                                                    "backward() and cannot: %s",
                                                     call->options->label, why);
             if (reason != NULL) {
                 oomkit_give_up(call, reason, 0);
@@ -339,7 +337,7 @@ failed_replay_all(oomkit_second *s, PyObject *reached, PyObject *exception)
     at = -1;
     while (result == 0 && (at = next_whole(reached, at)) >= 0) {
         oomkit_pending *p = pending_CAST(PyList_GET_ITEM(reached, at));
-        result = failed_replay_next(s, p, exception);
+        result = oomkit_second_again(s, p, exception);
         exception = NULL;
         p->replayed = result == 0;
         if (result < 0) {

@@ -4,42 +4,6 @@
 #include "errors.h"
 #include "step.h"
 
-/* Runs one waiting call again, as it was split, without a failure. 0 or -1. */
-static int
-second_again(oomkit_second *s, oomkit_pending *p)
-{
-    oomkit_call *call = PyMem_Malloc(sizeof(*call));
-    const char *why = NULL;
-    int result;
-
-    if (call == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    result = oomkit_second_mark(s, p, call);
-    oomkit_grads_end_attempt(call); /* its own backwards mark anew */
-    call->training = 0;
-    if (result == 0) {
-        result = oomkit_replay_prepare(call, p, &why);
-    }
-    if (result == 1) {
-        PyObject *reason = PyUnicode_FromFormat(/* owned */
-                                                "%U has to be run again for its "
-                                                "backward() and cannot: %s",
-                                                call->options->label, why);
-        if (reason != NULL) {
-            oomkit_give_up(call, reason, 0);
-            Py_DECREF(reason);
-        }
-        result = -1;
-    } else if (result == 0) {
-        result = oomkit_replay_run(call, p, s->inputs, NULL);
-    }
-    oomkit_replay_end(call, p, result == 0);
-    PyMem_Free(call);
-    return result;
-}
-
 static void
 second_learn(oomkit_second *s, oomkit_pending *p)
 {
@@ -110,7 +74,7 @@ oomkit_second_finish(oomkit_second *s)
                 "or pass backward=True to auto_batch");
             again = -1;
         }
-        if (again < 0 || (again > 0 && second_again(s, p) < 0)) {
+        if (again < 0 || (again > 0 && oomkit_second_again(s, p, NULL) < 0)) {
             p->spent = 1; /* a part of its stash may be gone */
             return -1;
         }

@@ -4,6 +4,7 @@
  * (restart.c); an optimizer that steps unknown is refused by name. */
 #include "call.h"
 #include "errors.h"
+#include "graph.h"
 #include "step.h"
 
 static int
@@ -16,31 +17,6 @@ params_have(const oomkit_participants *parts, const PyObject *tensor)
         }
     }
     return 0;
-}
-
-/* Appends the nodes behind `node` to the work list. 0 or -1. */
-static int
-graph_follow(PyObject *node, PyObject *work)
-{
-    Py_ssize_t i;
-    int result = 0;
-    PyObject *edges = PyObject_GetAttrString(node, "next_functions"); /* owned */
-
-    if (edges == NULL) {
-        return -1;
-    }
-    for (i = 0; PyTuple_Check(edges) && i < PyTuple_GET_SIZE(edges) && result == 0;
-         i++) {
-        PyObject *edge = PyTuple_GET_ITEM(edges, i); /* borrowed */
-        PyObject *next = PyTuple_Check(edge) && PyTuple_GET_SIZE(edge) > 0
-                             ? PyTuple_GET_ITEM(edge, 0)
-                             : Py_None; /* borrowed */
-        if (next != Py_None) {
-            result = PyList_Append(work, next);
-        }
-    }
-    Py_DECREF(edges);
-    return result;
 }
 
 /* Is one of those leaves still alive, now that the failed attempt is gone? */
@@ -135,7 +111,8 @@ graph_strangers(oomkit_call *call, PyObject *roots)
             (known == 0 && PySet_Add(seen, node) < 0)) {
             result = -1;
         } else if (known == 0) {
-            result = graph_leaf(call, node, found) < 0 || graph_follow(node, work) < 0
+            result = graph_leaf(call, node, found) < 0 ||
+                             oomkit_node_follow(call->st, node, work) < 0
                          ? -1
                          : 0;
         }
