@@ -74,6 +74,8 @@ class Table(ctypes.Structure):
         ("bytes_get", function(ctypes.c_int, pointer, offset_t, pointer, ctypes.c_uint64)),
         ("bytes_set", function(ctypes.c_int, pointer, offset_t, pointer, ctypes.c_uint64)),
         ("sample", function(ctypes.c_uint64, pointer, offset_t)),
+        ("generator_read", function(ctypes.c_uint64, pointer, pointer, ctypes.c_uint64)),
+        ("generator_same", function(ctypes.c_int, pointer, pointer, ctypes.c_uint64)),
         ("cpu_install", function(ctypes.c_int)),
         ("cpu_installed", function(ctypes.c_int)),
         ("cpu_set_limit", function(ctypes.c_int, ctypes.c_uint64)),
@@ -162,7 +164,7 @@ def parameter():
 def test_the_table_is_that_of_the_running_torch():
     assert bridge.torch_version == ".".join(torch.__version__.split(".")[:2])
     assert f"{api.torch_major}.{api.torch_minor}" == bridge.torch_version
-    assert api.version == 2
+    assert api.version == 3
     assert api.size == ctypes.sizeof(Table)
 
 

@@ -27,7 +27,15 @@ C_STANDARD = {
 ALLOWED = {
     "core": C_STANDARD,
     "torch": C_STANDARD
-    | {"Python.h", "pthread.h", "c10/", "torch/headeronly/", "torch/version.h", "../core/"},
+    | {
+        "Python.h",
+        "malloc.h",
+        "pthread.h",
+        "c10/",
+        "torch/headeronly/",
+        "torch/version.h",
+        "../core/",
+    },
     "python": C_STANDARD
     | {"Python.h", "structmember.h", "dlfcn.h", "pthread.h", "../core/", "../torch/bridge.h"},
 }

@@ -80,6 +80,9 @@ oomkit_buffers_norm_training(oomkit_call *call);
 /* rng.c */
 int
 oomkit_rng_mark(oomkit_call *call);
+/* The same for comparing alone, into *rng. 0 or -1. */
+int
+oomkit_rng_note(oomkit_call *call, oomkit_rng *rng);
 int
 oomkit_rng_restore(oomkit_call *call);
 int

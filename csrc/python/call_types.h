@@ -53,6 +53,7 @@ typedef struct oomkit_buffers {
 /* --- rng.c --- */
 typedef struct oomkit_rng {
     PyObject *cpu_state;    /* owned tensor, or NULL */
+    PyObject *cpu_bytes;    /* owned: the same for comparing alone, or NULL */
     PyObject *others;       /* owned list of (generator, state...), or NULL */
     PyObject *random_state; /* owned, or NULL */
     PyObject *numpy_state;  /* owned, or NULL */

@@ -140,13 +140,29 @@ modes_functions(oomkit_state *st, Py_ssize_t *count)
     return *count == -1 && PyErr_Occurred() ? -1 : 0;
 }
 
+/* Is autocast on for some device type? One call without arguments instead of one for
+ * each type. 1 (also where that cannot be asked), 0 or -1. */
+static int
+modes_any_autocast(const oomkit_state *st)
+{
+    PyObject *on; /* owned */
+
+    if (st->is_any_autocast == NULL) {
+        return 1;
+    }
+    on = PyObject_CallNoArgs(st->is_any_autocast);
+    Py_XDECREF(on);
+    return on == NULL ? -1 : on != Py_False;
+}
+
 int
 oomkit_modes_note(oomkit_call *call, oomkit_modes *modes)
 {
     oomkit_state *st = call->st;
+    int any = modes_any_autocast(st);
 
-    if (modes_autocast(st, modes, st->str_cpu_name) < 0 ||
-        (call->device.type == OOMKIT_DEVICE_CUDA &&
+    if (any < 0 || (any && modes_autocast(st, modes, st->str_cpu_name) < 0) ||
+        (any && call->device.type == OOMKIT_DEVICE_CUDA &&
          modes_autocast(st, modes, st->str_cuda_name) < 0)) {
         return -1;
     }

@@ -140,16 +140,16 @@ static int
 parts_add_tensor(oomkit_state *st, oomkit_participants *parts, PyObject *tensor)
 {
     oomkit_tensor_facts facts;
-    int first;
+    int first, leaf;
 
     if (oomkit_tensor_facts_get(st, tensor, 0, &facts) < 0) {
         return -1;
     }
     /* A frozen Parameter takes part too: it must not move while the call is split. */
-    if (!facts.is_leaf ||
-        (!facts.requires_grad &&
-         !PyObject_TypeCheck(tensor, (PyTypeObject *)st->Parameter))) {
-        return 0;
+    leaf = oomkit_tensor_is_leaf(tensor, &facts);
+    if (leaf <= 0 || (!facts.requires_grad &&
+                      !PyObject_TypeCheck(tensor, (PyTypeObject *)st->Parameter))) {
+        return leaf < 0 ? -1 : 0;
     }
     first = parts_first_time(parts, tensor);
     if (first <= 0) {

@@ -146,13 +146,8 @@ pending_after(oomkit_pending *p, oomkit_call *call)
     oomkit_state *st = p->st;
     Py_ssize_t i;
 
-    if (p->rng.cpu_state != NULL) {
-        int result = oomkit_rng_mark(call);
-        p->after = call->rng;
-        memset(&call->rng, 0, sizeof(call->rng));
-        if (result < 0) {
-            return -1;
-        }
+    if (p->rng.cpu_state != NULL && oomkit_rng_note(call, &p->after) < 0) {
+        return -1;
     }
     if (p->buffers.count == 0) {
         return 0;

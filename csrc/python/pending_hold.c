@@ -242,7 +242,7 @@ others_add(oomkit_pending *p, PyObject *value, PyObject *loss)
 {
     oomkit_tensor_facts facts;
     PyObject *ref; /* owned */
-    int watched, result;
+    int watched, result, leaf;
 
     if (value == loss || !oomkit_tensor_check(p->st, value)) {
         return 0;
@@ -250,8 +250,9 @@ others_add(oomkit_pending *p, PyObject *value, PyObject *loss)
     if (oomkit_tensor_facts_get(p->st, value, 0, &facts) < 0) {
         return -1;
     }
-    if (!facts.requires_grad || facts.is_leaf) {
-        return 0;
+    leaf = facts.requires_grad ? oomkit_tensor_is_leaf(value, &facts) : 1;
+    if (leaf != 0) {
+        return leaf < 0 ? -1 : 0;
     }
     watched = other_is_watched(p->st, value);
     if (watched != 0) { /* by the step itself, which would do so again */

@@ -2,6 +2,7 @@
  * generators that take part, Python's and numpy's where the code names them. Public
  * calls only. */
 #include "call.h"
+#include "stream.h"
 
 /* The state of one generator as an object that rng_put takes. New reference or NULL. On
  * a device it is (seed, offset): a state tensor there costs more. */
@@ -108,21 +109,15 @@ rng_library_call(const char *module_name, const char *function, PyObject *argume
     return result;
 }
 
-/* At entry of an attempt. 0 or -1. */
-int
-oomkit_rng_mark(oomkit_call *call)
+/* The streams beside torch's CPU generator. 0 or -1. */
+static int
+rng_mark_others(oomkit_call *call)
 {
     oomkit_state *st = call->st;
     oomkit_participants *parts = call->parts;
     Py_ssize_t i;
 
-    if (call->options->rng == OOMKIT_RNG_NONE) {
-        return 0;
-    }
-    oomkit_exempt_enter(st);
-    call->rng.cpu_state = PyObject_CallNoArgs(st->generator_get);
-    oomkit_exempt_leave(st);
-    if (call->rng.cpu_state == NULL || rng_mark_devices(call) < 0) {
+    if (rng_mark_devices(call) < 0) {
         return -1;
     }
     for (i = 0; i < parts->owner_count; i++) {
@@ -148,6 +143,36 @@ oomkit_rng_mark(oomkit_call *call)
         }
     }
     return 0;
+}
+
+/* At entry of an attempt. 0 or -1. */
+int
+oomkit_rng_mark(oomkit_call *call)
+{
+    if (call->options->rng == OOMKIT_RNG_NONE) {
+        return 0;
+    }
+    return oomkit_stream_mark(call->st, &call->rng.cpu_state, &call->rng.cpu_bytes) <
+                       0 ||
+                   rng_mark_others(call) < 0
+               ? -1
+               : 0;
+}
+
+int
+oomkit_rng_note(oomkit_call *call, oomkit_rng *rng)
+{
+    oomkit_rng entry = call->rng;
+    int result;
+
+    memset(&call->rng, 0, sizeof(call->rng));
+    result = oomkit_stream_note(call->st, &call->rng.cpu_state, &call->rng.cpu_bytes);
+    if (result == 0) {
+        result = rng_mark_others(call);
+    }
+    *rng = call->rng;
+    call->rng = entry;
+    return result;
 }
 
 /* Puts every stream back to where it was at entry. 0 or -1. */
@@ -192,18 +217,8 @@ oomkit_rng_restore(oomkit_call *call)
 static int
 rng_same(oomkit_state *st, PyObject *before, PyObject *now)
 {
-    PyObject *equal; /* owned */
-    int result;
-
-    if (PyTuple_CheckExact(before)) {
-        return PyObject_RichCompareBool(before, now, Py_EQ);
-    }
-    oomkit_exempt_enter(st);
-    equal = PyObject_CallFunctionObjArgs(st->torch_equal, before, now, NULL);
-    oomkit_exempt_leave(st);
-    result = equal == NULL ? -1 : equal == Py_True;
-    Py_XDECREF(equal);
-    return result;
+    return PyTuple_CheckExact(before) ? PyObject_RichCompareBool(before, now, Py_EQ)
+                                      : oomkit_stream_equal(st, before, now);
 }
 
 /* numpy's state is a tuple of plain values and one array. 1 same, 0 not, -1 error. */
@@ -262,12 +277,11 @@ oomkit_rng_moved(oomkit_call *call)
     Py_ssize_t i;
     int same;
 
-    if (rng->cpu_state == NULL) {
+    if (rng->cpu_state == NULL && rng->cpu_bytes == NULL) {
         return 1;
     }
-    now = rng_get(call->st, call->st->default_generator, 0);
-    same = now == NULL ? -1 : rng_same(call->st, rng->cpu_state, now);
-    Py_XDECREF(now);
+    same = oomkit_stream_moved(call->st, rng->cpu_state, rng->cpu_bytes);
+    same = same < 0 ? -1 : !same;
     for (i = 0; same == 1 && rng->others && i < PyList_GET_SIZE(rng->others); i++) {
         PyObject *pair = PyList_GET_ITEM(rng->others, i); /* borrowed */
         PyObject *before = PyTuple_GET_ITEM(pair, 1);     /* borrowed */
@@ -287,12 +301,19 @@ oomkit_rng_drawn(oomkit_state *st, const oomkit_rng *before, const oomkit_rng *a
     Py_ssize_t i, n = before->others == NULL ? 0 : PyList_GET_SIZE(before->others);
     int same = 1;
 
-    if (before->cpu_state == NULL || after->cpu_state == NULL ||
-        before->random_state != NULL || before->numpy_state != NULL ||
+    if (before->cpu_state == NULL || before->random_state != NULL ||
+        before->numpy_state != NULL ||
         n != (after->others == NULL ? 0 : PyList_GET_SIZE(after->others))) {
         return 1;
     }
-    same = rng_same(st, before->cpu_state, after->cpu_state);
+    if (before->cpu_bytes != NULL && after->cpu_bytes != NULL) {
+        same = before->cpu_bytes == after->cpu_bytes ||
+               PyObject_RichCompareBool(before->cpu_bytes, after->cpu_bytes, Py_EQ);
+    } else if (after->cpu_state != NULL) {
+        same = rng_same(st, before->cpu_state, after->cpu_state);
+    } else {
+        return 1;
+    }
     for (i = 0; same == 1 && i < n; i++) {
         same = rng_same(st, PyTuple_GET_ITEM(PyList_GET_ITEM(before->others, i), 1),
                         PyTuple_GET_ITEM(PyList_GET_ITEM(after->others, i), 1));
@@ -304,6 +325,7 @@ void
 oomkit_rng_free(oomkit_rng *rng)
 {
     Py_CLEAR(rng->cpu_state);
+    Py_CLEAR(rng->cpu_bytes);
     Py_CLEAR(rng->others);
     Py_CLEAR(rng->random_state);
     Py_CLEAR(rng->numpy_state);

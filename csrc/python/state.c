@@ -1,5 +1,6 @@
 /* Module state: creation, look-ups in torch, traversal. */
 #include "state.h"
+#include "stream.h"
 #include "tensor.h"
 
 int
@@ -49,6 +50,7 @@ oomkit_state_clear(oomkit_state *st)
 #undef CLEAR_TORCH
 #undef CLEAR_STRING
     st->bridge = NULL;
+    st->stream_size = 0;
     Py_CLEAR(st->bridge_capsule);
 }
 
@@ -104,6 +106,7 @@ state_bind_bridge(oomkit_state *st, PyObject *capsule)
     const oomkit_bridge *bridge;
 
     st->bridge = NULL;
+    st->stream_size = 0;
     Py_CLEAR(st->bridge_capsule);
     if (capsule == Py_None) {
         return 0;
@@ -128,6 +131,7 @@ state_bind_bridge(oomkit_state *st, PyObject *capsule)
         Py_CLEAR(st->bridge_capsule);
         return PyErr_Occurred() ? -1 : 0;
     }
+    oomkit_stream_calibrate(st);
     return 0;
 }
 

@@ -154,6 +154,7 @@
     X(default_generator, "torch", "default_generator", 1)                              \
     X(torch_cat, "torch", "cat", 1)                                                    \
     X(torch_ones, "torch", "ones", 1)                                                  \
+    X(torch_randn, "torch", "randn", 1)                                                \
     X(torch_equal, "torch", "equal", 1)                                                \
     X(torch_as_tensor, "torch", "as_tensor", 1)                                        \
     X(get_autocast_dtype, "torch", "get_autocast_dtype", 1)                            \
@@ -167,6 +168,7 @@
     X(is_inference_mode, "torch", "is_inference_mode_enabled", 1)                      \
     X(inference_guard, "torch._C", "_InferenceMode", 0)                                \
     X(is_autocast_enabled, "torch", "is_autocast_enabled", 1)                          \
+    X(is_any_autocast, "torch._C", "_is_any_autocast_enabled", 0)                      \
     X(clear_autocast_cache, "torch", "clear_autocast_cache", 1)                        \
     X(autograd_module, "torch", "autograd", 1)                                         \
     X(run_backward, "torch.autograd", "_engine_run_backward", 1)                       \
@@ -204,6 +206,8 @@
     X(drain_leaf)    /* tiny leaf tensor for draining the autograd queue */            \
     X(generator_get) /* default_generator.get_state, bound */                          \
     X(generator_set) /* default_generator.set_state, bound */                          \
+    X(stream_state)  /* its state when it was last taken, or NULL */                   \
+    X(stream_bytes)  /* the generator's bytes then, or NULL */                         \
     X(backward_hook) /* our callable in place of torch.autograd._engine_run_backward   \
                       */                                                               \
     X(switch_log) /* list of (module, flag): train() and eval() while losses wait */   \
@@ -241,6 +245,8 @@ typedef struct oomkit_state {
     const oomkit_bridge *bridge; /* borrowed from the loaded _bridge module, or NULL */
     PyObject *bridge_capsule;    /* owned; keeps the bridge's pointer valid */
     ptrdiff_t impl_offset;       /* of the TensorImpl pointer in a tensor's object */
+    void *stream_generator;      /* of default_generator; it lives as long as torch */
+    uint64_t stream_size;        /* of its bytes; 0: they cannot be read */
     uint64_t structure_generation; /* grows when a module gains a parameter or child */
     int structure_hooked;          /* our registration hooks are installed */
     int flush_pending;         /* a guard wants the cache emptied at the next call */

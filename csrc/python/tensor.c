@@ -266,20 +266,17 @@ int
 oomkit_tensor_facts_get(oomkit_state *st, PyObject *tensor, int64_t dim,
                         oomkit_tensor_facts *facts)
 {
-    int truth;
-
     if (st->bridge == NULL ||
         st->bridge->tensor_facts(tensor, st->impl_offset, dim, facts) != OOMKIT_OK) {
         return facts_by_attributes(st, tensor, dim, facts);
     }
-    if (facts->is_leaf < 0) {
-        truth = attribute_truth(tensor, "is_leaf");
-        if (truth < 0) {
-            return -1;
-        }
-        facts->is_leaf = truth;
-    }
     return 0;
+}
+
+int
+oomkit_tensor_is_leaf(PyObject *tensor, const oomkit_tensor_facts *facts)
+{
+    return facts->is_leaf >= 0 ? facts->is_leaf : attribute_truth(tensor, "is_leaf");
 }
 
 /* --- calibration --- */

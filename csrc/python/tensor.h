@@ -15,11 +15,15 @@ oomkit_tensor_check(const oomkit_state *st, PyObject *object)
 /* The facts of a tensor, `dim` counted from the end when negative. By the bridge where
  * it can, else by attributes (then the dtype is -1 where its name is not known; shape
  * hashes of the two ways are not comparable, but a tensor always goes the same way). A
- * nested tensor has ndim and size -1. 0, or -1 with an exception. May run Python code
- * (attributes of tensor subclasses). */
+ * nested tensor has ndim and size -1. For is_leaf see below. 0, or -1 with an
+ * exception. May run Python code (attributes of tensor subclasses). */
 int
 oomkit_tensor_facts_get(oomkit_state *st, PyObject *tensor, int64_t dim,
                         oomkit_tensor_facts *facts);
+
+/* Known only by asking torch where it requires grad: 1, 0 or -1 with an exception. */
+int
+oomkit_tensor_is_leaf(PyObject *tensor, const oomkit_tensor_facts *facts);
 
 /* The version alone: what marks need, at a fraction of the cost. 0 or -1. */
 static inline int

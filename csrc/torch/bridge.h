@@ -21,7 +21,7 @@ extern "C" {
 #endif
 
 #define OOMKIT_BRIDGE_CAPSULE "oomkit._bridge.api"
-#define OOMKIT_BRIDGE_VERSION 2u
+#define OOMKIT_BRIDGE_VERSION 3u
 #define OOMKIT_BRIDGE_UNKNOWN UINT64_MAX
 
 /* Mark of a gradient: which tensor it was and at which version. `grad` is held weakly:
@@ -100,6 +100,13 @@ typedef struct oomkit_bridge {
     /* A hash of 64 values spread over a plain CPU tensor: what `.data` writes change
      * while no version does. 0 for every other tensor. */
     uint64_t (*sample)(const void *holder, ptrdiff_t offset);
+
+    /* --- random generators of the CPU (Generator._cdata) --- */
+    /* Its state as bytes that mean something to generator_same alone. How many there
+     * are (none are written when that is more than `room`); 0 when it cannot be told.
+     */
+    uint64_t (*generator_read)(void *generator, void *bytes, uint64_t room);
+    int (*generator_same)(void *generator, const void *bytes, uint64_t size);
 
     /* --- CPU budget allocator --- */
     int (*cpu_install)(

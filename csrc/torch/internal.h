@@ -63,6 +63,11 @@ fault_stats(uint64_t *seen, uint64_t *fired, int *armed) noexcept;
 int
 set_phase(int phase) noexcept;
 
+uint64_t
+generator_read(void *generator, void *bytes, uint64_t room) noexcept;
+int
+generator_same(void *generator, const void *bytes, uint64_t size) noexcept;
+
 int
 tensor_facts(const void *holder, ptrdiff_t offset, int64_t dim,
              oomkit_tensor_facts *facts) noexcept;
