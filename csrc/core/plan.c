@@ -117,25 +117,25 @@ oomkit_plan_slice(const oomkit_plan *plan, int64_t index, int64_t *start,
 /* --- decisions --- */
 
 static int
-observations_valid(const oomkit_plan_observations *seen)
+request_valid(const oomkit_plan_request *request)
 {
-    return seen->batch >= 1 && seen->min_micro_batch >= 1 && seen->multiple_of >= 1 &&
-           seen->start_accumulation >= 1 && seen->largest_ok >= 0 &&
-           seen->smallest_failed >= 0;
+    return request->batch >= 1 && request->min_micro_batch >= 1 &&
+           request->multiple_of >= 1 && request->start_accumulation >= 1 &&
+           request->margin >= 0.0 && request->margin < 1.0;
 }
 
 /* The largest k with no slice below min_micro_batch (the leftover at the end of a plan
  * with multiple_of excepted); 1 when the batch itself is below. Such a k need not reach
  * the minimum: 20 rows in equal slices of at least 6 are 7, 7, 6. */
 static int64_t
-largest_k(const oomkit_plan_observations *seen)
+largest_k(const oomkit_plan_request *request)
 {
-    int64_t units = divide_up(seen->batch, seen->multiple_of);
-    int64_t least = divide_up(seen->min_micro_batch, seen->multiple_of);
+    int64_t units = divide_up(request->batch, request->multiple_of);
+    int64_t least = divide_up(request->min_micro_batch, request->multiple_of);
     int64_t k;
 
-    if (seen->multiple_of == 1) { /* equal slices: the smallest has batch / k rows */
-        k = seen->batch / least;
+    if (request->multiple_of == 1) { /* equal slices: the smallest has batch / k rows */
+        k = request->batch / least;
         return k > 1 ? k : 1;
     }
     if (least == 1) {
@@ -145,78 +145,254 @@ largest_k(const oomkit_plan_observations *seen)
     return k > 1 ? k : 1;
 }
 
-/* The smallest k that earlier calls of this signature do not speak against. */
-static int64_t
-remembered_k(const oomkit_plan_observations *seen)
+/* Room that is the same but for what changes from step to step. */
+static int
+room_at_least(uint64_t room, uint64_t then)
 {
-    int64_t units = divide_up(seen->batch, seen->multiple_of);
-    int64_t bound; /* units of the largest micro-batch to be tried */
+    return room == OOMKIT_UNKNOWN || then == OOMKIT_UNKNOWN || room >= then - then / 64;
+}
 
-    if (seen->smallest_failed == 0) {
+static int
+room_has_grown(uint64_t room, uint64_t then)
+{
+    return room != OOMKIT_UNKNOWN && then != OOMKIT_UNKNOWN && room > then + then / 64;
+}
+
+/* Bytes that a micro-batch may take above the baseline. */
+static uint64_t
+room_to_use(const oomkit_knowledge *known, const oomkit_plan_request *request)
+{
+    double margin = known->margin > request->margin ? known->margin : request->margin;
+    uint64_t budget = request->budget_bytes;
+
+    if (budget != OOMKIT_UNKNOWN) {
+        budget = (uint64_t)((double)budget * (1.0 - margin));
+    }
+    return oomkit_room(request->baseline_bytes, budget);
+}
+
+/* One peak alone makes a ray, which counts the part that does not grow with rows once
+ * for each: where it forbids what nothing else does, the middle between what worked and
+ * what failed is tried, once. */
+static int
+worth_a_try(const oomkit_knowledge *known, const oomkit_bound *bound, int64_t rows)
+{
+    return known->point_count == 1 && known->missed == 0 && bound->largest_ok > 0 &&
+           bound->smallest_failed / 2 >= bound->largest_ok &&
+           rows <= (bound->largest_ok + bound->smallest_failed) / 2;
+}
+
+/* Do bounds and peaks allow a micro-batch of this size? Where nothing was measured,
+ * what has worked does, or half of what failed. */
+static int
+size_fits(const oomkit_knowledge *known, const oomkit_plan_request *request,
+          oomkit_role role, int64_t rows)
+{
+    const oomkit_bound *bound = &known->bounds[role];
+    uint64_t room = oomkit_room(request->baseline_bytes, request->budget_bytes);
+    uint64_t needed = OOMKIT_UNKNOWN;
+
+    if (bound->smallest_failed != 0 && rows >= bound->smallest_failed &&
+        !room_has_grown(room, bound->failed_room)) {
+        return 0;
+    }
+    if (rows <= bound->largest_ok && room_at_least(room, bound->ok_room)) {
         return 1;
     }
-    if (seen->largest_ok > 0 && seen->largest_ok < seen->smallest_failed) {
-        if (seen->batch <= seen->largest_ok) {
-            return 1;
-        }
-        bound = seen->largest_ok / seen->multiple_of;
-    } else {
-        if (seen->batch < seen->smallest_failed) {
-            return 1;
-        }
-        /* Nothing is known to fit: what oomkit_plan_next would try after that failure.
-         */
-        bound = divide_up(divide_up(seen->smallest_failed, seen->multiple_of), 2);
+    if (room != OOMKIT_UNKNOWN) {
+        needed = oomkit_predict(known, role, rows, request->gradient_bytes);
     }
-    return divide_up(units, bound > 0 ? bound : 1);
+    if (needed != OOMKIT_UNKNOWN) {
+        return needed <= room_to_use(known, request) || worth_a_try(known, bound, rows);
+    }
+    if (bound->smallest_failed == 0 || rows <= bound->largest_ok) {
+        return 1;
+    }
+    return bound->largest_ok == 0 && rows <= divide_up(bound->smallest_failed, 2);
 }
 
 static void
-plan_set(const oomkit_plan_observations *seen, int64_t k, oomkit_plan *plan)
+plan_set(const oomkit_plan_request *request, int64_t k, oomkit_plan *plan)
 {
-    plan->batch = seen->batch;
+    plan->batch = request->batch;
     plan->accumulation = k;
     plan->first = 0;
-    plan->multiple_of = seen->multiple_of;
+    plan->multiple_of = request->multiple_of;
     plan->rung = 0;
 }
 
-int
-oomkit_plan_choose(const oomkit_plan_observations *seen, oomkit_plan *plan,
-                   oomkit_plan_reason *reason)
+/* The sizes of a plan's first micro-batch and of the largest later one (0 = none). */
+static void
+plan_sizes(const oomkit_plan *plan, int64_t rows[OOMKIT_ROLES])
 {
-    int64_t most, asked, remembered;
+    int64_t start;
 
-    if (!observations_valid(seen)) {
+    rows[OOMKIT_FIRST] = rows[OOMKIT_LATER] = 0;
+    if (oomkit_plan_slice(plan, 0, &start, &rows[OOMKIT_FIRST]) != OOMKIT_OK ||
+        oomkit_plan_count(plan) < 2 ||
+        oomkit_plan_slice(plan, 1, &start, &rows[OOMKIT_LATER]) != OOMKIT_OK) {
+        return;
+    }
+}
+
+static int
+plan_fits(const oomkit_knowledge *known, const oomkit_plan_request *request,
+          const oomkit_plan *plan)
+{
+    int64_t rows[OOMKIT_ROLES];
+
+    plan_sizes(plan, rows);
+    return size_fits(known, request, OOMKIT_FIRST, rows[OOMKIT_FIRST]) &&
+           (rows[OOMKIT_LATER] == 0 ||
+            size_fits(known, request, OOMKIT_LATER, rows[OOMKIT_LATER]));
+}
+
+/* The smallest k in [from, most] whose equal slices fit; `most` when none does. From 2
+ * on a larger k never fits less, so halving the interval finds it; with 1 no
+ * micro-batch finds accumulated gradients. */
+static int64_t
+smallest_k(const oomkit_knowledge *known, const oomkit_plan_request *request,
+           int64_t from, int64_t most)
+{
+    oomkit_plan plan;
+
+    plan_set(request, from, &plan);
+    if (plan_fits(known, request, &plan)) {
+        return from;
+    }
+    while (from < most) {
+        int64_t k = from + (most - from) / 2;
+        plan_set(request, k, &plan);
+        if (k > 1 && plan_fits(known, request, &plan)) {
+            most = k;
+        } else {
+            from = k + 1;
+        }
+    }
+    return from;
+}
+
+/* A larger first micro-batch and k - 1 equal ones where k equal ones do not fit: the
+ * first one is as much larger as brings both peaks to the same height, then smaller
+ * until all the others can be equal. 1 with *plan, or 0. */
+static int
+plan_unequal(const oomkit_knowledge *known, const oomkit_plan_request *request,
+             int64_t k, oomkit_plan *plan)
+{
+    int64_t unit = request->multiple_of, low = 1, high, later, first;
+
+    if (k < 2) {
+        return 0;
+    }
+    high = request->batch / k / unit; /* units of a later one: not more than equal */
+    while (low < high) {              /* the largest that fits */
+        int64_t middle = low + (high - low + 1) / 2;
+        if (size_fits(known, request, OOMKIT_LATER, middle * unit)) {
+            low = middle;
+        } else {
+            high = middle - 1;
+        }
+    }
+    later = low * unit;
+    first = request->batch - (k - 1) * later;
+    if (high < 1 || later < request->min_micro_batch || first <= later ||
+        first % unit != 0) {
+        return 0;
+    }
+    plan_set(request, k, plan);
+    plan->first = first;
+    return plan_fits(known, request, plan);
+}
+
+/* How long a size that was given up is left alone: longer each time. */
+static int
+may_grow(const oomkit_knowledge *known)
+{
+    uint32_t doublings = known->late > 6 ? 6 : known->late;
+    return known->late == 0 || known->healthy >= UINT32_C(8) << doublings;
+}
+
+/* Before anything of this shape has failed what was asked for is tried. */
+static int
+knows_failure(const oomkit_knowledge *known)
+{
+    return known->failures > 0 || known->missed > 0 || known->late > 0 ||
+           known->bounds[OOMKIT_FIRST].smallest_failed != 0 ||
+           known->bounds[OOMKIT_LATER].smallest_failed != 0;
+}
+
+static oomkit_plan_reason
+reason_of(const oomkit_knowledge *known, const oomkit_plan *plan, int64_t asked)
+{
+    int64_t k = oomkit_plan_count(plan);
+
+    if (known->successes > 0 && known->batch == plan->batch && known->k != 0) {
+        if (k < known->k) {
+            return OOMKIT_REASON_GROWN;
+        }
+        if (k == known->k && k > asked) {
+            return OOMKIT_REASON_REMEMBERED;
+        }
+    }
+    if (k <= asked) {
+        return asked > 1 ? OOMKIT_REASON_ASKED : OOMKIT_REASON_WHOLE;
+    }
+    return known->point_count > 0 ? OOMKIT_REASON_PREDICTED : OOMKIT_REASON_REMEMBERED;
+}
+
+int
+oomkit_plan_choose(const oomkit_knowledge *known, const oomkit_plan_request *request,
+                   oomkit_plan *plan, oomkit_plan_reason *reason)
+{
+    oomkit_plan last, unequal;
+    int64_t most, asked, k;
+
+    if (!request_valid(request) || !oomkit_knowledge_valid(known)) {
         return OOMKIT_EINVAL;
     }
-    most = largest_k(seen);
-    asked = smaller(seen->start_accumulation, most);
-    remembered = smaller(remembered_k(seen), most);
-    if (remembered > asked) {
-        plan_set(seen, remembered, plan);
-        *reason = OOMKIT_REASON_REMEMBERED;
-    } else {
-        plan_set(seen, asked, plan);
-        *reason = asked > 1 ? OOMKIT_REASON_ASKED : OOMKIT_REASON_WHOLE;
+    most = largest_k(request);
+    asked = smaller(request->start_accumulation, most);
+    plan_set(request, asked, plan);
+    if (knows_failure(known)) {
+        k = smallest_k(known, request, asked, most);
+        plan_set(request, k, plan);
+        while (--k >= asked && plan_unequal(known, request, k, &unequal)) {
+            *plan = unequal;
+        }
+        if (known->batch == request->batch && known->k > oomkit_plan_count(plan) &&
+            !may_grow(known)) {
+            plan_set(request, smaller(known->k, most), &last);
+            *plan = plan_fits(known, request, &last) ? last : *plan;
+        }
     }
+    *reason = reason_of(known, plan, asked);
     return OOMKIT_OK;
 }
 
 int
-oomkit_plan_next(const oomkit_plan_observations *seen, const oomkit_plan *failed,
-                 oomkit_plan *plan, oomkit_plan_reason *reason)
+oomkit_plan_next(const oomkit_knowledge *known, const oomkit_plan_request *request,
+                 const oomkit_plan *failed, oomkit_plan *plan,
+                 oomkit_plan_reason *reason)
 {
     oomkit_plan next; /* `plan` may be `failed` */
-    int64_t count, most;
+    int64_t count, most, k, factor;
 
-    if (!observations_valid(seen) || !plan_valid(failed) ||
-        failed->batch != seen->batch) {
+    if (!request_valid(request) || !oomkit_knowledge_valid(known) ||
+        !plan_valid(failed) || failed->batch != request->batch) {
         return OOMKIT_EINVAL;
     }
     count = oomkit_plan_count(failed);
-    most = largest_k(seen);
-    plan_set(seen, count > most / 2 ? most : 2 * count, &next);
+    most = largest_k(request);
+    factor = known->successes == 0 && known->failures > 1 ? 4 : 2;
+    k = count > most / factor ? most : factor * count;
+    if (known->point_count > 0 && request->budget_bytes != OOMKIT_UNKNOWN) {
+        int64_t fits = smallest_k(known, request, smaller(count + 1, most), most);
+        k = fits < most ? fits : k;
+    }
+    plan_set(request, k, &next);
+    if (oomkit_plan_micro_batch(&next) >= oomkit_plan_micro_batch(failed)) {
+        plan_set(request, most, &next); /* peaks that say nothing, sizes in units */
+    }
     if (oomkit_plan_micro_batch(&next) >= oomkit_plan_micro_batch(failed)) {
         *reason = OOMKIT_REASON_EXHAUSTED;
         return OOMKIT_EREFUSED;
@@ -229,8 +405,8 @@ oomkit_plan_next(const oomkit_plan_observations *seen, const oomkit_plan *failed
 const char *
 oomkit_plan_reason_name(oomkit_plan_reason reason)
 {
-    static const char *const names[] = {"whole", "asked",   "remembered",
-                                        "oom",   "flushed", "exhausted"};
+    static const char *const names[] = {"whole",   "asked",     "remembered", "oom",
+                                        "flushed", "exhausted", "predicted",  "grown"};
     const size_t count = sizeof(names) / sizeof(names[0]);
     return (size_t)reason < count ? names[reason] : "unknown";
 }

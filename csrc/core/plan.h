@@ -1,8 +1,14 @@
-/* The planner: a pure function of observations to the next plan. It keeps no state,
- * allocates nothing and always ends: every refusal of a plan makes the next micro-batch
- * smaller, until the smallest allowed one is refused too. */
+/* The planner: a pure function of what is known (knowledge.h) to the next plan. It
+ * keeps no state, allocates nothing and always ends: every refusal of a plan makes the
+ * next micro-batch smaller, until the smallest allowed one is refused too.
+ *
+ * It searches over k, the number of micro-batches, for sizes with the same k cost the
+ * same; slices are as equal as they can be, but where a larger first one saves a whole
+ * micro-batch, and of two distinct sizes at most. */
 #ifndef OOMKIT_CORE_PLAN_H
 #define OOMKIT_CORE_PLAN_H
+
+#include "knowledge.h"
 
 #include <stdint.h>
 
@@ -21,40 +27,42 @@ typedef struct oomkit_plan {
 typedef enum oomkit_plan_reason {
     OOMKIT_REASON_WHOLE = 0, /* nothing known against the whole batch */
     OOMKIT_REASON_ASKED, /* accumulation_steps= of the caller, or forced by a test */
-    OOMKIT_REASON_REMEMBERED, /* a size that an earlier call of this signature found */
-    OOMKIT_REASON_OOM,        /* the micro-batch was halved after an OOM */
+    OOMKIT_REASON_REMEMBERED, /* what an earlier call of this signature worked with */
+    OOMKIT_REASON_OOM,        /* smaller after an OOM */
     OOMKIT_REASON_FLUSHED,    /* the same plan again after the cache was emptied */
-    OOMKIT_REASON_EXHAUSTED   /* nothing smaller is allowed */
+    OOMKIT_REASON_EXHAUSTED,  /* nothing smaller is allowed */
+    OOMKIT_REASON_PREDICTED,  /* measured peaks say what fits */
+    OOMKIT_REASON_GROWN       /* the same, and it is more than the last call had */
 } oomkit_plan_reason;
 
-/* Everything a decision may depend on. Rows unless said; 0 = not known. */
-typedef struct oomkit_plan_observations {
+/* What a decision depends on beside what is known. */
+typedef struct oomkit_plan_request {
     int64_t batch;              /* rows of this call */
     int64_t min_micro_batch;    /* >= 1 */
     int64_t multiple_of;        /* >= 1 */
     int64_t start_accumulation; /* k asked for by the caller, >= 1 */
-    int64_t largest_ok;         /* largest micro-batch of this signature that worked */
-    int64_t smallest_failed;    /* smallest micro-batch that ran out of memory */
-    uint32_t ooms_in_call;      /* OOMs since this call began */
-    uint32_t successes;         /* finished calls of this signature */
-    uint64_t baseline_bytes;    /* allocated before the step */
-    uint64_t peak_bytes;        /* highest measured peak at largest_ok */
-    uint64_t budget_bytes;      /* usable now */
-    uint64_t requested_bytes;   /* of the last OOM */
-} oomkit_plan_observations;
+    uint64_t baseline_bytes;    /* allocated before the step; OOMKIT_UNKNOWN */
+    uint64_t budget_bytes;      /* usable now; OOMKIT_UNKNOWN */
+    uint64_t gradient_bytes;    /* of all parameters; 0 = not known */
+    double margin; /* share of the budget to leave free however well predictions hold */
+} oomkit_plan_request;
 
-/* The plan to begin a call with. OOMKIT_OK, or OOMKIT_EINVAL for numbers out of range.
+/* The plan to begin a call with: the smallest number of micro-batches that what is
+ * known does not speak against. OOMKIT_OK, or OOMKIT_EINVAL for numbers out of range.
  */
 int
-oomkit_plan_choose(const oomkit_plan_observations *seen, oomkit_plan *plan,
-                   oomkit_plan_reason *reason);
+oomkit_plan_choose(const oomkit_knowledge *known, const oomkit_plan_request *request,
+                   oomkit_plan *plan, oomkit_plan_reason *reason);
 
-/* The plan after `failed` ran out of memory: micro-batch halved, k doubled. OOMKIT_OK;
- * OOMKIT_EREFUSED (reason EXHAUSTED) when `failed` already used the smallest allowed
- * micro-batch; OOMKIT_EINVAL. */
+/* The plan after `failed` ran out of memory and oomkit_know_failed was told. Before
+ * anything has worked: twice as many micro-batches the first time, then four times; as
+ * soon as peaks are known, what they say. OOMKIT_OK; OOMKIT_EREFUSED (reason
+ * EXHAUSTED) when `failed` already used the smallest allowed micro-batch;
+ * OOMKIT_EINVAL. */
 int
-oomkit_plan_next(const oomkit_plan_observations *seen, const oomkit_plan *failed,
-                 oomkit_plan *plan, oomkit_plan_reason *reason);
+oomkit_plan_next(const oomkit_knowledge *known, const oomkit_plan_request *request,
+                 const oomkit_plan *failed, oomkit_plan *plan,
+                 oomkit_plan_reason *reason);
 
 /* Number of slices that the plan really has (multiple_of may leave fewer than k). */
 int64_t
@@ -69,7 +77,8 @@ int
 oomkit_plan_slice(const oomkit_plan *plan, int64_t index, int64_t *start,
                   int64_t *length);
 
-/* "whole", "asked", "remembered", "oom", "flushed", "exhausted". */
+/* "whole", "asked", "remembered", "oom", "flushed", "exhausted", "predicted", "grown".
+ */
 const char *
 oomkit_plan_reason_name(oomkit_plan_reason reason);
 

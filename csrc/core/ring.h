@@ -6,9 +6,9 @@
 #ifndef OOMKIT_CORE_RING_H
 #define OOMKIT_CORE_RING_H
 
-#include <stdint.h>
+#include "status.h"
 
-#define OOMKIT_UNKNOWN UINT64_MAX
+#include <stdint.h>
 
 /* Bytes are bytes, times are nanoseconds; OOMKIT_UNKNOWN where nothing was measured. */
 typedef struct oomkit_record {

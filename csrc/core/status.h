@@ -2,6 +2,10 @@
 #ifndef OOMKIT_CORE_STATUS_H
 #define OOMKIT_CORE_STATUS_H
 
+#include <stdint.h>
+
+#define OOMKIT_UNKNOWN UINT64_MAX /* bytes, rows: nothing was measured */
+
 enum {
     OOMKIT_OK = 0,
     OOMKIT_EREFUSED = -1, /* a bound was reached: budget, slots, attempts */

@@ -128,7 +128,7 @@ oomkit_attempt_only_results(const oomkit_call *call)
 
 /* Runs one slice; *whole gets the result (owned) when it is the only one. 0 or -1. */
 static int
-attempt_micro(oomkit_call *call, PyObject **vector, PyObject **whole)
+attempt_slice(oomkit_call *call, PyObject **vector, PyObject **whole)
 {
     const oomkit_slice *slice = &call->slices[call->slice_index];
     PyObject *result; /* owned */
@@ -175,6 +175,18 @@ attempt_micro(oomkit_call *call, PyObject **vector, PyObject **whole)
         return 0;
     }
     Py_DECREF(result);
+    return status;
+}
+
+/* The same, measured. */
+static int
+attempt_micro(oomkit_call *call, PyObject **vector, PyObject **whole)
+{
+    int status;
+
+    oomkit_phase_micro_begin(call);
+    status = attempt_slice(call, vector, whole);
+    oomkit_phase_micro_end(call, status == 0);
     return status;
 }
 

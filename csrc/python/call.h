@@ -77,6 +77,18 @@ oomkit_buffers_say_norm(oomkit_call *call);
 int
 oomkit_buffers_norm_training(oomkit_call *call);
 
+/* phases.c. Never fail; may be called with an exception set, which they keep. */
+void
+oomkit_phase_micro_begin(oomkit_call *call);
+/* An optimizer is about to step for real: what came before was forward and backward. */
+void
+oomkit_phase_optimizer(oomkit_call *call);
+void
+oomkit_phase_micro_end(oomkit_call *call, int finished);
+/* A whole call is done: the optimizer's peak is in it. */
+void
+oomkit_phase_whole(oomkit_call *call);
+
 /* rng.c */
 int
 oomkit_rng_mark(oomkit_call *call);

@@ -131,6 +131,9 @@ typedef struct oomkit_call {
     oomkit_participants *parts; /* counted reference */
     oomkit_device device;
     oomkit_peak_window window;
+    oomkit_peak_window micro; /* of a micro-batch, or of the optimizer behind it */
+    int in_optimizer;         /* which of the two */
+    oomkit_measured measured; /* of the micro-batches of this attempt */
 
     /* plan and progress */
     oomkit_plan plan;

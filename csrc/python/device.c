@@ -334,6 +334,38 @@ oomkit_device_figures(oomkit_state *st, oomkit_device device,
     return 0;
 }
 
+uint64_t
+oomkit_device_budget(oomkit_state *st, oomkit_device device)
+{
+    oomkit_cpu_stats cpu;
+    const device_slot *slot;
+
+    if (device.type != OOMKIT_DEVICE_CPU) {
+        slot = slot_find(device);
+        return slot == NULL ? OOMKIT_UNKNOWN : slot->budget_bytes;
+    }
+    if (st->bridge == NULL || !st->bridge->cpu_installed()) {
+        return OOMKIT_UNKNOWN;
+    }
+    st->bridge->cpu_stats(&cpu);
+    return cpu.limit;
+}
+
+uint64_t
+oomkit_device_usable(oomkit_state *st, oomkit_device device)
+{
+    oomkit_memory_stats stats;
+    uint64_t budget;
+
+    if (oomkit_device_figures(st, device, &stats, &budget) < 0) {
+        PyErr_Clear(); /* of whatever kind: the planner goes without it */
+        return OOMKIT_UNKNOWN;
+    }
+    return stats.free == OOMKIT_UNKNOWN || stats.reserved == OOMKIT_UNKNOWN
+               ? OOMKIT_UNKNOWN
+               : stats.free + stats.reserved;
+}
+
 int
 oomkit_device_budget_set(oomkit_device device, uint64_t budget_bytes)
 {

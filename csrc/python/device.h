@@ -60,6 +60,15 @@ oomkit_device_figures(oomkit_state *st, oomkit_device device,
 int
 oomkit_device_budget_set(oomkit_device device, uint64_t budget_bytes);
 
+/* The limit in force; OOMKIT_UNKNOWN without one. Asks no driver. */
+uint64_t
+oomkit_device_budget(oomkit_state *st, oomkit_device device);
+
+/* Bytes of an accelerator that are free or ours, by its driver; OOMKIT_UNKNOWN where
+ * that cannot be had. Never raises. Takes long: for failures, not for steps. */
+uint64_t
+oomkit_device_usable(oomkit_state *st, oomkit_device device);
+
 /* The highest peak of the run so far, resets of the device's own counter bridged over;
  * OOMKIT_UNKNOWN when not known. May be called with an exception set. */
 uint64_t

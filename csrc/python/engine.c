@@ -101,13 +101,31 @@ engine_forced(oomkit_call *call)
     return 0;
 }
 
+/* A plan that was not the last call's, and that no failure of this one led to. */
+static int
+engine_say(oomkit_call *call, const oomkit_knowledge *known)
+{
+    int64_t rows = call->batch.rows, k = 1;
+
+    if (call->reason != OOMKIT_REASON_PREDICTED &&
+        call->reason != OOMKIT_REASON_GROWN) {
+        return 0;
+    }
+    if (known->batch == call->batch.rows && known->k > 0) {
+        k = known->k;
+        rows = (rows + k - 1) / k;
+    }
+    return k == call->slice_count ? 0 : oomkit_plan_say(call, "info", rows, k);
+}
+
 /* A plan that may split from the start: asked for, remembered, or forced by a test. 0
  * whole, 1 call->slices is set, -1 with an exception. */
 static int
 engine_plan(oomkit_call *call)
 {
     oomkit_step *step = call->step;
-    oomkit_plan_observations seen;
+    oomkit_plan_request request;
+    const oomkit_knowledge *known; /* borrowed from the step */
     const char *refusal;
     int asked =
         call->options->accumulation_steps > 1 || call->st->forced_slices != NULL;
@@ -136,8 +154,8 @@ engine_plan(oomkit_call *call)
                      (long long)call->options->min_micro_batch);
         return -1;
     }
-    oomkit_signature_observe(call, &seen);
-    if (oomkit_plan_choose(&seen, &call->plan, &call->reason) != OOMKIT_OK) {
+    oomkit_signature_request(call, &request, &known);
+    if (oomkit_plan_choose(known, &request, &call->plan, &call->reason) != OOMKIT_OK) {
         PyErr_SetString(PyExc_RuntimeError, "oomkit could not make a plan");
         return -1;
     }
@@ -152,7 +170,7 @@ engine_plan(oomkit_call *call)
                      call->options->label, refusal);
         return -1;
     }
-    if (oomkit_attempt_slices(call) < 0) {
+    if (oomkit_attempt_slices(call) < 0 || engine_say(call, known) < 0) {
         return -1;
     }
     return oomkit_buffers_say_norm(call) < 0 ? -1 : 1;
@@ -285,6 +303,9 @@ engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
         largest = call->slices[i].length > largest ? call->slices[i].length : largest;
     }
     if ((call->has_signature || step->seen_oom) && largest > 0 && !needs_backward) {
+        if (call->slices == NULL) {
+            oomkit_phase_whole(call);
+        }
         oomkit_signature_succeeded(call, largest, call->window.peak_allocated_bytes);
     }
 }

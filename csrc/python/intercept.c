@@ -226,6 +226,7 @@ interceptor_optimizer(interceptor_object *self, PyObject *const *args, size_t na
         (call->options->optimizer_copy && oomkit_optimizer_copy(call, index) < 0)) {
         return NULL;
     }
+    oomkit_phase_optimizer(call);
     for (attempt = 0;; attempt++) {
         phase = oomkit_phase_set(call->st, OOMKIT_PHASE_OPTIMIZER);
         result = interceptor_original(self, args, nargsf, kwnames);

@@ -38,22 +38,23 @@ replan_exhausted(oomkit_call *call, int64_t micro_batch)
 int
 oomkit_replan(oomkit_call *call, int keep, int64_t failed_rows, int64_t failed_count)
 {
-    oomkit_plan_observations seen;
+    oomkit_plan_request request;
+    const oomkit_knowledge *known; /* borrowed from the step */
     oomkit_plan failed = call->plan;
     int64_t done = keep ? call->slices[call->slice_index].start : 0;
     int status;
 
     oomkit_signature_failed(call, failed_rows);
-    oomkit_signature_observe(call, &seen);
-    seen.batch = call->batch.rows - done;
-    failed.batch = seen.batch;
+    oomkit_signature_request(call, &request, &known);
+    request.batch = call->batch.rows - done;
+    failed.batch = request.batch;
     failed.multiple_of = call->options->multiple_of;
     failed.first = 0;
-    failed.accumulation = (seen.batch + failed_rows - 1) / failed_rows;
+    failed.accumulation = (request.batch + failed_rows - 1) / failed_rows;
     if (!keep && !call->forced && failed_count > failed.accumulation) {
         failed.accumulation = failed_count;
     }
-    status = oomkit_plan_next(&seen, &failed, &call->plan, &call->reason);
+    status = oomkit_plan_next(known, &request, &failed, &call->plan, &call->reason);
     if (status == OOMKIT_EREFUSED) {
         return replan_exhausted(call, failed_rows);
     }
@@ -66,24 +67,34 @@ oomkit_replan(oomkit_call *call, int keep, int64_t failed_rows, int64_t failed_c
     return oomkit_attempt_slices(call);
 }
 
-/* One line for the change of plan, then the user's hook. 0 or -1. */
+/* One line for a change of plan. 0 or -1. */
+int
+oomkit_plan_say(oomkit_call *call, const char *level, int64_t old_rows,
+                int64_t old_count)
+{
+    PyObject *done =
+        PyObject_CallMethod(/* owned */
+                            call->st->log, level, "sKLLLLs",
+                            "oomkit: step=%d micro_batch=%d->%d "
+                            "accumulation=%d->%d reason=%s",
+                            (unsigned long long)call->number, (long long)old_rows,
+                            (long long)oomkit_plan_micro_batch(&call->plan),
+                            (long long)old_count, (long long)call->slice_count,
+                            oomkit_plan_reason_name(call->reason));
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* The same after a failure, then the user's hook. 0 or -1. */
 int
 oomkit_replan_say(oomkit_call *call, int64_t old_rows, int64_t old_count)
 {
     oomkit_state *st = call->st;
     PyObject *done; /* owned */
-    int64_t rows = oomkit_plan_micro_batch(&call->plan);
 
-    done = PyObject_CallMethod(
-        st->log, "warning", "sKLLLLs",
-        "oomkit: step=%d micro_batch=%d->%d accumulation=%d->%d reason=%s",
-        (unsigned long long)call->number, (long long)old_rows, (long long)rows,
-        (long long)old_count, (long long)call->slice_count,
-        oomkit_plan_reason_name(call->reason));
-    if (done == NULL) {
+    if (oomkit_plan_say(call, "warning", old_rows, old_count) < 0) {
         return -1;
     }
-    Py_DECREF(done);
     if (call->options->on_retry != NULL) {
         oomkit_record record;
         PyObject *object; /* owned */

@@ -65,7 +65,10 @@ oomkit_second_mark(oomkit_second *s, const oomkit_pending *p, oomkit_call *call)
     call->parts->refs++;
     call->parts->busy++;
     call->started_ns = call->attempt_started_ns = oomkit_now_ns();
-    call->signature = oomkit_batch_signature(&p->batch);
+    call->signature =
+        p->signature != 0
+            ? p->signature
+            : oomkit_signature_of(call, &p->batch, p->modes.autocast != NULL, 1);
     call->has_signature = 1;
     call->is_last = call->training = 1;
     oomkit_device_begin(s->st, call->device, call->options->reset_peaks, &call->window);

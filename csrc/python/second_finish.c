@@ -16,7 +16,10 @@ second_learn(oomkit_second *s, oomkit_pending *p)
         Py_XSETREF(p->step->last_gradient, Py_NewRef(p->gradient));
     }
     if (call != NULL && (p->step->seen_oom || call->grads.at_entry)) {
-        call->signature = oomkit_batch_signature(&p->batch);
+        call->signature =
+            p->signature != 0
+                ? p->signature
+                : oomkit_signature_of(call, &p->batch, p->modes.autocast != NULL, 1);
         oomkit_signature_succeeded(call, oomkit_batch_rows(&p->batch),
                                    call->window.peak_allocated_bytes);
     }

@@ -1,6 +1,120 @@
 /* What a site knows about each shape of batch: sizes that worked and that failed. */
 #include "step.h"
 
+static uint64_t
+mix(uint64_t hash, uint64_t value)
+{
+    hash = (hash ^ value) * 0xff51afd7ed558ccdu;
+    return hash ^ (hash >> 32);
+}
+
+/* --- which shape --- */
+
+/* The training flag of the first module that takes part, 2 without one. Never raises.
+ */
+static uint64_t
+training_flag(const oomkit_call *call)
+{
+    PyObject *roots = call->parts->roots; /* borrowed */
+    PyObject *root, *flag = NULL;         /* owned */
+    uint64_t result = 2;
+    Py_ssize_t i;
+
+    for (i = 0; roots != NULL && flag == NULL && i < PyList_GET_SIZE(roots); i++) {
+        root = oomkit_reference_get(PyList_GET_ITEM(roots, i));
+        if (root != NULL &&
+            PyObject_TypeCheck(root, (PyTypeObject *)call->st->Module)) {
+            flag = PyObject_GetAttr(root, call->st->str_training);
+            PyErr_Clear(); /* of whatever kind: a module without the flag has none */
+        }
+        Py_XDECREF(root);
+    }
+    if (flag != NULL) {
+        result = flag == Py_True;
+        Py_DECREF(flag);
+    }
+    return result;
+}
+
+static uint64_t
+is_on(PyObject *callable)
+{
+    PyObject *on = callable == NULL ? NULL : PyObject_CallNoArgs(callable); /* owned */
+    uint64_t result = on == Py_True;
+
+    PyErr_Clear(); /* of whatever kind: one mode less to tell shapes apart by */
+    Py_XDECREF(on);
+    return result;
+}
+
+uint64_t
+oomkit_signature_of(const oomkit_call *call, const oomkit_batch *batch, int autocast,
+                    int recording)
+{
+    uint64_t hash = oomkit_batch_signature(batch);
+    uint64_t modes = training_flag(call) * 4 + (uint64_t)(autocast != 0) * 2 +
+                     (uint64_t)(recording != 0);
+    return mix(hash, modes + 1);
+}
+
+/* What the shapes of a family have in common, and the bytes of one row of this one:
+ * sequence lengths differ in nothing else. Never raises. */
+static void
+shape_of(oomkit_call *call, oomkit_signature *entry)
+{
+    oomkit_tensor_facts facts;
+    Py_ssize_t i;
+
+    entry->family = mix(training_flag(call) + 1, is_on(call->st->is_any_autocast) * 2 +
+                                                     is_on(call->st->is_grad_enabled));
+    entry->row_bytes = 0.0;
+    for (i = 0; i < call->batch.count; i++) {
+        const oomkit_node *node = &call->batch.nodes[i];
+        if (node->kind != OOMKIT_NODE_TENSOR) {
+            continue;
+        }
+        if (oomkit_tensor_facts_get(call->st, node->object, call->options->dim,
+                                    &facts) < 0) {
+            PyErr_Clear(); /* of whatever kind: it does not count */
+            continue;
+        }
+        entry->family = mix(entry->family, (uint64_t)(facts.dtype * 16 + facts.ndim));
+        if (facts.size > 0) {
+            entry->row_bytes += (double)facts.bytes / (double)facts.size;
+        }
+    }
+}
+
+/* A shape that was not seen before begins with what is known of its nearest neighbour:
+ * rather a larger one, whose sizes are safe. */
+static void
+learn_from_neighbour(oomkit_call *call, oomkit_signature *entry)
+{
+    oomkit_step *step = call->step;
+    const oomkit_signature *nearest = NULL;
+    int i;
+
+    for (i = 0; i < step->signature_count; i++) {
+        const oomkit_signature *other = &step->signatures[i];
+        int is_larger = other->row_bytes >= entry->row_bytes;
+        int was_larger = nearest != NULL && nearest->row_bytes >= entry->row_bytes;
+        if (other == entry || other->family != entry->family ||
+            other->row_bytes <= 0.0 || other->known.borrowed) {
+            continue;
+        }
+        if (nearest == NULL || (is_larger && !was_larger) ||
+            (is_larger == was_larger &&
+             (is_larger ? other->row_bytes < nearest->row_bytes
+                        : other->row_bytes > nearest->row_bytes))) {
+            nearest = other;
+        }
+    }
+    if (nearest != NULL && entry->row_bytes > 0.0) {
+        oomkit_know_neighbour(&entry->known, &nearest->known,
+                              entry->row_bytes / nearest->row_bytes);
+    }
+}
+
 /* The entry of this call's shape, or NULL when there is none and `create` is 0. */
 oomkit_signature *
 oomkit_signature_get(oomkit_call *call, int create)
@@ -10,7 +124,9 @@ oomkit_signature_get(oomkit_call *call, int create)
     int i, oldest = 0;
 
     if (!call->has_signature) {
-        call->signature = oomkit_batch_signature(&call->batch);
+        call->signature = oomkit_signature_of(call, &call->batch,
+                                              (int)is_on(call->st->is_any_autocast),
+                                              (int)is_on(call->st->is_grad_enabled));
         call->has_signature = 1;
     }
     for (i = 0; i < step->signature_count; i++) {
@@ -31,29 +147,88 @@ oomkit_signature_get(oomkit_call *call, int create)
     memset(entry, 0, sizeof(*entry));
     entry->hash = call->signature;
     entry->used = step->calls;
+    if (step->seen_oom) {
+        shape_of(call, entry);
+        learn_from_neighbour(call, entry);
+    }
     return entry;
 }
 
+/* --- what the planner is told --- */
+
+#define ACCELERATOR_MARGIN 0.06 /* of the budget: blocks are rounded and do not fit */
+
+static const oomkit_knowledge nothing; /* all zeros */
+
+/* What accumulates beyond the baseline: gradients that were there are in it. */
+static uint64_t
+gradients_beyond(const oomkit_call *call)
+{
+    return call->grads.at_entry ? 0 : call->step->gradient_bytes;
+}
+
+/* The limit in force, else what the device had for us when it last was full. */
+static uint64_t
+budget_of(oomkit_call *call)
+{
+    uint64_t budget = oomkit_device_budget(call->st, call->device);
+    return budget != OOMKIT_UNKNOWN || call->device.type == OOMKIT_DEVICE_CPU
+               ? budget
+               : call->step->device_bytes;
+}
+
 void
-oomkit_signature_observe(oomkit_call *call, oomkit_plan_observations *seen)
+oomkit_signature_request(oomkit_call *call, oomkit_plan_request *request,
+                         const oomkit_knowledge **known)
 {
     const oomkit_options *options = call->options;
-    const oomkit_signature *known = oomkit_signature_get(call, 0);
+    const oomkit_signature *entry = oomkit_signature_get(call, call->step->seen_oom);
 
-    memset(seen, 0, sizeof(*seen));
-    seen->batch = call->batch.rows;
-    seen->min_micro_batch = options->min_micro_batch;
-    seen->multiple_of = options->multiple_of;
-    seen->start_accumulation = options->accumulation_steps;
-    seen->ooms_in_call = call->ooms;
-    seen->baseline_bytes = call->baseline_bytes;
-    seen->requested_bytes = call->requested_bytes;
-    if (known != NULL) {
-        seen->largest_ok = known->largest_ok;
-        seen->smallest_failed = known->smallest_failed;
-        seen->successes = known->successes;
-        seen->peak_bytes = known->peak_bytes;
+    *known = entry == NULL ? &nothing : &entry->known;
+    *request = (oomkit_plan_request){
+        .batch = call->batch.rows,
+        .min_micro_batch = options->min_micro_batch,
+        .multiple_of = options->multiple_of,
+        .start_accumulation = options->accumulation_steps,
+        .baseline_bytes = call->baseline_bytes,
+        .budget_bytes = budget_of(call),
+        .gradient_bytes = gradients_beyond(call),
+        .margin = call->device.type == OOMKIT_DEVICE_CPU ? 0.0 : ACCELERATOR_MARGIN,
+    };
+}
+
+/* --- what it learns --- */
+
+/* Bytes that the gradients of all parameters take. */
+static uint64_t
+gradient_bytes(oomkit_call *call)
+{
+    oomkit_tensor_facts facts;
+    uint64_t sum = 0;
+    Py_ssize_t i;
+
+    for (i = 0; i < call->parts->param_count; i++) {
+        if (oomkit_tensor_facts_get(call->st, call->parts->params[i], 0, &facts) < 0) {
+            PyErr_Clear(); /* of whatever kind: an estimate goes without it */
+        } else if (facts.requires_grad) {
+            sum += facts.bytes;
+        }
     }
+    return sum;
+}
+
+/* Peaks of a replay do not compare: its call was there before with all it had saved. */
+static void
+measured_complete(oomkit_call *call, oomkit_measured *m)
+{
+    if (call->replayed != NULL) {
+        m->bytes[OOMKIT_FIRST] = m->bytes[OOMKIT_LATER] = m->optimizer_bytes = 0;
+    }
+    m->batch = call->batch.rows > 0 ? call->batch.rows : m->rows[OOMKIT_FIRST];
+    m->k = call->slice_count > 0 ? call->slice_count : 1;
+    m->baseline_bytes = call->baseline_bytes;
+    m->budget_bytes = budget_of(call);
+    m->gradient_bytes = gradients_beyond(call);
 }
 
 void
@@ -61,12 +236,14 @@ oomkit_signature_succeeded(oomkit_call *call, int64_t micro_batch, uint64_t peak
 {
     oomkit_signature *entry = oomkit_signature_get(call, 1);
 
-    entry->successes++;
-    if (micro_batch >= entry->largest_ok) {
-        entry->largest_ok = micro_batch;
-        if (peak_bytes != OOMKIT_UNKNOWN) {
-            entry->peak_bytes = peak_bytes;
-        }
+    if (call->measured.rows[OOMKIT_FIRST] < 1) { /* a caller's backward: no peak */
+        call->measured.rows[OOMKIT_FIRST] = micro_batch;
+    }
+    measured_complete(call, &call->measured);
+    oomkit_know_worked(&entry->known, &call->measured);
+    if (micro_batch >= entry->peak_rows && peak_bytes != OOMKIT_UNKNOWN) {
+        entry->peak_rows = micro_batch;
+        entry->peak_bytes = peak_bytes;
     }
 }
 
@@ -74,12 +251,29 @@ void
 oomkit_signature_failed(oomkit_call *call, int64_t micro_batch)
 {
     oomkit_signature *entry = oomkit_signature_get(call, 1);
+    oomkit_measured *m = &call->measured;
+    oomkit_role role =
+        call->slices != NULL && call->slice_index > 0 ? OOMKIT_LATER : OOMKIT_FIRST;
 
-    if (entry->smallest_failed == 0 || micro_batch < entry->smallest_failed) {
-        entry->smallest_failed = micro_batch;
+    if (entry->row_bytes <= 0.0) { /* from before the first OOM of this site */
+        shape_of(call, entry);
     }
-    if (entry->largest_ok >= micro_batch) { /* what worked once works no more */
-        entry->largest_ok = 0;
+    call->step->gradient_bytes =
+        is_on(call->st->is_grad_enabled) ? gradient_bytes(call) : 0;
+    if (call->device.type != OOMKIT_DEVICE_CPU) {
+        call->step->device_bytes = oomkit_device_usable(call->st, call->device);
+    }
+    measured_complete(call, m);
+    if (call->slices != NULL && role == OOMKIT_LATER) { /* the first one has worked */
+        oomkit_know_measured(&entry->known, OOMKIT_FIRST, m->rows[OOMKIT_FIRST],
+                             m->bytes[OOMKIT_FIRST], m->baseline_bytes, m->budget_bytes,
+                             m->gradient_bytes);
+    }
+    oomkit_know_failed(&entry->known, role, micro_batch, m->baseline_bytes,
+                       m->budget_bytes, m->gradient_bytes);
+    memset(m, 0, sizeof(*m));
+    if (entry->peak_rows >= micro_batch) {
+        entry->peak_rows = 0;
     }
 }
 
@@ -89,7 +283,8 @@ oomkit_signature_forget(oomkit_call *call)
 {
     oomkit_signature *entry = oomkit_signature_get(call, 0);
     if (entry != NULL) {
-        entry->smallest_failed = entry->largest_ok = 0;
+        memset(&entry->known, 0, sizeof(entry->known));
+        entry->peak_rows = 0;
     }
 }
 
@@ -111,7 +306,7 @@ oomkit_call_wants_copies(oomkit_call *call)
         return 1;
     }
     known = oomkit_signature_get(call, 1);
-    if (known->successes == 0) {
+    if (known->known.successes == 0) {
         return 1;
     }
     if (call->window.budget_bytes == OOMKIT_UNKNOWN || known->peak_bytes == 0) {

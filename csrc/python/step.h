@@ -11,10 +11,12 @@
 /* What is known about one shape of batch at one site. */
 typedef struct oomkit_signature {
     uint64_t hash;
-    uint64_t used; /* call number of the last use, for giving way */
-    int64_t largest_ok, smallest_failed;
-    uint64_t peak_bytes;
-    uint32_t successes;
+    uint64_t family;  /* of shapes that differ in other dimensions than the batch's */
+    double row_bytes; /* of the batch's own tensors; 0 while no OOM was seen */
+    uint64_t used;    /* call number of the last use, for giving way */
+    oomkit_knowledge known;
+    uint64_t peak_bytes; /* allocated at most in a call with the largest micro-batch */
+    int64_t peak_rows;   /* that micro-batch */
 } oomkit_signature;
 
 /* What the calls with a whole batch have done so far. */
@@ -46,7 +48,9 @@ typedef struct oomkit_step {
     int updates; /* optimizer steps in a finished whole call; -1 while unknown */
     PyObject
         *last_gradient; /* owned: what last reached a returned scalar loss, or NULL */
-    double last_factor; /* the same over the scaler's scale; 0 while unknown */
+    uint64_t gradient_bytes; /* of all parameters, summed at the last OOM; 0 before */
+    uint64_t device_bytes;   /* free and ours on the device then, or OOMKIT_UNKNOWN */
+    double last_factor;      /* the same over the scaler's scale; 0 while unknown */
     int half;        /* a returned loss was computed with fp16 somewhere on the way */
     int single_loss; /* a returned loss of several rows had one element in dimensions */
     int hooks_said;  /* the warning about hooks on gradients was given */
@@ -95,6 +99,9 @@ oomkit_replan(oomkit_call *call, int keep, int64_t failed_rows, int64_t failed_c
 int
 oomkit_replan_say(oomkit_call *call, int64_t old_rows, int64_t old_count);
 int
+oomkit_plan_say(oomkit_call *call, const char *level, int64_t old_rows,
+                int64_t old_count);
+int
 oomkit_recover_split(oomkit_call *call);
 
 /* engine.c */
@@ -108,10 +115,18 @@ oomkit_call_record(const oomkit_call *call, oomkit_record *record);
 /* signature.c */
 oomkit_signature *
 oomkit_signature_get(oomkit_call *call, int create);
+/* The key of a shape under these modes; never 0 in practice. */
+uint64_t
+oomkit_signature_of(const oomkit_call *call, const oomkit_batch *batch, int autocast,
+                    int recording);
+/* What the planner is to know; *known is borrowed from the step. */
 void
-oomkit_signature_observe(oomkit_call *call, oomkit_plan_observations *seen);
+oomkit_signature_request(oomkit_call *call, oomkit_plan_request *request,
+                         const oomkit_knowledge **known);
+/* The call is done, with this largest micro-batch. */
 void
 oomkit_signature_succeeded(oomkit_call *call, int64_t micro_batch, uint64_t peak_bytes);
+/* The micro-batch at call->slice_index (the whole batch without slices) has failed. */
 void
 oomkit_signature_failed(oomkit_call *call, int64_t micro_batch);
 void

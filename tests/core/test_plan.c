@@ -5,14 +5,60 @@
 
 #include <string.h>
 
-static oomkit_plan_observations
+/* Bounds alone, the same for both roles, and no peaks: without a budget. */
+typedef struct observed {
+    int64_t batch, min_micro_batch, multiple_of, start_accumulation;
+    int64_t largest_ok, smallest_failed;
+} observed;
+
+static observed
 observations(int64_t batch)
 {
-    oomkit_plan_observations seen;
-    memset(&seen, 0, sizeof(seen));
-    seen.batch = batch;
-    seen.min_micro_batch = seen.multiple_of = seen.start_accumulation = 1;
-    return seen;
+    return (observed){batch, 1, 1, 1, 0, 0};
+}
+
+static oomkit_plan_request
+request_of(const observed *seen)
+{
+    return (oomkit_plan_request){
+        .batch = seen->batch,
+        .min_micro_batch = seen->min_micro_batch,
+        .multiple_of = seen->multiple_of,
+        .start_accumulation = seen->start_accumulation,
+        .baseline_bytes = OOMKIT_UNKNOWN,
+        .budget_bytes = OOMKIT_UNKNOWN,
+    };
+}
+
+static oomkit_knowledge
+knowledge_of(const observed *seen)
+{
+    oomkit_knowledge known;
+    memset(&known, 0, sizeof(known));
+    for (int role = 0; role < OOMKIT_ROLES; role++) {
+        known.bounds[role] = (oomkit_bound){seen->largest_ok, seen->smallest_failed,
+                                            OOMKIT_UNKNOWN, OOMKIT_UNKNOWN};
+    }
+    known.successes = seen->largest_ok > 0;
+    known.failures = seen->smallest_failed > 0;
+    return known;
+}
+
+static int
+choose(const observed *seen, oomkit_plan *plan, oomkit_plan_reason *reason)
+{
+    const oomkit_plan_request request = request_of(seen);
+    const oomkit_knowledge known = knowledge_of(seen);
+    return oomkit_plan_choose(&known, &request, plan, reason);
+}
+
+static int
+next_after(const observed *seen, const oomkit_plan *failed, oomkit_plan *plan,
+           oomkit_plan_reason *reason)
+{
+    const oomkit_plan_request request = request_of(seen);
+    const oomkit_knowledge known = knowledge_of(seen);
+    return oomkit_plan_next(&known, &request, failed, plan, reason);
 }
 
 /* Do the slices of the plan have exactly these sizes? The list ends with 0. */
@@ -105,7 +151,7 @@ test_plans_that_are_none(void)
         {0, 1, 0, 1, 0},  {-4, 1, 0, 1, 0}, {8, 0, 0, 1, 0},
         {8, -1, 0, 1, 0}, {8, 2, 0, 0, 0},  {8, 2, -1, 1, 0},
         {8, 2, 9, 1, 0},  {8, 1, 4, 1, 0},  {8, 2, 3, 2, 0}};
-    oomkit_plan_observations seen = observations(8);
+    observed seen = observations(8);
     oomkit_plan_reason reason = OOMKIT_REASON_FLUSHED;
     oomkit_plan plan;
     int64_t start, length;
@@ -115,9 +161,9 @@ test_plans_that_are_none(void)
         CHECK(oomkit_plan_count(&bad[i]) == 0);
         CHECK(oomkit_plan_micro_batch(&bad[i]) == 0);
         CHECK(oomkit_plan_slice(&bad[i], 0, &start, &length) == OOMKIT_EINVAL);
-        CHECK(oomkit_plan_next(&seen, &bad[i], &plan, &reason) == OOMKIT_EINVAL);
+        CHECK(next_after(&seen, &bad[i], &plan, &reason) == OOMKIT_EINVAL);
     }
-    CHECK(oomkit_plan_next(&seen, &(oomkit_plan){9, 1, 0, 1, 0}, &plan, &reason) ==
+    CHECK(next_after(&seen, &(oomkit_plan){9, 1, 0, 1, 0}, &plan, &reason) ==
           OOMKIT_EINVAL);
     CHECK(reason == OOMKIT_REASON_FLUSHED);
 }
@@ -130,28 +176,28 @@ test_numbers_out_of_range(void)
     int i;
 
     for (i = 0; i < 6; i++) {
-        oomkit_plan_observations seen = observations(8);
+        observed seen = observations(8);
         seen.batch = i == 0 ? 0 : 8;
         seen.min_micro_batch = i == 1 ? 0 : 1;
         seen.multiple_of = i == 2 ? -1 : 1;
         seen.start_accumulation = i == 3 ? 0 : 1;
         seen.largest_ok = i == 4 ? -1 : 0;
         seen.smallest_failed = i == 5 ? -1 : 0;
-        CHECK(oomkit_plan_choose(&seen, &plan, &reason) == OOMKIT_EINVAL);
-        CHECK(oomkit_plan_next(&seen, &whole, &plan, &reason) == OOMKIT_EINVAL);
+        CHECK(choose(&seen, &plan, &reason) == OOMKIT_EINVAL);
+        CHECK(next_after(&seen, &whole, &plan, &reason) == OOMKIT_EINVAL);
     }
 }
 
 static void
 test_the_largest_numbers(void)
 {
-    oomkit_plan_observations seen = observations(INT64_MAX);
+    observed seen = observations(INT64_MAX);
     oomkit_plan plan, failed;
     oomkit_plan_reason reason;
     int64_t start, length;
     int halvings = 0;
 
-    CHECK(oomkit_plan_choose(&seen, &plan, &reason) == OOMKIT_OK);
+    CHECK(choose(&seen, &plan, &reason) == OOMKIT_OK);
     CHECK(reason == OOMKIT_REASON_WHOLE && oomkit_plan_micro_batch(&plan) == INT64_MAX);
     do {
         int64_t count = oomkit_plan_count(&plan);
@@ -159,31 +205,31 @@ test_the_largest_numbers(void)
         CHECK(start >= 0 && length >= 1 && INT64_MAX - start == length);
         halvings++;
         failed = plan;
-    } while (oomkit_plan_next(&seen, &failed, &plan, &reason) == OOMKIT_OK);
+    } while (next_after(&seen, &failed, &plan, &reason) == OOMKIT_OK);
     CHECK(halvings == 64 && oomkit_plan_micro_batch(&failed) == 1);
 
     seen.min_micro_batch = seen.multiple_of = seen.start_accumulation = INT64_MAX;
     seen.smallest_failed = INT64_MAX;
-    CHECK(oomkit_plan_choose(&seen, &plan, &reason) == OOMKIT_OK);
+    CHECK(choose(&seen, &plan, &reason) == OOMKIT_OK);
     CHECK(SLICES(&plan, INT64_MAX));
-    CHECK(oomkit_plan_next(&seen, &plan, &plan, &reason) == OOMKIT_EREFUSED);
+    CHECK(next_after(&seen, &plan, &plan, &reason) == OOMKIT_EREFUSED);
     seen.multiple_of = INT64_MAX - 1;
     seen.min_micro_batch = 1;
-    CHECK(oomkit_plan_choose(&seen, &plan, &reason) == OOMKIT_OK);
+    CHECK(choose(&seen, &plan, &reason) == OOMKIT_OK);
     CHECK(SLICES(&plan, INT64_MAX - 1, 1));
 }
 
 static void
 test_choose_by_example(void)
 {
-    oomkit_plan_observations seen = observations(64);
+    observed seen = observations(64);
     oomkit_plan_reason reason;
     oomkit_plan plan;
 
 #define CHOICE(k, why)                                                                 \
-    (oomkit_plan_choose(&seen, &plan, &reason) == OOMKIT_OK &&                         \
-     plan.accumulation == (k) && reason == (why) && plan.batch == seen.batch &&        \
-     plan.first == 0 && plan.multiple_of == seen.multiple_of && plan.rung == 0)
+    (choose(&seen, &plan, &reason) == OOMKIT_OK && plan.accumulation == (k) &&         \
+     reason == (why) && plan.batch == seen.batch && plan.first == 0 &&                 \
+     plan.multiple_of == seen.multiple_of && plan.rung == 0)
 
     CHECK(CHOICE(1, OOMKIT_REASON_WHOLE));
     seen.largest_ok =
@@ -243,14 +289,14 @@ smallest_slice(const oomkit_plan *plan)
 }
 
 static void
-check_choice(const oomkit_plan_observations *seen)
+check_choice(const observed *seen)
 {
     oomkit_plan_reason reason;
     oomkit_plan plan, smallest;
-    oomkit_plan_observations all = *seen;
+    observed all = *seen;
     int64_t micro, least;
 
-    CHECK(oomkit_plan_choose(seen, &plan, &reason) == OOMKIT_OK);
+    CHECK(choose(seen, &plan, &reason) == OOMKIT_OK);
     check_slices(&plan);
     CHECK(oomkit_plan_count(&plan) == plan.accumulation);
     CHECK((reason == OOMKIT_REASON_WHOLE) == (plan.accumulation == 1));
@@ -259,7 +305,7 @@ check_choice(const oomkit_plan_observations *seen)
 
     /* The smallest that is allowed is what one gets by asking for k without end. */
     all.start_accumulation = INT64_MAX;
-    CHECK(oomkit_plan_choose(&all, &smallest, &reason) == OOMKIT_OK);
+    CHECK(choose(&all, &smallest, &reason) == OOMKIT_OK);
     least = oomkit_plan_micro_batch(&smallest);
     CHECK(micro >= least);
     if (seen->smallest_failed > 0) {
@@ -282,7 +328,7 @@ test_every_choice(void)
                 for (k = 1; k <= batch; k += 3) {
                     for (failed = 0; failed <= batch + 1; failed += 2) {
                         for (ok = 0; ok <= failed; ok += 3) {
-                            oomkit_plan_observations seen = observations(batch);
+                            observed seen = observations(batch);
                             seen.multiple_of = multiple;
                             seen.min_micro_batch = min;
                             seen.start_accumulation = k;
@@ -300,11 +346,11 @@ test_every_choice(void)
 static void
 test_next_by_example(void)
 {
-    oomkit_plan_observations seen = observations(7);
+    observed seen = observations(7);
     oomkit_plan_reason reason;
     oomkit_plan plan = {7, 1, 0, 1, 0};
 
-#define NEXT() (oomkit_plan_next(&seen, &plan, &plan, &reason))
+#define NEXT() (next_after(&seen, &plan, &plan, &reason))
 #define HALVED() (NEXT() == OOMKIT_OK && reason == OOMKIT_REASON_OOM)
 #define EXHAUSTED() (NEXT() == OOMKIT_EREFUSED && reason == OOMKIT_REASON_EXHAUSTED)
 
@@ -353,7 +399,7 @@ test_next_by_example(void)
 
 /* From any plan, however often it fails: smaller each time, and an end. */
 static void
-check_descent(const oomkit_plan_observations *seen, oomkit_plan plan)
+check_descent(const observed *seen, oomkit_plan plan)
 {
     oomkit_plan_reason reason;
     oomkit_plan next;
@@ -362,7 +408,7 @@ check_descent(const oomkit_plan_observations *seen, oomkit_plan plan)
 
     for (rounds = 0; rounds < 10; rounds++) {
         int64_t smaller;
-        status = oomkit_plan_next(seen, &plan, &next, &reason);
+        status = next_after(seen, &plan, &next, &reason);
         if (status != OOMKIT_OK) {
             break;
         }
@@ -401,7 +447,7 @@ test_every_descent_ends(void)
     for (batch = 1; batch <= 64; batch++) {
         for (multiple = 1; multiple <= 8; multiple++) {
             for (min = 1; min <= 4; min++) {
-                oomkit_plan_observations seen = observations(batch);
+                observed seen = observations(batch);
                 seen.multiple_of = multiple;
                 seen.min_micro_batch = min;
                 for (k = 1; k <= batch; k++) {

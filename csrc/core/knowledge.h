@@ -1,0 +1,101 @@
+/* What is known about the memory of one shape of batch, and what follows from it for a
+ * micro-batch of another size. Plain numbers: nothing here allocates or asks a device.
+ *
+ * Two roles, because gradients accumulate: the first micro-batch of a step finds none
+ * (unless the caller had some), the later ones find those of the whole model. Where
+ * gradients rival activations a size that fits first does not fit later. */
+#ifndef OOMKIT_CORE_KNOWLEDGE_H
+#define OOMKIT_CORE_KNOWLEDGE_H
+
+#include "status.h"
+
+#include <stdint.h>
+
+#define OOMKIT_POINTS 4
+#define OOMKIT_ROLES 2
+
+typedef enum oomkit_role { OOMKIT_FIRST = 0, OOMKIT_LATER = 1 } oomkit_role;
+
+/* Sizes of one role. Room: bytes between what was allocated before the step and the
+ * budget, OOMKIT_UNKNOWN without one. */
+typedef struct oomkit_bound {
+    int64_t largest_ok;      /* rows; 0 = none */
+    int64_t smallest_failed; /* rows; 0 = none */
+    uint64_t ok_room, failed_room;
+} oomkit_bound;
+
+/* Highest allocation of forward and backward above what was there before the step, by
+ * role; 0 = not measured. The optimizer's is kept apart: it does not grow with rows. */
+typedef struct oomkit_point {
+    int64_t rows;
+    uint64_t bytes[OOMKIT_ROLES];
+} oomkit_point;
+
+/* Per shape of batch. All zeros is a valid beginning; may be written to a file. */
+typedef struct oomkit_knowledge {
+    oomkit_bound bounds[OOMKIT_ROLES];
+    oomkit_point points[OOMKIT_POINTS]; /* by rows, smallest first */
+    int32_t point_count;
+    uint32_t successes; /* calls that worked */
+    uint32_t failures;  /* OOMs before the first of them */
+    uint32_t missed;    /* OOMs since, of sizes that had never worked */
+    uint32_t late;      /* the same of sizes that had; and thrashing */
+    uint32_t healthy;   /* calls that worked since the plan last changed */
+    uint32_t retried; /* calls in a row in which the device's allocator had to retry */
+    int64_t batch, k; /* rows and micro-batches of the last call that worked */
+    uint64_t optimizer_bytes; /* highest above the baseline; 0 = not measured */
+    int32_t borrowed; /* bounds and points are those of a neighbour, made to fit */
+    double margin;    /* share of a peak by which predictions were too low; fades */
+} oomkit_knowledge;
+
+/* What one finished call has shown. Rows 0 = no such micro-batch; bytes above the
+ * baseline, 0 = not measured. */
+typedef struct oomkit_measured {
+    int64_t batch, k;
+    int64_t rows[OOMKIT_ROLES];
+    uint64_t bytes[OOMKIT_ROLES];
+    uint64_t optimizer_bytes;
+    uint64_t baseline_bytes, budget_bytes; /* OOMKIT_UNKNOWN where they are */
+    uint64_t gradient_bytes;               /* of all parameters; 0 = not known */
+    uint32_t alloc_retries;                /* of the allocator during the call */
+} oomkit_measured;
+
+/* Are the numbers in range? What comes out of a file may be anything. */
+int
+oomkit_knowledge_valid(const oomkit_knowledge *known);
+
+/* Bytes between baseline and budget; OOMKIT_UNKNOWN without a budget. */
+uint64_t
+oomkit_room(uint64_t baseline_bytes, uint64_t budget_bytes);
+
+/* Bytes above the baseline that a micro-batch of `rows` rows will need: a ray through
+ * the baseline and one point, a secant through the two largest. OOMKIT_UNKNOWN without
+ * points. */
+uint64_t
+oomkit_predict(const oomkit_knowledge *known, oomkit_role role, int64_t rows,
+               uint64_t gradient_bytes);
+
+/* Begins with what is known of a shape whose rows take `ratio` times what rows of
+ * `neighbour` take (bytes of the batch itself): a larger neighbour's sizes and peaks as
+ * they are, a smaller one's scaled up. */
+void
+oomkit_know_neighbour(oomkit_knowledge *known, const oomkit_knowledge *neighbour,
+                      double ratio);
+
+/* A micro-batch has finished, whatever became of its call. Bytes 0: not measured. */
+void
+oomkit_know_measured(oomkit_knowledge *known, oomkit_role role, int64_t rows,
+                     uint64_t bytes, uint64_t baseline_bytes, uint64_t budget_bytes,
+                     uint64_t gradient_bytes);
+
+/* A call has finished. */
+void
+oomkit_know_worked(oomkit_knowledge *known, const oomkit_measured *measured);
+
+/* A micro-batch of `rows` rows ran out of memory (or thrashed). */
+void
+oomkit_know_failed(oomkit_knowledge *known, oomkit_role role, int64_t rows,
+                   uint64_t baseline_bytes, uint64_t budget_bytes,
+                   uint64_t gradient_bytes);
+
+#endif
