@@ -7,28 +7,30 @@
 #define MARGIN_FADES 0.98
 #define RETRIED_OFTEN 2 /* calls in a row that count as thrashing */
 
-int
-oomkit_knowledge_valid(const oomkit_knowledge *known)
+static int
+sizes_valid(const oomkit_sizes *sizes)
 {
-    int i, role;
+    int64_t i;
 
-    for (role = 0; role < OOMKIT_ROLES; role++) {
-        if (known->bounds[role].largest_ok < 0 ||
-            known->bounds[role].smallest_failed < 0) {
-            return 0;
-        }
-    }
-    if (known->point_count < 0 || known->point_count > OOMKIT_POINTS ||
-        known->batch < 0 || known->k < 0 ||
-        !(known->margin >= 0.0 && known->margin <= MARGIN_MOST)) { /* NaN too */
+    if (sizes->largest_ok < 0 || sizes->smallest_failed < 0 || sizes->count < 0 ||
+        sizes->count > OOMKIT_POINTS) {
         return 0;
     }
-    for (i = 0; i < known->point_count; i++) {
-        if (known->points[i].rows <= (i > 0 ? known->points[i - 1].rows : 0)) {
+    for (i = 0; i < sizes->count; i++) {
+        if (sizes->points[i].rows <= (i > 0 ? sizes->points[i - 1].rows : 0) ||
+            sizes->points[i].bytes == 0) {
             return 0;
         }
     }
     return 1;
+}
+
+int
+oomkit_knowledge_valid(const oomkit_knowledge *known)
+{
+    return sizes_valid(&known->roles[OOMKIT_FIRST]) &&
+           sizes_valid(&known->roles[OOMKIT_LATER]) && known->batch >= 0 &&
+           known->k >= 0 && known->margin >= 0.0 && known->margin <= MARGIN_MOST;
 }
 
 uint64_t
@@ -47,54 +49,87 @@ oomkit_room(uint64_t baseline_bytes, uint64_t budget_bytes)
 static double
 floor_of(const oomkit_knowledge *known, oomkit_role role, uint64_t gradient_bytes)
 {
-    uint64_t least = gradient_bytes;
-    int i;
+    const oomkit_sizes *sizes = &known->roles[role];
 
-    for (i = 0; role == OOMKIT_LATER && i < known->point_count; i++) {
-        uint64_t bytes = known->points[i].bytes[role];
-        least = bytes != 0 && bytes < least ? bytes : least;
+    if (role == OOMKIT_FIRST) {
+        return 0.0;
     }
-    return role == OOMKIT_LATER ? (double)least : 0.0;
+    return (double)(sizes->count > 0 && sizes->points[0].bytes < gradient_bytes
+                        ? sizes->points[0].bytes
+                        : gradient_bytes);
 }
 
-/* By the points of one role alone. Below 0 when there are none. */
+/* Bytes of one more row at most: every peak is at least what its rows take, so that the
+ * flattest ray of both roles bounds it. */
+static double
+steepest(const oomkit_knowledge *known, uint64_t gradient_bytes)
+{
+    double least = -1.0;
+    int role;
+
+    for (role = 0; role < OOMKIT_ROLES; role++) {
+        const oomkit_sizes *sizes = &known->roles[role];
+        double floor_bytes = floor_of(known, (oomkit_role)role, gradient_bytes);
+        double ray;
+        if (sizes->count == 0) {
+            continue;
+        }
+        ray = ((double)sizes->points[sizes->count - 1].bytes - floor_bytes) /
+              (double)sizes->points[sizes->count - 1].rows;
+        least = least < 0.0 || ray < least ? ray : least;
+    }
+    return least;
+}
+
+/* Bytes of one more row by the two largest sizes, below 0 where they do not tell: a
+ * plateau (workspaces, the gradients of a small micro-batch) has no slope to go by, so
+ * it must explain half of the peak. */
+static double
+secant(const oomkit_sizes *sizes, double floor_bytes)
+{
+    const oomkit_point *top; /* the largest */
+    double slope;
+
+    if (sizes->count < 2) {
+        return -1.0;
+    }
+    top = &sizes->points[sizes->count - 1];
+    slope = ((double)top->bytes - (double)top[-1].bytes) /
+            (double)(top->rows - top[-1].rows);
+    return slope * (double)top->rows >= 0.5 * ((double)top->bytes - floor_bytes) ? slope
+                                                                                 : -1.0;
+}
+
+/* By the points of one role. Below 0 when there are none. */
 static double
 series_predict(const oomkit_knowledge *known, oomkit_role role, int64_t rows,
                uint64_t gradient_bytes)
 {
-    const oomkit_point *top = NULL, *below = NULL;
+    const oomkit_sizes *sizes = &known->roles[role];
+    const oomkit_point *top; /* the largest */
     double floor_bytes = floor_of(known, role, gradient_bytes);
-    double high, low, slope;
-    int i;
+    double slope, bytes;
+    int64_t i;
 
-    for (i = known->point_count - 1; i >= 0 && below == NULL; i--) {
-        const oomkit_point *point = &known->points[i];
-        if (point->bytes[role] == 0) {
-            continue;
+    for (i = 0; i < sizes->count; i++) {
+        if (sizes->points[i].rows == rows) {
+            return (double)sizes->points[i].bytes;
         }
-        if (point->rows == rows) {
-            return (double)point->bytes[role];
-        }
-        below = top == NULL ? NULL : point;
-        top = top == NULL ? point : top;
     }
-    if (top == NULL) {
+    if (sizes->count == 0) {
         return -1.0;
     }
-    high = (double)top->bytes[role];
-    slope = (high - floor_bytes) / (double)top->rows; /* the ray: too steep beyond the
-                              point, for what does not grow is spread over its rows */
-    if (below != NULL) {
-        low = (double)below->bytes[role];
-        /* A plateau (workspaces, the gradients of a small micro-batch) has no slope to
-         * go by: the secant must explain half of the peak. */
-        if ((high - low) / (double)(top->rows - below->rows) * (double)top->rows >=
-            0.5 * (high - floor_bytes)) {
-            slope = (high - low) / (double)(top->rows - below->rows);
-        }
+    top = &sizes->points[sizes->count - 1];
+    slope = secant(sizes, floor_bytes);
+    if (sizes->count == 1 && role == OOMKIT_LATER) { /* rows cost the same there */
+        slope = secant(&known->roles[OOMKIT_FIRST], 0.0);
     }
-    high += slope * (double)(rows - top->rows);
-    return high < 0.0 ? 0.0 : high;
+    if (slope < 0.0 || rows > top->rows) { /* a ray: too steep beyond its point */
+        double most = steepest(known, gradient_bytes);
+        slope = slope < 0.0 || most < slope ? most : slope;
+    }
+    bytes = (double)top->bytes + slope * (double)(rows - top->rows);
+    return bytes < 0.0 ? 0.0 : bytes;
 }
 
 /* A first micro-batch by what later ones show: without the gradients of those that went
@@ -102,11 +137,12 @@ series_predict(const oomkit_knowledge *known, oomkit_role role, int64_t rows,
 static double
 first_from_later(const oomkit_knowledge *known, double later, uint64_t gradient_bytes)
 {
+    const oomkit_sizes *sizes = &known->roles[OOMKIT_FIRST];
     double bytes = later - (double)gradient_bytes;
-    int i;
+    int64_t i;
 
-    for (i = 0; i < known->point_count; i++) {
-        double measured = (double)known->points[i].bytes[OOMKIT_FIRST];
+    for (i = 0; i < sizes->count; i++) {
+        double measured = (double)sizes->points[i].bytes;
         bytes = measured > bytes ? measured : bytes;
     }
     return bytes;
@@ -143,16 +179,16 @@ oomkit_predict(const oomkit_knowledge *known, oomkit_role role, int64_t rows,
 /* Points stay in order of rows; of five the smallest goes: secants start from the top.
  */
 static void
-point_add(oomkit_knowledge *known, oomkit_role role, int64_t rows, uint64_t bytes)
+point_add(oomkit_sizes *sizes, int64_t rows, uint64_t bytes)
 {
-    oomkit_point *points = known->points;
-    int at = 0;
+    oomkit_point *points = sizes->points;
+    int64_t at = 0;
 
-    while (at < known->point_count && points[at].rows < rows) {
+    while (at < sizes->count && points[at].rows < rows) {
         at++;
     }
-    if (at == known->point_count || points[at].rows != rows) {
-        if (known->point_count == OOMKIT_POINTS) {
+    if (at == sizes->count || points[at].rows != rows) {
+        if (sizes->count == OOMKIT_POINTS) {
             if (at == 0) {
                 return;
             }
@@ -160,23 +196,11 @@ point_add(oomkit_knowledge *known, oomkit_role role, int64_t rows, uint64_t byte
             memmove(&points[0], &points[1], (size_t)at * sizeof(*points));
         } else {
             memmove(&points[at + 1], &points[at],
-                    (size_t)(known->point_count - at) * sizeof(*points));
-            known->point_count++;
+                    (size_t)(sizes->count - at) * sizeof(*points));
+            sizes->count++;
         }
-        memset(&points[at], 0, sizeof(points[at]));
-        points[at].rows = rows;
     }
-    points[at].bytes[role] = bytes;
-}
-
-/* Points of `rows` rows and more are not to be believed any longer. */
-static void
-points_forget(oomkit_knowledge *known, int64_t rows)
-{
-    while (known->point_count > 0 &&
-           known->points[known->point_count - 1].rows >= rows) {
-        known->point_count--;
-    }
+    points[at] = (oomkit_point){rows, bytes};
 }
 
 /* A peak was higher than predicted: that share of the budget is left free from now on.
@@ -197,7 +221,7 @@ margin_learn(oomkit_knowledge *known, uint64_t predicted, uint64_t found,
 }
 
 static void
-bound_worked(oomkit_bound *bound, int64_t rows, uint64_t room)
+bound_worked(oomkit_sizes *bound, int64_t rows, uint64_t room)
 {
     if (rows >= bound->largest_ok) {
         bound->largest_ok = rows;
@@ -214,30 +238,30 @@ void
 oomkit_know_neighbour(oomkit_knowledge *known, const oomkit_knowledge *neighbour,
                       double ratio)
 {
-    int role, i;
+    int64_t i;
+    int role;
 
     memset(known, 0, sizeof(*known));
     known->borrowed = 1;
     known->margin = neighbour->margin;
     known->failures = neighbour->failures;
     for (role = 0; role < OOMKIT_ROLES; role++) {
-        const oomkit_bound *theirs = &neighbour->bounds[role];
-        oomkit_bound *bound = &known->bounds[role];
+        const oomkit_sizes *theirs = &neighbour->roles[role];
+        oomkit_sizes *ours = &known->roles[role];
         if (ratio <= 1.0) {
-            bound->largest_ok = theirs->largest_ok;
-            bound->ok_room = theirs->ok_room;
+            ours->largest_ok = theirs->largest_ok;
+            ours->ok_room = theirs->ok_room;
         } else {
-            bound->smallest_failed = theirs->smallest_failed;
-            bound->failed_room = theirs->failed_room;
+            ours->smallest_failed = theirs->smallest_failed;
+            ours->failed_room = theirs->failed_room;
         }
-    }
-    known->point_count = neighbour->point_count;
-    for (i = 0; i < known->point_count; i++) {
-        known->points[i] = neighbour->points[i];
-        for (role = 0; role < OOMKIT_ROLES && ratio > 1.0; role++) {
-            double bytes = (double)known->points[i].bytes[role] * ratio;
-            known->points[i].bytes[role] = bytes < 9e18 ? (uint64_t)bytes : 0;
+        for (i = 0; i < theirs->count; i++) {
+            double bytes =
+                (double)theirs->points[i].bytes * (ratio > 1.0 ? ratio : 1.0);
+            ours->points[i].rows = theirs->points[i].rows;
+            ours->points[i].bytes = bytes < 9e18 ? (uint64_t)bytes : UINT64_C(1) << 62;
         }
+        ours->count = theirs->count;
     }
 }
 
@@ -246,23 +270,25 @@ oomkit_know_measured(oomkit_knowledge *known, oomkit_role role, int64_t rows,
                      uint64_t bytes, uint64_t baseline_bytes, uint64_t budget_bytes,
                      uint64_t gradient_bytes)
 {
+    oomkit_sizes *sizes = &known->roles[role];
+
     if (rows < 1) {
         return;
     }
-    bound_worked(&known->bounds[role], rows, oomkit_room(baseline_bytes, budget_bytes));
+    bound_worked(sizes, rows, oomkit_room(baseline_bytes, budget_bytes));
     if (bytes == 0) {
         return;
     }
     if (known->borrowed) { /* a measurement of its own: those of others go */
         known->borrowed = 0;
-        known->point_count = 0;
+        known->roles[OOMKIT_FIRST].count = known->roles[OOMKIT_LATER].count = 0;
     }
     /* A ray is too flat below its point, which costs nothing: that size fits. */
-    if (known->point_count > 0 && rows >= known->points[known->point_count - 1].rows) {
+    if (sizes->count > 0 && rows >= sizes->points[sizes->count - 1].rows) {
         margin_learn(known, oomkit_predict(known, role, rows, gradient_bytes), bytes,
                      baseline_bytes);
     }
-    point_add(known, role, rows, bytes);
+    point_add(sizes, rows, bytes);
 }
 
 void
@@ -302,7 +328,7 @@ oomkit_know_failed(oomkit_knowledge *known, oomkit_role role, int64_t rows,
                    uint64_t baseline_bytes, uint64_t budget_bytes,
                    uint64_t gradient_bytes)
 {
-    oomkit_bound *bound = &known->bounds[role];
+    oomkit_sizes *bound = &known->roles[role];
     uint64_t room = oomkit_room(baseline_bytes, budget_bytes);
     uint64_t predicted;
 
@@ -324,6 +350,8 @@ oomkit_know_failed(oomkit_knowledge *known, oomkit_role role, int64_t rows,
     }
     if (bound->largest_ok >= rows) { /* what worked once works no more */
         bound->largest_ok = 0;
-        points_forget(known, rows);
+        while (bound->count > 0 && bound->points[bound->count - 1].rows >= rows) {
+            bound->count--;
+        }
     }
 }

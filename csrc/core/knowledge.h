@@ -16,26 +16,26 @@
 
 typedef enum oomkit_role { OOMKIT_FIRST = 0, OOMKIT_LATER = 1 } oomkit_role;
 
-/* Sizes of one role. Room: bytes between what was allocated before the step and the
- * budget, OOMKIT_UNKNOWN without one. */
-typedef struct oomkit_bound {
+/* Highest allocation of forward and backward above what was there before the step. The
+ * optimizer's is kept apart: it does not grow with rows. */
+typedef struct oomkit_point {
+    int64_t rows;
+    uint64_t bytes; /* > 0 */
+} oomkit_point;
+
+/* Of micro-batches of one role. Room: bytes between what was allocated before the step
+ * and the budget, OOMKIT_UNKNOWN without one. */
+typedef struct oomkit_sizes {
     int64_t largest_ok;      /* rows; 0 = none */
     int64_t smallest_failed; /* rows; 0 = none */
     uint64_t ok_room, failed_room;
-} oomkit_bound;
-
-/* Highest allocation of forward and backward above what was there before the step, by
- * role; 0 = not measured. The optimizer's is kept apart: it does not grow with rows. */
-typedef struct oomkit_point {
-    int64_t rows;
-    uint64_t bytes[OOMKIT_ROLES];
-} oomkit_point;
+    oomkit_point points[OOMKIT_POINTS]; /* by rows, smallest first */
+    int64_t count;                      /* of points */
+} oomkit_sizes;
 
 /* Per shape of batch. All zeros is a valid beginning; may be written to a file. */
 typedef struct oomkit_knowledge {
-    oomkit_bound bounds[OOMKIT_ROLES];
-    oomkit_point points[OOMKIT_POINTS]; /* by rows, smallest first */
-    int32_t point_count;
+    oomkit_sizes roles[OOMKIT_ROLES];
     uint32_t successes; /* calls that worked */
     uint32_t failures;  /* OOMs before the first of them */
     uint32_t missed;    /* OOMs since, of sizes that had never worked */

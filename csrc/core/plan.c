@@ -175,9 +175,12 @@ room_to_use(const oomkit_knowledge *known, const oomkit_plan_request *request)
  * for each: where it forbids what nothing else does, the middle between what worked and
  * what failed is tried, once. */
 static int
-worth_a_try(const oomkit_knowledge *known, const oomkit_bound *bound, int64_t rows)
+worth_a_try(const oomkit_knowledge *known, oomkit_role role, int64_t rows)
 {
-    return known->point_count == 1 && known->missed == 0 && bound->largest_ok > 0 &&
+    const oomkit_sizes *bound = &known->roles[role];
+
+    return known->roles[OOMKIT_FIRST].count <= 1 &&
+           known->roles[OOMKIT_LATER].count <= 1 && known->missed == 0 && bound->largest_ok > 0 &&
            bound->smallest_failed / 2 >= bound->largest_ok &&
            rows <= (bound->largest_ok + bound->smallest_failed) / 2;
 }
@@ -188,7 +191,7 @@ static int
 size_fits(const oomkit_knowledge *known, const oomkit_plan_request *request,
           oomkit_role role, int64_t rows)
 {
-    const oomkit_bound *bound = &known->bounds[role];
+    const oomkit_sizes *bound = &known->roles[role];
     uint64_t room = oomkit_room(request->baseline_bytes, request->budget_bytes);
     uint64_t needed = OOMKIT_UNKNOWN;
 
@@ -203,7 +206,7 @@ size_fits(const oomkit_knowledge *known, const oomkit_plan_request *request,
         needed = oomkit_predict(known, role, rows, request->gradient_bytes);
     }
     if (needed != OOMKIT_UNKNOWN) {
-        return needed <= room_to_use(known, request) || worth_a_try(known, bound, rows);
+        return needed <= room_to_use(known, request) || worth_a_try(known, role, rows);
     }
     if (bound->smallest_failed == 0 || rows <= bound->largest_ok) {
         return 1;
@@ -317,8 +320,14 @@ static int
 knows_failure(const oomkit_knowledge *known)
 {
     return known->failures > 0 || known->missed > 0 || known->late > 0 ||
-           known->bounds[OOMKIT_FIRST].smallest_failed != 0 ||
-           known->bounds[OOMKIT_LATER].smallest_failed != 0;
+           known->roles[OOMKIT_FIRST].smallest_failed != 0 ||
+           known->roles[OOMKIT_LATER].smallest_failed != 0;
+}
+
+static int
+knows_peaks(const oomkit_knowledge *known)
+{
+    return known->roles[OOMKIT_FIRST].count > 0 || known->roles[OOMKIT_LATER].count > 0;
 }
 
 static oomkit_plan_reason
@@ -337,7 +346,7 @@ reason_of(const oomkit_knowledge *known, const oomkit_plan *plan, int64_t asked)
     if (k <= asked) {
         return asked > 1 ? OOMKIT_REASON_ASKED : OOMKIT_REASON_WHOLE;
     }
-    return known->point_count > 0 ? OOMKIT_REASON_PREDICTED : OOMKIT_REASON_REMEMBERED;
+    return knows_peaks(known) ? OOMKIT_REASON_PREDICTED : OOMKIT_REASON_REMEMBERED;
 }
 
 int
@@ -385,7 +394,7 @@ oomkit_plan_next(const oomkit_knowledge *known, const oomkit_plan_request *reque
     most = largest_k(request);
     factor = known->successes == 0 && known->failures > 1 ? 4 : 2;
     k = count > most / factor ? most : factor * count;
-    if (known->point_count > 0 && request->budget_bytes != OOMKIT_UNKNOWN) {
+    if (knows_peaks(known) && request->budget_bytes != OOMKIT_UNKNOWN) {
         int64_t fits = smallest_k(known, request, smaller(count + 1, most), most);
         k = fits < most ? fits : k;
     }
@@ -400,6 +409,21 @@ oomkit_plan_next(const oomkit_knowledge *known, const oomkit_plan_request *reque
     *plan = next;
     *reason = OOMKIT_REASON_OOM;
     return OOMKIT_OK;
+}
+
+#define FRAGMENTED 0.1 /* of the budget, reserved and not allocated */
+
+int
+oomkit_plan_fragmented(uint64_t reserved_bytes, uint64_t allocated_bytes,
+                       uint64_t budget_bytes, int flushed)
+{
+    uint64_t whole = budget_bytes != OOMKIT_UNKNOWN ? budget_bytes : reserved_bytes;
+
+    if (flushed || reserved_bytes == OOMKIT_UNKNOWN ||
+        allocated_bytes == OOMKIT_UNKNOWN || reserved_bytes <= allocated_bytes) {
+        return 0;
+    }
+    return (double)(reserved_bytes - allocated_bytes) > FRAGMENTED * (double)whole;
 }
 
 const char *

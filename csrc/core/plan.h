@@ -64,6 +64,14 @@ oomkit_plan_next(const oomkit_knowledge *known, const oomkit_plan_request *reque
                  const oomkit_plan *failed, oomkit_plan *plan,
                  oomkit_plan_reason *reason);
 
+/* Did an OOM come from memory that the allocator holds in pieces rather than from too
+ * large a micro-batch? Then the same plan may pass once the cache has been emptied: it
+ * is tried again once (`flushed`: it was). All in bytes at the failure; OOMKIT_UNKNOWN.
+ */
+int
+oomkit_plan_fragmented(uint64_t reserved_bytes, uint64_t allocated_bytes,
+                       uint64_t budget_bytes, int flushed);
+
 /* Number of slices that the plan really has (multiple_of may leave fewer than k). */
 int64_t
 oomkit_plan_count(const oomkit_plan *plan);

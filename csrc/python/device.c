@@ -160,6 +160,7 @@ accelerator_begin(oomkit_state *st, int reset, oomkit_peak_window *window)
     if (accelerator_stats(st, window->device, &stats) == OOMKIT_OK) {
         slot_merge(st, slot, &stats);
         window->baseline_bytes = stats.allocated;
+        window->alloc_retries = stats.num_alloc_retries;
         window->reset =
             reset && accelerator_reset_peak(st, window->device) == OOMKIT_OK;
         window->peak_allocated_bytes =
@@ -186,6 +187,10 @@ accelerator_end(oomkit_state *st, oomkit_peak_window *window)
         window->peak_allocated_bytes = OOMKIT_UNKNOWN;
         window->peak_reserved_bytes = OOMKIT_UNKNOWN;
     }
+    window->alloc_retries = stats.num_alloc_retries == OOMKIT_UNKNOWN ||
+                                    window->alloc_retries == OOMKIT_UNKNOWN
+                                ? OOMKIT_UNKNOWN
+                                : stats.num_alloc_retries - window->alloc_retries;
     slot_remove(slot, window);
     window->outer = NULL;
     window->budget_bytes = slot->budget_bytes;
@@ -215,6 +220,7 @@ oomkit_device_begin(oomkit_state *st, oomkit_device device, int reset,
         .cpu_window = -1,
         .open = 1,
         .baseline_bytes = OOMKIT_UNKNOWN,
+        .alloc_retries = OOMKIT_UNKNOWN,
         .peak_allocated_bytes = OOMKIT_UNKNOWN,
         .peak_reserved_bytes = OOMKIT_UNKNOWN,
         .free_bytes = OOMKIT_UNKNOWN,
@@ -274,6 +280,22 @@ oomkit_device_allocated(oomkit_state *st, oomkit_device device)
     }
     st->bridge->cpu_stats(&cpu);
     return cpu.allocated;
+}
+
+void
+oomkit_device_held(oomkit_state *st, oomkit_device device, uint64_t *allocated_bytes,
+                   uint64_t *reserved_bytes)
+{
+    oomkit_memory_stats stats;
+
+    *reserved_bytes = OOMKIT_UNKNOWN;
+    if (device.type == OOMKIT_DEVICE_CPU) {
+        *allocated_bytes = oomkit_device_allocated(st, device);
+        return;
+    }
+    accelerator_stats(st, device, &stats);
+    *allocated_bytes = stats.allocated;
+    *reserved_bytes = stats.reserved;
 }
 
 /* Free and total of a CUDA device that is initialised. torch.cuda.mem_get_info asks the

@@ -26,6 +26,8 @@ typedef struct oomkit_peak_window {
     int open;
     int reset;               /* whether the device's peak was reset at begin */
     uint64_t baseline_bytes; /* allocated at begin */
+    uint64_t alloc_retries;  /* of the device's allocator: its count at begin, how often
+                                since then after end; OOMKIT_UNKNOWN */
     uint64_t peak_allocated_bytes, peak_reserved_bytes; /* seen so far (accelerator) */
     uint64_t free_bytes, budget_bytes;                  /* filled by end */
 } oomkit_peak_window;
@@ -46,6 +48,11 @@ oomkit_device_end(oomkit_state *st, oomkit_peak_window *window);
 /* Bytes allocated now; OOMKIT_UNKNOWN when not known. */
 uint64_t
 oomkit_device_allocated(oomkit_state *st, oomkit_device device);
+
+/* The same, with what the allocator holds beside it. Never raises. */
+void
+oomkit_device_held(oomkit_state *st, oomkit_device device, uint64_t *allocated_bytes,
+                   uint64_t *reserved_bytes);
 
 /* All figures of a device; every field may be OOMKIT_UNKNOWN. *budget_bytes is the
  * limit in force. -1 with an exception only when torch's own calls raise something

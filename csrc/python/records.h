@@ -34,7 +34,8 @@ oomkit_record_new(oomkit_state *st, const oomkit_record *record, PyObject *label
 typedef struct oomkit_attempt {
     int64_t micro_batch_size, accumulation_steps;
     uint64_t requested_bytes, allocated_bytes;
-    int phase;          /* OOMKIT_PHASE_* */
+    uint64_t reserved_bytes; /* OOMKIT_UNKNOWN on the CPU */
+    int phase;               /* OOMKIT_PHASE_* */
     PyObject *location; /* owned: "file:line in name" of the innermost frame, or NULL */
     PyObject *message;  /* owned: str, first line of the error, or NULL */
 } oomkit_attempt;

@@ -30,7 +30,8 @@ recover_note(oomkit_call *call, PyObject *exception)
                                     ? oomkit_batch_rows(&call->batch)
                                     : call->slices[call->slice_index].length;
     attempt->accumulation_steps = call->slices == NULL ? 1 : call->slice_count;
-    attempt->allocated_bytes = oomkit_device_allocated(call->st, call->device);
+    oomkit_device_held(call->st, call->device, &attempt->allocated_bytes,
+                       &attempt->reserved_bytes);
     attempt->phase = call->backward_failed       ? OOMKIT_PHASE_BACKWARD
                      : call->optimizer_count > 0 ? OOMKIT_PHASE_OPTIMIZER
                                                  : OOMKIT_PHASE_FORWARD;

@@ -34,6 +34,38 @@ replan_exhausted(oomkit_call *call, int64_t micro_batch)
     return -1;
 }
 
+/* The same plan once more where the memory was there, but in pieces: the cache has just
+ * been emptied. 1, 0 or -1. */
+static int
+replan_same(oomkit_call *call, int keep, int64_t failed_count)
+{
+    const oomkit_attempt *attempt; /* borrowed from the call */
+    uint64_t budget = oomkit_device_budget(call->st, call->device);
+
+    if (keep || call->attempt_count == 0) {
+        return 0;
+    }
+    attempt = &call->attempts[call->attempt_count - 1];
+    if (!oomkit_plan_fragmented(attempt->reserved_bytes, attempt->allocated_bytes,
+                                budget, call->flushed)) {
+        return 0;
+    }
+    call->flushed = 1;
+    call->reason = OOMKIT_REASON_FLUSHED;
+    if (call->slices == NULL) {
+        call->plan = (oomkit_plan){.batch = call->batch.rows,
+                                   .accumulation = failed_count,
+                                   .multiple_of = call->options->multiple_of};
+        call->slice_count = 0;
+        if (oomkit_attempt_slices(call) < 0) {
+            return -1;
+        }
+    }
+    call->slice_index = 0;
+    memset(&call->measured, 0, sizeof(call->measured));
+    return 1;
+}
+
 /* The next plan into call->plan and its slices. 0, or -1 with oomkit.OutOfMemory. */
 int
 oomkit_replan(oomkit_call *call, int keep, int64_t failed_rows, int64_t failed_count)
@@ -42,8 +74,11 @@ oomkit_replan(oomkit_call *call, int keep, int64_t failed_rows, int64_t failed_c
     const oomkit_knowledge *known; /* borrowed from the step */
     oomkit_plan failed = call->plan;
     int64_t done = keep ? call->slices[call->slice_index].start : 0;
-    int status;
+    int status = replan_same(call, keep, failed_count);
 
+    if (status != 0) {
+        return status < 0 ? -1 : 0;
+    }
     oomkit_signature_failed(call, failed_rows);
     oomkit_signature_request(call, &request, &known);
     request.batch = call->batch.rows - done;

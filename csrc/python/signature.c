@@ -229,6 +229,10 @@ measured_complete(oomkit_call *call, oomkit_measured *m)
     m->baseline_bytes = call->baseline_bytes;
     m->budget_bytes = budget_of(call);
     m->gradient_bytes = gradients_beyond(call);
+    m->alloc_retries = call->window.alloc_retries != OOMKIT_UNKNOWN &&
+                               call->window.alloc_retries > 0 && !call->window.open
+                           ? 1
+                           : 0;
 }
 
 void

@@ -36,8 +36,10 @@ knowledge_of(const observed *seen)
     oomkit_knowledge known;
     memset(&known, 0, sizeof(known));
     for (int role = 0; role < OOMKIT_ROLES; role++) {
-        known.bounds[role] = (oomkit_bound){seen->largest_ok, seen->smallest_failed,
-                                            OOMKIT_UNKNOWN, OOMKIT_UNKNOWN};
+        known.roles[role] = (oomkit_sizes){.largest_ok = seen->largest_ok,
+                                           .smallest_failed = seen->smallest_failed,
+                                           .ok_room = OOMKIT_UNKNOWN,
+                                           .failed_room = OOMKIT_UNKNOWN};
     }
     known.successes = seen->largest_ok > 0;
     known.failures = seen->smallest_failed > 0;
@@ -462,6 +464,15 @@ test_every_descent_ends(void)
 }
 
 static void
+test_fragmentation(void)
+{
+    CHECK(oomkit_plan_fragmented(900, 700, 1000, 0));
+    CHECK(!oomkit_plan_fragmented(900, 700, 1000, 1)); /* once */
+    CHECK(!oomkit_plan_fragmented(900, 850, 1000, 0)); /* full */
+    CHECK(!oomkit_plan_fragmented(OOMKIT_UNKNOWN, 700, 1000, 0));
+}
+
+static void
 test_names(void)
 {
     CHECK(strcmp(oomkit_plan_reason_name(OOMKIT_REASON_WHOLE), "whole") == 0);
@@ -470,6 +481,8 @@ test_names(void)
     CHECK(strcmp(oomkit_plan_reason_name(OOMKIT_REASON_OOM), "oom") == 0);
     CHECK(strcmp(oomkit_plan_reason_name(OOMKIT_REASON_FLUSHED), "flushed") == 0);
     CHECK(strcmp(oomkit_plan_reason_name(OOMKIT_REASON_EXHAUSTED), "exhausted") == 0);
+    CHECK(strcmp(oomkit_plan_reason_name(OOMKIT_REASON_PREDICTED), "predicted") == 0);
+    CHECK(strcmp(oomkit_plan_reason_name(OOMKIT_REASON_GROWN), "grown") == 0);
 }
 
 int
@@ -484,6 +497,7 @@ main(void)
     test_every_choice();
     test_next_by_example();
     test_every_descent_ends();
+    test_fragmentation();
     test_names();
     return check_report();
 }
