@@ -289,6 +289,7 @@ module_exec(PyObject *module)
         module_add_type(module, &st->interceptor_type, &oomkit_interceptor_spec) < 0 ||
         module_add_type(module, &st->backward_type, &oomkit_backward_spec) < 0 ||
         module_add_type(module, &st->pending_type, &oomkit_pending_spec) < 0 ||
+        module_add_type(module, &st->relay_type, &oomkit_relay_spec) < 0 ||
         module_add_type(module, &st->guard_type, &oomkit_guard_spec) < 0 ||
         module_add_type(module, &st->guarded_type, &oomkit_guarded_spec) < 0) {
         return -1;

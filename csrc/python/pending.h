@@ -182,14 +182,10 @@ oomkit_graph_beneath(oomkit_state *st, PyObject *roots, PyObject *reached);
 
 /* Before the engine runs with `args` (roots, their gradients): has the waiting losses
  * that it will pass tell what reaches them. How many the roots lead to, when they lead
- * to small ones alone and through a few nodes; else 0. -1 with an exception. */
+ * to small ones alone and through a few nodes; else 0. -1 with an exception. Of several
+ * losses *nodes (owned) lists theirs and those between, some of them more than once. */
 int
-oomkit_graph_watch(oomkit_state *st, PyObject *const *args);
-
-/* Notes the gradient of each waiting loss that is reached, by a run of the engine that
- * stops there. `args` are the engine's: roots and their gradients. 0 or -1. */
-int
-oomkit_graph_gradients(oomkit_state *st, PyObject *const *args);
+oomkit_graph_watch(oomkit_state *st, PyObject *const *args, PyObject **nodes);
 
 /* Is a loss that was split reached? 1, 0 or -1. */
 int

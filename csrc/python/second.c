@@ -242,6 +242,9 @@ second_end(oomkit_second *s, int finished)
         PyMem_Free(s->armed);
         PyMem_Free(s->calls);
     }
+    if (s->relays != NULL) {
+        oomkit_relays_end(s);
+    }
     Py_CLEAR(s->roots);
     Py_CLEAR(s->inputs);
     Py_CLEAR(s->loose);
@@ -277,6 +280,7 @@ oomkit_second_engine(oomkit_state *st, PyObject *const *args, size_t nargsf,
 {
     oomkit_second *s = active;
     Py_ssize_t n = PyVectorcall_NARGS(nargsf);
+    PyObject *nodes = NULL; /* owned */
     int near;
 
     if (s == NULL) { /* a thread of autograd's own */
@@ -295,13 +299,17 @@ oomkit_second_engine(oomkit_state *st, PyObject *const *args, size_t nargsf,
     if (second_refuse_flags(s) < 0) {
         return -1;
     }
-    near = oomkit_graph_watch(st, args);
-    if (near < 0 || (near > 1 && oomkit_graph_gradients(st, args) < 0)) {
+    near = oomkit_graph_watch(st, args, &nodes);
+    if (near > 1 && !s->keep_graph && !s->create_graph) {
+        near = oomkit_relays_hang(s, nodes, args[1], near) < 0 ? -1 : near;
+    }
+    Py_XDECREF(nodes);
+    if (near < 0) {
         return -1;
     }
-    if (near == 1 && !s->exempt) {
-        /* The few bytes between the root and its loss must not fail: what reaches the
-         * loss would not be known. */
+    if (near > 0 && !s->exempt) {
+        /* The few bytes between the root and its losses must not fail: what reaches the
+         * losses would not be known. */
         s->exempt = 1;
         oomkit_exempt_enter(st);
     }
@@ -328,8 +336,29 @@ oomkit_second_nested(const oomkit_state *st)
 void
 oomkit_second_arrived(oomkit_pending *p)
 {
-    if (p->second == active && active != NULL) {
+    if (p->second == NULL) {
+        return;
+    }
+    if (p->second->relays != NULL) {
+        oomkit_relays_arrived(p->second);
+    }
+    if (p->second == active) {
+        active->arrived = 1;
         second_exempt_leave(active);
+    }
+}
+
+void
+oomkit_second_between(oomkit_second *s, int begins)
+{
+    if (s != active) { /* on a thread of autograd's own */
+        return;
+    }
+    if (!begins && s->arrived) {
+        second_exempt_leave(s);
+    } else if (begins && !s->exempt) {
+        s->exempt = 1;
+        oomkit_exempt_enter(s->st);
     }
 }
 

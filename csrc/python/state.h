@@ -123,6 +123,7 @@
     X(interceptor_type)                                                                \
     X(backward_type)                                                                   \
     X(pending_type)                                                                    \
+    X(relay_type)                                                                      \
     X(current_type)                                                                    \
     X(record_type)                                                                     \
     X(report_type)                                                                     \

@@ -12,5 +12,6 @@ extern PyType_Spec oomkit_step_spec;
 extern PyType_Spec oomkit_interceptor_spec;
 extern PyType_Spec oomkit_backward_spec;
 extern PyType_Spec oomkit_pending_spec;
+extern PyType_Spec oomkit_relay_spec;
 
 #endif
