@@ -52,6 +52,9 @@ oomkit_nested_any(void);
 /* Is this backward run by a custom Function's (reentrant checkpoint), not by a hook? */
 int
 oomkit_nested_is_functions(void);
+/* Is this thread one of the engine's, or its caller's, at work on a graph? */
+int
+oomkit_nested_in_engine(const oomkit_state *st);
 int
 oomkit_nested_refuse(oomkit_state *st, oomkit_call *call);
 void *

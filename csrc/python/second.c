@@ -13,36 +13,11 @@ static _Thread_local oomkit_second *active;
 
 /* --- begin and end --- */
 
-/* A thread that Python did not start, while a second half is running somewhere: one of
- * autograd's own, at work for it. 1, 0 or -1. */
-static int
-is_engine_thread(void)
-{
-    PyObject *threading, *alive, *ident; /* borrowed; owned; owned */
-    int known = -1;
-
-    threading = PyDict_GetItemString(PyImport_GetModuleDict(), "threading");
-    if (threading == NULL) {
-        return 0;
-    }
-    alive = PyObject_GetAttrString(threading, "_active");
-    ident = alive ? PyLong_FromUnsignedLong(PyThread_get_thread_ident()) : NULL;
-    if (ident != NULL) {
-        known = PySequence_Contains(alive, ident);
-    }
-    Py_XDECREF(ident);
-    Py_XDECREF(alive);
-    if (known < 0) {
-        PyErr_Clear(); /* no such list here: every thread counts as the user's */
-        return 0;
-    }
-    return !known;
-}
-
 int
 oomkit_second_is_running(const oomkit_state *st)
 {
-    return active != NULL || (st->seconds != NULL && is_engine_thread());
+    /* One of autograd's own threads, at work for it, is at a node of some graph. */
+    return active != NULL || (st->seconds != NULL && oomkit_nested_in_engine(st));
 }
 
 /* A call of its own for the marks of one list of participants. 0 or -1. */

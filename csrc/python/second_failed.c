@@ -247,6 +247,9 @@ failed_replay_one(oomkit_second *s, oomkit_pending *p, PyObject *exception)
     call->has_signature = 0;
     result = oomkit_replay_prepare(call, p, &why);
     if (result == 1) {
+        /* Streams and buffers belong to what ran since the call. */
+        oomkit_rng_release(call);
+        oomkit_buffers_release(call);
         return failed_give_up(s, p, exception, why);
     }
     if (result == 0) {
