@@ -183,6 +183,9 @@ int
 oomkit_backward_drain(oomkit_state *st);
 int
 oomkit_backward_nesting(void);
+/* Those outside every protected call. */
+int
+oomkit_backward_outside(void);
 int
 oomkit_backward_run(oomkit_call *call, PyObject *result);
 

@@ -13,6 +13,7 @@
 static void
 pending_link(oomkit_pending *p)
 {
+    p->serial = ++p->st->pending_serial;
     p->next = p->st->pendings;
     if (p->next != NULL) {
         p->next->previous = p;

@@ -46,6 +46,7 @@ typedef struct oomkit_pending {
     PyObject *switches;       /* owned: training flags at entry, or NULL */
     oomkit_modes modes;
     uint64_t number, record; /* of the call, of its record */
+    uint64_t serial;         /* among all that ever waited */
     uint64_t signature;
     Py_ssize_t output; /* of the loss among its node's outputs */
     oomkit_returned kind;
@@ -168,6 +169,13 @@ oomkit_stash_deposit(oomkit_pending *pending, int keep);
 void
 oomkit_stash_free(oomkit_pending *pending);
 
+/* --- returned.c --- */
+
+/* A backward of a call that is split must not pass a loss that waits for its caller's:
+ * that one's graph can be run through once. 0, or -1 with SplitError. */
+int
+oomkit_returned_inside(oomkit_call *call, PyObject *roots);
+
 /* --- graph.c --- */
 
 /* What a backward from `roots` reaches: *paths is set when a leaf is reached without
@@ -186,6 +194,10 @@ oomkit_graph_beneath(oomkit_state *st, PyObject *roots, PyObject *reached);
  * losses *nodes (owned) lists theirs and those between, some of them more than once. */
 int
 oomkit_graph_watch(oomkit_state *st, PyObject *const *args, PyObject **nodes);
+
+/* The first waiting loss that is reached, or NULL. Borrowed; *failed on an error. */
+oomkit_pending *
+oomkit_graph_waiting(oomkit_state *st, PyObject *roots, int *failed);
 
 /* Is a loss that was split reached? 1, 0 or -1. */
 int

@@ -267,6 +267,24 @@ oomkit_returned_micro(oomkit_call *call, PyObject *result)
     return state;
 }
 
+int
+oomkit_returned_inside(oomkit_call *call, PyObject *roots)
+{
+    int failed = 0;
+    const oomkit_pending *p = oomkit_graph_waiting(call->st, roots, &failed);
+
+    if (p != NULL) {
+        call->raised = 1;
+        oomkit_raise(
+            call->st->SplitError,
+            "auto_batch cannot split this step: it runs backward() through a loss that "
+            "another decorated call (%U) returned, once for each micro-batch; call that "
+            "backward() outside, or make one decorated step of both",
+            p->retired ? call->options->label : p->step->options.label);
+    }
+    return failed || p != NULL ? -1 : 0;
+}
+
 /* backward=True or a callable: the loss of a result is run backward inside the call. */
 int
 oomkit_backward_run(oomkit_call *call, PyObject *result)

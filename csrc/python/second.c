@@ -152,6 +152,11 @@ second_begin(oomkit_second *s, oomkit_state *st)
     s->armed = s->few_armed;
     s->calls = s->few_calls;
     s->room = OOMKIT_SECOND_FEW;
+    s->nesting = oomkit_backward_outside();
+    s->began = st->pending_serial;
+    if (active != NULL) {
+        oomkit_second_nested(st);
+    }
     s->outer = active;
     active = s;
     s->next = st->seconds;
@@ -258,10 +263,11 @@ oomkit_second_engine(oomkit_state *st, PyObject *const *args, size_t nargsf,
     PyObject *nodes = NULL; /* owned */
     int near;
 
-    if (s == NULL) { /* a thread of autograd's own */
-        oomkit_second_nested(st);
+    if (s == NULL || s->nesting != oomkit_backward_outside()) {
+        oomkit_second_nested(st); /* on a thread of autograd's own; in a hook */
+        return 0;
     }
-    if (s == NULL || s->engine_seen || n < 5) {
+    if (s->engine_seen || n < 5) {
         return 0;
     }
     s->engine_seen = 1;
@@ -340,7 +346,15 @@ oomkit_second_between(oomkit_second *s, int begins)
 int
 oomkit_second_wanted(const oomkit_state *st)
 {
-    return st->pendings != NULL && !oomkit_second_is_running(st);
+    const oomkit_pending *newest = st->pendings;
+
+    if (newest == NULL) {
+        return 0;
+    }
+    /* Inside one that runs: of losses that were made meanwhile, by a hook or in a
+     * reentrant checkpoint. */
+    return active != NULL ? newest->serial > active->began && active->engine_seen
+                          : !oomkit_second_is_running(st);
 }
 
 /* --- running --- */
