@@ -90,7 +90,7 @@ def test_a_call_in_a_reentrant_checkpoint(k: int, what: str) -> None:
                 assert not isinstance(error, oomkit.OomkitError), nth
         fired = fault.fired > 0
         nth += 2
-    assert equal >= nth // 2
+    assert equal > 3
 
 
 @pytest.mark.parametrize("k", [1, 2])
@@ -121,20 +121,25 @@ def test_the_outer_backward_fails_after_such_a_hook(returned: bool) -> None:
     model, x, y = world()
     compute: Any = loss_of(model) if returned else _whole(model)
     inner = oomkit.auto_batch(compute)
-    root = oomkit.auto_batch(loss_of(model))(x, y)
-    fault = inject_oom(nth=4, phase="backward")
+    seen: list[int] = []
 
-    def work() -> None:
-        loss = inner(x, y)
-        if loss is not None:
-            loss.backward()
-        fault.__enter__()
+    def run(nth: int) -> None:
+        root = oomkit.auto_batch(loss_of(model))(x, y)
+        with inject_oom(nth=nth, phase="backward") as fault:
 
-    try:
-        with pytest.raises(oomkit.OutOfMemory, match="a hook ran another backward"):
+            def work() -> None:
+                loss = inner(x, y)
+                if loss is not None:
+                    loss.backward()
+                seen.append(fault.seen)
+
             _inside_a_hook(work, root)
-    finally:
-        fault.__exit__(None, None, None)
+
+    run(10**9)
+    model.zero_grad()
+    with pytest.raises(oomkit.OutOfMemory, match="a hook ran another backward"):
+        run(seen[0] + 4)
+    assert len(seen) == 2
     assert all(p.grad is None for p in model.parameters())
 
 

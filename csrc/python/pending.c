@@ -279,7 +279,7 @@ oomkit_pending_offer(oomkit_call *call, PyObject *result)
     if (state <= 0) {
         return state;
     }
-    call->step->single_loss = single && oomkit_batch_rows(&call->batch) > 1;
+    call->step->single_loss = 1 + (single && oomkit_batch_rows(&call->batch) > 1);
     if (oomkit_losses_note(call, loss) < 0) {
         Py_DECREF(loss);
         return -1;

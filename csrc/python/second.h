@@ -26,10 +26,10 @@ typedef struct oomkit_second {
     int changed;              /* what was noted has been changed in place since */
     int arrived;              /* a gradient has reached a loss */
     int engine_seen, keep_graph, create_graph;
-    int nesting;         /* backwards of this thread that it began inside */
-    uint64_t began;      /* losses that had been made when it did */
-    int foreign; /* a hook has run another backward inside this one */
-    int exempt;  /* allocations are outside the budget until a gradient arrives */
+    int nesting;    /* backwards of this thread that it began inside */
+    uint64_t began; /* losses that had been made when it did */
+    int foreign;    /* a hook has run another backward inside this one */
+    int exempt;     /* allocations are outside the budget until a gradient arrives */
     oomkit_pending *few_armed[OOMKIT_SECOND_FEW];
     oomkit_call *few_calls[OOMKIT_SECOND_FEW];
     oomkit_call first; /* not zeroed as a whole: see second_mark */

@@ -258,7 +258,7 @@ typedef struct oomkit_state {
     int backward_patched;      /* our hook is installed */
     uint64_t engine_runs;      /* of autograd that write to .grad, nested ones too */
     struct oomkit_pending *pendings; /* borrowed: losses that wait for their backward */
-    uint64_t pending_serial; /* how many ever did */
+    uint64_t pending_serial;         /* how many ever did */
     struct oomkit_second *seconds;   /* borrowed: backwards running as the second half
                                         of a call, on any thread */
 } oomkit_state;
