@@ -253,7 +253,7 @@ pending_loss(oomkit_state *st, PyObject *result, PyObject **loss, int *small,
         return 0;
     }
     *small = facts.bytes <= SMALL_BYTES;
-    *single = facts.ndim == 1 && facts.size == 1;
+    *single = facts.size == 1 ? (int)facts.ndim : 0; /* 0-d: its size is -1 */
     return 1;
 }
 
@@ -265,6 +265,14 @@ oomkit_pending_wanted(oomkit_state *st, PyObject *result)
 
     Py_XDECREF(loss);
     return state;
+}
+
+/* One element in front where the batch has several rows: no row per sample. */
+static int
+single_is_loss(const oomkit_call *call, int dimensions)
+{
+    return (dimensions == 1 || call->options->dim == 0) &&
+           oomkit_batch_rows(&call->batch) > 1;
 }
 
 int
@@ -279,7 +287,7 @@ oomkit_pending_offer(oomkit_call *call, PyObject *result)
     if (state <= 0) {
         return state;
     }
-    call->step->single_loss = 1 + (single && oomkit_batch_rows(&call->batch) > 1);
+    call->step->single_loss = 1 + (single > 0 && single_is_loss(call, single));
     if (oomkit_losses_note(call, loss) < 0) {
         Py_DECREF(loss);
         return -1;
