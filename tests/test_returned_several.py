@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_returned import close, grads, loss_of, world
+from test_returned import close, grads, loss_of, plain, world
 
 import oomkit
 from oomkit.testing import inject_oom
@@ -192,3 +192,25 @@ def test_a_kept_graph_gets_no_second_set_of_observers() -> None:
     total.backward(retain_graph=True)
     total.backward()
     assert log == ["sum", "sum"]
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_many_losses_wait_beside_the_one_that_runs(k: int) -> None:
+    """Of several steps; only what a backward reaches is its own, the others wait on."""
+    for nth in (3, 5, 8):
+        worlds = [world() for _ in range(6)]
+        steps = [oomkit.auto_batch(loss_of(m), accumulation_steps=k) for m, _, _ in worlds]
+        waiting = [
+            [step(x, y) for _ in range(5)] for step, (_, x, y) in zip(steps, worlds, strict=True)
+        ]
+        with inject_oom(nth=nth, phase="backward") as fault:
+            waiting[3][2].backward()
+        assert fault.fired or k == 2
+        for i, (model, _, _) in enumerate(worlds):
+            got = grads(model)
+            assert close(got, plain()) if i == 3 else all(g is None for g in got)
+        waiting[3][4].backward()
+        torch.autograd.backward([waiting[0][0], waiting[5][1], waiting[0][4]])
+        for i, times in ((3, 2), (0, 2), (5, 1)):
+            want = plain(lambda v, times=times: v * times)  # type: ignore[misc]
+            assert close(grads(worlds[i][0]), want)

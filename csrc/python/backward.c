@@ -137,7 +137,7 @@ backward_begin(oomkit_call *call, PyObject *roots)
         return -1;
     }
     if (call->split && call->slice_index == 0 &&
-        ((call->st->pendings != NULL && oomkit_returned_inside(call, roots) < 0) ||
+        ((call->st->waiting != NULL && oomkit_returned_inside(call, roots) < 0) ||
          oomkit_strangers_meet(call, roots) < 0)) {
         return -1;
     }
@@ -257,7 +257,7 @@ static PyObject *
 backward_outside(backward_object *self, oomkit_state *st, PyObject *const *args,
                  size_t nargsf, PyObject *kwnames)
 {
-    if (st->pendings != NULL) {
+    if (st->waiting != NULL) {
         int found = 0;
         if (backward_accumulates(st, args, nargsf, kwnames)) {
             if (oomkit_second_wanted(st)) {
@@ -332,7 +332,7 @@ backward_outer(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwn
     oomkit_state *st = oomkit_state_of_type(Py_TYPE(op));
     PyObject *result; /* owned */
 
-    if (st->pendings == NULL || oomkit_call_current() != NULL ||
+    if (st->waiting == NULL || oomkit_call_current() != NULL ||
         !oomkit_second_wanted(st)) {
         return PyObject_Vectorcall(self->original, args, nargsf, kwnames);
     }

@@ -38,10 +38,9 @@ watch_root(oomkit_state *st, PyObject *root, PyObject *gradients)
         return node == NULL ? -1 : 0;
     }
     p = oomkit_node_pending(st, node, &failed);
-    if (p != NULL) {
-        oomkit_second_claim(p);
-    }
-    if (p != NULL && p->kind == OOMKIT_RETURNED_WHOLE) {
+    if (p != NULL && oomkit_second_claim(p) < 0) {
+        failed = 1;
+    } else if (p != NULL && p->kind == OOMKIT_RETURNED_WHOLE) {
         number = PyObject_GetAttr(root, st->str_output_nr);
         hooks = number ? PyObject_GetAttr(root, st->str_backward_hooks) : NULL;
         if (hooks == NULL || (output = PyLong_AsSsize_t(number)) == -1) {
@@ -81,10 +80,9 @@ watch_walk(oomkit_state *st, PyObject *work, int *losses, int *far)
         }
         p = oomkit_node_pending(st, node, &failed);
         if (p != NULL) {
-            oomkit_second_claim(p);
             ++*losses;
             *far |= !p->small;
-            result = watch_hook(p, node);
+            result = oomkit_second_claim(p) < 0 ? -1 : watch_hook(p, node);
             continue;
         }
         *far |= oomkit_node_is_leaf(node);

@@ -13,21 +13,52 @@
 static void
 pending_link(oomkit_pending *p)
 {
-    p->serial = ++p->st->pending_serial;
-    p->next = p->st->pendings;
+    oomkit_participants *parts = p->parts;
+    oomkit_state *st = p->st;
+
+    p->serial = ++st->pending_serial;
+    p->next = parts->pendings;
     if (p->next != NULL) {
         p->next->previous = p;
+    } else {
+        parts->waiting_next = st->waiting;
+        if (st->waiting != NULL) {
+            st->waiting->waiting_previous = parts;
+        }
+        st->waiting = parts;
     }
-    p->st->pendings = p;
+    parts->pendings = p;
+}
+
+/* None of them waits any more. */
+static void
+parts_unlink(oomkit_state *st, oomkit_participants *parts)
+{
+    if (parts->waiting_previous != NULL) {
+        parts->waiting_previous->waiting_next = parts->waiting_next;
+    } else {
+        st->waiting = parts->waiting_next;
+    }
+    if (parts->waiting_next != NULL) {
+        parts->waiting_next->waiting_previous = parts->waiting_previous;
+    }
+    parts->waiting_next = parts->waiting_previous = NULL;
 }
 
 static void
 pending_unlink(oomkit_pending *p)
 {
+    if (p->serial == 0) {
+        return; /* it never waited */
+    }
+    p->serial = 0;
     if (p->previous != NULL) {
         p->previous->next = p->next;
-    } else if (p->st != NULL && p->st->pendings == p) {
-        p->st->pendings = p->next;
+    } else {
+        p->parts->pendings = p->next;
+        if (p->next == NULL) {
+            parts_unlink(p->st, p->parts);
+        }
     }
     if (p->next != NULL) {
         p->next->previous = p->previous;
@@ -100,8 +131,8 @@ pending_vectorcall(PyObject *op, PyObject *const *args, size_t nargsf,
         gradient = at < PyTuple_GET_SIZE(gradient) ? PyTuple_GET_ITEM(gradient, at)
                                                    : Py_None; /* borrowed */
     }
-    if (!p->retired) {
-        oomkit_second_claim(p);
+    if (!p->retired && oomkit_second_claim(p) < 0) {
+        return NULL;
     }
     if (p->kind != OOMKIT_RETURNED_WHOLE && p->retired) {
         return oomkit_raise(

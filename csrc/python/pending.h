@@ -24,7 +24,7 @@ typedef struct oomkit_pending {
     vectorcallfunc vectorcall;
     oomkit_state *st; /* borrowed from the module */
     struct oomkit_pending *next,
-        *previous;                /* borrowed: those that wait, in the state */
+        *previous; /* borrowed: those that wait of the same participants */
     struct oomkit_second *second; /* borrowed: the backward that is running, or NULL */
     struct oomkit_step *step;     /* owned */
     PyObject **args;              /* owned array of owned arguments */
@@ -46,7 +46,7 @@ typedef struct oomkit_pending {
     PyObject *switches;       /* owned: training flags at entry, or NULL */
     oomkit_modes modes;
     uint64_t number, record; /* of the call, of its record */
-    uint64_t serial;         /* among all that ever waited */
+    uint64_t serial;         /* among all that ever waited; 0 while it does not */
     uint64_t signature;
     Py_ssize_t output; /* of the loss among its node's outputs */
     oomkit_returned kind;
@@ -241,9 +241,9 @@ oomkit_second_nested(const oomkit_state *st);
 void
 oomkit_second_arrived(oomkit_pending *pending);
 
-/* The backward of this thread reaches a waiting loss: it is this one's, whichever
- * thread's backward began first. */
-void
+/* The backward of this thread reaches a waiting loss: it is this one's from here. On a
+ * thread of autograd's own it is that of the backward which runs. 0 or -1. */
+int
 oomkit_second_claim(oomkit_pending *pending);
 
 /* Is a second half running on this thread, or is this a thread of its engine? */

@@ -78,12 +78,55 @@ second_has(const oomkit_second *s, const oomkit_pending *p)
     return i < s->count;
 }
 
-void
+/* Room for one more in an array that begins inside `s`. 0 or -1. */
+static int
+second_grow(void **items, void *few, int count, int *room)
+{
+    void *grown; /* owned by s */
+
+    if (count < *room) {
+        return 0;
+    }
+    grown = PyMem_Malloc((size_t)*room * 2 * sizeof(void *));
+    if (grown == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    memcpy(grown, *items, (size_t)count * sizeof(void *));
+    if (*items != few) {
+        PyMem_Free(*items);
+    }
+    *items = grown;
+    *room *= 2;
+    return 0;
+}
+
+int
 oomkit_second_claim(oomkit_pending *p)
 {
-    if (active != NULL && p->second != active && second_has(active, p)) {
-        second_take(active, p);
+    oomkit_second *s = active;
+    void *armed;
+
+    if (s == NULL && p->second == NULL) { /* the one that began first of those */
+        for (s = p->st->seconds; s != NULL && s->next != NULL; s = s->next) {
+        }
     }
+    /* One that was made meanwhile is no part of it. */
+    if (s == NULL || p->second == s || p->serial == 0 || p->serial > s->began ||
+        oomkit_second_call(s, p->parts) == NULL) {
+        return 0;
+    }
+    armed = s->armed;
+    if (p->second == NULL || !second_has(s, p)) {
+        int result = second_grow(&armed, s->few_armed, s->count, &s->room);
+        s->armed = armed;
+        if (result < 0) {
+            return -1;
+        }
+        s->armed[s->count++] = (oomkit_pending *)Py_NewRef((PyObject *)p);
+    }
+    second_take(s, p);
+    return 0;
 }
 
 /* It is ours no longer; a backward of another thread that waits may come to it. */
@@ -100,58 +143,69 @@ second_let_go(const oomkit_second *s, oomkit_pending *p)
     Py_CLEAR(p->gradient);
 }
 
-/* One waiting call takes part: it is kept alive, its participants are marked. */
+/* Marks of one list of participants of which calls wait. 0 or -1. */
 static int
-second_arm(oomkit_second *s, oomkit_pending *p)
+second_arm(oomkit_second *s, oomkit_participants *parts)
 {
-    if (s->count == s->room) {
-        int room = s->room * 2;
-        oomkit_pending **armed =
-            PyMem_Malloc((size_t)room * sizeof(*armed)); /* owned by s */
-        oomkit_call **calls = PyMem_Malloc((size_t)room * sizeof(*calls));
-        if (armed == NULL || calls == NULL) {
-            PyMem_Free(armed);
-            PyMem_Free(calls);
-            PyErr_NoMemory();
-            return -1;
-        }
-        memcpy(armed, s->armed, (size_t)s->count * sizeof(*armed));
-        memcpy(calls, s->calls, (size_t)s->call_count * sizeof(*calls));
-        if (s->armed != s->few_armed) {
-            PyMem_Free(s->armed);
-            PyMem_Free(s->calls);
-        }
-        s->armed = armed;
-        s->calls = calls;
-        s->room = room;
+    oomkit_pending *p = parts->pendings;
+    void *calls = s->calls;
+    oomkit_call *call = &s->first;
+    int result = second_grow(&calls, s->few_calls, s->call_count, &s->call_room);
+
+    s->calls = calls;
+    if (result < 0 || p == NULL) {
+        return result;
     }
-    s->armed[s->count++] = (oomkit_pending *)Py_NewRef((PyObject *)p);
-    if (p->second == NULL) { /* else another thread's, until this one reaches it */
-        second_take(s, p);
-    }
-    if (oomkit_second_call(s, p->parts) == NULL) {
-        oomkit_call *call =
-            s->call_count == 0 ? &s->first : PyMem_Malloc(sizeof(*call));
+    if (s->call_count > 0) {
+        call = PyMem_Malloc(sizeof(*call));
         if (call == NULL) {
             PyErr_NoMemory();
             return -1;
         }
-        s->calls[s->call_count++] = call;
-        return oomkit_second_mark(s, p, call);
     }
-    return 0;
+    s->calls[s->call_count++] = call;
+    Py_INCREF(p); /* its graph may go meanwhile */
+    result = oomkit_second_mark(s, p, call);
+    Py_DECREF(p);
+    return result;
+}
+
+/* The marks of several. While they are taken others may go or come. 0 or -1. */
+static int
+second_arm_all(oomkit_second *s)
+{
+    oomkit_participants *parts, **all; /* owned array of counted references */
+    Py_ssize_t i, count = 0;
+    int result = 0;
+
+    for (parts = s->st->waiting; parts != NULL; parts = parts->waiting_next) {
+        count++;
+    }
+    all = PyMem_Malloc((size_t)count * sizeof(*all));
+    if (all == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (i = 0, parts = s->st->waiting; parts != NULL; parts = parts->waiting_next) {
+        all[i++] = parts;
+        parts->refs++;
+    }
+    for (i = 0; i < count; i++) {
+        result = result < 0 ? -1 : second_arm(s, all[i]);
+        oomkit_participants_release(all[i]);
+    }
+    PyMem_Free(all);
+    return result;
 }
 
 static int
 second_begin(oomkit_second *s, oomkit_state *st)
 {
-    oomkit_pending *p;
-
     memset(s, 0, offsetof(oomkit_second, first));
     s->st = st;
     s->armed = s->few_armed;
     s->calls = s->few_calls;
-    s->room = OOMKIT_SECOND_FEW;
+    s->room = s->call_room = OOMKIT_SECOND_FEW;
     s->nesting = oomkit_backward_outside();
     s->began = st->pending_serial;
     if (active != NULL) {
@@ -161,12 +215,10 @@ second_begin(oomkit_second *s, oomkit_state *st)
     active = s;
     s->next = st->seconds;
     st->seconds = s;
-    for (p = st->pendings; p != NULL; p = p->next) {
-        if (second_arm(s, p) < 0) {
-            return -1;
-        }
+    if (st->waiting == NULL || st->waiting->waiting_next != NULL) {
+        return second_arm_all(s);
     }
-    return 0;
+    return second_arm(s, st->waiting);
 }
 
 static void
@@ -220,6 +272,8 @@ second_end(oomkit_second *s, int finished)
     }
     if (s->armed != s->few_armed) {
         PyMem_Free(s->armed);
+    }
+    if (s->calls != s->few_calls) {
         PyMem_Free(s->calls);
     }
     if (s->relays != NULL) {
@@ -346,14 +400,12 @@ oomkit_second_between(oomkit_second *s, int begins)
 int
 oomkit_second_wanted(const oomkit_state *st)
 {
-    const oomkit_pending *newest = st->pendings;
-
-    if (newest == NULL) {
+    if (st->waiting == NULL) {
         return 0;
     }
     /* Inside one that runs: of losses that were made meanwhile, by a hook or in a
      * reentrant checkpoint. */
-    return active != NULL ? newest->serial > active->began && active->engine_seen
+    return active != NULL ? st->pending_serial > active->began && active->engine_seen
                           : !oomkit_second_is_running(st);
 }
 

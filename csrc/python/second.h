@@ -11,10 +11,11 @@ typedef struct oomkit_second {
     oomkit_state *st;
     struct oomkit_second *outer; /* of this thread */
     struct oomkit_second *next;  /* of any thread, in the state's list */
-    oomkit_pending **armed;      /* owned: every waiting call when it began; those whose
-                                    `second` is this one are its own */
-    oomkit_call **calls;         /* marks, one for each list of participants */
-    int count, call_count, room;
+    oomkit_pending **armed; /* owned: waiting calls that it has reached; those whose
+                               `second` is this one are still its own */
+    oomkit_call **calls; /* marks, one for each list of participants of which any waited
+                            when it began */
+    int count, call_count, room, call_room;
     PyObject *roots;  /* owned: what the engine was given, or NULL before it ran */
     PyObject *inputs; /* owned: inputs= of the backward, or NULL */
     PyObject *loose; /* owned: leaves of the failed graph that nobody marked, or NULL */

@@ -257,10 +257,11 @@ typedef struct oomkit_state {
     int withheld_ready;        /* torch's helpers accept that gradients are withheld */
     int backward_patched;      /* our hook is installed */
     uint64_t engine_runs;      /* of autograd that write to .grad, nested ones too */
-    struct oomkit_pending *pendings; /* borrowed: losses that wait for their backward */
-    uint64_t pending_serial;         /* how many ever did */
-    struct oomkit_second *seconds;   /* borrowed: backwards running as the second half
-                                        of a call, on any thread */
+    struct oomkit_participants
+        *waiting; /* borrowed: those of which losses wait for their backward */
+    uint64_t pending_serial;       /* how many ever did */
+    struct oomkit_second *seconds; /* borrowed: backwards running as the second half
+                                      of a call, on any thread */
 } oomkit_state;
 
 extern struct PyModuleDef oomkit_module_def;
