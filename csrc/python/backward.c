@@ -138,6 +138,7 @@ backward_begin(oomkit_call *call, PyObject *roots)
     }
     if (call->split && call->slice_index == 0 &&
         ((call->st->waiting != NULL && oomkit_returned_inside(call, roots) < 0) ||
+         (!call->step->half_said && oomkit_stash_say_half(call, roots) < 0) ||
          oomkit_strangers_meet(call, roots) < 0)) {
         return -1;
     }

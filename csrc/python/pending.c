@@ -338,6 +338,8 @@ oomkit_pending_offer(oomkit_call *call, PyObject *result)
         p->output = PyLong_AsSsize_t(number);
         p->hooks_inside = oomkit_hooks_of(loss, st->str_backward_hooks);
         if (!PyErr_Occurred() && oomkit_pending_others(p, result, loss) == 0 &&
+            (Py_TYPE(node) == call->step->plain_node ||
+             oomkit_pending_base(p, loss, &node) == 0) &&
             pending_hang(p, node) == 0) {
             pending_link(p);
             state = 0;

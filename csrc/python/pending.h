@@ -102,6 +102,12 @@ int
 oomkit_pending_arguments(oomkit_pending *pending, const oomkit_call *call,
                          PyObject *loss, PyObject *result);
 
+/* A loss of one element that is a view of one of one element: its base's node in place
+ * of *node (owned), and what else is that tensor's; else nothing changes. A change of
+ * the loss in place gives the view another node, but not its base. 0 or -1. */
+int
+oomkit_pending_base(oomkit_pending *pending, PyObject *loss, PyObject **node);
+
 /* Weak references become what they refer to. 1 when one is gone. */
 int
 oomkit_pending_strong(oomkit_pending *pending);
@@ -165,6 +171,11 @@ oomkit_stash_assume(oomkit_call *call, double *gradient);
  * and the call has to be run again; -1. `keep`: the stash is needed once more. */
 int
 oomkit_stash_deposit(oomkit_pending *pending, int keep);
+
+/* Before the first backward of a split call: fp16 beside a GradScaler is said once. 0
+ * or -1. */
+int
+oomkit_stash_say_half(oomkit_call *call, PyObject *roots);
 
 void
 oomkit_stash_free(oomkit_pending *pending);

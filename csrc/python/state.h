@@ -102,6 +102,7 @@
     X(str_mul_in_place, "mul_")                                                        \
     X(str_backward_hooks, "_backward_hooks")                                           \
     X(str_retains_grad, "retains_grad")                                                \
+    X(str_base, "_base")                                                               \
     X(str_numel, "numel")                                                              \
     X(str_reshape, "reshape")                                                          \
     X(str_item, "item")                                                                \

@@ -47,10 +47,13 @@ typedef struct oomkit_step {
     PyObject
         *last_gradient; /* owned: what last reached a returned scalar loss, or NULL */
     double last_factor; /* the same over the scaler's scale; 0 while unknown */
-    int half;         /* a returned loss was computed with fp16 somewhere on the way */
-    int single_loss;  /* a returned loss of several rows had one element in dimensions:
-                         2, had not: 1, 0 while unknown */
-    int hooks_said;   /* the warning about hooks on gradients was given */
+    int half;        /* a returned loss was computed with fp16 somewhere on the way */
+    int single_loss; /* a returned loss of several rows had one element in dimensions:
+                        2, had not: 1, 0 while unknown */
+    const PyTypeObject *plain_node; /* borrowed, compared only: type of a node that made
+                                       a returned loss which was no view */
+    int half_said;                  /* fp16 with a scaler was looked for and said */
+    int hooks_said;                 /* the warning about hooks on gradients was given */
     int effects_said; /* what the step changes besides was looked at and said */
     int seen_oom;     /* sizes may be remembered: look the signature up at entry */
     Py_ssize_t skip;  /* leading arguments that are a method's own object */
