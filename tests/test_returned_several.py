@@ -110,9 +110,7 @@ def test_every_fault_of_such_a_backward(name: str, k: int) -> None:
     nth, fired = 1, True
     while fired:
         fault = inject_oom(nth=nth, phase="backward")
-        got, log = _run(
-            ROOTS[name], lambda f: oomkit.auto_batch(f, accumulation_steps=k), fault
-        )
+        got, log = _run(ROOTS[name], lambda f: oomkit.auto_batch(f, accumulation_steps=k), fault)
         fired = fault.fired > 0
         assert log == calls, nth
         assert close(got, want), nth
