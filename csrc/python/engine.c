@@ -385,6 +385,13 @@ oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf,
         NULL) { /* the outermost protected call answers for all */
         return PyObject_Vectorcall(step->func, args, nargsf, kwnames);
     }
+    if (step->skip && PyVectorcall_NARGS(nargsf) > 0) {
+        step = oomkit_step_for(step, args[0]);
+        if (step == NULL) {
+            return NULL;
+        }
+        op = (PyObject *)step;
+    }
     memset(&call, 0,
            offsetof(oomkit_call, batch) + offsetof(oomkit_batch, inline_nodes));
     call.course[0].count = call.course[1].count = 0;
@@ -397,7 +404,8 @@ oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf,
     call.nargsf = nargsf;
     call.kwnames = kwnames;
     call.started_ns = call.attempt_started_ns = oomkit_now_ns();
-    call.number = ++step->calls;
+    step->calls++;
+    call.number = step->parent == NULL ? step->calls : ++step->parent->calls;
     Py_INCREF(op); /* the step may be redefined while it runs */
     split = engine_begin(&call);
     if (split >= 0) {
