@@ -187,6 +187,8 @@ oomkit_backward_run(oomkit_call *call, PyObject *result);
  * -1. */
 int
 oomkit_refusal(oomkit_call *call, const char **why);
+int
+oomkit_refusal_transform(oomkit_state *st);
 
 /* strangers.c */
 int

@@ -186,6 +186,8 @@
     X(run_backward, "torch.autograd", "_engine_run_backward", 1)                       \
     X(graph_module, "torch.autograd", "graph", 1)                                      \
     X(graph_task_id, "torch._C", "_current_graph_task_id", 0)                          \
+    X(functorch_level, "torch._C._functorch", "peek_interpreter_stack", 0)             \
+    X(set_eval_frame, "torch._C._dynamo.eval_frame", "set_eval_frame", 0)              \
     X(accelerator_get_stats, "torch._C", "_accelerator_getDeviceStats", 0)             \
     X(accelerator_reset_peak, "torch._C", "_accelerator_resetPeakStats", 0)            \
     X(accelerator_empty_cache, "torch._C", "_accelerator_emptyCache", 0)               \
