@@ -308,16 +308,54 @@ guarded_get_records(PyObject *op, void *Py_UNUSED(closure))
     return oomkit_guard_records(&guarded_CAST(op)->guard);
 }
 
-PyDoc_STRVAR(guarded_reduce_doc, "__reduce__($self, /)\n"
-                                 "--\n"
-                                 "\n"
-                                 "Pickled by name, as functions are.");
+PyDoc_STRVAR(guarded_reduce_doc,
+             "__reduce__($self, /)\n"
+             "--\n"
+             "\n"
+             "Pickled by name, as functions are; what has no name, by its parts.");
 
 static PyObject *
 guarded_reduce(PyObject *op, PyObject *Py_UNUSED(ignored))
 {
-    return PyObject_GetAttr(op, oomkit_state_of_type(Py_TYPE(op))->str_qualname);
+    guarded_object *self = guarded_CAST(op);
+    int named = oomkit_wrap_is_named(self->guard.st, op);
+    PyObject *make, *result; /* owned */
+
+    if (named != 0) {
+        return named < 0 ? NULL : PyObject_GetAttr(op, self->guard.st->str_qualname);
+    }
+    make = PyObject_GetAttrString(PyType_GetModule(Py_TYPE(op)), "_guarded");
+    result = make == NULL
+                 ? NULL
+                 : Py_BuildValue("O(OOii)", make, self->func, self->guard.label,
+                                 self->guard.skip, self->guard.reset_peaks);
+    Py_XDECREF(make);
+    return result;
 }
+
+static PyObject *
+guarded_again(PyObject *module, PyObject *args)
+{
+    oomkit_state *st = oomkit_state_of_module(module);
+    PyObject *func, *label, *result; /* borrowed from args; owned */
+    oomkit_guard guard;
+    int skip, reset_peaks;
+
+    if (!PyArg_ParseTuple(args, "OUii:_guarded", &func, &label, &skip, &reset_peaks)) {
+        return NULL;
+    }
+    memset(&guard, 0, sizeof(guard));
+    oomkit_guard_init(&guard, st, label, skip, reset_peaks);
+    result = oomkit_guarded_new(&guard, func);
+    oomkit_guard_clear(&guard);
+    return result;
+}
+
+PyMethodDef oomkit_guarded_methods[] = {
+    {"_guarded", guarded_again, METH_VARARGS,
+     "_guarded(function, label, skip, reset_peaks)\n--\n\nOut of a pickle."},
+    {NULL, NULL, 0, NULL},
+};
 
 static PyObject *
 guarded_copy_shallow(PyObject *op, PyObject *Py_UNUSED(ignored))

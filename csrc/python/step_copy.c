@@ -51,13 +51,55 @@ oomkit_step_options(const oomkit_step *step, PyObject *memo)
     return options;
 }
 
+/* Is a cloudpickle at work, whoever ships it? It sends what `__main__` defines by
+ * value, to processes that have another `__main__`. 1, 0 or -1. */
+static int
+copy_by_cloudpickle(void)
+{
+    PyFrameObject *frame = PyEval_GetFrame(); /* borrowed, then owned */
+    int found = 0;
+
+    Py_XINCREF(frame);
+    while (frame != NULL && found == 0) {
+        PyFrameObject *back = PyFrame_GetBack(frame); /* owned */
+        PyCodeObject *code = PyFrame_GetCode(frame);  /* owned */
+        const char *file = PyUnicode_AsUTF8(code->co_filename);
+        found = file == NULL ? -1 : strstr(file, "cloudpickle") != NULL;
+        Py_DECREF(code);
+        Py_SETREF(frame, back);
+    }
+    Py_XDECREF(frame);
+    return found;
+}
+
+/* Is a name enough for whoever reads the pickle? 1, 0 or -1. */
+static int
+copy_by_name(oomkit_state *st, PyObject *op)
+{
+    PyObject *module; /* owned */
+    int named = oomkit_wrap_is_named(st, op), is_main;
+
+    if (named <= 0) {
+        return named;
+    }
+    module = PyObject_GetAttr(op, st->str_module);
+    if (module == NULL) {
+        return -1;
+    }
+    is_main = PyUnicode_Check(module) &&
+              PyUnicode_CompareWithASCIIString(module, "__main__") == 0;
+    Py_DECREF(module);
+    named = is_main ? copy_by_cloudpickle() : 0;
+    return named < 0 ? -1 : !named;
+}
+
 /* By reference where its name leads to it. Else as auto_batch of what it decorates: a
  * bound method, a partial, a function that has another name than the step. */
 PyObject *
 oomkit_step_reduce(PyObject *op, PyObject *Py_UNUSED(ignored))
 {
     oomkit_step *self = step_CAST(op);
-    int named = oomkit_wrap_is_named(self->st, op);
+    int named = copy_by_name(self->st, op);
     PyObject *module, *make = NULL, *head = NULL, *partial = NULL; /* owned */
     PyObject *options, *result = NULL;                             /* owned */
 
