@@ -25,7 +25,7 @@ except ImportError as _error:  # pragma: no cover - exercised in a subprocess wi
         "`pip install --no-build-isolation .` in oomkit's sources"
     ) from _error
 
-from . import _C, _compiled, _diagnose, _nodes, _second, _withheld, optim as _optim
+from . import _C, _diagnose, _nodes, _second, _withheld
 from .optim import predict_update as _predict_update
 
 __version__ = "0.1.0"
@@ -58,11 +58,9 @@ def _load_bridge() -> object:
 
 def _watch_effects(*call: _Any) -> object:
     """What looks at a step's side effects, once per site: imported when one is split."""
-    from . import _buffers, _bytecode, _side_effects
+    from ._side_effects import watch
 
-    for module in (_buffers, _bytecode, _side_effects):
-        _compiled.leave_out(module)
-    return _side_effects.watch(*call)
+    return watch(*call)
 
 
 def _watch_train() -> None:
@@ -90,10 +88,6 @@ _C._bind(
         "saved_unpack": _second.saved_unpack,
     },
 )
-
-for _module in (_compiled, _diagnose, _nodes, _second, _withheld, _optim, _modules[__name__]):
-    _compiled.leave_out(_module)
-del _module
 
 from . import testing  # noqa: E402  (needs the bound extension)
 from ._C import (  # noqa: E402

@@ -446,7 +446,8 @@ oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf,
         }
         if (result == NULL) {
             step->seen_oom |= split == 0;
-            result = oomkit_recover(&call, split == 0);
+            result = oomkit_compiler_off(&call) < 0 ? NULL
+                                                    : oomkit_recover(&call, split == 0);
         }
         oomkit_phase_set(call.st, call.phase_before);
         oomkit_call_set_current(NULL);
@@ -456,6 +457,9 @@ oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf,
         return NULL;
     }
     if (engine_end(&call, result) < 0) {
+        Py_CLEAR(result);
+    }
+    if (oomkit_compiler_on(&call) < 0) {
         Py_CLEAR(result);
     }
     Py_DECREF(op);
