@@ -253,4 +253,3 @@ def test_a_step_made_in_a_loop_knows_its_own_and_leaves_nothing() -> None:
     after = len(gc.get_objects()), sys.getrefcount(kind), oomkit.memory("cpu").allocated
     assert max(abs(after[0] - before[0]), abs(after[1] - before[1])) <= 5
     assert after[2] == before[2]
-

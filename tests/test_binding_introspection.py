@@ -200,3 +200,18 @@ def test_what_a_lightning_module_logs_while_split_is_said() -> None:
     with pytest.warns(oomkit.OomkitWarning, match=r"runs once per micro-batch: .*self\.log\(\)"):
         step(X, 1).backward()
     assert torch.allclose(lit.layer.weight.grad, whole)  # type: ignore[arg-type]
+
+
+COUNTS: list[int] = []
+
+
+@oomkit.auto_batch
+def _counts(x: torch.Tensor) -> torch.Tensor:
+    COUNTS.append(len(x))
+    return x
+
+
+def test_what_a_decorated_function_inside_the_step_changes_is_said() -> None:
+    step = oomkit.auto_batch(lambda x: _counts(x) + 1, accumulation_steps=2)
+    with pytest.warns(oomkit.OomkitWarning, match=r"COUNTS"):
+        step(X)

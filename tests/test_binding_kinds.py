@@ -205,14 +205,13 @@ def test_data_classes() -> None:
 
 @pytest.mark.parametrize("above", [True, False])
 def test_abstract_methods_stay_abstract(above: bool) -> None:
-    class Base(abc.ABC):
-        if above:
-            step = oomkit.auto_batch(abc.abstractmethod(lambda self, x: x))
-            make = oomkit.auto_batch(classmethod(abc.abstractmethod(lambda cls, x: x)))
-        else:
-            step = abc.abstractmethod(oomkit.auto_batch(lambda self, x: x))
-            make = classmethod(abc.abstractmethod(oomkit.auto_batch(lambda cls, x: x)))
-
+    if above:
+        step = oomkit.auto_batch(abc.abstractmethod(lambda self, x: x))
+        make = oomkit.auto_batch(classmethod(abc.abstractmethod(lambda cls, x: x)))
+    else:
+        step = abc.abstractmethod(oomkit.auto_batch(lambda self, x: x))
+        make = classmethod(abc.abstractmethod(oomkit.auto_batch(lambda cls, x: x)))
+    Base = abc.ABCMeta("Base", (), {"step": step, "make": make})
     assert Base.__abstractmethods__ == {"step", "make"}
     with pytest.raises(TypeError, match="abstract"):
         Base()

@@ -223,8 +223,8 @@ oomkit_strangers_restart(oomkit_call *call);
 int
 oomkit_strangers_check(oomkit_call *call, PyObject *result);
 
-/* compiled.c: torch.compile() off, and back as it was. Keep an exception in flight. 0 or
- * -1. */
+/* compiled.c: torch.compile() off, and back as it was. Keep an exception in flight. 0
+ * or -1. */
 int
 oomkit_compiler_off(oomkit_call *call);
 int

@@ -158,7 +158,7 @@ typedef struct oomkit_call {
     PyObject *loose; /* borrowed: list of leaves of its graph that are no participants,
                         and had no gradient, or NULL */
     PyObject *compiler; /* owned: what compiles frames, while that is off, or NULL */
-    int rowwise;     /* its gradient has a row per sample: no weights */
+    int rowwise;        /* its gradient has a row per sample: no weights */
 
     /* the attempt */
     oomkit_grads grads;

@@ -93,8 +93,8 @@ is_wrapper(oomkit_call *call)
     return 0;
 }
 
-/* Is a transform of torch.func running on this thread? Its tensors hide dimensions: what
- * looks like the rows of a batch is not. 1, 0 or -1. */
+/* Is a transform of torch.func running on this thread? Its tensors hide dimensions:
+ * what looks like the rows of a batch is not. 1, 0 or -1. */
 int
 oomkit_refusal_transform(oomkit_state *st)
 {
