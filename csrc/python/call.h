@@ -193,6 +193,8 @@ oomkit_backward_run(oomkit_call *call, PyObject *result);
  * -1. */
 int
 oomkit_refusal(oomkit_call *call, const char **why);
+int
+oomkit_refusal_transform(oomkit_state *st);
 
 /* strangers.c */
 int
@@ -226,6 +228,13 @@ int
 oomkit_strangers_restart(oomkit_call *call);
 int
 oomkit_strangers_check(oomkit_call *call, PyObject *result);
+
+/* compiled.c: torch.compile() off, and back as it was. Keep an exception in flight. 0
+ * or -1. */
+int
+oomkit_compiler_off(oomkit_call *call);
+int
+oomkit_compiler_on(oomkit_call *call);
 
 /* attempt.c: nothing but results came out of this attempt so far, so that finished
  * parts of an evaluation may be kept. */

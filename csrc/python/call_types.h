@@ -163,7 +163,8 @@ typedef struct oomkit_call {
     PyObject *inputs;                /* borrowed: inputs= of the caller's backward */
     PyObject *loose; /* borrowed: list of leaves of its graph that are no participants,
                         and had no gradient, or NULL */
-    int rowwise;     /* its gradient has a row per sample: no weights */
+    PyObject *compiler; /* owned: what compiles frames, while that is off, or NULL */
+    int rowwise;        /* its gradient has a row per sample: no weights */
 
     /* the attempt */
     oomkit_grads grads;

@@ -79,6 +79,15 @@
     X(str_co_consts, "co_consts")                                                      \
     X(str_func, "func")                                                                \
     X(str_call, "__call__")                                                            \
+    X(str_func_attr, "__func__")                                                       \
+    X(str_self_attr, "__self__")                                                       \
+    X(str_doc, "__doc__")                                                              \
+    X(str_args, "args")                                                                \
+    X(str_keywords, "keywords")                                                        \
+    X(str_forward, "forward")                                                          \
+    X(str_defaults, "__defaults__")                                                    \
+    X(str_kwdefaults, "__kwdefaults__")                                                \
+    X(str_set_name, "__set_name__")                                                    \
     X(str_optimizer_attr, "_optimizer")                                                \
     X(str_get_offset, "get_offset")                                                    \
     X(str_set_offset, "set_offset")                                                    \
@@ -119,8 +128,11 @@
 /* Our own types and exceptions, made by module.c: X(field). */
 #define OOMKIT_STATE_TYPES(X)                                                          \
     X(step_type)                                                                       \
+    X(step_object_type) /* the same for callables that do not bind */                  \
+    X(bound_type)                                                                      \
     X(guard_type)                                                                      \
     X(guarded_type)                                                                    \
+    X(guarded_object_type)                                                             \
     X(interceptor_type)                                                                \
     X(backward_type)                                                                   \
     X(pending_type)                                                                    \
@@ -176,6 +188,8 @@
     X(run_backward, "torch.autograd", "_engine_run_backward", 1)                       \
     X(graph_module, "torch.autograd", "graph", 1)                                      \
     X(graph_task_id, "torch._C", "_current_graph_task_id", 0)                          \
+    X(functorch_level, "torch._C._functorch", "peek_interpreter_stack", 0)             \
+    X(set_eval_frame, "torch._C._dynamo.eval_frame", "set_eval_frame", 0)              \
     X(accelerator_get_stats, "torch._C", "_accelerator_getDeviceStats", 0)             \
     X(accelerator_reset_peak, "torch._C", "_accelerator_resetPeakStats", 0)            \
     X(accelerator_empty_cache, "torch._C", "_accelerator_emptyCache", 0)               \
@@ -197,6 +211,7 @@
     X(UserDict, "collections", "UserDict", 1)                                          \
     X(update_wrapper, "functools", "update_wrapper", 1)                                \
     X(partial, "functools", "partial", 1)                                              \
+    X(partialmethod, "functools", "partialmethod", 1)                                  \
     X(weak_set, "weakref", "WeakSet", 1)                                               \
     X(logger, "logging", "getLogger", 1)
 
