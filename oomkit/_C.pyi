@@ -1,6 +1,7 @@
 """Types of the engine. Underscored names are for oomkit itself."""
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partialmethod
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Literal, ParamSpec, TypeVar, final, overload
 
@@ -9,6 +10,7 @@ import torch
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _F = TypeVar("_F", bound=Callable[..., Any])
+_M = TypeVar("_M", bound=classmethod[Any, ..., Any] | staticmethod[..., Any] | partialmethod[Any])
 
 # --- records ---
 
@@ -118,6 +120,10 @@ class guard:
     @property
     def on_oom(self) -> Literal["raise", "skip"]: ...
 
+def _guarded(
+    function: Callable[..., Any], label: str, skip: int, reset_peaks: int, /
+) -> Callable[..., Any]: ...
+
 # --- auto_batch ---
 
 @final
@@ -132,6 +138,8 @@ class Step(Generic[_P, _R]):
     @property
     def label(self) -> str: ...
 
+@overload
+def auto_batch(fn: _M, /, **options: Any) -> _M: ...
 @overload
 def auto_batch(fn: Callable[_P, _R], /, **options: Any) -> Step[_P, _R]: ...
 @overload

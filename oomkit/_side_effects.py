@@ -248,20 +248,57 @@ def _is_flat(container: Any) -> bool:
     return all(type(v) in _PLAIN for v in list(values)[:_ITEMS])
 
 
+def _undecorated(value: Any) -> Any:
+    """The function in a decorated step: called inside another one it is like any other."""
+    while type(value).__module__ == "oomkit._C" and hasattr(value, "__wrapped__"):
+        value = value.__wrapped__
+    return value
+
+
+def _method(value: object, name: str) -> types.FunctionType | None:
+    """A method by its name, where it is a Python function; no descriptor is run."""
+    found = next((vars(k)[name] for k in type(value).__mro__ if name in vars(k)), None)
+    found = _undecorated(found)
+    return found if isinstance(found, types.FunctionType) else None
+
+
 def _called(function: _Function) -> Iterator[_Function]:
     """Functions of the user's that this one names: globals, closure, methods of ``self``."""
     code_names = _names_of(function.function.__code__)
     for _, value in function.names():
+        value = _undecorated(value)
         if isinstance(value, types.FunctionType) and not _is_foreign_function(value):
             yield _Function(value, {})
     for name, value in function.given.items():
         if isinstance(value, torch.nn.Module) or _is_foreign(type(value)):
             continue
         for method in code_names:
-            inner = next((vars(k)[method] for k in type(value).__mro__ if method in vars(k)), None)
-            if isinstance(inner, types.FunctionType) and inner.__code__.co_argcount:
+            inner = _method(value, method)
+            if inner is not None and inner.__code__.co_argcount:
                 yield _Function(inner, {inner.__code__.co_varnames[0]: value})
         del name
+
+
+def _logging(function: _Function) -> list[str]:
+    """``self.log`` of a LightningModule, called by this function or a method it names.
+
+    Lightning's own collection keeps what is logged, out of the scan's sight: the value of the
+    last micro-batch, or their mean as if each had as many samples as the batch.
+    """
+    found = []
+    for name, value in function.given.items():
+        if not any(k.__name__ == "LightningModule" for k in type(value).__mro__):
+            continue
+        codes = [function.function.__code__]
+        seen: set[str] = set()
+        while codes and len(seen) < _VALUES:
+            for method in _names_of(codes.pop()):
+                inner = None if method in seen else _method(value, method)
+                seen.add(method)
+                if inner is not None and "lightning" not in str(inner.__module__):
+                    codes.append(inner.__code__)
+        found += [f"{name}.{log}()" for log in ("log", "log_dict") if log in seen]
+    return found
 
 
 def _is_foreign_function(function: types.FunctionType) -> bool:
@@ -330,7 +367,8 @@ class Watch:
         }
         lines = [_line(effect, changed.pop(effect.path, None)) for effect in effects]
         lines += [f"{path} ({how})" for path, how in changed.items()]
-        lines = list(dict.fromkeys(lines + buffers))
+        logged = [line for f in self.functions[:1] for line in _logging(f)]
+        lines = list(dict.fromkeys(lines + logged + buffers))
         if len(lines) > _SHOWN:
             lines[_SHOWN:] = [f"and {len(lines) - _SHOWN} more"]
         return "; ".join(lines) or None

@@ -50,7 +50,8 @@ class inject_oom:
         Smaller requests neither fail nor count.
     phase : {"forward", "backward", "optimizer", "recovery"}, optional
         Only allocations of this phase count. What happens outside a decorated call is
-        "forward", except inside the `step` of an optimizer.
+        "forward", except inside the `step` of an optimizer. Each thread has a phase of its
+        own; one that knows nothing of phases (autograd's) has that of the thread it works for.
 
     Attributes
     ----------

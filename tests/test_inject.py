@@ -173,6 +173,41 @@ def test_another_threads_allocations_count():
     assert fault.fired == 1
 
 
+def test_phases_belong_to_threads():
+    """One inside its backward is no other's backward, but that of a thread without a phase."""
+    inside, done = threading.Event(), threading.Event()
+    leaf = torch.ones((), requires_grad=True)
+    product = leaf * 2
+    helper = []
+
+    def wait(g):
+        helper.extend(outcomes_in_a_new_thread())
+        inside.set()
+        assert done.wait(30)
+
+    def outcomes_in_a_new_thread():
+        failed = []
+        thread = threading.Thread(target=lambda: failed.extend(outcomes(1)))
+        thread.start()
+        thread.join()
+        return failed
+
+    leaf.register_hook(wait)
+    one_more = torch.ones((), requires_grad=True) * 2
+    seed = torch.ones(())
+    one_more.backward(seed)  # this thread has had a phase
+    thread = threading.Thread(target=lambda: product.backward(seed))
+    with inject_oom(nth=1, times=None, min_bytes=256, phase="backward") as fault:
+        thread.start()
+        assert inside.wait(30)
+        assert outcomes(2) == [False, False]
+        done.set()
+        thread.join()
+    assert helper == [True] and fault.fired == 1
+    with inject_oom(nth=1, times=None, phase="forward"):
+        assert outcomes(1) == [True]
+
+
 def test_a_child_made_by_fork_starts_disarmed():
     with inject_oom(times=None):
         with warnings.catch_warnings():

@@ -236,3 +236,37 @@ def test_retain_graph() -> None:
         assert close(grads(model), grads(want_model))
         with pytest.raises(RuntimeError, match="second time"):
             loss.backward()
+
+
+@pytest.mark.parametrize("returned", [False, True])
+@pytest.mark.parametrize("half", [False, True])
+def test_fp16_beside_a_scaler_is_said_once(
+    half: bool, returned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the whole batch's sum overflows, those of its parts may not: no way to be equal."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
+
+    def compute(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.float16, enabled=half):
+            return F.cross_entropy(model(x), y)
+
+    def whole(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        scaler.scale(compute(x, y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    part: Any = compute if returned else whole
+    step = oomkit.auto_batch(
+        part, accumulation_steps=2, model=model, optimizer=optimizer, participants=[scaler]
+    )
+    with caplog.at_level("WARNING", logger="oomkit"):
+        for _ in range(2):
+            loss = step(x, y)
+            if loss is not None:
+                scaler.scale(loss).backward()
+    assert sum("overflows fp16" in r.getMessage() for r in caplog.records) == half

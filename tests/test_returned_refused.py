@@ -300,3 +300,35 @@ def test_an_argument_with_a_graph() -> None:
     loss = step(encoder(x), y)
     _refused(model, loss.backward, "graph of its own")
     assert all(p.grad is None for p in encoder.parameters())
+
+
+def test_streams_and_buffers_after_a_refusal() -> None:
+    """They are as before the backward, not as before the call."""
+    model, x, y = world(dropout=0.5, norm=True)
+    loss = oomkit.auto_batch(loss_of(model))(x, y)
+    torch.rand(3)
+    model(x)
+    model.eval()
+    _refused(model, loss.backward, r"train\(\) and eval\(\)")
+
+
+def test_an_interrupt_while_the_graph_is_freed() -> None:
+    class Odd(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+            return g
+
+    def interrupt(node: Any) -> None:
+        raise KeyboardInterrupt
+
+    model, x, y = world()
+    loss = oomkit.auto_batch(lambda x, y: F.cross_entropy(Odd.apply(model(x)), y))(x, y)
+    node = loss.grad_fn.next_functions[0][0].next_functions[0][0]  # type: ignore[union-attr]
+    type(node)._raw_saved_odd = property(interrupt)  # type: ignore[union-attr]
+    with inject_oom(nth=6, phase="backward") as fault, pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    assert fault.fired

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
 from typing import Any
 
@@ -48,4 +49,35 @@ def test_a_backward_while_another_threads_is_running(k: int, first_ends_first: b
     go.set()
     thread.join()
     assert close(grads(other), plain())
-    oomkit._C.phase_set(0)  # the phase of injected faults is one for all threads
+    assert oomkit._C.phase_set(0) == 0  # a phase is a thread's own
+
+
+def test_a_thread_that_threading_does_not_know() -> None:
+    """It is a user's like any other, even while another thread's backward is protected."""
+    other, x, y = world()
+    model, _, _ = world()
+    here, go = threading.Event(), threading.Event()
+    theirs = _Waits.apply(oomkit.auto_batch(loss_of(other))(x, y), here, go)
+    waiting = threading.Thread(target=theirs.backward)
+    waiting.start()
+    assert here.wait(30)
+    mine = oomkit.auto_batch(loss_of(model))(x, y)
+    ended = _thread.allocate_lock()
+    ended.acquire()
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with inject_oom(nth=4, phase="backward"):
+                mine.backward()
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            ended.release()
+
+    _thread.start_new_thread(run, ())
+    assert ended.acquire(timeout=30)
+    go.set()
+    waiting.join()
+    assert not errors
+    assert close(grads(model), plain()) and close(grads(other), plain())

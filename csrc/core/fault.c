@@ -10,7 +10,6 @@ enum { FAULT_IDLE = 0, FAULT_ARMING, FAULT_ARMED };
  * disarmed and armed again may mix the two, but it is no data race. */
 struct oomkit_fault {
     _Atomic int armed;
-    _Atomic int phase;
     _Atomic uint64_t nth;
     _Atomic uint64_t times;
     _Atomic uint64_t min_bytes;
@@ -18,6 +17,12 @@ struct oomkit_fault {
     _Atomic uint64_t seen;
     _Atomic uint64_t fired;
 };
+
+/* The phase of this thread plus one; 0 where none was ever set. */
+static _Thread_local int thread_phase;
+
+/* How many threads are in each phase but forward. */
+static _Atomic int phase_threads[OOMKIT_PHASES];
 
 oomkit_fault *
 oomkit_fault_create(void)
@@ -27,7 +32,6 @@ oomkit_fault_create(void)
         return NULL;
     }
     atomic_init(&fault->armed, FAULT_IDLE);
-    atomic_init(&fault->phase, OOMKIT_PHASE_FORWARD);
     atomic_init(&fault->nth, 0);
     atomic_init(&fault->times, 0);
     atomic_init(&fault->min_bytes, 0);
@@ -94,7 +98,7 @@ fault_match(oomkit_fault *fault, uint64_t bytes)
         return OOMKIT_OK;
     }
     phases = atomic_load_explicit(&fault->phases, memory_order_relaxed);
-    phase = UINT32_C(1) << atomic_load_explicit(&fault->phase, memory_order_relaxed);
+    phase = UINT32_C(1) << oomkit_fault_phase();
     if (bytes == 0 || (phases & phase) == 0 ||
         bytes < atomic_load_explicit(&fault->min_bytes, memory_order_relaxed)) {
         return OOMKIT_OK;
@@ -133,18 +137,37 @@ oomkit_fault_fired(const oomkit_fault *fault)
 
 /* A number that is no phase changes nothing. */
 int
-oomkit_fault_set_phase(oomkit_fault *fault, int phase)
+oomkit_fault_set_phase(int phase)
 {
+    int before = thread_phase == 0 ? OOMKIT_PHASE_FORWARD : thread_phase - 1;
+
     if (phase < 0 || phase >= OOMKIT_PHASES) {
-        return oomkit_fault_phase(fault);
+        return before;
     }
-    return atomic_exchange_explicit(&fault->phase, phase, memory_order_relaxed);
+    if (before != OOMKIT_PHASE_FORWARD) {
+        atomic_fetch_sub_explicit(&phase_threads[before], 1, memory_order_relaxed);
+    }
+    if (phase != OOMKIT_PHASE_FORWARD) {
+        atomic_fetch_add_explicit(&phase_threads[phase], 1, memory_order_relaxed);
+    }
+    thread_phase = phase + 1;
+    return before;
 }
 
 int
-oomkit_fault_phase(const oomkit_fault *fault)
+oomkit_fault_phase(void)
 {
-    return atomic_load_explicit(&fault->phase, memory_order_relaxed);
+    int phase;
+
+    if (thread_phase != 0) {
+        return thread_phase - 1;
+    }
+    for (phase = OOMKIT_PHASE_BACKWARD; phase < OOMKIT_PHASES; phase++) {
+        if (atomic_load_explicit(&phase_threads[phase], memory_order_relaxed) > 0) {
+            return phase;
+        }
+    }
+    return OOMKIT_PHASE_FORWARD;
 }
 
 /* Neither inlined nor dropped: a breakpoint needs the call. */

@@ -61,12 +61,14 @@ oomkit_fault_seen(const oomkit_fault *fault);
 uint64_t
 oomkit_fault_fired(const oomkit_fault *fault);
 
-/* Sets the phase of the process and returns the one before. */
+/* Sets the phase of this thread and returns the one before. */
 int
-oomkit_fault_set_phase(oomkit_fault *fault, int phase);
+oomkit_fault_set_phase(int phase);
 
+/* The phase of this thread. One that never set any (a thread of autograd's own) works
+ * for another: backward while any thread is in it, then optimizer, then recovery. */
 int
-oomkit_fault_phase(const oomkit_fault *fault);
+oomkit_fault_phase(void);
 
 /* Called once for every fault that fires. It does nothing: it is a place for a
  * breakpoint. */

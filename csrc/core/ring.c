@@ -17,6 +17,7 @@
 #define WORDS (sizeof(oomkit_record) / sizeof(uint64_t))
 
 _Static_assert(sizeof(oomkit_record) % sizeof(uint64_t) == 0, "whole words");
+_Static_assert(ATOMIC_LLONG_LOCK_FREE == 2, "zero bytes are an atomic 0");
 
 #define AMENDED_SHIFT 48 /* records: 2^47 steps are not reached */
 #define NUMBER_MASK (((uint64_t)1 << AMENDED_SHIFT) - 1)
@@ -36,8 +37,6 @@ oomkit_ring *
 oomkit_ring_create(uint64_t capacity)
 {
     oomkit_ring *ring;
-    uint64_t i;
-    size_t word;
 
     if (capacity == 0 || capacity > (SIZE_MAX - sizeof(*ring)) / sizeof(ring_slot)) {
         return NULL;
@@ -47,13 +46,8 @@ oomkit_ring_create(uint64_t capacity)
         return NULL;
     }
     ring->capacity = capacity;
-    atomic_init(&ring->count, 0);
-    for (i = 0; i < capacity; i++) {
-        atomic_init(&ring->slots[i].sequence, 0);
-        for (word = 0; word < WORDS; word++) {
-            atomic_init(&ring->slots[i].words[word], 0);
-        }
-    }
+    /* The rest is zero already. Touching it would make a hundred kilobytes of each
+     * ring resident, most of which a step that is called a few times never needs. */
     return ring;
 }
 

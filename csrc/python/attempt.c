@@ -151,10 +151,16 @@ attempt_slice(oomkit_call *call, PyObject **vector, PyObject **whole)
                            slice->length, vector) < 0) {
         return -1;
     }
+    if (oomkit_compiler_on(call) < 0) {
+        return -1;
+    }
     call->running = 1;
     result = PyObject_Vectorcall(call->func, vector, (size_t)call->batch.positional,
                                  call->kwnames);
     call->running = 0;
+    if (oomkit_compiler_off(call) < 0) {
+        Py_CLEAR(result);
+    }
     oomkit_forward_release(call);
     /* Slices of the batch go before anything else: they may be copies. */
     vector_clear(vector, call->batch.total);

@@ -20,11 +20,20 @@ typedef struct backward_object {
 
 #define backward_CAST(op) ((backward_object *)(op))
 
-/* Nested backwards of one thread, counted whether or not a call is in progress. */
+/* Nested backwards of one thread outside protected calls. Those of a call are counted
+ * by it: one that is made inside a backward (by a hook, in a reentrant checkpoint) has
+ * outermost backwards like any other. */
 static _Thread_local int backward_nesting;
 
 int
 oomkit_backward_nesting(void)
+{
+    const oomkit_call *call = oomkit_call_current();
+    return call != NULL ? call->backward_depth : backward_nesting;
+}
+
+int
+oomkit_backward_outside(void)
 {
     return backward_nesting;
 }
@@ -128,7 +137,9 @@ backward_begin(oomkit_call *call, PyObject *roots)
         return -1;
     }
     if (call->split && call->slice_index == 0 &&
-        oomkit_strangers_meet(call, roots) < 0) {
+        ((call->st->waiting != NULL && oomkit_returned_inside(call, roots) < 0) ||
+         (!call->step->half_said && oomkit_stash_say_half(call, roots) < 0) ||
+         oomkit_strangers_meet(call, roots) < 0)) {
         return -1;
     }
     if (oomkit_grads_mark(call) < 0) {
@@ -171,13 +182,14 @@ backward_engine(backward_object *self, oomkit_state *st, PyObject *const *args,
 {
     oomkit_call *call = oomkit_call_current();
     PyObject *result; /* owned */
+    int *nesting = call != NULL ? &call->backward_depth : &backward_nesting;
     int phase = oomkit_phase_set(st, OOMKIT_PHASE_BACKWARD);
     void *outer = oomkit_nested_enter(call); /* borrowed */
 
     st->engine_runs += (uint64_t)backward_accumulates(st, args, nargsf, kwnames);
-    backward_nesting++;
+    ++*nesting;
     result = PyObject_Vectorcall(self->original, args, nargsf, kwnames);
-    backward_nesting--;
+    --*nesting;
     oomkit_nested_leave(call, outer);
     oomkit_phase_set(st, phase);
     return result;
@@ -194,6 +206,9 @@ backward_protected(backward_object *self, oomkit_call *call, PyObject *const *ar
     PyObject *vector[12];
     PyObject *scaled = NULL, *result; /* owned */
 
+    if (backward_nesting > 0) { /* the call was made inside a backward */
+        oomkit_second_nested(call->st);
+    }
     if (backward_begin(call, n > 0 ? args[0] : call->st->empty_tuple) < 0) {
         return NULL;
     }
@@ -243,14 +258,14 @@ static PyObject *
 backward_outside(backward_object *self, oomkit_state *st, PyObject *const *args,
                  size_t nargsf, PyObject *kwnames)
 {
-    if (st->pendings != NULL && backward_nesting == 0) {
-        int found;
+    if (st->waiting != NULL) {
+        int found = 0;
         if (backward_accumulates(st, args, nargsf, kwnames)) {
             if (oomkit_second_wanted(st)) {
                 return oomkit_second_run(st, (PyObject *)self, args, nargsf, kwnames);
             }
             found = oomkit_second_engine(st, args, nargsf, kwnames);
-        } else {
+        } else if (backward_nesting == 0) {
             found = PyVectorcall_NARGS(nargsf) > 0 ? oomkit_graph_has_split(st, args[0])
                                                    : 0;
             if (found > 0) {
@@ -288,13 +303,13 @@ backward_call(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwna
         Py_DECREF(op);
         return result;
     }
-    if (backward_nesting > 0 || !backward_accumulates(st, args, nargsf, kwnames)) {
+    if (call->backward_depth > 0 || !backward_accumulates(st, args, nargsf, kwnames)) {
         if (oomkit_nested_any() && backward_accumulates(st, args, nargsf, kwnames) &&
             oomkit_nested_refuse(st, call) < 0) {
             return NULL;
         }
         result = backward_engine(self, st, args, nargsf, kwnames);
-        if (result == NULL && backward_nesting == 0) {
+        if (result == NULL && call->backward_depth == 0) {
             call->queued = 1; /* its unexecuted graph must be drained */
         }
         return result;
@@ -318,7 +333,7 @@ backward_outer(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwn
     oomkit_state *st = oomkit_state_of_type(Py_TYPE(op));
     PyObject *result; /* owned */
 
-    if (st->pendings == NULL || oomkit_call_current() != NULL || backward_nesting > 0 ||
+    if (st->waiting == NULL || oomkit_call_current() != NULL ||
         !oomkit_second_wanted(st)) {
         return PyObject_Vectorcall(self->original, args, nargsf, kwnames);
     }
@@ -458,42 +473,4 @@ oomkit_backward_install(oomkit_state *st)
     }
     st->backward_patched = 1;
     return 0;
-}
-
-/* A failed CPU backward leaves its unexecuted graph queued on this thread until the
- * next backward here: run a trivial one. 0 or -1. */
-int
-oomkit_backward_drain(oomkit_state *st)
-{
-    PyObject *root = NULL, *result = NULL, *one = NULL; /* owned */
-    int mode;
-
-    oomkit_exempt_enter(st);
-    mode = oomkit_grad_mode_set(st, 1);
-    if (st->drain_leaf == NULL) {
-        PyObject *empty = PyTuple_New(0); /* owned */
-        st->drain_leaf =
-            empty == NULL ? NULL : PyObject_CallOneArg(st->torch_ones, empty);
-        Py_XDECREF(empty);
-        if (st->drain_leaf == NULL ||
-            PyObject_SetAttr(st->drain_leaf, st->str_requires_grad, Py_True) < 0) {
-            Py_CLEAR(st->drain_leaf);
-            goto done;
-        }
-    }
-    one = PyFloat_FromDouble(1.0);
-    root = one ? PyObject_CallMethodOneArg(st->drain_leaf, st->str_mul, one) : NULL;
-    if (root != NULL) {
-        result = PyObject_CallMethod(st->autograd_module, "grad", "OO", root,
-                                     st->drain_leaf);
-    }
-done:
-    if (mode >= 0 && oomkit_grad_mode_set(st, mode) < 0) {
-        Py_CLEAR(result);
-    }
-    oomkit_exempt_leave(st);
-    Py_XDECREF(one);
-    Py_XDECREF(root);
-    Py_XDECREF(result);
-    return result == NULL ? -1 : 0;
 }

@@ -52,6 +52,9 @@ oomkit_nested_any(void);
 /* Is this backward run by a custom Function's (reentrant checkpoint), not by a hook? */
 int
 oomkit_nested_is_functions(void);
+/* Is this thread one of the engine's, or its caller's, at work on a graph? */
+int
+oomkit_nested_in_engine(const oomkit_state *st);
 int
 oomkit_nested_refuse(oomkit_state *st, oomkit_call *call);
 void *
@@ -192,6 +195,9 @@ int
 oomkit_backward_drain(oomkit_state *st);
 int
 oomkit_backward_nesting(void);
+/* Those outside every protected call. */
+int
+oomkit_backward_outside(void);
 int
 oomkit_backward_run(oomkit_call *call, PyObject *result);
 
@@ -199,6 +205,8 @@ oomkit_backward_run(oomkit_call *call, PyObject *result);
  * -1. */
 int
 oomkit_refusal(oomkit_call *call, const char **why);
+int
+oomkit_refusal_transform(oomkit_state *st);
 
 /* strangers.c */
 int
@@ -232,6 +240,13 @@ int
 oomkit_strangers_restart(oomkit_call *call);
 int
 oomkit_strangers_check(oomkit_call *call, PyObject *result);
+
+/* compiled.c: torch.compile() off, and back as it was. Keep an exception in flight. 0
+ * or -1. */
+int
+oomkit_compiler_off(oomkit_call *call);
+int
+oomkit_compiler_on(oomkit_call *call);
 
 /* attempt.c: nothing but results came out of this attempt so far, so that finished
  * parts of an evaluation may be kept. */

@@ -117,6 +117,12 @@ typedef enum {
     OOMKIT_RETURNED_DEFERRED /* split, a row per sample: run again at the backward */
 } oomkit_returned;
 
+/* Why an attempt is begun again with the same plan, or nearly. */
+enum {
+    OOMKIT_RESTART_STRANGERS = 1, /* to take in tensors that were not known */
+    OOMKIT_RESTART_WIDER          /* the first slice has one row, which is too few */
+};
+
 struct oomkit_step;
 struct oomkit_pending;
 
@@ -160,7 +166,8 @@ typedef struct oomkit_call {
     PyObject *inputs;                /* borrowed: inputs= of the caller's backward */
     PyObject *loose; /* borrowed: list of leaves of its graph that are no participants,
                         and had no gradient, or NULL */
-    int rowwise;     /* its gradient has a row per sample: no weights */
+    PyObject *compiler; /* owned: what compiles frames, while that is off, or NULL */
+    int rowwise;        /* its gradient has a row per sample: no weights */
 
     /* the attempt */
     oomkit_grads grads;
@@ -188,7 +195,8 @@ typedef struct oomkit_call {
                               training flag at entry), or NULL */
     PyObject *strangers;   /* owned: weak references to leaves that are to take part */
     PyObject *step_leaves; /* owned: list of (weak reference, had a gradient) */
-    int restart;           /* this attempt is given up to take them in */
+    int restart;           /* this attempt is given up: OOMKIT_RESTART_* */
+    int widened;           /* so it was to have more than one row in the first slice */
     int restarts;          /* done in this call */
     int may_hold;          /* a backward over the whole batch ran before the replay */
     PyObject *plain_leaves; /* owned: weak references to leaves of a failed graph */
@@ -207,11 +215,11 @@ typedef struct oomkit_call {
     PyObject
         *copied_owners;   /* owned: list of (object, state_dict) for "copy", or NULL */
     PyObject *user_marks; /* owned: list of (participant, saved state), or NULL */
-    int backward_depth;
-    int backwards;       /* outermost ones finished in this micro-batch */
-    int backward_failed; /* the exception came out of a backward */
-    int updates;         /* optimizer steps that were made in this attempt */
-    int params_stuck;    /* parameters changed by the step itself stay changed */
+    int backward_depth;   /* backwards of it that are running, one inside another */
+    int backwards;        /* outermost ones finished in this micro-batch */
+    int backward_failed;  /* the exception came out of a backward */
+    int updates;          /* optimizer steps that were made in this attempt */
+    int params_stuck;     /* parameters changed by the step itself stay changed */
     int committed;       /* a scheduler or scaler moved on: nothing can be taken back */
     int raised;          /* an interceptor raised on purpose: not to be retried */
     const char *refusal; /* why this call must not be retried, or NULL */

@@ -132,6 +132,11 @@ engine_plan(oomkit_call *call)
     int found = oomkit_batch_find(call->st, call->options, step->batch_site,
                                   step->names, &call->batch);
 
+    if (found > 0 && !asked) {
+        /* Not split for what other calls have met: this one may do with what it has. */
+        int inside = oomkit_refusal_transform(call->st);
+        found = inside < 0 ? -1 : !inside;
+    }
     if (found <= 0) {
         if (found == 0 && asked) {
             oomkit_raise(
@@ -176,6 +181,31 @@ engine_plan(oomkit_call *call)
     return oomkit_buffers_say_norm(call) < 0 ? -1 : 1;
 }
 
+/* In the process's first protected call. While a function that torch.compile() has made
+ * runs, every Python frame below it is compiled, those of the registration of our hooks
+ * too; with fullgraph=True that is an error. 0 or -1. */
+static int
+engine_install(oomkit_state *st)
+{
+    PyObject *before = NULL, *after; /* owned: what compiles frames, None for nothing */
+    int result;
+
+    if (st->set_eval_frame != NULL) {
+        before = PyObject_CallOneArg(st->set_eval_frame, Py_None);
+        if (before == NULL) {
+            return -1;
+        }
+    }
+    result = oomkit_backward_install(st);
+    if (before != NULL && result == 0) {
+        after = PyObject_CallOneArg(st->set_eval_frame, before);
+        result = after == NULL ? -1 : 0;
+        Py_XDECREF(after);
+    }
+    Py_XDECREF(before);
+    return result;
+}
+
 /* Everything before the function runs. 1 when the plan splits, 0 whole, -1 error. */
 static int
 engine_begin(oomkit_call *call)
@@ -199,7 +229,7 @@ engine_begin(oomkit_call *call)
             return -1;
         }
     }
-    if (!st->backward_patched && oomkit_backward_install(st) < 0) {
+    if (!st->backward_patched && engine_install(st) < 0) {
         return -1;
     }
     if ((call->options->restore_batch && oomkit_batch_save(st, &call->batch) < 0) ||
@@ -406,6 +436,13 @@ oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf,
         NULL) { /* the outermost protected call answers for all */
         return PyObject_Vectorcall(step->func, args, nargsf, kwnames);
     }
+    if (step->skip && PyVectorcall_NARGS(nargsf) > 0) {
+        step = oomkit_step_for(step, args[0]);
+        if (step == NULL) {
+            return NULL;
+        }
+        op = (PyObject *)step;
+    }
     memset(&call, 0,
            offsetof(oomkit_call, batch) + offsetof(oomkit_batch, inline_nodes));
     call.course[0].count = call.course[1].count = 0;
@@ -418,7 +455,8 @@ oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf,
     call.nargsf = nargsf;
     call.kwnames = kwnames;
     call.started_ns = call.attempt_started_ns = oomkit_now_ns();
-    call.number = ++step->calls;
+    step->calls++;
+    call.number = step->parent == NULL ? step->calls : ++step->parent->calls;
     Py_INCREF(op); /* the step may be redefined while it runs */
     split = engine_begin(&call);
     if (split >= 0) {
@@ -429,7 +467,8 @@ oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf,
         }
         if (result == NULL) {
             step->seen_oom |= split == 0;
-            result = oomkit_recover(&call, split == 0);
+            result = oomkit_compiler_off(&call) < 0 ? NULL
+                                                    : oomkit_recover(&call, split == 0);
         }
         oomkit_phase_set(call.st, call.phase_before);
         oomkit_call_set_current(NULL);
@@ -439,6 +478,9 @@ oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf,
         return NULL;
     }
     if (engine_end(&call, result) < 0) {
+        Py_CLEAR(result);
+    }
+    if (oomkit_compiler_on(&call) < 0) {
         Py_CLEAR(result);
     }
     Py_DECREF(op);

@@ -271,6 +271,28 @@ oomkit_graph_beneath(oomkit_state *st, PyObject *roots, PyObject *reached)
 }
 
 static int
+waiting_visit(oomkit_state *st, PyObject *node, void *context)
+{
+    int failed = 0;
+    oomkit_pending **found = context, *p = oomkit_node_pending(st, node, &failed);
+
+    if (*found == NULL) {
+        *found = p;
+    }
+    return failed ? -1 : *found == NULL;
+}
+
+oomkit_pending *
+oomkit_graph_waiting(oomkit_state *st, PyObject *roots, int *failed)
+{
+    oomkit_pending *found = NULL;
+    int leaves = 0;
+
+    *failed = oomkit_graph_walk(st, roots, waiting_visit, &found, &leaves) < 0;
+    return found;
+}
+
+static int
 split_visit(oomkit_state *st, PyObject *node, void *context)
 {
     int failed = 0;

@@ -1,51 +1,71 @@
 /* Freeing what the graph of a failed backward has saved, as a finished one does. */
 #include "graph.h"
 
+/* torch refused, as it does of what is not there. 0, or -1 when it is another exception
+ * (an interrupt), which stays. */
+static int
+refused_by_torch(void)
+{
+    if (!PyErr_ExceptionMatches(PyExc_RuntimeError) &&
+        !PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        return -1;
+    }
+    PyErr_Clear();
+    return 0;
+}
+
 /* Takes what one SavedTensor holds out of it: torch packs the tensor with our hook,
- * which keeps nothing, and drops its own reference. */
-static void
+ * which keeps nothing, and drops its own reference. Where it is freed already, or
+ * packed by somebody's hooks, it is not ours to drop. 0 or -1. */
+static int
 saved_drop(oomkit_state *st, PyObject *saved)
 {
     PyObject *done = PyObject_CallMethod(/* owned */
                                          saved, "register_hooks", "OO", st->saved_pack,
                                          st->saved_unpack);
-    if (done == NULL) {
-        PyErr_Clear(); /* freed already, or packed by somebody's hooks: not ours */
-    }
     Py_XDECREF(done);
+    return done == NULL ? refused_by_torch() : 0;
+}
+
+/* One attribute of a node. 0 or -1. */
+static int
+attribute_drop(oomkit_state *st, PyObject *node, PyObject *name)
+{
+    PyObject *saved = PyObject_GetAttr(node, name); /* owned */
+    Py_ssize_t k;
+    int result = 0;
+
+    if (saved == NULL) {
+        return refused_by_torch(); /* freed already: the node has been executed */
+    }
+    if (PyTuple_Check(saved) || PyList_Check(saved)) {
+        for (k = 0; result == 0 && k < PySequence_Fast_GET_SIZE(saved); k++) {
+            result = saved_drop(st, PySequence_Fast_GET_ITEM(saved, k));
+        }
+    } else if (saved != Py_None) {
+        result = saved_drop(st, saved);
+    }
+    Py_DECREF(saved);
+    return result;
 }
 
 static int
 free_visit(oomkit_state *st, PyObject *node, void *Py_UNUSED(context))
 {
     PyObject *names = PyObject_Dir((PyObject *)Py_TYPE(node)); /* owned */
-    Py_ssize_t i, k;
+    int result = names == NULL ? -1 : 1;
+    Py_ssize_t i;
 
-    for (i = 0; names != NULL && i < PyList_GET_SIZE(names); i++) {
+    for (i = 0; result > 0 && i < PyList_GET_SIZE(names); i++) {
         PyObject *name = PyList_GET_ITEM(names, i); /* borrowed */
-        PyObject *saved;                            /* owned */
         const char *text = PyUnicode_AsUTF8(name);
-        if (text == NULL) {
-            Py_DECREF(names);
-            return -1;
+        if (text == NULL || (strncmp(text, "_raw_saved_", 11) == 0 &&
+                             attribute_drop(st, node, name) < 0)) {
+            result = -1;
         }
-        if (strncmp(text, "_raw_saved_", 11) != 0) {
-            continue;
-        }
-        saved = PyObject_GetAttr(node, name);
-        if (saved == NULL) {
-            PyErr_Clear(); /* freed already: the node has been executed */
-        } else if (PyTuple_Check(saved) || PyList_Check(saved)) {
-            for (k = 0; k < PySequence_Fast_GET_SIZE(saved); k++) {
-                saved_drop(st, PySequence_Fast_GET_ITEM(saved, k));
-            }
-        } else if (saved != Py_None) {
-            saved_drop(st, saved);
-        }
-        Py_XDECREF(saved);
     }
     Py_XDECREF(names);
-    return names == NULL ? -1 : 1;
+    return result;
 }
 
 int

@@ -38,10 +38,9 @@ watch_root(oomkit_state *st, PyObject *root, PyObject *gradients)
         return node == NULL ? -1 : 0;
     }
     p = oomkit_node_pending(st, node, &failed);
-    if (p != NULL) {
-        oomkit_second_claim(p);
-    }
-    if (p != NULL && p->kind == OOMKIT_RETURNED_WHOLE) {
+    if (p != NULL && oomkit_second_claim(p) < 0) {
+        failed = 1;
+    } else if (p != NULL && p->kind == OOMKIT_RETURNED_WHOLE) {
         number = PyObject_GetAttr(root, st->str_output_nr);
         hooks = number ? PyObject_GetAttr(root, st->str_backward_hooks) : NULL;
         if (hooks == NULL || (output = PyLong_AsSsize_t(number)) == -1) {
@@ -81,10 +80,9 @@ watch_walk(oomkit_state *st, PyObject *work, int *losses, int *far)
         }
         p = oomkit_node_pending(st, node, &failed);
         if (p != NULL) {
-            oomkit_second_claim(p);
             ++*losses;
             *far |= !p->small;
-            result = watch_hook(p, node);
+            result = oomkit_second_claim(p) < 0 ? -1 : watch_hook(p, node);
             continue;
         }
         *far |= oomkit_node_is_leaf(node);
@@ -96,7 +94,7 @@ watch_walk(oomkit_state *st, PyObject *work, int *losses, int *far)
 }
 
 int
-oomkit_graph_watch(oomkit_state *st, PyObject *const *args)
+oomkit_graph_watch(oomkit_state *st, PyObject *const *args, PyObject **nodes)
 {
     PyObject *work; /* owned */
     int losses = 0, far = 0, result = 0;
@@ -113,68 +111,9 @@ oomkit_graph_watch(oomkit_state *st, PyObject *const *args)
         watch_walk(st, work, &losses, &far) < 0) {
         result = -1;
     }
+    if (result == 0 && !far && losses > 1) {
+        *nodes = Py_NewRef(work);
+    }
     Py_XDECREF(work);
     return result < 0 || far ? result : losses;
-}
-
-/* The gradients at the losses by a run of the engine that stops there. New reference to
- * a tuple, or NULL. */
-static PyObject *
-gradients_at(oomkit_state *st, PyObject *const *args, PyObject *nodes,
-             PyObject *reached)
-{
-    Py_ssize_t i, n = PyList_GET_SIZE(nodes);
-    PyObject *edges = PyTuple_New(n), *result = NULL; /* owned */
-
-    for (i = 0; edges != NULL && i < n; i++) {
-        PyObject *edge =
-            PyObject_CallFunction(/* owned, then by edges */
-                                  st->GradientEdge, "On", PyList_GET_ITEM(nodes, i),
-                                  pending_CAST(PyList_GET_ITEM(reached, i))->output);
-        if (edge == NULL) {
-            Py_CLEAR(edges);
-            break;
-        }
-        PyTuple_SET_ITEM(edges, i, edge);
-    }
-    if (edges != NULL) {
-        result = PyObject_CallFunction(st->run_backward, "OOOOOOO", args[0], args[1],
-                                       Py_True, Py_False, edges, Py_True, Py_False);
-        Py_DECREF(edges);
-    }
-    if (result != NULL && (!PyTuple_Check(result) || PyTuple_GET_SIZE(result) != n)) {
-        Py_CLEAR(result);
-        PyErr_SetString(PyExc_RuntimeError,
-                        "oomkit: the engine gave no gradient for each loss");
-    }
-    return result;
-}
-
-int
-oomkit_graph_gradients(oomkit_state *st, PyObject *const *args)
-{
-    PyObject *reached = PyList_New(0), *nodes = PyList_New(0); /* owned */
-    PyObject *gradients = NULL;                                /* owned */
-    int paths = 0, result = -1;
-    Py_ssize_t i;
-
-    if (reached != NULL && nodes != NULL &&
-        oomkit_graph_reach_nodes(st, args[0], reached, nodes, &paths) == 0) {
-        oomkit_exempt_enter(st);
-        gradients = gradients_at(st, args, nodes, reached);
-        oomkit_exempt_leave(st);
-    }
-    for (i = 0; gradients != NULL && i < PyTuple_GET_SIZE(gradients); i++) {
-        oomkit_pending *p = pending_CAST(PyList_GET_ITEM(reached, i));
-        PyObject *gradient = PyTuple_GET_ITEM(gradients, i); /* borrowed */
-        if (p->second != NULL && gradient != Py_None &&
-            oomkit_pending_gradient(p, gradient) < 0) {
-            Py_CLEAR(gradients);
-        }
-    }
-    result = gradients == NULL ? -1 : 0;
-    Py_XDECREF(gradients);
-    Py_XDECREF(reached);
-    Py_XDECREF(nodes);
-    return result;
 }

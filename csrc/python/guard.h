@@ -79,4 +79,12 @@ oomkit_guard_records(const oomkit_guard *guard);
 PyObject *
 oomkit_guarded_new(const oomkit_guard *guard, PyObject *func);
 
+/* Is it one of those? */
+static inline int
+oomkit_guarded_check(const oomkit_state *st, const PyObject *object)
+{
+    return Py_TYPE(object) == (PyTypeObject *)st->guarded_type ||
+           Py_TYPE(object) == (PyTypeObject *)st->guarded_object_type;
+}
+
 #endif

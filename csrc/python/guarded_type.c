@@ -2,6 +2,7 @@
 #include "errors.h"
 #include "guard.h"
 #include "types.h"
+#include "wrapping.h"
 
 #include <stddef.h>
 #include <structmember.h>
@@ -131,6 +132,14 @@ guarded_check(oomkit_state *st, PyObject *func)
                    ? -1
                    : 0;
     }
+    if (PyType_Check(func)) {
+        PyErr_Format(
+            PyExc_TypeError,
+            "guard() cannot decorate the class %R: decorate a method of it, or "
+            "make the object inside `with oomkit.guard():`",
+            func);
+        return -1;
+    }
     flags = callable_flags(st, func);
     if (flags < 0) {
         return -1;
@@ -205,12 +214,14 @@ guarded_label(const oomkit_guard *guard, PyObject *dict, PyObject *func)
     return PyErr_Occurred() ? NULL : PyUnicode_FromString(Py_TYPE(func)->tp_name);
 }
 
-PyObject *
-oomkit_guarded_new(const oomkit_guard *guard, PyObject *func)
+static PyObject *
+guarded_make(oomkit_state *st, PyObject *func, void *how)
 {
-    oomkit_state *st = guard->st;
-    PyTypeObject *type = (PyTypeObject *)st->guarded_type; /* borrowed from state */
-    PyObject *dict = NULL, *label = NULL, *self = NULL;    /* owned */
+    const oomkit_guard *guard = how;
+    PyTypeObject *type = (PyTypeObject *)(oomkit_wrap_binds(func)
+                                              ? st->guarded_type
+                                              : st->guarded_object_type); /* borrowed */
+    PyObject *dict = NULL, *label = NULL, *self = NULL;                   /* owned */
 
     if (guarded_check(st, func) < 0) {
         return NULL;
@@ -228,6 +239,16 @@ oomkit_guarded_new(const oomkit_guard *guard, PyObject *func)
     Py_XDECREF(label);
     Py_XDECREF(dict);
     return self;
+}
+
+PyObject *
+oomkit_guarded_new(const oomkit_guard *guard, PyObject *func)
+{
+    void *how = (void *)guard; /* only read */
+    PyObject *result = oomkit_wrap_descriptor(guard->st, func, guarded_make, how);
+
+    return result != NULL || PyErr_Occurred() ? result
+                                              : guarded_make(guard->st, func, how);
 }
 
 static int
@@ -267,18 +288,12 @@ guarded_dealloc(PyObject *op)
 /* --- attributes --- */
 
 /* Its own attributes, then the function's: a library that reads __code__, __defaults__
- * or
- * __annotations__ finds them. */
+ * or __annotations__ finds them. */
 static PyObject *
 guarded_getattro(PyObject *op, PyObject *name)
 {
-    PyObject *value = PyObject_GenericGetAttr(op, name); /* owned */
-
-    if (value == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
-        PyErr_Clear();
-        value = PyObject_GetAttr(guarded_CAST(op)->func, name);
-    }
-    return value;
+    return oomkit_wrap_getattr(guarded_CAST(op)->guard.st, op, guarded_CAST(op)->func,
+                               name);
 }
 
 static PyObject *
@@ -293,15 +308,78 @@ guarded_get_records(PyObject *op, void *Py_UNUSED(closure))
     return oomkit_guard_records(&guarded_CAST(op)->guard);
 }
 
-PyDoc_STRVAR(guarded_reduce_doc, "__reduce__($self, /)\n"
-                                 "--\n"
-                                 "\n"
-                                 "Pickled by name, as functions are.");
+PyDoc_STRVAR(guarded_reduce_doc,
+             "__reduce__($self, /)\n"
+             "--\n"
+             "\n"
+             "Pickled by name, as functions are; what has no name, by its parts.");
 
 static PyObject *
 guarded_reduce(PyObject *op, PyObject *Py_UNUSED(ignored))
 {
-    return PyObject_GetAttr(op, oomkit_state_of_type(Py_TYPE(op))->str_qualname);
+    guarded_object *self = guarded_CAST(op);
+    int named = oomkit_wrap_is_named(self->guard.st, op);
+    PyObject *make, *result; /* owned */
+
+    if (named != 0) {
+        return named < 0 ? NULL : PyObject_GetAttr(op, self->guard.st->str_qualname);
+    }
+    make = PyObject_GetAttrString(PyType_GetModule(Py_TYPE(op)), "_guarded");
+    result = make == NULL
+                 ? NULL
+                 : Py_BuildValue("O(OOii)", make, self->func, self->guard.label,
+                                 self->guard.skip, self->guard.reset_peaks);
+    Py_XDECREF(make);
+    return result;
+}
+
+static PyObject *
+guarded_again(PyObject *module, PyObject *args)
+{
+    oomkit_state *st = oomkit_state_of_module(module);
+    PyObject *func, *label, *result; /* borrowed from args; owned */
+    oomkit_guard guard;
+    int skip, reset_peaks;
+
+    if (!PyArg_ParseTuple(args, "OUii:_guarded", &func, &label, &skip, &reset_peaks)) {
+        return NULL;
+    }
+    memset(&guard, 0, sizeof(guard));
+    oomkit_guard_init(&guard, st, label, skip, reset_peaks);
+    result = oomkit_guarded_new(&guard, func);
+    oomkit_guard_clear(&guard);
+    return result;
+}
+
+PyMethodDef oomkit_guarded_methods[] = {
+    {"_guarded", guarded_again, METH_VARARGS,
+     "_guarded(function, label, skip, reset_peaks)\n--\n\nOut of a pickle."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyObject *
+guarded_copy_shallow(PyObject *op, PyObject *Py_UNUSED(ignored))
+{
+    return Py_NewRef(op);
+}
+
+/* Guarded methods go with a copy of their object. */
+static PyObject *
+guarded_deepcopy(PyObject *op, PyObject *memo)
+{
+    guarded_object *self = guarded_CAST(op);
+    PyObject *known, *result; /* owned */
+    PyObject *func =          /* owned */
+        oomkit_wrap_deepcopy(self->guard.st, op, self->func, memo, &known);
+
+    if (func == NULL || known != NULL) {
+        Py_XDECREF(func);
+        return known;
+    }
+    result = func == self->func ? Py_NewRef(op)
+                                : guarded_make(self->guard.st, func, &self->guard);
+    Py_DECREF(func);
+    return result;
 }
 
 static PyGetSetDef guarded_getset[] = {
@@ -324,30 +402,42 @@ static PyMemberDef guarded_members[] = {
 
 static PyMethodDef guarded_methods[] = {
     {"__reduce__", guarded_reduce, METH_NOARGS, guarded_reduce_doc},
+    {"__copy__", guarded_copy_shallow, METH_NOARGS, "The callable itself."},
+    {"__deepcopy__", guarded_deepcopy, METH_O, "Itself, or bound to the copy."},
     {NULL, NULL, 0, NULL},
 };
 
+#define GUARDED_SLOTS                                                                  \
+    {Py_tp_doc,                                                                        \
+     (void *)"A function that runs under a guard, as made by @oomkit.guard()."},       \
+        {Py_tp_dealloc, guarded_dealloc}, {Py_tp_traverse, guarded_traverse},          \
+        {Py_tp_clear, guarded_clear}, {Py_tp_repr, guarded_repr},                      \
+        {Py_tp_call, PyVectorcall_Call}, {Py_tp_getattro, guarded_getattro},           \
+        {Py_tp_methods, guarded_methods}, {Py_tp_members, guarded_members},            \
+    {                                                                                  \
+        Py_tp_getset, guarded_getset                                                   \
+    }
+
+#define GUARDED_FLAGS                                                                  \
+    (Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE |              \
+     Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION)
+
 static PyType_Slot guarded_slots[] = {
-    {Py_tp_doc,
-     (void *)"A function that runs under a guard, as made by @oomkit.guard()."},
-    {Py_tp_dealloc, guarded_dealloc},
-    {Py_tp_traverse, guarded_traverse},
-    {Py_tp_clear, guarded_clear},
-    {Py_tp_repr, guarded_repr},
-    {Py_tp_call, PyVectorcall_Call},
-    {Py_tp_getattro, guarded_getattro},
-    {Py_tp_descr_get, guarded_descr_get},
-    {Py_tp_methods, guarded_methods},
-    {Py_tp_members, guarded_members},
-    {Py_tp_getset, guarded_getset},
-    {0, NULL},
-};
+    GUARDED_SLOTS, {Py_tp_descr_get, guarded_descr_get}, {0, NULL}};
+
+static PyType_Slot guarded_object_slots[] = {GUARDED_SLOTS, {0, NULL}};
 
 PyType_Spec oomkit_guarded_spec = {
     .name = "oomkit.guarded",
     .basicsize = sizeof(guarded_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE |
-             Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR |
-             Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .flags = GUARDED_FLAGS | Py_TPFLAGS_METHOD_DESCRIPTOR,
     .slots = guarded_slots,
+};
+
+/* Of a callable that does not bind: in a class it stays as it is. */
+PyType_Spec oomkit_guarded_object_spec = {
+    .name = "oomkit.guarded",
+    .basicsize = sizeof(guarded_object),
+    .flags = GUARDED_FLAGS,
+    .slots = guarded_object_slots,
 };

@@ -344,10 +344,36 @@ is_sequence_of(const oomkit_join *join, Py_ssize_t count)
            PySequence_Fast_GET_SIZE(first) == count;
 }
 
+/* The loss of each result. 0 or -1. */
+static int
+rules_losses(oomkit_rules *r, const oomkit_join *join)
+{
+    Py_ssize_t i;
+    for (i = 0; i < r->count; i++) {
+        r->losses[i] = oomkit_result_loss(r->st, PyList_GET_ITEM(join->results, i));
+        if (r->losses[i] == NULL && PyErr_Occurred()) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static void
+rules_free(oomkit_rules *r)
+{
+    Py_ssize_t i;
+    for (i = 0; r->losses != NULL && i < r->count; i++) {
+        Py_XDECREF(r->losses[i]);
+    }
+    PyMem_Free(r->losses);
+    PyMem_Free(r->rows);
+    PyMem_Free(r->weights);
+}
+
 PyObject *
 oomkit_join_finish(oomkit_state *st, const oomkit_options *options, oomkit_join *join)
 {
-    PyObject *refusal = NULL; /* owned, by way of r */
+    PyObject *refusal = NULL, *loss = NULL; /* owned, by way of r */
     oomkit_rules r = {.st = st,
                       .options = options,
                       .site = join->site,
@@ -357,7 +383,8 @@ oomkit_join_finish(oomkit_state *st, const oomkit_options *options, oomkit_join 
                       .rows_sure = join->rows_sure,
                       .parked = join->parked,
                       .updated = join->updated,
-                      .one_loss = join->one_loss};
+                      .one_loss = join->one_loss,
+                      .whole_loss = &loss};
     oomkit_place where = {.is_loss = 1};
     PyObject *joined = NULL; /* owned */
 
@@ -380,13 +407,14 @@ oomkit_join_finish(oomkit_state *st, const oomkit_options *options, oomkit_join 
     }
     r.rows = PyMem_New(int64_t, (size_t)r.count);
     r.weights = PyMem_New(double, (size_t)r.count);
-    if (r.rows == NULL || r.weights == NULL) {
+    r.losses = PyMem_Calloc((size_t)r.count, sizeof(*r.losses));
+    if (r.rows == NULL || r.weights == NULL || r.losses == NULL) {
         PyErr_NoMemory();
-    } else if (rules_fill(&r, join) == 0) {
+    } else if (rules_fill(&r, join) == 0 && rules_losses(&r, join) == 0) {
         joined = oomkit_join_place(&r, &where, PySequence_Fast_ITEMS(join->results));
     }
     Py_XDECREF(refusal);
-    PyMem_Free(r.rows);
-    PyMem_Free(r.weights);
+    Py_XDECREF(loss);
+    rules_free(&r);
     return joined;
 }

@@ -40,6 +40,9 @@ typedef struct oomkit_rules {
     const double *group_weights; /* borrowed from the join; NULL unless the result is a
                                     sequence of one loss for each group */
     Py_ssize_t groups;
+    PyObject **losses;     /* owned by the outermost rules: the loss of each result, or
+                              NULL where one has none */
+    PyObject **whole_loss; /* owned by join.c: the joined one, once it is there */
 } oomkit_rules;
 
 /* --- join_rules.c --- */

@@ -419,9 +419,23 @@ refuse_gradient(const oomkit_rules *r, const oomkit_place *where, PyObject *join
     return answer;
 }
 
-PyObject *
-oomkit_join_tensors(const oomkit_rules *r, const oomkit_place *where,
-                    PyObject *const *values)
+/* Are these the losses of the micro-batches, here or under another name as well? */
+static int
+are_losses(const oomkit_rules *r, PyObject *const *values)
+{
+    Py_ssize_t i = 0;
+
+    if (r->losses == NULL || r->count != r->batches || r->group_weights != NULL) {
+        return 0;
+    }
+    while (i < r->count && values[i] == r->losses[i]) {
+        i++;
+    }
+    return i == r->count;
+}
+
+static PyObject *
+join_at(const oomkit_rules *r, const oomkit_place *where, PyObject *const *values)
 {
     oomkit_column column;
     int open_loss;
@@ -440,4 +454,21 @@ oomkit_join_tensors(const oomkit_rules *r, const oomkit_place *where,
         return joined;
     }
     return refuse_gradient(r, where, joined);
+}
+
+/* A loss that stands at several places is one tensor, as in the whole call's result. */
+PyObject *
+oomkit_join_tensors(const oomkit_rules *r, const oomkit_place *where,
+                    PyObject *const *values)
+{
+    oomkit_place place = *where;
+
+    if (!are_losses(r, values)) {
+        return join_at(r, where, values);
+    }
+    if (*r->whole_loss == NULL) {
+        place.is_loss = 1;
+        *r->whole_loss = join_at(r, &place, values);
+    }
+    return Py_XNewRef(*r->whole_loss);
 }

@@ -11,6 +11,8 @@ typedef struct keeper {
     const oomkit_options *options;
     oomkit_result_site *site; /* borrowed, or NULL */
     int *required;            /* set once a tensor requires grad */
+    PyObject *loss;           /* borrowed: what stands where a loss stands, or NULL */
+    PyObject **kept_loss;     /* owned by oomkit_join_add: the same without its graph */
     PyObject *marks;          /* borrowed: dict: address of a kept tensor -> int: twice
                                  its version, plus 1 when it required grad; or the leaf
                                  that it was detached from */
@@ -99,6 +101,7 @@ static PyObject *
 keep_tensor(const keeper *k, PyObject *tensor)
 {
     int required = attribute_is_true(tensor, k->st->str_requires_grad), leaf = 0;
+    PyObject *kept; /* owned */
 
     if (required > 0) {
         leaf = attribute_is_true(tensor, k->st->str_is_leaf);
@@ -110,8 +113,15 @@ keep_tensor(const keeper *k, PyObject *tensor)
         return mark_tensor(k, Py_NewRef(tensor), 0, NULL);
     }
     *k->required = 1;
-    return mark_tensor(k, PyObject_CallMethodNoArgs(tensor, k->st->str_detach), 1,
+    if (tensor == k->loss && *k->kept_loss != NULL) {
+        return Py_NewRef(*k->kept_loss); /* under another name: one tensor stays one */
+    }
+    kept = mark_tensor(k, PyObject_CallMethodNoArgs(tensor, k->st->str_detach), 1,
                        leaf ? tensor : NULL);
+    if (tensor == k->loss) {
+        *k->kept_loss = Py_XNewRef(kept);
+    }
+    return kept;
 }
 
 /* A dictionary of the kept values; `named` when its keys are names of attributes. */
@@ -258,8 +268,12 @@ int
 oomkit_join_add(oomkit_state *st, const oomkit_options *options, oomkit_join *join,
                 PyObject *result, int64_t rows, double weight)
 {
-    keeper k = {
-        .st = st, .options = options, .site = join->site, .required = &join->required};
+    PyObject *loss, *kept_loss = NULL; /* owned */
+    keeper k = {.st = st,
+                .options = options,
+                .site = join->site,
+                .required = &join->required,
+                .kept_loss = &kept_loss};
     oomkit_place where = {.is_loss = 1};
     Py_ssize_t before;
     PyObject *exception; /* owned, stolen by give */
@@ -267,6 +281,11 @@ oomkit_join_add(oomkit_state *st, const oomkit_options *options, oomkit_join *jo
     if (join->results == NULL && join_begin(join) < 0) {
         return -1;
     }
+    loss = oomkit_result_loss(st, result);
+    if (loss == NULL && PyErr_Occurred()) {
+        return -1;
+    }
+    k.loss = loss;
     before = PyList_GET_SIZE(join->results);
     k.marks = PyDict_New(); /* owned here, then by the list */
     if (k.marks != NULL && PyList_Append(join->marks, k.marks) == 0 &&
@@ -274,10 +293,14 @@ oomkit_join_add(oomkit_state *st, const oomkit_options *options, oomkit_join *jo
         append_stolen(join->rows, PyLong_FromLongLong(rows)) == 0 &&
         append_stolen(join->weights, PyFloat_FromDouble(weight)) == 0) {
         Py_DECREF(k.marks);
+        Py_XDECREF(loss);
+        Py_XDECREF(kept_loss);
         return 0;
     }
     Py_XDECREF(k.marks);
     exception = oomkit_exception_take();
+    Py_XDECREF(loss);
+    Py_XDECREF(kept_loss);
     if (oomkit_join_truncate(join, before) < 0) {
         Py_XDECREF(oomkit_exception_take()); /* the first one tells more */
     }

@@ -38,7 +38,7 @@ oomkit_modes_switch(oomkit_state *st, PyObject *module)
     PyObject *flag, *ref, *pair = NULL; /* owned */
     int result = -1;
 
-    if (st->pendings == NULL) {
+    if (st->waiting == NULL) {
         return 0;
     }
     if (st->switch_log == NULL && (st->switch_log = PyList_New(0)) == NULL) {
@@ -63,7 +63,7 @@ oomkit_modes_switch(oomkit_state *st, PyObject *module)
 static int
 modes_training(oomkit_state *st, uint64_t *at)
 {
-    if (st->pendings == NULL && modes_forget(st) < 0) {
+    if (st->waiting == NULL && modes_forget(st) < 0) {
         return -1;
     }
     *at = st->switches_dropped +

@@ -282,15 +282,21 @@ module_exec(PyObject *module)
     if (oomkit_state_init(st) < 0 ||
         PyModule_AddFunctions(module, oomkit_current_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_error_methods) < 0 ||
+        PyModule_AddFunctions(module, oomkit_guarded_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_memory_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_split_methods) < 0 ||
         oomkit_records_init(st) < 0 || oomkit_current_init(st) < 0 ||
         module_add_type(module, &st->step_type, &oomkit_step_spec) < 0 ||
+        module_add_type(module, &st->step_object_type, &oomkit_step_object_spec) < 0 ||
+        module_add_type(module, &st->bound_type, &oomkit_bound_spec) < 0 ||
         module_add_type(module, &st->interceptor_type, &oomkit_interceptor_spec) < 0 ||
         module_add_type(module, &st->backward_type, &oomkit_backward_spec) < 0 ||
         module_add_type(module, &st->pending_type, &oomkit_pending_spec) < 0 ||
+        module_add_type(module, &st->relay_type, &oomkit_relay_spec) < 0 ||
         module_add_type(module, &st->guard_type, &oomkit_guard_spec) < 0 ||
-        module_add_type(module, &st->guarded_type, &oomkit_guarded_spec) < 0) {
+        module_add_type(module, &st->guarded_type, &oomkit_guarded_spec) < 0 ||
+        module_add_type(module, &st->guarded_object_type, &oomkit_guarded_object_spec) <
+            0) {
         return -1;
     }
     if (PyModule_AddObjectRef(module, "Step", st->step_type) < 0 ||

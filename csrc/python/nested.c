@@ -64,24 +64,22 @@ nested_is_function(PyFrameObject *frame)
     return result;
 }
 
-/* Is this thread one of the engine's, at work on a graph? 1, 0 or -1. */
-static int
-nested_in_engine(oomkit_state *st)
+int
+oomkit_nested_in_engine(const oomkit_state *st)
 {
     PyObject *id; /* owned */
-    long number;
+    long number = -1;
 
     if (st->graph_task_id == NULL) {
         return 0;
     }
     id = PyObject_CallNoArgs(st->graph_task_id);
-    if (id == NULL) {
-        return -1;
+    if (id != NULL) {
+        number = PyLong_AsLong(id);
+        Py_DECREF(id);
     }
-    number = PyLong_AsLong(id);
-    Py_DECREF(id);
     if (number == -1 && PyErr_Occurred()) {
-        return -1;
+        PyErr_WriteUnraisable(st->graph_task_id); /* it takes and gives a number only */
     }
     return number != -1;
 }
@@ -119,7 +117,7 @@ oomkit_nested_refuse(oomkit_state *st, oomkit_call *call)
     if (call != NULL) {
         inside = call->split && oomkit_backward_nesting() > 0;
     } else {
-        inside = nested_in_engine(st);
+        inside = oomkit_nested_in_engine(st);
     }
     if (inside <= 0) {
         return inside;

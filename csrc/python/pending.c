@@ -13,20 +13,52 @@
 static void
 pending_link(oomkit_pending *p)
 {
-    p->next = p->st->pendings;
+    oomkit_participants *parts = p->parts;
+    oomkit_state *st = p->st;
+
+    p->serial = ++st->pending_serial;
+    p->next = parts->pendings;
     if (p->next != NULL) {
         p->next->previous = p;
+    } else {
+        parts->waiting_next = st->waiting;
+        if (st->waiting != NULL) {
+            st->waiting->waiting_previous = parts;
+        }
+        st->waiting = parts;
     }
-    p->st->pendings = p;
+    parts->pendings = p;
+}
+
+/* None of them waits any more. */
+static void
+parts_unlink(oomkit_state *st, oomkit_participants *parts)
+{
+    if (parts->waiting_previous != NULL) {
+        parts->waiting_previous->waiting_next = parts->waiting_next;
+    } else {
+        st->waiting = parts->waiting_next;
+    }
+    if (parts->waiting_next != NULL) {
+        parts->waiting_next->waiting_previous = parts->waiting_previous;
+    }
+    parts->waiting_next = parts->waiting_previous = NULL;
 }
 
 static void
 pending_unlink(oomkit_pending *p)
 {
+    if (p->serial == 0) {
+        return; /* it never waited */
+    }
+    p->serial = 0;
     if (p->previous != NULL) {
         p->previous->next = p->next;
-    } else if (p->st != NULL && p->st->pendings == p) {
-        p->st->pendings = p->next;
+    } else {
+        p->parts->pendings = p->next;
+        if (p->next == NULL) {
+            parts_unlink(p->st, p->parts);
+        }
     }
     if (p->next != NULL) {
         p->next->previous = p->previous;
@@ -99,8 +131,8 @@ pending_vectorcall(PyObject *op, PyObject *const *args, size_t nargsf,
         gradient = at < PyTuple_GET_SIZE(gradient) ? PyTuple_GET_ITEM(gradient, at)
                                                    : Py_None; /* borrowed */
     }
-    if (!p->retired) {
-        oomkit_second_claim(p);
+    if (!p->retired && oomkit_second_claim(p) < 0) {
+        return NULL;
     }
     if (p->kind != OOMKIT_RETURNED_WHOLE && p->retired) {
         return oomkit_raise(
@@ -252,7 +284,7 @@ pending_loss(oomkit_state *st, PyObject *result, PyObject **loss, int *small,
         return 0;
     }
     *small = facts.bytes <= SMALL_BYTES;
-    *single = facts.ndim == 1 && facts.size == 1;
+    *single = facts.size == 1 ? (int)facts.ndim : 0; /* 0-d: its size is -1 */
     return 1;
 }
 
@@ -264,6 +296,14 @@ oomkit_pending_wanted(oomkit_state *st, PyObject *result)
 
     Py_XDECREF(loss);
     return state;
+}
+
+/* One element in front where the batch has several rows: no row per sample. */
+static int
+single_is_loss(const oomkit_call *call, int dimensions)
+{
+    return (dimensions == 1 || call->options->dim == 0) &&
+           oomkit_batch_rows(&call->batch) > 1;
 }
 
 int
@@ -278,7 +318,7 @@ oomkit_pending_offer(oomkit_call *call, PyObject *result)
     if (state <= 0) {
         return state;
     }
-    call->step->single_loss = single && oomkit_batch_rows(&call->batch) > 1;
+    call->step->single_loss = 1 + (single > 0 && single_is_loss(call, single));
     if (oomkit_losses_note(call, loss) < 0) {
         Py_DECREF(loss);
         return -1;
@@ -298,6 +338,8 @@ oomkit_pending_offer(oomkit_call *call, PyObject *result)
         p->output = PyLong_AsSsize_t(number);
         p->hooks_inside = oomkit_hooks_of(loss, st->str_backward_hooks);
         if (!PyErr_Occurred() && oomkit_pending_others(p, result, loss) == 0 &&
+            (Py_TYPE(node) == call->step->plain_node ||
+             oomkit_pending_base(p, loss, &node) == 0) &&
             pending_hang(p, node) == 0) {
             pending_link(p);
             state = 0;

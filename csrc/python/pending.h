@@ -24,7 +24,7 @@ typedef struct oomkit_pending {
     vectorcallfunc vectorcall;
     oomkit_state *st; /* borrowed from the module */
     struct oomkit_pending *next,
-        *previous;                /* borrowed: those that wait, in the state */
+        *previous; /* borrowed: those that wait of the same participants */
     struct oomkit_second *second; /* borrowed: the backward that is running, or NULL */
     struct oomkit_step *step;     /* owned */
     PyObject **args;              /* owned array of owned arguments */
@@ -46,6 +46,7 @@ typedef struct oomkit_pending {
     PyObject *switches;       /* owned: training flags at entry, or NULL */
     oomkit_modes modes;
     uint64_t number, record; /* of the call, of its record */
+    uint64_t serial;         /* among all that ever waited; 0 while it does not */
     uint64_t signature;
     Py_ssize_t output; /* of the loss among its node's outputs */
     oomkit_returned kind;
@@ -100,6 +101,12 @@ oomkit_pending_retire(oomkit_pending *pending);
 int
 oomkit_pending_arguments(oomkit_pending *pending, const oomkit_call *call,
                          PyObject *loss, PyObject *result);
+
+/* A loss of one element that is a view of one of one element: its base's node in place
+ * of *node (owned), and what else is that tensor's; else nothing changes. A change of
+ * the loss in place gives the view another node, but not its base. 0 or -1. */
+int
+oomkit_pending_base(oomkit_pending *pending, PyObject *loss, PyObject **node);
 
 /* Weak references become what they refer to. 1 when one is gone. */
 int
@@ -165,8 +172,20 @@ oomkit_stash_assume(oomkit_call *call, double *gradient);
 int
 oomkit_stash_deposit(oomkit_pending *pending, int keep);
 
+/* Before the first backward of a split call: fp16 beside a GradScaler is said once. 0
+ * or -1. */
+int
+oomkit_stash_say_half(oomkit_call *call, PyObject *roots);
+
 void
 oomkit_stash_free(oomkit_pending *pending);
+
+/* --- returned.c --- */
+
+/* A backward of a call that is split must not pass a loss that waits for its caller's:
+ * that one's graph can be run through once. 0, or -1 with SplitError. */
+int
+oomkit_returned_inside(oomkit_call *call, PyObject *roots);
 
 /* --- graph.c --- */
 
@@ -182,14 +201,14 @@ oomkit_graph_beneath(oomkit_state *st, PyObject *roots, PyObject *reached);
 
 /* Before the engine runs with `args` (roots, their gradients): has the waiting losses
  * that it will pass tell what reaches them. How many the roots lead to, when they lead
- * to small ones alone and through a few nodes; else 0. -1 with an exception. */
+ * to small ones alone and through a few nodes; else 0. -1 with an exception. Of several
+ * losses *nodes (owned) lists theirs and those between, some of them more than once. */
 int
-oomkit_graph_watch(oomkit_state *st, PyObject *const *args);
+oomkit_graph_watch(oomkit_state *st, PyObject *const *args, PyObject **nodes);
 
-/* Notes the gradient of each waiting loss that is reached, by a run of the engine that
- * stops there. `args` are the engine's: roots and their gradients. 0 or -1. */
-int
-oomkit_graph_gradients(oomkit_state *st, PyObject *const *args);
+/* The first waiting loss that is reached, or NULL. Borrowed; *failed on an error. */
+oomkit_pending *
+oomkit_graph_waiting(oomkit_state *st, PyObject *roots, int *failed);
 
 /* Is a loss that was split reached? 1, 0 or -1. */
 int
@@ -233,9 +252,9 @@ oomkit_second_nested(const oomkit_state *st);
 void
 oomkit_second_arrived(oomkit_pending *pending);
 
-/* The backward of this thread reaches a waiting loss: it is this one's, whichever
- * thread's backward began first. */
-void
+/* The backward of this thread reaches a waiting loss: it is this one's from here. On a
+ * thread of autograd's own it is that of the backward which runs. 0 or -1. */
+int
 oomkit_second_claim(oomkit_pending *pending);
 
 /* Is a second half running on this thread, or is this a thread of its engine? */

@@ -125,6 +125,70 @@ oomkit_pending_strong(oomkit_pending *p)
     return 0;
 }
 
+/* --- views --- */
+
+/* tensor.numel() == 1? 1, 0 or -1. */
+static int
+has_one_element(oomkit_state *st, PyObject *tensor)
+{
+    PyObject *number = PyObject_CallMethodNoArgs(tensor, st->str_numel); /* owned */
+    Py_ssize_t elements = number == NULL ? -1 : PyLong_AsSsize_t(number);
+
+    Py_XDECREF(number);
+    return elements == -1 && PyErr_Occurred() ? -1 : elements == 1;
+}
+
+/* The node that made the base of the view; None where another call waits at it. New
+ * reference or NULL. */
+static PyObject *
+base_node(oomkit_state *st, PyObject *base)
+{
+    PyObject *node = PyObject_GetAttr(base, st->str_grad_fn); /* owned */
+    PyObject *metadata;                                       /* owned */
+    int taken;
+
+    if (node == NULL || node == Py_None) {
+        return node;
+    }
+    metadata = PyObject_GetAttr(node, st->str_metadata);
+    taken = metadata == NULL ? -1 : PySequence_Contains(metadata, st->str_oomkit);
+    Py_XDECREF(metadata);
+    if (taken != 0) {
+        Py_SETREF(node, taken < 0 ? NULL : Py_NewRef(Py_None));
+    }
+    return node;
+}
+
+int
+oomkit_pending_base(oomkit_pending *p, PyObject *loss, PyObject **node)
+{
+    oomkit_state *st = p->st;
+    PyObject *base = PyObject_GetAttr(loss, st->str_base); /* owned */
+    PyObject *made, *number;                               /* owned */
+    int one;
+
+    if (base == Py_None) {
+        p->step->plain_node = Py_TYPE(*node);
+    }
+    if (base == NULL || base == Py_None) {
+        Py_XDECREF(base);
+        return base == NULL ? -1 : 0;
+    }
+    one = has_one_element(st, loss);
+    one = one > 0 ? has_one_element(st, base) : one;
+    made = one > 0 ? base_node(st, base) : NULL;
+    number = made ? PyObject_GetAttr(base, st->str_output_nr) : NULL;
+    if (number != NULL && made != Py_None) {
+        p->output = PyLong_AsSsize_t(number);
+        p->hooks_inside |= oomkit_hooks_of(base, st->str_backward_hooks);
+        Py_SETREF(*node, Py_NewRef(made));
+    }
+    Py_XDECREF(number);
+    Py_XDECREF(made);
+    Py_DECREF(base);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 /* --- containers --- */
 
 static PyObject *

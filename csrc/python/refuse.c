@@ -93,6 +93,23 @@ is_wrapper(oomkit_call *call)
     return 0;
 }
 
+/* Is a transform of torch.func running on this thread? Its tensors hide dimensions:
+ * what looks like the rows of a batch is not. 1, 0 or -1. */
+int
+oomkit_refusal_transform(oomkit_state *st)
+{
+    PyObject *level; /* owned */
+    int inside;
+
+    if (st->functorch_level == NULL) {
+        return 0;
+    }
+    level = PyObject_CallNoArgs(st->functorch_level);
+    inside = level == NULL ? -1 : level != Py_None;
+    Py_XDECREF(level);
+    return inside;
+}
+
 /* Why this call must not be replayed or split: a static text, or NULL. -1 on error. */
 int
 oomkit_refusal(oomkit_call *call, const char **why)
@@ -108,6 +125,13 @@ oomkit_refusal(oomkit_call *call, const char **why)
         *why = "distributed training: a replay would leave the other ranks waiting in "
                "their collectives; run one process, without DistributedDataParallel or "
                "FullyShardedDataParallel";
+        return state < 0 ? -1 : 0;
+    }
+    state = oomkit_refusal_transform(call->st);
+    if (state != 0) {
+        *why = "it is called inside a transform of torch.func (grad, vmap, jacrev), "
+               "whose tensors hide the batch: call the transform inside the decorated "
+               "step";
         return state < 0 ? -1 : 0;
     }
     state = ask("torch.cuda", "is_initialized"); /* the question below would do it */

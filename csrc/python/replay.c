@@ -259,7 +259,10 @@ replay_inside(oomkit_call *call, oomkit_pending *p, PyObject *exception)
     }
     oomkit_call_set_current(call);
     call->phase_before = oomkit_phase_set(call->st, OOMKIT_PHASE_FORWARD);
-    if (exception != NULL) {
+    if (oomkit_compiler_off(call) < 0) {
+        Py_CLEAR(exception);
+        result = NULL;
+    } else if (exception != NULL) {
         oomkit_exception_give(exception);
         result = oomkit_recover(call, 1);
     } else {
@@ -267,6 +270,9 @@ replay_inside(oomkit_call *call, oomkit_pending *p, PyObject *exception)
     }
     if (result != NULL && p->kind == OOMKIT_RETURNED_WHOLE &&
         replay_compare(call, p) < 0) {
+        Py_CLEAR(result);
+    }
+    if (oomkit_compiler_on(call) < 0) {
         Py_CLEAR(result);
     }
     oomkit_phase_set(call->st, call->phase_before);

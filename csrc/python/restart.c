@@ -143,17 +143,29 @@ restart_take_in(oomkit_call *call)
     return 0;
 }
 
-/* The attempt that strangers.c has ended, with an exception in flight or caught by the
- * step. 0 the same plan can be tried again; 1 something else went wrong, the exception
- * in flight says what; -1 with the exception to raise. */
+/* The second slice joins the first. */
+static void
+restart_wider(oomkit_call *call)
+{
+    call->slices[0].length += call->slices[1].length;
+    call->slice_count--;
+    memmove(&call->slices[1], &call->slices[2],
+            (size_t)(call->slice_count - 1) * sizeof(*call->slices));
+    call->split = call->slice_count > 1;
+    call->widened = 1;
+}
+
+/* The attempt that strangers.c or returned.c has ended, with an exception in flight or
+ * caught by the step. 0 the same plan can be tried again; 1 something else went wrong,
+ * the exception in flight says what; -1 with the exception to raise. */
 int
 oomkit_strangers_restart(oomkit_call *call)
 {
     PyObject *exception, *handled; /* owned */
-    int result;
+    int result, wider = call->restart == OOMKIT_RESTART_WIDER;
 
     call->restart = 0;
-    call->restarts++;
+    call->restarts += !wider;
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(call->st->SplitError)) {
         Py_CLEAR(call->strangers);
         return 1;
@@ -169,7 +181,10 @@ oomkit_strangers_restart(oomkit_call *call)
         result = oomkit_recover_roll_back(call);
     }
     oomkit_tx_end_attempt(call);
-    if (result < 0 || restart_take_in(call) < 0) {
+    if (wider) {
+        restart_wider(call);
+    }
+    if (result < 0 || (!wider && restart_take_in(call) < 0)) {
         return -1;
     }
     call->slice_index = 0;

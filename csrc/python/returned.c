@@ -49,10 +49,38 @@ returned_numel(oomkit_state *st, PyObject *tensor)
     return elements;
 }
 
+/* Nothing tells: the attempt is begun again with more rows in its first micro-batch.
+ * Where that has been done, or must not be, -1 with SplitError. -1 always. */
+static int
+returned_single_ask(oomkit_call *call, PyObject *loss)
+{
+    PyObject *shape; /* owned */
+
+    if (!call->widened && !call->forced) {
+        call->restart = OOMKIT_RESTART_WIDER;
+        oomkit_raise(call->st->SplitError,
+                     "auto_batch begins the step again, with more than one row in the "
+                     "first micro-batch; let this error pass");
+        return -1;
+    }
+    shape = PyObject_GetAttr(loss, call->st->str_shape);
+    if (shape != NULL) {
+        call->raised = 1;
+        oomkit_raise(
+            call->st->SplitError,
+            "auto_batch cannot tell what the loss of shape %S is that a micro-batch of "
+            "one row returned: the loss of the batch, or one row per sample; return a "
+            "scalar (loss.reshape(())), or pass min_micro_batch=2",
+            shape);
+        Py_DECREF(shape);
+    }
+    return -1;
+}
+
 /* One element of one row: a row, or a loss of shape [1]? What is known of the whole
  * batch's tells. 1 it is a scalar, 0, or -1. */
 static int
-returned_single_is_scalar(const oomkit_call *call)
+returned_single_is_scalar(oomkit_call *call, PyObject *loss)
 {
     Py_ssize_t elements;
 
@@ -60,8 +88,11 @@ returned_single_is_scalar(const oomkit_call *call)
         elements = returned_numel(call->st, call->replayed->gradient);
         return elements < 0 ? -1 : elements == 1 && call->batch.rows > 1;
     }
-    return call->slice_index > 0 ? call->returned == OOMKIT_RETURNED_STASH
-                                 : call->step->single_loss;
+    if (call->slice_index > 0) {
+        return call->returned == OOMKIT_RETURNED_STASH;
+    }
+    return call->step->single_loss == 0 ? returned_single_ask(call, loss)
+                                        : call->step->single_loss == 2;
 }
 
 /* Is the loss a scalar (1), or has it a row per sample (0)? -1 with SplitError. */
@@ -69,6 +100,7 @@ static int
 returned_is_scalar(oomkit_call *call, PyObject *loss, const oomkit_tensor_facts *facts)
 {
     Py_ssize_t elements;
+    int scalar;
 
     if (facts->ndim == 0) {
         return 1;
@@ -77,10 +109,17 @@ returned_is_scalar(oomkit_call *call, PyObject *loss, const oomkit_tensor_facts 
     if (elements < 0) {
         return -1;
     }
-    if (facts->size == call->slices[call->slice_index].length) {
-        return elements == 1 ? returned_single_is_scalar(call) : 0;
+    if (elements == 1 && call->slices[call->slice_index].length == 1) {
+        return returned_single_is_scalar(call, loss);
     }
-    return elements == 1 ? 1 : returned_shape(call, loss);
+    scalar = facts->size != call->slices[call->slice_index].length;
+    if (scalar && elements != 1) {
+        return returned_shape(call, loss);
+    }
+    if (call->slices[call->slice_index].length > 1) {
+        call->step->single_loss = 1 + scalar;
+    }
+    return scalar;
 }
 
 /* loss.backward(gradient=..., inputs=...). Both may be NULL. 0 or -1. */
@@ -153,7 +192,7 @@ returned_replay(oomkit_call *call, PyObject *loss, int scalar)
     if (scalar && oomkit_losses_replay(call, loss) < 0) {
         return -1;
     }
-    if (call->slice_count == 1) { /* the whole batch again: as the caller's own */
+    if (call->slice_count == 1 && !scalar) { /* the whole batch again */
         gradient = Py_NewRef(call->replayed->gradient);
     } else {
         gradient = returned_gradient(call, loss, scalar);
@@ -265,6 +304,25 @@ oomkit_returned_micro(oomkit_call *call, PyObject *result)
     }
     Py_DECREF(loss);
     return state;
+}
+
+int
+oomkit_returned_inside(oomkit_call *call, PyObject *roots)
+{
+    int failed = 0;
+    const oomkit_pending *p = oomkit_graph_waiting(call->st, roots, &failed);
+
+    if (p != NULL) {
+        call->raised = 1;
+        oomkit_raise(
+            call->st->SplitError,
+            "auto_batch cannot split this step: it runs backward() through a loss that "
+            "another decorated call (%U) returned, once for each micro-batch; call "
+            "that "
+            "backward() outside, or make one decorated step of both",
+            p->retired ? call->options->label : p->step->options.label);
+    }
+    return failed || p != NULL ? -1 : 0;
 }
 
 /* backward=True or a callable: the loss of a result is run backward inside the call. */

@@ -223,10 +223,11 @@ search_named(search *s, PyObject *container, PyObject *key, PyObject *value,
     if (PyFunction_Check(value) || PyMethod_Check(value)) {
         return depth > 0 ? search_function(s, value, depth - 1) : 0;
     }
-    if (PyObject_TypeCheck(value, (PyTypeObject *)s->st->step_type)) {
+    if (oomkit_step_check(s->st, value) ||
+        Py_TYPE(value) == (PyTypeObject *)s->st->bound_type) {
         /* Called inside this one, another decorated step is a function like any other.
          */
-        return depth > 0 ? search_function(s, step_CAST(value)->func, depth - 1) : 0;
+        return depth > 0 ? search_function(s, value, depth - 1) : 0;
     }
     Py_INCREF(value);
     result = search_value(s, value, OBJECT_DEPTH);
@@ -330,6 +331,15 @@ search_function(search *s, PyObject *func, int depth)
         return search_value(s, bound, OBJECT_DEPTH) < 0
                    ? -1
                    : search_function(s, PyMethod_GET_FUNCTION(func), depth);
+    }
+    if (oomkit_step_check(s->st, func)) {
+        return search_function(s, step_CAST(func)->func, depth);
+    }
+    if (Py_TYPE(func) == (PyTypeObject *)s->st->bound_type) {
+        inner = PyObject_GetAttr(func, s->st->str_wrapped);
+        result = inner == NULL ? -1 : search_function(s, inner, depth);
+        Py_XDECREF(inner);
+        return result;
     }
     if (!PyFunction_Check(func)) {
         if (search_value(s, func, OBJECT_DEPTH) < 0 || search_partial(s, func) < 0) {

@@ -13,36 +13,11 @@ static _Thread_local oomkit_second *active;
 
 /* --- begin and end --- */
 
-/* A thread that Python did not start, while a second half is running somewhere: one of
- * autograd's own, at work for it. 1, 0 or -1. */
-static int
-is_engine_thread(void)
-{
-    PyObject *threading, *alive, *ident; /* borrowed; owned; owned */
-    int known = -1;
-
-    threading = PyDict_GetItemString(PyImport_GetModuleDict(), "threading");
-    if (threading == NULL) {
-        return 0;
-    }
-    alive = PyObject_GetAttrString(threading, "_active");
-    ident = alive ? PyLong_FromUnsignedLong(PyThread_get_thread_ident()) : NULL;
-    if (ident != NULL) {
-        known = PySequence_Contains(alive, ident);
-    }
-    Py_XDECREF(ident);
-    Py_XDECREF(alive);
-    if (known < 0) {
-        PyErr_Clear(); /* no such list here: every thread counts as the user's */
-        return 0;
-    }
-    return !known;
-}
-
 int
 oomkit_second_is_running(const oomkit_state *st)
 {
-    return active != NULL || (st->seconds != NULL && is_engine_thread());
+    /* One of autograd's own threads, at work for it, is at a node of some graph. */
+    return active != NULL || (st->seconds != NULL && oomkit_nested_in_engine(st));
 }
 
 /* A call of its own for the marks of one list of participants. 0 or -1. */
@@ -106,12 +81,55 @@ second_has(const oomkit_second *s, const oomkit_pending *p)
     return i < s->count;
 }
 
-void
+/* Room for one more in an array that begins inside `s`. 0 or -1. */
+static int
+second_grow(void **items, void *few, int count, int *room)
+{
+    void *grown; /* owned by s */
+
+    if (count < *room) {
+        return 0;
+    }
+    grown = PyMem_Malloc((size_t)*room * 2 * sizeof(void *));
+    if (grown == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    memcpy(grown, *items, (size_t)count * sizeof(void *));
+    if (*items != few) {
+        PyMem_Free(*items);
+    }
+    *items = grown;
+    *room *= 2;
+    return 0;
+}
+
+int
 oomkit_second_claim(oomkit_pending *p)
 {
-    if (active != NULL && p->second != active && second_has(active, p)) {
-        second_take(active, p);
+    oomkit_second *s = active;
+    void *armed;
+
+    if (s == NULL && p->second == NULL) { /* the one that began first of those */
+        for (s = p->st->seconds; s != NULL && s->next != NULL; s = s->next) {
+        }
     }
+    /* One that was made meanwhile is no part of it. */
+    if (s == NULL || p->second == s || p->serial == 0 || p->serial > s->began ||
+        oomkit_second_call(s, p->parts) == NULL) {
+        return 0;
+    }
+    armed = s->armed;
+    if (p->second == NULL || !second_has(s, p)) {
+        int result = second_grow(&armed, s->few_armed, s->count, &s->room);
+        s->armed = armed;
+        if (result < 0) {
+            return -1;
+        }
+        s->armed[s->count++] = (oomkit_pending *)Py_NewRef((PyObject *)p);
+    }
+    second_take(s, p);
+    return 0;
 }
 
 /* It is ours no longer; a backward of another thread that waits may come to it. */
@@ -128,68 +146,82 @@ second_let_go(const oomkit_second *s, oomkit_pending *p)
     Py_CLEAR(p->gradient);
 }
 
-/* One waiting call takes part: it is kept alive, its participants are marked. */
+/* Marks of one list of participants of which calls wait. 0 or -1. */
 static int
-second_arm(oomkit_second *s, oomkit_pending *p)
+second_arm(oomkit_second *s, oomkit_participants *parts)
 {
-    if (s->count == s->room) {
-        int room = s->room * 2;
-        oomkit_pending **armed =
-            PyMem_Malloc((size_t)room * sizeof(*armed)); /* owned by s */
-        oomkit_call **calls = PyMem_Malloc((size_t)room * sizeof(*calls));
-        if (armed == NULL || calls == NULL) {
-            PyMem_Free(armed);
-            PyMem_Free(calls);
-            PyErr_NoMemory();
-            return -1;
-        }
-        memcpy(armed, s->armed, (size_t)s->count * sizeof(*armed));
-        memcpy(calls, s->calls, (size_t)s->call_count * sizeof(*calls));
-        if (s->armed != s->few_armed) {
-            PyMem_Free(s->armed);
-            PyMem_Free(s->calls);
-        }
-        s->armed = armed;
-        s->calls = calls;
-        s->room = room;
+    oomkit_pending *p = parts->pendings;
+    void *calls = s->calls;
+    oomkit_call *call = &s->first;
+    int result = second_grow(&calls, s->few_calls, s->call_count, &s->call_room);
+
+    s->calls = calls;
+    if (result < 0 || p == NULL) {
+        return result;
     }
-    s->armed[s->count++] = (oomkit_pending *)Py_NewRef((PyObject *)p);
-    if (p->second == NULL) { /* else another thread's, until this one reaches it */
-        second_take(s, p);
-    }
-    if (oomkit_second_call(s, p->parts) == NULL) {
-        oomkit_call *call =
-            s->call_count == 0 ? &s->first : PyMem_Malloc(sizeof(*call));
+    if (s->call_count > 0) {
+        call = PyMem_Malloc(sizeof(*call));
         if (call == NULL) {
             PyErr_NoMemory();
             return -1;
         }
-        s->calls[s->call_count++] = call;
-        return oomkit_second_mark(s, p, call);
     }
-    return 0;
+    s->calls[s->call_count++] = call;
+    Py_INCREF(p); /* its graph may go meanwhile */
+    result = oomkit_second_mark(s, p, call);
+    Py_DECREF(p);
+    return result;
+}
+
+/* The marks of several. While they are taken others may go or come. 0 or -1. */
+static int
+second_arm_all(oomkit_second *s)
+{
+    oomkit_participants *parts, **all; /* owned array of counted references */
+    Py_ssize_t i, count = 0;
+    int result = 0;
+
+    for (parts = s->st->waiting; parts != NULL; parts = parts->waiting_next) {
+        count++;
+    }
+    all = PyMem_Malloc((size_t)count * sizeof(*all));
+    if (all == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (i = 0, parts = s->st->waiting; parts != NULL; parts = parts->waiting_next) {
+        all[i++] = parts;
+        parts->refs++;
+    }
+    for (i = 0; i < count; i++) {
+        result = result < 0 ? -1 : second_arm(s, all[i]);
+        oomkit_participants_release(all[i]);
+    }
+    PyMem_Free(all);
+    return result;
 }
 
 static int
 second_begin(oomkit_second *s, oomkit_state *st)
 {
-    oomkit_pending *p;
-
     memset(s, 0, offsetof(oomkit_second, first));
     s->st = st;
     s->armed = s->few_armed;
     s->calls = s->few_calls;
-    s->room = OOMKIT_SECOND_FEW;
+    s->room = s->call_room = OOMKIT_SECOND_FEW;
+    s->nesting = oomkit_backward_outside();
+    s->began = st->pending_serial;
+    if (active != NULL) {
+        oomkit_second_nested(st);
+    }
     s->outer = active;
     active = s;
     s->next = st->seconds;
     st->seconds = s;
-    for (p = st->pendings; p != NULL; p = p->next) {
-        if (second_arm(s, p) < 0) {
-            return -1;
-        }
+    if (st->waiting == NULL || st->waiting->waiting_next != NULL) {
+        return second_arm_all(s);
     }
-    return 0;
+    return second_arm(s, st->waiting);
 }
 
 static void
@@ -243,7 +275,12 @@ second_end(oomkit_second *s, int finished)
     }
     if (s->armed != s->few_armed) {
         PyMem_Free(s->armed);
+    }
+    if (s->calls != s->few_calls) {
         PyMem_Free(s->calls);
+    }
+    if (s->relays != NULL) {
+        oomkit_relays_end(s);
     }
     Py_CLEAR(s->roots);
     Py_CLEAR(s->inputs);
@@ -280,12 +317,14 @@ oomkit_second_engine(oomkit_state *st, PyObject *const *args, size_t nargsf,
 {
     oomkit_second *s = active;
     Py_ssize_t n = PyVectorcall_NARGS(nargsf);
+    PyObject *nodes = NULL; /* owned */
     int near;
 
-    if (s == NULL) { /* a thread of autograd's own */
-        oomkit_second_nested(st);
+    if (s == NULL || s->nesting != oomkit_backward_outside()) {
+        oomkit_second_nested(st); /* on a thread of autograd's own; in a hook */
+        return 0;
     }
-    if (s == NULL || s->engine_seen || n < 5) {
+    if (s->engine_seen || n < 5) {
         return 0;
     }
     s->engine_seen = 1;
@@ -298,13 +337,17 @@ oomkit_second_engine(oomkit_state *st, PyObject *const *args, size_t nargsf,
     if (second_refuse_flags(s) < 0) {
         return -1;
     }
-    near = oomkit_graph_watch(st, args);
-    if (near < 0 || (near > 1 && oomkit_graph_gradients(st, args) < 0)) {
+    near = oomkit_graph_watch(st, args, &nodes);
+    if (near > 1 && !s->keep_graph && !s->create_graph) {
+        near = oomkit_relays_hang(s, nodes, args[1], near) < 0 ? -1 : near;
+    }
+    Py_XDECREF(nodes);
+    if (near < 0) {
         return -1;
     }
-    if (near == 1 && !s->exempt) {
-        /* The few bytes between the root and its loss must not fail: what reaches the
-         * loss would not be known. */
+    if (near > 0 && !s->exempt) {
+        /* The few bytes between the root and its losses must not fail: what reaches the
+         * losses would not be known. */
         s->exempt = 1;
         oomkit_exempt_enter(st);
     }
@@ -331,15 +374,42 @@ oomkit_second_nested(const oomkit_state *st)
 void
 oomkit_second_arrived(oomkit_pending *p)
 {
-    if (p->second == active && active != NULL) {
+    if (p->second == NULL) {
+        return;
+    }
+    if (p->second->relays != NULL) {
+        oomkit_relays_arrived(p->second);
+    }
+    if (p->second == active) {
+        active->arrived = 1;
         second_exempt_leave(active);
+    }
+}
+
+void
+oomkit_second_between(oomkit_second *s, int begins)
+{
+    if (s != active) { /* on a thread of autograd's own */
+        return;
+    }
+    if (!begins && s->arrived) {
+        second_exempt_leave(s);
+    } else if (begins && !s->exempt) {
+        s->exempt = 1;
+        oomkit_exempt_enter(s->st);
     }
 }
 
 int
 oomkit_second_wanted(const oomkit_state *st)
 {
-    return st->pendings != NULL && !oomkit_second_is_running(st);
+    if (st->waiting == NULL) {
+        return 0;
+    }
+    /* Inside one that runs: of losses that were made meanwhile, by a hook or in a
+     * reentrant checkpoint. */
+    return active != NULL ? st->pending_serial > active->began && active->engine_seen
+                          : !oomkit_second_is_running(st);
 }
 
 /* --- running --- */

@@ -11,16 +11,26 @@ typedef struct oomkit_second {
     oomkit_state *st;
     struct oomkit_second *outer; /* of this thread */
     struct oomkit_second *next;  /* of any thread, in the state's list */
-    oomkit_pending **armed;      /* owned: every waiting call when it began; those whose
-                                    `second` is this one are its own */
-    oomkit_call **calls;         /* marks, one for each list of participants */
-    int count, call_count, room;
+    oomkit_pending **armed; /* owned: waiting calls that it has reached; those whose
+                               `second` is this one are still its own */
+    oomkit_call **calls; /* marks, one for each list of participants of which any waited
+                            when it began */
+    int count, call_count, room, call_room;
     PyObject *roots;  /* owned: what the engine was given, or NULL before it ran */
     PyObject *inputs; /* owned: inputs= of the backward, or NULL */
     PyObject *loose; /* owned: leaves of the failed graph that nobody marked, or NULL */
+    /* Where several losses are under one root (relay.c), else NULL: */
+    PyObject *relays;         /* owned: dict of nodes between them and their relays */
+    PyObject *relayed;        /* owned: list of the relays that ran, in order */
+    PyObject *root_gradients; /* owned: of the roots, as the engine was given them */
+    int unreached;            /* losses that no gradient has reached yet */
+    int changed;              /* what was noted has been changed in place since */
+    int arrived;              /* a gradient has reached a loss */
     int engine_seen, keep_graph, create_graph;
-    int foreign; /* a hook has run another backward inside this one */
-    int exempt;  /* allocations are outside the budget until a gradient arrives */
+    int nesting;    /* backwards of this thread that it began inside */
+    uint64_t began; /* losses that had been made when it did */
+    int foreign;    /* a hook has run another backward inside this one */
+    int exempt;     /* allocations are outside the budget until a gradient arrives */
     oomkit_pending *few_armed[OOMKIT_SECOND_FEW];
     oomkit_call *few_calls[OOMKIT_SECOND_FEW];
     oomkit_call first; /* not zeroed as a whole: see second_mark */
@@ -30,6 +40,28 @@ typedef struct oomkit_second {
  * oomkit_replay_end still lets go of it). */
 int
 oomkit_second_mark(oomkit_second *s, const oomkit_pending *p, oomkit_call *call);
+
+/* second.c: the engine comes to a node between root and losses (1), or has run it (0):
+ * what it allocates is outside the budget. */
+void
+oomkit_second_between(oomkit_second *s, int begins);
+
+/* relay.c: hangs observers onto those of `nodes` that are no loss's. `gradients` are
+ * the roots'. 0 or -1. */
+int
+oomkit_relays_hang(oomkit_second *s, PyObject *nodes, PyObject *gradients, int losses);
+
+/* relay.c: a gradient has reached another loss. */
+void
+oomkit_relays_arrived(oomkit_second *s);
+
+/* relay.c: after a failure, what reaches the losses (`reached`, and their `nodes`) that
+ * were not reached yet. Runs hooks of the caller that had not run. 0 or -1. */
+int
+oomkit_relays_resume(oomkit_second *s, PyObject *reached, PyObject *nodes);
+
+void
+oomkit_relays_end(oomkit_second *s);
 
 /* second.c: the marks of this list of participants, or NULL. */
 oomkit_call *

@@ -2,6 +2,7 @@
  * back and run again; or it is said why that cannot be. */
 #include "second.h"
 #include "errors.h"
+#include "graph.h"
 #include "step.h"
 
 /* Every marked gradient as it was. 0; 1 with *message (owned); -1. */
@@ -53,6 +54,10 @@ oomkit_second_take_back(oomkit_second *s)
 
 /* --- what was reached --- */
 
+#define CHANGED                                                                        \
+    "the gradient at the returned loss was changed in place by a backward() that "     \
+    "somebody wrote: make a new tensor there"
+
 /* The same of one call. */
 static const char *
 refusal_of(const oomkit_second *s, const oomkit_pending *p)
@@ -60,6 +65,9 @@ refusal_of(const oomkit_second *s, const oomkit_pending *p)
     uint32_t version;
     int watched;
 
+    if (s->changed) {
+        return CHANGED;
+    }
     if (p->second != s || p->gradient == NULL) {
         return "it struck before the gradient had reached the returned loss: return "
                "the whole loss from the step";
@@ -82,10 +90,7 @@ refusal_of(const oomkit_second *s, const oomkit_pending *p)
         PyErr_Clear(); /* a gradient that cannot be read is not used */
         version = p->gradient_version + 1;
     }
-    return version == p->gradient_version
-               ? NULL
-               : "the gradient at the returned loss was changed in place by a "
-                 "backward() that somebody wrote: make a new tensor there";
+    return version == p->gradient_version ? NULL : CHANGED;
 }
 
 /* Why the calls that were reached cannot be run again (static text), or NULL. */
@@ -242,6 +247,9 @@ failed_replay_one(oomkit_second *s, oomkit_pending *p, PyObject *exception)
     call->has_signature = 0;
     result = oomkit_replay_prepare(call, p, &why);
     if (result == 1) {
+        /* Streams and buffers belong to what ran since the call. */
+        oomkit_rng_release(call);
+        oomkit_buffers_release(call);
         return failed_give_up(s, p, exception, why);
     }
     if (result == 0) {
@@ -424,12 +432,25 @@ failed_reached(oomkit_second *s, PyObject *exception, PyObject *reached, int pat
     return result;
 }
 
+/* Losses that the engine had not come to. If that fails (a hook of the caller raises),
+ * the gradients go back and its exception is raised. 0 or -1. */
+static int
+failed_resume(oomkit_second *s, PyObject *reached, PyObject *nodes, int paths)
+{
+    if (s->relays == NULL || paths || s->foreign ||
+        oomkit_relays_resume(s, reached, nodes) == 0) {
+        return 0;
+    }
+    oomkit_second_take_back(s);
+    return -1;
+}
+
 int
 oomkit_second_failed(oomkit_second *s, int may_retry)
 {
     PyObject *exception = oomkit_exception_take(); /* owned, then stolen */
     oomkit_class class_ = oomkit_exception_classify(s->st, exception);
-    PyObject *reached = NULL, *handled; /* owned */
+    PyObject *reached = NULL, *nodes = NULL, *handled; /* owned */
     int paths = 0, result = -1;
 
     if (class_ != OOMKIT_CLASS_CERTAIN && class_ != OOMKIT_CLASS_MASKED) {
@@ -447,21 +468,26 @@ oomkit_second_failed(oomkit_second *s, int may_retry)
         return 1;
     }
     reached = PyList_New(0);
-    if (reached == NULL || s->roots == NULL ||
-        oomkit_graph_reach(s->st, s->roots, reached, &paths) < 0) {
+    nodes = PyList_New(0);
+    if (reached == NULL || nodes == NULL || s->roots == NULL ||
+        oomkit_graph_reach_nodes(s->st, s->roots, reached, nodes, &paths) < 0) {
         if (PyErr_Occurred()) {
             Py_DECREF(exception);
         } else {
             oomkit_exception_give(exception);
         }
         Py_XDECREF(reached);
+        Py_XDECREF(nodes);
         return -1;
     }
     if (PyList_GET_SIZE(reached) == 0) {
         oomkit_exception_give(exception); /* somebody else's graph */
+    } else if (failed_resume(s, reached, nodes, paths) < 0) {
+        Py_DECREF(exception);
     } else {
         result = failed_reached(s, exception, reached, paths);
     }
     Py_DECREF(reached);
+    Py_DECREF(nodes);
     return result;
 }

@@ -90,6 +90,35 @@ oomkit_stash_assume(oomkit_call *call, double *gradient)
     return 0;
 }
 
+int
+oomkit_stash_say_half(oomkit_call *call, PyObject *roots)
+{
+    oomkit_state *st = call->st;
+    Py_ssize_t i = 0;
+    int half;
+    PyObject *done; /* owned */
+
+    call->step->half_said = 1;
+    while (i < call->parts->owner_count &&
+           call->parts->owners[i].kind != OOMKIT_OWNER_SCALER) {
+        i++;
+    }
+    half = i < call->parts->owner_count ? oomkit_graph_has_half(st, roots) : 0;
+    if (half <= 0) {
+        return half;
+    }
+    done = PyObject_CallMethod(
+        st->log, "warning", "sO",
+        "oomkit: %s computes in fp16 and has a GradScaler: a sum over the whole batch "
+        "overflows fp16 where those of its micro-batches do not, so that the scaler "
+        "may "
+        "skip an update and move its scale in another step than it would over the "
+        "whole batch",
+        call->options->label);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
 /* Would scaling lose anything? fp16 under- and overflows where fp32 does not. */
 static int
 stash_is_coarse(const oomkit_pending *p)

@@ -79,6 +79,15 @@
     X(str_co_consts, "co_consts")                                                      \
     X(str_func, "func")                                                                \
     X(str_call, "__call__")                                                            \
+    X(str_func_attr, "__func__")                                                       \
+    X(str_self_attr, "__self__")                                                       \
+    X(str_doc, "__doc__")                                                              \
+    X(str_args, "args")                                                                \
+    X(str_keywords, "keywords")                                                        \
+    X(str_forward, "forward")                                                          \
+    X(str_defaults, "__defaults__")                                                    \
+    X(str_kwdefaults, "__kwdefaults__")                                                \
+    X(str_set_name, "__set_name__")                                                    \
     X(str_optimizer_attr, "_optimizer")                                                \
     X(str_get_offset, "get_offset")                                                    \
     X(str_set_offset, "set_offset")                                                    \
@@ -102,6 +111,7 @@
     X(str_mul_in_place, "mul_")                                                        \
     X(str_backward_hooks, "_backward_hooks")                                           \
     X(str_retains_grad, "retains_grad")                                                \
+    X(str_base, "_base")                                                               \
     X(str_numel, "numel")                                                              \
     X(str_reshape, "reshape")                                                          \
     X(str_item, "item")                                                                \
@@ -118,11 +128,15 @@
 /* Our own types and exceptions, made by module.c: X(field). */
 #define OOMKIT_STATE_TYPES(X)                                                          \
     X(step_type)                                                                       \
+    X(step_object_type) /* the same for callables that do not bind */                  \
+    X(bound_type)                                                                      \
     X(guard_type)                                                                      \
     X(guarded_type)                                                                    \
+    X(guarded_object_type)                                                             \
     X(interceptor_type)                                                                \
     X(backward_type)                                                                   \
     X(pending_type)                                                                    \
+    X(relay_type)                                                                      \
     X(current_type)                                                                    \
     X(record_type)                                                                     \
     X(report_type)                                                                     \
@@ -174,6 +188,8 @@
     X(run_backward, "torch.autograd", "_engine_run_backward", 1)                       \
     X(graph_module, "torch.autograd", "graph", 1)                                      \
     X(graph_task_id, "torch._C", "_current_graph_task_id", 0)                          \
+    X(functorch_level, "torch._C._functorch", "peek_interpreter_stack", 0)             \
+    X(set_eval_frame, "torch._C._dynamo.eval_frame", "set_eval_frame", 0)              \
     X(accelerator_get_stats, "torch._C", "_accelerator_getDeviceStats", 0)             \
     X(accelerator_reset_peak, "torch._C", "_accelerator_resetPeakStats", 0)            \
     X(accelerator_empty_cache, "torch._C", "_accelerator_emptyCache", 0)               \
@@ -195,6 +211,7 @@
     X(UserDict, "collections", "UserDict", 1)                                          \
     X(update_wrapper, "functools", "update_wrapper", 1)                                \
     X(partial, "functools", "partial", 1)                                              \
+    X(partialmethod, "functools", "partialmethod", 1)                                  \
     X(weak_set, "weakref", "WeakSet", 1)                                               \
     X(logger, "logging", "getLogger", 1)
 
@@ -256,9 +273,11 @@ typedef struct oomkit_state {
     int withheld_ready;        /* torch's helpers accept that gradients are withheld */
     int backward_patched;      /* our hook is installed */
     uint64_t engine_runs;      /* of autograd that write to .grad, nested ones too */
-    struct oomkit_pending *pendings; /* borrowed: losses that wait for their backward */
-    struct oomkit_second *seconds;   /* borrowed: backwards running as the second half
-                                        of a call, on any thread */
+    struct oomkit_participants
+        *waiting; /* borrowed: those of which losses wait for their backward */
+    uint64_t pending_serial;       /* how many ever did */
+    struct oomkit_second *seconds; /* borrowed: backwards running as the second half
+                                      of a call, on any thread */
 } oomkit_state;
 
 extern struct PyModuleDef oomkit_module_def;

@@ -52,14 +52,73 @@ typedef struct oomkit_step {
     uint64_t device_bytes;   /* free and ours on the device then, or OOMKIT_UNKNOWN */
     double last_factor;      /* the same over the scaler's scale; 0 while unknown */
     int half;        /* a returned loss was computed with fp16 somewhere on the way */
-    int single_loss; /* a returned loss of several rows had one element in dimensions */
-    int hooks_said;  /* the warning about hooks on gradients was given */
+    int single_loss; /* a returned loss of several rows had one element in dimensions:
+                        2, had not: 1, 0 while unknown */
+    const PyTypeObject *plain_node; /* borrowed, compared only: type of a node that made
+                                       a returned loss which was no view */
+    int half_said;                  /* fp16 with a scaler was looked for and said */
+    int hooks_said;                 /* the warning about hooks on gradients was given */
     int effects_said; /* what the step changes besides was looked at and said */
     int seen_oom;     /* sizes may be remembered: look the signature up at entry */
     Py_ssize_t skip;  /* leading arguments that are a method's own object */
+    int is_module;    /* func is a module: attributes are set on it */
+    int is_forward;   /* a function of the name forward: see bound_type.c */
+    PyObject *given;  /* owned: dict of the options but for the participants */
+    /* instances.c: what is known about a method is known for one object of its class */
+    PyObject *owner;            /* owned: weak reference to that object, or NULL */
+    PyObject *instances;        /* owned: dict of address to the steps of others */
+    struct oomkit_step *parent; /* owned: the step that has this one in there */
+    struct oomkit_step *recent; /* borrowed: the step itself, or one in instances */
 } oomkit_step;
 
 #define step_CAST(op) ((oomkit_step *)(op))
+
+/* step_make.c: `func` decorated with the options of `kwargs` (borrowed, may be NULL).
+ * New reference or NULL. */
+PyObject *
+oomkit_step_make(oomkit_state *st, PyObject *func, PyObject *kwargs);
+
+/* step_copy.c: the options as keyword arguments, participants included; those that
+ * `memo` (borrowed, may be NULL) has a copy of are that copy. New dict or NULL. */
+PyObject *
+oomkit_step_options(const oomkit_step *step, PyObject *memo);
+PyObject *
+oomkit_step_reduce(PyObject *op, PyObject *ignored);
+PyObject *
+oomkit_step_copy(PyObject *op, PyObject *ignored);
+PyObject *
+oomkit_step_deepcopy(PyObject *op, PyObject *memo);
+
+/* instances.c: the step that knows about `object` (borrowed). Borrowed from `step`, or
+ * NULL with an exception. */
+oomkit_step *
+oomkit_step_of_instance(oomkit_step *step, PyObject *object);
+void
+oomkit_step_drop_instances(oomkit_step *step);
+
+/* The same; as good as free for the object of the last call. */
+static inline oomkit_step *
+oomkit_step_for(oomkit_step *step, PyObject *object)
+{
+    oomkit_step *recent = step->recent;
+    if (recent->owner != NULL && PyWeakref_GET_OBJECT(recent->owner) == object) {
+        return recent;
+    }
+    return oomkit_step_of_instance(step, object);
+}
+
+/* bound_type.c */
+PyObject *
+oomkit_bound_new(oomkit_state *st, PyObject *step, PyObject *object);
+PyObject *
+oomkit_bound_step(PyObject *op); /* borrowed */
+
+static inline int
+oomkit_step_check(const oomkit_state *st, const PyObject *object)
+{
+    return Py_TYPE(object) == (PyTypeObject *)st->step_type ||
+           Py_TYPE(object) == (PyTypeObject *)st->step_object_type;
+}
 
 /* engine.c: the protected call. */
 PyObject *

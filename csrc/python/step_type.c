@@ -1,256 +1,80 @@
-/* auto_batch's callable: construction, binding, attributes. All state is made before
- * the object can be seen; there is no __init__. */
+/* auto_batch's callable: binding, attributes, release. All state is made before the
+ * object can be seen (step_make.c); there is no __init__. */
 #include "step_type.h"
 #include "errors.h"
 #include "step.h"
+#include "wrapping.h"
 
 #include <structmember.h>
 
-/* The function behind methods, partials, static methods and objects with __call__, for
- * its flags. New reference, or NULL without an exception for other callables. *names is
- * 1 when its parameters are those of `func`, *skip 1 when the first of them is bound.
- */
 static PyObject *
-step_function(oomkit_state *st, PyObject *func, int *names, int *skip)
+step_descr_get(PyObject *op, PyObject *instance, PyObject *Py_UNUSED(owner))
 {
-    PyObject *inner, *at = Py_NewRef(func); /* owned */
-    int depth;
+    oomkit_step *self = step_CAST(op);
 
-    *skip = 0;
-    *names = 1;
-    for (depth = 0; depth < 16; depth++) {
-        if (PyFunction_Check(at)) {
-            return at;
-        }
-        if (PyMethod_Check(at)) {
-            *skip = 1;
-            Py_SETREF(at, Py_NewRef(PyMethod_GET_FUNCTION(at)));
-            continue;
-        }
-        inner = PyObject_GetAttrString(at, "__func__"); /* static and class methods */
-        if (inner == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
-            PyErr_Clear();
-            *names = 0; /* a partial binds some, an object its self */
-            inner = PyObject_GetAttr(at, st->str_func);
-        }
-        if (inner == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
-            PyErr_Clear();
-            inner = PyType_Check(at)
-                        ? NULL
-                        : PyObject_GetAttr((PyObject *)Py_TYPE(at), st->str_call);
-        }
-        Py_SETREF(at, inner);
-        if (at == NULL) {
-            break;
-        }
-    }
-    if (PyErr_Occurred()) {
-        PyErr_Clear(); /* a callable without such attributes: nothing is known of it */
-    }
-    Py_XDECREF(at);
-    return NULL;
-}
-
-/* async def and generator functions hand out their work later: there is nothing to
- * retry when the call returns. */
-static int
-step_refuse_kinds(PyObject *function, PyObject *func)
-{
-    int flags = ((PyCodeObject *)PyFunction_GET_CODE(function))->co_flags;
-
-    if (flags & (CO_COROUTINE | CO_ASYNC_GENERATOR)) {
-        PyErr_Format(PyExc_TypeError,
-                     "auto_batch() cannot protect the async function %R: decorate the "
-                     "synchronous step that it awaits",
-                     func);
-        return -1;
-    }
-    if (flags & (CO_GENERATOR | CO_ITERABLE_COROUTINE)) {
-        PyErr_Format(PyExc_TypeError,
-                     "auto_batch() cannot protect the generator function %R: decorate "
-                     "the step that its loop runs",
-                     func);
-        return -1;
-    }
-    return 0;
-}
-
-/* Parameter names in the order of the arguments, with "*args" and "**kwargs" in their
- * places, as oomkit_batch_find takes them. New reference or NULL. */
-static PyObject *
-step_parameter_names(PyObject *function, int skip)
-{
-    PyCodeObject *code = (PyCodeObject *)PyFunction_GET_CODE(function); /* borrowed */
-    PyObject *all = PyObject_GetAttrString((PyObject *)code, "co_varnames"); /* owned */
-    PyObject *list = PyList_New(0), *names = NULL;                           /* owned */
-    PyObject *star = NULL, *stars = NULL;                                    /* owned */
-    int i, failed = all == NULL || list == NULL;
-
-    star = failed ? NULL : PyUnicode_FromString("*args");
-    stars = star == NULL ? NULL : PyUnicode_FromString("**kwargs");
-    failed = stars == NULL;
-    for (i = skip; !failed && i < code->co_argcount + code->co_kwonlyargcount; i++) {
-        if (i == code->co_argcount && code->co_flags & CO_VARARGS) {
-            failed = PyList_Append(list, star) < 0;
-        }
-        failed = failed || PyList_Append(list, PyTuple_GET_ITEM(all, i)) < 0;
-    }
-    if (!failed && code->co_kwonlyargcount == 0 && code->co_flags & CO_VARARGS) {
-        failed = PyList_Append(list, star) < 0;
-    }
-    if (!failed && code->co_flags & CO_VARKEYWORDS) {
-        failed = PyList_Append(list, stars) < 0;
-    }
-    if (!failed) {
-        names = PyList_AsTuple(list);
-    }
-    Py_XDECREF(star);
-    Py_XDECREF(stars);
-    Py_XDECREF(list);
-    Py_XDECREF(all);
-    return names;
-}
-
-/* 1 when the first argument will be the object that a method is bound to. */
-static int
-step_takes_self(PyObject *names)
-{
-    PyObject *first; /* borrowed */
-    if (PyTuple_GET_SIZE(names) == 0) {
-        return 0;
-    }
-    first = PyTuple_GET_ITEM(names, 0);
-    return PyUnicode_CompareWithASCIIString(first, "self") == 0 ||
-           PyUnicode_CompareWithASCIIString(first, "cls") == 0;
-}
-
-/* label= or the function's qualified name. */
-static int
-step_label(oomkit_state *st, oomkit_step *self)
-{
-    PyObject *name; /* owned */
-
-    if (self->options.label != NULL) {
-        return 0;
-    }
-    name = PyObject_GetAttr(self->func, st->str_qualname);
-    if (name == NULL) {
-        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
-            return -1;
-        }
-        PyErr_Clear(); /* a callable object without a name */
-        name = PyUnicode_FromString(Py_TYPE(self->func)->tp_name);
-    }
-    if (name != NULL && !PyUnicode_Check(name)) {
-        Py_SETREF(name, PyObject_Str(name));
-    }
-    self->options.label = name;
-    return name == NULL ? -1 : 0;
-}
-
-static PyObject *
-step_new(oomkit_state *st, PyObject *func, PyObject *kwargs)
-{
-    PyTypeObject *type = (PyTypeObject *)st->step_type;
-    oomkit_step *self;         /* owned */
-    PyObject *function, *done; /* owned */
-    int names, skip;
-
-    if (!PyCallable_Check(func)) {
-        PyErr_Format(PyExc_TypeError, "auto_batch() expected a callable, got %s",
-                     Py_TYPE(func)->tp_name);
-        return NULL;
-    }
-    function = step_function(st, func, &names, &skip);
-    if (function != NULL && step_refuse_kinds(function, func) < 0) {
-        Py_DECREF(function);
-        return NULL;
-    }
-    self = step_CAST(type->tp_alloc(type, 0));
-    if (self == NULL) {
-        Py_XDECREF(function);
-        return NULL;
-    }
-    self->st = st;
-    self->vectorcall = oomkit_engine_call;
-    self->updates = -1;
-    self->func = Py_NewRef(func);
-    self->ring = oomkit_ring_create(OOMKIT_RECORDS);
-    if (self->ring == NULL) {
-        PyErr_NoMemory();
-        goto error;
-    }
-    if (oomkit_options_parse(st, kwargs, &self->options) < 0 ||
-        step_label(st, self) < 0) {
-        goto error;
-    }
-    if (function != NULL && names) {
-        self->names = step_parameter_names(function, skip);
-        if (self->names == NULL) {
-            goto error;
-        }
-        self->skip = !skip && step_takes_self(self->names);
-    }
-    Py_CLEAR(function);
-    done = PyObject_CallFunctionObjArgs(st->update_wrapper, self, func, NULL);
-    if (done == NULL) {
-        goto error;
-    }
-    Py_DECREF(done);
-    done = PyObject_CallMethod(st->live_steps, "add", "O", self);
-    if (done == NULL) {
-        goto error;
-    }
-    Py_DECREF(done);
-    return (PyObject *)self;
-error:
-    Py_XDECREF(function);
-    Py_DECREF(self);
-    return NULL;
-}
-
-PyObject *
-oomkit_auto_batch(PyObject *module, PyObject *args, PyObject *kwargs)
-{
-    oomkit_state *st = oomkit_state_of_module(module);
-    oomkit_options options;
-    PyObject *self, *head, *result; /* owned */
-    Py_ssize_t n = PyTuple_GET_SIZE(args);
-
-    if (!st->bound) {
-        return oomkit_raise(PyExc_RuntimeError,
-                            "oomkit._C is not bound: import oomkit");
-    }
-    if (n > 1) {
-        return oomkit_raise(PyExc_TypeError,
-                            "auto_batch() takes one positional argument, the function; "
-                            "got %zd",
-                            n);
-    }
-    if (n == 1 && PyTuple_GET_ITEM(args, 0) != Py_None) {
-        return step_new(st, PyTuple_GET_ITEM(args, 0), kwargs);
-    }
-    /* Options first: what is wrong with them is said at the line that has them. */
-    if (oomkit_options_parse(st, kwargs, &options) < 0) {
-        oomkit_options_clear(&options);
-        return NULL;
-    }
-    oomkit_options_clear(&options);
-    self = PyObject_GetAttrString(module, "auto_batch");
-    head = self ? PyTuple_Pack(1, self) : NULL;
-    result = head ? PyObject_Call(st->partial, head, kwargs) : NULL;
-    Py_XDECREF(head);
-    Py_XDECREF(self);
-    return result;
-}
-
-static PyObject *
-step_descr_get(PyObject *self, PyObject *instance, PyObject *Py_UNUSED(owner))
-{
     if (instance == NULL || instance == Py_None) {
-        return Py_NewRef(self);
+        return Py_NewRef(op);
     }
-    return PyMethod_New(self, instance);
+    if (self->is_forward &&
+        PyObject_TypeCheck(instance, (PyTypeObject *)self->st->Module)) {
+        return oomkit_bound_new(self->st, op, instance);
+    }
+    return PyMethod_New(op, instance);
+}
+
+/* Attributes of the callable are the step's too: libraries read __code__, __defaults__,
+ * a module's parameters(). */
+static PyObject *
+step_getattro(PyObject *op, PyObject *name)
+{
+    return oomkit_wrap_getattr(step_CAST(op)->st, op, step_CAST(op)->func, name);
+}
+
+/* What is set goes where the attribute is: on a module, and what a function computes
+ * with. */
+static int
+step_setattro(PyObject *op, PyObject *name, PyObject *value)
+{
+    oomkit_step *self = step_CAST(op);
+    int special = PyUnicode_Check(name) && PyUnicode_GET_LENGTH(name) > 1 &&
+                  PyUnicode_READ_CHAR(name, 0) == '_' &&
+                  PyUnicode_READ_CHAR(name, 1) == '_';
+
+    if (self->func != NULL &&
+        ((self->is_module && !special) ||
+         (special && PyFunction_Check(self->func) &&
+          (PyUnicode_Compare(name, self->st->str_defaults) == 0 ||
+           PyUnicode_Compare(name, self->st->str_kwdefaults) == 0 ||
+           PyUnicode_Compare(name, self->st->str_code) == 0)))) {
+        return PyObject_SetAttr(self->func, name, value);
+    }
+    return PyObject_GenericSetAttr(op, name, value);
+}
+
+/* A callable that wants to know its name in a class is told. */
+static PyObject *
+step_set_name(PyObject *op, PyObject *const *args, Py_ssize_t count)
+{
+    PyObject *func = step_CAST(op)->func; /* borrowed from op */
+    PyObject *method, *result;            /* owned */
+
+    if (count != 2) {
+        return oomkit_raise(
+            PyExc_TypeError,
+            "__set_name__() takes a class and a name, got %zd arguments", count);
+    }
+    method =
+        PyObject_GetAttr((PyObject *)Py_TYPE(func), step_CAST(op)->st->str_set_name);
+    if (method == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return NULL;
+        }
+        PyErr_Clear(); /* most callables do not */
+        Py_RETURN_NONE;
+    }
+    result = PyObject_CallFunctionObjArgs(method, func, args[0], args[1], NULL);
+    Py_DECREF(method);
+    return result;
 }
 
 static PyObject *
@@ -258,13 +82,6 @@ step_repr(PyObject *op)
 {
     return PyUnicode_FromFormat("<oomkit.auto_batch step %U>",
                                 step_CAST(op)->options.label);
-}
-
-/* Pickled and copied by reference, as a function is. */
-static PyObject *
-step_reduce(PyObject *op, PyObject *Py_UNUSED(ignored))
-{
-    return PyObject_GetAttr(op, step_CAST(op)->st->str_qualname);
 }
 
 static PyObject *
@@ -311,6 +128,9 @@ step_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(op));
     Py_VISIT(self->func);
     Py_VISIT(self->dict);
+    Py_VISIT(self->given);
+    Py_VISIT(self->instances);
+    Py_VISIT(self->parent);
     Py_VISIT(self->last_gradient);
     if (self->parts != NULL && self->parts->refs == 1) {
         int result = oomkit_participants_traverse(self->parts, visit, arg);
@@ -321,6 +141,15 @@ step_traverse(PyObject *op, visitproc visit, void *arg)
     return oomkit_options_traverse(&self->options, visit, arg);
 }
 
+/* A finaliser that the collector runs late. */
+static PyObject *
+step_cleared_call(PyObject *op, PyObject *const *Py_UNUSED(args),
+                  size_t Py_UNUSED(nargsf), PyObject *Py_UNUSED(kwnames))
+{
+    return PyErr_Format(PyExc_ReferenceError,
+                        "%R was called while the garbage collector was freeing it", op);
+}
+
 static int
 step_clear(PyObject *op)
 {
@@ -329,10 +158,13 @@ step_clear(PyObject *op)
     PyObject *label =
         Py_XNewRef(self->options.label); /* owned: repr() stays possible */
 
+    self->vectorcall = step_cleared_call;
+    oomkit_step_drop_instances(self);
     self->parts = NULL;
     oomkit_participants_release(parts);
     oomkit_options_clear(&self->options);
     self->options.label = label;
+    Py_CLEAR(self->given);
     Py_CLEAR(self->last_gradient);
     Py_CLEAR(self->func);
     Py_CLEAR(self->dict);
@@ -355,13 +187,23 @@ step_dealloc(PyObject *op)
     oomkit_batch_site_clear(&self->batch_site);
     oomkit_result_site_clear(&self->results);
     oomkit_loss_site_clear(&self->losses);
-    oomkit_ring_destroy(self->ring);
+    Py_CLEAR(self->owner);
+    if (self->parent == NULL) {
+        oomkit_ring_destroy(self->ring);
+    }
+    Py_CLEAR(self->parent);
     tp->tp_free(op);
     Py_DECREF(tp);
 }
 
 static PyMethodDef step_methods[] = {
-    {"__reduce__", step_reduce, METH_NOARGS, "Pickle by reference, as a function."},
+    {"__reduce__", oomkit_step_reduce, METH_NOARGS,
+     "Pickle by reference, as a function; what has no name of its own, by its parts."},
+    {"__copy__", oomkit_step_copy, METH_NOARGS, "The step itself, as of a function."},
+    {"__deepcopy__", oomkit_step_deepcopy, METH_O,
+     "The step itself, or one of the copied object that it is bound to."},
+    {"__set_name__", (PyCFunction)(void (*)(void))step_set_name, METH_FASTCALL,
+     "Passed on to the callable."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -381,25 +223,36 @@ static PyGetSetDef step_getset[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
+#define STEP_SLOTS                                                                     \
+    {Py_tp_dealloc, step_dealloc}, {Py_tp_traverse, step_traverse},                    \
+        {Py_tp_clear, step_clear}, {Py_tp_call, PyVectorcall_Call},                    \
+        {Py_tp_repr, step_repr}, {Py_tp_getattro, step_getattro},                      \
+        {Py_tp_setattro, step_setattro}, {Py_tp_methods, step_methods},                \
+        {Py_tp_members, step_members}, {Py_tp_getset, step_getset},                    \
+        {Py_tp_doc,                                                                    \
+         "A step protected against out-of-memory, as auto_batch returns it."}
+
+#define STEP_FLAGS                                                                     \
+    (Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |            \
+     Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION)
+
 static PyType_Slot step_slots[] = {
-    {Py_tp_dealloc, step_dealloc},
-    {Py_tp_traverse, step_traverse},
-    {Py_tp_clear, step_clear},
-    {Py_tp_call, PyVectorcall_Call},
-    {Py_tp_descr_get, step_descr_get},
-    {Py_tp_repr, step_repr},
-    {Py_tp_methods, step_methods},
-    {Py_tp_members, step_members},
-    {Py_tp_getset, step_getset},
-    {Py_tp_doc, "A step protected against out-of-memory, as auto_batch returns it."},
-    {0, NULL},
-};
+    STEP_SLOTS, {Py_tp_descr_get, step_descr_get}, {0, NULL}};
+
+static PyType_Slot step_object_slots[] = {STEP_SLOTS, {0, NULL}};
 
 PyType_Spec oomkit_step_spec = {
     .name = "oomkit._C.Step",
     .basicsize = sizeof(oomkit_step),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
-             Py_TPFLAGS_METHOD_DESCRIPTOR | Py_TPFLAGS_IMMUTABLETYPE |
-             Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .flags = STEP_FLAGS | Py_TPFLAGS_METHOD_DESCRIPTOR,
     .slots = step_slots,
+};
+
+/* In a class it stays as it is, as the callable would: the interpreter passes `self` to
+ * whatever has the flag, without asking. */
+PyType_Spec oomkit_step_object_spec = {
+    .name = "oomkit._C.Step",
+    .basicsize = sizeof(oomkit_step),
+    .flags = STEP_FLAGS,
+    .slots = step_object_slots,
 };

@@ -9,8 +9,11 @@ PyObject *
 oomkit_auto_batch(PyObject *module, PyObject *args, PyObject *kwargs);
 
 extern PyType_Spec oomkit_step_spec;
+extern PyType_Spec oomkit_step_object_spec;
+extern PyType_Spec oomkit_bound_spec;
 extern PyType_Spec oomkit_interceptor_spec;
 extern PyType_Spec oomkit_backward_spec;
 extern PyType_Spec oomkit_pending_spec;
+extern PyType_Spec oomkit_relay_spec;
 
 #endif

@@ -244,7 +244,7 @@ oomkit_strangers_meet(oomkit_call *call, PyObject *roots)
     }
     Py_XDECREF(found);
     if (result == 0 && restart) {
-        call->restart = 1;
+        call->restart = OOMKIT_RESTART_STRANGERS;
         oomkit_raise(call->st->SplitError,
                      "auto_batch begins the step again, with tensors that take part in "
                      "the loss and that it did not find before; let this error pass");

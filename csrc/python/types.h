@@ -6,5 +6,7 @@
 
 extern PyType_Spec oomkit_guard_spec;   /* guard_type.c */
 extern PyType_Spec oomkit_guarded_spec; /* guarded_type.c */
+extern PyType_Spec oomkit_guarded_object_spec;
+extern PyMethodDef oomkit_guarded_methods[];
 
 #endif

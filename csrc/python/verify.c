@@ -160,11 +160,15 @@ verify_call(verify *v, int64_t start, int64_t length)
         return -1;
     }
     if (oomkit_batch_build(call->st, call->options, &call->batch, start, length,
-                           vector) == 0) {
+                           vector) == 0 &&
+        oomkit_compiler_on(call) == 0) {
         call->running = 1;
         result = PyObject_Vectorcall(call->func, vector, (size_t)call->batch.positional,
                                      call->kwnames);
         call->running = 0;
+        if (oomkit_compiler_off(call) < 0) {
+            Py_CLEAR(result);
+        }
     }
     for (i = 0; i < call->batch.total; i++) {
         Py_CLEAR(vector[i]);

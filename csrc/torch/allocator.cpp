@@ -337,7 +337,7 @@ fault_stats(uint64_t *seen, uint64_t *fired, int *armed) noexcept
 int
 set_phase(int phase) noexcept
 {
-    return oomkit_fault_set_phase(counters.fault, phase);
+    return oomkit_fault_set_phase(phase);
 }
 
 } // namespace oomkit

@@ -18,7 +18,7 @@ test_nothing_fails_unarmed(void)
     oomkit_fault *fault = oomkit_fault_create();
 
     CHECK(!oomkit_fault_armed(fault));
-    CHECK(oomkit_fault_phase(fault) == OOMKIT_PHASE_FORWARD);
+    CHECK(oomkit_fault_phase() == OOMKIT_PHASE_FORWARD);
     CHECK(oomkit_fault_check(fault, 100) == OOMKIT_OK);
     CHECK(oomkit_fault_seen(fault) == 0 && oomkit_fault_fired(fault) == 0);
     oomkit_fault_disarm(fault);
@@ -131,18 +131,50 @@ test_phases(void)
         plan.phases = mask;
         CHECK(oomkit_fault_arm(fault, &plan) == OOMKIT_OK);
         for (phase = 0; phase < OOMKIT_PHASES; phase++) {
-            CHECK(oomkit_fault_set_phase(fault, phase) == before);
-            CHECK(oomkit_fault_phase(fault) == phase);
+            CHECK(oomkit_fault_set_phase(phase) == before);
+            CHECK(oomkit_fault_phase() == phase);
             before = phase;
             CHECK(oomkit_fault_check(fault, 1) ==
                   (mask & 1u << phase ? OOMKIT_EOOM : OOMKIT_OK));
         }
         oomkit_fault_disarm(fault);
     }
-    CHECK(oomkit_fault_set_phase(fault, -1) == before);
-    CHECK(oomkit_fault_set_phase(fault, OOMKIT_PHASES) == before);
-    CHECK(oomkit_fault_phase(fault) == before);
+    CHECK(oomkit_fault_set_phase(-1) == before);
+    CHECK(oomkit_fault_set_phase(OOMKIT_PHASES) == before);
+    CHECK(oomkit_fault_phase() == before);
+    CHECK(oomkit_fault_set_phase(OOMKIT_PHASE_FORWARD) == before);
     oomkit_fault_destroy(fault);
+}
+
+static void *
+own_phase(void *argument)
+{
+    int *seen = argument;
+
+    seen[0] = oomkit_fault_phase(); /* it has none: that of whom it works for */
+    seen[1] = oomkit_fault_set_phase(OOMKIT_PHASE_FORWARD);
+    seen[2] = oomkit_fault_phase();
+    CHECK(oomkit_fault_set_phase(OOMKIT_PHASE_RECOVERY) == OOMKIT_PHASE_FORWARD);
+    CHECK(oomkit_fault_set_phase(OOMKIT_PHASE_FORWARD) == OOMKIT_PHASE_RECOVERY);
+    return NULL;
+}
+
+/* A thread has a phase of its own once it has set one. */
+static void
+test_phases_of_threads(void)
+{
+    int phase, seen[3];
+    pthread_t thread;
+
+    for (phase = 0; phase < OOMKIT_PHASES; phase++) {
+        CHECK(oomkit_fault_set_phase(phase) == OOMKIT_PHASE_FORWARD);
+        CHECK(pthread_create(&thread, NULL, own_phase, seen) == 0);
+        CHECK(pthread_join(thread, NULL) == 0);
+        CHECK(seen[0] == phase && seen[1] == OOMKIT_PHASE_FORWARD &&
+              seen[2] == OOMKIT_PHASE_FORWARD);
+        CHECK(oomkit_fault_phase() == phase);
+        CHECK(oomkit_fault_set_phase(OOMKIT_PHASE_FORWARD) == phase);
+    }
 }
 
 /* Several threads share one schedule: as many fail as it says, whoever they are. */
@@ -221,6 +253,7 @@ main(void)
     test_arming();
     test_small_requests_do_not_count();
     test_phases();
+    test_phases_of_threads();
     test_threads();
     test_arming_beside_a_thread();
     CHECK_FAILS_WITHOUT_MEMORY(oomkit_fault_create());
