@@ -109,9 +109,7 @@ def measured_models() -> Iterable[Model]:
         gradients = sum(p.numel() * p.element_size() for p in model.parameters()) / MIB
         slope = (peaks[1] - peaks[0]) / 256
         scale = 16 if name.startswith("MLP") else 1
-        yield Model(
-            name, 2 * gradients, max(peaks[0] - 256 * slope, 0.0), slope, gradients, scale
-        )
+        yield Model(name, 2 * gradients, max(peaks[0] - 256 * slope, 0.0), slope, gradients, scale)
 
 
 # --- oomkit's planner, as it is ---

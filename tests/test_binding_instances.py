@@ -107,9 +107,9 @@ def test_losses_of_one_are_not_compared_with_those_of_the_other() -> None:
         small.step(X)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # eight times as large looks like a forgotten sum
-        with inject_oom(nth=1, times=3, phase="backward") as armed:
+        with inject_oom(nth=1, times=2, phase="backward") as armed:
             large.step(X)
-    assert armed.fired == 3
+    assert armed.fired == 2
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
@@ -205,7 +205,7 @@ def test_objects_come_and_go_and_leave_nothing() -> None:
     many(60)
     gc.collect()
     after = len(gc.get_objects()), oomkit.memory("cpu").allocated
-    assert abs(after[0] - before[0]) <= 5
+    assert after[0] - before[0] <= 5  # what others left may go meanwhile
     assert after[1] == before[1]
 
 

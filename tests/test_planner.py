@@ -14,6 +14,7 @@ from torch import nn
 
 import oomkit
 from oomkit import testing
+from oomkit._buffers import _is_compiling
 
 MIB = 2**20
 
@@ -141,7 +142,7 @@ def run(model: nn.Module, batch: Any, budget: int, calls: int = 6) -> Any:
 def test_the_best_size_is_found(kind: str, share: float) -> None:
     torch.manual_seed(0)
     make, data = KINDS[kind]
-    rows = 1500 if kind == "wide" else 36
+    rows = 600 if kind == "wide" else 36
     model, batch = make(), data(rows)
     whole, one = peak_of(model, batch), peak_of(model, batch, accumulation_steps=rows)
     budget = int(one + share * (whole - one))
@@ -243,9 +244,18 @@ def test_training_and_evaluation_are_told_apart() -> None:
     assert step.records[-1].accumulation_steps == 1 and step.records[-1].ooms == 0
 
 
-def test_few_sizes_so_that_compiled_models_compile_seldom() -> None:
-    torch.manual_seed(0)
+@pytest.fixture
+def compiler() -> Iterator[None]:
+    """No later test is to run in a process in which something is compiled."""
     torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    assert not _is_compiling()
+
+
+def test_few_sizes_so_that_compiled_models_compile_seldom(compiler: None) -> None:
+    torch.manual_seed(0)
     sizes: list[int] = []
 
     def backend(graph: Any, inputs: list[Any]) -> Any:
@@ -268,7 +278,6 @@ def test_few_sizes_so_that_compiled_models_compile_seldom() -> None:
     assert len(sizes) == known  # nothing new once the size is found
     used = {record.micro_batch_size for record in step.records}
     assert known <= 2 * (len(used) + sum(record.ooms for record in step.records))
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("slices", [[20, 7, 7], [13, 5, 5, 5, 6]])
