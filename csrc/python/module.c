@@ -6,6 +6,7 @@
 #include "memory_methods.h"
 #include "records.h"
 #include "split_methods.h"
+#include "splitters.h"
 #include "state.h"
 #include "step_type.h"
 #include "types.h"
@@ -246,6 +247,8 @@ module_switch_begins(PyObject *module, PyObject *target)
 static PyMethodDef module_methods[] = {
     {"auto_batch", (PyCFunction)(void (*)(void))oomkit_auto_batch,
      METH_VARARGS | METH_KEYWORDS, auto_batch_doc},
+    {"register_splitter", (PyCFunction)(void (*)(void))oomkit_register_splitter,
+     METH_VARARGS | METH_KEYWORDS, OOMKIT_REGISTER_SPLITTER_DOC},
     {"live_steps", module_live_steps, METH_NOARGS,
      "live_steps()\n--\n\nThe decorated steps that are alive (list)."},
     {"_bind", module_bind, METH_VARARGS,

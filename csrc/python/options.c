@@ -371,29 +371,56 @@ options_choices(PyObject *kwargs, oomkit_options *options)
     return 0;
 }
 
+/* One dimension: the int in *dim. 0 or -1. */
 static int
-options_dim(PyObject *kwargs, oomkit_options *options)
+option_dim_number(PyObject *given, int64_t *dim)
 {
-    PyObject *given = option_get(kwargs, "dim"); /* borrowed */
-
-    if (given == NULL) {
-        return 0;
-    }
     if (!PyLong_Check(given) || PyBool_Check(given)) {
-        PyErr_Format(PyExc_TypeError, "auto_batch(dim=...) expected an int, got %s",
+        PyErr_Format(PyExc_TypeError,
+                     "auto_batch(dim=...) expected an int, or a dict of argument names "
+                     "and ints, got %s",
                      Py_TYPE(given)->tp_name);
         return -1;
     }
-    options->dim = PyLong_AsLongLong(given);
-    if (options->dim < 0) {
+    *dim = PyLong_AsLongLong(given);
+    if (*dim < 0) {
         if (!PyErr_Occurred()) {
             PyErr_Format(PyExc_ValueError,
                          "auto_batch(dim=...) expected 0 or more, got %lld",
-                         (long long)options->dim);
+                         (long long)*dim);
         }
         return -1;
     }
     return 0;
+}
+
+static int
+options_dim(PyObject *kwargs, oomkit_options *options)
+{
+    PyObject *given = option_get(kwargs, "dim"); /* borrowed */
+    PyObject *name, *number;                     /* borrowed from given */
+    Py_ssize_t position = 0;
+    int64_t dim;
+
+    if (given == NULL) {
+        return 0;
+    }
+    if (!PyDict_Check(given)) {
+        return option_dim_number(given, &options->dim);
+    }
+    while (PyDict_Next(given, &position, &name, &number)) {
+        if (!PyUnicode_Check(name)) {
+            PyErr_Format(PyExc_TypeError,
+                         "auto_batch(dim=...) expected argument names as keys, got %R",
+                         name);
+            return -1;
+        }
+        if (option_dim_number(number, &dim) < 0) {
+            return -1;
+        }
+    }
+    options->dims = PyDict_Copy(given);
+    return options->dims == NULL ? -1 : 0;
 }
 
 int
@@ -450,6 +477,7 @@ oomkit_options_clear(oomkit_options *options)
     Py_CLEAR(options->batch);
     Py_CLEAR(options->statics);
     Py_CLEAR(options->split);
+    Py_CLEAR(options->dims);
     Py_CLEAR(options->join);
     Py_CLEAR(options->participants);
     Py_CLEAR(options->backward);

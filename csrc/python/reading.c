@@ -21,7 +21,8 @@ oomkit_node_holds_dicts(const oomkit_batch *batch, Py_ssize_t index)
     Py_ssize_t number, child;
     EACH_CHILD(batch, index, number, child)
     {
-        if (batch->nodes[child].kind != OOMKIT_NODE_DICT) {
+        if (batch->nodes[child].kind != OOMKIT_NODE_DICT &&
+            batch->nodes[child].kind != OOMKIT_NODE_OBJECT) {
             return 0;
         }
     }
@@ -69,7 +70,7 @@ oomkit_node_fits(const oomkit_batch *batch, Py_ssize_t index, int64_t rows)
     const oomkit_node *node = &batch->nodes[index];
     Py_ssize_t number, child;
 
-    if (node->kind == OOMKIT_NODE_TENSOR) {
+    if (oomkit_node_is_cut(node)) {
         return node->rows == -1 || node->rows == 1 || node->rows == rows;
     }
     EACH_CHILD(batch, index, number, child)
@@ -180,8 +181,10 @@ oomkit_node_mark(oomkit_batch *batch, Py_ssize_t index, int64_t rows, Py_ssize_t
     oomkit_node *node = &batch->nodes[index];
     Py_ssize_t number, child;
 
-    if (node->kind == OOMKIT_NODE_TENSOR) {
-        node->split = node->rows == rows ? OOMKIT_SPLIT_NARROW : OOMKIT_SPLIT_WHOLE;
+    if (oomkit_node_is_cut(node)) {
+        int how = (node->flags & OOMKIT_NODE_CUSTOM) != 0 ? OOMKIT_SPLIT_CUSTOM
+                                                          : OOMKIT_SPLIT_NARROW;
+        node->split = (uint8_t)(node->rows == rows ? how : OOMKIT_SPLIT_WHOLE);
         return;
     }
     if (node_reads_as_items(batch, index, rows, first) ||
