@@ -36,7 +36,6 @@ class Count:
 
 COUNTS = {
     "object": lambda x: Count(len(x)),
-    "namespace": lambda x: types.SimpleNamespace(n=len(x)),
     "deque": lambda x: collections.deque([0] * len(x)),
     "range": lambda x: range(len(x)),
 }

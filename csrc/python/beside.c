@@ -134,8 +134,12 @@ beside_sizes(const oomkit_find *f, const oomkit_seen *seen, Py_ssize_t index)
 
     for (; result == 0 && index < end; index++) {
         const oomkit_node *node = &f->batch->nodes[index];
-        if (node->split == OOMKIT_SPLIT_ITEMS ||
-            (node->flags & (OOMKIT_NODE_CUSTOM | OOMKIT_NODE_STATIC)) != 0) {
+        if ((node->flags & OOMKIT_NODE_CUSTOM) != 0 && node->rows != rows) {
+            result = beside_refuse(f, index, "which does not go with it",
+                                   "name what is to be split with batch=... or pass it "
+                                   "whole with static=...");
+        } else if (node->split == OOMKIT_SPLIT_ITEMS ||
+                   (node->flags & (OOMKIT_NODE_CUSTOM | OOMKIT_NODE_STATIC)) != 0) {
             index = oomkit_node_end(f->batch, index) - 1;
         } else if (node->rows > 1 && node->rows != rows) {
             result = beside_other_size(f, seen, index);

@@ -48,7 +48,8 @@ find_first(oomkit_find *f)
         if (f->roles[argument] != OOMKIT_ROLE_OTHER) {
             continue;
         }
-        holds = oomkit_node_first_tensor(f->batch, index, -1, 0) >= 0
+        holds = oomkit_node_first_tensor(f->batch, index, -1, 0) >= 0 ||
+                        (f->batch->nodes[index].flags & OOMKIT_NODE_CUSTOM) != 0
                     ? 1
                     : oomkit_find_closed(f, argument, index, -1, &where);
         if (holds != 0) {
@@ -70,7 +71,8 @@ find_custom_rows(const oomkit_find *f)
         oomkit_node *node = &f->batch->nodes[i];
         PyObject *value; /* owned */
         int known;
-        if ((node->flags & OOMKIT_NODE_CUSTOM) == 0) {
+        if ((node->flags & OOMKIT_NODE_CUSTOM) == 0 ||
+            (node->flags & OOMKIT_NODE_STATIC) != 0) {
             continue;
         }
         value = oomkit_node_whole(f->st, f->batch, i);
@@ -278,6 +280,13 @@ find_called_rows(const oomkit_find *f)
 
     if (tensor >= 0 && !counts) {
         return f->batch->nodes[tensor].rows;
+    }
+    if ((f->batch->nodes[f->first].flags & OOMKIT_NODE_CUSTOM) != 0) {
+        int64_t rows;
+        int known = oomkit_splitter_rows(f->st, object, &rows);
+        if (known <= 0) {
+            return known < 0 ? -1 : rows;
+        }
     }
     length = PyObject_Size(object);
     if (length < 0 && PyErr_ExceptionMatches(PyExc_TypeError)) {

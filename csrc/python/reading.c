@@ -70,8 +70,12 @@ oomkit_node_fits(const oomkit_batch *batch, Py_ssize_t index, int64_t rows)
     const oomkit_node *node = &batch->nodes[index];
     Py_ssize_t number, child;
 
+    if ((node->flags & OOMKIT_NODE_STATIC) != 0) {
+        return 1;
+    }
     if (oomkit_node_is_cut(node)) {
-        return node->rows == -1 || node->rows == 1 || node->rows == rows;
+        int custom = (node->flags & OOMKIT_NODE_CUSTOM) != 0;
+        return node->rows == rows || (!custom && (node->rows == -1 || node->rows == 1));
     }
     EACH_CHILD(batch, index, number, child)
     {
@@ -181,6 +185,9 @@ oomkit_node_mark(oomkit_batch *batch, Py_ssize_t index, int64_t rows, Py_ssize_t
     oomkit_node *node = &batch->nodes[index];
     Py_ssize_t number, child;
 
+    if ((node->flags & OOMKIT_NODE_STATIC) != 0) {
+        return;
+    }
     if (oomkit_node_is_cut(node)) {
         int how = (node->flags & OOMKIT_NODE_CUSTOM) != 0 ? OOMKIT_SPLIT_CUSTOM
                                                           : OOMKIT_SPLIT_NARROW;

@@ -12,6 +12,13 @@ oomkit_find_describe(const oomkit_find *f, Py_ssize_t index)
     if (path == NULL) {
         return NULL;
     }
+    if ((f->batch->nodes[index].flags & OOMKIT_NODE_CUSTOM) != 0) {
+        text = PyUnicode_FromFormat("%U is a '%.200s' of %lld rows", path,
+                                    Py_TYPE(f->batch->nodes[index].object)->tp_name,
+                                    (long long)f->batch->nodes[index].rows);
+        Py_DECREF(path);
+        return text;
+    }
     shape = PyObject_GetAttr(f->batch->nodes[index].object, f->st->str_shape);
     sizes = shape == NULL ? NULL : PySequence_List(shape);
     if (sizes != NULL) {
