@@ -1,6 +1,8 @@
 /* Arrays of numpy among the arguments, by their buffers: numpy is not linked. */
 #include "capture.h"
 
+#include <string.h>
+
 #define SAMPLES 64 /* values that a change is looked for in */
 
 static uint64_t
@@ -8,6 +10,25 @@ array_mix(uint64_t hash, uint64_t value)
 {
     hash = (hash ^ value) * 0xff51afd7ed558ccdu;
     return hash ^ (hash >> 32);
+}
+
+/* The same of memory without gaps: up to 64 words. */
+static uint32_t
+array_sample_dense(const Py_buffer *view)
+{
+    const char *bytes = view->buf;
+    Py_ssize_t words = view->len / (Py_ssize_t)sizeof(uint64_t), i;
+    Py_ssize_t step = words > SAMPLES ? words / SAMPLES : 1;
+    uint64_t hash = (uint64_t)view->len, value = 0;
+
+    for (i = 0; i < SAMPLES && i * step < words; i++) {
+        memcpy(&value, bytes + i * step * (Py_ssize_t)sizeof(value), sizeof(value));
+        hash = array_mix(hash, value);
+    }
+    for (i = words * (Py_ssize_t)sizeof(uint64_t); i < view->len; i++) {
+        hash = array_mix(hash, (unsigned char)bytes[i]);
+    }
+    return (uint32_t)(hash ^ (hash >> 32));
 }
 
 /* A hash of up to 64 items spread over the array. */
@@ -18,6 +39,9 @@ array_sample(const Py_buffer *view)
     Py_ssize_t step = count > SAMPLES ? count / SAMPLES : 1, i;
     uint64_t hash = (uint64_t)count;
 
+    if (PyBuffer_IsContiguous(view, 'C')) {
+        return array_sample_dense(view);
+    }
     for (i = 0; i < SAMPLES && i * step < count; i++) {
         const char *item = view->buf;
         uint64_t value = 0;
@@ -110,8 +134,8 @@ PyObject *
 oomkit_array_slice(oomkit_state *st, PyObject *array, int64_t dim, PyObject *start,
                    int64_t stop)
 {
-    PyObject *end = PyLong_FromLongLong(stop);               /* owned */
-    PyObject *shape = PyObject_GetAttr(array, st->str_shape); /* owned */
+    PyObject *end = PyLong_FromLongLong(stop);                       /* owned */
+    PyObject *shape = PyObject_GetAttr(array, st->str_shape);        /* owned */
     PyObject *rows = NULL, *all = NULL, *index = NULL, *part = NULL; /* owned */
     int64_t i;
 

@@ -233,9 +233,8 @@ oomkit_find_beside(const oomkit_find *f, Py_ssize_t argument, Py_ssize_t index)
     }
     if (oomkit_node_fits(batch, index, rows)) {
         oomkit_node_mark(batch, index, rows, -1);
-        return beside_fits(f, seen, argument, index) < 0
-                   ? -1
-                   : beside_sizes(f, seen, index);
+        return beside_fits(f, seen, argument, index) < 0 ? -1
+                                                         : beside_sizes(f, seen, index);
     }
     with = oomkit_node_first_tensor(batch, index, rows, 1);
     if (with >= 0 && (seen == NULL || !seen->size_stays)) {

@@ -17,7 +17,7 @@ typedef oomkit_capture capture;
 static int
 capture_grow(oomkit_batch *batch)
 {
-    Py_ssize_t room = batch->room * 2;
+    Py_ssize_t room = batch->room * 4;
     oomkit_node *inline_nodes = batch->inline_nodes;
     oomkit_node *grown =
         PyMem_Realloc(batch->nodes == inline_nodes ? NULL : batch->nodes,
@@ -120,7 +120,8 @@ capture_tuple(capture *c, Py_ssize_t at, PyObject *tuple, int depth)
 
     c->batch->nodes[at].kind = OOMKIT_NODE_TUPLE;
     for (i = 0; i < PyTuple_GET_SIZE(tuple); i++) {
-        if (oomkit_capture_value(c, PyTuple_GET_ITEM(tuple, i), NULL, 0, depth + 1) < 0) {
+        if (oomkit_capture_value(c, PyTuple_GET_ITEM(tuple, i), NULL, 0, depth + 1) <
+            0) {
             return -1;
         }
         c->batch->nodes[at].children = i + 1;

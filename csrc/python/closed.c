@@ -76,8 +76,8 @@ holds_model(const closed *c, PyObject *dict)
 }
 
 /* The instance's dictionary of an object that can be data. Any other object (a trainer,
- * a configuration) may hold tensors that are no batch; what has a method `to()` is moved
- * between devices as batches are. */
+ * a configuration) may hold tensors that are no batch; what has a method `to()` is
+ * moved between devices as batches are. */
 static int
 closed_instance(const closed *c, PyObject *object, int depth)
 {

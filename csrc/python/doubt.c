@@ -141,7 +141,8 @@ doubt_samples(const oomkit_find *f)
         path = oomkit_node_path(batch, f->names, i);
         if (path != NULL) {
             text = PyUnicode_FromFormat(
-                "%U is a '%.200s' of %zd alike, which may be %zd samples, or columns of "
+                "%U is a '%.200s' of %zd alike, which may be %zd samples, or columns "
+                "of "
                 "%lld rows; for samples give split=lambda batch, start, length: "
                 "batch[start : start + length], for columns put them into a dict",
                 path, Py_TYPE(batch->nodes[i].object)->tp_name,

@@ -210,8 +210,8 @@ find_check_dims(const oomkit_find *f, Py_ssize_t index)
             index = oomkit_node_end(batch, index);
             continue;
         }
-        if (node->rows < 0 && (node->kind == OOMKIT_NODE_TENSOR ||
-                               node->kind == OOMKIT_NODE_ARRAY)) {
+        if (node->rows < 0 &&
+            (node->kind == OOMKIT_NODE_TENSOR || node->kind == OOMKIT_NODE_ARRAY)) {
             dimensions = oomkit_find_dimensions(f, index);
             if (dimensions == -1) {
                 return oomkit_find_refuse(
@@ -273,8 +273,7 @@ find_called_rows(const oomkit_find *f)
     Py_ssize_t tensor = oomkit_node_first_tensor(f->batch, f->first, -1, 0);
     Py_ssize_t length;
     int counts = /* a class of the user's that knows its length */
-        f->batch->nodes[f->first].kind == OOMKIT_NODE_OBJECT &&
-        !PyDict_Check(object) &&
+        f->batch->nodes[f->first].kind == OOMKIT_NODE_OBJECT && !PyDict_Check(object) &&
         !PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)f->st->UserDict) &&
         PyObject_HasAttr((PyObject *)Py_TYPE(object), f->st->str_len);
 
@@ -412,7 +411,8 @@ find_run(oomkit_find *f)
 
     if (oomkit_find_check_names(f, f->options->batch, "batch") < 0 ||
         oomkit_find_check_names(f, f->options->statics, "static") < 0 ||
-        oomkit_find_roles(f) < 0 || oomkit_find_hide(f) < 0 ||
+        oomkit_find_check_dims(f) < 0 || oomkit_find_roles(f) < 0 ||
+        oomkit_find_hide(f) < 0 ||
         (f->options->split == NULL && find_custom_rows(f) < 0)) {
         return -1;
     }
@@ -434,8 +434,7 @@ find_run(oomkit_find *f)
             return -1;
         }
     }
-    if (f->batch->rows > 1 &&
-        (find_check_layouts(f) < 0 || oomkit_find_doubt(f) < 0)) {
+    if (f->batch->rows > 1 && (find_check_layouts(f) < 0 || oomkit_find_doubt(f) < 0)) {
         return -1;
     }
     return oomkit_node_twins(f->batch) < 0 ? -1 : 1;

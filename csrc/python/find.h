@@ -84,6 +84,10 @@ oomkit_find_dimensions(const oomkit_find *f, Py_ssize_t index);
 int
 oomkit_find_check_names(const oomkit_find *f, PyObject *given, const char *option);
 
+/* The same of the names that dim= has, but "return", which is of the results. */
+int
+oomkit_find_check_dims(const oomkit_find *f);
+
 /* Gives the roles that static= and batch= give. 0 or -1. */
 int
 oomkit_find_roles(oomkit_find *f);

@@ -16,8 +16,8 @@ element_required(const oomkit_rules *r, PyObject *const *values, Py_ssize_t numb
         if (!PyTuple_Check(values[i]) || number >= PyTuple_GET_SIZE(values[i])) {
             continue;
         }
-        if (oomkit_kept_get(r->marks, r->first + i,
-                            PyTuple_GET_ITEM(values[i], number), &kept) < 0) {
+        if (oomkit_kept_get(r->marks, r->first + i, PyTuple_GET_ITEM(values[i], number),
+                            &kept) < 0) {
             return -1;
         }
         found = kept.required;
@@ -37,16 +37,14 @@ tuple_refusing(const oomkit_rules *r, const oomkit_place *where,
     for (i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
         PyObject *item = PyList_GET_ITEM(list, i); /* borrowed from list */
         oomkit_place inner = {.outer = where, .number = i};
-        int required = oomkit_tensor_check(r->st, item)
-                           ? element_required(r, values, i)
-                           : 0;
+        int required =
+            oomkit_tensor_check(r->st, item) ? element_required(r, values, i) : 0;
         PyObject *refusing; /* owned, stolen by the list */
         if (required == 0) {
             continue;
         }
-        refusing = required < 0
-                       ? NULL
-                       : oomkit_join_refusing(r, &inner, Py_NewRef(item));
+        refusing =
+            required < 0 ? NULL : oomkit_join_refusing(r, &inner, Py_NewRef(item));
         if (refusing == NULL || PyList_SetItem(list, i, refusing) < 0) {
             Py_CLEAR(list);
         }

@@ -1,5 +1,5 @@
-/* What a type is to capture, remembered: arguments of the same few types come with every
- * call. */
+/* What a type is to capture, remembered: arguments of the same few types come with
+ * every call. */
 #include "capture.h"
 #include "outputs.h"
 #include "tensor.h"
@@ -7,7 +7,8 @@
 #include <string.h>
 
 /* The type, or one that it comes from, that has a splitter. Borrowed from the state;
- * NULL when there is none. Hashing types runs no Python code but that of a metaclass. */
+ * NULL when there is none. Hashing types runs no Python code but that of a metaclass.
+ */
 PyObject *
 oomkit_splitter_of(const oomkit_state *st, PyTypeObject *type)
 {

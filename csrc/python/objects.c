@@ -34,6 +34,9 @@ value_is_data(oomkit_state *st, PyObject *value)
     PyTypeObject *type = Py_TYPE(value);
     int kind;
 
+    if (type == (PyTypeObject *)st->Tensor) {
+        return 1;
+    }
     if (value == Py_None || type == &PyUnicode_Type || type == &PyLong_Type ||
         type == &PyFloat_Type || type == &PyBool_Type) {
         return 0;
@@ -72,30 +75,37 @@ open_child(oomkit_capture *c, Py_ssize_t at, PyObject *value, PyObject *key, int
     return 0;
 }
 
-/* The entries of a mapping in its own order; what is an attribute too is marked. */
+/* One entry; marked when it is an attribute too. */
+static int
+open_entry(oomkit_capture *c, Py_ssize_t at, PyObject *dict, PyObject *key,
+           PyObject *value, int depth)
+{
+    PyObject *mirror = NULL; /* borrowed from dict */
+
+    if (dict != NULL) {
+        mirror = PyDict_GetItemWithError(dict, key);
+        if (mirror == NULL && PyErr_Occurred()) {
+            return -1;
+        }
+    }
+    return open_child(c, at, value, key, mirror == value ? OOMKIT_NODE_MIRRORED : 0,
+                      depth);
+}
+
+/* The entries of a mapping, in the order of their insertion. */
 static int
 open_entries(oomkit_capture *c, Py_ssize_t at, PyObject *mapping, PyObject *dict,
              int depth)
 {
-    PyObject *keys = oomkit_output_base(Py_TYPE(mapping))->tp_iter(mapping); /* owned */
-    PyObject *key; /* owned */
-    int result = keys == NULL ? -1 : 0;
+    PyObject *key, *value; /* borrowed from mapping */
+    Py_ssize_t position = 0;
+    int result = 0;
 
-    while (result == 0 && (key = PyIter_Next(keys)) != NULL) {
-        PyObject *value = PyDict_GetItemWithError(mapping, key); /* borrowed */
-        PyObject *mirror = NULL;                                 /* borrowed from dict */
-        if (value != NULL && dict != NULL && dict != mapping) {
-            mirror = PyDict_GetItemWithError(dict, key);
-        }
-        result = value == NULL || (mirror == NULL && PyErr_Occurred())
-                     ? -1
-                     : open_child(c, at, value, key,
-                                  mirror == value ? OOMKIT_NODE_MIRRORED : 0, depth);
-        Py_DECREF(key);
+    if (dict == mapping || (dict != NULL && PyDict_GET_SIZE(dict) == 0)) {
+        dict = NULL;
     }
-    Py_XDECREF(keys);
-    if (PyErr_Occurred()) {
-        return -1;
+    while (result == 0 && PyDict_Next(mapping, &position, &key, &value)) {
+        result = open_entry(c, at, dict, key, value, depth);
     }
     c->batch->nodes[at].entries = (int32_t)c->batch->nodes[at].children;
     return result;
@@ -134,7 +144,8 @@ open_slots(oomkit_capture *c, Py_ssize_t at, PyObject *object, int depth)
         for (; member != NULL && member->name != NULL; member++) {
             PyObject *name, *value; /* owned */
             int result;
-            if (strncmp(member->name, "__", 2) == 0 || (member->flags & READONLY) != 0) {
+            if (strncmp(member->name, "__", 2) == 0 ||
+                (member->flags & READONLY) != 0) {
                 continue;
             }
             value = PyMember_GetOne((const char *)object, member);
@@ -242,6 +253,29 @@ made_part(PyObject *made, PyObject *dict, const oomkit_node *child, int is_entry
     return PyDict_SetItem(dict, child->key, value);
 }
 
+/* An OrderedDict may have been given another order than that of its insertions. */
+static int
+made_order(PyObject *made, PyObject *like)
+{
+    PyObject *keys = PyODict_Type.tp_iter(like); /* owned */
+    PyObject *key, *done;                        /* owned */
+    int result = keys == NULL ? -1 : 0;
+
+    while (result == 0 && (key = PyIter_Next(keys)) != NULL) {
+        int there = PyDict_Contains(made, key); /* the step may have added some */
+        result = there < 0 ? -1 : 0;
+        if (there > 0) {
+            done = PyObject_CallMethod((PyObject *)&PyODict_Type, "move_to_end", "OO",
+                                       made, key);
+            result = done == NULL ? -1 : 0;
+            Py_XDECREF(done);
+        }
+        Py_DECREF(key);
+    }
+    Py_XDECREF(keys);
+    return PyErr_Occurred() ? -1 : result;
+}
+
 PyObject *
 oomkit_object_build(oomkit_state *st, const oomkit_batch *batch, Py_ssize_t at,
                     PyObject *const *values)
@@ -268,6 +302,9 @@ oomkit_object_build(oomkit_state *st, const oomkit_batch *batch, Py_ssize_t at,
             0) {
             goto error;
         }
+    }
+    if (PyODict_Check(made) && made_order(made, node->object) < 0) {
+        goto error;
     }
     Py_XDECREF(dict);
     return made;

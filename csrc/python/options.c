@@ -397,8 +397,7 @@ option_dim_number(PyObject *given, int64_t *dim)
 static int
 options_dim(PyObject *kwargs, oomkit_options *options)
 {
-    PyObject *given = option_get(kwargs, "dim"); /* borrowed */
-    PyObject *name, *number;                     /* borrowed from given */
+    PyObject *name, *number, *given = option_get(kwargs, "dim"); /* borrowed */
     Py_ssize_t position = 0;
     int64_t dim;
 
@@ -411,12 +410,16 @@ options_dim(PyObject *kwargs, oomkit_options *options)
     while (PyDict_Next(given, &position, &name, &number)) {
         if (!PyUnicode_Check(name)) {
             PyErr_Format(PyExc_TypeError,
-                         "auto_batch(dim=...) expected argument names as keys, got %R",
+                         "auto_batch(dim=...) expected argument names "
+                         "as keys, got %R",
                          name);
             return -1;
         }
         if (option_dim_number(number, &dim) < 0) {
             return -1;
+        }
+        if (PyUnicode_CompareWithASCIIString(name, "return") == 0) {
+            options->dim = dim;
         }
     }
     options->dims = PyDict_Copy(given);

@@ -25,7 +25,7 @@ typedef struct oomkit_options {
     PyObject *on_retry; /* owned: callable(record), or NULL */
     PyObject *label;    /* owned: str */
     PyObject *dims;     /* owned: dict: argument name -> int, or NULL: dim everywhere */
-    int64_t dim;        /* 0 with dims */
+    int64_t dim;        /* with dims: of the results */
     int64_t accumulation_steps, min_micro_batch, multiple_of;
     oomkit_reduction reduction;
     int reduction_given; /* not the default */

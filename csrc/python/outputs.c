@@ -69,7 +69,7 @@ instance_dict(PyObject *object)
 static PyObject *
 mapping_entries(PyObject *mapping)
 {
-    PyObject *entries = PyDict_New();                                 /* owned */
+    PyObject *entries = PyDict_New();                                        /* owned */
     PyObject *keys = oomkit_output_base(Py_TYPE(mapping))->tp_iter(mapping); /* owned */
     PyObject *key, *value; /* owned; borrowed from mapping */
 

@@ -231,6 +231,25 @@ oomkit_find_hide(const oomkit_find *f)
     return 0;
 }
 
+int
+oomkit_find_check_dims(const oomkit_find *f)
+{
+    PyObject *names, *name; /* owned; borrowed from the options */
+    Py_ssize_t position = 0;
+    int result = 0;
+
+    while (result == 0 && f->options->dims != NULL &&
+           PyDict_Next(f->options->dims, &position, &name, NULL)) {
+        if (PyUnicode_CompareWithASCIIString(name, "return") == 0) {
+            continue;
+        }
+        names = PyTuple_Pack(1, name);
+        result = names == NULL ? -1 : oomkit_find_check_names(f, names, "dim");
+        Py_XDECREF(names);
+    }
+    return result;
+}
+
 /* Gives the roles that static= and batch= give. */
 int
 oomkit_find_roles(oomkit_find *f)

@@ -29,9 +29,8 @@ build_narrow(const build *b, PyObject *tensor)
         return NULL;
     }
     /* A sparse tensor has no views. */
-    return PyObject_VectorcallMethod(facts.is_strided ? b->st->str_narrow
-                                                      : b->st->str_narrow_copy,
-                                     stack, 4, NULL);
+    return PyObject_VectorcallMethod(
+        facts.is_strided ? b->st->str_narrow : b->st->str_narrow_copy, stack, 4, NULL);
 }
 
 /* A list of the wanted rows out of one that capture did not open. */

@@ -14,7 +14,7 @@ typedef enum {
     OOMKIT_NODE_ARRAY   /* of numpy */
 } oomkit_node_kind;
 
-enum { /* oomkit_node.flags */
+enum {                            /* oomkit_node.flags */
        OOMKIT_NODE_ATTRIBUTE = 1, /* an attribute of the object that it is in */
        OOMKIT_NODE_SLOT = 2,      /* which lies in a slot */
        OOMKIT_NODE_MIRRORED = 4,  /* an entry that is an attribute as well */
@@ -60,8 +60,8 @@ typedef struct oomkit_batch {
     int device_type, device_index; /* of the first tensor; CPU when there is none */
     int searched;
     Py_ssize_t lead; /* node of the leaf that the record takes the rows from, or -1 */
-    int twins;      /* some node has `same` */
-    uint64_t sizes; /* hash of the rows of all leaves */
+    int twins;       /* some node has `same` */
+    uint64_t sizes;  /* hash of the rows of all leaves */
     PyObject *saved; /* owned: restore_batch=True: list of host copies, or NULL */
     oomkit_node inline_nodes[OOMKIT_BATCH_INLINE];
 } oomkit_batch;
@@ -83,7 +83,8 @@ oomkit_batch_capture(oomkit_state *st, const oomkit_options *options,
                      Py_ssize_t skip, PyObject *names, oomkit_batch *batch);
 
 /* Guess of B without deciding roles, for the record of a healthy call: the rows of the
- * first leaf that has some, of the arguments that batch= and static= leave. -1 when there is none. No Python code runs. */
+ * first leaf that has some, of the arguments that batch= and static= leave. -1 when
+ * there is none. No Python code runs. */
 int64_t
 oomkit_batch_rows(const oomkit_batch *batch);
 
@@ -105,7 +106,8 @@ oomkit_batch_find(oomkit_state *st, const oomkit_options *options,
                   const oomkit_batch_site *site, PyObject *names, oomkit_batch *batch);
 
 /* `text` (stolen, may be NULL with an exception) with what comes nearest to a batch
- * among the arguments: a loader, an object that holds tensors. New reference or NULL. */
+ * among the arguments: a loader, an object that holds tensors. New reference or NULL.
+ */
 PyObject *
 oomkit_batch_missing(oomkit_state *st, const oomkit_batch *batch, PyObject *text);
 

@@ -15,7 +15,7 @@ probe_option(PyObject *options, const char *name)
 static int
 probe_options(oomkit_state *st, PyObject *given, oomkit_options *options)
 {
-    PyObject *dim = probe_option(given, "dim");             /* borrowed from given */
+    PyObject *dim = probe_option(given, "dim"); /* borrowed from given */
     int several = dim != NULL && PyDict_Check(dim);
     PyObject *reduction = probe_option(given, "reduction"); /* borrowed from given */
 

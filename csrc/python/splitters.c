@@ -15,8 +15,7 @@ splitter_note(PyObject *value, const char *which)
         note = PyUnicode_FromFormat(
             "oomkit: raised by %s= of register_splitter() for a '%.200s'", which,
             Py_TYPE(value)->tp_name);
-        done =
-            note == NULL ? NULL : PyObject_CallMethod(error, "add_note", "O", note);
+        done = note == NULL ? NULL : PyObject_CallMethod(error, "add_note", "O", note);
         if (done == NULL) {
             PyErr_Clear(); /* the user's error is the one to see */
         }
@@ -82,14 +81,15 @@ oomkit_splitter_cut(oomkit_state *st, PyObject *value, int64_t start, int64_t le
                      Py_TYPE(value)->tp_name);
         return NULL;
     }
-    part = PyObject_CallFunction(split, "OLL", value, (long long)start,
-                                 (long long)length);
+    part =
+        PyObject_CallFunction(split, "OLL", value, (long long)start, (long long)length);
     Py_DECREF(split);
     if (part == NULL) {
         splitter_note(value, "split");
         return NULL;
     }
-    known = Py_IS_TYPE(part, Py_TYPE(value)) ? oomkit_splitter_rows(st, part, &rows) : 1;
+    known =
+        Py_IS_TYPE(part, Py_TYPE(value)) ? oomkit_splitter_rows(st, part, &rows) : 1;
     if (known == 0 && rows != length) {
         PyErr_Format(st->SplitError,
                      "register_splitter(%.200s, split=...) returned %lld rows for "

@@ -16,11 +16,11 @@ enum { /* oomkit_node.split */
 typedef struct oomkit_seen {
     PyObject *keyword;   /* owned, NULL for a positional argument */
     Py_ssize_t position; /* of a positional argument, else -1 */
-    int64_t size;        /* dimension `dim` of its first tensor, at the last call that was
-                            learned from; -1 */
-    int64_t length;      /* of the argument itself when it is a list or tuple, -1 */
-    uint8_t size_stays;  /* stayed the same while the rows changed */
-    uint8_t size_other;  /* was not the number of rows once: so it never is */
+    int64_t size;   /* dimension `dim` of its first tensor, at the last call that was
+                       learned from; -1 */
+    int64_t length; /* of the argument itself when it is a list or tuple, -1 */
+    uint8_t size_stays;   /* stayed the same while the rows changed */
+    uint8_t size_other;   /* was not the number of rows once: so it never is */
     uint8_t size_wanders; /* changed while the rows did not */
     uint8_t size_moves;   /* changed with the rows, and was the rows */
     uint8_t length_stays; /* stayed the same while the rows changed */
@@ -82,8 +82,8 @@ oomkit_type_defines(PyTypeObject *type, PyObject *name);
 
 /* Does an object that capture left closed hold a tensor (with `rows` in dimension dim,
  * or any that has it when rows is -1)? Looks into what can be data: subclasses of dict,
- * list and tuple, data classes, UserDict, what has a method to(); with `any_object` into
- * every object's attributes; not into what holds modules. Runs no Python code but
+ * list and tuple, data classes, UserDict, what has a method to(); with `any_object`
+ * into every object's attributes; not into what holds modules. Runs no Python code but
  * attributes of tensor subclasses. 1, 0 or -1. */
 int
 oomkit_object_holds_tensor(oomkit_state *st, PyObject *object, int64_t dim,
