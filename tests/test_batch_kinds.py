@@ -261,9 +261,7 @@ def test_whole_beside_the_rows():
     }
     tokens = torch.zeros(4, 5)
     parameter, module = nn.Parameter(torch.rand(4)), nn.Linear(4, 4)
-    got = probe(
-        [{"tokens": tokens, **rest}, parameter, module], start=0, length=2
-    )
+    got = probe([{"tokens": tokens, **rest}, parameter, module], start=0, length=2)
     assert got["split"] == ["a['tokens']"]
     assert all(got["args"][0][name] is value for name, value in rest.items())
     assert got["args"][1] is parameter and got["args"][2] is module

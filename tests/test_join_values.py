@@ -6,7 +6,6 @@ from __future__ import annotations
 import collections
 import datetime
 import pathlib
-import types
 
 import numpy as np
 import pytest

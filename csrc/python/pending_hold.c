@@ -302,6 +302,26 @@ node_leads_to(const oomkit_batch *batch, Py_ssize_t at, PyObject *loss,
     return 0;
 }
 
+/* The containers in an object that is held weakly: they would hold the loss. 0 or -1. */
+static int
+contents_let_go(oomkit_pending *p, Py_ssize_t at, PyObject *loss, PyObject *result)
+{
+    Py_ssize_t i, child = at + 1;
+
+    for (i = 0; i < p->batch.nodes[at].children; i++) {
+        Py_ssize_t next = oomkit_node_end(&p->batch, child);
+        if (node_leads_to(&p->batch, child, loss, result)) {
+            PyObject *made = copy_node(p, &p->batch, &child); /* owned, as by the node */
+            if (made == NULL) {
+                return -1;
+            }
+            Py_DECREF(made);
+        }
+        child = next;
+    }
+    return 0;
+}
+
 int
 oomkit_pending_containers(oomkit_pending *p, PyObject *loss, PyObject *result)
 {
@@ -310,6 +330,9 @@ oomkit_pending_containers(oomkit_pending *p, PyObject *loss, PyObject *result)
     for (i = 0; i < p->total && loss != NULL; i++) {
         Py_ssize_t next = oomkit_node_end(&p->batch, at);
         if (i < WEAK_ARGUMENTS && (p->weak & UINT64_C(1) << i) != 0) {
+            if (contents_let_go(p, at, loss, result) < 0) {
+                return -1;
+            }
             Py_SETREF(p->batch.nodes[at].object, Py_NewRef(Py_None)); /* meanwhile */
         } else if (node_leads_to(&p->batch, at, loss, result)) {
             PyObject *made = copy_node(p, &p->batch, &at); /* owned, then by p */
