@@ -63,6 +63,8 @@ REFUSED = {
         r"b has shape \[20\] beside a batch of 4 rows, which looks like its rows flattened",
     ),
     "disagree": ([{"x": x, "y": torch.rand(5)}], r"a\['x'\] has shape \[7, 3\], a\['y'\] has sha"),
+    "tuple": ([list(torch.rand(7, 3, 4, 5)), (1,) * 7], "which may be 7 samples, or columns of"),
+    "tuple beside": ([x, (1,) * 7], "b is a 'tuple' as long as the batch, without tensors; na"),
     "list": ([x, list("abcdefg")], "b is a 'list' as long as the batch, without tensors; name"),
 }
 
@@ -158,6 +160,9 @@ def test_what_is_no_doubt():
     assert probe([x, bias], ("x", "weights"))["split"] == ["x", "weights"]  # two dimensions
     assert probe([x, torch.rand(7)], ("x", "sample_weight"))["split"] == ["x", "sample_weight"]
     assert probe([x, torch.rand(10)])["split"] == ["a"]
+    assert probe([[x, x.clone(), x.clone()]])["rows"] == 7  # a triplet
+    assert probe([[torch.zeros(7, 4, dtype=torch.int64)] * 5])["rows"] == 7  # ids, mask, labels
+    assert probe([[torch.rand(7, 3, 9, 9), torch.rand(7, 3, 5, 5)]])["rows"] == 7  # crops
     inputs_and_targets = [{"image": x}, {"label": y}]
     assert probe([inputs_and_targets])["rows"] == 7
 

@@ -86,6 +86,27 @@ def test_detection_with_lists_of_images_and_targets(kind, slices):
         assert type(one) is type(other) and torch.equal(dense(read(one)[0]), dense(read(other)[0]))
 
 
+@pytest.mark.parametrize("collate", [tuple, list])
+def test_detection_with_what_zip_makes_of_samples(collate):
+    """collate_fn=lambda samples: tuple(zip(*samples))"""
+    images, targets = scene("dict")
+    labels = [3, 1, 4, 1]
+    batch = collate(zip(*zip(images, targets, labels, strict=True), strict=True))
+
+    def function(model, batch):
+        result = detect(model, *batch[:2])
+        return result["loss"], batch[2]
+
+    (loss, _), whole = run(function, batch)
+    (split_loss, joined), split = run(function, batch, slices=(3, 1), join=added)
+    assert equal(whole, split) and abs(loss - split_loss) <= TOLERANCE and joined == (3, 1, 4, 1)
+
+
+def added(results, rows):
+    loss = sum(loss * n for (loss, _), n in zip(results, rows, strict=True)) / sum(rows)
+    return loss, sum((labels for _, labels in results), ())
+
+
 def test_detection_with_opaque_targets_inside_the_batch():
     images, targets = scene("opaque")
     stacked = torch.stack([image.mean((1, 2)) for image in images])

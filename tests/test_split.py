@@ -164,7 +164,7 @@ def test_the_last_dimension():
 
 def test_many_nested_tensors():
     batch = [[torch.full((4, 2), 10.0 * i + j) for j in range(10)] for i in range(20)]
-    got = probe([batch], start=3, length=1)["args"][0]
+    got = probe([{"in": batch}], start=3, length=1)["args"][0]["in"]
     assert [[t[0, 0].item() for t in row] for row in got] == [
         [10.0 * i + j for j in range(10)] for i in range(20)
     ]

@@ -99,7 +99,7 @@ may_be_samples(const oomkit_batch *batch, Py_ssize_t index)
     const oomkit_node *node = &batch->nodes[index];
     Py_ssize_t number, child;
 
-    if ((node->kind != OOMKIT_NODE_LIST && node->kind != OOMKIT_NODE_TUPLE) ||
+    if ((!PyList_CheckExact(node->object) && !PyTuple_CheckExact(node->object)) ||
         node->children < 2 || node->split == OOMKIT_SPLIT_ITEMS ||
         batch->nodes[index + 1].kind == OOMKIT_NODE_LIST ||
         !oomkit_node_holds_tensor(batch, index)) {
@@ -114,6 +114,51 @@ may_be_samples(const oomkit_batch *batch, Py_ssize_t index)
     return 1;
 }
 
+static int
+is_floating(int32_t dtype)
+{
+    return (dtype >= 5 && dtype <= 7) || dtype == 15; /* c10::ScalarType */
+}
+
+/* A list (or tuple) of tensors alike that may be samples: of different sizes, images
+ * [3, H, W], or many vectors. Columns are few, or differ in dimensions and dtype. 1, 0
+ * or -1. */
+static int
+may_be_tensors(const oomkit_find *f, Py_ssize_t index, int inner)
+{
+    const oomkit_batch *batch = f->batch;
+    const oomkit_node *node = &batch->nodes[index], *child = node + 1;
+    oomkit_tensor_facts first = {0};
+    Py_ssize_t i;
+    int ragged = 0, image;
+
+    if ((!PyList_CheckExact(node->object) && !PyTuple_CheckExact(node->object)) ||
+        node->children < 2 || node->split == OOMKIT_SPLIT_ITEMS ||
+        (inner && node->key == NULL && !oomkit_node_is_zipped(batch, index))) {
+        return 0;
+    }
+    for (i = 0; i < node->children; i++, child++) {
+        oomkit_tensor_facts facts;
+        if (child->kind != OOMKIT_NODE_TENSOR) {
+            return 0;
+        }
+        if (oomkit_tensor_facts_get(f->st, child->object, 0, &facts) < 0) {
+            return -1;
+        }
+        if (i > 0 && (facts.ndim != first.ndim || facts.dtype != first.dtype)) {
+            return 0;
+        }
+        ragged |= i > 0 && facts.shape_hash != first.shape_hash;
+        first = facts;
+    }
+    image = first.ndim == 3 && (first.size == 1 || first.size == 3 || first.size == 4);
+    if (node->children < 4) {
+        return image && ragged;
+    }
+    return image || (ragged && first.ndim <= 3) ||
+           (first.ndim <= 2 && is_floating(first.dtype));
+}
+
 static Py_ssize_t
 count_sliced(const oomkit_batch *batch, Py_ssize_t index, Py_ssize_t end)
 {
@@ -124,35 +169,54 @@ count_sliced(const oomkit_batch *batch, Py_ssize_t index, Py_ssize_t end)
     return count;
 }
 
-/* All that is sliced lies in one list of containers alike: samples that were not
- * collated, or columns? 0 or -1. */
+static int
+doubt_refuse_samples(const oomkit_find *f, Py_ssize_t index)
+{
+    const oomkit_node *node = &f->batch->nodes[index];
+    PyObject *path = oomkit_node_path(f->batch, f->names, index); /* owned */
+    PyObject *text = NULL; /* stolen by oomkit_find_raise() */
+
+    if (path != NULL) {
+        text = PyUnicode_FromFormat(
+            "%U is a '%.200s' of %zd alike, which may be %zd samples, or columns of "
+            "%lld rows; for samples give split=lambda batch, start, length: "
+            "batch[start : start + length], for columns put them into a dict",
+            path, Py_TYPE(node->object)->tp_name, node->children, node->children,
+            (long long)f->batch->rows);
+        Py_DECREF(path);
+    }
+    return oomkit_find_raise(f, index, text);
+}
+
+/* All that is sliced lies in lists of things alike: samples that were not collated, or
+ * columns? 0 or -1. */
 static int
 doubt_samples(const oomkit_find *f)
 {
     const oomkit_batch *batch = f->batch;
-    Py_ssize_t all = count_sliced(batch, 0, batch->count), i;
+    Py_ssize_t inside = 0, first = -1, i = 0, root_end = 0;
 
-    for (i = 0; i < batch->count; i++) {
-        Py_ssize_t end = oomkit_node_end(batch, i);
-        PyObject *path, *text = NULL; /* owned; stolen by oomkit_find_raise() */
-        if (!may_be_samples(batch, i) || count_sliced(batch, i, end) != all) {
-            continue;
+    while (i < batch->count) {
+        int inner = i < root_end; /* no argument of its own */
+        int samples = may_be_samples(batch, i) ? 1 : may_be_tensors(f, i, inner);
+        Py_ssize_t sliced = 0;
+        if (samples < 0) {
+            return -1;
         }
-        path = oomkit_node_path(batch, f->names, i);
-        if (path != NULL) {
-            text = PyUnicode_FromFormat(
-                "%U is a '%.200s' of %zd alike, which may be %zd samples, or columns "
-                "of "
-                "%lld rows; for samples give split=lambda batch, start, length: "
-                "batch[start : start + length], for columns put them into a dict",
-                path, Py_TYPE(batch->nodes[i].object)->tp_name,
-                batch->nodes[i].children, batch->nodes[i].children,
-                (long long)batch->rows);
-            Py_DECREF(path);
+        root_end = inner ? root_end : oomkit_node_end(batch, i);
+        if (samples) {
+            Py_ssize_t end = oomkit_node_end(batch, i);
+            sliced = count_sliced(batch, i, end);
+            first = sliced > 0 && first < 0 ? i : first;
+            i = end;
+        } else {
+            i++;
         }
-        return oomkit_find_raise(f, i, text);
+        inside += sliced;
     }
-    return 0;
+    return first >= 0 && inside == count_sliced(batch, 0, batch->count)
+               ? doubt_refuse_samples(f, first)
+               : 0;
 }
 
 /* --- which argument --- */

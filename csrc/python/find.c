@@ -36,6 +36,25 @@ oomkit_find_closed(const oomkit_find *f, Py_ssize_t argument, Py_ssize_t index,
     return 0;
 }
 
+/* A nested tensor, which has no sizes that can be asked for? 1, 0 or -1. */
+static int
+find_nested(const oomkit_find *f, Py_ssize_t index)
+{
+    Py_ssize_t end = oomkit_node_end(f->batch, index);
+
+    for (; index < end; index++) {
+        const oomkit_node *node = &f->batch->nodes[index];
+        if (node->kind == OOMKIT_NODE_TENSOR && node->rows < 0 &&
+            (node->flags & OOMKIT_NODE_STATIC) == 0) {
+            int dimensions = oomkit_find_dimensions(f, index);
+            if (dimensions < 0) {
+                return dimensions == -1 ? 1 : -1;
+            }
+        }
+    }
+    return 0;
+}
+
 /* Without batch=: the first argument that holds a tensor with a dimension `dim`. */
 static int
 find_first(oomkit_find *f)
@@ -52,6 +71,7 @@ find_first(oomkit_find *f)
                         (f->batch->nodes[index].flags & OOMKIT_NODE_CUSTOM) != 0
                     ? 1
                     : oomkit_find_closed(f, argument, index, -1, &where);
+        holds = holds != 0 ? holds : find_nested(f, index);
         if (holds != 0) {
             f->roles[argument] = OOMKIT_ROLE_BATCH;
             f->first = index;

@@ -39,6 +39,32 @@ node_is_root(const oomkit_batch *batch, Py_ssize_t index)
     return at == index;
 }
 
+/* One of two or more lists or tuples as long as each other, which are all that an
+ * argument is: tuple(zip(*samples)). */
+int
+oomkit_node_is_zipped(const oomkit_batch *batch, Py_ssize_t index)
+{
+    Py_ssize_t root = 0, number, child;
+    int found = 0;
+
+    while (oomkit_node_end(batch, root) <= index) {
+        root = oomkit_node_end(batch, root);
+    }
+    if (!node_is_sequence(&batch->nodes[root]) || batch->nodes[root].children < 2) {
+        return 0;
+    }
+    EACH_CHILD(batch, root, number, child)
+    {
+        if (!node_is_sequence(&batch->nodes[child]) ||
+            batch->nodes[child].children < 2 ||
+            batch->nodes[child].children != batch->nodes[root + 1].children) {
+            return 0;
+        }
+        found |= child == index;
+    }
+    return found;
+}
+
 /* A list whose elements each hold a tensor; a tuple only as an argument of its own or
  * of dictionaries, for a tuple of tensors is more often (hidden, cell). */
 int
@@ -51,7 +77,7 @@ oomkit_node_may_be_items(const oomkit_batch *batch, Py_ssize_t index)
         return 0;
     }
     if (node->kind == OOMKIT_NODE_TUPLE && !oomkit_node_holds_dicts(batch, index) &&
-        !node_is_root(batch, index)) {
+        !node_is_root(batch, index) && !oomkit_node_is_zipped(batch, index)) {
         return 0;
     }
     EACH_CHILD(batch, index, number, child)
@@ -166,16 +192,18 @@ node_reads_as_items(const oomkit_batch *batch, Py_ssize_t index, int64_t rows,
     return 0;
 }
 
-/* A list as long as the batch that holds no tensor at all: captions, lengths. */
+/* A list as long as the batch that holds no tensor at all: captions, lengths. A tuple
+ * inside of something else is more often a size. */
 int
 oomkit_node_is_plain_list(const oomkit_batch *batch, Py_ssize_t index, int64_t rows)
 {
     const oomkit_node *node = &batch->nodes[index];
-    if (!PyList_CheckExact(node->object) || rows < 2 ||
-        oomkit_node_holds_tensor(batch, index)) {
+    if (!node_is_sequence(node) || rows < 2 || oomkit_node_holds_tensor(batch, index) ||
+        (PyTuple_CheckExact(node->object) && !node_is_root(batch, index) &&
+         !oomkit_node_is_zipped(batch, index))) {
         return 0;
     }
-    return node->kind == OOMKIT_NODE_LIST ? node->children == rows
+    return node->kind != OOMKIT_NODE_OTHER ? node->children == rows
                                           : node->shape_hash == (uint64_t)rows;
 }
 

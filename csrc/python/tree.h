@@ -145,6 +145,10 @@ oomkit_node_fits(const oomkit_batch *batch, Py_ssize_t index, int64_t rows);
 int
 oomkit_node_may_be_items(const oomkit_batch *batch, Py_ssize_t index);
 
+/* One of several sequences as long as each other that make up an argument. */
+int
+oomkit_node_is_zipped(const oomkit_batch *batch, Py_ssize_t index);
+
 /* Samples of one structure in a list: its length is a number of rows. */
 int
 oomkit_node_is_ragged(const oomkit_batch *batch, Py_ssize_t index);
