@@ -160,7 +160,7 @@ def test_a_step_with_dimensions_of_its_own_is_exact(rows):
         (-1, ValueError, "expected 0 or more, got -1"),
         ({"x": -1}, ValueError, "expected 0 or more, got -1"),
         ({"x": 1.0}, TypeError, "got float"),
-        ({0: 1}, TypeError, "expected argument names as keys, got 0"),
+        ({0: 1}, TypeError, r"auto_batch\(dim={0: ...}\) expected names of arguments"),
     ],
 )
 def test_what_dim_takes(dim, error, message):

@@ -4,9 +4,10 @@
 
 #include "tree.h"
 
-#define OOMKIT_CAPTURE_DEPTH 32       /* deeper containers stay closed */
-#define OOMKIT_CAPTURE_CONTAINER 4096 /* longer ones too: they would cost every call   \
-                                       */
+#define OOMKIT_CAPTURE_DEPTH 32 /* deeper containers stay closed */
+#define OOMKIT_CAPTURE_CONTAINER                                                       \
+    4096 /* longer ones too: they would cost every call                                \
+          */
 
 typedef struct oomkit_capture {
     oomkit_state *st;

@@ -290,13 +290,16 @@ doubt_first(const oomkit_find *f)
     return 0;
 }
 
-/* An object before the batch that holds tensors of its own: step(sample, scale). 0 or
- * -1. */
+/* An object before a lone tensor that holds tensors of its own: step(sample, scale). 0
+ * or -1. */
 static int
 doubt_object(const oomkit_find *f)
 {
     Py_ssize_t argument, index;
 
+    if (count_sliced(f->batch, 0, f->batch->count) > 1) {
+        return 0;
+    }
     EACH_ARGUMENT(f, argument, index)
     {
         const oomkit_node *node = &f->batch->nodes[index];

@@ -371,61 +371,6 @@ options_choices(PyObject *kwargs, oomkit_options *options)
     return 0;
 }
 
-/* One dimension: the int in *dim. 0 or -1. */
-static int
-option_dim_number(PyObject *given, int64_t *dim)
-{
-    if (!PyLong_Check(given) || PyBool_Check(given)) {
-        PyErr_Format(PyExc_TypeError,
-                     "auto_batch(dim=...) expected an int, or a dict of argument names "
-                     "and ints, got %s",
-                     Py_TYPE(given)->tp_name);
-        return -1;
-    }
-    *dim = PyLong_AsLongLong(given);
-    if (*dim < 0) {
-        if (!PyErr_Occurred()) {
-            PyErr_Format(PyExc_ValueError,
-                         "auto_batch(dim=...) expected 0 or more, got %lld",
-                         (long long)*dim);
-        }
-        return -1;
-    }
-    return 0;
-}
-
-static int
-options_dim(PyObject *kwargs, oomkit_options *options)
-{
-    PyObject *name, *number, *given = option_get(kwargs, "dim"); /* borrowed */
-    Py_ssize_t position = 0;
-    int64_t dim;
-
-    if (given == NULL) {
-        return 0;
-    }
-    if (!PyDict_Check(given)) {
-        return option_dim_number(given, &options->dim);
-    }
-    while (PyDict_Next(given, &position, &name, &number)) {
-        if (!PyUnicode_Check(name)) {
-            PyErr_Format(PyExc_TypeError,
-                         "auto_batch(dim=...) expected argument names "
-                         "as keys, got %R",
-                         name);
-            return -1;
-        }
-        if (option_dim_number(number, &dim) < 0) {
-            return -1;
-        }
-        if (PyUnicode_CompareWithASCIIString(name, "return") == 0) {
-            options->dim = dim;
-        }
-    }
-    options->dims = PyDict_Copy(given);
-    return options->dims == NULL ? -1 : 0;
-}
-
 int
 oomkit_options_parse(oomkit_state *st, PyObject *kwargs, oomkit_options *options)
 {
@@ -438,7 +383,7 @@ oomkit_options_parse(oomkit_state *st, PyObject *kwargs, oomkit_options *options
     if (options_unknown(kwargs) < 0 || options_not_yet(kwargs) < 0 ||
         option_names_of(kwargs, "batch", &options->batch) < 0 ||
         option_names_of(kwargs, "static", &options->statics) < 0 ||
-        options_dim(kwargs, options) < 0 ||
+        oomkit_options_dim(option_get(kwargs, "dim"), options) < 0 ||
         option_callable(kwargs, "split", &options->split) < 0 ||
         option_callable(kwargs, "join", &options->join) < 0 ||
         options_participants(st, kwargs, options) < 0 ||

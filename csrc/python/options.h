@@ -38,4 +38,9 @@ typedef struct oomkit_options {
     int reset_peaks;
 } oomkit_options;
 
+/* dims.c: dim= as it was given (borrowed, or NULL). 0, or -1 with TypeError or
+ * ValueError. */
+int
+oomkit_options_dim(PyObject *given, oomkit_options *options);
+
 #endif

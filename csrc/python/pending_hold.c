@@ -302,7 +302,8 @@ node_leads_to(const oomkit_batch *batch, Py_ssize_t at, PyObject *loss,
     return 0;
 }
 
-/* The containers in an object that is held weakly: they would hold the loss. 0 or -1. */
+/* The containers in an object that is held weakly: they would hold the loss. 0 or -1.
+ */
 static int
 contents_let_go(oomkit_pending *p, Py_ssize_t at, PyObject *loss, PyObject *result)
 {
@@ -311,7 +312,8 @@ contents_let_go(oomkit_pending *p, Py_ssize_t at, PyObject *loss, PyObject *resu
     for (i = 0; i < p->batch.nodes[at].children; i++) {
         Py_ssize_t next = oomkit_node_end(&p->batch, child);
         if (node_leads_to(&p->batch, child, loss, result)) {
-            PyObject *made = copy_node(p, &p->batch, &child); /* owned, as by the node */
+            PyObject *made =
+                copy_node(p, &p->batch, &child); /* owned, as by the node */
             if (made == NULL) {
                 return -1;
             }

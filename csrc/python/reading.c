@@ -204,7 +204,7 @@ oomkit_node_is_plain_list(const oomkit_batch *batch, Py_ssize_t index, int64_t r
         return 0;
     }
     return node->kind != OOMKIT_NODE_OTHER ? node->children == rows
-                                          : node->shape_hash == (uint64_t)rows;
+                                           : node->shape_hash == (uint64_t)rows;
 }
 
 void

@@ -302,28 +302,6 @@ done:
     return result;
 }
 
-int64_t
-oomkit_argument_dim(const oomkit_options *options, const oomkit_batch *batch,
-                    Py_ssize_t argument)
-{
-    PyObject *name, *number; /* owned; borrowed from the options */
-    int64_t dim = 0;
-
-    if (options->dims == NULL) {
-        return options->dim;
-    }
-    name = oomkit_argument_name(batch, batch->names, argument);
-    if (name == NULL) {
-        return INT64_MIN;
-    }
-    number = PyDict_GetItemWithError(options->dims, name);
-    Py_DECREF(name);
-    if (number != NULL) {
-        dim = PyLong_AsLongLong(number);
-    }
-    return PyErr_Occurred() ? INT64_MIN : dim;
-}
-
 PyObject *
 oomkit_batch_argument(const oomkit_batch *batch, PyObject *const *vector)
 {
