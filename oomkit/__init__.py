@@ -90,7 +90,7 @@ _C._bind(
 )
 
 _C.register_splitter(
-    _packed.PackedSequence, split=_packed.split, size=_packed.size, join=_packed.join
+    _torch.nn.utils.rnn.PackedSequence, split=_packed.split, size=_packed.size, join=_packed.join
 )
 
 from . import testing  # noqa: E402  (needs the bound extension)
