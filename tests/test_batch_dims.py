@@ -127,6 +127,16 @@ def test_a_hidden_state_beside_rows_in_front():
     assert got["args"][0].shape == (2, T, 3) and got["args"][1][1].shape == (2, 2, 4)
 
 
+def test_a_hidden_state_without_its_dimension_is_refused_with_what_to_write():
+    tokens, hidden = torch.rand(B, T, 3), (torch.rand(2, B, 4), torch.rand(2, B, 4))
+    assert refusal([tokens, hidden]) == (
+        "auto_batch cannot split argument 'b': b[0] has shape [2, 6, 4] beside a batch of 6 rows, "
+        "which it has in dimension 1 like a hidden state; give dim={'b': 1}, or pass it whole "
+        "with static=..."
+    )
+    assert probe([tokens, hidden], static=("b",))["split"] == ["a"]
+
+
 @pytest.mark.parametrize("rows", [2, B])
 def test_a_step_with_dimensions_of_its_own_is_exact(rows):
     torch.manual_seed(0)

@@ -58,6 +58,10 @@ REFUSED = {
         [x, torch.rand(7)],
         r"'class_weights': class_weights has shape \[7\] beside a batch of 7 rows, which may be",
     ),
+    "weights inside": (
+        [{"x": x, "class_weights": torch.rand(7)}],
+        r"a\['class_weights'\] has shape \[7\], as many as rows, and its name says one per cla",
+    ),
     "flattened": (
         [torch.zeros(4, 5), torch.zeros(20)],
         r"b has shape \[20\] beside a batch of 4 rows, which looks like its rows flattened",
@@ -128,6 +132,8 @@ def test_split_and_static_and_batch_resolve_it():
         (SAMPLES,), {}, ("a",), {"split": lambda value, start, n: value[start : start + n]}, 2, 3
     )
     assert got["args"][0] == SAMPLES[2:5]
+    batch = {"x": x, "class_weights": torch.rand(7)}
+    assert probe([batch], static=("a['class_weights']",))["split"] == ["a['x']"]
     columns = {"one": {"x": x}, "two": {"x": x}}
     assert probe([columns])["rows"] == 7
 
@@ -172,6 +178,15 @@ def test_a_trainer_is_no_batch():
     trainer_with_to = Closed(torch.rand(4), nn.Linear(2, 2))
     got = probe([trainer, trainer_with_to, x])
     assert got["split"] == ["c"] and got["args"][0] is trainer
+
+
+def test_an_average_is_no_batch():
+    class Average(Closed):
+        def state_dict(self):
+            return {}
+
+    average = Average(torch.rand(4), [torch.rand(7, 3)])
+    assert probe([average, x])["split"] == ["b"]
 
 
 def test_objects_in_a_list_as_long_as_the_batch_are_samples():

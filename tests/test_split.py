@@ -347,7 +347,7 @@ def test_lists_of_columns_are_columns():
 
 def test_columns_beside_a_hidden_state():
     hidden = (torch.rand(3, 8, 4), torch.rand(3, 8, 4))
-    got = probe([[torch.rand(8, 3), torch.rand(8)], hidden])
+    got = probe([[torch.rand(8, 3), torch.rand(8)], hidden], static=("b",))
     assert got["rows"] == 8 and got["split"] == ["a[0]", "a[1]"]
 
 

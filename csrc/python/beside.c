@@ -88,6 +88,36 @@ beside_flat(const oomkit_find *f, Py_ssize_t index)
                      "with static=...");
 }
 
+/* [layers, rows, size], as hidden states are? 0, or -1 with SplitError. */
+static int
+beside_second(const oomkit_find *f, Py_ssize_t index)
+{
+    oomkit_tensor_facts facts;
+    PyObject *name, *shape, *text = NULL; /* owned; stolen by oomkit_find_raise() */
+
+    if (f->batch->nodes[index].kind != OOMKIT_NODE_TENSOR) {
+        return 0;
+    }
+    if (oomkit_tensor_facts_get(f->st, f->batch->nodes[index].object, 1, &facts) < 0) {
+        return -1;
+    }
+    if (facts.ndim < 3 || facts.size != f->batch->rows ||
+        f->batch->nodes[index].rows == facts.size) {
+        return 0;
+    }
+    name = oomkit_find_name(f, index);
+    shape = oomkit_find_describe(f, index);
+    if (name != NULL && shape != NULL) {
+        text = PyUnicode_FromFormat(
+            "%U beside a batch of %lld rows, which it has in dimension 1 like a hidden "
+            "state; give dim={'%U': 1}, or pass it whole with static=...",
+            shape, (long long)f->batch->rows, name);
+    }
+    Py_XDECREF(name);
+    Py_XDECREF(shape);
+    return oomkit_find_raise(f, index, text);
+}
+
 /* A tensor whose size in the dimension of the samples is neither that of the batch nor
  * 1: passed whole, unless it shows that it belongs to the rows in a way that no slice
  * keeps. 0 or -1. */
@@ -98,6 +128,9 @@ beside_other_size(const oomkit_find *f, const oomkit_seen *seen, Py_ssize_t inde
     const int64_t rows = f->batch->rows;
     int dimensions, known;
 
+    if (f->options->dim == 0 && beside_second(f, index) < 0) {
+        return -1;
+    }
     if (seen != NULL && seen->size_stays && !seen->size_wanders) {
         return 0; /* class weights, a table */
     }

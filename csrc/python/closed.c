@@ -87,6 +87,7 @@ closed_instance(const closed *c, PyObject *object, int depth)
 
     if (PyModule_Check(object) || PyFunction_Check(object) || PyMethod_Check(object) ||
         (oomkit_kind_of(c->st, type) & OOMKIT_KIND_MODEL) != 0 ||
+        oomkit_type_defines(type, c->st->str_state_dict) ||
         (depth == 0 && !c->any_object && !oomkit_output_type(c->st, type) &&
          !oomkit_type_defines(type, c->st->str_to))) {
         return 0;

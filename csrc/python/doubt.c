@@ -2,6 +2,8 @@
 #include "find.h"
 #include "tensor.h"
 
+#include <string.h>
+
 /* The shape of a tensor or array as a tuple. New reference; NULL without an exception
  * where there is none. */
 static PyObject *
@@ -330,11 +332,53 @@ doubt_object(const oomkit_find *f)
     return 0;
 }
 
+/* batch["class_weights"], as many as rows by chance. 0, or -1 with SplitError. */
+static int
+doubt_weights(const oomkit_find *f)
+{
+    Py_ssize_t i;
+
+    for (i = 0; i < f->batch->count; i++) {
+        const oomkit_node *node = &f->batch->nodes[i];
+        PyObject *one, *path, *text = NULL; /* owned; stolen by oomkit_find_raise() */
+        const char *key;                    /* borrowed from the node */
+        if (node->split != OOMKIT_SPLIT_NARROW || node->key == NULL ||
+            !PyUnicode_Check(node->key)) {
+            continue;
+        }
+        key = PyUnicode_AsUTF8(node->key);
+        if (key == NULL) {
+            PyErr_Clear(); /* not a name that can be written: not one of these */
+            continue;
+        }
+        if ((strstr(key, "class_weight") == NULL &&
+             strstr(key, "pos_weight") == NULL) ||
+            oomkit_find_dimensions(f, i) != 1) {
+            continue;
+        }
+        one = oomkit_find_describe(f, i);
+        path = oomkit_node_path(f->batch, f->names, i);
+        if (one != NULL && path != NULL) {
+            text = PyUnicode_FromFormat(
+                "%U, as many as rows, and its name says one per class; pass it whole "
+                "with static=\"%U\", or give it another name",
+                one, path);
+        }
+        Py_XDECREF(one);
+        Py_XDECREF(path);
+        return oomkit_find_raise(f, i, text);
+    }
+    return 0;
+}
+
 int
 oomkit_find_doubt(const oomkit_find *f)
 {
     if (f->options->split != NULL) {
         return 0;
     }
-    return doubt_samples(f) < 0 || doubt_first(f) < 0 || doubt_object(f) < 0 ? -1 : 0;
+    return doubt_samples(f) < 0 || doubt_first(f) < 0 || doubt_object(f) < 0 ||
+                   doubt_weights(f) < 0
+               ? -1
+               : 0;
 }
