@@ -16,9 +16,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import deque
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, make_dataclass
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -169,19 +169,35 @@ def plain_calls(scale: float) -> list[Row]:
 
 
 def nested_batch(scale: float) -> list[Row]:
-    def function(batch: Any) -> Any:
-        return batch
+    """What taking the arguments apart costs, by kind of batch."""
 
-    batch = {
-        "inputs": [torch.zeros(8, 4) for _ in range(25)],
-        "targets": tuple(torch.zeros(8) for _ in range(25)),
+    def function(batch: Any) -> None:
+        pass
+
+    names = [f"field{i}" for i in range(50)]
+    tensors = {name: torch.zeros(8, 4) for name in names}
+    batches = {
+        "nested batch of 50 tensors": {
+            "inputs": [torch.zeros(8, 4) for _ in range(25)],
+            "targets": tuple(torch.zeros(8) for _ in range(25)),
+        },
+        "UserDict (BatchEncoding) of 50 tensors": UserDict(tensors),
+        "OrderedDict (ModelOutput) of 50 tensors": OrderedDict(tensors),
+        "data class of 50 tensors": make_dataclass("Batch", names)(**tensors),
+        "data class of 3 tensors": make_dataclass("Batch", names[:3])(*list(tensors.values())[:3]),
     }
-    calls = {
-        "bare": functools.partial(function, batch),
-        "auto_batch(rng='none')": functools.partial(oomkit.auto_batch(function, rng="none"), batch),
-        "auto_batch": functools.partial(oomkit.auto_batch(function), batch),
-    }
-    return rows_of("nested batch of 50 tensors", calls, 200, int(100 * scale), {})
+    rows = []
+    for title, batch in batches.items():
+        calls = {
+            "bare": functools.partial(function, batch),
+            "auto_batch(rng='none')": functools.partial(
+                oomkit.auto_batch(function, rng="none"), batch
+            ),
+            "auto_batch": functools.partial(oomkit.auto_batch(function), batch),
+        }
+        targets = {"auto_batch": "over bare <= 3"}
+        rows += rows_of(title, calls, 200, int(100 * scale), targets)
+    return rows
 
 
 def backward_over(count: int, scale: float) -> tuple[list[Row], dict[str, float]]:

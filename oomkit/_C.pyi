@@ -9,6 +9,7 @@ import torch
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_T = TypeVar("_T")
 _F = TypeVar("_F", bound=Callable[..., Any])
 _M = TypeVar("_M", bound=classmethod[Any, ..., Any] | staticmethod[..., Any] | partialmethod[Any])
 
@@ -144,6 +145,14 @@ def auto_batch(fn: _M, /, **options: Any) -> _M: ...
 def auto_batch(fn: Callable[_P, _R], /, **options: Any) -> Step[_P, _R]: ...
 @overload
 def auto_batch(**options: Any) -> Callable[[Callable[_P, _R]], Step[_P, _R]]: ...
+def register_splitter(
+    type: type[_T],
+    /,
+    *,
+    split: Callable[[_T, int, int], _T],
+    size: Callable[[_T], int] | None = None,
+    join: Callable[[list[_T], list[int]], Any] | None = None,
+) -> None: ...
 def live_steps() -> list[Step[..., Any]]: ...
 
 @final

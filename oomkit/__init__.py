@@ -25,7 +25,7 @@ except ImportError as _error:  # pragma: no cover - exercised in a subprocess wi
         "`pip install --no-build-isolation .` in oomkit's sources"
     ) from _error
 
-from . import _C, _diagnose, _nodes, _second, _withheld
+from . import _C, _diagnose, _nodes, _packed, _second, _withheld
 from .optim import predict_update as _predict_update
 
 __version__ = "0.1.0"
@@ -89,6 +89,10 @@ _C._bind(
     },
 )
 
+_C.register_splitter(
+    _torch.nn.utils.rnn.PackedSequence, split=_packed.split, size=_packed.size, join=_packed.join
+)
+
 from . import testing  # noqa: E402  (needs the bound extension)
 from ._C import (  # noqa: E402
     OomkitError,
@@ -103,6 +107,7 @@ from ._C import (  # noqa: E402
     current,
     guard,
     is_oom_error,
+    register_splitter,
 )
 from .memory import (  # noqa: E402
     MemoryInfo,
@@ -131,6 +136,7 @@ __all__ = [
     "limit_memory",
     "max_memory_allocated",
     "memory",
+    "register_splitter",
     "report",
     "testing",
 ]

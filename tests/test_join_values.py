@@ -6,7 +6,6 @@ from __future__ import annotations
 import collections
 import datetime
 import pathlib
-import types
 
 import numpy as np
 import pytest
@@ -36,7 +35,6 @@ class Count:
 
 COUNTS = {
     "object": lambda x: Count(len(x)),
-    "namespace": lambda x: types.SimpleNamespace(n=len(x)),
     "deque": lambda x: collections.deque([0] * len(x)),
     "range": lambda x: range(len(x)),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 from typing import NamedTuple
 
 import pytest
@@ -165,7 +164,7 @@ def test_the_last_dimension():
 
 def test_many_nested_tensors():
     batch = [[torch.full((4, 2), 10.0 * i + j) for j in range(10)] for i in range(20)]
-    got = probe([batch], start=3, length=1)["args"][0]
+    got = probe([{"in": batch}], start=3, length=1)["args"][0]["in"]
     assert [[t[0, 0].item() for t in row] for row in got] == [
         [10.0 * i + j for j in range(10)] for i in range(20)
     ]
@@ -174,7 +173,7 @@ def test_many_nested_tensors():
 def test_a_list_that_holds_itself_ends():
     loop: list = [torch.rand(4)]
     loop.append(loop)
-    assert "only dict, list, tuple and named tuples are opened" in refusal([loop])
+    assert "is a 'list' too long or too deep to be opened; give split=..." in refusal([loop])
 
 
 # --- names ---
@@ -261,38 +260,38 @@ def test_a_tensor_of_the_batch_without_the_dimension():
 
 def test_an_empty_batch():
     assert refusal([torch.rand(0, 3)]) == (
-        "auto_batch cannot split argument 'a': a is a 'Tensor' of 0 rows; "
-        "pass a batch that is not empty"
+        "auto_batch cannot split argument 'a': a is a 'Tensor' of shape [0, 3], "
+        "which has no rows; pass a batch that is not empty"
     )
 
 
-def test_a_dictionary_of_another_type_is_refused_by_name():
-    batch = collections.OrderedDict(x=torch.rand(8))
-    assert refusal([batch], names=("batch",)) == (
-        "auto_batch cannot split argument 'batch': batch is a 'collections.OrderedDict', "
-        "which holds tensors; only dict, list, tuple and named tuples are opened; "
-        "give split=... or pass it whole with static=..."
+class Closed:
+    """An object that moves between devices as batches do."""
+
+    def __init__(self, **parts):
+        self.__dict__.update(parts)
+
+    def to(self, device):
+        return self
+
+
+def test_an_object_without_a_splitter_is_refused_by_name():
+    assert refusal([Closed(x=torch.rand(8)), torch.rand(5)], names=("batch", "scale")) == (
+        "auto_batch cannot split argument 'batch': batch is a 'Closed', which holds tensors; "
+        "tell how with oomkit.register_splitter(type, split=...) or split=..., or pass it whole "
+        "with static=..."
     )
-
-
-def test_a_data_class_is_refused_and_not_passed_over():
-    @dataclasses.dataclass
-    class Batch:
-        x: torch.Tensor
-
-    message = refusal([Batch(torch.rand(8)), torch.rand(5)])
-    assert message.startswith("auto_batch cannot split argument 'a': a is a 'Batch', which")
 
 
 def test_a_closed_argument_beside_the_batch():
     x = torch.rand(8)
-    other = collections.UserDict(m=torch.rand(8))
+    other = Closed(m=torch.rand(8))
     assert refusal([x, other]) == (
-        "auto_batch cannot split argument 'b': b is a 'UserDict', which holds tensors as "
-        "long as the batch; only dict, list, tuple and named tuples are opened; pass one of "
-        "these, or pass it whole with static=..."
+        "auto_batch cannot split argument 'b': b is a 'Closed', which holds tensors as long as "
+        "the batch; tell how to split it with oomkit.register_splitter(type, split=...), or pass "
+        "it whole with static=..."
     )
-    assert probe([x, collections.UserDict(m=torch.rand(5))])["split"] == ["a"]
+    assert probe([x, Closed(m=torch.rand(5))])["split"] == ["a"]
     assert probe([x, other], static=("b",))["split"] == ["a"]
 
 
@@ -348,7 +347,7 @@ def test_lists_of_columns_are_columns():
 
 def test_columns_beside_a_hidden_state():
     hidden = (torch.rand(3, 8, 4), torch.rand(3, 8, 4))
-    got = probe([[torch.rand(8, 3), torch.rand(8)], hidden])
+    got = probe([[torch.rand(8, 3), torch.rand(8)], hidden], static=("b",))
     assert got["rows"] == 8 and got["split"] == ["a[0]", "a[1]"]
 
 
@@ -380,7 +379,8 @@ def test_a_size_that_stays_while_the_rows_change_is_passed_whole():
     earlier = [((torch.rand(8), weights), {}), ((torch.rand(6), weights), {})]
     args = [torch.rand(4), weights]
     assert probe(args)["split"] == ["a", "b"]
-    assert probe(args, earlier=earlier[:1])["split"] == ["a", "b"]
+    assert probe(args, earlier=[((torch.rand(4), weights), {})])["split"] == ["a", "b"]
+    assert probe(args, earlier=earlier[:1])["split"] == ["a"]  # never the batch's once: never
     assert probe(args, earlier=earlier)["split"] == ["a"]
 
 
@@ -413,9 +413,9 @@ def test_split_is_called_for_the_batch_argument():
         return {k: v[start : start + length] for k, v in value.items()}
 
     got = probe(
-        [torch.tensor(1.0), batch, torch.arange(2)], batch=("b",), split=cut, start=1, length=1
+        [torch.tensor(1.0), batch, torch.arange(6)], batch=("b",), split=cut, start=1, length=1
     )
-    assert got["rows"] == 2 and got["args"][1]["x"].tolist() == [1]
+    assert got["rows"] == 6 and got["args"][1]["x"].tolist() == [1]
     assert seen == [(batch, 1, 1)] and got["split"] == ["b", "c"]
 
 

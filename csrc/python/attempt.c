@@ -224,11 +224,8 @@ join_sources(oomkit_call *call)
 static int
 rows_are_sure(const oomkit_batch *batch)
 {
-    Py_ssize_t i = 0;
-    while (i < batch->count && batch->nodes[i].rows < 0) {
-        i++;
-    }
-    return i < batch->count && batch->nodes[i].rows == batch->rows;
+    return batch->lead >= 0 && batch->lead < batch->count &&
+           batch->nodes[batch->lead].rows == batch->rows;
 }
 
 /* The result of the whole batch. New reference or NULL. */

@@ -1,26 +1,23 @@
 /* Taking the arguments of a call apart, and what a site learns from them. On the path
  * of every healthy call: no Python object is made here. */
+#include "capture.h"
 #include "tensor.h"
-#include "tree.h"
 
 #include "../core/status.h"
 
 #include <string.h>
 
-#define DEPTH_LIMIT 32       /* deeper containers stay closed */
-#define CONTAINER_LIMIT 4096 /* longer ones too: opening them would cost every call */
-#define NODE_LIMIT 65536     /* a list that holds itself ends here */
+#define DEPTH_LIMIT OOMKIT_CAPTURE_DEPTH
+#define CONTAINER_LIMIT OOMKIT_CAPTURE_CONTAINER
+#define SIZES_FACTOR 0x9e3779b97f4a7c15u
+#define NODE_LIMIT 65536 /* a list that holds itself ends here */
 
-typedef struct capture {
-    oomkit_state *st;
-    oomkit_batch *batch;
-    int64_t dim;
-} capture;
+typedef oomkit_capture capture;
 
 static int
 capture_grow(oomkit_batch *batch)
 {
-    Py_ssize_t room = batch->room * 2;
+    Py_ssize_t room = batch->room * 4;
     oomkit_node *inline_nodes = batch->inline_nodes;
     oomkit_node *grown =
         PyMem_Realloc(batch->nodes == inline_nodes ? NULL : batch->nodes,
@@ -76,15 +73,13 @@ capture_tensor(capture *c, Py_ssize_t at)
     node->version = oomkit_tensor_mark(c->st, node->object, &facts);
     node->device_type = (int8_t)facts.device_type;
     node->device_index = (int8_t)facts.device_index;
+    batch->sizes = (batch->sizes ^ (uint64_t)facts.size) * SIZES_FACTOR;
     if (batch->device_type < 0) {
         batch->device_type = facts.device_type;
         batch->device_index = facts.device_index;
     }
     return 0;
 }
-
-static int
-capture_value(capture *c, PyObject *object, PyObject *key, int depth);
 
 static int
 capture_dict(capture *c, Py_ssize_t at, PyObject *dict, int depth)
@@ -94,7 +89,7 @@ capture_dict(capture *c, Py_ssize_t at, PyObject *dict, int depth)
 
     c->batch->nodes[at].kind = OOMKIT_NODE_DICT;
     while (PyDict_Next(dict, &position, &key, &value)) {
-        if (capture_value(c, value, key, depth + 1) < 0) {
+        if (oomkit_capture_value(c, value, key, 0, depth + 1) < 0) {
             return -1;
         }
         children++;
@@ -110,7 +105,7 @@ capture_list(capture *c, Py_ssize_t at, PyObject *list, int depth)
 
     c->batch->nodes[at].kind = OOMKIT_NODE_LIST;
     for (i = 0; i < PyList_GET_SIZE(list); i++) {
-        if (capture_value(c, PyList_GET_ITEM(list, i), NULL, depth + 1) < 0) {
+        if (oomkit_capture_value(c, PyList_GET_ITEM(list, i), NULL, 0, depth + 1) < 0) {
             return -1;
         }
         c->batch->nodes[at].children = i + 1;
@@ -125,7 +120,8 @@ capture_tuple(capture *c, Py_ssize_t at, PyObject *tuple, int depth)
 
     c->batch->nodes[at].kind = OOMKIT_NODE_TUPLE;
     for (i = 0; i < PyTuple_GET_SIZE(tuple); i++) {
-        if (capture_value(c, PyTuple_GET_ITEM(tuple, i), NULL, depth + 1) < 0) {
+        if (oomkit_capture_value(c, PyTuple_GET_ITEM(tuple, i), NULL, 0, depth + 1) <
+            0) {
             return -1;
         }
         c->batch->nodes[at].children = i + 1;
@@ -133,31 +129,93 @@ capture_tuple(capture *c, Py_ssize_t at, PyObject *tuple, int depth)
     return 0;
 }
 
+/* The rows of a PackedSequence, whose nodes these are, without Python code: the first
+ * of its batch sizes. -1 where they cannot be read. */
+static int64_t
+packed_rows(const capture *c, Py_ssize_t at)
+{
+    const oomkit_bridge *bridge = c->st->bridge;
+    Py_ssize_t sizes = oomkit_node_end(c->batch, at + 1);
+    oomkit_tensor_facts facts;
+    int64_t *values, rows = -1;
+
+    if (bridge == NULL || c->batch->nodes[at].children < 2 ||
+        c->batch->nodes[sizes].kind != OOMKIT_NODE_TENSOR ||
+        bridge->tensor_facts(c->batch->nodes[sizes].object, c->st->impl_offset, 0,
+                             &facts) != OOMKIT_OK ||
+        facts.ndim != 1 || facts.size < 1 ||
+        facts.bytes != (uint64_t)facts.size * sizeof(int64_t)) {
+        return -1;
+    }
+    values = PyMem_Malloc((size_t)facts.bytes);
+    if (values != NULL &&
+        bridge->bytes_get(c->batch->nodes[sizes].object, c->st->impl_offset, values,
+                          facts.bytes) == OOMKIT_OK) {
+        rows = values[0];
+    }
+    PyMem_Free(values);
+    return rows;
+}
+
+/* What a registered splitter slices: what is in it is marked, but gives no rows. */
+static void
+capture_hide(capture *c, Py_ssize_t at, int kind)
+{
+    oomkit_batch *batch = c->batch;
+    int64_t rows = (kind & OOMKIT_KIND_PACKED) != 0 ? packed_rows(c, at) : -1;
+    Py_ssize_t i;
+
+    for (i = at; i < batch->count; i++) {
+        batch->nodes[i].rows = -1;
+    }
+    batch->nodes[at].rows = rows;
+    batch->nodes[at].flags |= OOMKIT_NODE_CUSTOM;
+}
+
 /* Anything that is neither a plain tensor nor an exact container. */
 static int
 capture_other(capture *c, Py_ssize_t at, PyObject *object, int depth)
 {
     PyTypeObject *type = Py_TYPE(object);
+    uint64_t sizes = c->batch->sizes;
+    int kind, result = 0;
 
     if (object == Py_None || type == &PyLong_Type || type == &PyFloat_Type ||
         type == &PyUnicode_Type || type == &PyBool_Type) {
         return 0;
     }
-    if (PyTuple_Check(object)) {
-        int opens = type != (PyTypeObject *)c->st->Size && depth < DEPTH_LIMIT &&
-                    PyTuple_GET_SIZE(object) <= CONTAINER_LIMIT &&
-                    oomkit_type_is_named_tuple(c->st, type);
-        return opens ? capture_tuple(c, at, object, depth) : 0;
+    kind = oomkit_kind_of(c->st, type);
+    switch (kind & OOMKIT_KIND_MASK) {
+    case OOMKIT_KIND_TENSOR:
+        result = capture_tensor(c, at);
+        break;
+    case OOMKIT_KIND_TUPLE:
+        result = depth < DEPTH_LIMIT && PyTuple_GET_SIZE(object) <= CONTAINER_LIMIT
+                     ? capture_tuple(c, at, object, depth)
+                     : 0;
+        break;
+    case OOMKIT_KIND_ARRAY:
+        result = oomkit_capture_array(c, at, object);
+        c->batch->sizes = (sizes ^ (uint64_t)c->batch->nodes[at].rows) * SIZES_FACTOR;
+        break;
+    case OOMKIT_KIND_OBJECT:
+        result = depth < DEPTH_LIMIT
+                     ? oomkit_capture_object(c, at, object,
+                                             (kind & OOMKIT_KIND_CUSTOM) != 0, depth)
+                     : 0;
+        break;
+    default:
+        break;
     }
-    if (oomkit_tensor_check(c->st, object) &&
-        !PyType_IsSubtype(type, (PyTypeObject *)c->st->Parameter)) {
-        return capture_tensor(c, at);
+    if (result == 0 && (kind & OOMKIT_KIND_CUSTOM) != 0) {
+        capture_hide(c, at, kind);
+        c->batch->sizes = (sizes ^ (uint64_t)c->batch->nodes[at].rows) * SIZES_FACTOR;
     }
-    return 0;
+    return result;
 }
 
-static int
-capture_value(capture *c, PyObject *object, PyObject *key, int depth)
+int
+oomkit_capture_value(capture *c, PyObject *object, PyObject *key, int flags, int depth)
 {
     oomkit_batch *batch = c->batch;
     PyTypeObject *type = Py_TYPE(object);
@@ -170,6 +228,8 @@ capture_value(capture *c, PyObject *object, PyObject *key, int depth)
     batch->nodes[at] = (oomkit_node){.object = Py_NewRef(object),
                                      .key = Py_XNewRef(key),
                                      .rows = -1,
+                                     .same = -1,
+                                     .flags = (uint8_t)flags,
                                      .device_index = -1};
     batch->count = at + 1;
     if (type == (PyTypeObject *)c->st->Tensor) {
@@ -193,10 +253,68 @@ capture_value(capture *c, PyObject *object, PyObject *key, int depth)
     return capture_other(c, at, object, open ? depth : DEPTH_LIMIT);
 }
 
+/* The dimension of one argument, where dim= names several. 0 or -1. */
+static int
+capture_dim(capture *c, const oomkit_options *options, Py_ssize_t argument)
+{
+    c->dim = oomkit_argument_dim(options, c->batch, argument);
+    return c->dim == INT64_MIN ? -1 : 0;
+}
+
+/* May the argument be the batch, by the names that were given? 1, 0 or -1. */
+static int
+capture_is_candidate(const oomkit_batch *batch, const oomkit_options *options,
+                     Py_ssize_t argument)
+{
+    PyObject *name; /* owned */
+    int named;
+
+    if (options->batch == NULL && PyTuple_GET_SIZE(options->statics) == 0) {
+        return 1;
+    }
+    name = oomkit_argument_name(batch, batch->names, argument);
+    if (name == NULL) {
+        return -1;
+    }
+    named = PySequence_Contains(
+        options->batch != NULL ? options->batch : options->statics, name);
+    Py_DECREF(name);
+    return named < 0 || options->batch != NULL ? named : !named;
+}
+
+/* batch->lead: the first leaf with rows of the first such argument that has one; in it,
+ * one of a single row (positions) only where there is no other. 0 or -1. */
+static int
+capture_lead(oomkit_batch *batch, const oomkit_options *options, Py_ssize_t argument,
+             Py_ssize_t at)
+{
+    Py_ssize_t found = -1;
+    int candidate;
+
+    if (batch->lead >= 0) {
+        return 0;
+    }
+    for (; at < batch->count; at++) {
+        int64_t rows = batch->nodes[at].rows;
+        if (rows > 1 || (rows >= 0 && found < 0)) {
+            found = at;
+        }
+        if (rows > 1) {
+            break;
+        }
+    }
+    if (found < 0) {
+        return 0;
+    }
+    candidate = capture_is_candidate(batch, options, argument);
+    batch->lead = candidate > 0 ? found : -1;
+    return candidate < 0 ? -1 : 0;
+}
+
 int
 oomkit_batch_capture(oomkit_state *st, const oomkit_options *options,
                      PyObject *const *args, Py_ssize_t positional, PyObject *kwnames,
-                     Py_ssize_t skip, oomkit_batch *batch)
+                     Py_ssize_t skip, PyObject *names, oomkit_batch *batch)
 {
     capture c = {st, batch, options->dim};
     Py_ssize_t i;
@@ -211,12 +329,18 @@ oomkit_batch_capture(oomkit_state *st, const oomkit_options *options,
     batch->rows = -1;
     batch->device_type = -1;
     batch->device_index = -1;
-    batch->searched = 0;
+    batch->names = names;
+    batch->searched = batch->twins = 0;
+    batch->sizes = 0;
+    batch->lead = -1;
     batch->saved = NULL;
     for (i = 0; i < batch->total; i++) {
         /* An argument that is left alone is a closed node: node i stays argument i. */
         PyObject *value = i < skip ? Py_None : args[i]; /* borrowed from the caller */
-        if (capture_value(&c, value, NULL, 0) < 0) {
+        Py_ssize_t at = batch->count;
+        if ((options->dims != NULL && capture_dim(&c, options, i) < 0) ||
+            oomkit_capture_value(&c, value, NULL, 0, 0) < 0 ||
+            capture_lead(batch, options, i, at) < 0) {
             oomkit_batch_release(batch);
             return -1;
         }
@@ -230,16 +354,12 @@ oomkit_batch_capture(oomkit_state *st, const oomkit_options *options,
 int64_t
 oomkit_batch_rows(const oomkit_batch *batch)
 {
-    Py_ssize_t i;
     if (batch->rows >= 0 && batch->searched) {
         return batch->rows;
     }
-    for (i = 0; i < batch->count; i++) {
-        if (batch->nodes[i].rows >= 0) {
-            return batch->nodes[i].rows;
-        }
-    }
-    return -1;
+    return batch->lead < 0 || batch->lead >= batch->count
+               ? -1
+               : batch->nodes[batch->lead].rows;
 }
 
 uint64_t
@@ -249,7 +369,7 @@ oomkit_batch_signature(const oomkit_batch *batch)
     Py_ssize_t i;
     for (i = 0; i < batch->count; i++) {
         const oomkit_node *node = &batch->nodes[i];
-        if (node->kind == OOMKIT_NODE_TENSOR) {
+        if (node->kind == OOMKIT_NODE_TENSOR || node->kind == OOMKIT_NODE_ARRAY) {
             hash = (hash ^ node->shape_hash) * 0xff51afd7ed558ccdu;
             hash ^= hash >> 32;
         }
@@ -267,6 +387,7 @@ oomkit_batch_move(oomkit_batch *to, oomkit_batch *from, PyObject *const *args)
     to->args = args;
     from->nodes = from->inline_nodes;
     from->count = from->room = 0;
+    from->lead = -1;
     from->saved = NULL;
 }
 
@@ -278,7 +399,7 @@ oomkit_batch_release(oomkit_batch *batch)
 
     /* Emptied first: a finaliser below may come back here. */
     batch->count = 0;
-    batch->rows = -1;
+    batch->rows = batch->lead = -1;
     batch->searched = 0;
     for (i = 0; i < count; i++) {
         Py_DECREF(nodes[i].object);
@@ -290,123 +411,4 @@ oomkit_batch_release(oomkit_batch *batch)
     batch->nodes = NULL;
     batch->room = 0;
     Py_CLEAR(batch->saved);
-}
-
-/* --- what a site learns --- */
-
-const oomkit_seen *
-oomkit_site_seen(const oomkit_batch_site *site, Py_ssize_t position, PyObject *keyword)
-{
-    Py_ssize_t i;
-    if (site == NULL) {
-        return NULL;
-    }
-    for (i = 0; i < site->count; i++) {
-        const oomkit_seen *seen = &site->seen[i];
-        if (keyword == NULL ? seen->position == position
-                            : seen->keyword != NULL &&
-                                  PyUnicode_Compare(seen->keyword, keyword) == 0) {
-            return seen;
-        }
-    }
-    return NULL;
-}
-
-/* The entry of an argument, made when there is none; NULL when memory is short. */
-static oomkit_seen *
-site_entry(oomkit_batch_site *site, Py_ssize_t position, PyObject *keyword)
-{
-    const oomkit_seen *known = oomkit_site_seen(site, position, keyword);
-    oomkit_seen *seen;
-
-    if (known != NULL) {
-        return &site->seen[known - site->seen];
-    }
-    if (site->count == site->room) {
-        Py_ssize_t room = site->room == 0 ? 4 : site->room * 2;
-        seen = PyMem_Realloc(site->seen, (size_t)room * sizeof(*seen));
-        if (seen == NULL) {
-            return NULL;
-        }
-        site->seen = seen;
-        site->room = room;
-    }
-    seen = &site->seen[site->count++];
-    *seen = (oomkit_seen){.keyword = Py_XNewRef(keyword),
-                          .position = keyword == NULL ? position : -1,
-                          .size = -1,
-                          .length = -1};
-    return seen;
-}
-
-static void
-site_note(oomkit_batch_site *site, const oomkit_batch *batch, int64_t rows,
-          Py_ssize_t argument, Py_ssize_t index)
-{
-    const oomkit_node *root = &batch->nodes[index];
-    Py_ssize_t i, end = oomkit_node_end(batch, index);
-    int keyword = argument >= batch->positional;
-    int64_t size = -1, length = -1;
-    oomkit_seen *seen = site_entry(
-        site, argument,
-        keyword ? PyTuple_GET_ITEM(batch->kwnames, argument - batch->positional)
-                : NULL);
-
-    if (seen == NULL) {
-        return;
-    }
-    for (i = index; i < end && size < 0; i++) {
-        size = batch->nodes[i].rows;
-    }
-    if (root->kind == OOMKIT_NODE_LIST || root->kind == OOMKIT_NODE_TUPLE) {
-        length = root->children;
-    }
-    if (site->rows >= 0) {
-        seen->size_stays |= size >= 0 && size == seen->size;
-        seen->length_stays |= length >= 0 && length == seen->length;
-        seen->length_moves |= length == rows && seen->length == site->rows;
-    }
-    seen->size = size;
-    seen->length = length;
-}
-
-void
-oomkit_batch_learn(oomkit_batch_site **site, const oomkit_batch *batch)
-{
-    int64_t rows = oomkit_batch_rows(batch);
-    Py_ssize_t argument, index = 0;
-
-    /* Only a change of the rows shows anything, and only a second argument matters. */
-    if (rows < 0 || batch->total < 2 || (*site != NULL && (*site)->rows == rows)) {
-        return;
-    }
-    if (*site == NULL) {
-        *site = PyMem_Calloc(1, sizeof(**site));
-        if (*site == NULL) {
-            return;
-        }
-        (*site)->rows = -1;
-    }
-    for (argument = 0; argument < batch->total; argument++) {
-        site_note(*site, batch, rows, argument, index);
-        index = oomkit_node_end(batch, index);
-    }
-    (*site)->rows = rows;
-}
-
-void
-oomkit_batch_site_clear(oomkit_batch_site **site)
-{
-    oomkit_batch_site *old = *site;
-    Py_ssize_t i;
-
-    if (old == NULL) {
-        return;
-    }
-    *site = NULL;
-    for (i = 0; i < old->count; i++) {
-        Py_XDECREF(old->seen[i].keyword);
-    }
-    PyMem_Free(old->seen);
-    PyMem_Free(old);
 }

@@ -118,6 +118,24 @@ engine_say(oomkit_call *call, const oomkit_knowledge *known)
     return k == call->slice_count ? 0 : oomkit_plan_say(call, "info", rows, k);
 }
 
+/* SplitError: slices were asked for, and there is nothing to slice. */
+static void
+engine_no_batch(oomkit_call *call)
+{
+    PyObject *text = oomkit_batch_missing(/* owned */
+                                          call->st, &call->batch,
+                                          PyUnicode_FromFormat(
+                                              "auto_batch(accumulation_steps=...) "
+                                              "found no batch to split in the "
+                                              "arguments of %U: pass it as an argument "
+                                              "of the step",
+                                              call->options->label));
+    if (text != NULL) {
+        oomkit_raise(call->st->SplitError, "%U", text);
+        Py_DECREF(text);
+    }
+}
+
 /* A plan that may split from the start: asked for, remembered, or forced by a test. 0
  * whole, 1 call->slices is set, -1 with an exception. */
 static int
@@ -139,11 +157,7 @@ engine_plan(oomkit_call *call)
     }
     if (found <= 0) {
         if (found == 0 && asked) {
-            oomkit_raise(
-                call->st->SplitError,
-                "auto_batch(accumulation_steps=...) found no batch to split in "
-                "the arguments of %U: pass it as an argument of the step",
-                call->options->label);
+            engine_no_batch(call);
             return -1;
         }
         return found;
@@ -215,7 +229,7 @@ engine_begin(oomkit_call *call)
 
     if (oomkit_batch_capture(st, call->options, call->args,
                              PyVectorcall_NARGS(call->nargsf), call->kwnames,
-                             call->step->skip, &call->batch) < 0 ||
+                             call->step->skip, call->step->names, &call->batch) < 0 ||
         engine_participants(call) < 0) {
         return -1;
     }

@@ -5,22 +5,51 @@
 
 #define TRIES 64 /* different sizes that are tried as the number of rows */
 
-/* The first node of the subtree that capture left closed and that holds a tensor of
- * `rows` (any when -1). 1 and *where, 0, or -1. */
-static int
-find_closed(const oomkit_find *f, Py_ssize_t index, int64_t rows, Py_ssize_t *where)
+int
+oomkit_find_closed(const oomkit_find *f, Py_ssize_t argument, Py_ssize_t index,
+                   int64_t rows, Py_ssize_t *where)
 {
-    Py_ssize_t end = oomkit_node_end(f->batch, index);
-    for (; index < end; index++) {
-        const oomkit_node *node = &f->batch->nodes[index];
+    const oomkit_batch *batch = f->batch;
+    Py_ssize_t end = oomkit_node_end(batch, index);
+    int64_t dim = oomkit_argument_dim(f->options, batch, argument);
+
+    if (dim == INT64_MIN) {
+        return -1;
+    }
+    while (index < end) {
+        const oomkit_node *node = &batch->nodes[index];
         int holds;
-        if (node->kind != OOMKIT_NODE_OTHER) {
+        if (node->split == OOMKIT_SPLIT_ITEMS ||
+            (node->flags & (OOMKIT_NODE_CUSTOM | OOMKIT_NODE_STATIC)) != 0) {
+            index = oomkit_node_end(batch, index); /* need not be opened */
             continue;
         }
-        holds = oomkit_object_holds_tensor(f->st, node->object, f->options->dim, rows);
+        holds = node->kind == OOMKIT_NODE_OTHER
+                    ? oomkit_object_holds_tensor(f->st, node->object, dim, rows, 0)
+                    : 0;
         if (holds != 0) {
             *where = index;
             return holds;
+        }
+        index++;
+    }
+    return 0;
+}
+
+/* A nested tensor, which has no sizes that can be asked for? 1, 0 or -1. */
+static int
+find_nested(const oomkit_find *f, Py_ssize_t index)
+{
+    Py_ssize_t end = oomkit_node_end(f->batch, index);
+
+    for (; index < end; index++) {
+        const oomkit_node *node = &f->batch->nodes[index];
+        if (node->kind == OOMKIT_NODE_TENSOR && node->rows < 0 &&
+            (node->flags & OOMKIT_NODE_STATIC) == 0) {
+            int dimensions = oomkit_find_dimensions(f, index);
+            if (dimensions < 0) {
+                return dimensions == -1 ? 1 : -1;
+            }
         }
     }
     return 0;
@@ -38,14 +67,48 @@ find_first(oomkit_find *f)
         if (f->roles[argument] != OOMKIT_ROLE_OTHER) {
             continue;
         }
-        holds = oomkit_node_first_tensor(f->batch, index, -1, 0) >= 0
+        holds = oomkit_node_first_tensor(f->batch, index, -1, 0) >= 0 ||
+                        (f->batch->nodes[index].flags & OOMKIT_NODE_CUSTOM) != 0
                     ? 1
-                    : find_closed(f, index, -1, &where);
+                    : oomkit_find_closed(f, argument, index, -1, &where);
+        holds = holds != 0 ? holds : find_nested(f, index);
         if (holds != 0) {
             f->roles[argument] = OOMKIT_ROLE_BATCH;
             f->first = index;
             return holds;
         }
+    }
+    return 0;
+}
+
+/* What registered splitters say about rows. 0 or -1. */
+static int
+find_custom_rows(const oomkit_find *f)
+{
+    Py_ssize_t i;
+
+    for (i = 0; i < f->batch->count; i++) {
+        oomkit_node *node = &f->batch->nodes[i];
+        PyObject *value; /* owned */
+        int known;
+        if ((node->flags & OOMKIT_NODE_CUSTOM) == 0 ||
+            (node->flags & OOMKIT_NODE_STATIC) != 0) {
+            continue;
+        }
+        value = oomkit_node_whole(f->st, f->batch, i);
+        if (value == NULL) {
+            return -1;
+        }
+        known = oomkit_splitter_rows(f->st, value, &node->rows);
+        Py_DECREF(value);
+        if (known < 0) {
+            return -1;
+        }
+        if (known > 0) {
+            return oomkit_find_refuse(f, i, " without a len()",
+                                      "give size=... to register_splitter()");
+        }
+        i = oomkit_node_end(f->batch, i) - 1;
     }
     return 0;
 }
@@ -156,23 +219,67 @@ find_common(const oomkit_find *f)
 static int
 find_check_dims(const oomkit_find *f, Py_ssize_t index)
 {
-    Py_ssize_t end = oomkit_node_end(f->batch, index);
-    for (; index < end; index++) {
-        const oomkit_node *node = &f->batch->nodes[index];
-        oomkit_tensor_facts facts;
-        if (node->kind != OOMKIT_NODE_TENSOR || node->rows >= 0) {
+    const oomkit_batch *batch = f->batch;
+    Py_ssize_t end = oomkit_node_end(batch, index);
+
+    while (index < end) {
+        const oomkit_node *node = &batch->nodes[index];
+        int dimensions;
+        if (node->split == OOMKIT_SPLIT_ITEMS ||
+            (node->flags & (OOMKIT_NODE_CUSTOM | OOMKIT_NODE_STATIC)) != 0) {
+            index = oomkit_node_end(batch, index);
             continue;
         }
-        if (oomkit_tensor_facts_get(f->st, node->object, f->options->dim, &facts) < 0) {
+        if (node->rows < 0 &&
+            (node->kind == OOMKIT_NODE_TENSOR || node->kind == OOMKIT_NODE_ARRAY)) {
+            dimensions = oomkit_find_dimensions(f, index);
+            if (dimensions == -1) {
+                return oomkit_find_refuse(
+                    f, index, ", which is nested",
+                    "give split=... or pass it whole with static=...");
+            }
+            if (dimensions != 0) {
+                return dimensions < 0 ? -1 : oomkit_find_disagree(f, -1, index);
+            }
+        }
+        index++;
+    }
+    return 0;
+}
+
+/* Of torch.sparse_coo, which narrow_copy() slices? 1, 0 or -1. */
+static int
+leaf_is_coo(PyObject *tensor)
+{
+    PyObject *sparse = PyObject_GetAttrString(tensor, "is_sparse"); /* owned */
+    int coo = sparse == NULL ? -1 : PyObject_IsTrue(sparse);
+    Py_XDECREF(sparse);
+    return coo;
+}
+
+/* Leaves that are to be sliced and have no slices: CSR and its like. 0 or -1. */
+static int
+find_check_layouts(const oomkit_find *f)
+{
+    Py_ssize_t i;
+
+    for (i = 0; i < f->batch->count; i++) {
+        const oomkit_node *node = &f->batch->nodes[i];
+        oomkit_tensor_facts facts;
+        int sliced;
+        if (node->kind != OOMKIT_NODE_TENSOR || node->split != OOMKIT_SPLIT_NARROW) {
+            continue;
+        }
+        if (oomkit_tensor_facts_get(f->st, node->object, 0, &facts) < 0) {
             return -1;
         }
-        if (facts.ndim < 0) {
-            return oomkit_find_refuse(
-                f, index, " that is nested",
-                "give split=... or pass it whole with static=...");
-        }
-        if (facts.ndim > 0) {
-            return oomkit_find_disagree(f, -1, index);
+        sliced = facts.is_strided ? 1 : leaf_is_coo(node->object);
+        if (sliced <= 0) {
+            return sliced < 0 ? -1
+                              : oomkit_find_refuse(
+                                    f, i, ", whose layout has no slices",
+                                    "make it dense or torch.sparse_coo, give split=... "
+                                    "or pass it whole with static=...");
         }
     }
     return 0;
@@ -185,9 +292,20 @@ find_called_rows(const oomkit_find *f)
     PyObject *object = f->batch->nodes[f->first].object; /* borrowed from the node */
     Py_ssize_t tensor = oomkit_node_first_tensor(f->batch, f->first, -1, 0);
     Py_ssize_t length;
+    int counts = /* a class of the user's that knows its length */
+        f->batch->nodes[f->first].kind == OOMKIT_NODE_OBJECT && !PyDict_Check(object) &&
+        !PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)f->st->UserDict) &&
+        PyObject_HasAttr((PyObject *)Py_TYPE(object), f->st->str_len);
 
-    if (tensor >= 0) {
+    if (tensor >= 0 && !counts) {
         return f->batch->nodes[tensor].rows;
+    }
+    if ((f->batch->nodes[f->first].flags & OOMKIT_NODE_CUSTOM) != 0) {
+        int64_t rows;
+        int known = oomkit_splitter_rows(f->st, object, &rows);
+        if (known <= 0) {
+            return known < 0 ? -1 : rows;
+        }
     }
     length = PyObject_Size(object);
     if (length < 0 && PyErr_ExceptionMatches(PyExc_TypeError)) {
@@ -225,7 +343,7 @@ find_report(const oomkit_find *f)
     }
     return one < 0 ? oomkit_find_refuse(f, f->first, " without a tensor that has rows",
                                         "name another argument with batch=...")
-                   : oomkit_find_refuse(f, one, " of 0 rows",
+                   : oomkit_find_refuse(f, one, ", which has no rows",
                                         "pass a batch that is not empty");
 }
 
@@ -245,6 +363,22 @@ find_check_named(const oomkit_find *f)
         }
     }
     return 0;
+}
+
+/* -1 always: the node holds tensors and was not opened. */
+static int
+find_refuse_closed(const oomkit_find *f, Py_ssize_t index)
+{
+    PyObject *object = f->batch->nodes[index].object; /* borrowed from the node */
+
+    if (PyDict_CheckExact(object) || PyList_CheckExact(object) ||
+        PyTuple_CheckExact(object)) {
+        return oomkit_find_refuse(f, index, " too long or too deep to be opened",
+                                  "give split=... or pass it whole with static=...");
+    }
+    return oomkit_find_refuse(f, index, ", which holds tensors",
+                              "tell how with oomkit.register_splitter(type, split=...) "
+                              "or split=..., or pass it whole with static=...");
 }
 
 /* batch->rows and the marks of the batch arguments. 0 or -1. */
@@ -270,85 +404,23 @@ find_batch(oomkit_find *f)
             batch->nodes[index].split = OOMKIT_SPLIT_CALL;
             continue;
         }
-        holds = find_closed(f, index, -1, &where);
-        if (holds != 0) {
-            return holds < 0 ? -1
-                             : oomkit_find_refuse(
-                                   f, where, ", which holds tensors",
-                                   "only dict, list, tuple and named tuples are "
-                                   "opened; give split=... or pass it whole with "
-                                   "static=...");
-        }
-        if (find_check_dims(f, index) < 0) {
-            return -1;
-        }
         if (f->per_sample && index == f->first) {
             batch->nodes[index].split = OOMKIT_SPLIT_ITEMS;
         } else if (batch->rows >= 0) {
             oomkit_node_mark(batch, index, batch->rows, f->first);
+        }
+        holds = oomkit_find_closed(f, argument, index, -1, &where);
+        if (holds != 0) {
+            return holds < 0 ? -1 : find_refuse_closed(f, where);
+        }
+        if (find_check_dims(f, index) < 0) {
+            return -1;
         }
     }
     if (batch->rows < 0) {
         return PyErr_Occurred() ? -1 : find_report(f);
     }
     return find_check_named(f);
-}
-
-/* An argument beside the batch: joins when all its tensors have the rows in front. */
-static int
-find_other(const oomkit_find *f, Py_ssize_t argument, Py_ssize_t index)
-{
-    oomkit_batch *batch = f->batch;
-    const int64_t rows = batch->rows;
-    const int keyword = argument >= batch->positional;
-    const oomkit_seen *seen = oomkit_site_seen(
-        f->site, argument,
-        keyword ? PyTuple_GET_ITEM(batch->kwnames, argument - batch->positional)
-                : NULL);
-    Py_ssize_t with, where;
-    int holds;
-
-    if (oomkit_node_is_plain_list(batch, index, rows)) {
-        if (seen != NULL && seen->length_stays) {
-            return 0;
-        }
-        if (seen != NULL && seen->length_moves) {
-            batch->nodes[index].split = OOMKIT_SPLIT_ITEMS;
-            return 0;
-        }
-        return oomkit_find_refuse(
-            f, index, " as long as the batch, without tensors",
-            "name it in batch=... when it has one element per sample, else "
-            "in static=...");
-    }
-    holds = find_closed(f, index, rows, &where);
-    if (holds != 0) {
-        return holds < 0 ? -1
-                         : oomkit_find_refuse(
-                               f, where, ", which holds tensors as long as the batch",
-                               "only dict, list, tuple and named tuples are opened; "
-                               "pass one of these, or pass it whole with static=...");
-    }
-    with = oomkit_node_first_tensor(batch, index, rows, 1);
-    if (!oomkit_node_fits(batch, index, rows)) {
-        Py_ssize_t end = oomkit_node_end(batch, index), other = index;
-        if (with < 0 || (seen != NULL && seen->size_stays)) {
-            return 0;
-        }
-        while (other < end &&
-               (batch->nodes[other].rows < 0 || batch->nodes[other].rows == 1 ||
-                batch->nodes[other].rows == rows)) {
-            other++;
-        }
-        return oomkit_find_disagree(f, with, other);
-    }
-    oomkit_node_mark(batch, index, rows, -1);
-    if (seen != NULL &&
-        (batch->nodes[index].split == OOMKIT_SPLIT_ITEMS ? seen->length_stays
-                                                         : seen->size_stays)) {
-        oomkit_node_unmark(batch, index);
-    }
-    return 0;
 }
 
 static int
@@ -359,9 +431,12 @@ find_run(oomkit_find *f)
 
     if (oomkit_find_check_names(f, f->options->batch, "batch") < 0 ||
         oomkit_find_check_names(f, f->options->statics, "static") < 0 ||
-        oomkit_find_roles(f) < 0) {
+        oomkit_find_check_dims(f) < 0 || oomkit_find_roles(f) < 0 ||
+        oomkit_find_hide(f) < 0 ||
+        (f->options->split == NULL && find_custom_rows(f) < 0)) {
         return -1;
     }
+    f->named = f->first >= 0;
     if (f->first < 0) {
         found = f->options->batch == NULL ? find_first(f) : 0;
         if (found <= 0) {
@@ -375,18 +450,26 @@ find_run(oomkit_find *f)
     {
         /* One row cannot be split further: nothing to decide. */
         if (f->roles[argument] == OOMKIT_ROLE_OTHER && f->batch->rows > 1 &&
-            find_other(f, argument, index) < 0) {
+            oomkit_find_beside(f, argument, index) < 0) {
             return -1;
         }
     }
-    return 1;
+    if (f->batch->rows > 1 && (find_check_layouts(f) < 0 || oomkit_find_doubt(f) < 0)) {
+        return -1;
+    }
+    return oomkit_node_twins(f->batch) < 0 ? -1 : 1;
 }
 
 int
 oomkit_batch_find(oomkit_state *st, const oomkit_options *options,
                   const oomkit_batch_site *site, PyObject *names, oomkit_batch *batch)
 {
-    oomkit_find f = {st, options, site, names, batch, NULL, -1, 0};
+    oomkit_find f = {.st = st,
+                     .options = options,
+                     .site = site,
+                     .names = names,
+                     .batch = batch,
+                     .first = -1};
     int found;
 
     if (batch->searched) {

@@ -14,6 +14,7 @@ typedef struct oomkit_find {
     oomkit_batch *batch;
     uint8_t *roles;   /* owned: one per argument */
     Py_ssize_t first; /* node of the first batch argument */
+    int named;        /* by batch= */
     int per_sample;   /* the batch is lists of per-sample objects */
 } oomkit_find;
 
@@ -32,9 +33,60 @@ int
 oomkit_find_refuse(const oomkit_find *f, Py_ssize_t index, const char *why,
                    const char *advice);
 
+/* -1 always: SplitError "cannot split argument 'NAME': " and this text, which is stolen
+ * and may be NULL with an exception. */
+int
+oomkit_find_raise(const oomkit_find *f, Py_ssize_t index, PyObject *text);
+
+/* "batch['x'] has shape [8, 3]". New reference or NULL. */
+PyObject *
+oomkit_find_describe(const oomkit_find *f, Py_ssize_t index);
+
+/* Name of the argument that a node belongs to. New reference or NULL. */
+PyObject *
+oomkit_find_name(const oomkit_find *f, Py_ssize_t index);
+
+/* Hides what static= names inside of arguments: "batch['weights']". 0 or -1. */
+int
+oomkit_find_hide(const oomkit_find *f);
+
+/* The first node of the subtree that capture left closed and that holds a tensor of
+ * `rows` (any when -1). 1 and *where, 0, or -1. */
+int
+oomkit_find_closed(const oomkit_find *f, Py_ssize_t argument, Py_ssize_t index,
+                   int64_t rows, Py_ssize_t *where);
+
+/* --- beside.c --- */
+
+/* What earlier calls showed of an argument. Borrowed from the site; NULL. */
+const oomkit_seen *
+oomkit_find_seen(const oomkit_find *f, Py_ssize_t argument);
+
+/* An argument beside the batch: is it sliced too? 0 or -1 with SplitError. */
+int
+oomkit_find_beside(const oomkit_find *f, Py_ssize_t argument, Py_ssize_t index);
+
+/* --- doubt.c --- */
+
+/* Everything is marked: could it be read in another way? 0 or -1 with SplitError. */
+int
+oomkit_find_doubt(const oomkit_find *f);
+
+/* Has a leaf that is sliced another dimension of this size? 1, 0 or -1. */
+int
+oomkit_find_has_size(const oomkit_find *f, int64_t size);
+
+/* Number of dimensions of a tensor or array; -1 for others. */
+int
+oomkit_find_dimensions(const oomkit_find *f, Py_ssize_t index);
+
 /* SplitError when a name that `option` gives is no parameter. 0 or -1. */
 int
 oomkit_find_check_names(const oomkit_find *f, PyObject *given, const char *option);
+
+/* The same of the names that dim= has, but "return", which is of the results. */
+int
+oomkit_find_check_dims(const oomkit_find *f);
 
 /* Gives the roles that static= and batch= give. 0 or -1. */
 int

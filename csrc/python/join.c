@@ -3,6 +3,7 @@
  */
 #include "join_rules.h"
 #include "outputs.h"
+#include "splitters.h"
 #include "tensor.h"
 
 /* A refusal under the name of a cache: None in its place, said once. NULL otherwise. */
@@ -293,6 +294,9 @@ oomkit_join_place(const oomkit_rules *r, const oomkit_place *where,
                    : !Py_IS_TYPE(values[i], Py_TYPE(first))) {
             return oomkit_place_differs(r, where, first, values[i]);
         }
+    }
+    if (r->count > 1 && oomkit_splitter_joins(r->st, first)) {
+        return oomkit_join_custom(r, where, values);
     }
     if (tensor) {
         return oomkit_join_tensors(r, where, values);

@@ -132,6 +132,17 @@ oomkit_join_shapes(const oomkit_rules *r, const oomkit_place *where,
 int
 oomkit_rules_check_number(const oomkit_rules *r, const oomkit_place *where);
 
+/* A joined tensor as one that requires grad and raises when a gradient reaches it.
+ * Steals `joined`; new reference or NULL. */
+PyObject *
+oomkit_join_refusing(const oomkit_rules *r, const oomkit_place *where,
+                     PyObject *joined);
+
+/* --- join_custom.c: values of a type that was registered with a join= --- */
+PyObject *
+oomkit_join_custom(const oomkit_rules *r, const oomkit_place *where,
+                   PyObject *const *values);
+
 /* --- join_memory.c --- */
 
 /* The tensors of one place in all micro-batches. */

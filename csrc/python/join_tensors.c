@@ -394,10 +394,8 @@ join_column(const oomkit_rules *r, const oomkit_place *where, PyObject *const *v
                         : join_constants(r, where, values, known, sizes.size);
 }
 
-/* The joined tensor as one that requires grad and raises when a gradient reaches it.
- * Steals `joined`. */
-static PyObject *
-refuse_gradient(const oomkit_rules *r, const oomkit_place *where, PyObject *joined)
+PyObject *
+oomkit_join_refusing(const oomkit_rules *r, const oomkit_place *where, PyObject *joined)
 {
     PyObject *place = NULL, *answer = NULL; /* owned */
 
@@ -439,7 +437,7 @@ join_at(const oomkit_rules *r, const oomkit_place *where, PyObject *const *value
 {
     oomkit_column column;
     int open_loss;
-    PyObject *joined; /* owned, stolen by refuse_gradient() */
+    PyObject *joined; /* owned, stolen by oomkit_join_refusing() */
 
     if (oomkit_column_read(r, values, &column) < 0) {
         return NULL;
@@ -453,7 +451,7 @@ join_at(const oomkit_rules *r, const oomkit_place *where, PyObject *const *value
     if (!column.required || open_loss) {
         return joined;
     }
-    return refuse_gradient(r, where, joined);
+    return oomkit_join_refusing(r, where, joined);
 }
 
 /* A loss that stands at several places is one tensor, as in the whole call's result. */

@@ -6,6 +6,7 @@
 #include "memory_methods.h"
 #include "records.h"
 #include "split_methods.h"
+#include "splitters.h"
 #include "state.h"
 #include "step_type.h"
 #include "types.h"
@@ -38,8 +39,8 @@ PyDoc_STRVAR(
     "    batch: name (or names) of the arguments to split; found by itself otherwise: "
     "the\n"
     "        first argument that is or holds a tensor, and others of the same length.\n"
-    "    static: names of arguments that are passed whole.\n"
-    "    dim: the batch dimension of the tensors.\n"
+    "    static: names of arguments, or parts (\"batch['weights']\"), passed whole.\n"
+    "    dim: the batch dimension of the tensors, or a dict of it by argument name.\n"
     "    split: ``split(batch, start, length)`` for a batch of a type of your own.\n"
     "    join: ``join(results, rows)`` in place of the rules for joining results.\n"
     "    model, optimizer: what takes part, when it cannot be found in arguments, "
@@ -246,6 +247,8 @@ module_switch_begins(PyObject *module, PyObject *target)
 static PyMethodDef module_methods[] = {
     {"auto_batch", (PyCFunction)(void (*)(void))oomkit_auto_batch,
      METH_VARARGS | METH_KEYWORDS, auto_batch_doc},
+    {"register_splitter", (PyCFunction)(void (*)(void))oomkit_register_splitter,
+     METH_VARARGS | METH_KEYWORDS, OOMKIT_REGISTER_SPLITTER_DOC},
     {"live_steps", module_live_steps, METH_NOARGS,
      "live_steps()\n--\n\nThe decorated steps that are alive (list)."},
     {"_bind", module_bind, METH_VARARGS,

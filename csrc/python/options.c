@@ -371,31 +371,6 @@ options_choices(PyObject *kwargs, oomkit_options *options)
     return 0;
 }
 
-static int
-options_dim(PyObject *kwargs, oomkit_options *options)
-{
-    PyObject *given = option_get(kwargs, "dim"); /* borrowed */
-
-    if (given == NULL) {
-        return 0;
-    }
-    if (!PyLong_Check(given) || PyBool_Check(given)) {
-        PyErr_Format(PyExc_TypeError, "auto_batch(dim=...) expected an int, got %s",
-                     Py_TYPE(given)->tp_name);
-        return -1;
-    }
-    options->dim = PyLong_AsLongLong(given);
-    if (options->dim < 0) {
-        if (!PyErr_Occurred()) {
-            PyErr_Format(PyExc_ValueError,
-                         "auto_batch(dim=...) expected 0 or more, got %lld",
-                         (long long)options->dim);
-        }
-        return -1;
-    }
-    return 0;
-}
-
 int
 oomkit_options_parse(oomkit_state *st, PyObject *kwargs, oomkit_options *options)
 {
@@ -408,7 +383,7 @@ oomkit_options_parse(oomkit_state *st, PyObject *kwargs, oomkit_options *options
     if (options_unknown(kwargs) < 0 || options_not_yet(kwargs) < 0 ||
         option_names_of(kwargs, "batch", &options->batch) < 0 ||
         option_names_of(kwargs, "static", &options->statics) < 0 ||
-        options_dim(kwargs, options) < 0 ||
+        oomkit_options_dim(option_get(kwargs, "dim"), options) < 0 ||
         option_callable(kwargs, "split", &options->split) < 0 ||
         option_callable(kwargs, "join", &options->join) < 0 ||
         options_participants(st, kwargs, options) < 0 ||
@@ -450,6 +425,7 @@ oomkit_options_clear(oomkit_options *options)
     Py_CLEAR(options->batch);
     Py_CLEAR(options->statics);
     Py_CLEAR(options->split);
+    Py_CLEAR(options->dims);
     Py_CLEAR(options->join);
     Py_CLEAR(options->participants);
     Py_CLEAR(options->backward);

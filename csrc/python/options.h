@@ -24,7 +24,8 @@ typedef struct oomkit_options {
     PyObject *weight;   /* owned: callable, or NULL */
     PyObject *on_retry; /* owned: callable(record), or NULL */
     PyObject *label;    /* owned: str */
-    int64_t dim;
+    PyObject *dims;     /* owned: dict: argument name -> int, or NULL: dim everywhere */
+    int64_t dim;        /* with dims: of the results */
     int64_t accumulation_steps, min_micro_batch, multiple_of;
     oomkit_reduction reduction;
     int reduction_given; /* not the default */
@@ -36,5 +37,10 @@ typedef struct oomkit_options {
     int restore_batch;
     int reset_peaks;
 } oomkit_options;
+
+/* dims.c: dim= as it was given (borrowed, or NULL). 0, or -1 with TypeError or
+ * ValueError. */
+int
+oomkit_options_dim(PyObject *given, oomkit_options *options);
 
 #endif

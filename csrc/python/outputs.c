@@ -6,9 +6,8 @@
 #include <structmember.h>
 #include <string.h>
 
-/* The type written in C that the instances are built on. */
-static PyTypeObject *
-output_base(PyTypeObject *type)
+PyTypeObject *
+oomkit_output_base(PyTypeObject *type)
 {
     while (type->tp_base != NULL && (type->tp_flags & Py_TPFLAGS_HEAPTYPE) != 0) {
         type = type->tp_base;
@@ -17,20 +16,33 @@ output_base(PyTypeObject *type)
 }
 
 int
-oomkit_output_check(const oomkit_state *st, PyObject *object)
+oomkit_type_is_plain_object(PyTypeObject *type)
 {
-    PyTypeObject *type = Py_TYPE(object);
+    return (type->tp_flags & Py_TPFLAGS_HEAPTYPE) != 0 &&
+           oomkit_output_base(type) == &PyBaseObject_Type;
+}
 
-    if (PyDict_Check(object)) {
-        return !PyDict_CheckExact(object);
+int
+oomkit_output_type(const oomkit_state *st, PyTypeObject *type)
+{
+    if (PyType_FastSubclass(type, Py_TPFLAGS_DICT_SUBCLASS)) {
+        return type != &PyDict_Type;
     }
-    if ((type->tp_flags & Py_TPFLAGS_HEAPTYPE) == 0 ||
-        output_base(type) != &PyBaseObject_Type ||
+    if (strcmp(type->tp_name, "types.SimpleNamespace") == 0) {
+        return 1;
+    }
+    if (!oomkit_type_is_plain_object(type) ||
         PyType_IsSubtype(type, (PyTypeObject *)st->Module)) {
         return 0;
     }
     return PyType_IsSubtype(type, (PyTypeObject *)st->UserDict) ||
            oomkit_type_is_data_class(st, type);
+}
+
+int
+oomkit_output_check(const oomkit_state *st, PyObject *object)
+{
+    return oomkit_output_type(st, Py_TYPE(object));
 }
 
 void
@@ -57,8 +69,8 @@ instance_dict(PyObject *object)
 static PyObject *
 mapping_entries(PyObject *mapping)
 {
-    PyObject *entries = PyDict_New();                                 /* owned */
-    PyObject *keys = output_base(Py_TYPE(mapping))->tp_iter(mapping); /* owned */
+    PyObject *entries = PyDict_New();                                        /* owned */
+    PyObject *keys = oomkit_output_base(Py_TYPE(mapping))->tp_iter(mapping); /* owned */
     PyObject *key, *value; /* owned; borrowed from mapping */
 
     while (entries != NULL && keys != NULL && (key = PyIter_Next(keys)) != NULL) {
@@ -216,7 +228,7 @@ entry_is_dropped(PyObject *like, PyObject *dict, PyObject *name, PyObject *value
 static int
 set_entries(PyObject *made, PyObject *like, PyObject *dict, const oomkit_parts *parts)
 {
-    PyTypeObject *base = output_base(Py_TYPE(like));
+    PyTypeObject *base = oomkit_output_base(Py_TYPE(like));
     PyObject *key, *value; /* borrowed from parts */
     Py_ssize_t position = 0;
 
@@ -273,7 +285,7 @@ oomkit_output_like(oomkit_state *st, PyObject *like, const oomkit_parts *parts)
     PyTypeObject *type = Py_TYPE(like);
     PyObject *made, *dict; /* owned */
 
-    made = output_base(type)->tp_new(type, st->empty_tuple, NULL);
+    made = oomkit_output_base(type)->tp_new(type, st->empty_tuple, NULL);
     if (made == NULL) {
         return NULL;
     }

@@ -11,10 +11,22 @@ typedef struct oomkit_parts {
     PyObject *attributes; /* owned: fields and other attributes that are no entries */
 } oomkit_parts;
 
-/* A subclass of dict, a UserDict or an instance of a data class? Runs no Python code.
- */
+/* A subclass of dict, a UserDict, an instance of a data class, a SimpleNamespace? Runs
+ * no Python code. */
 int
 oomkit_output_check(const oomkit_state *st, PyObject *object);
+
+/* The same of a type. */
+int
+oomkit_output_type(const oomkit_state *st, PyTypeObject *type);
+
+/* Are its instances built on `object` alone, with a dictionary or slots? */
+int
+oomkit_type_is_plain_object(PyTypeObject *type);
+
+/* The type written in C that the instances are built on. Borrowed. */
+PyTypeObject *
+oomkit_output_base(PyTypeObject *type);
 
 /* Takes such an object apart. 0 or -1. */
 int

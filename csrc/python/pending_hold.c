@@ -192,18 +192,19 @@ oomkit_pending_base(oomkit_pending *p, PyObject *loss, PyObject **node)
 /* --- containers --- */
 
 static PyObject *
-copy_node(oomkit_batch *batch, Py_ssize_t *at);
+copy_node(const oomkit_pending *p, oomkit_batch *batch, Py_ssize_t *at);
 
 /* The children of a node, with their keys in a dictionary, else in a list. */
 static PyObject *
-copy_children(oomkit_batch *batch, Py_ssize_t *at, Py_ssize_t children, int keyed)
+copy_children(const oomkit_pending *p, oomkit_batch *batch, Py_ssize_t *at,
+              Py_ssize_t children, int keyed)
 {
     PyObject *made = keyed ? PyDict_New() : PyList_New(children); /* owned */
     Py_ssize_t i;
 
     for (i = 0; made != NULL && i < children; i++) {
-        PyObject *key = batch->nodes[*at].key;  /* borrowed from the node */
-        PyObject *value = copy_node(batch, at); /* owned, stolen by a list */
+        PyObject *key = batch->nodes[*at].key;     /* borrowed from the node */
+        PyObject *value = copy_node(p, batch, at); /* owned, stolen by a list */
         if (value == NULL || (keyed && PyDict_SetItem(made, key, value) < 0)) {
             Py_CLEAR(made);
         }
@@ -215,19 +216,39 @@ copy_children(oomkit_batch *batch, Py_ssize_t *at, Py_ssize_t children, int keye
     return made;
 }
 
+/* An object of named parts, from copies of them. New reference or NULL. */
+static PyObject *
+copy_object(const oomkit_pending *p, oomkit_batch *batch, Py_ssize_t *at,
+            Py_ssize_t here)
+{
+    PyObject *list = /* owned */
+        copy_children(p, batch, at, batch->nodes[here].children, 0);
+    PyObject *made = NULL; /* owned */
+
+    if (list != NULL) {
+        made = oomkit_object_build(p->st, batch, here, PySequence_Fast_ITEMS(list));
+        Py_DECREF(list);
+    }
+    return made;
+}
+
 /* The value of a node, containers as they were at the call; the node holds that one
  * from here. New reference or NULL. */
 static PyObject *
-copy_node(oomkit_batch *batch, Py_ssize_t *at)
+copy_node(const oomkit_pending *p, oomkit_batch *batch, Py_ssize_t *at)
 {
-    oomkit_node *node = &batch->nodes[(*at)++];
+    Py_ssize_t here = (*at)++;
+    oomkit_node *node = &batch->nodes[here];
     PyObject *made; /* owned */
 
     if (node->kind != OOMKIT_NODE_DICT && node->kind != OOMKIT_NODE_LIST &&
-        node->kind != OOMKIT_NODE_TUPLE) {
+        node->kind != OOMKIT_NODE_TUPLE && node->kind != OOMKIT_NODE_OBJECT) {
         return Py_NewRef(node->object);
     }
-    made = copy_children(batch, at, node->children, node->kind == OOMKIT_NODE_DICT);
+    made = node->kind == OOMKIT_NODE_OBJECT
+               ? copy_object(p, batch, at, here)
+               : copy_children(p, batch, at, node->children,
+                               node->kind == OOMKIT_NODE_DICT);
     if (made != NULL && node->kind == OOMKIT_NODE_TUPLE) {
         made = oomkit_tuple_like(node->object, made);
     }
@@ -235,6 +256,23 @@ copy_node(oomkit_batch *batch, Py_ssize_t *at)
         Py_SETREF(node->object, Py_NewRef(made));
     }
     return made;
+}
+
+/* Likewise of the attributes of an object of named parts. */
+static int
+object_leads_to(PyObject *object, PyObject *loss, PyObject *result)
+{
+    PyObject *dict = PyObject_GenericGetDict(object, NULL); /* owned */
+    int leads;
+
+    if (dict == NULL || !PyDict_Check(dict)) {
+        PyErr_Clear(); /* slots only, or short of memory: only a leak is at stake */
+        Py_XDECREF(dict);
+        return 0;
+    }
+    leads = dict_leads_to(dict, loss, result, 1);
+    Py_DECREF(dict);
+    return leads;
 }
 
 /* Did the step put its loss into one of the dictionaries and lists of an argument? */
@@ -246,7 +284,12 @@ node_leads_to(const oomkit_batch *batch, Py_ssize_t at, PyObject *loss,
 
     for (; at < end; at++) {
         PyObject *object = batch->nodes[at].object; /* borrowed from the node */
-        if (PyDict_CheckExact(object) && dict_leads_to(object, loss, result, 0)) {
+        int opened = batch->nodes[at].kind == OOMKIT_NODE_OBJECT;
+        if (opened && object_leads_to(object, loss, result)) {
+            return 1;
+        }
+        if ((PyDict_CheckExact(object) || (opened && PyDict_Check(object))) &&
+            dict_leads_to(object, loss, result, 0)) {
             return 1;
         }
         for (i = 0; PyList_CheckExact(object) && i < PyList_GET_SIZE(object); i++) {
@@ -259,6 +302,28 @@ node_leads_to(const oomkit_batch *batch, Py_ssize_t at, PyObject *loss,
     return 0;
 }
 
+/* The containers in an object that is held weakly: they would hold the loss. 0 or -1.
+ */
+static int
+contents_let_go(oomkit_pending *p, Py_ssize_t at, PyObject *loss, PyObject *result)
+{
+    Py_ssize_t i, child = at + 1;
+
+    for (i = 0; i < p->batch.nodes[at].children; i++) {
+        Py_ssize_t next = oomkit_node_end(&p->batch, child);
+        if (node_leads_to(&p->batch, child, loss, result)) {
+            PyObject *made =
+                copy_node(p, &p->batch, &child); /* owned, as by the node */
+            if (made == NULL) {
+                return -1;
+            }
+            Py_DECREF(made);
+        }
+        child = next;
+    }
+    return 0;
+}
+
 int
 oomkit_pending_containers(oomkit_pending *p, PyObject *loss, PyObject *result)
 {
@@ -267,9 +332,12 @@ oomkit_pending_containers(oomkit_pending *p, PyObject *loss, PyObject *result)
     for (i = 0; i < p->total && loss != NULL; i++) {
         Py_ssize_t next = oomkit_node_end(&p->batch, at);
         if (i < WEAK_ARGUMENTS && (p->weak & UINT64_C(1) << i) != 0) {
+            if (contents_let_go(p, at, loss, result) < 0) {
+                return -1;
+            }
             Py_SETREF(p->batch.nodes[at].object, Py_NewRef(Py_None)); /* meanwhile */
         } else if (node_leads_to(&p->batch, at, loss, result)) {
-            PyObject *made = copy_node(&p->batch, &at); /* owned, then by p */
+            PyObject *made = copy_node(p, &p->batch, &at); /* owned, then by p */
             if (made == NULL) {
                 return -1;
             }

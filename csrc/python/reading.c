@@ -21,7 +21,8 @@ oomkit_node_holds_dicts(const oomkit_batch *batch, Py_ssize_t index)
     Py_ssize_t number, child;
     EACH_CHILD(batch, index, number, child)
     {
-        if (batch->nodes[child].kind != OOMKIT_NODE_DICT) {
+        if (batch->nodes[child].kind != OOMKIT_NODE_DICT &&
+            batch->nodes[child].kind != OOMKIT_NODE_OBJECT) {
             return 0;
         }
     }
@@ -38,6 +39,32 @@ node_is_root(const oomkit_batch *batch, Py_ssize_t index)
     return at == index;
 }
 
+/* One of two or more lists or tuples as long as each other, which are all that an
+ * argument is: tuple(zip(*samples)). */
+int
+oomkit_node_is_zipped(const oomkit_batch *batch, Py_ssize_t index)
+{
+    Py_ssize_t root = 0, number, child;
+    int found = 0;
+
+    while (oomkit_node_end(batch, root) <= index) {
+        root = oomkit_node_end(batch, root);
+    }
+    if (!node_is_sequence(&batch->nodes[root]) || batch->nodes[root].children < 2) {
+        return 0;
+    }
+    EACH_CHILD(batch, root, number, child)
+    {
+        if (!node_is_sequence(&batch->nodes[child]) ||
+            batch->nodes[child].children < 2 ||
+            batch->nodes[child].children != batch->nodes[root + 1].children) {
+            return 0;
+        }
+        found |= child == index;
+    }
+    return found;
+}
+
 /* A list whose elements each hold a tensor; a tuple only as an argument of its own or
  * of dictionaries, for a tuple of tensors is more often (hidden, cell). */
 int
@@ -50,7 +77,7 @@ oomkit_node_may_be_items(const oomkit_batch *batch, Py_ssize_t index)
         return 0;
     }
     if (node->kind == OOMKIT_NODE_TUPLE && !oomkit_node_holds_dicts(batch, index) &&
-        !node_is_root(batch, index)) {
+        !node_is_root(batch, index) && !oomkit_node_is_zipped(batch, index)) {
         return 0;
     }
     EACH_CHILD(batch, index, number, child)
@@ -69,8 +96,12 @@ oomkit_node_fits(const oomkit_batch *batch, Py_ssize_t index, int64_t rows)
     const oomkit_node *node = &batch->nodes[index];
     Py_ssize_t number, child;
 
-    if (node->kind == OOMKIT_NODE_TENSOR) {
-        return node->rows == -1 || node->rows == 1 || node->rows == rows;
+    if ((node->flags & OOMKIT_NODE_STATIC) != 0) {
+        return 1;
+    }
+    if (oomkit_node_is_cut(node)) {
+        int custom = (node->flags & OOMKIT_NODE_CUSTOM) != 0;
+        return node->rows == rows || (!custom && (node->rows == -1 || node->rows == 1));
     }
     EACH_CHILD(batch, index, number, child)
     {
@@ -161,17 +192,19 @@ node_reads_as_items(const oomkit_batch *batch, Py_ssize_t index, int64_t rows,
     return 0;
 }
 
-/* A list as long as the batch that holds no tensor at all: captions, lengths. */
+/* A list as long as the batch that holds no tensor at all: captions, lengths. A tuple
+ * inside of something else is more often a size. */
 int
 oomkit_node_is_plain_list(const oomkit_batch *batch, Py_ssize_t index, int64_t rows)
 {
     const oomkit_node *node = &batch->nodes[index];
-    if (!PyList_CheckExact(node->object) || rows < 2 ||
-        oomkit_node_holds_tensor(batch, index)) {
+    if (!node_is_sequence(node) || rows < 2 || oomkit_node_holds_tensor(batch, index) ||
+        (PyTuple_CheckExact(node->object) && !node_is_root(batch, index) &&
+         !oomkit_node_is_zipped(batch, index))) {
         return 0;
     }
-    return node->kind == OOMKIT_NODE_LIST ? node->children == rows
-                                          : node->shape_hash == (uint64_t)rows;
+    return node->kind != OOMKIT_NODE_OTHER ? node->children == rows
+                                           : node->shape_hash == (uint64_t)rows;
 }
 
 void
@@ -180,8 +213,13 @@ oomkit_node_mark(oomkit_batch *batch, Py_ssize_t index, int64_t rows, Py_ssize_t
     oomkit_node *node = &batch->nodes[index];
     Py_ssize_t number, child;
 
-    if (node->kind == OOMKIT_NODE_TENSOR) {
-        node->split = node->rows == rows ? OOMKIT_SPLIT_NARROW : OOMKIT_SPLIT_WHOLE;
+    if ((node->flags & OOMKIT_NODE_STATIC) != 0) {
+        return;
+    }
+    if (oomkit_node_is_cut(node)) {
+        int how = (node->flags & OOMKIT_NODE_CUSTOM) != 0 ? OOMKIT_SPLIT_CUSTOM
+                                                          : OOMKIT_SPLIT_NARROW;
+        node->split = (uint8_t)(node->rows == rows ? how : OOMKIT_SPLIT_WHOLE);
         return;
     }
     if (node_reads_as_items(batch, index, rows, first) ||

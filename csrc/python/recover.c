@@ -92,12 +92,15 @@ oomkit_recover_batch(oomkit_call *call)
         return -1;
     }
     if (call->batch.rows <= 0) {
-        PyObject *reason = PyUnicode_FromFormat(/* owned */
-                                                "auto_batch found no batch to split in "
-                                                "the arguments of %U: pass it as an "
-                                                "argument of the step (a tensor, or a "
-                                                "tuple, list or dict of tensors)",
-                                                call->options->label);
+        PyObject *reason = oomkit_batch_missing(/* owned */
+                                                call->st, &call->batch,
+                                                PyUnicode_FromFormat(
+                                                    "auto_batch found no batch to "
+                                                    "split in the arguments of %U: "
+                                                    "pass it as an argument of the "
+                                                    "step (a tensor, or a tuple, list "
+                                                    "or dict of tensors)",
+                                                    call->options->label));
         if (reason != NULL) {
             oomkit_give_up(call, reason, 0);
             Py_DECREF(reason);

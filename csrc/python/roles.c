@@ -3,15 +3,21 @@
 
 /* --- messages --- */
 
-/* "batch['x'] has shape [8, 3]". New reference or NULL. */
-static PyObject *
-find_describe(const oomkit_find *f, Py_ssize_t index)
+PyObject *
+oomkit_find_describe(const oomkit_find *f, Py_ssize_t index)
 {
     PyObject *path = oomkit_node_path(f->batch, f->names, index); /* owned */
     PyObject *shape = NULL, *sizes = NULL, *text = NULL;          /* owned */
 
     if (path == NULL) {
         return NULL;
+    }
+    if ((f->batch->nodes[index].flags & OOMKIT_NODE_CUSTOM) != 0) {
+        text = PyUnicode_FromFormat("%U is a '%.200s' of %lld rows", path,
+                                    Py_TYPE(f->batch->nodes[index].object)->tp_name,
+                                    (long long)f->batch->nodes[index].rows);
+        Py_DECREF(path);
+        return text;
     }
     shape = PyObject_GetAttr(f->batch->nodes[index].object, f->st->str_shape);
     sizes = shape == NULL ? NULL : PySequence_List(shape);
@@ -24,9 +30,8 @@ find_describe(const oomkit_find *f, Py_ssize_t index)
     return text;
 }
 
-/* Name of the argument that a node belongs to. New reference or NULL. */
-static PyObject *
-find_name(const oomkit_find *f, Py_ssize_t index)
+PyObject *
+oomkit_find_name(const oomkit_find *f, Py_ssize_t index)
 {
     Py_ssize_t at = 0, end, argument = 0;
     while ((end = oomkit_node_end(f->batch, at)) <= index) {
@@ -36,13 +41,27 @@ find_name(const oomkit_find *f, Py_ssize_t index)
     return oomkit_argument_name(f->batch, f->names, argument);
 }
 
+int
+oomkit_find_raise(const oomkit_find *f, Py_ssize_t index, PyObject *text)
+{
+    PyObject *name = text == NULL ? NULL : oomkit_find_name(f, index); /* owned */
+
+    if (name != NULL) {
+        PyErr_Format(f->st->SplitError, "auto_batch cannot split argument '%U': %U",
+                     name, text);
+    }
+    Py_XDECREF(name);
+    Py_XDECREF(text);
+    return -1;
+}
+
 /* -1 always: node `b` does not go with node `a` (-1: it alone is wrong). */
 int
 oomkit_find_disagree(const oomkit_find *f, Py_ssize_t a, Py_ssize_t b)
 {
-    PyObject *name = find_name(f, b);                   /* owned */
-    PyObject *one = a < 0 ? NULL : find_describe(f, a); /* owned */
-    PyObject *two = find_describe(f, b);                /* owned */
+    PyObject *name = oomkit_find_name(f, b);                   /* owned */
+    PyObject *one = a < 0 ? NULL : oomkit_find_describe(f, a); /* owned */
+    PyObject *two = oomkit_find_describe(f, b);                /* owned */
 
     if (name != NULL && two != NULL && (one != NULL || a < 0)) {
         PyErr_Format(
@@ -58,23 +77,48 @@ oomkit_find_disagree(const oomkit_find *f, Py_ssize_t a, Py_ssize_t b)
     return -1;
 }
 
-/* -1 always: SplitError about one node; `format` takes argument, path and type name. */
+/* "batch['x'] is a 'Tensor' of shape [8, 3]". New reference or NULL. */
+static PyObject *
+find_describe_type(const oomkit_find *f, Py_ssize_t index)
+{
+    const oomkit_node *node = &f->batch->nodes[index];
+    PyObject *path = oomkit_node_path(f->batch, f->names, index); /* owned */
+    PyObject *shape = NULL, *text = NULL;                         /* owned */
+    int sized = node->kind == OOMKIT_NODE_TENSOR || node->kind == OOMKIT_NODE_ARRAY;
+
+    if (path != NULL && sized) {
+        shape = PyObject_GetAttr(node->object, f->st->str_shape);
+        if (shape != NULL) {
+            Py_SETREF(shape, PySequence_List(shape));
+        }
+        if (shape == NULL && PyErr_ExceptionMatches(PyExc_Exception)) {
+            PyErr_Clear(); /* a nested tensor may have none */
+        }
+    }
+    if (path != NULL && !PyErr_Occurred()) {
+        text = shape == NULL
+                   ? PyUnicode_FromFormat("%U is a '%.200s'", path,
+                                          Py_TYPE(node->object)->tp_name)
+                   : PyUnicode_FromFormat("%U is a '%.200s' of shape %R", path,
+                                          Py_TYPE(node->object)->tp_name, shape);
+    }
+    Py_XDECREF(path);
+    Py_XDECREF(shape);
+    return text;
+}
+
 int
 oomkit_find_refuse(const oomkit_find *f, Py_ssize_t index, const char *why,
                    const char *advice)
 {
-    PyObject *name = find_name(f, index);                         /* owned */
-    PyObject *path = oomkit_node_path(f->batch, f->names, index); /* owned */
+    PyObject *what = find_describe_type(f, index); /* owned */
+    PyObject *text = NULL; /* owned, stolen by oomkit_find_raise() */
 
-    if (name != NULL && path != NULL) {
-        PyErr_Format(f->st->SplitError,
-                     "auto_batch cannot split argument '%U': %U is a '%.200s'%s; %s",
-                     name, path, Py_TYPE(f->batch->nodes[index].object)->tp_name, why,
-                     advice);
+    if (what != NULL) {
+        text = PyUnicode_FromFormat("%U%s; %s", what, why, advice);
+        Py_DECREF(what);
     }
-    Py_XDECREF(name);
-    Py_XDECREF(path);
-    return -1;
+    return oomkit_find_raise(f, index, text);
 }
 
 /* --- names --- */
@@ -84,6 +128,16 @@ static int
 tuple_has(PyObject *tuple, PyObject *name)
 {
     return tuple == NULL ? 0 : PySequence_Contains(tuple, name);
+}
+
+/* Where the path starts in the name: "batch['x']", "batch.x"; -1 for a plain name. */
+static Py_ssize_t
+name_path(PyObject *name)
+{
+    Py_ssize_t length = PyUnicode_GET_LENGTH(name);
+    Py_ssize_t item = PyUnicode_FindChar(name, '[', 0, length, 1);
+    Py_ssize_t dot = PyUnicode_FindChar(name, '.', 0, length, 1);
+    return item < 0 || (dot >= 0 && dot < item) ? dot : item;
 }
 
 /* Is it a parameter, or a keyword of this call? Everything is where there is **kwargs.
@@ -116,7 +170,11 @@ oomkit_find_check_names(const oomkit_find *f, PyObject *given, const char *optio
     for (i = 0; i < count; i++) {
         PyObject *name = PyTuple_GET_ITEM(given, i); /* borrowed from given */
         PyObject *comma, *list;                      /* owned */
-        int known = find_name_known(f, name);
+        Py_ssize_t path = name_path(name);
+        PyObject *argument = /* owned: without the path inside it */
+            path < 0 ? Py_NewRef(name) : PyUnicode_Substring(name, 0, path);
+        int known = argument == NULL ? -1 : find_name_known(f, argument);
+        Py_XDECREF(argument);
         if (known != 0) {
             if (known < 0) {
                 return -1;
@@ -136,6 +194,60 @@ oomkit_find_check_names(const oomkit_find *f, PyObject *given, const char *optio
         return -1;
     }
     return 0;
+}
+
+/* Is the node named? 1, 0 or -1. */
+static int
+find_is_hidden(const oomkit_find *f, Py_ssize_t index)
+{
+    PyObject *path = oomkit_node_path(f->batch, f->names, index); /* owned */
+    int named = path == NULL ? -1 : tuple_has(f->options->statics, path);
+    Py_XDECREF(path);
+    return named;
+}
+
+int
+oomkit_find_hide(const oomkit_find *f)
+{
+    Py_ssize_t i, paths = 0, end;
+
+    for (i = 0; i < PyTuple_GET_SIZE(f->options->statics); i++) {
+        paths += name_path(PyTuple_GET_ITEM(f->options->statics, i)) >= 0;
+    }
+    for (i = 0; paths > 0 && i < f->batch->count; i++) {
+        int named = find_is_hidden(f, i);
+        if (named < 0) {
+            return -1;
+        }
+        if (named == 0) {
+            continue;
+        }
+        for (end = oomkit_node_end(f->batch, i); i < end; i++) {
+            f->batch->nodes[i].rows = -1;
+            f->batch->nodes[i].flags |= OOMKIT_NODE_STATIC;
+        }
+        i = end - 1;
+    }
+    return 0;
+}
+
+int
+oomkit_find_check_dims(const oomkit_find *f)
+{
+    PyObject *names, *name; /* owned; borrowed from the options */
+    Py_ssize_t position = 0;
+    int result = 0;
+
+    while (result == 0 && f->options->dims != NULL &&
+           PyDict_Next(f->options->dims, &position, &name, NULL)) {
+        if (PyUnicode_CompareWithASCIIString(name, "return") == 0) {
+            continue;
+        }
+        names = PyTuple_Pack(1, name);
+        result = names == NULL ? -1 : oomkit_find_check_names(f, names, "dim");
+        Py_XDECREF(names);
+    }
+    return result;
 }
 
 /* Gives the roles that static= and batch= give. */

@@ -1,145 +1,18 @@
-/* The arguments of a repeat or of one micro-batch: has the batch moved since capture,
- * and the rebuilt and sliced values. */
+/* The arguments of one micro-batch: containers made anew, their leaves sliced. */
 #include "call.h"
+#include "outputs.h"
 #include "tensor.h"
 #include "tree.h"
-
-/* --- has it moved --- */
-
-/* Puts a saved value back. The detached view shares storage and version, and may be
- * written to where the tensor itself requires grad. */
-static int
-check_restore(oomkit_state *st, oomkit_node *node, PyObject *saved)
-{
-    oomkit_tensor_facts facts;
-    PyObject *view; /* owned */
-    int written;
-
-    view = PyObject_CallMethodNoArgs(node->object, st->str_detach);
-    if (view == NULL) {
-        return -1;
-    }
-    written = oomkit_tensor_write(st, view, saved);
-    Py_DECREF(view);
-    if (written < 0) {
-        return -1;
-    }
-    if (oomkit_tensor_facts_get(st, node->object, 0, &facts) < 0) {
-        return -1;
-    }
-    node->version = oomkit_tensor_mark(st, node->object, &facts);
-    return 0;
-}
-
-/* images.requires_grad_() of the failed attempt: a leaf that did not require grad has
- * no gradient of its own from before. 0 or -1. */
-static int
-check_requires_grad(oomkit_state *st, const oomkit_node *node,
-                    const oomkit_tensor_facts *facts)
-{
-    PyObject *graph; /* owned */
-    int result = 0;
-
-    if (node->requires_grad || !facts->requires_grad) {
-        return 0;
-    }
-    graph = PyObject_GetAttr(node->object, st->str_grad_fn);
-    if (graph == NULL) {
-        return -1;
-    }
-    if (graph == Py_None) {
-        result = PyObject_SetAttr(node->object, st->str_requires_grad, Py_False) < 0 ||
-                         PyObject_SetAttr(node->object, st->str_grad, Py_None) < 0
-                     ? -1
-                     : 0;
-    }
-    Py_DECREF(graph);
-    return result;
-}
-
-static int
-check_refuse(oomkit_state *st, const oomkit_batch *batch, PyObject *names,
-             Py_ssize_t index)
-{
-    PyObject *path = oomkit_node_path(batch, names, index); /* owned */
-    if (path == NULL) {
-        return -1;
-    }
-    PyErr_Format(
-        st->SplitError,
-        "auto_batch cannot repeat the step: it changed %U in place; make a new "
-        "tensor instead (x = x.div(255), not x.div_(255)) or give "
-        "restore_batch=True",
-        path);
-    Py_DECREF(path);
-    return -1;
-}
-
-int
-oomkit_batch_check(oomkit_state *st, oomkit_batch *batch, PyObject *names)
-{
-    Py_ssize_t i, number = 0;
-
-    for (i = 0; i < batch->count; i++) {
-        oomkit_node *node = &batch->nodes[i];
-        oomkit_tensor_facts facts;
-        if (node->kind != OOMKIT_NODE_TENSOR) {
-            continue;
-        }
-        if (oomkit_tensor_facts_get(st, node->object, 0, &facts) < 0) {
-            return -1;
-        }
-        if (check_requires_grad(st, node, &facts) < 0) {
-            return -1;
-        }
-        if (oomkit_tensor_mark(st, node->object, &facts) != node->version) {
-            if (batch->saved == NULL) {
-                return check_refuse(st, batch, names, i);
-            }
-            if (check_restore(st, node, PyList_GET_ITEM(batch->saved, number)) < 0) {
-                return -1;
-            }
-        }
-        number++;
-    }
-    return 0;
-}
-
-int
-oomkit_batch_save(oomkit_state *st, oomkit_batch *batch)
-{
-    PyObject *saved, *copy; /* owned */
-    Py_ssize_t i;
-    int failed;
-
-    if (batch->saved != NULL) {
-        return 0;
-    }
-    saved = PyList_New(0);
-    for (i = 0; saved != NULL && i < batch->count; i++) {
-        if (batch->nodes[i].kind != OOMKIT_NODE_TENSOR) {
-            continue;
-        }
-        copy = oomkit_host_copy(st, batch->nodes[i].object);
-        failed = copy == NULL || PyList_Append(saved, copy) < 0;
-        Py_XDECREF(copy);
-        if (failed) {
-            Py_CLEAR(saved);
-        }
-    }
-    batch->saved = saved; /* stolen by batch */
-    return saved == NULL ? -1 : 0;
-}
-
-/* --- building --- */
 
 typedef struct build {
     oomkit_state *st;
     const oomkit_options *options;
     const oomkit_batch *batch;
-    int64_t start, length;
+    int64_t start, length, dim;
     PyObject *numbers[3]; /* owned: dim, start, length for narrow() */
     int whole;            /* all rows: tensors are passed as they are */
+    PyObject **made;      /* owned array of values borrowed from what is being built: by
+                             node, for those that are the same again; or NULL */
 } build;
 
 static PyObject *
@@ -150,7 +23,14 @@ build_narrow(const build *b, PyObject *tensor)
 {
     PyObject *stack[4] = {tensor, b->numbers[0], b->numbers[1],
                           b->numbers[2]}; /* borrowed from the node and from build */
-    return PyObject_VectorcallMethod(b->st->str_narrow, stack, 4, NULL);
+    oomkit_tensor_facts facts;
+
+    if (oomkit_tensor_facts_get(b->st, tensor, b->dim, &facts) < 0) {
+        return NULL;
+    }
+    /* A sparse tensor has no views. */
+    return PyObject_VectorcallMethod(
+        facts.is_strided ? b->st->str_narrow : b->st->str_narrow_copy, stack, 4, NULL);
 }
 
 /* A list of the wanted rows out of one that capture did not open. */
@@ -232,26 +112,66 @@ oomkit_tuple_like(PyObject *like, PyObject *list)
     return made;
 }
 
-/* One node with all that is below it; *at moves behind it. `sliced` is 0 inside an
- * element of a list of samples, and for the value that split= gets. New reference or
- * NULL. */
+/* The children of an object, and the object anew. */
 static PyObject *
-build_node(const build *b, Py_ssize_t *at, int sliced)
+build_object(const build *b, Py_ssize_t at, int sliced)
 {
-    const oomkit_node *node = &b->batch->nodes[(*at)++];
+    Py_ssize_t children = b->batch->nodes[at].children, inner = at + 1, i;
+    PyObject **values =
+        PyMem_Calloc((size_t)children + 1, sizeof(PyObject *)); /* owned, of owned */
+    PyObject *made = NULL;                                      /* owned */
+
+    if (values == NULL) {
+        return PyErr_NoMemory();
+    }
+    for (i = 0; i < children; i++) {
+        values[i] = build_node(b, &inner, sliced);
+        if (values[i] == NULL) {
+            break;
+        }
+    }
+    if (i == children) {
+        made = oomkit_object_build(b->st, b->batch, at, values);
+    }
+    while (i > 0) {
+        Py_DECREF(values[--i]);
+    }
+    PyMem_Free(values);
+    return made;
+}
+
+/* A tensor, an array, or what is closed. */
+static PyObject *
+build_leaf(const build *b, const oomkit_node *node, int narrow, int items)
+{
+    if (narrow && node->kind == OOMKIT_NODE_TENSOR) {
+        return build_narrow(b, node->object);
+    }
+    if (narrow) {
+        return oomkit_array_slice(b->st, node->object, b->dim, b->numbers[1],
+                                  b->start + b->length);
+    }
+    return items ? build_closed_items(b, node->object) : Py_NewRef(node->object);
+}
+
+/* build_node() without what is built already, and without splitters. */
+static PyObject *
+build_plain(const build *b, Py_ssize_t *at, int sliced)
+{
+    Py_ssize_t here = (*at)++;
+    const oomkit_node *node = &b->batch->nodes[here];
     int items = sliced && !b->whole && node->split == OOMKIT_SPLIT_ITEMS;
+    int narrow = sliced && !b->whole && node->split == OOMKIT_SPLIT_NARROW;
     Py_ssize_t from = items ? (Py_ssize_t)b->start : 0;
     Py_ssize_t to = items ? (Py_ssize_t)(b->start + b->length) : node->children;
     PyObject *list; /* owned */
 
     switch (node->kind) {
-    case OOMKIT_NODE_TENSOR:
-        if (sliced && !b->whole && node->split == OOMKIT_SPLIT_NARROW) {
-            return build_narrow(b, node->object);
-        }
-        return Py_NewRef(node->object);
     case OOMKIT_NODE_DICT:
         return build_dict(b, at, node->children, sliced);
+    case OOMKIT_NODE_OBJECT:
+        *at = oomkit_node_end(b->batch, here);
+        return build_object(b, here, sliced);
     case OOMKIT_NODE_LIST:
     case OOMKIT_NODE_TUPLE:
         list = build_list(b, at, node->children, from, to, sliced && !items);
@@ -260,8 +180,39 @@ build_node(const build *b, Py_ssize_t *at, int sliced)
         }
         return oomkit_tuple_like(node->object, list);
     default:
-        return items ? build_closed_items(b, node->object) : Py_NewRef(node->object);
+        return build_leaf(b, node, narrow, items);
     }
+}
+
+/* One node with all that is below it; *at moves behind it. `sliced` is 0 inside an
+ * element of a list of samples, and for the value that split= gets. What is the same
+ * object at two places is one object again. New reference or NULL. */
+static PyObject *
+build_node(const build *b, Py_ssize_t *at, int sliced)
+{
+    Py_ssize_t here = *at;
+    const oomkit_node *node = &b->batch->nodes[here];
+    PyObject *made; /* owned */
+
+    if (sliced && b->made != NULL && node->same >= 0 && b->made[node->same] != NULL) {
+        *at = oomkit_node_end(b->batch, here);
+        return Py_NewRef(b->made[node->same]);
+    }
+    made = build_plain(b, at, sliced);
+    if (made != NULL && sliced && !b->whole && node->split == OOMKIT_SPLIT_CUSTOM) {
+        Py_SETREF(made, oomkit_splitter_cut(b->st, made, b->start, b->length));
+    }
+    if (sliced && b->made != NULL) {
+        b->made[here] = made;
+    }
+    return made;
+}
+
+PyObject *
+oomkit_node_whole(oomkit_state *st, const oomkit_batch *batch, Py_ssize_t index)
+{
+    build b = {.st = st, .batch = batch, .whole = 1};
+    return build_node(&b, &index, 0);
 }
 
 /* An argument that split= slices. */
@@ -293,27 +244,46 @@ build_argument(const build *b, Py_ssize_t argument, Py_ssize_t at)
                                                           : build_node(b, &at, 1);
 }
 
+/* The dimension of the argument's samples, as a number too. 0 or -1. */
+static int
+build_dim(build *b, Py_ssize_t argument)
+{
+    b->dim = oomkit_argument_dim(b->options, b->batch, argument);
+    if (b->dim == INT64_MIN) {
+        return -1;
+    }
+    Py_XSETREF(b->numbers[0], PyLong_FromLongLong(b->dim));
+    return b->numbers[0] == NULL ? -1 : 0;
+}
+
 int
 oomkit_batch_build(oomkit_state *st, const oomkit_options *options,
                    const oomkit_batch *batch, int64_t start, int64_t length,
                    PyObject **vector)
 {
-    build b = {st,
-               options,
-               batch,
-               start,
-               length,
-               {PyLong_FromLongLong(options->dim), PyLong_FromLongLong(start),
-                PyLong_FromLongLong(length)},
-               start == 0 && length == batch->rows};
+    build b = {
+        .st = st,
+        .options = options,
+        .batch = batch,
+        .start = start,
+        .length = length,
+        .numbers = {NULL, PyLong_FromLongLong(start), PyLong_FromLongLong(length)},
+        .whole = start == 0 && length == batch->rows,
+        .made = batch->twins ? PyMem_Calloc((size_t)batch->count, sizeof(PyObject *))
+                             : NULL};
     Py_ssize_t argument = 0, at = 0;
     int result = -1;
 
-    if (b.numbers[0] == NULL || b.numbers[1] == NULL || b.numbers[2] == NULL) {
+    if (b.numbers[1] == NULL || b.numbers[2] == NULL) {
+        goto done;
+    }
+    if (batch->twins && b.made == NULL) {
+        PyErr_NoMemory();
         goto done;
     }
     for (; argument < batch->total; argument++) {
-        vector[argument] = build_argument(&b, argument, at);
+        vector[argument] =
+            build_dim(&b, argument) < 0 ? NULL : build_argument(&b, argument, at);
         if (vector[argument] == NULL) {
             goto done;
         }
@@ -325,6 +295,7 @@ done:
         argument--;
         Py_CLEAR(vector[argument]);
     }
+    PyMem_Free(b.made);
     Py_XDECREF(b.numbers[0]);
     Py_XDECREF(b.numbers[1]);
     Py_XDECREF(b.numbers[2]);

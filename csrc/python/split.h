@@ -9,21 +9,38 @@ typedef enum {
     OOMKIT_NODE_TENSOR,
     OOMKIT_NODE_TUPLE, /* named tuples too */
     OOMKIT_NODE_LIST,
-    OOMKIT_NODE_DICT
+    OOMKIT_NODE_DICT,
+    OOMKIT_NODE_OBJECT, /* a subclass of dict, a UserDict, a data class */
+    OOMKIT_NODE_ARRAY   /* of numpy */
 } oomkit_node_kind;
+
+enum {                            /* oomkit_node.flags */
+       OOMKIT_NODE_ATTRIBUTE = 1, /* an attribute of the object that it is in */
+       OOMKIT_NODE_SLOT = 2,      /* which lies in a slot */
+       OOMKIT_NODE_MIRRORED = 4,  /* an entry that is an attribute as well */
+       OOMKIT_NODE_OWN_DICT = 8,  /* `self.__dict__ = self` */
+       OOMKIT_NODE_CUSTOM = 16,   /* sliced by what was registered for its type */
+       OOMKIT_NODE_STATIC = 32    /* static= names it: gives no rows, passed whole */
+};
 
 /* One value of the arguments; containers are followed by their children (pre-order). */
 typedef struct oomkit_node {
     PyObject *object;      /* owned */
-    PyObject *key;         /* owned: the key in the parent dict, else NULL */
+    PyObject *key;         /* owned: the key in the parent dict, or the name of the
+                              attribute, else NULL */
     Py_ssize_t children;   /* direct children of a container */
-    int64_t rows;          /* size of dimension `dim` of a tensor, -1 if it has none */
+    int64_t rows;          /* size of dimension `dim` of a tensor or array, -1 if it has
+                              none, and inside what a registered splitter slices */
     uint64_t shape_hash;   /* of a tensor: dtype and the other sizes; of a list that was
                               too long or too deep to be opened: its length */
-    uint32_t version;      /* of a tensor, at capture */
+    uint32_t version;      /* of a tensor, at capture; of an array a hash of values */
+    int32_t entries;       /* of an object: its first children are those of a mapping */
+    int32_t same;          /* set by oomkit_batch_find: an earlier node with the same
+                              object, built alike; else -1 */
     uint8_t requires_grad; /* of a tensor, at capture */
     uint8_t kind;          /* oomkit_node_kind */
     uint8_t split;         /* decided by oomkit_batch_find: this leaf is sliced */
+    uint8_t flags;
     int8_t device_type, device_index; /* of a tensor */
 } oomkit_node;
 
@@ -36,11 +53,15 @@ typedef struct oomkit_batch {
     Py_ssize_t positional; /* number of positional arguments */
     Py_ssize_t total;      /* positional + keyword arguments */
     PyObject *kwnames;     /* borrowed, may be NULL */
+    PyObject *names;       /* borrowed from the step: parameter names, may be NULL */
     oomkit_node *nodes;    /* pre-order, argument after argument */
     Py_ssize_t count, room;
     int64_t rows;                  /* B, or -1 before oomkit_batch_find has found it */
     int device_type, device_index; /* of the first tensor; CPU when there is none */
     int searched;
+    Py_ssize_t lead; /* node of the leaf that the record takes the rows from, or -1 */
+    int twins;       /* some node has `same` */
+    uint64_t sizes;  /* hash of the rows of all leaves */
     PyObject *saved; /* owned: restore_batch=True: list of host copies, or NULL */
     oomkit_node inline_nodes[OOMKIT_BATCH_INLINE];
 } oomkit_batch;
@@ -50,24 +71,31 @@ typedef struct oomkit_batch {
  * size seen, so that a tensor whose size stays while B changes is passed whole. */
 typedef struct oomkit_batch_site oomkit_batch_site;
 
-/* Takes the arguments apart: containers of exact type dict, list, tuple (and named
- * tuples) are opened, tensors get their marks (version, rows). Cheap: no Python code
+/* Takes the arguments apart: containers of exact type dict, list, tuple, named tuples,
+ * subclasses of dict, UserDict and data classes are opened, tensors and arrays get
+ * their marks (version, rows). Cheap: no Python code
  * runs, nothing is allocated through Python while OOMKIT_BATCH_INLINE nodes suffice.
- * `skip` leading positional arguments (a bound self) are left alone. 0, or -1 with
- * MemoryError. */
+ * `skip` leading positional arguments (a bound self) are left alone; `names` are the
+ * parameters' (borrowed until the release, may be NULL). 0, or -1 with MemoryError. */
 int
 oomkit_batch_capture(oomkit_state *st, const oomkit_options *options,
                      PyObject *const *args, Py_ssize_t positional, PyObject *kwnames,
-                     Py_ssize_t skip, oomkit_batch *batch);
+                     Py_ssize_t skip, PyObject *names, oomkit_batch *batch);
 
-/* Guess of B without deciding roles, for the record of a healthy call: dim 0 of the
- * first tensor leaf. -1 when there is none. No Python code runs. */
+/* Guess of B without deciding roles, for the record of a healthy call: the rows of the
+ * first leaf that has some, of the arguments that batch= and static= leave. -1 when
+ * there is none. No Python code runs. */
 int64_t
 oomkit_batch_rows(const oomkit_batch *batch);
 
 /* Hash of dtypes and shapes without the batch dimension. No Python code runs. */
 uint64_t
 oomkit_batch_signature(const oomkit_batch *batch);
+
+/* Dimension of the samples of one argument. INT64_MIN with an exception. */
+int64_t
+oomkit_argument_dim(const oomkit_options *options, const oomkit_batch *batch,
+                    Py_ssize_t argument);
 
 /* Decides which arguments are the batch and marks their leaves as split. `names` are
  * the function's parameter names (tuple, for batch= / static= and for messages; may be
@@ -76,6 +104,12 @@ oomkit_batch_signature(const oomkit_batch *batch);
 int
 oomkit_batch_find(oomkit_state *st, const oomkit_options *options,
                   const oomkit_batch_site *site, PyObject *names, oomkit_batch *batch);
+
+/* `text` (stolen, may be NULL with an exception) with what comes nearest to a batch
+ * among the arguments: a loader, an object that holds tensors. New reference or NULL.
+ */
+PyObject *
+oomkit_batch_missing(oomkit_state *st, const oomkit_batch *batch, PyObject *text);
 
 /* After a successful healthy call. Never fails (what cannot be noted is not noted). */
 void

@@ -15,7 +15,8 @@ probe_option(PyObject *options, const char *name)
 static int
 probe_options(oomkit_state *st, PyObject *given, oomkit_options *options)
 {
-    PyObject *dim = probe_option(given, "dim");             /* borrowed from given */
+    PyObject *dim = probe_option(given, "dim"); /* borrowed from given */
+    int several = dim != NULL && PyDict_Check(dim);
     PyObject *reduction = probe_option(given, "reduction"); /* borrowed from given */
 
     if (!st->bound) {
@@ -29,7 +30,8 @@ probe_options(oomkit_state *st, PyObject *given, oomkit_options *options)
                          .join = probe_option(given, "join"),
                          .restore_batch = probe_option(given, "restore_batch") != NULL};
     options->statics = options->statics == NULL ? st->empty_tuple : options->statics;
-    options->dim = dim == NULL ? 0 : PyLong_AsLongLong(dim);
+    options->dims = several ? dim : NULL;
+    options->dim = dim == NULL || several ? 0 : PyLong_AsLongLong(dim);
     if (reduction != NULL && PyUnicode_CompareWithASCIIString(reduction, "sum") == 0) {
         options->reduction = OOMKIT_REDUCTION_SUM;
     }
@@ -84,7 +86,7 @@ probe_call_clear(probe_call *call)
 /* What calls before this one taught the site. */
 static int
 probe_learn(oomkit_state *st, const oomkit_options *options, PyObject *earlier,
-            oomkit_batch_site **site)
+            PyObject *names, oomkit_batch_site **site)
 {
     Py_ssize_t i;
 
@@ -99,7 +101,7 @@ probe_learn(oomkit_state *st, const oomkit_options *options, PyObject *earlier,
             return -1;
         }
         captured = oomkit_batch_capture(st, options, call.vector, call.positional,
-                                        call.kwnames, 0, &batch);
+                                        call.kwnames, 0, names, &batch);
         if (captured == 0) {
             oomkit_batch_learn(site, &batch);
             oomkit_batch_release(&batch);
@@ -230,9 +232,9 @@ batch_probe(PyObject *module, PyObject *arguments)
         return NULL;
     }
     names = names == Py_None ? NULL : names;
-    if (probe_learn(st, &options, probe_option(given, "earlier"), &site) == 0 &&
+    if (probe_learn(st, &options, probe_option(given, "earlier"), names, &site) == 0 &&
         oomkit_batch_capture(st, &options, call.vector, call.positional, call.kwnames,
-                             probe_option(given, "skip") != NULL, &batch) == 0) {
+                             probe_option(given, "skip") != NULL, names, &batch) == 0) {
         answer = probe_run(st, &options, site, given, names, &batch, start, length);
         oomkit_batch_release(&batch);
     }

@@ -123,7 +123,10 @@
     X(str_num_items, "num_items_in_batch")                                             \
     X(str_debug, "debug")                                                              \
     X(str_backward_pre_hooks, "_backward_pre_hooks")                                   \
-    X(str_post_accumulate_hooks, "_post_accumulate_grad_hooks")
+    X(str_post_accumulate_hooks, "_post_accumulate_grad_hooks")                        \
+    X(str_narrow_copy, "narrow_copy")                                                  \
+    X(str_to, "to")                                                                    \
+    X(str_len, "__len__")
 
 /* Our own types and exceptions, made by module.c: X(field). */
 #define OOMKIT_STATE_TYPES(X)                                                          \
@@ -158,6 +161,7 @@
     X(Optimizer, "torch.optim", "Optimizer", 1)                                        \
     X(LBFGS, "torch.optim", "LBFGS", 1)                                                \
     X(LRScheduler, "torch.optim.lr_scheduler", "LRScheduler", 1)                       \
+    X(PackedSequence, "torch.nn.utils.rnn", "PackedSequence", 1)                       \
     X(ReduceLROnPlateau, "torch.optim.lr_scheduler", "ReduceLROnPlateau", 0)           \
     X(GradScaler, "torch.amp", "GradScaler", 1)                                        \
     X(AveragedModel, "torch.optim.swa_utils", "AveragedModel", 0)                      \
@@ -229,6 +233,7 @@
                       */                                                               \
     X(switch_log) /* list of (module, flag): train() and eval() while losses wait */   \
     X(outer_hook) /* our callable in place of torch.autograd.backward */               \
+    X(splitters)  /* dict: type -> (split, size, join), or NULL: see splitters.c */    \
     X(empty_tuple)
 
 /* What the package hands in at import, because it is Python: X(field). */
@@ -246,6 +251,15 @@
     X(replay_differs) /* oomkit._diagnose: losses of a replay beside the call's */     \
     X(uneven_labels)  /* oomkit._diagnose: have slices unequal shares of labels? */    \
     X(verification)   /* oomkit._diagnose: the class that compares three runs */
+
+/* What the values of one type are to capture; see kinds.c. */
+typedef struct oomkit_type_kind {
+    const void *type; /* borrowed address: only compared, together with the tag */
+    unsigned int tag; /* no two types ever have the same */
+    uint8_t kind;
+} oomkit_type_kind;
+
+#define OOMKIT_TYPE_KINDS 32
 
 typedef struct oomkit_state {
 #define DECLARE_STRING(field, text) PyObject *field;                  /* owned */
@@ -272,7 +286,8 @@ typedef struct oomkit_state {
     uint64_t switches_dropped; /* reports that switch_log holds no more */
     int withheld_ready;        /* torch's helpers accept that gradients are withheld */
     int backward_patched;      /* our hook is installed */
-    uint64_t engine_runs;      /* of autograd that write to .grad, nested ones too */
+    oomkit_type_kind kinds[OOMKIT_TYPE_KINDS];
+    uint64_t engine_runs; /* of autograd that write to .grad, nested ones too */
     struct oomkit_participants
         *waiting; /* borrowed: those of which losses wait for their backward */
     uint64_t pending_serial;       /* how many ever did */

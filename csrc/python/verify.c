@@ -5,6 +5,7 @@
 #include "errors.h"
 #include "gradients.h"
 #include "step.h"
+#include "tree.h"
 
 typedef struct verify {
     oomkit_call *call;
@@ -63,16 +64,9 @@ verify_batch_moved(const oomkit_call *call)
     Py_ssize_t i;
 
     for (i = 0; i < call->batch.count; i++) {
-        const oomkit_node *node = &call->batch.nodes[i];
-        uint32_t version;
-        if (node->kind != OOMKIT_NODE_TENSOR) {
-            continue;
-        }
-        if (oomkit_tensor_version(call->st, node->object, &version) < 0) {
-            return -1;
-        }
-        if (version != node->version) {
-            return 1;
+        int moved = oomkit_node_moved(call->st, &call->batch.nodes[i]);
+        if (moved != 0) {
+            return moved;
         }
     }
     return 0;
