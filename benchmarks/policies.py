@@ -131,7 +131,7 @@ class Sizes(ctypes.Structure):
 class Knowledge(ctypes.Structure):
     _fields_ = [
         ("roles", Sizes * 2),
-        *((name, ctypes.c_uint32) for name in ("successes", "failures", "missed", "late")),
+        *((name, ctypes.c_uint32) for name in ("successes", "failures", "missed", "fooled", "late")),
         *((name, ctypes.c_uint32) for name in ("healthy", "retried")),
         ("batch", ctypes.c_int64),
         ("k", ctypes.c_int64),
@@ -384,7 +384,8 @@ def main() -> None:
     ]
     lines += [
         "",
-        f"{'policy':28}{'OOMs':>7}{'most':>6}{'attempts':>10}{'wasted':>9}{'n/n*':>7}{'k = k*':>8}{'none':>6}",
+        f"{'policy':28}{'OOMs':>7}{'most':>6}{'attempts':>10}{'wasted':>9}{'n/n*':>7}"
+        f"{'k = k*':>8}{'none':>6}",
     ]
     with tempfile.TemporaryDirectory() as folder:
         planner = Oomkit(build(folder))

@@ -151,7 +151,7 @@ def test_the_best_size_is_found(kind: str, share: float) -> None:
     records = step.records[1:]
     assert best > 1
     assert records[-1].accumulation_steps <= best  # a larger first slice may save one
-    assert sum(record.ooms for record in records) <= 4
+    assert sum(record.ooms for record in records) <= 5
     assert [record.ooms for record in records[3:]] == [0, 0, 0]
 
 

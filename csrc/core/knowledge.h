@@ -39,6 +39,7 @@ typedef struct oomkit_knowledge {
     uint32_t successes; /* calls that worked */
     uint32_t failures;  /* OOMs before the first of them */
     uint32_t missed;    /* OOMs since, of sizes that had never worked */
+    uint32_t fooled;    /* of those the ones that were predicted to fit */
     uint32_t late;      /* the same of sizes that had; and thrashing */
     uint32_t healthy;   /* calls that worked since the plan last changed */
     uint32_t retried; /* calls in a row in which the device's allocator had to retry */

@@ -180,8 +180,8 @@ worth_a_try(const oomkit_knowledge *known, oomkit_role role, int64_t rows)
     const oomkit_sizes *bound = &known->roles[role];
 
     return known->roles[OOMKIT_FIRST].count <= 1 &&
-           known->roles[OOMKIT_LATER].count <= 1 && known->missed == 0 && bound->largest_ok > 0 &&
-           bound->smallest_failed / 2 >= bound->largest_ok &&
+           known->roles[OOMKIT_LATER].count <= 1 && known->missed == 0 &&
+           bound->largest_ok > 0 && bound->smallest_failed / 2 >= bound->largest_ok &&
            rows <= (bound->largest_ok + bound->smallest_failed) / 2;
 }
 
@@ -201,6 +201,12 @@ size_fits(const oomkit_knowledge *known, const oomkit_plan_request *request,
     }
     if (rows <= bound->largest_ok && room_at_least(room, bound->ok_room)) {
         return 1;
+    }
+    /* A prediction that was too low once would be so again, a row further down. */
+    if (bound->smallest_failed != 0 && known->fooled > 0 &&
+        rows > bound->largest_ok + (bound->smallest_failed - bound->largest_ok) / 2 &&
+        !room_has_grown(room, bound->failed_room)) {
+        return 0;
     }
     if (room != OOMKIT_UNKNOWN) {
         needed = oomkit_predict(known, role, rows, request->gradient_bytes);

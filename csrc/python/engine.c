@@ -101,23 +101,6 @@ engine_forced(oomkit_call *call)
     return 0;
 }
 
-/* A plan that was not the last call's, and that no failure of this one led to. */
-static int
-engine_say(oomkit_call *call, const oomkit_knowledge *known)
-{
-    int64_t rows = call->batch.rows, k = 1;
-
-    if (call->reason != OOMKIT_REASON_PREDICTED &&
-        call->reason != OOMKIT_REASON_GROWN) {
-        return 0;
-    }
-    if (known->batch == call->batch.rows && known->k > 0) {
-        k = known->k;
-        rows = (rows + k - 1) / k;
-    }
-    return k == call->slice_count ? 0 : oomkit_plan_say(call, "info", rows, k);
-}
-
 /* SplitError: slices were asked for, and there is nothing to slice. */
 static void
 engine_no_batch(oomkit_call *call)
@@ -189,7 +172,7 @@ engine_plan(oomkit_call *call)
                      call->options->label, refusal);
         return -1;
     }
-    if (oomkit_attempt_slices(call) < 0 || engine_say(call, known) < 0) {
+    if (oomkit_attempt_slices(call) < 0 || oomkit_plan_say_begin(call, known) < 0) {
         return -1;
     }
     return oomkit_buffers_say_norm(call) < 0 ? -1 : 1;

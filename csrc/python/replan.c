@@ -120,6 +120,22 @@ oomkit_plan_say(oomkit_call *call, const char *level, int64_t old_rows,
     return done == NULL ? -1 : 0;
 }
 
+int
+oomkit_plan_say_begin(oomkit_call *call, const oomkit_knowledge *known)
+{
+    int64_t rows = call->batch.rows, k = 1;
+
+    if (call->reason != OOMKIT_REASON_PREDICTED &&
+        call->reason != OOMKIT_REASON_GROWN) {
+        return 0;
+    }
+    if (known->batch == call->batch.rows && known->k > 0) {
+        k = known->k;
+        rows = (rows + k - 1) / k;
+    }
+    return k == call->slice_count ? 0 : oomkit_plan_say(call, "info", rows, k);
+}
+
 /* The same after a failure, then the user's hook. 0 or -1. */
 int
 oomkit_replan_say(oomkit_call *call, int64_t old_rows, int64_t old_count)

@@ -259,6 +259,10 @@ oomkit_signature_failed(oomkit_call *call, int64_t micro_batch)
     oomkit_role role =
         call->slices != NULL && call->slice_index > 0 ? OOMKIT_LATER : OOMKIT_FIRST;
 
+    if (call->slices !=
+        NULL) { /* a first slice may be larger than the one that failed */
+        micro_batch = call->slices[call->slice_index].length;
+    }
     if (entry->row_bytes <= 0.0) { /* from before the first OOM of this site */
         shape_of(call, entry);
     }

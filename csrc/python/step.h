@@ -157,6 +157,10 @@ int
 oomkit_replan(oomkit_call *call, int keep, int64_t failed_rows, int64_t failed_count);
 int
 oomkit_replan_say(oomkit_call *call, int64_t old_rows, int64_t old_count);
+/* A plan that was not the last call's, and that no failure of this one led to: one
+ * line. 0 or -1. */
+int
+oomkit_plan_say_begin(oomkit_call *call, const oomkit_knowledge *known);
 int
 oomkit_plan_say(oomkit_call *call, const char *level, int64_t old_rows,
                 int64_t old_count);
@@ -185,7 +189,8 @@ oomkit_signature_request(oomkit_call *call, oomkit_plan_request *request,
 /* The call is done, with this largest micro-batch. */
 void
 oomkit_signature_succeeded(oomkit_call *call, int64_t micro_batch, uint64_t peak_bytes);
-/* The micro-batch at call->slice_index (the whole batch without slices) has failed. */
+/* The micro-batch at call->slice_index has failed; without slices the whole batch, of
+ * `micro_batch` rows. */
 void
 oomkit_signature_failed(oomkit_call *call, int64_t micro_batch);
 void
