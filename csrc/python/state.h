@@ -287,7 +287,7 @@ typedef struct oomkit_state {
     int withheld_ready;        /* torch's helpers accept that gradients are withheld */
     int backward_patched;      /* our hook is installed */
     oomkit_type_kind kinds[OOMKIT_TYPE_KINDS];
-    uint64_t engine_runs;      /* of autograd that write to .grad, nested ones too */
+    uint64_t engine_runs; /* of autograd that write to .grad, nested ones too */
     struct oomkit_participants
         *waiting; /* borrowed: those of which losses wait for their backward */
     uint64_t pending_serial;       /* how many ever did */
