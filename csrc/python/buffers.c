@@ -413,7 +413,9 @@ oomkit_buffers_learn(oomkit_call *call)
         }
         call->parts->moving[i] = moved != 0;
         if (moved == 0) {
+            /* The marks may go to a pending call, which must not look for it. */
             Py_CLEAR(call->parts->copies[i]);
+            call->buffers.items[i].copied = 0;
         }
     }
 }
