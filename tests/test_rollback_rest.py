@@ -80,3 +80,32 @@ def test_the_rest_goes_back(form: str, stuck: str) -> None:
     assert fault.fired == 1
     after = state(model, optimizer)
     assert [key for key in before if not torch.equal(before[key], after[key])] == []
+
+
+@pytest.mark.parametrize("form", ["step", "returned"])
+def test_gradients_that_were_set_aside_are_named_by_any_error(form: str) -> None:
+    """The batch cannot be cut, which is found when they hold its contribution already."""
+    torch.manual_seed(SEED)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    x, y = torch.randn(B, 6), torch.randint(0, 3, (B + 1,))
+
+    def loss_only(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(x), y[:B])
+
+    def whole(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = loss_only(x, y)
+        loss.backward()
+        return loss.detach()
+
+    step = oomkit.auto_batch(
+        whole if form == "step" else loss_only, batch=("x", "y"), gradient_safety="off"
+    )
+    with inject_oom(nth=8, phase="backward"):
+        with pytest.raises(oomkit.SplitError, match="disagree") as caught:
+            loss = step(x, y)
+            loss.backward()
+    moved = [not torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters()]
+    assert any(moved)
+    assert "hold this batch's contribution" in "".join(caught.value.__notes__)

@@ -21,6 +21,7 @@ typedef struct oomkit_grads {
     PyObject **copies;       /* owned host copies of the gradients at entry, or NULL */
     PyObject **parked;       /* owned gradients of finished micro-batches, or NULL */
     PyObject **aside; /* owned gradients that hold the whole contribution, or NULL */
+    int aside_said;   /* the error that ends the call tells of them */
     oomkit_grad_mark *began;  /* split: marks when the micro-batch began, or NULL */
     uint32_t *began_versions; /* the same without a bridge: version + 1, 0 for none */
     PyObject *
