@@ -31,12 +31,20 @@ add(
     without=ONCE,
     compiled="aot_eager",
 )
+COLD = "each run compiles: a few have to do"
 add(
     "compiled in the struck call",
     mlp,
     rows,
     classify,
-    without=ONCE,
+    without={
+        **ONCE,
+        "call=1": "it is compiled in the first",
+        "k=3": COLD,
+        "gradients=copy": COLD,
+        "backward": COLD,
+        "scaled-returned": COLD,
+    },
     compiled="aot_eager",
-    places=2,
+    places=1,
 )
