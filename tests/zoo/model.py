@@ -37,6 +37,8 @@ class Expected:
     says: str
     """A regular expression."""
     reason: str
+    kind: str = "refused"
+    """Its column in the table."""
     always: bool = True
     """False: at some places nothing had happened yet that cannot be taken back."""
 

@@ -105,4 +105,4 @@ def test_something_that_a_refusal_leaves_behind_is_found() -> None:
 def test_where_every_allocation_fails_the_step_has_not_begun() -> None:
     found = _swept(PLAIN, *[Case(form=form, times="always") for form in PLAIN.forms])
     assert not found.failures, found.failures
-    assert found.kinds["refused"] == found.faults > ROWS
+    assert found.kinds["exhausted"] == found.faults > ROWS
