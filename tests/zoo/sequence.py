@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from .base import Block
 from .dense import classify, to
-from .model import ROWS, Expected, add
+from .model import ROWS, add
 
 Batch = dict[str, torch.Tensor]
 LENGTH, WIDTH, VOCABULARY = 3, 8, 16
@@ -195,15 +195,4 @@ add(
     options={"weight": labelled},
 )
 add("packed sequences", to(Packed), padded, classify_packed)
-add(
-    "packed batch",
-    to(PackedAlready),
-    packed,
-    classify,
-    without={"k=3": "it cannot be split before memory runs out either"},
-    expected=lambda case, phase: Expected(
-        "SplitError",
-        "cannot split argument 'batch'",
-        "its rows are interleaved by time: nothing can cut it",
-    ),
-)
+add("packed batch", to(PackedAlready), packed, classify)
