@@ -298,76 +298,6 @@ oomkit_buffers_moved(oomkit_call *call)
     return 0;
 }
 
-static int
-buffer_put_back(oomkit_call *call, Py_ssize_t i)
-{
-    oomkit_buffer *item = &call->buffers.items[i];
-    PyObject *dict; /* owned */
-    int result = 0;
-
-    /* Whatever the version says: a kernel that fails half-way (batch_norm) has written
-     * to its buffers and not bumped them. */
-    if (item->copied == 2) {
-        const oomkit_image *image = &call->parts->images[i];
-        if (call->st->bridge->bytes_set(item->tensor, call->st->impl_offset,
-                                        image->bytes, image->size) != OOMKIT_OK) {
-            PyErr_SetString(
-                PyExc_RuntimeError,
-                "oomkit could not write a buffer back: it changed its shape");
-            return -1;
-        }
-    } else if (item->copied) {
-        if (oomkit_tensor_write(call->st, item->tensor, call->parts->copies[i]) < 0) {
-            return -1;
-        }
-    }
-    dict = PyObject_GetAttr(item->module, call->st->str_buffers);
-    if (dict == NULL) {
-        return -1;
-    }
-    if (PyDict_GetItemWithError(dict, item->key) != item->tensor) {
-        result = PyErr_Occurred() ? -1 : PyDict_SetItem(dict, item->key, item->tensor);
-    }
-    Py_DECREF(dict);
-    return result;
-}
-
-/* 0 all buffers are as at entry; 1 refused, *which is an owned str that names one; -1.
- * Nothing is changed when it refuses. */
-int
-oomkit_buffers_restore(oomkit_call *call, PyObject **which)
-{
-    Py_ssize_t i;
-    oomkit_buffers *b = &call->buffers;
-
-    for (i = 0; i < b->count; i++) {
-        uint32_t version;
-        int reshaped = 0;
-        if (oomkit_tensor_version(call->st, b->items[i].tensor, &version) < 0) {
-            return -1;
-        }
-        if (b->items[i].copied == 2) {
-            oomkit_tensor_facts facts;
-            if (oomkit_tensor_facts_get(call->st, b->items[i].tensor, 0, &facts) < 0) {
-                return -1;
-            }
-            reshaped =
-                facts.bytes != call->parts->images[i].size || facts.device_type != 0;
-        }
-        if (reshaped || (version != b->items[i].version && !b->items[i].copied)) {
-            *which = PyUnicode_FromFormat("%s.%U", Py_TYPE(b->items[i].module)->tp_name,
-                                          b->items[i].key);
-            return *which == NULL ? -1 : 1;
-        }
-    }
-    for (i = 0; i < b->count; i++) {
-        if (buffer_put_back(call, i) < 0) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
 /* Did a buffer move in this call? By version, and by value where a copy was taken. 1,
  * 0, or -1 with an exception. */
 static int
@@ -413,7 +343,9 @@ oomkit_buffers_learn(oomkit_call *call)
         }
         call->parts->moving[i] = moved != 0;
         if (moved == 0) {
+            /* The marks may go to a pending call, which must not look for it. */
             Py_CLEAR(call->parts->copies[i]);
+            call->buffers.items[i].copied = 0;
         }
     }
 }

@@ -21,11 +21,13 @@ typedef struct oomkit_grads {
     PyObject **copies;       /* owned host copies of the gradients at entry, or NULL */
     PyObject **parked;       /* owned gradients of finished micro-batches, or NULL */
     PyObject **aside; /* owned gradients that hold the whole contribution, or NULL */
+    int aside_said;   /* the error that ends the call tells of them */
     oomkit_grad_mark *began;  /* split: marks when the micro-batch began, or NULL */
     uint32_t *began_versions; /* the same without a bridge: version + 1, 0 for none */
     PyObject *
         *entry;   /* owned: the caller's gradients, put away while ours accumulate */
     int stashing; /* what accumulates is for a stash: .grad stays the caller's */
+    int apart;    /* a replay: ours accumulate beside the caller's and are added last */
     int away;     /* entry holds them now */
     uint64_t engine_runs; /* state->engine_runs when the marks were taken */
     int force_copies;     /* whatever the options say */

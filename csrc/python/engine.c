@@ -385,7 +385,7 @@ engine_end(oomkit_call *call, PyObject *result)
     oomkit_intercept_remove(call);
     if (!finished) {
         call->outcome = call->outcome == 0 ? 2 : call->outcome;
-        oomkit_grads_abandon(call);
+        oomkit_pass_abandon(call, exception);
         if (call->raised && call->has_signature) {
             oomkit_signature_forget(call);
         }

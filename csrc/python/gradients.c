@@ -5,6 +5,7 @@
  * a failed backward a leaf has all of the slice's contribution or none, and the mark
  * tells which. */
 #include "gradients.h"
+#include "errors.h"
 
 PyObject *
 oomkit_host_copy(oomkit_state *st, PyObject *tensor)
@@ -210,7 +211,7 @@ oomkit_grads_park(oomkit_call *call)
             return -1;
         }
     }
-    return oomkit_grads_bring_back(call);
+    return g->apart ? 0 : oomkit_grads_bring_back(call);
 }
 
 /* Puts the stash back before the next backward, so that accumulation sums. */
@@ -239,13 +240,73 @@ oomkit_grads_unpark(oomkit_call *call)
 }
 
 /* Before the micro-batches of a returned loss are run again: what the call cleared was
- * cleared when it was made, and what is there now was put there since. */
+ * cleared when it was made, and what is there now was put there since. It stays as it
+ * is until the last of them is done, so that the sum is rounded as that of a call that
+ * was split before its backward, and a failure on the way has nothing to take back. */
 int
 oomkit_grads_hide(oomkit_call *call)
 {
-    return oomkit_hooks_check(call) < 0 || oomkit_grads_mark(call) < 0
-               ? -1
-               : oomkit_grads_park(call);
+    if (oomkit_hooks_check(call) < 0 || oomkit_grads_mark(call) < 0) {
+        return -1;
+    }
+    call->grads.apart = 1;
+    return oomkit_grads_put_away(call);
+}
+
+/* .grad of one parameter becomes the caller's plus what is there now. 0 or -1. */
+static int
+grads_add_one(oomkit_call *call, Py_ssize_t i, PyObject *entry)
+{
+    oomkit_tensor_facts was, now;
+    PyObject *ours = grads_get(call, i); /* owned */
+    PyObject *sum = NULL;                /* owned */
+    int result = -1;
+
+    if (ours == Py_None) {
+        sum = Py_NewRef(entry);
+    } else if (ours != NULL && oomkit_tensor_facts_get(call->st, entry, 0, &was) == 0 &&
+               oomkit_tensor_facts_get(call->st, ours, 0, &now) == 0) {
+        /* as autograd accumulates: in place where the kinds allow it */
+        sum = was.is_strided || !now.is_strided ? PyNumber_InPlaceAdd(entry, ours)
+                                                : PyNumber_Add(ours, entry);
+    }
+    if (sum != NULL) {
+        result = grads_set(call, i, sum);
+    }
+    Py_XDECREF(sum);
+    Py_XDECREF(ours);
+    return result;
+}
+
+/* The caller's gradients again, with what accumulated apart from them. */
+static int
+grads_add_apart(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+    Py_ssize_t i;
+    int result = 0, mode = oomkit_grad_mode_off(call->st);
+
+    if (mode < 0) {
+        return -1;
+    }
+    oomkit_exempt_enter(call->st); /* what is added is there already */
+    for (i = 0; result == 0 && i < call->parts->param_count; i++) {
+        if (g->entry[i] != NULL && g->entry[i] != Py_None) {
+            result = grads_add_one(call, i, g->entry[i]);
+        }
+    }
+    oomkit_exempt_leave(call->st);
+    if (result < 0) { /* entry still has them all: nothing is lost */
+        PyObject *exception = oomkit_exception_take(); /* owned, given back */
+        if (oomkit_grad_mode_set(call->st, mode) < 0) {
+            PyErr_WriteUnraisable(call->func);
+        }
+        oomkit_exception_give(exception);
+        return -1;
+    }
+    grads_array_free(call, &g->entry);
+    g->apart = g->away = 0;
+    return oomkit_grad_mode_set(call->st, mode) < 0 ? -1 : 0;
 }
 
 /* After the backward of the last micro-batch of a replay: leaves whose gradient already
@@ -257,7 +318,10 @@ oomkit_grads_settle(oomkit_call *call)
     oomkit_grads *g = &call->grads;
     Py_ssize_t i;
 
-    if (g->aside == NULL || !call->is_last) {
+    if (!call->is_last || (g->apart && g->away && grads_add_apart(call) < 0)) {
+        return call->is_last ? -1 : 0;
+    }
+    if (g->aside == NULL) {
         return 0;
     }
     for (i = 0; i < call->parts->param_count; i++) {
@@ -393,6 +457,7 @@ oomkit_grads_grow(oomkit_call *call, Py_ssize_t old)
     g->marks = NULL;
     return grads_array_grow(call, &g->copies, old) |
            grads_array_grow(call, &g->parked, old) |
+           grads_array_grow(call, &g->entry, old) |
            grads_array_grow(call, &g->aside, old);
 }
 

@@ -87,6 +87,24 @@ pass_note_split(oomkit_call *call, PyObject *exception, int parked)
     return result;
 }
 
+/* The call has failed for good: gradients that are set aside go back as they are, and
+ * `exception` (borrowed, not in flight) says what they hold. Keeps no exception. */
+void
+oomkit_pass_abandon(oomkit_call *call, PyObject *exception)
+{
+    if (call->grads.aside == NULL) {
+        return;
+    }
+    oomkit_grads_abandon(call);
+    if (!call->grads.aside_said &&
+        pass_add_note(exception, PyUnicode_FromString(
+                                     "oomkit: some gradients that were there before "
+                                     "the step hold this batch's contribution: call "
+                                     "zero_grad() before going on")) < 0) {
+        PyErr_WriteUnraisable(call->func);
+    }
+}
+
 /* What the reader of somebody else's error (or of our refusal) should know; `parked`:
  * gradients were out of sight when it was raised. 0 or -1. */
 static int
@@ -105,12 +123,6 @@ pass_note(oomkit_call *call, PyObject *exception, int parked)
         result = pass_add_note(
             exception, PyUnicode_FromString("oomkit: the update of this batch had been "
                                             "applied: it stands, do not repeat it"));
-    }
-    if (result == 0 && call->grads.aside != NULL) {
-        result = pass_add_note(
-            exception, PyUnicode_FromString(
-                           "oomkit: some gradients that were there before the step "
-                           "hold this batch's contribution: call zero_grad()"));
     }
     if (result == 0 && call->split && !call->raised) {
         result = pass_add_note(

@@ -28,6 +28,7 @@ replan_exhausted(oomkit_call *call, int64_t micro_batch)
                   "gradient_safety=\"copy\" to auto_batch");
     }
     if (reason != NULL) {
+        call->grads.aside_said = call->batch.rows >= call->options->min_micro_batch;
         oomkit_give_up(call, reason, 0);
         Py_DECREF(reason);
     }

@@ -360,7 +360,9 @@ oomkit_replay_end(oomkit_call *call, const oomkit_pending *p, int finished)
     oomkit_intercept_remove(call);
     if (!finished) {
         call->outcome = call->outcome == 0 ? 2 : call->outcome;
-        oomkit_grads_abandon(call);
+        if (exception != NULL) { /* else it was told already: see second_end() */
+            oomkit_pass_abandon(call, exception);
+        }
         if (call->raised && call->has_signature) {
             oomkit_signature_forget(call);
         }

@@ -161,7 +161,8 @@ oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which)
     uint32_t *steps = NULL;
     int aside, result = -1;
 
-    if (call->grads.stashing) { /* .grad is the caller's again, the stash is void */
+    if (call->grads.stashing || call->grads.apart) {
+        /* .grad is the caller's again, what accumulated beside it is void */
         if (oomkit_grads_bring_back(call) < 0) {
             return -1;
         }

@@ -257,6 +257,9 @@ second_end(oomkit_second *s, int finished)
                 n++;
             }
         }
+        if (exception != NULL) {
+            oomkit_pass_abandon(s->calls[i], exception);
+        }
         oomkit_replay_end(s->calls[i], n == 1 ? record : NULL, finished);
         if (s->calls[i] != &s->first) {
             PyMem_Free(s->calls[i]);

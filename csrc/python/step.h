@@ -137,6 +137,8 @@ oomkit_recover(oomkit_call *call, int failed);
  * `exception`. -1 always. */
 int
 oomkit_recover_pass(oomkit_call *call, PyObject *exception);
+void
+oomkit_pass_abandon(oomkit_call *call, PyObject *exception);
 
 /* attempt.c: one try of the present plan, split or whole. */
 PyObject *

@@ -264,11 +264,25 @@ tx_restore_gradients(oomkit_call *call, PyObject **message)
     return result;
 }
 
-/* 0 everything is as at entry; 1 it cannot be, *message (owned) says why; -1 error. */
+static int
+tx_restore_buffers(oomkit_call *call, PyObject **message)
+{
+    PyObject *which = NULL; /* owned */
+    int result = oomkit_buffers_restore(call, &which);
+
+    return result <= 0 ? result
+                       : tx_refuse(message, which,
+                                   "buffer %U moved for the first time in this call "
+                                   "and no copy of it was taken; run the step once "
+                                   "on a small batch first");
+}
+
+/* 0 everything is as at entry; 1 it cannot be, *message (owned) says why, and all else
+ * is; -1 error. */
 int
 oomkit_tx_restore(oomkit_call *call, PyObject **message)
 {
-    PyObject *which = NULL, *ignored = NULL; /* owned */
+    PyObject *ignored = NULL; /* owned */
     Py_ssize_t param = 0;
     int result, refused, i;
 
@@ -302,21 +316,16 @@ oomkit_tx_restore(oomkit_call *call, PyObject **message)
     }
     result = tx_restore_gradients(call, refused ? &ignored : message);
     Py_CLEAR(ignored);
-    if (result != 0) {
-        return refused && result > 0 ? refused : result;
+    if (result < 0) {
+        return -1;
     }
-    result = oomkit_buffers_restore(call, &which);
-    if (result > 0 && refused) {
-        Py_DECREF(which);
-        return refused;
+    refused |= result;
+    result = tx_restore_buffers(call, refused ? &ignored : message);
+    Py_CLEAR(ignored);
+    if (result < 0) {
+        return -1;
     }
-    if (result != 0) {
-        return result < 0 ? -1
-                          : tx_refuse(message, which,
-                                      "buffer %U moved for the first time in this call "
-                                      "and no copy of it was taken; run the step once "
-                                      "on a small batch first");
-    }
+    refused |= result;
     for (i = 0; i < call->optimizer_count; i++) {
         if (oomkit_optimizer_undo(call, i) < 0) {
             return -1;
@@ -449,7 +458,7 @@ oomkit_tx_end_attempt(oomkit_call *call)
     call->training = call->backwards = call->backward_failed = call->queued = 0;
     call->committed = call->raised = call->course_waived = 0;
     call->returned = OOMKIT_RETURNED_NOTHING;
-    call->grads.stashing = call->rowwise = 0;
+    call->grads.stashing = call->grads.apart = call->rowwise = 0;
     call->updates = call->params_stuck = 0;
     call->intercept_depth = call->stranger_steps = call->step_failed = 0;
 }

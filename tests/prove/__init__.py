@@ -1,0 +1,1 @@
+"""`make prove`: every suite of faults in full, in two processes, with one table at the end."""

@@ -1,0 +1,110 @@
+"""`make prove`: all suites in full, two processes at a time; writes the table.
+
+    python -m prove [--jobs 2] [--suite NAME ...] [--unit NAME ...]
+
+With --suite or --unit only those, and the table is not written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from .suite import Result, Suite
+from .suites import SUITES
+from .table import TABLE, summary, table
+
+# Seconds; none of the units takes half of it on a machine that does nothing else.
+TIMEOUT = 1800
+
+# Before a process loads OpenMP: waiting threads that spin make a busy machine crawl.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def run_here(suite: Suite, unit: str, output: Path) -> None:
+    """In the process of the unit."""
+    import torch
+
+    torch.set_num_threads(1)  # the number of allocations depends on it
+    logging.getLogger("oomkit").addHandler(logging.NullHandler())
+    begin = time.perf_counter()
+    try:
+        result = suite.prove(unit)
+    except Exception:
+        result = Result(failures=[traceback.format_exc()])
+    result.seconds = time.perf_counter() - begin
+    output.write_text(json.dumps(result.as_dict()))
+
+
+def run_apart(command: list[str], output: Path, timeout: float = TIMEOUT) -> Result:
+    """A process of its own: one that crashes or hangs is one failure, not the end."""
+    begin = time.perf_counter()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        return Result(failures=[f"no end after {timeout:.0f} seconds"], seconds=timeout)
+    if not output.exists():
+        told = f"the process ended with {done.returncode}: {done.stderr[-2000:]}"
+        return Result(failures=[told], seconds=time.perf_counter() - begin)
+    return Result(**json.loads(output.read_text()))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="prove", description=__doc__)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--suite", action="append", default=[])
+    parser.add_argument("--unit", action="append", default=[])
+    parser.add_argument("--here", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    by_name = {suite.name: suite for suite in SUITES}
+    if arguments.here:
+        name, unit, output = arguments.here
+        run_here(by_name[name], unit, Path(output))
+        return 0
+    if unknown := set(arguments.suite) - set(by_name):
+        parser.error(f"no such suite: {', '.join(sorted(unknown))}; there are {list(by_name)}")
+    work = [
+        (suite, unit)
+        for suite in SUITES
+        if not arguments.suite or suite.name in arguments.suite
+        for unit in suite.units()
+        if not arguments.unit or unit in arguments.unit
+    ]
+    seed = os.environ.get("OOMKIT_TEST_SEED", "20240607")
+    print(f"seed {seed} (OOMKIT_TEST_SEED), {len(work)} units, {arguments.jobs} processes")
+    results: dict[tuple[str, str], Result] = {}
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
+
+        def prove(suite: Suite, unit: str) -> None:
+            output = Path(folder) / f"{suite.name} {unit}.json".replace("/", "-")
+            command = [sys.executable, "-m", "prove", "--here", suite.name, unit, str(output)]
+            result = results[suite.name, unit] = run_apart(command, output)
+            verdict = f"{len(result.failures)} FAILED" if result.failures else "ok"
+            line = f"{result.cases} cases, {verdict}, {result.seconds:.0f} s; {result.told}"
+            print(f"{suite.name}: {unit}: {line}", flush=True)
+            for failure in result.failures[:5]:
+                print(f"    {failure}", flush=True)
+
+        for future in [pool.submit(prove, suite, unit) for suite, unit in work]:
+            future.result()
+    seconds = time.perf_counter() - begin
+    print(f"\n{summary(results, seconds)}")
+    failed = any(result.failures for result in results.values())
+    if not arguments.suite and not arguments.unit:
+        TABLE.write_text(table(results, seconds, seed))
+        print(f"wrote {TABLE}")
+    return 1 if failed or not results else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""What a suite is: units that can run in a process each, and what one of them found."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+@dataclass
+class Result:
+    cases: int = 0
+    failures: list[str] = field(default_factory=list)
+    told: str = ""
+    """For the line of the unit in the table: what came out how often."""
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Suite:
+    name: str
+    units: Callable[[], list[str]]
+    """Names; longest first, so that no process waits for the other at the end."""
+    prove: Callable[[str], Result]
+    """Of one unit. It runs in a process of its own; an exception is a failure."""
+
+
+def pytest_suite(name: str, *files: str) -> Suite:
+    """Files of tests, each a unit, each test a case."""
+    return Suite(name, lambda: list(files), run_pytest)
+
+
+def run_pytest(file: str) -> Result:
+    begin = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rN", "--tb=line", "-p", "no:cacheprovider",
+         "-m", "not gpu", str(TESTS / file)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    return read_pytest(done.stdout, done.returncode, time.perf_counter() - begin)
+
+
+def read_pytest(output: str, code: int, seconds: float) -> Result:
+    last = output.strip().splitlines()[-1] if output.strip() else ""
+    counts = {kind: int(n) for n, kind in re.findall(r"(\d+) (passed|failed|errors?)", last)}
+    result = Result(sum(counts.values()), seconds=seconds, told=last.partition(" in ")[0])
+    if code != 0:
+        result.failures.append(f"pytest ended with {code}: {output[-2000:]}")
+        result.failures += ["one more"] * (sum(counts.values()) - counts.get("passed", 0) - 1)
+    return result

@@ -1,0 +1,59 @@
+"""The suites of `make prove`, a line each."""
+
+from __future__ import annotations
+
+from .suite import Result, Suite, pytest_suite
+
+
+def _zoo() -> list[str]:
+    from zoo.catalogue import MODELS
+
+    return sorted(MODELS, key=lambda name: not MODELS[name].compiled)
+
+
+def _prove_model(name: str) -> Result:
+    from zoo.case import cases_of
+    from zoo.catalogue import MODELS
+    from zoo.sweep import sweep
+
+    found = sweep(MODELS[name], cases_of(MODELS[name]))
+    told = ", ".join(f"{n} {kind}" for kind, n in sorted(found.kinds.items()))
+    if found.worst:
+        told += f"; without copies within {found.worst:.0e}"
+    return Result(found.faults, found.failures, told, found.seconds)
+
+
+def _programs() -> list[str]:
+    from programs.catalogue import FAMILIES
+
+    return [family.__name__.rpartition(".")[2] for family in FAMILIES]
+
+
+def _prove_family(family: str) -> Result:
+    """As `make programs`, which writes the table of what is expected."""
+    from programs.catalogue import PENDING
+    from programs.harness import sweep
+    from programs.world import PROGRAMS
+
+    result = Result()
+    for name, program in PROGRAMS.items():
+        if program.family == family and name not in PENDING:
+            report = sweep(program, 20)
+            result.cases += sum(report.places.values())
+            result.failures += report.failures
+    return result
+
+
+SUITES = [
+    Suite("model zoo", _zoo, _prove_model),
+    Suite("programs", _programs, _prove_family),
+    pytest_suite("returned losses", "test_returned.py", "test_returned_between.py",
+                 "test_returned_modes.py", "test_returned_paths.py", "test_returned_weights.py",
+                 "test_returned_threads.py", "test_returned_buffers.py"),
+    pytest_suite("three steps, every place", "test_exact.py"),
+    pytest_suite("in and after the update", "test_optimizer_faults.py"),
+    pytest_suite("what cannot be taken back", "test_rollback_rest.py"),
+    pytest_suite("leaks", "test_leaks.py"),
+]  # fmt: skip
+
+__all__ = ["SUITES"]

@@ -1,0 +1,77 @@
+"""The frame of `make prove`: combinations, processes that crash, the table."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+
+from .__main__ import run_apart
+from .pairwise import pairs_of, pairwise
+from .suite import Result, read_pytest
+from .suites import SUITES
+from .table import summary, table
+
+DIMENSIONS = {"a": (1, 2, 3), "b": ("x", "y"), "c": (True, False), "d": (1, 2, 3, 4)}
+
+
+def _all() -> list[dict[str, object]]:
+    return [dict(zip(DIMENSIONS, v, strict=True)) for v in itertools.product(*DIMENSIONS.values())]
+
+
+def test_every_pair_occurs_in_few_combinations() -> None:
+    chosen = pairwise(DIMENSIONS, 1)
+    assert set().union(*map(pairs_of, chosen)) == set().union(*map(pairs_of, _all()))
+    assert 12 <= len(chosen) <= 16  # of 48; 3 values times 4 need 12
+
+
+def test_the_same_seed_gives_the_same_combinations() -> None:
+    assert pairwise(DIMENSIONS, 7) == pairwise(DIMENSIONS, 7)
+    assert pairwise(DIMENSIONS, 7) != pairwise(DIMENSIONS, 8)
+
+
+def test_impossible_combinations_and_given_ones() -> None:
+    given = [{"a": 3, "b": "x", "c": True, "d": 4}]
+    chosen = pairwise(DIMENSIONS, 1, lambda c: not (c["a"] == 1 and c["b"] == "x"), given)
+    assert chosen[0] == given[0]
+    assert not any(c["a"] == 1 and c["b"] == "x" for c in chosen)
+    possible = [c for c in _all() if not (c["a"] == 1 and c["b"] == "x")]
+    assert set().union(*map(pairs_of, chosen)) == set().union(*map(pairs_of, possible))
+
+
+def test_a_process_that_crashes_or_hangs_is_a_failure(tmp_path: Path) -> None:
+    output = tmp_path / "none.json"
+    crashed = run_apart([sys.executable, "-c", "import os; os.abort()"], output)
+    assert len(crashed.failures) == 1 and "ended with -6" in crashed.failures[0]
+    wait = "import threading; threading.Event().wait()"
+    hung = run_apart([sys.executable, "-c", wait], output, timeout=0.5)
+    assert len(hung.failures) == 1 and "no end after" in hung.failures[0]
+
+
+def test_what_pytest_says_is_counted() -> None:
+    fine = read_pytest("....\n4 passed, 1 skipped in 0.10s\n", 0, 1.0)
+    assert (fine.cases, fine.failures, fine.told) == (4, [], "4 passed, 1 skipped")
+    bad = read_pytest(".FF.E\n2 failed, 2 passed, 1 error in 0.10s\n", 1, 1.0)
+    assert bad.cases == 5 and len(bad.failures) == 3
+    assert len(read_pytest("", 3, 1.0).failures) == 1  # it did not even begin
+
+
+def test_the_table_has_a_line_for_each_suite_and_each_unit() -> None:
+    results = {
+        ("models", "b"): Result(3, ["wrong"], "2 recovered", 1.0),
+        ("models", "a"): Result(4, [], "", 1.0),
+        ("tests", "x.py"): Result(5, [], "", 1.0),
+    }
+    assert [line.split()[:3] for line in summary(results, 9.0).splitlines()[1:3]] == [
+        ["models", "7", "1"],
+        ["tests", "5", "0"],
+    ]
+    text = table(results, 9.0, "1")
+    assert "all suites" in text and "12" in text and "  b " in text and "2 recovered" in text
+
+
+def test_units_have_names_of_their_own() -> None:
+    assert len({suite.name for suite in SUITES}) == len(SUITES)
+    for suite in SUITES:
+        units = suite.units()
+        assert units and len(set(units)) == len(units)
