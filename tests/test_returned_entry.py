@@ -20,7 +20,7 @@ def world(dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, torch.Te
     return model.to(dtype), torch.randn(B, 6, dtype=dtype), torch.randint(0, 3, (B,))
 
 
-@pytest.mark.parametrize("slices", [[4, 4], [2, 2, 2, 2]])
+@pytest.mark.parametrize("slices", [[4, 4], [1] * 8])
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 def test_bit_for_bit_as_a_call_that_was_split_before_its_backward(
     slices: list[int], scale: float
@@ -35,7 +35,7 @@ def test_bit_for_bit_as_a_call_that_was_split_before_its_backward(
         mine = [p.grad for p in model.parameters()]
         step = oomkit.auto_batch(loss_of(model), gradient_safety="copy")
         loss = step(x, y) * scale
-        with inject_oom(nth=nth, times=len(slices) // 2, phase="backward"):
+        with inject_oom(nth=nth, times=1 if len(slices) == 2 else 2, phase="backward"):
             loss.backward()
         assert step.records[-1].accumulation_steps == len(slices)
         assert same(grads(model), grads(want)), nth
