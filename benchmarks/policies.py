@@ -131,7 +131,10 @@ class Sizes(ctypes.Structure):
 class Knowledge(ctypes.Structure):
     _fields_ = [
         ("roles", Sizes * 2),
-        *((name, ctypes.c_uint32) for name in ("successes", "failures", "missed", "fooled", "late")),
+        *(
+            (name, ctypes.c_uint32)
+            for name in ("successes", "failures", "missed", "fooled", "late")
+        ),
         *((name, ctypes.c_uint32) for name in ("healthy", "retried")),
         ("batch", ctypes.c_int64),
         ("k", ctypes.c_int64),
