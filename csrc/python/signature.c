@@ -10,14 +10,14 @@ mix(uint64_t hash, uint64_t value)
 
 /* --- which shape --- */
 
-/* The training flag of the first module that takes part, 2 without one. Never raises.
- */
+/* The training flag of the first module that takes part; 1 without one, as of most
+ * that are found later. Never raises. */
 static uint64_t
 training_flag(const oomkit_call *call)
 {
     PyObject *roots = call->parts->roots; /* borrowed */
     PyObject *root, *flag = NULL;         /* owned */
-    uint64_t result = 2;
+    uint64_t result = 1;
     Py_ssize_t i;
 
     for (i = 0; roots != NULL && flag == NULL && i < PyList_GET_SIZE(roots); i++) {
