@@ -338,6 +338,7 @@ replay_record(oomkit_call *call, const oomkit_pending *p)
     }
     record.time_ns += now.time_ns;
     if (call->ooms > 0) {
+        record.batch_size = now.batch_size; /* a guess until the batch was found */
         record.micro_batch_size = now.micro_batch_size;
         record.accumulation_steps = now.accumulation_steps;
         record.requested_bytes = now.requested_bytes;
