@@ -287,36 +287,46 @@ search_closure(search *s, PyObject *closure, PyObject *names, int depth)
     return 0;
 }
 
-/* What a functools.partial binds: it outlives every call, so nothing of it is watched.
- */
+/* Values that are bound beforehand, in a tuple and a dictionary (either may be NULL):
+ * they outlive every call, so nothing of them is watched. */
+static int
+search_bound(search *s, PyObject *args, PyObject *keywords)
+{
+    PyObject *values = NULL; /* owned */
+    Py_ssize_t i;
+    int result = 0;
+
+    for (i = 0; args != NULL && result == 0 && i < PyTuple_GET_SIZE(args); i++) {
+        result = search_value(s, PyTuple_GET_ITEM(args, i), OBJECT_DEPTH);
+    }
+    if (result == 0 && keywords != NULL && PyDict_Check(keywords)) {
+        values = PyDict_Values(keywords);
+        result = values == NULL ? -1 : 0;
+    }
+    for (i = 0; values != NULL && result == 0 && i < PyList_GET_SIZE(values); i++) {
+        result = search_value(s, PyList_GET_ITEM(values, i), OBJECT_DEPTH);
+    }
+    Py_XDECREF(values);
+    return result;
+}
+
 static int
 search_partial(search *s, PyObject *func)
 {
-    PyObject *args, *keywords, *values = NULL; /* owned */
-    Py_ssize_t i;
+    PyObject *args, *keywords; /* owned */
     int result = -1;
 
     if (!PyObject_TypeCheck(func, (PyTypeObject *)s->st->partial)) {
         return 0;
     }
     args = PyObject_GetAttrString(func, "args");
-    keywords = args ? PyObject_GetAttrString(func, "keywords") : NULL;
-    values = keywords && PyDict_Check(keywords) ? PyDict_Values(keywords) : NULL;
-    if (values == NULL || !PyTuple_Check(args)) {
-        goto done;
+    keywords = args == NULL ? NULL : PyObject_GetAttrString(func, "keywords");
+    if (keywords != NULL) {
+        result = PyTuple_Check(args) ? search_bound(s, args, keywords) : 0;
     }
-    result = 0;
-    for (i = 0; result == 0 && i < PyTuple_GET_SIZE(args); i++) {
-        result = search_value(s, PyTuple_GET_ITEM(args, i), OBJECT_DEPTH);
-    }
-    for (i = 0; result == 0 && i < PyList_GET_SIZE(values); i++) {
-        result = search_value(s, PyList_GET_ITEM(values, i), OBJECT_DEPTH);
-    }
-done:
-    Py_XDECREF(values);
     Py_XDECREF(keywords);
     Py_XDECREF(args);
-    return result < 0 && !PyErr_Occurred() ? 0 : result;
+    return result;
 }
 
 /* A Python function, a method (its object too), a partial, or any callable object. */
@@ -367,6 +377,8 @@ search_function(search *s, PyObject *func, int depth)
     names = PyObject_GetAttr(code, s->st->str_co_names);
     result =
         names == NULL ||
+                search_bound(s, PyFunction_GET_DEFAULTS(func),
+                             PyFunction_GET_KW_DEFAULTS(func)) < 0 ||
                 search_closure(s, PyFunction_GET_CLOSURE(func), names, depth) < 0 ||
                 search_code(s, code, PyFunction_GET_GLOBALS(func), depth) < 0
             ? -1
