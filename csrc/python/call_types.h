@@ -210,6 +210,7 @@ typedef struct oomkit_call {
     int intercept_depth;
     int step_failed;    /* an optimizer's step ran out of memory and was not finished */
     int stranger_steps; /* steps of unknown optimizers that have begun and not ended */
+    int stranger_updates;   /* those that have ended, in this attempt */
     PyObject *scaler_marks; /* owned: list of (scaler, saved per-optimizer states) */
     PyObject
         *copied_owners;   /* owned: list of (object, state_dict) for "copy", or NULL */

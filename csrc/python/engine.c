@@ -315,7 +315,7 @@ engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
     oomkit_buffers_learn(call);
     step->seen_oom |= call->ooms > 0;
     if (call->slices == NULL) {
-        step->updates = call->updates;
+        step->updates = call->updates + call->stranger_updates;
         oomkit_batch_learn(&step->batch_site, &call->batch);
         largest = oomkit_batch_rows(&call->batch);
         oomkit_result_learn(call->st, &step->results, result, largest,

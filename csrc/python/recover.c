@@ -169,7 +169,8 @@ oomkit_recover_roll_back(oomkit_call *call)
 }
 
 /* Were fewer optimizers stepped than the step steps? Known from a finished call, else
- * guessed from those that take part: then rather half done than done. */
+ * guessed from those that take part: then rather half done than done. Of optimizers
+ * that were not found it is not known how many there are. */
 static int
 recover_is_half_done(const oomkit_call *call)
 {
@@ -177,16 +178,19 @@ recover_is_half_done(const oomkit_call *call)
     int expected = call->step->updates;
     Py_ssize_t i;
 
-    if (call->updates == 0) {
+    if (call->updates + call->stranger_updates == 0) {
         return 0;
     }
     if (expected < 0) {
+        if (call->stranger_updates > 0) {
+            return 1;
+        }
         expected = 0;
         for (i = 0; i < parts->owner_count; i++) {
             expected += parts->owners[i].kind == OOMKIT_OWNER_OPTIMIZER;
         }
     }
-    return call->updates < expected;
+    return call->updates + call->stranger_updates < expected;
 }
 
 /* The failure struck between two updates, or in one that cannot be undone. */
@@ -202,7 +206,11 @@ recover_partial(oomkit_call *call)
               "parameter (do in the step, after backward(), what the hook does)"
         : call->step_failed ? "in one optimizer's step() after another's was applied"
         : call->backward_failed ? "in a backward() after an optimizer had stepped"
-                                : "between the updates of two optimizers";
+        : call->stranger_updates > 0 && call->step->updates < 0
+            ? "after the step() of an optimizer that was not found in its arguments, "
+              "self, closure or globals, so that others may be due; pass optimizer=... "
+              "to auto_batch"
+            : "between the updates of two optimizers";
     oomkit_raise(call->st->PartialUpdate,
                  "%U ran out of memory %s: the update is half done and cannot be taken "
                  "back; restore a checkpoint, or pass optimizer_safety=\"copy\" to "

@@ -459,7 +459,7 @@ oomkit_tx_end_attempt(oomkit_call *call)
     call->committed = call->raised = call->course_waived = 0;
     call->returned = OOMKIT_RETURNED_NOTHING;
     call->grads.stashing = call->grads.apart = call->rowwise = 0;
-    call->updates = call->params_stuck = 0;
+    call->updates = call->stranger_updates = call->params_stuck = 0;
     call->intercept_depth = call->stranger_steps = call->step_failed = 0;
 }
 
