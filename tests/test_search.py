@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +55,55 @@ def _partial(made: Made) -> Callable[..., Any]:
     return functools.partial(step, made[0], optimizer=made[1])
 
 
-@pytest.mark.parametrize("way", [_default, _keyword_default, _default_of_a_helper, _partial])
+def _class_attributes(made: Made) -> Callable[..., Any]:
+    class Base:
+        model = made[0]
+
+    class Trainer(Base):
+        optimizer = made[1]
+
+        def step(self, x: Any) -> None:
+            _update(self.model, self.optimizer, x)
+
+    return Trainer().step
+
+
+def _class_method(made: Made) -> Callable[..., Any]:
+    class Base:
+        model, optimizer = made
+
+        @classmethod
+        def step(cls, x: Any) -> None:
+            _update(cls.model, cls.optimizer, x)
+
+    class Trainer(Base):
+        pass
+
+    return Trainer.step
+
+
+def _namespace(made: Made) -> Callable[..., Any]:
+    class Globals:
+        model, optimizer = made
+
+    def step(x: Any) -> None:
+        _update(Globals.model, Globals.optimizer, x)
+
+    return step
+
+
+WAYS = [
+    _default,
+    _keyword_default,
+    _default_of_a_helper,
+    _partial,
+    _class_attributes,
+    _class_method,
+    _namespace,
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_found_where_they_are_bound_beforehand(way: Callable[..., Any]) -> None:
     after = []
     for split in (False, True):
@@ -71,10 +121,33 @@ def test_found_where_they_are_bound_beforehand(way: Callable[..., Any]) -> None:
     assert torch.allclose(*after, rtol=0, atol=1e-12)
 
 
-def test_what_a_default_holds_is_not_kept_alive() -> None:
-    import gc
-    import weakref
+def test_an_attribute_of_a_class_may_be_replaced() -> None:
+    def make() -> Made:
+        model = nn.Linear(4, 2).double()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
+    class Trainer:
+        model, optimizer = make()
+
+        @classmethod
+        @oomkit.auto_batch(reduction="mean")
+        def step(cls, x: Any) -> None:
+            _update(cls.model, cls.optimizer, x)
+
+    x = torch.randn(6, 4).double()
+    Trainer.step(x)
+    Trainer.model, Trainer.optimizer = make()
+    bias = Trainer.model.bias.detach().clone()
+    before = Trainer.model.weight.detach().clone()
+    with force_slices([4, 2]):
+        Trainer.step(x)
+    expected = before - 0.1 * torch.func.grad(
+        lambda w: nn.functional.linear(x, w, bias).pow(2).mean()
+    )(before)
+    assert torch.allclose(Trainer.model.weight, expected, rtol=0, atol=1e-12)
+
+
+def test_what_a_default_holds_is_not_kept_alive() -> None:
     model = nn.Linear(4, 2)
     gone = weakref.ref(model)
     step = oomkit.auto_batch(_default((model, torch.optim.SGD(model.parameters(), lr=0.1))))
