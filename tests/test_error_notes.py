@@ -36,27 +36,27 @@ def test_a_tensor_of_another_size_is_named() -> None:
     def step(x: Any, target: Any) -> None:
         raise_on()
 
-    assert _notes(step, torch.rand(4, 2), torch.rand(8)) == [WHOLE.format("target of shape [8]")]
+    assert _notes(step, torch.rand(4, 2), torch.rand(9)) == [WHOLE.format("target of shape [9]")]
 
 
 def test_a_tensor_without_the_dimension_is_named() -> None:
     def step(words: Any, scale: Any, targets: Any) -> None:
         raise_on()
 
-    args = (torch.rand(5, 4), torch.tensor(1.0), torch.rand(20))
-    assert _notes(step, *args, dim=1) == [WHOLE.format("targets of shape [20]")]
+    args = (torch.rand(5, 4), torch.tensor(1.0), torch.rand(21))
+    assert _notes(step, *args, dim=1) == [WHOLE.format("targets of shape [21]")]
 
 
 def test_an_argument_that_happens_to_be_as_long_is_named() -> None:
-    def step(x: Any, weights: Any, other: Any) -> None:
+    def step(x: Any, table: Any, other: Any) -> None:
         raise_on()
 
     pair = {"a": torch.rand(4), "b": torch.rand(4, 2)}
     assert _notes(step, torch.rand(4, 2), torch.rand(4), pair) == [
-        BESIDE.format("weights of shape [4], other['a'] of shape [4], other['b'] of shape [4, 2]")
+        BESIDE.format("table of shape [4], other['a'] of shape [4], other['b'] of shape [4, 2]")
     ]
-    assert _notes(step, torch.rand(4, 2), torch.rand(4), 1, static="weights") == [
-        WHOLE.format("weights of shape [4]")
+    assert _notes(step, torch.rand(4, 2), torch.rand(4), 1, static="table") == [
+        WHOLE.format("table of shape [4]")
     ]
 
 
