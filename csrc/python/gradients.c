@@ -153,12 +153,8 @@ oomkit_grads_put_away(oomkit_call *call)
         if (gradient == NULL) {
             return -1;
         }
-        if (gradient == Py_None) {
-            Py_DECREF(gradient);
-            continue;
-        }
-        Py_XSETREF(g->entry[i], gradient);
-        if (grads_set(call, i, Py_None) < 0) {
+        Py_XSETREF(g->entry[i], gradient); /* None too: it is away where entry says */
+        if (gradient != Py_None && grads_set(call, i, Py_None) < 0) {
             return -1;
         }
     }
@@ -176,7 +172,10 @@ oomkit_grads_bring_back(oomkit_call *call)
         return 0;
     }
     for (i = 0; i < call->parts->param_count; i++) {
-        if (grads_set(call, i, g->entry[i] == NULL ? Py_None : g->entry[i]) < 0) {
+        if (g->entry[i] == NULL) {
+            continue; /* back already, or never put away */
+        }
+        if (grads_set(call, i, g->entry[i]) < 0) {
             return -1;
         }
         Py_CLEAR(g->entry[i]);
