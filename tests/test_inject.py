@@ -282,14 +282,18 @@ def test_what_follows_has_to_be_one_of_them():
 
 def test_what_oomkit_allocates_for_itself_counts_only_by_name():
     model = torch.nn.Linear(3, 2)
-    step = oomkit.auto_batch(lambda x: model(x).sum().backward(), model=model)
-    with inject_oom(nth=10**9) as every:
-        step(torch.zeros(4, 3))
-    with inject_oom(nth=10**9, phase="recovery") as own:
-        step(torch.zeros(4, 3))
-    assert own.seen > 0
-    with inject_oom(nth=every.seen + 1) as fault:
-        step(torch.zeros(4, 3))
-    assert fault.fired == 0
-    with inject_oom(phase="recovery"), pytest.raises(oomkit.OutOfMemory):
-        step(torch.zeros(4, 3))
+    model.weight.grad = torch.zeros(2, 3)
+    options = {"model": model, "gradient_safety": "copy"}
+    step = oomkit.auto_batch(lambda x: model(x).mean().backward(), **options)
+    x = torch.zeros(4, 3)
+    step(x)
+    seen = []
+    for phase in (None, "recovery"):
+        with inject_oom(nth=10**9, phase=phase) as fault:
+            step(x)
+        seen.append(fault.seen)
+    assert seen[0] > seen[1] == 2  # the copies of two gradients
+    with inject_oom(phase="recovery") as fault:
+        step(x)
+    assert fault.fired == 1
+    assert step.records[-1].ooms == 1

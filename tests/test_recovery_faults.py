@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from recovery_points import SUITES, Own, Point, chain, prove
+from recovery_points import SUITES, Own, Point, chain, prove, run
 from recovery_world import FORMS, Judge, quiet
 from torch import nn
 
@@ -89,12 +89,12 @@ def disturbed(judge: Judge, disturb: Any, own: type[BaseException] = Own) -> Bas
     return error
 
 
-def test_refused_marks_are_an_error_of_ours_before_anything_ran() -> None:
-    with pytest.raises(oomkit.OutOfMemory) as caught:
-        raise disturbed(Judge("inside"), inject_oom(phase="recovery", times=None)) or Own
-    assert "inside is not run, because memory ran out while it was being prepared" in str(
-        caught.value
-    )
+def test_refused_copies_are_an_error_of_ours_before_anything_ran() -> None:
+    fault = inject_oom(phase="recovery", times=None)
+    error, wrong = run(Judge("returned", gradients=True), "back", fault)
+    assert wrong == []
+    with pytest.raises(oomkit.OutOfMemory, match="its backward.. was being prepared") as caught:
+        raise error or Own
     assert "the state is as if the step had not begun" in str(caught.value)
 
 
@@ -105,6 +105,29 @@ def test_what_a_failed_backward_left_is_taken_back_where_it_cannot_be_drained() 
         judge.world().run()
     late = count.seen - 2  # gradients of some leaves are there
     assert disturbed(judge, chain({"nth": late}, {"phase": "recovery"})) is None
+
+
+@pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning")
+def test_a_copy_that_was_refused_is_made_by_the_next_attempt() -> None:
+    """A half-filled list of copies was taken for a whole one from then on."""
+    model = nn.Linear(3, 2)
+    model.weight.grad = torch.ones(2, 3)
+    model.bias.grad = torch.ones(2)
+
+    @oomkit.auto_batch(model=model, gradient_safety="copy")
+    def step(x: torch.Tensor) -> None:
+        model(x).mean().backward()
+        if step.records[-1:] and len(x) < 4 and oomkit.current().is_last:
+            raise Own
+
+    step(torch.zeros(4, 3))
+    before = [p.grad.clone() for p in model.parameters()]
+    for nth in (1, 2):
+        with inject_oom(nth=nth, phase="recovery") as fault, pytest.raises(Own) as caught:
+            step(torch.zeros(4, 3))
+        assert fault.fired == 1
+        assert not any("taken back" in note for note in caught.value.__notes__)
+        assert all(map(torch.equal, before, [p.grad for p in model.parameters()]))
 
 
 class Participant:
@@ -192,6 +215,7 @@ def test_out_of_memory_in_the_users_hook_is_one_clear_error() -> None:
     assert model.weight.grad is None
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_while_hooks_are_put_into_modules_leaves_none() -> None:
     """One that comes inside of register_forward_hook() has no handle to remove."""
     modules = [nn.BatchNorm1d(3), nn.BatchNorm1d(3)]
@@ -207,6 +231,7 @@ def test_an_interrupt_while_hooks_are_put_into_modules_leaves_none() -> None:
                 point.arrive(frame.f_code.co_name)
             return trace  # noqa: B023
 
+        found = None
         sys.settrace(trace)
         try:
             found = Buffers(modules)
@@ -214,8 +239,9 @@ def test_an_interrupt_while_hooks_are_put_into_modules_leaves_none() -> None:
             pass
         finally:
             sys.settrace(None)
-        if not point.happened:
+        if found is not None:  # to its end, or it came in a callback that lets nothing pass
             found.remove()
+        if not point.happened:
             break
         after = [{k: vars(m)[k] for k in was} for m, was in zip(modules, before, strict=True)]
         assert after == before, nth

@@ -63,7 +63,8 @@ grads_mark_plain(oomkit_call *call)
     return 0;
 }
 
-/* Host copies of the gradients that are there now, once per call. */
+/* Host copies of the gradients that are there now, once per call. All or none: without
+ * one of them another attempt could not be taken back. */
 static int
 grads_copy(oomkit_call *call)
 {
@@ -77,20 +78,18 @@ grads_copy(oomkit_call *call)
     if (copies == NULL) {
         return -1;
     }
-    call->grads.copies = copies;
     for (i = 0; i < call->parts->param_count; i++) {
         PyObject *gradient = grads_get(call, i); /* owned */
-        if (gradient == NULL) {
-            return -1;
-        }
-        if (gradient != Py_None) {
+        if (gradient != NULL && gradient != Py_None) {
             copies[i] = oomkit_host_copy(call->st, gradient);
         }
-        Py_DECREF(gradient);
+        Py_XDECREF(gradient);
         if (copies[i] == NULL && PyErr_Occurred()) {
+            grads_array_free(call, &copies);
             return -1;
         }
     }
+    call->grads.copies = copies;
     return 0;
 }
 

@@ -82,11 +82,8 @@ oomkit_second_failed(oomkit_second *s, int may_retry);
  */
 void
 oomkit_second_take_back(oomkit_second *s);
-/* The same of the gradients alone, for where streams and buffers are as they were. */
-void
-oomkit_second_gradients_back(oomkit_second *s);
-
-/* The same of the gradients alone, for where streams and buffers are as they were. */
+/* second_back.c: the same of the gradients alone, for where streams and buffers are as
+ * they were. */
 void
 oomkit_second_gradients_back(oomkit_second *s);
 
