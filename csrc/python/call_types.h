@@ -200,9 +200,10 @@ typedef struct oomkit_call {
     int may_hold;          /* a backward over the whole batch ran before the replay */
     PyObject *plain_leaves; /* owned: weak references to leaves of a failed graph */
     int split_intercepted;  /* what only a split call intercepts is in place */
-    int syncs;              /* accelerator.accumulate() entered in this micro-batch */
-    PyObject *cleared;      /* owned: where zero_grad() ran after a backward of this
-                               micro-batch, or NULL */
+    int parts_moved;   /* finished parts of an evaluation moved more than results */
+    int syncs;         /* accelerator.accumulate() entered in this micro-batch */
+    PyObject *cleared; /* owned: where zero_grad() ran after a backward of this
+                          micro-batch, or NULL */
     PyObject
         *forward_hook; /* owned: handle of torch's hook while a forward is refused */
     PyObject *updated; /* owned: set of addresses of parameters whose update was due */

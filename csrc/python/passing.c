@@ -149,6 +149,22 @@ oomkit_pass_abandon(oomkit_call *call, PyObject *exception)
     }
 }
 
+/* An interrupt takes the step back with it, unless the update has begun. 0 or -1. */
+static int
+pass_note_interrupted(oomkit_call *call, PyObject *exception)
+{
+    if (oomkit_tx_committed(call) != 1) {
+        return 0;
+    }
+    return pass_add_note(
+        exception,
+        PyUnicode_FromString(
+            "oomkit: the update of this batch had begun and stands as far as it came: "
+            "do "
+            "not repeat the batch; where it was interrupted inside an optimizer's "
+            "step(), restore a checkpoint"));
+}
+
 /* What the reader of somebody else's error (or of our refusal) should know; `parked`:
  * gradients were out of sight when it was raised. 0 or -1. */
 static int
@@ -157,8 +173,10 @@ pass_note(oomkit_call *call, PyObject *exception, int parked)
     const oomkit_slice *slice;
     int result = 0;
 
-    if (call->slices == NULL ||
-        !PyObject_TypeCheck(exception, (PyTypeObject *)PyExc_Exception)) {
+    if (!PyObject_TypeCheck(exception, (PyTypeObject *)PyExc_Exception)) {
+        return pass_note_interrupted(call, exception);
+    }
+    if (call->slices == NULL) {
         return 0;
     }
     slice =
@@ -187,31 +205,20 @@ pass_note(oomkit_call *call, PyObject *exception, int parked)
 int
 oomkit_recover_pass(oomkit_call *call, PyObject *exception)
 {
-    PyObject *message = NULL; /* owned */
     int parked = call->grads.is_parked;
     int interrupted = PyObject_TypeCheck(exception, /* and the step begins anew */
                                          (PyTypeObject *)PyExc_KeyboardInterrupt);
 
     call->outcome = 2;
+    oomkit_exception_give(exception);
     if ((call->split || call->ooms > 0 || interrupted) &&
         oomkit_tx_committed(call) == 0) {
-        int mode = oomkit_grad_mode_off(call->st);
-        if (mode < 0 || oomkit_tx_restore(call, &message) < 0) {
-            /* The step's own error is the one to see. */
-            PyErr_WriteUnraisable(call->func);
-        }
-        if (mode >= 0 && oomkit_grad_mode_set(call->st, mode) < 0) {
-            PyErr_WriteUnraisable(call->func);
-        }
+        oomkit_recover_undo(call);
     }
-    if (pass_note(call, exception, parked) < 0 ||
-        (message != NULL &&
-         pass_add_note(exception, PyUnicode_FromFormat(
-                                      "oomkit: not everything could be taken back: %U",
-                                      message)) < 0)) {
+    exception = oomkit_exception_take();
+    if (pass_note(call, exception, parked) < 0) {
         PyErr_WriteUnraisable(call->func);
     }
-    Py_XDECREF(message);
     oomkit_exception_give(exception);
     return -1;
 }
