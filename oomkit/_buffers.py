@@ -94,12 +94,22 @@ class Buffers:
             if isinstance(buffer, torch.Tensor) and not torch.nn.parameter.is_lazy(buffer)
         ]
         self.marks = self.now()
-        if self.where and not _is_compiling():
-            for module in modules:
-                pre = module.register_forward_pre_hook(self.edges[0], prepend=True)
-                self.handles.append(pre)
-                post = module.register_forward_hook(self.edges[1], always_call=True)
-                self.handles.append(post)
+        self.half: torch.nn.Module | None = None  # its registration has begun
+        try:
+            if self.where and not _is_compiling():
+                for module in modules:
+                    self.register(module)
+        except BaseException:
+            self.remove()
+            raise
+
+    def register(self, module: torch.nn.Module) -> None:
+        self.half = module
+        pre = module.register_forward_pre_hook(self.edges[0], prepend=True)
+        self.handles.append(pre)
+        post = module.register_forward_hook(self.edges[1], always_call=True)
+        self.handles.append(post)
+        self.half = None
 
     def now(self) -> dict[tuple[int, str], tuple[torch.nn.Module, TensorMark]]:
         marks = {}
@@ -149,4 +159,12 @@ class Buffers:
             edge.act = None
         for handle in self.handles:
             handle.remove()
+        if self.half is not None:  # an interrupt came before its handle
+            for name, table in vars(self.half).items():
+                if name.startswith("_forward_") and isinstance(table, dict):
+                    for key in [k for k, hook in table.items() if hook in self.edges]:
+                        for other in vars(self.half).values():
+                            if isinstance(other, dict):
+                                other.pop(key, None)
+            self.half = None
         self.handles = []

@@ -33,12 +33,14 @@ def _check_count(name: str, value: object, more: str = "") -> int:
 
 
 class inject_oom:
-    """inject_oom(*, nth=1, times=1, min_bytes=1, phase=None)
+    """inject_oom(*, nth=1, times=1, min_bytes=1, phase=None, then=None)
 
     Make the n-th matching allocation of the `with` block fail as if memory had run out.
 
     The failure is a real `torch.OutOfMemoryError` from the CPU allocator. Allocations
-    without bytes and those that oomkit makes for itself are never counted.
+    without bytes are never counted; those that oomkit makes for itself (copies, marks,
+    what it needs to roll back) belong to the phase "recovery", whenever they are made, and
+    count only where that phase is asked for.
 
     Parameters
     ----------
@@ -52,13 +54,16 @@ class inject_oom:
         Only allocations of this phase count. What happens outside a decorated call is
         "forward", except inside the `step` of an optimizer. Each thread has a phase of its
         own; one that knows nothing of phases (autograd's) has that of the thread it works for.
+    then : inject_oom, optional
+        What is to fail after that: its count begins when the last of these failures has
+        happened. At most four in a row.
 
     Attributes
     ----------
     fired : int
-        Allocations that were made to fail.
+        Allocations that were made to fail, by this one and those that follow it.
     seen : int
-        Matching allocations, the failed ones included.
+        Allocations that match the one in force, the failed ones included.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class inject_oom:
         times: int | None = 1,
         min_bytes: int = 1,
         phase: str | None = None,
+        then: inject_oom | None = None,
     ) -> None:
         self._nth = _check_count("nth", nth)
         self._times = 0 if times is None else _check_count("times", times, " or None")
@@ -78,6 +84,11 @@ class inject_oom:
                 f"'recovery' or None, got {phase!r}"
             )
         self._phases = 0 if phase is None else 1 << _PHASES[phase]
+        if then is not None and not isinstance(then, inject_oom):
+            raise TypeError(
+                f"inject_oom() expected then to be another inject_oom, got {type(then).__name__!r}"
+            )
+        self._then = then
         self._open = False
         self._counts = (0, 0)
         self._hooks: list[RemovableHandle] = []
@@ -95,7 +106,12 @@ class inject_oom:
     def __enter__(self) -> inject_oom:
         # Without it, "backward" would be seen only once a decorated step had run.
         _C._watch_backward()
-        _C.fault_arm(self._nth, self._times, self._min_bytes, self._phases)
+        schedules = []
+        stage: inject_oom | None = self
+        while stage is not None:
+            schedules.append((stage._nth, stage._times, stage._min_bytes, stage._phases))
+            stage = stage._then
+        _C.fault_arm(*schedules)
         self._open = True
         self._before_step.clear()
         self._phase_at_entry = _C.phase_set(_PHASES["forward"])

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 
+import oomkit
 from oomkit.testing import inject_oom
 
 
@@ -250,3 +251,49 @@ def test_a_bad_argument_is_refused_by_name(options, error, message):
     with pytest.raises(error) as caught:
         inject_oom(**options)
     assert str(caught.value) == message
+
+
+# --- one after the other, and what oomkit allocates for itself ---
+
+
+def test_another_schedule_begins_when_the_first_has_fired_for_the_last_time():
+    with inject_oom(nth=2, times=2, then=inject_oom(nth=3)) as fault:
+        assert outcomes(8) == [False, True, True, False, False, True, False, False]
+    assert fault.fired == 3
+
+
+def test_at_most_four_in_a_row_and_only_the_last_for_good():
+    fault = inject_oom(times=None)
+    for _ in range(3):
+        fault = inject_oom(then=fault)
+    with fault:
+        assert outcomes(6) == [True] * 6
+    for wrong in (inject_oom(then=fault), inject_oom(times=None, then=inject_oom())):
+        with pytest.raises(ValueError, match="at most 4 schedules in a row"):
+            with wrong:
+                pass
+
+
+def test_what_follows_has_to_be_one_of_them():
+    with pytest.raises(TypeError) as caught:
+        inject_oom(then=3)
+    assert str(caught.value) == "inject_oom() expected then to be another inject_oom, got 'int'"
+
+
+def test_what_oomkit_allocates_for_itself_counts_only_by_name():
+    model = torch.nn.Linear(3, 2)
+    model.weight.grad = torch.zeros(2, 3)
+    options = {"model": model, "gradient_safety": "copy"}
+    step = oomkit.auto_batch(lambda x: model(x).mean().backward(), **options)
+    x = torch.zeros(4, 3)
+    step(x)
+    seen = []
+    for phase in (None, "recovery"):
+        with inject_oom(nth=10**9, phase=phase) as fault:
+            step(x)
+        seen.append(fault.seen)
+    assert seen[0] > seen[1] == 2  # the copies of two gradients
+    with inject_oom(phase="recovery") as fault:
+        step(x)
+    assert fault.fired == 1
+    assert step.records[-1].ooms == 1

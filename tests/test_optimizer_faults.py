@@ -6,6 +6,7 @@ end of the call.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from typing import Any
 
@@ -195,3 +196,41 @@ def test_the_first_step_that_cannot_fit_is_refused_before_anything_moves() -> No
     assert caught.value.committed is False
     assert not optimizer.state
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("earlier", [0, 1], ids=["first call", "later call"])
+def test_between_two_optimizers_that_were_not_found(earlier: int) -> None:
+    """Lightning's manual optimization: one of two optimizers has stepped, the other has not."""
+
+    class Trainer:
+        optimizers: list[torch.optim.Optimizer]
+
+    class Adversaries(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+            self.trainer = Trainer()
+            self.trainer.optimizers = [
+                torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.one, self.two)
+            ]
+            self.fails = False
+
+        @oomkit.auto_batch
+        def training_step(self, x: torch.Tensor) -> None:
+            for net, optimizer in zip((self.one, self.two), self.trainer.optimizers, strict=True):
+                optimizer.zero_grad()
+                second = net is self.two
+                with inject_oom() if self.fails and second else contextlib.nullcontext():
+                    loss = net(x).pow(2).mean()
+                loss.backward()
+                optimizer.step()
+
+    module = Adversaries()
+    for _ in range(earlier):
+        module.training_step(torch.randn(4, 3))
+    before = [net.weight.detach().clone() for net in (module.one, module.two)]
+    module.fails = True
+    with pytest.raises(oomkit.PartialUpdate):
+        module.training_step(torch.randn(4, 3))
+    assert not torch.equal(before[0], module.one.weight)
+    assert torch.equal(before[1], module.two.weight)

@@ -303,3 +303,22 @@ def test_a_method_whose_object_keeps_the_loss() -> None:
     del trainer
     gc.collect()
     assert gone() is None
+
+
+def test_the_record_has_the_rows_that_were_found() -> None:
+    """Images in a list: before they are split, their channels are taken for the rows."""
+    torch.manual_seed(SEED)
+    model = torch.nn.Conv2d(3, 2, 3).double()
+
+    @oomkit.auto_batch(verify=False)
+    def compute(images: list[torch.Tensor], masks: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        assert len(images) == len(masks)
+        return torch.stack([model(image).mean() for image in images]).mean()
+
+    images = [torch.randn(3, 4, 4 + i, dtype=torch.float64) for i in range(5)]
+    loss = compute(images, [{"mask": torch.ones(1 + i)} for i in range(5)])
+    with inject_oom(phase="backward"):
+        loss.backward()
+
+    (record,) = compute.records
+    assert (record.batch_size, record.micro_batch_size, record.accumulation_steps) == (5, 3, 2)

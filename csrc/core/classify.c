@@ -8,9 +8,13 @@
 
 typedef struct fragment {
     const char *text;
-    const char *also; /* a second part that must be there too, or NULL */
+    const char *also; /* a second part that must be there too, or NULL; or see below */
     oomkit_class class_;
 } fragment;
+
+/* In place of a second part: what has to follow the first one. */
+static const char AT_END_OF_WORD[] = "no letter";
+static const char BEFORE_A_SIZE[] = "2.00 GiB";
 
 /* The first row that matches decides. Classes of rows stand in the order in which they
  * have to be tried: what only looks like OOM before what is. */
@@ -44,10 +48,11 @@ static const fragment fragments[] = {
     {"HIP error: unspecified launch failure", NULL, OOMKIT_CLASS_STICKY},
 
     /* Allocators of devices. */
-    {"CUDA out of memory. ", NULL, OOMKIT_CLASS_CERTAIN},
-    {"HIP out of memory. ", NULL, OOMKIT_CLASS_CERTAIN},
-    {"XPU out of memory. ", NULL, OOMKIT_CLASS_CERTAIN},
+    {"CUDA out of memory. ", "Tried to allocate ", OOMKIT_CLASS_CERTAIN},
+    {"HIP out of memory. ", "Tried to allocate ", OOMKIT_CLASS_CERTAIN},
+    {"XPU out of memory. ", "Tried to allocate ", OOMKIT_CLASS_CERTAIN},
     {"MPS backend out of memory", NULL, OOMKIT_CLASS_CERTAIN},
+    {"would exceed allowed memory. (out of memory)", NULL, OOMKIT_CLASS_CERTAIN},
     {"CUDA error: out of memory", NULL, OOMKIT_CLASS_CERTAIN},
     {"HIP error: out of memory", NULL, OOMKIT_CLASS_CERTAIN},
     {"CUDA driver error: out of memory", NULL, OOMKIT_CLASS_CERTAIN},
@@ -77,7 +82,7 @@ static const fragment fragments[] = {
     {"CPU out of memory. Tried to allocate ", NULL, OOMKIT_CLASS_CERTAIN},
     {"DefaultCPUAllocator: can't allocate memory", NULL, OOMKIT_CLASS_CERTAIN},
     {"DefaultCPUAllocator: not enough memory", NULL, OOMKIT_CLASS_CERTAIN},
-    {"std::bad_alloc", NULL, OOMKIT_CLASS_CERTAIN},
+    {"std::bad_alloc", AT_END_OF_WORD, OOMKIT_CLASS_CERTAIN},
 
     /* Errors that swallowed an OOM, limits that a smaller size respects, and allocators
      * that are wedged after an OOM: worth a try or two, not more. */
@@ -87,7 +92,7 @@ static const fragment fragments[] = {
      NULL, OOMKIT_CLASS_MASKED},
     {"nonzero is not supported for tensors with more than INT_MAX elements", NULL,
      OOMKIT_CLASS_MASKED},
-    {"Invalid buffer size: ", NULL, OOMKIT_CLASS_MASKED},
+    {"Invalid buffer size: ", BEFORE_A_SIZE, OOMKIT_CLASS_MASKED},
     {"canUse32BitIndexMath", NULL, OOMKIT_CLASS_MASKED},
     {"CUDA error: invalid configuration argument", NULL, OOMKIT_CLASS_MASKED},
     {"HIP error: invalid configuration argument", NULL, OOMKIT_CLASS_MASKED},
@@ -135,7 +140,118 @@ starts(const oomkit_exception_facts *facts, const char *wanted)
            memcmp(facts->text, wanted, size) == 0;
 }
 
+/* --- sizes --- */
+
+typedef struct number {
+    uint64_t whole;
+    uint64_t fraction; /* of 10^6 */
+} number;
+
+/* Reads digits, or digits.digits, and moves *at behind them. 1, or 0 where there is no
+ * number or it does not fit. */
+static int
+read_number(const char **at, const char *end, number *value)
+{
+    const char *p = *at;
+    uint64_t scale = 100000;
+
+    *value = (number){0, 0};
+    if (p == end || *p < '0' || *p > '9') {
+        return 0;
+    }
+    for (; p < end && *p >= '0' && *p <= '9'; p++) {
+        uint64_t digit = (uint64_t)(*p - '0');
+        if (value->whole > (UINT64_MAX - digit) / 10) {
+            return 0;
+        }
+        value->whole = 10 * value->whole + digit;
+    }
+    if (end - p >= 2 && *p == '.' && p[1] >= '0' && p[1] <= '9') {
+        for (p++; p < end && *p >= '0' && *p <= '9'; p++, scale /= 10) {
+            value->fraction += (uint64_t)(*p - '0') * scale;
+        }
+    }
+    *at = p;
+    return 1;
+}
+
+/* The unit at `at`, as a power of two; -1 for none. */
+static int
+read_unit(const char *at, const char *end)
+{
+    static const struct {
+        const char *name;
+        int shift;
+    } units[] = {{" bytes", 0}, {" KiB", 10}, {" MiB", 20}, {" GiB", 30}, {" TiB", 40},
+                 {" KB", 10},   {" MB", 20},  {" GB", 30}}; /* MPS writes these */
+    size_t i;
+
+    for (i = 0; i < sizeof(units) / sizeof(units[0]); i++) {
+        size_t size = strlen(units[i].name);
+        if ((size_t)(end - at) >= size && memcmp(at, units[i].name, size) == 0) {
+            return units[i].shift;
+        }
+    }
+    return -1;
+}
+
+/* "2.00 GiB" at the beginning of [at, end). 1 and *bytes, or 0. */
+static int
+read_size(const char *at, const char *end, uint64_t *bytes)
+{
+    number value;
+    uint64_t rest;
+    int shift;
+
+    if (!read_number(&at, end, &value)) {
+        return 0;
+    }
+    shift = read_unit(at, end);
+    if (shift < 0 || value.whole > UINT64_MAX >> shift) {
+        return 0;
+    }
+    rest = (value.fraction << shift) / 1000000; /* below 2^20 << 40 */
+    *bytes = (value.whole << shift) + rest; /* rest is less than one unit: it fits */
+    return 1;
+}
+
 /* --- classes --- */
+
+static int
+is_letter(char c)
+{
+    return c == '_' || (c >= '0' && c <= '9') || (c >= 'A' && c <= 'Z') ||
+           (c >= 'a' && c <= 'z');
+}
+
+/* Does what has to follow `row->text` follow it somewhere? */
+static int
+is_followed(const oomkit_exception_facts *facts, const fragment *row)
+{
+    const char *end = facts->text + facts->length, *at = facts->text;
+    uint64_t bytes;
+
+    while ((at = find(at, (size_t)(end - at), row->text)) != NULL) {
+        at += strlen(row->text);
+        if (row->also == AT_END_OF_WORD ? at == end || !is_letter(*at)
+                                        : read_size(at, end, &bytes)) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+static int
+matches(const oomkit_exception_facts *facts, const fragment *row)
+{
+    if (!has(facts, row->text)) {
+        return 0;
+    }
+    if (row->also == AT_END_OF_WORD || row->also == BEFORE_A_SIZE) {
+        return is_followed(facts, row);
+    }
+    return row->also == NULL || has(facts, row->also);
+}
 
 static oomkit_class
 by_text(const oomkit_exception_facts *facts)
@@ -143,8 +259,7 @@ by_text(const oomkit_exception_facts *facts)
     size_t i;
 
     for (i = 0; i < sizeof(fragments) / sizeof(fragments[0]); i++) {
-        if (has(facts, fragments[i].text) &&
-            (fragments[i].also == NULL || has(facts, fragments[i].also))) {
+        if (matches(facts, &fragments[i])) {
             return fragments[i].class_;
         }
     }
@@ -230,79 +345,6 @@ oomkit_class_name(oomkit_class class_)
 }
 
 /* --- the size of the request --- */
-
-typedef struct number {
-    uint64_t whole;
-    uint64_t fraction; /* of 10^6 */
-} number;
-
-/* Reads digits, or digits.digits, and moves *at behind them. 1, or 0 where there is no
- * number or it does not fit. */
-static int
-read_number(const char **at, const char *end, number *value)
-{
-    const char *p = *at;
-    uint64_t scale = 100000;
-
-    *value = (number){0, 0};
-    if (p == end || *p < '0' || *p > '9') {
-        return 0;
-    }
-    for (; p < end && *p >= '0' && *p <= '9'; p++) {
-        uint64_t digit = (uint64_t)(*p - '0');
-        if (value->whole > (UINT64_MAX - digit) / 10) {
-            return 0;
-        }
-        value->whole = 10 * value->whole + digit;
-    }
-    if (end - p >= 2 && *p == '.' && p[1] >= '0' && p[1] <= '9') {
-        for (p++; p < end && *p >= '0' && *p <= '9'; p++, scale /= 10) {
-            value->fraction += (uint64_t)(*p - '0') * scale;
-        }
-    }
-    *at = p;
-    return 1;
-}
-
-/* The unit at `at`, as a power of two; -1 for none. */
-static int
-read_unit(const char *at, const char *end)
-{
-    static const struct {
-        const char *name;
-        int shift;
-    } units[] = {{" bytes", 0}, {" KiB", 10}, {" MiB", 20}, {" GiB", 30}, {" TiB", 40},
-                 {" KB", 10},   {" MB", 20},  {" GB", 30}}; /* MPS writes these */
-    size_t i;
-
-    for (i = 0; i < sizeof(units) / sizeof(units[0]); i++) {
-        size_t size = strlen(units[i].name);
-        if ((size_t)(end - at) >= size && memcmp(at, units[i].name, size) == 0) {
-            return units[i].shift;
-        }
-    }
-    return -1;
-}
-
-/* "2.00 GiB" at the beginning of [at, end). 1 and *bytes, or 0. */
-static int
-read_size(const char *at, const char *end, uint64_t *bytes)
-{
-    number value;
-    uint64_t rest;
-    int shift;
-
-    if (!read_number(&at, end, &value)) {
-        return 0;
-    }
-    shift = read_unit(at, end);
-    if (shift < 0 || value.whole > UINT64_MAX >> shift) {
-        return 0;
-    }
-    rest = (value.fraction << shift) / 1000000; /* below 2^20 << 40 */
-    *bytes = (value.whole << shift) + rest; /* rest is less than one unit: it fits */
-    return 1;
-}
 
 int
 oomkit_classify_requested(const char *text, size_t length, uint64_t *bytes)

@@ -21,6 +21,7 @@ enum {
 };
 
 #define OOMKIT_PHASE_ANY UINT32_MAX
+#define OOMKIT_FAULT_STAGES 4 /* schedules that can follow one another */
 
 typedef struct oomkit_fault oomkit_fault;
 
@@ -29,6 +30,8 @@ typedef struct oomkit_fault_schedule {
     uint64_t times; /* how many consecutive ones fail from there; 0 = until disarmed */
     uint64_t min_bytes; /* smaller requests do not match (and are not counted) */
     uint32_t phases;    /* bit mask of 1u << OOMKIT_PHASE_*, or OOMKIT_PHASE_ANY */
+    const struct oomkit_fault_schedule *next; /* in force once this one has fired for
+                                                 the last time, or NULL */
 } oomkit_fault_schedule;
 
 /* NULL when memory for it cannot be had. The caller owns the result. */
@@ -38,8 +41,9 @@ oomkit_fault_create(void);
 void
 oomkit_fault_destroy(oomkit_fault *fault);
 
-/* OOMKIT_OK; OOMKIT_EINVAL for nth == 0; OOMKIT_EREFUSED when one is armed already.
- * Resets the counters. */
+/* OOMKIT_OK; OOMKIT_EINVAL for nth == 0, for one that never ends before the last and
+ * for more than OOMKIT_FAULT_STAGES; OOMKIT_EREFUSED when one is armed already. Resets
+ * the counters. */
 int
 oomkit_fault_arm(oomkit_fault *fault, const oomkit_fault_schedule *schedule);
 
@@ -54,7 +58,13 @@ oomkit_fault_armed(const oomkit_fault *fault);
 int
 oomkit_fault_check(oomkit_fault *fault, uint64_t bytes);
 
-/* Matching allocations seen, and faults fired, since the last arming. */
+/* The same for an allocation that oomkit makes for itself, in whatever phase: it
+ * matches only a schedule that names OOMKIT_PHASE_RECOVERY. */
+int
+oomkit_fault_check_own(oomkit_fault *fault, uint64_t bytes);
+
+/* Matching allocations that the present schedule has seen, and faults that all of them
+ * have fired, since the last arming. */
 uint64_t
 oomkit_fault_seen(const oomkit_fault *fault);
 

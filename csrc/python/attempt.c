@@ -120,7 +120,7 @@ attempt_micro_end(oomkit_call *call, PyObject *result)
 int
 oomkit_attempt_only_results(const oomkit_call *call)
 {
-    return !call->training && call->optimizer_count == 0 &&
+    return !call->training && !call->parts_moved && call->optimizer_count == 0 &&
            call->course[0].count == 0 && call->scaler_marks == NULL &&
            !call->committed && call->options->weight == NULL &&
            call->returned == OOMKIT_RETURNED_NOTHING && call->replayed == NULL;

@@ -18,8 +18,6 @@ oomkit_grads_park(oomkit_call *call);
 int
 oomkit_grads_hide(oomkit_call *call);
 int
-oomkit_grads_hide(oomkit_call *call);
-int
 oomkit_grads_unpark(oomkit_call *call);
 int
 oomkit_grads_settle(oomkit_call *call);
@@ -363,6 +361,29 @@ int
 oomkit_tx_restore(oomkit_call *call, PyObject **message);
 int
 oomkit_tx_committed(oomkit_call *call);
+
+/* takeback.c. The same as oomkit_tx_restore, outside the budget and tried again where
+ * an error came between. An error that is not out-of-memory is raised when everything
+ * is back. */
+int
+oomkit_take_back(oomkit_call *call, PyObject **message);
+
+/* What must be done to its end: once(argument) until it does not fail, thrice at most.
+ * What it answered last; *error (owned, or NULL) is what has to be raised, also after a
+ * try that succeeded: not what ran out of memory on the way there. */
+int
+oomkit_insist(oomkit_state *st, int (*once)(void *), void *argument, PyObject **error);
+
+/* Memory that oomkit needs for itself was refused: the exception in flight becomes
+ * oomkit.OutOfMemory, which says so and what it was wanted for; others stay. -1 always.
+ */
+int
+oomkit_own_failed(oomkit_call *call, const char *doing);
+
+/* An error after a call that has finished, when the marks at entry are gone: it says
+ * so. -1 always. */
+int
+oomkit_failed_late(oomkit_call *call);
 int
 oomkit_tx_micro_end(oomkit_call *call);
 /* The same by value, for writes that bump no version. */
@@ -430,5 +451,10 @@ int
 oomkit_grad_mode_off(oomkit_state *st);
 int
 oomkit_grad_mode_set(oomkit_state *st, int enabled);
+
+/* Back to `mode`, twice tried: a mode of torch's that intercepts functions may raise.
+ * Keeps the exception in flight. `result`, or -1 with an exception. */
+int
+oomkit_grad_mode_back(oomkit_state *st, int mode, int result);
 
 #endif

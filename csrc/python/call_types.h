@@ -203,9 +203,10 @@ typedef struct oomkit_call {
     int may_hold;          /* a backward over the whole batch ran before the replay */
     PyObject *plain_leaves; /* owned: weak references to leaves of a failed graph */
     int split_intercepted;  /* what only a split call intercepts is in place */
-    int syncs;              /* accelerator.accumulate() entered in this micro-batch */
-    PyObject *cleared;      /* owned: where zero_grad() ran after a backward of this
-                               micro-batch, or NULL */
+    int parts_moved;   /* finished parts of an evaluation moved more than results */
+    int syncs;         /* accelerator.accumulate() entered in this micro-batch */
+    PyObject *cleared; /* owned: where zero_grad() ran after a backward of this
+                          micro-batch, or NULL */
     PyObject
         *forward_hook; /* owned: handle of torch's hook while a forward is refused */
     PyObject *updated; /* owned: set of addresses of parameters whose update was due */
@@ -213,6 +214,7 @@ typedef struct oomkit_call {
     int intercept_depth;
     int step_failed;    /* an optimizer's step ran out of memory and was not finished */
     int stranger_steps; /* steps of unknown optimizers that have begun and not ended */
+    int stranger_updates;   /* those that have ended, in this attempt */
     PyObject *scaler_marks; /* owned: list of (scaler, saved per-optimizer states) */
     PyObject
         *copied_owners;   /* owned: list of (object, state_dict) for "copy", or NULL */

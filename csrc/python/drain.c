@@ -1,16 +1,17 @@
-/* What a failed backward leaves behind on its thread. */
+/* What a failed CPU backward leaves behind on its thread. */
 #include "call.h"
+#include "errors.h"
 
-/* A failed CPU backward leaves its unexecuted graph queued on this thread until the
- * next backward here: run a trivial one. 0 or -1. */
-int
-oomkit_backward_drain(oomkit_state *st)
+static int
+drain_once(oomkit_state *st)
 {
     PyObject *root = NULL, *result = NULL, *one = NULL; /* owned */
     int mode;
 
-    oomkit_exempt_enter(st);
     mode = oomkit_grad_mode_set(st, 1);
+    if (mode < 0) {
+        return -1;
+    }
     if (st->drain_leaf == NULL) {
         PyObject *empty = PyTuple_New(0); /* owned */
         st->drain_leaf =
@@ -29,12 +30,34 @@ oomkit_backward_drain(oomkit_state *st)
                                      st->drain_leaf);
     }
 done:
-    if (mode >= 0 && oomkit_grad_mode_set(st, mode) < 0) {
-        Py_CLEAR(result);
-    }
-    oomkit_exempt_leave(st);
     Py_XDECREF(one);
     Py_XDECREF(root);
     Py_XDECREF(result);
-    return result == NULL ? -1 : 0;
+    return oomkit_grad_mode_back(st, mode, result == NULL ? -1 : 0);
+}
+
+/* A failed CPU backward leaves its unexecuted graph queued on this thread until the
+ * next backward here: run a trivial one. Where even the few bytes for that are refused
+ * the graph stays a little longer. 0 or -1. */
+int
+oomkit_backward_drain(oomkit_state *st)
+{
+    PyObject *guard; /* owned */
+    int result;
+
+    if (oomkit_inference_begin(st, 0, &guard) < 0) {
+        return -1;
+    }
+    oomkit_exempt_enter(st);
+    result = drain_once(st);
+    if (result < 0 && oomkit_exception_is_oom(st)) {
+        PyErr_Clear(); /* accounted for: memory is all that it could have given back */
+        result = drain_once(st);
+        if (result < 0 && oomkit_exception_is_oom(st)) {
+            PyErr_Clear(); /* as above */
+            result = 0;
+        }
+    }
+    oomkit_exempt_leave(st);
+    return oomkit_inference_end(guard, result);
 }

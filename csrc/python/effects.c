@@ -140,14 +140,24 @@ oomkit_effects_end(oomkit_call *call)
     oomkit_exempt_enter(call->st);
     answer = PyObject_CallOneArg(effects, call->course_waived ? Py_True : Py_False);
     oomkit_exempt_leave(call->st);
-    Py_DECREF(effects);
     if (answer == NULL) {
+        call->effects = effects; /* its hooks may be in the modules still */
         return -1;
     }
+    Py_DECREF(effects);
     call->step->effects_said = 1;
     result = effects_say(call, answer);
     Py_DECREF(answer);
     return result;
+}
+
+static int
+effects_abandon_once(void *effects)
+{
+    PyObject *done = PyObject_CallMethod(effects, "abandon", NULL); /* owned */
+
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
 }
 
 /* The micro-batch did not end: what was put into modules is taken out. Keeps the
@@ -155,8 +165,8 @@ oomkit_effects_end(oomkit_call *call)
 void
 oomkit_effects_abandon(oomkit_call *call)
 {
-    PyObject *effects = call->effects; /* owned */
-    PyObject *exception = NULL, *done; /* owned; the first given back */
+    PyObject *effects = call->effects;  /* owned */
+    PyObject *exception = NULL, *error; /* owned; the first given back */
 
     if (effects == NULL) {
         return;
@@ -165,11 +175,11 @@ oomkit_effects_abandon(oomkit_call *call)
     if (PyErr_Occurred()) {
         exception = oomkit_exception_take();
     }
-    done = PyObject_CallMethod(effects, "abandon", NULL);
-    if (done == NULL) {
+    (void)oomkit_insist(call->st, effects_abandon_once, effects, &error);
+    if (error != NULL) {
+        oomkit_exception_give(error);
         PyErr_WriteUnraisable(effects);
     }
-    Py_XDECREF(done);
     Py_DECREF(effects);
     if (exception != NULL) {
         oomkit_exception_give(exception);

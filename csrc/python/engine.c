@@ -316,7 +316,7 @@ engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
     oomkit_buffers_learn(call);
     step->seen_oom |= call->ooms > 0;
     if (call->slices == NULL) {
-        step->updates = call->updates;
+        step->updates = call->updates + call->stranger_updates;
         oomkit_batch_learn(&step->batch_site, &call->batch);
         largest = oomkit_batch_rows(&call->batch);
         oomkit_result_learn(call->st, &step->results, result, largest,
@@ -360,14 +360,26 @@ oomkit_call_free(oomkit_call *call)
     oomkit_participants_release(call->parts);
 }
 
-/* A result that needs backward: its second half will be the caller's. 0 or -1. */
+/* A result that needs backward: its second half will be the caller's. 0, or -1: then
+ * the caller gets no result, and everything is as if the step had not begun. */
 static int
-engine_returned(oomkit_call *call, PyObject *result, int needs_backward)
+engine_returned(oomkit_call *call, PyObject *result, int needs_backward, int verified)
 {
-    if (call->returned != OOMKIT_RETURNED_NOTHING) {
-        return oomkit_pending_attach(call, result);
+    int status = call->returned != OOMKIT_RETURNED_NOTHING
+                     ? oomkit_pending_attach(call, result)
+                 : needs_backward ? oomkit_pending_offer(call, result)
+                                  : 0;
+
+    if (status < 0) {
+        if (verified) { /* the marks at entry are gone */
+            return oomkit_failed_late(call);
+        }
+        if (oomkit_tx_committed(call) == 0) {
+            oomkit_recover_undo(call);
+        }
+        return oomkit_own_failed(call, "what its backward() will need was being kept");
     }
-    return needs_backward ? oomkit_pending_offer(call, result) : 0;
+    return 0;
 }
 
 /* Closes the call; `result` (borrowed) is what it returns, NULL when it raises: then it
@@ -404,10 +416,10 @@ engine_end(oomkit_call *call, PyObject *result)
     if (finished) {
         engine_learn(call, result, needs_backward);
         verified = status == 0 ? oomkit_verify(call) : 0;
-        status = verified < 0 ? -1 : status;
+        status = verified < 0 ? oomkit_failed_late(call) : status;
     }
     if (finished && status == 0) {
-        status = engine_returned(call, result, needs_backward);
+        status = engine_returned(call, result, needs_backward, verified > 0);
         call->parts->buffers_serial += verified > 0; /* marks at entry are of no use */
     }
     if (status < 0) {
@@ -473,6 +485,9 @@ oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf,
         oomkit_batch_release(&call.batch);
         Py_DECREF(op);
         return NULL;
+    }
+    if (split < 0) {
+        oomkit_own_failed(&call, "it was being prepared");
     }
     if (engine_end(&call, result) < 0) {
         Py_CLEAR(result);

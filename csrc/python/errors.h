@@ -17,6 +17,10 @@ oomkit_errors_init(oomkit_state *st);
 oomkit_class
 oomkit_exception_classify(oomkit_state *st, PyObject *exception);
 
+/* Is the exception in flight one that a smaller micro-batch may help? It stays. */
+int
+oomkit_exception_is_oom(oomkit_state *st);
+
 /* Plain values out of an exception: request in bytes (OOMKIT_UNKNOWN), its message
  * (owned str or NULL) and "file:line in name" of the innermost frame (owned str or
  * NULL). Never fails, clears what goes wrong inside. */

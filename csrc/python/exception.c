@@ -258,6 +258,16 @@ oomkit_exception_classify(oomkit_state *st, PyObject *exception)
     return class_;
 }
 
+int
+oomkit_exception_is_oom(oomkit_state *st)
+{
+    PyObject *exception = oomkit_exception_take(); /* owned, given back */
+    oomkit_class class_ = oomkit_exception_classify(st, exception);
+
+    oomkit_exception_give(exception);
+    return class_ == OOMKIT_CLASS_CERTAIN || class_ == OOMKIT_CLASS_MASKED;
+}
+
 /* --- description --- */
 
 /* "file:line in name" of the innermost frame. New reference; NULL, perhaps with an

@@ -285,38 +285,6 @@ find_check_layouts(const oomkit_find *f)
     return 0;
 }
 
-/* The rows of a batch that split= slices: of its first tensor, else its len(). */
-static int64_t
-find_called_rows(const oomkit_find *f)
-{
-    PyObject *object = f->batch->nodes[f->first].object; /* borrowed from the node */
-    Py_ssize_t tensor = oomkit_node_first_tensor(f->batch, f->first, -1, 0);
-    Py_ssize_t length;
-    int counts = /* a class of the user's that knows its length */
-        f->batch->nodes[f->first].kind == OOMKIT_NODE_OBJECT && !PyDict_Check(object) &&
-        !PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)f->st->UserDict) &&
-        PyObject_HasAttr((PyObject *)Py_TYPE(object), f->st->str_len);
-
-    if (tensor >= 0 && !counts) {
-        return f->batch->nodes[tensor].rows;
-    }
-    if ((f->batch->nodes[f->first].flags & OOMKIT_NODE_CUSTOM) != 0) {
-        int64_t rows;
-        int known = oomkit_splitter_rows(f->st, object, &rows);
-        if (known <= 0) {
-            return known < 0 ? -1 : rows;
-        }
-    }
-    length = PyObject_Size(object);
-    if (length < 0 && PyErr_ExceptionMatches(PyExc_TypeError)) {
-        PyErr_Clear(); /* no len(): said below in our words */
-        oomkit_find_refuse(
-            f, f->first, " without a len()",
-            "split=... needs a tensor in it, or a len(), to know its rows");
-    }
-    return length;
-}
-
 /* -1 always: says why the batch arguments have no common number of rows. */
 static int
 find_report(const oomkit_find *f)
@@ -389,7 +357,7 @@ find_batch(oomkit_find *f)
     Py_ssize_t argument, index, where;
 
     if (f->options->split != NULL) {
-        batch->rows = find_called_rows(f);
+        batch->rows = oomkit_find_called_rows(f);
     } else {
         f->per_sample = f->options->batch == NULL && find_is_per_sample(f);
         batch->rows = f->per_sample ? batch->nodes[f->first].children : find_common(f);

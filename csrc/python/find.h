@@ -56,6 +56,13 @@ int
 oomkit_find_closed(const oomkit_find *f, Py_ssize_t argument, Py_ssize_t index,
                    int64_t rows, Py_ssize_t *where);
 
+/* --- called.c --- */
+
+/* The rows of a batch that split= slices; -1 with an exception. Runs split= once where
+ * a list may be samples or columns. */
+int64_t
+oomkit_find_called_rows(const oomkit_find *f);
+
 /* --- beside.c --- */
 
 /* What earlier calls showed of an argument. Borrowed from the site; NULL. */

@@ -63,7 +63,8 @@ grads_mark_plain(oomkit_call *call)
     return 0;
 }
 
-/* Host copies of the gradients that are there now, once per call. */
+/* Host copies of the gradients that are there now, once per call. All or none: without
+ * one of them another attempt could not be taken back. */
 static int
 grads_copy(oomkit_call *call)
 {
@@ -77,20 +78,18 @@ grads_copy(oomkit_call *call)
     if (copies == NULL) {
         return -1;
     }
-    call->grads.copies = copies;
     for (i = 0; i < call->parts->param_count; i++) {
         PyObject *gradient = grads_get(call, i); /* owned */
-        if (gradient == NULL) {
-            return -1;
-        }
-        if (gradient != Py_None) {
+        if (gradient != NULL && gradient != Py_None) {
             copies[i] = oomkit_host_copy(call->st, gradient);
         }
-        Py_DECREF(gradient);
+        Py_XDECREF(gradient);
         if (copies[i] == NULL && PyErr_Occurred()) {
+            grads_array_free(call, &copies);
             return -1;
         }
     }
+    call->grads.copies = copies;
     return 0;
 }
 
@@ -153,12 +152,8 @@ oomkit_grads_put_away(oomkit_call *call)
         if (gradient == NULL) {
             return -1;
         }
-        if (gradient == Py_None) {
-            Py_DECREF(gradient);
-            continue;
-        }
-        Py_XSETREF(g->entry[i], gradient);
-        if (grads_set(call, i, Py_None) < 0) {
+        Py_XSETREF(g->entry[i], gradient); /* None too: it is away where entry says */
+        if (gradient != Py_None && grads_set(call, i, Py_None) < 0) {
             return -1;
         }
     }
@@ -176,7 +171,10 @@ oomkit_grads_bring_back(oomkit_call *call)
         return 0;
     }
     for (i = 0; i < call->parts->param_count; i++) {
-        if (grads_set(call, i, g->entry[i] == NULL ? Py_None : g->entry[i]) < 0) {
+        if (g->entry[i] == NULL) {
+            continue; /* back already, or never put away */
+        }
+        if (grads_set(call, i, g->entry[i]) < 0) {
             return -1;
         }
         Py_CLEAR(g->entry[i]);

@@ -114,7 +114,7 @@ interceptor_restore(oomkit_call *call, int index)
         return -1;
     }
     result = oomkit_optimizer_restore_copy(call, index);
-    return oomkit_grad_mode_set(call->st, mode) < 0 ? -1 : result;
+    return oomkit_grad_mode_back(call->st, mode, result);
 }
 
 /* The OOM in flight came out of an optimizer's step(). NULL without an exception asks
@@ -165,17 +165,6 @@ interceptor_after_oom(interceptor_object *self, int index, int may_retry)
     return NULL;
 }
 
-static int
-interceptor_is_oom(oomkit_state *st)
-{
-    int result;
-    PyObject *exception = oomkit_exception_take(); /* owned, given back */
-    oomkit_class class_ = oomkit_exception_classify(st, exception);
-    result = class_ == OOMKIT_CLASS_CERTAIN || class_ == OOMKIT_CLASS_MASKED;
-    oomkit_exception_give(exception);
-    return result;
-}
-
 /* A step() with a closure runs the model inside: it is neither split nor retried. */
 static PyObject *
 interceptor_closure(interceptor_object *self, PyObject *const *args, size_t nargsf,
@@ -197,7 +186,7 @@ interceptor_closure(interceptor_object *self, PyObject *const *args, size_t narg
         call->committed = 1;
         return result;
     }
-    if (interceptor_is_oom(call->st)) {
+    if (oomkit_exception_is_oom(call->st)) {
         PyObject *exception = oomkit_exception_take(); /* owned, given back */
         call->step_failed = 1;
         if (call->options->optimizer_copy && interceptor_restore(call, index) < 0) {
@@ -235,7 +224,7 @@ interceptor_optimizer(interceptor_object *self, PyObject *const *args, size_t na
         if (result != NULL && !interceptor_versions_tell(self)) {
             call->committed = 1;
         }
-        if (result != NULL || !interceptor_is_oom(call->st)) {
+        if (result != NULL || !oomkit_exception_is_oom(call->st)) {
             return result;
         }
         call->ooms++;

@@ -139,34 +139,57 @@ device_budget_set(PyObject *Py_UNUSED(module), PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* One (nth, times, min_bytes, phases). 0 or -1. */
+static int
+fault_schedule_of(PyObject *numbers, oomkit_fault_schedule *schedule)
+{
+    unsigned long long nth, times, min_bytes;
+    unsigned int phases;
+
+    if (!PyArg_Parse(numbers, "(KKKI):fault_arm", &nth, &times, &min_bytes, &phases)) {
+        return -1;
+    }
+    schedule->nth = nth;
+    schedule->times = times;
+    schedule->min_bytes = min_bytes;
+    schedule->phases = phases == 0 ? OOMKIT_PHASE_ANY : phases;
+    schedule->next = NULL;
+    return 0;
+}
+
 static PyObject *
 fault_arm(PyObject *module, PyObject *args)
 {
-    oomkit_fault_schedule schedule;
+    oomkit_fault_schedule stages[OOMKIT_FAULT_STAGES];
     const oomkit_bridge *bridge;
-    unsigned long long nth, times, min_bytes;
-    unsigned int phases;
-    int status;
+    Py_ssize_t i, n = PyTuple_GET_SIZE(args);
+    int status = OOMKIT_EINVAL;
 
-    if (!PyArg_ParseTuple(args, "KKKI:fault_arm", &nth, &times, &min_bytes, &phases)) {
-        return NULL;
+    for (i = 0; i < n && i < OOMKIT_FAULT_STAGES; i++) {
+        if (fault_schedule_of(PyTuple_GET_ITEM(args, i), &stages[i]) < 0) {
+            return NULL;
+        }
+        if (i > 0) {
+            stages[i - 1].next = &stages[i];
+        }
     }
     bridge = cpu_bridge(oomkit_state_of_module(module), "fault injection");
     if (bridge == NULL) {
         return NULL;
     }
-    schedule.nth = nth;
-    schedule.times = times;
-    schedule.min_bytes = min_bytes;
-    schedule.phases = phases == 0 ? OOMKIT_PHASE_ANY : phases;
-    status = bridge->fault_arm(&schedule);
+    if (n > 0 && n <= OOMKIT_FAULT_STAGES) {
+        status = bridge->fault_arm(&stages[0]);
+    }
     if (status == OOMKIT_EREFUSED) {
         PyErr_SetString(PyExc_RuntimeError,
                         "inject_oom() is already active: fault schedules do not nest");
         return NULL;
     }
     if (status != OOMKIT_OK) {
-        PyErr_SetString(PyExc_ValueError, "nth must be at least 1");
+        PyErr_Format(PyExc_ValueError,
+                     "inject_oom() expected at most %d schedules in a row, of which "
+                     "only the last may have times=None",
+                     OOMKIT_FAULT_STAGES);
         return NULL;
     }
     Py_RETURN_NONE;
@@ -231,8 +254,9 @@ PyMethodDef oomkit_memory_methods[] = {
      PyDoc_STR("device_budget_set($module, type, index, budget, /)\n--\n\n"
                "Note the limit that was put on an accelerator; None removes it.")},
     {"fault_arm", fault_arm, METH_VARARGS,
-     PyDoc_STR("fault_arm($module, nth, times, min_bytes, phases, /)\n--\n\n"
-               "Arm the fault schedule; times 0 is for good, phases 0 is any.")},
+     PyDoc_STR("fault_arm($module, /, *schedules)\n--\n\n"
+               "Arm fault schedules (nth, times, min_bytes, phases), one after the "
+               "other; times 0 is for good, phases 0 is any.")},
     {"fault_disarm", fault_disarm, METH_NOARGS,
      PyDoc_STR("fault_disarm($module, /)\n--\n\nDisarm the fault schedule.")},
     {"fault_stats", fault_stats, METH_NOARGS,

@@ -17,32 +17,62 @@ pass_add_note(PyObject *exception, PyObject *note)
     return done == NULL ? -1 : 0;
 }
 
-/* Tensors that every micro-batch got whole: an error about sizes comes of them. New
- * str, NULL with an exception, or None when there is none. */
+/* A place in the arguments and its shape: `target of shape [8]`. None for a 0-d
+ * tensor and one without a shape.
+ * New reference or NULL. */
 static PyObject *
-pass_whole(oomkit_call *call)
+pass_describe(oomkit_call *call, Py_ssize_t index)
 {
+    PyObject *shape, *path, *text = NULL; /* owned */
+
+    shape = PyObject_GetAttr(call->batch.nodes[index].object, call->st->str_shape);
+    if (shape == NULL && PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+        PyErr_Clear(); /* a nested tensor has none */
+        return Py_NewRef(Py_None);
+    }
+    if (shape != NULL) {
+        Py_SETREF(shape, PySequence_List(shape));
+    }
+    if (shape != NULL && PyList_GET_SIZE(shape) == 0) {
+        Py_DECREF(shape);
+        return Py_NewRef(Py_None);
+    }
+    path =
+        shape == NULL ? NULL : oomkit_node_path(&call->batch, call->step->names, index);
+    if (path != NULL) {
+        text = PyUnicode_FromFormat("%U of shape %R", path, shape);
+    }
+    Py_XDECREF(path);
+    Py_XDECREF(shape);
+    return text;
+}
+
+/* Tensors that every micro-batch got whole, or (`beside`) those that were split
+ * although they are in another argument than the first that was: an error about sizes
+ * comes of them. New str, NULL with an exception, or None when there is none. */
+static PyObject *
+pass_tensors(oomkit_call *call, int beside)
+{
+    const oomkit_batch *batch = &call->batch;
     PyObject *list = PyList_New(0), *comma, *joined; /* owned */
-    Py_ssize_t i;
+    Py_ssize_t i, first = 0;                         /* the end of the first that was */
     int failed = list == NULL;
 
-    for (i = 0; !failed && i < call->batch.count; i++) {
-        const oomkit_node *node = &call->batch.nodes[i];
-        PyObject *path, *shape, *text = NULL; /* owned */
-        if (node->kind != OOMKIT_NODE_TENSOR || node->split || node->rows <= 1) {
+    while (beside && first < batch->count && !oomkit_node_is_split(batch, first)) {
+        first = oomkit_node_end(batch, first);
+    }
+    if (beside && first < batch->count) {
+        first = oomkit_node_end(batch, first);
+    }
+    for (i = first; !failed && i < batch->count; i++) {
+        const oomkit_node *node = &batch->nodes[i];
+        PyObject *text; /* owned */
+        if (node->kind != OOMKIT_NODE_TENSOR || (node->split != 0) != beside ||
+            node->rows == 0 || node->rows == 1) {
             continue;
         }
-        path = oomkit_node_path(&call->batch, call->step->names, i);
-        shape = PyObject_GetAttr(node->object, call->st->str_shape);
-        if (shape != NULL) {
-            Py_SETREF(shape, PySequence_List(shape));
-        }
-        if (path != NULL && shape != NULL) {
-            text = PyUnicode_FromFormat("%U of shape %R", path, shape);
-        }
-        failed = text == NULL || PyList_Append(list, text) < 0;
-        Py_XDECREF(path);
-        Py_XDECREF(shape);
+        text = pass_describe(call, i);
+        failed = text == NULL || (text != Py_None && PyList_Append(list, text) < 0);
         Py_XDECREF(text);
     }
     comma = failed ? NULL : PyUnicode_FromString(", ");
@@ -54,11 +84,35 @@ pass_whole(oomkit_call *call)
     return joined;
 }
 
+/* A note with the tensors in it, when there are any. 0 or -1. */
+static int
+pass_note_tensors(oomkit_call *call, PyObject *exception, int beside)
+{
+    PyObject *tensors = pass_tensors(call, beside); /* owned */
+    int result = tensors == NULL ? -1 : 0;
+
+    if (tensors != NULL && tensors != Py_None) {
+        result = pass_add_note(
+            exception,
+            beside ? PyUnicode_FromFormat(
+                         "oomkit: split with the batch, because its size is the same: "
+                         "%U; what is not one element per sample is passed whole with "
+                         "static=",
+                         tensors)
+                   : PyUnicode_FromFormat(
+                         "oomkit: passed whole to every micro-batch, because its size "
+                         "is not that of the batch: %U; see batch= and dim= of "
+                         "auto_batch",
+                         tensors));
+    }
+    Py_XDECREF(tensors);
+    return result;
+}
+
 /* What the error of a micro-batch may come of. 0 or -1. */
 static int
 pass_note_split(oomkit_call *call, PyObject *exception, int parked)
 {
-    PyObject *whole; /* owned */
     int result = 0;
 
     if (parked) {
@@ -70,20 +124,10 @@ pass_note_split(oomkit_call *call, PyObject *exception, int parked)
                 "micro-batch but the last (.grad is None there); if the error comes of "
                 "that, guard the line with `if oomkit.current().is_last:`"));
     }
-    whole = result == 0 ? pass_whole(call) : NULL;
-    if (whole == NULL) {
-        return -1;
+    result = result == 0 ? pass_note_tensors(call, exception, 0) : result;
+    if (result == 0 && call->options->batch == NULL) {
+        result = pass_note_tensors(call, exception, 1);
     }
-    if (whole != Py_None) {
-        result = pass_add_note(
-            exception,
-            PyUnicode_FromFormat(
-                "oomkit: passed whole to every micro-batch, because its size "
-                "is not that of the batch: %U; see batch= and dim= of "
-                "auto_batch",
-                whole));
-    }
-    Py_DECREF(whole);
     return result;
 }
 
@@ -105,6 +149,22 @@ oomkit_pass_abandon(oomkit_call *call, PyObject *exception)
     }
 }
 
+/* An interrupt takes the step back with it, unless the update has begun. 0 or -1. */
+static int
+pass_note_interrupted(oomkit_call *call, PyObject *exception)
+{
+    if (oomkit_tx_committed(call) != 1) {
+        return 0;
+    }
+    return pass_add_note(
+        exception,
+        PyUnicode_FromString(
+            "oomkit: the update of this batch had begun and stands as far as it came: "
+            "do "
+            "not repeat the batch; where it was interrupted inside an optimizer's "
+            "step(), restore a checkpoint"));
+}
+
 /* What the reader of somebody else's error (or of our refusal) should know; `parked`:
  * gradients were out of sight when it was raised. 0 or -1. */
 static int
@@ -113,8 +173,10 @@ pass_note(oomkit_call *call, PyObject *exception, int parked)
     const oomkit_slice *slice;
     int result = 0;
 
-    if (call->slices == NULL ||
-        !PyObject_TypeCheck(exception, (PyTypeObject *)PyExc_Exception)) {
+    if (!PyObject_TypeCheck(exception, (PyTypeObject *)PyExc_Exception)) {
+        return pass_note_interrupted(call, exception);
+    }
+    if (call->slices == NULL) {
         return 0;
     }
     slice =
@@ -143,31 +205,20 @@ pass_note(oomkit_call *call, PyObject *exception, int parked)
 int
 oomkit_recover_pass(oomkit_call *call, PyObject *exception)
 {
-    PyObject *message = NULL; /* owned */
     int parked = call->grads.is_parked;
     int interrupted = PyObject_TypeCheck(exception, /* and the step begins anew */
                                          (PyTypeObject *)PyExc_KeyboardInterrupt);
 
     call->outcome = 2;
+    oomkit_exception_give(exception);
     if ((call->split || call->ooms > 0 || interrupted) &&
         oomkit_tx_committed(call) == 0) {
-        int mode = oomkit_grad_mode_off(call->st);
-        if (mode < 0 || oomkit_tx_restore(call, &message) < 0) {
-            /* The step's own error is the one to see. */
-            PyErr_WriteUnraisable(call->func);
-        }
-        if (mode >= 0 && oomkit_grad_mode_set(call->st, mode) < 0) {
-            PyErr_WriteUnraisable(call->func);
-        }
+        oomkit_recover_undo(call);
     }
-    if (pass_note(call, exception, parked) < 0 ||
-        (message != NULL &&
-         pass_add_note(exception, PyUnicode_FromFormat(
-                                      "oomkit: not everything could be taken back: %U",
-                                      message)) < 0)) {
+    exception = oomkit_exception_take();
+    if (pass_note(call, exception, parked) < 0) {
         PyErr_WriteUnraisable(call->func);
     }
-    Py_XDECREF(message);
     oomkit_exception_give(exception);
     return -1;
 }

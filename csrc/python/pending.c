@@ -179,7 +179,11 @@ pending_after(oomkit_pending *p, oomkit_call *call)
     Py_ssize_t i;
 
     if (p->rng.cpu_state != NULL && oomkit_rng_note(call, &p->after) < 0) {
-        return -1;
+        if (!oomkit_exception_is_oom(st)) {
+            return -1;
+        }
+        PyErr_Clear(); /* accounted for: it counts as used, which is always right */
+        oomkit_rng_free(&p->after);
     }
     if (p->buffers.count == 0) {
         return 0;
@@ -196,6 +200,27 @@ pending_after(oomkit_pending *p, oomkit_call *call)
         }
     }
     return 0;
+}
+
+/* It will not be: the marks are the call's again. Takes the reference to `p`. */
+static void
+pending_unmake(oomkit_pending *p, oomkit_call *call)
+{
+    oomkit_rng_release(call);
+    call->rng = p->rng;
+    memset(&p->rng, 0, sizeof(p->rng));
+    oomkit_buffers_release(call);
+    call->buffers = p->buffers;
+    memset(&p->buffers, 0, sizeof(p->buffers));
+    if (p->param_versions != NULL) {
+        call->param_versions = p->param_versions;
+        p->param_versions = NULL;
+    }
+    if (p->switches != NULL) {
+        call->switches = p->switches;
+        p->switches = NULL;
+    }
+    Py_DECREF(p);
 }
 
 /* `loss` and `result` are those of a whole call; NULL where a split one has none that
@@ -233,7 +258,7 @@ pending_new(oomkit_call *call, oomkit_returned kind, PyObject *loss, PyObject *r
     memset(&call->buffers, 0, sizeof(call->buffers));
     p->buffers_serial = p->parts->buffers_serial;
     if (oomkit_switches_note_end(call) < 0) {
-        Py_DECREF(p);
+        pending_unmake(p, call);
         return NULL;
     }
     p->param_versions = call->param_versions;
@@ -241,7 +266,7 @@ pending_new(oomkit_call *call, oomkit_returned kind, PyObject *loss, PyObject *r
     p->switches = call->switches;
     call->switches = NULL;
     if (oomkit_pending_containers(p, loss, result) < 0 || pending_after(p, call) < 0) {
-        Py_DECREF(p);
+        pending_unmake(p, call);
         return NULL;
     }
     return p;
@@ -344,7 +369,11 @@ oomkit_pending_offer(oomkit_call *call, PyObject *result)
             pending_link(p);
             state = 0;
         }
-        Py_DECREF(p);
+        if (state < 0) {
+            pending_unmake(p, call);
+        } else {
+            Py_DECREF(p);
+        }
     }
     Py_XDECREF(number);
     Py_XDECREF(node);
@@ -386,13 +415,17 @@ oomkit_pending_attach(oomkit_call *call, PyObject *result)
     p->stash_count = call->parts->param_count;
     call->grads.parked = NULL;
     p->assumed = call->assumed;
+    oomkit_exempt_enter(st); /* a few bytes: there is no way back from here */
     done = oomkit_pending_others(p, result, loss) < 0
                ? NULL
                : PyObject_CallFunctionObjArgs(st->split_loss, loss, p, NULL);
+    oomkit_exempt_leave(st);
     if (done != NULL) {
         pending_link(p);
+        Py_DECREF(p);
+    } else {
+        pending_unmake(p, call);
     }
-    Py_DECREF(p);
     Py_DECREF(loss);
     Py_XDECREF(done);
     return done == NULL ? -1 : 0;

@@ -39,41 +39,95 @@ node_is_root(const oomkit_batch *batch, Py_ssize_t index)
     return at == index;
 }
 
-/* One of two or more lists or tuples as long as each other, which are all that an
- * argument is: tuple(zip(*samples)). */
+/* Lists or tuples as long as each other, two or more, and nothing else. */
+static int
+node_holds_lists_alike(const oomkit_batch *batch, Py_ssize_t index)
+{
+    Py_ssize_t number, child;
+
+    if (!node_is_sequence(&batch->nodes[index]) || batch->nodes[index].children < 2) {
+        return 0;
+    }
+    EACH_CHILD(batch, index, number, child)
+    {
+        if (!node_is_sequence(&batch->nodes[child]) ||
+            batch->nodes[child].children < 2 ||
+            batch->nodes[child].children != batch->nodes[index + 1].children) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* One of the lists or tuples as long as each other that are all that an argument is:
+ * tuple(zip(*samples)). */
 int
 oomkit_node_is_zipped(const oomkit_batch *batch, Py_ssize_t index)
 {
     Py_ssize_t root = 0, number, child;
-    int found = 0;
 
     while (oomkit_node_end(batch, root) <= index) {
         root = oomkit_node_end(batch, root);
     }
-    if (!node_is_sequence(&batch->nodes[root]) || batch->nodes[root].children < 2) {
+    if (node_holds_lists_alike(batch, root)) {
+        EACH_CHILD(batch, root, number, child)
+        {
+            if (child == index) {
+                return 1;
+            }
+        }
+    }
+    return 0;
+}
+
+/* Two subtrees of one structure; tensors of the same dtype and other sizes too, unless
+ * they are in dictionaries (masks differ in height and width). */
+static int
+nodes_alike(const oomkit_batch *batch, Py_ssize_t a, Py_ssize_t b)
+{
+    Py_ssize_t end = oomkit_node_end(batch, a);
+    int exact = batch->nodes[a].kind != OOMKIT_NODE_DICT;
+
+    if (end - a != oomkit_node_end(batch, b) - b) {
         return 0;
     }
-    EACH_CHILD(batch, root, number, child)
-    {
-        if (!node_is_sequence(&batch->nodes[child]) ||
-            batch->nodes[child].children < 2 ||
-            batch->nodes[child].children != batch->nodes[root + 1].children) {
+    for (; a < end; a++, b++) {
+        const oomkit_node *one = &batch->nodes[a], *two = &batch->nodes[b];
+        if (one->kind != two->kind || one->children != two->children ||
+            (exact && one->shape_hash != two->shape_hash)) {
             return 0;
         }
-        found |= child == index;
     }
-    return found;
+    return 1;
+}
+
+/* Are the elements of one structure? */
+static int
+node_holds_alike(const oomkit_batch *batch, Py_ssize_t index)
+{
+    Py_ssize_t number, child;
+
+    EACH_CHILD(batch, index, number, child)
+    {
+        if (!nodes_alike(batch, index + 1, child)) {
+            return 0;
+        }
+    }
+    return 1;
 }
 
 /* A list whose elements each hold a tensor; a tuple only as an argument of its own or
- * of dictionaries, for a tuple of tensors is more often (hidden, cell). */
+ * of dictionaries, for a tuple of tensors is more often (hidden, cell). What zip(*...)
+ * makes of samples, lists alike of different things, has them inside. */
 int
 oomkit_node_may_be_items(const oomkit_batch *batch, Py_ssize_t index)
 {
     const oomkit_node *node = &batch->nodes[index];
     Py_ssize_t number, child;
 
-    if (!node_is_sequence(node) || node->children == 0) {
+    if (!node_is_sequence(node) || node->children == 0 ||
+        (node_is_root(batch, index) && node_holds_lists_alike(batch, index) &&
+         !node_holds_alike(batch, index))) {
         return 0;
     }
     if (node->kind == OOMKIT_NODE_TUPLE && !oomkit_node_holds_dicts(batch, index) &&
@@ -112,43 +166,12 @@ oomkit_node_fits(const oomkit_batch *batch, Py_ssize_t index, int64_t rows)
     return 1;
 }
 
-/* Two subtrees of one structure; tensors of the same dtype and other sizes too, unless
- * they are in dictionaries (masks differ in height and width). */
-static int
-nodes_alike(const oomkit_batch *batch, Py_ssize_t a, Py_ssize_t b)
-{
-    Py_ssize_t end = oomkit_node_end(batch, a);
-    int exact = batch->nodes[a].kind != OOMKIT_NODE_DICT;
-
-    if (end - a != oomkit_node_end(batch, b) - b) {
-        return 0;
-    }
-    for (; a < end; a++, b++) {
-        const oomkit_node *one = &batch->nodes[a], *two = &batch->nodes[b];
-        if (one->kind != two->kind || one->children != two->children ||
-            (exact && one->shape_hash != two->shape_hash)) {
-            return 0;
-        }
-    }
-    return 1;
-}
-
 /* Samples of different sizes in a list, with nothing else that tells the rows. */
 int
 oomkit_node_is_ragged(const oomkit_batch *batch, Py_ssize_t index)
 {
-    Py_ssize_t number, child;
-
-    if (batch->nodes[index].children < 2 || !oomkit_node_may_be_items(batch, index)) {
-        return 0;
-    }
-    EACH_CHILD(batch, index, number, child)
-    {
-        if (!nodes_alike(batch, index + 1, child)) {
-            return 0;
-        }
-    }
-    return 1;
+    return batch->nodes[index].children >= 2 &&
+           oomkit_node_may_be_items(batch, index) && node_holds_alike(batch, index);
 }
 
 Py_ssize_t

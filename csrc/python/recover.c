@@ -110,67 +110,9 @@ oomkit_recover_batch(oomkit_call *call)
     return 0;
 }
 
-/* Everything back as at entry (or at the start of the failed part). 0, or -1 with an
- * exception: an error, or oomkit.OutOfMemory that says what cannot be taken back. */
-static int
-recover_roll_back_exempt(oomkit_call *call)
-{
-    PyObject *message = NULL; /* owned */
-    int result, mode;
-
-    if (call->queued && call->device.type == OOMKIT_DEVICE_CPU &&
-        oomkit_backward_drain(call->st) < 0) {
-        return -1;
-    }
-    mode = oomkit_grad_mode_off(call->st);
-    if (mode < 0) {
-        return -1;
-    }
-    result = oomkit_tx_restore(call, &message);
-    if (result == 1) {
-        call->outcome = 1;
-        if (call->params_stuck) {
-            oomkit_raise(call->st->PartialUpdate,
-                         "%U ran out of memory and cannot be taken back: %U",
-                         call->options->label, message);
-        } else {
-            oomkit_give_up(call, message, 0);
-        }
-        result = -1;
-    }
-    Py_XDECREF(message);
-    if (result < 0) {
-        PyObject *exception = oomkit_exception_take(); /* owned, given back */
-        oomkit_grad_mode_set(call->st, mode);
-        if (PyErr_Occurred()) {
-            Py_XDECREF(exception);
-        } else {
-            oomkit_exception_give(exception);
-        }
-        return -1;
-    }
-    return oomkit_grad_mode_set(call->st, mode) < 0 ? -1 : 0;
-}
-
-/* The same, with every allocation of it outside the budget: what is put back was there
- * before. */
-int
-oomkit_recover_roll_back(oomkit_call *call)
-{
-    PyObject *guard; /* owned */
-    int result;
-
-    if (oomkit_inference_begin(call->st, 0, &guard) < 0) {
-        return -1;
-    }
-    oomkit_exempt_enter(call->st);
-    result = recover_roll_back_exempt(call);
-    oomkit_exempt_leave(call->st);
-    return oomkit_inference_end(guard, result);
-}
-
 /* Were fewer optimizers stepped than the step steps? Known from a finished call, else
- * guessed from those that take part: then rather half done than done. */
+ * guessed from those that take part: then rather half done than done. Of optimizers
+ * that were not found it is not known how many there are. */
 static int
 recover_is_half_done(const oomkit_call *call)
 {
@@ -178,16 +120,19 @@ recover_is_half_done(const oomkit_call *call)
     int expected = call->step->updates;
     Py_ssize_t i;
 
-    if (call->updates == 0) {
+    if (call->updates + call->stranger_updates == 0) {
         return 0;
     }
     if (expected < 0) {
+        if (call->stranger_updates > 0) {
+            return 1;
+        }
         expected = 0;
         for (i = 0; i < parts->owner_count; i++) {
             expected += parts->owners[i].kind == OOMKIT_OWNER_OPTIMIZER;
         }
     }
-    return call->updates < expected;
+    return call->updates + call->stranger_updates < expected;
 }
 
 /* The failure struck between two updates, or in one that cannot be undone. */
@@ -203,7 +148,11 @@ recover_partial(oomkit_call *call)
               "parameter (do in the step, after backward(), what the hook does)"
         : call->step_failed ? "in one optimizer's step() after another's was applied"
         : call->backward_failed ? "in a backward() after an optimizer had stepped"
-                                : "between the updates of two optimizers";
+        : call->stranger_updates > 0 && call->step->updates < 0
+            ? "after the step() of an optimizer that was not found in its arguments, "
+              "self, closure or globals, so that others may be due; pass optimizer=... "
+              "to auto_batch"
+            : "between the updates of two optimizers";
     oomkit_raise(call->st->PartialUpdate,
                  "%U ran out of memory %s: the update is half done and cannot be taken "
                  "back; restore a checkpoint, or pass optimizer_safety=\"copy\" to "
@@ -283,6 +232,37 @@ recover_stranger(oomkit_call *call)
     return -1;
 }
 
+/* The failure is known and dropped: everything back, and the next attempt. 0 or -1. */
+static int
+recover_go_on(oomkit_call *call)
+{
+    oomkit_state *st = call->st;
+    int64_t rows, count = call->slices == NULL ? 1 : call->slice_count;
+    int keep = recover_keeps_parts(call);
+    int result = oomkit_recover_roll_back(call);
+
+    if (result == 0) {
+        result =
+            oomkit_join_truncate(&call->join, keep ? (Py_ssize_t)call->slice_index : 0);
+    }
+    call->may_hold |= call->training && !call->split;
+    oomkit_tx_end_attempt(call);
+    if (result < 0 || recover_reclaim(call) < 0 || oomkit_recover_batch(call) < 0) {
+        return -1;
+    }
+    rows = call->slices == NULL ? call->batch.rows
+                                : call->slices[keep ? call->slice_index : 0].length;
+    call->attempts[call->attempt_count - 1].micro_batch_size = rows;
+    if (oomkit_replan(call, keep, rows, count) < 0 ||
+        oomkit_replan_say(call, rows, count) < 0) {
+        return -1;
+    }
+    oomkit_device_end(st, &call->window);
+    oomkit_call_merge_window(call);
+    oomkit_device_begin(st, call->device, call->options->reset_peaks, &call->window);
+    return oomkit_tx_begin(call);
+}
+
 /* Ends the attempt that failed with the exception in flight. 0: call->slices is the
  * next attempt; -1 with the exception to raise. */
 static int
@@ -292,8 +272,6 @@ recover_from_failure(oomkit_call *call)
     PyObject *exception = oomkit_exception_take();   /* owned, then stolen */
     PyObject *handled = PyErr_GetHandledException(); /* owned: the caller's */
     oomkit_class class_ = oomkit_exception_classify(st, exception);
-    int64_t rows, count = call->slices == NULL ? 1 : call->slice_count;
-    int keep, result;
 
     if (class_ == OOMKIT_CLASS_OTHER) {
         Py_XDECREF(handled);
@@ -314,28 +292,10 @@ recover_from_failure(oomkit_call *call)
     if (oomkit_strangers_alive(call)) {
         return recover_stranger(call);
     }
-    keep = recover_keeps_parts(call);
-    result =
-        oomkit_join_truncate(&call->join, keep ? (Py_ssize_t)call->slice_index : 0);
-    if (result == 0) {
-        result = oomkit_recover_roll_back(call);
-    }
-    call->may_hold |= call->training && !call->split;
-    oomkit_tx_end_attempt(call);
-    if (result < 0 || recover_reclaim(call) < 0 || oomkit_recover_batch(call) < 0) {
-        return -1;
-    }
-    rows = call->slices == NULL ? call->batch.rows
-                                : call->slices[keep ? call->slice_index : 0].length;
-    call->attempts[call->attempt_count - 1].micro_batch_size = rows;
-    if (oomkit_replan(call, keep, rows, count) < 0 ||
-        oomkit_replan_say(call, rows, count) < 0) {
-        return -1;
-    }
-    oomkit_device_end(st, &call->window);
-    oomkit_call_merge_window(call);
-    oomkit_device_begin(st, call->device, call->options->reset_peaks, &call->window);
-    return oomkit_tx_begin(call);
+    return recover_go_on(call) < 0
+               ? oomkit_own_failed(call, "it was being taken back after running out "
+                                         "of memory")
+               : 0;
 }
 
 /* From a failure (the exception is in flight), or from a plan that splits from the

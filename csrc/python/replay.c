@@ -16,6 +16,8 @@ typedef struct replay_now {
     PyObject *buffers;          /* owned: list of (tensor, host copy) */
     PyObject *users;            /* owned: list of (participant, state) */
     int rng_used, buffers_used; /* by others since the call */
+    int finished;               /* the replay has */
+    oomkit_call *call;          /* borrowed */
 } replay_now;
 
 /* --- preparing --- */
@@ -163,13 +165,25 @@ now_clear(replay_now *now)
     Py_CLEAR(now->users);
 }
 
-/* Streams, buffers and the user's objects as they were when the backward failed, as far
- * as they are not the replay's to move. 0 or -1. */
 static int
-now_restore(oomkit_call *call, replay_now *now, int finished)
+now_restore_rng(oomkit_call *call, replay_now *now)
 {
+    oomkit_rng entry = call->rng;
+    int result;
+
+    call->rng = now->rng;
+    result = oomkit_rng_restore(call);
+    call->rng = entry;
+    return result;
+}
+
+static int
+now_restore_once(void *argument)
+{
+    replay_now *now = argument;
+    oomkit_call *call = now->call;
     oomkit_state *st = call->st;
-    int result = 0, mode = oomkit_grad_mode_off(st);
+    int result = 0, finished = now->finished, mode = oomkit_grad_mode_off(st);
     Py_ssize_t i;
 
     if (mode < 0) {
@@ -177,10 +191,7 @@ now_restore(oomkit_call *call, replay_now *now, int finished)
     }
     oomkit_exempt_enter(st);
     if (now->rng.cpu_state != NULL && (now->rng_used || !finished)) {
-        oomkit_rng_release(call);
-        call->rng = now->rng;
-        memset(&now->rng, 0, sizeof(now->rng));
-        result = oomkit_rng_restore(call);
+        result = now_restore_rng(call, now);
     }
     for (i = 0; result == 0 && (now->buffers_used || !finished) &&
                 i < PyList_GET_SIZE(now->buffers);
@@ -201,7 +212,25 @@ now_restore(oomkit_call *call, replay_now *now, int finished)
         result = oomkit_owners_restore(call);
     }
     oomkit_exempt_leave(st);
-    return oomkit_grad_mode_set(st, mode) < 0 ? -1 : result;
+    return oomkit_grad_mode_back(st, mode, result);
+}
+
+/* Streams, buffers and the user's objects as they were when the backward failed, as far
+ * as they are not the replay's to move. 0 or -1. */
+static int
+now_restore(oomkit_call *call, replay_now *now, int finished)
+{
+    PyObject *error; /* owned */
+    int result;
+
+    now->call = call;
+    now->finished = finished;
+    result = oomkit_insist(call->st, now_restore_once, now, &error);
+    if (error != NULL) {
+        oomkit_exception_give(error);
+        result = -1;
+    }
+    return result;
 }
 
 /* --- running --- */
@@ -338,6 +367,7 @@ replay_record(oomkit_call *call, const oomkit_pending *p)
     }
     record.time_ns += now.time_ns;
     if (call->ooms > 0) {
+        record.batch_size = now.batch_size; /* a guess until the batch was found */
         record.micro_batch_size = now.micro_batch_size;
         record.accumulation_steps = now.accumulation_steps;
         record.requested_bytes = now.requested_bytes;

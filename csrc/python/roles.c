@@ -140,26 +140,79 @@ name_path(PyObject *name)
     return item < 0 || (dot >= 0 && dot < item) ? dot : item;
 }
 
-/* Is it a parameter, or a keyword of this call? Everything is where there is **kwargs.
- */
+/* Is an argument passed by position that no parameter stands for? 1, 0 or -1. */
 static int
+find_has_nameless(const oomkit_find *f)
+{
+    Py_ssize_t i;
+
+    for (i = 0; i < f->batch->positional; i++) {
+        PyObject *name = oomkit_argument_name(f->batch, f->names, i); /* owned */
+        int nameless =
+            name == NULL ? -1 : PyUnicode_CompareWithASCIIString(name, "*args") == 0;
+        Py_XDECREF(name);
+        if (nameless != 0) {
+            return nameless;
+        }
+    }
+    return 0;
+}
+
+/* Is it a parameter, or a keyword of this call? Everything is where there is **kwargs,
+ * or where no names are known; but with arguments that have none, it may be any of
+ * them.
+ */
+typedef enum { NAME_ERROR = -1, NAME_UNKNOWN, NAME_KNOWN, NAME_UNCLEAR } known_name;
+
+static known_name
 find_name_known(const oomkit_find *f, PyObject *name)
 {
     Py_ssize_t i;
-    int known = tuple_has(f->batch->kwnames, name);
+    int known = tuple_has(f->batch->kwnames, name), any = f->names == NULL;
 
-    if (known != 0 || f->names == NULL) {
-        return known < 0 ? -1 : 1;
+    if (known == 0) {
+        known = tuple_has(f->names, name);
     }
-    for (i = 0; i < PyTuple_GET_SIZE(f->names); i++) {
+    if (known != 0) {
+        return known < 0 ? NAME_ERROR : NAME_KNOWN;
+    }
+    for (i = 0; !any && i < PyTuple_GET_SIZE(f->names); i++) {
         PyObject *each = PyTuple_GET_ITEM(f->names, i); /* borrowed from names */
-        if (PyUnicode_Check(each) && PyUnicode_GET_LENGTH(each) > 1 &&
-            PyUnicode_READ_CHAR(each, 0) == '*' &&
-            PyUnicode_READ_CHAR(each, 1) == '*') {
-            return 1;
-        }
+        any = PyUnicode_Check(each) && PyUnicode_GET_LENGTH(each) > 1 &&
+              PyUnicode_READ_CHAR(each, 0) == '*' &&
+              PyUnicode_READ_CHAR(each, 1) == '*';
     }
-    return tuple_has(f->names, name);
+    if (!any) {
+        return NAME_UNKNOWN;
+    }
+    known = find_has_nameless(f);
+    return known < 0 ? NAME_ERROR : (known ? NAME_UNCLEAR : NAME_KNOWN);
+}
+
+/* -1 always, with SplitError: batch=, static= or dim= has a name that says nothing. */
+static int
+find_raise_name(const oomkit_find *f, PyObject *name, const char *option, int unclear)
+{
+    PyObject *comma, *list; /* owned */
+
+    if (unclear) {
+        PyErr_Format(f->st->SplitError,
+                     "auto_batch got %s=%R, and cannot tell which of the arguments "
+                     "passed by position that is: the function takes *args; pass it by "
+                     "name, or decorate the function that has the parameter",
+                     option, name);
+        return -1;
+    }
+    comma = PyUnicode_FromString(", ");
+    list = comma == NULL ? NULL : PyUnicode_Join(comma, f->names);
+    if (list != NULL) {
+        PyErr_Format(f->st->SplitError,
+                     "auto_batch got %s=%R, expected a parameter of the function: %U",
+                     option, name, list);
+    }
+    Py_XDECREF(comma);
+    Py_XDECREF(list);
+    return -1;
 }
 
 int
@@ -169,29 +222,17 @@ oomkit_find_check_names(const oomkit_find *f, PyObject *given, const char *optio
 
     for (i = 0; i < count; i++) {
         PyObject *name = PyTuple_GET_ITEM(given, i); /* borrowed from given */
-        PyObject *comma, *list;                      /* owned */
         Py_ssize_t path = name_path(name);
         PyObject *argument = /* owned: without the path inside it */
             path < 0 ? Py_NewRef(name) : PyUnicode_Substring(name, 0, path);
-        int known = argument == NULL ? -1 : find_name_known(f, argument);
+        known_name known = argument == NULL ? NAME_ERROR : find_name_known(f, argument);
         Py_XDECREF(argument);
-        if (known != 0) {
-            if (known < 0) {
-                return -1;
-            }
-            continue;
+        if (known == NAME_ERROR) {
+            return -1;
         }
-        comma = PyUnicode_FromString(", ");
-        list = comma == NULL ? NULL : PyUnicode_Join(comma, f->names);
-        if (list != NULL) {
-            PyErr_Format(
-                f->st->SplitError,
-                "auto_batch got %s=%R, expected a parameter of the function: %U",
-                option, name, list);
+        if (known != NAME_KNOWN) {
+            return find_raise_name(f, name, option, known == NAME_UNCLEAR);
         }
-        Py_XDECREF(comma);
-        Py_XDECREF(list);
-        return -1;
     }
     return 0;
 }

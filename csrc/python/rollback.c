@@ -119,6 +119,17 @@ grads_set_aside(oomkit_call *call, Py_ssize_t i)
     return g->aside[i] == NULL ? -1 : grads_set(call, i, Py_None);
 }
 
+/* Keeps the exception in flight. */
+static void
+grads_aside_undo(oomkit_call *call)
+{
+    PyObject *exception = oomkit_exception_take(); /* owned, given back */
+
+    oomkit_grads_abandon(call);
+    grads_array_free(call, &call->grads.aside);
+    oomkit_exception_give(exception);
+}
+
 /* What was set aside is the failed attempt's sum, not the replay's: equal to rounding.
  */
 static int
@@ -197,15 +208,16 @@ oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which)
             goto done;
         }
     }
-    for (i = 0; i < n; i++) {
-        if (grads_restore_one(call, i, states[i], aside) != 0) {
-            goto done;
-        }
-    }
-    if (call->grads.aside != NULL && grads_say_aside(call) < 0) {
-        goto done;
-    }
     result = 0;
+    for (i = 0; i < n && result == 0; i++) {
+        result = grads_restore_one(call, i, states[i], aside) != 0 ? -1 : 0;
+    }
+    if (result == 0 && aside && call->grads.aside != NULL) {
+        result = grads_say_aside(call);
+    }
+    if (result < 0 && aside) { /* as found, to be tried again */
+        grads_aside_undo(call);
+    }
 done:
     PyMem_Free(states);
     PyMem_Free(steps);

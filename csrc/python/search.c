@@ -1,25 +1,14 @@
 /* Finding participants: arguments, the attributes of a bound object, closure and
  * globals that the code names, and the functions that it calls in turn. */
-#include "participants.h"
+#include "search.h"
 #include "step.h"
 #include "tensor.h"
 
 #define CALLED_DEPTH 3     /* functions called by functions of the step */
-#define OBJECT_DEPTH 3     /* objects in attributes of the user's own objects */
 #define OBJECT_LIMIT 10000 /* attributes looked at, whatever they lead to */
 
-typedef struct search {
-    oomkit_state *st;
-    const oomkit_options *options;
-    oomkit_participants *parts;
-    int looked_at; /* attributes so far */
-} search;
-
 static int
-search_value(search *s, PyObject *value, int depth);
-
-static int
-search_source(search *s, PyObject *container, PyObject *key, PyObject *object,
+search_source(oomkit_search *s, PyObject *container, PyObject *key, PyObject *object,
               Py_ssize_t argument, Py_ssize_t item)
 {
     oomkit_participants *parts = s->parts;
@@ -53,7 +42,7 @@ search_total(const oomkit_participants *parts)
 }
 
 static int
-is_module_object(const search *s, PyObject *object)
+is_module_object(const oomkit_search *s, PyObject *object)
 {
     return PyObject_TypeCheck(object, (PyTypeObject *)s->st->Module);
 }
@@ -65,9 +54,8 @@ name_is_private(PyObject *name)
            PyUnicode_READ_CHAR(name, 0) == '_';
 }
 
-/* The attributes of an object of the user's own (a trainer), and of theirs. */
-static int
-search_attributes(search *s, PyObject *object, int depth)
+int
+oomkit_search_attributes(oomkit_search *s, PyObject *object, int depth)
 {
     PyObject *dict, *ref = NULL; /* owned */
     PyObject *items = NULL;      /* owned: list of (name, value), stable */
@@ -97,20 +85,20 @@ search_attributes(search *s, PyObject *object, int depth)
         PyObject *name = PyTuple_GET_ITEM(PyList_GET_ITEM(items, i), 0);  /* borrowed */
         PyObject *value = PyTuple_GET_ITEM(PyList_GET_ITEM(items, i), 1); /* borrowed */
         Py_ssize_t before = search_total(s->parts);
-        if (is_module && name_is_private(name)) {
-            continue; /* parameters, modules and hooks: torch's own */
+        if ((is_module || PyType_Check(object)) && name_is_private(name)) {
+            continue; /* parameters, modules, hooks, __doc__: of torch and of Python */
         }
-        if (value == Py_None && ref != NULL &&
+        if (value == Py_None && ref != NULL && !PyType_Check(object) &&
             search_source(s, ref, name, value, -1, -1) < 0) {
             goto done; /* None at first: watched, so that what comes later is seen */
         }
-        if (oomkit_is_plain(value)) {
+        if (oomkit_is_plain(value) && !PyType_Check(value)) {
             continue;
         }
         if (s->looked_at++ >= OBJECT_LIMIT) {
             break;
         }
-        if (search_value(s, value, depth - 1) < 0) {
+        if (oomkit_search_value(s, value, depth - 1) < 0) {
             goto done;
         }
         if (ref != NULL && search_total(s->parts) != before &&
@@ -126,14 +114,14 @@ done:
     return result;
 }
 
-/* Known kinds are added; an object of the user's own is opened, `depth` levels deep. A
- * module may hold its optimizer (an agent): its attributes are looked at, not theirs.
- */
-static int
-search_value(search *s, PyObject *value, int depth)
+int
+oomkit_search_value(oomkit_search *s, PyObject *value, int depth)
 {
     Py_ssize_t before = search_total(s->parts);
     int kind;
+    if (PyType_Check(value)) {
+        return depth > 0 ? oomkit_search_class(s, (PyTypeObject *)value, depth - 1) : 0;
+    }
     if (oomkit_is_plain(value)) {
         return 0;
     }
@@ -141,7 +129,7 @@ search_value(search *s, PyObject *value, int depth)
         return -1;
     }
     if (is_module_object(s, value)) {
-        return depth > 0 ? search_attributes(s, value, 1) : 0;
+        return depth > 0 ? oomkit_search_attributes(s, value, 1) : 0;
     }
     if (search_total(s->parts) != before || oomkit_tensor_check(s->st, value) ||
         PyModule_Check(value) || PyFunction_Check(value) || PyDict_Check(value) ||
@@ -157,15 +145,18 @@ search_value(search *s, PyObject *value, int depth)
         oomkit_participants_add_owner(s->parts, value, (oomkit_owner_kind)kind) < 0) {
         return -1;
     }
-    return depth > 0 ? search_attributes(s, value, depth) : 0;
+    if (depth == OOMKIT_OBJECT_DEPTH && oomkit_search_class(s, Py_TYPE(value), 1) < 0) {
+        return -1;
+    }
+    return depth > 0 ? oomkit_search_attributes(s, value, depth) : 0;
 }
 
 static int
-search_function(search *s, PyObject *func, int depth);
+search_function(oomkit_search *s, PyObject *func, int depth);
 
 /* A module named by the code: attributes of it that the code names too. */
 static int
-search_module(search *s, PyObject *module, PyObject *names)
+search_module(oomkit_search *s, PyObject *module, PyObject *names)
 {
     Py_ssize_t i;
     PyObject *dict = PyModule_GetDict(module); /* borrowed from module */
@@ -207,13 +198,13 @@ search_module(search *s, PyObject *module, PyObject *names)
 
 /* One value that the code names, found in a dict of globals or in a closure cell. */
 static int
-search_named(search *s, PyObject *container, PyObject *key, PyObject *value,
+search_named(oomkit_search *s, PyObject *container, PyObject *key, PyObject *value,
              PyObject *names, int depth)
 {
     Py_ssize_t before = search_total(s->parts);
     int result;
 
-    if (oomkit_is_plain(value)) {
+    if (oomkit_is_plain(value) && !PyType_Check(value)) {
         /* `model = None` at first: watched, so that a later model is seen. */
         return value == Py_None ? search_source(s, container, key, value, -1, -1) : 0;
     }
@@ -230,7 +221,7 @@ search_named(search *s, PyObject *container, PyObject *key, PyObject *value,
         return depth > 0 ? search_function(s, value, depth - 1) : 0;
     }
     Py_INCREF(value);
-    result = search_value(s, value, OBJECT_DEPTH);
+    result = oomkit_search_value(s, value, OOMKIT_OBJECT_DEPTH);
     if (result == 0 && (search_total(s->parts) != before ||
                         PyObject_TypeCheck(value, (PyTypeObject *)s->st->Module))) {
         result = search_source(s, container, key, value, -1, -1);
@@ -240,7 +231,7 @@ search_named(search *s, PyObject *container, PyObject *key, PyObject *value,
 }
 
 static int
-search_code(search *s, PyObject *code, PyObject *globals, int depth)
+search_code(oomkit_search *s, PyObject *code, PyObject *globals, int depth)
 {
     PyObject *names = PyObject_GetAttr(code, s->st->str_co_names);   /* owned */
     PyObject *consts = PyObject_GetAttr(code, s->st->str_co_consts); /* owned */
@@ -274,7 +265,7 @@ done:
 }
 
 static int
-search_closure(search *s, PyObject *closure, PyObject *names, int depth)
+search_closure(oomkit_search *s, PyObject *closure, PyObject *names, int depth)
 {
     Py_ssize_t i;
     for (i = 0; closure != NULL && i < PyTuple_GET_SIZE(closure); i++) {
@@ -287,48 +278,16 @@ search_closure(search *s, PyObject *closure, PyObject *names, int depth)
     return 0;
 }
 
-/* What a functools.partial binds: it outlives every call, so nothing of it is watched.
- */
-static int
-search_partial(search *s, PyObject *func)
-{
-    PyObject *args, *keywords, *values = NULL; /* owned */
-    Py_ssize_t i;
-    int result = -1;
-
-    if (!PyObject_TypeCheck(func, (PyTypeObject *)s->st->partial)) {
-        return 0;
-    }
-    args = PyObject_GetAttrString(func, "args");
-    keywords = args ? PyObject_GetAttrString(func, "keywords") : NULL;
-    values = keywords && PyDict_Check(keywords) ? PyDict_Values(keywords) : NULL;
-    if (values == NULL || !PyTuple_Check(args)) {
-        goto done;
-    }
-    result = 0;
-    for (i = 0; result == 0 && i < PyTuple_GET_SIZE(args); i++) {
-        result = search_value(s, PyTuple_GET_ITEM(args, i), OBJECT_DEPTH);
-    }
-    for (i = 0; result == 0 && i < PyList_GET_SIZE(values); i++) {
-        result = search_value(s, PyList_GET_ITEM(values, i), OBJECT_DEPTH);
-    }
-done:
-    Py_XDECREF(values);
-    Py_XDECREF(keywords);
-    Py_XDECREF(args);
-    return result < 0 && !PyErr_Occurred() ? 0 : result;
-}
-
 /* A Python function, a method (its object too), a partial, or any callable object. */
 static int
-search_function(search *s, PyObject *func, int depth)
+search_function(oomkit_search *s, PyObject *func, int depth)
 {
     PyObject *names, *code, *bound, *inner; /* owned */
     int result, first;
 
     if (PyMethod_Check(func)) {
         bound = PyMethod_GET_SELF(func); /* borrowed */
-        return search_value(s, bound, OBJECT_DEPTH) < 0
+        return oomkit_search_value(s, bound, OOMKIT_OBJECT_DEPTH) < 0
                    ? -1
                    : search_function(s, PyMethod_GET_FUNCTION(func), depth);
     }
@@ -342,7 +301,8 @@ search_function(search *s, PyObject *func, int depth)
         return result;
     }
     if (!PyFunction_Check(func)) {
-        if (search_value(s, func, OBJECT_DEPTH) < 0 || search_partial(s, func) < 0) {
+        if (oomkit_search_value(s, func, OOMKIT_OBJECT_DEPTH) < 0 ||
+            oomkit_search_partial(s, func) < 0) {
             return -1;
         }
         if (PyObject_HasAttr(func, s->st->str_func) &&
@@ -367,6 +327,8 @@ search_function(search *s, PyObject *func, int depth)
     names = PyObject_GetAttr(code, s->st->str_co_names);
     result =
         names == NULL ||
+                oomkit_search_bound(s, PyFunction_GET_DEFAULTS(func),
+                                    PyFunction_GET_KW_DEFAULTS(func)) < 0 ||
                 search_closure(s, PyFunction_GET_CLOSURE(func), names, depth) < 0 ||
                 search_code(s, code, PyFunction_GET_GLOBALS(func), depth) < 0
             ? -1
@@ -377,7 +339,7 @@ search_function(search *s, PyObject *func, int depth)
 }
 
 static int
-search_arguments(search *s, PyObject *const *args, Py_ssize_t total)
+search_arguments(oomkit_search *s, PyObject *const *args, Py_ssize_t total)
 {
     Py_ssize_t i, j;
     oomkit_participants *parts = s->parts;
@@ -385,8 +347,8 @@ search_arguments(search *s, PyObject *const *args, Py_ssize_t total)
     for (i = 0; i < total; i++) {
         PyObject *value = args[i]; /* borrowed from the caller */
         Py_ssize_t before = search_total(parts);
-        if (oomkit_is_plain(value) || oomkit_tensor_check(s->st, value) ||
-            PyDict_CheckExact(value)) {
+        if ((oomkit_is_plain(value) && !PyType_Check(value)) ||
+            oomkit_tensor_check(s->st, value) || PyDict_CheckExact(value)) {
             continue;
         }
         if (PyList_CheckExact(value) || PyTuple_CheckExact(value)) {
@@ -402,7 +364,7 @@ search_arguments(search *s, PyObject *const *args, Py_ssize_t total)
             }
             continue;
         }
-        if (search_value(s, value, OBJECT_DEPTH) < 0) {
+        if (oomkit_search_value(s, value, OOMKIT_OBJECT_DEPTH) < 0) {
             return -1;
         }
         if (search_total(parts) != before) {
@@ -429,7 +391,7 @@ search_is_known_kind(oomkit_state *st, PyObject *object)
 }
 
 static int
-search_explicit(search *s)
+search_explicit(oomkit_search *s)
 {
     Py_ssize_t i;
     PyObject *given = s->options->participants; /* borrowed from options */
@@ -459,7 +421,7 @@ oomkit_participants_find(oomkit_state *st, const oomkit_options *options,
                          PyObject *func, PyObject *const *args, Py_ssize_t positional,
                          Py_ssize_t total)
 {
-    search s = {.st = st, .options = options};
+    oomkit_search s = {.st = st, .options = options};
     oomkit_participants *parts = PyMem_Calloc(1, sizeof(*parts));
 
     (void)positional;

@@ -426,6 +426,10 @@ second_protected(oomkit_state *st, PyObject *original, PyObject *const *args,
     int retry = 0;
 
     if (second_begin(&s, st) < 0) {
+        if (s.call_count > 0) {
+            oomkit_own_failed(s.calls[s.call_count - 1],
+                              "its backward() was being prepared");
+        }
         second_end(&s, 0);
         return NULL;
     }
@@ -440,8 +444,13 @@ second_protected(oomkit_state *st, PyObject *original, PyObject *const *args,
     if (result == NULL && retry == 0) {
         result = Py_NewRef(Py_None); /* replayed: as torch's own functions answer */
     }
+    if (result == NULL && s.ours) {
+        oomkit_second_gradients_back(&s);
+        oomkit_own_failed(s.calls[0], "its backward() was run again");
+    }
     if (result != NULL && oomkit_second_finish(&s) < 0) {
         oomkit_second_take_back(&s);
+        oomkit_own_failed(s.calls[0], "its gradients were handed out");
         Py_CLEAR(result);
     }
     second_end(&s, result != NULL);

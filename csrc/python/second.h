@@ -27,6 +27,7 @@ typedef struct oomkit_second {
     int changed;              /* what was noted has been changed in place since */
     int arrived;              /* a gradient has reached a loss */
     int engine_seen, keep_graph, create_graph;
+    int ours;       /* what failed is, or was to be, a replay */
     int nesting;    /* backwards of this thread that it began inside */
     uint64_t began; /* losses that had been made when it did */
     int foreign;    /* a hook has run another backward inside this one */
@@ -81,6 +82,10 @@ oomkit_second_failed(oomkit_second *s, int may_retry);
  */
 void
 oomkit_second_take_back(oomkit_second *s);
+/* second_back.c: the same of the gradients alone, for where streams and buffers are as
+ * they were. */
+void
+oomkit_second_gradients_back(oomkit_second *s);
 
 /* second_failed.c: runs one waiting call again with marks of its own, on top of what
  * the engine and others have added: after a failure (its exception, stolen) in smaller

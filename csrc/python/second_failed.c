@@ -9,26 +9,13 @@
 static int
 failed_roll_back(oomkit_second *s, PyObject **message)
 {
-    int i, result = 0, mode = oomkit_grad_mode_off(s->st);
+    int i, result = 0;
 
-    if (mode < 0) {
-        return -1;
-    }
-    oomkit_exempt_enter(s->st);
     for (i = 0; i < s->call_count && result == 0; i++) {
         s->calls[i]->grads.no_aside = 1;
-        result = oomkit_tx_restore(s->calls[i], message);
+        result = oomkit_take_back(s->calls[i], message);
     }
-    oomkit_exempt_leave(s->st);
-    if (result < 0) {
-        PyObject *exception = oomkit_exception_take(); /* owned, given back */
-        if (oomkit_grad_mode_set(s->st, mode) < 0) {
-            PyErr_WriteUnraisable(NULL);
-        }
-        oomkit_exception_give(exception);
-        return -1;
-    }
-    return oomkit_grad_mode_set(s->st, mode) < 0 ? -1 : result;
+    return result;
 }
 
 void
@@ -467,6 +454,7 @@ oomkit_second_failed(oomkit_second *s, int may_retry)
         oomkit_exempt_enter(s->st);
         return 1;
     }
+    s->ours = !s->engine_seen; /* nor could it be made outside the budget */
     reached = PyList_New(0);
     nodes = PyList_New(0);
     if (reached == NULL || nodes == NULL || s->roots == NULL ||
@@ -485,6 +473,7 @@ oomkit_second_failed(oomkit_second *s, int may_retry)
     } else if (failed_resume(s, reached, nodes, paths) < 0) {
         Py_DECREF(exception);
     } else {
+        s->ours = 1;
         result = failed_reached(s, exception, reached, paths);
     }
     Py_DECREF(reached);

@@ -81,15 +81,49 @@ site_note(oomkit_batch_site *site, const oomkit_batch *batch, int64_t rows,
     seen->length = length;
 }
 
+#define COLUMNS 3 /* lists of more tensors are taken for samples as well */
+
+/* The rows that a whole call shows: the size of the first tensor, where its argument
+ * can be read in no other way; the length of a list of samples of several sizes. -1
+ * where it is not sure: what would be learned from it is worse than nothing. */
+static int64_t
+learn_rows(const oomkit_batch *batch)
+{
+    int64_t rows = oomkit_batch_rows(batch);
+    Py_ssize_t root = 0, end;
+    const oomkit_node *node;
+
+    if (rows < 0 || (batch->rows >= 0 && batch->searched)) {
+        return rows;
+    }
+    while ((end = oomkit_node_end(batch, root)) <= batch->lead) {
+        root = end;
+    }
+    node = &batch->nodes[root];
+    if (node->kind != OOMKIT_NODE_LIST && node->kind != OOMKIT_NODE_TUPLE) {
+        return oomkit_node_fits(batch, root, rows) ? rows : -1;
+    }
+    if (oomkit_node_is_ragged(batch, root)) {
+        return oomkit_node_fits(batch, root, rows) ? -1 : node->children;
+    }
+    if (end - root == node->children + 1 && node->children > COLUMNS) {
+        return -1;
+    }
+    return oomkit_node_fits(batch, root, rows) ? rows : -1;
+}
+
 void
 oomkit_batch_learn(oomkit_batch_site **site, const oomkit_batch *batch)
 {
-    int64_t rows = oomkit_batch_rows(batch);
+    int64_t rows;
     Py_ssize_t argument, index = 0;
 
     /* Only a change of sizes shows anything, and only a second argument matters. */
-    if (rows < 0 || batch->total < 2 ||
-        (*site != NULL && (*site)->sizes == batch->sizes)) {
+    if (batch->total < 2 || (*site != NULL && (*site)->sizes == batch->sizes)) {
+        return;
+    }
+    rows = learn_rows(batch);
+    if (rows < 0) {
         return;
     }
     if (*site == NULL) {

@@ -203,15 +203,7 @@ deposit_all(oomkit_pending *p, PyObject *ratio, int keep)
         }
     }
     oomkit_exempt_leave(p->st);
-    if (result < 0) {
-        PyObject *exception = oomkit_exception_take(); /* owned, given back */
-        if (oomkit_grad_mode_set(p->st, mode) < 0) {
-            PyErr_WriteUnraisable((PyObject *)p);
-        }
-        oomkit_exception_give(exception);
-        return -1;
-    }
-    return oomkit_grad_mode_set(p->st, mode) < 0 ? -1 : 0;
+    return oomkit_grad_mode_back(p->st, mode, result);
 }
 
 int

@@ -149,6 +149,11 @@ oomkit_attempt_slices(oomkit_call *call);
 /* recover.c: parts of it for a call that is run again without a failure of its own. */
 int
 oomkit_recover_roll_back(oomkit_call *call);
+
+/* takeback.c: an error that is to pass takes the call back with it; what cannot be
+ * taken back is a note on it. */
+void
+oomkit_recover_undo(oomkit_call *call);
 int
 oomkit_recover_batch(oomkit_call *call);
 

@@ -134,6 +134,33 @@ make_refuse_kinds(PyObject *function, PyObject *func)
     return 0;
 }
 
+/* The function whose parameters are meant: below a decorator that takes (*args,
+ * **kwargs) it is the one that functools.wraps has noted, as for inspect.signature. New
+ * reference. */
+static PyObject *
+make_named(oomkit_state *st, PyObject *function)
+{
+    PyObject *at = Py_NewRef(function), *inner; /* owned */
+    int depth;
+
+    for (depth = 0; depth < UNWRAP_DEPTH; depth++) {
+        PyCodeObject *code = (PyCodeObject *)PyFunction_GET_CODE(at); /* borrowed */
+        int open = code->co_argcount == 0 && code->co_kwonlyargcount == 0 &&
+                   (code->co_flags & CO_VARARGS) && (code->co_flags & CO_VARKEYWORDS);
+        if (!open || !PyObject_HasAttr(at, st->str_wrapped)) {
+            break;
+        }
+        inner = PyObject_GetAttr(at, st->str_wrapped);
+        if (inner == NULL || !PyFunction_Check(inner)) {
+            PyErr_Clear(); /* gone, or no function: its parameters are not known */
+            Py_XDECREF(inner);
+            break;
+        }
+        Py_SETREF(at, inner);
+    }
+    return at;
+}
+
 /* Parameter names in the order of the arguments, with "*args" and "**kwargs" in their
  * places, as oomkit_batch_find takes them. New reference or NULL. */
 static PyObject *
@@ -251,7 +278,9 @@ make_fill(oomkit_state *st, oomkit_step *self, PyObject *func, PyObject *kwargs,
         return -1;
     }
     if (found->known) {
-        self->names = make_parameter_names(found->function, found->bound);
+        PyObject *named = make_named(st, found->function); /* owned */
+        self->names = make_parameter_names(named, found->bound);
+        Py_DECREF(named);
         if (self->names == NULL) {
             return -1;
         }

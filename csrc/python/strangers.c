@@ -324,5 +324,6 @@ oomkit_strangers_optimizer_ends(void)
     oomkit_call *call = oomkit_call_current();
     if (call != NULL && call->intercept_depth == 0 && call->stranger_steps > 0) {
         call->stranger_steps--;
+        call->stranger_updates++;
     }
 }

@@ -229,7 +229,9 @@ oomkit_switches_then(oomkit_call *call, oomkit_switches *now)
                      ? -1
                      : 0;
     }
-    oomkit_switches_clear(now);
+    if (result == 0) { /* else it will be tried again */
+        oomkit_switches_clear(now);
+    }
     return result;
 }
 

@@ -18,29 +18,6 @@ oomkit_call_set_current(oomkit_call *call)
     current_call = call;
 }
 
-int
-oomkit_grad_mode_set(oomkit_state *st, int enabled)
-{
-    PyObject *was = PyObject_CallNoArgs(st->is_grad_enabled); /* owned */
-    PyObject *done;                                           /* owned */
-    int result;
-
-    if (was == NULL) {
-        return -1;
-    }
-    result = was == Py_True;
-    Py_DECREF(was);
-    done = PyObject_CallOneArg(st->set_grad_enabled, enabled ? Py_True : Py_False);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : result;
-}
-
-int
-oomkit_grad_mode_off(oomkit_state *st)
-{
-    return oomkit_grad_mode_set(st, 0);
-}
-
 /* The version of every parameter, and whether it requires grad; either may be NULL. 0
  * or -1. */
 static int
@@ -186,18 +163,26 @@ oomkit_tx_begin(oomkit_call *call)
                : 0;
 }
 
-/* At the start of a later part of an evaluation: a failure goes back to here, not to
- * the entry, for the parts before it are kept. */
+/* At the start of a later part of an evaluation: do the marks of the entry still say
+ * how everything is? Else the parts before it cannot be kept, for a failure goes back
+ * to the entry. What the user's own objects are is not known. 0 or -1. */
 int
 oomkit_tx_begin_micro(oomkit_call *call)
 {
-    oomkit_rng_release(call);
-    oomkit_buffers_release(call);
-    Py_CLEAR(call->user_marks);
-    return oomkit_rng_mark(call) < 0 || oomkit_buffers_mark(call) < 0 ||
-                   oomkit_owners_mark(call) < 0
-               ? -1
-               : 0;
+    Py_ssize_t i;
+    int moved = oomkit_buffers_moved(call);
+
+    if (moved == 0) { /* no version tells of its statistics */
+        moved = oomkit_buffers_norm_training(call);
+    }
+    if (moved == 0 && call->rng.cpu_state != NULL) {
+        moved = oomkit_rng_moved(call);
+    }
+    for (i = 0; moved == 0 && i < call->parts->owner_count; i++) {
+        moved = call->parts->owners[i].kind == OOMKIT_OWNER_USER;
+    }
+    call->parts_moved |= moved != 0;
+    return moved < 0 ? -1 : 0;
 }
 
 /* Is the point of no return behind us? 1, 0 or -1. */
@@ -459,7 +444,8 @@ oomkit_tx_end_attempt(oomkit_call *call)
     call->committed = call->raised = call->course_waived = 0;
     call->returned = OOMKIT_RETURNED_NOTHING;
     call->grads.stashing = call->grads.apart = call->rowwise = 0;
-    call->updates = call->params_stuck = 0;
+    call->updates = call->stranger_updates = call->params_stuck = 0;
+    call->parts_moved = 0;
     call->intercept_depth = call->stranger_steps = call->step_failed = 0;
 }
 

@@ -192,17 +192,8 @@ verify_put_back(verify *v)
     PyObject *exception =
         PyErr_Occurred() ? oomkit_exception_take() : NULL; /* owned, given back */
     PyObject *message = NULL;                              /* owned */
-    int mode, result = -1;
+    int result = oomkit_take_back(call, &message);
 
-    oomkit_exempt_enter(call->st);
-    mode = oomkit_grad_mode_off(call->st);
-    if (mode >= 0) {
-        result = oomkit_tx_restore(call, &message);
-        if (oomkit_grad_mode_set(call->st, mode) < 0) {
-            result = -1;
-        }
-    }
-    oomkit_exempt_leave(call->st);
     if (result == 1) {
         PyObject *done = /* owned */
             PyObject_CallMethod(call->st->log, "warning", "sOO",

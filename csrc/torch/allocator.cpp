@@ -92,22 +92,38 @@ refuse_over_budget(size_t nbytes)
            __LINE__);
 }
 
+[[noreturn]] void
+refuse_injected(size_t nbytes)
+{
+    refuse(nbytes,
+           "This failure was injected by oomkit.testing.inject_oom (matching "
+           "allocation " +
+               std::to_string(oomkit_fault_seen(counters.fault)) + ").",
+           __LINE__);
+}
+
 // Admits a counted request or throws. Returns the bytes in use with it.
 uint64_t
 admit(size_t nbytes)
 {
     if (oomkit_fault_check(counters.fault, nbytes) != OOMKIT_OK) {
-        refuse(nbytes,
-               "This failure was injected by oomkit.testing.inject_oom (matching "
-               "allocation " +
-                   std::to_string(oomkit_fault_seen(counters.fault)) + ").",
-               __LINE__);
+        refuse_injected(nbytes);
     }
     uint64_t used_after = 0;
     if (oomkit_budget_reserve(counters.budget, nbytes, &used_after) != OOMKIT_OK) {
         refuse_over_budget(nbytes);
     }
     return used_after;
+}
+
+// An exempt request: no budget, and only faults that are meant for it.
+uint64_t
+admit_own(size_t nbytes)
+{
+    if (oomkit_fault_check_own(counters.fault, nbytes) != OOMKIT_OK) {
+        refuse_injected(nbytes);
+    }
+    return 0;
 }
 
 void
@@ -160,7 +176,7 @@ struct BudgetAllocator final : c10::Allocator {
             return {nullptr, nullptr, &release_block, cpu};
         }
         const bool counted = exempt_depth == 0;
-        const uint64_t used_after = counted ? admit(nbytes) : 0;
+        const uint64_t used_after = counted ? admit(nbytes) : admit_own(nbytes);
         void *data;
         try {
             data = make_block(nbytes, counted);

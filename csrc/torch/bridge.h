@@ -118,7 +118,8 @@ typedef struct oomkit_bridge {
     uint64_t (*cpu_peak_pop)(int window);
     uint64_t (*cpu_peak_read)(int window);
     /* Allocations of this thread between enter and leave (they nest) are neither
-     * counted nor refused nor failed. */
+     * counted nor refused, and fail only by a schedule that names the phase recovery.
+     */
     void (*exempt_enter)(void);
     void (*exempt_leave)(void);
 

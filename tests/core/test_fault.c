@@ -9,7 +9,7 @@
 static oomkit_fault_schedule
 schedule(uint64_t nth, uint64_t times)
 {
-    return (oomkit_fault_schedule){nth, times, 0, OOMKIT_PHASE_ANY};
+    return (oomkit_fault_schedule){nth, times, 0, OOMKIT_PHASE_ANY, NULL};
 }
 
 static void
@@ -177,6 +177,86 @@ test_phases_of_threads(void)
     }
 }
 
+static void
+test_schedules_follow_one_another(void)
+{
+    oomkit_fault *fault = oomkit_fault_create();
+    oomkit_fault_schedule third = {2, 0, 0, 1u << OOMKIT_PHASE_RECOVERY, NULL};
+    oomkit_fault_schedule second = {1, 1, 0, OOMKIT_PHASE_ANY, &third};
+    oomkit_fault_schedule first = {2, 2, 0, OOMKIT_PHASE_ANY, &second};
+    int i;
+
+    CHECK(oomkit_fault_arm(fault, &first) == OOMKIT_OK);
+    for (i = 1; i <= 5; i++) {
+        CHECK(oomkit_fault_check(fault, 1) ==
+              (i == 2 || i == 3 || i == 4 ? OOMKIT_EOOM : OOMKIT_OK));
+    }
+    CHECK(oomkit_fault_fired(fault) == 3 && oomkit_fault_seen(fault) == 0);
+    CHECK(oomkit_fault_check_own(fault, 1) == OOMKIT_OK);
+    CHECK(oomkit_fault_check_own(fault, 1) == OOMKIT_EOOM);
+    CHECK(oomkit_fault_check_own(fault, 1) == OOMKIT_EOOM);
+    CHECK(oomkit_fault_fired(fault) == 5 && oomkit_fault_seen(fault) == 3);
+    oomkit_fault_disarm(fault);
+
+    second.times = 0; /* the one after it would never come */
+    CHECK(oomkit_fault_arm(fault, &first) == OOMKIT_EINVAL);
+    CHECK(!oomkit_fault_armed(fault));
+    second.times = 1;
+    CHECK(oomkit_fault_arm(fault, &first) == OOMKIT_OK);
+    CHECK(oomkit_fault_check(fault, 1) == OOMKIT_OK); /* from the first again */
+    oomkit_fault_disarm(fault);
+    oomkit_fault_destroy(fault);
+}
+
+static void
+test_at_most_so_many_schedules(void)
+{
+    oomkit_fault *fault = oomkit_fault_create();
+    oomkit_fault_schedule plan[OOMKIT_FAULT_STAGES + 1];
+    int i;
+
+    for (i = 0; i <= OOMKIT_FAULT_STAGES; i++) {
+        plan[i] = schedule(1, 1);
+        plan[i].next = i < OOMKIT_FAULT_STAGES ? &plan[i + 1] : NULL;
+    }
+    CHECK(oomkit_fault_arm(fault, &plan[0]) == OOMKIT_EINVAL);
+    CHECK(oomkit_fault_arm(fault, &plan[1]) == OOMKIT_OK);
+    for (i = 0; i < OOMKIT_FAULT_STAGES; i++) {
+        CHECK(oomkit_fault_check(fault, 1) == OOMKIT_EOOM);
+    }
+    CHECK(oomkit_fault_check(fault, 1) == OOMKIT_OK);
+    oomkit_fault_disarm(fault);
+    oomkit_fault_destroy(fault);
+}
+
+static void
+test_own_allocations_match_by_name_only(void)
+{
+    oomkit_fault *fault = oomkit_fault_create();
+    oomkit_fault_schedule plan = schedule(1, 0);
+    uint32_t mask;
+    int phase;
+
+    CHECK(oomkit_fault_check_own(fault, 1) == OOMKIT_OK); /* unarmed */
+    CHECK(oomkit_fault_arm(fault, &plan) == OOMKIT_OK);
+    CHECK(oomkit_fault_check_own(fault, 1) == OOMKIT_OK);
+    CHECK(oomkit_fault_seen(fault) == 0);
+    oomkit_fault_disarm(fault);
+    for (mask = 0; mask < 1u << OOMKIT_PHASES; mask++) {
+        plan.phases = mask;
+        CHECK(oomkit_fault_arm(fault, &plan) == OOMKIT_OK);
+        for (phase = 0; phase < OOMKIT_PHASES; phase++) {
+            oomkit_fault_set_phase(phase);
+            CHECK(oomkit_fault_check_own(fault, 0) == OOMKIT_OK);
+            CHECK(oomkit_fault_check_own(fault, 1) ==
+                  (mask & 1u << OOMKIT_PHASE_RECOVERY ? OOMKIT_EOOM : OOMKIT_OK));
+        }
+        oomkit_fault_disarm(fault);
+    }
+    oomkit_fault_set_phase(OOMKIT_PHASE_FORWARD);
+    oomkit_fault_destroy(fault);
+}
+
 /* Several threads share one schedule: as many fail as it says, whoever they are. */
 enum { THREADS = 3, ROUNDS = 20000, NTH = 30001, TIMES = 777 };
 
@@ -254,6 +334,9 @@ main(void)
     test_small_requests_do_not_count();
     test_phases();
     test_phases_of_threads();
+    test_schedules_follow_one_another();
+    test_at_most_so_many_schedules();
+    test_own_allocations_match_by_name_only();
     test_threads();
     test_arming_beside_a_thread();
     CHECK_FAILS_WITHOUT_MEMORY(oomkit_fault_create());

@@ -6,15 +6,25 @@ import re
 from pathlib import Path
 
 from . import (
+    batches,
+    bindings,
     callers,
+    collators,
     coupled,
     deciders,
+    detection,
     generative,
+    graphs,
     hugging_face,
+    lengths,
     memories,
+    samples,
     sequence,
+    timm_like,
+    trainers,
     updates,
     vision,
+    workers,
 )
 from .harness import Report
 from .world import COMPARISONS, PROGRAMS, Program
@@ -23,14 +33,24 @@ TABLE = Path(__file__).resolve().parents[2] / "docs" / "programs.md"
 
 FAMILIES = (
     vision,
+    timm_like,
+    detection,
     generative,
     sequence,
+    lengths,
     coupled,
     memories,
     updates,
     deciders,
     callers,
     hugging_face,
+    collators,
+    trainers,
+    batches,
+    samples,
+    graphs,
+    bindings,
+    workers,
 )
 
 

@@ -12,6 +12,8 @@ import random
 import re
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +22,7 @@ import torch
 
 import oomkit
 
-from .world import Place, Program, State, World
+from .world import Place, Program, State, World, logger
 
 PHASES = ("forward", "backward", "optimizer")
 
@@ -58,33 +60,38 @@ class _Lines(logging.Handler):
         self._lines.append(record.getMessage())
 
 
+@contextmanager
+def lines_of(logger: logging.Logger) -> Iterator[list[str]]:
+    """What is logged meanwhile."""
+    lines: list[str] = []
+    handler = _Lines(lines)
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
 def run(program: Program, world: World) -> Run:
     """Everything random starts from the seed; an error ends the program and is kept as text."""
     world.caller_backward = program.caller_backward
     torch.manual_seed(world.seed)
     random.seed(world.seed)
     np.random.seed(world.seed % 2**32)
-    lines: list[str] = []
-    handler = _Lines(lines)
-    logger = logging.getLogger("oomkit")
-    logger.addHandler(handler)
     error = kind = None
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            try:
-                program.run(world)
-            except Exception as raised:
-                if not world.decorate:
-                    raise
-                notes = "".join(f" [{note}]" for note in getattr(raised, "__notes__", ()))
-                error, kind = f"{raised}{notes}", type(raised).__name__
-                if getattr(raised, "committed", False):
-                    kind = "committed"
-            finally:
-                world.disarm()
-    finally:
-        logger.removeHandler(handler)
+    with lines_of(logger) as lines, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            program.run(world)
+        except Exception as raised:
+            if not world.decorate:
+                raise
+            notes = "".join(f" [{note}]" for note in getattr(raised, "__notes__", ()))
+            error, kind = f"{raised}{notes}", type(raised).__name__
+            if getattr(raised, "committed", False):
+                kind = "committed"
+        finally:
+            world.disarm()
     done = Run(world, world.state(), error, kind, lines, world.accumulation())
     for warning in caught:
         if issubclass(warning.category, oomkit.OomkitWarning):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from torch import nn
 
 import oomkit
 from oomkit.testing import force_slices, inject_oom
+
+logger = logging.getLogger("oomkit")
 
 SEED = int(os.environ.get("OOMKIT_TEST_SEED", "20240607"))
 
@@ -129,7 +132,10 @@ class World:
     fired: int = 0
     _kept: list[Any] = field(default_factory=list)
     _steps: list[Any] = field(default_factory=list)
-    _records: list[tuple[Any, int]] = field(default_factory=list)
+    remote: State | None = None
+    """What stands for `state()` when the run was in another process."""
+    records: list[tuple[Any, int]] = field(default_factory=list)
+    """For each call the step, and the number of records that it had before."""
     _armed: ExitStack = field(default_factory=ExitStack)
 
     def keep(self, *things: Any) -> None:
@@ -147,7 +153,16 @@ class World:
             return _Calls(self, oomkit.auto_batch(fn, **options))
         return _Calls(self, _with_backward(fn) if options.get("backward") else fn)
 
+    def bare(self, fn: Any = None, /, **options: Any) -> Any:
+        """The very object that `oomkit.auto_batch` makes; the program says where a call begins
+        by `with world.conditions(step)`, or it is called by a decorated step."""
+        if fn is None:
+            return lambda fn: self.bare(fn, **options)
+        return oomkit.auto_batch(fn, **options) if self.decorate else fn
+
     def state(self) -> State:
+        if self.remote is not None:
+            return dict(self.remote)
         state: State = {
             "rng": torch.get_rng_state().numpy().copy(),
             "random": repr(random.getstate()),
@@ -157,15 +172,22 @@ class World:
             state.update({f"{i}.{key}": value for key, value in _values(thing)})
         return state
 
-    def accumulation(self) -> dict[int, list[int]]:
-        """The slices of the calls that were split, as their records have them."""
-        split: dict[int, list[int]] = {}
-        for call, (step, position) in enumerate(self._records):
+    def taken(self, step: Any) -> Any:
+        """A step that is decorated where it is defined: in a plain run, its function."""
+        return step if self.decorate else step.__wrapped__
+
+    def told(self) -> list[tuple[int, int]]:
+        """Rows and micro-batches of each call, as the steps' records have them."""
+        found = []
+        for step, position in self.records:
             record = step.records[position] if position < len(step.records) else None
-            if record is not None and record.accumulation_steps > 1:
-                rows, k = record.batch_size, record.accumulation_steps
-                split[call] = [rows // k + (i < rows % k) for i in range(k)]
-        return split
+            found.append((record.batch_size or 0, record.accumulation_steps) if record else (0, 1))
+        return found
+
+    def accumulation(self) -> dict[int, list[int]]:
+        """The slices of the calls that were split."""
+        told = enumerate(self.told())
+        return {c: [n // k + (i < n % k) for i in range(k)] for c, (n, k) in told if k > 1}
 
     def disarm(self) -> None:
         self._armed.close()
@@ -178,7 +200,7 @@ class World:
         self.disarm()
         self.before = self.state()
         if self.decorate:
-            self._records.append((step, len(step.records)))
+            self.records.append((step, len(step.records)))
         place = Place(call, self.count, 2**60) if self.count else self.place
         with ExitStack() as stack:
             if call in self.slices:
@@ -227,7 +249,8 @@ class _Calls:
         return lambda *args, **kwargs: self._call(bound, args, kwargs)
 
     def _call(self, step: Any, args: Any, kwargs: Any) -> Any:
-        with self._world.conditions(self._step):
+        # Of a class or static method the function has the records.
+        with self._world.conditions(getattr(self._step, "__func__", self._step)):
             return step(*args, **kwargs)
 
 

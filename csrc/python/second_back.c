@@ -1,0 +1,41 @@
+/* The caller's backward failed before or while something was run again: gradients as
+ * they were before it. */
+#include "second.h"
+#include "errors.h"
+#include "step.h"
+
+static int
+gradients_back_once(void *argument)
+{
+    const oomkit_second *s = argument;
+    int i, result = 0, mode = oomkit_grad_mode_off(s->st);
+
+    if (mode < 0) {
+        return -1;
+    }
+    oomkit_exempt_enter(s->st);
+    for (i = 0; i < s->call_count && result == 0; i++) {
+        const char *why;
+        PyObject *which = NULL; /* owned */
+        s->calls[i]->grads.no_aside = 1;
+        result = oomkit_strangers_loose_drop(s->calls[i]) < 0
+                     ? -1
+                     : oomkit_grads_restore(s->calls[i], &why, &which);
+        Py_XDECREF(which);
+    }
+    oomkit_exempt_leave(s->st);
+    return oomkit_grad_mode_back(s->st, mode, result);
+}
+
+void
+oomkit_second_gradients_back(oomkit_second *s)
+{
+    PyObject *exception = oomkit_exception_take(); /* owned, given back */
+    PyObject *error;                               /* owned */
+
+    if (oomkit_insist(s->st, gradients_back_once, s, &error) != 0 || error != NULL) {
+        PyErr_Clear(); /* accounted for: the first one tells more */
+    }
+    Py_XDECREF(error);
+    oomkit_exception_give(exception);
+}
