@@ -43,6 +43,11 @@ class Counter:
         self.seen = list(state["seen"])
 
 
+def _equal(rows: int, count: int) -> tuple[int, ...]:
+    size, rest = divmod(rows, count)
+    return (size + 1,) * rest + (size,) * (count - rest)
+
+
 class World:
     """One program. Everything is seeded: two of the same form are equal, bit for bit."""
 
@@ -145,9 +150,11 @@ class World:
         if self.form == "evaluation":  # keeps what is done: the parts need not be equal
             done = self.counter.seen[len(self.begins[-1]["counter"]["seen"]) :]
             return tuple(int(rows) for rows in done)
-        count = self.step.records[-1].accumulation_steps
-        size, rest = divmod(BATCH, count)
-        return (size + 1,) * rest + (size,) * (count - rest)
+        record = self.step.records[-1]
+        count, first = record.accumulation_steps, record.micro_batch_size
+        if count == 1 or first == -(-BATCH // count):
+            return _equal(BATCH, count)
+        return (first, *_equal(BATCH - first, count - 1))  # a larger one saves one
 
     def state(self) -> dict[str, Any]:
         """Everything that a call can change, as values outside of any tensor allocator."""
