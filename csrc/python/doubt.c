@@ -94,7 +94,8 @@ same_structure(const oomkit_batch *batch, Py_ssize_t a, Py_ssize_t b)
     return 1;
 }
 
-/* A list (or tuple) of two or more dictionaries, objects or tuples alike. */
+/* A list (or tuple) of two or more dictionaries, objects or tuples alike, or of lists
+ * that would be cut and are no longer than it is: [images, labels] are columns. */
 static int
 may_be_samples(const oomkit_batch *batch, Py_ssize_t index)
 {
@@ -103,7 +104,9 @@ may_be_samples(const oomkit_batch *batch, Py_ssize_t index)
 
     if ((!PyList_CheckExact(node->object) && !PyTuple_CheckExact(node->object)) ||
         node->children < 2 || node->split == OOMKIT_SPLIT_ITEMS ||
-        batch->nodes[index + 1].kind == OOMKIT_NODE_LIST ||
+        (batch->nodes[index + 1].kind == OOMKIT_NODE_LIST &&
+         (batch->nodes[index + 1].children != batch->rows ||
+          batch->nodes[index + 1].children > node->children)) ||
         !oomkit_node_holds_tensor(batch, index)) {
         return 0;
     }
