@@ -192,15 +192,30 @@ node_reads_as_items(const oomkit_batch *batch, Py_ssize_t index, int64_t rows,
     return 0;
 }
 
+/* A tuple of strings and the like: captions. Numbers alone are more often a size. */
+static int
+node_is_no_size(const oomkit_batch *batch, Py_ssize_t index)
+{
+    Py_ssize_t number, child;
+    EACH_CHILD(batch, index, number, child)
+    {
+        PyObject *object = batch->nodes[child].object; /* borrowed from the node */
+        if (PyUnicode_Check(object) || PyBytes_Check(object)) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
 /* A list as long as the batch that holds no tensor at all: captions, lengths. A tuple
- * inside of something else is more often a size. */
+ * inside of something else is more often a size, unless it has strings. */
 int
 oomkit_node_is_plain_list(const oomkit_batch *batch, Py_ssize_t index, int64_t rows)
 {
     const oomkit_node *node = &batch->nodes[index];
     if (!node_is_sequence(node) || rows < 2 || oomkit_node_holds_tensor(batch, index) ||
         (PyTuple_CheckExact(node->object) && !node_is_root(batch, index) &&
-         !oomkit_node_is_zipped(batch, index))) {
+         !oomkit_node_is_zipped(batch, index) && !node_is_no_size(batch, index))) {
         return 0;
     }
     return node->kind != OOMKIT_NODE_OTHER ? node->children == rows
