@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import collections
+import functools
 import types
 import typing
 import warnings
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 import oomkit
-from oomkit.testing import force_slices, inject_oom
+from oomkit.testing import force_slices
 
 TOLERANCE = 1e-12
 
@@ -135,3 +136,94 @@ def test_captions_in_a_tuple_go_with_their_rows(kind):
         ),
     }[kind]
     assert_same(function, batch, (1, 3))
+
+
+ODD = {
+    "deque": collections.deque,
+    "subclass of list": Rows,
+    "subclass of tuple": type("Pair", (tuple,), {}),
+    "UserList": collections.UserList,
+    "array": lambda values: array.array("d", values),
+    "values of a dict": lambda values: dict(enumerate(values)).values(),
+    "range": lambda values: range(len(values)),
+    "list in a dict": lambda values: {"values": list(values)},
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_sequences_that_are_not_opened_are_refused(kind):
+    step = oomkit.auto_batch(lambda x, other: None, accumulation_steps=2)
+    with pytest.raises(oomkit.SplitError, match="as long as the batch"):
+        step(rows(4, 3), ODD[kind]([1.0, 2.0, 3.0, 5.0]))
+    step(rows(4, 3), ODD[kind]([1.0, 2.0, 3.0]))
+    oomkit.auto_batch(lambda x, other: None, accumulation_steps=2, static="other")(
+        rows(4, 3), ODD[kind]([1.0, 2.0, 3.0, 5.0])
+    )
+    if kind != "list in a dict":
+        with pytest.raises(oomkit.SplitError, match="as long as the batch"):
+            oomkit.auto_batch(lambda batch: None, accumulation_steps=2)(
+                {"x": rows(4, 3), "other": ODD[kind]([1.0, 2.0, 3.0, 5.0])}
+            )
+
+
+def test_a_size_as_long_as_the_batch_is_not_refused():
+    step = oomkit.auto_batch(lambda x, other: None, accumulation_steps=2)
+    step(rows(2, 3), torch.Size([2, 3]))
+    step(rows(2, 3), {"size": (224, 224)})
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda y: collections.deque([y]),
+        lambda y: {y},
+        lambda y: types.MappingProxyType({"y": y}),
+        lambda y: collections.ChainMap({"y": y}),
+        lambda y: collections.UserList([y]),
+    ],
+    ids=["deque", "set", "proxy", "ChainMap", "UserList"],
+)
+def test_tensors_in_containers_that_are_not_opened_are_refused(kind):
+    step = oomkit.auto_batch(lambda x, other: None, accumulation_steps=2)
+    with pytest.raises(oomkit.SplitError, match="which holds tensors as long as the batch"):
+        step(rows(4, 3), kind(rows(4, 1)))
+    step(rows(4, 3), kind(rows(5, 1)))
+
+
+def a_default():
+    def step(x, y=rows(2, 1)):  # noqa: B008
+        return (x * y).mean()
+
+    return step
+
+
+def a_closure():
+    y = rows(2, 1)
+    return lambda x: (x * y).mean()
+
+
+TARGETS = rows(2, 1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        a_default,
+        a_closure,
+        lambda: functools.partial(lambda x, y: (x * y).mean(), y=rows(2, 1)),
+        lambda: lambda x: (x * TARGETS).mean(),
+    ],
+    ids=["default", "closure", "partial", "global"],
+)
+def test_what_has_the_rows_and_is_no_argument_is_said(make):
+    step = oomkit.auto_batch(make(), accumulation_steps=2)
+    with torch.no_grad(), pytest.warns(oomkit.OomkitWarning, match=r"as many rows: \w+ \[2, 1\]"):
+        step(rows(2, 3))
+
+
+def test_a_default_that_is_given_is_not_said():
+    step = oomkit.auto_batch(a_default(), accumulation_steps=2)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", oomkit.OomkitWarning)
+        step(rows(2, 3), rows(2, 1))
+        step(rows(2, 3), y=rows(2, 1))
