@@ -138,6 +138,22 @@ def test_captions_in_a_tuple_go_with_their_rows(kind):
     assert_same(function, batch, (1, 3))
 
 
+def test_a_long_tuple_of_numbers_goes_with_its_rows():
+    def scaled(model, batch):
+        pairs = zip(batch["x"], batch["lengths"], strict=False)
+        return torch.stack([model(each) * length for each, length in pairs]).mean()
+
+    assert_same(scaled, ({"x": rows(5, 3), "lengths": (1, 2, 3, 4, 9)},), (1, 4))
+
+
+@pytest.mark.parametrize("kind", ["labels", "arrays"])
+def test_as_many_arrays_and_labels_as_rows_are_refused(kind):
+    each = torch.arange(4) if kind == "labels" else rows(4, 4).numpy()
+    step = oomkit.auto_batch(lambda batch: None, accumulation_steps=2)
+    with pytest.raises(oomkit.SplitError, match=r"batch\['t'\] is a 'list' of 4 tensors alike"):
+        step({"x": rows(4, 3), "t": [each, each + 1, each + 2, each + 3]})
+
+
 ODD = {
     "deque": collections.deque,
     "subclass of list": Rows,

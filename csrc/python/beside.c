@@ -285,7 +285,8 @@ oomkit_find_beside(const oomkit_find *f, Py_ssize_t argument, Py_ssize_t index)
     if (oomkit_node_fits(batch, index, rows)) {
         with = oomkit_node_first_tensor(batch, index, rows, 1);
         oomkit_node_mark(batch, index, rows, with >= 0 ? f->first : -1);
-        if (!oomkit_node_holds_tensor(batch, index) && beside_inner_lists(f, index) < 0) {
+        if (!oomkit_node_holds_tensor(batch, index) &&
+            beside_inner_lists(f, index) < 0) {
             return -1;
         }
         return beside_fits(f, seen, argument, index) < 0 ? -1

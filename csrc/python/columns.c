@@ -18,11 +18,17 @@ columns_alike(const oomkit_find *f, Py_ssize_t index, oomkit_tensor_facts *facts
         return 0;
     }
     for (i = 0; i < node->children; i++, child++) {
-        oomkit_tensor_facts each;
-        if (child->kind != OOMKIT_NODE_TENSOR || child->split != OOMKIT_SPLIT_NARROW) {
+        oomkit_tensor_facts each = {.dtype = -1};
+        if ((child->kind != OOMKIT_NODE_TENSOR && child->kind != OOMKIT_NODE_ARRAY) ||
+            child->split != OOMKIT_SPLIT_NARROW) {
             return 0;
         }
-        if (oomkit_tensor_facts_get(f->st, child->object, 0, &each) < 0) {
+        each.ndim = oomkit_find_dimensions(f, child - batch->nodes);
+        if (each.ndim < -1) {
+            return -1;
+        }
+        if (child->kind == OOMKIT_NODE_TENSOR &&
+            oomkit_tensor_facts_get(f->st, child->object, 0, &each) < 0) {
             return -1;
         }
         if (i > 0 && (each.ndim != facts->ndim || each.dtype != facts->dtype)) {
@@ -121,7 +127,9 @@ oomkit_find_columns(const oomkit_find *f)
         if (alike > 0 && samples) {
             oomkit_node_unmark(batch, i);
             batch->nodes[i].split = OOMKIT_SPLIT_ITEMS;
-        } else if (alike > 0 && oomkit_is_floating(facts.dtype)) {
+        } else if (alike > 0 &&
+                   (oomkit_is_floating(facts.dtype) || facts.dtype < 0 ||
+                    batch->nodes[i].children > 3)) { /* ids, mask, types: columns */
             /* Two or three views, all that the batch is, are columns by experience. */
             int image = facts.ndim == 3 && (batch->rows == 3 || batch->rows == 4);
             doubtful = i != f->first || image ? i : doubtful;

@@ -88,7 +88,8 @@ oomkit_effects_begin(oomkit_call *call)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* The answer (refusal, warning, beside): 0, or -1 with SplitError or a warning made an error.
+/* The answer (refusal, warning, beside): 0, or -1 with SplitError or a warning made an
+ * error.
  */
 static int
 effects_say(oomkit_call *call, PyObject *answer)
@@ -117,7 +118,8 @@ effects_say(oomkit_call *call, PyObject *answer)
     if (beside != Py_None &&
         PyErr_WarnFormat(
             st->OomkitWarning, 1,
-            "oomkit: the batch of %U is split, and the step reads what is no argument of "
+            "oomkit: the batch of %U is split, and the step reads what is no argument "
+            "of "
             "the call but has as many rows: %U; every micro-batch gets all of it: pass "
             "as an argument what has one row per sample (said once)",
             call->options->label, beside) < 0) {

@@ -2,6 +2,8 @@
  * its leaves are sliced then? Pure functions of the nodes. */
 #include "tree.h"
 
+#define LONGEST_SIZE 4 /* of a tuple of numbers that is taken for one */
+
 #define EACH_CHILD(batch, index, number, child)                                        \
     for (number = 0, child = (index) + 1; number < (batch)->nodes[index].children;     \
          child = oomkit_node_end(batch, child), number++)
@@ -192,7 +194,7 @@ node_reads_as_items(const oomkit_batch *batch, Py_ssize_t index, int64_t rows,
     return 0;
 }
 
-/* A tuple of strings and the like: captions. Numbers alone are more often a size. */
+/* A tuple that is no size: longer than any, or of strings, dictionaries, objects. */
 static int
 node_is_no_size(const oomkit_batch *batch, Py_ssize_t index)
 {
@@ -200,15 +202,15 @@ node_is_no_size(const oomkit_batch *batch, Py_ssize_t index)
     EACH_CHILD(batch, index, number, child)
     {
         PyObject *object = batch->nodes[child].object; /* borrowed from the node */
-        if (PyUnicode_Check(object) || PyBytes_Check(object)) {
+        if (object != Py_None && !PyNumber_Check(object) && !PyTuple_Check(object)) {
             return 1;
         }
     }
-    return 0;
+    return batch->nodes[index].children > LONGEST_SIZE;
 }
 
 /* A list as long as the batch that holds no tensor at all: captions, lengths. A tuple
- * inside of something else is more often a size, unless it has strings. */
+ * inside of something else is more often a size where it may be one. */
 int
 oomkit_node_is_plain_list(const oomkit_batch *batch, Py_ssize_t index, int64_t rows)
 {
