@@ -18,10 +18,11 @@ import torch
 
 from ._buffers import Buffers, TensorMark
 from ._bytecode import Effect, effects_of
+from ._companions import companions
 
 _log = logging.getLogger("oomkit")
 
-Participants = tuple[Any, list[torch.Tensor], list[Any]]
+Participants = tuple[Any, list[torch.Tensor], list[Any], int]
 
 _VALUES = 400  # recorded at most
 _ITEMS = 64  # looked at in one container
@@ -319,7 +320,9 @@ def _functions(first: _Function) -> list[_Function]:
 
 
 class Watch:
-    """Before the first micro-batch; called after it, it answers (refusal, warning)."""
+    """Before the first micro-batch; called after it, it answers (refusal, warning, beside)."""
+
+    beside: str | None = None  # what has as many rows as the batch, and is not split
 
     def __init__(
         self, function: _Function | None, skip: set[int], modules: list[Any], users: list[Any]
@@ -343,16 +346,16 @@ class Watch:
                     scan.value(name, value, 0)
         return scan.found
 
-    def __call__(self, guarded: bool) -> tuple[str | None, str | None]:
+    def __call__(self, guarded: bool) -> tuple[str | None, str | None, str | None]:
         try:
             refusal, buffers = self.buffers.end()
             warning = None if guarded else self.warning(buffers)
         except Exception:
             _log.debug("oomkit: a step's side effects could not be looked at", exc_info=True)
-            return None, None
+            return None, None, self.beside
         finally:
             self.abandon()
-        return refusal, warning
+        return refusal, warning, self.beside
 
     def warning(self, buffers: list[str]) -> str | None:
         effects = [e for f in self.functions for e in effects_of(f.function, f.given)]
@@ -392,15 +395,18 @@ def watch(
 
     Args:
         func: the decorated callable, and ``args`` and ``kwargs`` of its call.
-        participants: weak references to its modules, its parameters, and the user's own
-            participants (as weak references where they have any).
+        participants: weak references to its modules, its parameters, the user's own
+            participants (as weak references where they have any), and the rows of the batch.
     """
     try:
-        roots, params, users = participants
+        roots, params, users, rows = participants
+        own = {id(value) for value in (*args, *kwargs.values())}
         modules = [m for ref in roots or () if isinstance(m := ref(), torch.nn.Module)]
         plain, args, kwargs = _unwrap(func, args, kwargs)
         function = None if plain is None else _Function(plain, _bind(plain, args, kwargs))
-        return Watch(function, {id(p) for p in params}, modules, users)
+        watch = Watch(function, {id(p) for p in params}, modules, users)
+        watch.beside = plain and companions(plain, args, kwargs, own, rows)
+        return watch
     except Exception:
         _log.debug("oomkit: a step's side effects could not be looked at", exc_info=True)
         return None

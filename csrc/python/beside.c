@@ -33,6 +33,24 @@ beside_plain_list(const oomkit_find *f, const oomkit_seen *seen, Py_ssize_t inde
         "static=...");
 }
 
+/* Lists inside of an argument without tensors: {"captions": [...]}. 0 or -1. */
+static int
+beside_inner_lists(const oomkit_find *f, Py_ssize_t index)
+{
+    Py_ssize_t end = oomkit_node_end(f->batch, index);
+
+    while (index < end) {
+        if ((f->batch->nodes[index].flags & OOMKIT_NODE_STATIC) != 0) {
+            index = oomkit_node_end(f->batch, index);
+        } else if (oomkit_node_is_plain_list(f->batch, index, f->batch->rows)) {
+            return beside_plain_list(f, NULL, index);
+        } else {
+            index++;
+        }
+    }
+    return 0;
+}
+
 /* --- tensors of another size --- */
 
 /* SplitError: the tensor `index` is `what`. -1 always. */
@@ -265,7 +283,12 @@ oomkit_find_beside(const oomkit_find *f, Py_ssize_t argument, Py_ssize_t index)
                                "whole with static=...");
     }
     if (oomkit_node_fits(batch, index, rows)) {
-        oomkit_node_mark(batch, index, rows, -1);
+        with = oomkit_node_first_tensor(batch, index, rows, 1);
+        oomkit_node_mark(batch, index, rows, with >= 0 ? f->first : -1);
+        if (!oomkit_node_holds_tensor(batch, index) &&
+            beside_inner_lists(f, index) < 0) {
+            return -1;
+        }
         return beside_fits(f, seen, argument, index) < 0 ? -1
                                                          : beside_sizes(f, seen, index);
     }

@@ -4,6 +4,8 @@
 #include "outputs.h"
 #include "tensor.h"
 
+#include <string.h>
+
 #define CLOSED_DEPTH 8 /* how deep an object is searched */
 
 typedef struct closed {
@@ -14,6 +16,53 @@ typedef struct closed {
 
 static int
 closed_search(const closed *c, PyObject *object, int depth);
+
+/* A container written in C that capture does not open; its iterator runs no Python
+ * code. */
+static int
+type_is_closed_container(const PyTypeObject *type)
+{
+    static const char *const names[] = {"collections.deque", "set", "frozenset",
+                                        "dict_values", NULL};
+    int i, found = 0;
+
+    for (; !found && type != NULL; type = type->tp_base) {
+        for (i = 0; !found && names[i] != NULL; i++) {
+            found = (type->tp_flags & Py_TPFLAGS_HEAPTYPE) == 0 &&
+                    strcmp(type->tp_name, names[i]) == 0;
+        }
+    }
+    return found;
+}
+
+/* UserList and ChainMap: containers by their attributes. */
+static int
+type_is_wrapper(const PyTypeObject *type)
+{
+    for (; type != NULL; type = type->tp_base) {
+        if (strcmp(type->tp_name, "UserList") == 0 ||
+            strcmp(type->tp_name, "ChainMap") == 0) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+int
+oomkit_closed_length(PyObject *object, Py_ssize_t *length)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    int is_sequence = PyList_Check(object) || PyTuple_Check(object) ||
+                      PyRange_Check(object) || type_is_closed_container(type) ||
+                      type_is_wrapper(type) ||
+                      strcmp(type->tp_name, "array.array") == 0;
+
+    if (!is_sequence || PyAnySet_Check(object)) {
+        return 0;
+    }
+    *length = PyObject_Size(object);
+    return *length < 0 ? -1 : 1;
+}
 
 /* 1, 0 or -1 with an exception. */
 static int
@@ -89,7 +138,7 @@ closed_instance(const closed *c, PyObject *object, int depth)
         (oomkit_kind_of(c->st, type) & OOMKIT_KIND_MODEL) != 0 ||
         oomkit_type_defines(type, c->st->str_state_dict) ||
         (depth == 0 && !c->any_object && !oomkit_output_type(c->st, type) &&
-         !oomkit_type_defines(type, c->st->str_to))) {
+         !type_is_wrapper(type) && !oomkit_type_defines(type, c->st->str_to))) {
         return 0;
     }
     dict = PyObject_GenericGetDict(object, NULL);
@@ -121,6 +170,15 @@ closed_search(const closed *c, PyObject *object, int depth)
     }
     if (PyList_Check(object) || PyTuple_Check(object)) {
         return closed_sequence(c, object, depth);
+    }
+    if (type_is_closed_container(Py_TYPE(object)) ||
+        Py_IS_TYPE(object, &PyDictProxy_Type)) {
+        PyObject *values = Py_IS_TYPE(object, &PyDictProxy_Type)
+                               ? PyMapping_Values(object)
+                               : PySequence_Tuple(object); /* owned */
+        int found = values == NULL ? -1 : closed_sequence(c, values, depth);
+        Py_XDECREF(values);
+        return found;
     }
     return closed_instance(c, object, depth);
 }

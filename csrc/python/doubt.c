@@ -119,8 +119,8 @@ may_be_samples(const oomkit_batch *batch, Py_ssize_t index)
     return 1;
 }
 
-static int
-is_floating(int32_t dtype)
+int
+oomkit_is_floating(int32_t dtype)
 {
     return (dtype >= 5 && dtype <= 7) || dtype == 15; /* c10::ScalarType */
 }
@@ -161,7 +161,7 @@ may_be_tensors(const oomkit_find *f, Py_ssize_t index, int inner)
         return image && ragged;
     }
     return image || (ragged && first.ndim <= 3) ||
-           (first.ndim <= 2 && is_floating(first.dtype));
+           (first.ndim <= 2 && oomkit_is_floating(first.dtype));
 }
 
 static Py_ssize_t

@@ -32,7 +32,7 @@ effects_arguments(const oomkit_call *call, PyObject **positional, PyObject **nam
 }
 
 /* The modules among the participants (weak references), their parameters, and the
- * user's own objects. New reference (a tuple of lists) or NULL. */
+ * user's own objects, and the rows. New reference (a tuple) or NULL. */
 static PyObject *
 effects_participants(const oomkit_call *call)
 {
@@ -53,8 +53,8 @@ effects_participants(const oomkit_call *call)
         }
     }
     if (params != NULL && users != NULL) {
-        result = PyTuple_Pack(3, parts->roots == NULL ? Py_None : parts->roots, params,
-                              users);
+        result = Py_BuildValue("(OOOL)", parts->roots == NULL ? Py_None : parts->roots,
+                               params, users, (long long)call->batch.rows);
     }
 done:
     Py_XDECREF(params);
@@ -88,19 +88,21 @@ oomkit_effects_begin(oomkit_call *call)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* The answer (refusal, warning): 0, or -1 with SplitError or a warning made an error.
+/* The answer (refusal, warning, beside): 0, or -1 with SplitError or a warning made an
+ * error.
  */
 static int
 effects_say(oomkit_call *call, PyObject *answer)
 {
-    PyObject *refusal, *warning; /* borrowed from answer */
+    PyObject *refusal, *warning, *beside; /* borrowed from answer */
     oomkit_state *st = call->st;
 
-    if (!PyTuple_Check(answer) || PyTuple_GET_SIZE(answer) != 2) {
+    if (!PyTuple_Check(answer) || PyTuple_GET_SIZE(answer) != 3) {
         return 0;
     }
     refusal = PyTuple_GET_ITEM(answer, 0);
     warning = PyTuple_GET_ITEM(answer, 1);
+    beside = PyTuple_GET_ITEM(answer, 2);
     if (refusal != Py_None) {
         call->raised = 1;
         oomkit_raise(st->SplitError,
@@ -111,6 +113,16 @@ effects_say(oomkit_call *call, PyObject *answer)
                      "oomkit.current().is_last:`",
                      refusal, (long long)(call->slice_index + 1),
                      (long long)call->slice_count);
+        return -1;
+    }
+    if (beside != Py_None &&
+        PyErr_WarnFormat(
+            st->OomkitWarning, 1,
+            "oomkit: the batch of %U is split, and the step reads what is no argument "
+            "of "
+            "the call but has as many rows: %U; every micro-batch gets all of it: pass "
+            "as an argument what has one row per sample (said once)",
+            call->options->label, beside) < 0) {
         return -1;
     }
     if (warning == Py_None) {

@@ -73,7 +73,18 @@ oomkit_find_seen(const oomkit_find *f, Py_ssize_t argument);
 int
 oomkit_find_beside(const oomkit_find *f, Py_ssize_t argument, Py_ssize_t index);
 
+/* --- columns.c --- */
+
+/* Everything is marked: lists of as many tensors as rows, of as many rows, are samples
+ * where another list is, and else refused. 0 or -1 with SplitError. */
+int
+oomkit_find_columns(const oomkit_find *f);
+
 /* --- doubt.c --- */
+
+/* Is it a dtype of floating point numbers (c10::ScalarType)? */
+int
+oomkit_is_floating(int32_t dtype);
 
 /* Everything is marked: could it be read in another way? 0 or -1 with SplitError. */
 int

@@ -2,6 +2,8 @@
  * its leaves are sliced then? Pure functions of the nodes. */
 #include "tree.h"
 
+#define LONGEST_SIZE 4 /* of a tuple of numbers that is taken for one */
+
 #define EACH_CHILD(batch, index, number, child)                                        \
     for (number = 0, child = (index) + 1; number < (batch)->nodes[index].children;     \
          child = oomkit_node_end(batch, child), number++)
@@ -215,15 +217,30 @@ node_reads_as_items(const oomkit_batch *batch, Py_ssize_t index, int64_t rows,
     return 0;
 }
 
+/* A tuple that is no size: longer than any, or of strings, dictionaries, objects. */
+static int
+node_is_no_size(const oomkit_batch *batch, Py_ssize_t index)
+{
+    Py_ssize_t number, child;
+    EACH_CHILD(batch, index, number, child)
+    {
+        PyObject *object = batch->nodes[child].object; /* borrowed from the node */
+        if (object != Py_None && !PyNumber_Check(object) && !PyTuple_Check(object)) {
+            return 1;
+        }
+    }
+    return batch->nodes[index].children > LONGEST_SIZE;
+}
+
 /* A list as long as the batch that holds no tensor at all: captions, lengths. A tuple
- * inside of something else is more often a size. */
+ * inside of something else is more often a size where it may be one. */
 int
 oomkit_node_is_plain_list(const oomkit_batch *batch, Py_ssize_t index, int64_t rows)
 {
     const oomkit_node *node = &batch->nodes[index];
     if (!node_is_sequence(node) || rows < 2 || oomkit_node_holds_tensor(batch, index) ||
         (PyTuple_CheckExact(node->object) && !node_is_root(batch, index) &&
-         !oomkit_node_is_zipped(batch, index))) {
+         !oomkit_node_is_zipped(batch, index) && !node_is_no_size(batch, index))) {
         return 0;
     }
     return node->kind != OOMKIT_NODE_OTHER ? node->children == rows

@@ -89,6 +89,11 @@ int
 oomkit_object_holds_tensor(oomkit_state *st, PyObject *object, int64_t dim,
                            int64_t rows, int any_object);
 
+/* The length of a sequence that capture left closed: a deque, a range, a list of one's
+ * own type. 1 and *length, 0 for anything else, or -1. */
+int
+oomkit_closed_length(PyObject *object, Py_ssize_t *length);
+
 /* --- objects.c, arrays.c, splitters.c --- */
 
 /* The object of an OOMKIT_NODE_OBJECT at `at`, made anew with these values of its
@@ -133,7 +138,7 @@ oomkit_node_whole(oomkit_state *st, const oomkit_batch *batch, Py_ssize_t index)
 
 /* twins.c: sets `same` of the nodes. 0 or -1. */
 int
-oomkit_node_twins(oomkit_batch *batch);
+oomkit_node_twins(const oomkit_options *options, oomkit_batch *batch);
 
 /* --- reading.c: the nodes as samples --- */
 

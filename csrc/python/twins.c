@@ -19,6 +19,26 @@ built_alike(const oomkit_batch *batch, Py_ssize_t a, Py_ssize_t b)
     return 1;
 }
 
+/* Is the dimension of the samples the same for both nodes? 1, 0 or -1. */
+static int
+sliced_alike(const oomkit_options *options, const oomkit_batch *batch, Py_ssize_t a,
+             Py_ssize_t b)
+{
+    int64_t one = 0, two = 0;
+    Py_ssize_t argument, at = 0;
+
+    for (argument = 0; options->dims != NULL && at <= b; argument++) {
+        int64_t dim = oomkit_argument_dim(options, batch, argument);
+        if (dim == INT64_MIN) {
+            return -1;
+        }
+        one = at <= a ? dim : one;
+        two = dim;
+        at = oomkit_node_end(batch, at);
+    }
+    return one == two;
+}
+
 /* Is it made anew in a micro-batch? */
 static int
 is_made(const oomkit_node *node)
@@ -27,7 +47,7 @@ is_made(const oomkit_node *node)
 }
 
 int
-oomkit_node_twins(oomkit_batch *batch)
+oomkit_node_twins(const oomkit_options *options, oomkit_batch *batch)
 {
     PyObject *places = PyDict_New(); /* owned: address of an object -> its first node */
     Py_ssize_t i;
@@ -43,7 +63,10 @@ oomkit_node_twins(oomkit_batch *batch)
         place = address == NULL ? NULL : PyDict_GetItemWithError(places, address);
         if (place != NULL) {
             Py_ssize_t first = PyLong_AsSsize_t(place);
-            if (built_alike(batch, first, i)) {
+            int alike = built_alike(batch, first, i)
+                            ? sliced_alike(options, batch, first, i)
+                            : 0;
+            if (alike > 0) {
                 node->same = (int32_t)first;
                 batch->twins = 1;
             }
