@@ -5,6 +5,7 @@
 
 #include "../core/status.h"
 
+#include <stddef.h>
 #include <string.h>
 
 #define DEPTH_LIMIT OOMKIT_CAPTURE_DEPTH
@@ -380,9 +381,11 @@ oomkit_batch_signature(const oomkit_batch *batch)
 void
 oomkit_batch_move(oomkit_batch *to, oomkit_batch *from, PyObject *const *args)
 {
-    *to = *from;
-    if (from->nodes == from->inline_nodes) {
+    memcpy(to, from, offsetof(oomkit_batch, inline_nodes));
+    if (from->nodes == from->inline_nodes) { /* those in use alone */
         to->nodes = to->inline_nodes;
+        memcpy(to->inline_nodes, from->inline_nodes,
+               (size_t)from->count * sizeof(oomkit_node));
     }
     to->args = args;
     from->nodes = from->inline_nodes;
