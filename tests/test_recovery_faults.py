@@ -40,7 +40,7 @@ def test_no_fault_leaves_a_wrong_state(name: str, monkeypatch: pytest.MonkeyPatc
     at = SEED + list(SUITES).index(name)
     forms = [FORMS[at % len(FORMS)], FORMS[(3 * at + 1) % len(FORMS)]]  # two of them each
     monkeypatch.setattr("recovery_points.FORMS", sorted(set(forms)))
-    first = 1 + (7 * SEED) % STRIDES[name]
+    first = 1 + (7 * SEED) % min(STRIDES[name], 5)  # the shortest has five points
     count, failures = prove(name, STRIDES[name], first)
     assert failures == []
     assert count > 0, "nothing was done"

@@ -176,16 +176,19 @@ pass_note(oomkit_call *call, PyObject *exception, int parked)
     if (!PyObject_TypeCheck(exception, (PyTypeObject *)PyExc_Exception)) {
         return pass_note_interrupted(call, exception);
     }
-    if (call->slices == NULL) {
+    if (call->slices == NULL && call->ooms == 0) {
         return 0;
     }
-    slice =
-        &call->slices[call->slice_index < call->slice_count ? call->slice_index : 0];
     if (oomkit_tx_committed(call) == 1) {
         result = pass_add_note(
             exception, PyUnicode_FromString("oomkit: the update of this batch had been "
                                             "applied: it stands, do not repeat it"));
     }
+    if (call->slices == NULL) {
+        return result;
+    }
+    slice =
+        &call->slices[call->slice_index < call->slice_count ? call->slice_index : 0];
     if (result == 0 && call->split && !call->raised) {
         result = pass_add_note(
             exception,

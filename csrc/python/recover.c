@@ -179,7 +179,10 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception,
         (call->refusal == NULL && oomkit_refusal(call, &call->refusal) < 0) ||
         oomkit_hooks_judge(call, &committed) < 0) {
         Py_DECREF(exception);
-        return -1;
+        if (oomkit_tx_committed(call) == 0) {
+            oomkit_recover_undo(call);
+        }
+        return oomkit_own_failed(call, "it was being judged whether to retry it");
     }
     if ((!committed || call->options->optimizer_copy) && call->refusal == NULL) {
         return 0;

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import time
+
+import torch
+
 from .suite import Result, Suite, pytest_suite
 
 
@@ -44,9 +49,28 @@ def _prove_family(family: str) -> Result:
     return result
 
 
+def _faults() -> list[str]:
+    from recovery_points import SUITES
+
+    return list(SUITES)
+
+
+def _prove_faults(name: str) -> Result:
+    from recovery_points import STRIDES, prove
+
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    begin = time.perf_counter()
+    count, failures = prove(name, STRIDES[name])
+    return Result(count, failures, seconds=time.perf_counter() - begin)
+
+
 SUITES = [
     Suite("model zoo", _zoo, _prove_model),
     Suite("programs", _programs, _prove_family),
+    Suite("faults inside recovery", _faults, _prove_faults),
+    pytest_suite("what recovery faults found", "test_recovery_faults.py"),
+    pytest_suite("classifier", "test_classifier.py", "test_classifier_fuzz.py"),
     pytest_suite("returned losses", "test_returned.py", "test_returned_between.py",
                  "test_returned_modes.py", "test_returned_paths.py", "test_returned_weights.py",
                  "test_returned_threads.py", "test_returned_buffers.py"),
