@@ -69,7 +69,14 @@ class Lines(Point):
     """Lines of Python code: where an interrupt arrives."""
 
     # Torch's context managers lose the mode they were to put back: no matter of ours.
-    FILES = ("_contextlib.py", "contextlib.py", "grad_mode.py", "profiler.py", "recovery_points.py")
+    FILES = (
+        "_contextlib.py",
+        "contextlib.py",
+        "grad_mode.py",
+        "profiler.py",
+        "recovery_points.py",
+        "_dynamo/decorators.py",
+    )
     NAMES = ("_use_grad", "profile_hook_step", "wrapper", "run", "state", "evaluate")
 
     def __enter__(self) -> Lines:
