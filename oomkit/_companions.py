@@ -21,7 +21,7 @@ def _has_rows(value: object, rows: int) -> bool:
             return False
     elif type(value).__module__ != "numpy" or type(value).__name__ != "ndarray":
         return False
-    shape = getattr(value, "shape", ())
+    shape: tuple[int, ...] = getattr(value, "shape", ())
     return len(shape) > 0 and shape[0] == rows
 
 
