@@ -172,9 +172,11 @@ static uint64_t
 budget_of(oomkit_call *call)
 {
     uint64_t budget = oomkit_device_budget(call->st, call->device);
-    return budget != OOMKIT_UNKNOWN || call->device.type == OOMKIT_DEVICE_CPU
-               ? budget
-               : call->step->device_bytes;
+    if (budget != OOMKIT_UNKNOWN || call->device.type == OOMKIT_DEVICE_CPU ||
+        call->step->device_bytes == 0) { /* it never was full yet */
+        return budget;
+    }
+    return call->step->device_bytes;
 }
 
 void
