@@ -1,6 +1,7 @@
 /* Memory figures of the CPU (the bridge's budget allocator) and of accelerators (the
  * bridge, or torch's own calls where there is none). */
 #include "device.h"
+#include "errors.h"
 #include "device_calls.h"
 
 #include "../core/status.h"
@@ -380,7 +381,7 @@ oomkit_device_usable(oomkit_state *st, oomkit_device device)
     uint64_t budget;
 
     if (oomkit_device_figures(st, device, &stats, &budget) < 0) {
-        PyErr_Clear(); /* of whatever kind: the planner goes without it */
+        oomkit_error_dismiss(); /* the planner goes without it */
         return OOMKIT_UNKNOWN;
     }
     return stats.free == OOMKIT_UNKNOWN || stats.reserved == OOMKIT_UNKNOWN

@@ -129,3 +129,15 @@ oomkit_raise_out_of_memory(oomkit_state *st, PyObject *message, PyObject *report
     oomkit_exception_give(error);
     return NULL;
 }
+
+void
+oomkit_error_dismiss(void)
+{
+    int interrupted =
+        PyErr_Occurred() != NULL && PyErr_ExceptionMatches(PyExc_KeyboardInterrupt);
+
+    PyErr_Clear(); /* accounted for: only hints are asked for where this is called */
+    if (interrupted) {
+        PyErr_SetInterrupt();
+    }
+}

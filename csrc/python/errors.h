@@ -52,4 +52,9 @@ PyObject *
 oomkit_raise_out_of_memory(oomkit_state *st, PyObject *message, PyObject *report,
                            int committed);
 
+/* Drops an error (if any) where a hint is asked for and nothing can be raised. An
+ * interrupt is not lost: it arrives again. */
+void
+oomkit_error_dismiss(void);
+
 #endif

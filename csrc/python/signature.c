@@ -1,4 +1,5 @@
 /* What a site knows about each shape of batch: sizes that worked and that failed. */
+#include "errors.h"
 #include "step.h"
 
 static uint64_t
@@ -25,7 +26,7 @@ training_flag(const oomkit_call *call)
         if (root != NULL &&
             PyObject_TypeCheck(root, (PyTypeObject *)call->st->Module)) {
             flag = PyObject_GetAttr(root, call->st->str_training);
-            PyErr_Clear(); /* of whatever kind: a module without the flag has none */
+            oomkit_error_dismiss(); /* a module without the flag has none */
         }
         Py_XDECREF(root);
     }
@@ -42,7 +43,7 @@ is_on(PyObject *callable)
     PyObject *on = callable == NULL ? NULL : PyObject_CallNoArgs(callable); /* owned */
     uint64_t result = on == Py_True;
 
-    PyErr_Clear(); /* of whatever kind: one mode less to tell shapes apart by */
+    oomkit_error_dismiss(); /* one mode less to tell shapes apart by */
     Py_XDECREF(on);
     return result;
 }
@@ -75,7 +76,7 @@ shape_of(oomkit_call *call, oomkit_signature *entry)
         }
         if (oomkit_tensor_facts_get(call->st, node->object, call->options->dim,
                                     &facts) < 0) {
-            PyErr_Clear(); /* of whatever kind: it does not count */
+            oomkit_error_dismiss(); /* it does not count */
             continue;
         }
         entry->family = mix(entry->family, (uint64_t)(facts.dtype * 16 + facts.ndim));
@@ -211,7 +212,7 @@ gradient_bytes(oomkit_call *call)
 
     for (i = 0; i < call->parts->param_count; i++) {
         if (oomkit_tensor_facts_get(call->st, call->parts->params[i], 0, &facts) < 0) {
-            PyErr_Clear(); /* of whatever kind: an estimate goes without it */
+            oomkit_error_dismiss(); /* an estimate goes without it */
         } else if (facts.requires_grad) {
             sum += facts.bytes;
         }
