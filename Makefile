@@ -10,7 +10,7 @@ SOURCES := setup.py pyproject.toml \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv build demo test prove programs bench lint gpu clean
+.PHONY: help venv build demo test prove mutants programs bench lint gpu clean
 
 help: ## List every target
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,10 @@ test: $(BUILT) ## Run the test suite; needs no GPU
 prove: export PYTHONPATH := tests
 prove: $(BUILT) ## Fail every allocation of every model, and more (about 40 minutes)
 	$(PY) -m prove $(PROVE_ARGS)
+
+mutants: export PYTHONPATH := tests
+mutants: $(BUILT) ## Break one invariant at a time: tests must tell (about 20 minutes)
+	$(PY) -m mutants $(MUTANTS_ARGS)
 
 programs: export PYTHONPATH := tests
 programs: $(BUILT) ## Fail tests/programs/ at 20 places each; rewrites docs/programs.md

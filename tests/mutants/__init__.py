@@ -1,0 +1,1 @@
+"""`make mutants`: the sources with one invariant broken at a time; tests must tell each."""
