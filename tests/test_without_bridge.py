@@ -188,3 +188,35 @@ assert returned(2, True)[-2:] == [2, 2]
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_allocators_cache_is_emptied_once_before_the_retry() -> None:
+    """No accelerator is needed to see that it is asked for: "meta" is a device without memory."""
+    code = """
+    import sys
+    import torch
+    emptied = []
+    calls = []
+    torch._C._accelerator_isAllocatorInitialized = lambda: True
+    torch._C._accelerator_emptyCache = lambda: emptied.append(len(calls))
+    sys.modules["oomkit._bridge"] = None
+    import warnings
+    warnings.simplefilter("ignore")
+    import oomkit
+    model = torch.nn.Linear(6, 3, device="meta")
+
+    @oomkit.auto_batch
+    def step(x):
+        calls.append(len(x))
+        model(x).sum().backward()
+        if len(calls) < 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    step(torch.zeros(8, 6, device="meta"))
+    assert calls[:2] == [8, 4] and step.records[0].ooms == 2, calls
+    assert emptied == [1, 2], emptied
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

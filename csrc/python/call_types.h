@@ -27,7 +27,7 @@ typedef struct oomkit_grads {
     PyObject *
         *entry;   /* owned: the caller's gradients, put away while ours accumulate */
     int stashing; /* what accumulates is for a stash: .grad stays the caller's */
-    int apart;    /* a replay: ours accumulate beside the caller's and are added last */
+    int apart;    /* ours accumulate beside the caller's and are added last */
     int away;     /* entry holds them now */
     uint64_t engine_runs; /* state->engine_runs when the marks were taken */
     int force_copies;     /* whatever the options say */

@@ -132,6 +132,13 @@ oomkit_grads_mark(oomkit_call *call)
     if (g->at_entry && !g->stashing && oomkit_call_wants_copies(call)) {
         return grads_copy(call);
     }
+    /* Without copies what a micro-batch adds to the caller's gradients could not be
+     * taken back: they stay out of a split call until its last backward. */
+    if (g->at_entry && !g->stashing && call->split && call->replayed == NULL &&
+        g->copies == NULL) {
+        g->apart = 1;
+        return oomkit_grads_put_away(call);
+    }
     return 0;
 }
 

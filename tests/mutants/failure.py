@@ -21,7 +21,7 @@ MUTANTS = [
         "csrc/python/drop.c",
         "        if (!list_has_frame(kept, frame)) {",
         "        if (0) {",
-        ("test_drop.py",),
+        ("test_drop.py::test_nothing_outlives_a_dropped_exception",),
     ),
     Mutant(
         "callers-exception-stripped",
@@ -38,7 +38,7 @@ MUTANTS = [
         "csrc/python/drop.c",
         "        list_add(list, value, kept);\n    }",
         "        ;\n    }",
-        ("test_drop.py",),
+        ("test_drop.py::test_nothing_outlives_a_dropped_exception",),
     ),
     Mutant(
         "generators-closed",
@@ -62,7 +62,7 @@ MUTANTS = [
         "csrc/python/recover.c",
         "        now > call->baseline_bytes) {",
         "        0) {",
-        ("test_drop.py", "test_leaks.py"),
+        ("test_judged.py::test_cycles_of_the_failed_attempt_are_gone_before_the_retry",),
     ),
     Mutant(
         "no-cache-flush",
@@ -70,7 +70,7 @@ MUTANTS = [
         "csrc/python/recover.c",
         "    return oomkit_device_empty_cache(st, call->device);",
         "    return 0;",
-        ("test_recovery_faults.py",),
+        ("test_without_bridge.py::test_the_allocators_cache_is_emptied_once_before_the_retry",),
     ),
     Mutant(
         "autocast-cache-stays",
@@ -78,7 +78,7 @@ MUTANTS = [
         "csrc/python/recover.c",
         "PyObject *done = PyObject_CallNoArgs(st->clear_autocast_cache); /* owned */",
         "PyObject *done = Py_NewRef(Py_None);",
-        ("test_recovery_faults.py",),
+        ("test_judged.py::test_weights_that_autocast_has_kept_are_gone_before_the_retry",),
     ),
     Mutant(
         "interrupt-takes-nothing-back",
@@ -111,7 +111,7 @@ MUTANTS = [
         "csrc/python/exception.c",
         "    return severity[one] >= severity[two] ? one : two;",
         "    return severity[one] <= severity[two] ? one : two;",
-        ("test_classifier.py", "test_errors.py"),
+        ("test_classifier.py",),
     ),
     Mutant(
         "look-alikes-are-oom",
@@ -119,7 +119,7 @@ MUTANTS = [
         "csrc/core/classify.c",
         '    {"std::bad_alloc", AT_END_OF_WORD, OOMKIT_CLASS_CERTAIN},',
         '    {"std::bad_alloc", NULL, OOMKIT_CLASS_CERTAIN},',
-        ("test_core.py::test_core[classify]", "test_classifier.py"),
+        ("test_core.py::test_core[classify]",),
     ),
     Mutant(
         "any-type-is-oom",
@@ -127,7 +127,7 @@ MUTANTS = [
         "csrc/python/exception.c",
         "    if (facts.kind == OOMKIT_EXCEPTION_OTHER) {",
         "    if (0) {",
-        ("test_classifier.py", "test_errors.py"),
+        ("test_classifier.py::test_a_type_that_is_never_out_of_memory_may_quote_it",),
     ),
     Mutant(
         "sticky-retried",
@@ -135,7 +135,7 @@ MUTANTS = [
         "csrc/python/recover.c",
         "class_ == OOMKIT_CLASS_STICKY || class_ == OOMKIT_CLASS_NEVER ||",
         "class_ == OOMKIT_CLASS_NEVER ||",
-        ("test_refuse.py", "test_errors.py", "test_classifier.py"),
+        ("test_judged.py::test_what_a_retry_cannot_help_passes_as_it_came",),
     ),
     Mutant(
         "never-retried",
@@ -143,7 +143,8 @@ MUTANTS = [
         "csrc/python/recover.c",
         "class_ == OOMKIT_CLASS_STICKY || class_ == OOMKIT_CLASS_NEVER ||",
         "class_ == OOMKIT_CLASS_STICKY ||",
-        ("test_refuse.py", "test_errors.py", "test_classifier.py"),
+        ("test_judged.py::test_what_a_retry_cannot_help_passes_as_it_came",
+         "test_judged.py::test_our_own_out_of_memory_from_inside_is_not_tried_again"),
     ),
     Mutant(
         "masked-retried-for-ever",
@@ -151,7 +152,7 @@ MUTANTS = [
         "csrc/python/recover.c",
         "(class_ == OOMKIT_CLASS_MASKED && call->ooms > MASKED_RETRIES)) {",
         "0) {",
-        ("test_refuse.py", "test_errors.py", "test_classifier.py"),
+        ("test_judged.py::test_and_passes_with_everything_back_when_it_comes_a_third_time",),
     ),
     Mutant(
         "retried-under-distribution",
@@ -159,7 +160,7 @@ MUTANTS = [
         "csrc/python/recover.c",
         "        (call->refusal == NULL && oomkit_refusal(call, &call->refusal) < 0) ||\n",
         "",
-        ("test_refuse.py",),
+        ("test_surroundings.py::test_more_than_one_rank",),
     ),
     Mutant(
         "never-exhausted",

@@ -61,7 +61,7 @@ MUTANTS = [
         "oomkit/optim.py",
         "            if p.grad is not None:\n                total +=",
         "            if True:\n                total +=",
-        ("test_optimizer_faults.py",),
+        ("test_optimizer_faults.py::test_the_first_step_that_cannot_fit_is_refused_before_anything_moves",),
     ),
     Mutant(
         "budget-released-twice",
@@ -161,7 +161,7 @@ MUTANTS = [
         "oomkit/_nodes.py",
         "self._anchor = _Anchor.apply(leaf, *self._leaves)",
         "self._anchor = _Anchor.apply(leaf)",
-        ("test_join_grad.py",),
+        ("test_join_grad.py::test_a_gradient_through_a_sum_with_the_model",),
     ),
     Mutant(
         "forced-slices-stay",

@@ -11,8 +11,7 @@ MUTANTS = [
         "csrc/python/hold.c",
         "    return !call->is_last;",
         "    return 0;",
-        ("test_steps.py::test_split_is_the_whole_batch",
-         "test_once_schedulers.py::test_schedulers_step_once"),
+        ("test_once_schedulers.py::test_schedulers_step_once",),
     ),
     Mutant(
         "interceptors-stay",
@@ -20,7 +19,7 @@ MUTANTS = [
         "csrc/python/install.c",
         "if (PyDict_GetItemWithError(entry->dict, entry->name) == entry->interceptor) {",
         "if (0) {",
-        ("test_once_updates.py", "test_once_schedulers.py"),
+        ("test_once_updates.py::test_a_scheduler_saved_in_the_step_is_the_plain_one",),
     ),
     Mutant(
         "wrapper-of-a-scheduler-lost",
@@ -28,7 +27,7 @@ MUTANTS = [
         "csrc/python/install.c",
         "? PyDict_SetItem(entry->dict, entry->name, self->original)",
         "? PyDict_DelItem(entry->dict, entry->name)",
-        ("test_once_schedulers.py", "test_once_updates.py"),
+        ("test_once_schedulers.py::test_schedulers_step_once",),
     ),
     Mutant(
         "hidden-scheduler",
@@ -45,7 +44,8 @@ MUTANTS = [
         "    if (first->events[at].target != target || first->events[at].name != name) {\n"
         "        return course_differs",
         "    if (0) {\n        return course_differs",
-        ("test_course.py", "test_once_decisions.py"),
+        ("test_course.py::test_step_every_second_call",
+         "test_once_decisions.py"),
     ),
     Mutant(
         "shorter-courses",
@@ -53,7 +53,9 @@ MUTANTS = [
         "csrc/python/course.c",
         "    if (!call->course_waived && course->count < first->count) {",
         "    if (0) {",
-        ("test_course.py", "test_once_decisions.py"),
+        ("test_course.py::test_step_every_second_call",
+         "test_course.py::test_skip_on_nan",
+         "test_once_decisions.py"),
     ),
     Mutant(
         "longer-courses",
@@ -61,7 +63,8 @@ MUTANTS = [
         "csrc/python/course.c",
         "    if (at >= first->count) {\n        return course_differs(call, where, NULL);\n    }",
         "    if (at >= first->count) {\n        return 0;\n    }",
-        ("test_course.py", "test_once_decisions.py"),
+        ("test_course.py::test_step_every_second_call",
+         "test_once_decisions.py"),
     ),
     Mutant(
         "batch-moved-unseen",
@@ -69,8 +72,7 @@ MUTANTS = [
         "csrc/python/moved.c",
         "        if (moved) {\n            if (batch->saved == NULL) {",
         "        if (0) {\n            if (batch->saved == NULL) {",
-        ("test_course.py::test_batch_changed_in_place_is_not_replayed",
-         "test_batch_check.py"),
+        ("test_course.py::test_batch_changed_in_place_is_not_replayed",),
     ),
     Mutant(
         "parameter-moved-unseen",
@@ -79,7 +81,7 @@ MUTANTS = [
         "    int state = oomkit_tx_params_moved(call, &which);",
         "    int state = 0;",
         ("test_course.py::test_parameter_changed_by_hand_in_a_micro_batch",
-         "test_once.py"),
+         "test_once.py::test_update_by_hand_is_seen_although_an_earlier_call_had_no_backward"),
     ),
     Mutant(
         "data-written-unseen",
@@ -186,9 +188,8 @@ MUTANTS = [
         "csrc/python/transaction.c",
         "    if (moved == 0 && call->rng.cpu_state != NULL) {",
         "    if (0) {",
-        ("test_once.py", "test_steps.py::test_evaluation_keeps_finished_parts",
-         "test_recovery_faults.py::"
-         "test_a_later_part_of_an_evaluation_takes_the_earlier_ones_back_with_it"),
+        ("test_steps.py::test_evaluation_keeps_finished_parts",
+         "test_recovery_faults.py::test_a_later_part_of_an_evaluation_takes_the_earlier_ones_back_with_it"),
     ),
     Mutant(
         "parts-kept-in-spite-of-weights",

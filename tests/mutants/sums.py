@@ -59,7 +59,7 @@ MUTANTS = [
         "csrc/python/backward.c",
         "    if (call->backward_depth > 0 || !backward_accumulates(st, args, nargsf, kwnames)) {",
         "    if (!backward_accumulates(st, args, nargsf, kwnames)) {",
-        ("zoo/test_zoo.py", "test_steps.py::test_split_is_the_whole_batch"),
+        ("test_steps.py::test_split_is_the_whole_batch",),
     ),
     Mutant(
         "autograd-grad-weighed",
@@ -67,7 +67,7 @@ MUTANTS = [
         "csrc/python/backward.c",
         "    if (call->backward_depth > 0 || !backward_accumulates(st, args, nargsf, kwnames)) {",
         "    if (call->backward_depth > 0) {",
-        ("zoo/test_zoo.py", "test_steps.py::test_split_is_the_whole_batch"),
+        ("test_steps.py::test_split_is_the_whole_batch",),
     ),
     Mutant(
         "stash-lost",
@@ -132,7 +132,7 @@ MUTANTS = [
         "csrc/python/gradients.c",
         "        if (g->entry[i] != NULL && g->entry[i] != Py_None) {\n            result = grads_add",
         "        if (0) {\n            result = grads_add",
-        ("test_returned_entry.py",),
+        ("test_returned_entry.py::test_bit_for_bit_as_a_call_that_was_split_before_its_backward",),
     ),
     Mutant(
         "returned-stash-in-place",
@@ -180,7 +180,7 @@ MUTANTS = [
         "csrc/python/losses.c",
         "    if (fabs(joined - whole) <= limit * fmax(fabs(whole), l->largest)) {",
         "    if (1) {",
-        ("test_forgotten_sum.py",),
+        ("test_forgotten_sum.py::test_a_contrastive_loss_that_failed_in_its_backward_is_said_once",),
     ),
     Mutant(
         "metric-of-the-last",

@@ -58,11 +58,9 @@ def expected_of(model: Model, case: Case, phase: str) -> list[Expected]:
     if case.times == "always":
         expected.append(EXHAUSTED)
     # One interrupted backward of the whole batch can be set aside: not one that drew numbers
-    # or moved statistics, none behind which others have finished, none that unscale_() or
-    # clipping has gone over, and no second one.
-    if case.gradients == "off" and (
-        model.moves or case.k > 1 or case.times != "once" or phase == "forward"
-    ):
+    # or moved statistics, and none that unscale_() or clipping has gone over. A split one
+    # leaves the caller's gradients alone until its last backward is done.
+    if case.gradients == "off" and (phase == "forward" or (model.moves and case.k == 1)):
         expected.append(NO_COPIES)
     return expected
 
