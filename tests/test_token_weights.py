@@ -119,6 +119,30 @@ def test_token_mean(k: int, empty: tuple[int, ...], style: str) -> None:
     _compare(make, _tokens(empty), k=k)
 
 
+@pytest.mark.parametrize("style", ["step", "backward"])
+def test_a_mean_over_no_token_adds_nothing(style: str) -> None:
+    """Written by hand its gradients are NaN, and NaN times a share of 0 would be NaN."""
+
+    def make(model: nn.Module) -> Callable[..., Any]:
+        def loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            each = _token_loss(model, batch, reduction="none")
+            labelled = (batch["labels"].flatten() != -100).to(each.dtype)
+            return (each * labelled).sum() / labelled.sum()
+
+        def step(batch: dict[str, torch.Tensor]) -> float:
+            value = loss(batch)
+            value.backward()
+            return value.item()
+
+        return oomkit.auto_batch(
+            loss if style == "backward" else step,
+            backward=style == "backward",
+            weight=lambda batch: (batch["labels"] != -100).sum(),
+        )
+
+    _compare(make, _tokens(tuple(range(SLICES[2][0]))), k=2)
+
+
 @pytest.mark.parametrize("k", [2, 3, 5])
 def test_shifted_token_mean(k: int) -> None:
     def make(model: nn.Module) -> Callable[..., Any]:

@@ -49,9 +49,18 @@ def _masked(model: MLP, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(x), y, ignore_index=-100)
 
 
+def _penalty(model: MLP, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The gradients inside the loss are the loss's own: they have no weight."""
+    x = x.detach().requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.pow(2).sum(), x, create_graph=True)
+    return F.cross_entropy(out, y) + slope.pow(2).sum(1).mean()
+
+
 CASES: dict[str, tuple[Callable[..., torch.Tensor], dict[str, Any]]] = {
     "mean": (_mean, {}),
     "sum": (_sum, {"reduction": "sum"}),
+    "penalty": (_penalty, {}),
     "weighted": (_masked, {"weight": lambda batch: (batch[1] != -100).sum()}),
 }
 

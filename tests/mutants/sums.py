@@ -35,7 +35,7 @@ MUTANTS = [
         "csrc/python/backward.c",
         "if (call->split && weight == 0.0) {",
         "if (0) {",
-        ("test_token_weights.py::test_token_mean",),
+        ("test_token_weights.py::test_a_mean_over_no_token_adds_nothing",),
     ),
     Mutant(
         "second-weight-first",
@@ -67,7 +67,7 @@ MUTANTS = [
         "csrc/python/backward.c",
         "    if (call->backward_depth > 0 || !backward_accumulates(st, args, nargsf, kwnames)) {",
         "    if (call->backward_depth > 0) {",
-        ("test_steps.py::test_split_is_the_whole_batch",),
+        ("test_weights.py::test_split_equals_whole",),
     ),
     Mutant(
         "stash-lost",
