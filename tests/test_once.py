@@ -151,6 +151,37 @@ def test_statistics_of_a_norm_of_ones_own_are_rolled_back() -> None:
     assert torch.equal(run(False), run(True))
 
 
+def test_a_buffer_that_was_replaced_is_in_its_place_again() -> None:
+    """`self.mean = ...` puts another tensor there: the old one has its value still."""
+
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.mean = 0.9 * self.mean + x.detach().mean(0)
+            return x - self.mean
+
+    def run(k: int, fails: bool) -> torch.Tensor:
+        torch.manual_seed(SEED)
+        norm, linear = Mean(), nn.Linear(6, 3)
+        calls: list[int] = []
+
+        @oomkit.auto_batch(accumulation_steps=k)
+        def step(x: torch.Tensor) -> None:
+            calls.append(len(x))
+            out = linear(norm(x))
+            if fails and len(calls) == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            out.sum().backward()
+
+        step(torch.randn(8, 6))
+        return norm.mean
+
+    assert torch.equal(run(2, False), run(1, True))
+
+
 def test_gradients_come_back_when_a_parameter_was_changed() -> None:
     model, _, x, y = _world()
     F.cross_entropy(model(x), y).backward()

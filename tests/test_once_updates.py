@@ -283,6 +283,32 @@ def test_every_fault_of_a_cold_scaler() -> None:
             assert torch.allclose(a, b, atol=1e-6), n
 
 
+def test_a_scaler_that_had_unscaled_does_so_again() -> None:
+    """It refuses a second unscale_() until its update(), which the failed attempt never met."""
+
+    def run(k: int, fails: bool) -> list[torch.Tensor]:
+        model, optimizer, x, y = _world()
+        scaler = torch.amp.GradScaler(device="cpu", init_scale=64.0)
+        calls: list[int] = []
+
+        @oomkit.auto_batch(accumulation_steps=k)
+        def step(x: torch.Tensor, y: torch.Tensor) -> None:
+            calls.append(len(x))
+            optimizer.zero_grad()
+            scaler.scale(F.cross_entropy(model(x), y)).backward()
+            scaler.unscale_(optimizer)
+            if fails and len(calls) == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            scaler.step(optimizer)
+            scaler.update()
+
+        step(x, y)
+        return _values(model)
+
+    expected, got = run(2, False), run(1, True)
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
 def test_a_course_that_ends_early_after_the_update_says_so() -> None:
     model, optimizer, x, y = _world()
     sched = StepLR(optimizer, 1)

@@ -123,8 +123,9 @@ def test_gradients_before_the_step_survive_every_fault() -> None:
             assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True)), (phase, n)
 
 
-def test_gradients_before_a_proven_step_are_set_aside() -> None:
+def test_gradients_before_a_proven_step_are_set_aside(caplog: pytest.LogCaptureFixture) -> None:
     """No copies once the shape is proven: leaves that moved keep their whole contribution."""
+    caplog.set_level("INFO", logger="oomkit")
     x, y = _batch(8)
     whole = _model()
     _mean(whole, *_batch(5)).backward()
@@ -138,7 +139,8 @@ def test_gradients_before_a_proven_step_are_set_aside() -> None:
         def step(x: torch.Tensor, y: torch.Tensor) -> None:
             _mean(model, x, y).backward()  # noqa: B023
 
-        step(x, y)
+        _mean(model, *_batch(5)).backward()
+        step(x, y)  # with gradients at entry: without any nothing is proven
         model.zero_grad()
         _mean(model, *_batch(5)).backward()
         with inject_oom(nth=n if seen is not None else 2**60, phase="backward") as armed:
@@ -150,6 +152,7 @@ def test_gradients_before_a_proven_step_are_set_aside() -> None:
         assert _close(_gradients(whole), _gradients(model)), n
         n += 1
     assert seen > 3
+    assert "keeps gradients of the failed attempt" in caplog.text
 
 
 def test_gradient_safety_off_raises_instead_of_guessing() -> None:

@@ -11,7 +11,7 @@ MUTANTS = [
         "csrc/python/recover.c",
         "    oomkit_exception_drop(st, exception, handled);\n    Py_XDECREF(handled);\n"
         "    oomkit_phase_set",
-        "    static PyObject *late; /* until the next failure */\n    Py_XSETREF(late, exception);\n"
+        "    static PyObject *late; /* until the next one */\n    Py_XSETREF(late, exception);\n"
         "    Py_XDECREF(handled);\n    oomkit_phase_set",
         ("test_steps.py::test_replay_sees_nothing_of_the_failed_attempt",),
     ),
