@@ -154,6 +154,38 @@ def test_parameter_changed_by_hand_in_a_micro_batch() -> None:
         step(x, y)
 
 
+def test_one_number_of_a_large_parameter_changed_by_hand() -> None:
+    """Its version tells: of the values only 64 are compared."""
+    table, (_, _, x, y) = torch.nn.Parameter(torch.zeros(6400, 3)), _world()
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        F.cross_entropy(x[:, :3] + table[: len(x)], y).backward()
+        with torch.no_grad():
+            table[10, 1] = 1.0
+
+    with pytest.raises(oomkit.SplitError, match="was changed in micro-batch 1 of 2"):
+        step(x, y)
+
+
+def test_the_same_number_of_calls_in_another_order() -> None:
+    model, optimizer, x, y = _world()
+    other = torch.optim.SGD(model.layers[0].parameters(), lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    turns: list[int] = []
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        F.cross_entropy(model(x), y).backward()
+        turns.append(len(x))
+        for one in (optimizer, other) if len(turns) == 1 else (other, optimizer):
+            one.step()
+
+    with pytest.raises(oomkit.SplitError, match="take different courses"):
+        step(x, y)
+    assert _untouched(model, before)
+
+
 def test_gradient_set_by_hand_in_a_micro_batch() -> None:
     model, optimizer, x, y = _world()
 

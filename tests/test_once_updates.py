@@ -86,8 +86,9 @@ def test_a_scheduler_out_of_sight_steps_once(where: str) -> None:
         sched: Any = None
 
     trainer = Trainer()
+    default = sched if where == "default" else None  # the search looks into defaults
 
-    def plain(x: torch.Tensor, y: torch.Tensor, late: Any = sched) -> None:
+    def plain(x: torch.Tensor, y: torch.Tensor, late: Any = default) -> None:
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
@@ -125,6 +126,23 @@ def test_a_scheduler_saved_in_the_step_is_the_plain_one() -> None:
 
     assert set(step(x, y)["keys"]) == plain
     assert set(vars(sched)) & {"step", "state_dict"} == set()
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_what_a_scheduler_put_around_the_optimizers_step_is_there_again(k: int) -> None:
+    """Without it the scheduler warns that it is called before optimizer.step()."""
+    model, optimizer, x, y = _world()
+    sched = StepLR(optimizer, 1, 0.5)
+    wrapper = vars(optimizer)["step"]
+
+    @oomkit.auto_batch(accumulation_steps=k)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        sched.step()
+
+    step(x, y)
+    assert vars(optimizer)["step"] is wrapper
 
 
 def test_learning_rates_are_rolled_back_and_changed_once() -> None:

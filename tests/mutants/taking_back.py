@@ -87,15 +87,7 @@ MUTANTS = [
         "csrc/python/rollback.c",
         "        call->st->engine_runs != call->grads.engine_runs + 1 ||\n",
         "",
-        ("zoo/test_zoo.py::test_model",),
-    ),
-    Mutant(
-        "aside-twice",
-        "a gradient that moved by more than one accumulation is not set aside",
-        "csrc/python/rollback.c",
-        "(states[i] == OOMKIT_GRAD_MOVED && steps[i] != 1)) {",
-        "0) {",
-        ("zoo/test_zoo.py::test_model",),
+        ("test_returned_between.py::test_a_shared_leaf_of_which_a_part_has_come",),
     ),
     Mutant(
         "aside-lost",

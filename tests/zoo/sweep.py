@@ -58,9 +58,11 @@ def expected_of(model: Model, case: Case, phase: str) -> list[Expected]:
     if case.times == "always":
         expected.append(EXHAUSTED)
     # One interrupted backward of the whole batch can be set aside: not one that drew numbers
-    # or moved statistics, and none that unscale_() or clipping has gone over. A split one
-    # leaves the caller's gradients alone until its last backward is done.
-    if case.gradients == "off" and (phase == "forward" or (model.moves and case.k == 1)):
+    # or moved statistics, none that unscale_() or clipping has gone over, and none for which
+    # there is no replay. A split one leaves the caller's gradients alone until its last
+    # backward is done.
+    whole = case.k == 1 and (model.moves or case.times == "always")
+    if case.gradients == "off" and (whole or phase == "forward"):
         expected.append(NO_COPIES)
     return expected
 
