@@ -258,6 +258,30 @@ def test_evaluation_keeps_finished_parts() -> None:
     assert torch.equal(first, x * 2 + 1) and torch.equal(second, x * 2 + 1)
 
 
+def test_an_evaluation_that_draws_numbers_keeps_no_part() -> None:
+    """A roll-back takes the stream to the entry: the rest would draw what a part had drawn."""
+
+    def run(nth: int, k: int) -> tuple[torch.Tensor, int, list[int]]:
+        seen: list[int] = []
+
+        @oomkit.auto_batch(accumulation_steps=k)
+        def evaluate(x: torch.Tensor) -> torch.Tensor:
+            seen.append(len(x))
+            return x + torch.rand(len(x), 1)
+
+        torch.manual_seed(0)
+        with torch.no_grad(), inject_oom(nth=nth) as armed:
+            out = evaluate(torch.zeros(16, 1))
+        return out, armed.seen, seen
+
+    expected, _, slices = run(2**60, 4)
+    assert slices == [4, 4, 4, 4]
+    _, allocations, _ = run(2**60, 2)
+    got, _, seen = run(allocations // 2 + 1, 2)  # the first of the second part
+    assert seen == [8, 8, *slices]
+    assert torch.equal(expected, got) and len(set(got.flatten().tolist())) == 16
+
+
 def test_python_and_numpy_streams_are_rolled_back() -> None:
     drawn: list[tuple[float, float]] = []
 
@@ -345,6 +369,7 @@ def test_a_deleted_model_is_freed() -> None:
 
 def test_nested_steps_are_one_transaction() -> None:
     sizes: list[int] = []
+    outer_sizes: list[int] = []
 
     @oomkit.auto_batch
     def inner(x: torch.Tensor) -> torch.Tensor:
@@ -353,12 +378,14 @@ def test_nested_steps_are_one_transaction() -> None:
 
     @oomkit.auto_batch
     def outer(x: torch.Tensor) -> torch.Tensor:
+        outer_sizes.append(len(x))
         return inner(x)
 
     x = torch.zeros(4, 1)
     with torch.no_grad(), inject_oom(nth=1):
         out = outer(x)
-    assert sizes == [4, 2, 2]
+    assert sizes == outer_sizes == [4, 2, 2]
+    assert not inner.records
     assert torch.equal(out, torch.ones(4, 1))
 
 

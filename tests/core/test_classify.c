@@ -313,6 +313,7 @@ test_text_is_searched_to_its_end(void)
 
     CHECK(oomkit_classify(&facts) == OOMKIT_CLASS_CERTAIN);
     CHECK(runtime("sstd::bad_std::bad_alloc") == OOMKIT_CLASS_CERTAIN);
+    CHECK(runtime("no member std::bad_allocator") == OOMKIT_CLASS_OTHER);
     CHECK(runtime("CUDA error: CUDA error: out of memory") == OOMKIT_CLASS_CERTAIN);
 }
 

@@ -86,7 +86,7 @@ MUTANTS = [
         "csrc/python/passing.c",
         "    if ((call->split || call->ooms > 0 || interrupted) &&",
         "    if ((call->ooms > 0 || interrupted) && !interrupted &&",
-        ("test_course.py::test_keyboard_interrupt_in_a_split_call_rolls_back",),
+        ("test_once_changes.py::test_a_keyboard_interrupt_rolls_back_and_passes",),
     ),
     Mutant(
         "interrupt-swallowed",
@@ -103,7 +103,8 @@ MUTANTS = [
         "csrc/python/passing.c",
         "    if ((call->split || call->ooms > 0 || interrupted) &&",
         "    if (interrupted &&",
-        ("test_course.py::test_error_of_a_small_micro_batch_gets_a_note_and_rolls_back",),
+        ("test_once_decisions.py::"
+         "test_an_error_of_the_step_passes_with_a_note_and_everything_back",),
     ),
     Mutant(
         "any-group-is-oom",
@@ -125,8 +126,8 @@ MUTANTS = [
         "any-type-is-oom",
         "an exception whose type is never out-of-memory may say what it likes",
         "csrc/python/exception.c",
-        "    if (facts.kind == OOMKIT_EXCEPTION_OTHER) {",
-        "    if (0) {",
+        "    return exception_is_wrapper(st, exception) ? OOMKIT_EXCEPTION_RUNTIME\n",
+        "    return st != NULL ? OOMKIT_EXCEPTION_RUNTIME\n",
         ("test_classifier.py::test_a_type_that_is_never_out_of_memory_may_quote_it",),
     ),
     Mutant(

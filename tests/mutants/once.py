@@ -144,7 +144,7 @@ MUTANTS = [
         "csrc/python/intercept.c",
         "        moved = oomkit_optimizer_is_foreach(call, index);",
         "        moved = 0;",
-        ("test_optimizer_faults.py::test_sweep_of_the_update",),
+        ("test_optimizer_faults.py::test_sweep_of_the_update[foreach sgd-later-step]",),
     ),
     Mutant(
         "data-writers-believed",
@@ -185,15 +185,6 @@ MUTANTS = [
         "csrc/python/transaction.c",
         "    if (moved == 0 && call->rng.cpu_state != NULL) {",
         "    if (0) {",
-        ("test_steps.py::test_evaluation_keeps_finished_parts",
-         "test_recovery_faults.py::test_a_later_part_of_an_evaluation_takes_the_earlier_ones_back_with_it"),
-    ),
-    Mutant(
-        "parts-kept-in-spite-of-weights",
-        "an evaluation with weight= is replayed from its start: shares of the rest are others",
-        "csrc/python/attempt.c",
-        "           !call->committed && call->options->weight == NULL &&",
-        "           !call->committed &&",
-        ("test_once.py::test_evaluation_with_weights_is_replayed_from_the_start",),
+        ("test_steps.py::test_an_evaluation_that_draws_numbers_keeps_no_part",),
     ),
 ]  # fmt: skip

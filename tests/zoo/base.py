@@ -136,6 +136,8 @@ def make_world(
         made = torch.optim.AdamW(model.parameters(), lr=1e-2)
     elif optimizer == "foreach":
         made = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    elif optimizer == "foreach sgd":
+        made = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, foreach=True)
     elif optimizer == "fused":
         made = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     else:
