@@ -139,14 +139,6 @@ MUTANTS = [
         ("test_optimizer_faults.py::test_sweep_of_the_update",),
     ),
     Mutant(
-        "foreach-believed",
-        "versions of a foreach optimizer are not believed: they move when its list is done",
-        "csrc/python/intercept.c",
-        "        moved = oomkit_optimizer_is_foreach(call, index);",
-        "        moved = 0;",
-        ("test_optimizer_faults.py::test_sweep_of_the_update[foreach sgd-later-step]",),
-    ),
-    Mutant(
         "data-writers-believed",
         "an optimizer that is not torch's may write without versions: its update is final",
         "csrc/python/intercept.c",

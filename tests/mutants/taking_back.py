@@ -81,15 +81,6 @@ MUTANTS = [
         ("test_weights.py::test_gradient_safety_off_raises_instead_of_guessing",),
     ),
     Mutant(
-        "aside-after-a-nested-backward",
-        "a moved gradient is set aside only after a single backward: one inside it may have "
-        "brought a part",
-        "csrc/python/rollback.c",
-        "        call->st->engine_runs != call->grads.engine_runs + 1 ||\n",
-        "",
-        ("test_returned_between.py::test_a_shared_leaf_of_which_a_part_has_come",),
-    ),
-    Mutant(
         "aside-lost",
         "gradients that were set aside come back in place of the replayed ones",
         "csrc/python/gradients.c",
@@ -211,6 +202,6 @@ MUTANTS = [
         "csrc/python/owners.c",
         "if (oomkit_accelerator_restore(object, PyTuple_GET_ITEM(pair, 1)) < 0) {",
         "if (0) {",
-        ("test_accelerate.py",),
+        ("test_accelerate.py::test_out_of_memory",),
     ),
 ]  # fmt: skip
