@@ -4,11 +4,14 @@ import importlib
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+
+from oomkit.testing import inject_oom
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -26,14 +29,15 @@ def peers():
     return SimpleNamespace(**found)
 
 
-def followed(peers, adapter, **changes):
+def followed(peers, adapter, fault=None, **changes):
     work = peers.workloads.tiny()
     work.steps = 2
     work.__post_init__()
     for name, value in changes.items():
         setattr(work, name, value)
     watch = peers.watch.Watch(work, peers.watch.reference(work))
-    adapter.train(work)
+    with fault or nullcontext():
+        adapter.train(work)
     return watch.finish()
 
 
@@ -75,10 +79,9 @@ def test_what_is_lost_or_counted_twice_is_seen(peers):
 
 
 def test_oomkit_adapter_is_followed(peers):
-    from oomkit.testing import inject_oom
-
-    with inject_oom(min_bytes=100_000):
-        course = followed(peers, peers.with_oomkit)
+    fault = inject_oom(nth=3, min_bytes=100_000)  # the first two: parts of the batch
+    course = followed(peers, peers.with_oomkit, fault)
+    assert fault.fired == 1
     assert (course.lost, course.twice) == (0, 0)
     assert course.gradient_error < 1e-5
     assert torch.isfinite(torch.tensor(course.steps[-1].time))

@@ -20,9 +20,7 @@ from .workloads import Work
 
 
 def allocated() -> int:
-    found = oomkit.memory("cpu").allocated
-    assert found is not None
-    return found
+    return oomkit.memory("cpu").allocated or 0  # None before the first limit
 
 
 class Errors:
@@ -93,9 +91,9 @@ class Watch:
             self.course.restarted = self.now() - self.start
 
     def built(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self.reset()
         if self.start is None:
             self.start = self.now()
-        self.reset()
         model.register_forward_pre_hook(self.forward_begins)
         if optimizer is not None:
             self.model = model
