@@ -5,12 +5,13 @@ VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 BUILT := $(VENV)/.built
+PEERS := .venv-peers/.built
 SOURCES := setup.py pyproject.toml \
     $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cpp csrc/*/*.map)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv build demo test prove mutants programs bench lint gpu clean
+.PHONY: help venv build demo test prove mutants programs bench latency peers lint gpu clean
 
 help: ## List every target
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +41,13 @@ programs: $(BUILT) ## Fail tests/programs/ at 20 places each; rewrites docs/prog
 bench: $(BUILT) ## Measure what a healthy call costs
 	$(PY) benchmarks/overhead.py
 
+latency: $(BUILT) ## Measure the way from an error to its replay (about a minute)
+	$(PY) benchmarks/latency.py --output benchmarks/results/latency-cpu.txt
+
+peers: export OMP_NUM_THREADS = 1
+peers: $(PEERS) ## Compare with other packages, in .venv-peers (about 20 minutes)
+	.venv-peers/bin/python benchmarks/peers.py --output benchmarks/results/peers $(PEERS_ARGS)
+
 lint: $(BUILT) ## Formatters, linters and type checker; gcc and clang with -Werror
 	.ci/lint $(VENV)/bin
 
@@ -64,4 +72,12 @@ $(INSTALLED): requirements/dev.txt
 $(BUILT): $(INSTALLED) $(SOURCES)
 	$(PY) -m pip install --quiet --disable-pip-version-check \
 	    --no-build-isolation --no-deps --editable .
+	touch $@
+
+$(PEERS): requirements/peers.txt $(SOURCES)
+	test -d .venv-peers || $(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check \
+	    -r requirements/peers.txt
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check \
+	    --no-build-isolation --no-deps .
 	touch $@

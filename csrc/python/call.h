@@ -90,6 +90,16 @@ oomkit_phase_micro_end(oomkit_call *call, int finished);
 void
 oomkit_phase_whole(oomkit_call *call);
 
+/* --- baseline.c: what lies below the step's own memory, as the planner counts --- */
+uint64_t
+oomkit_baseline(const oomkit_call *call);
+void
+oomkit_baseline_enter(oomkit_call *call);
+void
+oomkit_baseline_marked(oomkit_call *call);
+void
+oomkit_baseline_rolled_back(oomkit_call *call, uint64_t now);
+
 /* rng.c */
 int
 oomkit_rng_mark(oomkit_call *call);

@@ -240,6 +240,8 @@ typedef struct oomkit_call {
     uint64_t requested_bytes;
     uint64_t peak_allocated_bytes, peak_reserved_bytes; /* of windows already closed */
     uint64_t baseline_bytes;
+    uint64_t entry_gradient_bytes; /* estimate of what lies in it; after an OOM only */
+    uint64_t dropped_bytes;        /* what the step dropped of it, see baseline.c */
     int phase_before;
     uint32_t outcome; /* of the record */
 

@@ -129,6 +129,7 @@ oomkit_grads_mark(oomkit_call *call)
     }
     g->marked = 1;
     g->engine_runs = st->engine_runs;
+    oomkit_baseline_marked(call);
     if (g->at_entry && !g->stashing && oomkit_call_wants_copies(call)) {
         return grads_copy(call);
     }

@@ -63,6 +63,7 @@ recover_reclaim(oomkit_call *call)
         }
         Py_DECREF(done);
     }
+    oomkit_baseline_rolled_back(call, oomkit_device_allocated(st, call->device));
     return oomkit_device_empty_cache(st, call->device);
 }
 

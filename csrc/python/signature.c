@@ -165,7 +165,10 @@ static const oomkit_knowledge nothing; /* all zeros */
 static uint64_t
 gradients_beyond(const oomkit_call *call)
 {
-    return call->grads.at_entry ? 0 : call->step->gradient_bytes;
+    int kept = call->grads.marked
+                   ? call->grads.at_entry
+                   : call->entry_gradient_bytes > 0 && call->dropped_bytes == 0;
+    return kept ? 0 : call->step->gradient_bytes;
 }
 
 /* The limit in force, else what the device had for us when it last was full. */
@@ -187,13 +190,16 @@ oomkit_signature_request(oomkit_call *call, oomkit_plan_request *request,
     const oomkit_options *options = call->options;
     const oomkit_signature *entry = oomkit_signature_get(call, call->step->seen_oom);
 
+    if (call->ooms == 0) {
+        oomkit_baseline_enter(call);
+    }
     *known = entry == NULL ? &nothing : &entry->known;
     *request = (oomkit_plan_request){
         .batch = call->batch.rows,
         .min_micro_batch = options->min_micro_batch,
         .multiple_of = options->multiple_of,
         .start_accumulation = options->accumulation_steps,
-        .baseline_bytes = call->baseline_bytes,
+        .baseline_bytes = oomkit_baseline(call),
         .budget_bytes = budget_of(call),
         .gradient_bytes = gradients_beyond(call),
         .margin = call->device.type == OOMKIT_DEVICE_CPU ? 0.0 : ACCELERATOR_MARGIN,
@@ -229,7 +235,7 @@ measured_complete(oomkit_call *call, oomkit_measured *m)
     }
     m->batch = call->batch.rows > 0 ? call->batch.rows : m->rows[OOMKIT_FIRST];
     m->k = call->slice_count > 0 ? call->slice_count : 1;
-    m->baseline_bytes = call->baseline_bytes;
+    m->baseline_bytes = oomkit_baseline(call);
     m->budget_bytes = budget_of(call);
     m->gradient_bytes = gradients_beyond(call);
     m->alloc_retries = call->window.alloc_retries != OOMKIT_UNKNOWN &&

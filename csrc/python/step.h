@@ -49,6 +49,7 @@ typedef struct oomkit_step {
     PyObject
         *last_gradient; /* owned: what last reached a returned scalar loss, or NULL */
     uint64_t gradient_bytes; /* of all parameters, summed at the last OOM; 0 before */
+    int drops_gradients;     /* 1 those at entry are dropped, -1 kept, 0 never seen */
     uint64_t device_bytes;   /* free and ours on the device then, or OOMKIT_UNKNOWN */
     double last_factor;      /* the same over the scaler's scale; 0 while unknown */
     int half;        /* a returned loss was computed with fp16 somewhere on the way */

@@ -1,0 +1,198 @@
+"""How long from an out-of-memory error to the first operation of the replay?
+
+A step runs forward and backward over its whole batch, then asks for one tensor that is
+made to fail (or fails in the middle of its backward); the replay's first statement stops
+the clock. What lies between is told apart from outside, without a timer in the engine:
+
+    drop     to the end of a local variable of the failed step: its frames are cleared
+    restore  to the call that clears autocast's cache: drained and rolled back
+    plan     to on_retry: cache emptied (nothing to do on the CPU), batch checked, planned
+    start    to the first statement of the replay: marks, first slice
+
+Every call is made by a step that never ran before. "first" is its first error ever,
+"again" a second one in the micro-batch that follows. README.md beside this file has more.
+
+Usage: python benchmarks/latency.py [--quick] [--output FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+clock = time.thread_time_ns  # waiting for a core that others have is not in it
+MARKS: dict[str, int] = {}
+STAGES = ("drop", "restore", "plan", "start")
+LARGE = 2**20  # of the tensor that fails: nothing else here is as large
+TARGET = 1000.0  # us
+
+
+def marking(function: Callable[[], None]) -> Callable[[], None]:
+    def wrapper() -> None:
+        MARKS["restore"] = clock()
+        function()
+
+    return wrapper
+
+
+# oomkit looks the function up when it is imported.
+torch.clear_autocast_cache = marking(torch.clear_autocast_cache)
+
+import oomkit  # noqa: E402
+
+
+class Local:
+    """A local variable of the step that notes when it dies."""
+
+    def __del__(self) -> None:
+        MARKS["drop"] = clock()
+
+
+class Failing(torch.autograd.Function):
+    """Passes its input on; its backward asks for the tensor that fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        MARKS["raise"] = clock()
+        torch.empty(LARGE, dtype=torch.uint8)
+        return gradient
+
+
+class Scales(nn.Module):
+    """As many parameters of eight elements as wanted, all used."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.each = nn.ParameterList(nn.Parameter(torch.ones(8)) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.stack(list(self.each)).mean(0)
+
+
+def batches(tensors: int) -> Any:
+    """A tensor, or a nested batch of `tensors` of them."""
+    if tensors == 1:
+        return torch.ones(64, 8)
+    half = tensors // 2
+    return {
+        "inputs": {f"input{i}": torch.ones(64, 8) for i in range(tensors - half)},
+        "more": {"targets": {f"target{i}": torch.ones(64) for i in range(half)}},
+    }
+
+
+def planned(record: Any) -> None:
+    MARKS["plan"] = clock()
+
+
+def latencies(model: nn.Module, batch: Any, backward: bool) -> list[dict[str, float]]:
+    """Microseconds of each stage, for two errors of one call of a new step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    found: list[dict[str, float]] = []
+
+    @oomkit.auto_batch(on_retry=planned)
+    def step(batch: Any) -> None:
+        if "raise" in MARKS:
+            MARKS["start"] = clock()
+            found.append(stages())
+            MARKS.clear()
+        local = Local()
+        optimizer.zero_grad()
+        x = batch if isinstance(batch, Tensor) else batch["inputs"]["input0"]
+        out = model(Failing.apply(x.detach().requires_grad_()) if backward else x)
+        out.mean().backward()
+        if not backward:
+            MARKS["raise"] = clock()
+            torch.empty(LARGE, dtype=torch.uint8)
+        optimizer.step()
+        del local
+        MARKS.clear()
+
+    with oomkit.testing.inject_oom(times=2, min_bytes=LARGE) as injected:
+        step(batch)
+    assert injected.fired == len(found) == 2, (injected.fired, len(found))
+    return found
+
+
+def stages() -> dict[str, float]:
+    times, before = {}, MARKS["raise"]
+    for stage in STAGES:
+        times[stage] = (MARKS[stage] - before) / 1e3
+        before = MARKS[stage]
+    return times
+
+
+def measure(parameters: int, tensors: int, backward: bool, repetitions: int) -> list[str]:
+    model, batch = Scales(parameters), batches(tensors)
+    collections: list[int] = []
+    watch = lambda phase, info: collections.append(info["generation"])  # noqa: E731
+    calls = []
+    for _ in range(repetitions + 2):
+        gc.collect()
+        gc.callbacks.append(watch)
+        calls.append(latencies(model, batch, backward))
+        gc.callbacks.remove(watch)
+    lines = []
+    for which, name in enumerate(("first", "again")):
+        taken = [call[which] for call in calls[2:]]
+        middle = {stage: statistics.median(one[stage] for one in taken) for stage in STAGES}
+        totals = sorted(sum(one.values()) for one in taken)
+        total = statistics.median(totals)
+        lines.append(
+            f"{parameters:10d}{tensors:9d}  {'backward' if backward else 'forward':10}{name:6}"
+            + "".join(f"{middle[stage]:9.0f}" for stage in STAGES)
+            + f"{total:9.0f}{totals[-1]:9.0f}"
+            + ("" if total <= TARGET else "  > 1 ms")
+        )
+    full = sum(generation == 2 for generation in collections)
+    if full:
+        lines.append(f"    {full} full garbage collections during these calls")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, help="write the table there too")
+    parser.add_argument("--repetitions", type=int, default=50)
+    parser.add_argument("--quick", action="store_true", help="few, to see that it runs")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.getLogger("oomkit").addHandler(logging.NullHandler())
+    logging.getLogger("oomkit").propagate = False
+    warnings.simplefilter("ignore")
+    sizes = [10, 100] if options.quick else [10, 30, 100, 300, 1000]
+    nested = [1, 5] if options.quick else [1, 2, 10, 50]
+    repetitions = 2 if options.quick else options.repetitions
+    lines = [
+        "us from the error to the first statement of the replay (target: 1000), median and most",
+        "",
+        f"{'parameters':>10}{'tensors':>9}  {'fault in':10}{'':6}"
+        + "".join(f"{stage:>9}" for stage in STAGES)
+        + f"{'total':>9}{'most':>9}",
+    ]
+    for backward in (False, True):
+        for parameters in sizes:
+            lines += measure(parameters, 1, backward, repetitions)
+        for tensors in nested[1:]:
+            lines += measure(100, tensors, backward, repetitions)
+    text = "\n".join(lines)
+    print(text)
+    if options.output is not None:
+        options.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
