@@ -10,7 +10,7 @@ SOURCES := setup.py pyproject.toml \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv build demo test prove programs bench lint gpu clean
+.PHONY: help venv build demo test prove sanitize programs bench lint gpu clean
 
 help: ## List every target
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,10 @@ test: $(BUILT) ## Run the test suite; needs no GPU
 prove: export PYTHONPATH := tests
 prove: $(BUILT) ## Fail every allocation of every model, and more (about 40 minutes)
 	$(PY) -m prove $(PROVE_ARGS)
+
+sanitize: export PYTHONPATH := tests
+sanitize: $(BUILT) ## Core and extensions under ASan, UBSan, LSan and TSan (gcc)
+	$(PY) -m prove --suite sanitizers $(PROVE_ARGS)
 
 programs: export PYTHONPATH := tests
 programs: $(BUILT) ## Fail tests/programs/ at 20 places each; rewrites docs/programs.md
