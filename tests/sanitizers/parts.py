@@ -21,10 +21,8 @@ ADDRESS = [
     Part("test_batch_kinds.py", "taking containers apart and making them anew"),
     Part("test_batch_splitters.py", "types with callables of the user's"),
     Part("test_join_outputs.py", "joining: the deepest recursion over objects"),
-    Part("test_split.py", "slices of odd strides and types"),
     Part("test_guard.py", "clearing frames of the caller's exception"),
     Part("test_drop.py", "the same for a step, with whatever hangs at the exception"),
-    Part("test_planner.py", "planner and knowledge on real peaks", "best_size or few_sizes"),
     Part("test_memory.py", "limits, peaks, figures: the bridge"),
     Part("test_inject.py", "schedules of faults: the bridge"),
     Part("test_streams.py", "states of generators, held as bytes"),
@@ -37,7 +35,6 @@ LEAKS = [
     Part("test_join_outputs.py", "joined results and what was refused"),
     Part("test_guard.py", "records and texts of failures"),
     Part("test_streams.py", "states of generators"),
-    Part("test_memory.py", "windows of peaks"),
     Part("test_refuse.py", "errors on the way: what was begun and not finished"),
 ]
 THREAD = [

@@ -1,15 +1,16 @@
 """A program that gets to both functions in which defects are planted, and ends well without."""
 
+import torch
+
 import oomkit
 
 
-def main() -> None:
-    import torch
-
-    with oomkit.limit_memory("1GiB", device="cpu"), oomkit.guard():
-        torch.ones(8) + 1
-    print("reached the end")
+@oomkit.auto_batch
+def step(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
 
 
 if __name__ == "__main__":
-    main()
+    with oomkit.limit_memory("1GiB", device="cpu"):
+        step(torch.ones(8))
+    print("reached the end")

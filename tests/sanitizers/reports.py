@@ -19,11 +19,16 @@ _BEGINS = re.compile(
 )
 _FRAME = re.compile(r"^\s+#\d+ ")
 
+# Requests of more memory than there is are refused, as without a sanitizer.
 OPTIONS = {
-    "address": {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"},
+    "address": {
+        "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    },
     # The stack of an allocation by its unwind tables: Python has no frame pointers.
     "leak": {
-        "ASAN_OPTIONS": "detect_leaks=1:fast_unwind_on_malloc=0:malloc_context_size=14",
+        "ASAN_OPTIONS": "detect_leaks=1:fast_unwind_on_malloc=0:malloc_context_size=14"
+        ":allocator_may_return_null=1",
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "LSAN_OPTIONS": "report_objects=0",
     },
