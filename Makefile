@@ -11,7 +11,7 @@ SOURCES := setup.py pyproject.toml \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv build demo test prove mutants programs bench latency peers lint gpu clean
+.PHONY: help venv build demo test prove mutants programs bench latency peers sanitize lint gpu clean
 
 help: ## List every target
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +33,10 @@ prove: $(BUILT) ## Fail every allocation of every model, and more (about 40 minu
 mutants: export PYTHONPATH := tests
 mutants: $(BUILT) ## Break one invariant at a time: tests must tell (under 30 minutes)
 	$(PY) -m mutants $(MUTANTS_ARGS)
+
+sanitize: export PYTHONPATH := tests
+sanitize: $(BUILT) ## Core and extensions under ASan, UBSan, LSan and TSan (gcc)
+	$(PY) -m prove --suite sanitizers $(PROVE_ARGS)
 
 programs: export PYTHONPATH := tests
 programs: $(BUILT) ## Fail tests/programs/ at 20 places each; rewrites docs/programs.md

@@ -128,6 +128,8 @@ enum {
 struct oomkit_step;
 struct oomkit_pending;
 
+#define OOMKIT_UNMARKED 2
+
 typedef struct oomkit_call {
     oomkit_state *st;
     struct oomkit_step *step; /* borrowed: the caller of the vectorcall keeps it */
@@ -170,6 +172,8 @@ typedef struct oomkit_call {
                         and had no gradient, or NULL */
     PyObject *compiler; /* owned: what compiles frames, while that is off, or NULL */
     int rowwise;        /* its gradient has a row per sample: no weights */
+    int elsewhere; /* a backward of another thread has come to these gradients, ours has
+                      not: not to be taken back; OOMKIT_UNMARKED nor marked */
 
     /* the attempt */
     oomkit_grads grads;

@@ -39,6 +39,21 @@ columns_alike(const oomkit_find *f, Py_ssize_t index, oomkit_tensor_facts *facts
     return 1;
 }
 
+int
+oomkit_find_one_row(const oomkit_find *f, Py_ssize_t index)
+{
+    const oomkit_node *node = &f->batch->nodes[index], *child = node + 1;
+    int dimensions = 0;
+
+    if (child->kind == OOMKIT_NODE_TENSOR || child->kind == OOMKIT_NODE_ARRAY) {
+        dimensions = oomkit_find_dimensions(f, index + 1);
+    }
+    if (dimensions <= 0 || !oomkit_node_fits(f->batch, index, 1)) {
+        return dimensions < -1 ? -1 : 0;
+    }
+    return node->children < 4 || dimensions != 3;
+}
+
 /* Is another list read as one of samples that hold tensors? */
 static int
 columns_have_samples(const oomkit_batch *batch)

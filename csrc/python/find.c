@@ -205,9 +205,14 @@ find_common(const oomkit_find *f)
     {
         Py_ssize_t end = oomkit_node_end(batch, index);
         for (i = index; f->roles[argument] == OOMKIT_ROLE_BATCH && i < end; i++) {
-            if (oomkit_node_is_ragged(batch, i) &&
-                find_all_fit(f, batch->nodes[i].children, &where)) {
-                return batch->nodes[i].children;
+            int one_row;
+            if (!oomkit_node_is_ragged(batch, i) ||
+                !find_all_fit(f, batch->nodes[i].children, &where)) {
+                continue;
+            }
+            one_row = oomkit_find_one_row(f, i);
+            if (one_row <= 0) {
+                return one_row < 0 ? -1 : batch->nodes[i].children;
             }
         }
     }
@@ -361,6 +366,9 @@ find_batch(oomkit_find *f)
     } else {
         f->per_sample = f->options->batch == NULL && find_is_per_sample(f);
         batch->rows = f->per_sample ? batch->nodes[f->first].children : find_common(f);
+        if (batch->rows < 0 && PyErr_Occurred()) {
+            return -1;
+        }
     }
     EACH_ARGUMENT(f, argument, index)
     {

@@ -75,6 +75,11 @@ oomkit_find_beside(const oomkit_find *f, Py_ssize_t argument, Py_ssize_t index);
 
 /* --- columns.c --- */
 
+/* Is a list of tensors alike one row in columns? They all have size 1 in front, as ids
+ * and labels of one row do; four or more images [1, H, W] are samples. 1, 0 or -1. */
+int
+oomkit_find_one_row(const oomkit_find *f, Py_ssize_t index);
+
 /* Everything is marked: lists of as many tensors as rows, of as many rows, are samples
  * where another list is, and else refused. 0 or -1 with SplitError. */
 int

@@ -48,6 +48,10 @@ oomkit_second_mark(oomkit_second *s, const oomkit_pending *p, oomkit_call *call)
     call->is_last = call->training = 1;
     oomkit_device_begin(s->st, call->device, call->options->reset_peaks, &call->window);
     call->baseline_bytes = call->window.baseline_bytes;
+    if (oomkit_second_is_elsewhere(s, p->parts)) {
+        call->elsewhere = OOMKIT_UNMARKED;
+        return 0;
+    }
     return oomkit_grads_mark(call);
 }
 
@@ -129,7 +133,7 @@ oomkit_second_claim(oomkit_pending *p)
         s->armed[s->count++] = (oomkit_pending *)Py_NewRef((PyObject *)p);
     }
     second_take(s, p);
-    return 0;
+    return oomkit_second_takes_over(s, p->parts);
 }
 
 /* It is ours no longer; a backward of another thread that waits may come to it. */

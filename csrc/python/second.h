@@ -68,6 +68,18 @@ oomkit_relays_end(oomkit_second *s);
 oomkit_call *
 oomkit_second_call(oomkit_second *s, const oomkit_participants *parts);
 
+/* second_beside.c: is a backward of another thread at these participants, and this one
+ * not? Gradients that it writes meanwhile, without the interpreter's lock, are not even
+ * to be read. */
+int
+oomkit_second_is_elsewhere(const oomkit_second *s, const oomkit_participants *parts);
+
+/* second_beside.c: `s` comes to a loss of these, which it has marks of: from here on
+ * their gradients are no matter of backwards of other threads that have come to none. 0
+ * or -1. */
+int
+oomkit_second_takes_over(oomkit_second *s, const oomkit_participants *parts);
+
 /* second_finish.c: the engine has run. 0 or -1. */
 int
 oomkit_second_finish(oomkit_second *s);

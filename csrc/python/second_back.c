@@ -17,6 +17,9 @@ gradients_back_once(void *argument)
     for (i = 0; i < s->call_count && result == 0; i++) {
         const char *why;
         PyObject *which = NULL; /* owned */
+        if (s->calls[i]->elsewhere) {
+            continue;
+        }
         s->calls[i]->grads.no_aside = 1;
         result = oomkit_strangers_loose_drop(s->calls[i]) < 0
                      ? -1

@@ -5,15 +5,18 @@
 #include "graph.h"
 #include "step.h"
 
-/* Every marked gradient as it was. 0; 1 with *message (owned); -1. */
+/* Every marked gradient as it was, but those of another thread's. 0; 1 with *message
+ * (owned); -1. */
 static int
 failed_roll_back(oomkit_second *s, PyObject **message)
 {
     int i, result = 0;
 
     for (i = 0; i < s->call_count && result == 0; i++) {
-        s->calls[i]->grads.no_aside = 1;
-        result = oomkit_take_back(s->calls[i], message);
+        if (!s->calls[i]->elsewhere) {
+            s->calls[i]->grads.no_aside = 1;
+            result = oomkit_take_back(s->calls[i], message);
+        }
     }
     return result;
 }
@@ -322,9 +325,11 @@ failed_replay_all(oomkit_second *s, PyObject *reached, PyObject *exception)
         return -1;
     }
     for (i = 0; i < s->call_count && result == 0; i++) {
-        oomkit_grads_end_attempt(s->calls[i]);
-        s->calls[i]->grads.force_copies = 1;
-        result = oomkit_grads_mark(s->calls[i]);
+        if (!s->calls[i]->elsewhere) {
+            oomkit_grads_end_attempt(s->calls[i]);
+            s->calls[i]->grads.force_copies = 1;
+            result = oomkit_grads_mark(s->calls[i]);
+        }
     }
     for (at = 0; at < PyList_GET_SIZE(reached); at++) { /* all gradients are known */
         pending_CAST(PyList_GET_ITEM(reached, at))->fired = 1;
@@ -370,7 +375,7 @@ failed_post_hooks(const oomkit_second *s)
 
     for (i = 0; i < s->call_count && found == 0; i++) {
         PyObject *name = NULL; /* owned */
-        found = oomkit_hooks_post(s->calls[i], &name);
+        found = s->calls[i]->elsewhere ? 0 : oomkit_hooks_post(s->calls[i], &name);
         Py_XDECREF(name);
     }
     return found;

@@ -154,8 +154,8 @@ own_phase(void *argument)
     seen[0] = oomkit_fault_phase(); /* it has none: that of whom it works for */
     seen[1] = oomkit_fault_set_phase(OOMKIT_PHASE_FORWARD);
     seen[2] = oomkit_fault_phase();
-    CHECK(oomkit_fault_set_phase(OOMKIT_PHASE_RECOVERY) == OOMKIT_PHASE_FORWARD);
-    CHECK(oomkit_fault_set_phase(OOMKIT_PHASE_FORWARD) == OOMKIT_PHASE_RECOVERY);
+    seen[3] = oomkit_fault_set_phase(OOMKIT_PHASE_RECOVERY);
+    seen[4] = oomkit_fault_set_phase(OOMKIT_PHASE_FORWARD);
     return NULL;
 }
 
@@ -163,7 +163,7 @@ own_phase(void *argument)
 static void
 test_phases_of_threads(void)
 {
-    int phase, seen[3];
+    int phase, seen[5];
     pthread_t thread;
 
     for (phase = 0; phase < OOMKIT_PHASES; phase++) {
@@ -171,7 +171,8 @@ test_phases_of_threads(void)
         CHECK(pthread_create(&thread, NULL, own_phase, seen) == 0);
         CHECK(pthread_join(thread, NULL) == 0);
         CHECK(seen[0] == phase && seen[1] == OOMKIT_PHASE_FORWARD &&
-              seen[2] == OOMKIT_PHASE_FORWARD);
+              seen[2] == OOMKIT_PHASE_FORWARD && seen[3] == OOMKIT_PHASE_FORWARD &&
+              seen[4] == OOMKIT_PHASE_RECOVERY);
         CHECK(oomkit_fault_phase() == phase);
         CHECK(oomkit_fault_set_phase(OOMKIT_PHASE_FORWARD) == phase);
     }

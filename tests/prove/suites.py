@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 
 import torch
@@ -65,6 +66,34 @@ def _prove_faults(name: str) -> Result:
     return Result(count, failures, seconds=time.perf_counter() - begin)
 
 
+RANDOM_UNITS, RANDOM_PROGRAMS = 4, 400
+
+
+def _seeds() -> list[str]:
+    first = int(os.environ.get("OOMKIT_TEST_SEED", "20240607"))
+    return [f"seed {first + n}" for n in range(RANDOM_UNITS)]
+
+
+def _random_programs(unit: str) -> Result:
+    from properties.run import explore
+
+    counts = explore(int(unit.removeprefix("seed ")), RANDOM_PROGRAMS, shrink=True)
+    told = ", ".join(f"{n} {what}" for what, n in counts.most_common(5))
+    return Result(RANDOM_PROGRAMS, told=told)
+
+
+def _sanitizers() -> list[str]:
+    from sanitizers.suite import UNITS
+
+    return list(UNITS)
+
+
+def _sanitize(unit: str) -> Result:
+    from sanitizers.suite import prove
+
+    return prove(unit)
+
+
 SUITES = [
     Suite("model zoo", _zoo, _prove_model),
     Suite("programs", _programs, _prove_family),
@@ -78,6 +107,8 @@ SUITES = [
     pytest_suite("in and after the update", "test_optimizer_faults.py"),
     pytest_suite("what cannot be taken back", "test_rollback_rest.py"),
     pytest_suite("leaks", "test_leaks.py"),
+    Suite("random programs", _seeds, _random_programs),
+    Suite("sanitizers", _sanitizers, _sanitize),
 ]  # fmt: skip
 
 __all__ = ["SUITES"]

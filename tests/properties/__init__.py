@@ -1,0 +1,1 @@
+"""Random programs, each beside one that computes the whole batch without oomkit."""
