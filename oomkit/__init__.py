@@ -112,6 +112,7 @@ from ._C import (  # noqa: E402
     is_oom_error,
     register_splitter,
 )
+from ._map import map  # noqa: E402, A004
 from .memory import (  # noqa: E402
     MemoryInfo,
     cleanup,
@@ -138,6 +139,7 @@ __all__ = [
     "guard",
     "is_oom_error",
     "limit_memory",
+    "map",
     "max_memory_allocated",
     "memory",
     "register_splitter",

@@ -113,6 +113,32 @@ begin_rows(oomkit_chunks *self)
     return -1;
 }
 
+/* Those of the loop before, of one call of oomkit.map, or searched for. 0 or -1. */
+static int
+begin_participants(oomkit_chunks *self)
+{
+    oomkit_call *call = &self->call;
+
+    if (self->parts != NULL &&
+        (self->parts->busy > 0 ||
+         !oomkit_participants_valid(self->st, self->parts, NULL, 0))) {
+        oomkit_participants_release(self->parts);
+        self->parts = NULL;
+    }
+    if (self->parts == NULL) {
+        self->parts = oomkit_participants_find(
+            self->st, &self->options, self->func == NULL ? call->func : self->func,
+            NULL, 0, 0);
+        if (self->parts == NULL) {
+            return -1;
+        }
+    }
+    call->parts = self->parts;
+    call->parts->refs++;
+    call->parts->busy++;
+    return call->parts->adopted == NULL ? 0 : oomkit_participants_hold(call->parts);
+}
+
 static int
 begin_capture(oomkit_chunks *self)
 {
@@ -137,11 +163,9 @@ begin_capture(oomkit_chunks *self)
                              self->kwnames, 0, self->names, &call->batch) < 0) {
         return -1;
     }
-    call->parts = oomkit_participants_find(st, &self->options, call->func, NULL, 0, 0);
-    if (call->parts == NULL) {
+    if (begin_participants(self) < 0) {
         return -1;
     }
-    call->parts->busy++;
     call->device = begin_device(self);
     oomkit_device_prepare(st, call->device);
     call->baseline_bytes = oomkit_device_allocated(st, call->device);
@@ -352,6 +376,7 @@ part_settle(oomkit_chunks *self)
     if (self->failed) {
         return part_again(self);
     }
+    oomkit_buffers_learn(call);
     call->slice_index++;
     call->attempt_started_ns = oomkit_now_ns();
     return part_unguarded(self);

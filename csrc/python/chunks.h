@@ -41,8 +41,15 @@ typedef struct oomkit_chunks {
     int failed;    /* and a guard has ended its out-of-memory error */
     int guards;    /* entered for it, of those that hand it out again */
     uint64_t part; /* number of it, over all attempts */
+    int64_t
+        last_chance; /* rows up to and with the smallest part that was tried again */
     uint64_t part_baseline_bytes, engine_runs;
-    PyObject *grown; /* owned: lists of the loop's frame as they were, or NULL */
+    PyObject *grown;  /* owned: lists of the loop's frame as they were, or NULL */
+    oomkit_join join; /* results that oomkit.map has us keep */
+    PyObject *func;   /* owned: what the parts are for, searched for who takes part, or
+                         NULL */
+    oomkit_participants
+        *parts; /* counted reference, for loops like this one, or NULL */
     unsigned long thread;
     oomkit_chunks_frame frames[OOMKIT_CHUNKS_FRAMES];
     struct oomkit_chunks *newer, *older; /* borrowed: others with a part out */

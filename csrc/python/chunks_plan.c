@@ -37,18 +37,25 @@ oomkit_chunks_plan(oomkit_chunks *self)
                : 0;
 }
 
-/* Nothing smaller is allowed. -1 always. */
+/* Nothing smaller is allowed: once more all the same, for what the smallest part lacks
+ * may be back by now, collected or given back by somebody else. 0 or -1. */
 static int
 replan_exhausted(oomkit_chunks *self)
 {
     oomkit_call *call = &self->call;
     const oomkit_slice *slice = &call->slices[call->slice_index];
-    PyObject *reason = /* owned */
-        PyUnicode_FromFormat(
-            "%U ran out of memory with a part of %lld of %lld rows, the smallest "
-            "allowed; rows 0 to %lld are done",
-            self->options.label, (long long)slice->length, (long long)call->batch.rows,
-            (long long)slice->start);
+    PyObject *reason; /* owned */
+
+    if (slice->start + slice->length > self->last_chance) {
+        self->last_chance = slice->start + slice->length;
+        call->reason = OOMKIT_REASON_FLUSHED;
+        return oomkit_replan_say(call, slice->length, call->slice_count);
+    }
+    reason = PyUnicode_FromFormat(
+        "%U ran out of memory with a part of %lld of %lld rows, the smallest "
+        "allowed; rows 0 to %lld are done",
+        self->options.label, (long long)slice->length, (long long)call->batch.rows,
+        (long long)slice->start);
 
     if (reason != NULL) {
         oomkit_give_up(call, reason, 0);
@@ -144,7 +151,9 @@ oomkit_chunks_learn(oomkit_chunks *self, int finished)
     if (!finished && call->outcome == 0) {
         call->outcome = 2;
     }
-    call->parts->buffers_serial++;
+    if (finished && call->slice_count == 1) { /* as a whole call of auto_batch */
+        oomkit_batch_learn(&self->site->batch_site, &call->batch);
+    }
     oomkit_call_record(call, &record);
     oomkit_ring_push(self->site->ring, &record);
     for (i = 0; i < call->slice_index && i < call->slice_count; i++) {

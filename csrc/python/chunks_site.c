@@ -101,7 +101,7 @@ oomkit_chunks_site(oomkit_chunks *self, PyObject *key)
 
     if (key != NULL) {
         own = Py_NewRef(key);
-        label = label == NULL ? PyUnicode_FromString("chunks") : label;
+        label = label == NULL ? PyUnicode_FromString("map") : label;
     } else if (label != NULL) {
         own = Py_NewRef(label);
     } else if (site_here(&own, &label) < 0) {

@@ -1,5 +1,6 @@
 /* oomkit.chunks as a type: its options, the iterator, what can be asked of it. */
 #include "chunks.h"
+#include "chunks_join.h"
 #include "errors.h"
 #include "types.h"
 
@@ -13,7 +14,7 @@
 static const char *const chunks_options[] = {
     "micro_batch",   "bucket",   "min_micro_batch", "multiple_of",  "dim",
     "static",        "split",    "batch",           "participants", "rng",
-    "restore_batch", "on_retry", "label",           NULL,
+    "restore_batch", "on_retry", "label",           "join",         NULL,
 };
 
 static int
@@ -199,7 +200,7 @@ chunks_names(oomkit_chunks *self)
 /* New reference or NULL. */
 static oomkit_chunks *
 chunks_make(oomkit_state *st, PyObject *args, PyObject *kwargs, PyObject *names,
-            PyObject *options, PyObject *key)
+            PyObject *options, PyObject *func, PyObject *key)
 {
     PyTypeObject *type = (PyTypeObject *)st->chunks_type; /* borrowed */
     oomkit_chunks *self;                                  /* owned */
@@ -215,6 +216,7 @@ chunks_make(oomkit_state *st, PyObject *args, PyObject *kwargs, PyObject *names,
     self->st = st;
     self->as_call = names != NULL;
     self->names = Py_XNewRef(names);
+    self->func = Py_XNewRef(func);
     if (options_take(self, options) < 0 || chunks_arguments(self, args, kwargs) < 0 ||
         (names == NULL && chunks_names(self) < 0) ||
         oomkit_chunks_site(self, key) < 0) {
@@ -233,26 +235,34 @@ chunks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
             "dict of tensors");
     }
     return (PyObject *)chunks_make(oomkit_state_of_type(type), args, NULL, NULL, kwargs,
-                                   NULL);
+                                   NULL, NULL);
 }
 
+/* `like` is a loop of the same call before this one: its participants serve again. */
 static PyObject *
 chunks_of(PyObject *module, PyObject *arguments)
 {
-    PyObject *args, *kwargs, *names, *options, *key; /* borrowed from arguments */
+    oomkit_state *st = oomkit_state_of_module(module);
+    PyObject *args, *kwargs, *names, *options, *func, *key, *like; /* borrowed */
+    oomkit_chunks *self;                                           /* owned */
 
-    if (!PyArg_ParseTuple(arguments, "O!O!O!O!O:_chunks_of", &PyTuple_Type, &args,
+    if (!PyArg_ParseTuple(arguments, "O!O!O!O!OOO:_chunks_of", &PyTuple_Type, &args,
                           &PyDict_Type, &kwargs, &PyTuple_Type, &names, &PyDict_Type,
-                          &options, &key)) {
+                          &options, &func, &key, &like)) {
         return NULL;
     }
-    return (PyObject *)chunks_make(oomkit_state_of_module(module), args, kwargs, names,
-                                   options, key);
+    self = chunks_make(st, args, kwargs, names, options, func, key);
+    if (self != NULL && Py_IS_TYPE(like, (PyTypeObject *)st->chunks_type) &&
+        chunks_CAST(like)->parts != NULL && chunks_CAST(like)->func == func) {
+        self->parts = chunks_CAST(like)->parts;
+        self->parts->refs++;
+    }
+    return (PyObject *)self;
 }
 
 PyMethodDef oomkit_chunks_methods[] = {
     {"_chunks_of", chunks_of, METH_VARARGS,
-     "_chunks_of(args, kwargs, names, options, key)\n--\n\n"
+     "_chunks_of(args, kwargs, names, options, func, key, like)\n--\n\n"
      "chunks() over the arguments of a call; parts are (args, kwargs)."},
     {NULL, NULL, 0, NULL},
 };
@@ -278,6 +288,8 @@ chunks_traverse(PyObject *op, visitproc visit, void *arg)
         Py_VISIT(batch->nodes[i].key);
     }
     Py_VISIT(self->grown);
+    Py_VISIT(self->func);
+    Py_VISIT(self->join.results);
     Py_VISIT(self->site);
     Py_VISIT(self->call.user_marks);
     return oomkit_options_traverse(&self->options, visit, arg);
@@ -295,6 +307,8 @@ chunks_clear(PyObject *op)
         Py_CLEAR(self->args[i]);
     }
     Py_CLEAR(self->grown);
+    Py_CLEAR(self->func);
+    oomkit_join_clear(&self->join);
     return 0;
 }
 
@@ -309,6 +323,7 @@ chunks_dealloc(PyObject *op)
         PyObject_ClearWeakRefs(op);
     }
     chunks_clear(op);
+    oomkit_participants_release(self->parts);
     PyMem_Free(self->args);
     oomkit_options_clear(&self->options);
     Py_CLEAR(self->kwnames);
@@ -420,6 +435,15 @@ static PyMemberDef chunks_members[] = {
 
 static PyMethodDef chunks_methods[] = {
     {"close", chunks_close, METH_NOARGS, chunks_close_doc},
+    {"_keep", (PyCFunction)(void (*)(void))oomkit_chunks_keep, METH_FASTCALL,
+     "_keep($self, result, convert, /)\n--\n\nKeep the result of the present part."},
+    {"_results", oomkit_chunks_results, METH_NOARGS,
+     "_results($self, /)\n--\n\nThe list of what was kept."},
+    {"_join", oomkit_chunks_join, METH_NOARGS,
+     "_join($self, /)\n--\n\nWhat was kept, joined in order."},
+    {"_join_items", (PyCFunction)(void (*)(void))oomkit_chunks_join_items,
+     METH_FASTCALL,
+     "_join_items($self, results, rows, /)\n--\n\nResults of several loops."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -287,6 +287,7 @@ module_exec(PyObject *module)
         PyModule_AddFunctions(module, oomkit_error_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_guarded_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_chunks_methods) < 0 ||
+        PyModule_AddFunctions(module, oomkit_chunks_join_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_memory_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_split_methods) < 0 ||
         oomkit_records_init(st) < 0 || oomkit_current_init(st) < 0 ||
