@@ -90,6 +90,21 @@ def _lengths(fn: Any, kwargs: dict[str, Any]) -> dict[str, int]:
     return found
 
 
+def _several(given: Any) -> list[Any]:
+    return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _generators(values: list[Any]) -> list[torch.Generator]:
+    """Random streams among the arguments: they go back with a part that fails."""
+    found: list[torch.Generator] = []
+    for value in values:
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Generator):
+            found += value  # one for each row
+        elif isinstance(value, torch.Generator):
+            found.append(value)
+    return found
+
+
 # --- what becomes of the outputs ---
 
 
@@ -238,6 +253,9 @@ class _Run:
             options["bucket"] = (options.get("bucket"), self.lengths)
         dim = options.get("dim", 0)
         self.dim = dim if isinstance(dim, int) else 0
+        given = _generators([*args, *kwargs.values()])
+        if given:
+            options["participants"] = [*_several(options.get("participants")), *given]
         self.guard = _C.guard(label=self.where)
         self.last: Any = None
 
@@ -420,7 +438,7 @@ def map(
     given = {"to": to, "pad": pad, "mode": mode, "unpack": unpack, "progress": progress}
     key = ("map", options["label"], _key(fn), _here(2))
     is_stream = bool(args) and _is_stream(args[0])
-    run = _Run(fn, args[1:] if is_stream else (), kwargs, {**options, **given, "key": key})
+    run = _Run(fn, args[1:], kwargs, {**options, **given, "key": key})
     if is_stream:
         return run.lazy(args[0]) if lazy else run.joined(args[0])
     if lazy:
@@ -428,5 +446,4 @@ def map(
             "map(lazy=True) expected an iterator or a DataLoader, "
             f"got {type(args[0]).__name__ if args else 'keyword arguments'}"
         )
-    run.rest = args[1:]
     return run.whole(args[:1])

@@ -69,6 +69,13 @@ oomkit_chunks_next(oomkit_chunks *self);
 void
 oomkit_chunks_close(oomkit_chunks *self, int finished);
 
+/* --- chunks_options.c --- */
+
+/* Fills self->options and what chunks() has beside them; `given` is borrowed and may be
+ * NULL. 0, or -1 with TypeError or ValueError. */
+int
+oomkit_chunks_options(oomkit_chunks *self, PyObject *given);
+
 /* --- chunks_site.c --- */
 
 /* Finds or makes self->site: by `key` (borrowed), by the label, or by the line that the
