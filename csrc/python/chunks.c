@@ -128,12 +128,16 @@ begin_rows(oomkit_chunks *self)
     return -1;
 }
 
-/* Those of the loop before, of one call of oomkit.map, or searched for. 0 or -1. */
+/* Those of the loop before at this site, where it was for the same function; of one
+ * call of oomkit.map, of its loop before; or searched for. 0 or -1. */
 static int
 begin_participants(oomkit_chunks *self)
 {
     oomkit_call *call = &self->call;
 
+    if (self->parts == NULL) {
+        self->parts = oomkit_chunks_known_parts(self);
+    }
     if (self->parts != NULL &&
         (self->parts->busy > 0 ||
          !oomkit_participants_valid(self->st, self->parts, NULL, 0))) {
@@ -144,7 +148,7 @@ begin_participants(oomkit_chunks *self)
         self->parts = oomkit_participants_find(
             self->st, &self->options, self->func == NULL ? call->func : self->func,
             NULL, 0, 0);
-        if (self->parts == NULL) {
+        if (self->parts == NULL || oomkit_chunks_know_parts(self) < 0) {
             return -1;
         }
     }

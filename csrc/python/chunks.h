@@ -84,6 +84,14 @@ oomkit_chunks_options(oomkit_chunks *self, PyObject *given);
 int
 oomkit_chunks_site(oomkit_chunks *self, PyObject *key);
 
+/* Who takes part, as found by an earlier loop of the site for the same function and
+ * without participants=. Counted reference, or NULL; never fails. */
+oomkit_participants *
+oomkit_chunks_known_parts(const oomkit_chunks *self);
+/* Notes self->parts for it. 0 or -1. */
+int
+oomkit_chunks_know_parts(const oomkit_chunks *self);
+
 /* --- chunks_guard.c --- */
 
 /* The part is with the loop from now on; and it is not any more. 0 or -1. */
