@@ -12,6 +12,7 @@ import gc
 import importlib
 import logging
 import multiprocessing
+import os
 import statistics
 import time
 import traceback
@@ -150,7 +151,11 @@ def serve(name: str, works: list[Work], references: list[Any], pipe: Connection)
         pipe.send(error)
         return
     pipe.send(adapter.NAME)
+    parent = os.getppid()
     while True:
+        while not pipe.poll(5):  # brothers hold its other end, too: no end of file comes
+            if os.getppid() != parent:
+                return
         job, index, args = pipe.recv()
         if job == "run":
             args = (works[index], references[index], *args)
