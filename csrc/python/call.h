@@ -438,6 +438,11 @@ oomkit_pristine_release(oomkit_call *call);
 void
 oomkit_tx_end(oomkit_call *call);
 
+/* signature.c: what was allocated at entry, but for gradients of an earlier step: what
+ * peaks and room are counted from. OOMKIT_UNKNOWN. */
+uint64_t
+oomkit_call_floor(const oomkit_call *call);
+
 /* Should gradients that are there at the first backward be copied? (signature.c) */
 int
 oomkit_call_wants_copies(oomkit_call *call);

@@ -240,6 +240,8 @@ typedef struct oomkit_call {
     uint64_t requested_bytes;
     uint64_t peak_allocated_bytes, peak_reserved_bytes; /* of windows already closed */
     uint64_t baseline_bytes;
+    uint64_t entry_gradients; /* bytes of an earlier step's in it */
+    int planned;              /* that was looked at, at entry or after the failure */
     int phase_before;
     uint32_t outcome; /* of the record */
 

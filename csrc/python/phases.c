@@ -6,11 +6,10 @@
 static uint64_t
 phase_bytes(const oomkit_call *call, const oomkit_peak_window *window)
 {
-    uint64_t peak = window->peak_allocated_bytes;
-    return peak == OOMKIT_UNKNOWN || call->baseline_bytes == OOMKIT_UNKNOWN ||
-                   peak <= call->baseline_bytes
+    uint64_t peak = window->peak_allocated_bytes, below = oomkit_call_floor(call);
+    return peak == OOMKIT_UNKNOWN || below == OOMKIT_UNKNOWN || peak <= below
                ? 0
-               : peak - call->baseline_bytes;
+               : peak - below;
 }
 
 static uint64_t

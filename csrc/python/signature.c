@@ -168,6 +168,52 @@ gradients_beyond(const oomkit_call *call)
     return call->grads.at_entry ? 0 : call->step->gradient_bytes;
 }
 
+#define LOOKED_AT 8
+
+/* Bytes of gradients of an earlier step that are there now, as at entry: nearly every
+ * step lets go of them before it makes its own. One stands for all. Never raises. */
+static uint64_t
+gradients_at_entry(const oomkit_call *call)
+{
+    Py_ssize_t count = call->parts->param_count, i;
+    int found = 0;
+
+    if (call->step->gradient_bytes == 0 || !is_on(call->st->is_grad_enabled)) {
+        return 0;
+    }
+    for (i = 0; !found && i < count && i < LOOKED_AT; i++) {
+        PyObject *gradient =
+            PyObject_GetAttr(call->parts->params[i], call->st->str_grad); /* owned */
+        oomkit_error_dismiss(); /* an odd parameter */
+        found = gradient != NULL && gradient != Py_None;
+        Py_XDECREF(gradient);
+    }
+    return found ? call->step->gradient_bytes : 0;
+}
+
+/* The same where the call began without a plan, after its failure was taken back: what
+ * is there no more was let go of before the first backward. */
+static uint64_t
+gradients_let_go(const oomkit_call *call)
+{
+    uint64_t gradients = call->step->gradient_bytes, at_entry = call->baseline_bytes;
+    uint64_t now = oomkit_device_allocated(call->st, call->device);
+
+    if (now == OOMKIT_UNKNOWN || at_entry == OOMKIT_UNKNOWN || now >= at_entry) {
+        return 0;
+    }
+    return at_entry - now >= gradients / 2 ? gradients : 0;
+}
+
+uint64_t
+oomkit_call_floor(const oomkit_call *call)
+{
+    return call->baseline_bytes == OOMKIT_UNKNOWN ||
+                   call->baseline_bytes < call->entry_gradients
+               ? call->baseline_bytes
+               : call->baseline_bytes - call->entry_gradients;
+}
+
 /* The limit in force, else what the device had for us when it last was full. */
 static uint64_t
 budget_of(oomkit_call *call)
@@ -187,13 +233,20 @@ oomkit_signature_request(oomkit_call *call, oomkit_plan_request *request,
     const oomkit_options *options = call->options;
     const oomkit_signature *entry = oomkit_signature_get(call, call->step->seen_oom);
 
+    if (!call->step->surveyed) { /* whether fewer would do depends on the room */
+        oomkit_signature_survey(call);
+    }
+    if (!call->planned) {
+        call->entry_gradients = gradients_at_entry(call);
+        call->planned = 1;
+    }
     *known = entry == NULL ? &nothing : &entry->known;
     *request = (oomkit_plan_request){
         .batch = call->batch.rows,
         .min_micro_batch = options->min_micro_batch,
         .multiple_of = options->multiple_of,
         .start_accumulation = options->accumulation_steps,
-        .baseline_bytes = call->baseline_bytes,
+        .baseline_bytes = oomkit_call_floor(call),
         .budget_bytes = budget_of(call),
         .gradient_bytes = gradients_beyond(call),
         .margin = call->device.type == OOMKIT_DEVICE_CPU ? 0.0 : ACCELERATOR_MARGIN,
@@ -202,22 +255,30 @@ oomkit_signature_request(oomkit_call *call, oomkit_plan_request *request,
 
 /* --- what it learns --- */
 
-/* Bytes that the gradients of all parameters take. */
-static uint64_t
-gradient_bytes(oomkit_call *call)
+void
+oomkit_signature_survey(oomkit_call *call)
 {
+    oomkit_step *step = call->step;
     oomkit_tensor_facts facts;
-    uint64_t sum = 0;
+    uint64_t gradient_bytes = 0;
     Py_ssize_t i;
 
+    step->surveyed = 1;
+    step->device = call->device;
+    step->param_count = (uint64_t)call->parts->param_count;
+    step->param_bytes = 0;
     for (i = 0; i < call->parts->param_count; i++) {
         if (oomkit_tensor_facts_get(call->st, call->parts->params[i], 0, &facts) < 0) {
             oomkit_error_dismiss(); /* an estimate goes without it */
-        } else if (facts.requires_grad) {
-            sum += facts.bytes;
+            continue;
         }
+        step->param_bytes += facts.bytes;
+        gradient_bytes += facts.requires_grad ? facts.bytes : 0;
     }
-    return sum;
+    step->gradient_bytes = is_on(call->st->is_grad_enabled) ? gradient_bytes : 0;
+    if (call->device.type != OOMKIT_DEVICE_CPU) {
+        step->device_bytes = oomkit_device_usable(call->st, call->device);
+    }
 }
 
 /* Peaks of a replay do not compare: its call was there before with all it had saved. */
@@ -229,7 +290,7 @@ measured_complete(oomkit_call *call, oomkit_measured *m)
     }
     m->batch = call->batch.rows > 0 ? call->batch.rows : m->rows[OOMKIT_FIRST];
     m->k = call->slice_count > 0 ? call->slice_count : 1;
-    m->baseline_bytes = call->baseline_bytes;
+    m->baseline_bytes = oomkit_call_floor(call);
     m->budget_bytes = budget_of(call);
     m->gradient_bytes = gradients_beyond(call);
     m->alloc_retries = call->window.alloc_retries != OOMKIT_UNKNOWN &&
@@ -252,6 +313,9 @@ oomkit_signature_succeeded(oomkit_call *call, int64_t micro_batch, uint64_t peak
         entry->peak_rows = micro_batch;
         entry->peak_bytes = peak_bytes;
     }
+    if (call->options->remember) {
+        oomkit_recall_note(call, entry);
+    }
 }
 
 void
@@ -269,10 +333,13 @@ oomkit_signature_failed(oomkit_call *call, int64_t micro_batch)
     if (entry->row_bytes <= 0.0) { /* from before the first OOM of this site */
         shape_of(call, entry);
     }
-    call->step->gradient_bytes =
-        is_on(call->st->is_grad_enabled) ? gradient_bytes(call) : 0;
-    if (call->device.type != OOMKIT_DEVICE_CPU) {
-        call->step->device_bytes = oomkit_device_usable(call->st, call->device);
+    oomkit_signature_survey(call);
+    if (!call->planned) {
+        call->planned = 1;
+        call->entry_gradients = gradients_at_entry(call);
+        if (call->entry_gradients == 0) {
+            call->entry_gradients = gradients_let_go(call);
+        }
     }
     measured_complete(call, m);
     if (call->slices != NULL && role == OOMKIT_LATER) { /* the first one has worked */
@@ -317,7 +384,7 @@ oomkit_call_wants_copies(oomkit_call *call)
         return 1;
     }
     known = oomkit_signature_get(call, 1);
-    if (known->known.successes == 0) {
+    if (known->known.successes == 0 || known->known.recalled) {
         return 1;
     }
     if (call->window.budget_bytes == OOMKIT_UNKNOWN || known->peak_bytes == 0) {

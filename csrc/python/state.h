@@ -250,7 +250,10 @@
     X(tolerance)      /* oomkit._diagnose: what rounding explains in a loss */         \
     X(replay_differs) /* oomkit._diagnose: losses of a replay beside the call's */     \
     X(uneven_labels)  /* oomkit._diagnose: have slices unequal shares of labels? */    \
-    X(verification)   /* oomkit._diagnose: the class that compares three runs */
+    X(verification)   /* oomkit._diagnose: the class that compares three runs */       \
+    X(memory_place)   /* oomkit.sizes: a device and a torch, by name */                \
+    X(recall_sizes)   /* oomkit.sizes: what earlier runs have noted */                 \
+    X(note_sizes)     /* oomkit.sizes: takes a note for later runs */
 
 /* What the values of one type are to capture; see kinds.c. */
 typedef struct oomkit_type_kind {
