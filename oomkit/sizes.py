@@ -51,7 +51,7 @@ def _device_name(kind: str, index: int) -> str:
 def _place(number: int, index: int, parameters: int, size: int) -> tuple[str, str, int, int]:
     """(torch, device, parameters, their bytes): where, and of which model, sizes hold."""
     kind = next((name for name, n in _DEVICE_NUMBERS.items() if n == number), "privateuse")
-    return torch.__version__, _device_name(kind, index), parameters, size
+    return str(torch.__version__), _device_name(kind, index), parameters, size
 
 
 def _code_of(found: Any) -> types.CodeType | None:

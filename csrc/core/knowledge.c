@@ -298,10 +298,10 @@ oomkit_know_measured(oomkit_knowledge *known, oomkit_role role, int64_t rows,
     point_add(sizes, rows, bytes);
 }
 
-/* Does a size need much less than it did in the run that this was recalled from? Then
- * something has changed, and what failed there says nothing. */
+/* Does a size need much less or more than it did in the run that this was recalled
+ * from? Then something has changed, and what fitted and failed there says nothing. */
 static int
-recalled_too_much(const oomkit_knowledge *known, const oomkit_measured *measured)
+recalled_otherwise(const oomkit_knowledge *known, const oomkit_measured *measured)
 {
     int64_t i;
     int role;
@@ -309,9 +309,9 @@ recalled_too_much(const oomkit_knowledge *known, const oomkit_measured *measured
     for (role = 0; role < OOMKIT_ROLES; role++) {
         const oomkit_sizes *sizes = &known->roles[role];
         for (i = 0; i < sizes->count; i++) {
-            const oomkit_point *point = &sizes->points[i];
-            if (point->rows == measured->rows[role] && measured->bytes[role] > 0 &&
-                measured->bytes[role] < point->bytes - point->bytes / 8) {
+            uint64_t was = sizes->points[i].bytes, is = measured->bytes[role];
+            if (sizes->points[i].rows == measured->rows[role] && is > 0 &&
+                (is < was - was / 8 || is > was + was / 8)) {
                 return 1;
             }
         }
@@ -324,7 +324,7 @@ oomkit_know_worked(oomkit_knowledge *known, const oomkit_measured *measured)
 {
     int role;
 
-    if (known->recalled && recalled_too_much(known, measured)) {
+    if (known->recalled && recalled_otherwise(known, measured)) {
         memset(known, 0, sizeof(*known));
         known->failures = 1; /* the batch was split for a reason: peaks decide */
     }

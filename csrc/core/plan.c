@@ -306,12 +306,23 @@ plan_unequal(const oomkit_knowledge *known, const oomkit_plan_request *request,
     return plan_fits(known, request, plan);
 }
 
-/* How long a size that was given up is left alone: longer each time. */
+/* How long a size that was given up is left alone: longer each time, but for more room
+ * than whatever failed had. */
 static int
-may_grow(const oomkit_knowledge *known)
+may_grow(const oomkit_knowledge *known, const oomkit_plan_request *request)
 {
+    uint64_t room = oomkit_room(request->baseline_bytes, request->budget_bytes);
     uint32_t doublings = known->late > 6 ? 6 : known->late;
-    return known->late == 0 || known->healthy >= UINT32_C(8) << doublings;
+    int role, failed = 0, grown = 1;
+
+    for (role = 0; role < OOMKIT_ROLES; role++) {
+        const oomkit_sizes *bound = &known->roles[role];
+        failed |= bound->smallest_failed != 0;
+        grown &=
+            bound->smallest_failed == 0 || room_has_grown(room, bound->failed_room);
+    }
+    return known->late == 0 || known->healthy >= UINT32_C(8) << doublings ||
+           (failed && grown);
 }
 
 /* Before anything of this shape has failed what was asked for is tried. */
@@ -349,7 +360,7 @@ plan_hold(const oomkit_knowledge *known, const oomkit_plan_request *request,
     oomkit_plan last;
 
     if (known->batch != request->batch || known->k <= oomkit_plan_count(plan) ||
-        (may_grow(known) && !known->recalled)) {
+        (may_grow(known, request) && !known->recalled)) {
         return;
     }
     plan_set(request, smaller(known->k, most), &last);
