@@ -140,6 +140,7 @@ class Knowledge(ctypes.Structure):
         ("k", ctypes.c_int64),
         ("optimizer_bytes", ctypes.c_uint64),
         ("borrowed", ctypes.c_int32),
+        ("recalled", ctypes.c_int32),
         ("margin", ctypes.c_double),
     ]
 

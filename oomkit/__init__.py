@@ -25,7 +25,7 @@ except ImportError as _error:  # pragma: no cover - exercised in a subprocess wi
         "`pip install --no-build-isolation .` in oomkit's sources"
     ) from _error
 
-from . import _C, _diagnose, _loops, _nodes, _packed, _second, _withheld
+from . import _C, _diagnose, _loops, _nodes, _packed, _second, _store, _withheld, sizes
 from .optim import predict_update as _predict_update
 
 __version__ = "0.1.0"
@@ -88,6 +88,9 @@ _C._bind(
         "modes_then": _second.modes_then,
         "saved_pack": _second.saved_pack,
         "saved_unpack": _second.saved_unpack,
+        "memory_place": sizes._place,
+        "recall_sizes": sizes._recall,
+        "note_sizes": _store.note,
     },
 )
 
@@ -144,5 +147,6 @@ __all__ = [
     "memory",
     "register_splitter",
     "report",
+    "sizes",
     "testing",
 ]

@@ -1,4 +1,7 @@
-"""python -m oomkit report FILE: a table, and a picture, of records written by sinks.JSONL."""
+"""python -m oomkit report FILE: a table, and a picture, of records written by sinks.JSONL.
+
+python -m oomkit sizes: what steps with remember=True have found.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from . import sizes
 from .report import report
 
 _NEEDED = frozenset(
@@ -64,6 +68,20 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
+def remembered(function: str | None, clear: bool) -> int:
+    """Shows or removes sizes."""
+    if not clear:
+        print(sizes.list(function))
+        return 0
+    try:
+        count = sizes.clear(function)
+    except OSError as error:
+        print(f"oomkit: {error}", file=sys.stderr)
+        return 1
+    print(f"{count} {'entry' if count == 1 else 'entries'} removed")
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m oomkit", description="Tools of oomkit.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -73,7 +91,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--format", choices=("text", "markdown", "json"), default="text", help="default: text"
     )
     command.add_argument("--png", type=Path, metavar="OUT", help="draw a picture (matplotlib)")
+    command = commands.add_parser("sizes", help="show what steps with remember=True have found")
+    command.add_argument("function", nargs="?", help="only those of this function")
+    command.add_argument("--clear", action="store_true", help="remove them")
     options = parser.parse_args(arguments)
+    if options.command == "sizes":
+        return remembered(options.function, options.clear)
     try:
         rows = read(options.file)
     except (OSError, ValueError) as error:

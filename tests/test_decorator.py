@@ -186,10 +186,10 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         "auto_batch(participants=...) expected objects with state_dict() and "
         "load_state_dict(), or save() and restore(), got object",
     ),
-    "a later version's option": (
-        lambda: oomkit.auto_batch(remember=True),
-        ValueError,
-        "auto_batch(remember=True) is not available in this version: leave it out",
+    "remember": (
+        lambda: oomkit.auto_batch(remember=1),
+        TypeError,
+        "auto_batch(remember=...) expected True, False or None, got int",
     ),
 }
 

@@ -110,14 +110,16 @@ def peak_of(model: nn.Module, batch: Any, **options: Any) -> int:
 
 def smallest_k(model: nn.Module, batch: Any, budget: int) -> int:
     """By trying: the fewest equal micro-batches that train without an OOM."""
-    for k in range(1, len(batch[0]) + 1):
+    rows = len(batch[0])
+    for k in range(1, rows + 1):
         gc.collect()
-        step = training(copy.deepcopy(model), accumulation_steps=k)
+        step = training(copy.deepcopy(model))
         step(*(part[:1] for part in batch))
         oomkit.limit_memory(budget)
         try:
-            step(*batch)
-            step(*batch)
+            with testing.force_slices([rows // k + (i < rows % k) for i in range(k)]):
+                step(*batch)
+                step(*batch)
         except oomkit.OutOfMemory:
             continue
         finally:

@@ -42,6 +42,13 @@ oomkit_room(uint64_t baseline_bytes, uint64_t budget_bytes)
     return budget_bytes > baseline_bytes ? budget_bytes - baseline_bytes : 0;
 }
 
+int
+oomkit_room_enough(uint64_t room, uint64_t then)
+{
+    return room == OOMKIT_UNKNOWN ||
+           (then != OOMKIT_UNKNOWN && room >= then - then / 64);
+}
+
 /* --- prediction --- */
 
 /* What lies below a later micro-batch however small it is: the gradients of the model.
@@ -291,11 +298,37 @@ oomkit_know_measured(oomkit_knowledge *known, oomkit_role role, int64_t rows,
     point_add(sizes, rows, bytes);
 }
 
+/* Does a size need much less or more than it did in the run that this was recalled
+ * from? Then something has changed, and what fitted and failed there says nothing. */
+static int
+recalled_otherwise(const oomkit_knowledge *known, const oomkit_measured *measured)
+{
+    int64_t i;
+    int role;
+
+    for (role = 0; role < OOMKIT_ROLES; role++) {
+        const oomkit_sizes *sizes = &known->roles[role];
+        for (i = 0; i < sizes->count; i++) {
+            uint64_t was = sizes->points[i].bytes, is = measured->bytes[role];
+            if (sizes->points[i].rows == measured->rows[role] && is > 0 &&
+                (is < was - was / 8 || is > was + was / 8)) {
+                return 1;
+            }
+        }
+    }
+    return 0;
+}
+
 void
 oomkit_know_worked(oomkit_knowledge *known, const oomkit_measured *measured)
 {
     int role;
 
+    if (known->recalled && recalled_otherwise(known, measured)) {
+        memset(known, 0, sizeof(*known));
+        known->failures = 1; /* the batch was split for a reason: peaks decide */
+    }
+    known->recalled = 0;
     known->margin *= MARGIN_FADES;
     for (role = OOMKIT_ROLES - 1; role >= 0; role--) {
         oomkit_know_measured(known, (oomkit_role)role, measured->rows[role],
@@ -332,6 +365,10 @@ oomkit_know_failed(oomkit_knowledge *known, oomkit_role role, int64_t rows,
     uint64_t room = oomkit_room(baseline_bytes, budget_bytes);
     uint64_t predicted;
 
+    if (known->recalled && bound->largest_ok >= rows &&
+        oomkit_room_enough(room, bound->ok_room)) { /* it holds no longer: none of it */
+        memset(known, 0, sizeof(*known));
+    }
     if (known->successes == 0) {
         known->failures += known->failures < UINT32_MAX;
     } else if (bound->largest_ok >= rows) {

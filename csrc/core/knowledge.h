@@ -46,6 +46,7 @@ typedef struct oomkit_knowledge {
     int64_t batch, k; /* rows and micro-batches of the last call that worked */
     uint64_t optimizer_bytes; /* highest above the baseline; 0 = not measured */
     int32_t borrowed; /* bounds and points are those of a neighbour, made to fit */
+    int32_t recalled; /* of an earlier run: nothing of this one has borne it out yet */
     double margin;    /* share of a peak by which predictions were too low; fades */
 } oomkit_knowledge;
 
@@ -68,6 +69,11 @@ oomkit_knowledge_valid(const oomkit_knowledge *known);
 /* Bytes between baseline and budget; OOMKIT_UNKNOWN without a budget. */
 uint64_t
 oomkit_room(uint64_t baseline_bytes, uint64_t budget_bytes);
+
+/* Is there as much room as there was then, but for what changes from step to step? Room
+ * that was not known then says nothing about one that is. */
+int
+oomkit_room_enough(uint64_t room, uint64_t then);
 
 /* Bytes above the baseline that a micro-batch of `rows` rows will need: a ray through
  * the baseline and one point, a secant through the two largest. OOMKIT_UNKNOWN without

@@ -145,13 +145,6 @@ largest_k(const oomkit_plan_request *request)
     return k > 1 ? k : 1;
 }
 
-/* Room that is the same but for what changes from step to step. */
-static int
-room_at_least(uint64_t room, uint64_t then)
-{
-    return room == OOMKIT_UNKNOWN || then == OOMKIT_UNKNOWN || room >= then - then / 64;
-}
-
 static int
 room_has_grown(uint64_t room, uint64_t then)
 {
@@ -199,7 +192,7 @@ size_fits(const oomkit_knowledge *known, const oomkit_plan_request *request,
         !room_has_grown(room, bound->failed_room)) {
         return 0;
     }
-    if (rows <= bound->largest_ok && room_at_least(room, bound->ok_room)) {
+    if (rows <= bound->largest_ok && oomkit_room_enough(room, bound->ok_room)) {
         return 1;
     }
     /* A prediction that was too low once would be so again, a row further down. */
@@ -313,12 +306,23 @@ plan_unequal(const oomkit_knowledge *known, const oomkit_plan_request *request,
     return plan_fits(known, request, plan);
 }
 
-/* How long a size that was given up is left alone: longer each time. */
+/* How long a size that was given up is left alone: longer each time, but for more room
+ * than whatever failed had. */
 static int
-may_grow(const oomkit_knowledge *known)
+may_grow(const oomkit_knowledge *known, const oomkit_plan_request *request)
 {
+    uint64_t room = oomkit_room(request->baseline_bytes, request->budget_bytes);
     uint32_t doublings = known->late > 6 ? 6 : known->late;
-    return known->late == 0 || known->healthy >= UINT32_C(8) << doublings;
+    int role, failed = 0, grown = 1;
+
+    for (role = 0; role < OOMKIT_ROLES; role++) {
+        const oomkit_sizes *bound = &known->roles[role];
+        failed |= bound->smallest_failed != 0;
+        grown &=
+            bound->smallest_failed == 0 || room_has_grown(room, bound->failed_room);
+    }
+    return known->late == 0 || known->healthy >= UINT32_C(8) << doublings ||
+           (failed && grown);
 }
 
 /* Before anything of this shape has failed what was asked for is tried. */
@@ -336,6 +340,36 @@ knows_peaks(const oomkit_knowledge *known)
     return known->roles[OOMKIT_FIRST].count > 0 || known->roles[OOMKIT_LATER].count > 0;
 }
 
+/* Where to begin to look for k. accumulation_steps= is what a shape starts with: as
+ * soon as peaks and room are known, fewer are planned if they fit. */
+static int64_t
+fewest_k(const oomkit_knowledge *known, const oomkit_plan_request *request,
+         int64_t asked)
+{
+    uint64_t room = oomkit_room(request->baseline_bytes, request->budget_bytes);
+    return knows_peaks(known) && room != OOMKIT_UNKNOWN ? 1 : asked;
+}
+
+/* The k of the last call in place of a smaller one in *plan, where growing has to wait:
+ * for a size that was given up, or in the first call of a run, whose optimizer state
+ * may not be there yet. */
+static void
+plan_hold(const oomkit_knowledge *known, const oomkit_plan_request *request,
+          int64_t most, oomkit_plan *plan)
+{
+    oomkit_plan last;
+
+    if (known->batch != request->batch || known->k <= oomkit_plan_count(plan) ||
+        (may_grow(known, request) && !known->recalled)) {
+        return;
+    }
+    plan_set(request, smaller(known->k, most), &last);
+    if (plan_fits(known, request, &last) ||
+        plan_unequal(known, request, smaller(known->k, most), &last)) {
+        *plan = last;
+    }
+}
+
 static oomkit_plan_reason
 reason_of(const oomkit_knowledge *known, const oomkit_plan *plan, int64_t asked)
 {
@@ -345,12 +379,12 @@ reason_of(const oomkit_knowledge *known, const oomkit_plan *plan, int64_t asked)
         if (k < known->k) {
             return OOMKIT_REASON_GROWN;
         }
-        if (k == known->k && k > asked) {
+        if (k == known->k && k > 1 && k != asked) {
             return OOMKIT_REASON_REMEMBERED;
         }
     }
-    if (k <= asked) {
-        return asked > 1 ? OOMKIT_REASON_ASKED : OOMKIT_REASON_WHOLE;
+    if (k == asked || k == 1) {
+        return k > 1 ? OOMKIT_REASON_ASKED : OOMKIT_REASON_WHOLE;
     }
     return knows_peaks(known) ? OOMKIT_REASON_PREDICTED : OOMKIT_REASON_REMEMBERED;
 }
@@ -359,26 +393,23 @@ int
 oomkit_plan_choose(const oomkit_knowledge *known, const oomkit_plan_request *request,
                    oomkit_plan *plan, oomkit_plan_reason *reason)
 {
-    oomkit_plan last, unequal;
-    int64_t most, asked, k;
+    oomkit_plan unequal;
+    int64_t most, asked, fewest, k;
 
     if (!request_valid(request) || !oomkit_knowledge_valid(known)) {
         return OOMKIT_EINVAL;
     }
     most = largest_k(request);
     asked = smaller(request->start_accumulation, most);
+    fewest = fewest_k(known, request, asked);
     plan_set(request, asked, plan);
-    if (knows_failure(known)) {
-        k = smallest_k(known, request, asked, most);
+    if (knows_failure(known) || fewest < asked) {
+        k = smallest_k(known, request, fewest, most);
         plan_set(request, k, plan);
-        while (--k >= asked && plan_unequal(known, request, k, &unequal)) {
+        while (--k >= fewest && plan_unequal(known, request, k, &unequal)) {
             *plan = unequal;
         }
-        if (known->batch == request->batch && known->k > oomkit_plan_count(plan) &&
-            !may_grow(known)) {
-            plan_set(request, smaller(known->k, most), &last);
-            *plan = plan_fits(known, request, &last) ? last : *plan;
-        }
+        plan_hold(known, request, most, plan);
     }
     *reason = reason_of(known, plan, asked);
     return OOMKIT_OK;

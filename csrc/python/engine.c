@@ -7,15 +7,6 @@
 #include "tensor.h"
 
 #include <stddef.h>
-#include <time.h>
-
-uint64_t
-oomkit_now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
 
 /* The participants of this call: those of the site while they are right. 0 or -1. */
 static int
@@ -129,9 +120,16 @@ engine_plan(oomkit_call *call)
     const char *refusal;
     int asked =
         call->options->accumulation_steps > 1 || call->st->forced_slices != NULL;
-    int found = oomkit_batch_find(call->st, call->options, step->batch_site,
-                                  step->names, &call->batch);
+    int found;
 
+    if (step->recall && oomkit_recall(call) < 0) {
+        return -1;
+    }
+    if (!asked && !step->seen_oom) { /* nothing was recalled */
+        return 0;
+    }
+    found = oomkit_batch_find(call->st, call->options, step->batch_site, step->names,
+                              &call->batch);
     if (found > 0 && !asked) {
         /* Not split for what other calls have met: this one may do with what it has. */
         int inside = oomkit_refusal_transform(call->st);

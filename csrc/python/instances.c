@@ -68,6 +68,7 @@ instance_new(oomkit_step *parent, PyObject *owner)
         goto error;
     }
     Py_XSETREF(self->options.label, Py_XNewRef(parent->options.label));
+    self->recall = self->seen_oom = self->options.remember;
     Py_DECREF(options);
     return self;
 error:

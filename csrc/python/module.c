@@ -4,6 +4,7 @@
 #include "error_methods.h"
 #include "errors.h"
 #include "memory_methods.h"
+#include "recall.h"
 #include "records.h"
 #include "split_methods.h"
 #include "splitters.h"
@@ -22,7 +23,7 @@ PyDoc_STRVAR(
     "           min_micro_batch=1, multiple_of=1, rng='torch', "
     "gradient_safety='auto',\n"
     "           optimizer_safety='predict', restore_batch=False, hooks='say',\n"
-    "           remember=False, on_retry=None, label=None, reset_peaks=True)\n"
+    "           remember=None, on_retry=None, label=None, reset_peaks=True)\n"
     "--\n\n"
     "Make a training or evaluation step that survives running out of memory.\n\n"
     "Until the first out-of-memory error the decorated step is the undecorated one. "
@@ -99,7 +100,10 @@ PyDoc_STRVAR(
     "    hooks: 'say' (a warning, once) or 'error' when a split meets hooks on "
     "gradients,\n"
     "        which are exact only if they are linear.\n"
-    "    remember: reserved; only its default is accepted.\n\n"
+    "    remember: True: sizes found are kept in a small file of the user's, and a "
+    "later\n"
+    "        run of the same step begins with them (see oomkit.sizes). None: what the\n"
+    "        environment variable OOMKIT_REMEMBER says (1), else False.\n\n"
     "Returns:\n"
     "    A callable like ``fn`` with ``.records`` (tuple of StepRecord) and "
     "``.label``; or,\n"
@@ -290,6 +294,7 @@ module_exec(PyObject *module)
         PyModule_AddFunctions(module, oomkit_chunks_join_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_memory_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_split_methods) < 0 ||
+        PyModule_AddFunctions(module, oomkit_state_methods) < 0 ||
         oomkit_records_init(st) < 0 || oomkit_current_init(st) < 0 ||
         module_add_type(module, &st->step_type, &oomkit_step_spec) < 0 ||
         module_add_type(module, &st->step_object_type, &oomkit_step_object_spec) < 0 ||

@@ -2,6 +2,8 @@
  * was expected and what came. */
 #include "step.h"
 
+#include <stdlib.h>
+
 static const char *const option_names[] = {
     "batch",
     "static",
@@ -198,24 +200,14 @@ option_names_of(PyObject *kwargs, const char *name, PyObject **value)
     return 0;
 }
 
-/* What later versions will do is refused by name, not ignored. */
+/* remember=, or what the user has set for all programs. 0 or -1. */
 static int
-options_not_yet(PyObject *kwargs)
+options_remember(PyObject *kwargs, oomkit_options *options)
 {
-    static const char *const names[] = {"remember", NULL};
-    int i;
+    const char *wanted = getenv("OOMKIT_REMEMBER");
 
-    for (i = 0; names[i] != NULL; i++) {
-        PyObject *given = option_get(kwargs, names[i]); /* borrowed */
-        if (given != NULL && given != Py_None && given != Py_False) {
-            PyErr_Format(
-                PyExc_ValueError,
-                "auto_batch(%s=%R) is not available in this version: leave it out",
-                names[i], given);
-            return -1;
-        }
-    }
-    return 0;
+    options->remember = wanted != NULL && wanted[0] != '\0' && strcmp(wanted, "0") != 0;
+    return option_switch(kwargs, "remember", &options->remember);
 }
 
 /* Appends an object, or each of a list or tuple, as weak references. */
@@ -380,7 +372,7 @@ oomkit_options_parse(oomkit_state *st, PyObject *kwargs, oomkit_options *options
     options->accumulation_steps = options->min_micro_batch = options->multiple_of = 1;
     options->reset_peaks = 1;
     options->verify = -1;
-    if (options_unknown(kwargs) < 0 || options_not_yet(kwargs) < 0 ||
+    if (options_unknown(kwargs) < 0 || options_remember(kwargs, options) < 0 ||
         option_names_of(kwargs, "batch", &options->batch) < 0 ||
         option_names_of(kwargs, "static", &options->statics) < 0 ||
         oomkit_options_dim(option_get(kwargs, "dim"), options) < 0 ||

@@ -35,6 +35,7 @@ typedef struct oomkit_options {
     int optimizer_copy; /* optimizer_safety="copy" */
     int hooks_error;    /* hooks="error" */
     int restore_batch;
+    int remember; /* sizes outlive the run */
     int reset_peaks;
 } oomkit_options;
 

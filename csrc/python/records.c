@@ -5,6 +5,15 @@
 
 #include <stdio.h>
 #include <string.h>
+#include <time.h>
+
+uint64_t
+oomkit_now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
 
 enum { RECORD_FIELDS = 18, REPORT_FIELDS = 9 };
 

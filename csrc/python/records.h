@@ -55,4 +55,8 @@ oomkit_report_new(oomkit_state *st, PyObject *label, const char *device,
 const char *
 oomkit_format_bytes(uint64_t bytes, char *buffer);
 
+/* Nanoseconds of a clock that only goes forward. */
+uint64_t
+oomkit_now_ns(void);
+
 #endif

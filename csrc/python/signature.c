@@ -191,6 +191,9 @@ oomkit_signature_request(oomkit_call *call, oomkit_plan_request *request,
     const oomkit_options *options = call->options;
     const oomkit_signature *entry = oomkit_signature_get(call, call->step->seen_oom);
 
+    if (!call->step->surveyed) { /* whether fewer would do depends on the room */
+        oomkit_signature_survey(call);
+    }
     if (call->ooms == 0) {
         oomkit_baseline_enter(call);
     }
@@ -209,22 +212,30 @@ oomkit_signature_request(oomkit_call *call, oomkit_plan_request *request,
 
 /* --- what it learns --- */
 
-/* Bytes that the gradients of all parameters take. */
-static uint64_t
-gradient_bytes(oomkit_call *call)
+void
+oomkit_signature_survey(oomkit_call *call)
 {
+    oomkit_step *step = call->step;
     oomkit_tensor_facts facts;
-    uint64_t sum = 0;
+    uint64_t gradient_bytes = 0;
     Py_ssize_t i;
 
+    step->surveyed = 1;
+    step->device = call->device;
+    step->param_count = (uint64_t)call->parts->param_count;
+    step->param_bytes = 0;
     for (i = 0; i < call->parts->param_count; i++) {
         if (oomkit_tensor_facts_get(call->st, call->parts->params[i], 0, &facts) < 0) {
             oomkit_error_dismiss(); /* an estimate goes without it */
-        } else if (facts.requires_grad) {
-            sum += facts.bytes;
+            continue;
         }
+        step->param_bytes += facts.bytes;
+        gradient_bytes += facts.requires_grad ? facts.bytes : 0;
     }
-    return sum;
+    step->gradient_bytes = is_on(call->st->is_grad_enabled) ? gradient_bytes : 0;
+    if (call->device.type != OOMKIT_DEVICE_CPU) {
+        step->device_bytes = oomkit_device_usable(call->st, call->device);
+    }
 }
 
 /* Peaks of a replay do not compare: its call was there before with all it had saved. */
@@ -259,6 +270,9 @@ oomkit_signature_succeeded(oomkit_call *call, int64_t micro_batch, uint64_t peak
         entry->peak_rows = micro_batch;
         entry->peak_bytes = peak_bytes;
     }
+    if (call->options->remember) {
+        oomkit_recall_note(call, entry);
+    }
 }
 
 void
@@ -276,11 +290,7 @@ oomkit_signature_failed(oomkit_call *call, int64_t micro_batch)
     if (entry->row_bytes <= 0.0) { /* from before the first OOM of this site */
         shape_of(call, entry);
     }
-    call->step->gradient_bytes =
-        is_on(call->st->is_grad_enabled) ? gradient_bytes(call) : 0;
-    if (call->device.type != OOMKIT_DEVICE_CPU) {
-        call->step->device_bytes = oomkit_device_usable(call->st, call->device);
-    }
+    oomkit_signature_survey(call);
     measured_complete(call, m);
     if (call->slices != NULL && role == OOMKIT_LATER) { /* the first one has worked */
         oomkit_know_measured(&entry->known, OOMKIT_FIRST, m->rows[OOMKIT_FIRST],
@@ -324,7 +334,7 @@ oomkit_call_wants_copies(oomkit_call *call)
         return 1;
     }
     known = oomkit_signature_get(call, 1);
-    if (known->known.successes == 0) {
+    if (known->known.successes == 0 || known->known.recalled) {
         return 1;
     }
     if (call->window.budget_bytes == OOMKIT_UNKNOWN || known->peak_bytes == 0) {

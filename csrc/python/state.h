@@ -254,7 +254,10 @@
     X(uneven_labels)  /* oomkit._diagnose: have slices unequal shares of labels? */    \
     X(loop_judge)     /* oomkit._loops: may a loop's body run again? */                \
     X(cut_sequence)   /* oomkit._loops: rows of a list */                              \
-    X(verification)   /* oomkit._diagnose: the class that compares three runs */
+    X(verification)   /* oomkit._diagnose: the class that compares three runs */       \
+    X(memory_place)   /* oomkit.sizes: a device and a torch, by name */                \
+    X(recall_sizes)   /* oomkit.sizes: what earlier runs have noted */                 \
+    X(note_sizes)     /* oomkit.sizes: takes a note for later runs */
 
 /* What the values of one type are to capture; see kinds.c. */
 typedef struct oomkit_type_kind {

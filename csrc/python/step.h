@@ -17,6 +17,7 @@ typedef struct oomkit_signature {
     oomkit_knowledge known;
     uint64_t peak_bytes; /* allocated at most in a call with the largest micro-batch */
     int64_t peak_rows;   /* that micro-batch */
+    uint64_t noted;      /* of what was noted for later runs; 0: nothing */
 } oomkit_signature;
 
 /* What the calls with a whole batch have done so far. */
@@ -50,8 +51,11 @@ typedef struct oomkit_step {
         *last_gradient; /* owned: what last reached a returned scalar loss, or NULL */
     uint64_t gradient_bytes; /* of all parameters, summed at the last OOM; 0 before */
     int drops_gradients;     /* 1 those at entry are dropped, -1 kept, 0 never seen */
-    uint64_t device_bytes;   /* free and ours on the device then, or OOMKIT_UNKNOWN */
-    double last_factor;      /* the same over the scaler's scale; 0 while unknown */
+    uint64_t param_count, param_bytes; /* of them at that time */
+    oomkit_device device;
+    int surveyed;          /* those figures are there */
+    uint64_t device_bytes; /* free and ours on the device then, or OOMKIT_UNKNOWN */
+    double last_factor;    /* the same over the scaler's scale; 0 while unknown */
     int half;        /* a returned loss was computed with fp16 somewhere on the way */
     int single_loss; /* a returned loss of several rows had one element in dimensions:
                         2, had not: 1, 0 while unknown */
@@ -59,12 +63,16 @@ typedef struct oomkit_step {
                                        a returned loss which was no view */
     int half_said;                  /* fp16 with a scaler was looked for and said */
     int hooks_said;                 /* the warning about hooks on gradients was given */
-    int effects_said; /* what the step changes besides was looked at and said */
-    int seen_oom;     /* sizes may be remembered: look the signature up at entry */
-    Py_ssize_t skip;  /* leading arguments that are a method's own object */
-    int is_module;    /* func is a module: attributes are set on it */
-    int is_forward;   /* a function of the name forward: see bound_type.c */
-    PyObject *given;  /* owned: dict of the options but for the participants */
+    int effects_said;     /* what the step changes besides was looked at and said */
+    int seen_oom;         /* sizes may be remembered: look the signature up at entry */
+    int recall;           /* the next call is to look for what an earlier run knew */
+    PyObject *origin;     /* owned: tuple that says where a checkpoint's sizes are from,
+                             until then, or NULL */
+    PyObject *memory_key; /* owned: what notes for later runs go by, or NULL */
+    Py_ssize_t skip;      /* leading arguments that are a method's own object */
+    int is_module;        /* func is a module: attributes are set on it */
+    int is_forward;       /* a function of the name forward: see bound_type.c */
+    PyObject *given;      /* owned: dict of the options but for the participants */
     /* instances.c: what is known about a method is known for one object of its class */
     PyObject *owner;            /* owned: weak reference to that object, or NULL */
     PyObject *instances;        /* owned: dict of address to the steps of others */
@@ -223,6 +231,18 @@ void
 oomkit_signature_failed(oomkit_call *call, int64_t micro_batch);
 void
 oomkit_signature_forget(oomkit_call *call);
+/* What predictions depend on besides peaks: gradients, the room on the device. Asks the
+ * driver: for failures and first calls. Never fails. */
+void
+oomkit_signature_survey(oomkit_call *call);
+
+/* recall.c: in a step's first call, before its plan. 0 or -1. Runs Python code. */
+int
+oomkit_recall(oomkit_call *call);
+/* After a call that worked, for a step that remembers: a note for later runs if it has
+ * changed what is known. Never fails. Runs Python code. */
+void
+oomkit_recall_note(oomkit_call *call, oomkit_signature *entry);
 
 /* options.c: fills *options from keyword arguments. 0 or -1 with TypeError/ValueError.
  */
@@ -232,8 +252,5 @@ void
 oomkit_options_clear(oomkit_options *options);
 int
 oomkit_options_traverse(oomkit_options *options, visitproc visit, void *arg);
-
-uint64_t
-oomkit_now_ns(void);
 
 #endif

@@ -2,7 +2,7 @@
  * object can be seen (step_make.c); there is no __init__. */
 #include "step_type.h"
 #include "errors.h"
-#include "step.h"
+#include "recall.h"
 #include "wrapping.h"
 
 #include <structmember.h>
@@ -22,11 +22,25 @@ step_descr_get(PyObject *op, PyObject *instance, PyObject *Py_UNUSED(owner))
     return PyMethod_New(op, instance);
 }
 
+/* Does the callable have a state of its own (a module, a trainer), which is what
+ * `step.state_dict()` has to be then? */
+static int
+step_is_callables_state(const oomkit_step *self, PyObject *name)
+{
+    return self->func != NULL && !PyFunction_Check(self->func) &&
+           (PyUnicode_Compare(name, self->st->str_state_dict) == 0 ||
+            PyUnicode_Compare(name, self->st->str_load_state_dict) == 0) &&
+           PyObject_HasAttr(self->func, name);
+}
+
 /* Attributes of the callable are the step's too: libraries read __code__, __defaults__,
  * a module's parameters(). */
 static PyObject *
 step_getattro(PyObject *op, PyObject *name)
 {
+    if (step_is_callables_state(step_CAST(op), name)) {
+        return PyObject_GetAttr(step_CAST(op)->func, name);
+    }
     return oomkit_wrap_getattr(step_CAST(op)->st, op, step_CAST(op)->func, name);
 }
 
@@ -132,6 +146,7 @@ step_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(self->instances);
     Py_VISIT(self->parent);
     Py_VISIT(self->last_gradient);
+    Py_VISIT(self->memory_key);
     if (self->parts != NULL && self->parts->refs == 1) {
         int result = oomkit_participants_traverse(self->parts, visit, arg);
         if (result != 0) {
@@ -166,6 +181,7 @@ step_clear(PyObject *op)
     self->options.label = label;
     Py_CLEAR(self->given);
     Py_CLEAR(self->last_gradient);
+    Py_CLEAR(self->memory_key);
     Py_CLEAR(self->func);
     Py_CLEAR(self->dict);
     return 0;
@@ -184,6 +200,7 @@ step_dealloc(PyObject *op)
     step_clear(op);
     Py_CLEAR(self->options.label);
     Py_CLEAR(self->names);
+    Py_CLEAR(self->origin);
     oomkit_batch_site_clear(&self->batch_site);
     oomkit_result_site_clear(&self->results);
     oomkit_loss_site_clear(&self->losses);
@@ -198,6 +215,11 @@ step_dealloc(PyObject *op)
 }
 
 static PyMethodDef step_methods[] = {
+    {"state_dict", oomkit_step_state, METH_NOARGS,
+     "state_dict()\n--\n\nThe sizes found so far, for a checkpoint (dict of plain "
+     "values)."},
+    {"load_state_dict", oomkit_step_load, METH_O,
+     "load_state_dict(state)\n--\n\nBegin with the sizes of a state_dict()."},
     {"__reduce__", oomkit_step_reduce, METH_NOARGS,
      "Pickle by reference, as a function; what has no name of its own, by its parts."},
     {"__copy__", oomkit_step_copy, METH_NOARGS, "The step itself, as of a function."},

@@ -82,15 +82,16 @@ run_plan(const device_model *model, oomkit_knowledge *known, const oomkit_plan *
     return 1;
 }
 
-/* One call. OOMs until it works, *k micro-batches in the end; -1 when it never does. */
+/* One call that was asked to begin with `asked` micro-batches. OOMs until it works, *k
+ * micro-batches in the end; -1 when it never does. */
 static int
-run_call(const device_model *model, oomkit_knowledge *known, int64_t batch,
-         uint64_t budget, int64_t *k)
+run_asked(const device_model *model, oomkit_knowledge *known, int64_t batch,
+          int64_t asked, uint64_t budget, int64_t *k)
 {
     oomkit_plan_request request = {.batch = batch,
                                    .min_micro_batch = 1,
                                    .multiple_of = 1,
-                                   .start_accumulation = 1};
+                                   .start_accumulation = asked};
     oomkit_plan_reason reason;
     oomkit_plan plan;
     oomkit_measured m;
@@ -110,6 +111,13 @@ run_call(const device_model *model, oomkit_knowledge *known, int64_t batch,
     oomkit_know_worked(known, &m);
     *k = m.k;
     return ooms;
+}
+
+static inline int
+run_call(const device_model *model, oomkit_knowledge *known, int64_t batch,
+         uint64_t budget, int64_t *k)
+{
+    return run_asked(model, known, batch, 1, budget, k);
 }
 
 #endif

@@ -29,6 +29,9 @@ test_room(void)
     CHECK(oomkit_room(10, 3) == 0);
     CHECK(oomkit_room(3, OOMKIT_UNKNOWN) == OOMKIT_UNKNOWN);
     CHECK(oomkit_room(OOMKIT_UNKNOWN, 3) == OOMKIT_UNKNOWN);
+    CHECK(oomkit_room_enough(100, 101) && !oomkit_room_enough(90, 100));
+    CHECK(oomkit_room_enough(OOMKIT_UNKNOWN, 5) &&
+          !oomkit_room_enough(5, OOMKIT_UNKNOWN));
 }
 
 static void
@@ -271,6 +274,55 @@ test_it_grows_and_shrinks_with_the_budget(void)
     CHECK(k == best_k(model, 64, large));
 }
 
+/* Progressive tuning: from one row on, without an OOM, to the best size. */
+static void
+test_it_grows_from_the_smallest_micro_batch(void)
+{
+    static const double shares[] = {0.9, 0.45, 0.2, 0.07};
+    int cases = 0, best = 0, ooms = 0;
+    size_t i, s;
+
+    for (i = 0; i < sizeof(models) / sizeof *models; i++) {
+        for (s = 0; s < sizeof(shares) / sizeof *shares; s++) {
+            const device_model *model = &models[i];
+            oomkit_knowledge known = nothing();
+            uint64_t budget =
+                (uint64_t)((model->baseline + model->gradients +
+                            model_peak(model, OOMKIT_FIRST, 256) * shares[s]) *
+                           (double)MIB);
+            int64_t wanted = best_k(model, 256, budget), k = 0;
+            int call;
+            cases += wanted > 0;
+            for (call = 0; wanted > 0 && call < 6; call++) {
+                int failed = run_asked(model, &known, 256, 256, budget, &k);
+                CHECK(failed >= 0 && (call > 0 || k == 256));
+                ooms += failed;
+            }
+            best += wanted > 0 && k == wanted;
+        }
+    }
+    CHECK(cases >= 24);
+    CHECK(best * 100 >= cases * 95);
+    CHECK(ooms == 0);
+}
+
+/* Without a budget nothing says that fewer would fit; a larger asked k stays. */
+static void
+test_it_stays_where_the_room_is_not_known(void)
+{
+    oomkit_knowledge known = nothing();
+    oomkit_plan_request request = {64, 1, 1, 8, 10, OOMKIT_UNKNOWN, 0, 0.0};
+    oomkit_plan_reason why;
+    oomkit_plan plan;
+
+    tell(&known, OOMKIT_FIRST, 8, 100);
+    CHECK(oomkit_plan_choose(&known, &request, &plan, &why) == OOMKIT_OK);
+    CHECK(plan.accumulation == 8 && why == OOMKIT_REASON_ASKED);
+    request.budget_bytes = 1000;
+    CHECK(oomkit_plan_choose(&known, &request, &plan, &why) == OOMKIT_OK);
+    CHECK(plan.accumulation == 1 && why == OOMKIT_REASON_WHOLE);
+}
+
 static void
 test_what_is_known_of_one_batch_serves_another(void)
 {
@@ -436,6 +488,8 @@ main(void)
     test_numbers_that_are_no_knowledge();
     test_the_best_size_is_found();
     test_it_grows_and_shrinks_with_the_budget();
+    test_it_grows_from_the_smallest_micro_batch();
+    test_it_stays_where_the_room_is_not_known();
     test_what_is_known_of_one_batch_serves_another();
     test_a_neighbour();
     test_new_lengths();
