@@ -234,3 +234,12 @@ def test_between_two_optimizers_that_were_not_found(earlier: int) -> None:
         module.training_step(torch.randn(4, 3))
     assert not torch.equal(before[0], module.one.weight)
     assert torch.equal(before[1], module.two.weight)
+
+
+def test_parameters_without_a_gradient_are_not_counted_as_state() -> None:
+    with_one, without = torch.nn.Parameter(torch.zeros(8)), torch.nn.Parameter(torch.zeros(1000))
+    optimizer = torch.optim.Adam([with_one, without])
+    with_one.grad = torch.ones(8)
+    assert oomkit.optim.state_bytes(optimizer) == 2 * 8 * 4
+    without.grad = torch.ones(1000)
+    assert oomkit.optim.state_bytes(optimizer) == 2 * 1008 * 4

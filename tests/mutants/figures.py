@@ -61,7 +61,8 @@ MUTANTS = [
         "oomkit/optim.py",
         "            if p.grad is not None:\n                total +=",
         "            if True:\n                total +=",
-        ("test_optimizer_faults.py::test_the_first_step_that_cannot_fit_is_refused_before_anything_moves",),
+        ("test_optimizer_faults.py::"
+         "test_parameters_without_a_gradient_are_not_counted_as_state",),
     ),
     Mutant(
         "budget-released-twice",
