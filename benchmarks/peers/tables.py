@@ -122,7 +122,7 @@ def report(found: list[Found], rest: dict[str, Any], ooms: int) -> str:
             "    seconds of 4 steps by k: "
             + ", ".join(f"{k}: {seconds:.2f}" for k, seconds in times.items()),
             HEADER,
-            *(row(one, name) for name in one.courses),
+            *(row(one, name) for name in rest),
             "",
         ]
     lines += [f"{'':19}{'OOMs in all':>12}{'healthy call, us':>20}{f'left by {ooms} OOMs':>26}"]
@@ -142,7 +142,7 @@ def draw(found: list[Found], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    names = [name for name in found[0].courses if name != ORACLE]
+    names = sorted(name for name in found[0].courses if name != ORACLE)
     names.sort(key=lambda name: name == OURS)
     panels: list[tuple[str, Callable[[Found, str], float | None], float | None]] = [
         ("out-of-memory errors", lambda one, name: errors(one, name), None),
