@@ -1,0 +1,171 @@
+"""All faults of a body, each in a process of its own.
+
+    python -m nomemory.sweep [--stride N] [--first N] BODY ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from .body import OURS, Body
+from .fault import NEVER, Fault, Outcome, suffer
+from .fork import apart
+from .listed import listed
+
+
+@dataclass
+class Found:
+    cases: int = 0
+    total: int = 0
+    """Allocations of the undisturbed call."""
+    kinds: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def leaf(body: Body, fault: Fault) -> Outcome:
+    outcome = Outcome()
+    with body.armed():
+        box = list(suffer(body.call, fault, outcome))
+    if box[1] is not None:
+        box[1].__traceback__ = None
+    body.after(outcome, box)
+    return outcome
+
+
+def count(body: Body) -> int:
+    """How many allocations the undisturbed call makes: as many as a fault can reach."""
+
+    def reached(nth: int) -> bool:
+        answer = apart(lambda: _probe(body, Fault(nth, once=False)))
+        return bool(answer.died) or answer.value
+
+    high = 64
+    while reached(high):
+        high *= 2
+    low = high // 2 if high > 64 else 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        if reached(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _probe(body: Body, fault: Fault) -> bool:
+    outcome = Outcome()
+    with body.armed():
+        suffer(body.call, fault, outcome)
+    return outcome.reached
+
+
+def verdict(body: Body, answer: Any, still: Any) -> tuple[str, list[str]]:
+    """(what came of it in a word, what is wrong with it)."""
+    if answer.died:
+        known = listed(answer.died)
+        return (known, []) if known else ("crash", [answer.died])
+    outcome: Outcome = answer.value
+    wrong = list(outcome.wrong)
+    kind = outcome.error or "success"
+    if outcome.error and outcome.error not in OURS:
+        known = listed(f"{outcome.error}: {outcome.text}", outcome.where)
+        if known:
+            kind = known
+        else:
+            wrong.append(f"{outcome.error}: {outcome.text} at {' < '.join(outcome.where[::-1])}")
+    for line in outcome.unraisable:
+        if not line.startswith(tuple(OURS)) and not listed(line):
+            wrong.append(f"unraisable {line}")
+    wrong += body.judge(outcome)
+    if outcome.error and still is not None and isinstance(outcome.values, dict) and "alive" in outcome.values:
+        more = outcome.values["alive"] - still["alive"]
+        if more:
+            wrong.append(f"still alive: {dict(more)}")
+    return kind, wrong
+
+
+def cases(total: int, stride: int, first: int) -> Iterator[Fault]:
+    for once in (True, False):
+        for nth in range(first if once else first + stride // 2, total + 1, stride):
+            yield Fault(nth, once)
+
+
+def sweep(body: Body, stride: int = 1, first: int = 1) -> Found:
+    """In this process, which has to be one that nothing else needs."""
+    logging.getLogger("oomkit").addHandler(logging.NullHandler())
+    logging.getLogger("oomkit").propagate = False
+    begin = time.perf_counter()
+    found = Found()
+    body.prepare()
+    gc.collect()
+    gc.freeze()
+    calm = apart(lambda: leaf(body, Fault(NEVER)))
+    still = None
+    if not calm.died and isinstance(calm.value.values, dict):
+        still = calm.value.values
+    kind, wrong = verdict(body, calm, None)
+    found.failures += [f"{body.name}: without a fault: {line}" for line in wrong]
+    found.total = count(body)
+    for fault in cases(found.total, stride, first):
+        answer = apart(lambda fault=fault: leaf(body, fault))
+        kind, wrong = verdict(body, answer, still)
+        found.cases += 1
+        found.kinds[kind] += 1
+        found.failures += [f"{body.name}: {fault}: {kind}: {line}" for line in wrong]
+    found.seconds = time.perf_counter() - begin
+    return found
+
+
+def main() -> int:
+    from .bodies import BODIES
+
+    parser = argparse.ArgumentParser(prog="nomemory.sweep", description=__doc__)
+    parser.add_argument("--stride", type=int, default=1)
+    parser.add_argument("--first", type=int, default=1)
+    parser.add_argument("--brief", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("body", nargs="*")
+    arguments = parser.parse_args()
+    bad = 0
+    for body in BODIES:
+        if arguments.body and not any(part in body.name for part in arguments.body):
+            continue
+        answer = apart(lambda body=body: sweep(body, arguments.stride, arguments.first), 0)
+        if answer.died:
+            answer.value = Found(failures=[answer.died])
+        found: Found = answer.value
+        bad += len(found.failures)
+        if arguments.json:
+            print(json.dumps({"name": body.name} | vars(found)), flush=True)
+            continue
+        told = ", ".join(f"{n} {kind}" for kind, n in found.kinds.most_common())
+        print(
+            f"{body.name}: {found.cases} of {found.total} x 2, {told}, "
+            f"{len(found.failures)} failures, {found.seconds:.1f} s",
+            flush=True,
+        )
+        if arguments.brief:
+            alike: dict[str, list[str]] = {}
+            for line in found.failures:
+                alike.setdefault(re.sub(r"\d+", "#", line), []).append(line)
+            for lines in alike.values():
+                print(f"  {len(lines):5}", lines[0][:700], flush=True)
+            continue
+        for line in found.failures[:200]:
+            print("   ", line[-900:], flush=True)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
