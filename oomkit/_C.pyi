@@ -188,7 +188,9 @@ class _Options(TypedDict, total=False):
     reset_peaks: bool
 
 @overload
-def auto_batch(fn: _M, /, **options: Unpack[_Options]) -> _M: ...
+def auto_batch(  # type: ignore[overload-overlap]  # a staticmethod is callable, too
+    fn: _M, /, **options: Unpack[_Options]
+) -> _M: ...
 @overload
 def auto_batch(fn: Callable[_P, _R], /, **options: Unpack[_Options]) -> Step[_P, _R]: ...
 @overload

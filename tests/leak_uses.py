@@ -249,7 +249,9 @@ class _Batch:
 @covers("register_splitter")
 def a_splitter() -> None:
     oomkit.register_splitter(
-        _Batch, split=lambda b, start, n: _Batch(b.rows[start : start + n]), size=lambda b: len(b.rows)
+        _Batch,
+        split=lambda b, start, n: _Batch(b.rows[start : start + n]),
+        size=lambda b: len(b.rows),
     )
     with force_slices([2, 2]):
         oomkit.auto_batch(lambda batch: MODEL(batch.rows).detach())(_Batch(X))

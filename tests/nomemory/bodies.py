@@ -23,10 +23,10 @@ class Imports(Body):
 
     def after(self, outcome: Any, box: list[Any]) -> None:
         box.clear()
-        import oomkit
-
         # The second import is a whole one, and what it gives works.
         import torch
+
+        import oomkit
 
         @oomkit.auto_batch
         def step(x: torch.Tensor) -> float:
@@ -38,13 +38,14 @@ class Imports(Body):
             result = step(torch.ones(4))
         if result != 4.0 or oomkit.memory("cpu").allocated is None:
             outcome.wrong.append(f"the step returns {result}")
-        if (names := sorted(set(oomkit.__all__) - vars(oomkit).keys())):
+        if names := sorted(set(oomkit.__all__) - vars(oomkit).keys()):
             outcome.wrong.append(f"lacks {names}")
 
 
 def _oomkit(make: Callable[[Any, Any], Callable[[], Any]]) -> Callable[[], Callable[[], Any]]:
     def prepare() -> Callable[[], Any]:
         import torch
+        import torch._dynamo  # which torch.optim imports at the first update
 
         import oomkit
 

@@ -7,7 +7,12 @@ from collections.abc import Sequence
 
 LISTED: list[tuple[str, str]] = [
     # THPCppFunction for a node: the error leaves a function that must not throw.
-    ("torch aborts", r"SIGABRT: terminate called .*'c10::Error'; .*Failed to allocate a \w+ object"),
+    (
+        "torch aborts",
+        r"SIGABRT: terminate called .*'c10::Error'; .*Failed to allocate a \w+ object",
+    ),
+    # compile.c asserts or frees what it had no memory for: importing a file without a .pyc.
+    ("CPython aborts", r"SIGABRT: Fatal Python error: Aborted; .*in source_to_code"),
     # ceval.c, exception_unwind: the number of the instruction, above 256, is to be pushed as an
     # int for a `with` or `finally`; there is none, which is an exception, which unwinds to the
     # same handler.

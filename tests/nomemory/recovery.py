@@ -20,7 +20,12 @@ class Recovery(Body):
     of the loss that it returned."""
 
     def __init__(
-        self, form: str, part: str = "call", phase: str = "backward", *, warm: bool = False,
+        self,
+        form: str,
+        part: str = "call",
+        phase: str = "backward",
+        *,
+        warm: bool = False,
         **options: Any,
     ) -> None:
         told = [form, part, phase, *(["warm"] if warm else []), *options]

@@ -1,5 +1,7 @@
 """What a type checker sees of everything that is no step."""
 
+from typing import reveal_type
+
 import torch
 
 import oomkit

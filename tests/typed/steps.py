@@ -1,6 +1,6 @@
 """What a type checker sees of decorated steps."""
 
-from typing import Any
+from typing import Any, reveal_type
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,8 @@ def step(x: Tensor, y: Tensor, *, scale: float = 1.0) -> float:
 
 @oomkit.auto_batch(accumulation_steps=2, label="b", static="y", rng="all", hooks="error")
 def with_options(x: Tensor, y: Tensor) -> Tensor:
-    return (model(x) - y).pow(2).mean()
+    loss: Tensor = (model(x) - y).pow(2).mean()
+    return loss
 
 
 x = torch.zeros(2, 4)
@@ -30,7 +31,7 @@ reveal_type(with_options(x, y=x))  # torch._tensor.Tensor
 reveal_type(step.records)  # tuple[oomkit._C.StepRecord, ...]
 reveal_type(step.records[0].micro_batch_size)  # int | None
 reveal_type(step.label)  # str
-reveal_type(oomkit.auto_batch(len))  # oomkit._C.Step[[obj: typing.Sized], int]
+reveal_type(oomkit.auto_batch(len))  # oomkit._C.Step[[typing.Sized], int]
 step(x)  # error: call-arg
 step(x, x, scale="a")  # error: arg-type
 
@@ -54,7 +55,7 @@ oomkit.auto_batch(
     dim={"x": 1},
 )
 oomkit.auto_batch(step, model="model")  # error: arg-type
-oomkit.auto_batch(step, reduction="max")  # error: arg-type
+oomkit.auto_batch(step, reduction="max")  # error: call-overload
 oomkit.auto_batch(step, accumulation=2)  # error: call-overload
 
 
