@@ -17,6 +17,10 @@ class Imports(Body):
     """`import oomkit` where torch is imported already."""
 
     name = "import oomkit"
+    loaded = False
+
+    def prepare(self) -> None:
+        import torch._dynamo  # noqa: F401  (torch.optim imports it at the first update)
 
     def call(self) -> Any:
         return importlib.import_module("oomkit")
@@ -45,7 +49,6 @@ class Imports(Body):
 def _oomkit(make: Callable[[Any, Any], Callable[[], Any]]) -> Callable[[], Callable[[], Any]]:
     def prepare() -> Callable[[], Any]:
         import torch
-        import torch._dynamo  # which torch.optim imports at the first update
 
         import oomkit
 

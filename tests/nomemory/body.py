@@ -20,8 +20,8 @@ class Body:
     say otherwise."""
 
     name = ""
-    quiet = False
-    """May the call itself end in an error of another kind? Only where the body says why."""
+    loaded = True
+    """Is oomkit imported in the stage?"""
 
     def prepare(self) -> None:
         """Before anything is forked."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 SECONDS = 120
-CPU_SECONDS = 1.0
+CPU_SECONDS = 0.6
 """After which a child counts as hung. None of them takes a tenth of it."""
 
 

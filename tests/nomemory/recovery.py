@@ -36,7 +36,6 @@ class Recovery(Body):
     # --- in the stage ---
 
     def prepare(self) -> None:
-        import torch._dynamo  # noqa: F401  (torch.optim imports it at the first update)
         from recovery_world import Judge
 
         self.judged = Judge(self.form, **self.options)

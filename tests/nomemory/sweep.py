@@ -136,6 +136,13 @@ def sweep(body: Body, stride: int = 1, first: int = 1) -> Found:
     return found
 
 
+def load() -> None:
+    """Once for all bodies: they have nothing else in common."""
+    import torch._dynamo  # noqa: F401  (torch.optim imports it at the first update)
+
+    import oomkit  # noqa: F401
+
+
 def main() -> int:
     from .bodies import BODIES
 
@@ -153,6 +160,8 @@ def main() -> int:
             continue
         stride = arguments.strides.get(body.name, arguments.stride)
         first = 1 + (arguments.first - 1) % stride
+        if body.loaded:
+            load()
         answer = apart(lambda body=body, a=stride, b=first: sweep(body, a, b), 0)
         if answer.died:
             answer.value = Found(failures=[answer.died])

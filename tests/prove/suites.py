@@ -75,9 +75,11 @@ def _no_memory() -> list[str]:
 def _prove_no_memory(name: str) -> Result:
     """In a process that has torch, and oomkit from the moment that a body imports it."""
     from nomemory.bodies import BODIES
-    from nomemory.sweep import PROVE, sweep
+    from nomemory.sweep import PROVE, load, sweep
 
     body = next(body for body in BODIES if body.name == name)
+    if body.loaded:
+        load()
     found = sweep(body, PROVE.get(name, PROVE[""]))
     told = f"of {found.total} allocations, once and from there on: " + ", ".join(
         f"{n} {kind}" for kind, n in found.kinds.most_common()
