@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from .fault import Outcome
-from .fork import apart
+from .fork import CPU_SECONDS, apart
 
 OURS = frozenset({"MemoryError", "OutOfMemory", "OutOfMemoryError", "PartialUpdate"})
 """How a call may end: those of Python, of oomkit and of torch that say what it was."""
@@ -20,6 +20,12 @@ class Body:
     say otherwise."""
 
     name = ""
+    cpu = CPU_SECONDS
+    """Seconds of processor time after which the call hangs."""
+    total = 0
+    """Allocations of the undisturbed call, where counting them takes too long."""
+    rarer = 1
+    """The stride of lasting faults is so many times that of single ones."""
     loaded = True
     """Is oomkit imported in the stage?"""
 

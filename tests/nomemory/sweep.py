@@ -22,7 +22,7 @@ from .fault import NEVER, Fault, Outcome, suffer
 from .fork import apart
 from .listed import listed
 
-PROVE = {"import oomkit": 97, "errors": 2, "classifying": 2, "decorating": 2, "guarding": 2,
+PROVE = {"import oomkit": 149, "errors": 2, "classifying": 2, "decorating": 2, "guarding": 2,
          "figures": 2, "a healthy call": 3, "reporting": 5, "": 13}  # fmt: skip
 """Strides of `make prove`, for some 8 minutes of processor time: "" is of all others."""
 
@@ -52,7 +52,7 @@ def count(body: Body) -> int:
     is none, and to know it takes a run for each guess."""
 
     def reached(nth: int) -> bool:
-        answer = apart(lambda: _probe(body, Fault(nth, once=False)))
+        answer = apart(lambda: _probe(body, Fault(nth, once=False)), body.cpu)
         return bool(answer.died) or answer.value
 
     low, high = 0, 64
@@ -104,10 +104,11 @@ def verdict(body: Body, answer: Any, still: Any) -> tuple[str, list[str]]:
     return kind, wrong
 
 
-def cases(total: int, stride: int, first: int) -> Iterator[Fault]:
-    for once in (True, False):
-        for nth in range(first if once else first + stride // 2, total + 1, stride):
-            yield Fault(nth, once)
+def cases(total: int, stride: int, first: int, rarer: int) -> Iterator[Fault]:
+    for nth in range(first, total + 1, stride):
+        yield Fault(nth)
+    for nth in range(first + stride // 2, total + 1, stride * rarer):
+        yield Fault(nth, once=False)
 
 
 def sweep(body: Body, stride: int = 1, first: int = 1) -> Found:
@@ -119,15 +120,15 @@ def sweep(body: Body, stride: int = 1, first: int = 1) -> Found:
     body.prepare()
     gc.collect()
     gc.freeze()
-    calm = apart(lambda: leaf(body, Fault(NEVER)))
+    calm = apart(lambda: leaf(body, Fault(NEVER)), 0)
     still = None
     if not calm.died and isinstance(calm.value.values, dict):
         still = calm.value.values
     kind, wrong = verdict(body, calm, None)
     found.failures += [f"{body.name}: without a fault: {line}" for line in wrong]
-    found.total = count(body)
-    for fault in cases(found.total, stride, first):
-        answer = apart(lambda fault=fault: leaf(body, fault))
+    found.total = body.total or count(body)
+    for fault in cases(found.total, stride, first, body.rarer):
+        answer = apart(lambda fault=fault: leaf(body, fault), body.cpu)
         kind, wrong = verdict(body, answer, still)
         found.cases += 1
         found.kinds[kind] += 1
