@@ -50,6 +50,7 @@ class Recovery(Body):
             self.loss = self._call()
             self.loss = self.loss.mean() if self.loss.ndim else self.loss
         self.before = self.world.state()
+        self.world.begins = [self.before]
         self.known: dict[Any, Any] = {}
         gc.collect()
         gc.freeze()

@@ -99,7 +99,8 @@ def verdict(body: Body, answer: Any, still: Any) -> tuple[str, list[str]]:
         and "alive" in outcome.values
     ):
         more = outcome.values["alive"] - still["alive"]
-        if more:
+        # What a step knows of its last call may hold a tensor or three (the last whole loss).
+        if sum(more.values()) > more["Tensor"] or more["Tensor"] > 3:
             wrong.append(f"still alive: {dict(more)}")
     return kind, wrong
 
