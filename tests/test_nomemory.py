@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING or "not skipped")
 
 # How many allocations there are between two that fail here, for some 15 seconds in all.
 STRIDES = {
-    "import oomkit": 4001,
+    "import oomkit": 7001,
     "decorating": 61,
     "errors": 11,
     "classifying": 5,

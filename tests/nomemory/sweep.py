@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from .body import OURS, Body
@@ -170,7 +170,7 @@ def main() -> int:
         found: Found = answer.value
         bad += len(found.failures)
         if arguments.json:
-            print(json.dumps({"name": body.name} | asdict(found)), flush=True)
+            print(json.dumps({"name": body.name} | vars(found)), flush=True)
             continue
         told = ", ".join(f"{n} {kind}" for kind, n in found.kinds.most_common())
         print(
