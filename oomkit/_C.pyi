@@ -1,9 +1,21 @@
 """Types of the engine. Underscored names are for oomkit itself."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partialmethod
 from types import TracebackType
-from typing import Any, ClassVar, Generic, Literal, ParamSpec, TypeVar, final, overload
+from typing import (
+    Any,
+    ClassVar,
+    Generic,
+    Literal,
+    ParamSpec,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    final,
+    overload,
+    type_check_only,
+)
 
 import torch
 
@@ -18,6 +30,9 @@ _M = TypeVar("_M", bound=classmethod[Any, ..., Any] | staticmethod[..., Any] | p
 @final
 class StepRecord(tuple[Any, ...]):
     __match_args__: ClassVar[tuple[str, ...]]
+    n_fields: ClassVar[int]
+    n_sequence_fields: ClassVar[int]
+    n_unnamed_fields: ClassVar[int]
     def __new__(cls, sequence: Iterable[Any], dict: Mapping[str, Any] = ...) -> StepRecord: ...
     @property
     def step(self) -> int: ...
@@ -59,6 +74,9 @@ class StepRecord(tuple[Any, ...]):
 @final
 class OOMReport(tuple[Any, ...]):
     __match_args__: ClassVar[tuple[str, ...]]
+    n_fields: ClassVar[int]
+    n_sequence_fields: ClassVar[int]
+    n_unnamed_fields: ClassVar[int]
     def __new__(cls, sequence: Iterable[Any], dict: Mapping[str, Any] = ...) -> OOMReport: ...
     @property
     def label(self) -> str | None: ...
@@ -170,6 +188,9 @@ class Step(Generic[_P, _R]):
     __name__: str
     __qualname__: str
     __wrapped__: Callable[_P, _R]
+    def __copy__(self) -> Step[_P, _R]: ...
+    def __deepcopy__(self, memo: dict[int, Any], /) -> Step[_P, _R]: ...
+    def __set_name__(self, owner: type, name: str, /) -> None: ...
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R: ...
     def __get__(self, instance: object, owner: type | None = None, /) -> Callable[..., _R]: ...
     @property
@@ -179,12 +200,43 @@ class Step(Generic[_P, _R]):
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any], /) -> None: ...
 
+@type_check_only
+class _Options(TypedDict, total=False):
+    batch: str | Sequence[str] | None
+    static: str | Sequence[str]
+    dim: int | Mapping[str, int]
+    split: Callable[[Any, int, int], Any] | None
+    join: Callable[[list[Any], list[int]], Any] | None
+    model: torch.nn.Module | Sequence[torch.nn.Module] | None
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+    participants: object
+    backward: bool | Callable[..., Any] | None
+    reduction: Literal["mean", "sum"]
+    weight: Callable[[Any], Any] | None
+    verify: bool | None
+    accumulation_steps: int
+    min_micro_batch: int
+    multiple_of: int
+    rng: Literal["torch", "all", "none"]
+    gradient_safety: Literal["auto", "copy", "off"]
+    optimizer_safety: Literal["predict", "copy"]
+    restore_batch: bool
+    hooks: Literal["say", "error"]
+    remember: Literal[False]
+    on_retry: Callable[[StepRecord], object] | None
+    label: str | None
+    reset_peaks: bool
+
 @overload
-def auto_batch(fn: _M, /, **options: Any) -> _M: ...
+def auto_batch(  # type: ignore[overload-overlap]  # a staticmethod is callable, too
+    fn: _M, /, **options: Unpack[_Options]
+) -> _M: ...
 @overload
-def auto_batch(fn: Callable[_P, _R], /, **options: Any) -> Step[_P, _R]: ...
+def auto_batch(fn: Callable[_P, _R], /, **options: Unpack[_Options]) -> Step[_P, _R]: ...
 @overload
-def auto_batch(**options: Any) -> Callable[[Callable[_P, _R]], Step[_P, _R]]: ...
+def auto_batch(
+    fn: None = None, /, **options: Unpack[_Options]
+) -> Callable[[Callable[_P, _R]], Step[_P, _R]]: ...
 def register_splitter(
     type: type[_T],
     /,
@@ -196,6 +248,7 @@ def register_splitter(
 def live_steps() -> list[Step[..., Any]]: ...
 
 @final
+@type_check_only
 class Current(tuple[Any, ...]):
     @property
     def index(self) -> int: ...  # type: ignore[override]
@@ -216,8 +269,21 @@ def _watch_backward() -> None: ...
 def _structure_changed(module: object, name: str, value: object, /) -> None: ...
 def _buffer_changed(module: object, name: str, value: object, /) -> None: ...
 def _switch_begins(module: object, /) -> None: ...
-def _batch_probe(*args: Any) -> Any: ...
-def _join_probe(*args: Any) -> Any: ...
+def _forward_begins(module: object, arguments: object, /) -> None: ...
+def _optimizer_begins(optimizer: object, args: object, kwargs: object, /) -> None: ...
+def _optimizer_ends(optimizer: object, args: object, kwargs: object, /) -> None: ...
+def _batch_probe(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    names: object,
+    options: dict[str, Any],
+    start: int,
+    length: int,
+    /,
+) -> Any: ...
+def _join_probe(
+    results: list[Any], rows: list[int], weights: list[float], options: dict[str, Any], /
+) -> Any: ...
 def _loss_probe(result: object, /) -> Any: ...
 
 # --- memory and planned faults ---

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 _SAMPLED_FORWARDS = 64  # after so many, only versions are compared
 _NORMS = torch.nn.modules.batchnorm._NormBase
@@ -19,6 +20,12 @@ def _sample(tensor: torch.Tensor) -> str:
         return ""
     if tensor.layout is not torch.strided or not tensor.is_contiguous() or not tensor.numel():
         return ""
+    return _values(tensor)
+
+
+def _values(tensor: torch.Tensor) -> str:
+    """A function of its own: CPython 3.11 and 3.12 loop for ever where an exception passes a
+    `try` far from the beginning of its function and there is no memory for that distance."""
     try:
         flat = tensor.detach().view(-1)
         return str(flat[:: max(1, flat.numel() // 64)].tolist())
@@ -74,6 +81,10 @@ def _is_compiling() -> bool:
     return bool(counters) or any(backend is not None for backend in backends.values())
 
 
+_Hooked = tuple[dict[int, Any], int, Any]
+"""A table that has a hook of ours, its key there, and the one before it or None."""
+
+
 class Buffers:
     """Which buffers move, and whether in the forward of a module or by the step itself.
 
@@ -86,7 +97,7 @@ class Buffers:
         self.outside: list[str] = []
         self.inside: list[str] = []
         self.edges = [_Edge(self.enter), _Edge(self.leave)]
-        self.handles: list[Any] = []
+        self.hooked: _Hooked | None = None
         self.where = [
             (weakref.ref(m), name)
             for m in modules
@@ -94,7 +105,6 @@ class Buffers:
             if isinstance(buffer, torch.Tensor) and not torch.nn.parameter.is_lazy(buffer)
         ]
         self.marks = self.now()
-        self.half: torch.nn.Module | None = None  # its registration has begun
         try:
             if self.where and not _is_compiling():
                 for module in modules:
@@ -104,12 +114,19 @@ class Buffers:
             raise
 
     def register(self, module: torch.nn.Module) -> None:
-        self.half = module
-        pre = module.register_forward_pre_hook(self.edges[0], prepend=True)
-        self.handles.append(pre)
-        post = module.register_forward_hook(self.edges[1], always_call=True)
-        self.handles.append(post)
-        self.half = None
+        """As module.register_forward_pre_hook(prepend=True) and register_forward_hook(
+        always_call=True), but where a hook will be is noted before it is there: an error
+        or an interrupt between the two leaves none."""
+        before, after = module._forward_pre_hooks, module._forward_hooks
+        key = RemovableHandle(before).id
+        self.hooked = before, key, self.hooked
+        before[key] = self.edges[0]
+        before.move_to_end(key, last=False)  # type: ignore[attr-defined]
+        key = RemovableHandle(after).id
+        always = module._forward_hooks_always_called
+        self.hooked = after, key, (always, key, self.hooked)
+        after[key] = self.edges[1]
+        always[key] = True
 
     def now(self) -> dict[tuple[int, str], tuple[torch.nn.Module, TensorMark]]:
         marks = {}
@@ -146,7 +163,7 @@ class Buffers:
 
     def end(self) -> tuple[str | None, list[str]]:
         """(what the step itself moved, what moved in a forward or who knows where)."""
-        hooked = bool(self.handles)
+        hooked = self.hooked is not None
         self.remove()
         self.compare(self.outside if hooked and self.depth == 0 else self.inside, hooked)
         self.marks = {}
@@ -155,16 +172,9 @@ class Buffers:
         ]
 
     def remove(self) -> None:
-        for edge in self.edges:
-            edge.act = None
-        for handle in self.handles:
-            handle.remove()
-        if self.half is not None:  # an interrupt came before its handle
-            for name, table in vars(self.half).items():
-                if name.startswith("_forward_") and isinstance(table, dict):
-                    for key in [k for k, hook in table.items() if hook in self.edges]:
-                        for other in vars(self.half).values():
-                            if isinstance(other, dict):
-                                other.pop(key, None)
-            self.half = None
-        self.handles = []
+        """Needs no memory, which a loop over a list, `a, b = pair` and list.pop() do."""
+        self.edges[0].act = None
+        self.edges[1].act = None
+        while self.hooked is not None:
+            self.hooked[0].pop(self.hooked[1], None)
+            self.hooked = self.hooked[2]

@@ -11,7 +11,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -325,10 +325,11 @@ class Watch:
     beside: str | None = None  # what has as many rows as the batch, and is not split
 
     def __init__(
-        self, function: _Function | None, skip: set[int], modules: list[Any], users: list[Any]
+        self, function: _Function | None, skip: set[int], modules: list[Any], users: Sequence[Any]
     ) -> None:
         self.functions = [] if function is None else _functions(function)
-        self.skip, self.users = skip, users
+        self.skip = skip
+        self.users: Sequence[Any] = users
         self.before = self.scan()
         self.buffers = Buffers(modules)
 
@@ -377,10 +378,12 @@ class Watch:
         return "; ".join(lines) or None
 
     def abandon(self) -> None:
-        """Take the hooks out again and forget everything."""
+        """Take the hooks out again and forget everything. Needs no memory."""
         self.buffers.remove()
-        self.buffers.marks = {}
-        self.functions, self.before, self.users = [], {}, []
+        self.buffers.marks.clear()
+        self.functions.clear()
+        self.before.clear()
+        self.users = ()
 
 
 def _line(effect: Effect, how: str | None) -> str:

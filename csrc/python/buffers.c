@@ -255,7 +255,7 @@ done:
     Py_XDECREF(done);
     Py_XDECREF(from);
     Py_XDECREF(to);
-    return oomkit_inference_end(guard, result);
+    return oomkit_inference_end(st, guard, result);
 }
 
 /* 1 moved in place, 2 another tensor stands in its place, 0 neither, -1 error. */

@@ -59,5 +59,5 @@ oomkit_backward_drain(oomkit_state *st)
         }
     }
     oomkit_exempt_leave(st);
-    return oomkit_inference_end(guard, result);
+    return oomkit_inference_end(st, guard, result);
 }

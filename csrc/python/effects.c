@@ -163,10 +163,18 @@ oomkit_effects_end(oomkit_call *call)
     return result;
 }
 
+typedef struct abandoning {
+    oomkit_state *st;
+    PyObject *effects; /* borrowed from oomkit_effects_abandon */
+} abandoning;
+
+/* Needs no memory: what left the micro-batch may be that there is none. */
 static int
-effects_abandon_once(void *effects)
+effects_abandon_once(void *argument)
 {
-    PyObject *done = PyObject_CallMethod(effects, "abandon", NULL); /* owned */
+    const abandoning *it = argument;
+    PyObject *done = /* owned */
+        PyObject_CallMethodNoArgs(it->effects, it->st->str_abandon);
 
     Py_XDECREF(done);
     return done == NULL ? -1 : 0;
@@ -179,6 +187,7 @@ oomkit_effects_abandon(oomkit_call *call)
 {
     PyObject *effects = call->effects;  /* owned */
     PyObject *exception = NULL, *error; /* owned; the first given back */
+    abandoning it = {call->st, effects};
 
     if (effects == NULL) {
         return;
@@ -187,7 +196,7 @@ oomkit_effects_abandon(oomkit_call *call)
     if (PyErr_Occurred()) {
         exception = oomkit_exception_take();
     }
-    (void)oomkit_insist(call->st, effects_abandon_once, effects, &error);
+    (void)oomkit_insist(call->st, effects_abandon_once, &it, &error);
     if (error != NULL) {
         oomkit_exception_give(error);
         PyErr_WriteUnraisable(effects);

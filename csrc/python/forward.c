@@ -157,7 +157,7 @@ oomkit_forward_release(oomkit_call *call)
     }
     exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;
     if (call->forward_hook != NULL) {
-        done = PyObject_CallMethod(call->forward_hook, "remove", NULL);
+        done = PyObject_CallMethodNoArgs(call->forward_hook, call->st->str_remove);
         if (done == NULL) {
             PyErr_WriteUnraisable(call->forward_hook);
         }

@@ -353,7 +353,7 @@ guarded_again(PyObject *module, PyObject *args)
 
 PyMethodDef oomkit_guarded_methods[] = {
     {"_guarded", guarded_again, METH_VARARGS,
-     "_guarded(function, label, skip, reset_peaks)\n--\n\nOut of a pickle."},
+     "_guarded(function, label, skip, reset_peaks, /)\n--\n\nOut of a pickle."},
     {NULL, NULL, 0, NULL},
 };
 

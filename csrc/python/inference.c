@@ -22,7 +22,7 @@ oomkit_inference_begin(oomkit_state *st, int enabled, PyObject **guard)
         return 0;
     }
     *guard = PyObject_CallOneArg(st->inference_guard, enabled ? Py_True : Py_False);
-    done = *guard ? PyObject_CallMethod(*guard, "__enter__", NULL) : NULL;
+    done = *guard ? PyObject_CallMethodNoArgs(*guard, st->str_enter) : NULL;
     if (done == NULL) {
         Py_CLEAR(*guard);
         return -1;
@@ -33,15 +33,16 @@ oomkit_inference_begin(oomkit_state *st, int enabled, PyObject **guard)
 
 /* Takes the guard. Keeps the exception in flight. 0 or -1. */
 int
-oomkit_inference_end(PyObject *guard, int result)
+oomkit_inference_end(const oomkit_state *st, PyObject *guard, int result)
 {
+    PyObject *const nothing[] = {guard, Py_None, Py_None, Py_None};
     PyObject *type, *value, *traceback, *done; /* owned */
 
     if (guard == NULL) {
         return result;
     }
     PyErr_Fetch(&type, &value, &traceback);
-    done = PyObject_CallMethod(guard, "__exit__", "OOO", Py_None, Py_None, Py_None);
+    done = PyObject_VectorcallMethod(st->str_exit, nothing, 4, NULL);
     Py_DECREF(guard);
     if (done == NULL) {
         Py_XDECREF(type);
@@ -67,5 +68,5 @@ oomkit_tensor_write(oomkit_state *st, PyObject *tensor, PyObject *value)
     }
     done = PyObject_CallMethodOneArg(tensor, st->str_copy, value);
     Py_XDECREF(done);
-    return oomkit_inference_end(guard, done == NULL ? -1 : 0);
+    return oomkit_inference_end(st, guard, done == NULL ? -1 : 0);
 }

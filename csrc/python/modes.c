@@ -204,9 +204,9 @@ oomkit_modes_enter(oomkit_state *st, const oomkit_modes *modes, PyObject **stack
 }
 
 int
-oomkit_modes_leave(PyObject *stack)
+oomkit_modes_leave(const oomkit_state *st, PyObject *stack)
 {
-    PyObject *done = PyObject_CallMethod(stack, "close", NULL); /* owned */
+    PyObject *done = PyObject_CallMethodNoArgs(stack, st->str_close); /* owned */
     Py_DECREF(stack);
     Py_XDECREF(done);
     return done == NULL ? -1 : 0;

@@ -136,7 +136,7 @@ oomkit_modes_differ(oomkit_call *call, const oomkit_modes *modes, const char **w
 int
 oomkit_modes_enter(oomkit_state *st, const oomkit_modes *modes, PyObject **stack);
 int
-oomkit_modes_leave(PyObject *stack);
+oomkit_modes_leave(const oomkit_state *st, PyObject *stack);
 void
 oomkit_modes_clear(oomkit_modes *modes);
 /* torch is about to set `training` of a module while losses wait. 0 or -1. */

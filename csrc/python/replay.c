@@ -330,7 +330,8 @@ oomkit_replay_run(oomkit_call *call, oomkit_pending *p, PyObject *inputs,
     if (result < 0) {
         error = oomkit_exception_take();
     }
-    if (oomkit_modes_leave(stack) < 0 || now_restore(call, &now, result == 0) < 0) {
+    if (oomkit_modes_leave(call->st, stack) < 0 ||
+        now_restore(call, &now, result == 0) < 0) {
         if (error != NULL) {
             PyErr_WriteUnraisable(call->func); /* the first one tells more */
         }

@@ -473,7 +473,7 @@ oomkit_second_run(oomkit_state *st, PyObject *original, PyObject *const *args,
         return NULL;
     }
     result = second_protected(st, original, args, nargsf, kwnames);
-    if (oomkit_inference_end(guard, result == NULL ? -1 : 0) < 0) {
+    if (oomkit_inference_end(st, guard, result == NULL ? -1 : 0) < 0) {
         Py_CLEAR(result);
     }
     return result;

@@ -289,12 +289,12 @@ loss_probe(PyObject *module, PyObject *result)
 
 PyMethodDef oomkit_split_methods[] = {
     {"_batch_probe", batch_probe, METH_VARARGS,
-     "_batch_probe(args, kwargs, names, options, start, length)\n--\n\n"
+     "_batch_probe(args, kwargs, names, options, start, length, /)\n--\n\n"
      "Finds, checks and slices the batch of an invented call. For tests."},
     {"_join_probe", join_probe, METH_VARARGS,
-     "_join_probe(results, rows, weights, options)\n--\n\n"
+     "_join_probe(results, rows, weights, options, /)\n--\n\n"
      "Joins invented results of micro-batches. For tests."},
     {"_loss_probe", loss_probe, METH_O,
-     "_loss_probe(result)\n--\n\nThe loss in a result, or None. For tests."},
+     "_loss_probe(result, /)\n--\n\nThe loss in a result, or None. For tests."},
     {NULL, NULL, 0, NULL},
 };

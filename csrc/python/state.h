@@ -126,7 +126,11 @@
     X(str_post_accumulate_hooks, "_post_accumulate_grad_hooks")                        \
     X(str_narrow_copy, "narrow_copy")                                                  \
     X(str_to, "to")                                                                    \
-    X(str_len, "__len__")
+    X(str_len, "__len__")                                                              \
+    X(str_abandon, "abandon")                                                          \
+    X(str_remove, "remove")                                                            \
+    X(str_enter, "__enter__")                                                          \
+    X(str_exit, "__exit__")
 
 /* Our own types and exceptions, made by module.c: X(field). */
 #define OOMKIT_STATE_TYPES(X)                                                          \

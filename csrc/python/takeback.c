@@ -32,7 +32,7 @@ take_back_once(void *argument)
         result = oomkit_grad_mode_back(call->st, mode, result);
     }
     oomkit_exempt_leave(call->st);
-    return oomkit_inference_end(guard, result);
+    return oomkit_inference_end(call->st, guard, result);
 }
 
 /* The exception to raise of two: what is not out-of-memory, else the first. Steals

@@ -62,7 +62,7 @@ oomkit_tensor_mark(oomkit_state *st, PyObject *tensor, const oomkit_tensor_facts
 int
 oomkit_inference_begin(oomkit_state *st, int enabled, PyObject **guard);
 int
-oomkit_inference_end(PyObject *guard, int result);
+oomkit_inference_end(const oomkit_state *st, PyObject *guard, int result);
 int
 oomkit_tensor_write(oomkit_state *st, PyObject *tensor, PyObject *value);
 

@@ -94,6 +94,42 @@ def _sanitize(unit: str) -> Result:
     return prove(unit)
 
 
+def _no_memory() -> list[str]:
+    from nomemory.bodies import BODIES
+    from nomemory.fault import MISSING
+
+    return [] if MISSING else [body.name for body in BODIES]
+
+
+def _prove_no_memory(name: str) -> Result:
+    """In a process that has torch, and oomkit from the moment that a body imports it."""
+    from nomemory.bodies import BODIES
+    from nomemory.sweep import PROVE, load, sweep
+
+    body = next(body for body in BODIES if body.name == name)
+    if body.loaded:
+        load()
+    found = sweep(body, PROVE.get(name, PROVE[""]))
+    told = f"of {found.total} allocations, once and from there on: " + ", ".join(
+        f"{n} {kind}" for kind, n in found.kinds.most_common()
+    )
+    return Result(found.cases, found.failures, told, found.seconds)
+
+
+def _leaks() -> list[str]:
+    from leak_slope import FORMS
+
+    return list(FORMS)
+
+
+def _prove_leaks(form: str) -> Result:
+    from leak_slope import FORMS, slope
+
+    count = 10_000
+    told, failures = slope(FORMS[form], count)
+    return Result(count, failures, told)
+
+
 SUITES = [
     Suite("model zoo", _zoo, _prove_model),
     Suite("programs", _programs, _prove_family),
@@ -106,7 +142,9 @@ SUITES = [
     pytest_suite("three steps, every place", "test_exact.py"),
     pytest_suite("in and after the update", "test_optimizer_faults.py"),
     pytest_suite("what cannot be taken back", "test_rollback_rest.py"),
-    pytest_suite("leaks", "test_leaks.py"),
+    pytest_suite("leaks", "test_leaks.py", "test_leak_names.py", "test_bare_objects.py"),
+    Suite("memory over 10,000 OOMs", _leaks, _prove_leaks),
+    Suite("without the interpreter's memory", _no_memory, _prove_no_memory),
     Suite("random programs", _seeds, _random_programs),
     Suite("sanitizers", _sanitizers, _sanitize),
 ]  # fmt: skip

@@ -1,0 +1,329 @@
+"""A use of each public name, for test_leak_names.py: what is called again and again.
+
+A new name needs one line: add it to the `@covers(...)` of the use that uses it, or write a use
+of its own, a function without arguments that leaves nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib
+import inspect
+import io
+import json
+import pickle
+import pkgutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import oomkit
+from oomkit import _C, sinks
+from oomkit.testing import force_slices, inject_oom
+
+Use = Callable[[], object]
+USES: dict[str, Use] = {}
+"""By the name of the function."""
+COVERED: dict[str, str] = {}
+"""public name -> the use of it."""
+
+NEEDS_MORE = {
+    "sinks.TensorBoard": "needs tensorboard; it holds what JSONL holds, a path and a writer",
+    "sinks.WandB": "needs wandb and hands each record on to it",
+    "sinks.MLflow": "needs mlflow and hands each record on to it",
+    "sinks.Prometheus": "needs prometheus_client, whose registry keeps gauges by design",
+}
+"""Names without a use, each with the reason."""
+
+
+def covers(*names: str) -> Callable[[Use], Use]:
+    def note(use: Use) -> Use:
+        USES[use.__name__] = use
+        COVERED.update(dict.fromkeys(names, use.__name__))
+        return use
+
+    return note
+
+
+def _attributes(name: str, thing: Any) -> list[str]:
+    """A public class has its public attributes beside itself."""
+    if not inspect.isclass(thing):
+        return [name]
+    # Those of a named tuple, of an exception and of a dataclass are values that it owns.
+    own = [k for k, v in vars(thing).items() if not k.startswith("_") and callable(v)]
+    return [name, *(f"{name}.{attribute}" for attribute in own)]
+
+
+def _is_own(module: Any, name: str, thing: Any) -> bool:
+    return not name.startswith("_") and getattr(thing, "__module__", None) == module.__name__
+
+
+def public_names() -> set[str]:
+    names: set[str] = set()
+    for name in oomkit.__all__:
+        names.update(_attributes(name, getattr(oomkit, name)))
+    for module in pkgutil.iter_modules(oomkit.__path__):
+        if module.name.startswith("_"):
+            continue
+        imported = importlib.import_module(f"oomkit.{module.name}")
+        own = [k for k, v in vars(imported).items() if _is_own(imported, k, v)]
+        for name in getattr(imported, "__all__", own):
+            if getattr(oomkit, name, None) is not getattr(imported, name):
+                names.update(_attributes(f"{module.name}.{name}", getattr(imported, name)))
+    return names
+
+
+def lacking() -> list[str]:
+    return sorted(public_names() - COVERED.keys() - NEEDS_MORE.keys())
+
+
+# --- the uses ---
+
+MODEL = nn.Linear(4, 2)
+OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=1e-3)
+X = torch.randn(4, 4)
+
+
+def _plain(x: torch.Tensor) -> float:
+    OPTIMIZER.zero_grad()
+    loss = MODEL(x).pow(2).mean()
+    loss.backward()
+    OPTIMIZER.step()
+    return loss.item()
+
+
+def _loss(x: torch.Tensor) -> torch.Tensor:
+    return MODEL(x).pow(2).mean()
+
+
+@covers("auto_batch", "StepRecord", "testing", "testing.inject_oom")
+def a_recovered_step() -> None:
+    step = oomkit.auto_batch(_plain, verify=False)
+    with inject_oom(nth=4) as fault:
+        step(X)
+    assert (fault.fired, step.records[-1].ooms) == (1, 1)
+    assert all(getattr(step.records[-1], name) != () for name in step.records[-1].__match_args__)
+
+
+@covers("testing.force_slices")
+def a_split_step() -> None:
+    step = oomkit.auto_batch(_loss, on_retry=print, label="a", participants=(OPTIMIZER,))
+    with force_slices([2, 2]):
+        step(X).backward()
+    MODEL.zero_grad()
+
+
+@covers()
+def a_returned_loss() -> None:
+    step = oomkit.auto_batch(_loss, verify=False)
+    loss = step(X)
+    with inject_oom():
+        loss.backward()
+    MODEL.zero_grad()
+
+
+class _Trainer:
+    @oomkit.auto_batch
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    @oomkit.auto_batch
+    @staticmethod
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+@covers()
+def bound_steps() -> None:
+    trainer = _Trainer()
+    trainer.step(X)
+    trainer.plain(X)
+    copy.copy(oomkit.auto_batch(trainer.step.__wrapped__))
+    model = nn.Linear(4, 2)
+    model.forward = oomkit.auto_batch(model.forward)
+    copy.deepcopy(model)(X)
+
+
+@covers()
+def refused_options() -> None:
+    for options in ({"batch": 1}, {"rng": "x"}, {"model": 1}, {"nothing": 1}, {"dim": "x"}):
+        try:
+            oomkit.auto_batch(_loss, **options)
+        except (TypeError, ValueError):
+            continue
+        raise AssertionError(options)
+
+
+@covers("guard")
+def a_guard() -> None:
+    with oomkit.guard(on_oom="skip", label="leak") as guard, inject_oom():
+        torch.empty(5)
+    assert guard.records[-1].ooms == 1
+    guarded = oomkit.guard(on_oom="skip")(_loss)
+    guarded(X)
+    pickle.dumps(oomkit.guard(label="a")(_plain))
+
+
+@covers("OutOfMemory", "OOMReport", "OomkitError")
+def giving_up() -> None:
+    step = oomkit.auto_batch(_plain)
+    try:
+        with inject_oom(times=None):
+            step(X)
+    except oomkit.OutOfMemory as error:
+        report = pickle.loads(pickle.dumps(error)).report
+        assert report is None or report.text
+        assert error.report is not None and len(error.report.advice) == 3
+    else:
+        raise AssertionError
+    MODEL.zero_grad()
+
+
+@covers("PartialUpdate", "SplitError", "OomkitWarning")
+def errors() -> None:
+    for kind in (oomkit.PartialUpdate, oomkit.SplitError, oomkit.OutOfMemory, oomkit.OomkitError):
+        error = kind("text")
+        pickle.loads(pickle.dumps(error))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.warn("text", oomkit.OomkitWarning, stacklevel=1)
+    try:
+        oomkit.auto_batch(_loss, accumulation_steps=2)(torch.zeros(()))
+    except oomkit.SplitError:
+        pass
+
+
+@covers("classify", "is_oom_error")
+def classifying() -> None:
+    inner = RuntimeError("CUDA error: out of memory")
+    for error in (inner, MemoryError(), ExceptionGroup("g", [inner]), ValueError("x" * 1000)):
+        oomkit.classify(error)
+        oomkit.is_oom_error(error)
+
+
+@covers("current")
+def the_current_slice() -> None:
+    assert oomkit.current().is_last
+
+
+@covers("cleanup")
+def cleaning_up() -> None:
+    oomkit.cleanup()
+
+
+@covers("MemoryInfo", "memory", "max_memory_allocated")
+def figures() -> None:
+    assert oomkit.memory("cpu").budget is None
+    oomkit.max_memory_allocated("cpu")
+
+
+@covers("limit_memory", "memory.MemoryLimit")
+def a_limit() -> None:
+    with oomkit.limit_memory("1GB", device="cpu") as limit:
+        repr(limit)
+
+
+@covers("report", "report.format_bytes", "report.format_seconds", "report.record_dict")
+def reporting() -> None:
+    with oomkit.guard(label="leak") as guard:
+        pass
+    for kind in ("text", "markdown", "json"):
+        oomkit.report([guard], format=kind, file=io.StringIO())
+    module = sys.modules["oomkit.report"]
+    json.dumps(module.record_dict(guard.records[-1]))
+    module.format_bytes(10**9), module.format_seconds(0.1)
+
+
+class _Batch:
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+
+
+@covers("register_splitter")
+def a_splitter() -> None:
+    oomkit.register_splitter(
+        _Batch,
+        split=lambda b, start, n: _Batch(b.rows[start : start + n]),
+        size=lambda b: len(b.rows),
+    )
+    with force_slices([2, 2]):
+        oomkit.auto_batch(lambda batch: MODEL(batch.rows).detach())(_Batch(X))
+
+
+@covers("optim.predict_update", "optim.state_bytes")
+def prediction() -> None:
+    optimizer = torch.optim.AdamW(MODEL.parameters())
+    module = importlib.import_module("oomkit.optim")
+    module.predict_update(optimizer, 1)
+    module.state_bytes(optimizer)
+
+
+@covers("sinks.JSONL", "sinks.JSONL.close", "sinks.tqdm_postfix")
+def a_sink() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        with sinks.JSONL(Path(folder) / "records") as sink:
+            sink(_RECORD)
+
+
+with oomkit.guard() as _guard:
+    pass
+_RECORD = _guard.records[-1]
+
+
+# --- what they leave ---
+
+
+def _kinds() -> list[type]:
+    own = []
+    for thing in gc.get_objects():  # isinstance() would ask deprecated objects for their class
+        if issubclass(type(thing), type) and thing.__module__ in ("oomkit", "oomkit._C"):
+            own.append(thing)
+    return own
+
+
+KINDS = _kinds()
+"""Every type of both modules, also those without a public name."""
+
+
+def counted() -> dict[str, int]:
+    gc.collect()
+    found = {f"references to {t.__qualname__}": sys.getrefcount(t) for t in KINDS}
+    found["references to None"] = sys.getrefcount(None)
+    found["references to ()"] = sys.getrefcount(())
+    found["references to _C"] = sys.getrefcount(_C)
+    found["blocks of the interpreter"] = sys.getallocatedblocks()
+    found["objects of the collector"] = len(gc.get_objects())
+    found["bytes of tensors"] = oomkit.memory("cpu").allocated or 0
+    return found
+
+
+WARM = {"a_split_step": 800}
+"""Calls before anything is counted, where lists of free objects reach their size late."""
+
+
+def grown(use: Use, times: int) -> dict[str, int]:
+    """What there is more of with each of many calls, and of the same number of calls again:
+    what is kept once, and lists of free objects, do not grow for ever."""
+    for _ in range(WARM.get(use.__name__, 20)):
+        use()
+    found: dict[str, int] = {}
+    for turn in range(8):
+        before = counted()
+        for _ in range(times):
+            use()
+        now = {what: more - before[what] for what, more in counted().items()}
+        found = {
+            what: min(more, found.get(what, more))
+            for what, more in now.items()
+            if more >= times // 2 and (turn == 0 or what in found)
+        }
+        if not found:
+            break
+    return found

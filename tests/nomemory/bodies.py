@@ -1,0 +1,209 @@
+"""Every body: all but `imports` need torch imported, and oomkit."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from .body import Body, Plain
+from .recovery import Recovery
+
+
+class Imports(Body):
+    """`import oomkit` where torch is imported already."""
+
+    name = "import oomkit"
+    loaded = False
+    total = 50_000
+    rarer = 10  # without any memory, importlib is where CPython hangs nearly each time
+
+    def prepare(self) -> None:
+        import torch._dynamo  # noqa: F401  (torch.optim imports it at the first update)
+
+    def call(self) -> Any:
+        return importlib.import_module("oomkit")
+
+    def after(self, outcome: Any, box: list[Any]) -> None:
+        box.clear()
+        # The second import is a whole one, and what it gives works.
+        import torch
+
+        import oomkit
+
+        @oomkit.auto_batch
+        def step(x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+        from oomkit.testing import inject_oom
+
+        ones = torch.ones(4)
+        with inject_oom():
+            result = step(ones)
+        if result.tolist() != [2.0] * 4 or oomkit.memory("cpu").allocated is None:
+            outcome.wrong.append(f"the step returns {result}")
+        if names := sorted(set(oomkit.__all__) - vars(oomkit).keys()):
+            outcome.wrong.append(f"lacks {names}")
+
+
+def _oomkit(make: Callable[[Any, Any], Callable[[], Any]]) -> Callable[[], Callable[[], Any]]:
+    def prepare() -> Callable[[], Any]:
+        import torch
+
+        import oomkit
+
+        warnings.simplefilter("ignore")
+        return make(oomkit, torch)
+
+    return prepare
+
+
+def _decorating(oomkit: Any, torch: Any) -> Callable[[], Any]:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    class Batch:
+        pass
+
+    def function(self: Any, x: Any) -> Any:
+        return x
+
+    def decorate() -> Any:
+        step = oomkit.auto_batch(
+            function,
+            batch=("x",),
+            static=["x['a']"],
+            dim={"x": 1},
+            model=[model],
+            optimizer=optimizer,
+            participants=(optimizer, model),
+            weight=len,
+            on_retry=len,
+            backward=True,
+            label="a label",
+        )
+        plain = oomkit.auto_batch(accumulation_steps=2)(function)
+        other = oomkit.auto_batch(model)
+        static = oomkit.auto_batch(staticmethod(function))
+        bound = step.__get__(optimizer)
+        copies = copy.copy(plain), copy.deepcopy(other)
+        oomkit.register_splitter(Batch, split=function, size=len)
+        return [repr(type(x)) for x in (step, plain, other, static, bound, *copies)], step.label
+
+    return decorate
+
+
+def _errors(oomkit: Any, torch: Any) -> Callable[[], Any]:
+    kinds = (oomkit.OutOfMemory, oomkit.PartialUpdate, oomkit.SplitError, oomkit.OomkitError)
+
+    def construct() -> Any:
+        made = [kind("text") for kind in kinds]
+        again = pickle.loads(pickle.dumps(made))
+        return [str(e) for e in again], made[0].committed, made[0].report
+
+    return construct
+
+
+def _classifying(oomkit: Any, torch: Any) -> Callable[[], Any]:
+    class Wrapper(Exception):
+        __module__ = "torch._dynamo.exc"
+
+    inner = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+    outer = Wrapper("x")
+    outer.inner_exception = inner  # type: ignore[attr-defined]
+    errors = (
+        inner,
+        outer,
+        MemoryError(),
+        RuntimeError("CUDA error: out of memory"),
+        ExceptionGroup("g", [inner, ValueError()]),
+        ValueError("no"),
+    )
+    return lambda: [(oomkit.classify(e), oomkit.is_oom_error(e)) for e in errors]
+
+
+def _guarding(oomkit: Any, torch: Any) -> Callable[[], Any]:
+    from oomkit.testing import inject_oom
+
+    def function(x: Any) -> float:
+        return float((x + 1).sum())
+
+    ones = torch.ones(3)
+
+    def use() -> Any:
+        guard = oomkit.guard(on_oom="skip", label="g")
+        with guard, inject_oom():
+            torch.empty(5)
+        guarded = oomkit.guard(label="f")(function)
+        value = guarded(ones)
+        record = guard.records[-1]
+        return record.ooms, record.outcome, record.label, value, repr(type(guarded))
+
+    return use
+
+
+def _figures(oomkit: Any, torch: Any) -> Callable[[], Any]:
+    def use() -> Any:
+        with oomkit.limit_memory("1GB", device="cpu") as limit:
+            info = oomkit.memory("cpu")
+        oomkit.cleanup()
+        oomkit.max_memory_allocated("cpu")
+        return limit.budget, info.budget, oomkit.memory("cpu").budget, oomkit.current().count
+
+    return use
+
+
+def _reporting(oomkit: Any, torch: Any) -> Callable[[], Any]:
+    with oomkit.guard(label="g") as guard:
+        torch.empty(3)
+    step = oomkit.auto_batch(lambda x: x.sum(), label="s")
+    step(torch.ones(3))
+
+    def use() -> Any:
+        text = [oomkit.report([guard, step], format=kind) for kind in ("text", "json")]
+        return len(text), [type(r).__name__ for r in step.records], step.records[0].batch_size
+
+    return use
+
+
+def _whole(oomkit: Any, torch: Any) -> Callable[[], Any]:
+    """The healthy call of a new step: finds its participants, and takes them apart."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2, momentum=None))
+    x = {"x": [torch.randn(4, 3), 1], "y": (torch.ones(4), "text")}
+
+    def use() -> Any:
+        model[0].weight.grad = None  # zero_grad() leaves Python for torch._dynamo and back
+        step = oomkit.auto_batch(lambda batch: model(batch["x"][0]).pow(2).sum().backward())
+        step(x)
+        return model[0].weight.grad.tolist(), step.records[-1].batch_size
+
+    return use
+
+
+PLAIN = {
+    "decorating": _decorating,
+    "errors": _errors,
+    "classifying": _classifying,
+    "guarding": _guarding,
+    "figures": _figures,
+    "reporting": _reporting,
+    "a healthy call": _whole,
+}
+
+BODIES: list[Body] = [
+    Imports(),
+    *(Plain(name, _oomkit(make)) for name, make in PLAIN.items()),
+    Recovery("inside"),
+    Recovery("inside", warm=True),
+    Recovery("inside", phase="forward", warm=True, gradients=True),
+    Recovery("inside", phase="optimizer", warm=True),
+    Recovery("returned", "back", warm=True),
+    Recovery("rows", "back", warm=True),
+    Recovery("stash", "back", warm=True),
+    Recovery("stash", "call", "forward", warm=True),
+    Recovery("deferred", "back", warm=True),
+    Recovery("evaluation", phase="forward", warm=True),
+]

@@ -1,0 +1,30 @@
+"""What is not oomkit's: crashes of CPython and errors of torch without memory, by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+LISTED: list[tuple[str, str]] = [
+    # THPCppFunction for a node: the error leaves a function that must not throw.
+    (
+        "torch aborts",
+        r"SIGABRT: terminate called .*'c10::Error'; .*Failed to allocate a \w+ object",
+    ),
+    # A function of torch's own (torch._C._VariableFunctions) that lets an exception pass unseen.
+    ("torch's SystemError", r"^SystemError: <built-in method \w+ of type object at \w+> returned"),
+    # compile.c asserts or frees what it had no memory for: importing a file without a .pyc.
+    ("CPython aborts", r"SIGABRT: Fatal Python error: Aborted; .*in source_to_code"),
+    # ceval.c, exception_unwind: the number of the instruction, above 256, is to be pushed as an
+    # int for a `with` or `finally`; there is none, which is an exception, which unwinds to the
+    # same handler.
+    ("CPython hangs", r'SIGPROF: File "(?![^"]*/oomkit/\w+\.py)'),
+]
+"""(a word for it, what its text or a frame of its traceback matches)."""
+
+
+def listed(text: str, where: Sequence[str] = ()) -> str:
+    for word, pattern in LISTED:
+        if re.search(pattern, text) or any(re.search(pattern, frame) for frame in where):
+            return word
+    return ""

@@ -1,0 +1,194 @@
+"""All faults of a body, each in a process of its own.
+
+python -m nomemory.sweep [--stride N] [--first N] BODY ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from .body import OURS, Body
+from .fault import NEVER, Fault, Outcome, suffer
+from .fork import apart
+from .listed import listed
+
+PROVE = {"import oomkit": 149, "errors": 2, "classifying": 2, "decorating": 2, "guarding": 2,
+         "figures": 2, "a healthy call": 3, "reporting": 5, "": 13}  # fmt: skip
+"""Strides of `make prove`, for some 8 minutes of processor time: "" is of all others."""
+
+
+@dataclass
+class Found:
+    cases: int = 0
+    total: int = 0
+    """Allocations of the undisturbed call."""
+    kinds: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def leaf(body: Body, fault: Fault) -> Outcome:
+    outcome = Outcome()
+    with body.armed():
+        box = list(suffer(body.call, fault, outcome))
+    if box[1] is not None:
+        box[1].__traceback__ = None
+    body.after(outcome, box)
+    return outcome
+
+
+def count(body: Body) -> int:
+    """How many allocations the undisturbed call makes, or up to 2 % more. A fault beyond them
+    is none, and to know it takes a run for each guess."""
+
+    def reached(nth: int) -> bool:
+        answer = apart(lambda: _probe(body, Fault(nth, once=False)), body.cpu)
+        return bool(answer.died) or answer.value
+
+    low, high = 0, 64
+    while reached(high):
+        low, high = high, high * 4
+    while high - low > 1 + high // 50:
+        middle = (low + high) // 2
+        if reached(middle):
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _probe(body: Body, fault: Fault) -> bool:
+    outcome = Outcome()
+    with body.armed():
+        suffer(body.call, fault, outcome)
+    return outcome.reached
+
+
+def verdict(body: Body, answer: Any, still: Any) -> tuple[str, list[str]]:
+    """(what came of it in a word, what is wrong with it)."""
+    if answer.died:
+        known = listed(answer.died)
+        return (known, []) if known else ("crash", [answer.died])
+    outcome: Outcome = answer.value
+    wrong = list(outcome.wrong)
+    kind = outcome.error or "success"
+    if outcome.error and outcome.error not in OURS:
+        known = listed(f"{outcome.error}: {outcome.text}", outcome.where)
+        if known:
+            kind = known
+        else:
+            wrong.append(f"{outcome.error}: {outcome.text} at {' < '.join(outcome.where[::-1])}")
+    for line in outcome.unraisable:
+        if not line.startswith(tuple(OURS)) and not listed(line):
+            wrong.append(f"unraisable {line}")
+    wrong += body.judge(outcome)
+    if (
+        outcome.error
+        and still is not None
+        and isinstance(outcome.values, dict)
+        and "alive" in outcome.values
+    ):
+        more = outcome.values["alive"] - still["alive"]
+        # What a step knows of its last call may hold a tensor or three (the last whole loss).
+        if sum(more.values()) > more["Tensor"] or more["Tensor"] > 3:
+            wrong.append(f"still alive: {dict(more)}")
+    return kind, wrong
+
+
+def cases(total: int, stride: int, first: int, rarer: int) -> Iterator[Fault]:
+    for nth in range(first, total + 1, stride):
+        yield Fault(nth)
+    for nth in range(first + stride // 2, total + 1, stride * rarer):
+        yield Fault(nth, once=False)
+
+
+def sweep(body: Body, stride: int = 1, first: int = 1) -> Found:
+    """In this process, which has to be one that nothing else needs."""
+    logging.getLogger("oomkit").addHandler(logging.NullHandler())
+    logging.getLogger("oomkit").propagate = False
+    begin = time.perf_counter()
+    found = Found()
+    body.prepare()
+    gc.collect()
+    gc.freeze()
+    calm = apart(lambda: leaf(body, Fault(NEVER)), 0)
+    still = None
+    if not calm.died and isinstance(calm.value.values, dict):
+        still = calm.value.values
+    kind, wrong = verdict(body, calm, None)
+    found.failures += [f"{body.name}: without a fault: {line}" for line in wrong]
+    found.total = body.total or count(body)
+    for fault in cases(found.total, stride, first, body.rarer):
+        answer = apart(lambda fault=fault: leaf(body, fault), body.cpu)
+        kind, wrong = verdict(body, answer, still)
+        found.cases += 1
+        found.kinds[kind] += 1
+        found.failures += [f"{body.name}: {fault}: {kind}: {line}" for line in wrong]
+    found.seconds = time.perf_counter() - begin
+    return found
+
+
+def load() -> None:
+    """Once for all bodies: they have nothing else in common."""
+    import torch._dynamo  # noqa: F401  (torch.optim imports it at the first update)
+
+    import oomkit  # noqa: F401
+
+
+def main() -> int:
+    from .bodies import BODIES
+
+    parser = argparse.ArgumentParser(prog="nomemory.sweep", description=__doc__)
+    parser.add_argument("--stride", type=int, default=1)
+    parser.add_argument("--strides", type=json.loads, default={}, help="of some: {name: stride}")
+    parser.add_argument("--first", type=int, default=1)
+    parser.add_argument("--brief", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("body", nargs="*")
+    arguments = parser.parse_args()
+    bad = 0
+    for body in BODIES:
+        if arguments.body and not any(part in body.name for part in arguments.body):
+            continue
+        stride = arguments.strides.get(body.name, arguments.stride)
+        first = 1 + (arguments.first - 1) % stride
+        if body.loaded:
+            load()
+        answer = apart(lambda body=body, a=stride, b=first: sweep(body, a, b), 0)
+        if answer.died:
+            answer.value = Found(failures=[answer.died])
+        found: Found = answer.value
+        bad += len(found.failures)
+        if arguments.json:
+            print(json.dumps({"name": body.name} | vars(found)), flush=True)
+            continue
+        told = ", ".join(f"{n} {kind}" for kind, n in found.kinds.most_common())
+        print(
+            f"{body.name}: {found.cases} of {found.total} x 2, {told}, "
+            f"{len(found.failures)} failures, {found.seconds:.1f} s",
+            flush=True,
+        )
+        if arguments.brief:
+            alike: dict[str, list[str]] = {}
+            for line in found.failures:
+                alike.setdefault(re.sub(r"\d+", "#", line), []).append(line)
+            for lines in alike.values():
+                print(f"  {len(lines):5}", lines[0][:700], flush=True)
+            continue
+        for line in found.failures[:200]:
+            print("   ", line[-900:], flush=True)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""The interpreter's own memory: a part of the faults of tests/nomemory, and what they found.
+
+All of them: `make prove`. One body: `python -m nomemory.sweep [--stride N] NAME` in tests/.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from nomemory.fault import MISSING, Fault, Outcome, suffer
+from nomemory.fork import apart
+from nomemory.listed import listed
+from nomemory.sweep import OURS
+from torch import nn
+
+from oomkit._buffers import Buffers
+
+TESTS = Path(__file__).resolve().parent
+SEED = int(os.environ.get("OOMKIT_FUZZ_SEED", "1"))
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING or "not skipped")
+
+# How many allocations there are between two that fail here, for some 15 seconds in all.
+STRIDES = {
+    "import oomkit": 7001,
+    "decorating": 61,
+    "errors": 11,
+    "classifying": 5,
+    "guarding": 211,
+    "figures": 29,
+    "reporting": 97,
+    "a healthy call": 197,
+}
+STRIDE = 1201
+
+
+def test_no_fault_is_a_crash_or_changes_a_result() -> None:
+    """In a process that has torch and nothing else, as `make prove` runs them."""
+    done = subprocess.run(
+        [sys.executable, "-m", "nomemory.sweep", "--json", "--first", str(1 + SEED % 40),
+         "--stride", str(STRIDE), "--strides", json.dumps(STRIDES)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])},
+        cwd=TESTS,
+    )  # fmt: skip
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line for body in found for line in body["failures"]] == []
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(found) > 15
+    assert all(body["cases"] > 0 for body in found), "nothing was done"
+    kinds = {kind for body in found for kind in body["kinds"]}
+    assert {"MemoryError", "success"} <= kinds
+
+
+def test_a_fault_comes_when_it_is_to_come() -> None:
+    """Once, or from there on."""
+    for once, expected in ((True, [False, True]), (False, [False, False])):
+
+        def work(once: bool = once) -> list[bool]:
+            got = [True, True]
+
+            def call() -> None:
+                try:
+                    bytearray(1000)
+                except MemoryError:
+                    got[0] = False
+                try:
+                    bytearray(1000)
+                except MemoryError:
+                    got[1] = False
+
+            suffer(call, Fault(0, once), Outcome())
+            return got
+
+        assert apart(work).value == expected
+
+
+def test_what_is_listed_is_nothing_of_ours() -> None:
+    hang = 'SIGPROF: File "/x/site-packages/torch/optim/optimizer.py", line 514 in wrapper'
+    assert listed(hang) == "CPython hangs"
+    assert not listed('SIGPROF: File "/x/oomkit/_buffers.py", line 25 in _sample; File "/x/y.py"')
+    assert not listed("SIGSEGV: Fatal Python error: Segmentation fault")
+    assert not listed("SystemError: <oomkit._C.Step object> returned NULL without setting")
+    assert "SystemError" not in OURS
+
+
+# --- what was found ---
+
+
+def test_hooks_are_taken_out_without_memory() -> None:
+    """Each of `for`, `a, b = pair` and list.pop() had left them in the modules."""
+
+    def work() -> tuple[str, int]:
+        modules = nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(9)))
+        buffers = Buffers(list(modules))
+        outcome = Outcome()
+        suffer(buffers.remove, Fault(0, once=False), outcome)
+        tables = [t for m in modules for t in vars(m).values() if isinstance(t, dict)]
+        left = [t for t in tables for v in t.values() if type(v).__name__ == "_Edge" or v is True]
+        return outcome.error, len(left)
+
+    assert apart(work).value == ("", 0)
+    modules = [nn.BatchNorm1d(2)]
+    Buffers(modules)
+    assert len(modules[0]._forward_hooks) == 1
+    assert torch.is_grad_enabled()
