@@ -124,7 +124,6 @@ class guard:
 def _guarded(
     function: Callable[..., Any], label: str, skip: int, reset_peaks: int, /
 ) -> Callable[..., Any]: ...
-
 def _trial(
     func: Callable[..., Any],
     args: tuple[Any, ...],

@@ -60,7 +60,28 @@ facts_take_report(oomkit_state *st, PyObject *exception, trial_facts *facts)
     Py_DECREF(report);
 }
 
-/* Before anything is freed: what is allocated then is what did not suffice. */
+/* What was allocated when the request failed: what the message says, where it says more
+ * than is measured now, for the temporaries of the frames are gone already. */
+static void
+facts_take_allocated(trial_facts *facts)
+{
+    Py_ssize_t length;
+    const char *text = NULL; /* borrowed from message */
+    uint64_t said;
+
+    if (facts->message != NULL) {
+        text = PyUnicode_AsUTF8AndSize(facts->message, &length);
+        if (text == NULL) {
+            oomkit_error_dismiss(); /* the figure is a hint */
+        }
+    }
+    if (text != NULL && oomkit_classify_allocated(text, (size_t)length, &said) &&
+        (facts->allocated_bytes == OOMKIT_UNKNOWN || said > facts->allocated_bytes)) {
+        facts->allocated_bytes = said;
+    }
+}
+
+/* Before anything is freed. */
 static void
 facts_take(oomkit_state *st, oomkit_device device, PyObject *exception,
            trial_facts *facts)
@@ -74,6 +95,7 @@ facts_take(oomkit_state *st, oomkit_device device, PyObject *exception,
     }
     facts_take_report(st, exception, facts);
     oomkit_device_held(st, device, &facts->allocated_bytes, &facts->reserved_bytes);
+    facts_take_allocated(facts);
     facts->usable_bytes = oomkit_device_usable(st, device);
 }
 
