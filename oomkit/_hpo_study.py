@@ -65,6 +65,7 @@ class Policy:
     """
 
     def __init__(self, study: Any, on_oom: str) -> None:
+        self.seen = study.sampler  # a study may be given another one later
         self.sampler = sampler_name(study)
         self.single = len(study.directions) == 1
         self.constraints = False
@@ -176,7 +177,7 @@ class Policies:
         if study is None or not hasattr(study, "get_trials"):
             return None  # a FixedTrial, or rank > 0 of a distributed one
         policy = self._known.get(study)
-        if policy is None or policy.sampler != sampler_name(study):
+        if policy is None or policy.seen is not study.sampler:
             policy = self._known[study] = Policy(study, self._on_oom)
         return policy
 

@@ -32,6 +32,8 @@ def _others_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        # GPSampler's way with the penalty of a study in which nothing has finished yet.
+        warnings.filterwarnings("ignore", "Clip non-finite values")
         yield
 
 
