@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import math
 import multiprocessing
 import os
@@ -167,7 +168,10 @@ def handled(part: str, arm: str) -> Callable[[optuna.Trial], float]:
     return objective(build, batch=(8, ROWS), report=False)  # type: ignore[no-any-return]
 
 
-def search(part: str, name: str, arm: str, seed: int) -> tuple[float, float, float]:
+Found = tuple[float, float, float]
+
+
+def search(part: str, name: str, arm: str, seed: int) -> Found:
     """Share of OOM trials, the same in the second half, best value (inf: none found)."""
     study = optuna.create_study(sampler=sampler(name, seed, arm))
     failed: list[bool] = []
@@ -197,33 +201,32 @@ def search(part: str, name: str, arm: str, seed: int) -> tuple[float, float, flo
     return sum(failed) / len(failed), sum(half) / len(half), min(values, default=math.inf)
 
 
-def cell(job: tuple[str, str, str, int]) -> tuple[str, str, str, list[tuple[float, float, float]]]:
+def cell(job: tuple[str, str, str, range]) -> tuple[str, str, str, list[Found]]:
     part, name, arm, seeds = job
     torch.set_num_threads(1)
     optuna.logging.set_verbosity(optuna.logging.CRITICAL)
-    warnings.simplefilter("ignore")
-    import logging
-
     logging.getLogger("oomkit").setLevel(logging.CRITICAL)
-    return part, name, arm, [search(part, name, arm, seed) for seed in range(seeds)]
+    warnings.simplefilter("ignore")
+    gc.freeze()  # what the imports made: collections have less to look at
+    return part, name, arm, [search(part, name, arm, seed) for seed in seeds]
 
 
-def table(found: dict[tuple[str, str, str], list[tuple[float, float, float]]]) -> list[str]:
+def table(found: dict[tuple[str, str, str], list[Found]]) -> list[str]:
     lines = []
     for part in TRIALS:
         lines += ["", f"{part}: {TRIALS[part]} trials", ""]
         lines.append(
-            f"{'sampler':8} {'handled':20} {'OOM':>6} {'2nd half':>9} {'best, median':>13} "
-            f"{'worst seed':>11}"
+            f"{'sampler':8} {'handled':20} {'seeds':>5} {'OOM':>6} {'2nd half':>9} "
+            f"{'best, median':>13} {'worst seed':>11}"
         )
         for name in SAMPLERS:
             for arm in ARMS[part]:
                 rows = found.get((part, name, arm))
                 if rows:
-                    best = [row[2] for row in rows]
+                    share, later, best = zip(*rows, strict=True)
                     lines.append(
-                        f"{name:8} {arm:20} {statistics.mean(r[0] for r in rows):6.0%} "
-                        f"{statistics.mean(r[1] for r in rows):9.0%} "
+                        f"{name:8} {arm:20} {len(rows):5} {statistics.mean(share):6.0%} "
+                        f"{statistics.mean(later):9.0%} "
                         f"{statistics.median(best):13.4f} {max(best):11.4f}"
                     )
     return lines
@@ -236,20 +239,27 @@ def main() -> None:
     parser.add_argument("--samplers", nargs="*", default=list(SAMPLERS))
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
+    blocks = [range(i, min(i + 5, options.seeds)) for i in range(0, options.seeds, 5)]
     jobs = [
-        (part, name, arm, options.seeds)
-        for name in sorted(options.samplers, key=lambda name: name != "GP")  # the longest first
+        (part, name, arm, seeds)
+        for seeds in blocks
+        for name in sorted(options.samplers, key=lambda name: name == "GP")  # it takes long
         for part in TRIALS
         for arm in ARMS[part]
     ]
     context = multiprocessing.get_context("spawn")
-    found = {}
+    found: dict[tuple[str, str, str], list[Found]] = {}
     with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
         for part, name, arm, rows in pool.map(cell, jobs):
-            found[part, name, arm] = rows
-            print(part, name, arm, "done", flush=True)
+            found.setdefault((part, name, arm), []).extend(rows)
+            text = report(found)
+            options.output.write_text(text, encoding="utf-8")
+    print(text)
+
+
+def report(found: dict[tuple[str, str, str], list[Found]]) -> str:
     lines = [
-        f"Out-of-memory trials and best value (less is better), {options.seeds} seeds. optuna "
+        "Trials that ran out of memory, and the best value (less is better). optuna "
         f"{optuna.__version__}, torch {torch.__version__}, oomkit {oomkit.__version__}.",
         "plain: study.optimize(catch=OutOfMemoryError); by hand: gc.collect() and TrialPruned "
         "inside `except`;",
@@ -257,9 +267,7 @@ def main() -> None:
         "searches the effective batch.",
         *table(found),
     ]
-    text = "\n".join(lines) + "\n"
-    options.output.write_text(text, encoding="utf-8")
-    print(text)
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -94,56 +94,30 @@ def _check_static(trial: Any, name: str) -> None:
             return
 
 
-def objective(
-    build: Callable[[Any, int], Training] | None = None,
-    /,
-    *,
-    batch: tuple[int, int] | Sequence[int] = (8, 512),
-    max_micro: int | None = None,
-    report: bool = True,
-    memory: MemoryModel | None = None,
-    on_oom: str = "auto",
-    **options: Any,
-) -> Any:
-    """objective(build=None, /, *, batch=(8, 512), max_micro=None, report=True, memory=None,
-              on_oom='auto', **options)
+def trained(
+    build: Callable[[Any, int], Training],
+    sizes: Sequence[int],
+    max_micro: int | None,
+    report: bool,
+    memory: MemoryModel | None,
+    budget: Any,
+) -> Callable[[Any], Any]:
+    """The objective of `oomkit.optuna.objective`, not protected yet."""
 
-    An objective that searches the effective batch size and leaves the micro-batch to oomkit.
+    def objective(trial: Any) -> Any:
+        plan = (
+            suggest_batch(trial, *sizes, max_micro=max_micro)
+            if len(sizes) == 2
+            else suggest_batch(trial, choices=sizes, max_micro=max_micro)
+        )
+        training = build(trial, plan.effective)
+        if memory is not None:
+            memory.check(trial, {"batch_size": 1}, budget=budget)
+        return _train(trial, training, plan, report)
 
-    `build(trial, batch_size)` suggests the rest and returns a `Training` whose batches have
-    that size. Each trial's step is split as memory asks for; what does not fit even in micro-
-    batches of one row is handled as by `prune_on_oom(on_oom=on_oom, **options)`. Trials get
-    the attributes `micro_batch_size`, `accumulation_steps` and `oom_retries`.
-
-    Parameters
-    ----------
-    batch : (low, high) or a longer sequence of choices
-        The one space of effective batch sizes.
-    report : bool
-        Report the value after each epoch and prune when the study's pruner says so.
-    memory : MemoryModel, optional
-        Checks, before the training, whether a micro-batch of one row is hopeless.
-    """
-    from .optuna import prune_on_oom
-
-    def decorate(build: Callable[[Any, int], Training]) -> Any:
-        def trained(trial: Any) -> Any:
-            low_high = tuple(batch)
-            plan = (
-                suggest_batch(trial, *low_high, max_micro=max_micro)
-                if len(low_high) == 2
-                else suggest_batch(trial, choices=low_high, max_micro=max_micro)
-            )
-            training = build(trial, plan.effective)
-            if memory is not None:
-                memory.check(trial, {"batch_size": 1}, budget=options.get("budget"))
-            return _train(trial, training, plan, report)
-
-        trained.__name__ = getattr(build, "__name__", "objective")
-        trained.__doc__ = build.__doc__
-        return prune_on_oom(trained, on_oom=on_oom, **options)
-
-    return decorate if build is None else decorate(build)
+    objective.__name__ = getattr(build, "__name__", "objective")
+    objective.__doc__ = build.__doc__
+    return objective
 
 
 def _train(trial: Any, training: Training, plan: BatchPlan, report: bool) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,16 +17,14 @@ _OPTIMIZE = ("timeout", "n_jobs", "catch", "callbacks", "gc_after_trial", "show_
 
 def _modules() -> tuple[Any, Any]:
     try:
-        from transformers import trainer_utils  # type: ignore[import-not-found, unused-ignore]
-        from transformers.hyperparameter_search import (  # type: ignore[import-not-found, unused-ignore]
-            OptunaBackend,
-        )
+        utils = importlib.import_module("transformers.trainer_utils")
+        searches = importlib.import_module("transformers.hyperparameter_search")
     except ImportError as error:
         raise ImportError(
             "oomkit.optuna.hyperparameter_search() needs transformers: install it with "
             "`pip install transformers`"
         ) from error
-    return trainer_utils, OptunaBackend
+    return utils, searches.OptunaBackend
 
 
 def _let_go(trainer: Any) -> None:

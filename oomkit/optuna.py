@@ -15,11 +15,11 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 from . import _hpo_run, _hpo_study, _hpo_values
-from ._hpo_batch import BatchPlan, Training, objective, suggest_batch
+from ._hpo_batch import BatchPlan, Training, suggest_batch, trained
 from ._hpo_mlflow import Option as _MlflowOption
 from ._hpo_mlflow import RunWatch
 from ._hpo_model import MemoryModel, hopeless_trial, is_hopeless
@@ -383,6 +383,45 @@ def prune_on_oom(
         return protected
 
     return decorate if fn is None else decorate(fn)
+
+
+def objective(
+    build: Callable[[Any, int], Training] | None = None,
+    /,
+    *,
+    batch: Sequence[int] = (8, 512),
+    max_micro: int | None = None,
+    report: bool = True,
+    memory: MemoryModel | None = None,
+    on_oom: str = "auto",
+    **options: Any,
+) -> Any:
+    """objective(build=None, /, *, batch=(8, 512), max_micro=None, report=True, memory=None,
+              on_oom='auto', **options)
+
+    An objective that searches the effective batch size and leaves the micro-batch to oomkit.
+
+    `build(trial, batch_size)` suggests the rest and returns a `Training` whose batches have
+    that size. Each trial's step is split as memory asks for; what does not fit even in micro-
+    batches of one row is handled as by `prune_on_oom(on_oom=on_oom, **options)`. Trials get
+    the attributes `micro_batch_size`, `accumulation_steps` and `oom_retries`.
+
+    Parameters
+    ----------
+    batch : (low, high) or a longer sequence of choices
+        The one space of effective batch sizes.
+    report : bool
+        Report the value after each epoch and prune when the study's pruner says so.
+    memory : MemoryModel, optional
+        Checks, before the training, whether a micro-batch of one row is hopeless.
+    """
+    sizes = tuple(batch)
+
+    def decorate(build: Callable[[Any, int], Training]) -> Any:
+        plain = trained(build, sizes, max_micro, report, memory, options.get("budget"))
+        return prune_on_oom(plain, on_oom=on_oom, **options)
+
+    return decorate if build is None else decorate(build)
 
 
 def tell(study: Any, trial: Any, objective: Callable[[Any], Any], **options: Any) -> Any:

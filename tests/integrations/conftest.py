@@ -20,6 +20,13 @@ def pytest_report_header() -> str:
     return f"optuna {optuna.__version__}"
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _fast_collections() -> None:
+    """What the frameworks made at import is nothing to look at in each collection."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _quiet() -> None:
     """Records of failed trials hold the error, and pytest holds the records."""

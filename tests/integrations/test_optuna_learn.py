@@ -59,7 +59,15 @@ def needs(trial):
         ("RandomSampler", "auto", STATE.PRUNED),
     ],
 )
-def test_every_trial_gets_a_graded_signed_constraint(name, on_oom, state, storage, limit):
+def test_every_trial_gets_a_graded_signed_constraint(name, on_oom, state, limit):
+    check_constraints(None, name, on_oom, state, limit)
+
+
+def test_constraints_in_every_storage(storage, limit):
+    check_constraints(storage, "TPESampler", "prune", STATE.PRUNED, limit)
+
+
+def check_constraints(storage, name, on_oom, state, limit):
     limit(10)
     one = study(storage, sampler=sampler(name), direction="maximize")
     one.optimize(prune_on_oom(needs, on_oom=on_oom), n_trials=12)
@@ -94,9 +102,9 @@ def test_several_objectives(limit):
 
     for name in ("TPESampler", "NSGAIISampler"):
         one = study(sampler=sampler(name), directions=["maximize", "minimize"])
-        one.optimize(prune_on_oom(objective, on_oom="auto"), n_trials=25)
+        one.optimize(prune_on_oom(objective, on_oom="auto"), n_trials=16)
         failed = [t for t in one.trials if t.user_attrs.get("oom")]
-        assert len(failed) > 5
+        assert len(failed) > 3
         penalised = name == "NSGAIISampler" or OPTUNA < 5
         assert {t.state for t in failed} == {STATE.COMPLETE if penalised else STATE.PRUNED}
         assert all(len(t.values) == 2 for t in failed if penalised)
