@@ -362,6 +362,11 @@ def prune_on_oom(
     _check_choice("threads", threads, ("wait", "refuse"))
     if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
         raise ValueError(f"prune_on_oom() expected retries to be an int >= 0, got {retries!r}")
+    if memory is not None and not callable(config):
+        raise ValueError(
+            "prune_on_oom(memory=...) expected config to be a callable that suggests what memory "
+            f"depends on, got {config!r}; or call memory.check(trial) inside the objective"
+        )
     wrapper = _Wrapper(
         on_oom,
         config,

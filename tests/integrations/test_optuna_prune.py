@@ -16,7 +16,7 @@ import torch
 from searches import MIB, STATE, allocated, sizes, study, take
 
 import oomkit
-from oomkit.optuna import constraints, prune_on_oom, tell
+from oomkit.optuna import MemoryModel, constraints, prune_on_oom, tell
 
 # --- what is recorded ---
 
@@ -390,6 +390,7 @@ def test_a_study_and_its_objects_are_not_kept_alive():
         ({"threads": "many"}, "expected threads to be 'wait' or 'refuse'"),
         ({"retries": -1}, "expected retries"),
         ({"budget": "two"}, "budget"),
+        ({"memory": MemoryModel()}, "expected config to be a callable"),
     ],
 )
 def test_wrong_options_say_what_is_expected(options, text):
