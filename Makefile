@@ -11,10 +11,11 @@ SOURCES := setup.py pyproject.toml \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv build demo test prove mutants programs bench latency peers sanitize lint gpu clean
+.PHONY: help venv build demo test test-integrations prove mutants sanitize programs bench latency peers \
+    lint gpu clean
 
 help: ## List every target
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(INSTALLED) ## Create .venv and install the pinned dependencies
 
@@ -25,6 +26,12 @@ demo: $(BUILT) ## Watch a training run survive out-of-memory (results in demo-ou
 
 test: $(BUILT) ## Run the test suite; needs no GPU
 	$(PY) -m pytest tests -m "not gpu" $(PYTEST_ARGS)
+
+# One for each: Optuna 4 and 5 cannot live in one environment. oomkit is not installed there:
+# .venv's build fits them, for Python and torch are the same.
+test-integrations: $(BUILT) .venv-optuna5/.installed .venv-optuna4/.installed ## Run the tests of other frameworks (the first time 5 minutes more)
+	set -e; for version in 5 4; do PYTHONPATH=. .venv-optuna$$version/bin/python -m pytest \
+	    tests/integrations $(PYTEST_ARGS); done
 
 prove: export PYTHONPATH := tests
 prove: $(BUILT) ## Fail every allocation of every model, and more (about 40 minutes)
@@ -71,6 +78,12 @@ clean: ## Remove what was built and measured; .venv stays
 $(INSTALLED): requirements/dev.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	touch $@
+
+.venv-%/.installed: requirements/integrations.txt requirements/integrations-%.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check \
+	    -r requirements/integrations-$*.txt
 	touch $@
 
 $(BUILT): $(INSTALLED) $(SOURCES)

@@ -142,6 +142,15 @@ class guard:
 def _guarded(
     function: Callable[..., Any], label: str, skip: int, reset_peaks: int, /
 ) -> Callable[..., Any]: ...
+def _trial(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    cleared: type[BaseException] | tuple[type[BaseException], ...],
+    judge: Callable[[BaseException], bool] | None,
+    keep: bool,
+    /,
+) -> tuple[Any, ...]: ...
 
 # --- chunks ---
 

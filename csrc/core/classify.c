@@ -344,15 +344,13 @@ oomkit_class_name(oomkit_class class_)
     return "other";
 }
 
-/* --- the size of the request --- */
+/* --- sizes in a message --- */
 
-int
-oomkit_classify_requested(const char *text, size_t length, uint64_t *bytes)
+/* The first size that follows one of the leads, in the order of the leads. */
+static int
+follows(const char *text, size_t length, const char *const *leads, size_t count,
+        uint64_t *bytes)
 {
-    /* The first has bytes, the others are rounded to two decimals. The last is numpy's.
-     */
-    static const char *const leads[] = {"you tried to allocate ", "Tried to allocate ",
-                                        "Unable to allocate "};
     const char *end, *at;
     size_t i;
 
@@ -360,7 +358,7 @@ oomkit_classify_requested(const char *text, size_t length, uint64_t *bytes)
         return 0;
     }
     end = text + length;
-    for (i = 0; i < sizeof(leads) / sizeof(leads[0]); i++) {
+    for (i = 0; i < count; i++) {
         at = text;
         while ((at = find(at, (size_t)(end - at), leads[i])) != NULL) {
             at += strlen(leads[i]);
@@ -370,4 +368,25 @@ oomkit_classify_requested(const char *text, size_t length, uint64_t *bytes)
         }
     }
     return 0;
+}
+
+int
+oomkit_classify_requested(const char *text, size_t length, uint64_t *bytes)
+{
+    /* The first has bytes, the others are rounded to two decimals. The last is numpy's.
+     */
+    static const char *const leads[] = {"you tried to allocate ", "Tried to allocate ",
+                                        "Unable to allocate "};
+
+    return follows(text, length, leads, sizeof(leads) / sizeof(leads[0]), bytes);
+}
+
+int
+oomkit_classify_allocated(const char *text, size_t length, uint64_t *bytes)
+{
+    /* The CUDA allocator's, and that of oomkit's own for the CPU. */
+    static const char *const leads[] = {"Of the allocated memory ",
+                                        " bytes), of which "};
+
+    return follows(text, length, leads, sizeof(leads) / sizeof(leads[0]), bytes);
 }

@@ -44,4 +44,9 @@ oomkit_class_name(oomkit_class class_);
 int
 oomkit_classify_requested(const char *text, size_t length, uint64_t *bytes);
 
+/* What was allocated when the request failed, rounded to two decimals of its unit. What
+ * can be measured later is less: temporaries die with the frames. 1 found, 0 not. */
+int
+oomkit_classify_allocated(const char *text, size_t length, uint64_t *bytes);
+
 #endif

@@ -322,9 +322,8 @@ failed_log(oomkit_guard *guard, const char *requested, const char *peak)
     return done == NULL ? -1 : 0;
 }
 
-/* A failed backward on the CPU leaves its graph queued on this thread. 0 or -1. */
-static int
-failed_drain(oomkit_state *st, oomkit_device device)
+int
+oomkit_guard_drain(oomkit_state *st, oomkit_device device)
 {
     PyObject *inference; /* owned */
     int skip;
@@ -359,7 +358,7 @@ oomkit_guard_failed(oomkit_guard *guard, oomkit_guard_window *window,
     oomkit_exception_clear_frames(st, exception, keep);
     /* The exception of the guarded code is the one to see: what goes wrong from here on
      * is said, not raised. */
-    if (failed_drain(st, window->peak.device) < 0) {
+    if (oomkit_guard_drain(st, window->peak.device) < 0) {
         PyErr_WriteUnraisable(guard->label);
     }
     report = failed_report(guard, window, &attempt);

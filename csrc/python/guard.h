@@ -64,6 +64,11 @@ void
 oomkit_guard_failed(oomkit_guard *guard, oomkit_guard_window *window,
                     PyObject *exception, PyObject *keep);
 
+/* A failed backward on the CPU leaves its graph queued on this thread: run a trivial
+ * one. 0 or -1 with an exception. */
+int
+oomkit_guard_drain(oomkit_state *st, oomkit_device device);
+
 /* Returns cached memory now, and once more at the next protected call when `again`: as
  * long as the exception lives it may hold frames that still run. What goes wrong is
  * reported as unraisable. Must be called without an exception in flight. */

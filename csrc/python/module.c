@@ -10,6 +10,7 @@
 #include "splitters.h"
 #include "state.h"
 #include "step_type.h"
+#include "trial.h"
 #include "types.h"
 
 PyMODINIT_FUNC
@@ -296,6 +297,7 @@ module_exec(PyObject *module)
         PyModule_AddFunctions(module, oomkit_memory_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_split_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_state_methods) < 0 ||
+        PyModule_AddFunctions(module, oomkit_trial_methods) < 0 ||
         oomkit_records_init(st) < 0 || oomkit_current_init(st) < 0 ||
         module_add_type(module, &st->step_type, &oomkit_step_spec) < 0 ||
         module_add_type(module, &st->step_object_type, &oomkit_step_object_spec) < 0 ||

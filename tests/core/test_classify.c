@@ -377,6 +377,35 @@ test_requested(void)
     CHECK(requests("Tried to allocate 0.1234567899999 MiB", 129452));
 }
 
+static int
+allocates(const char *text, uint64_t expected)
+{
+    uint64_t bytes = 0;
+    return oomkit_classify_allocated(text, strlen(text), &bytes) == 1 &&
+           bytes == expected;
+}
+
+static void
+test_allocated(void)
+{
+    const uint64_t mib = UINT64_C(1) << 20;
+    uint64_t bytes = 77;
+
+    CHECK(
+        allocates("CUDA out of memory. Tried to allocate 360.00 MiB. GPU 0 has a total "
+                  "capacity of 23.56 GiB of which 88.00 MiB is free. Including "
+                  "non-PyTorch memory, this process has 23.00 GiB memory in use. Of "
+                  "the allocated memory 22.50 GiB is allocated by PyTorch, and 100.00 "
+                  "MiB is reserved by PyTorch but unallocated.",
+                  23040 * mib));
+    CHECK(allocates("CPU out of memory. Tried to allocate 38.15 MiB. The CPU memory "
+                    "budget is 9.54 MiB (10000000 bytes), of which 3.50 MiB are "
+                    "allocated and 5.72 MiB are free.",
+                    3 * mib + mib / 2));
+    CHECK(oomkit_classify_allocated(certain[0], strlen(certain[0]), &bytes) == 0);
+    CHECK(oomkit_classify_allocated(NULL, 0, &bytes) == 0 && bytes == 77);
+}
+
 static void
 test_requests_that_cannot_be_read(void)
 {
@@ -416,6 +445,7 @@ main(void)
     test_text_is_searched_to_its_end();
     test_names();
     test_requested();
+    test_allocated();
     test_requests_that_cannot_be_read();
     return check_report();
 }

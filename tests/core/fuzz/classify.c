@@ -193,6 +193,7 @@ fuzz_bytes(void)
     }
     memcpy(copy, t.bytes, t.length);
     (void)oomkit_classify_requested(copy, t.length, &bytes);
+    (void)oomkit_classify_allocated(copy, t.length, &bytes);
     free(copy);
 }
 
