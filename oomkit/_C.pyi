@@ -125,6 +125,14 @@ def _guarded(
     function: Callable[..., Any], label: str, skip: int, reset_peaks: int, /
 ) -> Callable[..., Any]: ...
 
+# --- letting go ---
+
+def _attempt(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], /
+) -> tuple[bool, Any]: ...
+def _let_go(exc: BaseException, /) -> None: ...
+def _drain() -> None: ...
+
 # --- auto_batch ---
 
 @final

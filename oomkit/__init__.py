@@ -109,6 +109,7 @@ from ._C import (  # noqa: E402
     is_oom_error,
     register_splitter,
 )
+from .executable import BatchSizeSearch, find_executable_batch_size  # noqa: E402
 from .memory import (  # noqa: E402
     MemoryInfo,
     cleanup,
@@ -119,6 +120,7 @@ from .memory import (  # noqa: E402
 from .report import report  # noqa: E402
 
 __all__ = [
+    "BatchSizeSearch",
     "MemoryInfo",
     "OOMReport",
     "OomkitError",
@@ -131,6 +133,7 @@ __all__ = [
     "classify",
     "cleanup",
     "current",
+    "find_executable_batch_size",
     "guard",
     "is_oom_error",
     "limit_memory",

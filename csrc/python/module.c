@@ -5,6 +5,7 @@
 #include "errors.h"
 #include "memory_methods.h"
 #include "records.h"
+#include "release_methods.h"
 #include "split_methods.h"
 #include "splitters.h"
 #include "state.h"
@@ -287,6 +288,7 @@ module_exec(PyObject *module)
         PyModule_AddFunctions(module, oomkit_error_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_guarded_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_memory_methods) < 0 ||
+        PyModule_AddFunctions(module, oomkit_release_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_split_methods) < 0 ||
         oomkit_records_init(st) < 0 || oomkit_current_init(st) < 0 ||
         module_add_type(module, &st->step_type, &oomkit_step_spec) < 0 ||
