@@ -25,7 +25,7 @@ except ImportError as _error:  # pragma: no cover - exercised in a subprocess wi
         "`pip install --no-build-isolation .` in oomkit's sources"
     ) from _error
 
-from . import _C, _diagnose, _nodes, _packed, _second, _withheld
+from . import _C, _diagnose, _loops, _nodes, _packed, _second, _withheld
 from .optim import predict_update as _predict_update
 
 __version__ = "0.1.0"
@@ -80,6 +80,8 @@ _C._bind(
         "replay_differs": _diagnose.replay_differs,
         "uneven_labels": _diagnose.uneven_labels,
         "verification": _diagnose.Verification,
+        "loop_after": _loops.loop_after,
+        "cut_sequence": _loops.cut_sequence,
         "watch_effects": _watch_effects,
         "watch_train": _watch_train,
         "split_loss": _second.split_loss,
@@ -103,12 +105,14 @@ from ._C import (  # noqa: E402
     SplitError,
     StepRecord,
     auto_batch,
+    chunks,
     classify,
     current,
     guard,
     is_oom_error,
     register_splitter,
 )
+from ._map import map  # noqa: E402, A004
 from .executable import BatchSizeSearch, find_executable_batch_size  # noqa: E402
 from .memory import (  # noqa: E402
     MemoryInfo,
@@ -130,6 +134,7 @@ __all__ = [
     "SplitError",
     "StepRecord",
     "auto_batch",
+    "chunks",
     "classify",
     "cleanup",
     "current",
@@ -137,6 +142,7 @@ __all__ = [
     "guard",
     "is_oom_error",
     "limit_memory",
+    "map",
     "max_memory_allocated",
     "memory",
     "register_splitter",

@@ -24,6 +24,13 @@ typedef struct backward_object {
  * by it: one that is made inside a backward (by a hook, in a reentrant checkpoint) has
  * outermost backwards like any other. */
 static _Thread_local int backward_nesting;
+static _Thread_local uint64_t backward_runs; /* that write to .grad, of this thread */
+
+uint64_t
+oomkit_backward_runs(void)
+{
+    return backward_runs;
+}
 
 int
 oomkit_backward_nesting(void)
@@ -186,7 +193,10 @@ backward_engine(backward_object *self, oomkit_state *st, PyObject *const *args,
     int phase = oomkit_phase_set(st, OOMKIT_PHASE_BACKWARD);
     void *outer = oomkit_nested_enter(call); /* borrowed */
 
-    st->engine_runs += (uint64_t)backward_accumulates(st, args, nargsf, kwnames);
+    if (backward_accumulates(st, args, nargsf, kwnames)) {
+        backward_runs++;
+        st->engine_runs++;
+    }
     ++*nesting;
     result = PyObject_Vectorcall(self->original, args, nargsf, kwnames);
     --*nesting;

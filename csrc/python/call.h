@@ -193,6 +193,9 @@ int
 oomkit_backward_drain(oomkit_state *st);
 int
 oomkit_backward_nesting(void);
+/* How many that write to .grad this thread has begun. */
+uint64_t
+oomkit_backward_runs(void);
 /* Those outside every protected call. */
 int
 oomkit_backward_outside(void);

@@ -158,6 +158,7 @@ typedef struct oomkit_call {
     int forced;        /* slices given by testing.force_slices */
     uint64_t signature;
     int has_signature;
+    uint64_t bucket; /* what the caller says tells shapes apart besides, or 0 */
     uint64_t number; /* of the call at its site */
     uint64_t record; /* of its record in the ring, once it is there */
 

@@ -68,9 +68,8 @@ engine_device(oomkit_call *call)
     }
 }
 
-/* testing.force_slices: exactly these slices, whatever the planner says. 0 or -1. */
-static int
-engine_forced(oomkit_call *call)
+int
+oomkit_engine_forced(oomkit_call *call)
 {
     PyObject *lengths = call->st->forced_slices; /* borrowed from state */
     int64_t start = 0;
@@ -146,7 +145,7 @@ engine_plan(oomkit_call *call)
         return found;
     }
     if (call->st->forced_slices != NULL) {
-        return engine_forced(call) < 0 ? -1 : 1;
+        return oomkit_engine_forced(call) < 0 ? -1 : 1;
     }
     if (asked && call->batch.rows < call->options->min_micro_batch) {
         oomkit_raise(call->st->SplitError,
@@ -178,11 +177,11 @@ engine_plan(oomkit_call *call)
     return oomkit_buffers_say_norm(call) < 0 ? -1 : 1;
 }
 
-/* In the process's first protected call. While a function that torch.compile() has made
+/* While a function that torch.compile() has made
  * runs, every Python frame below it is compiled, those of the registration of our hooks
  * too; with fullgraph=True that is an error. 0 or -1. */
-static int
-engine_install(oomkit_state *st)
+int
+oomkit_engine_install(oomkit_state *st)
 {
     PyObject *before = NULL, *after; /* owned: what compiles frames, None for nothing */
     int result;
@@ -226,7 +225,7 @@ engine_begin(oomkit_call *call)
             return -1;
         }
     }
-    if (!st->backward_patched && engine_install(st) < 0) {
+    if (!st->backward_patched && oomkit_engine_install(st) < 0) {
         return -1;
     }
     if ((call->options->restore_batch && oomkit_batch_save(st, &call->batch) < 0) ||

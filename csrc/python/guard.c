@@ -177,6 +177,19 @@ oomkit_guard_end(oomkit_guard *guard, oomkit_guard_window *window, int outcome)
     guard_record(guard, window, outcome, OOMKIT_UNKNOWN);
 }
 
+void
+oomkit_guard_record_oom(oomkit_guard *guard, oomkit_guard_window *window,
+                        PyObject *exception)
+{
+    PyObject *message, *location; /* owned */
+    uint64_t requested;
+
+    oomkit_exception_describe(guard->st, exception, &requested, &message, &location);
+    guard_record(guard, window, OOMKIT_GUARD_OOM, requested);
+    Py_XDECREF(message);
+    Py_XDECREF(location);
+}
+
 int
 oomkit_guard_is_oom(oomkit_guard *guard, PyObject *exception)
 {

@@ -70,6 +70,27 @@ oomkit_guard_failed(oomkit_guard *guard, oomkit_guard_window *window,
 void
 oomkit_guard_flush(oomkit_guard *guard, const oomkit_guard_window *window, int again);
 
+/* Records a stretch in which memory ran out, and nothing else. */
+void
+oomkit_guard_record_oom(oomkit_guard *guard, oomkit_guard_window *window,
+                        PyObject *exception);
+
+/* chunks_guard.c. The loop over oomkit.chunks() in whose body the running frame is,
+ * with the number of its part and of the guards that were entered for it. New
+ * reference, or NULL (without an exception) when there is none. */
+PyObject *
+oomkit_chunks_guard_enter(oomkit_state *st, uint64_t *part, int *order);
+/* The block has ended without an out-of-memory error. Never fails. */
+void
+oomkit_chunks_guard_passed(PyObject *chunks, uint64_t part, int order,
+                           const oomkit_peak_window *peak);
+/* Memory ran out in it. 1: the loop hands the rows out again, and everything is as
+ * before them; 0 it is to go on, perhaps with a note; -1 with another exception. Must
+ * be called without an exception in flight. `handled` is borrowed and may be NULL. */
+int
+oomkit_chunks_guard_failed(PyObject *chunks, uint64_t part, int order,
+                           PyObject *exception, PyObject *handled);
+
 /* The records, oldest first, as a tuple of StepRecord. New reference or NULL. */
 PyObject *
 oomkit_guard_records(const oomkit_guard *guard);

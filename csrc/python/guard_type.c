@@ -12,6 +12,9 @@ typedef struct guard_entry {
     oomkit_guard_window window;
     unsigned long thread; /* that entered it */
     PyObject *handled;    /* owned: what the caller was handling at entry, or NULL */
+    PyObject *chunks;     /* owned: the loop whose body it is in, or NULL */
+    uint64_t part;        /* of it, that was out at entry */
+    int order;            /* how many guards were entered for that part by then */
     int open;
 } guard_entry;
 
@@ -19,6 +22,7 @@ typedef struct guard_object {
     PyObject_HEAD
     oomkit_guard guard;
     PyObject *weakrefs; /* weak references to the guard */
+    int given;          /* on_oom= was: it holds in the body of a loop, too */
     guard_entry entries[GUARD_DEPTH];
 } guard_object;
 
@@ -114,6 +118,7 @@ guard_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self = type->tp_alloc(type, 0);
     if (self != NULL) {
         oomkit_guard_init(&guard_CAST(self)->guard, st, label, skip, reset == Py_True);
+        guard_CAST(self)->given = on_oom != NULL;
     }
     return self;
 }
@@ -126,6 +131,7 @@ guard_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(guard_CAST(op)->guard.label);
     for (i = 0; i < GUARD_DEPTH; i++) {
         Py_VISIT(guard_CAST(op)->entries[i].handled);
+        Py_VISIT(guard_CAST(op)->entries[i].chunks);
     }
     return 0;
 }
@@ -136,6 +142,7 @@ guard_clear(PyObject *op)
     int i;
     for (i = 0; i < GUARD_DEPTH; i++) {
         Py_CLEAR(guard_CAST(op)->entries[i].handled);
+        Py_CLEAR(guard_CAST(op)->entries[i].chunks);
     }
     return 0;
 }
@@ -198,6 +205,10 @@ guard_enter(PyObject *op, PyObject *Py_UNUSED(ignored))
     }
     entry->thread = PyThread_get_thread_ident();
     entry->handled = PyErr_GetHandledException();
+    if (self->guard.st->chunks_out != NULL && !self->given) {
+        entry->chunks =
+            oomkit_chunks_guard_enter(self->guard.st, &entry->part, &entry->order);
+    }
     return Py_NewRef(op);
 }
 
@@ -223,13 +234,53 @@ guard_latest(guard_object *self)
     return latest;
 }
 
+/* In the body of a loop over oomkit.chunks(): 1 when the loop hands its rows out again,
+ * 0 when the exception is to be treated as elsewhere, -1 with another one. */
+static int
+guard_exit_loop(guard_object *self, guard_entry *entry, PyObject *exception,
+                PyObject *handled)
+{
+    PyObject *chunks = entry->chunks; /* owned */
+    int again;
+
+    entry->chunks = NULL;
+    if (chunks == NULL) {
+        return 0;
+    }
+    again = oomkit_chunks_guard_failed(chunks, entry->part, entry->order, exception,
+                                       handled);
+    Py_DECREF(chunks);
+    if (again > 0) {
+        oomkit_guard_record_oom(&self->guard, &entry->window, exception);
+    } else if (again < 0) {
+        oomkit_guard_end(&self->guard, &entry->window, OOMKIT_GUARD_OOM);
+    }
+    return again;
+}
+
+/* The same for a block that did not run out of memory. */
+static void
+guard_exit_passed(guard_object *self, guard_entry *entry, int outcome)
+{
+    PyObject *chunks = entry->chunks; /* owned */
+
+    oomkit_guard_end(&self->guard, &entry->window, outcome);
+    entry->chunks = NULL;
+    if (chunks != NULL && outcome == OOMKIT_GUARD_FINISHED) {
+        oomkit_chunks_guard_passed(chunks, entry->part, entry->order,
+                                   &entry->window.peak);
+    }
+    Py_XDECREF(chunks);
+}
+
 PyDoc_STRVAR(guard_exit_doc,
              "__exit__($self, exc_type, exc_value, traceback, /)\n"
              "--\n"
              "\n"
              "Record the peak; after running out of memory clean up too.\n"
              "\n"
-             "True, which ends the exception, only with on_oom='skip'.");
+             "True, which ends the exception, with on_oom='skip', and in the body of\n"
+             "a loop over oomkit.chunks(), which then hands the rows out again.");
 
 static PyObject *
 guard_exit(PyObject *op, PyObject *const *args, Py_ssize_t nargs)
@@ -238,6 +289,7 @@ guard_exit(PyObject *op, PyObject *const *args, Py_ssize_t nargs)
     guard_entry *entry;
     PyObject *handled;   /* owned */
     PyObject *exception; /* borrowed from args */
+    int again = 0;
 
     if (nargs != 3) {
         PyErr_Format(PyExc_TypeError, "__exit__() expected 3 arguments, got %zd",
@@ -252,20 +304,23 @@ guard_exit(PyObject *op, PyObject *const *args, Py_ssize_t nargs)
     handled = entry->handled;
     entry->handled = NULL;
     if (!PyExceptionInstance_Check(exception)) {
-        oomkit_guard_end(&self->guard, &entry->window,
-                         args[0] == Py_None ? OOMKIT_GUARD_FINISHED
-                                            : OOMKIT_GUARD_ERROR);
+        guard_exit_passed(self, entry,
+                          args[0] == Py_None ? OOMKIT_GUARD_FINISHED
+                                             : OOMKIT_GUARD_ERROR);
     } else if (!oomkit_guard_is_oom(&self->guard, exception)) {
-        oomkit_guard_end(&self->guard, &entry->window, OOMKIT_GUARD_ERROR);
+        guard_exit_passed(self, entry, OOMKIT_GUARD_ERROR);
         exception = Py_None;
-    } else {
+    } else if ((again = guard_exit_loop(self, entry, exception, handled)) == 0) {
         oomkit_guard_failed(&self->guard, &entry->window, exception, handled);
         /* The interpreter owns the exception until this returns. */
         oomkit_guard_flush(&self->guard, &entry->window, 1);
     }
     entry->open = 0;
     Py_XDECREF(handled);
-    return PyBool_FromLong(self->guard.skip && exception != Py_None);
+    if (again < 0) {
+        return NULL;
+    }
+    return PyBool_FromLong(again || (self->guard.skip && exception != Py_None));
 }
 
 /* @guard(...) */
@@ -335,7 +390,9 @@ PyDoc_STRVAR(
     "----------\n"
     "on_oom : {'raise', 'skip'}\n"
     "    'raise' lets the exception go on. 'skip' ends it: the code goes on after\n"
-    "    the block; a decorated function returns None.\n"
+    "    the block; a decorated function returns None. Where neither is given, a\n"
+    "    block in the body of a loop over oomkit.chunks() has the loop hand the same\n"
+    "    rows out again in smaller parts.\n"
     "label : str, optional\n"
     "    The name in records, notes and log lines; that of the function by default.\n"
     "reset_peaks : bool\n"

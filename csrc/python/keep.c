@@ -11,11 +11,12 @@ typedef struct keeper {
     const oomkit_options *options;
     oomkit_result_site *site; /* borrowed, or NULL */
     int *required;            /* set once a tensor requires grad */
+    PyObject *convert;        /* borrowed: callable, or NULL */
     PyObject *loss;           /* borrowed: what stands where a loss stands, or NULL */
     PyObject **kept_loss;     /* owned by oomkit_join_add: the same without its graph */
-    PyObject *marks;          /* borrowed: dict: address of a kept tensor -> int: twice
-                                 its version, plus 1 when it required grad; or the leaf
-                                 that it was detached from */
+    PyObject *marks; /* borrowed, or NULL: dict: address of a kept tensor -> int: twice
+                        its version, plus 1 when it required grad; or the leaf
+                        that it was detached from */
 } keeper;
 
 static PyObject *
@@ -95,6 +96,22 @@ attribute_is_true(PyObject *object, PyObject *name)
     return truth;
 }
 
+/* What the caller wants kept in place of a tensor. Steals `kept`, which may be NULL. */
+static PyObject *
+keep_as(const keeper *k, PyObject *kept, int required)
+{
+    PyObject *as; /* owned */
+
+    if (kept == NULL) {
+        return NULL;
+    }
+    as = PyObject_CallOneArg(k->convert, kept);
+    Py_DECREF(kept);
+    return as == NULL || k->marks == NULL || !oomkit_tensor_check(k->st, as)
+               ? as
+               : mark_tensor(k, as, required, NULL);
+}
+
 /* A view without the graph; the tensor itself where there is no graph. Allocates no
  * tensor memory: this runs between micro-batches, where there may be none. */
 static PyObject *
@@ -110,14 +127,16 @@ keep_tensor(const keeper *k, PyObject *tensor)
         return NULL;
     }
     if (!required) {
-        return mark_tensor(k, Py_NewRef(tensor), 0, NULL);
+        return k->convert == NULL ? mark_tensor(k, Py_NewRef(tensor), 0, NULL)
+                                  : keep_as(k, Py_NewRef(tensor), 0);
     }
     *k->required = 1;
     if (tensor == k->loss && *k->kept_loss != NULL) {
         return Py_NewRef(*k->kept_loss); /* under another name: one tensor stays one */
     }
-    kept = mark_tensor(k, PyObject_CallMethodNoArgs(tensor, k->st->str_detach), 1,
-                       leaf ? tensor : NULL);
+    kept = PyObject_CallMethodNoArgs(tensor, k->st->str_detach);
+    kept = k->convert == NULL ? mark_tensor(k, kept, 1, leaf ? tensor : NULL)
+                              : keep_as(k, kept, 1);
     if (tensor == k->loss) {
         *k->kept_loss = Py_XNewRef(kept);
     }
@@ -273,6 +292,7 @@ oomkit_join_add(oomkit_state *st, const oomkit_options *options, oomkit_join *jo
                 .options = options,
                 .site = join->site,
                 .required = &join->required,
+                .convert = join->convert,
                 .kept_loss = &kept_loss};
     oomkit_place where = {.is_loss = 1};
     Py_ssize_t before;
@@ -306,6 +326,22 @@ oomkit_join_add(oomkit_state *st, const oomkit_options *options, oomkit_join *jo
     }
     oomkit_exception_give(exception);
     return -1;
+}
+
+PyObject *
+oomkit_keep_converted(oomkit_state *st, const oomkit_options *options, PyObject *result,
+                      PyObject *convert)
+{
+    PyObject *kept_loss = NULL; /* stays NULL: there is no loss here */
+    int required = 0;
+    keeper k = {.st = st,
+                .options = options,
+                .required = &required,
+                .convert = convert,
+                .kept_loss = &kept_loss};
+    oomkit_place where = {.is_loss = 0};
+
+    return keep_value(&k, &where, result, 0);
 }
 
 static int

@@ -287,6 +287,8 @@ module_exec(PyObject *module)
         PyModule_AddFunctions(module, oomkit_current_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_error_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_guarded_methods) < 0 ||
+        PyModule_AddFunctions(module, oomkit_chunks_methods) < 0 ||
+        PyModule_AddFunctions(module, oomkit_chunks_join_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_memory_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_release_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_split_methods) < 0 ||
@@ -299,6 +301,7 @@ module_exec(PyObject *module)
         module_add_type(module, &st->pending_type, &oomkit_pending_spec) < 0 ||
         module_add_type(module, &st->relay_type, &oomkit_relay_spec) < 0 ||
         module_add_type(module, &st->guard_type, &oomkit_guard_spec) < 0 ||
+        module_add_type(module, &st->chunks_type, &oomkit_chunks_spec) < 0 ||
         module_add_type(module, &st->guarded_type, &oomkit_guarded_spec) < 0 ||
         module_add_type(module, &st->guarded_object_type, &oomkit_guarded_object_spec) <
             0) {
@@ -306,6 +309,7 @@ module_exec(PyObject *module)
     }
     if (PyModule_AddObjectRef(module, "Step", st->step_type) < 0 ||
         PyModule_AddObjectRef(module, "guard", st->guard_type) < 0 ||
+        PyModule_AddObjectRef(module, "chunks", st->chunks_type) < 0 ||
         PyModule_AddObjectRef(module, "StepRecord", st->record_type) < 0 ||
         PyModule_AddObjectRef(module, "OOMReport", st->report_type) < 0) {
         return -1;

@@ -6,9 +6,8 @@
 
 #define MASKED_RETRIES 2
 
-/* Plain values of the failure, before its exception goes. 0 or -1. */
-static int
-recover_note(oomkit_call *call, PyObject *exception)
+int
+oomkit_recover_note(oomkit_call *call, PyObject *exception)
 {
     oomkit_attempt *attempt;
 
@@ -41,10 +40,8 @@ recover_note(oomkit_call *call, PyObject *exception)
     return 0;
 }
 
-/* Clears what still holds memory of the failed attempt: the autocast cache, cycles when
- * bytes are still alive, and the allocator's cache once. */
-static int
-recover_reclaim(oomkit_call *call)
+int
+oomkit_recover_reclaim(oomkit_call *call, uint64_t baseline_bytes)
 {
     oomkit_state *st = call->st;
     uint64_t now;
@@ -55,8 +52,8 @@ recover_reclaim(oomkit_call *call)
     }
     Py_DECREF(done);
     now = oomkit_device_allocated(st, call->device);
-    if (now != OOMKIT_UNKNOWN && call->baseline_bytes != OOMKIT_UNKNOWN &&
-        now > call->baseline_bytes) {
+    if (now != OOMKIT_UNKNOWN && baseline_bytes != OOMKIT_UNKNOWN &&
+        now > baseline_bytes) {
         done = PyObject_CallNoArgs(st->gc_collect);
         if (done == NULL) {
             return -1;
@@ -247,7 +244,7 @@ recover_join(oomkit_call *call)
         return -1;
     }
     oomkit_tx_end_attempt(call);
-    if (recover_reclaim(call) < 0) {
+    if (oomkit_recover_reclaim(call, call->baseline_bytes) < 0) {
         return -1;
     }
     if (call->join_failures++ == 0) {
@@ -286,7 +283,8 @@ recover_go_on(oomkit_call *call)
     }
     call->may_hold |= call->training && !call->split;
     oomkit_tx_end_attempt(call);
-    if (result < 0 || recover_reclaim(call) < 0 || oomkit_recover_batch(call) < 0) {
+    if (result < 0 || oomkit_recover_reclaim(call, call->baseline_bytes) < 0 ||
+        oomkit_recover_batch(call) < 0) {
         return -1;
     }
     rows = call->slices == NULL ? call->batch.rows
@@ -316,7 +314,7 @@ recover_from_failure(oomkit_call *call)
         Py_XDECREF(handled);
         return oomkit_recover_pass(call, exception);
     }
-    if (recover_note(call, exception) < 0) {
+    if (oomkit_recover_note(call, exception) < 0) {
         Py_XDECREF(handled);
         Py_DECREF(exception);
         return -1;

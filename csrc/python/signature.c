@@ -55,7 +55,7 @@ oomkit_signature_of(const oomkit_call *call, const oomkit_batch *batch, int auto
     uint64_t hash = oomkit_batch_signature(batch);
     uint64_t modes = training_flag(call) * 4 + (uint64_t)(autocast != 0) * 2 +
                      (uint64_t)(recording != 0);
-    return mix(hash, modes + 1);
+    return mix(hash, modes + 1) ^ call->bucket;
 }
 
 /* What the shapes of a family have in common, and the bytes of one row of this one:
@@ -68,6 +68,7 @@ shape_of(oomkit_call *call, oomkit_signature *entry)
 
     entry->family = mix(training_flag(call) + 1, is_on(call->st->is_any_autocast) * 2 +
                                                      is_on(call->st->is_grad_enabled));
+    entry->family ^= call->bucket;
     entry->row_bytes = 0.0;
     for (i = 0; i < call->batch.count; i++) {
         const oomkit_node *node = &call->batch.nodes[i];

@@ -174,6 +174,8 @@ typedef struct oomkit_join {
     const double *group_weights; /* borrowed from the call: results x groups, for the
                                     losses of a sequence as long as `groups` */
     Py_ssize_t groups;           /* 0 without */
+    PyObject *convert; /* borrowed while a result is added: what each tensor is kept as,
+                          a callable, or NULL */
 } oomkit_join;
 
 /* Keeps a result of a micro-batch: tensors that carry a graph are detached at once, so
@@ -182,6 +184,12 @@ typedef struct oomkit_join {
 int
 oomkit_join_add(oomkit_state *st, const oomkit_options *options, oomkit_join *join,
                 PyObject *result, int64_t rows, double weight);
+
+/* A result with convert(tensor) (anything) in place of each tensor, containers made
+ * anew; every other value stays. New reference or NULL. */
+PyObject *
+oomkit_keep_converted(oomkit_state *st, const oomkit_options *options, PyObject *result,
+                      PyObject *convert);
 
 /* Drops the results from number `keep` on (roll back). */
 int

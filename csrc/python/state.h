@@ -134,6 +134,7 @@
     X(step_object_type) /* the same for callables that do not bind */                  \
     X(bound_type)                                                                      \
     X(guard_type)                                                                      \
+    X(chunks_type)                                                                     \
     X(guarded_type)                                                                    \
     X(guarded_object_type)                                                             \
     X(interceptor_type)                                                                \
@@ -231,9 +232,10 @@
     X(stream_bytes)  /* the generator's bytes then, or NULL */                         \
     X(backward_hook) /* our callable in place of torch.autograd._engine_run_backward   \
                       */                                                               \
-    X(switch_log) /* list of (module, flag): train() and eval() while losses wait */   \
-    X(outer_hook) /* our callable in place of torch.autograd.backward */               \
-    X(splitters)  /* dict: type -> (split, size, join), or NULL: see splitters.c */    \
+    X(switch_log)  /* list of (module, flag): train() and eval() while losses wait */  \
+    X(outer_hook)  /* our callable in place of torch.autograd.backward */              \
+    X(chunk_sites) /* dict: where a loop over chunks() is -> its step, or NULL */      \
+    X(splitters)   /* dict: type -> (split, size, join), or NULL: see splitters.c */   \
     X(empty_tuple)
 
 /* What the package hands in at import, because it is Python: X(field). */
@@ -250,6 +252,8 @@
     X(tolerance)      /* oomkit._diagnose: what rounding explains in a loss */         \
     X(replay_differs) /* oomkit._diagnose: losses of a replay beside the call's */     \
     X(uneven_labels)  /* oomkit._diagnose: have slices unequal shares of labels? */    \
+    X(loop_after)     /* oomkit._loops: where a frame goes after a with block */       \
+    X(cut_sequence)   /* oomkit._loops: rows of a list */                              \
     X(verification)   /* oomkit._diagnose: the class that compares three runs */
 
 /* What the values of one type are to capture; see kinds.c. */
@@ -288,6 +292,8 @@ typedef struct oomkit_state {
     int backward_patched;      /* our hook is installed */
     oomkit_type_kind kinds[OOMKIT_TYPE_KINDS];
     uint64_t engine_runs; /* of autograd that write to .grad, nested ones too */
+    struct oomkit_chunks *chunks_out; /* borrowed: loops that have a part now, the
+                                         latest first */
     struct oomkit_participants
         *waiting; /* borrowed: those of which losses wait for their backward */
     uint64_t pending_serial;       /* how many ever did */

@@ -146,6 +146,16 @@ oomkit_attempt_run(oomkit_call *call);
 int
 oomkit_attempt_slices(oomkit_call *call);
 
+/* recover.c. Plain values of the failure, before its exception (borrowed) goes. 0 or
+ * -1.
+ */
+int
+oomkit_recover_note(oomkit_call *call, PyObject *exception);
+/* Clears what still holds memory of the failed attempt: the autocast cache, cycles when
+ * more is allocated than before it, and the allocator's cache once. 0 or -1. */
+int
+oomkit_recover_reclaim(oomkit_call *call, uint64_t baseline_bytes);
+
 /* recover.c: parts of it for a call that is run again without a failure of its own. */
 int
 oomkit_recover_roll_back(oomkit_call *call);
@@ -174,7 +184,13 @@ oomkit_plan_say(oomkit_call *call, const char *level, int64_t old_rows,
 int
 oomkit_recover_split(oomkit_call *call);
 
-/* engine.c */
+/* engine.c. In the process's first protected call: torch's backward is ours. 0 or -1.
+ */
+int
+oomkit_engine_install(oomkit_state *st);
+/* testing.force_slices: exactly these slices, whatever the planner says. 0 or -1. */
+int
+oomkit_engine_forced(oomkit_call *call);
 void
 oomkit_call_free(oomkit_call *call);
 void

@@ -1,0 +1,16 @@
+/* Methods of a loop over chunks() that oomkit.map uses; see chunks_type.c. */
+#ifndef OOMKIT_PYTHON_CHUNKS_JOIN_H
+#define OOMKIT_PYTHON_CHUNKS_JOIN_H
+
+#include "compat.h"
+
+PyObject *
+oomkit_chunks_keep(PyObject *op, PyObject *const *args, Py_ssize_t nargs);
+PyObject *
+oomkit_chunks_join(PyObject *op, PyObject *ignored);
+PyObject *
+oomkit_chunks_results(PyObject *op, PyObject *ignored);
+PyObject *
+oomkit_chunks_join_items(PyObject *op, PyObject *const *args, Py_ssize_t nargs);
+
+#endif

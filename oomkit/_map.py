@@ -1,0 +1,449 @@
+"""`oomkit.map`: a function over a batch in parts that fit, its results joined in order."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import inspect
+import sys
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from itertools import count
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from . import _C
+
+__all__ = ["map"]
+
+_CHUNKS = frozenset(
+    {"batch", "bucket", "dim", "join", "label", "micro_batch", "min_micro_batch"}
+    | {"multiple_of", "on_retry", "participants", "restore_batch", "rng", "split", "static"}
+)
+# What the memory of a row of generate() depends on besides the length of its input.
+_LENGTHS = ("max_new_tokens", "max_length", "num_beams", "num_return_sequences")
+_PINNED_LEAST = 1 << 20  # a smaller copy is done before memory could be pinned for it
+_PINNED_MOST = 1 << 28  # pinned memory is taken from everybody on the machine
+
+_tokens = count(1)
+_known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+# --- who is called ---
+
+
+def _function(fn: Any) -> Any:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return fn
+
+
+def _key(fn: Any) -> tuple[Any, ...]:
+    """What tells one callable from another for what is remembered, and holds none of them."""
+    fn = _function(fn)
+    if isinstance(fn, types.FunctionType):
+        return fn.__code__.co_filename, fn.__qualname__, fn.__code__.co_firstlineno
+    name = getattr(fn, "__qualname__", type(fn).__qualname__)
+    owner = getattr(fn, "__self__", fn)
+    try:
+        token = _known.setdefault(owner, next(_tokens))
+    except TypeError:  # takes no weak references, or is not hashable
+        token = 0
+    return name, token
+
+
+def _here(depth: int) -> tuple[str, int]:
+    frame = sys._getframe(depth)
+    return frame.f_code.co_filename, frame.f_lasti
+
+
+def _names(fn: Any, given: int) -> tuple[str, ...]:
+    """The parameters that the positional arguments are for."""
+    found: list[str] = []
+    try:
+        for parameter in inspect.signature(fn).parameters.values():
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+                found.append(parameter.name)
+    except (TypeError, ValueError):  # a builtin without a signature
+        pass
+    return tuple((found + [f"argument {i}" for i in range(len(found), given)])[:given])
+
+
+def _lengths(fn: Any, kwargs: dict[str, Any]) -> dict[str, int]:
+    """How long the outputs of generate() may get, as far as the call says it."""
+    fn = _function(fn)
+    places: list[Any] = [kwargs.get("generation_config")]
+    if getattr(fn, "__name__", "") == "generate":
+        places.append(getattr(getattr(fn, "__self__", None), "generation_config", None))
+    found = {}
+    for name in _LENGTHS:
+        for value in (kwargs.get(name), *(getattr(place, name, None) for place in places)):
+            if isinstance(value, int):
+                found[name] = value
+                break
+    return found
+
+
+def _several(given: Any) -> list[Any]:
+    return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _generators(values: list[Any]) -> list[torch.Generator]:
+    """Random streams among the arguments: they go back with a part that fails."""
+    found: list[torch.Generator] = []
+    for value in values:
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Generator):
+            found += value  # one for each row
+        elif isinstance(value, torch.Generator):
+            found.append(value)
+    return found
+
+
+# --- what becomes of the outputs ---
+
+
+class _Outputs:
+    """Moves the tensors of each part's result, and pads those of all of them alike."""
+
+    def __init__(self, to: torch.device | None, copies: int, pad: float | str | None) -> None:
+        self.to, self.copies, self.pad = to, copies, pad
+        self.pinned = 0
+        self.waiting: dict[torch.device, torch.Event] = {}
+
+    def converter(self, rows: int) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        if self.to is None and self.copies == 1:
+            return None
+
+        def convert(tensor: torch.Tensor) -> torch.Tensor:
+            tensor = tensor if self.to is None else self.move(tensor, self.to)
+            if self.copies > 1 and tensor.dim() and tensor.shape[0] == rows * self.copies:
+                tensor = tensor.reshape(rows, self.copies, *tensor.shape[1:])
+            return tensor
+
+        return convert
+
+    def move(self, tensor: torch.Tensor, to: torch.device) -> torch.Tensor:
+        size = tensor.numel() * tensor.element_size()
+        if (
+            to.type != "cpu"
+            or tensor.device.type != "cuda"
+            or tensor.layout != torch.strided
+            or not _PINNED_LEAST <= size <= _PINNED_MOST - self.pinned
+        ):
+            return tensor.to(to)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        self.pinned += size
+        event = self.waiting.setdefault(tensor.device, torch.Event(tensor.device))
+        event.record(torch.cuda.current_stream(tensor.device))
+        return host
+
+    def wait(self) -> None:
+        """Until what was copied is there."""
+        for event in self.waiting.values():
+            event.synchronize()
+        self.waiting.clear()
+        self.pinned = 0
+
+    def even(self, results: list[Any], dim: int, where: str) -> None:
+        """Makes results whose tensors differ in other sizes than the rows' joinable."""
+        if len(results) < 2 and self.pad != "list":
+            return
+        columns = [_tensors(result) for result in results]
+        if len({len(column) for column in columns}) != 1:
+            return  # results of different forms: the rules for joining say which
+        largest = [_largest([column[i] for column in columns], dim) for i in range(len(columns[0]))]
+        if all(size is None for size in largest) and self.pad != "list":
+            return
+        if self.pad is None:
+            warnings.warn(
+                f"{where}: outputs of the parts differ in other sizes than their rows and came "
+                "back as lists of one tensor per row: pass pad=VALUE to have them padded on the "
+                'right, or pad="list" to have lists in any case',
+                _C.OomkitWarning,
+                stacklevel=7,
+            )
+        for number, result in enumerate(results):
+            sizes = iter(largest)
+            fitted = functools.partial(self.fit, sizes=sizes, dim=dim)
+            results[number] = _C._map_tensors(result, fitted)
+
+    def fit(self, tensor: torch.Tensor, sizes: Iterator[list[int] | None], dim: int) -> Any:
+        return self.fit_to(tensor, next(sizes), dim)
+
+    def fit_to(self, tensor: torch.Tensor, sizes: list[int] | None, dim: int) -> Any:
+        if self.pad == "list":
+            return list(tensor.unbind(dim)) if tensor.dim() else tensor
+        if sizes is None:
+            return tensor
+        if self.pad is None or isinstance(self.pad, str):
+            return list(tensor.unbind(dim))
+        if list(tensor.shape) == [*sizes[:dim], tensor.shape[dim], *sizes[dim + 1 :]]:
+            return tensor
+        widths: list[int] = []
+        for i in reversed(range(tensor.dim())):
+            widths += [0, 0 if i == dim % tensor.dim() else sizes[i] - tensor.shape[i]]
+        return torch.nn.functional.pad(tensor, widths, value=self.pad)
+
+    def flat(self, result: Any, rows: int) -> Any:
+        """Rows that the function returned several times each, one after the other again."""
+        if self.copies == 1:
+            return result
+
+        def back(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dim() > 1 and tensor.shape[:2] == (rows, self.copies):
+                return tensor.flatten(0, 1)
+            return tensor
+
+        return _C._map_tensors(result, back)
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    """Those in a result, in the order in which they are joined."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    _C._map_tensors(result, note)
+    return found
+
+
+def _largest(tensors: list[torch.Tensor], dim: int) -> list[int] | None:
+    """The largest sizes where they differ beside the rows; None where nothing does."""
+    shapes = [list(tensor.shape) for tensor in tensors]
+    count = len(shapes[0])
+    if count == 0 or any(len(shape) != count for shape in shapes):
+        return None
+    others = [[n for i, n in enumerate(shape) if i != dim % count] for shape in shapes]
+    if all(sizes == others[0] for sizes in others):
+        return None
+    return [max(sizes) for sizes in zip(*shapes, strict=True)]
+
+
+# --- running ---
+
+
+class _Run:
+    """One call of map: what is the same for all items of a stream."""
+
+    def __init__(
+        self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]
+    ) -> None:
+        self.fn, self.rest, self.kwargs = fn, args, kwargs
+        self.unpack: bool = options.pop("unpack")
+        self.mode: str = options.pop("mode")
+        self.key: Any = options.pop("key")
+        to, pad = options.pop("to"), options.pop("pad")
+        self.progress: bool = options.pop("progress")
+        self.options = options
+        self.where = str(options["label"])
+        lengths = _lengths(fn, kwargs)
+        self.lengths = tuple(sorted(lengths.items()))
+        copies = lengths.get("num_return_sequences", 1)
+        self.outputs = _Outputs(None if to is None else torch.device(to), copies, pad)
+        if self.lengths:
+            options["bucket"] = (options.get("bucket"), self.lengths)
+        dim = options.get("dim", 0)
+        self.dim = dim if isinstance(dim, int) else 0
+        given = _generators([*args, *kwargs.values()])
+        if given:
+            options["participants"] = [*_several(options.get("participants")), *given]
+        self.guard = _C.guard(label=self.where)
+        self.last: Any = None
+
+    def enter(self) -> AbstractContextManager[Any]:
+        if self.mode == "inference":
+            return torch.inference_mode()
+        return torch.no_grad() if self.mode == "no_grad" else nullcontext()
+
+    def bar(self, total: int | None) -> Any:
+        if not self.progress:
+            return None
+        try:
+            tqdm = importlib.import_module("tqdm.auto").tqdm
+        except ImportError:
+            raise ImportError("oomkit.map(progress=True) needs tqdm: pip install tqdm") from None
+        return tqdm(total=total, desc=self.where, unit="row")
+
+    def parts(self, item: tuple[Any, ...]) -> Any:
+        args, kwargs = (*item, *self.rest), self.kwargs
+        if self.unpack and item:
+            batch = item[0]
+            if isinstance(batch, Mapping):
+                args, kwargs = self.rest, {**batch, **kwargs}
+            elif isinstance(batch, (tuple, list)):
+                args = (*batch, *self.rest)
+        names = _names(self.fn, len(args))
+        self.last = _C._chunks_of(args, kwargs, names, self.options, self.fn, self.key, self.last)
+        return self.last
+
+    def one(self, item: tuple[Any, ...], bar: Any) -> tuple[Any, int]:
+        """The joined result of one batch, and its rows."""
+        parts = self.parts(item)
+        with self.enter():
+            for args, kwargs in parts:
+                with self.guard:
+                    rows = parts.stop - parts.start
+                    parts._keep(self.fn(*args, **kwargs), self.outputs.converter(rows))
+                    if bar is not None:
+                        bar.update(rows)
+            self.outputs.wait()
+            rows = parts.rows or 0
+            return self.together(parts._results(), parts._join, rows), rows
+
+    def together(self, results: list[Any], join: Callable[[], Any], rows: int) -> Any:
+        """The results as one. What has been computed is not lost for want of memory here."""
+
+        def finish() -> Any:
+            self.outputs.even(results, self.dim, self.where)
+            return self.outputs.flat(join(), rows)
+
+        try:
+            return finish()
+        except torch.OutOfMemoryError:
+            pass
+        gc.collect()
+        if torch.accelerator.is_available():
+            torch.accelerator.memory.empty_cache()
+        try:
+            return finish()
+        except torch.OutOfMemoryError as error:
+            failed = str(error)
+        devices = {t.device for result in results for t in _tensors(result)}
+        try:  # by way of the host: there are no parts on the device while it is all put together
+            for number, result in enumerate(results):
+                results[number] = _C._map_tensors(result, torch.Tensor.cpu)
+            joined = finish()
+            if len(devices) == 1:
+                device = devices.pop()
+                joined = _C._map_tensors(joined, lambda tensor: tensor.to(device))
+            return joined
+        except torch.OutOfMemoryError:
+            pass
+        raise _C.OutOfMemory(
+            f"{self.where} has run over all {rows} rows, but memory ran out while the results "
+            f'were put together ({failed}): pass to="cpu" to keep them off the device, or a '
+            "generator of smaller batches with lazy=True"
+        )
+
+    def whole(self, item: tuple[Any, ...]) -> Any:
+        bar = self.bar(None)
+        try:
+            return self.one(item, bar)[0]
+        finally:
+            if bar is not None:
+                bar.close()
+
+    def stream(self, items: Any, bar: Any) -> Iterator[tuple[Any, int]]:
+        try:
+            for item in items:
+                yield self.one((item,), bar)
+        finally:
+            if bar is not None:
+                bar.close()
+
+    def lazy(self, items: Any) -> Iterator[Any]:
+        for result, _ in self.stream(items, self.bar(None)):
+            yield result
+
+    def joined(self, items: Any) -> Any:
+        results: list[Any] = []
+        rows: list[int] = []
+        for result, count_ in self.stream(items, self.bar(None)):
+            results.append(result)
+            rows.append(count_)
+        if not results:
+            return None
+        copies, last = self.outputs.copies, self.last
+        rows = [n * copies for n in rows]
+        self.outputs.copies = 1  # the items' results have their rows one after the other
+        with self.enter():
+            return self.together(results, lambda: last._join_items(results, rows), sum(rows))
+
+
+def _is_stream(batch: Any) -> bool:
+    return isinstance(batch, (Iterator, DataLoader, IterableDataset))
+
+
+def map(
+    fn: Callable[..., Any],
+    /,
+    *args: Any,
+    to: torch.device | str | None = None,
+    pad: float | Literal["list"] | None = None,
+    mode: Literal["no_grad", "inference", "as_is"] = "no_grad",
+    unpack: bool = False,
+    lazy: bool = False,
+    progress: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """map(fn, batch, /, *args, to=None, pad=None, mode='no_grad', unpack=False, lazy=False,
+    progress=False, **kwargs)
+
+    ``fn(batch, *args, **kwargs)`` in parts that fit into memory, joined in order.
+
+    >>> tokens = oomkit.map(model.generate, input_ids, max_new_tokens=64, to="cpu")
+
+    Parameters
+    ----------
+    fn : callable
+        Called once for each part.
+    *args, **kwargs
+        Its arguments. Those that hold the rows of the batch are split as `auto_batch` does
+        it (also several: ``input_ids=..., attention_mask=...``), the others passed whole. A
+        `DataLoader`, a generator or any other iterator in the first place is a stream: each
+        of its items is a batch, and no more than one is held. Keyword arguments that `chunks`
+        has (`micro_batch`, `min_micro_batch`, `multiple_of`, `dim`, `static`, `split`,
+        `batch`, `participants`, `rng`, `restore_batch`, `bucket`, `on_retry`, `label`) and
+        ``join`` of `auto_batch` are options here; to pass one of that name to `fn`, use
+        `functools.partial`.
+    to : device, optional
+        Where each part's output is moved before the next part runs; "cpu" keeps outputs from
+        filling the device.
+    pad : number or "list", optional
+        What fills outputs on the right whose other sizes differ from part to part. With
+        "list" tensors come back as lists of one tensor per row. By default they do where they
+        cannot be joined, with a warning.
+    mode : {"no_grad", "inference", "as_is"}
+        Under `torch.no_grad`, `torch.inference_mode`, or as the caller has it.
+    unpack : bool
+        Pass a mapping as keyword arguments and a tuple or list as arguments.
+    lazy : bool
+        Of a stream: an iterator over the results of its items, each made when it is asked
+        for, in place of the joined result.
+    progress : bool
+        Show rows that are done with tqdm.
+    """
+    if not callable(fn):
+        raise TypeError(f"map() expected a callable, got {type(fn).__name__}")
+    if not args and not kwargs:
+        raise TypeError("map() expected a batch after the function")
+    if mode not in ("no_grad", "inference", "as_is"):
+        raise ValueError(
+            f"map() expected mode to be 'no_grad', 'inference' or 'as_is', got {mode!r}"
+        )
+    if not (pad is None or pad == "list" or isinstance(pad, (int, float))):
+        raise TypeError(f"map() expected pad to be a number or 'list', got {pad!r}")
+    options = {name: kwargs.pop(name) for name in list(kwargs) if name in _CHUNKS}
+    name = getattr(_function(fn), "__qualname__", type(fn).__qualname__)
+    options["label"] = options.get("label") or f"map({name})"
+    given = {"to": to, "pad": pad, "mode": mode, "unpack": unpack, "progress": progress}
+    key = ("map", options["label"], _key(fn), _here(2))
+    is_stream = bool(args) and _is_stream(args[0])
+    run = _Run(fn, args[1:], kwargs, {**options, **given, "key": key})
+    if is_stream:
+        return run.lazy(args[0]) if lazy else run.joined(args[0])
+    if lazy:
+        raise TypeError(
+            "map(lazy=True) expected an iterator or a DataLoader, "
+            f"got {type(args[0]).__name__ if args else 'keyword arguments'}"
+        )
+    return run.whole(args[:1])
