@@ -271,6 +271,7 @@ recover_go_on(oomkit_call *call)
 {
     oomkit_state *st = call->st;
     int64_t rows, count = call->slices == NULL ? 1 : call->slice_count;
+    uint64_t baseline; /* with the results of finished parts */
     int keep = recover_keeps_parts(call), result;
 
     if (call->joining) {
@@ -283,7 +284,8 @@ recover_go_on(oomkit_call *call)
     }
     call->may_hold |= call->training && !call->split;
     oomkit_tx_end_attempt(call);
-    if (result < 0 || oomkit_recover_reclaim(call, call->baseline_bytes) < 0 ||
+    baseline = keep ? call->micro.baseline_bytes : call->baseline_bytes;
+    if (result < 0 || oomkit_recover_reclaim(call, baseline) < 0 ||
         oomkit_recover_batch(call) < 0) {
         return -1;
     }
