@@ -364,6 +364,29 @@ def guards(scale: float) -> list[Row]:
     return rows_of("guard", calls, 1000, int(200 * scale), targets)
 
 
+def loops(scale: float) -> list[Row]:
+    """Evaluation that never splits: a loop over chunks() with its guard, and map()."""
+    batch = torch.ones(8, 4)
+    taken: list[torch.Tensor] = []
+
+    def bare() -> None:
+        taken[:] = [batch]
+
+    def chunks() -> None:
+        for part in oomkit.chunks(batch):
+            with oomkit.guard():
+                taken[:] = [part]
+
+    def mapped() -> None:
+        taken[:] = [oomkit.map(same, batch)]
+
+    def same(part: torch.Tensor) -> torch.Tensor:
+        return part
+
+    calls = {"bare": bare, "chunks and guard": chunks, "map": mapped}
+    return rows_of("evaluation", calls, 200, int(100 * scale), {})
+
+
 # --- the allocator: installed in one process, not in another --------------------------
 
 SIZES = (64, 4096, 1 << 20)
@@ -418,6 +441,7 @@ SECTIONS = (
     returned_loss,
     buffers,
     guards,
+    loops,
     allocator,
 )
 

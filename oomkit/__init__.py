@@ -80,7 +80,7 @@ _C._bind(
         "replay_differs": _diagnose.replay_differs,
         "uneven_labels": _diagnose.uneven_labels,
         "verification": _diagnose.Verification,
-        "loop_after": _loops.loop_after,
+        "loop_judge": _loops.loop_judge,
         "cut_sequence": _loops.cut_sequence,
         "watch_effects": _watch_effects,
         "watch_train": _watch_train,

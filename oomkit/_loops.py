@@ -1,11 +1,16 @@
-"""What `oomkit.chunks` needs of Python: where a loop's body goes on, and rows of a list."""
+"""What `oomkit.chunks` needs of Python: where a loop's body goes on after its guarded block,
+what the body did before it failed, and rows of a list.
+"""
 
 from __future__ import annotations
 
 import dis
+import gc
+import inspect
+from collections import deque
 from functools import lru_cache
-from types import CodeType
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 # What the interpreter does between a `with` block that has ended an exception and the next
 # statement; none of it is the program's.
@@ -53,6 +58,140 @@ def loop_after(code: CodeType, instruction: int) -> int:
             if at < 0:
                 return -1
     return -1
+
+
+# --- what has run for rows that are to be handed out again ---
+
+# Of plain lists and their kin; calling them twice for the same rows leaves these in twice.
+_GROWS = frozenset({"append", "appendleft", "extend", "extendleft", "insert", "pop", "popleft"})
+_LOADS = frozenset({"LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"})
+_STORES = frozenset({"STORE_FAST", "STORE_GLOBAL", "STORE_NAME", "STORE_DEREF", "STORE_ATTR"})
+
+
+class _Done(NamedTuple):
+    """Something that the body did: `path` is what it changed, by which method if any."""
+
+    path: tuple[str, ...]
+    method: str
+    line: int | None
+
+
+def _path(instructions: list[dis.Instruction], at: int) -> tuple[str, ...]:
+    """The names that lead to what stands on the stack after instruction `at`."""
+    names: list[str] = []
+    while instructions[at].opname == "LOAD_ATTR":
+        names.append(str(instructions[at].argval))
+        at -= 1
+    return (
+        (str(instructions[at].argval), *reversed(names))
+        if (instructions[at].opname in _LOADS)
+        else ()
+    )
+
+
+def _call_of(instructions: list[dis.Instruction], at: int) -> int:
+    """The offset of the call that the method loaded at `at` is for; -1 where unknown."""
+    begin = instructions[at].positions
+    for later in instructions[at + 1 :]:
+        place = later.positions
+        if later.opname.startswith("CALL") and begin is not None and place is not None:
+            if begin.lineno is None or begin.col_offset is None:
+                return -1
+            if (place.lineno, place.col_offset) == (begin.lineno, begin.col_offset):
+                return later.offset
+    return -1
+
+
+def _stored(instructions: list[dis.Instruction], at: int) -> str:
+    """The name that the result of the operation at `at` is stored under, or ""."""
+    at += 1
+    while instructions[at].opname in ("SWAP", "COPY", "ROT_TWO", "ROT_THREE"):
+        at += 1
+    if instructions[at].opname == "STORE_SUBSCR":
+        return "[...]"
+    return str(instructions[at].argval) if instructions[at].opname in _STORES else ""
+
+
+@lru_cache(maxsize=256)
+def _done(code: CodeType, loop: int, failed: int) -> tuple[_Done, ...]:
+    """What the body from its FOR_ITER at `loop` did before the instruction that failed."""
+    instructions = [i for i in dis.get_instructions(code) if i.opname != "CACHE"]
+    end = failed
+    for i in instructions:  # a loop in the body: its later lines may have run, too
+        if i.opname.startswith("JUMP_BACKWARD") and i.offset > failed:
+            if loop < i.argval <= failed:
+                end = max(end, i.offset)
+    found: list[_Done] = []
+    fresh: set[str] = set()  # made by this very body
+    line: int | None = None
+    for at, i in enumerate(instructions):
+        line = i.positions.lineno if i.positions and i.positions.lineno else line
+        if not loop <= i.offset <= end:
+            continue
+        if i.opname == "BINARY_OP" and i.argrepr.endswith("=") and i.offset != failed:
+            name = _stored(instructions, at)
+            if name and name not in fresh:
+                found.append(_Done((name,), "", line))
+        elif i.opname in ("LOAD_METHOD", "LOAD_ATTR") and i.argval in _GROWS:
+            path, call = _path(instructions, at - 1), _call_of(instructions, at)
+            if path and path[0] not in fresh and 0 <= call <= end and call != failed:
+                found.append(_Done(path, str(i.argval), line))
+        elif i.opname == "STORE_FAST":
+            before = instructions[at - 1]
+            if not (before.opname == "BINARY_OP" and before.argrepr.endswith("=")):
+                fresh.add(str(i.argval))
+    return tuple(found)
+
+
+def _value(frame: FrameType, path: tuple[str, ...]) -> Any:
+    names = frame.f_locals
+    try:
+        value = names[path[0]] if path[0] in names else frame.f_globals.get(path[0])
+    finally:
+        if frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(names, dict):
+            names.clear()  # a copy, which would keep the locals' tensors
+    for name in path[1:]:
+        value = getattr(value, "__dict__", {}).get(name)
+    return value
+
+
+def _paired(parts: object) -> bool:
+    """Is the loop's iterator a zip() or map() of this one and others, which would go on?"""
+    for referrer in gc.get_referrers(parts):
+        if isinstance(referrer, (zip, map)):
+            return True
+        if type(referrer) is tuple and any(
+            isinstance(outer, (zip, map)) for outer in gc.get_referrers(referrer)
+        ):
+            return True
+    return False
+
+
+def loop_judge(
+    frame: FrameType, instruction: int, error: BaseException, parts: object
+) -> int | str:
+    """The FOR_ITER that asks for the next part, once the block at whose end `frame` is has
+    ended `error`; -1 where something else comes first. A text where the body has done what
+    must not be done twice for the same rows.
+    """
+    code = frame.f_code
+    loop = loop_after(code, instruction)
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame is not frame:
+        traceback = traceback.tb_next
+    if loop < 0 or traceback is None:
+        return loop
+    for done in _done(code, loop, traceback.tb_lasti):
+        what = ".".join(done.path)
+        if not done.method:
+            return f"`{what}` may have changed in line {done.line} before memory ran out"
+        if isinstance(_value(frame, done.path), (list, deque)):
+            return (
+                f"`{what}.{done.method}()` in line {done.line} may have run before memory ran out"
+            )
+    if _paired(parts):
+        return "the parts come through zip() or map(), whose other iterators have gone on"
+    return loop
 
 
 def cut_sequence(batch: Any, start: int, length: int) -> Any:

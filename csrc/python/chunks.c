@@ -59,7 +59,7 @@ begin_sequence(oomkit_chunks *self)
         length = PyObject_Size(self->args[i]);
         if (length != first) {
             oomkit_raise(self->st->SplitError,
-                         "%U: batch[%zd] has %zd elements, batch[0] has %zd",
+                         "%U: batch%zd has %zd elements, batch0 has %zd",
                          self->options.label, i, length, first);
             return -1;
         }
@@ -74,6 +74,20 @@ begin_sequence(oomkit_chunks *self)
                              &self->call.batch);
 }
 
+/* Of texts, paths, numbers: nothing in it can be sliced. */
+static int
+is_plain(const oomkit_chunks *self)
+{
+    PyObject *object = self->args[0], *first; /* borrowed */
+
+    if (PyRange_Check(object)) {
+        return 1;
+    }
+    first = PySequence_Fast_GET_ITEM(object, 0);
+    return !oomkit_tensor_check(self->st, first) && !PyList_Check(first) &&
+           !PyTuple_Check(first) && !PyDict_Check(first);
+}
+
 /* The rows of the batch. 1; 0 where it has none, so that there is nothing to hand out;
  * or -1. */
 static int
@@ -86,7 +100,8 @@ begin_rows(oomkit_chunks *self)
     if (may_be && is_sequence(self->args[0]) && PyObject_Size(self->args[0]) == 0) {
         return 0;
     }
-    if (may_be && is_long(self->args[0])) {
+    if (may_be && is_sequence(self->args[0]) &&
+        (is_long(self->args[0]) || (self->total > 1 && is_plain(self)))) {
         found = begin_sequence(self);
     } else {
         found = oomkit_batch_find(self->st, &self->options, self->site->batch_site,
@@ -113,12 +128,16 @@ begin_rows(oomkit_chunks *self)
     return -1;
 }
 
-/* Those of the loop before, of one call of oomkit.map, or searched for. 0 or -1. */
+/* Those of the loop before at this site, where it was for the same function; of one
+ * call of oomkit.map, of its loop before; or searched for. 0 or -1. */
 static int
 begin_participants(oomkit_chunks *self)
 {
     oomkit_call *call = &self->call;
 
+    if (self->parts == NULL) {
+        self->parts = oomkit_chunks_known_parts(self);
+    }
     if (self->parts != NULL &&
         (self->parts->busy > 0 ||
          !oomkit_participants_valid(self->st, self->parts, NULL, 0))) {
@@ -129,7 +148,7 @@ begin_participants(oomkit_chunks *self)
         self->parts = oomkit_participants_find(
             self->st, &self->options, self->func == NULL ? call->func : self->func,
             NULL, 0, 0);
-        if (self->parts == NULL) {
+        if (self->parts == NULL || oomkit_chunks_know_parts(self) < 0) {
             return -1;
         }
     }
@@ -355,7 +374,8 @@ part_unguarded(oomkit_chunks *self)
 {
     oomkit_step *site = self->site;
 
-    if (self->guards > 0 || site->hooks_said) {
+    if (self->guards > 0 || site->hooks_said || self->st->chunks_out != NULL ||
+        self->st->chunks_handed != self->handed) { /* one of two loops has the guard */
         return 0;
     }
     site->hooks_said = 1;

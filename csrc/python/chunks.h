@@ -36,11 +36,12 @@ typedef struct oomkit_chunks {
     uint64_t bucket;   /* of bucket=, or 0 */
     oomkit_step *site; /* owned: what is remembered */
     oomkit_chunks_stage stage;
-    int busy;      /* in next(): a splitter of the user's must not ask again */
-    int out;       /* a part is with the loop */
-    int failed;    /* and a guard has ended its out-of-memory error */
-    int guards;    /* entered for it, of those that hand it out again */
-    uint64_t part; /* number of it, over all attempts */
+    int busy;        /* in next(): a splitter of the user's must not ask again */
+    int out;         /* a part is with the loop */
+    int failed;      /* and a guard has ended its out-of-memory error */
+    int guards;      /* entered for it, of those that hand it out again */
+    uint64_t part;   /* number of it, over all attempts */
+    uint64_t handed; /* number of it among those of all loops */
     int64_t
         last_chance; /* rows up to and with the smallest part that was tried again */
     uint64_t part_baseline_bytes, engine_runs;
@@ -82,6 +83,14 @@ oomkit_chunks_options(oomkit_chunks *self, PyObject *given);
  * running frame is at. 0 or -1. */
 int
 oomkit_chunks_site(oomkit_chunks *self, PyObject *key);
+
+/* Who takes part, as found by an earlier loop of the site for the same function and
+ * without participants=. Counted reference, or NULL; never fails. */
+oomkit_participants *
+oomkit_chunks_known_parts(const oomkit_chunks *self);
+/* Notes self->parts for it. 0 or -1. */
+int
+oomkit_chunks_know_parts(const oomkit_chunks *self);
 
 /* --- chunks_guard.c --- */
 

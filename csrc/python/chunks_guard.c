@@ -47,6 +47,7 @@ oomkit_chunks_hand_out(oomkit_chunks *self)
     self->thread = PyThread_get_thread_ident();
     self->engine_runs = oomkit_backward_runs();
     self->part++;
+    self->handed = ++st->chunks_handed;
     self->guards = self->failed = 0;
     self->out = 1;
     self->newer = NULL;
@@ -124,71 +125,97 @@ oomkit_chunks_guard_passed(PyObject *chunks, uint64_t part, int order,
     }
 }
 
-/* Is the next thing after the block the loop's request for another part? 1, 0 or -1. */
+/* May the body run again for its rows? 1; 0 with *why (owned str) where it may not; -1.
+ */
 static int
-nothing_follows(const oomkit_chunks *self)
+body_judge(const oomkit_chunks *self, PyObject *exception, PyObject **why)
 {
     PyFrameObject *frame = PyEval_GetFrame(); /* borrowed */
     const oomkit_chunks_frame *where = frame_of(self, frame);
-    PyCodeObject *code;    /* owned */
-    PyObject *next = NULL; /* owned */
-    long instruction;
+    PyObject *answer; /* owned */
+    long instruction = -1;
 
-    if (where == NULL) {
-        return 0;
-    }
-    code = PyFrame_GetCode(frame);
-    next = PyObject_CallFunction(self->st->loop_after, "Oi", code,
-                                 PyFrame_GetLasti(frame));
-    Py_DECREF(code);
-    if (next == NULL) {
+    answer = where == NULL
+                 ? PyLong_FromLong(-1)
+                 : PyObject_CallFunction(self->st->loop_judge, "OiOO", frame,
+                                         PyFrame_GetLasti(frame), exception, self);
+    if (answer == NULL) {
         return -1;
     }
-    instruction = PyLong_AsLong(next);
-    Py_DECREF(next);
+    if (PyUnicode_Check(answer)) {
+        *why = PyUnicode_FromFormat(
+            "%U, and would once more for these rows: collect the part's results in "
+            "locals and add them at the end of the block",
+            answer);
+        Py_DECREF(answer);
+        return *why == NULL ? -1 : 0;
+    }
+    instruction = PyLong_AsLong(answer);
+    Py_DECREF(answer);
     if (instruction == -1 && PyErr_Occurred()) {
         return -1;
     }
-    return instruction >= 0 && instruction == where->instruction;
+    if (instruction >= 0 && instruction == where->instruction) {
+        return 1;
+    }
+    *why = PyUnicode_FromString(
+        "code of the loop's body follows the guarded block (or it is no for loop), and "
+        "would run for rows that have failed: move it into the block");
+    return *why == NULL ? -1 : 0;
 }
 
-/* Why the rows are not handed out again: static text, or NULL. 0 or -1. */
+/* Do two loops share one for statement? Then the other one would go on to its next
+ * part.
+ */
 static int
-failed_refusal(const oomkit_chunks *self, uint64_t part, int order, const char **why)
+has_partner(const oomkit_chunks *self)
 {
-    int follows;
+    const oomkit_chunks_frame *where = frame_of(self, PyEval_GetFrame());
+    const oomkit_chunks *other = self->st->chunks_out;
 
-    *why = NULL;
-    if (!self->out || self->part != part) {
-        *why =
-            "the loop has asked for another part inside the guarded block: ask at the "
-            "head of the loop alone";
-        return 0;
+    for (; where != NULL && other != NULL; other = other->older) {
+        const oomkit_chunks_frame *there = frame_of(other, where->frame);
+        if (other != self && there != NULL &&
+            there->instruction == where->instruction) {
+            return 1;
+        }
     }
-    if (order > 1) {
-        *why = "another guarded block of the same body came before this one, and would "
-               "run again for these rows: put the body into one block";
-        return 0;
-    }
-    if (oomkit_backward_runs() != self->engine_runs) {
-        *why = "a backward() has run in this part, and gradients may hold some of its "
-               "rows: for training decorate the step with @oomkit.auto_batch";
-        return 0;
-    }
-    follows = nothing_follows(self);
-    if (follows == 0) {
-        *why = "code of the loop's body follows the guarded block (or it is no for "
-               "loop), and would run for rows that have failed: move it into the block";
-    }
-    return follows < 0 ? -1 : 0;
+    return 0;
 }
 
-/* The OOM stays the caller's; the note says why. 0 always. */
+/* The same, with what is known without looking at the code. */
 static int
-failed_pass(const oomkit_chunks *self, PyObject *exception, const char *why)
+failed_judge(const oomkit_chunks *self, uint64_t part, int order, PyObject *exception,
+             PyObject **why)
+{
+    const char *text = NULL;
+
+    if (!self->out || self->part != part) {
+        text = "the loop has asked for another part inside the guarded block: ask at "
+               "the head of the loop alone";
+    } else if (order > 1) {
+        text = "another guarded block of the same body came before this one, and would "
+               "run again for these rows: put the body into one block";
+    } else if (has_partner(self)) {
+        text = "two loops share one for statement (zip): give both batches to one "
+               "chunks()";
+    } else if (oomkit_backward_runs() != self->engine_runs) {
+        text = "a backward() has run in this part, and gradients may hold some of its "
+               "rows: for training decorate the step with @oomkit.auto_batch";
+    }
+    if (text == NULL) {
+        return body_judge(self, exception, why);
+    }
+    *why = PyUnicode_FromString(text);
+    return *why == NULL ? -1 : 0;
+}
+
+/* The OOM stays the caller's; the note says why. */
+static void
+failed_pass(const oomkit_chunks *self, PyObject *exception, PyObject *why)
 {
     PyObject *note = PyUnicode_FromFormat("oomkit: %U does not hand these rows out "
-                                          "again: %s",
+                                          "again: %U",
                                           self->options.label, why); /* owned */
     PyObject *done =                                                 /* owned */
         note == NULL ? NULL : PyObject_CallMethod(exception, "add_note", "O", note);
@@ -198,7 +225,6 @@ failed_pass(const oomkit_chunks *self, PyObject *exception, const char *why)
     }
     Py_XDECREF(note);
     Py_XDECREF(done);
-    return 0;
 }
 
 int
@@ -208,18 +234,20 @@ oomkit_chunks_guard_failed(PyObject *chunks, uint64_t part, int order,
     oomkit_chunks *self = chunks_CAST(chunks);
     oomkit_call *call = &self->call;
     oomkit_class class_ = oomkit_exception_classify(self->st, exception);
-    const char *why;
+    PyObject *why = NULL; /* owned */
     int status, phase;
 
     if (class_ != OOMKIT_CLASS_CERTAIN &&
         (class_ != OOMKIT_CLASS_MASKED || call->ooms >= MASKED_RETRIES)) {
         return 0;
     }
-    if (failed_refusal(self, part, order, &why) < 0) {
-        return -1;
-    }
-    if (why != NULL) {
-        return failed_pass(self, exception, why);
+    status = failed_judge(self, part, order, exception, &why);
+    if (status <= 0) {
+        if (status == 0) {
+            failed_pass(self, exception, why);
+            Py_DECREF(why);
+        }
+        return status;
     }
     if (oomkit_recover_note(call, exception) < 0) {
         return -1;

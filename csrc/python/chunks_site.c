@@ -3,7 +3,7 @@
 #include "chunks.h"
 #include "errors.h"
 
-#define SITES 256 /* of a process; the oldest gives way */
+#define SITES 128 /* of a process; the oldest gives way */
 
 /* "chunks at eval.py:12". New reference or NULL. */
 static PyObject *
@@ -115,4 +115,80 @@ oomkit_chunks_site(oomkit_chunks *self, PyObject *key)
     Py_XDECREF(own);
     Py_XDECREF(label);
     return self->site == NULL ? -1 : 0;
+}
+
+/* --- who takes part --- */
+
+/* The module that a loop runs, or a method of (borrowed), with that method's function;
+ * NULL for other callables: a site that knew the cells of a closure would keep alive
+ * what is in them. */
+static PyObject *
+parts_owner(const oomkit_chunks *self, const void **function)
+{
+    PyObject *owner = self->func; /* borrowed */
+
+    *function = NULL;
+    if (owner != NULL && PyMethod_Check(owner)) {
+        *function = PyMethod_GET_FUNCTION(owner);
+        owner = PyMethod_GET_SELF(owner);
+    }
+    return owner != NULL &&
+                   PyObject_TypeCheck(owner, (PyTypeObject *)self->st->Module) &&
+                   PyTuple_GET_SIZE(self->options.participants) == 0
+               ? owner
+               : NULL;
+}
+
+static int
+parts_have_cells(const oomkit_participants *parts)
+{
+    Py_ssize_t i;
+    for (i = 0; i < parts->source_count; i++) {
+        if (parts->sources[i].container != NULL &&
+            PyCell_Check(parts->sources[i].container)) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+oomkit_participants *
+oomkit_chunks_known_parts(const oomkit_chunks *self)
+{
+    oomkit_step *site = self->site;
+    const void *function;
+    PyObject *owner = parts_owner(self, &function); /* borrowed */
+
+    if (owner == NULL || site->parts == NULL || site->loop_of == NULL ||
+        PyWeakref_GET_OBJECT(site->loop_of) != owner ||
+        site->loop_function != function) {
+        return NULL;
+    }
+    site->parts->refs++;
+    return site->parts;
+}
+
+int
+oomkit_chunks_know_parts(const oomkit_chunks *self)
+{
+    oomkit_step *site = self->site;
+    const void *function;
+    PyObject *owner = parts_owner(self, &function); /* borrowed */
+    PyObject *ref;                                  /* owned */
+    oomkit_participants *old;                       /* counted reference */
+
+    if (owner == NULL || parts_have_cells(self->parts)) {
+        return 0;
+    }
+    ref = PyWeakref_NewRef(owner, NULL);
+    if (ref == NULL) {
+        return -1;
+    }
+    old = site->parts;
+    site->parts = self->parts;
+    site->parts->refs++;
+    Py_XSETREF(site->loop_of, ref);
+    site->loop_function = function;
+    oomkit_participants_release(old);
+    return 0;
 }

@@ -38,7 +38,7 @@ chunks_arguments(oomkit_chunks *self, PyObject *args, PyObject *kwargs)
     return 0;
 }
 
-/* All that is handed to chunks() itself is the batch: ("batch",), or ("batch[0]", ...),
+/* All that is handed to chunks() itself is the batch: ("batch",), or ("batch0", ...),
  * all of them named where there are several. 0 or -1. */
 static int
 chunks_names(oomkit_chunks *self)
@@ -49,7 +49,7 @@ chunks_names(oomkit_chunks *self)
     self->names = PyTuple_New(n);
     for (i = 0; self->names != NULL && i < n; i++) {
         name = n == 1 ? PyUnicode_FromString("batch")
-                      : PyUnicode_FromFormat("batch[%zd]", i);
+                      : PyUnicode_FromFormat("batch%zd", i);
         if (name == NULL) {
             return -1;
         }
@@ -152,7 +152,6 @@ chunks_traverse(PyObject *op, visitproc visit, void *arg)
         Py_VISIT(batch->nodes[i].object);
         Py_VISIT(batch->nodes[i].key);
     }
-    Py_VISIT(self->grown);
     Py_VISIT(self->func);
     Py_VISIT(self->join.results);
     Py_VISIT(self->site);
@@ -171,7 +170,6 @@ chunks_clear(PyObject *op)
     for (i = 0; i < n; i++) {
         Py_CLEAR(self->args[i]);
     }
-    Py_CLEAR(self->grown);
     Py_CLEAR(self->func);
     oomkit_join_clear(&self->join);
     return 0;
@@ -341,7 +339,7 @@ PyDoc_STRVAR(
     "min_micro_batch, multiple_of : int\n"
     "    The smallest part, and what each but the last is a multiple of.\n"
     "dim, static, split, restore_batch, on_retry\n"
-    "    As for auto_batch; the argument's name is `batch` (`batch[0]`, ...).\n"
+    "    As for auto_batch; the argument's name is `batch` (`batch0`, ...).\n"
     "participants : object or several\n"
     "    What the body changes and a failed part must not: metrics with state_dict()\n"
     "    and load_state_dict(), or save() and restore(); generators; modules whose\n"

@@ -252,7 +252,7 @@
     X(tolerance)      /* oomkit._diagnose: what rounding explains in a loss */         \
     X(replay_differs) /* oomkit._diagnose: losses of a replay beside the call's */     \
     X(uneven_labels)  /* oomkit._diagnose: have slices unequal shares of labels? */    \
-    X(loop_after)     /* oomkit._loops: where a frame goes after a with block */       \
+    X(loop_judge)     /* oomkit._loops: may a loop's body run again? */                \
     X(cut_sequence)   /* oomkit._loops: rows of a list */                              \
     X(verification)   /* oomkit._diagnose: the class that compares three runs */
 
@@ -291,7 +291,8 @@ typedef struct oomkit_state {
     int withheld_ready;        /* torch's helpers accept that gradients are withheld */
     int backward_patched;      /* our hook is installed */
     oomkit_type_kind kinds[OOMKIT_TYPE_KINDS];
-    uint64_t engine_runs; /* of autograd that write to .grad, nested ones too */
+    uint64_t engine_runs;   /* of autograd that write to .grad, nested ones too */
+    uint64_t chunks_handed; /* parts that loops have got */
     struct oomkit_chunks *chunks_out; /* borrowed: loops that have a part now, the
                                          latest first */
     struct oomkit_participants

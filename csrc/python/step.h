@@ -68,6 +68,10 @@ typedef struct oomkit_step {
     PyObject *owner;            /* owned: weak reference to that object, or NULL */
     PyObject *instances;        /* owned: dict of address to the steps of others */
     struct oomkit_step *parent; /* owned: the step that has this one in there */
+    PyObject *loop_of; /* owned: weak reference to what a loop's parts were found
+                          for (of a method its object), or NULL */
+    const void
+        *loop_function; /* borrowed address: of a method its function; compared */
     struct oomkit_step *recent; /* borrowed: the step itself, or one in instances */
 } oomkit_step;
 

@@ -188,6 +188,7 @@ step_dealloc(PyObject *op)
     oomkit_result_site_clear(&self->results);
     oomkit_loss_site_clear(&self->losses);
     Py_CLEAR(self->owner);
+    Py_CLEAR(self->loop_of);
     if (self->parent == NULL) {
         oomkit_ring_destroy(self->ring);
     }
