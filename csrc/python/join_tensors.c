@@ -227,7 +227,8 @@ join_slices(const oomkit_rules *r, const oomkit_place *where, PyObject *const *v
     return refuse_shapes(r, where, values, ragged,
                          "which cannot be put one after the other: other sizes differ "
                          "when each micro-batch is padded to its own longest row or "
-                         "generates until it is done; pad to a fixed length");
+                         "generates until it is done; pad to a fixed length, or use "
+                         "oomkit.map(..., pad=...), which pads");
 }
 
 /* --- joining --- */
