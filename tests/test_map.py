@@ -1,7 +1,10 @@
 """oomkit.map: a function over a batch or a stream in parts that fit."""
 
 import functools
+import gc
+import subprocess
 import sys
+import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -326,3 +329,42 @@ def test_one_row_that_does_not_fit(x):
 def test_mistakes(args, kwargs, error, text):
     with pytest.raises(error, match=text):
         oomkit.map(*args, **kwargs)
+
+
+def test_no_model_is_kept_alive(x):
+    def run(how):
+        model = nn.Linear(4, 2)
+        fn = {"module": model, "method": model.forward, "closure": lambda part: model(part)}[how]
+        with inject_oom(nth=1):
+            oomkit.map(fn, x, label=f"alive {how}")
+        oomkit.map(fn, x, label=f"alive {how}")
+        return weakref.ref(model)
+
+    for how in ("module", "method", "closure"):
+        gone = run(how)
+        gc.collect()
+        assert gone() is None, how
+
+
+def test_without_the_bridge():
+    code = """
+import sys, warnings
+sys.modules["oomkit._bridge"] = None
+warnings.simplefilter("ignore")
+import torch, oomkit
+x = torch.arange(40.0).reshape(10, 4)
+failures = [1, 1]
+def fn(part):
+    if failures:
+        failures.pop()
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    return part * 2
+assert torch.equal(oomkit.map(fn, x), x * 2)
+failures.append(1)
+sizes = []
+for part in oomkit.chunks(x):
+    with oomkit.guard():
+        sizes.append(len(fn(part)))
+assert sizes == [5, 5], sizes
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
