@@ -103,7 +103,8 @@ oomkit_place_say_mean(const oomkit_rules *r, const oomkit_place *where, int summ
     }
     return oomkit_place_warn(
         r, where,
-        "averaged over the rows: right for a mean over them, for nothing else (a sum, a "
+        "averaged over the rows: right for a mean over them, for nothing else (a sum, "
+        "a "
         "maximum, a mean over tokens); return a value for each row, or give join=... "
         "(verify=True looks)");
 }
