@@ -152,6 +152,14 @@ def _trial(
     /,
 ) -> tuple[Any, ...]: ...
 
+# --- letting go ---
+
+def _attempt(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], /
+) -> tuple[bool, Any]: ...
+def _let_go(exc: BaseException, /) -> None: ...
+def _drain() -> None: ...
+
 # --- chunks ---
 
 @final

@@ -116,6 +116,7 @@ from ._C import (  # noqa: E402
     register_splitter,
 )
 from ._map import map  # noqa: E402, A004
+from .executable import BatchSizeSearch, find_executable_batch_size  # noqa: E402
 from .memory import (  # noqa: E402
     MemoryInfo,
     cleanup,
@@ -126,6 +127,7 @@ from .memory import (  # noqa: E402
 from .report import report  # noqa: E402
 
 __all__ = [
+    "BatchSizeSearch",
     "MemoryInfo",
     "OOMReport",
     "OomkitError",
@@ -139,6 +141,7 @@ __all__ = [
     "classify",
     "cleanup",
     "current",
+    "find_executable_batch_size",
     "guard",
     "is_oom_error",
     "limit_memory",

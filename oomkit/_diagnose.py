@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+
+from ._rows import findings, places
 
 IGNORED = -100  # the value that PyTorch's losses leave out by default
 
@@ -86,17 +87,6 @@ def replay_differs(
     )
 
 
-def _tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth < 8 and isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item, depth + 1)
-    elif depth < 8 and isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item, depth + 1)
-
-
 def _shares(first: float, second: float, is_sum: bool) -> tuple[float, float]:
     if is_sum:
         return 1.0, 1.0
@@ -118,7 +108,8 @@ class Verification:
     def __init__(self) -> None:
         self._roots: list[float] = []
         self._losses: list[list[float]] = []
-        self._outputs: list[list[torch.Tensor]] = []
+        self._outputs: list[dict[str, Any]] = []
+        self._rows: list[int] = []
         self._tolerance = 0.0
 
     def _note(self, loss: torch.Tensor) -> None:
@@ -135,38 +126,19 @@ class Verification:
 
     def finish(self, result: Any, loss: Any, rows: int) -> None:
         """The end of a run: its returned loss counts where no backward ran."""
-        outputs: list[torch.Tensor] = []
+        outputs: dict[str, Any] = {}
         if not self._roots:
             if isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point():
                 self._note(loss)
             elif isinstance(result, float):
                 self._tolerance = max(self._tolerance, _SINGLE)
                 self._roots.append(result)
-            outputs = [
-                tensor.detach()
-                for tensor in _tensors(result)
-                if tensor.ndim > 0 and tensor.shape[0] == rows and not tensor.requires_grad
-            ]
+            noted = result if isinstance(result, float) else loss if self._roots else None
+            outputs = places(result, noted)
         self._losses.append(self._roots)
         self._outputs.append(outputs)
+        self._rows.append(rows)
         self._roots = []
-
-    def _output_difference(self) -> float | None:
-        """The largest difference of a row from the same row of the halves, relative."""
-        largest = None
-        for whole, first, second in zip(*self._outputs, strict=False):
-            if whole.shape[1:] != first.shape[1:] or whole.shape[1:] != second.shape[1:]:
-                continue
-            if not whole.is_floating_point():
-                continue  # an argmax may flip by rounding
-            self._tolerance = max(self._tolerance, _ACCELERATOR)
-            if whole.dtype not in (torch.float32, torch.float64):
-                self._tolerance = _HALF
-            halves = torch.cat([first, second]).double()
-            scale = float(whole.double().abs().max()) or 1.0
-            difference = float((whole.double() - halves).abs().max()) / scale
-            largest = max(largest or 0.0, difference)
-        return largest
 
     def judge(
         self,
@@ -181,7 +153,8 @@ class Verification:
 
         Equal is None where noise let nothing but a coarse comparison be made.
         """
-        worst: tuple[float, str] | None = None
+        # Those that differ, most of what rounding explains first: difference, limit, guess.
+        seen: list[tuple[float, float, str]] = []
         noise = [
             text
             for text, there in (
@@ -204,15 +177,14 @@ class Verification:
             rows = _shares(first[group], second[group], False)
             other = one + two if not is_sum else _times(rows[0], one) + _times(rows[1], two)
             alike = abs(whole - other) <= max(limit, 0.02) * max(scale, abs(whole))
-            if worst is None or difference > worst[0]:
-                worst = difference, self._guess(is_sum, alike, len(first))
-        rows_differ = self._output_difference()
-        limit = max(limit, self._tolerance)
-        if rows_differ is not None and (worst is None or rows_differ > worst[0]):
-            worst = rows_differ, "outputs depend on the other rows of the batch"
-        if worst is None:
+            seen.append((difference, limit, self._guess(is_sum, alike, len(first))))
+        shares = _shares(self._rows[1], self._rows[2], False)
+        for finding in findings(self._outputs, self._rows, shares):
+            most = max(finding.limit, _NOISE) if noise else finding.limit
+            seen.append((finding.difference, most, finding.text))
+        if not seen:
             return None
-        difference, guess = worst
+        difference, limit, guess = max(seen, key=lambda each: each[0] / (each[1] or _DOUBLE))
         how = "the sum" if is_sum else "the weighted mean"
         noisy = f"; compared coarsely, since {' and '.join(noise)}" if noise else ""
         if difference <= limit:

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from . import _C
+from ._probe import probe
 
 __all__ = ["map"]
 
@@ -243,6 +244,7 @@ class _Run:
         self.key: Any = options.pop("key")
         to, pad = options.pop("to"), options.pop("pad")
         self.progress: bool = options.pop("progress")
+        self.verify: bool = options.pop("verify")
         self.options = options
         self.where = str(options["label"])
         lengths = _lengths(fn, kwargs)
@@ -273,7 +275,7 @@ class _Run:
             raise ImportError("oomkit.map(progress=True) needs tqdm: pip install tqdm") from None
         return tqdm(total=total, desc=self.where, unit="row")
 
-    def parts(self, item: tuple[Any, ...]) -> Any:
+    def arguments(self, item: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = (*item, *self.rest), self.kwargs
         if self.unpack and item:
             batch = item[0]
@@ -281,12 +283,20 @@ class _Run:
                 args, kwargs = self.rest, {**batch, **kwargs}
             elif isinstance(batch, (tuple, list)):
                 args = (*batch, *self.rest)
+        return args, kwargs
+
+    def parts(self, item: tuple[Any, ...]) -> Any:
+        args, kwargs = self.arguments(item)
         names = _names(self.fn, len(args))
         self.last = _C._chunks_of(args, kwargs, names, self.options, self.fn, self.key, self.last)
         return self.last
 
     def one(self, item: tuple[Any, ...], bar: Any) -> tuple[Any, int]:
         """The joined result of one batch, and its rows."""
+        if self.verify:
+            self.verify = False
+            args, kwargs = self.arguments(item)
+            probe(self, args, kwargs, _names(self.fn, len(args)))
         parts = self.parts(item)
         with self.enter():
             for args, kwargs in parts:
@@ -383,10 +393,11 @@ def map(
     unpack: bool = False,
     lazy: bool = False,
     progress: bool = False,
+    verify: bool = False,
     **kwargs: Any,
 ) -> Any:
     """map(fn, batch, /, *args, to=None, pad=None, mode='no_grad', unpack=False, lazy=False,
-    progress=False, **kwargs)
+    progress=False, verify=False, **kwargs)
 
     ``fn(batch, *args, **kwargs)`` in parts that fit into memory, joined in order.
 
@@ -421,6 +432,11 @@ def map(
         for, in place of the joined result.
     progress : bool
         Show rows that are done with tqdm.
+    verify : bool
+        First run `fn` on eight rows and on their two halves: an `OomkitWarning` names an
+        output that depends on the other rows (batch statistics, scores over the batch), for
+        then parts do not have the outputs of the whole. Random streams and participants with
+        a `state_dict` are put back.
     """
     if not callable(fn):
         raise TypeError(f"map() expected a callable, got {type(fn).__name__}")
@@ -435,7 +451,14 @@ def map(
     options = {name: kwargs.pop(name) for name in list(kwargs) if name in _CHUNKS}
     name = getattr(_function(fn), "__qualname__", type(fn).__qualname__)
     options["label"] = options.get("label") or f"map({name})"
-    given = {"to": to, "pad": pad, "mode": mode, "unpack": unpack, "progress": progress}
+    given = {
+        "to": to,
+        "pad": pad,
+        "mode": mode,
+        "unpack": unpack,
+        "progress": progress,
+        "verify": verify,
+    }
     key = ("map", options["label"], _key(fn), _here(2))
     is_stream = bool(args) and _is_stream(args[0])
     run = _Run(fn, args[1:], kwargs, {**options, **given, "key": key})

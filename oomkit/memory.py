@@ -11,14 +11,13 @@ from __future__ import annotations
 import gc
 import operator
 import re
-import sys
 from dataclasses import dataclass
 from fractions import Fraction
 from types import TracebackType
 
 import torch
 
-from . import _C
+from . import _C, _notebook
 
 __all__ = [
     "MemoryInfo",
@@ -230,18 +229,39 @@ def max_memory_allocated(device: DeviceLike = None) -> int | None:
     return _C.run_peak(*_key(_device_of("max_memory_allocated", device)))
 
 
-def cleanup() -> None:
-    """cleanup() -> None
+def _held() -> int:
+    """Bytes of tensors on the CPU, and what the accelerator's caches have reserved."""
+    held = memory("cpu").allocated or 0
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        for index in range(torch.accelerator.device_count()):
+            held += memory(torch.device(accelerator.type, index)).reserved or 0
+    return held
+
+
+def cleanup() -> int:
+    """cleanup() -> int
 
     Let go of what a handled error keeps alive, then return cached memory to the driver.
 
-    Clears what interactive sessions keep of the last error (`sys.last_exc` and its kin),
-    collects garbage and empties the accelerator's cache.
+    For notebooks and the interactive interpreter, after a cell has run out of memory: its
+    error is kept for a debugger, the error holds the frames and the frames the tensors.
+    Takes out what is kept (`sys.last_exc` and its kin; in IPython also the last traceback,
+    the error of the last cell and errors among the outputs), clears the frames, frees what
+    a failed backward left behind, collects garbage and empties the accelerator's cache.
+    Inside an `except` block the error that is being handled stays as it is, with all
+    that it holds: call it after the block. What variables hold is not touched.
+
+    Returns
+    -------
+    int
+        Bytes freed: of tensors on the CPU (where oomkit counts them, see `memory`), and
+        of the accelerator's reserved memory.
     """
-    for name in ("last_exc", "last_type", "last_value", "last_traceback"):
-        if hasattr(sys, name):
-            delattr(sys, name)
+    before = _held()
+    _notebook.let_go()
     gc.collect()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         torch.get_device_module(accelerator).empty_cache()
+    return max(0, before - _held())

@@ -344,6 +344,25 @@ oomkit_class_name(oomkit_class class_)
     return "other";
 }
 
+int
+oomkit_classify_restarts(const char *text, size_t length)
+{
+    /* What accelerate 1.15 looks for, word by word. */
+    static const char *const statements[] = {
+        " out of memory.", "MPS backend out of memory",
+        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.",
+        "DefaultCPUAllocator: can't allocate memory",
+        "FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed"};
+    size_t i;
+
+    for (i = 0; text != NULL && i < sizeof(statements) / sizeof(statements[0]); i++) {
+        if (find(text, length, statements[i]) != NULL) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
 /* --- sizes in a message --- */
 
 /* The first size that follows one of the leads, in the order of the leads. */

@@ -35,6 +35,12 @@ typedef struct oomkit_exception_facts {
 oomkit_class
 oomkit_classify(const oomkit_exception_facts *facts);
 
+/* Does the text of a RuntimeError make accelerate's find_executable_batch_size try a
+ * smaller size? Looser than oomkit_classify: for what replaces that decorator alone,
+ * which starts its function anew and has nothing to put back. */
+int
+oomkit_classify_restarts(const char *text, size_t length);
+
 /* "certain", "masked", "sticky", "never", "other". */
 const char *
 oomkit_class_name(oomkit_class class_);

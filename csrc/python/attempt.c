@@ -234,6 +234,8 @@ attempt_join(oomkit_call *call)
 {
     PyObject *result; /* owned */
 
+    call->joining = oomkit_attempt_only_results(call);
+    call->join.evaluation = call->joining;
     call->join.parked = call->training && call->returned == OOMKIT_RETURNED_NOTHING;
     call->join.one_loss = call->returned == OOMKIT_RETURNED_STASH;
     call->join.rows_sure = rows_are_sure(&call->batch);
@@ -251,6 +253,7 @@ attempt_join(oomkit_call *call)
     if (result == NULL && PyErr_ExceptionMatches(call->st->SplitError)) {
         call->raised = 1; /* no size of micro-batch would change that */
     }
+    call->joining &= result == NULL;
     return result;
 }
 
@@ -261,6 +264,9 @@ oomkit_attempt_run(oomkit_call *call)
     PyObject *result = NULL; /* owned */
     PyObject **vector;
 
+    if (call->joining) { /* all parts are there: see recover_join() */
+        return attempt_join(call);
+    }
     if (oomkit_weights_set(call) < 0 ||
         (call->split &&
          (oomkit_intercept_split(call) < 0 || oomkit_tx_sample(call) < 0 ||

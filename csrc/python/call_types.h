@@ -240,7 +240,9 @@ typedef struct oomkit_call {
     oomkit_attempt *attempts;
     Py_ssize_t attempt_count, attempt_room;
     uint32_t ooms;
-    int flushed; /* a plan was tried again after the cache was emptied */
+    int joining;       /* the results of an evaluation are being put together */
+    int join_failures; /* so often there was no memory for that */
+    int flushed;       /* a plan was tried again after the cache was emptied */
     uint64_t started_ns, lost_ns, attempt_started_ns;
     uint64_t requested_bytes;
     uint64_t peak_allocated_bytes, peak_reserved_bytes; /* of windows already closed */

@@ -27,6 +27,7 @@ oomkit_chunks_keep(PyObject *op, PyObject *const *args, Py_ssize_t nargs)
     }
     slice = &call->slices[call->slice_index];
     self->join.site = &self->site->results;
+    self->join.evaluation = 1;
     self->join.rows_sure = rows_are_sure(&call->batch);
     self->join.convert = args[1] == Py_None ? NULL : args[1];
     if (oomkit_join_add(self->st, &self->options, &self->join, args[0], slice->length,
@@ -59,7 +60,7 @@ PyObject *
 oomkit_chunks_join_items(PyObject *op, PyObject *const *args, Py_ssize_t nargs)
 {
     oomkit_chunks *self = chunks_CAST(op);
-    oomkit_join join = {.site = &self->site->results};
+    oomkit_join join = {.site = &self->site->results, .evaluation = 1};
     PyObject *joined = NULL; /* owned */
     int64_t total = 0;
     Py_ssize_t i, n;

@@ -21,6 +21,11 @@ oomkit_exception_classify(oomkit_state *st, PyObject *exception);
 int
 oomkit_exception_is_oom(oomkit_state *st);
 
+/* Is it a RuntimeError with one text for which accelerate would try a smaller size, and
+ * none of ours? Runs no user code; keeps any exception in flight. */
+int
+oomkit_exception_restarts(oomkit_state *st, PyObject *exception);
+
 /* Plain values out of an exception: request in bytes (OOMKIT_UNKNOWN), its message
  * (owned str or NULL) and "file:line in name" of the innermost frame (owned str or
  * NULL). Never fails, clears what goes wrong inside. */

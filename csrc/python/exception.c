@@ -268,6 +268,28 @@ oomkit_exception_is_oom(oomkit_state *st)
     return class_ == OOMKIT_CLASS_CERTAIN || class_ == OOMKIT_CLASS_MASKED;
 }
 
+int
+oomkit_exception_restarts(oomkit_state *st, PyObject *exception)
+{
+    PyObject *args = ((PyBaseExceptionObject *)exception)->args; /* borrowed */
+    PyObject *in_flight;                                         /* owned, given back */
+    const char *utf8;
+    size_t length;
+
+    if (!PyObject_TypeCheck(exception, (PyTypeObject *)PyExc_RuntimeError) ||
+        PyObject_TypeCheck(exception, (PyTypeObject *)st->OomkitError) ||
+        args == NULL || !PyTuple_Check(args) || PyTuple_GET_SIZE(args) != 1 ||
+        !PyUnicode_Check(PyTuple_GET_ITEM(args, 0))) {
+        return 0;
+    }
+    in_flight = oomkit_exception_take();
+    utf8 = text_utf8(PyTuple_GET_ITEM(args, 0), &length);
+    if (in_flight != NULL) {
+        oomkit_exception_give(in_flight);
+    }
+    return utf8 != NULL && oomkit_classify_restarts(utf8, length);
+}
+
 /* --- description --- */
 
 /* "file:line in name" of the innermost frame. New reference; NULL, perhaps with an

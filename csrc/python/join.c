@@ -385,6 +385,7 @@ oomkit_join_finish(oomkit_state *st, const oomkit_options *options, oomkit_join 
                       .sources = join->sources,
                       .refusal = &refusal,
                       .rows_sure = join->rows_sure,
+                      .evaluation = join->evaluation,
                       .parked = join->parked,
                       .updated = join->updated,
                       .one_loss = join->one_loss,

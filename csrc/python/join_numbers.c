@@ -32,7 +32,7 @@ oomkit_join_floats(const oomkit_rules *r, const oomkit_place *where,
     double sum = 0.0, value = 0.0;
     int equal = 1, zeros = 1;
     int summed = where->is_loss && r->is_sum;
-    const char *choice = summed ? "added" : "averaged";
+    const char *choice = NULL;
     double first = PyFloat_AsDouble(values[0]);
     int updated = where->is_loss ? 0 : is_updated(r, values);
     Py_ssize_t i;
@@ -58,7 +58,11 @@ oomkit_join_floats(const oomkit_rules *r, const oomkit_place *where,
         sum = value;
         choice = "taken from the last micro-batch";
     }
-    return oomkit_place_say(r, where, choice) < 0 ? NULL : PyFloat_FromDouble(sum);
+    if ((choice ? oomkit_place_say(r, where, choice)
+                : oomkit_place_say_mean(r, where, summed)) < 0) {
+        return NULL;
+    }
+    return PyFloat_FromDouble(sum);
 }
 
 /* Is the integer that all micro-batches gave no count of theirs? By what whole calls

@@ -95,6 +95,20 @@ oomkit_place_warn(const oomkit_rules *r, const oomkit_place *where, const char *
     return place_log(r, where, "warning", what);
 }
 
+int
+oomkit_place_say_mean(const oomkit_rules *r, const oomkit_place *where, int summed)
+{
+    if (summed || where->is_loss || !r->evaluation) {
+        return oomkit_place_say(r, where, summed ? "added" : "averaged");
+    }
+    return oomkit_place_warn(
+        r, where,
+        "averaged over the rows: right for a mean over them, for nothing else (a sum, "
+        "a "
+        "maximum, a mean over tokens); return a value for each row, or give join=... "
+        "(verify=True looks)");
+}
+
 /* NULL always: SplitError "... result['x']: <what>". Steals `what`, which may be NULL
  * with an exception. */
 PyObject *

@@ -33,6 +33,7 @@ typedef struct oomkit_rules {
     Py_ssize_t first;   /* number of the micro-batch that values[0] is of */
     Py_ssize_t batches; /* all micro-batches: `count` unless one is looked at alone */
     int rows_sure;      /* as in oomkit_join */
+    int evaluation;     /* likewise */
     int parked;         /* likewise */
     PyObject *updated;  /* borrowed likewise */
     int one_loss;       /* likewise */
@@ -59,6 +60,12 @@ oomkit_place_name(const oomkit_place *where);
 /* Logs once per site what was chosen at this place. 0 or -1. */
 int
 oomkit_place_say(const oomkit_rules *r, const oomkit_place *where, const char *choice);
+
+/* That floating-point numbers were averaged, or added when `summed`: in an evaluation
+ * averaging what is no loss (for which there is reduction=) is a warning, for it is
+ * right for means over rows alone. 0 or -1. */
+int
+oomkit_place_say_mean(const oomkit_rules *r, const oomkit_place *where, int summed);
 
 /* The same as a warning. */
 int

@@ -156,10 +156,9 @@ join_float_scalars(const oomkit_rules *r, const oomkit_place *where,
     int norm = oomkit_rules_may_be_norm(r, where);
 
     norm = norm > 0 ? tensors_zero_but_last(r, values) : norm;
-    if (norm < 0 || oomkit_place_say(r, where,
-                                     norm     ? "taken from the last micro-batch"
-                                     : summed ? "added"
-                                              : "averaged") < 0) {
+    if (norm < 0 ||
+        (norm ? oomkit_place_say(r, where, "taken from the last micro-batch")
+              : oomkit_place_say_mean(r, where, summed)) < 0) {
         return NULL;
     }
     return norm ? Py_NewRef(values[r->count - 1]) : tensors_add(r, where, values, 1);
@@ -228,7 +227,8 @@ join_slices(const oomkit_rules *r, const oomkit_place *where, PyObject *const *v
     return refuse_shapes(r, where, values, ragged,
                          "which cannot be put one after the other: other sizes differ "
                          "when each micro-batch is padded to its own longest row or "
-                         "generates until it is done; pad to a fixed length");
+                         "generates until it is done; pad to a fixed length, or use "
+                         "oomkit.map(..., pad=...), which pads");
 }
 
 /* --- joining --- */
@@ -276,7 +276,8 @@ squares_judge(const oomkit_rules *r, const oomkit_place *where, PyObject *const 
         r, where,
         "has the rows of a micro-batch in both dimensions and was put together along "
         "one: "
-        "if it compares the rows with each other, the whole batch's is another one");
+        "if it compares the rows with each other, the whole batch's is another one: "
+        "compare them outside of the step then (verify=True looks)");
 }
 
 /* What the tensors of a place look like in all micro-batches. */

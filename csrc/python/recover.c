@@ -233,22 +233,60 @@ recover_stranger(oomkit_call *call)
     return -1;
 }
 
+/* All parts of an evaluation are there, but not the memory to put them together: no
+ * micro-batch changes that. What the failure held is free now, so once more. 0 or -1.
+ */
+static int
+recover_join(oomkit_call *call)
+{
+    PyObject *reason; /* owned */
+
+    if (oomkit_recover_roll_back(call) < 0) {
+        return -1;
+    }
+    oomkit_tx_end_attempt(call);
+    if (oomkit_recover_reclaim(call, call->baseline_bytes) < 0) {
+        return -1;
+    }
+    if (call->join_failures++ == 0) {
+        return oomkit_tx_begin(call);
+    }
+    reason = PyUnicode_FromFormat(
+        "%U ran out of memory when the results of its %lld micro-batches were put "
+        "together, for which they are needed twice at that moment: return less for "
+        "each "
+        "row, or use oomkit.map(..., to=\"cpu\"), which moves each part's result off "
+        "the "
+        "device",
+        call->options->label, (long long)call->slice_count);
+    if (reason != NULL) {
+        oomkit_give_up(call, reason, 0);
+        Py_DECREF(reason);
+    }
+    return -1;
+}
+
 /* The failure is known and dropped: everything back, and the next attempt. 0 or -1. */
 static int
 recover_go_on(oomkit_call *call)
 {
     oomkit_state *st = call->st;
     int64_t rows, count = call->slices == NULL ? 1 : call->slice_count;
-    int keep = recover_keeps_parts(call);
-    int result = oomkit_recover_roll_back(call);
+    uint64_t baseline; /* with the results of finished parts */
+    int keep = recover_keeps_parts(call), result;
 
+    if (call->joining) {
+        return recover_join(call);
+    }
+    result = oomkit_recover_roll_back(call);
     if (result == 0) {
         result =
             oomkit_join_truncate(&call->join, keep ? (Py_ssize_t)call->slice_index : 0);
     }
     call->may_hold |= call->training && !call->split;
     oomkit_tx_end_attempt(call);
-    if (result < 0 || oomkit_recover_reclaim(call, call->baseline_bytes) < 0 ||
+    baseline = keep ? call->micro.baseline_bytes : call->baseline_bytes;
+    if (result < 0 || oomkit_recover_reclaim(call, baseline) < 0 ||
         oomkit_recover_batch(call) < 0) {
         return -1;
     }

@@ -162,8 +162,9 @@ typedef struct oomkit_join {
                           before joining when `required`, or NULL */
     int required;      /* some tensor in the results required grad */
     struct oomkit_result_site *site; /* borrowed from the step, or NULL */
-    int rows_sure; /* whole calls of the site knew the number of rows as well */
-    int one_loss;  /* the loss is one number, of whatever shape */
+    int evaluation; /* nothing needs a gradient: what is returned is all there is */
+    int rows_sure;  /* whole calls of the site knew the number of rows as well */
+    int one_loss;   /* the loss is one number, of whatever shape */
     int parked; /* gradients were parked between the micro-batches: a scalar that is 0
                    in all but the last (the norm that clip_grad_norm_ returns) is its
                    own, and the loss has been through its backward */

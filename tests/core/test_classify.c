@@ -434,6 +434,24 @@ test_requests_that_cannot_be_read(void)
     CHECK(says_nothing("Tried to allocate 17179869184.00 GiB"));
 }
 
+static int
+restarts(const char *text)
+{
+    return oomkit_classify_restarts(text, text == NULL ? 0 : strlen(text));
+}
+
+static void
+test_what_accelerate_would_start_anew_for(void)
+{
+    CHECK(restarts("CUDA out of memory."));
+    CHECK(restarts("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This may"));
+    CHECK(!restarts("out of memory"));
+    CHECK(!restarts("The loss is out of memory"));
+    CHECK(!restarts(""));
+    CHECK(!restarts(NULL));
+    CHECK(!oomkit_classify_restarts("CUDA out of memory.", 18));
+}
+
 int
 main(void)
 {
@@ -447,5 +465,6 @@ main(void)
     test_requested();
     test_allocated();
     test_requests_that_cannot_be_read();
+    test_what_accelerate_would_start_anew_for();
     return check_report();
 }

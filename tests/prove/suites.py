@@ -130,10 +130,28 @@ def _prove_leaks(form: str) -> Result:
     return Result(count, failures, told)
 
 
+def _evaluations() -> list[str]:
+    from evaluation_faults import units
+
+    return [" / ".join(unit) for unit in units()]
+
+
+def _prove_evaluation(unit: str) -> Result:
+    from evaluation_faults import sweep
+
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    begin = time.perf_counter()
+    found = sweep(*unit.split(" / "))
+    told = f"{found.recovered} recovered, {found.refused} refused, {found.leaked} bytes leaked"
+    return Result(found.faults, found.failures, told, time.perf_counter() - begin)
+
+
 SUITES = [
     Suite("model zoo", _zoo, _prove_model),
     Suite("programs", _programs, _prove_family),
     Suite("faults inside recovery", _faults, _prove_faults),
+    Suite("evaluation of 50 samples", _evaluations, _prove_evaluation),
     pytest_suite("what recovery faults found", "test_recovery_faults.py"),
     pytest_suite("classifier", "test_classifier.py", "test_classifier_fuzz.py"),
     pytest_suite("returned losses", "test_returned.py", "test_returned_between.py",
