@@ -350,7 +350,7 @@ def test_ragged_tensors_are_refused_with_what_to_do():
         "auto_batch cannot join the results of 3 micro-batches: result['tokens'] has shapes "
         "[3, 2] and [2, 4] for 3 and 2 rows, which cannot be put one after the other"
     )
-    assert "pad to a fixed length; return it in another way or give join=" in str(caught.value)
+    assert "pad to a fixed length, or use oomkit.map(..., pad=...)" in str(caught.value)
 
 
 def test_the_next_batch_fetched_inside_the_step():
