@@ -22,7 +22,9 @@ class Imports(Body):
     rarer = 10  # without any memory, importlib is where CPython hangs nearly each time
 
     def prepare(self) -> None:
-        import torch._dynamo  # noqa: F401  (torch.optim imports it at the first update)
+        import torch._dynamo  # torch.optim imports it at the first update
+
+        torch.set_num_threads(1)  # other threads do not come along into a child
 
     def call(self) -> Any:
         return importlib.import_module("oomkit")

@@ -44,7 +44,7 @@ def _limit(cpu: float) -> None:
     """A child that hangs is ended by a signal, which says where it was."""
     if cpu:
         signal.setitimer(signal.ITIMER_PROF, cpu)
-        signal.alarm(SECONDS)
+        signal.alarm(SECONDS)  # for one that waits
         for number in (signal.SIGPROF, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
             faulthandler.register(number, 2, all_threads=False, chain=True)

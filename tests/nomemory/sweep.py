@@ -140,9 +140,11 @@ def sweep(body: Body, stride: int = 1, first: int = 1) -> Found:
 
 def load() -> None:
     """Once for all bodies: they have nothing else in common."""
-    import torch._dynamo  # noqa: F401  (torch.optim imports it at the first update)
+    import torch._dynamo  # torch.optim imports it at the first update
 
     import oomkit  # noqa: F401
+
+    torch.set_num_threads(1)  # other threads do not come along into a child
 
 
 def main() -> int:
