@@ -60,7 +60,7 @@ MUTANTS = [
         "no-collection",
         "cycles of the failed attempt are collected before the replay, when bytes are alive",
         "csrc/python/recover.c",
-        "        now > call->baseline_bytes) {",
+        "        now > baseline_bytes) {",
         "        0) {",
         ("test_judged.py::test_cycles_of_the_failed_attempt_are_gone_before_the_retry",),
     ),

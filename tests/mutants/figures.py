@@ -18,7 +18,7 @@ MUTANTS = [
         "worked-with-more-room",
         "a size that worked is believed only while there is as much room as then",
         "csrc/core/plan.c",
-        "    if (rows <= bound->largest_ok && room_at_least(room, bound->ok_room)) {",
+        "    if (rows <= bound->largest_ok && oomkit_room_enough(room, bound->ok_room)) {",
         "    if (rows <= bound->largest_ok) {",
         ("test_core.py::test_core[plan]", "test_core.py::test_core[knowledge]"),
     ),
@@ -26,8 +26,9 @@ MUTANTS = [
         "grows-at-once",
         "a size that was given up is left alone for longer each time",
         "csrc/core/plan.c",
-        "    return known->late == 0 || known->healthy >= UINT32_C(8) << doublings;",
-        "    return (int)doublings >= 0;",
+        "    return known->late == 0 || known->healthy >= UINT32_C(8) << doublings ||\n"
+        "           (failed && grown);",
+        "    return (int)doublings >= 0 && (failed | grown) >= 0;",
         ("test_core.py::test_core[plan]", "test_core.py::test_core[knowledge]"),
     ),
     Mutant(

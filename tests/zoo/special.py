@@ -181,5 +181,14 @@ add("linalg", to(Algebra), rows, classify)
 add("fft", Fourier, rows, classify)
 add("sort", to(Sorted), rows, classify)
 add("gradient penalty", mlp, rows, penalised)
-add("coupled samples", mlp, rows, contrast)
+add(
+    "coupled samples",
+    mlp,
+    rows,
+    contrast,
+    without={
+        "gradients=off": "what is set aside is the whole batch's, where samples are coupled not "
+        "the sum of its slices"
+    },
+)
 add("samples in dimension 1", mlp, wide, classify_wide, options={"dim": 1})
