@@ -14,6 +14,28 @@ import oomkit
 from oomkit.testing import force_slices, inject_oom
 
 
+def test_autocast_has_begun_when_backward_comes() -> None:
+    """The call had none: its replay has none either."""
+
+    def run(nth: int) -> list[torch.Tensor | None]:
+        torch.manual_seed(SEED)
+        model = Net()
+        x, y = torch.randn(B, 6), torch.randint(0, 3, (B,))
+        step = oomkit.auto_batch(loss_of(model))
+        if nth == 0:
+            with force_slices([4, 4]):
+                step(x, y).backward()
+            return grads(model)
+        loss = step(x, y)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            with inject_oom(nth=nth, phase="backward") as armed:
+                loss.backward()
+        assert armed.fired == 1
+        return grads(model)
+
+    assert same(run(3), run(0))
+
+
 def test_autocast_has_ended_when_backward_comes() -> None:
     def run(nth: int) -> list[torch.Tensor | None]:
         torch.manual_seed(SEED)

@@ -156,6 +156,8 @@ MUTANTS = [
         "        raise _C.SplitError(ctx.why)",
         "        return torch.zeros(0), None, None",
         ("test_join_grad.py::test_a_gradient_through_a_sum_with_the_model",),
+        also=(('        raise _C.SplitError("a gradient passed',
+               '        return (None,) * 99\n        raise _C.SplitError("a gradient passed'),),
     ),
     Mutant(
         "refusal-without-leaves",
@@ -187,6 +189,6 @@ MUTANTS = [
         "oomkit/_second.py",
         "        elif torch.is_autocast_enabled(device):",
         "        elif False:",
-        ("test_returned_modes.py::test_autocast_has_ended_when_backward_comes",),
+        ("test_returned_modes.py::test_autocast_has_begun_when_backward_comes",),
     ),
 ]  # fmt: skip
