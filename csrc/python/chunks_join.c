@@ -103,7 +103,7 @@ map_tensors(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 
 PyMethodDef oomkit_chunks_join_methods[] = {
     {"_map_tensors", (PyCFunction)(void (*)(void))map_tensors, METH_FASTCALL,
-     "_map_tensors(result, function)\n--\n\n"
+     "_map_tensors(result, function, /)\n--\n\n"
      "The result with function(tensor) in place of each tensor."},
     {NULL, NULL, 0, NULL},
 };

@@ -127,7 +127,7 @@ chunks_of(PyObject *module, PyObject *arguments)
 
 PyMethodDef oomkit_chunks_methods[] = {
     {"_chunks_of", chunks_of, METH_VARARGS,
-     "_chunks_of(args, kwargs, names, options, func, key, like)\n--\n\n"
+     "_chunks_of(args, kwargs, names, options, func, key, like, /)\n--\n\n"
      "chunks() over the arguments of a call; parts are (args, kwargs)."},
     {NULL, NULL, 0, NULL},
 };

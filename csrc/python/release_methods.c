@@ -149,10 +149,11 @@ method_drain(PyObject *module, PyObject *Py_UNUSED(ignored))
 
 PyMethodDef oomkit_release_methods[] = {
     {"_attempt", method_attempt, METH_VARARGS,
-     "_attempt(function, args, kwargs)\n--\n\n"
+     "_attempt(function, args, kwargs, /)\n--\n\n"
      "(True, result); (False, text) where memory ran out and all was let go."},
     {"_let_go", method_let_go, METH_O,
-     "_let_go(exc)\n--\n\nClear the frames of an exception and all that it links to."},
+     "_let_go(exc, /)\n--\n\nClear the frames of an exception and all that it links "
+     "to."},
     {"_drain", method_drain, METH_NOARGS,
      "_drain()\n--\n\nFree what a failed backward left queued on this thread."},
     {NULL, NULL, 0, NULL},

@@ -256,10 +256,10 @@ methods_check(PyObject *Py_UNUSED(module), PyObject *dict)
 
 PyMethodDef oomkit_state_methods[] = {
     {"_step_state", methods_state, METH_O,
-     "_step_state(step)\n--\n\nIts state_dict(), whatever it decorates."},
+     "_step_state(step, /)\n--\n\nIts state_dict(), whatever it decorates."},
     {"_step_load", methods_load, METH_VARARGS,
-     "_step_load(step, state)\n--\n\nIts load_state_dict(), whatever it decorates."},
+     "_step_load(step, state, /)\n--\n\nIts load_state_dict(), whatever it decorates."},
     {"_check_sizes", methods_check, METH_O,
-     "_check_sizes(sizes)\n--\n\nValueError when it is no entry of 'signatures'."},
+     "_check_sizes(sizes, /)\n--\n\nValueError when it is no entry of 'signatures'."},
     {NULL, NULL, 0, NULL},
 };

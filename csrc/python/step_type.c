@@ -216,10 +216,10 @@ step_dealloc(PyObject *op)
 
 static PyMethodDef step_methods[] = {
     {"state_dict", oomkit_step_state, METH_NOARGS,
-     "state_dict()\n--\n\nThe sizes found so far, for a checkpoint (dict of plain "
+     "state_dict($self)\n--\n\nThe sizes found so far, for a checkpoint (dict of plain "
      "values)."},
     {"load_state_dict", oomkit_step_load, METH_O,
-     "load_state_dict(state)\n--\n\nBegin with the sizes of a state_dict()."},
+     "load_state_dict($self, state, /)\n--\n\nBegin with the sizes of a state_dict()."},
     {"__reduce__", oomkit_step_reduce, METH_NOARGS,
      "Pickle by reference, as a function; what has no name of its own, by its parts."},
     {"__copy__", oomkit_step_copy, METH_NOARGS, "The step itself, as of a function."},
