@@ -19,7 +19,9 @@ from nomemory.listed import listed
 from nomemory.sweep import OURS
 from torch import nn
 
+from oomkit import _C
 from oomkit._buffers import Buffers
+from oomkit.testing import inject_oom
 
 TESTS = Path(__file__).resolve().parent
 SEED = int(os.environ.get("OOMKIT_FUZZ_SEED", "1"))
@@ -111,3 +113,18 @@ def test_hooks_are_taken_out_without_memory() -> None:
     Buffers(modules)
     assert len(modules[0]._forward_hooks) == 1
     assert torch.is_grad_enabled()
+
+
+def test_a_fault_that_could_not_be_planned_is_not_in_force() -> None:
+    """inject_oom() had armed it before its hooks were there, and nothing disarmed it."""
+
+    def work(nth: int) -> bool:
+        fault = inject_oom()
+        suffer(fault.__enter__, Fault(nth), outcome := Outcome())
+        if outcome.error:
+            assert not _C.fault_stats()[2]
+        return bool(outcome.error)
+
+    answers = [apart(lambda nth=nth: work(nth)) for nth in range(40)]
+    assert [answer.died for answer in answers if answer.died] == []
+    assert 3 < sum(answer.value for answer in answers) < 40
