@@ -154,12 +154,13 @@ class MemoryLimit:
     block.
     """
 
-    __slots__ = ("_previous", "budget", "device")
+    __slots__ = ("_is_cpu", "_previous", "budget", "device")
 
     def __init__(self, device: torch.device, budget: int | None, previous: int | None) -> None:
         self.device = device
         self.budget = budget
         self._previous = previous
+        self._is_cpu = device.type == "cpu"
 
     def __repr__(self) -> str:
         return f"<oomkit.MemoryLimit budget={self.budget} device={str(self.device)!r}>"
@@ -173,7 +174,10 @@ class MemoryLimit:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _set_limit(self.device, self._previous)
+        if self._is_cpu:
+            _C.cpu_set_limit(self._previous)  # needs no memory, which `device.type` does
+        else:
+            _set_limit(self.device, self._previous)
 
 
 def limit_memory(budget: int | str | None, *, device: DeviceLike = None) -> MemoryLimit:
@@ -203,9 +207,10 @@ def limit_memory(budget: int | str | None, *, device: DeviceLike = None) -> Memo
         raise ValueError(f"limit_memory() can limit 'cpu' and 'cuda' devices, got {str(target)!r}")
     if target.type == "cuda" and target.index >= torch.cuda.device_count():
         raise ValueError(f"limit_memory(): there is no device {str(target)!r} here")
-    previous = _get_limit(target)
+    # Made first: where there is no memory for it nothing has changed yet.
+    limit = MemoryLimit(target, size, _get_limit(target))
     _set_limit(target, size)
-    return MemoryLimit(target, size, previous)
+    return limit
 
 
 def memory(device: DeviceLike = None) -> MemoryInfo:

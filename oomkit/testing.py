@@ -111,16 +111,21 @@ class inject_oom:
         while stage is not None:
             schedules.append((stage._nth, stage._times, stage._min_bytes, stage._phases))
             stage = stage._then
-        _C.fault_arm(*schedules)
+        hooks: list[RemovableHandle] = []
+        try:
+            # Rather than the interception of a decorated call: they see every optimizer.
+            hooks.append(register_optimizer_step_pre_hook(self._step_begins))
+            hooks.append(register_optimizer_step_post_hook(self._step_ends))
+            _C.fault_arm(*schedules)  # the last that can fail: nothing would disarm it
+        except BaseException:
+            for hook in hooks:
+                hook.remove()
+            raise
         self._open = True
+        self._hooks = hooks
         self._before_step.clear()
         self._phase_at_entry = _C.phase_set(_PHASES["forward"])
         _C.phase_set(self._phase_at_entry)
-        # Hooks rather than the interception of a decorated call: they see every optimizer.
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._step_begins),
-            register_optimizer_step_post_hook(self._step_ends),
-        ]
         return self
 
     def __exit__(
@@ -129,15 +134,17 @@ class inject_oom:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        seen, fired, _ = _C.fault_stats()
-        _C.fault_disarm()
-        self._counts = (seen, fired)
-        self._open = False
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        # A step that failed has no end: its phase would stay.
-        _C.phase_set(self._phase_at_entry)
+        try:
+            seen, fired, _ = _C.fault_stats()
+            self._counts = (seen, fired)
+        finally:
+            _C.fault_disarm()
+            self._open = False
+            # A step that failed has no end: its phase would stay.
+            _C.phase_set(self._phase_at_entry)
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         previous = _C.phase_set(_PHASES["optimizer"])

@@ -19,7 +19,9 @@ from nomemory.listed import listed
 from nomemory.sweep import OURS
 from torch import nn
 
+from oomkit import _C
 from oomkit._buffers import Buffers
+from oomkit.testing import inject_oom
 
 TESTS = Path(__file__).resolve().parent
 SEED = int(os.environ.get("OOMKIT_FUZZ_SEED", "1"))
@@ -27,16 +29,17 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING or "not skipped")
 
 # How many allocations there are between two that fail here, for some 15 seconds in all.
 STRIDES = {
-    "import oomkit": 7001,
-    "decorating": 61,
+    "import oomkit": 17001,
+    "inside, call, backward": 6001,
+    "decorating": 161,
     "errors": 11,
     "classifying": 5,
-    "guarding": 211,
+    "guarding": 411,
     "figures": 29,
-    "reporting": 97,
-    "a healthy call": 197,
+    "reporting": 297,
+    "a healthy call": 397,
 }
-STRIDE = 1201
+STRIDE = 1501
 
 
 def test_no_fault_is_a_crash_or_changes_a_result() -> None:
@@ -110,3 +113,23 @@ def test_hooks_are_taken_out_without_memory() -> None:
     Buffers(modules)
     assert len(modules[0]._forward_hooks) == 1
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("once", [True, False])
+@pytest.mark.parametrize("end", [False, True])
+def test_a_fault_whose_block_fails_is_not_in_force(end: bool, once: bool) -> None:
+    """inject_oom() read its figures before it disarmed, and armed before its hooks were there."""
+
+    def work(nth: int) -> bool:
+        fault = inject_oom(nth=1000)
+        if end:
+            fault.__enter__()
+        call = (lambda: fault.__exit__(None, None, None)) if end else fault.__enter__
+        suffer(call, Fault(nth, once), outcome := Outcome())
+        if end or outcome.error:
+            assert not _C.fault_stats()[2]
+        return bool(outcome.error)
+
+    answers = [apart(lambda nth=nth: work(nth)) for nth in range(30)]
+    assert [answer.died for answer in answers if answer.died] == []
+    assert 0 < sum(answer.value for answer in answers)

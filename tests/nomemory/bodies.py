@@ -149,6 +149,8 @@ def _guarding(oomkit: Any, torch: Any) -> Callable[[], Any]:
 
 def _figures(oomkit: Any, torch: Any) -> Callable[[], Any]:
     def use() -> Any:
+        # `with` itself allocates between the call and the entry: that limit is not taken back.
+        oomkit.limit_memory(None, device="cpu")
         with oomkit.limit_memory("1GB", device="cpu") as limit:
             info = oomkit.memory("cpu")
         oomkit.cleanup()

@@ -24,6 +24,8 @@ class Body:
     """Seconds of processor time after which the call hangs."""
     total = 0
     """Allocations of the undisturbed call, where counting them takes too long."""
+    lasting = True
+    """Also with no memory at all from the fault on?"""
     rarer = 1
     """The stride of lasting faults is so many times that of single ones."""
     loaded = True

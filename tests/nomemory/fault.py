@@ -72,14 +72,12 @@ def suffer(call: Callable[[], Any], fault: Fault, outcome: Outcome) -> tuple[Any
     stop = fault.nth + 1 if fault.once else FOREVER
     set_nomemory(fault.nth, stop)
     try:
-        result = call()
         try:
-            bytearray(1)  # not in a free list: fails where everything does
-        except MemoryError:
-            spent = True
-    except BaseException as caught:
-        remove_mem_hooks()
-        error = caught
+            result = call()
+        except BaseException as caught:
+            error = caught
+        bytearray(1)  # not in a free list: fails where everything does
+    except MemoryError:
         spent = True
     finally:
         remove_mem_hooks()

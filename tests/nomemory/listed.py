@@ -12,7 +12,11 @@ LISTED: list[tuple[str, str]] = [
         r"SIGABRT: terminate called .*'c10::Error'; .*Failed to allocate a \w+ object",
     ),
     # A function of torch's own (torch._C._VariableFunctions) that lets an exception pass unseen.
-    ("torch's SystemError", r"^SystemError: <built-in method \w+ of type object at \w+> returned"),
+    (
+        "torch's SystemError",
+        r"^SystemError: <built-in method \w+ of (?:type|torch\._C\._TensorMeta) object at"
+        r" \w+> returned",
+    ),
     # compile.c asserts or frees what it had no memory for: importing a file without a .pyc.
     ("CPython aborts", r"SIGABRT: Fatal Python error: Aborted; .*in source_to_code"),
     # ceval.c, exception_unwind: the number of the instruction, above 256, is to be pushed as an

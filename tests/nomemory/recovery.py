@@ -32,6 +32,10 @@ class Recovery(Body):
         self.name = ", ".join(told)
         self.form, self.part, self.phase, self.warm = form, part, phase, warm
         self.options = options
+        if not warm:
+            # Nearly all of it is imports, of which CPython makes hangs and aborts when there
+            # is no memory at all. Open: where it does neither, hooks of _buffers.py may stay.
+            self.lasting, self.total = False, 60_000
 
     # --- in the stage ---
 
