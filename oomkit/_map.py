@@ -299,15 +299,19 @@ class _Run:
             probe(self, args, kwargs, _names(self.fn, len(args)))
         parts = self.parts(item)
         with self.enter():
-            for args, kwargs in parts:
-                with self.guard:
-                    rows = parts.stop - parts.start
-                    parts._keep(self.fn(*args, **kwargs), self.outputs.converter(rows))
-                    if bar is not None:
-                        bar.update(rows)
+            self.each(parts, bar)
             self.outputs.wait()
             rows = parts.rows or 0
             return self.together(parts._results(), parts._join, rows), rows
+
+    def each(self, parts: Any, bar: Any) -> None:
+        """A function of its own: see `_values` in _buffers.py for why it has to be short."""
+        for args, kwargs in parts:
+            with self.guard:
+                rows = parts.stop - parts.start
+                parts._keep(self.fn(*args, **kwargs), self.outputs.converter(rows))
+                if bar is not None:
+                    bar.update(rows)
 
     def together(self, results: list[Any], join: Callable[[], Any], rows: int) -> Any:
         """The results as one. What has been computed is not lost for want of memory here."""

@@ -134,17 +134,18 @@ class inject_oom:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        # What needs memory comes last: without any, nothing stays armed.
+        _C.fault_disarm()
+        self._open = False
+        # A step that failed has no end: its phase would stay.
+        _C.phase_set(self._phase_at_entry)
         try:
-            seen, fired, _ = _C.fault_stats()
-            self._counts = (seen, fired)
+            self._hooks[0].remove()
         finally:
-            _C.fault_disarm()
-            self._open = False
-            # A step that failed has no end: its phase would stay.
-            _C.phase_set(self._phase_at_entry)
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks = []
+            self._hooks[1].remove()
+        self._hooks = []
+        seen, fired, _ = _C.fault_stats()
+        self._counts = (seen, fired)
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         previous = _C.phase_set(_PHASES["optimizer"])

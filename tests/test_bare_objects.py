@@ -171,7 +171,15 @@ def _record() -> Any:
     return guard.records[-1]
 
 
+def _chunks() -> Any:
+    parts = oomkit.chunks(torch.zeros(4, 2), label="live")
+    next(parts)
+    return parts
+
+
 LIVE: dict[str, Callable[[], Any]] = {
+    "chunks": _chunks,
+    "chunks not begun": lambda: oomkit.chunks(torch.zeros(4, 2), label="live"),
     "step": lambda: oomkit.auto_batch(lambda x: x),
     "step of a module": lambda: oomkit.auto_batch(nn.Linear(2, 2)),
     "bound step": _bound,

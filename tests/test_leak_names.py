@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import leak_uses
+import leak_uses_loops  # noqa: F401  (registers uses)
 import pytest
 import torch
 from leak_slope import FORMS, resident, slope

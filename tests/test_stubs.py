@@ -26,4 +26,4 @@ def test_the_stub_has_the_options_of_the_built_function() -> None:
     assert set(stub) == built, "add the option to _Options in oomkit/_C.pyi"
     assert len(stub) == len(set(stub))
     table = (ROOT / "README.md").read_text()
-    assert [option for option in stub if f"`{option}`" not in table] == ["remember"]
+    assert [option for option in stub if f"`{option}`" not in table] == []

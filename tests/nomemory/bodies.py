@@ -187,6 +187,31 @@ def _whole(oomkit: Any, torch: Any) -> Callable[[], Any]:
     return use
 
 
+def _looping(oomkit: Any, torch: Any) -> Callable[[], Any]:
+    from oomkit.testing import inject_oom
+
+    x = torch.arange(8.0).reshape(4, 2)
+
+    @oomkit.find_executable_batch_size(starting_batch_size=4)
+    def train(batch_size: int) -> int:
+        if batch_size > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return batch_size
+
+    def use() -> Any:
+        parts = []
+        with inject_oom():
+            for part in oomkit.chunks(x, label="loop", micro_batch=4):
+                with oomkit.guard():
+                    parts.append((part + 1).tolist())
+        joined = [row for part in parts for row in part]
+        with inject_oom():
+            doubled = oomkit.map(lambda rows: rows * 2, x)
+        return joined, doubled.tolist(), train() <= 2
+
+    return use
+
+
 PLAIN = {
     "decorating": _decorating,
     "errors": _errors,
@@ -195,6 +220,7 @@ PLAIN = {
     "figures": _figures,
     "reporting": _reporting,
     "a healthy call": _whole,
+    "loops": _looping,
 }
 
 BODIES: list[Body] = [

@@ -19,6 +19,8 @@ LISTED: list[tuple[str, str]] = [
     ),
     # compile.c asserts or frees what it had no memory for: importing a file without a .pyc.
     ("CPython aborts", r"SIGABRT: Fatal Python error: Aborted; .*in source_to_code"),
+    # codeobject.c, lineiter_next: gives back the tuple that it has freed.
+    ("CPython crashes", r"SIGSEGV: .*in findlinestarts"),
     # ceval.c, exception_unwind: the number of the instruction, above 256, is to be pushed as an
     # int for a `with` or `finally`; there is none, which is an exception, which unwinds to the
     # same handler.
