@@ -29,15 +29,15 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING or "not skipped")
 
 # How many allocations there are between two that fail here, for some 15 seconds in all.
 STRIDES = {
-    "import oomkit": 17001,
-    "inside, call, backward": 6001,
-    "decorating": 161,
-    "errors": 11,
-    "classifying": 5,
-    "guarding": 411,
-    "figures": 29,
-    "reporting": 297,
-    "a healthy call": 397,
+    "import oomkit": 51003,
+    "inside, call, backward": 18003,
+    "decorating": 483,
+    "errors": 33,
+    "classifying": 15,
+    "guarding": 1233,
+    "figures": 87,
+    "reporting": 891,
+    "a healthy call": 1191,
 }
 STRIDE = 1501
 
