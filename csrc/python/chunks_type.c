@@ -229,6 +229,12 @@ PyDoc_STRVAR(chunks_close_doc,
 static PyObject *
 chunks_close(PyObject *op, PyObject *Py_UNUSED(ignored))
 {
+    if (chunks_CAST(op)->busy) { /* it would free what its caller works with */
+        return oomkit_raise(PyExc_ValueError,
+                            "%U is closed while it makes or takes back a part: close "
+                            "it in the loop's body, or after the loop",
+                            chunks_CAST(op)->options.label);
+    }
     oomkit_chunks_close(chunks_CAST(op), 0);
     Py_RETURN_NONE;
 }
