@@ -264,13 +264,23 @@ class _Run:
         results: list[Any] = []
         rows: list[int] = []
         listed: list[set[int]] = []
+        versions: list[tuple[torch.Tensor, int]] = []
         for result, count_ in self.stream(items, self.bar(None)):
             results.append(result)
             rows.append(count_)
             listed.append(self.outputs.listed)
             self.outputs.listed = set()
+            for tensor in tensors(result):
+                if not tensor.is_inference() and tensor.dim() and tensor.shape[0] == count_:
+                    versions.append((tensor, tensor._version))
         if not results:
             return None
+        if any(tensor._version != version for tensor, version in versions):
+            raise _C.SplitError(
+                f"{self.where}: rows that an earlier item of the stream returned have changed "
+                "since, as those of a tensor that is used again do: return a new tensor, or "
+                "iterate with lazy=True"
+            )
         copies, last = self.outputs.copies, self.last
         rows = [n * copies for n in rows]
         self.outputs.copies = 1  # the items' results have their rows one after the other

@@ -61,6 +61,18 @@ def test_sequences_of_a_split_call_after_a_whole_one(x):
         assert torch.equal(result, x.repeat_interleave(2, 0))
 
 
+def test_a_tensor_that_is_used_again_is_refused_over_a_stream(x):
+    buffer = torch.empty(8, 1)
+
+    def fn(part):
+        return buffer[: len(part)].copy_(part)
+
+    with pytest.raises(oomkit.SplitError, match="used again"):
+        oomkit.map(fn, iter([x, x + 100]))
+    results = [r.clone() for r in oomkit.map(fn, iter([x, x + 100]), lazy=True)]
+    assert torch.equal(torch.cat(results), torch.cat([x, x + 100]))
+
+
 @pytest.mark.parametrize("size", [8, 4])
 def test_a_column_for_each_sequence_stays_one(x, size):
     def fn(part, num_return_sequences):
