@@ -153,3 +153,8 @@ def test_what_counts_once_is_handed_out_again(x, body, request):
     fails = Fails(1)
     run_body(body, x, request.node.name, fails)
     assert fails.calls > 1
+
+
+def test_join_is_no_option_of_a_loop(x):
+    with pytest.raises(TypeError, match="unknown option 'join'"):
+        oomkit.chunks(x, join=lambda *results: results)

@@ -99,6 +99,11 @@ chunks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
             "chunks() expected a batch: a tensor, a list, or a tuple or "
             "dict of tensors");
     }
+    if (kwargs != NULL && PyDict_GetItemString(kwargs, "join") != NULL) { /* map's */
+        return oomkit_raise(PyExc_TypeError,
+                            "chunks() got an unknown option 'join': the "
+                            "body of the loop collects the results");
+    }
     return (PyObject *)chunks_make(oomkit_state_of_type(type), args, NULL, NULL, kwargs,
                                    NULL, NULL);
 }
