@@ -7,10 +7,13 @@ from __future__ import annotations
 import dis
 import gc
 import inspect
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterator
 from functools import lru_cache
-from types import CodeType, FrameType
+from types import BuiltinMethodType, CodeType, FrameType
 from typing import Any, NamedTuple
+
+import torch
 
 # What the interpreter does between a `with` block that has ended an exception and the next
 # statement; none of it is the program's.
@@ -65,28 +68,61 @@ def loop_after(code: CodeType, instruction: int) -> int:
 # Of plain lists and their kin; calling them twice for the same rows leaves these in twice.
 _GROWS = frozenset({"append", "appendleft", "extend", "extendleft", "insert", "pop", "popleft"})
 _LOADS = frozenset({"LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"})
-_STORES = frozenset({"STORE_FAST", "STORE_GLOBAL", "STORE_NAME", "STORE_DEREF", "STORE_ATTR"})
+# Of tensors; copy_() and the like are the same the second time.
+_ADDS = frozenset({"add_", "sub_", "mul_", "div_", "index_add_", "scatter_add_", "addcmul_"})
+_COUNTS = frozenset({"update", "subtract"})  # of a Counter
+_NAMES = frozenset({"STORE_FAST", "STORE_GLOBAL", "STORE_NAME", "STORE_DEREF"})
+_STORES = _NAMES | {"STORE_ATTR"}
+_METHODS = _GROWS | _ADDS | _COUNTS | {"__next__"}
+
+
+_CALLS = {"__next__": "next({})", "__call__": "{}()"}
 
 
 class _Done(NamedTuple):
     """Something that the body did: `path` is what it changed, by which method if any."""
 
-    path: tuple[str, ...]
+    path: tuple[Any, ...]
     method: str
     line: int | None
 
 
-def _path(instructions: list[dis.Instruction], at: int) -> tuple[str, ...]:
-    """The names that lead to what stands on the stack after instruction `at`."""
-    names: list[str] = []
-    while instructions[at].opname == "LOAD_ATTR":
-        names.append(str(instructions[at].argval))
+def _path(instructions: list[dis.Instruction], at: int) -> tuple[Any, ...]:
+    """A name, attributes and (keys,) that lead to what is on the stack after `at`."""
+    steps: list[Any] = []
+    while True:
+        this = instructions[at]
+        if this.opname == "LOAD_ATTR":
+            steps.append(str(this.argval))
+        elif this.opname == "BINARY_SUBSCR" or this.argrepr == "[]":
+            at -= 1
+            key = instructions[at]
+            if key.opname == "LOAD_CONST":
+                steps.append((key.argval,))
+            elif key.opname in _LOADS:
+                steps.append((None, str(key.argval)))
+            else:
+                return ()
+        else:
+            break
         at -= 1
-    return (
-        (str(instructions[at].argval), *reversed(names))
-        if (instructions[at].opname in _LOADS)
-        else ()
-    )
+    if this.opname not in _LOADS:
+        return ()
+    return str(this.argval), *reversed(steps)
+
+
+def _of_itself(instructions: list[dis.Instruction], at: int) -> bool:
+    """Is what the instruction at `at` stores in a name made of what was in it?"""
+    store = instructions[at]
+    line = store.positions.lineno if store.positions else None
+    while at > 0 and line is not None:
+        at -= 1
+        this = instructions[at]
+        if this.positions is None or (this.positions.lineno or 0) < line:
+            return False
+        if this.opname in _LOADS and this.argval == store.argval:
+            return True
+    return False
 
 
 def _call_of(instructions: list[dis.Instruction], at: int) -> int:
@@ -128,31 +164,85 @@ def _done(code: CodeType, loop: int, failed: int) -> tuple[_Done, ...]:
         line = i.positions.lineno if i.positions and i.positions.lineno else line
         if not loop <= i.offset <= end:
             continue
-        if i.opname == "BINARY_OP" and i.argrepr.endswith("=") and i.offset != failed:
+        if i.opname == "BINARY_OP" and i.argrepr.endswith("="):
             name = _stored(instructions, at)
             if name and name not in fresh:
-                found.append(_Done((name,), "", line))
-        elif i.opname in ("LOAD_METHOD", "LOAD_ATTR") and i.argval in _GROWS:
+                # a list may hold the first half of what failed
+                found.append(_Done((name,), "extend" if i.offset == failed else "", line))
+        elif i.opname in ("LOAD_METHOD", "LOAD_ATTR") and i.argval in _METHODS:
             path, call = _path(instructions, at - 1), _call_of(instructions, at)
-            if path and path[0] not in fresh and 0 <= call <= end and call != failed:
+            # extend() of what failed half-way has put the first half in
+            is_done = 0 <= call <= end and (call != failed or str(i.argval)[:6] == "extend")
+            if path and path[0] not in fresh and is_done:
                 found.append(_Done(path, str(i.argval), line))
-        elif i.opname == "STORE_FAST":
+        elif i.opname in _LOADS and i.argval not in fresh:
+            call = _call_of(instructions, at)
+            if i.argval == "next" and 0 <= call <= end:
+                path = _path(instructions, at + 1)
+                if path and path[0] not in fresh:
+                    found.append(_Done(path, "__next__", line))
+            elif 0 <= call <= end and call != failed:
+                found.append(_Done((str(i.argval),), "__call__", line))
+        elif i.opname in _NAMES:
             before = instructions[at - 1]
-            if not (before.opname == "BINARY_OP" and before.argrepr.endswith("=")):
+            if before.opname == "BINARY_OP" and before.argrepr.endswith("="):
+                continue
+            if i.argval in fresh or before.opname == "FOR_ITER":
+                fresh.add(str(i.argval))
+            elif _of_itself(instructions, at):
+                found.append(_Done((str(i.argval),), "", line))
+            elif i.opname == "STORE_FAST":
                 fresh.add(str(i.argval))
     return tuple(found)
 
 
-def _value(frame: FrameType, path: tuple[str, ...]) -> Any:
+def _value(frame: FrameType, path: tuple[Any, ...]) -> Any:
     names = frame.f_locals
+
+    def named(name: str) -> Any:
+        return names[name] if name in names else frame.f_globals.get(name)
+
     try:
-        value = names[path[0]] if path[0] in names else frame.f_globals.get(path[0])
+        value = named(path[0])
+        for step in path[1:]:
+            if isinstance(step, str):
+                value = getattr(value, "__dict__", {}).get(step)
+                continue
+            key = named(step[1]) if len(step) > 1 else step[0]
+            if isinstance(value, dict):
+                value = dict.get(value, key)
+            elif isinstance(value, (list, tuple)) and isinstance(key, int):
+                value = value[key] if -len(value) <= key < len(value) else None
+            else:
+                value = None
     finally:
         if frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(names, dict):
             names.clear()  # a copy, which would keep the locals' tensors
-    for name in path[1:]:
-        value = getattr(value, "__dict__", {}).get(name)
     return value
+
+
+def _shown(path: tuple[Any, ...]) -> str:
+    text = str(path[0])
+    for step in path[1:]:
+        if isinstance(step, str):
+            text += "." + step
+        else:
+            text += f"[{step[1]}]" if len(step) > 1 else f"[{step[0]!r}]"
+    return text
+
+
+def _counts_twice(value: Any, method: str) -> bool:
+    """Does calling this method of `value` twice for the same rows matter?"""
+    if method == "__call__":  # a bound method under a name of its own
+        owner = getattr(value, "__self__", None)
+        return isinstance(value, BuiltinMethodType) and _counts_twice(owner, value.__name__)
+    if method == "__next__":
+        return isinstance(value, Iterator)
+    if method in _ADDS:
+        return isinstance(value, torch.Tensor)
+    if method in _COUNTS:
+        return isinstance(value, Counter)
+    return method in _GROWS and isinstance(value, (list, deque))
 
 
 def _paired(parts: object) -> bool:
@@ -182,13 +272,12 @@ def loop_judge(
     if loop < 0 or traceback is None:
         return loop
     for done in _done(code, loop, traceback.tb_lasti):
-        what = ".".join(done.path)
+        what = _shown(done.path)
         if not done.method:
             return f"`{what}` may have changed in line {done.line} before memory ran out"
-        if isinstance(_value(frame, done.path), (list, deque)):
-            return (
-                f"`{what}.{done.method}()` in line {done.line} may have run before memory ran out"
-            )
+        if _counts_twice(_value(frame, done.path), done.method):
+            call = _CALLS.get(done.method, "{}.{}()").format(what, done.method)
+            return f"`{call}` in line {done.line} may have run before memory ran out"
     if _paired(parts):
         return "the parts come through zip() or map(), whose other iterators have gone on"
     return loop

@@ -8,7 +8,6 @@ import importlib
 import inspect
 import sys
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from . import _C
+from ._map_outputs import Outputs, tensors
 from ._probe import probe
 
 __all__ = ["map"]
@@ -29,8 +29,6 @@ _CHUNKS = frozenset(
 )
 # What the memory of a row of generate() depends on besides the length of its input.
 _LENGTHS = ("max_new_tokens", "max_length", "num_beams", "num_return_sequences")
-_PINNED_LEAST = 1 << 20  # a smaller copy is done before memory could be pinned for it
-_PINNED_MOST = 1 << 28  # pinned memory is taken from everybody on the machine
 
 _tokens = count(1)
 _known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -43,6 +41,11 @@ def _function(fn: Any) -> Any:
     while isinstance(fn, functools.partial):
         fn = fn.func
     return fn
+
+
+def _bound(fn: Any) -> dict[str, Any]:
+    """The keyword arguments of a `functools.partial`."""
+    return dict(fn.keywords) if isinstance(fn, functools.partial) else {}
 
 
 def _key(fn: Any) -> tuple[Any, ...]:
@@ -78,7 +81,7 @@ def _names(fn: Any, given: int) -> tuple[str, ...]:
 
 def _lengths(fn: Any, kwargs: dict[str, Any]) -> dict[str, int]:
     """How long the outputs of generate() may get, as far as the call says it."""
-    fn = _function(fn)
+    fn, kwargs = _function(fn), {**_bound(fn), **kwargs}
     places: list[Any] = [kwargs.get("generation_config")]
     if getattr(fn, "__name__", "") == "generate":
         places.append(getattr(getattr(fn, "__self__", None), "generation_config", None))
@@ -106,129 +109,6 @@ def _generators(values: list[Any]) -> list[torch.Generator]:
     return found
 
 
-# --- what becomes of the outputs ---
-
-
-class _Outputs:
-    """Moves the tensors of each part's result, and pads those of all of them alike."""
-
-    def __init__(self, to: torch.device | None, copies: int, pad: float | str | None) -> None:
-        self.to, self.copies, self.pad = to, copies, pad
-        self.pinned = 0
-        self.waiting: dict[torch.device, torch.Event] = {}
-
-    def converter(self, rows: int) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        if self.to is None and self.copies == 1:
-            return None
-
-        def convert(tensor: torch.Tensor) -> torch.Tensor:
-            tensor = tensor if self.to is None else self.move(tensor, self.to)
-            if self.copies > 1 and tensor.dim() and tensor.shape[0] == rows * self.copies:
-                tensor = tensor.reshape(rows, self.copies, *tensor.shape[1:])
-            return tensor
-
-        return convert
-
-    def move(self, tensor: torch.Tensor, to: torch.device) -> torch.Tensor:
-        size = tensor.numel() * tensor.element_size()
-        if (
-            to.type != "cpu"
-            or tensor.device.type != "cuda"
-            or tensor.layout != torch.strided
-            or not _PINNED_LEAST <= size <= _PINNED_MOST - self.pinned
-        ):
-            return tensor.to(to)
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        host.copy_(tensor, non_blocking=True)
-        self.pinned += size
-        event = self.waiting.setdefault(tensor.device, torch.Event(tensor.device))
-        event.record(torch.cuda.current_stream(tensor.device))
-        return host
-
-    def wait(self) -> None:
-        """Until what was copied is there."""
-        for event in self.waiting.values():
-            event.synchronize()
-        self.waiting.clear()
-        self.pinned = 0
-
-    def even(self, results: list[Any], dim: int, where: str) -> None:
-        """Makes results whose tensors differ in other sizes than the rows' joinable."""
-        if len(results) < 2 and self.pad != "list":
-            return
-        columns = [_tensors(result) for result in results]
-        if len({len(column) for column in columns}) != 1:
-            return  # results of different forms: the rules for joining say which
-        largest = [_largest([column[i] for column in columns], dim) for i in range(len(columns[0]))]
-        if all(size is None for size in largest) and self.pad != "list":
-            return
-        if self.pad is None:
-            warnings.warn(
-                f"{where}: outputs of the parts differ in other sizes than their rows and came "
-                "back as lists of one tensor per row: pass pad=VALUE to have them padded on the "
-                'right, or pad="list" to have lists in any case',
-                _C.OomkitWarning,
-                stacklevel=7,
-            )
-        for number, result in enumerate(results):
-            sizes = iter(largest)
-            fitted = functools.partial(self.fit, sizes=sizes, dim=dim)
-            results[number] = _C._map_tensors(result, fitted)
-
-    def fit(self, tensor: torch.Tensor, sizes: Iterator[list[int] | None], dim: int) -> Any:
-        return self.fit_to(tensor, next(sizes), dim)
-
-    def fit_to(self, tensor: torch.Tensor, sizes: list[int] | None, dim: int) -> Any:
-        if self.pad == "list":
-            return list(tensor.unbind(dim)) if tensor.dim() else tensor
-        if sizes is None:
-            return tensor
-        if self.pad is None or isinstance(self.pad, str):
-            return list(tensor.unbind(dim))
-        if list(tensor.shape) == [*sizes[:dim], tensor.shape[dim], *sizes[dim + 1 :]]:
-            return tensor
-        widths: list[int] = []
-        for i in reversed(range(tensor.dim())):
-            widths += [0, 0 if i == dim % tensor.dim() else sizes[i] - tensor.shape[i]]
-        return torch.nn.functional.pad(tensor, widths, value=self.pad)
-
-    def flat(self, result: Any, rows: int) -> Any:
-        """Rows that the function returned several times each, one after the other again."""
-        if self.copies == 1:
-            return result
-
-        def back(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.dim() > 1 and tensor.shape[:2] == (rows, self.copies):
-                return tensor.flatten(0, 1)
-            return tensor
-
-        return _C._map_tensors(result, back)
-
-
-def _tensors(result: Any) -> list[torch.Tensor]:
-    """Those in a result, in the order in which they are joined."""
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    _C._map_tensors(result, note)
-    return found
-
-
-def _largest(tensors: list[torch.Tensor], dim: int) -> list[int] | None:
-    """The largest sizes where they differ beside the rows; None where nothing does."""
-    shapes = [list(tensor.shape) for tensor in tensors]
-    count = len(shapes[0])
-    if count == 0 or any(len(shape) != count for shape in shapes):
-        return None
-    others = [[n for i, n in enumerate(shape) if i != dim % count] for shape in shapes]
-    if all(sizes == others[0] for sizes in others):
-        return None
-    return [max(sizes) for sizes in zip(*shapes, strict=True)]
-
-
 # --- running ---
 
 
@@ -250,12 +130,12 @@ class _Run:
         lengths = _lengths(fn, kwargs)
         self.lengths = tuple(sorted(lengths.items()))
         copies = lengths.get("num_return_sequences", 1)
-        self.outputs = _Outputs(None if to is None else torch.device(to), copies, pad)
+        self.outputs = Outputs(None if to is None else torch.device(to), copies, pad)
         if self.lengths:
             options["bucket"] = (options.get("bucket"), self.lengths)
         dim = options.get("dim", 0)
         self.dim = dim if isinstance(dim, int) else 0
-        given = _generators([*args, *kwargs.values()])
+        given = _generators([*args, *kwargs.values(), *_bound(fn).values()])
         if given:
             options["participants"] = [*_several(options.get("participants")), *given]
         self.guard = _C.guard(label=self.where)
@@ -309,15 +189,31 @@ class _Run:
         for args, kwargs in parts:
             with self.guard:
                 rows = parts.stop - parts.start
-                parts._keep(self.fn(*args, **kwargs), self.outputs.converter(rows))
+                result = self.fn(*args, **kwargs)
+                if parts.start > 0:
+                    self.count_beams_on(result, parts.start)
+                parts._keep(result, self.outputs.converter(rows))
+                del result
                 if bar is not None:
                     bar.update(rows)
 
-    def together(self, results: list[Any], join: Callable[[], Any], rows: int) -> Any:
+    def count_beams_on(self, result: Any, start: int) -> None:
+        """Beams in the output of generate() are counted from the first row of the batch."""
+        beams = dict(self.lengths).get("num_beams", 1)
+        indices = result.get("beam_indices") if isinstance(result, Mapping) else None
+        if beams > 1 and isinstance(indices, torch.Tensor):
+            result["beam_indices"] = torch.where(indices < 0, indices, indices + start * beams)
+
+    def together(
+        self, results: list[Any], join: Callable[[], Any], rows: int, is_even: bool = False
+    ) -> Any:
         """The results as one. What has been computed is not lost for want of memory here."""
 
         def finish() -> Any:
-            self.outputs.even(results, self.dim, self.where)
+            nonlocal is_even
+            if not is_even:  # lists of rows would become lists of lists
+                self.outputs.even(results, self.dim, self.where)
+                is_even = True
             return self.outputs.flat(join(), rows)
 
         try:
@@ -331,7 +227,7 @@ class _Run:
             return finish()
         except torch.OutOfMemoryError as error:
             failed = str(error)
-        devices = {t.device for result in results for t in _tensors(result)}
+        devices = {t.device for result in results for t in tensors(result)}
         try:  # by way of the host: there are no parts on the device while it is all put together
             for number, result in enumerate(results):
                 results[number] = _C._map_tensors(result, torch.Tensor.cpu)
@@ -371,16 +267,30 @@ class _Run:
     def joined(self, items: Any) -> Any:
         results: list[Any] = []
         rows: list[int] = []
+        listed: list[set[int]] = []
+        versions: list[tuple[torch.Tensor, int]] = []
         for result, count_ in self.stream(items, self.bar(None)):
             results.append(result)
             rows.append(count_)
+            listed.append(self.outputs.listed)
+            self.outputs.listed = set()
+            for tensor in tensors(result):
+                if not tensor.is_inference() and tensor.dim() and tensor.shape[0] == count_:
+                    versions.append((tensor, tensor._version))
         if not results:
             return None
+        if any(tensor._version != version for tensor, version in versions):
+            raise _C.SplitError(
+                f"{self.where}: rows that an earlier item of the stream returned have changed "
+                "since, as those of a tensor that is used again do: return a new tensor, or "
+                "iterate with lazy=True"
+            )
         copies, last = self.outputs.copies, self.last
         rows = [n * copies for n in rows]
         self.outputs.copies = 1  # the items' results have their rows one after the other
         with self.enter():
-            return self.together(results, lambda: last._join_items(results, rows), sum(rows))
+            even = self.outputs.even_items(results, listed, self.dim)
+            return self.together(results, lambda: last._join_items(results, rows), sum(rows), even)
 
 
 def _is_stream(batch: Any) -> bool:
@@ -444,6 +354,13 @@ def map(
     """
     if not callable(fn):
         raise TypeError(f"map() expected a callable, got {type(fn).__name__}")
+    inner = _function(fn)
+    if inspect.iscoroutinefunction(inner) or inspect.isgeneratorfunction(inner):
+        raise TypeError(
+            f"map() expected a function that returns results, got {inner.__qualname__}, which "
+            "returns a coroutine or a generator that would run outside of map: pass a plain "
+            "function that runs it to its end"
+        )
     if not args and not kwargs:
         raise TypeError("map() expected a batch after the function")
     if mode not in ("no_grad", "inference", "as_is"):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import logging
+import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -45,6 +48,26 @@ def _states(participants: list[Any]) -> list[tuple[Any, Any]]:
         for each in participants
         if hasattr(each, "state_dict") and hasattr(each, "load_state_dict")
     ]
+
+
+def _reached(fn: Any, values: list[Any]) -> Iterator[Any]:
+    """What a function works with: its owner, cells, globals, bound arguments, and `values`."""
+    yield from values
+    while isinstance(fn, functools.partial):
+        yield from (*fn.args, *fn.keywords.values())
+        fn = fn.func
+    yield from (fn, getattr(fn, "__self__", None))
+    fn = getattr(fn, "__func__", fn)
+    if isinstance(fn, types.FunctionType):
+        found = inspect.getclosurevars(fn)
+        yield from (*found.nonlocals.values(), *found.globals.values())
+
+
+def _buffers(reached: list[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Those of the modules, such as running means, with copies."""
+    modules = [each for each in reached if isinstance(each, torch.nn.Module)]
+    buffers = {id(buffer): buffer for module in modules for buffer in module.buffers()}
+    return [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
 
 
 Runner = Callable[[int], list[tuple[Any, int]]]
@@ -99,7 +122,7 @@ def probe(run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[
         return results
 
     try:
-        _probe(run.where, parts, participants, run.dim)
+        _probe(run, parts, participants, list(_reached(run.fn, [*args, *kwargs.values()])))
     except torch.OutOfMemoryError:
         pass  # no reason not to go on
     else:
@@ -107,12 +130,18 @@ def probe(run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[
     _log.info("oomkit: %s was not verified: out of memory", run.where)
 
 
-def _probe(where: str, run: Runner, participants: list[Any], dim: int) -> None:
-    generators = [each for each in participants if isinstance(each, torch.Generator)]
-    before, states = _streams(generators), _states(participants)
+def _probe(of: Any, run: Runner, participants: list[Any], reached: list[Any]) -> None:
+    where, own = of.where, [*participants, *reached]
+    generators = list(
+        {id(each): each for each in own if isinstance(each, torch.Generator)}.values()
+    )
+    before, states, buffers = _streams(generators), _states(participants), _buffers(own)
     try:
-        moved, rows, found = _compare(run, generators, dim)
+        moved, rows, found = _compare(run, generators, of.dim)
     finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
         _set_streams(before, generators)
         for each, state in states:
             each.load_state_dict(state)

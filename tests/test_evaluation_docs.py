@@ -72,8 +72,8 @@ def test_blocks_run(split):
 
 
 def test_numbers_that_the_page_names():
-    from oomkit import _map
+    from oomkit import _map, _map_outputs
 
-    assert (_map._PINNED_LEAST, _map._PINNED_MOST) == (2**20, 256 * 2**20)
+    assert (_map_outputs._PINNED_LEAST, _map_outputs._PINNED_MOST) == (2**20, 256 * 2**20)
     for name in ("max_new_tokens", "max_length", "num_beams", "num_return_sequences"):
         assert name in _map._LENGTHS and f"`{name}`" in TEXT

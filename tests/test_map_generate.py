@@ -139,3 +139,18 @@ def test_sampling_goes_on_as_an_undisturbed_run_of_the_same_parts(gpt2, batch):
             )
 
     assert torch.equal(run(force_slices([4, 3])), run(inject_oom(nth=30)))
+
+
+def test_beams_are_counted_from_the_first_row_of_the_batch(gpt2, batch):
+    asked = {
+        "max_new_tokens": 3,
+        "num_beams": 2,
+        "num_return_sequences": 2,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "pad_token_id": 0,
+    }
+    whole = gpt2.generate(**batch, **asked)
+    result = oomkit.map(gpt2.generate, **batch, **asked, micro_batch=2, pad=0)
+    assert torch.equal(result["sequences"], whole["sequences"])
+    assert torch.equal(result["beam_indices"], whole["beam_indices"])

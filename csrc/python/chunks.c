@@ -52,10 +52,11 @@ begin_sequence(oomkit_chunks *self)
         return 0;
     }
     for (i = 0; i < n; i++) {
-        Py_ssize_t length, first = PyObject_Size(self->args[0]);
+        Py_ssize_t length, first;
         if (!is_sequence(self->args[i])) {
             return 0;
         }
+        first = PyObject_Size(self->args[0]);
         length = PyObject_Size(self->args[i]);
         if (length != first) {
             oomkit_raise(self->st->SplitError,
@@ -439,7 +440,7 @@ oomkit_chunks_next(oomkit_chunks *self)
 
     if (self->busy) {
         return oomkit_raise(PyExc_ValueError,
-                            "%U is asked for a part while it makes one",
+                            "%U is asked for a part while it makes or takes back one",
                             self->options.label);
     }
     if (self->stage == OOMKIT_CHUNKS_CLOSED) {

@@ -36,16 +36,15 @@ typedef struct oomkit_chunks {
     uint64_t bucket;   /* of bucket=, or 0 */
     oomkit_step *site; /* owned: what is remembered */
     oomkit_chunks_stage stage;
-    int busy;        /* in next(): a splitter of the user's must not ask again */
-    int out;         /* a part is with the loop */
-    int failed;      /* and a guard has ended its out-of-memory error */
-    int guards;      /* entered for it, of those that hand it out again */
-    uint64_t part;   /* number of it, over all attempts */
+    int busy;      /* at work: what it calls of the user's must neither ask nor close */
+    int out;       /* a part is with the loop */
+    int failed;    /* and a guard has ended its out-of-memory error */
+    int guards;    /* entered for it, of those that hand it out again */
+    uint64_t part; /* number of it, over all attempts */
     uint64_t handed; /* number of it among those of all loops */
     int64_t
         last_chance; /* rows up to and with the smallest part that was tried again */
     uint64_t part_baseline_bytes, engine_runs;
-    PyObject *grown;  /* owned: lists of the loop's frame as they were, or NULL */
     oomkit_join join; /* results that oomkit.map has us keep */
     PyObject *func;   /* owned: what the parts are for, searched for who takes part, or
                          NULL */

@@ -256,7 +256,9 @@ oomkit_chunks_guard_failed(PyObject *chunks, uint64_t part, int order,
      * the block is left. */
     oomkit_exception_drop(self->st, Py_NewRef(exception), handled);
     phase = oomkit_phase_set(self->st, OOMKIT_PHASE_RECOVERY);
+    self->busy = 1; /* participants are the user's */
     status = oomkit_recover_roll_back(call);
+    self->busy = 0;
     oomkit_phase_set(self->st, phase);
     self->failed = status == 0;
     return status < 0 ? -1 : 1;

@@ -35,7 +35,10 @@ oomkit_chunks_keep(PyObject *op, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     if (slice->length == call->batch.rows) {
-        oomkit_result_learn(self->st, &self->site->results, args[0], slice->length,
+        /* as it is joined: converted, where a row may have become several */
+        Py_ssize_t last = PyList_GET_SIZE(self->join.results) - 1;
+        oomkit_result_learn(self->st, &self->site->results,
+                            PyList_GET_ITEM(self->join.results, last), slice->length,
                             self->options.dim);
     }
     Py_RETURN_NONE;

@@ -118,6 +118,30 @@ options_ours(void)
     return -1;
 }
 
+/* No part may be both above and below a size. 0 or -1. */
+static int
+options_agree(oomkit_chunks *self)
+{
+    const oomkit_options *options = &self->options;
+    int64_t least = options->multiple_of > options->min_micro_batch
+                        ? options->multiple_of
+                        : options->min_micro_batch;
+
+    if (self->largest == 0) {
+        return 0;
+    }
+    if (self->largest < least) {
+        PyErr_Format(
+            PyExc_ValueError,
+            "chunks(micro_batch=...) expected no less than min_micro_batch and "
+            "multiple_of (%lld), got %lld",
+            (long long)least, (long long)self->largest);
+        return -1;
+    }
+    self->largest -= self->largest % options->multiple_of;
+    return 0;
+}
+
 int
 oomkit_chunks_options(oomkit_chunks *self, PyObject *given)
 {
@@ -130,6 +154,9 @@ oomkit_chunks_options(oomkit_chunks *self, PyObject *given)
 
     if (result == 0 && oomkit_options_parse(self->st, kwargs, &self->options) < 0) {
         result = options_ours();
+    }
+    if (result == 0) {
+        result = options_agree(self);
     }
     Py_XDECREF(kwargs);
     return result;

@@ -99,6 +99,11 @@ chunks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
             "chunks() expected a batch: a tensor, a list, or a tuple or "
             "dict of tensors");
     }
+    if (kwargs != NULL && PyDict_GetItemString(kwargs, "join") != NULL) { /* map's */
+        return oomkit_raise(PyExc_TypeError,
+                            "chunks() got an unknown option 'join': the "
+                            "body of the loop collects the results");
+    }
     return (PyObject *)chunks_make(oomkit_state_of_type(type), args, NULL, NULL, kwargs,
                                    NULL, NULL);
 }
@@ -229,6 +234,12 @@ PyDoc_STRVAR(chunks_close_doc,
 static PyObject *
 chunks_close(PyObject *op, PyObject *Py_UNUSED(ignored))
 {
+    if (chunks_CAST(op)->busy) { /* it would free what its caller works with */
+        return oomkit_raise(PyExc_ValueError,
+                            "%U is closed while it makes or takes back a part: close "
+                            "it in the loop's body, or after the loop",
+                            chunks_CAST(op)->options.label);
+    }
     oomkit_chunks_close(chunks_CAST(op), 0);
     Py_RETURN_NONE;
 }
