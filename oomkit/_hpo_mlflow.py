@@ -33,7 +33,14 @@ def _id(run: Any) -> str | None:
 
 
 def _last(mlflow: Any) -> str | None:
-    """The run of this thread that ended last. Asking the server for it may fail."""
+    """The run of this thread that ended last. Asking the server for it may fail.
+
+    Inside a parent `last_active_run` tells the parent, so MLflow's own note is read first.
+    """
+    note = getattr(mlflow.tracking.fluent, "_last_active_run_id", None)
+    if hasattr(note, "get"):
+        run: str | None = note.get()
+        return run
     try:
         return _id(mlflow.last_active_run())
     except Exception as error:  # the tracking server's, of any kind

@@ -120,6 +120,24 @@ def test_a_parent_is_untouched_and_nested_runs_are_ended(store, ended, limit):
     assert len(ended) == 3
 
 
+def test_a_nested_run_in_a_with_block(store, ended, limit):
+    limit(10)
+    ids = []
+
+    @prune_on_oom
+    def objective(trial):
+        with mlflow.start_run(nested=True) as run:
+            ids.append(run.info.run_id)
+            return oom(trial) if trial.number == 0 else float(take(4).numel())
+
+    with mlflow.start_run() as parent:
+        study().optimize(objective, n_trials=2)
+    checked(store, ids[0], "FAILED")
+    checked(store, ids[1], "FINISHED", failed=False)
+    assert store.get_run(parent.info.run_id).data.metrics == {}
+    assert ended == [(ids[0], "FAILED"), (ids[1], "FINISHED"), (parent.info.run_id, "FINISHED")]
+
+
 def test_a_trial_without_a_run_makes_none(store, limit):
     limit(10)
     study().optimize(prune_on_oom(oom), n_trials=1)
