@@ -1,0 +1,52 @@
+"""Objectives inside other decorators, and protected twice."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from searches import STATE, sizes, study
+
+from oomkit.optuna import prune_on_oom, tell
+
+
+def timed(objective):
+    @functools.wraps(objective)
+    def around(trial):
+        return objective(trial)
+
+    return around
+
+
+class Searched:
+    @prune_on_oom
+    def __call__(self, trial):
+        return sizes(50)(trial)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        timed(sizes(50)),
+        timed(prune_on_oom(sizes(50))),
+        functools.partial(prune_on_oom(sizes(50))),
+        Searched(),
+    ],
+)
+def test_tell_of_a_decorated_objective(objective, limit):
+    limit(10)
+    one = study()
+    frozen = tell(one, one.ask(), objective)
+    assert frozen.state == STATE.PRUNED and frozen.user_attrs["oom"] is True
+    assert frozen.user_attrs["memory_constraint"] > 0
+
+
+@pytest.mark.parametrize(
+    "objective", [prune_on_oom(sizes(1)), timed(prune_on_oom(sizes(1))), Searched()]
+)
+def test_protection_twice_is_refused(objective):
+    with pytest.raises(TypeError, match="protected already"):
+        prune_on_oom(objective, on_oom="auto")
+    one = study()
+    with pytest.raises(TypeError, match="protected already"):
+        tell(one, one.ask(), objective, on_oom="auto")
