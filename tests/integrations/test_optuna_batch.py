@@ -112,6 +112,24 @@ def test_what_does_not_fit_at_one_row_is_pruned(limit):
     assert trial.user_attrs["oom_config"]["effective_batch_size"] == 64
 
 
+def test_a_step_that_trials_share_is_counted_once(limit):
+    limit(1)
+
+    @oomkit.auto_batch
+    def step(rows):
+        return (take(len(rows) / 40).sum() + rows.sum()).item()
+
+    @objective(batch=(64, 64))
+    def searched(trial, batch_size):
+        batches = [] if trial.number == 2 else [torch.zeros(batch_size, 2)]
+        return Training(step, batches, lambda: 1.0)
+
+    one = study()
+    one.optimize(searched, n_trials=3)
+    first, second, third = (t.user_attrs.get("oom_retries") for t in one.trials)
+    assert first > 0 and second == 0 and third is None
+
+
 def test_the_objective_reports_and_prunes():
     class Never(optuna.pruners.BasePruner):
         def prune(self, study, trial):
