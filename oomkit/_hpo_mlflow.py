@@ -65,17 +65,19 @@ class RunWatch:
     def finished(self, peak: int | None) -> None:
         self._write(None, peak, end=False)
 
-    def out_of_memory(self, kind: str, peak: int | None) -> None:
-        self._write(kind, peak, end=True)
+    def out_of_memory(self, kind: str, peak: int | None, again: bool) -> None:
+        """`again`: the trial is run once more, in the same run unless it opens its own."""
+        self._write(kind, peak, end=True, again=again)
 
-    def _write(self, kind: str | None, peak: int | None, *, end: bool) -> None:
+    def _write(self, kind: str | None, peak: int | None, *, end: bool, again: bool = False) -> None:
         try:
             mlflow = _loaded(self._option)
             if mlflow is None:
                 return
             run, still_open = self._find(mlflow)
             try:
-                if run is not None:
+                same = callable(self._option) or run == self._open
+                if run is not None and not (again and same):
                     self._log(mlflow, run, kind, peak)
             finally:
                 if end:

@@ -128,13 +128,13 @@ class _Wrapper:
             if outcome.kind is None:
                 watch.finished(outcome.peak)
                 return outcome
-            watch.out_of_memory(outcome.kind, outcome.peak)
             again = (
                 outcome.kind in PASSING
                 and attempt < self.retries
                 and _RETRY not in trial.user_attrs
                 and not _has_reported(trial, study)
             )
+            watch.out_of_memory(outcome.kind, outcome.peak, again)
             if not again:
                 return outcome
             attempt += 1
@@ -151,6 +151,14 @@ class _Wrapper:
     def _configuration(self, trial: Any) -> dict[str, Any]:
         config = self.config(trial) if callable(self.config) else self.config or {}
         return _hpo_values.configuration(trial.params, config)
+
+    def _configuration_of_oom(self, trial: Any) -> dict[str, Any]:
+        """A config= that fails must not hide the out-of-memory that it describes."""
+        try:
+            return self._configuration(trial)
+        except Exception as error:  # the user's, of any kind
+            log.warning("oomkit: trial=%d config= failed: %r", trial.number, error)
+            return _hpo_values.configuration(trial.params, {})
 
     def _finish(
         self, optuna: Any, outcome: Outcome, trial: Any, study: Any, policy: Any
@@ -191,7 +199,7 @@ class _Wrapper:
             found["oom_kind"] = outcome.kind
             found["oom_message"] = outcome.message
             found["oom_location"] = outcome.location
-            found["oom_config"] = self._configuration(trial)
+            found["oom_config"] = self._configuration_of_oom(trial)
             if outcome.needed is not None:
                 found["memory_needed_bytes"] = outcome.needed
         if outcome.peak is not None:

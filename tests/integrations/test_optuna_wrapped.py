@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 
 import pytest
 from searches import STATE, sizes, study
@@ -50,3 +51,15 @@ def test_protection_twice_is_refused(objective):
     one = study()
     with pytest.raises(TypeError, match="protected already"):
         tell(one, one.ask(), objective, on_oom="auto")
+
+
+def test_a_configuration_that_fails_hides_no_oom(limit, caplog):
+    limit(10)
+    one = study()
+    wrapped = prune_on_oom(sizes(50), config=lambda trial: {"rows": trial.params["rows"]})
+    with caplog.at_level(logging.WARNING, "oomkit"):
+        one.optimize(wrapped, n_trials=1)
+    (trial,) = one.trials
+    assert trial.state == STATE.PRUNED and trial.user_attrs["oom"] is True
+    assert trial.user_attrs["oom_config"] == trial.params
+    assert "config= failed: KeyError('rows')" in caplog.text
