@@ -37,7 +37,7 @@ def _last(mlflow: Any) -> str | None:
 
     Inside a parent `last_active_run` tells the parent, so MLflow's own note is read first.
     """
-    note = getattr(mlflow.tracking.fluent, "_last_active_run_id", None)
+    note: Any = getattr(mlflow.tracking.fluent, "_last_active_run_id", None)
     if hasattr(note, "get"):
         run: str | None = note.get()
         return run

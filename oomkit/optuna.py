@@ -457,8 +457,9 @@ def tell(study: Any, trial: Any, objective: Callable[[Any], Any], **options: Any
     For ask and tell: runs the objective with an asked trial and tells the study how it ended.
 
     Out-of-memory is told as `prune_on_oom(objective, **options)` would raise or return it; an
-    objective that is protected already is taken as it is, and takes no options. A trial that the objective itself has
-    told is left as it is. Other errors are told as failed, and pass.
+    objective that is protected already is taken as it is, and takes no options.
+    A trial that the objective itself has told is left as it is. Other errors are told as
+    failed, and pass.
     """
     optuna = _hpo_study.real_optuna()
     states = optuna.trial.TrialState

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 
+import optuna
 import pytest
-from searches import STATE, sizes, study
+import torch
+from searches import STATE, allocated, sizes, study, take
 
 from oomkit.optuna import prune_on_oom, tell
 
@@ -63,3 +65,28 @@ def test_a_configuration_that_fails_hides_no_oom(limit, caplog):
     assert trial.state == STATE.PRUNED and trial.user_attrs["oom"] is True
     assert trial.user_attrs["oom_config"] == trial.params
     assert "config= failed: KeyError('rows')" in caplog.text
+
+
+@pytest.mark.parametrize("on_oom", ["prune", "penalize", "raise"])
+def test_a_handler_by_hand_inside_is_out_of_memory_too(on_oom, limit, no_gc):
+    """Else the sampler would learn that what the user pruned for memory fits."""
+    limit(10)
+    before = []
+
+    @prune_on_oom(on_oom=on_oom, penalty=1.0)
+    def by_hand(trial):
+        before.append(allocated())
+        held = take(4)
+        try:
+            return float(take(50).numel() + held.numel())
+        except torch.OutOfMemoryError as error:
+            raise optuna.TrialPruned("by hand") from error
+
+    one = study()
+    one.optimize(by_hand, n_trials=2)
+    trial = one.trials[0]
+    assert trial.state == (STATE.COMPLETE if on_oom == "penalize" else STATE.PRUNED)
+    assert trial.user_attrs["oom"] is True and trial.user_attrs["oom_kind"] == "capacity"
+    assert trial.user_attrs["memory_constraint"] > 0
+    assert "Tried to allocate" in trial.user_attrs["oom_message"]
+    assert before[1] == before[0]
