@@ -125,6 +125,7 @@ def _train(trial: Any, training: Training, plan: BatchPlan, report: bool) -> Any
     if not isinstance(step, _C.Step):
         start = {"accumulation_steps": plan.accumulation, **training.options}
         step = _C.auto_batch(step, **start)
+    before = _last_step(step.records)  # a step that trials share has theirs
     value = None
     single = len(trial.study.directions) == 1 if hasattr(trial, "study") else True
     try:
@@ -138,8 +139,12 @@ def _train(trial: Any, training: Training, plan: BatchPlan, report: bool) -> Any
                 if trial.should_prune():
                     raise _hpo_study.real_optuna().TrialPruned(f"pruned after epoch {epoch}")
     finally:
-        _record(trial, step.records)
+        _record(trial, tuple(record for record in step.records if record.step > before))
     return value
+
+
+def _last_step(records: tuple[Any, ...]) -> int:
+    return max((record.step for record in records), default=0)
 
 
 def _record(trial: Any, records: tuple[Any, ...]) -> None:

@@ -33,7 +33,14 @@ def _id(run: Any) -> str | None:
 
 
 def _last(mlflow: Any) -> str | None:
-    """The run of this thread that ended last. Asking the server for it may fail."""
+    """The run of this thread that ended last. Asking the server for it may fail.
+
+    Inside a parent `last_active_run` tells the parent, so MLflow's own note is read first.
+    """
+    note: Any = getattr(mlflow.tracking.fluent, "_last_active_run_id", None)
+    if hasattr(note, "get"):
+        run: str | None = note.get()
+        return run
     try:
         return _id(mlflow.last_active_run())
     except Exception as error:  # the tracking server's, of any kind
@@ -58,17 +65,19 @@ class RunWatch:
     def finished(self, peak: int | None) -> None:
         self._write(None, peak, end=False)
 
-    def out_of_memory(self, kind: str, peak: int | None) -> None:
-        self._write(kind, peak, end=True)
+    def out_of_memory(self, kind: str, peak: int | None, again: bool) -> None:
+        """`again`: the trial is run once more, in the same run unless it opens its own."""
+        self._write(kind, peak, end=True, again=again)
 
-    def _write(self, kind: str | None, peak: int | None, *, end: bool) -> None:
+    def _write(self, kind: str | None, peak: int | None, *, end: bool, again: bool = False) -> None:
         try:
             mlflow = _loaded(self._option)
             if mlflow is None:
                 return
             run, still_open = self._find(mlflow)
             try:
-                if run is not None:
+                same = callable(self._option) or run == self._open
+                if run is not None and not (again and same):
                     self._log(mlflow, run, kind, peak)
             finally:
                 if end:

@@ -103,8 +103,8 @@ class MemoryModel:
         self._groups = {}
         for trial in trials:
             peak = trial.user_attrs.get("peak_memory_bytes")
-            if peak is None or trial.user_attrs.get("oom") or not trial.state.is_finished():
-                continue  # one that ran out of memory tells a lower bound only
+            if not peak or trial.user_attrs.get("oom") or not trial.state.is_finished():
+                continue  # one that ran out of memory tells a lower bound only, none nothing
             config = _measured_config(trial)
             group = self._groups.setdefault(self._name(config), _Group())
             group.rows.append((_without_accumulation(config), peak))
@@ -132,21 +132,29 @@ class MemoryModel:
         if self._features is not None:
             return [float(value) for value in self._features(config)]
         key = _hpo_values.batch_key(config)
-        batch = float(config[key]) if key is not None else 1.0
+        batch = float(config[key]) if key is not None and _is_number(config[key]) else 1.0
         lengths = [
             float(value)
             for name, value in config.items()
-            if name.replace("/", ".").rpartition(".")[2] in _LENGTHS
+            if name.replace("/", ".").rpartition(".")[2] in _LENGTHS and _is_number(value)
         ]
         if len(lengths) != 1:
             return [1.0, batch]
         return [1.0, batch, batch * lengths[0], batch * lengths[0] ** 2]
 
+    def _terms_of_row(self, config: Config) -> list[float] | None:
+        """None for a trial that was recorded with less than the law, or features, ask for."""
+        try:
+            return self._terms(config)
+        except KeyError as error:
+            log.debug("oomkit: a trial without %s tells MemoryModel nothing", error)
+            return None
+
     def _weights(self, group: _Group, count: int) -> list[float] | None:
         """Weights of the terms, or None before there are more trials than terms."""
         if count not in group.fits:
-            rows = [(self._terms(config), peak) for config, peak in group.rows]
-            rows = [(terms, peak) for terms, peak in rows if len(terms) == count]
+            made = [(self._terms_of_row(config), peak) for config, peak in group.rows]
+            rows = [(terms, peak) for terms, peak in made if terms and len(terms) == count]
             different = {tuple(terms) for terms, _ in rows}
             enough = len(different) > count and len(rows) >= self._enough
             group.fits[count] = _solve_nonnegative(rows, count) if enough else None
@@ -212,10 +220,11 @@ class MemoryModel:
         config = _hpo_values.configuration(trial.params, config or {})
         predicted = self.predict(config)
         room = _room(budget)
+        # Also before anything can be predicted: those trials are learnt from.
+        trial.set_user_attr("memory_config", _hpo_values.plain(config))
         if predicted is None or not room:
             return False
         trial.set_user_attr("memory_predicted_bytes", predicted)
-        trial.set_user_attr("memory_config", _hpo_values.plain(config))
         limit = self.threshold(config)
         if predicted <= limit * room:
             return False
@@ -254,11 +263,22 @@ def _measured_config(trial: Any) -> dict[str, Any]:
     return config
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _without_accumulation(config: Config) -> dict[str, Any]:
     found = {key: 1 if _hpo_values.is_accumulation(key) else value for key, value in config.items()}
+    if _hpo_values.EFFECTIVE not in found:
+        return found
     key = _hpo_values.batch_key(found)
-    if key is not None and _hpo_values.EFFECTIVE in found:
+    if key is not None:
         found[_hpo_values.EFFECTIVE] = found[key]
+        return found
+    steps = [value for name, value in config.items() if _hpo_values.is_accumulation(name)]
+    effective = found[_hpo_values.EFFECTIVE]
+    if len(steps) == 1 and _is_number(effective) and _is_number(steps[0]) and steps[0] >= 1:
+        found[_hpo_values.EFFECTIVE] = math.ceil(effective / steps[0])
     return found
 
 

@@ -202,11 +202,27 @@ def run(
         now = memory().allocated
         if now is not None and baseline is not None and now > baseline:
             gc.collect()  # cycles hold what the trial left
+    message = facts.message
+    if facts.class_ == "cleared":
+        behind = _out_of_memory_behind(value)
+        if behind is not None:  # a handler by hand: the trial must not be told as one that fits
+            kind, message = "capacity", behind
     needed = peak
     if failed and allocated is not None:
         needed = max(peak or 0, allocated + (requested or 0))
     raised = facts.class_ is not None
-    return Outcome(value, raised, kind, facts.message, facts.location, peak, needed, budget)
+    return Outcome(value, raised, kind, message, facts.location, peak, needed, budget)
+
+
+def _out_of_memory_behind(error: BaseException) -> str | None:
+    """The text of the out-of-memory error that a TrialPruned was raised for, or None.
+
+    In an `except` block it is the context. One in the sampler is not the trial's.
+    """
+    behind = error.__cause__ or error.__context__
+    if behind is None or not _C.is_oom_error(behind) or in_sampler(behind):
+        return None
+    return str(behind)
 
 
 def _usable(figures: MemoryInfo, total: int | None) -> int | None:

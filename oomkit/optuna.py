@@ -42,6 +42,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _Config = Mapping[str, Any] | Callable[[Any], Mapping[str, Any]] | None
 
 _RETRY = "oom_retry_of"
+_PROTECTED = "_oomkit_protected"
 
 
 def constraints(trial: Any) -> tuple[float]:
@@ -127,13 +128,13 @@ class _Wrapper:
             if outcome.kind is None:
                 watch.finished(outcome.peak)
                 return outcome
-            watch.out_of_memory(outcome.kind, outcome.peak)
             again = (
                 outcome.kind in PASSING
                 and attempt < self.retries
                 and _RETRY not in trial.user_attrs
                 and not _has_reported(trial, study)
             )
+            watch.out_of_memory(outcome.kind, outcome.peak, again)
             if not again:
                 return outcome
             attempt += 1
@@ -150,6 +151,14 @@ class _Wrapper:
     def _configuration(self, trial: Any) -> dict[str, Any]:
         config = self.config(trial) if callable(self.config) else self.config or {}
         return _hpo_values.configuration(trial.params, config)
+
+    def _configuration_of_oom(self, trial: Any) -> dict[str, Any]:
+        """A config= that fails must not hide the out-of-memory that it describes."""
+        try:
+            return self._configuration(trial)
+        except Exception as error:  # the user's, of any kind
+            log.warning("oomkit: trial=%d config= failed: %r", trial.number, error)
+            return _hpo_values.configuration(trial.params, {})
 
     def _finish(
         self, optuna: Any, outcome: Outcome, trial: Any, study: Any, policy: Any
@@ -190,7 +199,7 @@ class _Wrapper:
             found["oom_kind"] = outcome.kind
             found["oom_message"] = outcome.message
             found["oom_location"] = outcome.location
-            found["oom_config"] = self._configuration(trial)
+            found["oom_config"] = self._configuration_of_oom(trial)
             if outcome.needed is not None:
                 found["memory_needed_bytes"] = outcome.needed
         if outcome.peak is not None:
@@ -277,6 +286,18 @@ def _check_objective(fn: object) -> None:
         )
     if inspect.iscoroutinefunction(code) or inspect.isgeneratorfunction(code):
         raise TypeError("prune_on_oom() cannot wrap an async or a generator function")
+    if _is_protected(fn):
+        # The outer one would take the inner one's TrialPruned for the user's, in a trial that fits.
+        raise TypeError(
+            "prune_on_oom() got an objective that is protected already: give its options there"
+        )
+
+
+def _is_protected(fn: Any) -> bool:
+    """Also one inside decorators that use functools.wraps, and objects by their __call__."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return any(getattr(one, _PROTECTED, False) for one in (fn, type(fn).__call__))
 
 
 @overload
@@ -385,6 +406,7 @@ def prune_on_oom(
         def protected(*args: Any, **kwargs: Any) -> Any:
             return wrapper.run(objective, args, kwargs)
 
+        setattr(protected, _PROTECTED, True)
         return protected
 
     return decorate if fn is None else decorate(fn)
@@ -435,12 +457,13 @@ def tell(study: Any, trial: Any, objective: Callable[[Any], Any], **options: Any
     For ask and tell: runs the objective with an asked trial and tells the study how it ended.
 
     Out-of-memory is told as `prune_on_oom(objective, **options)` would raise or return it; an
-    objective that is wrapped already is taken as it is. A trial that the objective itself has
-    told is left as it is. Other errors are told as failed, and pass.
+    objective that is protected already is taken as it is, and takes no options.
+    A trial that the objective itself has told is left as it is. Other errors are told as
+    failed, and pass.
     """
     optuna = _hpo_study.real_optuna()
     states = optuna.trial.TrialState
-    if options or getattr(objective, "__wrapped__", None) is None:
+    if options or not _is_protected(objective):
         objective = prune_on_oom(objective, **options)
     state, values = states.FAIL, None
     try:

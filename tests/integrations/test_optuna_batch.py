@@ -112,6 +112,24 @@ def test_what_does_not_fit_at_one_row_is_pruned(limit):
     assert trial.user_attrs["oom_config"]["effective_batch_size"] == 64
 
 
+def test_a_step_that_trials_share_is_counted_once(limit):
+    limit(1)
+
+    @oomkit.auto_batch
+    def step(rows):
+        return (take(len(rows) / 40).sum() + rows.sum()).item()
+
+    @objective(batch=(64, 64))
+    def searched(trial, batch_size):
+        batches = [] if trial.number == 2 else [torch.zeros(batch_size, 2)]
+        return Training(step, batches, lambda: 1.0)
+
+    one = study()
+    one.optimize(searched, n_trials=3)
+    first, second, third = (t.user_attrs.get("oom_retries") for t in one.trials)
+    assert first > 0 and second == 0 and third is None
+
+
 def test_the_objective_reports_and_prunes():
     class Never(optuna.pruners.BasePruner):
         def prune(self, study, trial):
@@ -154,6 +172,10 @@ def test_accumulation_does_not_count():
     assert model.predict(config) == 8_000_000
     model = MemoryModel(lambda c: 1e6 * c["effective_batch_size"])
     assert model.predict({**config, "train.batch_size": 8}) == 8_000_000
+    # Without a batch size: the micro-batch, that is what each accumulation step holds.
+    assert model.predict({"effective_batch_size": 48, "train.grad_accum": 6}) == 8_000_000
+    per_step = MemoryModel(lambda c: 1e6 * c["effective_batch_size"] / c["accumulation_steps"])
+    assert per_step.predict({"effective_batch_size": 48, "accumulation_steps": 6}) == 8_000_000
 
 
 def test_peaks_of_split_trials_count_with_their_micro_batch():
@@ -177,6 +199,36 @@ def test_thresholds_follow_the_errors():
     record(one, config, 100, memory_predicted_bytes=180)
     assert model.fit(one).threshold(config) == 1.25
     assert "largest 80.0%" in model.report()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [MemoryModel(), MemoryModel(features=lambda c: [1, c["batch_size"]])],
+    ids=["by name", "features"],
+)
+def test_it_learns_from_trials_that_nothing_was_predicted_for(model, limit):
+    """By what their check was told, for it is not among the parameters."""
+    limit(20)
+    one = study()
+    one.optimize(prune_on_oom(lambda trial: float(take(1).numel())), n_trials=1)  # not checked
+
+    @prune_on_oom
+    def checked(trial):
+        rows = trial.suggest_int("half", 1, 6)
+        model.check(trial, {"batch_size": 2 * rows, "max_length": None})
+        return float(take(2 * rows).numel())
+
+    n = fixed(one, *({"half": half} for half in (1, 2, 3, 4, 5, 6)))
+    one.optimize(checked, n_trials=n)
+    assert one.trials[-1].user_attrs["memory_predicted_bytes"] == pytest.approx(12 * MIB, rel=0.02)
+
+
+def test_trials_that_took_no_memory_tell_nothing():
+    one = study()
+    for batch in range(1, 8):
+        record(one, {"batch_size": batch}, 0, memory_predicted_bytes=10)
+        record(one, {"batch_size": batch}, 1000 * batch)
+    assert MemoryModel().fit(one).predict({"batch_size": 10}) == 10_000
 
 
 def test_only_the_hopeless_are_pruned_before_they_begin(limit, caplog):

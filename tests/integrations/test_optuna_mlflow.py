@@ -12,6 +12,7 @@ import optuna
 import pytest
 from searches import MIB, STATE, study, take
 
+import oomkit
 from oomkit.optuna import prune_on_oom
 
 # SQLAlchemy's, of what MLflow asks of it.
@@ -120,6 +121,24 @@ def test_a_parent_is_untouched_and_nested_runs_are_ended(store, ended, limit):
     assert len(ended) == 3
 
 
+def test_a_nested_run_in_a_with_block(store, ended, limit):
+    limit(10)
+    ids = []
+
+    @prune_on_oom
+    def objective(trial):
+        with mlflow.start_run(nested=True) as run:
+            ids.append(run.info.run_id)
+            return oom(trial) if trial.number == 0 else float(take(4).numel())
+
+    with mlflow.start_run() as parent:
+        study().optimize(objective, n_trials=2)
+    checked(store, ids[0], "FAILED")
+    checked(store, ids[1], "FINISHED", failed=False)
+    assert store.get_run(parent.info.run_id).data.metrics == {}
+    assert ended == [(ids[0], "FAILED"), (ids[1], "FINISHED"), (parent.info.run_id, "FINISHED")]
+
+
 def test_a_trial_without_a_run_makes_none(store, limit):
     limit(10)
     study().optimize(prune_on_oom(oom), n_trials=1)
@@ -144,6 +163,25 @@ def test_the_run_that_optuna_opened_for_the_trial(store, ended, limit):
     study().optimize(tracked, n_trials=1)
     assert ended == [(ids[0], "FAILED")]
     checked(store, ids[0], "FAILED")
+
+
+@pytest.mark.parametrize("chosen", [True, False], ids=["chosen", "tracked"])
+def test_a_run_that_the_second_attempt_ends_well_says_no_oom(chosen, store, limit):
+    limit(40)
+
+    @prune_on_oom(mlflow=(lambda trial: run.info.run_id) if chosen else "auto")
+    def objective(trial):
+        return float(take(4).numel())
+
+    def tracked(trial):
+        trial.storage.set_trial_system_attr(trial._trial_id, "mlflow_run_id", run.info.run_id)
+        return objective(trial)
+
+    with mlflow.start_run() as run, oomkit.testing.inject_oom(nth=1, min_bytes=MIB):
+        one = study()
+        one.optimize(objective if chosen else tracked, n_trials=1)
+    assert one.trials[0].state == STATE.COMPLETE
+    checked(store, run.info.run_id, "FINISHED", failed=False)
 
 
 def test_a_run_of_ones_own_choice(store, limit):
