@@ -11,8 +11,8 @@ SOURCES := setup.py pyproject.toml \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv build demo test test-integrations prove mutants sanitize programs bench latency peers \
-    lint gpu clean
+.PHONY: help venv build demo test test-integrations prove mutants sanitize programs bench
+.PHONY: latency peers lint gpu clean
 
 help: ## List every target
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
