@@ -174,15 +174,31 @@ def _reporting(oomkit: Any, torch: Any) -> Callable[[], Any]:
 
 
 def _whole(oomkit: Any, torch: Any) -> Callable[[], Any]:
-    """The healthy call of a new step: finds its participants, and takes them apart."""
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2, momentum=None))
+    """The healthy call of a new step: finds its participants, and takes them apart.
+
+    Memory that lacks in torch may split it: samples are apart, and rounding is left out.
+    """
+
+    class Counting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Any) -> Any:
+            self.seen.add_(1)
+            return x
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), Counting())
     x = {"x": [torch.randn(4, 3), 1], "y": (torch.ones(4), "text")}
 
     def use() -> Any:
         model[0].weight.grad = None  # zero_grad() leaves Python for torch._dynamo and back
-        step = oomkit.auto_batch(lambda batch: model(batch["x"][0]).pow(2).sum().backward())
+        step = oomkit.auto_batch(
+            lambda batch: model(batch["x"][0]).pow(2).sum().backward(), reduction="sum"
+        )
         step(x)
-        return model[0].weight.grad.tolist(), step.records[-1].batch_size
+        rows = model[0].weight.grad.tolist()
+        return [[round(v, 3) for v in row] for row in rows], step.records[-1].batch_size
 
     return use
 

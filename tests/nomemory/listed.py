@@ -17,10 +17,27 @@ LISTED: list[tuple[str, str]] = [
         r"^SystemError: <built-in method \w+ of (?:type|torch\._C\._TensorMeta) object at"
         r" \w+> returned",
     ),
+    # The same of a method of its tensors.
+    (
+        "torch's SystemError",
+        r"^SystemError: <method '\w+' of 'torch\._C\.TensorBase' objects> returned",
+    ),
+    # Nothing but torch's own functions is called there, on the gradients' behalf.
+    (
+        "torch crashes",
+        r'SIGSEGV: Fatal Python error: Segmentation fault; File "[^"]*", line \d+ in _make_grads',
+    ),
+    # compile(): of a module that has no .pyc yet.
+    ("CPython's SystemError", r"^SystemError: <built-in function compile> returned NULL"),
     # compile.c asserts or frees what it had no memory for: importing a file without a .pyc.
     ("CPython aborts", r"SIGABRT: Fatal Python error: Aborted; .*in source_to_code"),
     # codeobject.c, lineiter_next: gives back the tuple that it has freed.
     ("CPython crashes", r"SIGSEGV: .*in findlinestarts"),
+    # unmarshalling or compiling a module.
+    (
+        "CPython crashes",
+        r'SIGSEGV: Fatal Python error: Segmentation fault; File "<frozen importlib[^;]*in get_code',
+    ),
     # ceval.c, exception_unwind: the number of the instruction, above 256, is to be pushed as an
     # int for a `with` or `finally`; there is none, which is an exception, which unwinds to the
     # same handler.
