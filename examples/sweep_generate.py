@@ -153,7 +153,7 @@ def compare(point: Point, model: PathModel, samples: list[torch.Tensor], scale: 
 
     for _ in range(2):
         predict(contexts)  # finds its size for so many
-    for _ in range(5):
+    for _ in range(9):
         for size in scale.sizes:
             try:
                 once = timed(lambda size=size: in_fixed_parts(model, contexts, size))  # type: ignore[misc]
