@@ -11,7 +11,7 @@ The largest point does not fit at all, its embedding is over the budget: it ends
 of its own, and the sweep goes on. Afterwards each point is evaluated with fixed batch sizes,
 to compare: what would somebody have got who had guessed the best one?
 
-    python examples/sweep_generate.py             # a minute on a laptop, budget 40 MiB
+    python examples/sweep_generate.py             # a minute on a laptop, budget 24 MiB
     python examples/sweep_generate.py --plain     # the program without oomkit
     python examples/sweep_generate.py --device cuda   # full size, budget 15.5 GiB
 """
@@ -247,7 +247,7 @@ def scale_of(options: argparse.Namespace) -> Scale:
         device = torch.device("cuda", device.index or 0)
         return Scale(device, [1_000, 100_000, 1_000_000, 10_000_000], 40_000, "15.5GiB",
                      [16, 64, 256, 1024], 4_000)  # fmt: skip
-    return Scale(device, [250, 1_000, 100_000], 40_000, "40MiB", [64, 256, 1024, 4096], 5_000)
+    return Scale(device, [250, 1_000, 100_000], 40_000, "24MiB", [64, 256, 1024, 4096], 5_000)
 
 
 def main(arguments: list[str] | None = None) -> int:
