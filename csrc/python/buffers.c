@@ -4,6 +4,7 @@
  * on, running statistics in training mode always; a buffer that moves without a copy
  * cannot be taken back and is named. */
 #include "call.h"
+#include "errors.h"
 #include "tensor.h"
 
 static int
@@ -94,7 +95,7 @@ buffer_copy_fits(oomkit_state *st, PyObject *copy, const oomkit_tensor_facts *fa
         return 0;
     }
     if (oomkit_tensor_facts_get(st, copy, 0, &was) < 0) {
-        PyErr_Clear(); /* unreadable: a new copy is made, and fails by itself */
+        oomkit_error_dismiss(); /* unreadable: a new copy fails by itself */
         return 0;
     }
     return facts->is_strided && facts->ndim >= 0 &&
@@ -339,7 +340,7 @@ oomkit_buffers_learn(oomkit_call *call)
         }
         moved = buffer_has_moved(call, i);
         if (moved < 0) {
-            PyErr_Clear(); /* no reason to fail a finished step */
+            oomkit_error_dismiss(); /* no reason to fail a finished step */
         }
         call->parts->moving[i] = moved != 0;
         if (moved == 0) {

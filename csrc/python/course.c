@@ -34,7 +34,7 @@ course_is_library(PyFrameObject *frame)
         found |= strncmp(text, packages[i], n) == 0 && (text[n] == 0 || text[n] == '.');
     }
     if (PyErr_Occurred()) {
-        PyErr_Clear(); /* a name that cannot be read is nobody's we know */
+        oomkit_error_dismiss(); /* a name that cannot be read is nobody's we know */
     }
     Py_DECREF(globals);
     return found;

@@ -70,7 +70,7 @@ tensor_bytes(oomkit_state *st, PyObject *object)
         return 0;
     }
     if (oomkit_tensor_facts_get(st, object, 0, &facts) < 0) {
-        PyErr_Clear(); /* a report that lacks one tensor is better than none */
+        oomkit_error_dismiss(); /* a report that lacks one tensor is better */
         return 0;
     }
     return facts.bytes;
