@@ -5,10 +5,12 @@ All of them: `make prove`. One body: `python -m nomemory.sweep [--stride N] NAME
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from nomemory.listed import listed
 from nomemory.sweep import OURS
 from torch import nn
 
-from oomkit import _C
+from oomkit import _C, _side_effects
 from oomkit._buffers import Buffers
 from oomkit.testing import inject_oom
 
@@ -113,6 +115,27 @@ def test_hooks_are_taken_out_without_memory() -> None:
     Buffers(modules)
     assert len(modules[0]._forward_hooks) == 1
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_a_look_at_a_step_that_fails_leaves_no_hook(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What else the step reads was looked for when the hooks were there already."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    model = nn.BatchNorm1d(2)
+    participants = [weakref.ref(model)], [], [], 4
+    call = (lambda x: model(x), (torch.ones(4, 2),), {}, participants)
+    watch = _side_effects.watch(*call)
+    assert watch is not None and len(model._forward_hooks) == 1
+    watch.abandon()
+    monkeypatch.setattr(_side_effects, "companions", fail)
+    with contextlib.suppress(KeyboardInterrupt):
+        assert _side_effects.watch(*call) is None
+    assert not model._forward_hooks and not model._forward_pre_hooks
 
 
 @pytest.mark.parametrize("once", [True, False])
