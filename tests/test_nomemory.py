@@ -12,6 +12,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from nomemory.listed import listed
 from nomemory.sweep import OURS
 from torch import nn
 
+import oomkit
 from oomkit import _C, _side_effects
 from oomkit._buffers import Buffers
 from oomkit.testing import inject_oom
@@ -115,6 +117,28 @@ def test_hooks_are_taken_out_without_memory() -> None:
     Buffers(modules)
     assert len(modules[0]._forward_hooks) == 1
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"reduction": "wrong"}, "ValueError"),  # an option that got lost would be none
+        ({"participants": (nn.Linear(2, 2),)}, ""),
+    ],
+)
+def test_options_are_read_without_memory(options: dict[str, Any], expected: str) -> None:
+    """PyDict_GetItemString() and PyObject_HasAttr() take a lack of memory for a no."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def work(nth: int) -> str:
+        suffer(lambda: oomkit.auto_batch(step, **options), Fault(nth), outcome := Outcome())
+        return outcome.error
+
+    answers = [apart(lambda nth=nth: work(nth)) for nth in range(40)]
+    assert [answer.died for answer in answers if answer.died] == []
+    assert {answer.value for answer in answers} == {expected, "MemoryError"}
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
