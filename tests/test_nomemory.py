@@ -39,10 +39,13 @@ STRIDES = {
     "decorating": 483,
     "errors": 33,
     "classifying": 15,
-    "guarding": 1233,
+    "guarding": 331,
     "figures": 87,
     "reporting": 891,
-    "a healthy call": 1191,
+    "a healthy call": 331,
+    "sizes in a checkpoint": 71,
+    "trials": 331,
+    "searching": 331,
 }
 STRIDE = 1501
 
