@@ -42,7 +42,7 @@ def run(adapter: Any, work: Work, reference: Any, budget: int, changes: dict[str
         watch = Watch(work, reference)
         try:
             (adapter.train if work.training else adapter.evaluate)(work)
-        except (RuntimeError, MemoryError) as error:
+        except Exception as error:  # whatever a contender dies of is a finding
             watch.course.died = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return watch.finish()
 
