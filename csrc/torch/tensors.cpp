@@ -12,6 +12,7 @@
 #include <c10/core/UndefinedTensorImpl.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <algorithm>
 #include <cstring>
 
 namespace oomkit {
@@ -114,12 +115,15 @@ compare_one(const c10::TensorImpl *impl, const oomkit_grad_mark *mark, uint32_t 
     return *step == 0 ? OOMKIT_GRAD_SAME : OOMKIT_GRAD_MOVED;
 }
 
-// Its bytes can be copied as they lie: on the CPU, strided, contiguous, of that size.
+// Its bytes can be copied as they lie: on the CPU, strided, contiguous, of that size,
+// and read as they are (not conjugated or negated on the way).
 bool
 is_plain_bytes(const c10::TensorImpl *impl, uint64_t size)
 {
     return impl != nullptr && impl != c10::UndefinedTensorImpl::singleton() &&
            !is_opaque(impl) && impl->device().is_cpu() &&
+           !impl->key_set().has_any(c10::DispatchKeySet(
+               {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative})) &&
            impl->layout() == c10::kStrided && impl->has_storage() &&
            impl->is_contiguous() && size > 0 &&
            static_cast<uint64_t>(impl->numel()) * impl->itemsize() == size;
@@ -178,8 +182,10 @@ sample(const void *holder, ptrdiff_t offset) noexcept
         uint64_t hash = 1;
         for (uint64_t v = 0; v < values; v++) {
             const unsigned char *at = bytes + (count * v / values) * size;
-            for (uint64_t b = 0; b < size; b++) {
-                hash = mix(hash, at[b]);
+            for (uint64_t b = 0; b < size; b += sizeof(uint64_t)) {
+                uint64_t word = 0; // a value at a time: this runs for every parameter
+                std::memcpy(&word, at + b, std::min<uint64_t>(size - b, sizeof word));
+                hash = mix(hash, word);
             }
         }
         return hash;
