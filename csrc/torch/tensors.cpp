@@ -12,7 +12,6 @@
 #include <c10/core/UndefinedTensorImpl.h>
 #include <c10/util/intrusive_ptr.h>
 
-#include <algorithm>
 #include <cstring>
 
 namespace oomkit {
@@ -56,6 +55,23 @@ mix(uint64_t hash, uint64_t value)
     hash ^= value + 0x9e3779b97f4a7c15u + (hash << 6) + (hash >> 2);
     hash *= 0xff51afd7ed558ccdu;
     return hash ^ (hash >> 33);
+}
+
+// By words: this runs for every parameter of a model.
+uint64_t
+mix_bytes(uint64_t hash, const unsigned char *bytes, uint64_t size)
+{
+    uint64_t word, at = 0;
+    for (; at + sizeof word <= size; at += sizeof word) {
+        std::memcpy(&word, bytes + at, sizeof word);
+        hash = mix(hash, word);
+    }
+    if (at < size) {
+        word = 0;
+        std::memcpy(&word, bytes + at, size - at);
+        hash = mix(hash, word);
+    }
+    return hash;
 }
 
 // Tensors whose sizes only Python or a C++ subclass of its own knows.
@@ -180,13 +196,11 @@ sample(const void *holder, ptrdiff_t offset) noexcept
         const uint64_t size = impl->itemsize();
         const uint64_t values = count < 64 ? count : 64;
         uint64_t hash = 1;
+        if (count == values) { // all of them
+            return mix_bytes(hash, bytes, count * size);
+        }
         for (uint64_t v = 0; v < values; v++) {
-            const unsigned char *at = bytes + (count * v / values) * size;
-            for (uint64_t b = 0; b < size; b += sizeof(uint64_t)) {
-                uint64_t word = 0; // a value at a time: this runs for every parameter
-                std::memcpy(&word, at + b, std::min<uint64_t>(size - b, sizeof word));
-                hash = mix(hash, word);
-            }
+            hash = mix_bytes(hash, bytes + (count * v / values) * size, size);
         }
         return hash;
     } catch (...) {
