@@ -53,25 +53,29 @@ def _slots_of(kind: type) -> _Slots:
     ]
 
 
-def _attributes(value: object, known: dict[int, _Slots]) -> Iterator[tuple[str, Any]]:
+def _attributes(
+    value: object, known: dict[int, _Slots], but: frozenset[str] = frozenset()
+) -> Iterator[tuple[str, Any]]:
     """Names and values in ``__dict__`` and ``__slots__``: no property is evaluated.
 
     Args:
         known: slots by address of the type, which it has from then on; modules are many
             and alike.
+        but: names that are passed over.
     """
     try:
         own = object.__getattribute__(value, "__dict__")
     except AttributeError:
         own = None
     if isinstance(own, dict):
-        yield from [(k, v) for k, v in own.items() if isinstance(k, str)]
+        yield from [(k, v) for k, v in own.items() if isinstance(k, str) and k not in but]
     kind = type(value)
     if id(kind) not in known:  # a metaclass may have a hash of its own
         known[id(kind)] = _slots_of(kind)
     for name, slot in known[id(kind)]:
         try:
-            yield name, slot.__get__(value)
+            if name not in but:
+                yield name, slot.__get__(value)
         except AttributeError:
             continue  # empty
 
@@ -171,9 +175,9 @@ class _Scan:
         """Plain attributes only: parameters and buffers have rules of their own."""
         for name, part in list(islice(value.named_modules(), _ITEMS)):
             at = f"{path}.{name}" if name else path
-            for key, inner in _attributes(part, self.slots):
-                if key in _MODULE_OWN or len(self.found) >= _VALUES:
-                    continue
+            for key, inner in _attributes(part, self.slots, _MODULE_OWN):
+                if len(self.found) >= _VALUES:
+                    return
                 if type(inner) in _PLAIN:
                     self.found[f"{at}.{key}"] = inner
                 elif type(inner) in (list, dict, set) and id(inner) not in self.skip:
