@@ -38,6 +38,7 @@ WEIGHTS: dict[str, Callable[[], torch.Tensor]] = {
     "complex": lambda: torch.randn(5, dtype=torch.complex64),
     "conjugated": lambda: torch.randn(5, dtype=torch.complex64).conj(),
     "double": lambda: torch.randn(200, dtype=torch.float64),
+    "large": lambda: torch.randn(300, 100),
 }
 
 

@@ -2,24 +2,24 @@
  * where it turns out that the step changes them by itself, they go back as they were.
  * Taken once per site, on the host, and only of models that are small enough.
  *
- * A plain tensor of the CPU is kept as bytes in one block: a copy by torch costs two
- * microseconds for each parameter, however small, and stands between an error and its
- * replay. */
+ * A small plain tensor of the CPU is kept as bytes: a copy by torch costs two
+ * microseconds, however small the parameter, and stands between an error and its
+ * replay. Of large ones the bytes are what costs, and torch's blocks are warm. */
 #include "call.h"
 #include "step.h"
 #include "tensor.h"
 
-#define PRISTINE_BYTES (256u << 20)
+#define PRISTINE_BYTES (256u << 20) /* of all of them together */
+#define IMAGE_BYTES (1u << 16)      /* one up to this is kept as bytes */
 
 typedef struct pristine_item {
     PyObject *copy; /* owned host copy, or NULL */
-    uint64_t at;    /* where its bytes are in the image ... */
-    uint64_t bytes; /* ... and how many, 0 where it has none there */
-    uint64_t shape; /* of dtype and all sizes */
+    void *image;    /* its bytes, or NULL */
+    uint64_t bytes; /* how many, 0 where it is not to be kept so */
+    uint64_t shape; /* hash of dtype and all sizes */
 } pristine_item;
 
 struct oomkit_pristine {
-    unsigned char *image; /* or NULL */
     Py_ssize_t count;
     pristine_item items[];
 };
@@ -33,9 +33,7 @@ oomkit_pristine_release(oomkit_call *call)
     call->pristine = NULL; /* first: a finaliser that runs here must see none */
     for (i = 0; p != NULL && i < p->count; i++) {
         Py_CLEAR(p->items[i].copy);
-    }
-    if (p != NULL) {
-        PyMem_Free(p->image);
+        PyMem_Free(p->items[i].image);
     }
     PyMem_Free(p);
 }
@@ -47,28 +45,51 @@ pristine_facts(const oomkit_call *call, Py_ssize_t i, oomkit_tensor_facts *facts
     return oomkit_tensor_facts_get(call->st, call->parts->params[i], INT64_MAX, facts);
 }
 
-/* How many bytes there are of each, and of all that may lie in the image. *total is of
- * all. 0 or -1. */
+/* The kind of each, how many bytes it is where it may be kept so, and of how many bytes
+ * all are. 0 or -1. */
 static int
-pristine_measure(const oomkit_call *call, uint64_t *total, uint64_t *in_image)
+pristine_measure(const oomkit_call *call, uint64_t *total)
 {
-    oomkit_pristine *p = call->pristine;
     oomkit_tensor_facts facts;
     Py_ssize_t i;
 
-    *total = *in_image = 0;
-    for (i = 0; i < p->count; i++) {
+    *total = 0;
+    for (i = 0; i < call->pristine->count; i++) {
+        pristine_item *item = &call->pristine->items[i];
         if (pristine_facts(call, i, &facts) < 0) {
             return -1;
         }
         *total += facts.bytes;
-        if (call->st->bridge != NULL && facts.device_type == 0 && facts.is_strided) {
-            p->items[i].at = *in_image;
-            p->items[i].bytes = facts.bytes;
-            p->items[i].shape = facts.shape_hash;
-            *in_image += facts.bytes;
+        item->shape = facts.shape_hash;
+        if (call->st->bridge != NULL && facts.device_type == 0 && facts.is_strided &&
+            facts.bytes <= IMAGE_BYTES) {
+            item->bytes = facts.bytes;
         }
     }
+    return 0;
+}
+
+/* The bytes of one parameter. 1 taken, 0 it is not kept so, -1 with MemoryError. */
+static int
+pristine_image(const oomkit_call *call, Py_ssize_t i)
+{
+    const oomkit_state *st = call->st;
+    pristine_item *item = &call->pristine->items[i];
+
+    if (item->bytes == 0) {
+        return 0;
+    }
+    item->image = PyMem_Malloc((size_t)item->bytes);
+    if (item->image == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    if (st->bridge->bytes_get(call->parts->params[i], st->impl_offset, item->image,
+                              item->bytes) == OOMKIT_OK) {
+        return 1;
+    }
+    PyMem_Free(item->image);
+    item->image = NULL;
     return 0;
 }
 
@@ -76,15 +97,12 @@ pristine_measure(const oomkit_call *call, uint64_t *total, uint64_t *in_image)
 static int
 pristine_take_one(oomkit_call *call, Py_ssize_t i)
 {
-    const oomkit_state *st = call->st;
     pristine_item *item = &call->pristine->items[i];
+    int taken = pristine_image(call, i);
 
-    if (item->bytes > 0 &&
-        st->bridge->bytes_get(call->parts->params[i], st->impl_offset,
-                              call->pristine->image + item->at, item->bytes) == 0) {
-        return 0;
+    if (taken != 0) {
+        return taken < 0 ? -1 : 0;
     }
-    item->bytes = 0;
     item->copy = oomkit_host_copy(call->st, call->parts->params[i]);
     if (item->copy == NULL) {
         if (!PyErr_ExceptionMatches(PyExc_Exception)) {
@@ -100,7 +118,7 @@ int
 oomkit_pristine_take(oomkit_call *call)
 {
     Py_ssize_t i, n = call->parts->param_count;
-    uint64_t total, in_image;
+    uint64_t total;
     oomkit_pristine *p; /* owned by call */
 
     if (call->step->effects_said || call->pristine != NULL || n == 0) {
@@ -113,16 +131,12 @@ oomkit_pristine_take(oomkit_call *call)
     }
     p->count = n;
     call->pristine = p;
-    if (pristine_measure(call, &total, &in_image) < 0) {
+    if (pristine_measure(call, &total) < 0) {
         return -1;
     }
     if (total > PRISTINE_BYTES) {
         oomkit_pristine_release(call);
         return 0;
-    }
-    if (in_image > 0 && (p->image = PyMem_Malloc((size_t)in_image)) == NULL) {
-        PyErr_NoMemory();
-        return -1;
     }
     for (i = 0; i < n; i++) {
         if (pristine_take_one(call, i) < 0) {
@@ -159,11 +173,10 @@ pristine_through(const oomkit_call *call, Py_ssize_t i)
     int result = -1; /* fresh: owned */
 
     if (fresh != NULL) {
-        result =
-            st->bridge->bytes_set(fresh, st->impl_offset,
-                                  call->pristine->image + item->at, item->bytes) == 0
-                ? pristine_write(call, i, fresh)
-                : 0;
+        result = st->bridge->bytes_set(fresh, st->impl_offset, item->image,
+                                       item->bytes) == OOMKIT_OK
+                     ? pristine_write(call, i, fresh)
+                     : 0;
     }
     Py_XDECREF(fresh);
     Py_XDECREF(plain);
@@ -180,18 +193,20 @@ pristine_put_back(const oomkit_call *call, Py_ssize_t i)
     oomkit_tensor_facts facts;
     int result;
 
-    if (item->bytes == 0) {
-        return item->copy == NULL ? 0 : pristine_write(call, i, item->copy);
+    if (item->image == NULL && item->copy == NULL) {
+        return 0;
     }
     if (pristine_facts(call, i, &facts) < 0) {
         return -1;
     }
-    if (facts.device_type != 0 || facts.bytes != item->bytes ||
-        facts.shape_hash != item->shape) {
+    if (facts.shape_hash != item->shape) {
         return 2;
     }
-    if (st->bridge->bytes_set(call->parts->params[i], st->impl_offset,
-                              call->pristine->image + item->at, item->bytes) == 0) {
+    if (item->image == NULL) {
+        return pristine_write(call, i, item->copy);
+    }
+    if (st->bridge->bytes_set(call->parts->params[i], st->impl_offset, item->image,
+                              item->bytes) == OOMKIT_OK) {
         return 1;
     }
     result = pristine_through(call, i);
