@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .body import Body, Plain
-from .kept import checkpoint, searching, trials
+from .kept import Remembering, checkpoint, searching, trials
 from .recovery import Recovery
 
 
@@ -249,10 +249,13 @@ RARER = {"guarding": 3, "a healthy call": 3, "loops": 2, "trials": 3}
 BODIES: list[Body] = [
     Imports(),
     *(Plain(name, _oomkit(make), RARER.get(name, 1)) for name, make in PLAIN.items()),
+    Remembering(_oomkit),
     Recovery("inside"),
     Recovery("inside", warm=True),
     Recovery("inside", phase="forward", warm=True, gradients=True),
     Recovery("inside", phase="optimizer", warm=True),
+    Recovery("inside", warm=True, nested=True),
+    Recovery("inside", phase="forward", warm=True, guarded=True),
     Recovery("returned", "back", warm=True),
     Recovery("rows", "back", warm=True),
     Recovery("stash", "back", warm=True),

@@ -1,10 +1,20 @@
-"""Bodies of what outlives a call: sizes in a checkpoint, trials of a search."""
+"""Bodies of what outlives a call: sizes in a file and in a checkpoint, trials of a search."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from .body import Plain
+from .fault import Outcome
+
+Make = Callable[[Any, Any], Callable[[], Any]]
 
 
 def _evaluation(oomkit: Any, torch: Any, **options: Any) -> tuple[Any, Any]:
@@ -16,6 +26,57 @@ def _evaluation(oomkit: Any, torch: Any, **options: Any) -> tuple[Any, Any]:
             return model(x)
 
     return oomkit.auto_batch(evaluate, **options), torch.ones(4, 3)
+
+
+class Remembering(Plain):
+    """The file of oomkit.sizes: found, written, listed, cleared. Each child begins without."""
+
+    def __init__(self, prepared: Callable[[Make], Callable[[], Callable[[], Any]]]) -> None:
+        super().__init__("remembered sizes", prepared(self._make))
+        self.folder = Path()
+
+    def _make(self, oomkit: Any, torch: Any) -> Callable[[], Any]:
+        from oomkit import _store, sizes
+        from oomkit.testing import inject_oom
+
+        # Notes are taken only where there is a limit, and a `with` of one is another body's.
+        oomkit.limit_memory("1GB", device="cpu")
+        self.folder = Path(tempfile.mkdtemp(prefix="oomkit-nomemory-"))
+        os.environ["OOMKIT_CACHE_DIR"] = str(self.folder)
+
+        def use() -> Any:
+            sizes.clear()
+            before = len(os.listdir("/proc/self/fd"))
+            step, x = _evaluation(oomkit, torch, remember=True, label="kept")
+            with inject_oom():
+                step(x)
+            _store.flush()
+            # What lacks memory in torch as well is split once more.
+            found = [(size.batch, (size.micro_batch or 9) <= 2) for size in sizes.list()]
+            lines = len(repr(sizes.list()).splitlines())
+            told = found, lines, sizes.clear()
+            return told, len(sizes.list()), len(os.listdir("/proc/self/fd")) - before
+
+        return use
+
+    def judge(self, outcome: Outcome) -> list[str]:
+        """A note that there was no memory for is missing, which is no failure of the step."""
+        result, again = outcome.values
+        if outcome.error == "" and result[0] == ([], 1, 0):
+            outcome.values = ((self.first[0], *result[1:]), again)
+        return super().judge(outcome)
+
+    def armed(self) -> AbstractContextManager[Any]:
+        return self._armed()
+
+    @contextmanager
+    def _armed(self) -> Iterator[None]:
+        for left in self.folder.iterdir():
+            left.unlink()
+        yield
+
+    def finish(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)  # prepare() may not have come to it
 
 
 def checkpoint(oomkit: Any, torch: Any) -> Callable[[], Any]:
