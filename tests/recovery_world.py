@@ -60,12 +60,10 @@ class World:
         warm: bool = False,
         hook: bool = True,
         nested: bool = False,
-        guarded: bool = False,
     ) -> None:
-        """`nested`: the batch is one argument, in containers of several kinds. `guarded`: the
-        forward is in a guard."""
+        """`nested`: the batch is one argument, in containers of several kinds."""
         torch.manual_seed(SEED)
-        self.form, self.nested, self.guarded = form, nested, guarded
+        self.form, self.nested = form, nested
         self.net = nn.Sequential(
             nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 3)
         )
@@ -88,8 +86,7 @@ class World:
 
     def _forward(self, x: torch.Tensor, y: torch.Tensor, how: str = "mean") -> torch.Tensor:
         self.counter.add(float(len(x)))
-        with oomkit.guard(label="forward") if self.guarded else nullcontext():
-            return F.cross_entropy(self.net(x), y, reduction=how)
+        return F.cross_entropy(self.net(x), y, reduction=how)
 
     def _decorate(self, gradients: bool) -> Any:
         whole = self.form == "inside"

@@ -255,7 +255,6 @@ BODIES: list[Body] = [
     Recovery("inside", phase="forward", warm=True, gradients=True),
     Recovery("inside", phase="optimizer", warm=True),
     Recovery("inside", warm=True, nested=True),
-    Recovery("inside", phase="forward", warm=True, guarded=True),
     Recovery("returned", "back", warm=True),
     Recovery("rows", "back", warm=True),
     Recovery("stash", "back", warm=True),
