@@ -1,8 +1,9 @@
 """`make prove`: all suites in full, two processes at a time; writes the table.
 
-    python -m prove [--jobs 2] [--suite NAME ...] [--unit NAME ...]
+    python -m prove [--jobs 2] [--suite NAME ...] [--unit NAME ...] [--again]
 
-With --suite or --unit only those, and the table is not written.
+With --suite or --unit only those, and the table is not written; but with --again they take
+the place of what the last whole run had of them, and the table says which were run again.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from pathlib import Path
 
 from .suite import Result, Suite
 from .suites import SUITES
-from .table import TABLE, summary, table
+from .table import TABLE, Results, summary, table
 
 # Seconds; none of the units takes half of it on a machine that does nothing else.
 TIMEOUT = 1800
+
+LAST = TABLE.parents[2] / "build" / "prove.json"  # what the last whole run found
 
 # Before a process loads OpenMP: waiting threads that spin make a busy machine crawl.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -58,11 +61,28 @@ def run_apart(command: list[str], output: Path, timeout: float = TIMEOUT) -> Res
     return Result(**json.loads(output.read_text()))
 
 
+def write(results: Results, seconds: float, seed: str, again: bool) -> None:
+    """The table, of this run or with this run's units in place of the last one's."""
+    repeated: list[str] = []
+    if again:
+        last = json.loads(LAST.read_text())
+        repeated = sorted({*last["repeated"], *(f"{suite}: {unit}" for suite, unit in results)})
+        seconds = last["seconds"]
+        whole = {(suite, unit): Result(**found) for suite, unit, found in last["results"]}
+        results = whole | results
+    rows = [(suite, unit, found.as_dict()) for (suite, unit), found in results.items()]
+    LAST.parent.mkdir(exist_ok=True)
+    LAST.write_text(json.dumps({"seconds": seconds, "results": rows, "repeated": repeated}))
+    TABLE.write_text(table(results, seconds, seed, repeated))
+    print(f"wrote {TABLE}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="prove", description=__doc__)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--suite", action="append", default=[])
     parser.add_argument("--unit", action="append", default=[])
+    parser.add_argument("--again", action="store_true")
     parser.add_argument("--here", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     by_name = {suite.name: suite for suite in SUITES}
@@ -100,9 +120,8 @@ def main() -> int:
     seconds = time.perf_counter() - begin
     print(f"\n{summary(results, seconds)}")
     failed = any(result.failures for result in results.values())
-    if not arguments.suite and not arguments.unit:
-        TABLE.write_text(table(results, seconds, seed))
-        print(f"wrote {TABLE}")
+    if arguments.again or not (arguments.suite or arguments.unit):
+        write(results, seconds, seed, arguments.again)
     return 1 if failed or not results else 0
 
 

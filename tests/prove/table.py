@@ -38,13 +38,15 @@ def _sums(found: list[Result]) -> tuple[str, str, str]:
     )
 
 
-def table(results: Results, seconds: float, seed: str) -> str:
+def table(results: Results, seconds: float, seed: str, repeated: list[str]) -> str:
     import torch
 
     head = (
         f"make prove: every case is a fault (in suites of tests: a test)\n"
         f"torch {torch.__version__}, Python {platform.python_version()}, seed {seed}\n"
     )
+    if repeated:  # their time is in the sums, and not in "from beginning to end"
+        head += f"run again by themselves after a mend: {'; '.join(repeated)}\n"
     units = sorted(results.items(), key=lambda item: item[0])
     width = max(len(unit) for (_, unit), _ in units)
     detail: list[str] = []

@@ -6,6 +6,9 @@ import itertools
 import sys
 from pathlib import Path
 
+import pytest
+
+from . import __main__ as main
 from .__main__ import run_apart
 from .pairwise import pairs_of, pairwise
 from .suite import Result, read_pytest
@@ -66,8 +69,26 @@ def test_the_table_has_a_line_for_each_suite_and_each_unit() -> None:
         ["models", "7", "1"],
         ["tests", "5", "0"],
     ]
-    text = table(results, 9.0, "1")
+    text = table(results, 9.0, "1", [])
     assert "all suites" in text and "12" in text and "  b " in text and "2 recovered" in text
+
+
+def test_units_that_run_again_take_the_place_of_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "LAST", tmp_path / "prove.json")
+    monkeypatch.setattr(main, "TABLE", tmp_path / "prove.txt")
+    first = {("models", "a"): Result(4, ["wrong"]), ("models", "b"): Result(3)}
+    main.write(first, 9.0, "1", again=False)
+    assert "again" not in main.TABLE.read_text()
+    main.write({("models", "a"): Result(5)}, 2.0, "1", again=True)
+    text = main.TABLE.read_text()
+    assert "run again by themselves after a mend: models: a\n" in text
+    assert "from beginning to end: 9 s" in text
+    assert next(line for line in text.splitlines() if line[:6] == "models").split()[1:3] == [
+        "8",
+        "0",
+    ]
 
 
 def test_units_have_names_of_their_own() -> None:
