@@ -1,8 +1,8 @@
 """A program under oomkit and its twin without, driven by hypothesis.
 
 Each rule does the same to both. A call may end for lack of memory: then the state is the one
-before it, and the twin does not make the call. No program deserves a SplitError: each has a batch
-whose rows are known, and none that depend on each other. Everything else is equal: parameters,
+before it, and the twin does not make the call. A SplitError is one that the program deserves
+(DESERVED). Everything else has to be equal: parameters,
 gradients, buffers, flags, optimizer, scheduler, random state, what comes back.
 """
 
@@ -39,6 +39,11 @@ FAULTS = st.fixed_dictionaries(
 )
 SAID = ("hold this batch's contribution", "gradients cannot be rolled back")
 """In the error that ends a call: gradients that were there before have no copy."""
+DESERVED: dict[str, Callable[[Programs], bool]] = {
+    # One loss for each row, and a micro-batch of one row: it might be a mean as well.
+    "cannot tell what the loss of shape torch.Size([1]) is": lambda program: program.form.rows,
+}
+"""Part of a SplitError's text: is that one this program's?"""
 BUDGETS = (None, 1500, 3000, 6000, 12000, 24000)
 TWO_FAULTS = st.lists(FAULTS, min_size=0, max_size=2)
 
@@ -166,6 +171,11 @@ class Programs(RuleBasedStateMachine):
                 assert self.options["gradient_safety"] != "copy", error
                 self.counts["gradients that were not copied"] += 1
                 self._resume(before)
+        except oomkit.SplitError as error:
+            note(f"{what}: {error}")
+            told = [t for t, deserves in DESERVED.items() if t in str(error) and deserves(self)]
+            assert told, error
+            self.counts[f"refused: {told[0]}"] += 1
         except torch.OutOfMemoryError as error:
             # The caller's own operations between several losses and one root, whose few bytes
             # are outside the budget: only a fault in what is oomkit's own gets there.
