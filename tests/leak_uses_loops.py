@@ -17,14 +17,15 @@ import oomkit
 from oomkit import _store, optuna, sizes
 from oomkit.testing import inject_oom
 
+NEEDS_OPTUNA = {
+    "optuna.hyperparameter_search",
+    "optuna.objective",
+    "optuna.prune_on_oom",
+    "optuna.tell",
+}
 NEEDS_MORE |= {
-    name: "needs Optuna, which .venv has not: its objects are counted in tests/integrations"
-    for name in (
-        "optuna.hyperparameter_search",
-        "optuna.objective",
-        "optuna.prune_on_oom",
-        "optuna.tell",
-    )
+    name: "needs Optuna, which .venv has not: used in tests/integrations/test_optuna_leaks.py"
+    for name in NEEDS_OPTUNA
 }
 
 
