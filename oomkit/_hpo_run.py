@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import _C
-from .memory import MemoryInfo, cleanup, memory
+from .memory import MemoryInfo, _host_bytes, cleanup, memory
 
 log = logging.getLogger("oomkit")
 
@@ -72,14 +72,6 @@ class Outcome:
 _SMALLEST = 0.01
 
 
-def host_bytes() -> int | None:
-    """Physical memory of this machine."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return None
-
-
 def is_distributed() -> bool:
     distributed = torch.distributed
     return bool(
@@ -135,6 +127,17 @@ def _accelerator_now(device: tuple[int, int]) -> MemoryInfo | None:
     return None if info.allocated is None or not info.peak_allocated else info
 
 
+_BUDGET = re.compile(r"memory budget is .* \((\d+) bytes\), of which")
+
+
+def _limit_then(facts: _Facts) -> int | None:
+    """The limit at the failure. A `with` of the objective's has put the other back by now."""
+    if facts.report is not None and facts.device[0] == 0:
+        return facts.report.budget
+    said = _BUDGET.search(facts.message or "")
+    return facts.limit if said is None else int(said[1])
+
+
 def _kind(
     raised: str,
     requested: int | None,
@@ -177,7 +180,7 @@ def run(
     before = memory()
     facts = _Facts(*_C._trial(objective, args, kwargs, pruned, judge, keep))
     value, failed = facts.value, facts.class_ not in (None, "cleared")
-    baseline, peak, limit = facts.baseline, facts.peak, facts.limit
+    baseline, peak, limit = facts.baseline, facts.peak, _limit_then(facts)
     allocated, requested = facts.allocated, facts.requested
     reserved, usable, device = facts.reserved, facts.usable, facts.device
     if facts.report is not None and facts.report.allocated is not None:
@@ -189,7 +192,7 @@ def run(
     else:  # the window was the CPU's: its own counter has not been reset yet
         peak, limit, baseline, device = figures.peak_allocated, figures.budget, 0, (1, 0)
         allocated, reserved, usable = peak, None, None
-    total = figures.total if figures.total is not None else host_bytes()
+    total = figures.total if figures.total is not None else _host_bytes()
     if budget is None:
         budget = limit if limit is not None else usable if usable else _usable(figures, total)
     kind = None
