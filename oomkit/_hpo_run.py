@@ -127,15 +127,24 @@ def _accelerator_now(device: tuple[int, int]) -> MemoryInfo | None:
     return None if info.allocated is None or not info.peak_allocated else info
 
 
+# What allocator.cpp says where a limit of ours refuses a request.
 _BUDGET = re.compile(r"memory budget is .* \((\d+) bytes\), of which")
 
 
-def _limit_then(facts: _Facts) -> int | None:
-    """The limit at the failure. A `with` of the objective's has put the other back by now."""
-    if facts.report is not None and facts.device[0] == 0:
-        return facts.report.budget
-    said = _BUDGET.search(facts.message or "")
-    return facts.limit if said is None else int(said[1])
+def _at_failure(facts: _Facts) -> tuple[int | None, int | None, int | None]:
+    """(allocated, requested, the limit of ours that refused it), each as far as it is known.
+
+    By now frames have been unwound, a step rolled back, and a `with limit_memory()` of the
+    objective's has put another limit back: what was noted and said then counts.
+    """
+    allocated, requested, text = facts.allocated, facts.requested, facts.message
+    if facts.report is not None:
+        last = facts.report.attempts[-1] if facts.report.attempts else {}
+        allocated = last.get("allocated_bytes") or facts.report.allocated or allocated
+        requested = last.get("requested_bytes") or facts.report.requested_bytes or requested
+        text = last.get("message") or text
+    said = _BUDGET.search(text or "")
+    return allocated, requested, None if said is None else int(said[1])
 
 
 def _kind(
@@ -180,12 +189,10 @@ def run(
     before = memory()
     facts = _Facts(*_C._trial(objective, args, kwargs, pruned, judge, keep))
     value, failed = facts.value, facts.class_ not in (None, "cleared")
-    baseline, peak, limit = facts.baseline, facts.peak, _limit_then(facts)
-    allocated, requested = facts.allocated, facts.requested
+    baseline, peak, limit = facts.baseline, facts.peak, facts.limit
     reserved, usable, device = facts.reserved, facts.usable, facts.device
-    if facts.report is not None and facts.report.allocated is not None:
-        allocated = facts.report.allocated
-        requested = facts.report.requested_bytes or requested
+    allocated, requested, refused = _at_failure(facts)
+    limit = limit if refused is None else refused
     figures = _accelerator_now(device)
     if figures is None:
         figures = before
@@ -199,6 +206,7 @@ def run(
     if failed:
         release()
         kind = _kind(facts.type or "", requested, allocated, reserved, usable, limit, total)
+        kind = kind if refused is None else "capacity"
         # A device's room says nothing about what failed on the host.
         kind = "contention" if kind == "host" and device[0] != 0 else kind
     else:
@@ -212,7 +220,7 @@ def run(
             kind, message = "capacity", behind
     needed = peak
     if failed and allocated is not None:
-        needed = max(peak or 0, allocated + (requested or 0))
+        needed = max(peak or 0, allocated + (requested or 0), refused or 0)
     raised = facts.class_ is not None
     return Outcome(value, raised, kind, message, facts.location, peak, needed, budget)
 

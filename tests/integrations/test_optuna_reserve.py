@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from searches import MIB, STATE, allocated, sizes, study, take
 
 import oomkit
@@ -78,6 +79,22 @@ def test_a_step_that_gives_up_under_a_limit_of_the_objectives_own():
     one = study()
     one.optimize(objective, n_trials=1)
     assert one.trials[0].user_attrs["oom_kind"] == "capacity"
+
+
+def test_a_step_that_gives_up_is_judged_by_what_it_had_then(limit):
+    """Rolled back it has nothing, and the last request alone would have fitted."""
+    limit(20)
+
+    @prune_on_oom
+    def objective(trial):
+        step = oomkit.auto_batch(lambda x: (x, [take(4) for _ in range(6)])[0])
+        return float(step(torch.ones(2)).sum())
+
+    one = study()
+    one.optimize(objective, n_trials=1)
+    (trial,) = one.trials
+    assert trial.state == STATE.PRUNED and trial.user_attrs["oom_kind"] == "capacity"
+    assert trial.user_attrs["memory_needed_bytes"] >= trial.user_attrs["memory_budget_bytes"]
 
 
 def test_more_than_the_device_has_is_a_trial_out_of_memory(queue):
