@@ -41,23 +41,25 @@ class Options:
 
 def open_study(options: Options) -> optuna.Study:
     storage = None if options.study is None else f"sqlite:///{options.study}"
-    four = optuna.__version__.startswith("4.")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Optuna's own, of what is experimental or going
-        sampler = optuna.samplers.TPESampler(
-            seed=options.seed,
-            n_startup_trials=8,
-            # Optuna 5 gets the constraint from prune_on_oom itself.
-            **({"constraints_func": constraints} if four else {}),
-        )
-    return optuna.create_study(
+    study = optuna.create_study(
         study_name="tune_max",
         storage=storage,
-        sampler=sampler,
         pruner=optuna.pruners.MedianPruner(n_startup_trials=5),
         directions=["minimize"] * (2 if options.several else 1),
         load_if_exists=True,
     )
+    # With the seed alone a run that goes on would suggest what the first has suggested.
+    seed = options.seed + len(study.get_trials(deepcopy=False))
+    four = optuna.__version__.startswith("4.")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Optuna's own, of what is experimental or going
+        study.sampler = optuna.samplers.TPESampler(
+            seed=seed,
+            n_startup_trials=8,
+            # Optuna 5 gets the constraint from prune_on_oom itself.
+            **({"constraints_func": constraints} if four else {}),
+        )
+    return study
 
 
 def finished(study: optuna.Study) -> int:

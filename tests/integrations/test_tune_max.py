@@ -177,6 +177,7 @@ def test_a_search_that_is_killed_goes_on(capsys: pytest.CaptureFixture[str], fol
     assert "study tune.db: 1 trials are finished, 2 are to go" in said
     assert (first.state.name, dead.state.name, len(rest)) == ("COMPLETE", "FAIL", 2)
     assert all(trial.state.is_finished() and trial.state.name != "FAIL" for trial in rest)
+    assert first.params not in [trial.params for trial in rest]  # the seed begins not anew
     found = counts(said)
     assert (found["trials"], found["died"]) == (4, 1)
     assert found["OOM"] + found["pruned"] + found["completed"] == 3
