@@ -54,6 +54,11 @@ class Place(NamedTuple):
     name: str
 
 
+def has_locks() -> bool:
+    """Whether this Python has the locks that all of this rests on."""
+    return fcntl is not None
+
+
 def folder(device: str) -> Path:
     """The folder of a device's queue, made where it is missing. OSError where it cannot be.
 

@@ -229,7 +229,7 @@ class Reservation:
             )
 
     def _admit(self) -> None:
-        if _admission.fcntl is None:
+        if not _admission.has_locks():
             raise RuntimeError(
                 "reserve() needs the file locks of Linux and macOS (fcntl), which this Python "
                 "lacks: run one process at a time, or give each a device of its own"
@@ -312,7 +312,8 @@ class Reservation:
         now = memory(self.device).allocated
         if now is not None and self._baseline is not None and now > self._baseline:
             gc.collect()
-        if self.device.type == "cuda" and torch.cuda.is_initialized():
+        is_cuda = self.device.type == "cuda"
+        if is_cuda and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             try:
                 torch.cuda.empty_cache()
             except RuntimeError as error:  # the device is broken: its next call says so
