@@ -345,16 +345,20 @@ def _functions(first: _Function) -> list[_Function]:
 class Watch:
     """Before the first micro-batch; called after it, it answers (refusal, warning, beside)."""
 
-    beside: str | None = None  # what has as many rows as the batch, and is not split
-
     def __init__(
-        self, function: _Function | None, skip: set[int], modules: list[Any], users: Sequence[Any]
+        self,
+        function: _Function | None,
+        skip: set[int],
+        modules: list[Any],
+        users: Sequence[Any],
+        beside: str | None,
     ) -> None:
         self.functions = [] if function is None else _functions(function)
         self.skip = skip
         self.users: Sequence[Any] = users
+        self.beside = beside  # what has as many rows as the batch, and is not split
         self.before = self.scan()
-        self.buffers = Buffers(modules)
+        self.buffers = Buffers(modules)  # last: nobody takes its hooks out of half a Watch
 
     def scan(self) -> dict[str, object]:
         scan = _Scan(self.skip)
@@ -431,9 +435,8 @@ def watch(
         modules = [m for ref in roots or () if isinstance(m := ref(), torch.nn.Module)]
         plain, args, kwargs = _unwrap(func, args, kwargs)
         function = None if plain is None else _Function(plain, _bind(plain, args, kwargs))
-        watch = Watch(function, {id(p) for p in params}, modules, users)
-        watch.beside = plain and companions(plain, args, kwargs, own, rows)
-        return watch
+        beside = None if plain is None else companions(plain, args, kwargs, own, rows)
+        return Watch(function, {id(p) for p in params}, modules, users, beside)
     except Exception:
         _log.debug("oomkit: a step's side effects could not be looked at", exc_info=True)
         return None

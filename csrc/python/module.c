@@ -294,7 +294,11 @@ static int
 module_add_type(PyObject *module, PyObject **field, PyType_Spec *spec)
 {
     *field = PyType_FromModuleAndSpec(module, spec, NULL);
-    return *field == NULL ? -1 : 0;
+    if (*field == NULL) {
+        oomkit_error_insure();
+        return -1;
+    }
+    return 0;
 }
 
 static int

@@ -2,6 +2,7 @@
  * generators that take part, Python's and numpy's where the code names them. Public
  * calls only. */
 #include "call.h"
+#include "errors.h"
 #include "stream.h"
 
 /* The state of one generator as an object that rng_put takes. New reference or NULL. On
@@ -233,7 +234,11 @@ rng_same_numpy(PyObject *before, PyObject *now)
         PyObject *a = PyTuple_GET_ITEM(before, i); /* borrowed */
         PyObject *b = PyTuple_GET_ITEM(now, i);    /* borrowed */
         PyObject *one, *two;                       /* owned */
-        if (!PyObject_HasAttrString(a, "tobytes")) {
+        int array = oomkit_has_attribute_string(a, "tobytes");
+        if (array < 0) {
+            return -1;
+        }
+        if (array == 0) {
             same = PyObject_RichCompareBool(a, b, Py_EQ);
             continue;
         }
