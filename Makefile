@@ -12,7 +12,7 @@ SOURCES := setup.py pyproject.toml \
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help venv build demo test test-integrations prove mutants sanitize programs bench
-.PHONY: latency peers lint gpu clean
+.PHONY: latency peers tune lint gpu clean
 
 help: ## List every target
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ peers: export OMP_NUM_THREADS = 1
 peers: $(PEERS) ## Compare with other packages, in .venv-peers (about 20 minutes)
 	.venv-peers/bin/python benchmarks/peers.py --output benchmarks/results/peers $(PEERS_ARGS)
 
+tune: $(BUILT) .venv-optuna5/.installed ## Watch a search with Optuna survive out-of-memory (in tune_max-output/)
+	PYTHONPATH=. .venv-optuna5/bin/python examples/tune_max.py --n-trials 20 --budget 300MiB
+
 lint: $(BUILT) ## Formatters, linters and type checker; gcc and clang with -Werror
 	.ci/lint $(VENV)/bin
 
@@ -71,7 +74,7 @@ gpu: ## Build with PYTHON and its torch (no network, no .venv); run what needs a
 	set -e; for script in $(wildcard benchmarks/gpu/*.py); do $(PYTHON) $$script; done
 
 clean: ## Remove what was built and measured; .venv stays
-	rm -rf build dist demo-output *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf build dist demo-output tune_max-output *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	rm -f oomkit/*.so $(BUILT)
 	find benchmarks csrc examples oomkit tests -name __pycache__ -prune -exec rm -rf {} +
 
@@ -80,7 +83,8 @@ $(INSTALLED): requirements/dev.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
 	touch $@
 
-.venv-%/.installed: requirements/integrations.txt requirements/integrations-%.txt
+.venv-%/.installed: requirements/search.txt requirements/integrations.txt \
+    requirements/integrations-%.txt
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check \
 	    -r requirements/integrations-$*.txt

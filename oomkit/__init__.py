@@ -125,6 +125,7 @@ from .memory import (  # noqa: E402
     memory,
 )
 from .report import report  # noqa: E402
+from .reserve import Reservation, reserve  # noqa: E402
 
 __all__ = [
     "BatchSizeSearch",
@@ -134,6 +135,7 @@ __all__ = [
     "OomkitWarning",
     "OutOfMemory",
     "PartialUpdate",
+    "Reservation",
     "SplitError",
     "StepRecord",
     "auto_batch",
@@ -150,6 +152,7 @@ __all__ = [
     "memory",
     "register_splitter",
     "report",
+    "reserve",
     "sizes",
     "testing",
 ]

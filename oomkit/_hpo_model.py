@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import _hpo_run, _hpo_study, _hpo_values
-from .memory import _parse_budget, memory
+from . import _hpo_study, _hpo_values
+from .memory import _host_bytes, _parse_budget, memory
 
 log = logging.getLogger("oomkit")
 
@@ -251,7 +251,7 @@ def _room(budget: int | str | None) -> int | None:
         return info.budget
     if info.free is not None and info.reserved is not None:
         return info.free + info.reserved
-    return info.total if info.total is not None else _hpo_run.host_bytes()
+    return info.total if info.total is not None else _host_bytes()
 
 
 def _measured_config(trial: Any) -> dict[str, Any]:

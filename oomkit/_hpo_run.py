@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import _C
-from .memory import MemoryInfo, cleanup, memory
+from .memory import MemoryInfo, _host_bytes, cleanup, memory
 
 log = logging.getLogger("oomkit")
 
@@ -72,14 +72,6 @@ class Outcome:
 _SMALLEST = 0.01
 
 
-def host_bytes() -> int | None:
-    """Physical memory of this machine."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return None
-
-
 def is_distributed() -> bool:
     distributed = torch.distributed
     return bool(
@@ -135,6 +127,26 @@ def _accelerator_now(device: tuple[int, int]) -> MemoryInfo | None:
     return None if info.allocated is None or not info.peak_allocated else info
 
 
+# What allocator.cpp says where a limit of ours refuses a request.
+_BUDGET = re.compile(r"memory budget is .* \((\d+) bytes\), of which")
+
+
+def _at_failure(facts: _Facts) -> tuple[int | None, int | None, int | None]:
+    """(allocated, requested, the limit of ours that refused it), each as far as it is known.
+
+    By now frames have been unwound, a step rolled back, and a `with limit_memory()` of the
+    objective's has put another limit back: what was noted and said then counts.
+    """
+    allocated, requested, text = facts.allocated, facts.requested, facts.message
+    if facts.report is not None:
+        last = facts.report.attempts[-1] if facts.report.attempts else {}
+        allocated = last.get("allocated_bytes") or facts.report.allocated or allocated
+        requested = last.get("requested_bytes") or facts.report.requested_bytes or requested
+        text = last.get("message") or text
+    said = _BUDGET.search(text or "")
+    return allocated, requested, None if said is None else int(said[1])
+
+
 def _kind(
     raised: str,
     requested: int | None,
@@ -178,24 +190,23 @@ def run(
     facts = _Facts(*_C._trial(objective, args, kwargs, pruned, judge, keep))
     value, failed = facts.value, facts.class_ not in (None, "cleared")
     baseline, peak, limit = facts.baseline, facts.peak, facts.limit
-    allocated, requested = facts.allocated, facts.requested
     reserved, usable, device = facts.reserved, facts.usable, facts.device
-    if facts.report is not None and facts.report.allocated is not None:
-        allocated = facts.report.allocated
-        requested = facts.report.requested_bytes or requested
+    allocated, requested, refused = _at_failure(facts)
+    limit = limit if refused is None else refused
     figures = _accelerator_now(device)
     if figures is None:
         figures = before
     else:  # the window was the CPU's: its own counter has not been reset yet
         peak, limit, baseline, device = figures.peak_allocated, figures.budget, 0, (1, 0)
         allocated, reserved, usable = peak, None, None
-    total = figures.total if figures.total is not None else host_bytes()
+    total = figures.total if figures.total is not None else _host_bytes()
     if budget is None:
         budget = limit if limit is not None else usable if usable else _usable(figures, total)
     kind = None
     if failed:
         release()
         kind = _kind(facts.type or "", requested, allocated, reserved, usable, limit, total)
+        kind = kind if refused is None else "capacity"
         # A device's room says nothing about what failed on the host.
         kind = "contention" if kind == "host" and device[0] != 0 else kind
     else:
@@ -209,7 +220,7 @@ def run(
             kind, message = "capacity", behind
     needed = peak
     if failed and allocated is not None:
-        needed = max(peak or 0, allocated + (requested or 0))
+        needed = max(peak or 0, allocated + (requested or 0), refused or 0)
     raised = facts.class_ is not None
     return Outcome(value, raised, kind, message, facts.location, peak, needed, budget)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import operator
+import os
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -106,9 +107,11 @@ def _key(device: torch.device) -> tuple[int, int]:
     return number, -1 if number == 0 else device.index
 
 
-def _parse_budget(budget: int | str) -> int:
+def _parse_budget(
+    budget: int | str, caller: str = "limit_memory", name: str = "budget", what: str = "a budget"
+) -> int:
     """Bytes of a budget: exact, a fraction of a byte rounded down."""
-    expected = "limit_memory() expected budget to be an int (bytes) or a str such as '2GiB'"
+    expected = f"{caller}() expected {name} to be an int (bytes) or a str such as '2GiB'"
     if isinstance(budget, str):
         match = _SIZE.fullmatch(budget)
         unit = None if match is None else _UNITS.get(match[3].lower())
@@ -124,10 +127,18 @@ def _parse_budget(budget: int | str) -> int:
         except TypeError:
             raise TypeError(f"{expected}, got {type(budget).__name__!r}") from None
     if size <= 0:
-        raise ValueError(f"limit_memory() expected a budget of at least 1 byte, got {budget!r}")
+        raise ValueError(f"{caller}() expected {what} of at least 1 byte, got {budget!r}")
     if size > _LARGEST:
-        raise ValueError(f"limit_memory() expected a budget below 8 EiB, got {budget!r}")
+        raise ValueError(f"{caller}() expected {what} below 8 EiB, got {budget!r}")
     return size
+
+
+def _host_bytes() -> int | None:
+    """Physical memory of this machine."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
 
 
 def _get_limit(device: torch.device) -> int | None:

@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from leak_uses import MODEL, NEEDS_MORE, X, covers
 
 import oomkit
-from oomkit import _store, optuna, sizes
+from oomkit import _admission, _store, optuna, sizes
 from oomkit.testing import inject_oom
 
 NEEDS_OPTUNA = {
@@ -68,19 +69,19 @@ def a_size_that_is_searched() -> None:
 
 
 @contextmanager
-def _folder() -> Iterator[None]:
-    before = os.environ.get("OOMKIT_CACHE_DIR")
+def _folder(variable: str = "OOMKIT_CACHE_DIR") -> Iterator[None]:
+    before = os.environ.get(variable)
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["OOMKIT_CACHE_DIR"] = folder
+        os.environ[variable] = folder
         try:
             yield
         finally:
             _store._pending.clear()  # what would be written at exit
             _store._cache = None
             if before is None:
-                del os.environ["OOMKIT_CACHE_DIR"]
+                del os.environ[variable]
             else:
-                os.environ["OOMKIT_CACHE_DIR"] = before
+                os.environ[variable] = before
 
 
 def _evaluate(x: torch.Tensor) -> torch.Tensor:
@@ -109,6 +110,23 @@ def sizes_in_a_checkpoint() -> None:
         step(X)
     state = copy.deepcopy(sizes.state_dict(step))
     sizes.load_state_dict(oomkit.auto_batch(_evaluate), state)
+
+
+@covers("Reservation", "reserve")
+def a_reservation() -> None:
+    with _folder("OOMKIT_RESERVE_DIR"):
+        reserve = partial(oomkit.reserve, device="cpu", budget="1TB")
+        with reserve("1GB") as outer, reserve("1MB"):
+            assert repr(outer).endswith("held>")
+        assert reserve("1GB")(_evaluate)(X).shape[0] == len(X)
+        queue = _admission.folder("cpu")
+        place = _admission.Ticket(queue)
+        place.ask(10**12)
+        try:
+            reserve("1GB", timeout=0).__enter__()
+        except TimeoutError:
+            place.leave()
+        assert os.listdir(queue) == ["queue.lock"] and not _admission._open
 
 
 class _Trial:

@@ -407,3 +407,14 @@ def test_cuda_figures_are_torchs():
     assert info.total == torch.cuda.mem_get_info(0)[1]
     assert oomkit.max_memory_allocated("cuda:0") >= info.peak_allocated
     del tensor
+
+
+def test_a_step_that_gives_up_in_its_first_call_tells_the_budget() -> None:
+    step = oomkit.auto_batch(lambda x: x.new_empty(64 * 2**20))
+    used = oomkit.memory("cpu").allocated or 0
+    with oomkit.limit_memory(used + 2**20, device="cpu") as limit:
+        with pytest.raises(oomkit.OutOfMemory) as caught:
+            step(torch.ones(2))
+    assert caught.value.report is not None
+    assert caught.value.report.budget == limit.budget
+    assert "budget none" not in caught.value.report.text

@@ -187,9 +187,9 @@ oomkit_describe_report(oomkit_call *call)
                   "batches, stored outputs");
     }
     if (advice != NULL) {
-        report = oomkit_report_new(call->st, call->options->label, device,
-                                   call->attempts, call->attempt_count, allocated,
-                                   call->window.budget_bytes, holders, advice);
+        report = oomkit_report_new(
+            call->st, call->options->label, device, call->attempts, call->attempt_count,
+            allocated, oomkit_device_budget(call->st, call->device), holders, advice);
     }
     Py_XDECREF(holders);
     Py_XDECREF(advice);

@@ -13,6 +13,7 @@ from searches import MIB, OPTUNA, STATE, sizes, study, take
 
 import oomkit
 from oomkit import _hpo_run
+from oomkit.memory import _host_bytes
 from oomkit.optuna import constraints, prune_on_oom
 
 S = optuna.samplers
@@ -132,7 +133,7 @@ def test_the_constraint_is_relative_to_a_given_budget(limit):
 def test_without_a_limit_the_host_is_the_budget():
     one = study()
     one.optimize(prune_on_oom(sizes(1)), n_trials=1)
-    assert one.trials[0].user_attrs["memory_budget_bytes"] == _hpo_run.host_bytes()
+    assert one.trials[0].user_attrs["memory_budget_bytes"] == _host_bytes()
     assert one.trials[0].user_attrs["memory_constraint"] < -0.9
 
 

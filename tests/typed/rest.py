@@ -21,6 +21,19 @@ def guarded(x: torch.Tensor, n: int) -> list[int]:
 
 reveal_type(guarded(torch.zeros(1), 2))  # list[int]
 
+with oomkit.reserve("8GiB", device="cpu", timeout=1.5) as reserved:
+    reveal_type(reserved)  # oomkit.reserve.Reservation
+reveal_type(reserved.waited)  # float
+oomkit.reserve(1.5)  # error: arg-type
+
+
+@oomkit.reserve(2**30, limit=False)
+def admitted(n: int) -> str:
+    return str(n)
+
+
+reveal_type(admitted(1))  # str
+
 try:
     pass
 except oomkit.OutOfMemory as error:
