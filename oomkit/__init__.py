@@ -115,6 +115,7 @@ from ._C import (  # noqa: E402
     is_oom_error,
     register_splitter,
 )
+from ._budget import Budget, budget  # noqa: E402
 from ._map import map  # noqa: E402, A004
 from .executable import BatchSizeSearch, find_executable_batch_size  # noqa: E402
 from .memory import (  # noqa: E402
@@ -128,6 +129,7 @@ from .report import report  # noqa: E402
 
 __all__ = [
     "BatchSizeSearch",
+    "Budget",
     "MemoryInfo",
     "OOMReport",
     "OomkitError",
@@ -137,6 +139,7 @@ __all__ = [
     "SplitError",
     "StepRecord",
     "auto_batch",
+    "budget",
     "chunks",
     "classify",
     "cleanup",
