@@ -99,6 +99,7 @@ _C.register_splitter(
 )
 
 from . import testing  # noqa: E402  (needs the bound extension)
+from ._budget import Budget, budget  # noqa: E402
 from ._C import (  # noqa: E402
     OomkitError,
     OomkitWarning,
@@ -115,7 +116,6 @@ from ._C import (  # noqa: E402
     is_oom_error,
     register_splitter,
 )
-from ._budget import Budget, budget  # noqa: E402
 from ._map import map  # noqa: E402, A004
 from .executable import BatchSizeSearch, find_executable_batch_size  # noqa: E402
 from .memory import (  # noqa: E402

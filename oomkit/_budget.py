@@ -57,7 +57,9 @@ def _processes(index: int) -> list[tuple[int, int | None]] | None:
 
 def _owners(device: torch.device, reserved: int | None) -> tuple[int | None, int | None]:
     """Bytes of this process beside PyTorch, and of other processes."""
-    if device.type != "cuda" or reserved is None or not torch.cuda.is_initialized():
+    if device.type != "cuda" or reserved is None:
+        return None, None
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None, None
     processes = _processes(device.index)
     # Without our own among them the pids are of another namespace, as in a container.

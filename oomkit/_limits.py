@@ -48,7 +48,7 @@ def _put_all_on() -> None:
 
 def set_limit(index: int, limit: int | None) -> None:
     """Let torch have `limit` bytes of a CUDA device; None takes the limit away."""
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         _put_on(index, limit)
     elif not _noted:
         torch.cuda._lazy_call(_put_all_on)  # type: ignore[no-untyped-call]

@@ -10,12 +10,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
-from tqdm import tqdm
 
 import oomkit
 
-# The thread that watches its bars wakes now and then, and is in counts of objects.
-tqdm.monitor_interval = 0
+try:
+    from tqdm import tqdm
+except ImportError:  # `make gpu` needs torch and pytest alone
+    pass
+else:
+    # The thread that watches its bars wakes now and then, and is in counts of objects.
+    tqdm.monitor_interval = 0
 
 SEED = int(os.environ.get("OOMKIT_TEST_SEED", "20240607"))
 

@@ -86,7 +86,8 @@ buffer_copy(oomkit_state *st, PyObject *tensor, const oomkit_tensor_facts *facts
     oomkit_exempt_leave(st);
     Py_XDECREF(plain);
     if (copy == NULL && oomkit_exception_is_oom(st)) {
-        PyErr_Clear(); /* not even that fits beside what is there: on the host it does */
+        PyErr_Clear(); /* not even that fits beside what is there: on the host it does
+                        */
         return oomkit_host_copy(st, tensor);
     }
     return copy;

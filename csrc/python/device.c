@@ -207,9 +207,9 @@ accelerator_begin(oomkit_state *st, int reset, oomkit_peak_window *window)
         slot_merge(st, slot, &stats);
         window->baseline_bytes = stats.allocated;
         window->alloc_retries = stats.num_alloc_retries;
-        window->reset =
-            reset && stats.peak_allocated != OOMKIT_UNKNOWN && /* some have none */
-            accelerator_reset_peak(st, window->device) == OOMKIT_OK;
+        window->reset = reset &&
+                        stats.peak_allocated != OOMKIT_UNKNOWN && /* some have none */
+                        accelerator_reset_peak(st, window->device) == OOMKIT_OK;
         window->peak_allocated_bytes =
             window->reset ? stats.allocated : stats.peak_allocated;
         window->peak_reserved_bytes =

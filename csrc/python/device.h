@@ -106,7 +106,8 @@ oomkit_device_empty_cache(oomkit_state *st, oomkit_device device);
 /* After the failed attempt is dropped and rolled back: whatever of it is still alive
  * above `baseline_bytes` (may be OOMKIT_UNKNOWN) is freed as far as that is possible,
  * and the allocator's cache is returned. `failures` of this call so far. What is left
- * is in *allocated_bytes. 0 or -1. Can run Python code (finalisers). */
+ * is in *allocated_bytes, workspaces that the next product makes again included. 0 or
+ * -1. Can run Python code (finalisers). */
 int
 oomkit_device_reclaim(oomkit_state *st, oomkit_device device, uint64_t baseline_bytes,
                       int failures, uint64_t *allocated_bytes);

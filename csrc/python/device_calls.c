@@ -85,7 +85,7 @@ is_the_accelerator(int type)
     int same = 0;
 
     if (found != NULL && PyUnicode_Check(found)) {
-        same = name != NULL    ? PyUnicode_CompareWithASCIIString(found, name) == 0
+        same = name != NULL   ? PyUnicode_CompareWithASCIIString(found, name) == 0
                : text != NULL ? PyObject_RichCompareBool(found, text, Py_EQ) == 1
                               : 0;
     }
@@ -286,7 +286,8 @@ oomkit_torch_free_and_total(oomkit_device device, oomkit_memory_stats *stats)
     unsigned long long available, total;
     int parsed;
 
-    pair = torch_call("_accelerator_getMemoryInfo", device.index < 0 ? 0 : device.index);
+    pair =
+        torch_call("_accelerator_getMemoryInfo", device.index < 0 ? 0 : device.index);
     if (pair == NULL) {
         return unless_unknown();
     }
@@ -329,8 +330,10 @@ oomkit_torch_expandable(void)
     const char *text;
     int on = 0;
 
-    if (torch != NULL && PyObject_HasAttrString(torch, "_accelerator_getAllocatorSettings")) {
-        settings = PyObject_CallMethod(torch, "_accelerator_getAllocatorSettings", NULL);
+    if (torch != NULL &&
+        PyObject_HasAttrString(torch, "_accelerator_getAllocatorSettings")) {
+        settings =
+            PyObject_CallMethod(torch, "_accelerator_getAllocatorSettings", NULL);
     }
     text = settings != NULL && PyUnicode_Check(settings) ? PyUnicode_AsUTF8(settings)
                                                          : NULL;

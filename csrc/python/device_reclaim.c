@@ -1,10 +1,10 @@
 /* Memory back to the device between a failure and its retry.
  *
  * The order matters. What a side stream was given (record_stream) is free only when its
- * kernels are done and the allocator has looked, which it does while it flushes: so wait
- * first, flush, and only then believe that what is alive is kept by a cycle, for the
- * collector takes long. cuBLAS keeps a workspace for each stream in torch's allocator;
- * cleared before the flush they go with it. */
+ * kernels are done and the allocator has looked, which it does while it flushes: so
+ * wait first, flush, and only then believe that what is alive is kept by a cycle, for
+ * the collector takes long. cuBLAS keeps a workspace for each stream in torch's
+ * allocator; cleared before the flush they go with it. */
 #include "device_calls.h"
 #include "errors.h"
 
@@ -71,13 +71,22 @@ a_graph_is_alive(oomkit_state *st)
     return found;
 }
 
-/* 0 or -1. They are made again at the next product, so only where halving once was not
- * enough. */
+/* Are more bytes allocated than there were? */
 static int
-clear_workspaces(oomkit_state *st)
+something_is_alive(uint64_t now, uint64_t before)
+{
+    return now != OOMKIT_UNKNOWN && before != OOMKIT_UNKNOWN && now > before;
+}
+
+/* 0 or -1. They are made again at the next product, so only where halving once was not
+ * enough, and *freed_bytes are no room that the retry has. */
+static int
+clear_workspaces(oomkit_state *st, oomkit_device device, uint64_t *freed_bytes)
 {
     static const char name[] = "_cuda_clearCublasWorkspaces";
     PyObject *torch, *done; /* owned */
+    const uint64_t before = oomkit_device_allocated(st, device);
+    uint64_t now;
     int alive = a_graph_is_alive(st);
 
     if (alive != 0) {
@@ -91,14 +100,9 @@ clear_workspaces(oomkit_state *st)
                                                : Py_NewRef(Py_None);
     Py_DECREF(torch);
     Py_XDECREF(done);
+    now = oomkit_device_allocated(st, device);
+    *freed_bytes = something_is_alive(before, now) ? before - now : 0;
     return done == NULL ? -1 : 0;
-}
-
-/* Are more bytes allocated than there were? */
-static int
-something_is_alive(uint64_t now, uint64_t before)
-{
-    return now != OOMKIT_UNKNOWN && before != OOMKIT_UNKNOWN && now > before;
 }
 
 static int
@@ -116,12 +120,14 @@ oomkit_device_reclaim(oomkit_state *st, oomkit_device device, uint64_t baseline_
 {
     const int ready =
         device.type != OOMKIT_DEVICE_CPU && oomkit_device_ready(st, device);
-    uint64_t now = oomkit_device_allocated(st, device);
+    uint64_t now = oomkit_device_allocated(st, device), workspaces = 0;
 
-    if ((ready && something_is_alive(now, baseline_bytes) &&
-         oomkit_torch_synchronize(st, device) < 0) ||
-        (ready && device.type == OOMKIT_DEVICE_CUDA && failures > 1 &&
-         clear_workspaces(st) < 0) ||
+    if (ready && something_is_alive(now, baseline_bytes) &&
+        oomkit_torch_synchronize(st, device) < 0) {
+        return -1;
+    }
+    if ((ready && device.type == OOMKIT_DEVICE_CUDA && failures > 1 &&
+         clear_workspaces(st, device, &workspaces) < 0) ||
         oomkit_device_empty_cache(st, device) < 0) {
         return -1;
     }
@@ -136,6 +142,6 @@ oomkit_device_reclaim(oomkit_state *st, oomkit_device device, uint64_t baseline_
             return -1;
         }
     }
-    *allocated_bytes = now;
+    *allocated_bytes = now == OOMKIT_UNKNOWN ? now : now + workspaces;
     return 0;
 }

@@ -113,10 +113,10 @@ rng_mark_devices(oomkit_call *call)
     if (call->device.type == OOMKIT_DEVICE_CPU) {
         return 0;
     }
-    all = call->device.type == OOMKIT_DEVICE_CUDA
-              ? PyObject_GetAttr(call->st->cuda_module,
-                                 call->st->str_default_generators)
-              : oomkit_torch_generators(call->st, call->device.type);
+    all =
+        call->device.type == OOMKIT_DEVICE_CUDA
+            ? PyObject_GetAttr(call->st->cuda_module, call->st->str_default_generators)
+            : oomkit_torch_generators(call->st, call->device.type);
     if (all == NULL) {
         return -1;
     }

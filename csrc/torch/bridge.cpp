@@ -72,8 +72,7 @@ add_version(PyObject *module)
 int
 bridge_exec(PyObject *module)
 {
-    if (oomkit::allocator_init() != OOMKIT_OK ||
-        oomkit::device_init() != OOMKIT_OK) {
+    if (oomkit::allocator_init() != OOMKIT_OK || oomkit::device_init() != OOMKIT_OK) {
         PyErr_NoMemory();
         return -1;
     }

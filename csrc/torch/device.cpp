@@ -22,8 +22,8 @@ bool in_use[DEVICE_TYPES];
 bool inherited[DEVICE_TYPES];
 
 // Those that a fork can come upon. Others are not asked: c10::GetAllocator may throw.
-constexpr c10::DeviceType FORKED[] = {
-    c10::DeviceType::CUDA, c10::DeviceType::XPU, c10::DeviceType::PrivateUse1};
+constexpr c10::DeviceType FORKED[] = {c10::DeviceType::CUDA, c10::DeviceType::XPU,
+                                      c10::DeviceType::PrivateUse1};
 
 // NULL when the device type has no such allocator. Can throw: c10::GetAllocator does
 // for types without any on some builds, and returns NULL on others.
@@ -31,8 +31,7 @@ c10::DeviceAllocator *
 find(int device_type)
 {
     const int first = static_cast<int>(c10::DeviceType::CPU) + 1;
-    if (device_type < first || device_type >= DEVICE_TYPES ||
-        inherited[device_type]) {
+    if (device_type < first || device_type >= DEVICE_TYPES || inherited[device_type]) {
         return nullptr;
     }
     c10::Allocator *const found =

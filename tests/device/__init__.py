@@ -130,16 +130,12 @@ class Device:
         patch(cuda, "_lazy_init", self._refuse_init)
         properties = SimpleNamespace(total_memory=100 * MIB, uuid="none")
         patch(cuda, "get_device_properties", lambda index: properties)
-        patch(
-            cuda, "get_per_process_memory_fraction", lambda index: self.fraction.get(index, 1.0)
-        )
+        patch(cuda, "get_per_process_memory_fraction", lambda index: self.fraction.get(index, 1.0))
         patch(core, "_accelerator_getMemoryInfo", lambda index: self.info, raising=False)
         patch(
             core, "_accelerator_synchronizeDevice", lambda index: self.note("wait"), raising=False
         )
-        patch(
-            core, "_cuda_clearCublasWorkspaces", lambda: self.note("workspaces"), raising=False
-        )
+        patch(core, "_cuda_clearCublasWorkspaces", lambda: self.note("workspaces"), raising=False)
 
     @staticmethod
     def _refuse_init() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from device import Device, compile_library, load_backend
 
+from device import Device, compile_library, load_backend
 from oomkit import _C
 
 pytest.importorskip("oomkit._bridge")

@@ -13,8 +13,10 @@ int64_t fake_reset_fault = 0;
 int64_t fake_empty_fault = 0; // 1: out of memory, 2: another error, 3: no c10 error
 int64_t fake_calls = 0;       // to the device: everything but initialized()
 int64_t fake_allocated = 0, fake_peak = 0, fake_reserved = 0, fake_retries = 0;
-void fake_put_in();
-void fake_take_out();
+void
+fake_put_in();
+void
+fake_take_out();
 }
 
 namespace {

@@ -1,5 +1,5 @@
-/* A device for tests: tensors of the CPU that the bridge says are on an accelerator, with
- * figures that a test scripts. Compiled by tests/device/fake.py, never shipped.
+/* A device for tests: tensors of the CPU that the bridge says are on an accelerator,
+ * with figures that a test scripts. Compiled by tests/device/fake.py, never shipped.
  *
  * While it is installed, oomkit._C goes through a copy of the bridge's table: facts of
  * tensors say the fake device, figures are `live` (those of oomkit's own CPU allocator,
@@ -26,10 +26,10 @@ typedef struct fake {
     int live;
     int initialized, expandable; /* what the backend answers */
     int stats_status, reset_status, empty_status;
-    unsigned long long cached;      /* beside what is allocated; gone when emptied */
-    unsigned long long pending;     /* of side streams: counted until emptied */
+    unsigned long long cached;       /* beside what is allocated; gone when emptied */
+    unsigned long long pending;      /* of side streams: counted until emptied */
     unsigned long long retries_each; /* alloc retries that each look finds */
-    int window;                     /* of the CPU's peak, open since the last reset */
+    int window;                      /* of the CPU's peak, open since the last reset */
     fake_figures now;
     long stats_calls, reset_calls, empty_calls, asked;
 } fake;
@@ -203,11 +203,12 @@ uninstall(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(ignored))
 }
 
 #define NUMBERS(X)                                                                     \
-    X(index) X(wide_index) X(initialized) X(expandable) X(stats_status)                \
-    X(reset_status) X(empty_status) X(cached) X(pending) X(retries_each)               \
-    X(now.allocated) X(now.reserved) X(now.peak_allocated) X(now.peak_reserved)        \
-    X(now.num_alloc_retries) X(now.num_ooms) X(stats_calls) X(reset_calls)             \
-    X(empty_calls) X(asked)
+    X(index)                                                                           \
+    X(wide_index) X(initialized) X(expandable) X(stats_status) X(reset_status)         \
+        X(empty_status) X(cached) X(pending) X(retries_each) X(now.allocated)          \
+            X(now.reserved) X(now.peak_allocated) X(now.peak_reserved)                 \
+                X(now.num_alloc_retries) X(now.num_ooms) X(stats_calls) X(reset_calls) \
+                    X(empty_calls) X(asked)
 
 static PyObject *
 set(PyObject *Py_UNUSED(self), PyObject *args)
@@ -245,8 +246,8 @@ get(PyObject *Py_UNUSED(self), PyObject *text)
     return PyErr_Format(PyExc_AttributeError, "the fake device has no %s", name);
 }
 
-/* Puts another callable in the place of one that oomkit._C looked up in torch at import,
- * by the name of the state's field. Returns the one before (None for none). */
+/* Puts another callable in the place of one that oomkit._C looked up in torch at
+ * import, by the name of the state's field. Returns the one before (None for none). */
 static PyObject *
 look_up(PyObject *Py_UNUSED(self), PyObject *args)
 {

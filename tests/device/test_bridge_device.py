@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from device import EFAILED, EOOM, EUNSUPPORTED, HERE, MIB, OK, PRIVATE
 from test_bridge import UNKNOWN, DeviceStats, api
+
+from device import EFAILED, EOOM, EUNSUPPORTED, HERE, MIB, OK, PRIVATE
 
 FIELDS = (
     *("ready", "stats_fault", "reset_fault", "empty_fault", "calls"),

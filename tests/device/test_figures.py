@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from device import CUDA, EFAILED, EUNSUPPORTED, MIB, PRIVATE, XPU, Device, out_of_memory
 
 import oomkit
+from device import CUDA, EFAILED, EUNSUPPORTED, MIB, PRIVATE, XPU, Device, out_of_memory
 from oomkit import _C
 
 GIB = 1 << 30
@@ -34,9 +34,7 @@ def test_figures_are_those_of_the_device(fake: Device) -> None:
     fake.backend.set("now.peak_allocated", 6 * MIB)
     fake.backend.set("now.peak_reserved", 9 * MIB)
     found = oomkit.memory("cuda:0")
-    assert found == oomkit.MemoryInfo(
-        5 * MIB, 8 * MIB, 6 * MIB, 9 * MIB, 60 * MIB, 100 * MIB, None
-    )
+    assert found == oomkit.MemoryInfo(5 * MIB, 8 * MIB, 6 * MIB, 9 * MIB, 60 * MIB, 100 * MIB, None)
 
 
 def test_a_step_resets_the_peak_once_and_the_runs_maximum_survives(cuda: Device) -> None:

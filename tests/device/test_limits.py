@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from device import MIB, Device, compile_library
 
 import oomkit
+from device import MIB, Device, compile_library
 from oomkit import _C, _limits
 
 TOTAL = 100 * MIB
@@ -188,9 +188,7 @@ def nvml(nvml_library: Any) -> Iterator[Any]:
 def test_owners_by_nvml(shares: dict[int, float], fake: Device, nvml: Any, kind: str) -> None:
     """By UUID: CUDA_VISIBLE_DEVICES and MIG slices have other numbers than NVML's."""
     _figures(fake)
-    nvml.processes(
-        (os.getpid(), 22 * MIB), (4242, 3 * MIB), (4243, 4 * MIB), uuid=f"{kind}{UUID}"
-    )
+    nvml.processes((os.getpid(), 22 * MIB), (4242, 3 * MIB), (4243, 4 * MIB), uuid=f"{kind}{UUID}")
     found = oomkit.budget("cuda:0")
     assert (found.own_beside, found.others) == (7 * MIB, 7 * MIB)
 

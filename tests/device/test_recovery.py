@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from device import CUDA, EFAILED, EOOM, MIB, MPS, XPU, Device, accelerator_error, out_of_memory
 from torch import nn
 
 import oomkit
+from device import CUDA, EFAILED, EOOM, MIB, MPS, XPU, Device, accelerator_error, out_of_memory
 from oomkit import _C
 from oomkit.testing import force_slices, inject_oom
 
@@ -205,9 +205,7 @@ def test_a_sticky_error_passes_untouched(cuda: Device, code: int) -> None:
     assert caught.value is error and body.sizes == [8] and cuda.empty_calls == 0
 
 
-def test_an_error_of_the_runtime_is_cleared_before_the_retry(
-    cuda: Device, last_error: Any
-) -> None:
+def test_an_error_of_the_runtime_is_cleared_before_the_retry(cuda: Device, last_error: Any) -> None:
     last_error.last_error = 2
     body = Body(accelerator_error("CUDA error: out of memory", 2))
     run(body)

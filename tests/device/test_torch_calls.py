@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from device import CUDA, MIB, MPS, XPU, Device, out_of_memory
 
 import oomkit
+from device import CUDA, MIB, MPS, XPU, Device, out_of_memory
 from oomkit import _C
 
 

@@ -1,6 +1,6 @@
 """The promises on a real device: out-of-memory by a share of its memory (make gpu).
 
-OOMKIT_GPU_DRY=1 runs what can be run on the CPU, at a thousandth of the size, under oomkit's
+OOMKIT_GPU_DRY=1 runs what can be run on the CPU, at a sixteenth of the size, under oomkit's
 budget there: it shows that the tests themselves work, and nothing about a device.
 """
 
@@ -19,8 +19,8 @@ import oomkit
 
 DRY = os.environ.get("OOMKIT_GPU_DRY") == "1"
 DEVICE = "cpu" if DRY else "cuda"
-MIB = 1 << 10 if DRY else 1 << 20
-"""A unit of memory: a thousandth of its name on the CPU."""
+MIB = 1 << 16 if DRY else 1 << 20
+"""A unit of memory: a sixteenth of its name on the CPU."""
 
 on_a_device = pytest.mark.skipif(DRY, reason="there is nothing like it on the CPU")
 

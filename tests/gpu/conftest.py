@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from gpu import DRY, settle
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -8,11 +8,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu import DEVICE, DRY, MIB, block, farthest, on_a_device, random_state, room, same_bits
-from gpu import settle, state_of
 from torch import nn
 
 import oomkit
+from gpu import (
+    DEVICE,
+    DRY,
+    MIB,
+    block,
+    farthest,
+    on_a_device,
+    random_state,
+    room,
+    same_bits,
+    settle,
+    state_of,
+)
 from oomkit.testing import force_slices
 
 pytestmark = [

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import DEVICE, DRY, MIB, allocated, block, held, on_a_device, room, settle
 from torch import nn
 
 import oomkit
+from gpu import DEVICE, DRY, MIB, allocated, block, held, on_a_device, room, settle
 from oomkit import _C
 
 pytestmark = [
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning"),
 ]
 
-OOMS = 100 if DRY else 1000
+OOMS = 20 if DRY else 1000
 
 
 def python(code: str, **environment: str) -> str:

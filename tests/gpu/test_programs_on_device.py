@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu import DEVICE, DRY, block, farthest, on_a_device, room, same_bits, state_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import oomkit
+from gpu import DEVICE, DRY, block, farthest, on_a_device, room, same_bits, state_of
 from oomkit.testing import force_slices
 
 pytestmark = [

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import DEVICE, block, random_state, room, same_bits, state_of, to_device
 from zoo.catalogue import MODELS
 from zoo.model import ROWS
 
 import oomkit
+from gpu import DEVICE, block, random_state, room, same_bits, state_of, to_device
 from oomkit.testing import force_slices
 
 pytestmark = [

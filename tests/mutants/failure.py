@@ -68,8 +68,9 @@ MUTANTS = [
         "no-cache-flush",
         "the allocator's cache is emptied before the replay",
         "csrc/python/device_reclaim.c",
-        "         clear_workspaces(st) < 0) ||\n        oomkit_device_empty_cache(st, device) < 0) {",
-        "         clear_workspaces(st) < 0)) {",
+        "         clear_workspaces(st, device, &workspaces) < 0) ||\n"
+        "        oomkit_device_empty_cache(st, device) < 0) {",
+        "         clear_workspaces(st, device, &workspaces) < 0)) {",
         ("test_without_bridge.py::test_the_allocators_cache_is_emptied_once_before_the_retry",),
     ),
     Mutant(
