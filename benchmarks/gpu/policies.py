@@ -40,23 +40,24 @@ def fixed_step(work: Workload, model: Any, optimizer: Any, k: int) -> Any:
     return step
 
 
-def speed(setup: Setup, step: Any, x: torch.Tensor, y: torch.Tensor) -> float:
+def speed(setup: Setup, step: Any, x: torch.Tensor, y: torch.Tensor, calls: int) -> float:
+    """Rows in a second, after one call that makes the optimizer's state."""
     step(x, y)
     setup.wait()
     begin = time.perf_counter()
-    for _ in range(TIMED):
+    for _ in range(calls):
         step(x, y)
     setup.wait()
-    return TIMED * len(x) / (time.perf_counter() - begin)
+    return calls * len(x) / (time.perf_counter() - begin)
 
 
-def fixed(setup: Setup, work: Workload, size: int, k: int) -> float | None:
+def fixed(setup: Setup, work: Workload, size: int, k: int, calls: int) -> float | None:
     """Rows in a second with k equal micro-batches; None where they do not fit."""
     model, optimizer = work.start(setup)
     x, y = work.batch(work.rows, setup.device)
     try:
         with setup.limit(size):
-            return speed(setup, fixed_step(work, model, optimizer, k), x, y)
+            return speed(setup, fixed_step(work, model, optimizer, k), x, y, calls)
     except torch.OutOfMemoryError:
         return None
     finally:
@@ -66,15 +67,14 @@ def fixed(setup: Setup, work: Workload, size: int, k: int) -> float | None:
 
 def best_fixed(setup: Setup, work: Workload, size: int) -> tuple[int | None, float | None]:
     """The fewest micro-batches that fit, by bisection, and their speed."""
-    low, high, found = 1, work.rows, None
-    while low <= high:
-        k = low if low == 1 else (low + high) // 2
-        rate = fixed(setup, work, size, k)
-        if rate is None:
-            low = max(2, k + 1)
+    low, high = 1, work.rows + 1
+    while low < high:
+        k = 1 if low == 1 and high > work.rows else (low + high) // 2
+        if fixed(setup, work, size, k, 1) is None:
+            low = k + 1
         else:
-            found, high = (k, rate), k - 1
-    return found or (None, None)
+            high = k
+    return (None, None) if high > work.rows else (high, fixed(setup, work, size, high, TIMED))
 
 
 def with_oomkit(setup: Setup, work: Workload, size: int) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def with_oomkit(setup: Setup, work: Workload, size: int) -> dict[str, Any]:
         setup.wait()
         first = time.perf_counter() - begin
         ooms = sum(record.ooms for record in step.records)
-        rate = speed(setup, step, x, y)
+        rate = speed(setup, step, x, y, TIMED)
     record = step.records[-1]
     return {
         "OOMs": sum(record.ooms for record in step.records),

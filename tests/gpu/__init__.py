@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -85,10 +85,3 @@ def farthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 
 def random_state() -> torch.Tensor:
     return torch.get_rng_state() if DRY else torch.cuda.get_rng_state()
-
-
-def provoked(function: Callable[[], Any]) -> Any:
-    """The result of a call that must have met an error, with its step's records."""
-    step, result = function()
-    assert sum(record.ooms for record in step.records) >= 1, "no error was provoked"
-    return result

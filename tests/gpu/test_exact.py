@@ -88,8 +88,10 @@ class Run:
         self.x = torch.randn(ROWS, 64, device=DEVICE)
         self.y = torch.randint(0, 10, (ROWS,), device=DEVICE)
         self.losses: list[float] = []
+        self.sizes: list[int] = []
 
     def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.sizes.append(len(x))
         held = block(8 * len(x))
         dtype = torch.float16 if self.precision == "fp16" else torch.bfloat16
         with torch.autocast(DEVICE, dtype, enabled=self.precision != "fp32"):
@@ -127,12 +129,16 @@ class Run:
         self.scaler.update()
         self.losses.append(float(loss))
 
-    def under(self, mib: float) -> list[Any]:
+    def under(self, mib: float) -> list[list[int]]:
+        """The slices of each call that ran through."""
         step = self.decorated()
+        plans = []
         for _ in range(STEPS):
             with room(mib):
                 self.call(step)
-        return list(step.records)
+            plans.append(self.sizes[-step.records[-1].accumulation_steps :])
+        assert sum(record.ooms for record in step.records) >= 1, "no error was provoked"
+        return plans
 
     def in_slices(self, plans: list[list[int]]) -> None:
         step = self.decorated()
@@ -148,18 +154,12 @@ class Run:
         }
 
 
-def plan_of(record: Any) -> list[int]:
-    k = record.accumulation_steps
-    return [ROWS // k + (i < ROWS % k) for i in range(k)]
-
-
 def both(make: Callable[[], nn.Module], form: str, precision: str) -> tuple[Any, Any]:
     """8 MiB for each of 16 rows and room for 100: at most 12 rows at a time."""
     ran = Run(make, form, precision)
-    records = ran.under(100)
-    assert sum(record.ooms for record in records) >= 1, "no error was provoked"
+    plans = ran.under(100)
     again = Run(make, form, precision)
-    again.in_slices([plan_of(record) for record in records])
+    again.in_slices(plans)
     return again.outcome(), ran.outcome()
 
 
@@ -195,6 +195,7 @@ def test_without_deterministic_algorithms_it_is_rounding() -> None:
 def test_dropout_draws_what_the_undisturbed_run_draws() -> None:
     """The device's own stream is put back to where the failed attempt began."""
     masks: list[torch.Tensor] = []
+    sizes: list[int] = []
     fails = True
 
     @oomkit.auto_batch
@@ -203,6 +204,7 @@ def test_dropout_draws_what_the_undisturbed_run_draws() -> None:
         if fails:
             held = block(8 * len(x))
             held.zero_()
+        sizes.append(len(x))
         masks.append(mask.cpu())
 
     x = torch.zeros(ROWS, 4, device=DEVICE)
@@ -210,11 +212,12 @@ def test_dropout_draws_what_the_undisturbed_run_draws() -> None:
     with torch.no_grad(), room(100):
         step(x)
     assert step.records[0].ooms >= 1
-    drawn = masks[-step.records[0].accumulation_steps :]
+    k = step.records[0].accumulation_steps
+    drawn, plan = masks[-k:], sizes[-k:]
     fails = False
     torch.manual_seed(3)
     del masks[:]
-    with torch.no_grad(), force_slices(plan_of(step.records[0])):
+    with torch.no_grad(), force_slices(plan):
         step(x)
     assert all(torch.equal(a, b) for a, b in zip(drawn, masks, strict=True))
 

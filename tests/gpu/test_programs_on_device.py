@@ -134,7 +134,7 @@ def test_a_loader_that_pins_and_prefetches() -> None:
     """The batch in flight belongs to nobody's attempt: every row is trained on once."""
     seen: list[float] = []
     data = TensorDataset(torch.arange(64.0)[:, None])
-    loader = DataLoader(data, batch_size=ROWS, pin_memory=not DRY)
+    loader = DataLoader(data, ROWS, pin_memory=not DRY, num_workers=0 if DRY else 2)
     model = nn.Linear(1, 1, bias=False, device=DEVICE)
 
     @oomkit.auto_batch(model=model, reduction="sum")
