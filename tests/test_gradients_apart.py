@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from zoo import MLP
 
 import oomkit
@@ -131,3 +132,40 @@ def test_another_error_brings_them_back() -> None:
         step(x, y)
     assert all(p.grad is g for p, g in zip(model.parameters(), held, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(before, _gradients(model), strict=True))
+
+
+def _shared_and_reentrant(fault: dict[str, Any]) -> tuple[list[torch.Tensor] | None, Any]:
+    """A parameter is reached by the backward of a checkpoint, then by the one around it."""
+    torch.manual_seed(0)
+    shared, other = (nn.Parameter(torch.randn(5, 5, dtype=torch.float64)) for _ in range(2))
+    shared.grad, other.grad = torch.ones_like(shared), torch.ones_like(other)
+    x = torch.randn(8, 5, dtype=torch.float64)
+
+    @oomkit.auto_batch(model=nn.ParameterList([shared, other]), gradient_safety="off")
+    def step(x: torch.Tensor) -> None:
+        a = torch.tanh(torch.tanh(x @ shared) @ other)
+        b = checkpoint(
+            lambda a: torch.tanh(a @ shared), a, use_reentrant=True, preserve_rng_state=False
+        )
+        b.square().mean().backward()
+
+    with inject_oom(**fault) as armed:
+        try:
+            step(x)
+        except oomkit.OutOfMemory:
+            return None, armed
+    return [shared.grad, other.grad], armed
+
+
+def test_a_part_that_a_backward_within_brought_is_not_taken_for_the_whole() -> None:
+    """What moved once is set aside as the whole batch's, but not where a backward inside
+    has brought a part of it already."""
+    expected, counted = _shared_and_reentrant({"nth": 2**60, "phase": "backward"})
+    assert expected is not None
+    refused = 0
+    for n in range(1, counted.seen + 1):
+        got, _ = _shared_and_reentrant({"nth": n, "phase": "backward"})
+        refused += got is None
+        for a, b in zip(expected, got or expected, strict=True):
+            assert (a - b).abs().max() <= 1e-12 * a.abs().max(), n
+    assert 0 < refused < counted.seen

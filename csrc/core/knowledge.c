@@ -386,7 +386,7 @@ oomkit_know_failed(oomkit_knowledge *known, oomkit_role role, int64_t rows,
     predicted = oomkit_predict(known, role, rows, gradient_bytes);
     if (predicted != OOMKIT_UNKNOWN && room != OOMKIT_UNKNOWN && predicted < room) {
         margin_learn(known, predicted, room, baseline_bytes);
-        known->fooled += known->successes > 0 && known->fooled < UINT32_MAX;
+        known->fooled += known->fooled < UINT32_MAX;
     }
     if (bound->largest_ok >= rows) { /* what worked once works no more */
         bound->largest_ok = 0;

@@ -84,6 +84,9 @@ oomkit_phase_micro_begin(oomkit_call *call);
 /* An optimizer is about to step for real: what came before was forward and backward. */
 void
 oomkit_phase_optimizer(oomkit_call *call);
+/* The present micro-batch took `bytes` at most above the baseline; 0: not measured. */
+void
+oomkit_phase_note(oomkit_call *call, uint64_t bytes);
 void
 oomkit_phase_micro_end(oomkit_call *call, int finished);
 /* A whole call is done: the optimizer's peak is in it. */

@@ -240,6 +240,7 @@ typedef struct oomkit_call {
     oomkit_attempt *attempts;
     Py_ssize_t attempt_count, attempt_room;
     uint32_t ooms;
+    int forward_only;  /* it has finished, and nothing will accumulate gradients */
     int joining;       /* the results of an evaluation are being put together */
     int join_failures; /* so often there was no memory for that */
     int flushed;       /* a plan was tried again after the cache was emptied */

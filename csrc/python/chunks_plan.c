@@ -119,9 +119,6 @@ void
 oomkit_chunks_measured(oomkit_chunks *self, uint64_t peak_bytes)
 {
     oomkit_call *call = &self->call;
-    oomkit_measured *m = &call->measured;
-    oomkit_role role = call->slice_index > 0 ? OOMKIT_LATER : OOMKIT_FIRST;
-    int64_t rows = call->slices[call->slice_index].length;
     uint64_t bytes = 0;
 
     if (peak_bytes != OOMKIT_UNKNOWN) {
@@ -133,12 +130,7 @@ oomkit_chunks_measured(oomkit_chunks *self, uint64_t peak_bytes)
             bytes = peak_bytes - call->baseline_bytes;
         }
     }
-    if (rows > m->rows[role]) { /* of later ones the largest count */
-        m->rows[role] = rows;
-        m->bytes[role] = bytes;
-    } else if (rows == m->rows[role] && bytes > m->bytes[role]) {
-        m->bytes[role] = bytes;
-    }
+    oomkit_phase_note(call, bytes);
 }
 
 void
@@ -160,6 +152,7 @@ oomkit_chunks_learn(oomkit_chunks *self, int finished)
         largest = call->slices[i].length > largest ? call->slices[i].length : largest;
     }
     if (largest > 0 && call->has_signature && call->measured.rows[0] > 0) {
+        call->forward_only = 1;
         oomkit_signature_succeeded(call, largest, call->peak_allocated_bytes);
     }
     oomkit_error_dismiss(); /* what cannot be noted is not noted */

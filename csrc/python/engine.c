@@ -327,6 +327,8 @@ engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
         if (call->slices == NULL) {
             oomkit_phase_whole(call);
         }
+        call->forward_only =
+            !call->training && call->returned == OOMKIT_RETURNED_NOTHING;
         oomkit_signature_succeeded(call, largest, call->window.peak_allocated_bytes);
     }
 }

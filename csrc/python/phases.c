@@ -19,17 +19,19 @@ phase_close(oomkit_call *call)
     return phase_bytes(call, &call->micro);
 }
 
-static void
-phase_note(oomkit_call *call, uint64_t bytes)
+/* Of later ones the largest counts, with the highest peak of all: results accumulate,
+ * and the last slices may be a row shorter. */
+void
+oomkit_phase_note(oomkit_call *call, uint64_t bytes)
 {
     oomkit_measured *m = &call->measured;
     oomkit_role role = call->slice_index > 0 ? OOMKIT_LATER : OOMKIT_FIRST;
     int64_t rows = call->slices[call->slice_index].length;
 
-    if (rows > m->rows[role]) { /* of later ones the largest count */
+    if (rows > m->rows[role]) {
         m->rows[role] = rows;
-        m->bytes[role] = bytes;
-    } else if (rows == m->rows[role] && bytes > m->bytes[role]) {
+    }
+    if (bytes > m->bytes[role]) {
         m->bytes[role] = bytes;
     }
 }
@@ -48,7 +50,7 @@ void
 oomkit_phase_optimizer(oomkit_call *call)
 {
     if (call->micro.open && !call->in_optimizer) {
-        phase_note(call, phase_close(call));
+        oomkit_phase_note(call, phase_close(call));
         call->in_optimizer = 1;
         oomkit_device_begin(call->st, call->device, call->options->reset_peaks,
                             &call->micro);
@@ -69,7 +71,7 @@ oomkit_phase_micro_end(oomkit_call *call, int finished)
             call->measured.optimizer_bytes = bytes;
         }
     } else if (finished) {
-        phase_note(call, bytes);
+        oomkit_phase_note(call, bytes);
     }
 }
 

@@ -167,12 +167,23 @@ static const oomkit_knowledge nothing; /* all zeros */
 
 /* What accumulates beyond the baseline: gradients that were there are in it. */
 static uint64_t
-gradients_beyond(const oomkit_call *call)
+gradients_beyond(oomkit_call *call)
 {
+    const oomkit_signature *entry;
     int kept = call->grads.marked
                    ? call->grads.at_entry
                    : call->entry_gradient_bytes > 0 && call->dropped_bytes == 0;
-    return kept ? 0 : call->step->gradient_bytes;
+
+    if (kept || call->step->gradient_bytes == 0) {
+        return 0;
+    }
+    if (!call->grads.marked) { /* an evaluation has none, whatever the model wants */
+        entry = oomkit_signature_get(call, 0);
+        if (call->forward_only || (entry != NULL && entry->forward_only)) {
+            return 0;
+        }
+    }
+    return call->step->gradient_bytes;
 }
 
 /* The limit in force, and what the device had for us when it was last asked: other
@@ -292,6 +303,7 @@ oomkit_signature_succeeded(oomkit_call *call, int64_t micro_batch, uint64_t peak
     }
     measured_complete(call, &call->measured);
     oomkit_know_worked(&entry->known, &call->measured);
+    entry->forward_only = call->forward_only;
     if (micro_batch >= entry->peak_rows && peak_bytes != OOMKIT_UNKNOWN) {
         entry->peak_rows = micro_batch;
         entry->peak_bytes = peak_bytes;

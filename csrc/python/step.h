@@ -18,6 +18,7 @@ typedef struct oomkit_signature {
     uint64_t peak_bytes; /* allocated at most in a call with the largest micro-batch */
     int64_t peak_rows;   /* that micro-batch */
     uint64_t noted;      /* of what was noted for later runs; 0: nothing */
+    int forward_only;    /* the last call that finished ran no backward */
 } oomkit_signature;
 
 /* What the calls with a whole batch have done so far. */

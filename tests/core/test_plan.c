@@ -150,7 +150,8 @@ test_the_largest_numbers(void)
         CHECK(start >= 0 && length >= 1 && INT64_MAX - start == length);
         halvings++;
         failed = plan;
-    } while (next_after(&seen, &failed, &plan, &reason) == OOMKIT_OK);
+    } while (halvings < 100 &&
+             next_after(&seen, &failed, &plan, &reason) == OOMKIT_OK);
     CHECK(halvings == 64 && oomkit_plan_micro_batch(&failed) == 1);
 
     seen.min_micro_batch = seen.multiple_of = seen.start_accumulation = INT64_MAX;
@@ -406,6 +407,49 @@ test_every_descent_ends(void)
     }
 }
 
+/* First micro-batches work and later ones never do, whatever was predicted: attempts
+ * until the call gives up. */
+static int
+descent_of_later(oomkit_knowledge *known, int64_t batch)
+{
+    oomkit_plan_request request = {.batch = batch,
+                                   .min_micro_batch = 1,
+                                   .multiple_of = 1,
+                                   .start_accumulation = 1,
+                                   .baseline_bytes = 0,
+                                   .budget_bytes = 1000};
+    oomkit_plan plan = {batch, 1, 0, 1, 0};
+    oomkit_plan_reason reason = OOMKIT_REASON_OOM;
+    int attempts = 1;
+
+    oomkit_know_failed(known, OOMKIT_FIRST, batch, 0, 1000, 0);
+    while (oomkit_plan_next(known, &request, &plan, &plan, &reason) == OOMKIT_OK &&
+           attempts < 1000) {
+        int64_t start, rows = 0;
+        attempts++;
+        CHECK(oomkit_plan_slice(&plan, 0, &start, &rows) == OOMKIT_OK);
+        oomkit_know_measured(known, OOMKIT_FIRST, rows, (uint64_t)rows * 5, 0, 1000, 0);
+        CHECK(oomkit_plan_slice(&plan, 1, &start, &rows) == OOMKIT_OK);
+        oomkit_know_failed(known, OOMKIT_LATER, rows, 0, 1000, 0);
+    }
+    CHECK(reason == OOMKIT_REASON_EXHAUSTED);
+    return attempts;
+}
+
+/* Predictions that are wrong again and again cost a few attempts, not one for each row.
+ */
+static void
+test_a_hopeless_call_ends_soon(void)
+{
+    int64_t batch;
+
+    for (batch = 2; batch <= 1024; batch += 17) {
+        oomkit_knowledge known = {.successes = 0}, grown = {.successes = 3};
+        CHECK(descent_of_later(&known, batch) <= 12);
+        CHECK(descent_of_later(&grown, batch) <= 12);
+    }
+}
+
 static void
 test_fragmentation(void)
 {
@@ -440,6 +484,7 @@ main(void)
     test_every_choice();
     test_next_by_example();
     test_every_descent_ends();
+    test_a_hopeless_call_ends_soon();
     test_fragmentation();
     test_names();
     return check_report();

@@ -81,6 +81,15 @@ MUTANTS = [
         ("test_weights.py::test_gradient_safety_off_raises_instead_of_guessing",),
     ),
     Mutant(
+        "aside-in-spite-of-nesting",
+        "a moved gradient is set aside only where no backward inside brought a part of it",
+        "csrc/python/rollback.c",
+        "        call->st->engine_runs != call->grads.engine_runs + 1 ||\n",
+        "",
+        ("test_gradients_apart.py"
+         "::test_a_part_that_a_backward_within_brought_is_not_taken_for_the_whole",),
+    ),
+    Mutant(
         "aside-lost",
         "gradients that were set aside come back in place of the replayed ones",
         "csrc/python/gradients.c",
