@@ -112,9 +112,13 @@ def limits(setup: Setup, work: Workload) -> list[int]:
         return [size * GIB for size in (8, 16, 24, 40) if size * GIB < total]
     model, optimizer = work.start(setup)
     x, y = work.batch(work.rows, setup.device)
+    step = fixed_step(work, model, optimizer, 1)
+    step(x, y)  # makes the optimizer's state
     with oomkit.guard() as guard:
-        fixed_step(work, model, optimizer, 1)(x, y)
-    return [int((guard.records[-1].peak_allocated or 0) * 0.7)]
+        step(x, y)
+    record = guard.records[-1]
+    before = record.baseline or 0
+    return [before + ((record.peak_allocated or 0) - before) * 3 // 4]
 
 
 def measure(setup: Setup, names: list[str], segments: str) -> list[dict[str, Any]]:
