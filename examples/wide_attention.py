@@ -45,9 +45,9 @@ class Scale:
 
 
 SCALES = {
-    "cpu": Scale(2, 48, 16, 3),
+    "cpu": Scale(2, 96, 16, 3),
     "cuda": Scale(24, 512, 32, 5),
-    "tiny": Scale(1, 16, 8, 2),
+    "tiny": Scale(1, 64, 16, 2),
 }
 
 

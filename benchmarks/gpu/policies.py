@@ -2,7 +2,8 @@
 
 Per workload, limit and kind of segments (each kind in a process of its own, for the settings are
 read when a device is first used): errors until the size stands, micro-batches k and the fewest k*
-that fit, and rows in a second after the first steps in % of the best fixed k's. Target: 97 %.
+that fit, and rows in a second after the first steps in % of the best fixed k's. Target: 97 %. A
+larger first slice can make k smaller than k*, whose slices are equal.
 """
 
 from __future__ import annotations

