@@ -10,7 +10,11 @@ the clock. What lies between is told apart from outside, without a timer in the 
     start    to the first statement of the replay: marks, first slice
 
 Every call is made by a step that never ran before. "first" is its first error ever,
-"again" a second one in the micro-batch that follows. README.md beside this file has more.
+"again" a second one in the micro-batch that follows. "flat" is a model of one module and
+one operation for all its parameters, "layers" one of linear layers, with a module for every
+two parameters and a graph as long. "torch" is what the same error costs without oomkit:
+`try` and `except`, until its last frame is gone and each gradient is None.
+README.md beside this file has more.
 
 Usage: python benchmarks/latency.py [--quick] [--output FILE]
 """
@@ -83,6 +87,20 @@ class Scales(nn.Module):
         return x * torch.stack(list(self.each)).mean(0)
 
 
+class Layers(nn.Module):
+    """Linear layers, two parameters each."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.each = nn.Sequential(*(nn.Linear(8, 8) for _ in range(count // 2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.each(x)
+
+
+MODELS = {"flat": Scales, "layers": Layers}
+
+
 def batches(tensors: int) -> Any:
     """A tensor, or a nested batch of `tensors` of them."""
     if tensors == 1:
@@ -96,6 +114,29 @@ def batches(tensors: int) -> Any:
 
 def planned(record: Any) -> None:
     MARKS["plan"] = clock()
+
+
+def by_torch(model: nn.Module, batch: Any, backward: bool) -> float:
+    """Microseconds from the error to the end of what torch and Python do themselves."""
+    x = batch if isinstance(batch, Tensor) else batch["inputs"]["input0"]
+    parameters = list(model.parameters())
+
+    def step() -> None:
+        out = model(Failing.apply(x.detach().requires_grad_()) if backward else x)
+        out.mean().backward()
+        MARKS["raise"] = clock()
+        torch.empty(LARGE, dtype=torch.uint8)
+
+    with oomkit.testing.inject_oom(min_bytes=LARGE):
+        try:
+            step()
+        except torch.OutOfMemoryError:
+            pass
+        for parameter in parameters:
+            parameter.grad = None
+    taken = (clock() - MARKS["raise"]) / 1e3
+    MARKS.clear()
+    return taken
 
 
 def latencies(model: nn.Module, batch: Any, backward: bool) -> list[dict[str, float]]:
@@ -135,12 +176,15 @@ def stages() -> dict[str, float]:
     return times
 
 
-def measure(parameters: int, tensors: int, backward: bool, repetitions: int) -> list[str]:
-    model, batch = Scales(parameters), batches(tensors)
+def measure(
+    kind: str, parameters: int, tensors: int, backward: bool, repetitions: int
+) -> list[str]:
+    model, batch = MODELS[kind](parameters), batches(tensors)
     collections: list[int] = []
     watch = lambda phase, info: collections.append(info["generation"])  # noqa: E731
-    calls = []
+    calls, alone = [], []
     for _ in range(repetitions + 2):
+        alone.append(by_torch(model, batch, backward))
         gc.collect()
         gc.callbacks.append(watch)
         calls.append(latencies(model, batch, backward))
@@ -152,9 +196,11 @@ def measure(parameters: int, tensors: int, backward: bool, repetitions: int) -> 
         totals = sorted(sum(one.values()) for one in taken)
         total = statistics.median(totals)
         lines.append(
-            f"{parameters:10d}{tensors:9d}  {'backward' if backward else 'forward':10}{name:6}"
+            f"{kind:7}{parameters:10d}{tensors:9d}  "
+            f"{'backward' if backward else 'forward':10}{name:6}"
             + "".join(f"{middle[stage]:9.0f}" for stage in STAGES)
-            + f"{total:9.0f}{totals[-1]:9.0f}"
+            + f"{total:9.0f}{totals[0]:9.0f}{totals[-1]:9.0f}"
+            + (f"{statistics.median(alone[2:]):9.0f}" if which == 0 else " " * 9)
             + ("" if total <= TARGET else "  > 1 ms")
         )
     full = sum(generation == 2 for generation in collections)
@@ -177,17 +223,20 @@ def main() -> None:
     nested = [1, 5] if options.quick else [1, 2, 10, 50]
     repetitions = 2 if options.quick else options.repetitions
     lines = [
-        "us from the error to the first statement of the replay (target: 1000), median and most",
+        "us from the error to the first statement of the replay (target: 1000): medians of the",
+        "stages, median, least and most of their sum; the same error without oomkit",
         "",
-        f"{'parameters':>10}{'tensors':>9}  {'fault in':10}{'':6}"
+        f"{'model':7}{'parameters':>10}{'tensors':>9}  {'fault in':10}{'':6}"
         + "".join(f"{stage:>9}" for stage in STAGES)
-        + f"{'total':>9}{'most':>9}",
+        + f"{'total':>9}{'least':>9}{'most':>9}{'torch':>9}",
     ]
     for backward in (False, True):
         for parameters in sizes:
-            lines += measure(parameters, 1, backward, repetitions)
+            lines += measure("flat", parameters, 1, backward, repetitions)
+        for parameters in sizes:
+            lines += measure("layers", parameters, 1, backward, repetitions)
         for tensors in nested[1:]:
-            lines += measure(100, tensors, backward, repetitions)
+            lines += measure("flat", 100, tensors, backward, repetitions)
     text = "\n".join(lines)
     print(text)
     if options.output is not None:

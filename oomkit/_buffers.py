@@ -10,13 +10,22 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from . import _C
+
 _SAMPLED_FORWARDS = 64  # after so many, only versions are compared
 _NORMS = torch.nn.modules.batchnorm._NormBase
 
 
-def _sample(tensor: torch.Tensor) -> str:
+def _sample(tensor: torch.Tensor) -> int | str:
     """Some values, for writes through ``.data``: of plain tensors on the CPU."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return ""
+    return _C._tensor_sample(tensor) or _sample_by_torch(tensor)
+
+
+def _sample_by_torch(tensor: torch.Tensor) -> str:
+    """The same without a bridge."""
+    if tensor.device.type != "cpu":
         return ""
     if tensor.layout is not torch.strided or not tensor.is_contiguous() or not tensor.numel():
         return ""
@@ -107,22 +116,22 @@ class Buffers:
         self.marks = self.now()
         try:
             if self.where and not _is_compiling():
+                key = RemovableHandle(modules[0]._forward_hooks).id  # in no table but ours
                 for module in modules:
-                    self.register(module)
+                    self.register(module, key)
         except BaseException:
             self.remove()
             raise
 
-    def register(self, module: torch.nn.Module) -> None:
+    def register(self, module: torch.nn.Module, key: int) -> None:
         """As module.register_forward_pre_hook(prepend=True) and register_forward_hook(
         always_call=True), but where a hook will be is noted before it is there: an error
-        or an interrupt between the two leaves none."""
+        or an interrupt between the two leaves none. One key serves all tables: a handle
+        for each of them would be most of the time that this takes."""
         before, after = module._forward_pre_hooks, module._forward_hooks
-        key = RemovableHandle(before).id
         self.hooked = before, key, self.hooked
         before[key] = self.edges[0]
         before.move_to_end(key, last=False)  # type: ignore[attr-defined]
-        key = RemovableHandle(after).id
         always = module._forward_hooks_always_called
         self.hooked = after, key, (always, key, self.hooked)
         after[key] = self.edges[1]

@@ -12,6 +12,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ._companions import companions
 
 _log = logging.getLogger("oomkit")
 
+_Slots = list[tuple[str, types.MemberDescriptorType]]
 Participants = tuple[Any, list[torch.Tensor], list[Any], int]
 
 _VALUES = 400  # recorded at most
@@ -41,21 +43,41 @@ def _is_foreign(kind: type) -> bool:
     return top in _FOREIGN or top in sys.stdlib_module_names
 
 
-def _attributes(value: object) -> Iterator[tuple[str, Any]]:
-    """Names and values in ``__dict__`` and ``__slots__``: no property is evaluated."""
+def _slots_of(kind: type) -> _Slots:
+    """Names and descriptors of ``__slots__``."""
+    return [
+        (name, slot)
+        for base in kind.__mro__
+        for name, slot in list(vars(base).items())
+        if isinstance(slot, types.MemberDescriptorType) and not name.startswith("__")
+    ]
+
+
+def _attributes(
+    value: object, known: dict[int, _Slots], but: frozenset[str] = frozenset()
+) -> Iterator[tuple[str, Any]]:
+    """Names and values in ``__dict__`` and ``__slots__``: no property is evaluated.
+
+    Args:
+        known: slots by address of the type, which it has from then on; modules are many
+            and alike.
+        but: names that are passed over.
+    """
     try:
         own = object.__getattribute__(value, "__dict__")
     except AttributeError:
         own = None
     if isinstance(own, dict):
-        yield from [(k, v) for k, v in own.items() if isinstance(k, str)]
-    for kind in type(value).__mro__:
-        for name, slot in list(vars(kind).items()):
-            if isinstance(slot, types.MemberDescriptorType) and not name.startswith("__"):
-                try:
-                    yield name, slot.__get__(value)
-                except AttributeError:
-                    continue  # empty
+        yield from [(k, v) for k, v in own.items() if isinstance(k, str) and k not in but]
+    kind = type(value)
+    if id(kind) not in known:  # a metaclass may have a hash of its own
+        known[id(kind)] = _slots_of(kind)
+    for name, slot in known[id(kind)]:
+        try:
+            if name not in but:
+                yield name, slot.__get__(value)
+        except AttributeError:
+            continue  # empty
 
 
 def _short(value: object) -> str:
@@ -107,6 +129,7 @@ class _Scan:
     def __init__(self, skip: set[int]) -> None:
         self.skip = skip
         self.seen: set[int] = set()
+        self.slots: dict[int, _Slots] = {}
         self.found: dict[str, object] = {}
 
     def value(self, path: str, value: Any, depth: int) -> None:
@@ -130,7 +153,7 @@ class _Scan:
             self.seen.add(id(value))
             self.found[path] = _Other(value)
             if depth < _DEPTH:
-                for name, inner in _attributes(value):
+                for name, inner in _attributes(value, self.slots):
                     self.value(f"{path}.{name}", inner, depth + 1)
 
     def container(self, path: str, value: Any, depth: int) -> None:
@@ -150,11 +173,11 @@ class _Scan:
 
     def module(self, path: str, value: torch.nn.Module) -> None:
         """Plain attributes only: parameters and buffers have rules of their own."""
-        for name, part in list(value.named_modules())[:_ITEMS]:
+        for name, part in list(islice(value.named_modules(), _ITEMS)):
             at = f"{path}.{name}" if name else path
-            for key, inner in _attributes(part):
-                if key in _MODULE_OWN or len(self.found) >= _VALUES:
-                    continue
+            for key, inner in _attributes(part, self.slots, _MODULE_OWN):
+                if len(self.found) >= _VALUES:
+                    return
                 if type(inner) in _PLAIN:
                     self.found[f"{at}.{key}"] = inner
                 elif type(inner) in (list, dict, set) and id(inner) not in self.skip:
@@ -322,16 +345,20 @@ def _functions(first: _Function) -> list[_Function]:
 class Watch:
     """Before the first micro-batch; called after it, it answers (refusal, warning, beside)."""
 
-    beside: str | None = None  # what has as many rows as the batch, and is not split
-
     def __init__(
-        self, function: _Function | None, skip: set[int], modules: list[Any], users: Sequence[Any]
+        self,
+        function: _Function | None,
+        skip: set[int],
+        modules: list[Any],
+        users: Sequence[Any],
+        beside: str | None,
     ) -> None:
         self.functions = [] if function is None else _functions(function)
         self.skip = skip
         self.users: Sequence[Any] = users
+        self.beside = beside  # what has as many rows as the batch, and is not split
         self.before = self.scan()
-        self.buffers = Buffers(modules)
+        self.buffers = Buffers(modules)  # last: nobody takes its hooks out of half a Watch
 
     def scan(self) -> dict[str, object]:
         scan = _Scan(self.skip)
@@ -398,7 +425,8 @@ def watch(
 
     Args:
         func: the decorated callable, and ``args`` and ``kwargs`` of its call.
-        participants: weak references to its modules, its parameters, the user's own
+        participants: weak references to its modules, those of its parameters that are no
+            ``nn.Parameter`` (:class:`_Scan` passes over these by their type), the user's own
             participants (as weak references where they have any), and the rows of the batch.
     """
     try:
@@ -407,9 +435,8 @@ def watch(
         modules = [m for ref in roots or () if isinstance(m := ref(), torch.nn.Module)]
         plain, args, kwargs = _unwrap(func, args, kwargs)
         function = None if plain is None else _Function(plain, _bind(plain, args, kwargs))
-        watch = Watch(function, {id(p) for p in params}, modules, users)
-        watch.beside = plain and companions(plain, args, kwargs, own, rows)
-        return watch
+        beside = None if plain is None else companions(plain, args, kwargs, own, rows)
+        return Watch(function, {id(p) for p in params}, modules, users, beside)
     except Exception:
         _log.debug("oomkit: a step's side effects could not be looked at", exc_info=True)
         return None

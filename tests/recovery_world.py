@@ -6,6 +6,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -52,17 +53,30 @@ class World:
     """One program. Everything is seeded: two of the same form are equal, bit for bit."""
 
     def __init__(
-        self, form: str, *, gradients: bool = False, warm: bool = False, hook: bool = True
+        self,
+        form: str,
+        *,
+        gradients: bool = False,
+        warm: bool = False,
+        hook: bool = True,
+        nested: bool = False,
+        guarded: bool = False,
     ) -> None:
+        """`nested`: the batch is one argument, in containers of several kinds. `guarded`: the
+        forward is in a guard."""
         torch.manual_seed(SEED)
-        self.form = form
+        self.form, self.nested, self.guarded = form, nested, guarded
         self.net = nn.Sequential(
             nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 3)
         )
         self.opt = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
         self.sched = LambdaLR(self.opt, lambda epoch: 1.0 / (1 + epoch))
         self.counter = Counter()
-        self.batches = [(torch.randn(BATCH, 6), torch.randint(0, 3, (BATCH,))) for _ in range(2)]
+        self.batches: list[tuple[Any, ...]] = [
+            (torch.randn(BATCH, 6), torch.randint(0, 3, (BATCH,))) for _ in range(2)
+        ]
+        if nested:
+            self.batches = [(_nested(*batch),) for batch in self.batches]
         self.retries: list[int] = []
         self.begins: list[Any] = []
         self.hook = hook
@@ -74,7 +88,8 @@ class World:
 
     def _forward(self, x: torch.Tensor, y: torch.Tensor, how: str = "mean") -> torch.Tensor:
         self.counter.add(float(len(x)))
-        return F.cross_entropy(self.net(x), y, reduction=how)
+        with oomkit.guard(label="forward") if self.guarded else nullcontext():
+            return F.cross_entropy(self.net(x), y, reduction=how)
 
     def _decorate(self, gradients: bool) -> Any:
         whole = self.form == "inside"
@@ -99,8 +114,11 @@ class World:
             with torch.no_grad():
                 return self.net(x).softmax(1)
 
+        def unpacked(batch: dict[str, Any]) -> Any:
+            return plain(batch["inputs"][0], batch["more"].labels["y"])
+
         rows = self.form in ("rows", "deferred")
-        function = (
+        plain = (
             inside
             if whole
             else evaluate
@@ -117,7 +135,7 @@ class World:
             gradient_safety="copy" if gradients else "auto",
             on_retry=self._on_retry,
             label=self.form,
-        )(function)
+        )(unpacked if self.nested else plain)
 
     def _on_retry(self, record: Any) -> None:
         self.retries.append(record.accumulation_steps)
@@ -190,6 +208,11 @@ class World:
 
     def objects(self) -> list[Any]:
         return [self.opt, self.sched, *self.net.modules()]
+
+
+def _nested(x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
+    names = [f"row {i}" for i in range(len(y))]
+    return {"inputs": (x, "text"), "more": SimpleNamespace(labels={"y": y}, names=names)}
 
 
 def _value(tensor: Any) -> Any:

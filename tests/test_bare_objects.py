@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from leak_uses import KINDS as TYPES
-from nomemory.fork import apart
+from nomemory.fork import CALM, apart
 from torch import nn
 
 import oomkit
@@ -110,7 +110,7 @@ def bare(kind: type) -> list[str]:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_bare_objects_do_no_harm(name: str) -> None:
-    answer = apart(lambda: bare(KINDS[name]), 0)
+    answer = apart(lambda: bare(KINDS[name]), CALM)
     assert (answer.died, answer.value) == ("", [])
 
 
@@ -207,7 +207,7 @@ def test_live_objects_do_no_harm(name: str) -> None:
         del thing
         return kind, run_all(LIVE[name])
 
-    answer = apart(work, 0)
+    answer = apart(work, CALM)
     assert answer.died == ""
     kind, wrong = answer.value
     assert kind.startswith("oomkit.")

@@ -46,9 +46,11 @@ def test_latency_runs(tmp_path):
     command = [sys.executable, str(BENCHMARKS / "latency.py"), "--quick", "--output", str(output)]
     subprocess.run(command, check=True, capture_output=True)
     rows = re.findall(
-        r"^ +\d+ +\d+  (?:forward|backward) +(?:first|again)", output.read_text(), re.M
+        r"^(?:flat|layers) +\d+ +\d+  (?:forward|backward) +(?:first|again)",
+        output.read_text(),
+        re.M,
     )
-    assert len(rows) == 12
+    assert len(rows) == 20
 
 
 def test_a_whole_step_loses_nothing_and_has_no_error(peers):

@@ -5,11 +5,15 @@ All of them: `make prove`. One body: `python -m nomemory.sweep [--stride N] NAME
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +23,8 @@ from nomemory.listed import listed
 from nomemory.sweep import OURS
 from torch import nn
 
-from oomkit import _C
+import oomkit
+from oomkit import _C, _side_effects
 from oomkit._buffers import Buffers
 from oomkit.testing import inject_oom
 
@@ -34,10 +39,13 @@ STRIDES = {
     "decorating": 483,
     "errors": 33,
     "classifying": 15,
-    "guarding": 1233,
+    "guarding": 331,
     "figures": 87,
     "reporting": 891,
-    "a healthy call": 1191,
+    "a healthy call": 331,
+    "sizes in a checkpoint": 71,
+    "trials": 331,
+    "searching": 331,
 }
 STRIDE = 1501
 
@@ -113,6 +121,51 @@ def test_hooks_are_taken_out_without_memory() -> None:
     Buffers(modules)
     assert len(modules[0]._forward_hooks) == 1
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"reduction": "wrong"}, "ValueError"),  # an option that got lost would be none
+        ({"participants": (nn.Linear(2, 2),)}, ""),
+    ],
+)
+def test_options_are_read_without_memory(options: dict[str, Any], expected: str) -> None:
+    """PyDict_GetItemString() and PyObject_HasAttr() take a lack of memory for a no."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def work(nth: int) -> str:
+        # No frame of Python's between: listed.py says what CPython makes of one.
+        call = functools.partial(oomkit.auto_batch, step, **options)
+        suffer(call, Fault(nth), outcome := Outcome())
+        return outcome.error
+
+    answers = [apart(lambda nth=nth: work(nth)) for nth in range(40)]
+    assert [answer.died for answer in answers if answer.died] == []
+    assert {answer.value for answer in answers} == {expected, "MemoryError"}
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_a_look_at_a_step_that_fails_leaves_no_hook(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What else the step reads was looked for when the hooks were there already."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    model = nn.BatchNorm1d(2)
+    participants = [weakref.ref(model)], [], [], 4
+    call = (lambda x: model(x), (torch.ones(4, 2),), {}, participants)
+    watch = _side_effects.watch(*call)
+    assert watch is not None and len(model._forward_hooks) == 1
+    watch.abandon()
+    monkeypatch.setattr(_side_effects, "companions", fail)
+    with contextlib.suppress(KeyboardInterrupt):
+        assert _side_effects.watch(*call) is None
+    assert not model._forward_hooks and not model._forward_pre_hooks
 
 
 @pytest.mark.parametrize("once", [True, False])

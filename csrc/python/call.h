@@ -448,7 +448,7 @@ oomkit_updated(oomkit_call *call, PyObject **list);
 int
 oomkit_pristine_take(oomkit_call *call);
 int
-oomkit_pristine_restore(oomkit_call *call);
+oomkit_pristine_restore(oomkit_call *call, Py_ssize_t *which);
 void
 oomkit_pristine_release(oomkit_call *call);
 void

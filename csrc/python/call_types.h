@@ -103,9 +103,10 @@ typedef struct oomkit_course {
     int count;
 } oomkit_course;
 
-/* metrics.c, slots.c */
+/* metrics.c, slots.c, pristine.c */
 typedef struct oomkit_metric oomkit_metric;
 typedef struct oomkit_slot oomkit_slot;
+typedef struct oomkit_pristine oomkit_pristine;
 
 typedef struct oomkit_slice {
     int64_t start, length;
@@ -191,7 +192,7 @@ typedef struct oomkit_call {
     PyObject *epochs;       /* owned: list of (scheduler, last_epoch) while split */
     PyObject *groups_after; /* owned: list of (optimizer, values after micro-batch 1) */
     PyObject *groups_end;   /* owned: the same of optimizers that it did not step */
-    PyObject **pristine;    /* owned host copies of the parameters, or NULL */
+    oomkit_pristine *pristine; /* parameters as they were, or NULL */
     oomkit_metric *metrics; /* arguments of schedulers, per micro-batch */
     int metric_count, metric_room;
     oomkit_slot *slots; /* parameters by module and name, while split */

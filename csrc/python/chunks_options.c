@@ -37,7 +37,7 @@ options_unknown(PyObject *kwargs)
 static PyObject *
 options_pop(PyObject *kwargs, const char *name)
 {
-    PyObject *value = PyDict_GetItemString(kwargs, name); /* borrowed, then owned */
+    PyObject *value = oomkit_item(kwargs, name); /* borrowed, then owned */
 
     Py_XINCREF(value);
     if (value != NULL && PyDict_DelItemString(kwargs, name) < 0) {

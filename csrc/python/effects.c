@@ -31,8 +31,9 @@ effects_arguments(const oomkit_call *call, PyObject **positional, PyObject **nam
     return 0;
 }
 
-/* The modules among the participants (weak references), their parameters, and the
- * user's own objects, and the rows. New reference (a tuple) or NULL. */
+/* The modules among the participants (weak references), those of their parameters that
+ * are plain tensors (an nn.Parameter is known by its type, and there may be thousands),
+ * the user's own objects, and the rows. New reference (a tuple) or NULL. */
 static PyObject *
 effects_participants(const oomkit_call *call)
 {
@@ -42,7 +43,9 @@ effects_participants(const oomkit_call *call)
     Py_ssize_t i;
 
     for (i = 0; params != NULL && users != NULL && i < parts->param_count; i++) {
-        if (PyList_Append(params, parts->params[i]) < 0) {
+        PyObject *param = parts->params[i]; /* borrowed */
+        if (!PyObject_TypeCheck(param, (PyTypeObject *)call->st->Parameter) &&
+            PyList_Append(params, param) < 0) {
             goto done;
         }
     }

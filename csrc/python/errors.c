@@ -141,3 +141,62 @@ oomkit_error_dismiss(void)
         PyErr_SetInterrupt();
     }
 }
+
+void
+oomkit_error_insure(void)
+{
+    if (!PyErr_Occurred()) {
+        PyErr_NoMemory();
+    }
+}
+
+PyObject *
+oomkit_call_function(PyObject *function, PyObject *args, PyObject *kwargs)
+{
+    PyObject *result = PyObject_Call(function, args, kwargs); /* owned, returned */
+
+    if (result == NULL) {
+        oomkit_error_insure();
+    }
+    return result;
+}
+
+int
+oomkit_has_attribute(PyObject *object, PyObject *name)
+{
+    PyObject *value = PyObject_GetAttr(object, name); /* owned */
+
+    if (value == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return -1;
+        }
+        PyErr_Clear();
+        return 0;
+    }
+    Py_DECREF(value);
+    return 1;
+}
+
+int
+oomkit_has_attribute_string(PyObject *object, const char *name)
+{
+    PyObject *string = PyUnicode_FromString(name); /* owned */
+    int has = string == NULL ? -1 : oomkit_has_attribute(object, string);
+
+    Py_XDECREF(string);
+    return has;
+}
+
+PyObject *
+oomkit_item(PyObject *dict, const char *name)
+{
+    PyObject *key, *value; /* borrowed from dict */
+    Py_ssize_t at = 0;
+
+    while (PyDict_Check(dict) && PyDict_Next(dict, &at, &key, &value)) {
+        if (PyUnicode_Check(key) && PyUnicode_CompareWithASCIIString(key, name) == 0) {
+            return value;
+        }
+    }
+    return NULL;
+}

@@ -62,4 +62,29 @@ oomkit_raise_out_of_memory(oomkit_state *st, PyObject *message, PyObject *report
 void
 oomkit_error_dismiss(void);
 
+/* Says that there is no memory where a function of CPython's has failed without an
+ * exception, as PyType_FromModuleAndSpec() of 3.11 does. */
+void
+oomkit_error_insure(void);
+
+/* PyObject_Call(), which in 3.11 hands on what a function without keywords gives: NULL
+ * without an exception, where CPython had no memory for a frame that it was to keep. */
+PyObject *
+oomkit_call_function(PyObject *function, PyObject *args, PyObject *kwargs);
+
+/* Has it the attribute? 1, 0, or -1 with any exception but AttributeError, all of which
+ * PyObject_HasAttr() takes for a no. Can run Python code. */
+int
+oomkit_has_attribute(PyObject *object, PyObject *name);
+
+/* The same for a name that no string of the state has. */
+int
+oomkit_has_attribute_string(PyObject *object, const char *name);
+
+/* An item of a small dictionary. Borrowed; NULL, never with an exception, where it is
+ * not there. Needs no memory: PyDict_GetItemString() makes a string, and where it
+ * cannot the item is not there, without a word. Runs no user code. */
+PyObject *
+oomkit_item(PyObject *dict, const char *name);
+
 #endif

@@ -1,5 +1,6 @@
 /* Putting interceptors into the participants' instance dictionaries, and taking them
  * out. */
+#include "errors.h"
 #include "interceptor.h"
 
 /* Room for one more entry, or NULL with MemoryError. */
@@ -232,9 +233,12 @@ has_scheduler(const oomkit_call *call)
     for (i = 0; i < call->interception_count; i++) {
         const interceptor_object *self =
             interceptor_CAST(call->interceptions[i].interceptor);
-        if (self->kind == OOMKIT_OWNER_OPTIMIZER && self->original != NULL &&
-            PyObject_HasAttrString(self->original, "_wrapped_by_lr_sched")) {
-            return 1;
+        int has = 0;
+        if (self->kind == OOMKIT_OWNER_OPTIMIZER && self->original != NULL) {
+            has = oomkit_has_attribute_string(self->original, "_wrapped_by_lr_sched");
+        }
+        if (has != 0) {
+            return has;
         }
     }
     return 0;
@@ -247,11 +251,12 @@ intercept_hidden(oomkit_call *call)
 {
     PyObject *objects; /* owned */
     Py_ssize_t i;
-    int result = 0;
+    int result = call->parts->looked_for_hidden ? 0 : has_scheduler(call);
 
-    if (call->parts->looked_for_hidden || !has_scheduler(call)) {
-        return 0;
+    if (result <= 0) {
+        return result;
     }
+    result = 0;
     objects = PyObject_CallNoArgs(call->st->gc_get_objects);
     if (objects == NULL) {
         return -1;

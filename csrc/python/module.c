@@ -250,6 +250,16 @@ module_switch_begins(PyObject *module, PyObject *target)
     Py_RETURN_NONE;
 }
 
+static PyObject *
+module_tensor_sample(PyObject *module, PyObject *tensor)
+{
+    const oomkit_state *st = oomkit_state_of_module(module);
+    uint64_t hash = st->bridge == NULL || !oomkit_tensor_check(st, tensor)
+                        ? 0
+                        : st->bridge->sample(tensor, st->impl_offset);
+    return PyLong_FromUnsignedLongLong(hash);
+}
+
 static PyMethodDef module_methods[] = {
     {"auto_batch", (PyCFunction)(void (*)(void))oomkit_auto_batch,
      METH_VARARGS | METH_KEYWORDS, auto_batch_doc},
@@ -267,6 +277,9 @@ static PyMethodDef module_methods[] = {
      METH_FASTCALL, "_buffer_changed(module, name, value, /)\n--\n\nA torch hook."},
     {"_forward_begins", (PyCFunction)(void (*)(void))module_forward_begins,
      METH_FASTCALL, "_forward_begins(module, arguments, /)\n--\n\nA torch hook."},
+    {"_tensor_sample", module_tensor_sample, METH_O,
+     "_tensor_sample(tensor, /)\n--\n\n"
+     "A hash of 64 values of a plain CPU tensor; 0 of every other one."},
     {"_switch_begins", module_switch_begins, METH_O,
      "_switch_begins(module, /)\n--\n\nBefore a module's train() or eval()."},
     {"_optimizer_begins", (PyCFunction)(void (*)(void))module_optimizer_begins,
@@ -281,7 +294,11 @@ static int
 module_add_type(PyObject *module, PyObject **field, PyType_Spec *spec)
 {
     *field = PyType_FromModuleAndSpec(module, spec, NULL);
-    return *field == NULL ? -1 : 0;
+    if (*field == NULL) {
+        oomkit_error_insure();
+        return -1;
+    }
+    return 0;
 }
 
 static int

@@ -4,6 +4,7 @@
  * by identity and version. Values that were put in place of others can be put back; a
  * tensor that changed in place cannot, without a pre-image. */
 #include "call.h"
+#include "errors.h"
 #include "tensor.h"
 
 static oomkit_state_item *
@@ -411,8 +412,8 @@ oomkit_optimizer_is_foreach(oomkit_call *call, int index)
     Py_ssize_t i;
 
     for (i = 0; i < PyList_GET_SIZE(mark->groups); i++) {
-        PyObject *group = PyList_GET_ITEM(mark->groups, i);         /* borrowed */
-        PyObject *foreach = PyDict_GetItemString(group, "foreach"); /* borrowed */
+        PyObject *group = PyList_GET_ITEM(mark->groups, i); /* borrowed */
+        PyObject *foreach = oomkit_item(group, "foreach");  /* borrowed */
         if (foreach == Py_True) {
             return 1;
         }

@@ -1,5 +1,6 @@
 /* Parsing auto_batch's options: every one checked once, with a message that says what
  * was expected and what came. */
+#include "errors.h"
 #include "step.h"
 
 #include <stdlib.h>
@@ -58,7 +59,7 @@ options_unknown(PyObject *kwargs)
 static PyObject *
 option_get(PyObject *kwargs, const char *name)
 {
-    return kwargs == NULL ? NULL : PyDict_GetItemString(kwargs, name);
+    return kwargs == NULL ? NULL : oomkit_item(kwargs, name);
 }
 
 static int
@@ -242,11 +243,20 @@ participants_append(PyObject *list, PyObject *given)
     return result;
 }
 
+/* Has it both? 1, 0 or -1. */
+static int
+participants_pair(PyObject *given, PyObject *save, PyObject *restore)
+{
+    int has = oomkit_has_attribute(given, save);
+    return has > 0 ? oomkit_has_attribute(given, restore) : has;
+}
+
 /* A user's own participant needs one of two pairs of methods. */
 static int
 participants_check(oomkit_state *st, PyObject *given)
 {
     Py_ssize_t i;
+    int pair;
 
     if (given == NULL || given == Py_None) {
         return 0;
@@ -259,14 +269,14 @@ participants_check(oomkit_state *st, PyObject *given)
         }
         return 0;
     }
-    if ((PyObject_HasAttr(given, st->str_state_dict) &&
-         PyObject_HasAttr(given, st->str_load_state_dict)) ||
-        (PyObject_HasAttr(given, st->str_save) &&
-         PyObject_HasAttr(given, st->str_restore)) ||
-        PyObject_TypeCheck(given, (PyTypeObject *)st->Tensor) ||
+    pair = participants_pair(given, st->str_state_dict, st->str_load_state_dict);
+    if (pair == 0) {
+        pair = participants_pair(given, st->str_save, st->str_restore);
+    }
+    if (pair != 0 || PyObject_TypeCheck(given, (PyTypeObject *)st->Tensor) ||
         PyObject_TypeCheck(given, (PyTypeObject *)st->Generator) ||
         oomkit_accelerate_kind(given) >= 0) {
-        return 0;
+        return pair < 0 ? -1 : 0;
     }
     PyErr_Format(PyExc_TypeError,
                  "auto_batch(participants=...) expected objects with state_dict() and "

@@ -3,6 +3,7 @@
 #ifndef OOMKIT_PYTHON_RECORDS_H
 #define OOMKIT_PYTHON_RECORDS_H
 
+#include "errors.h"
 #include "state.h"
 #include "../core/ring.h"
 
@@ -15,6 +16,9 @@ static inline PyObject *
 oomkit_sequence_type(PyStructSequence_Desc *description)
 {
     PyObject *type = (PyObject *)PyStructSequence_NewType(description);
+    if (type == NULL) {
+        oomkit_error_insure();
+    }
     return Py_XNewRef(type); /* the second reference, on purpose never given back */
 }
 

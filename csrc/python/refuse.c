@@ -4,21 +4,36 @@
 #include "call.h"
 #include "errors.h"
 
+/* A module that is imported already. New reference; NULL, without an exception where it
+ * is not. */
+static PyObject *
+imported(const char *name)
+{
+    PyObject *key = PyUnicode_FromString(name);                      /* owned */
+    PyObject *module = key == NULL ? NULL : PyImport_GetModule(key); /* owned */
+
+    Py_XDECREF(key);
+    return module;
+}
+
 /* Calls module.name() when the module is imported already. 1, 0 or -1. */
 static int
 ask(const char *module_name, const char *name)
 {
-    PyObject *modules = PyImport_GetModuleDict();                  /* borrowed */
-    PyObject *module = PyDict_GetItemString(modules, module_name); /* borrowed */
-    PyObject *answer;                                              /* owned */
+    PyObject *module = imported(module_name); /* owned */
+    PyObject *answer = NULL;                  /* owned */
     int result;
 
-    if (module == NULL || !PyObject_HasAttrString(module, name)) {
-        return 0;
+    if (module == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
     }
-    answer = PyObject_CallMethod(module, name, NULL);
+    result = oomkit_has_attribute_string(module, name);
+    if (result > 0) {
+        answer = PyObject_CallMethod(module, name, NULL);
+    }
+    Py_DECREF(module);
     if (answer == NULL) {
-        return -1;
+        return result == 0 ? 0 : -1;
     }
     result = PyObject_IsTrue(answer);
     Py_DECREF(answer);
@@ -29,15 +44,16 @@ ask(const char *module_name, const char *name)
 static int
 several_ranks(void)
 {
-    PyObject *module, *size; /* borrowed; owned */
+    PyObject *module, *size; /* owned */
     int result = ask("torch.distributed", "is_initialized");
     long world;
 
     if (result <= 0) {
         return result;
     }
-    module = PyDict_GetItemString(PyImport_GetModuleDict(), "torch.distributed");
+    module = imported("torch.distributed");
     size = module == NULL ? NULL : PyObject_CallMethod(module, "get_world_size", NULL);
+    Py_XDECREF(module);
     if (size == NULL) {
         return PyErr_Occurred() ? -1 : 0;
     }

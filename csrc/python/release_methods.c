@@ -102,7 +102,7 @@ method_attempt(PyObject *module, PyObject *args)
     device = oomkit_device_default(st);
     oomkit_device_prepare(st, device);
     before = oomkit_device_allocated(st, device);
-    result = PyObject_Call(function, arguments, keywords);
+    result = oomkit_call_function(function, arguments, keywords);
     if (result != NULL) {
         pair = PyTuple_Pack(2, Py_True, result);
         Py_DECREF(result);

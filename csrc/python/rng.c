@@ -3,6 +3,7 @@
  * calls only. */
 #include "call.h"
 #include "device_calls.h"
+#include "errors.h"
 #include "stream.h"
 
 static PyObject *
@@ -272,7 +273,11 @@ rng_same_numpy(PyObject *before, PyObject *now)
         PyObject *a = PyTuple_GET_ITEM(before, i); /* borrowed */
         PyObject *b = PyTuple_GET_ITEM(now, i);    /* borrowed */
         PyObject *one, *two;                       /* owned */
-        if (!PyObject_HasAttrString(a, "tobytes")) {
+        int array = oomkit_has_attribute_string(a, "tobytes");
+        if (array < 0) {
+            return -1;
+        }
+        if (array == 0) {
             same = PyObject_RichCompareBool(a, b, Py_EQ);
             continue;
         }

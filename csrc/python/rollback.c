@@ -183,6 +183,12 @@ oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which)
     if (!call->grads.marked) {
         return 0;
     }
+    if (!call->grads.at_entry && call->grads.is_parked) {
+        /* all of them came in this attempt: they need not go back to be dropped there
+         */
+        grads_array_free(call, &call->grads.parked);
+        call->grads.is_parked = 0;
+    }
     if (!call->grads.stashing && oomkit_grads_unpark(call) < 0) {
         return -1;
     }
@@ -195,7 +201,7 @@ oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which)
     if (grads_compare(call, states, steps) < 0) {
         goto done;
     }
-    aside = grads_may_set_aside(call, states, steps);
+    aside = call->grads.at_entry && grads_may_set_aside(call, states, steps);
     for (i = 0; i < n; i++) {
         int moved = states[i] != OOMKIT_GRAD_SAME && states[i] != OOMKIT_GRAD_NEW;
         int copied = call->grads.copies != NULL && call->grads.copies[i] != NULL;

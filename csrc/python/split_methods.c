@@ -1,4 +1,5 @@
 /* Finding, slicing and joining as functions of Python values, for tests. */
+#include "errors.h"
 #include "split_methods.h"
 #include "tree.h"
 
@@ -7,7 +8,7 @@
 static PyObject *
 probe_option(PyObject *options, const char *name)
 {
-    PyObject *value = PyDict_GetItemString(options, name); /* borrowed from options */
+    PyObject *value = oomkit_item(options, name); /* borrowed from options */
     return value == Py_None ? NULL : value;
 }
 

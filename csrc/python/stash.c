@@ -12,9 +12,14 @@ enum { DTYPE_HALF = 5 }; /* c10::ScalarType */
 static int
 number_of(oomkit_state *st, PyObject *object, double *value)
 {
-    PyObject *number = PyObject_HasAttr(object, st->str_item)
-                           ? PyObject_CallMethodNoArgs(object, st->str_item)
-                           : Py_NewRef(object); /* owned */
+    int tensor = oomkit_has_attribute(object, st->str_item);
+    PyObject *number; /* owned */
+
+    if (tensor < 0) {
+        return -1;
+    }
+    number =
+        tensor ? PyObject_CallMethodNoArgs(object, st->str_item) : Py_NewRef(object);
     if (number == NULL) {
         return -1;
     }

@@ -103,6 +103,7 @@
     X(str_numpy, "numpy")                                                              \
     X(str_add, "add")                                                                  \
     X(str_register_prehook, "register_prehook")                                        \
+    X(str_variable, "variable")                                                        \
     X(str_metadata, "metadata")                                                        \
     X(str_output_nr, "output_nr")                                                      \
     X(str_oomkit, "oomkit")                                                            \

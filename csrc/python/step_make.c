@@ -248,7 +248,7 @@ make_given(oomkit_step *self, PyObject *kwargs)
 
     self->given = kwargs == NULL ? PyDict_New() : PyDict_Copy(kwargs);
     for (i = 0; self->given != NULL && held[i] != NULL; i++) {
-        if (PyDict_GetItemString(self->given, held[i]) != NULL &&
+        if (oomkit_item(self->given, held[i]) != NULL &&
             PyDict_DelItemString(self->given, held[i]) < 0) {
             return -1;
         }

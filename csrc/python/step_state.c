@@ -83,7 +83,7 @@ load_names(PyObject *state, PyObject *values[STATE_NAMES])
         return -1;
     }
     for (i = 0; i < STATE_NAMES; i++) {
-        values[i] = PyDict_GetItemString(state, state_names[i]);
+        values[i] = oomkit_item(state, state_names[i]);
         if (values[i] == NULL) {
             PyErr_Format(PyExc_ValueError,
                          "load_state_dict() expected the dict of a step's "

@@ -2,22 +2,11 @@
  * is neither marked nor parked nor intercepted, so a replay would count it twice: it is
  * looked for where it shows. Leaves of the graph of a backward become participants
  * (restart.c); an optimizer that steps unknown is refused by name. */
+#include "addresses.h"
 #include "call.h"
 #include "errors.h"
 #include "graph.h"
 #include "step.h"
-
-static int
-params_have(const oomkit_participants *parts, const PyObject *tensor)
-{
-    Py_ssize_t i;
-    for (i = 0; i < parts->param_count; i++) {
-        if (parts->params[i] == tensor) {
-            return 1;
-        }
-    }
-    return 0;
-}
 
 /* Is one of those leaves still alive, now that the failed attempt is gone? */
 int
@@ -36,25 +25,66 @@ oomkit_strangers_alive(oomkit_call *call)
     return alive;
 }
 
-/* Appends the leaf at this node to `found` when it is no participant. 0 or -1. */
+typedef struct stranger_walk {
+    oomkit_state *st;
+    oomkit_addresses known; /* of the parameters that take part */
+    PyObject *work;         /* owned list: nodes to look at */
+    PyObject *seen;         /* owned set: keeps the nodes, hence their identity */
+    PyObject *found;        /* owned list: leaves that are no participants */
+} stranger_walk;
+
+/* The leaf at this node into `found` when it is no participant. 0 or -1. */
 static int
-graph_leaf(oomkit_call *call, PyObject *node, PyObject *found)
+walk_leaf(stranger_walk *w, PyObject *node)
 {
-    PyObject *variable; /* owned */
+    PyObject *variable = PyObject_GetAttr(node, w->st->str_variable); /* owned */
     int result = 0;
 
-    if (strcmp(Py_TYPE(node)->tp_name, "torch.autograd.AccumulateGrad") != 0 &&
-        strcmp(Py_TYPE(node)->tp_name, "AccumulateGrad") != 0) {
-        return 0;
-    }
-    variable = PyObject_GetAttrString(node, "variable");
     if (variable == NULL) {
         return -1;
     }
-    if (!params_have(call->parts, variable)) {
-        result = PyList_Append(found, variable);
+    if (!oomkit_addresses_have(&w->known, variable)) {
+        int again = PySet_Contains(w->seen, node);
+        result = again != 0                              ? -(again < 0)
+                 : PySet_Add(w->seen, node) < 0          ? -1
+                 : PyList_Append(w->found, variable) < 0 ? -1
+                                                         : 0;
     }
     Py_DECREF(variable);
+    return result;
+}
+
+/* A node: a leaf is looked at here and now, for there may be thousands and they lead
+ * nowhere; another one once, then what it leads to waits in `work`. 0 or -1. */
+static int
+walk_node(stranger_walk *w, PyObject *node)
+{
+    PyObject *edges; /* owned */
+    Py_ssize_t i;
+    int result = 0, known;
+
+    if (oomkit_node_is_leaf(node)) {
+        return walk_leaf(w, node);
+    }
+    known = PySet_Contains(w->seen, node);
+    if (known != 0 || PySet_Add(w->seen, node) < 0) {
+        return known == 1 ? 0 : -1;
+    }
+    edges = PyObject_GetAttr(node, w->st->str_next_functions);
+    if (edges == NULL) {
+        return -1;
+    }
+    for (i = 0; PyTuple_Check(edges) && i < PyTuple_GET_SIZE(edges) && result == 0;
+         i++) {
+        PyObject *edge = PyTuple_GET_ITEM(edges, i); /* borrowed */
+        PyObject *next = PyTuple_Check(edge) && PyTuple_GET_SIZE(edge) > 0
+                             ? PyTuple_GET_ITEM(edge, 0)
+                             : Py_None; /* borrowed */
+        result = next == Py_None             ? 0
+                 : oomkit_node_is_leaf(next) ? walk_leaf(w, next)
+                                             : PyList_Append(w->work, next);
+    }
+    Py_DECREF(edges);
     return result;
 }
 
@@ -93,38 +123,36 @@ graph_roots(oomkit_call *call, PyObject *roots, PyObject *work)
 static PyObject *
 graph_strangers(oomkit_call *call, PyObject *roots)
 {
-    PyObject *work = PyList_New(0);   /* owned: nodes to look at */
-    PyObject *seen = PySet_New(NULL); /* owned: keeps the nodes, hence their identity */
-    PyObject *found = PyList_New(0);  /* owned, returned */
+    stranger_walk w = {.st = call->st,
+                       .work = PyList_New(0),
+                       .seen = PySet_New(NULL),
+                       .found = PyList_New(0)}; /* found: returned */
     int result = -1;
 
-    if (work == NULL || seen == NULL || found == NULL ||
-        graph_roots(call, roots, work) < 0) {
+    if (w.work == NULL || w.seen == NULL || w.found == NULL ||
+        oomkit_addresses_fill(&w.known, call->parts->params, call->parts->param_count) <
+            0 ||
+        graph_roots(call, roots, w.work) < 0) {
         goto done;
     }
     result = 0;
-    while (result == 0 && PyList_GET_SIZE(work) > 0) {
-        Py_ssize_t last = PyList_GET_SIZE(work) - 1;
-        PyObject *node = Py_NewRef(PyList_GET_ITEM(work, last)); /* owned */
-        int known = PySet_Contains(seen, node);
-        if (known < 0 || PyList_SetSlice(work, last, last + 1, NULL) < 0 ||
-            (known == 0 && PySet_Add(seen, node) < 0)) {
-            result = -1;
-        } else if (known == 0) {
-            result = graph_leaf(call, node, found) < 0 ||
-                             oomkit_node_follow(call->st, node, work) < 0
-                         ? -1
-                         : 0;
+    while (result == 0 && PyList_GET_SIZE(w.work) > 0) {
+        Py_ssize_t last = PyList_GET_SIZE(w.work) - 1;
+        PyObject *node = Py_NewRef(PyList_GET_ITEM(w.work, last)); /* owned */
+        result = PyList_SetSlice(w.work, last, last + 1, NULL);
+        if (result == 0) {
+            result = walk_node(&w, node);
         }
         Py_DECREF(node);
     }
 done:
-    Py_XDECREF(work);
-    Py_XDECREF(seen);
+    oomkit_addresses_free(&w.known);
+    Py_XDECREF(w.work);
+    Py_XDECREF(w.seen);
     if (result < 0) {
-        Py_CLEAR(found);
+        Py_CLEAR(w.found);
     }
-    return found;
+    return w.found;
 }
 
 /* Does it have a gradient? 1, 0 or -1. */

@@ -279,11 +279,18 @@ oomkit_tx_restore(oomkit_call *call, PyObject **message)
                                           "%U: a parameter without a copy has moved");
         }
     }
-    if (oomkit_slots_restore(call) < 0 || oomkit_pristine_restore(call) < 0 ||
-        oomkit_switches_restore(call) < 0) {
+    /* the flags first: parameters that go back are marked again with those that stand
+     */
+    if (oomkit_slots_restore(call) < 0 || oomkit_switches_restore(call) < 0) {
         return -1;
     }
-    refused = oomkit_tx_params_moved(call, &param);
+    refused = oomkit_pristine_restore(call, &param);
+    if (refused < 0) {
+        return -1;
+    }
+    if (refused == 0) {
+        refused = oomkit_tx_params_moved(call, &param);
+    }
     if (refused != 0) { /* said at the end: everything else goes back all the same */
         call->params_stuck = 1;
         refused =

@@ -193,7 +193,7 @@ trial_call(oomkit_state *st, const trial_args *call)
 
     oomkit_device_prepare(st, device);
     oomkit_device_begin(st, device, 1, &window);
-    value = PyObject_Call(call->func, call->args, call->kwargs);
+    value = oomkit_call_function(call->func, call->args, call->kwargs);
     if (value == NULL) {
         value = trial_failed(st, call, device, &facts);
     }

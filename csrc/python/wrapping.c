@@ -31,7 +31,7 @@ wrap_partialmethod(oomkit_state *st, PyObject *given, oomkit_wrap wrap, void *ho
     head = made == NULL ? NULL : PyTuple_Pack(1, made);
     all = head == NULL ? NULL : PySequence_Concat(head, args);
     if (all != NULL) {
-        result = PyObject_Call((PyObject *)Py_TYPE(given), all, keywords);
+        result = oomkit_call_function((PyObject *)Py_TYPE(given), all, keywords);
     }
     Py_XDECREF(all);
     Py_XDECREF(head);
@@ -71,7 +71,7 @@ oomkit_wrap_update(oomkit_state *st, PyObject *op, PyObject *func)
     if (names != NULL &&
         (PyFunction_Check(func) ||
          PyDict_SetItemString(names, "updated", st->empty_tuple) == 0)) {
-        done = PyObject_Call(st->update_wrapper, args, names);
+        done = oomkit_call_function(st->update_wrapper, args, names);
     }
     Py_XDECREF(names);
     Py_XDECREF(args);

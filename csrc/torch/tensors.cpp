@@ -57,6 +57,23 @@ mix(uint64_t hash, uint64_t value)
     return hash ^ (hash >> 33);
 }
 
+// By words: this runs for every parameter of a model.
+uint64_t
+mix_bytes(uint64_t hash, const unsigned char *bytes, uint64_t size)
+{
+    uint64_t word, at = 0;
+    for (; at + sizeof word <= size; at += sizeof word) {
+        std::memcpy(&word, bytes + at, sizeof word);
+        hash = mix(hash, word);
+    }
+    if (at < size) {
+        word = 0;
+        std::memcpy(&word, bytes + at, size - at);
+        hash = mix(hash, word);
+    }
+    return hash;
+}
+
 // Tensors whose sizes only Python or a C++ subclass of its own knows.
 bool
 is_opaque(const c10::TensorImpl *impl)
@@ -114,12 +131,15 @@ compare_one(const c10::TensorImpl *impl, const oomkit_grad_mark *mark, uint32_t 
     return *step == 0 ? OOMKIT_GRAD_SAME : OOMKIT_GRAD_MOVED;
 }
 
-// Its bytes can be copied as they lie: on the CPU, strided, contiguous, of that size.
+// Its bytes can be copied as they lie: on the CPU, strided, contiguous, of that size,
+// and read as they are (not conjugated or negated on the way).
 bool
 is_plain_bytes(const c10::TensorImpl *impl, uint64_t size)
 {
     return impl != nullptr && impl != c10::UndefinedTensorImpl::singleton() &&
            !is_opaque(impl) && impl->device().is_cpu() &&
+           !impl->key_set().has_any(c10::DispatchKeySet(
+               {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative})) &&
            impl->layout() == c10::kStrided && impl->has_storage() &&
            impl->is_contiguous() && size > 0 &&
            static_cast<uint64_t>(impl->numel()) * impl->itemsize() == size;
@@ -176,11 +196,11 @@ sample(const void *holder, ptrdiff_t offset) noexcept
         const uint64_t size = impl->itemsize();
         const uint64_t values = count < 64 ? count : 64;
         uint64_t hash = 1;
+        if (count == values) { // all of them
+            return mix_bytes(hash, bytes, count * size);
+        }
         for (uint64_t v = 0; v < values; v++) {
-            const unsigned char *at = bytes + (count * v / values) * size;
-            for (uint64_t b = 0; b < size; b++) {
-                hash = mix(hash, at[b]);
-            }
+            hash = mix_bytes(hash, bytes + (count * v / values) * size, size);
         }
         return hash;
     } catch (...) {

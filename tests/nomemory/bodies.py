@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .body import Body, Plain
+from .kept import Remembering, checkpoint, searching, trials
 from .recovery import Recovery
 
 
@@ -237,15 +238,24 @@ PLAIN = {
     "reporting": _reporting,
     "a healthy call": _whole,
     "loops": _looping,
+    "sizes in a checkpoint": checkpoint,
+    "trials": trials,
+    "searching": searching,
 }
+
+RARER = {"guarding": 3, "a healthy call": 3, "loops": 2, "trials": 3}
+"""Of those that import something: each time that CPython hangs there costs FAULTY.cpu."""
 
 BODIES: list[Body] = [
     Imports(),
-    *(Plain(name, _oomkit(make)) for name, make in PLAIN.items()),
+    *(Plain(name, _oomkit(make), RARER.get(name, 1)) for name, make in PLAIN.items()),
+    Remembering(_oomkit),
     Recovery("inside"),
     Recovery("inside", warm=True),
     Recovery("inside", phase="forward", warm=True, gradients=True),
     Recovery("inside", phase="optimizer", warm=True),
+    Recovery("inside", warm=True, nested=True),
+    Recovery("inside", phase="forward", warm=True, guarded=True),
     Recovery("returned", "back", warm=True),
     Recovery("rows", "back", warm=True),
     Recovery("stash", "back", warm=True),

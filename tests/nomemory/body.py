@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from .fault import Outcome
-from .fork import CPU_SECONDS, apart
+from .fork import FAULTY, apart
 
 OURS = frozenset({"MemoryError", "OutOfMemory", "OutOfMemoryError", "PartialUpdate"})
 """How a call may end: those of Python, of oomkit and of torch that say what it was."""
@@ -20,8 +20,8 @@ class Body:
     say otherwise."""
 
     name = ""
-    cpu = CPU_SECONDS
-    """Seconds of processor time after which the call hangs."""
+    limit = FAULTY
+    """After which the call hangs."""
     total = 0
     """Allocations of the undisturbed call, where counting them takes too long."""
     lasting = True
@@ -49,16 +49,17 @@ class Body:
         """What is wrong with what `after` has found, beside what it knew itself."""
         return []
 
+    def finish(self) -> None:
+        """When all is done: what `prepare` has made outside of the process."""
+
 
 class Plain(Body):
     """A function of no arguments whose result is a plain value, and the same each time."""
 
-    def __init__(
-        self, name: str, make: Callable[[], Callable[[], Any]], errors: frozenset[str] = OURS
-    ) -> None:
+    def __init__(self, name: str, make: Callable[[], Callable[[], Any]], rarer: int = 1) -> None:
         self.name = name
         self.make = make
-        self.errors = errors
+        self.rarer = rarer
 
     def prepare(self) -> None:
         self.function = self.make()

@@ -11,11 +11,24 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-SECONDS = 120
-CPU_SECONDS = 0.6
-"""After which a child counts as hung. None of them takes a tenth of it."""
+
+class Limit(NamedTuple):
+    """When a child counts as hung."""
+
+    cpu: float
+    """Seconds of processor time, that of its own children left out."""
+    wall: float
+    """Seconds, for one that waits."""
+
+
+FAULTY = Limit(0.6, 120)
+"""One with a fault. None of them takes a tenth of it."""
+CALM = Limit(60, 600)
+"""One without a fault, which may import everything."""
+SWEEP = Limit(600, 1800)
+"""One that forks all of these for a body."""
 
 
 @dataclass
@@ -40,17 +53,17 @@ def _last_words(text: str) -> str:
     return "; ".join(told + frames) or " / ".join(lines[-3:])
 
 
-def _limit(cpu: float) -> None:
+def _arm(limit: Limit) -> None:
     """A child that hangs is ended by a signal, which says where it was."""
-    if cpu:
-        signal.setitimer(signal.ITIMER_PROF, cpu)
-        signal.alarm(SECONDS)  # for one that waits
-        for number in (signal.SIGPROF, signal.SIGALRM):
-            signal.signal(number, signal.SIG_DFL)
-            faulthandler.register(number, 2, all_threads=False, chain=True)
+    signal.setitimer(signal.ITIMER_PROF, limit.cpu)
+    signal.setitimer(signal.ITIMER_REAL, limit.wall)
+    for number in (signal.SIGPROF, signal.SIGALRM):
+        faulthandler.unregister(number)  # of the process that this one was forked from
+        signal.signal(number, signal.SIG_DFL)
+        faulthandler.register(number, 2, all_threads=False, chain=True)
 
 
-def apart(work: Callable[[], Any], cpu: float = CPU_SECONDS) -> Answer:
+def apart(work: Callable[[], Any], limit: Limit = FAULTY) -> Answer:
     """What `work` returns in a child of this process. An exception of it is a death, too."""
     reader, writer = os.pipe()
     with tempfile.TemporaryFile("w+") as words:
@@ -61,7 +74,7 @@ def apart(work: Callable[[], Any], cpu: float = CPU_SECONDS) -> Answer:
             code = 1
             try:
                 faulthandler.enable(2, all_threads=False)
-                _limit(cpu)
+                _arm(limit)
                 answer = pickle.dumps(work())
                 while answer:
                     answer = answer[os.write(writer, answer) :]

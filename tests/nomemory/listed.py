@@ -22,17 +22,35 @@ LISTED: list[tuple[str, str]] = [
         "torch's SystemError",
         r"^SystemError: <method '\w+' of 'torch\._C\.TensorBase' objects> returned",
     ),
-    # Nothing but torch's own functions is called there, on the gradients' behalf.
+    # torch::FunctionSignature::parse looks up the name of a parameter that there was no memory
+    # for when the function was first called: PyDict_GetItem(kwargs, NULL). Seen with gdb in
+    # ones_like (the trivial backward after a failure) and clone (copies of parameters).
     (
         "torch crashes",
-        r'SIGSEGV: Fatal Python error: Segmentation fault; File "[^"]*", line \d+ in _make_grads',
+        r'SIGSEGV: Fatal Python error: Segmentation fault; File "[^"]*/torch/(?:autograd/__init__'
+        r'\.py", line \d+ in _make_grads|nn/parameter\.py", line \d+ in __deepcopy__)',
     ),
+    # frameobject.c, take_ownership: of a frame that outlives its function. Where the caller's
+    # frame cannot be made an object, the exception that was leaving is cleared with that error.
+    (
+        "CPython's SystemError",
+        r"^SystemError: <function [\w.]+ at \w+> returned NULL without setting an exception",
+    ),
+    # importlib._bootstrap: PyThread_allocate_lock() without memory, whose error is this one.
+    ("CPython's RuntimeError", r"^RuntimeError: can't allocate lock"),
     # compile(): of a module that has no .pyc yet.
     ("CPython's SystemError", r"^SystemError: <built-in function compile> returned NULL"),
     # compile.c asserts or frees what it had no memory for: importing a file without a .pyc.
     ("CPython aborts", r"SIGABRT: Fatal Python error: Aborted; .*in source_to_code"),
     # codeobject.c, lineiter_next: gives back the tuple that it has freed.
     ("CPython crashes", r"SIGSEGV: .*in findlinestarts"),
+    # dictobject.c, dictiter_new: where the pair of items() cannot be made it gives back an
+    # iterator that the collector does not know yet, which untracks itself. Seen with gdb in a
+    # `for` over items(); these modules call nothing of ours that is C.
+    (
+        "CPython crashes",
+        r'SIGSEGV: Fatal Python error: Segmentation fault; File "[^"]*/oomkit/_hpo_\w+\.py"',
+    ),
     # unmarshalling or compiling a module.
     (
         "CPython crashes",

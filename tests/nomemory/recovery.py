@@ -10,7 +10,7 @@ from typing import Any
 
 from .body import Body, alive
 from .fault import Outcome
-from .fork import apart
+from .fork import CALM, apart
 
 LEFT = ("modes", "dictionaries", "hooks", "surroundings")
 
@@ -43,7 +43,7 @@ class Recovery(Body):
         from recovery_world import Judge
 
         self.judged = Judge(self.form, **self.options)
-        count = apart(self._count, 0)
+        count = apart(self._count, CALM)
         assert not count.died, count.died
         self.nth = 1 + count.value // 2
         if self.warm:
@@ -196,7 +196,7 @@ class Recovery(Body):
         """Result and state of an undisturbed process with these slices."""
         key = (part, plan)
         if key not in self.known:
-            answer = apart(lambda: self._reference(part, plan), 0)
+            answer = apart(lambda: self._reference(part, plan), CALM)
             assert not answer.died, answer.died
             self.known[key] = answer.value
         return self.known[key]

@@ -1,7 +1,8 @@
 """A program under oomkit and its twin without, driven by hypothesis.
 
-Each rule does the same to both. A call may end in an error of oomkit: then the state is the one
-before it, and the twin does not make the call. Everything else has to be equal: parameters,
+Each rule does the same to both. A call may end for lack of memory: then the state is the one
+before it, and the twin does not make the call. No program deserves a SplitError: each has a batch
+whose rows are known, and none that depend on each other. Everything else is equal: parameters,
 gradients, buffers, flags, optimizer, scheduler, random state, what comes back.
 """
 
@@ -165,9 +166,6 @@ class Programs(RuleBasedStateMachine):
                 assert self.options["gradient_safety"] != "copy", error
                 self.counts["gradients that were not copied"] += 1
                 self._resume(before)
-        except oomkit.OomkitError as error:
-            note(f"{what}: {type(error).__name__}: {error}")
-            self.counts[f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"] += 1
         except torch.OutOfMemoryError as error:
             # The caller's own operations between several losses and one root, whose few bytes
             # are outside the budget: only a fault in what is oomkit's own gets there.

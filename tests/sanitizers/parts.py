@@ -14,7 +14,6 @@ class Part(NamedTuple):
 
 ADDRESS = [
     Part("test_exact.py", "every allocation of a step fails: roll-back, drop, replay", "gpt"),
-    Part("test_recovery_faults.py", "faults while a fault is being recovered from"),
     Part("test_returned.py", "pending calls, which the nodes of a graph own"),
     Part("test_returned_several.py", "several of them, freed in any order"),
     Part("test_returned_nested.py", "backwards inside backwards"),
