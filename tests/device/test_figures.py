@@ -200,7 +200,8 @@ def test_a_limit_is_no_more_than_what_the_device_has(cuda: Device) -> None:
     _C.device_budget_set(CUDA, 0, 1 << 40)
     step = oomkit.auto_batch(body)
     cuda.info = (20 * MIB, 100 * MIB)
-    assert _train_under(cuda, step, 4) == 4
+    assert _train_under(cuda, step, 8) == 4
+    assert [record.ooms for record in step.records[1:]] == [0] * 7  # 22 rows are not tried
 
 
 def test_a_share_that_the_program_asked_for_is_a_limit(cuda: Device) -> None:
