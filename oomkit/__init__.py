@@ -99,6 +99,7 @@ _C.register_splitter(
 )
 
 from . import testing  # noqa: E402  (needs the bound extension)
+from ._budget import Budget, budget  # noqa: E402
 from ._C import (  # noqa: E402
     OomkitError,
     OomkitWarning,
@@ -129,6 +130,7 @@ from .reserve import Reservation, reserve  # noqa: E402
 
 __all__ = [
     "BatchSizeSearch",
+    "Budget",
     "MemoryInfo",
     "OOMReport",
     "OomkitError",
@@ -139,6 +141,7 @@ __all__ = [
     "SplitError",
     "StepRecord",
     "auto_batch",
+    "budget",
     "chunks",
     "classify",
     "cleanup",

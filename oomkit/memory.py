@@ -18,7 +18,7 @@ from types import TracebackType
 
 import torch
 
-from . import _C, _notebook
+from . import _C, _limits, _notebook
 
 __all__ = [
     "MemoryInfo",
@@ -67,7 +67,8 @@ class MemoryInfo:
 
     `allocated` and `reserved` mean what they mean in PyTorch; the peaks count from the last
     reset. `free` and `total` are the device's; on the CPU `free` is what the limit leaves.
-    `budget` is the limit set by `limit_memory`.
+    `budget` is the limit set by `limit_memory`, on an accelerator also one that the program
+    has set by `set_per_process_memory_fraction`. `oomkit.budget` says who has the rest.
     """
 
     allocated: int | None
@@ -145,17 +146,14 @@ def _get_limit(device: torch.device) -> int | None:
     if device.type == "cpu":
         limit: int | None = _C.cpu_stats()["limit"]
         return limit
-    return _C.memory_figures(*_key(device))[6]
+    return _C.device_budget(*_key(device))
 
 
 def _set_limit(device: torch.device, limit: int | None) -> None:
     if device.type == "cpu":
         _C.cpu_set_limit(limit)
-        return
-    total = torch.cuda.get_device_properties(device).total_memory
-    fraction = 1.0 if limit is None else min(1.0, limit / total)
-    torch.cuda.set_per_process_memory_fraction(fraction, device)
-    _C.device_budget_set(*_key(device), limit)
+    else:
+        _limits.set_limit(device.index, limit)
 
 
 class MemoryLimit:
@@ -198,6 +196,10 @@ def limit_memory(budget: int | str | None, *, device: DeviceLike = None) -> Memo
 
     Beyond it an allocation raises `torch.OutOfMemoryError`, on the CPU too. A limit below
     what is in use is allowed: nothing can be allocated until enough is freed.
+
+    On CUDA it is a share of the device for PyTorch's allocator, cached memory included and what
+    is beside it (contexts, libraries, see `oomkit.budget`) not. It initialises nothing: before
+    the program uses the device, the limit is noted, and put on when it does.
 
     Parameters
     ----------

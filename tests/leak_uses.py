@@ -218,8 +218,9 @@ def cleaning_up() -> None:
     oomkit.cleanup()
 
 
-@covers("MemoryInfo", "memory", "max_memory_allocated")
+@covers("Budget", "MemoryInfo", "budget", "memory", "max_memory_allocated")
 def figures() -> None:
+    assert oomkit.budget("cpu").limit is None
     assert oomkit.memory("cpu").budget is None
     oomkit.max_memory_allocated("cpu")
 

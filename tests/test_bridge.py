@@ -96,6 +96,7 @@ class Table(ctypes.Structure):
         ),
         ("device_reset_peak", function(ctypes.c_int, ctypes.c_int, ctypes.c_int)),
         ("device_empty_cache", function(ctypes.c_int, ctypes.c_int)),
+        ("device_expandable", function(ctypes.c_int, ctypes.c_int)),
     ]
 
 
@@ -164,7 +165,7 @@ def parameter():
 def test_the_table_is_that_of_the_running_torch():
     assert bridge.torch_version == ".".join(torch.__version__.split(".")[:2])
     assert f"{api.torch_major}.{api.torch_minor}" == bridge.torch_version
-    assert api.version == 3
+    assert api.version == 4
     assert api.size == ctypes.sizeof(Table)
 
 

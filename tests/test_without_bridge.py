@@ -197,6 +197,7 @@ def test_the_allocators_cache_is_emptied_once_before_the_retry() -> None:
     import torch
     emptied = []
     calls = []
+    torch._C._accelerator_getAccelerator = lambda: torch.device("meta")
     torch._C._accelerator_isAllocatorInitialized = lambda: True
     torch._C._accelerator_emptyCache = lambda: emptied.append(len(calls))
     sys.modules["oomkit._bridge"] = None

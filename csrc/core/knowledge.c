@@ -346,11 +346,13 @@ oomkit_know_worked(oomkit_knowledge *known, const oomkit_measured *measured)
     known->successes += known->successes < UINT32_MAX;
     known->retried = measured->alloc_retries > 0 ? known->retried + 1 : 0;
     if (known->retried >= RETRIED_OFTEN) {
-        role = measured->rows[OOMKIT_LATER] >= 1 ? OOMKIT_LATER : OOMKIT_FIRST;
-        if (measured->rows[role] > 1) {
-            oomkit_know_failed(known, (oomkit_role)role, measured->rows[role],
-                               measured->baseline_bytes, measured->budget_bytes,
-                               measured->gradient_bytes);
+        /* Which micro-batch it was is not known: a larger first one is no way out. */
+        for (role = 0; role < OOMKIT_ROLES; role++) {
+            if (measured->rows[role] > 1) {
+                oomkit_know_failed(known, (oomkit_role)role, measured->rows[role],
+                                   measured->baseline_bytes, measured->budget_bytes,
+                                   measured->gradient_bytes);
+            }
         }
         known->retried = 0;
     }

@@ -81,8 +81,15 @@ buffer_copy(oomkit_state *st, PyObject *tensor, const oomkit_tensor_facts *facts
         return oomkit_host_copy(st, tensor);
     }
     plain = PyObject_CallMethodNoArgs(tensor, st->str_detach);
+    oomkit_exempt_enter(st);
     copy = plain ? PyObject_CallMethodNoArgs(plain, st->str_clone) : NULL;
+    oomkit_exempt_leave(st);
     Py_XDECREF(plain);
+    if (copy == NULL && oomkit_exception_is_oom(st)) {
+        PyErr_Clear(); /* not even that fits beside what is there: on the host it does
+                        */
+        return oomkit_host_copy(st, tensor);
+    }
     return copy;
 }
 

@@ -74,6 +74,51 @@ stats_clear(oomkit_memory_stats *stats)
 
 /* --- accelerators, by either way --- */
 
+int
+oomkit_device_by_bridge(const oomkit_state *st, int type)
+{
+    return st->bridge != NULL &&
+           (type != OOMKIT_DEVICE_MPS ||
+            st->bridge->device_initialized(type) != OOMKIT_EUNSUPPORTED);
+}
+
+int
+oomkit_device_ready(oomkit_state *st, oomkit_device device)
+{
+    PyObject *in_flight; /* owned */
+    int ready;
+
+    if (device.type == OOMKIT_DEVICE_CPU) {
+        return 1;
+    }
+    if (oomkit_device_by_bridge(st, device.type)) {
+        return st->bridge->device_initialized(device.type) == 1;
+    }
+    in_flight = oomkit_exception_take();
+    ready = oomkit_torch_ready(st, device);
+    if (in_flight != NULL) {
+        oomkit_exception_give(in_flight);
+    }
+    return ready;
+}
+
+int
+oomkit_device_expandable(oomkit_state *st, oomkit_device device)
+{
+    PyObject *in_flight; /* owned */
+    int on;
+
+    if (oomkit_device_by_bridge(st, device.type)) {
+        return st->bridge->device_expandable(device.type) == 1;
+    }
+    in_flight = oomkit_exception_take();
+    on = oomkit_torch_ready(st, device) && oomkit_torch_expandable();
+    if (in_flight != NULL) {
+        oomkit_exception_give(in_flight);
+    }
+    return on;
+}
+
 /* OOMKIT_OK with *stats filled, else everything OOMKIT_UNKNOWN. Keeps an exception that
  * is in flight. */
 static int
@@ -83,7 +128,7 @@ accelerator_stats(oomkit_state *st, oomkit_device device, oomkit_memory_stats *s
     int status;
 
     stats_clear(stats);
-    if (st->bridge != NULL) {
+    if (oomkit_device_by_bridge(st, device.type)) {
         status = st->bridge->device_stats(device.type, device.index, stats);
     } else {
         in_flight = oomkit_exception_take();
@@ -104,7 +149,7 @@ accelerator_reset_peak(oomkit_state *st, oomkit_device device)
     PyObject *in_flight; /* owned */
     int status;
 
-    if (st->bridge != NULL) {
+    if (oomkit_device_by_bridge(st, device.type)) {
         return st->bridge->device_reset_peak(device.type, device.index);
     }
     in_flight = oomkit_exception_take();
@@ -162,8 +207,9 @@ accelerator_begin(oomkit_state *st, int reset, oomkit_peak_window *window)
         slot_merge(st, slot, &stats);
         window->baseline_bytes = stats.allocated;
         window->alloc_retries = stats.num_alloc_retries;
-        window->reset =
-            reset && accelerator_reset_peak(st, window->device) == OOMKIT_OK;
+        window->reset = reset &&
+                        stats.peak_allocated != OOMKIT_UNKNOWN && /* some have none */
+                        accelerator_reset_peak(st, window->device) == OOMKIT_OK;
         window->peak_allocated_bytes =
             window->reset ? stats.allocated : stats.peak_allocated;
         window->peak_reserved_bytes =
@@ -299,30 +345,22 @@ oomkit_device_held(oomkit_state *st, oomkit_device device, uint64_t *allocated_b
     *reserved_bytes = stats.reserved;
 }
 
-/* Free and total of a CUDA device that is initialised. torch.cuda.mem_get_info asks the
- * driver, which takes long: for reports, not for steps. 0 or -1. */
+/* What the driver says of a ready device, and the limit that somebody else has put on
+ * this process where none is ours. 0 or -1. */
 static int
-cuda_free_and_total(oomkit_state *st, oomkit_device device, oomkit_memory_stats *stats)
+driver_figures(oomkit_state *st, oomkit_device device, oomkit_memory_stats *stats,
+               uint64_t *budget_bytes)
 {
-    PyObject *pair; /* owned */
-    unsigned long long available, total;
-    int parsed;
+    double fraction;
 
-    pair = PyObject_CallMethod(st->cuda_module, "mem_get_info", "i", device.index);
-    if (pair == NULL) {
-        if (PyErr_ExceptionMatches(PyExc_RuntimeError)) {
-            PyErr_Clear();
-            return 0;
-        }
+    if (oomkit_torch_free_and_total(device, stats) < 0 ||
+        oomkit_torch_fraction(st, device, &fraction) < 0) {
         return -1;
     }
-    parsed = PyArg_Parse(pair, "(KK)", &available, &total);
-    Py_DECREF(pair);
-    if (!parsed) {
-        return -1;
+    if (*budget_bytes == OOMKIT_UNKNOWN && stats->total != OOMKIT_UNKNOWN &&
+        fraction < 1.0) {
+        *budget_bytes = (uint64_t)(fraction * (double)stats->total);
     }
-    stats->free = available;
-    stats->total = total;
     return 0;
 }
 
@@ -339,11 +377,10 @@ oomkit_device_figures(oomkit_state *st, oomkit_device device,
         if (slot != NULL) {
             *budget_bytes = slot->budget_bytes;
         }
-        if (accelerator_stats(st, device, stats) != OOMKIT_OK ||
-            device.type != OOMKIT_DEVICE_CUDA) {
-            return 0;
-        }
-        return cuda_free_and_total(st, device, stats);
+        (void)accelerator_stats(st, device, stats); /* a pluggable allocator has none */
+        return oomkit_device_ready(st, device)
+                   ? driver_figures(st, device, stats, budget_bytes)
+                   : 0;
     }
     stats_clear(stats);
     if (st->bridge == NULL || !st->bridge->cpu_installed()) {
@@ -378,15 +415,17 @@ uint64_t
 oomkit_device_usable(oomkit_state *st, oomkit_device device)
 {
     oomkit_memory_stats stats;
-    uint64_t budget;
+    uint64_t budget, usable;
 
     if (oomkit_device_figures(st, device, &stats, &budget) < 0) {
         oomkit_error_dismiss(); /* the planner goes without it */
         return OOMKIT_UNKNOWN;
     }
-    return stats.free == OOMKIT_UNKNOWN || stats.reserved == OOMKIT_UNKNOWN
-               ? OOMKIT_UNKNOWN
-               : stats.free + stats.reserved;
+    if (stats.free == OOMKIT_UNKNOWN || stats.reserved == OOMKIT_UNKNOWN) {
+        return OOMKIT_UNKNOWN;
+    }
+    usable = stats.free + stats.reserved;
+    return budget < usable ? budget : usable;
 }
 
 int
@@ -419,30 +458,6 @@ oomkit_device_run_peak(oomkit_state *st, oomkit_device device)
         return OOMKIT_UNKNOWN;
     }
     return larger_known(slot->peak_bytes, stats.peak_allocated);
-}
-
-int
-oomkit_device_empty_cache(oomkit_state *st, oomkit_device device)
-{
-    int status;
-
-    if (device.type == OOMKIT_DEVICE_CPU) {
-        return 0;
-    }
-    if (st->bridge != NULL) {
-        /* The flush waits for the device, and no entry of the bridge needs the GIL. */
-        Py_BEGIN_ALLOW_THREADS
-        status = st->bridge->device_empty_cache(device.type);
-        Py_END_ALLOW_THREADS
-        if (status == OOMKIT_EFAILED) {
-            PyErr_Format(PyExc_RuntimeError,
-                         "oomkit: emptying the cache of device type %d failed",
-                         device.type);
-            return -1;
-        }
-        return 0;
-    }
-    return oomkit_torch_empty_cache(st);
 }
 
 void

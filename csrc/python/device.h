@@ -9,7 +9,12 @@
 #include "../core/ring.h"
 
 /* c10::DeviceType numbers. */
-enum { OOMKIT_DEVICE_CPU = 0, OOMKIT_DEVICE_CUDA = 1 };
+enum {
+    OOMKIT_DEVICE_CPU = 0,
+    OOMKIT_DEVICE_CUDA = 1, /* ROCm's, too */
+    OOMKIT_DEVICE_XPU = 12,
+    OOMKIT_DEVICE_MPS = 13
+};
 
 typedef struct oomkit_device {
     int type;  /* c10::DeviceType */
@@ -36,6 +41,16 @@ typedef struct oomkit_peak_window {
  * the first protected call. Never fails; without it CPU figures are unknown. */
 void
 oomkit_device_prepare(oomkit_state *st, oomkit_device device);
+
+/* Is the device initialised, and this process not forked from one that had it in use?
+ * 1 or 0; initialises nothing. May be called with an exception set. */
+int
+oomkit_device_ready(oomkit_state *st, oomkit_device device);
+
+/* Do segments of its caching allocator grow, by the settings in effect? Then blocks fit
+ * better into what is left. 1 or 0. May be called with an exception set. */
+int
+oomkit_device_expandable(oomkit_state *st, oomkit_device device);
 
 /* Never fail: what cannot be measured is OOMKIT_UNKNOWN. begin and end may be called
  * with an exception set; they keep it. */
@@ -81,10 +96,41 @@ oomkit_device_usable(oomkit_state *st, oomkit_device device);
 uint64_t
 oomkit_device_run_peak(oomkit_state *st, oomkit_device device);
 
+/* --- device_reclaim.c --- */
+
 /* Returns cached blocks to the driver, once. What it raises is dropped when it is OOM
  * (the flush is an optimisation), else -1. Nothing to do on the CPU. */
 int
 oomkit_device_empty_cache(oomkit_state *st, oomkit_device device);
+
+/* After the failed attempt is dropped and rolled back: whatever of it is still alive
+ * above `baseline_bytes` (may be OOMKIT_UNKNOWN) is freed as far as that is possible,
+ * and the allocator's cache is returned. `failures` of this call so far. What is left
+ * is in *allocated_bytes, workspaces that the next product makes again included. 0 or
+ * -1. Can run Python code (finalisers). */
+int
+oomkit_device_reclaim(oomkit_state *st, oomkit_device device, uint64_t baseline_bytes,
+                      int failures, uint64_t *allocated_bytes);
+
+/* The flush that a guard has put off, if there is one: not into a graph that is being
+ * captured, where nothing may be freed. 0 or -1. */
+int
+oomkit_device_flush_pending(oomkit_state *st, oomkit_device device);
+
+/* --- refuse.c --- */
+
+/* Is a CUDA graph being captured on the current stream? 1, 0 or -1. Initialises
+ * nothing. */
+int
+oomkit_is_capturing(void);
+
+/* --- device_error.c --- */
+
+/* Takes the error that a failed call may have left with the CUDA or HIP runtime, for
+ * the next allocation would report it as its own. 1 when it cannot be taken: the
+ * context is lost, nothing may be retried; else 0. */
+int
+oomkit_device_is_lost(oomkit_state *st, oomkit_device device);
 
 /* Allocations of ours that must never count, be refused or be failed. They nest. */
 void

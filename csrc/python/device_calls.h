@@ -1,8 +1,19 @@
-/* Memory figures by torch's own calls. Only device.c uses this. */
+/* Devices by torch's own calls. Only what is about devices uses this. */
 #ifndef OOMKIT_PYTHON_DEVICE_CALLS_H
 #define OOMKIT_PYTHON_DEVICE_CALLS_H
 
 #include "device.h"
+
+/* Is this type of device asked through the bridge? Up to some release of torch MPS has
+ * an allocator of its own kind. */
+int
+oomkit_device_by_bridge(const oomkit_state *st, int type);
+
+/* Is the device of torch's accelerator, initialised, and this process not forked from
+ * one that had it in use? Initialises nothing. Leaves no exception and must not be
+ * called with one in flight. */
+int
+oomkit_torch_ready(oomkit_state *st, oomkit_device device);
 
 /* OOMKIT_OK with everything filled but free and total, OOMKIT_EUNSUPPORTED when the
  * device is not initialised, OOMKIT_EFAILED. Leaves no exception and must not be called
@@ -16,6 +27,33 @@ oomkit_torch_reset_peak(oomkit_state *st, oomkit_device device);
 
 /* 0, or -1 with an exception that is not OOM. */
 int
-oomkit_torch_empty_cache(oomkit_state *st);
+oomkit_torch_empty_cache(oomkit_state *st, oomkit_device device);
+
+/* Waits until the device has done all work that is queued. The device must be ready.
+ * The same contract. */
+int
+oomkit_torch_synchronize(oomkit_state *st, oomkit_device device);
+
+/* Free and total of a device that is ready, by its driver, which takes long: for
+ * reports and failures, not for steps. Both stay as they are where they cannot be had.
+ * 0, or -1 with an exception that is no RuntimeError. */
+int
+oomkit_torch_free_and_total(oomkit_device device, oomkit_memory_stats *stats);
+
+/* The share of a ready device that torch lets this process have
+ * (set_per_process_memory_fraction); 1.0 where there is no such limit. The same
+ * contract. */
+int
+oomkit_torch_fraction(oomkit_state *st, oomkit_device device, double *fraction);
+
+/* Do segments of the caching allocator grow, by the last settings that torch was given?
+ * 1 or 0. Leaves no exception. */
+int
+oomkit_torch_expandable(void);
+
+/* The default generators of all devices of a type, as a tuple: empty before the first
+ * is initialised and where there are none. New reference or NULL. */
+PyObject *
+oomkit_torch_generators(oomkit_state *st, int type);
 
 #endif

@@ -36,9 +36,10 @@ done:
     return oomkit_grad_mode_back(st, mode, result == NULL ? -1 : 0);
 }
 
-/* A failed CPU backward leaves its unexecuted graph queued on this thread until the
- * next backward here: run a trivial one. Where even the few bytes for that are refused
- * the graph stays a little longer. 0 or -1. */
+/* A failed backward leaves its unexecuted CPU part queued on this thread until the
+ * next backward here: run a trivial one. A graph on a device has such a part, too,
+ * wherever it comes from the host or goes there. Where even the few bytes for that are
+ * refused the graph stays a little longer. 0 or -1. */
 int
 oomkit_backward_drain(oomkit_state *st)
 {

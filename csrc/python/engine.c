@@ -217,11 +217,8 @@ engine_begin(oomkit_call *call)
     oomkit_device_prepare(st, call->device);
     oomkit_device_begin(st, call->device, call->options->reset_peaks, &call->window);
     call->baseline_bytes = call->window.baseline_bytes;
-    if (st->flush_pending) {
-        st->flush_pending = 0;
-        if (oomkit_device_empty_cache(st, call->device) < 0) {
-            return -1;
-        }
+    if (st->flush_pending && oomkit_device_flush_pending(st, call->device) < 0) {
+        return -1;
     }
     if (!st->backward_patched && oomkit_engine_install(st) < 0) {
         return -1;

@@ -21,10 +21,10 @@ cuda_is_initialized(oomkit_state *st)
     if (st->bridge != NULL) {
         return st->bridge->device_initialized(OOMKIT_DEVICE_CUDA) == 1;
     }
-    flag = PyObject_GetAttrString(st->cuda_module, "_initialized");
+    flag = PyObject_CallMethod(st->cuda_module, "is_initialized", NULL);
     result = flag == Py_True;
     Py_XDECREF(flag);
-    PyErr_Clear(); /* never fails: a torch without the flag is measured on the CPU */
+    PyErr_Clear(); /* never fails: a torch that cannot tell is measured on the CPU */
     return result;
 }
 
@@ -126,11 +126,8 @@ oomkit_guard_begin(oomkit_guard *guard, oomkit_guard_window *window)
     oomkit_state *st = guard->st;
     oomkit_device device = oomkit_device_default(st);
 
-    if (st->flush_pending) {
-        st->flush_pending = 0;
-        if (oomkit_device_empty_cache(st, device) < 0) {
-            return -1;
-        }
+    if (st->flush_pending && oomkit_device_flush_pending(st, device) < 0) {
+        return -1;
     }
     if (!guard->prepared) {
         oomkit_device_prepare(st, device);
@@ -194,8 +191,10 @@ int
 oomkit_guard_is_oom(oomkit_guard *guard, PyObject *exception)
 {
     oomkit_class class_ = oomkit_exception_classify(guard->st, exception);
-    return class_ == OOMKIT_CLASS_CERTAIN || class_ == OOMKIT_CLASS_MASKED ||
-           class_ == OOMKIT_CLASS_NEVER;
+    int is_oom = class_ == OOMKIT_CLASS_CERTAIN || class_ == OOMKIT_CLASS_MASKED ||
+                 class_ == OOMKIT_CLASS_NEVER;
+    return is_oom &&
+           !oomkit_device_is_lost(guard->st, oomkit_device_default(guard->st));
 }
 
 /* --- after a failure --- */

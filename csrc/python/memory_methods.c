@@ -5,6 +5,7 @@
 #include "memory_methods.h"
 
 #include "device.h"
+#include "nvml.h"
 #include "../core/status.h"
 
 #define REBUILD "pip install --no-build-isolation ."
@@ -139,6 +140,17 @@ device_budget_set(PyObject *Py_UNUSED(module), PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *
+device_budget(PyObject *module, PyObject *args)
+{
+    oomkit_device device;
+
+    if (!PyArg_ParseTuple(args, "ii:device_budget", &device.type, &device.index)) {
+        return NULL;
+    }
+    return bytes_or_none(oomkit_device_budget(oomkit_state_of_module(module), device));
+}
+
 /* One (nth, times, min_bytes, phases). 0 or -1. */
 static int
 fault_schedule_of(PyObject *numbers, oomkit_fault_schedule *schedule)
@@ -253,6 +265,13 @@ PyMethodDef oomkit_memory_methods[] = {
     {"device_budget_set", device_budget_set, METH_VARARGS,
      PyDoc_STR("device_budget_set($module, type, index, budget, /)\n--\n\n"
                "Note the limit that was put on an accelerator; None removes it.")},
+    {"device_budget", device_budget, METH_VARARGS,
+     PyDoc_STR("device_budget($module, type, index, /)\n--\n\n"
+               "The limit that was noted for an accelerator, or None.")},
+    {"nvml_processes", oomkit_nvml_processes, METH_O,
+     PyDoc_STR("nvml_processes($module, uuid, /)\n--\n\n"
+               "[(pid, bytes or None)] of an NVIDIA device; None where that cannot be "
+               "had.")},
     {"fault_arm", fault_arm, METH_VARARGS,
      PyDoc_STR("fault_arm($module, /, *schedules)\n--\n\n"
                "Arm fault schedules (nth, times, min_bytes, phases), one after the "

@@ -1,6 +1,7 @@
 /* The surroundings of a call whose loss is returned: the caller's backward comes after
  * `with torch.autocast(...)` has ended, and a replay needs it again. */
 #include "pending.h"
+#include "tensor.h"
 
 /* Appends (type, dtype) when autocast is on for that device type. 0 or -1. */
 static int
@@ -155,6 +156,26 @@ modes_any_autocast(const oomkit_state *st)
     return on == NULL ? -1 : on != Py_False;
 }
 
+/* Autocast of the call's device, where it is one that torch has it for. 0 or -1. */
+static int
+modes_autocast_device(oomkit_call *call, oomkit_modes *modes)
+{
+    const int type = call->device.type;
+    PyObject *name; /* owned */
+    int result;
+
+    if (type != OOMKIT_DEVICE_CUDA && type != OOMKIT_DEVICE_XPU &&
+        type != OOMKIT_DEVICE_MPS) {
+        return 0;
+    }
+    name = type == OOMKIT_DEVICE_CUDA
+               ? Py_NewRef(call->st->str_cuda_name)
+               : PyUnicode_InternFromString(oomkit_device_type_name(type));
+    result = name == NULL ? -1 : modes_autocast(call->st, modes, name);
+    Py_XDECREF(name);
+    return result;
+}
+
 int
 oomkit_modes_note(oomkit_call *call, oomkit_modes *modes)
 {
@@ -162,8 +183,7 @@ oomkit_modes_note(oomkit_call *call, oomkit_modes *modes)
     int any = modes_any_autocast(st);
 
     if (any < 0 || (any && modes_autocast(st, modes, st->str_cpu_name) < 0) ||
-        (any && call->device.type == OOMKIT_DEVICE_CUDA &&
-         modes_autocast(st, modes, st->str_cuda_name) < 0)) {
+        (any && modes_autocast_device(call, modes) < 0)) {
         return -1;
     }
     return modes_functions(st, &modes->functions) < 0 ||

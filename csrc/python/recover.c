@@ -44,24 +44,19 @@ int
 oomkit_recover_reclaim(oomkit_call *call, uint64_t baseline_bytes)
 {
     oomkit_state *st = call->st;
-    uint64_t now;
+    uint64_t left;
     PyObject *done = PyObject_CallNoArgs(st->clear_autocast_cache); /* owned */
 
     if (done == NULL) {
         return -1;
     }
     Py_DECREF(done);
-    now = oomkit_device_allocated(st, call->device);
-    if (now != OOMKIT_UNKNOWN && baseline_bytes != OOMKIT_UNKNOWN &&
-        now > baseline_bytes) {
-        done = PyObject_CallNoArgs(st->gc_collect);
-        if (done == NULL) {
-            return -1;
-        }
-        Py_DECREF(done);
+    if (oomkit_device_reclaim(st, call->device, baseline_bytes, (int)call->ooms,
+                              &left) < 0) {
+        return -1;
     }
-    oomkit_baseline_rolled_back(call, oomkit_device_allocated(st, call->device));
-    return oomkit_device_empty_cache(st, call->device);
+    oomkit_baseline_rolled_back(call, left);
+    return 0;
 }
 
 /* Can finished parts be kept? Only while nothing but results came out of them. */
@@ -316,6 +311,9 @@ recover_from_failure(oomkit_call *call)
     if (class_ == OOMKIT_CLASS_OTHER) {
         Py_XDECREF(handled);
         return oomkit_recover_pass(call, exception);
+    }
+    if (oomkit_device_is_lost(st, call->device)) {
+        class_ = OOMKIT_CLASS_STICKY;
     }
     if (oomkit_recover_note(call, exception) < 0) {
         Py_XDECREF(handled);

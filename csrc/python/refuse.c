@@ -126,6 +126,15 @@ oomkit_refusal_transform(oomkit_state *st)
     return inside;
 }
 
+/* Is a CUDA graph being captured on the current stream? 1, 0 or -1. */
+int
+oomkit_is_capturing(void)
+{
+    int state = ask("torch.cuda", "is_initialized"); /* the other would do it */
+
+    return state > 0 ? ask("torch.cuda", "is_current_stream_capturing") : state;
+}
+
 /* Why this call must not be replayed or split: a static text, or NULL. -1 on error. */
 int
 oomkit_refusal(oomkit_call *call, const char **why)
@@ -150,10 +159,7 @@ oomkit_refusal(oomkit_call *call, const char **why)
                "step";
         return state < 0 ? -1 : 0;
     }
-    state = ask("torch.cuda", "is_initialized"); /* the question below would do it */
-    if (state > 0) {
-        state = ask("torch.cuda", "is_current_stream_capturing");
-    }
+    state = oomkit_is_capturing();
     if (state != 0) {
         *why = "a CUDA graph is being captured: capture the step with the micro-batch "
                "that fits, outside auto_batch";

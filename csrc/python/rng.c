@@ -2,27 +2,41 @@
  * generators that take part, Python's and numpy's where the code names them. Public
  * calls only. */
 #include "call.h"
+#include "device_calls.h"
 #include "errors.h"
 #include "stream.h"
 
+static PyObject *
+rng_state(oomkit_state *st, PyObject *generator)
+{
+    PyObject *state; /* owned */
+
+    oomkit_exempt_enter(st);
+    state = PyObject_CallMethodNoArgs(generator, st->str_get_state);
+    oomkit_exempt_leave(st);
+    return state;
+}
+
 /* The state of one generator as an object that rng_put takes. New reference or NULL. On
- * a device it is (seed, offset): a state tensor there costs more. */
+ * a device it is (seed, offset), for a state tensor there costs more; a backend whose
+ * generator has no offset (MPS) says so by a RuntimeError. */
 static PyObject *
 rng_get(oomkit_state *st, PyObject *generator, int is_device)
 {
     PyObject *state, *seed, *offset; /* owned */
 
     if (!is_device) {
-        oomkit_exempt_enter(st);
-        state = PyObject_CallMethodNoArgs(generator, st->str_get_state);
-        oomkit_exempt_leave(st);
-        return state;
+        return rng_state(st, generator);
     }
     seed = PyObject_CallMethodNoArgs(generator, st->str_initial_seed);
     offset = seed ? PyObject_CallMethodNoArgs(generator, st->str_get_offset) : NULL;
     state = offset ? PyTuple_Pack(2, seed, offset) : NULL;
     Py_XDECREF(seed);
     Py_XDECREF(offset);
+    if (state == NULL && PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+        PyErr_Clear();
+        return rng_state(st, generator);
+    }
     return state;
 }
 
@@ -67,7 +81,29 @@ rng_mark_one(oomkit_call *call, PyObject *generator, int is_device)
     return result;
 }
 
-/* Every CUDA device of the process, once the parameters or the batch are on one. */
+/* While a graph is being captured a CUDA generator tells nothing; a call in there is
+ * never replayed. 1 when that is why the mark failed: the error is gone. Else 0. */
+static int
+rng_is_captured(void)
+{
+    PyObject *error; /* owned */
+    int capturing;
+
+    if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+        return 0;
+    }
+    error = oomkit_exception_take();
+    capturing = oomkit_is_capturing();
+    if (capturing == 1) {
+        Py_DECREF(error);
+        return 1;
+    }
+    PyErr_Clear(); /* the generator's own error is the one to see */
+    oomkit_exception_give(error);
+    return 0;
+}
+
+/* Every accelerator of the process, once the parameters or the batch are on one. */
 static int
 rng_mark_devices(oomkit_call *call)
 {
@@ -75,10 +111,13 @@ rng_mark_devices(oomkit_call *call)
     Py_ssize_t i;
     int result = 0;
 
-    if (call->device.type != OOMKIT_DEVICE_CUDA) {
+    if (call->device.type == OOMKIT_DEVICE_CPU) {
         return 0;
     }
-    all = PyObject_GetAttr(call->st->cuda_module, call->st->str_default_generators);
+    all =
+        call->device.type == OOMKIT_DEVICE_CUDA
+            ? PyObject_GetAttr(call->st->cuda_module, call->st->str_default_generators)
+            : oomkit_torch_generators(call->st, call->device.type);
     if (all == NULL) {
         return -1;
     }
@@ -86,7 +125,7 @@ rng_mark_devices(oomkit_call *call)
         result = rng_mark_one(call, PyTuple_GET_ITEM(all, i), 1);
     }
     Py_DECREF(all);
-    return result;
+    return result < 0 && rng_is_captured() ? 0 : result;
 }
 
 /* Python's random module, or numpy.random, through a pair of its functions. */

@@ -158,7 +158,10 @@ oomkit_signature_get(oomkit_call *call, int create)
 
 /* --- what the planner is told --- */
 
-#define ACCELERATOR_MARGIN 0.06 /* of the budget: blocks are rounded and do not fit */
+/* Of the budget: blocks are rounded and do not fit, less so in segments that grow. */
+#define ACCELERATOR_MARGIN 0.06
+#define EXPANDABLE_MARGIN 0.03
+#define SURVEY_EVERY 16 /* calls of a step that has run out of memory on a device */
 
 static const oomkit_knowledge nothing; /* all zeros */
 
@@ -183,16 +186,38 @@ gradients_beyond(oomkit_call *call)
     return call->step->gradient_bytes;
 }
 
-/* The limit in force, else what the device had for us when it last was full. */
+/* The limit in force, and what the device had for us when it was last asked: other
+ * processes come and go. */
 static uint64_t
 budget_of(oomkit_call *call)
 {
     uint64_t budget = oomkit_device_budget(call->st, call->device);
-    if (budget != OOMKIT_UNKNOWN || call->device.type == OOMKIT_DEVICE_CPU ||
-        call->step->device_bytes == 0) { /* it never was full yet */
+    uint64_t usable = call->step->device_bytes;
+    if (call->device.type == OOMKIT_DEVICE_CPU || usable == 0) { /* not asked yet */
         return budget;
     }
-    return call->step->device_bytes;
+    return usable < budget ? usable : budget;
+}
+
+static double
+margin_of(const oomkit_call *call)
+{
+    if (call->device.type == OOMKIT_DEVICE_CPU) {
+        return 0.0;
+    }
+    return oomkit_device_expandable(call->st, call->device) ? EXPANDABLE_MARGIN
+                                                            : ACCELERATOR_MARGIN;
+}
+
+/* The driver is asked at failures, and now and then by a step that has had one: it is
+ * slow to answer. */
+static int
+survey_is_due(const oomkit_call *call)
+{
+    const oomkit_step *step = call->step;
+    return !step->surveyed ||
+           (call->device.type != OOMKIT_DEVICE_CPU && call->ooms == 0 &&
+            step->seen_oom && step->calls - step->surveyed_at >= SURVEY_EVERY);
 }
 
 void
@@ -202,7 +227,7 @@ oomkit_signature_request(oomkit_call *call, oomkit_plan_request *request,
     const oomkit_options *options = call->options;
     const oomkit_signature *entry = oomkit_signature_get(call, call->step->seen_oom);
 
-    if (!call->step->surveyed) { /* whether fewer would do depends on the room */
+    if (survey_is_due(call)) { /* whether fewer would do depends on the room */
         oomkit_signature_survey(call);
     }
     if (call->ooms == 0) {
@@ -217,7 +242,7 @@ oomkit_signature_request(oomkit_call *call, oomkit_plan_request *request,
         .baseline_bytes = oomkit_baseline(call),
         .budget_bytes = budget_of(call),
         .gradient_bytes = gradients_beyond(call),
-        .margin = call->device.type == OOMKIT_DEVICE_CPU ? 0.0 : ACCELERATOR_MARGIN,
+        .margin = margin_of(call),
     };
 }
 
@@ -232,6 +257,7 @@ oomkit_signature_survey(oomkit_call *call)
     Py_ssize_t i;
 
     step->surveyed = 1;
+    step->surveyed_at = step->calls;
     step->device = call->device;
     step->param_count = (uint64_t)call->parts->param_count;
     step->param_bytes = 0;

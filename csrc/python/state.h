@@ -204,6 +204,7 @@
     X(accelerator_reset_peak, "torch._C", "_accelerator_resetPeakStats", 0)            \
     X(accelerator_empty_cache, "torch._C", "_accelerator_emptyCache", 0)               \
     X(cuda_module, "torch", "cuda", 1)                                                 \
+    X(cuda_graph, "torch.cuda", "CUDAGraph", 0)                                        \
     X(gc_get_objects, "gc", "get_objects", 1)                                          \
     X(gc_get_referrers, "gc", "get_referrers", 1)                                      \
     X(gc_collect, "gc", "collect", 1)                                                  \

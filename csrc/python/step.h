@@ -55,6 +55,7 @@ typedef struct oomkit_step {
     uint64_t param_count, param_bytes; /* of them at that time */
     oomkit_device device;
     int surveyed;          /* those figures are there */
+    uint64_t surveyed_at;  /* in which call they were taken */
     uint64_t device_bytes; /* free and ours on the device then, or OOMKIT_UNKNOWN */
     double last_factor;    /* the same over the scaler's scale; 0 while unknown */
     int half;        /* a returned loss was computed with fp16 somewhere on the way */

@@ -163,7 +163,7 @@ oomkit_recover_roll_back(oomkit_call *call)
         result = -1;
     }
     Py_XDECREF(message);
-    if (result == 0 && call->queued && call->device.type == OOMKIT_DEVICE_CPU) {
+    if (result == 0 && call->queued) {
         result = oomkit_backward_drain(call->st);
     }
     return result;

@@ -48,6 +48,12 @@ name_index(const char *const *names, int count, const char *name)
     return -1;
 }
 
+const char *
+oomkit_device_type_name(int type)
+{
+    return type >= 0 && type < COUNT_OF(device_names) ? device_names[type] : NULL;
+}
+
 /* 1, 0 or -1 with an exception. */
 static int
 attribute_truth(PyObject *object, const char *name)

@@ -12,6 +12,10 @@ oomkit_tensor_check(const oomkit_state *st, PyObject *object)
            PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)st->Tensor);
 }
 
+/* "cuda" of a c10::DeviceType; NULL for a number without a name. Static. */
+const char *
+oomkit_device_type_name(int type);
+
 /* The facts of a tensor, `dim` counted from the end when negative. By the bridge where
  * it can, else by attributes (then the dtype is -1 where its name is not known; shape
  * hashes of the two ways are not comparable, but a tensor always goes the same way). A

@@ -232,7 +232,7 @@ verify_run(verify *v, int64_t start, int64_t length)
         v->moved = oomkit_rng_moved(call);
         result = v->moved < 0 ? -1 : 0;
     }
-    if (call->queued && call->device.type == OOMKIT_DEVICE_CPU) {
+    if (call->queued) {
         PyObject *exception = oomkit_exception_take(); /* owned, given back */
         if (oomkit_backward_drain(call->st) < 0) {
             PyErr_WriteUnraisable(call->func);

@@ -38,6 +38,7 @@ const oomkit_bridge table = {
     .device_stats = oomkit::device_stats,
     .device_reset_peak = oomkit::device_reset_peak,
     .device_empty_cache = oomkit::device_empty_cache,
+    .device_expandable = oomkit::device_expandable,
 };
 
 int
@@ -71,7 +72,7 @@ add_version(PyObject *module)
 int
 bridge_exec(PyObject *module)
 {
-    if (oomkit::allocator_init() != OOMKIT_OK) {
+    if (oomkit::allocator_init() != OOMKIT_OK || oomkit::device_init() != OOMKIT_OK) {
         PyErr_NoMemory();
         return -1;
     }

@@ -21,7 +21,7 @@ extern "C" {
 #endif
 
 #define OOMKIT_BRIDGE_CAPSULE "oomkit._bridge.api"
-#define OOMKIT_BRIDGE_VERSION 3u
+#define OOMKIT_BRIDGE_VERSION 4u
 #define OOMKIT_BRIDGE_UNKNOWN UINT64_MAX
 
 /* Mark of a gradient: which tensor it was and at which version. `grad` is held weakly:
@@ -129,12 +129,15 @@ typedef struct oomkit_bridge {
     int (*fault_stats)(uint64_t *seen, uint64_t *fired, int *armed);
     int (*set_phase)(int phase); /* OOMKIT_PHASE_*, returns the one before */
 
-    /* --- devices with a c10::DeviceAllocator; none of these initialises a device ---
-     */
+    /* --- devices with a c10::DeviceAllocator; none of these initialises a device, and
+     * in a process forked from one that had it in use there is none --- */
     int (*device_initialized)(int device_type); /* 1, 0 or OOMKIT_EUNSUPPORTED */
     int (*device_stats)(int device_type, int device_index, oomkit_memory_stats *stats);
     int (*device_reset_peak)(int device_type, int device_index);
     int (*device_empty_cache)(int device_type);
+    /* Do segments of the caching allocator grow (the settings in effect, whoever made
+     * them)? 1, 0 or OOMKIT_EUNSUPPORTED. */
+    int (*device_expandable)(int device_type);
 } oomkit_bridge;
 
 #ifdef __cplusplus

@@ -3,13 +3,27 @@
 #include "internal.h"
 
 #include <c10/core/Allocator.h>
+#include <c10/core/AllocatorConfig.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceType.h>
 #include <c10/util/Exception.h>
 
+#include <pthread.h>
+
 namespace oomkit {
 
 namespace {
+
+constexpr int DEVICE_TYPES = c10::COMPILE_TIME_MAX_DEVICE_TYPES;
+
+// Was the device in use when this process was forked? Its allocator is there then, with
+// the parent's figures, but the device must not be touched any more.
+bool in_use[DEVICE_TYPES];
+bool inherited[DEVICE_TYPES];
+
+// Those that a fork can come upon. Others are not asked: c10::GetAllocator may throw.
+constexpr c10::DeviceType FORKED[] = {c10::DeviceType::CUDA, c10::DeviceType::XPU,
+                                      c10::DeviceType::PrivateUse1};
 
 // NULL when the device type has no such allocator. Can throw: c10::GetAllocator does
 // for types without any on some builds, and returns NULL on others.
@@ -17,7 +31,7 @@ c10::DeviceAllocator *
 find(int device_type)
 {
     const int first = static_cast<int>(c10::DeviceType::CPU) + 1;
-    if (device_type < first || device_type >= c10::COMPILE_TIME_MAX_DEVICE_TYPES) {
+    if (device_type < first || device_type >= DEVICE_TYPES || inherited[device_type]) {
         return nullptr;
     }
     c10::Allocator *const found =
@@ -44,7 +58,36 @@ bytes_of(int64_t value)
     return value < 0 ? 0 : static_cast<uint64_t>(value);
 }
 
+void
+before_fork()
+{
+    for (const c10::DeviceType forked : FORKED) {
+        const int type = static_cast<int>(forked);
+        in_use[type] = device_initialized(type) == 1;
+    }
+}
+
+void
+after_fork_in_child()
+{
+    for (int type = 0; type < DEVICE_TYPES; type++) {
+        inherited[type] = inherited[type] || in_use[type];
+    }
+}
+
 } // namespace
+
+int
+device_init() noexcept
+{
+    static bool fork_handled = false;
+    if (!fork_handled &&
+        pthread_atfork(before_fork, nullptr, after_fork_in_child) != 0) {
+        return OOMKIT_EOOM;
+    }
+    fork_handled = true;
+    return OOMKIT_OK;
+}
 
 int
 device_initialized(int device_type) noexcept
@@ -120,6 +163,23 @@ device_empty_cache(int device_type) noexcept
         return OOMKIT_EOOM;
     } catch (...) {
         return OOMKIT_EFAILED;
+    }
+}
+
+int
+device_expandable(int device_type) noexcept
+{
+    c10::DeviceAllocator *allocator = nullptr;
+    const int status = find_ready(device_type, &allocator);
+    if (status != OOMKIT_OK) {
+        return status;
+    }
+    try {
+        // Reads the environment where nobody has yet, which can throw.
+        using c10::CachingAllocator::AcceleratorAllocatorConfig;
+        return AcceleratorAllocatorConfig::use_expandable_segments() ? 1 : 0;
+    } catch (...) {
+        return OOMKIT_EUNSUPPORTED;
     }
 }
 

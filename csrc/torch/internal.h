@@ -94,6 +94,9 @@ bytes_set(const void *holder, ptrdiff_t offset, const void *bytes,
 uint64_t
 sample(const void *holder, ptrdiff_t offset) noexcept;
 
+// OOMKIT_OK, or OOMKIT_EOOM.
+int
+device_init() noexcept;
 int
 device_initialized(int device_type) noexcept;
 int
@@ -102,6 +105,8 @@ int
 device_reset_peak(int device_type, int device_index) noexcept;
 int
 device_empty_cache(int device_type) noexcept;
+int
+device_expandable(int device_type) noexcept;
 
 } // namespace oomkit
 

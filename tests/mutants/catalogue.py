@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import failure, figures, once, sums, taking_back
+from . import devices, failure, figures, once, sums, taking_back
 
 MUTANTS = [
     *figures.MUTANTS,
@@ -10,6 +10,7 @@ MUTANTS = [
     *taking_back.MUTANTS,
     *once.MUTANTS,
     *failure.MUTANTS,
+    *devices.MUTANTS,
 ]
 
 __all__ = ["MUTANTS"]

@@ -1,0 +1,152 @@
+"""A device without a device: oomkit's C code against a scripted backend, torch's calls faked."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sysconfig
+from collections.abc import Sequence
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from oomkit import _C
+
+HERE = Path(__file__).resolve().parent
+OK, EREFUSED, EOOM, EINVAL, EUNSUPPORTED, EFAILED = 0, -1, -2, -3, -4, -5
+CUDA, XPU, MPS, PRIVATE = 1, 12, 13, 20
+MIB = 1 << 20
+
+
+def compile_library(source: Path, target: Path, flags: Sequence[str] = ()) -> Path:
+    """A shared library from one C file, with the compiler that the core's tests use."""
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    include = sysconfig.get_paths()["include"]
+    common = ["-std=c11", "-O0", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
+    command = [*compiler, *common, "-isystem", include, str(source), "-o", str(target), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+def load_backend(folder: Path) -> Any:
+    path = compile_library(HERE / "fake_device.c", folder / "fake_device.so")
+    loader = ExtensionFileLoader("fake_device", str(path))
+    spec = spec_from_file_location("fake_device", path, loader=loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+class Generator:
+    """A counter-based generator as those of devices are: a seed and an offset."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.offset = seed, 0
+        self.error: BaseException | None = None
+
+    def _told(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def initial_seed(self) -> int:
+        self._told()
+        return self.seed
+
+    def get_offset(self) -> int:
+        self._told()
+        return self.offset
+
+    def get_state(self) -> None:
+        self._told()
+        raise AssertionError("a state tensor costs more than seed and offset")
+
+    def manual_seed(self, seed: int) -> Generator:
+        self.seed, self.offset = seed, 0
+        return self
+
+    def set_offset(self, offset: int) -> None:
+        self.offset = offset
+
+    def draw(self) -> int:
+        self.offset += 4
+        return hash((self.seed, self.offset))
+
+
+class Device:
+    """The installed fake: figures by name, and what was called of torch, in order."""
+
+    def __init__(self, backend: Any, monkeypatch: Any) -> None:
+        self.__dict__.update(
+            backend=backend,
+            monkeypatch=monkeypatch,
+            events=[],
+            generators=(Generator(11), Generator(12)),
+            capturing=False,
+            fraction={},
+            info=(60 * MIB, 100 * MIB),
+            looked_up={},
+        )
+
+    def __getattr__(self, name: str) -> int:
+        return self.backend.get(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__:
+            self.__dict__[name] = value
+        else:
+            self.backend.set(name, value)
+
+    def note(self, event: str) -> None:
+        self.events.append((event, self.empty_calls))
+
+    def look_up(self, field: str, value: Any) -> None:
+        before = self.backend.look_up(_C, field, value)
+        self.looked_up.setdefault(field, before)
+
+    def install(self, type: int = CUDA, index: int = 0, live: bool = True) -> Device:
+        self.backend.install(_C, type, index, live)
+        self._fake_torch()
+        return self
+
+    def remove(self) -> None:
+        self.backend.uninstall()
+        for field, value in self.looked_up.items():
+            self.backend.look_up(_C, field, value)
+
+    def _fake_torch(self) -> None:
+        patch = self.monkeypatch.setattr
+        cuda, core = torch.cuda, torch._C
+        patch(cuda, "is_initialized", lambda: self.initialized == 1)
+        patch(cuda, "is_current_stream_capturing", lambda: self.capturing)
+        patch(cuda, "current_device", lambda: self.index)
+        patch(cuda, "default_generators", self.generators)
+        patch(cuda, "_lazy_init", self._refuse_init)
+        properties = SimpleNamespace(total_memory=100 * MIB, uuid="none")
+        patch(cuda, "get_device_properties", lambda index: properties)
+        patch(cuda, "get_per_process_memory_fraction", lambda index: self.fraction.get(index, 1.0))
+        patch(core, "_accelerator_getMemoryInfo", lambda index: self.info, raising=False)
+        patch(
+            core, "_accelerator_synchronizeDevice", lambda index: self.note("wait"), raising=False
+        )
+        patch(core, "_cuda_clearCublasWorkspaces", lambda: self.note("workspaces"), raising=False)
+
+    @staticmethod
+    def _refuse_init() -> None:
+        raise AssertionError("oomkit has initialised CUDA")
+
+
+def out_of_memory(text: str = "CUDA out of memory. Tried to allocate 2.00 GiB.") -> Exception:
+    return torch.OutOfMemoryError(text)
+
+
+def accelerator_error(text: str, code: int) -> Exception:
+    error = torch.AcceleratorError(text)
+    error.error_code = code
+    return error

@@ -1,0 +1,212 @@
+"""Figures of a device: peaks that nest, statistics that are missing, what the planner is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import oomkit
+from device import CUDA, EFAILED, EUNSUPPORTED, MIB, PRIVATE, XPU, Device, out_of_memory
+from oomkit import _C
+
+GIB = 1 << 30
+
+
+def rows(count: int) -> torch.Tensor:
+    return torch.zeros(count, 1)
+
+
+def big(x: torch.Tensor) -> int:
+    """A MiB for each row, for as long as the call runs."""
+    block = torch.empty(len(x) * MIB, dtype=torch.uint8)
+    return block.numel()
+
+
+# --- figures ---
+
+
+def test_figures_are_those_of_the_device(fake: Device) -> None:
+    fake.install(live=False)
+    fake.backend.set("now.allocated", 5 * MIB)
+    fake.backend.set("now.reserved", 8 * MIB)
+    fake.backend.set("now.peak_allocated", 6 * MIB)
+    fake.backend.set("now.peak_reserved", 9 * MIB)
+    found = oomkit.memory("cuda:0")
+    assert found == oomkit.MemoryInfo(5 * MIB, 8 * MIB, 6 * MIB, 9 * MIB, 60 * MIB, 100 * MIB, None)
+
+
+def test_a_step_resets_the_peak_once_and_the_runs_maximum_survives(cuda: Device) -> None:
+    step = oomkit.auto_batch(big)
+    with torch.no_grad():
+        step(rows(64))
+        step(rows(2))
+    assert cuda.reset_calls == 2
+    first, second = step.records
+    assert first.peak_allocated - first.baseline >= 64 * MIB
+    assert 2 * MIB <= second.peak_allocated - second.baseline < 3 * MIB
+    assert first.peak_reserved >= first.peak_allocated
+    assert oomkit.max_memory_allocated("cuda:0") >= first.peak_allocated
+
+
+def test_reset_peaks_false_leaves_the_users_counters_alone(cuda: Device) -> None:
+    step = oomkit.auto_batch(big, reset_peaks=False)
+    with torch.no_grad():
+        step(rows(3))
+    assert cuda.reset_calls == 0
+    assert step.records[0].peak_allocated is not None
+
+
+def test_an_inner_window_takes_nothing_from_the_outer_one(cuda: Device) -> None:
+    with oomkit.guard() as outer:
+        torch.empty(8 * MIB, dtype=torch.uint8)
+        with oomkit.guard() as inner:
+            torch.empty(2 * MIB, dtype=torch.uint8)
+    one, other = outer.records[0], inner.records[0]
+    assert other.peak_allocated - other.baseline < 3 * MIB
+    assert one.peak_allocated - one.baseline >= 8 * MIB
+
+
+def test_two_devices_are_two(cuda: Device) -> None:
+    cuda.wide_index = 1
+    narrow, wide = oomkit.auto_batch(big), oomkit.auto_batch(big)
+    _C.device_budget_set(CUDA, 1, 3 * GIB)
+    with torch.no_grad():
+        narrow(rows(1))
+        wide(rows(1).double())
+    assert narrow.records[0].budget is None
+    assert wide.records[0].budget == 3 * GIB
+
+
+@pytest.mark.parametrize("status", [EFAILED, EUNSUPPORTED])
+def test_without_statistics_a_step_runs_and_recovers(cuda: Device, status: int) -> None:
+    """A pluggable allocator has none, cudaMallocAsync not all of them."""
+    cuda.stats_status = status
+    sizes = []
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(x))
+        if len(sizes) == 1:
+            raise out_of_memory()
+        return x
+
+    step = oomkit.auto_batch(body)
+    with torch.no_grad():
+        step(rows(8))
+        step(rows(8))
+    assert sizes == [8, 4, 4, 4, 4]
+    record = step.records[0]
+    assert record.peak_allocated is None and record.baseline is None
+    found = oomkit.memory("cuda:0")
+    assert found.allocated is None and found.total == 100 * MIB
+
+
+def test_a_peak_that_cannot_be_reset_is_the_runs(cuda: Device) -> None:
+    cuda.reset_status = EFAILED
+    step = oomkit.auto_batch(big)
+    with torch.no_grad():
+        step(rows(1))
+    assert step.records[0].peak_allocated >= step.records[0].baseline
+
+
+def test_nothing_is_asked_of_a_device_that_is_not_in_use(cuda: Device) -> None:
+    cuda.initialized = 0
+    step = oomkit.auto_batch(big)
+    with torch.no_grad():
+        step(rows(1))
+    with oomkit.guard():
+        pass
+    assert step.records[0].peak_allocated is None
+    assert oomkit.memory("cuda:0") == oomkit.MemoryInfo(*[None] * 7)
+    assert oomkit.budget("cuda:0") == oomkit.Budget(*[None] * 9)
+    assert cuda.reset_calls == cuda.empty_calls == 0 and cuda.events == []
+
+
+@pytest.mark.parametrize("type_", [XPU, PRIVATE])
+def test_other_accelerators_go_the_same_way(fake: Device, type_: int) -> None:
+    fake.install(type_)
+    sizes = []
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(x))
+        if len(sizes) == 1:
+            raise out_of_memory("XPU out of memory. Tried to allocate 2.00 GiB.")
+        return x
+
+    step = oomkit.auto_batch(body)
+    with torch.no_grad():
+        step(rows(8))
+    assert sizes == [8, 4, 4] and fake.empty_calls == 1
+    assert step.records[0].peak_allocated is not None
+
+
+# --- what the planner is told ---
+
+
+def _grown(cuda: Device, budget_mib: float, batch: int = 60) -> int:
+    """Micro-batches that a step which begins with one row at a time settles on."""
+    step = oomkit.auto_batch(big, accumulation_steps=batch)
+    with torch.no_grad():
+        step(rows(1))  # the baseline of a call
+        base = step.records[-1].baseline
+        _C.device_budget_set(CUDA, 0, base + int(budget_mib * MIB))
+        for _ in range(6):
+            step(rows(batch))
+    return step.records[-1].accumulation_steps
+
+
+def test_segments_that_grow_leave_less_of_the_budget_free(cuda: Device) -> None:
+    """30 rows of 60 need 95.5 % of it."""
+    base = oomkit.memory("cpu").allocated / MIB
+    budget = (30.1 + 0.045 * base) / 0.955
+    cuda.info = (GIB, 2 * GIB)
+    assert _grown(cuda, budget) > 2
+    cuda.expandable = 1
+    assert _grown(cuda, budget) == 2
+
+
+def _train_under(cuda: Device, step: Any, calls: int) -> int:
+    with torch.no_grad():
+        for _ in range(calls):
+            step(rows(64))
+    return step.records[-1].accumulation_steps
+
+
+def test_another_process_that_leaves_gives_its_room_back(cuda: Device) -> None:
+    fits = [20]
+
+    def body(x: torch.Tensor) -> int:
+        if len(x) > fits[0]:
+            raise out_of_memory()
+        return big(x)
+
+    step = oomkit.auto_batch(body)
+    cuda.info = (20 * MIB, 100 * MIB)  # beside another process
+    assert _train_under(cuda, step, 4) == 4
+    fits[0], cuda.info = 90, (90 * MIB, 100 * MIB)
+    assert _train_under(cuda, step, 40) == 1
+    assert step.records[-1].ooms == 0
+
+
+def test_a_limit_is_no_more_than_what_the_device_has(cuda: Device) -> None:
+    """The limit is larger than what another process has left."""
+
+    def body(x: torch.Tensor) -> int:
+        if len(x) > 20:
+            raise out_of_memory()
+        return big(x)
+
+    _C.device_budget_set(CUDA, 0, 1 << 40)
+    step = oomkit.auto_batch(body)
+    cuda.info = (20 * MIB, 100 * MIB)
+    assert _train_under(cuda, step, 8) == 4
+    assert [record.ooms for record in step.records[1:]] == [0] * 7  # 22 rows are not tried
+
+
+def test_a_share_that_the_program_asked_for_is_a_limit(cuda: Device) -> None:
+    cuda.fraction[0] = 0.25
+    found = oomkit.budget("cuda:0")
+    assert oomkit.memory("cuda:0").budget == found.limit == 25 * MIB
+    _C.device_budget_set(CUDA, 0, 10 * MIB)
+    assert oomkit.budget("cuda:0").limit == 10 * MIB

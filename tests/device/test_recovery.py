@@ -1,0 +1,377 @@
+"""From an error on a device to its replay: what is waited for, freed, taken back and refused."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import oomkit
+from device import CUDA, EFAILED, EOOM, MIB, MPS, XPU, Device, accelerator_error, out_of_memory
+from oomkit import _C
+from oomkit.testing import force_slices, inject_oom
+
+ROWS = torch.arange(8.0).reshape(8, 1)
+
+
+class Body:
+    """A step that notes the rows of its runs and fails in those that it is told to."""
+
+    def __init__(self, *failures: Exception | None) -> None:
+        self.failures, self.sizes = list(failures), []
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.sizes.append(len(x))
+        if len(self.sizes) <= len(self.failures):
+            failure = self.failures[len(self.sizes) - 1]
+            if failure is not None:
+                raise failure
+        return x * 2
+
+
+def run(body: Any, **options: Any) -> Any:
+    step = oomkit.auto_batch(body, **options)
+    with torch.no_grad():
+        assert torch.equal(step(ROWS), ROWS * 2)
+    return step
+
+
+# --- what is given back, and in which order ---
+
+
+def test_one_flush_and_nothing_else_where_nothing_is_alive(cuda: Device) -> None:
+    collected: list[int] = []
+    cuda.look_up("gc_collect", lambda: collected.append(1))
+    body = Body(out_of_memory())
+    step = run(body)
+    assert body.sizes == [8, 4, 4]
+    assert cuda.empty_calls == 1 and cuda.events == [] and not collected
+    assert step.records[0].ooms == 1 and step.records[0].accumulation_steps == 2
+
+
+def test_side_streams_are_waited_for_before_the_flush_and_nothing_is_collected(
+    cuda: Device,
+) -> None:
+    """record_stream: bytes count until the side stream's kernels are done."""
+    collected: list[int] = []
+    cuda.look_up("gc_collect", lambda: collected.append(1))
+    sizes = []
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(x))
+        if len(sizes) == 1:
+            cuda.pending = MIB
+            raise out_of_memory()
+        assert cuda.pending == 0
+        return x * 2
+
+    run(body)
+    assert cuda.events == [("wait", 0)] and cuda.empty_calls == 1 and not collected
+
+
+def test_what_the_flush_leaves_is_collected_and_flushed_again(cuda: Device) -> None:
+    sizes = []
+
+    class Node:
+        pass
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(x))
+        if len(sizes) == 1:
+            node = Node()
+            node.me, node.held = node, torch.empty(MIB, dtype=torch.uint8)
+            raise out_of_memory()
+        return x * 2
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = oomkit.memory("cpu").allocated
+        run(body)
+        assert oomkit.memory("cpu").allocated <= before + 4096
+    finally:
+        gc.enable()
+    assert cuda.events == [("wait", 0)] and cuda.empty_calls == 2
+
+
+def test_workspaces_of_products_go_at_the_second_failure(cuda: Device) -> None:
+    body = Body(out_of_memory(), out_of_memory())
+    run(body)
+    assert body.sizes[:3] == [8, 4, 1]
+    assert cuda.events == [("workspaces", 1)] and cuda.empty_calls == 2
+
+
+def test_workspaces_stay_while_a_captured_graph_is_alive(cuda: Device) -> None:
+    class Graph:
+        pass
+
+    cuda.look_up("cuda_graph", Graph)
+    graph = Graph()
+    run(Body(out_of_memory(), out_of_memory()))
+    assert cuda.events == []
+    del graph
+    run(Body(out_of_memory(), out_of_memory()))
+    assert [event for event, _ in cuda.events] == ["workspaces"]
+
+
+def test_a_flush_that_runs_out_of_memory_is_no_failure(cuda: Device) -> None:
+    cuda.empty_status = EOOM
+    run(Body(out_of_memory()))
+
+
+def test_a_flush_that_fails_otherwise_is_said(cuda: Device) -> None:
+    cuda.empty_status = EFAILED
+    step = oomkit.auto_batch(Body(out_of_memory()))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="emptying the cache"):
+        step(ROWS)
+
+
+def test_a_guard_flushes_at_its_end_and_at_the_next_begin(cuda: Device) -> None:
+    with oomkit.guard(on_oom="skip"):
+        raise out_of_memory()
+    assert cuda.empty_calls == 1
+    with oomkit.guard():
+        assert cuda.empty_calls == 2
+
+
+def test_nothing_is_freed_into_a_captured_graph(cuda: Device) -> None:
+    with oomkit.guard(on_oom="skip"):
+        raise out_of_memory()
+    cuda.capturing = True
+    with oomkit.guard():
+        run(Body())
+    assert cuda.empty_calls == 1
+    cuda.capturing = False
+    run(Body())
+    assert cuda.empty_calls == 2
+
+
+# --- memory in pieces, and an allocator that retries ---
+
+
+def test_memory_in_pieces_is_flushed_and_the_same_plan_tried_again(cuda: Device) -> None:
+    cuda.cached = 1 << 40
+    body = Body(out_of_memory())
+    step = run(body)
+    assert body.sizes == [8, 8] and cuda.cached == 0
+    assert step.records[0].ooms == 1 and step.records[0].accumulation_steps == 1
+
+
+def test_memory_in_pieces_twice_is_a_size_that_does_not_fit(cuda: Device) -> None:
+    cuda.cached = 1 << 40
+    body = Body(out_of_memory(), out_of_memory())
+    run(body)
+    assert body.sizes == [8, 8, 4, 4]
+
+
+def test_a_full_device_is_not_taken_for_one_in_pieces(cuda: Device) -> None:
+    held = torch.empty(MIB, dtype=torch.uint8)
+    cuda.cached = MIB // 16
+    body = Body(out_of_memory())
+    run(body)
+    assert body.sizes == [8, 4, 4]
+    del held
+
+
+def test_an_allocator_that_retries_twice_in_a_row_counts_as_a_failure(cuda: Device) -> None:
+    body = Body(out_of_memory())
+    step = run(body)
+    del body.sizes[:]
+    body.failures.clear()
+    cuda.retries_each = 1
+    with torch.no_grad():
+        for _ in range(2):
+            step(ROWS)
+        assert body.sizes[-2:] == [4, 4]
+        cuda.retries_each = 0
+        step(ROWS)
+    assert max(body.sizes[-3:]) < 4, body.sizes
+
+
+# --- errors that are none of memory, or after which nothing works ---
+
+
+@pytest.mark.parametrize("code", [46, 700, 709, 710, 715, 716, 717, 718, 719])
+def test_a_sticky_error_passes_untouched(cuda: Device, code: int) -> None:
+    error = accelerator_error("CUDA error: out of memory, or whatever it says", code)
+    body = Body(error)
+    with torch.no_grad(), pytest.raises(torch.AcceleratorError) as caught:
+        oomkit.auto_batch(body)(ROWS)
+    assert caught.value is error and body.sizes == [8] and cuda.empty_calls == 0
+
+
+def test_an_error_of_the_runtime_is_cleared_before_the_retry(cuda: Device, last_error: Any) -> None:
+    last_error.last_error = 2
+    body = Body(accelerator_error("CUDA error: out of memory", 2))
+    run(body)
+    assert body.sizes == [8, 4, 4]
+    assert last_error.last_error == 0 and last_error.asked == 2
+
+
+def test_a_context_that_is_lost_ends_it(cuda: Device, last_error: Any) -> None:
+    last_error.last_error, last_error.comes_back = 719, 1
+    error = out_of_memory()
+    body = Body(error)
+    with torch.no_grad(), pytest.raises(torch.OutOfMemoryError) as caught:
+        oomkit.auto_batch(body)(ROWS)
+    assert caught.value is error and body.sizes == [8] and cuda.empty_calls == 0
+    with pytest.raises(torch.OutOfMemoryError), oomkit.guard(on_oom="skip"):
+        raise error
+
+
+def test_the_runtime_is_not_asked_for_a_device_that_is_not_in_use(
+    fake: Device, last_error: Any
+) -> None:
+    with torch.no_grad():
+        oomkit.auto_batch(Body(out_of_memory()))(ROWS)  # the CPU
+    fake.install().initialized = 0
+    with torch.no_grad():
+        oomkit.auto_batch(Body(out_of_memory()))(ROWS)
+    assert last_error.asked == 0
+
+
+# --- capture ---
+
+
+def test_a_call_inside_a_capture_is_the_bare_one(cuda: Device) -> None:
+    """Generators answer no question while a graph is captured."""
+    cuda.capturing = True
+    for generator in cuda.generators:
+        generator.error = RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during capture")
+    body = Body()
+    run(body)
+    assert body.sizes == [8]
+
+
+def test_an_error_inside_a_capture_is_not_retried(cuda: Device) -> None:
+    cuda.capturing = True
+    body = Body(out_of_memory())
+    with torch.no_grad(), pytest.raises(oomkit.OutOfMemory, match="graph is being captured"):
+        oomkit.auto_batch(body)(ROWS)
+    assert body.sizes == [8] and cuda.empty_calls == 0
+
+
+def test_an_error_of_a_generator_that_is_not_capturing_passes(cuda: Device) -> None:
+    cuda.generators[1].error = ValueError("not this one")
+    with torch.no_grad(), pytest.raises(ValueError, match="not this one"):
+        oomkit.auto_batch(Body())(ROWS)
+
+
+# --- random streams of the devices ---
+
+
+@pytest.mark.parametrize("type_", [CUDA, XPU])
+def test_the_devices_streams_are_where_they_were(
+    fake: Device, monkeypatch: pytest.MonkeyPatch, type_: int
+) -> None:
+    fake.install(type_)
+    monkeypatch.setattr(torch.xpu, "default_generators", fake.generators)
+
+    def train(fails: bool) -> list[tuple[int, int, int]]:
+        fake.generators[0].manual_seed(1)
+        fake.generators[1].manual_seed(2)
+        drawn = []
+
+        def body(x: torch.Tensor) -> torch.Tensor:
+            drawn.append((len(x), *(generator.draw() for generator in fake.generators)))
+            if fails and len(drawn) == 1:
+                raise out_of_memory()
+            return x * 2
+
+        step = oomkit.auto_batch(body)
+        with torch.no_grad():
+            if fails:
+                step(ROWS)
+            else:
+                with force_slices([4, 4]):
+                    step(ROWS)
+        return drawn[-2:]
+
+    assert train(True) == train(False)
+
+
+def test_a_generator_without_an_offset_is_kept_by_its_state(
+    fake: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of MPS: seed and state, no offset."""
+    fake.install(MPS)
+    generator = torch.Generator().manual_seed(3)
+
+    class Mps:
+        initial_seed = generator.initial_seed
+        get_state = staticmethod(generator.get_state)
+        set_state = staticmethod(generator.set_state)
+
+        def get_offset(self) -> int:
+            raise NotImplementedError("get_offset is not implemented for MPS")
+
+    monkeypatch.setattr(torch.mps, "_get_default_mps_generator", Mps)
+    drawn: list[float] = []
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        drawn.append(float(torch.rand(1, generator=generator)))
+        if len(drawn) == 1:
+            raise out_of_memory("MPS backend out of memory (MPS allocated: 1 GB)")
+        return x * 2
+
+    run(body)
+    assert drawn[1] == drawn[0] != drawn[2]
+
+
+# --- the whole way, with real errors ---
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.25))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(x).relu())
+
+
+def _train(fault: int | None) -> tuple[list[torch.Tensor], int]:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    fired = 0
+    if fault is None:
+        with force_slices([4, 4]):
+            step(x, y)
+    else:
+        with inject_oom(nth=fault) as injected:
+            step(x, y)
+        fired = injected.fired
+    return [*(p.detach() for p in model.parameters()), *model.buffers()], fired
+
+
+def test_every_allocation_of_a_step_on_a_device(cuda: Device) -> None:
+    """Copies, marks and roll-backs go the ways that they go for a device."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", oomkit.OomkitWarning)
+        expected, _ = _train(None)
+        for fault in range(1, 200):
+            try:
+                got, fired = _train(fault)
+            except (oomkit.PartialUpdate, oomkit.OutOfMemory):
+                break  # in the update, which is another story
+            if not fired:
+                break
+            same = all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+            assert same, fault
+    assert fault > 10
+    assert cuda.reset_calls > 0 and _C.run_peak(CUDA, 0) is not None

@@ -1,0 +1,232 @@
+"""Without the bridge: figures, flush and waiting by torch's device-generic calls.
+
+ROCm is "cuda" to torch. Tensors that say they are on an XPU or on MPS are tensors of the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import oomkit
+from device import CUDA, MIB, MPS, XPU, Device, out_of_memory
+from oomkit import _C
+
+
+def on(name: str, count: int) -> torch.Tensor:
+    """Rows of a tensor whose device is `name`."""
+
+    class Placed(torch.Tensor):
+        device = property(lambda self: torch.device(name))  # type: ignore[assignment]
+
+    with torch.no_grad():
+        return torch.zeros(count, 1).as_subclass(Placed)
+
+
+class Accelerator:
+    """What torch._C says of the one accelerator of its build."""
+
+    def __init__(self, fake: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fake, self.patch = fake, monkeypatch.setattr
+        self.calls: list[str] = []
+        self.stats: Any = {
+            "allocated_bytes": {"all": {"current": 5 * MIB, "peak": 7 * MIB}},
+            "reserved_bytes": {"all": {"current": 5 * MIB + 512, "peak": 9 * MIB}},
+            "num_alloc_retries": 0,
+            "num_ooms": 0,
+        }
+        self.initialized: Any = True
+        self.error: Exception | None = None
+
+    def note(self, name: str) -> None:
+        self.calls.append(name)
+        if self.error is not None:
+            raise self.error
+
+    def of(self, name: str) -> Accelerator:
+        core = torch._C
+        self.patch(core, "_accelerator_getAccelerator", lambda: torch.device(name))
+        self.patch(core, "_accelerator_isAllocatorInitialized", self._initialized)
+        self.patch(core, "_accelerator_getMemoryInfo", lambda index: (30 * MIB, 50 * MIB))
+        self.patch(torch.cuda, "get_per_process_memory_fraction", lambda index: 1.0)
+        self.patch(torch.xpu, "get_per_process_memory_fraction", lambda index: 1.0)
+        self.patch(core, "_accelerator_synchronizeDevice", lambda index: self.note("wait"))
+        self.fake.look_up("accelerator_get_stats", self._stats)
+        self.fake.look_up("accelerator_reset_peak", lambda index: self.note("reset"))
+        self.fake.look_up("accelerator_empty_cache", lambda: self.note("empty"))
+        return self
+
+    def _initialized(self) -> bool:
+        if isinstance(self.initialized, Exception):
+            raise self.initialized
+        return bool(self.initialized)
+
+    def _stats(self, index: int) -> Any:
+        if isinstance(self.stats, Exception):
+            raise self.stats
+        return self.stats
+
+
+@pytest.fixture
+def accelerator(
+    backend: Any, fake: Device, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Accelerator]:
+    backend.without_bridge(_C, True)
+    yield Accelerator(fake, monkeypatch)
+    backend.without_bridge(_C, False)
+
+
+def failing_step(sizes: list[int]) -> Any:
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> None:
+        sizes.append(len(x))
+        if len(sizes) == 1:
+            raise out_of_memory("XPU out of memory. Tried to allocate 2.00 GiB.")
+
+    return step
+
+
+def test_figures_reset_and_flush_of_an_xpu(accelerator: Accelerator) -> None:
+    accelerator.of("xpu")
+    sizes: list[int] = []
+    step = failing_step(sizes)
+    step(on("xpu:0", 8))
+    assert sizes == [8, 4, 4]
+    record = step.records[0]
+    assert (record.baseline, record.peak_allocated) == (5 * MIB, 7 * MIB)
+    assert record.peak_reserved == 9 * MIB
+    assert accelerator.calls.count("empty") == 1 and "reset" in accelerator.calls
+    assert oomkit.memory("xpu:0").free == 30 * MIB
+
+
+def test_another_type_than_the_accelerators_has_no_figures(accelerator: Accelerator) -> None:
+    accelerator.of("cuda")
+    sizes: list[int] = []
+    step = failing_step(sizes)
+    step(on("xpu:0", 8))
+    assert sizes == [8, 4, 4] and step.records[0].peak_allocated is None
+    assert accelerator.calls == []
+
+
+@pytest.mark.parametrize(
+    "stats", [RuntimeError("does not yet support"), {}, {"allocated_bytes": 3}, "none", None]
+)
+def test_statistics_that_are_missing_are_unknown(accelerator: Accelerator, stats: Any) -> None:
+    accelerator.of("cuda").stats = stats
+    found = oomkit.memory("cuda:0")
+    assert found.allocated is None and found.peak_allocated is None
+    sizes: list[int] = []
+    failing_step(sizes)(on("cuda:0", 8))
+    assert sizes == [8, 4, 4]
+
+
+@pytest.mark.parametrize("answer", [False, RuntimeError("INTERNAL ASSERT FAILED")])
+def test_nothing_is_asked_before_it_is_in_use(accelerator: Accelerator, answer: Any) -> None:
+    accelerator.of("cuda").initialized = answer
+    failing_step([])(on("cuda:0", 8))
+    assert accelerator.calls == [] and oomkit.memory("cuda:0").total is None
+
+
+def test_a_forked_child_leaves_the_parents_device_alone(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its allocator has figures still, but every call to the device would fail."""
+    accelerator.of("cuda")
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    sizes: list[int] = []
+    step = failing_step(sizes)
+    step(on("cuda:0", 8))
+    assert sizes == [8, 4, 4] and step.records[0].peak_allocated is None
+    assert accelerator.calls == []
+
+
+def test_a_flush_that_runs_out_of_memory_is_no_failure(accelerator: Accelerator) -> None:
+    accelerator.of("xpu")
+    sizes: list[int] = []
+    step = failing_step(sizes)
+    accelerator.error = out_of_memory()
+    step(on("xpu:0", 8))
+    assert sizes == [8, 4, 4]
+
+
+def test_a_flush_that_fails_otherwise_passes(accelerator: Accelerator) -> None:
+    accelerator.of("xpu")
+    step = failing_step([])
+    accelerator.patch(torch._C, "_accelerator_synchronizeDevice", lambda index: None)
+    accelerator.fake.look_up("accelerator_empty_cache", _raise(KeyError("lost")))
+    with pytest.raises(KeyError, match="lost"):
+        step(on("xpu:0", 8))
+
+
+def _raise(error: Exception) -> Any:
+    def call(*_: object) -> None:
+        raise error
+
+    return call
+
+
+def test_an_mps_allocator_of_its_own_kind(accelerator: Accelerator) -> None:
+    """Up to some release of torch MPS is not among the allocators that can be asked."""
+    accelerator.of("mps").initialized = RuntimeError("Allocator for mps is not a DeviceAllocator.")
+    patch, mps = accelerator.patch, torch.mps
+    patch(mps, "current_allocated_memory", lambda: 3 * MIB)
+    patch(mps, "driver_allocated_memory", lambda: 3 * MIB + 512)
+    patch(mps, "empty_cache", lambda: accelerator.note("mps"))
+    patch(mps, "_get_default_mps_generator", torch.Generator)
+    sizes: list[int] = []
+    step = failing_step(sizes)
+    step(on("mps:0", 8))
+    assert sizes == [8, 4, 4] and accelerator.calls == ["mps"]
+    assert step.records[0].baseline == 3 * MIB and step.records[0].peak_allocated is None
+    assert oomkit.memory("mps:0").reserved == 3 * MIB + 512
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [("expandable_segments:True", True), ("max_split_size_mb:64", False), (None, False)],
+)
+def test_settings_in_effect_are_read(
+    accelerator: Accelerator, settings: str | None, expected: bool
+) -> None:
+    """By the margin: 30 rows of a MiB fit into 31 only where segments grow."""
+    accelerator.of("cuda")
+    accelerator.patch(
+        torch._C, "_accelerator_getAllocatorSettings", lambda: settings, raising=False
+    )
+    state = {"peak": 0}
+
+    def stats(index: int) -> Any:
+        return {
+            "allocated_bytes": {"all": {"current": 0, "peak": state["peak"]}},
+            "reserved_bytes": {"all": {"current": 0, "peak": state["peak"]}},
+        }
+
+    accelerator.fake.look_up("accelerator_get_stats", stats)
+    accelerator.fake.look_up("accelerator_reset_peak", lambda index: state.update(peak=0))
+
+    @oomkit.auto_batch(accumulation_steps=60)
+    def step(x: torch.Tensor) -> None:
+        state["peak"] = max(state["peak"], len(x) * MIB)
+
+    _C.device_budget_set(CUDA, 0, int(31.4 * MIB))
+    accelerator.patch(torch._C, "_accelerator_getMemoryInfo", lambda index: (1 << 30, 1 << 31))
+    for _ in range(6):
+        step(on("cuda:0", 60))
+    assert (step.records[-1].accumulation_steps == 2) is expected
+
+
+def test_the_cpu_is_asked_nothing(accelerator: Accelerator) -> None:
+    accelerator.of("cuda")
+    failing_step([])(torch.zeros(8, 1))
+    assert accelerator.calls == []
+
+
+def test_device_numbers_are_c10s() -> None:
+    """Of torch's own list, by what the bridge's facts say elsewhere: cuda, xpu, mps."""
+    from oomkit.memory import _DEVICE_NUMBERS
+
+    assert (_DEVICE_NUMBERS["cuda"], _DEVICE_NUMBERS["xpu"]) == (CUDA, XPU)
+    assert _DEVICE_NUMBERS["mps"] == MPS

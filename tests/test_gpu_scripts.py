@@ -1,0 +1,113 @@
+"""What needs a device at full size runs on the CPU, small: its code works, no more than that."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import oomkit
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ROOT / "benchmarks" / "gpu"
+
+
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    oomkit.limit_memory(None, device="cpu")
+    for name in [n for n in sys.modules if n.split(".")[0] == "support"]:
+        del sys.modules[name]
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # data classes look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(monkeypatch: pytest.MonkeyPatch, name: str, *options: str) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--dry", *options])
+    assert load(SCRIPTS / f"{name}.py").main() == 0
+
+
+def result(folder: Path, name: str) -> list[dict[str, Any]]:
+    found = json.loads((folder / f"{name}.json").read_text())
+    assert found["machine"]["torch"] == torch.__version__ and found["machine"]["dry"]
+    assert "allocator" in found["machine"] and (folder / f"{name}.md").read_text()
+    rows: list[dict[str, Any]] = found["rows"]
+    return rows
+
+
+def test_healthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run(monkeypatch, "healthy", "--output", str(tmp_path))
+    calls = [row["call"] for row in result(tmp_path, "healthy")]
+    assert calls[:2] == ["bare", "auto_batch"] and "memory calls" in calls
+
+
+def test_prediction(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run(monkeypatch, "prediction", "--output", str(tmp_path))
+    rows = result(tmp_path, "prediction")
+    assert {row["workload"] for row in rows} == {"gpt2-124m", "resnet50-like"}
+    assert any("error, %" in row for row in rows)
+
+
+def test_policies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    part = tmp_path / "part.json"
+    run(monkeypatch, "policies", "--part", str(part), "--segments", "native")
+    rows = json.loads(part.read_text())
+    assert [row["workload"] for row in rows] == ["gpt2-124m", "resnet50-like"]
+    assert all(row["OOMs"] >= 1 and row["k"] >= 2 and row["k*"] >= 2 for row in rows), rows
+
+
+@pytest.mark.parametrize("name", ["oomkit", "Composer's policy", "accelerate"])
+def test_peers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    part = tmp_path / "part.json"
+    run(monkeypatch, "peers", "--part", str(part), "--only", name)
+    row = json.loads(part.read_text())
+    assert row["contender"] == name
+    assert row["OOMs"] == "not installed" or (row["OOMs"] >= 1 and row["k"] >= 2), row
+
+
+def test_recovery(tmp_path: Path) -> None:
+    """In a process of its own: it replaces a call of torch before oomkit is imported."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / "recovery.py"), "--dry", "--output", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = result(tmp_path, "recovery")
+    assert all(row[f"{stage}, us"] >= 0 for stage in ("drop", "restore", "flush", "first kernel"))
+
+
+def test_a_missing_device_is_said() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a device")
+    module = load(SCRIPTS / "prediction.py")
+    with pytest.raises(SystemExit, match="no CUDA device"):
+        module.setup_of(module.parser(None).parse_args([]))
+
+
+def test_wide_attention(capsys: pytest.CaptureFixture[str]) -> None:
+    example = load(ROOT / "examples" / "wide_attention.py")
+    assert example.main(["--scale", "tiny"]) == 0
+    said = capsys.readouterr().out
+    assert "as it is:   CPU out of memory" in said
+    assert "agrees with the same training a row at a time" in said
+    assert " 0 OOMs" not in said
