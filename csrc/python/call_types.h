@@ -193,7 +193,7 @@ typedef struct oomkit_call {
     PyObject *groups_after; /* owned: list of (optimizer, values after micro-batch 1) */
     PyObject *groups_end;   /* owned: the same of optimizers that it did not step */
     oomkit_pristine *pristine; /* parameters as they were, or NULL */
-    oomkit_metric *metrics; /* arguments of schedulers, per micro-batch */
+    oomkit_metric *metrics;    /* arguments of schedulers, per micro-batch */
     int metric_count, metric_room;
     oomkit_slot *slots; /* parameters by module and name, while split */
     Py_ssize_t slot_count, slot_room;

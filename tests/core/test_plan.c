@@ -150,8 +150,7 @@ test_the_largest_numbers(void)
         CHECK(start >= 0 && length >= 1 && INT64_MAX - start == length);
         halvings++;
         failed = plan;
-    } while (halvings < 100 &&
-             next_after(&seen, &failed, &plan, &reason) == OOMKIT_OK);
+    } while (halvings < 100 && next_after(&seen, &failed, &plan, &reason) == OOMKIT_OK);
     CHECK(halvings == 64 && oomkit_plan_micro_batch(&failed) == 1);
 
     seen.min_micro_batch = seen.multiple_of = seen.start_accumulation = INT64_MAX;
