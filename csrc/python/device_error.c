@@ -41,6 +41,7 @@ int
 oomkit_device_is_lost(oomkit_state *st, oomkit_device device)
 {
     last_error_function last_error;
+    int first, again;
 
     if (device.type != OOMKIT_DEVICE_CUDA || !oomkit_device_ready(st, device)) {
         return 0;
@@ -49,5 +50,7 @@ oomkit_device_is_lost(oomkit_state *st, oomkit_device device)
     if (last_error == NULL) { /* linked statically into torch, which takes its own */
         return 0;
     }
-    return last_error() != 0 && last_error() != 0;
+    first = last_error();
+    again = first != 0 ? last_error() : 0;
+    return again != 0;
 }
