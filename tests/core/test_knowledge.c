@@ -446,11 +446,8 @@ test_a_size_given_up_late_is_left_alone(void)
     oomkit_knowledge known = nothing();
     uint64_t budget = 3000 * MIB;
     uint64_t baseline = (uint64_t)(model->baseline * (double)MIB);
-    oomkit_plan_request request = {.batch = 64,
-                                   .min_micro_batch = 1,
-                                   .multiple_of = 1,
-                                   .start_accumulation = 1,
-                                   .baseline_bytes = baseline,
+    oomkit_plan_request request = {.batch = 64, .min_micro_batch = 1, .multiple_of = 1,
+                                   .start_accumulation = 1, .baseline_bytes = baseline,
                                    .budget_bytes = budget};
     oomkit_plan_reason reason;
     oomkit_plan plan;
