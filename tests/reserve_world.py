@@ -1,15 +1,16 @@
 """Processes that reserve memory as they are told to, and say what became of it.
 
-Made by fork, led over pipes: nothing here waits for time to pass.
+Led over pipes: nothing here waits for time to pass.
 """
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
-import select
 import signal
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +19,8 @@ import torch
 import oomkit
 
 MIB = 2**20
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["torch", "oomkit"])
 PATIENCE = 120.0  # seconds after which a test fails instead of hanging
 
 Log = list[tuple[str, str]]
@@ -40,7 +43,7 @@ class Child:
     """What a worker process does for each line that it reads."""
 
     def __init__(self, commands: int, says: int) -> None:
-        self._commands = os.fdopen(commands, "r")
+        self._commands = os.fdopen(commands, "r", closefd=False)
         self._says = says
         self._held: list[oomkit.Reservation] = []
         self._tensors: list[torch.Tensor] = []
@@ -89,37 +92,37 @@ class Child:
         self.say(f"forked {pid}")
 
 
+def _child(directory: str, commands: Connection, says: Connection) -> None:
+    os.environ["OOMKIT_RESERVE_DIR"] = directory  # the server's is older
+    Child(commands.fileno(), says.fileno()).run()
+
+
 class Worker:
-    """One process, seen from the test."""
+    """One process, seen from the test. It comes from a server that has only imported torch: a
+    child of a process that has run other tests may hang in a lock that a thread held."""
 
     def __init__(self, name: str, log: Log) -> None:
         self.name = name
         self._log = log
-        read_commands, self._commands = os.pipe()
-        self._heard, write_says = os.pipe()
+        theirs, self._commands = SERVER.Pipe(duplex=False)
+        self._heard, says = SERVER.Pipe(duplex=False)
         self._rest = b""
-        self.pid = os.fork()
-        if self.pid == 0:
-            status = 1
-            try:
-                os.close(self._commands)
-                os.close(self._heard)
-                Child(read_commands, write_says).run()
-                status = 0
-            finally:
-                os._exit(status)
-        os.close(read_commands)
-        os.close(write_says)
+        directory = os.environ["OOMKIT_RESERVE_DIR"]
+        self._process = SERVER.Process(target=_child, args=(directory, theirs, says))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        theirs.close()
+        says.close()
 
     def tell(self, *words: Any) -> None:
-        os.write(self._commands, (" ".join(map(str, words)) + "\n").encode())
+        os.write(self._commands.fileno(), (" ".join(map(str, words)) + "\n").encode())
 
     def says(self) -> str:
         """The next thing that it says."""
         while b"\n" not in self._rest:
-            ready, _, _ = select.select([self._heard], [], [], PATIENCE)
-            assert ready, f"{self.name} says nothing; so far: {self._log}"
-            more = os.read(self._heard, 4096)
+            assert self._heard.poll(PATIENCE), f"{self.name} says nothing; so far: {self._log}"
+            more = os.read(self._heard.fileno(), 4096)
             assert more, f"{self.name} ended; so far: {self._log}"
             self._rest += more
         said, _, self._rest = self._rest.partition(b"\n")
@@ -127,7 +130,7 @@ class Worker:
         return said.decode()
 
     def is_silent(self) -> bool:
-        return not self._rest and not select.select([self._heard], [], [], 0)[0]
+        return not self._rest and not self._heard.poll(0)
 
     def signal(self, number: int) -> None:
         self._log.append((self.name, signal.Signals(number).name))
@@ -135,8 +138,7 @@ class Worker:
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-        self.pid = 0
+        self._process.join()
 
     def __enter__(self) -> Worker:
         return self
@@ -147,8 +149,7 @@ class Worker:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self.pid:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-        os.close(self._commands)
-        os.close(self._heard)
+        self._process.kill()
+        self._process.join()
+        self._commands.close()
+        self._heard.close()
