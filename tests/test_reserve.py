@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -254,6 +255,58 @@ def test_an_error_of_the_block_passes(queue: Path) -> None:
         with reserve(50):
             raise ZeroDivisionError
     assert files(queue) == []
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at one event of the reservation's own code, as a signal would."""
+
+    FILES = (module.__file__, _admission.__file__)
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+        self.where = ""
+
+    def __call__(self, frame: Any, event: str, argument: object) -> Any:
+        if frame.f_code.co_filename not in self.FILES:
+            return None
+        if event in ("call", "line"):
+            self.left -= 1
+            if self.left == -1:
+                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno} ({event})"
+                raise KeyboardInterrupt
+        return self
+
+
+def interrupted(at: int, body: Callable[[], object]) -> str:
+    """Where it came; empty when the body has fewer events."""
+    tracer, before = Interrupt(at), sys.gettrace()
+    sys.settrace(tracer)
+    try:
+        body()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return tracer.where
+
+
+# A file that closes itself says so; an interrupt in `__del__` is told, not raised.
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_leaves_no_lock(queue: Path) -> None:
+    def ask() -> None:
+        place = Ticket(_admission.folder("cpu"))
+        place.ask(MIB)
+        place.leave()
+
+    ask()
+    for at in range(10_000):
+        where = interrupted(at, ask)
+        assert not [p for p in _admission._places(queue) if _admission._is_held(queue / p.name)]
+        assert not _admission._is_held(queue / "queue.lock"), where
+        if not where:
+            assert at > 50
+            break
 
 
 # --- the folder -----------------------------------------------------------------------
