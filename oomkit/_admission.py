@@ -29,6 +29,7 @@ except ImportError:  # pragma: no cover - Windows
 
 BASE = Path("/tmp")  # of the folders of all users; the same in each session
 TRIES = 1000  # a millisecond each: others hold the lock of the queue for microseconds
+_sleep = time.sleep  # what a test replaces
 _LOCK = "queue.lock"
 _NAME = re.compile(r"(\d{12})\.(\d+)\.(\d+)")
 
@@ -116,16 +117,17 @@ def _owned(path: Path, flags: int) -> io.FileIO:
     return file
 
 
-def _lock_queue(queue: Path) -> io.FileIO | None:
+def _lock_queue(queue: Path, tries: int = TRIES) -> io.FileIO | None:
     """The lock of the queue, to be given to `_close`; None where others have it for long."""
     file = _owned(queue / _LOCK, os.O_RDONLY)
     try:
-        for _ in range(TRIES):
+        for left in reversed(range(tries)):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return file
             except BlockingIOError:
-                time.sleep(0.001)
+                if left:
+                    _sleep(0.001)
     except BaseException:  # an interrupt
         file.close()
         raise
@@ -144,6 +146,21 @@ def _close(file: io.FileIO) -> None:
         file.close()
 
 
+def _owner(queue: Path) -> int | None:
+    """The process that has locked the queue, where the system tells (Linux)."""
+    try:
+        about = (queue / _LOCK).stat()
+        locks = Path("/proc/locks").read_text().splitlines()
+    except OSError:  # nobody's lock, or another system
+        return None
+    name = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}:{about.st_ino}"
+    for line in locks:
+        words = line.split()  # 1: FLOCK ADVISORY WRITE 4711 08:01:1234 0 EOF
+        if words[1] == "FLOCK" and words[3] == "WRITE" and words[5] == name:
+            return int(words[4])
+    return None
+
+
 class Ticket:
     """A place of this process: asked for, waited with, left."""
 
@@ -157,14 +174,21 @@ class Ticket:
         self._pid = os.getpid()
         self._queue = queue
 
-    def ask(self, size: int) -> bool:
+    def ask(self, size: int, seconds: float | None = None) -> bool:
         """Takes the last place of the queue. False where no ticket could be had in time."""
-        lock = _lock_queue(self._queue)
+        tries = TRIES if seconds is None else min(TRIES, 1 + int(seconds * 1000))
+        try:
+            lock = _lock_queue(self._queue, tries)
+        except FileNotFoundError:  # somebody has deleted the folder
+            self._queue = folder(self._queue.name)
+            return False
         if lock is None:
             return False
         with lock:  # closes it in C: for an interrupt on the way to `_close`
             try:
                 self._take(size)
+            except FileNotFoundError:  # deleted just now
+                return False
             finally:
                 _close(lock)
         return True
@@ -182,6 +206,10 @@ class Ticket:
         self._lock = _owned(self._file, os.O_RDWR | os.O_EXCL)
         fcntl.flock(self._lock, fcntl.LOCK_EX)  # others that look have it for microseconds
 
+    def owner(self) -> int | None:
+        """The process that has locked the queue, where that is known."""
+        return _owner(self._queue)
+
     def before(self) -> list[Place] | None:
         """The living places before this one; None where this one has none (any more).
 
@@ -189,7 +217,10 @@ class Ticket:
         """
         if self._file is None:
             return None
-        places = _places(self._queue)
+        try:
+            places = _places(self._queue)
+        except FileNotFoundError:  # the folder, too
+            places = []
         if self._file.name not in [place.name for place in places]:
             self.leave()
             return None

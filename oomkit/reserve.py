@@ -89,6 +89,11 @@ def _named(places: Sequence[_admission.Place]) -> str:
     return f"process{'es' if len(places) > 1 else ''} {', '.join(names)}{more}"
 
 
+def _locked(ticket: _admission.Ticket) -> str:
+    owner = ticket.owner()
+    return "its queue is locked" if owner is None else f"its queue is locked by process {owner}"
+
+
 # --- reservations ---------------------------------------------------------------------
 
 
@@ -258,12 +263,13 @@ class Reservation:
         silent = 0.0  # seconds of waiting before the next message
         while True:
             places = ticket.before()
-            if places is None and ticket.ask(self.bytes):
+            self.waited = _clock() - begun
+            if places is None and ticket.ask(self.bytes, self._left()):
                 places = ticket.before()
             self.waited = _clock() - begun
             if places is not None and sum(p.bytes for p in places) + self.bytes <= budget:
                 break
-            why = "its queue is locked" if places is None else _told(places, budget)
+            why = _locked(ticket) if places is None else _told(places, budget)
             if self._timeout is not None and self.waited >= self._timeout:
                 raise TimeoutError(
                     f"reserve() of {self._what()} was not admitted within {self._timeout:g} s: "
@@ -271,11 +277,14 @@ class Reservation:
                 )
             if self.waited >= silent:
                 silent = self._say_waiting(why)
-            left = _INTERVAL if self._timeout is None else self._timeout - self.waited
-            _sleep(min(_INTERVAL, left))
+            left = self._left()
+            _sleep(_INTERVAL if left is None else min(_INTERVAL, left))
         if silent:
             log.info("oomkit: reserve=%d device=%s admitted after %.1f s",
                      self.bytes, self.device, self.waited)  # fmt: skip
+
+    def _left(self) -> float | None:
+        return None if self._timeout is None else max(0.0, self._timeout - self.waited)
 
     def _say_waiting(self, why: str) -> float:
         """The time of the next message. The first is quiet: most waits are short."""

@@ -8,6 +8,7 @@ import functools
 import gc
 import logging
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -408,6 +409,32 @@ def test_a_folder_that_is_emptied_costs_no_more_than_the_place(time: Time, queue
         assert one.waited >= 1
         assert len(files(queue)) == 1
     first.leave()
+
+
+def test_a_folder_that_is_deleted_is_made_again(time: Time, queue: Path) -> None:
+    first = another(60)
+    time.at(1, lambda: shutil.rmtree(queue))
+    with reserve(50) as one:
+        assert one.waited >= 1 and len(files(queue)) == 1
+        shutil.rmtree(queue)
+    first.leave()
+    assert budget() is None
+
+
+def test_a_locked_queue_takes_no_longer_than_there_is(
+    time: Time, queue: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = _admission._lock_queue(_admission.folder("cpu"))
+    assert lock is not None
+    looks: list[float] = []
+    monkeypatch.setattr(_admission, "_sleep", looks.append)
+    owner = _admission._owner(queue)
+    assert owner in (None, os.getpid())  # not every system tells
+    named = "" if owner is None else f" by process {owner}"
+    with pytest.raises(TimeoutError, match=f"its queue is locked{named}\\."):
+        reserve(50, timeout=0).__enter__()
+    assert looks == []
+    _admission._close(lock)
 
 
 def test_a_queue_that_stays_locked_is_said(time: Time, queue: Path, monkeypatch: Any) -> None:
