@@ -375,7 +375,7 @@ def reserve(
     As a decorator it reserves for each call. Around an objective it belongs on the outside,
     `@reserve(...)` above `@prune_on_oom`: a failed trial's memory is free then before its place.
     Inside another reservation of the same context and device it is a part of that one. Waiting
-    blocks its thread: tasks of one asyncio loop reserve before the loop, or in threads of their own.
+    blocks its thread: tasks of one asyncio loop reserve before it, or in threads of their own.
 
     Memory that is used without a reservation is not known here; nor is what CUDA itself takes for
     each process (about half a GiB): leave room for both with `budget`.
