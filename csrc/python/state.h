@@ -206,6 +206,7 @@
     X(cuda_module, "torch", "cuda", 1)                                                 \
     X(cuda_graph, "torch.cuda", "CUDAGraph", 0)                                        \
     X(gc_get_objects, "gc", "get_objects", 1)                                          \
+    X(gc_get_freeze_count, "gc", "get_freeze_count", 1)                                \
     X(gc_get_referrers, "gc", "get_referrers", 1)                                      \
     X(gc_collect, "gc", "collect", 1)                                                  \
     X(parameter_hook, "torch.nn.modules.module",                                       \
