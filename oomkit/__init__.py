@@ -26,6 +26,7 @@ except ImportError as _error:  # pragma: no cover - exercised in a subprocess wi
     ) from _error
 
 from . import _C, _diagnose, _loops, _nodes, _packed, _second, _store, _withheld, sizes
+from .optim import _keeps_state
 from .optim import predict_update as _predict_update
 
 __version__ = "0.1.0"
@@ -75,6 +76,7 @@ _C._bind(
     {
         "accept_no_gradients": _withheld.accept_no_gradients,
         "predict_update": _predict_update,
+        "keeps_state": _keeps_state,
         "refusal": _nodes.Refusal,
         "tolerance": _diagnose.tolerance,
         "replay_differs": _diagnose.replay_differs,

@@ -37,6 +37,14 @@ def _state_copies(name: str, group: dict[str, Any]) -> int:
     return copies
 
 
+def _keeps_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Say whether a first ``step()`` makes any state that is known, parameters unseen."""
+    name = type(optimizer).__name__
+    return type(optimizer).__module__.startswith("torch.optim") and any(
+        _state_copies(name, group) for group in optimizer.param_groups
+    )
+
+
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of state that the first ``step()`` of this optimizer allocates, at least.
 

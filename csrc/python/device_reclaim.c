@@ -46,17 +46,32 @@ oomkit_device_flush_pending(oomkit_state *st, oomkit_device device)
     return oomkit_device_empty_cache(st, device);
 }
 
+/* Has the program hidden objects from the collector (gc.freeze)? 1, 0 or -1. */
+static int
+objects_are_frozen(oomkit_state *st)
+{
+    PyObject *count = PyObject_CallNoArgs(st->gc_get_freeze_count); /* owned */
+    int frozen = count == NULL ? -1 : PyObject_IsTrue(count);
+
+    Py_XDECREF(count);
+    return frozen;
+}
+
 /* A captured graph has the addresses of its workspaces in it: with one alive they must
- * stay. 1, 0 or -1. */
+ * stay; frozen objects are not listed, and one of them may be a graph. 1, 0 or -1. */
 static int
 a_graph_is_alive(oomkit_state *st)
 {
     PyObject *objects; /* owned */
     Py_ssize_t i;
-    int found = 0;
+    int found;
 
     if (st->cuda_graph == NULL || !PyType_Check(st->cuda_graph)) {
         return 0;
+    }
+    found = objects_are_frozen(st);
+    if (found != 0) {
+        return found;
     }
     objects = PyObject_CallNoArgs(st->gc_get_objects);
     if (objects == NULL || !PyList_Check(objects)) {

@@ -380,7 +380,15 @@ oomkit_guard_failed(oomkit_guard *guard, oomkit_guard_window *window,
 void
 oomkit_guard_flush(oomkit_guard *guard, const oomkit_guard_window *window, int again)
 {
-    if (oomkit_device_empty_cache(guard->st, window->peak.device) < 0) {
+    int capturing =
+        window->peak.device.type == OOMKIT_DEVICE_CPU ? 0 : oomkit_is_capturing();
+
+    if (capturing > 0) { /* nothing may be freed there: at the next call outside */
+        guard->st->flush_pending = 1;
+        return;
+    }
+    if (capturing < 0 ||
+        oomkit_device_empty_cache(guard->st, window->peak.device) < 0) {
         PyErr_WriteUnraisable(guard->label);
     }
     if (again && window->peak.device.type != OOMKIT_DEVICE_CPU) {

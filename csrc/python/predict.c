@@ -19,6 +19,18 @@ update_is_first(oomkit_state *st, PyObject *optimizer)
     return first;
 }
 
+/* Will its first step() make any? SGD without momentum has none after any number of
+ * steps, and an accelerator's driver must not be asked in each. 1, 0 or -1. */
+static int
+update_makes_state(oomkit_state *st, PyObject *optimizer)
+{
+    PyObject *answer = PyObject_CallOneArg(st->keeps_state, optimizer); /* owned */
+    int makes = answer == NULL ? -1 : PyObject_IsTrue(answer);
+
+    Py_XDECREF(answer);
+    return makes;
+}
+
 /* Bytes still to be had, or OOMKIT_UNKNOWN. */
 static int
 bytes_left(oomkit_call *call, uint64_t *left)
@@ -48,6 +60,9 @@ oomkit_predict_update(oomkit_call *call, PyObject *optimizer)
     PyObject *answer; /* owned: None, or the reason why it cannot fit */
     int first = update_is_first(call->st, optimizer), result = 0;
 
+    if (first > 0 && call->device.type != OOMKIT_DEVICE_CPU) {
+        first = update_makes_state(call->st, optimizer);
+    }
     if (first <= 0) {
         return first;
     }

@@ -7,6 +7,24 @@
 #include "errors.h"
 #include "guard.h"
 
+/* Can nothing be freed and run again on the device that is in use? Its context may be
+ * lost, or a graph be captured. */
+static int
+attempt_is_stuck(oomkit_state *st)
+{
+    oomkit_device device = oomkit_device_default(st);
+    int capturing;
+
+    if (device.type == OOMKIT_DEVICE_CPU) {
+        return 0;
+    }
+    capturing = oomkit_is_capturing();
+    if (capturing < 0) {
+        oomkit_error_dismiss(); /* the function's own error is the one to see */
+    }
+    return capturing != 0 || oomkit_device_is_lost(st, device);
+}
+
 /* May the function work with a smaller batch? An OutOfMemory of ours may come of a step
  * that could not be split. */
 static int
@@ -14,6 +32,9 @@ attempt_may_shrink(oomkit_state *st, PyObject *exception)
 {
     oomkit_class class_ = oomkit_exception_classify(st, exception);
 
+    if (class_ != OOMKIT_CLASS_OTHER && attempt_is_stuck(st)) {
+        return 0;
+    }
     if (class_ == OOMKIT_CLASS_CERTAIN || class_ == OOMKIT_CLASS_MASKED) {
         return 1;
     }

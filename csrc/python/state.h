@@ -206,6 +206,7 @@
     X(cuda_module, "torch", "cuda", 1)                                                 \
     X(cuda_graph, "torch.cuda", "CUDAGraph", 0)                                        \
     X(gc_get_objects, "gc", "get_objects", 1)                                          \
+    X(gc_get_freeze_count, "gc", "get_freeze_count", 1)                                \
     X(gc_get_referrers, "gc", "get_referrers", 1)                                      \
     X(gc_collect, "gc", "collect", 1)                                                  \
     X(parameter_hook, "torch.nn.modules.module",                                       \
@@ -249,6 +250,7 @@
     X(accept_no_gradients) /* oomkit._withheld: before the first split */              \
     X(watch_effects)       /* oomkit._side_effects: what else a split step changes */  \
     X(watch_train)         /* oomkit._patches: has torch tell of train() and eval() */ \
+    X(keeps_state)         /* oomkit.optim: does a first step make any? */             \
     X(predict_update)      /* oomkit.optim: bytes that a first step needs */           \
     X(refusal)             /* oomkit._nodes.Refusal: results that refuse a gradient */ \
     X(split_loss)     /* oomkit._second: gives the loss of a split call its node */    \

@@ -135,15 +135,17 @@ trial_result(PyObject *value, const trial_facts *facts,
         window->device.type, window->device.index);
 }
 
-/* Is it out of memory? What is left half updated is thrown away with the trial. */
+/* Is it out of memory, on a device that still works? What is left half updated is
+ * thrown away with the trial. */
 static int
 trial_is_oom(oomkit_state *st, PyObject *exception)
 {
     oomkit_class class_ = oomkit_exception_classify(st, exception);
+    int is_oom = class_ == OOMKIT_CLASS_CERTAIN || class_ == OOMKIT_CLASS_MASKED ||
+                 class_ == OOMKIT_CLASS_NEVER ||
+                 PyObject_TypeCheck(exception, (PyTypeObject *)st->PartialUpdate);
 
-    return class_ == OOMKIT_CLASS_CERTAIN || class_ == OOMKIT_CLASS_MASKED ||
-           class_ == OOMKIT_CLASS_NEVER ||
-           PyObject_TypeCheck(exception, (PyTypeObject *)st->PartialUpdate);
+    return is_oom && !oomkit_device_is_lost(st, oomkit_device_default(st));
 }
 
 /* With the exception of the call in flight. What to hand out in its place, a new

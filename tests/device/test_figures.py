@@ -204,6 +204,31 @@ def test_a_limit_is_no_more_than_what_the_device_has(cuda: Device) -> None:
     assert [record.ooms for record in step.records[1:]] == [0] * 7  # 22 rows are not tried
 
 
+@pytest.mark.parametrize(("momentum", "asked"), [(0.0, 0), (0.9, 1)])
+def test_the_driver_is_asked_before_a_first_state_only(
+    cuda: Device, monkeypatch: pytest.MonkeyPatch, momentum: float, asked: int
+) -> None:
+    calls: list[int] = []
+
+    def info(index: int) -> tuple[int, int]:
+        calls.append(index)
+        return cuda.info
+
+    monkeypatch.setattr(torch._C, "_accelerator_getMemoryInfo", info)
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+
+    @oomkit.auto_batch(model=model, optimizer=optimizer)
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    for _ in range(4):
+        step(torch.zeros(8, 4))
+    assert len(calls) == asked
+
+
 def test_a_share_that_the_program_asked_for_is_a_limit(cuda: Device) -> None:
     cuda.fraction[0] = 0.25
     found = oomkit.budget("cuda:0")

@@ -119,6 +119,21 @@ def test_workspaces_stay_while_a_captured_graph_is_alive(cuda: Device) -> None:
     assert [event for event, _ in cuda.events] == ["workspaces"]
 
 
+def test_a_graph_may_be_among_objects_that_are_frozen(cuda: Device) -> None:
+    class Graph:
+        pass
+
+    cuda.look_up("cuda_graph", Graph)
+    graph = Graph()
+    gc.freeze()
+    try:
+        run(Body(out_of_memory(), out_of_memory()))
+    finally:
+        gc.unfreeze()
+    assert cuda.events == []
+    del graph
+
+
 def test_a_flush_that_runs_out_of_memory_is_no_failure(cuda: Device) -> None:
     cuda.empty_status = EOOM
     run(Body(out_of_memory()))
@@ -149,6 +164,29 @@ def test_nothing_is_freed_into_a_captured_graph(cuda: Device) -> None:
     cuda.capturing = False
     run(Body())
     assert cuda.empty_calls == 2
+
+
+def test_a_guard_inside_a_capture_puts_its_flush_off(cuda: Device) -> None:
+    cuda.capturing = True
+    with oomkit.guard(on_oom="skip"):
+        raise out_of_memory()
+    assert cuda.empty_calls == 0
+    cuda.capturing = False
+    run(Body())
+    assert cuda.empty_calls == 1
+
+
+def test_a_function_inside_a_capture_is_not_called_again(cuda: Device) -> None:
+    sizes: list[int] = []
+
+    def train(batch_size: int) -> None:
+        sizes.append(batch_size)
+        raise out_of_memory()
+
+    cuda.capturing = True
+    with pytest.raises(torch.OutOfMemoryError):
+        oomkit.find_executable_batch_size(train, starting_batch_size=16)()
+    assert sizes == [16] and cuda.empty_calls == 0
 
 
 # --- memory in pieces, and an allocator that retries ---
@@ -222,6 +260,22 @@ def test_a_context_that_is_lost_ends_it(cuda: Device, last_error: Any) -> None:
     assert caught.value is error and body.sizes == [8] and cuda.empty_calls == 0
     with pytest.raises(torch.OutOfMemoryError), oomkit.guard(on_oom="skip"):
         raise error
+
+
+def test_a_context_that_is_lost_ends_searches_too(cuda: Device, last_error: Any) -> None:
+    last_error.last_error, last_error.comes_back = 700, 1
+    sizes: list[int] = []
+
+    def train(batch_size: int) -> None:
+        sizes.append(batch_size)
+        if batch_size > 4:
+            raise out_of_memory()
+
+    with pytest.raises(torch.OutOfMemoryError):
+        oomkit.find_executable_batch_size(train, starting_batch_size=16)()
+    assert sizes == [16] and cuda.empty_calls == 0
+    with pytest.raises(torch.OutOfMemoryError):
+        _C._trial(train, (16,), {}, (), None, False)
 
 
 def test_the_runtime_is_not_asked_for_a_device_that_is_not_in_use(
