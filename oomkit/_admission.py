@@ -113,6 +113,9 @@ def _owned(path: Path, flags: int) -> io.FileIO:
     An interrupt just before it costs a descriptor, which has no lock yet.
     """
     file = io.FileIO(os.open(path, flags | os.O_CREAT, 0o644))
+    for one in list(_open):
+        if one() is None:  # closed by itself, after an interrupt
+            _open.discard(one)
     _open.add(weakref.ref(file))
     return file
 

@@ -348,7 +348,8 @@ class Reservation:
 
     def __del__(self) -> None:
         """Where an interrupt came before the block, or in the middle of its end."""
-        if self._share is not None and self._pid == os.getpid():
+        share = getattr(self, "_share", None)  # an interrupt may come before it is set
+        if share is not None and self._pid == os.getpid():
             self._give_back()
 
 
