@@ -30,8 +30,9 @@ LISTED: list[tuple[str, str]] = [
         r'SIGSEGV: Fatal Python error: Segmentation fault; File "[^"]*/torch/(?:autograd/__init__'
         r'\.py", line \d+ in _make_grads|nn/parameter\.py", line \d+ in __deepcopy__)',
     ),
-    # By its source: frame.c, take_ownership, of a frame that outlives its function. Where the caller's
-    # frame cannot be made an object, the exception that was leaving is cleared with that error.
+    # By its source (frame.c, take_ownership, of a frame that outlives its function): where the
+    # caller's frame cannot be made an object, the exception that was leaving is cleared with
+    # that error.
     (
         "CPython's SystemError",
         r"^SystemError: <function [\w.]+ at \w+> returned NULL without setting an exception",
