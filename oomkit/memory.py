@@ -18,7 +18,7 @@ from types import TracebackType
 
 import torch
 
-from . import _C, _limits, _notebook
+from . import _C, _layers, _notebook
 
 __all__ = [
     "MemoryInfo",
@@ -142,34 +142,20 @@ def _host_bytes() -> int | None:
         return None
 
 
-def _get_limit(device: torch.device) -> int | None:
-    if device.type == "cpu":
-        limit: int | None = _C.cpu_stats()["limit"]
-        return limit
-    return _C.device_budget(*_key(device))
-
-
-def _set_limit(device: torch.device, limit: int | None) -> None:
-    if device.type == "cpu":
-        _C.cpu_set_limit(limit)
-    else:
-        _limits.set_limit(device.index, limit)
-
-
 class MemoryLimit:
     """A limit in force, as returned by `limit_memory`.
 
     As a context manager it puts the limit that was there before back at the end of the
-    block.
+    block. Reservations have a limit of their own, which it leaves.
     """
 
-    __slots__ = ("_is_cpu", "_previous", "budget", "device")
+    __slots__ = ("_key", "_previous", "budget", "device")
 
     def __init__(self, device: torch.device, budget: int | None, previous: int | None) -> None:
         self.device = device
         self.budget = budget
         self._previous = previous
-        self._is_cpu = device.type == "cpu"
+        self._key = _key(device)
 
     def __repr__(self) -> str:
         return f"<oomkit.MemoryLimit budget={self.budget} device={str(self.device)!r}>"
@@ -183,10 +169,7 @@ class MemoryLimit:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._is_cpu:
-            _C.cpu_set_limit(self._previous)  # needs no memory, which `device.type` does
-        else:
-            _set_limit(self.device, self._previous)
+        _layers.set_user(self._key, self._previous)  # needs no memory, which `device.type` does
 
 
 def limit_memory(budget: int | str | None, *, device: DeviceLike = None) -> MemoryLimit:
@@ -221,8 +204,8 @@ def limit_memory(budget: int | str | None, *, device: DeviceLike = None) -> Memo
     if target.type == "cuda" and target.index >= torch.cuda.device_count():
         raise ValueError(f"limit_memory(): there is no device {str(target)!r} here")
     # Made first: where there is no memory for it nothing has changed yet.
-    limit = MemoryLimit(target, size, _get_limit(target))
-    _set_limit(target, size)
+    limit = MemoryLimit(target, size, _layers.get_user(_key(target)))
+    _layers.set_user(_key(target), size)
     return limit
 
 

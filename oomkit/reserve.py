@@ -7,23 +7,22 @@ import gc
 import inspect
 import logging
 import os
-import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 
-from . import _C, _admission
+from . import _C, _admission, _layers
 from .memory import (
     DeviceLike,
     _device_of,
-    _get_limit,
     _host_bytes,
     _key,
     _parse_budget,
-    _set_limit,
     memory,
 )
 from .report import format_bytes
@@ -44,57 +43,11 @@ _clock = time.monotonic
 _sleep = time.sleep
 
 
-# --- the limits of this process -------------------------------------------------------
+# --- the reservations of this process -------------------------------------------------
 
-_mutex = threading.Lock()  # guards the next two
-_active: dict[tuple[int, int], list[int]] = {}  # device -> bytes of each reservation
-_before: dict[tuple[int, int], int | None] = {}  # device -> the limit that was there before
-_mine = threading.local()  # .held: reservations of this thread, outermost first
-
-
-def _forget_in_child() -> None:
-    """A child has none of its parent's reservations; its limits begin anew, too."""
-    global _mutex, _mine
-    _mutex, _mine = threading.Lock(), threading.local()
-    _active.clear()
-    _before.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)
-
-
-def _limit_of_user(device: torch.device) -> int | None:
-    """The limit that is in force here but for reservations."""
-    with _mutex:
-        key = _key(device)
-        return _before[key] if key in _active else _get_limit(device)
-
-
-def _limit_more(device: torch.device, size: int) -> None:
-    """The reservations of all threads together are this process's limit."""
-    key = _key(device)
-    with _mutex:
-        if key not in _active:
-            _before[key] = _get_limit(device)
-            _active[key] = []
-        _active[key].append(size)
-        _set_limit(device, _least(sum(_active[key]), _before[key]))
-
-
-def _limit_less(device: torch.device, size: int) -> None:
-    key = _key(device)
-    with _mutex:
-        _active[key].remove(size)
-        if _active[key]:
-            _set_limit(device, _least(sum(_active[key]), _before[key]))
-        else:
-            del _active[key]
-            _set_limit(device, _before.pop(key))
-
-
-def _least(size: int, limit: int | None) -> int:
-    return size if limit is None else min(size, limit)
+# By context, not by thread: a task of asyncio is inside its own blocks alone. Outermost first,
+# and weak: who forgets to leave a block keeps no others in it.
+_held: ContextVar[tuple[weakref.ref[Reservation], ...]] = ContextVar("oomkit.reserve", default=())
 
 
 # --- devices --------------------------------------------------------------------------
@@ -136,7 +89,32 @@ def _named(places: Sequence[_admission.Place]) -> str:
     return f"process{'es' if len(places) > 1 else ''} {', '.join(names)}{more}"
 
 
+def _locked(ticket: _admission.Ticket) -> str:
+    owner = ticket.owner()
+    return "its queue is locked" if owner is None else f"its queue is locked by process {owner}"
+
+
 # --- reservations ---------------------------------------------------------------------
+
+
+class _Share:
+    """The place in the queue that a reservation and those inside of it have together."""
+
+    __slots__ = ("baseline", "key", "parts", "ticket")
+
+    def __init__(self, key: _layers.Key) -> None:
+        self.key = key
+        self.parts: set[int] = set()  # ids of the reservations that are held in it
+        self.ticket: _admission.Ticket | None = None
+        self.baseline: int | None = None  # bytes that were allocated before
+
+    def free(self) -> None:
+        try:
+            _layers.release(self.key, id(self))
+        finally:
+            if self.ticket is not None:
+                self.ticket.leave()
+        self.ticket = None
 
 
 class Reservation:
@@ -147,7 +125,7 @@ class Reservation:
     """
 
     __slots__ = (
-        "_again", "_baseline", "_limit", "_limited", "_pid", "_stack", "_ticket", "_timeout",
+        "__weakref__", "_again", "_key", "_limit", "_limiting", "_pid", "_share", "_timeout",
         "budget", "bytes", "device", "waited",
     )  # fmt: skip
 
@@ -160,21 +138,20 @@ class Reservation:
         limit: bool,
         again: Callable[[], Reservation],
     ) -> None:
+        self._share: _Share | None = None  # while it is held
+        self._pid = 0
         self.bytes = size
         self.device = device
         self.budget = budget  # None: the device's own, which is asked for at the entry
         self.waited = 0.0
         self._timeout = timeout
         self._limit = limit
+        self._limiting = False  # itself, or one that it is in
         self._again = again
-        self._ticket: _admission.Ticket | None = None
-        self._limited = False  # whether the limit has to be taken back
-        self._stack: list[Reservation] | None = None  # the thread's, while it is held
-        self._baseline: int | None = None
-        self._pid = 0
+        self._key = _key(device)
 
     def __repr__(self) -> str:
-        state = "not held" if self._stack is None else "held"
+        state = "held" if self._is_held() else "not held"
         return f"<oomkit.Reservation of {self._what()}, {state}>"
 
     def _what(self) -> str:
@@ -200,22 +177,45 @@ class Reservation:
     # --- taking ---
 
     def __enter__(self) -> Reservation:
-        if self._stack is not None:
+        if self._is_held():
             raise RuntimeError("reserve(): this reservation is held already: make another one")
-        stack: list[Reservation] = _mine.__dict__.setdefault("held", [])
-        outer = next((one for one in reversed(stack) if one.device == self.device), None)
+        self._give_back()  # what an interrupt or an error has left
         self._pid = os.getpid()
+        outer = self._outer()
         try:
-            if outer is None:
+            if outer is None or not self._join(outer):
                 self._admit()
-            else:
-                self._check_inside(outer)
-            stack.append(self)
-            self._stack = stack
+            _held.set((*_held.get(), weakref.ref(self)))
         except BaseException:  # interrupts, too: the place must not stay
             self._give_back()
             raise
         return self
+
+    def _outer(self) -> Reservation | None:
+        for reference in reversed(_held.get()):
+            one = reference()
+            if one is not None and one._is_held() and one._pid == self._pid:
+                if one.device == self.device:
+                    return one
+        return None
+
+    def _is_held(self) -> bool:
+        share = self._share
+        return share is not None and id(self) in share.parts
+
+    def _join(self, outer: Reservation) -> bool:
+        """False where `outer` has ended meanwhile, in another thread or task."""
+        self._check_inside(outer)
+        with _layers.mutex:
+            share = outer._share
+            if share is None or not share.parts:
+                return False
+            self._share = share
+            share.parts.add(id(self))
+        self._limiting = self._limit or outer._limiting
+        if self._limit and not outer._limiting:
+            _layers.reserve(self._key, id(self), self.bytes)
+        return True
 
     def _check_inside(self, outer: Reservation) -> None:
         """A part of what this thread has reserved needs no place of its own."""
@@ -239,16 +239,18 @@ class Reservation:
         if budget is None:
             raise RuntimeError("reserve() does not know this machine's memory: pass budget=")
         self._check_possible(budget)
-        self._ticket = _admission.Ticket(_admission.folder(name))
-        self._wait(self._ticket, budget)
+        self._share = share = _Share(self._key)
+        share.parts.add(id(self))
+        share.ticket = _admission.Ticket(_admission.folder(name))
+        self._wait(share.ticket, budget)
+        self._limiting = self._limit
         if self._limit:
-            _limit_more(self.device, self.bytes)
-            self._limited = True
-        self._baseline = memory(self.device).allocated
+            _layers.reserve(self._key, id(share), self.bytes)
+        share.baseline = memory(self.device).allocated
 
     def _check_possible(self, budget: int) -> None:
         where = f"there are {format_bytes(budget)} for all reservations"
-        limit = _limit_of_user(self.device) if self._limit else None
+        limit = _layers.get_user(self._key) if self._limit else None
         if limit is not None and limit < budget:
             budget, where = limit, f"limit_memory() leaves this process {format_bytes(limit)}"
         if self.bytes > budget:
@@ -261,12 +263,13 @@ class Reservation:
         silent = 0.0  # seconds of waiting before the next message
         while True:
             places = ticket.before()
-            if places is None and ticket.ask(self.bytes):
+            self.waited = _clock() - begun
+            if places is None and ticket.ask(self.bytes, self._left()):
                 places = ticket.before()
             self.waited = _clock() - begun
             if places is not None and sum(p.bytes for p in places) + self.bytes <= budget:
                 break
-            why = "its queue is locked" if places is None else _told(places, budget)
+            why = _locked(ticket) if places is None else _told(places, budget)
             if self._timeout is not None and self.waited >= self._timeout:
                 raise TimeoutError(
                     f"reserve() of {self._what()} was not admitted within {self._timeout:g} s: "
@@ -274,11 +277,14 @@ class Reservation:
                 )
             if self.waited >= silent:
                 silent = self._say_waiting(why)
-            left = _INTERVAL if self._timeout is None else self._timeout - self.waited
-            _sleep(min(_INTERVAL, left))
+            left = self._left()
+            _sleep(_INTERVAL if left is None else min(_INTERVAL, left))
         if silent:
             log.info("oomkit: reserve=%d device=%s admitted after %.1f s",
                      self.bytes, self.device, self.waited)  # fmt: skip
+
+    def _left(self) -> float | None:
+        return None if self._timeout is None else max(0.0, self._timeout - self.waited)
 
     def _say_waiting(self, why: str) -> float:
         """The time of the next message. The first is quiet: most waits are short."""
@@ -298,19 +304,17 @@ class Reservation:
     ) -> None:
         if os.getpid() != self._pid:
             return  # a child made inside the block: the reservation is its parent's
-        stack, self._stack = self._stack, None
-        if stack is not None:
-            stack.remove(self)
-        if self._ticket is not None:
-            try:
-                self._let_go()
-            finally:
-                self._give_back()
+        try:
+            _held.set(tuple(ref for ref in _held.get() if ref() not in (None, self)))
+            if self._share is not None and self._share.parts == {id(self)}:
+                self._let_go(self._share.baseline)
+        finally:
+            self._give_back()
 
-    def _let_go(self) -> None:
+    def _let_go(self, baseline: int | None) -> None:
         """Who comes next needs the memory itself: not caches, nor what cycles hold."""
         now = memory(self.device).allocated
-        if now is not None and self._baseline is not None and now > self._baseline:
+        if now is not None and baseline is not None and now > baseline:
             gc.collect()
         is_cuda = self.device.type == "cuda"
         if is_cuda and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -320,14 +324,32 @@ class Reservation:
                 log.debug("oomkit: emptying the cache after a reservation failed: %s", error)
 
     def _give_back(self) -> None:
-        ticket, self._ticket = self._ticket, None
-        limited, self._limited = self._limited, False
         try:
-            if limited:
-                _limit_less(self.device, self.bytes)
-        finally:
-            if ticket is not None:
-                ticket.leave()
+            self._undo()
+        except Exception:
+            raise
+        except BaseException:  # an interrupt in the middle of it
+            self._undo()
+            raise
+
+    def _undo(self) -> None:
+        """Of any part of an entry, and of itself: marks are cleared last."""
+        share = self._share
+        if share is None:
+            return
+        with _layers.mutex:
+            share.parts.discard(id(self))
+            try:
+                _layers.release(self._key, id(self))
+            finally:
+                if not share.parts:  # else others are held in it, and it keeps its place
+                    share.free()
+            self._share = None
+
+    def __del__(self) -> None:
+        """Where an interrupt came before the block, or in the middle of its end."""
+        if self._share is not None and self._pid == os.getpid():
+            self._give_back()
 
 
 def reserve(
@@ -352,7 +374,8 @@ def reserve(
 
     As a decorator it reserves for each call. Around an objective it belongs on the outside,
     `@reserve(...)` above `@prune_on_oom`: a failed trial's memory is free then before its place.
-    Inside another reservation of the same thread and device it is a part of that one.
+    Inside another reservation of the same context and device it is a part of that one. Waiting
+    blocks its thread: tasks of one asyncio loop reserve before it, or in threads of their own.
 
     Memory that is used without a reservation is not known here; nor is what CUDA itself takes for
     each process (about half a GiB): leave room for both with `budget`.

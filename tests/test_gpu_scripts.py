@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -24,8 +25,13 @@ SCRIPTS = ROOT / "benchmarks" / "gpu"
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys, "path", list(sys.path))
+    logger, threads = logging.getLogger("oomkit"), torch.get_num_threads()
+    level, disabled = logger.level, logging.root.manager.disable
     yield
     oomkit.limit_memory(None, device="cpu")
+    logger.setLevel(level)  # scripts are programs: they set these for themselves
+    logging.disable(disabled)
+    torch.set_num_threads(threads)
     for name in [n for n in sys.modules if n.split(".")[0] == "support"]:
         del sys.modules[name]
 

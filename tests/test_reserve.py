@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
+import functools
 import gc
 import logging
 import os
+import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +20,7 @@ import pytest
 import torch
 
 import oomkit
-from oomkit import _admission
+from oomkit import _admission, _layers
 from oomkit import reserve as reserve_function
 from oomkit._admission import Ticket
 from oomkit.memory import _host_bytes
@@ -63,7 +68,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
 def _nothing_stays(queue: Path) -> Iterator[None]:
     limit = oomkit.memory("cpu").budget
     yield
-    assert module._active == {} and module._before == {}
+    assert _layers._reserved == {} and _layers._of_user == {}
     assert oomkit.memory("cpu").budget == limit
 
 
@@ -129,6 +134,29 @@ def test_threads_of_a_process_have_their_limits_together() -> None:
     assert budget() == 30 * MIB
     leave.set()
     thread.join()
+
+
+def test_limits_of_the_user_and_of_reservations_are_two() -> None:
+    one = contextvars.Context().run(reserve(20).__enter__)  # inside of which is nobody
+    with oomkit.limit_memory(10 * MIB, device="cpu"):
+        assert budget() == 10 * MIB
+        with reserve(5):
+            assert budget() == 10 * MIB  # together they have 25
+            one.__exit__(None, None, None)
+            assert budget() == 5 * MIB
+        assert budget() == 10 * MIB
+    assert budget() is None
+
+    limit = oomkit.limit_memory(50 * MIB, device="cpu")
+    with reserve(20):
+        limit.__exit__(None, None, None)
+        assert budget() == 20 * MIB
+        oomkit.limit_memory(15 * MIB, device="cpu")
+        assert budget() == 15 * MIB
+        oomkit.limit_memory(40 * MIB, device="cpu")
+        assert budget() == 20 * MIB
+    assert budget() == 40 * MIB
+    oomkit.limit_memory(None, device="cpu")
 
 
 def test_what_the_block_leaves_in_cycles_is_freed_before_the_place(queue: Path) -> None:
@@ -256,6 +284,107 @@ def test_an_error_of_the_block_passes(queue: Path) -> None:
     assert files(queue) == []
 
 
+class Interrupt:
+    """Raises KeyboardInterrupt at one event of the reservation's own code, as a signal would."""
+
+    FILES = (module.__file__, _admission.__file__, _layers.__file__)
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+        self.where = ""
+
+    def __call__(self, frame: Any, event: str, argument: object) -> Any:
+        if frame.f_code.co_filename not in self.FILES:
+            return None
+        if event in ("call", "line"):
+            self.left -= 1
+            if self.left == -1:
+                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno} ({event})"
+                raise KeyboardInterrupt
+        return self
+
+
+def interrupted(at: int, body: Callable[[], object]) -> str:
+    """Where it came; empty when the body has fewer events."""
+    tracer, before = Interrupt(at), sys.gettrace()
+    sys.settrace(tracer)
+    try:
+        body()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return tracer.where
+
+
+# A file that closes itself says so; an interrupt in `__del__` is told, not raised.
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_leaves_no_lock(queue: Path) -> None:
+    def ask() -> None:
+        place = Ticket(_admission.folder("cpu"))
+        place.ask(MIB)
+        place.leave()
+
+    ask()
+    for at in range(10_000):
+        where = interrupted(at, ask)
+        assert not [p for p in _admission._places(queue) if _admission._is_held(queue / p.name)]
+        assert not _admission._is_held(queue / "queue.lock"), where
+        if not where:
+            assert at > 50
+            break
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_interrupt_leaves_no_reservation(queue: Path, inside: bool) -> None:
+    def body() -> None:
+        with reserve(10):
+            if inside:
+                with reserve(5, limit=True):
+                    pass
+
+    body()
+    for at in range(10_000):
+        where = interrupted(at, body)
+        assert _layers._reserved == {} and budget() is None, where
+        assert not [p for p in _admission._places(queue) if _admission._is_held(queue / p.name)]
+        with reserve(100, timeout=0):  # nothing is taken for one that it were inside of
+            assert len(files(queue)) == 1 and budget() == 100 * MIB, where
+        if not where:
+            assert at > 100
+            break
+
+
+def test_a_limit_that_cannot_be_set_leaves_nothing(
+    queue: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = _layers._put
+    fails = [True]
+
+    def broken(key: Any, limit: int | None) -> None:
+        if fails:
+            raise RuntimeError("CUDA error: unspecified launch failure" if fails.pop() else "")
+        put(key, limit)
+
+    monkeypatch.setattr(_layers, "_put", broken)
+    one = reserve(50)
+    with pytest.raises(RuntimeError, match="launch failure"):
+        one.__enter__()
+    assert files(queue) == [] and _layers._reserved == {} and budget() is None
+    with one:
+        assert budget() == 50 * MIB
+        fails.append(True)
+        with pytest.raises(RuntimeError, match="launch failure"):
+            one.__exit__(None, None, None)
+        assert files(queue) == [] and repr(one).endswith("not held>")
+    with one:  # not inside of what is over
+        assert len(files(queue)) == 1
+    assert budget() is None
+
+
 # --- the folder -----------------------------------------------------------------------
 
 
@@ -282,11 +411,37 @@ def test_a_folder_that_is_emptied_costs_no_more_than_the_place(time: Time, queue
     first.leave()
 
 
+def test_a_folder_that_is_deleted_is_made_again(time: Time, queue: Path) -> None:
+    first = another(60)
+    time.at(1, lambda: shutil.rmtree(queue))
+    with reserve(50) as one:
+        assert one.waited >= 1 and len(files(queue)) == 1
+        shutil.rmtree(queue)
+    first.leave()
+    assert budget() is None
+
+
+def test_a_locked_queue_takes_no_longer_than_there_is(
+    time: Time, queue: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = _admission._lock_queue(_admission.folder("cpu"))
+    assert lock is not None
+    looks: list[float] = []
+    monkeypatch.setattr(_admission, "_sleep", looks.append)
+    owner = _admission._owner(queue)
+    assert owner in (None, os.getpid())  # not every system tells
+    named = "" if owner is None else f" by process {owner}"
+    with pytest.raises(TimeoutError, match=f"its queue is locked{named}\\."):
+        reserve(50, timeout=0).__enter__()
+    assert looks == []
+    _admission._close(lock)
+
+
 def test_a_queue_that_stays_locked_is_said(time: Time, queue: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(_admission, "TRIES", 1)
     lock = _admission._lock_queue(_admission.folder("cpu"))
     assert lock is not None
-    time.at(5, lambda: _admission._close(lock))
+    time.at(5, functools.partial(_admission._close, lock))
     with reserve(50) as one:
         assert one.waited >= 5
     lock = _admission._lock_queue(queue)
@@ -322,6 +477,41 @@ def test_a_part_of_what_is_reserved_needs_no_place(queue: Path) -> None:
             reserve(100.5, 200).__enter__()
         inner.__exit__(None, None, None)
         assert len(files(queue)) == 1 and budget() == 100 * MIB
+
+
+def test_one_with_a_limit_in_one_without() -> None:
+    with reserve(60, limit=False):
+        with reserve(50), reserve(40):
+            assert budget() == 50 * MIB
+        assert budget() is None
+
+
+def test_a_place_stays_while_others_are_inside_of_it(queue: Path) -> None:
+    outer = reserve(60).__enter__()
+    inner = reserve(50).__enter__()
+    outer.__exit__(None, None, None)
+    assert repr(outer).endswith("not held>")
+    assert len(files(queue)) == 1 and budget() == 60 * MIB
+    with reserve(50):
+        inner.__exit__(None, None, None)
+        assert len(files(queue)) == 1 and budget() == 60 * MIB
+    assert files(queue) == [] and budget() is None
+
+
+def test_a_task_is_inside_its_own_blocks_alone(queue: Path) -> None:
+    places = []
+
+    async def job(mebibytes: int, turns: int) -> None:
+        with reserve(mebibytes):
+            for _ in range(turns):
+                await asyncio.sleep(0)
+                places.append(len(files(queue)))
+
+    async def both() -> None:
+        await asyncio.gather(job(60, 3), job(40, 5))
+
+    asyncio.run(both())
+    assert places == [2, 2, 2, 2, 2, 1, 1, 1] and files(queue) == []
 
 
 def test_one_object_is_held_once() -> None:
@@ -446,8 +636,8 @@ def test_on_cuda_the_cache_is_given_back_before_the_place(
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(module, "_queue_of", lambda device: ("cpu", 100 * MIB))
-    monkeypatch.setattr(module, "_get_limit", lambda device: None)
-    monkeypatch.setattr(module, "_set_limit", lambda device, limit: None)
+    monkeypatch.setattr(_layers, "_get", lambda key: None)
+    monkeypatch.setattr(_layers, "_put", lambda key, limit: None)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", empty)
     with reserve_function(MIB, device=torch.device("cuda", 0)):

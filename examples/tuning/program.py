@@ -17,6 +17,7 @@ from rich.console import Console
 
 import oomkit
 from oomkit.memory import _parse_budget
+from oomkit.report import format_bytes
 
 from .alive import Alive
 from .search import (
@@ -62,16 +63,43 @@ def run(given: argparse.Namespace) -> int:
     if scale.device.type == "cpu":
         torch.set_num_threads(given.threads)
     options = options_of(given, scale)
+    if options.shared is not None and options.shared < options.budget:
+        return refuse(
+            f"--budget is {format_bytes(options.budget)}, more than the "
+            f"{format_bytes(options.shared)} of --device-memory: no trial could ever begin"
+        )
     options.output.mkdir(parents=True, exist_ok=True)
     if options.track:
         set_up_mlflow(options.output)
     console = Console(
         highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160
     )  # fmt: skip
-    study = open_study(options)
-    if given.plain:
-        return run_plain(study, options, scale, console)
-    return run_protected(study, options, scale, console)
+    with contextlib.ExitStack() as stack:
+        alive = None
+        if options.study is not None:
+            alive = Alive(options.study.with_name(options.study.name + ".lock"))
+            stack.callback(alive.close)
+        with alive.alone() if alive else contextlib.nullcontext():
+            study = open_study(options)
+            if given.plain and any(t.state.name != "WAITING" for t in study.get_trials(False)):
+                return refuse(
+                    f"{options.study} has trials already: --plain needs a study of its own, or "
+                    "none, as it neither goes on nor tells others which trials it runs"
+                )
+            if len(study.directions) != (2 if options.several else 1):
+                return refuse(
+                    f"{options.study} has {len(study.directions)} objective(s): run it "
+                    f"{'without' if options.several else 'with'} --multi-objective"
+                )
+            dead = bury(study, alive, options.track) if alive and not given.plain else []
+        if given.plain:
+            return run_plain(study, options, scale, console)
+        return run_protected(study, options, scale, console, alive, dead)
+
+
+def refuse(text: str) -> int:
+    print(f"tune_max.py: {text}", file=sys.stderr)
+    return 2
 
 
 def run_plain(study: optuna.Study, options: Options, scale: Scale, console: Console) -> int:
@@ -102,18 +130,21 @@ def run_plain(study: optuna.Study, options: Options, scale: Scale, console: Cons
     return 0
 
 
-def run_protected(study: optuna.Study, options: Options, scale: Scale, console: Console) -> int:
-    alive = None
-    if options.study is not None:
-        alive = Alive(options.study.with_name(options.study.name + ".lock"))
-        with alive.alone():
-            dead = bury(study, alive, options.track)
-        for trial in dead:
-            what = configuration(trial.params) if len(trial.params) >= 4 else "nothing chosen yet"
-            console.print(
-                f"trial {trial.number:3}: {what}: died with its process; it is told as failed "
-                "and does not count"
-            )
+def run_protected(
+    study: optuna.Study,
+    options: Options,
+    scale: Scale,
+    console: Console,
+    alive: Alive | None,
+    dead: list[optuna.trial.FrozenTrial],
+) -> int:
+    for trial in dead:
+        what = configuration(trial.params) if len(trial.params) >= 4 else "nothing chosen yet"
+        console.print(
+            f"trial {trial.number:3}: {what}: died with its process; it is told as failed "
+            "and does not count"
+        )
+    if alive is not None:
         before = finished(study)
         if before:
             console.print(
@@ -125,14 +156,11 @@ def run_protected(study: optuna.Study, options: Options, scale: Scale, console: 
         console.print(line(trial))
         bar.done(finished(study))
 
-    with contextlib.ExitStack() as stack:
-        if alive is not None:
-            stack.callback(alive.close)
-        bar = stack.enter_context(Bar(console, options.n_trials))
+    with Bar(console, options.n_trials) as bar:
         bar.done(finished(study))
         objective = make_objective(options, scale, False, bar.begun)
         try:
-            search(study, protect(objective, options, scale), alive, options.n_trials, ended)
+            search(study, protect(objective, options, scale), alive, options, ended)
         except KeyboardInterrupt:
             console.print("stopped; the same line goes on" if alive else "stopped")
     console.print(table(study, options.budget))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -40,6 +41,7 @@ class Options:
 
 
 def open_study(options: Options) -> optuna.Study:
+    """Call it alone: two that make the tables of a new file are in each other's way."""
     storage = None if options.study is None else f"sqlite:///{options.study}"
     study = optuna.create_study(
         study_name="tune_max",
@@ -48,8 +50,16 @@ def open_study(options: Options) -> optuna.Study:
         directions=["minimize"] * (2 if options.several else 1),
         load_if_exists=True,
     )
-    # With the seed alone a run that goes on would suggest what the first has suggested.
-    seed = options.seed + len(study.get_trials(deepcopy=False))
+    seed_sampler(study, options.seed)
+    return study
+
+
+def seed_sampler(study: optuna.Study, seed: int) -> None:
+    """With the seed alone each run and each process would suggest what the first has suggested.
+
+    Called alone, just before the first trial is asked for: nobody else has as many trials then.
+    """
+    seed += len(study.get_trials(deepcopy=False))
     four = optuna.__version__.startswith("4.")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Optuna's own, of what is experimental or going
@@ -59,11 +69,18 @@ def open_study(options: Options) -> optuna.Study:
             # Optuna 5 gets the constraint from prune_on_oom itself.
             **({"constraints_func": constraints} if four else {}),
         )
-    return study
 
 
 def finished(study: optuna.Study) -> int:
     return len(study.get_trials(deepcopy=False, states=FINISHED))
+
+
+def at_work(study: optuna.Study, alive: Alive | None) -> int:
+    """Trials that living processes run."""
+    if alive is None:
+        return 0
+    running = study.get_trials(deepcopy=False, states=(STATES.RUNNING,))
+    return sum(alive.is_held(trial.number) for trial in running)
 
 
 def bury(study: optuna.Study, alive: Alive, track: bool) -> list[optuna.trial.FrozenTrial]:
@@ -75,11 +92,12 @@ def bury(study: optuna.Study, alive: Alive, track: bool) -> list[optuna.trial.Fr
     for trial in study.get_trials(deepcopy=False, states=(STATES.RUNNING,)):
         if alive.is_held(trial.number):
             continue  # another process is at it
-        study.tell(trial.number, state=STATES.FAIL)
+        # Optuna last: who is killed in between leaves a trial that is found again.
         run = trial.user_attrs.get("mlflow_run")
         if track and run is not None:
             with contextlib.suppress(mlflow.MlflowException):  # of another --output: not here
                 mlflow.MlflowClient().set_terminated(run, "KILLED")
+        study.tell(trial.number, state=STATES.FAIL)
         dead.append(trial)
     return dead
 
@@ -189,18 +207,24 @@ def search(
     study: optuna.Study,
     objective: Callable[[optuna.Trial], Any],
     alive: Alive | None,
-    n_trials: int,
+    options: Options,
     ended: Callable[[optuna.trial.FrozenTrial], None],
 ) -> None:
     """Runs trials until the study has so many, those of other processes and runs included."""
     failed = 0  # others' memory, not the trials' size
-    while finished(study) < n_trials:
-        if failed >= max(3, n_trials):
+    first = True
+    while True:
+        if failed >= max(3, options.n_trials):
             raise RuntimeError(
                 f"{failed} trials failed for lack of memory that others use: say with "
                 "--device-memory how much there is for all trials at a time"
             )
         with contextlib.nullcontext() if alive is None else alive.alone():
+            if finished(study) + at_work(study, alive) >= options.n_trials:
+                return  # those of other processes are theirs to end
+            if first:
+                seed_sampler(study, options.seed)
+                first = False
             trial = study.ask()
             if alive is not None:
                 alive.hold(trial.number)
@@ -217,7 +241,9 @@ def set_up_mlflow(output: Path) -> None:
     logging.getLogger("mlflow").setLevel(logging.WARNING)  # of the tables that it makes
     logging.getLogger("alembic").setLevel(logging.WARNING)
     mlflow.set_tracking_uri(f"sqlite:///{output / 'mlflow.db'}")
-    if mlflow.get_experiment_by_name("tune_max") is None:
-        artifacts = (output / "mlflow").resolve().as_uri()
-        mlflow.create_experiment("tune_max", artifact_location=artifacts)
-    mlflow.set_experiment("tune_max")
+    with open(output / "mlflow.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two that make the tables are in each other's way
+        if mlflow.get_experiment_by_name("tune_max") is None:
+            artifacts = (output / "mlflow").resolve().as_uri()
+            mlflow.create_experiment("tune_max", artifact_location=artifacts)
+        mlflow.set_experiment("tune_max")

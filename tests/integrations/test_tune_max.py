@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 import tune_max  # noqa: E402
 from tuning import training  # noqa: E402
 from tuning.alive import Alive  # noqa: E402
-from tuning.search import bury  # noqa: E402
+from tuning.search import Options, bury, open_study, search, suggest  # noqa: E402
 
 # SQLAlchemy's, of what MLflow and Optuna ask of it; transformers', of torch.jit.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -223,6 +223,88 @@ def test_a_trial_of_a_living_process_is_left_alone(folder: Path) -> None:
     other = Alive(folder / "tune.db.lock")
     assert not other.is_held(mine.number)
     other.close()
+
+
+# --- several at once, and what is refused ---------------------------------------------
+
+
+def options(folder: Path, n_trials: int, study: str = "tune.db") -> Options:
+    return Options(n_trials, 100 * 2**20, None, folder / study, False, False, False, folder, 1)
+
+
+def test_terminals_that_start_at_once_make_one_study(folder: Path) -> None:
+    arguments = [sys.executable, str(ROOT / "examples" / "tune_max.py"), "--study", "new.db",
+                 "--n-trials", "0"]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    started = [
+        subprocess.Popen(
+            arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        for _ in range(3)
+    ]
+    errors = [process.communicate()[1] for process in started]
+    assert [process.returncode for process in started] == [1, 1, 1]  # of no trials none fits
+    assert not [text for text in errors if "Traceback" in text]
+
+
+def test_each_process_begins_with_trials_of_its_own(folder: Path) -> None:
+    studies = [open_study(options(folder, 1)) for _ in range(2)]  # both before the first trial
+    for number, study in enumerate(studies, 1):
+        chosen = options(folder, number)
+        search(
+            study,
+            lambda trial: len(suggest(trial, options(folder, 0))),
+            None,
+            chosen,
+            lambda frozen: None,
+        )
+    first, second = studies[0].trials
+    assert first.params != second.params
+
+
+def test_trials_that_others_run_count(folder: Path) -> None:
+    study = open_study(options(folder, 1))
+    running = study.ask()
+    alive = Alive(folder / "tune.db.lock")
+    alive.hold(running.number)
+    search(study, lambda trial: 1.0, alive, options(folder, 1), lambda frozen: None)
+    assert len(study.trials) == 1
+    alive.drop(running.number)  # dead, as far as anybody can tell
+    search(study, lambda trial: 1.0, alive, options(folder, 1), lambda frozen: None)
+    assert len(study.trials) == 2
+    alive.close()
+
+
+def test_who_is_killed_while_burying_leaves_it_to_the_next(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = queued()
+    study.ask().set_user_attr("mlflow_run", "0")
+    alive = Alive(folder / "tune.db.lock")
+
+    def killed() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mlflow, "MlflowClient", killed)
+    with pytest.raises(KeyboardInterrupt):
+        bury(study, alive, track=True)
+    assert [trial.number for trial in bury(study, alive, track=False)] == [0]
+    alive.close()
+
+
+def test_what_cannot_work_is_said_in_a_line(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    assert run("--no-mlflow", "--budget", "300MiB", "--device-memory", "200MiB") == 2
+    assert "--budget is 300.00 MiB, more than the 200.00 MiB of" in capsys.readouterr().err
+    assert not (folder / "tune.db").exists()
+    study = queued()
+    study.tell(study.ask(), 1.0)
+    assert run("--no-mlflow", "--plain") == 2
+    assert "tune.db has trials already: --plain needs" in capsys.readouterr().err
+    assert run("--no-mlflow", "--multi-objective") == 2
+    assert "has 1 objective(s): run it without --multi-objective" in capsys.readouterr().err
+    assert len(study.trials) == 1
 
 
 # --- the models -----------------------------------------------------------------------
