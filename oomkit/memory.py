@@ -214,7 +214,8 @@ def memory(device: DeviceLike = None) -> MemoryInfo:
 
     Memory figures of a device, by default of the accelerator in use, else of the CPU.
 
-    It initialises nothing: figures of a device that is not in use yet are None.
+    It makes no context: figures of a device that is not in use yet are None. Without `device`
+    PyTorch is asked for its accelerator, which may start the driver.
     """
     return MemoryInfo(*_C.memory_figures(*_key(_device_of("memory", device))))
 

@@ -1,7 +1,8 @@
 """Peaks that the planner's rule predicts, against those that are measured.
 
 Each micro-batch size is run as one of two equal slices; what two sizes have shown predicts the
-next ones (a secant through the two largest peaks above the baseline, see docs/design.md). The
+next ones (a secant through the two largest peaks above the baseline, see docs/design.md; computed
+here anew: oomkit's planner is not asked, nor are its doubts about a secant). The
 error is a share of what was measured; the planner leaves 6 % free (3 % where segments grow).
 """
 

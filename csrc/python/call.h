@@ -339,6 +339,17 @@ oomkit_owners_restore_copies(oomkit_call *call);
 void
 oomkit_owners_release(oomkit_call *call);
 
+/* captured.c. The device that the call's figures are of. */
+void
+oomkit_engine_device(oomkit_call *call);
+/* Is a graph captured on that device, a CUDA one? 1 and call->captured, 0, -1. */
+int
+oomkit_captured_find(oomkit_call *call);
+/* The function as it is, and the end of the call. New reference, or NULL: nothing is
+ * rolled back. */
+PyObject *
+oomkit_captured_run(oomkit_call *call);
+
 /* predict.c: before an optimizer's first step: will its state fit? 0, or -1 with
  * oomkit.OutOfMemory before anything moved. */
 int

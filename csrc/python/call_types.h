@@ -158,6 +158,7 @@ typedef struct oomkit_call {
     int running;  /* the function is being called for a slice */
     int training; /* a backward was seen in this attempt */
     int course_waived; /* the function asked for current() */
+    int captured;      /* inside a graph capture: the bare function */
     int forced;        /* slices given by testing.force_slices */
     uint64_t signature;
     int has_signature;

@@ -47,18 +47,6 @@ engine_participants(oomkit_call *call)
     return call->parts->adopted == NULL ? 0 : oomkit_participants_hold(call->parts);
 }
 
-static void
-engine_device(oomkit_call *call)
-{
-    if (call->parts->device_type != 0) {
-        call->device.type = call->parts->device_type;
-        call->device.index = call->parts->device_index;
-    } else {
-        call->device.type = call->batch.device_type;
-        call->device.index = call->batch.device_index;
-    }
-}
-
 int
 oomkit_engine_forced(oomkit_call *call)
 {
@@ -213,7 +201,10 @@ engine_begin(oomkit_call *call)
         engine_participants(call) < 0) {
         return -1;
     }
-    engine_device(call);
+    oomkit_engine_device(call);
+    if (call->device.type == OOMKIT_DEVICE_CUDA && oomkit_captured_find(call) != 0) {
+        return call->captured ? 0 : -1;
+    }
     oomkit_device_prepare(st, call->device);
     oomkit_device_begin(st, call->device, call->options->reset_peaks, &call->window);
     call->baseline_bytes = call->window.baseline_bytes;
@@ -464,6 +455,11 @@ oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf,
     call.number = step->parent == NULL ? step->calls : ++step->parent->calls;
     Py_INCREF(op); /* the step may be redefined while it runs */
     split = engine_begin(&call);
+    if (call.captured) {
+        result = oomkit_captured_run(&call);
+        Py_DECREF(op);
+        return result;
+    }
     if (split >= 0) {
         oomkit_call_set_current(&call);
         call.phase_before = oomkit_phase_set(call.st, OOMKIT_PHASE_FORWARD);

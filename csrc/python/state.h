@@ -94,6 +94,7 @@
     X(str_initial_seed, "initial_seed")                                                \
     X(str_manual_seed, "manual_seed")                                                  \
     X(str_default_generators, "default_generators")                                    \
+    X(str_is_capturing, "is_current_stream_capturing")                                 \
     X(str_engine_run_backward, "_engine_run_backward")                                 \
     X(str_accumulate_grad, "accumulate_grad")                                          \
     X(str_in_init_group, "._init_group")                                               \

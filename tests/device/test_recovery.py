@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import oomkit
 from device import CUDA, EFAILED, EOOM, MIB, MPS, XPU, Device, accelerator_error, out_of_memory
@@ -300,6 +301,50 @@ def test_a_call_inside_a_capture_is_the_bare_one(cuda: Device) -> None:
     body = Body()
     run(body)
     assert body.sizes == [8]
+
+
+class Operators(TorchDispatchMode):
+    """Their names, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_training_step_inside_a_capture_copies_nothing(
+    cuda: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither gradients that are there, nor buffers; and asks no driver."""
+
+    def refuse(index: int) -> None:
+        raise AssertionError("the driver was asked")
+
+    monkeypatch.setattr(torch._C, "_accelerator_getMemoryInfo", refuse)
+
+    def operators(decorated: bool) -> list[str]:
+        model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+
+        def body(x: torch.Tensor) -> None:
+            model(x).sum().backward()
+            optimizer.step()
+
+        step = oomkit.auto_batch(body, model=model, optimizer=optimizer) if decorated else body
+        x = torch.zeros(8, 6)
+        with Operators() as seen:
+            step(x)
+        return seen.names
+
+    for generator in cuda.generators:
+        generator.error = RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during capture")
+    cuda.capturing = True
+    assert operators(True) == operators(False)
 
 
 def test_an_error_inside_a_capture_is_not_retried(cuda: Device) -> None:
