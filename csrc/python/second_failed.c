@@ -25,17 +25,20 @@ void
 oomkit_second_take_back(oomkit_second *s)
 {
     PyObject *exception = oomkit_exception_take(); /* owned, given back */
-    PyObject *message = NULL, *done;               /* owned */
+    PyObject *message = NULL, *note, *done;        /* owned */
     int result = failed_roll_back(s, &message);
 
     if (result < 0) {
         PyErr_WriteUnraisable(NULL);
     }
     if (result == 1) {
-        done = PyObject_CallMethod(exception, "add_note", "O", message);
+        /* the error may say of the one call that failed that nothing has changed */
+        note = PyUnicode_FromFormat("not all is as before: %U", message);
+        done = note ? PyObject_CallMethod(exception, "add_note", "O", note) : NULL;
         if (done == NULL) {
             PyErr_WriteUnraisable(exception);
         }
+        Py_XDECREF(note);
         Py_XDECREF(done);
     }
     Py_XDECREF(message);

@@ -167,7 +167,8 @@ class Programs(RuleBasedStateMachine):
                 self.counts["out of memory after the update"] += 1
                 return True, error
             self.counts["out of memory"] += 1
-            if any(said in str(error) for said in SAID):
+            text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+            if any(said in text for said in SAID):
                 assert self.options["gradient_safety"] != "copy", error
                 self.counts["gradients that were not copied"] += 1
                 self._resume(before)
