@@ -43,6 +43,14 @@ LISTED: list[tuple[str, str]] = [
     ("CPython's SystemError", r"^SystemError: <built-in function compile> returned NULL"),
     # compile.c asserts or frees what it had no memory for: importing a file without a .pyc.
     ("CPython aborts", r"SIGABRT: Fatal Python error: Aborted; .*in source_to_code"),
+    # The same compiler, called by exec() for the methods of a data class and by compile() for
+    # an annotation that is a string: the topmost frame is theirs, no C of ours runs there.
+    (
+        "CPython crashes",
+        r"SIG(?:ABRT|SEGV): Fatal Python error: (?:Aborted|Segmentation fault);"
+        r' File "[^"]*/(?:dataclasses\.py", line \d+ in _create_fn|typing\.py", line \d+ in'
+        r" __init__)",
+    ),
     # codeobject.c, lineiter_next: gives back the tuple that it has freed.
     ("CPython crashes", r"SIGSEGV: .*in findlinestarts"),
     # dictobject.c, dictiter_new: where the pair of items() cannot be made it gives back an
