@@ -240,7 +240,8 @@ def search(
 def set_up_mlflow(output: Path) -> None:
     logging.getLogger("mlflow").setLevel(logging.WARNING)  # of the tables that it makes
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    mlflow.set_tracking_uri(f"sqlite:///{output / 'mlflow.db'}")
+    # whole: MLflow keeps what it has opened by this text, whatever folder it was in then
+    mlflow.set_tracking_uri(f"sqlite:///{(output / 'mlflow.db').resolve()}")
     with open(output / "mlflow.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two that make the tables are in each other's way
         if mlflow.get_experiment_by_name("tune_max") is None:
