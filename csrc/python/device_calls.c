@@ -228,7 +228,7 @@ unless_oom(oomkit_state *st, PyObject *none)
 {
     if (none == NULL) {
         if (PyErr_ExceptionMatches(st->TorchOutOfMemoryError)) {
-            PyErr_Clear();
+            PyErr_Clear(); /* matched: its own OOM */
             return 0;
         }
         return -1;
@@ -273,7 +273,7 @@ unless_unknown(void)
         return 0;
     }
     if (PyErr_ExceptionMatches(PyExc_RuntimeError)) {
-        PyErr_Clear();
+        PyErr_Clear(); /* matched: torch has no such figure */
         return 0;
     }
     return -1;
