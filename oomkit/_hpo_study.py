@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from ._C import OomkitWarning
 
@@ -187,7 +187,7 @@ class Policies:
 _turn = threading.Lock()  # guards the three names below
 _free = threading.Condition(_turn)
 _running: list[tuple[int, Any]] = []  # (thread, study) of the trials in progress
-_told: set[int] = set()
+_told: WeakSet[Any] = WeakSet()  # the studies; a number would be the next study's too
 
 
 @contextmanager
@@ -208,8 +208,8 @@ def turn(study: Any, threads: str) -> Iterator[None]:
                     "out-of-memory errors can be told apart. Use n_jobs=1, in several processes "
                     "with one storage"
                 )
-            if id(study) not in _told:
-                _told.add(id(study))
+            if study not in _told:
+                _told.add(study)
                 say(
                     "n_jobs > 1: the threads of a process share one allocator, so trials take "
                     "turns. For trials side by side use several processes with one storage"

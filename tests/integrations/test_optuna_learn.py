@@ -12,7 +12,7 @@ import torch
 from searches import MIB, OPTUNA, STATE, sizes, study, take
 
 import oomkit
-from oomkit import _hpo_run
+from oomkit import _hpo_run, _hpo_study
 from oomkit.memory import _host_bytes
 from oomkit.optuna import constraints, prune_on_oom
 
@@ -308,21 +308,31 @@ def test_kinds(figures, kind):
 # --- threads ---
 
 
-def test_threads_take_turns_and_that_is_said(limit):
+def test_threads_take_turns_and_that_is_said(limit, monkeypatch):
     limit(10)
     inside, most = [], []
+    said, say = threading.Event(), _hpo_study.say
+
+    def say_it(message):
+        say(message)
+        if "take turns" in message:
+            said.set()
+
+    # Trials this short may never meet: each stays until another one waited for its turn.
+    monkeypatch.setattr(_hpo_study, "say", say_it)
 
     def objective(trial):
         inside.append(threading.get_ident())
+        said.wait(60)
         most.append(len(inside))
         held = take(8 if trial.number % 2 else 1)
         inside.pop()
         return float(held.numel() > 0)
 
     one = study()
-    with pytest.warns(oomkit.OomkitWarning, match="take turns"):
+    with pytest.warns(oomkit.OomkitWarning, match="take turns") as warnings:
         one.optimize(prune_on_oom(objective), n_trials=8, n_jobs=3)
-    assert max(most) == 1
+    assert len(warnings) == 1 and max(most) == 1
     assert {t.state for t in one.trials} == {STATE.COMPLETE}  # 8 + 8 would not have fitted
     for trial in one.trials:
         peak = 8 if trial.number % 2 else 1
@@ -330,6 +340,23 @@ def test_threads_take_turns_and_that_is_said(limit):
         assert trial.user_attrs["memory_constraint"] == pytest.approx(
             peak * MIB / budget - 1, abs=0.02
         )
+
+
+def test_each_study_is_told_that_its_threads_take_turns(monkeypatch):
+    for _ in range(3):  # a study of the past may leave its address to the next one
+        one, said = study(), threading.Event()
+        monkeypatch.setattr(_hpo_study, "say", lambda message, said=said: said.set())
+
+        def trial(one=one):
+            with _hpo_study.turn(one, "serialize"):
+                pass
+
+        other = threading.Thread(target=trial)
+        with _hpo_study.turn(one, "serialize"):
+            other.start()
+            assert said.wait(20)
+        other.join()
+        del one, trial, other
 
 
 def test_threads_can_be_refused():
