@@ -31,10 +31,14 @@ _ITEMS = 64  # looked at in one container
 _DEPTH = 2  # attributes of attributes
 _FUNCTIONS = 50  # called by the step and looked into
 _SHOWN = 12  # named in the message
+_TYPES = 1000  # known to have no slots
 _CONTAINERS = (list, dict, set, deque)
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 # Attributes of a module that torch itself keeps, and parts that have rules of their own.
 _MODULE_OWN = frozenset(vars(torch.nn.Module()))
+# A class has a hundred names or more, and modules are many and alike. (The slots themselves
+# would keep their class alive.)
+_SLOTLESS: dict[int, weakref.ref[type]] = {}
 _FOREIGN = frozenset({"torch", "oomkit", "accelerate", "numpy", "logging", "threading"})
 
 
@@ -45,39 +49,44 @@ def _is_foreign(kind: type) -> bool:
 
 def _slots_of(kind: type) -> _Slots:
     """Names and descriptors of ``__slots__``."""
-    return [
+    known = _SLOTLESS.get(id(kind))  # by address: a metaclass may have a hash of its own
+    if known is not None and known() is kind:
+        return []
+    found = [
         (name, slot)
         for base in kind.__mro__
         for name, slot in list(vars(base).items())
         if isinstance(slot, types.MemberDescriptorType) and not name.startswith("__")
     ]
+    if not found:
+        if len(_SLOTLESS) >= _TYPES:
+            _SLOTLESS.clear()
+        _SLOTLESS[id(kind)] = weakref.ref(kind)
+    return found
 
 
-def _attributes(
-    value: object, known: dict[int, _Slots], but: frozenset[str] = frozenset()
-) -> Iterator[tuple[str, Any]]:
+def _attributes(value: object, but: frozenset[str] = frozenset()) -> list[tuple[str, Any]]:
     """Names and values in ``__dict__`` and ``__slots__``: no property is evaluated.
 
     Args:
-        known: slots by address of the type, which it has from then on; modules are many
-            and alike.
         but: names that are passed over.
     """
     try:
         own = object.__getattribute__(value, "__dict__")
     except AttributeError:
         own = None
+    found = []
     if isinstance(own, dict):
-        yield from [(k, v) for k, v in own.items() if isinstance(k, str) and k not in but]
-    kind = type(value)
-    if id(kind) not in known:  # a metaclass may have a hash of its own
-        known[id(kind)] = _slots_of(kind)
-    for name, slot in known[id(kind)]:
+        # Modules are many and have little of their own: their names first.
+        names = [k for k in own if k not in but]
+        found = [(k, own[k]) for k in names if isinstance(k, str)]
+    for name, slot in _slots_of(type(value)):
         try:
             if name not in but:
-                yield name, slot.__get__(value)
+                found.append((name, slot.__get__(value)))
         except AttributeError:
             continue  # empty
+    return found
 
 
 def _short(value: object) -> str:
@@ -129,7 +138,6 @@ class _Scan:
     def __init__(self, skip: set[int]) -> None:
         self.skip = skip
         self.seen: set[int] = set()
-        self.slots: dict[int, _Slots] = {}
         self.found: dict[str, object] = {}
 
     def value(self, path: str, value: Any, depth: int) -> None:
@@ -153,7 +161,7 @@ class _Scan:
             self.seen.add(id(value))
             self.found[path] = _Other(value)
             if depth < _DEPTH:
-                for name, inner in _attributes(value, self.slots):
+                for name, inner in _attributes(value):
                     self.value(f"{path}.{name}", inner, depth + 1)
 
     def container(self, path: str, value: Any, depth: int) -> None:
@@ -175,7 +183,7 @@ class _Scan:
         """Plain attributes only: parameters and buffers have rules of their own."""
         for name, part in list(islice(value.named_modules(), _ITEMS)):
             at = f"{path}.{name}" if name else path
-            for key, inner in _attributes(part, self.slots, _MODULE_OWN):
+            for key, inner in _attributes(part, _MODULE_OWN):
                 if len(self.found) >= _VALUES:
                     return
                 if type(inner) in _PLAIN:
