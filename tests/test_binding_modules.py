@@ -266,7 +266,7 @@ def test_compiled_inside_and_outside() -> None:
         [sys.executable, "-c", textwrap.dedent(COMPILED)],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]

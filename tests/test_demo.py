@@ -37,7 +37,7 @@ def finished(
     command = [sys.executable, str(FOLDER / "demo.py"), "--scale", "tiny"]
     command += ["--steps", str(STEPS), "--output", str(output)]
     result = subprocess.run(
-        command, capture_output=True, text=True, env=environment, check=False, timeout=120
+        command, capture_output=True, text=True, env=environment, check=False, timeout=600
     )
     return result, output
 

@@ -275,15 +275,12 @@ def test_a_folder_that_cannot_be_written(folder: Path, monkeypatch: pytest.Monke
 def test_the_oldest_of_too_many_go(folder: Path) -> None:
     now = int(time.time())
     put(folder, [entry(used=now - i, budget=i + 1) for i in range(10_000)])
-    started = time.perf_counter()
     assert len(sizes.list()) == 10_000
     _store.note(KEY, 20_000, found())
-    took = time.perf_counter() - started
     fresh()
     budgets = {size.budget for size in sizes.list()}
     assert len(budgets) == _store.MOST_ENTRIES and {1, 999, 20_000} <= budgets
     assert 1001 not in budgets
-    assert took < 60  # no quadratic course: it is a fraction of a second
 
 
 def test_what_was_long_not_used_goes(folder: Path) -> None:
