@@ -12,12 +12,14 @@ import importlib
 import inspect
 import io
 import json
+import logging
 import pickle
 import pkgutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +309,19 @@ def counted() -> dict[str, int]:
 
 WARM = {"a_split_step": 800}
 """Calls before anything is counted, where lists of free objects reach their size late."""
+
+
+@contextmanager
+def nothing_else_counted() -> Iterator[None]:
+    """pytest keeps log records; and what there was before would be walked at each collection."""
+    logger = logging.getLogger("oomkit")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    logger.setLevel(level)
 
 
 def grown(use: Use, times: int) -> dict[str, int]:

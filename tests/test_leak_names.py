@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import logging
 import os
 import subprocess
 import sys
@@ -16,7 +14,7 @@ import leak_uses_loops  # noqa: F401  (registers uses)
 import pytest
 import torch
 from leak_slope import FORMS, resident, slope
-from leak_uses import COVERED, NEEDS_MORE, USES, grown, lacking, public_names
+from leak_uses import COVERED, NEEDS_MORE, USES, grown, lacking, nothing_else_counted, public_names
 
 import oomkit
 
@@ -26,15 +24,8 @@ TIMES = 60
 
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_else_is_counted() -> Iterator[None]:
-    """pytest keeps log records; and what there was before would be walked at each collection."""
-    logger = logging.getLogger("oomkit")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    logger.setLevel(level)
+    with nothing_else_counted():
+        yield
 
 
 def test_each_public_name_has_a_use() -> None:

@@ -5,8 +5,6 @@ tests/leak_uses_loops.py has the others; every name of NEEDS_OPTUNA has a use he
 
 from __future__ import annotations
 
-import gc
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import optuna
 import pytest
 import torch
-from leak_uses import counted, grown
+from leak_uses import counted, grown, nothing_else_counted
 from leak_uses_loops import NEEDS_OPTUNA
 from searches import MIB, STATE, allocated, study, take
 
@@ -30,15 +28,8 @@ WARM = 200  # calls after which lists and caches of Optuna have nearly their siz
 
 @pytest.fixture(autouse=True)
 def _nothing_else_is_counted() -> Iterator[None]:
-    """pytest keeps log records; and what there was before would be walked at each collection."""
-    logger = logging.getLogger("oomkit")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    logger.setLevel(level)
+    with nothing_else_counted():
+        yield
 
 
 def _failing(trial: Any) -> float:
