@@ -141,14 +141,14 @@ device_budget_set(PyObject *Py_UNUSED(module), PyObject *args)
 }
 
 static PyObject *
-device_budget(PyObject *module, PyObject *args)
+device_budget(PyObject *Py_UNUSED(module), PyObject *args)
 {
     oomkit_device device;
 
     if (!PyArg_ParseTuple(args, "ii:device_budget", &device.type, &device.index)) {
         return NULL;
     }
-    return bytes_or_none(oomkit_device_budget(oomkit_state_of_module(module), device));
+    return bytes_or_none(oomkit_device_budget_noted(device));
 }
 
 /* One (nth, times, min_bytes, phases). 0 or -1. */
