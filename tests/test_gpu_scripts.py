@@ -68,7 +68,33 @@ def test_prediction(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run(monkeypatch, "prediction", "--output", str(tmp_path))
     rows = result(tmp_path, "prediction")
     assert {row["workload"] for row in rows} == {"gpt2-124m", "resnet50-like"}
-    assert any("error, %" in row for row in rows)
+    asked = [row for row in rows if "error, %" in row]
+    assert len(asked) >= 4
+    for row in asked:
+        share = row["predicted, GiB"] / row["measured, GiB"] - 1
+        assert row["error, %"] == pytest.approx(100 * share)
+        assert abs(share) < 1, row  # of a peak, above the same baseline
+
+
+def test_the_prediction_is_the_planners(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Asked of what the step has learnt, not computed beside it."""
+    asked: list[tuple[bool, int]] = []
+    real = oomkit._C._predict_sizes
+
+    def predict(sizes: Any, later: bool, rows: int, gradients: int) -> int | None:
+        asked.append((later, rows))
+        found: int | None = real(sizes, later, rows, gradients)
+        return None if found is None else 2 * found
+
+    run(monkeypatch, "prediction", "--output", str(tmp_path / "as it is"))
+    monkeypatch.setattr(oomkit._C, "_predict_sizes", predict)
+    run(monkeypatch, "prediction", "--output", str(tmp_path / "twice"))
+    once, twice = (
+        [row["predicted, GiB"] for row in result(tmp_path / name, "prediction")]
+        for name in ("as it is", "twice")
+    )
+    assert twice == pytest.approx([2 * guess for guess in once])
+    assert {later for later, _ in asked} == {False, True}
 
 
 def test_policies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

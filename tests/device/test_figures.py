@@ -177,6 +177,15 @@ def test_segments_that_grow_leave_less_of_the_budget_free(cuda: Device) -> None:
     assert _grown(cuda, budget) == 2
 
 
+def test_settings_in_effect_are_asked_of_a_device_in_use(cuda: Device) -> None:
+    assert not _C.device_expandable(CUDA, 0)
+    cuda.expandable = 1
+    assert _C.device_expandable(CUDA, 0)
+    assert not _C.device_expandable(XPU, 0) and not _C.device_expandable(0, -1)
+    cuda.expandable = EUNSUPPORTED
+    assert not _C.device_expandable(CUDA, 0)
+
+
 def _train_under(cuda: Device, step: Any, calls: int) -> int:
     with torch.no_grad():
         for _ in range(calls):

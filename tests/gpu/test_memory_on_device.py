@@ -77,10 +77,35 @@ def test_a_thousand_real_errors_leave_nothing() -> None:
 
 @on_a_device
 def test_fragmentation_is_told_from_capacity() -> None:
-    """Half of the cache is free in pieces of 32 MiB, and the step wants one of 256: the same plan
-    passes after the flush, with no smaller micro-batch."""
-    if "expandable_segments:True" in _settings():
+    """Blocks of 5 MiB are cut from segments of 20 MiB. The step puts one into each of 32 segments and
+    has their other blocks freed: 480 MiB are free, none of it in one piece of 20, and no segment can
+    be returned, which torch has tried when it raises. After the drop and the flush the same plan
+    passes, with its 32 blocks in 8 segments and no smaller micro-batch."""
+    if _expandable():
         pytest.skip("segments that grow are not in pieces")
+    settle()
+    blocks = [block(5) for _ in range(4 * 32)]
+    del blocks[1::4]
+    sizes: list[int] = []
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> None:
+        sizes.append(len(x))
+        own = [block(5) for _ in range(32)]
+        blocks.clear()  # the batch before, say
+        block(32 * len(x)).zero_()
+        del own
+
+    with torch.no_grad(), oomkit.limit_memory(held() + 16 * MIB, device=DEVICE):
+        step(torch.zeros(8, 1, device=DEVICE))
+    (record,) = step.records
+    assert record.ooms == 1, "no error was provoked"
+    assert sizes == [8, 8] and record.accumulation_steps == 1
+
+
+@on_a_device
+def test_capacity_is_told_from_fragmentation() -> None:
+    """The device is full: the same plan is not tried again."""
     sizes: list[int] = []
 
     @oomkit.auto_batch
@@ -88,39 +113,41 @@ def test_fragmentation_is_told_from_capacity() -> None:
         sizes.append(len(x))
         block(32 * len(x)).zero_()
 
-    settle()
-    pieces = [block(32) for _ in range(64)]
-    del pieces[::2]
-    limit = held() + 16 * MIB
-    with torch.no_grad(), oomkit.limit_memory(limit, device=DEVICE):
-        step(torch.zeros(8, 1, device=DEVICE))
-    # torch's own flush may have been enough: then there was no error at all.
-    assert set(sizes) == {8}, sizes
-    del pieces
+    kept = block(1024)
     with torch.no_grad(), room(130):
         step(torch.zeros(8, 1, device=DEVICE))
-    assert min(sizes) < 8, "a device that is full is not one in pieces"
+    assert sizes[0] == 8 and max(sizes[1:]) < 8, sizes
+    del kept
 
 
-def _settings() -> str:
-    import os
-
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    return ",".join(os.environ.get(name, "") for name in names)
+def _expandable() -> bool:
+    return bool(_C.device_expandable(*_key()))
 
 
 @on_a_device
-def test_settings_are_the_effective_ones() -> None:
-    for settings, expected in (("", 0), ("expandable_segments:True", 1)):
-        code = """
-            import torch, oomkit
-            from oomkit import _C
-            torch.zeros(1, device="cuda")
-            snapshot = torch.cuda.memory._snapshot()["allocator_settings"]
-            print(int(snapshot["expandable_segments"]))
-        """
+@pytest.mark.parametrize("bridge", [True, False])
+def test_settings_are_the_effective_ones(bridge: bool) -> None:
+    """oomkit's reading of them: of the environment, of the last call that set any, and of one that
+    sets another thing. Without the bridge, too."""
+    code = """
+        import sys
+        if not BRIDGE:
+            sys.modules["oomkit._bridge"] = None
+        import torch, oomkit
+        from oomkit import _C
+        assert _C.cpu_stats()["bridge"] is BRIDGE
+        assert not _C.device_expandable(1, 0), "the device is not in use yet"
+        torch.zeros(1, device="cuda")
+        told = [_C.device_expandable(1, 0)]
+        for settings in ("max_split_size_mb:64", "expandable_segments:True", "max_split_size_mb:32",
+                         "expandable_segments:False"):
+            torch.cuda.memory._set_allocator_settings(settings)
+            told.append(_C.device_expandable(1, 0))
+        print(*map(int, told))
+    """.replace("BRIDGE", str(bridge))
+    for settings, first in (("", "0"), ("expandable_segments:True", "1")):
         out = python(code, PYTORCH_CUDA_ALLOC_CONF=settings, PYTORCH_ALLOC_CONF=settings)
-        assert int(out) == expected
+        assert out.split() == [first, first, "1", "1", "0"], (settings, out)
 
 
 @on_a_device
