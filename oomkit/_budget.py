@@ -78,7 +78,8 @@ def budget(device: DeviceLike = None) -> Budget:
 
     It makes no context, and asks the driver of a device that is in use, which takes long: for
     reports, not for steps. Without `device` PyTorch is asked for its accelerator, which may start
-    the driver (see `memory`). Bytes by owner need NVML (part of NVIDIA's driver); without it they are None.
+    the driver (see `memory`). Bytes by owner need NVML (part of NVIDIA's driver); without it they
+    are None.
 
     Parameters
     ----------

@@ -1,10 +1,10 @@
 """Peaks that oomkit's planner predicts, against those that are measured.
 
-One decorated step is called with growing batches, which it plans for itself. Afterwards the planner
-is asked, by what it knew before the call, what the micro-batches of the call would need above the
-baseline (the first, and the later ones, which find its gradients): the larger is the prediction. The
-error is a share of what was measured; the
-planner leaves 6 % free (3 % where segments grow).
+One decorated step is called with growing batches, which it plans for itself. Afterwards the
+planner is asked, by what it knew before the call, what the micro-batches of the call would need
+above the baseline (the first, and the later ones, which find its gradients): the larger is the
+prediction. The error is a share of what was measured; the planner leaves 6 % free (3 % where
+segments grow).
 """
 
 from __future__ import annotations

@@ -134,6 +134,20 @@ def test_nothing_is_asked_of_a_device_that_is_not_in_use(cuda: Device) -> None:
     assert cuda.reset_calls == cuda.empty_calls == 0 and cuda.events == []
 
 
+def test_no_capture_is_asked_for_of_a_device_that_is_not_in_use(
+    cuda: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To ask would initialise it."""
+
+    def refuse() -> bool:
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", refuse)
+    cuda.initialized = 0
+    with torch.no_grad():
+        oomkit.auto_batch(big)(rows(1))
+
+
 @pytest.mark.parametrize("type_", [XPU, PRIVATE])
 def test_other_accelerators_go_the_same_way(fake: Device, type_: int) -> None:
     fake.install(type_)

@@ -344,6 +344,35 @@ def test_an_error_inside_a_capture_is_not_retried(cuda: Device) -> None:
     assert body.sizes == [8] and cuda.empty_calls == 0
 
 
+def test_another_error_inside_a_capture_passes(cuda: Device) -> None:
+    cuda.capturing = True
+    error = ValueError("not of memory")
+    with torch.no_grad(), pytest.raises(ValueError, match="not of memory") as caught:
+        oomkit.auto_batch(Body(error))(ROWS)
+    assert caught.value is error
+
+
+def test_a_lost_context_inside_a_capture_passes(cuda: Device, last_error: Any) -> None:
+    cuda.capturing = True
+    last_error.last_error = last_error.comes_back = 719
+    error = out_of_memory()
+    with torch.no_grad(), pytest.raises(torch.OutOfMemoryError) as caught:
+        oomkit.auto_batch(Body(error))(ROWS)
+    assert caught.value is error
+
+
+def test_a_backward_of_ours_inside_a_capture_is_run(cuda: Device) -> None:
+    cuda.capturing = True
+    weight = torch.ones(1, requires_grad=True)
+
+    @oomkit.auto_batch(backward=True)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return (x * weight).sum()
+
+    step(ROWS)
+    assert weight.grad is not None and weight.grad.item() == ROWS.sum()
+
+
 def test_an_error_of_a_generator_that_is_not_capturing_passes(cuda: Device) -> None:
     cuda.generators[1].error = ValueError("not this one")
     with torch.no_grad(), pytest.raises(ValueError, match="not this one"):

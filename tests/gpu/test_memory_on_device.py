@@ -77,10 +77,10 @@ def test_a_thousand_real_errors_leave_nothing() -> None:
 
 @on_a_device
 def test_fragmentation_is_told_from_capacity() -> None:
-    """Blocks of 5 MiB are cut from segments of 20 MiB. The step puts one into each of 32 segments and
-    has their other blocks freed: 480 MiB are free, none of it in one piece of 20, and no segment can
-    be returned, which torch has tried when it raises. After the drop and the flush the same plan
-    passes, with its 32 blocks in 8 segments and no smaller micro-batch."""
+    """Blocks of 5 MiB are cut from segments of 20 MiB. The step puts one into each of 32 segments
+    and has their other blocks freed: 480 MiB are free, none of it in one piece of 20, and no
+    segment can be returned, which torch has tried when it raises. After the drop and the flush
+    the same plan passes, with its 32 blocks in 8 segments and no smaller micro-batch."""
     if _expandable():
         pytest.skip("segments that grow are not in pieces")
     settle()
