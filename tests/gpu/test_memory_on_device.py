@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import oomkit
-from gpu import DEVICE, DRY, MIB, allocated, block, held, on_a_device, room, settle
+from gpu import DEVICE, DRY, MIB, UNIT, allocated, block, held, on_a_device, room, settle
 from oomkit import _C
 
 pytestmark = [
@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 OOMS = 20 if DRY else 1000
+FIVE = 5 * MIB / UNIT
 
 
 def python(code: str, **environment: str) -> str:
@@ -60,7 +61,7 @@ def test_a_thousand_real_errors_leave_nothing() -> None:
 
     empty = step.state_dict()
     settle()
-    limit = held() + 100 * MIB
+    limit = held() + 100 * UNIT
     for _ in range(5):
         once()
     settle()
@@ -84,16 +85,16 @@ def test_fragmentation_is_told_from_capacity() -> None:
     if _expandable():
         pytest.skip("segments that grow are not in pieces")
     settle()
-    blocks = [block(5) for _ in range(4 * 32)]
+    blocks = [block(FIVE) for _ in range(4 * 32)]
     del blocks[1::4]
     sizes: list[int] = []
 
     @oomkit.auto_batch
     def step(x: torch.Tensor) -> None:
         sizes.append(len(x))
-        own = [block(5) for _ in range(32)]
+        own = [block(FIVE) for _ in range(32)]
         blocks.clear()  # the batch before, say
-        block(32 * len(x)).zero_()
+        block(2 * len(x)).zero_()  # 256 MiB
         del own
 
     with torch.no_grad(), oomkit.limit_memory(held() + 16 * MIB, device=DEVICE):
@@ -111,10 +112,10 @@ def test_capacity_is_told_from_fragmentation() -> None:
     @oomkit.auto_batch
     def step(x: torch.Tensor) -> None:
         sizes.append(len(x))
-        block(32 * len(x)).zero_()
+        block(16 * len(x)).zero_()  # 2 GiB
 
-    kept = block(1024)
-    with torch.no_grad(), room(130):
+    kept = block(64)
+    with torch.no_grad(), room(70):
         step(torch.zeros(8, 1, device=DEVICE))
     assert sizes[0] == 8 and max(sizes[1:]) < 8, sizes
     del kept
@@ -173,7 +174,7 @@ def test_a_budget_is_shared_with_a_process_that_comes_and_goes() -> None:
 
         @oomkit.auto_batch
         def step(x: torch.Tensor) -> None:
-            block(128 * len(x)).zero_()
+            block(8 * len(x)).zero_()
 
         x = torch.zeros(32, 1, device=DEVICE)  # 4 GiB
         with torch.no_grad():
@@ -266,7 +267,7 @@ def test_other_allocators_and_other_names_of_a_device(backend: str, visible: str
 def test_the_budget_says_who_has_the_rest() -> None:
     kept = block(64)
     found = oomkit.budget(DEVICE)
-    assert found.allocated is not None and found.allocated >= 64 * MIB
+    assert found.allocated is not None and found.allocated >= 64 * UNIT
     if not DRY:
         assert found.total is not None and found.free is not None
         assert found.reserved is not None and found.reserved >= found.allocated
@@ -284,7 +285,7 @@ def test_the_runs_maximum_survives_resets() -> None:
         step(torch.zeros(16, 1, device=DEVICE))
         step(torch.zeros(1, 1, device=DEVICE))
     high = oomkit.max_memory_allocated(DEVICE)
-    assert high is not None and high >= 128 * MIB
+    assert high is not None and high >= 128 * UNIT
     first, last = step.records
     assert last.peak_allocated < first.peak_allocated
     assert isinstance(_C.run_peak(*_key()), int)
