@@ -244,7 +244,7 @@
     X(outer_hook)  /* our callable in place of torch.autograd.backward */              \
     X(chunk_sites) /* dict: where a loop over chunks() is -> its step, or NULL */      \
     X(settings_seen) /* the allocator's settings when they were last read, or NULL */  \
-    X(splitters)   /* dict: type -> (split, size, join), or NULL: see splitters.c */   \
+    X(splitters)     /* dict: type -> (split, size, join), or NULL: see splitters.c */ \
     X(empty_tuple)
 
 /* What the package hands in at import, because it is Python: X(field). */

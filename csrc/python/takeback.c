@@ -241,11 +241,10 @@ oomkit_reclaim_failed(oomkit_call *call)
     }
     exception = oomkit_exception_take();
     if (PyObject_TypeCheck(exception, (PyTypeObject *)PyExc_Exception)) {
-        add_note(exception,
-                 PyUnicode_FromFormat("oomkit: raised while the memory of %U was being "
-                                      "freed, which had run out of it (%V)",
-                                      call->options->label, attempt->message,
-                                      "no message"));
+        add_note(exception, PyUnicode_FromFormat(
+                                "oomkit: raised while the memory of %U was being "
+                                "freed, which had run out of it (%V)",
+                                call->options->label, attempt->message, "no message"));
     }
     oomkit_exception_give(exception);
 }

@@ -238,6 +238,7 @@ def test_owners_by_nvml(shares: dict[int, float], fake: Device, nvml: Any, kind:
     nvml.processes((os.getpid(), 22 * MIB), (4242, 3 * MIB), (4243, 4 * MIB), uuid=f"{kind}{UUID}")
     found = oomkit.budget("cuda:0")
     assert (found.own_beside, found.others) == (7 * MIB, 7 * MIB)
+    assert nvml.number("opened") == 0
 
 
 def test_bytes_that_nvml_does_not_tell_are_unknown(

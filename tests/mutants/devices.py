@@ -135,12 +135,12 @@ MUTANTS = [
         ("device/test_figures.py::test_a_share_of_the_program_is_the_limit_of_records_too",),
     ),
     Mutant(
-        "share-in-place-of-our-limit",
-        "the share that torch has while a limit of ours is in force is not the program's",
+        "share-of-before-our-limit",
+        "the program's share is looked at again when a limit of ours goes",
         "csrc/python/device.c",
-        "    if (slot->budget_bytes != OOMKIT_UNKNOWN) {\n        return 0;",
-        "    if (slot->budget_bytes == 0) {\n        return 0;",
-        ("device/test_limits.py", "device/test_figures.py"),
+        "    slot->looked = slot->stats_thrown = slot->resets_thrown = 0;",
+        "    slot->stats_thrown = slot->resets_thrown = 0;",
+        ("device/test_figures.py::test_our_limit_takes_the_place_of_the_share",),
     ),
     Mutant(
         "throwing-allocator-asked-for-ever",
