@@ -76,8 +76,10 @@ def budget(device: DeviceLike = None) -> Budget:
 
     What this process can have of a device, by default of the accelerator in use, else of the CPU.
 
-    It initialises nothing, and asks the driver, which takes long: for reports, not for steps.
-    Bytes by owner need NVML (part of NVIDIA's driver); without it they are None.
+    It makes no context, and asks the driver of a device that is in use, which takes long: for
+    reports, not for steps. Without `device` PyTorch is asked for its accelerator, which may start
+    the driver (see `memory`). Bytes by owner need NVML (part of NVIDIA's driver); without it they
+    are None.
 
     Parameters
     ----------

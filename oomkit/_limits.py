@@ -1,12 +1,14 @@
 """Limits of CUDA devices: a share of the device that torch's allocator may have.
 
 A limit initialises no device: before the program does, it is only noted, and put on by what
-torch runs while it initialises CUDA.
+torch runs while it initialises CUDA. What fails there is a warning, for an error would be one of
+initialising CUDA, and the program's.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 
 import torch
 
@@ -32,8 +34,11 @@ def _put_on(index: int, limit: int | None) -> None:
         if share is None:
             return  # there was no limit of ours
     else:
-        _before.setdefault(index, torch.cuda.get_per_process_memory_fraction(index))
+        before = torch.cuda.get_per_process_memory_fraction(index)
         share = share_of(limit, torch.cuda.get_device_properties(index).total_memory)
+        torch.cuda.set_per_process_memory_fraction(share, index)
+        _before.setdefault(index, before)  # refused, there is nothing to put back
+        return
     torch.cuda.set_per_process_memory_fraction(share, index)
 
 
@@ -42,8 +47,19 @@ def _put_all_on() -> None:
     _noted.clear()
     for index in range(torch.cuda.device_count()):
         limit = _C.device_budget(CUDA, index)
-        if limit is not None:
+        if limit is None:
+            continue
+        try:
             _put_on(index, limit)
+        except (RuntimeError, AttributeError) as error:  # an allocator without shares
+            _C.device_budget_set(CUDA, index, None)
+            first = str(error).partition("\n")[0]
+            warnings.warn(
+                f"oomkit: limit_memory() of {limit} bytes on 'cuda:{index}' is not in force, "
+                f"its allocator refuses a share ({type(error).__name__}: {first})",
+                _C.OomkitWarning,
+                stacklevel=2,
+            )
 
 
 def set_limit(index: int, limit: int | None) -> None:

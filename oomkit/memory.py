@@ -96,7 +96,10 @@ def _device_of(caller: str, device: DeviceLike) -> torch.device:
         except RuntimeError:
             raise ValueError(f"{caller}() does not know the device {device!r}") from None
     if found.type != "cpu" and found.index is None:
-        module = torch.get_device_module(found)
+        try:
+            module = torch.get_device_module(found)
+        except RuntimeError:  # "meta": a type that torch knows and that has no memory here
+            raise ValueError(f"{caller}() has no device {str(found)!r} here") from None
         # Asking for the current device would initialise one that is not in use yet.
         ready = getattr(module, "is_initialized", lambda: False)()
         found = torch.device(found.type, module.current_device() if ready else 0)
@@ -181,8 +184,11 @@ def limit_memory(budget: int | str | None, *, device: DeviceLike = None) -> Memo
     what is in use is allowed: nothing can be allocated until enough is freed.
 
     On CUDA it is a share of the device for PyTorch's allocator, cached memory included and what
-    is beside it (contexts, libraries, see `oomkit.budget`) not. It initialises nothing: before
-    the program uses the device, the limit is noted, and put on when it does.
+    is beside it (contexts, libraries, see `oomkit.budget`) not. It makes no context: before the
+    program uses the device, the limit is noted, and put on when it does (with a warning where
+    the allocator then knows no shares). PyTorch is asked how many devices there are, and
+    without `device` for its accelerator: either may start the driver, after which a forked
+    child cannot use CUDA any more.
 
     Parameters
     ----------
@@ -215,7 +221,8 @@ def memory(device: DeviceLike = None) -> MemoryInfo:
     Memory figures of a device, by default of the accelerator in use, else of the CPU.
 
     It makes no context: figures of a device that is not in use yet are None. Without `device`
-    PyTorch is asked for its accelerator, which may start the driver.
+    PyTorch is asked for its accelerator, which may start the driver, after which a forked child
+    cannot use CUDA any more.
     """
     return MemoryInfo(*_C.memory_figures(*_key(_device_of("memory", device))))
 

@@ -3,7 +3,8 @@
 Per workload, limit and kind of segments (each kind in a process of its own, for the settings are
 read when a device is first used): errors until the size stands, micro-batches k and the fewest k*
 that fit, and rows in a second after the first steps in % of the best fixed k's. Target: 97 %. A
-larger first slice can make k smaller than k*, whose slices are equal.
+larger first slice can make k smaller than k*, whose slices are equal. --workload, --gib and
+--segments choose a part, which has a table of its own.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from support.workloads import Workload, workloads
 
 import oomkit
 
+WORKLOADS = ["gpt2-124m", "resnet50-like"]
+LIMITS = [8, 16, 24, 40]  # GiB
 SEGMENTS = {"native": "expandable_segments:False", "expandable": "expandable_segments:True"}
 FIND, TIMED = 6, 4  # steps until the size stands, and steps that are timed
 
@@ -107,10 +110,10 @@ def with_oomkit(setup: Setup, work: Workload, size: int) -> dict[str, Any]:
     }
 
 
-def limits(setup: Setup, work: Workload) -> list[int]:
+def limits(setup: Setup, work: Workload, sizes: list[int]) -> list[int]:
     if not setup.dry:
         total = torch.cuda.get_device_properties(0).total_memory
-        return [size * GIB for size in (8, 16, 24, 40) if size * GIB < total]
+        return [size * GIB for size in sizes if size * GIB < total]
     model, optimizer = work.start(setup)
     x, y = work.batch(work.rows, setup.device)
     step = fixed_step(work, model, optimizer, 1)
@@ -122,13 +125,13 @@ def limits(setup: Setup, work: Workload) -> list[int]:
     return [before + ((record.peak_allocated or 0) - before) * 3 // 4]
 
 
-def measure(setup: Setup, names: list[str], segments: str) -> list[dict[str, Any]]:
+def measure(setup: Setup, options: Any) -> list[dict[str, Any]]:
     rows = []
-    for name in names:
+    for name in options.workload:
         work = workloads(setup.dry)[name]
-        for size in limits(setup, work):
+        for size in limits(setup, work, options.gib):
             k, rate = best_fixed(setup, work, size)
-            row = {"workload": name, "limit, GiB": size / GIB, "segments": segments}
+            row = {"workload": name, "limit, GiB": size / GIB, "segments": options.segments}
             try:
                 found = with_oomkit(setup, work, size)
                 share = 100 * found["rows/s"] / rate if rate else None
@@ -147,15 +150,25 @@ def in_a_process(options: Any, segments: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         part = Path(folder) / "part.json"
         command = [sys.executable, __file__, "--part", str(part), "--segments", segments]
-        command += ["--workload", *options.workload] + ["--dry"] * options.dry
+        command += ["--workload", *options.workload, "--gib", *map(str, options.gib)]
+        command += ["--dry"] * options.dry
         subprocess.run(command, check=True, env=environment)
         rows: list[dict[str, Any]] = json.loads(part.read_text(encoding="utf-8"))
     return rows
 
 
+def name_of(options: Any) -> str:
+    """policies, or policies-gpt2-124m-8-native of a part that is run alone."""
+    parts = ["policies"]
+    parts += options.workload if options.workload != WORKLOADS else []
+    parts += map(str, options.gib) if options.gib != LIMITS else []
+    return "-".join([*parts, *([options.segments] if options.segments else [])])
+
+
 def main() -> int:
     found = parser(__doc__)
-    found.add_argument("--workload", nargs="*", default=["gpt2-124m", "resnet50-like"])
+    found.add_argument("--workload", nargs="*", choices=WORKLOADS, default=WORKLOADS)
+    found.add_argument("--gib", nargs="*", type=int, default=LIMITS, help="the limits")
     found.add_argument("--segments", choices=SEGMENTS, help="one kind only")
     found.add_argument("--part", type=Path, help="in the process of one kind: where rows go")
     options = found.parse_args()
@@ -163,12 +176,12 @@ def main() -> int:
     warnings.simplefilter("ignore", oomkit.OomkitWarning)
     logging.getLogger("oomkit").setLevel(logging.ERROR)
     if options.part is not None:
-        rows = measure(setup, options.workload, options.segments)
+        rows = measure(setup, options)
         options.part.write_text(json.dumps(rows), encoding="utf-8")
         return 0
     kinds = [options.segments] if options.segments else list(SEGMENTS)
     rows = [row for kind in kinds for row in in_a_process(options, kind)]
-    report(setup, "policies", __doc__ or "", rows)
+    report(setup, name_of(options), __doc__ or "", rows)
     return 0
 
 

@@ -266,9 +266,8 @@ by_text(const oomkit_exception_facts *facts)
     return OOMKIT_CLASS_OTHER;
 }
 
-/* Codes of CUDA and HIP after which every later call fails. */
-static int
-is_sticky(long code)
+int
+oomkit_classify_sticky(long code)
 {
     return code == 46 || code == 700 || code == 709 || code == 710 ||
            (code >= 715 && code <= 719);
@@ -280,7 +279,7 @@ by_code(const oomkit_exception_facts *facts)
     if (!facts->has_error_code) {
         return by_text(facts);
     }
-    if (is_sticky(facts->error_code)) {
+    if (oomkit_classify_sticky(facts->error_code)) {
         return OOMKIT_CLASS_STICKY;
     }
     /* Other backends number their errors differently and raise the same type. */

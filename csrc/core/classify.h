@@ -41,6 +41,10 @@ oomkit_classify(const oomkit_exception_facts *facts);
 int
 oomkit_classify_restarts(const char *text, size_t length);
 
+/* Is this a code of CUDA and HIP after which every later call fails? */
+int
+oomkit_classify_sticky(long code);
+
 /* "certain", "masked", "sticky", "never", "other". */
 const char *
 oomkit_class_name(oomkit_class class_);

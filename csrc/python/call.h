@@ -407,6 +407,11 @@ oomkit_insist(oomkit_state *st, int (*once)(void *), void *argument, PyObject **
 int
 oomkit_own_failed(oomkit_call *call, const char *doing);
 
+/* An error of waiting for a device or of flushing it is in flight: unless it is out of
+ * memory itself, it is told what was being recovered from. */
+void
+oomkit_reclaim_failed(oomkit_call *call);
+
 /* An error after a call that has finished, when the marks at entry are gone: it says
  * so. -1 always. */
 int

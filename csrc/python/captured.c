@@ -21,20 +21,13 @@ int
 oomkit_captured_find(oomkit_call *call)
 {
     oomkit_state *st = call->st;
-    PyObject *answer; /* owned */
     int captured;
 
-    if (!oomkit_device_ready(st, call->device)) {
-        return 0; /* to ask would initialise it */
+    if (call->device.type == OOMKIT_DEVICE_MPS || /* captures nothing */
+        !oomkit_device_ready(st, call->device)) { /* to ask would initialise it */
+        return 0;
     }
-    if (st->bridge == NULL) { /* asks whether CUDA is initialised, too */
-        captured = oomkit_is_capturing();
-        call->captured = captured == 1;
-        return captured;
-    }
-    answer = PyObject_CallMethodNoArgs(st->cuda_module, st->str_is_capturing);
-    captured = answer == NULL ? -1 : PyObject_IsTrue(answer);
-    Py_XDECREF(answer);
+    captured = oomkit_device_is_capturing(st, call->device);
     call->captured = captured == 1;
     return captured;
 }

@@ -164,15 +164,9 @@ oomkit_describe_report(oomkit_call *call)
     uint64_t allocated = oomkit_device_allocated(call->st, call->device);
     uint64_t optimizer = 0;
     PyObject *holders, *advice = NULL, *report = NULL; /* owned */
-    char device[32];
+    char device[OOMKIT_DEVICE_TEXT];
 
-    if (call->device.type == OOMKIT_DEVICE_CPU) {
-        strcpy(device, "cpu");
-    } else {
-        snprintf(device, sizeof(device), "%s:%d",
-                 call->device.type == OOMKIT_DEVICE_CUDA ? "cuda" : "accelerator",
-                 call->device.index);
-    }
+    oomkit_device_text(call->device, device);
     holders = describe_holders(call, allocated, &optimizer);
     if (holders != NULL) {
         advice = Py_BuildValue(

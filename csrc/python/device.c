@@ -1,20 +1,27 @@
 /* Memory figures of the CPU (the bridge's budget allocator) and of accelerators (the
  * bridge, or torch's own calls where there is none). */
 #include "device.h"
-#include "errors.h"
 #include "device_calls.h"
+#include "errors.h"
 
 #include "../core/status.h"
 
 #define DEVICE_SLOTS 64
+#define TRIES 3 /* an allocator that throws each time is not asked again */
 
 /* What is known of one accelerator. The counters of a device belong to the process, and
  * so does this; the GIL guards it. */
 typedef struct device_slot {
     oomkit_device device;
     oomkit_peak_window *innermost; /* borrowed: open windows, the latest first */
-    uint64_t budget_bytes;         /* OOMKIT_UNKNOWN without a limit */
+    uint64_t budget_bytes;         /* OOMKIT_UNKNOWN without a limit of ours */
+    uint64_t share_bytes;          /* of the program, as it was when last looked at;
+                                      OOMKIT_UNKNOWN without one */
     uint64_t peak_bytes;           /* highest of the run, 0 before the first figure */
+    int looked;                    /* share_bytes has been looked at */
+    int stats_thrown;              /* in a row: a pluggable allocator has none and says
+                                      so by throwing, which takes microseconds */
+    int resets_thrown;
 } device_slot;
 
 static device_slot device_slots[DEVICE_SLOTS];
@@ -35,11 +42,20 @@ slot_find(oomkit_device device)
         return NULL;
     }
     slot = &device_slots[device_slot_count++];
-    slot->device = device;
-    slot->innermost = NULL;
-    slot->budget_bytes = OOMKIT_UNKNOWN;
-    slot->peak_bytes = 0;
+    *slot = (device_slot){
+        .device = device,
+        .budget_bytes = OOMKIT_UNKNOWN,
+        .share_bytes = OOMKIT_UNKNOWN,
+    };
     return slot;
+}
+
+/* The limit in force: ours, else the share that the program has asked torch for. */
+static uint64_t
+slot_limit(const device_slot *slot)
+{
+    return slot->budget_bytes != OOMKIT_UNKNOWN ? slot->budget_bytes
+                                                : slot->share_bytes;
 }
 
 static uint64_t
@@ -74,60 +90,19 @@ stats_clear(oomkit_memory_stats *stats)
 
 /* --- accelerators, by either way --- */
 
-int
-oomkit_device_by_bridge(const oomkit_state *st, int type)
-{
-    return st->bridge != NULL &&
-           (type != OOMKIT_DEVICE_MPS ||
-            st->bridge->device_initialized(type) != OOMKIT_EUNSUPPORTED);
-}
-
-int
-oomkit_device_ready(oomkit_state *st, oomkit_device device)
-{
-    PyObject *in_flight; /* owned */
-    int ready;
-
-    if (device.type == OOMKIT_DEVICE_CPU) {
-        return 1;
-    }
-    if (oomkit_device_by_bridge(st, device.type)) {
-        return st->bridge->device_initialized(device.type) == 1;
-    }
-    in_flight = oomkit_exception_take();
-    ready = oomkit_torch_ready(st, device);
-    if (in_flight != NULL) {
-        oomkit_exception_give(in_flight);
-    }
-    return ready;
-}
-
-int
-oomkit_device_expandable(oomkit_state *st, oomkit_device device)
-{
-    PyObject *in_flight; /* owned */
-    int on;
-
-    if (oomkit_device_by_bridge(st, device.type)) {
-        return st->bridge->device_expandable(device.type) == 1;
-    }
-    in_flight = oomkit_exception_take();
-    on = oomkit_torch_ready(st, device) && oomkit_torch_expandable();
-    if (in_flight != NULL) {
-        oomkit_exception_give(in_flight);
-    }
-    return on;
-}
-
 /* OOMKIT_OK with *stats filled, else everything OOMKIT_UNKNOWN. Keeps an exception that
  * is in flight. */
 static int
 accelerator_stats(oomkit_state *st, oomkit_device device, oomkit_memory_stats *stats)
 {
+    device_slot *slot = slot_find(device);
     PyObject *in_flight; /* owned */
     int status;
 
     stats_clear(stats);
+    if (slot != NULL && slot->stats_thrown == TRIES) {
+        return OOMKIT_EFAILED;
+    }
     if (oomkit_device_by_bridge(st, device.type)) {
         status = st->bridge->device_stats(device.type, device.index, stats);
     } else {
@@ -140,24 +115,91 @@ accelerator_stats(oomkit_state *st, oomkit_device device, oomkit_memory_stats *s
     if (status != OOMKIT_OK) {
         stats_clear(stats);
     }
+    if (slot != NULL) {
+        slot->stats_thrown = status == OOMKIT_EFAILED ? slot->stats_thrown + 1 : 0;
+    }
     return status;
 }
 
 static int
-accelerator_reset_peak(oomkit_state *st, oomkit_device device)
+accelerator_reset_peak(oomkit_state *st, device_slot *slot)
 {
+    const oomkit_device device = slot->device;
     PyObject *in_flight; /* owned */
     int status;
 
+    if (slot->resets_thrown == TRIES) {
+        return OOMKIT_EFAILED;
+    }
     if (oomkit_device_by_bridge(st, device.type)) {
-        return st->bridge->device_reset_peak(device.type, device.index);
+        status = st->bridge->device_reset_peak(device.type, device.index);
+    } else {
+        in_flight = oomkit_exception_take();
+        status = oomkit_torch_reset_peak(st, device);
+        if (in_flight != NULL) {
+            oomkit_exception_give(in_flight);
+        }
+    }
+    slot->resets_thrown = status == OOMKIT_EFAILED ? slot->resets_thrown + 1 : 0;
+    return status;
+}
+
+/* What the driver says of a ready device into *stats, where that is asked for, and the
+ * program's share of it into its slot. 0 or -1. */
+static int
+slot_look(oomkit_state *st, device_slot *slot, oomkit_device device,
+          oomkit_memory_stats *stats)
+{
+    double fraction = 1.0;
+    oomkit_memory_stats own;
+
+    if (stats != NULL && oomkit_torch_free_and_total(st, device, stats) < 0) {
+        return -1;
+    }
+    if (slot == NULL) {
+        return 0;
+    }
+    slot->looked = 1;
+    slot->share_bytes = OOMKIT_UNKNOWN;
+    if (slot->budget_bytes != OOMKIT_UNKNOWN) {
+        return 0; /* the share that torch has now is ours */
+    }
+    if (oomkit_torch_fraction(st, device, &fraction) < 0) {
+        return -1;
+    }
+    if (fraction >= 1.0) {
+        return 0;
+    }
+    if (stats == NULL) {
+        stats = &own;
+        stats_clear(stats);
+        if (oomkit_torch_free_and_total(st, device, stats) < 0) {
+            return -1;
+        }
+    }
+    if (stats->total != OOMKIT_UNKNOWN) {
+        slot->share_bytes = (uint64_t)(fraction * (double)stats->total);
+    }
+    return 0;
+}
+
+void
+oomkit_device_look(oomkit_state *st, oomkit_device device)
+{
+    device_slot *slot = slot_find(device);
+    PyObject *in_flight; /* owned */
+
+    if (device.type == OOMKIT_DEVICE_CPU || slot == NULL ||
+        !oomkit_device_ready(st, device)) {
+        return;
     }
     in_flight = oomkit_exception_take();
-    status = oomkit_torch_reset_peak(st, device);
+    if (slot_look(st, slot, device, NULL) < 0) {
+        oomkit_error_dismiss(); /* the share is a hint until the driver answers */
+    }
     if (in_flight != NULL) {
         oomkit_exception_give(in_flight);
     }
-    return status;
 }
 
 /* The device's counters go into every open window and into the maximum of the run, so
@@ -204,12 +246,15 @@ accelerator_begin(oomkit_state *st, int reset, oomkit_peak_window *window)
     /* A device that is initialised inside the window has no figures yet; what its
      * counters say at the end all happened in between. */
     if (accelerator_stats(st, window->device, &stats) == OOMKIT_OK) {
+        if (!slot->looked) {
+            oomkit_device_look(st, window->device);
+        }
         slot_merge(st, slot, &stats);
         window->baseline_bytes = stats.allocated;
         window->alloc_retries = stats.num_alloc_retries;
         window->reset = reset &&
                         stats.peak_allocated != OOMKIT_UNKNOWN && /* some have none */
-                        accelerator_reset_peak(st, window->device) == OOMKIT_OK;
+                        accelerator_reset_peak(st, slot) == OOMKIT_OK;
         window->peak_allocated_bytes =
             window->reset ? stats.allocated : stats.peak_allocated;
         window->peak_reserved_bytes =
@@ -240,8 +285,8 @@ accelerator_end(oomkit_state *st, oomkit_peak_window *window)
                                 : stats.num_alloc_retries - window->alloc_retries;
     slot_remove(slot, window);
     window->outer = NULL;
-    window->budget_bytes = slot->budget_bytes;
-    window->free_bytes = left_of(slot->budget_bytes, stats.reserved);
+    window->budget_bytes = slot_limit(slot);
+    window->free_bytes = left_of(window->budget_bytes, stats.reserved);
 }
 
 /* --- the interface --- */
@@ -345,25 +390,6 @@ oomkit_device_held(oomkit_state *st, oomkit_device device, uint64_t *allocated_b
     *reserved_bytes = stats.reserved;
 }
 
-/* What the driver says of a ready device, and the limit that somebody else has put on
- * this process where none is ours. 0 or -1. */
-static int
-driver_figures(oomkit_state *st, oomkit_device device, oomkit_memory_stats *stats,
-               uint64_t *budget_bytes)
-{
-    double fraction;
-
-    if (oomkit_torch_free_and_total(device, stats) < 0 ||
-        oomkit_torch_fraction(st, device, &fraction) < 0) {
-        return -1;
-    }
-    if (*budget_bytes == OOMKIT_UNKNOWN && stats->total != OOMKIT_UNKNOWN &&
-        fraction < 1.0) {
-        *budget_bytes = (uint64_t)(fraction * (double)stats->total);
-    }
-    return 0;
-}
-
 int
 oomkit_device_figures(oomkit_state *st, oomkit_device device,
                       oomkit_memory_stats *stats, uint64_t *budget_bytes)
@@ -374,13 +400,14 @@ oomkit_device_figures(oomkit_state *st, oomkit_device device,
     *budget_bytes = OOMKIT_UNKNOWN;
     if (device.type != OOMKIT_DEVICE_CPU) {
         slot = slot_find(device);
-        if (slot != NULL) {
-            *budget_bytes = slot->budget_bytes;
-        }
         (void)accelerator_stats(st, device, stats); /* a pluggable allocator has none */
-        return oomkit_device_ready(st, device)
-                   ? driver_figures(st, device, stats, budget_bytes)
-                   : 0;
+        if (oomkit_device_ready(st, device) && slot_look(st, slot, device, stats) < 0) {
+            return -1;
+        }
+        if (slot != NULL) {
+            *budget_bytes = slot_limit(slot);
+        }
+        return 0;
     }
     stats_clear(stats);
     if (st->bridge == NULL || !st->bridge->cpu_installed()) {
@@ -402,7 +429,7 @@ oomkit_device_budget(oomkit_state *st, oomkit_device device)
 
     if (device.type != OOMKIT_DEVICE_CPU) {
         slot = slot_find(device);
-        return slot == NULL ? OOMKIT_UNKNOWN : slot->budget_bytes;
+        return slot == NULL ? OOMKIT_UNKNOWN : slot_limit(slot);
     }
     if (st->bridge == NULL || !st->bridge->cpu_installed()) {
         return OOMKIT_UNKNOWN;
@@ -436,7 +463,17 @@ oomkit_device_budget_set(oomkit_device device, uint64_t budget_bytes)
         return OOMKIT_EREFUSED;
     }
     slot->budget_bytes = budget_bytes;
+    slot->share_bytes = OOMKIT_UNKNOWN;
+    slot->looked = slot->stats_thrown = slot->resets_thrown = 0; /* see for once more */
     return OOMKIT_OK;
+}
+
+uint64_t
+oomkit_device_budget_noted(oomkit_device device)
+{
+    const device_slot *slot = slot_find(device);
+
+    return slot == NULL ? OOMKIT_UNKNOWN : slot->budget_bytes;
 }
 
 uint64_t
@@ -458,26 +495,4 @@ oomkit_device_run_peak(oomkit_state *st, oomkit_device device)
         return OOMKIT_UNKNOWN;
     }
     return larger_known(slot->peak_bytes, stats.peak_allocated);
-}
-
-void
-oomkit_exempt_enter(oomkit_state *st)
-{
-    if (st->bridge != NULL) {
-        st->bridge->exempt_enter();
-    }
-}
-
-void
-oomkit_exempt_leave(oomkit_state *st)
-{
-    if (st->bridge != NULL) {
-        st->bridge->exempt_leave();
-    }
-}
-
-int
-oomkit_phase_set(oomkit_state *st, int phase)
-{
-    return st->bridge == NULL ? OOMKIT_PHASE_FORWARD : st->bridge->set_phase(phase);
 }

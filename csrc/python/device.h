@@ -13,7 +13,8 @@ enum {
     OOMKIT_DEVICE_CPU = 0,
     OOMKIT_DEVICE_CUDA = 1, /* ROCm's, too */
     OOMKIT_DEVICE_XPU = 12,
-    OOMKIT_DEVICE_MPS = 13
+    OOMKIT_DEVICE_MPS = 13,
+    OOMKIT_DEVICE_PRIVATE_USE = 20 /* a backend out of torch's tree, by any name */
 };
 
 typedef struct oomkit_device {
@@ -41,16 +42,6 @@ typedef struct oomkit_peak_window {
  * the first protected call. Never fails; without it CPU figures are unknown. */
 void
 oomkit_device_prepare(oomkit_state *st, oomkit_device device);
-
-/* Is the device initialised, and this process not forked from one that had it in use?
- * 1 or 0; initialises nothing. May be called with an exception set. */
-int
-oomkit_device_ready(oomkit_state *st, oomkit_device device);
-
-/* Do segments of its caching allocator grow, by the settings in effect? Then blocks fit
- * better into what is left. 1 or 0. May be called with an exception set. */
-int
-oomkit_device_expandable(oomkit_state *st, oomkit_device device);
 
 /* Never fail: what cannot be measured is OOMKIT_UNKNOWN. begin and end may be called
  * with an exception set; they keep it. */
@@ -82,9 +73,21 @@ oomkit_device_figures(oomkit_state *st, oomkit_device device,
 int
 oomkit_device_budget_set(oomkit_device device, uint64_t budget_bytes);
 
-/* The limit in force; OOMKIT_UNKNOWN without one. Asks no driver. */
+/* The limit in force: that of limit_memory, else on an accelerator a share that the
+ * program has asked torch for, as it was when the device was last looked at: by its
+ * first window, at failures, by all figures. OOMKIT_UNKNOWN without one. Asks no
+ * driver. */
 uint64_t
 oomkit_device_budget(oomkit_state *st, oomkit_device device);
+
+/* What oomkit_device_budget_set has noted, and nothing else. */
+uint64_t
+oomkit_device_budget_noted(oomkit_device device);
+
+/* Looks at the program's share of an accelerator anew. Never raises; may be called with
+ * an exception set. */
+void
+oomkit_device_look(oomkit_state *st, oomkit_device device);
 
 /* Bytes of an accelerator that are free or ours, by its driver; OOMKIT_UNKNOWN where
  * that cannot be had. Never raises. Takes long: for failures, not for steps. */
@@ -95,6 +98,34 @@ oomkit_device_usable(oomkit_state *st, oomkit_device device);
  * OOMKIT_UNKNOWN when not known. May be called with an exception set. */
 uint64_t
 oomkit_device_run_peak(oomkit_state *st, oomkit_device device);
+
+/* --- device_default.c --- */
+
+/* Is the device initialised, and this process not forked from one that had it in use?
+ * 1 or 0; initialises nothing. May be called with an exception set. */
+int
+oomkit_device_ready(oomkit_state *st, oomkit_device device);
+
+/* Do segments of its caching allocator grow, by the settings in effect? Then blocks fit
+ * better into what is left. 1 or 0. May be called with an exception set. */
+int
+oomkit_device_expandable(oomkit_state *st, oomkit_device device);
+
+/* The accelerator that is in use in this process, whichever it is, else the CPU.
+ * Initialises nothing and never fails. */
+oomkit_device
+oomkit_device_default(oomkit_state *st);
+
+#define OOMKIT_DEVICE_TEXT 64
+
+/* "cpu", "cuda:0", "xpu:1", or by the name that a backend has given itself. */
+void
+oomkit_device_text(oomkit_device device, char text[OOMKIT_DEVICE_TEXT]);
+
+/* Is a graph being captured on the current stream of a device that is in use? 1, 0 or
+ * -1. */
+int
+oomkit_device_is_capturing(oomkit_state *st, oomkit_device device);
 
 /* --- device_reclaim.c --- */
 
@@ -119,16 +150,22 @@ oomkit_device_flush_pending(oomkit_state *st, oomkit_device device);
 
 /* --- refuse.c --- */
 
-/* Is a CUDA graph being captured on the current stream? 1, 0 or -1. Initialises
- * nothing. */
+/* Is a CUDA graph (or XPU's kind of it) being captured on the current stream? 1, 0 or
+ * -1. Initialises nothing. */
 int
 oomkit_is_capturing(void);
 
+/* The question of a device other than CUDA has raised: 0 where that is what torch puts
+ * in the place of a function that the build has not, else -1. */
+int
+oomkit_no_captures(void);
+
 /* --- device_error.c --- */
 
-/* Takes the error that a failed call may have left with the CUDA or HIP runtime, for
- * the next allocation would report it as its own. 1 when it cannot be taken: the
- * context is lost, nothing may be retried; else 0. */
+/* Takes the error of memory that a failed call may have left with the CUDA or HIP
+ * runtime on this thread, for the next allocation would report it as its own; one of
+ * another kind stays for whoever looks for it. 1 when the context is lost, nothing may
+ * be retried; else 0. */
 int
 oomkit_device_is_lost(oomkit_state *st, oomkit_device device);
 

@@ -1,21 +1,15 @@
 /* Torch's own device-generic calls (torch.accelerator's, below the Python of it), for a
  * process without a bridge and for devices that the bridge cannot ask. They go through
- * Python and take microseconds. */
+ * Python and take microseconds.
+ *
+ * The callers are promised figures or "unknown", and torch's calls may raise anything
+ * (an assertion on some backends), so that it is dismissed; an interrupt comes again.
+ * The caller's own exception has been put aside before. */
 #include "device_calls.h"
+#include "errors.h"
 #include "tensor.h"
 
 #include "../core/status.h"
-
-#define PRIVATE_USE 20 /* DeviceType::PrivateUse1: whatever name it gave itself */
-
-/* Drops whatever is in flight: the callers promise figures or "unknown", never an
- * error, and torch's calls may raise anything (an assertion on some backends). They
- * have put the caller's own exception aside before. */
-static void
-drop_error(void)
-{
-    Py_XDECREF(oomkit_exception_take());
-}
 
 /* torch._C.<name>(), with `index` as its argument unless that is negative. New
  * reference, or NULL with an exception. */
@@ -42,32 +36,44 @@ says_yes(PyObject *answer)
 
     Py_XDECREF(answer);
     if (truth < 0) {
-        drop_error();
+        oomkit_error_dismiss();
     }
     return truth == 1;
 }
 
-/* torch.cuda, torch.xpu ... of a device type. New reference; NULL without an exception
- * when torch has none. */
-static PyObject *
-device_module(oomkit_state *st, int type)
+PyObject *
+oomkit_torch_type_name(int type)
 {
     const char *name = oomkit_device_type_name(type);
+    PyObject *text = /* owned */
+        type == OOMKIT_DEVICE_PRIVATE_USE
+            ? torch_call("_get_privateuse1_backend_name", -1)
+        : name != NULL ? PyUnicode_FromString(name)
+                       : NULL;
+
+    if (text != NULL && !PyUnicode_Check(text)) {
+        Py_CLEAR(text);
+    }
+    oomkit_error_dismiss();
+    return text;
+}
+
+PyObject *
+oomkit_torch_module(oomkit_state *st, int type)
+{
     PyObject *text = NULL, *torch = NULL, *module = NULL; /* owned */
 
     if (type == OOMKIT_DEVICE_CUDA) {
         return Py_NewRef(st->cuda_module);
     }
-    text = type == PRIVATE_USE ? torch_call("_get_privateuse1_backend_name", -1)
-           : name != NULL      ? PyUnicode_FromString(name)
-                               : NULL;
+    text = oomkit_torch_type_name(type);
     torch = text == NULL ? NULL : PyImport_ImportModule("torch");
-    if (torch != NULL && PyUnicode_Check(text)) {
+    if (torch != NULL) {
         module = PyObject_GetAttr(torch, text);
     }
     Py_XDECREF(torch);
     Py_XDECREF(text);
-    drop_error();
+    oomkit_error_dismiss();
     return module;
 }
 
@@ -76,23 +82,18 @@ device_module(oomkit_state *st, int type)
 static int
 is_the_accelerator(int type)
 {
-    const char *name = oomkit_device_type_name(type);
     PyObject *device = torch_call("_accelerator_getAccelerator", -1); /* owned */
-    PyObject *found = device ? PyObject_GetAttrString(device, "type") : NULL;
-    PyObject *text = type == PRIVATE_USE
-                         ? torch_call("_get_privateuse1_backend_name", -1)
-                         : NULL; /* owned */
-    int same = 0;
+    PyObject *found = device == NULL || device == Py_None
+                          ? NULL
+                          : PyObject_GetAttrString(device, "type"); /* owned */
+    PyObject *text = found ? oomkit_torch_type_name(type) : NULL;   /* owned */
+    int same =
+        text != NULL && PyUnicode_Check(found) && PyUnicode_Compare(found, text) == 0;
 
-    if (found != NULL && PyUnicode_Check(found)) {
-        same = name != NULL   ? PyUnicode_CompareWithASCIIString(found, name) == 0
-               : text != NULL ? PyObject_RichCompareBool(found, text, Py_EQ) == 1
-                              : 0;
-    }
     Py_XDECREF(text);
     Py_XDECREF(found);
     Py_XDECREF(device);
-    drop_error();
+    oomkit_error_dismiss();
     return same;
 }
 
@@ -101,8 +102,8 @@ is_the_accelerator(int type)
 static int
 is_in_bad_fork(oomkit_state *st, int type)
 {
-    PyObject *module = device_module(st, type); /* owned */
-    PyObject *answer = NULL;                    /* owned */
+    PyObject *module = oomkit_torch_module(st, type); /* owned */
+    PyObject *answer = NULL;                          /* owned */
 
     if (module != NULL && PyObject_HasAttrString(module, "_is_in_bad_fork")) {
         answer = PyObject_CallMethod(module, "_is_in_bad_fork", NULL);
@@ -138,7 +139,7 @@ stats_entry(PyObject *stats, const char *group, const char *field)
     }
     value = PyLong_AsUnsignedLongLong(found);
     if (value == (uint64_t)-1 && PyErr_Occurred()) {
-        drop_error();
+        oomkit_error_dismiss();
         return OOMKIT_UNKNOWN;
     }
     return value;
@@ -156,7 +157,7 @@ module_bytes(PyObject *module, const char *name)
         Py_DECREF(number);
     }
     if (PyErr_Occurred()) {
-        drop_error();
+        oomkit_error_dismiss();
         return OOMKIT_UNKNOWN;
     }
     return bytes;
@@ -167,7 +168,7 @@ module_bytes(PyObject *module, const char *name)
 static int
 mps_stats(oomkit_state *st, oomkit_memory_stats *stats)
 {
-    PyObject *module = device_module(st, OOMKIT_DEVICE_MPS); /* owned */
+    PyObject *module = oomkit_torch_module(st, OOMKIT_DEVICE_MPS); /* owned */
 
     if (module == NULL) {
         return OOMKIT_EUNSUPPORTED;
@@ -191,7 +192,7 @@ oomkit_torch_stats(oomkit_state *st, oomkit_device device, oomkit_memory_stats *
     all = PyObject_CallFunction(st->accelerator_get_stats, "i", device.index);
     if (all == NULL || !PyDict_Check(all)) {
         Py_XDECREF(all);
-        drop_error();
+        oomkit_error_dismiss();
         return OOMKIT_EFAILED;
     }
     stats->allocated = stats_entry(all, "allocated_bytes", "current");
@@ -214,7 +215,7 @@ oomkit_torch_reset_peak(oomkit_state *st, oomkit_device device)
     }
     none = PyObject_CallFunction(st->accelerator_reset_peak, "i", device.index);
     if (none == NULL) {
-        drop_error();
+        oomkit_error_dismiss();
         return OOMKIT_EFAILED;
     }
     Py_DECREF(none);
@@ -222,19 +223,49 @@ oomkit_torch_reset_peak(oomkit_state *st, oomkit_device device)
 }
 
 /* Steals the answer of a call that frees or waits: 0, also after an OOM of its own
- * (what it could not do is an optimisation); else -1 with the exception. */
+ * (what it could not do is an optimisation); else -1 with the exception. That of a
+ * context that is lost is none of memory, whatever it says. */
 static int
-unless_oom(oomkit_state *st, PyObject *none)
+unless_oom(oomkit_state *st, oomkit_device device, PyObject *none)
 {
-    if (none == NULL) {
-        if (PyErr_ExceptionMatches(st->TorchOutOfMemoryError)) {
-            PyErr_Clear(); /* matched: its own OOM */
-            return 0;
-        }
+    PyObject *exception; /* owned, given back or dropped */
+
+    if (none != NULL) {
+        Py_DECREF(none);
+        return 0;
+    }
+    if (!oomkit_exception_is_oom(st)) {
         return -1;
     }
-    Py_DECREF(none);
+    exception = oomkit_exception_take();
+    if (oomkit_device_is_lost(st, device)) {
+        oomkit_exception_give(exception);
+        return -1;
+    }
+    Py_DECREF(exception);
     return 0;
+}
+
+/* The call of the type's own module, for a device that is not torch's accelerator (a
+ * backend out of its tree takes that place beside CUDA). New reference; NULL, without
+ * an exception where there is no such call. */
+static PyObject *
+module_call(oomkit_state *st, oomkit_device device, const char *name)
+{
+    PyObject *module = oomkit_torch_module(st, device.type); /* owned */
+    PyObject *answer = NULL;                                 /* owned */
+
+    if (module != NULL && PyObject_HasAttrString(module, name)) {
+        answer = PyObject_CallMethod(module, name, "i", device.index);
+    }
+    Py_XDECREF(module);
+    return answer;
+}
+
+int
+oomkit_torch_can_flush(oomkit_state *st, oomkit_device device)
+{
+    return st->accelerator_empty_cache != NULL && oomkit_torch_ready(st, device);
 }
 
 int
@@ -242,37 +273,44 @@ oomkit_torch_empty_cache(oomkit_state *st, oomkit_device device)
 {
     PyObject *module, *none = NULL; /* owned */
 
-    if (st->accelerator_empty_cache != NULL && oomkit_torch_ready(st, device)) {
-        return unless_oom(st, PyObject_CallNoArgs(st->accelerator_empty_cache));
+    if (oomkit_torch_can_flush(st, device)) {
+        return unless_oom(st, device, PyObject_CallNoArgs(st->accelerator_empty_cache));
     }
     if (device.type != OOMKIT_DEVICE_MPS || !is_the_accelerator(device.type)) {
         return 0;
     }
-    module = device_module(st, device.type);
+    module = oomkit_torch_module(st, device.type);
     if (module != NULL) {
         none = PyObject_CallMethod(module, "empty_cache", NULL);
         Py_DECREF(module);
     }
-    return module == NULL ? 0 : unless_oom(st, none);
+    return module == NULL ? 0 : unless_oom(st, device, none);
 }
 
 int
 oomkit_torch_synchronize(oomkit_state *st, oomkit_device device)
 {
+    PyObject *none; /* owned, stolen */
+
     if (device.index < 0) {
         return 0;
     }
-    return unless_oom(st, torch_call("_accelerator_synchronizeDevice", device.index));
+    none = is_the_accelerator(device.type)
+               ? torch_call("_accelerator_synchronizeDevice", device.index)
+               : module_call(st, device, "synchronize");
+    return none == NULL && !PyErr_Occurred() ? 0 : unless_oom(st, device, none);
 }
 
-/* A RuntimeError (or none at all) means that the figure cannot be had: 0. Else -1. */
+/* A RuntimeError (or none at all) means that the figure cannot be had, and so does that
+ * torch has no such call: 0. Else -1. */
 static int
 unless_unknown(void)
 {
     if (!PyErr_Occurred()) {
         return 0;
     }
-    if (PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+    if (PyErr_ExceptionMatches(PyExc_RuntimeError) ||
+        PyErr_ExceptionMatches(PyExc_AttributeError)) {
         PyErr_Clear(); /* matched: torch has no such figure */
         return 0;
     }
@@ -280,14 +318,23 @@ unless_unknown(void)
 }
 
 int
-oomkit_torch_free_and_total(oomkit_device device, oomkit_memory_stats *stats)
+oomkit_torch_free_and_total(oomkit_state *st, oomkit_device device,
+                            oomkit_memory_stats *stats)
 {
-    PyObject *pair; /* owned */
+    PyObject *pair = NULL; /* owned */
     unsigned long long available, total;
     int parsed;
 
-    pair =
-        torch_call("_accelerator_getMemoryInfo", device.index < 0 ? 0 : device.index);
+    if (is_the_accelerator(device.type)) {
+        pair = torch_call("_accelerator_getMemoryInfo",
+                          device.index < 0 ? 0 : device.index);
+        if (pair == NULL && unless_unknown() < 0) {
+            return -1;
+        }
+    }
+    if (pair == NULL) { /* also of a torch from before that call */
+        pair = module_call(st, device, "mem_get_info");
+    }
     if (pair == NULL) {
         return unless_unknown();
     }
@@ -304,54 +351,103 @@ oomkit_torch_free_and_total(oomkit_device device, oomkit_memory_stats *stats)
 int
 oomkit_torch_fraction(oomkit_state *st, oomkit_device device, double *fraction)
 {
-    static const char name[] = "get_per_process_memory_fraction";
-    PyObject *module = device_module(st, device.type); /* owned */
-    PyObject *number = NULL;                           /* owned */
+    PyObject *number = /* owned */
+        module_call(st, device, "get_per_process_memory_fraction");
 
     *fraction = 1.0;
-    if (module != NULL && PyObject_HasAttrString(module, name)) {
-        number = PyObject_CallMethod(module, name, "i", device.index);
-        if (number == NULL) {
-            Py_DECREF(module);
-            return unless_unknown();
-        }
-        *fraction = PyFloat_AsDouble(number);
-        Py_DECREF(number);
+    if (number == NULL) {
+        return unless_unknown();
     }
-    Py_XDECREF(module);
+    *fraction = PyFloat_AsDouble(number);
+    Py_DECREF(number);
     return PyErr_Occurred() ? -1 : 0;
 }
 
-int
-oomkit_torch_expandable(void)
+/* What the last call that set any has given. New reference or NULL. */
+static PyObject *
+last_settings(void)
 {
+    static const char name[] = "_accelerator_getAllocatorSettings";
     PyObject *torch = PyImport_ImportModule("torch._C"); /* owned */
-    PyObject *settings = NULL;                           /* owned */
-    const char *text;
-    int on = 0;
+    PyObject *text = NULL;                               /* owned */
 
-    if (torch != NULL &&
-        PyObject_HasAttrString(torch, "_accelerator_getAllocatorSettings")) {
-        settings =
-            PyObject_CallMethod(torch, "_accelerator_getAllocatorSettings", NULL);
+    if (torch != NULL && PyObject_HasAttrString(torch, name)) {
+        text = PyObject_CallMethod(torch, name, NULL);
     }
-    text = settings != NULL && PyUnicode_Check(settings) ? PyUnicode_AsUTF8(settings)
-                                                         : NULL;
-    if (text != NULL) {
-        on = strstr(text, "expandable_segments:True") != NULL ||
-             strstr(text, "expandable_segments:true") != NULL;
-    }
-    Py_XDECREF(settings);
     Py_XDECREF(torch);
-    drop_error();
-    return on;
+    oomkit_error_dismiss();
+    return text != NULL && PyUnicode_Check(text) ? text : (Py_XDECREF(text), NULL);
+}
+
+/* memory._snapshot()["allocator_settings"]["expandable_segments"] of the type's module:
+ * a list of all that is allocated comes with it. 1 or 0, which is also "unknown". */
+static int
+snapshot_expandable(oomkit_state *st, int type)
+{
+    PyObject *module = oomkit_torch_module(st, type); /* owned */
+    PyObject *memory = NULL, *all = NULL;             /* owned */
+    PyObject *settings = NULL, *on = NULL;            /* borrowed from all */
+    int expandable;
+
+    if (module != NULL && PyObject_HasAttrString(module, "memory")) {
+        memory = PyObject_GetAttrString(module, "memory");
+    }
+    if (memory != NULL && PyObject_HasAttrString(memory, "_snapshot")) {
+        all = PyObject_CallMethod(memory, "_snapshot", NULL);
+    }
+    if (all != NULL && PyDict_Check(all)) {
+        settings = oomkit_item(all, "allocator_settings");
+    }
+    if (settings != NULL && PyDict_Check(settings)) {
+        on = oomkit_item(settings, "expandable_segments");
+    }
+    expandable = on == Py_True;
+    Py_XDECREF(all);
+    Py_XDECREF(memory);
+    Py_XDECREF(module);
+    oomkit_error_dismiss();
+    return expandable;
+}
+
+int
+oomkit_torch_expandable(oomkit_state *st, int type)
+{
+    PyObject *text = last_settings(); /* owned, stolen by the state */
+
+    if (text == NULL) {
+        text = Py_NewRef(Py_None);
+    }
+    if (st->settings_seen == NULL ||
+        PyObject_RichCompareBool(st->settings_seen, text, Py_EQ) != 1) {
+        Py_XSETREF(st->settings_seen, Py_NewRef(text));
+        st->settings_expandable = snapshot_expandable(st, type);
+    }
+    Py_DECREF(text);
+    return st->settings_expandable;
+}
+
+int
+oomkit_torch_type_in_use(oomkit_state *st)
+{
+    static const int types[] = {OOMKIT_DEVICE_CUDA, OOMKIT_DEVICE_XPU,
+                                OOMKIT_DEVICE_MPS, OOMKIT_DEVICE_PRIVATE_USE};
+    size_t i;
+
+    if (says_yes(torch_call("_accelerator_isAllocatorInitialized", -1))) {
+        for (i = 0; i < sizeof(types) / sizeof(*types); i++) {
+            if (is_the_accelerator(types[i])) {
+                return is_in_bad_fork(st, types[i]) ? OOMKIT_DEVICE_CPU : types[i];
+            }
+        }
+    }
+    return OOMKIT_DEVICE_CPU;
 }
 
 PyObject *
 oomkit_torch_generators(oomkit_state *st, int type)
 {
-    PyObject *module = device_module(st, type); /* owned */
-    PyObject *all = NULL, *one;                 /* owned */
+    PyObject *module = oomkit_torch_module(st, type); /* owned */
+    PyObject *all = NULL, *one;                       /* owned */
 
     if (module == NULL) {
         return PyTuple_New(0);

@@ -25,7 +25,11 @@ oomkit_torch_stats(oomkit_state *st, oomkit_device device, oomkit_memory_stats *
 int
 oomkit_torch_reset_peak(oomkit_state *st, oomkit_device device);
 
-/* 0, or -1 with an exception that is not OOM. */
+/* Can the flush of torch's own be asked for? */
+int
+oomkit_torch_can_flush(oomkit_state *st, oomkit_device device);
+
+/* 0, or -1 with an exception that is not OOM (or of a context that is lost). */
 int
 oomkit_torch_empty_cache(oomkit_state *st, oomkit_device device);
 
@@ -38,7 +42,8 @@ oomkit_torch_synchronize(oomkit_state *st, oomkit_device device);
  * reports and failures, not for steps. Both stay as they are where they cannot be had.
  * 0, or -1 with an exception that is no RuntimeError. */
 int
-oomkit_torch_free_and_total(oomkit_device device, oomkit_memory_stats *stats);
+oomkit_torch_free_and_total(oomkit_state *st, oomkit_device device,
+                            oomkit_memory_stats *stats);
 
 /* The share of a ready device that torch lets this process have
  * (set_per_process_memory_fraction); 1.0 where there is no such limit. The same
@@ -46,10 +51,26 @@ oomkit_torch_free_and_total(oomkit_device device, oomkit_memory_stats *stats);
 int
 oomkit_torch_fraction(oomkit_state *st, oomkit_device device, double *fraction);
 
-/* Do segments of the caching allocator grow, by the last settings that torch was given?
- * 1 or 0. Leaves no exception. */
+/* Do segments of the caching allocator grow, by what its snapshot says is in effect? 1,
+ * or 0 also where that cannot be had. Asked again when the settings last given to torch
+ * are others. Leaves no exception. */
 int
-oomkit_torch_expandable(void);
+oomkit_torch_expandable(oomkit_state *st, int type);
+
+/* The type of torch's accelerator where it is in use in this process, else the CPU's.
+ * Initialises nothing. Leaves no exception. */
+int
+oomkit_torch_type_in_use(oomkit_state *st);
+
+/* "cuda" of a type, the name that a backend out of torch's tree has given itself
+ * included. New reference; NULL without an exception. */
+PyObject *
+oomkit_torch_type_name(int type);
+
+/* torch.cuda, torch.xpu ... of a type. New reference; NULL without an exception when
+ * torch has none. */
+PyObject *
+oomkit_torch_module(oomkit_state *st, int type);
 
 /* The default generators of all devices of a type, as a tuple: empty before the first
  * is initialised and where there are none. New reference or NULL. */

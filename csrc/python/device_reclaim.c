@@ -23,6 +23,11 @@ oomkit_device_empty_cache(oomkit_state *st, oomkit_device device)
         Py_BEGIN_ALLOW_THREADS
         status = st->bridge->device_empty_cache(device.type);
         Py_END_ALLOW_THREADS
+        if (status == OOMKIT_EFAILED && oomkit_torch_can_flush(st, device)) {
+            /* Torch's own call says what it is, by type and code; or it was but once.
+             */
+            return oomkit_torch_empty_cache(st, device);
+        }
         if (status == OOMKIT_EFAILED) {
             PyErr_Format(PyExc_RuntimeError,
                          "oomkit: emptying the cache of device type %d failed",

@@ -202,7 +202,7 @@ engine_begin(oomkit_call *call)
         return -1;
     }
     oomkit_engine_device(call);
-    if (call->device.type == OOMKIT_DEVICE_CUDA && oomkit_captured_find(call) != 0) {
+    if (call->device.type != OOMKIT_DEVICE_CPU && oomkit_captured_find(call) != 0) {
         return call->captured ? 0 : -1;
     }
     oomkit_device_prepare(st, call->device);

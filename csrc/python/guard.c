@@ -7,43 +7,7 @@
 #include "step.h"
 #include "../core/status.h"
 
-#include <stdio.h>
 #include <string.h>
-
-/* --- the device --- */
-
-static int
-cuda_is_initialized(oomkit_state *st)
-{
-    PyObject *flag; /* owned */
-    int result;
-
-    if (st->bridge != NULL) {
-        return st->bridge->device_initialized(OOMKIT_DEVICE_CUDA) == 1;
-    }
-    flag = PyObject_CallMethod(st->cuda_module, "is_initialized", NULL);
-    result = flag == Py_True;
-    Py_XDECREF(flag);
-    PyErr_Clear(); /* never fails: a torch that cannot tell is measured on the CPU */
-    return result;
-}
-
-oomkit_device
-oomkit_device_default(oomkit_state *st)
-{
-    oomkit_device device = {OOMKIT_DEVICE_CPU, -1};
-    PyObject *index; /* owned */
-
-    if (!cuda_is_initialized(st)) {
-        return device;
-    }
-    index = PyObject_CallMethod(st->cuda_module, "current_device", NULL);
-    device.type = OOMKIT_DEVICE_CUDA;
-    device.index = index != NULL && PyLong_Check(index) ? (int)PyLong_AsLong(index) : 0;
-    Py_XDECREF(index);
-    PyErr_Clear(); /* never fails: the first device is the best guess */
-    return device;
-}
 
 /* --- records --- */
 
@@ -146,6 +110,9 @@ guard_record(oomkit_guard *guard, oomkit_guard_window *window, int outcome,
     uint64_t spent_ns = oomkit_now_ns() - window->started_ns;
     oomkit_record record;
 
+    if (outcome == OOMKIT_GUARD_OOM) {
+        oomkit_device_look(guard->st, window->peak.device);
+    }
     oomkit_device_end(guard->st, &window->peak);
     record = (oomkit_record){
         .step = window->step,
@@ -218,15 +185,11 @@ static PyObject *
 failed_report(oomkit_guard *guard, const oomkit_guard_window *window,
               const oomkit_attempt *attempt)
 {
-    char device[32];
+    char device[OOMKIT_DEVICE_TEXT];
     PyObject *advice = NULL, *report = NULL;                              /* owned */
     PyObject *holders = failed_holders(window, attempt->allocated_bytes); /* owned */
 
-    if (window->peak.device.type == OOMKIT_DEVICE_CPU) {
-        strcpy(device, "cpu");
-    } else {
-        snprintf(device, sizeof(device), "cuda:%d", window->peak.device.index);
-    }
+    oomkit_device_text(window->peak.device, device);
     if (holders != NULL) {
         advice = Py_BuildValue(
             "(sss)",

@@ -31,11 +31,6 @@ enum { /* oomkit_record.outcome of a guard */
        OOMKIT_GUARD_ERROR = 2
 };
 
-/* The accelerator that is initialised already, else the CPU. Initialises nothing, never
- * fails; must be called without an exception in flight. */
-oomkit_device
-oomkit_device_default(oomkit_state *st);
-
 /* Takes the label (borrowed, NULL for none) and the options. */
 void
 oomkit_guard_init(oomkit_guard *guard, oomkit_state *st, PyObject *label, int skip,

@@ -141,14 +141,26 @@ device_budget_set(PyObject *Py_UNUSED(module), PyObject *args)
 }
 
 static PyObject *
-device_budget(PyObject *module, PyObject *args)
+device_budget(PyObject *Py_UNUSED(module), PyObject *args)
 {
     oomkit_device device;
 
     if (!PyArg_ParseTuple(args, "ii:device_budget", &device.type, &device.index)) {
         return NULL;
     }
-    return bytes_or_none(oomkit_device_budget(oomkit_state_of_module(module), device));
+    return bytes_or_none(oomkit_device_budget_noted(device));
+}
+
+static PyObject *
+device_expandable(PyObject *module, PyObject *args)
+{
+    oomkit_device device;
+
+    if (!PyArg_ParseTuple(args, "ii:device_expandable", &device.type, &device.index)) {
+        return NULL;
+    }
+    return PyBool_FromLong(
+        oomkit_device_expandable(oomkit_state_of_module(module), device));
 }
 
 /* One (nth, times, min_bytes, phases). 0 or -1. */
@@ -268,6 +280,10 @@ PyMethodDef oomkit_memory_methods[] = {
     {"device_budget", device_budget, METH_VARARGS,
      PyDoc_STR("device_budget($module, type, index, /)\n--\n\n"
                "The limit that was noted for an accelerator, or None.")},
+    {"device_expandable", device_expandable, METH_VARARGS,
+     PyDoc_STR("device_expandable($module, type, index, /)\n--\n\n"
+               "Do the segments of an accelerator in use grow, by the settings in "
+               "effect? False where that cannot be told.")},
     {"nvml_processes", oomkit_nvml_processes, METH_O,
      PyDoc_STR("nvml_processes($module, uuid, /)\n--\n\n"
                "[(pid, bytes or None)] of an NVIDIA device; None where that cannot be "

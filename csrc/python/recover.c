@@ -53,6 +53,9 @@ oomkit_recover_reclaim(oomkit_call *call, uint64_t baseline_bytes)
     Py_DECREF(done);
     if (oomkit_device_reclaim(st, call->device, baseline_bytes, (int)call->ooms,
                               &left) < 0) {
+        if (call->attempt_count > 0) {
+            oomkit_reclaim_failed(call);
+        }
         return -1;
     }
     oomkit_baseline_rolled_back(call, left);

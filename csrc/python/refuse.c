@@ -126,13 +126,32 @@ oomkit_refusal_transform(oomkit_state *st)
     return inside;
 }
 
-/* Is a CUDA graph being captured on the current stream? 1, 0 or -1. */
 int
 oomkit_is_capturing(void)
 {
     int state = ask("torch.cuda", "is_initialized"); /* the other would do it */
 
-    return state > 0 ? ask("torch.cuda", "is_current_stream_capturing") : state;
+    if (state > 0) {
+        state = ask("torch.cuda", "is_current_stream_capturing");
+    }
+    if (state == 0) {
+        state = ask("torch.xpu", "is_initialized");
+        if (state > 0) {
+            state = ask("torch.xpu", "is_current_stream_capturing");
+            state = state < 0 ? oomkit_no_captures() : state;
+        }
+    }
+    return state;
+}
+
+int
+oomkit_no_captures(void)
+{
+    if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+        return -1;
+    }
+    PyErr_Clear(); /* matched: what stands in for a function that a build has not */
+    return 0;
 }
 
 /* Why this call must not be replayed or split: a static text, or NULL. -1 on error. */

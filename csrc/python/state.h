@@ -243,7 +243,8 @@
     X(switch_log)  /* list of (module, flag): train() and eval() while losses wait */  \
     X(outer_hook)  /* our callable in place of torch.autograd.backward */              \
     X(chunk_sites) /* dict: where a loop over chunks() is -> its step, or NULL */      \
-    X(splitters)   /* dict: type -> (split, size, join), or NULL: see splitters.c */   \
+    X(settings_seen) /* the allocator's settings when they were last read, or NULL */  \
+    X(splitters)     /* dict: type -> (split, size, join), or NULL: see splitters.c */ \
     X(empty_tuple)
 
 /* What the package hands in at import, because it is Python: X(field). */
@@ -298,6 +299,7 @@ typedef struct oomkit_state {
     int structure_hooked;          /* our registration hooks are installed */
     int flush_pending;         /* a guard wants the cache emptied at the next call */
     uint64_t run_peak_bytes;   /* highest peak of any step so far (devices) */
+    int settings_expandable;   /* what was read then: 1 or 0 */
     int bound;                 /* state_bind has succeeded */
     uint64_t switches_dropped; /* reports that switch_log holds no more */
     int withheld_ready;        /* torch's helpers accept that gradients are withheld */

@@ -254,6 +254,28 @@ methods_check(PyObject *Py_UNUSED(module), PyObject *dict)
     Py_RETURN_NONE;
 }
 
+/* What the planner expects a micro-batch to need, for those who compare. */
+static PyObject *
+methods_predict(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    oomkit_signature entry;
+    unsigned long long gradient_bytes;
+    PyObject *sizes; /* borrowed from args */
+    long long rows;
+    uint64_t bytes;
+    int later;
+
+    if (!PyArg_ParseTuple(args, "OpLK:_predict_sizes", &sizes, &later, &rows,
+                          &gradient_bytes) ||
+        oomkit_signature_parse(sizes, &entry) < 0) {
+        return NULL;
+    }
+    bytes = oomkit_predict(&entry.known, later ? OOMKIT_LATER : OOMKIT_FIRST, rows,
+                           gradient_bytes);
+    return bytes == OOMKIT_UNKNOWN ? Py_NewRef(Py_None)
+                                   : PyLong_FromUnsignedLongLong(bytes);
+}
+
 PyMethodDef oomkit_state_methods[] = {
     {"_step_state", methods_state, METH_O,
      "_step_state(step, /)\n--\n\nIts state_dict(), whatever it decorates."},
@@ -261,5 +283,9 @@ PyMethodDef oomkit_state_methods[] = {
      "_step_load(step, state, /)\n--\n\nIts load_state_dict(), whatever it decorates."},
     {"_check_sizes", methods_check, METH_O,
      "_check_sizes(sizes, /)\n--\n\nValueError when it is no entry of 'signatures'."},
+    {"_predict_sizes", methods_predict, METH_VARARGS,
+     "_predict_sizes(sizes, later, rows, gradient_bytes, /)\n--\n\n"
+     "Bytes above the baseline that the planner expects of a micro-batch, the first of "
+     "its call or a later one, by an entry of 'signatures'; None where it cannot."},
     {NULL, NULL, 0, NULL},
 };

@@ -220,10 +220,33 @@ own_failed(oomkit_call *call, PyObject *type, const char *format, const char *do
 int
 oomkit_own_failed(oomkit_call *call, const char *doing)
 {
+    if (oomkit_exception_is_oom(call->st) &&
+        oomkit_device_is_lost(call->st, call->device)) {
+        return -1; /* no want of memory, and nothing works any more */
+    }
     return own_failed(call, NULL,
                       "%U is not run, because memory ran out while %s (%V%s%V); the "
                       "state is as if the step had not begun",
                       doing);
+}
+
+void
+oomkit_reclaim_failed(oomkit_call *call)
+{
+    const oomkit_attempt *attempt = &call->attempts[call->attempt_count - 1];
+    PyObject *exception; /* owned, given back */
+
+    if (oomkit_exception_is_oom(call->st)) {
+        return; /* oomkit_own_failed has the words for it */
+    }
+    exception = oomkit_exception_take();
+    if (PyObject_TypeCheck(exception, (PyTypeObject *)PyExc_Exception)) {
+        add_note(exception, PyUnicode_FromFormat(
+                                "oomkit: raised while the memory of %U was being "
+                                "freed, which had run out of it (%V)",
+                                call->options->label, attempt->message, "no message"));
+    }
+    oomkit_exception_give(exception);
 }
 
 int

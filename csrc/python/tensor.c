@@ -1,6 +1,7 @@
 /* Facts of tensors: by the bridge, or by attributes where it cannot tell; and the
  * search for the TensorImpl pointer that the bridge starts from. */
 #include "tensor.h"
+#include "device.h"
 
 #include "../core/status.h"
 
@@ -35,7 +36,6 @@ static const char *const device_names[] = {
 };
 
 #define COUNT_OF(array) ((int)(sizeof(array) / sizeof *(array)))
-#define DEVICE_PRIVATE_USE 20 /* whatever name an out-of-tree backend gave itself */
 
 static int
 name_index(const char *const *names, int count, const char *name)
@@ -147,7 +147,7 @@ facts_device(PyObject *tensor, oomkit_tensor_facts *facts)
     }
     facts->device_type = name_index(device_names, COUNT_OF(device_names), name);
     if (facts->device_type < 0) {
-        facts->device_type = DEVICE_PRIVATE_USE;
+        facts->device_type = OOMKIT_DEVICE_PRIVATE_USE;
     }
     facts->device_index = -1;
     if (facts->device_type != 0) {

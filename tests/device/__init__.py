@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+import oomkit
 from oomkit import _C
 
 HERE = Path(__file__).resolve().parent
@@ -92,6 +93,7 @@ class Device:
             fraction={},
             info=(60 * MIB, 100 * MIB),
             looked_up={},
+            raising={},
         )
 
     def __getattr__(self, name: str) -> int:
@@ -105,6 +107,8 @@ class Device:
 
     def note(self, event: str) -> None:
         self.events.append((event, self.empty_calls))
+        if event in self.raising:
+            raise self.raising[event]
 
     def look_up(self, field: str, value: Any) -> None:
         before = self.backend.look_up(_C, field, value)
@@ -112,7 +116,7 @@ class Device:
 
     def install(self, type: int = CUDA, index: int = 0, live: bool = True) -> Device:
         self.backend.install(_C, type, index, live)
-        self._fake_torch()
+        self._fake_torch(type)
         return self
 
     def remove(self) -> None:
@@ -120,10 +124,13 @@ class Device:
         for field, value in self.looked_up.items():
             self.backend.look_up(_C, field, value)
 
-    def _fake_torch(self) -> None:
+    def _fake_torch(self, type: int) -> None:
         patch = self.monkeypatch.setattr
         cuda, core = torch.cuda, torch._C
-        patch(cuda, "is_initialized", lambda: self.initialized == 1)
+        name = {CUDA: "cuda", XPU: "xpu", MPS: "mps", PRIVATE: "privateuseone"}[type]
+        patch(core, "_accelerator_getAccelerator", lambda: torch.device(name))
+        patch(core, "_accelerator_isAllocatorInitialized", lambda: self.initialized == 1)
+        patch(cuda, "is_initialized", lambda: type == CUDA and self.initialized == 1)
         patch(cuda, "is_current_stream_capturing", lambda: self.capturing)
         patch(cuda, "current_device", lambda: self.index)
         patch(cuda, "default_generators", self.generators)
@@ -150,3 +157,28 @@ def accelerator_error(text: str, code: int) -> Exception:
     error = torch.AcceleratorError(text)
     error.error_code = code
     return error
+
+
+ROWS = torch.arange(8.0).reshape(8, 1)
+
+
+class Body:
+    """A step that notes the rows of its runs and fails in those that it is told to."""
+
+    def __init__(self, *failures: Exception | None) -> None:
+        self.failures, self.sizes = list(failures), []
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.sizes.append(len(x))
+        if len(self.sizes) <= len(self.failures):
+            failure = self.failures[len(self.sizes) - 1]
+            if failure is not None:
+                raise failure
+        return x * 2
+
+
+def run(body: Any, **options: Any) -> Any:
+    step = oomkit.auto_batch(body, **options)
+    with torch.no_grad():
+        assert torch.equal(step(ROWS), ROWS * 2)
+    return step

@@ -175,6 +175,7 @@ install(PyObject *Py_UNUSED(self), PyObject *args)
     f->to_host = f->st->str_cpu; /* of a tensor of the CPU .cpu() is no copy */
     f->st->str_cpu = f->st->str_clone;
     f->initialized = 1;
+    f->st->flush_pending = 0; /* of another test's guard */
     f->table = *f->below;
     f->table.tensor_facts = fake_tensor_facts;
     f->table.device_initialized = fake_initialized;
@@ -288,6 +289,7 @@ without_bridge(PyObject *Py_UNUSED(self), PyObject *args)
         return NULL;
     }
     st = PyModule_GetState(core);
+    Py_CLEAR(st->settings_seen); /* of another test's allocator */
     if (away) {
         kept = st->bridge;
         kept_size = st->stream_size;

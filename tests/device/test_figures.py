@@ -8,7 +8,18 @@ import pytest
 import torch
 
 import oomkit
-from device import CUDA, EFAILED, EUNSUPPORTED, MIB, PRIVATE, XPU, Device, out_of_memory
+from device import (
+    CUDA,
+    EFAILED,
+    EUNSUPPORTED,
+    MIB,
+    PRIVATE,
+    XPU,
+    Body,
+    Device,
+    out_of_memory,
+    run,
+)
 from oomkit import _C
 
 GIB = 1 << 30
@@ -123,6 +134,20 @@ def test_nothing_is_asked_of_a_device_that_is_not_in_use(cuda: Device) -> None:
     assert cuda.reset_calls == cuda.empty_calls == 0 and cuda.events == []
 
 
+def test_no_capture_is_asked_for_of_a_device_that_is_not_in_use(
+    cuda: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To ask would initialise it."""
+
+    def refuse() -> bool:
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", refuse)
+    cuda.initialized = 0
+    with torch.no_grad():
+        oomkit.auto_batch(big)(rows(1))
+
+
 @pytest.mark.parametrize("type_", [XPU, PRIVATE])
 def test_other_accelerators_go_the_same_way(fake: Device, type_: int) -> None:
     fake.install(type_)
@@ -164,6 +189,15 @@ def test_segments_that_grow_leave_less_of_the_budget_free(cuda: Device) -> None:
     assert _grown(cuda, budget) > 2
     cuda.expandable = 1
     assert _grown(cuda, budget) == 2
+
+
+def test_settings_in_effect_are_asked_of_a_device_in_use(cuda: Device) -> None:
+    assert not _C.device_expandable(CUDA, 0)
+    cuda.expandable = 1
+    assert _C.device_expandable(CUDA, 0)
+    assert not _C.device_expandable(XPU, 0) and not _C.device_expandable(0, -1)
+    cuda.expandable = EUNSUPPORTED
+    assert not _C.device_expandable(CUDA, 0)
 
 
 def _train_under(cuda: Device, step: Any, calls: int) -> int:
@@ -235,3 +269,110 @@ def test_a_share_that_the_program_asked_for_is_a_limit(cuda: Device) -> None:
     assert oomkit.memory("cuda:0").budget == found.limit == 25 * MIB
     _C.device_budget_set(CUDA, 0, 10 * MIB)
     assert oomkit.budget("cuda:0").limit == 10 * MIB
+
+
+# --- one truth about the limit ---
+
+
+def test_a_share_of_the_program_is_the_limit_of_records_too(cuda: Device) -> None:
+    cuda.fraction[0] = 0.5
+    step = oomkit.auto_batch(Body(out_of_memory()))
+    with torch.no_grad():
+        step(rows(8))
+    with oomkit.guard() as guard:
+        pass
+    assert step.records[0].budget == guard.records[0].budget == 50 * MIB
+    assert oomkit.memory("cuda:0").budget == oomkit.budget("cuda:0").limit == 50 * MIB
+    assert _C.device_budget(CUDA, 0) is None  # what limit_memory puts back is its own
+
+
+def test_a_share_that_comes_later_is_seen_at_a_failure(cuda: Device) -> None:
+    with oomkit.guard() as guard:
+        pass
+    assert guard.records[0].budget is None
+    cuda.fraction[0] = 0.25
+    with pytest.raises(torch.OutOfMemoryError) as caught, guard:
+        raise out_of_memory()
+    assert caught.value.report.budget == guard.records[1].budget == 25 * MIB
+    body = Body(*[out_of_memory()] * 9)
+    with torch.no_grad(), pytest.raises(oomkit.OutOfMemory) as gave_up:
+        oomkit.auto_batch(body)(rows(8))
+    assert gave_up.value.report.budget == 25 * MIB
+
+
+def test_a_share_is_what_is_planned_with(cuda: Device) -> None:
+    """Memory in pieces is judged by it: a tenth of 1 GiB is more than what is cached."""
+    cuda.info = (1 << 40, 1 << 40)
+    cuda.cached = 200 * MIB
+    body = Body(out_of_memory())
+    run(body)
+    assert body.sizes[1] == 8  # flushed, and tried again as it was
+    cuda.fraction[0] = 4 * GIB / (1 << 40)
+    cuda.cached = 200 * MIB
+    oomkit.memory("cuda:0")
+    body = Body(out_of_memory())
+    run(body)
+    assert body.sizes[1] == 4
+
+
+def test_our_limit_takes_the_place_of_the_share(cuda: Device) -> None:
+    cuda.fraction[0] = 0.5
+    with oomkit.guard() as guard:
+        pass
+    _C.device_budget_set(CUDA, 0, 10 * MIB)
+    with guard:
+        pass
+    _C.device_budget_set(CUDA, 0, None)
+    cuda.fraction[0] = 0.75
+    with guard:
+        pass
+    assert [record.budget for record in guard.records] == [50 * MIB, 10 * MIB, 75 * MIB]
+
+
+def test_a_healthy_step_asks_for_the_share_once(
+    cuda: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def share(index: int) -> float:
+        calls.append(index)
+        return 1.0
+
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", share)
+    step = oomkit.auto_batch(Body())
+    with torch.no_grad():
+        for _ in range(20):
+            step(rows(2))
+    assert calls == [0]
+
+
+# --- allocators without statistics ---
+
+
+def test_an_allocator_that_throws_is_not_asked_for_ever(cuda: Device) -> None:
+    cuda.stats_status = EFAILED
+    step = oomkit.auto_batch(Body())
+    with torch.no_grad():
+        for _ in range(20):
+            step(rows(2))
+    assert cuda.stats_calls == 3
+    assert oomkit.memory("cuda:0").allocated is None and cuda.stats_calls == 3
+
+
+def test_one_that_throws_now_and_then_is(cuda: Device) -> None:
+    """It was out of memory itself, say."""
+    for _ in range(3):
+        for status in (EFAILED, EFAILED, 0):
+            cuda.stats_status = status
+            found = oomkit.memory("cuda:0").allocated
+            assert (found is None) is (status == EFAILED)
+    assert cuda.stats_calls == 9
+
+
+def test_a_reset_that_throws_is_not_asked_for_ever(cuda: Device) -> None:
+    cuda.reset_status = EFAILED
+    step = oomkit.auto_batch(Body())
+    with torch.no_grad():
+        for _ in range(20):
+            step(rows(2))
+    assert cuda.reset_calls == 3

@@ -83,6 +83,45 @@ def test_a_limit_initialises_nothing(shares: dict[int, float], fake: Device) -> 
     assert shares == {0: 1.0}
 
 
+def test_an_allocator_that_refuses_a_share_is_no_failure_of_cuda(
+    shares: dict[int, float], fake: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch runs what we note while it initialises CUDA, and an error would end that."""
+    fake.initialized = 0
+    oomkit.limit_memory(30 * MIB, device="cuda:0")
+    oomkit.limit_memory(40 * MIB, device="cuda:1")
+    put = torch.cuda.set_per_process_memory_fraction
+
+    def refuse(share: float, index: int) -> None:
+        if index == 0:
+            raise RuntimeError("does not yet support setMemoryFraction\nException raised from")
+        put(share, index)
+
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", refuse)
+    with pytest.warns(oomkit.OomkitWarning, match=r"'cuda:0' is not in force.*setMemoryFraction\)"):
+        fake.initialise()
+    assert shares == {1: 0.4}
+    assert _C.device_budget(1, 0) is None and _C.device_budget(1, 1) == 40 * MIB
+    with pytest.raises(RuntimeError, match="setMemoryFraction"):
+        oomkit.limit_memory(10 * MIB, device="cuda:0")
+    assert _C.device_budget(1, 0) is None
+    oomkit.limit_memory(None, device="cuda:0")  # nothing to put back
+
+
+def test_an_interrupt_while_cuda_is_initialised_is_one(
+    shares: dict[int, float], fake: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.initialized = 0
+    oomkit.limit_memory(30 * MIB, device="cuda:0")
+
+    def interrupted(share: float, index: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fake.initialise()
+
+
 def test_the_share_allows_all_of_the_limit() -> None:
     for total in (84974239744, 25438715904, 15828320256):
         for limit in (8 << 30, 1 << 30, 3 * 2**29, total, total + 1, 2 * MIB):
@@ -121,6 +160,14 @@ def test_the_cpu_has_its_limit() -> None:
 def test_the_device_is_checked() -> None:
     with pytest.raises(ValueError, match=r"budget\(\) does not know the device 'abacus'"):
         oomkit.budget("abacus")
+
+
+@pytest.mark.parametrize("name", ["meta", "hpu"])
+def test_a_type_without_memory_here_is_said(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"memory\(\) has no device '{name}' here"):
+        oomkit.memory(name)
+    with pytest.raises(ValueError, match=rf"budget\(\) has no device '{name}' here"):
+        oomkit.budget(name)
 
 
 NVML = r"""
@@ -191,6 +238,7 @@ def test_owners_by_nvml(shares: dict[int, float], fake: Device, nvml: Any, kind:
     nvml.processes((os.getpid(), 22 * MIB), (4242, 3 * MIB), (4243, 4 * MIB), uuid=f"{kind}{UUID}")
     found = oomkit.budget("cuda:0")
     assert (found.own_beside, found.others) == (7 * MIB, 7 * MIB)
+    assert nvml.number("opened") == 0
 
 
 def test_bytes_that_nvml_does_not_tell_are_unknown(

@@ -13,34 +13,22 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import oomkit
-from device import CUDA, EFAILED, EOOM, MIB, MPS, XPU, Device, accelerator_error, out_of_memory
+from device import (
+    CUDA,
+    EFAILED,
+    EOOM,
+    MIB,
+    MPS,
+    ROWS,
+    XPU,
+    Body,
+    Device,
+    accelerator_error,
+    out_of_memory,
+    run,
+)
 from oomkit import _C
 from oomkit.testing import force_slices, inject_oom
-
-ROWS = torch.arange(8.0).reshape(8, 1)
-
-
-class Body:
-    """A step that notes the rows of its runs and fails in those that it is told to."""
-
-    def __init__(self, *failures: Exception | None) -> None:
-        self.failures, self.sizes = list(failures), []
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        self.sizes.append(len(x))
-        if len(self.sizes) <= len(self.failures):
-            failure = self.failures[len(self.sizes) - 1]
-            if failure is not None:
-                raise failure
-        return x * 2
-
-
-def run(body: Any, **options: Any) -> Any:
-    step = oomkit.auto_batch(body, **options)
-    with torch.no_grad():
-        assert torch.equal(step(ROWS), ROWS * 2)
-    return step
-
 
 # --- what is given back, and in which order ---
 
@@ -141,6 +129,7 @@ def test_a_flush_that_runs_out_of_memory_is_no_failure(cuda: Device) -> None:
 
 
 def test_a_flush_that_fails_otherwise_is_said(cuda: Device) -> None:
+    cuda.look_up("accelerator_empty_cache", None)  # torch has no words for it
     cuda.empty_status = EFAILED
     step = oomkit.auto_batch(Body(out_of_memory()))
     with torch.no_grad(), pytest.raises(RuntimeError, match="emptying the cache"):
@@ -249,7 +238,7 @@ def test_an_error_of_the_runtime_is_cleared_before_the_retry(cuda: Device, last_
     body = Body(accelerator_error("CUDA error: out of memory", 2))
     run(body)
     assert body.sizes == [8, 4, 4]
-    assert last_error.last_error == 0 and last_error.asked == 2
+    assert last_error.last_error == 0 and last_error.asked == 3
 
 
 def test_a_context_that_is_lost_ends_it(cuda: Device, last_error: Any) -> None:
@@ -353,6 +342,35 @@ def test_an_error_inside_a_capture_is_not_retried(cuda: Device) -> None:
     with torch.no_grad(), pytest.raises(oomkit.OutOfMemory, match="graph is being captured"):
         oomkit.auto_batch(body)(ROWS)
     assert body.sizes == [8] and cuda.empty_calls == 0
+
+
+def test_another_error_inside_a_capture_passes(cuda: Device) -> None:
+    cuda.capturing = True
+    error = ValueError("not of memory")
+    with torch.no_grad(), pytest.raises(ValueError, match="not of memory") as caught:
+        oomkit.auto_batch(Body(error))(ROWS)
+    assert caught.value is error
+
+
+def test_a_lost_context_inside_a_capture_passes(cuda: Device, last_error: Any) -> None:
+    cuda.capturing = True
+    last_error.last_error = last_error.comes_back = 719
+    error = out_of_memory()
+    with torch.no_grad(), pytest.raises(torch.OutOfMemoryError) as caught:
+        oomkit.auto_batch(Body(error))(ROWS)
+    assert caught.value is error
+
+
+def test_a_backward_of_ours_inside_a_capture_is_run(cuda: Device) -> None:
+    cuda.capturing = True
+    weight = torch.ones(1, requires_grad=True)
+
+    @oomkit.auto_batch(backward=True)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return (x * weight).sum()
+
+    step(ROWS)
+    assert weight.grad is not None and weight.grad.item() == ROWS.sum()
 
 
 def test_an_error_of_a_generator_that_is_not_capturing_passes(cuda: Device) -> None:

@@ -39,7 +39,7 @@ class Accelerator:
             "num_ooms": 0,
         }
         self.initialized: Any = True
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def note(self, name: str) -> None:
         self.calls.append(name)
@@ -52,6 +52,8 @@ class Accelerator:
         self.patch(core, "_accelerator_isAllocatorInitialized", self._initialized)
         self.patch(core, "_accelerator_getMemoryInfo", lambda index: (30 * MIB, 50 * MIB))
         self.patch(torch.cuda, "get_per_process_memory_fraction", lambda index: 1.0)
+        self.patch(torch.cuda, "is_current_stream_capturing", lambda: False)
+        self.patch(torch.xpu, "is_current_stream_capturing", lambda: False)
         self.patch(torch.xpu, "get_per_process_memory_fraction", lambda index: 1.0)
         self.patch(core, "_accelerator_synchronizeDevice", lambda index: self.note("wait"))
         self.fake.look_up("accelerator_get_stats", self._stats)
@@ -59,13 +61,22 @@ class Accelerator:
         self.fake.look_up("accelerator_empty_cache", lambda: self.note("empty"))
         return self
 
+    def settings(self, last: str | None, snapshot: Any) -> None:
+        """Those last given to torch (None: it has no such call), and its snapshot."""
+        name = "_accelerator_getAllocatorSettings"
+        if last is None:
+            self.fake.monkeypatch.delattr(torch._C, name, raising=False)
+        else:
+            self.patch(torch._C, name, lambda: last, raising=False)
+        self.patch(torch.cuda.memory, "_snapshot", snapshot)
+
     def _initialized(self) -> bool:
         if isinstance(self.initialized, Exception):
             raise self.initialized
         return bool(self.initialized)
 
     def _stats(self, index: int) -> Any:
-        if isinstance(self.stats, Exception):
+        if isinstance(self.stats, BaseException):
             raise self.stats
         return self.stats
 
@@ -77,6 +88,13 @@ def accelerator(
     backend.without_bridge(_C, True)
     yield Accelerator(fake, monkeypatch)
     backend.without_bridge(_C, False)
+
+
+def _raise(error: BaseException) -> Any:
+    def call(*_: object) -> None:
+        raise error
+
+    return call
 
 
 def failing_step(sizes: list[int]) -> Any:
@@ -161,13 +179,6 @@ def test_a_flush_that_fails_otherwise_passes(accelerator: Accelerator) -> None:
         step(on("xpu:0", 8))
 
 
-def _raise(error: Exception) -> Any:
-    def call(*_: object) -> None:
-        raise error
-
-    return call
-
-
 def test_an_mps_allocator_of_its_own_kind(accelerator: Accelerator) -> None:
     """Up to some release of torch MPS is not among the allocators that can be asked."""
     accelerator.of("mps").initialized = RuntimeError("Allocator for mps is not a DeviceAllocator.")
@@ -184,18 +195,33 @@ def test_an_mps_allocator_of_its_own_kind(accelerator: Accelerator) -> None:
     assert oomkit.memory("mps:0").reserved == 3 * MIB + 512
 
 
+def snapshot_of(settings: Any) -> Any:
+    return lambda: {"segments": [], "allocator_settings": settings}
+
+
+NO_SNAPSHOT = _raise(RuntimeError("snapshot is not meaningful with cudaMallocAsync"))
+
+
 @pytest.mark.parametrize(
-    ("settings", "expected"),
-    [("expandable_segments:True", True), ("max_split_size_mb:64", False), (None, False)],
+    ("last", "snapshot", "expected"),
+    [
+        ("max_split_size_mb:64", snapshot_of({"expandable_segments": True}), True),
+        ("expandable_segments: True", snapshot_of({"expandable_segments": True}), True),
+        (None, snapshot_of({"expandable_segments": True}), True),
+        ("expandable_segments:True", snapshot_of({"expandable_segments": False}), False),
+        ("expandable_segments:True", snapshot_of({}), False),
+        ("expandable_segments:True", snapshot_of(None), False),
+        ("expandable_segments:True", lambda: None, False),
+        ("expandable_segments:True", NO_SNAPSHOT, False),
+    ],
 )
 def test_settings_in_effect_are_read(
-    accelerator: Accelerator, settings: str | None, expected: bool
+    accelerator: Accelerator, last: str | None, snapshot: Any, expected: bool
 ) -> None:
-    """By the margin: 30 rows of a MiB fit into 31 only where segments grow."""
+    """By the margin: 30 rows of a MiB fit into 31 only where segments grow. What torch was last
+    given says nothing of what came before, nor of what the platform makes of it."""
     accelerator.of("cuda")
-    accelerator.patch(
-        torch._C, "_accelerator_getAllocatorSettings", lambda: settings, raising=False
-    )
+    accelerator.settings(last, snapshot)
     state = {"peak": 0}
 
     def stats(index: int) -> Any:
@@ -216,6 +242,63 @@ def test_settings_in_effect_are_read(
     for _ in range(6):
         step(on("cuda:0", 60))
     assert (step.records[-1].accumulation_steps == 2) is expected
+
+
+def test_a_snapshot_is_taken_when_the_settings_are_others(accelerator: Accelerator) -> None:
+    """It lists all that is allocated."""
+    accelerator.of("cuda")
+    taken: list[int] = []
+
+    def snapshot() -> Any:
+        taken.append(1)
+        return {"allocator_settings": {"expandable_segments": True}}
+
+    step = failing_step([])
+    for settings, expected in (("a:1", 1), ("a:1", 1), ("b:2", 2), (None, 3), (None, 3)):
+        accelerator.settings(settings, snapshot)
+        for _ in range(3):
+            step(on("cuda:0", 8))
+        assert len(taken) == expected
+
+
+def test_figures_of_a_torch_without_the_generic_call(accelerator: Accelerator) -> None:
+    """Before torch 2.10 free and total are to be had of the device's own module alone."""
+    accelerator.of("cuda")
+    accelerator.fake.monkeypatch.delattr(torch._C, "_accelerator_getMemoryInfo")
+    accelerator.patch(torch.cuda, "mem_get_info", lambda index: (3 * MIB, 4 * MIB))
+    found = oomkit.memory("cuda:0")
+    assert (found.free, found.total) == (3 * MIB, 4 * MIB)
+    accelerator.patch(torch.cuda, "mem_get_info", _raise(RuntimeError("not here")))
+    assert oomkit.memory("cuda:0").free is None
+    accelerator.patch(torch.cuda, "mem_get_info", _raise(ValueError("broken")))
+    with pytest.raises(ValueError, match="broken"):
+        oomkit.memory("cuda:0")
+
+
+def test_an_interrupt_of_a_figure_comes_again(accelerator: Accelerator) -> None:
+    """Figures are hints, but an interrupt is the user's."""
+    accelerator.of("cuda").stats = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        oomkit.memory("cuda:0")
+        for _ in range(1000):
+            pass
+
+
+def test_a_guard_without_the_bridge_measures_the_accelerator_in_use(
+    accelerator: Accelerator,
+) -> None:
+    accelerator.of("xpu")
+    accelerator.patch(torch.xpu, "current_device", lambda: 3)
+    accelerator.patch(torch.xpu, "is_initialized", lambda: True)
+    with pytest.raises(torch.OutOfMemoryError) as caught, oomkit.guard() as guard:
+        raise out_of_memory("XPU out of memory. Tried to allocate 2.00 GiB.")
+    assert caught.value.report.device == "xpu:3" and guard.records[0].baseline == 5 * MIB
+    assert "empty" in accelerator.calls
+    accelerator.initialized = False
+    del accelerator.calls[:]
+    with oomkit.guard():
+        pass
+    assert accelerator.calls == []
 
 
 def test_the_cpu_is_asked_nothing(accelerator: Accelerator) -> None:

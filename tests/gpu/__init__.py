@@ -1,7 +1,8 @@
 """The promises on a real device: out-of-memory by a share of its memory (make gpu).
 
-OOMKIT_GPU_DRY=1 runs what can be run on the CPU, at a sixteenth of the size, under oomkit's
-budget there: it shows that the tests themselves work, and nothing about a device.
+Sizes are in units of 16 MiB: most errors come at a limit of some 1.6 GiB. OOMKIT_GPU_DRY=1 runs
+what can be run on the CPU, in units of 64 KiB, under oomkit's budget there: it shows that the tests
+themselves work, and nothing about a device.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import oomkit
 
 DRY = os.environ.get("OOMKIT_GPU_DRY") == "1"
 DEVICE = "cpu" if DRY else "cuda"
-MIB = 1 << 16 if DRY else 1 << 20
-"""A unit of memory: a sixteenth of its name on the CPU."""
+MIB = 1 << 20
+UNIT = 1 << 16 if DRY else 16 * MIB
 
 on_a_device = pytest.mark.skipif(DRY, reason="there is nothing like it on the CPU")
 
@@ -41,15 +42,15 @@ def settle() -> None:
     oomkit.cleanup()
 
 
-def block(mib: float) -> torch.Tensor:
-    return torch.empty(max(1, int(mib * MIB)), dtype=torch.uint8, device=DEVICE)
+def block(units: float) -> torch.Tensor:
+    return torch.empty(max(1, int(units * UNIT)), dtype=torch.uint8, device=DEVICE)
 
 
 @contextmanager
-def room(mib: float) -> Iterator[None]:
+def room(units: float) -> Iterator[None]:
     """At most this much beyond what is held now."""
     settle()
-    with oomkit.limit_memory(held() + int(mib * MIB), device=DEVICE):
+    with oomkit.limit_memory(held() + int(units * UNIT), device=DEVICE):
         yield
 
 

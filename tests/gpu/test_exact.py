@@ -14,7 +14,7 @@ import oomkit
 from gpu import (
     DEVICE,
     DRY,
-    MIB,
+    UNIT,
     block,
     farthest,
     on_a_device,
@@ -129,12 +129,12 @@ class Run:
         self.scaler.update()
         self.losses.append(float(loss.detach()))
 
-    def under(self, mib: float) -> list[list[int]]:
+    def under(self, units: float) -> list[list[int]]:
         """The slices of each call that ran through."""
         step = self.decorated()
         plans = []
         for _ in range(STEPS):
-            with room(mib):
+            with room(units):
                 self.call(step)
             plans.append(self.sizes[-step.records[-1].accumulation_steps :])
         assert sum(record.ooms for record in step.records) >= 1, "no error was provoked"
@@ -155,7 +155,7 @@ class Run:
 
 
 def both(make: Callable[[], nn.Module], form: str, precision: str) -> tuple[Any, Any]:
-    """8 MiB for each of 16 rows and room for 100: at most 12 rows at a time."""
+    """8 units for each of 16 rows and room for 100: at most 12 rows at a time."""
     ran = Run(make, form, precision)
     plans = ran.under(100)
     again = Run(make, form, precision)
@@ -230,7 +230,7 @@ def test_figures_of_a_healthy_step() -> None:
     for record in step.records:
         assert record.ooms == 0
         assert record.baseline is not None and record.baseline > 0
-        assert record.peak_allocated >= 8 * ROWS * MIB  # gradients at entry are dropped in it
+        assert record.peak_allocated >= 8 * ROWS * UNIT  # gradients at entry are dropped in it
         if not DRY:
             assert record.peak_reserved >= record.peak_allocated
     settle()

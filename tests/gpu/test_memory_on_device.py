@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import oomkit
-from gpu import DEVICE, DRY, MIB, allocated, block, held, on_a_device, room, settle
+from gpu import DEVICE, DRY, MIB, UNIT, allocated, block, held, on_a_device, room, settle
 from oomkit import _C
 
 pytestmark = [
@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 OOMS = 20 if DRY else 1000
+FIVE = 5 * MIB / UNIT
 
 
 def python(code: str, **environment: str) -> str:
@@ -60,7 +61,7 @@ def test_a_thousand_real_errors_leave_nothing() -> None:
 
     empty = step.state_dict()
     settle()
-    limit = held() + 100 * MIB
+    limit = held() + 100 * UNIT
     for _ in range(5):
         once()
     settle()
@@ -77,50 +78,77 @@ def test_a_thousand_real_errors_leave_nothing() -> None:
 
 @on_a_device
 def test_fragmentation_is_told_from_capacity() -> None:
-    """Half of the cache is free in pieces of 32 MiB, and the step wants one of 256: the same plan
-    passes after the flush, with no smaller micro-batch."""
-    if "expandable_segments:True" in _settings():
+    """Blocks of 5 MiB are cut from segments of 20 MiB. The step puts one into each of 32 segments
+    and has their other blocks freed: 480 MiB are free, none of it in one piece of 20, and no
+    segment can be returned, which torch has tried when it raises. After the drop and the flush
+    the same plan passes, with its 32 blocks in 8 segments and no smaller micro-batch."""
+    if _expandable():
         pytest.skip("segments that grow are not in pieces")
+    settle()
+    blocks = [block(FIVE) for _ in range(4 * 32)]
+    del blocks[1::4]
     sizes: list[int] = []
 
     @oomkit.auto_batch
     def step(x: torch.Tensor) -> None:
         sizes.append(len(x))
-        block(32 * len(x)).zero_()
+        own = [block(FIVE) for _ in range(32)]
+        blocks.clear()  # the batch before, say
+        block(2 * len(x)).zero_()  # 256 MiB
+        del own
 
-    settle()
-    pieces = [block(32) for _ in range(64)]
-    del pieces[::2]
-    limit = held() + 16 * MIB
-    with torch.no_grad(), oomkit.limit_memory(limit, device=DEVICE):
+    with torch.no_grad(), oomkit.limit_memory(held() + 16 * MIB, device=DEVICE):
         step(torch.zeros(8, 1, device=DEVICE))
-    # torch's own flush may have been enough: then there was no error at all.
-    assert set(sizes) == {8}, sizes
-    del pieces
-    with torch.no_grad(), room(130):
-        step(torch.zeros(8, 1, device=DEVICE))
-    assert min(sizes) < 8, "a device that is full is not one in pieces"
-
-
-def _settings() -> str:
-    import os
-
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    return ",".join(os.environ.get(name, "") for name in names)
+    (record,) = step.records
+    assert record.ooms == 1, "no error was provoked"
+    assert sizes == [8, 8] and record.accumulation_steps == 1
 
 
 @on_a_device
-def test_settings_are_the_effective_ones() -> None:
-    for settings, expected in (("", 0), ("expandable_segments:True", 1)):
-        code = """
-            import torch, oomkit
-            from oomkit import _C
-            torch.zeros(1, device="cuda")
-            snapshot = torch.cuda.memory._snapshot()["allocator_settings"]
-            print(int(snapshot["expandable_segments"]))
-        """
+def test_capacity_is_told_from_fragmentation() -> None:
+    """The device is full: the same plan is not tried again."""
+    sizes: list[int] = []
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> None:
+        sizes.append(len(x))
+        block(16 * len(x)).zero_()  # 2 GiB
+
+    kept = block(64)
+    with torch.no_grad(), room(70):
+        step(torch.zeros(8, 1, device=DEVICE))
+    assert sizes[0] == 8 and max(sizes[1:]) < 8, sizes
+    del kept
+
+
+def _expandable() -> bool:
+    return bool(_C.device_expandable(*_key()))
+
+
+@on_a_device
+@pytest.mark.parametrize("bridge", [True, False])
+def test_settings_are_the_effective_ones(bridge: bool) -> None:
+    """oomkit's reading of them: of the environment, of the last call that set any, and of one that
+    sets another thing. Without the bridge, too."""
+    code = """
+        import sys
+        if not BRIDGE:
+            sys.modules["oomkit._bridge"] = None
+        import torch, oomkit
+        from oomkit import _C
+        assert _C.cpu_stats()["bridge"] is BRIDGE
+        assert not _C.device_expandable(1, 0), "the device is not in use yet"
+        torch.zeros(1, device="cuda")
+        told = [_C.device_expandable(1, 0)]
+        for settings in ("max_split_size_mb:64", "expandable_segments:True", "max_split_size_mb:32",
+                         "expandable_segments:False"):
+            torch.cuda.memory._set_allocator_settings(settings)
+            told.append(_C.device_expandable(1, 0))
+        print(*map(int, told))
+    """.replace("BRIDGE", str(bridge))
+    for settings, first in (("", "0"), ("expandable_segments:True", "1")):
         out = python(code, PYTORCH_CUDA_ALLOC_CONF=settings, PYTORCH_ALLOC_CONF=settings)
-        assert int(out) == expected
+        assert out.split() == [first, first, "1", "1", "0"], (settings, out)
 
 
 @on_a_device
@@ -146,7 +174,7 @@ def test_a_budget_is_shared_with_a_process_that_comes_and_goes() -> None:
 
         @oomkit.auto_batch
         def step(x: torch.Tensor) -> None:
-            block(128 * len(x)).zero_()
+            block(8 * len(x)).zero_()
 
         x = torch.zeros(32, 1, device=DEVICE)  # 4 GiB
         with torch.no_grad():
@@ -239,7 +267,7 @@ def test_other_allocators_and_other_names_of_a_device(backend: str, visible: str
 def test_the_budget_says_who_has_the_rest() -> None:
     kept = block(64)
     found = oomkit.budget(DEVICE)
-    assert found.allocated is not None and found.allocated >= 64 * MIB
+    assert found.allocated is not None and found.allocated >= 64 * UNIT
     if not DRY:
         assert found.total is not None and found.free is not None
         assert found.reserved is not None and found.reserved >= found.allocated
@@ -257,7 +285,7 @@ def test_the_runs_maximum_survives_resets() -> None:
         step(torch.zeros(16, 1, device=DEVICE))
         step(torch.zeros(1, 1, device=DEVICE))
     high = oomkit.max_memory_allocated(DEVICE)
-    assert high is not None and high >= 128 * MIB
+    assert high is not None and high >= 128 * UNIT
     first, last = step.records
     assert last.peak_allocated < first.peak_allocated
     assert isinstance(_C.run_peak(*_key()), int)

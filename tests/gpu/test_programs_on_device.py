@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import oomkit
-from gpu import DEVICE, DRY, block, farthest, on_a_device, room, same_bits, state_of
+from gpu import DEVICE, DRY, MIB, block, farthest, on_a_device, room, same_bits, state_of
 from oomkit.testing import force_slices
 
 pytestmark = [
@@ -127,7 +127,7 @@ def test_side_streams() -> None:
     with torch.no_grad():
         assert torch.equal(step(x), x * 2)
     assert sizes == [16, 8, 8]
-    assert found[1] <= found[0] + (1 << 20)
+    assert found[1] <= found[0] + MIB
 
 
 def test_a_loader_that_pins_and_prefetches() -> None:
@@ -157,13 +157,13 @@ def test_a_loader_that_pins_and_prefetches() -> None:
 def test_two_models_on_one_device() -> None:
     """Each has its own sizes, and neither's memory is taken for the other's."""
 
-    def make(mib: int) -> tuple[Any, Any]:
+    def make(units: int) -> tuple[Any, Any]:
         model = small().eval()  # dropout would draw from the one generator of both
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         def step(x: torch.Tensor, y: torch.Tensor) -> None:
             optimizer.zero_grad()
-            held = block(mib * len(x))
+            held = block(units * len(x))
             F.cross_entropy(model(x), y).backward()
             held.zero_()
             optimizer.step()

@@ -38,7 +38,7 @@ def chosen() -> list[str]:
 
 
 class Ballast:
-    """8 MiB for each row at one place of a step, so that the error comes there."""
+    """8 units for each row at one place of a step, so that the error comes there."""
 
     def __init__(self, place: str) -> None:
         self.place, self.rows = place, 0
