@@ -2,6 +2,7 @@
  * at entry, put back after a failure, and the same for every micro-batch of a split
  * call. */
 #include "call.h"
+#include "errors.h"
 #include "tensor.h"
 
 /* Copies of an optimizer's param_groups: learning rates and other plain values; tensors
@@ -73,7 +74,7 @@ value_same(oomkit_state *st, PyObject *now, PyObject *was)
         same = PyObject_RichCompareBool(now, was, Py_EQ) == 1;
     }
     if (PyErr_Occurred()) {
-        PyErr_Clear(); /* as the contract says */
+        oomkit_error_dismiss(); /* as the contract says */
         return 0;
     }
     return same;

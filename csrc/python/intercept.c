@@ -78,7 +78,7 @@ interceptor_versions_tell(const interceptor_object *self)
 
     Py_XDECREF(module);
     if (PyErr_Occurred()) {
-        PyErr_Clear(); /* an unreadable name is not torch's */
+        oomkit_error_dismiss(); /* an unreadable name is not torch's */
     }
     return tell;
 }
