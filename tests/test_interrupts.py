@@ -111,4 +111,3 @@ class Silent(RuntimeError):
 def test_while_the_text_of_an_error_is_read(arrived: list[int]) -> None:
     assert not oomkit.is_oom_error(Silent())
     assert arrived == [signal.SIGINT]
-
