@@ -45,6 +45,8 @@ def _values(tensor: torch.Tensor) -> str:
 class TensorMark:
     """Which tensor it was, at which version; keeps nothing alive."""
 
+    __slots__ = ("ref", "sample", "version")
+
     def __init__(self, tensor: torch.Tensor, sample: bool = True) -> None:
         self.ref = weakref.ref(tensor)
         self.version = -1 if tensor.is_inference() else tensor._version

@@ -94,13 +94,19 @@ def _short(value: object) -> str:
     return text if len(text) <= 24 else text[:21] + "..."
 
 
+# Slots, here and below: object_new() of CPython 3.11 never gives an object back for whose
+# dictionary there was no memory.
 class _Length:
+    __slots__ = ("kind", "length")
+
     def __init__(self, kind: str, length: int) -> None:
         self.kind, self.length = kind, length
 
 
 class _Other:
     """An object that is looked into, or is of no interest: which one it was."""
+
+    __slots__ = ("kind", "ref")
 
     def __init__(self, value: object) -> None:
         self.kind = type(value).__name__
@@ -134,6 +140,8 @@ def _difference(was: object, now: object) -> str | None:
 
 class _Scan:
     """The state that the names of a step lead to, as plain values by path."""
+
+    __slots__ = ("found", "seen", "skip", "slots")
 
     def __init__(self, skip: set[int]) -> None:
         self.skip = skip

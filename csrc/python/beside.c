@@ -216,7 +216,9 @@ beside_is_weight(const oomkit_find *f, Py_ssize_t argument, Py_ssize_t index)
     }
     text = PyUnicode_AsUTF8(name);
     if (text == NULL) {
-        PyErr_Clear(); /* not a name that can be written: not this one */
+        if (PyErr_ExceptionMatches(PyExc_UnicodeError)) {
+            PyErr_Clear(); /* not a name that can be written: not this one */
+        }
     } else if (strstr(text, "weight") != NULL && strstr(text, "sample") == NULL) {
         found = oomkit_find_dimensions(f, index) == 1;
     }

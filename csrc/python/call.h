@@ -309,6 +309,9 @@ oomkit_owners_mark(oomkit_call *call);
  * with an exception. */
 int
 oomkit_pairs_add(PyObject **list, PyObject *object, PyObject *saved);
+/* What was saved of it, borrowed; NULL when it is not there. `list` may be NULL. */
+PyObject *
+oomkit_pairs_find(PyObject *list, const PyObject *object);
 /* groups.c */
 PyObject *
 oomkit_groups_copy(oomkit_state *st, PyObject *optimizer);

@@ -226,6 +226,7 @@ typedef struct oomkit_call {
     PyObject
         *copied_owners;   /* owned: list of (object, state_dict) for "copy", or NULL */
     PyObject *user_marks; /* owned: list of (participant, saved state), or NULL */
+    PyObject *attributes; /* owned: list of (optimizer, scheduler, its attributes) */
     int backward_depth;   /* backwards of it that are running, one inside another */
     int backwards;        /* outermost ones finished in this micro-batch */
     int backward_failed;  /* the exception came out of a backward */

@@ -161,6 +161,7 @@ chunks_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(self->join.results);
     Py_VISIT(self->site);
     Py_VISIT(self->call.user_marks);
+    Py_VISIT(self->call.attributes);
     return oomkit_options_traverse(&self->options, visit, arg);
 }
 

@@ -100,7 +100,7 @@ optimizer_bytes(oomkit_call *call)
             }
         }
         if (state == NULL && PyErr_Occurred()) {
-            PyErr_Clear(); /* as above */
+            oomkit_error_dismiss(); /* as above */
         }
         Py_XDECREF(state);
         Py_XDECREF(optimizer);

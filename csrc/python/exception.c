@@ -41,7 +41,7 @@ exception_wrapped(oomkit_state *st, PyObject *exception)
     }
     inner = PyObject_GetAttr(exception, st->str_inner_exception);
     if (inner == NULL) {
-        PyErr_Clear(); /* any error of a foreign attribute means that there is none */
+        oomkit_error_dismiss(); /* of a foreign attribute: there is none */
     } else if (PyExceptionInstance_Check(inner)) {
         return inner;
     }
@@ -147,7 +147,7 @@ exception_text(PyObject *exception)
     }
     text = PyObject_Str(exception);
     if (text == NULL) {
-        PyErr_Clear(); /* whatever a foreign __str__ raised: there is no text then */
+        oomkit_error_dismiss(); /* of a foreign __str__: there is no text then */
     }
     return text;
 }

@@ -2,6 +2,7 @@
  * waiting losses it reaches, and what it has saved. Never done in a healthy step, but
  * for the one or two nodes between a root and its loss. */
 #include "graph.h"
+#include "errors.h"
 
 /* The waiting loss that this node made, or NULL. Borrowed; *failed on an error. */
 oomkit_pending *
@@ -28,27 +29,38 @@ oomkit_node_pending(oomkit_state *st, PyObject *node, int *failed)
                : pending_CAST(found);
 }
 
-/* Appends the nodes that `node` leads to. 0 or -1. */
 int
-oomkit_node_follow(oomkit_state *st, PyObject *node, PyObject *work)
+oomkit_node_edges(oomkit_state *st, PyObject *node, oomkit_edge_visitor visit,
+                  void *context)
 {
     PyObject *edges = PyObject_GetAttr(node, st->str_next_functions); /* owned */
     Py_ssize_t i;
-    int result = 0;
+    int result = edges == NULL ? -1 : 0;
 
-    if (edges == NULL) {
-        return -1;
-    }
-    for (i = 0; PyTuple_Check(edges) && i < PyTuple_GET_SIZE(edges) && result == 0;
+    for (i = 0; result == 0 && PyTuple_Check(edges) && i < PyTuple_GET_SIZE(edges);
          i++) {
         PyObject *edge = PyTuple_GET_ITEM(edges, i); /* borrowed */
-        PyObject *next = PyTuple_Check(edge) && PyTuple_GET_SIZE(edge) > 0
-                             ? PyTuple_GET_ITEM(edge, 0)
-                             : Py_None; /* borrowed */
-        result = next == Py_None ? 0 : PyList_Append(work, next);
+        if (PyTuple_Check(edge) && PyTuple_GET_SIZE(edge) == 2 &&
+            PyTuple_GET_ITEM(edge, 0) != Py_None) {
+            result = visit(st, PyTuple_GET_ITEM(edge, 0), PyTuple_GET_ITEM(edge, 1),
+                           context);
+        }
     }
-    Py_DECREF(edges);
+    Py_XDECREF(edges);
     return result;
+}
+
+static int
+follow_edge(oomkit_state *Py_UNUSED(st), PyObject *next, PyObject *Py_UNUSED(number),
+            void *work)
+{
+    return PyList_Append(work, next);
+}
+
+int
+oomkit_node_follow(oomkit_state *st, PyObject *node, PyObject *work)
+{
+    return oomkit_node_edges(st, node, follow_edge, work);
 }
 
 /* The nodes of the roots (tensors; of a GradientEdge its node) into `work`. *leaves is
@@ -134,7 +146,8 @@ typedef struct reach_context {
 /* Is this output of the node another one than the waiting loss that the node made? What
  * comes that way is no part of the loss's gradient. 1, 0 or -1. */
 static int
-output_is_beside(oomkit_state *st, PyObject *node, PyObject *number)
+output_is_beside(oomkit_state *st, PyObject *node, PyObject *number,
+                 void *Py_UNUSED(context))
 {
     int failed = 0;
     const oomkit_pending *p = oomkit_node_pending(st, node, &failed);
@@ -144,27 +157,6 @@ output_is_beside(oomkit_state *st, PyObject *node, PyObject *number)
         return -1;
     }
     return p != NULL && p->kind == OOMKIT_RETURNED_WHOLE && output != p->output;
-}
-
-/* The same of what the node leads to. */
-static int
-node_leads_beside(oomkit_state *st, PyObject *node)
-{
-    PyObject *edges = PyObject_GetAttr(node, st->str_next_functions); /* owned */
-    Py_ssize_t i;
-    int result = edges == NULL ? -1 : 0;
-
-    for (i = 0; result == 0 && PyTuple_Check(edges) && i < PyTuple_GET_SIZE(edges);
-         i++) {
-        PyObject *edge = PyTuple_GET_ITEM(edges, i); /* borrowed */
-        if (PyTuple_Check(edge) && PyTuple_GET_SIZE(edge) == 2 &&
-            PyTuple_GET_ITEM(edge, 0) != Py_None) {
-            result = output_is_beside(st, PyTuple_GET_ITEM(edge, 0),
-                                      PyTuple_GET_ITEM(edge, 1));
-        }
-    }
-    Py_XDECREF(edges);
-    return result;
 }
 
 /* The same of the roots: tensors, or GradientEdges. */
@@ -185,8 +177,8 @@ roots_lead_beside(oomkit_state *st, PyObject *roots)
         number = tensor ? PyObject_GetAttr(root, st->str_output_nr)
                         : PySequence_GetItem(root, 1);
         result = node == NULL || number == NULL ? -1
-                 : node == Py_None              ? 0
-                                                : output_is_beside(st, node, number);
+                 : node == Py_None ? 0
+                                   : output_is_beside(st, node, number, NULL);
         Py_XDECREF(node);
         Py_XDECREF(number);
     }
@@ -213,7 +205,7 @@ reach_visit(oomkit_state *st, PyObject *node, void *context)
                    ? -1
                    : 0;
     }
-    beside = node_leads_beside(st, node);
+    beside = oomkit_node_edges(st, node, output_is_beside, NULL);
     c->paths |= beside > 0 || oomkit_node_is_leaf(node);
     return beside < 0 ? -1 : 1;
 }
@@ -333,7 +325,7 @@ half_visit(oomkit_state *st, PyObject *node, void *context)
         PyObject *dtype = /* owned */
             PyObject_GetAttr(PyTuple_GET_ITEM(outputs, i), st->str_dtype);
         if (dtype == NULL) {
-            PyErr_Clear(); /* an output that nobody used */
+            oomkit_error_dismiss(); /* an output that nobody used */
         }
         *(int *)context |= dtype == st->float16;
         Py_XDECREF(dtype);

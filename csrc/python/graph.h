@@ -9,6 +9,16 @@
 oomkit_pending *
 oomkit_node_pending(oomkit_state *st, PyObject *node, int *failed);
 
+/* What to do with a node that another one leads to, and the number of its output there
+ * (borrowed): 0 go on, else the answer. */
+typedef int (*oomkit_edge_visitor)(oomkit_state *st, PyObject *next, PyObject *number,
+                                   void *context);
+
+/* Every node that `node` leads to: 0, or what the visitor has answered first, or -1. */
+int
+oomkit_node_edges(oomkit_state *st, PyObject *node, oomkit_edge_visitor visit,
+                  void *context);
+
 /* Appends the nodes that `node` leads to. 0 or -1. */
 int
 oomkit_node_follow(oomkit_state *st, PyObject *node, PyObject *work);

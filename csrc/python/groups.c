@@ -2,6 +2,7 @@
  * at entry, put back after a failure, and the same for every micro-batch of a split
  * call. */
 #include "call.h"
+#include "errors.h"
 #include "tensor.h"
 
 /* Copies of an optimizer's param_groups: learning rates and other plain values; tensors
@@ -73,7 +74,7 @@ value_same(oomkit_state *st, PyObject *now, PyObject *was)
         same = PyObject_RichCompareBool(now, was, Py_EQ) == 1;
     }
     if (PyErr_Occurred()) {
-        PyErr_Clear(); /* as the contract says */
+        oomkit_error_dismiss(); /* as the contract says */
         return 0;
     }
     return same;
@@ -100,27 +101,13 @@ group_changed(oomkit_state *st, PyObject *group, PyObject *copy, PyObject **name
     return 0;
 }
 
-/* The noted copies of an optimizer, borrowed, or NULL. */
-static PyObject *
-groups_find(PyObject *list, const PyObject *optimizer)
-{
-    Py_ssize_t i;
-    for (i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
-        PyObject *pair = PyList_GET_ITEM(list, i); /* borrowed */
-        if (PyTuple_GET_ITEM(pair, 0) == optimizer) {
-            return PyTuple_GET_ITEM(pair, 1);
-        }
-    }
-    return NULL;
-}
-
 /* At an optimizer's held-back step of the first micro-batch: the values that it would
  * have used. A line that sets a value (`lr = schedule(step)`) leaves the same in each
  * micro-batch, one that changes it does not. */
 int
 oomkit_owners_groups_note(oomkit_call *call, PyObject *optimizer)
 {
-    if (groups_find(call->groups_after, optimizer) != NULL) {
+    if (oomkit_pairs_find(call->groups_after, optimizer) != NULL) {
         return 0;
     }
     return oomkit_pairs_add(&call->groups_after, optimizer,
@@ -131,13 +118,13 @@ oomkit_owners_groups_note(oomkit_call *call, PyObject *optimizer)
 int
 oomkit_owners_groups_changed(oomkit_call *call, PyObject *optimizer, PyObject **name)
 {
-    PyObject *copies = groups_find(call->groups_after, optimizer); /* borrowed */
-    PyObject *groups;                                              /* owned */
+    PyObject *copies = oomkit_pairs_find(call->groups_after, optimizer); /* borrowed */
+    PyObject *groups;                                                    /* owned */
     Py_ssize_t g;
     int changed = 0;
 
     if (copies == NULL) {
-        copies = groups_find(call->groups_end, optimizer);
+        copies = oomkit_pairs_find(call->groups_end, optimizer);
     }
     if (copies == NULL) {
         return 0;
@@ -241,7 +228,7 @@ oomkit_owners_groups_end(oomkit_call *call)
         PyObject *optimizer =
             PyTuple_GET_ITEM(PyList_GET_ITEM(list, i), 0); /* borrowed */
         if (!PyObject_TypeCheck(optimizer, (PyTypeObject *)call->st->Optimizer) ||
-            groups_find(call->groups_after, optimizer) != NULL) {
+            oomkit_pairs_find(call->groups_after, optimizer) != NULL) {
             continue;
         }
         if (call->slice_index == 0) {

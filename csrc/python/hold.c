@@ -47,11 +47,9 @@ hold_refuse(interceptor_object *self, PyObject *const *args, size_t nargsf,
     return 0;
 }
 
-/* The optimizer that this step() updates, by itself or through a scaler; borrowed, or
- * NULL. */
-static PyObject *
-hold_optimizer(interceptor_object *self, PyObject *const *args, size_t nargsf,
-               PyObject *kwnames)
+PyObject *
+oomkit_interceptor_optimizer(interceptor_object *self, PyObject *const *args,
+                             size_t nargsf, PyObject *kwnames)
 {
     PyTypeObject *type = (PyTypeObject *)self->call->st->Optimizer;
     Py_ssize_t i, n = PyVectorcall_NARGS(nargsf);
@@ -78,7 +76,8 @@ oomkit_interceptor_hold(interceptor_object *self, PyObject *const *args, size_t 
                         PyObject *kwnames)
 {
     oomkit_call *call = self->call;
-    PyObject *optimizer = hold_optimizer(self, args, nargsf, kwnames); /* borrowed */
+    PyObject *optimizer =
+        oomkit_interceptor_optimizer(self, args, nargsf, kwnames); /* borrowed */
 
     if (hold_refuse(self, args, nargsf, kwnames) < 0 ||
         (self->kind != OOMKIT_OWNER_SCHEDULER &&

@@ -5,7 +5,7 @@
  * dictionaries from entry to exit. In every micro-batch but the last they do nothing;
  * in the last (or only) one they run, and what they move is known. A scheduler keeps
  * its wrapper of optimizer.step in the same place: it is saved and put back. */
-#include "call.h"
+#include "attributes.h"
 #include "errors.h"
 #include "interceptor.h"
 
@@ -78,7 +78,7 @@ interceptor_versions_tell(const interceptor_object *self)
 
     Py_XDECREF(module);
     if (PyErr_Occurred()) {
-        PyErr_Clear(); /* an unreadable name is not torch's */
+        oomkit_error_dismiss(); /* an unreadable name is not torch's */
     }
     return tell;
 }
@@ -194,6 +194,7 @@ interceptor_closure(interceptor_object *self, PyObject *const *args, size_t narg
             return NULL;
         }
         oomkit_exception_give(exception);
+        (void)oomkit_attributes_undo(call, self->target); /* an exception either way */
     }
     return NULL;
 }
@@ -231,6 +232,7 @@ interceptor_optimizer(interceptor_object *self, PyObject *const *args, size_t na
         result = interceptor_after_oom(self, index, attempt == 0);
         if (PyErr_Occurred()) {
             call->step_failed = 1;
+            (void)oomkit_attributes_undo(call, self->target); /* either way */
             return NULL;
         }
     }
@@ -267,10 +269,15 @@ interceptor_other(interceptor_object *self, PyObject *const *args, size_t nargsf
                   PyObject *kwnames)
 {
     oomkit_call *call = self->call;
+    PyObject *stepped = /* borrowed */
+        self->kind == OOMKIT_OWNER_SCHEDULER
+            ? self->target
+            : oomkit_interceptor_optimizer(self, args, nargsf, kwnames);
     PyObject *result; /* owned */
 
-    if (self->kind == OOMKIT_OWNER_SCALER &&
-        oomkit_scaler_mark(call, self->target) < 0) {
+    if ((self->kind == OOMKIT_OWNER_SCALER &&
+         oomkit_scaler_mark(call, self->target) < 0) ||
+        (stepped != NULL && oomkit_attributes_mark(call, stepped) < 0)) {
         return NULL;
     }
     if (call->options->optimizer_copy && oomkit_owner_copy(call, self->target) < 0) {

@@ -42,6 +42,11 @@ oomkit_accelerator_counts(interceptor_object *self);
 /* hold.c */
 int
 oomkit_interceptor_has_closure(PyObject *const *args, size_t nargsf, PyObject *kwnames);
+/* The optimizer that this step() updates, by itself or through a scaler; borrowed, or
+ * NULL. */
+PyObject *
+oomkit_interceptor_optimizer(interceptor_object *self, PyObject *const *args,
+                             size_t nargsf, PyObject *kwnames);
 int
 oomkit_interceptor_hold(interceptor_object *self, PyObject *const *args, size_t nargsf,
                         PyObject *kwnames);

@@ -1,6 +1,7 @@
 /* The forgotten reduction="sum": the losses of the first split call beside the last
  * whole one. */
 #include "call.h"
+#include "errors.h"
 #include "step.h"
 #include "tensor.h"
 
@@ -55,7 +56,7 @@ losses_copy(oomkit_state *st, PyObject *root, oomkit_loss *loss)
     oomkit_exempt_leave(st);
     Py_XDECREF(plain);
     if (PyErr_Occurred()) {
-        PyErr_Clear(); /* as the contract says */
+        oomkit_error_dismiss(); /* as the contract says */
     }
 }
 
@@ -79,7 +80,7 @@ losses_keep(oomkit_call *call, PyObject *root)
         return;
     }
     if (oomkit_tensor_facts_get(st, root, 0, &facts) < 0) {
-        PyErr_Clear(); /* a loss that cannot be read is not compared */
+        oomkit_error_dismiss(); /* a loss that cannot be read is not compared */
         return;
     }
     site->size = dtype_size(facts.dtype);
@@ -127,7 +128,7 @@ oomkit_loss_take(oomkit_state *st, PyObject *tensor, oomkit_loss *loss)
     uint32_t size;
 
     if (oomkit_tensor_facts_get(st, tensor, 0, &facts) < 0) {
-        PyErr_Clear(); /* a loss that cannot be read is not compared */
+        oomkit_error_dismiss(); /* a loss that cannot be read is not compared */
         return;
     }
     size = dtype_size(facts.dtype);
@@ -143,7 +144,7 @@ oomkit_loss_take(oomkit_state *st, PyObject *tensor, oomkit_loss *loss)
         loss->tensor = PyObject_CallMethodNoArgs(tensor, st->str_detach);
         loss->version = facts.version;
         if (loss->tensor == NULL) {
-            PyErr_Clear(); /* likewise */
+            oomkit_error_dismiss(); /* likewise */
         }
     }
 }
@@ -170,7 +171,7 @@ losses_item(oomkit_state *st, PyObject *tensor)
     }
     Py_XDECREF(number);
     if (PyErr_Occurred()) {
-        PyErr_Clear(); /* several elements, or a loss that cannot be read */
+        oomkit_error_dismiss(); /* several elements, or a loss that cannot be read */
     }
     return value;
 }
@@ -425,7 +426,7 @@ replayed_whole(oomkit_call *call, const oomkit_loss *loss)
 
     if (loss->tensor != NULL &&
         oomkit_tensor_version(call->st, loss->tensor, &version) < 0) {
-        PyErr_Clear(); /* it cannot be read, then */
+        oomkit_error_dismiss(); /* it cannot be read, then */
         return NAN;
     }
     if (loss->tensor != NULL && version != loss->version) {

@@ -3,7 +3,7 @@
  * Taken when step() begins: every parameter of its groups and every value of its state,
  * by identity and version. Values that were put in place of others can be put back; a
  * tensor that changed in place cannot, without a pre-image. */
-#include "call.h"
+#include "attributes.h"
 #include "errors.h"
 #include "tensor.h"
 
@@ -190,7 +190,10 @@ oomkit_optimizer_mark_take(oomkit_call *call, PyObject *optimizer, int *index)
     mark = &call->optimizers[at];
     mark->optimizer = Py_NewRef(optimizer);
     *index = at;
-    return mark_groups(call->st, mark) < 0 || mark_state(call->st, mark) < 0 ? -1 : 0;
+    return mark_groups(call->st, mark) < 0 || mark_state(call->st, mark) < 0 ||
+                   oomkit_attributes_mark(call, optimizer) < 0
+               ? -1
+               : 0;
 }
 
 /* 1 when a parameter or a state tensor changed in place since the mark; 0; -1. */

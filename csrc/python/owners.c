@@ -4,7 +4,7 @@
  * A GradScaler's per-optimizer states are saved before its first method runs in a call
  * (its state_dict does not hold them). The user's objects are saved at entry.
  * Everything else only with optimizer_safety="copy". */
-#include "call.h"
+#include "attributes.h"
 
 /* A copy of {id: {"stage": ..., "found_inf_per_device": {...}}}, two levels deep. */
 static PyObject *
@@ -45,17 +45,17 @@ error:
     return NULL;
 }
 
-/* Is `object` the first of a pair in the list? */
-static int
-list_has(PyObject *list, PyObject *object)
+PyObject *
+oomkit_pairs_find(PyObject *list, const PyObject *object)
 {
     Py_ssize_t i;
     for (i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
-        if (PyTuple_GET_ITEM(PyList_GET_ITEM(list, i), 0) == object) {
-            return 1;
+        PyObject *pair = PyList_GET_ITEM(list, i); /* borrowed */
+        if (PyTuple_GET_ITEM(pair, 0) == object) {
+            return PyTuple_GET_ITEM(pair, 1);
         }
     }
-    return 0;
+    return NULL;
 }
 
 /* Appends (object, saved). Steals `saved`, which may be NULL with an exception. */
@@ -81,7 +81,7 @@ oomkit_scaler_mark(oomkit_call *call, PyObject *scaler)
 {
     PyObject *states, *saved; /* owned */
 
-    if (list_has(call->scaler_marks, scaler)) {
+    if (oomkit_pairs_find(call->scaler_marks, scaler) != NULL) {
         return 0;
     }
     states = PyObject_GetAttr(scaler, call->st->str_per_optimizer_states);
@@ -111,7 +111,7 @@ owner_state(oomkit_state *st, PyObject *object)
 int
 oomkit_owner_copy(oomkit_call *call, PyObject *owner)
 {
-    if (list_has(call->copied_owners, owner) ||
+    if (oomkit_pairs_find(call->copied_owners, owner) != NULL ||
         PyObject_TypeCheck(owner, (PyTypeObject *)call->st->Module)) {
         return 0; /* an averaged model's parameters are compared instead */
     }
@@ -215,6 +215,9 @@ oomkit_owners_restore(oomkit_call *call)
     Py_ssize_t i;
     PyObject *list = call->scaler_marks; /* borrowed from call */
 
+    if (oomkit_attributes_restore(call) < 0) {
+        return -1;
+    }
     for (i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
         PyObject *pair = PyList_GET_ITEM(list, i); /* borrowed */
         if (scaler_restore(call, PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1)) <
@@ -290,6 +293,7 @@ oomkit_owners_release(oomkit_call *call)
     Py_CLEAR(call->scaler_marks);
     Py_CLEAR(call->copied_owners);
     Py_CLEAR(call->user_marks);
+    Py_CLEAR(call->attributes);
     Py_CLEAR(call->groups_after);
     Py_CLEAR(call->groups_end);
     Py_CLEAR(call->epochs);

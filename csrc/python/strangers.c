@@ -54,14 +54,22 @@ walk_leaf(stranger_walk *w, PyObject *node)
     return result;
 }
 
-/* A node: a leaf is looked at here and now, for there may be thousands and they lead
- * nowhere; another one once, then what it leads to waits in `work`. 0 or -1. */
+/* What a node leads to: a leaf is looked at here and now, for there may be thousands
+ * and they lead nowhere; another one waits in `work`. 0 or -1. */
+static int
+walk_edge(oomkit_state *Py_UNUSED(st), PyObject *next, PyObject *Py_UNUSED(number),
+          void *context)
+{
+    stranger_walk *w = context;
+    return oomkit_node_is_leaf(next) ? walk_leaf(w, next)
+                                     : PyList_Append(w->work, next);
+}
+
+/* A node of `work`, once. 0 or -1. */
 static int
 walk_node(stranger_walk *w, PyObject *node)
 {
-    PyObject *edges; /* owned */
-    Py_ssize_t i;
-    int result = 0, known;
+    int known;
 
     if (oomkit_node_is_leaf(node)) {
         return walk_leaf(w, node);
@@ -70,52 +78,7 @@ walk_node(stranger_walk *w, PyObject *node)
     if (known != 0 || PySet_Add(w->seen, node) < 0) {
         return known == 1 ? 0 : -1;
     }
-    edges = PyObject_GetAttr(node, w->st->str_next_functions);
-    if (edges == NULL) {
-        return -1;
-    }
-    for (i = 0; PyTuple_Check(edges) && i < PyTuple_GET_SIZE(edges) && result == 0;
-         i++) {
-        PyObject *edge = PyTuple_GET_ITEM(edges, i); /* borrowed */
-        PyObject *next = PyTuple_Check(edge) && PyTuple_GET_SIZE(edge) > 0
-                             ? PyTuple_GET_ITEM(edge, 0)
-                             : Py_None; /* borrowed */
-        result = next == Py_None             ? 0
-                 : oomkit_node_is_leaf(next) ? walk_leaf(w, next)
-                                             : PyList_Append(w->work, next);
-    }
-    Py_DECREF(edges);
-    return result;
-}
-
-/* The roots of a backward: a tensor or a sequence of tensors. 0 or -1. */
-static int
-graph_roots(oomkit_call *call, PyObject *roots, PyObject *work)
-{
-    PyObject *list, *node; /* owned */
-    Py_ssize_t i;
-    int result = 0;
-
-    list = oomkit_tensor_check(call->st, roots) ? PyTuple_Pack(1, roots)
-                                                : PySequence_Tuple(roots);
-    if (list == NULL) {
-        return -1;
-    }
-    for (i = 0; i < PyTuple_GET_SIZE(list) && result == 0; i++) {
-        PyObject *root = PyTuple_GET_ITEM(list, i); /* borrowed */
-        if (!oomkit_tensor_check(call->st, root)) {
-            continue; /* a GradientEdge: its node is not followed */
-        }
-        node = PyObject_GetAttr(root, call->st->str_grad_fn);
-        if (node == NULL) {
-            result = -1;
-        } else if (node != Py_None) {
-            result = PyList_Append(work, node);
-        }
-        Py_XDECREF(node);
-    }
-    Py_DECREF(list);
-    return result;
+    return oomkit_node_edges(w->st, node, walk_edge, w);
 }
 
 /* Walks the graph of a backward to its leaves. New list of those that are no
@@ -127,12 +90,12 @@ graph_strangers(oomkit_call *call, PyObject *roots)
                        .work = PyList_New(0),
                        .seen = PySet_New(NULL),
                        .found = PyList_New(0)}; /* found: returned */
-    int result = -1;
+    int result = -1, leaves = 0;
 
     if (w.work == NULL || w.seen == NULL || w.found == NULL ||
         oomkit_addresses_fill(&w.known, call->parts->params, call->parts->param_count) <
             0 ||
-        graph_roots(call, roots, w.work) < 0) {
+        oomkit_roots_nodes(call->st, roots, w.work, &leaves) < 0) {
         goto done;
     }
     result = 0;

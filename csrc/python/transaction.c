@@ -445,6 +445,7 @@ oomkit_tx_end_attempt(oomkit_call *call)
     Py_CLEAR(call->scaler_marks);
     Py_CLEAR(call->copied_owners);
     Py_CLEAR(call->user_marks);
+    Py_CLEAR(call->attributes);
     oomkit_course_clear(&call->course[0]);
     oomkit_course_clear(&call->course[1]);
     call->training = call->backwards = call->backward_failed = call->queued = 0;

@@ -143,6 +143,25 @@ MUTANTS = [
         ("test_once_updates.py::test_a_scaler_that_had_unscaled_does_so_again",),
     ),
     Mutant(
+        "attributes-stay",
+        "what step() has set on an optimizer or a scheduler goes back with the rest",
+        "csrc/python/owners.c",
+        "    if (oomkit_attributes_restore(call) < 0) {",
+        "    if (0) {",
+        (
+            "test_refused_attributes.py::test_a_refused_first_step_leaves_no_attribute_behind",
+            "test_refused_attributes.py::test_a_scheduler_that_fails_half_way_goes_back",
+        ),
+    ),
+    Mutant(
+        "scale-stays-lent",
+        "the scale that a scaler has lent to a fused update is gone after a half done one",
+        "csrc/python/intercept.c",
+        "            (void)oomkit_attributes_undo(call, self->target); /* either way */",
+        "",
+        ("test_refused_attributes.py::test_a_partial_update_leaves_no_scale_behind",),
+    ),
+    Mutant(
         "half-made-scaler-stays",
         "a GradScaler of which only one of two tensors was made is put back",
         "csrc/python/owners.c",

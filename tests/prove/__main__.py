@@ -112,6 +112,8 @@ def main() -> int:
             verdict = f"{len(result.failures)} FAILED" if result.failures else "ok"
             line = f"{result.cases} cases, {verdict}, {result.seconds:.0f} s; {result.told}"
             print(f"{suite.name}: {unit}: {line}", flush=True)
+            for more in result.lines:
+                print(f"    {more}", flush=True)
             for failure in result.failures[:5]:
                 print(f"    {failure}", flush=True)
 

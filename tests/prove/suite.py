@@ -20,6 +20,8 @@ class Result:
     told: str = ""
     """For the line of the unit in the table: what came out how often."""
     seconds: float = 0.0
+    lines: list[str] = field(default_factory=list)
+    """Below that line, one each."""
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)

@@ -58,5 +58,5 @@ def table(results: Results, seconds: float, seed: str, repeated: list[str]) -> s
                 line = (
                     f"  {unit:{width}s} {r.cases:7d} {len(r.failures):5d} {r.seconds:6.0f} s{told}"
                 )
-                detail.append(line.rstrip())
+                detail += [line.rstrip(), *(f"    {more}" for more in r.lines)]
     return head + "\n" + summary(results, seconds) + "\n" + "\n".join(detail) + "\n"

@@ -1,12 +1,14 @@
 """Builds of both extensions under a sanitizer: by setup.py, from a copy of the tree.
 
 They lie in build/sanitize, a folder each, and are built again when a source has changed. The
-ordinary build is never touched.
+ordinary build is never touched. Two units of `make prove` use one of them at a time: what one
+works in the other must not build again, so that a build has a stamp, and its users a lock.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import shlex
 import shutil
@@ -32,6 +34,7 @@ PLANTED = {
     "_C": ("oomkit_ring_push", ["-DPLANT_IN_RING"]),
     "_bridge": ("oomkit_budget_reserve", []),
 }
+_IGNORED = shutil.ignore_patterns("*.so", "*.pyc", "__pycache__", ".*_cache")
 COPIED = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "csrc", "oomkit", "tests")
 
 
@@ -60,13 +63,19 @@ def preloaded(kind: str) -> str:
     return f"{library(LIBRARIES[kind][0])} {library('libstdc++.so.6')}"
 
 
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Two units of `make prove` may want the same build at the same time."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def _sources() -> list[Path]:
+    found = [ROOT / name for name in COPIED]
+    files = [p for top in found for p in (top.rglob("*") if top.is_dir() else [top])]
+    return sorted(p for p in files if p.is_file() and not _IGNORED("", p.relative_to(ROOT).parts))
+
+
+def _stamp(kind: str) -> str:
+    """Of all that a build is made of."""
+    digest = hashlib.sha256(f"{FLAGS[kind]} {COMMON} {sys.executable} {sys.version}".encode())
+    for path in _sources():
+        digest.update(f"{path.relative_to(ROOT)} {path.stat().st_mode}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _run(command: list[str], where: Path, env: dict[str, str] | None = None) -> str:
@@ -81,10 +90,9 @@ def _run(command: list[str], where: Path, env: dict[str, str] | None = None) -> 
 def _copy(tree: Path) -> None:
     shutil.rmtree(tree, ignore_errors=True)
     tree.mkdir(parents=True)
-    ignored = shutil.ignore_patterns("*.so", "__pycache__", ".*_cache")
     for name in COPIED:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, tree / name, ignore=ignored)
+            shutil.copytree(ROOT / name, tree / name, ignore=_IGNORED)
         else:
             shutil.copy2(ROOT / name, tree / name)
 
@@ -140,10 +148,22 @@ def _python_include() -> str:
     return sysconfig.get_paths()["include"]
 
 
-def built(kind: str) -> tuple[Path, Path]:
-    """Folders with the package under a sanitizer: as it is, and with the defects."""
-    folder = HERE / kind
-    with _alone(folder):
-        _build(kind, folder)
-        _plant(kind, folder)
-    return folder / "tree", folder / "planted"
+@contextmanager
+def built(kind: str) -> Iterator[tuple[Path, Path]]:
+    """Folders with the package under a sanitizer: as it is, and with the defects. They stay as
+    they are for as long as the block lasts: a program whose working directory is taken away
+    ends with an error of oneMKL, which cannot load torch's library."""
+    folder, wanted = HERE / kind, _stamp(kind)
+    stamp = folder / "stamp"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        while not stamp.exists() or stamp.read_text() != wanted:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not stamp.exists() or stamp.read_text() != wanted:
+                stamp.unlink(missing_ok=True)
+                _build(kind, folder)
+                _plant(kind, folder)
+                stamp.write_text(wanted)
+            fcntl.flock(lock, fcntl.LOCK_SH)  # others may come between: hence the loop
+        yield folder / "tree", folder / "planted"

@@ -1,8 +1,13 @@
-"""A program that gets to both functions in which defects are planted, and ends well without."""
+"""A program that gets to both functions in which defects are planted, and ends well without.
+
+What it says first tells a defect that was not found from a program that did not run.
+"""
 
 import torch
 
 import oomkit
+
+BEGUN = "all is imported"
 
 
 @oomkit.auto_batch
@@ -11,6 +16,7 @@ def step(x: torch.Tensor) -> torch.Tensor:
 
 
 if __name__ == "__main__":
+    print(BEGUN, flush=True)
     with oomkit.limit_memory("1GiB", device="cpu"):
         step(torch.ones(8))
     print("reached the end")

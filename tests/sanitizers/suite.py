@@ -22,8 +22,15 @@ from .reports import Run, reports_in, run_under
 
 HERE = Path(__file__).parent
 
-# tool, plants, and what the reports have to say beside a frame of plants.c
+# tool, plants, and what the reports have to say of each of them beside a frame of plants.c
 Plant = tuple[str, str, Sequence[str]]
+BEGUN = "all is imported"
+"""What planted.py and threads.py say before they come to a defect."""
+TOOLS = {
+    "leak": "LeakSanitizer", "object-leak": "LeakSanitizer", "race": "ThreadSanitizer",
+    "signed-overflow": "UBSan", "misaligned": "UBSan",
+}  # fmt: skip
+"""By defect; the others are AddressSanitizer's."""
 IN_EXTENSIONS: dict[str, list[Plant]] = {
     "address": [
         ("address", "ring:use-after-free", ["heap-use-after-free"]),
@@ -48,17 +55,36 @@ def _found(run: Run, wanted: Sequence[str]) -> list[str]:
     return [w for w in wanted if not any(re.search(w, report, re.DOTALL) for report in run.ours)]
 
 
+def lines_of(plant: Plant, missing: Sequence[str]) -> list[str]:
+    """For the table: which tool, which defect, found or not."""
+    _, names, wanted = plant
+    return [
+        f"planted {name:26s} {TOOLS.get(name.partition(':')[2], 'AddressSanitizer'):17s} "
+        f"{'NOT found' if what in missing else 'found'}"
+        for name, what in zip(names.split(","), wanted, strict=True)
+    ]
+
+
+def judge_plant(plant: Plant, run: Run, result: Result) -> None:
+    """A defect that the program did not get to is not one that the tool has missed."""
+    _, name, wanted = plant
+    missing = _found(run, wanted)
+    result.cases += 1
+    result.lines += lines_of(plant, missing)
+    if not missing and run.code != 0:
+        return
+    how = f"no report has {missing}" if BEGUN in run.output else "the program never came to it"
+    result.failures.append(
+        f"planted {name} was not found, {how}: it ended with {run.code} and said: "
+        f"{run.output[-500:]} {run.reports[:2]}"
+    )
+
+
 def _check_plants(tool: str, planted: Path, tree: Path, result: Result) -> None:
     program = "threads.py" if tool == "thread" else "planted.py"
-    for under, plant, wanted in IN_EXTENSIONS[tool]:
-        result.cases += 1
-        run = run_under(under, [sys.executable, str(HERE / program)], planted, tree, plant)
-        missing = _found(run, wanted)
-        if missing or run.code == 0:
-            result.failures.append(
-                f"planted {plant} was not found: ended with {run.code}, no report has {missing}; "
-                f"{run.output[-500:]} {run.reports[:2]}"
-            )
+    for plant in IN_EXTENSIONS[tool]:
+        command = [sys.executable, str(HERE / program)]
+        judge_plant(plant, run_under(plant[0], command, planted, tree, plant[1]), result)
     run = run_under(tool, [sys.executable, str(HERE / program)], planted, tree)
     result.cases += 1
     if run.ours or (run.code != 0 and tool != "leak"):
@@ -97,29 +123,29 @@ def _judge(tool: str, run: Run, result: Result) -> None:
 
 def address() -> Result:
     result = Result()
-    tree, planted = built("address")
-    _check_plants("address", planted, tree, result)
-    _run_part("address", ADDRESS, tree, result)
+    with built("address") as (tree, planted):
+        _check_plants("address", planted, tree, result)
+        _run_part("address", ADDRESS, tree, result)
     return result
 
 
 def leaks() -> Result:
     result = Result()
-    tree, planted = built("address")
-    _check_plants("leak", planted, tree, result)
-    _run_part("leak", LEAKS, tree, result)
+    with built("address") as (tree, planted):
+        _check_plants("leak", planted, tree, result)
+        _run_part("leak", LEAKS, tree, result)
     return result
 
 
 def threads() -> Result:
     result = Result()
-    tree, planted = built("thread")
-    _check_plants("thread", planted, tree, result)
-    run = run_under("thread", [sys.executable, str(HERE / "threads.py")], tree, tree)
-    result.cases += 1
-    if run.code != 0 or run.ours:
-        result.failures += [f"threads.py: {run.code} {run.output[-1000:]}", *run.ours]
-    _run_part("thread", THREAD, tree, result)
+    with built("thread") as (tree, planted):
+        _check_plants("thread", planted, tree, result)
+        run = run_under("thread", [sys.executable, str(HERE / "threads.py")], tree, tree)
+        result.cases += 1
+        if run.code != 0 or run.ours:
+            result.failures += [f"threads.py: {run.code} {run.output[-1000:]}", *run.ours]
+        _run_part("thread", THREAD, tree, result)
     return result
 
 
@@ -193,7 +219,9 @@ def core_alone() -> Result:
     with tempfile.TemporaryDirectory() as there:
         folder = Path(there)
         for plant in IN_CORE:
-            result.failures += planted_in_core(plant, folder)
+            wrong = planted_in_core(plant, folder)
+            result.failures += wrong
+            result.lines += lines_of(plant, plant[2] if wrong else [])
         for name in core.NAMES:
             result.failures += core_under("address", name, folder)
         for name in THREADED:

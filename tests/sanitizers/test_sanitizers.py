@@ -6,15 +6,19 @@ extensions as well.
 
 from __future__ import annotations
 
+import fcntl
 from pathlib import Path
 
 import pytest
+from prove.suite import Result
 from test_core import build, run
 
-from .builds import FLAGS, LIBRARIES, NotInstalled, library
+from . import builds
+from .builds import FLAGS, LIBRARIES, NotInstalled, built, library
 from .parts import ADDRESS, LEAKS, THREAD
-from .reports import is_ours, reports_in
-from .suite import IN_CORE, THREADED, core_under, planted_in_core
+from .planted import BEGUN
+from .reports import Run, is_ours, reports_in
+from .suite import IN_CORE, IN_EXTENSIONS, THREADED, core_under, judge_plant, planted_in_core
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -58,6 +62,50 @@ def test_parts_are_files_with_a_reason() -> None:
     for part in (*ADDRESS, *LEAKS, *THREAD):
         assert (TESTS / part.file).is_file(), part.file
         assert len(part.why) > 10, part.file
+
+
+def test_a_program_that_did_not_begin_is_told_from_a_defect_that_was_not_found() -> None:
+    plant = IN_EXTENSIONS["address"][0]
+    mkl = "Intel oneMKL FATAL ERROR: Cannot load /x/torch/lib/libtorch_cpu.so."
+    told = []
+    for output in (mkl, f"{BEGUN}\n"):
+        judge_plant(plant, Run(2, output), result := Result())
+        assert result.lines[0].endswith("NOT found")
+        told += result.failures
+    assert "the program never came to it" in told[0] and mkl in told[0]
+    assert "no report has ['heap-use-after-free']" in told[1] and len(told) == 2
+    report = "==1==ERROR: AddressSanitizer: heap-use-after-free\n    #0 0x1 in f tests/plants.c:47"
+    judge_plant(plant, Run(1, f"{BEGUN}\n", [report]), result := Result())
+    assert (result.failures, result.cases) == ([], 1)
+    assert result.lines[0].split()[1:] == ["ring:use-after-free", "AddressSanitizer", "found"]
+
+
+def test_a_build_in_use_is_not_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was, by another unit: its user's working directory was gone, and oneMKL could not load
+    torch's library."""
+    made: list[str] = []
+    now = ["first"]
+    monkeypatch.setattr(builds, "HERE", tmp_path)
+    monkeypatch.setattr(builds, "_stamp", lambda kind: now[0])
+    monkeypatch.setattr(builds, "_build", lambda kind, folder: made.append(now[0]))
+    monkeypatch.setattr(builds, "_plant", lambda kind, folder: None)
+
+    def is_free() -> bool:
+        with (tmp_path / "address" / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
+    with built("address"), built("address"):
+        assert made == ["first"]
+        assert not is_free()
+    assert is_free()
+    now[0] = "second"
+    with built("address"):
+        assert made == ["first", "second"]
+        assert not is_free()
 
 
 LEAK = """

@@ -1,0 +1,113 @@
+"""An interrupt that comes while oomkit asks something of the user's that may fail arrives again."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import oomkit
+from oomkit.testing import force_slices, inject_oom
+
+
+@pytest.fixture
+def arrived() -> Iterator[list[int]]:
+    """Interrupts that have come through."""
+    numbers: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: numbers.append(number))
+    yield numbers
+    signal.signal(signal.SIGINT, before)
+
+
+class Interrupted(torch.optim.SGD):
+    """Whoever reads its state while `armed` is interrupted."""
+
+    armed = False
+
+    @property
+    def state(self) -> Any:
+        if self.armed:
+            raise KeyboardInterrupt
+        return self.__dict__["_state"]
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.__dict__["_state"] = value
+
+
+def test_while_the_holders_of_memory_are_summed_up(arrived: list[int]) -> None:
+    net = nn.Linear(3, 2)
+    opt = Interrupted(net.parameters(), lr=0.1)
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> None:
+        net(x).mean().backward()
+        opt.step()
+
+    x = torch.ones(1, 3)
+    step(x)
+    opt.armed = True
+    with inject_oom(nth=1, times=None), pytest.raises(oomkit.OutOfMemory) as caught:
+        step(x)
+    assert caught.value.report is not None
+    assert arrived == [signal.SIGINT]
+
+
+class Value:
+    def __eq__(self, other: object) -> bool:
+        raise KeyboardInterrupt
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_while_values_of_groups_are_compared(arrived: list[int]) -> None:
+    """The comparison counts as a difference, and the split is refused for it."""
+    net = nn.Linear(3, 2)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> None:
+        net(x).mean().backward()
+        opt.param_groups[0]["mine"] = Value()
+        opt.step()
+
+    opt.param_groups[0]["mine"] = Value()
+    with force_slices([2, 2]), pytest.raises(oomkit.SplitError, match="mine"):
+        step(torch.ones(4, 3))
+    assert arrived
+
+
+class Kind(type):
+    @property
+    def __module__(cls) -> str:  # type: ignore[override]
+        raise KeyboardInterrupt
+
+
+def test_while_the_kind_of_an_optimizer_is_asked(arrived: list[int]) -> None:
+    class Optimizer(torch.optim.SGD, metaclass=Kind):
+        pass
+
+    net = nn.Linear(3, 2)
+    opt = Optimizer(net.parameters(), lr=0.1)
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> None:
+        net(x).mean().backward()
+        opt.step()
+
+    step(torch.ones(4, 3))
+    assert arrived
+
+
+class Silent(RuntimeError):
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+
+def test_while_the_text_of_an_error_is_read(arrived: list[int]) -> None:
+    assert not oomkit.is_oom_error(Silent())
+    assert arrived == [signal.SIGINT]
