@@ -315,7 +315,7 @@ recover_from_failure(oomkit_call *call)
     if (oomkit_device_is_lost(st, call->device)) {
         class_ = OOMKIT_CLASS_STICKY;
     }
-    if (oomkit_recover_note(call, exception) < 0) {
+    if (oomkit_modes_entry_back(call) < 0 || oomkit_recover_note(call, exception) < 0) {
         Py_XDECREF(handled);
         Py_DECREF(exception);
         return -1;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -31,6 +32,9 @@ SWEEP = Limit(600, 1800)
 """One that forks all of these for a body."""
 
 
+TORCH = re.compile(r" of lib(?:torch\w*|c10)\.so$")
+
+
 @dataclass
 class Answer:
     value: Any = None
@@ -45,11 +49,31 @@ def _read(reader: int) -> bytes:
     return b"".join(parts)
 
 
+def _native(lines: list[str]) -> str:
+    """The innermost functions of C, by library, as torch's own handler of signals lists them,
+    down to one that is not torch's. Of CPython's it says only that they are Python's."""
+    found = []
+    for line in lines:
+        if line == "<omitting python frames>":
+            found.append("CPython")
+        elif match := re.match(r"frame #\d+: (.*) \+ 0x\w+ \(0x\w+ in (?:.*/)?([^/]*)\)$", line):
+            found.append(f"{match[1]} of {match[2]}")
+        elif found and not line.startswith("frame #"):
+            break
+    own = [n for n, name in enumerate(found) if "FatalSignalHandler" in name]
+    # Behind the handler's own frames is the one that libc has put there.
+    found = found[own[-1] + 2 :] if own else []
+    end = next((n for n, name in enumerate(found) if not TORCH.search(name)), 0)
+    return " < ".join(found[: end + 1])
+
+
 def _last_words(text: str) -> str:
-    """The line that tells why, and where Python was."""
+    """The line that tells why, where C was, and where Python was."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     told = [line for line in lines if line.startswith(("Fatal", "terminate", "what():", "corrupt"))]
     frames = [line for line in lines if line.startswith("File ")][:4]
+    native = _native(lines)
+    told += [f"in {native}"] if native else []
     return "; ".join(told + frames) or " / ".join(lines[-3:])
 
 
@@ -74,6 +98,8 @@ def apart(work: Callable[[], Any], limit: Limit = FAULTY) -> Answer:
             code = 1
             try:
                 faulthandler.enable(2, all_threads=False)
+                if torch := sys.modules.get("torch"):  # behind which faulthandler's comes
+                    torch._C._set_print_stack_traces_on_fatal_signal(True)
                 _arm(limit)
                 answer = pickle.dumps(work())
                 while answer:
