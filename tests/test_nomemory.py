@@ -47,6 +47,7 @@ STRIDES = {
     "sizes in a checkpoint": 71,
     "trials": 331,
     "searching": 331,
+    "reserving": 331,
 }
 STRIDE = 1501
 
@@ -98,6 +99,13 @@ def test_what_is_listed_is_nothing_of_ours() -> None:
     assert listed(hang) == "CPython hangs"
     assert not listed('SIGPROF: File "/x/oomkit/_buffers.py", line 25 in _sample; File "/x/y.py"')
     assert not listed("SIGSEGV: Fatal Python error: Segmentation fault")
+    said = "SIGSEGV: Fatal Python error: Segmentation fault; in"
+    ours, theirs = "<unknown function> of _C.cpython-311.so", "f(int) of libtorch_python.so"
+    where = 'File "/x/torch/_tensor.py", line 623 in backward'
+    assert listed(f"{said} {theirs} <- {theirs} <- CPython <- {ours}; {where}") == "torch crashes"
+    assert not listed(f"{said} {ours} <- {theirs} <- CPython; {where}")
+    assert not listed(f"{said} {theirs} <- {ours} <- CPython; {where}")
+    assert not listed(f"{said} CPython <- {ours} <- {theirs}; {where}")
     assert not listed("SystemError: <oomkit._C.Step object> returned NULL without setting")
     assert "SystemError" not in OURS
 

@@ -240,3 +240,29 @@ def test_modes_that_a_failed_attempt_did_not_leave_come_back(lost: str, retried:
     finally:
         torch.set_grad_enabled(True)
         torch.set_autocast_enabled("cpu", False)
+
+
+def test_an_update_that_is_half_done_leaves_gradients_recorded() -> None:
+    """torch's Optimizer.step() switches them off, and cannot switch them on without memory."""
+    parameters = [torch.ones(2, requires_grad=True) for _ in range(2)]
+
+    class Half(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            with torch.no_grad():
+                parameters[0].sub_(0.1)
+            torch._C._set_grad_enabled(False)
+            raise MemoryError
+
+    optimizer = Half(parameters, lr=0.1)
+
+    @oomkit.auto_batch(optimizer=optimizer)
+    def step(x: torch.Tensor) -> None:
+        sum((p * x).sum() for p in parameters).backward()
+        optimizer.step()
+
+    try:
+        with pytest.raises(oomkit.PartialUpdate):
+            step(torch.ones(4, 2))
+        assert torch.is_grad_enabled()
+    finally:
+        torch.set_grad_enabled(True)

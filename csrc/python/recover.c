@@ -309,6 +309,12 @@ recover_from_failure(oomkit_call *call)
     oomkit_class class_ = oomkit_exception_classify(st, exception);
 
     if (class_ == OOMKIT_CLASS_OTHER) {
+        /* An optimizer's step() that ran out of memory half-way is said where it was.
+         */
+        if (PyErr_GivenExceptionMatches(exception, st->PartialUpdate) &&
+            oomkit_modes_entry_back(call) < 0) {
+            PyErr_WriteUnraisable(call->func); /* the update tells more */
+        }
         Py_XDECREF(handled);
         return oomkit_recover_pass(call, exception);
     }

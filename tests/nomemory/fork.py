@@ -24,15 +24,12 @@ class Limit(NamedTuple):
     """Seconds, for one that waits."""
 
 
-FAULTY = Limit(0.6, 120)
+FAULTY = Limit(0.6, 30)
 """One with a fault. None of them takes a tenth of it."""
 CALM = Limit(60, 600)
 """One without a fault, which may import everything."""
 SWEEP = Limit(600, 1800)
 """One that forks all of these for a body."""
-
-
-TORCH = re.compile(r" of lib(?:torch\w*|c10)\.so$")
 
 
 @dataclass
@@ -50,8 +47,8 @@ def _read(reader: int) -> bytes:
 
 
 def _native(lines: list[str]) -> str:
-    """The innermost functions of C, by library, as torch's own handler of signals lists them,
-    down to one that is not torch's. Of CPython's it says only that they are Python's."""
+    """The innermost functions of C, by library, as torch's own handler of signals lists them:
+    of CPython's it says only that they are Python's."""
     found = []
     for line in lines:
         if line == "<omitting python frames>":
@@ -61,10 +58,10 @@ def _native(lines: list[str]) -> str:
         elif found and not line.startswith("frame #"):
             break
     own = [n for n, name in enumerate(found) if "FatalSignalHandler" in name]
-    # Behind the handler's own frames is the one that libc has put there.
-    found = found[own[-1] + 2 :] if own else []
-    end = next((n for n, name in enumerate(found) if not TORCH.search(name)), 0)
-    return " < ".join(found[: end + 1])
+    found = found[own[-1] + 1 :] if own else []
+    while found and " of libc.so" in found[0]:  # faulthandler's raise(), and the signal's frame
+        found = found[1:]
+    return " <- ".join(found[:8])
 
 
 def _last_words(text: str) -> str:
@@ -87,6 +84,14 @@ def _arm(limit: Limit) -> None:
         faulthandler.register(number, 2, all_threads=False, chain=True)
 
 
+def _say_native() -> None:
+    """A crash also says which functions of C it was in. Not an abort: it is the allocator's own
+    where the heap is broken, and listing functions would wait for its lock."""
+    if torch := sys.modules.get("torch"):
+        torch._C._set_print_stack_traces_on_fatal_signal(True)
+        signal.signal(signal.SIGABRT, signal.SIG_DFL)
+
+
 def apart(work: Callable[[], Any], limit: Limit = FAULTY) -> Answer:
     """What `work` returns in a child of this process. An exception of it is a death, too."""
     reader, writer = os.pipe()
@@ -97,9 +102,8 @@ def apart(work: Callable[[], Any], limit: Limit = FAULTY) -> Answer:
             os.dup2(words.fileno(), 2)
             code = 1
             try:
+                _say_native()
                 faulthandler.enable(2, all_threads=False)
-                if torch := sys.modules.get("torch"):  # behind which faulthandler's comes
-                    torch._C._set_print_stack_traces_on_fatal_signal(True)
                 _arm(limit)
                 answer = pickle.dumps(work())
                 while answer:
