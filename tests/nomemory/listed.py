@@ -60,8 +60,9 @@ LISTED: list[tuple[str, str]] = [
     ("torch's SystemError", r"^SystemError: <built-in function linear> returned a result with"),
     # torch::autograd::functionToPyObject(), where its error is not one that ends the process.
     ("torch's RuntimeError", r"^RuntimeError: Failed to allocate a \w+Backward0 object$"),
-    # importlib._bootstrap: PyThread_allocate_lock() without memory, whose error is this one.
-    ("CPython's RuntimeError", r"^RuntimeError: can't allocate lock"),
+    # importlib._bootstrap and bufferedio.c: PyThread_allocate_lock() without memory, whose error
+    # is this one.
+    ("CPython's RuntimeError", r"^RuntimeError: can't allocate (?:read )?lock"),
     # compile(): of a module that has no .pyc yet.
     ("CPython's SystemError", r"^SystemError: <built-in function compile> returned NULL"),
     # compile.c asserts or frees what it had no memory for: importing a file without a .pyc.
