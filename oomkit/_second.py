@@ -51,9 +51,8 @@ def split_loss(loss: torch.Tensor, pending: Callable[[torch.Tensor], None]) -> N
 
 
 def modes_then(autocast: Sequence[tuple[str, torch.dtype]]) -> ExitStack:
-    """Grad mode on, and autocast as it was: on for these (device type, dtype), else off."""
+    """Autocast as it was: on for these (device type, dtype), else off."""
     stack = ExitStack()
-    stack.enter_context(torch.enable_grad())
     wanted = dict(autocast)
     for device in {"cpu", "cuda", *wanted}:
         if device in wanted:

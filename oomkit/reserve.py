@@ -302,6 +302,14 @@ class Reservation:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        try:
+            self._leave()
+        except MemoryError:  # anywhere in there: an error that passes would keep the place
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
+        """May be repeated."""
         if os.getpid() != self._pid:
             return  # a child made inside the block: the reservation is its parent's
         try:

@@ -47,6 +47,10 @@ class Stats(ctypes.Structure):
     ]
 
 
+class Modes(ctypes.Structure):
+    _fields_ = [("autocast", ctypes.c_uint64), ("grad", ctypes.c_int32)]
+
+
 DeviceStats = ctypes.c_uint64 * 8
 int_p = ctypes.POINTER(ctypes.c_int)
 
@@ -74,6 +78,8 @@ class Table(ctypes.Structure):
         ("bytes_get", function(ctypes.c_int, pointer, offset_t, pointer, ctypes.c_uint64)),
         ("bytes_set", function(ctypes.c_int, pointer, offset_t, pointer, ctypes.c_uint64)),
         ("sample", function(ctypes.c_uint64, pointer, offset_t)),
+        ("modes_get", function(None, ctypes.POINTER(Modes))),
+        ("modes_set", function(None, ctypes.POINTER(Modes))),
         ("generator_read", function(ctypes.c_uint64, pointer, pointer, ctypes.c_uint64)),
         ("generator_same", function(ctypes.c_int, pointer, pointer, ctypes.c_uint64)),
         ("cpu_install", function(ctypes.c_int)),
@@ -165,7 +171,7 @@ def parameter():
 def test_the_table_is_that_of_the_running_torch():
     assert bridge.torch_version == ".".join(torch.__version__.split(".")[:2])
     assert f"{api.torch_major}.{api.torch_minor}" == bridge.torch_version
-    assert api.version == 4
+    assert api.version == 5
     assert api.size == ctypes.sizeof(Table)
 
 
@@ -235,6 +241,23 @@ def test_marks_are_sound_against_address_reuse(parameter):
         assert marks.compare() == [(REPLACED, 0)]
         marks.release()
     assert reused == 0
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_modes_of_the_thread_come_back(grad, autocast):
+    modes = Modes()
+    with torch.set_grad_enabled(grad), torch.autocast("cpu", enabled=autocast):
+        api.modes_get(modes)
+        with torch.set_grad_enabled(not grad), torch.autocast("cpu", enabled=not autocast):
+            api.modes_set(modes)
+            assert torch.is_grad_enabled() is grad
+            assert torch.is_autocast_enabled("cpu") is autocast
+            assert not torch.is_autocast_enabled("cuda")
+            product = torch.ones(2, 2, requires_grad=True) @ torch.ones(2, 2)
+            assert product.requires_grad is grad
+            assert (product.dtype is torch.bfloat16) is autocast
+    assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
 
 
 def test_marks_do_not_keep_the_bytes_of_a_gradient():

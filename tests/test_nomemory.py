@@ -21,6 +21,7 @@ from nomemory.fault import MISSING, Fault, Outcome, suffer
 from nomemory.fork import apart
 from nomemory.listed import listed
 from nomemory.sweep import OURS
+from recovery_world import World, differences
 from torch import nn
 
 import oomkit
@@ -46,6 +47,7 @@ STRIDES = {
     "sizes in a checkpoint": 71,
     "trials": 331,
     "searching": 331,
+    "reserving": 331,
 }
 STRIDE = 1501
 
@@ -97,6 +99,13 @@ def test_what_is_listed_is_nothing_of_ours() -> None:
     assert listed(hang) == "CPython hangs"
     assert not listed('SIGPROF: File "/x/oomkit/_buffers.py", line 25 in _sample; File "/x/y.py"')
     assert not listed("SIGSEGV: Fatal Python error: Segmentation fault")
+    said = "SIGSEGV: Fatal Python error: Segmentation fault; in"
+    ours, theirs = "<unknown function> of _C.cpython-311.so", "f(int) of libtorch_python.so"
+    where = 'File "/x/torch/_tensor.py", line 623 in backward'
+    assert listed(f"{said} {theirs} <- {theirs} <- CPython <- {ours}; {where}") == "torch crashes"
+    assert not listed(f"{said} {ours} <- {theirs} <- CPython; {where}")
+    assert not listed(f"{said} {theirs} <- {ours} <- CPython; {where}")
+    assert not listed(f"{said} CPython <- {ours} <- {theirs}; {where}")
     assert not listed("SystemError: <oomkit._C.Step object> returned NULL without setting")
     assert "SystemError" not in OURS
 
@@ -186,3 +195,65 @@ def test_a_fault_whose_block_fails_is_not_in_force(end: bool, once: bool) -> Non
     answers = [apart(lambda nth=nth: work(nth)) for nth in range(30)]
     assert [answer.died for answer in answers if answer.died] == []
     assert 0 < sum(answer.value for answer in answers)
+
+
+def test_a_participant_whose_methods_are_not_found_for_memory_is_no_other() -> None:
+    """PyObject_HasAttr(): the one with save() was asked for a state_dict()."""
+
+    class Counter:
+        value = looked = 0
+
+        def __init__(self, nth: int) -> None:
+            self.nth = nth
+
+        @property
+        def save(self) -> Any:
+            self.looked += 1
+            if self.looked == self.nth:
+                raise MemoryError
+            return lambda: self.value
+
+        def restore(self, value: int) -> None:
+            self.value = value
+
+    errors = set()
+    for nth in range(2, 9):  # the first look is at the decoration
+        counter = Counter(nth)
+
+        def step(x: torch.Tensor, counter: Counter = counter) -> torch.Tensor:
+            counter.value += len(x)
+            return x + 1
+
+        protected, x = oomkit.auto_batch(step, participants=(counter,)), torch.zeros(4, 1)
+        try:
+            with inject_oom():
+                protected(x)
+            assert counter.value == 4
+        except (MemoryError, oomkit.OutOfMemory) as error:
+            errors.add(type(error).__name__)
+    assert errors
+
+
+@pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning")
+def test_surroundings_that_cannot_be_left_take_the_replay_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They were not left then, and buffers stayed where the replay had brought them."""
+    world = World("deferred")
+    result = world.step(*world.batches[0])
+    before = world.state()
+    close, calls = contextlib.ExitStack.close, []
+
+    def fails_once(stack: contextlib.ExitStack) -> None:
+        calls.append(stack)
+        if len(calls) == 1:
+            raise MemoryError
+        close(stack)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(contextlib.ExitStack, "close", fails_once)
+        with pytest.raises(oomkit.OutOfMemory):
+            result.mean().backward()
+    assert len(calls) == 2
+    assert differences(before, world.state()) == []
+    world.run(1)

@@ -481,3 +481,26 @@ def test_on_cuda_the_cache_is_given_back_before_the_place(
     with reserve_function(MIB, device=torch.device("cuda", 0)):
         assert seen == []
     assert seen == [1] and files(queue) == []
+
+
+def test_a_block_that_cannot_be_left_for_memory_is_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An allocation that fails between the call of __exit__ and its `try` kept the place."""
+    monkeypatch.setenv("OOMKIT_RESERVE_DIR", str(tmp_path))
+    getpid, calls = os.getpid, []
+
+    def fails_once() -> int:
+        calls.append(1)
+        if len(calls) == 1:
+            raise MemoryError
+        return getpid()
+
+    one = oomkit.reserve(1 << 20, device="cpu", budget=2 << 20)
+    one.__enter__()
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(os, "getpid", fails_once)
+        one.__exit__(None, None, None)
+    assert "not held" in repr(one)
+    with oomkit.reserve(2 << 20, device="cpu", budget=2 << 20):
+        pass

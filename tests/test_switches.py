@@ -207,3 +207,62 @@ def test_a_switch_keeps_no_module_alive() -> None:
     del loss, w.net, w.opt
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("lost", ["grad", "autocast"])
+@pytest.mark.parametrize("retried", [True, False])
+def test_modes_that_a_failed_attempt_did_not_leave_come_back(lost: str, retried: bool) -> None:
+    """torch's no_grad() and autocast() are Python: without memory they are not left."""
+    seen: list[tuple[bool, bool]] = []
+
+    def modes() -> tuple[bool, bool]:
+        return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+
+    @oomkit.auto_batch(min_micro_batch=1 if retried else 4)
+    def evaluate(x: torch.Tensor) -> torch.Tensor:
+        seen.append(modes())
+        if len(seen) == 1:
+            if lost == "grad":
+                torch._C._set_grad_enabled(False)
+            else:
+                torch.set_autocast_enabled("cpu", True)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return x + 1
+
+    try:
+        if retried:
+            assert evaluate(torch.zeros(4, 1)).tolist() == [[1.0]] * 4
+        else:
+            with pytest.raises(oomkit.OutOfMemory):
+                evaluate(torch.zeros(4, 1))
+        assert [*seen, modes()] == [(True, False)] * (len(seen) + 1)
+        assert len(seen) == (3 if retried else 1)
+    finally:
+        torch.set_grad_enabled(True)
+        torch.set_autocast_enabled("cpu", False)
+
+
+def test_an_update_that_is_half_done_leaves_gradients_recorded() -> None:
+    """torch's Optimizer.step() switches them off, and cannot switch them on without memory."""
+    parameters = [torch.ones(2, requires_grad=True) for _ in range(2)]
+
+    class Half(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            with torch.no_grad():
+                parameters[0].sub_(0.1)
+            torch._C._set_grad_enabled(False)
+            raise MemoryError
+
+    optimizer = Half(parameters, lr=0.1)
+
+    @oomkit.auto_batch(optimizer=optimizer)
+    def step(x: torch.Tensor) -> None:
+        sum((p * x).sum() for p in parameters).backward()
+        optimizer.step()
+
+    try:
+        with pytest.raises(oomkit.PartialUpdate):
+            step(torch.ones(4, 2))
+        assert torch.is_grad_enabled()
+    finally:
+        torch.set_grad_enabled(True)

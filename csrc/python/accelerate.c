@@ -19,7 +19,7 @@ accelerate_is(PyObject *object, const char *name)
             strcmp(type->tp_name, name) != 0) {
             continue;
         }
-        module = PyDict_GetItemString(type->tp_dict, "__module__");
+        module = oomkit_item(type->tp_dict, "__module__");
         if (module != NULL && PyUnicode_Check(module) &&
             PyUnicode_GET_LENGTH(module) >= 10 &&
             PyUnicode_1BYTE_KIND == PyUnicode_KIND(module) &&
@@ -100,7 +100,12 @@ accelerate_intercept(oomkit_call *call, PyObject *accelerator, int refuse)
     oomkit_state *st = call->st;
     PyObject *type = (PyObject *)Py_TYPE(accelerator); /* borrowed */
 
-    refuse |= !PyObject_HasAttr(type, st->str_do_sync);
+    int known = oomkit_has_attribute(type, st->str_do_sync);
+
+    if (known < 0) {
+        return -1;
+    }
+    refuse |= !known;
     return oomkit_intercept_one(call, accelerator, OOMKIT_OWNER_ACCELERATOR,
                                 refuse ? st->str_accumulate : st->str_do_sync);
 }
@@ -112,11 +117,11 @@ accelerate_in_use(void)
 {
     PyObject *modules = PyImport_GetModuleDict(); /* borrowed */
     PyObject *module =                            /* borrowed */
-        PyDict_GetItemString(modules, "accelerate.state");
+        oomkit_item(modules, "accelerate.state");
     PyObject *type, *shared = NULL; /* owned */
     int result = 1;
 
-    if (PyDict_GetItemString(modules, "accelerate.accelerator") == NULL) {
+    if (oomkit_item(modules, "accelerate.accelerator") == NULL) {
         return 0;
     }
     type = module ? PyObject_GetAttrString(module, "AcceleratorState") : NULL;

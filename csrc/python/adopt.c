@@ -111,9 +111,12 @@ oomkit_modules_alive(oomkit_state *st)
 
     for (i = 0; modules != NULL && i < PyList_GET_SIZE(objects); i++) {
         PyObject *object = PyList_GET_ITEM(objects, i); /* borrowed */
-        if (PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)st->Module) &&
-            PyObject_HasAttr(object, st->str_modules) &&
-            PyList_Append(modules, object) < 0) {
+        int made;                                       /* has Module.__init__ run? */
+        if (!PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)st->Module)) {
+            continue;
+        }
+        made = oomkit_has_attribute(object, st->str_modules);
+        if (made < 0 || (made && PyList_Append(modules, object) < 0)) {
             Py_CLEAR(modules);
         }
     }

@@ -492,4 +492,12 @@ oomkit_grad_mode_set(oomkit_state *st, int enabled);
 int
 oomkit_grad_mode_back(oomkit_state *st, int mode, int result);
 
+/* Gradient recording and autocast at entry, and back to it after a failure: torch's own
+ * context managers leave them as they are where there is no memory to leave them. 0 or
+ * -1; with the bridge neither can fail. */
+int
+oomkit_modes_entry(oomkit_call *call);
+int
+oomkit_modes_entry_back(oomkit_call *call);
+
 #endif

@@ -182,6 +182,8 @@ typedef struct oomkit_call {
     oomkit_grads grads;
     oomkit_buffers buffers;
     oomkit_rng rng;
+    oomkit_thread_modes entry_modes; /* see oomkit_modes_entry */
+    int entry_modes_known;
     uint32_t *param_versions; /* at entry of the attempt, and behind them two bytes
                                  for each parameter: see oomkit_tx_params_flags. Or NULL
                                */

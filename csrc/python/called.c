@@ -52,9 +52,14 @@ oomkit_find_called_rows(const oomkit_find *f)
     Py_ssize_t length;
     int counts = /* a class of the user's that knows its length */
         f->batch->nodes[f->first].kind == OOMKIT_NODE_OBJECT && !PyDict_Check(object) &&
-        !PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)f->st->UserDict) &&
-        PyObject_HasAttr((PyObject *)Py_TYPE(object), f->st->str_len);
+        !PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)f->st->UserDict);
 
+    if (counts) {
+        counts = oomkit_has_attribute((PyObject *)Py_TYPE(object), f->st->str_len);
+        if (counts < 0) {
+            return -1;
+        }
+    }
     if (tensor >= 0 && !counts) {
         return PyList_CheckExact(object) || PyTuple_CheckExact(object)
                    ? called_list_rows(f, f->batch->nodes[tensor].rows)

@@ -99,7 +99,7 @@ chunks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
             "chunks() expected a batch: a tensor, a list, or a tuple or "
             "dict of tensors");
     }
-    if (kwargs != NULL && PyDict_GetItemString(kwargs, "join") != NULL) { /* map's */
+    if (kwargs != NULL && oomkit_item(kwargs, "join") != NULL) { /* map's */
         return oomkit_raise(PyExc_TypeError,
                             "chunks() got an unknown option 'join': the "
                             "body of the loop collects the results");

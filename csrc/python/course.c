@@ -20,8 +20,8 @@ static int
 course_is_library(PyFrameObject *frame)
 {
     static const char *const packages[] = {"torch", "accelerate", "contextlib"};
-    PyObject *globals = PyFrame_GetGlobals(frame);              /* owned */
-    PyObject *name = PyDict_GetItemString(globals, "__name__"); /* borrowed */
+    PyObject *globals = PyFrame_GetGlobals(frame);     /* owned */
+    PyObject *name = oomkit_item(globals, "__name__"); /* borrowed */
     Py_ssize_t length = 0;
     const char *text = name != NULL && PyUnicode_Check(name)
                            ? PyUnicode_AsUTF8AndSize(name, &length)

@@ -1,4 +1,4 @@
-/* Gradient recording off and as it was again. */
+/* Gradient recording off and as it was again, and how it was when a call began. */
 #include "call.h"
 #include "errors.h"
 
@@ -51,4 +51,37 @@ oomkit_grad_mode_back(oomkit_state *st, int mode, int result)
         oomkit_exception_give(first);
     }
     return result;
+}
+
+int
+oomkit_modes_entry(oomkit_call *call)
+{
+    oomkit_state *st = call->st;
+    PyObject *on; /* owned */
+
+    call->entry_modes_known = 1;
+    if (st->bridge != NULL) {
+        st->bridge->modes_get(&call->entry_modes);
+        return 0;
+    }
+    on = PyObject_CallNoArgs(st->is_grad_enabled);
+    call->entry_modes.grad = on == Py_True;
+    call->entry_modes_known = on != NULL;
+    Py_XDECREF(on);
+    return on == NULL ? -1 : 0;
+}
+
+int
+oomkit_modes_entry_back(oomkit_call *call)
+{
+    oomkit_state *st = call->st;
+
+    if (!call->entry_modes_known) {
+        return 0;
+    }
+    if (st->bridge != NULL) {
+        st->bridge->modes_set(&call->entry_modes);
+        return 0;
+    }
+    return oomkit_grad_mode_set(st, call->entry_modes.grad) < 0 ? -1 : 0;
 }

@@ -252,7 +252,7 @@ oomkit_owners_epochs_note(oomkit_call *call)
     Py_CLEAR(call->epochs);
     for (i = 0; i < call->parts->owner_count; i++) {
         PyObject *scheduler, *epoch; /* owned */
-        int result = 0;
+        int result;
         if (call->parts->owners[i].kind != OOMKIT_OWNER_SCHEDULER) {
             continue;
         }
@@ -260,7 +260,8 @@ oomkit_owners_epochs_note(oomkit_call *call)
         if (scheduler == NULL) {
             continue;
         }
-        if (PyObject_HasAttrString(scheduler, "last_epoch")) {
+        result = oomkit_has_attribute_string(scheduler, "last_epoch");
+        if (result > 0) {
             epoch = PyObject_GetAttrString(scheduler, "last_epoch");
             result = oomkit_pairs_add(&call->epochs, scheduler, epoch);
         }

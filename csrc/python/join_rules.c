@@ -246,7 +246,7 @@ oomkit_error_is_no_answer(const oomkit_state *st)
 
 /* --- everything else --- */
 
-/* Types of which equal values are one value, and none could count rows. */
+/* Types of which equal values are one value, and none could count rows. 1, 0 or -1. */
 static int
 is_plain_value(PyObject *value)
 {
@@ -265,7 +265,7 @@ is_plain_value(PyObject *value)
             }
         }
     }
-    return PyObject_HasAttrString((PyObject *)Py_TYPE(value), "__fspath__");
+    return oomkit_has_attribute_string((PyObject *)Py_TYPE(value), "__fspath__");
 }
 
 /* Equal? 1, 0 also when == has no single answer, as for arrays, or -1. */
@@ -288,7 +288,7 @@ oomkit_join_equal(const oomkit_rules *r, const oomkit_place *where,
     int plain = is_plain_value(values[0]);
     Py_ssize_t i;
 
-    for (i = 1; i < r->count; i++) {
+    for (i = 1; i < r->count && plain >= 0; i++) {
         int same;
         if (!Py_IS_TYPE(values[i], Py_TYPE(values[0]))) {
             return oomkit_place_differs(r, where, values[0], values[i]);
@@ -308,5 +308,5 @@ oomkit_join_equal(const oomkit_rules *r, const oomkit_place *where,
                                      Py_TYPE(values[0])->tp_name));
         }
     }
-    return Py_NewRef(values[0]);
+    return plain < 0 ? NULL : Py_NewRef(values[0]);
 }

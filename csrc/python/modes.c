@@ -215,21 +215,46 @@ oomkit_modes_differ(oomkit_call *call, const oomkit_modes *modes, const char **w
 }
 
 int
-oomkit_modes_enter(oomkit_state *st, const oomkit_modes *modes, PyObject **stack)
+oomkit_modes_enter(oomkit_state *st, const oomkit_modes *modes,
+                   oomkit_modes_stack *stack)
 {
     PyObject *pairs = modes->autocast ? modes->autocast : st->empty_tuple;
 
-    *stack = PyObject_CallOneArg(st->modes_then, pairs);
-    return *stack == NULL ? -1 : 0;
+    stack->autocast = NULL;
+    stack->grad = oomkit_grad_mode_set(st, 1);
+    if (stack->grad < 0) {
+        return -1;
+    }
+    stack->autocast = PyObject_CallOneArg(st->modes_then, pairs);
+    return stack->autocast == NULL ? oomkit_grad_mode_back(st, stack->grad, -1) : 0;
 }
 
 int
-oomkit_modes_leave(const oomkit_state *st, PyObject *stack)
+oomkit_modes_leave(oomkit_state *st, oomkit_modes_stack *stack)
 {
-    PyObject *done = PyObject_CallMethodNoArgs(stack, st->str_close); /* owned */
-    Py_DECREF(stack);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
+    int tries, result = -1;
+    PyObject *first = NULL; /* owned */
+
+    /* ExitStack.close() goes on with what it has not come to. */
+    for (tries = 0; tries < 2 && result < 0; tries++) {
+        PyObject *done = PyObject_CallMethodNoArgs(stack->autocast, /* owned */
+                                                   st->str_close);
+        result = done == NULL ? -1 : 0;
+        Py_XDECREF(done);
+        if (result < 0) {
+            PyObject *again = oomkit_exception_take(); /* owned */
+            if (first == NULL) {
+                first = again;
+            } else {
+                Py_DECREF(again); /* the first one tells more */
+            }
+        }
+    }
+    Py_CLEAR(stack->autocast);
+    if (first != NULL) {
+        oomkit_exception_give(first); /* one that was left in part may be what is on */
+    }
+    return oomkit_grad_mode_back(st, stack->grad, first == NULL ? 0 : -1);
 }
 
 void

@@ -123,7 +123,7 @@ module_bind_glue(oomkit_state *st, PyObject *glue)
 {
 #define BIND_GLUE(field)                                                               \
     {                                                                                  \
-        PyObject *value = PyDict_GetItemString(glue, #field); /* borrowed */           \
+        PyObject *value = oomkit_item(glue, #field); /* borrowed */                    \
         if (value == NULL) {                                                           \
             PyErr_SetString(PyExc_KeyError, #field);                                   \
             return -1;                                                                 \

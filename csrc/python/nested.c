@@ -46,9 +46,9 @@ oomkit_nested_any(void)
 static int
 nested_is_function(PyFrameObject *frame)
 {
-    PyCodeObject *code = PyFrame_GetCode(frame);                  /* owned */
-    PyObject *globals = PyFrame_GetGlobals(frame);                /* owned */
-    PyObject *module = PyDict_GetItemString(globals, "__name__"); /* borrowed */
+    PyCodeObject *code = PyFrame_GetCode(frame);         /* owned */
+    PyObject *globals = PyFrame_GetGlobals(frame);       /* owned */
+    PyObject *module = oomkit_item(globals, "__name__"); /* borrowed */
     int result = 0;
 
     if (module != NULL && PyUnicode_Check(module) &&

@@ -107,6 +107,22 @@ owner_state(oomkit_state *st, PyObject *object)
     return copy;
 }
 
+/* What a user's own participant gives to be put back. New reference or NULL. */
+static PyObject *
+owner_user_state(oomkit_state *st, PyObject *object)
+{
+    int saves = oomkit_has_attribute(object, st->str_save);
+    PyObject *saved; /* owned, returned */
+
+    if (saves <= 0) {
+        return saves < 0 ? NULL : owner_state(st, object);
+    }
+    oomkit_exempt_enter(st); /* marks are outside the budget, save() too */
+    saved = PyObject_CallMethodNoArgs(object, st->str_save);
+    oomkit_exempt_leave(st);
+    return saved;
+}
+
 /* optimizer_safety="copy": before a scheduler or scaler moves for the first time. */
 int
 oomkit_owner_copy(oomkit_call *call, PyObject *owner)
@@ -173,11 +189,7 @@ oomkit_owners_mark(oomkit_call *call)
         } else if (kind == OOMKIT_OWNER_SCALER) {
             saved = scaler_tensors(object);
         } else {
-            oomkit_exempt_enter(st); /* marks are outside the budget, save() too */
-            saved = PyObject_HasAttr(object, st->str_save)
-                        ? PyObject_CallMethodNoArgs(object, st->str_save)
-                        : owner_state(st, object);
-            oomkit_exempt_leave(st);
+            saved = owner_user_state(st, object);
         }
         result = oomkit_pairs_add(&call->user_marks, object, saved);
         Py_DECREF(object);
@@ -230,6 +242,7 @@ oomkit_owners_restore(oomkit_call *call)
         PyObject *pair = PyList_GET_ITEM(list, i);    /* borrowed */
         PyObject *object = PyTuple_GET_ITEM(pair, 0); /* borrowed */
         PyObject *done;                               /* owned */
+        int saves;
         if (oomkit_accelerate_kind(object) >= 0) {
             if (oomkit_accelerator_restore(object, PyTuple_GET_ITEM(pair, 1)) < 0) {
                 return -1;
@@ -247,12 +260,12 @@ oomkit_owners_restore(oomkit_call *call)
             }
             continue;
         }
-        done = PyObject_CallMethodOneArg(/* owned */
-                                         object,
-                                         PyObject_HasAttr(object, st->str_save)
-                                             ? st->str_restore
-                                             : st->str_load_state_dict,
-                                         PyTuple_GET_ITEM(pair, 1));
+        saves = oomkit_has_attribute(object, st->str_save);
+        done = saves < 0
+                   ? NULL
+                   : PyObject_CallMethodOneArg(
+                         object, saves ? st->str_restore : st->str_load_state_dict,
+                         PyTuple_GET_ITEM(pair, 1));
         if (done == NULL) {
             return -1;
         }

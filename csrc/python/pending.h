@@ -132,11 +132,18 @@ oomkit_modes_note(oomkit_call *call, oomkit_modes *modes);
 /* Why the surroundings cannot be brought back (static text), or NULL. 0 or -1. */
 int
 oomkit_modes_differ(oomkit_call *call, const oomkit_modes *modes, const char **why);
-/* Grad mode on and autocast as it was; *stack (owned) brings everything back. */
+/* What brings the caller's surroundings back. */
+typedef struct oomkit_modes_stack {
+    PyObject *autocast; /* owned: contextlib.ExitStack */
+    int grad;           /* was gradient recording on? */
+} oomkit_modes_stack;
+/* Grad mode on and autocast as it was, until oomkit_modes_leave(). 0 or -1. */
 int
-oomkit_modes_enter(oomkit_state *st, const oomkit_modes *modes, PyObject **stack);
+oomkit_modes_enter(oomkit_state *st, const oomkit_modes *modes,
+                   oomkit_modes_stack *stack);
+/* Goes as far as it can. 0, or -1: autocast may not be what it was. */
 int
-oomkit_modes_leave(const oomkit_state *st, PyObject *stack);
+oomkit_modes_leave(oomkit_state *st, oomkit_modes_stack *stack);
 void
 oomkit_modes_clear(oomkit_modes *modes);
 /* torch is about to set `training` of a module while losses wait. 0 or -1. */

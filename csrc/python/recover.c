@@ -312,13 +312,19 @@ recover_from_failure(oomkit_call *call)
     oomkit_class class_ = oomkit_exception_classify(st, exception);
 
     if (class_ == OOMKIT_CLASS_OTHER) {
+        /* An optimizer's step() that ran out of memory half-way is said where it was.
+         */
+        if (PyErr_GivenExceptionMatches(exception, st->PartialUpdate) &&
+            oomkit_modes_entry_back(call) < 0) {
+            PyErr_WriteUnraisable(call->func); /* the update tells more */
+        }
         Py_XDECREF(handled);
         return oomkit_recover_pass(call, exception);
     }
     if (oomkit_device_is_lost(st, call->device)) {
         class_ = OOMKIT_CLASS_STICKY;
     }
-    if (oomkit_recover_note(call, exception) < 0) {
+    if (oomkit_modes_entry_back(call) < 0 || oomkit_recover_note(call, exception) < 0) {
         Py_XDECREF(handled);
         Py_DECREF(exception);
         return -1;

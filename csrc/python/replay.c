@@ -310,13 +310,49 @@ replay_inside(oomkit_call *call, oomkit_pending *p, PyObject *exception)
     return result == NULL ? -1 : 0;
 }
 
+/* One more error at the end of a replay: the first one tells more. */
+static void
+replay_error(const oomkit_call *call, PyObject **error)
+{
+    if (*error != NULL) {
+        PyErr_WriteUnraisable(call->func);
+    } else {
+        *error = oomkit_exception_take();
+    }
+}
+
+/* The surroundings as they were, and what is not the replay's to move. One that has
+ * finished and cannot be left has not run: its gradients go back, and all else with
+ * them. 0, or -1 with an exception, `error` (taken; NULL if it finished) or one of its
+ * own. */
+static int
+replay_leave(oomkit_call *call, replay_now *now, oomkit_modes_stack *stack,
+             PyObject *error)
+{
+    if (oomkit_modes_leave(call->st, stack) < 0) {
+        replay_error(call, &error);
+    }
+    if (now_restore(call, now, error == NULL) < 0) {
+        int finished = error == NULL;
+        replay_error(call, &error);
+        if (finished && now_restore(call, now, 0) < 0) {
+            replay_error(call, &error);
+        }
+    }
+    if (error == NULL) {
+        return 0;
+    }
+    oomkit_exception_give(error);
+    return -1;
+}
+
 int
 oomkit_replay_run(oomkit_call *call, oomkit_pending *p, PyObject *inputs,
                   PyObject *exception)
 {
     oomkit_state *st = call->st;
     replay_now now;
-    PyObject *stack = NULL, *error = NULL; /* owned */
+    oomkit_modes_stack stack;
     int result;
 
     if (now_note(call, p, &now) < 0 || oomkit_modes_enter(st, &p->modes, &stack) < 0) {
@@ -324,23 +360,15 @@ oomkit_replay_run(oomkit_call *call, oomkit_pending *p, PyObject *inputs,
         now_clear(&now);
         return -1;
     }
+    if (oomkit_modes_entry(call) < 0) {
+        PyErr_Clear(); /* what a failure leaves behind is left again below */
+    }
     call->replayed = p;
     call->inputs = inputs;
     result = replay_inside(call, p, exception);
-    if (result < 0) {
-        error = oomkit_exception_take();
-    }
-    if (oomkit_modes_leave(call->st, stack) < 0 ||
-        now_restore(call, &now, result == 0) < 0) {
-        if (error != NULL) {
-            PyErr_WriteUnraisable(call->func); /* the first one tells more */
-        }
-        result = -1;
-    }
+    result =
+        replay_leave(call, &now, &stack, result < 0 ? oomkit_exception_take() : NULL);
     now_clear(&now);
-    if (error != NULL) {
-        oomkit_exception_give(error);
-    }
     return result;
 }
 

@@ -305,13 +305,14 @@ search_function(oomkit_search *s, PyObject *func, int depth)
             oomkit_search_partial(s, func) < 0) {
             return -1;
         }
-        if (PyObject_HasAttr(func, s->st->str_func) &&
-            (inner = PyObject_GetAttr(func, s->st->str_func)) != NULL) {
-            result = search_function(s, inner, depth);
-            Py_DECREF(inner);
+        result = oomkit_has_attribute(func, s->st->str_func);
+        if (result <= 0) {
             return result;
         }
-        return 0;
+        inner = PyObject_GetAttr(func, s->st->str_func);
+        result = inner == NULL ? -1 : search_function(s, inner, depth);
+        Py_XDECREF(inner);
+        return result;
     }
     inner = PyLong_FromVoidPtr(func);
     first = inner == NULL ? -1 : PySet_Contains(s->parts->seen, inner);

@@ -136,7 +136,7 @@ make_refuse_kinds(PyObject *function, PyObject *func)
 
 /* The function whose parameters are meant: below a decorator that takes (*args,
  * **kwargs) it is the one that functools.wraps has noted, as for inspect.signature. New
- * reference. */
+ * reference or NULL. */
 static PyObject *
 make_named(oomkit_state *st, PyObject *function)
 {
@@ -147,7 +147,12 @@ make_named(oomkit_state *st, PyObject *function)
         PyCodeObject *code = (PyCodeObject *)PyFunction_GET_CODE(at); /* borrowed */
         int open = code->co_argcount == 0 && code->co_kwonlyargcount == 0 &&
                    (code->co_flags & CO_VARARGS) && (code->co_flags & CO_VARKEYWORDS);
-        if (!open || !PyObject_HasAttr(at, st->str_wrapped)) {
+        int has = open ? oomkit_has_attribute(at, st->str_wrapped) : 0;
+        if (has < 0) {
+            Py_DECREF(at);
+            return NULL;
+        }
+        if (has == 0) {
             break;
         }
         inner = PyObject_GetAttr(at, st->str_wrapped);
@@ -279,8 +284,8 @@ make_fill(oomkit_state *st, oomkit_step *self, PyObject *func, PyObject *kwargs,
     }
     if (found->known) {
         PyObject *named = make_named(st, found->function); /* owned */
-        self->names = make_parameter_names(named, found->bound);
-        Py_DECREF(named);
+        self->names = named ? make_parameter_names(named, found->bound) : NULL;
+        Py_XDECREF(named);
         if (self->names == NULL) {
             return -1;
         }

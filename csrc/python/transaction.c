@@ -154,7 +154,7 @@ oomkit_tx_params_flags_now(oomkit_state *st, const oomkit_participants *parts,
 int
 oomkit_tx_begin(oomkit_call *call)
 {
-    if (oomkit_tx_params_mark(call) < 0) {
+    if (oomkit_tx_params_mark(call) < 0 || oomkit_modes_entry(call) < 0) {
         return -1;
     }
     return oomkit_rng_mark(call) < 0 || oomkit_buffers_mark(call) < 0 ||

@@ -21,7 +21,7 @@ extern "C" {
 #endif
 
 #define OOMKIT_BRIDGE_CAPSULE "oomkit._bridge.api"
-#define OOMKIT_BRIDGE_VERSION 4u
+#define OOMKIT_BRIDGE_VERSION 5u
 #define OOMKIT_BRIDGE_UNKNOWN UINT64_MAX
 
 /* Mark of a gradient: which tensor it was and at which version. `grad` is held weakly:
@@ -53,6 +53,12 @@ typedef struct oomkit_tensor_facts {
     int32_t is_strided; /* plain strided layout: views can be made of it */
     int32_t is_leaf;    /* -1 where requires_grad is set: c10 cannot tell these */
 } oomkit_tensor_facts;
+
+/* Modes of a thread that torch's context managers move. */
+typedef struct oomkit_thread_modes {
+    uint64_t autocast; /* the dispatch keys of the autocasts that are off */
+    int32_t grad;      /* are gradients recorded? */
+} oomkit_thread_modes;
 
 typedef struct oomkit_memory_stats {
     uint64_t allocated, reserved;           /* bytes now */
@@ -100,6 +106,10 @@ typedef struct oomkit_bridge {
     /* A hash of 64 values spread over a plain CPU tensor: what `.data` writes change
      * while no version does. 0 for every other tensor. */
     uint64_t (*sample)(const void *holder, ptrdiff_t offset);
+
+    /* --- modes of this thread --- */
+    void (*modes_get)(oomkit_thread_modes *modes);
+    void (*modes_set)(const oomkit_thread_modes *modes);
 
     /* --- random generators of the CPU (Generator._cdata) --- */
     /* Its state as bytes that mean something to generator_same alone. How many there

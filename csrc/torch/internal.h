@@ -63,6 +63,11 @@ fault_stats(uint64_t *seen, uint64_t *fired, int *armed) noexcept;
 int
 set_phase(int phase) noexcept;
 
+void
+modes_get(oomkit_thread_modes *modes) noexcept;
+void
+modes_set(const oomkit_thread_modes *modes) noexcept;
+
 uint64_t
 generator_read(void *generator, void *bytes, uint64_t room) noexcept;
 int

@@ -6,10 +6,12 @@
 #include "internal.h"
 
 #include <c10/core/DispatchKeySet.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/ScalarTypeToTypeMeta.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/core/UndefinedTensorImpl.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <cstring>
@@ -302,6 +304,24 @@ grads_release(oomkit_grad_mark *marks, size_t count) noexcept
             c10::raw::weak_intrusive_ptr::decref(static_cast<c10::TensorImpl *>(grad));
         }
     }
+}
+
+void
+modes_get(oomkit_thread_modes *modes) noexcept
+{
+    const c10::DispatchKeySet off = c10::impl::tls_local_dispatch_key_set().excluded_;
+    modes->autocast = (off & c10::autocast_dispatch_keyset).raw_repr();
+    modes->grad = c10::GradMode::is_enabled() ? 1 : 0;
+}
+
+void
+modes_set(const oomkit_thread_modes *modes) noexcept
+{
+    c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
+    keys.excluded_ = (keys.excluded_ - c10::autocast_dispatch_keyset) |
+                     c10::DispatchKeySet(c10::DispatchKeySet::RAW, modes->autocast);
+    c10::impl::_force_tls_local_dispatch_key_set(keys);
+    c10::GradMode::set_enabled(modes->grad != 0);
 }
 
 } // namespace oomkit

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .body import Body, Plain
-from .kept import Remembering, checkpoint, searching, trials
+from .kept import Remembering, Reserving, checkpoint, searching, trials
 from .recovery import Recovery
 
 
@@ -250,6 +250,7 @@ BODIES: list[Body] = [
     Imports(),
     *(Plain(name, _oomkit(make), RARER.get(name, 1)) for name, make in PLAIN.items()),
     Remembering(_oomkit),
+    Reserving(_oomkit),
     Recovery("inside"),
     Recovery("inside", warm=True),
     Recovery("inside", phase="forward", warm=True, gradients=True),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -23,7 +24,7 @@ class Limit(NamedTuple):
     """Seconds, for one that waits."""
 
 
-FAULTY = Limit(0.6, 120)
+FAULTY = Limit(0.6, 30)
 """One with a fault. None of them takes a tenth of it."""
 CALM = Limit(60, 600)
 """One without a fault, which may import everything."""
@@ -45,11 +46,31 @@ def _read(reader: int) -> bytes:
     return b"".join(parts)
 
 
+def _native(lines: list[str]) -> str:
+    """The innermost functions of C, by library, as torch's own handler of signals lists them:
+    of CPython's it says only that they are Python's."""
+    found = []
+    for line in lines:
+        if line == "<omitting python frames>":
+            found.append("CPython")
+        elif match := re.match(r"frame #\d+: (.*) \+ 0x\w+ \(0x\w+ in (?:.*/)?([^/]*)\)$", line):
+            found.append(f"{match[1]} of {match[2]}")
+        elif found and not line.startswith("frame #"):
+            break
+    own = [n for n, name in enumerate(found) if "FatalSignalHandler" in name]
+    found = found[own[-1] + 1 :] if own else []
+    while found and " of libc.so" in found[0]:  # faulthandler's raise(), and the signal's frame
+        found = found[1:]
+    return " <- ".join(found[:8])
+
+
 def _last_words(text: str) -> str:
-    """The line that tells why, and where Python was."""
+    """The line that tells why, where C was, and where Python was."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     told = [line for line in lines if line.startswith(("Fatal", "terminate", "what():", "corrupt"))]
     frames = [line for line in lines if line.startswith("File ")][:4]
+    native = _native(lines)
+    told += [f"in {native}"] if native else []
     return "; ".join(told + frames) or " / ".join(lines[-3:])
 
 
@@ -63,6 +84,14 @@ def _arm(limit: Limit) -> None:
         faulthandler.register(number, 2, all_threads=False, chain=True)
 
 
+def _say_native() -> None:
+    """A crash also says which functions of C it was in. Not an abort: it is the allocator's own
+    where the heap is broken, and listing functions would wait for its lock."""
+    if torch := sys.modules.get("torch"):
+        torch._C._set_print_stack_traces_on_fatal_signal(True)
+        signal.signal(signal.SIGABRT, signal.SIG_DFL)
+
+
 def apart(work: Callable[[], Any], limit: Limit = FAULTY) -> Answer:
     """What `work` returns in a child of this process. An exception of it is a death, too."""
     reader, writer = os.pipe()
@@ -73,6 +102,7 @@ def apart(work: Callable[[], Any], limit: Limit = FAULTY) -> Answer:
             os.dup2(words.fileno(), 2)
             code = 1
             try:
+                _say_native()
                 faulthandler.enable(2, all_threads=False)
                 _arm(limit)
                 answer = pickle.dumps(work())

@@ -178,3 +178,47 @@ def searching(oomkit: Any, torch: Any) -> Callable[[], Any]:
         )
 
     return use
+
+
+class Reserving(Plain):
+    """oomkit.reserve: admitted, one inside, a decorated function, given back. The queue is a
+    folder of the stage's own, where each child begins without a place.
+
+    Open: with no memory at all from somewhere on, a block is left without its end: the
+    reservation stays held in the process, and the next larger one is refused."""
+
+    lasting = False
+
+    def __init__(self, prepared: Callable[[Make], Callable[[], Callable[[], Any]]]) -> None:
+        super().__init__("reserving", prepared(self._make))
+        self.folder = Path()
+
+    def _make(self, oomkit: Any, torch: Any) -> Callable[[], Any]:
+        self.folder = Path(tempfile.mkdtemp(prefix="oomkit-nomemory-"))
+        os.environ["OOMKIT_RESERVE_DIR"] = str(self.folder)
+        options = {"device": "cpu", "budget": 10 << 20}
+
+        def places() -> list[str]:
+            return [name for name in os.listdir(self.folder / "cpu") if name != "queue.lock"]
+
+        def use() -> Any:
+            before = len(os.listdir("/proc/self/fd"))
+            with oomkit.reserve(8 << 20, **options) as one:
+                with oomkit.reserve(1 << 20, **options) as inner:
+                    held = repr(inner), len(places())
+            twice = oomkit.reserve(9 << 20, **options)(len)("ab")
+            one = repr(one)
+            return held, one, twice, len(places()), len(os.listdir("/proc/self/fd")) - before
+
+        return use
+
+    def armed(self) -> AbstractContextManager[Any]:
+        return self._armed()
+
+    @contextmanager
+    def _armed(self) -> Iterator[None]:
+        shutil.rmtree(self.folder / "cpu", ignore_errors=True)  # places of children before
+        yield
+
+    def finish(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
