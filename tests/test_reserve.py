@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -483,23 +484,13 @@ def test_on_cuda_the_cache_is_given_back_before_the_place(
     assert seen == [1] and files(queue) == []
 
 
-def test_a_block_that_cannot_be_left_for_memory_is_left(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_block_is_left_without_memory(queue: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An allocation that fails between the call of __exit__ and its `try` kept the place."""
-    monkeypatch.setenv("OOMKIT_RESERVE_DIR", str(tmp_path))
-    getpid, calls = os.getpid, []
-
-    def fails_once() -> int:
-        calls.append(1)
-        if len(calls) == 1:
-            raise MemoryError
-        return getpid()
-
     one = oomkit.reserve(1 << 20, device="cpu", budget=2 << 20)
     one.__enter__()
+    pids = mock.Mock(side_effect=[MemoryError, *[os.getpid()] * 20])
     with monkeypatch.context() as patched, pytest.raises(MemoryError):
-        patched.setattr(os, "getpid", fails_once)
+        patched.setattr(os, "getpid", pids)
         one.__exit__(None, None, None)
     assert "not held" in repr(one)
     with oomkit.reserve(2 << 20, device="cpu", budget=2 << 20):
