@@ -4,6 +4,7 @@
  * Known by name, so that nothing is imported. */
 #include "errors.h"
 #include "interceptor.h"
+#include "pairs.h"
 
 /* An object of a class of this name (or derived from it) in accelerate. */
 static int

@@ -8,6 +8,7 @@
  * of them. */
 #include "attributes.h"
 #include "errors.h"
+#include "pairs.h"
 
 /* Where interceptors stand: install.c puts them there and takes them out. */
 static int

@@ -305,13 +305,6 @@ int
 oomkit_owner_copy(oomkit_call *call, PyObject *owner);
 int
 oomkit_owners_mark(oomkit_call *call);
-/* Appends (object, saved) to a list made when needed. Steals `saved`, which may be NULL
- * with an exception. */
-int
-oomkit_pairs_add(PyObject **list, PyObject *object, PyObject *saved);
-/* What was saved of it, borrowed; NULL when it is not there. `list` may be NULL. */
-PyObject *
-oomkit_pairs_find(PyObject *list, const PyObject *object);
 /* groups.c */
 PyObject *
 oomkit_groups_copy(oomkit_state *st, PyObject *optimizer);

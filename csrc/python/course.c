@@ -2,6 +2,7 @@
  * calls. */
 #include "call.h"
 #include "errors.h"
+#include "pairs.h"
 #include "step.h"
 
 void

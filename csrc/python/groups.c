@@ -3,6 +3,7 @@
  * call. */
 #include "call.h"
 #include "errors.h"
+#include "pairs.h"
 #include "tensor.h"
 
 /* Copies of an optimizer's param_groups: learning rates and other plain values; tensors

@@ -1,5 +1,6 @@
 /* The surroundings of a call whose loss is returned: the caller's backward comes after
  * `with torch.autocast(...)` has ended, and a replay needs it again. */
+#include "pairs.h"
 #include "pending.h"
 #include "tensor.h"
 

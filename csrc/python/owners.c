@@ -5,6 +5,7 @@
  * (its state_dict does not hold them). The user's objects are saved at entry.
  * Everything else only with optimizer_safety="copy". */
 #include "attributes.h"
+#include "pairs.h"
 
 /* A copy of {id: {"stage": ..., "found_inf_per_device": {...}}}, two levels deep. */
 static PyObject *

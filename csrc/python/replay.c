@@ -5,8 +5,9 @@
  * has used them since, they stay where the replay leaves them, as after a call that was
  * split from the start; otherwise they go on from where the caller's program had them.
  * What the call did to the user's own participants counts once. */
-#include "pending.h"
 #include "errors.h"
+#include "pairs.h"
+#include "pending.h"
 #include "step.h"
 
 /* What was there when the second half failed. */

@@ -4,6 +4,7 @@
  * sum.
  */
 #include "call.h"
+#include "pairs.h"
 #include "tensor.h"
 
 /* Appends (was, now) when they are numbers that differ. 0 or -1. */
