@@ -77,9 +77,10 @@ def _attributes(value: object, but: frozenset[str] = frozenset()) -> list[tuple[
         own = None
     found = []
     if isinstance(own, dict):
-        # Modules are many and have little of their own: their names first.
-        names = [k for k in own if k not in but]
-        found = [(k, own[k]) for k in names if isinstance(k, str)]
+        # Modules are many and have little of their own: their names first. A name is a plain
+        # str: any other key may have an == of its own.
+        names = [k for k in own if type(k) is str and k not in but]
+        found = [(k, own[k]) for k in names if k in own]
     for name, slot in _slots_of(type(value)):
         try:
             if name not in but:
@@ -141,7 +142,7 @@ def _difference(was: object, now: object) -> str | None:
 class _Scan:
     """The state that the names of a step lead to, as plain values by path."""
 
-    __slots__ = ("found", "seen", "skip", "slots")
+    __slots__ = ("found", "seen", "skip")
 
     def __init__(self, skip: set[int]) -> None:
         self.skip = skip

@@ -12,31 +12,32 @@
 
 /* Where interceptors stand: install.c puts them there and takes them out. */
 static int
-attributes_ours(const oomkit_state *st, const PyObject *name)
+attributes_ours(const oomkit_state *st, PyObject *name)
 {
-    return name == st->str_step || name == st->str_zero_grad ||
-           name == st->str_state_dict;
+    return PyUnicode_Check(name) && (PyUnicode_Compare(name, st->str_step) == 0 ||
+                                     PyUnicode_Compare(name, st->str_zero_grad) == 0 ||
+                                     PyUnicode_Compare(name, st->str_state_dict) == 0);
 }
 
 /* The schedulers that a ChainedScheduler or a SequentialLR steps. 0 or -1. */
 static int
-attributes_mark_inner(oomkit_call *call, PyObject *object)
+attributes_mark_inner(oomkit_call *call, PyObject *saved)
 {
-    PyObject *dict = PyObject_GenericGetDict(object, NULL); /* owned */
-    PyObject *inner = dict == NULL ? NULL : oomkit_item(dict, "_schedulers");
-    /* borrowed from dict */
+    PyObject *inner = /* owned: what is made here may let the collector run */
+        Py_XNewRef(PyDict_GetItemWithError(saved, call->st->str__schedulers));
     Py_ssize_t i;
-    int result = dict == NULL ? -1 : 0;
+    int result = inner == NULL && PyErr_Occurred() ? -1 : 0;
 
     for (i = 0; result == 0 && inner != NULL && PyList_Check(inner) &&
                 i < PyList_GET_SIZE(inner);
          i++) {
-        PyObject *scheduler = PyList_GET_ITEM(inner, i); /* borrowed */
+        PyObject *scheduler = Py_NewRef(PyList_GET_ITEM(inner, i)); /* owned */
         if (PyObject_TypeCheck(scheduler, (PyTypeObject *)call->st->LRScheduler)) {
             result = oomkit_attributes_mark(call, scheduler);
         }
+        Py_DECREF(scheduler);
     }
-    Py_XDECREF(dict);
+    Py_XDECREF(inner);
     return result;
 }
 
@@ -66,27 +67,56 @@ attributes_hold(oomkit_call *call)
     return committed < 0 ? -1 : !committed;
 }
 
+PyObject *
+oomkit_attributes_of(PyObject *object)
+{
+    PyObject *dict = PyObject_GenericGetDict(object, NULL);   /* owned */
+    PyObject *copy = dict == NULL ? NULL : PyDict_Copy(dict); /* owned, returned */
+
+    Py_XDECREF(dict);
+    return copy;
+}
+
 int
-oomkit_attributes_mark(oomkit_call *call, PyObject *object)
+oomkit_attributes_note(oomkit_call *call, PyObject *object, PyObject *saved)
 {
     Py_ssize_t at = attributes_find(call, object);
-    PyObject *dict, *saved, *pair; /* owned */
+    PyObject *pair; /* owned */
     int hold = at < 0 ? 0 : attributes_hold(call);
 
     if (hold != 0) {
         return hold < 0 ? -1 : 0;
     }
-    dict = PyObject_GenericGetDict(object, NULL);
-    saved = dict == NULL ? NULL : PyDict_Copy(dict);
-    Py_XDECREF(dict);
     if (at < 0) {
-        return oomkit_pairs_add(&call->attributes, object, saved) < 0
-                   ? -1
-                   : attributes_mark_inner(call, object);
+        return oomkit_pairs_add(&call->attributes, object, Py_NewRef(saved));
     }
-    pair = saved == NULL ? NULL : PyTuple_Pack(2, object, saved);
-    Py_XDECREF(saved);
+    pair = PyTuple_Pack(2, object, saved);
     return pair == NULL || PyList_SetItem(call->attributes, at, pair) < 0 ? -1 : 0;
+}
+
+int
+oomkit_attributes_mark(oomkit_call *call, PyObject *object)
+{
+    PyObject *saved; /* owned */
+    int result;
+
+    if (attributes_find(call, object) >= 0) {
+        result = attributes_hold(call);
+        if (result != 0) {
+            return result < 0 ? -1 : 0;
+        }
+    }
+    saved = oomkit_attributes_of(object);
+    if (saved == NULL) {
+        return -1;
+    }
+    result = oomkit_attributes_note(call, object, saved);
+    if (result == 0 &&
+        PyObject_TypeCheck(object, (PyTypeObject *)call->st->LRScheduler)) {
+        result = attributes_mark_inner(call, saved);
+    }
+    Py_DECREF(saved);
+    return result;
 }
 
 /* One attribute as `saved` has it. 0 or -1. */
@@ -104,11 +134,12 @@ attributes_put(PyObject *dict, PyObject *saved, PyObject *name)
                          : PyDict_SetItem(dict, name, was);
 }
 
-static int
-attributes_put_all(const oomkit_state *st, PyObject *dict, PyObject *saved)
+int
+oomkit_attributes_put(const oomkit_state *st, PyObject *object, PyObject *saved)
 {
-    PyObject *names = PyDict_Keys(dict); /* owned */
-    PyObject *name;                      /* borrowed */
+    PyObject *dict = PyObject_GenericGetDict(object, NULL);    /* owned */
+    PyObject *names = dict == NULL ? NULL : PyDict_Keys(dict); /* owned */
+    PyObject *name;                                            /* borrowed */
     Py_ssize_t i, at = 0;
     int result = names == NULL ? -1 : 0;
 
@@ -124,6 +155,7 @@ attributes_put_all(const oomkit_state *st, PyObject *dict, PyObject *saved)
             result = attributes_put(dict, saved, name);
         }
     }
+    Py_XDECREF(dict);
     return result;
 }
 
@@ -131,13 +163,9 @@ static int
 attributes_back(const oomkit_call *call, Py_ssize_t at)
 {
     PyObject *pair = Py_NewRef(PyList_GET_ITEM(call->attributes, at)); /* owned */
-    PyObject *dict =                                                   /* owned */
-        PyObject_GenericGetDict(PyTuple_GET_ITEM(pair, 0), NULL);
-    int result = dict == NULL
-                     ? -1
-                     : attributes_put_all(call->st, dict, PyTuple_GET_ITEM(pair, 1));
+    int result = oomkit_attributes_put(call->st, PyTuple_GET_ITEM(pair, 0),
+                                       PyTuple_GET_ITEM(pair, 1));
 
-    Py_XDECREF(dict);
     Py_DECREF(pair); /* finalisers of what went have run */
     return result;
 }
@@ -156,16 +184,21 @@ oomkit_attributes_restore(oomkit_call *call)
     return result;
 }
 
-int
-oomkit_attributes_undo(oomkit_call *call, PyObject *optimizer)
+void
+oomkit_attributes_undo(oomkit_call *call)
 {
-    PyObject *exception = oomkit_exception_take(); /* owned, given back */
-    Py_ssize_t at = attributes_find(call, optimizer);
+    PyObject *exception; /* owned, given back */
+    Py_ssize_t at;
 
+    if (call->failed_step == NULL) {
+        return;
+    }
+    exception = oomkit_exception_take();
+    at = attributes_find(call, call->failed_step);
+    call->failed_step = NULL;
     if (at >= 0 && attributes_back(call, at) < 0) {
         Py_XDECREF(exception);
-        return -1;
+        return;
     }
     oomkit_exception_give(exception);
-    return 0;
 }

@@ -330,8 +330,6 @@ int
 oomkit_owners_groups_changed(oomkit_call *call, PyObject *optimizer, PyObject **name);
 int
 oomkit_owners_restore(oomkit_call *call);
-int
-oomkit_owners_restore_copies(oomkit_call *call);
 void
 oomkit_owners_release(oomkit_call *call);
 

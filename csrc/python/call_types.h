@@ -75,6 +75,7 @@ typedef struct oomkit_optimizer_mark {
     PyObject *state;          /* owned: optimizer.state */
     PyObject *params_seen;    /* owned: list of keys of state at the mark */
     PyObject *groups;         /* owned: list of shallow copies of param_groups */
+    PyObject *attributes;     /* owned: shallow copy of its dictionary */
     oomkit_state_item *items; /* parameters and state values */
     Py_ssize_t count, room;
     PyObject **copies; /* owned host copies (optimizer_safety="copy"), or NULL */
@@ -229,11 +230,13 @@ typedef struct oomkit_call {
         *copied_owners;   /* owned: list of (object, state_dict) for "copy", or NULL */
     PyObject *user_marks; /* owned: list of (participant, saved state), or NULL */
     PyObject *attributes; /* owned: list of (optimizer, scheduler, its attributes) */
-    int backward_depth;   /* backwards of it that are running, one inside another */
-    int backwards;        /* outermost ones finished in this micro-batch */
-    int backward_failed;  /* the exception came out of a backward */
-    int updates;          /* optimizer steps that were made in this attempt */
-    int params_stuck;     /* parameters changed by the step itself stay changed */
+    const PyObject
+        *failed_step;   /* borrowed from attributes: whose step() has failed, or NULL */
+    int backward_depth; /* backwards of it that are running, one inside another */
+    int backwards;      /* outermost ones finished in this micro-batch */
+    int backward_failed; /* the exception came out of a backward */
+    int updates;         /* optimizer steps that were made in this attempt */
+    int params_stuck;    /* parameters changed by the step itself stay changed */
     int committed;       /* a scheduler or scaler moved on: nothing can be taken back */
     int raised;          /* an interceptor raised on purpose: not to be retried */
     const char *refusal; /* why this call must not be retried, or NULL */

@@ -167,10 +167,11 @@ oomkit_has_attribute(PyObject *object, PyObject *name)
     PyObject *value = PyObject_GetAttr(object, name); /* owned */
 
     if (value == NULL) {
-        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        if (PyErr_ExceptionMatches(PyExc_MemoryError) ||
+            !PyErr_ExceptionMatches(PyExc_Exception)) {
             return -1;
         }
-        PyErr_Clear();
+        PyErr_Clear(); /* a __getattr__ of the user's may say "no" in its own words */
         return 0;
     }
     Py_DECREF(value);

@@ -72,7 +72,7 @@ oomkit_error_insure(void);
 PyObject *
 oomkit_call_function(PyObject *function, PyObject *args, PyObject *kwargs);
 
-/* Has it the attribute? 1, 0, or -1 with any exception but AttributeError, all of which
+/* Has it the attribute? 1, 0, or -1 with a want of memory or an interrupt, which
  * PyObject_HasAttr() takes for a no. Can run Python code. */
 int
 oomkit_has_attribute(PyObject *object, PyObject *name);

@@ -165,6 +165,14 @@ interceptor_after_oom(interceptor_object *self, int index, int may_retry)
     return NULL;
 }
 
+/* Its attributes go back when the outermost step() that it is part of has been left. */
+static void
+interceptor_step_failed(const interceptor_object *self)
+{
+    self->call->step_failed = 1;
+    self->call->failed_step = self->target;
+}
+
 /* A step() with a closure runs the model inside: it is neither split nor retried. */
 static PyObject *
 interceptor_closure(interceptor_object *self, PyObject *const *args, size_t nargsf,
@@ -188,13 +196,12 @@ interceptor_closure(interceptor_object *self, PyObject *const *args, size_t narg
     }
     if (oomkit_exception_is_oom(call->st)) {
         PyObject *exception = oomkit_exception_take(); /* owned, given back */
-        call->step_failed = 1;
+        interceptor_step_failed(self);
         if (call->options->optimizer_copy && interceptor_restore(call, index) < 0) {
             Py_DECREF(exception);
             return NULL;
         }
         oomkit_exception_give(exception);
-        (void)oomkit_attributes_undo(call, self->target); /* an exception either way */
     }
     return NULL;
 }
@@ -231,8 +238,7 @@ interceptor_optimizer(interceptor_object *self, PyObject *const *args, size_t na
         call->ooms++;
         result = interceptor_after_oom(self, index, attempt == 0);
         if (PyErr_Occurred()) {
-            call->step_failed = 1;
-            (void)oomkit_attributes_undo(call, self->target); /* either way */
+            interceptor_step_failed(self);
             return NULL;
         }
     }
@@ -371,8 +377,14 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
              : self->kind == OOMKIT_OWNER_SCHEDULER
                  ? interceptor_scheduler(self, args, nargsf, kwnames)
                  : interceptor_other(self, args, nargsf, kwnames);
-    Py_DECREF(op);
     call->intercept_depth--;
+    if (call->intercept_depth == 0) {
+        if (result == NULL) {
+            oomkit_attributes_undo(call);
+        }
+        call->failed_step = NULL;
+    }
+    Py_DECREF(op);
     return result;
 }
 

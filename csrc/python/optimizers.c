@@ -53,11 +53,10 @@ mark_groups(oomkit_state *st, oomkit_optimizer_mark *mark)
     PyObject *groups =
         PyObject_GetAttr(mark->optimizer, st->str_param_groups); /* owned */
 
-    if (groups == NULL || !PyList_Check(groups)) {
-        goto done;
-    }
-    mark->groups = PyList_New(0);
-    for (i = 0; mark->groups != NULL && i < PyList_GET_SIZE(groups); i++) {
+    mark->groups = groups == NULL ? NULL : PyList_New(0);
+    for (i = 0;
+         mark->groups != NULL && PyList_Check(groups) && i < PyList_GET_SIZE(groups);
+         i++) {
         PyObject *group = PyList_GET_ITEM(groups, i); /* borrowed */
         PyObject *params, *copy;                      /* borrowed; owned */
         if (!PyDict_Check(group)) {
@@ -137,6 +136,7 @@ mark_clear(oomkit_optimizer_mark *mark)
     Py_CLEAR(mark->groups);
     Py_CLEAR(mark->state);
     Py_CLEAR(mark->params_seen);
+    Py_CLEAR(mark->attributes);
     Py_CLEAR(mark->optimizer);
 }
 
@@ -157,7 +157,9 @@ mark_find(const oomkit_call *call, const PyObject *optimizer)
 int
 oomkit_optimizer_mark_take(oomkit_call *call, PyObject *optimizer, int *index)
 {
-    oomkit_optimizer_mark *mark;
+    oomkit_optimizer_mark
+        fresh; /* whole before it counts: half of one undoes too much */
+    oomkit_optimizer_mark old;
     int at = mark_find(call, optimizer);
 
     if (at >= 0) {
@@ -172,28 +174,35 @@ oomkit_optimizer_mark_take(oomkit_call *call, PyObject *optimizer, int *index)
             return -1;
         }
         call->committed |= moved;
-        mark_clear(&call->optimizers[at]);
-    } else {
-        if (call->optimizer_count == call->optimizer_room) {
-            int room = call->optimizer_room == 0 ? 2 : call->optimizer_room * 2;
-            void *grown = PyMem_Realloc(call->optimizers, (size_t)room * sizeof(*mark));
-            if (grown == NULL) {
-                PyErr_NoMemory();
-                return -1;
-            }
-            call->optimizers = grown;
-            call->optimizer_room = room;
+    } else if (call->optimizer_count == call->optimizer_room) {
+        int room = call->optimizer_room == 0 ? 2 : call->optimizer_room * 2;
+        void *grown = PyMem_Realloc(call->optimizers, (size_t)room * sizeof(fresh));
+        if (grown == NULL) {
+            PyErr_NoMemory();
+            return -1;
         }
-        at = call->optimizer_count++;
-        memset(&call->optimizers[at], 0, sizeof(*mark));
+        call->optimizers = grown;
+        call->optimizer_room = room;
     }
-    mark = &call->optimizers[at];
-    mark->optimizer = Py_NewRef(optimizer);
+    memset(&fresh, 0, sizeof(fresh));
+    fresh.optimizer = Py_NewRef(optimizer);
+    fresh.attributes = oomkit_attributes_of(optimizer);
+    if (fresh.attributes == NULL || mark_groups(call->st, &fresh) < 0 ||
+        mark_state(call->st, &fresh) < 0 ||
+        oomkit_attributes_note(call, optimizer, fresh.attributes) < 0) {
+        mark_clear(&fresh);
+        return -1;
+    }
+    memset(&old, 0, sizeof(old));
+    if (at < 0) {
+        at = call->optimizer_count++;
+    } else {
+        old = call->optimizers[at];
+    }
+    call->optimizers[at] = fresh;
+    mark_clear(&old);
     *index = at;
-    return mark_groups(call->st, mark) < 0 || mark_state(call->st, mark) < 0 ||
-                   oomkit_attributes_mark(call, optimizer) < 0
-               ? -1
-               : 0;
+    return 0;
 }
 
 /* 1 when a parameter or a state tensor changed in place since the mark; 0; -1. */
@@ -327,6 +336,9 @@ oomkit_optimizer_undo(oomkit_call *call, int index)
 {
     oomkit_optimizer_mark *mark = &call->optimizers[index];
 
+    if (oomkit_attributes_put(call->st, mark->optimizer, mark->attributes) < 0) {
+        return -1;
+    }
     if (PyDict_Check(mark->state) &&
         undo_new_keys(mark->state, mark->params_seen) < 0) {
         return -1;
@@ -340,24 +352,30 @@ int
 oomkit_optimizer_copy(oomkit_call *call, int index)
 {
     oomkit_optimizer_mark *mark = &call->optimizers[index];
+    PyObject **copies;
     Py_ssize_t i;
 
     if (mark->copies != NULL) {
         return 0;
     }
-    mark->copies = PyMem_Calloc((size_t)mark->count + 1, sizeof(PyObject *));
-    if (mark->copies == NULL) {
+    copies = PyMem_Calloc((size_t)mark->count + 1, sizeof(PyObject *));
+    if (copies == NULL) {
         PyErr_NoMemory();
         return -1;
     }
     for (i = 0; i < mark->count; i++) {
         if (mark->items[i].is_tensor) {
-            mark->copies[i] = oomkit_host_copy(call->st, mark->items[i].value);
-            if (mark->copies[i] == NULL) {
+            copies[i] = oomkit_host_copy(call->st, mark->items[i].value);
+            if (copies[i] == NULL) { /* half of them would be taken for all */
+                while (i-- > 0) {
+                    Py_XDECREF(copies[i]);
+                }
+                PyMem_Free(copies);
                 return -1;
             }
         }
     }
+    mark->copies = copies;
     return 0;
 }
 

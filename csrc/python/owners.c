@@ -220,6 +220,32 @@ scaler_restore(oomkit_call *call, PyObject *scaler, PyObject *saved)
     return result;
 }
 
+/* optimizer_safety="copy": schedulers and scalers back to their pre-image. */
+static int
+owners_restore_copies(oomkit_call *call)
+{
+    Py_ssize_t i;
+    PyObject *list = call->copied_owners; /* borrowed from call */
+
+    for (i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
+        PyObject *pair = PyList_GET_ITEM(list, i); /* borrowed */
+        PyObject *state, *done;                    /* owned */
+        oomkit_exempt_enter(call->st);
+        state = PyObject_CallOneArg(call->st->deepcopy, PyTuple_GET_ITEM(pair, 1));
+        done = state == NULL
+                   ? NULL
+                   : PyObject_CallMethodOneArg(PyTuple_GET_ITEM(pair, 0),
+                                               call->st->str_load_state_dict, state);
+        oomkit_exempt_leave(call->st);
+        Py_XDECREF(state);
+        if (done == NULL) {
+            return -1;
+        }
+        Py_DECREF(done);
+    }
+    return 0;
+}
+
 /* Scalers' bookkeeping and the user's participants as they were. 0 or -1. */
 int
 oomkit_owners_restore(oomkit_call *call)
@@ -228,7 +254,8 @@ oomkit_owners_restore(oomkit_call *call)
     Py_ssize_t i;
     PyObject *list = call->scaler_marks; /* borrowed from call */
 
-    if (oomkit_attributes_restore(call) < 0) {
+    /* Attributes first: what they name may have changed in place, and a copy has it. */
+    if (oomkit_attributes_restore(call) < 0 || owners_restore_copies(call) < 0) {
         return -1;
     }
     for (i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
@@ -275,38 +302,13 @@ oomkit_owners_restore(oomkit_call *call)
     return 0;
 }
 
-/* optimizer_safety="copy": schedulers and scalers back to their pre-image. */
-int
-oomkit_owners_restore_copies(oomkit_call *call)
-{
-    Py_ssize_t i;
-    PyObject *list = call->copied_owners; /* borrowed from call */
-
-    for (i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
-        PyObject *pair = PyList_GET_ITEM(list, i); /* borrowed */
-        PyObject *state, *done;                    /* owned */
-        oomkit_exempt_enter(call->st);
-        state = PyObject_CallOneArg(call->st->deepcopy, PyTuple_GET_ITEM(pair, 1));
-        done = state == NULL
-                   ? NULL
-                   : PyObject_CallMethodOneArg(PyTuple_GET_ITEM(pair, 0),
-                                               call->st->str_load_state_dict, state);
-        oomkit_exempt_leave(call->st);
-        Py_XDECREF(state);
-        if (done == NULL) {
-            return -1;
-        }
-        Py_DECREF(done);
-    }
-    return 0;
-}
-
 void
 oomkit_owners_release(oomkit_call *call)
 {
     Py_CLEAR(call->scaler_marks);
     Py_CLEAR(call->copied_owners);
     Py_CLEAR(call->user_marks);
+    call->failed_step = NULL;
     Py_CLEAR(call->attributes);
     Py_CLEAR(call->groups_after);
     Py_CLEAR(call->groups_end);

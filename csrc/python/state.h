@@ -70,6 +70,7 @@
     X(str_info, "info")                                                                \
     X(str_per_optimizer_states, "_per_optimizer_states")                               \
     X(str_zero_grad, "zero_grad")                                                      \
+    X(str__schedulers, "_schedulers")                                                  \
     X(str_update_parameters, "update_parameters")                                      \
     X(str_cpu, "cpu")                                                                  \
     X(str_closure, "__closure__")                                                      \

@@ -210,7 +210,7 @@ tx_uncommit(oomkit_call *call)
         return moved;
     }
     call->committed = 0;
-    return oomkit_owners_restore_copies(call);
+    return 0;
 }
 
 static int
@@ -445,6 +445,7 @@ oomkit_tx_end_attempt(oomkit_call *call)
     Py_CLEAR(call->scaler_marks);
     Py_CLEAR(call->copied_owners);
     Py_CLEAR(call->user_marks);
+    call->failed_step = NULL;
     Py_CLEAR(call->attributes);
     oomkit_course_clear(&call->course[0]);
     oomkit_course_clear(&call->course[1]);

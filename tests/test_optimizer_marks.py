@@ -1,0 +1,257 @@
+"""What is noted of an optimizer when its step() begins: whole or not at all, put back in order."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from nomemory import fork
+from nomemory.fault import MISSING, Fault, Outcome, suffer
+
+import oomkit
+from oomkit import _side_effects
+from oomkit.testing import inject_oom
+
+pytestmark = pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning")
+
+
+def tower():
+    """(its parameters, a step that takes what to run instead of the update)."""
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(40))
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    x = torch.linspace(-1, 1, 12).reshape(4, 3)
+    around = [lambda update: update()]
+
+    @oomkit.auto_batch(verify=False)
+    def step(x):
+        optimizer.zero_grad()
+        for layer in layers:
+            x = torch.tanh(layer(x)) + x
+        x.square().mean().backward()
+        around[-1](optimizer.step)
+
+    def call(how=lambda update: update()):
+        around.append(how)
+        step(x)
+        return torch.cat([p.detach().flatten() for p in layers.parameters()])
+
+    return call
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+def test_a_mark_that_there_was_no_memory_for_takes_no_state_away():
+    def work(nth):
+        call = tower()
+        call()
+        call()
+        if nth is None:
+            return call()
+        failed = []
+
+        def once(update):
+            if failed:
+                return update()
+            failed.append(nth)
+            _, error = suffer(update, Fault(nth), Outcome())
+            if error is not None:
+                raise error
+            return None
+
+        return call(once)
+
+    want = fork.apart(lambda: work(None).tolist(), fork.CALM)
+    assert not want.died
+    for nth in range(1, 24):  # the copies of groups and of state, and the room for them
+        found = fork.apart(lambda nth=nth: work(nth).tolist(), fork.CALM)
+        assert not found.died, f"allocation {nth}: {found.died}"
+        assert torch.allclose(
+            torch.tensor(found.value), torch.tensor(want.value), rtol=0, atol=1e-6
+        ), f"allocation {nth}"
+
+
+class Historic(torch.optim.lr_scheduler.LRScheduler):
+    """Counts in a list, in place."""
+
+    def __init__(self, optimizer):
+        self.history = []
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        return [lr * 0.9 ** len(self.history) for lr in self.base_lrs]
+
+    def step(self, epoch=None):
+        self.history.append(self.last_epoch)
+        super().step()
+
+
+@pytest.mark.parametrize("nth", [None, 1, 2])
+def test_a_scheduler_that_counts_in_place_goes_back_to_its_copy(nth):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = Historic(optimizer)
+    calls = []
+
+    @oomkit.auto_batch(optimizer_safety="copy", verify=False)
+    def step(x):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+        calls.append(len(x))
+        if len(calls) == nth:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for _ in range(3):
+        step(torch.ones(8, 4))
+    assert scheduler.history == [-1, 0, 1, 2] and scheduler.last_epoch == 3
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**4)
+
+
+class Tidy(torch.amp.GradScaler):
+    """Lends the optimizer an attribute and takes it away again, whatever happened."""
+
+    def step(self, optimizer, *args, **kwargs):
+        optimizer.lent = 1
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            del optimizer.lent
+
+
+@pytest.mark.parametrize("safety", ["predict", "copy"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_stands_around_a_failed_step_finds_what_it_has_set(times, safety):
+    torch.manual_seed(0)
+    model, scaler = torch.nn.Linear(4, 2), Tidy("cpu", init_scale=1024.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    @oomkit.auto_batch(verify=False, optimizer_safety=safety)
+    def step(x):
+        optimizer.zero_grad()
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    with inject_oom(nth=1, times=times, phase="optimizer") as injected:
+        step(torch.ones(4, 4))
+    assert injected.fired == times and not hasattr(optimizer, "lent")
+    assert all(int(state["step"]) == 1 for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_step_that_is_tried_again_counts_once(times):
+    """At once (the first time) or with the whole call (the second)."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, foreach=False)
+    optimizer.n = 0
+
+    def count(optimizer, *_):
+        optimizer.n += 1
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / optimizer.n
+
+    optimizer.register_step_pre_hook(count)
+
+    @oomkit.auto_batch(verify=False)
+    def step(x):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    with inject_oom(phase="optimizer", nth=1, times=times) as injected:
+        step(torch.ones(4, 4))
+    step(torch.ones(4, 4))
+    assert injected.fired == times
+    assert optimizer.n == 2 and optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+
+
+def test_half_of_the_copies_are_not_taken_for_all():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    calls, caught = [], []
+
+    @oomkit.auto_batch(verify=False, optimizer_safety="copy")
+    def step(x):
+        calls.append(len(x))
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        if len(calls) != 2:
+            optimizer.step()
+            return
+        with inject_oom(phase="recovery", nth=2):
+            try:
+                optimizer.step()
+            except torch.OutOfMemoryError as error:
+                caught.append(error)
+        optimizer.step()
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for _ in range(2):
+        step(torch.ones(4, 4))
+    assert len(caught) == 1 and calls == [4, 4, 2, 2]
+
+
+def test_groups_that_are_no_list_are_no_reason_to_fail():
+    class Tuple(torch.optim.SGD):
+        def __init__(self, params):
+            super().__init__(params, lr=0.1)
+            self.param_groups = tuple(self.param_groups)
+
+    model = torch.nn.Linear(4, 2)
+    optimizer = Tuple(model.parameters())
+    before = model.weight.detach().clone()
+
+    @oomkit.auto_batch(verify=False)
+    def step(x):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step(torch.ones(4, 4))
+    assert not torch.equal(before, model.weight)
+
+
+def test_a_callable_that_answers_in_its_own_words_is_a_step_like_any_other():
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    class Step:
+        def __init__(self):
+            self.known = {"a": 1}
+
+        def __getattr__(self, name):
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return object.__getattribute__(self, "known")[name]  # KeyError
+
+        def __call__(self, x):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+            return len(x)
+
+    assert oomkit.auto_batch(Step(), label="step")(torch.ones(4, 4)) == 4
+
+
+def test_keys_that_are_no_names_are_not_compared():
+    class Key:
+        def __hash__(self):
+            return hash("a")
+
+        def __eq__(self, other):
+            raise ZeroDivisionError
+
+    class Holder:
+        pass
+
+    holder = Holder()
+    vars(holder)[Key()] = 1
+    holder.b = 0
+    assert _side_effects._attributes(holder, frozenset({"a"})) == [("b", 0)]
