@@ -111,3 +111,35 @@ class Silent(RuntimeError):
 def test_while_the_text_of_an_error_is_read(arrived: list[int]) -> None:
     assert not oomkit.is_oom_error(Silent())
     assert arrived == [signal.SIGINT]
+
+
+def test_an_exit_that_a_signal_asks_for_is_not_lost_either() -> None:
+    """Its handler runs in the text of an error."""
+
+    class Talkative(torch.OutOfMemoryError):
+        def __str__(self) -> str:
+            signal.raise_signal(signal.SIGTERM)
+            return "out of memory"
+
+    def leave(*_: object) -> None:
+        raise SystemExit("terminated")
+
+    model, calls = nn.Linear(4, 2), []
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @oomkit.auto_batch(verify=False)
+    def step(x: torch.Tensor) -> None:
+        calls.append(len(x))
+        opt.zero_grad()
+        model(x).sum().backward()
+        if len(calls) == 1:
+            raise Talkative
+        opt.step()
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        with pytest.raises(SystemExit, match="terminated"):
+            step(torch.ones(4, 4))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert all(p.grad is None for p in model.parameters())

@@ -130,15 +130,36 @@ oomkit_raise_out_of_memory(oomkit_state *st, PyObject *message, PyObject *report
     return NULL;
 }
 
+/* A pending call: raises what was put off. Steals it. */
+static int
+error_again(void *exception)
+{
+    oomkit_exception_give(exception);
+    return -1;
+}
+
 void
 oomkit_error_dismiss(void)
 {
-    int interrupted =
-        PyErr_Occurred() != NULL && PyErr_ExceptionMatches(PyExc_KeyboardInterrupt);
+    PyObject *exception; /* owned, or the pending call's */
 
-    PyErr_Clear(); /* accounted for: only hints are asked for where this is called */
-    if (interrupted) {
+    if (PyErr_Occurred() == NULL) {
+        return;
+    }
+    if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
+        PyErr_Clear(); /* raised again by its signal */
         PyErr_SetInterrupt();
+        return;
+    }
+    if (PyErr_ExceptionMatches(PyExc_Exception) ||
+        PyErr_ExceptionMatches(PyExc_GeneratorExit)) {
+        PyErr_Clear(); /* accounted for: only hints are asked for where this is called
+                        */
+        return;
+    }
+    exception = oomkit_exception_take();
+    if (Py_AddPendingCall(error_again, exception) < 0) { /* 32 of them wait already */
+        Py_DECREF(exception);
     }
 }
 

@@ -58,7 +58,8 @@ oomkit_raise_out_of_memory(oomkit_state *st, PyObject *message, PyObject *report
                            int committed);
 
 /* Drops an error (if any) where a hint is asked for and nothing can be raised. An
- * interrupt is not lost: it arrives again. */
+ * interrupt is not lost, nor an exit that a handler of a signal asked for: it arrives
+ * again, between two instructions of the main thread. */
 void
 oomkit_error_dismiss(void);
 

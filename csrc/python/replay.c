@@ -362,7 +362,7 @@ oomkit_replay_run(oomkit_call *call, oomkit_pending *p, PyObject *inputs,
         return -1;
     }
     if (oomkit_modes_entry(call) < 0) {
-        PyErr_Clear(); /* what a failure leaves behind is left again below */
+        oomkit_error_dismiss(); /* what a failure leaves behind is left again below */
     }
     call->replayed = p;
     call->inputs = inputs;
