@@ -425,7 +425,7 @@ oomkit_buffers_say_norm(oomkit_call *call)
 
     if (training > 0) {
         call->parts->norm_said = 1;
-        training = PyErr_WarnFormat(
+        training = oomkit_warn(
             call->st->OomkitWarning, 2,
             "oomkit: the batch is split and %s is in training mode: its statistics "
             "are those of each micro-batch, not of the whole batch; use a "

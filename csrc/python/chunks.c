@@ -380,7 +380,7 @@ part_unguarded(oomkit_chunks *self)
         return 0;
     }
     site->hooks_said = 1;
-    return PyErr_WarnFormat(
+    return oomkit_warn(
         self->st->OomkitWarning, 1,
         "%U: the body of the loop has no `with oomkit.guard():`, so that an "
         "out-of-memory error in it ends the loop; put the body into that block",

@@ -233,7 +233,7 @@ oomkit_course_skipped(oomkit_call *call)
         return 0;
     }
     step->whole.said = 1;
-    return PyErr_WarnFormat(
+    return oomkit_warn(
         call->st->OomkitWarning, 1,
         "oomkit: %U is split, and no micro-batch made the %s that each call with a "
         "whole batch made; if the step skips batches that are too small, pass "

@@ -119,7 +119,7 @@ effects_say(oomkit_call *call, PyObject *answer)
         return -1;
     }
     if (beside != Py_None &&
-        PyErr_WarnFormat(
+        oomkit_warn(
             st->OomkitWarning, 1,
             "oomkit: the batch of %U is split, and the step reads what is no argument "
             "of "
@@ -131,7 +131,7 @@ effects_say(oomkit_call *call, PyObject *answer)
     if (warning == Py_None) {
         return 0;
     }
-    return PyErr_WarnFormat(
+    return oomkit_warn(
         st->OomkitWarning, 1,
         "oomkit: the batch of %U is split, and everything in it runs once per "
         "micro-batch: %U; guard what must happen once per batch with `if "

@@ -130,6 +130,33 @@ oomkit_raise_out_of_memory(oomkit_state *st, PyObject *message, PyObject *report
     return NULL;
 }
 
+int
+oomkit_warn(PyObject *category, Py_ssize_t level, const char *format, ...)
+{
+    va_list values;
+    PyFrameObject *frame = PyThreadState_GetFrame(PyThreadState_Get()); /* owned */
+    PyFrameObject *back = /* owned: CPython finds these two, as long as they are held */
+        frame == NULL ? NULL : PyFrame_GetBack(frame);
+    PyObject *text; /* owned */
+    int result;
+
+    if (frame == NULL && PyEval_GetGlobals() != NULL) {
+        PyErr_NoMemory(); /* there is a frame, but its object could not be made */
+        return -1;
+    }
+    if (back == NULL && level > 1) {
+        level = 1; /* the outermost frame, or no memory for another one's object */
+    }
+    va_start(values, format);
+    text = PyUnicode_FromFormatV(format, values);
+    va_end(values);
+    result = text == NULL ? -1 : PyErr_WarnFormat(category, level, "%U", text);
+    Py_XDECREF(text);
+    Py_XDECREF(back);
+    Py_XDECREF(frame);
+    return result;
+}
+
 /* A pending call: raises what was put off. Steals it. */
 static int
 error_again(void *exception)

@@ -57,6 +57,11 @@ PyObject *
 oomkit_raise_out_of_memory(oomkit_state *st, PyObject *message, PyObject *report,
                            int committed);
 
+/* PyErr_WarnFormat(), which crashes where there is no memory for a frame's object. 0 or
+ * -1. */
+int
+oomkit_warn(PyObject *category, Py_ssize_t level, const char *format, ...);
+
 /* Drops an error (if any) where a hint is asked for and nothing can be raised. An
  * interrupt is not lost, nor an exit that a handler of a signal asked for: it arrives
  * again, between two instructions of the main thread. */

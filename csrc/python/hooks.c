@@ -123,7 +123,7 @@ hooks_say(oomkit_call *call, PyObject *name)
                      name);
     } else if (name != NULL) {
         call->step->hooks_said = 1;
-        result = PyErr_WarnFormat(
+        result = oomkit_warn(
             call->st->OomkitWarning, 1,
             "oomkit: the batch is split and %U has a hook on its gradients: it runs "
             "once per micro-batch, which is exact only for a hook that is linear in "

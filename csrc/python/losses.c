@@ -294,7 +294,7 @@ losses_judge_coupled(oomkit_call *call, double whole, double limit)
     if (fabs(joined - whole) <= limit * fmax(fabs(whole), l->largest)) {
         return 0;
     }
-    return PyErr_WarnFormat(
+    return oomkit_warn(
         call->st->OomkitWarning, 4,
         "oomkit: %U is split, and the losses of the micro-batches do not make up that "
         "of the whole batch, which ran out of memory in its backward: a loss that "
@@ -337,7 +337,7 @@ losses_judge(oomkit_call *call, int32_t dtype)
     }
     l->said = 1;
     if (!same_batch && is_sum) {
-        return PyErr_WarnFormat(
+        return oomkit_warn(
             call->st->OomkitWarning, 4,
             "oomkit: %U is split, and the losses of the micro-batches add up to the "
             "loss of the batch before. If it is a sum over samples, pass "
@@ -347,7 +347,7 @@ losses_judge(oomkit_call *call, int32_t dtype)
             call->options->label, (long long)call->slice_count);
     }
     if (is_sum) {
-        return PyErr_WarnFormat(
+        return oomkit_warn(
             call->st->OomkitWarning, 4,
             "oomkit: %U is split and its loss looks like a sum over samples: the "
             "micro-batches' losses add up to that of the whole batch; pass "
@@ -355,7 +355,7 @@ losses_judge(oomkit_call *call, int32_t dtype)
             "too small",
             call->options->label, (long long)call->slice_count);
     }
-    return PyErr_WarnFormat(
+    return oomkit_warn(
         call->st->OomkitWarning, 4,
         "oomkit: %U is split as a sum (%s) and its loss looks like a mean: each "
         "micro-batch has the loss of the whole batch; pass reduction=\"mean\" to "
@@ -453,8 +453,8 @@ oomkit_losses_replayed(oomkit_call *call, const oomkit_loss *loss, int noise)
         Py_XDECREF(text);
         return text == NULL ? -1 : 0;
     }
-    result = PyErr_WarnFormat(call->st->OomkitWarning, 1, "oomkit: %U %U",
-                              call->options->label, text);
+    result = oomkit_warn(call->st->OomkitWarning, 1, "oomkit: %U %U",
+                         call->options->label, text);
     Py_DECREF(text);
     return result;
 }

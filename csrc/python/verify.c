@@ -343,7 +343,7 @@ verify_say(oomkit_call *call, PyObject *verdict)
             result = done == NULL ? -1 : 0;
             Py_XDECREF(done);
         } else {
-            result = PyErr_WarnFormat(call->st->OomkitWarning, 1, "oomkit: %U", text);
+            result = oomkit_warn(call->st->OomkitWarning, 1, "oomkit: %U", text);
         }
     } else {
         result = -1;

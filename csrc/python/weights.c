@@ -304,7 +304,7 @@ labels_say(oomkit_call *call, Py_ssize_t leaf)
     int result = -1;
 
     if (expression != NULL && path != NULL) {
-        result = PyErr_WarnFormat(
+        result = oomkit_warn(
             call->st->OomkitWarning, 1,
             "oomkit: %U is split and %U holds labels of -100 in unequal number: a mean "
             "over the other labels is not weighed rightly by rows; pass weight=lambda "
@@ -432,7 +432,7 @@ groups_say(oomkit_call *call, PyObject *result)
         return scalar;
     }
     call->step->losses.groups_said = 1;
-    return PyErr_WarnFormat(
+    return oomkit_warn(
         call->st->OomkitWarning, 1,
         "oomkit: weight= returns %zd weights and %U returns one loss, which is joined "
         "with the first of them; gradients are exact; return the losses as a tuple in "

@@ -81,6 +81,16 @@ LISTED: list[tuple[str, str]] = [
         "CPython's SyntaxError",
         r'^/[^"]*/dataclasses\.py:\d+ in _create_fn$',
     ),
+    (
+        "CPython's SystemError",
+        r"^/[^\"]*/typing\.py:\d+ in __init__$",  # ForwardRef compiles its text
+    ),
+    # dictobject.c, dictiter_new, as below: seen with gdb in the items() of a named tuple's types.
+    (
+        "CPython crashes",
+        r"SIGSEGV: Fatal Python error: Segmentation fault;(?: in CPython[^;]*;)?"
+        r' File "[^"]*/typing\.py", line \d+ in _make_nmtuple',
+    ),
     # codeobject.c, lineiter_next and positionsiter_next: give back the tuple that they have freed.
     (
         "CPython crashes",
@@ -114,11 +124,6 @@ LISTED: list[tuple[str, str]] = [
     ("CPython hangs", r'SIGPROF: File "(?![^"]*/oomkit/\w+\.py)'),
 ]
 """(a word for it, what its text or a frame of its traceback matches)."""
-
-LOST = frozenset({"_Symbol", "_Scan", "_Length", "_Other"})
-"""Values of _bytecode.py and _side_effects.py that may stay alive. No C of oomkit's sees them:
-effects_of() and _Scan.value() alone, with all memory refused from some allocation on, leave one
-with a reference that nobody holds."""
 
 
 def listed(text: str, where: Sequence[str] = ()) -> str:
