@@ -35,6 +35,13 @@ oomkit_slot_find(oomkit_device device)
     return slot;
 }
 
+uint64_t
+oomkit_slot_limit(const device_slot *slot)
+{
+    return slot->budget_bytes != OOMKIT_UNKNOWN ? slot->budget_bytes
+                                                : slot->share_bytes;
+}
+
 static void
 stats_clear(oomkit_memory_stats *stats)
 {
@@ -106,7 +113,8 @@ oomkit_accelerator_reset_peak(oomkit_state *st, device_slot *slot)
 }
 
 /* What the driver says of a ready device into *stats, where that is asked for, and the
- * program's share of it into its slot. 0 or -1. */
+ * program's share of it into its slot. Of a device without a context either would make
+ * one: both stay unknown. 0 or -1. */
 static int
 slot_look(oomkit_state *st, device_slot *slot, oomkit_device device,
           oomkit_memory_stats *stats)
@@ -114,6 +122,9 @@ slot_look(oomkit_state *st, device_slot *slot, oomkit_device device,
     double fraction = 1.0;
     oomkit_memory_stats own;
 
+    if (!oomkit_torch_has_context(device)) {
+        return 0;
+    }
     if (stats != NULL && oomkit_torch_free_and_total(st, device, stats) < 0) {
         return -1;
     }
@@ -214,7 +225,7 @@ oomkit_device_figures(oomkit_state *st, oomkit_device device,
             return -1;
         }
         if (slot != NULL) {
-            *budget_bytes = slot_limit(slot);
+            *budget_bytes = oomkit_slot_limit(slot);
         }
         return 0;
     }
@@ -238,7 +249,7 @@ oomkit_device_budget(oomkit_state *st, oomkit_device device)
 
     if (device.type != OOMKIT_DEVICE_CPU) {
         slot = oomkit_slot_find(device);
-        return slot == NULL ? OOMKIT_UNKNOWN : slot_limit(slot);
+        return slot == NULL ? OOMKIT_UNKNOWN : oomkit_slot_limit(slot);
     }
     if (st->bridge == NULL || !st->bridge->cpu_installed()) {
         return OOMKIT_UNKNOWN;

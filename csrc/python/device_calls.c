@@ -112,6 +112,27 @@ is_in_bad_fork(oomkit_state *st, int type)
     return answer != NULL && says_yes(answer);
 }
 
+/* torch._C._cuda_hasPrimaryContext, where a build has it. */
+int
+oomkit_torch_has_context(oomkit_device device)
+{
+    static const char name[] = "_cuda_hasPrimaryContext";
+    PyObject *torch, *answer = NULL; /* owned */
+    int has = 1;
+
+    if (device.type != OOMKIT_DEVICE_CUDA) {
+        return 1;
+    }
+    torch = PyImport_ImportModule("torch._C");
+    if (torch != NULL && PyObject_HasAttrString(torch, name)) {
+        answer = PyObject_CallMethod(torch, name, "i", device.index);
+        has = says_yes(answer);
+    }
+    Py_XDECREF(torch);
+    oomkit_error_dismiss();
+    return has;
+}
+
 int
 oomkit_torch_ready(oomkit_state *st, oomkit_device device)
 {
@@ -292,7 +313,7 @@ oomkit_torch_synchronize(oomkit_state *st, oomkit_device device)
 {
     PyObject *none; /* owned, stolen */
 
-    if (device.index < 0) {
+    if (device.index < 0 || !oomkit_torch_has_context(device)) {
         return 0;
     }
     none = is_the_accelerator(device.type)

@@ -15,6 +15,12 @@ oomkit_device_by_bridge(const oomkit_state *st, int type);
 int
 oomkit_torch_ready(oomkit_state *st, oomkit_device device);
 
+/* Has the process a context on this very device? Ready means that it has one on some
+ * device of the type. 1, also where that cannot be told, or 0. Leaves no exception and
+ * must not be called with one in flight. */
+int
+oomkit_torch_has_context(oomkit_device device);
+
 /* OOMKIT_OK with everything filled but free and total, OOMKIT_EUNSUPPORTED when the
  * device is not initialised, OOMKIT_EFAILED. Leaves no exception and must not be called
  * with one in flight. */

@@ -20,14 +20,6 @@ typedef struct device_slot {
     int resets_thrown;
 } device_slot;
 
-/* The limit in force: ours, else the share that the program has asked torch for. */
-static inline uint64_t
-slot_limit(const device_slot *slot)
-{
-    return slot->budget_bytes != OOMKIT_UNKNOWN ? slot->budget_bytes
-                                                : slot->share_bytes;
-}
-
 static inline uint64_t
 left_of(uint64_t budget_bytes, uint64_t used_bytes)
 {
@@ -46,6 +38,10 @@ larger_known(uint64_t seen, uint64_t value)
 /* NULL when the table is full and `device` not in it. */
 device_slot *
 oomkit_slot_find(oomkit_device device);
+
+/* The limit in force: ours, else the share that the program has asked torch for. */
+uint64_t
+oomkit_slot_limit(const device_slot *slot);
 
 /* OOMKIT_OK with *stats filled, else everything OOMKIT_UNKNOWN. Keeps an exception that
  * is in flight. */

@@ -86,7 +86,7 @@ accelerator_end(oomkit_state *st, oomkit_peak_window *window)
                                 : stats.num_alloc_retries - window->alloc_retries;
     slot_remove(slot, window);
     window->outer = NULL;
-    window->budget_bytes = slot_limit(slot);
+    window->budget_bytes = oomkit_slot_limit(slot);
     window->free_bytes = left_of(window->budget_bytes, stats.reserved);
 }
 

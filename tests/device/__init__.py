@@ -90,6 +90,8 @@ class Device:
             events=[],
             generators=(Generator(11), Generator(12)),
             capturing=False,
+            contexts=None,
+            asked_of=[],
             fraction={},
             info=(60 * MIB, 100 * MIB),
             looked_up={},
@@ -109,6 +111,14 @@ class Device:
         self.events.append((event, self.empty_calls))
         if event in self.raising:
             raise self.raising[event]
+
+    def ask(self, index: int, answer: Any) -> Any:
+        """What the driver, or an allocator that makes a context for it, is asked of a device."""
+        self.asked_of.append(index)
+        return answer
+
+    def has_context(self, index: int) -> bool:
+        return self.contexts is None or index in self.contexts
 
     def look_up(self, field: str, value: Any) -> None:
         before = self.backend.look_up(_C, field, value)
@@ -137,8 +147,17 @@ class Device:
         patch(cuda, "_lazy_init", self._refuse_init)
         properties = SimpleNamespace(total_memory=100 * MIB, uuid="none")
         patch(cuda, "get_device_properties", lambda index: properties)
-        patch(cuda, "get_per_process_memory_fraction", lambda index: self.fraction.get(index, 1.0))
-        patch(core, "_accelerator_getMemoryInfo", lambda index: self.info, raising=False)
+        share = self.fraction.get
+        patch(
+            *(cuda, "get_per_process_memory_fraction"),
+            lambda index: self.ask(index, share(index, 1.0)),
+        )
+        patch(
+            *(core, "_accelerator_getMemoryInfo"),
+            lambda index: self.ask(index, self.info),
+            raising=False,
+        )
+        patch(core, "_cuda_hasPrimaryContext", self.has_context, raising=False)
         patch(
             core, "_accelerator_synchronizeDevice", lambda index: self.note("wait"), raising=False
         )

@@ -128,7 +128,7 @@ MUTANTS = [
     Mutant(
         "share-forgotten",
         "a share that the program has asked for is the limit everywhere",
-        "csrc/python/device_slot.h",
+        "csrc/python/device.c",
         "    return slot->budget_bytes != OOMKIT_UNKNOWN ? slot->budget_bytes\n"
         "                                                : slot->share_bytes;",
         "    return slot->budget_bytes;",
