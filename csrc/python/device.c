@@ -84,7 +84,9 @@ oomkit_accelerator_stats(oomkit_state *st, oomkit_device device,
         stats_clear(stats);
     }
     if (slot != NULL) {
-        slot->stats_thrown = status == OOMKIT_EFAILED ? slot->stats_thrown + 1 : 0;
+        slot->stats_thrown = status == OOMKIT_EFAILED ? slot->stats_thrown + 1
+                             : status == OOMKIT_EOOM  ? slot->stats_thrown
+                                                      : 0;
     }
     return status;
 }
@@ -220,7 +222,7 @@ oomkit_device_figures(oomkit_state *st, oomkit_device device,
     if (device.type != OOMKIT_DEVICE_CPU) {
         slot = oomkit_slot_find(device);
         (void)oomkit_accelerator_stats(st, device,
-                                       stats); /* a pluggable allocator has none */
+                                       stats); /* some allocators have none */
         if (oomkit_device_ready(st, device) && slot_look(st, slot, device, stats) < 0) {
             return -1;
         }

@@ -15,8 +15,8 @@ typedef struct device_slot {
                                       OOMKIT_UNKNOWN without one */
     uint64_t peak_bytes;           /* highest of the run, 0 before the first figure */
     int looked;                    /* share_bytes has been looked at */
-    int stats_thrown;              /* in a row: a pluggable allocator has none and says
-                                      so by throwing, which takes microseconds */
+    int stats_thrown;              /* in a row: an allocator that has none says so
+                                      by throwing, which takes microseconds */
     int resets_thrown;
 } device_slot;
 

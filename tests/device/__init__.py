@@ -91,6 +91,7 @@ class Device:
             generators=(Generator(11), Generator(12)),
             capturing=False,
             contexts=None,
+            cuda_in_use=None,
             asked_of=[],
             fraction={},
             info=(60 * MIB, 100 * MIB),
@@ -117,6 +118,10 @@ class Device:
         self.asked_of.append(index)
         return answer
 
+    def _cuda_in_use(self) -> bool:
+        """torch.cuda's own word, which with a pluggable allocator is the only one there is."""
+        return self.initialized == 1 if self.cuda_in_use is None else bool(self.cuda_in_use)
+
     def has_context(self, index: int) -> bool:
         return self.contexts is None or index in self.contexts
 
@@ -140,7 +145,7 @@ class Device:
         name = {CUDA: "cuda", XPU: "xpu", MPS: "mps", PRIVATE: "privateuseone"}[type]
         patch(core, "_accelerator_getAccelerator", lambda: torch.device(name))
         patch(core, "_accelerator_isAllocatorInitialized", lambda: self.initialized == 1)
-        patch(cuda, "is_initialized", lambda: type == CUDA and self.initialized == 1)
+        patch(cuda, "is_initialized", lambda: type == CUDA and self._cuda_in_use())
         patch(cuda, "is_current_stream_capturing", lambda: self.capturing)
         patch(cuda, "current_device", lambda: self.index)
         patch(cuda, "default_generators", self.generators)

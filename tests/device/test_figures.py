@@ -11,6 +11,7 @@ import oomkit
 from device import (
     CUDA,
     EFAILED,
+    EOOM,
     EUNSUPPORTED,
     MIB,
     PRIVATE,
@@ -92,7 +93,8 @@ def test_two_devices_are_two(cuda: Device) -> None:
 
 @pytest.mark.parametrize("status", [EFAILED, EUNSUPPORTED])
 def test_without_statistics_a_step_runs_and_recovers(cuda: Device, status: int) -> None:
-    """A pluggable allocator has none, cudaMallocAsync not all of them."""
+    """cudaMallocAsync has not all of them, a backend out of torch's tree may have none (a pluggable
+    allocator is another matter, see test_pluggable.py)."""
     cuda.stats_status = status
     sizes = []
 
@@ -411,6 +413,14 @@ def test_one_that_throws_now_and_then_is(cuda: Device) -> None:
             found = oomkit.memory("cuda:0").allocated
             assert (found is None) is (status == EFAILED)
     assert cuda.stats_calls == 9
+
+
+def test_a_host_without_memory_says_nothing_of_the_allocator(cuda: Device) -> None:
+    cuda.stats_status = EOOM
+    for _ in range(5):
+        assert oomkit.memory("cuda:0").allocated is None
+    cuda.stats_status = 0
+    assert oomkit.memory("cuda:0").allocated is not None
 
 
 def test_a_reset_that_throws_is_not_asked_for_ever(cuda: Device) -> None:
