@@ -313,8 +313,12 @@ def test_a_guard_without_the_bridge_measures_the_accelerator_in_use(
     assert accelerator.calls == []
 
 
-def test_the_cpu_is_asked_nothing(accelerator: Accelerator) -> None:
+def test_a_healthy_step_of_the_cpu_asks_nothing(accelerator: Accelerator) -> None:
     accelerator.of("cuda")
+    step = oomkit.auto_batch(lambda x: None)
+    step(torch.zeros(8, 1))
+    assert accelerator.calls == []
+    accelerator.initialized = False
     failing_step([])(torch.zeros(8, 1))
     assert accelerator.calls == []
 
