@@ -8,7 +8,10 @@ initialising CUDA, and the program's.
 from __future__ import annotations
 
 import math
+import sys
 import warnings
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 
@@ -18,6 +21,9 @@ CUDA = 1  # c10::DeviceType
 
 _before: dict[int, float] = {}
 """By device: the share that the program had asked for itself, put back when our limit goes."""
+_ours: dict[int, float] = {}
+"""By device: the share with our limit, as torch reads it (which rounds). Another one there is the
+program's own, newer than what was there before."""
 _noted: list[object] = []
 """Not empty while torch is to call us when it initialises CUDA."""
 
@@ -29,17 +35,39 @@ def share_of(limit: int, total: int) -> float:
 
 
 def _put_on(index: int, limit: int | None) -> None:
+    """Where torch refuses a share, what is noted here stays true of the one that it has."""
+    cuda = torch.cuda
     if limit is None:
-        share = _before.pop(index, None)
-        if share is None:
-            return  # there was no limit of ours
-    else:
-        before = torch.cuda.get_per_process_memory_fraction(index)
-        share = share_of(limit, torch.cuda.get_device_properties(index).total_memory)
-        torch.cuda.set_per_process_memory_fraction(share, index)
-        _before.setdefault(index, before)  # refused, there is nothing to put back
+        if index not in _before:
+            return  # there is no limit of ours
+        share = cuda.get_per_process_memory_fraction(index)
+        if _ours.get(index, share) == share:
+            cuda.set_per_process_memory_fraction(_before[index], index)
+        _ours.pop(index, None)
+        del _before[index]
         return
-    torch.cuda.set_per_process_memory_fraction(share, index)
+    before = cuda.get_per_process_memory_fraction(index)
+    share = share_of(limit, cuda.get_device_properties(index).total_memory)
+    cuda.set_per_process_memory_fraction(share, index)
+    if index not in _before or _ours.get(index, before) != before:
+        # Above 1 is no limit: cudaMallocAsync says it in bytes, as 2**64 of them.
+        _before[index] = min(1.0, before)
+    _ours[index] = cuda.get_per_process_memory_fraction(index)
+
+
+def _warn(message: str) -> None:
+    """A warning, also where warnings are errors: there it is reported and raises nothing."""
+    try:
+        warnings.warn(message, _C.OomkitWarning, stacklevel=3)
+    except _C.OomkitWarning as error:
+        told = SimpleNamespace(
+            exc_type=type(error),
+            exc_value=error,
+            exc_traceback=error.__traceback__,
+            err_msg="oomkit: while CUDA was initialised",
+            object=None,
+        )
+        sys.unraisablehook(cast(Any, told))
 
 
 def _put_all_on() -> None:
@@ -54,11 +82,9 @@ def _put_all_on() -> None:
         except (RuntimeError, AttributeError) as error:  # an allocator without shares
             _C.device_budget_set(CUDA, index, None)
             first = str(error).partition("\n")[0]
-            warnings.warn(
+            _warn(
                 f"oomkit: limit_memory() of {limit} bytes on 'cuda:{index}' is not in force, "
-                f"its allocator refuses a share ({type(error).__name__}: {first})",
-                _C.OomkitWarning,
-                stacklevel=2,
+                f"its allocator refuses a share ({type(error).__name__}: {first})"
             )
 
 

@@ -239,12 +239,13 @@ def max_memory_allocated(device: DeviceLike = None) -> int | None:
 
 
 def _held() -> int:
-    """Bytes of tensors on the CPU, and what the accelerator's caches have reserved."""
+    """Bytes of tensors on the CPU, and what the accelerator's caches have reserved. To ask the
+    driver would make a context on each device."""
     held = memory("cpu").allocated or 0
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         for index in range(torch.accelerator.device_count()):
-            held += memory(torch.device(accelerator.type, index)).reserved or 0
+            held += _C.device_held(*_key(torch.device(accelerator.type, index)))[1] or 0
     return held
 
 

@@ -269,8 +269,10 @@ by_text(const oomkit_exception_facts *facts)
 int
 oomkit_classify_sticky(long code)
 {
-    return code == 46 || code == 700 || code == 709 || code == 710 ||
-           (code >= 715 && code <= 719);
+    /* Beside faults of a kernel: memory or a link that could not be corrected (214,
+     * 220), a kernel that ran too long (702), and tensor memory that leaked (721). */
+    return code == 46 || code == 214 || code == 220 || code == 700 || code == 702 ||
+           code == 709 || code == 710 || (code >= 714 && code <= 719) || code == 721;
 }
 
 static oomkit_class

@@ -336,6 +336,10 @@ oomkit_owners_release(oomkit_call *call);
 /* captured.c. The device that the call's figures are of. */
 void
 oomkit_engine_device(oomkit_call *call);
+
+/* That which failed: a step with the CPU alone in sight may use the accelerator. */
+oomkit_device
+oomkit_engine_device_of_failure(const oomkit_call *call);
 /* Is a graph captured on that device, a CUDA one? 1 and call->captured, 0, -1. */
 int
 oomkit_captured_find(oomkit_call *call);

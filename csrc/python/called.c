@@ -1,5 +1,6 @@
 /* How many rows a batch has that split= slices: of its first tensor, else its len(). Of
  * a list what split= makes of it tells. */
+#include "errors.h"
 #include "find.h"
 
 /* The length of a list or tuple, -1 for other objects. */

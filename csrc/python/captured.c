@@ -17,6 +17,13 @@ oomkit_engine_device(oomkit_call *call)
     }
 }
 
+oomkit_device
+oomkit_engine_device_of_failure(const oomkit_call *call)
+{
+    return call->device.type == OOMKIT_DEVICE_CPU ? oomkit_device_default(call->st)
+                                                  : call->device;
+}
+
 int
 oomkit_captured_find(oomkit_call *call)
 {

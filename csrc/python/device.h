@@ -112,9 +112,15 @@ int
 oomkit_device_expandable(oomkit_state *st, oomkit_device device);
 
 /* The accelerator that is in use in this process, whichever it is, else the CPU.
- * Initialises nothing and never fails. */
+ * Initialises nothing and never fails. May be called with an exception set. */
 oomkit_device
 oomkit_device_default(oomkit_state *st);
+
+/* Its type alone, cheap enough for each step of a CPU: without the bridge CUDA's or
+ * none.
+ */
+int
+oomkit_device_type_beside(oomkit_state *st);
 
 #define OOMKIT_DEVICE_TEXT 64
 

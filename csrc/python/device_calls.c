@@ -112,11 +112,42 @@ is_in_bad_fork(oomkit_state *st, int type)
     return answer != NULL && says_yes(answer);
 }
 
+/* torch._C._cuda_hasPrimaryContext, where a build has it. */
 int
-oomkit_torch_ready(oomkit_state *st, oomkit_device device)
+oomkit_torch_has_context(oomkit_device device)
+{
+    static const char name[] = "_cuda_hasPrimaryContext";
+    PyObject *torch, *answer = NULL; /* owned */
+    int has = 1;
+
+    if (device.type != OOMKIT_DEVICE_CUDA) {
+        return 1;
+    }
+    torch = PyImport_ImportModule("torch._C");
+    if (torch != NULL && PyObject_HasAttrString(torch, name)) {
+        answer = PyObject_CallMethod(torch, name, "i", device.index);
+        has = says_yes(answer);
+    }
+    Py_XDECREF(torch);
+    oomkit_error_dismiss();
+    return has;
+}
+
+/* Is the allocator that torch's generic calls mean there to be asked? That of a device
+ * that is ready may be a pluggable one. */
+static int
+allocator_ready(oomkit_state *st, oomkit_device device)
 {
     return is_the_accelerator(device.type) && !is_in_bad_fork(st, device.type) &&
            says_yes(torch_call("_accelerator_isAllocatorInitialized", -1));
+}
+
+int
+oomkit_torch_ready(oomkit_state *st, oomkit_device device)
+{
+    return allocator_ready(st, device) ||
+           (device.type == OOMKIT_DEVICE_CUDA && is_the_accelerator(device.type) &&
+            oomkit_cuda_in_use(st));
 }
 
 /* stats[group]["all"][field], or stats[group] where field is NULL. OOMKIT_UNKNOWN when
@@ -183,17 +214,22 @@ int
 oomkit_torch_stats(oomkit_state *st, oomkit_device device, oomkit_memory_stats *stats)
 {
     PyObject *all; /* owned */
+    int status;
 
-    if (st->accelerator_get_stats == NULL || !oomkit_torch_ready(st, device)) {
+    if (st->accelerator_get_stats == NULL || !allocator_ready(st, device)) {
         return device.type == OOMKIT_DEVICE_MPS && is_the_accelerator(device.type)
                    ? mps_stats(st, stats)
                    : OOMKIT_EUNSUPPORTED;
     }
     all = PyObject_CallFunction(st->accelerator_get_stats, "i", device.index);
     if (all == NULL || !PyDict_Check(all)) {
+        /* No memory for the answer, or an interrupt, says nothing of the allocator. */
+        status = all != NULL || PyErr_ExceptionMatches(PyExc_RuntimeError)
+                     ? OOMKIT_EFAILED
+                     : OOMKIT_EOOM;
         Py_XDECREF(all);
         oomkit_error_dismiss();
-        return OOMKIT_EFAILED;
+        return status;
     }
     stats->allocated = stats_entry(all, "allocated_bytes", "current");
     stats->reserved = stats_entry(all, "reserved_bytes", "current");
@@ -265,7 +301,7 @@ module_call(oomkit_state *st, oomkit_device device, const char *name)
 int
 oomkit_torch_can_flush(oomkit_state *st, oomkit_device device)
 {
-    return st->accelerator_empty_cache != NULL && oomkit_torch_ready(st, device);
+    return st->accelerator_empty_cache != NULL && allocator_ready(st, device);
 }
 
 int
@@ -276,7 +312,9 @@ oomkit_torch_empty_cache(oomkit_state *st, oomkit_device device)
     if (oomkit_torch_can_flush(st, device)) {
         return unless_oom(st, device, PyObject_CallNoArgs(st->accelerator_empty_cache));
     }
-    if (device.type != OOMKIT_DEVICE_MPS || !is_the_accelerator(device.type)) {
+    if (device.type == OOMKIT_DEVICE_CUDA
+            ? !oomkit_cuda_in_use(st)
+            : device.type != OOMKIT_DEVICE_MPS || !is_the_accelerator(device.type)) {
         return 0;
     }
     module = oomkit_torch_module(st, device.type);
@@ -292,7 +330,7 @@ oomkit_torch_synchronize(oomkit_state *st, oomkit_device device)
 {
     PyObject *none; /* owned, stolen */
 
-    if (device.index < 0) {
+    if (device.index < 0 || !oomkit_torch_has_context(device)) {
         return 0;
     }
     none = is_the_accelerator(device.type)
@@ -363,69 +401,6 @@ oomkit_torch_fraction(oomkit_state *st, oomkit_device device, double *fraction)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* What the last call that set any has given. New reference or NULL. */
-static PyObject *
-last_settings(void)
-{
-    static const char name[] = "_accelerator_getAllocatorSettings";
-    PyObject *torch = PyImport_ImportModule("torch._C"); /* owned */
-    PyObject *text = NULL;                               /* owned */
-
-    if (torch != NULL && PyObject_HasAttrString(torch, name)) {
-        text = PyObject_CallMethod(torch, name, NULL);
-    }
-    Py_XDECREF(torch);
-    oomkit_error_dismiss();
-    return text != NULL && PyUnicode_Check(text) ? text : (Py_XDECREF(text), NULL);
-}
-
-/* memory._snapshot()["allocator_settings"]["expandable_segments"] of the type's module:
- * a list of all that is allocated comes with it. 1 or 0, which is also "unknown". */
-static int
-snapshot_expandable(oomkit_state *st, int type)
-{
-    PyObject *module = oomkit_torch_module(st, type); /* owned */
-    PyObject *memory = NULL, *all = NULL;             /* owned */
-    PyObject *settings = NULL, *on = NULL;            /* borrowed from all */
-    int expandable;
-
-    if (module != NULL && PyObject_HasAttrString(module, "memory")) {
-        memory = PyObject_GetAttrString(module, "memory");
-    }
-    if (memory != NULL && PyObject_HasAttrString(memory, "_snapshot")) {
-        all = PyObject_CallMethod(memory, "_snapshot", NULL);
-    }
-    if (all != NULL && PyDict_Check(all)) {
-        settings = oomkit_item(all, "allocator_settings");
-    }
-    if (settings != NULL && PyDict_Check(settings)) {
-        on = oomkit_item(settings, "expandable_segments");
-    }
-    expandable = on == Py_True;
-    Py_XDECREF(all);
-    Py_XDECREF(memory);
-    Py_XDECREF(module);
-    oomkit_error_dismiss();
-    return expandable;
-}
-
-int
-oomkit_torch_expandable(oomkit_state *st, int type)
-{
-    PyObject *text = last_settings(); /* owned, stolen by the state */
-
-    if (text == NULL) {
-        text = Py_NewRef(Py_None);
-    }
-    if (st->settings_seen == NULL ||
-        PyObject_RichCompareBool(st->settings_seen, text, Py_EQ) != 1) {
-        Py_XSETREF(st->settings_seen, Py_NewRef(text));
-        st->settings_expandable = snapshot_expandable(st, type);
-    }
-    Py_DECREF(text);
-    return st->settings_expandable;
-}
-
 int
 oomkit_torch_type_in_use(oomkit_state *st)
 {
@@ -440,7 +415,9 @@ oomkit_torch_type_in_use(oomkit_state *st)
             }
         }
     }
-    return OOMKIT_DEVICE_CPU;
+    return oomkit_cuda_in_use(st) && is_the_accelerator(OOMKIT_DEVICE_CUDA)
+               ? OOMKIT_DEVICE_CUDA
+               : OOMKIT_DEVICE_CPU;
 }
 
 PyObject *

@@ -15,6 +15,19 @@ oomkit_device_by_bridge(const oomkit_state *st, int type);
 int
 oomkit_torch_ready(oomkit_state *st, oomkit_device device);
 
+/* Is CUDA in use, by torch.cuda's own word? A pluggable allocator stands where c10 does
+ * not look: what c10 has then is the native one, never initialised. Nothing is called
+ * before there are generators, which torch makes while it initialises CUDA. May be
+ * called with an exception in flight. */
+int
+oomkit_cuda_in_use(oomkit_state *st);
+
+/* Has the process a context on this very device? Ready means that it has one on some
+ * device of the type. 1, also where that cannot be told, or 0. Leaves no exception and
+ * must not be called with one in flight. */
+int
+oomkit_torch_has_context(oomkit_device device);
+
 /* OOMKIT_OK with everything filled but free and total, OOMKIT_EUNSUPPORTED when the
  * device is not initialised, OOMKIT_EFAILED. Leaves no exception and must not be called
  * with one in flight. */
@@ -25,7 +38,7 @@ oomkit_torch_stats(oomkit_state *st, oomkit_device device, oomkit_memory_stats *
 int
 oomkit_torch_reset_peak(oomkit_state *st, oomkit_device device);
 
-/* Can the flush of torch's own be asked for? */
+/* Can the flush of torch's own be asked for what it has failed with? */
 int
 oomkit_torch_can_flush(oomkit_state *st, oomkit_device device);
 

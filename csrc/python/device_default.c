@@ -16,6 +16,37 @@ oomkit_device_by_bridge(const oomkit_state *st, int type)
 }
 
 int
+oomkit_cuda_in_use(oomkit_state *st)
+{
+    PyObject *in_flight = oomkit_exception_take(); /* owned */
+    PyObject *all = PyObject_GetAttr(st->cuda_module, st->str_default_generators);
+    PyObject *answer = NULL; /* owned, as all is */
+    int in_use;
+
+    if (all != NULL && PyTuple_Check(all) && PyTuple_GET_SIZE(all) > 0) {
+        answer = PyObject_CallMethod(st->cuda_module, "is_initialized", NULL);
+    }
+    in_use = answer != NULL && PyObject_IsTrue(answer) == 1;
+    Py_XDECREF(answer);
+    Py_XDECREF(all);
+    oomkit_error_dismiss(); /* what cannot be asked is not in use */
+    if (in_flight != NULL) {
+        oomkit_exception_give(in_flight);
+    }
+    return in_use;
+}
+
+/* The same of any type that the bridge knows. */
+static int
+bridge_ready(oomkit_state *st, int type)
+{
+    const int status = st->bridge->device_initialized(type);
+
+    return status == 1 ||
+           (status == 0 && type == OOMKIT_DEVICE_CUDA && oomkit_cuda_in_use(st));
+}
+
+int
 oomkit_device_ready(oomkit_state *st, oomkit_device device)
 {
     PyObject *in_flight; /* owned */
@@ -25,7 +56,7 @@ oomkit_device_ready(oomkit_state *st, oomkit_device device)
         return 1;
     }
     if (oomkit_device_by_bridge(st, device.type)) {
-        return st->bridge->device_initialized(device.type) == 1;
+        return bridge_ready(st, device.type);
     }
     in_flight = oomkit_exception_take();
     ready = oomkit_torch_ready(st, device);
@@ -64,22 +95,32 @@ type_in_use(oomkit_state *st)
         return oomkit_torch_type_in_use(st);
     }
     for (i = 0; i < sizeof(types) / sizeof(*types); i++) {
-        if (st->bridge->device_initialized(types[i]) == 1) {
+        if (bridge_ready(st, types[i])) {
             return types[i];
         }
     }
     return OOMKIT_DEVICE_CPU;
 }
 
+int
+oomkit_device_type_beside(oomkit_state *st)
+{
+    if (st->bridge != NULL) {
+        return type_in_use(st);
+    }
+    return oomkit_cuda_in_use(st) ? OOMKIT_DEVICE_CUDA : OOMKIT_DEVICE_CPU;
+}
+
 oomkit_device
 oomkit_device_default(oomkit_state *st)
 {
     static const char current[] = "current_device";
+    PyObject *in_flight = oomkit_exception_take(); /* owned */
     oomkit_device device = {type_in_use(st), -1};
-    PyObject *module, *index = NULL; /* owned */
+    PyObject *module = NULL, *index = NULL; /* owned */
 
     if (device.type == OOMKIT_DEVICE_CPU) {
-        return device;
+        goto done;
     }
     device.index = 0; /* the best guess, and that of types with one device */
     module = oomkit_torch_module(st, device.type);
@@ -92,6 +133,10 @@ oomkit_device_default(oomkit_state *st)
     Py_XDECREF(index);
     Py_XDECREF(module);
     oomkit_error_dismiss();
+done:
+    if (in_flight != NULL) {
+        oomkit_exception_give(in_flight);
+    }
     return device;
 }
 

@@ -28,6 +28,9 @@ oomkit_device_empty_cache(oomkit_state *st, oomkit_device device)
              */
             return oomkit_torch_empty_cache(st, device);
         }
+        if (status == OOMKIT_EUNSUPPORTED && oomkit_device_ready(st, device)) {
+            return oomkit_torch_empty_cache(st, device); /* a pluggable allocator's */
+        }
         if (status == OOMKIT_EFAILED) {
             PyErr_Format(PyExc_RuntimeError,
                          "oomkit: emptying the cache of device type %d failed",
@@ -142,7 +145,7 @@ oomkit_device_reclaim(oomkit_state *st, oomkit_device device, uint64_t baseline_
         device.type != OOMKIT_DEVICE_CPU && oomkit_device_ready(st, device);
     uint64_t now = oomkit_device_allocated(st, device), workspaces = 0;
 
-    if (ready && something_is_alive(now, baseline_bytes) &&
+    if (ready && (now == OOMKIT_UNKNOWN || something_is_alive(now, baseline_bytes)) &&
         oomkit_torch_synchronize(st, device) < 0) {
         return -1;
     }

@@ -161,7 +161,8 @@ interceptor_after_oom(interceptor_object *self, int index, int may_retry)
             "failures rarer",
             Py_TYPE(self->target)->tp_name);
     }
-    (void)oomkit_device_empty_cache(st, call->device); /* an error of it is in flight */
+    /* An error of it is in flight. */
+    (void)oomkit_device_empty_cache(st, oomkit_engine_device_of_failure(call));
     return NULL;
 }
 

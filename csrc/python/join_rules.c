@@ -1,4 +1,5 @@
 /* Places in the results, what is said about them, and values without a rule. */
+#include "errors.h"
 #include "join_rules.h"
 #include "tensor.h"
 

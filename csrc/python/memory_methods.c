@@ -110,6 +110,19 @@ memory_figures(PyObject *module, PyObject *args)
 }
 
 static PyObject *
+device_held(PyObject *module, PyObject *args)
+{
+    oomkit_device device;
+    uint64_t allocated, reserved;
+
+    if (!PyArg_ParseTuple(args, "ii:device_held", &device.type, &device.index)) {
+        return NULL;
+    }
+    oomkit_device_held(oomkit_state_of_module(module), device, &allocated, &reserved);
+    return Py_BuildValue("(NN)", bytes_or_none(allocated), bytes_or_none(reserved));
+}
+
+static PyObject *
 run_peak(PyObject *module, PyObject *args)
 {
     oomkit_device device;
@@ -271,6 +284,9 @@ PyMethodDef oomkit_memory_methods[] = {
      PyDoc_STR("memory_figures($module, type, index, /)\n--\n\n"
                "allocated, reserved, peak_allocated, peak_reserved, free, total, "
                "budget; None where unknown.")},
+    {"device_held", device_held, METH_VARARGS,
+     PyDoc_STR("device_held($module, type, index, /)\n--\n\n"
+               "allocated, reserved, by the statistics alone; None where unknown.")},
     {"run_peak", run_peak, METH_VARARGS,
      PyDoc_STR("run_peak($module, type, index, /)\n--\n\n"
                "Highest number of allocated bytes of the run, or None.")},

@@ -40,6 +40,19 @@ oomkit_recover_note(oomkit_call *call, PyObject *exception)
     return 0;
 }
 
+/* The figures of the call are the CPU's: what was alive on the accelerator at entry is
+ * not known, so that it is waited for and its garbage is looked for. 0 or -1. */
+static int
+reclaim_beside(oomkit_call *call)
+{
+    const oomkit_device device = oomkit_engine_device_of_failure(call);
+    uint64_t left;
+
+    return call->device.type != OOMKIT_DEVICE_CPU || device.type == OOMKIT_DEVICE_CPU
+               ? 0
+               : oomkit_device_reclaim(call->st, device, 0, (int)call->ooms, &left);
+}
+
 int
 oomkit_recover_reclaim(oomkit_call *call, uint64_t baseline_bytes)
 {
@@ -52,7 +65,8 @@ oomkit_recover_reclaim(oomkit_call *call, uint64_t baseline_bytes)
     }
     Py_DECREF(done);
     if (oomkit_device_reclaim(st, call->device, baseline_bytes, (int)call->ooms,
-                              &left) < 0) {
+                              &left) < 0 ||
+        reclaim_beside(call) < 0) {
         if (call->attempt_count > 0) {
             oomkit_reclaim_failed(call);
         }
@@ -321,7 +335,7 @@ recover_from_failure(oomkit_call *call)
         Py_XDECREF(handled);
         return oomkit_recover_pass(call, exception);
     }
-    if (oomkit_device_is_lost(st, call->device)) {
+    if (oomkit_device_is_lost(st, oomkit_engine_device_of_failure(call))) {
         class_ = OOMKIT_CLASS_STICKY;
     }
     if (oomkit_modes_entry_back(call) < 0 || oomkit_recover_note(call, exception) < 0) {

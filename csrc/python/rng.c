@@ -103,21 +103,25 @@ rng_is_captured(void)
     return 0;
 }
 
-/* Every accelerator of the process, once the parameters or the batch are on one. */
+/* Every accelerator of the process that is in use: a step whose batch and parameters
+ * are on the CPU, as far as they were found, may move them itself. */
 static int
 rng_mark_devices(oomkit_call *call)
 {
     PyObject *all; /* owned */
     Py_ssize_t i;
-    int result = 0;
+    int result = 0, type = call->device.type;
 
-    if (call->device.type == OOMKIT_DEVICE_CPU) {
+    if (type == OOMKIT_DEVICE_CPU) {
+        type = oomkit_device_type_beside(call->st);
+    }
+    if (type == OOMKIT_DEVICE_CPU) {
         return 0;
     }
     all =
-        call->device.type == OOMKIT_DEVICE_CUDA
+        type == OOMKIT_DEVICE_CUDA
             ? PyObject_GetAttr(call->st->cuda_module, call->st->str_default_generators)
-            : oomkit_torch_generators(call->st, call->device.type);
+            : oomkit_torch_generators(call->st, type);
     if (all == NULL) {
         return -1;
     }

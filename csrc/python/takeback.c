@@ -221,7 +221,7 @@ int
 oomkit_own_failed(oomkit_call *call, const char *doing)
 {
     if (oomkit_exception_is_oom(call->st) &&
-        oomkit_device_is_lost(call->st, call->device)) {
+        oomkit_device_is_lost(call->st, oomkit_engine_device_of_failure(call))) {
         return -1; /* no want of memory, and nothing works any more */
     }
     return own_failed(call, NULL,

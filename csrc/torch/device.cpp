@@ -10,6 +10,8 @@
 
 #include <pthread.h>
 
+#include <new>
+
 namespace oomkit {
 
 namespace {
@@ -126,8 +128,10 @@ device_stats(int device_type, int device_index, oomkit_memory_stats *stats) noex
         stats->num_alloc_retries = bytes_of(all.num_alloc_retries);
         stats->num_ooms = bytes_of(all.num_ooms);
         return OOMKIT_OK;
+    } catch (const std::bad_alloc &) {
+        return OOMKIT_EOOM; // the host's: it says nothing of the allocator
     } catch (...) {
-        // Pluggable allocators have none and say so by throwing.
+        // Allocators that have none say so by throwing.
         return OOMKIT_EFAILED;
     }
 }

@@ -90,6 +90,9 @@ class Device:
             events=[],
             generators=(Generator(11), Generator(12)),
             capturing=False,
+            contexts=None,
+            cuda_in_use=None,
+            asked_of=[],
             fraction={},
             info=(60 * MIB, 100 * MIB),
             looked_up={},
@@ -109,6 +112,18 @@ class Device:
         self.events.append((event, self.empty_calls))
         if event in self.raising:
             raise self.raising[event]
+
+    def ask(self, index: int, answer: Any) -> Any:
+        """What the driver, or an allocator that makes a context for it, is asked of a device."""
+        self.asked_of.append(index)
+        return answer
+
+    def _cuda_in_use(self) -> bool:
+        """torch.cuda's own word, which with a pluggable allocator is the only one there is."""
+        return self.initialized == 1 if self.cuda_in_use is None else bool(self.cuda_in_use)
+
+    def has_context(self, index: int) -> bool:
+        return self.contexts is None or index in self.contexts
 
     def look_up(self, field: str, value: Any) -> None:
         before = self.backend.look_up(_C, field, value)
@@ -130,15 +145,24 @@ class Device:
         name = {CUDA: "cuda", XPU: "xpu", MPS: "mps", PRIVATE: "privateuseone"}[type]
         patch(core, "_accelerator_getAccelerator", lambda: torch.device(name))
         patch(core, "_accelerator_isAllocatorInitialized", lambda: self.initialized == 1)
-        patch(cuda, "is_initialized", lambda: type == CUDA and self.initialized == 1)
+        patch(cuda, "is_initialized", lambda: type == CUDA and self._cuda_in_use())
         patch(cuda, "is_current_stream_capturing", lambda: self.capturing)
         patch(cuda, "current_device", lambda: self.index)
         patch(cuda, "default_generators", self.generators)
         patch(cuda, "_lazy_init", self._refuse_init)
         properties = SimpleNamespace(total_memory=100 * MIB, uuid="none")
         patch(cuda, "get_device_properties", lambda index: properties)
-        patch(cuda, "get_per_process_memory_fraction", lambda index: self.fraction.get(index, 1.0))
-        patch(core, "_accelerator_getMemoryInfo", lambda index: self.info, raising=False)
+        share = self.fraction.get
+        patch(
+            *(cuda, "get_per_process_memory_fraction"),
+            lambda index: self.ask(index, share(index, 1.0)),
+        )
+        patch(
+            *(core, "_accelerator_getMemoryInfo"),
+            lambda index: self.ask(index, self.info),
+            raising=False,
+        )
+        patch(core, "_cuda_hasPrimaryContext", self.has_context, raising=False)
         patch(
             core, "_accelerator_synchronizeDevice", lambda index: self.note("wait"), raising=False
         )

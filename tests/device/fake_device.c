@@ -22,7 +22,8 @@ typedef struct fake {
     const oomkit_bridge *below; /* the real table */
     PyObject *to_host;          /* the name that is in use again without us */
     oomkit_bridge table;
-    int type, index, wide_index; /* of float64 tensors, when >= 0 */
+    int type, index; /* below 0: no tensor is on the device */
+    int wide_index;  /* of float64 tensors, when >= 0 */
     int live;
     int initialized, expandable; /* what the backend answers */
     int stats_status, reset_status, empty_status;
@@ -44,7 +45,7 @@ fake_tensor_facts(const void *holder, ptrdiff_t offset, int64_t dim,
 {
     int status = the_fake.below->tensor_facts(holder, offset, dim, facts);
 
-    if (status == OOMKIT_OK && facts->device_type == 0) {
+    if (status == OOMKIT_OK && facts->device_type == 0 && the_fake.index >= 0) {
         int is_wide = facts->dtype == 7 && the_fake.wide_index >= 0; /* float64 */
         facts->device_type = the_fake.type;
         facts->device_index = is_wide ? the_fake.wide_index : the_fake.index;
@@ -290,6 +291,7 @@ without_bridge(PyObject *Py_UNUSED(self), PyObject *args)
     }
     st = PyModule_GetState(core);
     Py_CLEAR(st->settings_seen); /* of another test's allocator */
+    st->flush_pending = 0;       /* of another test's guard */
     if (away) {
         kept = st->bridge;
         kept_size = st->stream_size;

@@ -11,6 +11,7 @@ import oomkit
 from device import (
     CUDA,
     EFAILED,
+    EOOM,
     EUNSUPPORTED,
     MIB,
     PRIVATE,
@@ -92,7 +93,8 @@ def test_two_devices_are_two(cuda: Device) -> None:
 
 @pytest.mark.parametrize("status", [EFAILED, EUNSUPPORTED])
 def test_without_statistics_a_step_runs_and_recovers(cuda: Device, status: int) -> None:
-    """A pluggable allocator has none, cudaMallocAsync not all of them."""
+    """cudaMallocAsync has not all of them, a backend out of torch's tree may have none (a pluggable
+    allocator is another matter, see test_pluggable.py)."""
     cuda.stats_status = status
     sizes = []
 
@@ -271,6 +273,50 @@ def test_a_share_that_the_program_asked_for_is_a_limit(cuda: Device) -> None:
     assert oomkit.budget("cuda:0").limit == 10 * MIB
 
 
+# --- a device that the program does not use ---
+
+
+def test_the_driver_is_not_asked_of_a_device_without_a_context(cuda: Device) -> None:
+    """Its answer would make one, some hundred MiB that nobody has asked for."""
+    cuda.contexts = {0}
+    found = oomkit.memory("cuda:1")
+    assert (found.free, found.total, found.budget) == (None, None, None)
+    assert oomkit.budget("cuda:1").usable is None
+    cuda.index = 1
+    with oomkit.guard():
+        pass
+    with oomkit.guard(on_oom="skip"):
+        raise out_of_memory()
+    assert cuda.asked_of == []
+    cuda.contexts, cuda.fraction[1] = {0, 1}, 0.5
+    with oomkit.guard() as guard:
+        pass
+    assert set(cuda.asked_of) == {1} and guard.records[0].budget == 50 * MIB
+
+
+def test_cleanup_asks_no_driver(cuda: Device) -> None:
+    patch = cuda.monkeypatch.setattr
+    patch(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    patch(torch.accelerator, "device_count", lambda: 8)
+    patch(torch.cuda, "empty_cache", lambda: setattr(cuda, "cached", 0))
+    cuda.cached = 7 * MIB
+    assert oomkit.cleanup() == 8 * 7 * MIB  # the fake has the same for each
+    assert cuda.asked_of == []
+
+
+def test_a_device_without_a_context_is_not_waited_for(cuda: Device) -> None:
+    cuda.contexts, cuda.initialized = set(), 1
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        if not cuda.empty_calls:
+            cuda.pending = MIB
+            raise out_of_memory()
+        return x * 2
+
+    run(body)
+    assert cuda.events == [] and cuda.empty_calls == 1
+
+
 # --- one truth about the limit ---
 
 
@@ -367,6 +413,14 @@ def test_one_that_throws_now_and_then_is(cuda: Device) -> None:
             found = oomkit.memory("cuda:0").allocated
             assert (found is None) is (status == EFAILED)
     assert cuda.stats_calls == 9
+
+
+def test_a_host_without_memory_says_nothing_of_the_allocator(cuda: Device) -> None:
+    cuda.stats_status = EOOM
+    for _ in range(5):
+        assert oomkit.memory("cuda:0").allocated is None
+    cuda.stats_status = 0
+    assert oomkit.memory("cuda:0").allocated is not None
 
 
 def test_a_reset_that_throws_is_not_asked_for_ever(cuda: Device) -> None:

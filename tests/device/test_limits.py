@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,6 +48,7 @@ def shares(fake: Device, monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     fake.__dict__["initialise"] = initialise
     fake.__dict__["queued"] = queued
     monkeypatch.setattr(_limits, "_before", {})
+    monkeypatch.setattr(_limits, "_ours", {}, raising=False)
     monkeypatch.setattr(_limits, "_noted", [])
     return fake.fraction
 
@@ -69,6 +71,70 @@ def test_the_programs_own_share_comes_back(shares: dict[int, float]) -> None:
     assert shares[0] == 0.5
     oomkit.limit_memory(None, device="cuda:0")
     assert shares[0] == 0.5
+
+
+def test_a_share_above_all_of_the_device_is_none(shares: dict[int, float], fake: Device) -> None:
+    """cudaMallocAsync says "no limit" as 2**64 bytes, and torch takes no share above 1."""
+    shares[0] = shares[1] = float(2**64) / TOTAL
+    with oomkit.limit_memory(25 * MIB, device="cuda:0"):
+        assert shares[0] == 0.25
+    assert shares[0] == 1.0 and _C.device_budget(1, 0) is None
+    oomkit.limit_memory(25 * MIB, device="cuda:1")
+    oomkit.limit_memory(None, device="cuda:1")
+    assert shares[1] == 1.0
+
+
+def test_a_limit_that_could_not_go_can_go_later(
+    shares: dict[int, float], fake: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oomkit.limit_memory(25 * MIB, device="cuda:0")
+
+    def refuse(share: float, index: int) -> None:
+        raise RuntimeError("not now")
+
+    with monkeypatch.context() as for_once:
+        for_once.setattr(torch.cuda, "set_per_process_memory_fraction", refuse)
+        with pytest.raises(RuntimeError, match="not now"):
+            oomkit.limit_memory(None, device="cuda:0")
+    assert shares[0] == 0.25 and _C.device_budget(1, 0) == 25 * MIB
+    oomkit.limit_memory(None, device="cuda:0")
+    assert shares[0] == 1.0 and _C.device_budget(1, 0) is None
+
+
+def test_a_share_that_the_program_asks_for_meanwhile_stays(
+    shares: dict[int, float], fake: Device
+) -> None:
+    """What is there at the end is not what we have put there."""
+    with oomkit.limit_memory(25 * MIB, device="cuda:0"):
+        shares[0] = 0.75
+    assert shares[0] == 0.75 and _C.device_budget(1, 0) is None
+    with oomkit.limit_memory(25 * MIB, device="cuda:0"):
+        with oomkit.limit_memory(10 * MIB, device="cuda:0"):
+            pass
+        assert shares[0] == 0.25
+    assert shares[0] == 0.75
+
+
+def test_a_limit_that_is_refused_is_no_error_where_warnings_are(
+    shares: dict[int, float], fake: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.initialized = 0
+    oomkit.limit_memory(30 * MIB, device="cuda:0")
+    oomkit.limit_memory(40 * MIB, device="cuda:1")
+    put = torch.cuda.set_per_process_memory_fraction
+
+    def refuse(share: float, index: int) -> None:
+        if index == 0:
+            raise RuntimeError("does not yet support setMemoryFraction")
+        put(share, index)
+
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", refuse)
+    told: list[Any] = []
+    monkeypatch.setattr("sys.unraisablehook", told.append)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fake.initialise()
+    assert shares == {1: 0.4} and isinstance(told[0].exc_value, oomkit.OomkitWarning)
 
 
 def test_a_limit_initialises_nothing(shares: dict[int, float], fake: Device) -> None:

@@ -11,7 +11,7 @@ import torch
 import oomkit
 from device import EFAILED, MIB, ROWS, Body, Device, accelerator_error, out_of_memory, run
 
-STICKY = [46, 700, 709, 710, 715, 716, 717, 718, 719]
+STICKY = [46, 214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721]
 
 
 def driver_oom() -> Exception:

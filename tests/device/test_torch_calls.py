@@ -141,6 +141,18 @@ def test_statistics_that_are_missing_are_unknown(accelerator: Accelerator, stats
     assert sizes == [8, 4, 4]
 
 
+@pytest.mark.parametrize(("error", "known"), [(MemoryError(), True), (RuntimeError(), False)])
+def test_only_what_the_allocator_says_is_believed_for_good(
+    accelerator: Accelerator, error: Exception, known: bool
+) -> None:
+    stats = accelerator.of("cuda").stats
+    accelerator.stats = error
+    for _ in range(4):
+        assert oomkit.memory("cuda:0").allocated is None
+    accelerator.stats = stats
+    assert (oomkit.memory("cuda:0").allocated is not None) is known
+
+
 @pytest.mark.parametrize("answer", [False, RuntimeError("INTERNAL ASSERT FAILED")])
 def test_nothing_is_asked_before_it_is_in_use(accelerator: Accelerator, answer: Any) -> None:
     accelerator.of("cuda").initialized = answer
@@ -301,8 +313,12 @@ def test_a_guard_without_the_bridge_measures_the_accelerator_in_use(
     assert accelerator.calls == []
 
 
-def test_the_cpu_is_asked_nothing(accelerator: Accelerator) -> None:
+def test_a_healthy_step_of_the_cpu_asks_nothing(accelerator: Accelerator) -> None:
     accelerator.of("cuda")
+    step = oomkit.auto_batch(lambda x: None)
+    step(torch.zeros(8, 1))
+    assert accelerator.calls == []
+    accelerator.initialized = False
     failing_step([])(torch.zeros(8, 1))
     assert accelerator.calls == []
 

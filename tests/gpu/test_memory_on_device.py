@@ -156,7 +156,7 @@ def test_a_budget_is_shared_with_a_process_that_comes_and_goes() -> None:
     """The other process holds all but 2 GiB; when it has gone the step grows back."""
     free, total = torch.cuda.mem_get_info()
     taken = max(0, free - (2 << 30))
-    other = subprocess.Popen(
+    with subprocess.Popen(
         [
             *(sys.executable, "-c"),
             "import sys, torch\n"
@@ -166,29 +166,28 @@ def test_a_budget_is_shared_with_a_process_that_comes_and_goes() -> None:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-    )
-    assert other.stdout is not None and other.stdin is not None
-    assert other.stdout.readline().strip() == "holds"
-    try:
-        assert (oomkit.budget(DEVICE).beside or 0) >= taken
+    ) as other:
+        assert other.stdout is not None and other.stdin is not None
+        assert other.stdout.readline().strip() == "holds"
+        try:
+            assert (oomkit.budget(DEVICE).beside or 0) >= taken
 
-        @oomkit.auto_batch
-        def step(x: torch.Tensor) -> None:
-            block(8 * len(x)).zero_()
+            @oomkit.auto_batch
+            def step(x: torch.Tensor) -> None:
+                block(8 * len(x)).zero_()
 
-        x = torch.zeros(32, 1, device=DEVICE)  # 4 GiB
-        with torch.no_grad():
-            for _ in range(3):
-                step(x)
-            assert step.records[-1].accumulation_steps > 1
-            other.stdin.close()
-            other.wait(timeout=60)
-            for _ in range(64):
-                step(x)
-        assert step.records[-1].accumulation_steps == 1
-    finally:
-        other.kill()
-        other.wait()
+            x = torch.zeros(32, 1, device=DEVICE)  # 4 GiB
+            with torch.no_grad():
+                for _ in range(3):
+                    step(x)
+                assert step.records[-1].accumulation_steps > 1
+                other.stdin.close()
+                other.wait(timeout=60)
+                for _ in range(64):
+                    step(x)
+            assert step.records[-1].accumulation_steps == 1
+        finally:
+            other.kill()
 
 
 @on_a_device

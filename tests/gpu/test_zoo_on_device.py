@@ -11,7 +11,7 @@ from zoo.catalogue import MODELS
 from zoo.model import ROWS
 
 import oomkit
-from gpu import DEVICE, block, random_state, room, same_bits, state_of, to_device
+from gpu import DEVICE, DRY, block, farthest, random_state, room, same_bits, state_of, to_device
 from oomkit.testing import force_slices
 
 pytestmark = [
@@ -21,19 +21,24 @@ pytestmark = [
 ]
 
 CHOSEN = (
-    *("mlp", "conv, BatchNorm", "depthwise conv", "LSTM", "GRU", "attention", "Transformer"),
-    *("embedding", "weight tying", "checkpoint", "custom Function", "in-place", "frozen"),
+    *("mlp", "conv + BatchNorm", "depthwise conv", "LSTM", "GRU", "MultiheadAttention"),
+    *("Transformer", "scaled-dot-product attention", "dense embedding", "weight tying"),
+    *("checkpoint", "custom Function", "in-place", "frozen"),
 )
-"""Those whose names begin so, with a deterministic backward on CUDA."""
+"""Those whose names begin so, with a deterministic backward on CUDA but for the next ones."""
+
+ROUNDED = {"conv + BatchNorm": 1e-4}
+"""Its adaptive pooling has none: without deterministic algorithms, within this share of the largest
+value of each tensor."""
 
 PLACES = ("entry", "forward", "loss", "backward", "end of backward")
 
 
-def chosen() -> list[str]:
+def chosen(*starts: str) -> list[str]:
     return [
         name
         for name, model in MODELS.items()
-        if any(name.lower().startswith(start.lower()) for start in CHOSEN) and not model.compiled
+        if any(name.lower().startswith(start.lower()) for start in starts) and not model.compiled
     ]
 
 
@@ -95,13 +100,20 @@ def trained(name: str, place: str | None, around: Callable[[], Any]) -> tuple[An
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", chosen())
+@pytest.mark.parametrize("name", chosen(*CHOSEN))
 def test_recovered_equals_planned(name: str, place: str) -> None:
+    rounded = 0.0 if DRY else ROUNDED.get(name, 0.0)
+    torch.use_deterministic_algorithms(not rounded)
     got, plans, ooms = trained(name, place, lambda: room(8 * ROWS - 24))
     assert ooms >= 1, "no error was provoked"
     expected, _, _ = trained(name, None, lambda: force_slices(plans.pop(0)))
-    assert same_bits(expected, got) == []
+    if rounded:
+        assert farthest(expected, got) < rounded
+        assert torch.equal(expected["random"], got["random"])
+    else:
+        assert same_bits(expected, got) == []
 
 
-def test_something_was_chosen() -> None:
-    assert len(chosen()) >= 8, sorted(MODELS)
+def test_each_name_is_of_a_model() -> None:
+    assert [start for start in CHOSEN if not chosen(start)] == []
+    assert [name for name in ROUNDED if name not in chosen(*CHOSEN)] == []
