@@ -7,15 +7,15 @@ initialising CUDA, and the program's.
 
 from __future__ import annotations
 
+import logging
 import math
-import sys
 import warnings
-from types import SimpleNamespace
-from typing import Any, cast
 
 import torch
 
 from . import _C
+
+_log = logging.getLogger("oomkit")
 
 CUDA = 1  # c10::DeviceType
 
@@ -56,18 +56,11 @@ def _put_on(index: int, limit: int | None) -> None:
 
 
 def _warn(message: str) -> None:
-    """A warning, also where warnings are errors: there it is reported and raises nothing."""
+    """A warning, also where warnings are errors: there it is logged and raises nothing."""
     try:
         warnings.warn(message, _C.OomkitWarning, stacklevel=3)
-    except _C.OomkitWarning as error:
-        told = SimpleNamespace(
-            exc_type=type(error),
-            exc_value=error,
-            exc_traceback=error.__traceback__,
-            err_msg="oomkit: while CUDA was initialised",
-            object=None,
-        )
-        sys.unraisablehook(cast(Any, told))
+    except _C.OomkitWarning:
+        _log.warning("%s", message)
 
 
 def _put_all_on() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -143,3 +145,21 @@ def test_an_exit_that_a_signal_asks_for_is_not_lost_either() -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_an_exit_of_another_thread_does_not_end_the_main_one() -> None:
+    class Leaving(RuntimeError):
+        def __str__(self) -> str:
+            sys.exit(7)
+
+    seen: list[object] = []
+
+    def work() -> None:
+        seen.append(oomkit.is_oom_error(Leaving()))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    for _ in range(1000):
+        pass
+    assert seen == [False]

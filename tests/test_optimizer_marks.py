@@ -63,7 +63,7 @@ def test_a_mark_that_there_was_no_memory_for_takes_no_state_away():
 
     want = fork.apart(lambda: work(None).tolist(), fork.CALM)
     assert not want.died
-    for nth in range(1, 24):  # the copies of groups and of state, and the room for them
+    for nth in range(1, 24, 2):  # the copies of groups and of state, and the room for them
         found = fork.apart(lambda nth=nth: work(nth).tolist(), fork.CALM)
         assert not found.died, f"allocation {nth}: {found.died}"
         assert torch.allclose(
@@ -255,3 +255,114 @@ def test_keys_that_are_no_names_are_not_compared():
     vars(holder)[Key()] = 1
     holder.b = 0
     assert _side_effects._attributes(holder, frozenset({"a"})) == [("b", 0)]
+
+
+def parameters(count):
+    return [torch.nn.Parameter(torch.ones(2)) for _ in range(count)]
+
+
+def test_steps_that_a_mark_brings_about_have_marks_of_their_own():
+    """The room for marks is 2 at first: the nested ones take it."""
+    own = parameters(3)
+    nested = [torch.optim.SGD([p], 0.1) for p in own[:2]]
+    armed = []
+
+    class Curious(torch.optim.SGD):
+        @property
+        def param_groups(self):
+            if armed:
+                armed.clear()
+                for optimizer in nested:
+                    optimizer.step()
+            return self.__dict__["groups"]
+
+        @param_groups.setter
+        def param_groups(self, value):
+            self.__dict__["groups"] = value
+
+    last = Curious(own[2:], 0.1)
+
+    @oomkit.auto_batch
+    def step(x):
+        for optimizer in (*nested, last):
+            optimizer.zero_grad()
+        (sum(p.sum() for p in own) * x.sum()).backward()
+        armed.append(1)
+        last.step()
+
+    for _ in range(3):
+        step(torch.ones(4, 2))
+    assert all(torch.allclose(p, torch.full((2,), 1 - 3 * 0.8)) for p in own)
+
+
+def test_finalisers_of_what_goes_may_step_others():
+    own = parameters(3)
+    others = [torch.optim.SGD([p], 0.1) for p in own[1:]]
+    calls = []
+
+    class Last:
+        def __del__(self):
+            for optimizer in others:
+                optimizer.step()
+
+    class Leaving(torch.optim.SGD):
+        def step(self):
+            calls.append(1)
+            if len(calls) == 1:
+                self.thing = Last()
+                raise torch.OutOfMemoryError("out of memory")
+            return super().step()
+
+    Leaving.__module__ = "torch.optim.leaving"  # its versions tell whether anything moved
+    optimizer = Leaving(own[:1], 0.1)
+
+    @oomkit.auto_batch(verify=False)
+    def step(x):
+        for one in (optimizer, *others):
+            one.zero_grad()
+        (sum(p.sum() for p in own) * x.sum()).backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step(torch.ones(4, 2))
+    assert torch.allclose(own[0], torch.full((2,), 1 - 3 * 0.8)) and not hasattr(optimizer, "thing")
+
+
+def test_a_step_that_works_after_it_has_failed_keeps_what_it_has_set():
+    inside, outside = parameters(2)
+    fails = [1, 1]
+
+    class Inner(torch.optim.SGD):
+        count = 0
+
+        def step(self):
+            self.count = self.count + 1
+            if fails:
+                fails.pop()
+                raise torch.OutOfMemoryError("out of memory")
+            return super().step()
+
+    Inner.__module__ = "torch.optim.inner"  # its versions tell whether anything moved
+    inner = Inner([inside], 0.1)
+
+    class Outer(torch.optim.SGD):
+        def step(self):
+            try:
+                inner.step()
+            except torch.OutOfMemoryError:
+                pass
+            inner.step()
+            raise ValueError("mine")
+
+    outer = Outer([outside], 0.1)
+
+    @oomkit.auto_batch(verify=False)
+    def step(x):
+        inner.zero_grad()
+        outer.zero_grad()
+        ((inside + outside).sum() * x.sum()).backward()
+        outer.step()
+
+    with pytest.raises(ValueError, match="mine"):
+        step(torch.ones(4, 2))
+    assert not fails and inner.count >= 1 and not torch.equal(inside, torch.ones(2))

@@ -197,8 +197,12 @@ oomkit_attributes_undo(oomkit_call *call)
     at = attributes_find(call, call->failed_step);
     call->failed_step = NULL;
     if (at >= 0 && attributes_back(call, at) < 0) {
-        Py_XDECREF(exception);
-        return;
+        if (exception == NULL ||
+            !PyErr_GivenExceptionMatches(exception, call->st->PartialUpdate)) {
+            Py_XDECREF(exception);
+            return;
+        }
+        oomkit_error_dismiss(); /* an update that is half done must be said */
     }
     oomkit_exception_give(exception);
 }

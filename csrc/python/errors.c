@@ -140,7 +140,9 @@ oomkit_warn(PyObject *category, Py_ssize_t level, const char *format, ...)
     PyObject *text; /* owned */
     int result;
 
-    if (frame == NULL && PyEval_GetGlobals() != NULL) {
+    if ((frame == NULL && PyEval_GetGlobals() != NULL) || PyErr_Occurred()) {
+        Py_XDECREF(back);
+        Py_XDECREF(frame);
         PyErr_NoMemory(); /* there is a frame, but its object could not be made */
         return -1;
     }
@@ -155,6 +157,26 @@ oomkit_warn(PyObject *category, Py_ssize_t level, const char *format, ...)
     Py_XDECREF(back);
     Py_XDECREF(frame);
     return result;
+}
+
+/* Is this the main thread? Pending calls are its alone. 1, or 0 also where it cannot be
+ * told. */
+static int
+error_is_main(void)
+{
+    PyObject *threading = PyImport_ImportModule("threading"); /* owned */
+    PyObject *main = threading == NULL                        /* owned */
+                         ? NULL
+                         : PyObject_CallMethod(threading, "main_thread", NULL);
+    PyObject *number = main == NULL ? NULL : PyObject_GetAttrString(main, "ident");
+    /* owned */
+    unsigned long ident = number == NULL ? 0 : PyLong_AsUnsignedLong(number);
+
+    Py_XDECREF(threading);
+    Py_XDECREF(main);
+    Py_XDECREF(number);
+    PyErr_Clear(); /* accounted for: another exception is about to be dropped or kept */
+    return ident != 0 && ident == PyThread_get_thread_ident();
 }
 
 /* A pending call: raises what was put off. Steals it. */
@@ -185,8 +207,8 @@ oomkit_error_dismiss(void)
         return;
     }
     exception = oomkit_exception_take();
-    if (Py_AddPendingCall(error_again, exception) < 0) { /* 32 of them wait already */
-        Py_DECREF(exception);
+    if (!error_is_main() || Py_AddPendingCall(error_again, exception) < 0) {
+        Py_DECREF(exception); /* another thread's, or 32 of them wait already */
     }
 }
 

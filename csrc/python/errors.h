@@ -63,8 +63,8 @@ int
 oomkit_warn(PyObject *category, Py_ssize_t level, const char *format, ...);
 
 /* Drops an error (if any) where a hint is asked for and nothing can be raised. An
- * interrupt is not lost, nor an exit that a handler of a signal asked for: it arrives
- * again, between two instructions of the main thread. */
+ * interrupt is not lost, nor an exit that a handler of a signal asked for, which is the
+ * main thread's: it arrives again, between two instructions of that thread. */
 void
 oomkit_error_dismiss(void);
 

@@ -174,6 +174,15 @@ interceptor_step_failed(const interceptor_object *self)
     self->call->failed_step = self->target;
 }
 
+/* One that works after it has failed keeps what it has set. */
+static void
+interceptor_step_worked(const interceptor_object *self)
+{
+    if (self->call->failed_step == self->target) {
+        self->call->failed_step = NULL;
+    }
+}
+
 /* A step() with a closure runs the model inside: it is neither split nor retried. */
 static PyObject *
 interceptor_closure(interceptor_object *self, PyObject *const *args, size_t nargsf,
@@ -193,6 +202,7 @@ interceptor_closure(interceptor_object *self, PyObject *const *args, size_t narg
     result = interceptor_original(self, args, nargsf, kwnames);
     if (result != NULL) {
         call->committed = 1;
+        interceptor_step_worked(self);
         return result;
     }
     if (oomkit_exception_is_oom(call->st)) {
@@ -230,6 +240,9 @@ interceptor_optimizer(interceptor_object *self, PyObject *const *args, size_t na
         result = interceptor_original(self, args, nargsf, kwnames);
         oomkit_phase_set(call->st, phase);
         call->updates += result != NULL;
+        if (result != NULL) {
+            interceptor_step_worked(self);
+        }
         if (result != NULL && !interceptor_versions_tell(self)) {
             call->committed = 1;
         }

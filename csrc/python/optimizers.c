@@ -152,6 +152,24 @@ mark_find(const oomkit_call *call, const PyObject *optimizer)
     return -1;
 }
 
+/* Room for one more mark. 0 or -1. */
+static int
+marks_room(oomkit_call *call)
+{
+    if (call->optimizer_count == call->optimizer_room) {
+        int room = call->optimizer_room == 0 ? 2 : call->optimizer_room * 2;
+        void *grown = PyMem_Realloc(call->optimizers,
+                                    (size_t)room * sizeof(oomkit_optimizer_mark));
+        if (grown == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        call->optimizers = grown;
+        call->optimizer_room = room;
+    }
+    return 0;
+}
+
 /* Marks an optimizer at the beginning of its step(); *index is its number in this call.
  * An earlier step() of the same call that moved something makes the call committed. */
 int
@@ -174,15 +192,6 @@ oomkit_optimizer_mark_take(oomkit_call *call, PyObject *optimizer, int *index)
             return -1;
         }
         call->committed |= moved;
-    } else if (call->optimizer_count == call->optimizer_room) {
-        int room = call->optimizer_room == 0 ? 2 : call->optimizer_room * 2;
-        void *grown = PyMem_Realloc(call->optimizers, (size_t)room * sizeof(fresh));
-        if (grown == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        call->optimizers = grown;
-        call->optimizer_room = room;
     }
     memset(&fresh, 0, sizeof(fresh));
     fresh.optimizer = Py_NewRef(optimizer);
@@ -194,6 +203,12 @@ oomkit_optimizer_mark_take(oomkit_call *call, PyObject *optimizer, int *index)
         return -1;
     }
     memset(&old, 0, sizeof(old));
+    at =
+        mark_find(call, optimizer); /* again: what was asked may have run other steps */
+    if (at < 0 && marks_room(call) < 0) {
+        mark_clear(&fresh);
+        return -1;
+    }
     if (at < 0) {
         at = call->optimizer_count++;
     } else {
@@ -335,10 +350,16 @@ int
 oomkit_optimizer_undo(oomkit_call *call, int index)
 {
     oomkit_optimizer_mark *mark = &call->optimizers[index];
+    PyObject *optimizer = Py_NewRef(mark->optimizer);   /* owned: finalisers of what */
+    PyObject *attributes = Py_NewRef(mark->attributes); /* goes may step others */
+    int result = oomkit_attributes_put(call->st, optimizer, attributes);
 
-    if (oomkit_attributes_put(call->st, mark->optimizer, mark->attributes) < 0) {
+    Py_DECREF(optimizer);
+    Py_DECREF(attributes);
+    if (result < 0) {
         return -1;
     }
+    mark = &call->optimizers[index];
     if (PyDict_Check(mark->state) &&
         undo_new_keys(mark->state, mark->params_seen) < 0) {
         return -1;

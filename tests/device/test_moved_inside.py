@@ -79,3 +79,27 @@ def test_a_device_that_is_not_in_use_is_left_alone(beside: Device) -> None:
 def test_its_workspaces_go_at_the_second_failure(beside: Device) -> None:
     run(Body(out_of_memory(), out_of_memory()))
     assert [event for event, _ in beside.events].count("workspaces") == 1
+
+
+def test_a_stream_that_cannot_be_read_is_no_reason_to_fail_on_the_cpu(
+    fake: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread captures, or the device is lost: this step does not use it."""
+
+    class Generator:
+        def __getattr__(self, name: str) -> object:
+            raise RuntimeError(f"Cannot call {name} during CUDA graph capture")
+
+    monkeypatch.setattr(torch.cuda, "default_generators", (Generator(),))
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    before = model.weight.detach().clone()
+    step(torch.ones(4, 2))
+    assert not torch.equal(before, model.weight)
