@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import torch
+from nomemory.fault import MISSING
 
 import oomkit
 from device import EFAILED, MIB, ROWS, XPU, Body, Device, out_of_memory, run
@@ -157,6 +159,20 @@ def test_a_device_without_a_way_to_wait_is_flushed(cuda: Device) -> None:
     assert cuda.events == [] and cuda.empty_calls >= 1
 
 
+def test_torch_c_that_goes_before_workspaces_are_cleared(cuda: Device) -> None:
+    with pytest.MonkeyPatch.context() as gone:
+
+        def objects() -> list[object]:
+            gone.setitem(sys.modules, "torch._C", None)
+            return []
+
+        cuda.look_up("gc_get_objects", objects)
+        body = Body(out_of_memory(), out_of_memory())
+        with torch.no_grad(), pytest.raises(ImportError):
+            oomkit.auto_batch(body)(ROWS)
+    assert cuda.events == [] and body.sizes == [8, 4]
+
+
 # --- captures ---
 
 
@@ -240,4 +256,35 @@ def test_a_backward_of_ours_inside_a_capture_that_fails(cuda: Device, memory: bo
     with pytest.raises(expected) as caught:
         oomkit.auto_batch(step, backward=raising(error))(ROWS)
     assert memory or caught.value is error
+    assert cuda.empty_calls == 0
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING or "not skipped")
+def test_a_captured_call_that_there_is_no_memory_to_report_of(cuda: Device) -> None:
+    """One allocation after the other fails, from the step's own error on."""
+    from nomemory.fault import remove_mem_hooks, set_nomemory
+
+    cuda.capturing = True
+    seen: list[type] = []
+    for nth in range(3000):
+        error = out_of_memory()
+
+        def body(x: torch.Tensor, error: Exception = error, nth: int = nth) -> None:
+            set_nomemory(nth, nth + 1)
+            raise error
+
+        step = oomkit.auto_batch(body)
+        with torch.no_grad():
+            try:
+                step(ROWS)
+            except Exception as raised:
+                remove_mem_hooks()
+                seen.append(type(raised))
+            else:
+                remove_mem_hooks()
+                pytest.fail("the error is lost")
+        if nth > 100 and all(one is oomkit.OutOfMemory for one in seen[-100:]):
+            break
+    assert seen[-1] is oomkit.OutOfMemory and MemoryError in seen
+    assert set(seen) <= {oomkit.OutOfMemory, MemoryError, torch.OutOfMemoryError}
     assert cuda.empty_calls == 0

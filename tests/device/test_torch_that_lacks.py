@@ -99,6 +99,39 @@ def test_without_torch_c_nothing_is_known(accelerator: Accelerator) -> None:
     assert _C.memory_figures(CUDA, 0) != UNKNOWN
 
 
+def test_without_torch_c_a_ready_device_is_asked_by_its_module(cuda: Device) -> None:
+    cuda.monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (7 * MIB, 9 * MIB))
+    with pytest.MonkeyPatch.context() as gone:
+        gone.setitem(sys.modules, "torch._C", None)
+        assert _C.memory_figures(CUDA, 0)[4:6] == (7 * MIB, 9 * MIB)
+
+
+def test_torch_c_that_goes_while_it_is_asked_has_no_settings(accelerator: Accelerator) -> None:
+    accelerator.of("cuda")
+    accelerator.settings("a:1", lambda: {"allocator_settings": {"expandable_segments": True}})
+    assert _C.device_expandable(CUDA, 0)
+    accelerator.settings("a:1", lambda: {"allocator_settings": {"expandable_segments": False}})
+    with pytest.MonkeyPatch.context() as gone:
+
+        def ready() -> bool:
+            gone.setitem(sys.modules, "torch._C", None)
+            return True
+
+        accelerator.patch(torch._C, "_accelerator_isAllocatorInitialized", ready)
+        assert not _C.device_expandable(CUDA, 0), "others than before: it is looked again"
+
+
+def test_a_type_that_the_bridge_does_not_know_is_asked_of_torch(cuda: Device) -> None:
+    """MPS, up to some release of torch: its own calls, where it is the accelerator."""
+    patch = cuda.monkeypatch.setattr
+    patch(torch.mps, "current_allocated_memory", lambda: 3 * MIB)
+    patch(torch.mps, "driver_allocated_memory", lambda: 4 * MIB)
+    assert _C.device_held(MPS, 0) == (None, None)
+    patch(torch._C, "_accelerator_getAccelerator", lambda: torch.device("mps"))
+    patch(torch._C, "_accelerator_isAllocatorInitialized", _raise(RuntimeError("none of ours")))
+    assert _C.device_held(MPS, 0) == (3 * MIB, 4 * MIB)
+
+
 # --- MPS of its own kind ---
 
 
