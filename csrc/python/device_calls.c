@@ -109,7 +109,7 @@ is_in_bad_fork(oomkit_state *st, int type)
         answer = PyObject_CallMethod(module, "_is_in_bad_fork", NULL);
     }
     Py_XDECREF(module);
-    return answer != NULL && says_yes(answer);
+    return says_yes(answer); /* what raised is dismissed: as where there is no such call */
 }
 
 /* torch._C._cuda_hasPrimaryContext, where a build has it. */

@@ -31,6 +31,7 @@ typedef struct fake {
     unsigned long long pending;      /* of side streams: counted until emptied */
     unsigned long long retries_each; /* alloc retries that each look finds */
     int window;                      /* of the CPU's peak, open since the last reset */
+    int cpu_refused;                 /* somebody else's allocator is the CPU's */
     fake_figures now;
     long stats_calls, reset_calls, empty_calls, asked;
 } fake;
@@ -75,6 +76,12 @@ fake_live(oomkit_memory_stats *stats)
         stats->peak_allocated = stats->allocated;
     }
     stats->peak_reserved = stats->peak_allocated + the_fake.cached;
+}
+
+static int
+fake_cpu_installed(void)
+{
+    return !the_fake.cpu_refused && the_fake.below->cpu_installed();
 }
 
 static int
@@ -179,6 +186,7 @@ install(PyObject *Py_UNUSED(self), PyObject *args)
     f->st->flush_pending = 0; /* of another test's guard */
     f->table = *f->below;
     f->table.tensor_facts = fake_tensor_facts;
+    f->table.cpu_installed = fake_cpu_installed;
     f->table.device_initialized = fake_initialized;
     f->table.device_stats = fake_stats;
     f->table.device_reset_peak = fake_reset_peak;
@@ -210,7 +218,7 @@ uninstall(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(ignored))
         X(empty_status) X(cached) X(pending) X(retries_each) X(now.allocated)          \
             X(now.reserved) X(now.peak_allocated) X(now.peak_reserved)                 \
                 X(now.num_alloc_retries) X(now.num_ooms) X(stats_calls) X(reset_calls) \
-                    X(empty_calls) X(asked)
+                    X(empty_calls) X(asked) X(cpu_refused)
 
 static PyObject *
 set(PyObject *Py_UNUSED(self), PyObject *args)

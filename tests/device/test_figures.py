@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from typing import Any
 
@@ -432,3 +433,50 @@ def test_a_reset_that_throws_is_not_asked_for_ever(cuda: Device) -> None:
         for _ in range(20):
             step(rows(2))
     assert cuda.reset_calls == 3
+
+
+# --- figures that are there for a part of the time ---
+
+
+def test_statistics_that_come_inside_a_window(cuda: Device) -> None:
+    """An allocator that has none before its first block."""
+    cuda.stats_status = EUNSUPPORTED
+    with oomkit.guard() as guard:
+        torch.empty(8 * MIB, dtype=torch.uint8)
+        cuda.stats_status = 0
+    record = guard.records[0]
+    assert record.baseline is None and record.peak_allocated is not None
+    assert cuda.reset_calls == 0
+
+
+def test_somebody_elses_allocator_of_the_cpu(fake: Device) -> None:
+    """It has no figures and no limit; steps run and recover."""
+    fake.install(index=-1).initialized = 0
+    assert oomkit.memory("cpu").allocated is not None
+    fake.cpu_refused = 1
+    assert _C.device_held(0, -1) == (None, None)
+    assert oomkit.memory("cpu").allocated is oomkit.max_memory_allocated("cpu") is None
+    body = Body(out_of_memory())
+    record = run(body).records[0]
+    assert body.sizes == [8, 4, 4]
+    assert record.baseline is record.peak_allocated is record.budget is None
+
+
+def test_more_windows_of_the_cpu_than_there_is_room_for(fake: Device) -> None:
+    """The innermost have no peaks, those around them still have theirs."""
+    fake.install(index=-1).initialized = 0
+    guards = [oomkit.guard() for _ in range(70)]
+    with contextlib.ExitStack() as stack:
+        for guard in guards:
+            stack.enter_context(guard)
+        torch.empty(8 * MIB, dtype=torch.uint8)
+    peaks = [guard.records[0].peak_allocated for guard in guards]
+    known = [peak for peak in peaks if peak is not None]
+    assert len(known) >= 60 and peaks[len(known) :] == [None] * (70 - len(known)) != []
+    assert all(
+        guard.records[0].peak_allocated - guard.records[0].baseline >= 8 * MIB
+        for guard in guards[: len(known)]
+    )
+    with oomkit.guard() as later:
+        pass
+    assert later.records[0].peak_allocated is not None

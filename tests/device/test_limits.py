@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from nomemory.fault import MISSING
 
 import oomkit
 from device import MIB, Device, compile_library
@@ -292,7 +293,10 @@ def nvml(nvml_library: Any) -> Iterator[Any]:
             place.value = value
         return place.value
 
-    yield SimpleNamespace(processes=processes, number=number)
+    def count(value: int) -> None:
+        ctypes.c_uint.in_dll(nvml_library, "count").value = value
+
+    yield SimpleNamespace(processes=processes, number=number, count=count)
     assert number("opened") == 0, "NVML was left open"
     for name in ("fails_at_init", "fails_to_list"):
         number(name, 0)
@@ -329,3 +333,40 @@ def test_nvml_that_cannot_tell(nvml: Any, fault: str) -> None:
     if fault != "unknown":
         nvml.number(fault, 1)
     assert _C.nvml_processes(f"GPU-{UUID}") is None
+
+
+def test_a_list_that_never_fits_is_given_up(nvml: Any) -> None:
+    """Each time it says that there are more."""
+    nvml.processes((1, 1))
+    nvml.count(4096)
+    assert len(_C.nvml_processes(f"GPU-{UUID}") or []) == 4096
+    nvml.count(4097)
+    assert _C.nvml_processes(f"GPU-{UUID}") is None
+
+
+def test_the_uuid_is_a_text(nvml: Any) -> None:
+    for uuid in (3, None, "\udc80"):
+        with pytest.raises((TypeError, UnicodeEncodeError)):
+            _C.nvml_processes(uuid)
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING or "not skipped")
+def test_a_list_that_there_is_no_memory_for(nvml: Any) -> None:
+    """The array is a hint, the list an answer; the library is closed each time (by the fixture)."""
+    from nomemory.fault import remove_mem_hooks, set_nomemory
+
+    pairs = [(2**31 + pid, 2**40 + pid) for pid in range(70)]
+    nvml.processes(*pairs)
+    uuid, found, call = f"GPU-{UUID}", [], _C.nvml_processes
+    for nth in range(600):
+        set_nomemory(nth, nth + 1)
+        try:
+            found.append(call(uuid))
+        except MemoryError as error:
+            found.append(type(error))
+        finally:
+            remove_mem_hooks()
+        if found[-1] == pairs:
+            break
+    assert found[-1] == pairs and None in found and found.count(MemoryError) > 100
+    assert all(one is None or one is MemoryError for one in found[:-1])
