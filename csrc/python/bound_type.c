@@ -132,7 +132,7 @@ bound_getattro(PyObject *op, PyObject *name)
     }
     value = PyObject_GenericGetAttr(op, name);
     if (value == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
-        PyErr_Clear();
+        PyErr_Clear(); /* not the type's: the step's own */
         value = PyObject_GetAttr(step, name);
     }
     return value;

@@ -109,8 +109,8 @@ is_in_bad_fork(oomkit_state *st, int type)
         answer = PyObject_CallMethod(module, "_is_in_bad_fork", NULL);
     }
     Py_XDECREF(module);
-    return says_yes(
-        answer); /* what raised is dismissed: as where there is no such call */
+    /* What raised is dismissed: as where there is no such call. */
+    return says_yes(answer);
 }
 
 /* torch._C._cuda_hasPrimaryContext, where a build has it. */

@@ -202,8 +202,7 @@ oomkit_error_dismiss(void)
     }
     if (PyErr_ExceptionMatches(PyExc_Exception) ||
         PyErr_ExceptionMatches(PyExc_GeneratorExit)) {
-        PyErr_Clear(); /* accounted for: only hints are asked for where this is called
-                        */
+        PyErr_Clear(); /* accounted for: only hints are asked for here */
         return;
     }
     exception = oomkit_exception_take();
