@@ -34,7 +34,7 @@ test-integrations: $(BUILT) .venv-optuna5/.installed .venv-optuna4/.installed ##
 	    tests/integrations $(PYTEST_ARGS); done
 
 prove: export PYTHONPATH := tests
-prove: $(BUILT) ## Fail every allocation of every model, and more (about 40 minutes)
+prove: $(BUILT) ## Fail every allocation of every model, and more (about 45 minutes)
 	$(PY) -m prove $(PROVE_ARGS)
 
 mutants: export PYTHONPATH := tests

@@ -32,25 +32,26 @@ from .optim import predict_update as _predict_update
 __version__ = "0.1.0"
 
 
+_REBUILD = (
+    "build it for your torch with `pip install --no-build-isolation .` in oomkit's sources; "
+    "until then oomkit uses torch's own slower calls, without a memory budget for the CPU"
+)
+
+
 def _load_bridge() -> object:
     """The bridge's capsule when it was built for the torch that is installed, else None."""
-    rebuild = (
-        "build it for your torch with `pip install --no-build-isolation .` in oomkit's "
-        "sources; until then oomkit uses torch's own slower calls, without a memory budget "
-        "for the CPU"
-    )
     try:
         from . import _bridge
     except ImportError as error:
         built = _find_spec("oomkit._bridge") if "oomkit._bridge" not in _modules else None
         why = str(error) if built else "it was built without PyTorch"
-        _warnings.warn(f"oomkit: the bridge to torch is missing ({why}); {rebuild}", stacklevel=3)
+        _warnings.warn(f"oomkit: the bridge to torch is missing ({why}); {_REBUILD}", stacklevel=3)
         return None
     installed = ".".join(_torch.__version__.split("+")[0].split(".")[:2])
     if _bridge.torch_version != installed:
         _warnings.warn(
             f"oomkit: the bridge was built for torch {_bridge.torch_version}, installed is "
-            f"{installed}; {rebuild}",
+            f"{installed}; {_REBUILD}",
             stacklevel=3,
         )
         return None
@@ -71,8 +72,9 @@ def _watch_train() -> None:
 
 
 # What the engine calls that is Python; the names are those of OOMKIT_STATE_GLUE.
-_C._bind(
-    _load_bridge(),
+_capsule = _load_bridge()
+_fits = _C._bind(
+    _capsule,
     {
         "accept_no_gradients": _withheld.accept_no_gradients,
         "predict_update": _predict_update,
@@ -95,6 +97,12 @@ _C._bind(
         "note_sizes": _store.note,
     },
 )
+if _capsule is not None and not _fits:
+    _warnings.warn(
+        f"oomkit: the bridge does not see the tensors of torch {_torch.__version__} as they are; "
+        f"{_REBUILD}",
+        stacklevel=2,
+    )
 
 _C.register_splitter(
     _torch.nn.utils.rnn.PackedSequence, split=_packed.split, size=_packed.size, join=_packed.join

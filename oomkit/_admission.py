@@ -227,11 +227,11 @@ class Ticket:
         if self._file.name not in [place.name for place in places]:
             self.leave()
             return None
-        return [
-            place
-            for place in places
-            if place.ticket < self._ticket and _is_held(self._queue / place.name)
-        ]
+        before = []  # no comprehension: without memory for its cell CPython 3.11 loses `self`
+        for place in places:
+            if place.ticket < self._ticket and _is_held(self._queue / place.name):
+                before.append(place)
+        return before
 
     def leave(self) -> None:
         """Gives the place back. In a child made by fork it is the parent's, and stays."""

@@ -313,7 +313,11 @@ class Reservation:
         if os.getpid() != self._pid:
             return  # a child made inside the block: the reservation is its parent's
         try:
-            _held.set(tuple(ref for ref in _held.get() if ref() not in (None, self)))
+            others = []  # no comprehension: without memory for its cell CPython 3.11 loses `self`
+            for reference in _held.get():
+                if reference() not in (None, self):
+                    others.append(reference)
+            _held.set(tuple(others))
             if self._share is not None and self._share.parts == {id(self)}:
                 self._let_go(self._share.baseline)
         finally:

@@ -12,14 +12,18 @@ import os
 import subprocess
 import sys
 import weakref
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from nomemory import witness
 from nomemory.fault import MISSING, Fault, Outcome, suffer
 from nomemory.fork import apart
 from nomemory.listed import listed
+from nomemory.lost import LOSES, is_proven, loses
 from nomemory.sweep import OURS
 from recovery_world import World, differences
 from torch import nn
@@ -94,20 +98,69 @@ def test_a_fault_comes_when_it_is_to_come() -> None:
         assert apart(work).value == expected
 
 
-def test_what_is_listed_is_nothing_of_ours() -> None:
-    hang = 'SIGPROF: File "/x/site-packages/torch/optim/optimizer.py", line 514 in wrapper'
-    assert listed(hang) == "CPython hangs"
-    assert not listed('SIGPROF: File "/x/oomkit/_buffers.py", line 25 in _sample; File "/x/y.py"')
-    assert not listed("SIGSEGV: Fatal Python error: Segmentation fault")
-    said = "SIGSEGV: Fatal Python error: Segmentation fault; in"
-    ours, theirs = "<unknown function> of _C.cpython-311.so", "f(int) of libtorch_python.so"
-    where = 'File "/x/torch/_tensor.py", line 623 in backward'
-    assert listed(f"{said} {theirs} <- {theirs} <- CPython <- {ours}; {where}") == "torch crashes"
-    assert not listed(f"{said} {ours} <- {theirs} <- CPython; {where}")
-    assert not listed(f"{said} {theirs} <- {ours} <- CPython; {where}")
-    assert not listed(f"{said} CPython <- {ours} <- {theirs}; {where}")
-    assert not listed("SystemError: <oomkit._C.Step object> returned NULL without setting")
+def test_who_was_refused_memory_is_known_of_a_child_that_died() -> None:
+    """A crash tells where it came to, and only the refusal tells whose it is."""
+
+    def compiles() -> None:
+        suffer(lambda: eval("[1, 2]"), Fault(6), Outcome())
+        os.abort()
+
+    def calls_ours() -> None:
+        suffer(functools.partial(oomkit.auto_batch, len), Fault(0, once=False), Outcome())
+        os.abort()
+
+    witness.open_room()
+    try:
+        assert witness.places() == []
+        assert apart(compiles).died.startswith("SIGABRT")
+        (place,) = witness.places()
+        assert listed("SIGSEGV: Fatal Python error", [place]) == "CPython's compiler"
+        assert apart(calls_ours).died.startswith("SIGABRT")
+        assert any("of _C." in at for at in witness.places())
+        assert not listed("SIGSEGV: Fatal Python error", witness.places())
+    finally:
+        witness.room = None
+
+
+HANG = 'SIGPROF: File "/x/site-packages/torch/optim/optimizer.py", line 514 in wrapper'
+HANDLER = "PyLong_FromLong < _PyEval_EvalFrameDefault"
+SAID = "SIGSEGV: Fatal Python error: Segmentation fault; in"
+NODE = "PyDict_New < ? of libtorch_python.so < ? of _C.cpython-311.so < _PyEval_EvalFrameDefault"
+OURS_FIRST = "PyDict_New < ? of _C.cpython-311.so < ? of libtorch_python.so < _PyEval_EvalFrame"
+FRAMES = "f(int) of libtorch_python.so <- CPython <- <unknown function> of _C.cpython-311.so"
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "word"),
+    [
+        (HANG, HANDLER, "CPython hangs"),
+        (HANG, "PyDict_New < _PyEval_EvalFrameDefault", ""),
+        ('SIGPROF: File "/x/oomkit/_buffers.py", line 25 in _sample; File "/x/y"', HANDLER, ""),
+        ("SIGSEGV: Fatal Python error: Segmentation fault", HANDLER, ""),
+        (f"{SAID} {FRAMES}", NODE, "torch's casts"),
+        (f"{SAID} {FRAMES}", HANDLER, ""),
+        (f"{SAID} CPython <- {FRAMES}", NODE, "torch's casts"),
+        (f"{SAID} <unknown function> of _C.cpython-311.so <- {FRAMES}", NODE, ""),
+        (f"{SAID} {FRAMES}", OURS_FIRST, ""),
+        ("SystemError: <method 'f' of 'torch._C.TensorBase' objects> returned", NODE, "torch's"),
+        ("SystemError: <method 'f' of 'torch._C.TensorBase' objects> returned", OURS_FIRST, ""),
+        ("SystemError: <oomkit._C.Step object> returned NULL without setting", NODE, ""),
+        ("SystemError: <built-in function copy_context> returned a result with", OURS_FIRST, ""),
+    ],
+)
+def test_what_is_listed_is_nothing_of_ours(text: str, place: str, word: str) -> None:
+    found = listed(text, [place])
+    assert found.startswith(word) if word else found == ""
+    assert listed(text, []) == ""
     assert "SystemError" not in OURS
+
+
+def test_what_an_interpreter_loses_is_forgiven_where_it_was_refused() -> None:
+    """Only there, and only where it is proven of this interpreter."""
+    places = [place.strip("^$").replace("\\", "") for place, _ in LOSES]
+    for place, (_, call) in zip(places, LOSES, strict=True):
+        assert loses([place]) == is_proven(call)
+    assert not loses(["PyDict_New < _PyEval_EvalFrameDefault", NODE])
 
 
 # --- what was found ---
@@ -154,6 +207,107 @@ def test_options_are_read_without_memory(options: dict[str, Any], expected: str)
     answers = [apart(lambda nth=nth: work(nth)) for nth in range(40)]
     assert [answer.died for answer in answers if answer.died] == []
     assert {answer.value for answer in answers} == {expected, "MemoryError"}
+
+
+def test_a_frame_without_memory_for_its_object_is_not_the_outermost() -> None:
+    """PyFrame_GetBack() gives NULL for both: a call of ours returned with the exception set."""
+    x = torch.zeros(4, 2)
+
+    def parts() -> Any:
+        yield from oomkit.chunks(x, label="frames", micro_batch=2)
+
+    def first() -> int:
+        return len(next(parts()))
+
+    def work(nth: int) -> tuple[str, str]:
+        suffer(first, Fault(nth), outcome := Outcome())
+        return outcome.error, outcome.text
+
+    first()
+    answers = [apart(lambda nth=nth: work(nth)) for nth in range(200)]
+    assert [answer.died for answer in answers if answer.died] == []
+    assert {answer.value[0] for answer in answers} == {"MemoryError", ""}, answers
+
+
+@pytest.mark.parametrize("error", ["MemoryError", "SystemError", "KeyboardInterrupt"])
+def test_an_import_that_lacks_memory_for_the_bridge_fails(error: str) -> None:
+    """It had gone on without the bridge, silently and for good: as if built for another torch."""
+    done = _imports(f"{error}('once')")
+    assert done["first"] == error
+    assert done["second"] == "" and done["bridge"] is True and done["warned"] == []
+
+
+def test_a_bridge_that_does_not_fit_is_said() -> None:
+    done = _imports("ValueError('always')", times=9)
+    assert done["first"] == done["second"] == "" and done["bridge"] is False
+    (warned,) = set(done["warned"])
+    assert "the bridge does not see the tensors of torch" in warned and "pip install" in warned
+
+
+def _imports(error: str, times: int = 1) -> dict[str, Any]:
+    """Imports oomkit twice, where torch.nn.Parameter raises so many times."""
+    code = f"""
+import json, warnings
+import torch
+left, real = [{times}], torch.nn.Parameter
+def parameter(*args):
+    if left[0]:
+        left[0] -= 1
+        raise {error}
+    return real(*args)
+def attempt():
+    try:
+        import oomkit
+        return ""
+    except BaseException as error:
+        return type(error).__name__
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    torch.nn.Parameter = parameter
+    first = attempt()
+    torch.nn.Parameter = real
+    second = attempt()
+import oomkit
+print(json.dumps({{"first": first, "second": second, "bridge": oomkit._fits,
+                  "warned": [str(w.message) for w in caught]}}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def test_an_import_that_fails_while_errors_are_made_can_be_repeated() -> None:
+    """The module stays where the package goes, and had taken some of its errors for all."""
+
+    def fresh() -> Any:
+        loader = ExtensionFileLoader("oomkit._C", str(_C.__file__))
+        spec = spec_from_file_location("oomkit._C", _C.__file__, loader=loader)
+        assert spec is not None
+        module = module_from_spec(spec)
+        loader.exec_module(module)
+        return module
+
+    glue: dict[str, Any] = {}
+
+    def complete() -> None:
+        while True:
+            try:
+                return fresh()._bind(None, glue)
+            except KeyError as missing:
+                glue[missing.args[0]] = print
+
+    def work(nth: int) -> tuple[str, list[str]]:
+        module = fresh()
+        suffer(lambda: module._bind(None, glue), Fault(nth), outcome := Outcome())
+        module._bind(None, glue)
+        errors = ("OomkitError", "OutOfMemory", "PartialUpdate", "SplitError", "OomkitWarning")
+        return outcome.error, [name for name in errors if not hasattr(module, name)]
+
+    complete()
+    answers = [apart(lambda nth=nth: work(nth)) for nth in range(0, 600, 3)]
+    assert [answer.died for answer in answers if answer.died] == []
+    assert {answer.value[0] for answer in answers} == {"MemoryError", ""}
+    assert all(answer.value[1] == [] for answer in answers)
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])

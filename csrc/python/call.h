@@ -47,7 +47,8 @@ oomkit_grads_refuse_unexpected(oomkit_call *call);
 /* nested.c: backwards inside backwards */
 int
 oomkit_nested_any(void);
-/* Is this backward run by a custom Function's (reentrant checkpoint), not by a hook? */
+/* Is this backward run by a custom Function's (reentrant checkpoint), not by a hook? 1,
+ * 0 or -1 with an exception. */
 int
 oomkit_nested_is_functions(void);
 /* Is this thread one of the engine's, or its caller's, at work on a graph? */

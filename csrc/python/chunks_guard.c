@@ -18,8 +18,8 @@ frames_clear(oomkit_chunks *self)
 }
 
 /* Where the part goes: to a loop of this frame, or through a generator to one of the
- * frame that the generator runs for. */
-static void
+ * frame that the generator runs for. 0 or -1. */
+static int
 frames_note(oomkit_chunks *self)
 {
     PyFrameObject *frame = PyEval_GetFrame(); /* borrowed, then owned */
@@ -35,7 +35,13 @@ frames_note(oomkit_chunks *self)
         self->frames[i].instruction = PyFrame_GetLasti(frame);
         frame = is_generator ? PyFrame_GetBack(frame) : NULL;
     }
+    if (frame == NULL &&
+        PyErr_Occurred()) { /* the object of a frame could not be made */
+        frames_clear(self);
+        return -1;
+    }
     Py_XDECREF(frame);
+    return 0;
 }
 
 int
@@ -43,7 +49,9 @@ oomkit_chunks_hand_out(oomkit_chunks *self)
 {
     oomkit_state *st = self->st;
 
-    frames_note(self);
+    if (frames_note(self) < 0) {
+        return -1;
+    }
     self->thread = PyThread_get_thread_ident();
     self->engine_runs = oomkit_backward_runs();
     self->part++;

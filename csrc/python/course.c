@@ -52,7 +52,9 @@ oomkit_course_where(void)
     PyObject *where;                                               /* owned, returned */
 
     while (frame != NULL && course_is_library(frame)) {
-        Py_SETREF(frame, PyFrame_GetBack(frame));
+        if (oomkit_frame_back(&frame) < 0) {
+            return NULL;
+        }
     }
     if (frame == NULL) {
         frame = (PyFrameObject *)Py_XNewRef(innermost);

@@ -159,6 +159,13 @@ oomkit_warn(PyObject *category, Py_ssize_t level, const char *format, ...)
     return result;
 }
 
+int
+oomkit_frame_back(PyFrameObject **frame)
+{
+    Py_SETREF(*frame, PyFrame_GetBack(*frame));
+    return *frame == NULL && PyErr_Occurred() ? -1 : 0;
+}
+
 /* Is this the main thread? Pending calls are its alone. 1, or 0 also where it cannot be
  * told. */
 static int

@@ -62,6 +62,12 @@ oomkit_raise_out_of_memory(oomkit_state *st, PyObject *message, PyObject *report
 int
 oomkit_warn(PyObject *category, Py_ssize_t level, const char *format, ...);
 
+/* Steps from a frame (owned) to its caller's; to NULL from the outermost. 0, or -1 with
+ * an exception: the object of a frame is made when it is asked for, and
+ * PyFrame_GetBack() gives NULL for either. */
+int
+oomkit_frame_back(PyFrameObject **frame);
+
 /* Drops an error (if any) where a hint is asked for and nothing can be raised. An
  * interrupt is not lost, nor an exit that a handler of a signal asked for, which is the
  * main thread's: it arrives again, between two instructions of that thread. */

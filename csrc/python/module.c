@@ -147,7 +147,9 @@ module_bind(PyObject *module, PyObject *args)
     if (oomkit_state_bind(st, capsule) < 0 || module_bind_glue(st, glue) < 0) {
         return NULL;
     }
-    if (st->OutOfMemory == NULL && oomkit_errors_init(st) < 0) {
+    /* The last of them: an import that failed half-way is tried again in this module.
+     */
+    if (st->OomkitWarning == NULL && oomkit_errors_init(st) < 0) {
         return NULL;
     }
     if (PyModule_AddObjectRef(module, "OomkitError", st->OomkitError) < 0 ||

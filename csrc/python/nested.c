@@ -42,7 +42,8 @@ oomkit_nested_any(void)
     return atomic_load(&split_engines) > 0;
 }
 
-/* Is this the frame from which torch calls a custom Function's backward? */
+/* Is this the frame from which torch calls a custom Function's backward? 1, 0 or -1
+ * with an exception. */
 static int
 nested_is_function(PyFrameObject *frame)
 {
@@ -54,10 +55,7 @@ nested_is_function(PyFrameObject *frame)
     if (module != NULL && PyUnicode_Check(module) &&
         PyUnicode_CompareWithASCIIString(module, "torch.autograd.function") == 0) {
         const char *name = PyUnicode_AsUTF8(code->co_qualname);
-        result = name != NULL && strncmp(name, "BackwardCFunction.", 18) == 0;
-    }
-    if (PyErr_Occurred()) {
-        PyErr_Clear(); /* a name that cannot be read is not torch's */
+        result = name == NULL ? -1 : strncmp(name, "BackwardCFunction.", 18) == 0;
     }
     Py_DECREF(globals);
     Py_DECREF(code);
@@ -85,7 +83,7 @@ oomkit_nested_in_engine(const oomkit_state *st)
 }
 
 /* Is a custom Function's backward among the frames from here to `last` (NULL: to the
- * outermost)? */
+ * outermost)? 1, 0 or -1 with an exception. */
 static int
 nested_has_function(const void *last)
 {
@@ -94,7 +92,9 @@ nested_has_function(const void *last)
 
     while (frame != NULL && (const void *)frame != last && !function) {
         function = nested_is_function(frame);
-        Py_SETREF(frame, PyFrame_GetBack(frame));
+        if (function == 0 && oomkit_frame_back(&frame) < 0) {
+            function = -1;
+        }
     }
     Py_XDECREF(frame);
     return function;
@@ -122,8 +122,9 @@ oomkit_nested_refuse(oomkit_state *st, oomkit_call *call)
     if (inside <= 0) {
         return inside;
     }
-    if (nested_has_function(call == NULL ? NULL : engine_frame)) {
-        return 0;
+    inside = nested_has_function(call == NULL ? NULL : engine_frame);
+    if (inside != 0) {
+        return inside < 0 ? -1 : 0;
     }
     where = oomkit_course_where();
     if (where != NULL) {

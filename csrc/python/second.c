@@ -365,8 +365,16 @@ void
 oomkit_second_nested(const oomkit_state *st)
 {
     oomkit_second *s;
+    int functions;
 
-    if (st->seconds == NULL || oomkit_nested_is_functions()) {
+    if (st->seconds == NULL) {
+        return;
+    }
+    functions = oomkit_nested_is_functions();
+    if (functions < 0) {
+        oomkit_error_dismiss(); /* it counts as foreign: refused is better than wrong */
+    }
+    if (functions > 0) {
         return;
     }
     if (active != NULL) {

@@ -98,12 +98,28 @@ state_bind_torch(oomkit_state *st)
     return 0;
 }
 
+int
+oomkit_state_passes(void)
+{
+    if (!PyErr_Occurred()) {
+        return 0;
+    }
+    if (PyErr_ExceptionMatches(PyExc_MemoryError) ||
+        PyErr_ExceptionMatches(PyExc_SystemError) ||
+        !PyErr_ExceptionMatches(PyExc_Exception)) {
+        return -1;
+    }
+    PyErr_Clear(); /* it means that the bridge does not fit, which is no error */
+    return 0;
+}
+
 /* The bridge is used only when its struct is the one that this file was compiled with
  * and when a TensorImpl pointer can be found in a tensor object. */
 static int
 state_bind_bridge(oomkit_state *st, PyObject *capsule)
 {
     const oomkit_bridge *bridge;
+    int fits;
 
     st->bridge = NULL;
     st->stream_size = 0;
@@ -126,13 +142,13 @@ state_bind_bridge(oomkit_state *st, PyObject *capsule)
     }
     st->bridge = bridge;
     st->bridge_capsule = Py_NewRef(capsule);
-    if (oomkit_tensor_calibrate(st) < 0) {
+    fits = oomkit_tensor_calibrate(st);
+    if (fits <= 0) {
         st->bridge = NULL;
         Py_CLEAR(st->bridge_capsule);
-        return PyErr_Occurred() ? -1 : 0;
+        return fits;
     }
-    oomkit_stream_calibrate(st);
-    return 0;
+    return oomkit_stream_calibrate(st);
 }
 
 int

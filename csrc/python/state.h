@@ -339,6 +339,12 @@ oomkit_state_visit(oomkit_state *st, visitproc visit, void *arg);
 void
 oomkit_state_clear(oomkit_state *st);
 
+/* What trying out the bridge left: memory that lacks (torch makes a SystemError of it,
+ * too) and an interrupt say nothing of the bridge, and without it every step of the
+ * process would be slower. -1 with one of these, else 0 without an exception. */
+int
+oomkit_state_passes(void);
+
 /* Looks up everything of OOMKIT_STATE_TORCH, takes the bridge out of its capsule (or
  * None) and calibrates impl_offset. -1 with an exception, 0. Runs Python code
  * (imports). */

@@ -61,12 +61,13 @@ copy_by_cloudpickle(void)
 
     Py_XINCREF(frame);
     while (frame != NULL && found == 0) {
-        PyFrameObject *back = PyFrame_GetBack(frame); /* owned */
-        PyCodeObject *code = PyFrame_GetCode(frame);  /* owned */
+        PyCodeObject *code = PyFrame_GetCode(frame); /* owned */
         const char *file = PyUnicode_AsUTF8(code->co_filename);
         found = file == NULL ? -1 : strstr(file, "cloudpickle") != NULL;
         Py_DECREF(code);
-        Py_SETREF(frame, back);
+        if (found == 0 && oomkit_frame_back(&frame) < 0) {
+            found = -1;
+        }
     }
     Py_XDECREF(frame);
     return found;

@@ -194,11 +194,10 @@ try_generator(oomkit_state *st, PyObject *generator, void *pointer, uint64_t siz
     return works;
 }
 
-void
+int
 oomkit_stream_calibrate(oomkit_state *st)
 {
-    PyObject *in_flight = oomkit_exception_take(); /* owned, given back */
-    PyObject *own;                                 /* owned */
+    PyObject *own; /* owned */
     void *generator, *sample;
     char bytes[ROOM];
     uint64_t size = 0;
@@ -221,9 +220,6 @@ oomkit_stream_calibrate(oomkit_state *st)
     }
     Py_XDECREF(own);
     st->bridge->exempt_leave();
-    /* Whatever went wrong means "take the tensor each time", and nothing else. */
-    Py_XDECREF(oomkit_exception_take());
-    if (in_flight != NULL) {
-        oomkit_exception_give(in_flight);
-    }
+    /* What else went wrong means "take the tensor each time". */
+    return oomkit_state_passes();
 }

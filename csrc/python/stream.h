@@ -22,8 +22,9 @@ oomkit_stream_moved(oomkit_state *st, PyObject *tensor, PyObject *bytes);
 int
 oomkit_stream_equal(oomkit_state *st, PyObject *one, PyObject *other);
 
-/* Tries out on a generator of its own what the bridge reads; leaves no exception. */
-void
+/* Tries out on a generator of its own what the bridge reads. 0, or -1 with an exception
+ * that says nothing of the bridge (oomkit_state_passes). */
+int
 oomkit_stream_calibrate(oomkit_state *st);
 
 #endif

@@ -448,13 +448,8 @@ int
 oomkit_tensor_calibrate(oomkit_state *st)
 {
     PyObject *samples[SAMPLES] = {NULL}; /* owned */
-    PyObject *in_flight;                 /* owned */
-    int rc = -1;
+    int fits = 0;
 
-    if (st->bridge == NULL) {
-        return -1;
-    }
-    in_flight = oomkit_exception_take();
     st->bridge->exempt_enter();
     samples[0] = sample_make(st, 1, 0);
     samples[1] = sample_make(st, 3, 0);
@@ -463,16 +458,11 @@ oomkit_tensor_calibrate(oomkit_state *st)
         samples[3] = PyObject_CallOneArg(st->Parameter, samples[0]);
     }
     if (samples[3] != NULL) {
-        rc = calibrate(st, samples);
+        fits = calibrate(st, samples) == 0;
     }
     for (int i = 0; i < SAMPLES; i++) {
         Py_XDECREF(samples[i]);
     }
     st->bridge->exempt_leave();
-    /* Whatever went wrong above means "do not use the bridge", and nothing else. */
-    Py_XDECREF(oomkit_exception_take());
-    if (in_flight != NULL) {
-        oomkit_exception_give(in_flight);
-    }
-    return rc;
+    return oomkit_state_passes() < 0 ? -1 : fits;
 }

@@ -71,8 +71,9 @@ int
 oomkit_tensor_write(oomkit_state *st, PyObject *tensor, PyObject *value);
 
 /* Finds st->impl_offset by looking for the value of `_cdata` in several tensors and a
- * Parameter, then compares the bridge's answers on them with torch's. -1 without an
- * exception when they do not agree: the bridge must not be used then. */
+ * Parameter, then compares the bridge's answers on them with torch's. 1; 0 when they do
+ * not agree: the bridge must not be used then; -1 with an exception that says nothing
+ * of the bridge (oomkit_state_passes). */
 int
 oomkit_tensor_calibrate(oomkit_state *st);
 

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-import subprocess
-import sysconfig
-from collections.abc import Sequence
-from importlib.machinery import ExtensionFileLoader
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from compiled import load_module
 
 import oomkit
 from oomkit import _C
@@ -24,25 +18,8 @@ CUDA, XPU, MPS, PRIVATE = 1, 12, 13, 20
 MIB = 1 << 20
 
 
-def compile_library(source: Path, target: Path, flags: Sequence[str] = ()) -> Path:
-    """A shared library from one C file, with the compiler that the core's tests use."""
-    compiler = shlex.split(os.environ.get("CC", "cc"))
-    include = sysconfig.get_paths()["include"]
-    common = ["-std=c11", "-O0", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
-    command = [*compiler, *common, "-isystem", include, str(source), "-o", str(target), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return target
-
-
 def load_backend(folder: Path) -> Any:
-    path = compile_library(HERE / "fake_device.c", folder / "fake_device.so")
-    loader = ExtensionFileLoader("fake_device", str(path))
-    spec = spec_from_file_location("fake_device", path, loader=loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+    return load_module(HERE / "fake_device.c", folder)
 
 
 class Generator:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from compiled import compile_library
 
-from device import Device, compile_library, load_backend
+from device import Device, load_backend
 from oomkit import _C
 
 pytest.importorskip("oomkit._bridge")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled import compile_library
 
 import oomkit
 from device import (
@@ -23,7 +24,6 @@ from device import (
     ROWS,
     Body,
     Device,
-    compile_library,
     load_backend,
     out_of_memory,
     run,

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from compiled import compile_library
 from nomemory.fault import MISSING
 
 import oomkit
-from device import MIB, Device, compile_library
+from device import MIB, Device
 from oomkit import _C, _limits
 
 TOTAL = 100 * MIB

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from . import witness
+
 try:
     from _testcapi import remove_mem_hooks, set_nomemory
 
@@ -70,7 +72,7 @@ def suffer(call: Callable[[], Any], fault: Fault, outcome: Outcome) -> tuple[Any
 
     before, sys.unraisablehook = sys.unraisablehook, unraisable
     stop = fault.nth + 1 if fault.once else FOREVER
-    set_nomemory(fault.nth, stop)
+    witness.begin(set_nomemory, fault.nth, stop)
     try:
         try:
             result = call()

@@ -182,12 +182,7 @@ def searching(oomkit: Any, torch: Any) -> Callable[[], Any]:
 
 class Reserving(Plain):
     """oomkit.reserve: admitted, one inside, a decorated function, given back. The queue is a
-    folder of the stage's own, where each child begins without a place.
-
-    Open: with no memory at all from somewhere on, a block is left without its end: the
-    reservation stays held in the process, and the next larger one is refused."""
-
-    lasting = False
+    folder of the stage's own, where each child begins without a place."""
 
     def __init__(self, prepared: Callable[[Make], Callable[[], Callable[[], Any]]]) -> None:
         super().__init__("reserving", prepared(self._make))

@@ -4,42 +4,59 @@ from __future__ import annotations
 
 import functools
 import gc
+import re
+from collections.abc import Callable, Sequence
 
 from .fault import Fault, Outcome, suffer
 from .fork import apart
 
-LOST = frozenset(
-    [
-        "_Symbol",
-        "_Scan",
-        "_Length",
-        "_Other",
-        "TensorMark",
-        "_Function",
-        "Watch",
-        "Buffers",
-        "_Edge",
-    ]
-)
-"""What _bytecode.py, _side_effects.py and _buffers.py are made of: it may stay alive where
-`loses_arguments()`. Python only: effects_of() and watch() alone, without a call of ours in C,
-leave the same."""
-
 
 class _Lost:
-    def __init__(self, other: object) -> None:
-        self.others = [other for _ in (self,)]  # a cell of an argument
+    pass
 
 
-def _left_alive(nth: int) -> int:
-    suffer(lambda: _Lost(0), Fault(nth), Outcome())
+def _cell(other: object) -> object:
+    return [other for _ in (0,)]  # a cell of an argument
+
+
+def _tuple(lost: _Lost) -> object:
+    return tuple(lost for _ in range(9))
+
+
+def _list(lost: _Lost) -> object:
+    some = [lost]
+    return list(some)
+
+
+LOSES: list[tuple[str, Callable[[_Lost], object]]] = [
+    # ceval.c, MAKE_CELL, seen with gdb: a function that has no memory for a cell of its own does
+    # not give its arguments back.
+    (r"^_PyObject_GC_New < PyCell_New < _PyEval_EvalFrameDefault$", _cell),
+    # tupleobject.c, _PyTuple_Resize: a tuple that cannot be made smaller is freed, its items
+    # are not given back.
+    (r"^_PyObject_GC_Resize < _PyTuple_Resize <", _tuple),
+    # list(), called by its name: what it cannot make a list of keeps a reference.
+    (r"^\? < _PyEval_EvalFrameDefault$", _list),
+]
+"""(where memory is refused, what then loses its argument: proof that this Python does)."""
+
+
+def _left_alive(call: Callable[[_Lost], object], nth: int) -> int:
+    for _ in range(60):  # until CPython has specialised it
+        call(_Lost())
+    suffer(lambda: call(_Lost()), Fault(nth), Outcome())
     gc.collect()
     return sum(type(thing) is _Lost for thing in gc.get_objects())
 
 
 @functools.cache
-def loses_arguments() -> bool:
-    """ceval.c, MAKE_CELL, seen with gdb: a function that has no memory for a cell of its own
-    (a comprehension or an inner function uses its argument) does not give its arguments back,
-    `self` among them. Asked of this interpreter."""
-    return any(apart(lambda nth=nth: _left_alive(nth)).value for nth in range(1, 9))
+def is_proven(call: Callable[[_Lost], object]) -> bool:
+    return any(apart(lambda nth=nth: _left_alive(call, nth)).value for nth in range(9))
+
+
+def loses(places: Sequence[str]) -> bool:
+    """May objects be alive that nothing refers to, for a fault of CPython's? Of any type: these
+    are whatever somebody's function was given."""
+    return any(
+        is_proven(call) for place, call in LOSES if any(re.search(place, at) for at in places)
+    )

@@ -32,11 +32,8 @@ class Recovery(Body):
         self.name = ", ".join(told)
         self.form, self.part, self.phase, self.warm = form, part, phase, warm
         self.options = options
-        if not warm:
-            # Nearly all of it is imports, of which CPython makes hangs and aborts when there
-            # is no memory at all. Open: where it does neither, objects of _side_effects.py
-            # may stay alive to which nothing refers (hooks have stayed in none of 145 cases).
-            self.lasting, self.total = False, 60_000
+        if not warm:  # nearly all of it is imports, and without any memory CPython hangs there
+            self.rarer, self.total = 2, 60_000
 
     # --- in the stage ---
 
