@@ -47,7 +47,7 @@ LISTED = [
     # cannot be made an object, the exception that was leaving is cleared with that error.
     Known(
         "CPython's SystemError",
-        r"^_PyObject_GC_NewVar < \? < (?:_PyEval_EvalFrameDefault$|_?PyObject_\w*[Cc]all\w* <)",
+        r"^_PyObject_GC_NewVar < \? < (?:_PyEval_EvalFrameDefault$|_?Py\w+ <)",
         r"^SystemError: (?:<function [\w.<>]+ at \w+> returned NULL without setting an exception|"
         r"error return without exception set)",
     ),
@@ -100,12 +100,18 @@ LISTED = [
         INNER + r"torch3jit8toIValue",
         r"^RuntimeError: [\s\S]*Python error details: MemoryError",
     ),
-    # Functions and methods of torch's that let an exception pass unseen.
+    # Functions and methods of torch's that let an exception pass unseen, or say something else of
+    # what they could not look up ("autograd.Function is missing boxed_grads_call attribute").
     Known(
         "torch's SystemError",
         INNER + r" of libtorch_python\.so",
         r"^SystemError: <(?:built-in )?(?:method|function) '?\w+'?(?: of (?:type|'?torch\.[\w.]+'?)"
         r" objects?)?(?: at \w+)?> returned",
+    ),
+    Known(
+        "torch's error",
+        INNER + r" of libtorch_python\.so",
+        r"^(?:RuntimeError|TypeError|AttributeError): (?!.*oomkit)",
     ),
 ]
 
