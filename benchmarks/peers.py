@@ -22,6 +22,8 @@ from peers.trial import Contender
 from peers.watch import reference
 from peers.workloads import workloads
 
+AGAIN = 1.5  # seconds that the first steps and the oracle's are repeated for
+
 CONTENDERS = [
     "fixed",
     "plain",
@@ -45,7 +47,7 @@ def main() -> None:
     torch.set_num_threads(1)
     started = time.monotonic()
     repetitions = 1 if options.quick else options.repetitions
-    works = workloads(steps=12 if options.quick else 20)
+    works = workloads(pairs=2 if options.quick else 16)
     if options.workloads is not None:
         works = [works[number] for number in options.workloads]
     elif options.quick:
@@ -83,13 +85,11 @@ def measure(
         budget = int(base + work.share * (peak - base))
         swept = sweep.sweep(oracle, index, work, budget, quick)
         print(f"{work.name}: k* = {swept.k}, budget {budget / 2**20:.1f} MiB", file=sys.stderr)
-        found.append(tables.Found(work, base, peak, budget, swept, {}))
+        found.append(tables.Found(work, base, peak, budget, swept, {}, {}))
     for turn in range(repetitions):
         for index, one in enumerate(found):
             for contender in order.sample(contenders, len(contenders)):
-                changes = {"plan": one.swept.plan} if contender is oracle else {}
-                course = contender.ask("run", index, one.budget, changes)
-                one.courses.setdefault(contender.name, []).append(course)
+                follow(contender, oracle, index, one, order)
         print(f"repetition {turn + 1} of {repetitions} done", file=sys.stderr)
     ooms = 10 if quick else 100
     rest = {
@@ -100,6 +100,30 @@ def measure(
         for contender in contenders
     }
     return tables.report(found, rest, ooms), found
+
+
+def follow(
+    contender: Contender, oracle: Contender, index: int, one: tables.Found, order: random.Random
+) -> None:
+    """A whole run, and the first steps beside the oracle's, which run just before or after;
+    again where that is short."""
+    plan = one.swept.plan
+    spent = 0.0
+    while spent < AGAIN:
+        for program in order.sample([0, 1], 2):
+            changes = {"plan": plan} if program or contender is oracle else {}
+            if program:
+                theirs = oracle.ask("run", index, one.budget, changes, None, True)
+            elif spent:
+                mine = contender.ask("run", index, one.budget, changes, None, True)
+            else:
+                mine = contender.ask("run", index, one.budget, changes, plan)
+                one.courses.setdefault(contender.name, []).append(mine)
+        took, best = tables.first_steps(one, mine), tables.first_steps(one, theirs)
+        if took is None or best is None:
+            return
+        one.begins.setdefault(contender.name, []).append(took / best)
+        spent += took + best
 
 
 if __name__ == "__main__":
