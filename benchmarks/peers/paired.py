@@ -70,7 +70,8 @@ class Paired:
         """The oracle's steps on these batches; to the contender no time passes."""
         watch, work = self.watch, self.watch.work
         begun, hidden = time.process_time(), watch.hidden
-        model, optimizer = watch.model, watch.optimizer
+        model = watch.model()
+        optimizer = None if watch.optimizer is None else watch.optimizer()
         clean = all(p.grad is None for p in model.parameters())
         watch.quiet = True
         with oomkit.limit_memory(2**50, device="cpu"):

@@ -7,6 +7,7 @@ has is no property of a contender; time spent in here is taken out.
 from __future__ import annotations
 
 import time
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,7 +113,9 @@ class Watch:
         if self.start is None:
             self.start = self.now()
         model.register_forward_pre_hook(self.forward_begins)
-        self.model, self.optimizer = model, optimizer
+        # Weakly: a contender that makes another model has dropped this one.
+        self.model = weakref.ref(model)
+        self.optimizer = None if optimizer is None else weakref.ref(optimizer)
         if optimizer is not None:
             optimizer.register_step_post_hook(self.update_ends)
 
@@ -145,12 +148,13 @@ class Watch:
         """After an update: its gradients are still there (before it they need not be: a
         closure that the optimizer is given makes them)."""
         begun = time.process_time()
-        seen = self.model.seen.grad
+        model = self.model()
+        seen = model.seen.grad
         if seen is not None:
             weights = self.unseen if self.quiet else self.weights
             weights += seen.numpy()
         if self.course.gradient_error is None:
-            self.course.gradient_error = difference(gradients(self.model), self.reference)
+            self.course.gradient_error = difference(gradients(model), self.reference)
         self.hidden += time.process_time() - begun
         if not self.quiet:
             self.step_ends()
