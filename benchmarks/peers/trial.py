@@ -190,13 +190,22 @@ class Contender:
             self.processes.append(process)
         self.name = [pipe.recv() for pipe in self.pipes.values()][0]
 
-    def ask(self, job: str, index: int = 0, *args: Any) -> Any:
+    def pipe(self, job: str, index: int) -> Connection:
         training = self.works[index].training if job in ("run", "peak") else job == "leak"
-        self.pipes[training].send((job, index, args))
-        found = self.pipes[training].recv()
+        return self.pipes[training]
+
+    def begin(self, job: str, index: int, *args: Any) -> None:
+        self.pipe(job, index).send((job, index, args))
+
+    def end(self, job: str, index: int) -> Any:
+        found = self.pipe(job, index).recv()
         if isinstance(found, Exception):
             raise found
         return found
+
+    def ask(self, job: str, index: int = 0, *args: Any) -> Any:
+        self.begin(job, index, *args)
+        return self.end(job, index)
 
     def close(self) -> None:
         for process in self.processes:
