@@ -56,7 +56,7 @@ latency: $(BUILT) ## Measure the way from an error to its replay (about a minute
 	$(PY) benchmarks/latency.py --output benchmarks/results/latency-cpu.txt
 
 peers: export OMP_NUM_THREADS = 1
-peers: $(PEERS) ## Compare with other packages, in .venv-peers (about 20 minutes)
+peers: $(PEERS) ## Compare with other packages, in .venv-peers (about 25 minutes)
 	.venv-peers/bin/python benchmarks/peers.py --output benchmarks/results/peers $(PEERS_ARGS)
 
 tune: $(BUILT) .venv-optuna5/.installed ## Watch a search with Optuna survive out-of-memory (in tune_max-output/)

@@ -22,6 +22,8 @@ from peers.trial import Contender
 from peers.watch import reference
 from peers.workloads import workloads
 
+AGAIN = 1.5  # seconds that the first steps and the oracle's are repeated for
+
 CONTENDERS = [
     "fixed",
     "plain",
@@ -45,7 +47,7 @@ def main() -> None:
     torch.set_num_threads(1)
     started = time.monotonic()
     repetitions = 1 if options.quick else options.repetitions
-    works = workloads(steps=12 if options.quick else 20)
+    works = workloads(pairs=2 if options.quick else 8)
     if options.workloads is not None:
         works = [works[number] for number in options.workloads]
     elif options.quick:
@@ -83,23 +85,48 @@ def measure(
         budget = int(base + work.share * (peak - base))
         swept = sweep.sweep(oracle, index, work, budget, quick)
         print(f"{work.name}: k* = {swept.k}, budget {budget / 2**20:.1f} MiB", file=sys.stderr)
-        found.append(tables.Found(work, base, peak, budget, swept, {}))
+        found.append(tables.Found(work, base, peak, budget, swept, {}, {}))
     for turn in range(repetitions):
         for index, one in enumerate(found):
             for contender in order.sample(contenders, len(contenders)):
-                changes = {"plan": one.swept.plan} if contender is oracle else {}
-                course = contender.ask("run", index, one.budget, changes)
-                one.courses.setdefault(contender.name, []).append(course)
+                if any(course.died for course in one.courses.get(contender.name, [])):
+                    continue  # it would again, and some take their time
+                follow(contender, oracle, index, one, order)
         print(f"repetition {turn + 1} of {repetitions} done", file=sys.stderr)
     ooms = 10 if quick else 100
-    rest = {
-        contender.name: (
-            [contender.ask("healthy", 0, 7) for _ in range(repetitions)],
-            None if contender in (oracle, plain) else contender.ask("leak", 0, ooms),
-        )
+    calls = {
+        contender.name: [contender.ask("healthy", 0, 7) for _ in range(repetitions)]
         for contender in contenders
     }
+    for contender in contenders[2:]:  # at once: nothing is timed any more
+        contender.begin("leak", 0, ooms)
+    left = {contender.name: contender.end("leak", 0) for contender in contenders[2:]}
+    rest = {name: (calls[name], left.get(name)) for name in calls}
     return tables.report(found, rest, ooms), found
+
+
+def follow(
+    contender: Contender, oracle: Contender, index: int, one: tables.Found, order: random.Random
+) -> None:
+    """A whole run, and the first steps beside the oracle's, which run just before or after;
+    again where that is short."""
+    plan = one.swept.plan
+    spent = 0.0
+    while spent < AGAIN:
+        for program in order.sample([0, 1], 2):
+            changes = {"plan": plan} if program or contender is oracle else {}
+            if program:
+                theirs = oracle.ask("run", index, one.budget, changes, None, True)
+            elif spent:
+                mine = contender.ask("run", index, one.budget, changes, None, True)
+            else:
+                mine = contender.ask("run", index, one.budget, changes, plan)
+                one.courses.setdefault(contender.name, []).append(mine)
+        took, best = tables.first_steps(one, mine), tables.first_steps(one, theirs)
+        if took is None or best is None:
+            return
+        one.begins.setdefault(contender.name, []).append(took / best)
+        spent += took + best
 
 
 if __name__ == "__main__":

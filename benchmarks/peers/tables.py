@@ -11,10 +11,9 @@ from typing import Any
 from .adapters.fixed import NAME as ORACLE
 from .sweep import Sweep
 from .watch import Course
-from .workloads import Work
+from .workloads import FIRST, Work
 
 OURS = "oomkit"
-FIRST = 10  # steps that the way to the steady state is counted over
 
 
 @dataclass
@@ -25,6 +24,7 @@ class Found:
     budget: int
     swept: Sweep
     courses: dict[str, list[Course]]  # contender -> one for each repetition
+    begins: dict[str, list[float]]  # contender -> its first steps' time over the oracle's
 
 
 def steady(course: Course) -> tuple[int, float] | None:
@@ -50,24 +50,19 @@ def first_steps(one: Found, course: Course) -> float | None:
     return course.restarted + (last - course.restarted) * one.work.rows / rows
 
 
-def speed(one: Found, course: Course) -> float | None:
-    """Rows in a second, over the steps after the first ten."""
-    if course.died or len(course.steps) <= FIRST:
-        return None
-    late = course.steps[FIRST:]
-    return sum(step.rows for step in late) / (late[-1].time - course.steps[FIRST - 1].time)
-
-
-def ratio(
-    one: Found, name: str, figure: Callable[[Found, Course], float | None]
-) -> list[float] | None:
-    """Of a contender's figure to the oracle's of the same repetition."""
-    pairs = [
-        (figure(one, mine), figure(one, theirs))
-        for mine, theirs in zip(one.courses[name], one.courses[ORACLE], strict=True)
-    ]
-    found = [mine / theirs for mine, theirs in pairs if mine is not None and theirs is not None]
-    return found if len(found) == len(pairs) else None
+def speeds(one: Found, name: str) -> list[float] | None:
+    """By repetition: rows in a second over the oracle's in the blocks between."""
+    found = []
+    for course in one.courses[name]:
+        if course.died or not course.pairs:
+            return None
+        mine, theirs = (
+            sum(pair[side].seconds for pair in course.pairs)
+            / sum(pair[side].rows for pair in course.pairs)
+            for side in (0, 1)
+        )
+        found.append(theirs / mine)
+    return found
 
 
 def middle(values: Iterable[float] | None, pattern: str, factor: float = 1.0) -> str:
@@ -102,8 +97,8 @@ def row(one: Found, name: str) -> str:
     return (
         f"{name:19}{ooms:>5}{max(k for k, _ in ends):5d}"
         f"{middle([after for _, after in ends], '.2f'):>18}"
-        f"{middle(ratio(one, name, first_steps), '.2f'):>15}"
-        f"{middle(ratio(one, name, speed), '.1f', 100):>15}"
+        f"{middle(one.begins.get(name), '.2f'):>15}"
+        f"{middle(speeds(one, name), '.1f', 100):>15}"
         f"{bytes_of(max(course.stray for course in courses)):>16}"
         f"{last.lost!s:>6}{last.twice!s:>7}{'-' if error is None else f'{error:.0e}':>10}"
     )
@@ -146,8 +141,8 @@ def draw(found: list[Found], path: Path) -> None:
     names.sort(key=lambda name: name == OURS)
     panels: list[tuple[str, Callable[[Found, str], float | None], float | None]] = [
         ("out-of-memory errors", lambda one, name: errors(one, name), None),
-        ("first ten steps, oracle = 1", lambda one, name: mid(ratio(one, name, first_steps)), 1.0),
-        ("steady speed, oracle = 1", lambda one, name: mid(ratio(one, name, speed)), 1.0),
+        ("first ten steps, oracle = 1", lambda one, name: mid(one.begins.get(name)), 1.0),
+        ("steady speed, oracle = 1", lambda one, name: mid(speeds(one, name)), 1.0),
     ]
     figure, axes = pyplot.subplots(1, 3, figsize=(13, 4.2), sharey=True)
     for axis, (title, value, line) in zip(axes, panels, strict=True):

@@ -1,8 +1,9 @@
 """Runs of one contender, each in a process of its own.
 
-A contender has one process that imports its package, and forks another for each run: no
+A contender has a process that imports its package and forks another for each run: no
 run finds what an earlier one has left, no contender pays for another's objects in its
-garbage collections, and nothing is imported twice.
+garbage collections, and nothing is imported twice. Runs that train have one of their own:
+the first optimizer makes torch import its compiler, a second each time and many objects.
 """
 
 from __future__ import annotations
@@ -26,22 +27,32 @@ import torch
 
 import oomkit
 
-from .watch import Course, Errors, Watch, allocated
+from .watch import Course, Enough, Errors, Watch, allocated
 from .workloads import Work, tiny
 
 FORK = multiprocessing.get_context("fork")
 OOMS = 100
 
 
-def run(adapter: Any, work: Work, reference: Any, budget: int, changes: dict[str, Any]) -> Course:
+def run(
+    adapter: Any,
+    work: Work,
+    reference: Any,
+    budget: int,
+    changes: dict[str, Any],
+    beside: tuple[int, int] | None = None,
+    brief: bool = False,
+) -> Course:
     work = copy.copy(work)
     for name, value in changes.items():
         setattr(work, name, value)
     Errors.install()
     with oomkit.limit_memory(budget, device="cpu"):
-        watch = Watch(work, reference)
+        watch = Watch(work, reference, beside, brief)
         try:
             (adapter.train if work.training else adapter.evaluate)(work)
+        except Enough:
+            pass
         except Exception as error:  # whatever a contender dies of is a finding
             watch.course.died = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return watch.finish()
@@ -137,7 +148,9 @@ def in_child(function: Callable[..., Any], *args: Any) -> Any:
 JOBS: dict[str, Callable[..., Any]] = {"run": run, "peak": peak, "leak": leak, "healthy": healthy}
 
 
-def serve(name: str, works: list[Work], references: list[Any], pipe: Connection) -> None:
+def serve(
+    name: str, training: bool, works: list[Work], references: list[Any], pipe: Connection
+) -> None:
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     try:
@@ -146,6 +159,8 @@ def serve(name: str, works: list[Work], references: list[Any], pipe: Connection)
         pipe.send(error)
         return
     pipe.send(adapter.NAME)
+    if training:
+        tiny().build()
     parent = os.getppid()
     while True:
         while not pipe.poll(5):  # brothers hold its other end, too: no end of file comes
@@ -160,24 +175,39 @@ def serve(name: str, works: list[Work], references: list[Any], pipe: Connection)
 
 
 class Contender:
-    """A contender's process, asked from here."""
+    """A contender's two processes, asked from here."""
 
     def __init__(self, module: str, works: list[Work], references: list[Any]) -> None:
-        self.module = module
-        self.pipe, theirs = FORK.Pipe()
-        # No daemon: it has children of its own. close() ends it.
-        self.process = FORK.Process(target=serve, args=(module, works, references, theirs))
-        self.process.start()
-        theirs.close()
-        self.name = self.pipe.recv()
+        self.module, self.works = module, works
+        self.pipes: dict[bool, Connection] = {}
+        self.processes = []
+        for training in (False, True):
+            self.pipes[training], theirs = FORK.Pipe()
+            # No daemon: it has children of its own. close() ends it.
+            process = FORK.Process(target=serve, args=(module, training, works, references, theirs))
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+        self.name = [pipe.recv() for pipe in self.pipes.values()][0]
 
-    def ask(self, job: str, index: int = 0, *args: Any) -> Any:
-        self.pipe.send((job, index, args))
-        found = self.pipe.recv()
+    def pipe(self, job: str, index: int) -> Connection:
+        training = self.works[index].training if job in ("run", "peak") else job == "leak"
+        return self.pipes[training]
+
+    def begin(self, job: str, index: int, *args: Any) -> None:
+        self.pipe(job, index).send((job, index, args))
+
+    def end(self, job: str, index: int) -> Any:
+        found = self.pipe(job, index).recv()
         if isinstance(found, Exception):
             raise found
         return found
 
+    def ask(self, job: str, index: int = 0, *args: Any) -> Any:
+        self.begin(job, index, *args)
+        return self.end(job, index)
+
     def close(self) -> None:
-        self.process.terminate()
-        self.process.join()
+        for process in self.processes:
+            process.terminate()
+            process.join()

@@ -7,6 +7,7 @@ has is no property of a contender; time spent in here is taken out.
 from __future__ import annotations
 
 import time
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 
 import oomkit
 
-from .workloads import Work
+from .paired import Pair, Paired
+from .workloads import FIRST, Work
 
 
 def allocated() -> int:
@@ -34,6 +36,10 @@ class Errors:
             cls.count += type(self) is torch.OutOfMemoryError
 
         torch.OutOfMemoryError.__init__ = init
+
+
+class Enough(BaseException):
+    """Ends a run of which only the first steps were asked for; no contender catches it."""
 
 
 @dataclass
@@ -55,16 +61,25 @@ class Course:
     stray: int = 0  # bytes that a retry finds beyond what the first attempt found
     restarted: float = 0.0  # when the last training began
     died: str = ""
+    pairs: list[Pair] = field(default_factory=list)
     gradient_error: float | None = None
     lost: int | None = None
     twice: int | None = None
 
 
 class Watch:
-    """`reference`: gradients of the first whole batch, or outputs of all batches."""
+    """`reference`: gradients of the first whole batch, or outputs of all batches. `beside`: the
+    oracle's plan, whose steps take turns with the contender's; `brief`: the first steps only."""
 
-    def __init__(self, work: Work, reference: Any) -> None:
-        self.work, self.reference = work, reference
+    def __init__(
+        self,
+        work: Work,
+        reference: Any,
+        beside: tuple[int, int] | None = None,
+        brief: bool = False,
+    ) -> None:
+        self.work, self.reference, self.beside, self.brief = work, reference, beside, brief
+        self.quiet = False  # the oracle's steps: watched at the same cost, counted nowhere
         self.course = Course()
         self.hidden = 0.0
         self.start: float | None = None
@@ -72,6 +87,7 @@ class Watch:
         self.first_baseline: int | None = None
         self.ooms_seen = 0
         work.built, work.restarted, work.result = self.built, self.reset, self.result
+        work.pause = self.pause
         Errors.count = 0
         self.reset()
 
@@ -85,7 +101,9 @@ class Watch:
         self.ooms_told = Errors.count
         self.baseline = self.first_baseline
         self.weights = np.zeros(self.work.rows * self.work.steps)
+        self.unseen = np.zeros_like(self.weights)
         self.outputs: dict[int, Any] = {}
+        self.paired = None if self.beside is None else Paired(self, self.beside)
         self.course.gradient_error = None
         if self.start is not None:
             self.course.restarted = self.now() - self.start
@@ -95,12 +113,27 @@ class Watch:
         if self.start is None:
             self.start = self.now()
         model.register_forward_pre_hook(self.forward_begins)
+        # Weakly: a contender that makes another model has dropped this one.
+        self.model = weakref.ref(model)
+        self.optimizer = None if optimizer is None else weakref.ref(optimizer)
         if optimizer is not None:
-            self.model = model
             optimizer.register_step_post_hook(self.update_ends)
+
+    def pause(self) -> None:
+        """Data is asked for. Between two updates? Loaders fetch ahead."""
+        if self.quiet or self.forwards or len(self.course.steps) < FIRST:
+            return
+        if self.brief:
+            raise Enough
+        if self.paired is not None:
+            self.paired.turn()
 
     def forward_begins(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         begun = time.process_time()
+        if self.quiet:
+            allocated()
+            self.hidden += time.process_time() - begun
+            return
         self.forwards += 1
         self.rows += args[0].shape[0]
         if self.baseline is None:
@@ -115,13 +148,16 @@ class Watch:
         """After an update: its gradients are still there (before it they need not be: a
         closure that the optimizer is given makes them)."""
         begun = time.process_time()
-        seen = self.model.seen.grad
+        model = self.model()
+        seen = model.seen.grad
         if seen is not None:
-            self.weights += seen.numpy()
+            weights = self.unseen if self.quiet else self.weights
+            weights += seen.numpy()
         if self.course.gradient_error is None:
-            self.course.gradient_error = difference(gradients(self.model), self.reference)
+            self.course.gradient_error = difference(gradients(model), self.reference)
         self.hidden += time.process_time() - begun
-        self.step_ends()
+        if not self.quiet:
+            self.step_ends()
 
     def step_ends(self) -> None:
         assert self.start is not None
@@ -133,14 +169,21 @@ class Watch:
         self.baseline = None
 
     def result(self, step: int, output: Tensor) -> None:
-        self.step_ends()
+        if not self.quiet:
+            self.step_ends()
         begun = time.process_time()
-        self.outputs[step] = output.numpy().copy()
+        copied = output.numpy().copy()
+        if not self.quiet:
+            self.outputs[step] = copied
         self.hidden += time.process_time() - begun
 
     def finish(self) -> Course:
         course = self.course
         course.ooms = Errors.count
+        if self.paired is not None:
+            course.pairs = self.paired.pairs
+        if self.brief:
+            return course
         if self.work.training:
             expected = shares(self.work)
             course.lost = int((np.abs(self.weights) < 1e-3 * expected).sum())

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 Part = tuple[Tensor, Tensor, Tensor]
 PAD = -100
+FIRST = 10  # batches that the way to the steady state is counted over
 
 
 class Counted(nn.Module):
@@ -43,6 +44,7 @@ class Rows(Dataset):
         return self.work.rows * self.work.steps
 
     def __getitems__(self, ids: Sequence[int]) -> Part:
+        self.work.pause()
         return self.work.part(torch.tensor(ids))
 
 
@@ -53,7 +55,7 @@ def same(part: Part) -> Part:
 @dataclass
 class Work:
     """One workload. `built` is told of each model and optimizer that a program makes,
-    `result` of each output of an evaluation."""
+    `result` of each output of an evaluation; `pause` is called before data is handed out."""
 
     name: str
     rows: int  # of a whole batch
@@ -64,9 +66,11 @@ class Work:
     training: bool = True
     coupled: bool = False  # samples of a micro-batch act on each other (BatchNorm)
     steps: int = 20
+    block: int = 1  # steps that are timed at once, beside as many of the oracle's
     built: Callable[[nn.Module, torch.optim.Optimizer | None], None] = lambda *_: None
     restarted: Callable[[], None] = lambda: None  # what was done so far was a search
     result: Callable[[int, Tensor], None] = lambda *_: None
+    pause: Callable[[], None] = lambda: None
     order: Sequence[int] | None = None  # of the batches; None: all
     plan: tuple[int, int] = (1, 0)  # of the fixed contender: micro-batch, larger first one
     x: Tensor = field(init=False)
@@ -99,9 +103,14 @@ class Work:
             x, y = x[:, :length], y[:, :length]
         return x, y, ids
 
+    def batch(self, step: int) -> Part:
+        return self.part(torch.arange(step * self.rows, (step + 1) * self.rows))
+
     def batches(self) -> Iterator[Part]:
         for step in range(self.steps) if self.order is None else self.order:
-            yield self.part(torch.arange(step * self.rows, (step + 1) * self.rows))
+            self.pause()
+            yield self.batch(step)
+        self.pause()
 
     def loader(self, rows: int) -> DataLoader:
         return DataLoader(Rows(self), batch_size=rows, collate_fn=same)
@@ -239,7 +248,9 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-2)
 
 
-def workloads(steps: int) -> list[Work]:
+def workloads(pairs: int) -> list[Work]:
+    """Each long enough for so many pairs of blocks after the first steps."""
+    steps = FIRST + pairs
     return [
         Work(
             "small GPT", 48, 0.4, lambda: GPT(128, 4, 2, 64, 256), sentences(64, 256, 64), adamw,
@@ -247,7 +258,7 @@ def workloads(steps: int) -> list[Work]:
         ),
         Work(
             "conv net, BatchNorm", 64, 0.23, conv_net, images(3, 32, 10), sgd, coupled=True,
-            steps=3 * steps,  # of 30 ms: ten of them are too few for a ratio
+            steps=FIRST + 2 * pairs, block=2,  # of 30 ms
         ),
         Work(
             "variable-length LM", 32, 0.5, lambda: GPT(96, 4, 2, 128, 256),

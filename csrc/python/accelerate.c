@@ -111,21 +111,35 @@ accelerate_intercept(oomkit_call *call, PyObject *accelerator, int refuse)
                                 refuse ? st->str_accumulate : st->str_do_sync);
 }
 
+/* The module of this name, if it is imported. Looked up by hash: going through all of
+ * sys.modules at each split call took as long as some micro-batches. Borrowed, or NULL
+ * with or without an exception. */
+static PyObject *
+accelerate_module(PyObject *name)
+{
+    PyObject *modules = PyImport_GetModuleDict(); /* borrowed */
+
+    return PyDict_Check(modules) ? PyDict_GetItemWithError(modules, name) : NULL;
+}
+
 /* Was an Accelerator ever made? Each one fills the state that all of them share. Where
  * that cannot be told the answer is yes. 1, 0 or -1. */
 static int
-accelerate_in_use(void)
+accelerate_in_use(oomkit_state *st)
 {
-    PyObject *modules = PyImport_GetModuleDict(); /* borrowed */
-    PyObject *module =                            /* borrowed */
-        oomkit_item(modules, "accelerate.state");
+    PyObject *module;               /* borrowed, then owned */
     PyObject *type, *shared = NULL; /* owned */
     int result = 1;
 
-    if (oomkit_item(modules, "accelerate.accelerator") == NULL) {
-        return 0;
+    if (accelerate_module(st->str_accelerate_module) == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    module = Py_XNewRef(accelerate_module(st->str_accelerate_state));
+    if (module == NULL && PyErr_Occurred()) {
+        return -1;
     }
     type = module ? PyObject_GetAttrString(module, "AcceleratorState") : NULL;
+    Py_XDECREF(module);
     shared = type ? PyObject_GetAttrString(type, "_shared_state") : NULL;
     if (shared != NULL) {
         result = PyObject_IsTrue(shared);
@@ -146,7 +160,7 @@ accelerate_hidden(oomkit_call *call)
 {
     PyObject *objects; /* owned */
     Py_ssize_t i, j;
-    int result = call->parts->looked_for_accelerators ? 0 : accelerate_in_use();
+    int result = call->parts->looked_for_accelerators ? 0 : accelerate_in_use(call->st);
 
     if (result <= 0) {
         return result;

@@ -101,6 +101,8 @@
     X(str_in_init_group, "._init_group")                                               \
     X(str_do_sync, "_do_sync")                                                         \
     X(str_accumulate, "accumulate")                                                    \
+    X(str_accelerate_module, "accelerate.accelerator")                                 \
+    X(str_accelerate_state, "accelerate.state")                                        \
     X(str_random, "random")                                                            \
     X(str_numpy, "numpy")                                                              \
     X(str_add, "add")                                                                  \

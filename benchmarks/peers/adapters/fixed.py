@@ -7,20 +7,27 @@ from ..workloads import Work, accumulate
 NAME = "oracle (fixed k)"
 
 
+def step(work: Work, model, optimizer, batch, plan):
+    size, first = plan
+    optimizer.zero_grad()
+    accumulate(work, model, batch, size, first)
+    optimizer.step()
+
+
+def predict(work: Work, model, x, plan):
+    return torch.cat([work.predict(model, rows) for rows in x.split(plan[0])])
+
+
 def train(work: Work) -> None:
-    size, first = work.plan
     model, optimizer = work.build()
     for batch in work.batches():
-        optimizer.zero_grad()
-        accumulate(work, model, batch, size, first)
-        optimizer.step()
+        step(work, model, optimizer, batch, work.plan)
 
 
 def evaluate(work: Work) -> None:
-    size, _ = work.plan
     model = work.build_model()
-    for step, (x, _, _) in enumerate(work.batches()):
-        work.result(step, torch.cat([work.predict(model, rows) for rows in x.split(size)]))
+    for number, (x, _, _) in enumerate(work.batches()):
+        work.result(number, predict(work, model, x, work.plan))
 
 
 healthy = None
