@@ -116,15 +116,14 @@ accelerate_intercept(oomkit_call *call, PyObject *accelerator, int refuse)
 static int
 accelerate_in_use(void)
 {
-    PyObject *modules = PyImport_GetModuleDict(); /* borrowed */
-    PyObject *module =                            /* borrowed */
-        oomkit_item(modules, "accelerate.state");
-    PyObject *type, *shared = NULL; /* owned */
+    PyObject *module = oomkit_imported("accelerate.accelerator"); /* owned */
+    PyObject *type, *shared = NULL;                               /* owned */
     int result = 1;
 
-    if (oomkit_item(modules, "accelerate.accelerator") == NULL) {
-        return 0;
+    if (module == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
     }
+    Py_SETREF(module, oomkit_imported("accelerate.state"));
     type = module ? PyObject_GetAttrString(module, "AcceleratorState") : NULL;
     shared = type ? PyObject_GetAttrString(type, "_shared_state") : NULL;
     if (shared != NULL) {
@@ -134,6 +133,7 @@ accelerate_in_use(void)
     } else {
         PyErr_Clear(); /* another version of accelerate */
     }
+    Py_XDECREF(module);
     Py_XDECREF(type);
     Py_XDECREF(shared);
     return result;
