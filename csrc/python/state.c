@@ -131,6 +131,7 @@ state_bind_bridge(oomkit_state *st, PyObject *capsule)
         Py_CLEAR(st->bridge_capsule);
         return PyErr_Occurred() ? -1 : 0;
     }
+    oomkit_graph_calibrate(st);
     oomkit_stream_calibrate(st);
     return 0;
 }

@@ -299,6 +299,7 @@ typedef struct oomkit_state {
     uint64_t structure_generation; /* grows when a module gains a parameter or child */
     int structure_hooked;          /* our registration hooks are installed */
     int flush_pending;         /* a guard wants the cache emptied at the next call */
+    int graph_read;              /* the bridge sees autograd's graphs as torch does */
     uint64_t run_peak_bytes;   /* highest peak of any step so far (devices) */
     int settings_expandable;   /* what was read then: 1 or 0 */
     int bound;                 /* state_bind has succeeded */

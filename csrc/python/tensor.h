@@ -76,4 +76,9 @@ oomkit_tensor_write(oomkit_state *st, PyObject *tensor, PyObject *value);
 int
 oomkit_tensor_calibrate(oomkit_state *st);
 
+/* Sets st->graph_read where the bridge's answers about graphs are right. Keeps the
+ * exception in flight. */
+void
+oomkit_graph_calibrate(oomkit_state *st);
+
 #endif
