@@ -234,7 +234,9 @@
     X(live_steps)    /* weakref.WeakSet of the decorated steps, for reports */         \
     X(log)           /* logging.getLogger("oomkit") */                                 \
     X(forced_slices) /* tuple of slice lengths set by testing.force_slices, or NULL */ \
-    X(drain_leaf)    /* tiny leaf tensor for draining the autograd queue */            \
+    X(drain_leaf)    /* tiny leaf tensor for draining the autograd queue, */           \
+    X(drain_root)    /* what is computed from it, */                                   \
+    X(drain_one)     /* and a gradient of that */                                      \
     X(generator_get) /* default_generator.get_state, bound */                          \
     X(generator_set) /* default_generator.set_state, bound */                          \
     X(stream_state)  /* its state when it was last taken, or NULL */                   \
