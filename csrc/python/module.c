@@ -3,6 +3,7 @@
 #include "current.h"
 #include "error_methods.h"
 #include "errors.h"
+#include "interceptor.h"
 #include "memory_methods.h"
 #include "recall.h"
 #include "records.h"
@@ -250,6 +251,16 @@ module_switch_begins(PyObject *module, PyObject *target)
     Py_RETURN_NONE;
 }
 
+/* torch.nn.Module.zero_grad() is about to clear the gradients of this module. */
+static PyObject *
+module_zero_grad_begins(PyObject *Py_UNUSED(module), PyObject *target)
+{
+    if (oomkit_intercept_zero_grad_begins(target) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
 static PyObject *
 module_tensor_sample(PyObject *module, PyObject *tensor)
 {
@@ -325,6 +336,8 @@ module_exec(PyObject *module)
         module_add_type(module, &st->backward_type, &oomkit_backward_spec) < 0 ||
         module_add_type(module, &st->pending_type, &oomkit_pending_spec) < 0 ||
         module_add_type(module, &st->relay_type, &oomkit_relay_spec) < 0 ||
+    {"_zero_grad_begins", module_zero_grad_begins, METH_O,
+     "_zero_grad_begins(module, /)\n--\n\nBefore a module's zero_grad()."},
         module_add_type(module, &st->guard_type, &oomkit_guard_spec) < 0 ||
         module_add_type(module, &st->chunks_type, &oomkit_chunks_spec) < 0 ||
         module_add_type(module, &st->guarded_type, &oomkit_guarded_spec) < 0 ||
