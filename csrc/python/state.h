@@ -299,12 +299,12 @@ typedef struct oomkit_state {
     const oomkit_bridge *bridge; /* borrowed from the loaded _bridge module, or NULL */
     PyObject *bridge_capsule;    /* owned; keeps the bridge's pointer valid */
     ptrdiff_t impl_offset;       /* of the TensorImpl pointer in a tensor's object */
+    int graph_read;              /* the bridge sees autograd's graphs as torch does */
     void *stream_generator;      /* of default_generator; it lives as long as torch */
     uint64_t stream_size;        /* of its bytes; 0: they cannot be read */
     uint64_t structure_generation; /* grows when a module gains a parameter or child */
     int structure_hooked;          /* our registration hooks are installed */
     int flush_pending;         /* a guard wants the cache emptied at the next call */
-    int graph_read;              /* the bridge sees autograd's graphs as torch does */
     uint64_t run_peak_bytes;   /* highest peak of any step so far (devices) */
     int settings_expandable;   /* what was read then: 1 or 0 */
     int bound;                 /* state_bind has succeeded */
