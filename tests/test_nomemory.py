@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING or "not skipped")
 
 # How many allocations there are between two that fail here, for some 15 seconds in all.
 STRIDES = {
-    "import oomkit": 51003,
+    "import oomkit": 50003,
     "inside, call, backward": 18003,
     "decorating": 483,
     "errors": 33,
