@@ -15,7 +15,6 @@ from __future__ import annotations
 import warnings as _warnings
 from importlib.util import find_spec as _find_spec
 from sys import modules as _modules
-from typing import Any as _Any
 
 try:
     import torch as _torch
@@ -25,7 +24,21 @@ except ImportError as _error:  # pragma: no cover - exercised in a subprocess wi
         "`pip install --no-build-isolation .` in oomkit's sources"
     ) from _error
 
-from . import _C, _diagnose, _loops, _nodes, _packed, _second, _store, _withheld, sizes
+# All of it now: a module that is first imported between an error and its replay makes that
+# one wait.
+from . import (
+    _C,
+    _diagnose,
+    _loops,
+    _nodes,
+    _packed,
+    _patches,
+    _second,
+    _side_effects,
+    _store,
+    _withheld,
+    sizes,
+)
 from .optim import _keeps_state
 from .optim import predict_update as _predict_update
 
@@ -58,19 +71,6 @@ def _load_bridge() -> object:
     return _bridge.api
 
 
-def _watch_effects(*call: _Any) -> object:
-    """What looks at a step's side effects, once per site: imported when one is split."""
-    from ._side_effects import watch
-
-    return watch(*call)
-
-
-def _watch_train() -> None:
-    from ._patches import watch_train
-
-    watch_train()
-
-
 # What the engine calls that is Python; the names are those of OOMKIT_STATE_GLUE.
 _capsule = _load_bridge()
 _fits = _C._bind(
@@ -86,8 +86,9 @@ _fits = _C._bind(
         "verification": _diagnose.Verification,
         "loop_judge": _loops.loop_judge,
         "cut_sequence": _loops.cut_sequence,
-        "watch_effects": _watch_effects,
-        "watch_train": _watch_train,
+        "watch_effects": _side_effects.watch,
+        "watch_train": _patches.watch_train,
+        "watch_zero_grad": _patches.watch_zero_grad,
         "split_loss": _second.split_loss,
         "modes_then": _second.modes_then,
         "saved_pack": _second.saved_pack,

@@ -6,6 +6,7 @@ Each is put in place once per process, by the engine (C): nothing is changed at 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -26,3 +27,24 @@ def watch_train() -> None:
         return plain(self, mode)
 
     torch.nn.Module.train = train  # type: ignore[method-assign, assignment]
+
+
+def watch_zero_grad() -> Callable[..., None]:
+    """Tell the engine of every ``zero_grad()`` of a module, before it clears anything.
+
+    Put in place before the first split of a process. One function in the class does for all
+    modules, of which there may be thousands; those that have a method of their own are seen
+    to one by one.
+
+    Returns:
+        What stands in the class now.
+    """
+    plain = torch.nn.Module.zero_grad
+
+    @functools.wraps(plain)
+    def zero_grad(self: torch.nn.Module, set_to_none: bool = True) -> None:
+        _C._zero_grad_begins(self)
+        plain(self, set_to_none)
+
+    torch.nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
+    return zero_grad

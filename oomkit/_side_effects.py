@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from . import _C
 from ._buffers import Buffers, TensorMark
 from ._bytecode import Effect, effects_of
 from ._companions import companions
@@ -75,12 +76,7 @@ def _attributes(value: object, but: frozenset[str] = frozenset()) -> list[tuple[
         own = object.__getattribute__(value, "__dict__")
     except AttributeError:
         own = None
-    found = []
-    if isinstance(own, dict):
-        # Modules are many and have little of their own: their names first. A name is a plain
-        # str: any other key may have an == of its own.
-        names = [k for k in own if type(k) is str and k not in but]
-        found = [(k, own[k]) for k in names if k in own]
+    found = _C._attributes(own, but) if isinstance(own, dict) else []
     for name, slot in _slots_of(type(value)):
         try:
             if name not in but:

@@ -33,6 +33,7 @@ ALLOWED = {
         "pthread.h",
         "c10/",
         "torch/headeronly/",
+        "torch/csrc/autograd/",
         "torch/version.h",
         "../core/",
     },

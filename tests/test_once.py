@@ -57,6 +57,60 @@ def test_zero_grad_between_two_backwards_is_refused() -> None:
     assert "zero_grad" not in vars(model) and "zero_grad" not in vars(optimizer)
 
 
+class _OwnClearing(MLP):
+    """Clears by itself, without the class's method."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.parameters():
+            parameter.grad = None
+
+
+@pytest.mark.parametrize("how", ["child", "own", "instance", "bound before", "from the class"])
+def test_however_a_module_clears_between_two_backwards_it_is_refused(how: str) -> None:
+    torch.manual_seed(SEED)
+    model = _OwnClearing() if how == "own" else MLP()
+    child = next(model.children())
+    if how == "instance":
+        clear = MLP.zero_grad.__get__(model)
+        model.zero_grad = lambda *_: clear()  # type: ignore[method-assign, assignment]
+    own = vars(model).get("zero_grad")
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        bound = model.zero_grad
+        F.cross_entropy(model(x), y).backward()
+        if how == "child":
+            child.zero_grad()
+        elif how == "bound before":
+            bound()
+        elif how == "from the class":
+            nn.Module.zero_grad(model)
+        else:
+            model.zero_grad()
+        F.cross_entropy(model(x * 2), y).backward()
+
+    with pytest.raises(oomkit.SplitError, match=rf"zero_grad\(\) is called at {__file__}:"):
+        step(torch.randn(8, 6), torch.randint(0, 3, (8,)))
+    assert vars(model).get("zero_grad") is own
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_module_that_takes_no_part_may_be_cleared_between_two_backwards() -> None:
+    model, optimizer, x, y = _world()
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        MLP().zero_grad()
+        F.cross_entropy(model(x * 2), y).backward()
+        optimizer.step()
+
+    before = _values(model)
+    step(x, y)
+    assert not _same(before, _values(model))
+
+
 @pytest.mark.parametrize("how", ["grad", "parameter"])
 def test_autograd_grad_applied_by_hand_is_refused(how: str) -> None:
     model, optimizer, x, y = _world()

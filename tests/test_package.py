@@ -117,6 +117,30 @@ print(torch.autograd.backward is backward, torch.optim.Optimizer.step is step)
     assert run(code).split() == ["True", "True", "True"]
 
 
+def test_nothing_is_imported_between_an_error_and_its_replay() -> None:
+    code = """
+import sys
+import torch
+import oomkit
+from oomkit.testing import inject_oom
+
+model = torch.nn.Linear(4, 4)
+seen = []
+
+@oomkit.auto_batch
+def step(x):
+    seen.append({name for name in sys.modules if name.partition(".")[0] == "oomkit"})
+    model(x).sum().backward()
+    torch.empty(2**20)
+
+with inject_oom(min_bytes=2**20):
+    step(torch.ones(4, 4))
+print(len(seen), sorted(seen[1] - seen[0]))
+"""
+
+    assert run("import warnings; warnings.simplefilter('ignore')\n" + code) == "3 []\n"
+
+
 def test_make_help_lists_every_target() -> None:
     if shutil.which("make") is None:
         pytest.skip("make is not installed")

@@ -199,6 +199,8 @@ void
 oomkit_effects_abandon(oomkit_call *call);
 int
 oomkit_intercept_zero_grad(oomkit_call *call, Py_ssize_t r);
+int
+oomkit_call_has_module(const oomkit_call *call, const PyObject *module);
 
 /* backward.c */
 int

@@ -20,7 +20,8 @@ oomkit_course_clear(oomkit_course *course)
 static int
 course_is_library(PyFrameObject *frame)
 {
-    static const char *const packages[] = {"torch", "accelerate", "contextlib"};
+    static const char *const packages[] = {"torch", "accelerate", "contextlib",
+                                           "oomkit"};
     PyObject *globals = PyFrame_GetGlobals(frame);     /* owned */
     PyObject *name = oomkit_item(globals, "__name__"); /* borrowed */
     Py_ssize_t length = 0;

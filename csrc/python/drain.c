@@ -2,38 +2,54 @@
 #include "call.h"
 #include "errors.h"
 
+/* A graph that is kept: a sum saves no tensor, so that nobody's hooks on saved tensors,
+ * which may be in force when it is made, are in it. 0 or -1. */
 static int
-drain_once(oomkit_state *st)
+drain_prepare(oomkit_state *st)
 {
-    PyObject *root = NULL, *result = NULL, *one = NULL; /* owned */
-    int mode;
+    PyObject *leaf, *root = NULL, *one = NULL; /* owned, then by the state */
+    int mode, result = -1;
 
+    if (st->drain_root != NULL) {
+        return 0;
+    }
     mode = oomkit_grad_mode_set(st, 1);
     if (mode < 0) {
         return -1;
     }
-    if (st->drain_leaf == NULL) {
-        PyObject *empty = PyTuple_New(0); /* owned */
-        st->drain_leaf =
-            empty == NULL ? NULL : PyObject_CallOneArg(st->torch_ones, empty);
-        Py_XDECREF(empty);
-        if (st->drain_leaf == NULL ||
-            PyObject_SetAttr(st->drain_leaf, st->str_requires_grad, Py_True) < 0) {
-            Py_CLEAR(st->drain_leaf);
-            goto done;
-        }
+    leaf = PyObject_CallOneArg(st->torch_ones, st->empty_tuple);
+    if (leaf != NULL && PyObject_SetAttr(leaf, st->str_requires_grad, Py_True) == 0) {
+        one = PyObject_CallMethodNoArgs(leaf, st->str_detach);
+        root = one ? PyObject_CallMethodOneArg(leaf, st->str_add, one) : NULL;
+        result = root == NULL ? -1 : 0;
     }
-    one = PyFloat_FromDouble(1.0);
-    root = one ? PyObject_CallMethodOneArg(st->drain_leaf, st->str_mul, one) : NULL;
-    if (root != NULL) {
-        result = PyObject_CallMethod(st->autograd_module, "grad", "OO", root,
-                                     st->drain_leaf);
+    if (oomkit_grad_mode_back(st, mode, result) < 0) {
+        Py_XDECREF(leaf);
+        Py_XDECREF(one);
+        Py_XDECREF(root);
+        return -1;
     }
-done:
-    Py_XDECREF(one);
-    Py_XDECREF(root);
+    Py_XSETREF(st->drain_leaf, leaf);
+    Py_XSETREF(st->drain_one, one);
+    Py_XSETREF(st->drain_root, root);
+    return 0;
+}
+
+/* What torch.autograd.grad() would end in, which takes longer to get there. */
+static int
+drain_once(oomkit_state *st)
+{
+    PyObject *result; /* owned */
+
+    if (drain_prepare(st) < 0) {
+        return -1;
+    }
+    result = PyObject_CallFunction(st->run_backward, "(O)(O)OO(O)OO", st->drain_root,
+                                   st->drain_one, Py_True /* keep the graph */,
+                                   Py_False, st->drain_leaf, Py_False,
+                                   Py_False /* nothing into .grad */);
     Py_XDECREF(result);
-    return oomkit_grad_mode_back(st, mode, result == NULL ? -1 : 0);
+    return result == NULL ? -1 : 0;
 }
 
 /* A failed backward leaves its unexecuted CPU part queued on this thread until the

@@ -31,7 +31,17 @@ effects_arguments(const oomkit_call *call, PyObject **positional, PyObject **nam
     return 0;
 }
 
-/* The modules among the participants (weak references), those of their parameters that
+/* Has a module a buffer? As far as the search has found, if it is of today: then there
+ * is no need to ask each of them. */
+static int
+effects_no_buffers(const oomkit_call *call)
+{
+    return call->parts->buffered_count == 0 &&
+           call->parts->generation == call->st->structure_generation;
+}
+
+/* The modules among the participants (weak references; None where none has a buffer,
+ * which is all that they are looked at for), those of their parameters that
  * are plain tensors (an nn.Parameter is known by its type, and there may be thousands),
  * the user's own objects, and the rows. New reference (a tuple) or NULL. */
 static PyObject *
@@ -56,8 +66,9 @@ effects_participants(const oomkit_call *call)
         }
     }
     if (params != NULL && users != NULL) {
-        result = Py_BuildValue("(OOOL)", parts->roots == NULL ? Py_None : parts->roots,
-                               params, users, (long long)call->batch.rows);
+        int none = parts->roots == NULL || effects_no_buffers(call);
+        result = Py_BuildValue("(OOOL)", none ? Py_None : parts->roots, params, users,
+                               (long long)call->batch.rows);
     }
 done:
     Py_XDECREF(params);

@@ -277,3 +277,13 @@ oomkit_item(PyObject *dict, const char *name)
     }
     return NULL;
 }
+
+PyObject *
+oomkit_imported(const char *name)
+{
+    PyObject *key = PyUnicode_FromString(name);                      /* owned */
+    PyObject *module = key == NULL ? NULL : PyImport_GetModule(key); /* owned */
+
+    Py_XDECREF(key);
+    return module;
+}

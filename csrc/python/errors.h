@@ -99,4 +99,9 @@ oomkit_has_attribute_string(PyObject *object, const char *name);
 PyObject *
 oomkit_item(PyObject *dict, const char *name);
 
+/* A module that is imported already. New reference; NULL, without an exception where it
+ * is not. */
+PyObject *
+oomkit_imported(const char *name);
+
 #endif

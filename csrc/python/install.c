@@ -280,13 +280,52 @@ intercept_hidden(oomkit_call *call)
     return result < 0 ? -1 : 0;
 }
 
-/* zero_grad() of optimizers and modules, to see one between two backwards; of the roots
- * from number `r` on. */
+int
+oomkit_intercept_zero_grad_begins(PyObject *module)
+{
+    oomkit_call *call = oomkit_call_current();
+
+    if (call == NULL || !call->split_intercepted || call->backwards == 0 ||
+        call->cleared != NULL || !oomkit_call_has_module(call, module)) {
+        return 0;
+    }
+    call->cleared = oomkit_course_where();
+    return call->cleared == NULL ? -1 : 0;
+}
+
+/* Does zero_grad() of this module lead to our function in the class? *last (borrowed,
+ * compared alone) is the type that did so last. 1, 0 or -1. */
+static int
+zero_grad_is_watched(const oomkit_state *st, PyObject *module, PyTypeObject **last)
+{
+    PyObject *method, *dict; /* owned */
+    int watched = 1;
+
+    if (Py_TYPE(module) != *last) {
+        method = PyObject_GetAttr((PyObject *)Py_TYPE(module), st->str_zero_grad);
+        if (method == NULL) {
+            return -1;
+        }
+        watched = method == st->zero_grad_hook;
+        Py_DECREF(method);
+        *last = watched ? Py_TYPE(module) : NULL;
+    }
+    dict = watched ? PyObject_GenericGetDict(module, NULL) : NULL;
+    if (dict != NULL) {
+        watched = PyDict_GetItemWithError(dict, st->str_zero_grad) == NULL;
+        Py_DECREF(dict);
+    }
+    return PyErr_Occurred() ? -1 : watched;
+}
+
+/* zero_grad() of optimizers, and of modules that have one of their own, to see one
+ * between two backwards; of the roots from number `r` on. */
 int
 oomkit_intercept_zero_grad(oomkit_call *call, Py_ssize_t r)
 {
     int i, count = r > 0 ? 0 : call->interception_count;
     PyObject *roots = call->parts->roots; /* borrowed */
+    PyTypeObject *last = NULL;
 
     for (i = 0; i < count; i++) {
         if (call->interceptions[i].kind == OOMKIT_OWNER_OPTIMIZER &&
@@ -299,6 +338,10 @@ oomkit_intercept_zero_grad(oomkit_call *call, Py_ssize_t r)
         PyObject *root = oomkit_reference_get(PyList_GET_ITEM(roots, r)); /* owned */
         int result = 0;
         if (root != NULL &&
+            PyObject_TypeCheck(root, (PyTypeObject *)call->st->Module)) {
+            result = zero_grad_is_watched(call->st, root, &last);
+        }
+        if (result == 0 && root != NULL &&
             PyObject_TypeCheck(root, (PyTypeObject *)call->st->Module)) {
             result = oomkit_intercept_one(call, root, OOMKIT_OWNER_USER,
                                           call->st->str_zero_grad);
@@ -325,6 +368,11 @@ oomkit_intercept_split(oomkit_call *call)
             return -1;
         }
         Py_DECREF(done);
+        Py_XSETREF(call->st->zero_grad_hook,
+                   PyObject_CallNoArgs(call->st->watch_zero_grad));
+        if (call->st->zero_grad_hook == NULL) {
+            return -1;
+        }
         call->st->withheld_ready = 1;
     }
     return intercept_hidden(call) < 0 || oomkit_accelerate_split(call) < 0 ||

@@ -35,6 +35,10 @@ int
 oomkit_intercept_one(oomkit_call *call, PyObject *target, oomkit_owner_kind kind,
                      PyObject *name);
 
+/* torch.nn.Module.zero_grad() begins, of any module. 0 or -1. */
+int
+oomkit_intercept_zero_grad_begins(PyObject *module);
+
 /* accelerate.c */
 int
 oomkit_accelerator_counts(interceptor_object *self);

@@ -73,8 +73,8 @@ modes_training(oomkit_state *st, uint64_t *at)
     return 0;
 }
 
-static int
-is_root(const oomkit_call *call, const PyObject *module)
+int
+oomkit_call_has_module(const oomkit_call *call, const PyObject *module)
 {
     PyObject *roots = call->parts->roots; /* borrowed */
     Py_ssize_t i;
@@ -110,7 +110,7 @@ modes_switched(oomkit_call *call, uint64_t at)
         PyObject *module = oomkit_reference_get(ref);        /* owned */
         PyObject *now;                                       /* owned */
         int known = module == NULL ? 1 : PySet_Contains(seen, ref);
-        if (known == 0 && is_root(call, module)) {
+        if (known == 0 && oomkit_call_has_module(call, module)) {
             now = PySet_Add(seen, ref) < 0 ? NULL
                                            : PyObject_GetAttr(module, st->str_training);
             result = now == NULL ? -1 : now != PyTuple_GET_ITEM(pair, 1);

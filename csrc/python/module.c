@@ -3,6 +3,7 @@
 #include "current.h"
 #include "error_methods.h"
 #include "errors.h"
+#include "interceptor.h"
 #include "memory_methods.h"
 #include "recall.h"
 #include "records.h"
@@ -252,6 +253,16 @@ module_switch_begins(PyObject *module, PyObject *target)
     Py_RETURN_NONE;
 }
 
+/* torch.nn.Module.zero_grad() is about to clear the gradients of this module. */
+static PyObject *
+module_zero_grad_begins(PyObject *Py_UNUSED(module), PyObject *target)
+{
+    if (oomkit_intercept_zero_grad_begins(target) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
 static PyObject *
 module_tensor_sample(PyObject *module, PyObject *tensor)
 {
@@ -260,6 +271,46 @@ module_tensor_sample(PyObject *module, PyObject *tensor)
                         ? 0
                         : st->bridge->sample(tensor, st->impl_offset);
     return PyLong_FromUnsignedLongLong(hash);
+}
+
+/* (name, value) of what is not in `but`: modules are many and have little of their own.
+ * A name is a plain str: any other key may have an == of its own. New list or NULL. */
+static PyObject *
+attributes_of(PyObject *dict, PyObject *but)
+{
+    PyObject *found = PyList_New(0); /* owned, returned */
+    PyObject *key, *value;           /* borrowed from dict */
+    Py_ssize_t at = 0;
+
+    while (found != NULL && PyDict_Next(dict, &at, &key, &value)) {
+        PyObject *pair; /* owned */
+        int skip = PyUnicode_CheckExact(key) ? PySet_Contains(but, key) : 1;
+        if (skip == 1) {
+            continue;
+        }
+        /* The collector may run where a tuple is made, and what it runs may delete them
+         */
+        Py_INCREF(key);
+        Py_INCREF(value);
+        pair = skip < 0 ? NULL : PyTuple_Pack(2, key, value);
+        if (pair == NULL || PyList_Append(found, pair) < 0) {
+            Py_CLEAR(found);
+        }
+        Py_XDECREF(pair);
+        Py_DECREF(key);
+        Py_DECREF(value);
+    }
+    return found;
+}
+
+static PyObject *
+module_attributes(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 2 || !PyDict_Check(args[0]) || !PyAnySet_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "_attributes() expected a dict and a set");
+        return NULL;
+    }
+    return attributes_of(args[0], args[1]);
 }
 
 static PyMethodDef module_methods[] = {
@@ -282,8 +333,13 @@ static PyMethodDef module_methods[] = {
     {"_tensor_sample", module_tensor_sample, METH_O,
      "_tensor_sample(tensor, /)\n--\n\n"
      "A hash of 64 values of a plain CPU tensor; 0 of every other one."},
+    {"_attributes", (PyCFunction)(void (*)(void))module_attributes, METH_FASTCALL,
+     "_attributes(dict, but, /)\n--\n\n"
+     "(name, value) of each name that is a str and is not in the set `but`."},
     {"_switch_begins", module_switch_begins, METH_O,
      "_switch_begins(module, /)\n--\n\nBefore a module's train() or eval()."},
+    {"_zero_grad_begins", module_zero_grad_begins, METH_O,
+     "_zero_grad_begins(module, /)\n--\n\nBefore a module's zero_grad()."},
     {"_optimizer_begins", (PyCFunction)(void (*)(void))module_optimizer_begins,
      METH_FASTCALL,
      "_optimizer_begins(optimizer, args, kwargs, /)\n--\n\nA torch hook."},

@@ -4,24 +4,12 @@
 #include "call.h"
 #include "errors.h"
 
-/* A module that is imported already. New reference; NULL, without an exception where it
- * is not. */
-static PyObject *
-imported(const char *name)
-{
-    PyObject *key = PyUnicode_FromString(name);                      /* owned */
-    PyObject *module = key == NULL ? NULL : PyImport_GetModule(key); /* owned */
-
-    Py_XDECREF(key);
-    return module;
-}
-
 /* Calls module.name() when the module is imported already. 1, 0 or -1. */
 static int
 ask(const char *module_name, const char *name)
 {
-    PyObject *module = imported(module_name); /* owned */
-    PyObject *answer = NULL;                  /* owned */
+    PyObject *module = oomkit_imported(module_name); /* owned */
+    PyObject *answer = NULL;                         /* owned */
     int result;
 
     if (module == NULL) {
@@ -51,7 +39,7 @@ several_ranks(void)
     if (result <= 0) {
         return result;
     }
-    module = imported("torch.distributed");
+    module = oomkit_imported("torch.distributed");
     size = module == NULL ? NULL : PyObject_CallMethod(module, "get_world_size", NULL);
     Py_XDECREF(module);
     if (size == NULL) {
@@ -92,6 +80,7 @@ static int
 is_wrapper(oomkit_call *call)
 {
     PyObject *roots = call->parts->roots; /* borrowed */
+    PyTypeObject *last = NULL; /* compared alone: modules alike follow each other */
     Py_ssize_t i;
 
     for (i = 0; roots != NULL && i < PyList_GET_SIZE(roots); i++) {
@@ -100,7 +89,8 @@ is_wrapper(oomkit_call *call)
         if (root == NULL) {
             continue;
         }
-        found = is_wrapper_type(Py_TYPE(root));
+        found = Py_TYPE(root) != last && is_wrapper_type(Py_TYPE(root));
+        last = Py_TYPE(root);
         Py_DECREF(root);
         if (found) {
             return 1;

@@ -236,13 +236,17 @@
     X(live_steps)    /* weakref.WeakSet of the decorated steps, for reports */         \
     X(log)           /* logging.getLogger("oomkit") */                                 \
     X(forced_slices) /* tuple of slice lengths set by testing.force_slices, or NULL */ \
-    X(drain_leaf)    /* tiny leaf tensor for draining the autograd queue */            \
+    X(drain_leaf)    /* tiny leaf tensor for draining the autograd queue, */           \
+    X(drain_root)    /* what is computed from it, */                                   \
+    X(drain_one)     /* and a gradient of that */                                      \
     X(generator_get) /* default_generator.get_state, bound */                          \
     X(generator_set) /* default_generator.set_state, bound */                          \
     X(stream_state)  /* its state when it was last taken, or NULL */                   \
     X(stream_bytes)  /* the generator's bytes then, or NULL */                         \
     X(backward_hook) /* our callable in place of torch.autograd._engine_run_backward   \
                       */                                                               \
+    X(zero_grad_hook) /* our function in place of torch.nn.Module.zero_grad, or NULL   \
+                       */                                                              \
     X(switch_log)  /* list of (module, flag): train() and eval() while losses wait */  \
     X(outer_hook)  /* our callable in place of torch.autograd.backward */              \
     X(chunk_sites) /* dict: where a loop over chunks() is -> its step, or NULL */      \
@@ -255,6 +259,7 @@
     X(accept_no_gradients) /* oomkit._withheld: before the first split */              \
     X(watch_effects)       /* oomkit._side_effects: what else a split step changes */  \
     X(watch_train)         /* oomkit._patches: has torch tell of train() and eval() */ \
+    X(watch_zero_grad)     /* oomkit._patches: the same of zero_grad() */              \
     X(keeps_state)         /* oomkit.optim: does a first step make any? */             \
     X(predict_update)      /* oomkit.optim: bytes that a first step needs */           \
     X(refusal)             /* oomkit._nodes.Refusal: results that refuse a gradient */ \
@@ -296,6 +301,7 @@ typedef struct oomkit_state {
     const oomkit_bridge *bridge; /* borrowed from the loaded _bridge module, or NULL */
     PyObject *bridge_capsule;    /* owned; keeps the bridge's pointer valid */
     ptrdiff_t impl_offset;       /* of the TensorImpl pointer in a tensor's object */
+    int graph_read;              /* the bridge sees autograd's graphs as torch does */
     void *stream_generator;      /* of default_generator; it lives as long as torch */
     uint64_t stream_size;        /* of its bytes; 0: they cannot be read */
     uint64_t structure_generation; /* grows when a module gains a parameter or child */

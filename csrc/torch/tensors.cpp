@@ -18,28 +18,11 @@
 
 namespace oomkit {
 
-namespace {
-
-c10::TensorImpl *
-impl_of(const void *holder, ptrdiff_t offset)
-{
-    c10::TensorImpl *impl;
-    std::memcpy(&impl, static_cast<const char *>(holder) + offset, sizeof impl);
-    return impl;
-}
-
-uint32_t
-version_of(const c10::TensorImpl *impl)
-{
-    const c10::VariableVersion &counter = impl->version_counter();
-    return counter.enabled() ? counter.current_version() : 0;
-}
-
 // The gradient's TensorImpl, or NULL when there is none. at::Tensor is incomplete with
 // c10's headers alone, but it is a single intrusive pointer; oomkit._C compares what
 // comes out of here with `tensor.grad._cdata` before it uses the bridge.
 c10::TensorImpl *
-grad_of(const c10::TensorImpl *impl)
+grad_of(const c10::TensorImpl *impl) noexcept
 {
     const c10::AutogradMetaInterface *meta = impl->autograd_meta();
     if (meta == nullptr) {
@@ -51,6 +34,17 @@ grad_of(const c10::TensorImpl *impl)
     return found == c10::UndefinedTensorImpl::singleton() ? nullptr : found;
 }
 
+namespace {
+
+constexpr uint64_t SAMPLED = 64; // values of a tensor
+
+uint32_t
+version_of(const c10::TensorImpl *impl)
+{
+    const c10::VariableVersion &counter = impl->version_counter();
+    return counter.enabled() ? counter.current_version() : 0;
+}
+
 uint64_t
 mix(uint64_t hash, uint64_t value)
 {
@@ -59,22 +53,41 @@ mix(uint64_t hash, uint64_t value)
     return hash ^ (hash >> 33);
 }
 
-// By words: this runs for every parameter of a model.
-uint64_t
-mix_bytes(uint64_t hash, const unsigned char *bytes, uint64_t size)
-{
-    uint64_t word, at = 0;
-    for (; at + sizeof word <= size; at += sizeof word) {
-        std::memcpy(&word, bytes + at, sizeof word);
-        hash = mix(hash, word);
+// A hash of words in four lanes, which do not wait for each other: this runs for every
+// parameter of a model. Each step of a lane is one to one.
+struct Lanes {
+    uint64_t lane[4] = {1, 2, 3, 4};
+    unsigned next = 0;
+
+    void
+    add(uint64_t word)
+    {
+        uint64_t &hash = lane[next++ & 3];
+        hash = (hash ^ word) * 0x9e3779b97f4a7c15u;
+        hash ^= hash >> 29;
     }
-    if (at < size) {
-        word = 0;
-        std::memcpy(&word, bytes + at, size - at);
-        hash = mix(hash, word);
+
+    void
+    add_bytes(const unsigned char *bytes, uint64_t size)
+    {
+        uint64_t word, at = 0;
+        for (; at + sizeof word <= size; at += sizeof word) {
+            std::memcpy(&word, bytes + at, sizeof word);
+            add(word);
+        }
+        if (at < size) {
+            word = 0;
+            std::memcpy(&word, bytes + at, size - at);
+            add(word);
+        }
     }
-    return hash;
-}
+
+    uint64_t
+    sum() const
+    {
+        return mix(mix(mix(lane[0], lane[1]), lane[2]), lane[3]);
+    }
+};
 
 // Tensors whose sizes only Python or a C++ subclass of its own knows.
 bool
@@ -196,15 +209,22 @@ sample(const void *holder, ptrdiff_t offset) noexcept
         const auto *bytes = static_cast<const unsigned char *>(impl->data());
         const uint64_t count = static_cast<uint64_t>(impl->numel());
         const uint64_t size = impl->itemsize();
-        const uint64_t values = count < 64 ? count : 64;
-        uint64_t hash = 1;
-        if (count == values) { // all of them
-            return mix_bytes(hash, bytes, count * size);
+        Lanes lanes;
+        if (count <= SAMPLED) { // all of them
+            lanes.add_bytes(bytes, count * size);
+            return lanes.sum();
         }
-        for (uint64_t v = 0; v < values; v++) {
-            hash = mix_bytes(hash, bytes + (count * v / values) * size, size);
+        for (uint64_t v = 0; v < SAMPLED; v++) {
+            const unsigned char *value = bytes + (count * v / SAMPLED) * size;
+            uint32_t word;
+            if (size == sizeof word) {
+                std::memcpy(&word, value, sizeof word);
+                lanes.add(word);
+            } else {
+                lanes.add_bytes(value, size);
+            }
         }
-        return hash;
+        return lanes.sum();
     } catch (...) {
         return 0;
     }
