@@ -78,18 +78,6 @@ class Table(ctypes.Structure):
         ("bytes_get", function(ctypes.c_int, pointer, offset_t, pointer, ctypes.c_uint64)),
         ("bytes_set", function(ctypes.c_int, pointer, offset_t, pointer, ctypes.c_uint64)),
         ("sample", function(ctypes.c_uint64, pointer, offset_t)),
-        (
-            "graph_known",
-            function(
-                ctypes.c_int,
-                ctypes.POINTER(pointer),
-                ctypes.c_size_t,
-                ctypes.POINTER(pointer),
-                ctypes.c_size_t,
-                offset_t,
-                ctypes.c_int,
-            ),
-        ),
         ("modes_get", function(None, ctypes.POINTER(Modes))),
         ("modes_set", function(None, ctypes.POINTER(Modes))),
         ("generator_read", function(ctypes.c_uint64, pointer, pointer, ctypes.c_uint64)),
@@ -183,7 +171,7 @@ def parameter():
 def test_the_table_is_that_of_the_running_torch():
     assert bridge.torch_version == ".".join(torch.__version__.split(".")[:2])
     assert f"{api.torch_major}.{api.torch_minor}" == bridge.torch_version
-    assert api.version == 6
+    assert api.version == 5
     assert api.size == ctypes.sizeof(Table)
 
 
@@ -208,67 +196,6 @@ def test_without_torch_loaded_it_is_an_import_error():
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "True"
-
-
-# --- graphs ---
-
-
-def leads_to_known(root, *known, bare=False):
-    roots, leaves = Holders(root), Holders(*known)
-    return api.graph_known(roots.array, 1, leaves.array, len(known), 0, bare)
-
-
-def test_a_graph_leads_to_known_leaves_alone():
-    a, b = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
-    part = a * b
-    loss = (part + part * a).sum()
-    assert leads_to_known(loss, a, b) == 1
-    assert leads_to_known(loss, a) == leads_to_known(loss, b) == leads_to_known(loss) == 0
-    assert leads_to_known(loss.detach()) == 1
-    assert leads_to_known(a) == 1  # it was made by nothing
-
-
-def test_an_unknown_leaf_matters_less_without_a_gradient():
-    a, b = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
-    loss = (a * b).sum()
-    assert leads_to_known(loss, a, bare=True) == 1
-    b.grad = torch.zeros(3)
-    assert leads_to_known(loss, a, bare=True) == 0
-
-
-def test_who_made_a_view_is_not_told():
-    a = torch.ones(3, requires_grad=True)
-    losses = a * 2
-    view = losses[0]
-    losses.mul_(2)  # the node of the view is made anew when it is asked for
-    assert leads_to_known(view, a) == 0
-    assert leads_to_known(view.clone(), a) == 1
-
-
-def test_a_graph_may_be_deep_and_wide():
-    leaves = [torch.ones((), requires_grad=True) for _ in range(1000)]
-    total = torch.stack(leaves).sum()
-    for _ in range(20_000):
-        total = total + leaves[0]
-    assert leads_to_known(total, *leaves) == 1
-    assert leads_to_known(total, *leaves[1:]) == 0
-    assert leads_to_known(total, *leaves[:-1]) == 0
-
-
-def test_nodes_of_a_function_of_python_are_passed():
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient * 2
-
-    a = torch.ones(3, requires_grad=True)
-    loss = Twice.apply(a).sum()
-    assert leads_to_known(loss, a) == 1
-    assert leads_to_known(loss) == 0
 
 
 # --- gradient marks ---

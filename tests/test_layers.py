@@ -33,7 +33,6 @@ ALLOWED = {
         "pthread.h",
         "c10/",
         "torch/headeronly/",
-        "torch/csrc/autograd/",
         "torch/version.h",
         "../core/",
     },

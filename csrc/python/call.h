@@ -47,8 +47,7 @@ oomkit_grads_refuse_unexpected(oomkit_call *call);
 /* nested.c: backwards inside backwards */
 int
 oomkit_nested_any(void);
-/* Is this backward run by a custom Function's (reentrant checkpoint), not by a hook? 1,
- * 0 or -1 with an exception. */
+/* Is this backward a custom Function's (reentrant checkpoint), no hook's? 1, 0, -1. */
 int
 oomkit_nested_is_functions(void);
 /* Is this thread one of the engine's, or its caller's, at work on a graph? */

@@ -39,13 +39,6 @@ int
 oomkit_graph_walk(oomkit_state *st, PyObject *roots, oomkit_node_visitor visit,
                   void *context, int *leaves);
 
-/* Is every leaf of this backward's graph among these tensors, or (with `bare`) without
- * a gradient? Answered without a Python object for each node; 1, or 0 where another one
- * is or it cannot be told. */
-int
-oomkit_graph_known(const oomkit_state *st, PyObject *roots, PyObject *const *known,
-                   Py_ssize_t count, int bare);
-
 /* oomkit_graph_reach, which also appends the nodes of what is reached. */
 int
 oomkit_graph_reach_nodes(oomkit_state *st, PyObject *roots, PyObject *reached,

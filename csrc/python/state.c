@@ -148,7 +148,7 @@ state_bind_bridge(oomkit_state *st, PyObject *capsule)
         Py_CLEAR(st->bridge_capsule);
         return fits;
     }
-    return oomkit_graph_calibrate(st) < 0 ? -1 : oomkit_stream_calibrate(st);
+    return oomkit_stream_calibrate(st);
 }
 
 int

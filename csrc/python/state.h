@@ -301,7 +301,6 @@ typedef struct oomkit_state {
     const oomkit_bridge *bridge; /* borrowed from the loaded _bridge module, or NULL */
     PyObject *bridge_capsule;    /* owned; keeps the bridge's pointer valid */
     ptrdiff_t impl_offset;       /* of the TensorImpl pointer in a tensor's object */
-    int graph_read;              /* the bridge sees autograd's graphs as torch does */
     void *stream_generator;      /* of default_generator; it lives as long as torch */
     uint64_t stream_size;        /* of its bytes; 0: they cannot be read */
     uint64_t structure_generation; /* grows when a module gains a parameter or child */

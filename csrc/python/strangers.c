@@ -81,11 +81,10 @@ walk_node(stranger_walk *w, PyObject *node)
     return oomkit_node_edges(w->st, node, walk_edge, w);
 }
 
-/* Walks the graph of a backward to its leaves; most lead to participants alone, which
- * is soon told. New list of those that are none, or NULL with an exception. Leaves
- * without a gradient may be left out where `bare` says that they do not matter. */
+/* Walks the graph of a backward to its leaves. New list of those that are no
+ * participants, or NULL with an exception. */
 static PyObject *
-graph_strangers(oomkit_call *call, PyObject *roots, int bare)
+graph_strangers(oomkit_call *call, PyObject *roots)
 {
     stranger_walk w = {.st = call->st,
                        .work = PyList_New(0),
@@ -93,15 +92,8 @@ graph_strangers(oomkit_call *call, PyObject *roots, int bare)
                        .found = PyList_New(0)}; /* found: returned */
     int result = -1, leaves = 0;
 
-    if (w.work == NULL || w.seen == NULL || w.found == NULL) {
-        goto done;
-    }
-    if (oomkit_graph_known(call->st, roots, call->parts->params,
-                           call->parts->param_count, bare)) {
-        result = 0;
-        goto done;
-    }
-    if (oomkit_addresses_fill(&w.known, call->parts->params, call->parts->param_count) <
+    if (w.work == NULL || w.seen == NULL || w.found == NULL ||
+        oomkit_addresses_fill(&w.known, call->parts->params, call->parts->param_count) <
             0 ||
         oomkit_roots_nodes(call->st, roots, w.work, &leaves) < 0) {
         goto done;
@@ -213,7 +205,7 @@ oomkit_strangers_loose_drop(oomkit_call *call)
 int
 oomkit_strangers_meet(oomkit_call *call, PyObject *roots)
 {
-    PyObject *found = graph_strangers(call, roots, 0); /* owned */
+    PyObject *found = graph_strangers(call, roots); /* owned */
     Py_ssize_t i, n = found == NULL ? 0 : PyList_GET_SIZE(found);
     int result = found == NULL ? -1 : 0;
     int restart = !call->parts->leaves_die;
@@ -257,8 +249,8 @@ oomkit_strangers_meet(oomkit_call *call, PyObject *roots)
 void
 oomkit_strangers_note(oomkit_call *call, PyObject *roots)
 {
-    PyObject *exception = oomkit_exception_take();     /* owned, given back */
-    PyObject *found = graph_strangers(call, roots, 1); /* owned */
+    PyObject *exception = oomkit_exception_take();  /* owned, given back */
+    PyObject *found = graph_strangers(call, roots); /* owned */
     Py_ssize_t i;
 
     for (i = 0; found != NULL && i < PyList_GET_SIZE(found) && !PyErr_Occurred(); i++) {

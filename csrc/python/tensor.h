@@ -77,9 +77,4 @@ oomkit_tensor_write(oomkit_state *st, PyObject *tensor, PyObject *value);
 int
 oomkit_tensor_calibrate(oomkit_state *st);
 
-/* Sets st->graph_read where the bridge's answers about graphs are right. 0, or -1 with
- * an exception that says nothing of the bridge (oomkit_state_passes). */
-int
-oomkit_graph_calibrate(oomkit_state *st);
-
 #endif

@@ -19,7 +19,6 @@ const oomkit_bridge table = {
     .bytes_get = oomkit::bytes_get,
     .bytes_set = oomkit::bytes_set,
     .sample = oomkit::sample,
-    .graph_known = oomkit::graph_known,
     .modes_get = oomkit::modes_get,
     .modes_set = oomkit::modes_set,
     .generator_read = oomkit::generator_read,

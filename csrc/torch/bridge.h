@@ -21,7 +21,7 @@ extern "C" {
 #endif
 
 #define OOMKIT_BRIDGE_CAPSULE "oomkit._bridge.api"
-#define OOMKIT_BRIDGE_VERSION 6u
+#define OOMKIT_BRIDGE_VERSION 5u
 #define OOMKIT_BRIDGE_UNKNOWN UINT64_MAX
 
 /* Mark of a gradient: which tensor it was and at which version. `grad` is held weakly:
@@ -106,13 +106,6 @@ typedef struct oomkit_bridge {
     /* A hash of 64 values spread over a plain CPU tensor: what `.data` writes change
      * while no version does. 0 for every other tensor. */
     uint64_t (*sample)(const void *holder, ptrdiff_t offset);
-
-    /* Does what made these roots lead to no leaf but the known ones (and, with `bare`,
-     * others that have no gradient)? 1; 0: there is another one, or it cannot be told
-     * (of a view, or without memory). */
-    int (*graph_known)(const void *const *roots, size_t root_count,
-                       const void *const *known, size_t known_count, ptrdiff_t offset,
-                       int bare);
 
     /* --- modes of this thread --- */
     void (*modes_get)(oomkit_thread_modes *modes);

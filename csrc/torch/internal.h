@@ -8,12 +8,6 @@
 #include "../core/status.h"
 #include "bridge.h"
 
-#include <cstring>
-
-namespace c10 {
-struct TensorImpl;
-}
-
 #if __has_include(<torch/headeronly/version.h>)
 #include <torch/headeronly/version.h>
 #else
@@ -79,18 +73,6 @@ generator_read(void *generator, void *bytes, uint64_t room) noexcept;
 int
 generator_same(void *generator, const void *bytes, uint64_t size) noexcept;
 
-// The TensorImpl of a tensor's Python object.
-inline c10::TensorImpl *
-impl_of(const void *holder, ptrdiff_t offset)
-{
-    c10::TensorImpl *impl;
-    std::memcpy(&impl, static_cast<const char *>(holder) + offset, sizeof impl);
-    return impl;
-}
-
-c10::TensorImpl *
-grad_of(const c10::TensorImpl *impl) noexcept;
-
 int
 tensor_facts(const void *holder, ptrdiff_t offset, int64_t dim,
              oomkit_tensor_facts *facts) noexcept;
@@ -116,10 +98,6 @@ bytes_set(const void *holder, ptrdiff_t offset, const void *bytes,
 
 uint64_t
 sample(const void *holder, ptrdiff_t offset) noexcept;
-
-int
-graph_known(const void *const *roots, size_t root_count, const void *const *known,
-            size_t known_count, ptrdiff_t offset, int bare) noexcept;
 
 // OOMKIT_OK, or OOMKIT_EOOM.
 int

@@ -18,11 +18,30 @@
 
 namespace oomkit {
 
+namespace {
+
+constexpr uint64_t SAMPLED = 64; // values of a tensor
+
+c10::TensorImpl *
+impl_of(const void *holder, ptrdiff_t offset)
+{
+    c10::TensorImpl *impl;
+    std::memcpy(&impl, static_cast<const char *>(holder) + offset, sizeof impl);
+    return impl;
+}
+
+uint32_t
+version_of(const c10::TensorImpl *impl)
+{
+    const c10::VariableVersion &counter = impl->version_counter();
+    return counter.enabled() ? counter.current_version() : 0;
+}
+
 // The gradient's TensorImpl, or NULL when there is none. at::Tensor is incomplete with
 // c10's headers alone, but it is a single intrusive pointer; oomkit._C compares what
 // comes out of here with `tensor.grad._cdata` before it uses the bridge.
 c10::TensorImpl *
-grad_of(const c10::TensorImpl *impl) noexcept
+grad_of(const c10::TensorImpl *impl)
 {
     const c10::AutogradMetaInterface *meta = impl->autograd_meta();
     if (meta == nullptr) {
@@ -32,17 +51,6 @@ grad_of(const c10::TensorImpl *impl) noexcept
     c10::TensorImpl *found;
     std::memcpy(&found, &reinterpret_cast<const char &>(grad), sizeof found);
     return found == c10::UndefinedTensorImpl::singleton() ? nullptr : found;
-}
-
-namespace {
-
-constexpr uint64_t SAMPLED = 64; // values of a tensor
-
-uint32_t
-version_of(const c10::TensorImpl *impl)
-{
-    const c10::VariableVersion &counter = impl->version_counter();
-    return counter.enabled() ? counter.current_version() : 0;
 }
 
 uint64_t
