@@ -35,9 +35,8 @@ frames_note(oomkit_chunks *self)
         self->frames[i].instruction = PyFrame_GetLasti(frame);
         frame = is_generator ? PyFrame_GetBack(frame) : NULL;
     }
-    if (frame == NULL &&
-        PyErr_Occurred()) { /* the object of a frame could not be made */
-        frames_clear(self);
+    if (frame == NULL && PyErr_Occurred()) {
+        frames_clear(self); /* the object of a frame could not be made */
         return -1;
     }
     Py_XDECREF(frame);

@@ -95,8 +95,7 @@ MUTANTS = [
         "csrc/python/takeback.c",
         "    if (result >= 0 && *error != NULL && is_oom(st, *error)) {",
         "    if (result >= 0 && *error != NULL) {",
-        ("test_recovery_faults.py::"
-         "test_an_exception_while_rolling_back_passes_when_all_is_back",),
+        ("test_recovery_faults.py::test_an_exception_while_rolling_back_passes_when_all_is_back",),
     ),
     Mutant(
         "small-error-keeps-its-half",
@@ -104,8 +103,10 @@ MUTANTS = [
         "csrc/python/passing.c",
         "    if ((call->split || call->ooms > 0 || interrupted) &&",
         "    if (interrupted &&",
-        ("test_once_decisions.py::"
-         "test_an_error_of_the_step_passes_with_a_note_and_everything_back",),
+        (
+            "test_once_decisions.py::"
+            "test_an_error_of_the_step_passes_with_a_note_and_everything_back",
+        ),
     ),
     Mutant(
         "any-group-is-oom",
@@ -145,8 +146,10 @@ MUTANTS = [
         "csrc/python/recover.c",
         "class_ == OOMKIT_CLASS_STICKY || class_ == OOMKIT_CLASS_NEVER ||",
         "class_ == OOMKIT_CLASS_STICKY ||",
-        ("test_judged.py::test_what_a_retry_cannot_help_passes_as_it_came",
-         "test_judged.py::test_our_own_out_of_memory_from_inside_is_not_tried_again"),
+        (
+            "test_judged.py::test_what_a_retry_cannot_help_passes_as_it_came",
+            "test_judged.py::test_our_own_out_of_memory_from_inside_is_not_tried_again",
+        ),
     ),
     Mutant(
         "masked-retried-for-ever",
@@ -180,4 +183,28 @@ MUTANTS = [
         "    factor = 2;",
         ("test_planner.py::test_further_ooms_before_any_success_quadruple",),
     ),
-]  # fmt: skip
+    Mutant(
+        "memory-that-lacks-is-no-bridge",
+        "an import that lacks memory to try out the bridge fails, and a later one has the bridge",
+        "csrc/python/state.c",
+        "    if (PyErr_ExceptionMatches(PyExc_MemoryError) ||\n",
+        "    if ((0 && PyErr_ExceptionMatches(PyExc_MemoryError)) ||\n",
+        ("test_nomemory.py::test_an_import_that_lacks_memory_for_the_bridge_fails",),
+    ),
+    Mutant(
+        "half-the-errors-are-all",
+        "an import that failed while the errors were made can be repeated",
+        "csrc/python/module.c",
+        "st->OomkitWarning == NULL && oomkit_errors_init(st) < 0",
+        "st->OutOfMemory == NULL && oomkit_errors_init(st) < 0",
+        ("test_nomemory.py::test_an_import_that_fails_while_errors_are_made_can_be_repeated",),
+    ),
+    Mutant(
+        "a-frame-without-memory-is-the-last",
+        "a frame whose object cannot be made is an error, not the end of the stack",
+        "csrc/python/chunks_guard.c",
+        "    if (frame == NULL && PyErr_Occurred()) {",
+        "    if (0) {",
+        ("test_nomemory.py::test_a_frame_without_memory_for_its_object_is_not_the_outermost",),
+    ),
+]

@@ -94,6 +94,12 @@ LISTED = [
         INNER + r" of libtorch_python\.so <",
         CRASH + r".*; in (?:(?! of _C\.| of _bridge\.)[^;])*? of libtorch_python\.so",
     ),
+    # The same where torch's own handler of signals crashed in its turn and named no function.
+    Known(
+        "torch's casts",
+        INNER + r"(?:torch3jit10toPyObject|functionToPyObject|THPCppFunction_\w+)",
+        CRASH + r"(?!.* of (?:_C|_bridge)\.)",
+    ),
     # torch::jit::toIValue: what cannot be seen to be of a type is of another one.
     Known(
         "torch's RuntimeError",
