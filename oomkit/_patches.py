@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 
 import torch
+from torch.compiler import is_compiling
 
 from . import _C
 
@@ -23,7 +24,8 @@ def watch_train() -> None:
 
     @functools.wraps(plain)
     def train(self: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
-        _C._switch_begins(self)
+        if not is_compiling():  # no call of ours fits into a graph of torch.compile
+            _C._switch_begins(self)
         return plain(self, mode)
 
     torch.nn.Module.train = train  # type: ignore[method-assign, assignment]
@@ -43,7 +45,8 @@ def watch_zero_grad() -> Callable[..., None]:
 
     @functools.wraps(plain)
     def zero_grad(self: torch.nn.Module, set_to_none: bool = True) -> None:
-        _C._zero_grad_begins(self)
+        if not is_compiling():
+            _C._zero_grad_begins(self)
         plain(self, set_to_none)
 
     torch.nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]

@@ -288,3 +288,21 @@ def test_other_errors_of_a_whole_batch_leave_things_as_the_plain_step_does(error
         step(torch.randn(8, 4))
     assert all(p.grad is not None for p in model.parameters())
     assert not getattr(caught.value, "__notes__", [])
+
+
+def test_a_buffer_that_torch_told_nobody_of_is_seen_to_move() -> None:
+    """Put beside the hook that registration has, into a module that had none before."""
+    model = nn.Linear(4, 3)
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> None:
+        late = model._buffers.get("late")
+        if late is not None:
+            late.add_(1)
+        model(x).pow(2).mean().backward()
+
+    x = torch.randn(8, 4)
+    step(x)
+    model._buffers["late"] = torch.zeros(1)
+    with inject_oom(nth=3), pytest.raises(oomkit.SplitError, match="the buffer 'late' of a Linear"):
+        step(x)

@@ -146,7 +146,7 @@ backward_begin(oomkit_call *call, PyObject *roots)
     if (call->split && call->slice_index == 0 &&
         ((call->st->waiting != NULL && oomkit_returned_inside(call, roots) < 0) ||
          (!call->step->half_said && oomkit_stash_say_half(call, roots) < 0) ||
-         oomkit_strangers_meet(call, roots) < 0)) {
+         oomkit_strangers_meet(call, roots, 0) < 0)) {
         return -1;
     }
     if (oomkit_grads_mark(call) < 0) {
@@ -295,6 +295,34 @@ backward_outside(backward_object *self, oomkit_state *st, PyObject *const *args,
     return backward_engine(self, st, args, nargsf, kwnames);
 }
 
+/* A backward of a protected call inside another one (a reentrant checkpoint, a custom
+ * Function's), or one that accumulates nothing. */
+static PyObject *
+backward_inner(backward_object *self, oomkit_call *call, PyObject *const *args,
+               size_t nargsf, PyObject *kwnames)
+{
+    oomkit_state *st = call->st;
+    const int nested = backward_accumulates(st, args, nargsf, kwnames) &&
+                       PyVectorcall_NARGS(nargsf) > 0;
+    PyObject *result; /* owned */
+
+    if (nested && oomkit_nested_any() && oomkit_nested_refuse(st, call) < 0) {
+        return NULL;
+    }
+    if (nested && call->split && call->slice_index == 0 &&
+        oomkit_strangers_meet(call, args[0], 1) < 0) {
+        return NULL;
+    }
+    result = backward_engine(self, st, args, nargsf, kwnames);
+    if (result == NULL && nested && !call->split) {
+        oomkit_strangers_note(call, args[0]);
+    }
+    if (result == NULL && call->backward_depth == 0) {
+        call->queued = 1; /* its unexecuted graph must be drained */
+    }
+    return result;
+}
+
 static PyObject *
 backward_call(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwnames)
 {
@@ -314,15 +342,7 @@ backward_call(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwna
         return result;
     }
     if (call->backward_depth > 0 || !backward_accumulates(st, args, nargsf, kwnames)) {
-        if (oomkit_nested_any() && backward_accumulates(st, args, nargsf, kwnames) &&
-            oomkit_nested_refuse(st, call) < 0) {
-            return NULL;
-        }
-        result = backward_engine(self, st, args, nargsf, kwnames);
-        if (result == NULL && call->backward_depth == 0) {
-            call->queued = 1; /* its unexecuted graph must be drained */
-        }
-        return result;
+        return backward_inner(self, call, args, nargsf, kwnames);
     }
     if (call->losses.verification != NULL) {
         return oomkit_verify_backward(call, PyVectorcall_NARGS(nargsf) > 0 ? args[0]
@@ -400,49 +420,6 @@ PyType_Spec oomkit_backward_spec = {
     .slots = backward_slots,
 };
 
-/* Has torch tell us when a module gains a parameter, a buffer or a child, when one is
- * switched to training or back, and when an optimizer steps. 0 or -1. */
-static int
-backward_watch_structure(oomkit_state *st)
-{
-    PyObject *module = PyType_GetModule((PyTypeObject *)st->step_type); /* borrowed */
-    PyObject *changed, *buffer, *begins = NULL, *ends = NULL;           /* owned */
-    PyObject *done = NULL;                                              /* owned */
-
-    if (st->structure_hooked) {
-        return 0;
-    }
-    changed = PyObject_GetAttrString(module, "_structure_changed");
-    buffer = changed ? PyObject_GetAttrString(module, "_buffer_changed") : NULL;
-    begins = buffer ? PyObject_GetAttrString(module, "_optimizer_begins") : NULL;
-    ends = begins ? PyObject_GetAttrString(module, "_optimizer_ends") : NULL;
-    if (ends != NULL) {
-        done = PyObject_CallOneArg(st->parameter_hook, changed);
-    }
-    if (done != NULL) {
-        Py_SETREF(done, PyObject_CallOneArg(st->module_hook, changed));
-    }
-    if (done != NULL) {
-        Py_SETREF(done, PyObject_CallOneArg(st->buffer_hook, buffer));
-    }
-    if (done != NULL) {
-        Py_SETREF(done, PyObject_CallOneArg(st->step_pre_hook, begins));
-    }
-    if (done != NULL) {
-        Py_SETREF(done, PyObject_CallOneArg(st->step_post_hook, ends));
-    }
-    if (done != NULL) {
-        Py_SETREF(done, PyObject_CallNoArgs(st->watch_train));
-    }
-    st->structure_hooked = done != NULL;
-    Py_XDECREF(begins);
-    Py_XDECREF(ends);
-    Py_XDECREF(changed);
-    Py_XDECREF(buffer);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
-}
-
 /* Puts a callable of ours in front of torch.autograd's `original`. 0 or -1. */
 static int
 backward_put(oomkit_state *st, PyObject *name, PyObject *original, vectorcallfunc call,
@@ -471,7 +448,7 @@ oomkit_backward_install(oomkit_state *st)
     if (st->backward_patched) {
         return 0;
     }
-    if (backward_watch_structure(st) < 0 ||
+    if (oomkit_watch_structure(st) < 0 ||
         backward_put(st, st->str_engine_run_backward, st->run_backward, backward_call,
                      &st->backward_hook) < 0 ||
         backward_put(st, st->str_backward, st->torch_backward, backward_outer,

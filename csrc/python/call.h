@@ -228,7 +228,7 @@ oomkit_refusal_transform(oomkit_state *st);
 int
 oomkit_strangers_alive(oomkit_call *call);
 int
-oomkit_strangers_meet(oomkit_call *call, PyObject *roots);
+oomkit_strangers_meet(oomkit_call *call, PyObject *roots, int nested);
 void
 oomkit_strangers_note(oomkit_call *call, PyObject *roots);
 /* Leaves without a gradient that the replay of a returned loss writes to: none again.

@@ -31,13 +31,33 @@ effects_arguments(const oomkit_call *call, PyObject **positional, PyObject **nam
     return 0;
 }
 
-/* Has a module a buffer? As far as the search has found, if it is of today: then there
- * is no need to ask each of them. */
+/* Has no module a buffer? Then there is no need to look at each of them from Python.
+ * Not what the search has found: a buffer may be put where no hook of torch's tells of
+ * it. 1, 0 or -1. */
 static int
 effects_no_buffers(const oomkit_call *call)
 {
-    return call->parts->buffered_count == 0 &&
-           call->parts->generation == call->st->structure_generation;
+    PyObject *roots = call->parts->roots; /* borrowed */
+    Py_ssize_t i, n = roots == NULL ? 0 : PyList_GET_SIZE(roots);
+    int none = 1;
+
+    for (i = 0; i < n && none > 0; i++) {
+        PyObject *root = oomkit_reference_get(PyList_GET_ITEM(roots, i)); /* owned */
+        PyObject *own, *buffers; /* owned, borrowed */
+        if (root == NULL) {
+            continue;
+        }
+        own = PyObject_GenericGetDict(root, NULL);
+        buffers =
+            own == NULL ? NULL : PyDict_GetItemWithError(own, call->st->str_buffers);
+        none = PyErr_Occurred() ? -1
+               : buffers != NULL && PyDict_CheckExact(buffers)
+                   ? PyDict_GET_SIZE(buffers) == 0
+                   : 0;
+        Py_XDECREF(own);
+        Py_DECREF(root);
+    }
+    return none;
 }
 
 /* The modules among the participants (weak references; None where none has a buffer,
@@ -66,9 +86,10 @@ effects_participants(const oomkit_call *call)
         }
     }
     if (params != NULL && users != NULL) {
-        int none = parts->roots == NULL || effects_no_buffers(call);
-        result = Py_BuildValue("(OOOL)", none ? Py_None : parts->roots, params, users,
-                               (long long)call->batch.rows);
+        int none = parts->roots == NULL ? 1 : effects_no_buffers(call);
+        result = none < 0 ? NULL
+                          : Py_BuildValue("(OOOL)", none ? Py_None : parts->roots,
+                                          params, users, (long long)call->batch.rows);
     }
 done:
     Py_XDECREF(params);

@@ -239,7 +239,7 @@ returned_stash(oomkit_call *call, PyObject *loss)
 static int
 returned_defer(oomkit_call *call, PyObject *loss)
 {
-    return call->slice_index == 0 ? oomkit_strangers_meet(call, loss) : 0;
+    return call->slice_index == 0 ? oomkit_strangers_meet(call, loss, 0) : 0;
 }
 
 /* The loss of this micro-batch's result, when it needs backward: 1 and *loss (owned);

@@ -358,4 +358,9 @@ oomkit_state_passes(void);
 int
 oomkit_state_bind(oomkit_state *st, PyObject *bridge_capsule);
 
+/* watch.c: has torch tell us when a module gains a parameter, a buffer or a child, when
+ * one is switched to training or back, and when an optimizer steps. 0 or -1. */
+int
+oomkit_watch_structure(oomkit_state *st);
+
 #endif

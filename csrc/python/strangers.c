@@ -201,14 +201,17 @@ oomkit_strangers_loose_drop(oomkit_call *call)
 /* Before a backward of the first micro-batch of a split call: everything that it will
  * write to must be known. Unknown leaves are noted, and the attempt is given up so that
  * those that outlive it can be taken in; where that was done already they are looked at
- * again at the end of the micro-batch. 0, or -1 with an exception. */
+ * again at the end of the micro-batch. `nested`: a custom Function's own backward,
+ * whose graph no other one leads to; of its leaves only parameters are worth an
+ * attempt, for a reentrant checkpoint makes its inputs anew. 0, or -1 with an
+ * exception. */
 int
-oomkit_strangers_meet(oomkit_call *call, PyObject *roots)
+oomkit_strangers_meet(oomkit_call *call, PyObject *roots, int nested)
 {
     PyObject *found = graph_strangers(call, roots); /* owned */
     Py_ssize_t i, n = found == NULL ? 0 : PyList_GET_SIZE(found);
     int result = found == NULL ? -1 : 0;
-    int restart = !call->parts->leaves_die;
+    int restart = !nested && !call->parts->leaves_die;
     /* Others may have arrays of as many parameters: the returned losses of this site.
      */
     int alone = call->replayed == NULL && call->parts->refs <= 2;

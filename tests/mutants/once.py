@@ -155,11 +155,27 @@ MUTANTS = [
         ("test_course.py::test_closures_are_refused_when_split",),
     ),
     Mutant(
+        "unknown-leaf-inside",
+        "leaves that only a backward inside a backward leads to are met before it is split",
+        "csrc/python/backward.c",
+        "        oomkit_strangers_meet(call, args[0], 1) < 0) {",
+        "        0) {",
+        ("test_strangers_nested.py::test_every_place_of_an_oom_is_exact_or_refused_by_name",),
+    ),
+    Mutant(
+        "unknown-leaf-of-a-failed-one-inside",
+        "leaves of a backward that failed inside a backward are told from those it never reached",
+        "csrc/python/backward.c",
+        "    if (result == NULL && nested && !call->split) {",
+        "    if (0) {",
+        ("test_strangers_nested.py::test_every_place_of_an_oom_is_exact_or_refused_by_name",),
+    ),
+    Mutant(
         "unknown-leaf",
         "a leaf that the search did not find is looked for in the graph before the first split "
         "backward",
         "csrc/python/backward.c",
-        "         oomkit_strangers_meet(call, roots) < 0)) {",
+        "         oomkit_strangers_meet(call, roots, 0) < 0)) {",
         "         0)) {",
         ("test_strangers.py::test_found_in_the_graph",),
     ),

@@ -1,0 +1,141 @@
+"""Leaves that only a backward inside a backward leads to: reentrant checkpoints, Functions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from zoo import SEED
+
+import oomkit
+from oomkit.testing import inject_oom
+
+DOUBLE = torch.float64
+WAYS_OUT = ("pass model=", "participants=", "do not keep it", "gradient_safety=")
+
+
+class _Inner(torch.autograd.Function):
+    """Runs a backward of its own, as a reentrant checkpoint does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, registry: Any) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.registry = registry
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            torch.autograd.backward(_hidden(ctx.registry)(x).tanh(), grad)
+        return x.grad, None
+
+
+def _hidden(registry: Any, number: int = 0) -> Any:
+    return registry["a"]["b"]["c"][number]
+
+
+class _World:
+    """A model that is found, and what no search finds: modules, or a tensor."""
+
+    def __init__(self, how: str, form: str, prior: bool) -> None:
+        torch.manual_seed(SEED)
+        self.model = nn.Linear(6, 8, dtype=DOUBLE)
+        modules = [nn.Linear(8, 8, dtype=DOUBLE) for _ in range(2)]
+        leaf = torch.randn(8, dtype=DOUBLE, requires_grad=True)
+        self.leaves = [*self.model.parameters(), leaf]
+        self.leaves += [p for m in modules for p in m.parameters()]
+        if prior:
+            for p in self.leaves:
+                p.grad = torch.full_like(p, 0.5)
+        found: list[Any] = [leaf.mul] if how == "tensor" else list(modules)
+        registry = {"a": {"b": {"c": found}}}
+        model = self.model
+        self.x = torch.randn(8, 6, dtype=DOUBLE)
+
+        def loss_of(x: torch.Tensor) -> torch.Tensor:
+            y = model(x)
+            if how in ("function", "tensor"):
+                y = _Inner.apply(y, registry)
+            elif how == "known":
+                y = checkpoint(lambda a: model(a[:, :6]).tanh(), y, use_reentrant=True)
+            else:
+                for n in range(2 if how == "two" else 1):
+                    y = checkpoint(
+                        lambda a, n=n: _hidden(registry, n)(a).tanh(), y, use_reentrant=True
+                    )
+            return y.pow(2).mean()
+
+        def inside(x: torch.Tensor) -> None:
+            loss_of(x).backward()
+
+        self.step = loss_of if form == "returned" else inside
+        self.protected = oomkit.auto_batch(self.step)
+
+    def run(self, step: Any) -> None:
+        loss = step(self.x)
+        if loss is not None:
+            loss.backward()
+
+    def attempt(self) -> str:
+        """What it is refused with."""
+        try:
+            self.run(self.protected)
+        except (oomkit.OutOfMemory, oomkit.SplitError) as error:
+            return str(error)
+        return ""
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        return [None if p.grad is None else p.grad.clone() for p in self.leaves]
+
+
+def _same(a: list[Any], b: list[Any]) -> bool:
+    return all(
+        (p is None) == (q is None) and (p is None or torch.allclose(p, q, rtol=1e-9, atol=1e-12))
+        for p, q in zip(a, b, strict=True)
+    )
+
+
+@pytest.mark.parametrize("prior", [False, True])
+@pytest.mark.parametrize("form", ["inside", "returned"])
+@pytest.mark.parametrize("how", ["checkpoint", "two", "function", "tensor", "known"])
+def test_every_place_of_an_oom_is_exact_or_refused_by_name(
+    how: str, form: str, prior: bool
+) -> None:
+    """The backward inside had written to them before it failed, and the replay added again."""
+    whole = _World(how, form, prior)
+    whole.run(whole.step)
+    expected, kinds = whole.gradients(), Counter[str]()
+    for phase in ("forward", "backward"):
+        for nth in range(1, 60):
+            world = _World(how, form, prior)
+            before = world.gradients()
+            with inject_oom(nth=nth, phase=phase) as armed:
+                refused = world.attempt()
+            kinds["refused" if refused else "exact"] += 1
+            if refused:
+                assert any(word in refused for word in WAYS_OUT), refused
+                assert _same(world.gradients()[:2], before[:2]), (phase, nth)
+            else:
+                assert _same(world.gradients(), expected), (phase, nth)
+            if not armed.fired:
+                break
+        assert nth < 59
+    # Twice without an OOM. A second module that is found when the first one's gradient from before
+    # the call has been added to is one too many (`gradient_safety="copy"` would do).
+    assert kinds["exact"] >= (2 if how == "tensor" or (how == "two" and prior) else 5)
+    assert (kinds["refused"] > 0) == (how != "known")
+
+
+def test_a_reentrant_checkpoint_of_known_modules_is_begun_once() -> None:
+    """The inputs that it makes anew are nobody's, and die in it."""
+    world = _World("known", "inside", False)
+    with inject_oom(nth=1, phase="backward"):
+        world.run(world.protected)
+    (record,) = world.protected.records
+    assert (record.attempts, record.ooms) == (2, 1)
