@@ -139,3 +139,37 @@ def test_a_reentrant_checkpoint_of_known_modules_is_begun_once() -> None:
         world.run(world.protected)
     (record,) = world.protected.records
     assert (record.attempts, record.ooms) == (2, 1)
+
+
+class _Fails(torch.autograd.Function):
+    """Out of memory in the backward of the whole batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        if len(grad) == 8:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return grad
+
+
+def test_what_only_the_failed_backward_inside_led_to_is_refused() -> None:
+    """No replay leads to it, and a part of the failed attempt would have stayed in it."""
+    torch.manual_seed(SEED)
+    model, hidden = nn.Linear(6, 8), nn.Linear(8, 8)
+    registry = {"a": {"b": {"c": [hidden]}}}
+
+    def block(a: torch.Tensor) -> torch.Tensor:
+        a = _Fails.apply(a)
+        return _hidden(registry)(a) if len(a) == 8 else a
+
+    @oomkit.auto_batch(model=model)
+    def step(x: torch.Tensor) -> None:
+        checkpoint(block, model(x), use_reentrant=True).pow(2).mean().backward()
+
+    with pytest.raises(oomkit.OutOfMemory, match="did not find has a gradient"):
+        step(torch.randn(8, 6))
+    assert hidden.weight.grad is not None
+    assert all(p.grad is None for p in model.parameters())

@@ -168,7 +168,8 @@ MUTANTS = [
         "csrc/python/backward.c",
         "    if (result == NULL && nested && !call->split) {",
         "    if (0) {",
-        ("test_strangers_nested.py::test_every_place_of_an_oom_is_exact_or_refused_by_name",),
+        ("test_strangers_nested.py::"
+         "test_what_only_the_failed_backward_inside_led_to_is_refused",),
     ),
     Mutant(
         "unknown-leaf",
