@@ -306,3 +306,23 @@ def test_a_buffer_that_torch_told_nobody_of_is_seen_to_move() -> None:
     model._buffers["late"] = torch.zeros(1)
     with inject_oom(nth=3), pytest.raises(oomkit.SplitError, match="the buffer 'late' of a Linear"):
         step(x)
+
+
+@pytest.mark.parametrize("nth", range(2, 7))
+def test_memory_that_lacks_to_look_at_a_gradient_is_no_change_by_hand(nth: int) -> None:
+    """Whether anything is in it is asked with any(), whose OutOfMemoryError is a RuntimeError."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> None:
+        model.zero_grad(set_to_none=False)
+        model(x).pow(2).mean().backward()
+
+    x = torch.randn(8, 4)
+    step(x)
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    with inject_oom(nth=1, then=inject_oom(nth=nth, phase="recovery")):
+        step(x)
+    for p, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.allclose(p.grad, gradient)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zoo import SEED
@@ -173,3 +174,66 @@ def test_what_only_the_failed_backward_inside_led_to_is_refused() -> None:
         step(torch.randn(8, 6))
     assert hidden.weight.grad is not None
     assert all(p.grad is None for p in model.parameters())
+
+
+class _NoBias(torch.autograd.Function):
+    """Gives what it adds no gradient, though it requires one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return x + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None
+
+
+def _routed(how: str) -> tuple[Any, torch.Tensor, list[torch.Tensor]]:
+    """A step that leads to a hidden module from its last rows alone, or to a part of it."""
+    torch.manual_seed(SEED)
+    model, hidden = nn.Linear(6, 8, dtype=DOUBLE), nn.Linear(8, 8, dtype=DOUBLE)
+    registry = {"a": {"b": {"c": [hidden]}}}
+    x = torch.randn(8, 6, dtype=DOUBLE)
+    x[:, 0] = torch.tensor([-1.0] * 4 + [1.0] * 4)
+
+    def part(a: torch.Tensor) -> torch.Tensor:
+        return _hidden(registry)(a).tanh()
+
+    def step(x: torch.Tensor) -> None:
+        y, last = model(x).tanh(), x[:, 0] > 0
+        if how == "sibling":
+            h = _hidden(registry)
+            y = _NoBias.apply(F.linear(y, h.weight), h.bias)
+        elif last.any():
+            rows = y[last]
+            rows = checkpoint(part, rows, use_reentrant=True) if how == "nested" else part(rows)
+            y = y.index_put((last.nonzero()[:, 0],), rows)
+        (y.pow(2).sum() / 64).backward()
+        torch.empty(1000)
+
+    return step, x, [*model.parameters(), *hidden.parameters()]
+
+
+@pytest.mark.parametrize("how", ["plain", "nested", "sibling"])
+def test_what_only_later_rows_lead_to_is_refused_once_the_whole_batch_has_run(how: str) -> None:
+    """Leaves were met in the first micro-batch alone, and a module's by one of them."""
+    step, x, leaves = _routed(how)
+    step(x)
+    expected = [None if p.grad is None else p.grad.clone() for p in leaves]
+    refused = 0
+    for phase in ("forward", "backward"):
+        for nth in range(1, 60):
+            step, x, leaves = _routed(how)
+            protected = oomkit.auto_batch(step, reduction="sum")
+            with inject_oom(nth=nth, phase=phase) as armed:
+                try:
+                    protected(x)
+                except (oomkit.OutOfMemory, oomkit.SplitError) as error:
+                    assert any(word in str(error) for word in WAYS_OUT), error
+                    refused += 1
+                    continue
+            assert _same([p.grad for p in leaves], expected), (phase, nth)
+            if not armed.fired:
+                break
+        assert nth < 59
+    assert refused > 0

@@ -218,18 +218,44 @@ adopt_refuse(oomkit_call *call, PyObject *leaf, const char *why)
     return -1;
 }
 
+/* What came with the module, from number `from` on, was not met by itself: has one of
+ * them a gradient that may hold a part of this batch? 0, or -1 with an exception. */
+static int
+adopt_refuse_siblings(oomkit_call *call, Py_ssize_t from)
+{
+    Py_ssize_t i;
+
+    for (i = from; call->may_hold && i < call->parts->param_count; i++) {
+        PyObject *param = call->parts->params[i];                         /* borrowed */
+        PyObject *gradient = PyObject_GetAttr(param, call->st->str_grad); /* owned */
+        int has = gradient != Py_None;
+        if (gradient == NULL) {
+            return -1;
+        }
+        Py_DECREF(gradient);
+        if (has) {
+            return adopt_refuse(
+                call, param,
+                "has a gradient that may hold a part of this batch already: "
+                "call zero_grad() before going on");
+        }
+    }
+    return 0;
+}
+
 /* Modules that lead to the leaf become participants. 1, 0 there is none, -1. */
 static int
 adopt_by_modules(oomkit_call *call, PyObject *leaf, PyObject *all)
 {
     oomkit_participants *parts = call->parts;
-    Py_ssize_t i, buffered = parts->buffered_count;
+    Py_ssize_t i, buffered = parts->buffered_count, from = 0;
     PyObject *modules = adopt_modules(call->st, leaf, all); /* owned */
     int result = modules == NULL ? -1 : PyList_GET_SIZE(modules) > 0;
     const char *why;
 
     if (result == 1) {
         oomkit_participants_let_go(parts); /* they stay the last ones */
+        from = parts->param_count;
         parts->seen = adopt_seen(parts);
         result = parts->seen == NULL ? -1 : 1;
     }
@@ -243,6 +269,9 @@ adopt_by_modules(oomkit_call *call, PyObject *leaf, PyObject *all)
     Py_CLEAR(parts->seen);
     if (result != 1) {
         return result;
+    }
+    if (adopt_refuse_siblings(call, from) < 0) {
+        return -1;
     }
     if (oomkit_refusal(call, &why) < 0) {
         return -1;

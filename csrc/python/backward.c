@@ -149,6 +149,10 @@ backward_begin(oomkit_call *call, PyObject *roots)
          oomkit_strangers_meet(call, roots, 0) < 0)) {
         return -1;
     }
+    if (call->split && call->slice_index > 0 &&
+        oomkit_strangers_meet(call, roots, 0) < 0) {
+        return -1;
+    }
     if (oomkit_grads_mark(call) < 0) {
         return -1;
     }
@@ -171,8 +175,7 @@ static int
 backward_end(oomkit_call *call)
 {
     call->backwards++;
-    call->backward_failed =
-        0; /* the step may have caught the failure of an earlier one */
+    call->backward_failed = 0; /* the step may have caught an earlier one's failure */
     if (!call->split) {
         return oomkit_grads_settle(call);
     }
@@ -181,6 +184,11 @@ backward_end(oomkit_call *call)
     }
     return oomkit_grads_settle(call) < 0 || oomkit_grads_note_last(call) < 0 ? -1 : 0;
 }
+
+/* The call whose backward the engine runs (borrowed), while nothing else runs in it: a
+ * backward on a thread of the engine's own (a device's) is inside that one. */
+static oomkit_call *engine_call;
+static int engine_calls, engine_others;
 
 /* The engine itself, with the phase that fault filters see. */
 static PyObject *
@@ -197,9 +205,16 @@ backward_engine(backward_object *self, oomkit_state *st, PyObject *const *args,
         backward_runs++;
         st->engine_runs++;
     }
+    if (call != NULL && *nesting == 0) {
+        engine_call = engine_calls++ == 0 ? call : NULL;
+    }
     ++*nesting;
     result = PyObject_Vectorcall(self->original, args, nargsf, kwnames);
     --*nesting;
+    if (call != NULL && *nesting == 0) {
+        engine_calls--;
+        engine_call = NULL;
+    }
     oomkit_nested_leave(call, outer);
     oomkit_phase_set(st, phase);
     return result;
@@ -232,9 +247,8 @@ backward_protected(backward_object *self, oomkit_call *call, PyObject *const *ar
         result = Py_NewRef(Py_None);
     } else if (!call->split || weight == 1.0 || n < 2 || total > 12) {
         if (total > 12 || n < 2) {
-            call->refusal =
-                "torch.autograd._engine_run_backward has a form that oomkit "
-                "does not know";
+            call->refusal = "torch's engine is called in a form that oomkit does not "
+                            "know";
         }
         result = backward_engine(self, call->st, args, nargsf, kwnames);
     } else {
@@ -251,7 +265,7 @@ backward_protected(backward_object *self, oomkit_call *call, PyObject *const *ar
     }
     if (result == NULL) {
         call->backward_failed = call->queued = 1;
-        if (!call->split && n > 0) {
+        if ((!call->split || call->slice_index > 0) && n > 0) {
             oomkit_strangers_note(call, args[0]);
         }
         return NULL;
@@ -295,6 +309,20 @@ backward_outside(backward_object *self, oomkit_state *st, PyObject *const *args,
     return backward_engine(self, st, args, nargsf, kwnames);
 }
 
+/* The call that this backward without one is a part of, for it runs on a thread that is
+ * the engine's own. Borrowed, or NULL. */
+static oomkit_call *
+backward_of_thread(oomkit_state *st, PyObject *const *args, size_t nargsf,
+                   PyObject *kwnames)
+{
+    return engine_call != NULL && engine_others == 0 && backward_nesting == 0 &&
+                   PyVectorcall_NARGS(nargsf) > 0 &&
+                   backward_accumulates(st, args, nargsf, kwnames) &&
+                   oomkit_nested_in_engine(st)
+               ? engine_call
+               : NULL;
+}
+
 /* A backward of a protected call inside another one (a reentrant checkpoint, a custom
  * Function's), or one that accumulates nothing. */
 static PyObject *
@@ -309,12 +337,11 @@ backward_inner(backward_object *self, oomkit_call *call, PyObject *const *args,
     if (nested && oomkit_nested_any() && oomkit_nested_refuse(st, call) < 0) {
         return NULL;
     }
-    if (nested && call->split && call->slice_index == 0 &&
-        oomkit_strangers_meet(call, args[0], 1) < 0) {
+    if (nested && call->split && oomkit_strangers_meet(call, args[0], 1) < 0) {
         return NULL;
     }
     result = backward_engine(self, st, args, nargsf, kwnames);
-    if (result == NULL && nested && !call->split) {
+    if (result == NULL && nested && (!call->split || call->slice_index > 0)) {
         oomkit_strangers_note(call, args[0]);
     }
     if (result == NULL && call->backward_depth == 0) {
@@ -336,9 +363,19 @@ backward_call(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwna
             oomkit_nested_refuse(st, NULL) < 0) {
             return NULL;
         }
+        call = backward_of_thread(st, args, nargsf, kwnames);
+        if (call != NULL && call->split &&
+            oomkit_strangers_meet(call, args[0], 1) < 0) {
+            return NULL;
+        }
+        engine_others += call == NULL;
         Py_INCREF(op);
         result = backward_outside(self, st, args, nargsf, kwnames);
         Py_DECREF(op);
+        engine_others -= call == NULL;
+        if (result == NULL && call != NULL && (!call->split || call->slice_index > 0)) {
+            oomkit_strangers_note(call, args[0]);
+        }
         return result;
     }
     if (call->backward_depth > 0 || !backward_accumulates(st, args, nargsf, kwnames)) {
@@ -363,8 +400,7 @@ backward_outer(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwn
     oomkit_state *st = oomkit_state_of_type(Py_TYPE(op));
     PyObject *result; /* owned */
 
-    if (st->waiting == NULL || oomkit_call_current() != NULL ||
-        !oomkit_second_wanted(st)) {
+    if (st->waiting == NULL || oomkit_call_current() || !oomkit_second_wanted(st)) {
         return PyObject_Vectorcall(self->original, args, nargsf, kwnames);
     }
     Py_INCREF(op);

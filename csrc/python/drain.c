@@ -7,7 +7,8 @@
 static int
 drain_prepare(oomkit_state *st)
 {
-    PyObject *leaf, *root = NULL, *one = NULL; /* owned, then by the state */
+    PyObject *leaf = NULL, *root = NULL, *one = NULL; /* owned, then by the state */
+    PyObject *where; /* owned: the host, whatever the default device is */
     int mode, result = -1;
 
     if (st->drain_root != NULL) {
@@ -17,7 +18,11 @@ drain_prepare(oomkit_state *st)
     if (mode < 0) {
         return -1;
     }
-    leaf = PyObject_CallOneArg(st->torch_ones, st->empty_tuple);
+    where = Py_BuildValue("{ss}", "device", "cpu");
+    one = where == NULL ? NULL : PyTuple_Pack(1, st->empty_tuple); /* the shape */
+    leaf = one == NULL ? NULL : PyObject_Call(st->torch_ones, one, where);
+    Py_CLEAR(one);
+    Py_XDECREF(where);
     if (leaf != NULL && PyObject_SetAttr(leaf, st->str_requires_grad, Py_True) == 0) {
         one = PyObject_CallMethodNoArgs(leaf, st->str_detach);
         root = one ? PyObject_CallMethodOneArg(leaf, st->str_add, one) : NULL;

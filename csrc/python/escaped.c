@@ -118,8 +118,9 @@ escaped_counts(oomkit_call *call, Py_ssize_t i)
     oomkit_exempt_leave(call->st);
     Py_DECREF(gradient);
     if (any == NULL) {
-        if (!PyErr_ExceptionMatches(PyExc_RuntimeError) &&
-            !PyErr_ExceptionMatches(PyExc_TypeError)) {
+        if (oomkit_exception_is_oom(call->st) || /* torch's is a RuntimeError, too */
+            (!PyErr_ExceptionMatches(PyExc_RuntimeError) &&
+             !PyErr_ExceptionMatches(PyExc_TypeError))) {
             return -1; /* NotImplementedError is a RuntimeError */
         }
         PyErr_Clear(); /* a layout without any(): taken as a value */

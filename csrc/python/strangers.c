@@ -198,6 +198,30 @@ oomkit_strangers_loose_drop(oomkit_call *call)
     return result;
 }
 
+/* Before a backward of a later micro-batch: what only its rows lead to was not met in
+ * the first one, and the whole batch may have added to it already. 0 or -1. */
+static int
+meet_late(oomkit_call *call, PyObject *roots)
+{
+    PyObject *found; /* owned */
+    Py_ssize_t i;
+    int result;
+
+    if (!call->may_hold) {
+        return 0;
+    }
+    found = graph_strangers(call, roots);
+    result = found == NULL ? -1 : 0;
+    for (i = 0; result == 0 && i < PyList_GET_SIZE(found); i++) {
+        PyObject *leaf = PyList_GET_ITEM(found, i); /* borrowed */
+        if (PyObject_TypeCheck(leaf, (PyTypeObject *)call->st->Parameter)) {
+            result = meet_refuse(call, leaf);
+        }
+    }
+    Py_XDECREF(found);
+    return result;
+}
+
 /* Before a backward of the first micro-batch of a split call: everything that it will
  * write to must be known. Unknown leaves are noted, and the attempt is given up so that
  * those that outlive it can be taken in; where that was done already they are looked at
@@ -208,7 +232,8 @@ oomkit_strangers_loose_drop(oomkit_call *call)
 int
 oomkit_strangers_meet(oomkit_call *call, PyObject *roots, int nested)
 {
-    PyObject *found = graph_strangers(call, roots); /* owned */
+    PyObject *found = /* owned */
+        call->slice_index > 0 ? NULL : graph_strangers(call, roots);
     Py_ssize_t i, n = found == NULL ? 0 : PyList_GET_SIZE(found);
     int result = found == NULL ? -1 : 0;
     int restart = !nested && !call->parts->leaves_die;
@@ -216,6 +241,9 @@ oomkit_strangers_meet(oomkit_call *call, PyObject *roots, int nested)
      */
     int alone = call->replayed == NULL && call->parts->refs <= 2;
 
+    if (call->slice_index > 0) {
+        return meet_late(call, roots);
+    }
     for (i = 0; i < n && result == 0; i++) {
         PyObject *leaf = PyList_GET_ITEM(found, i); /* borrowed */
         if (PyObject_TypeCheck(leaf, (PyTypeObject *)call->st->Parameter)) {
@@ -247,8 +275,9 @@ oomkit_strangers_meet(oomkit_call *call, PyObject *roots, int nested)
     return result;
 }
 
-/* After a failed backward over the whole batch: an unknown leaf that has a gradient may
- * hold a part of this batch's contribution already. Keeps the exception in flight. */
+/* After a failed backward, over the whole batch or in a micro-batch after the first: an
+ * unknown leaf that has a gradient may hold a part of this batch's contribution
+ * already. Keeps the exception in flight. */
 void
 oomkit_strangers_note(oomkit_call *call, PyObject *roots)
 {

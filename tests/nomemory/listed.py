@@ -61,6 +61,8 @@ LISTED = [
     # dictobject.c, dictiter_new: where the pair of items() cannot be made it gives back an
     # iterator that the collector does not know yet, which untracks itself. Seen with gdb.
     Known("CPython crashes", r"^_PyObject_GC_NewVar < PyTuple_(?:Pack|New) < \? <", CRASH),
+    # hamt.c: setting a context variable. Python alone does it, too: some twenty of them, set.
+    Known("CPython crashes", r" < PyContextVar_(?:Set|Reset) < ", CRASH),
     # importlib._bootstrap and bufferedio.c: PyThread_allocate_lock() without memory, whose error
     # is this one.
     Known(
