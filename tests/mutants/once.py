@@ -163,10 +163,38 @@ MUTANTS = [
         ("test_strangers_nested.py::test_every_place_of_an_oom_is_exact_or_refused_by_name",),
     ),
     Mutant(
+        "unknown-leaf-of-later-rows",
+        "leaves that only a later micro-batch leads to are refused where the whole batch may "
+        "have added to them",
+        "csrc/python/strangers.c",
+        "    if (!call->may_hold) {",
+        "    if (1) {",
+        ("test_strangers_nested.py::"
+         "test_what_only_later_rows_lead_to_is_refused_once_the_whole_batch_has_run",),
+    ),
+    Mutant(
+        "siblings-wave-through",
+        "all parameters that come with a module are asked for what the whole batch added",
+        "csrc/python/adopt.c",
+        "    for (i = from; call->may_hold && i < call->parts->param_count; i++) {",
+        "    for (i = from; 0 && i < call->parts->param_count; i++) {",
+        ("test_strangers_nested.py::"
+         "test_what_only_later_rows_lead_to_is_refused_once_the_whole_batch_has_run",),
+    ),
+    Mutant(
+        "a-look-without-memory-is-a-change",
+        "memory that lacks to look at a gradient is an out-of-memory error like any other",
+        "csrc/python/escaped.c",
+        "        if (oomkit_exception_is_oom(call->st) ||",
+        "        if (0 ||",
+        ("test_once_changes.py::"
+         "test_memory_that_lacks_to_look_at_a_gradient_is_no_change_by_hand",),
+    ),
+    Mutant(
         "unknown-leaf-of-a-failed-one-inside",
         "leaves of a backward that failed inside a backward are told from those it never reached",
         "csrc/python/backward.c",
-        "    if (result == NULL && nested && !call->split) {",
+        "    if (result == NULL && nested && (!call->split || call->slice_index > 0)) {",
         "    if (0) {",
         ("test_strangers_nested.py::"
          "test_what_only_the_failed_backward_inside_led_to_is_refused",),
