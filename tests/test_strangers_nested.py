@@ -128,7 +128,7 @@ def test_every_place_of_an_oom_is_exact_or_refused_by_name(
                 break
         assert nth < 59
     # Twice without an OOM. A second module that is found when the first one's gradient from before
-    # the call has been added to is one too many (`gradient_safety="copy"` would do).
+    # the call has been added to is one too many: what is found in the graph has no copy.
     assert kinds["exact"] >= (2 if how == "tensor" or (how == "two" and prior) else 5)
     assert (kinds["refused"] > 0) == (how != "known")
 
