@@ -8,6 +8,7 @@
 #include "recall.h"
 #include "records.h"
 #include "release_methods.h"
+#include "scan.h"
 #include "split_methods.h"
 #include "splitters.h"
 #include "state.h"
@@ -372,6 +373,7 @@ module_exec(PyObject *module)
         PyModule_AddFunctions(module, oomkit_chunks_join_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_memory_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_release_methods) < 0 ||
+        PyModule_AddFunctions(module, oomkit_scan_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_split_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_state_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_trial_methods) < 0 ||

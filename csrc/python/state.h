@@ -18,6 +18,8 @@
     X(str_parameters, "_parameters")                                                   \
     X(str_buffers, "_buffers")                                                         \
     X(str_modules, "_modules")                                                         \
+    X(str_dot, ".")                                                                    \
+    X(str_named_modules, "named_modules")                                              \
     X(str_training, "training")                                                        \
     X(str_version, "_version")                                                         \
     X(str_cdata, "_cdata")                                                             \
