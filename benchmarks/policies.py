@@ -5,10 +5,11 @@ library and called as it is); the others are re-implementations of what well-kno
 packages do, in a few lines each. They all train against the same models of memory:
 
     a first micro-batch of n rows needs   max(c + a n, c + g)
-    a later one                           c + a n + g
+    a later one                           c + a n + g + t
 
 above a baseline, in MiB, with g the gradients (they accumulate from the first to the
-later ones). The constants of the large models were fitted to allocation traces of one
+later ones) and t what is there twice while one of them is added to: of the gradient of
+the largest parameter all or nothing or a part, for activations are gone by then. The constants of the large models were fitted to allocation traces of one
 training step (parameters and AdamW's state are the baseline); those marked "here" are
 measured in this run under the CPU budget allocator.
 
@@ -51,11 +52,13 @@ class Model:
     row: float
     gradients: float
     scale: int = 1  # of the batches: rows of an MLP are small
+    largest: float = 0.0  # gradient of one parameter, as the planner is told
+    twice: float = 0.0  # as much of it comes on top of a later micro-batch's peak
 
     def peak(self, role: int, rows: int) -> float:
         activations = self.constant + self.row * rows
         if role == LATER:
-            return activations + self.gradients
+            return activations + self.gradients + self.twice
         return max(activations, self.constant + self.gradients)
 
     def fits(self, role: int, rows: int, budget: float) -> bool:
@@ -63,11 +66,11 @@ class Model:
 
 
 MODELS = [
-    Model("GPT-2 124M, T=512", 1893, 17, 586.2, 631),
-    Model("GPT-2 124M, T=1024, explicit attention", 1893, 5, 1747, 631),
-    Model("ResNet-50, 224 x 224", 293, 28, 82.7, 98),
-    Model("large MLP", 30, 1, 0.05, 30, 16),
-    Model("fine-tuning, gradients rival activations", 3000, 10, 40, 1500),
+    Model("GPT-2 124M, T=512", 1893, 17, 586.2, 631, largest=147),
+    Model("GPT-2 124M, T=1024, explicit attention", 1893, 5, 1747, 631, largest=147),
+    Model("ResNet-50, 224 x 224", 293, 28, 82.7, 98, largest=7.8),
+    Model("large MLP", 30, 1, 0.05, 30, 16, largest=16, twice=8),
+    Model("fine-tuning, gradients rival activations", 3000, 10, 40, 1500, largest=250),
 ]
 BATCHES = [32, 64, 128, 256]
 SHARES = [0.9, 0.6, 0.45, 0.3, 0.2, 0.12, 0.07]  # of the whole batch's activations
@@ -106,10 +109,12 @@ def measured_models() -> Iterable[Model]:
             step(torch.ones(rows, *shape))
             record = step.records[-1]
             peaks.append((record.peak_allocated - record.baseline) / MIB)
-        gradients = sum(p.numel() * p.element_size() for p in model.parameters()) / MIB
+        each = [p.numel() * p.element_size() / MIB for p in model.parameters()]
+        gradients = sum(each)
         slope = (peaks[1] - peaks[0]) / 256
         scale = 16 if name.startswith("MLP") else 1
-        yield Model(name, 2 * gradients, max(peaks[0] - 256 * slope, 0.0), slope, gradients, scale)
+        constant = max(peaks[0] - 256 * slope, 0.0)
+        yield Model(name, 2 * gradients, constant, slope, gradients, scale, max(each))
 
 
 # --- oomkit's planner, as it is ---
@@ -172,6 +177,7 @@ class Request(ctypes.Structure):
             for name in ("batch", "min_micro_batch", "multiple_of", "start_accumulation")
         ),
         *((name, ctypes.c_uint64) for name in ("baseline_bytes", "budget_bytes", "gradient_bytes")),
+        ("largest_gradient", ctypes.c_uint64),
         ("margin", ctypes.c_double),
     ]
 
@@ -293,7 +299,7 @@ class Oomkit:
     ) -> bool:
         base, limit = int(model.baseline * MIB), int(budget * MIB)
         gradients = int(model.gradients * MIB)
-        request = Request(batch, 1, 1, 1, base, limit, gradients, 0.0)
+        request = Request(batch, 1, 1, 1, base, limit, gradients, int(model.largest * MIB), 0.0)
         plan, reason = Plan(), ctypes.c_int()
         pointers = (ctypes.byref(known), ctypes.byref(request))
         assert not self.planner.oomkit_plan_choose(
@@ -383,7 +389,8 @@ def main() -> None:
     ]
     lines += [
         f"{model.name}: baseline {model.baseline:.1f}, c {model.constant:.2f}, a {model.row:.4f}, "
-        f"g {model.gradients:.1f} MiB"
+        f"g {model.gradients:.1f}, of one parameter {model.largest:.1f} MiB "
+        f"({model.twice:.0f} of them twice)"
         for model in models
     ]
     lines += [

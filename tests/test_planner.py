@@ -312,3 +312,35 @@ def test_multiple_of_holds_for_every_plan() -> None:
         step(*batch)
     assert step.records[-1].accumulation_steps > 1
     assert all(record.micro_batch_size % 4 == 0 for record in step.records)
+
+
+def test_a_gradient_that_is_there_twice_while_it_is_added_to_is_planned_for() -> None:
+    """Gradients rival activations, and one parameter has most of them: a later micro-batch
+    needs more than the first one's peak and all gradients."""
+    torch.manual_seed(0)
+    gc.collect()
+    rows = 1024
+    data = torch.randn(rows, 256), torch.randint(16, (rows,))
+    with oomkit.limit_memory(2**40, device="cpu"):  # from now on tensors are counted
+        layers = nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()
+        model = nn.Sequential(*layers, nn.Linear(1024, 16))
+        base = oomkit.memory("cpu").allocated
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+        whole = oomkit.auto_batch(step, reduction="mean")
+        whole(*data)
+        optimizer.zero_grad()
+    peak = whole.records[-1].peak_allocated
+    assert base is not None
+    assert peak is not None
+    tight = oomkit.auto_batch(step, reduction="mean")
+    with oomkit.limit_memory(int(base + 0.75 * (peak - base)), device="cpu"):
+        for _ in range(3):
+            tight(*data)
+    assert [record.ooms for record in tight.records] == [2, 0, 0]
+    assert tight.records[-1].accumulation_steps == 3

@@ -13,6 +13,13 @@ divide_up(int64_t a, int64_t b)
     return (a - 1) / b + 1;
 }
 
+/* Bytes, as many as can be said at most. */
+static uint64_t
+plus(uint64_t a, uint64_t b)
+{
+    return b < OOMKIT_UNKNOWN - a ? a + b : OOMKIT_UNKNOWN - 1;
+}
+
 static int64_t
 smaller(int64_t a, int64_t b)
 {
@@ -178,6 +185,20 @@ worth_a_try(const oomkit_knowledge *known, oomkit_role role, int64_t rows)
            rows <= (bound->largest_ok + bound->smallest_failed) / 2;
 }
 
+/* Beyond the sum of a first micro-batch's peak and all gradients: while a gradient is
+ * added to what is there it exists twice. When that is, and how much of the activations
+ * is left by then, a later micro-batch's own peak tells; until there was one the most
+ * that it can be is assumed. */
+static uint64_t
+twice_there(const oomkit_knowledge *known, const oomkit_plan_request *request,
+            oomkit_role role)
+{
+    return role == OOMKIT_LATER && known->late == 0 &&
+                   known->roles[OOMKIT_LATER].count == 0
+               ? request->largest_gradient
+               : 0;
+}
+
 /* Do bounds and peaks allow a micro-batch of this size? Where nothing was measured,
  * what has worked does, or half of what failed. */
 static int
@@ -205,6 +226,7 @@ size_fits(const oomkit_knowledge *known, const oomkit_plan_request *request,
         needed = oomkit_predict(known, role, rows, request->gradient_bytes);
     }
     if (needed != OOMKIT_UNKNOWN) {
+        needed = plus(needed, twice_there(known, request, role));
         return needed <= room_to_use(known, request) || worth_a_try(known, role, rows);
     }
     if (bound->smallest_failed == 0 || rows <= bound->largest_ok) {

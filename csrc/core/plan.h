@@ -44,6 +44,7 @@ typedef struct oomkit_plan_request {
     uint64_t baseline_bytes;    /* allocated before the step; OOMKIT_UNKNOWN */
     uint64_t budget_bytes;      /* usable now; OOMKIT_UNKNOWN */
     uint64_t gradient_bytes;    /* of all parameters; 0 = not known */
+    uint64_t largest_gradient;  /* bytes of the largest of them; 0 = not known */
     double margin; /* share of the budget to leave free however well predictions hold */
 } oomkit_plan_request;
 

@@ -242,6 +242,8 @@ oomkit_signature_request(oomkit_call *call, oomkit_plan_request *request,
         .baseline_bytes = oomkit_baseline(call),
         .budget_bytes = budget_of(call),
         .gradient_bytes = gradients_beyond(call),
+        .largest_gradient =
+            gradients_beyond(call) > 0 ? call->step->largest_gradient : 0,
         .margin = margin_of(call),
     };
 }
@@ -253,7 +255,7 @@ oomkit_signature_survey(oomkit_call *call)
 {
     oomkit_step *step = call->step;
     oomkit_tensor_facts facts;
-    uint64_t gradient_bytes = 0;
+    uint64_t gradient_bytes = 0, largest = 0;
     Py_ssize_t i;
 
     step->surveyed = 1;
@@ -268,7 +270,9 @@ oomkit_signature_survey(oomkit_call *call)
         }
         step->param_bytes += facts.bytes;
         gradient_bytes += facts.requires_grad ? facts.bytes : 0;
+        largest = facts.requires_grad && facts.bytes > largest ? facts.bytes : largest;
     }
+    step->largest_gradient = largest;
     step->gradient_bytes = is_on(call->st->is_grad_enabled) ? gradient_bytes : 0;
     if (call->device.type != OOMKIT_DEVICE_CPU) {
         step->device_bytes = oomkit_device_usable(call->st, call->device);

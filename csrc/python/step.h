@@ -50,8 +50,9 @@ typedef struct oomkit_step {
     int updates; /* optimizer steps in a finished whole call; -1 while unknown */
     PyObject
         *last_gradient; /* owned: what last reached a returned scalar loss, or NULL */
-    uint64_t gradient_bytes; /* of all parameters, summed at the last OOM; 0 before */
-    int drops_gradients;     /* 1 those at entry are dropped, -1 kept, 0 never seen */
+    uint64_t gradient_bytes;   /* of all parameters, summed at the last OOM; 0 before */
+    uint64_t largest_gradient; /* bytes of the largest of them */
+    int drops_gradients;       /* 1 those at entry are dropped, -1 kept, 0 never seen */
     uint64_t param_count, param_bytes; /* of them at that time */
     oomkit_device device;
     int surveyed;          /* those figures are there */

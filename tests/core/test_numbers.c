@@ -162,7 +162,7 @@ test_numbers_by_chance(void)
 
     for (round = 0; round < 20000; round++) {
         oomkit_knowledge known;
-        oomkit_plan_request request = {64, 1, 1, 1, 1000, 5000, 100, 0.0};
+        oomkit_plan_request request = {64, 1, 1, 1, 1000, 5000, 100, 0, 0.0};
         oomkit_plan_reason reason;
         oomkit_plan plan;
         memset(&known, 0, sizeof(known));
@@ -276,9 +276,45 @@ test_what_holds_no_longer_costs_a_few_ooms(void)
     CHECK(k == best_k(&edited, 256, 4000 * MIB) && k < before);
 }
 
+/* A gradient exists twice while it is added to the one that is there: until a later
+ * micro-batch was measured that counts, and never against a first one. */
+static void
+test_the_largest_gradient_is_there_twice(void)
+{
+    const uint64_t base = 10 * MIB, budget = 110 * MIB, gradients = 20 * MIB;
+    const oomkit_plan whole = {64, 1, 0, 1, 0};
+    oomkit_plan_request request = {.batch = 64,
+                                   .min_micro_batch = 1,
+                                   .multiple_of = 1,
+                                   .start_accumulation = 1,
+                                   .baseline_bytes = base,
+                                   .budget_bytes = budget,
+                                   .gradient_bytes = gradients};
+    oomkit_knowledge known;
+    oomkit_plan_reason reason;
+    oomkit_plan plan;
+
+    memset(&known, 0, sizeof(known));
+    oomkit_know_measured(&known, OOMKIT_FIRST, 32, 80 * MIB, base, budget, gradients);
+    oomkit_know_failed(&known, OOMKIT_FIRST, 64, base, budget, gradients);
+    CHECK(oomkit_plan_next(&known, &request, &whole, &plan, &reason) == OOMKIT_OK);
+    CHECK(oomkit_plan_count(&plan) == 2); /* 80 + 20 of 100 */
+    request.largest_gradient = 1 * MIB;
+    CHECK(oomkit_plan_next(&known, &request, &whole, &plan, &reason) == OOMKIT_OK);
+    CHECK(oomkit_plan_count(&plan) == 3);
+    request.largest_gradient = OOMKIT_UNKNOWN; /* nonsense, and no way round zero */
+    CHECK(oomkit_plan_next(&known, &request, &whole, &plan, &reason) == OOMKIT_OK);
+    CHECK(oomkit_plan_count(&plan) >= 2);
+    request.largest_gradient = 1 * MIB;
+    oomkit_know_measured(&known, OOMKIT_LATER, 32, 100 * MIB, base, budget, gradients);
+    CHECK(oomkit_plan_next(&known, &request, &whole, &plan, &reason) == OOMKIT_OK);
+    CHECK(oomkit_plan_count(&plan) == 2);
+}
+
 int
 main(void)
 {
+    test_the_largest_gradient_is_there_twice();
     test_names_are_there_once();
     test_what_goes_out_comes_in();
     test_numbers_out_of_range();

@@ -23,6 +23,14 @@ MUTANTS = [
         ("test_core.py::test_core[plan]", "test_core.py::test_core[knowledge]"),
     ),
     Mutant(
+        "gradient-once",
+        "a gradient that is there twice while it is added to is planned for",
+        "csrc/core/plan.c",
+        "               ? request->largest_gradient",
+        "               ? 0 * request->largest_gradient",
+        ("test_core.py::test_core[numbers]", "test_planner.py"),
+    ),
+    Mutant(
         "grows-at-once",
         "a size that was given up is left alone for longer each time",
         "csrc/core/plan.c",
