@@ -9,9 +9,10 @@ packages do, in a few lines each. They all train against the same models of memo
 
 above a baseline, in MiB, with g the gradients (they accumulate from the first to the
 later ones) and t what is there twice while one of them is added to: of the gradient of
-the largest parameter all or nothing or a part, for activations are gone by then. The constants of the large models were fitted to allocation traces of one
-training step (parameters and AdamW's state are the baseline); those marked "here" are
-measured in this run under the CPU budget allocator.
+the largest parameter all or nothing or a part, for activations are being freed by then.
+The constants of the large models were fitted to allocation traces of one training step
+(parameters and AdamW's state are the baseline), but for t, which is assumed; those marked
+"here" are measured in this run under the CPU budget allocator, with t as if it were 0.
 
 Usage: python benchmarks/policies.py [--output FILE]
 """

@@ -366,14 +366,16 @@ oomkit_know_failed(oomkit_knowledge *known, oomkit_role role, int64_t rows,
     oomkit_sizes *bound = &known->roles[role];
     uint64_t room = oomkit_room(baseline_bytes, budget_bytes);
     uint64_t predicted;
+    /* In less room than it had it says nothing against what was measured. */
+    int worked = bound->largest_ok >= rows && oomkit_room_enough(room, bound->ok_room);
 
-    if (known->recalled && bound->largest_ok >= rows &&
-        oomkit_room_enough(room, bound->ok_room)) { /* it holds no longer: none of it */
+    if (known->recalled && worked) { /* it holds no longer: none of it */
         memset(known, 0, sizeof(*known));
+        worked = 0;
     }
     if (known->successes == 0) {
         known->failures += known->failures < UINT32_MAX;
-    } else if (bound->largest_ok >= rows) {
+    } else if (worked) {
         known->late += known->late < UINT32_MAX;
     } else {
         known->missed += known->missed < UINT32_MAX;
@@ -388,7 +390,7 @@ oomkit_know_failed(oomkit_knowledge *known, oomkit_role role, int64_t rows,
         margin_learn(known, predicted, room, baseline_bytes);
         known->fooled += known->fooled < UINT32_MAX;
     }
-    if (bound->largest_ok >= rows) { /* what worked once works no more */
+    if (worked) { /* what worked once works no more */
         bound->largest_ok = 0;
         while (bound->count > 0 && bound->points[bound->count - 1].rows >= rows) {
             bound->count--;

@@ -311,9 +311,28 @@ test_the_largest_gradient_is_there_twice(void)
     CHECK(oomkit_plan_count(&plan) == 2);
 }
 
+/* The optimizer's state comes after the first call: a size that failed in the room that
+ * is left was not given up, and what was measured holds. */
+static void
+test_less_room_is_no_size_given_up(void)
+{
+    oomkit_knowledge known;
+    const oomkit_sizes *later = &known.roles[OOMKIT_LATER];
+
+    memset(&known, 0, sizeof(known));
+    known.successes = 1;
+    oomkit_know_measured(&known, OOMKIT_LATER, 32, 80 * MIB, 10 * MIB, 110 * MIB, 0);
+    oomkit_know_failed(&known, OOMKIT_LATER, 24, 50 * MIB, 110 * MIB, 0);
+    CHECK(known.late == 0 && known.missed == 1 && later->smallest_failed == 24);
+    CHECK(later->largest_ok == 32 && later->count == 1 && known.margin == 0.0);
+    oomkit_know_failed(&known, OOMKIT_LATER, 32, 10 * MIB, 110 * MIB, 0);
+    CHECK(known.late == 1 && later->largest_ok == 0 && later->count == 0);
+}
+
 int
 main(void)
 {
+    test_less_room_is_no_size_given_up();
     test_the_largest_gradient_is_there_twice();
     test_names_are_there_once();
     test_what_goes_out_comes_in();

@@ -31,6 +31,14 @@ MUTANTS = [
         ("test_core.py::test_core[numbers]", "test_planner.py"),
     ),
     Mutant(
+        "less-room-given-up",
+        "a size that fails in less room than it had before is not given up",
+        "csrc/core/knowledge.c",
+        "bound->largest_ok >= rows && oomkit_room_enough(room, bound->ok_room);",
+        "bound->largest_ok >= rows;",
+        ("test_core.py::test_core[numbers]",),
+    ),
+    Mutant(
         "grows-at-once",
         "a size that was given up is left alone for longer each time",
         "csrc/core/plan.c",
