@@ -186,17 +186,12 @@ class _Scan:
 
     def module(self, path: str, value: torch.nn.Module) -> None:
         """Plain attributes only: parameters and buffers have rules of their own."""
-        tensors = _C._scan_modules(
-            path, value, self.found, _MODULE_OWN, self.skip, _slots_of, _Length, _ITEMS, _VALUES
-        )
-        if tensors is None:
+        known = (_MODULE_OWN, self.skip, _slots_of, _Length, TensorMark, _ITEMS, _VALUES)
+        if not _C._scan_modules(path, value, self.found, *known):
             self.odd_module(path, value)
-            return
-        for at, tensor in zip(tensors[::2], tensors[1::2], strict=True):
-            self.value(at, tensor, 1)
 
     def odd_module(self, path: str, value: torch.nn.Module) -> None:
-        """The same where a class has slots, or a ``named_modules()`` of its own."""
+        """The same where a module has slots, or a ``named_modules()`` of its own."""
         for name, part in list(islice(value.named_modules(), _ITEMS)):
             at = f"{path}.{name}" if name else path
             for key, inner in _attributes(part, _MODULE_OWN):

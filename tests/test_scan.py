@@ -58,9 +58,15 @@ class Ordered(nn.Module):
         self.__dict__["_modules"] = collections.OrderedDict(inner=nn.Linear(2, 2))
 
 
-def _found(how: str, model: nn.Module, skip: set[int]) -> dict[str, object]:
+def _hiding_itself() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.named_modules = lambda *_, **__: iter([("", model)])  # type: ignore[method-assign]
+    return model
+
+
+def _found(how: str, model: nn.Module, skip: set[int], path: str = "model") -> dict[str, object]:
     scan = effects._Scan(skip)
-    getattr(scan, how)("model", model)
+    getattr(scan, how)(path, model)
     return scan.found
 
 
@@ -79,8 +85,19 @@ def _layers(count: int) -> nn.Module:
         (nn.Sequential(nn.Linear(1, 1), Slotted()), True),
         (nn.Sequential(nn.Linear(1, 1), Hiding()), True),
         (Ordered(), True),
+        (nn.Sequential(nn.Linear(1, 1), _hiding_itself()), True),
     ],
-    ids=["model", "nested", "layers", "more", "slots", "slots inside", "hiding", "ordered"],
+    ids=[
+        "model",
+        "nested",
+        "layers",
+        "more",
+        "slots",
+        "slots inside",
+        "hiding",
+        "ordered",
+        "itself",
+    ],
 )
 def test_c_finds_what_python_finds(model: nn.Module, odd: bool) -> None:
     listed = getattr(model, "items", None)
@@ -91,8 +108,7 @@ def test_c_finds_what_python_finds(model: nn.Module, odd: bool) -> None:
         assert not [at for at in scanned if effects._difference(walked[at], scanned[at])]
         assert type(model) is not Model or ("model.items" in scanned) == (not left_out)
     found: dict[str, object] = {}
-    tensors = _scan(model, found)
-    assert (tensors is None) == odd
+    assert _scan(model, found) != odd
     assert not (odd and found)
 
 
@@ -101,29 +117,34 @@ def _scan(
     found: dict[str, object],
     slots_of: Any = effects._slots_of,
     length: Any = effects._Length,
-    modules: int = 64,
-    values: int = 400,
-) -> list[Any] | None:
+    mark: Any = effects.TensorMark,
+    limits: tuple[int, int] = (64, 400),
+) -> bool:
     own = effects._MODULE_OWN
-    return _C._scan_modules("m", model, found, own, set(), slots_of, length, modules, values)
+    return _C._scan_modules("m", model, found, own, set(), slots_of, length, mark, *limits)
 
 
-def test_tensors_of_the_model_itself_are_left_to_python() -> None:
-    model = nn.Sequential(Model(), Model())
+def test_tensors_of_the_model_itself_come_in_their_turn() -> None:
+    """Those of modules inside are passed over; many plain attributes push out none of its own."""
+    model = nn.Sequential(Model(), _layers(62))
+    for number in range(120):
+        setattr(model, f"plain{number}", number)
     model.tensor = torch.ones(1)
-    tensors = _scan(model, {})
-    assert tensors is not None
-    assert tensors[0] == "m.tensor"
-    assert tensors[1] is model.tensor
-    assert len(tensors) == 2
+    found: dict[str, object] = {}
+    assert _scan(model, found)
+    assert len(found) == 400
+    assert [at for at, kept in found.items() if isinstance(kept, effects.TensorMark)] == [
+        "m.tensor"
+    ]
+    assert found.keys() == _found("odd_module", model, set(), "m").keys()
 
 
 def test_no_more_is_looked_at_than_was_said() -> None:
     found: dict[str, object] = {}
-    _scan(_layers(10), found, modules=3)
+    _scan(_layers(10), found, limits=(3, 400))
     assert {at.split(".")[1] for at in found} == {"0", "1"}, "the first is the model itself"
     found.clear()
-    _scan(_layers(10), found, values=5)
+    _scan(_layers(10), found, limits=(64, 5))
     assert len(found) == 5
 
 
@@ -135,7 +156,9 @@ def test_what_python_raises_comes_out_and_what_is_no_module_is_left_to_it() -> N
         _scan(Model(), {}, slots_of=broken)
     with pytest.raises(ValueError, match="planted"):
         _scan(Model(), {}, length=broken)
-    assert _scan(object(), {}) is None
+    with pytest.raises(ValueError, match="planted"):
+        _scan(Model(), {}, mark=broken)
+    assert not _scan(object(), {})
     with pytest.raises(TypeError):
         _C._scan_modules("m", Model())  # type: ignore[call-arg]
 
@@ -144,6 +167,6 @@ def test_a_model_that_is_in_itself_is_looked_at_once() -> None:
     model = Model()
     model.myself = model
     found: dict[str, object] = {}
-    assert _scan(model, found) is not None
+    assert _scan(model, found)
     assert "m.count" in found
     assert not [at for at in found if "myself" in at]

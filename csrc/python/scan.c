@@ -13,10 +13,10 @@ typedef struct scan {
     PyObject *skip;     /* set of id() of what is not recorded */
     PyObject *slots_of; /* class -> list of its slots */
     PyObject *length;   /* (name of the class, length) -> what a container is kept as */
+    PyObject *mark;     /* tensor -> what it is kept as */
     Py_ssize_t modules; /* looked at, at most */
     Py_ssize_t values;  /* in `found`, at most */
     PyObject *parts;    /* owned list: path and module, path and module ... */
-    PyObject *tensors;  /* owned list: path and tensor of the root */
     PyTypeObject *kind; /* borrowed: the last class that was as expected */
     int odd;            /* something is there that Python has to look at */
 } scan;
@@ -93,9 +93,11 @@ scan_walk(scan *s, PyObject *path, PyObject *module)
     }
     own = PyObject_GenericGetDict(module, NULL);
     inner = own == NULL ? NULL : PyDict_GetItemWithError(own, s->st->str_modules);
-    if (inner == NULL || !PyDict_CheckExact(inner)) {
+    s->odd = own != NULL && !PyErr_Occurred() &&
+             (inner == NULL || !PyDict_CheckExact(inner) ||
+              PyDict_GetItemWithError(own, s->st->str_named_modules) != NULL);
+    if (s->odd || PyErr_Occurred()) {
         Py_XDECREF(own);
-        s->odd = PyErr_Occurred() == NULL;
         return s->odd ? 0 : -1;
     }
     if (Py_EnterRecursiveCall(" while the modules of a model are looked at")) {
@@ -134,18 +136,28 @@ value_is_plain(const PyObject *value)
            kind == &PyBytes_Type;
 }
 
-/* What is recorded of a list, dict or set: new reference; NULL, with an exception or
- * without one where it is among those that are passed over. */
+/* What is recorded of a value: new reference; NULL, with an exception or without one
+ * where it is among those that are passed over. */
 static PyObject *
-value_length(const scan *s, PyObject *value)
+value_kept(const scan *s, PyObject *value)
 {
-    PyObject *id = PyLong_FromVoidPtr(value); /* owned */
-    int skip = id == NULL ? -1 : PySet_Contains(s->skip, id);
+    PyObject *id; /* owned */
+    int skip;
 
+    if (value_is_plain(value)) {
+        return Py_NewRef(value);
+    }
+    id = PyLong_FromVoidPtr(value);
+    skip = id == NULL ? -1 : PySet_Contains(s->skip, id);
     Py_XDECREF(id);
-    return skip != 0 ? NULL
-                     : PyObject_CallFunction(s->length, "sn", Py_TYPE(value)->tp_name,
-                                             PyObject_Size(value));
+    if (skip != 0 || PyObject_TypeCheck(value, (PyTypeObject *)s->st->Parameter)) {
+        return NULL;
+    }
+    if (oomkit_tensor_check(s->st, value)) {
+        return PyObject_CallOneArg(s->mark, value);
+    }
+    return PyObject_CallFunction(s->length, "sn", Py_TYPE(value)->tp_name,
+                                 PyObject_Size(value));
 }
 
 /* Is this of interest? Most of a module's own are torch's, of other classes. */
@@ -161,21 +173,15 @@ value_is_kept(const scan *s, PyObject *value, int is_root)
 static int
 scan_attribute(scan *s, PyObject *before, PyObject *name, PyObject *value)
 {
-    const int tensor = oomkit_tensor_check(s->st, value);
-    PyObject *at, *kept; /* owned */
-    int result = -1;
+    PyObject *kept = value_kept(s, value); /* owned */
+    PyObject *at;                          /* owned */
+    int result;
 
-    kept = tensor || value_is_plain(value) ? Py_NewRef(value) : value_length(s, value);
     if (kept == NULL) {
         return PyErr_Occurred() ? -1 : 0;
     }
     at = PyUnicode_Concat(before, name);
-    if (at != NULL && tensor) {
-        result =
-            PyList_Append(s->tensors, at) < 0 ? -1 : PyList_Append(s->tensors, kept);
-    } else if (at != NULL) {
-        result = PyDict_SetItem(s->found, at, kept);
-    }
+    result = at == NULL ? -1 : PyDict_SetItem(s->found, at, kept);
     Py_XDECREF(at);
     Py_DECREF(kept);
     return result;
@@ -221,40 +227,34 @@ method_scan_modules(PyObject *module, PyObject *args)
     PyObject *path, *result = NULL; /* borrowed; owned */
     Py_ssize_t i;
 
-    if (!PyArg_ParseTuple(args, "UOO!O!O!OOnn:_scan_modules", &path, &s.root,
+    if (!PyArg_ParseTuple(args, "UOO!O!O!OOOnn:_scan_modules", &path, &s.root,
                           &PyDict_Type, &s.found, &PyFrozenSet_Type, &s.but,
-                          &PySet_Type, &s.skip, &s.slots_of, &s.length, &s.modules,
-                          &s.values)) {
+                          &PySet_Type, &s.skip, &s.slots_of, &s.length, &s.mark,
+                          &s.modules, &s.values)) {
         return NULL;
     }
     s.parts = PyList_New(0);
-    s.tensors = PyList_New(0);
-    if (s.parts == NULL || s.tensors == NULL || scan_walk(&s, path, s.root) < 0) {
+    if (s.parts == NULL || scan_walk(&s, path, s.root) < 0) {
         goto done;
     }
-    if (s.odd) {
-        result = Py_NewRef(Py_None);
-        goto done;
-    }
-    for (i = 0; i + 1 < PyList_GET_SIZE(s.parts); i += 2) {
+    for (i = 0; !s.odd && i + 1 < PyList_GET_SIZE(s.parts); i += 2) {
         if (scan_part(&s, PyList_GET_ITEM(s.parts, i),
                       PyList_GET_ITEM(s.parts, i + 1)) < 0) {
             goto done;
         }
     }
-    result = Py_NewRef(s.tensors);
+    result = Py_NewRef(s.odd ? Py_False : Py_True);
 done:
     Py_XDECREF(s.parts);
-    Py_XDECREF(s.tensors);
     return result;
 }
 
 PyMethodDef oomkit_scan_methods[] = {
     {"_scan_modules", method_scan_modules, METH_VARARGS,
-     "_scan_modules(path, module, found, but, skip, slots_of, length, modules, values, "
-     "/)\n--\n\n"
-     "Plain attributes of a module and of those in it into the dict `found`. A list of "
-     "path and\ntensor of the module's own, in turn; None, and nothing found, where "
-     "Python has to look."},
+     "_scan_modules(path, module, found, but, skip, slots_of, length, mark, modules, "
+     "values, /)\n--\n\n"
+     "Plain attributes of a module and of those in it, and its own tensors, into the "
+     "dict\n"
+     "`found`. False, and nothing found, where Python has to look."},
     {NULL, NULL, 0, NULL},
 };
