@@ -65,7 +65,10 @@ def export_only(version_script: str) -> list[str]:
 def extensions() -> list[Extension]:
     headers = sorted(glob("csrc/**/*.h", recursive=True))
     python_include = ["-isystem", sysconfig.get_paths()["include"]]
-    core = [f"csrc/core/{name}.c" for name in ("plan", "knowledge", "numbers", "classify", "ring")]
+    core = [
+        f"csrc/core/{name}.c"
+        for name in ("plan", "slices", "knowledge", "numbers", "classify", "ring")
+    ]
     found = [
         Extension(
             "oomkit._C",

@@ -1,7 +1,7 @@
 """Which micro-batch do policies arrive at, and what does the way there cost?
 
-The planner is oomkit's own C code (csrc/core/plan.c and knowledge.c, built here into a
-library and called as it is); the others are re-implementations of what well-known
+The planner is oomkit's own C code (csrc/core/plan.c, slices.c and knowledge.c, built
+here into a library and called as it is); the others are re-implementations of what well-known
 packages do, in a few lines each. They all train against the same models of memory:
 
     a first micro-batch of n rows needs   max(c + a n, c + g)
@@ -186,7 +186,7 @@ class Request(ctypes.Structure):
 def build(folder: str) -> ctypes.CDLL:
     compiler = shutil.which("cc") or sysconfig.get_config_var("CC").split()[0]
     library = Path(folder) / "planner.so"
-    sources = [str(CORE / name) for name in ("plan.c", "knowledge.c")]
+    sources = [str(CORE / name) for name in ("plan.c", "slices.c", "knowledge.c")]
     subprocess.run(
         [compiler, "-std=c11", "-O2", "-shared", "-fPIC", *sources, "-o", str(library)], check=True
     )

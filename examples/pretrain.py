@@ -164,7 +164,9 @@ def save(path: Path, run: Run, done: int) -> None:
         "sizes": run.step.state_dict(),  # the size that was found survives a stop
         "done": done,
     }
-    torch.save(state, path)
+    half = path.with_suffix(".part")
+    torch.save(state, half)
+    half.replace(path)  # a stop while it is written leaves the last one whole
 
 
 def load(checkpoint: bytes, run: Run, device: str) -> int:

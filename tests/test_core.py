@@ -19,7 +19,11 @@ FLAGS = (
 SANITIZE = "-fsanitize=address,undefined -fno-sanitize-recover=all".split()
 WRAP = "-Wl,--wrap=malloc,--wrap=calloc".split()
 # What else of the core a file needs.
-NEEDS = {"plan": ["knowledge"], "knowledge": ["plan"], "numbers": ["knowledge", "plan"]}
+NEEDS = {
+    "plan": ["slices", "knowledge"],
+    "knowledge": ["plan", "slices"],
+    "numbers": ["knowledge", "plan", "slices"],
+}
 USES_WRAP = {"budget", "fault", "peak", "ring"}
 
 
@@ -77,4 +81,4 @@ def test_a_failed_check_is_seen(tmp_path):
 
 def test_every_source_has_a_program():
     assert {f"test_{name}.c" for name in NAMES} == {p.name for p in PROGRAMS.glob("*.c")}
-    assert len(NAMES) == 8
+    assert len(NAMES) == 9

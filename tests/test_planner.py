@@ -344,3 +344,53 @@ def test_a_gradient_that_is_there_twice_while_it_is_added_to_is_planned_for() ->
             tight(*data)
     assert [record.ooms for record in tight.records] == [2, 0, 0]
     assert tight.records[-1].accumulation_steps == 3
+
+
+def test_asked_to_begin_with_single_rows_the_whole_batch_is_tried_before_giving_up() -> None:
+    """A later row finds the gradients of all and makes one twice; the whole batch does not."""
+    torch.manual_seed(0)
+    gc.collect()
+    data = torch.randn(8, 512), torch.randint(16, (8,))
+    with oomkit.limit_memory(2**40, device="cpu"):
+        model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 16)).double()
+        base = oomkit.memory("cpu").allocated
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            model.zero_grad()
+            loss = nn.functional.cross_entropy(model(x.double()), y)
+            loss.backward()
+            return loss.detach()
+
+        whole = oomkit.auto_batch(step, reduction="mean")
+        loss = whole(*data)
+        expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        extra = sum(gradient.nbytes for gradient in expected)  # ours, kept to compare with
+    peak = whole.records[-1].peak_allocated
+    assert base is not None
+    assert peak is not None
+    single = oomkit.auto_batch(step, reduction="mean", accumulation_steps=8)
+    with oomkit.limit_memory(int(base + 1.1 * (peak - base)) + extra, device="cpu"):
+        assert torch.equal(single(*data), loss)
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            assert torch.equal(parameter.grad, gradient)
+        single(*data)
+    assert [(r.accumulation_steps, r.ooms) for r in single.records] == [(1, 1), (1, 0)]
+
+
+def test_state_that_arrives_after_the_first_update_costs_no_wait() -> None:
+    """In the second call momentum takes room, and a size that worked fails: in the third the
+    largest that fits is there, not after a dozen healthy calls."""
+    torch.manual_seed(0)
+    gc.collect()
+    data = torch.randn(600, 64), torch.randint(8, (600,))
+    with oomkit.limit_memory(2**40, device="cpu"):
+        base = oomkit.memory("cpu").allocated
+    assert base is not None
+    step = training(wide())
+    with oomkit.limit_memory(base + 5_600_000, device="cpu"):
+        for _ in range(40):
+            step(*data)
+    ks = [record.accumulation_steps for record in step.records]
+    assert step.records[1].ooms > 0
+    assert ks == [2, 4] + [3] * 38

@@ -113,14 +113,20 @@ series_predict(const oomkit_knowledge *known, oomkit_role role, int64_t rows,
                uint64_t gradient_bytes)
 {
     const oomkit_sizes *sizes = &known->roles[role];
-    const oomkit_point *top; /* the largest */
+    const oomkit_point *top, *from; /* the largest, and the nearest */
     double floor_bytes = floor_of(known, role, gradient_bytes);
     double slope, bytes;
     int64_t i;
 
     for (i = 0; i < sizes->count; i++) {
-        if (sizes->points[i].rows == rows) {
-            return (double)sizes->points[i].bytes;
+        const oomkit_point *at = &sizes->points[i];
+        if (at->rows == rows) {
+            return (double)at->bytes;
+        }
+        if (i > 0 && at[-1].rows < rows && rows < at->rows) {
+            return (double)at[-1].bytes + ((double)at->bytes - (double)at[-1].bytes) *
+                                              (double)(rows - at[-1].rows) /
+                                              (double)(at->rows - at[-1].rows);
         }
     }
     if (sizes->count == 0) {
@@ -135,7 +141,8 @@ series_predict(const oomkit_knowledge *known, oomkit_role role, int64_t rows,
         double most = steepest(known, gradient_bytes);
         slope = slope < 0.0 || most < slope ? most : slope;
     }
-    bytes = (double)top->bytes + slope * (double)(rows - top->rows);
+    from = rows < sizes->points[0].rows ? &sizes->points[0] : top;
+    bytes = (double)from->bytes + slope * (double)(rows - from->rows);
     return bytes < 0.0 ? 0.0 : bytes;
 }
 
@@ -183,8 +190,8 @@ oomkit_predict(const oomkit_knowledge *known, oomkit_role role, int64_t rows,
 
 /* --- learning --- */
 
-/* Points stay in order of rows; of five the smallest goes: secants start from the top.
- */
+/* Points stay in order of rows; of five the second smallest goes: secants start from
+ * the top, and the smallest is what there is when the room shrinks. */
 static void
 point_add(oomkit_sizes *sizes, int64_t rows, uint64_t bytes)
 {
@@ -196,11 +203,11 @@ point_add(oomkit_sizes *sizes, int64_t rows, uint64_t bytes)
     }
     if (at == sizes->count || points[at].rows != rows) {
         if (sizes->count == OOMKIT_POINTS) {
-            if (at == 0) {
-                return;
+            if (at >
+                1) { /* else it takes the place of the smallest, or of the second */
+                at--;
+                memmove(&points[1], &points[2], (size_t)(at - 1) * sizeof(*points));
             }
-            at--;
-            memmove(&points[0], &points[1], (size_t)at * sizeof(*points));
         } else {
             memmove(&points[at + 1], &points[at],
                     (size_t)(sizes->count - at) * sizeof(*points));

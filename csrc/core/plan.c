@@ -1,17 +1,9 @@
-/* Everything is computed in units of `multiple_of` rows, the last of which may be
- * short: cutting a batch then is dividing its units, and every slice but the last is a
- * whole number of them. */
+/* What is planned next. In units of `multiple_of` rows, as slices are (slices.c). */
 #include "plan.h"
+#include "slices.h"
 #include "status.h"
 
 #include <stddef.h>
-
-/* a / b, rounded up; both >= 1. */
-static int64_t
-divide_up(int64_t a, int64_t b)
-{
-    return (a - 1) / b + 1;
-}
 
 /* Bytes, as many as can be said at most. */
 static uint64_t
@@ -19,109 +11,6 @@ plus(uint64_t a, uint64_t b)
 {
     return b < OOMKIT_UNKNOWN - a ? a + b : OOMKIT_UNKNOWN - 1;
 }
-
-static int64_t
-smaller(int64_t a, int64_t b)
-{
-    return a < b ? a : b;
-}
-
-/* --- slices --- */
-
-/* Can the numbers be a plan at all? */
-static int
-plan_valid(const oomkit_plan *plan)
-{
-    if (plan->batch < 1 || plan->accumulation < 1 || plan->multiple_of < 1 ||
-        plan->first < 0 || plan->first > plan->batch) {
-        return 0;
-    }
-    if (plan->first == 0 || plan->first == plan->batch) {
-        return 1;
-    }
-    return plan->accumulation > 1 && plan->first % plan->multiple_of == 0;
-}
-
-/* Number of slices of `rows` rows that are to be k: each has one unit at least. */
-static int64_t
-equal_count(int64_t rows, int64_t k, int64_t multiple_of)
-{
-    return smaller(k, divide_up(rows, multiple_of));
-}
-
-/* Slice `index` of `count` equal ones, count as from equal_count. */
-static void
-equal_slice(int64_t rows, int64_t count, int64_t multiple_of, int64_t index,
-            int64_t *start, int64_t *length)
-{
-    int64_t units = divide_up(rows, multiple_of);
-    int64_t each = units / count, more = units % count;
-
-    *start = (index * each + smaller(index, more)) * multiple_of;
-    if (index == count - 1) {
-        *length = rows - *start;
-    } else {
-        *length = (each + (index < more)) * multiple_of;
-    }
-}
-
-int64_t
-oomkit_plan_count(const oomkit_plan *plan)
-{
-    if (!plan_valid(plan)) {
-        return 0;
-    }
-    if (plan->first == 0) {
-        return equal_count(plan->batch, plan->accumulation, plan->multiple_of);
-    }
-    if (plan->first == plan->batch) {
-        return 1;
-    }
-    return 1 + equal_count(plan->batch - plan->first, plan->accumulation - 1,
-                           plan->multiple_of);
-}
-
-int64_t
-oomkit_plan_micro_batch(const oomkit_plan *plan)
-{
-    int64_t count = oomkit_plan_count(plan);
-    int64_t start, largest = 0, other = 0;
-
-    /* Slices never grow, but for the one after a `first` that is not larger. */
-    if (count > 0 && oomkit_plan_slice(plan, 0, &start, &largest) != OOMKIT_OK) {
-        return 0;
-    }
-    if (count > 1 && oomkit_plan_slice(plan, 1, &start, &other) != OOMKIT_OK) {
-        return 0;
-    }
-    return largest > other ? largest : other;
-}
-
-int
-oomkit_plan_slice(const oomkit_plan *plan, int64_t index, int64_t *start,
-                  int64_t *length)
-{
-    int64_t count = oomkit_plan_count(plan);
-
-    if (index < 0 || index >= count) {
-        return OOMKIT_EINVAL;
-    }
-    if (plan->first == 0) {
-        equal_slice(plan->batch, count, plan->multiple_of, index, start, length);
-        return OOMKIT_OK;
-    }
-    if (index == 0) {
-        *start = 0;
-        *length = plan->first;
-        return OOMKIT_OK;
-    }
-    equal_slice(plan->batch - plan->first, count - 1, plan->multiple_of, index - 1,
-                start, length);
-    *start += plan->first;
-    return OOMKIT_OK;
-}
-
-/* --- decisions --- */
 
 static int
 request_valid(const oomkit_plan_request *request)
@@ -199,6 +88,18 @@ twice_there(const oomkit_knowledge *known, const oomkit_plan_request *request,
                : 0;
 }
 
+/* Has a micro-batch of this size failed, in no less room? */
+static int
+size_failed(const oomkit_knowledge *known, const oomkit_plan_request *request,
+            oomkit_role role, int64_t rows)
+{
+    const oomkit_sizes *bound = &known->roles[role];
+    uint64_t room = oomkit_room(request->baseline_bytes, request->budget_bytes);
+
+    return bound->smallest_failed != 0 && rows >= bound->smallest_failed &&
+           !room_has_grown(room, bound->failed_room);
+}
+
 /* Do bounds and peaks allow a micro-batch of this size? Where nothing was measured,
  * what has worked does, or half of what failed. */
 static int
@@ -209,8 +110,7 @@ size_fits(const oomkit_knowledge *known, const oomkit_plan_request *request,
     uint64_t room = oomkit_room(request->baseline_bytes, request->budget_bytes);
     uint64_t needed = OOMKIT_UNKNOWN;
 
-    if (bound->smallest_failed != 0 && rows >= bound->smallest_failed &&
-        !room_has_grown(room, bound->failed_room)) {
+    if (size_failed(known, request, role, rows)) {
         return 0;
     }
     if (rows <= bound->largest_ok && oomkit_room_enough(room, bound->ok_room)) {
@@ -411,6 +311,25 @@ reason_of(const oomkit_knowledge *known, const oomkit_plan *plan, int64_t asked)
     return knows_peaks(known) ? OOMKIT_REASON_PREDICTED : OOMKIT_REASON_REMEMBERED;
 }
 
+/* Not even the smallest micro-batch is predicted to fit, where the last call worked
+ * with larger ones: then peaks of other sizes, or in other room, say too much. Twice as
+ * many micro-batches are worth an error; those of one row may cost a hundred times the
+ * work. */
+static int64_t
+doubt_the_peaks(const oomkit_knowledge *known, const oomkit_plan_request *request,
+                int64_t fewest, int64_t most)
+{
+    oomkit_knowledge bounds = *known;
+    int64_t k;
+
+    if (known->batch != request->batch || known->k < 1 || known->k > most / 2) {
+        return most;
+    }
+    bounds.roles[OOMKIT_FIRST].count = bounds.roles[OOMKIT_LATER].count = 0;
+    k = smallest_k(&bounds, request, fewest, most);
+    return k > 2 * known->k ? k : 2 * known->k;
+}
+
 int
 oomkit_plan_choose(const oomkit_knowledge *known, const oomkit_plan_request *request,
                    oomkit_plan *plan, oomkit_plan_reason *reason)
@@ -428,6 +347,10 @@ oomkit_plan_choose(const oomkit_knowledge *known, const oomkit_plan_request *req
     if (knows_failure(known) || fewest < asked) {
         k = smallest_k(known, request, fewest, most);
         plan_set(request, k, plan);
+        if (k == most && !plan_fits(known, request, plan)) {
+            k = doubt_the_peaks(known, request, fewest, most);
+            plan_set(request, k, plan);
+        }
         while (--k >= fewest && plan_unequal(known, request, k, &unequal)) {
             *plan = unequal;
         }
@@ -435,6 +358,30 @@ oomkit_plan_choose(const oomkit_knowledge *known, const oomkit_plan_request *req
     }
     *reason = reason_of(known, plan, asked);
     return OOMKIT_OK;
+}
+
+/* Do later micro-batches fail however small they are? Gradients that are there need
+ * room whatever the rows. */
+static int
+nothing_later(const oomkit_knowledge *known, const oomkit_plan_request *request,
+              int64_t most)
+{
+    int64_t rows[OOMKIT_ROLES];
+    oomkit_plan plan;
+
+    plan_set(request, most, &plan);
+    plan_sizes(&plan, rows);
+    return rows[OOMKIT_LATER] > 0 &&
+           size_failed(known, request, OOMKIT_LATER, rows[OOMKIT_LATER]);
+}
+
+/* One micro-batch finds no accumulated gradients: where no later one fits the whole
+ * batch may. */
+static int
+whole_is_left(const oomkit_knowledge *known, const oomkit_plan_request *request)
+{
+    return request->gradient_bytes > 0 &&
+           !size_failed(known, request, OOMKIT_FIRST, request->batch);
 }
 
 int
@@ -446,7 +393,7 @@ oomkit_plan_next(const oomkit_knowledge *known, const oomkit_plan_request *reque
     int64_t count, most, k, factor;
 
     if (!request_valid(request) || !oomkit_knowledge_valid(known) ||
-        !plan_valid(failed) || failed->batch != request->batch) {
+        !oomkit_plan_valid(failed) || failed->batch != request->batch) {
         return OOMKIT_EINVAL;
     }
     count = oomkit_plan_count(failed);
@@ -461,7 +408,13 @@ oomkit_plan_next(const oomkit_knowledge *known, const oomkit_plan_request *reque
     if (oomkit_plan_micro_batch(&next) >= oomkit_plan_micro_batch(failed)) {
         plan_set(request, most, &next); /* peaks that say nothing, sizes in units */
     }
-    if (oomkit_plan_micro_batch(&next) >= oomkit_plan_micro_batch(failed)) {
+    if (oomkit_plan_micro_batch(&next) >= oomkit_plan_micro_batch(failed) ||
+        (count == 1 && nothing_later(known, request, most))) {
+        if (count > 1 && whole_is_left(known, request)) {
+            plan_set(request, 1, plan);
+            *reason = OOMKIT_REASON_OOM;
+            return OOMKIT_OK;
+        }
         *reason = OOMKIT_REASON_EXHAUSTED;
         return OOMKIT_EREFUSED;
     }

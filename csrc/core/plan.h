@@ -57,8 +57,9 @@ oomkit_plan_choose(const oomkit_knowledge *known, const oomkit_plan_request *req
 
 /* The plan after `failed` ran out of memory and oomkit_know_failed was told. Before
  * anything has worked: twice as many micro-batches the first time, then four times; as
- * soon as peaks are known, what they say. OOMKIT_OK; OOMKIT_EREFUSED (reason
- * EXHAUSTED) when `failed` already used the smallest allowed micro-batch;
+ * soon as peaks are known, what they say. In the end, where gradients accumulate, the
+ * whole batch at once, if that was not tried: it finds none. OOMKIT_OK; OOMKIT_EREFUSED
+ * (reason EXHAUSTED) when `failed` already used the smallest allowed micro-batch;
  * OOMKIT_EINVAL. */
 int
 oomkit_plan_next(const oomkit_knowledge *known, const oomkit_plan_request *request,

@@ -329,9 +329,85 @@ test_less_room_is_no_size_given_up(void)
     CHECK(known.late == 1 && later->largest_ok == 0 && later->count == 0);
 }
 
+/* Asked to begin one row at a time, where the gradients that accumulate leave no room
+ * for a later micro-batch: the whole batch at once is tried before giving up, and only
+ * once.
+ */
+static void
+test_the_whole_batch_is_the_last_resort(void)
+{
+    const uint64_t base = 10 * MIB, budget = 110 * MIB, gradients = 60 * MIB;
+    oomkit_plan_request request = {.batch = 8,
+                                   .min_micro_batch = 1,
+                                   .multiple_of = 1,
+                                   .start_accumulation = 8,
+                                   .baseline_bytes = base,
+                                   .budget_bytes = budget,
+                                   .gradient_bytes = gradients};
+    oomkit_knowledge known;
+    oomkit_plan_reason reason;
+    oomkit_plan plan;
+
+    memset(&known, 0, sizeof(known));
+    CHECK(oomkit_plan_choose(&known, &request, &plan, &reason) == OOMKIT_OK);
+    CHECK(oomkit_plan_count(&plan) == 8);
+    oomkit_know_measured(&known, OOMKIT_FIRST, 1, 70 * MIB, base, budget, gradients);
+    oomkit_know_failed(&known, OOMKIT_LATER, 1, base, budget, gradients);
+    CHECK(oomkit_plan_next(&known, &request, &plan, &plan, &reason) == OOMKIT_OK);
+    CHECK(oomkit_plan_count(&plan) == 1 && reason == OOMKIT_REASON_OOM);
+    oomkit_know_failed(&known, OOMKIT_FIRST, 8, base, budget, gradients);
+    CHECK(oomkit_plan_next(&known, &request, &plan, &plan, &reason) == OOMKIT_EREFUSED);
+    CHECK(reason == OOMKIT_REASON_EXHAUSTED);
+    request.gradient_bytes = 0; /* an evaluation: nothing accumulates */
+    memset(&known, 0, sizeof(known));
+    plan = (oomkit_plan){8, 8, 0, 1, 0};
+    oomkit_know_failed(&known, OOMKIT_LATER, 1, base, budget, 0);
+    CHECK(oomkit_plan_next(&known, &request, &plan, &plan, &reason) == OOMKIT_EREFUSED);
+}
+
+/* Sizes between two that were measured lie between their peaks; and where predictions
+ * leave nothing, what the last call worked with is doubled, not thrown away. */
+static void
+test_peaks_that_leave_nothing_are_doubted(void)
+{
+    oomkit_plan_request request = {.batch = 1024,
+                                   .min_micro_batch = 1,
+                                   .multiple_of = 1,
+                                   .start_accumulation = 1,
+                                   .baseline_bytes = 10 * MIB,
+                                   .budget_bytes = 50 * MIB};
+    oomkit_knowledge known;
+    oomkit_plan_reason reason;
+    oomkit_plan plan;
+
+    memset(&known, 0, sizeof(known));
+    oomkit_know_measured(&known, OOMKIT_LATER, 4, 20 * MIB, 0, OOMKIT_UNKNOWN, 0);
+    oomkit_know_measured(&known, OOMKIT_LATER, 8, 60 * MIB, 0, OOMKIT_UNKNOWN, 0);
+    oomkit_know_measured(&known, OOMKIT_LATER, 64, 64 * MIB, 0, OOMKIT_UNKNOWN, 0);
+    CHECK(oomkit_predict(&known, OOMKIT_LATER, 5, 0) == 30 * MIB);
+    CHECK(oomkit_predict(&known, OOMKIT_LATER, 36, 0) == 62 * MIB);
+
+    memset(&known, 0, sizeof(known));
+    known.successes = known.failures = 1;
+    known.batch = 1024;
+    known.k = 4;
+    oomkit_know_measured(&known, OOMKIT_FIRST, 256, 60 * MIB, 0, OOMKIT_UNKNOWN, 0);
+    oomkit_know_measured(&known, OOMKIT_FIRST, 200, 59 * MIB, 0, OOMKIT_UNKNOWN, 0);
+    oomkit_know_measured(&known, OOMKIT_FIRST, 100, 58 * MIB, 0, OOMKIT_UNKNOWN, 0);
+    known.roles[OOMKIT_LATER] = known.roles[OOMKIT_FIRST];
+    request.gradient_bytes = 45 * MIB;
+    CHECK(oomkit_plan_choose(&known, &request, &plan, &reason) == OOMKIT_OK);
+    CHECK(oomkit_plan_count(&plan) == 8);
+    known.batch = 512; /* of another batch nothing is known: the smallest */
+    CHECK(oomkit_plan_choose(&known, &request, &plan, &reason) == OOMKIT_OK);
+    CHECK(oomkit_plan_count(&plan) == 1024);
+}
+
 int
 main(void)
 {
+    test_the_whole_batch_is_the_last_resort();
+    test_peaks_that_leave_nothing_are_doubted();
     test_less_room_is_no_size_given_up();
     test_the_largest_gradient_is_there_twice();
     test_names_are_there_once();

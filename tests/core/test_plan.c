@@ -2,92 +2,10 @@
 
 #include "observed.h"
 #include "plan.h"
+#include "slices_are.h"
 #include "status.h"
 
 #include <string.h>
-
-/* Do the slices of the plan have exactly these sizes? The list ends with 0. */
-static int
-slices_are(const oomkit_plan *plan, const int64_t *sizes)
-{
-    int64_t start, length, at = 0, i;
-    for (i = 0; sizes[i] != 0; i++) {
-        if (oomkit_plan_slice(plan, i, &start, &length) != OOMKIT_OK || start != at ||
-            length != sizes[i]) {
-            return 0;
-        }
-        at += length;
-    }
-    return i == oomkit_plan_count(plan) && at == plan->batch;
-}
-
-#define SLICES(plan, ...) slices_are((plan), (const int64_t[]){__VA_ARGS__, 0})
-
-/* What holds for every plan: sizes add up, are positive and do not grow; all but the
- * last are multiples. */
-static void
-check_slices(const oomkit_plan *plan)
-{
-    int64_t count = oomkit_plan_count(plan), sum = 0, before = INT64_MAX, largest = 0;
-    int64_t start, length, i;
-
-    CHECK(count >= 1 && count <= plan->accumulation && count <= plan->batch);
-    for (i = 0; i < count; i++) {
-        int status = oomkit_plan_slice(plan, i, &start, &length);
-        CHECK(status == OOMKIT_OK && start == sum && length >= 1);
-        CHECK(length <= before);
-        CHECK(i == count - 1 || length % plan->multiple_of == 0);
-        sum += length;
-        largest = length > largest ? length : largest;
-        before = plan->first != 0 && i == 0 ? INT64_MAX : length;
-    }
-    CHECK(sum == plan->batch);
-    CHECK(oomkit_plan_micro_batch(plan) == largest);
-    CHECK(oomkit_plan_slice(plan, count, &start, &length) == OOMKIT_EINVAL);
-    CHECK(oomkit_plan_slice(plan, -1, &start, &length) == OOMKIT_EINVAL);
-}
-
-static void
-test_slices_by_example(void)
-{
-    CHECK(SLICES(&((oomkit_plan){7, 3, 0, 1, 0}), 3, 2, 2));
-    CHECK(SLICES(&((oomkit_plan){7, 1, 0, 1, 0}), 7));
-    CHECK(SLICES(&((oomkit_plan){64, 2, 0, 1, 0}), 32, 32));
-    CHECK(SLICES(&((oomkit_plan){3, 9, 0, 1, 0}), 1, 1, 1));
-    CHECK(SLICES(&((oomkit_plan){10, 2, 0, 4, 0}), 8, 2));
-    CHECK(SLICES(&((oomkit_plan){10, 7, 0, 4, 0}), 4, 4, 2));
-    CHECK(SLICES(&((oomkit_plan){3, 5, 0, 8, 0}), 3));
-    CHECK(SLICES(&((oomkit_plan){10, 3, 4, 1, 0}), 4, 3, 3));
-    CHECK(SLICES(&((oomkit_plan){1024, 2, 717, 1, 0}), 717, 307));
-    CHECK(SLICES(&((oomkit_plan){21, 3, 8, 4, 0}), 8, 8, 5));
-    CHECK(SLICES(&((oomkit_plan){5, 4, 5, 2, 0}), 5));
-}
-
-static void
-test_slices_of_every_plan(void)
-{
-    int64_t batch, k, multiple, first;
-
-    for (batch = 1; batch <= 64; batch++) {
-        for (k = 1; k <= batch + 2; k++) {
-            for (multiple = 1; multiple <= 8; multiple++) {
-                oomkit_plan plan = {batch, k, 0, multiple, 0};
-                int64_t units = (batch + multiple - 1) / multiple;
-                check_slices(&plan);
-                CHECK(oomkit_plan_count(&plan) == (k < units ? k : units));
-            }
-        }
-    }
-    for (batch = 1; batch <= 40; batch++) {
-        for (k = 2; k <= batch; k++) {
-            for (multiple = 1; multiple <= 4; multiple++) {
-                for (first = multiple; first < batch; first += multiple) {
-                    check_slices(&(oomkit_plan){batch, k, first, multiple, 0});
-                }
-            }
-        }
-    }
-}
 
 static void
 test_plans_that_are_none(void)
@@ -474,8 +392,6 @@ test_names(void)
 int
 main(void)
 {
-    test_slices_by_example();
-    test_slices_of_every_plan();
     test_plans_that_are_none();
     test_numbers_out_of_range();
     test_the_largest_numbers();

@@ -9,9 +9,8 @@ MUTANTS = [
         "failed-size-again",
         "a size that failed is not planned again while the room is the same",
         "csrc/core/plan.c",
-        "    if (bound->smallest_failed != 0 && rows >= bound->smallest_failed &&\n"
-        "        !room_has_grown",
-        "    if (0 &&\n        !room_has_grown",
+        "    return bound->smallest_failed != 0 && rows >= bound->smallest_failed &&\n",
+        "    return bound->smallest_failed != 0 && rows < 0 &&\n",
         ("test_core.py::test_core[plan]", "test_core.py::test_core[knowledge]"),
     ),
     Mutant(
@@ -36,6 +35,22 @@ MUTANTS = [
         "csrc/core/knowledge.c",
         "bound->largest_ok >= rows && oomkit_room_enough(room, bound->ok_room);",
         "bound->largest_ok >= rows;",
+        ("test_core.py::test_core[numbers]",),
+    ),
+    Mutant(
+        "gives-up-before-the-whole",
+        "where gradients leave no room for a later micro-batch the whole batch is tried",
+        "csrc/core/plan.c",
+        "        if (count > 1 && whole_is_left(known, request)) {",
+        "        if (count < 1 && whole_is_left(known, request)) {",
+        ("test_core.py::test_core[numbers]", "test_planner.py"),
+    ),
+    Mutant(
+        "peaks-never-doubted",
+        "where nothing is predicted to fit the last size is halved, not thrown away",
+        "csrc/core/plan.c",
+        "        if (k == most && !plan_fits(known, request, plan)) {",
+        "        if (0 && k == most && !plan_fits(known, request, plan)) {",
         ("test_core.py::test_core[numbers]",),
     ),
     Mutant(

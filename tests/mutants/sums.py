@@ -89,15 +89,15 @@ MUTANTS = [
     Mutant(
         "remainder-lost",
         "the slices add up to the batch: the last one takes the rest",
-        "csrc/core/plan.c",
+        "csrc/core/slices.c",
         "        *length = rows - *start;",
         "        *length = each * multiple_of;",
-        ("test_core.py::test_core[plan]",),
+        ("test_core.py::test_core[slices]",),
     ),
     Mutant(
         "slices-overlap",
         "each slice begins where the one before ends",
-        "csrc/core/plan.c",
+        "csrc/core/slices.c",
         "*start = (index * each + smaller(index, more)) * multiple_of;",
         "*start = index * each * multiple_of;",
         ("test_weights.py::test_split_equals_whole",),
