@@ -3,11 +3,26 @@
 #include "errors.h"
 #include "step.h"
 
+/* Of those that failed: the last one may have been the whole batch again. */
+static int64_t
+smallest_tried(const oomkit_call *call, int64_t micro_batch)
+{
+    Py_ssize_t i;
+
+    for (i = 0; i < call->attempt_count; i++) {
+        int64_t rows = call->attempts[i].micro_batch_size;
+        micro_batch = rows > 0 && rows < micro_batch ? rows : micro_batch;
+    }
+    return micro_batch;
+}
+
 /* Nothing smaller is allowed. NULL always, -1 for its callers. */
 static int
 replan_exhausted(oomkit_call *call, int64_t micro_batch)
 {
     PyObject *reason; /* owned */
+
+    micro_batch = smallest_tried(call, micro_batch);
 
     if (call->batch.rows < call->options->min_micro_batch) {
         reason = PyUnicode_FromFormat(
