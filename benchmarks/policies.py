@@ -179,6 +179,7 @@ class Request(ctypes.Structure):
         ),
         *((name, ctypes.c_uint64) for name in ("baseline_bytes", "budget_bytes", "gradient_bytes")),
         ("largest_gradient", ctypes.c_uint64),
+        ("may_be_whole", ctypes.c_int32),
         ("margin", ctypes.c_double),
     ]
 
@@ -300,7 +301,7 @@ class Oomkit:
     ) -> bool:
         base, limit = int(model.baseline * MIB), int(budget * MIB)
         gradients = int(model.gradients * MIB)
-        request = Request(batch, 1, 1, 1, base, limit, gradients, int(model.largest * MIB), 0.0)
+        request = Request(batch, 1, 1, 1, base, limit, gradients, int(model.largest * MIB), 1, 0.0)
         plan, reason = Plan(), ctypes.c_int()
         pointers = (ctypes.byref(known), ctypes.byref(request))
         assert not self.planner.oomkit_plan_choose(

@@ -103,7 +103,7 @@ NUMBERS: dict[str, tuple[Any, str]] = {
     "accumulation_steps": (1.0, "'accumulation_steps' expected a whole number"),
     "margin": (float("nan"), "'margin' expected a float from 0 to 0.25, got nan"),
     "first_ok_room": ("1", "'first_ok_room' expected bytes or None, got '1'"),
-    "first_rows_1": (0, "do not go together"),
+    "first_rows_1": (0, "the numbers of signature ffffffffffffffff do not go together"),
     "family": ("xyz", "'family' expected 16 hexadecimal digits, got 'xyz'"),
     "row_bytes": (1e300, "'row_bytes' expected a float from 0 to 1e15, got 1e+300"),
     "odd": (1, "'odd' is no number that oomkit knows"),
@@ -135,7 +135,8 @@ def test_a_bad_number_changes_nothing(known: dict[str, Any], name: str) -> None:
     step.load_state_dict(known)
     refused(step, state, ValueError, text)
     twice = {**known, "signatures": known["signatures"] * 2}
-    refused(step, twice, ValueError, "is there twice")
+    name = known["signatures"][0]["signature"]
+    refused(step, twice, ValueError, f"signature {name} is there twice")
 
 
 def test_the_callables_own_state_stays_its_own(known: dict[str, Any]) -> None:

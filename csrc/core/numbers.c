@@ -163,7 +163,8 @@ oomkit_numbers_end(oomkit_knowledge *known)
         oomkit_sizes *sizes = &known->roles[role];
         if (count_points(sizes) != OOMKIT_OK ||
             (sizes->smallest_failed > 0 &&
-             sizes->largest_ok >= sizes->smallest_failed)) {
+             sizes->largest_ok >= sizes->smallest_failed &&
+             oomkit_room_enough(sizes->failed_room, sizes->ok_room))) {
             return OOMKIT_EINVAL;
         }
     }

@@ -380,7 +380,7 @@ nothing_later(const oomkit_knowledge *known, const oomkit_plan_request *request,
 static int
 whole_is_left(const oomkit_knowledge *known, const oomkit_plan_request *request)
 {
-    return request->gradient_bytes > 0 &&
+    return request->may_be_whole &&
            !size_failed(known, request, OOMKIT_FIRST, request->batch);
 }
 

@@ -45,6 +45,7 @@ typedef struct oomkit_plan_request {
     uint64_t budget_bytes;      /* usable now; OOMKIT_UNKNOWN */
     uint64_t gradient_bytes;    /* of all parameters; 0 = not known */
     uint64_t largest_gradient;  /* bytes of the largest of them; 0 = not known */
+    int32_t may_be_whole; /* the whole batch was not tried as a way out, and may be */
     double margin; /* share of the budget to leave free however well predictions hold */
 } oomkit_plan_request;
 
@@ -57,10 +58,10 @@ oomkit_plan_choose(const oomkit_knowledge *known, const oomkit_plan_request *req
 
 /* The plan after `failed` ran out of memory and oomkit_know_failed was told. Before
  * anything has worked: twice as many micro-batches the first time, then four times; as
- * soon as peaks are known, what they say. In the end, where gradients accumulate, the
- * whole batch at once, if that was not tried: it finds none. OOMKIT_OK; OOMKIT_EREFUSED
- * (reason EXHAUSTED) when `failed` already used the smallest allowed micro-batch;
- * OOMKIT_EINVAL. */
+ * soon as peaks are known, what they say. In the end, where the request allows it, the
+ * whole batch at once, which finds no gradients that accumulated. OOMKIT_OK;
+ * OOMKIT_EREFUSED (reason EXHAUSTED) when `failed` already used the smallest allowed
+ * micro-batch; OOMKIT_EINVAL. */
 int
 oomkit_plan_next(const oomkit_knowledge *known, const oomkit_plan_request *request,
                  const oomkit_plan *failed, oomkit_plan *plan,

@@ -208,6 +208,7 @@ typedef struct oomkit_call {
     PyObject *strangers;   /* owned: weak references to leaves that are to take part */
     PyObject *step_leaves; /* owned: list of (weak reference, had a gradient) */
     int restart;           /* this attempt is given up: OOMKIT_RESTART_* */
+    int whole_tried;       /* as the last way out, after smaller micro-batches */
     int widened;           /* so it was to have more than one row in the first slice */
     int restarts;          /* done in this call */
     int may_hold;          /* a backward over the whole batch ran before the replay */

@@ -199,9 +199,12 @@ oomkit_signature_parse(PyObject *dict, oomkit_signature *entry)
         return -1;
     }
     if (oomkit_numbers_end(&entry->known) != OOMKIT_OK) {
-        PyErr_Format(PyExc_ValueError,
-                     "the numbers of signature %016llx do not go together",
-                     (unsigned long long)entry->hash);
+        PyObject *signature = hex_new(entry->hash); /* owned */
+        if (signature != NULL) {
+            PyErr_Format(PyExc_ValueError,
+                         "the numbers of signature %U do not go together", signature);
+            Py_DECREF(signature);
+        }
         return -1;
     }
     return 0;

@@ -105,7 +105,13 @@ oomkit_replan(oomkit_call *call, int keep, int64_t failed_rows, int64_t failed_c
     if (!keep && !call->forced && failed_count > failed.accumulation) {
         failed.accumulation = failed_count;
     }
+    /* Once per call: rooms that change could bring it back for ever. Parts that are
+     * kept are an evaluation's, in which nothing accumulates. */
+    request.may_be_whole =
+        !keep && !call->whole_tried && call->step->gradient_bytes > 0;
     status = oomkit_plan_next(known, &request, &failed, &call->plan, &call->reason);
+    call->whole_tried |=
+        status == OOMKIT_OK && failed_count > 1 && oomkit_plan_count(&call->plan) == 1;
     if (status == OOMKIT_EREFUSED) {
         return replan_exhausted(call, failed_rows);
     }

@@ -166,8 +166,10 @@ load_signatures(PyObject *list, oomkit_signature **entries)
         }
         for (j = 0; j < i; j++) {
             if ((*entries)[j].hash == (*entries)[i].hash) {
-                PyErr_Format(PyExc_ValueError, "signature %016llx is there twice",
-                             (unsigned long long)(*entries)[j].hash);
+                char text[17];
+                PyOS_snprintf(text, sizeof(text), "%016llx",
+                              (unsigned long long)(*entries)[j].hash);
+                PyErr_Format(PyExc_ValueError, "signature %s is there twice", text);
                 return -1;
             }
         }

@@ -311,7 +311,7 @@ static void
 test_it_stays_where_the_room_is_not_known(void)
 {
     oomkit_knowledge known = nothing();
-    oomkit_plan_request request = {64, 1, 1, 8, 10, OOMKIT_UNKNOWN, 0, 0, 0.0};
+    oomkit_plan_request request = {64, 1, 1, 8, 10, OOMKIT_UNKNOWN, 0, 0, 0, 0.0};
     oomkit_plan_reason why;
     oomkit_plan plan;
 

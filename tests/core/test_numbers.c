@@ -162,7 +162,7 @@ test_numbers_by_chance(void)
 
     for (round = 0; round < 20000; round++) {
         oomkit_knowledge known;
-        oomkit_plan_request request = {64, 1, 1, 1, 1000, 5000, 100, 0, 0.0};
+        oomkit_plan_request request = {64, 1, 1, 1, 1000, 5000, 100, 0, 0, 0.0};
         oomkit_plan_reason reason;
         oomkit_plan plan;
         memset(&known, 0, sizeof(known));
@@ -316,7 +316,7 @@ test_the_largest_gradient_is_there_twice(void)
 static void
 test_less_room_is_no_size_given_up(void)
 {
-    oomkit_knowledge known;
+    oomkit_knowledge known, kept;
     const oomkit_sizes *later = &known.roles[OOMKIT_LATER];
 
     memset(&known, 0, sizeof(known));
@@ -325,6 +325,13 @@ test_less_room_is_no_size_given_up(void)
     oomkit_know_failed(&known, OOMKIT_LATER, 24, 50 * MIB, 110 * MIB, 0);
     CHECK(known.late == 0 && known.missed == 1 && later->smallest_failed == 24);
     CHECK(later->largest_ok == 32 && later->count == 1 && known.margin == 0.0);
+    kept = known;
+    kept.roles[OOMKIT_LATER].count = 0; /* as it comes out of a file */
+    CHECK(oomkit_numbers_end(&kept) == OOMKIT_OK);
+    kept = known;
+    kept.roles[OOMKIT_LATER].count = 0;
+    kept.roles[OOMKIT_LATER].failed_room = kept.roles[OOMKIT_LATER].ok_room;
+    CHECK(oomkit_numbers_end(&kept) == OOMKIT_EINVAL);
     oomkit_know_failed(&known, OOMKIT_LATER, 32, 10 * MIB, 110 * MIB, 0);
     CHECK(known.late == 1 && later->largest_ok == 0 && later->count == 0);
 }
@@ -343,7 +350,8 @@ test_the_whole_batch_is_the_last_resort(void)
                                    .start_accumulation = 8,
                                    .baseline_bytes = base,
                                    .budget_bytes = budget,
-                                   .gradient_bytes = gradients};
+                                   .gradient_bytes = gradients,
+                                   .may_be_whole = 1};
     oomkit_knowledge known;
     oomkit_plan_reason reason;
     oomkit_plan plan;
@@ -358,7 +366,7 @@ test_the_whole_batch_is_the_last_resort(void)
     oomkit_know_failed(&known, OOMKIT_FIRST, 8, base, budget, gradients);
     CHECK(oomkit_plan_next(&known, &request, &plan, &plan, &reason) == OOMKIT_EREFUSED);
     CHECK(reason == OOMKIT_REASON_EXHAUSTED);
-    request.gradient_bytes = 0; /* an evaluation: nothing accumulates */
+    request.may_be_whole = 0; /* tried before, or nothing accumulates */
     memset(&known, 0, sizeof(known));
     plan = (oomkit_plan){8, 8, 0, 1, 0};
     oomkit_know_failed(&known, OOMKIT_LATER, 1, base, budget, 0);
