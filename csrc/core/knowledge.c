@@ -203,8 +203,8 @@ point_add(oomkit_sizes *sizes, int64_t rows, uint64_t bytes)
     }
     if (at == sizes->count || points[at].rows != rows) {
         if (sizes->count == OOMKIT_POINTS) {
-            if (at >
-                1) { /* else it takes the place of the smallest, or of the second */
+            /* At 0 or 1 it takes the place of the smallest, or of the second. */
+            if (at > 1) {
                 at--;
                 memmove(&points[1], &points[2], (size_t)(at - 1) * sizeof(*points));
             }

@@ -208,9 +208,9 @@ typedef struct oomkit_call {
     PyObject *strangers;   /* owned: weak references to leaves that are to take part */
     PyObject *step_leaves; /* owned: list of (weak reference, had a gradient) */
     int restart;           /* this attempt is given up: OOMKIT_RESTART_* */
-    int whole_tried;       /* as the last way out, after smaller micro-batches */
     int widened;           /* so it was to have more than one row in the first slice */
     int restarts;          /* done in this call */
+    int whole_tried;       /* as the last way out, after smaller micro-batches */
     int may_hold;          /* a backward over the whole batch ran before the replay */
     PyObject *plain_leaves; /* owned: weak references to leaves of a failed graph */
     int split_intercepted;  /* what only a split call intercepts is in place */

@@ -121,7 +121,7 @@ escaped_counts(oomkit_call *call, Py_ssize_t i)
         if (oomkit_exception_is_oom(call->st) || /* torch's is a RuntimeError, too */
             (!PyErr_ExceptionMatches(PyExc_RuntimeError) &&
              !PyErr_ExceptionMatches(PyExc_TypeError))) {
-            return -1; /* NotImplementedError is a RuntimeError */
+            return -1; /* a missing any() is NotImplementedError: one of those */
         }
         PyErr_Clear(); /* a layout without any(): taken as a value */
         return 1;

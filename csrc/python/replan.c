@@ -23,7 +23,6 @@ replan_exhausted(oomkit_call *call, int64_t micro_batch)
     PyObject *reason; /* owned */
 
     micro_batch = smallest_tried(call, micro_batch);
-
     if (call->batch.rows < call->options->min_micro_batch) {
         reason = PyUnicode_FromFormat(
             "%U ran out of memory and its batch of %lld rows is smaller than "
