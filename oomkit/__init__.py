@@ -89,6 +89,7 @@ _fits = _C._bind(
         "watch_effects": _side_effects.watch,
         "watch_train": _patches.watch_train,
         "watch_zero_grad": _patches.watch_zero_grad,
+        "find_zero_grad": _patches.find_zero_grad,
         "split_loss": _second.split_loss,
         "modes_then": _second.modes_then,
         "saved_pack": _second.saved_pack,

@@ -1,6 +1,7 @@
 """What oomkit changes in torch beside the two functions of ``torch.autograd``.
 
-Each is put in place once per process, by the engine (C): nothing is changed at import.
+Each is put in place once per process, by the engine (C): nothing is changed at import. And
+what must not have been changed by somebody else.
 """
 
 from __future__ import annotations
@@ -51,3 +52,23 @@ def watch_zero_grad() -> Callable[..., None]:
 
     torch.nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
     return zero_grad
+
+
+def find_zero_grad() -> Callable[..., None] | None:
+    """``torch.optim.Optimizer.zero_grad`` where it is torch's own, and nobody's patch of it.
+
+    A call of it that has nothing to clear is left out, which would also leave out what
+    somebody's patch does. The function and those that it wraps must live in torch's modules.
+    """
+    found = vars(torch.optim.Optimizer).get("zero_grad")
+    inner = found
+    while getattr(inner, "__wrapped__", None) is not None and _is_of_torch(inner):
+        inner = inner.__wrapped__  # type: ignore[union-attr]
+    own = _is_of_torch(found) and _is_of_torch(inner)
+    return found if own else None
+
+
+def _is_of_torch(function: object) -> bool:
+    """Whether the code of a function is torch's: ``functools.wraps`` copies only the name."""
+    scope = getattr(function, "__globals__", {})
+    return scope.get("__name__") in ("torch._compile", "torch.optim.optimizer")

@@ -87,9 +87,22 @@ forward_hook_install(oomkit_call *call)
     return call->forward_hook == NULL ? -1 : 0;
 }
 
-/* At an intercepted call of a split call: from here to the end of the micro-batch a
- * forward of what it updates is refused. `optimizer` (borrowed) is the one that it
- * updates, or NULL. 0 or -1. */
+/* Where the intercepted call is that was noted last: it is this one. New reference, or
+ * NULL with an exception. */
+static PyObject *
+forward_updated_where(const oomkit_call *call)
+{
+    const oomkit_course *course = &call->course[call->slice_index > 0];
+
+    if (call->course_waived || course->count == 0 || course->count >= OOMKIT_COURSE) {
+        return oomkit_course_where();
+    }
+    return Py_NewRef(course->events[course->count - 1].where);
+}
+
+/* At an intercepted call of a split call, which has been noted: from here to the end of
+ * the micro-batch a forward of what it updates is refused. `optimizer` (borrowed) is
+ * the one that it updates, or NULL. 0 or -1. */
 int
 oomkit_forward_watch(oomkit_call *call, PyObject *target, oomkit_owner_kind kind,
                      PyObject *optimizer)
@@ -108,7 +121,7 @@ oomkit_forward_watch(oomkit_call *call, PyObject *target, oomkit_owner_kind kind
                                            : forward_add_groups(call, optimizer);
     if (result < 0 ||
         (call->updated_where == NULL &&
-         (call->updated_where = oomkit_course_where()) == NULL) ||
+         (call->updated_where = forward_updated_where(call)) == NULL) ||
         (call->forward_hook == NULL && forward_hook_install(call) < 0)) {
         return -1;
     }

@@ -370,7 +370,9 @@ oomkit_intercept_split(oomkit_call *call)
         Py_DECREF(done);
         Py_XSETREF(call->st->zero_grad_hook,
                    PyObject_CallNoArgs(call->st->watch_zero_grad));
-        if (call->st->zero_grad_hook == NULL) {
+        Py_XSETREF(call->st->plain_zero_grad,
+                   PyObject_CallNoArgs(call->st->find_zero_grad));
+        if (call->st->zero_grad_hook == NULL || call->st->plain_zero_grad == NULL) {
             return -1;
         }
         call->st->withheld_ready = 1;

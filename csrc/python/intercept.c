@@ -11,10 +11,9 @@
 
 #include <structmember.h>
 
-/* Calls what stood there before, as the attribute look-up would have done. */
-static PyObject *
-interceptor_original(interceptor_object *self, PyObject *const *args, size_t nargsf,
-                     PyObject *kwnames)
+PyObject *
+oomkit_interceptor_original(interceptor_object *self, PyObject *const *args,
+                            size_t nargsf, PyObject *kwnames)
 {
     Py_ssize_t n = PyVectorcall_NARGS(nargsf);
     Py_ssize_t total = n + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
@@ -199,7 +198,7 @@ interceptor_closure(interceptor_object *self, PyObject *const *args, size_t narg
         (call->options->optimizer_copy && oomkit_optimizer_copy(call, index) < 0)) {
         return NULL;
     }
-    result = interceptor_original(self, args, nargsf, kwnames);
+    result = oomkit_interceptor_original(self, args, nargsf, kwnames);
     if (result != NULL) {
         call->committed = 1;
         interceptor_step_worked(self);
@@ -237,7 +236,7 @@ interceptor_optimizer(interceptor_object *self, PyObject *const *args, size_t na
     oomkit_phase_optimizer(call);
     for (attempt = 0;; attempt++) {
         phase = oomkit_phase_set(call->st, OOMKIT_PHASE_OPTIMIZER);
-        result = interceptor_original(self, args, nargsf, kwnames);
+        result = oomkit_interceptor_original(self, args, nargsf, kwnames);
         oomkit_phase_set(call->st, phase);
         call->updates += result != NULL;
         if (result != NULL) {
@@ -266,7 +265,7 @@ interceptor_state_dict(interceptor_object *self, PyObject *const *args, size_t n
 {
     PyObject *key, *value; /* borrowed */
     PyObject *clean,
-        *state = interceptor_original(self, args, nargsf, kwnames); /* owned */
+        *state = oomkit_interceptor_original(self, args, nargsf, kwnames); /* owned */
     Py_ssize_t at = 0;
 
     if (state == NULL || !PyDict_CheckExact(state)) {
@@ -307,7 +306,7 @@ interceptor_other(interceptor_object *self, PyObject *const *args, size_t nargsf
         oomkit_course_scale_note(call, self->target) < 0) {
         return NULL;
     }
-    result = interceptor_original(self, args, nargsf, kwnames);
+    result = oomkit_interceptor_original(self, args, nargsf, kwnames);
     if (result != NULL &&
         (self->kind == OOMKIT_OWNER_SCHEDULER || self->kind == OOMKIT_OWNER_AVERAGED ||
          self->name == call->st->str_update)) {
@@ -356,18 +355,14 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
     oomkit_call *call = self->call;
     PyObject *result; /* owned */
 
-    if (self->kind == OOMKIT_OWNER_USER) { /* zero_grad: always runs, and is noted */
-        if (call != NULL && call == oomkit_call_current() && call->backwards > 0 &&
-            call->cleared == NULL && (call->cleared = oomkit_course_where()) == NULL) {
-            return NULL;
-        }
-        return interceptor_original(self, args, nargsf, kwnames);
+    if (self->kind == OOMKIT_OWNER_USER) { /* zero_grad */
+        return oomkit_interceptor_clears(self, args, nargsf, kwnames);
     }
     if (self->is_state_dict) {
         return interceptor_state_dict(self, args, nargsf, kwnames);
     }
     if (call == NULL || call != oomkit_call_current()) {
-        return interceptor_original(self, args, nargsf, kwnames);
+        return oomkit_interceptor_original(self, args, nargsf, kwnames);
     }
     if (call->losses.verification != NULL) {
         Py_RETURN_NONE;
@@ -376,7 +371,7 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
         int counts = call->split ? oomkit_accelerator_counts(self) : 1;
         return counts < 0    ? NULL
                : counts == 0 ? Py_NewRef(Py_None)
-                             : interceptor_original(self, args, nargsf, kwnames);
+                             : oomkit_interceptor_original(self, args, nargsf, kwnames);
     }
     if (call->split && call->intercept_depth == 0) {
         int held = oomkit_interceptor_hold(self, args, nargsf, kwnames);

@@ -12,6 +12,7 @@ typedef struct interceptor_object {
     PyObject *name;     /* owned */
     oomkit_owner_kind kind;
     int is_state_dict;
+    int has_cleared; /* zero_grad(): it ran in this call */
     vectorcallfunc vectorcall;
 } interceptor_object;
 
@@ -21,8 +22,17 @@ typedef struct interceptor_object {
 PyObject *
 oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
                         PyObject *kwnames);
+/* Calls what stood there before, as the attribute look-up would have done. */
+PyObject *
+oomkit_interceptor_original(interceptor_object *self, PyObject *const *args,
+                            size_t nargsf, PyObject *kwnames);
 int
 oomkit_interceptor_clear(PyObject *op);
+
+/* clearing.c: a call of zero_grad(). */
+PyObject *
+oomkit_interceptor_clears(interceptor_object *self, PyObject *const *args,
+                          size_t nargsf, PyObject *kwnames);
 
 /* interceptor_copy.c: __deepcopy__ and __reduce_ex__. */
 PyObject *

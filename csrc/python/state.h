@@ -247,8 +247,9 @@
     X(stream_bytes)  /* the generator's bytes then, or NULL */                         \
     X(backward_hook) /* our callable in place of torch.autograd._engine_run_backward   \
                       */                                                               \
-    X(zero_grad_hook) /* our function in place of torch.nn.Module.zero_grad, or NULL   \
-                       */                                                              \
+    X(zero_grad_hook)  /* our function in place of torch.nn.Module.zero_grad, or NULL  \
+                        */                                                             \
+    X(plain_zero_grad) /* torch.optim.Optimizer.zero_grad, None if patched, or NULL */ \
     X(switch_log)  /* list of (module, flag): train() and eval() while losses wait */  \
     X(outer_hook)  /* our callable in place of torch.autograd.backward */              \
     X(chunk_sites) /* dict: where a loop over chunks() is -> its step, or NULL */      \
@@ -262,9 +263,10 @@
     X(watch_effects)       /* oomkit._side_effects: what else a split step changes */  \
     X(watch_train)         /* oomkit._patches: has torch tell of train() and eval() */ \
     X(watch_zero_grad)     /* oomkit._patches: the same of zero_grad() */              \
-    X(keeps_state)         /* oomkit.optim: does a first step make any? */             \
-    X(predict_update)      /* oomkit.optim: bytes that a first step needs */           \
-    X(refusal)             /* oomkit._nodes.Refusal: results that refuse a gradient */ \
+    X(find_zero_grad) /* oomkit._patches: torch's own zero_grad() of optimizers */     \
+    X(keeps_state)    /* oomkit.optim: does a first step make any? */                  \
+    X(predict_update) /* oomkit.optim: bytes that a first step needs */                \
+    X(refusal)        /* oomkit._nodes.Refusal: results that refuse a gradient */      \
     X(split_loss)     /* oomkit._second: gives the loss of a split call its node */    \
     X(modes_then)     /* oomkit._second: enters autocast as it was */                  \
     X(saved_pack)     /* oomkit._second: packs a saved tensor into nothing */          \
