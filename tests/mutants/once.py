@@ -224,4 +224,20 @@ MUTANTS = [
         "    if (0) {",
         ("test_steps.py::test_an_evaluation_that_draws_numbers_keeps_no_part",),
     ),
+    Mutant(
+        "clears-nothing-where-there-is-one",
+        "zero_grad() is left out only where no gradient is there",
+        "csrc/python/clearing.c",
+        "            none &= marks[i].grad == NULL;",
+        "            none &= 1;",
+        ("test_once_clearing.py::test_a_gradient_that_is_there_is_cleared_in_every_micro_batch",),
+    ),
+    Mutant(
+        "anybodys-clearing-left-out",
+        "only torch's own zero_grad() is left out",
+        "csrc/python/clearing.c",
+        "    plain = method == st->plain_zero_grad;",
+        "    plain = 1;",
+        ("test_once_clearing.py::test_somebodys_own_runs_every_time",),
+    ),
 ]  # fmt: skip
