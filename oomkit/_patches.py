@@ -7,6 +7,7 @@ what must not have been changed by somebody else.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 
 import torch
@@ -62,13 +63,17 @@ def find_zero_grad() -> Callable[..., None] | None:
     """
     found = vars(torch.optim.Optimizer).get("zero_grad")
     inner = found
-    while getattr(inner, "__wrapped__", None) is not None and _is_of_torch(inner):
-        inner = inner.__wrapped__  # type: ignore[union-attr]
-    own = _is_of_torch(found) and _is_of_torch(inner)
-    return found if own else None
+    for _ in range(4):
+        if not _is_of_torch(inner):
+            return None
+        inner = vars(inner).get("__wrapped__")
+        if inner is None:
+            return found
+    return None
 
 
 def _is_of_torch(function: object) -> bool:
     """Whether the code of a function is torch's: ``functools.wraps`` copies only the name."""
-    scope = getattr(function, "__globals__", {})
-    return scope.get("__name__") in ("torch._compile", "torch.optim.optimizer")
+    if type(function) is not types.FunctionType:  # any other object may forward its attributes
+        return False
+    return function.__globals__.get("__name__") in ("torch._compile", "torch.optim.optimizer")

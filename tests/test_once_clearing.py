@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
+import textwrap
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +42,7 @@ def _step(
     model: torch.nn.Module,
     clear: Callable[[], None] | None = None,
 ) -> Any:
-    clear = clear or optimizer.zero_grad
+    clear = clear or (lambda: optimizer.zero_grad())  # looked up in the step
 
     @oomkit.auto_batch(accumulation_steps=K)
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -84,11 +88,15 @@ def test_it_runs_once_where_there_is_nothing_to_clear(
     assert _as_plain(model, calls=3)
 
 
-def test_gradients_of_before_are_cleared_once_and_not_added() -> None:
+def test_gradients_of_before_are_cleared_once_and_not_added(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, optimizer, x = _pair()
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 100.0)
+    heard = Heard(monkeypatch)
     _step(optimizer, model)(x)
+    assert heard.count == 1
     assert _as_plain(model, calls=1)
 
 
@@ -136,6 +144,34 @@ def test_a_patch_of_before_is_not_taken_for_torchs_own(monkeypatch: pytest.Monke
     assert _patches.find_zero_grad() is None
 
 
+class Traced:
+    """A patch that forwards what it does not have, as tracers do."""
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.calls = function, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.function, name)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.function(*args, **kwargs)
+
+
+def test_odd_patches_are_not_taken_for_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = torch.optim.Optimizer.zero_grad
+
+    def endless() -> None: ...
+
+    endless.__wrapped__ = endless  # type: ignore[attr-defined]
+    for patch in (Traced(plain), types.SimpleNamespace(__globals__=None), endless, None):
+        monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", patch)
+        assert _patches.find_zero_grad() is None
+
+
 class Loud(torch.nn.Parameter):
     """A parameter of somebody's own, whose gradient is looked at through its class."""
 
@@ -160,18 +196,67 @@ def test_a_gradient_that_is_there_is_cleared_in_every_micro_batch(
     assert heard.count == K
 
 
-@pytest.mark.parametrize("kind", ["parameter", "groups"])
+@pytest.mark.parametrize("kind", ["parameter", "groups", "group", "params", "grad"])
 def test_what_answers_for_itself_is_asked_by_torch(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     model, optimizer, x = _pair()
     if kind == "parameter":
         optimizer.add_param_group({"params": [Loud(torch.ones(2))]})
-    else:
+    elif kind == "groups":
         optimizer.param_groups = type("Groups", (list,), {})(optimizer.param_groups)
+    elif kind == "group":
+        optimizer.param_groups[0] = type("Group", (dict,), {})(optimizer.param_groups[0])
+    elif kind == "params":
+        params = optimizer.param_groups[0]["params"]
+        optimizer.param_groups[0]["params"] = type("Params", (list,), {})(params)
+    else:
+        plain = torch.Tensor.grad
+        own = property(lambda p: plain.__get__(p), lambda p, value: plain.__set__(p, value))
+        monkeypatch.setattr(torch.nn.Parameter, "grad", own, raising=False)
     heard = Heard(monkeypatch)
     _step(optimizer, model)(x)
     assert heard.count == K
+
+
+@pytest.mark.parametrize(("count", "at"), [(64, 63), (65, 64), (130, 0), (130, 129)])
+def test_the_gradient_of_one_among_many_is_seen(count: int, at: int) -> None:
+    model, optimizer, x = _pair()
+    many = [torch.nn.Parameter(torch.ones(1)) for _ in range(count)]
+    optimizer.add_param_group({"params": many})
+    seen: list[bool] = []
+
+    def clear() -> None:
+        many[at].grad = torch.ones(1)
+        optimizer.zero_grad()
+        seen.append(many[at].grad is None)
+
+    _step(optimizer, model, clear)(x)
+    assert seen == [True] * K
+
+
+def test_a_compiled_function_of_the_step_may_clear() -> None:
+    """Elsewhere: what is compiled here would change rules for tests that come later."""
+    code = """
+        import torch, oomkit
+        model = torch.nn.Linear(6, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        @torch.compile(backend="eager")
+        def loss_of(x):
+            optimizer.zero_grad()
+            return model(x).pow(2).mean()
+
+        @oomkit.auto_batch(accumulation_steps=4)
+        def step(x):
+            loss_of(x).backward()
+            optimizer.step()
+
+        step(torch.randn(8, 6))
+    """
+    run = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_wrong_argument_is_torchs_error_in_whichever_micro_batch() -> None:

@@ -146,6 +146,63 @@ def test_a_forgotten_sum_and_verify_work() -> None:
     )
 
 
+def test_an_error_of_the_update_is_the_one_that_is_raised() -> None:
+    _run(
+        """
+        class Failing(torch.optim.SGD):
+            def step(self, closure=None):
+                raise ValueError("mine")
+
+        model = torch.nn.Linear(6, 2)
+        optimizer = Failing(model.parameters(), lr=0.1)
+
+        @oomkit.auto_batch(accumulation_steps=4, reduction="mean")
+        def step(x):
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+
+        try:
+            step(torch.randn(8, 6))
+        except ValueError as error:
+            assert str(error) == "mine"
+        else:
+            raise AssertionError
+        """
+    )
+
+
+def test_a_gradient_is_cleared_in_every_micro_batch_where_there_is_one() -> None:
+    _run(
+        """
+        model, apart = torch.nn.Linear(6, 2), torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([*model.parameters(), apart], lr=0.1)
+        seen, marks = [], []
+        plain = torch.autograd.profiler.record_function
+
+        def record_function(name, *args):
+            marks.append(name)
+            return plain(name, *args)
+
+        torch.autograd.profiler.record_function = record_function
+
+        @oomkit.auto_batch(accumulation_steps=4)
+        def step(x, by_hand):
+            if by_hand:
+                apart.grad = torch.ones(2)
+            optimizer.zero_grad()
+            seen.append(apart.grad is None)
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+
+        for by_hand, runs in ((True, 4), (False, 1)):
+            marks.clear()
+            step(torch.randn(8, 6), by_hand)
+            assert sum("zero_grad" in name for name in marks) == runs, marks
+        assert seen == [True] * 8
+        """
+    )
+
+
 def test_returned_losses() -> None:
     """The caller's backward fails, or its call is split: exact without the bridge as well."""
     code = (

@@ -1,9 +1,10 @@
 /* zero_grad() of an optimizer, or of a module that has one of its own, in a split call.
  *
  * It is noted where it comes after a backward: that cannot be cut (backward.c). And
- * torch's own, of an optimizer that has no gradient at all, does nothing; a step calls
- * it in every micro-batch, where the sum so far is kept elsewhere. The first one in a
- * call runs, the later ones are left out while that holds: most of what it costs is the
+ * torch's own, of an optimizer that has no gradient at all, changes nothing; a step
+ * calls it in every micro-batch, where the sum so far is kept elsewhere. The first one
+ * in a call runs, for torch completes an unpickled optimizer there, and a profile shows
+ * it; the later ones are left out while that holds: most of what one costs is the
  * profiler's mark, some 30 us. */
 #include "interceptor.h"
 
@@ -58,6 +59,21 @@ clearing_list_has_nothing(const oomkit_state *st, PyObject *params)
     return nothing;
 }
 
+/* Is .grad torch's own? What somebody has put in its place knows of gradients that the
+ * tensors do not. 1, 0 or -1. */
+static int
+clearing_sees_gradients(const oomkit_state *st)
+{
+    PyObject *ours = PyObject_GetAttr(st->Parameter, st->str_grad); /* owned */
+    PyObject *plain = ours ? PyObject_GetAttr(st->Tensor, st->str_grad) : NULL;
+    int own =
+        plain == NULL ? -1 : ours == plain && Py_IS_TYPE(plain, &PyGetSetDescr_Type);
+
+    Py_XDECREF(plain);
+    Py_XDECREF(ours);
+    return own;
+}
+
 /* Is every gradient of this optimizer None? Only lists, dictionaries and tensors that
  * answer for themselves are asked: 0 too where one may be somebody's own. -1 error. */
 static int
@@ -65,7 +81,9 @@ clearing_has_nothing(const oomkit_state *st, PyObject *optimizer)
 {
     PyObject *groups = PyObject_GetAttr(optimizer, st->str_param_groups); /* owned */
     Py_ssize_t g;
-    int nothing = groups == NULL ? -1 : PyList_CheckExact(groups);
+    int nothing = groups == NULL              ? -1
+                  : PyList_CheckExact(groups) ? clearing_sees_gradients(st)
+                                              : 0;
 
     for (g = 0; nothing == 1 && g < PyList_GET_SIZE(groups); g++) {
         PyObject *group = PyList_GET_ITEM(groups, g); /* borrowed */
@@ -128,7 +146,9 @@ oomkit_interceptor_clears(interceptor_object *self, PyObject *const *args,
     if (plain != 0) {
         return plain < 0 ? NULL : Py_NewRef(Py_None);
     }
+    Py_INCREF(self); /* the method may take us out of the instance */
     result = oomkit_interceptor_original(self, args, nargsf, kwnames);
     self->has_cleared = result != NULL;
+    Py_DECREF(self);
     return result;
 }

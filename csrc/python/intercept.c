@@ -446,6 +446,9 @@ interceptor_dealloc(PyObject *op)
 {
     PyTypeObject *tp = Py_TYPE(op);
     PyObject_GC_UnTrack(op);
+    if (interceptor_CAST(op)->weakrefs != NULL) {
+        PyObject_ClearWeakRefs(op);
+    }
     oomkit_interceptor_clear(op);
     Py_CLEAR(interceptor_CAST(op)->name);
     tp->tp_free(op);
@@ -463,6 +466,8 @@ static PyMethodDef interceptor_methods[] = {
 static PyMemberDef interceptor_members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(interceptor_object, vectorcall),
      READONLY, NULL},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(interceptor_object, weakrefs), READONLY,
+     NULL},
     {NULL, 0, 0, 0, NULL},
 };
 

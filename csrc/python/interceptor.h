@@ -12,7 +12,8 @@ typedef struct interceptor_object {
     PyObject *name;     /* owned */
     oomkit_owner_kind kind;
     int is_state_dict;
-    int has_cleared; /* zero_grad(): it ran in this call */
+    int has_cleared;    /* zero_grad(): it ran in this call */
+    PyObject *weakrefs; /* torch.compile holds what it looks at weakly */
     vectorcallfunc vectorcall;
 } interceptor_object;
 

@@ -185,11 +185,26 @@ oomkit_tx_begin_micro(oomkit_call *call)
     return moved < 0 ? -1 : 0;
 }
 
-/* Is the point of no return behind us? 1, 0 or -1. */
+/* Is the point of no return behind us? 1, 0 or -1. Keeps an exception in flight: torch
+ * is asked by attribute where there is no bridge, and that fails while one is set. */
 int
 oomkit_tx_committed(oomkit_call *call)
 {
-    return call->committed ? 1 : oomkit_optimizers_any_moved(call);
+    PyObject *exception; /* owned, given back */
+    int result;
+
+    if (call->committed) {
+        return 1;
+    }
+    exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;
+    result = oomkit_optimizers_any_moved(call);
+    if (exception != NULL) {
+        if (result < 0) {
+            PyErr_WriteUnraisable(call->func); /* the step's own error says more */
+        }
+        oomkit_exception_give(exception);
+    }
+    return result;
 }
 
 /* optimizer_safety="copy": 0 everything is back, 1 something without a copy moved, -1.

@@ -125,8 +125,8 @@ MUTANTS = [
         "no-point-of-no-return",
         "a call whose update has moved a parameter is not replayed",
         "csrc/python/transaction.c",
-        "    return call->committed ? 1 : oomkit_optimizers_any_moved(call);",
-        "    return 0;",
+        "    if (call->committed) {\n        return 1;",
+        "    if (1) {\n        return 0;",
         ("test_optimizer_faults.py::test_sweep_after_the_update",),
     ),
     Mutant(
@@ -239,5 +239,14 @@ MUTANTS = [
         "    plain = method == st->plain_zero_grad;",
         "    plain = 1;",
         ("test_once_clearing.py::test_somebodys_own_runs_every_time",),
+    ),
+    Mutant(
+        "error-asked-with-one-in-flight",
+        "the error of an update is the one that is raised, also where torch is asked by attribute",
+        "csrc/python/transaction.c",
+        "    exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;\n"
+        "    result = oomkit_optimizers_any_moved(call);",
+        "    exception = NULL;\n    result = oomkit_optimizers_any_moved(call);",
+        ("test_without_bridge.py::test_an_error_of_the_update_is_the_one_that_is_raised",),
     ),
 ]  # fmt: skip
