@@ -368,11 +368,14 @@ oomkit_intercept_split(oomkit_call *call)
             return -1;
         }
         Py_DECREF(done);
-        Py_XSETREF(call->st->zero_grad_hook,
-                   PyObject_CallNoArgs(call->st->watch_zero_grad));
         Py_XSETREF(call->st->plain_zero_grad,
                    PyObject_CallNoArgs(call->st->find_zero_grad));
-        if (call->st->zero_grad_hook == NULL || call->st->plain_zero_grad == NULL) {
+        if (call->st->plain_zero_grad == NULL) {
+            return -1;
+        }
+        Py_XSETREF(call->st->zero_grad_hook, /* last: it changes torch, once */
+                   PyObject_CallNoArgs(call->st->watch_zero_grad));
+        if (call->st->zero_grad_hook == NULL) {
             return -1;
         }
         call->st->withheld_ready = 1;
