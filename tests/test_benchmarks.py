@@ -67,6 +67,15 @@ def test_micro_batches_are_counted(peers):
     assert peers.tables.steady(course) == (3, 0.0)
 
 
+def test_the_errors_in_all_are_those_of_the_table(peers):
+    """Medians, though the last repetition had more."""
+    runs = [SimpleNamespace(ooms=count) for count in (1, 1, 4)]
+    found = [SimpleNamespace(courses={"one": runs})] * 2
+    assert [peers.tables.errors(one, "one") for one in found] == [1.0, 1.0]
+    lines = peers.tables.totals(found, {"one": ([1.0], None)}, 3)
+    assert lines[-1].split()[:2] == ["one", "2"]
+
+
 def test_what_is_lost_or_counted_twice_is_seen(peers):
     work = peers.workloads.tiny()
     watch = peers.watch.Watch(work, peers.watch.reference(work))

@@ -50,6 +50,11 @@ def first_steps(one: Found, course: Course) -> float | None:
     return course.restarted + (last - course.restarted) * one.work.rows / rows
 
 
+def errors(one: Found, name: str) -> float:
+    """Out-of-memory errors of a run: the median, for some search by the clock."""
+    return float(statistics.median(course.ooms for course in one.courses[name]))
+
+
 def speeds(one: Found, name: str) -> list[float] | None:
     """By repetition: rows in a second over the oracle's in the blocks between."""
     found = []
@@ -89,7 +94,7 @@ HEADER = (
 def row(one: Found, name: str) -> str:
     courses = one.courses[name]
     last = courses[-1]
-    ooms = f"{statistics.median(course.ooms for course in courses):.0f}"
+    ooms = f"{errors(one, name):.0f}"
     if last.died:
         return f"{name:19}{ooms:>5}  died after {len(last.steps)} steps: {last.died[:70]}"
     ends = [found for found in map(steady, courses) if found is not None]
@@ -120,15 +125,19 @@ def report(found: list[Found], rest: dict[str, Any], ooms: int) -> str:
             *(row(one, name) for name in rest),
             "",
         ]
-    lines += [f"{'':19}{'OOMs in all':>12}{'healthy call, us':>20}{f'left by {ooms} OOMs':>26}"]
+    return "\n".join(lines + totals(found, rest, ooms))
+
+
+def totals(found: list[Found], rest: dict[str, Any], ooms: int) -> list[str]:
+    lines = [f"{'':19}{'OOMs in all':>12}{'healthy call, us':>20}{f'left by {ooms} OOMs':>26}"]
     for name, (calls, left) in rest.items():
-        total = sum(one.courses[name][-1].ooms for one in found)
+        total = sum(errors(one, name) for one in found)
         cost = middle(calls, ".3g", 1e-3) if None not in calls else "-"
         kept = "-"
         if left is not None:
             kept = bytes_of(left[0]) + (f", {left[1]} runs died" if left[1] else "")
-        lines.append(f"{name:19}{total:12d}{cost:>20}{kept:>26}")
-    return "\n".join(lines)
+        lines.append(f"{name:19}{total:12.0f}{cost:>20}{kept:>26}")
+    return lines
 
 
 def draw(found: list[Found], path: Path) -> None:
@@ -140,7 +149,7 @@ def draw(found: list[Found], path: Path) -> None:
     names = sorted(name for name in found[0].courses if name != ORACLE)
     names.sort(key=lambda name: name == OURS)
     panels: list[tuple[str, Callable[[Found, str], float | None], float | None]] = [
-        ("out-of-memory errors", lambda one, name: errors(one, name), None),
+        ("out-of-memory errors", errors, None),
         ("first ten steps, oracle = 1", lambda one, name: mid(one.begins.get(name)), 1.0),
         ("steady speed, oracle = 1", lambda one, name: mid(speeds(one, name)), 1.0),
     ]
@@ -167,7 +176,3 @@ def draw(found: list[Found], path: Path) -> None:
 
 def mid(values: list[float] | None) -> float | None:
     return None if values is None else statistics.median(values)
-
-
-def errors(one: Found, name: str) -> float | None:
-    return float(one.courses[name][-1].ooms)
