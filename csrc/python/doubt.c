@@ -351,6 +351,9 @@ doubt_weights(const oomkit_find *f)
         }
         key = PyUnicode_AsUTF8(node->key);
         if (key == NULL) {
+            if (!PyErr_ExceptionMatches(PyExc_UnicodeError)) {
+                return -1; /* without memory to read it, it may be one of these */
+            }
             PyErr_Clear(); /* not a name that can be written: not one of these */
             continue;
         }

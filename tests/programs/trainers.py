@@ -21,7 +21,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class LightningModule(nn.Module):
-    """As much of Lightning's as a step needs."""
+    """As much of Lightning's as a step needs; what a program must give raises."""
 
     automatic_optimization = True
 
