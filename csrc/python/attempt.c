@@ -1,6 +1,7 @@
 /* One attempt: the function called once per micro-batch of the present plan. */
 #include "call.h"
 #include "errors.h"
+#include "proof.h"
 #include "step.h"
 #include "tensor.h"
 
@@ -102,11 +103,15 @@ attempt_micro_end(oomkit_call *call, PyObject *result)
     if (call->step_leaves != NULL && oomkit_strangers_check(call, result) < 0) {
         return -1;
     }
-    if (!call->is_last &&
-        (oomkit_tx_micro_end(call) < 0 || oomkit_effects_end(call) < 0)) {
+    if (!call->is_last && (oomkit_tx_micro_end(call) < 0 ||
+                           (call->proof == NULL && oomkit_effects_end(call) < 0))) {
         return -1;
     }
-    if (!call->split || call->replayed != NULL) {
+    if (call->proof != NULL && oomkit_proof_micro_end(call, result) < 0) {
+        return -1;
+    }
+    if (!call->split || call->replayed != NULL ||
+        (call->proof != NULL && call->slice_count == 1)) {
         return 0;
     }
     if (call->slice_index == 0 && call->options->join == NULL && call->training &&
@@ -229,8 +234,8 @@ rows_are_sure(const oomkit_batch *batch)
 }
 
 /* The result of the whole batch. New reference or NULL. */
-static PyObject *
-attempt_join(oomkit_call *call)
+PyObject *
+oomkit_attempt_join(oomkit_call *call)
 {
     PyObject *result; /* owned */
 
@@ -245,7 +250,7 @@ attempt_join(oomkit_call *call)
             return NULL;
         }
     }
-    if (oomkit_course_skipped(call) < 0 ||
+    if ((call->proof == NULL && oomkit_course_skipped(call) < 0) ||
         oomkit_updated(call, &call->join.updated) < 0) {
         return NULL;
     }
@@ -257,41 +262,54 @@ attempt_join(oomkit_call *call)
     return result;
 }
 
+int
+oomkit_attempt_slices_run(oomkit_call *call, PyObject **result)
+{
+    PyObject **vector;
+    int status = 0;
+
+    if (oomkit_weights_set(call) < 0 ||
+        (call->split &&
+         (oomkit_intercept_split(call) < 0 || oomkit_tx_sample(call) < 0 ||
+          oomkit_slots_note(call) < 0 || oomkit_owners_epochs_note(call) < 0 ||
+          oomkit_pristine_take(call) < 0 ||
+          (call->proof == NULL && oomkit_effects_begin(call) < 0) ||
+          (call->replayed != NULL && oomkit_grads_hide(call) < 0)))) {
+        return -1;
+    }
+    vector = PyMem_Calloc((size_t)call->batch.total + 1, sizeof(PyObject *));
+    if (vector == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (; status == 0 && call->slice_index < call->slice_count; call->slice_index++) {
+        status = attempt_micro(call, vector, result);
+        if (status < 0) {
+            vector_clear(vector, call->batch.total);
+            break; /* the one that failed is the one that slice_index says */
+        }
+    }
+    PyMem_Free(vector);
+    return status;
+}
+
 /* Runs the slices from `slice_index` on. New reference, or NULL with an exception. */
 PyObject *
 oomkit_attempt_run(oomkit_call *call)
 {
     PyObject *result = NULL; /* owned */
-    PyObject **vector;
 
     if (call->joining) { /* all parts are there: see recover_join() */
-        return attempt_join(call);
+        return oomkit_attempt_join(call);
     }
-    if (oomkit_weights_set(call) < 0 ||
-        (call->split &&
-         (oomkit_intercept_split(call) < 0 || oomkit_tx_sample(call) < 0 ||
-          oomkit_slots_note(call) < 0 || oomkit_owners_epochs_note(call) < 0 ||
-          oomkit_pristine_take(call) < 0 || oomkit_effects_begin(call) < 0 ||
-          (call->replayed != NULL && oomkit_grads_hide(call) < 0)))) {
+    if (oomkit_prove(call) < 0 || oomkit_attempt_slices_run(call, &result) < 0) {
         return NULL;
-    }
-    vector = PyMem_Calloc((size_t)call->batch.total + 1, sizeof(PyObject *));
-    if (vector == NULL) {
-        return PyErr_NoMemory();
-    }
-    for (; call->slice_index < call->slice_count; call->slice_index++) {
-        if (attempt_micro(call, vector, &result) < 0) {
-            vector_clear(vector, call->batch.total);
-            goto done;
-        }
     }
     call->slice_index = call->slice_count - 1;
     if (call->replayed != NULL) {
         Py_XSETREF(result, Py_NewRef(Py_None)); /* the caller has the results already */
     } else if (call->split) {
-        result = attempt_join(call);
+        result = oomkit_attempt_join(call);
     }
-done:
-    PyMem_Free(vector);
     return result;
 }

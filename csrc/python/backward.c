@@ -8,6 +8,7 @@
 #include "call.h"
 #include "errors.h"
 #include "pending.h"
+#include "proof.h"
 #include "step.h"
 
 #include <structmember.h>
@@ -140,7 +141,9 @@ backward_begin(oomkit_call *call, PyObject *roots)
         oomkit_hooks_check(call) < 0) {
         return -1;
     }
-    if (call->backwards == 0 && oomkit_losses_note(call, roots) < 0) {
+    if (call->proof != NULL
+            ? oomkit_proof_root(call, roots) < 0
+            : call->backwards == 0 && oomkit_losses_note(call, roots) < 0) {
         return -1;
     }
     if (call->split && call->slice_index == 0 &&
@@ -180,9 +183,15 @@ backward_end(oomkit_call *call)
         return oomkit_grads_settle(call);
     }
     if (!call->is_last || call->grads.stashing) {
-        return oomkit_grads_park(call);
+        return oomkit_grads_park(call) < 0 ||
+                       (call->proof != NULL && oomkit_proof_swept(call) < 0)
+                   ? -1
+                   : 0;
     }
-    return oomkit_grads_settle(call) < 0 || oomkit_grads_note_last(call) < 0 ? -1 : 0;
+    return oomkit_grads_settle(call) < 0 || oomkit_grads_note_last(call) < 0 ||
+                   (call->proof != NULL && oomkit_proof_swept(call) < 0)
+               ? -1
+               : 0;
 }
 
 /* The call whose backward the engine runs (borrowed), while nothing else runs in it: a

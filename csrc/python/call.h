@@ -264,7 +264,15 @@ oomkit_compiler_off(oomkit_call *call);
 int
 oomkit_compiler_on(oomkit_call *call);
 
-/* attempt.c: nothing but results came out of this attempt so far, so that finished
+/* attempt.c: the present slices, from slice_index on. *result (owned) when there is one
+ * alone. 0 or -1. */
+int
+oomkit_attempt_slices_run(oomkit_call *call, PyObject **result);
+/* Their results, joined. New reference or NULL. */
+PyObject *
+oomkit_attempt_join(oomkit_call *call);
+
+/* Nothing but results came out of this attempt so far, so that finished
  * parts of an evaluation may be kept. */
 int
 oomkit_attempt_only_results(const oomkit_call *call);

@@ -129,6 +129,7 @@ enum {
 
 struct oomkit_step;
 struct oomkit_pending;
+struct oomkit_proof;
 
 #define OOMKIT_UNMARKED 2
 
@@ -165,6 +166,8 @@ typedef struct oomkit_call {
     int has_signature;
     uint64_t bucket; /* what the caller says tells shapes apart besides, or 0 */
     uint64_t number; /* of the call at its site */
+    struct oomkit_proof *proof; /* borrowed: this runs to be compared, or NULL */
+    uint64_t proof_key;         /* what proofs of such a call go by; 0: not asked yet */
     uint64_t record; /* of its record in the ring, once it is there */
 
     /* a loss that is returned */

@@ -350,7 +350,7 @@ oomkit_call_free(oomkit_call *call)
 /* A result that needs backward: its second half will be the caller's. 0, or -1: then
  * the caller gets no result, and everything is as if the step had not begun. */
 static int
-engine_returned(oomkit_call *call, PyObject *result, int needs_backward, int verified)
+engine_returned(oomkit_call *call, PyObject *result, int needs_backward)
 {
     int status = call->returned != OOMKIT_RETURNED_NOTHING
                      ? oomkit_pending_attach(call, result)
@@ -358,9 +358,6 @@ engine_returned(oomkit_call *call, PyObject *result, int needs_backward, int ver
                                   : 0;
 
     if (status < 0) {
-        if (verified) { /* the marks at entry are gone */
-            return oomkit_failed_late(call);
-        }
         if (oomkit_tx_committed(call) == 0) {
             oomkit_recover_undo(call);
         }
@@ -375,7 +372,7 @@ static int
 engine_end(oomkit_call *call, PyObject *result)
 {
     oomkit_record record;
-    int finished = result != NULL, status = 0, verified = 0;
+    int finished = result != NULL, status = 0;
     int needs_backward = finished && !call->split && !call->training &&
                          call->options->backward == NULL && result != Py_None;
     PyObject *exception =
@@ -402,12 +399,9 @@ engine_end(oomkit_call *call, PyObject *result)
     }
     if (finished) {
         engine_learn(call, result, needs_backward);
-        verified = status == 0 ? oomkit_verify(call) : 0;
-        status = verified < 0 ? oomkit_failed_late(call) : status;
     }
     if (finished && status == 0) {
-        status = engine_returned(call, result, needs_backward, verified > 0);
-        call->parts->buffers_serial += verified > 0; /* marks at entry are of no use */
+        status = engine_returned(call, result, needs_backward);
     }
     if (status < 0) {
         exception = oomkit_exception_take();

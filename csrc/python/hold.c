@@ -2,6 +2,7 @@
  * micro-batch but the last. */
 #include "errors.h"
 #include "interceptor.h"
+#include "proof.h"
 
 /* Is step() handed a closure, by position or by name? */
 int
@@ -96,5 +97,8 @@ oomkit_interceptor_hold(interceptor_object *self, PyObject *const *args, size_t 
     if (oomkit_forward_watch(call, self->target, self->kind, optimizer) < 0) {
         return -1;
     }
-    return !call->is_last;
+    return !call->is_last ? 1
+           : call->proof == NULL
+               ? 0
+               : oomkit_proof_update(self, optimizer, args, nargsf, kwnames);
 }

@@ -154,6 +154,26 @@ option_switch(PyObject *kwargs, const char *name, int *value)
 }
 
 static int
+option_verify(PyObject *kwargs, int *value)
+{
+    PyObject *given = option_get(kwargs, "verify"); /* borrowed */
+
+    if (given != NULL && PyUnicode_Check(given) &&
+        PyUnicode_CompareWithASCIIString(given, "warn") == 0) {
+        *value = OOMKIT_VERIFY_WARN;
+        return 0;
+    }
+    if (given != NULL && given != Py_None && !PyBool_Check(given)) {
+        PyErr_Format(PyExc_TypeError,
+                     "auto_batch(verify=...) expected True, False, \"warn\" or None, got "
+                     "%R",
+                     given);
+        return -1;
+    }
+    return option_switch(kwargs, "verify", value);
+}
+
+static int
 option_callable(PyObject *kwargs, const char *name, PyObject **value)
 {
     PyObject *given = option_get(kwargs, name); /* borrowed */
@@ -396,7 +416,7 @@ oomkit_options_parse(oomkit_state *st, PyObject *kwargs, oomkit_options *options
         option_count(kwargs, "min_micro_batch", &options->min_micro_batch) < 0 ||
         option_count(kwargs, "multiple_of", &options->multiple_of) < 0 ||
         option_bool(kwargs, "restore_batch", &options->restore_batch) < 0 ||
-        option_switch(kwargs, "verify", &options->verify) < 0 ||
+        option_verify(kwargs, &options->verify) < 0 ||
         option_bool(kwargs, "reset_peaks", &options->reset_peaks) < 0) {
         return -1;
     }

@@ -12,6 +12,8 @@ typedef enum {
 } oomkit_safety;
 typedef enum { OOMKIT_RNG_NONE, OOMKIT_RNG_TORCH, OOMKIT_RNG_ALL } oomkit_rng_scope;
 
+#define OOMKIT_VERIFY_WARN 2 /* once, and what differs is a warning */
+
 typedef struct oomkit_options {
     PyObject *batch;   /* owned: tuple of argument names, or NULL */
     PyObject *statics; /* owned: tuple of argument names, never NULL */
@@ -29,7 +31,8 @@ typedef struct oomkit_options {
     int64_t accumulation_steps, min_micro_batch, multiple_of;
     oomkit_reduction reduction;
     int reduction_given; /* not the default */
-    int verify;          /* 1, 0, or -1: where it is of use */
+    int verify; /* -1: each structure of a batch once, 1: each shape, 0: never, or
+                   OOMKIT_VERIFY_WARN */
     oomkit_rng_scope rng;
     oomkit_safety gradient_safety;
     int optimizer_copy; /* optimizer_safety="copy" */

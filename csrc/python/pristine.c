@@ -121,7 +121,8 @@ oomkit_pristine_take(oomkit_call *call)
     uint64_t total;
     oomkit_pristine *p; /* owned by call */
 
-    if (call->step->effects_said || call->pristine != NULL || n == 0) {
+    if ((call->step->effects_said && call->proof == NULL) || call->pristine != NULL ||
+        n == 0) {
         return 0;
     }
     p = PyMem_Calloc(1, sizeof(*p) + (size_t)n * sizeof(*p->items));

@@ -192,7 +192,8 @@ returned_replay(oomkit_call *call, PyObject *loss, int scalar)
     if (scalar && oomkit_losses_replay(call, loss) < 0) {
         return -1;
     }
-    if (call->slice_count == 1 && !scalar) { /* the whole batch again */
+    if (call->slice_count == 1 && !scalar &&
+        call->proof == NULL) { /* the whole batch again */
         gradient = Py_NewRef(call->replayed->gradient);
     } else {
         gradient = returned_gradient(call, loss, scalar);

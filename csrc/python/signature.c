@@ -58,6 +58,14 @@ oomkit_signature_of(const oomkit_call *call, const oomkit_batch *batch, int auto
     return mix(hash, modes + 1) ^ call->bucket;
 }
 
+uint64_t
+oomkit_signature_modes(const oomkit_call *call)
+{
+    return mix(training_flag(call) + 1, is_on(call->st->is_any_autocast) * 2 +
+                                            is_on(call->st->is_grad_enabled)) ^
+           call->bucket;
+}
+
 /* What the shapes of a family have in common, and the bytes of one row of this one:
  * sequence lengths differ in nothing else. Never raises. */
 static void
@@ -66,9 +74,7 @@ shape_of(oomkit_call *call, oomkit_signature *entry)
     oomkit_tensor_facts facts;
     Py_ssize_t i;
 
-    entry->family = mix(training_flag(call) + 1, is_on(call->st->is_any_autocast) * 2 +
-                                                     is_on(call->st->is_grad_enabled));
-    entry->family ^= call->bucket;
+    entry->family = oomkit_signature_modes(call);
     entry->row_bytes = 0.0;
     for (i = 0; i < call->batch.count; i++) {
         const oomkit_node *node = &call->batch.nodes[i];

@@ -277,6 +277,7 @@
     X(loop_judge)     /* oomkit._loops: may a loop's body run again? */                \
     X(cut_sequence)   /* oomkit._loops: rows of a list */                              \
     X(verification)   /* oomkit._diagnose: the class that compares three runs */       \
+    X(proof)          /* oomkit._proof: the class that compares a split with the whole */ \
     X(memory_place)   /* oomkit.sizes: a device and a torch, by name */                \
     X(recall_sizes)   /* oomkit.sizes: what earlier runs have noted */                 \
     X(note_sizes)     /* oomkit.sizes: takes a note for later runs */

@@ -3,6 +3,7 @@
 #define OOMKIT_PYTHON_STEP_H
 
 #include "call.h"
+#include "proof.h"
 #include "results.h"
 
 #define OOMKIT_SIGNATURES 32
@@ -45,6 +46,8 @@ typedef struct oomkit_step {
     oomkit_signature signatures[OOMKIT_SIGNATURES];
     int signature_count;
     oomkit_loss_site losses;
+    oomkit_proven proven[OOMKIT_PROVEN];
+    uint32_t proven_next; /* the place that gives way */
     oomkit_whole_calls whole;
     uint64_t calls;
     int updates; /* optimizer steps in a finished whole call; -1 while unknown */
@@ -221,6 +224,9 @@ oomkit_signature_get(oomkit_call *call, int create);
 uint64_t
 oomkit_signature_of(const oomkit_call *call, const oomkit_batch *batch, int autocast,
                     int recording);
+/* A hash of training or evaluation, autocast and gradient recording. */
+uint64_t
+oomkit_signature_modes(const oomkit_call *call);
 /* What the planner is to know; *known is borrowed from the step. */
 void
 oomkit_signature_request(oomkit_call *call, oomkit_plan_request *request,

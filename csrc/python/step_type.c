@@ -204,6 +204,7 @@ step_dealloc(PyObject *op)
     oomkit_batch_site_clear(&self->batch_site);
     oomkit_result_site_clear(&self->results);
     oomkit_loss_site_clear(&self->losses);
+    oomkit_proven_clear(self->proven);
     Py_CLEAR(self->owner);
     Py_CLEAR(self->loop_of);
     if (self->parent == NULL) {

@@ -1,150 +1,16 @@
-/* verify=: is a micro-batch's loss what its own halves make of it? The function is run
- * on the largest slice that fitted and on the two halves of it, with backwards withheld
- * and updates held back, and everything is put back after each run. What is seen is
- * judged by oomkit._diagnose. */
+/* The weaker proof, where no more than one row fits: two micro-batches at once and each
+ * alone, without a graph, which nearly always fits. Backwards are withheld and updates
+ * held back; losses and results are judged by oomkit._diagnose. */
 #include "errors.h"
-#include "gradients.h"
+#include "proof.h"
 #include "step.h"
 #include "tree.h"
-
-typedef struct verify {
-    oomkit_call *call;
-    oomkit_rng rng; /* owned: the call's own marks, which the second half of a */
-    oomkit_buffers buffers;   /* returned loss may need */
-    uint32_t *param_versions; /* owned likewise */
-    PyObject *switches;       /* owned likewise */
-    oomkit_returned returned;
-    PyObject **gradients; /* owned: parameters' gradients while it runs */
-    uint8_t *moving;      /* owned: parts->moving as it was */
-    int64_t start, length, half;
-    int moved; /* random streams moved in the first run */
-    int norm;  /* batch statistics are in use */
-} verify;
-
-int
-oomkit_verify_wanted(const oomkit_call *call)
-{
-    const oomkit_options *options = call->options;
-
-    if (call->step->losses.verified || !call->split || options->verify == 0 ||
-        call->returned == OOMKIT_RETURNED_DEFERRED) {
-        return 0;
-    }
-    if (options->verify == 1) {
-        return 1;
-    }
-    return options->weight == NULL && options->rng != OOMKIT_RNG_NONE &&
-           (options->backward != NULL || call->losses.counts_items ||
-            call->returned == OOMKIT_RETURNED_STASH);
-}
-
-/* The largest slice and its halves: 1, or 0 when it is too small to be halved. */
-static int
-verify_choose(verify *v)
-{
-    const oomkit_call *call = v->call;
-    int64_t i, multiple = call->options->multiple_of;
-
-    for (i = 0; i < call->slice_count; i++) {
-        if (call->slices[i].length > v->length) {
-            v->start = call->slices[i].start;
-            v->length = call->slices[i].length;
-            v->call->slice_index = i;
-        }
-    }
-    v->half = (v->length + 1) / 2;
-    v->half = (v->half + multiple - 1) / multiple * multiple;
-    return v->half < v->length;
-}
-
-/* Has the step changed a leaf of the batch in place? Then it cannot run again. */
-static int
-verify_batch_moved(const oomkit_call *call)
-{
-    Py_ssize_t i;
-
-    for (i = 0; i < call->batch.count; i++) {
-        int moved = oomkit_node_moved(call->st, &call->batch.nodes[i]);
-        if (moved != 0) {
-            return moved;
-        }
-    }
-    return 0;
-}
-
-/* Gradients are taken out, so that nothing the function does to them counts. */
-static int
-verify_hide_gradients(verify *v)
-{
-    Py_ssize_t i;
-
-    v->gradients = grads_array(v->call);
-    if (v->gradients == NULL) {
-        return -1;
-    }
-    for (i = 0; i < v->call->parts->param_count; i++) {
-        v->gradients[i] = grads_get(v->call, i);
-        if (v->gradients[i] == NULL ||
-            (v->gradients[i] != Py_None && grads_set(v->call, i, Py_None) < 0)) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
-static void
-verify_show_gradients(verify *v)
-{
-    Py_ssize_t i;
-
-    for (i = 0; v->gradients != NULL && i < v->call->parts->param_count; i++) {
-        if (v->gradients[i] != NULL && grads_set(v->call, i, v->gradients[i]) < 0) {
-            PyErr_WriteUnraisable(v->call->parts->params[i]);
-        }
-    }
-    grads_array_free(v->call, &v->gradients);
-}
-
-/* Every buffer counts as moving, so that all are copied and can be put back. */
-static int
-verify_copy_buffers(verify *v)
-{
-    oomkit_participants *parts = v->call->parts;
-
-    if (parts->moving_count == 0) {
-        return 0;
-    }
-    v->moving = PyMem_Malloc((size_t)parts->moving_count);
-    if (v->moving == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    memcpy(v->moving, parts->moving, (size_t)parts->moving_count);
-    memset(parts->moving, 1, (size_t)parts->moving_count);
-    return 0;
-}
-
-static void
-verify_forget_buffers(verify *v)
-{
-    oomkit_participants *parts = v->call->parts;
-    Py_ssize_t i;
-
-    for (i = 0; v->moving != NULL && i < parts->moving_count; i++) {
-        parts->moving[i] = v->moving[i];
-        if (!parts->moving[i]) {
-            Py_CLEAR(parts->copies[i]);
-        }
-    }
-    PyMem_Free(v->moving);
-}
 
 /* One run of the function on rows start .. start + length; what it shows goes to the
  * verification. 0 or -1. */
 static int
-verify_call(verify *v, int64_t start, int64_t length)
+verify_call(oomkit_call *call, int64_t start, int64_t length)
 {
-    oomkit_call *call = v->call;
     Py_ssize_t i;
     PyObject *result = NULL, *loss = NULL, *done = NULL; /* owned */
     PyObject **vector = PyMem_Calloc((size_t)call->batch.total + 1, sizeof(PyObject *));
@@ -183,83 +49,42 @@ verify_call(verify *v, int64_t start, int64_t length)
     return done == NULL ? -1 : 0;
 }
 
-/* Everything as before the run. Keeps the exception in flight; 0, or -1 when something
- * cannot be put back, which is said. */
+/* The same without a graph, with its marks; everything is put back. *moved tells
+ * whether random numbers were drawn. 0 or -1. */
 static int
-verify_put_back(verify *v)
+verify_run(oomkit_proof *p, int64_t start, int64_t length, int *moved)
 {
-    oomkit_call *call = v->call;
-    PyObject *exception =
-        PyErr_Occurred() ? oomkit_exception_take() : NULL; /* owned, given back */
-    PyObject *message = NULL;                              /* owned */
-    int result = oomkit_take_back(call, &message);
+    oomkit_call *call = p->call;
+    int result = oomkit_tx_begin(call), mode;
 
-    if (result == 1) {
-        PyObject *done = /* owned */
-            PyObject_CallMethod(call->st->log, "warning", "sOO",
-                                "oomkit: the verification of %s left a change: %s",
-                                call->options->label, message);
-        Py_XDECREF(done);
-    }
-    Py_XDECREF(message);
-    if (PyErr_Occurred()) {
-        PyErr_WriteUnraisable(call->func);
-    }
-    if (exception != NULL) {
-        oomkit_exception_give(exception);
-    } else if (result != 0) {
-        PyErr_SetString(PyExc_RuntimeError, "its state could not be put back");
-    }
-    return result == 0 ? 0 : -1;
-}
-
-/* A run with its marks. 0 or -1. */
-static int
-verify_run(verify *v, int64_t start, int64_t length)
-{
-    oomkit_call *call = v->call;
-    int result;
-
-    oomkit_tx_end_attempt(call);
-    if (oomkit_tx_begin(call) < 0) {
-        oomkit_tx_end_attempt(call);
-        return -1;
-    }
     call->is_last = 0;
     Py_CLEAR(call->cleared);
-    result = verify_call(v, start, length);
-    if (result == 0 && length == v->length) {
-        v->moved = oomkit_rng_moved(call);
-        result = v->moved < 0 ? -1 : 0;
-    }
-    if (call->queued) {
-        PyObject *exception = oomkit_exception_take(); /* owned, given back */
-        if (oomkit_backward_drain(call->st) < 0) {
-            PyErr_WriteUnraisable(call->func);
-        }
-        if (exception != NULL) {
-            oomkit_exception_give(exception);
-        }
-    }
-    if (verify_put_back(v) < 0) {
+    mode = result < 0 ? -1 : oomkit_grad_mode_off(call->st);
+    if (mode >= 0) {
+        result = verify_call(call, start, length);
+        result = oomkit_grad_mode_back(call->st, mode, result);
+    } else {
         result = -1;
     }
-    oomkit_tx_end_attempt(call);
-    return result;
+    if (result == 0 && moved != NULL) {
+        *moved = oomkit_rng_moved(call);
+        result = *moved < 0 ? -1 : 0;
+    }
+    return oomkit_proof_put_back(p) < 0 ? -1 : result;
 }
 
 /* What a part weighs: its rows, or the numbers of weight=. New list or NULL. */
 static PyObject *
-verify_weights(verify *v, int64_t start, int64_t length)
+verify_weights(oomkit_call *call, int64_t start, int64_t length)
 {
     Py_ssize_t groups = 0, i;
     PyObject *list; /* owned */
     double *values;
 
-    if (v->call->options->weight == NULL) {
+    if (call->options->weight == NULL) {
         return Py_BuildValue("[d]", (double)length);
     }
-    values = oomkit_weights_ask(v->call, start, length, &groups);
+    values = oomkit_weights_ask(call, start, length, &groups);
     if (values == NULL) {
         return NULL;
     }
@@ -274,31 +99,6 @@ verify_weights(verify *v, int64_t start, int64_t length)
     }
     PyMem_Free(values);
     return list;
-}
-
-/* The three runs, and what they tell: (equal, text) or None. New reference or NULL. */
-static PyObject *
-verify_runs(verify *v)
-{
-    oomkit_call *call = v->call;
-    int64_t middle = v->start + v->half, rest = v->length - v->half;
-    PyObject *one, *two = NULL, *verdict = NULL; /* owned */
-
-    if (oomkit_intercept_install(call) < 0 || verify_run(v, v->start, v->length) < 0 ||
-        verify_run(v, v->start, v->half) < 0 || verify_run(v, middle, rest) < 0) {
-        return NULL;
-    }
-    one = verify_weights(v, v->start, v->half);
-    two = one ? verify_weights(v, middle, rest) : NULL;
-    if (two != NULL) {
-        verdict = PyObject_CallMethod(
-            call->losses.verification, "judge", "OOOOOO", call->options->label, one,
-            two, call->losses.is_sum ? Py_True : Py_False,
-            v->moved ? Py_True : Py_False, v->norm ? Py_True : Py_False);
-    }
-    Py_XDECREF(one);
-    Py_XDECREF(two);
-    return verdict;
 }
 
 /* The verification could not be made: a debug line. Errors that ask the program to end
@@ -326,102 +126,71 @@ verify_abandon(oomkit_call *call, PyObject *exception)
     return done == NULL ? -1 : 0;
 }
 
-/* Steals `verdict`. 0 or -1. */
+/* What each of the two parts weighs, and is it a sum? 0 or -1. */
 static int
-verify_say(oomkit_call *call, PyObject *verdict)
+verify_shares(oomkit_proof *p, const oomkit_slice *cut, PyObject **one, PyObject **two)
 {
-    PyObject *equal, *text, *done; /* borrowed from verdict; owned */
-    int result = 0;
+    oomkit_call *call = p->call;
 
-    if (verdict == Py_None) {
-        Py_DECREF(verdict);
-        return 0; /* there was nothing to compare */
-    }
-    if (PyArg_ParseTuple(verdict, "OU", &equal, &text)) {
-        if (equal == Py_True || (equal == Py_None && call->options->verify != 1)) {
-            done = PyObject_CallMethod(call->st->log, "info", "sO", "oomkit: %s", text);
-            result = done == NULL ? -1 : 0;
-            Py_XDECREF(done);
-        } else {
-            result = oomkit_warn(call->st->OomkitWarning, 1, "oomkit: %U", text);
-        }
-    } else {
-        result = -1;
-    }
-    Py_DECREF(verdict);
-    return result;
-}
-
-/* The marks of the finished call are set aside, and brought back. */
-static void
-verify_set_aside(verify *v)
-{
-    oomkit_call *call = v->call;
-
-    v->returned = call->returned;
-    v->rng = call->rng;
-    v->buffers = call->buffers;
-    v->param_versions = call->param_versions;
-    v->switches = call->switches;
-    call->switches = NULL; /* the runs begin as the call ended */
-    memset(&call->rng, 0, sizeof(call->rng));
-    memset(&call->buffers, 0, sizeof(call->buffers));
-    call->param_versions = NULL;
-    call->grads.stashing = 0; /* the stash is no business of the runs */
-}
-
-static void
-verify_bring_back(verify *v)
-{
-    oomkit_call *call = v->call;
-
-    call->returned = v->returned;
-    oomkit_rng_release(call);
-    oomkit_buffers_release(call);
-    PyMem_Free(call->param_versions);
-    call->rng = v->rng;
-    call->buffers = v->buffers;
-    call->param_versions = v->param_versions;
-    Py_XSETREF(call->switches, v->switches);
-}
-
-int
-oomkit_verify(oomkit_call *call)
-{
-    verify v = {.call = call};
-    PyObject *verdict = NULL, *exception; /* owned */
-    int moved, phase;
-
-    if (!oomkit_verify_wanted(call) || !verify_choose(&v)) {
-        return 0;
-    }
-    call->step->losses.verified = 1;
-    moved = verify_batch_moved(call);
-    if (moved != 0) {
-        return moved < 0 ? -1 : 0;
-    }
-    call->losses.verification = PyObject_CallNoArgs(call->st->verification);
-    if (call->losses.verification == NULL) {
+    call->slices = PyMem_Realloc(call->slices, 2 * sizeof(*cut));
+    if (call->slices == NULL) {
+        PyErr_NoMemory();
         return -1;
     }
-    v.norm = oomkit_buffers_norm_training(call);
-    verify_set_aside(&v);
-    oomkit_call_set_current(call);
-    phase = oomkit_phase_set(call->st, OOMKIT_PHASE_RECOVERY);
-    if (v.norm >= 0 && verify_copy_buffers(&v) == 0 && verify_hide_gradients(&v) == 0) {
-        verdict = verify_runs(&v);
+    memcpy(call->slices, cut, 2 * sizeof(*cut));
+    call->slice_count = call->slice_room = 2;
+    call->slice_index = 0;
+    call->split = 1;
+    if (oomkit_weights_set(call) < 0) {
+        return -1;
     }
-    exception = verdict == NULL ? oomkit_exception_take() : NULL;
-    verify_forget_buffers(&v);
-    verify_show_gradients(&v);
-    oomkit_intercept_remove(call);
-    oomkit_phase_set(call->st, phase);
-    oomkit_call_set_current(NULL);
-    verify_bring_back(&v);
+    *one = verify_weights(call, cut[0].start, cut[0].length);
+    *two = *one ? verify_weights(call, cut[1].start, cut[1].length) : NULL;
+    return *two == NULL ? -1 : 0;
+}
+
+/* The three runs, and what they tell. New reference or NULL. */
+static PyObject *
+verify_runs(oomkit_proof *p, int64_t start, const oomkit_slice *cut)
+{
+    oomkit_call *call = p->call;
+    PyObject *one = NULL, *two = NULL, *verdict = NULL; /* owned */
+    int moved = 0;
+
+    if (verify_shares(p, cut, &one, &two) == 0 &&
+        verify_run(p, start, cut[0].length + cut[1].length, &moved) == 0 &&
+        verify_run(p, cut[0].start, cut[0].length, NULL) == 0 &&
+        verify_run(p, cut[1].start, cut[1].length, NULL) == 0) {
+        verdict = PyObject_CallMethod(call->losses.verification, "judge", "OOOOOO",
+                                      call->options->label, one, two,
+                                      call->losses.is_sum ? Py_True : Py_False,
+                                      moved ? Py_True : Py_False, Py_False);
+    }
+    Py_XDECREF(one);
+    Py_XDECREF(two);
+    return verdict;
+}
+
+PyObject *
+oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first)
+{
+    oomkit_call *call = p->call;
+    const oomkit_slice cut[2] = {{start, first}, {start + first, length - first}};
+    PyObject *verdict = NULL, *done; /* owned */
+
+    call->losses.verification = PyObject_CallNoArgs(call->st->verification);
+    if (call->losses.verification == NULL) {
+        return NULL;
+    }
+    done = PyObject_CallMethod(p->judge, "quiet", "O", Py_False);
+    Py_XDECREF(done);
+    verdict = done == NULL ? NULL : verify_runs(p, start, cut);
     Py_CLEAR(call->losses.verification);
-    moved =
-        verdict == NULL ? verify_abandon(call, exception) : verify_say(call, verdict);
-    return moved < 0 ? -1 : 1;
+    if (verdict == NULL && call->restart == 0) {
+        return verify_abandon(call, oomkit_exception_take()) < 0 ? NULL
+                                                                 : Py_NewRef(Py_None);
+    }
+    return verdict;
 }
 
 PyObject *

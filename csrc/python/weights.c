@@ -2,6 +2,7 @@
  * for a sum, and what weight= answers for everything else. */
 #include "call.h"
 #include "errors.h"
+#include "proof.h"
 #include "step.h"
 #include "tensor.h"
 #include "tree.h"
@@ -188,15 +189,79 @@ weights_measured(oomkit_call *call)
     return 0;
 }
 
+/* Weights that a proof has found, of these slices. Steals `rule`. 0 or -1. */
+static int
+weights_found(oomkit_call *call, PyObject *rule)
+{
+    PyObject *number = PyObject_GetAttrString(rule, "leaf"); /* owned */
+    PyObject *cut = PyList_New(0), *answer = NULL;           /* owned */
+    Py_ssize_t leaf = number == NULL ? -1 : PyLong_AsSsize_t(number);
+    double total = 0.0;
+    int64_t i;
+
+    for (i = 0; cut != NULL && i < call->slice_count; i++) {
+        PyObject *item = /* owned */
+            Py_BuildValue("LL", (long long)call->slices[i].start,
+                          (long long)call->slices[i].length);
+        if (item == NULL || PyList_Append(cut, item) < 0) {
+            Py_CLEAR(cut);
+        }
+        Py_XDECREF(item);
+    }
+    if (cut != NULL && !PyErr_Occurred()) {
+        oomkit_exempt_enter(call->st);
+        answer = PyObject_CallMethod(rule, "counts", "OO",
+                                     leaf >= 0 && leaf < call->batch.count
+                                         ? call->batch.nodes[leaf].object
+                                         : Py_None,
+                                     cut);
+        oomkit_exempt_leave(call->st);
+    }
+    for (i = 0; answer != NULL && i < call->slice_count; i++) {
+        call->weights[i] = PyFloat_AsDouble(PyList_GET_ITEM(answer, i));
+        total += call->weights[i];
+    }
+    for (i = 0; !call->losses.is_sum && answer != NULL && i < call->slice_count; i++) {
+        call->weights[i] =
+            total > 0.0 ? call->weights[i] / total : 1.0 / (double)call->slice_count;
+    }
+    Py_XDECREF(number);
+    Py_XDECREF(cut);
+    Py_XDECREF(answer);
+    Py_DECREF(rule);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* The rows that the slices make up: the batch's, or those of a proof. */
+static int64_t
+weights_rows(const oomkit_call *call)
+{
+    const oomkit_slice *last = &call->slices[call->slice_count - 1];
+    return last->start + last->length - call->slices[0].start;
+}
+
+static int
+weights_rule_is(PyObject *rule, const char *name)
+{
+    PyObject *kind = PyObject_GetAttrString(rule, "kind"); /* owned */
+    int is = kind != NULL && PyUnicode_Check(kind) &&
+             PyUnicode_CompareWithASCIIString(kind, name) == 0;
+
+    Py_XDECREF(kind);
+    return is;
+}
+
 int
 oomkit_weights_set(oomkit_call *call)
 {
+    PyObject *rule = Py_XNewRef(oomkit_proof_rule(call)); /* owned, then stolen */
     oomkit_losses *l = &call->losses;
     const oomkit_options *options = call->options;
     int64_t i;
     void *grown = PyMem_Realloc(call->weights,
                                 (size_t)call->slice_count * sizeof(*call->weights));
     if (grown == NULL) {
+        Py_XDECREF(rule);
         PyErr_NoMemory();
         return -1;
     }
@@ -204,11 +269,13 @@ oomkit_weights_set(oomkit_call *call)
     l->sum = l->mean = l->largest = 0.0;
     l->seen = 0;
     l->groups = 0;
-    l->counts_items = options->weight == NULL && !options->reduction_given &&
-                      weights_items_passed(call);
-    l->is_sum = l->counts_items ||
-                (options->weight == NULL && options->reduction == OOMKIT_REDUCTION_SUM);
-    call->join.is_sum = l->counts_items;
+    l->counts_items = rule == NULL && options->weight == NULL &&
+                      !options->reduction_given && weights_items_passed(call);
+    l->is_sum = rule != NULL
+                    ? weights_rule_is(rule, "sum")
+                    : l->counts_items || (options->weight == NULL &&
+                                          options->reduction == OOMKIT_REDUCTION_SUM);
+    call->join.is_sum = rule != NULL ? l->is_sum : l->counts_items;
     call->join.groups = 0;
     if (options->weight != NULL) {
         if (weights_measured(call) < 0) {
@@ -220,9 +287,15 @@ oomkit_weights_set(oomkit_call *call)
     }
     for (i = 0; i < call->slice_count; i++) {
         call->weights[i] =
-            l->is_sum ? 1.0 : (double)call->slices[i].length / (double)call->batch.rows;
+            l->is_sum ? 1.0
+                      : (double)call->slices[i].length / (double)weights_rows(call);
     }
-    return 0;
+    if (rule != NULL && call->batch.count > 0 && !l->is_sum &&
+        !weights_rule_is(rule, "rows")) {
+        return weights_found(call, rule);
+    }
+    Py_XDECREF(rule);
+    return PyErr_Occurred() ? -1 : 0;
 }
 
 /* As many weights as backwards? -1 with SplitError. */
@@ -454,7 +527,7 @@ oomkit_weights_check(oomkit_call *call, PyObject *result)
         return -1;
     }
     if (call->slice_index > 0 || site->labels_said || call->options->weight != NULL ||
-        call->losses.is_sum || !labels_are_due(call)) {
+        call->losses.is_sum || oomkit_proof_known(call) || !labels_are_due(call)) {
         return 0;
     }
     loss = call->training ? 1 : result_is_loss(call, result);

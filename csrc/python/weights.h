@@ -22,7 +22,7 @@ typedef struct oomkit_loss_site {
     oomkit_loss before; /* and of the one before */
     int64_t rows;       /* of that call */
     uint32_t size;      /* bytes of the last loss that was read: tried first */
-    uint8_t compared, labels_said, groups_said, verified;
+    uint8_t compared, labels_said, groups_said;
 } oomkit_loss_site;
 
 /* Of one call. */
@@ -103,22 +103,5 @@ oomkit_losses_replay(struct oomkit_call *call, PyObject *root);
  */
 int
 oomkit_losses_replayed(struct oomkit_call *call, const oomkit_loss *loss, int noise);
-
-/* --- verify.c --- */
-
-/* Will this call be verified when it has finished? */
-int
-oomkit_verify_wanted(const struct oomkit_call *call);
-
-/* After a finished split call, once per site: the largest slice against its own halves.
- * Leaves no trace but log lines, a warning, and what the function does besides. 1 when
- * it ran (the copies of buffers at entry are gone then), 0, or -1 with an exception
- * (KeyboardInterrupt; a warning that is an error). */
-int
-oomkit_verify(struct oomkit_call *call);
-
-/* In place of an outermost backward of a verification. New reference or NULL. */
-PyObject *
-oomkit_verify_backward(struct oomkit_call *call, PyObject *roots);
 
 #endif

@@ -1,0 +1,626 @@
+/* When a split is proven, of which rows, and what comes of it. */
+#include "proof.h"
+#include "errors.h"
+#include "step.h"
+#include "tensor.h"
+#include "tree.h"
+
+/* --- what is known --- */
+
+static uint64_t
+mix(uint64_t hash, uint64_t value)
+{
+    hash = (hash ^ value) * 0xff51afd7ed558ccdu;
+    return hash ^ (hash >> 32);
+}
+
+/* A batch of another structure, other participants, another mode or another way to run
+ * the backward are proven anew; other sizes are not, unless verify=True. Never 0. */
+static uint64_t
+proof_key(oomkit_call *call)
+{
+    uint64_t hash =
+        mix((uint64_t)call->batch.count + 1,
+            (uint64_t)call->parts->param_count * 2 + (call->replayed != NULL));
+    Py_ssize_t i;
+
+    for (i = 0; i < call->batch.count; i++) {
+        const oomkit_node *node = &call->batch.nodes[i];
+        oomkit_tensor_facts facts;
+        hash = mix(hash, (uint64_t)(node->kind * 64 + node->split * 8 + node->flags));
+        if (node->split != OOMKIT_SPLIT_ITEMS) {
+            hash = mix(hash, (uint64_t)node->children);
+        }
+        if (node->kind != OOMKIT_NODE_TENSOR) {
+            continue;
+        }
+        if (oomkit_tensor_facts_get(call->st, node->object, 0, &facts) < 0) {
+            oomkit_error_dismiss(); /* it does not count */
+            continue;
+        }
+        hash = mix(hash, (uint64_t)(facts.dtype * 16 + facts.ndim));
+    }
+    hash = mix(hash, oomkit_signature_modes(call));
+    if (call->options->verify == 1) {
+        hash = mix(hash, oomkit_batch_signature(&call->batch));
+    }
+    return hash | 1;
+}
+
+static oomkit_proven *
+proven_find(oomkit_call *call)
+{
+    oomkit_step *step = call->step;
+    int i;
+
+    if (call->proof_key == 0) {
+        call->proof_key = proof_key(call);
+    }
+    for (i = 0; i < OOMKIT_PROVEN; i++) {
+        if (step->proven[i].key == call->proof_key) {
+            return &step->proven[i];
+        }
+    }
+    return NULL;
+}
+
+/* Notes what was shown; the oldest gives way. Steals `rule` (may be NULL). */
+static void
+proven_note(oomkit_call *call, PyObject *rule, oomkit_proof_level level)
+{
+    oomkit_step *step = call->step;
+    oomkit_proven *found = proven_find(call);
+    PyObject *before; /* owned */
+
+    if (found == NULL) {
+        found = &step->proven[step->proven_next++ % OOMKIT_PROVEN];
+    }
+    before = found->rule;
+    found->key = call->proof_key;
+    found->rule = rule;
+    found->level = (uint8_t)level;
+    Py_XDECREF(before);
+    step->losses.compared = 1; /* a guess about them would say less */
+}
+
+void
+oomkit_proven_clear(oomkit_proven *proven)
+{
+    int i;
+
+    for (i = 0; i < OOMKIT_PROVEN; i++) {
+        Py_CLEAR(proven[i].rule);
+        proven[i].key = 0;
+    }
+}
+
+PyObject *
+oomkit_proof_rule(oomkit_call *call)
+{
+    const oomkit_proven *found;
+
+    if (call->proof != NULL) {
+        return call->proof->rule;
+    }
+    if (call->options->weight != NULL || call->options->verify == 0 || call->forced) {
+        return NULL;
+    }
+    found = proven_find(call);
+    return found == NULL ? NULL : found->rule;
+}
+
+int
+oomkit_proof_known(oomkit_call *call)
+{
+    const oomkit_proven *found;
+
+    if (call->proof != NULL) {
+        return 1;
+    }
+    if (call->options->verify == 0 || call->forced) {
+        return 0;
+    }
+    found = proven_find(call);
+    return found != NULL && found->level == OOMKIT_PROVEN_FULLY;
+}
+
+static int
+proof_wanted(oomkit_call *call)
+{
+    const oomkit_proven *found;
+
+    if (!call->split || call->options->verify == 0 || call->forced ||
+        call->proof != NULL || call->slice_index > 0 || call->joining) {
+        return 0;
+    }
+    found = proven_find(call);
+    return found == NULL || found->level != OOMKIT_PROVEN_FULLY;
+}
+
+/* --- which rows --- */
+
+/* Is it a cut? */
+static int
+choose_fits(const oomkit_proof *p)
+{
+    const int64_t least = p->own_options->min_micro_batch;
+    return p->first > 0 && p->first < p->length && p->first >= least &&
+           p->length - p->first >= least;
+}
+
+/* In the middle, as near as the multiple lets it. 1, or 0 when it cannot be cut. */
+static int
+choose_middle(oomkit_proof *p, int64_t multiple)
+{
+    p->first = ((p->length + 1) / 2 + multiple - 1) / multiple * multiple;
+    return choose_fits(p);
+}
+
+/* In two parts of even length, for a step that works on such alone. */
+static int
+proof_choose_even(oomkit_proof *p)
+{
+    const int64_t multiple = p->own_options->multiple_of;
+    return choose_middle(p, multiple % 2 == 0 ? multiple : multiple * 2);
+}
+
+/* The largest micro-batch, and where it is cut: off its middle where that leaves two
+ * rows in each part, so that a part's share is not one over the number of parts. */
+static int
+proof_choose(oomkit_proof *p)
+{
+    const oomkit_call *call = p->call;
+    const int64_t multiple = call->options->multiple_of;
+    int64_t i;
+
+    p->own_options = call->options;
+    for (i = 0; i < call->slice_count; i++) {
+        if (call->slices[i].length > p->length) {
+            p->start = call->slices[i].start;
+            p->length = call->slices[i].length;
+        }
+    }
+    if (!choose_middle(p, multiple)) {
+        return 0;
+    }
+    if (p->first * 2 == p->length && p->length - p->first - multiple >= 2) {
+        p->first += multiple;
+        if (!choose_fits(p)) {
+            p->first -= multiple;
+        }
+    }
+    return 1;
+}
+
+/* --- what comes of it --- */
+
+static int
+proof_log(oomkit_call *call, const char *level, PyObject *text)
+{
+    PyObject *done = /* owned */
+        text == NULL
+            ? NULL
+            : PyObject_CallMethod(call->st->log, level, "sO", "oomkit: %s", text);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* It differs: SplitError, or with verify="warn" a warning. `rules` (borrowed) would
+ * make it equal. Steals `text`. 0 or -1. */
+static int
+proof_refuse(oomkit_proof *p, PyObject *text, PyObject *rules)
+{
+    oomkit_call *call = p->call;
+    PyObject *advice = /* owned */
+        text == NULL || rules == NULL
+            ? NULL
+            : PyObject_CallMethod(p->judge, "advice", "O", rules);
+    int result = -1;
+
+    if (advice != NULL && call->options->verify == OOMKIT_VERIFY_WARN) {
+        result = oomkit_warn(call->st->OomkitWarning, 1,
+                             "oomkit: %U is split all the same (verify=\"warn\"): %U; "
+                             "%U",
+                             call->options->label, text, advice);
+    } else if (advice != NULL) {
+        call->raised = 1;
+        oomkit_raise(call->st->SplitError, "auto_batch cannot split %U exactly: %U; %U",
+                     call->options->label, text, advice);
+    }
+    Py_XDECREF(advice);
+    Py_XDECREF(text);
+    return result;
+}
+
+/* judge.verdict(): *text (owned) is what differs, NULL for nothing. 0 or -1. */
+static int
+proof_ask(oomkit_proof *p, PyObject **text)
+{
+    oomkit_exempt_enter(p->call->st);
+    *text = PyObject_CallMethod(p->judge, "verdict", NULL);
+    oomkit_exempt_leave(p->call->st);
+    if (*text == Py_None) {
+        Py_CLEAR(*text);
+        return 0;
+    }
+    return *text == NULL ? -1 : 0;
+}
+
+/* Nothing but values of the result differ: would they be the same if the whole ran
+ * twice? Times are not. As proof_ask(), which has answered *text. */
+static int
+proof_twice(oomkit_proof *p, PyObject **text)
+{
+    const oomkit_slice whole = {p->start, p->length};
+    PyObject *volatile_ = PyObject_GetAttrString(p->judge, "volatile"); /* owned */
+    int ask = volatile_ == Py_True;
+
+    Py_XDECREF(volatile_);
+    if (volatile_ == NULL) {
+        Py_CLEAR(*text);
+        return -1;
+    }
+    if (!ask) {
+        return 0;
+    }
+    Py_CLEAR(*text);
+    return oomkit_proof_run(p, "whole again", &whole, 1, NULL) < 0 ? -1
+                                                                   : proof_ask(p, text);
+}
+
+/* Whole and parts, compared. *text (owned) is what differs, NULL for nothing. 0 or -1.
+ */
+static int
+proof_compare(oomkit_proof *p, const char *name, int64_t first, PyObject **text)
+{
+    oomkit_slice cut[2] = {{p->start, first}, {p->start + first, p->length - first}};
+
+    *text = NULL;
+    if (oomkit_proof_run(p, name, cut, 2, NULL) < 0 || proof_ask(p, text) < 0) {
+        return -1;
+    }
+    return *text == NULL ? 0 : proof_twice(p, text);
+}
+
+/* Was that the step's own error, which another size may not raise? */
+static int
+proof_own_error(const oomkit_call *call)
+{
+    return !call->raised && call->restart == 0 &&
+           PyErr_ExceptionMatches(PyExc_Exception) &&
+           !PyErr_ExceptionMatches(call->st->OomkitError) &&
+           !oomkit_exception_is_oom(call->st);
+}
+
+/* The whole slice, with modules of chance in eval. *moved: numbers were drawn all the
+ * same. 0 or -1. */
+static int
+whole_run(oomkit_proof *p, int everything, int *moved)
+{
+    const oomkit_slice whole = {p->start, p->length};
+    PyObject *done = /* owned */
+        PyObject_CallMethod(p->judge, "quiet", "O", everything ? Py_True : Py_False);
+
+    Py_XDECREF(done);
+    return done == NULL ? -1 : oomkit_proof_run(p, "whole", &whole, 1, moved);
+}
+
+static int
+proof_whole(oomkit_proof *p)
+{
+    int moved, again;
+
+    if (whole_run(p, 0, &moved) < 0) {
+        return -1;
+    }
+    if (moved) {
+        again = whole_run(p, 1, &moved);
+        if (again < 0 && proof_own_error(p->call)) {
+            oomkit_error_dismiss(); /* it does not work in eval: coarsely, then */
+            moved = 1;
+            again = 0;
+        }
+        if (again < 0 ||
+            (moved && (whole_run(p, 0, &moved) < 0 ||
+                       PyObject_SetAttrString(p->judge, "noise", Py_True) < 0))) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* The first cut that the step works on. As proof_compare(). */
+static int
+proof_parts(oomkit_proof *p, PyObject **text)
+{
+    const int64_t first = p->first;
+    PyObject *exception; /* owned, given back */
+    int result = proof_compare(p, "parts", p->first, text);
+
+    if (result == 0 || !proof_own_error(p->call)) {
+        return result;
+    }
+    exception = oomkit_exception_take();
+    if (!proof_choose_even(p) || p->first == first) {
+        oomkit_exception_give(exception);
+        return -1;
+    }
+    Py_DECREF(exception);
+    return proof_compare(p, "parts", p->first, text);
+}
+
+/* --- weights --- */
+
+/* (number, name, tensor, sliced) of the tensors of the batch. New list or NULL. */
+static PyObject *
+search_leaves(const oomkit_call *call)
+{
+    const oomkit_batch *batch = &call->batch;
+    PyObject *list = PyList_New(0); /* owned */
+    Py_ssize_t i;
+
+    for (i = 0; list != NULL && i < batch->count; i++) {
+        const oomkit_node *node = &batch->nodes[i];
+        PyObject *path, *item = NULL; /* owned */
+        if (node->kind != OOMKIT_NODE_TENSOR) {
+            continue;
+        }
+        path = oomkit_node_path(batch, call->step->names, i);
+        if (path != NULL) {
+            item =
+                Py_BuildValue("nOOO", i, path, node->object,
+                              node->split == OOMKIT_SPLIT_NARROW ? Py_True : Py_False);
+        }
+        if (item == NULL || PyList_Append(list, item) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(path);
+        Py_XDECREF(item);
+    }
+    return list;
+}
+
+/* May weights be searched? Not in place of what the user has said they are. */
+static int
+search_allowed(const oomkit_call *call)
+{
+    return call->options->weight == NULL && !call->options->reduction_given;
+}
+
+/* The rules that make this cut's parts the whole, also where they must not be used. New
+ * list or NULL. */
+static PyObject *
+search_rules(oomkit_proof *p)
+{
+    const oomkit_slice whole = {p->start, p->length}, one = {p->start, p->first},
+                       two = {p->start + p->first, p->length - p->first};
+    PyObject *leaves, *rules = NULL; /* owned */
+    int status;
+
+    if (p->call->options->dim != 0 || !p->trained) {
+        return PyList_New(0);
+    }
+    p->raw = 1;
+    status = oomkit_proof_run(p, "raw", &whole, 1, NULL) < 0 ||
+                     oomkit_proof_run(p, "one", &one, 1, NULL) < 0 ||
+                     oomkit_proof_run(p, "two", &two, 1, NULL) < 0
+                 ? -1
+                 : 0;
+    p->raw = 0;
+    leaves = status < 0 ? NULL : search_leaves(p->call);
+    if (leaves != NULL) {
+        oomkit_exempt_enter(p->call->st);
+        rules = PyObject_CallMethod(p->judge, "search", "O[(LL)(LL)]", leaves,
+                                    (long long)one.start, (long long)one.length,
+                                    (long long)two.start, (long long)two.length);
+        oomkit_exempt_leave(p->call->st);
+    }
+    Py_XDECREF(leaves);
+    return rules;
+}
+
+/* Does this rule hold, for this cut and for another one? 1, 0 or -1. */
+static int
+search_holds(oomkit_proof *p)
+{
+    int64_t other = p->length > 2 ? (p->first == 1 ? 2 : p->first - 1) : p->first;
+    PyObject *text; /* owned */
+
+    if (proof_compare(p, "parts", p->first, &text) < 0) {
+        return -1;
+    }
+    if (text == NULL && other != p->first &&
+        other % p->call->options->multiple_of == 0 &&
+        other >= p->call->options->min_micro_batch &&
+        proof_compare(p, "parts again", other, &text) < 0) {
+        return -1;
+    }
+    Py_XDECREF(text);
+    return text == NULL;
+}
+
+/* Which of these weights make the parts the whole: p->rule. 1, 0 or -1. */
+static int
+search_try(oomkit_proof *p, PyObject *rules)
+{
+    Py_ssize_t i;
+    int found = 0;
+
+    for (i = 0; found == 0 && i < PyList_GET_SIZE(rules); i++) {
+        Py_XSETREF(p->rule, Py_NewRef(PyList_GET_ITEM(rules, i)));
+        found = search_holds(p);
+    }
+    if (found == 0) {
+        Py_CLEAR(p->rule);
+    }
+    return found;
+}
+
+static int
+search_say(oomkit_proof *p)
+{
+    PyObject *done = PyObject_CallMethod(p->rule, "forget", NULL);          /* owned */
+    PyObject *what = done ? PyObject_GetAttrString(p->rule, "text") : NULL; /* owned */
+    PyObject *text =                                                        /* owned */
+        what == NULL ? NULL
+                     : PyUnicode_FromFormat("the loss of %U is taken for a %U, which "
+                                            "makes two parts of a batch the whole",
+                                            p->call->options->label, what);
+    int result = proof_log(p->call, "info", text);
+
+    Py_XDECREF(done);
+    Py_XDECREF(what);
+    Py_XDECREF(text);
+    return result;
+}
+
+/* --- the proof --- */
+
+/* The parts are not the whole, as `text` (stolen) says. 1 with weights that make them
+ * so, 0 split all the same, -1. */
+static int
+proof_differs(oomkit_proof *p, PyObject *text)
+{
+    PyObject *rules = search_rules(p); /* owned */
+    int found = rules == NULL ? -1 : search_allowed(p->call) ? search_try(p, rules) : 0;
+
+    if (found == 0) {
+        found = proof_refuse(p, text, rules);
+    } else {
+        Py_DECREF(text);
+        found = found < 0 || search_say(p) < 0 ? -1 : 1;
+    }
+    Py_XDECREF(rules);
+    return found;
+}
+
+/* 1 shown, 0 split all the same (a warning said so), -1. */
+static int
+proof_full(oomkit_proof *p)
+{
+    PyObject *text; /* owned */
+    int result;
+
+    if (proof_whole(p) < 0 || proof_parts(p, &text) < 0) {
+        return -1;
+    }
+    if (text != NULL) {
+        return proof_differs(p, text);
+    }
+    text = PyObject_CallMethod(p->judge, "proven", "LLL", (long long)p->length,
+                               (long long)p->first, (long long)(p->length - p->first));
+    result = proof_log(p->call, "info", text);
+    Py_XDECREF(text);
+    return result < 0 ? -1 : 1;
+}
+
+/* One row fits, and no more: two micro-batches without a graph. What that shows, or
+ * that nothing could be shown, is said. 0 or -1. */
+static int
+proof_weak(oomkit_proof *p)
+{
+    oomkit_call *call = p->call;
+    PyObject *verdict, *text; /* owned; borrowed from verdict */
+    PyObject *equal;          /* borrowed from verdict */
+    int result = -1;
+
+    verdict = oomkit_verify_rows(p, p->start, p->length * 2, p->length);
+    if (verdict == NULL) {
+        return -1;
+    }
+    if (verdict == Py_None) {
+        text = PyUnicode_FromFormat(
+            "nothing shows that %U may be split: no more than %lld rows fit, and two "
+            "such micro-batches could not be compared; pass verify=False to leave this "
+            "line out",
+            call->options->label, (long long)p->length);
+        result = proof_log(call, "warning", text);
+        Py_XDECREF(text);
+    } else if (PyArg_ParseTuple(verdict, "OU", &equal, &text)) {
+        PyObject *none = PyList_New(0); /* owned */
+        result = equal == Py_False ? proof_refuse(p, Py_NewRef(text), none)
+                                   : proof_log(call, "info", text);
+        Py_XDECREF(none);
+    }
+    Py_DECREF(verdict);
+    return result;
+}
+
+/* Who judges. 0 or -1. */
+static int
+proof_judge(oomkit_proof *p)
+{
+    oomkit_call *call = p->call;
+    Py_ssize_t i, n = call->parts->param_count;
+    PyObject *params = PyList_New(n); /* owned */
+
+    for (i = 0; params != NULL && i < n; i++) {
+        PyList_SET_ITEM(params, i, Py_NewRef(call->parts->params[i]));
+    }
+    if (params != NULL) {
+        p->judge = PyObject_CallFunction(
+            call->st->proof, "OOO", call->options->label,
+            call->parts->roots == NULL ? Py_None : call->parts->roots, params);
+        Py_DECREF(params);
+    }
+    return p->judge == NULL ? -1 : 0;
+}
+
+/* A leaf of the batch has moved: it cannot be run again. 1, 0 or -1. */
+static int
+proof_batch_moved(const oomkit_call *call)
+{
+    Py_ssize_t i;
+    int moved = 0;
+
+    for (i = 0; i < call->batch.count && moved == 0; i++) {
+        moved = oomkit_node_moved(call->st, &call->batch.nodes[i]);
+    }
+    return moved;
+}
+
+int
+oomkit_prove(oomkit_call *call)
+{
+    oomkit_proof p = {.call = call};
+    PyObject *done, *exception; /* owned; given back */
+    int cut, result, phase;
+
+    if (!proof_wanted(call)) {
+        return 0;
+    }
+    cut = proof_choose(&p);
+    result = proof_batch_moved(call);
+    if (result != 0 || (!cut && proven_find(call) != NULL)) {
+        return result < 0 ? -1 : 0;
+    }
+    phase = oomkit_phase_set(call->st, OOMKIT_PHASE_FORWARD);
+    result = oomkit_proof_aside(&p) < 0 || proof_judge(&p) < 0 ? -1
+             : cut                                             ? proof_full(&p)
+                                                               : proof_weak(&p);
+    exception = result < 0 ? oomkit_exception_take() : NULL; /* owned, given back */
+    if (p.judge != NULL) {
+        done = PyObject_CallMethod(p.judge, "loud", NULL);
+        if (done == NULL) {
+            PyErr_WriteUnraisable(call->func);
+        }
+        Py_XDECREF(done);
+    }
+    if (oomkit_proof_back(&p) < 0) {
+        if (exception != NULL) {
+            PyErr_WriteUnraisable(call->func); /* the first one tells more */
+        }
+        result = -1;
+    }
+    if (result >= 0) {
+        proven_note(call, Py_XNewRef(p.rule),
+                    cut ? OOMKIT_PROVEN_FULLY : OOMKIT_PROVEN_WEAKLY);
+    }
+    Py_CLEAR(p.rule);
+    Py_CLEAR(p.judge);
+    oomkit_phase_set(call->st, phase);
+    if (exception != NULL) {
+        oomkit_exception_give(exception);
+    }
+    return result < 0 ? -1 : 0;
+}

@@ -1,0 +1,115 @@
+/* The proof of a split: before a call is split for the first time the rows of one
+ * micro-batch are run whole and then in two parts, by the machinery of the real call
+ * with updates held back, and what both show is compared. */
+#ifndef OOMKIT_PYTHON_PROOF_H
+#define OOMKIT_PYTHON_PROOF_H
+
+#include "interceptor.h"
+
+#define OOMKIT_PROVEN 8 /* structures of batches for each site */
+
+typedef enum {
+    OOMKIT_PROVEN_NOT = 0,
+    OOMKIT_PROVEN_WEAKLY, /* by losses alone: one row fits and no more */
+    OOMKIT_PROVEN_FULLY
+} oomkit_proof_level;
+
+/* What was proven at a site, for batches of one structure. */
+typedef struct oomkit_proven {
+    uint64_t key;
+    PyObject *rule; /* owned: the weights that were found (_weights.Weigher), or NULL */
+    uint8_t level;
+} oomkit_proven;
+
+/* A proof in progress; on the C stack of oomkit_prove(). */
+typedef struct oomkit_proof {
+    oomkit_call *call;
+    PyObject *judge; /* owned: _proof.Proof */
+    PyObject *rule;  /* owned: weights on trial, or NULL */
+    int raw;         /* gradients are wanted as each backward leaves them */
+    int trained;     /* a backward was seen */
+    int64_t start, length, first;
+    /* the call's own, aside while the proof runs */
+    oomkit_options options; /* a copy; its references are the call's */
+    const oomkit_options *own_options;
+    oomkit_grads grads;
+    PyObject **gradients; /* owned: what the parameters' .grad were */
+    uint8_t *moving;      /* owned: parts->moving as it was */
+    oomkit_slice *slices; /* owned */
+    int64_t slice_count, slice_room;
+    int split;
+    PyObject *switches; /* owned */
+    oomkit_join join;
+} oomkit_proof;
+
+/* --- proof.c --- */
+
+/* Before the micro-batches of an attempt. 0 go on; -1 with an exception: SplitError
+ * where a part is not what it is in the whole, or what the step raised; everything is
+ * as it was at the begin of the attempt. */
+int
+oomkit_prove(oomkit_call *call);
+
+/* The weights that were found for a call like this one; borrowed from the site, or
+ * NULL. */
+PyObject *
+oomkit_proof_rule(oomkit_call *call);
+
+/* Was a call like this one proven by its gradients, or does it run for that? */
+int
+oomkit_proof_known(oomkit_call *call);
+
+void
+oomkit_proven_clear(oomkit_proven *proven);
+
+/* --- proof_watch.c: what a run of a proof sees. 0 or -1 --- */
+int
+oomkit_proof_root(oomkit_call *call, PyObject *roots);
+int
+oomkit_proof_swept(oomkit_call *call);
+int
+oomkit_proof_micro_end(oomkit_call *call, PyObject *result);
+int
+oomkit_proof_joined(oomkit_call *call);
+int
+oomkit_proof_finish(oomkit_proof *p);
+/* An intercepted call of the last micro-batch: 1 noted and held back, 0 to be made (the
+ * scaler's unscale_), -1. */
+int
+oomkit_proof_update(interceptor_object *self, PyObject *optimizer,
+                    PyObject *const *args, size_t nargsf, PyObject *kwnames);
+
+/* --- verify.c --- */
+
+/* Where no micro-batch can be cut: `length` rows from `start` and their two parts
+ * without a graph, by losses and results alone. New reference to (equal, text), None
+ * when there was nothing to compare, NULL with an exception. */
+PyObject *
+oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first);
+
+/* In place of an outermost backward there. New reference or NULL. */
+PyObject *
+oomkit_verify_backward(oomkit_call *call, PyObject *roots);
+
+/* --- proof_run.c --- */
+
+/* The call's own state aside, and back again: then an attempt has begun, and nothing of
+ * it has happened. 0 or -1; the second keeps an exception in flight. */
+int
+oomkit_proof_aside(oomkit_proof *p);
+int
+oomkit_proof_back(oomkit_proof *p);
+
+/* One run of `name`, whole or in two parts (cut[0 .. count)); everything is put back.
+ * *moved (may be NULL) tells whether random numbers were drawn. 0, or -1 with what the
+ * step raised. */
+int
+oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
+                 int64_t count, int *moved);
+
+/* Puts everything back after a run. Keeps the exception in flight. 0, or -1 with one.
+ */
+int
+oomkit_proof_put_back(oomkit_proof *p);
+
+#endif

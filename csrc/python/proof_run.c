@@ -1,0 +1,232 @@
+/* One run of a proof: begin, the micro-batches of the cut, what was seen, everything
+ * back. Between the runs the call's own attempt has not begun. */
+#include "errors.h"
+#include "gradients.h"
+#include "proof.h"
+#include "step.h"
+
+/* Gradients are taken out of the parameters: the very tensors come back. 0 or -1. */
+static int
+aside_gradients(oomkit_proof *p)
+{
+    Py_ssize_t i;
+
+    p->gradients = grads_array(p->call);
+    if (p->gradients == NULL) {
+        return -1;
+    }
+    for (i = 0; i < p->call->parts->param_count; i++) {
+        p->gradients[i] = grads_get(p->call, i);
+        if (p->gradients[i] == NULL ||
+            (p->gradients[i] != Py_None && grads_set(p->call, i, Py_None) < 0)) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Every buffer counts as moving, so that all are copied and can be put back. 0 or -1.
+ */
+static int
+aside_buffers(oomkit_proof *p)
+{
+    oomkit_participants *parts = p->call->parts;
+
+    if (parts->moving_count == 0) {
+        return 0;
+    }
+    p->moving = PyMem_Malloc((size_t)parts->moving_count);
+    if (p->moving == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    memcpy(p->moving, parts->moving, (size_t)parts->moving_count);
+    memset(parts->moving, 1, (size_t)parts->moving_count);
+    return 0;
+}
+
+int
+oomkit_proof_aside(oomkit_proof *p)
+{
+    oomkit_call *call = p->call;
+
+    oomkit_tx_end_attempt(call);
+    p->own_options = call->options;
+    p->options = *call->options;
+    if (p->options.rng == OOMKIT_RNG_NONE) {
+        p->options.rng = OOMKIT_RNG_TORCH; /* the proof must draw nothing from it */
+    }
+    call->options = &p->options;
+    p->grads = call->grads;
+    memset(&call->grads, 0, sizeof(call->grads));
+    p->slices = call->slices;
+    p->slice_count = call->slice_count;
+    p->slice_room = call->slice_room;
+    p->split = call->split;
+    call->slices = NULL;
+    call->slice_count = call->slice_room = 0;
+    p->switches = call->switches;
+    call->switches = NULL;
+    p->join = call->join;
+    memset(&call->join, 0, sizeof(call->join));
+    call->join.site = p->join.site;
+    call->proof = p;
+    return aside_gradients(p) < 0 || aside_buffers(p) < 0 ? -1 : 0;
+}
+
+static void
+back_buffers(oomkit_proof *p)
+{
+    oomkit_participants *parts = p->call->parts;
+    Py_ssize_t i;
+
+    for (i = 0; p->moving != NULL && i < parts->moving_count; i++) {
+        parts->moving[i] = p->moving[i];
+        if (!parts->moving[i]) {
+            Py_CLEAR(parts->copies[i]);
+        }
+    }
+    parts->buffers_serial += p->moving != NULL; /* copies of calls that wait are gone */
+    PyMem_Free(p->moving);
+    p->moving = NULL;
+}
+
+static void
+back_gradients(oomkit_proof *p)
+{
+    Py_ssize_t i;
+
+    for (i = 0; p->gradients != NULL && i < p->call->parts->param_count; i++) {
+        if (p->gradients[i] != NULL && grads_set(p->call, i, p->gradients[i]) < 0) {
+            PyErr_WriteUnraisable(p->call->parts->params[i]);
+        }
+    }
+    grads_array_free(p->call, &p->gradients);
+}
+
+int
+oomkit_proof_back(oomkit_proof *p)
+{
+    oomkit_call *call = p->call;
+    PyObject *exception =
+        PyErr_Occurred() ? oomkit_exception_take() : NULL; /* owned, given back */
+    int result = 0;
+
+    call->proof = NULL;
+    oomkit_join_clear(&call->join);
+    call->join = p->join;
+    oomkit_grads_release(call);
+    back_gradients(p);
+    back_buffers(p);
+    call->grads = p->grads;
+    PyMem_Free(call->slices);
+    call->slices = p->slices;
+    call->slice_count = p->slice_count;
+    call->slice_room = p->slice_room;
+    call->split = p->split;
+    call->slice_index = 0;
+    call->options = p->own_options;
+    Py_XSETREF(call->switches, p->switches);
+    memset(&call->measured, 0, sizeof(call->measured));
+    if (call->restart == 0) { /* else there are other participants to be marked */
+        result = oomkit_tx_begin(call);
+    }
+    if (exception != NULL) {
+        if (result < 0) {
+            PyErr_WriteUnraisable(call->func);
+        }
+        oomkit_exception_give(exception);
+    }
+    return result;
+}
+
+int
+oomkit_proof_put_back(oomkit_proof *p)
+{
+    oomkit_call *call = p->call;
+    PyObject *exception =
+        PyErr_Occurred() ? oomkit_exception_take() : NULL; /* owned, given back */
+    PyObject *message = NULL;                              /* owned */
+    int raised = call->raised, queued = call->queued;
+    int result = oomkit_take_back(call, &message);
+
+    if (result == 1) {
+        oomkit_raise(call->st->PartialUpdate,
+                     "auto_batch ran %U once more to compare its micro-batches, and "
+                     "cannot undo what that changed: %U; pass verify=False to "
+                     "auto_batch, or restore a checkpoint",
+                     call->options->label, message);
+        result = -1;
+    }
+    Py_XDECREF(message);
+    if (result == 0 && queued) {
+        result = oomkit_backward_drain(call->st);
+    }
+    oomkit_tx_end_attempt(call);
+    call->raised = raised; /* of an error that is to pass */
+    if (exception == NULL) {
+        return result;
+    }
+    if (result < 0) {
+        Py_DECREF(exception); /* what cannot be put back matters more */
+        return -1;
+    }
+    oomkit_exception_give(exception);
+    return 0;
+}
+
+/* The slices of a run. 0 or -1. */
+static int
+run_slices(oomkit_call *call, const oomkit_slice *cut, int64_t count)
+{
+    void *grown = PyMem_Realloc(call->slices, (size_t)count * sizeof(*cut));
+
+    if (grown == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    call->slices = grown;
+    memcpy(call->slices, cut, (size_t)count * sizeof(*cut));
+    call->slice_count = call->slice_room = count;
+    call->slice_index = 0;
+    call->split = 1; /* one slice, too: held, weighed and counted as the others */
+    return 0;
+}
+
+int
+oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
+                 int64_t count, int *moved)
+{
+    oomkit_call *call = p->call;
+    PyObject *done = PyObject_CallMethod(p->judge, "start", "s", name); /* owned */
+    PyObject *result = NULL;                                            /* owned */
+    int status;
+
+    Py_XDECREF(done);
+    if (done == NULL || run_slices(call, cut, count) < 0) {
+        return -1;
+    }
+    status = oomkit_tx_begin(call);
+    if (status == 0) {
+        status = oomkit_attempt_slices_run(call, &result);
+        Py_XDECREF(result);
+    }
+    if (status == 0) {
+        call->slice_index = count - 1;
+        status = oomkit_proof_finish(p);
+    }
+    if (status == 0 && count > 1 && call->replayed == NULL) {
+        status = oomkit_proof_joined(call);
+    }
+    if (oomkit_join_truncate(&call->join, 0) < 0) {
+        status = -1;
+    }
+    Py_CLEAR(call->join.updated);
+    Py_CLEAR(call->join.sources);
+    call->join.required = 0;
+    if (status == 0 && moved != NULL) {
+        *moved = oomkit_rng_moved(call);
+        status = *moved < 0 ? -1 : 0;
+    }
+    return oomkit_proof_put_back(p) < 0 ? -1 : status;
+}

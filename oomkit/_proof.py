@@ -1,0 +1,622 @@
+"""Is a split call what the whole call would be? Asked of the user's own program, before an update.
+
+The engine (C) runs the rows of one micro-batch whole, then the same rows in two parts by the
+machinery that the real call uses, with updates held back, and puts everything back. What the
+caller and the updates would see of the two is compared here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ._diagnose import tolerance
+from ._weights import Weigher, candidates
+
+__all__ = ["Proof"]
+
+# What the order of summation explains in a gradient, relative to its norm: a sum of n terms
+# in another order differs by at most n eps of the sum of their absolute values, by sqrt(n) eps
+# in practice (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2). By what
+# rounding explains in the loss, see _diagnose.tolerance.
+_GRADIENT = {1e-9: 1e-9, 2e-5: 2e-4, 1e-3: 5e-3, 2e-2: 5e-2}
+# A gradient that cancels to nothing (the bias of a key in attention) is rounding of what the
+# others are made of.
+_CANCELS = 0.02
+_NOISE = 0.2  # what random numbers make of a loss, at most
+_EXACT = 1e-9  # tolerance() of double precision
+# Matrix products of other sizes are summed in another order; a result may be a difference.
+_VALUE = {
+    torch.float64: 1e-7,
+    torch.float32: 1e-3,
+    torch.float16: 5e-2,
+    torch.bfloat16: 5e-2,
+    torch.int64: 0.1,  # an argmax may flip by rounding
+    torch.int32: 0.1,
+    torch.bool: 0.1,
+}
+_DEPTH = 8
+_SHOWN = 3  # names in a message
+_MISSING: Any = object()
+
+
+@dataclasses.dataclass(slots=True)
+class _Update:
+    """What one intercepted call was given."""
+
+    target: int
+    name: str
+    arguments: list[tuple[str, Any]]
+    gradients: dict[int, torch.Tensor]
+
+
+class _Run:
+    """What one run of the step has shown."""
+
+    __slots__ = (
+        "gradients",
+        "losses",
+        "parts",
+        "raw",
+        "results",
+        "rows",
+        "updates",
+        "weights",
+    )
+
+    def __init__(self) -> None:
+        self.updates: list[_Update] = []
+        self.gradients: dict[int, torch.Tensor] = {}
+        self.raw: dict[int, torch.Tensor] = {}
+        self.parts: dict[int, float] = {}  # norms of what the first part alone gave
+        self.losses: list[list[float]] = []  # of each backward, by micro-batch
+        self.results: dict[str, Any] = {}
+        self.rows: list[int] = []
+        self.weights: list[float] = []
+
+
+def _norm(value: torch.Tensor) -> float:
+    if value.layout != torch.strided:
+        value = value.coalesce().values() if value.layout == torch.sparse_coo else value.to_dense()
+    if not value.numel():
+        return 0.0
+    return float(torch.linalg.vector_norm(value.detach(), dtype=torch.float64))
+
+
+def _dense(value: torch.Tensor) -> torch.Tensor:
+    return value if value.layout == torch.strided else value.to_dense()
+
+
+def _apart(one: torch.Tensor, two: torch.Tensor) -> float:
+    """The norm of a difference; infinite where there is none."""
+    if one.layout == two.layout == torch.sparse_coo:
+        return _norm(one - two.to(one.device))
+    one, two = _dense(one.detach()), _dense(two.detach())
+    if one.shape != two.shape:
+        return math.inf
+    two = two.to(one.device)
+    norm = float(torch.linalg.vector_norm(one - two, dtype=torch.float64))
+    if norm == norm:
+        return norm
+    gap = torch.where(one.isnan() & two.isnan() | (one == two), 0.0, one - two)
+    norm = float(torch.linalg.vector_norm(gap, dtype=torch.float64))
+    return norm if norm == norm else math.inf
+
+
+def _host(value: torch.Tensor) -> torch.Tensor:
+    plain = value.detach()
+    return plain.clone() if plain.device.type == "cpu" else plain.cpu()
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, int | float):
+        return float(value)
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        return float(value.detach())
+    return None
+
+
+def _kept(value: Any) -> Any:
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return _host(value) if value.layout == torch.strided else None
+    if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
+        return torch.from_numpy(value.copy()) if value.dtype.kind in "fiub" else None
+    return value
+
+
+def _leaves(value: Any, where: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """The values in a result, by place, without their graphs."""
+    items: Iterator[tuple[str, Any]]
+    if depth > _DEPTH:
+        return
+    if isinstance(value, Mapping):
+        items = ((f"{where}[{key!r}]", item) for key, item in value.items())
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        items = ((f"{where}.{name}", getattr(value, name)) for name in value._fields)
+    elif isinstance(value, (tuple, list)):
+        items = ((f"{where}[{i}]", item) for i, item in enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = (field.name for field in dataclasses.fields(value))
+        items = ((f"{where}.{name}", getattr(value, name)) for name in names)
+    else:
+        yield where, _kept(value)
+        return
+    for place, item in items:
+        yield from _leaves(item, place, depth + 1)
+
+
+def _gap(one: Any, two: Any) -> float:
+    """How far two results are apart, relative; infinite where they cannot be compared."""
+    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
+        if one.shape != two.shape:
+            return math.inf
+        if not one.numel():
+            return 0.0
+        if not one.is_floating_point() and not one.is_complex():
+            unlike = (one != two).double()
+            return float(unlike.mean()) if one.ndim else float("inf") * float(unlike or 0.0)
+        scale = float(torch.nan_to_num(one, posinf=0.0, neginf=0.0).abs().max())
+        gap = torch.where(one == two, 0.0, (one - two).abs())
+        gap = torch.where(one.isnan() & two.isnan(), 0.0, gap)
+        widest = float(gap.max())
+        return math.inf if widest != widest else widest / scale if scale else widest
+    first, second = _number(one), _number(two)
+    if isinstance(one, bool) or first is None or second is None:
+        return 0.0 if one is two or one == two else math.inf
+    if first == second or (first != first and second != second):
+        return 0.0
+    gap_ = abs(first - second) / max(abs(first), abs(second))
+    return gap_ if gap_ == gap_ else math.inf
+
+
+def _shown(now: Any, was: Any) -> str:
+    if isinstance(now, torch.Tensor) and now.numel() > 1:
+        return f"off by {_gap(was, now):.2g}"
+    values = [v.item() if isinstance(v, torch.Tensor) else v for v in (now, was)]
+    return " in place of ".join(f"{v:.6g}" if isinstance(v, float) else repr(v) for v in values)
+
+
+def _shapes(now: Any, was: Any) -> str:
+    if isinstance(now, torch.Tensor) and isinstance(was, torch.Tensor) and now.shape != was.shape:
+        return f"of shape {tuple(now.shape)} in place of {tuple(was.shape)}"
+    return _shown(now, was)
+
+
+def _far(one: float, two: float, limit: float) -> bool:
+    if one == two or (one != one and two != two):
+        return False
+    scale = max(abs(one), abs(two))
+    return not abs(one - two) <= limit * scale
+
+
+def _is_random(module: torch.nn.Module) -> bool:
+    """Whether a module draws random numbers in training and does nothing else there."""
+    name = type(module).__name__.lower()
+    return (
+        isinstance(module, (torch.nn.modules.dropout._DropoutNd, torch.nn.RReLU))
+        or ("drop" in name or "stochasticdepth" in name)
+        and next(module.children(), None) is None
+    )
+
+
+def _is_norm(module: torch.nn.Module) -> bool:
+    return (
+        isinstance(module, torch.nn.modules.batchnorm._NormBase) and module.running_mean is not None
+    )
+
+
+class _Quiet:
+    """Modules that would make a part differ from the whole by chance, for the length of a proof."""
+
+    __slots__ = ("saved",)
+
+    def __init__(self) -> None:
+        self.saved: list[tuple[torch.nn.Module, str, Any]] = []
+
+    def _set(self, module: torch.nn.Module, name: str, value: Any) -> None:
+        own = module.__dict__
+        self.saved.append((module, name, own.get(name, _MISSING)))
+        own[name] = value
+
+    def still(self, module: torch.nn.Module) -> None:
+        self._set(module, "training", False)
+        # A step that begins with model.train() must not undo it.
+        self._set(module, "train", lambda mode=True: module)
+
+    def enter(self, modules: list[torch.nn.Module], everything: bool) -> None:
+        for module in modules:
+            if everything or _is_random(module) or _is_norm(module):
+                self.still(module)
+            elif (
+                isinstance(module, (torch.nn.RNNBase, torch.nn.MultiheadAttention))
+                and module.dropout
+            ):
+                self._set(module, "dropout", 0.0)
+
+    def leave(self) -> None:
+        while self.saved:
+            module, name, value = self.saved.pop()
+            if value is _MISSING:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = value
+
+
+class Proof:
+    """The comparison of one micro-batch with its own two parts.
+
+    Args:
+        label: name of the step.
+        roots: weak references to the modules and optimizers that take part.
+        params: the parameters, in the engine's order.
+    """
+
+    def __init__(self, label: str, roots: list[Any] | None, params: list[torch.Tensor]) -> None:
+        self.label = label
+        self._roots = [root for ref in roots or [] if (root := ref()) is not None]
+        self._params = params
+        self._quiet = _Quiet()
+        self._runs: dict[str, _Run] = {}
+        self._now = ""
+        self._limit = 0.0
+        self._loss_limit = 0.0
+        self._raw = False
+        self.noise = False
+        self._worst: tuple[float, str] = (0.0, "")
+        self._made = ""
+        self.volatile = False  # nothing but results differs: are they the same twice?
+
+    # --- what the engine calls around the runs ---
+
+    def modules(self) -> list[torch.nn.Module]:
+        found: dict[int, torch.nn.Module] = {}
+        for root in self._roots:
+            if isinstance(root, torch.nn.Module):
+                for module in root.modules():
+                    found[id(module)] = module
+        return list(found.values())
+
+    def quiet(self, everything: bool) -> None:
+        """Dropout and norms with running statistics into eval, or every module."""
+        self._quiet.leave()
+        self._quiet.enter(self.modules(), everything)
+
+    def loud(self) -> None:
+        self._quiet.leave()
+
+    def start(self, run: str) -> None:
+        """The next run: "whole", "parts", "raw", "one", "two"."""
+        self._now = run
+        self._runs[run] = _Run()
+        self._raw = run in ("raw", "one", "two")
+
+    # --- what it sees inside one ---
+
+    def root(self, roots: Any) -> None:
+        """An outermost backward begins."""
+        run = self._runs[self._now]
+        tensors = roots if isinstance(roots, (tuple, list)) else (roots,)
+        value = math.nan
+        for tensor in tensors:
+            if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+                continue
+            self._judge_precision(tensor)
+            if len(tensors) == 1 and tensor.numel() == 1:
+                value = float(tensor.detach())
+        while len(run.losses) <= len(run.rows):
+            run.losses.append([])
+        run.losses[-1].append(value)
+
+    def _judge_precision(self, tensor: torch.Tensor) -> None:
+        rounding = tolerance(tensor)
+        self._loss_limit = max(self._loss_limit, rounding)
+        self._limit = max(self._limit, _GRADIENT[rounding])
+
+    def swept(self, gradients: list[torch.Tensor | None]) -> None:
+        """A backward of the last micro-batch has ended; asked for where weights are searched."""
+        run = self._runs[self._now]
+        if self._raw:
+            run.raw = {i: _host(g) for i, g in enumerate(gradients) if g is not None}
+
+    def parked(self, gradients: list[torch.Tensor | None]) -> None:
+        """What the first part alone has given."""
+        run = self._runs[self._now]
+        if not run.parts:
+            run.parts = {i: _norm(g) for i, g in enumerate(gradients) if g is not None}
+
+    def update(
+        self, target: Any, name: str, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """An intercepted call that would be made for real."""
+        arguments: list[tuple[str, Any]] = []
+        for where, value in [
+            *((f"argument {i + 1}", v) for i, v in enumerate(args)),
+            *((f"{k}=", v) for k, v in kwargs.items()),
+        ]:
+            number = _number(value)
+            arguments.append((where, id(value) if number is None else number))
+        gradients: dict[int, torch.Tensor] = {}
+        if optimizer is not None:
+            for at, group in enumerate(optimizer.param_groups):
+                for key, value in group.items():
+                    number = None if key == "params" else _number(value)
+                    if number is not None:
+                        arguments.append((f"param_groups[{at}][{key!r}]", number))
+                for param in group["params"]:
+                    if param.grad is not None:
+                        gradients[id(param)] = param.grad
+        made = _Update(id(target), f"{type(target).__name__}.{name}()", arguments, gradients)
+        run = self._runs[self._now]
+        run.updates.append(made)
+        if self._now == "whole":
+            made.gradients = {key: _host(value) for key, value in gradients.items()}
+        elif self._now.startswith("parts"):
+            self._compare_update(len(run.updates) - 1, made)
+            made.gradients = {}
+        else:
+            made.gradients = {}
+
+    def result(self, result: Any, loss: Any, rows: int, weight: float) -> None:
+        """The end of a micro-batch."""
+        run = self._runs[self._now]
+        while len(run.losses) <= len(run.rows):
+            run.losses.append([])
+        if isinstance(loss, torch.Tensor) and loss.is_floating_point():
+            self._judge_precision(loss)
+        run.rows.append(rows)
+        run.weights.append(weight)
+        if self._now.startswith("whole"):
+            run.results = dict(_leaves(result, "result"))
+
+    def joined(self, result: Any) -> None:
+        """What the caller would get of the parts."""
+        self._runs[self._now].results = dict(_leaves(result, "result"))
+
+    def finish(self, gradients: list[torch.Tensor | None]) -> None:
+        """The end of a run: gradients as the caller would have them."""
+        run = self._runs[self._now]
+        if self._now == "whole":
+            run.gradients = {i: _host(g) for i, g in enumerate(gradients) if g is not None}
+        elif self._now.startswith("parts"):
+            whole = self._runs["whole"]
+            self._compare_gradients(
+                whole.gradients,
+                {i: g for i, g in enumerate(gradients) if g is not None},
+                run,
+                lambda i: self.name_of(self._params[i]),
+                "",
+            )
+
+    # --- judging ---
+
+    def name_of(self, param: torch.Tensor) -> str:
+        for root in self._roots:
+            if isinstance(root, torch.nn.Module):
+                for name, each in root.named_parameters():
+                    if each is param:
+                        return f"{name} of {type(root).__name__}"
+        return f"a tensor of shape {tuple(param.shape)}"
+
+    def _fail(self, size: float, text: str) -> None:
+        if size > self._worst[0]:
+            self._worst = (size, text)
+
+    def _compare_gradients(
+        self,
+        whole: dict[int, torch.Tensor],
+        made: dict[int, torch.Tensor],
+        run: _Run,
+        name: Callable[[int], str],
+        where: str,
+    ) -> None:
+        norms = {i: _norm(g) for i, g in whole.items()}
+        others = {i: _norm(g) for i, g in made.items()}
+        largest = max([*norms.values(), *others.values()], default=0.0)
+        if not math.isfinite(largest):
+            largest = 0.0
+        wrong: list[tuple[float, int]] = []
+        ratios: list[float] = []
+        for i in {*whole, *made}:
+            one, two = norms.get(i, 0.0), others.get(i, 0.0)
+            gap = _apart(whole[i], made[i]) if i in whole and i in made else max(one, two)
+            scale = max(one, two, run.parts.get(i, 0.0) if not where else 0.0)
+            limit = self._limit * scale + self._limit * _CANCELS * largest
+            if self.noise:
+                gap, limit = abs(one - two), 0.75 * max(one, two) + self._limit * largest
+            if not gap <= limit:
+                wrong.append((gap / (scale or 1.0), i))
+            if one > 0.0 and i in made:
+                ratios.append(two / one)
+        if not wrong:
+            return
+        wrong.sort(reverse=True)
+        shown = ", ".join(name(i) for _, i in wrong[:_SHOWN])
+        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        self._fail(
+            wrong[0][0],
+            f"the gradient of {shown}{more}{where} differs by {wrong[0][0]:.2g} of its norm"
+            f"{self._looks_like(ratios, len(wrong))}",
+        )
+
+    @staticmethod
+    def _looks_like(ratios: list[float], wrong: int) -> str:
+        if not ratios or wrong < len(ratios):
+            return ""
+        mean = sum(ratios) / len(ratios)
+        if max(abs(r - mean) for r in ratios) > 0.02 * mean or mean <= 0.0:
+            return ""
+        return f" (all gradients are {mean:.3g} times as large)"
+
+    def _compare_update(self, index: int, made: _Update) -> None:
+        whole = self._runs["whole"].updates
+        if index >= len(whole) or (whole[index].target, whole[index].name) != (
+            made.target,
+            made.name,
+        ):
+            self._fail(math.inf, f"{made.name} is called in another order")
+            return
+        was = whole[index]
+        if len(was.arguments) != len(made.arguments):
+            self._fail(math.inf, f"{made.name} gets other arguments")
+            return
+        limit = max(self._limit, _NOISE if self.noise else 0.0)
+        for (where, one), (_, two) in zip(was.arguments, made.arguments, strict=True):
+            if type(one) is not type(two):
+                self._fail(1.0, f"{where} of {made.name} is of another kind")
+            elif isinstance(one, float) and _far(one, two, limit):
+                self._fail(
+                    abs(one - two) / max(abs(one), abs(two)),
+                    f"{made.name} gets another {where}: {two:.6g} in place of {one:.6g}",
+                )
+        names = {id(param): param for param in self._params}
+        keys = list({*was.gradients, *made.gradients})
+        order = {key: i for i, key in enumerate(keys)}
+        self._compare_gradients(
+            {order[k]: g for k, g in was.gradients.items()},
+            {order[k]: g for k, g in made.gradients.items()},
+            self._runs[self._now],
+            lambda i: self.name_of(names[keys[i]]) if keys[i] in names else "a parameter",
+            f" at {made.name}",
+        )
+
+    def _compare_losses(self, whole: _Run, made: _Run) -> None:
+        """Where chance hides what gradients are: the losses, coarsely."""
+        for at, value in enumerate(whole.losses[0] if whole.losses else []):
+            parts = [each[at] if at < len(each) else math.nan for each in made.losses]
+            total = sum(w * v for w, v in zip(made.weights, parts, strict=False))
+            scale = max(abs(value), abs(total))
+            if math.isfinite(total) and abs(value - total) > _NOISE * scale:
+                self._fail(
+                    abs(value - total) / scale,
+                    f"the loss of a backward() is {total:.6g} in place of {value:.6g}",
+                )
+
+    def _result_limit(self, value: Any) -> float:
+        if self.noise:
+            return _NOISE
+        if isinstance(value, torch.Tensor) and value.dtype not in _VALUE:
+            return 0.0
+        exact = isinstance(value, float) and self._loss_limit == _EXACT
+        return _VALUE[torch.float64 if exact else getattr(value, "dtype", torch.float32)]
+
+    def _compare_results(self, whole: _Run, made: _Run) -> None:
+        again = self._runs.get("whole again")
+        for place, one in whole.results.items():
+            two = made.results.get(place)
+            if two is None or not isinstance(one, (torch.Tensor, bool, int, float)):
+                continue
+            gap, limit = _gap(one, two), self._result_limit(one)
+            if gap <= limit:
+                continue
+            if again is not None and _gap(one, again.results.get(place)) > limit:
+                continue  # a time, say: the whole step does not give it twice
+            self.volatile = self.volatile and again is None
+            what = _shown(two, one) if gap < math.inf else _shapes(two, one)
+            self._fail(gap, f"{place} of the joined parts is {what}")
+
+    def verdict(self) -> str | None:
+        """What differs between the whole and its parts, or None."""
+        if not self._now.startswith("whole"):
+            self._made = self._now
+        whole, made = self._runs["whole"], self._runs[self._made]
+        if len(whole.updates) != len(made.updates):
+            self._fail(
+                math.inf,
+                f"the step makes {len(made.updates)} updates in place of {len(whole.updates)}",
+            )
+        if self.noise:
+            self._compare_losses(whole, made)
+        self.volatile = self._worst[0] == 0.0
+        if self._worst[0] == 0.0:
+            self._compare_results(whole, made)
+        size, text = self._worst
+        self._worst = (0.0, "")
+        return text if size else None
+
+    def advice(self, rules: list[Weigher]) -> str:
+        """What to do about the last verdict that was not None.
+
+        Args:
+            rules: weights that would make the parts the whole.
+        """
+        kinds = [rule.kind for rule in rules]
+        if "rows" in kinds:
+            return 'the loss is a mean over samples: pass reduction="mean" to auto_batch'
+        if "sum" in kinds:
+            return 'the loss is a sum over samples: pass reduction="sum" to auto_batch'
+        if rules:
+            return f"the loss is a {rules[0].text}: pass weight= to auto_batch"
+        return (
+            "a loss that couples the samples of a batch (pairs, contrastive losses, in-batch "
+            "negatives, statistics of the batch) cannot be split exactly; for a mean over "
+            "something other than rows (tokens, classes) pass weight= to auto_batch, for a result "
+            'that is joined wrongly join=; verify="warn" splits it all the same'
+        )
+
+    def proven(self, whole: int, first: int, second: int) -> str:
+        """The line that says so."""
+        how = "; compared coarsely, since random numbers are drawn" if self.noise else ""
+        return (
+            f"proved the split of {self.label}: {whole} rows and the same rows as {first} and "
+            f"{second} give the same gradients and results{how}"
+        )
+
+    # --- searching a weight ---
+
+    def search(
+        self, leaves: list[tuple[int, str, Any, bool]], cut: list[tuple[int, int]]
+    ) -> list[Weigher]:
+        """Weights that make the gradients of two parts the gradient of both, most likely first.
+
+        Args:
+            leaves: tensors of the batch: number, name, tensor, whether it is sliced.
+            cut: start and length of the two parts.
+        """
+        whole, one, two = (self._runs[run].raw for run in ("raw", "one", "two"))
+        inner = _Products()
+        for i in {*whole, *one, *two}:
+            inner.add(*(run.get(i) for run in (whole, one, two)))
+        found = []
+        with contextlib.suppress(RuntimeError):
+            for weigher in candidates(leaves, self.modules()):
+                weights = weigher.shares(cut)
+                if weights is not None and inner.residual(*weights) <= self._limit:
+                    found.append(weigher)
+        return found
+
+
+class _Products:
+    """Inner products of three sets of gradients, summed over all tensors."""
+
+    __slots__ = ("sums",)
+
+    def __init__(self) -> None:
+        self.sums = [0.0] * 6  # ww, w1, w2, 11, 12, 22
+
+    def add(self, *three: torch.Tensor | None) -> None:
+        present = [_dense(t).double() for t in three if t is not None]
+        if not present:
+            return
+        zero = torch.zeros_like(present[0])
+        flat = [(zero if t is None else _dense(t).double()).reshape(-1) for t in three]
+        at = 0
+        for i in range(3):
+            for j in range(i, 3):
+                self.sums[at] += float(torch.dot(flat[i], flat[j]))
+                at += 1
+
+    def residual(self, a: float, b: float) -> float:
+        """The norm of whole - a first - b second, relative to the whole's."""
+        ww, w1, w2, o, ot, t = self.sums
+        square = ww - 2 * a * w1 - 2 * b * w2 + a * a * o + 2 * a * b * ot + b * b * t
+        if not ww > 0.0 or not math.isfinite(square):
+            return math.inf
+        return math.sqrt(max(0.0, square) / ww)
