@@ -107,6 +107,14 @@ attempt_micro_end(oomkit_call *call, PyObject *result)
                            (call->proof == NULL && oomkit_effects_end(call) < 0))) {
         return -1;
     }
+    if (call->split && call->slice_index == 0 && !call->is_last &&
+        oomkit_proof_is_new_course(call)) {
+        call->restart = OOMKIT_RESTART_PROOF;
+        oomkit_raise(call->st->SplitError,
+                     "auto_batch begins the step again, to compare its micro-batches "
+                     "on the course that it takes now");
+        return -1;
+    }
     if (call->proof != NULL && oomkit_proof_micro_end(call, result) < 0) {
         return -1;
     }

@@ -124,7 +124,8 @@ typedef enum {
 /* Why an attempt is begun again with the same plan, or nearly. */
 enum {
     OOMKIT_RESTART_STRANGERS = 1, /* to take in tensors that were not known */
-    OOMKIT_RESTART_WIDER          /* the first slice has one row, which is too few */
+    OOMKIT_RESTART_WIDER,         /* the first slice has one row, which is too few */
+    OOMKIT_RESTART_PROOF          /* the step takes a course that no proof has seen */
 };
 
 struct oomkit_step;

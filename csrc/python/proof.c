@@ -66,7 +66,8 @@ proven_find(oomkit_call *call)
 
 /* Notes what was shown; the oldest gives way. Steals `rule` (may be NULL). */
 static void
-proven_note(oomkit_call *call, PyObject *rule, oomkit_proof_level level)
+proven_note(oomkit_call *call, PyObject *rule, uint64_t course,
+            oomkit_proof_level level)
 {
     oomkit_step *step = call->step;
     oomkit_proven *found = proven_find(call);
@@ -76,9 +77,13 @@ proven_note(oomkit_call *call, PyObject *rule, oomkit_proof_level level)
         found = &step->proven[step->proven_next++ % OOMKIT_PROVEN];
     }
     before = found->rule;
+    if (found->key != call->proof_key) {
+        memset(found->courses, 0, sizeof(found->courses));
+    }
     found->key = call->proof_key;
     found->rule = rule;
     found->level = (uint8_t)level;
+    found->courses[found->course_next++ % OOMKIT_COURSES] = course;
     Py_XDECREF(before);
     step->losses.compared = 1; /* a guess about them would say less */
 }
@@ -107,6 +112,48 @@ oomkit_proof_rule(oomkit_call *call)
     }
     found = proven_find(call);
     return found == NULL ? NULL : found->rule;
+}
+
+uint64_t
+oomkit_proof_course(const oomkit_call *call)
+{
+    const oomkit_course *course = &call->course[0];
+    uint64_t hash = (uint64_t)course->count + 1;
+    int i;
+
+    if (call->course_waived) {
+        return 1;
+    }
+    for (i = 0; i < course->count && i < OOMKIT_COURSE; i++) {
+        hash = mix(hash, (uintptr_t)course->events[i].target);
+        hash = mix(hash, (uintptr_t)course->events[i].name);
+    }
+    return hash;
+}
+
+int
+oomkit_proof_is_new_course(oomkit_call *call)
+{
+    oomkit_proven *found;
+    uint64_t course;
+    int i;
+
+    if (call->proof != NULL || call->options->verify == 0 || call->forced ||
+        call->restarts >= OOMKIT_RESTARTS) {
+        return 0;
+    }
+    found = proven_find(call);
+    if (found == NULL || found->level != OOMKIT_PROVEN_FULLY) {
+        return 0;
+    }
+    course = oomkit_proof_course(call);
+    for (i = 0; i < OOMKIT_COURSES; i++) {
+        if (found->courses[i] == course) {
+            return 0;
+        }
+    }
+    found->level = OOMKIT_PROVEN_NOT;
+    return 1;
 }
 
 int
@@ -613,7 +660,7 @@ oomkit_prove(oomkit_call *call)
         result = -1;
     }
     if (result >= 0) {
-        proven_note(call, Py_XNewRef(p.rule),
+        proven_note(call, Py_XNewRef(p.rule), p.course,
                     cut ? OOMKIT_PROVEN_FULLY : OOMKIT_PROVEN_WEAKLY);
     }
     Py_CLEAR(p.rule);

@@ -6,7 +6,8 @@
 
 #include "interceptor.h"
 
-#define OOMKIT_PROVEN 8 /* structures of batches for each site */
+#define OOMKIT_PROVEN 8  /* structures of batches for each site */
+#define OOMKIT_COURSES 4 /* courses of a step for each of them */
 
 typedef enum {
     OOMKIT_PROVEN_NOT = 0,
@@ -18,7 +19,9 @@ typedef enum {
 typedef struct oomkit_proven {
     uint64_t key;
     PyObject *rule; /* owned: the weights that were found (_weights.Weigher), or NULL */
+    uint64_t courses[OOMKIT_COURSES]; /* that were proven, 0 for none */
     uint8_t level;
+    uint8_t course_next;
 } oomkit_proven;
 
 /* A proof in progress; on the C stack of oomkit_prove(). */
@@ -28,6 +31,7 @@ typedef struct oomkit_proof {
     PyObject *rule;  /* owned: weights on trial, or NULL */
     int raw;         /* gradients are wanted as each backward leaves them */
     int trained;     /* a backward was seen */
+    uint64_t course; /* of the events of the whole run */
     int64_t start, length, first;
     /* the call's own, aside while the proof runs */
     oomkit_options options; /* a copy; its references are the call's */
@@ -40,6 +44,7 @@ typedef struct oomkit_proof {
     int split;
     PyObject *switches; /* owned */
     oomkit_join join;
+    int saved; /* the batch's values were copied for the proof */
 } oomkit_proof;
 
 /* --- proof.c --- */
@@ -54,6 +59,16 @@ oomkit_prove(oomkit_call *call);
  * NULL. */
 PyObject *
 oomkit_proof_rule(oomkit_call *call);
+
+/* What the first micro-batch has done, in order: backwards and intercepted calls. 1
+ * where the step decides by itself (current()). */
+uint64_t
+oomkit_proof_course(const oomkit_call *call);
+
+/* At the end of the first micro-batch: did it do what no proof has seen? Then the
+ * attempt is to be begun again, with one. 1 or 0. */
+int
+oomkit_proof_is_new_course(oomkit_call *call);
 
 /* Was a call like this one proven by its gradients, or does it run for that? */
 int

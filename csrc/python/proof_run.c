@@ -45,6 +45,15 @@ aside_buffers(oomkit_proof *p)
     return 0;
 }
 
+/* A step may change its batch in place: each micro-batch its own rows, once. 0 or -1.
+ */
+static int
+aside_batch(oomkit_proof *p)
+{
+    p->saved = p->call->batch.saved == NULL;
+    return oomkit_batch_save(p->call->st, &p->call->batch);
+}
+
 int
 oomkit_proof_aside(oomkit_proof *p)
 {
@@ -71,7 +80,8 @@ oomkit_proof_aside(oomkit_proof *p)
     memset(&call->join, 0, sizeof(call->join));
     call->join.site = p->join.site;
     call->proof = p;
-    return aside_gradients(p) < 0 || aside_buffers(p) < 0 ? -1 : 0;
+    return aside_gradients(p) < 0 || aside_buffers(p) < 0 || aside_batch(p) < 0 ? -1
+                                                                                : 0;
 }
 
 static void
@@ -113,6 +123,9 @@ oomkit_proof_back(oomkit_proof *p)
     int result = 0;
 
     call->proof = NULL;
+    if (p->saved) {
+        Py_CLEAR(call->batch.saved);
+    }
     oomkit_join_clear(&call->join);
     call->join = p->join;
     oomkit_grads_release(call);
@@ -159,6 +172,11 @@ oomkit_proof_put_back(oomkit_proof *p)
         result = -1;
     }
     Py_XDECREF(message);
+    if (result == 0) {
+        oomkit_exempt_enter(call->st);
+        result = oomkit_batch_check(call->st, &call->batch, call->step->names);
+        oomkit_exempt_leave(call->st);
+    }
     if (result == 0 && queued) {
         result = oomkit_backward_drain(call->st);
     }
@@ -224,6 +242,9 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
     Py_CLEAR(call->join.updated);
     Py_CLEAR(call->join.sources);
     call->join.required = 0;
+    if (status == 0 && p->course == 0) {
+        p->course = oomkit_proof_course(call);
+    }
     if (status == 0 && moved != NULL) {
         *moved = oomkit_rng_moved(call);
         status = *moved < 0 ? -1 : 0;

@@ -163,6 +163,7 @@ oomkit_strangers_restart(oomkit_call *call)
 {
     PyObject *exception, *handled; /* owned */
     int result, wider = call->restart == OOMKIT_RESTART_WIDER;
+    int strangers = call->restart == OOMKIT_RESTART_STRANGERS;
 
     call->restart = 0;
     call->restarts += !wider;
@@ -184,7 +185,7 @@ oomkit_strangers_restart(oomkit_call *call)
     if (wider) {
         restart_wider(call);
     }
-    if (result < 0 || (!wider && restart_take_in(call) < 0)) {
+    if (result < 0 || (strangers && restart_take_in(call) < 0)) {
         return -1;
     }
     call->slice_index = 0;
