@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ._diagnose import tolerance
-from ._weights import Weigher, candidates
+from ._weights import Cut, Leaves, Weigher, candidates, cuts, undecided
 
 __all__ = ["Proof"]
 
@@ -41,6 +41,7 @@ _VALUE = {
     torch.bool: 0.1,
 }
 _DEPTH = 8
+_TOLD = 1e-3  # a difference of weights that gradients can tell
 _SHOWN = 3  # names in a message
 _MISSING: Any = object()
 
@@ -90,6 +91,14 @@ def _norm(value: torch.Tensor) -> float:
 
 def _dense(value: torch.Tensor) -> torch.Tensor:
     return value if value.layout == torch.strided else value.to_dense()
+
+
+def _added(value: torch.Tensor, entry: torch.Tensor | None) -> float:
+    """The norm of what a step has added to a gradient."""
+    if entry is None:
+        return _norm(value)
+    size = _apart(value, entry.to(value.device))
+    return size if math.isfinite(size) else _norm(value)
 
 
 def _apart(one: torch.Tensor, two: torch.Tensor) -> float:
@@ -257,12 +266,20 @@ class Proof:
         label: name of the step.
         roots: weak references to the modules and optimizers that take part.
         params: the parameters, in the engine's order.
+        entry: their gradients before the step, which accumulates on top of them.
     """
 
-    def __init__(self, label: str, roots: list[Any] | None, params: list[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        label: str,
+        roots: list[Any] | None,
+        params: list[torch.Tensor],
+        entry: list[torch.Tensor | None],
+    ) -> None:
         self.label = label
         self._roots = [root for ref in roots or [] if (root := ref()) is not None]
         self._params = params
+        self._entry = {i: value for i, value in enumerate(entry) if value is not None}
         self._quiet = _Quiet()
         self._runs: dict[str, _Run] = {}
         self._now = ""
@@ -272,6 +289,7 @@ class Proof:
         self.noise = False
         self._worst: tuple[float, str] = (0.0, "")
         self._made = ""
+        self.refuted: set[tuple[Any, ...]] = set()  # weights that were told apart
         self.volatile = False  # nothing but results differs: are they the same twice?
 
     # --- what the engine calls around the runs ---
@@ -293,7 +311,9 @@ class Proof:
         self._quiet.leave()
 
     def start(self, run: str) -> None:
-        """The next run: "whole", "parts", "raw", "one", "two"."""
+        """The next run: "whole", "whole again", "parts", "raw", "one", "two"."""
+        if run == "whole":
+            self._runs.clear()
         self._now = run
         self._runs[run] = _Run()
         self._raw = run in ("raw", "one", "two")
@@ -417,8 +437,9 @@ class Proof:
         name: Callable[[int], str],
         where: str,
     ) -> None:
-        norms = {i: _norm(g) for i, g in whole.items()}
-        others = {i: _norm(g) for i, g in made.items()}
+        entry = {} if where else self._entry
+        norms = {i: _added(g, entry.get(i)) for i, g in whole.items()}
+        others = {i: _added(g, entry.get(i)) for i, g in made.items()}
         largest = max([*norms.values(), *others.values()], default=0.0)
         if not math.isfinite(largest):
             largest = 0.0
@@ -429,6 +450,8 @@ class Proof:
             gap = _apart(whole[i], made[i]) if i in whole and i in made else max(one, two)
             scale = max(one, two, run.parts.get(i, 0.0) if not where else 0.0)
             limit = self._limit * scale + self._limit * _CANCELS * largest
+            if i in entry:  # sums on top of it are rounded to it
+                limit += self._limit * _CANCELS * _norm(entry[i])
             if self.noise:
                 gap, limit = abs(one - two), 0.75 * max(one, two) + self._limit * largest
             if not gap <= limit:
@@ -571,9 +594,7 @@ class Proof:
 
     # --- searching a weight ---
 
-    def search(
-        self, leaves: list[tuple[int, str, Any, bool]], cut: list[tuple[int, int]]
-    ) -> list[Weigher]:
+    def search(self, leaves: Leaves, cut: Cut) -> list[Weigher]:
         """Weights that make the gradients of two parts the gradient of both, most likely first.
 
         Args:
@@ -591,6 +612,57 @@ class Proof:
                 if weights is not None and inner.residual(*weights) <= self._limit:
                     found.append(weigher)
         return found
+
+    def confirm(
+        self, leaves: Leaves, rule: Weigher, start: int, first: int, slices: Cut
+    ) -> tuple[int, int, int] | None:
+        """Another place to try weights at: start, length and first part. None where they
+        cannot be told from rows there.
+
+        Args:
+            rule: the weights.
+            start, first: where they were found.
+            slices: the micro-batches of the call.
+        """
+        if rule.kind in ("rows", "sum"):
+            others = [each for each in slices if each[0] != start and each[1] > 1]
+            where = next(cuts(others), None) or next(cuts(slices), None)
+            return where or (start, *slices[0][1:], first)
+        rows = Weigher("rows")
+        best = None
+        for at, length, part in cuts(slices):
+            cut = [(at, part), (at + part, length - part)]
+            mine, plain = rule.shares(cut), rows.shares(cut)
+            if mine is None or plain is None or abs(mine[0] - plain[0]) < _TOLD:
+                continue
+            if at != start:
+                return at, length, part
+            if part != first:
+                best = best or (at, length, part)
+        return best
+
+    def told_apart(
+        self, leaves: Leaves, rule: Weigher | None, start: int, length: int, first: int, slices: Cut
+    ) -> tuple[int, int, int] | None:
+        """Where weights that the last cut could not tell from those in use can be, or None.
+
+        Args:
+            rule: the weights in use; None for rows.
+            start, length, first: the last cut, which they have passed.
+            slices: the micro-batches of the call.
+        """
+        cut = [(start, first), (start + first, length - first)]
+        for weigher in undecided(leaves, self.modules(), cut, rule, self.refuted):
+            self.refuted.add(weigher.key)
+        for weigher in undecided(leaves, self.modules(), slices, rule, self.refuted):
+            for at, rows, part in cuts(slices):
+                there = [(at, part), (at + part, rows - part)]
+                if undecided(leaves, [], there, rule, self.refuted) and any(
+                    each.key == weigher.key
+                    for each in undecided(leaves, self.modules(), there, rule, self.refuted)
+                ):
+                    return at, rows, part
+        return None
 
 
 class _Products:

@@ -7,11 +7,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["Weigher", "candidates"]
+__all__ = ["Cut", "Leaves", "Weigher", "candidates", "cuts", "undecided"]
 
 _INTEGERS = frozenset({torch.uint8, torch.int16, torch.int32, torch.int64})
-_IGNORED = (-100, 255, -1, 0)  # PyTorch's default, segmentation's, and what pads tokens
+_IGNORED = (-100, 255)  # PyTorch's default, and that of segmentation
+_PADDING = (0, -1)  # of tokens: in one dimension these are classes
+_CUTS = 8  # micro-batches that are looked at, and places to cut each on either side
 _CLASSES = 100_000  # of a vector that may hold weights of classes, at most
+
+
+Leaves = list[tuple[int, str, Any, bool]]
+Cut = list[tuple[int, int]]
 
 
 class Weigher:
@@ -36,10 +42,20 @@ class Weigher:
         self._value, self._weights = value, weights
         self._tensor = tensor  # while it is looked for; the batch of one call
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What it is, whatever batch it is asked of."""
+        return self.kind, self.leaf, self._value, None if self._weights is None else self.text
+
     def forget(self) -> Weigher:
         """The same without the batch that it was found with."""
         self._tensor = None
         return self
+
+    def of(self, leaves: Leaves) -> Weigher:
+        """The same of the batch with these leaves."""
+        tensor = next((tensor for leaf, _, tensor, _ in leaves if leaf == self.leaf), None)
+        return Weigher(self.kind, self.leaf, self.text, tensor, self._value, self._weights)
 
     def _count(self, part: torch.Tensor) -> float:
         if self.kind == "shifted":
@@ -51,7 +67,7 @@ class Weigher:
             return float(self._weights.detach()[kept.to(self._weights.device)].double().sum())
         return float(part.double().sum())
 
-    def counts(self, tensor: torch.Tensor | None, cut: list[tuple[int, int]]) -> list[float]:
+    def counts(self, tensor: torch.Tensor | None, cut: Cut) -> list[float]:
         """What slices weigh, before they are made shares of their sum.
 
         Args:
@@ -62,12 +78,14 @@ class Weigher:
             return [1.0] * len(cut)
         return [self._count(tensor.narrow(0, start, length)) for start, length in cut]
 
-    def shares(self, cut: list[tuple[int, int]]) -> tuple[float, ...] | None:
+    def shares(self, cut: Cut) -> tuple[float, ...] | None:
         """Weights of these slices, or None where it says nothing of them."""
         if self.kind == "sum":
             return (1.0,) * len(cut)
         if self.kind == "rows":
             values = [float(length) for _, length in cut]
+        elif self._tensor is None:
+            return None
         else:
             values = self.counts(self._tensor, cut)
         total = sum(values)
@@ -81,7 +99,7 @@ def _ignored(modules: list[torch.nn.Module]) -> list[int]:
 
 
 def _of_labels(leaf: int, name: str, tensor: torch.Tensor, ignored: list[int]) -> Iterator[Weigher]:
-    for value in ignored:
+    for value in [*ignored, *(_PADDING if tensor.ndim >= 2 else ())]:
         if bool((tensor == value).any()):
             yield Weigher("labels", leaf, f"mean over {name} that are not {value}", tensor, value)
             if tensor.ndim >= 2 and tensor.shape[1] > 1:
@@ -94,9 +112,7 @@ def _of_labels(leaf: int, name: str, tensor: torch.Tensor, ignored: list[int]) -
                 )
 
 
-def _vectors(
-    leaves: list[tuple[int, str, Any, bool]], modules: list[torch.nn.Module]
-) -> Iterator[torch.Tensor]:
+def _vectors(leaves: Leaves, modules: list[torch.nn.Module]) -> Iterator[torch.Tensor]:
     """What may be weights of classes: one number each."""
     seen = [tensor for _, _, tensor, sliced in leaves if not sliced]
     for module in modules:
@@ -112,9 +128,7 @@ def _vectors(
             yield tensor
 
 
-def candidates(
-    leaves: list[tuple[int, str, Any, bool]], modules: list[torch.nn.Module]
-) -> Iterator[Weigher]:
+def candidates(leaves: Leaves, modules: list[torch.nn.Module]) -> Iterator[Weigher]:
     """Everything that a loss may be a mean over, most likely first.
 
     Args:
@@ -130,11 +144,66 @@ def candidates(
             continue
         if tensor.dtype in _INTEGERS:
             yield from _of_labels(leaf, name, tensor, ignored)
-            for vector in vectors:
-                yield Weigher(
-                    "classes", leaf, f"mean over classes' weights of {name}", tensor, 0, vector
-                )
-        if tensor.dtype == torch.bool or (
-            not tensor.is_complex() and tensor.numel() and bool((tensor >= 0).all())
-        ):
+            for at, vector in enumerate(vectors):
+                text = f"mean over weights of the classes {name}" + (f" ({at + 1})" if at else "")
+                yield Weigher("classes", leaf, text, tensor, 0, vector)
+        if _is_mask(tensor):
             yield Weigher("values", leaf, f"mean over {name}", tensor)
+
+
+def _is_mask(tensor: torch.Tensor) -> bool:
+    """Whether a tensor may say what counts, and how much."""
+    if tensor.dtype == torch.bool:
+        return True
+    if tensor.is_complex() or tensor.ndim > 2 or not tensor.numel():
+        return False
+    if tensor.dtype in _INTEGERS:
+        return bool(((tensor == 0) | (tensor == 1)).all())
+    return bool((tensor >= 0).all())
+
+
+def _same(one: tuple[float, ...], two: tuple[float, ...]) -> bool:
+    return all(abs(a - b) <= 1e-9 for a, b in zip(one, two, strict=True))
+
+
+def undecided(
+    leaves: Leaves,
+    modules: list[torch.nn.Module],
+    slices: Cut,
+    chosen: Weigher | None,
+    refuted: set[tuple[Any, ...]],
+) -> list[Weigher]:
+    """Weights that were never told apart from the chosen ones, and differ from them here.
+
+    Args:
+        leaves, modules: see `candidates`.
+        slices: start and length of the micro-batches of a call.
+        chosen: the weights that are in use; None for rows.
+        refuted: keys of those that the program does not take a mean over.
+    """
+    found = []
+    mine = (chosen or Weigher("rows")).of(leaves).shares(slices)
+    for weigher in candidates(leaves, modules):
+        if weigher.kind == "sum" or weigher.key in refuted:
+            continue
+        if (
+            chosen is not None
+            and weigher.key == chosen.key
+            or not chosen
+            and weigher.kind == "rows"
+        ):
+            continue
+        its = weigher.shares(slices)
+        if its is not None and mine is not None and not _same(its, mine):
+            found.append(weigher)
+    return found
+
+
+def cuts(slices: Cut) -> Iterator[tuple[int, int, int]]:
+    """Start, length and first part of ways to cut the micro-batches, few of each."""
+    for start, length in slices[:_CUTS]:
+        middle = length // 2
+        for step in range(min(middle, _CUTS)):
+            for first in {middle + step, middle - step}:
+                if 0 < first < length:
+                    yield start, length, first

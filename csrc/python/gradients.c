@@ -6,6 +6,7 @@
  * tells which. */
 #include "gradients.h"
 #include "errors.h"
+#include "proof.h"
 
 PyObject *
 oomkit_host_copy(oomkit_state *st, PyObject *tensor)
@@ -130,13 +131,14 @@ oomkit_grads_mark(oomkit_call *call)
     g->marked = 1;
     g->engine_runs = st->engine_runs;
     oomkit_baseline_marked(call);
-    if (g->at_entry && !g->stashing && oomkit_call_wants_copies(call)) {
+    if (g->at_entry && !g->stashing && !oomkit_proof_of_whole(call) &&
+        oomkit_call_wants_copies(call)) {
         return grads_copy(call);
     }
     /* Without copies what a micro-batch adds to the caller's gradients could not be
      * taken back: they stay out of a split call until its last backward. */
     if (g->at_entry && !g->stashing && call->split && call->replayed == NULL &&
-        g->copies == NULL) {
+        g->copies == NULL && !oomkit_proof_of_whole(call)) {
         g->apart = 1;
         return oomkit_grads_put_away(call);
     }

@@ -5,6 +5,8 @@
 #include "tensor.h"
 #include "tree.h"
 
+#define APART 3 /* places at which weights are told apart, at most */
+
 /* --- what is known --- */
 
 static uint64_t
@@ -211,8 +213,8 @@ proof_choose_even(oomkit_proof *p)
     return choose_middle(p, multiple % 2 == 0 ? multiple : multiple * 2);
 }
 
-/* The largest micro-batch, and where it is cut: off its middle where that leaves two
- * rows in each part, so that a part's share is not one over the number of parts. */
+/* The largest micro-batch, and where it is cut: off its middle, so that a part's share
+ * is not one over the number of parts, and pairs and ranks are others. */
 static int
 proof_choose(oomkit_proof *p)
 {
@@ -230,7 +232,7 @@ proof_choose(oomkit_proof *p)
     if (!choose_middle(p, multiple)) {
         return 0;
     }
-    if (p->first * 2 == p->length && p->length - p->first - multiple >= 2) {
+    if (p->first * 2 == p->length && p->length - p->first - multiple >= 1) {
         p->first += multiple;
         if (!choose_fits(p)) {
             p->first -= multiple;
@@ -349,6 +351,7 @@ whole_run(oomkit_proof *p, int everything, int *moved)
         PyObject_CallMethod(p->judge, "quiet", "O", everything ? Py_True : Py_False);
 
     Py_XDECREF(done);
+    p->everything = everything;
     return done == NULL ? -1 : oomkit_proof_run(p, "whole", &whole, 1, moved);
 }
 
@@ -427,6 +430,45 @@ search_leaves(const oomkit_call *call)
     return list;
 }
 
+/* The micro-batches of the call as (start, length). New list or NULL. */
+static PyObject *
+search_slices(const oomkit_slice *slices, int64_t count)
+{
+    PyObject *list = PyList_New(0); /* owned */
+    int64_t i;
+
+    for (i = 0; list != NULL && i < count; i++) {
+        PyObject *item = /* owned */
+            Py_BuildValue("LL", (long long)slices[i].start,
+                          (long long)slices[i].length);
+        if (item == NULL || PyList_Append(list, item) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(item);
+    }
+    return list;
+}
+
+/* Takes the place that the judge has found: (start, length, first), or None. Steals
+ * `where`. 1, 0 for None, -1. */
+static int
+search_place(oomkit_proof *p, PyObject *where)
+{
+    long long start, length, first;
+    int found = where == NULL ? -1 : where != Py_None;
+
+    if (found > 0 && !PyArg_ParseTuple(where, "LLL", &start, &length, &first)) {
+        found = -1;
+    }
+    if (found > 0) {
+        p->start = start;
+        p->length = length;
+        p->first = first;
+    }
+    Py_XDECREF(where);
+    return found;
+}
+
 /* May weights be searched? Not in place of what the user has said they are. */
 static int
 search_allowed(const oomkit_call *call)
@@ -466,24 +508,54 @@ search_rules(oomkit_proof *p)
     return rules;
 }
 
-/* Does this rule hold, for this cut and for another one? 1, 0 or -1. */
+/* Asks judge.method(leaves, rule, ..., slices) for a place. 1, 0 or -1. */
+static int
+search_ask(oomkit_proof *p, const char *method)
+{
+    PyObject *leaves = search_leaves(p->call);                           /* owned */
+    PyObject *slices = search_slices(p->slices, p->slice_count);         /* owned */
+    PyObject *rule = p->rule == NULL ? Py_None : p->rule, *where = NULL; /* owned */
+    const int confirm = strcmp(method, "confirm") == 0;
+
+    if (leaves != NULL && slices != NULL) {
+        oomkit_exempt_enter(p->call->st);
+        where = confirm ? PyObject_CallMethod(p->judge, method, "OOLLO", leaves, rule,
+                                              (long long)p->start, (long long)p->first,
+                                              slices)
+                        : PyObject_CallMethod(p->judge, method, "OOLLLO", leaves, rule,
+                                              (long long)p->start, (long long)p->length,
+                                              (long long)p->first, slices);
+        oomkit_exempt_leave(p->call->st);
+    }
+    Py_XDECREF(leaves);
+    Py_XDECREF(slices);
+    return search_place(p, where);
+}
+
+/* Does this rule hold, for this cut and at another place? 1, 0 or -1. */
 static int
 search_holds(oomkit_proof *p)
 {
-    int64_t other = p->length > 2 ? (p->first == 1 ? 2 : p->first - 1) : p->first;
-    PyObject *text; /* owned */
+    const oomkit_slice found = {p->start, p->length};
+    const int64_t first = p->first;
+    PyObject *text = NULL; /* owned */
+    int result;
 
     if (proof_compare(p, "parts", p->first, &text) < 0) {
         return -1;
     }
-    if (text == NULL && other != p->first &&
-        other % p->call->options->multiple_of == 0 &&
-        other >= p->call->options->min_micro_batch &&
-        proof_compare(p, "parts again", other, &text) < 0) {
-        return -1;
+    result = text == NULL ? search_ask(p, "confirm") : 0;
+    if (result > 0 && (whole_run(p, p->everything, &result) < 0 ||
+                       proof_compare(p, "parts", p->first, &text) < 0)) {
+        result = -1;
+    } else if (result >= 0) {
+        result = text == NULL && (p->start != found.start || p->first != first);
     }
+    p->start = found.start;
+    p->length = found.length;
+    p->first = first;
     Py_XDECREF(text);
-    return text == NULL;
+    return result;
 }
 
 /* Which of these weights make the parts the whole: p->rule. 1, 0 or -1. */
@@ -541,6 +613,26 @@ proof_differs(oomkit_proof *p, PyObject *text)
     return found;
 }
 
+/* The parts have passed. Where the batch has labels or masks, other weights may pass,
+ * too: then at a place that tells them apart. *text (owned) as in proof_compare(). */
+static int
+proof_apart(oomkit_proof *p, PyObject **text)
+{
+    int tries, moved, found = 1;
+
+    if (!search_allowed(p->call) || p->call->options->dim != 0) {
+        return 0;
+    }
+    for (tries = 0; tries < APART && found > 0 && *text == NULL; tries++) {
+        found = search_ask(p, "told_apart");
+        if (found > 0 && (whole_run(p, p->everything, &moved) < 0 ||
+                          proof_compare(p, "parts", p->first, text) < 0)) {
+            return -1;
+        }
+    }
+    return found < 0 ? -1 : 0;
+}
+
 /* 1 shown, 0 split all the same (a warning said so), -1. */
 static int
 proof_full(oomkit_proof *p)
@@ -548,7 +640,8 @@ proof_full(oomkit_proof *p)
     PyObject *text; /* owned */
     int result;
 
-    if (proof_whole(p) < 0 || proof_parts(p, &text) < 0) {
+    if (proof_whole(p) < 0 || proof_parts(p, &text) < 0 ||
+        (text == NULL && proof_apart(p, &text) < 0)) {
         return -1;
     }
     if (text != NULL) {
@@ -599,17 +692,19 @@ proof_judge(oomkit_proof *p)
 {
     oomkit_call *call = p->call;
     Py_ssize_t i, n = call->parts->param_count;
-    PyObject *params = PyList_New(n); /* owned */
+    PyObject *params = PyList_New(n), *entry; /* owned */
 
     for (i = 0; params != NULL && i < n; i++) {
         PyList_SET_ITEM(params, i, Py_NewRef(call->parts->params[i]));
     }
-    if (params != NULL) {
+    entry = params == NULL ? NULL : oomkit_proof_gradients_values(p);
+    if (entry != NULL) {
         p->judge = PyObject_CallFunction(
-            call->st->proof, "OOO", call->options->label,
-            call->parts->roots == NULL ? Py_None : call->parts->roots, params);
-        Py_DECREF(params);
+            call->st->proof, "OOOO", call->options->label,
+            call->parts->roots == NULL ? Py_None : call->parts->roots, params, entry);
     }
+    Py_XDECREF(params);
+    Py_XDECREF(entry);
     return p->judge == NULL ? -1 : 0;
 }
 

@@ -24,12 +24,15 @@ typedef struct oomkit_proven {
     uint8_t course_next;
 } oomkit_proven;
 
+typedef struct oomkit_proof_gradient oomkit_proof_gradient;
+
 /* A proof in progress; on the C stack of oomkit_prove(). */
 typedef struct oomkit_proof {
     oomkit_call *call;
     PyObject *judge; /* owned: _proof.Proof */
     PyObject *rule;  /* owned: weights on trial, or NULL */
     int raw;         /* gradients are wanted as each backward leaves them */
+    int everything;  /* every module is in eval, not those of chance alone */
     int trained;     /* a backward was seen */
     uint64_t course; /* of the events of the whole run */
     int64_t start, length, first;
@@ -37,7 +40,8 @@ typedef struct oomkit_proof {
     oomkit_options options; /* a copy; its references are the call's */
     const oomkit_options *own_options;
     oomkit_grads grads;
-    PyObject **gradients; /* owned: what the parameters' .grad were */
+    struct oomkit_proof_gradient *gradients; /* owned: of the parameters, at entry */
+    Py_ssize_t gradient_count;
     uint8_t *moving;      /* owned: parts->moving as it was */
     oomkit_slice *slices; /* owned */
     int64_t slice_count, slice_room;
@@ -77,6 +81,13 @@ oomkit_proof_known(oomkit_call *call);
 void
 oomkit_proven_clear(oomkit_proven *proven);
 
+/* Does a proof run the rows in one piece, as the undecorated program would? */
+static inline int
+oomkit_proof_of_whole(const oomkit_call *call)
+{
+    return call->proof != NULL && call->slice_count == 1;
+}
+
 /* --- proof_watch.c: what a run of a proof sees. 0 or -1 --- */
 int
 oomkit_proof_root(oomkit_call *call, PyObject *roots);
@@ -105,6 +116,16 @@ oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first
 /* In place of an outermost backward there. New reference or NULL. */
 PyObject *
 oomkit_verify_backward(oomkit_call *call, PyObject *roots);
+
+/* --- proof_gradients.c: those that were there. Values: new list or NULL --- */
+int
+oomkit_proof_gradients_take(oomkit_proof *p);
+int
+oomkit_proof_gradients_back(oomkit_proof *p);
+PyObject *
+oomkit_proof_gradients_values(const oomkit_proof *p);
+void
+oomkit_proof_gradients_free(oomkit_proof *p);
 
 /* --- proof_run.c --- */
 

@@ -1,29 +1,8 @@
 /* One run of a proof: begin, the micro-batches of the cut, what was seen, everything
  * back. Between the runs the call's own attempt has not begun. */
 #include "errors.h"
-#include "gradients.h"
 #include "proof.h"
 #include "step.h"
-
-/* Gradients are taken out of the parameters: the very tensors come back. 0 or -1. */
-static int
-aside_gradients(oomkit_proof *p)
-{
-    Py_ssize_t i;
-
-    p->gradients = grads_array(p->call);
-    if (p->gradients == NULL) {
-        return -1;
-    }
-    for (i = 0; i < p->call->parts->param_count; i++) {
-        p->gradients[i] = grads_get(p->call, i);
-        if (p->gradients[i] == NULL ||
-            (p->gradients[i] != Py_None && grads_set(p->call, i, Py_None) < 0)) {
-            return -1;
-        }
-    }
-    return 0;
-}
 
 /* Every buffer counts as moving, so that all are copied and can be put back. 0 or -1.
  */
@@ -80,8 +59,10 @@ oomkit_proof_aside(oomkit_proof *p)
     memset(&call->join, 0, sizeof(call->join));
     call->join.site = p->join.site;
     call->proof = p;
-    return aside_gradients(p) < 0 || aside_buffers(p) < 0 || aside_batch(p) < 0 ? -1
-                                                                                : 0;
+    return oomkit_proof_gradients_take(p) < 0 || aside_buffers(p) < 0 ||
+                   aside_batch(p) < 0
+               ? -1
+               : 0;
 }
 
 static void
@@ -101,19 +82,6 @@ back_buffers(oomkit_proof *p)
     p->moving = NULL;
 }
 
-static void
-back_gradients(oomkit_proof *p)
-{
-    Py_ssize_t i;
-
-    for (i = 0; p->gradients != NULL && i < p->call->parts->param_count; i++) {
-        if (p->gradients[i] != NULL && grads_set(p->call, i, p->gradients[i]) < 0) {
-            PyErr_WriteUnraisable(p->call->parts->params[i]);
-        }
-    }
-    grads_array_free(p->call, &p->gradients);
-}
-
 int
 oomkit_proof_back(oomkit_proof *p)
 {
@@ -128,8 +96,7 @@ oomkit_proof_back(oomkit_proof *p)
     }
     oomkit_join_clear(&call->join);
     call->join = p->join;
-    oomkit_grads_release(call);
-    back_gradients(p);
+    oomkit_proof_gradients_free(p);
     back_buffers(p);
     call->grads = p->grads;
     PyMem_Free(call->slices);
@@ -161,8 +128,14 @@ oomkit_proof_put_back(oomkit_proof *p)
         PyErr_Occurred() ? oomkit_exception_take() : NULL; /* owned, given back */
     PyObject *message = NULL;                              /* owned */
     int raised = call->raised, queued = call->queued;
-    int result = oomkit_take_back(call, &message);
+    int result;
 
+    oomkit_grads_release(call);
+    memset(&call->grads, 0, sizeof(call->grads));
+    result = oomkit_proof_gradients_back(p);
+    if (result == 0) {
+        result = oomkit_take_back(call, &message);
+    }
     if (result == 1) {
         oomkit_raise(call->st->PartialUpdate,
                      "auto_batch ran %U once more to compare its micro-batches, and "

@@ -11,7 +11,7 @@ watch_tell(const oomkit_proof *p, const char *method, PyObject *argument)
     PyObject *done; /* owned */
 
     oomkit_exempt_enter(p->call->st);
-    done = PyObject_CallMethod(p->judge, method, "O", argument);
+    done = PyObject_CallMethod(p->judge, method, "(O)", argument);
     oomkit_exempt_leave(p->call->st);
     Py_XDECREF(done);
     return done == NULL ? -1 : 0;
