@@ -165,7 +165,6 @@ int
 oomkit_hooks_post(oomkit_call *call, PyObject **name);
 int
 oomkit_hooks_check(oomkit_call *call);
-
 /* Is a hook table of this name there and not empty? 1, 0 or -1. */
 int
 oomkit_hooks_of(PyObject *object, PyObject *name);
@@ -269,7 +268,7 @@ oomkit_compiler_on(oomkit_call *call);
 int
 oomkit_attempt_only_results(const oomkit_call *call);
 
-/* course.c. 0, or -1 with SplitError that names both lines. */
+/* course.c. 0, or -1 with SplitError that names both lines. Of _cut: 1 with it. */
 int
 oomkit_course_note(oomkit_call *call, const void *target, const void *name);
 int
@@ -278,6 +277,8 @@ void
 oomkit_course_clear(oomkit_course *course);
 int
 oomkit_course_skipped(oomkit_call *call);
+int
+oomkit_course_cut(oomkit_call *call);
 int
 oomkit_course_scale_note(oomkit_call *call, PyObject *scaler);
 PyObject *
@@ -483,7 +484,6 @@ int
 oomkit_grad_mode_off(oomkit_state *st);
 int
 oomkit_grad_mode_set(oomkit_state *st, int enabled);
-
 /* Back to `mode`, twice tried: a mode of torch's that intercepts functions may raise.
  * Keeps the exception in flight. `result`, or -1 with an exception. */
 int

@@ -94,6 +94,15 @@ oomkit_loss_take(oomkit_state *st, PyObject *tensor, oomkit_loss *loss);
 void
 oomkit_loss_drop(oomkit_loss *loss);
 
+/* A kept loss as a number, given the dtype that losses have here. NaN where that is not
+ * known. */
+double
+oomkit_loss_value(oomkit_state *st, const oomkit_loss *loss, int32_t dtype);
+
+/* The only root of a backward; borrowed, NULL when there are several or none. */
+PyObject *
+oomkit_losses_root(oomkit_state *st, PyObject *roots);
+
 /* The loss of a micro-batch of a call that is run again. 0 or -1. */
 int
 oomkit_losses_replay(struct oomkit_call *call, PyObject *root);
