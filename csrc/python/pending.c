@@ -389,12 +389,12 @@ oomkit_pending_attach(oomkit_call *call, PyObject *result)
     oomkit_pending *p;     /* owned, then by the node */
     oomkit_tensor_facts facts;
 
-    loss = oomkit_result_loss(st, result);
+    loss = oomkit_result_loss_at(st, result, call->join.loss_at);
     if (loss == NULL) {
         if (!PyErr_Occurred()) {
             oomkit_raise(st->SplitError,
                          "auto_batch(join=...) must keep the loss that the step "
-                         "returned (a tensor, a tuple that starts with one, a mapping "
+                         "returned (a tensor, a tuple with one, a mapping "
                          "with 'loss'), got %s",
                          Py_TYPE(result)->tp_name);
         }
