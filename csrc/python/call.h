@@ -73,10 +73,11 @@ void
 oomkit_buffers_release(oomkit_call *call);
 void
 oomkit_buffers_free(oomkit_buffers *buffers);
+/* norms.c: does one use the batch's statistics (or move its own)? 1, 0, -1. */
+int
+oomkit_buffers_norm(oomkit_call *call, int moves);
 int
 oomkit_buffers_say_norm(oomkit_call *call);
-int
-oomkit_buffers_norm_training(oomkit_call *call);
 
 /* phases.c. Never fail; may be called with an exception set, which they keep. */
 void
@@ -169,8 +170,7 @@ oomkit_hooks_check(oomkit_call *call);
 int
 oomkit_hooks_of(PyObject *object, PyObject *name);
 
-/* The loss that a micro-batch returns has hooks of the step's own: as above. 0 or -1.
- */
+/* The loss that a micro-batch returns has hooks of the step's own: as above. 0, -1. */
 int
 oomkit_hooks_loss(oomkit_call *call, PyObject *loss);
 /* After an OOM: may it be retried? Sets call->refusal, and *committed to 1 where a hook

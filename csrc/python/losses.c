@@ -272,7 +272,7 @@ losses_are_unverified(const oomkit_call *call)
 static double
 losses_limit(oomkit_call *call, int32_t dtype)
 {
-    int noisy = oomkit_buffers_norm_training(call);
+    int noisy = oomkit_buffers_norm(call, 0);
 
     noisy = noisy == 0 ? oomkit_rng_moved(call) : noisy;
     if (noisy != 0) {

@@ -264,7 +264,7 @@ replay_compare(oomkit_call *call, const oomkit_pending *p)
     PyObject *error; /* owned, given back */
 
     if (noise == 0) {
-        noise = oomkit_buffers_norm_training(call);
+        noise = oomkit_buffers_norm(call, 0);
     }
     if (noise >= 0 && oomkit_losses_replayed(call, &p->value, noise) == 0) {
         return 0;

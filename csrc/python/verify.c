@@ -404,7 +404,7 @@ oomkit_verify(oomkit_call *call)
     if (call->losses.verification == NULL) {
         return -1;
     }
-    v.norm = oomkit_buffers_norm_training(call);
+    v.norm = oomkit_buffers_norm(call, 0);
     verify_set_aside(&v);
     oomkit_call_set_current(call);
     phase = oomkit_phase_set(call->st, OOMKIT_PHASE_RECOVERY);
