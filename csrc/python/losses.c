@@ -441,10 +441,13 @@ oomkit_losses_replayed(oomkit_call *call, const oomkit_loss *loss, int noise)
     double whole;
     int result;
 
-    if (call->options->verify == 0 || l->said || l->replayed != call->slice_count) {
+    if (call->options->verify == 0 || l->replayed != call->slice_count) {
         return 0;
     }
     whole = replayed_whole(call, loss);
+    if (l->said && near(l->is_sum ? l->mean : l->sum, whole, noise ? NEAR : EQUAL)) {
+        return 0; /* of another kind, which explains it */
+    }
     text = PyObject_CallFunction(call->st->replay_differs, "ddddi", whole, l->made,
                                  l->scale, l->tolerance, noise);
     if (text == NULL || text == Py_None) {
