@@ -441,6 +441,9 @@ oomkit_losses_replayed(oomkit_call *call, const oomkit_loss *loss, int noise)
     double whole;
     int result;
 
+    if (call->options->verify != 0 && l->rows != NULL) {
+        return oomkit_losses_rows_judge(call, noise);
+    }
     if (call->options->verify == 0 || l->replayed != call->slice_count) {
         return 0;
     }

@@ -360,6 +360,9 @@ oomkit_pending_offer(oomkit_call *call, PyObject *result)
     if (p != NULL) {
         oomkit_loss_take(st, loss, &p->value);
         p->small = small;
+        if (small && p->value.size == 0 && p->value.tensor == NULL) {
+            oomkit_loss_rows_take(st, loss, &p->value);
+        }
         p->output = PyLong_AsSsize_t(number);
         p->hooks_inside = oomkit_hooks_of(loss, st->str_backward_hooks);
         if (!PyErr_Occurred() && oomkit_pending_others(p, result, loss) == 0 &&

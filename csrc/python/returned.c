@@ -189,7 +189,8 @@ returned_replay(oomkit_call *call, PyObject *loss, int scalar)
     PyObject *gradient, *own = NULL; /* owned */
     int result;
 
-    if (scalar && oomkit_losses_replay(call, loss) < 0) {
+    if ((scalar ? oomkit_losses_replay(call, loss)
+                : oomkit_losses_rows(call, loss, &call->replayed->value)) < 0) {
         return -1;
     }
     if (call->slice_count == 1 && !scalar) { /* the whole batch again */
