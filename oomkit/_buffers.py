@@ -14,6 +14,7 @@ from . import _C
 
 _SAMPLED_FORWARDS = 64  # after so many, only versions are compared
 _NORMS = torch.nn.modules.batchnorm._NormBase
+_OF_SAMPLES = torch.nn.modules.instancenorm._InstanceNorm
 
 
 def _sample(tensor: torch.Tensor) -> int | str:
@@ -156,8 +157,9 @@ class Buffers:
             if key in now and was.same(now[key][1]):
                 continue
             what = f"the buffer {key[1]!r} of a {type(module).__name__}"
-            # Those of the known kinds have a warning of their own.
-            if what not in into and (norms or not isinstance(module, _NORMS)):
+            # Those that normalise by the batch have a warning of their own.
+            known = isinstance(module, _NORMS) and not isinstance(module, _OF_SAMPLES)
+            if what not in into and (norms or not known):
                 into.append(what)
         self.marks = now
 

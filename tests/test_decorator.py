@@ -261,8 +261,8 @@ def test_loss_without_gradient() -> None:
 def test_no_loss_at_all() -> None:
     step = oomkit.auto_batch(lambda x: "text", backward=True)
     assert _split_error(step, torch.zeros(4, 3)) == (
-        "auto_batch(backward=...) expected the step to return a loss (a tensor, a tuple that "
-        "starts with one, a mapping with 'loss'), got str"
+        "auto_batch(backward=...) expected the step to return a loss (a tensor, a tuple with "
+        "one, a mapping with 'loss'), got str"
     )
 
 

@@ -9,6 +9,7 @@
 #include "errors.h"
 #include "pending.h"
 #include "proof.h"
+#include "recompute.h"
 #include "step.h"
 
 #include <structmember.h>
@@ -94,47 +95,13 @@ backward_accumulates(oomkit_state *st, PyObject *const *args, size_t nargsf,
     return n > 6 ? args[6] == Py_True : 0;
 }
 
-/* Gradients of earlier micro-batches come back before a backward: what was cleared or
- * used since the last one of this micro-batch cannot be told from them. 1 with
- * SplitError. */
-static int
-backward_after_update(oomkit_call *call)
-{
-    const oomkit_course *course = &call->course[call->slice_index > 0];
-    const oomkit_event *last = course->count > 0 && course->count <= OOMKIT_COURSE
-                                   ? &course->events[course->count - 1]
-                                   : NULL;
-    int stepped = last != NULL && last->target != NULL, changed;
-
-    if (call->backwards == 0) {
-        return 0;
-    }
-    changed = call->is_last ? oomkit_grads_changed_since(call) : 0;
-    if (changed < 0 || (call->cleared == NULL && !stepped && !changed)) {
-        return changed < 0;
-    }
-    call->raised = 1;
-    oomkit_raise(call->st->SplitError,
-                 "auto_batch cannot split this step: %s%s%V between two backward() "
-                 "calls; make two decorated steps of it",
-                 call->cleared != NULL ? "zero_grad() is called"
-                 : stepped             ? "an update is made"
-                                       : "gradients are cleared or changed",
-                 call->cleared != NULL || stepped ? " at " : "",
-                 call->cleared != NULL ? call->cleared
-                 : stepped             ? last->where
-                                       : NULL,
-                 "");
-    return 1;
-}
-
 /* Before an outermost backward. 0 or -1. */
 static int
 backward_begin(oomkit_call *call, PyObject *roots)
 {
     call->training = 1;
     if (call->split &&
-        (backward_after_update(call) || oomkit_grads_refuse_unexpected(call) < 0)) {
+        (oomkit_course_cut(call) || oomkit_grads_refuse_unexpected(call) < 0)) {
         return -1;
     }
     if (call->split && call->slice_index == 0 && !call->grads.marked &&
@@ -276,6 +243,7 @@ backward_protected(backward_object *self, oomkit_call *call, PyObject *const *ar
         call->backward_failed = call->queued = 1;
         if ((!call->split || call->slice_index > 0) && n > 0) {
             oomkit_strangers_note(call, args[0]);
+            oomkit_recompute_note(call, args[0]);
         }
         return NULL;
     }
@@ -395,7 +363,10 @@ backward_call(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwna
                                                                            : Py_None);
     }
     Py_INCREF(op); /* the step may put something else in our place */
-    result = backward_protected(self, call, args, nargsf, kwnames);
+    result =
+        call->grads.owed >= OOMKIT_OWED_NOW
+            ? oomkit_recompute_backward(call, self->original, args, nargsf, kwnames)
+            : backward_protected(self, call, args, nargsf, kwnames);
     Py_DECREF(op);
     return result;
 }

@@ -52,21 +52,6 @@ buffers_room(oomkit_call *call)
     return 0;
 }
 
-/* Is this module in training mode? Read from its dictionary: no property, no Python
- * code. */
-static int
-module_is_training(oomkit_state *st, PyObject *module)
-{
-    int training = 0;
-    PyObject *value = PyObject_GetAttr(module, st->str_training); /* owned */
-    if (value == NULL) {
-        return -1;
-    }
-    training = value == Py_True;
-    Py_DECREF(value);
-    return training;
-}
-
 #define IMAGE_BYTES (1u << 16)       /* a CPU buffer up to this is kept as bytes */
 #define DEVICE_COPY_BYTES (1u << 20) /* a larger buffer's copy lives on the host */
 
@@ -242,7 +227,7 @@ oomkit_buffers_mark(oomkit_call *call)
             continue;
         }
         if (!always && parts->buffered[i].is_norm) {
-            always = module_is_training(st, module);
+            always = oomkit_module_is_training(st, module);
         }
         if (always < 0 || buffers_mark_module(call, module, always, from, to) < 0) {
             Py_DECREF(module);
@@ -379,60 +364,4 @@ void
 oomkit_buffers_release(oomkit_call *call)
 {
     oomkit_buffers_free(&call->buffers);
-}
-
-/* A normalisation that uses batch statistics: 1 and *which (owned, unless NULL), 0, -1.
- */
-static int
-buffers_norm(oomkit_call *call, PyObject **which)
-{
-    oomkit_participants *parts = call->parts;
-    Py_ssize_t i;
-    int training = 0;
-
-    for (i = 0; training == 0 && i < parts->buffered_count; i++) {
-        PyObject *module; /* owned */
-        if (!parts->buffered[i].is_norm) {
-            continue;
-        }
-        module = oomkit_reference_get(parts->buffered[i].ref);
-        if (module == NULL) {
-            continue;
-        }
-        training = module_is_training(call->st, module);
-        if (training > 0 && which != NULL) {
-            *which = Py_NewRef(module);
-        }
-        Py_DECREF(module);
-    }
-    return training;
-}
-
-/* Is a normalisation in training mode? 1, 0 or -1. */
-int
-oomkit_buffers_norm_training(oomkit_call *call)
-{
-    return buffers_norm(call, NULL);
-}
-
-/* Once per site: normalisation over a micro-batch is not that over the batch. 0 or -1.
- */
-int
-oomkit_buffers_say_norm(oomkit_call *call)
-{
-    PyObject *module = NULL; /* owned */
-    int training = call->parts->norm_said ? 0 : buffers_norm(call, &module);
-
-    if (training > 0) {
-        call->parts->norm_said = 1;
-        training = oomkit_warn(
-            call->st->OomkitWarning, 2,
-            "oomkit: the batch is split and %s is in training mode: its statistics "
-            "are those of each micro-batch, not of the whole batch; use a "
-            "normalisation without batch statistics (GroupNorm, LayerNorm) or put "
-            "it in eval mode where this matters",
-            Py_TYPE(module)->tp_name);
-        Py_DECREF(module);
-    }
-    return training;
 }

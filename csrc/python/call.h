@@ -73,10 +73,11 @@ void
 oomkit_buffers_release(oomkit_call *call);
 void
 oomkit_buffers_free(oomkit_buffers *buffers);
+/* norms.c: does one use the batch's statistics (or move its own)? 1, 0, -1. */
+int
+oomkit_buffers_norm(oomkit_call *call, int moves);
 int
 oomkit_buffers_say_norm(oomkit_call *call);
-int
-oomkit_buffers_norm_training(oomkit_call *call);
 
 /* phases.c. Never fail; may be called with an exception set, which they keep. */
 void
@@ -165,13 +166,11 @@ int
 oomkit_hooks_post(oomkit_call *call, PyObject **name);
 int
 oomkit_hooks_check(oomkit_call *call);
-
 /* Is a hook table of this name there and not empty? 1, 0 or -1. */
 int
 oomkit_hooks_of(PyObject *object, PyObject *name);
 
-/* The loss that a micro-batch returns has hooks of the step's own: as above. 0 or -1.
- */
+/* The loss that a micro-batch returns has hooks of the step's own: as above. 0, -1. */
 int
 oomkit_hooks_loss(oomkit_call *call, PyObject *loss);
 /* After an OOM: may it be retried? Sets call->refusal, and *committed to 1 where a hook
@@ -277,7 +276,7 @@ oomkit_attempt_join(oomkit_call *call);
 int
 oomkit_attempt_only_results(const oomkit_call *call);
 
-/* course.c. 0, or -1 with SplitError that names both lines. */
+/* course.c. 0, or -1 with SplitError that names both lines. Of _cut: 1 with it. */
 int
 oomkit_course_note(oomkit_call *call, const void *target, const void *name);
 int
@@ -286,6 +285,8 @@ void
 oomkit_course_clear(oomkit_course *course);
 int
 oomkit_course_skipped(oomkit_call *call);
+int
+oomkit_course_cut(oomkit_call *call);
 int
 oomkit_course_scale_note(oomkit_call *call, PyObject *scaler);
 PyObject *
@@ -491,7 +492,6 @@ int
 oomkit_grad_mode_off(oomkit_state *st);
 int
 oomkit_grad_mode_set(oomkit_state *st, int enabled);
-
 /* Back to `mode`, twice tried: a mode of torch's that intercepts functions may raise.
  * Keeps the exception in flight. `result`, or -1 with an exception. */
 int

@@ -13,6 +13,13 @@
 #include "../core/status.h"
 
 /* --- gradients.c --- */
+typedef enum {
+    OOMKIT_OWED_NOTHING = 0,
+    OOMKIT_OWED_LATER, /* what the failed attempt has added is to be taken off */
+    OOMKIT_OWED_NOW,   /* it is being computed again, see recompute.c */
+    OOMKIT_OWED_DONE   /* and has been taken off */
+} oomkit_owed;
+
 typedef struct oomkit_grads {
     oomkit_grad_mark *marks; /* one per parameter; weak holds of the bridge */
     PyObject **held;         /* without a bridge: owned weak references (or None) */
@@ -32,6 +39,8 @@ typedef struct oomkit_grads {
     uint64_t engine_runs; /* state->engine_runs when the marks were taken */
     int force_copies;     /* whatever the options say */
     int no_aside;         /* nothing may be set aside in this call */
+    oomkit_owed owed;     /* what was set aside holds too much */
+    int may_owe;          /* such may be set aside: another attempt follows */
     int marked;           /* marks are taken in this attempt */
     int is_parked;
     int at_entry; /* some parameter had a gradient when the marks were taken */
@@ -125,7 +134,8 @@ typedef enum {
 enum {
     OOMKIT_RESTART_STRANGERS = 1, /* to take in tensors that were not known */
     OOMKIT_RESTART_WIDER,         /* the first slice has one row, which is too few */
-    OOMKIT_RESTART_PROOF          /* the step takes a course that no proof has seen */
+    OOMKIT_RESTART_PROOF,         /* the step takes a course that no proof has seen */
+    OOMKIT_RESTART_OWED           /* recompute.c has what it wanted */
 };
 
 struct oomkit_step;
@@ -169,7 +179,7 @@ typedef struct oomkit_call {
     uint64_t number; /* of the call at its site */
     struct oomkit_proof *proof; /* borrowed: this runs to be compared, or NULL */
     uint64_t proof_key;         /* what proofs of such a call go by; 0: not asked yet */
-    uint64_t record; /* of its record in the ring, once it is there */
+    uint64_t record;            /* of its record in the ring, once it is there */
 
     /* a loss that is returned */
     oomkit_returned returned;

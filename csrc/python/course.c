@@ -264,3 +264,37 @@ oomkit_course_finish(oomkit_call *call)
     oomkit_course_clear(course);
     return result;
 }
+
+/* Gradients of earlier micro-batches come back before a backward: what was cleared or
+ * used since the last one of this micro-batch cannot be told from them. 1 with
+ * SplitError. */
+int
+oomkit_course_cut(oomkit_call *call)
+{
+    const oomkit_course *course = &call->course[call->slice_index > 0];
+    const oomkit_event *last = course->count > 0 && course->count <= OOMKIT_COURSE
+                                   ? &course->events[course->count - 1]
+                                   : NULL;
+    int stepped = last != NULL && last->target != NULL, changed;
+
+    if (call->backwards == 0) {
+        return 0;
+    }
+    changed = call->is_last ? oomkit_grads_changed_since(call) : 0;
+    if (changed < 0 || (call->cleared == NULL && !stepped && !changed)) {
+        return changed < 0;
+    }
+    call->raised = 1;
+    oomkit_raise(call->st->SplitError,
+                 "auto_batch cannot split this step: %s%s%V between two backward() "
+                 "calls; make two decorated steps of it",
+                 call->cleared != NULL ? "zero_grad() is called"
+                 : stepped             ? "an update is made"
+                                       : "gradients are cleared or changed",
+                 call->cleared != NULL || stepped ? " at " : "",
+                 call->cleared != NULL ? call->cleared
+                 : stepped             ? last->where
+                                       : NULL,
+                 "");
+    return 1;
+}

@@ -131,8 +131,8 @@ oomkit_grads_mark(oomkit_call *call)
     g->marked = 1;
     g->engine_runs = st->engine_runs;
     oomkit_baseline_marked(call);
-    if (g->at_entry && !g->stashing && !oomkit_proof_of_whole(call) &&
-        oomkit_call_wants_copies(call)) {
+    if (g->at_entry && !g->stashing && g->owed == OOMKIT_OWED_NOTHING &&
+        !oomkit_proof_of_whole(call) && oomkit_call_wants_copies(call)) {
         return grads_copy(call);
     }
     /* Without copies what a micro-batch adds to the caller's gradients could not be

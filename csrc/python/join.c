@@ -197,8 +197,9 @@ join_elements(const oomkit_rules *r, const oomkit_place *where, PyObject *const 
         for (k = 0; k < r->count; k++) {
             column[k] = sequence_item(values[k], i);
         }
-        inner.is_loss =
-            where->outer == NULL ? oomkit_loss_is_at(r->st, values[0], i, NULL) : 0;
+        inner.is_loss = where->outer == NULL
+                            ? oomkit_loss_is_at(r->st, values[0], i, r->loss_at)
+                            : 0;
         item = inner.is_loss < 0 ? NULL : join_inner(r, &inner, column);
         if (item == NULL) {
             Py_CLEAR(joined);
@@ -354,7 +355,8 @@ rules_losses(oomkit_rules *r, const oomkit_join *join)
 {
     Py_ssize_t i;
     for (i = 0; i < r->count; i++) {
-        r->losses[i] = oomkit_result_loss(r->st, PyList_GET_ITEM(join->results, i));
+        r->losses[i] = oomkit_result_loss_at(r->st, PyList_GET_ITEM(join->results, i),
+                                             join->loss_at);
         if (r->losses[i] == NULL && PyErr_Occurred()) {
             return -1;
         }
@@ -389,6 +391,7 @@ oomkit_join_finish(oomkit_state *st, const oomkit_options *options, oomkit_join 
                       .parked = join->parked,
                       .updated = join->updated,
                       .one_loss = join->one_loss,
+                      .loss_at = join->loss_at,
                       .whole_loss = &loss};
     oomkit_place where = {.is_loss = 1};
     PyObject *joined = NULL; /* owned */

@@ -41,6 +41,7 @@ typedef struct oomkit_rules {
     const double *group_weights; /* borrowed from the join; NULL unless the result is a
                                     sequence of one loss for each group */
     Py_ssize_t groups;
+    Py_ssize_t loss_at;    /* as in oomkit_join */
     PyObject **losses;     /* owned by the outermost rules: the loss of each result, or
                               NULL where one has none */
     PyObject **whole_loss; /* owned by join.c: the joined one, once it is there */
@@ -108,10 +109,10 @@ oomkit_join_equal(const oomkit_rules *r, const oomkit_place *where,
 
 /* --- loss.c --- */
 
-/* Is the loss of `result` at element `number`, or under `key` (not NULL in a mapping)?
- * 1, 0 or -1 with an exception. */
+/* Is the loss of a tuple or list, which is at `at` where no name tells, at element
+ * `number`? 1, 0 or -1 with an exception. */
 int
-oomkit_loss_is_at(oomkit_state *st, PyObject *result, Py_ssize_t number, PyObject *key);
+oomkit_loss_is_at(oomkit_state *st, PyObject *result, Py_ssize_t number, Py_ssize_t at);
 
 /* --- join_numbers.c, join_tensors.c: the joined value out of `count` values. New
  * reference or NULL with an exception. --- */

@@ -301,12 +301,15 @@ oomkit_join_add(oomkit_state *st, const oomkit_options *options, oomkit_join *jo
     if (join->results == NULL && join_begin(join) < 0) {
         return -1;
     }
-    loss = oomkit_result_loss(st, result);
+    before = PyList_GET_SIZE(join->results);
+    if (before == 0) {
+        join->loss_at = oomkit_loss_place(st, result);
+    }
+    loss = join->loss_at < 0 ? NULL : oomkit_result_loss_at(st, result, join->loss_at);
     if (loss == NULL && PyErr_Occurred()) {
         return -1;
     }
     k.loss = loss;
-    before = PyList_GET_SIZE(join->results);
     k.marks = PyDict_New(); /* owned here, then by the list */
     if (k.marks != NULL && PyList_Append(join->marks, k.marks) == 0 &&
         append_stolen(join->results, keep_value(&k, &where, result, 0)) == 0 &&

@@ -207,7 +207,7 @@ parts_add_buffered(oomkit_state *st, oomkit_participants *parts, PyObject *modul
     if (!has) {
         return 0;
     }
-    is_norm = PyObject_IsInstance(module, st->BatchNorm);
+    is_norm = oomkit_norm_kind(st, module);
     if (is_norm < 0 ||
         parts_grow((void **)&parts->buffered, parts->buffered_count,
                    &parts->buffered_room, sizeof(*parts->buffered)) < 0) {

@@ -31,9 +31,14 @@ typedef struct oomkit_owner {
     oomkit_owner_kind kind;
 } oomkit_owner;
 
+enum {
+    OOMKIT_NORM_BATCH = 1, /* normalises by statistics of the batch, where it trains */
+    OOMKIT_NORM_SAMPLE     /* by those of each sample, or running ones */
+};
+
 typedef struct oomkit_buffered {
     PyObject *ref; /* owned: weak reference to a module that has buffers */
-    int is_norm;   /* running statistics that forward owns */
+    int is_norm;   /* forward owns its running statistics: OOMKIT_NORM_* */
 } oomkit_buffered;
 
 /* Outlives the list: somebody may keep a weak reference of ours, and its callback. */
@@ -153,5 +158,13 @@ oomkit_participants_let_go(oomkit_participants *parts);
 /* accelerate.c: which kind of participant an object of accelerate's is, or -1. */
 int
 oomkit_accelerate_kind(PyObject *object);
+
+/* norms.c: OOMKIT_NORM_* of a module, 0 where it is no normalisation; -1. */
+int
+oomkit_norm_kind(oomkit_state *st, PyObject *module);
+
+/* norms.c: 1, 0 or -1. */
+int
+oomkit_module_is_training(oomkit_state *st, PyObject *module);
 
 #endif

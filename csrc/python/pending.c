@@ -360,6 +360,9 @@ oomkit_pending_offer(oomkit_call *call, PyObject *result)
     if (p != NULL) {
         oomkit_loss_take(st, loss, &p->value);
         p->small = small;
+        if (small && p->value.size == 0 && p->value.tensor == NULL) {
+            oomkit_loss_rows_take(st, loss, &p->value);
+        }
         p->output = PyLong_AsSsize_t(number);
         p->hooks_inside = oomkit_hooks_of(loss, st->str_backward_hooks);
         if (!PyErr_Occurred() && oomkit_pending_others(p, result, loss) == 0 &&
@@ -389,12 +392,12 @@ oomkit_pending_attach(oomkit_call *call, PyObject *result)
     oomkit_pending *p;     /* owned, then by the node */
     oomkit_tensor_facts facts;
 
-    loss = oomkit_result_loss(st, result);
+    loss = oomkit_result_loss_at(st, result, call->join.loss_at);
     if (loss == NULL) {
         if (!PyErr_Occurred()) {
             oomkit_raise(st->SplitError,
                          "auto_batch(join=...) must keep the loss that the step "
-                         "returned (a tensor, a tuple that starts with one, a mapping "
+                         "returned (a tensor, a tuple with one, a mapping "
                          "with 'loss'), got %s",
                          Py_TYPE(result)->tp_name);
         }

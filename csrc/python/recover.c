@@ -2,6 +2,7 @@
  * re-plan. */
 #include "call.h"
 #include "errors.h"
+#include "recompute.h"
 #include "step.h"
 
 #define MASKED_RETRIES 2
@@ -290,7 +291,9 @@ recover_go_on(oomkit_call *call)
     if (call->joining) {
         return recover_join(call);
     }
+    call->grads.may_owe = call->options->gradient_safety == OOMKIT_SAFETY_AUTO;
     result = oomkit_recover_roll_back(call);
+    call->grads.may_owe = 0;
     if (result == 0) {
         result =
             oomkit_join_truncate(&call->join, keep ? (Py_ssize_t)call->slice_index : 0);
@@ -369,7 +372,8 @@ oomkit_recover(oomkit_call *call, int failed)
     for (;;) {
         if (failed) {
             uint64_t now;
-            if (recover_from_failure(call) < 0) {
+            if (recover_from_failure(call) < 0 ||
+                (call->grads.owed == OOMKIT_OWED_LATER && oomkit_recompute(call) < 0)) {
                 return NULL;
             }
             now = oomkit_now_ns();

@@ -258,14 +258,11 @@ replay_start(oomkit_call *call, oomkit_pending *p)
 /* The micro-batches have run. If that raises (a warning that is an error), everything
  * goes back. 0 or -1. */
 static int
-replay_compare(oomkit_call *call, const oomkit_pending *p)
+replay_compare(oomkit_call *call, const oomkit_pending *p, int drawn)
 {
-    int noise = oomkit_rng_drawn(call->st, &call->rng, &p->after);
+    int noise = drawn ? 1 : oomkit_buffers_norm(call, 0);
     PyObject *error; /* owned, given back */
 
-    if (noise == 0) {
-        noise = oomkit_buffers_norm_training(call);
-    }
     if (noise >= 0 && oomkit_losses_replayed(call, &p->value, noise) == 0) {
         return 0;
     }
@@ -277,9 +274,10 @@ replay_compare(oomkit_call *call, const oomkit_pending *p)
     return -1;
 }
 
-/* Steals `exception`, the failure to start from, or NULL. 0 or -1. */
+/* Steals `exception`, the failure to start from, or NULL; `drawn`: the call drew random
+ * numbers. 0 or -1. */
 static int
-replay_inside(oomkit_call *call, oomkit_pending *p, PyObject *exception)
+replay_inside(oomkit_call *call, oomkit_pending *p, PyObject *exception, int drawn)
 {
     PyObject *result; /* owned */
 
@@ -299,7 +297,7 @@ replay_inside(oomkit_call *call, oomkit_pending *p, PyObject *exception)
         result = replay_start(call, p) < 0 ? NULL : oomkit_recover(call, 0);
     }
     if (result != NULL && p->kind == OOMKIT_RETURNED_WHOLE &&
-        replay_compare(call, p) < 0) {
+        replay_compare(call, p, drawn) < 0) {
         Py_CLEAR(result);
     }
     if (oomkit_compiler_on(call) < 0) {
@@ -354,9 +352,13 @@ oomkit_replay_run(oomkit_call *call, oomkit_pending *p, PyObject *inputs,
     oomkit_state *st = call->st;
     replay_now now;
     oomkit_modes_stack stack;
-    int result;
+    /* Asked of the very marks of the call: set_state() writes anew what torch never
+     * sets of a generator's bytes. */
+    int result, drawn = oomkit_rng_drawn(st, &call->rng, &p->after);
 
-    if (now_note(call, p, &now) < 0 || oomkit_modes_enter(st, &p->modes, &stack) < 0) {
+    memset(&now, 0, sizeof(now));
+    if (drawn < 0 || now_note(call, p, &now) < 0 ||
+        oomkit_modes_enter(st, &p->modes, &stack) < 0) {
         Py_XDECREF(exception);
         now_clear(&now);
         return -1;
@@ -366,7 +368,7 @@ oomkit_replay_run(oomkit_call *call, oomkit_pending *p, PyObject *inputs,
     }
     call->replayed = p;
     call->inputs = inputs;
-    result = replay_inside(call, p, exception);
+    result = replay_inside(call, p, exception, drawn);
     result =
         replay_leave(call, &now, &stack, result < 0 ? oomkit_exception_take() : NULL);
     now_clear(&now);

@@ -189,7 +189,8 @@ returned_replay(oomkit_call *call, PyObject *loss, int scalar)
     PyObject *gradient, *own = NULL; /* owned */
     int result;
 
-    if (scalar && oomkit_losses_replay(call, loss) < 0) {
+    if ((scalar ? oomkit_losses_replay(call, loss)
+                : oomkit_losses_rows(call, loss, &call->replayed->value)) < 0) {
         return -1;
     }
     if (call->slice_count == 1 && !scalar &&
@@ -288,6 +289,10 @@ oomkit_returned_micro(oomkit_call *call, PyObject *result)
     }
     scalar = returned_is_scalar(call, loss, &facts);
     state = scalar < 0 ? -1 : 0;
+    if (state == 0 && call->slice_index > 0 && call->replayed == NULL &&
+        oomkit_loss_place(call->st, result) != call->join.loss_at) {
+        state = PyErr_Occurred() ? -1 : returned_differs(call);
+    }
     if (state == 0 && call->replayed != NULL) {
         state = returned_replay(call, loss, scalar);
     } else if (state == 0) {
@@ -340,7 +345,7 @@ oomkit_backward_run(oomkit_call *call, PyObject *result)
         if (!PyErr_Occurred()) {
             oomkit_raise(st->SplitError,
                          "auto_batch(backward=...) expected the step to return a loss "
-                         "(a tensor, a tuple that starts with one, a mapping with "
+                         "(a tensor, a tuple with one, a mapping with "
                          "'loss'), got %s",
                          Py_TYPE(result)->tp_name);
         }

@@ -84,18 +84,24 @@ grads_put_copy(oomkit_call *call, Py_ssize_t i, int in_place)
 }
 
 /* May moved gradients be set aside? Only when a single backward was interrupted, so
- * that each moved leaf holds exactly one contribution of the whole batch, and when the
- * replay will draw the same random numbers and normalise alike. A backward inside that
- * one (reentrant checkpoint) may have brought a part of what comes to a shared leaf. */
+ * that each moved leaf holds exactly one contribution of the whole batch. It may stay
+ * when the replay will draw the same random numbers and normalise alike (1); else it
+ * has to be taken off (2). A backward inside that one (reentrant checkpoint) may have
+ * brought a part of what comes to a shared leaf. */
 static int
 grads_may_set_aside(oomkit_call *call, const uint8_t *states, const uint32_t *steps)
 {
     Py_ssize_t i;
+    int differs;
 
     if (call->split || call->grads.no_aside || !call->backward_failed ||
         call->backwards != 0 || call->grads.aside != NULL ||
-        call->st->engine_runs != call->grads.engine_runs + 1 ||
-        oomkit_buffers_moved(call) != 0 || oomkit_rng_moved(call) != 0) {
+        call->st->engine_runs != call->grads.engine_runs + 1) {
+        return 0;
+    }
+    differs = oomkit_buffers_moved(call);
+    differs = differs == 0 ? oomkit_rng_moved(call) : differs;
+    if (differs < 0 || (differs && !call->grads.may_owe)) {
         return 0;
     }
     for (i = 0; i < call->parts->param_count; i++) {
@@ -104,7 +110,7 @@ grads_may_set_aside(oomkit_call *call, const uint8_t *states, const uint32_t *st
             return 0;
         }
     }
-    return 1;
+    return 1 + differs;
 }
 
 static int
@@ -201,7 +207,7 @@ oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which)
     if (grads_compare(call, states, steps) < 0) {
         goto done;
     }
-    aside = call->grads.at_entry && grads_may_set_aside(call, states, steps);
+    aside = call->grads.at_entry ? grads_may_set_aside(call, states, steps) : 0;
     for (i = 0; i < n; i++) {
         int moved = states[i] != OOMKIT_GRAD_SAME && states[i] != OOMKIT_GRAD_NEW;
         int copied = call->grads.copies != NULL && call->grads.copies[i] != NULL;
@@ -218,8 +224,11 @@ oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which)
     for (i = 0; i < n && result == 0; i++) {
         result = grads_restore_one(call, i, states[i], aside) != 0 ? -1 : 0;
     }
-    if (result == 0 && aside && call->grads.aside != NULL) {
+    if (result == 0 && aside == 1 && call->grads.aside != NULL) {
         result = grads_say_aside(call);
+    }
+    if (result == 0 && aside == 2 && call->grads.aside != NULL) {
+        call->grads.owed = OOMKIT_OWED_LATER;
     }
     if (result < 0 && aside) { /* as found, to be tried again */
         grads_aside_undo(call);

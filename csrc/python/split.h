@@ -162,9 +162,10 @@ typedef struct oomkit_join {
                           before joining when `required`, or NULL */
     int required;      /* some tensor in the results required grad */
     struct oomkit_result_site *site; /* borrowed from the step, or NULL */
-    int evaluation; /* nothing needs a gradient: what is returned is all there is */
-    int rows_sure;  /* whole calls of the site knew the number of rows as well */
-    int one_loss;   /* the loss is one number, of whatever shape */
+    int evaluation;     /* nothing needs a gradient: what is returned is all there is */
+    int rows_sure;      /* whole calls of the site knew the number of rows as well */
+    int one_loss;       /* the loss is one number, of whatever shape */
+    Py_ssize_t loss_at; /* of it in a tuple or list, before its graph was dropped */
     int parked; /* gradients were parked between the micro-batches: a scalar that is 0
                    in all but the last (the norm that clip_grad_norm_ returns) is its
                    own, and the loss has been through its backward */
@@ -211,11 +212,20 @@ oomkit_join_finish(oomkit_state *st, const oomkit_options *options, oomkit_join 
 void
 oomkit_join_clear(oomkit_join *join);
 
-/* The loss in a result: the result itself when it is a tensor, the first element of a
- * tuple or list, ["loss"] of a mapping, or .loss. New reference, or NULL without an
+/* The loss in a result: the result itself when it is a tensor, ["loss"] of a mapping,
+ * .loss; of a tuple or list the first element, or the only 0-d tensor that requires
+ * grad where the first is none: (logits, loss). New reference, or NULL without an
  * exception when there is none, NULL with an exception on failure (check
  * PyErr_Occurred). */
 PyObject *
 oomkit_result_loss(oomkit_state *st, PyObject *result);
+
+/* The number of that element, 0 where there are none; -1 with an exception. */
+Py_ssize_t
+oomkit_loss_place(oomkit_state *st, PyObject *result);
+
+/* The same of a result whose tensors have lost their graphs. */
+PyObject *
+oomkit_result_loss_at(oomkit_state *st, PyObject *result, Py_ssize_t at);
 
 #endif

@@ -273,6 +273,7 @@
     X(saved_unpack)   /* oomkit._second: says that the graph was given back */         \
     X(tolerance)      /* oomkit._diagnose: what rounding explains in a loss */         \
     X(replay_differs) /* oomkit._diagnose: losses of a replay beside the call's */     \
+    X(replay_rows)    /* oomkit._replay_rows: the same of results with rows */         \
     X(uneven_labels)  /* oomkit._diagnose: have slices unequal shares of labels? */    \
     X(loop_judge)     /* oomkit._loops: may a loop's body run again? */                \
     X(cut_sequence)   /* oomkit._loops: rows of a list */                              \

@@ -173,7 +173,7 @@ oomkit_tx_begin_micro(oomkit_call *call)
     int moved = oomkit_buffers_moved(call);
 
     if (moved == 0) { /* no version tells of its statistics */
-        moved = oomkit_buffers_norm_training(call);
+        moved = oomkit_buffers_norm(call, 1);
     }
     if (moved == 0 && call->rng.cpu_state != NULL) {
         moved = oomkit_rng_moved(call);

@@ -538,6 +538,7 @@ void
 oomkit_weights_release(oomkit_call *call)
 {
     Py_CLEAR(call->losses.whole.tensor);
+    Py_CLEAR(call->losses.rows);
     PyMem_Free(call->losses.group_weights);
     call->losses.group_weights = NULL;
 }

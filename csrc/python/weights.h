@@ -40,6 +40,7 @@ typedef struct oomkit_losses {
     double tolerance;      /* what rounding explains there */
     int64_t replayed;      /* micro-batches in `made` */
     int32_t dtype;         /* of their losses */
+    PyObject *rows;        /* owned: what compares those of a replay, or NULL */
     PyObject *verification; /* owned while a verification runs: backwards are withheld
                                and told to it */
 } oomkit_losses;
@@ -94,9 +95,30 @@ oomkit_loss_take(oomkit_state *st, PyObject *tensor, oomkit_loss *loss);
 void
 oomkit_loss_drop(oomkit_loss *loss);
 
+/* The same of a small one with several elements: its memory, while it is as it was. */
+void
+oomkit_loss_rows_take(oomkit_state *st, PyObject *tensor, oomkit_loss *loss);
+
+/* A kept loss as a number, given the dtype that losses have here. NaN where that is not
+ * known. */
+double
+oomkit_loss_value(oomkit_state *st, const oomkit_loss *loss, int32_t dtype);
+
+/* The only root of a backward; borrowed, NULL when there are several or none. */
+PyObject *
+oomkit_losses_root(oomkit_state *st, PyObject *roots);
+
 /* The loss of a micro-batch of a call that is run again. 0 or -1. */
 int
 oomkit_losses_replay(struct oomkit_call *call, PyObject *root);
+
+/* losses_rows.c: the same of a result with a row per sample, beside `whole`; and of all
+ * of them. 0 or -1. */
+int
+oomkit_losses_rows(struct oomkit_call *call, PyObject *result,
+                   const oomkit_loss *whole);
+int
+oomkit_losses_rows_judge(struct oomkit_call *call, int noise);
 
 /* All of them are there: do they make the loss that the call had? Said if not; `noise`:
  * random numbers or batch statistics are in it. 0, or -1 (a warning that is an error).

@@ -99,7 +99,7 @@ MUTANTS = [
     Mutant(
         "cleared-between-backwards",
         "gradients that are cleared, changed or used between two backwards are refused",
-        "csrc/python/backward.c",
+        "csrc/python/course.c",
         "    if (changed < 0 || (call->cleared == NULL && !stepped && !changed)) {",
         "    if (1) {",
         ("test_once.py::test_zero_grad_between_two_backwards_is_refused",

@@ -76,18 +76,35 @@ MUTANTS = [
         "aside-in-spite-of-noise",
         "a moved gradient is set aside only where the replay draws the same random numbers",
         "csrc/python/rollback.c",
-        "oomkit_buffers_moved(call) != 0 || oomkit_rng_moved(call) != 0) {",
-        "oomkit_buffers_moved(call) != 0) {",
+        "differs = differs == 0 ? oomkit_rng_moved(call) : differs;",
+        "",
         ("test_weights.py::test_gradient_safety_off_raises_instead_of_guessing",),
     ),
     Mutant(
         "aside-in-spite-of-nesting",
         "a moved gradient is set aside only where no backward inside brought a part of it",
         "csrc/python/rollback.c",
-        "        call->st->engine_runs != call->grads.engine_runs + 1 ||\n",
-        "",
+        "        call->st->engine_runs != call->grads.engine_runs + 1) {\n",
+        "        0) {\n",
         ("test_gradients_apart.py"
          "::test_a_part_that_a_backward_within_brought_is_not_taken_for_the_whole",),
+    ),
+    Mutant(
+        "contribution-stays",
+        "what a failed backward has added is taken off before the call is run again",
+        "csrc/python/recompute.c",
+        "PyObject_CallMethod(aside[i], \"sub_\", \"O\", gradient);",
+        "Py_NewRef(gradient);",
+        ("test_accumulation.py::test_an_error_in_the_backward_of_a_later_call[inside-False]",),
+    ),
+    Mutant(
+        "another-contribution",
+        "what is taken off is of the failed attempt's loss",
+        "csrc/python/recompute.c",
+        "        return recompute_end(call); /* nor where either is not known: NaN */\n",
+        "        ;\n",
+        ("test_accumulation.py"
+         "::test_a_step_that_is_not_the_same_the_second_time_is_refused",),
     ),
     Mutant(
         "aside-lost",
@@ -111,11 +128,11 @@ MUTANTS = [
         "versions-ignored",  # in the bridge itself its check at import would tell
         "a gradient that was added to in place is told from one that was not, by its version",
         "csrc/python/rollback.c",
-        "    aside = call->grads.at_entry && grads_may_set_aside(call, states, steps);\n",
+        "    aside = call->grads.at_entry ? grads_may_set_aside(call, states, steps) : 0;\n",
         "    for (i = 0; i < n; i++) {\n"
         "        states[i] = states[i] == OOMKIT_GRAD_MOVED ? OOMKIT_GRAD_SAME : states[i];\n"
         "    }\n"
-        "    aside = call->grads.at_entry && grads_may_set_aside(call, states, steps);\n",
+        "    aside = call->grads.at_entry ? grads_may_set_aside(call, states, steps) : 0;\n",
         ("test_weights.py::test_gradients_before_the_step_survive_every_fault",),
     ),
     Mutant(
