@@ -7,6 +7,7 @@
 #include "gradients.h"
 #include "errors.h"
 #include "proof.h"
+#include "half_made.h"
 
 PyObject *
 oomkit_host_copy(oomkit_state *st, PyObject *tensor)
@@ -14,7 +15,8 @@ oomkit_host_copy(oomkit_state *st, PyObject *tensor)
     oomkit_tensor_facts facts;
     PyObject *plain, *copy = NULL; /* owned */
 
-    if (oomkit_tensor_facts_get(st, tensor, 0, &facts) < 0) {
+    if (oomkit_tensor_facts_get(st, tensor, 0, &facts) < 0 ||
+        (!facts.is_strided && oomkit_half_made_refuse(st, tensor) < 0)) {
         return NULL;
     }
     plain = PyObject_CallMethodNoArgs(tensor, st->str_detach);
@@ -273,7 +275,8 @@ grads_add_one(oomkit_call *call, Py_ssize_t i, PyObject *entry)
     if (ours == Py_None) {
         sum = Py_NewRef(entry);
     } else if (ours != NULL && oomkit_tensor_facts_get(call->st, entry, 0, &was) == 0 &&
-               oomkit_tensor_facts_get(call->st, ours, 0, &now) == 0) {
+               oomkit_tensor_facts_get(call->st, ours, 0, &now) == 0 &&
+               (was.is_strided || oomkit_half_made_refuse(call->st, entry) == 0)) {
         /* as autograd accumulates: in place where the kinds allow it */
         sum = was.is_strided || !now.is_strided ? PyNumber_InPlaceAdd(entry, ours)
                                                 : PyNumber_Add(ours, entry);

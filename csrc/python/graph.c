@@ -105,36 +105,6 @@ oomkit_node_is_leaf(PyObject *node)
     return strcmp(name, "AccumulateGrad") == 0;
 }
 
-/* Every node once. 0 or -1. *leaves as in oomkit_roots_nodes. */
-int
-oomkit_graph_walk(oomkit_state *st, PyObject *roots, oomkit_node_visitor visit,
-                  void *context, int *leaves)
-{
-    PyObject *work = PyList_New(0);   /* owned */
-    PyObject *seen = PySet_New(NULL); /* owned: keeps the nodes, hence their identity */
-    int result = work == NULL || seen == NULL ? -1 : 0;
-
-    if (result == 0) {
-        result = oomkit_roots_nodes(st, roots, work, leaves);
-    }
-    while (result == 0 && PyList_GET_SIZE(work) > 0) {
-        Py_ssize_t last = PyList_GET_SIZE(work) - 1;
-        PyObject *node = Py_NewRef(PyList_GET_ITEM(work, last)); /* owned */
-        int known = PySet_Contains(seen, node);
-        if (known < 0 || PyList_SetSlice(work, last, last + 1, NULL) < 0 ||
-            (known == 0 && PySet_Add(seen, node) < 0)) {
-            result = -1;
-        } else if (known == 0) {
-            int on = visit(st, node, context);
-            result = on > 0 ? oomkit_node_follow(st, node, work) : on;
-        }
-        Py_DECREF(node);
-    }
-    Py_XDECREF(work);
-    Py_XDECREF(seen);
-    return result;
-}
-
 /* --- reach --- */
 
 typedef struct reach_context {
@@ -299,12 +269,32 @@ split_visit(oomkit_state *st, PyObject *node, void *context)
     return !*(int *)context;
 }
 
+/* Does any loss wait that was split? */
+static int
+split_waits(const oomkit_state *st)
+{
+    const oomkit_participants *parts;
+    const oomkit_pending *p;
+
+    for (parts = st->waiting; parts != NULL; parts = parts->waiting_next) {
+        for (p = parts->pendings; p != NULL; p = p->next) {
+            if (p->kind != OOMKIT_RETURNED_WHOLE) {
+                return 1;
+            }
+        }
+    }
+    return 0;
+}
+
 int
 oomkit_graph_has_split(oomkit_state *st, PyObject *roots)
 {
     int leaves = 0, found = 0;
 
-    return oomkit_graph_walk(st, roots, split_visit, &found, &leaves) < 0 ? -1 : found;
+    if (oomkit_graph_walk(st, roots, split_visit, &found, &leaves) == 0) {
+        return found;
+    }
+    return !split_waits(st) && oomkit_graph_too_deep(st) ? 0 : -1;
 }
 
 static int
@@ -339,7 +329,11 @@ oomkit_graph_has_half(oomkit_state *st, PyObject *root)
 {
     int leaves = 0, found = 0;
 
-    return oomkit_graph_walk(st, root, half_visit, &found, &leaves) < 0 ? -1 : found;
+    /* One that is too deep is refused when its backward begins. */
+    return oomkit_graph_walk(st, root, half_visit, &found, &leaves) < 0 &&
+                   !oomkit_graph_too_deep(st)
+               ? -1
+               : found;
 }
 
 static int

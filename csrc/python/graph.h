@@ -1,5 +1,5 @@
-/* Walking an autograd graph; between graph.c, graph_free.c, graph_watch.c and
- * strangers.c. */
+/* Walking an autograd graph; between graph.c, graph_walk.c, graph_free.c,
+ * graph_watch.c and strangers.c. */
 #ifndef OOMKIT_PYTHON_GRAPH_H
 #define OOMKIT_PYTHON_GRAPH_H
 
@@ -34,10 +34,22 @@ oomkit_roots_nodes(oomkit_state *st, PyObject *roots, PyObject *work, int *leave
 /* What to do at a node: 1 go on behind it, 0 do not, -1 with an exception. */
 typedef int (*oomkit_node_visitor)(oomkit_state *st, PyObject *node, void *context);
 
-/* Every node once. 0 or -1. *leaves as in oomkit_roots_nodes. */
+/* graph_walk.c: every node once, one edge after another from the last to the first. 0
+ * or -1: SplitError where the graph is too deep. *leaves as in oomkit_roots_nodes. */
 int
 oomkit_graph_walk(oomkit_state *st, PyObject *roots, oomkit_node_visitor visit,
                   void *context, int *leaves);
+
+#define OOMKIT_TOO_DEEP                                                                \
+    "so many operations follow one another in the graph of its backward() that "       \
+    "it could not be looked through for parameters that auto_batch did not find: "     \
+    "run backward() over fewer operations at once (fewer time steps, "                 \
+    "torch.utils.checkpoint)"
+
+/* Did a walk that failed end because the graph is too deep? Then its SplitError is
+ * dropped. */
+int
+oomkit_graph_too_deep(const oomkit_state *st);
 
 /* oomkit_graph_reach, which also appends the nodes of what is reached. */
 int

@@ -1,6 +1,7 @@
 /* Rolling gradients back: compare with the marks, drop what is new, restore from
  * copies, set aside what holds the whole contribution, or refuse. */
 #include "gradients.h"
+#include "half_made.h"
 
 static uint8_t
 grads_state_plain(oomkit_call *call, Py_ssize_t i, PyObject *gradient, uint32_t *step)
@@ -51,6 +52,53 @@ grads_compare(oomkit_call *call, uint8_t *states, uint32_t *steps)
         Py_DECREF(gradient);
     }
     return 0;
+}
+
+/* Gradient i is as it was when the marks were taken, at another version. 0 or -1. */
+static int
+grads_remark(oomkit_call *call, Py_ssize_t i, PyObject *gradient)
+{
+    uint32_t version;
+
+    if (oomkit_tensor_version(call->st, gradient, &version) < 0) {
+        return -1;
+    }
+    if (call->st->bridge != NULL) {
+        call->grads.marks[i].version = version;
+    } else {
+        call->grads.held_versions[i] = version;
+    }
+    return 0;
+}
+
+/* What versions do not tell of the gradient that was there at entry: torch adds to a
+ * sparse one in several steps, and where a later one fails the gradient is half made,
+ * or has the sum already. 0 or -1. */
+static int
+grads_look(oomkit_call *call, Py_ssize_t i, uint8_t *state, uint32_t *step)
+{
+    const int copied = call->grads.copies != NULL && call->grads.copies[i] != NULL;
+    PyObject *gradient = grads_get(call, i); /* owned */
+    oomkit_half_made found;
+    int whole;
+
+    if (gradient == NULL || gradient == Py_None) {
+        Py_XDECREF(gradient);
+        return gradient == NULL ? -1 : 0;
+    }
+    whole = oomkit_half_made_mend(call->st, gradient, &found);
+    if (whole == 0) {
+        *state =
+            OOMKIT_GRAD_REPLACED; /* not to be written to: a copy takes its place */
+    } else if (whole > 0 && found.sparse && *state == OOMKIT_GRAD_SAME &&
+               (copied || found.may_have_grown)) {
+        *state = OOMKIT_GRAD_MOVED;
+        *step = 0;
+    } else if (found.was_empty && *state == OOMKIT_GRAD_SAME) {
+        whole = grads_remark(call, i, gradient);
+    }
+    Py_DECREF(gradient);
+    return whole < 0 ? -1 : 0;
 }
 
 /* Gives parameter i the value of its host copy: in place while it is still the marked
@@ -206,6 +254,12 @@ oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which)
     }
     if (grads_compare(call, states, steps) < 0) {
         goto done;
+    }
+    for (i = 0; i < n; i++) {
+        if (states[i] != OOMKIT_GRAD_NEW && states[i] != OOMKIT_GRAD_GONE &&
+            grads_look(call, i, &states[i], &steps[i]) < 0) {
+            goto done;
+        }
     }
     aside = call->grads.at_entry ? grads_may_set_aside(call, states, steps) : 0;
     for (i = 0; i < n; i++) {

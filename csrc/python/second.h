@@ -99,6 +99,12 @@ oomkit_second_take_back(oomkit_second *s);
 void
 oomkit_second_gradients_back(oomkit_second *s);
 
+/* second_back.c: the graph of a backward that ran out of memory could not be looked
+ * through. Raises `exception` (stolen), the failure, or what is in flight; where the
+ * graph is too deep it may be ours, and gradients go back. */
+void
+oomkit_second_unseen(oomkit_second *s, PyObject *exception);
+
 /* second_failed.c: runs one waiting call again with marks of its own, on top of what
  * the engine and others have added: after a failure (its exception, stolen) in smaller
  * parts, else (NULL) as it was split, or in halves. 0 or -1. */

@@ -2,6 +2,7 @@
  * they were before it. */
 #include "second.h"
 #include "errors.h"
+#include "graph.h"
 #include "step.h"
 
 static int
@@ -41,4 +42,29 @@ oomkit_second_gradients_back(oomkit_second *s)
     }
     Py_XDECREF(error);
     oomkit_exception_give(exception);
+}
+
+void
+oomkit_second_unseen(oomkit_second *s, PyObject *exception)
+{
+    int deep = oomkit_graph_too_deep(s->st);
+    PyObject *done; /* owned */
+
+    if (PyErr_Occurred()) {
+        Py_DECREF(exception);
+        return;
+    }
+    if (deep) {
+        done = PyObject_CallMethod(exception, "add_note", "s",
+                                   "oomkit: not retried: " OOMKIT_TOO_DEEP
+                                   "; the gradients are as before it");
+        if (done == NULL) {
+            PyErr_WriteUnraisable(exception); /* the exception itself tells more */
+        }
+        Py_XDECREF(done);
+    }
+    oomkit_exception_give(exception);
+    if (deep) {
+        oomkit_second_take_back(s);
+    }
 }

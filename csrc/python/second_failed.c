@@ -196,7 +196,9 @@ failed_give_up(oomkit_second *s, oomkit_pending *p, PyObject *exception,
     }
     call->ooms++;
     p->step->seen_oom = 1;
-    oomkit_signature_failed(call, oomkit_batch_rows(&p->batch));
+    if (strcmp(why, OOMKIT_TOO_DEEP) != 0) { /* smaller ones are as deep */
+        oomkit_signature_failed(call, oomkit_batch_rows(&p->batch));
+    }
     result = failed_roll_back(s, &message);
     if (result == 0) {
         reason = PyUnicode_FromFormat(
@@ -389,9 +391,11 @@ failed_reached(oomkit_second *s, PyObject *exception, PyObject *reached, int pat
 {
     int beneath = oomkit_graph_beneath(s->st, s->roots, reached);
     int strangers = beneath < 0 ? -1 : failed_strangers(s);
-    const char *why = failed_refusal(s, reached, paths, beneath);
+    int deep = strangers < 0 && oomkit_graph_too_deep(s->st);
+    const char *why =
+        deep ? OOMKIT_TOO_DEEP : failed_refusal(s, reached, paths, beneath);
     Py_ssize_t first = next_whole(reached, -1);
-    int hooks = strangers < 0 ? -1 : failed_post_hooks(s), result;
+    int hooks = strangers < 0 && !deep ? -1 : failed_post_hooks(s), result;
     oomkit_pending *p;
 
     if (hooks < 0) {
@@ -403,7 +407,7 @@ failed_reached(oomkit_second *s, PyObject *exception, PyObject *reached, int pat
               "part of the gradients already (the update may be half done): do after "
               "backward(), in the program, what the hook does";
     }
-    if (strangers) {
+    if (strangers && !deep) {
         why =
             "a tensor that requires grad and that auto_batch did not find in the "
             "arguments, self, closure or globals of the step has a gradient, which may "
@@ -467,13 +471,9 @@ oomkit_second_failed(oomkit_second *s, int may_retry)
     nodes = PyList_New(0);
     if (reached == NULL || nodes == NULL || s->roots == NULL ||
         oomkit_graph_reach_nodes(s->st, s->roots, reached, nodes, &paths) < 0) {
-        if (PyErr_Occurred()) {
-            Py_DECREF(exception);
-        } else {
-            oomkit_exception_give(exception);
-        }
         Py_XDECREF(reached);
         Py_XDECREF(nodes);
+        oomkit_second_unseen(s, exception);
         return -1;
     }
     if (PyList_GET_SIZE(reached) == 0) {

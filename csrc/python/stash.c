@@ -2,6 +2,7 @@
  * gradient that is likely to come, scaled by what really came. */
 #include "pending.h"
 #include "errors.h"
+#include "half_made.h"
 #include "step.h"
 
 #include <math.h>
@@ -179,7 +180,9 @@ deposit_one(oomkit_pending *p, Py_ssize_t i, PyObject *ratio, int keep)
             result = PyObject_SetAttr(param, st->str_grad, value);
         } else {
             /* += as autograd accumulates: in place where the kinds allow it */
-            PyObject *sum = PyNumber_InPlaceAdd(gradient, value); /* owned */
+            PyObject *sum = oomkit_half_made_refuse(st, gradient) < 0
+                                ? NULL
+                                : PyNumber_InPlaceAdd(gradient, value); /* owned */
             result = sum == NULL ? -1 : PyObject_SetAttr(param, st->str_grad, sum);
             Py_XDECREF(sum);
         }

@@ -26,59 +26,30 @@ oomkit_strangers_alive(oomkit_call *call)
 }
 
 typedef struct stranger_walk {
-    oomkit_state *st;
     oomkit_addresses known; /* of the parameters that take part */
-    PyObject *work;         /* owned list: nodes to look at */
-    PyObject *seen;         /* owned set: keeps the nodes, hence their identity */
     PyObject *found;        /* owned list: leaves that are no participants */
 } stranger_walk;
 
-/* The leaf at this node into `found` when it is no participant. 0 or -1. */
+/* A leaf into `found` when it is no participant; behind others the walk goes on. */
 static int
-walk_leaf(stranger_walk *w, PyObject *node)
+walk_visit(oomkit_state *st, PyObject *node, void *context)
 {
-    PyObject *variable = PyObject_GetAttr(node, w->st->str_variable); /* owned */
+    stranger_walk *w = context;
+    PyObject *variable; /* owned */
     int result = 0;
 
+    if (!oomkit_node_is_leaf(node)) {
+        return 1;
+    }
+    variable = PyObject_GetAttr(node, st->str_variable);
     if (variable == NULL) {
         return -1;
     }
     if (!oomkit_addresses_have(&w->known, variable)) {
-        int again = PySet_Contains(w->seen, node);
-        result = again != 0                              ? -(again < 0)
-                 : PySet_Add(w->seen, node) < 0          ? -1
-                 : PyList_Append(w->found, variable) < 0 ? -1
-                                                         : 0;
+        result = PyList_Append(w->found, variable);
     }
     Py_DECREF(variable);
     return result;
-}
-
-/* What a node leads to: a leaf is looked at here and now, for there may be thousands
- * and they lead nowhere; another one waits in `work`. 0 or -1. */
-static int
-walk_edge(oomkit_state *Py_UNUSED(st), PyObject *next, PyObject *Py_UNUSED(number),
-          void *context)
-{
-    stranger_walk *w = context;
-    return oomkit_node_is_leaf(next) ? walk_leaf(w, next)
-                                     : PyList_Append(w->work, next);
-}
-
-/* A node of `work`, once. 0 or -1. */
-static int
-walk_node(stranger_walk *w, PyObject *node)
-{
-    int known;
-
-    if (oomkit_node_is_leaf(node)) {
-        return walk_leaf(w, node);
-    }
-    known = PySet_Contains(w->seen, node);
-    if (known != 0 || PySet_Add(w->seen, node) < 0) {
-        return known == 1 ? 0 : -1;
-    }
-    return oomkit_node_edges(w->st, node, walk_edge, w);
 }
 
 /* Walks the graph of a backward to its leaves. New list of those that are no
@@ -86,35 +57,17 @@ walk_node(stranger_walk *w, PyObject *node)
 static PyObject *
 graph_strangers(oomkit_call *call, PyObject *roots)
 {
-    stranger_walk w = {.st = call->st,
-                       .work = PyList_New(0),
-                       .seen = PySet_New(NULL),
-                       .found = PyList_New(0)}; /* found: returned */
-    int result = -1, leaves = 0;
+    stranger_walk w = {.found = PyList_New(0)}; /* returned */
+    int leaves = 0;
 
-    if (w.work == NULL || w.seen == NULL || w.found == NULL ||
+    if (w.found == NULL ||
         oomkit_addresses_fill(&w.known, call->parts->params, call->parts->param_count) <
             0 ||
-        oomkit_roots_nodes(call->st, roots, w.work, &leaves) < 0) {
-        goto done;
-    }
-    result = 0;
-    while (result == 0 && PyList_GET_SIZE(w.work) > 0) {
-        Py_ssize_t last = PyList_GET_SIZE(w.work) - 1;
-        PyObject *node = Py_NewRef(PyList_GET_ITEM(w.work, last)); /* owned */
-        result = PyList_SetSlice(w.work, last, last + 1, NULL);
-        if (result == 0) {
-            result = walk_node(&w, node);
-        }
-        Py_DECREF(node);
-    }
-done:
-    oomkit_addresses_free(&w.known);
-    Py_XDECREF(w.work);
-    Py_XDECREF(w.seen);
-    if (result < 0) {
+        oomkit_graph_walk(call->st, roots, walk_visit, &w, &leaves) < 0) {
+        call->raised |= PyErr_ExceptionMatches(call->st->SplitError);
         Py_CLEAR(w.found);
     }
+    oomkit_addresses_free(&w.known);
     return w.found;
 }
 
@@ -281,7 +234,8 @@ oomkit_strangers_meet(oomkit_call *call, PyObject *roots, int nested)
 void
 oomkit_strangers_note(oomkit_call *call, PyObject *roots)
 {
-    PyObject *exception = oomkit_exception_take();  /* owned, given back */
+    PyObject *exception = oomkit_exception_take(); /* owned, given back */
+    const int raised = call->raised;
     PyObject *found = graph_strangers(call, roots); /* owned */
     Py_ssize_t i;
 
@@ -301,7 +255,10 @@ oomkit_strangers_note(oomkit_call *call, PyObject *roots)
                       failed attempt is dropped */
         }
     }
-    if (PyErr_Occurred()) {
+    if (oomkit_graph_too_deep(call->st)) {
+        call->raised = raised;
+        call->refusal = OOMKIT_TOO_DEEP;
+    } else if (PyErr_Occurred()) {
         call->refusal = "the graph of the failed backward could not be looked through";
         PyErr_Clear(); /* why does not matter: the call is not retried */
     }
