@@ -127,6 +127,18 @@ enum {
     OOMKIT_RESTART_WIDER          /* the first slice has one row, which is too few */
 };
 
+/* unfit.c: the step itself raised an error for the size of a micro-batch. */
+#define OOMKIT_UNFIT 3 /* so often in one call */
+
+typedef struct oomkit_unfit_sizes {
+    int64_t least;              /* rows that another size has at least, or 0 */
+    int64_t rows[OOMKIT_UNFIT]; /* of the micro-batches that it was raised in */
+    int count;
+    int even;       /* other sizes are even */
+    int by_step;    /* the last micro-batch was ended by the function itself */
+    PyObject *said; /* owned: the last of these errors, or NULL */
+} oomkit_unfit_sizes;
+
 struct oomkit_step;
 struct oomkit_pending;
 
@@ -161,6 +173,7 @@ typedef struct oomkit_call {
     int course_waived; /* the function asked for current() */
     int captured;      /* inside a graph capture: the bare function */
     int forced;        /* slices given by testing.force_slices */
+    oomkit_unfit_sizes unfit;
     uint64_t signature;
     int has_signature;
     uint64_t bucket; /* what the caller says tells shapes apart besides, or 0 */

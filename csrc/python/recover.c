@@ -2,7 +2,7 @@
  * re-plan. */
 #include "call.h"
 #include "errors.h"
-#include "step.h"
+#include "unfit.h"
 
 #define MASKED_RETRIES 2
 
@@ -333,7 +333,7 @@ recover_from_failure(oomkit_call *call)
             PyErr_WriteUnraisable(call->func); /* the update tells more */
         }
         Py_XDECREF(handled);
-        return oomkit_recover_pass(call, exception);
+        return oomkit_unfit(call, exception);
     }
     if (oomkit_device_is_lost(st, oomkit_engine_device_of_failure(call))) {
         class_ = OOMKIT_CLASS_STICKY;
@@ -386,6 +386,7 @@ oomkit_recover(oomkit_call *call, int failed)
                 return NULL;
             }
         } else if (result != NULL) {
+            oomkit_unfit_learn(call);
             return result;
         }
     }

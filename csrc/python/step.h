@@ -60,6 +60,8 @@ typedef struct oomkit_step {
     uint64_t device_bytes; /* free and ours on the device then, or OOMKIT_UNKNOWN */
     double last_factor;    /* the same over the scaler's scale; 0 while unknown */
     int half;        /* a returned loss was computed with fp16 somewhere on the way */
+    int least_rows;  /* of a micro-batch: with fewer it has raised an error, or 0 */
+    int even_rows;   /* the same with an odd number */
     int single_loss; /* a returned loss of several rows had one element in dimensions:
                         2, had not: 1, 0 while unknown */
     const PyTypeObject *plain_node; /* borrowed, compared only: type of a node that made
@@ -155,6 +157,10 @@ int
 oomkit_recover_pass(oomkit_call *call, PyObject *exception);
 void
 oomkit_pass_abandon(oomkit_call *call, PyObject *exception);
+/* Notes on an error (borrowed, not in flight) with the tensors that sizes may be wrong
+ * of. Keeps no exception. */
+void
+oomkit_pass_tensors(oomkit_call *call, PyObject *exception);
 
 /* attempt.c: one try of the present plan, split or whole. */
 PyObject *
@@ -190,6 +196,9 @@ int
 oomkit_replan(oomkit_call *call, int keep, int64_t failed_rows, int64_t failed_count);
 int
 oomkit_replan_say(oomkit_call *call, int64_t old_rows, int64_t old_count);
+/* Nothing smaller than `micro_batch` rows is allowed: oomkit.OutOfMemory. -1 always. */
+int
+oomkit_replan_exhausted(oomkit_call *call, int64_t micro_batch);
 /* A plan that was not the last call's, and that no failure of this one led to: one
  * line. 0 or -1. */
 int

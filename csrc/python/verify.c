@@ -4,8 +4,8 @@
  * judged by oomkit._diagnose. */
 #include "errors.h"
 #include "gradients.h"
-#include "step.h"
 #include "tree.h"
+#include "unfit.h"
 
 typedef struct verify {
     oomkit_call *call;
@@ -43,7 +43,7 @@ static int
 verify_choose(verify *v)
 {
     const oomkit_call *call = v->call;
-    int64_t i, multiple = call->options->multiple_of;
+    int64_t i, multiple = oomkit_unfit_multiple(call);
 
     for (i = 0; i < call->slice_count; i++) {
         if (call->slices[i].length > v->length) {
@@ -54,7 +54,7 @@ verify_choose(verify *v)
     }
     v->half = (v->length + 1) / 2;
     v->half = (v->half + multiple - 1) / multiple * multiple;
-    return v->half < v->length;
+    return v->half < v->length && v->length - v->half >= oomkit_unfit_least(call);
 }
 
 /* Has the step changed a leaf of the batch in place? Then it cannot run again. */
