@@ -37,6 +37,7 @@ oomkit_recover_note(oomkit_call *call, PyObject *exception)
     call->requested_bytes = attempt->requested_bytes;
     call->attempt_count++;
     call->ooms++;
+    call->st->seen_oom = 1;
     return 0;
 }
 
