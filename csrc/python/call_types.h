@@ -44,6 +44,7 @@ typedef struct oomkit_buffer {
     PyObject *key;    /* owned: name in module._buffers */
     uint32_t version;
     uint8_t copied; /* parts->copies has its value at entry; 2: parts->images has */
+    uint8_t bare;   /* it neither required grad at entry nor had a gradient */
 } oomkit_buffer;
 
 typedef struct oomkit_buffers {

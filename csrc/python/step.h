@@ -178,6 +178,23 @@ oomkit_recover_note(oomkit_call *call, PyObject *exception);
 int
 oomkit_recover_reclaim(oomkit_call *call, uint64_t baseline_bytes);
 
+/* At entry of an attempt: a buffer (borrowed) that requires grad takes part as a leaf.
+ * 0 or -1. */
+int
+oomkit_restart_with_buffer(oomkit_call *call, PyObject *buffer);
+
+/* buffer_leaves.c: a buffer has been marked. 0 or -1. */
+int
+oomkit_buffer_leaf(oomkit_call *call, oomkit_buffer *item,
+                   const oomkit_tensor_facts *facts);
+/* Is parameter number `which` a buffer? It may move in a forward. */
+int
+oomkit_buffers_have(const oomkit_call *call, Py_ssize_t which);
+/* A tensor (borrowed) that this attempt has given its first gradient, as a buffer that
+ * neither required grad at entry nor had one: it goes. 1, or 0 it is none. */
+int
+oomkit_buffers_bare_again(oomkit_call *call, PyObject *tensor);
+
 /* recover.c: parts of it for a call that is run again without a failure of its own. */
 int
 oomkit_recover_roll_back(oomkit_call *call);
