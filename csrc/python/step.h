@@ -183,6 +183,16 @@ oomkit_recover_reclaim(oomkit_call *call, uint64_t baseline_bytes);
 int
 oomkit_restart_with_buffer(oomkit_call *call, PyObject *buffer);
 
+/* nothing.c: before a backward from `root` (borrowed, NULL for several) of a split call
+ * and after it. 0, or -1 with SplitError: it was of a mean over nothing. */
+void
+oomkit_nothing_begin(oomkit_call *call, PyObject *root);
+int
+oomkit_nothing_end(oomkit_call *call);
+/* losses.c */
+int
+oomkit_loss_is_nan(oomkit_state *st, PyObject *root, int32_t dtype);
+
 /* buffer_leaves.c: a buffer has been marked. 0 or -1. */
 int
 oomkit_buffer_leaf(oomkit_call *call, oomkit_buffer *item,
