@@ -50,7 +50,8 @@ def _seeded_and_single_threaded() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
-    """No limit and no armed fault outlives the test that set it."""
+    """No limit, no armed fault and no sizes outlive the test that they are of."""
+    oomkit._C._keep_sizes(False)  # nor a step: many are of one function of the tests
     yield
     leftover = oomkit._C.fault_stats()[2]
     if leftover:

@@ -100,8 +100,19 @@ size_failed(const oomkit_knowledge *known, const oomkit_plan_request *request,
            !room_has_grown(room, bound->failed_room);
 }
 
+#define HEALTHY_CALLS 8 /* before a larger size is tried where there are no figures */
+
+/* Has the plan worked long enough for an error to be worth the look? Longer each time
+ * that one was met. */
+static int
+may_probe(const oomkit_knowledge *known)
+{
+    return known->healthy >= (uint32_t)HEALTHY_CALLS
+                                 << (known->missed > 4 ? 4 : known->missed);
+}
+
 /* Do bounds and peaks allow a micro-batch of this size? Where nothing was measured,
- * what has worked does, or half of what failed. */
+ * what has worked does, or half of what failed; after a while the middle of both. */
 static int
 size_fits(const oomkit_knowledge *known, const oomkit_plan_request *request,
           oomkit_role role, int64_t rows)
@@ -132,7 +143,8 @@ size_fits(const oomkit_knowledge *known, const oomkit_plan_request *request,
     if (bound->smallest_failed == 0 || rows <= bound->largest_ok) {
         return 1;
     }
-    return bound->largest_ok == 0 && rows <= divide_up(bound->smallest_failed, 2);
+    return rows <= divide_up(bound->largest_ok + bound->smallest_failed, 2) &&
+           (bound->largest_ok == 0 || may_probe(known));
 }
 
 static void
@@ -194,6 +206,37 @@ smallest_k(const oomkit_knowledge *known, const oomkit_plan_request *request,
         }
     }
     return from;
+}
+
+/* Without figures: is it sizes that worked and failed alone that decide? */
+static int
+is_blind(const oomkit_knowledge *known, const oomkit_plan_request *request)
+{
+    return known->successes > 0 && known->roles[OOMKIT_FIRST].largest_ok > 0 &&
+           oomkit_room(request->baseline_bytes, request->budget_bytes) ==
+               OOMKIT_UNKNOWN;
+}
+
+/* One micro-batch fewer than `k`, which worked, where its sizes lie above the middle of
+ * what worked and what failed, and between them no other does. */
+static int64_t
+probe_k(const oomkit_knowledge *known, const oomkit_plan_request *request,
+        int64_t fewest, int64_t k)
+{
+    int64_t rows[OOMKIT_ROLES];
+    oomkit_plan plan;
+
+    if (k <= fewest || known->batch != request->batch || known->k != k ||
+        !may_probe(known) || !is_blind(known, request)) {
+        return k;
+    }
+    plan_set(request, k - 1, &plan);
+    plan_sizes(&plan, rows);
+    return size_failed(known, request, OOMKIT_FIRST, rows[OOMKIT_FIRST]) ||
+                   (rows[OOMKIT_LATER] > 0 &&
+                    size_failed(known, request, OOMKIT_LATER, rows[OOMKIT_LATER]))
+               ? k
+               : k - 1;
 }
 
 /* A larger first micro-batch and k - 1 equal ones where k equal ones do not fit: the
@@ -349,8 +392,9 @@ oomkit_plan_choose(const oomkit_knowledge *known, const oomkit_plan_request *req
         plan_set(request, k, plan);
         if (k == most && !plan_fits(known, request, plan)) {
             k = doubt_the_peaks(known, request, fewest, most);
-            plan_set(request, k, plan);
         }
+        k = probe_k(known, request, fewest, k);
+        plan_set(request, k, plan);
         while (--k >= fewest && plan_unequal(known, request, k, &unequal)) {
             *plan = unequal;
         }
@@ -400,7 +444,8 @@ oomkit_plan_next(const oomkit_knowledge *known, const oomkit_plan_request *reque
     most = largest_k(request);
     factor = known->successes == 0 && known->failures > 1 ? 4 : 2;
     k = count > most / factor ? most : factor * count;
-    if (knows_peaks(known) && request->budget_bytes != OOMKIT_UNKNOWN) {
+    if ((knows_peaks(known) && request->budget_bytes != OOMKIT_UNKNOWN) ||
+        is_blind(known, request)) {
         int64_t fits = smallest_k(known, request, smaller(count + 1, most), most);
         k = fits < most ? fits : k;
     }
@@ -441,8 +486,9 @@ oomkit_plan_fragmented(uint64_t reserved_bytes, uint64_t allocated_bytes,
 const char *
 oomkit_plan_reason_name(oomkit_plan_reason reason)
 {
-    static const char *const names[] = {"whole",   "asked",     "remembered", "oom",
-                                        "flushed", "exhausted", "predicted",  "grown"};
+    static const char *const names[] = {"whole",     "asked",   "remembered",
+                                        "oom",       "flushed", "exhausted",
+                                        "predicted", "grown",   "error"};
     const size_t count = sizeof(names) / sizeof(names[0]);
     return (size_t)reason < count ? names[reason] : "unknown";
 }

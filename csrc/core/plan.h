@@ -32,7 +32,8 @@ typedef enum oomkit_plan_reason {
     OOMKIT_REASON_FLUSHED,    /* the same plan again after the cache was emptied */
     OOMKIT_REASON_EXHAUSTED,  /* nothing smaller is allowed */
     OOMKIT_REASON_PREDICTED,  /* measured peaks say what fits */
-    OOMKIT_REASON_GROWN       /* the same, and it is more than the last call had */
+    OOMKIT_REASON_GROWN,      /* the same, and it is more than the last call had */
+    OOMKIT_REASON_ERROR       /* the step itself raised an error for the size before */
 } oomkit_plan_reason;
 
 /* What a decision depends on beside what is known. */
@@ -88,8 +89,8 @@ int
 oomkit_plan_slice(const oomkit_plan *plan, int64_t index, int64_t *start,
                   int64_t *length);
 
-/* "whole", "asked", "remembered", "oom", "flushed", "exhausted", "predicted", "grown".
- */
+/* "whole", "asked", "remembered", "oom", "flushed", "exhausted", "predicted", "grown",
+ * "error". */
 const char *
 oomkit_plan_reason_name(oomkit_plan_reason reason);
 

@@ -171,6 +171,7 @@ attempt_slice(oomkit_call *call, PyObject **vector, PyObject **whole)
     result = PyObject_Vectorcall(call->func, vector, (size_t)call->batch.positional,
                                  call->kwnames);
     call->running = 0;
+    call->unfit.by_step = result == NULL;
     if (oomkit_compiler_off(call) < 0) {
         Py_CLEAR(result);
     }

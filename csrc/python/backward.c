@@ -108,19 +108,15 @@ backward_begin(oomkit_call *call, PyObject *roots)
         oomkit_hooks_check(call) < 0) {
         return -1;
     }
-    if (call->proof != NULL
-            ? oomkit_proof_root(call, roots) < 0
-            : call->backwards == 0 && oomkit_losses_note(call, roots) < 0) {
+    if ((call->proof != NULL ? oomkit_proof_root(call, roots)
+                             : oomkit_losses_note(call, roots)) < 0) {
         return -1;
     }
-    if (call->split && call->slice_index == 0 &&
-        ((call->st->waiting != NULL && oomkit_returned_inside(call, roots) < 0) ||
-         (!call->step->half_said && oomkit_stash_say_half(call, roots) < 0) ||
+    if (call->split &&
+        ((call->slice_index == 0 &&
+          ((call->st->waiting != NULL && oomkit_returned_inside(call, roots) < 0) ||
+           (!call->step->half_said && oomkit_stash_say_half(call, roots) < 0))) ||
          oomkit_strangers_meet(call, roots, 0) < 0)) {
-        return -1;
-    }
-    if (call->split && call->slice_index > 0 &&
-        oomkit_strangers_meet(call, roots, 0) < 0) {
         return -1;
     }
     if (oomkit_grads_mark(call) < 0) {
@@ -148,6 +144,9 @@ backward_end(oomkit_call *call)
     call->backward_failed = 0; /* the step may have caught an earlier one's failure */
     if (!call->split) {
         return oomkit_grads_settle(call);
+    }
+    if (oomkit_nothing_end(call) < 0) {
+        return -1;
     }
     if (!call->is_last || call->grads.stashing) {
         return oomkit_grads_park(call) < 0 ||
@@ -220,6 +219,7 @@ backward_protected(backward_object *self, oomkit_call *call, PyObject *const *ar
     if (call->split && weight == 0.0) {
         /* Its share of the loss is nothing, and a mean over nothing is NaN, which times
          * 0 would still be NaN: there is nothing to run. */
+        call->losses.is_nan = 0;
         result = Py_NewRef(Py_None);
     } else if (!call->split || weight == 1.0 || n < 2 || total > 12) {
         if (total > 12 || n < 2) {

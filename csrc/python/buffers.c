@@ -5,6 +5,7 @@
  * cannot be taken back and is named. */
 #include "call.h"
 #include "errors.h"
+#include "step.h"
 #include "tensor.h"
 
 static int
@@ -177,6 +178,9 @@ buffers_mark_module(oomkit_call *call, PyObject *module, int always, PyObject *f
         item->version = facts.version;
         item->copied = 0;
         call->buffers.count++;
+        if (oomkit_buffer_leaf(call, item, &facts) < 0) {
+            goto done;
+        }
         if (!always && !call->parts->moving[i]) {
             /* Versions do not tell everything (batch_norm bumps none of its
              * statistics'): where a copy costs next to nothing it is always taken. */

@@ -53,6 +53,7 @@ typedef struct oomkit_buffer {
     PyObject *key;    /* owned: name in module._buffers */
     uint32_t version;
     uint8_t copied; /* parts->copies has its value at entry; 2: parts->images has */
+    uint8_t bare;   /* it neither required grad at entry nor had a gradient */
 } oomkit_buffer;
 
 typedef struct oomkit_buffers {
@@ -138,6 +139,18 @@ enum {
     OOMKIT_RESTART_OWED           /* recompute.c has what it wanted */
 };
 
+/* unfit.c: the step itself raised an error for the size of a micro-batch. */
+#define OOMKIT_UNFIT 3 /* so often in one call */
+
+typedef struct oomkit_unfit_sizes {
+    int64_t least;              /* rows that another size has at least, or 0 */
+    int64_t rows[OOMKIT_UNFIT]; /* of the micro-batches that it was raised in */
+    int count;
+    int even;       /* other sizes are even */
+    int by_step;    /* the last micro-batch was ended by the function itself */
+    PyObject *said; /* owned: the last of these errors, or NULL */
+} oomkit_unfit_sizes;
+
 struct oomkit_step;
 struct oomkit_pending;
 struct oomkit_proof;
@@ -173,6 +186,7 @@ typedef struct oomkit_call {
     int course_waived; /* the function asked for current() */
     int captured;      /* inside a graph capture: the bare function */
     int forced;        /* slices given by testing.force_slices */
+    oomkit_unfit_sizes unfit;
     uint64_t signature;
     int has_signature;
     uint64_t bucket; /* what the caller says tells shapes apart besides, or 0 */

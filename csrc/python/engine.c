@@ -340,6 +340,7 @@ oomkit_call_free(oomkit_call *call)
     PyMem_Free(call->attempts);
     PyMem_Free(call->slices);
     PyMem_Free(call->weights);
+    Py_CLEAR(call->unfit.said);
     oomkit_weights_release(call);
     if (call->parts != NULL) {
         call->parts->busy--;

@@ -209,6 +209,21 @@ oomkit_loss_value(oomkit_state *st, const oomkit_loss *loss, int32_t dtype)
     }
 }
 
+int
+oomkit_loss_is_nan(oomkit_state *st, PyObject *root, int32_t dtype)
+{
+    oomkit_loss loss = {.size = dtype_size(dtype)};
+
+    if (loss.size == 0) {
+        return 0;
+    }
+    if (st->bridge == NULL || st->bridge->bytes_get(root, st->impl_offset, loss.bytes,
+                                                    loss.size) != OOMKIT_OK) {
+        return isnan(losses_item(st, root));
+    }
+    return isnan(oomkit_loss_value(st, &loss, dtype));
+}
+
 static int
 near(double value, double wanted, double limit)
 {
@@ -468,7 +483,10 @@ oomkit_losses_note(oomkit_call *call, PyObject *roots)
 {
     PyObject *root = oomkit_losses_root(call->st, roots); /* borrowed from roots */
 
-    if (root == NULL) {
+    if (call->split) {
+        oomkit_nothing_begin(call, root);
+    }
+    if (root == NULL || call->backwards > 0) {
         return 0;
     }
     if (call->split) {

@@ -109,6 +109,15 @@ pass_note_tensors(oomkit_call *call, PyObject *exception, int beside)
     return result;
 }
 
+void
+oomkit_pass_tensors(oomkit_call *call, PyObject *exception)
+{
+    if (pass_note_tensors(call, exception, 0) < 0 ||
+        (call->options->batch == NULL && pass_note_tensors(call, exception, 1) < 0)) {
+        PyErr_WriteUnraisable(call->func);
+    }
+}
+
 /* What the error of a micro-batch may come of. 0 or -1. */
 static int
 pass_note_split(oomkit_call *call, PyObject *exception, int parked)
@@ -124,9 +133,8 @@ pass_note_split(oomkit_call *call, PyObject *exception, int parked)
                 "micro-batch but the last (.grad is None there); if the error comes of "
                 "that, guard the line with `if oomkit.current().is_last:`"));
     }
-    result = result == 0 ? pass_note_tensors(call, exception, 0) : result;
-    if (result == 0 && call->options->batch == NULL) {
-        result = pass_note_tensors(call, exception, 1);
+    if (result == 0) {
+        oomkit_pass_tensors(call, exception);
     }
     return result;
 }

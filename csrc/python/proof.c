@@ -4,6 +4,7 @@
 #include "step.h"
 #include "tensor.h"
 #include "tree.h"
+#include "unfit.h"
 
 #define APART 3 /* places at which weights are told apart, at most */
 
@@ -192,7 +193,7 @@ proof_wanted(oomkit_call *call)
 static int
 choose_fits(const oomkit_proof *p)
 {
-    const int64_t least = p->own_options->min_micro_batch;
+    const int64_t least = oomkit_unfit_least(p->call);
     return p->first > 0 && p->first < p->length && p->first >= least &&
            p->length - p->first >= least;
 }
@@ -209,7 +210,7 @@ choose_middle(oomkit_proof *p, int64_t multiple)
 static int
 proof_choose_even(oomkit_proof *p)
 {
-    const int64_t multiple = p->own_options->multiple_of;
+    const int64_t multiple = oomkit_unfit_multiple(p->call);
     return choose_middle(p, multiple % 2 == 0 ? multiple : multiple * 2);
 }
 
@@ -219,10 +220,9 @@ static int
 proof_choose(oomkit_proof *p)
 {
     const oomkit_call *call = p->call;
-    const int64_t multiple = call->options->multiple_of;
+    const int64_t multiple = oomkit_unfit_multiple(call);
     int64_t i;
 
-    p->own_options = call->options;
     for (i = 0; i < call->slice_count; i++) {
         if (call->slices[i].length > p->length) {
             p->start = call->slices[i].start;

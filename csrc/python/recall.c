@@ -102,11 +102,19 @@ oomkit_recall(oomkit_call *call)
     int result;
 
     step->recall = 0; /* once, also when it fails */
+    if (step->origin == NULL && !call->options->remember) {
+        result = oomkit_kept_take(call);
+        step->seen_oom = step->signature_count > 0;
+        return result;
+    }
     oomkit_signature_survey(call);
     here = oomkit_recall_place(step);
     result = here == NULL ? -1 : 0;
     if (result == 0 && step->origin != NULL) {
         result = recall_compare(step, here);
+    }
+    if (result == 0) { /* of this very process: it knows better than a file */
+        result = oomkit_kept_take(call);
     }
     if (result == 0 && call->options->remember) {
         result = recall_read(call, here);

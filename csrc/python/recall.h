@@ -23,11 +23,22 @@ oomkit_signature_parse(PyObject *dict, oomkit_signature *entry);
 PyObject *
 oomkit_recall_place(const oomkit_step *step);
 
+/* kept.c: what a step that goes has found is kept for the next of the same code. Never
+ * fails; keeps the exception in flight. */
+void
+oomkit_kept_put(oomkit_step *step);
+
+/* In a step's first call: the sizes that were kept for it. 0 or -1. Runs Python code.
+ */
+int
+oomkit_kept_take(oomkit_call *call);
+
 /* step_state.c. New references or NULL. */
 PyObject *
 oomkit_step_state(PyObject *op, PyObject *ignored);
 PyObject *
 oomkit_step_load(PyObject *op, PyObject *state);
 extern PyMethodDef oomkit_state_methods[];
+extern PyMethodDef oomkit_kept_methods[];
 
 #endif

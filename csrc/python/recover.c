@@ -4,6 +4,7 @@
 #include "errors.h"
 #include "recompute.h"
 #include "step.h"
+#include "unfit.h"
 
 #define MASKED_RETRIES 2
 
@@ -38,6 +39,7 @@ oomkit_recover_note(oomkit_call *call, PyObject *exception)
     call->requested_bytes = attempt->requested_bytes;
     call->attempt_count++;
     call->ooms++;
+    call->st->seen_oom = 1;
     return 0;
 }
 
@@ -336,7 +338,7 @@ recover_from_failure(oomkit_call *call)
             PyErr_WriteUnraisable(call->func); /* the update tells more */
         }
         Py_XDECREF(handled);
-        return oomkit_recover_pass(call, exception);
+        return oomkit_unfit(call, exception);
     }
     if (oomkit_device_is_lost(st, oomkit_engine_device_of_failure(call))) {
         class_ = OOMKIT_CLASS_STICKY;
@@ -390,6 +392,7 @@ oomkit_recover(oomkit_call *call, int failed)
                 return NULL;
             }
         } else if (result != NULL) {
+            oomkit_unfit_learn(call);
             return result;
         }
     }

@@ -1,7 +1,7 @@
 /* The next plan after a failure, and the line that says so. */
 #include "call.h"
 #include "errors.h"
-#include "step.h"
+#include "unfit.h"
 
 /* Of those that failed: the last one may have been the whole batch again. */
 static int64_t
@@ -17,8 +17,8 @@ smallest_tried(const oomkit_call *call, int64_t micro_batch)
 }
 
 /* Nothing smaller is allowed. NULL always, -1 for its callers. */
-static int
-replan_exhausted(oomkit_call *call, int64_t micro_batch)
+int
+oomkit_replan_exhausted(oomkit_call *call, int64_t micro_batch)
 {
     PyObject *reason; /* owned */
 
@@ -41,6 +41,7 @@ replan_exhausted(oomkit_call *call, int64_t micro_batch)
                   "contribution: call zero_grad() before going on, and pass "
                   "gradient_safety=\"copy\" to auto_batch");
     }
+    reason = oomkit_unfit_explain(call, reason);
     if (reason != NULL) {
         call->grads.aside_said = call->batch.rows >= call->options->min_micro_batch;
         oomkit_give_up(call, reason, 0);
@@ -70,7 +71,7 @@ replan_same(oomkit_call *call, int keep, int64_t failed_count)
     if (call->slices == NULL) {
         call->plan = (oomkit_plan){.batch = call->batch.rows,
                                    .accumulation = failed_count,
-                                   .multiple_of = call->options->multiple_of};
+                                   .multiple_of = oomkit_unfit_multiple(call)};
         call->slice_count = 0;
         if (oomkit_attempt_slices(call) < 0) {
             return -1;
@@ -98,7 +99,7 @@ oomkit_replan(oomkit_call *call, int keep, int64_t failed_rows, int64_t failed_c
     oomkit_signature_request(call, &request, &known);
     request.batch = call->batch.rows - done;
     failed.batch = request.batch;
-    failed.multiple_of = call->options->multiple_of;
+    failed.multiple_of = request.multiple_of;
     failed.first = 0;
     failed.accumulation = (request.batch + failed_rows - 1) / failed_rows;
     if (!keep && !call->forced && failed_count > failed.accumulation) {
@@ -112,7 +113,7 @@ oomkit_replan(oomkit_call *call, int keep, int64_t failed_rows, int64_t failed_c
     call->whole_tried |=
         status == OOMKIT_OK && failed_count > 1 && oomkit_plan_count(&call->plan) == 1;
     if (status == OOMKIT_EREFUSED) {
-        return replan_exhausted(call, failed_rows);
+        return oomkit_replan_exhausted(call, failed_rows);
     }
     if (status != OOMKIT_OK) {
         PyErr_SetString(PyExc_RuntimeError, "oomkit could not make a plan");

@@ -48,6 +48,34 @@ restart_grow(oomkit_call *call, Py_ssize_t params, Py_ssize_t roots)
     return result;
 }
 
+int
+oomkit_restart_with_buffer(oomkit_call *call, PyObject *buffer)
+{
+    oomkit_participants *parts = call->parts;
+    Py_ssize_t params = parts->param_count, roots = PyList_GET_SIZE(parts->roots);
+    PyObject *ref; /* owned */
+    int result;
+
+    /* Gradients that are kept by number would go to others, and other calls have arrays
+     * of as many parameters: then the graph shows it. */
+    if (oomkit_strangers_known(call, buffer) || call->replayed != NULL ||
+        parts->refs > 2 || call->grads.copies != NULL || call->grads.aside != NULL ||
+        call->grads.entry != NULL || call->grads.parked != NULL) {
+        return 0;
+    }
+    if (parts->adopted == NULL && (parts->adopted = PyList_New(0)) == NULL) {
+        return -1;
+    }
+    ref = PyWeakref_NewRef(buffer, NULL);
+    result = ref == NULL ? -1 : PyList_Append(parts->adopted, ref);
+    Py_XDECREF(ref);
+    oomkit_participants_let_go(parts);
+    return result < 0 || restart_grow(call, params, roots) < 0 ||
+                   oomkit_tx_params_mark(call) < 0
+               ? -1
+               : 0;
+}
+
 /* Takes in what a module has, and what is an argument. 1 something, 0, or -1. */
 static int
 restart_by_modules(oomkit_call *call)

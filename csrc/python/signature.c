@@ -1,6 +1,6 @@
 /* What a site knows about each shape of batch: sizes that worked and that failed. */
 #include "errors.h"
-#include "step.h"
+#include "unfit.h"
 
 static uint64_t
 mix(uint64_t hash, uint64_t value)
@@ -242,8 +242,8 @@ oomkit_signature_request(oomkit_call *call, oomkit_plan_request *request,
     *known = entry == NULL ? &nothing : &entry->known;
     *request = (oomkit_plan_request){
         .batch = call->batch.rows,
-        .min_micro_batch = options->min_micro_batch,
-        .multiple_of = options->multiple_of,
+        .min_micro_batch = oomkit_unfit_least(call),
+        .multiple_of = oomkit_unfit_multiple(call),
         .start_accumulation = options->accumulation_steps,
         .baseline_bytes = oomkit_baseline(call),
         .budget_bytes = budget_of(call),

@@ -254,6 +254,7 @@
     X(outer_hook)  /* our callable in place of torch.autograd.backward */              \
     X(chunk_sites) /* dict: where a loop over chunks() is -> its step, or NULL */      \
     X(settings_seen) /* the allocator's settings when they were last read, or NULL */  \
+    X(kept)          /* capsule: sizes of steps that are gone, or NULL: see kept.c */  \
     X(splitters)     /* dict: type -> (split, size, join), or NULL: see splitters.c */ \
     X(empty_tuple)
 
@@ -314,6 +315,8 @@ typedef struct oomkit_state {
     int flush_pending;         /* a guard wants the cache emptied at the next call */
     uint64_t run_peak_bytes;   /* highest peak of any step so far (devices) */
     int settings_expandable;   /* what was read then: 1 or 0 */
+    int seen_oom;              /* some step has run out of memory */
+    int keeps_nothing;         /* sizes go with their step: for tests */
     int bound;                 /* state_bind has succeeded */
     uint64_t switches_dropped; /* reports that switch_log holds no more */
     int withheld_ready;        /* torch's helpers accept that gradients are withheld */

@@ -63,6 +63,8 @@ typedef struct oomkit_step {
     uint64_t device_bytes; /* free and ours on the device then, or OOMKIT_UNKNOWN */
     double last_factor;    /* the same over the scaler's scale; 0 while unknown */
     int half;        /* a returned loss was computed with fp16 somewhere on the way */
+    int least_rows;  /* of a micro-batch: with fewer it has raised an error, or 0 */
+    int even_rows;   /* the same with an odd number */
     int single_loss; /* a returned loss of several rows had one element in dimensions:
                         2, had not: 1, 0 while unknown */
     const PyTypeObject *plain_node; /* borrowed, compared only: type of a node that made
@@ -158,6 +160,10 @@ int
 oomkit_recover_pass(oomkit_call *call, PyObject *exception);
 void
 oomkit_pass_abandon(oomkit_call *call, PyObject *exception);
+/* Notes on an error (borrowed, not in flight) with the tensors that sizes may be wrong
+ * of. Keeps no exception. */
+void
+oomkit_pass_tensors(oomkit_call *call, PyObject *exception);
 
 /* attempt.c: one try of the present plan, split or whole. */
 PyObject *
@@ -174,6 +180,33 @@ oomkit_recover_note(oomkit_call *call, PyObject *exception);
  * more is allocated than before it, and the allocator's cache once. 0 or -1. */
 int
 oomkit_recover_reclaim(oomkit_call *call, uint64_t baseline_bytes);
+
+/* At entry of an attempt: a buffer (borrowed) that requires grad takes part as a leaf.
+ * 0 or -1. */
+int
+oomkit_restart_with_buffer(oomkit_call *call, PyObject *buffer);
+
+/* nothing.c: before a backward from `root` (borrowed, NULL for several) of a split call
+ * and after it. 0, or -1 with SplitError: it was of a mean over nothing. */
+void
+oomkit_nothing_begin(oomkit_call *call, PyObject *root);
+int
+oomkit_nothing_end(oomkit_call *call);
+/* losses.c */
+int
+oomkit_loss_is_nan(oomkit_state *st, PyObject *root, int32_t dtype);
+
+/* buffer_leaves.c: a buffer has been marked. 0 or -1. */
+int
+oomkit_buffer_leaf(oomkit_call *call, oomkit_buffer *item,
+                   const oomkit_tensor_facts *facts);
+/* Is parameter number `which` a buffer? It may move in a forward. */
+int
+oomkit_buffers_have(const oomkit_call *call, Py_ssize_t which);
+/* A tensor (borrowed) that this attempt has given its first gradient, as a buffer that
+ * neither required grad at entry nor had one: it goes. 1, or 0 it is none. */
+int
+oomkit_buffers_bare_again(oomkit_call *call, PyObject *tensor);
 
 /* recover.c: parts of it for a call that is run again without a failure of its own. */
 int
@@ -193,6 +226,9 @@ int
 oomkit_replan(oomkit_call *call, int keep, int64_t failed_rows, int64_t failed_count);
 int
 oomkit_replan_say(oomkit_call *call, int64_t old_rows, int64_t old_count);
+/* Nothing smaller than `micro_batch` rows is allowed: oomkit.OutOfMemory. -1 always. */
+int
+oomkit_replan_exhausted(oomkit_call *call, int64_t micro_batch);
 /* A plan that was not the last call's, and that no failure of this one led to: one
  * line. 0 or -1. */
 int

@@ -291,7 +291,8 @@ make_fill(oomkit_state *st, oomkit_step *self, PyObject *func, PyObject *kwargs,
         }
         self->skip = found->bound == 0 && make_takes_self(self->names);
     }
-    self->recall = self->seen_oom = self->options.remember;
+    /* An earlier step of the same code may have left its sizes. */
+    self->recall = self->seen_oom = self->options.remember || st->seen_oom;
     self->is_module = PyObject_TypeCheck(func, (PyTypeObject *)st->Module);
     self->is_forward =
         PyFunction_Check(func) &&

@@ -173,6 +173,7 @@ step_clear(PyObject *op)
     PyObject *label =
         Py_XNewRef(self->options.label); /* owned: repr() stays possible */
 
+    oomkit_kept_put(self);
     self->vectorcall = step_cleared_call;
     oomkit_step_drop_instances(self);
     self->parts = NULL;

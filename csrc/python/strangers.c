@@ -18,7 +18,7 @@ oomkit_strangers_alive(oomkit_call *call)
 
     for (i = 0; leaves != NULL && i < PyList_GET_SIZE(leaves) && !alive; i++) {
         PyObject *leaf = oomkit_reference_get(PyList_GET_ITEM(leaves, i)); /* owned */
-        alive = leaf != NULL;
+        alive = leaf != NULL && !oomkit_buffers_bare_again(call, leaf);
         Py_XDECREF(leaf);
     }
     Py_CLEAR(call->plain_leaves);

@@ -68,7 +68,7 @@ oomkit_tx_params_moved(oomkit_call *call, Py_ssize_t *which)
     }
     result = params_read(call->st, call->parts, now, NULL);
     for (i = 0; result == 0 && i < n; i++) {
-        if (now[i] != call->param_versions[i]) {
+        if (now[i] != call->param_versions[i] && !oomkit_buffers_have(call, i)) {
             *which = i;
             result = 1;
         }
@@ -108,7 +108,8 @@ oomkit_tx_params_rewritten(const oomkit_call *call, Py_ssize_t *which)
     Py_ssize_t i;
     for (i = 0; call->param_samples != NULL && i < call->parts->param_count; i++) {
         if (call->st->bridge->sample(call->parts->params[i], call->st->impl_offset) !=
-            call->param_samples[i]) {
+                call->param_samples[i] &&
+            !oomkit_buffers_have(call, i)) {
             *which = i;
             return 1;
         }

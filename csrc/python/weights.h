@@ -36,6 +36,7 @@ typedef struct oomkit_losses {
     int counts_items;      /* num_items_in_batch was passed, so the loss is a sum */
     int is_sum;            /* micro-batches weigh 1 */
     int said;              /* that they are of another kind */
+    int is_nan;            /* the one whose backward runs now, in a split call */
     double made, scale;    /* of a replay: the losses by their weights, the largest */
     double tolerance;      /* what rounding explains there */
     int64_t replayed;      /* micro-batches in `made` */

@@ -1,5 +1,6 @@
 #include "check.h"
 
+#include "blind.h"
 #include "observed.h"
 #include "plan.h"
 #include "slices_are.h"
@@ -389,6 +390,72 @@ test_names(void)
     CHECK(strcmp(oomkit_plan_reason_name(OOMKIT_REASON_GROWN), "grown") == 0);
 }
 
+static void
+test_without_figures_the_best_size_is_found(void)
+{
+    static const int64_t batches[] = {7, 18, 64, 300};
+    int64_t most, later;
+    size_t i;
+
+    for (i = 0; i < sizeof(batches) / sizeof(*batches); i++) {
+        for (most = 1; most < batches[i]; most += 1 + most / 5) {
+            for (later = most; later > 0; later /= 2) {
+                const blind_device device = {{most, later}};
+                oomkit_knowledge known = knowledge_of(&(observed){0});
+                int64_t k = 0;
+                int call, ooms = 0;
+                for (call = 0; call < 2000; call++) {
+                    int more = blind_call(&device, &known, batches[i], &k);
+                    CHECK(more >= 0 && (call == 0 || more <= 2));
+                    ooms += call == 0 ? 0 : more;
+                }
+                CHECK(k <= blind_best_k(&device, batches[i]));
+                CHECK(ooms <= 12);
+                for (call = 0; call < 100; call++) { /* and stays */
+                    CHECK(blind_call(&device, &known, batches[i], &k) == 0);
+                }
+            }
+        }
+    }
+}
+
+static void
+test_without_figures_a_larger_size_waits_for_healthy_calls(void)
+{
+    const blind_device device = {{22, 22}};
+    oomkit_knowledge known = knowledge_of(&(observed){0});
+    int64_t k = 0;
+    int call;
+
+    CHECK(blind_call(&device, &known, 64, &k) == 2 && k == 8); /* 64, 32, 8 rows */
+    for (call = 0; call < 7; call++) {
+        CHECK(blind_call(&device, &known, 64, &k) == 0 && k == 8);
+    }
+    CHECK(blind_call(&device, &known, 64, &k) == 0 && k == 4); /* between 8 and 32 */
+    for (call = 0; call < 7; call++) {
+        CHECK(blind_call(&device, &known, 64, &k) == 0 && k == 4);
+    }
+    CHECK(blind_call(&device, &known, 64, &k) == 0 && k == 3); /* 22 rows */
+    for (call = 0; call < 100; call++) { /* 32 are known to fail */
+        CHECK(blind_call(&device, &known, 64, &k) == 0 && k == 3);
+    }
+}
+
+static void
+test_without_figures_a_failed_try_goes_back_to_what_worked(void)
+{
+    const blind_device device = {{8, 8}};
+    oomkit_knowledge known = knowledge_of(&(observed){0});
+    int64_t k = 0;
+    int call;
+
+    CHECK(blind_call(&device, &known, 64, &k) == 2 && k == 8);
+    for (call = 0; call < 7; call++) {
+        CHECK(blind_call(&device, &known, 64, &k) == 0);
+    }
+    CHECK(blind_call(&device, &known, 64, &k) == 1 && k == 8);
+}
+
 int
 main(void)
 {
@@ -401,6 +468,9 @@ main(void)
     test_every_descent_ends();
     test_a_hopeless_call_ends_soon();
     test_fragmentation();
+    test_without_figures_the_best_size_is_found();
+    test_without_figures_a_larger_size_waits_for_healthy_calls();
+    test_without_figures_a_failed_try_goes_back_to_what_worked();
     test_names();
     return check_report();
 }

@@ -109,3 +109,38 @@ def test_the_backends_that_are_no_cuda_are_not_asked_that_way(fake: Device) -> N
     fake.monkeypatch.setattr(torch.cuda, "is_initialized", fake._refuse_init)
     with oomkit.guard():  # no generator: CUDA has never been in use
         pass
+
+
+class Roomy:
+    """A step on a device that has memory for `most` rows, and says nothing of it."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.failed, self.sizes = most, 0, [0]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > self.most:
+            self.failed += 1
+            raise out_of_memory()
+        self.sizes.append(len(x))
+        return x * 2
+
+
+def test_the_micro_batch_grows_back_by_halves_of_what_is_not_known(pluggable: Device) -> None:
+    body = Roomy(22)
+    step = oomkit.auto_batch(body)
+    rows = torch.arange(64.0).reshape(64, 1)
+    rows = rows if type(ROWS) is torch.Tensor else rows.as_subclass(Placed)
+    found = []
+    with torch.no_grad():
+        for _ in range(60):
+            body.sizes.clear()
+            assert torch.equal(step(rows), rows * 2)
+            found.append(max(body.sizes))
+    assert found[0] == 8 and body.failed == 2  # 64 and 32 rows
+    assert found[:8] == [8] * 8 and found[8] == 16 and found[-1] == 22
+    body.most = 21  # what has worked works no more
+    with torch.no_grad():
+        for _ in range(60):
+            body.sizes.clear()
+            step(rows)
+    assert body.failed == 3 and max(body.sizes) == 16
