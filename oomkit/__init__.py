@@ -37,6 +37,7 @@ from . import (
     _side_effects,
     _store,
     _withheld,
+    _writes,
     sizes,
 )
 from .optim import _keeps_state
@@ -87,6 +88,7 @@ _fits = _C._bind(
         "loop_judge": _loops.loop_judge,
         "cut_sequence": _loops.cut_sequence,
         "watch_effects": _side_effects.watch,
+        "parameter_writes": _writes.parameter_writes,
         "watch_train": _patches.watch_train,
         "watch_zero_grad": _patches.watch_zero_grad,
         "find_zero_grad": _patches.find_zero_grad,

@@ -1,6 +1,7 @@
 /* One attempt: the function called once per micro-batch of the present plan. */
 #include "call.h"
 #include "errors.h"
+#include "pristine.h"
 #include "step.h"
 #include "tensor.h"
 

@@ -8,6 +8,7 @@
 #include "attributes.h"
 #include "errors.h"
 #include "interceptor.h"
+#include "pristine.h"
 
 #include <structmember.h>
 
@@ -230,7 +231,8 @@ interceptor_optimizer(interceptor_object *self, PyObject *const *args, size_t na
     }
     if (oomkit_optimizer_mark_take(call, self->target, &index) < 0 ||
         oomkit_predict_update(call, self->target) < 0 ||
-        (call->options->optimizer_copy && oomkit_optimizer_copy(call, index) < 0)) {
+        (call->options->optimizer_copy &&
+         (oomkit_optimizer_copy(call, index) < 0 || oomkit_pristine_rest(call) < 0))) {
         return NULL;
     }
     oomkit_phase_optimizer(call);
@@ -299,7 +301,8 @@ interceptor_other(interceptor_object *self, PyObject *const *args, size_t nargsf
         (stepped != NULL && oomkit_attributes_mark(call, stepped) < 0)) {
         return NULL;
     }
-    if (call->options->optimizer_copy && oomkit_owner_copy(call, self->target) < 0) {
+    if (call->options->optimizer_copy &&
+        (oomkit_owner_copy(call, self->target) < 0 || oomkit_pristine_rest(call) < 0)) {
         return NULL;
     }
     if (call->split && self->name == call->st->str_update &&

@@ -261,25 +261,26 @@
 #define OOMKIT_STATE_GLUE(X)                                                           \
     X(accept_no_gradients) /* oomkit._withheld: before the first split */              \
     X(watch_effects)       /* oomkit._side_effects: what else a split step changes */  \
-    X(watch_train)         /* oomkit._patches: has torch tell of train() and eval() */ \
-    X(watch_zero_grad)     /* oomkit._patches: the same of zero_grad() */              \
-    X(find_zero_grad) /* oomkit._patches: torch's own zero_grad() of optimizers */     \
-    X(keeps_state)    /* oomkit.optim: does a first step make any? */                  \
-    X(predict_update) /* oomkit.optim: bytes that a first step needs */                \
-    X(refusal)        /* oomkit._nodes.Refusal: results that refuse a gradient */      \
-    X(split_loss)     /* oomkit._second: gives the loss of a split call its node */    \
-    X(modes_then)     /* oomkit._second: enters autocast as it was */                  \
-    X(saved_pack)     /* oomkit._second: packs a saved tensor into nothing */          \
-    X(saved_unpack)   /* oomkit._second: says that the graph was given back */         \
-    X(tolerance)      /* oomkit._diagnose: what rounding explains in a loss */         \
-    X(replay_differs) /* oomkit._diagnose: losses of a replay beside the call's */     \
-    X(uneven_labels)  /* oomkit._diagnose: have slices unequal shares of labels? */    \
-    X(loop_judge)     /* oomkit._loops: may a loop's body run again? */                \
-    X(cut_sequence)   /* oomkit._loops: rows of a list */                              \
-    X(verification)   /* oomkit._diagnose: the class that compares three runs */       \
-    X(memory_place)   /* oomkit.sizes: a device and a torch, by name */                \
-    X(recall_sizes)   /* oomkit.sizes: what earlier runs have noted */                 \
-    X(note_sizes)     /* oomkit.sizes: takes a note for later runs */
+    X(parameter_writes) /* oomkit._writes: does a step's code write to parameters? */  \
+    X(watch_train)      /* oomkit._patches: has torch tell of train() and eval() */    \
+    X(watch_zero_grad)  /* oomkit._patches: the same of zero_grad() */                 \
+    X(find_zero_grad)   /* oomkit._patches: torch's own zero_grad() of optimizers */   \
+    X(keeps_state)      /* oomkit.optim: does a first step make any? */                \
+    X(predict_update)   /* oomkit.optim: bytes that a first step needs */              \
+    X(refusal)          /* oomkit._nodes.Refusal: results that refuse a gradient */    \
+    X(split_loss)       /* oomkit._second: gives the loss of a split call its node */  \
+    X(modes_then)       /* oomkit._second: enters autocast as it was */                \
+    X(saved_pack)       /* oomkit._second: packs a saved tensor into nothing */        \
+    X(saved_unpack)     /* oomkit._second: says that the graph was given back */       \
+    X(tolerance)        /* oomkit._diagnose: what rounding explains in a loss */       \
+    X(replay_differs)   /* oomkit._diagnose: losses of a replay beside the call's */   \
+    X(uneven_labels)    /* oomkit._diagnose: have slices unequal shares of labels? */  \
+    X(loop_judge)       /* oomkit._loops: may a loop's body run again? */              \
+    X(cut_sequence)     /* oomkit._loops: rows of a list */                            \
+    X(verification)     /* oomkit._diagnose: the class that compares three runs */     \
+    X(memory_place)     /* oomkit.sizes: a device and a torch, by name */              \
+    X(recall_sizes)     /* oomkit.sizes: what earlier runs have noted */               \
+    X(note_sizes)       /* oomkit.sizes: takes a note for later runs */
 
 /* What the values of one type are to capture; see kinds.c. */
 typedef struct oomkit_type_kind {

@@ -1,6 +1,7 @@
 /* The transaction of a call: marks at entry, everything back after a failure. */
 #include "call.h"
 #include "errors.h"
+#include "pristine.h"
 #include "step.h"
 #include "tensor.h"
 
@@ -154,7 +155,8 @@ oomkit_tx_params_flags_now(oomkit_state *st, const oomkit_participants *parts,
 int
 oomkit_tx_begin(oomkit_call *call)
 {
-    if (oomkit_tx_params_mark(call) < 0 || oomkit_modes_entry(call) < 0) {
+    if (oomkit_tx_params_mark(call) < 0 || oomkit_pristine_begin(call) < 0 ||
+        oomkit_modes_entry(call) < 0) {
         return -1;
     }
     return oomkit_rng_mark(call) < 0 || oomkit_buffers_mark(call) < 0 ||
@@ -207,22 +209,16 @@ oomkit_tx_committed(oomkit_call *call)
     return result;
 }
 
-/* optimizer_safety="copy": 0 everything is back, 1 something without a copy moved, -1.
- */
+/* optimizer_safety="copy": what optimizers have moved is back. 0 or -1. */
 static int
 tx_uncommit(oomkit_call *call)
 {
-    Py_ssize_t which;
-    int i, moved;
+    int i;
 
     for (i = 0; i < call->optimizer_count; i++) {
         if (oomkit_optimizer_restore_copy(call, i) < 0) {
             return -1;
         }
-    }
-    moved = oomkit_tx_params_moved(call, &which);
-    if (moved != 0) {
-        return moved;
     }
     call->committed = 0;
     return 0;
@@ -277,46 +273,57 @@ tx_restore_buffers(oomkit_call *call, PyObject **message)
                                    "on a small batch first");
 }
 
+/* Parameters stay changed, or it is not known whether they do. 1, or -1. */
+static int
+tx_refuse_params(oomkit_call *call, PyObject **message, Py_ssize_t first,
+                 Py_ssize_t count)
+{
+    PyObject *name = /* owned */
+        oomkit_describe_tensor(call, call->parts->params[first]);
+
+    if (name != NULL && count > 1) {
+        Py_SETREF(name, PyUnicode_FromFormat("%U (and %zd more)", name, count - 1));
+    }
+    if (name != NULL && call->params_stuck == 2) {
+        *message = PyUnicode_FromFormat(
+            "%U may have been changed by the step, which writes to parameters (%U); "
+            "they are too large for copies to tell; pass optimizer_safety=\"copy\" to "
+            "auto_batch, or change parameters after the decorated step",
+            name, oomkit_writes_shown(call));
+        Py_DECREF(name);
+        return *message == NULL ? -1 : 1;
+    }
+    return tx_refuse(message, name,
+                     "%U was changed by the step outside an optimizer that "
+                     "auto_batch knows, and stays changed; pass it as "
+                     "optimizer=..., or change "
+                     "parameters after the decorated step");
+}
+
 /* 0 everything is as at entry; 1 it cannot be, *message (owned) says why, and all else
  * is; -1 error. */
 int
 oomkit_tx_restore(oomkit_call *call, PyObject **message)
 {
     PyObject *ignored = NULL; /* owned */
-    Py_ssize_t param = 0;
+    Py_ssize_t param = 0, stay;
     int result, refused, i;
 
-    if (oomkit_tx_committed(call) == 1 && call->options->optimizer_copy) {
-        result = tx_uncommit(call);
-        if (result != 0) {
-            return result < 0 ? -1
-                              : tx_refuse(message, PyUnicode_FromString("auto_batch"),
-                                          "%U: a parameter without a copy has moved");
-        }
+    if (oomkit_tx_committed(call) == 1 && call->options->optimizer_copy &&
+        tx_uncommit(call) < 0) {
+        return -1;
     }
-    /* the flags first: parameters that go back are marked again with those that stand
-     */
+    /* the flags first: they stand beside the versions, which restoring may change */
     if (oomkit_slots_restore(call) < 0 || oomkit_switches_restore(call) < 0) {
         return -1;
     }
-    refused = oomkit_pristine_restore(call, &param);
-    if (refused < 0) {
+    stay = oomkit_pristine_restore(call, &param);
+    if (stay < 0) {
         return -1;
     }
-    if (refused == 0) {
-        refused = oomkit_tx_params_moved(call, &param);
-    }
-    if (refused != 0) { /* said at the end: everything else goes back all the same */
-        call->params_stuck = 1;
-        refused =
-            refused < 0
-                ? -1
-                : tx_refuse(message,
-                            oomkit_describe_tensor(call, call->parts->params[param]),
-                            "%U was changed by the step outside an optimizer that "
-                            "auto_batch knows, and stays changed; pass it as "
-                            "optimizer=..., or change "
-                            "parameters after the decorated step");
+    refused = 0;
+    if (stay > 0) { /* said at the end: everything else goes back all the same */
+        refused = tx_refuse_params(call, message, param, stay);
         if (refused < 0) {
             return -1;
         }

@@ -1,0 +1,46 @@
+/* Writes to parameters that the code of a step shows, read once by Python code of the
+ * package (`parameter_writes`). A write through `.data` leaves no trace: of these steps
+ * copies are taken at entry, from the first call on. */
+#include "pristine.h"
+#include "step.h"
+
+int
+oomkit_writes_look(oomkit_call *call)
+{
+    PyObject *positional = NULL, *named = NULL; /* owned */
+    PyObject *found = NULL;                     /* owned, then by the participants */
+    oomkit_state *st = call->st;
+
+    if (call->parts->writes != NULL || st->parameter_writes == NULL) {
+        return 0;
+    }
+    if (call->parts->param_count == 0 || call->func == NULL) {
+        call->parts->writes = Py_NewRef(Py_None);
+        return 0;
+    }
+    if (oomkit_effects_arguments(call, &positional, &named) == 0) {
+        PyObject *roots = /* borrowed */
+            call->parts->roots == NULL ? Py_None : call->parts->roots;
+        found = PyObject_CallFunctionObjArgs(st->parameter_writes, call->func,
+                                             positional, named, roots, NULL);
+    }
+    Py_XDECREF(positional);
+    Py_XDECREF(named);
+    Py_XSETREF(call->parts->writes, found);
+    return found == NULL ? -1 : 0;
+}
+
+PyObject *
+oomkit_writes_shown(const oomkit_call *call)
+{
+    PyObject *writes = call->parts->writes; /* borrowed */
+    return writes == NULL || !PyTuple_Check(writes) ? NULL
+                                                    : PyTuple_GET_ITEM(writes, 0);
+}
+
+int
+oomkit_writes_hidden(const oomkit_call *call)
+{
+    return oomkit_writes_shown(call) != NULL &&
+           PyTuple_GET_ITEM(call->parts->writes, 1) == Py_True;
+}
