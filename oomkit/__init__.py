@@ -29,6 +29,7 @@ except ImportError as _error:  # pragma: no cover - exercised in a subprocess wi
 from . import (
     _C,
     _diagnose,
+    _keepsake,
     _loops,
     _nodes,
     _packed,
@@ -89,6 +90,7 @@ _fits = _C._bind(
         "cut_sequence": _loops.cut_sequence,
         "watch_effects": _side_effects.watch,
         "parameter_writes": _writes.parameter_writes,
+        "keepsake": _keepsake.keepsake,
         "watch_train": _patches.watch_train,
         "watch_zero_grad": _patches.watch_zero_grad,
         "find_zero_grad": _patches.find_zero_grad,

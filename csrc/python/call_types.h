@@ -79,6 +79,7 @@ typedef struct oomkit_optimizer_mark {
     oomkit_state_item *items; /* parameters and state values */
     Py_ssize_t count, room;
     PyObject **copies; /* owned host copies (optimizer_safety="copy"), or NULL */
+    PyObject *beside;  /* owned: what it keeps elsewhere (keepsake), or NULL */
 } oomkit_optimizer_mark;
 
 /* --- intercept.c --- */

@@ -8,6 +8,7 @@
 #include "attributes.h"
 #include "errors.h"
 #include "interceptor.h"
+#include "keepsake.h"
 #include "pristine.h"
 
 #include <structmember.h>
@@ -133,6 +134,9 @@ interceptor_after_oom(interceptor_object *self, int index, int may_retry)
         if (interceptor_restore(call, index) < 0) {
             Py_XDECREF(exception);
             return NULL;
+        }
+        if (oomkit_beside_unknown(call, index) != NULL) {
+            return oomkit_beside_raise(call, index, exception);
         }
         oomkit_exception_give(exception); /* all is as before: the call is replayed */
         return NULL;

@@ -30,6 +30,11 @@ oomkit_pristine_rest(oomkit_call *call);
  * first of them; -1. */
 Py_ssize_t
 oomkit_pristine_restore(oomkit_call *call, Py_ssize_t *which);
+/* shown.c. The words for them, `first` one and `count` in all. 1 and *message (owned),
+ * or -1. */
+int
+oomkit_pristine_refuse(oomkit_call *call, PyObject **message, Py_ssize_t first,
+                       Py_ssize_t count);
 /* The first micro-batch has changed nothing: without the copies from here on, but where
  * the code shows writes. */
 void

@@ -44,3 +44,33 @@ oomkit_writes_hidden(const oomkit_call *call)
     return oomkit_writes_shown(call) != NULL &&
            PyTuple_GET_ITEM(call->parts->writes, 1) == Py_True;
 }
+
+int
+oomkit_pristine_refuse(oomkit_call *call, PyObject **message, Py_ssize_t first,
+                       Py_ssize_t count)
+{
+    PyObject *name = /* owned */
+        oomkit_describe_tensor(call, call->parts->params[first]);
+
+    if (name != NULL && count > 1) {
+        Py_SETREF(name, PyUnicode_FromFormat("%U (and %zd more)", name, count - 1));
+    }
+    if (name == NULL) {
+        return -1;
+    }
+    *message =
+        call->params_stuck == 2
+            ? PyUnicode_FromFormat(
+                  "%U may have been changed by the step, which writes to parameters "
+                  "(%U); they are too large for copies to tell; pass "
+                  "optimizer_safety=\"copy\" to auto_batch, or change parameters after "
+                  "the decorated step",
+                  name, oomkit_writes_shown(call))
+            : PyUnicode_FromFormat(
+                  "%U was changed by the step outside an optimizer that auto_batch "
+                  "knows, and stays changed; pass it as optimizer=..., or change "
+                  "parameters after the decorated step",
+                  name);
+    Py_DECREF(name);
+    return *message == NULL ? -1 : 1;
+}

@@ -1,6 +1,7 @@
 /* The transaction of a call: marks at entry, everything back after a failure. */
 #include "call.h"
 #include "errors.h"
+#include "keepsake.h"
 #include "pristine.h"
 #include "step.h"
 #include "tensor.h"
@@ -273,33 +274,6 @@ tx_restore_buffers(oomkit_call *call, PyObject **message)
                                    "on a small batch first");
 }
 
-/* Parameters stay changed, or it is not known whether they do. 1, or -1. */
-static int
-tx_refuse_params(oomkit_call *call, PyObject **message, Py_ssize_t first,
-                 Py_ssize_t count)
-{
-    PyObject *name = /* owned */
-        oomkit_describe_tensor(call, call->parts->params[first]);
-
-    if (name != NULL && count > 1) {
-        Py_SETREF(name, PyUnicode_FromFormat("%U (and %zd more)", name, count - 1));
-    }
-    if (name != NULL && call->params_stuck == 2) {
-        *message = PyUnicode_FromFormat(
-            "%U may have been changed by the step, which writes to parameters (%U); "
-            "they are too large for copies to tell; pass optimizer_safety=\"copy\" to "
-            "auto_batch, or change parameters after the decorated step",
-            name, oomkit_writes_shown(call));
-        Py_DECREF(name);
-        return *message == NULL ? -1 : 1;
-    }
-    return tx_refuse(message, name,
-                     "%U was changed by the step outside an optimizer that "
-                     "auto_batch knows, and stays changed; pass it as "
-                     "optimizer=..., or change "
-                     "parameters after the decorated step");
-}
-
 /* 0 everything is as at entry; 1 it cannot be, *message (owned) says why, and all else
  * is; -1 error. */
 int
@@ -323,10 +297,12 @@ oomkit_tx_restore(oomkit_call *call, PyObject **message)
     }
     refused = 0;
     if (stay > 0) { /* said at the end: everything else goes back all the same */
-        refused = tx_refuse_params(call, message, param, stay);
-        if (refused < 0) {
-            return -1;
-        }
+        refused = oomkit_pristine_refuse(call, message, param, stay);
+    } else if (oomkit_beside_any_unknown(call) != NULL) {
+        refused = oomkit_beside_refuse(call, message);
+    }
+    if (refused < 0) {
+        return -1;
     }
     result = tx_restore_gradients(call, refused ? &ignored : message);
     Py_CLEAR(ignored);
