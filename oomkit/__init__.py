@@ -28,6 +28,7 @@ except ImportError as _error:  # pragma: no cover - exercised in a subprocess wi
 # one wait.
 from . import (
     _C,
+    _closures,
     _diagnose,
     _keepsake,
     _loops,
@@ -91,6 +92,7 @@ _fits = _C._bind(
         "watch_effects": _side_effects.watch,
         "parameter_writes": _writes.parameter_writes,
         "keepsake": _keepsake.keepsake,
+        "silent_closure": _closures.silent_closure,
         "watch_train": _patches.watch_train,
         "watch_zero_grad": _patches.watch_zero_grad,
         "find_zero_grad": _patches.find_zero_grad,

@@ -151,7 +151,9 @@ oomkit_intercept_split(oomkit_call *call);
 PyObject *
 oomkit_intercept_copy(oomkit_call *call, PyObject *copy, PyObject *name);
 
-/* metrics.c: arguments of schedulers that are held back. */
+/* metrics.c: arguments of schedulers and optimizers that are held back. */
+int
+oomkit_metric_number(oomkit_state *st, PyObject *argument, double *value);
 int
 oomkit_metrics_note(oomkit_call *call, PyObject *scheduler, PyObject *const *args,
                     Py_ssize_t positional, PyObject *kwnames);

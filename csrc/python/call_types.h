@@ -224,7 +224,8 @@ typedef struct oomkit_call {
     PyObject *updated; /* owned: set of addresses of parameters whose update was due */
     PyObject *updated_where; /* owned: the line of the first update */
     int intercept_depth;
-    int step_failed;    /* an optimizer's step ran out of memory and was not finished */
+    int closure;     /* an optimizer's step() runs that was handed one, while split */
+    int step_failed; /* an optimizer's step ran out of memory and was not finished */
     int stranger_steps; /* steps of unknown optimizers that have begun and not ended */
     int stranger_updates;   /* those that have ended, in this attempt */
     PyObject *scaler_marks; /* owned: list of (scaler, saved per-optimizer states) */

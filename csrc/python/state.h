@@ -261,6 +261,7 @@
 #define OOMKIT_STATE_GLUE(X)                                                           \
     X(accept_no_gradients) /* oomkit._withheld: before the first split */              \
     X(watch_effects)       /* oomkit._side_effects: what else a split step changes */  \
+    X(silent_closure)      /* oomkit._closures: refuses one that returns a loss */     \
     X(keepsake) /* oomkit._keepsake: what an optimizer keeps beside its state */       \
     X(parameter_writes) /* oomkit._writes: does a step's code write to parameters? */  \
     X(watch_train)      /* oomkit._patches: has torch tell of train() and eval() */    \

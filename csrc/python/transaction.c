@@ -453,7 +453,8 @@ oomkit_tx_end_attempt(oomkit_call *call)
     call->grads.stashing = call->grads.apart = call->rowwise = 0;
     call->updates = call->stranger_updates = call->params_stuck = 0;
     call->parts_moved = 0;
-    call->intercept_depth = call->stranger_steps = call->step_failed = 0;
+    call->intercept_depth = call->closure = 0;
+    call->stranger_steps = call->step_failed = 0;
 }
 
 /* Ends the call: nothing of it stays behind. Keeps the exception in flight. */
