@@ -9,6 +9,7 @@ from __future__ import annotations
 import dis
 import functools
 import logging
+import sys
 import types
 from collections import deque
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ._side_effects import _bind, _is_foreign, _method, _names_of, _undecorated, _unwrap
+from ._side_effects import _FOREIGN, _bind, _method, _names_of, _undecorated, _unwrap
 
 _log = logging.getLogger("oomkit")
 
@@ -38,6 +39,16 @@ _LEADS = frozenset(
 )
 _SKIPPED = frozenset({"CACHE", "PRECALL", "PUSH_NULL", "NOP", "EXTENDED_ARG", "RESUME"})
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
+
+
+def _module(kind: type) -> str:
+    """The module of a class, without asking its metaclass."""
+    return str(type.__dict__["__dict__"].__get__(kind).get("__module__", ""))
+
+
+def _is_foreign(kind: type) -> bool:
+    top = _module(kind).partition(".")[0]
+    return top in _FOREIGN or top in sys.stdlib_module_names
 
 
 class Write(NamedTuple):
@@ -196,14 +207,14 @@ class _Walk:
 
     def object(self, value: Any, names: list[str], depth: int) -> None:
         kind = type(value)
+        if isinstance(value, (torch.Tensor, type, *_OPTIMIZING)):
+            return
         if isinstance(value, (types.FunctionType, functools.partial)) or (
-            kind.__module__ == "oomkit._C"
+            _module(kind) == "oomkit._C"
         ):
             self.function(value, {})
         elif isinstance(value, types.MethodType):
             self.method(value.__self__, value.__func__.__name__)
-        elif isinstance(value, (torch.Tensor, type, *_OPTIMIZING)):
-            return
         elif kind.__flags__ & (1 << 9):  # a class made in Python
             if not _is_foreign(kind):
                 for name in names:
