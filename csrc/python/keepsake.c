@@ -34,14 +34,17 @@ oomkit_beside_take(oomkit_call *call, oomkit_optimizer_mark *mark)
         return 0;
     }
     handled = beside_handled(mark);
-    if (handled != NULL) {
+    if (handled != NULL && oomkit_compiler_off(call) == 0) {
         oomkit_exempt_enter(call->st);
         kept = PyObject_CallFunctionObjArgs(
             call->st->keepsake, mark->optimizer, handled,
             call->options->rng == OOMKIT_RNG_NONE ? Py_False : Py_True, NULL);
         oomkit_exempt_leave(call->st);
-        Py_DECREF(handled);
+        if (oomkit_compiler_on(call) < 0) {
+            Py_CLEAR(kept);
+        }
     }
+    Py_XDECREF(handled);
     if (kept != NULL) {
         unknown = kept == Py_None ? Py_NewRef(Py_None)
                                   : PyObject_GetAttrString(kept, "unknown");
@@ -59,9 +62,13 @@ int
 oomkit_beside_restore(oomkit_call *call, const oomkit_optimizer_mark *mark)
 {
     PyObject *kept, *done; /* owned */
+    int on = call->compiler == NULL;
 
     if (mark->beside == NULL || PyTuple_GET_ITEM(mark->beside, 0) == Py_None) {
         return 0;
+    }
+    if (oomkit_compiler_off(call) < 0) {
+        return -1;
     }
     kept = Py_NewRef(PyTuple_GET_ITEM(mark->beside, 0));
     oomkit_exempt_enter(call->st);
@@ -69,7 +76,7 @@ oomkit_beside_restore(oomkit_call *call, const oomkit_optimizer_mark *mark)
     oomkit_exempt_leave(call->st);
     Py_DECREF(kept);
     Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
+    return (on && oomkit_compiler_on(call) < 0) || done == NULL ? -1 : 0;
 }
 
 PyObject *

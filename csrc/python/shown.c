@@ -18,7 +18,8 @@ oomkit_writes_look(oomkit_call *call)
         call->parts->writes = Py_NewRef(Py_None);
         return 0;
     }
-    if (oomkit_effects_arguments(call, &positional, &named) == 0) {
+    if (oomkit_compiler_off(call) == 0 &&
+        oomkit_effects_arguments(call, &positional, &named) == 0) {
         PyObject *roots = /* borrowed */
             call->parts->roots == NULL ? Py_None : call->parts->roots;
         found = PyObject_CallFunctionObjArgs(st->parameter_writes, call->func,
@@ -26,6 +27,9 @@ oomkit_writes_look(oomkit_call *call)
     }
     Py_XDECREF(positional);
     Py_XDECREF(named);
+    if (oomkit_compiler_on(call) < 0) {
+        Py_CLEAR(found);
+    }
     Py_XSETREF(call->parts->writes, found);
     return found == NULL ? -1 : 0;
 }
