@@ -28,7 +28,9 @@ except ImportError as _error:  # pragma: no cover - exercised in a subprocess wi
 # one wait.
 from . import (
     _C,
+    _closures,
     _diagnose,
+    _keepsake,
     _loops,
     _nodes,
     _packed,
@@ -39,6 +41,7 @@ from . import (
     _side_effects,
     _store,
     _withheld,
+    _writes,
     sizes,
 )
 from .optim import _keeps_state
@@ -91,6 +94,9 @@ _fits = _C._bind(
         "loop_judge": _loops.loop_judge,
         "cut_sequence": _loops.cut_sequence,
         "watch_effects": _side_effects.watch,
+        "parameter_writes": _writes.parameter_writes,
+        "keepsake": _keepsake.keepsake,
+        "silent_closure": _closures.silent_closure,
         "watch_train": _patches.watch_train,
         "watch_zero_grad": _patches.watch_zero_grad,
         "find_zero_grad": _patches.find_zero_grad,

@@ -362,7 +362,8 @@ class Proof:
             *((f"{k}=", v) for k, v in kwargs.items()),
         ]:
             number = _number(value)
-            arguments.append((where, id(value) if number is None else number))
+            what = id(type(value)) if callable(value) else id(value)  # a closure is made anew
+            arguments.append((where, what if number is None else number))
         gradients: dict[int, torch.Tensor] = {}
         if optimizer is not None:
             for at, group in enumerate(optimizer.param_groups):

@@ -200,9 +200,12 @@ def test_gradient_set_by_hand_in_a_micro_batch() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_manual_update_is_not_applied_twice() -> None:
-    """SGD by hand, OOM half-way through the parameters: refused, not replayed."""
+@pytest.mark.parametrize("shown", [True, False], ids=["shown", "hidden"])
+def test_manual_update_is_not_applied_twice(shown: bool) -> None:
+    """SGD by hand, OOM half-way through the parameters. Where the code shows it all goes back;
+    a micro-batch then finds no gradient, which is withheld. Else the error says what stays."""
     model, _, x, y = _world()
+    subtract = getattr(torch.Tensor, "sub" + "_")
 
     @oomkit.auto_batch
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -212,11 +215,27 @@ def test_manual_update_is_not_applied_twice() -> None:
             for p in model.parameters():
                 p -= 0.1 * p.grad
 
+    @oomkit.auto_batch
+    def hidden(x: torch.Tensor, y: torch.Tensor) -> None:
+        model.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                subtract(p, 0.1 * p.grad)
+
+    run = step if shown else hidden
     with inject_oom(nth=2**60, phase="forward") as armed:
-        step(x, y)
+        run(x, y)
+    before = [p.detach().clone() for p in model.parameters()]
     with inject_oom(nth=armed.seen, phase="forward"):
-        with pytest.raises(oomkit.PartialUpdate, match="outside an optimizer"):
-            step(x, y)
+        if shown:
+            with pytest.raises(TypeError) as caught:
+                run(x, y)
+            assert "gradients are withheld" in str(caught.value.__notes__)
+            assert all(map(torch.equal, before, model.parameters()))
+        else:
+            with pytest.raises(oomkit.PartialUpdate, match="outside an optimizer"):
+                run(x, y)
 
 
 def test_closures_are_refused_when_split() -> None:

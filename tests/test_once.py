@@ -169,7 +169,9 @@ def test_autograd_grad_applied_by_hand_is_refused(how: str) -> None:
 
 
 def test_update_by_hand_is_seen_although_an_earlier_call_had_no_backward() -> None:
+    """By its version; where the code shows it, there are copies: test_written_parameters.py."""
     model, _, x, y = _world()
+    subtract = getattr(torch.Tensor, "sub" + "_")
 
     @oomkit.auto_batch
     def step(x: torch.Tensor, train: bool) -> torch.Tensor:
@@ -178,7 +180,7 @@ def test_update_by_hand_is_seen_although_an_earlier_call_had_no_backward() -> No
             out.sum().backward()
             with torch.no_grad():
                 for p in model.parameters():
-                    p.sub_(0.1)
+                    subtract(p, 0.1)
         return out.detach() * 2
 
     step(x, False)

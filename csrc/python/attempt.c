@@ -2,6 +2,7 @@
 #include "call.h"
 #include "errors.h"
 #include "proof.h"
+#include "pristine.h"
 #include "step.h"
 #include "tensor.h"
 

@@ -152,7 +152,9 @@ oomkit_intercept_split(oomkit_call *call);
 PyObject *
 oomkit_intercept_copy(oomkit_call *call, PyObject *copy, PyObject *name);
 
-/* metrics.c: arguments of schedulers that are held back. */
+/* metrics.c: arguments of schedulers and optimizers that are held back. */
+int
+oomkit_metric_number(oomkit_state *st, PyObject *argument, double *value);
 int
 oomkit_metrics_note(oomkit_call *call, PyObject *scheduler, PyObject *const *args,
                     Py_ssize_t positional, PyObject *kwnames);
@@ -193,6 +195,10 @@ int
 oomkit_effects_begin(oomkit_call *call);
 int
 oomkit_effects_end(oomkit_call *call);
+/* The call's arguments as (tuple, dict). 0 or -1; both are owned. */
+int
+oomkit_effects_arguments(const oomkit_call *call, PyObject **positional,
+                         PyObject **named);
 void
 oomkit_effects_abandon(oomkit_call *call);
 int
@@ -469,13 +475,6 @@ oomkit_switches_clear(oomkit_switches *now);
 int
 oomkit_updated(oomkit_call *call, PyObject **list);
 
-/* pristine.c: parameters as they were before micro-batch 1 of a first split. */
-int
-oomkit_pristine_take(oomkit_call *call);
-int
-oomkit_pristine_restore(oomkit_call *call, Py_ssize_t *which);
-void
-oomkit_pristine_release(oomkit_call *call);
 void
 oomkit_tx_end(oomkit_call *call);
 

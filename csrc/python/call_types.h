@@ -89,6 +89,7 @@ typedef struct oomkit_optimizer_mark {
     oomkit_state_item *items; /* parameters and state values */
     Py_ssize_t count, room;
     PyObject **copies; /* owned host copies (optimizer_safety="copy"), or NULL */
+    PyObject *beside;  /* owned: what it keeps elsewhere (keepsake), or NULL */
 } oomkit_optimizer_mark;
 
 /* --- intercept.c --- */
@@ -251,7 +252,8 @@ typedef struct oomkit_call {
     PyObject *updated; /* owned: set of addresses of parameters whose update was due */
     PyObject *updated_where; /* owned: the line of the first update */
     int intercept_depth;
-    int step_failed;    /* an optimizer's step ran out of memory and was not finished */
+    int closure;     /* an optimizer's step() runs that was handed one, while split */
+    int step_failed; /* an optimizer's step ran out of memory and was not finished */
     int stranger_steps; /* steps of unknown optimizers that have begun and not ended */
     int stranger_updates;   /* those that have ended, in this attempt */
     PyObject *scaler_marks; /* owned: list of (scaler, saved per-optimizer states) */

@@ -3,6 +3,7 @@
 #include "call.h"
 #include "errors.h"
 #include "pending.h"
+#include "pristine.h"
 #include "step.h"
 #include "tensor.h"
 
@@ -212,6 +213,9 @@ engine_begin(oomkit_call *call)
         return -1;
     }
     if (!st->backward_patched && oomkit_engine_install(st) < 0) {
+        return -1;
+    }
+    if (call->parts->writes == NULL && oomkit_writes_look(call) < 0) {
         return -1;
     }
     if ((call->options->restore_batch && oomkit_batch_save(st, &call->batch) < 0) ||

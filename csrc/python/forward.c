@@ -136,7 +136,8 @@ oomkit_forward_begins(PyObject *module)
     PyObject *where; /* owned */
     int holds;
 
-    if (call == NULL || call->updated == NULL || call->intercept_depth > 0 ||
+    if (call == NULL || call->updated == NULL ||
+        (call->intercept_depth > 0 && !call->closure) ||
         (call->is_last && call->course_waived)) {
         return 0; /* not ours; inside an update; or after the real one, as decided */
     }

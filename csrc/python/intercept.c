@@ -7,7 +7,9 @@
  * its wrapper of optimizer.step in the same place: it is saved and put back. */
 #include "attributes.h"
 #include "errors.h"
-#include "interceptor.h"
+#include "given.h"
+#include "keepsake.h"
+#include "pristine.h"
 
 #include <structmember.h>
 
@@ -45,25 +47,6 @@ oomkit_interceptor_original(interceptor_object *self, PyObject *const *args,
     return result;
 }
 
-/* Did the failure happen while the state was being made, before any update? Asked of a
- * foreach optimizer, whose versions tell nothing. Every class of torch.optim makes its
- * state in `_init_group`, so the innermost frame of a harmless failure is that one. */
-static int
-interceptor_failed_in_init(oomkit_state *st, PyObject *exception)
-{
-    uint64_t requested;
-    PyObject *message = NULL, *location = NULL; /* owned */
-    int result;
-
-    oomkit_exception_describe(st, exception, &requested, &message, &location);
-    result = location == NULL ? 0
-                              : PyUnicode_Tailmatch(location, st->str_in_init_group, 0,
-                                                    PY_SSIZE_T_MAX, 1) == 1;
-    Py_XDECREF(message);
-    Py_XDECREF(location);
-    return result;
-}
-
 /* torch's own optimizers change tensors in place, which bumps versions. Others may
  * write through `.data`, which does not: what they did cannot be seen. */
 static int
@@ -95,7 +78,7 @@ interceptor_moved(interceptor_object *self, int index, PyObject *exception)
     if (moved == 0) {
         moved = oomkit_optimizer_is_foreach(call, index);
         if (moved == 1) {
-            moved = !interceptor_failed_in_init(call->st, exception);
+            moved = !oomkit_optimizer_failed_in_init(call->st, exception);
         }
     }
     if (moved != 0) {
@@ -132,6 +115,9 @@ interceptor_after_oom(interceptor_object *self, int index, int may_retry)
         if (interceptor_restore(call, index) < 0) {
             Py_XDECREF(exception);
             return NULL;
+        }
+        if (oomkit_beside_unknown(call, index) != NULL) {
+            return oomkit_beside_raise(call, index, exception);
         }
         oomkit_exception_give(exception); /* all is as before: the call is replayed */
         return NULL;
@@ -182,29 +168,18 @@ interceptor_step_worked(const interceptor_object *self)
     }
 }
 
-/* A step() with a closure runs the model inside: it is neither split nor retried. */
+/* A step() whose closure ran a backward is neither split nor retried. Steals `result`.
+ */
 static PyObject *
-interceptor_closure(interceptor_object *self, PyObject *const *args, size_t nargsf,
-                    PyObject *kwnames)
+interceptor_computed(interceptor_object *self, int index, PyObject *result)
 {
     oomkit_call *call = self->call;
-    PyObject *result; /* owned */
-    int index;
 
-    call->refusal =
-        "an optimizer step with a closure (LBFGS) runs the model inside step(): "
-        "decorate the closure's forward and backward instead";
-    if (oomkit_optimizer_mark_take(call, self->target, &index) < 0 ||
-        (call->options->optimizer_copy && oomkit_optimizer_copy(call, index) < 0)) {
-        return NULL;
-    }
-    result = oomkit_interceptor_original(self, args, nargsf, kwnames);
+    call->refusal = OOMKIT_CLOSURE_REFUSAL;
     if (result != NULL) {
         call->committed = 1;
         interceptor_step_worked(self);
-        return result;
-    }
-    if (oomkit_exception_is_oom(call->st)) {
+    } else if (oomkit_exception_is_oom(call->st)) {
         PyObject *exception = oomkit_exception_take(); /* owned, given back */
         interceptor_step_failed(self);
         if (call->options->optimizer_copy && interceptor_restore(call, index) < 0) {
@@ -213,31 +188,57 @@ interceptor_closure(interceptor_object *self, PyObject *const *args, size_t narg
         }
         oomkit_exception_give(exception);
     }
-    return NULL;
+    return result;
 }
 
-/* optimizer.step() for real: marked, predicted, and retried once if nothing moved. */
+/* The step() itself. */
 static PyObject *
-interceptor_optimizer(interceptor_object *self, PyObject *const *args, size_t nargsf,
-                      PyObject *kwnames)
+interceptor_run(interceptor_object *self, int closure, PyObject *const *args,
+                size_t nargsf, PyObject *kwnames)
+{
+    oomkit_call *call = self->call;
+    int phase = oomkit_phase_set(call->st, OOMKIT_PHASE_OPTIMIZER);
+    int outer = call->closure;
+    PyObject *result; /* owned */
+
+    call->closure = closure && call->split;
+    result = oomkit_interceptor_original(self, args, nargsf, kwnames);
+    call->closure = outer;
+    oomkit_phase_set(call->st, phase);
+    call->raised |= result == NULL && closure && call->split &&
+                    PyErr_ExceptionMatches(call->st->SplitError);
+    return result;
+}
+
+/* optimizer.step() for real: marked, predicted, and retried once if nothing moved. A
+ * closure without a backward before it computes the gradients. */
+static PyObject *
+interceptor_step(interceptor_object *self, PyObject *const *args, size_t nargsf,
+                 PyObject *kwnames)
 {
     oomkit_call *call = self->call;
     PyObject *result; /* owned */
-    int index, attempt, phase;
+    int closure = oomkit_interceptor_has_closure(args, nargsf, kwnames);
+    int computes = closure && call->backwards == 0, index, attempt;
+    uint64_t runs = oomkit_backward_runs();
 
-    if (oomkit_interceptor_has_closure(args, nargsf, kwnames)) {
-        return interceptor_closure(self, args, nargsf, kwnames);
-    }
+    call->refusal = computes ? OOMKIT_CLOSURE_REFUSAL : call->refusal;
     if (oomkit_optimizer_mark_take(call, self->target, &index) < 0 ||
-        oomkit_predict_update(call, self->target) < 0 ||
-        (call->options->optimizer_copy && oomkit_optimizer_copy(call, index) < 0)) {
+        (!computes && oomkit_predict_update(call, self->target) < 0) ||
+        (call->options->optimizer_copy &&
+         (oomkit_optimizer_copy(call, index) < 0 || oomkit_pristine_rest(call) < 0))) {
         return NULL;
+    }
+    if (computes) {
+        return interceptor_computed(
+            self, index, oomkit_interceptor_original(self, args, nargsf, kwnames));
     }
     oomkit_phase_optimizer(call);
     for (attempt = 0;; attempt++) {
-        phase = oomkit_phase_set(call->st, OOMKIT_PHASE_OPTIMIZER);
-        result = oomkit_interceptor_original(self, args, nargsf, kwnames);
-        oomkit_phase_set(call->st, phase);
+        result = interceptor_run(self, closure, args, nargsf, kwnames);
+        if (closure && oomkit_backward_runs() != runs) {
+            return interceptor_computed(self, index, result);
+        }
         call->updates += result != NULL;
         if (result != NULL) {
             interceptor_step_worked(self);
@@ -249,7 +250,7 @@ interceptor_optimizer(interceptor_object *self, PyObject *const *args, size_t na
             return result;
         }
         call->ooms++;
-        result = interceptor_after_oom(self, index, attempt == 0);
+        result = interceptor_after_oom(self, index, attempt == 0 && !closure);
         if (PyErr_Occurred()) {
             interceptor_step_failed(self);
             return NULL;
@@ -257,28 +258,26 @@ interceptor_optimizer(interceptor_object *self, PyObject *const *args, size_t na
     }
 }
 
-/* A scheduler's state_dict() is its instance dictionary: our own entries are not in it.
- */
+/* The same, with the arguments of the whole batch. */
 static PyObject *
-interceptor_state_dict(interceptor_object *self, PyObject *const *args, size_t nargsf,
-                       PyObject *kwnames)
+interceptor_optimizer(interceptor_object *self, PyObject *const *args, size_t nargsf,
+                      PyObject *kwnames)
 {
-    PyObject *key, *value; /* borrowed */
-    PyObject *clean,
-        *state = oomkit_interceptor_original(self, args, nargsf, kwnames); /* owned */
-    Py_ssize_t at = 0;
+    Py_ssize_t n = PyVectorcall_NARGS(nargsf);
+    PyObject *given, *result; /* owned */
 
-    if (state == NULL || !PyDict_CheckExact(state)) {
-        return state;
+    if (!self->call->split || self->call->intercept_depth > 1 ||
+        (n == 0 && kwnames == NULL)) {
+        return interceptor_step(self, args, nargsf, kwnames);
     }
-    clean = PyDict_New();
-    while (clean != NULL && PyDict_Next(state, &at, &key, &value)) {
-        if (Py_TYPE(value) != Py_TYPE(self) && PyDict_SetItem(clean, key, value) < 0) {
-            Py_CLEAR(clean);
-        }
+    given = oomkit_given_settle(self, args, n, kwnames);
+    if (given == NULL) {
+        return NULL;
     }
-    Py_DECREF(state);
-    return clean;
+    result =
+        interceptor_step(self, ((PyTupleObject *)given)->ob_item, (size_t)n, kwnames);
+    Py_DECREF(given);
+    return result;
 }
 
 /* What is not an optimizer: a scheduler or update() moves on for good when it returns.
@@ -299,7 +298,8 @@ interceptor_other(interceptor_object *self, PyObject *const *args, size_t nargsf
         (stepped != NULL && oomkit_attributes_mark(call, stepped) < 0)) {
         return NULL;
     }
-    if (call->options->optimizer_copy && oomkit_owner_copy(call, self->target) < 0) {
+    if (call->options->optimizer_copy &&
+        (oomkit_owner_copy(call, self->target) < 0 || oomkit_pristine_rest(call) < 0)) {
         return NULL;
     }
     if (call->split && self->name == call->st->str_update &&
@@ -359,7 +359,7 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
         return oomkit_interceptor_clears(self, args, nargsf, kwnames);
     }
     if (self->is_state_dict) {
-        return interceptor_state_dict(self, args, nargsf, kwnames);
+        return oomkit_interceptor_state_dict(self, args, nargsf, kwnames);
     }
     if (call == NULL || call != oomkit_call_current()) {
         return oomkit_interceptor_original(self, args, nargsf, kwnames);

@@ -35,6 +35,14 @@ PyObject *
 oomkit_interceptor_clears(interceptor_object *self, PyObject *const *args,
                           size_t nargsf, PyObject *kwnames);
 
+/* interceptor_copy.c: what a scheduler saves. */
+PyObject *
+oomkit_interceptor_state_dict(interceptor_object *self, PyObject *const *args,
+                              size_t nargsf, PyObject *kwnames);
+/* hold.c: had an optimizer's step() begun to make its state, and nothing else? */
+int
+oomkit_optimizer_failed_in_init(oomkit_state *st, PyObject *exception);
+
 /* interceptor_copy.c: __deepcopy__ and __reduce_ex__. */
 PyObject *
 oomkit_interceptor_deepcopy(PyObject *op, PyObject *memo);
@@ -54,7 +62,10 @@ oomkit_intercept_zero_grad_begins(PyObject *module);
 int
 oomkit_accelerator_counts(interceptor_object *self);
 
-/* hold.c */
+/* hold.c. Is argument i of step() a closure? */
+int
+oomkit_interceptor_is_closure(PyObject *const *args, Py_ssize_t positional,
+                              PyObject *kwnames, Py_ssize_t i);
 int
 oomkit_interceptor_has_closure(PyObject *const *args, size_t nargsf, PyObject *kwnames);
 /* The optimizer that this step() updates, by itself or through a scaler; borrowed, or

@@ -72,3 +72,27 @@ oomkit_interceptor_reduce(PyObject *op, PyObject *Py_UNUSED(protocol))
                             self->target == NULL ? Py_None : self->target, self->name);
     return result;
 }
+
+/* A scheduler's state_dict() is its instance dictionary: our own entries are not in it.
+ */
+PyObject *
+oomkit_interceptor_state_dict(interceptor_object *self, PyObject *const *args,
+                              size_t nargsf, PyObject *kwnames)
+{
+    PyObject *key, *value; /* borrowed */
+    PyObject *clean,
+        *state = oomkit_interceptor_original(self, args, nargsf, kwnames); /* owned */
+    Py_ssize_t at = 0;
+
+    if (state == NULL || !PyDict_CheckExact(state)) {
+        return state;
+    }
+    clean = PyDict_New();
+    while (clean != NULL && PyDict_Next(state, &at, &key, &value)) {
+        if (Py_TYPE(value) != Py_TYPE(self) && PyDict_SetItem(clean, key, value) < 0) {
+            Py_CLEAR(clean);
+        }
+    }
+    Py_DECREF(state);
+    return clean;
+}

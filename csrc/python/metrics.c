@@ -1,8 +1,8 @@
-/* Schedulers that are called with arguments, while split: ReduceLROnPlateau's metric is
- * that of one micro-batch, and its one real call must see the whole batch's. Arguments
- * that are the same in every micro-batch (an epoch, a figure from outside) stay the
- * very objects; a metric that differs becomes the mean with the weights of the loss;
- * any other argument that differs is refused. */
+/* Schedulers and optimizers that are called with arguments, while split:
+ * ReduceLROnPlateau's metric is that of one micro-batch, and its one real call must see
+ * the whole batch's. Arguments that are the same in every micro-batch (an epoch, a
+ * figure from outside) stay the very objects; a metric that differs becomes the mean
+ * with the weights of the loss; any other argument that differs is refused. */
 #include "errors.h"
 #include "interceptor.h"
 #include "tensor.h"
@@ -16,10 +16,10 @@ struct oomkit_metric {
 };
 
 /* The number that an argument stands for: 1 and *value, 0 when it is none, -1. */
-static int
-metric_number(oomkit_state *st, PyObject *argument, double *value)
+int
+oomkit_metric_number(oomkit_state *st, PyObject *argument, double *value)
 {
-    PyObject *number; /* owned */
+    PyObject *item = NULL, *number; /* owned */
 
     if (oomkit_tensor_check(st, argument)) {
         Py_ssize_t n; /* what float() accepts has one element */
@@ -32,13 +32,18 @@ metric_number(oomkit_state *st, PyObject *argument, double *value)
         if (n != 1) {
             return n == -1 && PyErr_Occurred() ? -1 : 0;
         }
+        item = PyObject_CallMethod(argument, "item", NULL);
+        if (item == NULL) { /* torch warns of float() where a gradient is wanted */
+            return -1;
+        }
     } else if (argument == Py_None || PyUnicode_Check(argument) ||
                Py_TYPE(argument)->tp_as_number == NULL ||
                (Py_TYPE(argument)->tp_as_number->nb_float == NULL &&
                 Py_TYPE(argument)->tp_as_number->nb_index == NULL)) {
         return 0;
     }
-    number = PyNumber_Float(argument);
+    number = PyNumber_Float(item != NULL ? item : argument);
+    Py_XDECREF(item);
     if (number == NULL) {
         if (!PyErr_ExceptionMatches(PyExc_TypeError) &&
             !PyErr_ExceptionMatches(PyExc_ValueError) &&
@@ -91,6 +96,25 @@ is_plateau(const oomkit_call *call, PyObject *scheduler)
            PyObject_TypeCheck(scheduler, (PyTypeObject *)call->st->ReduceLROnPlateau);
 }
 
+/* Is it a number that may be a mean or a sum over rows, and no count? 1, 0 or -1. */
+static int
+is_floating(oomkit_state *st, PyObject *metric)
+{
+    PyObject *answer; /* owned */
+    int result;
+
+    if (!oomkit_tensor_check(st, metric)) {
+        return !PyLong_Check(metric);
+    }
+    answer = PyObject_CallMethod(metric, "is_floating_point", NULL);
+    if (answer == NULL) {
+        return -1;
+    }
+    result = answer == Py_True;
+    Py_DECREF(answer);
+    return result;
+}
+
 /* Is argument `i` the metric of a ReduceLROnPlateau? */
 static int
 is_metric(oomkit_call *call, PyObject *scheduler, Py_ssize_t i, Py_ssize_t positional,
@@ -111,17 +135,12 @@ static int
 metric_check(oomkit_call *call, PyObject *scheduler, PyObject *metric)
 {
     const char *why = NULL;
-    int whole = PyLong_Check(metric);
+    int whole = is_floating(call->st, metric);
 
-    if (oomkit_tensor_check(call->st, metric)) {
-        PyObject *answer =
-            PyObject_CallMethod(metric, "is_floating_point", NULL); /* owned */
-        if (answer == NULL) {
-            return -1;
-        }
-        whole = answer == Py_False;
-        Py_DECREF(answer);
+    if (whole < 0) {
+        return -1;
     }
+    whole = !whole;
     if (call->options->reduction == OOMKIT_REDUCTION_SUM) {
         why = "with reduction=\"sum\" it cannot be known how the metric of the whole "
               "batch comes from those of the micro-batches";
@@ -154,7 +173,7 @@ oomkit_metrics_note(oomkit_call *call, PyObject *scheduler, PyObject *const *arg
                             .call = metric_calls(call, scheduler)};
 
     for (i = 0; i < total; i++) {
-        int is_number = metric_number(call->st, args[i], &metric.value);
+        int is_number = oomkit_metric_number(call->st, args[i], &metric.value);
         if (is_number < 0 || (is_number && !call->is_last &&
                               is_metric(call, scheduler, i, positional, kwnames) &&
                               metric_check(call, scheduler, args[i]) < 0)) {
@@ -229,6 +248,17 @@ metric_object(oomkit_state *st, PyObject *like, double mean)
     return result;
 }
 
+/* May the mean of argument `i` take its place? Of an optimizer's any figure: the loss
+ * that it is given. 1, 0 or -1. */
+static int
+may_average(oomkit_call *call, PyObject *target, PyObject *const *args, Py_ssize_t i,
+            Py_ssize_t positional, PyObject *kwnames)
+{
+    return PyObject_TypeCheck(target, (PyTypeObject *)call->st->Optimizer)
+               ? is_floating(call->st, args[i])
+               : is_metric(call, target, i, positional, kwnames);
+}
+
 /* Before the one real call: 1 when *mean (owned) takes the place of argument *at, 0
  * when the arguments are right as they are, -1 with SplitError. */
 int
@@ -241,7 +271,7 @@ oomkit_metrics_settle(oomkit_call *call, PyObject *scheduler, PyObject *const *a
 
     for (i = 0; i < call->metric_count && which >= 0; i++) {
         const oomkit_metric *m = &call->metrics[i];
-        int state;
+        int state, may;
         if (m->target != scheduler || m->slice != call->slice_index ||
             m->call != which) {
             continue;
@@ -250,8 +280,14 @@ oomkit_metrics_settle(oomkit_call *call, PyObject *scheduler, PyObject *const *a
         if (state == 2) {
             continue;
         }
-        if (state == 0 ||
-            !is_metric(call, scheduler, m->argument, positional, kwnames)) {
+        may = state == 0 || result == 1 ? 0
+                                        : may_average(call, scheduler, args,
+                                                      m->argument, positional, kwnames);
+        if (may < 0) {
+            Py_CLEAR(*mean);
+            return -1;
+        }
+        if (!may) {
             call->raised = 1;
             oomkit_raise(call->st->SplitError,
                          "auto_batch cannot split this step: %s.step() is called with "

@@ -4,6 +4,7 @@
  * by identity and version. Values that were put in place of others can be put back; a
  * tensor that changed in place cannot, without a pre-image. */
 #include "attributes.h"
+#include "keepsake.h"
 #include "errors.h"
 #include "tensor.h"
 
@@ -134,6 +135,7 @@ mark_clear(oomkit_optimizer_mark *mark)
     mark->copies = NULL;
     mark->room = 0;
     Py_CLEAR(mark->groups);
+    Py_CLEAR(mark->beside);
     Py_CLEAR(mark->state);
     Py_CLEAR(mark->params_seen);
     Py_CLEAR(mark->attributes);
@@ -379,6 +381,9 @@ oomkit_optimizer_copy(oomkit_call *call, int index)
     if (mark->copies != NULL) {
         return 0;
     }
+    if (oomkit_beside_take(call, mark) < 0) {
+        return -1;
+    }
     copies = PyMem_Calloc((size_t)mark->count + 1, sizeof(PyObject *));
     if (copies == NULL) {
         PyErr_NoMemory();
@@ -442,7 +447,8 @@ oomkit_optimizer_restore_copy(oomkit_call *call, int index)
             restored_version(call, mark->items[i].value, version);
         }
     }
-    return oomkit_optimizer_undo(call, index);
+    return oomkit_beside_restore(call, mark) < 0 ? -1
+                                                 : oomkit_optimizer_undo(call, index);
 }
 
 /* Can the versions of this optimizer's tensors be believed after a failure? A foreach

@@ -454,6 +454,7 @@ oomkit_participants_release(oomkit_participants *parts)
         parts->watch->parts = NULL; /* callbacks that live on find nothing */
     }
     Py_CLEAR(parts->roots);
+    Py_CLEAR(parts->writes);
     for (i = 0; i < parts->owner_count; i++) {
         Py_CLEAR(parts->owners[i].ref);
     }

@@ -87,7 +87,9 @@ typedef struct oomkit_participants {
     PyTypeObject *plain_types[OOMKIT_ARGUMENT_TYPES]; /* borrowed, compared: argument
                                                           types that led to nothing */
     int plain_count;
-    int uses_random, uses_numpy;   /* the code names these modules */
+    int uses_random, uses_numpy; /* the code names these modules */
+    PyObject *writes; /* owned: (where, hidden) of a write to parameters that the code
+                         shows, None; NULL: not looked for. See shown.c */
     int device_type, device_index; /* of the first parameter that is not on the CPU */
     /* buffers known to move, learned by buffers.c; parallel to the flat buffer order */
     uint8_t *moving;

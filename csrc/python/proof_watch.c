@@ -1,6 +1,7 @@
 /* What a run of a proof sees of the step: its backwards, what its updates are given,
  * its results and its gradients. All of it is handed to oomkit._proof.Proof. */
 #include "errors.h"
+#include "given.h"
 #include "gradients.h"
 #include "proof.h"
 
@@ -138,13 +139,20 @@ oomkit_proof_update(interceptor_object *self, PyObject *optimizer,
 {
     oomkit_call *call = self->call;
     PyObject *mean = NULL, *positional = NULL, *named = NULL, *done = NULL; /* owned */
+    PyObject *given = NULL;                                                 /* owned */
     Py_ssize_t at = 0;
     int settled = 0;
 
     if (self->name == call->st->str_unscale) {
         return 0; /* what follows, clipping above all, depends on it; it is undone */
     }
-    if (self->kind == OOMKIT_OWNER_SCHEDULER) {
+    if (self->kind == OOMKIT_OWNER_OPTIMIZER) {
+        given = oomkit_given_settle(self, args, PyVectorcall_NARGS(nargsf), kwnames);
+        if (given == NULL) {
+            return -1;
+        }
+        args = PySequence_Fast_ITEMS(given);
+    } else if (self->kind == OOMKIT_OWNER_SCHEDULER) {
         settled = oomkit_metrics_settle(
             call, self->target, args, PyVectorcall_NARGS(nargsf), kwnames, &mean, &at);
     }
@@ -156,6 +164,7 @@ oomkit_proof_update(interceptor_object *self, PyObject *optimizer,
                                    positional, named);
         oomkit_exempt_leave(call->st);
     }
+    Py_XDECREF(given);
     Py_XDECREF(mean);
     Py_XDECREF(positional);
     Py_XDECREF(named);

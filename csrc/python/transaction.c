@@ -1,6 +1,8 @@
 /* The transaction of a call: marks at entry, everything back after a failure. */
 #include "call.h"
 #include "errors.h"
+#include "keepsake.h"
+#include "pristine.h"
 #include "step.h"
 #include "tensor.h"
 
@@ -155,7 +157,8 @@ oomkit_tx_params_flags_now(oomkit_state *st, const oomkit_participants *parts,
 int
 oomkit_tx_begin(oomkit_call *call)
 {
-    if (oomkit_tx_params_mark(call) < 0 || oomkit_modes_entry(call) < 0) {
+    if (oomkit_tx_params_mark(call) < 0 || oomkit_pristine_begin(call) < 0 ||
+        oomkit_modes_entry(call) < 0) {
         return -1;
     }
     return oomkit_rng_mark(call) < 0 || oomkit_buffers_mark(call) < 0 ||
@@ -208,22 +211,16 @@ oomkit_tx_committed(oomkit_call *call)
     return result;
 }
 
-/* optimizer_safety="copy": 0 everything is back, 1 something without a copy moved, -1.
- */
+/* optimizer_safety="copy": what optimizers have moved is back. 0 or -1. */
 static int
 tx_uncommit(oomkit_call *call)
 {
-    Py_ssize_t which;
-    int i, moved;
+    int i;
 
     for (i = 0; i < call->optimizer_count; i++) {
         if (oomkit_optimizer_restore_copy(call, i) < 0) {
             return -1;
         }
-    }
-    moved = oomkit_tx_params_moved(call, &which);
-    if (moved != 0) {
-        return moved;
     }
     call->committed = 0;
     return 0;
@@ -284,43 +281,29 @@ int
 oomkit_tx_restore(oomkit_call *call, PyObject **message)
 {
     PyObject *ignored = NULL; /* owned */
-    Py_ssize_t param = 0;
+    Py_ssize_t param = 0, stay;
     int result, refused, i;
 
-    if (oomkit_tx_committed(call) == 1 && call->options->optimizer_copy) {
-        result = tx_uncommit(call);
-        if (result != 0) {
-            return result < 0 ? -1
-                              : tx_refuse(message, PyUnicode_FromString("auto_batch"),
-                                          "%U: a parameter without a copy has moved");
-        }
+    if (oomkit_tx_committed(call) == 1 && call->options->optimizer_copy &&
+        tx_uncommit(call) < 0) {
+        return -1;
     }
-    /* the flags first: parameters that go back are marked again with those that stand
-     */
+    /* the flags first: they stand beside the versions, which restoring may change */
     if (oomkit_slots_restore(call) < 0 || oomkit_switches_restore(call) < 0) {
         return -1;
     }
-    refused = oomkit_pristine_restore(call, &param);
-    if (refused < 0) {
+    stay = oomkit_pristine_restore(call, &param);
+    if (stay < 0) {
         return -1;
     }
-    if (refused == 0) {
-        refused = oomkit_tx_params_moved(call, &param);
+    refused = 0;
+    if (stay > 0) { /* said at the end: everything else goes back all the same */
+        refused = oomkit_pristine_refuse(call, message, param, stay);
+    } else if (oomkit_beside_any_unknown(call) != NULL) {
+        refused = oomkit_beside_refuse(call, message);
     }
-    if (refused != 0) { /* said at the end: everything else goes back all the same */
-        call->params_stuck = 1;
-        refused =
-            refused < 0
-                ? -1
-                : tx_refuse(message,
-                            oomkit_describe_tensor(call, call->parts->params[param]),
-                            "%U was changed by the step outside an optimizer that "
-                            "auto_batch knows, and stays changed; pass it as "
-                            "optimizer=..., or change "
-                            "parameters after the decorated step");
-        if (refused < 0) {
-            return -1;
-        }
+    if (refused < 0) {
+        return -1;
     }
     result = tx_restore_gradients(call, refused ? &ignored : message);
     Py_CLEAR(ignored);
@@ -471,7 +454,8 @@ oomkit_tx_end_attempt(oomkit_call *call)
     call->grads.stashing = call->grads.apart = call->rowwise = 0;
     call->updates = call->stranger_updates = call->params_stuck = 0;
     call->parts_moved = 0;
-    call->intercept_depth = call->stranger_steps = call->step_failed = 0;
+    call->intercept_depth = call->closure = 0;
+    call->stranger_steps = call->step_failed = 0;
 }
 
 /* Ends the call: nothing of it stays behind. Keeps the exception in flight. */

@@ -224,8 +224,8 @@ MUTANTS = [
         "no-pristine-restore",
         "what a step wrote to parameters in the first micro-batch of a refused split is put back",
         "csrc/python/transaction.c",
-        "refused = oomkit_pristine_restore(call, &param);",
-        "refused = 0;",
+        "stay = oomkit_pristine_restore(call, &param);",
+        "stay = 0;",
         ("test_once_changes.py::test_a_change_is_refused_by_name_and_taken_back",),
     ),
     Mutant(
