@@ -82,6 +82,25 @@ def _random_programs(unit: str) -> Result:
     return Result(RANDOM_PROGRAMS, told=told)
 
 
+COUPLING_UNITS, COUPLING_PROGRAMS = 8, 300
+
+
+def _couplings() -> list[str]:
+    """Each program has a seed of its own: `python -m couplings SEED` shows one."""
+    first = int(os.environ.get("OOMKIT_TEST_SEED", "20240607"))
+    return [f"programs from seed {first + n * COUPLING_PROGRAMS}" for n in range(COUPLING_UNITS)]
+
+
+def _prove_couplings(unit: str) -> Result:
+    from couplings.explore import explore
+
+    first = int(unit.rpartition(" ")[2])
+    found = explore(range(first, first + COUPLING_PROGRAMS))
+    lines = [f"silent or late, seeds: {' '.join(map(str, found.seeds))}"] if found.seeds else []
+    lines += [f"refused without need: {line}" for line in found.refused]
+    return Result(COUPLING_PROGRAMS, found.failures(), "; ".join(found.told()), lines=lines)
+
+
 def _sanitizers() -> list[str]:
     from sanitizers.suite import UNITS
 
@@ -164,6 +183,7 @@ SUITES = [
     Suite("memory over 10,000 OOMs", _leaks, _prove_leaks),
     Suite("without the interpreter's memory", _no_memory, _prove_no_memory),
     Suite("random programs", _seeds, _random_programs),
+    Suite("couplings", _couplings, _prove_couplings),
     Suite("sanitizers", _sanitizers, _sanitize),
 ]  # fmt: skip
 
