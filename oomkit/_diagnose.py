@@ -189,12 +189,14 @@ class Verification:
         noisy = f"; compared coarsely, since {' and '.join(noise)}" if noise else ""
         if difference <= limit:
             return None if noise else True, (
-                f"verified {label}: a micro-batch has {how} of its two halves' losses or their "
-                f"rows (relative difference {difference:.1e}{noisy})"
+                f"compared losses and results of {label}: {self._rows[0]} rows give {how} of "
+                f"{self._rows[1]} and {self._rows[2]} of them (relative difference "
+                f"{difference:.1e}{noisy}); gradients were not compared, because larger "
+                "micro-batches do not fit"
             )
         return False, (
-            f"{label} was split, and a micro-batch does not have {how} of its two halves' "
-            f"losses or their rows (relative difference {difference:.1e}{noisy}): {guess}"
+            f"{self._rows[0]} rows do not give {how} of {self._rows[1]} and {self._rows[2]} of "
+            f"them (relative difference {difference:.1e}{noisy}): {guess}"
         )
 
     @staticmethod

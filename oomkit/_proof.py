@@ -42,6 +42,7 @@ _VALUE = {
 }
 _DEPTH = 8
 _TOLD = 1e-3  # a difference of weights that gradients can tell
+_FARTHER = 4.0  # parts may be as many times as far from the whole as it is from itself
 _SHOWN = 3  # names in a message
 _MISSING: Any = object()
 
@@ -129,6 +130,9 @@ def _number(value: Any) -> float | None:
         return float(value)
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         return float(value.detach())
+    if type(value).__module__ == "numpy" and getattr(value, "size", 0) == 1:
+        item = value.item()  # a scalar, or an array of one element
+        return float(item) if isinstance(item, int | float) else None
     return None
 
 
@@ -289,6 +293,7 @@ class Proof:
         self.noise = False
         self._worst: tuple[float, str] = (0.0, "")
         self._made = ""
+        self._chance = 0.0  # what random numbers alone change, relative
         self.refuted: set[tuple[Any, ...]] = set()  # weights that were told apart
         self.volatile = False  # nothing but results differs: are they the same twice?
 
@@ -404,7 +409,7 @@ class Proof:
     def finish(self, gradients: list[torch.Tensor | None]) -> None:
         """The end of a run: gradients as the caller would have them."""
         run = self._runs[self._now]
-        if self._now == "whole":
+        if self._now in ("whole", "whole by chance"):
             run.gradients = {i: _host(g) for i, g in enumerate(gradients) if g is not None}
         elif self._now.startswith("parts"):
             whole = self._runs["whole"]
@@ -454,7 +459,8 @@ class Proof:
             if i in entry:  # sums on top of it are rounded to it
                 limit += self._limit * _CANCELS * _norm(entry[i])
             if self.noise:
-                gap, limit = abs(one - two), 0.75 * max(one, two) + self._limit * largest
+                gap = abs(one - two)
+                limit = max(0.75, self._chance) * max(one, two) + self._limit * largest
             if not gap <= limit:
                 wrong.append((gap / (scale or 1.0), i))
             if one > 0.0 and i in made:
@@ -491,7 +497,7 @@ class Proof:
         if len(was.arguments) != len(made.arguments):
             self._fail(math.inf, f"{made.name} gets other arguments")
             return
-        limit = max(self._limit, _NOISE if self.noise else 0.0)
+        limit = max(self._limit, _NOISE, self._chance) if self.noise else self._limit
         for (where, one), (_, two) in zip(was.arguments, made.arguments, strict=True):
             if type(one) is not type(two):
                 self._fail(1.0, f"{where} of {made.name} is of another kind")
@@ -511,13 +517,35 @@ class Proof:
             f" at {made.name}",
         )
 
+    def draw(self) -> None:
+        """Before a run that is to have other random numbers: it goes back as all else does."""
+        torch.rand(7)
+        if torch.cuda.is_available():
+            torch.rand(7, device="cuda")
+
+    def chance(self) -> None:
+        """How much of a result is chance: the whole beside itself with other numbers."""
+        whole, other = self._runs["whole"], self._runs["whole by chance"]
+        self.noise = True
+        for i in {*whole.gradients, *other.gradients}:
+            one, two = whole.gradients.get(i), other.gradients.get(i)
+            size = max([_norm(g) for g in (one, two) if g is not None], default=0.0)
+            gap = _apart(one, two) if one is not None and two is not None else size
+            if size > 0.0 and math.isfinite(gap):
+                self._chance = max(self._chance, gap / size)
+        for one_, two_ in zip(whole.losses[:1], other.losses[:1], strict=False):
+            for a, b in zip(one_, two_, strict=False):
+                if a != b:
+                    self._chance = max(self._chance, _FARTHER * abs(a - b) / max(abs(a), abs(b)))
+
     def _compare_losses(self, whole: _Run, made: _Run) -> None:
         """Where chance hides what gradients are: the losses, coarsely."""
+        limit = max(_NOISE, self._chance)
         for at, value in enumerate(whole.losses[0] if whole.losses else []):
             parts = [each[at] if at < len(each) else math.nan for each in made.losses]
             total = sum(w * v for w, v in zip(made.weights, parts, strict=False))
             scale = max(abs(value), abs(total))
-            if math.isfinite(total) and abs(value - total) > _NOISE * scale:
+            if math.isfinite(total) and abs(value - total) > limit * scale:
                 self._fail(
                     abs(value - total) / scale,
                     f"the loss of a backward() is {total:.6g} in place of {value:.6g}",
@@ -532,7 +560,7 @@ class Proof:
         return _VALUE[torch.float64 if exact else getattr(value, "dtype", torch.float32)]
 
     def _compare_results(self, whole: _Run, made: _Run) -> None:
-        again = self._runs.get("whole again")
+        again = self._runs.get("whole by chance" if self.noise else "whole again")
         for place, one in whole.results.items():
             two = made.results.get(place)
             if two is None or not isinstance(one, (torch.Tensor, bool, int, float)):
@@ -565,19 +593,20 @@ class Proof:
         self._worst = (0.0, "")
         return text if size else None
 
-    def advice(self, rules: list[Weigher]) -> str:
+    def advice(self, rules: list[Weigher], is_sum: bool) -> str:
         """What to do about the last verdict that was not None.
 
         Args:
             rules: weights that would make the parts the whole.
+            is_sum: whether micro-batches weigh 1 now.
         """
-        kinds = [rule.kind for rule in rules]
+        kinds = [rule.kind for rule in rules if rule.kind != ("sum" if is_sum else "rows")]
         if "rows" in kinds:
             return 'the loss is a mean over samples: pass reduction="mean" to auto_batch'
         if "sum" in kinds:
             return 'the loss is a sum over samples: pass reduction="sum" to auto_batch'
-        if rules:
-            return f"the loss is a {rules[0].text}: pass weight= to auto_batch"
+        if kinds and rules[-1].kind not in ("rows", "sum"):
+            return f"the loss is a {rules[-1].text}: pass weight= to auto_batch"
         return (
             "a loss that couples the samples of a batch (pairs, contrastive losses, in-batch "
             "negatives, statistics of the batch) cannot be split exactly; for a mean over "

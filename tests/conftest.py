@@ -49,6 +49,17 @@ def _seeded_and_single_threaded() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _without_proof(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests that count the runs of a step say so."""
+    if "no_proof" not in request.keywords:
+        yield
+        return
+    oomkit._C._prove(False)
+    yield
+    oomkit._C._prove(True)
+
+
+@pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
     """No limit, no armed fault and no sizes outlive the test that they are of."""
     oomkit._C._keep_sizes(False)  # nor a step: many are of one function of the tests

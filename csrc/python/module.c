@@ -377,6 +377,7 @@ module_exec(PyObject *module)
         PyModule_AddFunctions(module, oomkit_split_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_state_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_kept_methods) < 0 ||
+        PyModule_AddFunctions(module, oomkit_proof_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_trial_methods) < 0 ||
         oomkit_records_init(st) < 0 || oomkit_current_init(st) < 0 ||
         module_add_type(module, &st->step_type, &oomkit_step_spec) < 0 ||

@@ -180,7 +180,8 @@ proof_wanted(oomkit_call *call)
     const oomkit_proven *found;
 
     if (!call->split || call->options->verify == 0 || call->forced ||
-        call->proof != NULL || call->slice_index > 0 || call->joining) {
+        call->st->proves_nothing || call->proof != NULL || call->slice_index > 0 ||
+        call->joining) {
         return 0;
     }
     found = proven_find(call);
@@ -263,7 +264,8 @@ proof_refuse(oomkit_proof *p, PyObject *text, PyObject *rules)
     PyObject *advice = /* owned */
         text == NULL || rules == NULL
             ? NULL
-            : PyObject_CallMethod(p->judge, "advice", "O", rules);
+            : PyObject_CallMethod(p->judge, "advice", "OO", rules,
+                                  call->losses.is_sum ? Py_True : Py_False);
     int result = -1;
 
     if (advice != NULL && call->options->verify == OOMKIT_VERIFY_WARN) {
@@ -355,6 +357,29 @@ whole_run(oomkit_proof *p, int everything, int *moved)
     return done == NULL ? -1 : oomkit_proof_run(p, "whole", &whole, 1, moved);
 }
 
+/* Nothing keeps the step from drawing numbers: the whole, and again with other ones,
+ * which tells what chance makes of it. 0 or -1. */
+static int
+whole_by_chance(oomkit_proof *p)
+{
+    const oomkit_slice whole = {p->start, p->length};
+    PyObject *done = NULL; /* owned */
+    int moved;
+
+    if (whole_run(p, 0, &moved) < 0) {
+        return -1;
+    }
+    p->draw = 1;
+    if (oomkit_proof_run(p, "whole by chance", &whole, 1, NULL) == 0) {
+        oomkit_exempt_enter(p->call->st);
+        done = PyObject_CallMethod(p->judge, "chance", NULL);
+        oomkit_exempt_leave(p->call->st);
+    }
+    p->draw = 0;
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
 static int
 proof_whole(oomkit_proof *p)
 {
@@ -370,9 +395,7 @@ proof_whole(oomkit_proof *p)
             moved = 1;
             again = 0;
         }
-        if (again < 0 ||
-            (moved && (whole_run(p, 0, &moved) < 0 ||
-                       PyObject_SetAttrString(p->judge, "noise", Py_True) < 0))) {
+        if (again < 0 || (moved && whole_by_chance(p) < 0)) {
             return -1;
         }
     }
@@ -766,3 +789,24 @@ oomkit_prove(oomkit_call *call)
     }
     return result < 0 ? -1 : 0;
 }
+
+static PyObject *
+prove_switch(PyObject *module, PyObject *on)
+{
+    oomkit_state *st = oomkit_state_of_module(module);
+    int truth = PyObject_IsTrue(on);
+
+    if (truth < 0) {
+        return NULL;
+    }
+    st->proves_nothing = !truth;
+    Py_RETURN_NONE;
+}
+
+PyMethodDef oomkit_proof_methods[] = {
+    {"_prove", prove_switch, METH_O,
+     "_prove(on, /)\n--\n\nWhether splits are proven; for tests that count the runs of "
+     "a "
+     "step."},
+    {NULL, NULL, 0, NULL},
+};

@@ -31,6 +31,7 @@ typedef struct oomkit_proof {
     oomkit_call *call;
     PyObject *judge; /* owned: _proof.Proof */
     PyObject *rule;  /* owned: weights on trial, or NULL */
+    int draw;        /* the next run is to have other random numbers */
     int raw;         /* gradients are wanted as each backward leaves them */
     int everything;  /* every module is in eval, not those of chance alone */
     int trained;     /* a backward was seen */
@@ -77,6 +78,8 @@ oomkit_proof_is_new_course(oomkit_call *call);
 /* Was a call like this one proven by its gradients, or does it run for that? */
 int
 oomkit_proof_known(oomkit_call *call);
+
+extern PyMethodDef oomkit_proof_methods[];
 
 void
 oomkit_proven_clear(oomkit_proven *proven);

@@ -198,6 +198,11 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
         return -1;
     }
     status = oomkit_tx_begin(call);
+    if (status == 0 && p->draw) {
+        done = PyObject_CallMethod(p->judge, "draw", NULL);
+        status = done == NULL ? -1 : 0;
+        Py_XDECREF(done);
+    }
     if (status == 0) {
         status = oomkit_attempt_slices_run(call, &result);
         Py_XDECREF(result);

@@ -320,6 +320,7 @@ typedef struct oomkit_state {
     int settings_expandable;   /* what was read then: 1 or 0 */
     int seen_oom;              /* some step has run out of memory */
     int keeps_nothing;         /* sizes go with their step: for tests */
+    int proves_nothing;        /* as with verify=False everywhere: for tests */
     int bound;                 /* state_bind has succeeded */
     uint64_t switches_dropped; /* reports that switch_log holds no more */
     int withheld_ready;        /* torch's helpers accept that gradients are withheld */
