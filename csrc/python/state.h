@@ -134,6 +134,7 @@
     X(str_narrow_copy, "narrow_copy")                                                  \
     X(str_to, "to")                                                                    \
     X(str_len, "__len__")                                                              \
+    X(str_keys, "keys")                                                                \
     X(str_abandon, "abandon")                                                          \
     X(str_remove, "remove")                                                            \
     X(str_enter, "__enter__")                                                          \
