@@ -28,6 +28,7 @@ except ImportError as _error:  # pragma: no cover - exercised in a subprocess wi
 # one wait.
 from . import (
     _C,
+    _callables,
     _diagnose,
     _loops,
     _nodes,
@@ -86,6 +87,7 @@ _fits = _C._bind(
         "verification": _diagnose.Verification,
         "loop_judge": _loops.loop_judge,
         "cut_sequence": _loops.cut_sequence,
+        "weight_problem": _callables.weight_problem,
         "watch_effects": _side_effects.watch,
         "watch_train": _patches.watch_train,
         "watch_zero_grad": _patches.watch_zero_grad,

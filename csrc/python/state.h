@@ -277,6 +277,7 @@
     X(uneven_labels)  /* oomkit._diagnose: have slices unequal shares of labels? */    \
     X(loop_judge)     /* oomkit._loops: may a loop's body run again? */                \
     X(cut_sequence)   /* oomkit._loops: rows of a list */                              \
+    X(weight_problem) /* oomkit._callables: why weight= cannot be called */            \
     X(verification)   /* oomkit._diagnose: the class that compares three runs */       \
     X(memory_place)   /* oomkit.sizes: a device and a torch, by name */                \
     X(recall_sizes)   /* oomkit.sizes: what earlier runs have noted */                 \
