@@ -150,6 +150,7 @@
     X(guarded_type)                                                                    \
     X(guarded_object_type)                                                             \
     X(interceptor_type)                                                                \
+    X(hook_type)                                                                       \
     X(backward_type)                                                                   \
     X(pending_type)                                                                    \
     X(relay_type)                                                                      \
@@ -368,5 +369,10 @@ oomkit_state_bind(oomkit_state *st, PyObject *bridge_capsule);
  * one is switched to training or back, and when an optimizer steps. 0 or -1. */
 int
 oomkit_watch_structure(oomkit_state *st);
+
+/* hook_type.c: the function of that name of oomkit._C, as torch gets it for a hook. New
+ * reference or NULL. */
+PyObject *
+oomkit_hook_new(const oomkit_state *st, PyObject *module, const char *name);
 
 #endif
