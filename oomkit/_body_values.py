@@ -146,6 +146,10 @@ def key_of(value: Value, env: dict[str, Value]) -> Any:
 def merged(one: Value, other: Value) -> Value:
     if one == other:
         return one
+    if one.kind is other.kind is Kind.ITER:
+        return Value(Kind.ITER, (), merged(one.extra, other.extra))
+    if one.kind is other.kind is Kind.BOUND and one.extra[1] == other.extra[1]:
+        return Value(Kind.BOUND, (), (merged(one.extra[0], other.extra[0]), one.extra[1]))
     if one.kind in OWN and other.kind in OWN and Kind.ITER not in (one.kind, other.kind):
         return FRESH if max(one.kind, other.kind) < Kind.SHALLOW else SHALLOW
     if {one.kind, other.kind} == {Kind.PART, Kind.ITEM}:
