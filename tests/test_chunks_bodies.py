@@ -195,7 +195,8 @@ ONCE = {
     "numpy": "y = part.numpy().copy()\ny[0] = 1\nz = np.concatenate([y, y]).sum()\nfails()",
     "try and except": "try:\n    y = int('x')\nexcept ValueError:\n    y = 1\nfails()",
     "a lambda": "take = lambda rows: rows * 2\ny = take(part)\nfails()\nl.append(y)",
-    "a list that a loop fills": "y = []\nfor row in part:\n    y.append(l)\n    y.append(row)\nfails()",
+    "a list that a loop fills": "y = []\nfor row in part:\n    y.append([row, l])\n"
+    "    y.append(row)\nfails()",
     "sorted": "y = sorted(part.tolist(), key=lambda row: -row)\nfails()\nl.append(y)",
 }
 
