@@ -201,6 +201,7 @@ interceptor_closure(interceptor_object *self, PyObject *const *args, size_t narg
     result = oomkit_interceptor_original(self, args, nargsf, kwnames);
     if (result != NULL) {
         call->committed = 1;
+        call->updates++;
         interceptor_step_worked(self);
         return result;
     }
