@@ -28,6 +28,7 @@ except ImportError as _error:  # pragma: no cover - exercised in a subprocess wi
 # one wait.
 from . import (
     _C,
+    _callables,
     _closures,
     _diagnose,
     _keepsake,
@@ -93,6 +94,7 @@ _fits = _C._bind(
         "proof": _proof.Proof,
         "loop_judge": _loops.loop_judge,
         "cut_sequence": _loops.cut_sequence,
+        "weight_problem": _callables.weight_problem,
         "watch_effects": _side_effects.watch,
         "parameter_writes": _writes.parameter_writes,
         "keepsake": _keepsake.keepsake,

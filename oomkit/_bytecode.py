@@ -311,3 +311,23 @@ def effects_of(function: types.FunctionType, given: dict[str, Any]) -> list[Effe
     for effect in reader.effects:
         seen.setdefault((effect.what, effect.line), effect)
     return list(seen.values())
+
+
+def attributes_of(code: types.CodeType, name: str) -> list[str]:
+    """The attributes that are read of a variable itself: of ``self.model.train()`` the model."""
+    found: dict[str, None] = {}
+    owner = None
+    for instruction in dis.get_instructions(code):
+        operation, value = instruction.opname, instruction.argval
+        if operation in ("LOAD_ATTR", "LOAD_METHOD"):
+            if owner == name:
+                found[str(value)] = None
+            owner = None
+        elif operation.startswith(("LOAD_FAST", "LOAD_DEREF", "STORE_FAST_LOAD_FAST")):
+            owner = value[-1] if isinstance(value, tuple) else value
+        elif operation not in ("CACHE", "EXTENDED_ARG"):
+            owner = None
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            found.update(dict.fromkeys(attributes_of(inner, name)))
+    return list(found)

@@ -7,13 +7,26 @@ from __future__ import annotations
 import dis
 import gc
 import inspect
-from collections import Counter, deque
-from collections.abc import Iterator
+import weakref
 from functools import lru_cache
-from types import BuiltinMethodType, CodeType, FrameType
-from typing import Any, NamedTuple
+from types import CodeType, FrameType
+from typing import Any
 
 import torch
+
+from ._body import Machine
+from ._body_values import (
+    ANY,
+    MISSING,
+    PART,
+    UNKNOWN,
+    Code,
+    Found,
+    Names,
+    Store,
+    Walk,
+    value_of,
+)
 
 # What the interpreter does between a `with` block that has ended an exception and the next
 # statement; none of it is the program's.
@@ -65,184 +78,75 @@ def loop_after(code: CodeType, instruction: int) -> int:
 
 # --- what has run for rows that are to be handed out again ---
 
-# Of plain lists and their kin; calling them twice for the same rows leaves these in twice.
-_GROWS = frozenset({"append", "appendleft", "extend", "extendleft", "insert", "pop", "popleft"})
-_LOADS = frozenset({"LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"})
-# Of tensors; copy_() and the like are the same the second time.
-_ADDS = frozenset({"add_", "sub_", "mul_", "div_", "index_add_", "scatter_add_", "addcmul_"})
-_COUNTS = frozenset({"update", "subtract"})  # of a Counter
-_NAMES = frozenset({"STORE_FAST", "STORE_GLOBAL", "STORE_NAME", "STORE_DEREF"})
-_STORES = _NAMES | {"STORE_ATTR"}
-_METHODS = _GROWS | _ADDS | _COUNTS | {"__next__"}
+_ADVICE = (
+    "collect the part's results in locals and add them at the end of the block, or use oomkit.map()"
+)
 
 
-_CALLS = {"__next__": "next({})", "__call__": "{}()"}
-
-
-class _Done(NamedTuple):
-    """Something that the body did: `path` is what it changed, by which method if any."""
-
-    path: tuple[Any, ...]
-    method: str
-    line: int | None
-
-
-def _path(instructions: list[dis.Instruction], at: int) -> tuple[Any, ...]:
-    """A name, attributes and (keys,) that lead to what is on the stack after `at`."""
-    steps: list[Any] = []
-    while True:
-        this = instructions[at]
-        if this.opname == "LOAD_ATTR":
-            steps.append(str(this.argval))
-        elif this.opname == "BINARY_SUBSCR" or this.argrepr == "[]":
-            at -= 1
-            key = instructions[at]
-            if key.opname == "LOAD_CONST":
-                steps.append((key.argval,))
-            elif key.opname in _LOADS:
-                steps.append((None, str(key.argval)))
-            else:
-                return ()
-        else:
-            break
-        at -= 1
-    if this.opname not in _LOADS:
-        return ()
-    return str(this.argval), *reversed(steps)
-
-
-def _of_itself(instructions: list[dis.Instruction], at: int) -> bool:
-    """Is what the instruction at `at` stores in a name made of what was in it?"""
-    store = instructions[at]
-    line = store.positions.lineno if store.positions else None
-    while at > 0 and line is not None:
-        at -= 1
-        this = instructions[at]
-        if this.positions is None or (this.positions.lineno or 0) < line:
-            return False
-        if this.opname in _LOADS and this.argval == store.argval:
+def _conflicts(walk: Walk, store: Store) -> bool:
+    """Has the body read what it replaced?"""
+    held = value_of(store.where)
+    for path in walk.reads:
+        if not store.where:
+            if path[0] == store.key:
+                return True
+            continue
+        size = len(store.where)
+        if path[:size] == store.where:
+            key = path[size][1] if len(path) > size else ANY
+            if ANY in (key, store.key[1]) or key == store.key[1]:
+                return True
+        if held is not MISSING and _share(value_of(path), held):
             return True
     return False
 
 
-def _call_of(instructions: list[dis.Instruction], at: int) -> int:
-    """The offset of the call that the method loaded at `at` is for; -1 where unknown."""
-    begin = instructions[at].positions
-    for later in instructions[at + 1 :]:
-        place = later.positions
-        if later.opname.startswith("CALL") and begin is not None and place is not None:
-            if begin.lineno is None or begin.col_offset is None:
-                return -1
-            if (place.lineno, place.col_offset) == (begin.lineno, begin.col_offset):
-                return later.offset
-    return -1
+def _share(one: Any, other: Any) -> bool:
+    """Is it one thing, or do two tensors lie in one memory?"""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+    return one is other
 
 
-def _stored(instructions: list[dis.Instruction], at: int) -> str:
-    """The name that the result of the operation at `at` is stored under, or ""."""
-    at += 1
-    while instructions[at].opname in ("SWAP", "COPY", "ROT_TWO", "ROT_THREE"):
-        at += 1
-    if instructions[at].opname == "STORE_SUBSCR":
-        return "[...]"
-    return str(instructions[at].argval) if instructions[at].opname in _STORES else ""
+def _walked(
+    code: Code, names: Names, loop: int, failed: int, kept: tuple[Any, ...]
+) -> tuple[Walk, set[int]]:
+    """All that the body from its FOR_ITER at `loop` changes, and what ran before `failed`."""
+    for mixed in (False, True):
+        walk = Walk(kept, mixed)
+        machine = Machine(walk, code, names)
+        stack = [UNKNOWN] * code.depth_at(loop)
+        machine.run(loop + 1, [*stack, PART], {}, loop)
+        if walk.mixed == mixed:
+            break
+    return walk, machine.ran_before(failed, loop)
 
 
-@lru_cache(maxsize=256)
-def _done(code: CodeType, loop: int, failed: int) -> tuple[_Done, ...]:
-    """What the body from its FOR_ITER at `loop` did before the instruction that failed."""
-    instructions = [i for i in dis.get_instructions(code) if i.opname != "CACHE"]
-    end = failed
-    for i in instructions:  # a loop in the body: its later lines may have run, too
-        if i.opname.startswith("JUMP_BACKWARD") and i.offset > failed:
-            if loop < i.argval <= failed:
-                end = max(end, i.offset)
-    found: list[_Done] = []
-    fresh: set[str] = set()  # made by this very body
-    line: int | None = None
-    for at, i in enumerate(instructions):
-        line = i.positions.lineno if i.positions and i.positions.lineno else line
-        if not loop <= i.offset <= end:
-            continue
-        if i.opname == "BINARY_OP" and i.argrepr.endswith("="):
-            name = _stored(instructions, at)
-            if name and name not in fresh:
-                # a list may hold the first half of what failed
-                found.append(_Done((name,), "extend" if i.offset == failed else "", line))
-        elif i.opname in ("LOAD_METHOD", "LOAD_ATTR") and i.argval in _METHODS:
-            path, call = _path(instructions, at - 1), _call_of(instructions, at)
-            # extend() of what failed half-way has put the first half in
-            is_done = 0 <= call <= end and (call != failed or str(i.argval)[:6] == "extend")
-            if path and path[0] not in fresh and is_done:
-                found.append(_Done(path, str(i.argval), line))
-        elif i.opname in _LOADS and i.argval not in fresh:
-            call = _call_of(instructions, at)
-            if i.argval == "next" and 0 <= call <= end:
-                path = _path(instructions, at + 1)
-                if path and path[0] not in fresh:
-                    found.append(_Done(path, "__next__", line))
-            elif 0 <= call <= end and call != failed:
-                found.append(_Done((str(i.argval),), "__call__", line))
-        elif i.opname in _NAMES:
-            before = instructions[at - 1]
-            if before.opname == "BINARY_OP" and before.argrepr.endswith("="):
-                continue
-            if i.argval in fresh or before.opname == "FOR_ITER":
-                fresh.add(str(i.argval))
-            elif _of_itself(instructions, at):
-                found.append(_Done((str(i.argval),), "", line))
-            elif i.opname == "STORE_FAST":
-                fresh.add(str(i.argval))
-    return tuple(found)
-
-
-def _value(frame: FrameType, path: tuple[Any, ...]) -> Any:
-    names = frame.f_locals
-
-    def named(name: str) -> Any:
-        return names[name] if name in names else frame.f_globals.get(name)
-
+def body_done(code: CodeType, names: Names, loop: int, failed: int, kept: tuple[Any, ...]) -> str:
+    """What the body may have done that must not be done twice, and in which line; or ""."""
+    read = Code(code)
+    # a call of a Python function leaves the caller at the call's inline caches
+    at = max(n for offset, n in read.places.items() if offset <= failed)
     try:
-        value = named(path[0])
-        for step in path[1:]:
-            if isinstance(step, str):
-                value = getattr(value, "__dict__", {}).get(step)
-                continue
-            key = named(step[1]) if len(step) > 1 else step[0]
-            if isinstance(value, dict):
-                value = dict.get(value, key)
-            elif isinstance(value, (list, tuple)) and isinstance(key, int):
-                value = value[key] if -len(value) <= key < len(value) else None
-            else:
-                value = None
-    finally:
-        if frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(names, dict):
-            names.clear()  # a copy, which would keep the locals' tensors
-    return value
+        walk, before = _walked(read, names, read.places[loop], at, kept)
+    except MemoryError:
+        raise
+    except Exception:  # the error of the program must not be replaced
+        return f"line {read.lines[at]} is in a body that oomkit cannot read"
+    if not before and at != read.places[loop] + 1:
+        return f"what ran before line {read.lines[at]} is not known"
+    ran = [f for f in walk.found if _has_run(f, at, before)]
+    done = [(f.line or 0, f"{f.what} in line {f.line} may have run") for f in ran]
+    done += [
+        (s.line or 0, f"`{s.what}` may have changed in line {s.line}")
+        for s in walk.stores
+        if s.at in before and _conflicts(walk, s)
+    ]
+    return f"{min(done)[1]} before memory ran out" if done else ""
 
 
-def _shown(path: tuple[Any, ...]) -> str:
-    text = str(path[0])
-    for step in path[1:]:
-        if isinstance(step, str):
-            text += "." + step
-        else:
-            text += f"[{step[1]}]" if len(step) > 1 else f"[{step[0]!r}]"
-    return text
-
-
-def _counts_twice(value: Any, method: str) -> bool:
-    """Does calling this method of `value` twice for the same rows matter?"""
-    if method == "__call__":  # a bound method under a name of its own
-        owner = getattr(value, "__self__", None)
-        return isinstance(value, BuiltinMethodType) and _counts_twice(owner, value.__name__)
-    if method == "__next__":
-        return isinstance(value, Iterator)
-    if method in _ADDS:
-        return isinstance(value, torch.Tensor)
-    if method in _COUNTS:
-        return isinstance(value, Counter)
-    return method in _GROWS and isinstance(value, (list, deque))
+def _has_run(found: Found, failed: int, before: set[int]) -> bool:
+    return found.at == failed if found.is_partial else found.at in before
 
 
 def _paired(parts: object) -> bool:
@@ -258,11 +162,12 @@ def _paired(parts: object) -> bool:
 
 
 def loop_judge(
-    frame: FrameType, instruction: int, error: BaseException, parts: object
+    frame: FrameType, instruction: int, error: BaseException, parts: object, kept: tuple[Any, ...]
 ) -> int | str:
     """The FOR_ITER that asks for the next part, once the block at whose end `frame` is has
-    ended `error`; -1 where something else comes first. A text where the body has done what
-    must not be done twice for the same rows.
+    ended `error`; -1 where something else comes first. A text where the body has done, or may
+    have done, what must not be done twice for the same rows. `kept`: what goes back with a
+    part, and the batch.
     """
     code = frame.f_code
     loop = loop_after(code, instruction)
@@ -271,16 +176,20 @@ def loop_judge(
         traceback = traceback.tb_next
     if loop < 0 or traceback is None:
         return loop
-    for done in _done(code, loop, traceback.tb_lasti):
-        what = _shown(done.path)
-        if not done.method:
-            return f"`{what}` may have changed in line {done.line} before memory ran out"
-        if _counts_twice(_value(frame, done.path), done.method):
-            call = _CALLS.get(done.method, "{}.{}()").format(what, done.method)
-            return f"`{call}` in line {done.line} may have run before memory ran out"
     if _paired(parts):
-        return "the parts come through zip() or map(), whose other iterators have gone on"
-    return loop
+        return (
+            "the parts come through zip() or map(), whose other iterators have gone on: give "
+            "all of them to one chunks()"
+        )
+    own = frame.f_locals
+    held = (one() if isinstance(one, weakref.ref) else one for one in kept)
+    try:
+        names = Names(own, frame.f_globals, frame.f_builtins)
+        done = body_done(code, names, loop, traceback.tb_lasti, (*held, parts))
+    finally:
+        if code.co_flags & inspect.CO_OPTIMIZED and isinstance(own, dict):
+            own.clear()  # a copy, which would keep the locals' tensors
+    return f"{done}, and would once more for these rows: {_ADVICE}" if done else loop
 
 
 def cut_sequence(batch: Any, start: int, length: int) -> Any:

@@ -171,7 +171,7 @@ class _Run:
         self.last = _C._chunks_of(args, kwargs, names, self.options, self.fn, self.key, self.last)
         return self.last
 
-    def one(self, item: tuple[Any, ...], bar: Any) -> tuple[Any, int]:
+    def one(self, item: tuple[Any, ...], bar: Any, runs_empty: bool = True) -> tuple[Any, int]:
         """The joined result of one batch, and its rows."""
         if self.verify:
             self.verify = False
@@ -180,9 +180,18 @@ class _Run:
         parts = self.parts(item)
         with self.enter():
             self.each(parts, bar)
-            self.outputs.wait()
             rows = parts.rows or 0
+            if rows == 0:
+                return (self.nothing(item) if runs_empty else None), 0
+            self.outputs.wait()
             return self.together(parts._results(), parts._join, rows), rows
+
+    def nothing(self, item: tuple[Any, ...]) -> Any:
+        """What the function makes of a batch without rows."""
+        args, kwargs = self.arguments(item)
+        result = self.fn(*args, **kwargs)
+        to = self.outputs.to
+        return result if to is None else _C._map_tensors(result, lambda tensor: tensor.to(to))
 
     def each(self, parts: Any, bar: Any) -> None:
         """A function of its own: see `_values` in _buffers.py for why it has to be short."""
@@ -191,18 +200,19 @@ class _Run:
                 rows = parts.stop - parts.start
                 result = self.fn(*args, **kwargs)
                 if parts.start > 0:
-                    self.count_beams_on(result, parts.start)
+                    result = self.beams_counted_on(result, parts.start)
                 parts._keep(result, self.outputs.converter(rows))
                 del result
                 if bar is not None:
                     bar.update(rows)
 
-    def count_beams_on(self, result: Any, start: int) -> None:
+    def beams_counted_on(self, result: Any, start: int) -> Any:
         """Beams in the output of generate() are counted from the first row of the batch."""
         beams = dict(self.lengths).get("num_beams", 1)
         indices = result.get("beam_indices") if isinstance(result, Mapping) else None
         if beams > 1 and isinstance(indices, torch.Tensor):
             result["beam_indices"] = torch.where(indices < 0, indices, indices + start * beams)
+        return result
 
     def together(
         self, results: list[Any], join: Callable[[], Any], rows: int, is_even: bool = False
@@ -252,10 +262,17 @@ class _Run:
             if bar is not None:
                 bar.close()
 
-    def stream(self, items: Any, bar: Any) -> Iterator[tuple[Any, int]]:
+    def stream(
+        self, items: Any, bar: Any, empty: list[Any] | None = None
+    ) -> Iterator[tuple[Any, int]]:
+        """Results and rows of each item. Those without rows go into `empty`, if it is given."""
         try:
             for item in items:
-                yield self.one((item,), bar)
+                result, rows = self.one((item,), bar, empty is None)
+                if empty is None or rows:
+                    yield result, rows
+                elif not empty:
+                    empty.append(item)
         finally:
             if bar is not None:
                 bar.close()
@@ -269,7 +286,8 @@ class _Run:
         rows: list[int] = []
         listed: list[set[int]] = []
         versions: list[tuple[torch.Tensor, int]] = []
-        for result, count_ in self.stream(items, self.bar(None)):
+        empty: list[Any] = []
+        for result, count_ in self.stream(items, self.bar(None), empty):
             results.append(result)
             rows.append(count_)
             listed.append(self.outputs.listed)
@@ -277,6 +295,9 @@ class _Run:
             for tensor in tensors(result):
                 if not tensor.is_inference() and tensor.dim() and tensor.shape[0] == count_:
                     versions.append((tensor, tensor._version))
+        if not results and empty:
+            with self.enter():
+                return self.nothing((empty[0],))
         if not results:
             return None
         if any(tensor._version != version for tensor, version in versions):

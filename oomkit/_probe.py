@@ -83,7 +83,7 @@ def _compare(
     if any(not torch.equal(one, two) for one, two in pairs):
         return True, 0, []
     rows = sum(count for _, count in together)
-    halves = run((rows + 1) // 2)
+    halves = run(max(1, (rows + 1) // 2))
     if rows < 2 or len(together) != 1 or len(halves) != 2:
         return False, 0, []  # too few, or memory ran out
     results = [places(result, None) for result, _ in together + halves]

@@ -19,7 +19,7 @@ import torch
 
 from . import _C
 from ._buffers import Buffers, TensorMark
-from ._bytecode import Effect, effects_of
+from ._bytecode import Effect, attributes_of, effects_of
 from ._companions import companions
 
 _log = logging.getLogger("oomkit")
@@ -307,7 +307,6 @@ def _method(value: object, name: str) -> types.FunctionType | None:
 
 def _called(function: _Function) -> Iterator[_Function]:
     """Functions of the user's that this one names: globals, closure, methods of ``self``."""
-    code_names = _names_of(function.function.__code__)
     for _, value in function.names():
         value = _undecorated(value)
         if isinstance(value, types.FunctionType) and not _is_foreign_function(value):
@@ -315,11 +314,10 @@ def _called(function: _Function) -> Iterator[_Function]:
     for name, value in function.given.items():
         if isinstance(value, torch.nn.Module) or _is_foreign(type(value)):
             continue
-        for method in code_names:
+        for method in attributes_of(function.function.__code__, name):
             inner = _method(value, method)
             if inner is not None and inner.__code__.co_argcount:
                 yield _Function(inner, {inner.__code__.co_varnames[0]: value})
-        del name
 
 
 def _logging(function: _Function) -> list[str]:
@@ -332,14 +330,14 @@ def _logging(function: _Function) -> list[str]:
     for name, value in function.given.items():
         if not any(k.__name__ == "LightningModule" for k in type(value).__mro__):
             continue
-        codes = [function.function.__code__]
+        codes = [(function.function.__code__, name)]
         seen: set[str] = set()
         while codes and len(seen) < _VALUES:
-            for method in _names_of(codes.pop()):
+            for method in attributes_of(*codes.pop()):
                 inner = None if method in seen else _method(value, method)
                 seen.add(method)
                 if inner is not None and "lightning" not in str(inner.__module__):
-                    codes.append(inner.__code__)
+                    codes.append((inner.__code__, inner.__code__.co_varnames[0]))
         found += [f"{name}.{log}()" for log in ("log", "log_dict") if log in seen]
     return found
 

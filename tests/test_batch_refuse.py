@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 import warnings
+from collections.abc import MutableMapping
 
 import batches
 import pytest
@@ -198,7 +199,52 @@ def test_objects_in_a_list_as_long_as_the_batch_are_samples():
 # --- no batch ---
 
 
+class Columns(MutableMapping):
+    """As a TensorDict: a mapping of its own that is as long as it has rows."""
+
+    def __init__(self, rows, **columns):
+        self.rows, self.columns = rows, columns
+
+    def __getitem__(self, key):
+        if isinstance(key, str):
+            return self.columns[key]
+        cut = {name: column[key] for name, column in self.columns.items()}
+        return Columns(len(range(self.rows)[key]), **cut)
+
+    def __setitem__(self, key, value):
+        self.columns[key] = value
+
+    def __delitem__(self, key):
+        del self.columns[key]
+
+    def __iter__(self):
+        return iter(self.columns)
+
+    def __len__(self):
+        return self.rows
+
+
+class Table:
+    """Iterates over its rows."""
+
+    def __getitem__(self, at):
+        return [x, y][at]
+
+    def __iter__(self):
+        return iter([x, y])
+
+
 NEAR = {
+    "mapping": (
+        lambda: Columns(4, x=x[:4]),
+        "'Columns', a mapping whose rows oomkit does not know: tell how it is split with "
+        r"oomkit.register_splitter\(type, split",
+    ),
+    "table": (
+        Table,
+        "'Table': take the batch out of it before the call; if it is the batch, tell how it is "
+        r"split with oomkit.register_splitter\(type, split",
+    ),
     "generator": (lambda: (i for i in ()), "'generator': take the batch out of it before the cal"),
     "iterator": (lambda: iter([x]), "'list_iterator': take the batch out of it before the call"),
     "DataLoader": (
@@ -225,6 +271,15 @@ def test_no_batch_names_what_comes_nearest(kind):
     assert step(make()).shape == (3,)  # fine until memory runs out
     with inject_oom(times=1), pytest.raises(oomkit.OutOfMemory, match=message):
         step(make())
+
+
+def test_the_splitter_that_is_proposed_works():
+    class Known(Columns):
+        pass
+
+    oomkit.register_splitter(Known, split=lambda b, at, n: b[at : at + n], size=len)
+    step = oomkit.auto_batch(lambda batch: batch["x"] * 2, accumulation_steps=2)
+    assert torch.equal(step(Known(4, x=x[:4])), x[:4] * 2)
 
 
 def test_no_batch_at_all_is_fine_until_memory_runs_out():

@@ -163,3 +163,43 @@ def test_an_exit_of_another_thread_does_not_end_the_main_one() -> None:
     for _ in range(1000):
         pass
     assert seen == [False]
+
+
+@pytest.mark.parametrize("event", ["call", "line"])
+def test_while_what_watches_a_micro_batch_is_taken_out(event: str) -> None:
+    """The interrupt was told as an exception that nobody can catch, and training went on."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    calls: list[int] = []
+
+    @oomkit.auto_batch(accumulation_steps=2, verify=False)
+    def step(x: torch.Tensor) -> None:
+        calls.append(len(x))
+        opt.zero_grad()
+        net(x).pow(2).mean().backward()
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        opt.step()
+
+    def trace(frame: Any, kind: str, argument: Any) -> Any:
+        if frame.f_code.co_name != "abandon" or interrupted:
+            return None
+        if kind == event:
+            interrupted.append(frame.f_lineno)
+            raise KeyboardInterrupt
+        return trace
+
+    interrupted: list[int] = []
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    tracing = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            step(torch.randn(8, 3))
+    finally:
+        sys.settrace(tracing)
+    assert interrupted
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert all(p.grad is None for p in net.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())

@@ -12,7 +12,10 @@ import torch
 import oomkit
 from oomkit import _C
 
-ADVICE = "; return it in another way or give join=..."
+ADVICE = (
+    "; return it in another way, or give join=... (join=lambda results, rows: results keeps a "
+    "list of the parts)"
+)
 
 
 def join(results, rows=(3, 2, 2), weights=None, **options):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 import pytest
@@ -145,3 +146,31 @@ def test_losses_of_rows_that_squeeze_has_taken_are_refused_too():
     call(4)
     with pytest.raises(oomkit.SplitError, match=r"squeeze\(\) takes out"):
         call(4, (1, 1, 1, 1))
+
+
+@pytest.mark.parametrize("pad", [None, 0.0])
+def test_rows_of_unequal_length_are_not_doubted(pad, caplog):
+    """map made lists of rows, and then said that a tuple might help: nothing would join it."""
+    x = torch.arange(1.0, 7.0).reshape(6, 1)
+    name = "lists" if pad is None else "padded"
+    found = {"lists": pytest.warns(oomkit.OomkitWarning, match="pass pad=VALUE")}
+    with found.get(name, contextlib.nullcontext()), force_slices([3, 3]):
+        got = oomkit.map(lambda b: torch.ones(len(b), int(b.max())), x, pad=pad, label=name)
+    assert [int(row.sum()) for row in got] == [3, 3, 3, 6, 6, 6]
+    assert warnings_of(caplog) == []
+
+
+def test_ragged_rows_are_not_doubted(caplog):
+    ragged = decorated(lambda x: [torch.ones(int(row[0]) + 1) for row in x])
+    assert [len(row) for row in ragged(4, (2, 2))] == [len(row) for row in ragged(4)]
+    assert warnings_of(caplog) == []
+
+
+def test_what_is_proposed_for_other_lengths_works():
+    x = torch.arange(1.0, 7.0).reshape(6, 1)
+    with force_slices([3, 3]), pytest.raises(oomkit.SplitError) as caught:
+        oomkit.map(lambda b: b[b > 1], x)
+    assert "join=lambda results, rows: results keeps a list of the parts" in str(caught.value)
+    with force_slices([3, 3]):
+        parts = oomkit.map(lambda b: b[b > 1], x, join=lambda results, rows: results)
+    assert torch.equal(torch.cat(parts), x[1:, 0])

@@ -98,7 +98,8 @@ begin_rows(oomkit_chunks *self)
     int may_be = self->positional > 0 && self->options.split == NULL, found;
     PyObject *text; /* owned */
 
-    if (may_be && is_sequence(self->args[0]) && PyObject_Size(self->args[0]) == 0) {
+    if (self->positional > 0 && is_sequence(self->args[0]) &&
+        PyObject_Size(self->args[0]) == 0) {
         return 0;
     }
     if (may_be && is_sequence(self->args[0]) &&
@@ -110,6 +111,11 @@ begin_rows(oomkit_chunks *self)
         if (found == 0 && may_be) {
             found = begin_sequence(self);
         }
+    }
+    if (found < 0 && call->batch.empty &&
+        PyErr_ExceptionMatches(self->st->SplitError)) {
+        PyErr_Clear(); /* tensors without rows: a loop without parts */
+        return 0;
     }
     if (found != 0) {
         self->rows = found < 0 ? 0 : call->batch.rows;

@@ -132,6 +132,23 @@ oomkit_chunks_guard_passed(PyObject *chunks, uint64_t part, int order,
     }
 }
 
+/* What the body may change: the declared participants go back with the part, and parts
+ * are of the batch as it was at entry. New reference to a tuple, or NULL. */
+static PyObject *
+body_kept(const oomkit_chunks *self)
+{
+    PyObject *declared = self->options.participants; /* borrowed, or NULL */
+    Py_ssize_t n = declared == NULL ? 0 : PyTuple_GET_SIZE(declared), i;
+    PyObject *kept = PyTuple_New(n + self->total); /* owned */
+
+    for (i = 0; kept != NULL && i < n + self->total; i++) {
+        PyTuple_SET_ITEM(
+            kept, i,
+            Py_NewRef(i < n ? PyTuple_GET_ITEM(declared, i) : self->args[i - n]));
+    }
+    return kept;
+}
+
 /* May the body run again for its rows? 1; 0 with *why (owned str) where it may not; -1.
  */
 static int
@@ -139,23 +156,24 @@ body_judge(const oomkit_chunks *self, PyObject *exception, PyObject **why)
 {
     PyFrameObject *frame = PyEval_GetFrame(); /* borrowed */
     const oomkit_chunks_frame *where = frame_of(self, frame);
-    PyObject *answer; /* owned */
+    PyObject *answer, *kept; /* owned */
     long instruction = -1;
 
-    answer = where == NULL
-                 ? PyLong_FromLong(-1)
-                 : PyObject_CallFunction(self->st->loop_judge, "OiOO", frame,
-                                         PyFrame_GetLasti(frame), exception, self);
+    kept = where == NULL ? NULL : body_kept(self);
+    if (where != NULL && kept == NULL) {
+        return -1;
+    }
+    answer = where == NULL ? PyLong_FromLong(-1)
+                           : PyObject_CallFunction(self->st->loop_judge, "OiOOO", frame,
+                                                   PyFrame_GetLasti(frame), exception,
+                                                   self, kept);
+    Py_XDECREF(kept);
     if (answer == NULL) {
         return -1;
     }
     if (PyUnicode_Check(answer)) {
-        *why = PyUnicode_FromFormat(
-            "%U, and would once more for these rows: collect the part's results in "
-            "locals and add them at the end of the block",
-            answer);
-        Py_DECREF(answer);
-        return *why == NULL ? -1 : 0;
+        *why = answer;
+        return 0;
     }
     instruction = PyLong_AsLong(answer);
     Py_DECREF(answer);

@@ -235,7 +235,11 @@ oomkit_effects_abandon(oomkit_call *call)
     (void)oomkit_insist(call->st, effects_abandon_once, &it, &error);
     if (error != NULL) {
         oomkit_exception_give(error);
-        PyErr_WriteUnraisable(effects);
+        if (PyErr_ExceptionMatches(PyExc_Exception)) {
+            PyErr_WriteUnraisable(effects);
+        } else {
+            oomkit_error_dismiss(); /* an interrupt comes again */
+        }
     }
     Py_DECREF(effects);
     if (exception != NULL) {

@@ -314,10 +314,13 @@ find_report(const oomkit_find *f)
             }
         }
     }
-    return one < 0 ? oomkit_find_refuse(f, f->first, " without a tensor that has rows",
-                                        "name another argument with batch=...")
-                   : oomkit_find_refuse(f, one, ", which has no rows",
-                                        "pass a batch that is not empty");
+    if (one < 0) {
+        return oomkit_find_refuse(f, f->first, " without a tensor that has rows",
+                                  "name another argument with batch=...");
+    }
+    f->batch->empty = 1;
+    return oomkit_find_refuse(f, one, ", which has no rows",
+                              "pass a batch that is not empty");
 }
 
 /* The arguments of batch= that are neither split nor hold a tensor are a mistake. */

@@ -78,7 +78,7 @@ forward_hook_install(oomkit_call *call)
 {
     oomkit_state *st = call->st;
     PyObject *module = PyType_GetModule((PyTypeObject *)st->step_type); /* borrowed */
-    PyObject *hook = PyObject_GetAttrString(module, "_forward_begins"); /* owned */
+    PyObject *hook = oomkit_hook_new(st, module, "_forward_begins");    /* owned */
 
     if (hook != NULL) {
         call->forward_hook = PyObject_CallOneArg(st->forward_pre_hook, hook);

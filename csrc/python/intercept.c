@@ -178,6 +178,7 @@ interceptor_computed(interceptor_object *self, int index, PyObject *result)
     call->refusal = OOMKIT_CLOSURE_REFUSAL;
     if (result != NULL) {
         call->committed = 1;
+        call->updates++;
         interceptor_step_worked(self);
     } else if (oomkit_exception_is_oom(call->st)) {
         PyObject *exception = oomkit_exception_take(); /* owned, given back */

@@ -54,6 +54,38 @@ elements_read(const oomkit_rules *r, PyObject *list, int64_t rows, elements *e)
     return 0;
 }
 
+/* Has an element other sizes in one micro-batch than in another? Then it is not the
+ * same thing (a layer, a loss) in both. 1, 0 or -1. */
+static int
+sizes_differ(const oomkit_rules *r, PyObject *const *values)
+{
+    Py_ssize_t i, k;
+
+    for (k = 0; k < PyList_GET_SIZE(values[0]); k++) {
+        oomkit_tensor_facts first, other;
+        PyObject *item = PyList_GET_ITEM(values[0], k); /* borrowed from the results */
+        if (!oomkit_tensor_check(r->st, item)) {
+            return 0;
+        }
+        if (oomkit_tensor_facts_get(r->st, item, r->options->dim, &first) < 0) {
+            return -1;
+        }
+        for (i = 1; i < r->count && k < PyList_GET_SIZE(values[i]); i++) {
+            item = PyList_GET_ITEM(values[i], k);
+            if (!oomkit_tensor_check(r->st, item)) {
+                return 0;
+            }
+            if (oomkit_tensor_facts_get(r->st, item, r->options->dim, &other) < 0) {
+                return -1;
+            }
+            if (first.size != other.size || first.shape_hash != other.shape_hash) {
+                return 1;
+            }
+        }
+    }
+    return 0;
+}
+
 /* Could these be something else than rows? Numbers and tensors (losses, layers), None
  * (gradients that are put away), and texts that are the same for all rows (names of
  * classes). 1, 0 or -1. */
@@ -112,6 +144,10 @@ oomkit_lists_are_rows(const oomkit_rules *r, const oomkit_place *where,
                                  "(a tuple is joined so without doubt)") < 0
                    ? -1
                    : 0;
+    }
+    doubt = sizes_differ(r, values);
+    if (doubt != 0) {
+        return doubt < 0 ? -1 : 1;
     }
     doubt = is_doubtful(r, values, e.first);
     if (doubt > 0) {

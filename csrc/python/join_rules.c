@@ -119,7 +119,8 @@ oomkit_place_refuse(const oomkit_rules *r, const oomkit_place *where, PyObject *
     if (text != NULL) {
         PyErr_Format(r->st->SplitError,
                      "auto_batch cannot join the results of %zd micro-batches: %U %U; "
-                     "return it in another way or give join=...",
+                     "return it in another way, or give join=... "
+                     "(join=lambda results, rows: results keeps a list of the parts)",
                      r->batches, text, what);
     }
     Py_XDECREF(text);

@@ -1,4 +1,5 @@
 /* What is said when no argument is a batch: the ones that come nearest. */
+#include "errors.h"
 #include "find.h"
 #include "tensor.h"
 
@@ -18,6 +19,46 @@ is_source(const oomkit_state *st, const oomkit_node *node)
            ((type->tp_flags & Py_TPFLAGS_HEAPTYPE) != 0 && type->tp_iter != NULL);
 }
 
+/* Is it a mapping of a type of its own, such as a TensorDict? 1, 0 or -1. */
+static int
+is_mapping(const oomkit_state *st, PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+
+    if (type->tp_as_mapping == NULL || type->tp_as_mapping->mp_subscript == NULL) {
+        return 0;
+    }
+    return oomkit_has_attribute((PyObject *)type, st->str_keys);
+}
+
+/* "; argument 'batch' is a 'TensorDict', ...". New str or NULL. */
+static PyObject *
+hint_text(PyObject *name, PyObject *object, int source, int mapping)
+{
+    const char *type = Py_TYPE(object)->tp_name;
+    int rows = source && !PyIter_Check(object) && PySequence_Check(object);
+
+    if (mapping) {
+        return PyUnicode_FromFormat(
+            "; argument '%U' is a '%.200s', a mapping whose rows oomkit does not know: "
+            "tell how it is split with oomkit.register_splitter(type, split=...)",
+            name, type);
+    }
+    if (source) {
+        return PyUnicode_FromFormat(
+            rows ? "; argument '%U' is a '%.200s': take the batch out of it before the "
+                   "call; if it is the batch, tell how it is split with "
+                   "oomkit.register_splitter(type, split=...)"
+                 : "; argument '%U' is a '%.200s': take the batch out of it before the "
+                   "call",
+            name, type);
+    }
+    return PyUnicode_FromFormat(
+        "; argument '%U' is a '%.200s' that holds tensors: tell how it is split with "
+        "oomkit.register_splitter(type, split=...)",
+        name, type);
+}
+
 /* What argument number `argument` may be. New str; NULL, without an exception when
  * there is nothing to say. */
 static PyObject *
@@ -25,25 +66,20 @@ missing_hint(oomkit_state *st, const oomkit_batch *batch, Py_ssize_t argument,
              Py_ssize_t index)
 {
     const oomkit_node *node = &batch->nodes[index];
-    PyObject *name, *text = NULL; /* owned */
-    int source = is_source(st, node), holds = 0;
+    PyObject *name, *text; /* owned */
+    int source = is_source(st, node), holds = 0, mapping = 0;
 
-    if (!source && node->kind == OOMKIT_NODE_OTHER) {
+    if (source) {
+        mapping = is_mapping(st, node->object);
+    } else if (node->kind == OOMKIT_NODE_OTHER) {
         holds = oomkit_object_holds_tensor(st, node->object, 0, -1, 1);
     }
-    if (holds < 0 || (!source && holds == 0)) {
+    if (holds < 0 || mapping < 0 || (!source && holds == 0)) {
         return NULL;
     }
     name = oomkit_argument_name(batch, batch->names, argument);
-    if (name != NULL) {
-        text = PyUnicode_FromFormat(
-            source ? "; argument '%U' is a '%.200s': take the batch out of it before "
-                     "the call"
-                   : "; argument '%U' is a '%.200s' that holds tensors: tell how it is "
-                     "split with oomkit.register_splitter(type, split=...)",
-            name, Py_TYPE(node->object)->tp_name);
-        Py_DECREF(name);
-    }
+    text = name == NULL ? NULL : hint_text(name, node->object, source, mapping);
+    Py_XDECREF(name);
     return text;
 }
 

@@ -384,6 +384,7 @@ module_exec(PyObject *module)
         module_add_type(module, &st->step_object_type, &oomkit_step_object_spec) < 0 ||
         module_add_type(module, &st->bound_type, &oomkit_bound_spec) < 0 ||
         module_add_type(module, &st->interceptor_type, &oomkit_interceptor_spec) < 0 ||
+        module_add_type(module, &st->hook_type, &oomkit_hook_spec) < 0 ||
         module_add_type(module, &st->backward_type, &oomkit_backward_spec) < 0 ||
         module_add_type(module, &st->pending_type, &oomkit_pending_spec) < 0 ||
         module_add_type(module, &st->relay_type, &oomkit_relay_spec) < 0 ||

@@ -352,6 +352,32 @@ options_participants(oomkit_state *st, PyObject *kwargs, oomkit_options *options
     return options->participants == NULL ? -1 : 0;
 }
 
+/* weight= is called for the first time in the first split call: whether it takes what
+ * it is given is said before. 0 or -1. */
+static int
+options_weight(oomkit_state *st, PyObject *kwargs, oomkit_options *options)
+{
+    PyObject *problem; /* owned */
+    int status;
+
+    if (option_callable(kwargs, "weight", &options->weight) < 0) {
+        return -1;
+    }
+    if (options->weight == NULL || st->weight_problem == NULL) {
+        return 0;
+    }
+    problem = PyObject_CallOneArg(st->weight_problem, options->weight);
+    if (problem == NULL) {
+        return -1;
+    }
+    status = PyUnicode_GET_LENGTH(problem) == 0 ? 0 : -1;
+    if (status < 0) {
+        PyErr_SetObject(PyExc_TypeError, problem);
+    }
+    Py_DECREF(problem);
+    return status;
+}
+
 static int
 options_backward(PyObject *kwargs, oomkit_options *options)
 {
@@ -410,7 +436,7 @@ oomkit_options_parse(oomkit_state *st, PyObject *kwargs, oomkit_options *options
         option_callable(kwargs, "join", &options->join) < 0 ||
         options_participants(st, kwargs, options) < 0 ||
         options_backward(kwargs, options) < 0 || options_choices(kwargs, options) < 0 ||
-        option_callable(kwargs, "weight", &options->weight) < 0 ||
+        options_weight(st, kwargs, options) < 0 ||
         option_callable(kwargs, "on_retry", &options->on_retry) < 0 ||
         option_count(kwargs, "accumulation_steps", &options->accumulation_steps) < 0 ||
         option_count(kwargs, "min_micro_batch", &options->min_micro_batch) < 0 ||

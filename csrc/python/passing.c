@@ -187,7 +187,8 @@ pass_note(oomkit_call *call, PyObject *exception, int parked)
     if (call->slices == NULL && call->ooms == 0) {
         return 0;
     }
-    if (oomkit_tx_committed(call) == 1) {
+    if (oomkit_tx_committed(call) == 1 && /* but for what says itself how far it came */
+        !PyObject_TypeCheck(exception, (PyTypeObject *)call->st->PartialUpdate)) {
         result = pass_add_note(
             exception, PyUnicode_FromString("oomkit: the update of this batch had been "
                                             "applied: it stands, do not repeat it"));

@@ -159,6 +159,8 @@ recover_partial(oomkit_call *call)
         : call->refusal_name != NULL
             ? "in a backward() after a post-accumulate-grad hook had changed a "
               "parameter (do in the step, after backward(), what the hook does)"
+        : call->step_failed && call->updates + call->stranger_updates == 0
+            ? "inside an optimizer's step() that had changed a parameter or its state"
         : call->step_failed ? "in one optimizer's step() after another's was applied"
         : call->backward_failed ? "in a backward() after an optimizer had stepped"
         : call->stranger_updates > 0 && call->step->updates < 0

@@ -36,7 +36,7 @@ oomkit_replan_exhausted(oomkit_call *call, int64_t micro_batch)
             "allowed; %s",
             call->options->label, (long long)micro_batch, (long long)call->batch.rows,
             call->grads.aside == NULL
-                ? "the state is as if the step had not begun"
+                ? oomkit_state_as_before(call)
                 : "some gradients that were there before the step hold this batch's "
                   "contribution: call zero_grad() before going on, and pass "
                   "gradient_safety=\"copy\" to auto_batch");

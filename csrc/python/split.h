@@ -59,6 +59,7 @@ typedef struct oomkit_batch {
     int64_t rows;                  /* B, or -1 before oomkit_batch_find has found it */
     int device_type, device_index; /* of the first tensor; CPU when there is none */
     int searched;
+    int empty; /* set by oomkit_batch_find when it refuses a batch for having no rows */
     Py_ssize_t lead; /* node of the leaf that the record takes the rows from, or -1 */
     int twins;       /* some node has `same` */
     uint64_t sizes;  /* hash of the rows of all leaves */

@@ -134,6 +134,7 @@
     X(str_narrow_copy, "narrow_copy")                                                  \
     X(str_to, "to")                                                                    \
     X(str_len, "__len__")                                                              \
+    X(str_keys, "keys")                                                                \
     X(str_abandon, "abandon")                                                          \
     X(str_remove, "remove")                                                            \
     X(str_enter, "__enter__")                                                          \
@@ -149,6 +150,7 @@
     X(guarded_type)                                                                    \
     X(guarded_object_type)                                                             \
     X(interceptor_type)                                                                \
+    X(hook_type)                                                                       \
     X(backward_type)                                                                   \
     X(pending_type)                                                                    \
     X(relay_type)                                                                      \
@@ -262,6 +264,7 @@
 #define OOMKIT_STATE_GLUE(X)                                                           \
     X(accept_no_gradients) /* oomkit._withheld: before the first split */              \
     X(watch_effects)       /* oomkit._side_effects: what else a split step changes */  \
+    X(weight_problem)      /* oomkit._callables: why weight= cannot be called */       \
     X(silent_closure)      /* oomkit._closures: refuses one that returns a loss */     \
     X(keepsake) /* oomkit._keepsake: what an optimizer keeps beside its state */       \
     X(parameter_writes) /* oomkit._writes: does a step's code write to parameters? */  \
@@ -375,5 +378,10 @@ oomkit_state_bind(oomkit_state *st, PyObject *bridge_capsule);
  * one is switched to training or back, and when an optimizer steps. 0 or -1. */
 int
 oomkit_watch_structure(oomkit_state *st);
+
+/* hook_type.c: the function of that name of oomkit._C, as torch gets it for a hook. New
+ * reference or NULL. */
+PyObject *
+oomkit_hook_new(const oomkit_state *st, PyObject *module, const char *name);
 
 #endif

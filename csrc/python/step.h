@@ -212,6 +212,10 @@ oomkit_buffers_bare_again(oomkit_call *call, PyObject *tensor);
 int
 oomkit_recover_roll_back(oomkit_call *call);
 
+/* takeback.c: "the state is as if the step had not begun", and what is not. */
+const char *
+oomkit_state_as_before(const oomkit_call *call);
+
 /* takeback.c: an error that is to pass takes the call back with it; what cannot be
  * taken back is a note on it. */
 void

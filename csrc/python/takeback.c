@@ -5,6 +5,10 @@
 #include "errors.h"
 #include "step.h"
 
+/* Gradients are marked at the first backward: a zero_grad() before it is not undone. */
+#define AS_BEFORE "the state is as if the step had not begun"
+#define CLEARED ", but for gradients that the step itself cleared"
+
 #define TRIES 3
 
 typedef struct take_back {
@@ -217,6 +221,13 @@ own_failed(oomkit_call *call, PyObject *type, const char *format, const char *do
     return -1;
 }
 
+const char *
+oomkit_state_as_before(const oomkit_call *call)
+{
+    return call->parts != NULL && call->parts->param_count > 0 ? AS_BEFORE CLEARED
+                                                               : AS_BEFORE;
+}
+
 int
 oomkit_own_failed(oomkit_call *call, const char *doing)
 {
@@ -224,10 +235,13 @@ oomkit_own_failed(oomkit_call *call, const char *doing)
         oomkit_device_is_lost(call->st, oomkit_engine_device_of_failure(call))) {
         return -1; /* no want of memory, and nothing works any more */
     }
-    return own_failed(call, NULL,
-                      "%U is not run, because memory ran out while %s (%V%s%V); the "
-                      "state is as if the step had not begun",
-                      doing);
+    return own_failed(
+        call, NULL,
+        call->parts != NULL && call->parts->param_count > 0
+            ? "%U is not run, because memory ran out while %s (%V%s%V); " AS_BEFORE
+                  CLEARED
+            : "%U is not run, because memory ran out while %s (%V%s%V); " AS_BEFORE,
+        doing);
 }
 
 void

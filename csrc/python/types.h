@@ -7,6 +7,7 @@
 extern PyType_Spec oomkit_guard_spec;   /* guard_type.c */
 extern PyType_Spec oomkit_guarded_spec; /* guarded_type.c */
 extern PyType_Spec oomkit_guarded_object_spec;
+extern PyType_Spec oomkit_hook_spec;   /* hook_type.c */
 extern PyType_Spec oomkit_chunks_spec; /* chunks_type.c */
 extern PyMethodDef oomkit_chunks_methods[];
 extern PyMethodDef oomkit_chunks_join_methods[]; /* chunks_join.c */

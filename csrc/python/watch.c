@@ -12,10 +12,10 @@ oomkit_watch_structure(oomkit_state *st)
     if (st->structure_hooked) {
         return 0;
     }
-    changed = PyObject_GetAttrString(module, "_structure_changed");
-    buffer = changed ? PyObject_GetAttrString(module, "_buffer_changed") : NULL;
-    begins = buffer ? PyObject_GetAttrString(module, "_optimizer_begins") : NULL;
-    ends = begins ? PyObject_GetAttrString(module, "_optimizer_ends") : NULL;
+    changed = oomkit_hook_new(st, module, "_structure_changed");
+    buffer = changed ? oomkit_hook_new(st, module, "_buffer_changed") : NULL;
+    begins = buffer ? oomkit_hook_new(st, module, "_optimizer_begins") : NULL;
+    ends = begins ? oomkit_hook_new(st, module, "_optimizer_ends") : NULL;
     if (ends != NULL) {
         done = PyObject_CallOneArg(st->parameter_hook, changed);
     }
