@@ -644,32 +644,29 @@ class Proof:
         return found
 
     def confirm(
-        self, leaves: Leaves, rule: Weigher, start: int, first: int, slices: Cut
+        self, leaves: Leaves, rule: Weigher, start: int, length: int, first: int, slices: Cut
     ) -> tuple[int, int, int] | None:
         """Another place to try weights at: start, length and first part. None where they
         cannot be told from rows there.
 
         Args:
             rule: the weights.
-            start, first: where they were found.
+            start, length, first: where they were found.
             slices: the micro-batches of the call.
         """
-        if rule.kind in ("rows", "sum"):
-            others = [each for each in slices if each[0] != start and each[1] > 1]
-            where = next(cuts(others), None) or next(cuts(slices), None)
-            return where or (start, *slices[0][1:], first)
         rows = Weigher("rows")
         best = None
-        for at, length, part in cuts(slices):
-            cut = [(at, part), (at + part, length - part)]
+        for at, size, part in cuts([*slices, (start, length)]):
+            cut = [(at, part), (at + part, size - part)]
             mine, plain = rule.shares(cut), rows.shares(cut)
-            if mine is None or plain is None or abs(mine[0] - plain[0]) < _TOLD:
+            told = mine is not None and plain is not None and abs(mine[0] - plain[0]) >= _TOLD
+            if rule.kind != "rows" and not told:
                 continue
             if at != start:
-                return at, length, part
-            if part != first:
-                best = best or (at, length, part)
-        return best
+                return at, size, part
+            if (size, part) != (length, first):
+                best = best or (at, size, part)
+        return best or ((start, length, first) if rule.kind in ("rows", "sum") else None)
 
     def told_apart(
         self, leaves: Leaves, rule: Weigher | None, start: int, length: int, first: int, slices: Cut
@@ -685,7 +682,7 @@ class Proof:
         for weigher in undecided(leaves, self.modules(), cut, rule, self.refuted):
             self.refuted.add(weigher.key)
         for weigher in undecided(leaves, self.modules(), slices, rule, self.refuted):
-            for at, rows, part in cuts(slices):
+            for at, rows, part in cuts([*slices, (start, length)]):
                 there = [(at, part), (at + part, rows - part)]
                 if undecided(leaves, [], there, rule, self.refuted) and any(
                     each.key == weigher.key

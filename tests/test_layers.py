@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
 PACKAGE = ROOT / "oomkit"
-LONGEST = 500
+LONGEST = 900
 
 C_STANDARD = {
     f"{name}.h"

@@ -6,6 +6,7 @@
 #include "tree.h"
 #include "unfit.h"
 
+#define FEW 5   /* rows that say little about a batch: more are tried if they may fit */
 #define APART 3 /* places at which weights are told apart, at most */
 
 /* --- what is known --- */
@@ -415,11 +416,15 @@ proof_parts(oomkit_proof *p, PyObject **text)
     }
     exception = oomkit_exception_take();
     if (!proof_choose_even(p) || p->first == first) {
+        p->first = first;
+        p->no_parts = 1;
         oomkit_exception_give(exception);
         return -1;
     }
     Py_DECREF(exception);
-    return proof_compare(p, "parts", p->first, text);
+    result = proof_compare(p, "parts", p->first, text);
+    p->no_parts = result < 0 && proof_own_error(p->call);
+    return result;
 }
 
 /* --- weights --- */
@@ -538,16 +543,12 @@ search_ask(oomkit_proof *p, const char *method)
     PyObject *leaves = search_leaves(p->call);                           /* owned */
     PyObject *slices = search_slices(p->slices, p->slice_count);         /* owned */
     PyObject *rule = p->rule == NULL ? Py_None : p->rule, *where = NULL; /* owned */
-    const int confirm = strcmp(method, "confirm") == 0;
 
     if (leaves != NULL && slices != NULL) {
         oomkit_exempt_enter(p->call->st);
-        where = confirm ? PyObject_CallMethod(p->judge, method, "OOLLO", leaves, rule,
-                                              (long long)p->start, (long long)p->first,
-                                              slices)
-                        : PyObject_CallMethod(p->judge, method, "OOLLLO", leaves, rule,
-                                              (long long)p->start, (long long)p->length,
-                                              (long long)p->first, slices);
+        where = PyObject_CallMethod(p->judge, method, "OOLLLO", leaves, rule,
+                                    (long long)p->start, (long long)p->length,
+                                    (long long)p->first, slices);
         oomkit_exempt_leave(p->call->st);
     }
     Py_XDECREF(leaves);
@@ -562,23 +563,27 @@ search_holds(oomkit_proof *p)
     const oomkit_slice found = {p->start, p->length};
     const int64_t first = p->first;
     PyObject *text = NULL; /* owned */
-    int result;
+    int place, moved, holds = 0;
 
     if (proof_compare(p, "parts", p->first, &text) < 0) {
         return -1;
     }
-    result = text == NULL ? search_ask(p, "confirm") : 0;
-    if (result > 0 && (whole_run(p, p->everything, &result) < 0 ||
-                       proof_compare(p, "parts", p->first, &text) < 0)) {
-        result = -1;
-    } else if (result >= 0) {
-        result = text == NULL && (p->start != found.start || p->first != first);
+    place = text == NULL ? search_ask(p, "confirm") : 0;
+    if (place > 0) {
+        if (whole_run(p, p->everything, &moved) < 0 ||
+            proof_compare(p, "parts", p->first, &text) < 0) {
+            return -1;
+        }
+        holds = text == NULL;
+        p->start = found.start;
+        p->length = found.length;
+        p->first = first;
+        if (!holds && whole_run(p, p->everything, &moved) < 0) { /* for the next one */
+            place = -1;
+        }
     }
-    p->start = found.start;
-    p->length = found.length;
-    p->first = first;
     Py_XDECREF(text);
-    return result;
+    return place < 0 ? -1 : holds;
 }
 
 /* Which of these weights make the parts the whole: p->rule. 1, 0 or -1. */
@@ -677,8 +682,23 @@ proof_full(oomkit_proof *p)
     return result < 0 ? -1 : 1;
 }
 
-/* One row fits, and no more: two micro-batches without a graph. What that shows, or
- * that nothing could be shown, is said. 0 or -1. */
+/* The rows of two micro-batches, as far as there are so many: into p. */
+static void
+weak_choose(oomkit_proof *p)
+{
+    p->first = p->length;
+    p->length *= 2;
+    if (p->start + p->length > p->call->batch.rows) {
+        p->length = p->call->batch.rows - p->start;
+    }
+    if (p->length <= p->first) { /* it is the last one */
+        p->start -= p->first;
+        p->length = 2 * p->first;
+    }
+}
+
+/* No micro-batch can be cut: two of them without a graph. What that shows, or that
+ * nothing could be shown, is said. 0 or -1. */
 static int
 proof_weak(oomkit_proof *p)
 {
@@ -687,16 +707,17 @@ proof_weak(oomkit_proof *p)
     PyObject *equal;          /* borrowed from verdict */
     int result = -1;
 
-    verdict = oomkit_verify_rows(p, p->start, p->length * 2, p->length);
+    p->level = OOMKIT_PROVEN_WEAKLY;
+    verdict = oomkit_verify_rows(p, p->start, p->length, p->first);
     if (verdict == NULL) {
         return -1;
     }
     if (verdict == Py_None) {
         text = PyUnicode_FromFormat(
-            "nothing shows that %U may be split: no more than %lld rows fit, and two "
-            "such micro-batches could not be compared; pass verify=False to leave this "
-            "line out",
-            call->options->label, (long long)p->length);
+            "%U is split and could not be compared with the whole: micro-batches of "
+            "%lld rows cannot be cut further, and two of them did not run at once; if "
+            "the loss is a mean over samples, pass verify=False to leave this line out",
+            call->options->label, (long long)p->first);
         result = proof_log(call, "warning", text);
         Py_XDECREF(text);
     } else if (PyArg_ParseTuple(verdict, "OU", &equal, &text)) {
@@ -707,6 +728,83 @@ proof_weak(oomkit_proof *p)
     }
     Py_DECREF(verdict);
     return result;
+}
+
+/* The exception in flight is out of memory, in rows that need not fit: it goes, and
+ * what it held. 0 or -1. */
+static int
+proof_forgive(oomkit_proof *p)
+{
+    oomkit_call *call = p->call;
+    PyObject *exception = oomkit_exception_take();   /* owned, then stolen */
+    PyObject *handled = PyErr_GetHandledException(); /* owned: the caller's */
+
+    oomkit_exception_drop(call->st, exception, handled);
+    Py_XDECREF(handled);
+    return oomkit_recover_reclaim(call, call->baseline_bytes);
+}
+
+/* More rows than a micro-batch has, where no error of this call says that they do not
+ * fit: what few rows have in common with others may not show. 1 they were tried, as
+ * *result (see proof_full()) says; 0 they were not, or do not fit; -1. */
+static int
+proof_larger(oomkit_proof *p, int64_t rows, int *result)
+{
+    const int64_t start = p->start, length = p->length, first = p->first;
+    const int64_t multiple = oomkit_unfit_multiple(p->call);
+
+    rows = rows < p->call->batch.rows ? rows : p->call->batch.rows;
+    if (p->call->ooms > 0 || rows <= p->length) {
+        return 0;
+    }
+    p->start = 0;
+    p->length = rows;
+    if (choose_middle(p, multiple)) {
+        if (p->first * 2 == p->length && p->length > 2 * multiple) {
+            p->first += multiple;
+        }
+        *result = proof_full(p);
+        if (*result >= 0 || p->call->restart != 0 ||
+            !oomkit_exception_is_oom(p->call->st)) {
+            return 1;
+        }
+        if (proof_forgive(p) < 0) {
+            return -1;
+        }
+    }
+    p->start = start;
+    p->length = length;
+    p->first = first;
+    return 0;
+}
+
+/* As proof_full(), of the largest micro-batch if it can be cut. */
+static int
+proof_best(oomkit_proof *p, int cut)
+{
+    int result = -1;
+    int tried = p->length < FEW ? proof_larger(p, FEW, &result) : 0;
+
+    if (tried == 0 && !cut) {
+        tried = proof_larger(p, p->length * 2, &result);
+    }
+    if (tried != 0) {
+        return tried < 0 ? -1 : result;
+    }
+    if (cut) {
+        return proof_full(p);
+    }
+    weak_choose(p);
+    return proof_weak(p);
+}
+
+/* The step cannot work on any part of a micro-batch, but on two of them. */
+static int
+proof_no_parts(oomkit_proof *p)
+{
+    oomkit_error_dismiss(); /* what a part raised says nothing about micro-batches */
+    weak_choose(p);
+    return proof_weak(p);
 }
 
 /* Who judges. 0 or -1. */
@@ -760,9 +858,12 @@ oomkit_prove(oomkit_call *call)
         return result < 0 ? -1 : 0;
     }
     phase = oomkit_phase_set(call->st, OOMKIT_PHASE_FORWARD);
-    result = oomkit_proof_aside(&p) < 0 || proof_judge(&p) < 0 ? -1
-             : cut                                             ? proof_full(&p)
-                                                               : proof_weak(&p);
+    p.level = OOMKIT_PROVEN_FULLY;
+    result =
+        oomkit_proof_aside(&p) < 0 || proof_judge(&p) < 0 ? -1 : proof_best(&p, cut);
+    if (result < 0 && p.no_parts) {
+        result = proof_no_parts(&p);
+    }
     exception = result < 0 ? oomkit_exception_take() : NULL; /* owned, given back */
     if (p.judge != NULL) {
         done = PyObject_CallMethod(p.judge, "loud", NULL);
@@ -778,8 +879,7 @@ oomkit_prove(oomkit_call *call)
         result = -1;
     }
     if (result >= 0) {
-        proven_note(call, Py_XNewRef(p.rule), p.course,
-                    cut ? OOMKIT_PROVEN_FULLY : OOMKIT_PROVEN_WEAKLY);
+        proven_note(call, Py_XNewRef(p.rule), p.course, p.level);
     }
     Py_CLEAR(p.rule);
     Py_CLEAR(p.judge);

@@ -29,13 +29,15 @@ typedef struct oomkit_proof_gradient oomkit_proof_gradient;
 /* A proof in progress; on the C stack of oomkit_prove(). */
 typedef struct oomkit_proof {
     oomkit_call *call;
-    PyObject *judge; /* owned: _proof.Proof */
-    PyObject *rule;  /* owned: weights on trial, or NULL */
-    int draw;        /* the next run is to have other random numbers */
-    int raw;         /* gradients are wanted as each backward leaves them */
-    int everything;  /* every module is in eval, not those of chance alone */
-    int trained;     /* a backward was seen */
-    uint64_t course; /* of the events of the whole run */
+    PyObject *judge;          /* owned: _proof.Proof */
+    PyObject *rule;           /* owned: weights on trial, or NULL */
+    oomkit_proof_level level; /* of what is shown in the end */
+    int no_parts;             /* the step raises errors of its own on any part */
+    int draw;                 /* the next run is to have other random numbers */
+    int raw;                  /* gradients are wanted as each backward leaves them */
+    int everything;           /* every module is in eval, not those of chance alone */
+    int trained;              /* a backward was seen */
+    uint64_t course;          /* of the events of the whole run */
     int64_t start, length, first;
     /* the call's own, aside while the proof runs */
     oomkit_options options; /* a copy; its references are the call's */
