@@ -19,7 +19,7 @@ import torch
 
 from . import _C
 from ._buffers import Buffers, TensorMark
-from ._bytecode import Effect, effects_of
+from ._bytecode import Effect, effects_of, methods_of
 from ._companions import companions
 
 _log = logging.getLogger("oomkit")
@@ -298,28 +298,39 @@ def _undecorated(value: Any) -> Any:
     return value
 
 
-def _method(value: object, name: str) -> types.FunctionType | None:
-    """A method by its name, where it is a Python function; no descriptor is run."""
-    found = next((vars(k)[name] for k in type(value).__mro__ if name in vars(k)), None)
+def _method(value: object, name: str, after: type | None = None) -> types.FunctionType | None:
+    """A method by its name, where it is a Python function; no descriptor is run.
+
+    Args:
+        after: the class whose ``super()`` is meant.
+    """
+    kinds = type(value).__mro__
+    if after is not None:
+        kinds = kinds[kinds.index(after) + 1 :] if after in kinds else ()
+    found = next((vars(k)[name] for k in kinds if name in vars(k)), None)
     found = _undecorated(found)
     return found if isinstance(found, types.FunctionType) else None
 
 
 def _called(function: _Function) -> Iterator[_Function]:
     """Functions of the user's that this one names: globals, closure, methods of ``self``."""
-    code_names = _names_of(function.function.__code__)
     for _, value in function.names():
         value = _undecorated(value)
         if isinstance(value, types.FunctionType) and not _is_foreign_function(value):
             yield _Function(value, {})
-    for name, value in function.given.items():
+    of_super, own, kind = methods_of(function.function)
+    named: list[tuple[str, type | None]] = [
+        (name, None) for name in _names_of(function.function.__code__) if name in own
+    ]
+    if kind is not None:
+        named += [(name, kind) for name in sorted(of_super)]
+    for value in function.given.values():
         if isinstance(value, torch.nn.Module) or _is_foreign(type(value)):
             continue
-        for method in code_names:
-            inner = _method(value, method)
+        for name, after in named:
+            inner = _method(value, name, after)
             if inner is not None and inner.__code__.co_argcount:
                 yield _Function(inner, {inner.__code__.co_varnames[0]: value})
-        del name
 
 
 def _logging(function: _Function) -> list[str]:
