@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-
 Steps = tuple[Any, ...]  # a name, then (".", attribute) or ("[", key); ANY for any key
 ANY = "..."
 SUPER = "super()"

@@ -1,6 +1,7 @@
 /* One attempt: the function called once per micro-batch of the present plan. */
 #include "call.h"
 #include "errors.h"
+#include "plain_state.h"
 #include "step.h"
 #include "tensor.h"
 
@@ -235,6 +236,9 @@ attempt_join(oomkit_call *call)
     PyObject *result; /* owned */
 
     call->joining = oomkit_attempt_only_results(call);
+    if (call->joining && oomkit_plain_begin_part(call) < 0) {
+        return NULL;
+    }
     call->join.evaluation = call->joining;
     call->join.parked = call->training && call->returned == OOMKIT_RETURNED_NOTHING;
     call->join.one_loss = call->returned == OOMKIT_RETURNED_STASH;

@@ -3,11 +3,13 @@
  * per site: around the first micro-batch of its first split call. */
 #include "call.h"
 #include "errors.h"
+#include "plain_state.h"
 #include "step.h"
 
 /* The call's arguments as (tuple, dict). 0 or -1; both are owned. */
-static int
-effects_arguments(const oomkit_call *call, PyObject **positional, PyObject **named)
+int
+oomkit_effects_arguments(const oomkit_call *call, PyObject **positional,
+                         PyObject **named)
 {
     Py_ssize_t i, n = PyVectorcall_NARGS(call->nargsf);
 
@@ -106,7 +108,7 @@ oomkit_effects_begin(oomkit_call *call)
     if (call->step->effects_said || call->st->watch_effects == NULL) {
         return 0;
     }
-    if (effects_arguments(call, &positional, &named) == 0) {
+    if (oomkit_effects_arguments(call, &positional, &named) == 0) {
         parts = effects_participants(call);
     }
     if (parts != NULL) {

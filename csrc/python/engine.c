@@ -3,6 +3,7 @@
 #include "call.h"
 #include "errors.h"
 #include "pending.h"
+#include "plain_state.h"
 #include "step.h"
 #include "tensor.h"
 
@@ -40,6 +41,9 @@ engine_participants(oomkit_call *call)
         old = step->parts;
         step->parts = found;
         oomkit_participants_release(old);
+        if (oomkit_plain_find(call) < 0) {
+            return -1;
+        }
     }
     call->parts = step->parts;
     call->parts->refs++;

@@ -2,6 +2,7 @@
  * re-plan. */
 #include "call.h"
 #include "errors.h"
+#include "plain_state.h"
 #include "step.h"
 
 #define MASKED_RETRIES 2
@@ -253,6 +254,7 @@ recover_join(oomkit_call *call)
 {
     PyObject *reason; /* owned */
 
+    oomkit_plain_keep(call, call->join_failures == 0);
     if (oomkit_recover_roll_back(call) < 0) {
         return -1;
     }
@@ -290,6 +292,7 @@ recover_go_on(oomkit_call *call)
     if (call->joining) {
         return recover_join(call);
     }
+    oomkit_plain_keep(call, keep);
     result = oomkit_recover_roll_back(call);
     if (result == 0) {
         result =
@@ -353,10 +356,12 @@ recover_from_failure(oomkit_call *call)
     if (oomkit_strangers_alive(call)) {
         return recover_stranger(call);
     }
-    return recover_go_on(call) < 0
-               ? oomkit_own_failed(call, "it was being taken back after running out "
-                                         "of memory")
-               : 0;
+    if (recover_go_on(call) < 0) {
+        oomkit_plain_give_up(call);
+        return oomkit_own_failed(call, "it was being taken back after running out of "
+                                       "memory");
+    }
+    return 0;
 }
 
 /* From a failure (the exception is in flight), or from a plan that splits from the

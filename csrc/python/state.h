@@ -261,6 +261,7 @@
 #define OOMKIT_STATE_GLUE(X)                                                           \
     X(accept_no_gradients) /* oomkit._withheld: before the first split */              \
     X(watch_effects)       /* oomkit._side_effects: what else a split step changes */  \
+    X(plain_places)        /* oomkit._plain_state: where a step stores */              \
     X(watch_train)         /* oomkit._patches: has torch tell of train() and eval() */ \
     X(watch_zero_grad)     /* oomkit._patches: the same of zero_grad() */              \
     X(find_zero_grad) /* oomkit._patches: torch's own zero_grad() of optimizers */     \

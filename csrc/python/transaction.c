@@ -1,6 +1,7 @@
 /* The transaction of a call: marks at entry, everything back after a failure. */
 #include "call.h"
 #include "errors.h"
+#include "plain_state.h"
 #include "step.h"
 #include "tensor.h"
 
@@ -158,7 +159,7 @@ oomkit_tx_begin(oomkit_call *call)
         return -1;
     }
     return oomkit_rng_mark(call) < 0 || oomkit_buffers_mark(call) < 0 ||
-                   oomkit_owners_mark(call) < 0
+                   oomkit_owners_mark(call) < 0 || oomkit_plain_begin(call) < 0
                ? -1
                : 0;
 }
@@ -182,7 +183,7 @@ oomkit_tx_begin_micro(oomkit_call *call)
         moved = call->parts->owners[i].kind == OOMKIT_OWNER_USER;
     }
     call->parts_moved |= moved != 0;
-    return moved < 0 ? -1 : 0;
+    return moved < 0 || oomkit_plain_begin_part(call) < 0 ? -1 : 0;
 }
 
 /* Is the point of no return behind us? 1, 0 or -1. Keeps an exception in flight: torch
@@ -338,8 +339,10 @@ oomkit_tx_restore(oomkit_call *call, PyObject **message)
             return -1;
         }
     }
-    return oomkit_owners_restore(call) < 0 || oomkit_rng_restore(call) < 0 ? -1
-                                                                           : refused;
+    return oomkit_plain_restore(call) < 0 || oomkit_owners_restore(call) < 0 ||
+                   oomkit_rng_restore(call) < 0
+               ? -1
+               : refused;
 }
 
 /* A learning rate that changes in every micro-batch: asked at each step() after the
@@ -449,6 +452,7 @@ oomkit_tx_end_attempt(oomkit_call *call)
     oomkit_rng_release(call);
     oomkit_optimizers_release(call);
     oomkit_effects_abandon(call);
+    oomkit_plain_end_attempt(call);
     oomkit_pristine_release(call);
     Py_CLEAR(call->plain_leaves);
     Py_CLEAR(call->step_leaves);
@@ -477,6 +481,7 @@ oomkit_tx_end_attempt(oomkit_call *call)
 void
 oomkit_tx_end(oomkit_call *call)
 {
+    oomkit_plain_keep(call, 0);
     oomkit_tx_end_attempt(call);
     oomkit_grads_release(call);
     oomkit_owners_release(call);

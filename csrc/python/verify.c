@@ -4,15 +4,17 @@
  * judged by oomkit._diagnose. */
 #include "errors.h"
 #include "gradients.h"
+#include "plain_state.h"
 #include "step.h"
 #include "tree.h"
 
 typedef struct verify {
     oomkit_call *call;
-    oomkit_rng rng; /* owned: the call's own marks, which the second half of a */
-    oomkit_buffers buffers;   /* returned loss may need */
-    uint32_t *param_versions; /* owned likewise */
-    PyObject *switches;       /* owned likewise */
+    struct oomkit_plain *plain; /* owned: the call's own marks, which the second half */
+    oomkit_rng rng;             /* of a returned loss may need: owned likewise */
+    oomkit_buffers buffers;     /* owned likewise */
+    uint32_t *param_versions;   /* owned likewise */
+    PyObject *switches;         /* owned likewise */
     oomkit_returned returned;
     PyObject **gradients; /* owned: parameters' gradients while it runs */
     uint8_t *moving;      /* owned: parts->moving as it was */
@@ -359,6 +361,7 @@ verify_set_aside(verify *v)
     oomkit_call *call = v->call;
 
     v->returned = call->returned;
+    v->plain = oomkit_plain_take(call);
     v->rng = call->rng;
     v->buffers = call->buffers;
     v->param_versions = call->param_versions;
@@ -379,6 +382,7 @@ verify_bring_back(verify *v)
     oomkit_rng_release(call);
     oomkit_buffers_release(call);
     PyMem_Free(call->param_versions);
+    oomkit_plain_put(call, v->plain);
     call->rng = v->rng;
     call->buffers = v->buffers;
     call->param_versions = v->param_versions;
