@@ -292,7 +292,7 @@ def test_properties_are_not_evaluated_and_nothing_is_kept() -> None:
         evaluated = 0
 
         def __init__(self) -> None:
-            self.big = torch.zeros(10)
+            self.big = torch.zeros(100_000)
             self.n = 0
 
         @property
@@ -310,7 +310,7 @@ def test_properties_are_not_evaluated_and_nothing_is_kept() -> None:
 
     def plain(x: torch.Tensor) -> torch.Tensor:
         old = weakref.ref(odd.big)
-        odd.big = torch.ones(10)
+        odd.big = torch.ones(100_000)
         died.append(old() is None)
         return x * 2
 

@@ -102,6 +102,39 @@ site_new(PyObject *found)
     return site;
 }
 
+/* oomkit._plain_state.places, while nothing compiles its frames: the call may come out
+ * of a function that torch.compile() has made. New reference or NULL. */
+static PyObject *
+site_look(oomkit_call *call, PyObject *positional, PyObject *named)
+{
+    oomkit_state *st = call->st;
+    PyObject *before = NULL, *found, *after, *exception; /* owned */
+
+    if (st->set_eval_frame != NULL) {
+        before = PyObject_CallOneArg(st->set_eval_frame, Py_None);
+        if (before == NULL) {
+            return NULL;
+        }
+    }
+    found = PyObject_CallFunctionObjArgs(
+        st->plain_places, call->func, positional, named,
+        call->options->rng == OOMKIT_RNG_ALL ? Py_True : Py_False, NULL);
+    if (before != NULL) {
+        exception = found == NULL ? oomkit_exception_take() : NULL;
+        after = PyObject_CallOneArg(st->set_eval_frame, before);
+        if (after == NULL) {
+            Py_CLEAR(found);
+        }
+        Py_XDECREF(after);
+        Py_DECREF(before);
+        if (exception != NULL) {
+            PyErr_Clear(); /* the first one tells more */
+            oomkit_exception_give(exception);
+        }
+    }
+    return found;
+}
+
 /* Only what has places or streams is kept: a step without pays for one look at NULL. */
 int
 oomkit_plain_find(oomkit_call *call)
@@ -114,9 +147,7 @@ oomkit_plain_find(oomkit_call *call)
         return 0;
     }
     if (oomkit_effects_arguments(call, &positional, &named) == 0) {
-        found = PyObject_CallFunctionObjArgs(
-            call->st->plain_places, call->func, positional, named,
-            call->options->rng == OOMKIT_RNG_ALL ? Py_True : Py_False, NULL);
+        found = site_look(call, positional, named);
         Py_DECREF(positional);
         Py_DECREF(named);
     }
