@@ -38,7 +38,7 @@ from ._spots import (
     variable,
     whole,
 )
-from ._uses import CALL, STORE, SUPER, Use, uses_of, writes
+from ._uses import CALL, STORE, SUPER, Use, Uses, uses_of, writes
 
 # What is done with a place (plain_state.h).
 BIND, CONTENT, GROWS, EACH = 1, 2, 4, 8
@@ -48,8 +48,10 @@ _log = logging.getLogger("oomkit")
 Place = tuple[int, int, Any, int, str]  # parent, kind, key, what, name
 Found = tuple[tuple[Place, ...], tuple[Any, ...]]
 
-_VISITS = 150  # functions looked into
+_VISITS = 3000  # of functions, with the objects that they are given
+_CODES = 300  # functions read
 _PLACES = 2000
+_ALIKE = 4  # of the layers of a model that find nothing, the rest is taken to be alike
 _READS = frozenset(
     "items keys values get copy index count __len__ __contains__ union intersection "
     "difference issubset issuperset isdisjoint most_common elements".split()
@@ -79,6 +81,8 @@ class Places:
         self.streams: dict[int, Any] = {}
         self.seen: set[tuple[int, ...]] = set()
         self.queue: deque[Frame] = deque()
+        self.layers: deque[Frame] = deque()
+        self.barren: dict[int, int] = {}  # visits in a row that found nothing
 
     # --- the table ---
 
@@ -114,35 +118,47 @@ class Places:
 
     # --- functions ---
 
-    def visit(self, function: types.FunctionType, given: dict[str, Spot]) -> None:
+    def visit(
+        self, function: types.FunctionType, given: dict[str, Spot], layer: bool = False
+    ) -> None:
         if _is_foreign_code(function):
             return
         first = next(iter(given.values()), None)
         known = (id(function.__code__), 0 if first is None else id(first.value))
         if known not in self.seen and len(self.seen) < _VISITS:
             self.seen.add(known)
-            self.queue.append(Frame(function, given))
+            (self.layers if layer else self.queue).append(Frame(function, given))
 
     def run(self) -> None:
-        while self.queue:
-            frame = self.queue.popleft()
-            found = uses_of(frame.function.__code__)
-            for use in found.uses:
-                if use.kind == STORE:
-                    self.store(frame, use.place or ())
-                elif use.kind == CALL:
-                    self.call(frame, use)
-                else:
-                    for spot in frame.resolve(use.place or ()):
-                        self.fill(spot)
-            for steps in found.loads:
-                if found.fills_locals:
-                    for spot in frame.resolve(steps):
-                        self.fill_tensors(spot)
-                if len(steps) > 1 and steps[-1][0] == "[":
-                    for spot in frame.resolve(steps[:-1]):
-                        if isinstance(spot.value, defaultdict):
-                            self.fill(spot)  # reading makes what is not there
+        while self.queue or self.layers:  # of a large model the layers must not crowd out
+            frame = self.queue.popleft() if self.queue else self.layers.popleft()
+            code = frame.function.__code__
+            known = self.barren.get(id(code))
+            if (known or 0) < _ALIKE and (known is not None or len(self.barren) < _CODES):
+                before = self.size()
+                self.read(frame, uses_of(code))
+                self.barren[id(code)] = (known or 0) + 1 if before == self.size() else 0
+
+    def size(self) -> tuple[int, ...]:
+        return len(self.table), len(self.streams), len(self.queue), len(self.layers)
+
+    def read(self, frame: Frame, found: Uses) -> None:
+        for use in found.uses:
+            if use.kind == STORE:
+                self.store(frame, use.place or ())
+            elif use.kind == CALL:
+                self.call(frame, use)
+            else:
+                for spot in frame.resolve(use.place or ()):
+                    self.fill(spot)
+        for steps in found.loads:
+            if found.fills_locals:
+                for spot in frame.resolve(steps):
+                    self.fill_tensors(spot)
+            if len(steps) > 1 and steps[-1][0] == "[":
+                for spot in frame.resolve(steps[:-1]):
+                    if isinstance(spot.value, defaultdict):
+                        self.fill(spot)  # reading makes what is not there
 
     def fill_tensors(self, spot: Spot) -> None:
         value = spot.value
@@ -332,7 +348,7 @@ class Places:
             forward = _method(part.value, "forward")
             if forward is not None and not is_metric(part.value):
                 given = self.bound(frame, forward, use, spot) if part is spot else None
-                self.visit(forward, given or {forward.__code__.co_varnames[0]: part})
+                self.visit(forward, given or {forward.__code__.co_varnames[0]: part}, True)
 
     def metric(self, spot: Spot) -> None:
         own = own_of(spot.value)

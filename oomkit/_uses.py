@@ -157,6 +157,10 @@ class _Uses(Reader):
 
     # --- stores ---
 
+    def do_store_subscr(self, _: dis.Instruction) -> None:
+        _value, owner, _key = self.pop(3)
+        self.note(FILL, owner)
+
     def store_name(self, opname: str, name: str) -> None:
         value = self.pop()[0]
         if opname == "STORE_DEREF" and name not in self.free:

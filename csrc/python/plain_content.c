@@ -21,7 +21,8 @@ static int
 kind_of(const oomkit_state *st, PyObject *value, int what)
 {
     if (PyList_Check(value)) {
-        return (what & OOMKIT_PLAIN_CONTENT) != 0 && PyList_GET_SIZE(value) <= ITEMS
+        return (what & OOMKIT_PLAIN_ALL) != 0 || ((what & OOMKIT_PLAIN_CONTENT) != 0 &&
+                                                  PyList_GET_SIZE(value) <= ITEMS)
                    ? OOMKIT_CONTENT_LIST
                    : OOMKIT_CONTENT_LENGTH;
     }
@@ -233,12 +234,13 @@ oomkit_content_take(oomkit_state *st, PyObject *value, int what, uint64_t *room,
                     oomkit_content *content)
 {
     int kind = kind_of(st, value, what), result;
+    Py_ssize_t most = (what & OOMKIT_PLAIN_ALL) != 0 ? PY_SSIZE_T_MAX : ITEMS;
 
     memset(content, 0, sizeof(*content));
     if (kind == OOMKIT_CONTENT_NONE ||
-        (kind == OOMKIT_CONTENT_DICT && PyDict_GET_SIZE(value) > ITEMS) ||
-        (kind == OOMKIT_CONTENT_SET && PySet_GET_SIZE(value) > ITEMS) ||
-        (kind == OOMKIT_CONTENT_DEQUE && PyObject_Length(value) > ITEMS)) {
+        (kind == OOMKIT_CONTENT_DICT && PyDict_GET_SIZE(value) > most) ||
+        (kind == OOMKIT_CONTENT_SET && PySet_GET_SIZE(value) > most) ||
+        (kind == OOMKIT_CONTENT_DEQUE && PyObject_Length(value) > most)) {
         return PyErr_Occurred() ? -1 : 0;
     }
     content->kind = (uint8_t)kind;

@@ -18,6 +18,7 @@ typedef struct oomkit_plain_marks {
     oomkit_plain_mark *items;
     Py_ssize_t count, room;
     int taken;
+    int all; /* OOMKIT_PLAIN_ALL: what is put back now must be what stands now */
 } oomkit_plain_marks;
 
 typedef struct oomkit_plain {

@@ -16,6 +16,7 @@ oomkit_plain_site_release(oomkit_plain_site *site)
         Py_CLEAR(site->nodes[i].key);
         Py_CLEAR(site->nodes[i].name);
     }
+    oomkit_plain_drop(site->spare);
     Py_CLEAR(site->streams);
     Py_CLEAR(site->said);
     PyMem_Free(site->nodes);
@@ -161,6 +162,7 @@ oomkit_plain_find(oomkit_call *call)
     if (PyErr_Occurred()) {
         return -1;
     }
+    step->plain_looked = step->plain_looked == 0 ? 1 : step->plain_looked;
     before = step->plain;
     step->plain = site;
     oomkit_plain_site_release(before);

@@ -62,10 +62,10 @@ mark_each(oomkit_call *call, oomkit_plain_marks *marks, Py_ssize_t node,
             continue;
         }
         mark = marks_add(marks, node);
-        result = mark == NULL
-                     ? -1
-                     : oomkit_content_take(call->st, item, OOMKIT_PLAIN_CONTENT, room,
-                                           &mark->content);
+        result = mark == NULL ? -1
+                              : oomkit_content_take(call->st, item,
+                                                    OOMKIT_PLAIN_CONTENT | marks->all,
+                                                    room, &mark->content);
         if (mark != NULL) {
             mark->inside = 1;
         }
@@ -84,7 +84,7 @@ static int
 mark_node(oomkit_call *call, const oomkit_plain_site *site, oomkit_plain_marks *marks,
           Py_ssize_t i, oomkit_at *at, PyObject *value, uint64_t *room)
 {
-    int what = site->nodes[i].what, taken = 0;
+    int what = site->nodes[i].what | marks->all, taken = 0;
     oomkit_plain_mark *mark = marks_add(marks, i);
 
     if (mark == NULL) {
@@ -267,11 +267,17 @@ oomkit_plain_restore(oomkit_call *call)
 
 /* --- the call --- */
 
+#define SPARE_ROOM 64
+
 static oomkit_plain *
 plain_new(oomkit_plain_site *site)
 {
-    oomkit_plain *plain = PyMem_Calloc(1, sizeof(*plain));
+    oomkit_plain *plain = site->spare;
 
+    site->spare = NULL;
+    if (plain == NULL) {
+        plain = PyMem_Calloc(1, sizeof(*plain));
+    }
     if (plain == NULL) {
         PyErr_NoMemory();
         return NULL;
@@ -281,19 +287,37 @@ plain_new(oomkit_plain_site *site)
     return plain;
 }
 
+/* An empty one stays for the next call of the site. */
 void
 oomkit_plain_free(oomkit_plain *plain)
 {
+    oomkit_plain_site *site;
+
     if (plain == NULL) {
         return;
     }
+    site = plain->site;
     marks_clear(&plain->entry);
     marks_clear(&plain->part);
-    PyMem_Free(plain->entry.items);
-    PyMem_Free(plain->part.items);
     Py_CLEAR(plain->lost);
-    oomkit_plain_site_release(plain->site);
-    PyMem_Free(plain);
+    plain->entry.all = plain->keep = 0;
+    plain->site = NULL;
+    if (site->spare == NULL && plain->entry.room <= SPARE_ROOM) {
+        site->spare = plain;
+    } else {
+        oomkit_plain_drop(plain);
+    }
+    oomkit_plain_site_release(site);
+}
+
+void
+oomkit_plain_drop(oomkit_plain *plain)
+{
+    if (plain != NULL) {
+        PyMem_Free(plain->entry.items);
+        PyMem_Free(plain->part.items);
+        PyMem_Free(plain);
+    }
 }
 
 /* Large things are copied where the site knows that it may have to put them back. */
@@ -311,8 +335,8 @@ oomkit_plain_begin(oomkit_call *call)
     oomkit_plain_site *site = call->step->plain;
     oomkit_plain *plain = call->plain;
 
-    if (call->ooms > 0 && !call->step->plain_again && plain == NULL) {
-        call->step->plain_again = 1; /* what was made in the first call is there now */
+    if (call->ooms > 0 && call->step->plain_looked == 1 && plain == NULL) {
+        call->step->plain_looked = 2; /* what was made in the first call is there now */
         if (oomkit_plain_find(call) < 0) {
             return -1;
         }
@@ -412,6 +436,9 @@ oomkit_plain_now(oomkit_call *call, oomkit_plain **plain)
         return 0;
     }
     *plain = plain_new(site);
+    if (*plain != NULL) {
+        (*plain)->entry.all = OOMKIT_PLAIN_ALL;
+    }
     if (*plain != NULL &&
         marks_take(call, site, &(*plain)->entry, OOMKIT_PLAIN_ROOM) == 0) {
         return 0;

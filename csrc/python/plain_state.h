@@ -21,7 +21,8 @@ enum {
     OOMKIT_PLAIN_BIND = 1,    /* what it leads to */
     OOMKIT_PLAIN_CONTENT = 2, /* what that holds */
     OOMKIT_PLAIN_GROWS = 4,   /* a list that things are appended to */
-    OOMKIT_PLAIN_EACH = 8     /* what the things in it hold */
+    OOMKIT_PLAIN_EACH = 8,    /* what the things in it hold */
+    OOMKIT_PLAIN_ALL = 16     /* whatever it costs; not in the table */
 };
 
 /* --- plain_hold.c: one value, held so that nothing large lives longer for it --- */
@@ -150,8 +151,9 @@ typedef struct oomkit_plain_site {
     Py_ssize_t refs;
     oomkit_plain_node *nodes;
     Py_ssize_t count;
-    PyObject *streams; /* owned tuple of random generators */
-    PyObject *said;    /* owned set of names that could not be put back */
+    struct oomkit_plain *spare; /* marks of no call, for the next one, or NULL */
+    PyObject *streams;          /* owned tuple of random generators */
+    PyObject *said;             /* owned set of names that could not be put back */
 } oomkit_plain_site;
 
 /* When the participants were searched, and once after the first failure. 0 or -1. */
@@ -193,6 +195,9 @@ oomkit_plain_put_slim(oomkit_call *call, struct oomkit_plain *plain);
 /* Of no call any more. */
 void
 oomkit_plain_free(struct oomkit_plain *plain);
+/* One that is empty. */
+void
+oomkit_plain_drop(struct oomkit_plain *plain);
 /* Marks of the present state, whatever it costs. 0 or -1. */
 int
 oomkit_plain_now(oomkit_call *call, struct oomkit_plain **plain);
