@@ -131,7 +131,7 @@ class _Noisy(nn.Module):
 def _run(verify: bool, use: Callable[..., Any]) -> dict[str, Any]:
     torch.manual_seed(SEED)
     model = _Noisy()
-    sizes: list[int] = []
+    sizes: Seen[int] = Seen()
 
     @oomkit.auto_batch(verify=verify)
     def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
