@@ -27,6 +27,7 @@ from ._spots import (
     ITEMS,
     KEYWORD,
     OBJECT,
+    OWN_RULES,
     Frame,
     Spot,
     is_array,
@@ -60,11 +61,6 @@ _FILLS = frozenset(
     "shuffle heappush heappop heapify heapreplace insort insort_left insort_right copyto".split()
 )
 _ARRAY_FILLS = frozenset("sort fill put partition resize itemset byteswap".split())
-_OWN_RULES = (
-    torch.optim.Optimizer,
-    torch.optim.lr_scheduler.LRScheduler,
-    torch.amp.GradScaler,
-)
 # Large, and without state of the step's.
 _LIBRARIES = frozenset({"transformers", "lightning", "pytorch_lightning", "peft", "diffusers"})
 # What torchmetrics keeps beside the states that `_defaults` names.
@@ -82,6 +78,7 @@ class Places:
         self.seen: set[tuple[int, ...]] = set()
         self.queue: deque[Frame] = deque()
         self.layers: deque[Frame] = deque()
+        self.parts: dict[int, list[Spot]] = {}  # of the modules that were met
         self.barren: dict[int, int] = {}  # visits in a row that found nothing
 
     # --- the table ---
@@ -181,7 +178,7 @@ class Places:
 
     def store_attribute(self, owner: Spot, name: str) -> None:
         value = owner.value
-        if isinstance(value, (torch.Tensor, *_OWN_RULES, *CONTAINERS)) or name == "grad":
+        if isinstance(value, (torch.Tensor, *OWN_RULES, *CONTAINERS)) or name == "grad":
             return
         if isinstance(value, types.ModuleType):
             self.mark(variable(vars(value), name), BIND)
@@ -292,7 +289,7 @@ class Places:
                 self.visit(inner, self.bound(frame, inner, use, first))
         elif name in own_of(value):
             self.called(frame, own_of(value)[name], use, None)
-        elif not isinstance(value, _OWN_RULES):
+        elif not isinstance(value, OWN_RULES):
             function = _method(value, name)
             if function is not None:
                 self.visit(function, self.bound(frame, function, use, owner))
@@ -333,12 +330,7 @@ class Places:
             if (id(value),) in self.seen:
                 return
             self.seen.add((id(value),))
-        parts = list(parts_of(spot))
-        for part in parts:
-            if is_metric(part.value):
-                self.metric(part)
-        if any(is_metric(part.value) for part in parts):
-            self.collection(spot)
+        parts = self.metrics(spot)
         if name not in ("forward", "__call__"):
             function = _method(value, name)
             if function is not None:
@@ -349,6 +341,17 @@ class Places:
             if forward is not None and not is_metric(part.value):
                 given = self.bound(frame, forward, use, spot) if part is spot else None
                 self.visit(forward, given or {forward.__code__.co_varnames[0]: part}, True)
+
+    def metrics(self, spot: Spot) -> list[Spot]:
+        """The parts of a module; the metrics among them may change."""
+        if id(spot.value) not in self.parts:
+            parts = self.parts[id(spot.value)] = list(parts_of(spot))
+            found = [part for part in parts if is_metric(part.value)]
+            for part in found:
+                self.metric(part)
+            if found:
+                self.collection(spot)
+        return self.parts[id(spot.value)]
 
     def metric(self, spot: Spot) -> None:
         own = own_of(spot.value)

@@ -24,6 +24,11 @@ from ._side_effects import _slots_of
 # How a place is reached from the one before it (plain_state.h).
 ARGUMENT, KEYWORD, OBJECT, CELL, ATTRIBUTE, ITEM = range(6)
 
+OWN_RULES = (
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.amp.GradScaler,
+)
 CONTAINERS = (list, dict, set, deque)
 ITEMS = 64  # of a container that are looked into
 _OBJECTS = 5000  # looked at for random generators
@@ -147,6 +152,8 @@ def _attribute(spot: Spot, name: str) -> list[Spot]:
         if kind is None:
             return []
         return [Spot(whole(kind), ATTRIBUTE, name, vars(kind)[name])]
+    if isinstance(value, OWN_RULES):
+        return []
     own = own_of(value)
     if name in own:
         return [Spot(spot, ATTRIBUTE, name, own[name])]

@@ -251,6 +251,10 @@ def test_what_the_step_does_not_store_to_is_left_alone() -> None:
             loss = loss * len(name)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), config["clip"])
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1
+        optimizer.param_groups[0]["lr"] *= 0.5
+        model.train()
         optimizer.step()
 
     from oomkit._plain_state import places

@@ -257,12 +257,10 @@ oomkit_plain_restore(oomkit_call *call)
     if (plain == NULL) {
         return 0;
     }
-    if (plain->part.taken && marks_restore(call, plain, &plain->part) < 0) {
-        return -1;
+    if (plain->keep) {
+        return marks_restore(call, plain, &plain->part);
     }
-    return plain->keep || !plain->entry.taken
-               ? 0
-               : marks_restore(call, plain, &plain->entry);
+    return plain->entry.taken ? marks_restore(call, plain, &plain->entry) : 0;
 }
 
 /* --- the call --- */
