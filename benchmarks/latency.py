@@ -29,6 +29,7 @@ import logging
 import statistics
 import time
 import warnings
+from collections import UserDict, UserList
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ import torch
 from torch import Tensor, nn
 
 clock = time.thread_time_ns  # waiting for a core that others have is not in it
-MARKS: dict[str, int] = {}
+# What a failed attempt puts into a dict is undone; this one is the standard library's.
+MARKS: UserDict[str, int] = UserDict()
 STAGES = ("drop", "restore", "plan", "start")
 LARGE = 2**20  # of the tensor that fails: nothing else here is as large
 TARGET = 1000.0  # us
@@ -144,7 +146,7 @@ def by_torch(model: nn.Module, batch: Any, backward: bool) -> float:
 def latencies(model: nn.Module, batch: Any, backward: bool) -> list[dict[str, float]]:
     """Microseconds of each stage, for two errors of one call of a new step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    found: list[dict[str, float]] = []
+    found: UserList[dict[str, float]] = UserList()
 
     @oomkit.auto_batch(on_retry=planned)
     def step(batch: Any) -> None:

@@ -13,12 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+Steps = tuple[Any, ...]  # a name, then (".", attribute) or ("[", key); ANY for any key
+ANY = "..."
+SUPER = "super()"
 
-class _Symbol(NamedTuple):
+
+class Symbol(NamedTuple):
     """What an entry of the stack is known to be."""
 
     path: str
     kind: str  # "argument", "outer" (global or closure), "inner" (of either), "constant"
+    steps: Steps = ()  # how it is reached; of a constant its value alone
 
 
 @dataclass
@@ -32,9 +37,10 @@ class Effect:
     own: bool = True  # of the step itself, not of a function that it calls
 
 
-_Stack = list[_Symbol | None]
+Stack = list[Symbol | None]
 
-_CONSTANT = _Symbol("", "constant")
+_CONSTANT = Symbol("", "constant")
+_SUPER = Symbol(SUPER, "inner", (SUPER,))
 # Attributes whose assignment has rules of its own, or changes nothing that is kept.
 _HANDLED = frozenset({"grad", "requires_grad", "training", "data"})
 _NO_RESULT = frozenset({"POP_TOP", "RETURN_VALUE", "RAISE_VARARGS", "RERAISE", "END_FOR"})
@@ -44,7 +50,7 @@ _DEAD = frozenset(
 )
 
 
-class _Reader:
+class Reader:
     def __init__(self, function: types.FunctionType, given: dict[str, Any]) -> None:
         self.function, self.given = function, given
         code = function.__code__
@@ -52,13 +58,15 @@ class _Reader:
         self.arguments = set(code.co_varnames[:count])
         self.free = set(code.co_freevars)
         self.effects: list[Effect] = []
+        self.methods: dict[bool, set[str]] = {False: set(), True: set()}  # by "of super()"
+        self.super_of = "__class__"
         self.line = 0
 
     # --- one function ---
 
     def read(self, code: types.CodeType, nested: bool = False) -> None:
         self.nested = nested
-        self.names: dict[str, _Symbol] = {}  # what locals are other names of
+        self.names: dict[str, Symbol] = {}  # what locals are other names of
         instructions = list(dis.get_instructions(code))
         self.rebound = {
             name
@@ -67,8 +75,8 @@ class _Reader:
             for part, name in _variables(i.opname, i.argval)
             if part == "STORE"
         }
-        self.stack: _Stack = []
-        waiting: dict[int, _Stack] = {}  # what stands on the stack after a jump
+        self.stack: Stack = []
+        waiting: dict[int, Stack] = {}  # what stands on the stack after a jump
         dead = False
         for instruction in instructions:
             if instruction.offset in waiting:
@@ -88,14 +96,14 @@ class _Reader:
             if isinstance(inner, types.CodeType):
                 self.read(inner, True)
 
-    def merge(self, other: _Stack, dead: bool) -> None:
+    def merge(self, other: Stack, dead: bool) -> None:
         if dead or len(other) != len(self.stack):
             self.stack = list(other)
         else:
             both = zip(self.stack, other, strict=True)
             self.stack = [a if a == b else None for a, b in both]
 
-    def pop(self, count: int = 1) -> _Stack:
+    def pop(self, count: int = 1) -> Stack:
         taken = self.stack[max(0, len(self.stack) - count) :]
         del self.stack[max(0, len(self.stack) - count) :]
         return [None] * (count - len(taken)) + taken
@@ -123,7 +131,7 @@ class _Reader:
         if special is not None:
             special(instruction)
         elif name in ("LOAD_CONST", "LOAD_SMALL_INT", "RETURN_CONST"):
-            self.stack.append(_Symbol(repr(value), "constant"))
+            self.stack.append(Symbol(repr(value), "constant", (value,)))
         elif name.startswith(("LOAD_FAST", "STORE_FAST")):
             self.fast(name, value)
         elif name in ("LOAD_DEREF", "LOAD_CLASSDEREF"):
@@ -136,13 +144,13 @@ class _Reader:
         else:
             self.generic(instruction)
 
-    def variable(self, name: str) -> _Symbol | None:
+    def variable(self, name: str) -> Symbol | None:
         if name in self.names:
             return self.names[name]
         if name in self.free:
-            return _Symbol(name, "outer")
+            return Symbol(name, "outer", (name,))
         if name in self.arguments and (self.nested or name not in self.rebound):
-            return _Symbol(name, "argument")
+            return Symbol(name, "argument", (name,))
         return None
 
     def fast(self, opname: str, names: Any) -> None:
@@ -154,21 +162,21 @@ class _Reader:
             else:
                 self.bind(name, self.pop()[0])
 
-    def bind(self, name: str, value: _Symbol | None) -> None:
+    def bind(self, name: str, value: Symbol | None) -> None:
         self.names.pop(name, None)
         if value is not None and value.kind in ("outer", "inner"):
             self.names[name] = value
 
     def do_load_global(self, instruction: dis.Instruction) -> None:
-        symbol = _Symbol(instruction.argval, "outer")
+        symbol = Symbol(instruction.argval, "outer", (instruction.argval,))
         self.stack.append(symbol)
         if instruction.arg is not None and instruction.arg & 1:
             self.stack.append(symbol)  # beside a NULL, above or below by release
 
     def do_load_attr(self, instruction: dis.Instruction) -> None:
-        owner = self.pop()[0]
-        symbol = self.inner(owner, f".{instruction.argval}")
-        self.stack.append(symbol)
+        owner, name = self.pop()[0], instruction.argval
+        self.methods[owner is not None and owner.path == SUPER].add(name)
+        self.stack.append(self.inner(owner, f".{name}", (".", name)))
         method = instruction.opname == "LOAD_METHOD" or (
             dis.stack_effect(instruction.opcode, instruction.arg) > 0
         )
@@ -177,14 +185,27 @@ class _Reader:
 
     do_load_method = do_load_attr
 
-    def inner(self, owner: _Symbol | None, key: str) -> _Symbol | None:
+    def do_load_super_attr(self, instruction: dis.Instruction) -> None:
+        """3.12: super().name in one instruction."""
+        self.pop(3)
+        self.stack.append(_SUPER)
+        self.do_load_attr(instruction)
+        if len(self.stack) and (instruction.arg or 0) & 1 and self.stack[-1] is not None:
+            self.stack.append(None)
+
+    def inner(self, owner: Symbol | None, key: str, step: Any) -> Symbol | None:
         if owner is None or owner.kind == "constant":
             return None
-        return _Symbol(owner.path + key, "inner")
+        return Symbol(owner.path + key, "inner", (*owner.steps, step))
+
+    def item_of(self, owner: Symbol | None, key: Symbol | None) -> Symbol | None:
+        known = key is not None and key.kind == "constant"
+        path = f"[{key.path if key else ANY}]"
+        return self.inner(owner, path, ("[", key.steps[0] if known and key else ANY))
 
     def do_binary_subscr(self, _: dis.Instruction) -> None:
         owner, key = self.pop(2)
-        self.stack.append(self.inner(owner, f"[{key.path if key else '...'}]"))
+        self.stack.append(self.item_of(owner, key))
 
     def do_binary_op(self, instruction: dis.Instruction) -> None:
         if instruction.argrepr == "[]":
@@ -210,6 +231,11 @@ class _Reader:
         count = instruction.arg or 0
         taken = self.pop(count + 2)
         called = {s.path for s in taken[:2] if s is not None and s.kind == "outer"}
+        if called == {"super"}:
+            if count and taken[2] is not None:
+                self.super_of = taken[2].path
+            self.stack.append(_SUPER)
+            return
         if "next" in called and count and "next" not in self.function.__globals__:
             source = taken[2]
             if source is not None and source.kind != "constant":
@@ -232,7 +258,7 @@ class _Reader:
     def do_delete_attr(self, instruction: dis.Instruction) -> None:
         self.attribute(self.pop()[0], instruction.argval, None, "del ")
 
-    def attribute(self, owner: _Symbol | None, name: str, value: _Symbol | None, do: str) -> None:
+    def attribute(self, owner: Symbol | None, name: str, value: Symbol | None, do: str) -> None:
         if owner is None or owner.kind == "constant" or name in _HANDLED:
             return
         if value is not None and value.kind == "constant":
@@ -249,7 +275,7 @@ class _Reader:
         owner, key = self.pop(2)
         self.item(owner, key, "del ")
 
-    def item(self, owner: _Symbol | None, key: _Symbol | None, do: str) -> None:
+    def item(self, owner: Symbol | None, key: Symbol | None, do: str) -> None:
         if owner is None or owner.kind == "constant":
             return
         if owner.kind == "argument" and owner.path not in self.given:
@@ -305,7 +331,7 @@ def effects_of(function: types.FunctionType, given: dict[str, Any]) -> list[Effe
         function: the function; functions inside it are read too.
         given: its arguments by name, as far as they are objects of the user's own.
     """
-    reader = _Reader(function, given)
+    reader = Reader(function, given)
     reader.read(function.__code__)
     seen: dict[tuple[str, int], Effect] = {}
     for effect in reader.effects:
@@ -331,3 +357,12 @@ def attributes_of(code: types.CodeType, name: str) -> list[str]:
         if isinstance(inner, types.CodeType):
             found.update(dict.fromkeys(attributes_of(inner, name)))
     return list(found)
+
+
+def methods_of(function: types.FunctionType) -> tuple[set[str], set[str], type | None]:
+    """Attributes that a function's code reads: of ``super()`` (with the class whose it is),
+    and of anything else."""
+    reader = Reader(function, {})
+    reader.read(function.__code__)
+    kind = reader.resolve(reader.super_of) if reader.methods[True] else None
+    return reader.methods[True], reader.methods[False], kind if isinstance(kind, type) else None

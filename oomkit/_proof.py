@@ -656,7 +656,7 @@ class Proof:
         """
         rows = Weigher("rows")
         best = None
-        for at, size, part in cuts([*slices, (start, length)]):
+        for at, size, part in cuts([(start, length), *slices]):
             cut = [(at, part), (at + part, size - part)]
             mine, plain = rule.shares(cut), rows.shares(cut)
             told = mine is not None and plain is not None and abs(mine[0] - plain[0]) >= _TOLD
@@ -682,7 +682,7 @@ class Proof:
         for weigher in undecided(leaves, self.modules(), cut, rule, self.refuted):
             self.refuted.add(weigher.key)
         for weigher in undecided(leaves, self.modules(), slices, rule, self.refuted):
-            for at, rows, part in cuts([*slices, (start, length)]):
+            for at, rows, part in cuts([(start, length), *slices]):
                 there = [(at, part), (at + part, rows - part)]
                 if undecided(leaves, [], there, rule, self.refuted) and any(
                     each.key == weigher.key

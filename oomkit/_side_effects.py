@@ -19,7 +19,7 @@ import torch
 
 from . import _C
 from ._buffers import Buffers, TensorMark
-from ._bytecode import Effect, attributes_of, effects_of
+from ._bytecode import Effect, attributes_of, effects_of, methods_of
 from ._companions import companions
 
 _log = logging.getLogger("oomkit")
@@ -298,9 +298,16 @@ def _undecorated(value: Any) -> Any:
     return value
 
 
-def _method(value: object, name: str) -> types.FunctionType | None:
-    """A method by its name, where it is a Python function; no descriptor is run."""
-    found = next((vars(k)[name] for k in type(value).__mro__ if name in vars(k)), None)
+def _method(value: object, name: str, after: type | None = None) -> types.FunctionType | None:
+    """A method by its name, where it is a Python function; no descriptor is run.
+
+    Args:
+        after: the class whose ``super()`` is meant.
+    """
+    kinds = type(value).__mro__
+    if after is not None:
+        kinds = kinds[kinds.index(after) + 1 :] if after in kinds else ()
+    found = next((vars(k)[name] for k in kinds if name in vars(k)), None)
     found = _undecorated(found)
     return found if isinstance(found, types.FunctionType) else None
 
@@ -311,11 +318,16 @@ def _called(function: _Function) -> Iterator[_Function]:
         value = _undecorated(value)
         if isinstance(value, types.FunctionType) and not _is_foreign_function(value):
             yield _Function(value, {})
-    for name, value in function.given.items():
+    of_super, _, kind = methods_of(function.function)
+    after_super = [(name, kind) for name in sorted(of_super)] if kind is not None else []
+    for variable, value in function.given.items():
         if isinstance(value, torch.nn.Module) or _is_foreign(type(value)):
             continue
-        for method in attributes_of(function.function.__code__, name):
-            inner = _method(value, method)
+        named: list[tuple[str, type | None]] = [
+            (name, None) for name in attributes_of(function.function.__code__, variable)
+        ]
+        for name, after in [*named, *after_super]:
+            inner = _method(value, name, after)
             if inner is not None and inner.__code__.co_argcount:
                 yield _Function(inner, {inner.__code__.co_varnames[0]: value})
 

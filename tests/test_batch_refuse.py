@@ -5,11 +5,13 @@ from __future__ import annotations
 import types
 import warnings
 from collections.abc import MutableMapping
+from typing import Any
 
 import batches
 import pytest
 import torch
 from batches import Closed, Graph, Unlike
+from seen import Seen
 from torch import nn
 
 import oomkit
@@ -90,7 +92,7 @@ def test_nothing_has_changed_when_it_is_raised(kind, injected):
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     before = [value.clone() for value in model.state_dict().values()]
-    calls = []
+    calls: Seen[Any] = Seen()
 
     def body():
         calls.append(1)

@@ -6,11 +6,13 @@ from __future__ import annotations
 import collections
 import gc
 import weakref
+from typing import Any
 
 import batches
 import pytest
 import torch
 from batches import SPLIT, dense, read
+from seen import Seen
 from torch import nn
 
 import oomkit
@@ -179,7 +181,7 @@ def test_a_batch_that_the_loss_is_put_into_dies(kind, nested):
 def test_attributes_that_the_failed_attempt_set_are_not_seen_by_the_replay():
     torch.manual_seed(0)
     model = nn.Linear(3, 1, dtype=torch.float64)
-    seen = []
+    seen: Seen[Any] = Seen()
 
     @oomkit.auto_batch(reduction="mean")
     def step(batch):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from seen import Seen
 from torch import nn
 from zoo import MLP, SEED
 
@@ -111,7 +112,7 @@ def test_batch_changed_in_place_is_not_replayed() -> None:
 
 def test_restore_batch_replays_the_original_rows() -> None:
     model, optimizer, x, y = _world()
-    seen: list[torch.Tensor] = []
+    seen: Seen[torch.Tensor] = Seen()
     original = x.clone()
 
     @oomkit.auto_batch(restore_batch=True)
@@ -122,12 +123,12 @@ def test_restore_batch_replays_the_original_rows() -> None:
 
     with inject_oom(nth=1, phase="backward"):
         step(x, y)
-    assert torch.equal(torch.cat(seen[1:]), original / 255)
+    assert torch.equal(torch.cat(list(seen[1:])), original / 255)
 
 
 def test_popped_entries_come_back_for_the_replay() -> None:
     model, optimizer, x, y = _world()
-    seen: list[list[str]] = []
+    seen: Seen[list[str]] = Seen()
 
     @oomkit.auto_batch
     def step(batch: dict[str, torch.Tensor]) -> None:

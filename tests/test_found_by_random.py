@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from seen import Seen
 
 import oomkit
 from oomkit.testing import inject_oom
@@ -22,7 +23,7 @@ PAIRS = {
 @pytest.mark.parametrize("name", list(PAIRS))
 def test_a_pair_of_one_row_is_one_row(name: str, container: Callable[[Any], Any]) -> None:
     """Not two samples: each slice would have had one of the two."""
-    lengths = []
+    lengths: Seen[Any] = Seen()
 
     @oomkit.auto_batch
     def step(batch: Any) -> None:
@@ -35,7 +36,7 @@ def test_a_pair_of_one_row_is_one_row(name: str, container: Callable[[Any], Any]
 
 
 def test_images_of_one_channel_are_samples_still() -> None:
-    lengths = []
+    lengths: Seen[Any] = Seen()
 
     @oomkit.auto_batch
     def step(images: list[torch.Tensor]) -> None:

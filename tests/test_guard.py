@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from seen import Seen
 
 import oomkit
 
@@ -305,7 +306,7 @@ def test_a_guard_inside_auto_batch_keeps_both_peaks():
 def test_a_guard_inside_auto_batch_leaves_the_retry_to_it():
     guard = oomkit.guard(label="inner")
     model = torch.nn.Linear(4, 4)
-    sizes = []
+    sizes: Seen[int] = Seen()
 
     @oomkit.auto_batch
     def step(batch):

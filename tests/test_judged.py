@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from seen import Seen
 from zoo import MLP
 
 import oomkit
@@ -20,7 +21,7 @@ ROWS = 64
 
 def _decorated(model: torch.nn.Module, error: Callable[[], BaseException], times: int) -> tuple:
     """A step that fails after its backward for so many times, and the rows of each attempt."""
-    calls: list[int] = []
+    calls: Seen[int] = Seen()
 
     @oomkit.auto_batch
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -114,7 +115,7 @@ def _alive() -> int:
 
 @pytest.mark.usefixtures("no_collector")
 def test_cycles_of_the_failed_attempt_are_gone_before_the_retry() -> None:
-    seen: list[int] = []
+    seen: Seen[int] = Seen()
 
     @oomkit.auto_batch
     def step(x: torch.Tensor) -> None:
@@ -134,7 +135,7 @@ def test_cycles_of_the_failed_attempt_are_gone_before_the_retry() -> None:
 def test_weights_that_autocast_has_kept_are_gone_before_the_retry() -> None:
     """The cache is the caller's: it lives as long as the `with` around the step."""
     model = torch.nn.Sequential(torch.nn.Linear(6, 64), torch.nn.Linear(64, 3))
-    seen: list[int] = []
+    seen: Seen[int] = Seen()
 
     @oomkit.auto_batch
     def step(x: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from seen import Seen
 from torch import nn
 from zoo import MLP, SEED
 
@@ -255,7 +256,7 @@ def test_a_buffer_that_was_replaced_is_in_its_place_again() -> None:
     def run(k: int, fails: bool) -> torch.Tensor:
         torch.manual_seed(SEED)
         norm, linear = Mean(), nn.Linear(6, 3)
-        calls: list[int] = []
+        calls: Seen[int] = Seen()
 
         @oomkit.auto_batch(accumulation_steps=k)
         def step(x: torch.Tensor) -> None:
@@ -288,7 +289,7 @@ def test_gradients_come_back_when_a_parameter_was_changed() -> None:
 
 
 def test_python_random_is_rolled_back_with_a_model_given() -> None:
-    drawn: list[float] = []
+    drawn: Seen[float] = Seen()
     model = nn.Linear(3, 3)
 
     @oomkit.auto_batch(model=model)

@@ -292,7 +292,7 @@ def test_properties_are_not_evaluated_and_nothing_is_kept() -> None:
         evaluated = 0
 
         def __init__(self) -> None:
-            self.big = torch.zeros(10)
+            self.big = torch.zeros(100_000)
             self.n = 0
 
         @property
@@ -310,7 +310,7 @@ def test_properties_are_not_evaluated_and_nothing_is_kept() -> None:
 
     def plain(x: torch.Tensor) -> torch.Tensor:
         old = weakref.ref(odd.big)
-        odd.big = torch.ones(10)
+        odd.big = torch.ones(100_000)
         died.append(old() is None)
         return x * 2
 
@@ -415,3 +415,49 @@ def test_the_code_is_read_through_conditions_and_aliases() -> None:
         "next(table['it'])",
         "self.i",
     ]
+
+
+class Base:
+    def __init__(self) -> None:
+        self.model, self.optimizer = _model()
+        self.n = self.m = self.other = 0
+
+    def count(self) -> None:
+        self.n += 1
+
+    def plain(self, x: torch.Tensor) -> torch.Tensor:
+        self.count()
+        return x * 2
+
+
+class Derived(Base):
+    def count(self) -> None:
+        self.m += 1
+
+    def never(self) -> None:
+        self.other += 1
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        super().count()
+        return x * 2
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def explicit(self, x: torch.Tensor) -> torch.Tensor:
+        super(Derived, self).count()  # noqa: UP008
+        return x * 2
+
+    both = oomkit.auto_batch(Base.plain, accumulation_steps=2)
+
+
+@pytest.mark.parametrize("name", ["step", "explicit"])
+def test_super_is_the_next_class_and_not_the_override(name: str) -> None:
+    text = _said(getattr(Derived(), name), torch.randn(8, 4))
+    assert f"self.n (count(), line {_line(Base.count, 1)}" in text
+    assert "self.m" not in text and str(_line(Derived.count, 1)) not in text
+
+
+def test_a_method_of_self_is_the_override() -> None:
+    text = _said(Derived().both, torch.randn(8, 4))
+    assert f"self.m (count(), line {_line(Derived.count, 1)}" in text
+    assert "self.n" not in text

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from seen import Seen
 from test_once import _same, _values, _world
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from zoo import MLP
@@ -307,7 +308,7 @@ def test_a_scaler_that_had_unscaled_does_so_again() -> None:
     def run(k: int, fails: bool) -> list[torch.Tensor]:
         model, optimizer, x, y = _world()
         scaler = torch.amp.GradScaler(device="cpu", init_scale=64.0)
-        calls: list[int] = []
+        calls: Seen[int] = Seen()
 
         @oomkit.auto_batch(accumulation_steps=k)
         def step(x: torch.Tensor, y: torch.Tensor) -> None:

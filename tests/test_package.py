@@ -120,12 +120,13 @@ print(torch.autograd.backward is backward, torch.optim.Optimizer.step is step)
 def test_nothing_is_imported_between_an_error_and_its_replay() -> None:
     code = """
 import sys
+import collections
 import torch
 import oomkit
 from oomkit.testing import inject_oom
 
 model = torch.nn.Linear(4, 4)
-seen = []
+seen = collections.UserList()
 
 @oomkit.auto_batch
 def step(x):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from recovery_points import SUITES, Own, Point, chain, prove, run
 from recovery_world import FORMS, Judge, quiet
+from seen import Seen
 from torch import nn
 
 import oomkit
@@ -149,7 +150,7 @@ class Participant:
 def with_participant(participant: Participant) -> tuple[Any, nn.Module, torch.Tensor]:
     torch.manual_seed(SEED)
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    failed = []
+    failed: Seen[Any] = Seen()
 
     @oomkit.auto_batch(model=model, participants=(participant,))
     def step(x: torch.Tensor) -> None:
@@ -252,7 +253,7 @@ def test_a_later_part_of_an_evaluation_takes_the_earlier_ones_back_with_it() -> 
     """batch_norm in training mode had moved in the parts that were kept."""
     torch.manual_seed(SEED)
     model = nn.BatchNorm1d(3)
-    calls = []
+    calls: Seen[Any] = Seen()
 
     @oomkit.auto_batch(model=model, accumulation_steps=2, min_micro_batch=2)
     def step(x: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from seen import Seen
 from test_returned import B, Net, close, grads, loss_of, plain, same, world
 
 import oomkit
@@ -262,7 +263,7 @@ def test_what_is_freed_says_so() -> None:
 
 def test_nothing_of_the_failed_graph_is_alive() -> None:
     model, x, y = world()
-    held: list[int] = []
+    held: Seen[int] = Seen()
     wide = torch.nn.Linear(6, 4096).double()
 
     def compute(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from seen import Seen
 from torch import nn
 from zoo import MLP, SEED, ConvNet, difference, same
 
@@ -130,7 +131,7 @@ class _Noisy(nn.Module):
 def _run(verify: bool, use: Callable[..., Any]) -> dict[str, Any]:
     torch.manual_seed(SEED)
     model = _Noisy()
-    sizes: list[int] = []
+    sizes: Seen[int] = Seen()
 
     @oomkit.auto_batch(verify=verify)
     def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -200,7 +201,7 @@ def test_a_contrastive_loss_is_said() -> None:
 
 def test_losses_of_rows_are_not_verified() -> None:
     model = _model()
-    sizes: list[int] = []
+    sizes: Seen[int] = Seen()
 
     @oomkit.auto_batch(verify=True)
     def losses(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from seen import Seen
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
@@ -237,7 +238,7 @@ def test_healthy_call_returns_the_very_object() -> None:
 
 
 def test_evaluation_keeps_finished_parts() -> None:
-    seen: list[int] = []
+    seen: Seen[int] = Seen()
 
     @oomkit.auto_batch
     def evaluate(x: torch.Tensor) -> torch.Tensor:
@@ -262,7 +263,7 @@ def test_an_evaluation_that_draws_numbers_keeps_no_part() -> None:
     """A roll-back takes the stream to the entry: the rest would draw what a part had drawn."""
 
     def run(nth: int, k: int) -> tuple[torch.Tensor, int, list[int]]:
-        seen: list[int] = []
+        seen: Seen[int] = Seen()
 
         @oomkit.auto_batch(accumulation_steps=k)
         def evaluate(x: torch.Tensor) -> torch.Tensor:
@@ -283,7 +284,7 @@ def test_an_evaluation_that_draws_numbers_keeps_no_part() -> None:
 
 
 def test_python_and_numpy_streams_are_rolled_back() -> None:
-    drawn: list[tuple[float, float]] = []
+    drawn: Seen[tuple[float, float]] = Seen()
 
     @oomkit.auto_batch
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -300,7 +301,7 @@ def test_python_and_numpy_streams_are_rolled_back() -> None:
 
 def test_generator_among_the_globals_is_rolled_back() -> None:
     generator = torch.Generator().manual_seed(3)
-    drawn: list[torch.Tensor] = []
+    drawn: Seen[torch.Tensor] = Seen()
 
     @oomkit.auto_batch
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -368,8 +369,8 @@ def test_a_deleted_model_is_freed() -> None:
 
 
 def test_nested_steps_are_one_transaction() -> None:
-    sizes: list[int] = []
-    outer_sizes: list[int] = []
+    sizes: Seen[int] = Seen()
+    outer_sizes: Seen[int] = Seen()
 
     @oomkit.auto_batch
     def inner(x: torch.Tensor) -> torch.Tensor:
@@ -392,7 +393,7 @@ def test_nested_steps_are_one_transaction() -> None:
 def test_replay_sees_nothing_of_the_failed_attempt() -> None:
     """Bytes alive when the replay starts equal those at entry, with the collector off."""
     model = MLP()
-    seen: list[int] = []
+    seen: Seen[int] = Seen()
 
     @oomkit.auto_batch
     def step(x: torch.Tensor, y: torch.Tensor) -> None:

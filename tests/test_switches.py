@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from seen import Seen
 from torch import nn
 
 import oomkit
@@ -213,7 +214,7 @@ def test_a_switch_keeps_no_module_alive() -> None:
 @pytest.mark.parametrize("retried", [True, False])
 def test_modes_that_a_failed_attempt_did_not_leave_come_back(lost: str, retried: bool) -> None:
     """torch's no_grad() and autocast() are Python: without memory they are not left."""
-    seen: list[tuple[bool, bool]] = []
+    seen: Seen[tuple[bool, bool]] = Seen()
 
     def modes() -> tuple[bool, bool]:
         return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from seen import Seen
 from torch import nn
 from zoo import MLP, SEED, difference, make_world, same, whole_step
 
@@ -127,7 +128,7 @@ def test_the_verdict(
 )
 def test_when_it_runs(options: dict[str, Any], calls: int) -> None:
     model = _model()
-    sizes: list[int] = []
+    sizes: Seen[int] = Seen()
 
     def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         sizes.append(len(x))
@@ -312,7 +313,7 @@ def test_one_row_or_no_split_is_not_verified(
 
 def test_halves_keep_to_multiple_of() -> None:
     model = _model()
-    sizes: list[int] = []
+    sizes: Seen[int] = Seen()
 
     @oomkit.auto_batch(verify=True, multiple_of=2)
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -331,15 +332,14 @@ def test_an_error_inside_is_passed_over(
 ) -> None:
     """At each of the three runs; the gradients are those of the step."""
     model = _model()
-    calls = 0
+    calls: Seen[int] = Seen()
 
     @oomkit.auto_batch(verify=True)
     def step(x: torch.Tensor, y: torch.Tensor) -> float:
-        nonlocal calls
-        calls += 1
+        calls.append(1)
         loss = F.cross_entropy(model(x), y)
         torch.rand(3)
-        if calls == 3 + run:
+        if len(calls) == 3 + run:
             raise torch.OutOfMemoryError("here") if error == "oom" else ValueError("here")
         loss.backward()
         return loss.item()
@@ -347,7 +347,7 @@ def test_an_error_inside_is_passed_over(
     with force_slices([4, 4]):
         torch.manual_seed(SEED)
         assert step(*_batch()) > 0
-    assert calls == 3 + run
+    assert len(calls) == 3 + run
     assert ["here" in line for line in lines(logging.DEBUG)] == [True]
     assert all(p.grad is not None for p in model.parameters())
     state = torch.get_rng_state()

@@ -7,7 +7,7 @@ import sys
 import textwrap
 
 PRELUDE = """
-import sys, warnings
+import collections, sys, warnings
 sys.modules["oomkit._bridge"] = None
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
@@ -25,7 +25,7 @@ def run(fail_in, prior, **options):
     x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
     if prior:
         F.cross_entropy(model(x), y).backward()
-    calls = []
+    calls = collections.UserList()
 
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -252,8 +252,9 @@ def test_the_allocators_cache_is_emptied_once_before_the_retry() -> None:
     code = """
     import sys
     import torch
+    import collections
     emptied = []
-    calls = []
+    calls = collections.UserList()
     torch._C._accelerator_getAccelerator = lambda: torch.device("meta")
     torch._C._accelerator_isAllocatorInitialized = lambda: True
     torch._C._accelerator_emptyCache = lambda: emptied.append(len(calls))

@@ -3,6 +3,7 @@
 #include "errors.h"
 #include "proof.h"
 #include "pristine.h"
+#include "plain_state.h"
 #include "step.h"
 #include "tensor.h"
 
@@ -250,6 +251,9 @@ oomkit_attempt_join(oomkit_call *call)
     PyObject *result; /* owned */
 
     call->joining = oomkit_attempt_only_results(call);
+    if (call->joining && oomkit_plain_begin_part(call) < 0) {
+        return NULL;
+    }
     call->join.evaluation = call->joining;
     call->join.parked = call->training && call->returned == OOMKIT_RETURNED_NOTHING;
     call->join.one_loss = call->returned == OOMKIT_RETURNED_STASH;

@@ -69,6 +69,7 @@ typedef struct oomkit_rng {
     PyObject *others;       /* owned list of (generator, state...), or NULL */
     PyObject *random_state; /* owned, or NULL */
     PyObject *numpy_state;  /* owned, or NULL */
+    PyObject *streams;      /* owned list of (generator, state), or NULL */
 } oomkit_rng;
 
 /* --- optimizers.c --- */
@@ -230,7 +231,8 @@ typedef struct oomkit_call {
     int metric_count, metric_room;
     oomkit_slot *slots; /* parameters by module and name, while split */
     Py_ssize_t slot_count, slot_room;
-    PyObject *scales;  /* owned: list of (scaler, scale before its real update()) */
+    PyObject *scales; /* owned: list of (scaler, scale before its real update()) */
+    struct oomkit_plain *plain; /* marks of plain state, or NULL: see plain_state.h */
     PyObject *effects; /* owned: what looks at side effects of micro-batch 1, or NULL */
     PyObject *switches;    /* owned: dict of address to (weak reference to a module, its
                               training flag at entry), or NULL */

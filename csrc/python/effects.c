@@ -3,9 +3,11 @@
  * per site: around the first micro-batch of its first split call. */
 #include "call.h"
 #include "errors.h"
+#include "plain_state.h"
 #include "pristine.h"
 #include "step.h"
 
+/* The call's arguments as (tuple, dict). 0 or -1; both are owned. */
 int
 oomkit_effects_arguments(const oomkit_call *call, PyObject **positional,
                          PyObject **named)

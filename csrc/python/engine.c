@@ -4,6 +4,7 @@
 #include "errors.h"
 #include "pending.h"
 #include "pristine.h"
+#include "plain_state.h"
 #include "step.h"
 #include "tensor.h"
 
@@ -41,6 +42,9 @@ engine_participants(oomkit_call *call)
         old = step->parts;
         step->parts = found;
         oomkit_participants_release(old);
+        if (oomkit_plain_find(call) < 0) {
+            return -1;
+        }
     }
     call->parts = step->parts;
     call->parts->refs++;

@@ -1,6 +1,7 @@
 /* Calls whose loss was returned to a caller who runs backward: made when the call ends,
  * owned by the graph of that loss, freed with it. */
 #include "pending.h"
+#include "plain_state.h"
 #include "errors.h"
 #include "step.h"
 
@@ -94,6 +95,8 @@ oomkit_pending_retire(oomkit_pending *p)
     oomkit_rng_free(&p->rng);
     oomkit_rng_free(&p->after);
     oomkit_buffers_free(&p->buffers);
+    oomkit_plain_free(p->plain);
+    p->plain = NULL;
     oomkit_modes_clear(&p->modes);
     PyMem_Free(p->buffers_after);
     PyMem_Free(p->param_versions);
@@ -269,6 +272,7 @@ pending_new(oomkit_call *call, oomkit_returned kind, PyObject *loss, PyObject *r
         pending_unmake(p, call);
         return NULL;
     }
+    p->plain = oomkit_plain_take_slim(call);
     return p;
 }
 

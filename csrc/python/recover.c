@@ -3,6 +3,7 @@
 #include "call.h"
 #include "errors.h"
 #include "recompute.h"
+#include "plain_state.h"
 #include "step.h"
 #include "unfit.h"
 
@@ -258,6 +259,7 @@ recover_join(oomkit_call *call)
 {
     PyObject *reason; /* owned */
 
+    oomkit_plain_keep(call, call->join_failures == 0);
     if (oomkit_recover_roll_back(call) < 0) {
         return -1;
     }
@@ -296,6 +298,7 @@ recover_go_on(oomkit_call *call)
         return recover_join(call);
     }
     call->grads.may_owe = call->options->gradient_safety == OOMKIT_SAFETY_AUTO;
+    oomkit_plain_keep(call, keep);
     result = oomkit_recover_roll_back(call);
     call->grads.may_owe = 0;
     if (result == 0) {
@@ -360,10 +363,12 @@ recover_from_failure(oomkit_call *call)
     if (oomkit_strangers_alive(call)) {
         return recover_stranger(call);
     }
-    return recover_go_on(call) < 0
-               ? oomkit_own_failed(call, "it was being taken back after running out "
-                                         "of memory")
-               : 0;
+    if (recover_go_on(call) < 0) {
+        oomkit_plain_give_up(call);
+        return oomkit_own_failed(call, "it was being taken back after running out of "
+                                       "memory");
+    }
+    return 0;
 }
 
 /* From a failure (the exception is in flight), or from a plan that splits from the

@@ -8,6 +8,7 @@
 #include "errors.h"
 #include "pairs.h"
 #include "pending.h"
+#include "plain_state.h"
 #include "step.h"
 
 /* What was there when the second half failed. */
@@ -16,6 +17,7 @@ typedef struct replay_now {
     oomkit_switches switches;
     PyObject *buffers;          /* owned: list of (tensor, host copy) */
     PyObject *users;            /* owned: list of (participant, state) */
+    struct oomkit_plain *plain; /* owned: what the call did to it counts once */
     int rng_used, buffers_used; /* by others since the call */
     int finished;               /* the replay has */
     oomkit_call *call;          /* borrowed */
@@ -99,6 +101,11 @@ oomkit_replay_prepare(oomkit_call *call, oomkit_pending *p, const char **why)
     p->param_versions = NULL;
     call->switches = p->switches;
     p->switches = NULL;
+    if (oomkit_plain_put_slim(call, p->plain) < 0) {
+        p->plain = NULL;
+        return -1;
+    }
+    p->plain = NULL;
     refused = prepare_check(call, p, why);
     if (refused != 0 && oomkit_switches_keep(call) < 0) {
         return -1;
@@ -150,7 +157,8 @@ now_note(oomkit_call *call, const oomkit_pending *p, replay_now *now)
     }
     now->rng_used = moved != 0;
     if (moved < 0 || now_buffers(call, p, now) < 0 ||
-        oomkit_switches_now(call, &now->switches) < 0 || oomkit_owners_mark(call) < 0) {
+        oomkit_switches_now(call, &now->switches) < 0 || oomkit_owners_mark(call) < 0 ||
+        oomkit_plain_now(call, &now->plain) < 0) {
         return -1;
     }
     now->users = Py_XNewRef(call->user_marks);
@@ -164,6 +172,8 @@ now_clear(replay_now *now)
     oomkit_switches_clear(&now->switches);
     Py_CLEAR(now->buffers);
     Py_CLEAR(now->users);
+    oomkit_plain_free(now->plain);
+    now->plain = NULL;
 }
 
 static int
@@ -211,6 +221,9 @@ now_restore_once(void *argument)
     if (result == 0) {
         Py_XSETREF(call->user_marks, Py_XNewRef(now->users));
         result = oomkit_owners_restore(call);
+    }
+    if (result == 0) {
+        result = oomkit_plain_restore_now(call, now->plain);
     }
     oomkit_exempt_leave(st);
     return oomkit_grad_mode_back(st, mode, result);

@@ -4,6 +4,7 @@
 #include "call.h"
 #include "device_calls.h"
 #include "errors.h"
+#include "plain_state.h"
 #include "stream.h"
 
 static PyObject *
@@ -191,7 +192,7 @@ rng_mark_others(oomkit_call *call)
             PyErr_Clear(); /* rng="all" without numpy: there is no such stream */
         }
     }
-    return 0;
+    return oomkit_streams_mark(call);
 }
 
 /* At entry of an attempt. 0 or -1. */
@@ -260,7 +261,7 @@ oomkit_rng_restore(oomkit_call *call)
         }
         Py_DECREF(done);
     }
-    return 0;
+    return oomkit_streams_restore(call->st, rng);
 }
 
 static int
@@ -345,6 +346,9 @@ oomkit_rng_moved(oomkit_call *call)
     if (same == 1) {
         same = rng_same_libraries(rng);
     }
+    if (same == 1) {
+        same = oomkit_streams_same(call->st, rng);
+    }
     return same < 0 ? -1 : !same;
 }
 
@@ -355,7 +359,7 @@ oomkit_rng_drawn(oomkit_state *st, const oomkit_rng *before, const oomkit_rng *a
     int same = 1;
 
     if (before->cpu_state == NULL || before->random_state != NULL ||
-        before->numpy_state != NULL ||
+        before->numpy_state != NULL || before->streams != NULL ||
         n != (after->others == NULL ? 0 : PyList_GET_SIZE(after->others))) {
         return 1;
     }
@@ -382,6 +386,7 @@ oomkit_rng_free(oomkit_rng *rng)
     Py_CLEAR(rng->others);
     Py_CLEAR(rng->random_state);
     Py_CLEAR(rng->numpy_state);
+    Py_CLEAR(rng->streams);
 }
 
 void

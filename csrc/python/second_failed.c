@@ -1,5 +1,6 @@
 /* The caller's backward ran out of memory: what it reached is found in its graph, taken
  * back and run again; or it is said why that cannot be. */
+#include "plain_state.h"
 #include "second.h"
 #include "errors.h"
 #include "graph.h"
@@ -245,6 +246,7 @@ failed_replay_one(oomkit_second *s, oomkit_pending *p, PyObject *exception)
         /* Streams and buffers belong to what ran since the call. */
         oomkit_rng_release(call);
         oomkit_buffers_release(call);
+        oomkit_plain_put(call, NULL);
         return failed_give_up(s, p, exception, why);
     }
     if (result == 0) {

@@ -264,6 +264,7 @@
 #define OOMKIT_STATE_GLUE(X)                                                           \
     X(accept_no_gradients) /* oomkit._withheld: before the first split */              \
     X(watch_effects)       /* oomkit._side_effects: what else a split step changes */  \
+    X(plain_places)        /* oomkit._plain_state: where a step stores */              \
     X(weight_problem)      /* oomkit._callables: why weight= cannot be called */       \
     X(silent_closure)      /* oomkit._closures: refuses one that returns a loss */     \
     X(keepsake) /* oomkit._keepsake: what an optimizer keeps beside its state */       \

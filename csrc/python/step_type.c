@@ -1,5 +1,6 @@
 /* auto_batch's callable: binding, attributes, release. All state is made before the
  * object can be seen (step_make.c); there is no __init__. */
+#include "plain_state.h"
 #include "step_type.h"
 #include "errors.h"
 #include "recall.h"
@@ -153,6 +154,9 @@ step_traverse(PyObject *op, visitproc visit, void *arg)
             return result;
         }
     }
+    if (oomkit_plain_site_traverse(self->plain, visit, arg) != 0) {
+        return -1;
+    }
     return oomkit_options_traverse(&self->options, visit, arg);
 }
 
@@ -170,6 +174,7 @@ step_clear(PyObject *op)
 {
     oomkit_step *self = step_CAST(op);
     oomkit_participants *parts = self->parts;
+    oomkit_plain_site *plain = self->plain;
     PyObject *label =
         Py_XNewRef(self->options.label); /* owned: repr() stays possible */
 
@@ -178,6 +183,8 @@ step_clear(PyObject *op)
     oomkit_step_drop_instances(self);
     self->parts = NULL;
     oomkit_participants_release(parts);
+    self->plain = NULL;
+    oomkit_plain_site_release(plain);
     oomkit_options_clear(&self->options);
     self->options.label = label;
     Py_CLEAR(self->given);

@@ -3,6 +3,7 @@
  * not leave it half done. Everything in oomkit_tx_restore can be done again. */
 #include "call.h"
 #include "errors.h"
+#include "plain_state.h"
 #include "step.h"
 
 /* Gradients are marked at the first backward: a zero_grad() before it is not undone. */
@@ -169,6 +170,9 @@ oomkit_recover_roll_back(oomkit_call *call)
     Py_XDECREF(message);
     if (result == 0 && call->queued) {
         result = oomkit_backward_drain(call->st);
+    }
+    if (result == 0) {
+        result = oomkit_plain_say(call);
     }
     return result;
 }

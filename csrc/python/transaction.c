@@ -3,6 +3,7 @@
 #include "errors.h"
 #include "keepsake.h"
 #include "pristine.h"
+#include "plain_state.h"
 #include "step.h"
 #include "tensor.h"
 
@@ -162,7 +163,7 @@ oomkit_tx_begin(oomkit_call *call)
         return -1;
     }
     return oomkit_rng_mark(call) < 0 || oomkit_buffers_mark(call) < 0 ||
-                   oomkit_owners_mark(call) < 0
+                   oomkit_owners_mark(call) < 0 || oomkit_plain_begin(call) < 0
                ? -1
                : 0;
 }
@@ -186,7 +187,7 @@ oomkit_tx_begin_micro(oomkit_call *call)
         moved = call->parts->owners[i].kind == OOMKIT_OWNER_USER;
     }
     call->parts_moved |= moved != 0;
-    return moved < 0 ? -1 : 0;
+    return moved < 0 || oomkit_plain_begin_part(call) < 0 ? -1 : 0;
 }
 
 /* Is the point of no return behind us? 1, 0 or -1. Keeps an exception in flight: torch
@@ -322,8 +323,10 @@ oomkit_tx_restore(oomkit_call *call, PyObject **message)
             return -1;
         }
     }
-    return oomkit_owners_restore(call) < 0 || oomkit_rng_restore(call) < 0 ? -1
-                                                                           : refused;
+    return oomkit_plain_restore(call) < 0 || oomkit_owners_restore(call) < 0 ||
+                   oomkit_rng_restore(call) < 0
+               ? -1
+               : refused;
 }
 
 /* A learning rate that changes in every micro-batch: asked at each step() after the
@@ -433,6 +436,7 @@ oomkit_tx_end_attempt(oomkit_call *call)
     oomkit_rng_release(call);
     oomkit_optimizers_release(call);
     oomkit_effects_abandon(call);
+    oomkit_plain_end_attempt(call);
     oomkit_pristine_release(call);
     Py_CLEAR(call->plain_leaves);
     Py_CLEAR(call->step_leaves);
@@ -462,6 +466,7 @@ oomkit_tx_end_attempt(oomkit_call *call)
 void
 oomkit_tx_end(oomkit_call *call)
 {
+    oomkit_plain_keep(call, 0);
     oomkit_tx_end_attempt(call);
     oomkit_grads_release(call);
     oomkit_owners_release(call);

@@ -1,0 +1,16 @@
+"""What a test has seen of every attempt of a step, the failed ones included.
+
+A roll-back undoes what a failed attempt has appended to a list, so that a plain list shows
+the attempts that count. The standard library's own classes are outside of what it undoes.
+"""
+
+from __future__ import annotations
+
+from collections import UserList
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Seen(UserList[T]):
+    """A list that nothing is taken from."""
