@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -307,6 +308,48 @@ def test_what_is_too_large_is_said_once_and_copied_from_then_on() -> None:
         with oomkit.testing.force_slices([8]):
             _fail(decorated, _x())
     assert large.unique().tolist() == [8]
+
+
+def test_a_long_dictionary_that_grew_is_said() -> None:
+    model, _ = _model()
+    cache = {i: i for i in range(2000)}
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> None:
+        cache[len(cache)] = len(x)
+        _raised(model, x)
+
+    with pytest.warns(oomkit.OomkitWarning, match="its change of cache could not be undone"):
+        _fail(step, _x())
+    assert len(cache) == 2003
+
+
+def test_places_are_what_they_are_at_each_call() -> None:
+    """A place may have become anything else since it was looked for."""
+    model, _ = _model()
+    box = Box()
+    box.values = [torch.zeros(1), [0]]
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> None:
+        if isinstance(box.values, list):
+            for value in box.values:
+                value += [1] if isinstance(value, list) else 1
+            box.values[1].append(2)
+        _raised(model, x)
+
+    step(_x())
+    for value in (3, None, {"a": 1}, (1, [2]), torch.zeros(2), np.zeros(2), "text", Box()):
+        box.values = value
+        _fail(step, _x())
+        assert box.values is value
+        with oomkit.testing.force_slices([8]):
+            step(_x())
+    box.values = [torch.zeros(1), [0]]
+    with oomkit.testing.force_slices([8]):
+        _fail(step, _x())
+    count = step.records[-1].accumulation_steps
+    assert (box.values[0].item(), box.values[1]) == (count, [0] + [1, 2] * count)
 
 
 def test_a_call_that_fails_for_good_leaves_nothing() -> None:

@@ -133,7 +133,7 @@ oomkit_content_restore(oomkit_state *st, const oomkit_content *content,
     case OOMKIT_CONTENT_TENSOR:
         return restore_tensor(st, content, target);
     case OOMKIT_CONTENT_LENGTH:
-        if (PyList_GET_SIZE(target) < content->count) {
+        if (!PyList_Check(target) || PyList_GET_SIZE(target) < content->count) {
             return 1;
         }
         return PyList_SetSlice(target, content->count, PyList_GET_SIZE(target), NULL);

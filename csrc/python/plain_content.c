@@ -34,6 +34,17 @@ kind_of(const oomkit_state *st, PyObject *value, int what)
                                              : OOMKIT_CONTENT_NONE;
 }
 
+/* Of a container; 0 of a tensor. -1 with an exception. */
+static Py_ssize_t
+size_of(PyObject *value)
+{
+    return PyList_Check(value)        ? PyList_GET_SIZE(value)
+           : PyDict_Check(value)      ? PyDict_GET_SIZE(value)
+           : PySet_Check(value)       ? PySet_GET_SIZE(value)
+           : is_deque(Py_TYPE(value)) ? PyObject_Length(value)
+                                      : 0;
+}
+
 void
 oomkit_content_clear(oomkit_content *content)
 {
@@ -234,18 +245,22 @@ oomkit_content_take(oomkit_state *st, PyObject *value, int what, uint64_t *room,
                     oomkit_content *content)
 {
     int kind = kind_of(st, value, what), result;
-    Py_ssize_t most = (what & OOMKIT_PLAIN_ALL) != 0 ? PY_SSIZE_T_MAX : ITEMS;
+    Py_ssize_t most = (what & OOMKIT_PLAIN_ALL) != 0 ? PY_SSIZE_T_MAX : ITEMS, size;
 
     memset(content, 0, sizeof(*content));
-    if (kind == OOMKIT_CONTENT_NONE ||
-        (kind == OOMKIT_CONTENT_DICT && PyDict_GET_SIZE(value) > most) ||
-        (kind == OOMKIT_CONTENT_SET && PySet_GET_SIZE(value) > most) ||
-        (kind == OOMKIT_CONTENT_DEQUE && PyObject_Length(value) > most)) {
-        return PyErr_Occurred() ? -1 : 0;
+    if (kind == OOMKIT_CONTENT_NONE) {
+        return 0;
+    }
+    size = size_of(value);
+    if (size < 0) {
+        return -1;
+    }
+    if (size > most) { /* that it changed can be said */
+        kind = OOMKIT_CONTENT_LENGTH;
     }
     content->kind = (uint8_t)kind;
     if (kind == OOMKIT_CONTENT_LENGTH) { /* held only while nothing large is in it */
-        content->count = PyList_GET_SIZE(value);
+        content->count = size;
         content->target = (oomkit_held){.address = value, .kind = OOMKIT_HELD_ADDRESS};
         return 1;
     }
@@ -349,16 +364,17 @@ int
 oomkit_content_moved(oomkit_state *st, const oomkit_content *content, PyObject *target)
 {
     oomkit_tensor_facts facts;
+    Py_ssize_t size;
     int same;
 
-    if (kind_of(st, target, OOMKIT_PLAIN_CONTENT) != content->kind &&
-        !(content->kind == OOMKIT_CONTENT_LENGTH && PyList_Check(target)) &&
-        !(content->kind == OOMKIT_CONTENT_LIST && PyList_Check(target))) {
+    if (content->kind == OOMKIT_CONTENT_LENGTH) {
+        size = size_of(target);
+        return size < 0 ? -1 : size != content->count;
+    }
+    if (kind_of(st, target, OOMKIT_PLAIN_ALL) != content->kind) {
         return 1;
     }
     switch (content->kind) {
-    case OOMKIT_CONTENT_LENGTH:
-        return PyList_GET_SIZE(target) != content->count;
     case OOMKIT_CONTENT_DICT:
         return !dict_same(content, target);
     case OOMKIT_CONTENT_ARRAY:

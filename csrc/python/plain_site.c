@@ -136,6 +136,58 @@ site_look(oomkit_call *call, PyObject *positional, PyObject *named)
     return found;
 }
 
+/* Is there a place in `site` that is reached in the same way? Its number, or -1. */
+static Py_ssize_t
+site_find(const oomkit_plain_site *site, const oomkit_plain_node *node,
+          Py_ssize_t parent)
+{
+    Py_ssize_t i;
+
+    for (i = 0; i < site->count; i++) {
+        const oomkit_plain_node *other = &site->nodes[i];
+        if (other->kind == node->kind && other->parent == parent &&
+            (other->key == node->key ||
+             (PyUnicode_CheckExact(other->key) && PyUnicode_CheckExact(node->key) &&
+              PyUnicode_Compare(other->key, node->key) == 0))) {
+            return i;
+        }
+    }
+    return -1;
+}
+
+/* Adds the places of `before` that were not found again. 0 or -1. */
+static int
+site_merge(oomkit_plain_site *site, const oomkit_plain_site *before)
+{
+    Py_ssize_t i, total = site->count + before->count;
+    Py_ssize_t *number = PyMem_Calloc((size_t)before->count + 1, sizeof(*number));
+    void *grown = number == NULL ? NULL
+                                 : PyMem_Realloc(site->nodes,
+                                                 (size_t)total * sizeof(*site->nodes));
+
+    if (grown == NULL) {
+        PyMem_Free(number);
+        PyErr_NoMemory();
+        return -1;
+    }
+    site->nodes = grown;
+    for (i = 0; i < before->count; i++) {
+        oomkit_plain_node node = before->nodes[i];
+        node.parent = node.parent < 0 ? -1 : number[node.parent];
+        number[i] = site_find(site, &node, node.parent);
+        if (number[i] >= 0) {
+            site->nodes[number[i]].what |= node.what;
+            continue;
+        }
+        Py_INCREF(node.key);
+        Py_INCREF(node.name);
+        number[i] = site->count;
+        site->nodes[site->count++] = node;
+    }
+    PyMem_Free(number);
+    return 0;
+}
+
 /* Only what has places or streams is kept: a step without pays for one look at NULL. */
 int
 oomkit_plain_find(oomkit_call *call)
@@ -162,8 +214,18 @@ oomkit_plain_find(oomkit_call *call)
     if (PyErr_Occurred()) {
         return -1;
     }
-    step->plain_looked = step->plain_looked == 0 ? 1 : step->plain_looked;
     before = step->plain;
+    if (call->ooms > 0 && site != NULL && before != NULL &&
+        site_merge(site, before) < 0) {
+        PyObject *exception = oomkit_exception_take(); /* owned, given back */
+        oomkit_plain_site_release(site);
+        oomkit_exception_give(exception);
+        return -1;
+    }
+    if (call->ooms > 0 && site == NULL) {
+        return 0; /* what was found before is as good */
+    }
+    step->plain_looked = step->plain_looked == 0 ? 1 : step->plain_looked;
     step->plain = site;
     oomkit_plain_site_release(before);
     return 0;

@@ -41,6 +41,8 @@ marks_add(oomkit_plain_marks *marks, Py_ssize_t node)
     return &marks->items[marks->count++];
 }
 
+#define EACH 1024 /* looked at in one container */
+
 /* Things in a container whose own content may change. 0 or -1. */
 static int
 mark_each(oomkit_call *call, oomkit_plain_marks *marks, Py_ssize_t node,
@@ -51,9 +53,12 @@ mark_each(oomkit_call *call, oomkit_plain_marks *marks, Py_ssize_t node,
     int result = 0;
 
     if (PyDict_Check(value)) {
-        list = PyDict_Values(value);
+        list =
+            marks->all || PyDict_GET_SIZE(value) <= EACH ? PyDict_Values(value) : NULL;
     } else if (PyList_Check(value) || PyTuple_Check(value)) {
-        list = PySequence_List(value);
+        list = marks->all || PySequence_Fast_GET_SIZE(value) <= EACH
+                   ? PySequence_List(value)
+                   : NULL;
     }
     for (i = 0; list != NULL && result == 0 && i < PyList_GET_SIZE(list); i++) {
         PyObject *item = PyList_GET_ITEM(list, i); /* borrowed */
