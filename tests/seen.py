@@ -6,11 +6,22 @@ the attempts that count. The standard library's own classes are outside of what 
 
 from __future__ import annotations
 
-from collections import UserList
-from typing import TypeVar
+from collections import UserDict, UserList
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
 class Seen(UserList[T]):
     """A list that nothing is taken from."""
+
+
+class World(UserDict[str, Any]):
+    """What happens to something outside of the process: `world.set(device, pending=1)`."""
+
+    def set(self, target: object, **values: Any) -> None:
+        for name, value in values.items():
+            setattr(target, name, value)
+
+
+world = World()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from compiled import load_module
+from seen import Seen
 
 import oomkit
 from oomkit import _C
@@ -167,7 +168,8 @@ class Body:
     """A step that notes the rows of its runs and fails in those that it is told to."""
 
     def __init__(self, *failures: Exception | None) -> None:
-        self.failures, self.sizes = list(failures), []
+        self.failures = list(failures)
+        self.sizes: Seen[int] = Seen()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         self.sizes.append(len(x))

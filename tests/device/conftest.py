@@ -99,3 +99,11 @@ def last_error(runtime: Any) -> Iterator[Any]:
     yield numbers
     for name in ("last_error", "comes_back"):
         setattr(numbers, name, 0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Calls of the device's functions are counted here, run by run."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.no_proof)

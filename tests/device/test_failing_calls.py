@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from nomemory.fault import MISSING
+from seen import Seen
 
 import oomkit
 from device import EFAILED, MIB, ROWS, XPU, Body, Device, out_of_memory, run
@@ -40,7 +41,7 @@ def test_a_share_that_raises(cuda: Device) -> None:
 def test_a_collector_that_fails_ends_the_step_with_its_error(
     cuda: Device, error: BaseException
 ) -> None:
-    kept: list[torch.Tensor] = []
+    kept: Seen[torch.Tensor] = Seen()
 
     def collect() -> None:
         raise error
@@ -75,8 +76,8 @@ def test_a_second_flush_that_fails_is_like_the_first(
     cuda: Device, error: BaseException | None
 ) -> None:
     """After the collector has freed something: one of memory is no failure."""
-    kept: list[torch.Tensor] = []
-    flushed: list[int] = []
+    kept: Seen[torch.Tensor] = Seen()
+    flushed: Seen[int] = Seen()
 
     def collect() -> None:
         kept[0] = torch.empty(0)
@@ -102,7 +103,7 @@ def test_a_second_flush_that_fails_is_like_the_first(
 
 def test_a_collector_that_frees_nothing_is_not_followed_by_a_flush(cuda: Device) -> None:
     cuda.look_up("gc_collect", lambda: None)
-    run(keeping(cuda, []))
+    run(keeping(cuda, Seen()))
     assert cuda.empty_calls == 1
 
 
@@ -154,7 +155,7 @@ def test_a_device_without_a_way_to_wait_is_flushed(cuda: Device) -> None:
     other = torch.device("privateuseone")
     cuda.monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: other)
     cuda.monkeypatch.delattr(torch.cuda, "synchronize")
-    body = keeping(cuda, [])
+    body = keeping(cuda, Seen())
     run(body)
     assert cuda.events == [] and cuda.empty_calls >= 1
 
@@ -265,7 +266,7 @@ def test_a_captured_call_that_there_is_no_memory_to_report_of(cuda: Device) -> N
     from nomemory.fault import remove_mem_hooks, set_nomemory
 
     cuda.capturing = True
-    seen: list[type] = []
+    seen: Seen[type] = Seen()
     for nth in range(3000):
         error = out_of_memory()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from seen import Seen, world
 
 import oomkit
 from device import (
@@ -98,7 +99,7 @@ def test_without_statistics_a_step_runs_and_recovers(cuda: Device, status: int) 
     """cudaMallocAsync has not all of them, a backend out of torch's tree may have none (a pluggable
     allocator is another matter, see test_pluggable.py)."""
     cuda.stats_status = status
-    sizes = []
+    sizes: Seen[Any] = Seen()
 
     def body(x: torch.Tensor) -> torch.Tensor:
         sizes.append(len(x))
@@ -155,7 +156,7 @@ def test_no_capture_is_asked_for_of_a_device_that_is_not_in_use(
 @pytest.mark.parametrize("type_", [XPU, PRIVATE])
 def test_other_accelerators_go_the_same_way(fake: Device, type_: int) -> None:
     fake.install(type_)
-    sizes = []
+    sizes: Seen[Any] = Seen()
 
     def body(x: torch.Tensor) -> torch.Tensor:
         sizes.append(len(x))
@@ -246,7 +247,7 @@ def test_a_limit_is_no_more_than_what_the_device_has(cuda: Device) -> None:
 def test_the_driver_is_asked_before_a_first_state_only(
     cuda: Device, monkeypatch: pytest.MonkeyPatch, momentum: float, asked: int
 ) -> None:
-    calls: list[int] = []
+    calls: Seen[int] = Seen()
 
     def info(index: int) -> tuple[int, int]:
         calls.append(index)
@@ -312,7 +313,7 @@ def test_a_device_without_a_context_is_not_waited_for(cuda: Device) -> None:
 
     def body(x: torch.Tensor) -> torch.Tensor:
         if not cuda.empty_calls:
-            cuda.pending = MIB
+            world.set(cuda, pending=MIB)
             raise out_of_memory()
         return x * 2
 
@@ -381,7 +382,7 @@ def test_our_limit_takes_the_place_of_the_share(cuda: Device) -> None:
 def test_a_healthy_step_asks_for_the_share_once(
     cuda: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[int] = []
+    calls: Seen[int] = Seen()
 
     def share(index: int) -> float:
         calls.append(index)

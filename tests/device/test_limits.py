@@ -14,6 +14,7 @@ import pytest
 import torch
 from compiled import compile_library
 from nomemory.fault import MISSING
+from seen import Seen
 
 import oomkit
 from device import MIB, Device
@@ -36,9 +37,9 @@ def shares(fake: Device, monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
         assert cuda.is_initialized() or initialising
         fake.fraction[index] = share
 
-    initialising: list[bool] = []
+    initialising: Seen[bool] = Seen()
     monkeypatch.setattr(cuda, "set_per_process_memory_fraction", put)
-    queued: list[Any] = []
+    queued: Seen[Any] = Seen()
     monkeypatch.setattr(cuda, "_lazy_call", queued.append)
 
     def initialise() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from seen import Seen, world
 
 import oomkit
 from device import MIB, ROWS, Body, Device, out_of_memory, run
@@ -32,7 +33,7 @@ def beside(request: Any, fake: Device, backend: Any, monkeypatch: Any) -> Any:
 def drawing(beside: Device, drawn: list[tuple[int, int]]) -> Any:
     def body(x: torch.Tensor) -> torch.Tensor:
         drawn.append((len(x), beside.generators[0].offset))
-        beside.generators[0].draw()
+        world.set(beside.generators[0], offset=beside.generators[0].offset + 4)
         if len(drawn) == 1:
             raise out_of_memory()
         return x * 2
@@ -41,19 +42,19 @@ def drawing(beside: Device, drawn: list[tuple[int, int]]) -> Any:
 
 
 def test_the_devices_streams_are_put_back_and_its_cache_emptied(beside: Device) -> None:
-    drawn: list[tuple[int, int]] = []
+    drawn: Seen[tuple[int, int]] = Seen()
     step = run(drawing(beside, drawn))
     assert drawn == [(8, 0), (4, 0), (4, 4)]
     assert beside.empty_calls == 1 and step.records[0].ooms == 1
 
 
 def test_its_side_streams_are_waited_for(beside: Device) -> None:
-    sizes: list[int] = []
+    sizes: Seen[int] = Seen()
 
     def body(x: torch.Tensor) -> torch.Tensor:
         sizes.append(len(x))
         if len(sizes) == 1:
-            beside.pending = MIB
+            world.set(beside, pending=MIB)
             raise out_of_memory()
         return x * 2
 
@@ -71,7 +72,7 @@ def test_a_context_that_is_lost_ends_it(beside: Device, last_error: Any) -> None
 
 def test_a_device_that_is_not_in_use_is_left_alone(beside: Device) -> None:
     beside.initialized = 0
-    drawn: list[tuple[int, int]] = []
+    drawn: Seen[tuple[int, int]] = Seen()
     run(drawing(beside, drawn))
     assert drawn == [(8, 0), (4, 4), (4, 8)] and beside.empty_calls == 0 and beside.events == []
 

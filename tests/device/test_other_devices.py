@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from seen import Seen, world
 
 import oomkit
 from device import CUDA, MIB, MPS, PRIVATE, ROWS, XPU, Body, Device, out_of_memory, run
@@ -158,12 +159,12 @@ def test_cuda_beside_a_backend_that_is_torchs_accelerator(fake: Device) -> None:
     patch(torch.cuda, "mem_get_info", lambda index: (7 * MIB, 9 * MIB))
     found = oomkit.memory("cuda:0")
     assert (found.free, found.total) == (7 * MIB, 9 * MIB)
-    sizes: list[int] = []
+    sizes: Seen[int] = Seen()
 
     def body(x: torch.Tensor) -> torch.Tensor:
         sizes.append(len(x))
         if len(sizes) == 1:
-            fake.pending = MIB
+            world.set(fake, pending=MIB)
             raise out_of_memory()
         return x * 2
 

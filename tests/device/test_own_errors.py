@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from seen import Seen, world
 
 import oomkit
 from device import EFAILED, MIB, ROWS, Body, Device, accelerator_error, out_of_memory, run
@@ -24,7 +25,7 @@ def pending_body(cuda: Device, sizes: list[int]) -> Any:
     def body(x: torch.Tensor) -> torch.Tensor:
         sizes.append(len(x))
         if len(sizes) == 1:
-            cuda.pending = MIB
+            world.set(cuda, pending=MIB)
             raise out_of_memory()
         return x * 2
 
@@ -37,7 +38,7 @@ def pending_body(cuda: Device, sizes: list[int]) -> Any:
 @pytest.mark.parametrize("error", [driver_oom(), out_of_memory()])
 def test_a_wait_that_runs_out_of_memory_is_no_failure(cuda: Device, error: Exception) -> None:
     cuda.raising["wait"] = error
-    sizes: list[int] = []
+    sizes: Seen[int] = Seen()
     run(pending_body(cuda, sizes))
     assert sizes == [8, 4, 4] and cuda.events == [("wait", 0)] and cuda.empty_calls == 1
 
@@ -48,7 +49,7 @@ def test_a_wait_that_finds_the_context_lost_ends_it_with_that_error(
 ) -> None:
     error = accelerator_error("CUDA error: out of memory, or whatever it says", code)
     cuda.raising["wait"] = error
-    sizes: list[int] = []
+    sizes: Seen[int] = Seen()
     step = oomkit.auto_batch(pending_body(cuda, sizes), label="lost")
     with torch.no_grad(), pytest.raises(torch.AcceleratorError) as caught:
         step(ROWS)
@@ -69,7 +70,7 @@ def test_a_wait_out_of_memory_in_a_context_that_is_lost_passes(
         raise error
 
     cuda.monkeypatch.setattr(torch._C, "_accelerator_synchronizeDevice", wait)
-    sizes: list[int] = []
+    sizes: Seen[int] = Seen()
     with torch.no_grad(), pytest.raises(torch.AcceleratorError) as caught:
         oomkit.auto_batch(pending_body(cuda, sizes))(ROWS)
     assert caught.value is error and sizes == [8]
@@ -80,7 +81,7 @@ def test_a_wait_out_of_memory_in_a_context_that_is_lost_passes(
 
 def flush_raises(cuda: Device, error: BaseException | None) -> list[int]:
     """Torch's own flush, which is asked when the bridge's has failed."""
-    calls: list[int] = []
+    calls: Seen[int] = Seen()
 
     def flush() -> None:
         calls.append(1)
@@ -133,7 +134,7 @@ def test_an_error_that_is_none_of_memory_stays_with_the_runtime(
 
 
 def test_the_last_error_of_another_thread_is_its_own(cuda: Device, last_error: Any) -> None:
-    left: list[int] = []
+    left: Seen[int] = Seen()
     begun, ended = threading.Event(), threading.Event()
 
     def other() -> None:
@@ -169,7 +170,7 @@ def test_a_search_waits_for_nothing_of_a_lost_context(
     cuda: Device, last_error: Any, code: int
 ) -> None:
     last_error.last_error, last_error.comes_back = code, 719
-    sizes: list[int] = []
+    sizes: Seen[int] = Seen()
 
     def train(batch_size: int) -> None:
         sizes.append(batch_size)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from seen import Seen
 
 import oomkit
 from device import CUDA, MIB, ROWS, Body, Device, accelerator_error, out_of_memory, run
@@ -115,11 +116,12 @@ class Roomy:
     """A step on a device that has memory for `most` rows, and says nothing of it."""
 
     def __init__(self, most: int) -> None:
-        self.most, self.failed, self.sizes = most, 0, [0]
+        self.most, self.sizes = most, [0]
+        self.failures: Seen[int] = Seen()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if len(x) > self.most:
-            self.failed += 1
+            self.failures.append(len(x))
             raise out_of_memory()
         self.sizes.append(len(x))
         return x * 2
@@ -130,17 +132,17 @@ def test_the_micro_batch_grows_back_by_halves_of_what_is_not_known(pluggable: De
     step = oomkit.auto_batch(body)
     rows = torch.arange(64.0).reshape(64, 1)
     rows = rows if type(ROWS) is torch.Tensor else rows.as_subclass(Placed)
-    found = []
+    found: Seen[Any] = Seen()
     with torch.no_grad():
         for _ in range(60):
             body.sizes.clear()
             assert torch.equal(step(rows), rows * 2)
             found.append(max(body.sizes))
-    assert found[0] == 8 and body.failed == 2  # 64 and 32 rows
+    assert found[0] == 8 and len(body.failures) == 2  # 64 and 32 rows
     assert found[:8] == [8] * 8 and found[8] == 16 and found[-1] == 22
     body.most = 21  # what has worked works no more
     with torch.no_grad():
         for _ in range(60):
             body.sizes.clear()
             step(rows)
-    assert body.failed == 3 and max(body.sizes) == 16
+    assert len(body.failures) == 3 and max(body.sizes) == 16

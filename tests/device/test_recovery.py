@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from seen import Seen, world
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,7 +35,7 @@ from oomkit.testing import force_slices, inject_oom
 
 
 def test_one_flush_and_nothing_else_where_nothing_is_alive(cuda: Device) -> None:
-    collected: list[int] = []
+    collected: Seen[int] = Seen()
     cuda.look_up("gc_collect", lambda: collected.append(1))
     body = Body(out_of_memory())
     step = run(body)
@@ -47,14 +48,14 @@ def test_side_streams_are_waited_for_before_the_flush_and_nothing_is_collected(
     cuda: Device,
 ) -> None:
     """record_stream: bytes count until the side stream's kernels are done."""
-    collected: list[int] = []
+    collected: Seen[int] = Seen()
     cuda.look_up("gc_collect", lambda: collected.append(1))
-    sizes = []
+    sizes: Seen[Any] = Seen()
 
     def body(x: torch.Tensor) -> torch.Tensor:
         sizes.append(len(x))
         if len(sizes) == 1:
-            cuda.pending = MIB
+            world.set(cuda, pending=MIB)
             raise out_of_memory()
         assert cuda.pending == 0
         return x * 2
@@ -64,7 +65,7 @@ def test_side_streams_are_waited_for_before_the_flush_and_nothing_is_collected(
 
 
 def test_what_the_flush_leaves_is_collected_and_flushed_again(cuda: Device) -> None:
-    sizes = []
+    sizes: Seen[Any] = Seen()
 
     class Node:
         pass
@@ -167,7 +168,7 @@ def test_a_guard_inside_a_capture_puts_its_flush_off(cuda: Device) -> None:
 
 
 def test_a_function_inside_a_capture_is_not_called_again(cuda: Device) -> None:
-    sizes: list[int] = []
+    sizes: Seen[int] = Seen()
 
     def train(batch_size: int) -> None:
         sizes.append(batch_size)
@@ -254,7 +255,7 @@ def test_a_context_that_is_lost_ends_it(cuda: Device, last_error: Any) -> None:
 
 def test_a_context_that_is_lost_ends_searches_too(cuda: Device, last_error: Any) -> None:
     last_error.last_error, last_error.comes_back = 700, 1
-    sizes: list[int] = []
+    sizes: Seen[int] = Seen()
 
     def train(batch_size: int) -> None:
         sizes.append(batch_size)
@@ -297,7 +298,7 @@ class Operators(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: list[str] = []
+        self.names: Seen[str] = Seen()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(str(func))
@@ -392,7 +393,7 @@ def test_the_devices_streams_are_where_they_were(
     def train(fails: bool) -> list[tuple[int, int, int]]:
         fake.generators[0].manual_seed(1)
         fake.generators[1].manual_seed(2)
-        drawn = []
+        drawn: Seen[Any] = Seen()
 
         def body(x: torch.Tensor) -> torch.Tensor:
             drawn.append((len(x), *(generator.draw() for generator in fake.generators)))
@@ -428,7 +429,7 @@ def test_a_generator_without_an_offset_is_kept_by_its_state(
             raise NotImplementedError("get_offset is not implemented for MPS")
 
     monkeypatch.setattr(torch.mps, "_get_default_mps_generator", Mps)
-    drawn: list[float] = []
+    drawn: Seen[float] = Seen()
 
     def body(x: torch.Tensor) -> torch.Tensor:
         drawn.append(float(torch.rand(1, generator=generator)))

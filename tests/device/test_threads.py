@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from seen import Seen
 
 import oomkit
 from device import MIB, ROWS, Body, Device, out_of_memory, run
@@ -75,7 +76,7 @@ def test_steps_of_two_threads_overlap(cuda: Device, fails: bool) -> None:
     peaks: list[int] = [0, 0]
 
     def train(i: int) -> None:
-        tries: list[int] = []
+        tries: Seen[int] = Seen()
 
         def body(x: torch.Tensor) -> torch.Tensor:
             block = torch.empty((8 - 6 * i) * MIB, dtype=torch.uint8)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from seen import Seen
 
 import oomkit
 from device import CUDA, MIB, MPS, XPU, Device, out_of_memory
@@ -31,7 +32,7 @@ class Accelerator:
 
     def __init__(self, fake: Device, monkeypatch: pytest.MonkeyPatch) -> None:
         self.fake, self.patch = fake, monkeypatch.setattr
-        self.calls: list[str] = []
+        self.calls: Seen[str] = Seen()
         self.stats: Any = {
             "allocated_bytes": {"all": {"current": 5 * MIB, "peak": 7 * MIB}},
             "reserved_bytes": {"all": {"current": 5 * MIB + 512, "peak": 9 * MIB}},
@@ -109,7 +110,7 @@ def failing_step(sizes: list[int]) -> Any:
 
 def test_figures_reset_and_flush_of_an_xpu(accelerator: Accelerator) -> None:
     accelerator.of("xpu")
-    sizes: list[int] = []
+    sizes: Seen[int] = Seen()
     step = failing_step(sizes)
     step(on("xpu:0", 8))
     assert sizes == [8, 4, 4]
@@ -122,7 +123,7 @@ def test_figures_reset_and_flush_of_an_xpu(accelerator: Accelerator) -> None:
 
 def test_another_type_than_the_accelerators_has_no_figures(accelerator: Accelerator) -> None:
     accelerator.of("cuda")
-    sizes: list[int] = []
+    sizes: Seen[int] = Seen()
     step = failing_step(sizes)
     step(on("xpu:0", 8))
     assert sizes == [8, 4, 4] and step.records[0].peak_allocated is None
@@ -136,7 +137,7 @@ def test_statistics_that_are_missing_are_unknown(accelerator: Accelerator, stats
     accelerator.of("cuda").stats = stats
     found = oomkit.memory("cuda:0")
     assert found.allocated is None and found.peak_allocated is None
-    sizes: list[int] = []
+    sizes: Seen[int] = Seen()
     failing_step(sizes)(on("cuda:0", 8))
     assert sizes == [8, 4, 4]
 
@@ -156,7 +157,7 @@ def test_only_what_the_allocator_says_is_believed_for_good(
 @pytest.mark.parametrize("answer", [False, RuntimeError("INTERNAL ASSERT FAILED")])
 def test_nothing_is_asked_before_it_is_in_use(accelerator: Accelerator, answer: Any) -> None:
     accelerator.of("cuda").initialized = answer
-    failing_step([])(on("cuda:0", 8))
+    failing_step(Seen())(on("cuda:0", 8))
     assert accelerator.calls == [] and oomkit.memory("cuda:0").total is None
 
 
@@ -166,7 +167,7 @@ def test_a_forked_child_leaves_the_parents_device_alone(
     """Its allocator has figures still, but every call to the device would fail."""
     accelerator.of("cuda")
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    sizes: list[int] = []
+    sizes: Seen[int] = Seen()
     step = failing_step(sizes)
     step(on("cuda:0", 8))
     assert sizes == [8, 4, 4] and step.records[0].peak_allocated is None
@@ -175,7 +176,7 @@ def test_a_forked_child_leaves_the_parents_device_alone(
 
 def test_a_flush_that_runs_out_of_memory_is_no_failure(accelerator: Accelerator) -> None:
     accelerator.of("xpu")
-    sizes: list[int] = []
+    sizes: Seen[int] = Seen()
     step = failing_step(sizes)
     accelerator.error = out_of_memory()
     step(on("xpu:0", 8))
@@ -184,7 +185,7 @@ def test_a_flush_that_runs_out_of_memory_is_no_failure(accelerator: Accelerator)
 
 def test_a_flush_that_fails_otherwise_passes(accelerator: Accelerator) -> None:
     accelerator.of("xpu")
-    step = failing_step([])
+    step = failing_step(Seen())
     accelerator.patch(torch._C, "_accelerator_synchronizeDevice", lambda index: None)
     accelerator.fake.look_up("accelerator_empty_cache", _raise(KeyError("lost")))
     with pytest.raises(KeyError, match="lost"):
@@ -199,7 +200,7 @@ def test_an_mps_allocator_of_its_own_kind(accelerator: Accelerator) -> None:
     patch(mps, "driver_allocated_memory", lambda: 3 * MIB + 512)
     patch(mps, "empty_cache", lambda: accelerator.note("mps"))
     patch(mps, "_get_default_mps_generator", torch.Generator)
-    sizes: list[int] = []
+    sizes: Seen[int] = Seen()
     step = failing_step(sizes)
     step(on("mps:0", 8))
     assert sizes == [8, 4, 4] and accelerator.calls == ["mps"]
@@ -259,13 +260,13 @@ def test_settings_in_effect_are_read(
 def test_a_snapshot_is_taken_when_the_settings_are_others(accelerator: Accelerator) -> None:
     """It lists all that is allocated."""
     accelerator.of("cuda")
-    taken: list[int] = []
+    taken: Seen[int] = Seen()
 
     def snapshot() -> Any:
         taken.append(1)
         return {"allocator_settings": {"expandable_segments": True}}
 
-    step = failing_step([])
+    step = failing_step(Seen())
     for settings, expected in (("a:1", 1), ("a:1", 1), ("b:2", 2), (None, 3), (None, 3)):
         accelerator.settings(settings, snapshot)
         for _ in range(3):
@@ -319,7 +320,7 @@ def test_a_healthy_step_of_the_cpu_asks_nothing(accelerator: Accelerator) -> Non
     step(torch.zeros(8, 1))
     assert accelerator.calls == []
     accelerator.initialized = False
-    failing_step([])(torch.zeros(8, 1))
+    failing_step(Seen())(torch.zeros(8, 1))
     assert accelerator.calls == []
 
 

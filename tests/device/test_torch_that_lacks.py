@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from seen import Seen
 
 import oomkit
 from device import CUDA, MIB, MPS, PRIVATE, XPU, Body, Device, out_of_memory, run
@@ -29,7 +30,7 @@ NO_TYPE = 99
 
 
 def recovers(name: str) -> Any:
-    sizes: list[int] = []
+    sizes: Seen[int] = Seen()
     step = failing_step(sizes)
     step(on(name, 8))
     assert sizes == [8, 4, 4]
@@ -175,7 +176,7 @@ def test_a_generator_of_mps_that_cannot_be_had(mps: Accelerator) -> None:
     """What is drawn could not be put back: that is no hint."""
     mps.patch(torch.mps, "_get_default_mps_generator", _raise(ValueError("broken")))
     with pytest.raises(ValueError, match="broken"):
-        failing_step([])(on("mps:0", 8))
+        failing_step(Seen())(on("mps:0", 8))
 
 
 # --- modules of backends ---
@@ -345,7 +346,7 @@ def test_settings_that_are_no_text_are_those_of_a_torch_without(
     accelerator: Accelerator, last: Any
 ) -> None:
     accelerator.of("cuda")
-    taken: list[int] = []
+    taken: Seen[int] = Seen()
 
     def snapshot() -> Any:
         taken.append(1)
