@@ -21,7 +21,7 @@ _SINGLE = 2e-5
 _DOUBLE = 1e-9
 _NOISE = 0.2  # dropout masks and batch statistics differ between a slice and its halves
 _CANCELS = 1e-3  # rows of size 1 that cancel to less than this leave mostly rounding
-_NODES = 10_000  # of a graph that is searched for changes of precision
+_NODES = 400  # of a graph that is searched for changes of precision; they free one another in turn
 
 
 def uneven_labels(leaf: torch.Tensor, dim: int, lengths: list[int]) -> bool:

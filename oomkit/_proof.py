@@ -94,6 +94,13 @@ def _dense(value: torch.Tensor) -> torch.Tensor:
     return value if value.layout == torch.strided else value.to_dense()
 
 
+def _without(value: torch.Tensor, entry: torch.Tensor | None) -> torch.Tensor:
+    """A host copy of what a step has added to a gradient."""
+    if entry is None or entry.shape != value.shape:
+        return _host(value)
+    return _host(value) - entry
+
+
 def _added(value: torch.Tensor, entry: torch.Tensor | None) -> float:
     """The norm of what a step has added to a gradient."""
     if entry is None:
@@ -226,6 +233,27 @@ def _is_norm(module: torch.nn.Module) -> bool:
     )
 
 
+def _is_batch_norm(module: torch.nn.Module) -> bool:
+    """One without running statistics: those of the batch are all that it has."""
+    return isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.running_mean is None
+
+
+class _Affine:
+    """A normalisation by zeros and ones in the place of one by the statistics of a batch."""
+
+    __slots__ = ("module",)
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        module = self.module
+        mean = input.new_zeros(module.num_features)
+        return torch.nn.functional.batch_norm(
+            input, mean, torch.ones_like(mean), module.weight, module.bias, False, 0.0, module.eps
+        )
+
+
 class _Quiet:
     """Modules that would make a part differ from the whole by chance, for the length of a proof."""
 
@@ -246,6 +274,8 @@ class _Quiet:
 
     def enter(self, modules: list[torch.nn.Module], everything: bool) -> None:
         for module in modules:
+            if _is_batch_norm(module):
+                self._set(module, "forward", _Affine(module))
             if everything or _is_random(module) or _is_norm(module):
                 self.still(module)
             elif (
@@ -285,6 +315,7 @@ class Proof:
         self._params = params
         self._entry = {i: value for i, value in enumerate(entry) if value is not None}
         self._quiet = _Quiet()
+        self._stream = torch.get_rng_state()
         self._runs: dict[str, _Run] = {}
         self._now = ""
         self._limit = 0.0
@@ -321,7 +352,15 @@ class Proof:
             self._runs.clear()
         self._now = run
         self._runs[run] = _Run()
+        self._stream = torch.get_rng_state()
         self._raw = run in ("raw", "one", "two")
+
+    def drew(self) -> bool:
+        """Whether the run has drawn from torch's CPU generator, by what comes next of it."""
+        then, now = torch.Generator(), torch.Generator()
+        then.set_state(self._stream)
+        now.set_state(torch.get_rng_state())
+        return not torch.equal(torch.rand(8, generator=then), torch.rand(8, generator=now))
 
     # --- what it sees inside one ---
 
@@ -349,7 +388,12 @@ class Proof:
         """A backward of the last micro-batch has ended; asked for where weights are searched."""
         run = self._runs[self._now]
         if self._raw:
-            run.raw = {i: _host(g) for i, g in enumerate(gradients) if g is not None}
+            present = {i: g for i, g in enumerate(gradients) if g is not None}
+            run.raw = {i: _without(g, self._entry.get(i)) for i, g in present.items()}
+
+    def stashed(self) -> None:
+        """What comes now was accumulated apart from the gradients of the entry."""
+        self._entry = {}
 
     def parked(self, gradients: list[torch.Tensor | None]) -> None:
         """What the first part alone has given."""

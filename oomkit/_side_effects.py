@@ -6,6 +6,7 @@ Everything in a step runs once per micro-batch when the batch is split. The C en
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import types
@@ -253,7 +254,7 @@ def _unwrap(
             func, args = func.__func__, (func.__self__, *args)
         elif isinstance(func, (staticmethod, classmethod)):
             func = func.__func__
-        elif hasattr(func, "func") and hasattr(func, "keywords"):
+        elif isinstance(func, functools.partial):
             func, args, kwargs = func.func, (*func.args, *args), {**func.keywords, **kwargs}
         elif isinstance(func, torch.nn.Module):
             func, args = type(func).forward, (func, *args)

@@ -17,6 +17,8 @@ from torch import nn
 import oomkit
 from oomkit import _C
 
+pytestmark = pytest.mark.no_proof  # runs of the step are counted, or its warnings are
+
 x, y = batches.numbers()
 B = batches.ROWS
 with warnings.catch_warnings():  # that CSR is new

@@ -106,7 +106,8 @@ def test_one_that_moves_by_itself_is_a_buffer_all_the_same(phase: str) -> None:
     model = make("follows")
     twin = copy.deepcopy(model)
     x = torch.randn(8, 4)
-    step, other = training(model), training(twin)
+    # Rows of the second micro-batch meet what the first one has moved.
+    step, other = training(model, verify=False), training(twin, verify=False)
     with inject_oom(nth=2, phase=phase):
         step(x)
     assert step.records[0].ooms == 1

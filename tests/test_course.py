@@ -15,6 +15,8 @@ from zoo import MLP, SEED
 import oomkit
 from oomkit.testing import inject_oom
 
+pytestmark = pytest.mark.no_proof  # runs of the step are counted, or its warnings are
+
 
 def _world() -> tuple[MLP, torch.optim.Optimizer, torch.Tensor, torch.Tensor]:
     torch.manual_seed(SEED)

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DEEP = 50_000
 PRELUDE = """
 import copy, warnings
+from collections import UserList
 import torch
 import oomkit
 from oomkit.testing import force_slices
@@ -28,7 +29,7 @@ warnings.simplefilter("ignore")
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 x = torch.randn(8, 4)
-armed = []  # where the next failure is
+armed = UserList()  # where the next failure is
 
 
 def fail(where):

@@ -5,9 +5,12 @@ import dataclasses
 
 import pytest
 import torch
+from seen import Seen
 from transformers.modeling_outputs import CausalLMOutput
 
 import oomkit
+
+pytestmark = pytest.mark.no_proof  # runs of the step are counted, or its warnings are
 
 KIB = 1024
 
@@ -20,7 +23,7 @@ class Evaluation:
         self.model = torch.nn.Sequential(
             torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, 8)
         )
-        self.rows = []
+        self.rows: Seen[int] = Seen()
 
     @torch.no_grad()
     def __call__(self, x):
@@ -53,7 +56,7 @@ def test_finished_parts_are_not_computed_again(batch):
 @pytest.mark.filterwarnings("ignore:oomkit. the batch is split and BatchNorm1d")
 @pytest.mark.parametrize("module", [torch.nn.BatchNorm1d(64), torch.nn.Dropout()])
 def test_parts_that_moved_a_buffer_or_a_stream_are(batch, module):
-    rows = []
+    rows: Seen[int] = Seen()
 
     @torch.no_grad()
     def step(x):
@@ -69,7 +72,7 @@ def test_parts_that_moved_a_buffer_or_a_stream_are(batch, module):
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_putting_the_results_together_is_tried_once_more(batch, times):
-    rows = []
+    rows: Seen[int] = Seen()
 
     @oomkit.auto_batch(accumulation_steps=4)
     def step(x):

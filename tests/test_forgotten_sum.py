@@ -14,6 +14,8 @@ from zoo import MLP, SEED
 import oomkit
 from oomkit.testing import force_slices, inject_oom
 
+pytestmark = pytest.mark.no_proof  # runs of the step are counted, or its warnings are
+
 ROWS = 8
 SUM = r'(looks like a sum|If it is a sum) over samples.*reduction="sum"'
 MEAN = r'looks like a mean.*reduction="mean"'
@@ -207,17 +209,6 @@ def test_with_random_numbers_nothing_is_concluded() -> None:
         with inject_oom(nth=1, phase="backward"):
             _contrastive(0.1)(_rows(64))  # 0.7 of 4
     assert not [w for w in said if "couples the samples" in str(w.message)]
-
-
-@pytest.mark.parametrize("verify, match", [(True, "does not have the weighted mean"), (False, "")])
-def test_a_verification_tells_of_it_instead(verify: bool, match: str) -> None:
-    step = _contrastive(verify=verify)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        with inject_oom(nth=1, phase="backward"):
-            step(_rows())
-    texts = [str(w.message) for w in said if issubclass(w.category, oomkit.OomkitWarning)]
-    assert [match in text for text in texts] == ([True] if verify else [])
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

@@ -15,6 +15,8 @@ import transformers
 import oomkit
 from oomkit.testing import inject_oom
 
+pytestmark = pytest.mark.no_proof  # runs of the step are counted, or its warnings are
+
 EXTRAS = {"output_hidden_states": True, "output_attentions": True}
 
 

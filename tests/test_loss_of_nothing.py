@@ -15,7 +15,10 @@ from worlds import same
 import oomkit
 from oomkit.testing import force_slices, inject_oom
 
-pytestmark = pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning")
+pytestmark = [
+    pytest.mark.no_proof,
+    pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning"),
+]  # runs are counted
 
 Slices = Callable[[torch.Tensor], range]
 

@@ -222,13 +222,13 @@ def test_statistics_of_a_norm_of_ones_own_are_rolled_back() -> None:
         torch.manual_seed(SEED)
         norm, linear = Norm(), nn.Linear(6, 3)
 
-        @oomkit.auto_batch(accumulation_steps=1 if fault else 2)
+        @oomkit.auto_batch(accumulation_steps=1 if fault else 2, verify=False)  # it couples rows
         def step(x: torch.Tensor) -> None:
             linear(norm(x)).sum().backward()
 
         x = torch.randn(8, 6)
         if fault:
-            small = oomkit.auto_batch(step.__wrapped__)
+            small = oomkit.auto_batch(step.__wrapped__, verify=False)
             small(x)
             norm.mean.zero_()
             norm.var.fill_(1.0)
@@ -258,7 +258,7 @@ def test_a_buffer_that_was_replaced_is_in_its_place_again() -> None:
         norm, linear = Mean(), nn.Linear(6, 3)
         calls: Seen[int] = Seen()
 
-        @oomkit.auto_batch(accumulation_steps=k)
+        @oomkit.auto_batch(accumulation_steps=k, verify=False)  # it couples rows
         def step(x: torch.Tensor) -> None:
             calls.append(len(x))
             out = linear(norm(x))

@@ -18,6 +18,8 @@ import oomkit
 from oomkit._bytecode import effects_of
 from oomkit.testing import inject_oom
 
+pytestmark = pytest.mark.no_proof  # runs of the step are counted, or its warnings are
+
 SAID = "everything in it runs once per micro-batch"
 
 counter = 0

@@ -17,7 +17,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import oomkit
 from oomkit.testing import inject_oom
 
-pytestmark = [  # torch's own, of calls that are meant here
+pytestmark = [  # runs of steps are counted; warnings are torch's own, of calls that are meant
+    pytest.mark.no_proof,
     pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step"),
     pytest.mark.filterwarnings("ignore:Seems like .optimizer.step... has been overridden"),
     pytest.mark.filterwarnings("ignore:The epoch parameter in .scheduler.step"),

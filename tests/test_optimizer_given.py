@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from seen import Seen
 from torch import nn
 
 import oomkit
@@ -21,7 +22,7 @@ class Polyak(torch.optim.Optimizer):
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
-        self.seen: list[Any] = []
+        self.seen: Seen[Any] = Seen()
 
     @torch.no_grad()
     def step(self, loss: Any = 1.0, extra: Any = None, closure: Any = None) -> None:
@@ -92,7 +93,7 @@ REFUSED: dict[str, tuple[Give, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_of_one_micro_batch_is_refused_before_the_update(name: str) -> None:
     give, match = REFUSED[name]
-    optimizers: list[Polyak] = []
+    optimizers: Seen[Polyak] = Seen()
 
     def kept(optimizer: Polyak, loss: torch.Tensor, x: torch.Tensor) -> None:
         optimizers[:] = [optimizer]
@@ -119,7 +120,7 @@ def test_a_closure_that_does_nothing_is_as_none(which: int, by_name: bool) -> No
         torch.manual_seed(4)
         model = nn.Linear(6, 3)
         optimizer = _optimizers(list(model.parameters()))[which]
-        called: list[int] = []
+        called: Seen[int] = Seen()
 
         def nothing() -> None:
             called.append(1)

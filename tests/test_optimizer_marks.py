@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from nomemory import fork
 from nomemory.fault import MISSING, Fault, Outcome, suffer
+from seen import Seen
 
 import oomkit
 from oomkit import _side_effects
 from oomkit.testing import inject_oom
 
-pytestmark = pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning")
+pytestmark = [
+    pytest.mark.no_proof,
+    pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning"),
+]  # runs are counted
 
 
 def tower():
@@ -48,7 +53,7 @@ def test_a_mark_that_there_was_no_memory_for_takes_no_state_away():
         call()
         if nth is None:
             return call()
-        failed = []
+        failed: Seen[Any] = Seen()
 
         def once(update):
             if failed:
@@ -75,7 +80,7 @@ class Historic(torch.optim.lr_scheduler.LRScheduler):
     """Counts in a list, in place."""
 
     def __init__(self, optimizer):
-        self.history = []
+        self.history: Seen[Any] = Seen()
         super().__init__(optimizer)
 
     def get_lr(self):
@@ -92,7 +97,7 @@ def test_a_scheduler_that_counts_in_place_goes_back_to_its_copy(nth):
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = Historic(optimizer)
-    calls = []
+    calls: Seen[Any] = Seen()
 
     @oomkit.auto_batch(optimizer_safety="copy", verify=False)
     def step(x):
@@ -173,7 +178,8 @@ def test_half_of_the_copies_are_not_taken_for_all():
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    calls, caught = [], []
+    calls: Seen[int] = Seen()
+    caught: Seen[BaseException] = Seen()
 
     @oomkit.auto_batch(verify=False, optimizer_safety="copy")
     def step(x):
@@ -265,7 +271,7 @@ def test_steps_that_a_mark_brings_about_have_marks_of_their_own():
     """The room for marks is 2 at first: the nested ones take it."""
     own = parameters(3)
     nested = [torch.optim.SGD([p], 0.1) for p in own[:2]]
-    armed = []
+    armed: Seen[Any] = Seen()
 
     class Curious(torch.optim.SGD):
         @property
@@ -298,7 +304,7 @@ def test_steps_that_a_mark_brings_about_have_marks_of_their_own():
 def test_finalisers_of_what_goes_may_step_others():
     own = parameters(3)
     others = [torch.optim.SGD([p], 0.1) for p in own[1:]]
-    calls = []
+    calls: Seen[Any] = Seen()
 
     class Last:
         def __del__(self):

@@ -12,6 +12,8 @@ from torch import nn
 import oomkit
 from oomkit import _C
 
+pytestmark = pytest.mark.no_proof  # runs of the step are counted, or its warnings are
+
 
 class Net(nn.Module):
     def __init__(self, weight: torch.Tensor) -> None:
@@ -75,7 +77,8 @@ def test_a_changed_parameter_goes_back(kind: str) -> None:
     model = Net(WEIGHTS[kind]())
     before = _bytes(model)
     error = _refused(model, _add)
-    assert "was changed" in str(error)
+    said = "was changed" if kind not in ("empty", "nan") else "loss is nan"
+    assert said in str(error)
     assert _bytes(model) == before
     assert not getattr(error, "__notes__", [])
     assert all(p.grad is None for p in model.parameters())

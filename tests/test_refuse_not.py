@@ -16,6 +16,8 @@ from zoo import SEED
 import oomkit
 from oomkit.testing import inject_oom
 
+pytestmark = pytest.mark.no_proof  # runs of the step are counted, or its warnings are
+
 Step = Callable[[torch.Tensor, torch.Tensor], Any]
 
 

@@ -11,6 +11,8 @@ from zoo import SEED
 import oomkit
 from oomkit.testing import force_slices, inject_oom
 
+pytestmark = pytest.mark.no_proof  # runs of the step are counted
+
 
 def world(dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
     torch.manual_seed(SEED)

@@ -14,6 +14,8 @@ from test_returned import B, Net, close, grads, loss_of, plain, same, world
 import oomkit
 from oomkit.testing import inject_oom
 
+pytestmark = pytest.mark.no_proof  # runs of the step are counted, or its warnings are
+
 
 def _refused(model: Net, backward: Callable[[], None], match: str, nth: int = 4) -> None:
     before = grads(model)

@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from seen import Seen
 from torch import nn
 from worlds import same
 
 import oomkit
 from oomkit.testing import force_slices
 
-pytestmark = pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning")
+pytestmark = [  # runs of steps are counted
+    pytest.mark.no_proof,
+    pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning"),
+]
 
 LIMIT = "CUDA out of memory. Tried to allocate 2.00 GiB"
 
@@ -27,7 +31,7 @@ class Run:
         first: nn.Module = nn.BatchNorm1d(3) if norm else nn.Tanh()
         self.model = nn.Sequential(nn.Linear(4, 3), first, nn.Linear(3, 1))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.most, self.sizes = most, [0]
+        self.most, self.sizes = most, Seen([0])
         self.check: Callable[[torch.Tensor], None] = lambda x: None
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
@@ -228,7 +232,7 @@ def test_a_size_that_ran_out_of_memory_is_not_tried_again() -> None:
 
 def test_nothing_of_the_failed_attempt_is_alive() -> None:
     run = Run(2)
-    seen: list[weakref.ref[torch.Tensor]] = []
+    seen: Seen[weakref.ref[torch.Tensor]] = Seen()
 
     def check(x: torch.Tensor) -> None:
         assert all(ref() is None for ref in seen)
@@ -292,7 +296,7 @@ def test_an_evaluation() -> None:
 
 def test_the_first_rows_of_an_evaluation_are_run_again() -> None:
     run = Run(3)
-    rest: list[int] = []
+    rest: Seen[int] = Seen()
 
     def check(x: torch.Tensor) -> None:
         rest.append(len(x))
@@ -312,14 +316,3 @@ def test_the_first_rows_of_an_evaluation_are_run_again() -> None:
         run.most = 2
         assert torch.equal(evaluate(rows(6)), rows(6) * 2)
     assert run.last()[-3:] == [2, 2, 2]
-
-
-def test_the_halves_of_a_verification_keep_to_it() -> None:
-    run = Run(2, norm=True)
-    step = run.step(verify=True)
-    step(rows(8))
-    sizes = run.last()
-    assert sizes[sizes.index(1) + 1 :] == [2, 2, 2, 2]  # they cannot be halved
-    run.most = 4
-    step(rows(16))
-    assert 1 not in run.last()

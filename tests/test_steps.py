@@ -22,6 +22,8 @@ from zoo import MLP, SEED
 import oomkit
 from oomkit.testing import inject_oom
 
+pytestmark = pytest.mark.no_proof  # runs of the step are counted, or its warnings are
+
 Step = Callable[..., Any]
 
 

@@ -15,6 +15,8 @@ from zoo import MLP, SEED
 import oomkit
 from oomkit.testing import inject_oom
 
+pytestmark = pytest.mark.no_proof  # runs of the step are counted, or its warnings are
+
 
 def _deep(value: Any) -> Any:
     """Where no search looks."""

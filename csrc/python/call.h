@@ -114,6 +114,9 @@ int
 oomkit_rng_restore(oomkit_call *call);
 int
 oomkit_rng_moved(oomkit_call *call);
+/* The same of all but torch's CPU generator. */
+int
+oomkit_rng_moved_beside(oomkit_call *call);
 /* Was something drawn between two marks? 1 (also where that is not known), 0 or -1. */
 int
 oomkit_rng_drawn(oomkit_state *st, const oomkit_rng *before, const oomkit_rng *after);

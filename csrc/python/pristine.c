@@ -448,6 +448,9 @@ pristine_stay(oomkit_call *call, Py_ssize_t *which)
             return -1;
         }
         stuck |= !same;
+        if (oomkit_buffers_have(call, i)) {
+            continue; /* a buffer that is a leaf: it may move, and goes back as such */
+        }
         if (!stuck && (!unknown || counts[0] > 0)) {
             continue;
         }

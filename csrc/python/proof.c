@@ -661,6 +661,48 @@ proof_apart(oomkit_proof *p, PyObject **text)
     return found < 0 ? -1 : 0;
 }
 
+/* A part of one row has shown something else: a row alone may be taken for what it is
+ * not (a score of each row for a loss). Parts of two rows at least decide then, of two
+ * micro-batches, for the halves of one may agree by chance. *text (owned) as in
+ * proof_compare(). */
+static int
+proof_without_single(oomkit_proof *p, PyObject **text)
+{
+    const oomkit_slice found = {p->start, p->length};
+    const int64_t first = p->first, rows = p->call->batch.rows;
+    PyObject *other = NULL; /* owned */
+    int moved, single = first == 1 || p->length - first == 1;
+
+    if (!single || !choose_middle(p, oomkit_unfit_multiple(p->call)) || p->first < 2 ||
+        p->length - p->first < 2 || rows < 2 * p->length) {
+        p->first = first;
+        return 0;
+    }
+    if (proof_compare(p, "parts", p->first, &other) < 0) {
+        return -1;
+    }
+    if (other == NULL) {
+        p->start = p->start + 2 * p->length <= rows ? p->start + p->length
+                                                    : p->start - p->length;
+        if (p->start < 0 || whole_run(p, p->everything, &moved) < 0 ||
+            proof_compare(p, "parts", p->first, &other) < 0) {
+            return -1;
+        }
+        if (other == NULL) {
+            Py_CLEAR(*text);
+            return 0;
+        }
+        p->start = found.start; /* for what is searched now */
+        if (whole_run(p, p->everything, &moved) < 0) {
+            Py_DECREF(other);
+            return -1;
+        }
+    }
+    p->first = first;
+    Py_DECREF(other);
+    return 0;
+}
+
 /* 1 shown, 0 split all the same (a warning said so), -1. */
 static int
 proof_full(oomkit_proof *p)
@@ -670,6 +712,9 @@ proof_full(oomkit_proof *p)
 
     if (proof_whole(p) < 0 || proof_parts(p, &text) < 0 ||
         (text == NULL && proof_apart(p, &text) < 0)) {
+        return -1;
+    }
+    if (text != NULL && proof_without_single(p, &text) < 0) {
         return -1;
     }
     if (text != NULL) {

@@ -52,7 +52,17 @@ static int
 watch_tell_gradients(oomkit_call *call, const char *method, int parked)
 {
     PyObject *list = watch_gradients(call, parked); /* owned */
-    int result = list == NULL ? -1 : watch_tell(call->proof, method, list);
+    PyObject *done = NULL;                          /* owned */
+    int result;
+
+    if (list != NULL && call->grads.stashing) {
+        done = PyObject_CallMethod(call->proof->judge, "stashed", NULL);
+        if (done == NULL) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(done);
+    }
+    result = list == NULL ? -1 : watch_tell(call->proof, method, list);
 
     Py_XDECREF(list);
     return result;

@@ -321,21 +321,15 @@ rng_same_libraries(const oomkit_rng *rng)
     return same;
 }
 
-/* Has a stream moved since entry? 1, 0 or -1. Streams that were not marked count as
- * moved. */
-int
-oomkit_rng_moved(oomkit_call *call)
+/* Are all streams but that of torch's CPU generator where they were? 1, 0 or -1. */
+static int
+rng_same_beside(oomkit_call *call)
 {
     oomkit_rng *rng = &call->rng;
     PyObject *now; /* owned */
     Py_ssize_t i;
-    int same;
+    int same = 1;
 
-    if (rng->cpu_state == NULL && rng->cpu_bytes == NULL) {
-        return 1;
-    }
-    same = oomkit_stream_moved(call->st, rng->cpu_state, rng->cpu_bytes);
-    same = same < 0 ? -1 : !same;
     for (i = 0; same == 1 && rng->others && i < PyList_GET_SIZE(rng->others); i++) {
         PyObject *pair = PyList_GET_ITEM(rng->others, i); /* borrowed */
         PyObject *before = PyTuple_GET_ITEM(pair, 1);     /* borrowed */
@@ -346,8 +340,31 @@ oomkit_rng_moved(oomkit_call *call)
     if (same == 1) {
         same = rng_same_libraries(rng);
     }
+    return same == 1 ? oomkit_streams_same(call->st, rng) : same;
+}
+
+int
+oomkit_rng_moved_beside(oomkit_call *call)
+{
+    int same = rng_same_beside(call);
+    return same < 0 ? -1 : !same;
+}
+
+/* Has a stream moved since entry? 1, 0 or -1. Streams that were not marked count as
+ * moved. */
+int
+oomkit_rng_moved(oomkit_call *call)
+{
+    oomkit_rng *rng = &call->rng;
+    int same;
+
+    if (rng->cpu_state == NULL && rng->cpu_bytes == NULL) {
+        return 1;
+    }
+    same = oomkit_stream_moved(call->st, rng->cpu_state, rng->cpu_bytes);
+    same = same < 0 ? -1 : !same;
     if (same == 1) {
-        same = oomkit_streams_same(call->st, rng);
+        same = rng_same_beside(call);
     }
     return same < 0 ? -1 : !same;
 }

@@ -59,6 +59,7 @@ unfit_is_splits(oomkit_call *call, PyObject *exception)
     int committed;
 
     if (!call->split || call->raised || !call->unfit.by_step ||
+        ((PyBaseExceptionObject *)exception)->traceback == NULL || /* wrong arguments */
         !unfit_type(call->st, exception) || !unfit_is_planned(call) ||
         call->backwards > 0 || call->backward_failed ||
         call->updates + call->stranger_updates > 0 || call->stranger_steps > 0 ||

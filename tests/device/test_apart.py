@@ -36,7 +36,10 @@ ROOM = 64
 
 def apart(body: Any, folder: Path) -> None:
     """One of the functions here, in a process that has torch and nothing else."""
-    call = f"import pathlib, {__name__} as here; here._C._prove(False); here.{body.__name__}(pathlib.Path({str(folder)!r}))"
+    call = (
+        f"import pathlib, {__name__} as here; here._C._prove(False); "
+        f"here.{body.__name__}(pathlib.Path({str(folder)!r}))"
+    )
     path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", f"{call}; print('to its end')"],
