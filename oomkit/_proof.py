@@ -446,6 +446,11 @@ class Proof:
         if self._now.startswith("whole"):
             run.results = dict(_leaves(result, "result"))
 
+    @staticmethod
+    def doubtful(error: BaseException) -> bool:
+        """Whether results of one row could not be joined for a size of 1."""
+        return " has shapes [1" in str(error) or "of 1 row" in str(error)
+
     def joined(self, result: Any) -> None:
         """What the caller would get of the parts."""
         self._runs[self._now].results = dict(_leaves(result, "result"))

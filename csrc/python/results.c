@@ -156,6 +156,8 @@ learn_value(oomkit_state *st, oomkit_result_site *site, const oomkit_result_path
         if (fact != NULL) {
             fact_integer(fact, number, rows);
         }
+    } else if (site->integers_only) {
+        return;
     } else if (Py_IS_TYPE(value, (PyTypeObject *)st->Tensor)) {
         fact = facts_get(st, value, dim, &facts) && facts.ndim > 0
                    ? fact_get(site, path, OOMKIT_RESULT_ARRAY)

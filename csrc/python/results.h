@@ -44,6 +44,7 @@ typedef struct oomkit_result_fact {
 typedef struct oomkit_result_site {
     PyObject *said; /* owned set of str: what was logged, or NULL */
     int count;
+    int integers_only; /* nothing else is to be learned now */
     int next; /* where the fact that is looked for next will be: they are met in order
                */
     oomkit_result_fact facts[OOMKIT_RESULT_FACTS];

@@ -67,7 +67,7 @@ def _move_and_raise(model: Any, optimizer: Any) -> None:
     ],
 )
 def test_verdicts(act: Any, after: bool, kind: str) -> None:
-    verdict = judge(lambda: _world(act, after=after), TWO, ROWS)
+    verdict = judge(lambda: _world(act, after=after), TWO, ROWS, verify=False)
     assert verdict.kind == kind, verdict
 
 
@@ -122,8 +122,8 @@ def test_small_differences_count() -> None:
         world.step = lambda x, y: step(x, y) * (1 + 1e-7 * (oomkit.current().count - 1))
         return world
 
-    assert judge(make, TWO, ROWS).kind == "silent"
-    assert judge(lambda: _tolerant(make()), TWO, ROWS).kind == "exact"
+    assert judge(make, TWO, ROWS, verify=False).kind == "silent"
+    assert judge(lambda: _tolerant(make()), TWO, ROWS, verify=False).kind == "exact"
 
 
 def _tolerant(world: World) -> World:
