@@ -62,6 +62,23 @@ typedef struct oomkit_proof {
 int
 oomkit_prove(oomkit_call *call);
 
+extern PyMethodDef oomkit_proof_methods[];
+
+/* --- proof_known.c --- */
+
+/* Is this split to be proven before it is run? 1 or 0. */
+int
+oomkit_proof_wanted(oomkit_call *call);
+
+/* What was proven of calls like this one, or NULL. */
+oomkit_proven *
+oomkit_proven_find(oomkit_call *call);
+
+/* Notes what was shown; the oldest gives way. Steals `rule` (may be NULL). */
+void
+oomkit_proven_note(oomkit_call *call, PyObject *rule, uint64_t course,
+                   oomkit_proof_level level);
+
 /* The weights that were found for a call like this one; borrowed from the site, or
  * NULL. */
 PyObject *
@@ -80,8 +97,6 @@ oomkit_proof_is_new_course(oomkit_call *call);
 /* Was a call like this one proven by its gradients, or does it run for that? */
 int
 oomkit_proof_known(oomkit_call *call);
-
-extern PyMethodDef oomkit_proof_methods[];
 
 void
 oomkit_proven_clear(oomkit_proven *proven);
