@@ -459,6 +459,23 @@ proof_differs(oomkit_proof *p, PyObject *text)
     return found;
 }
 
+/* The parts have passed, but results of one of them, of one row, could not be joined:
+ * in the middle, if neither part has one row alone. *text (owned) as in
+ * proof_compare(). */
+static int
+proof_joins(oomkit_proof *p, PyObject **text)
+{
+    const int64_t first = p->first;
+    int result = 0;
+
+    if (p->unjoined && choose_middle(p, oomkit_unfit_multiple(p->call)) &&
+        p->first > 1 && p->length - p->first > 1) {
+        result = proof_compare(p, "parts", p->first, text);
+    }
+    p->first = first;
+    return result;
+}
+
 /* The parts have passed. Where the batch has labels or masks, other weights may pass,
  * too: then at a place that tells them apart. *text (owned) as in proof_compare(). */
 static int
@@ -529,6 +546,7 @@ proof_full(oomkit_proof *p)
     int result;
 
     if (proof_whole(p) < 0 || proof_parts(p, &text) < 0 ||
+        (text == NULL && proof_joins(p, &text) < 0) ||
         (text == NULL && proof_apart(p, &text) < 0)) {
         return -1;
     }
@@ -689,7 +707,33 @@ proof_judge(oomkit_proof *p)
     }
     Py_XDECREF(params);
     Py_XDECREF(entry);
-    return p->judge == NULL ? -1 : 0;
+    p->quieted = p->judge == NULL ? NULL : PyObject_GetAttrString(p->judge, "quieted");
+    return p->quieted == NULL ? -1 : 0;
+}
+
+/* Modules are in the mode that they were in. Without code of Python: where there is no
+ * memory for any, values of keys that are there can still be set. */
+static void
+proof_loud(oomkit_proof *p)
+{
+    Py_ssize_t i = p->quieted == NULL ? 0 : PyList_GET_SIZE(p->quieted);
+
+    while (i-- > 0) {
+        PyObject *item = PyList_GET_ITEM(p->quieted, i); /* borrowed */
+        PyObject *own = PyTuple_GET_ITEM(item, 0);       /* borrowed */
+        PyObject *name = PyTuple_GET_ITEM(item, 1);      /* borrowed */
+        if ((PyTuple_GET_SIZE(item) > 2
+                 ? PyDict_SetItem(own, name, PyTuple_GET_ITEM(item, 2))
+                 : PyDict_DelItem(own, name)) == 0) {
+            continue;
+        }
+        if (PyErr_ExceptionMatches(PyExc_KeyError)) {
+            PyErr_Clear(); /* it was not set, or somebody has taken it out */
+        } else {
+            PyErr_WriteUnraisable(p->call->func);
+        }
+    }
+    Py_CLEAR(p->quieted);
 }
 
 /* A leaf of the batch has moved: it cannot be run again. 1, 0 or -1. */
@@ -709,7 +753,7 @@ int
 oomkit_prove(oomkit_call *call)
 {
     oomkit_proof p = {.call = call};
-    PyObject *done, *exception; /* owned; given back */
+    PyObject *exception; /* owned, given back */
     int cut, result, phase;
 
     if (!oomkit_proof_wanted(call)) {
@@ -727,14 +771,8 @@ oomkit_prove(oomkit_call *call)
     if (result < 0 && p.no_parts) {
         result = proof_no_parts(&p);
     }
-    exception = result < 0 ? oomkit_exception_take() : NULL; /* owned, given back */
-    if (p.judge != NULL) {
-        done = PyObject_CallMethod(p.judge, "loud", NULL);
-        if (done == NULL) {
-            PyErr_WriteUnraisable(call->func);
-        }
-        Py_XDECREF(done);
-    }
+    exception = result < 0 ? oomkit_exception_take() : NULL;
+    proof_loud(&p);
     if (oomkit_proof_back(&p) < 0) {
         if (exception != NULL) {
             PyErr_WriteUnraisable(call->func); /* the first one tells more */

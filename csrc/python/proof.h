@@ -30,6 +30,7 @@ typedef struct oomkit_proof_gradient oomkit_proof_gradient;
 typedef struct oomkit_proof {
     oomkit_call *call;
     PyObject *judge;          /* owned: _proof.Proof */
+    PyObject *quieted;        /* owned: its list of what proof_loud() puts back */
     PyObject *rule;           /* owned: weights on trial, or NULL */
     oomkit_proof_level level; /* of what is shown in the end */
     int no_parts;             /* the step raises errors of its own on any part */
@@ -37,6 +38,7 @@ typedef struct oomkit_proof {
     int raw;                  /* gradients are wanted as each backward leaves them */
     int everything;           /* every module is in eval, not those of chance alone */
     int trained;              /* a backward was seen */
+    int unjoined;             /* results of parts of one row could not be joined */
     uint64_t course;          /* of the events of the whole run */
     int64_t start, length, first;
     /* the call's own, aside while the proof runs */

@@ -121,8 +121,9 @@ oomkit_proof_joined(oomkit_call *call)
 
     if (result == NULL && PyErr_ExceptionMatches(call->st->SplitError) &&
         (call->slices[0].length == 1 || call->slices[1].length == 1)) {
-        PyErr_Clear(); /* of one row much looks like anything: the real call decides */
+        PyErr_Clear(); /* of one row much looks like anything: see proof_joins() */
         call->raised = 0;
+        call->proof->unjoined = 1;
         status = 0;
     }
     call->joining = 0;
