@@ -756,8 +756,8 @@ oomkit_prove(oomkit_call *call)
     PyObject *exception; /* owned, given back */
     int cut, result, phase;
 
-    if (!oomkit_proof_wanted(call)) {
-        return 0;
+    if ((result = oomkit_proof_wanted(call)) <= 0) {
+        return result;
     }
     cut = proof_choose(&p);
     result = proof_batch_moved(call);
@@ -780,7 +780,7 @@ oomkit_prove(oomkit_call *call)
         result = -1;
     }
     if (result >= 0) {
-        oomkit_proven_note(call, Py_XNewRef(p.rule), p.course, p.level);
+        result = oomkit_proven_note(call, Py_XNewRef(p.rule), p.course, p.level);
     }
     Py_CLEAR(p.rule);
     Py_CLEAR(p.judge);

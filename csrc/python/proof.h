@@ -22,6 +22,7 @@ typedef struct oomkit_proven {
     uint64_t courses[OOMKIT_COURSES]; /* that were proven, 0 for none */
     uint8_t level;
     uint8_t course_next;
+    uint8_t labels; /* among them ignored ones, not as many in each micro-batch */
 } oomkit_proven;
 
 typedef struct oomkit_proof_gradient oomkit_proof_gradient;
@@ -68,7 +69,7 @@ extern PyMethodDef oomkit_proof_methods[];
 
 /* --- proof_known.c --- */
 
-/* Is this split to be proven before it is run? 1 or 0. */
+/* Is this split to be proven before it is run? 1, 0 or -1. */
 int
 oomkit_proof_wanted(oomkit_call *call);
 
@@ -76,8 +77,9 @@ oomkit_proof_wanted(oomkit_call *call);
 oomkit_proven *
 oomkit_proven_find(oomkit_call *call);
 
-/* Notes what was shown; the oldest gives way. Steals `rule` (may be NULL). */
-void
+/* Notes what was shown; the oldest gives way. Steals `rule` (may be NULL). 0
+ * or -1. */
+int
 oomkit_proven_note(oomkit_call *call, PyObject *rule, uint64_t course,
                    oomkit_proof_level level);
 

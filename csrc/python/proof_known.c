@@ -62,13 +62,14 @@ oomkit_proven_find(oomkit_call *call)
     return NULL;
 }
 
-void
+int
 oomkit_proven_note(oomkit_call *call, PyObject *rule, uint64_t course,
                    oomkit_proof_level level)
 {
     oomkit_step *step = call->step;
     oomkit_proven *found = oomkit_proven_find(call);
     PyObject *before; /* owned */
+    int labels = oomkit_weights_labels(call);
 
     if (found == NULL) {
         found = &step->proven[step->proven_next++ % OOMKIT_PROVEN];
@@ -80,9 +81,11 @@ oomkit_proven_note(oomkit_call *call, PyObject *rule, uint64_t course,
     found->key = call->proof_key;
     found->rule = rule;
     found->level = (uint8_t)level;
+    found->labels = labels > 0;
     found->courses[found->course_next++ % OOMKIT_COURSES] = course;
     Py_XDECREF(before);
     step->losses.compared = 1; /* a guess about them would say less */
+    return labels < 0 ? -1 : 0;
 }
 
 void
@@ -179,5 +182,9 @@ oomkit_proof_wanted(oomkit_call *call)
         return 0;
     }
     found = oomkit_proven_find(call);
-    return found == NULL || found->level != OOMKIT_PROVEN_FULLY;
+    if (found == NULL || found->level != OOMKIT_PROVEN_FULLY) {
+        return 1;
+    }
+    /* Where no label was ignored, a mean over labels is one over rows. */
+    return found->rule == NULL && !found->labels ? oomkit_weights_labels(call) : 0;
 }
