@@ -180,7 +180,9 @@ MUTANTS = [
         "csrc/python/losses.c",
         "    if (fabs(joined - whole) <= limit * fmax(fabs(whole), l->largest)) {",
         "    if (1) {",
-        ("test_forgotten_sum.py::test_a_contrastive_loss_that_failed_in_its_backward_is_said_once",),
+        (
+            "test_forgotten_sum.py::test_a_contrastive_loss_that_failed_in_its_backward_is_said_once",
+        ),
     ),
     Mutant(
         "metric-of-the-last",
@@ -190,4 +192,28 @@ MUTANTS = [
         "    *mean = last->value;",
         ("test_once_schedulers.py::test_plateau_gets_the_metric_of_the_whole_batch",),
     ),
-]  # fmt: skip
+    Mutant(
+        "gradients-not-compared",
+        "a split whose gradients are not those of the whole is refused before the update",
+        "oomkit/_proof.py",
+        "        if not wrong:\n            return\n",
+        "        if wrong or not wrong:\n            return\n",
+        ("test_never_silent.py::test_exact_or_refused_before_the_update",),
+    ),
+    Mutant(
+        "weight-not-confirmed",
+        "weights that the proof finds are tried at a second place before they are used",
+        "csrc/python/proof.c",
+        "        holds = text == NULL;",
+        "        holds = 1;",
+        ("test_never_silent.py::test_exact_or_refused_before_the_update",),
+    ),
+    Mutant(
+        "later-labels-not-proven",
+        "where the first batch ignored no label, one that does is proven anew",
+        "csrc/python/proof_known.c",
+        "    return found->rule == NULL && !found->labels ? oomkit_weights_labels(call) : 0;",
+        "    return 0;",
+        ("programs/test_programs.py::test_program[gpt_padded_later]",),
+    ),
+]
