@@ -41,10 +41,10 @@ _VALUE = {
     torch.bool: 0.1,
 }
 _DEPTH = 8
+_SQUARED = 1e-6  # what a norm can tell that is the difference of squares, in double
 _TOLD = 1e-3  # a difference of weights that gradients can tell
 _FARTHER = 4.0  # parts may be as many times as far from the whole as it is from itself
 _SHOWN = 3  # names in a message
-_MISSING: Any = object()
 
 
 @dataclasses.dataclass(slots=True)
@@ -255,16 +255,19 @@ class _Affine:
 
 
 class _Quiet:
-    """Modules that would make a part differ from the whole by chance, for the length of a proof."""
+    """Modules that would make a part differ from the whole by chance, for the length of a proof.
+
+    `saved` is put back by the engine, too, which needs no memory for it.
+    """
 
     __slots__ = ("saved",)
 
     def __init__(self) -> None:
-        self.saved: list[tuple[torch.nn.Module, str, Any]] = []
+        self.saved: list[tuple[Any, ...]] = []
 
     def _set(self, module: torch.nn.Module, name: str, value: Any) -> None:
         own = module.__dict__
-        self.saved.append((module, name, own.get(name, _MISSING)))
+        self.saved.append((own, name, *((own[name],) if name in own else ())))
         own[name] = value
 
     def still(self, module: torch.nn.Module) -> None:
@@ -286,11 +289,12 @@ class _Quiet:
 
     def leave(self) -> None:
         while self.saved:
-            module, name, value = self.saved.pop()
-            if value is _MISSING:
-                module.__dict__.pop(name, None)
+            own, name, *value = self.saved[-1]
+            if value:
+                own[name] = value[0]
             else:
-                module.__dict__[name] = value
+                own.pop(name, None)
+            self.saved.pop()
 
 
 class Proof:
@@ -343,8 +347,10 @@ class Proof:
         self._quiet.leave()
         self._quiet.enter(self.modules(), everything)
 
-    def loud(self) -> None:
-        self._quiet.leave()
+    @property
+    def quieted(self) -> list[tuple[Any, ...]]:
+        """Dictionary, name and value of what is to be put back; without one, the name goes."""
+        return self._quiet.saved
 
     def start(self, run: str) -> None:
         """The next run: "whole", "whole again", "parts", "raw", "one", "two"."""
@@ -446,11 +452,6 @@ class Proof:
         if self._now.startswith("whole"):
             run.results = dict(_leaves(result, "result"))
 
-    @staticmethod
-    def doubtful(error: BaseException) -> bool:
-        """Whether results of one row could not be joined for a size of 1."""
-        return " has shapes [1" in str(error) or "of 1 row" in str(error)
-
     def joined(self, result: Any) -> None:
         """What the caller would get of the parts."""
         self._runs[self._now].results = dict(_leaves(result, "result"))
@@ -530,7 +531,7 @@ class Proof:
         if not ratios or wrong < len(ratios):
             return ""
         mean = sum(ratios) / len(ratios)
-        if max(abs(r - mean) for r in ratios) > 0.02 * mean or mean <= 0.0:
+        if not 0.0 < mean < math.inf or max(abs(r - mean) for r in ratios) > 0.02 * mean:
             return ""
         return f" (all gradients are {mean:.3g} times as large)"
 
@@ -617,7 +618,8 @@ class Proof:
             gap, limit = _gap(one, two), self._result_limit(one)
             if gap <= limit:
                 continue
-            if again is not None and _gap(one, again.results.get(place)) > limit:
+            chance = 0.0 if again is None else _gap(one, again.results.get(place))
+            if chance > limit and (gap < math.inf or chance == math.inf):
                 continue  # a time, say: the whole step does not give it twice
             self.volatile = self.volatile and again is None
             what = _shown(two, one) if gap < math.inf else _shapes(two, one)
@@ -688,7 +690,11 @@ class Proof:
         with contextlib.suppress(RuntimeError):
             for weigher in candidates(leaves, self.modules()):
                 weights = weigher.shares(cut)
-                if weights is not None and inner.residual(*weights) <= self._limit:
+                if (
+                    weights is not None
+                    and inner.residual(*weights) <= max(self._limit, _SQUARED)
+                    and _left(whole, one, two, *weights) <= self._limit
+                ):
                     found.append(weigher)
         return found
 
@@ -741,6 +747,23 @@ class Proof:
         return None
 
 
+def _left(
+    whole: dict[int, torch.Tensor],
+    one: dict[int, torch.Tensor],
+    two: dict[int, torch.Tensor],
+    a: float,
+    b: float,
+) -> float:
+    """The norm of whole - a first - b second, relative to the whole's."""
+    left = size = 0.0
+    for i in {*whole, *one, *two}:
+        terms = ((1.0, whole.get(i)), (-a, one.get(i)), (-b, two.get(i)))
+        flat = [by * _dense(g).double().reshape(-1) for by, g in terms if g is not None]
+        left += _norm(sum(flat[1:], flat[0])) ** 2
+        size += _norm(whole[i]) ** 2 if i in whole else 0.0
+    return math.sqrt(left / size) if size > 0.0 else math.inf
+
+
 class _Products:
     """Inner products of three sets of gradients, summed over all tensors."""
 
@@ -762,7 +785,7 @@ class _Products:
                 at += 1
 
     def residual(self, a: float, b: float) -> float:
-        """The norm of whole - a first - b second, relative to the whole's."""
+        """As _left(), at once, but for rounding."""
         ww, w1, w2, o, ot, t = self.sums
         square = ww - 2 * a * w1 - 2 * b * w2 + a * a * o + 2 * a * b * ot + b * b * t
         if not ww > 0.0 or not math.isfinite(square):

@@ -136,10 +136,10 @@ def step(x):
 
 with inject_oom(min_bytes=2**20):
     step(torch.ones(4, 4))
-print(len(seen), sorted(seen[1] - seen[0]))
+print(len(seen) > 3, sorted(set().union(*seen) - seen[0]))
 """
 
-    assert run("import warnings; warnings.simplefilter('ignore')\n" + code) == "3 []\n"
+    assert run("import warnings; warnings.simplefilter('ignore')\n" + code) == "True []\n"
 
 
 def test_make_help_lists_every_target() -> None:

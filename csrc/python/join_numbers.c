@@ -72,7 +72,7 @@ integers_are_constant(const oomkit_rules *r, const oomkit_place *where,
                       PyObject *const *values)
 {
     Py_ssize_t i;
-    int constant, sure;
+    int constant, counts, sure;
 
     for (i = 1; i < r->count; i++) {
         int same = PyObject_RichCompareBool(values[0], values[i], Py_EQ);
@@ -85,12 +85,13 @@ integers_are_constant(const oomkit_rules *r, const oomkit_place *where,
     }
     constant = oomkit_result_is_constant(oomkit_rules_known(r, where), values[0],
                                          r->total, &sure);
-    if (constant && !sure &&
-        oomkit_place_warn(
-            r, where,
-            "is kept, because a whole call returned the same number; if it "
-            "is a count, return it as a tensor of one element or give "
-            "join=...") < 0) {
+    counts = constant && !sure ? PyObject_IsTrue(values[0]) : 0; /* 0 is its own sum */
+    if (counts < 0 ||
+        (counts && oomkit_place_warn(
+                       r, where,
+                       "is kept, because a whole call returned the same number; if it "
+                       "is a count, return it as a tensor of one element or give "
+                       "join=...") < 0)) {
         return -1;
     }
     return constant;

@@ -1,193 +1,11 @@
 /* When a split is proven, of which rows, and what comes of it. */
 #include "proof.h"
 #include "errors.h"
-#include "step.h"
-#include "tensor.h"
 #include "tree.h"
 #include "unfit.h"
 
 #define FEW 5   /* rows that say little about a batch: more are tried if they may fit */
 #define APART 3 /* places at which weights are told apart, at most */
-
-/* --- what is known --- */
-
-static uint64_t
-mix(uint64_t hash, uint64_t value)
-{
-    hash = (hash ^ value) * 0xff51afd7ed558ccdu;
-    return hash ^ (hash >> 32);
-}
-
-/* A batch of another structure, other participants, another mode or another way to run
- * the backward are proven anew; other sizes are not, unless verify=True. Never 0. */
-static uint64_t
-proof_key(oomkit_call *call)
-{
-    uint64_t hash =
-        mix((uint64_t)call->batch.count + 1,
-            (uint64_t)call->parts->param_count * 2 + (call->replayed != NULL));
-    Py_ssize_t i;
-
-    for (i = 0; i < call->batch.count; i++) {
-        const oomkit_node *node = &call->batch.nodes[i];
-        oomkit_tensor_facts facts;
-        hash = mix(hash, (uint64_t)(node->kind * 64 + node->split * 8 + node->flags));
-        if (node->split != OOMKIT_SPLIT_ITEMS) {
-            hash = mix(hash, (uint64_t)node->children);
-        }
-        if (node->kind != OOMKIT_NODE_TENSOR) {
-            continue;
-        }
-        if (oomkit_tensor_facts_get(call->st, node->object, 0, &facts) < 0) {
-            oomkit_error_dismiss(); /* it does not count */
-            continue;
-        }
-        hash = mix(hash, (uint64_t)(facts.dtype * 16 + facts.ndim));
-    }
-    hash = mix(hash, oomkit_signature_modes(call));
-    if (call->options->verify == 1) {
-        hash = mix(hash, oomkit_batch_signature(&call->batch));
-    }
-    return hash | 1;
-}
-
-static oomkit_proven *
-proven_find(oomkit_call *call)
-{
-    oomkit_step *step = call->step;
-    int i;
-
-    if (call->proof_key == 0) {
-        call->proof_key = proof_key(call);
-    }
-    for (i = 0; i < OOMKIT_PROVEN; i++) {
-        if (step->proven[i].key == call->proof_key) {
-            return &step->proven[i];
-        }
-    }
-    return NULL;
-}
-
-/* Notes what was shown; the oldest gives way. Steals `rule` (may be NULL). */
-static void
-proven_note(oomkit_call *call, PyObject *rule, uint64_t course,
-            oomkit_proof_level level)
-{
-    oomkit_step *step = call->step;
-    oomkit_proven *found = proven_find(call);
-    PyObject *before; /* owned */
-
-    if (found == NULL) {
-        found = &step->proven[step->proven_next++ % OOMKIT_PROVEN];
-    }
-    before = found->rule;
-    if (found->key != call->proof_key) {
-        memset(found->courses, 0, sizeof(found->courses));
-    }
-    found->key = call->proof_key;
-    found->rule = rule;
-    found->level = (uint8_t)level;
-    found->courses[found->course_next++ % OOMKIT_COURSES] = course;
-    Py_XDECREF(before);
-    step->losses.compared = 1; /* a guess about them would say less */
-}
-
-void
-oomkit_proven_clear(oomkit_proven *proven)
-{
-    int i;
-
-    for (i = 0; i < OOMKIT_PROVEN; i++) {
-        Py_CLEAR(proven[i].rule);
-        proven[i].key = 0;
-    }
-}
-
-PyObject *
-oomkit_proof_rule(oomkit_call *call)
-{
-    const oomkit_proven *found;
-
-    if (call->proof != NULL) {
-        return call->proof->rule;
-    }
-    if (call->options->weight != NULL || call->options->verify == 0 || call->forced) {
-        return NULL;
-    }
-    found = proven_find(call);
-    return found == NULL ? NULL : found->rule;
-}
-
-uint64_t
-oomkit_proof_course(const oomkit_call *call)
-{
-    const oomkit_course *course = &call->course[0];
-    uint64_t hash = (uint64_t)course->count + 1;
-    int i;
-
-    if (call->course_waived) {
-        return 1;
-    }
-    for (i = 0; i < course->count && i < OOMKIT_COURSE; i++) {
-        hash = mix(hash, (uintptr_t)course->events[i].target);
-        hash = mix(hash, (uintptr_t)course->events[i].name);
-    }
-    return hash;
-}
-
-int
-oomkit_proof_is_new_course(oomkit_call *call)
-{
-    oomkit_proven *found;
-    uint64_t course;
-    int i;
-
-    if (call->proof != NULL || call->options->verify == 0 || call->forced ||
-        call->restarts >= OOMKIT_RESTARTS) {
-        return 0;
-    }
-    found = proven_find(call);
-    if (found == NULL || found->level != OOMKIT_PROVEN_FULLY) {
-        return 0;
-    }
-    course = oomkit_proof_course(call);
-    for (i = 0; i < OOMKIT_COURSES; i++) {
-        if (found->courses[i] == course) {
-            return 0;
-        }
-    }
-    found->level = OOMKIT_PROVEN_NOT;
-    return 1;
-}
-
-int
-oomkit_proof_known(oomkit_call *call)
-{
-    const oomkit_proven *found;
-
-    if (call->proof != NULL) {
-        return 1;
-    }
-    if (call->options->verify == 0 || call->forced) {
-        return 0;
-    }
-    found = proven_find(call);
-    return found != NULL && found->level == OOMKIT_PROVEN_FULLY;
-}
-
-static int
-proof_wanted(oomkit_call *call)
-{
-    const oomkit_proven *found;
-
-    if (!call->split || call->options->verify == 0 || call->forced ||
-        call->st->proves_nothing || call->proof != NULL || call->slice_index > 0 ||
-        call->joining) {
-        return 0;
-    }
-    found = proven_find(call);
-    return found == NULL || found->level != OOMKIT_PROVEN_FULLY;
-}
 
 /* --- which rows --- */
 
@@ -641,6 +459,23 @@ proof_differs(oomkit_proof *p, PyObject *text)
     return found;
 }
 
+/* The parts have passed, but results of one of them, of one row, could not be joined:
+ * in the middle, if neither part has one row alone. *text (owned) as in
+ * proof_compare(). */
+static int
+proof_joins(oomkit_proof *p, PyObject **text)
+{
+    const int64_t first = p->first;
+    int result = 0;
+
+    if (p->unjoined && choose_middle(p, oomkit_unfit_multiple(p->call)) &&
+        p->first > 1 && p->length - p->first > 1) {
+        result = proof_compare(p, "parts", p->first, text);
+    }
+    p->first = first;
+    return result;
+}
+
 /* The parts have passed. Where the batch has labels or masks, other weights may pass,
  * too: then at a place that tells them apart. *text (owned) as in proof_compare(). */
 static int
@@ -711,6 +546,7 @@ proof_full(oomkit_proof *p)
     int result;
 
     if (proof_whole(p) < 0 || proof_parts(p, &text) < 0 ||
+        (text == NULL && proof_joins(p, &text) < 0) ||
         (text == NULL && proof_apart(p, &text) < 0)) {
         return -1;
     }
@@ -871,7 +707,33 @@ proof_judge(oomkit_proof *p)
     }
     Py_XDECREF(params);
     Py_XDECREF(entry);
-    return p->judge == NULL ? -1 : 0;
+    p->quieted = p->judge == NULL ? NULL : PyObject_GetAttrString(p->judge, "quieted");
+    return p->quieted == NULL ? -1 : 0;
+}
+
+/* Modules are in the mode that they were in. Without code of Python: where there is no
+ * memory for any, values of keys that are there can still be set. */
+static void
+proof_loud(oomkit_proof *p)
+{
+    Py_ssize_t i = p->quieted == NULL ? 0 : PyList_GET_SIZE(p->quieted);
+
+    while (i-- > 0) {
+        PyObject *item = PyList_GET_ITEM(p->quieted, i); /* borrowed */
+        PyObject *own = PyTuple_GET_ITEM(item, 0);       /* borrowed */
+        PyObject *name = PyTuple_GET_ITEM(item, 1);      /* borrowed */
+        if ((PyTuple_GET_SIZE(item) > 2
+                 ? PyDict_SetItem(own, name, PyTuple_GET_ITEM(item, 2))
+                 : PyDict_DelItem(own, name)) == 0) {
+            continue;
+        }
+        if (PyErr_ExceptionMatches(PyExc_KeyError)) {
+            PyErr_Clear(); /* it was not set, or somebody has taken it out */
+        } else {
+            PyErr_WriteUnraisable(p->call->func);
+        }
+    }
+    Py_CLEAR(p->quieted);
 }
 
 /* A leaf of the batch has moved: it cannot be run again. 1, 0 or -1. */
@@ -891,15 +753,15 @@ int
 oomkit_prove(oomkit_call *call)
 {
     oomkit_proof p = {.call = call};
-    PyObject *done, *exception; /* owned; given back */
+    PyObject *exception; /* owned, given back */
     int cut, result, phase;
 
-    if (!proof_wanted(call)) {
-        return 0;
+    if ((result = oomkit_proof_wanted(call)) <= 0) {
+        return result;
     }
     cut = proof_choose(&p);
     result = proof_batch_moved(call);
-    if (result != 0 || (!cut && proven_find(call) != NULL)) {
+    if (result != 0 || (!cut && oomkit_proven_find(call) != NULL)) {
         return result < 0 ? -1 : 0;
     }
     phase = oomkit_phase_set(call->st, OOMKIT_PHASE_FORWARD);
@@ -909,14 +771,8 @@ oomkit_prove(oomkit_call *call)
     if (result < 0 && p.no_parts) {
         result = proof_no_parts(&p);
     }
-    exception = result < 0 ? oomkit_exception_take() : NULL; /* owned, given back */
-    if (p.judge != NULL) {
-        done = PyObject_CallMethod(p.judge, "loud", NULL);
-        if (done == NULL) {
-            PyErr_WriteUnraisable(call->func);
-        }
-        Py_XDECREF(done);
-    }
+    exception = result < 0 ? oomkit_exception_take() : NULL;
+    proof_loud(&p);
     if (oomkit_proof_back(&p) < 0) {
         if (exception != NULL) {
             PyErr_WriteUnraisable(call->func); /* the first one tells more */
@@ -924,7 +780,7 @@ oomkit_prove(oomkit_call *call)
         result = -1;
     }
     if (result >= 0) {
-        proven_note(call, Py_XNewRef(p.rule), p.course, p.level);
+        result = oomkit_proven_note(call, Py_XNewRef(p.rule), p.course, p.level);
     }
     Py_CLEAR(p.rule);
     Py_CLEAR(p.judge);

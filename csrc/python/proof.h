@@ -22,6 +22,7 @@ typedef struct oomkit_proven {
     uint64_t courses[OOMKIT_COURSES]; /* that were proven, 0 for none */
     uint8_t level;
     uint8_t course_next;
+    uint8_t labels; /* among them ignored ones, not as many in each micro-batch */
 } oomkit_proven;
 
 typedef struct oomkit_proof_gradient oomkit_proof_gradient;
@@ -30,6 +31,7 @@ typedef struct oomkit_proof_gradient oomkit_proof_gradient;
 typedef struct oomkit_proof {
     oomkit_call *call;
     PyObject *judge;          /* owned: _proof.Proof */
+    PyObject *quieted;        /* owned: its list of what proof_loud() puts back */
     PyObject *rule;           /* owned: weights on trial, or NULL */
     oomkit_proof_level level; /* of what is shown in the end */
     int no_parts;             /* the step raises errors of its own on any part */
@@ -37,6 +39,7 @@ typedef struct oomkit_proof {
     int raw;                  /* gradients are wanted as each backward leaves them */
     int everything;           /* every module is in eval, not those of chance alone */
     int trained;              /* a backward was seen */
+    int unjoined;             /* results of parts of one row could not be joined */
     uint64_t course;          /* of the events of the whole run */
     int64_t start, length, first;
     /* the call's own, aside while the proof runs */
@@ -62,6 +65,24 @@ typedef struct oomkit_proof {
 int
 oomkit_prove(oomkit_call *call);
 
+extern PyMethodDef oomkit_proof_methods[];
+
+/* --- proof_known.c --- */
+
+/* Is this split to be proven before it is run? 1, 0 or -1. */
+int
+oomkit_proof_wanted(oomkit_call *call);
+
+/* What was proven of calls like this one, or NULL. */
+oomkit_proven *
+oomkit_proven_find(oomkit_call *call);
+
+/* Notes what was shown; the oldest gives way. Steals `rule` (may be NULL). 0
+ * or -1. */
+int
+oomkit_proven_note(oomkit_call *call, PyObject *rule, uint64_t course,
+                   oomkit_proof_level level);
+
 /* The weights that were found for a call like this one; borrowed from the site, or
  * NULL. */
 PyObject *
@@ -80,8 +101,6 @@ oomkit_proof_is_new_course(oomkit_call *call);
 /* Was a call like this one proven by its gradients, or does it run for that? */
 int
 oomkit_proof_known(oomkit_call *call);
-
-extern PyMethodDef oomkit_proof_methods[];
 
 void
 oomkit_proven_clear(oomkit_proven *proven);

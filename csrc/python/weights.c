@@ -438,10 +438,10 @@ labels_are_due(const oomkit_call *call)
            call->number % 64 == 0;
 }
 
-/* Said once per site: is there an integer leaf whose labels of -100 make n_i/N wrong?
- */
+/* Is there an integer leaf whose labels of -100 make n_i/N wrong? Its number in *leaf.
+ * 1, 0 or -1. */
 static int
-labels_check(oomkit_call *call)
+labels_find(oomkit_call *call, Py_ssize_t *leaf)
 {
     const oomkit_batch *batch = &call->batch;
     PyObject *lengths = labels_lengths(call); /* owned */
@@ -453,15 +453,36 @@ labels_check(oomkit_call *call)
         if (node->kind != OOMKIT_NODE_TENSOR || node->split != OOMKIT_SPLIT_NARROW) {
             continue;
         }
-        if (labels_are_uneven(call, node->object, lengths)) {
-            call->step->losses.labels_said = 1;
-            result = labels_say(call, i);
-            break;
-        }
-        result = PyErr_Occurred() ? -1 : 0;
+        result = labels_are_uneven(call, node->object, lengths);
+        result = PyErr_Occurred() ? -1 : result;
+        *leaf = i;
     }
     Py_XDECREF(lengths);
     return result;
+}
+
+int
+oomkit_weights_labels(oomkit_call *call)
+{
+    Py_ssize_t leaf;
+    return call->options->weight != NULL || call->options->reduction_given ||
+                   !labels_are_due(call)
+               ? 0
+               : labels_find(call, &leaf);
+}
+
+/* That is said once per site. */
+static int
+labels_check(oomkit_call *call)
+{
+    Py_ssize_t leaf = 0;
+    int found = labels_find(call, &leaf);
+
+    if (found > 0) {
+        call->step->losses.labels_said = 1;
+        found = labels_say(call, leaf);
+    }
+    return found;
 }
 
 /* Does the micro-batch return a number that stands for a loss? 1, 0 or -1. */

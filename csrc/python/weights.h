@@ -70,6 +70,11 @@ oomkit_weights_next(struct oomkit_call *call);
 int
 oomkit_weights_check(struct oomkit_call *call, PyObject *result);
 
+/* Do micro-batches hold unequal shares of labels that are not -100, where nobody has
+ * said what the loss is a mean over? 1, 0 (or nobody looked), -1. */
+int
+oomkit_weights_labels(struct oomkit_call *call);
+
 void
 oomkit_weights_release(struct oomkit_call *call);
 

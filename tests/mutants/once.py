@@ -9,8 +9,8 @@ MUTANTS = [
         "stepped-in-each-micro-batch",
         "the optimizer steps in the last micro-batch alone",
         "csrc/python/hold.c",
-        "    return !call->is_last;",
-        "    return 0;",
+        "    return !call->is_last ? 1",
+        "    return !call->is_last ? 0",
         ("test_once_schedulers.py::test_schedulers_step_once",),
     ),
     Mutant(

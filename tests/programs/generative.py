@@ -64,15 +64,20 @@ def vae_sum(world: World) -> None:
     _train_vae(world, world.auto_batch(reduction="sum"))
 
 
-@program("said", says='reduction="sum"|taken for a mean over samples', compare="slices")
+@program("equal", compare="slices", found={"reduction": "sum"})
 def vae_forgotten(world: World) -> None:
-    """VAE: the sum is forgotten; a loss smaller by the factor k tells."""
+    """VAE: the sum is forgotten, and the proof finds it."""
     _train_vae(world, world.auto_batch)
 
 
-@program("said", decorated="@oomkit.auto_batch(verify=True)", says="halves|sum", compare="slices")
+@program(
+    "equal",
+    decorated="@oomkit.auto_batch(verify=True)",
+    compare="slices",
+    found={"reduction": "sum"},
+)
 def vae_verified(world: World) -> None:
-    """VAE: the sum is forgotten; the comparison of halves tells."""
+    """The same with verify=True."""
     _train_vae(world, world.auto_batch(verify=True))
 
 

@@ -28,6 +28,7 @@ PHASES = ("forward", "backward", "optimizer")
 
 # Logged where a split loss can be compared with nothing: true of every program, and no fault.
 ASSUMED = "is taken for a mean over samples"
+FOUND = "which makes two parts of a batch the whole"
 
 
 @dataclass
@@ -47,8 +48,14 @@ class Run:
 
     @property
     def said(self) -> list[str]:
-        """Without the lines that tell of a new plan."""
-        return [text for text in self.texts if not text.startswith("oomkit: step=")]
+        """Without the lines that tell of a new plan, and of weights."""
+        known = [text for text in self.texts if FOUND not in text]
+        return [text for text in known if not text.startswith("oomkit: step=")]
+
+    @property
+    def found(self) -> bool:
+        """Whether the proof has found weights."""
+        return any(FOUND in text for text in self.texts)
 
 
 class _Lines(logging.Handler):
@@ -57,18 +64,23 @@ class _Lines(logging.Handler):
         self._lines = lines
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._lines.append(record.getMessage())
+        text = record.getMessage()
+        if record.levelno >= logging.WARNING or FOUND in text:
+            self._lines.append(text)
 
 
 @contextmanager
 def lines_of(logger: logging.Logger) -> Iterator[list[str]]:
-    """What is logged meanwhile."""
+    """The warnings that are logged meanwhile, and what is said of weights that were found."""
     lines: list[str] = []
     handler = _Lines(lines)
+    level = logger.level
     logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     try:
         yield lines
     finally:
+        logger.setLevel(level)
         logger.removeHandler(handler)
 
 
@@ -270,9 +282,13 @@ def _judge_replay(
     report: Report, place: Place, plain: Run, failed: Run, references: dict[str, Run]
 ) -> None:
     program = report.program
-    key = repr(failed.split)
+    if failed.found and not program.found:
+        report.fail(place, f"found weights: {failed.texts}")
+    key = repr((failed.split, failed.found))
     if key not in references:
-        references[key] = run(program, World(decorate=True, slices=failed.split))
+        # What tests force is not proven: it is told what the proof has found.
+        told = program.found if failed.found else {}
+        references[key] = run(program, World(decorate=True, slices=failed.split, more=told))
     same = references[key]
     if same.error is not None:
         report.fail(place, f"the same slices, undisturbed, raised: {same.error}")

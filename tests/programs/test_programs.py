@@ -52,10 +52,12 @@ def _failures(name: str, **changed: object) -> str:
 
 
 def test_a_silent_difference_is_found() -> None:
-    """A sum over samples without reduction="sum", stated as equal."""
-    assert "not the whole batch" in _failures(
-        "vae_forgotten", outcome="equal", says=None, compare="whole"
-    )
+    """A permutation of the rows of each micro-batch, stated as that of the whole batch's."""
+    assert "not the whole batch" in _failures("mixup_inside", compare="whole")
+
+
+def test_weights_that_a_program_does_not_state_are_found() -> None:
+    assert "found weights" in _failures("vae_forgotten", found={})
 
 
 def test_a_warning_that_does_not_come_is_found() -> None:

@@ -53,6 +53,8 @@ class Program:
     """Gradients are there when a step begins: a recovered run may round them otherwise."""
     or_equal: bool
     """Refused at some places, equal at the others."""
+    found: dict[str, Any]
+    """Options that say what the proof finds: the undisturbed run of slices is told them."""
 
 
 PROGRAMS: dict[str, Program] = {}
@@ -68,6 +70,7 @@ def program(
     caller_backward: bool = False,
     accumulates: bool = False,
     or_equal: bool = False,
+    found: dict[str, Any] | None = None,
 ) -> Callable[[Callable[[World], None]], Callable[[World], None]]:
     """Register a program under the name of its function; the docstring says what it shows."""
     assert outcome in OUTCOMES and compare in COMPARISONS
@@ -91,6 +94,7 @@ def program(
             caller_backward,
             accumulates or caller_backward,
             or_equal,
+            found or {},
         )
         return run
 
@@ -120,6 +124,8 @@ class World:
     slices: dict[int, list[int]] = field(default_factory=dict)
     """Calls that run over exactly these slices."""
     caller_backward: bool = False
+    more: dict[str, Any] = field(default_factory=dict)
+    """Options besides the program's own."""
 
     seed: int = SEED
     losses: list[float] = field(default_factory=list)
@@ -150,7 +156,7 @@ class World:
         if fn is None:
             return lambda fn: self.auto_batch(fn, **options)
         if self.decorate:
-            return _Calls(self, oomkit.auto_batch(fn, **options))
+            return _Calls(self, oomkit.auto_batch(fn, **options, **self.more))
         return _Calls(self, _with_backward(fn) if options.get("backward") else fn)
 
     def bare(self, fn: Any = None, /, **options: Any) -> Any:
