@@ -61,6 +61,7 @@ class _Run:
     """What one run of the step has shown."""
 
     __slots__ = (
+        "each",
         "gradients",
         "losses",
         "parts",
@@ -78,6 +79,7 @@ class _Run:
         self.parts: dict[int, float] = {}  # norms of what the first part alone gave
         self.losses: list[list[float]] = []  # of each backward, by micro-batch
         self.results: dict[str, Any] = {}
+        self.each: list[dict[str, Any]] = []  # results of micro-batches
         self.rows: list[int] = []
         self.weights: list[float] = []
 
@@ -330,6 +332,7 @@ class Proof:
         self._made = ""
         self._chance = 0.0  # what random numbers alone change, relative
         self.refuted: set[tuple[Any, ...]] = set()  # weights that were told apart
+        self.unjoined = False  # results of parts of one row could not be joined
         self.volatile = False  # nothing but results differs: are they the same twice?
 
     # --- what the engine calls around the runs ---
@@ -449,8 +452,10 @@ class Proof:
             self._judge_precision(loss)
         run.rows.append(rows)
         run.weights.append(weight)
+        leaves = dict(_leaves(result, "result"))
         if self._now.startswith("whole"):
-            run.results = dict(_leaves(result, "result"))
+            run.results = leaves
+        run.each.append(leaves)
 
     def joined(self, result: Any) -> None:
         """What the caller would get of the parts."""
@@ -625,6 +630,17 @@ class Proof:
             what = _shown(two, one) if gap < math.inf else _shapes(two, one)
             self._fail(gap, f"{place} of the joined parts is {what}")
 
+    def _compare_unjoined(self, whole: _Run, made: _Run) -> None:
+        """Parts of one row that could not be joined: what has no rows must be one value."""
+        for place, one in whole.results.items():
+            parts = [each.get(place) for each in made.each]
+            if not isinstance(one, torch.Tensor) or one.ndim == 0:
+                continue
+            if any(not isinstance(p, torch.Tensor) or p.shape != one.shape for p in parts):
+                continue
+            if any(_gap(one, part) > self._result_limit(one) for part in parts):
+                self._fail(1.0, f"{place} of two parts cannot be joined: neither has rows")
+
     def verdict(self) -> str | None:
         """What differs between the whole and its parts, or None."""
         if not self._now.startswith("whole"):
@@ -640,6 +656,8 @@ class Proof:
         self.volatile = self._worst[0] == 0.0
         if self._worst[0] == 0.0:
             self._compare_results(whole, made)
+            if self.unjoined and not made.results and len(made.each) == 2:
+                self._compare_unjoined(whole, made)
         size, text = self._worst
         self._worst = (0.0, "")
         return text if size else None

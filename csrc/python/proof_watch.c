@@ -126,7 +126,7 @@ oomkit_proof_joined(oomkit_call *call)
         PyErr_Clear(); /* of one row much looks like anything: see proof_joins() */
         call->raised = 0;
         call->proof->unjoined = 1;
-        status = 0;
+        status = PyObject_SetAttrString(call->proof->judge, "unjoined", Py_True);
     }
     call->joining = 0;
     Py_XDECREF(result);
