@@ -181,15 +181,19 @@ def loop_judge(
             "the parts come through zip() or map(), whose other iterators have gone on: give "
             "all of them to one chunks()"
         )
-    own = frame.f_locals
-    held = (one() if isinstance(one, weakref.ref) else one for one in kept)
+    held = [one() if isinstance(one, weakref.ref) else one for one in kept]
+    done = _done(frame, loop, traceback.tb_lasti, (*held, parts))
+    return f"{done}, and would once more for these rows: {_ADVICE}" if done else loop
+
+
+def _done(frame: FrameType, loop: int, last: int, held: tuple[Any, ...]) -> str | None:
+    own, code = frame.f_locals, frame.f_code
     try:
         names = Names(own, frame.f_globals, frame.f_builtins)
-        done = body_done(code, names, loop, traceback.tb_lasti, (*held, parts))
+        return body_done(code, names, loop, last, held)
     finally:
         if code.co_flags & inspect.CO_OPTIMIZED and isinstance(own, dict):
             own.clear()  # a copy, which would keep the locals' tensors
-    return f"{done}, and would once more for these rows: {_ADVICE}" if done else loop
 
 
 def cut_sequence(batch: Any, start: int, length: int) -> Any:

@@ -172,19 +172,29 @@ class _Run:
         return self.last
 
     def one(self, item: tuple[Any, ...], bar: Any, runs_empty: bool = True) -> tuple[Any, int]:
-        """The joined result of one batch, and its rows."""
+        """The joined result of one batch, and its rows. Short: see `_values` in _buffers.py."""
         if self.verify:
-            self.verify = False
-            args, kwargs = self.arguments(item)
-            probe(self, args, kwargs, _names(self.fn, len(args)))
+            self.check(item)
         parts = self.parts(item)
         with self.enter():
-            self.each(parts, bar)
-            rows = parts.rows or 0
-            if rows == 0:
-                return (self.nothing(item) if runs_empty else None), 0
-            self.outputs.wait()
-            return self.together(parts._results(), parts._join, rows), rows
+            return self.ended(item, parts, bar, runs_empty)
+
+    def check(self, item: tuple[Any, ...]) -> None:
+        """Once: are a few rows alone what they are among others?"""
+        self.verify = False
+        args, kwargs = self.arguments(item)
+        probe(self, args, kwargs, _names(self.fn, len(args)))
+
+    def ended(
+        self, item: tuple[Any, ...], parts: Any, bar: Any, runs_empty: bool
+    ) -> tuple[Any, int]:
+        """The parts one after the other, and what they make together."""
+        self.each(parts, bar)
+        rows = parts.rows or 0
+        if rows == 0:
+            return (self.nothing(item) if runs_empty else None), 0
+        self.outputs.wait()
+        return self.together(parts._results(), parts._join, rows), rows
 
     def nothing(self, item: tuple[Any, ...]) -> Any:
         """What the function makes of a batch without rows."""

@@ -83,7 +83,7 @@ class Outputs:
                 "back as lists of one tensor per row: pass pad=VALUE to have them padded on the "
                 'right, or pad="list" to have lists in any case',
                 _C.OomkitWarning,
-                stacklevel=7,
+                stacklevel=8,
             )
         if not isinstance(self.pad, (int, float)):
             every = self.pad == "list"

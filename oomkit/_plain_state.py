@@ -397,23 +397,28 @@ def places(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], streams: bo
         func: the decorated callable, and ``args`` and ``kwargs`` of its call.
         streams: find all generators that its names lead to.
     """
-    function, bound, named = _unwrap(func, args, kwargs)
-    if not isinstance(function, types.FunctionType):
-        return None
     try:
-        given = _given(function, bound, named, args, kwargs)
-        found = Places()
-        found.visit(function, given)
-        found.run()
-        if streams:
-            values = [s.value for s in given.values()]
-            found.streams.update(streams_of(function, values))
-        return found.found() if found.table or found.streams else None
+        return _places(func, args, kwargs, streams)
     except MemoryError:
         raise
     except Exception:
         _log.debug("oomkit: a step's plain state could not be looked at", exc_info=True)
         return None
+
+
+def _places(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], streams: bool
+) -> Found | None:
+    function, bound, named = _unwrap(func, args, kwargs)
+    if not isinstance(function, types.FunctionType):
+        return None
+    given = _given(function, bound, named, args, kwargs)
+    found = Places()
+    found.visit(function, given)
+    found.run()
+    if streams:
+        found.streams.update(streams_of(function, [s.value for s in given.values()]))
+    return found.found() if found.table or found.streams else None
 
 
 def _given(

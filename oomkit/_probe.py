@@ -163,4 +163,4 @@ def _probe(of: Any, run: Runner, participants: list[Any], reached: list[Any]) ->
         if rows:
             _log.info("oomkit: verified %s: %d rows have the outputs of their halves", where, rows)
         return
-    warnings.warn(f"oomkit: {text}", _C.OomkitWarning, stacklevel=6)
+    warnings.warn(f"oomkit: {text}", _C.OomkitWarning, stacklevel=7)

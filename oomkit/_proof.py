@@ -7,7 +7,6 @@ caller and the updates would see of the two is compared here.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -705,15 +704,14 @@ class Proof:
         for i in {*whole, *one, *two}:
             inner.add(*(run.get(i) for run in (whole, one, two)))
         found = []
-        with contextlib.suppress(RuntimeError):
-            for weigher in candidates(leaves, self.modules()):
-                weights = weigher.shares(cut)
-                if (
-                    weights is not None
-                    and inner.residual(*weights) <= max(self._limit, _SQUARED)
-                    and _left(whole, one, two, *weights) <= self._limit
-                ):
-                    found.append(weigher)
+        for weigher in candidates(leaves, self.modules()):
+            weights = weigher.shares(cut)
+            if (
+                weights is not None
+                and inner.residual(*weights) <= max(self._limit, _SQUARED)
+                and _left(whole, one, two, *weights) <= self._limit
+            ):
+                found.append(weigher)
         return found
 
     def confirm(

@@ -142,6 +142,13 @@ def _inner(spot: Spot, step: Any) -> list[Spot]:
     return _attribute(spot, key) if what == "." else list(_items(spot, key))
 
 
+def _slot(spot: Spot, name: str, descriptor: Any) -> list[Spot]:
+    try:
+        return [Spot(spot, ATTRIBUTE, name, descriptor.__get__(spot.value))]
+    except AttributeError:
+        return []  # empty
+
+
 def _attribute(spot: Spot, name: str) -> list[Spot]:
     value = spot.value
     if isinstance(value, types.ModuleType):
@@ -165,10 +172,7 @@ def _attribute(spot: Spot, name: str) -> list[Spot]:
             return []
     for slot, descriptor in _slots_of(type(value)):
         if slot == name:
-            try:
-                return [Spot(spot, ATTRIBUTE, name, descriptor.__get__(value))]
-            except AttributeError:
-                return []
+            return _slot(spot, name, descriptor)
     found = _attribute(whole(type(value)), name)
     if found and isinstance(found[0].value, (*CONTAINERS, torch.Tensor)):
         return found

@@ -7,6 +7,7 @@ import types
 import warnings
 from collections import OrderedDict, UserDict
 from pathlib import Path
+from types import MappingProxyType
 
 import batches
 import numpy as np
@@ -93,6 +94,7 @@ LINES = {
         [iter([x])],
         [torch.utils.data.DataLoader(samples)],
     ],
+    "a mapping of a type of its own": [[MappingProxyType({"x": x, "y": y})]],
 }
 
 
