@@ -802,8 +802,8 @@ class _Products:
 
     def residual(self, a: float, b: float) -> float:
         """As _left(), at once, but for rounding."""
-        ww, w1, w2, o, ot, t = self.sums
-        square = ww - 2 * a * w1 - 2 * b * w2 + a * a * o + 2 * a * b * ot + b * b * t
+        ww, w1, w2, o, mixed, t = self.sums
+        square = ww - 2 * a * w1 - 2 * b * w2 + a * a * o + 2 * a * b * mixed + b * b * t
         if not ww > 0.0 or not math.isfinite(square):
             return math.inf
         return math.sqrt(max(0.0, square) / ww)

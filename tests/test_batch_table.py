@@ -7,12 +7,12 @@ import types
 import warnings
 from collections import OrderedDict, UserDict
 from pathlib import Path
-from types import MappingProxyType
 
 import batches
 import numpy as np
 import pytest
 import torch
+from test_batch_refuse import Columns
 from torch import nn
 
 import oomkit
@@ -94,7 +94,7 @@ LINES = {
         [iter([x])],
         [torch.utils.data.DataLoader(samples)],
     ],
-    "a mapping of a type of its own": [[MappingProxyType({"x": x, "y": y})]],
+    "a mapping of a type of its own": [[Columns(B, x=x, y=y)]],
 }
 
 

@@ -164,10 +164,11 @@ option_verify(PyObject *kwargs, int *value)
         return 0;
     }
     if (given != NULL && given != Py_None && !PyBool_Check(given)) {
-        PyErr_Format(PyExc_TypeError,
-                     "auto_batch(verify=...) expected True, False, \"warn\" or None, got "
-                     "%R",
-                     given);
+        PyErr_Format(
+            PyExc_TypeError,
+            "auto_batch(verify=...) expected True, False, \"warn\" or None, got "
+            "%R",
+            given);
         return -1;
     }
     return option_switch(kwargs, "verify", value);

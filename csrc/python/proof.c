@@ -645,11 +645,13 @@ proof_larger(oomkit_proof *p, int64_t rows, int *result)
             p->first += multiple;
         }
         *result = proof_full(p);
-        if (*result >= 0 || p->call->restart != 0 ||
-            !oomkit_exception_is_oom(p->call->st)) {
+        if (*result < 0 && length > 1 && proof_own_error(p->call)) {
+            oomkit_error_dismiss(); /* that size is none that the call needs */
+            p->no_parts = 0;
+        } else if (*result >= 0 || p->call->restart != 0 ||
+                   !oomkit_exception_is_oom(p->call->st)) {
             return 1;
-        }
-        if (proof_forgive(p) < 0) {
+        } else if (proof_forgive(p) < 0) {
             return -1;
         }
     }
