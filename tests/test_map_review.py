@@ -50,7 +50,8 @@ def test_an_item_that_was_split_beside_one_that_was_not(x):
     with pytest.warns(oomkit.OomkitWarning, match="lists of one tensor per row"):
         result = oomkit.map(fn, iter([x[:3], x, x[:5]]))
     assert len(result) == 16 and all(row.dim() == 2 for row in result)
-    assert [row.shape[1] for row in result[:11]] == [3] * 3 + [4] * 4 + [8] * 4
+    # Three rows are what has worked: 3, 3 and 2 of the item that fails whole.
+    assert [row.shape[1] for row in result[:11]] == [3] * 6 + [6] * 3 + [8] * 2
 
 
 def test_sequences_of_a_split_call_after_a_whole_one(x):

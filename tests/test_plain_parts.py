@@ -14,7 +14,7 @@ from seen import Seen
 from torch import nn
 
 import oomkit
-from oomkit.testing import force_slices, inject_oom
+from oomkit.testing import inject_oom
 
 pytestmark = [
     pytest.mark.no_proof,
@@ -94,22 +94,6 @@ def test_an_error_in_a_later_part_takes_all_back() -> None:
     with torch.no_grad(), pytest.raises(ValueError, match="mine"):
         evaluate(torch.randn(ROWS, 1))
     assert count.all() == (0, 0, 0)
-
-
-def test_a_verification_counts_nothing() -> None:
-    model, count = nn.Linear(4, 3), Count()
-    seen: Seen[int] = Seen()
-
-    @oomkit.auto_batch(verify=True)
-    def step(x: torch.Tensor, y: torch.Tensor) -> None:
-        seen.append(len(x))
-        count.add(x)
-        F.cross_entropy(model(x), y).backward()
-
-    with force_slices([8, 8]):
-        step(torch.randn(ROWS, 4), torch.randint(0, 3, (ROWS,)))
-    assert list(seen) == [8, 8, 8, 4, 4]
-    assert count.all() == (ROWS, ROWS, ROWS)
 
 
 @pytest.mark.parametrize("rowwise", [False, True])

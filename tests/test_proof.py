@@ -299,6 +299,33 @@ def test_a_batch_that_the_step_changes_in_place() -> None:
         torch.testing.assert_close(p.grad, g, rtol=0, atol=1e-12)
 
 
+class Count:
+    """A counter of rows and the calls that added to it, as a metric of one's own."""
+
+    def __init__(self) -> None:
+        self.rows, self.calls, self.total = 0, [0], torch.zeros(())
+
+    def add(self, x: torch.Tensor) -> None:
+        self.rows += len(x)
+        self.calls.append(len(x))
+        self.total += len(x)
+
+
+def test_it_counts_nothing() -> None:
+    model, _ = _linear()
+    count = Count()
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor) -> None:
+        count.add(x)
+        model(x).square().mean().backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", oomkit.OomkitWarning)  # it runs twice, of course
+        step(_double()[0])
+    assert (count.rows, count.calls, float(count.total)) == (ROWS, [0, 4, 4], ROWS)
+
+
 def test_outputs_of_an_evaluation_are_compared() -> None:
     @oomkit.auto_batch(accumulation_steps=2)
     def centred(x: torch.Tensor) -> torch.Tensor:

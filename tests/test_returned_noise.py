@@ -13,6 +13,8 @@ from zoo import SEED
 import oomkit
 from oomkit.testing import inject_oom
 
+pytestmark = pytest.mark.no_proof  # the warnings that are there without it
+
 CHANGED = "so the gradients are not those of the call"
 
 

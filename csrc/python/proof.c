@@ -156,7 +156,7 @@ proof_compare(oomkit_proof *p, const char *name, int64_t first, PyObject **text)
 static int
 proof_own_error(const oomkit_call *call)
 {
-    return !call->raised && call->restart == 0 &&
+    return !call->raised && call->restart == 0 && call->unfit.by_step &&
            PyErr_ExceptionMatches(PyExc_Exception) &&
            !PyErr_ExceptionMatches(call->st->OomkitError) &&
            !oomkit_exception_is_oom(call->st);

@@ -120,6 +120,30 @@ oomkit_proof_back(oomkit_proof *p)
     return result;
 }
 
+static int
+put_back_gradients(void *p)
+{
+    return oomkit_proof_gradients_back(p);
+}
+
+/* Everything but the gradients; `failed`: an error of theirs is in flight, and is the
+ * one to see. As oomkit_take_back(). */
+static int
+put_back_rest(oomkit_call *call, PyObject **message, int failed)
+{
+    PyObject *exception = failed ? oomkit_exception_take() : NULL; /* owned */
+    int result = oomkit_take_back(call, message);
+
+    if (exception == NULL) {
+        return result;
+    }
+    if (result < 0) {
+        PyErr_WriteUnraisable(call->func);
+    }
+    oomkit_exception_give(exception);
+    return result == 1 ? 1 : -1;
+}
+
 int
 oomkit_proof_put_back(oomkit_proof *p)
 {
@@ -128,14 +152,16 @@ oomkit_proof_put_back(oomkit_proof *p)
         PyErr_Occurred() ? oomkit_exception_take() : NULL; /* owned, given back */
     PyObject *message = NULL;                              /* owned */
     int raised = call->raised, queued = call->queued;
+    PyObject *error; /* owned, given back */
     int result;
 
     oomkit_grads_release(call);
     memset(&call->grads, 0, sizeof(call->grads));
-    result = oomkit_proof_gradients_back(p);
-    if (result == 0) {
-        result = oomkit_take_back(call, &message);
+    result = oomkit_insist(call->st, put_back_gradients, p, &error);
+    if (error != NULL) {
+        oomkit_exception_give(error);
     }
+    result = put_back_rest(call, &message, result < 0 || error != NULL);
     if (result == 1) {
         oomkit_raise(call->st->PartialUpdate,
                      "auto_batch ran %U once more to compare its micro-batches, and "
@@ -220,6 +246,7 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
     if (done == NULL || run_slices(call, cut, count) < 0) {
         return -1;
     }
+    call->unfit.by_step = 0; /* of an attempt before */
     status = oomkit_tx_begin(call);
     if (status == 0 && p->draw) {
         done = PyObject_CallMethod(p->judge, "draw", NULL);
