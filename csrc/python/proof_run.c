@@ -155,6 +155,9 @@ oomkit_proof_put_back(oomkit_proof *p)
     PyObject *error; /* owned, given back */
     int result;
 
+    if (exception != NULL && oomkit_modes_entry_back(call) < 0) {
+        PyErr_WriteUnraisable(call->func); /* the first one tells more */
+    }
     oomkit_grads_release(call);
     memset(&call->grads, 0, sizeof(call->grads));
     result = oomkit_insist(call->st, put_back_gradients, p, &error);
