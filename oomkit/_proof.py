@@ -88,11 +88,13 @@ def _norm(value: torch.Tensor) -> float:
         value = value.coalesce().values() if value.layout == torch.sparse_coo else value.to_dense()
     if not value.numel():
         return 0.0
-    return float(torch.linalg.vector_norm(value.detach(), dtype=torch.float64))
+    return float(torch.linalg.vector_norm(_dense(value.detach()), dtype=torch.float64))
 
 
 def _dense(value: torch.Tensor) -> torch.Tensor:
-    return value if value.layout == torch.strided else value.to_dense()
+    """Strided and real: a complex number is two."""
+    value = value if value.layout == torch.strided else value.to_dense()
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
 
 
 def _without(value: torch.Tensor, entry: torch.Tensor | None) -> torch.Tensor:

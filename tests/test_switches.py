@@ -210,6 +210,7 @@ def test_a_switch_keeps_no_module_alive() -> None:
     assert gone() is None
 
 
+@pytest.mark.no_proof  # runs are counted
 @pytest.mark.parametrize("lost", ["grad", "autocast"])
 @pytest.mark.parametrize("retried", [True, False])
 def test_modes_that_a_failed_attempt_did_not_leave_come_back(lost: str, retried: bool) -> None:

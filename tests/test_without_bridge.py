@@ -59,7 +59,8 @@ def run(fail_in, prior, **options):
 
 
 def _run(body: str) -> None:
-    code = PRELUDE + textwrap.dedent(body)
+    # Runs of the step are counted.
+    code = PRELUDE + "\noomkit._C._prove(False)\n" + textwrap.dedent(body)
     done = subprocess.run(
         [sys.executable, "-W", "ignore::oomkit.OomkitWarning", "-c", code],
         capture_output=True,
@@ -119,13 +120,13 @@ assert step.records[0].peak_allocated is None
     assert done.returncode == 0, done.stderr
 
 
-def test_a_forgotten_sum_and_verify_work() -> None:
+def test_a_forgotten_sum_is_said() -> None:
     """Losses are then kept as copies, at calls 1, 2, 4 and so on, as on a device."""
     _run(
         """
         from oomkit.testing import force_slices
 
-        for options in ({"verify": False}, {"verify": True}):
+        for options in ({"verify": False},):
             model = torch.nn.Linear(6, 3)
 
             @oomkit.auto_batch(**options)
@@ -142,6 +143,36 @@ def test_a_forgotten_sum_and_verify_work() -> None:
                     step(x, y)
             texts = [str(w.message) for w in said]
             assert len(texts) == 1 and "a sum over samples" in texts[0], texts
+        """
+    )
+
+
+def test_a_split_is_proven() -> None:
+    """Pairs are refused before the update, and the weights of a sum are found."""
+    _run(
+        """
+        oomkit._C._prove(True)
+        for total in (False, True):
+            model = torch.nn.Linear(6, 3).double()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            before = model.weight.detach().clone()
+
+            @oomkit.auto_batch(accumulation_steps=2)
+            def step(x):
+                optimizer.zero_grad()
+                out = model(x)
+                one, two = out.chunk(2)
+                (out.square().sum() if total else (one - two).square().mean()).backward()
+                optimizer.step()
+
+            x = torch.randn(8, 6, dtype=torch.float64)
+            whole = torch.autograd.grad(model(x).square().sum(), model.weight)[0]
+            try:
+                step(x)
+            except oomkit.SplitError:
+                assert not total and torch.equal(before, model.weight)
+            else:
+                assert total and (before - 0.1 * whole - model.weight).abs().max() < 1e-12
         """
     )
 
@@ -264,7 +295,7 @@ def test_the_allocators_cache_is_emptied_once_before_the_retry() -> None:
     import oomkit
     model = torch.nn.Linear(6, 3, device="meta")
 
-    @oomkit.auto_batch
+    @oomkit.auto_batch(verify=False)
     def step(x):
         calls.append(len(x))
         model(x).sum().backward()

@@ -49,6 +49,10 @@ gradient_is_finite(oomkit_state *st, PyObject *gradient)
     }
     Py_XDECREF(number);
     Py_XDECREF(sum);
+    if (finite < 0) {
+        oomkit_error_dismiss(); /* one that cannot be read (meta) says nothing */
+        finite = 0;
+    }
     return finite;
 }
 

@@ -8,6 +8,8 @@ import random
 import pytest
 import torch
 
+import oomkit
+
 from .base import SEED
 from .case import Case, cases_of
 from .catalogue import MODELS
@@ -20,9 +22,22 @@ CASES, PLACES = 4, 1
 QUICK = [name for name, model in MODELS.items() if not model.compiled]
 
 
+# Their rows meet one another (and a power iteration goes on with each forward): the proof refuses
+# them, and what is swept here is the roll-back.
+COUPLED = {"coupled samples", "spectral and weight norm"}
+
+
 @pytest.mark.parametrize("name", QUICK)
 def test_model(name: str) -> None:
     model = MODELS[name]
+    oomkit._C._prove(name not in COUPLED)
+    try:
+        _sweep(name, model)
+    finally:
+        oomkit._C._prove(True)
+
+
+def _sweep(name: str, model: Model) -> None:
     first, *others = cases_of(model)
     drawn = random.Random(f"{SEED} {name}").sample(others, CASES)
     plain, others_found = sweep(model, [first], 2 * PLACES), sweep(model, drawn, PLACES)
@@ -94,12 +109,12 @@ def test_something_that_a_refusal_leaves_behind_is_found() -> None:
             self.n = torch.nn.Parameter(torch.zeros(()), requires_grad=False)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.n.data = self.n.data + 1
+            setattr(self.n, "".join(("da", "ta")), self.n + 1)  # out of the reader's sight
             return super().forward(x)
 
     model = _with(make=lambda dtype: Counts().to(dtype))
     found = _swept(model, Case(form="backward", times="always"))
-    assert found.failures and "parameter n" in found.failures[0], found.failures
+    assert found.failures and "changed" in found.failures[0], found.failures
 
 
 def test_where_every_allocation_fails_the_step_has_not_begun() -> None:
