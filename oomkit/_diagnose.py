@@ -110,10 +110,10 @@ class Verification:
         self._losses: list[list[float]] = []
         self._outputs: list[dict[str, Any]] = []
         self._rows: list[int] = []
-        self._tolerance = 0.0
+        self.tolerance = 0.0
 
     def _note(self, loss: torch.Tensor) -> None:
-        self._tolerance = max(self._tolerance, tolerance(loss))
+        self.tolerance = max(self.tolerance, tolerance(loss))
         self._roots.append(float(loss.detach().item()))
 
     def root(self, roots: Any) -> None:
@@ -131,7 +131,7 @@ class Verification:
             if isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point():
                 self._note(loss)
             elif isinstance(result, float):
-                self._tolerance = max(self._tolerance, _SINGLE)
+                self.tolerance = max(self.tolerance, _SINGLE)
                 self._roots.append(result)
             noted = result if isinstance(result, float) else loss if self._roots else None
             outputs = places(result, noted)
@@ -147,23 +147,14 @@ class Verification:
         second: list[float],
         is_sum: bool,
         moved: bool,
-        norm: bool,
     ) -> tuple[bool | None, str] | None:
         """(equal, text), or None where there is nothing to compare.
 
         Equal is None where noise let nothing but a coarse comparison be made.
         """
-        # Those that differ, most of what rounding explains first: difference, limit, guess.
+        # Difference, limit, and what it is where it is no loss.
         seen: list[tuple[float, float, str]] = []
-        noise = [
-            text
-            for text, there in (
-                ("random numbers are drawn", moved),
-                ("batch statistics are in use", norm),
-            )
-            if there
-        ]
-        limit = max(self._tolerance, _NOISE) if noise else self._tolerance
+        limit = max(self.tolerance, _NOISE) if moved else self.tolerance
         for i, (whole, one, two) in enumerate(zip(*self._losses, strict=False)):
             group = min(i, len(first) - 1)
             pair = _shares(first[group], second[group], is_sum)
@@ -174,21 +165,18 @@ class Verification:
                 difference > limit and abs(whole - made) <= limit * _CANCELS
             ):
                 continue
-            rows = _shares(first[group], second[group], False)
-            other = one + two if not is_sum else _times(rows[0], one) + _times(rows[1], two)
-            alike = abs(whole - other) <= max(limit, 0.02) * max(scale, abs(whole))
-            seen.append((difference, limit, self._guess(is_sum, alike, len(first))))
+            seen.append((difference, limit, ""))
         shares = _shares(self._rows[1], self._rows[2], False)
         for finding in findings(self._outputs, self._rows, shares):
-            most = max(finding.limit, _NOISE) if noise else finding.limit
+            most = max(finding.limit, _NOISE) if moved else finding.limit
             seen.append((finding.difference, most, finding.text))
         if not seen:
             return None
-        difference, limit, guess = max(seen, key=lambda each: each[0] / (each[1] or _DOUBLE))
+        difference, limit, what = max(seen, key=lambda each: each[0] / (each[1] or _DOUBLE))
         how = "the sum" if is_sum else "the weighted mean"
-        noisy = f"; compared coarsely, since {' and '.join(noise)}" if noise else ""
+        noisy = "; compared coarsely, since random numbers are drawn" if moved else ""
         if difference <= limit:
-            return None if noise else True, (
+            return None if moved else True, (
                 f"compared losses and results of {label}: {self._rows[0]} rows give {how} of "
                 f"{self._rows[1]} and {self._rows[2]} of them (relative difference "
                 f"{difference:.1e}{noisy}); gradients were not compared, because larger "
@@ -196,17 +184,15 @@ class Verification:
             )
         return False, (
             f"{self._rows[0]} rows do not give {how} of {self._rows[1]} and {self._rows[2]} of "
-            f"them (relative difference {difference:.1e}{noisy}): {guess}"
+            f"them (relative difference {difference:.1e}{noisy}){': ' if what else ''}{what}"
         )
 
-    @staticmethod
-    def _guess(is_sum: bool, alike: bool, groups: int) -> str:
-        if alike and is_sum:
-            return 'it looks like a mean over samples: pass reduction="mean" to auto_batch'
-        if alike and groups == 1:
-            return 'it looks like a sum over samples: pass reduction="sum" to auto_batch'
-        return (
-            "a loss that couples the samples of a batch (contrastive, in-batch negatives, "
-            "batch statistics) cannot be split exactly; for a mean over something other than "
-            "rows (tokens, classes) pass weight= to auto_batch"
-        )
+    def fits(self, one: float, two: float) -> bool:
+        """Whether the losses of the parts, with these weights, make those of the whole."""
+        seen = 0
+        for whole, first, second in zip(*self._losses, strict=False):
+            made = _times(one, first) + _times(two, second)
+            if not abs(whole - made) <= self.tolerance * max(abs(whole), abs(made)):
+                return False
+            seen += 1
+        return seen > 0

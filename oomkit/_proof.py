@@ -9,13 +9,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ._diagnose import tolerance
-from ._weights import Cut, Leaves, Weigher, candidates, cuts, undecided
+from ._diagnose import Verification, tolerance
+from ._rows import leaves_of
+from ._weights import (
+    TOLD,
+    Cut,
+    Leaves,
+    Tried,
+    Weigher,
+    candidates,
+    cuts,
+    decisive,
+    pairs,
+    undecided,
+)
 
 __all__ = ["Proof"]
 
@@ -39,9 +51,9 @@ _VALUE = {
     torch.int32: 0.1,
     torch.bool: 0.1,
 }
-_DEPTH = 8
 _SQUARED = 1e-6  # what a norm can tell that is the difference of squares, in double
-_TOLD = 1e-3  # a difference of weights that gradients can tell
+_LOOSE = 2.5  # how much looser a bound of gradients is than one of losses
+_SURE = 5.0  # times what rounding explains: weights so far apart would have shown
 _FARTHER = 4.0  # parts may be as many times as far from the whole as it is from itself
 _SHOWN = 3  # names in a message
 
@@ -155,25 +167,9 @@ def _kept(value: Any) -> Any:
     return value
 
 
-def _leaves(value: Any, where: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+def _kept_leaves(result: Any) -> dict[str, Any]:
     """The values in a result, by place, without their graphs."""
-    items: Iterator[tuple[str, Any]]
-    if depth > _DEPTH:
-        return
-    if isinstance(value, Mapping):
-        items = ((f"{where}[{key!r}]", item) for key, item in value.items())
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        items = ((f"{where}.{name}", getattr(value, name)) for name in value._fields)
-    elif isinstance(value, (tuple, list)):
-        items = ((f"{where}[{i}]", item) for i, item in enumerate(value))
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = (field.name for field in dataclasses.fields(value))
-        items = ((f"{where}.{name}", getattr(value, name)) for name in names)
-    else:
-        yield where, _kept(value)
-        return
-    for place, item in items:
-        yield from _leaves(item, place, depth + 1)
+    return {place: _kept(value) for place, value in leaves_of(result, "result", (tuple, list))}
 
 
 def _gap(one: Any, two: Any) -> float:
@@ -300,6 +296,15 @@ class _Quiet:
             self.saved.pop()
 
 
+def _alive(roots: list[Any] | None) -> list[Any]:
+    return [root for ref in roots or [] if (root := ref()) is not None]
+
+
+def _modules_of(roots: list[Any]) -> list[torch.nn.Module]:
+    found = {id(m): m for r in roots if isinstance(r, torch.nn.Module) for m in r.modules()}
+    return list(found.values())
+
+
 class Proof:
     """The comparison of one micro-batch with its own two parts.
 
@@ -308,6 +313,7 @@ class Proof:
         roots: weak references to the modules and optimizers that take part.
         params: the parameters, in the engine's order.
         entry: their gradients before the step, which accumulates on top of them.
+        tried: what an earlier proof has learnt of weights that are not in use.
     """
 
     def __init__(
@@ -316,15 +322,17 @@ class Proof:
         roots: list[Any] | None,
         params: list[torch.Tensor],
         entry: list[torch.Tensor | None],
+        tried: Tried | None,
     ) -> None:
         self.label = label
-        self._roots = [root for ref in roots or [] if (root := ref()) is not None]
+        self._roots = _alive(roots)
         self._params = params
         self._entry = {i: value for i, value in enumerate(entry) if value is not None}
         self._quiet = _Quiet()
         self._stream = torch.get_rng_state()
         self._runs: dict[str, _Run] = {}
         self._now = ""
+        self._host = torch.autograd.graph.save_on_cpu()
         self._limit = 0.0
         self._loss_limit = 0.0
         self._raw = False
@@ -332,19 +340,14 @@ class Proof:
         self._worst: tuple[float, str] = (0.0, "")
         self._made = ""
         self._chance = 0.0  # what random numbers alone change, relative
-        self.refuted: set[tuple[Any, ...]] = set()  # weights that were told apart
+        self.tried: Tried = {} if tried is None else tried
         self.unjoined = False  # results of parts of one row could not be joined
         self.volatile = False  # nothing but results differs: are they the same twice?
 
     # --- what the engine calls around the runs ---
 
     def modules(self) -> list[torch.nn.Module]:
-        found: dict[int, torch.nn.Module] = {}
-        for root in self._roots:
-            if isinstance(root, torch.nn.Module):
-                for module in root.modules():
-                    found[id(module)] = module
-        return list(found.values())
+        return _modules_of(self._roots)
 
     def quiet(self, everything: bool) -> None:
         """Dropout and norms with running statistics into eval, or every module."""
@@ -364,6 +367,14 @@ class Proof:
         self._runs[run] = _Run()
         self._stream = torch.get_rng_state()
         self._raw = run in ("raw", "one", "two")
+
+    def on_host(self) -> None:
+        """What a graph keeps goes to host memory from now on."""
+        self._host.__enter__()
+
+    def on_device(self) -> None:
+        """The end of that."""
+        self._host.__exit__()
 
     def drew(self) -> bool:
         """Whether the run has drawn from torch's CPU generator, by what comes next of it."""
@@ -453,14 +464,14 @@ class Proof:
             self._judge_precision(loss)
         run.rows.append(rows)
         run.weights.append(weight)
-        leaves = dict(_leaves(result, "result"))
+        leaves = _kept_leaves(result)
         if self._now.startswith("whole"):
             run.results = leaves
         run.each.append(leaves)
 
     def joined(self, result: Any) -> None:
         """What the caller would get of the parts."""
-        self._runs[self._now].results = dict(_leaves(result, "result"))
+        self._runs[self._now].results = _kept_leaves(result)
 
     def finish(self, gradients: list[torch.Tensor | None]) -> None:
         """The end of a run: gradients as the caller would have them."""
@@ -537,7 +548,8 @@ class Proof:
         if not ratios or wrong < len(ratios):
             return ""
         mean = sum(ratios) / len(ratios)
-        if not 0.0 < mean < math.inf or max(abs(r - mean) for r in ratios) > 0.02 * mean:
+        alike = max(abs(r - mean) for r in ratios) <= 0.02 * mean
+        if not 0.0 < mean < math.inf or not alike or abs(mean - 1.0) <= 0.02:
             return ""
         return f" (all gradients are {mean:.3g} times as large)"
 
@@ -642,6 +654,16 @@ class Proof:
             if any(_gap(one, part) > self._result_limit(one) for part in parts):
                 self._fail(1.0, f"{place} of two parts cannot be joined: neither has rows")
 
+    def _shapes(self) -> None:
+        """Where results are joined wrongly, by what they are, not by their values."""
+        whole, made = self._runs["whole"], self._runs["parts"]
+        for place, one in whole.results.items():
+            two = made.results.get(place, one)
+            if isinstance(one, torch.Tensor) and one.shape != getattr(two, "shape", None):
+                self._fail(math.inf, f"{place} of the joined parts is {_shapes(two, one)}")
+        if self.unjoined and not made.results and len(made.each) == 2:
+            self._compare_unjoined(whole, made)
+
     def verdict(self) -> str | None:
         """What differs between the whole and its parts, or None."""
         if not self._now.startswith("whole"):
@@ -716,8 +738,45 @@ class Proof:
                 found.append(weigher)
         return found
 
+    def weighed(
+        self,
+        losses: Verification,
+        verdict: tuple[bool | None, str],
+        leaves: Leaves | None,
+        cut: Cut,
+        moved: bool,
+    ) -> tuple[bool | None, str, list[Weigher]]:
+        """A verdict of losses alone, with the weights that would make them equal.
+
+        Args:
+            losses: what judged.
+            verdict: equal, text.
+            leaves: see `search`; None where no weights are searched.
+            cut: start and length of the two parts.
+            moved: whether random numbers were drawn: then losses tell no weights.
+        """
+        self._limit = max(self._limit, _LOOSE * losses.tolerance)
+        self.noise = self.noise or moved
+        self._shapes()
+        if verdict[0] is not False and self._worst[0]:
+            verdict = False, self._worst[1]
+        self._worst = (0.0, "")
+        rules = []
+        for rule in candidates(leaves, self.modules()) if leaves and not moved else ():
+            shares = None if verdict[0] else rule.shares(cut)
+            if shares is not None and losses.fits(*shares):
+                rules.append(rule)
+        return (*verdict, rules)
+
     def confirm(
-        self, leaves: Leaves, rule: Weigher, start: int, length: int, first: int, slices: Cut
+        self,
+        leaves: Leaves,
+        rule: Weigher,
+        start: int,
+        length: int,
+        first: int,
+        slices: Cut,
+        unit: tuple[int, int],
     ) -> tuple[int, int, int] | None:
         """Another place to try weights at: start, length and first part. None where they
         cannot be told from rows there.
@@ -726,15 +785,18 @@ class Proof:
             rule: the weights.
             start, length, first: where they were found.
             slices: the micro-batches of the call.
+            unit: see `cuts`.
         """
         rows = Weigher("rows")
         best = None
-        for at, size, part in cuts([(start, length), *slices]):
+        for at, size, part in [*cuts([(start, length), *slices], unit), *pairs(slices)]:
             cut = [(at, part), (at + part, size - part)]
             mine, plain = rule.shares(cut), rows.shares(cut)
-            told = mine is not None and plain is not None and abs(mine[0] - plain[0]) >= _TOLD
+            told = mine is not None and plain is not None and abs(mine[0] - plain[0]) >= TOLD
             if rule.kind != "rows" and not told:
                 continue
+            if best is not None and size > max(length, *(each for _, each in slices)):
+                break  # two micro-batches need not fit
             if at != start:
                 return at, size, part
             if (size, part) != (length, first):
@@ -742,27 +804,51 @@ class Proof:
         return best or ((start, length, first) if rule.kind in ("rows", "sum") else None)
 
     def told_apart(
-        self, leaves: Leaves, rule: Weigher | None, start: int, length: int, first: int, slices: Cut
+        self,
+        leaves: Leaves,
+        rule: Weigher | None,
+        start: int,
+        length: int,
+        first: int,
+        slices: Cut,
+        unit: tuple[int, int],
     ) -> tuple[int, int, int] | None:
         """Where weights that the last cut could not tell from those in use can be, or None.
 
         Args:
             rule: the weights in use; None for rows.
-            start, length, first: the last cut, which they have passed.
+            start, length, first: the last cut, which they have passed; none where `first` is 0.
             slices: the micro-batches of the call.
+            unit: see `cuts`.
         """
-        cut = [(start, first), (start + first, length - first)]
-        for weigher in undecided(leaves, self.modules(), cut, rule, self.refuted):
-            self.refuted.add(weigher.key)
-        for weigher in undecided(leaves, self.modules(), slices, rule, self.refuted):
-            for at, rows, part in cuts([(start, length), *slices]):
-                there = [(at, part), (at + part, rows - part)]
-                if undecided(leaves, [], there, rule, self.refuted) and any(
-                    each.key == weigher.key
-                    for each in undecided(leaves, self.modules(), there, rule, self.refuted)
-                ):
-                    return at, rows, part
-        return None
+        used = (rule or Weigher("rows")).of(leaves)
+        weighers = list(candidates(leaves, self.modules(), self.tried))
+        passed = [(start, first), (start + first, length - first)] if first > 0 else []
+        for key, gap in undecided(weighers, passed, used, self.tried).items():
+            self.tried[key] = math.inf if gap >= _SURE * self._limit and not self.noise else gap
+        before = [(start, length)] if first > 0 else []
+        return decisive(weighers, slices, used, self.tried, unit, before)
+
+    @staticmethod
+    def unsettled(
+        roots: list[Any] | None,
+        leaves: Leaves,
+        rule: Weigher | None,
+        tried: Tried,
+        slices: Cut,
+        unit: tuple[int, int],
+    ) -> bool:
+        """Whether weights that no proof has decided make a difference to a call, and can be
+        told from those in use there: a mask that was the same in every row so far.
+
+        Args:
+            roots: see `Proof`.
+            leaves, rule, slices, unit: see `told_apart`.
+            tried: what the proofs so far have learnt.
+        """
+        used = (rule or Weigher("rows")).of(leaves)
+        weighers = list(candidates(leaves, _modules_of(_alive(roots)), tried))
+        return decisive(weighers, slices, used, tried, unit) is not None
 
 
 def _left(

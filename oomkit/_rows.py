@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Finding", "findings", "places"]
+__all__ = ["Finding", "findings", "leaves_of", "places"]
 
 _DEPTH = 8
 _EXACT = (torch.float32, torch.float64)
@@ -35,8 +35,17 @@ class Finding:
     text: str
 
 
-def _leaves(value: Any, where: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """The places of a result that can be compared, as the messages of joining name them."""
+def leaves_of(
+    value: Any, where: str, opened: tuple[Any, ...] = (tuple,), depth: int = 0
+) -> Iterator[tuple[str, Any]]:
+    """The places of a result that can be compared, as the messages of joining name them.
+
+    Args:
+        value: the result.
+        where: its own place.
+        opened: sequences whose items are places of their own.
+        depth: how many containers it is in.
+    """
     items: Iterator[tuple[str, Any]]
     if depth > _DEPTH:
         return
@@ -44,7 +53,7 @@ def _leaves(value: Any, where: str, depth: int = 0) -> Iterator[tuple[str, Any]]
         items = ((f"{where}[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
         items = ((f"{where}.{name}", getattr(value, name)) for name in value._fields)
-    elif isinstance(value, tuple):
+    elif isinstance(value, opened):
         items = ((f"{where}[{i}]", item) for i, item in enumerate(value))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = (
@@ -55,7 +64,7 @@ def _leaves(value: Any, where: str, depth: int = 0) -> Iterator[tuple[str, Any]]
         yield where, value
         return
     for place, item in items:
-        yield from _leaves(item, place, depth + 1)
+        yield from leaves_of(item, place, opened, depth + 1)
 
 
 def _tensor(value: Any) -> Any:
@@ -152,7 +161,7 @@ def _items(place: str, values: list[list[Any]]) -> Finding | None:
 def places(result: Any, loss: Any) -> dict[str, Any]:
     """What of a result can be compared, by place: nothing with a graph, and not the loss."""
     found = {}
-    for place, value in _leaves(result, "result"):
+    for place, value in leaves_of(result, "result"):
         if value is loss or isinstance(value, torch.Tensor) and value.requires_grad:
             continue
         if type(value) is list and any(isinstance(item, torch.Tensor) for item in value):

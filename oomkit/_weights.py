@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-__all__ = ["Cut", "Leaves", "Weigher", "candidates", "cuts", "undecided"]
+__all__ = [
+    "TOLD",
+    "Cut",
+    "Leaves",
+    "Tried",
+    "Weigher",
+    "candidates",
+    "cuts",
+    "decisive",
+    "pairs",
+    "undecided",
+]
 
 _INTEGERS = frozenset({torch.uint8, torch.int16, torch.int32, torch.int64})
 _IGNORED = (-100, 255)  # PyTorch's default, and that of segmentation
 _PADDING = (0, -1)  # of tokens: in one dimension these are classes
 _CUTS = 8  # micro-batches that are looked at, and places to cut each on either side
 _CLASSES = 100_000  # of a vector that may hold weights of classes, at most
+TOLD = 1e-3  # a difference of two parts' weights that gradients can tell
+_MORE = 2.0  # times the difference that was tried before: worth to try again
 
 
 Leaves = list[tuple[int, str, Any, bool]]
 Cut = list[tuple[int, int]]
+# Keys of weights that are not in use, and the largest difference that they have made to parts
+# without a difference in the gradients; infinity where gradients would have told it.
+Tried = dict[tuple[Any, ...], float]
 
 
 class Weigher:
@@ -128,12 +146,15 @@ def _vectors(leaves: Leaves, modules: list[torch.nn.Module]) -> Iterator[torch.T
             yield tensor
 
 
-def candidates(leaves: Leaves, modules: list[torch.nn.Module]) -> Iterator[Weigher]:
+def candidates(
+    leaves: Leaves, modules: list[torch.nn.Module], tried: Tried | None = None
+) -> Iterator[Weigher]:
     """Everything that a loss may be a mean over, most likely first.
 
     Args:
         leaves: tensors among the arguments: number, name, tensor, whether it is sliced.
         modules: those that take part.
+        tried: see `Tried`; of those that are decided, some are left out.
     """
     yield Weigher("rows", text="mean over rows")
     yield Weigher("sum", text="sum")
@@ -147,7 +168,8 @@ def candidates(leaves: Leaves, modules: list[torch.nn.Module]) -> Iterator[Weigh
             for at, vector in enumerate(vectors):
                 text = f"mean over weights of the classes {name}" + (f" ({at + 1})" if at else "")
                 yield Weigher("classes", leaf, text, tensor, 0, vector)
-        if _is_mask(tensor):
+        decided = tried is not None and tried.get(("values", leaf, 0, None)) == math.inf
+        if not decided and _is_mask(tensor):
             yield Weigher("values", leaf, f"mean over {name}", tensor)
 
 
@@ -162,48 +184,82 @@ def _is_mask(tensor: torch.Tensor) -> bool:
     return bool((tensor >= 0).all())
 
 
-def _same(one: tuple[float, ...], two: tuple[float, ...]) -> bool:
-    return all(abs(a - b) <= 1e-9 for a, b in zip(one, two, strict=True))
-
-
 def undecided(
-    leaves: Leaves,
-    modules: list[torch.nn.Module],
-    slices: Cut,
-    chosen: Weigher | None,
-    refuted: set[tuple[Any, ...]],
-) -> list[Weigher]:
-    """Weights that were never told apart from the chosen ones, and differ from them here.
+    weighers: list[Weigher], cut: Cut, rule: Weigher, tried: Tried
+) -> dict[tuple[Any, ...], float]:
+    """Weights that may be the true ones although others are in use, and make a difference to
+    slices: keys and how large it is, where it is more than what was tried.
 
     Args:
-        leaves, modules: see `candidates`.
-        slices: start and length of the micro-batches of a call.
-        chosen: the weights that are in use; None for rows.
-        refuted: keys of those that the program does not take a mean over.
+        weighers: all that there are, of the present batch.
+        cut: start and length of each slice.
+        rule: the weights in use, of the present batch.
+        tried: what is known of earlier slices.
     """
-    found = []
-    mine = (chosen or Weigher("rows")).of(leaves).shares(slices)
-    for weigher in candidates(leaves, modules):
-        if weigher.kind == "sum" or weigher.key in refuted:
+    mine = rule.shares(cut)
+    found: dict[tuple[Any, ...], float] = {}
+    if mine is None:
+        return found
+    for weigher in weighers:
+        if weigher.kind == "sum" or weigher.key == rule.key:
             continue
-        if (
-            chosen is not None
-            and weigher.key == chosen.key
-            or not chosen
-            and weigher.kind == "rows"
-        ):
+        its = weigher.shares(cut)
+        if its is None:
             continue
-        its = weigher.shares(slices)
-        if its is not None and mine is not None and not _same(its, mine):
-            found.append(weigher)
+        gap = max(abs(a - b) for a, b in zip(its, mine, strict=True))
+        if gap >= max(TOLD, _MORE * tried.get(weigher.key, 0.0)):
+            found[weigher.key] = gap
     return found
 
 
-def cuts(slices: Cut) -> Iterator[tuple[int, int, int]]:
-    """Start, length and first part of ways to cut the micro-batches, few of each."""
+def cuts(slices: Cut, unit: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
+    """Start, length and first part of ways to cut the micro-batches, few of each.
+
+    Args:
+        slices: start and length of each.
+        unit: what the first part is a multiple of, and the fewest rows of a part.
+    """
+    multiple, least = unit
     for start, length in slices[:_CUTS]:
         middle = length // 2
         for step in range(min(middle, _CUTS)):
             for first in {middle + step, middle - step}:
-                if 0 < first < length:
+                if least <= first <= length - least and first % multiple == 0:
                     yield start, length, first
+
+
+def pairs(slices: Cut) -> Iterator[tuple[int, int, int]]:
+    """Start, length and first part of each two micro-batches beside each other."""
+    for (start, one), (_, two) in pairwise(slices):
+        yield start, one + two, one
+
+
+def decisive(
+    weighers: list[Weigher],
+    slices: Cut,
+    rule: Weigher,
+    tried: Tried,
+    unit: tuple[int, int],
+    before: Sequence[tuple[int, int]] = (),
+) -> tuple[int, int, int] | None:
+    """Where weights that make a difference to these slices can be told from those in use.
+
+    Args:
+        weighers, rule, tried: see `undecided`.
+        slices: start and length of the micro-batches.
+        unit: see `cuts`.
+        before: what to cut besides the micro-batches.
+
+    Returns:
+        Start, length and first part of the cut that tells best, or None where there is nothing
+        to tell, or no cut tells it.
+    """
+    open_ = undecided(weighers, slices, rule, tried)
+    there = [each for each in weighers if each.key in open_]
+    best, where = 0.0, None
+    for places in (cuts([*before, *slices], unit), pairs(slices)) if there else ():
+        for at, rows, part in places if where is None else ():
+            gaps = undecided(there, [(at, part), (at + part, rows - part)], rule, tried)
+            if max(gaps.values(), default=0.0) > best:
+                best, where = max(gaps.values()), (at, rows, part)
+    return where

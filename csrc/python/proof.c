@@ -102,134 +102,15 @@ proof_refuse(oomkit_proof *p, PyObject *text, PyObject *rules)
     return result;
 }
 
-/* judge.verdict(): *text (owned) is what differs, NULL for nothing. 0 or -1. */
-static int
-proof_ask(oomkit_proof *p, PyObject **text)
-{
-    oomkit_exempt_enter(p->call->st);
-    *text = PyObject_CallMethod(p->judge, "verdict", NULL);
-    oomkit_exempt_leave(p->call->st);
-    if (*text == Py_None) {
-        Py_CLEAR(*text);
-        return 0;
-    }
-    return *text == NULL ? -1 : 0;
-}
-
-/* Nothing but values of the result differ: would they be the same if the whole ran
- * twice? Times are not. As proof_ask(), which has answered *text. */
-static int
-proof_twice(oomkit_proof *p, PyObject **text)
-{
-    const oomkit_slice whole = {p->start, p->length};
-    PyObject *volatile_ = PyObject_GetAttrString(p->judge, "volatile"); /* owned */
-    int ask = volatile_ == Py_True;
-
-    Py_XDECREF(volatile_);
-    if (volatile_ == NULL) {
-        Py_CLEAR(*text);
-        return -1;
-    }
-    if (!ask) {
-        return 0;
-    }
-    Py_CLEAR(*text);
-    return oomkit_proof_run(p, "whole again", &whole, 1, NULL) < 0 ? -1
-                                                                   : proof_ask(p, text);
-}
-
-/* Whole and parts, compared. *text (owned) is what differs, NULL for nothing. 0 or -1.
- */
-static int
-proof_compare(oomkit_proof *p, const char *name, int64_t first, PyObject **text)
-{
-    oomkit_slice cut[2] = {{p->start, first}, {p->start + first, p->length - first}};
-
-    *text = NULL;
-    if (oomkit_proof_run(p, name, cut, 2, NULL) < 0 || proof_ask(p, text) < 0) {
-        return -1;
-    }
-    return *text == NULL ? 0 : proof_twice(p, text);
-}
-
-/* Was that the step's own error, which another size may not raise? */
-static int
-proof_own_error(const oomkit_call *call)
-{
-    return !call->raised && call->restart == 0 && call->unfit.by_step &&
-           PyErr_ExceptionMatches(PyExc_Exception) &&
-           !PyErr_ExceptionMatches(call->st->OomkitError) &&
-           !oomkit_exception_is_oom(call->st);
-}
-
-/* The whole slice, with modules of chance in eval. *moved: numbers were drawn all the
- * same. 0 or -1. */
-static int
-whole_run(oomkit_proof *p, int everything, int *moved)
-{
-    const oomkit_slice whole = {p->start, p->length};
-    PyObject *done = /* owned */
-        PyObject_CallMethod(p->judge, "quiet", "O", everything ? Py_True : Py_False);
-
-    Py_XDECREF(done);
-    p->everything = everything;
-    return done == NULL ? -1 : oomkit_proof_run(p, "whole", &whole, 1, moved);
-}
-
-/* Nothing keeps the step from drawing numbers: the whole, and again with other ones,
- * which tells what chance makes of it. 0 or -1. */
-static int
-whole_by_chance(oomkit_proof *p)
-{
-    const oomkit_slice whole = {p->start, p->length};
-    PyObject *done = NULL; /* owned */
-    int moved;
-
-    if (whole_run(p, 0, &moved) < 0) {
-        return -1;
-    }
-    p->draw = 1;
-    if (oomkit_proof_run(p, "whole by chance", &whole, 1, NULL) == 0) {
-        oomkit_exempt_enter(p->call->st);
-        done = PyObject_CallMethod(p->judge, "chance", NULL);
-        oomkit_exempt_leave(p->call->st);
-    }
-    p->draw = 0;
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
-}
-
-static int
-proof_whole(oomkit_proof *p)
-{
-    int moved, again;
-
-    if (whole_run(p, 0, &moved) < 0) {
-        return -1;
-    }
-    if (moved) {
-        again = whole_run(p, 1, &moved);
-        if (again < 0 && proof_own_error(p->call)) {
-            oomkit_error_dismiss(); /* it does not work in eval: coarsely, then */
-            moved = 1;
-            again = 0;
-        }
-        if (again < 0 || (moved && whole_by_chance(p) < 0)) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
-/* The first cut that the step works on. As proof_compare(). */
+/* The first cut that the step works on. As oomkit_proof_compare(). */
 static int
 proof_parts(oomkit_proof *p, PyObject **text)
 {
     const int64_t first = p->first;
     PyObject *exception; /* owned, given back */
-    int result = proof_compare(p, "parts", p->first, text);
+    int result = oomkit_proof_compare(p, "parts", p->first, text);
 
-    if (result == 0 || !proof_own_error(p->call)) {
+    if (result == 0 || !oomkit_proof_own_error(p->call)) {
         return result;
     }
     exception = oomkit_exception_take();
@@ -240,60 +121,12 @@ proof_parts(oomkit_proof *p, PyObject **text)
         return -1;
     }
     Py_DECREF(exception);
-    result = proof_compare(p, "parts", p->first, text);
-    p->no_parts = result < 0 && proof_own_error(p->call);
+    result = oomkit_proof_compare(p, "parts", p->first, text);
+    p->no_parts = result < 0 && oomkit_proof_own_error(p->call);
     return result;
 }
 
 /* --- weights --- */
-
-/* (number, name, tensor, sliced) of the tensors of the batch. New list or NULL. */
-static PyObject *
-search_leaves(const oomkit_call *call)
-{
-    const oomkit_batch *batch = &call->batch;
-    PyObject *list = PyList_New(0); /* owned */
-    Py_ssize_t i;
-
-    for (i = 0; list != NULL && i < batch->count; i++) {
-        const oomkit_node *node = &batch->nodes[i];
-        PyObject *path, *item = NULL; /* owned */
-        if (node->kind != OOMKIT_NODE_TENSOR) {
-            continue;
-        }
-        path = oomkit_node_path(batch, call->step->names, i);
-        if (path != NULL) {
-            item =
-                Py_BuildValue("nOOO", i, path, node->object,
-                              node->split == OOMKIT_SPLIT_NARROW ? Py_True : Py_False);
-        }
-        if (item == NULL || PyList_Append(list, item) < 0) {
-            Py_CLEAR(list);
-        }
-        Py_XDECREF(path);
-        Py_XDECREF(item);
-    }
-    return list;
-}
-
-/* The micro-batches of the call as (start, length). New list or NULL. */
-static PyObject *
-search_slices(const oomkit_slice *slices, int64_t count)
-{
-    PyObject *list = PyList_New(0); /* owned */
-    int64_t i;
-
-    for (i = 0; list != NULL && i < count; i++) {
-        PyObject *item = /* owned */
-            Py_BuildValue("LL", (long long)slices[i].start,
-                          (long long)slices[i].length);
-        if (item == NULL || PyList_Append(list, item) < 0) {
-            Py_CLEAR(list);
-        }
-        Py_XDECREF(item);
-    }
-    return list;
-}
 
 /* Takes the place that the judge has found: (start, length, first), or None. Steals
  * `where`. 1, 0 for None, -1. */
@@ -315,13 +148,6 @@ search_place(oomkit_proof *p, PyObject *where)
     return found;
 }
 
-/* May weights be searched? Not in place of what the user has said they are. */
-static int
-search_allowed(const oomkit_call *call)
-{
-    return call->options->weight == NULL && !call->options->reduction_given;
-}
-
 /* The rules that make this cut's parts the whole, also where they must not be used. New
  * list or NULL. */
 static PyObject *
@@ -332,7 +158,7 @@ search_rules(oomkit_proof *p)
     PyObject *leaves, *rules = NULL; /* owned */
     int status;
 
-    if (p->call->options->dim != 0 || !p->trained) {
+    if (!oomkit_weights_are_countable(p->call) || !p->trained) {
         return PyList_New(0);
     }
     p->raw = 1;
@@ -342,7 +168,7 @@ search_rules(oomkit_proof *p)
                  ? -1
                  : 0;
     p->raw = 0;
-    leaves = status < 0 ? NULL : search_leaves(p->call);
+    leaves = status < 0 ? NULL : oomkit_proof_leaves(p->call);
     if (leaves != NULL) {
         oomkit_exempt_enter(p->call->st);
         rules = PyObject_CallMethod(p->judge, "search", "O[(LL)(LL)]", leaves,
@@ -354,24 +180,109 @@ search_rules(oomkit_proof *p)
     return rules;
 }
 
+/* Is it left to oomkit what the loss is a mean over? */
+static int
+search_needed(const oomkit_proof *p)
+{
+    return oomkit_weights_are_free(p->call) && oomkit_weights_are_countable(p->call);
+}
+
 /* Asks judge.method(leaves, rule, ..., slices) for a place. 1, 0 or -1. */
 static int
 search_ask(oomkit_proof *p, const char *method)
 {
-    PyObject *leaves = search_leaves(p->call);                           /* owned */
-    PyObject *slices = search_slices(p->slices, p->slice_count);         /* owned */
+    PyObject *leaves = oomkit_proof_leaves(p->call);                     /* owned */
+    PyObject *slices = oomkit_proof_slices(p->slices, p->slice_count);   /* owned */
     PyObject *rule = p->rule == NULL ? Py_None : p->rule, *where = NULL; /* owned */
 
     if (leaves != NULL && slices != NULL) {
         oomkit_exempt_enter(p->call->st);
-        where = PyObject_CallMethod(p->judge, method, "OOLLLO", leaves, rule,
+        where = PyObject_CallMethod(p->judge, method, "OOLLLO(LL)", leaves, rule,
                                     (long long)p->start, (long long)p->length,
-                                    (long long)p->first, slices);
+                                    (long long)p->first, slices,
+                                    (long long)oomkit_unfit_multiple(p->call),
+                                    (long long)oomkit_unfit_least(p->call));
         oomkit_exempt_leave(p->call->st);
     }
     Py_XDECREF(leaves);
     Py_XDECREF(slices);
     return search_place(p, where);
+}
+
+/* These rows and their parts without a graph. What that shows, or that nothing could
+ * be shown, is logged. *text (owned) as in oomkit_proof_compare(), with weights that
+ * would make them equal in p->rules. 1, 0 where nothing could be compared, -1. */
+static int
+weak_compare(oomkit_proof *p, PyObject **text)
+{
+    oomkit_call *call = p->call;
+    PyObject *verdict = oomkit_verify_rows(p, p->start, p->length, p->first), *line;
+    PyObject *equal, *rules; /* borrowed from verdict, as line is there */
+    int result = -1;
+
+    *text = NULL;
+    if (verdict == NULL) {
+        return -1;
+    }
+    if (verdict == Py_None) {
+        line = PyUnicode_FromFormat(/* owned */
+                                    "%U is split and could not be compared with the "
+                                    "whole: micro-batches of "
+                                    "%lld rows cannot be cut further, and two of them "
+                                    "did not run at once; if "
+                                    "the loss is a mean over samples, pass "
+                                    "verify=False to leave this line out",
+                                    call->options->label, (long long)p->first);
+        result = proof_log(call, "warning", line);
+        Py_XDECREF(line);
+    } else if (PyArg_ParseTuple(verdict, "OUO", &equal, &line, &rules)) {
+        Py_XSETREF(p->rules, Py_NewRef(rules));
+        *text = equal == Py_False ? Py_NewRef(line) : NULL;
+        result = *text == NULL && proof_log(call, "info", line) < 0 ? -1 : 1;
+    }
+    Py_DECREF(verdict);
+    return result;
+}
+
+/* The exception in flight is out of memory, in rows that need not fit: it goes, and
+ * what it held. 0 or -1. */
+static int
+proof_forgive(oomkit_proof *p)
+{
+    oomkit_call *call = p->call;
+    PyObject *exception = oomkit_exception_take();   /* owned, then stolen */
+    PyObject *handled = PyErr_GetHandledException(); /* owned: the caller's */
+
+    oomkit_exception_drop(call->st, exception, handled);
+    Py_XDECREF(handled);
+    return oomkit_recover_reclaim(call, call->baseline_bytes);
+}
+
+/* Are these rows compared without a graph? */
+static int
+proof_is_weak(const oomkit_proof *p)
+{
+    return p->weakly && p->length > p->fits;
+}
+
+/* Whole and parts at a place that tells weights apart. Two micro-batches need not fit:
+ * then without a graph. *text (owned) as in oomkit_proof_compare(). 0 or -1. */
+static int
+proof_there(oomkit_proof *p, PyObject **text)
+{
+    *text = NULL;
+    if (!proof_is_weak(p)) {
+        if (oomkit_proof_whole(p) == 0 &&
+            oomkit_proof_compare(p, "parts", p->first, text) == 0) {
+            return 0;
+        }
+        if (p->length <= p->fits || p->call->restart != 0 ||
+            !oomkit_exception_is_oom(p->call->st) || proof_forgive(p) < 0) {
+            return -1;
+        }
+        p->weakly = 1;
+    }
+    return weak_compare(p, text) < 0 ? -1 : 0;
 }
 
 /* Does this rule hold, for this cut and at another place? 1, 0 or -1. */
@@ -383,21 +294,26 @@ search_holds(oomkit_proof *p)
     PyObject *text = NULL; /* owned */
     int place, moved, holds = 0;
 
-    if (proof_compare(p, "parts", p->first, &text) < 0) {
+    if (proof_is_weak(p)) {
+        place = weak_compare(p, &text);
+    } else {
+        place = oomkit_proof_compare(p, "parts", p->first, &text);
+    }
+    if (place < 0) {
         return -1;
     }
     place = text == NULL ? search_ask(p, "confirm") : 0;
     if (place > 0) {
-        if (whole_run(p, p->everything, &moved) < 0 ||
-            proof_compare(p, "parts", p->first, &text) < 0) {
+        if (proof_there(p, &text) < 0) {
             return -1;
         }
         holds = text == NULL;
         p->start = found.start;
         p->length = found.length;
         p->first = first;
-        if (!holds && whole_run(p, p->everything, &moved) < 0) { /* for the next one */
-            place = -1;
+        if (!holds && !proof_is_weak(p) &&
+            oomkit_proof_whole_once(p, p->everything, &moved) < 0) {
+            place = -1; /* it is for the next one */
         }
     }
     Py_XDECREF(text);
@@ -446,22 +362,36 @@ search_say(oomkit_proof *p)
 static int
 proof_differs(oomkit_proof *p, PyObject *text)
 {
-    PyObject *rules = search_rules(p); /* owned */
-    int found = rules == NULL ? -1 : search_allowed(p->call) ? search_try(p, rules) : 0;
+    PyObject *rules = /* owned */
+        proof_is_weak(p) ? Py_NewRef(p->rules) : search_rules(p);
+    int found = rules == NULL                      ? -1
+                : oomkit_weights_are_free(p->call) ? search_try(p, rules)
+                                                   : 0;
 
     if (found == 0) {
         found = proof_refuse(p, text, rules);
     } else {
         Py_DECREF(text);
-        found = found < 0 || search_say(p) < 0 ? -1 : 1;
     }
     Py_XDECREF(rules);
     return found;
 }
 
+/* Weights that pass at one place fail at another, time and again. As proof_refuse(). */
+static int
+proof_unsettled(oomkit_proof *p, PyObject *text)
+{
+    PyObject *none = PyList_New(0); /* owned */
+    int result = proof_refuse(p, text, none);
+
+    Py_XDECREF(none);
+    Py_CLEAR(p->rule);
+    return result;
+}
+
 /* The parts have passed, but results of one of them, of one row, could not be joined:
  * in the middle, if neither part has one row alone. *text (owned) as in
- * proof_compare(). */
+ * oomkit_proof_compare(). */
 static int
 proof_joins(oomkit_proof *p, PyObject **text)
 {
@@ -470,26 +400,23 @@ proof_joins(oomkit_proof *p, PyObject **text)
 
     if (p->unjoined && choose_middle(p, oomkit_unfit_multiple(p->call)) &&
         p->first > 1 && p->length - p->first > 1) {
-        result = proof_compare(p, "parts", p->first, text);
+        result = oomkit_proof_compare(p, "parts", p->first, text);
     }
     p->first = first;
     return result;
 }
 
 /* The parts have passed. Where the batch has labels or masks, other weights may pass,
- * too: then at a place that tells them apart. *text (owned) as in proof_compare(). */
+ * too: then at a place that tells them apart. *text (owned) as in
+ * oomkit_proof_compare(). */
 static int
 proof_apart(oomkit_proof *p, PyObject **text)
 {
-    int tries, moved, found = 1;
+    int tries, found = search_needed(p);
 
-    if (!search_allowed(p->call) || p->call->options->dim != 0) {
-        return 0;
-    }
     for (tries = 0; tries < APART && found > 0 && *text == NULL; tries++) {
         found = search_ask(p, "told_apart");
-        if (found > 0 && (whole_run(p, p->everything, &moved) < 0 ||
-                          proof_compare(p, "parts", p->first, text) < 0)) {
+        if (found > 0 && proof_there(p, text) < 0) {
             return -1;
         }
     }
@@ -499,7 +426,7 @@ proof_apart(oomkit_proof *p, PyObject **text)
 /* A part of one row has shown something else: a row alone may be taken for what it is
  * not (a score of each row for a loss). Parts of two rows at least decide then, of two
  * micro-batches, for the halves of one may agree by chance. *text (owned) as in
- * proof_compare(). */
+ * oomkit_proof_compare(). */
 static int
 proof_without_single(oomkit_proof *p, PyObject **text)
 {
@@ -513,14 +440,14 @@ proof_without_single(oomkit_proof *p, PyObject **text)
         p->first = first;
         return 0;
     }
-    if (proof_compare(p, "parts", p->first, &other) < 0) {
+    if (oomkit_proof_compare(p, "parts", p->first, &other) < 0) {
         return -1;
     }
     if (other == NULL) {
         p->start = p->start + 2 * p->length <= rows ? p->start + p->length
                                                     : p->start - p->length;
-        if (p->start < 0 || whole_run(p, p->everything, &moved) < 0 ||
-            proof_compare(p, "parts", p->first, &other) < 0) {
+        if (p->start < 0 || oomkit_proof_whole_once(p, p->everything, &moved) < 0 ||
+            oomkit_proof_compare(p, "parts", p->first, &other) < 0) {
             return -1;
         }
         if (other == NULL) {
@@ -528,7 +455,7 @@ proof_without_single(oomkit_proof *p, PyObject **text)
             return 0;
         }
         p->start = found.start; /* for what is searched now */
-        if (whole_run(p, p->everything, &moved) < 0) {
+        if (oomkit_proof_whole_once(p, p->everything, &moved) < 0) {
             Py_DECREF(other);
             return -1;
         }
@@ -538,23 +465,43 @@ proof_without_single(oomkit_proof *p, PyObject **text)
     return 0;
 }
 
-/* 1 shown, 0 split all the same (a warning said so), -1. */
+/* Where they differ, as `text` (owned, taken) says: with weights that make the parts
+ * the whole, wherever weights can be told apart. 1 shown, 0 split all the same (a
+ * warning said so), -1. */
+static int
+proof_settle(oomkit_proof *p, PyObject *text)
+{
+    int searches, found = 0;
+
+    for (searches = 0; text != NULL; searches++) {
+        found = searches < APART && !p->no_parts ? proof_differs(p, text)
+                                                 : proof_unsettled(p, text);
+        text = NULL;
+        if (found <= 0) {
+            return found;
+        }
+        if (proof_apart(p, &text) < 0) {
+            return -1;
+        }
+    }
+    return found == 0 || search_say(p) == 0 ? 1 : -1;
+}
+
+/* As proof_settle(). */
 static int
 proof_full(oomkit_proof *p)
 {
     PyObject *text; /* owned */
     int result;
 
-    if (proof_whole(p) < 0 || proof_parts(p, &text) < 0 ||
+    if (oomkit_proof_whole(p) < 0 || proof_parts(p, &text) < 0 ||
         (text == NULL && proof_joins(p, &text) < 0) ||
-        (text == NULL && proof_apart(p, &text) < 0)) {
-        return -1;
-    }
-    if (text != NULL && proof_without_single(p, &text) < 0) {
+        (text == NULL && proof_apart(p, &text) < 0) ||
+        (text != NULL && proof_without_single(p, &text) < 0)) {
         return -1;
     }
     if (text != NULL) {
-        return proof_differs(p, text);
+        return proof_settle(p, text);
     }
     text = PyObject_CallMethod(p->judge, "proven", "LLL", (long long)p->length,
                                (long long)p->first, (long long)(p->length - p->first));
@@ -563,10 +510,34 @@ proof_full(oomkit_proof *p)
     return result < 0 ? -1 : 1;
 }
 
-/* The rows of two micro-batches, as far as there are so many: into p. */
-static void
-weak_choose(oomkit_proof *p)
+/* Weights are to be told apart, and no micro-batch can be cut: two of them. As
+ * proof_settle(). */
+static int
+proof_pair(oomkit_proof *p)
 {
+    PyObject *text = NULL; /* owned */
+    int found;
+
+    p->level = oomkit_proven_find(p->call)->level;
+    p->weakly = p->call->ooms > 0;
+    p->first = 0; /* nothing has passed */
+    found = search_ask(p, "told_apart");
+    if (found <= 0 || proof_there(p, &text) < 0 ||
+        (text == NULL && proof_apart(p, &text) < 0)) {
+        return found <= 0 ? found : -1;
+    }
+    return proof_settle(p, text);
+}
+
+/* No micro-batch can be cut: two of them without a graph. As proof_settle(). */
+static int
+proof_weak(oomkit_proof *p)
+{
+    PyObject *text; /* owned */
+    int compared;
+
+    p->level = OOMKIT_PROVEN_WEAKLY;
+    p->weakly = 1;
     p->first = p->length;
     p->length *= 2;
     if (p->start + p->length > p->call->batch.rows) {
@@ -576,99 +547,65 @@ weak_choose(oomkit_proof *p)
         p->start -= p->first;
         p->length = 2 * p->first;
     }
-}
-
-/* No micro-batch can be cut: two of them without a graph. What that shows, or that
- * nothing could be shown, is said. 0 or -1. */
-static int
-proof_weak(oomkit_proof *p)
-{
-    oomkit_call *call = p->call;
-    PyObject *verdict, *text; /* owned; borrowed from verdict */
-    PyObject *equal;          /* borrowed from verdict */
-    int result = -1;
-
-    p->level = OOMKIT_PROVEN_WEAKLY;
-    verdict = oomkit_verify_rows(p, p->start, p->length, p->first);
-    if (verdict == NULL) {
+    compared = weak_compare(p, &text);
+    if (compared > 0 && text == NULL && !p->no_parts && proof_apart(p, &text) < 0) {
         return -1;
     }
-    if (verdict == Py_None) {
-        text = PyUnicode_FromFormat(
-            "%U is split and could not be compared with the whole: micro-batches of "
-            "%lld rows cannot be cut further, and two of them did not run at once; if "
-            "the loss is a mean over samples, pass verify=False to leave this line out",
-            call->options->label, (long long)p->first);
-        result = proof_log(call, "warning", text);
-        Py_XDECREF(text);
-    } else if (PyArg_ParseTuple(verdict, "OU", &equal, &text)) {
-        PyObject *none = PyList_New(0); /* owned */
-        result = equal == Py_False ? proof_refuse(p, Py_NewRef(text), none)
-                                   : proof_log(call, "info", text);
-        Py_XDECREF(none);
-    }
-    Py_DECREF(verdict);
-    return result;
+    return compared <= 0 ? compared : proof_settle(p, text);
 }
 
-/* The exception in flight is out of memory, in rows that need not fit: it goes, and
- * what it held. 0 or -1. */
-static int
-proof_forgive(oomkit_proof *p)
-{
-    oomkit_call *call = p->call;
-    PyObject *exception = oomkit_exception_take();   /* owned, then stolen */
-    PyObject *handled = PyErr_GetHandledException(); /* owned: the caller's */
-
-    oomkit_exception_drop(call->st, exception, handled);
-    Py_XDECREF(handled);
-    return oomkit_recover_reclaim(call, call->baseline_bytes);
-}
-
-/* More rows than a micro-batch has, where no error of this call says that they do not
- * fit: what few rows have in common with others may not show. 1 they were tried, as
- * *result (see proof_full()) says; 0 they were not, or do not fit; -1. */
+/* More rows than a micro-batch has: what few rows have in common with others may not
+ * show. Where an error of this call says that they need not fit, with their graph in
+ * host memory. 1 they were tried, as *result (see proof_settle()) says; 0 they were
+ * not, or do not fit; -1. */
 static int
 proof_larger(oomkit_proof *p, int64_t rows, int *result)
 {
     const int64_t start = p->start, length = p->length, first = p->first;
     const int64_t multiple = oomkit_unfit_multiple(p->call);
+    int tried = 0;
 
     rows = rows < p->call->batch.rows ? rows : p->call->batch.rows;
-    if (p->call->ooms > 0 || rows <= p->length) {
+    if (rows <= p->length) {
         return 0;
     }
     p->start = 0;
     p->length = rows;
+    p->on_host = p->call->ooms > 0;
     if (choose_middle(p, multiple)) {
         if (p->first * 2 == p->length && p->length > 2 * multiple) {
             p->first += multiple;
         }
         *result = proof_full(p);
-        if (*result < 0 && length > 1 && proof_own_error(p->call)) {
+        if (*result < 0 && (length > 1 || p->on_host) &&
+            oomkit_proof_own_error(p->call)) {
             oomkit_error_dismiss(); /* that size is none that the call needs */
             p->no_parts = 0;
         } else if (*result >= 0 || p->call->restart != 0 ||
                    !oomkit_exception_is_oom(p->call->st)) {
-            return 1;
+            tried = 1;
         } else if (proof_forgive(p) < 0) {
-            return -1;
+            tried = -1;
         }
     }
-    p->start = start;
-    p->length = length;
-    p->first = first;
-    return 0;
+    p->on_host = 0;
+    if (tried == 0) {
+        p->start = start;
+        p->length = length;
+        p->first = first;
+    }
+    return tried;
 }
 
-/* As proof_full(), of the largest micro-batch if it can be cut. */
+/* As proof_settle(), of the largest micro-batch if it can be cut. */
 static int
 proof_best(oomkit_proof *p, int cut)
 {
     int result = -1;
-    int tried = p->length < FEW ? proof_larger(p, FEW, &result) : 0;
+    int tried =
+        p->length < FEW && p->call->ooms == 0 ? proof_larger(p, FEW, &result) : 0;
 
-    if (tried == 0 && !cut) {
+    if (tried == 0 && (!cut || (p->length < FEW && p->call->ooms > 0))) {
         tried = proof_larger(p, p->length * 2, &result);
     }
     if (tried != 0) {
@@ -677,8 +614,27 @@ proof_best(oomkit_proof *p, int cut)
     if (cut) {
         return proof_full(p);
     }
-    weak_choose(p);
     return proof_weak(p);
+}
+
+/* Weights that were found, a few calls ago: by losses alone, and with gradients where
+ * those differ. As proof_settle(). */
+static int
+proof_again(oomkit_proof *p)
+{
+    PyObject *verdict =
+        oomkit_verify_rows(p, p->start, p->length, p->first); /* owned */
+    PyObject *equal, *text, *rules; /* borrowed from verdict */
+    int differs;
+
+    if (verdict == NULL) {
+        return -1;
+    }
+    differs = verdict != Py_None &&
+              PyArg_ParseTuple(verdict, "OUO", &equal, &text, &rules) &&
+              equal == Py_False;
+    Py_DECREF(verdict);
+    return PyErr_Occurred() ? -1 : differs ? proof_best(p, 1) : 1;
 }
 
 /* The step cannot work on any part of a micro-batch, but on two of them. */
@@ -686,7 +642,6 @@ static int
 proof_no_parts(oomkit_proof *p)
 {
     oomkit_error_dismiss(); /* what a part raised says nothing about micro-batches */
-    weak_choose(p);
     return proof_weak(p);
 }
 
@@ -697,6 +652,7 @@ proof_judge(oomkit_proof *p)
     oomkit_call *call = p->call;
     Py_ssize_t i, n = call->parts->param_count;
     PyObject *params = PyList_New(n), *entry; /* owned */
+    oomkit_proven *known = oomkit_proven_find(call);
 
     for (i = 0; params != NULL && i < n; i++) {
         PyList_SET_ITEM(params, i, Py_NewRef(call->parts->params[i]));
@@ -704,8 +660,12 @@ proof_judge(oomkit_proof *p)
     entry = params == NULL ? NULL : oomkit_proof_gradients_values(p);
     if (entry != NULL) {
         p->judge = PyObject_CallFunction(
-            call->st->proof, "OOOO", call->options->label,
-            call->parts->roots == NULL ? Py_None : call->parts->roots, params, entry);
+            call->st->proof, "OOOOO", call->options->label,
+            call->parts->roots == NULL ? Py_None : call->parts->roots, params, entry,
+            known == NULL || known->tried == NULL ? Py_None : known->tried);
+    }
+    if (known != NULL) {
+        p->rule = Py_XNewRef(known->rule);
     }
     Py_XDECREF(params);
     Py_XDECREF(entry);
@@ -756,20 +716,27 @@ oomkit_prove(oomkit_call *call)
 {
     oomkit_proof p = {.call = call};
     PyObject *exception; /* owned, given back */
-    int cut, result, phase;
+    int cut, wanted, result, phase, pair;
 
-    if ((result = oomkit_proof_wanted(call)) <= 0) {
-        return result;
+    if ((wanted = oomkit_proof_wanted(call)) <= 0) {
+        return wanted;
     }
     cut = proof_choose(&p);
+    p.fits = p.length;
+    pair = !cut && oomkit_proven_find(call) != NULL;
+    if (pair && wanted != OOMKIT_PROOF_WEIGHTS) {
+        return 0;
+    }
     result = proof_batch_moved(call);
-    if (result != 0 || (!cut && oomkit_proven_find(call) != NULL)) {
+    if (result != 0) {
         return result < 0 ? -1 : 0;
     }
     phase = oomkit_phase_set(call->st, OOMKIT_PHASE_FORWARD);
     p.level = OOMKIT_PROVEN_FULLY;
-    result =
-        oomkit_proof_aside(&p) < 0 || proof_judge(&p) < 0 ? -1 : proof_best(&p, cut);
+    result = oomkit_proof_aside(&p) < 0 || proof_judge(&p) < 0 ? -1
+             : pair                                            ? proof_pair(&p)
+             : wanted == OOMKIT_PROOF_LOSSES                   ? proof_again(&p)
+                                                               : proof_best(&p, cut);
     if (result < 0 && p.no_parts) {
         result = proof_no_parts(&p);
     }
@@ -782,9 +749,12 @@ oomkit_prove(oomkit_call *call)
         result = -1;
     }
     if (result >= 0) {
-        result = oomkit_proven_note(call, Py_XNewRef(p.rule), p.course, p.level);
+        result = oomkit_proven_note(call, Py_XNewRef(p.rule),
+                                    PyObject_GetAttrString(p.judge, "tried"), p.course,
+                                    p.level);
     }
     Py_CLEAR(p.rule);
+    Py_CLEAR(p.rules);
     Py_CLEAR(p.judge);
     oomkit_phase_set(call->st, phase);
     if (exception != NULL) {

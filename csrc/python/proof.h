@@ -19,7 +19,10 @@ typedef enum {
 typedef struct oomkit_proven {
     uint64_t key;
     PyObject *rule; /* owned: the weights that were found (_weights.Weigher), or NULL */
+    PyObject
+        *tried; /* owned: what was learnt of others (_weights.Tried); NULL before */
     uint64_t courses[OOMKIT_COURSES]; /* that were proven, 0 for none */
+    uint64_t calls;                   /* since then, and that one */
     uint8_t level;
     uint8_t course_next;
     uint8_t labels; /* among them ignored ones, not as many in each micro-batch */
@@ -33,7 +36,10 @@ typedef struct oomkit_proof {
     PyObject *judge;          /* owned: _proof.Proof */
     PyObject *quieted;        /* owned: its list of what proof_loud() puts back */
     PyObject *rule;           /* owned: weights on trial, or NULL */
+    PyObject *rules;          /* owned: that a weak comparison lacked, or NULL */
     oomkit_proof_level level; /* of what is shown in the end */
+    int weakly;               /* rows that need not fit are run without a graph */
+    int on_host;              /* the graph of a whole run is kept in host memory */
     int no_parts;             /* the step raises errors of its own on any part */
     int draw;                 /* the next run is to have other random numbers */
     int raw;                  /* gradients are wanted as each backward leaves them */
@@ -42,6 +48,7 @@ typedef struct oomkit_proof {
     int unjoined;             /* results of parts of one row could not be joined */
     uint64_t course;          /* of the events of the whole run */
     int64_t start, length, first;
+    int64_t fits; /* rows of the largest micro-batch */
     /* the call's own, aside while the proof runs */
     oomkit_options options; /* a copy; its references are the call's */
     const oomkit_options *own_options;
@@ -69,18 +76,28 @@ extern PyMethodDef oomkit_proof_methods[];
 
 /* --- proof_known.c --- */
 
-/* Is this split to be proven before it is run? 1, 0 or -1. */
+/* Is this split to be proven before it is run? 1, OOMKIT_PROOF_WEIGHTS where it was and
+ * weights that it could not tell apart make a difference now, OOMKIT_PROOF_LOSSES where
+ * weights were found and it is time to look at them again, 0 or -1. */
+enum { OOMKIT_PROOF_WEIGHTS = 2, OOMKIT_PROOF_LOSSES };
 int
 oomkit_proof_wanted(oomkit_call *call);
+
+/* For the search of weights: (number, name, tensor, sliced) of the tensors of the
+ * batch, and micro-batches as (start, length). New list or NULL. */
+PyObject *
+oomkit_proof_leaves(const oomkit_call *call);
+PyObject *
+oomkit_proof_slices(const oomkit_slice *slices, int64_t count);
 
 /* What was proven of calls like this one, or NULL. */
 oomkit_proven *
 oomkit_proven_find(oomkit_call *call);
 
-/* Notes what was shown; the oldest gives way. Steals `rule` (may be NULL). 0
- * or -1. */
+/* Notes what was shown; the oldest gives way. Steals `rule` and `tried` (either may be
+ * NULL). 0 or -1. */
 int
-oomkit_proven_note(oomkit_call *call, PyObject *rule, uint64_t course,
+oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried, uint64_t course,
                    oomkit_proof_level level);
 
 /* The weights that were found for a call like this one; borrowed from the site, or
@@ -129,11 +146,34 @@ int
 oomkit_proof_update(interceptor_object *self, PyObject *optimizer,
                     PyObject *const *args, size_t nargsf, PyObject *kwnames);
 
+/* --- proof_compare.c --- */
+
+/* The whole slice as the program would run it: where numbers are drawn, with every
+ * module in eval; where they are drawn still, twice, for what chance makes of it. 0 or
+ * -1. */
+int
+oomkit_proof_whole(oomkit_proof *p);
+
+/* The whole slice, with modules of chance in eval. *moved: numbers were drawn all the
+ * same. 0 or -1. */
+int
+oomkit_proof_whole_once(oomkit_proof *p, int everything, int *moved);
+
+/* Whole and parts, compared. *text (owned) is what differs, NULL for nothing. 0 or -1.
+ */
+int
+oomkit_proof_compare(oomkit_proof *p, const char *name, int64_t first, PyObject **text);
+
+/* Was that the step's own error, which another size may not raise? */
+int
+oomkit_proof_own_error(const oomkit_call *call);
+
 /* --- verify.c --- */
 
 /* Where no micro-batch can be cut: `length` rows from `start` and their two parts
- * without a graph, by losses and results alone. New reference to (equal, text), None
- * when there was nothing to compare, NULL with an exception. */
+ * without a graph, by losses and results alone. New reference to (equal, text, weights
+ * that would make them equal), None when there was nothing to compare, NULL with an
+ * exception. */
 PyObject *
 oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first);
 

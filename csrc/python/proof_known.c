@@ -4,6 +4,7 @@
 #include "step.h"
 #include "tensor.h"
 #include "tree.h"
+#include "unfit.h"
 
 static uint64_t
 mix(uint64_t hash, uint64_t value)
@@ -63,27 +64,33 @@ oomkit_proven_find(oomkit_call *call)
 }
 
 int
-oomkit_proven_note(oomkit_call *call, PyObject *rule, uint64_t course,
+oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried, uint64_t course,
                    oomkit_proof_level level)
 {
     oomkit_step *step = call->step;
     oomkit_proven *found = oomkit_proven_find(call);
-    PyObject *before; /* owned */
+    PyObject *before, *before_tried; /* owned */
     int labels = oomkit_weights_labels(call);
 
     if (found == NULL) {
         found = &step->proven[step->proven_next++ % OOMKIT_PROVEN];
     }
     before = found->rule;
+    before_tried = found->tried;
     if (found->key != call->proof_key) {
         memset(found->courses, 0, sizeof(found->courses));
+        found->calls = 1;
     }
     found->key = call->proof_key;
     found->rule = rule;
+    found->tried = tried;
     found->level = (uint8_t)level;
     found->labels = labels > 0;
-    found->courses[found->course_next++ % OOMKIT_COURSES] = course;
+    if (course != 0) { /* 0: nothing but losses were compared */
+        found->courses[found->course_next++ % OOMKIT_COURSES] = course;
+    }
     Py_XDECREF(before);
+    Py_XDECREF(before_tried);
     step->losses.compared = 1; /* a guess about them would say less */
     return labels < 0 ? -1 : 0;
 }
@@ -95,6 +102,7 @@ oomkit_proven_clear(oomkit_proven *proven)
 
     for (i = 0; i < OOMKIT_PROVEN; i++) {
         Py_CLEAR(proven[i].rule);
+        Py_CLEAR(proven[i].tried);
         proven[i].key = 0;
     }
 }
@@ -171,10 +179,97 @@ oomkit_proof_known(oomkit_call *call)
     return found != NULL && found->level == OOMKIT_PROVEN_FULLY;
 }
 
+PyObject *
+oomkit_proof_leaves(const oomkit_call *call)
+{
+    const oomkit_batch *batch = &call->batch;
+    PyObject *list = PyList_New(0); /* owned */
+    Py_ssize_t i;
+
+    for (i = 0; list != NULL && i < batch->count; i++) {
+        const oomkit_node *node = &batch->nodes[i];
+        PyObject *path, *item = NULL; /* owned */
+        if (node->kind != OOMKIT_NODE_TENSOR) {
+            continue;
+        }
+        path = oomkit_node_path(batch, call->step->names, i);
+        if (path != NULL) {
+            item =
+                Py_BuildValue("nOOO", i, path, node->object,
+                              node->split == OOMKIT_SPLIT_NARROW ? Py_True : Py_False);
+        }
+        if (item == NULL || PyList_Append(list, item) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(path);
+        Py_XDECREF(item);
+    }
+    return list;
+}
+
+PyObject *
+oomkit_proof_slices(const oomkit_slice *slices, int64_t count)
+{
+    PyObject *list = PyList_New(0); /* owned */
+    int64_t i;
+
+    for (i = 0; list != NULL && i < count; i++) {
+        PyObject *item = /* owned */
+            Py_BuildValue("LL", (long long)slices[i].start,
+                          (long long)slices[i].length);
+        if (item == NULL || PyList_Append(list, item) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(item);
+    }
+    return list;
+}
+
+/* A mean over a mask, or over tokens that are not padding, is one over rows until a
+ * batch comes whose rows differ in it: is this the first one? 1, 0 or -1. */
+static int
+known_unsettled(oomkit_call *call, const oomkit_proven *found)
+{
+    PyObject *leaves, *slices = NULL, *answer = NULL; /* owned */
+    int result;
+
+    if (found->tried == NULL || !oomkit_weights_are_due(call)) {
+        return 0;
+    }
+    leaves = oomkit_proof_leaves(call);
+    slices = oomkit_proof_slices(call->slices, call->slice_count);
+    if (leaves != NULL && slices != NULL) {
+        oomkit_exempt_enter(call->st);
+        answer = PyObject_CallMethod(
+            call->st->proof, "unsettled", "OOOOO(LL)",
+            call->parts->roots == NULL ? Py_None : call->parts->roots, leaves,
+            found->rule == NULL ? Py_None : found->rule, found->tried, slices,
+            (long long)oomkit_unfit_multiple(call),
+            (long long)oomkit_unfit_least(call));
+        oomkit_exempt_leave(call->st);
+    }
+    result = answer == NULL ? -1 : answer == Py_True;
+    Py_XDECREF(leaves);
+    Py_XDECREF(slices);
+    Py_XDECREF(answer);
+    return result;
+}
+
+/* Weights that were found are looked at again, ever more seldom: in calls 2, 4, 8, ...
+ */
+static int
+known_is_due(oomkit_proven *found)
+{
+    found->calls++;
+    return found->rule != NULL && (found->calls & (found->calls - 1)) == 0;
+}
+
 int
 oomkit_proof_wanted(oomkit_call *call)
 {
-    const oomkit_proven *found;
+    oomkit_proven *found;
+    const int countable = oomkit_weights_are_countable(call);
+    int unsettled;
 
     if (!call->split || call->options->verify == 0 || call->forced ||
         call->st->proves_nothing || call->proof != NULL || call->slice_index > 0 ||
@@ -182,8 +277,15 @@ oomkit_proof_wanted(oomkit_call *call)
         return 0;
     }
     found = oomkit_proven_find(call);
-    if (found == NULL || found->level != OOMKIT_PROVEN_FULLY) {
+    if (found == NULL) {
         return 1;
+    }
+    unsettled = countable ? known_unsettled(call, found) : 0;
+    if (unsettled != 0 || found->level != OOMKIT_PROVEN_FULLY) {
+        return unsettled > 0 ? OOMKIT_PROOF_WEIGHTS : unsettled < 0 ? -1 : 1;
+    }
+    if (countable) {
+        return known_is_due(found) ? OOMKIT_PROOF_LOSSES : 0;
     }
     /* Where no label was ignored, a mean over labels is one over rows. */
     return found->rule == NULL && !found->labels ? oomkit_weights_labels(call) : 0;

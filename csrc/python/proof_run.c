@@ -58,6 +58,7 @@ oomkit_proof_aside(oomkit_proof *p)
     p->join = call->join;
     memset(&call->join, 0, sizeof(call->join));
     call->join.site = p->join.site;
+    call->batch.views = 1; /* a leaf that the step makes of it is another one then */
     call->proof = p;
     return oomkit_proof_gradients_take(p) < 0 || aside_buffers(p) < 0 ||
                    aside_batch(p) < 0
@@ -91,6 +92,7 @@ oomkit_proof_back(oomkit_proof *p)
     int result = 0;
 
     call->proof = NULL;
+    call->batch.views = 0;
     if (p->saved) {
         Py_CLEAR(call->batch.saved);
     }
@@ -236,6 +238,30 @@ run_drew(oomkit_proof *p)
     return moved;
 }
 
+/* Where the graph of a whole run is kept from now on: judge.method(). An exception in
+ * flight stays. 0 or -1. */
+static int
+run_on_host(oomkit_proof *p, int64_t count, const char *method)
+{
+    PyObject *exception, *done; /* owned; the former given back */
+
+    if (!p->on_host || count > 1 || p->call->device.type == OOMKIT_DEVICE_CPU) {
+        return 0;
+    }
+    exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;
+    oomkit_exempt_enter(p->call->st);
+    done = PyObject_CallMethod(p->judge, method, NULL);
+    oomkit_exempt_leave(p->call->st);
+    Py_XDECREF(done);
+    if (exception != NULL) {
+        if (done == NULL) {
+            PyErr_WriteUnraisable(p->call->func);
+        }
+        oomkit_exception_give(exception);
+    }
+    return done == NULL ? -1 : 0;
+}
+
 int
 oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
                  int64_t count, int *moved)
@@ -257,8 +283,14 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
         Py_XDECREF(done);
     }
     if (status == 0) {
+        status = run_on_host(p, count, "on_host");
+    }
+    if (status == 0) {
         status = oomkit_attempt_slices_run(call, &result);
         Py_XDECREF(result);
+        if (run_on_host(p, count, "on_device") < 0) {
+            status = -1;
+        }
     }
     if (status == 0) {
         call->slice_index = count - 1;

@@ -268,7 +268,7 @@ oomkit_batch_build(oomkit_state *st, const oomkit_options *options,
         .start = start,
         .length = length,
         .numbers = {NULL, PyLong_FromLongLong(start), PyLong_FromLongLong(length)},
-        .whole = start == 0 && length == batch->rows,
+        .whole = start == 0 && length == batch->rows && !batch->views,
         .made = batch->twins ? PyMem_Calloc((size_t)batch->count, sizeof(PyObject *))
                              : NULL};
     Py_ssize_t argument = 0, at = 0;

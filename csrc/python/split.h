@@ -61,6 +61,7 @@ typedef struct oomkit_batch {
     int searched;
     int empty; /* set by oomkit_batch_find when it refuses a batch for having no rows */
     Py_ssize_t lead; /* node of the leaf that the record takes the rows from, or -1 */
+    int views;       /* all rows are a view, too, and not the object itself */
     int twins;       /* some node has `same` */
     uint64_t sizes;  /* hash of the rows of all leaves */
     PyObject *saved; /* owned: restore_batch=True: list of host copies, or NULL */

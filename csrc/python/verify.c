@@ -6,11 +6,36 @@
 #include "step.h"
 #include "tree.h"
 
+/* What a run has returned, to be joined where it is a part. 0 or -1. */
+static int
+verify_result(oomkit_proof *p, PyObject *result, int64_t length, int part)
+{
+    oomkit_call *call = p->call;
+    const double weight = part < 0 ? 1.0 : call->weights[part];
+    PyObject *done; /* owned */
+
+    oomkit_exempt_enter(call->st);
+    done = PyObject_CallMethod(p->judge, "result", "OOLd", result, Py_None,
+                               (long long)length, weight);
+    oomkit_exempt_leave(call->st);
+    Py_XDECREF(done);
+    if (done == NULL || part < 0 || call->replayed != NULL) {
+        return done == NULL ? -1 : 0;
+    }
+    call->slice_index = part;
+    if (oomkit_join_add(call->st, call->options, &call->join, result, length, weight) <
+        0) {
+        return -1;
+    }
+    return part > 0 ? oomkit_proof_joined(call) : 0;
+}
+
 /* One run of the function on rows start .. start + length; what it shows goes to the
  * verification. 0 or -1. */
 static int
-verify_call(oomkit_call *call, int64_t start, int64_t length)
+verify_call(oomkit_proof *p, int64_t start, int64_t length, int part)
 {
+    oomkit_call *call = p->call;
     Py_ssize_t i;
     PyObject *result = NULL, *loss = NULL, *done = NULL; /* owned */
     PyObject **vector = PyMem_Calloc((size_t)call->batch.total + 1, sizeof(PyObject *));
@@ -42,25 +67,39 @@ verify_call(oomkit_call *call, int64_t start, int64_t length)
                 : PyObject_CallMethod(call->losses.verification, "finish", "OOL",
                                       result, loss ? loss : Py_None, (long long)length);
     }
+    if (done != NULL && verify_result(p, result, length, part) < 0) {
+        Py_CLEAR(done);
+    }
     Py_XDECREF(loss);
     Py_XDECREF(result);
     Py_XDECREF(done);
     return done == NULL ? -1 : 0;
 }
 
-/* The same without a graph, with its marks; everything is put back. *moved tells
- * whether random numbers were drawn. 0 or -1. */
+/* The same without a graph, with its marks; everything is put back. `part` is -1 for
+ * the whole. *moved tells whether random numbers were drawn. 0 or -1. */
 static int
-verify_run(oomkit_proof *p, int64_t start, int64_t length, int *moved)
+verify_run(oomkit_proof *p, int64_t start, int64_t length, int part, int *moved)
 {
     oomkit_call *call = p->call;
-    int result = oomkit_tx_begin(call), mode;
+    PyObject *done = NULL; /* owned */
+    int result, mode;
+
+    if (part < 1) {
+        done =
+            PyObject_CallMethod(p->judge, "start", "s", part < 0 ? "whole" : "parts");
+        Py_XDECREF(done);
+        if (done == NULL) {
+            return -1;
+        }
+    }
+    result = oomkit_tx_begin(call);
 
     call->is_last = 0;
     Py_CLEAR(call->cleared);
     mode = result < 0 ? -1 : oomkit_grad_mode_off(call->st);
     if (mode >= 0) {
-        result = verify_call(call, start, length);
+        result = verify_call(p, start, length, part);
         result = oomkit_grad_mode_back(call->st, mode, result);
     } else {
         result = -1;
@@ -72,18 +111,19 @@ verify_run(oomkit_proof *p, int64_t start, int64_t length, int *moved)
     return oomkit_proof_put_back(p) < 0 ? -1 : result;
 }
 
-/* What a part weighs: its rows, or the numbers of weight=. New list or NULL. */
+/* What a part weighs: its share, or the numbers of weight=. New list or NULL. */
 static PyObject *
-verify_weights(oomkit_call *call, int64_t start, int64_t length)
+verify_weights(oomkit_call *call, int part)
 {
+    const oomkit_slice cut = call->slices[part];
     Py_ssize_t groups = 0, i;
     PyObject *list; /* owned */
     double *values;
 
     if (call->options->weight == NULL) {
-        return Py_BuildValue("[d]", (double)length);
+        return Py_BuildValue("[d]", call->weights[part]);
     }
-    values = oomkit_weights_ask(call, start, length, &groups);
+    values = oomkit_weights_ask(call, cut.start, cut.length, &groups);
     if (values == NULL) {
         return NULL;
     }
@@ -143,9 +183,31 @@ verify_shares(oomkit_proof *p, const oomkit_slice *cut, PyObject **one, PyObject
     if (oomkit_weights_set(call) < 0) {
         return -1;
     }
-    *one = verify_weights(call, cut[0].start, cut[0].length);
-    *two = *one ? verify_weights(call, cut[1].start, cut[1].length) : NULL;
+    *one = verify_weights(call, 0);
+    *two = *one ? verify_weights(call, 1) : NULL;
     return *two == NULL ? -1 : 0;
+}
+
+/* (equal, text) of the three runs, with the weights that make the losses equal. New
+ * reference or NULL. */
+static PyObject *
+verify_search(oomkit_proof *p, PyObject *verdict, const oomkit_slice *cut, int moved)
+{
+    PyObject *leaves = oomkit_proof_leaves(p->call); /* owned */
+    PyObject *slices = oomkit_proof_slices(cut, 2);  /* owned */
+    PyObject *answer = NULL;                         /* owned */
+
+    if (leaves != NULL && slices != NULL) {
+        oomkit_exempt_enter(p->call->st);
+        answer = PyObject_CallMethod(
+            p->judge, "weighed", "OOOOO", p->call->losses.verification, verdict,
+            oomkit_weights_are_countable(p->call) ? leaves : Py_None, slices,
+            moved ? Py_True : Py_False);
+        oomkit_exempt_leave(p->call->st);
+    }
+    Py_XDECREF(leaves);
+    Py_XDECREF(slices);
+    return answer;
 }
 
 /* The three runs, and what they tell. New reference or NULL. */
@@ -157,13 +219,15 @@ verify_runs(oomkit_proof *p, int64_t start, const oomkit_slice *cut)
     int moved = 0;
 
     if (verify_shares(p, cut, &one, &two) == 0 &&
-        verify_run(p, start, cut[0].length + cut[1].length, &moved) == 0 &&
-        verify_run(p, cut[0].start, cut[0].length, NULL) == 0 &&
-        verify_run(p, cut[1].start, cut[1].length, NULL) == 0) {
-        verdict = PyObject_CallMethod(call->losses.verification, "judge", "OOOOOO",
-                                      call->options->label, one, two,
-                                      call->losses.is_sum ? Py_True : Py_False,
-                                      moved ? Py_True : Py_False, Py_False);
+        verify_run(p, start, cut[0].length + cut[1].length, -1, &moved) == 0 &&
+        verify_run(p, cut[0].start, cut[0].length, 0, NULL) == 0 &&
+        verify_run(p, cut[1].start, cut[1].length, 1, NULL) == 0) {
+        verdict = PyObject_CallMethod(
+            call->losses.verification, "judge", "OOOOO", call->options->label, one, two,
+            call->losses.is_sum ? Py_True : Py_False, moved ? Py_True : Py_False);
+    }
+    if (verdict != NULL && verdict != Py_None) {
+        Py_SETREF(verdict, verify_search(p, verdict, cut, moved));
     }
     Py_XDECREF(one);
     Py_XDECREF(two);
@@ -184,6 +248,12 @@ oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first
     done = PyObject_CallMethod(p->judge, "quiet", "O", Py_False);
     Py_XDECREF(done);
     verdict = done == NULL ? NULL : verify_runs(p, start, cut);
+    if (oomkit_join_truncate(&call->join, 0) < 0) {
+        Py_CLEAR(verdict);
+    }
+    Py_CLEAR(call->join.updated);
+    Py_CLEAR(call->join.sources);
+    call->join.required = 0;
     Py_CLEAR(call->losses.verification);
     if (verdict == NULL && call->restart == 0) {
         return verify_abandon(call, oomkit_exception_take()) < 0 ? NULL
@@ -196,7 +266,7 @@ PyObject *
 oomkit_verify_backward(oomkit_call *call, PyObject *roots)
 {
     PyObject *done = /* owned */
-        PyObject_CallMethod(call->losses.verification, "root", "O", roots);
+        PyObject_CallMethod(call->losses.verification, "root", "(O)", roots);
     if (done == NULL) {
         return NULL;
     }

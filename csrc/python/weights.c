@@ -193,21 +193,13 @@ weights_measured(oomkit_call *call)
 static int
 weights_found(oomkit_call *call, PyObject *rule)
 {
-    PyObject *number = PyObject_GetAttrString(rule, "leaf"); /* owned */
-    PyObject *cut = PyList_New(0), *answer = NULL;           /* owned */
+    PyObject *number = PyObject_GetAttrString(rule, "leaf");              /* owned */
+    PyObject *cut = oomkit_proof_slices(call->slices, call->slice_count); /* owned */
+    PyObject *answer = NULL;                                              /* owned */
     Py_ssize_t leaf = number == NULL ? -1 : PyLong_AsSsize_t(number);
     double total = 0.0;
     int64_t i;
 
-    for (i = 0; cut != NULL && i < call->slice_count; i++) {
-        PyObject *item = /* owned */
-            Py_BuildValue("LL", (long long)call->slices[i].start,
-                          (long long)call->slices[i].length);
-        if (item == NULL || PyList_Append(cut, item) < 0) {
-            Py_CLEAR(cut);
-        }
-        Py_XDECREF(item);
-    }
     if (cut != NULL && !PyErr_Occurred()) {
         oomkit_exempt_enter(call->st);
         answer = PyObject_CallMethod(rule, "counts", "OO",
@@ -462,13 +454,28 @@ labels_find(oomkit_call *call, Py_ssize_t *leaf)
 }
 
 int
+oomkit_weights_are_free(const oomkit_call *call)
+{
+    return call->options->weight == NULL && !call->options->reduction_given;
+}
+
+int
+oomkit_weights_are_countable(const oomkit_call *call)
+{
+    return call->options->dim == 0 && call->options->dims == NULL;
+}
+
+int
+oomkit_weights_are_due(const oomkit_call *call)
+{
+    return oomkit_weights_are_free(call) && labels_are_due(call);
+}
+
+int
 oomkit_weights_labels(oomkit_call *call)
 {
     Py_ssize_t leaf;
-    return call->options->weight != NULL || call->options->reduction_given ||
-                   !labels_are_due(call)
-               ? 0
-               : labels_find(call, &leaf);
+    return oomkit_weights_are_due(call) ? labels_find(call, &leaf) : 0;
 }
 
 /* That is said once per site. */
@@ -548,7 +555,8 @@ oomkit_weights_check(oomkit_call *call, PyObject *result)
         return -1;
     }
     if (call->slice_index > 0 || site->labels_said || call->options->weight != NULL ||
-        call->losses.is_sum || oomkit_proof_known(call) || !labels_are_due(call)) {
+        call->losses.is_sum || oomkit_proof_known(call) ||
+        oomkit_proof_rule(call) != NULL || !labels_are_due(call)) {
         return 0;
     }
     loss = call->training ? 1 : result_is_loss(call, result);

@@ -70,6 +70,19 @@ oomkit_weights_next(struct oomkit_call *call);
 int
 oomkit_weights_check(struct oomkit_call *call, PyObject *result);
 
+/* Has nobody said what the loss is a mean over? */
+int
+oomkit_weights_are_free(const struct oomkit_call *call);
+
+/* Are samples in dimension 0 of everything, so that oomkit can count what is in them?
+ */
+int
+oomkit_weights_are_countable(const struct oomkit_call *call);
+
+/* Has nobody said it, and are values of the batch to be read for it in this call? */
+int
+oomkit_weights_are_due(const struct oomkit_call *call);
+
 /* Do micro-batches hold unequal shares of labels that are not -100, where nobody has
  * said what the loss is a mean over? 1, 0 (or nobody looked), -1. */
 int

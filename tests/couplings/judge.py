@@ -133,11 +133,21 @@ def _with_backward(fn: Step) -> Step:
 class _Armed:
     """The decorated step; a fault counts inside it, that of a backward in its caller, too."""
 
-    def __init__(self, step: Any, fault: inject_oom | None, phase: str | None) -> None:
-        self._step, self._fault, self._phase = step, fault, phase
+    def __init__(
+        self, world: World, step: Any, fault: inject_oom | None, phase: str | None
+    ) -> None:
+        self._world, self._step, self._fault, self._phase = world, step, fault, phase
         self._open = ExitStack()
+        # Of when it has returned: an error of its loss's backward() leaves this.
+        self.left: tuple[dict[str, Any], torch.Tensor] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._call(*args, **kwargs)
+        if self._phase == "backward":
+            self.left = state_of(self._world), torch.get_rng_state()
+        return result
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         if self._fault is None:
             return self._step(*args, **kwargs)
         fault, self._fault = self._fault, None
@@ -159,9 +169,17 @@ def _seeded(call: int) -> Iterator[None]:
         yield
 
 
-def _drive(world: World, step: Any, call: int, fault: inject_oom | None, trouble: Trouble) -> Any:
+def _drive(
+    world: World,
+    step: Any,
+    call: int,
+    fault: inject_oom | None,
+    trouble: Trouble,
+    entries: list[tuple[dict[str, Any], torch.Tensor]] | None = None,
+) -> Any:
+    """One call; states that an error may leave besides that of the entry go to `entries`."""
     batch = world.batch(call)
-    armed = _Armed(step, fault, trouble.phase)
+    armed = _Armed(world, step, fault, trouble.phase)
     try:
         if not trouble.slices:
             return world.drive(armed, batch)
@@ -169,6 +187,8 @@ def _drive(world: World, step: Any, call: int, fault: inject_oom | None, trouble
             return world.drive(armed, batch)
     finally:
         armed.close()
+        if entries is not None and armed.left is not None:
+            entries.append(armed.left)
 
 
 def _decorated(world: World, trouble: Trouble, rows: int, options: dict[str, Any]) -> Any:
@@ -212,25 +232,39 @@ def _twin(world: World, call: int, lengths: list[int]) -> Any:
         return world.drive(whole, world.batch(call))
 
 
-def _ended(mine: World, entry: dict[str, Any], error: Exception, twin: World, call: int) -> Verdict:
-    """The verdict on a call that raised."""
-    ours = isinstance(error, oomkit.SplitError | oomkit.OutOfMemory)
-    told = f"{type(error).__name__}: {error}".partition("\n")[0]
-    now, random = state_of(mine), torch.get_rng_state()
+def _moved(
+    mine: World, now: dict[str, Any], entry: dict[str, Any], random: torch.Tensor
+) -> str | None:
+    """What is not as at entry."""
     asked = copy.deepcopy(entry)
     for i, grad in enumerate(now["gradients"]):
         if mine.clears and (grad is None or not grad.any()):
             asked["gradients"][i] = grad
     found = difference(now, asked, True, "state")
-    if found is None and not torch.equal(
-        random, torch.Generator().manual_seed(SEED + call).get_state()
-    ):
+    if found is None and not torch.equal(torch.get_rng_state(), random):
         found = "the random state is not that of the entry"
+    return found
+
+
+def _ended(
+    mine: World,
+    entries: list[tuple[dict[str, Any], torch.Tensor]],
+    error: Exception,
+    twin: World,
+    call: int,
+) -> Verdict:
+    """The verdict on a call that raised; the first of `entries` is the call's own."""
+    ours = isinstance(error, oomkit.SplitError | oomkit.OutOfMemory)
+    told = f"{type(error).__name__}: {error}".partition("\n")[0]
+    now = state_of(mine)
+    found, *others = [_moved(mine, now, entry, numbers) for entry, numbers in entries]
+    if None in others:
+        found = None
     if found is None:
         return Verdict("refused" if ours else "raised", told)
     text = "\n".join([str(error), *getattr(error, "__notes__", ())])
     if ours and any(words in text for words in NAMED):
-        found = difference(now["kept"], entry["kept"], True, "state")
+        found = difference(now["kept"], entries[0][0]["kept"], True, "state")
         if found is None:
             return Verdict("named", told)
     try:
@@ -254,12 +288,13 @@ def judge(
     for call in range(calls):
         struck = nth > 0 and call == trouble.call
         fault = inject_oom(nth=nth, phase=trouble.phase) if struck else None
-        entry = state_of(mine)
+        start = torch.Generator().manual_seed(SEED + call).get_state()
+        entries = [(state_of(mine), start)]
         try:
             with _seeded(call):
-                got = _drive(mine, step, call, fault, trouble)
+                got = _drive(mine, step, call, fault, trouble, entries)
         except Exception as error:
-            ended = _ended(mine, entry, error, twin, call)
+            ended = _ended(mine, entries, error, twin, call)
             ended.fired = fault.fired if fault else 0
             ended.split = verdict.split
             return ended

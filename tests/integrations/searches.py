@@ -15,7 +15,7 @@ STATE = optuna.trial.TrialState
 
 
 def take(mebibytes: float) -> torch.Tensor:
-    return torch.empty(int(mebibytes * MIB), dtype=torch.uint8)
+    return torch.zeros(int(mebibytes * MIB), dtype=torch.uint8)
 
 
 def allocated() -> int:
