@@ -359,9 +359,12 @@ class Places:
             at = Spot(spot, ATTRIBUTE, name, own.get(name))
             self.mark(at, BIND)
             self.fill(at)
-        for name in _METRIC:
-            if name in own:
-                self.mark(Spot(spot, ATTRIBUTE, name, own[name]), BIND)
+        for name, value in own.items():
+            if name in own["_defaults"]:
+                continue
+            # Wrappers keep tensors that are no states: the largest value so far.
+            if name in _METRIC or type(value) in (int, float, torch.Tensor):
+                self.mark(Spot(spot, ATTRIBUTE, name, value), BIND)
 
     def collection(self, spot: Spot) -> None:
         own = own_of(spot.value)
