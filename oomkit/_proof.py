@@ -759,7 +759,7 @@ class Proof:
         self.noise = self.noise or moved
         self._shapes()
         if verdict[0] is not False and self._worst[0]:
-            verdict = False, self._worst[1]
+            leaves, verdict = None, (False, self._worst[1])
         self._worst = (0.0, "")
         rules = []
         for rule in candidates(leaves, self.modules()) if leaves and not moved else ():

@@ -19,7 +19,11 @@ FAMILIES = (known_losses, known_graphs, known_states, known_exact, known_returne
 
 def _random(seed: int) -> None:
     s = sentence(seed)
-    print(f"{s}\n    split without a proof: {couples(s)}\n    {become(s)}")
+    print(s, flush=True)
+    try:
+        print(f"    split without a proof: {couples(s)}\n    {become(s)}")
+    except Exception as error:  # the other seeds are to be seen, too
+        print(f"    not judged: {type(error).__name__}: {error}")
 
 
 def _known(name: str) -> None:
