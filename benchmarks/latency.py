@@ -16,7 +16,8 @@ one operation for all its parameters, "layers" one of linear layers, with a modu
 two parameters and a graph as long. "torch" is what the same error costs without oomkit:
 `try` and `except`, until its last frame is gone and each gradient is None: what the
 allocator gets back; "beyond" is the median of the differences, turn by turn.
-README.md beside this file has more.
+A table below has what the proof of a split adds to the first split call, in forwards and
+backwards of a slice. README.md beside this file has more.
 
 Usage: python benchmarks/latency.py [--quick] [--output FILE]
 """
@@ -217,6 +218,58 @@ def measure(
     return lines
 
 
+def first_split(width: int, rows: int, verify: bool) -> float:
+    """Microseconds of the first call of a new step, which is split in two."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    x = torch.ones(rows, width)
+    runs: UserList[int] = UserList()
+
+    @oomkit.auto_batch(accumulation_steps=2, verify=None if verify else False)
+    def step(x: Tensor) -> None:
+        runs.append(len(x))
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    optimizer.zero_grad()
+    model(x[: rows // 2]).square().mean().backward()
+    begin = clock()
+    step(x)
+    taken = (clock() - begin) / 1e3
+    assert (len(runs) > 2) == verify, runs
+    return taken
+
+
+def one_slice(width: int, rows: int) -> float:
+    """Microseconds of the forward and backward of half the batch."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(4)))
+    x = torch.ones(rows // 2, width)
+    for _ in range(2):
+        begin = clock()
+        model(x).square().mean().backward()
+        taken = (clock() - begin) / 1e3
+    return taken
+
+
+def proofs(repetitions: int) -> list[str]:
+    """What the proof of a split adds to the first split call of a step, turn by turn."""
+    lines = [
+        "",
+        "us that the proof adds to a step's first split call; a slice: one forward and backward",
+        f"{'width':>7}{'rows':>10}{'slice':>9}{'proof':>9}{'slices':>9}",
+    ]
+    for width, rows in ((256, 256), (512, 1024), (1536, 32)):
+        added, slices = [], []
+        for _ in range(repetitions + 2):
+            slices.append(one_slice(width, rows))
+            without = first_split(width, rows, False)
+            added.append(first_split(width, rows, True) - without)
+        slice_, proof = statistics.median(slices[2:]), statistics.median(added[2:])
+        lines.append(f"{width:7d}{rows:10d}{slice_:9.0f}{proof:9.0f}{proof / slice_:9.2f}")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="write the table there too")
@@ -248,6 +301,7 @@ def main() -> None:
             lines += measure("layers", parameters, 1, backward, repetitions)
         for tensors in nested[1:]:
             lines += measure("flat", 100, tensors, backward, repetitions)
+    lines += proofs(max(2, repetitions // 5))
     text = "\n".join(lines)
     print(text)
     if options.output is not None:

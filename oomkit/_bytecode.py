@@ -7,6 +7,7 @@ known to be an attribute of ``self``. What is not recognised is unknown, and not
 from __future__ import annotations
 
 import dis
+import sys
 import types
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -40,6 +41,7 @@ class Effect:
 Stack = list[Symbol | None]
 
 _CONSTANT = Symbol("", "constant")
+_NULL_ABOVE = sys.version_info >= (3, 13)  # what is called, or the NULL beside it
 _SUPER = Symbol(SUPER, "inner", (SUPER,))
 # Attributes whose assignment has rules of its own, or changes nothing that is kept.
 _HANDLED = frozenset({"grad", "requires_grad", "training", "data"})
@@ -169,9 +171,12 @@ class Reader:
 
     def do_load_global(self, instruction: dis.Instruction) -> None:
         symbol = Symbol(instruction.argval, "outer", (instruction.argval,))
+        calls = instruction.arg is not None and instruction.arg & 1
+        if calls and not _NULL_ABOVE:
+            self.stack.append(None)
         self.stack.append(symbol)
-        if instruction.arg is not None and instruction.arg & 1:
-            self.stack.append(symbol)  # beside a NULL, above or below by release
+        if calls and _NULL_ABOVE:
+            self.stack.append(None)
 
     def do_load_attr(self, instruction: dis.Instruction) -> None:
         owner, name = self.pop()[0], instruction.argval

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from . import _proof_values as values
 from ._diagnose import Verification, tolerance
-from ._rows import leaves_of
+from ._quiet import Quiet
 from ._weights import (
     TOLD,
     Cut,
@@ -25,8 +27,10 @@ from ._weights import (
     candidates,
     cuts,
     decisive,
+    is_varied,
     pairs,
     undecided,
+    varied,
 )
 
 __all__ = ["Proof"]
@@ -43,7 +47,7 @@ _NOISE = 0.2  # what random numbers make of a loss, at most
 _EXACT = 1e-9  # tolerance() of double precision
 # Matrix products of other sizes are summed in another order; a result may be a difference.
 _VALUE = {
-    torch.float64: 1e-7,
+    torch.float64: 1e-8,
     torch.float32: 1e-3,
     torch.float16: 5e-2,
     torch.bfloat16: 5e-2,
@@ -56,6 +60,7 @@ _LOOSE = 2.5  # how much looser a bound of gradients is than one of losses
 _SURE = 5.0  # times what rounding explains: weights so far apart would have shown
 _FARTHER = 4.0  # parts may be as many times as far from the whole as it is from itself
 _SHOWN = 3  # names in a message
+_LAST, _NO_NORM, _OF_ROWS = range(3)  # OOMKIT_FIGURE_*
 
 
 @dataclasses.dataclass(slots=True)
@@ -95,207 +100,6 @@ class _Run:
         self.weights: list[float] = []
 
 
-def _norm(value: torch.Tensor) -> float:
-    if value.layout != torch.strided:
-        value = value.coalesce().values() if value.layout == torch.sparse_coo else value.to_dense()
-    if not value.numel():
-        return 0.0
-    return float(torch.linalg.vector_norm(_dense(value.detach()), dtype=torch.float64))
-
-
-def _dense(value: torch.Tensor) -> torch.Tensor:
-    """Strided and real: a complex number is two."""
-    value = value if value.layout == torch.strided else value.to_dense()
-    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
-
-
-def _without(value: torch.Tensor, entry: torch.Tensor | None) -> torch.Tensor:
-    """A host copy of what a step has added to a gradient."""
-    if entry is None or entry.shape != value.shape:
-        return _host(value)
-    return _host(value) - entry
-
-
-def _added(value: torch.Tensor, entry: torch.Tensor | None) -> float:
-    """The norm of what a step has added to a gradient."""
-    if entry is None:
-        return _norm(value)
-    size = _apart(value, entry.to(value.device))
-    return size if math.isfinite(size) else _norm(value)
-
-
-def _apart(one: torch.Tensor, two: torch.Tensor) -> float:
-    """The norm of a difference; infinite where there is none."""
-    if one.layout == two.layout == torch.sparse_coo:
-        return _norm(one - two.to(one.device))
-    one, two = _dense(one.detach()), _dense(two.detach())
-    if one.shape != two.shape:
-        return math.inf
-    two = two.to(one.device)
-    norm = float(torch.linalg.vector_norm(one - two, dtype=torch.float64))
-    if norm == norm:
-        return norm
-    gap = torch.where(one.isnan() & two.isnan() | (one == two), 0.0, one - two)
-    norm = float(torch.linalg.vector_norm(gap, dtype=torch.float64))
-    return norm if norm == norm else math.inf
-
-
-def _host(value: torch.Tensor) -> torch.Tensor:
-    plain = value.detach()
-    return plain.clone() if plain.device.type == "cpu" else plain.cpu()
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or value is None:
-        return None
-    if isinstance(value, int | float):
-        return float(value)
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
-        return float(value.detach())
-    if type(value).__module__ == "numpy" and getattr(value, "size", 0) == 1:
-        item = value.item()  # a scalar, or an array of one element
-        return float(item) if isinstance(item, int | float) else None
-    return None
-
-
-def _kept(value: Any) -> Any:
-    kind = type(value)
-    if isinstance(value, torch.Tensor):
-        return _host(value) if value.layout == torch.strided else None
-    if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
-        return torch.from_numpy(value.copy()) if value.dtype.kind in "fiub" else None
-    return value
-
-
-def _kept_leaves(result: Any) -> dict[str, Any]:
-    """The values in a result, by place, without their graphs."""
-    return {place: _kept(value) for place, value in leaves_of(result, "result", (tuple, list))}
-
-
-def _gap(one: Any, two: Any) -> float:
-    """How far two results are apart, relative; infinite where they cannot be compared."""
-    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
-        if one.shape != two.shape:
-            return math.inf
-        if not one.numel():
-            return 0.0
-        if not one.is_floating_point() and not one.is_complex():
-            unlike = (one != two).double()
-            return float(unlike.mean()) if one.ndim else float("inf") * float(unlike or 0.0)
-        scale = float(torch.nan_to_num(one, posinf=0.0, neginf=0.0).abs().max())
-        gap = torch.where(one == two, 0.0, (one - two).abs())
-        gap = torch.where(one.isnan() & two.isnan(), 0.0, gap)
-        widest = float(gap.max())
-        return math.inf if widest != widest else widest / scale if scale else widest
-    first, second = _number(one), _number(two)
-    if isinstance(one, bool) or first is None or second is None:
-        return 0.0 if one is two or one == two else math.inf
-    if first == second or (first != first and second != second):
-        return 0.0
-    gap_ = abs(first - second) / max(abs(first), abs(second))
-    return gap_ if gap_ == gap_ else math.inf
-
-
-def _shown(now: Any, was: Any) -> str:
-    if isinstance(now, torch.Tensor) and now.numel() > 1:
-        return f"off by {_gap(was, now):.2g}"
-    values = [v.item() if isinstance(v, torch.Tensor) else v for v in (now, was)]
-    return " in place of ".join(f"{v:.6g}" if isinstance(v, float) else repr(v) for v in values)
-
-
-def _shapes(now: Any, was: Any) -> str:
-    if isinstance(now, torch.Tensor) and isinstance(was, torch.Tensor) and now.shape != was.shape:
-        return f"of shape {tuple(now.shape)} in place of {tuple(was.shape)}"
-    return _shown(now, was)
-
-
-def _far(one: float, two: float, limit: float) -> bool:
-    if one == two or (one != one and two != two):
-        return False
-    scale = max(abs(one), abs(two))
-    return not abs(one - two) <= limit * scale
-
-
-def _is_random(module: torch.nn.Module) -> bool:
-    """Whether a module draws random numbers in training and does nothing else there."""
-    name = type(module).__name__.lower()
-    return (
-        isinstance(module, (torch.nn.modules.dropout._DropoutNd, torch.nn.RReLU))
-        or ("drop" in name or "stochasticdepth" in name)
-        and next(module.children(), None) is None
-    )
-
-
-def _is_norm(module: torch.nn.Module) -> bool:
-    return (
-        isinstance(module, torch.nn.modules.batchnorm._NormBase) and module.running_mean is not None
-    )
-
-
-def _is_batch_norm(module: torch.nn.Module) -> bool:
-    """One without running statistics: those of the batch are all that it has."""
-    return isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.running_mean is None
-
-
-class _Affine:
-    """A normalisation by zeros and ones in the place of one by the statistics of a batch."""
-
-    __slots__ = ("module",)
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        module = self.module
-        mean = input.new_zeros(module.num_features)
-        return torch.nn.functional.batch_norm(
-            input, mean, torch.ones_like(mean), module.weight, module.bias, False, 0.0, module.eps
-        )
-
-
-class _Quiet:
-    """Modules that would make a part differ from the whole by chance, for the length of a proof.
-
-    `saved` is put back by the engine, too, which needs no memory for it.
-    """
-
-    __slots__ = ("saved",)
-
-    def __init__(self) -> None:
-        self.saved: list[tuple[Any, ...]] = []
-
-    def _set(self, module: torch.nn.Module, name: str, value: Any) -> None:
-        own = module.__dict__
-        self.saved.append((own, name, *((own[name],) if name in own else ())))
-        own[name] = value
-
-    def still(self, module: torch.nn.Module) -> None:
-        self._set(module, "training", False)
-        # A step that begins with model.train() must not undo it.
-        self._set(module, "train", lambda mode=True: module)
-
-    def enter(self, modules: list[torch.nn.Module], everything: bool) -> None:
-        for module in modules:
-            if _is_batch_norm(module):
-                self._set(module, "forward", _Affine(module))
-            if everything or _is_random(module) or _is_norm(module):
-                self.still(module)
-            elif (
-                isinstance(module, (torch.nn.RNNBase, torch.nn.MultiheadAttention))
-                and module.dropout
-            ):
-                self._set(module, "dropout", 0.0)
-
-    def leave(self) -> None:
-        while self.saved:
-            own, name, *value = self.saved[-1]
-            if value:
-                own[name] = value[0]
-            else:
-                own.pop(name, None)
-            self.saved.pop()
-
-
 def _alive(roots: list[Any] | None) -> list[Any]:
     return [root for ref in roots or [] if (root := ref()) is not None]
 
@@ -328,7 +132,7 @@ class Proof:
         self._roots = _alive(roots)
         self._params = params
         self._entry = {i: value for i, value in enumerate(entry) if value is not None}
-        self._quiet = _Quiet()
+        self._quiet = Quiet()
         self._stream = torch.get_rng_state()
         self._runs: dict[str, _Run] = {}
         self._now = ""
@@ -340,8 +144,14 @@ class Proof:
         self._worst: tuple[float, str] = (0.0, "")
         self._made = ""
         self._chance = 0.0  # what random numbers alone change, relative
+        # Parameters that the step itself has written to, as the whole leaves them and before.
+        self._marks: list[tuple[int, torch.Tensor | None]] = []
+        self._written: dict[int, torch.Tensor] = {}
+        self._unwritten: dict[int, torch.Tensor] = {}
         self.tried: Tried = {} if tried is None else tried
         self.unjoined = False  # results of parts of one row could not be joined
+        # How numbers in results are joined (results.h), by place.
+        self.figures: dict[str, int] = {}
         self.volatile = False  # nothing but results differs: are they the same twice?
 
     # --- what the engine calls around the runs ---
@@ -365,8 +175,22 @@ class Proof:
             self._runs.clear()
         self._now = run
         self._runs[run] = _Run()
+        self._worst = (0.0, "")  # of a run that an error ended
         self._stream = torch.get_rng_state()
+        self._marks = [values.mark(p) for p in self._params]
+        if run == "parts":
+            self._unwritten = {i: values.host(self._params[i]) for i in self._written}
         self._raw = run in ("raw", "one", "two")
+
+    def hush(self) -> None:
+        """No warning of the step's: without a graph there is one that means nothing."""
+        self._hushed = warnings.catch_warnings()
+        self._hushed.__enter__()
+        warnings.simplefilter("ignore")
+
+    def speak(self) -> None:
+        """The end of that."""
+        self._hushed.__exit__(None, None, None)
 
     def on_host(self) -> None:
         """What a graph keeps goes to host memory from now on."""
@@ -410,7 +234,7 @@ class Proof:
         run = self._runs[self._now]
         if self._raw:
             present = {i: g for i, g in enumerate(gradients) if g is not None}
-            run.raw = {i: _without(g, self._entry.get(i)) for i, g in present.items()}
+            run.raw = {i: values.without(g, self._entry.get(i)) for i, g in present.items()}
 
     def stashed(self) -> None:
         """What comes now was accumulated apart from the gradients of the entry."""
@@ -420,7 +244,7 @@ class Proof:
         """What the first part alone has given."""
         run = self._runs[self._now]
         if not run.parts:
-            run.parts = {i: _norm(g) for i, g in enumerate(gradients) if g is not None}
+            run.parts = {i: values.norm(g) for i, g in enumerate(gradients) if g is not None}
 
     def update(
         self, target: Any, name: str, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -431,14 +255,14 @@ class Proof:
             *((f"argument {i + 1}", v) for i, v in enumerate(args)),
             *((f"{k}=", v) for k, v in kwargs.items()),
         ]:
-            number = _number(value)
+            number = values.number(value)
             what = id(type(value)) if callable(value) else id(value)  # a closure is made anew
             arguments.append((where, what if number is None else number))
         gradients: dict[int, torch.Tensor] = {}
         if optimizer is not None:
             for at, group in enumerate(optimizer.param_groups):
                 for key, value in group.items():
-                    number = None if key == "params" else _number(value)
+                    number = None if key == "params" else values.number(value)
                     if number is not None:
                         arguments.append((f"param_groups[{at}][{key!r}]", number))
                 for param in group["params"]:
@@ -448,7 +272,7 @@ class Proof:
         run = self._runs[self._now]
         run.updates.append(made)
         if self._now == "whole":
-            made.gradients = {key: _host(value) for key, value in gradients.items()}
+            made.gradients = {key: values.host(value) for key, value in gradients.items()}
         elif self._now.startswith("parts"):
             self._compare_update(len(run.updates) - 1, made)
             made.gradients = {}
@@ -464,20 +288,22 @@ class Proof:
             self._judge_precision(loss)
         run.rows.append(rows)
         run.weights.append(weight)
-        leaves = _kept_leaves(result)
+        leaves = values.kept_leaves(result)
         if self._now.startswith("whole"):
             run.results = leaves
         run.each.append(leaves)
 
     def joined(self, result: Any) -> None:
         """What the caller would get of the parts."""
-        self._runs[self._now].results = _kept_leaves(result)
+        self._runs[self._now].results = values.kept_leaves(result)
 
     def finish(self, gradients: list[torch.Tensor | None]) -> None:
         """The end of a run: gradients as the caller would have them."""
         run = self._runs[self._now]
         if self._now in ("whole", "whole by chance"):
-            run.gradients = {i: _host(g) for i, g in enumerate(gradients) if g is not None}
+            run.gradients = {i: values.host(g) for i, g in enumerate(gradients) if g is not None}
+            if self._now == "whole":
+                self._written = {i: values.host(self._params[i]) for i in self._moved()}
         elif self._now.startswith("parts"):
             whole = self._runs["whole"]
             self._compare_gradients(
@@ -487,6 +313,27 @@ class Proof:
                 lambda i: self.name_of(self._params[i]),
                 "",
             )
+            if not self.noise:
+                self._compare_written()
+
+    def _moved(self) -> list[int]:
+        """Parameters that this run has written to."""
+        marks = enumerate(zip(self._params, self._marks, strict=True))
+        return [i for i, (param, mark) in marks if not values.is_same(values.mark(param), mark)]
+
+    def _compare_written(self) -> None:
+        """An update by hand: what it makes of the parameters."""
+        for i in {*self._moved(), *self._written}:
+            param = self._params[i]
+            if i not in self._written:
+                self._fail(math.inf, f"the step writes to {self.name_of(param)} in a part alone")
+                continue
+            gap = values.apart(self._written[i], param)
+            size = values.apart(self._written[i], self._unwritten[i])
+            rounding = 4 * torch.finfo(param.dtype).eps if param.is_floating_point() else 0.0
+            if not gap <= self._limit * size + rounding * values.norm(param):
+                text = f"what the step writes to {self.name_of(param)} differs by"
+                self._fail(gap / size if size else math.inf, f"{text} {gap / (size or gap):.2g}")
 
     # --- judging ---
 
@@ -511,8 +358,8 @@ class Proof:
         where: str,
     ) -> None:
         entry = {} if where else self._entry
-        norms = {i: _added(g, entry.get(i)) for i, g in whole.items()}
-        others = {i: _added(g, entry.get(i)) for i, g in made.items()}
+        norms = {i: values.added(g, entry.get(i)) for i, g in whole.items()}
+        others = {i: values.added(g, entry.get(i)) for i, g in made.items()}
         largest = max([*norms.values(), *others.values()], default=0.0)
         if not math.isfinite(largest):
             largest = 0.0
@@ -520,11 +367,11 @@ class Proof:
         ratios: list[float] = []
         for i in {*whole, *made}:
             one, two = norms.get(i, 0.0), others.get(i, 0.0)
-            gap = _apart(whole[i], made[i]) if i in whole and i in made else max(one, two)
+            gap = values.apart(whole[i], made[i]) if i in whole and i in made else max(one, two)
             scale = max(one, two, run.parts.get(i, 0.0) if not where else 0.0)
             limit = self._limit * scale + self._limit * _CANCELS * largest
             if i in entry:  # sums on top of it are rounded to it
-                limit += self._limit * _CANCELS * _norm(entry[i])
+                limit += self._limit * _CANCELS * values.norm(entry[i])
             if self.noise:
                 gap = abs(one - two)
                 limit = max(0.75, self._chance) * max(one, two) + self._limit * largest
@@ -569,7 +416,7 @@ class Proof:
         for (where, one), (_, two) in zip(was.arguments, made.arguments, strict=True):
             if type(one) is not type(two):
                 self._fail(1.0, f"{where} of {made.name} is of another kind")
-            elif isinstance(one, float) and _far(one, two, limit):
+            elif isinstance(one, float) and values.far(one, two, limit):
                 self._fail(
                     abs(one - two) / max(abs(one), abs(two)),
                     f"{made.name} gets another {where}: {two:.6g} in place of {one:.6g}",
@@ -597,8 +444,8 @@ class Proof:
         self.noise = True
         for i in {*whole.gradients, *other.gradients}:
             one, two = whole.gradients.get(i), other.gradients.get(i)
-            size = max([_norm(g) for g in (one, two) if g is not None], default=0.0)
-            gap = _apart(one, two) if one is not None and two is not None else size
+            size = max([values.norm(g) for g in (one, two) if g is not None], default=0.0)
+            gap = values.apart(one, two) if one is not None and two is not None else size
             if size > 0.0 and math.isfinite(gap):
                 self._chance = max(self._chance, gap / size)
         for one_, two_ in zip(whole.losses[:1], other.losses[:1], strict=False):
@@ -633,15 +480,36 @@ class Proof:
             two = made.results.get(place)
             if two is None or not isinstance(one, (torch.Tensor, bool, int, float)):
                 continue
-            gap, limit = _gap(one, two), self._result_limit(one)
-            if gap <= limit:
+            gap, limit = values.gap(one, two), self._result_limit(one)
+            if self._figure(place, one, made, limit) or gap <= limit:
                 continue
-            chance = 0.0 if again is None else _gap(one, again.results.get(place))
+            chance = 0.0 if again is None else values.gap(one, again.results.get(place))
             if chance > limit and (gap < math.inf or chance == math.inf):
                 continue  # a time, say: the whole step does not give it twice
             self.volatile = self.volatile and again is None
-            what = _shown(two, one) if gap < math.inf else _shapes(two, one)
+            what = values.shown(two, one) if gap < math.inf else values.shapes(two, one)
             self._fail(gap, f"{place} of the joined parts is {what}")
+
+    def _figure(self, place: str, whole: Any, made: _Run, limit: float) -> bool:
+        """Notes how a number of micro-batches is joined, where these tell. True where it is
+        what all rows make of it, although only the last micro-batch has any."""
+        parts = [values.number(each.get(place)) for each in made.each]
+        value = values.number(whole)
+        numbers = [n for n in parts if n is not None]
+        if value is None or len(numbers) < max(2, len(parts)) or self.noise:
+            return False
+        counts = isinstance(whole, int) or (
+            isinstance(whole, torch.Tensor) and not whole.is_floating_point()
+        )
+        weighs = made.weights if abs(sum(made.weights) - 1.0) < 1e-9 else made.rows
+        shares = zip(numbers, weighs, strict=True)
+        joined = sum(numbers) if counts else sum(n * w for n, w in shares) / sum(weighs)
+        of_rows, last = (values.gap(value, n) <= limit for n in (float(joined), numbers[-1]))
+        if of_rows != last:
+            self.figures[place] = _OF_ROWS if of_rows else _LAST
+        elif not any([value, *numbers]) and any(self._runs["whole"].losses):
+            self.figures[place] = _NO_NORM
+        return of_rows and not any(numbers[:-1])
 
     def _compare_unjoined(self, whole: _Run, made: _Run) -> None:
         """Parts of one row that could not be joined: what has no rows must be one value."""
@@ -651,7 +519,7 @@ class Proof:
                 continue
             if any(not isinstance(p, torch.Tensor) or p.shape != one.shape for p in parts):
                 continue
-            if any(_gap(one, part) > self._result_limit(one) for part in parts):
+            if any(values.gap(one, part) > self._result_limit(one) for part in parts):
                 self._fail(1.0, f"{place} of two parts cannot be joined: neither has rows")
 
     def _shapes(self) -> None:
@@ -660,7 +528,7 @@ class Proof:
         for place, one in whole.results.items():
             two = made.results.get(place, one)
             if isinstance(one, torch.Tensor) and one.shape != getattr(two, "shape", None):
-                self._fail(math.inf, f"{place} of the joined parts is {_shapes(two, one)}")
+                self._fail(math.inf, f"{place} of the joined parts is {values.shapes(two, one)}")
         if self.unjoined and not made.results and len(made.each) == 2:
             self._compare_unjoined(whole, made)
 
@@ -761,6 +629,9 @@ class Proof:
         if verdict[0] is not False and self._worst[0]:
             leaves, verdict = None, (False, self._worst[1])
         self._worst = (0.0, "")
+        for place, value in self._runs["whole"].results.items():
+            if not self._entry and values.number(value):  # without a backward a norm is 0
+                self.figures.setdefault(place, _NO_NORM)
         rules = []
         for rule in candidates(leaves, self.modules()) if leaves and not moved else ():
             shares = None if verdict[0] else rule.shares(cut)
@@ -803,6 +674,10 @@ class Proof:
                 best = best or (at, size, part)
         return best or ((start, length, first) if rule.kind in ("rows", "sum") else None)
 
+    def place(self, leaves: Leaves, start: int, length: int, rows: int, multiple: int) -> int:
+        """Where to look at so many rows instead of at `start`; see `varied`."""
+        return varied(leaves, start, length, rows, multiple, self.tried)
+
     def told_apart(
         self,
         leaves: Leaves,
@@ -838,8 +713,9 @@ class Proof:
         slices: Cut,
         unit: tuple[int, int],
     ) -> bool:
-        """Whether weights that no proof has decided make a difference to a call, and can be
-        told from those in use there: a mask that was the same in every row so far.
+        """Whether a call has what no proof has seen: labels of more than one class, or weights
+        that make a difference and can be told from those in use, like a mask that was the
+        same in every row so far.
 
         Args:
             roots: see `Proof`.
@@ -847,6 +723,8 @@ class Proof:
             tried: what the proofs so far have learnt.
         """
         used = (rule or Weigher("rows")).of(leaves)
+        if is_varied(leaves, slices, tried):
+            return True
         weighers = list(candidates(leaves, _modules_of(_alive(roots)), tried))
         return decisive(weighers, slices, used, tried, unit) is not None
 
@@ -862,9 +740,9 @@ def _left(
     left = size = 0.0
     for i in {*whole, *one, *two}:
         terms = ((1.0, whole.get(i)), (-a, one.get(i)), (-b, two.get(i)))
-        flat = [by * _dense(g).double().reshape(-1) for by, g in terms if g is not None]
-        left += _norm(sum(flat[1:], flat[0])) ** 2
-        size += _norm(whole[i]) ** 2 if i in whole else 0.0
+        flat = [by * values.dense(g).double().reshape(-1) for by, g in terms if g is not None]
+        left += values.norm(sum(flat[1:], flat[0])) ** 2
+        size += values.norm(whole[i]) ** 2 if i in whole else 0.0
     return math.sqrt(left / size) if size > 0.0 else math.inf
 
 
@@ -877,11 +755,11 @@ class _Products:
         self.sums = [0.0] * 6  # ww, w1, w2, 11, 12, 22
 
     def add(self, *three: torch.Tensor | None) -> None:
-        present = [_dense(t).double() for t in three if t is not None]
+        present = [values.dense(t).double() for t in three if t is not None]
         if not present:
             return
         zero = torch.zeros_like(present[0])
-        flat = [(zero if t is None else _dense(t).double()).reshape(-1) for t in three]
+        flat = [(zero if t is None else values.dense(t).double()).reshape(-1) for t in three]
         at = 0
         for i in range(3):
             for j in range(i, 3):

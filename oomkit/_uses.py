@@ -83,7 +83,7 @@ class _Uses(Reader):
 
     def do_load_global(self, instruction: dis.Instruction) -> None:
         super().do_load_global(instruction)
-        self.load(self.stack[-1])
+        self.load(Symbol(instruction.argval, "outer", (instruction.argval,)))
 
     def inner(self, owner: Symbol | None, key: str, step: Any) -> Symbol | None:
         return self.load(super().inner(owner, key, step))

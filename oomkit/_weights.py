@@ -18,8 +18,10 @@ __all__ = [
     "candidates",
     "cuts",
     "decisive",
+    "is_varied",
     "pairs",
     "undecided",
+    "varied",
 ]
 
 _INTEGERS = frozenset({torch.uint8, torch.int16, torch.int32, torch.int64})
@@ -80,6 +82,8 @@ class Weigher:
             part = part[:, 1:]
         if self.kind in ("labels", "shifted"):
             return float((part != self._value).sum())
+        if self.kind == "both":
+            return float(((part != self._value) & (part >= 0)).sum())
         if self.kind == "classes" and self._weights is not None:
             kept = part[(part >= 0) & (part < len(self._weights))].reshape(-1)
             return float(self._weights.detach()[kept.to(self._weights.device)].double().sum())
@@ -128,6 +132,11 @@ def _of_labels(leaf: int, name: str, tensor: torch.Tensor, ignored: list[int]) -
                     tensor,
                     value,
                 )
+    negative = tensor.dtype != torch.uint8 and bool((tensor < 0).any())
+    for value in (*ignored, 0) if negative and tensor.ndim >= 2 else ():
+        if value >= 0 and bool((tensor == value).any()):
+            text = f"mean over {name} that are neither negative nor {value}"
+            yield Weigher("both", leaf, text, tensor, value)
 
 
 def _vectors(leaves: Leaves, modules: list[torch.nn.Module]) -> Iterator[torch.Tensor]:
@@ -182,6 +191,61 @@ def _is_mask(tensor: torch.Tensor) -> bool:
     if tensor.dtype in _INTEGERS:
         return bool(((tensor == 0) | (tensor == 1)).all())
     return bool((tensor >= 0).all())
+
+
+def _is_even(tensor: torch.Tensor, start: int, length: int) -> bool:
+    """Whether rows are all alike."""
+    part = tensor.narrow(0, start, length)
+    return bool((part == part[:1]).all())
+
+
+def _labels(leaves: Leaves) -> list[tuple[int, torch.Tensor]]:
+    return [
+        (leaf, tensor)
+        for leaf, _, tensor, sliced in leaves
+        if sliced
+        and isinstance(tensor, torch.Tensor)
+        and tensor.ndim > 0
+        and (tensor.dtype in _INTEGERS or tensor.dtype == torch.bool)
+    ]
+
+
+def varied(leaves: Leaves, start: int, length: int, rows: int, multiple: int, tried: Tried) -> int:
+    """Where labels differ from row to row: a loss may couple rows and not show it where they are
+    all of one class.
+
+    Args:
+        leaves: tensors of the batch: number, name, tensor, whether it is sliced.
+        start, length: the rows that are looked at otherwise.
+        rows: of the batch.
+        multiple: of it is where rows begin.
+        tried: what stays even there is noted in it.
+    """
+    labels = _labels(leaves)
+
+    def even(at: int) -> int:
+        return sum(_is_even(tensor, at, length) for _, tensor in labels)
+
+    step = max(1, length // 2 // multiple) * multiple
+    places = [start, *range(0, rows - length + 1, step), (rows - length) // multiple * multiple]
+    best, fewest = start, even(start)
+    for at in places[: 1 + _CUTS] if fewest else ():
+        if even(at) < fewest:
+            best, fewest = at, even(at)
+    for leaf, tensor in labels:
+        tried.pop(("even", leaf), None)
+        if _is_even(tensor, best, length):
+            tried["even", leaf] = 1.0
+    return best
+
+
+def is_varied(leaves: Leaves, slices: Cut, tried: Tried) -> bool:
+    """Whether labels differ within a micro-batch that were alike wherever a proof has looked."""
+    return any(
+        ("even", leaf) in tried
+        and any(not _is_even(tensor, start, length) for start, length in slices[:_CUTS])
+        for leaf, tensor in _labels(leaves)
+    )
 
 
 def undecided(

@@ -13,6 +13,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from ._side_effects import _FOREIGN, _bind, _method, _names_of, _undecorated, _u
 _log = logging.getLogger("oomkit")
 
 _FUNCTIONS = 100  # looked into at most
+_ITEMS = 64  # of a container
 _OPTIMIZING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 _EMBEDDING = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _IN_PLACE = frozenset(
@@ -183,6 +185,8 @@ class _Walk:
 
     def __init__(self, modules: list[torch.nn.Module]) -> None:
         self.seen: set[int] = set()
+        self.words: set[str | int] = set()  # plain values that a function's names lead to
+        self.tables: list[Any] = []  # containers likewise
         self.waiting: deque[tuple[types.FunctionType, dict[str, Any]]] = deque()
         self.parts = {name for m in modules for name in m._parameters}
         for module in modules:
@@ -215,12 +219,36 @@ class _Walk:
             self.function(value, {})
         elif isinstance(value, types.MethodType):
             self.method(value.__self__, value.__func__.__name__)
+        elif isinstance(value, types.ModuleType):
+            self.module(value, names, depth)
+        elif isinstance(value, (str, int)):
+            self.words.add(value)
+        elif isinstance(value, (dict, list, tuple)) and depth:
+            self.tables.append(value)
         elif kind.__flags__ & (1 << 9):  # a class made in Python
             if not _is_foreign(kind):
                 for name in names:
                     self.method(value, name)
                 self.method(value, "__call__")
             self.inside(value, names, depth)
+
+    def module(self, value: types.ModuleType, names: list[str], depth: int) -> None:
+        """What the code names of a module of the user's: helpers.attack(model)."""
+        top = value.__name__.partition(".")[0]
+        if depth == 0 or top in _FOREIGN or top in sys.stdlib_module_names:
+            return
+        space = vars(value)
+        for name in names:
+            if name in space:
+                self.object(space[name], names, depth - 1)
+
+    def table(self, value: Any, words: set[Any], names: list[str]) -> None:
+        """Functions by name, as in LOSSES[kind](...): those whose names are in sight, or all."""
+        inner = list(islice(value.items() if type(value) is dict else enumerate(value), _ITEMS))
+        chosen = [item for key, item in inner if key in words]
+        for item in chosen if type(value) is dict and chosen else [item for _, item in inner]:
+            if not isinstance(item, (dict, list, tuple)):
+                self.object(item, names, 0)
 
     def inside(self, value: Any, names: list[str], depth: int) -> None:
         own = getattr(value, "__dict__", None)
@@ -243,8 +271,12 @@ class _Walk:
                 if found is not None:
                     return Write(f"{function.__name__}(), line {found[0]}", found[1])
         names = _names_of(code)
+        self.words, self.tables = set(), []
         for value in [*known.values(), *given.values()]:
             self.object(value, names, 2)
+        words = self.words | {c for c in code.co_consts if isinstance(c, (str, int))}
+        for value in self.tables:
+            self.table(value, words, names)
         return None
 
     def run(self) -> Write | None:

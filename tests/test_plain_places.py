@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import by_name
 import numpy as np
 import pytest
 import torch
@@ -417,3 +418,17 @@ def test_a_large_model_does_not_crowd_out_what_the_step_calls_besides() -> None:
     with inject_oom(nth=20, phase="backward"):
         step(_x())
     assert box.n == 8
+
+
+def test_functions_out_of_a_table_of_another_module() -> None:
+    model, _ = _model()
+    box = Box()
+    box.kind = "remember"
+
+    @oomkit.auto_batch(min_micro_batch=8)
+    def step(x: torch.Tensor) -> None:
+        by_name.FEATURES[box.kind](model(x), box).pow(2).mean().backward()
+
+    with inject_oom(nth=3, phase="backward"), pytest.raises(oomkit.OutOfMemory):
+        step(_x())
+    assert not hasattr(box, "past")

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import by_name
 import pytest
 import torch
 from torch import nn
@@ -334,11 +335,29 @@ def test_where_no_copy_can_be_taken_it_is_not_said_that_nothing_changed() -> Non
 # --- what the code shows ---
 
 
+_TABLE = dict(by_name.BACKWARDS)
+_LIST = list(by_name.BACKWARDS.values())
+
+
 class _Owner:
     def __init__(self) -> None:
         self.model, self.target = _net(), _net()
         self.data = [1]
         self.total = torch.zeros(())
+        self.kind = "attack"
+
+    def of_a_module(self, x: torch.Tensor) -> None:
+        by_name.attack(self.model, x)
+
+    def of_a_table(self, x: torch.Tensor) -> None:
+        by_name.BACKWARDS[self.kind](self.model, x)
+
+    def of_a_table_of_its_own(self, x: torch.Tensor) -> None:
+        _TABLE["attack" if len(x) > 1 else "plain"](self.model, x)
+
+    def of_a_list(self, x: torch.Tensor) -> None:
+        for each in _LIST:
+            each(self.model, x)
 
     def _update(self) -> None:
         for t, s in zip(self.target.parameters(), self.model.parameters(), strict=True):
@@ -382,19 +401,37 @@ class _Owner:
 
 @pytest.mark.parametrize(
     "name",
-    ["shown_in_a_method", "attribute", "augmented", "foreach", "loaded", "detached"],
+    [
+        "shown_in_a_method",
+        "attribute",
+        "augmented",
+        "foreach",
+        "loaded",
+        "detached",
+        "of_a_module",
+        "of_a_table",
+        "of_a_table_of_its_own",
+        "of_a_list",
+    ],
 )
 def test_the_code_shows_writes(name: str) -> None:
     owner = _Owner()
     found = parameter_writes(getattr(owner, name), (torch.ones(2, 6),), {}, _weak(owner.model))
     assert found is not None
-    assert found.hidden == (name in ("shown_in_a_method", "attribute"))
+    assert found.hidden == (name not in ("augmented", "foreach", "loaded", "detached"))
     assert ", line " in found.where
 
 
 def test_an_ordinary_step_shows_none() -> None:
     owner = _Owner()
     assert parameter_writes(owner.ordinary, (torch.ones(2, 6),), {}, _weak(owner.model)) is None
+
+
+def test_of_a_table_of_functions_those_that_are_not_named_do_not_count() -> None:
+    """A registry with an attack in it must not cost each step a copy of its model."""
+    owner = _Owner()
+    owner.kind = "plain"
+    assert parameter_writes(owner.of_a_table, (torch.ones(2, 6),), {}, _weak(owner.model)) is None
 
 
 def _weak(model: nn.Module) -> list[Any]:

@@ -254,7 +254,8 @@ oomkit_attempt_join(oomkit_call *call)
     if (call->joining && oomkit_plain_begin_part(call) < 0) {
         return NULL;
     }
-    call->join.evaluation = call->joining;
+    /* Without a graph a call that trains looks like an evaluation. */
+    call->join.evaluation = call->joining && call->losses.verification == NULL;
     call->join.parked = call->training && call->returned == OOMKIT_RETURNED_NOTHING;
     call->join.one_loss = call->returned == OOMKIT_RETURNED_STASH;
     call->join.rows_sure = rows_are_sure(&call->batch);

@@ -236,6 +236,39 @@ engine_begin(oomkit_call *call)
     return oomkit_intercept_install(call) < 0 ? -1 : split;
 }
 
+#define CALLERS_BYTES 32 /* four numbers in double precision */
+
+/* The caller of a returned loss may divide it before its backward(), outside the call:
+ * under a budget of the CPU there is room for a few numbers, or the step is out of
+ * memory here, where that can be helped. On a device torch's blocks of 512 bytes have
+ * it. 0 or -1. */
+static int
+engine_room(oomkit_call *call, PyObject *result)
+{
+    const uint64_t limit = call->device.type == OOMKIT_DEVICE_CPU
+                               ? oomkit_device_budget(call->st, call->device)
+                               : OOMKIT_UNKNOWN;
+    PyObject *loss, *room = NULL; /* owned */
+    int wanted;
+
+    if (limit == OOMKIT_UNKNOWN ||
+        oomkit_device_allocated(call->st, call->device) + CALLERS_BYTES <= limit) {
+        return 0;
+    }
+    wanted = oomkit_pending_wanted(call->st, result);
+    if (wanted <= 0) {
+        return wanted;
+    }
+    loss = oomkit_result_loss(call->st, result);
+    if (loss != NULL) {
+        room = PyObject_CallMethod(loss, "new_empty", "(i)", CALLERS_BYTES / 8);
+    }
+    wanted = loss != NULL && room == NULL ? -1 : PyErr_Occurred() ? -1 : 0;
+    Py_XDECREF(loss);
+    Py_XDECREF(room);
+    return wanted;
+}
+
 /* The whole batch in one go: the caller's very arguments. */
 static PyObject *
 engine_whole(oomkit_call *call)
@@ -246,6 +279,9 @@ engine_whole(oomkit_call *call)
     call->is_last = 1;
     if (result != NULL && call->options->backward != NULL &&
         oomkit_backward_run(call, result) < 0) {
+        Py_CLEAR(result);
+    }
+    if (result != NULL && !call->training && engine_room(call, result) < 0) {
         Py_CLEAR(result);
     }
     return result;

@@ -6,7 +6,7 @@
 /* Is it a figure that the update in the last micro-batch has changed: as it was in all
  * others, as it is in the last? 1, 0 or -1. */
 static int
-is_updated(const oomkit_rules *r, PyObject *const *values)
+is_updated(const oomkit_rules *r, const oomkit_place *where, PyObject *const *values)
 {
     PyObject *last = values[r->count - 1]; /* borrowed */
     Py_ssize_t i, p;
@@ -22,7 +22,22 @@ is_updated(const oomkit_rules *r, PyObject *const *values)
                 PyObject_RichCompareBool(values[i], PyTuple_GET_ITEM(pair, 0), Py_EQ);
         }
     }
+    if (found > 0) {
+        found = oomkit_rules_shown(r, where, OOMKIT_FIGURE_OF_ROWS);
+        found = found < 0 ? -1 : !found;
+    }
     return found;
+}
+
+/* Is it the norm of gradients that all but the last micro-batch had parked? 1, 0 or
+ * -1. */
+static int
+is_norm(const oomkit_rules *r, const oomkit_place *where)
+{
+    int shown = oomkit_rules_may_be_norm(r, where)
+                    ? oomkit_rules_shown(r, where, OOMKIT_FIGURE_NO_NORM)
+                    : 1;
+    return shown < 0 ? -1 : !shown;
 }
 
 PyObject *
@@ -34,7 +49,7 @@ oomkit_join_floats(const oomkit_rules *r, const oomkit_place *where,
     int summed = where->is_loss && r->is_sum;
     const char *choice = NULL;
     double first = PyFloat_AsDouble(values[0]);
-    int updated = where->is_loss ? 0 : is_updated(r, values);
+    int updated = is_updated(r, where, values), norm;
     Py_ssize_t i;
 
     if (updated < 0 || oomkit_rules_check_number(r, where) < 0) {
@@ -51,10 +66,14 @@ oomkit_join_floats(const oomkit_rules *r, const oomkit_place *where,
             sum += oomkit_rules_weight(r, where, i) * value;
         }
     }
+    norm = zeros && !equal ? is_norm(r, where) : 0;
+    if (norm < 0) {
+        return NULL;
+    }
     if (equal && !summed) {
         sum = first; /* a learning rate: no rounding */
         choice = "kept";
-    } else if (updated || (zeros && oomkit_rules_may_be_norm(r, where))) {
+    } else if (updated || norm) {
         sum = value;
         choice = "taken from the last micro-batch";
     }
@@ -109,7 +128,7 @@ oomkit_join_integers(const oomkit_rules *r, const oomkit_place *where,
         return NULL;
     }
     constant = integers_are_constant(r, where, values);
-    updated = constant < 0 ? -1 : is_updated(r, values);
+    updated = constant < 0 ? -1 : is_updated(r, where, values);
     if (updated > 0) {
         return oomkit_place_say(r, where, "taken from the last micro-batch") < 0
                    ? NULL

@@ -175,6 +175,22 @@ oomkit_rules_may_be_norm(const oomkit_rules *r, const oomkit_place *where)
            strcmp(word, "gn") == 0;
 }
 
+int
+oomkit_rules_shown(const oomkit_rules *r, const oomkit_place *where, long figure)
+{
+    PyObject *text, *found; /* owned; borrowed */
+    int shown;
+
+    if (r->site == NULL || r->site->figures == NULL) {
+        return 0;
+    }
+    text = oomkit_place_text(where);
+    found = text == NULL ? NULL : PyDict_GetItemWithError(r->site->figures, text);
+    shown = found != NULL && PyLong_AsLong(found) >= figure;
+    Py_XDECREF(text);
+    return PyErr_Occurred() ? -1 : shown;
+}
+
 const oomkit_result_fact *
 oomkit_rules_known(const oomkit_rules *r, const oomkit_place *where)
 {

@@ -94,6 +94,11 @@ oomkit_rules_weight(const oomkit_rules *r, const oomkit_place *where, Py_ssize_t
 int
 oomkit_rules_may_be_norm(const oomkit_rules *r, const oomkit_place *where);
 
+/* Has a proof shown that the numbers at this place are at least that
+ * (OOMKIT_FIGURE_*)? 1, 0 or -1. */
+int
+oomkit_rules_shown(const oomkit_rules *r, const oomkit_place *where, long figure);
+
 /* What whole calls returned at this place; NULL when nothing is known. Borrowed. */
 const oomkit_result_fact *
 oomkit_rules_known(const oomkit_rules *r, const oomkit_place *where);

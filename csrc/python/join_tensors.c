@@ -126,19 +126,23 @@ tensors_add(const oomkit_rules *r, const oomkit_place *where, PyObject *const *v
     return sum;
 }
 
-/* Is the last one alone not 0? 1, 0 or -1. Reads the values, so only for a possible
- * norm. */
+/* Is the last one alone not 0, and may be a norm of gradients? 1, 0 or -1. Reads the
+ * values, so only for a possible norm. */
 static int
-tensors_zero_but_last(const oomkit_rules *r, PyObject *const *values)
+tensors_zero_but_last(const oomkit_rules *r, const oomkit_place *where,
+                      PyObject *const *values)
 {
+    int shown;
     Py_ssize_t i;
+
     for (i = 0; i < r->count - 1; i++) {
         int truth = PyObject_IsTrue(values[i]);
         if (truth != 0) {
             return truth < 0 ? -1 : 0;
         }
     }
-    return 1;
+    shown = oomkit_rules_shown(r, where, OOMKIT_FIGURE_NO_NORM);
+    return shown < 0 ? -1 : !shown;
 }
 
 /* c10::ScalarType: 5-7 and 15 are floating, 8-10 complex, 23 on the 8-bit floats. */
@@ -155,7 +159,7 @@ join_float_scalars(const oomkit_rules *r, const oomkit_place *where,
     int summed = where->is_loss && r->is_sum;
     int norm = oomkit_rules_may_be_norm(r, where);
 
-    norm = norm > 0 ? tensors_zero_but_last(r, values) : norm;
+    norm = norm > 0 ? tensors_zero_but_last(r, where, values) : norm;
     if (norm < 0 ||
         (norm ? oomkit_place_say(r, where, "taken from the last micro-batch")
               : oomkit_place_say_mean(r, where, summed)) < 0) {

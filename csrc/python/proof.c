@@ -4,8 +4,9 @@
 #include "tree.h"
 #include "unfit.h"
 
-#define FEW 5   /* rows that say little about a batch: more are tried if they may fit */
-#define APART 3 /* places at which weights are told apart, at most */
+#define FEW 5 /* rows that say little about a batch: more are tried if they may fit */
+#define CHANCE 32 /* rows of which parts may agree by chance */
+#define APART 3   /* places at which weights are told apart, at most */
 
 /* --- which rows --- */
 
@@ -102,18 +103,25 @@ proof_refuse(oomkit_proof *p, PyObject *text, PyObject *rules)
     return result;
 }
 
-/* The first cut that the step works on. As oomkit_proof_compare(). */
+/* The first cut that the step works on: two parts of even length where it fails on
+ * these; those of the call itself where the whole batch has run. As
+ * oomkit_proof_compare(). */
 static int
 proof_parts(oomkit_proof *p, PyObject **text)
 {
     const int64_t first = p->first;
     PyObject *exception; /* owned, given back */
-    int result = oomkit_proof_compare(p, "parts", p->first, text);
+    int result = oomkit_proof_compare(p, p->first, text);
 
     if (result == 0 || !oomkit_proof_own_error(p->call)) {
         return result;
     }
     exception = oomkit_exception_take();
+    if (oomkit_proof_covers(p) && p->slice_count > 2) {
+        Py_DECREF(exception);
+        p->own = 1;
+        return oomkit_proof_compare_own(p, text);
+    }
     if (!proof_choose_even(p) || p->first == first) {
         p->first = first;
         p->no_parts = 1;
@@ -121,7 +129,7 @@ proof_parts(oomkit_proof *p, PyObject **text)
         return -1;
     }
     Py_DECREF(exception);
-    result = oomkit_proof_compare(p, "parts", p->first, text);
+    result = oomkit_proof_compare(p, p->first, text);
     p->no_parts = result < 0 && oomkit_proof_own_error(p->call);
     return result;
 }
@@ -273,7 +281,7 @@ proof_there(oomkit_proof *p, PyObject **text)
     *text = NULL;
     if (!proof_is_weak(p)) {
         if (oomkit_proof_whole(p) == 0 &&
-            oomkit_proof_compare(p, "parts", p->first, text) == 0) {
+            oomkit_proof_compare(p, p->first, text) == 0) {
             return 0;
         }
         if (p->length <= p->fits || p->call->restart != 0 ||
@@ -297,7 +305,7 @@ search_holds(oomkit_proof *p)
     if (proof_is_weak(p)) {
         place = weak_compare(p, &text);
     } else {
-        place = oomkit_proof_compare(p, "parts", p->first, &text);
+        place = oomkit_proof_compare(p, p->first, &text);
     }
     if (place < 0) {
         return -1;
@@ -398,9 +406,9 @@ proof_joins(oomkit_proof *p, PyObject **text)
     const int64_t first = p->first;
     int result = 0;
 
-    if (p->unjoined && choose_middle(p, oomkit_unfit_multiple(p->call)) &&
+    if (p->unjoined && !p->own && choose_middle(p, oomkit_unfit_multiple(p->call)) &&
         p->first > 1 && p->length - p->first > 1) {
-        result = oomkit_proof_compare(p, "parts", p->first, text);
+        result = oomkit_proof_compare(p, p->first, text);
     }
     p->first = first;
     return result;
@@ -412,7 +420,7 @@ proof_joins(oomkit_proof *p, PyObject **text)
 static int
 proof_apart(oomkit_proof *p, PyObject **text)
 {
-    int tries, found = search_needed(p);
+    int tries, found = !p->own && search_needed(p);
 
     for (tries = 0; tries < APART && found > 0 && *text == NULL; tries++) {
         found = search_ask(p, "told_apart");
@@ -421,6 +429,41 @@ proof_apart(oomkit_proof *p, PyObject **text)
         }
     }
     return found < 0 ? -1 : 0;
+}
+
+/* The parts have passed, as the halves of few rows may by chance (labels that cancel,
+ * the hardest half of each): where the call itself cuts, if these rows reach so far,
+ * else near a third. *text (owned) as in oomkit_proof_compare(). */
+static int
+proof_elsewhere(oomkit_proof *p, PyObject **text)
+{
+    const oomkit_slice *own = &p->slices[0];
+    const int64_t first = p->first, multiple = oomkit_unfit_multiple(p->call);
+    int result;
+
+    if (p->own || p->no_parts || p->by_chance || p->length > CHANCE) {
+        return 0;
+    }
+    p->first = p->length / 3 / multiple * multiple;
+    if (p->start == own->start && own->length > 1 && own->length + 1 < p->length &&
+        own->length != first) {
+        p->first = own->length;
+    } else if (p->first < 2 || p->first == first) {
+        p->first = p->length - first;
+    }
+    if (p->first == first || !choose_fits(p)) {
+        p->first = first;
+        return 0;
+    }
+    result = oomkit_proof_compare(p, p->first, text);
+    if (result < 0 && oomkit_proof_own_error(p->call)) {
+        oomkit_error_dismiss(); /* it works on other parts */
+        result = 0;
+    }
+    if (*text == NULL) {
+        p->first = first;
+    }
+    return result;
 }
 
 /* A part of one row has shown something else: a row alone may be taken for what it is
@@ -435,19 +478,20 @@ proof_without_single(oomkit_proof *p, PyObject **text)
     PyObject *other = NULL; /* owned */
     int moved, single = first == 1 || p->length - first == 1;
 
-    if (!single || !choose_middle(p, oomkit_unfit_multiple(p->call)) || p->first < 2 ||
+    if (p->own || !single || oomkit_proof_returns_nothing(p->call) ||
+        !choose_middle(p, oomkit_unfit_multiple(p->call)) || p->first < 2 ||
         p->length - p->first < 2 || rows < 2 * p->length) {
         p->first = first;
         return 0;
     }
-    if (oomkit_proof_compare(p, "parts", p->first, &other) < 0) {
+    if (oomkit_proof_compare(p, p->first, &other) < 0) {
         return -1;
     }
     if (other == NULL) {
         p->start = p->start + 2 * p->length <= rows ? p->start + p->length
                                                     : p->start - p->length;
         if (p->start < 0 || oomkit_proof_whole_once(p, p->everything, &moved) < 0 ||
-            oomkit_proof_compare(p, "parts", p->first, &other) < 0) {
+            oomkit_proof_compare(p, p->first, &other) < 0) {
             return -1;
         }
         if (other == NULL) {
@@ -474,8 +518,8 @@ proof_settle(oomkit_proof *p, PyObject *text)
     int searches, found = 0;
 
     for (searches = 0; text != NULL; searches++) {
-        found = searches < APART && !p->no_parts ? proof_differs(p, text)
-                                                 : proof_unsettled(p, text);
+        found = searches < APART && !p->no_parts && !p->own ? proof_differs(p, text)
+                                                            : proof_unsettled(p, text);
         text = NULL;
         if (found <= 0) {
             return found;
@@ -487,6 +531,32 @@ proof_settle(oomkit_proof *p, PyObject *text)
     return found == 0 || search_say(p) == 0 ? 1 : -1;
 }
 
+/* So many rows where their labels differ, if anywhere. 0 or -1. */
+static int
+proof_place(oomkit_proof *p)
+{
+    PyObject *leaves, *start = NULL; /* owned */
+
+    if (!oomkit_weights_are_countable(p->call)) {
+        return 0;
+    }
+    leaves = oomkit_proof_leaves(p->call);
+    if (leaves != NULL) {
+        oomkit_exempt_enter(p->call->st);
+        start =
+            PyObject_CallMethod(p->judge, "place", "OLLLL", leaves, (long long)p->start,
+                                (long long)p->length, (long long)p->call->batch.rows,
+                                (long long)oomkit_unfit_multiple(p->call));
+        oomkit_exempt_leave(p->call->st);
+    }
+    if (start != NULL) {
+        p->start = PyLong_AsLongLong(start);
+    }
+    Py_XDECREF(leaves);
+    Py_XDECREF(start);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 /* As proof_settle(). */
 static int
 proof_full(oomkit_proof *p)
@@ -494,10 +564,11 @@ proof_full(oomkit_proof *p)
     PyObject *text; /* owned */
     int result;
 
-    if (oomkit_proof_whole(p) < 0 || proof_parts(p, &text) < 0 ||
+    if (proof_place(p) < 0 || oomkit_proof_whole(p) < 0 || proof_parts(p, &text) < 0 ||
         (text == NULL && proof_joins(p, &text) < 0) ||
-        (text == NULL && proof_apart(p, &text) < 0) ||
-        (text != NULL && proof_without_single(p, &text) < 0)) {
+        (text != NULL && proof_without_single(p, &text) < 0) ||
+        (text == NULL && proof_elsewhere(p, &text) < 0) ||
+        (text == NULL && proof_apart(p, &text) < 0)) {
         return -1;
     }
     if (text != NULL) {
@@ -529,15 +600,10 @@ proof_pair(oomkit_proof *p)
     return proof_settle(p, text);
 }
 
-/* No micro-batch can be cut: two of them without a graph. As proof_settle(). */
-static int
-proof_weak(oomkit_proof *p)
+/* No micro-batch can be cut: two of them. */
+static void
+proof_choose_two(oomkit_proof *p)
 {
-    PyObject *text; /* owned */
-    int compared;
-
-    p->level = OOMKIT_PROVEN_WEAKLY;
-    p->weakly = 1;
     p->first = p->length;
     p->length *= 2;
     if (p->start + p->length > p->call->batch.rows) {
@@ -547,6 +613,18 @@ proof_weak(oomkit_proof *p)
         p->start -= p->first;
         p->length = 2 * p->first;
     }
+}
+
+/* Two micro-batches without a graph. As proof_settle(). */
+static int
+proof_weak(oomkit_proof *p)
+{
+    PyObject *text; /* owned */
+    int compared;
+
+    p->level = OOMKIT_PROVEN_WEAKLY;
+    p->weakly = 1;
+    proof_choose_two(p);
     compared = weak_compare(p, &text);
     if (compared > 0 && text == NULL && !p->no_parts && proof_apart(p, &text) < 0) {
         return -1;
@@ -617,16 +695,27 @@ proof_best(oomkit_proof *p, int cut)
     return proof_weak(p);
 }
 
-/* Weights that were found, a few calls ago: by losses alone, and with gradients where
- * those differ. As proof_settle(). */
+/* What was shown a few calls ago: by losses alone, and with gradients where those
+ * differ. As proof_settle(). */
 static int
-proof_again(oomkit_proof *p)
+proof_again(oomkit_proof *p, int cut)
 {
-    PyObject *verdict =
-        oomkit_verify_rows(p, p->start, p->length, p->first); /* owned */
+    const int64_t start = p->start, length = p->length, first = p->first;
+    PyObject *verdict;              /* owned */
     PyObject *equal, *text, *rules; /* borrowed from verdict */
     int differs;
 
+    if (p->length < FEW && p->call->ooms == 0) {
+        p->start = 0;
+        p->length = FEW < p->call->batch.rows ? FEW : p->call->batch.rows;
+        p->first = length < p->length ? length : first;
+    } else if (!cut) {
+        proof_choose_two(p);
+    }
+    verdict = oomkit_verify_rows(p, p->start, p->length, p->first);
+    p->start = start;
+    p->length = length;
+    p->first = first;
     if (verdict == NULL) {
         return -1;
     }
@@ -634,7 +723,7 @@ proof_again(oomkit_proof *p)
               PyArg_ParseTuple(verdict, "OUO", &equal, &text, &rules) &&
               equal == Py_False;
     Py_DECREF(verdict);
-    return PyErr_Occurred() ? -1 : differs ? proof_best(p, 1) : 1;
+    return PyErr_Occurred() ? -1 : differs ? proof_best(p, cut) : 1;
 }
 
 /* The step cannot work on any part of a micro-batch, but on two of them. */
@@ -711,6 +800,26 @@ proof_batch_moved(const oomkit_call *call)
     return moved;
 }
 
+/* What was shown of numbers in the results stays with the site. 0 or -1. */
+static int
+proof_figures(oomkit_proof *p)
+{
+    oomkit_result_site *site = p->join.site; /* borrowed from the step, or NULL */
+    PyObject *figures;                       /* owned */
+    int result;
+
+    if (site == NULL) {
+        return 0;
+    }
+    if (site->figures == NULL && (site->figures = PyDict_New()) == NULL) {
+        return -1;
+    }
+    figures = PyObject_GetAttrString(p->judge, "figures");
+    result = figures == NULL ? -1 : PyDict_Update(site->figures, figures);
+    Py_XDECREF(figures);
+    return result;
+}
+
 int
 oomkit_prove(oomkit_call *call)
 {
@@ -723,7 +832,7 @@ oomkit_prove(oomkit_call *call)
     }
     cut = proof_choose(&p);
     p.fits = p.length;
-    pair = !cut && oomkit_proven_find(call) != NULL;
+    pair = !cut && oomkit_proven_find(call) != NULL && wanted != OOMKIT_PROOF_LOSSES;
     if (pair && wanted != OOMKIT_PROOF_WEIGHTS) {
         return 0;
     }
@@ -735,7 +844,7 @@ oomkit_prove(oomkit_call *call)
     p.level = OOMKIT_PROVEN_FULLY;
     result = oomkit_proof_aside(&p) < 0 || proof_judge(&p) < 0 ? -1
              : pair                                            ? proof_pair(&p)
-             : wanted == OOMKIT_PROOF_LOSSES                   ? proof_again(&p)
+             : wanted == OOMKIT_PROOF_LOSSES                   ? proof_again(&p, cut)
                                                                : proof_best(&p, cut);
     if (result < 0 && p.no_parts) {
         result = proof_no_parts(&p);
@@ -746,6 +855,9 @@ oomkit_prove(oomkit_call *call)
         if (exception != NULL) {
             PyErr_WriteUnraisable(call->func); /* the first one tells more */
         }
+        result = -1;
+    }
+    if (result >= 0 && proof_figures(&p) < 0) {
         result = -1;
     }
     if (result >= 0) {

@@ -40,10 +40,12 @@ typedef struct oomkit_proof {
     oomkit_proof_level level; /* of what is shown in the end */
     int weakly;               /* rows that need not fit are run without a graph */
     int on_host;              /* the graph of a whole run is kept in host memory */
+    int own;                  /* these rows were cut as the call's own, no other way */
     int no_parts;             /* the step raises errors of its own on any part */
     int draw;                 /* the next run is to have other random numbers */
     int raw;                  /* gradients are wanted as each backward leaves them */
     int everything;           /* every module is in eval, not those of chance alone */
+    int by_chance;            /* numbers are drawn all the same: compared coarsely */
     int trained;              /* a backward was seen */
     int unjoined;             /* results of parts of one row could not be joined */
     uint64_t course;          /* of the events of the whole run */
@@ -132,6 +134,9 @@ oomkit_proof_of_whole(const oomkit_call *call)
 /* --- proof_watch.c: what a run of a proof sees. 0 or -1 --- */
 int
 oomkit_proof_root(oomkit_call *call, PyObject *roots);
+/* Does the step train, and its caller run no backward of what it returns? */
+int
+oomkit_proof_returns_nothing(const oomkit_call *call);
 int
 oomkit_proof_swept(oomkit_call *call);
 int
@@ -159,10 +164,17 @@ oomkit_proof_whole(oomkit_proof *p);
 int
 oomkit_proof_whole_once(oomkit_proof *p, int everything, int *moved);
 
-/* Whole and parts, compared. *text (owned) is what differs, NULL for nothing. 0 or -1.
+/* The rows whole and in two parts, the first of `first` rows, compared. *text (owned)
+ * is what differs, NULL for nothing. 0 or -1. */
+int
+oomkit_proof_compare(oomkit_proof *p, int64_t first, PyObject **text);
+
+/* The same with the call's own micro-batches as parts; only where the whole batch ran.
  */
 int
-oomkit_proof_compare(oomkit_proof *p, const char *name, int64_t first, PyObject **text);
+oomkit_proof_covers(const oomkit_proof *p);
+int
+oomkit_proof_compare_own(oomkit_proof *p, PyObject **text);
 
 /* Was that the step's own error, which another size may not raise? */
 int

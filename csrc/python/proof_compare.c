@@ -38,16 +38,35 @@ proof_twice(oomkit_proof *p, PyObject **text)
                                                                    : proof_ask(p, text);
 }
 
-int
-oomkit_proof_compare(oomkit_proof *p, const char *name, int64_t first, PyObject **text)
+/* As oomkit_proof_compare(). */
+static int
+compare_cut(oomkit_proof *p, const oomkit_slice *cut, int64_t count, PyObject **text)
 {
-    oomkit_slice cut[2] = {{p->start, first}, {p->start + first, p->length - first}};
-
     *text = NULL;
-    if (oomkit_proof_run(p, name, cut, 2, NULL) < 0 || proof_ask(p, text) < 0) {
+    if (oomkit_proof_run(p, "parts", cut, count, NULL) < 0 || proof_ask(p, text) < 0) {
         return -1;
     }
     return *text == NULL ? 0 : proof_twice(p, text);
+}
+
+int
+oomkit_proof_compare(oomkit_proof *p, int64_t first, PyObject **text)
+{
+    oomkit_slice cut[2] = {{p->start, first}, {p->start + first, p->length - first}};
+
+    return compare_cut(p, cut, 2, text);
+}
+
+int
+oomkit_proof_covers(const oomkit_proof *p)
+{
+    return p->start == 0 && p->length == p->call->batch.rows;
+}
+
+int
+oomkit_proof_compare_own(oomkit_proof *p, PyObject **text)
+{
+    return compare_cut(p, p->slices, p->slice_count, text);
 }
 
 int
@@ -84,6 +103,7 @@ whole_by_chance(oomkit_proof *p)
         return -1;
     }
     p->draw = 1;
+    p->by_chance = 1;
     if (oomkit_proof_run(p, "whole by chance", &whole, 1, NULL) == 0) {
         oomkit_exempt_enter(p->call->st);
         done = PyObject_CallMethod(p->judge, "chance", NULL);

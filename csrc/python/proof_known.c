@@ -255,13 +255,14 @@ known_unsettled(oomkit_call *call, const oomkit_proven *found)
     return result;
 }
 
-/* Weights that were found are looked at again, ever more seldom: in calls 2, 4, 8, ...
- */
+/* What was shown is looked at again with other data, in the next split call; weights
+ * that were found ever more seldom after that: in calls 2, 4, 8, ... */
 static int
 known_is_due(oomkit_proven *found)
 {
     found->calls++;
-    return found->rule != NULL && (found->calls & (found->calls - 1)) == 0;
+    return found->calls == 2 ||
+           (found->rule != NULL && (found->calls & (found->calls - 1)) == 0);
 }
 
 int
@@ -284,8 +285,11 @@ oomkit_proof_wanted(oomkit_call *call)
     if (unsettled != 0 || found->level != OOMKIT_PROVEN_FULLY) {
         return unsettled > 0 ? OOMKIT_PROOF_WEIGHTS : unsettled < 0 ? -1 : 1;
     }
+    if (known_is_due(found)) {
+        return OOMKIT_PROOF_LOSSES;
+    }
     if (countable) {
-        return known_is_due(found) ? OOMKIT_PROOF_LOSSES : 0;
+        return 0;
     }
     /* Where no label was ignored, a mean over labels is one over rows. */
     return found->rule == NULL && !found->labels ? oomkit_weights_labels(call) : 0;

@@ -85,13 +85,18 @@ oomkit_proof_finish(oomkit_proof *p)
 }
 
 int
+oomkit_proof_returns_nothing(const oomkit_call *call)
+{
+    return call->training && call->returned == OOMKIT_RETURNED_NOTHING &&
+           call->replayed == NULL && call->options->backward == NULL;
+}
+
+int
 oomkit_proof_micro_end(oomkit_call *call, PyObject *result)
 {
     PyObject *loss = /* owned, or NULL */
-        call->training && call->returned == OOMKIT_RETURNED_NOTHING &&
-                call->replayed == NULL && call->options->backward == NULL
-            ? NULL
-            : oomkit_result_loss(call->st, result);
+        oomkit_proof_returns_nothing(call) ? NULL
+                                           : oomkit_result_loss(call->st, result);
     PyObject *done; /* owned */
 
     if (loss == NULL && PyErr_Occurred()) {

@@ -368,6 +368,7 @@ oomkit_result_site_clear(oomkit_result_site *site)
     int i;
 
     Py_CLEAR(site->said);
+    Py_CLEAR(site->figures);
     while (site->count > 0) {
         oomkit_result_path *path = &site->facts[--site->count].path;
         for (i = 0; i < path->depth; i++) {

@@ -40,9 +40,18 @@ typedef struct oomkit_result_fact {
     int square;     /* an array: one of the other sizes was the number of rows */
 } oomkit_result_fact;
 
+/* How micro-batches' numbers at one place are joined, as a proof has shown. */
+enum {
+    OOMKIT_FIGURE_LAST = 0, /* that of the last one is the whole's */
+    OOMKIT_FIGURE_NO_NORM,  /* 0 where gradients were not */
+    OOMKIT_FIGURE_OF_ROWS   /* their mean or their sum is, the last one is not */
+};
+
 /* Zeroed at start, freed by clear. */
 typedef struct oomkit_result_site {
-    PyObject *said; /* owned set of str: what was logged, or NULL */
+    PyObject *said;    /* owned set of str: what was logged, or NULL */
+    PyObject *figures; /* owned dict of str to int: OOMKIT_FIGURE_* of places that a
+                          proof has decided (oomkit/_proof.py), or NULL */
     int count;
     int integers_only; /* nothing else is to be learned now */
     int next; /* where the fact that is looked for next will be: they are met in order

@@ -234,6 +234,27 @@ verify_runs(oomkit_proof *p, int64_t start, const oomkit_slice *cut)
     return verdict;
 }
 
+/* The program's warnings are heard again. Steals `verdict`, which is returned; NULL
+ * with an exception. */
+static PyObject *
+verify_speak(oomkit_proof *p, PyObject *verdict)
+{
+    PyObject *exception = verdict == NULL ? oomkit_exception_take() : NULL; /* owned */
+    PyObject *done = PyObject_CallMethod(p->judge, "speak", NULL);          /* owned */
+
+    if (done == NULL) {
+        Py_CLEAR(verdict);
+    }
+    if (exception != NULL) {
+        if (done == NULL) {
+            PyErr_WriteUnraisable(p->call->func); /* the first one tells more */
+        }
+        oomkit_exception_give(exception);
+    }
+    Py_XDECREF(done);
+    return verdict;
+}
+
 PyObject *
 oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first)
 {
@@ -245,9 +266,13 @@ oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first
     if (call->losses.verification == NULL) {
         return NULL;
     }
-    done = PyObject_CallMethod(p->judge, "quiet", "O", Py_False);
+    done = PyObject_CallMethod(p->judge, "hush", NULL);
+    if (done != NULL) {
+        Py_SETREF(done, PyObject_CallMethod(p->judge, "quiet", "O", Py_False));
+        verdict = done == NULL ? NULL : verify_runs(p, start, cut);
+        verdict = verify_speak(p, verdict);
+    }
     Py_XDECREF(done);
-    verdict = done == NULL ? NULL : verify_runs(p, start, cut);
     if (oomkit_join_truncate(&call->join, 0) < 0) {
         Py_CLEAR(verdict);
     }

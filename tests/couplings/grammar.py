@@ -208,6 +208,8 @@ def sentence(seed: int) -> Sentence:
     if drawn["update"].startswith("by hand"):
         # Inside it, without an optimizer, an error cannot be told from one of a forward.
         drawn["trouble"] = drawn["trouble"].replace("forward", "backward")
+    if drawn["backward"] == "loops over halves" and drawn["beside"].startswith("rows"):
+        drawn["beside"] = "none"  # a half has fewer rows than stand beside it
     if drawn["reduction"] in ("sum", "sum of tokens") and draw.random() < 0.6:
         drawn["declared"] = "sum"
     rows = draw.choices((2, 3, 4, 5, 6, 7, 8, 9), (1, 1, 2, 2, 3, 3, 4, 2))[0]
