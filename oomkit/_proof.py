@@ -77,6 +77,7 @@ class _Run:
     """What one run of the step has shown."""
 
     __slots__ = (
+        "base",
         "each",
         "gradients",
         "losses",
@@ -92,6 +93,7 @@ class _Run:
         self.updates: list[_Update] = []
         self.gradients: dict[int, torch.Tensor] = {}
         self.raw: dict[int, torch.Tensor] = {}
+        self.base: dict[int, torch.Tensor] = {}  # gradients before the first backward
         self.parts: dict[int, float] = {}  # norms of what the first part alone gave
         self.losses: list[list[float]] = []  # of each backward, by micro-batch
         self.results: dict[str, Any] = {}
@@ -212,6 +214,9 @@ class Proof:
     def root(self, roots: Any) -> None:
         """An outermost backward begins."""
         run = self._runs[self._now]
+        if self._raw and not any(run.losses):  # the step may have cleared those of the entry
+            grads = ((i, self._params[i].grad) for i in self._entry)
+            run.base = {i: values.host(g) for i, g in grads if g is not None}
         tensors = roots if isinstance(roots, (tuple, list)) else (roots,)
         value = math.nan
         for tensor in tensors:
@@ -234,7 +239,8 @@ class Proof:
         run = self._runs[self._now]
         if self._raw:
             present = {i: g for i, g in enumerate(gradients) if g is not None}
-            run.raw = {i: values.without(g, self._entry.get(i)) for i, g in present.items()}
+            base = run.base if self._entry else {}
+            run.raw = {i: values.without(g, base.get(i)) for i, g in present.items()}
 
     def stashed(self) -> None:
         """What comes now was accumulated apart from the gradients of the entry."""

@@ -101,8 +101,11 @@ def test_nothing_has_changed_when_it_is_raised(kind, injected):
     namespace: dict = {"body": body}
     names = ["x", "class_weights"] if kind == "weights" else ["a", "b", "c"][: len(args)]
     exec(f"def function({', '.join(names)}): body()", namespace)
-    step = oomkit.auto_batch(
-        namespace["function"], model=model, accumulation_steps=1 if injected else 2
+    step = oomkit.auto_batch(  # without a proof, which may decide
+        namespace["function"],
+        model=model,
+        accumulation_steps=1 if injected else 2,
+        verify=False,
     )
 
     state = torch.get_rng_state()

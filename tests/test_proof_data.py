@@ -248,3 +248,31 @@ def test_a_share_is_no_norm_where_one_row_fits() -> None:
     x, y = x[[0, 0, 0, 1]], y[[0, 0, 0, 1]]
     got, want = decorated(x, y), whole(x, y)
     torch.testing.assert_close(got[1:3], want[1:3])
+
+
+def test_gradients_of_an_earlier_call_that_are_cleared_after_the_forward() -> None:
+    """They are not in what a backward has given."""
+    whole, split = _world(), _world()
+
+    def step_of(world: Any) -> Any:
+        model, optimizer = world
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss = F.cross_entropy(model(x), y, reduction="sum") / 16
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    plain, decorated = step_of(whole), oomkit.auto_batch(step_of(split))
+    y = torch.tensor([0, 1, 2, 0, 1, 2])
+    plain(_x(6), y), decorated(_x(6), y)
+    want = plain(_x(6, 2), y)
+    with inject_oom(nth=3, phase="forward") as fault:
+        got = decorated(_x(6, 2), y)
+    assert fault.fired
+    torch.testing.assert_close(got, want)
+    for one, two in zip(whole[0].parameters(), split[0].parameters(), strict=True):
+        torch.testing.assert_close(one, two)

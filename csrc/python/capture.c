@@ -392,6 +392,7 @@ oomkit_batch_move(oomkit_batch *to, oomkit_batch *from, PyObject *const *args)
     from->count = from->room = 0;
     from->lead = -1;
     from->saved = NULL;
+    from->doubt = NULL;
 }
 
 void
@@ -414,4 +415,5 @@ oomkit_batch_release(oomkit_batch *batch)
     batch->nodes = NULL;
     batch->room = 0;
     Py_CLEAR(batch->saved);
+    Py_CLEAR(batch->doubt);
 }

@@ -1,4 +1,5 @@
 /* Arguments that can be read in two ways: refused, with the candidates. */
+#include "errors.h"
 #include "find.h"
 #include "tensor.h"
 
@@ -193,6 +194,26 @@ doubt_refuse_samples(const oomkit_find *f, Py_ssize_t index)
     return oomkit_find_raise(f, index, text);
 }
 
+/* Taken for samples, with the refusal in flight for where that does not prove to be so.
+ * 0 or -1. */
+static int
+doubt_try_samples(const oomkit_find *f, Py_ssize_t index)
+{
+    oomkit_batch *batch = f->batch;
+    PyObject *exception; /* owned */
+
+    if (!PyErr_ExceptionMatches(f->st->SplitError)) {
+        return -1;
+    }
+    exception = oomkit_exception_take();
+    Py_XSETREF(batch->doubt, PyObject_Str(exception));
+    Py_DECREF(exception);
+    oomkit_node_unmark(batch, index);
+    batch->nodes[index].split = OOMKIT_SPLIT_ITEMS;
+    batch->rows = batch->nodes[index].children;
+    return batch->doubt == NULL ? -1 : 0;
+}
+
 /* All that is sliced lies in lists of things alike: samples that were not collated, or
  * columns? 0 or -1. */
 static int
@@ -219,9 +240,13 @@ doubt_samples(const oomkit_find *f)
         }
         inside += sliced;
     }
-    return first >= 0 && inside == count_sliced(batch, 0, batch->count)
-               ? doubt_refuse_samples(f, first)
-               : 0;
+    if (first < 0 || inside != count_sliced(batch, 0, batch->count)) {
+        return 0;
+    }
+    i = count_sliced(batch, first, oomkit_node_end(batch, first));
+    return doubt_refuse_samples(f, first) < 0 && (!batch->provable || i != inside)
+               ? -1
+               : doubt_try_samples(f, first);
 }
 
 /* --- which argument --- */

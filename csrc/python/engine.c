@@ -121,6 +121,7 @@ engine_plan(oomkit_call *call)
     if (!asked && !step->seen_oom) { /* nothing was recalled */
         return 0;
     }
+    call->batch.provable = oomkit_proof_possible(call);
     found = oomkit_batch_find(call->st, call->options, step->batch_site, step->names,
                               &call->batch);
     if (found > 0 && !asked) {

@@ -241,7 +241,7 @@ weak_compare(oomkit_proof *p, PyObject **text)
                                     "the loss is a mean over samples, pass "
                                     "verify=False to leave this line out",
                                     call->options->label, (long long)p->first);
-        result = proof_log(call, "warning", line);
+        result = call->batch.doubt != NULL ? 0 : proof_log(call, "warning", line);
         Py_XDECREF(line);
     } else if (PyArg_ParseTuple(verdict, "OUO", &equal, &line, &rules)) {
         Py_XSETREF(p->rules, Py_NewRef(rules));
@@ -820,8 +820,9 @@ proof_figures(oomkit_proof *p)
     return result;
 }
 
-int
-oomkit_prove(oomkit_call *call)
+/* As oomkit_prove(). */
+static int
+prove(oomkit_call *call)
 {
     oomkit_proof p = {.call = call};
     PyObject *exception; /* owned, given back */
@@ -873,6 +874,39 @@ oomkit_prove(oomkit_call *call)
         oomkit_exception_give(exception);
     }
     return result < 0 ? -1 : 0;
+}
+
+/* A batch that was read in one of two ways, and that way is not shown to be exact:
+ * refused as if it had not been tried. -1. */
+static int
+prove_doubtful(oomkit_call *call)
+{
+    PyObject *exception = NULL; /* owned, given back as the cause */
+
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(call->st->SplitError) &&
+        !oomkit_proof_own_error(call)) {
+        return -1; /* out of memory, an interrupt */
+    }
+    if (PyErr_Occurred()) {
+        exception = oomkit_exception_take();
+    }
+    call->raised = 1;
+    oomkit_raise(call->st->SplitError, "%U", call->batch.doubt);
+    Py_XDECREF(exception);
+    return -1;
+}
+
+int
+oomkit_prove(oomkit_call *call)
+{
+    int result = prove(call);
+
+    if (call->batch.doubt != NULL && call->proof == NULL && call->split &&
+        !call->forced && call->slice_index == 0 &&
+        (result < 0 || !oomkit_proof_known(call))) {
+        return prove_doubtful(call);
+    }
+    return result;
 }
 
 static PyObject *

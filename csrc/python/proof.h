@@ -124,6 +124,15 @@ oomkit_proof_known(oomkit_call *call);
 void
 oomkit_proven_clear(oomkit_proven *proven);
 
+/* Will a split of this call be refused unless it was proven by its gradients? (Of
+ * slices that a test forces it is the test that compares.) */
+static inline int
+oomkit_proof_possible(const oomkit_call *call)
+{
+    return call->options->verify != 0 && call->options->verify != OOMKIT_VERIFY_WARN &&
+           !call->st->proves_nothing;
+}
+
 /* Does a proof run the rows in one piece, as the undecorated program would? */
 static inline int
 oomkit_proof_of_whole(const oomkit_call *call)

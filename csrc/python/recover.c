@@ -96,6 +96,7 @@ oomkit_recover_batch(oomkit_call *call)
     int found;
 
     if (!call->batch.searched) {
+        call->batch.provable = oomkit_proof_possible(call);
         found = oomkit_batch_find(call->st, call->options, step->batch_site,
                                   step->names, &call->batch);
         if (found < 0) {

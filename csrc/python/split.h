@@ -65,6 +65,8 @@ typedef struct oomkit_batch {
     int twins;       /* some node has `same` */
     uint64_t sizes;  /* hash of the rows of all leaves */
     PyObject *saved; /* owned: restore_batch=True: list of host copies, or NULL */
+    int provable;    /* a reading in doubt may be tried: a proof comes before its use */
+    PyObject *doubt; /* owned str: why it is, for where that proof fails, or NULL */
     oomkit_node inline_nodes[OOMKIT_BATCH_INLINE];
 } oomkit_batch;
 

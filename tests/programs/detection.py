@@ -162,7 +162,7 @@ def _train_pairs(world: World, decorate: Callable[..., Any]) -> None:
         world.note(train_one_batch(list(zip(*_scenes(one_size=False), strict=True))))
 
 
-@program("refused", says="may be 5 samples, or columns")
+@program("equal")
 def detector_pairs(world: World) -> None:
     """A list of (image, target) pairs, not collated: they might be columns, too."""
     _train_pairs(world, world.auto_batch)
