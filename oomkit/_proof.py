@@ -77,7 +77,6 @@ class _Run:
     """What one run of the step has shown."""
 
     __slots__ = (
-        "base",
         "each",
         "gradients",
         "losses",
@@ -85,6 +84,7 @@ class _Run:
         "raw",
         "results",
         "rows",
+        "seen",
         "updates",
         "weights",
     )
@@ -93,7 +93,8 @@ class _Run:
         self.updates: list[_Update] = []
         self.gradients: dict[int, torch.Tensor] = {}
         self.raw: dict[int, torch.Tensor] = {}
-        self.base: dict[int, torch.Tensor] = {}  # gradients before the first backward
+        # Gradients as the last update was given them, by their memory and version.
+        self.seen: dict[tuple[int, int], torch.Tensor | None] = {}
         self.parts: dict[int, float] = {}  # norms of what the first part alone gave
         self.losses: list[list[float]] = []  # of each backward, by micro-batch
         self.results: dict[str, Any] = {}
@@ -147,7 +148,8 @@ class Proof:
         self._made = ""
         self._chance = 0.0  # what random numbers alone change, relative
         # Parameters that the step itself has written to, as the whole leaves them and before.
-        self._marks: list[tuple[int, torch.Tensor | None]] = []
+        self._marks: list[Any] = []
+        self._moved_now: list[int] = []
         self._written: dict[int, torch.Tensor] = {}
         self._unwritten: dict[int, torch.Tensor] = {}
         self.tried: Tried = {} if tried is None else tried
@@ -171,15 +173,20 @@ class Proof:
         """Dictionary, name and value of what is to be put back; without one, the name goes."""
         return self._quiet.saved
 
-    def start(self, run: str) -> None:
-        """The next run: "whole", "whole again", "parts", "raw", "one", "two"."""
+    def start(self, run: str, marks: list[int] | None = None) -> None:
+        """The next run: "whole", "whole again", "parts", "raw", "one", "two".
+
+        Args:
+            marks: a number for each parameter that changes when one is written to; None where
+                the engine has none.
+        """
         if run == "whole":
             self._runs.clear()
         self._now = run
         self._runs[run] = _Run()
         self._worst = (0.0, "")  # of a run that an error ended
         self._stream = torch.get_rng_state()
-        self._marks = [values.mark(p) for p in self._params]
+        self._marks = [values.mark(p) for p in self._params] if marks is None else marks
         if run == "parts":
             self._unwritten = {i: values.host(self._params[i]) for i in self._written}
         self._raw = run in ("raw", "one", "two")
@@ -214,9 +221,8 @@ class Proof:
     def root(self, roots: Any) -> None:
         """An outermost backward begins."""
         run = self._runs[self._now]
-        if self._raw and not any(run.losses):  # the step may have cleared those of the entry
-            grads = ((i, self._params[i].grad) for i in self._entry)
-            run.base = {i: values.host(g) for i, g in grads if g is not None}
+        if self._now == "whole" and not any(run.losses):
+            self._drop_cleared()
         tensors = roots if isinstance(roots, (tuple, list)) else (roots,)
         value = math.nan
         for tensor in tensors:
@@ -229,6 +235,13 @@ class Proof:
             run.losses.append([])
         run.losses[-1].append(value)
 
+    def _drop_cleared(self) -> None:
+        """Gradients of the entry that the step has cleared are in none of what follows."""
+        grads = ((i, self._params[i].grad) for i in self._entry)
+        self._entry = {
+            i: self._entry[i] for i, g in grads if g is not None and (g.is_sparse or bool(g.any()))
+        }
+
     def _judge_precision(self, tensor: torch.Tensor) -> None:
         rounding = tolerance(tensor)
         self._loss_limit = max(self._loss_limit, rounding)
@@ -239,8 +252,7 @@ class Proof:
         run = self._runs[self._now]
         if self._raw:
             present = {i: g for i, g in enumerate(gradients) if g is not None}
-            base = run.base if self._entry else {}
-            run.raw = {i: values.without(g, base.get(i)) for i, g in present.items()}
+            run.raw = {i: values.without(g, self._entry.get(i)) for i, g in present.items()}
 
     def stashed(self) -> None:
         """What comes now was accumulated apart from the gradients of the entry."""
@@ -277,11 +289,14 @@ class Proof:
         made = _Update(id(target), f"{type(target).__name__}.{name}()", arguments, gradients)
         run = self._runs[self._now]
         run.updates.append(made)
+        seen = {values.place(grad): key for key, grad in gradients.items()}
         if self._now == "whole":
             made.gradients = {key: values.host(value) for key, value in gradients.items()}
+            run.seen = {place: made.gradients[key] for place, key in seen.items()}
         elif self._now.startswith("parts"):
             self._compare_update(len(run.updates) - 1, made)
             made.gradients = {}
+            run.seen = dict.fromkeys(seen)
         else:
             made.gradients = {}
 
@@ -303,33 +318,54 @@ class Proof:
         """What the caller would get of the parts."""
         self._runs[self._now].results = values.kept_leaves(result)
 
+    def ended(self, marks: list[int] | None) -> None:
+        """Marks at the end of a run: see `start`."""
+        self._moved_now = self._moved(marks)
+
     def finish(self, gradients: list[torch.Tensor | None]) -> None:
         """The end of a run: gradients as the caller would have them."""
         run = self._runs[self._now]
         if self._now in ("whole", "whole by chance"):
-            run.gradients = {i: values.host(g) for i, g in enumerate(gradients) if g is not None}
+            run.gradients = {
+                i: known if (known := run.seen.get(values.place(g))) is not None else values.host(g)
+                for i, g in enumerate(gradients)
+                if g is not None
+            }
             if self._now == "whole":
-                self._written = {i: values.host(self._params[i]) for i in self._moved()}
+                self._written = {i: values.host(self._params[i]) for i in self._moved_now}
         elif self._now.startswith("parts"):
             whole = self._runs["whole"]
+            made = {i: g for i, g in enumerate(gradients) if g is not None}
+            compared = set(map(id, whole.seen.values()))
+            same = {  # as the last update had them
+                i
+                for i, g in made.items()
+                if i not in self._entry
+                and values.place(g) in run.seen
+                and id(whole.gradients.get(i)) in compared
+            }
             self._compare_gradients(
-                whole.gradients,
-                {i: g for i, g in enumerate(gradients) if g is not None},
+                {i: g for i, g in whole.gradients.items() if i not in same},
+                {i: g for i, g in made.items() if i not in same},
                 run,
                 lambda i: self.name_of(self._params[i]),
                 "",
             )
             if not self.noise:
-                self._compare_written()
+                self._compare_written(self._moved_now)
 
-    def _moved(self) -> list[int]:
+    def _moved(self, now: list[int] | None) -> list[int]:
         """Parameters that this run has written to."""
+        if now is not None:
+            return [
+                i for i, pair in enumerate(zip(now, self._marks, strict=True)) if len({*pair}) > 1
+            ]
         marks = enumerate(zip(self._params, self._marks, strict=True))
         return [i for i, (param, mark) in marks if not values.is_same(values.mark(param), mark)]
 
-    def _compare_written(self) -> None:
+    def _compare_written(self, moved: list[int]) -> None:
         """An update by hand: what it makes of the parameters."""
-        for i in {*self._moved(), *self._written}:
+        for i in {*moved, *self._written}:
             param = self._params[i]
             if i not in self._written:
                 self._fail(math.inf, f"the step writes to {self.name_of(param)} in a part alone")
@@ -364,16 +400,24 @@ class Proof:
         where: str,
     ) -> None:
         entry = {} if where else self._entry
-        norms = {i: values.added(g, entry.get(i)) for i, g in whole.items()}
-        others = {i: values.added(g, entry.get(i)) for i, g in made.items()}
+        norms, others, gaps = {}, {}, {}
+        for i in {*whole, *made}:
+            if i in whole and i in made and i not in entry:
+                norms[i], others[i], gaps[i] = values.sizes(whole[i], made[i])
+                continue
+            sizes = [
+                values.added(each[i], entry.get(i)) if i in each else 0.0 for each in (whole, made)
+            ]
+            norms[i], others[i] = sizes
+            both = i in whole and i in made
+            gaps[i] = values.apart(whole[i], made[i]) if both else max(sizes)
         largest = max([*norms.values(), *others.values()], default=0.0)
         if not math.isfinite(largest):
             largest = 0.0
         wrong: list[tuple[float, int]] = []
         ratios: list[float] = []
         for i in {*whole, *made}:
-            one, two = norms.get(i, 0.0), others.get(i, 0.0)
-            gap = values.apart(whole[i], made[i]) if i in whole and i in made else max(one, two)
+            one, two, gap = norms[i], others[i], gaps[i]
             scale = max(one, two, run.parts.get(i, 0.0) if not where else 0.0)
             limit = self._limit * scale + self._limit * _CANCELS * largest
             if i in entry:  # sums on top of it are rounded to it

@@ -21,12 +21,17 @@ __all__ = [
     "mark",
     "norm",
     "number",
+    "place",
     "shapes",
     "shown",
+    "sizes",
     "without",
 ]
 
 _SAMPLE = 64  # values of a parameter that tell that it has moved
+_CHUNK = 1 << 16  # elements that a cache holds
+_WIDE = (torch.float32, torch.float64)
+_TINY = 1e-30  # smaller squares may have been lost in single precision
 
 
 def norm(value: torch.Tensor) -> float:
@@ -74,9 +79,35 @@ def apart(one: torch.Tensor, two: torch.Tensor) -> float:
     return size if size == size else math.inf
 
 
+def sizes(one: torch.Tensor, two: torch.Tensor) -> tuple[float, float, float]:
+    """The norms of both, and of their difference; each is read once."""
+    flat = [dense(each.detach()) for each in (one, two)]
+    plain = all(
+        each.is_contiguous() and each.device.type == "cpu" and each.dtype in _WIDE for each in flat
+    )
+    if not plain or flat[0].shape != flat[1].shape or flat[0].dtype != flat[1].dtype:
+        return norm(one), norm(two), apart(one, two)
+    first, second = (each.reshape(-1) for each in flat)
+    squares = [0.0, 0.0, 0.0]
+    for begin in range(0, first.numel(), _CHUNK):
+        a, b = first[begin : begin + _CHUNK], second[begin : begin + _CHUNK]
+        for k, part in enumerate((a, b, a - b)):
+            squares[k] += float(torch.dot(part, part))
+    if not math.isfinite(sum(squares)) or min(squares[:2]) < _TINY:
+        return norm(one), norm(two), apart(one, two)
+    return math.sqrt(squares[0]), math.sqrt(squares[1]), math.sqrt(squares[2])
+
+
 def host(value: torch.Tensor) -> torch.Tensor:
     plain = value.detach()
     return plain.clone() if plain.device.type == "cpu" else plain.cpu()
+
+
+def place(value: torch.Tensor) -> tuple[int, int]:
+    """Changes when a gradient is replaced or written to."""
+    if value.layout != torch.strided:
+        return id(value), value._version
+    return value.data_ptr(), value._version
 
 
 def mark(param: torch.Tensor) -> tuple[int, torch.Tensor | None]:

@@ -152,6 +152,10 @@ int
 oomkit_proof_micro_end(oomkit_call *call, PyObject *result);
 int
 oomkit_proof_joined(oomkit_call *call);
+/* A number for each parameter that changes when one is written to, through `.data`,
+ * too. New list; None where it is to be looked at in Python; NULL. */
+PyObject *
+oomkit_proof_marks(const oomkit_call *call);
 int
 oomkit_proof_finish(oomkit_proof *p);
 /* An intercepted call of the last micro-batch: 1 noted and held back, 0 to be made (the

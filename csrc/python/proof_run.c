@@ -267,9 +267,14 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
                  int64_t count, int *moved)
 {
     oomkit_call *call = p->call;
-    PyObject *done = PyObject_CallMethod(p->judge, "start", "s", name); /* owned */
-    PyObject *result = NULL;                                            /* owned */
+    PyObject *marks = oomkit_proof_marks(call); /* owned, as the next two are */
+    PyObject *done = marks == NULL
+                         ? NULL
+                         : PyObject_CallMethod(p->judge, "start", "sO", name, marks);
+    PyObject *result = NULL;
     int status;
+
+    Py_XDECREF(marks);
 
     Py_XDECREF(done);
     if (done == NULL || run_slices(call, cut, count) < 0) {

@@ -48,6 +48,40 @@ watch_gradients(oomkit_call *call, int parked)
     return list;
 }
 
+PyObject *
+oomkit_proof_marks(const oomkit_call *call)
+{
+    const oomkit_bridge *bridge = call->st->bridge;
+    const oomkit_participants *parts = call->parts;
+    Py_ssize_t i, n = parts->param_count;
+    PyObject *list; /* owned */
+    uint32_t *versions;
+
+    if (bridge == NULL || call->device.type != OOMKIT_DEVICE_CPU) {
+        Py_RETURN_NONE;
+    }
+    versions = PyMem_Calloc((size_t)n + 1, sizeof(*versions));
+    if (versions == NULL) {
+        return PyErr_NoMemory();
+    }
+    list = bridge->versions((const void *const *)parts->params, call->st->impl_offset,
+                            (size_t)n, versions, NULL) == OOMKIT_OK
+               ? PyList_New(n)
+               : Py_NewRef(Py_None);
+    for (i = 0; list != NULL && list != Py_None && i < n; i++) {
+        uint64_t mark = bridge->sample(parts->params[i], call->st->impl_offset) ^
+                        versions[i] * 0x9e3779b97f4a7c15u;
+        PyObject *number = PyLong_FromUnsignedLongLong(mark); /* owned, stolen */
+        if (number == NULL) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, i, number);
+    }
+    PyMem_Free(versions);
+    return list;
+}
+
 static int
 watch_tell_gradients(oomkit_call *call, const char *method, int parked)
 {
@@ -81,7 +115,19 @@ oomkit_proof_swept(oomkit_call *call)
 int
 oomkit_proof_finish(oomkit_proof *p)
 {
-    return watch_tell_gradients(p->call, "finish", p->call->grads.stashing);
+    PyObject *marks = oomkit_proof_marks(p->call); /* owned */
+    PyObject *done;                                /* owned */
+    int result = -1;
+
+    if (marks != NULL) {
+        done = PyObject_CallMethod(p->judge, "ended", "O", marks);
+        result = done == NULL
+                     ? -1
+                     : watch_tell_gradients(p->call, "finish", p->call->grads.stashing);
+        Py_XDECREF(done);
+    }
+    Py_XDECREF(marks);
+    return result;
 }
 
 int
