@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -79,6 +80,7 @@ class _Run:
     __slots__ = (
         "each",
         "gradients",
+        "last",
         "losses",
         "parts",
         "raw",
@@ -93,8 +95,9 @@ class _Run:
         self.updates: list[_Update] = []
         self.gradients: dict[int, torch.Tensor] = {}
         self.raw: dict[int, torch.Tensor] = {}
-        # Gradients as the last update was given them, by their memory and version.
-        self.seen: dict[tuple[int, int], torch.Tensor | None] = {}
+        # Gradients that the last update was given, by parameter: who, version, copy.
+        self.seen: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor | None]] = {}
+        self.last: set[int] = set()  # parameters whose gradients are those at the end
         self.parts: dict[int, float] = {}  # norms of what the first part alone gave
         self.losses: list[list[float]] = []  # of each backward, by micro-batch
         self.results: dict[str, Any] = {}
@@ -289,15 +292,16 @@ class Proof:
         made = _Update(id(target), f"{type(target).__name__}.{name}()", arguments, gradients)
         run = self._runs[self._now]
         run.updates.append(made)
-        seen = {values.place(grad): key for key, grad in gradients.items()}
-        if self._now == "whole":
+        whole = self._now == "whole"
+        if whole:
             made.gradients = {key: values.host(value) for key, value in gradients.items()}
-            run.seen = {place: made.gradients[key] for place, key in seen.items()}
-        elif self._now.startswith("parts"):
+        run.seen = {
+            key: (weakref.ref(grad), grad._version, made.gradients[key] if whole else None)
+            for key, grad in gradients.items()
+        }
+        if self._now.startswith("parts"):
             self._compare_update(len(run.updates) - 1, made)
-            made.gradients = {}
-            run.seen = dict.fromkeys(seen)
-        else:
+        if not whole:
             made.gradients = {}
 
     def result(self, result: Any, loss: Any, rows: int, weight: float) -> None:
@@ -325,25 +329,20 @@ class Proof:
     def finish(self, gradients: list[torch.Tensor | None]) -> None:
         """The end of a run: gradients as the caller would have them."""
         run = self._runs[self._now]
+        made = {i: g for i, g in enumerate(gradients) if g is not None}
+        updated = {i: self._of_update(run, i, g) for i, g in made.items()}
         if self._now in ("whole", "whole by chance"):
+            copies = {i: seen[2] for i, seen in updated.items() if seen is not None}
             run.gradients = {
-                i: known if (known := run.seen.get(values.place(g))) is not None else values.host(g)
-                for i, g in enumerate(gradients)
-                if g is not None
+                i: values.host(g) if copies.get(i) is None else copies[i] for i, g in made.items()
             }
+            run.last = {i for i in copies if copies[i] is not None}
             if self._now == "whole":
                 self._written = {i: values.host(self._params[i]) for i in self._moved_now}
         elif self._now.startswith("parts"):
             whole = self._runs["whole"]
-            made = {i: g for i, g in enumerate(gradients) if g is not None}
-            compared = set(map(id, whole.seen.values()))
-            same = {  # as the last update had them
-                i
-                for i, g in made.items()
-                if i not in self._entry
-                and values.place(g) in run.seen
-                and id(whole.gradients.get(i)) in compared
-            }
+            # What was compared at the last update, and is the same since.
+            same = {i for i in whole.last if updated.get(i) is not None and i not in self._entry}
             self._compare_gradients(
                 {i: g for i, g in whole.gradients.items() if i not in same},
                 {i: g for i, g in made.items() if i not in same},
@@ -353,6 +352,11 @@ class Proof:
             )
             if not self.noise:
                 self._compare_written(self._moved_now)
+
+    def _of_update(self, run: _Run, i: int, grad: torch.Tensor) -> Any:
+        """What the last update was given, where that is this gradient, unchanged."""
+        seen = run.seen.get(id(self._params[i]))
+        return seen if seen and seen[0]() is grad and seen[1] == grad._version else None
 
     def _moved(self, now: list[int] | None) -> list[int]:
         """Parameters that this run has written to."""

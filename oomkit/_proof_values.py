@@ -21,7 +21,6 @@ __all__ = [
     "mark",
     "norm",
     "number",
-    "place",
     "shapes",
     "shown",
     "sizes",
@@ -101,13 +100,6 @@ def sizes(one: torch.Tensor, two: torch.Tensor) -> tuple[float, float, float]:
 def host(value: torch.Tensor) -> torch.Tensor:
     plain = value.detach()
     return plain.clone() if plain.device.type == "cpu" else plain.cpu()
-
-
-def place(value: torch.Tensor) -> tuple[int, int]:
-    """Changes when a gradient is replaced or written to."""
-    if value.layout != torch.strided:
-        return id(value), value._version
-    return value.data_ptr(), value._version
 
 
 def mark(param: torch.Tensor) -> tuple[int, torch.Tensor | None]:
