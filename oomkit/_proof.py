@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from . import _proof_kept
 from . import _proof_values as values
 from ._diagnose import Verification, tolerance
 from ._quiet import Quiet
@@ -160,6 +161,9 @@ class Proof:
         # How numbers in results are joined (results.h), by place.
         self.figures: dict[str, int] = {}
         self.volatile = False  # nothing but results differs: are they the same twice?
+
+    noted = staticmethod(_proof_kept.noted)
+    recalled = staticmethod(_proof_kept.recalled)
 
     # --- what the engine calls around the runs ---
 

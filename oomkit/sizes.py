@@ -1,5 +1,6 @@
 """Sizes that outlive a run: what decorated steps with `remember=True` have found.
 
+With them goes what was proven of the splits, which the next run believes once losses agree.
 They are kept in one JSON file of the user's, `sizes.json` in the folder OOMKIT_CACHE_DIR, else
 XDG_CACHE_HOME/oomkit, else ~/.cache/oomkit. An entry holds for one function (module, name and
 code), shape of batch, device, release of torch, set of parameters and budget; of other budgets

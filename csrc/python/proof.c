@@ -695,12 +695,27 @@ proof_best(oomkit_proof *p, int cut)
     return proof_weak(p);
 }
 
+/* An earlier run's proof holds. 0 or -1. */
+static int
+again_say(const oomkit_proof *p)
+{
+    PyObject *text =
+        PyUnicode_FromFormat("the split of %U was proved by an earlier run, "
+                             "and losses agree with it",
+                             p->call->options->label); /* owned */
+    int result = proof_log(p->call, "info", text);
+
+    Py_XDECREF(text);
+    return result;
+}
+
 /* What was shown a few calls ago: by losses alone, and with gradients where those
  * differ. As proof_settle(). */
 static int
 proof_again(oomkit_proof *p, int cut)
 {
     const int64_t start = p->start, length = p->length, first = p->first;
+    const int recalled = oomkit_proven_find(p->call)->recalled;
     PyObject *verdict;              /* owned */
     PyObject *equal, *text, *rules; /* borrowed from verdict */
     int differs;
@@ -719,11 +734,20 @@ proof_again(oomkit_proof *p, int cut)
     if (verdict == NULL) {
         return -1;
     }
-    differs = verdict != Py_None &&
-              PyArg_ParseTuple(verdict, "OUO", &equal, &text, &rules) &&
-              equal == Py_False;
+    if (verdict == Py_None) {
+        differs = recalled; /* an earlier run's word alone is not enough */
+    } else {
+        differs = PyArg_ParseTuple(verdict, "OUO", &equal, &text, &rules) &&
+                  (recalled ? equal != Py_True : equal == Py_False);
+    }
     Py_DECREF(verdict);
-    return PyErr_Occurred() ? -1 : differs ? proof_best(p, cut) : 1;
+    if (PyErr_Occurred()) {
+        return -1;
+    }
+    if (differs) {
+        return proof_best(p, cut);
+    }
+    return recalled && again_say(p) < 0 ? -1 : 1;
 }
 
 /* The step cannot work on any part of a micro-batch, but on two of them. */
@@ -865,6 +889,9 @@ prove(oomkit_call *call)
         result = oomkit_proven_note(call, Py_XNewRef(p.rule),
                                     PyObject_GetAttrString(p.judge, "tried"), p.course,
                                     p.level);
+    }
+    if (result >= 0) {
+        result = oomkit_proven_write(call->step);
     }
     Py_CLEAR(p.rule);
     Py_CLEAR(p.rules);

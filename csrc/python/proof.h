@@ -25,7 +25,8 @@ typedef struct oomkit_proven {
     uint64_t calls;                   /* since then, and that one */
     uint8_t level;
     uint8_t course_next;
-    uint8_t labels; /* among them ignored ones, not as many in each micro-batch */
+    uint8_t labels;   /* among them ignored ones, not as many in each micro-batch */
+    uint8_t recalled; /* of an earlier run: the first course that it meets is its own */
 } oomkit_proven;
 
 typedef struct oomkit_proof_gradient oomkit_proof_gradient;
@@ -123,6 +124,34 @@ oomkit_proof_known(oomkit_call *call);
 
 void
 oomkit_proven_clear(oomkit_proven *proven);
+
+/* --- proof_recall.c --- */
+
+struct oomkit_step;
+
+/* After a proof: step->proven_text has all of them. 0 or -1. */
+int
+oomkit_proven_write(struct oomkit_step *step);
+
+/* Adds what was proven to a dict of sizes, if anything. 0 or -1. */
+int
+oomkit_proven_put(const struct oomkit_step *step, PyObject *dict);
+
+/* Takes it out of one into *list (owned or NULL). 0 or -1. */
+int
+oomkit_recalled_add(PyObject **list, PyObject *dict);
+/* The same of the text itself (NULL for none). */
+int
+oomkit_recalled_text(PyObject **list, PyObject *text);
+
+/* Changes with what was proven. */
+uint64_t
+oomkit_proven_print(const struct oomkit_step *step);
+
+/* What an earlier run has shown of calls like this one; now it is the step's. NULL
+ * without an exception where there is nothing. */
+oomkit_proven *
+oomkit_proven_recall(oomkit_call *call);
 
 /* Will a split of this call be refused unless it was proven by its gradients? (Of
  * slices that a test forces it is the test that compares.) */

@@ -155,6 +155,10 @@ oomkit_proof_is_new_course(oomkit_call *call)
         return 0;
     }
     course = oomkit_proof_course(call);
+    if (found->recalled) {
+        found->recalled = 0;
+        found->courses[found->course_next++ % OOMKIT_COURSES] = course;
+    }
     for (i = 0; i < OOMKIT_COURSES; i++) {
         if (found->courses[i] == course) {
             return 0;
@@ -278,8 +282,8 @@ oomkit_proof_wanted(oomkit_call *call)
         return 0;
     }
     found = oomkit_proven_find(call);
-    if (found == NULL) {
-        return 1;
+    if (found == NULL && (found = oomkit_proven_recall(call)) == NULL) {
+        return PyErr_Occurred() ? -1 : 1;
     }
     unsettled = countable ? known_unsettled(call, found) : 0;
     if (unsettled != 0 || found->level != OOMKIT_PROVEN_FULLY) {

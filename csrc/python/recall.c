@@ -30,6 +30,9 @@ recall_compare(oomkit_step *step, PyObject *here)
 
     step->origin = NULL;
     same = PyObject_RichCompareBool(origin, here, Py_EQ);
+    if (same == 0) {
+        Py_CLEAR(step->recalled); /* of another model, or another torch */
+    }
     for (i = 0; same == 0 && i < step->signature_count; i++) {
         oomkit_knowledge theirs = step->signatures[i].known;
         oomkit_know_neighbour(&step->signatures[i].known, &theirs, 1.0);
@@ -50,7 +53,8 @@ recall_take(oomkit_step *step, PyObject *entries)
         if (step->signature_count == OOMKIT_SIGNATURES) {
             break;
         }
-        if (oomkit_signature_parse(PyList_GET_ITEM(entries, i), entry) < 0) {
+        if (oomkit_signature_parse(PyList_GET_ITEM(entries, i), entry) < 0 ||
+            oomkit_recalled_add(&step->recalled, PyList_GET_ITEM(entries, i)) < 0) {
             return -1;
         }
         for (j = 0; step->signatures[j].hash != entry->hash; j++) {
@@ -166,13 +170,14 @@ oomkit_recall_note(oomkit_call *call, oomkit_signature *entry)
         entry->known.roles[OOMKIT_FIRST].ok_room == OOMKIT_UNKNOWN) {
         return;
     }
-    print = fingerprint(&entry->known);
+    print = mix(fingerprint(&entry->known), oomkit_proven_print(step)) | 1;
     if (print == entry->noted) {
         return;
     }
     entry->noted = print;
     dict = oomkit_signature_dict(entry);
-    budget = dict == NULL ? NULL : budget_new(call);
+    budget =
+        dict == NULL || oomkit_proven_put(step, dict) < 0 ? NULL : budget_new(call);
     if (budget != NULL) {
         done = PyObject_CallFunctionObjArgs(call->st->note_sizes, step->memory_key,
                                             budget, dict, NULL);

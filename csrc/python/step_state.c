@@ -29,6 +29,10 @@ state_signatures(const oomkit_step *step)
             continue;
         }
         dict = oomkit_signature_dict(&step->signatures[i]);
+        if (dict != NULL && PyList_GET_SIZE(list) == 0 &&
+            oomkit_proven_put(step, dict) < 0) {
+            Py_CLEAR(dict);
+        }
         if (dict == NULL || PyList_Append(list, dict) < 0) {
             Py_CLEAR(list);
         }
@@ -182,16 +186,22 @@ PyObject *
 oomkit_step_load(PyObject *op, PyObject *state)
 {
     oomkit_step *step = state_step(op);
-    PyObject *values[STATE_NAMES];    /* borrowed from state */
-    PyObject *origin = NULL;          /* owned */
-    oomkit_signature *entries = NULL; /* owned */
+    PyObject *values[STATE_NAMES];             /* borrowed from state */
+    PyObject *origin = NULL, *recalled = NULL; /* owned */
+    oomkit_signature *entries = NULL;          /* owned */
     int count = -1, i;
 
     if (load_names(state, values) == 0 && (origin = load_origin(values)) != NULL) {
         count = load_signatures(values[4], &entries);
     }
+    for (i = 0; i < count; i++) {
+        if (oomkit_recalled_add(&recalled, PyList_GET_ITEM(values[4], i)) < 0) {
+            count = -1;
+        }
+    }
     if (count < 0) {
         PyMem_Free(entries);
+        Py_XDECREF(recalled);
         Py_XDECREF(origin);
         return NULL;
     }
@@ -204,6 +214,7 @@ oomkit_step_load(PyObject *op, PyObject *state)
     step->recall = 1;
     step->seen_oom = 1; /* until the next call has looked */
     Py_XSETREF(step->origin, origin);
+    Py_XSETREF(step->recalled, recalled);
     Py_RETURN_NONE;
 }
 

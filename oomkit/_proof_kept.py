@@ -1,0 +1,81 @@
+"""What was proven of a step, as text for a checkpoint or for the sizes of a later run.
+
+A proof is believed of the code that it was made with, and there until losses have been compared
+once more: code that the step calls may be another by now.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from ._weights import Tried, Weigher
+
+__all__ = ["noted", "recalled"]
+
+_MOST = 200  # weights that were tried and are noted of one batch
+_Proven = tuple[Weigher | None, Tried, bool]
+
+
+def _code(function: Any) -> str:
+    from .sizes import _code_of, _digest
+
+    code = _code_of(function)
+    return "" if code is None else _digest(code)
+
+
+def noted(function: Any, proofs: list[tuple[int, Weigher | None, Tried | None, int]]) -> str | None:
+    """Text of proofs, or None where there is nothing to note.
+
+    Args:
+        function: what is decorated.
+        proofs: of each structure of batches its key, the weights that were found, what is known
+            of others, and whether labels were ignored.
+    """
+    entries = []
+    for key, rule, tried, labels in proofs:
+        if rule is not None and rule.kind == "classes":
+            continue  # its weights are a tensor of the model's
+        shown = [
+            [list(name), gap if math.isfinite(gap) else None] for name, gap in (tried or {}).items()
+        ]
+        entries.append(
+            {
+                "key": f"{key:016x}",
+                "rule": None if rule is None else [*rule.key[:3], rule.text],
+                "tried": shown[:_MOST],
+                "labels": bool(labels),
+            }
+        )
+    code = _code(function)
+    return json.dumps({"code": code, "proofs": entries}) if entries and code else None
+
+
+def recalled(function: Any, texts: list[str], key: int) -> _Proven | None:
+    """The proof of a structure of batches, where one of these texts has it for this code."""
+    code = _code(function)
+    for text in reversed(texts):
+        try:
+            found = json.loads(text)
+            if found["code"] != code or not code:
+                continue
+            for entry in found["proofs"]:
+                if entry["key"] == f"{key:016x}":
+                    return _proven(entry)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            continue  # a text of somebody else's: it is proven anew
+    return None
+
+
+def _proven(entry: dict[str, Any]) -> _Proven:
+    rule = None
+    if entry["rule"] is not None:
+        kind, leaf, value, text = entry["rule"]
+        if not isinstance(kind, str) or kind == "classes" or type(leaf) is not int:
+            raise ValueError("no weights of ours")
+        rule = Weigher(kind, leaf, str(text), None, int(value))
+    tried: Tried = {
+        tuple(name): math.inf if gap is None else float(gap) for name, gap in entry["tried"]
+    }
+    return rule, tried, bool(entry["labels"])
