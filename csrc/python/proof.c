@@ -1,4 +1,4 @@
-/* When a split is proven, of which rows, and what comes of it. */
+/* When a split is proven, and what comes of it. */
 #include "proof.h"
 #include "errors.h"
 #include "tree.h"
@@ -7,60 +7,6 @@
 #define FEW 5 /* rows that say little about a batch: more are tried if they may fit */
 #define CHANCE 32 /* rows of which parts may agree by chance */
 #define APART 3   /* places at which weights are told apart, at most */
-
-/* --- which rows --- */
-
-/* Is it a cut? */
-static int
-choose_fits(const oomkit_proof *p)
-{
-    const int64_t least = oomkit_unfit_least(p->call);
-    return p->first > 0 && p->first < p->length && p->first >= least &&
-           p->length - p->first >= least;
-}
-
-/* In the middle, as near as the multiple lets it. 1, or 0 when it cannot be cut. */
-static int
-choose_middle(oomkit_proof *p, int64_t multiple)
-{
-    p->first = ((p->length + 1) / 2 + multiple - 1) / multiple * multiple;
-    return choose_fits(p);
-}
-
-/* In two parts of even length, for a step that works on such alone. */
-static int
-proof_choose_even(oomkit_proof *p)
-{
-    const int64_t multiple = oomkit_unfit_multiple(p->call);
-    return choose_middle(p, multiple % 2 == 0 ? multiple : multiple * 2);
-}
-
-/* The largest micro-batch, and where it is cut: off its middle, so that a part's share
- * is not one over the number of parts, and pairs and ranks are others. */
-static int
-proof_choose(oomkit_proof *p)
-{
-    const oomkit_call *call = p->call;
-    const int64_t multiple = oomkit_unfit_multiple(call);
-    int64_t i;
-
-    for (i = 0; i < call->slice_count; i++) {
-        if (call->slices[i].length > p->length) {
-            p->start = call->slices[i].start;
-            p->length = call->slices[i].length;
-        }
-    }
-    if (!choose_middle(p, multiple)) {
-        return 0;
-    }
-    if (p->first * 2 == p->length && p->length - p->first - multiple >= 1) {
-        p->first += multiple;
-        if (!choose_fits(p)) {
-            p->first -= multiple;
-        }
-    }
-    return 1;
-}
 
 /* --- what comes of it --- */
 
@@ -122,7 +68,7 @@ proof_parts(oomkit_proof *p, PyObject **text)
         p->own = 1;
         return oomkit_proof_compare_own(p, text);
     }
-    if (!proof_choose_even(p) || p->first == first) {
+    if (!oomkit_proof_rows_even(p) || p->first == first) {
         p->first = first;
         p->no_parts = 1;
         oomkit_exception_give(exception);
@@ -406,8 +352,9 @@ proof_joins(oomkit_proof *p, PyObject **text)
     const int64_t first = p->first;
     int result = 0;
 
-    if (p->unjoined && !p->own && choose_middle(p, oomkit_unfit_multiple(p->call)) &&
-        p->first > 1 && p->length - p->first > 1) {
+    if (p->unjoined && !p->own &&
+        oomkit_proof_rows_middle(p, oomkit_unfit_multiple(p->call)) && p->first > 1 &&
+        p->length - p->first > 1) {
         result = oomkit_proof_compare(p, p->first, text);
     }
     p->first = first;
@@ -451,7 +398,7 @@ proof_elsewhere(oomkit_proof *p, PyObject **text)
     } else if (p->first < 2 || p->first == first) {
         p->first = p->length - first;
     }
-    if (p->first == first || !choose_fits(p)) {
+    if (p->first == first || !oomkit_proof_rows_fit(p)) {
         p->first = first;
         return 0;
     }
@@ -479,7 +426,7 @@ proof_without_single(oomkit_proof *p, PyObject **text)
     int moved, single = first == 1 || p->length - first == 1;
 
     if (p->own || !single || oomkit_proof_returns_nothing(p->call) ||
-        !choose_middle(p, oomkit_unfit_multiple(p->call)) || p->first < 2 ||
+        !oomkit_proof_rows_middle(p, oomkit_unfit_multiple(p->call)) || p->first < 2 ||
         p->length - p->first < 2 || rows < 2 * p->length) {
         p->first = first;
         return 0;
@@ -531,32 +478,6 @@ proof_settle(oomkit_proof *p, PyObject *text)
     return found == 0 || search_say(p) == 0 ? 1 : -1;
 }
 
-/* So many rows where their labels differ, if anywhere. 0 or -1. */
-static int
-proof_place(oomkit_proof *p)
-{
-    PyObject *leaves, *start = NULL; /* owned */
-
-    if (!oomkit_weights_are_countable(p->call)) {
-        return 0;
-    }
-    leaves = oomkit_proof_leaves(p->call);
-    if (leaves != NULL) {
-        oomkit_exempt_enter(p->call->st);
-        start =
-            PyObject_CallMethod(p->judge, "place", "OLLLL", leaves, (long long)p->start,
-                                (long long)p->length, (long long)p->call->batch.rows,
-                                (long long)oomkit_unfit_multiple(p->call));
-        oomkit_exempt_leave(p->call->st);
-    }
-    if (start != NULL) {
-        p->start = PyLong_AsLongLong(start);
-    }
-    Py_XDECREF(leaves);
-    Py_XDECREF(start);
-    return PyErr_Occurred() ? -1 : 0;
-}
-
 /* As proof_settle(). */
 static int
 proof_full(oomkit_proof *p)
@@ -564,8 +485,8 @@ proof_full(oomkit_proof *p)
     PyObject *text; /* owned */
     int result;
 
-    if (proof_place(p) < 0 || oomkit_proof_whole(p) < 0 || proof_parts(p, &text) < 0 ||
-        (text == NULL && proof_joins(p, &text) < 0) ||
+    if (oomkit_proof_rows_varied(p) < 0 || oomkit_proof_whole(p) < 0 ||
+        proof_parts(p, &text) < 0 || (text == NULL && proof_joins(p, &text) < 0) ||
         (text != NULL && proof_without_single(p, &text) < 0) ||
         (text == NULL && proof_elsewhere(p, &text) < 0) ||
         (text == NULL && proof_apart(p, &text) < 0)) {
@@ -600,21 +521,6 @@ proof_pair(oomkit_proof *p)
     return proof_settle(p, text);
 }
 
-/* No micro-batch can be cut: two of them. */
-static void
-proof_choose_two(oomkit_proof *p)
-{
-    p->first = p->length;
-    p->length *= 2;
-    if (p->start + p->length > p->call->batch.rows) {
-        p->length = p->call->batch.rows - p->start;
-    }
-    if (p->length <= p->first) { /* it is the last one */
-        p->start -= p->first;
-        p->length = 2 * p->first;
-    }
-}
-
 /* Two micro-batches without a graph. As proof_settle(). */
 static int
 proof_weak(oomkit_proof *p)
@@ -624,7 +530,7 @@ proof_weak(oomkit_proof *p)
 
     p->level = OOMKIT_PROVEN_WEAKLY;
     p->weakly = 1;
-    proof_choose_two(p);
+    oomkit_proof_rows_two(p);
     compared = weak_compare(p, &text);
     if (compared > 0 && text == NULL && !p->no_parts && proof_apart(p, &text) < 0) {
         return -1;
@@ -650,7 +556,7 @@ proof_larger(oomkit_proof *p, int64_t rows, int *result)
     p->start = 0;
     p->length = rows;
     p->on_host = p->call->ooms > 0;
-    if (choose_middle(p, multiple)) {
+    if (oomkit_proof_rows_middle(p, multiple)) {
         if (p->first * 2 == p->length && p->length > 2 * multiple) {
             p->first += multiple;
         }
@@ -725,7 +631,7 @@ proof_again(oomkit_proof *p, int cut)
         p->length = FEW < p->call->batch.rows ? FEW : p->call->batch.rows;
         p->first = length < p->length ? length : first;
     } else if (!cut) {
-        proof_choose_two(p);
+        oomkit_proof_rows_two(p);
     }
     verdict = oomkit_verify_rows(p, p->start, p->length, p->first);
     p->start = start;
@@ -855,7 +761,7 @@ prove(oomkit_call *call)
     if ((wanted = oomkit_proof_wanted(call)) <= 0) {
         return wanted;
     }
-    cut = proof_choose(&p);
+    cut = oomkit_proof_rows_largest(&p);
     p.fits = p.length;
     pair = !cut && oomkit_proven_find(call) != NULL && wanted != OOMKIT_PROOF_LOSSES;
     if (pair && wanted != OOMKIT_PROOF_WEIGHTS) {

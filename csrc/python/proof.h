@@ -193,6 +193,33 @@ int
 oomkit_proof_update(interceptor_object *self, PyObject *optimizer,
                     PyObject *const *args, size_t nargsf, PyObject *kwnames);
 
+/* --- proof_rows.c: start, length and first of *p --- */
+
+/* Is it a cut? */
+int
+oomkit_proof_rows_fit(const oomkit_proof *p);
+
+/* In the middle, as near as the multiple lets it. 1, or 0 when it cannot be cut. */
+int
+oomkit_proof_rows_middle(oomkit_proof *p, int64_t multiple);
+
+/* In two parts of even length, for a step that works on such alone. */
+int
+oomkit_proof_rows_even(oomkit_proof *p);
+
+/* The largest micro-batch, and where it is cut: off its middle, so that a part's share
+ * is not one over the number of parts, and pairs and ranks are others. */
+int
+oomkit_proof_rows_largest(oomkit_proof *p);
+
+/* No micro-batch can be cut: two of them. */
+void
+oomkit_proof_rows_two(oomkit_proof *p);
+
+/* So many rows where their labels differ, if anywhere. 0 or -1. */
+int
+oomkit_proof_rows_varied(oomkit_proof *p);
+
 /* --- proof_compare.c --- */
 
 /* The whole slice as the program would run it: where numbers are drawn, with every
