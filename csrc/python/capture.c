@@ -335,6 +335,7 @@ oomkit_batch_capture(oomkit_state *st, const oomkit_options *options,
     batch->sizes = 0;
     batch->lead = -1;
     batch->saved = NULL;
+    batch->doubt = NULL;
     for (i = 0; i < batch->total; i++) {
         /* An argument that is left alone is a closed node: node i stays argument i. */
         PyObject *value = i < skip ? Py_None : args[i]; /* borrowed from the caller */
