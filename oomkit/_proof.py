@@ -96,8 +96,8 @@ class _Run:
         self.updates: list[_Update] = []
         self.gradients: dict[int, torch.Tensor] = {}
         self.raw: dict[int, torch.Tensor] = {}
-        # Gradients that the last update was given, by parameter: who, version, copy.
-        self.seen: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor | None]] = {}
+        # Gradients that the last update was given, by parameter: who, mark, copy.
+        self.seen: dict[int, tuple[weakref.ref[torch.Tensor], Any, torch.Tensor | None]] = {}
         self.last: set[int] = set()  # parameters whose gradients are those at the end
         self.parts: dict[int, float] = {}  # norms of what the first part alone gave
         self.losses: list[list[float]] = []  # of each backward, by micro-batch
@@ -156,7 +156,7 @@ class Proof:
         self._moved_now: list[int] = []
         self._written: dict[int, torch.Tensor] = {}
         self._unwritten: dict[int, torch.Tensor] = {}
-        self.tried: Tried = {} if tried is None else tried
+        self.tried: Tried = dict(tried or {})  # the site's own when all has gone well
         self.unjoined = False  # results of parts of one row could not be joined
         # How numbers in results are joined (results.h), by place.
         self.figures: dict[str, int] = {}
@@ -300,7 +300,7 @@ class Proof:
         if whole:
             made.gradients = {key: values.host(value) for key, value in gradients.items()}
         run.seen = {
-            key: (weakref.ref(grad), grad._version, made.gradients[key] if whole else None)
+            key: (weakref.ref(grad), values.mark(grad), made.gradients[key] if whole else None)
             for key, grad in gradients.items()
         }
         if self._now.startswith("parts"):
@@ -342,7 +342,7 @@ class Proof:
             }
             run.last = {i for i in copies if copies[i] is not None}
             if self._now == "whole":
-                self._written = {i: values.host(self._params[i]) for i in self._moved_now}
+                self._written = {i: values.host(self._params[i]) for i in self._may_be_written(run)}
         elif self._now.startswith("parts"):
             whole = self._runs["whole"]
             # What was compared at the last update, and is the same since.
@@ -357,10 +357,19 @@ class Proof:
             if not self.noise:
                 self._compare_written(self._moved_now)
 
+    def _may_be_written(self, run: _Run) -> list[int]:
+        """Parameters that the step has written to by itself. Where it has used up its gradients
+        and no update was seen, that may be any: a few rows through `.data` leave no mark."""
+        used = any(run.losses) and not run.updates
+        if used and not any(values.norm(g) > 0.0 for g in run.gradients.values()):
+            return [i for i, param in enumerate(self._params) if param.requires_grad]
+        return self._moved_now
+
     def _of_update(self, run: _Run, i: int, grad: torch.Tensor) -> Any:
         """What the last update was given, where that is this gradient, unchanged."""
         seen = run.seen.get(id(self._params[i]))
-        return seen if seen and seen[0]() is grad and seen[1] == grad._version else None
+        same = seen is not None and seen[0]() is grad
+        return seen if seen and same and values.is_same(values.mark(grad), seen[1]) else None
 
     def _moved(self, now: list[int] | None) -> list[int]:
         """Parameters that this run has written to."""
@@ -565,9 +574,15 @@ class Proof:
         of_rows, last = (values.gap(value, n) <= limit for n in (float(joined), numbers[-1]))
         if of_rows != last:
             self.figures[place] = _OF_ROWS if of_rows else _LAST
-        elif not any([value, *numbers]) and any(self._runs["whole"].losses):
+        elif not any([value, *numbers]) and self._has_gradient():
             self.figures[place] = _NO_NORM
         return of_rows and not any(numbers[:-1])
+
+    def _has_gradient(self) -> bool:
+        """Whether the whole has one that is not 0, at its end or when it was updated."""
+        whole = self._runs["whole"]
+        every = [whole.gradients, *(update.gradients for update in whole.updates)]
+        return any(values.norm(g) > 0.0 for found in every for g in found.values())
 
     def _compare_unjoined(self, whole: _Run, made: _Run) -> None:
         """Parts of one row that could not be joined: what has no rows must be one value."""
@@ -732,9 +747,11 @@ class Proof:
                 best = best or (at, size, part)
         return best or ((start, length, first) if rule.kind in ("rows", "sum") else None)
 
-    def place(self, leaves: Leaves, start: int, length: int, rows: int, multiple: int) -> int:
+    def place(
+        self, leaves: Leaves, start: int, length: int, rows: int, multiple: int, slices: Cut
+    ) -> int:
         """Where to look at so many rows instead of at `start`; see `varied`."""
-        return varied(leaves, start, length, rows, multiple, self.tried)
+        return varied(leaves, start, length, rows, multiple, slices, self.tried)
 
     def told_apart(
         self,

@@ -29,6 +29,7 @@ __all__ = [
 
 _SAMPLE = 64  # values of a parameter that tell that it has moved
 _CHUNK = 1 << 16  # elements that a cache holds
+_RECKONED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WIDE = (torch.float32, torch.float64)
 _TINY = 1e-30  # smaller squares may have been lost in single precision
 
@@ -42,9 +43,11 @@ def norm(value: torch.Tensor) -> float:
 
 
 def dense(value: torch.Tensor) -> torch.Tensor:
-    """Strided and real: a complex number is two."""
+    """Strided, real and of a kind that can be reckoned with: a complex number is two."""
     value = value if value.layout == torch.strided else value.to_dense()
-    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+    if value.is_complex():
+        return torch.view_as_real(value.resolve_conj())
+    return value if value.dtype in _RECKONED else value.to(torch.float64)
 
 
 def without(value: torch.Tensor, entry: torch.Tensor | None) -> torch.Tensor:
@@ -107,8 +110,9 @@ def mark(param: torch.Tensor) -> tuple[int, torch.Tensor | None]:
     version = 0 if param.is_inference() else param._version
     if param.layout != torch.strided or torch.nn.parameter.is_lazy(param) or not param.numel():
         return version, None
-    flat = param.detach().reshape(-1) if param.is_contiguous() else param.detach()[:1].reshape(-1)
-    return version, host(flat[:: max(1, flat.numel() // _SAMPLE)])
+    plain = param.detach()
+    flat = plain.reshape(-1) if plain.is_contiguous() else plain.flatten()
+    return version, dense(host(flat[:: max(1, flat.numel() // _SAMPLE)]))
 
 
 def is_same(now: tuple[int, torch.Tensor | None], was: tuple[int, torch.Tensor | None]) -> bool:

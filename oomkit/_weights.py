@@ -29,6 +29,7 @@ _IGNORED = (-100, 255)  # PyTorch's default, and that of segmentation
 _PADDING = (0, -1)  # of tokens: in one dimension these are classes
 _CUTS = 8  # micro-batches that are looked at, and places to cut each on either side
 _CLASSES = 100_000  # of a vector that may hold weights of classes, at most
+_ASKED = 3.0  # times that labels are looked for where they differ
 TOLD = 1e-3  # a difference of two parts' weights that gradients can tell
 _MORE = 2.0  # times the difference that was tried before: worth to try again
 
@@ -172,6 +173,8 @@ def candidates(
     for leaf, name, tensor, sliced in leaves:
         if not sliced or not isinstance(tensor, torch.Tensor) or tensor.ndim == 0:
             continue
+        if tensor.layout != torch.strided:
+            continue
         if tensor.dtype in _INTEGERS:
             yield from _of_labels(leaf, name, tensor, ignored)
             for at, vector in enumerate(vectors):
@@ -206,11 +209,14 @@ def _labels(leaves: Leaves) -> list[tuple[int, torch.Tensor]]:
         if sliced
         and isinstance(tensor, torch.Tensor)
         and tensor.ndim > 0
+        and tensor.layout == torch.strided
         and (tensor.dtype in _INTEGERS or tensor.dtype == torch.bool)
     ]
 
 
-def varied(leaves: Leaves, start: int, length: int, rows: int, multiple: int, tried: Tried) -> int:
+def varied(
+    leaves: Leaves, start: int, length: int, rows: int, multiple: int, slices: Cut, tried: Tried
+) -> int:
     """Where labels differ from row to row: a loss may couple rows and not show it where they are
     all of one class.
 
@@ -219,6 +225,7 @@ def varied(leaves: Leaves, start: int, length: int, rows: int, multiple: int, tr
         start, length: the rows that are looked at otherwise.
         rows: of the batch.
         multiple: of it is where rows begin.
+        slices: start and length of the micro-batches.
         tried: what stays even there is noted in it.
     """
     labels = _labels(leaves)
@@ -227,22 +234,23 @@ def varied(leaves: Leaves, start: int, length: int, rows: int, multiple: int, tr
         return sum(_is_even(tensor, at, length) for _, tensor in labels)
 
     step = max(1, length // 2 // multiple) * multiple
-    places = [start, *range(0, rows - length + 1, step), (rows - length) // multiple * multiple]
+    own = [min(at, rows - length) // multiple * multiple for at, _ in slices[:_CUTS]]
+    places = [*own, *range(0, rows - length + 1, step)][: 2 * _CUTS]
     best, fewest = start, even(start)
-    for at in places[: 1 + _CUTS] if fewest else ():
+    for at in places if fewest else ():
         if even(at) < fewest:
             best, fewest = at, even(at)
     for leaf, tensor in labels:
-        tried.pop(("even", leaf), None)
+        times = tried.pop(("even", leaf), 0.0)
         if _is_even(tensor, best, length):
-            tried["even", leaf] = 1.0
+            tried["even", leaf] = times + 1.0
     return best
 
 
 def is_varied(leaves: Leaves, slices: Cut, tried: Tried) -> bool:
     """Whether labels differ within a micro-batch that were alike wherever a proof has looked."""
     return any(
-        ("even", leaf) in tried
+        0.0 < tried.get(("even", leaf), 0.0) < _ASKED
         and any(not _is_even(tensor, start, length) for start, length in slices[:_CUTS])
         for leaf, tensor in _labels(leaves)
     )

@@ -244,9 +244,10 @@ class _Walk:
 
     def table(self, value: Any, words: set[Any], names: list[str]) -> None:
         """Functions by name, as in LOSSES[kind](...): those whose names are in sight, or all."""
-        inner = list(islice(value.items() if type(value) is dict else enumerate(value), _ITEMS))
+        named = isinstance(value, dict)
+        inner = list(islice(dict.items(value) if named else enumerate(value), _ITEMS))
         chosen = [item for key, item in inner if key in words]
-        for item in chosen if type(value) is dict and chosen else [item for _, item in inner]:
+        for item in chosen if named and chosen else [item for _, item in inner]:
             if not isinstance(item, (dict, list, tuple)):
                 self.object(item, names, 0)
 

@@ -194,6 +194,29 @@ doubt_refuse_samples(const oomkit_find *f, Py_ssize_t index)
     return oomkit_find_raise(f, index, text);
 }
 
+/* Is the list an argument of its own, and nothing beside it that could have a part for
+ * each of its samples? */
+static int
+is_all_there_is(const oomkit_find *f, Py_ssize_t list)
+{
+    Py_ssize_t argument, index;
+    int found = 0;
+
+    EACH_ARGUMENT(f, argument, index)
+    {
+        PyObject *object = f->batch->nodes[index].object; /* borrowed from the node */
+        if (index == list) {
+            found = 1;
+        } else if (object != Py_None && !PyLong_Check(object) &&
+                   !PyFloat_Check(object) && !PyUnicode_Check(object) &&
+                   !PyObject_TypeCheck(object, (PyTypeObject *)f->st->Module) &&
+                   !PyObject_TypeCheck(object, (PyTypeObject *)f->st->Optimizer)) {
+            return 0;
+        }
+    }
+    return found;
+}
+
 /* Taken for samples, with the refusal in flight for where that does not prove to be so.
  * 0 or -1. */
 static int
@@ -243,8 +266,8 @@ doubt_samples(const oomkit_find *f)
     if (first < 0 || inside != count_sliced(batch, 0, batch->count)) {
         return 0;
     }
-    i = count_sliced(batch, first, oomkit_node_end(batch, first));
-    return doubt_refuse_samples(f, first) < 0 && (!batch->provable || i != inside)
+    return doubt_refuse_samples(f, first) < 0 &&
+                   (!batch->provable || !is_all_there_is(f, first))
                ? -1
                : doubt_try_samples(f, first);
 }

@@ -282,7 +282,8 @@ engine_whole(oomkit_call *call)
         oomkit_backward_run(call, result) < 0) {
         Py_CLEAR(result);
     }
-    if (result != NULL && !call->training && engine_room(call, result) < 0) {
+    if (result != NULL && !call->training && oomkit_batch_rows(&call->batch) > 1 &&
+        engine_room(call, result) < 0) {
         Py_CLEAR(result);
     }
     return result;

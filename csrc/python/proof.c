@@ -187,7 +187,9 @@ weak_compare(oomkit_proof *p, PyObject **text)
                                     "the loss is a mean over samples, pass "
                                     "verify=False to leave this line out",
                                     call->options->label, (long long)p->first);
-        result = call->batch.doubt != NULL ? 0 : proof_log(call, "warning", line);
+        result = line == NULL                ? -1
+                 : call->batch.doubt != NULL ? 0
+                                             : proof_log(call, "warning", line);
         Py_XDECREF(line);
     } else if (PyArg_ParseTuple(verdict, "OUO", &equal, &line, &rules)) {
         Py_XSETREF(p->rules, Py_NewRef(rules));
@@ -422,23 +424,26 @@ proof_without_single(oomkit_proof *p, PyObject **text)
 {
     const oomkit_slice found = {p->start, p->length};
     const int64_t first = p->first, rows = p->call->batch.rows;
+    const int64_t next =
+        p->start + 2 * p->length <= rows ? p->start + p->length : p->start - p->length;
     PyObject *other = NULL; /* owned */
     int moved, single = first == 1 || p->length - first == 1;
 
     if (p->own || !single || oomkit_proof_returns_nothing(p->call) ||
         !oomkit_proof_rows_middle(p, oomkit_unfit_multiple(p->call)) || p->first < 2 ||
-        p->length - p->first < 2 || rows < 2 * p->length) {
+        p->length - p->first < 2 || next < 0 || next + p->length > rows) {
         p->first = first;
         return 0;
     }
     if (oomkit_proof_compare(p, p->first, &other) < 0) {
+        Py_CLEAR(*text);
         return -1;
     }
     if (other == NULL) {
-        p->start = p->start + 2 * p->length <= rows ? p->start + p->length
-                                                    : p->start - p->length;
-        if (p->start < 0 || oomkit_proof_whole_once(p, p->everything, &moved) < 0 ||
+        p->start = next;
+        if (oomkit_proof_whole_once(p, p->everything, &moved) < 0 ||
             oomkit_proof_compare(p, p->first, &other) < 0) {
+            Py_CLEAR(*text);
             return -1;
         }
         if (other == NULL) {
@@ -447,6 +452,7 @@ proof_without_single(oomkit_proof *p, PyObject **text)
         }
         p->start = found.start; /* for what is searched now */
         if (oomkit_proof_whole_once(p, p->everything, &moved) < 0) {
+            Py_CLEAR(*text);
             Py_DECREF(other);
             return -1;
         }
@@ -573,6 +579,7 @@ proof_larger(oomkit_proof *p, int64_t rows, int *result)
         }
     }
     p->on_host = 0;
+    p->own = 0;
     if (tried == 0) {
         p->start = start;
         p->length = length;
@@ -642,6 +649,7 @@ proof_again(oomkit_proof *p, int cut)
     }
     if (verdict == Py_None) {
         differs = recalled; /* an earlier run's word alone is not enough */
+        oomkit_proven_again(p->call);
     } else {
         differs = PyArg_ParseTuple(verdict, "OUO", &equal, &text, &rules) &&
                   (recalled ? equal != Py_True : equal == Py_False);
@@ -798,6 +806,10 @@ prove(oomkit_call *call)
     }
     if (result >= 0) {
         result = oomkit_proven_write(call->step);
+    } else if (exception != NULL && wanted > 1 &&
+               PyErr_GivenExceptionMatches(exception, call->st->SplitError) &&
+               oomkit_proven_forget(call) < 0) {
+        PyErr_WriteUnraisable(call->func); /* the refusal tells more */
     }
     Py_CLEAR(p.rule);
     Py_CLEAR(p.rules);
@@ -814,7 +826,7 @@ prove(oomkit_call *call)
 static int
 prove_doubtful(oomkit_call *call)
 {
-    PyObject *exception = NULL; /* owned, given back as the cause */
+    PyObject *exception = NULL, *refusal; /* owned; the former becomes the cause */
 
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(call->st->SplitError) &&
         !oomkit_proof_own_error(call)) {
@@ -825,7 +837,13 @@ prove_doubtful(oomkit_call *call)
     }
     call->raised = 1;
     oomkit_raise(call->st->SplitError, "%U", call->batch.doubt);
-    Py_XDECREF(exception);
+    refusal = oomkit_exception_take();
+    if (PyErr_GivenExceptionMatches(refusal, call->st->SplitError)) {
+        PyException_SetCause(refusal, exception); /* stolen */
+    } else {
+        Py_XDECREF(exception);
+    }
+    oomkit_exception_give(refusal);
     return -1;
 }
 

@@ -23,6 +23,8 @@ typedef struct oomkit_proven {
         *tried; /* owned: what was learnt of others (_weights.Tried); NULL before */
     uint64_t courses[OOMKIT_COURSES]; /* that were proven, 0 for none */
     uint64_t calls;                   /* since then, and that one */
+    uint64_t call;                    /* the last of them that was counted */
+    uint8_t missed; /* how often losses were to be compared and could not be */
     uint8_t level;
     uint8_t course_next;
     uint8_t labels;   /* among them ignored ones, not as many in each micro-batch */
@@ -121,6 +123,14 @@ oomkit_proof_is_new_course(oomkit_call *call);
 /* Was a call like this one proven by its gradients, or does it run for that? */
 int
 oomkit_proof_known(oomkit_call *call);
+
+/* It was refused after all: the next call is proven from the start. 0 or -1. */
+int
+oomkit_proven_forget(oomkit_call *call);
+
+/* Losses could not be compared in this call: in the next one, a few times. */
+void
+oomkit_proven_again(oomkit_call *call);
 
 void
 oomkit_proven_clear(oomkit_proven *proven);

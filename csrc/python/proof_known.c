@@ -6,6 +6,8 @@
 #include "tree.h"
 #include "unfit.h"
 
+#define MISSED 3 /* calls in a row in which losses could not be compared */
+
 static uint64_t
 mix(uint64_t hash, uint64_t value)
 {
@@ -84,6 +86,7 @@ oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried, uint64_t 
     found->key = call->proof_key;
     found->rule = rule;
     found->tried = tried;
+    found->call = call->number;
     found->level = (uint8_t)level;
     found->labels = labels > 0;
     if (course != 0) { /* 0: nothing but losses were compared */
@@ -93,6 +96,32 @@ oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried, uint64_t 
     Py_XDECREF(before_tried);
     step->losses.compared = 1; /* a guess about them would say less */
     return labels < 0 ? -1 : 0;
+}
+
+int
+oomkit_proven_forget(oomkit_call *call)
+{
+    oomkit_proven *found = oomkit_proven_find(call);
+
+    Py_CLEAR(call->step->recalled);
+    if (found != NULL) {
+        PyObject *rule = found->rule, *tried = found->tried; /* owned */
+        memset(found, 0, sizeof(*found));
+        Py_XDECREF(rule);
+        Py_XDECREF(tried);
+    }
+    return oomkit_proven_write(call->step);
+}
+
+void
+oomkit_proven_again(oomkit_call *call)
+{
+    oomkit_proven *found = oomkit_proven_find(call);
+
+    if (found != NULL && found->missed < MISSED) {
+        found->missed++;
+        found->calls--;
+    }
 }
 
 void
@@ -262,8 +291,12 @@ known_unsettled(oomkit_call *call, const oomkit_proven *found)
 /* What was shown is looked at again with other data, in the next split call; weights
  * that were found ever more seldom after that: in calls 2, 4, 8, ... */
 static int
-known_is_due(oomkit_proven *found)
+known_is_due(const oomkit_call *call, oomkit_proven *found)
 {
+    if (found->call == call->number) {
+        return 0; /* an attempt before has asked */
+    }
+    found->call = call->number;
     found->calls++;
     return found->calls == 2 ||
            (found->rule != NULL && (found->calls & (found->calls - 1)) == 0);
@@ -289,7 +322,7 @@ oomkit_proof_wanted(oomkit_call *call)
     if (unsettled != 0 || found->level != OOMKIT_PROVEN_FULLY) {
         return unsettled > 0 ? OOMKIT_PROOF_WEIGHTS : unsettled < 0 ? -1 : 1;
     }
-    if (known_is_due(found)) {
+    if (known_is_due(call, found)) {
         return OOMKIT_PROOF_LOSSES;
     }
     if (countable) {

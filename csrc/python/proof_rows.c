@@ -66,24 +66,26 @@ oomkit_proof_rows_two(oomkit_proof *p)
 int
 oomkit_proof_rows_varied(oomkit_proof *p)
 {
-    PyObject *leaves, *start = NULL; /* owned */
+    PyObject *leaves, *slices, *start = NULL; /* owned */
 
     if (!oomkit_weights_are_countable(p->call)) {
         return 0;
     }
     leaves = oomkit_proof_leaves(p->call);
-    if (leaves != NULL) {
+    slices = oomkit_proof_slices(p->slices, p->slice_count);
+    if (leaves != NULL && slices != NULL) {
         oomkit_exempt_enter(p->call->st);
-        start =
-            PyObject_CallMethod(p->judge, "place", "OLLLL", leaves, (long long)p->start,
-                                (long long)p->length, (long long)p->call->batch.rows,
-                                (long long)oomkit_unfit_multiple(p->call));
+        start = PyObject_CallMethod(p->judge, "place", "OLLLLO", leaves,
+                                    (long long)p->start, (long long)p->length,
+                                    (long long)p->call->batch.rows,
+                                    (long long)oomkit_unfit_multiple(p->call), slices);
         oomkit_exempt_leave(p->call->st);
     }
     if (start != NULL) {
         p->start = PyLong_AsLongLong(start);
     }
     Py_XDECREF(leaves);
+    Py_XDECREF(slices);
     Py_XDECREF(start);
     return PyErr_Occurred() ? -1 : 0;
 }

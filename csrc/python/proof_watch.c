@@ -172,7 +172,8 @@ oomkit_proof_joined(oomkit_call *call)
     PyObject *result = oomkit_attempt_join(call); /* owned */
     int status = result == NULL ? -1 : watch_tell(call->proof, "joined", result);
 
-    if (result == NULL && PyErr_ExceptionMatches(call->st->SplitError) &&
+    if (result == NULL && !call->proof->own &&
+        PyErr_ExceptionMatches(call->st->SplitError) &&
         (call->slices[0].length == 1 || call->slices[1].length == 1)) {
         PyErr_Clear(); /* of one row much looks like anything: see proof_joins() */
         call->raised = 0;
