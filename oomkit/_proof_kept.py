@@ -15,6 +15,7 @@ from ._weights import Tried, Weigher
 __all__ = ["noted", "recalled"]
 
 _MOST = 200  # weights that were tried and are noted of one batch
+_STRUCTURES = 8  # of batches that are kept of earlier runs
 _Proven = tuple[Weigher | None, Tried, bool]
 
 
@@ -25,15 +26,26 @@ def _code(function: Any) -> str:
     return "" if code is None else _digest(code)
 
 
-def noted(function: Any, proofs: list[tuple[int, Weigher | None, Tried | None, int]]) -> str | None:
+def noted(
+    function: Any,
+    proofs: list[tuple[int, Weigher | None, Tried | None, int]],
+    texts: list[str] | None = None,
+) -> str | None:
     """Text of proofs, or None where there is nothing to note.
 
     Args:
         function: what is decorated.
         proofs: of each structure of batches its key, the weights that were found, what is known
             of others, and whether labels were ignored.
+        texts: of earlier runs; what they have of other structures stays, for the same code.
     """
-    entries = []
+    code = _code(function)
+    own = {f"{key:016x}" for key, *_ in proofs}
+    entries = [
+        entry
+        for key, entry in _entries(texts or [], code).items()
+        if key not in own and _is_ours(entry)
+    ][-_STRUCTURES:]
     for key, rule, tried, labels in proofs:
         if rule is not None and rule.kind == "classes":
             continue  # its weights are a tensor of the model's
@@ -48,24 +60,34 @@ def noted(function: Any, proofs: list[tuple[int, Weigher | None, Tried | None, i
                 "labels": bool(labels),
             }
         )
-    code = _code(function)
     return json.dumps({"code": code, "proofs": entries}) if entries and code else None
+
+
+def _entries(texts: list[str], code: str) -> dict[str, Any]:
+    """What texts have for this code, by the keys of structures: the last one's, where many do."""
+    entries: dict[str, Any] = {}
+    for text in texts if code else []:
+        try:
+            found = json.loads(text)
+            if found["code"] == code:
+                entries.update({entry["key"]: entry for entry in found["proofs"]})
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            continue  # a text of somebody else's: it is proven anew
+    return entries
+
+
+def _is_ours(entry: dict[str, Any]) -> bool:
+    try:
+        _proven(entry)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return False
+    return True
 
 
 def recalled(function: Any, texts: list[str], key: int) -> _Proven | None:
     """The proof of a structure of batches, where one of these texts has it for this code."""
-    code = _code(function)
-    for text in reversed(texts):
-        try:
-            found = json.loads(text)
-            if found["code"] != code or not code:
-                continue
-            for entry in found["proofs"]:
-                if entry["key"] == f"{key:016x}":
-                    return _proven(entry)
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            continue  # a text of somebody else's: it is proven anew
-    return None
+    entry = _entries(texts, _code(function)).get(f"{key:016x}")
+    return _proven(entry) if entry is not None and _is_ours(entry) else None
 
 
 def _proven(entry: dict[str, Any]) -> _Proven:

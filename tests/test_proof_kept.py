@@ -139,6 +139,38 @@ def test_of_a_checkpoint(caplog_info: pytest.LogCaptureFixture) -> None:
     assert sizes.state_dict(again)["signatures"][0]["proven"] == state["signatures"][0]["proven"]
 
 
+def test_a_third_run_has_it_through_the_second(caplog_info: pytest.LogCaptureFixture) -> None:
+    """Also where the second has split nothing."""
+    _file(caplog_info)
+    for calls in (3, 0, 3):
+        step = _step(remember=True)
+        if calls:
+            _run(step, calls)
+        else:
+            step(*(t[:8] for t in _batch()))  # the file is read
+        assert ["by an earlier run" in line for line in _said(caplog_info)] == [True] * (calls > 0)
+        state = step.state_dict()
+        _next_run()
+    again = _step()
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+
+
+def test_proofs_of_other_batches_stay() -> None:
+    first, second = ([(key, None, {("even", key): 0.5}, 0)] for key in (5, 6))
+    one = _proof_kept.noted(_run, first)
+    assert one is not None
+    both = _proof_kept.noted(_run, second, [one, "nonsense"])
+    assert both is not None
+    assert _proof_kept.recalled(_run, [both], 5) == (None, {("even", 5): 0.5}, False)
+    assert _proof_kept.recalled(_run, [both], 6) == (None, {("even", 6): 0.5}, False)
+    assert _proof_kept.noted(_run, [], [both]) == _proof_kept.noted(_run, [], [one, both])
+    assert _proof_kept.noted(_step, [], [both]) is None  # of another code
+    newer = _proof_kept.noted(_run, [(5, None, {}, 1)], [both])
+    assert newer is not None
+    assert _proof_kept.recalled(_run, [newer], 5) == (None, {}, True)
+
+
 def test_another_code_is_proven_anew(caplog_info: pytest.LogCaptureFixture) -> None:
     step = _step()
     _run(step)

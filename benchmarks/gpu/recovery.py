@@ -96,6 +96,7 @@ def main() -> int:
     setup = setup_of(options)
     warnings.simplefilter("ignore", oomkit.OomkitWarning)
     logging.getLogger("oomkit").setLevel(logging.ERROR)
+    oomkit._C._keep_sizes(False)  # a step would begin split, as the one before it ended
     rows: list[dict[str, Any]] = []
     for layers in (2,) if setup.dry else (5, 50, 500):
         found = [once(setup, layers) for _ in range(2 if setup.dry else 30)]

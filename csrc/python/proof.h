@@ -139,7 +139,12 @@ oomkit_proven_clear(oomkit_proven *proven);
 
 struct oomkit_step;
 
-/* After a proof: step->proven_text has all of them. 0 or -1. */
+/* New reference: text of all proofs, of those of earlier runs too (list of str, or
+ * NULL), or None. */
+PyObject *
+oomkit_proven_text(const struct oomkit_step *step, PyObject *recalled);
+
+/* After a proof, and when some were recalled: step->proven_text has all. 0 or -1. */
 int
 oomkit_proven_write(struct oomkit_step *step);
 

@@ -4,8 +4,8 @@
 #include "proof.h"
 #include "step.h"
 
-int
-oomkit_proven_write(oomkit_step *step)
+PyObject *
+oomkit_proven_text(const oomkit_step *step, PyObject *recalled)
 {
     PyObject *list = PyList_New(0), *text = NULL; /* owned */
     int i;
@@ -26,9 +26,18 @@ oomkit_proven_write(oomkit_step *step)
         Py_XDECREF(item);
     }
     if (list != NULL) {
-        text = PyObject_CallMethod(step->st->proof, "noted", "OO", step->func, list);
+        text = PyObject_CallMethod(step->st->proof, "noted", "OOO", step->func, list,
+                                   recalled == NULL ? Py_None : recalled);
     }
     Py_XDECREF(list);
+    return text;
+}
+
+int
+oomkit_proven_write(oomkit_step *step)
+{
+    PyObject *text = oomkit_proven_text(step, step->recalled); /* owned */
+
     if (text == NULL) {
         return -1;
     }

@@ -103,13 +103,15 @@ oomkit_recall(oomkit_call *call)
 {
     oomkit_step *step = call->step;
     PyObject *here; /* owned */
+    const int had = step->recalled != NULL;
     int result;
 
     step->recall = 0; /* once, also when it fails */
     if (step->origin == NULL && !call->options->remember) {
         result = oomkit_kept_take(call);
         step->seen_oom = step->signature_count > 0;
-        return result;
+        return result < 0 || step->recalled == NULL ? result
+                                                    : oomkit_proven_write(step);
     }
     oomkit_signature_survey(call);
     here = oomkit_recall_place(step);
@@ -125,6 +127,9 @@ oomkit_recall(oomkit_call *call)
     }
     Py_XDECREF(here);
     step->seen_oom = step->signature_count > 0;
+    if (result == 0 && (had || step->recalled != NULL)) {
+        result = oomkit_proven_write(step); /* the next run has them through this one */
+    }
     return result;
 }
 

@@ -188,6 +188,7 @@ oomkit_step_load(PyObject *op, PyObject *state)
     oomkit_step *step = state_step(op);
     PyObject *values[STATE_NAMES];             /* borrowed from state */
     PyObject *origin = NULL, *recalled = NULL; /* owned */
+    PyObject *text = NULL;                     /* owned */
     oomkit_signature *entries = NULL;          /* owned */
     int count = -1, i;
 
@@ -199,7 +200,7 @@ oomkit_step_load(PyObject *op, PyObject *state)
             count = -1;
         }
     }
-    if (count < 0) {
+    if (count < 0 || (text = oomkit_proven_text(step, recalled)) == NULL) {
         PyMem_Free(entries);
         Py_XDECREF(recalled);
         Py_XDECREF(origin);
@@ -215,6 +216,8 @@ oomkit_step_load(PyObject *op, PyObject *state)
     step->seen_oom = 1; /* until the next call has looked */
     Py_XSETREF(step->origin, origin);
     Py_XSETREF(step->recalled, recalled);
+    Py_XSETREF(step->proven_text, text == Py_None ? NULL : Py_NewRef(text));
+    Py_DECREF(text);
     Py_RETURN_NONE;
 }
 
