@@ -19,6 +19,7 @@ import torch
 from . import _proof_kept
 from . import _proof_values as values
 from ._diagnose import Verification, tolerance
+from ._proof_graph import bounds
 from ._quiet import Quiet
 from ._weights import (
     TOLD,
@@ -79,6 +80,7 @@ class _Run:
     """What one run of the step has shown."""
 
     __slots__ = (
+        "bounds",
         "each",
         "gradients",
         "last",
@@ -101,6 +103,7 @@ class _Run:
         self.last: set[int] = set()  # parameters whose gradients are those at the end
         self.parts: dict[int, float] = {}  # norms of what the first part alone gave
         self.losses: list[list[float]] = []  # of each backward, by micro-batch
+        self.bounds: list[list[tuple[str, tuple[float, ...]]]] = []  # by micro-batch
         self.results: dict[str, Any] = {}
         self.each: list[dict[str, Any]] = []  # results of micro-batches
         self.rows: list[int] = []
@@ -240,7 +243,9 @@ class Proof:
                 value = float(tensor.detach())
         while len(run.losses) <= len(run.rows):
             run.losses.append([])
+            run.bounds.append([])
         run.losses[-1].append(value)
+        run.bounds[-1] += [b for t in tensors if isinstance(t, torch.Tensor) for b in bounds(t)]
 
     def _drop_cleared(self) -> None:
         """Gradients of the entry that the step has cleared are in none of what follows."""
@@ -313,8 +318,10 @@ class Proof:
         run = self._runs[self._now]
         while len(run.losses) <= len(run.rows):
             run.losses.append([])
+            run.bounds.append([])
         if isinstance(loss, torch.Tensor) and loss.is_floating_point():
             self._judge_precision(loss)
+            run.bounds[-1] += bounds(loss)
         run.rows.append(rows)
         run.weights.append(weight)
         leaves = values.kept_leaves(result)
@@ -533,6 +540,23 @@ class Proof:
                     f"the loss of a backward() is {total:.6g} in place of {value:.6g}",
                 )
 
+    def _compare_bounds(self, whole: _Run, made: _Run) -> None:
+        """A bound on a number that is another in each part. Where the whole has more of them
+        than a part, they are of single samples."""
+        if any(len(each) != len(whole.bounds[0]) for each in made.bounds):
+            return
+        for i, (name, given) in enumerate(whole.bounds[0]):
+            parts = [each[i] for each in made.bounds]
+            if any(part[0] != name or len(part[1]) != len(given) for part in parts):
+                continue
+            for values_ in zip(*(part[1] for part in parts), strict=True):
+                if any(values.far(values_[0], value, self._loss_limit) for value in values_):
+                    self._fail(
+                        1.0,
+                        f"{name}() bounds a number that is made of all rows, and one of "
+                        "some rows may be on the other side of the bound",
+                    )
+
     def _result_limit(self, value: Any) -> float:
         if self.noise:
             return _NOISE
@@ -618,6 +642,8 @@ class Proof:
         if self.noise:
             self._compare_losses(whole, made)
         self.volatile = self._worst[0] == 0.0
+        if self._worst[0] == 0.0 and whole.bounds:
+            self._compare_bounds(whole, made)
         if self._worst[0] == 0.0:
             self._compare_results(whole, made)
             if self.unjoined and not made.results and len(made.each) == 2:

@@ -296,6 +296,18 @@ int
 oomkit_course_skipped(oomkit_call *call);
 int
 oomkit_course_cut(oomkit_call *call);
+
+/* clear_between.c: zero_grad() after a backward of this micro-batch; 0 or -1. */
+int
+oomkit_clear_note(oomkit_call *call, PyObject *target);
+void
+oomkit_clear_forget(oomkit_call *call);
+/* Another backward begins: is what it cleared left out of the sum? 1, 0 or -1. */
+int
+oomkit_clear_between(oomkit_call *call);
+/* Is what this backward leaves in .grad about to be cleared? */
+int
+oomkit_clear_is_due(const oomkit_call *call);
 int
 oomkit_course_scale_note(oomkit_call *call, PyObject *scaler);
 PyObject *

@@ -36,6 +36,7 @@ typedef struct oomkit_grads {
     int stashing; /* what accumulates is for a stash: .grad stays the caller's */
     int apart;    /* ours accumulate beside the caller's and are added last */
     int away;     /* entry holds them now */
+    int dropped;  /* the step clears them between its backwards: nothing is added */
     uint64_t engine_runs; /* state->engine_runs when the marks were taken */
     int force_copies;     /* whatever the options say */
     int no_aside;         /* nothing may be set aside in this call */
@@ -245,10 +246,12 @@ typedef struct oomkit_call {
     int may_hold;          /* a backward over the whole batch ran before the replay */
     PyObject *plain_leaves; /* owned: weak references to leaves of a failed graph */
     int split_intercepted;  /* what only a split call intercepts is in place */
-    int parts_moved;   /* finished parts of an evaluation moved more than results */
-    int syncs;         /* accelerator.accumulate() entered in this micro-batch */
-    PyObject *cleared; /* owned: where zero_grad() ran after a backward of this
-                          micro-batch, or NULL */
+    int parts_moved;      /* finished parts of an evaluation moved more than results */
+    int syncs;            /* accelerator.accumulate() entered in this micro-batch */
+    PyObject *cleared;    /* owned: where zero_grad() ran after a backward of this
+                             micro-batch, or NULL */
+    PyObject *cleared_of; /* owned: list of what it was called of, or NULL */
+    int discarded;        /* backwards of a micro-batch whose gradients it clears */
     PyObject
         *forward_hook; /* owned: handle of torch's hook while a forward is refused */
     PyObject *updated; /* owned: set of addresses of parameters whose update was due */

@@ -275,14 +275,24 @@ oomkit_course_cut(oomkit_call *call)
     const oomkit_event *last = course->count > 0 && course->count <= OOMKIT_COURSE
                                    ? &course->events[course->count - 1]
                                    : NULL;
-    int stepped = last != NULL && last->target != NULL, changed;
+    int stepped = last != NULL && last->target != NULL, changed, cleared;
 
     if (call->backwards == 0) {
         return 0;
     }
     changed = call->is_last ? oomkit_grads_changed_since(call) : 0;
-    if (changed < 0 || (call->cleared == NULL && !stepped && !changed)) {
+    cleared = call->slice_index > 0 && call->discarded > 0 &&
+                      call->backwards == call->discarded
+                  ? 1 /* as in the first micro-batch, or refused */
+                  : call->cleared != NULL;
+    if (changed < 0 || (!cleared && !stepped && !changed)) {
         return changed < 0;
+    }
+    if (cleared && !stepped) {
+        changed = oomkit_clear_between(call);
+        if (changed != 0) {
+            return changed < 0;
+        }
     }
     call->raised = 1;
     oomkit_raise(call->st->SplitError,

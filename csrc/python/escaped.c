@@ -173,6 +173,8 @@ oomkit_grads_refuse_unexpected(oomkit_call *call)
     int result;
 
     if ((!call->grads.is_parked && call->backwards > 0) ||
+        (call->slice_index > 0 && call->discarded > 0 &&
+         call->backwards <= call->discarded && call->backwards > 0) ||
         (call->grads.began == NULL && call->grads.began_versions == NULL)) {
         return 0;
     }

@@ -165,7 +165,7 @@ oomkit_forward_release(oomkit_call *call)
 {
     PyObject *exception, *done; /* owned */
 
-    Py_CLEAR(call->cleared);
+    oomkit_clear_forget(call);
     if (call->updated == NULL) {
         return;
     }

@@ -286,11 +286,10 @@ oomkit_intercept_zero_grad_begins(PyObject *module)
     oomkit_call *call = oomkit_call_current();
 
     if (call == NULL || !call->split_intercepted || call->backwards == 0 ||
-        call->cleared != NULL || !oomkit_call_has_module(call, module)) {
+        !oomkit_call_has_module(call, module)) {
         return 0;
     }
-    call->cleared = oomkit_course_where();
-    return call->cleared == NULL ? -1 : 0;
+    return oomkit_clear_note(call, module);
 }
 
 /* Does zero_grad() of this module lead to our function in the class? *last (borrowed,

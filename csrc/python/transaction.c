@@ -453,9 +453,11 @@ oomkit_tx_end_attempt(oomkit_call *call)
     oomkit_course_clear(&call->course[0]);
     oomkit_course_clear(&call->course[1]);
     call->training = call->backwards = call->backward_failed = call->queued = 0;
+    call->discarded = 0;
     call->committed = call->raised = call->course_waived = 0;
     call->returned = OOMKIT_RETURNED_NOTHING;
-    call->grads.stashing = call->grads.apart = call->rowwise = 0;
+    call->grads.stashing = call->grads.apart = call->grads.dropped = 0;
+    call->rowwise = 0;
     call->updates = call->stranger_updates = call->params_stuck = 0;
     call->parts_moved = 0;
     call->intercept_depth = call->closure = 0;

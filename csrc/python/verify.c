@@ -96,7 +96,7 @@ verify_run(oomkit_proof *p, int64_t start, int64_t length, int part, int *moved)
     result = oomkit_tx_begin(call);
 
     call->is_last = 0;
-    Py_CLEAR(call->cleared);
+    oomkit_clear_forget(call);
     mode = result < 0 ? -1 : oomkit_grad_mode_off(call->st);
     if (mode >= 0) {
         result = verify_call(p, start, length, part);

@@ -286,9 +286,10 @@ def fgsm_grad(world: World) -> None:
         world.note(train_step(images, labels))
 
 
-@program("refused", says=r"zero_grad\(\) is called between|two backward\(\) calls")
+@program("refused", says=r"two backward\(\) calls", or_equal=True)
 def fgsm_backward(world: World) -> None:
-    """FGSM in the tutorial's way: requires_grad_() on the batch, backward, zero_grad, again."""
+    """FGSM in the tutorial's way: backward, zero_grad, again. What an earlier call has left in
+    .grad is in the way when memory runs out before the zero_grad."""
     model, optimizer = _linear_classifier()
     world.keep(model, optimizer)
 

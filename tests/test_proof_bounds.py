@@ -1,0 +1,106 @@
+"""A bound on the loss of the whole batch couples its rows, also where a proof does not meet it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import oomkit
+
+SEED, ROWS = 3, 8
+Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _per_row(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (model(x).squeeze(1) - y).square()
+
+
+def _mean(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return _per_row(model, x, y).mean()
+
+
+def _norm(model: nn.Module) -> torch.Tensor:
+    return torch.stack([p.square().sum() for p in model.parameters()]).sum().sqrt()
+
+
+def _one_by_one(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    losses = [(model(row).squeeze() - label).abs() for row, label in zip(x, y, strict=True)]
+    return sum(losses[1:], losses[0]) / len(losses)
+
+
+COUPLED: dict[str, Loss] = {
+    "clamped": lambda m, x, y: _mean(m, x, y).clamp(max=1e3),
+    "clamped from below": lambda m, x, y: _mean(m, x, y).clamp_min(1e-6),
+    "flooded": lambda m, x, y: (_mean(m, x, y) - 1e-3).abs() + 1e-3,  # Ishida et al., 2020
+    "largest": lambda m, x, y: torch.maximum(_mean(m, x, y), m(x).mean() - 9.0),
+    "relu of the mean": lambda m, x, y: F.relu(_mean(m, x, y) - 1e-6),
+    "a bounded penalty": lambda m, x, y: _mean(m, x, y) + (m(x).mean() + 5.0).clamp(max=99.0),
+    "difference of means": lambda m, x, y: F.smooth_l1_loss(m(x).mean() + 9.0, y.mean()),
+}
+APART: dict[str, Loss] = {
+    "of rows": lambda m, x, y: _per_row(m, x, y).clamp(max=1e3).mean(),
+    "row by row": _one_by_one,
+    "of weights": lambda m, x, y: _mean(m, x, y) + 0.1 * F.relu(_norm(m) - 0.5),
+    "of a temperature": lambda m, x, y: _mean(m, x, y) * m[0].bias[0].exp().clamp(max=100.0),
+    "of a count": lambda m, x, y: (
+        _per_row(m, x, y).sum() / torch.tensor(float(len(x))).clamp(min=1.0)
+    ),
+}
+
+
+def _world(loss: Loss, returned: bool) -> tuple[nn.Module, Callable[..., Any]]:
+    torch.manual_seed(SEED)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        value = loss(model, x, y)
+        value.backward()
+        optimizer.step()
+        return value.detach()
+
+    def compute(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return loss(model, x, y)
+
+    return model, compute if returned else step
+
+
+def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(SEED)
+    x = torch.randn(ROWS, 4, generator=g, dtype=torch.float64)
+    return x, torch.randn(ROWS, generator=g, dtype=torch.float64)
+
+
+def _run(loss: Loss, returned: bool, steps: int | None) -> list[torch.Tensor]:
+    model, function = _world(loss, returned)
+    step = function if steps is None else oomkit.auto_batch(function, accumulation_steps=steps)
+    for _ in range(3):
+        value = step(*_batch())
+        if returned:
+            value.backward()
+    grads = [p.grad for p in model.parameters()]
+    assert all(grad is not None for grad in grads)
+    return [t.detach().clone() for t in [*model.parameters(), *grads] if t is not None]
+
+
+@pytest.mark.parametrize("returned", [False, True])
+@pytest.mark.parametrize("steps", [2, ROWS])
+@pytest.mark.parametrize("name", COUPLED)
+def test_of_the_whole_batch(name: str, steps: int, returned: bool) -> None:
+    with pytest.raises(oomkit.SplitError, match=r"\(\) bounds a number that is made of all rows"):
+        _run(COUPLED[name], returned, steps)
+
+
+@pytest.mark.parametrize("returned", [False, True])
+@pytest.mark.parametrize("steps", [2, ROWS])
+@pytest.mark.parametrize("name", APART)
+def test_of_anything_else(name: str, steps: int, returned: bool) -> None:
+    torch.testing.assert_close(
+        _run(APART[name], returned, steps), _run(APART[name], returned, None), rtol=1e-9, atol=1e-12
+    )
