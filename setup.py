@@ -62,6 +62,13 @@ def export_only(version_script: str) -> list[str]:
     return [f"-Wl,--version-script={version_script}"] if sys.platform == "linux" else []
 
 
+# From the bottom up: docs/design.md has the plan of the house.
+FOLDERS = (
+    "py device tree batch result members call optim plain undo sizes hook accum proof engine "
+    "deferred loop types module"
+).split()
+
+
 def extensions() -> list[Extension]:
     headers = sorted(glob("csrc/**/*.h", recursive=True))
     python_include = ["-isystem", sysconfig.get_paths()["include"]]
@@ -72,7 +79,7 @@ def extensions() -> list[Extension]:
     found = [
         Extension(
             "oomkit._C",
-            sources=sorted(glob("csrc/python/*.c")) + core,
+            sources=[path for name in FOLDERS for path in sorted(glob(f"csrc/{name}/*.c"))] + core,
             depends=headers,
             extra_compile_args=python_include,
         )

@@ -120,7 +120,7 @@ class Keepsake:
         if not isinstance(own, dict):
             return []
         items = [(k, v) for k, v in own.items() if not _is_ours(v)]
-        if path:  # the optimizer's own go back with its methods: attributes.c
+        if path:  # the optimizer's own go back with its methods: step_attributes.c
             self.undo.append(functools.partial(_put_dict, own, list(own.items())))
         return [(f"{path}.{name}" if path else name, item) for name, item in items]
 

@@ -161,7 +161,7 @@ class Proof:
         self._unwritten: dict[int, torch.Tensor] = {}
         self.tried: Tried = dict(tried or {})  # the site's own when all has gone well
         self.unjoined = False  # results of parts of one row could not be joined
-        # How numbers in results are joined (results.h), by place.
+        # How numbers in results are joined (facts.h), by place.
         self.figures: dict[str, int] = {}
         self.volatile = False  # nothing but results differs: are they the same twice?
 

@@ -22,7 +22,7 @@ from torch import nn
 import oomkit
 from oomkit import _C
 
-STATE = Path(__file__).resolve().parents[1] / "csrc" / "python" / "state.h"
+STATE = Path(__file__).resolve().parents[1] / "csrc" / "py" / "state.h"
 KINDS = {f"{number} {kind.__qualname__}": kind for number, kind in enumerate(TYPES)}
 
 USES: dict[str, Callable[[Any], object]] = {

@@ -6,7 +6,7 @@
  * so that budgets and planned faults make real errors) or as they were set, and every
  * call is counted. */
 #define PY_SSIZE_T_CLEAN
-#include "../../csrc/python/state.h"
+#include "../../csrc/py/state.h"
 
 #include "../../csrc/core/status.h"
 

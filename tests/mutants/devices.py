@@ -8,7 +8,7 @@ MUTANTS = [
     Mutant(
         "lost-context-retried",
         "an error of the runtime that comes back ends the retries",
-        "csrc/python/device_error.c",
+        "csrc/device/runtime_error.c",
         "    return last.peek() != 0;",
         "    return 0;",
         ("device/test_own_errors.py::test_a_search_waits_for_nothing_of_a_lost_context",),
@@ -16,7 +16,7 @@ MUTANTS = [
     Mutant(
         "sticky-last-error-retried",
         "an error of the runtime after which nothing works ends the retries",
-        "csrc/python/device_error.c",
+        "csrc/device/runtime_error.c",
         "        return oomkit_classify_sticky(error);",
         "        return 0;",
         ("device/test_own_errors.py::test_a_sticky_last_error_ends_it",),
@@ -24,7 +24,7 @@ MUTANTS = [
     Mutant(
         "others-error-swallowed",
         "an error of the runtime that is none of memory stays for whoever looks for it",
-        "csrc/python/device_error.c",
+        "csrc/device/runtime_error.c",
         "    if (error != OUT_OF_MEMORY) {",
         "    if (error == 0) {",
         ("device/test_own_errors.py::test_an_error_that_is_none_of_memory_stays_with_the_runtime",),
@@ -32,7 +32,7 @@ MUTANTS = [
     Mutant(
         "wait-of-a-lost-context-forgiven",
         "a wait that says memory in a context that is lost passes as it is",
-        "csrc/python/device_calls.c",
+        "csrc/device/torch_calls.c",
         "    if (oomkit_device_is_lost(st, device)) {",
         "    if (0) {",
         ("device/test_own_errors.py::test_a_wait_out_of_memory_in_a_context_that_is_lost_passes",),
@@ -40,7 +40,7 @@ MUTANTS = [
     Mutant(
         "own-error-of-a-lost-context-renamed",
         "what a lost context raises in our own work is not told as a want of memory",
-        "csrc/python/takeback.c",
+        "csrc/undo/rollback.c",
         "    if (oomkit_exception_is_oom(call->st) &&\n        oomkit_device_is_lost",
         "    if (0 && oomkit_exception_is_oom(call->st) &&\n        oomkit_device_is_lost",
         ("device/test_own_errors.py::test_a_wait_out_of_memory_in_a_context_that_is_lost_passes",),
@@ -48,7 +48,7 @@ MUTANTS = [
     Mutant(
         "wait-ends-a-recovery",
         "a wait or flush that the driver has no memory for ends no recovery",
-        "csrc/python/device_calls.c",
+        "csrc/device/torch_calls.c",
         "    if (!oomkit_exception_is_oom(st)) {",
         "    if (!PyErr_ExceptionMatches(st->TorchOutOfMemoryError)) {",
         ("device/test_own_errors.py::test_a_wait_that_runs_out_of_memory_is_no_failure",),
@@ -56,7 +56,7 @@ MUTANTS = [
     Mutant(
         "flush-error-without-its-code",
         "a flush that fails raises what torch raises, with type and code",
-        "csrc/python/device_reclaim.c",
+        "csrc/device/reclaim.c",
         "        if (status == OOMKIT_EFAILED && oomkit_torch_can_flush(st, device)) {",
         "        if (0) {",
         ("device/test_own_errors.py::test_a_flush_that_fails_otherwise_raises_what_torch_raises",),
@@ -64,7 +64,7 @@ MUTANTS = [
     Mutant(
         "captured-call-is-marked",
         "a call inside a capture is the function alone",
-        "csrc/python/captured.c",
+        "csrc/call/graph_capture.c",
         "    call->captured = captured == 1;",
         "    call->captured = 0;",
         ("device/test_recovery.py::test_a_training_step_inside_a_capture_copies_nothing",),
@@ -72,7 +72,7 @@ MUTANTS = [
     Mutant(
         "capture-initialises",
         "no capture is asked for of a device that is not in use",
-        "csrc/python/captured.c",
+        "csrc/call/graph_capture.c",
         "        !oomkit_device_ready(st, call->device)) {",
         "        0) {",
         ("device/test_figures.py::test_no_capture_is_asked_for_of_a_device_that_is_not_in_use",),
@@ -80,7 +80,7 @@ MUTANTS = [
     Mutant(
         "captured-error-swallowed",
         "in a capture only an error of memory becomes one of ours",
-        "csrc/python/captured.c",
+        "csrc/call/graph_capture.c",
         "    if ((class_ != OOMKIT_CLASS_CERTAIN && class_ != OOMKIT_CLASS_MASKED) ||",
         "    if ((class_ == OOMKIT_CLASS_NEVER && class_ != OOMKIT_CLASS_MASKED) ||",
         ("device/test_recovery.py::test_another_error_inside_a_capture_passes",),
@@ -88,7 +88,7 @@ MUTANTS = [
     Mutant(
         "captured-lost-context-renamed",
         "an error of memory in a capture passes where the context is lost",
-        "csrc/python/captured.c",
+        "csrc/call/graph_capture.c",
         "        oomkit_device_is_lost(st, call->device)) {",
         "        0) {",
         ("device/test_recovery.py::test_a_lost_context_inside_a_capture_passes",),
@@ -96,7 +96,7 @@ MUTANTS = [
     Mutant(
         "captured-backward-left-out",
         "in a capture the backward that auto_batch was to run is run",
-        "csrc/python/captured.c",
+        "csrc/call/graph_capture.c",
         "    if (result != NULL && call->options->backward != NULL &&",
         "    if (result != NULL && call->options->backward == NULL &&",
         ("device/test_recovery.py::test_a_backward_of_ours_inside_a_capture_is_run",),
@@ -104,7 +104,7 @@ MUTANTS = [
     Mutant(
         "guard-knows-cuda-only",
         "a guard measures whichever accelerator is in use",
-        "csrc/python/device_default.c",
+        "csrc/device/default_device.c",
         "        if (bridge_ready(st, types[i])) {",
         "        if (i == 0 && bridge_ready(st, types[i])) {",
         ("device/test_other_devices.py",),
@@ -112,7 +112,7 @@ MUTANTS = [
     Mutant(
         "other-builds-capture-fails",
         "a build without graphs of its device captures nothing",
-        "csrc/python/refuse.c",
+        "csrc/device/default_device.c",
         "    if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) {",
         "    if (PyErr_Occurred()) {",
         ("device/test_other_devices.py::test_a_build_for_xpu_without_its_graphs_captures_nothing",),
@@ -120,7 +120,7 @@ MUTANTS = [
     Mutant(
         "other-accelerator-waited-for",
         "a device that is not torch's accelerator is waited for by its own call",
-        "csrc/python/device_calls.c",
+        "csrc/device/torch_calls.c",
         "    none = is_the_accelerator(device.type)\n",
         "    none = device.type >= 0\n",
         ("device/test_other_devices.py::test_cuda_beside_a_backend_that_is_torchs_accelerator",),
@@ -128,7 +128,7 @@ MUTANTS = [
     Mutant(
         "share-forgotten",
         "a share that the program has asked for is the limit everywhere",
-        "csrc/python/device.c",
+        "csrc/device/figures.c",
         "    return slot->budget_bytes != OOMKIT_UNKNOWN ? slot->budget_bytes\n"
         "                                                : slot->share_bytes;",
         "    return slot->budget_bytes;",
@@ -137,7 +137,7 @@ MUTANTS = [
     Mutant(
         "share-of-before-our-limit",
         "the program's share is looked at again when a limit of ours goes",
-        "csrc/python/device.c",
+        "csrc/device/figures.c",
         "    slot->looked = slot->stats_thrown = slot->resets_thrown = 0;",
         "    slot->stats_thrown = slot->resets_thrown = 0;",
         ("device/test_figures.py::test_our_limit_takes_the_place_of_the_share",),
@@ -145,7 +145,7 @@ MUTANTS = [
     Mutant(
         "throwing-allocator-asked-for-ever",
         "an allocator that throws each time is not asked for ever",
-        "csrc/python/device.c",
+        "csrc/device/figures.c",
         "    if (slot != NULL && slot->stats_thrown == TRIES) {",
         "    if (slot != NULL && slot->stats_thrown < 0) {",
         ("device/test_figures.py::test_an_allocator_that_throws_is_not_asked_for_ever",),
@@ -153,7 +153,7 @@ MUTANTS = [
     Mutant(
         "settings-of-the-last-call",
         "settings are read in effect, whatever torch was last given",
-        "csrc/python/device_settings.c",
+        "csrc/device/allocator_settings.c",
         "    expandable = on == Py_True;",
         "    expandable = on != Py_False;",
         ("device/test_torch_calls.py::test_settings_in_effect_are_read",),
@@ -161,7 +161,7 @@ MUTANTS = [
     Mutant(
         "settings-read-once",
         "settings are read again when others were given",
-        "csrc/python/device_settings.c",
+        "csrc/device/allocator_settings.c",
         "        PyObject_RichCompareBool(st->settings_seen, text, Py_EQ) != 1) {",
         "        text == NULL) {",
         ("device/test_torch_calls.py::test_a_snapshot_is_taken_when_the_settings_are_others",),
@@ -169,7 +169,7 @@ MUTANTS = [
     Mutant(
         "nvml-left-open",
         "NVML is shut down after each question",
-        "csrc/python/nvml.c",
+        "csrc/device/nvml.c",
         "    (void)nvml->shutdown(); /* init and shutdown are counted: a failure is theirs */\n",
         "",
         ("device/test_limits.py::test_owners_by_nvml",),
@@ -177,7 +177,7 @@ MUTANTS = [
     Mutant(
         "nvml-unknown-bytes-counted",
         "bytes that NVML does not tell are unknown",
-        "csrc/python/nvml.c",
+        "csrc/device/nvml.c",
         "        int known = infos[i].bytes != (unsigned long long)-1;",
         "        int known = infos[i].bytes != 1;",
         ("device/test_limits.py::test_bytes_that_nvml_does_not_tell_are_unknown",),
@@ -193,7 +193,7 @@ MUTANTS = [
     Mutant(
         "side-streams-not-waited-for",
         "what a side stream was given is waited for before the flush",
-        "csrc/python/device_reclaim.c",
+        "csrc/device/reclaim.c",
         "    if (ready && (now == OOMKIT_UNKNOWN || something_is_alive(now, baseline_bytes)) &&",
         "    if (0 && (now == OOMKIT_UNKNOWN || something_is_alive(now, baseline_bytes)) &&",
         ("device/test_recovery.py",),
@@ -201,7 +201,7 @@ MUTANTS = [
     Mutant(
         "workspaces-of-graphs-cleared",
         "workspaces stay while a captured graph has their addresses",
-        "csrc/python/device_reclaim.c",
+        "csrc/device/reclaim.c",
         "    if (alive != 0) {",
         "    if (alive < 0) {",
         ("device/test_recovery.py::test_workspaces_stay_while_a_captured_graph_is_alive",),
@@ -209,7 +209,7 @@ MUTANTS = [
     Mutant(
         "flush-into-a-capture",
         "a flush that was put off is not made while a graph is captured",
-        "csrc/python/device_reclaim.c",
+        "csrc/device/reclaim.c",
         "    if (capturing != 0) {",
         "    if (capturing < 0) {",
         ("device/test_recovery.py::test_nothing_is_freed_into_a_captured_graph",),
@@ -225,7 +225,7 @@ MUTANTS = [
     Mutant(
         "device-streams-stay",
         "random streams of a device are put back",
-        "csrc/python/rng.c",
+        "csrc/undo/random.c",
         "    if (type == OOMKIT_DEVICE_CPU) {\n        return 0;",
         "    if (type >= OOMKIT_DEVICE_CPU) {\n        return 0;",
         ("device/test_recovery.py::test_the_devices_streams_are_where_they_were",),
@@ -233,7 +233,7 @@ MUTANTS = [
     Mutant(
         "streams-of-a-device-beside-stay",
         "random streams of a device that the step moves its batch to are put back",
-        "csrc/python/rng.c",
+        "csrc/undo/random.c",
         "        type = oomkit_device_type_beside(call->st);",
         "        type = OOMKIT_DEVICE_CPU;",
         (
@@ -244,7 +244,7 @@ MUTANTS = [
     Mutant(
         "device-beside-not-flushed",
         "a device that the step moves its batch to is flushed before the retry",
-        "csrc/python/recover.c",
+        "csrc/engine/recover.c",
         "        reclaim_beside(call) < 0) {",
         "        0) {",
         ("device/test_moved_inside.py",),
@@ -252,7 +252,7 @@ MUTANTS = [
     Mutant(
         "context-made",
         "a device that the program does not use gets no context",
-        "csrc/python/device.c",
+        "csrc/device/figures.c",
         "    if (!oomkit_torch_has_context(device)) {",
         "    if (0) {",
         ("device/test_figures.py::test_the_driver_is_not_asked_of_a_device_without_a_context",),
@@ -260,7 +260,7 @@ MUTANTS = [
     Mutant(
         "pluggable-not-seen",
         "CUDA is in use with a pluggable allocator, too",
-        "csrc/python/device_default.c",
+        "csrc/device/default_device.c",
         "           (status == 0 && type == OOMKIT_DEVICE_CUDA && oomkit_cuda_in_use(st));",
         "           0;",
         ("device/test_pluggable.py",),
@@ -276,7 +276,7 @@ MUTANTS = [
     Mutant(
         "room-asked-once",
         "a device's room is asked for again: other processes come and go",
-        "csrc/python/signature.c",
+        "csrc/sizes/shapes.c",
         "            step->seen_oom && step->calls - step->surveyed_at >= SURVEY_EVERY);",
         "            step->seen_oom && step->calls < step->surveyed_at);",
         ("device/test_figures.py::test_another_process_that_leaves_gives_its_room_back",),
@@ -284,7 +284,7 @@ MUTANTS = [
     Mutant(
         "rest-of-the-device-forgotten",
         "a limit counts for no more than what the device has",
-        "csrc/python/signature.c",
+        "csrc/sizes/shapes.c",
         "    return usable < budget ? usable : budget;",
         "    return budget != OOMKIT_UNKNOWN ? budget : usable;",
         ("device/test_figures.py::test_a_limit_is_no_more_than_what_the_device_has",),

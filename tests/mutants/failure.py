@@ -8,7 +8,7 @@ MUTANTS = [
     Mutant(
         "exception-alive-in-the-replay",
         "the exception, its frames and their tensors are gone before the replay begins",
-        "csrc/python/recover.c",
+        "csrc/engine/recover.c",
         "    oomkit_exception_drop(st, exception, handled);\n    Py_XDECREF(handled);\n"
         "    oomkit_phase_set",
         "    static PyObject *late; /* until the next one */\n    Py_XSETREF(late, exception);\n"
@@ -18,7 +18,7 @@ MUTANTS = [
     Mutant(
         "frames-not-cleared",
         "the locals of frames that somebody else holds are cleared",
-        "csrc/python/drop.c",
+        "csrc/py/discard.c",
         "        if (!list_has_frame(kept, frame)) {",
         "        if (0) {",
         ("test_drop.py::test_nothing_outlives_a_dropped_exception",),
@@ -26,7 +26,7 @@ MUTANTS = [
     Mutant(
         "callers-exception-stripped",
         "an exception that the caller is handling keeps its traceback and its frames",
-        "csrc/python/drop.c",
+        "csrc/py/discard.c",
         "    list_collect(&kept, keep, NULL);\n    list_collect(&gone, exception, &kept);",
         "    (void)keep;\n    list_collect(&kept, NULL, NULL);\n"
         "    list_collect(&gone, exception, &kept);",
@@ -35,7 +35,7 @@ MUTANTS = [
     Mutant(
         "stored-exceptions-stay",
         "exceptions that are attributes of the dropped one (.inner_exception) are dropped too",
-        "csrc/python/drop.c",
+        "csrc/py/discard.c",
         "        list_add(list, value, kept);\n    }",
         "        ;\n    }",
         ("test_drop.py::test_nothing_outlives_a_dropped_exception",),
@@ -43,7 +43,7 @@ MUTANTS = [
     Mutant(
         "generators-closed",
         "a generator that only paused goes on after the failure",
-        "csrc/python/drop.c",
+        "csrc/py/discard.c",
         "        Py_DECREF(generator);\n        return;",
         "        Py_DECREF(generator);",
         ("test_drop.py::test_a_generator_that_paused_goes_on",),
@@ -51,7 +51,7 @@ MUTANTS = [
     Mutant(
         "no-drain",
         "the graph that a failed CPU backward left queued is gone before the replay",
-        "csrc/python/takeback.c",
+        "csrc/undo/rollback.c",
         "    if (result == 0 && call->queued) {",
         "    if (0) {",
         ("test_leaks.py::test_nothing_of_a_failed_backward_stays_queued",),
@@ -59,7 +59,7 @@ MUTANTS = [
     Mutant(
         "no-collection",
         "cycles of the failed attempt are collected before the replay, when bytes are alive",
-        "csrc/python/device_reclaim.c",
+        "csrc/device/reclaim.c",
         "before != OOMKIT_UNKNOWN && now > before;",
         "before != OOMKIT_UNKNOWN && 0;",
         ("test_judged.py::test_cycles_of_the_failed_attempt_are_gone_before_the_retry",),
@@ -67,7 +67,7 @@ MUTANTS = [
     Mutant(
         "no-cache-flush",
         "the allocator's cache is emptied before the replay",
-        "csrc/python/device_reclaim.c",
+        "csrc/device/reclaim.c",
         "         clear_workspaces(st, device, &workspaces) < 0) ||\n"
         "        oomkit_device_empty_cache(st, device) < 0) {",
         "         clear_workspaces(st, device, &workspaces) < 0)) {",
@@ -76,7 +76,7 @@ MUTANTS = [
     Mutant(
         "autocast-cache-stays",
         "autocast's cache of weights is empty before the replay",
-        "csrc/python/recover.c",
+        "csrc/engine/recover.c",
         "PyObject *done = PyObject_CallNoArgs(st->clear_autocast_cache); /* owned */",
         "PyObject *done = Py_NewRef(Py_None);",
         ("test_judged.py::test_weights_that_autocast_has_kept_are_gone_before_the_retry",),
@@ -84,7 +84,7 @@ MUTANTS = [
     Mutant(
         "interrupt-takes-nothing-back",
         "an interrupt in a split call takes the step back",
-        "csrc/python/passing.c",
+        "csrc/engine/passthrough.c",
         "    if ((call->split || call->ooms > 0 || interrupted) &&",
         "    if ((call->ooms > 0 || interrupted) && !interrupted &&",
         ("test_once_changes.py::test_a_keyboard_interrupt_rolls_back_and_passes",),
@@ -92,7 +92,7 @@ MUTANTS = [
     Mutant(
         "interrupt-swallowed",
         "an interrupt while everything is taken back is raised when that is done",
-        "csrc/python/takeback.c",
+        "csrc/undo/rollback.c",
         "    if (result >= 0 && *error != NULL && is_oom(st, *error)) {",
         "    if (result >= 0 && *error != NULL) {",
         ("test_recovery_faults.py::test_an_exception_while_rolling_back_passes_when_all_is_back",),
@@ -100,7 +100,7 @@ MUTANTS = [
     Mutant(
         "small-error-keeps-its-half",
         "another error in a later micro-batch takes the earlier ones back",
-        "csrc/python/passing.c",
+        "csrc/engine/passthrough.c",
         "    if ((call->split || call->ooms > 0 || interrupted) &&",
         "    if (interrupted &&",
         (
@@ -111,7 +111,7 @@ MUTANTS = [
     Mutant(
         "any-group-is-oom",
         "a group of exceptions is out-of-memory only when all of it is",
-        "csrc/python/exception.c",
+        "csrc/py/oom_error.c",
         "    return severity[one] >= severity[two] ? one : two;",
         "    return severity[one] <= severity[two] ? one : two;",
         ("test_classifier.py",),
@@ -127,7 +127,7 @@ MUTANTS = [
     Mutant(
         "any-type-is-oom",
         "an exception whose type is never out-of-memory may say what it likes",
-        "csrc/python/exception.c",
+        "csrc/py/oom_error.c",
         "    return exception_is_wrapper(st, exception) ? OOMKIT_EXCEPTION_RUNTIME\n",
         "    return st != NULL ? OOMKIT_EXCEPTION_RUNTIME\n",
         ("test_classifier.py::test_a_type_that_is_never_out_of_memory_may_quote_it",),
@@ -135,7 +135,7 @@ MUTANTS = [
     Mutant(
         "sticky-retried",
         "an error that leaves the device unusable is not retried",
-        "csrc/python/recover.c",
+        "csrc/engine/recover.c",
         "class_ == OOMKIT_CLASS_STICKY || class_ == OOMKIT_CLASS_NEVER ||",
         "class_ == OOMKIT_CLASS_NEVER ||",
         ("test_judged.py::test_what_a_retry_cannot_help_passes_as_it_came",),
@@ -143,7 +143,7 @@ MUTANTS = [
     Mutant(
         "never-retried",
         "a dead communicator, and our own OutOfMemory from inside, are not retried",
-        "csrc/python/recover.c",
+        "csrc/engine/recover.c",
         "class_ == OOMKIT_CLASS_STICKY || class_ == OOMKIT_CLASS_NEVER ||",
         "class_ == OOMKIT_CLASS_STICKY ||",
         (
@@ -154,7 +154,7 @@ MUTANTS = [
     Mutant(
         "masked-retried-for-ever",
         "an error that may hide an out-of-memory is retried twice, not more",
-        "csrc/python/recover.c",
+        "csrc/engine/recover.c",
         "(class_ == OOMKIT_CLASS_MASKED && call->ooms > MASKED_RETRIES)) {",
         "0) {",
         ("test_judged.py::test_and_passes_with_everything_back_when_it_comes_a_third_time",),
@@ -162,7 +162,7 @@ MUTANTS = [
     Mutant(
         "retried-under-distribution",
         "where a replay would be wrong (DDP, FSDP, graph capture) nothing is retried",
-        "csrc/python/recover.c",
+        "csrc/engine/recover.c",
         "        (call->refusal == NULL && oomkit_refusal(call, &call->refusal) < 0) ||\n",
         "",
         ("test_surroundings.py::test_more_than_one_rank",),
@@ -186,7 +186,7 @@ MUTANTS = [
     Mutant(
         "memory-that-lacks-is-no-bridge",
         "an import that lacks memory to try out the bridge fails, and a later one has the bridge",
-        "csrc/python/state.c",
+        "csrc/py/state.c",
         "    if (PyErr_ExceptionMatches(PyExc_MemoryError) ||\n",
         "    if ((0 && PyErr_ExceptionMatches(PyExc_MemoryError)) ||\n",
         ("test_nomemory.py::test_an_import_that_lacks_memory_for_the_bridge_fails",),
@@ -194,7 +194,7 @@ MUTANTS = [
     Mutant(
         "half-the-errors-are-all",
         "an import that failed while the errors were made can be repeated",
-        "csrc/python/module.c",
+        "csrc/module/module.c",
         "st->OomkitWarning == NULL && oomkit_errors_init(st) < 0",
         "st->OutOfMemory == NULL && oomkit_errors_init(st) < 0",
         ("test_nomemory.py::test_an_import_that_fails_while_errors_are_made_can_be_repeated",),
@@ -202,7 +202,7 @@ MUTANTS = [
     Mutant(
         "a-frame-without-memory-is-the-last",
         "a frame whose object cannot be made is an error, not the end of the stack",
-        "csrc/python/chunks_guard.c",
+        "csrc/loop/handout.c",
         "    if (frame == NULL && PyErr_Occurred()) {",
         "    if (0) {",
         ("test_nomemory.py::test_a_frame_without_memory_for_its_object_is_not_the_outermost",),

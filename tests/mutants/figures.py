@@ -81,7 +81,7 @@ MUTANTS = [
     Mutant(
         "state-not-predicted",
         "an optimizer's first step() that cannot fit is refused before anything has moved",
-        "csrc/python/predict.c",
+        "csrc/sizes/predict.c",
         "    if (answer != Py_None) {",
         "    if (0) {",
         ("test_optimizer_faults.py::"

@@ -8,7 +8,7 @@ MUTANTS = [
     Mutant(
         "stepped-in-each-micro-batch",
         "the optimizer steps in the last micro-batch alone",
-        "csrc/python/hold.c",
+        "csrc/accum/held_update.c",
         "    return !call->is_last ? 1",
         "    return !call->is_last ? 0",
         ("test_once_schedulers.py::test_schedulers_step_once",),
@@ -16,7 +16,7 @@ MUTANTS = [
     Mutant(
         "interceptors-stay",
         "after the call no interceptor is left in an optimizer, scheduler or scaler",
-        "csrc/python/install.c",
+        "csrc/hook/install.c",
         "if (PyDict_GetItemWithError(entry->dict, entry->name) == entry->interceptor) {",
         "if (0) {",
         ("test_once_updates.py::test_a_scheduler_saved_in_the_step_is_the_plain_one",),
@@ -24,7 +24,7 @@ MUTANTS = [
     Mutant(
         "wrapper-of-a-scheduler-lost",
         "the wrapper that a scheduler had put around optimizer.step is there again",
-        "csrc/python/install.c",
+        "csrc/hook/install.c",
         "? PyDict_SetItem(entry->dict, entry->name, self->original)",
         "? PyDict_DelItem(entry->dict, entry->name)",
         ("test_once_updates.py::"
@@ -33,7 +33,7 @@ MUTANTS = [
     Mutant(
         "hidden-scheduler",
         "a scheduler that the search does not find steps once all the same",
-        "csrc/python/install.c",
+        "csrc/hook/install.c",
         "    hidden = is_intercepted(call, optimizer);",
         "    hidden = 0;",
         ("test_once_updates.py::test_a_scheduler_out_of_sight_steps_once",),
@@ -41,7 +41,7 @@ MUTANTS = [
     Mutant(
         "other-courses",
         "micro-batches that do not make the same calls in the same order are refused",
-        "csrc/python/course.c",
+        "csrc/accum/sequence.c",
         "    if (first->events[at].target != target || first->events[at].name != name) {\n"
         "        return course_differs",
         "    if (0) {\n        return course_differs",
@@ -50,7 +50,7 @@ MUTANTS = [
     Mutant(
         "shorter-courses",
         "a micro-batch that leaves out what the first one did is refused",
-        "csrc/python/course.c",
+        "csrc/accum/sequence.c",
         "    if (!call->course_waived && course->count < first->count) {",
         "    if (0) {",
         ("test_course.py::test_step_every_second_call", "test_course.py::test_skip_on_nan",),
@@ -58,7 +58,7 @@ MUTANTS = [
     Mutant(
         "longer-courses",
         "a micro-batch that does more than the first one did is refused",
-        "csrc/python/course.c",
+        "csrc/accum/sequence.c",
         "    if (at >= first->count) {\n        return course_differs(call, where, NULL);\n    }",
         "    if (at >= first->count) {\n        return 0;\n    }",
         ("test_once_decisions.py::test_micro_batches_that_decide_differently_are_refused",),
@@ -66,7 +66,7 @@ MUTANTS = [
     Mutant(
         "batch-moved-unseen",
         "a batch that the failed attempt changed in place is refused, or restored",
-        "csrc/python/moved.c",
+        "csrc/batch/changed.c",
         "        if (moved) {\n            if (batch->saved == NULL) {",
         "        if (0) {\n            if (batch->saved == NULL) {",
         ("test_course.py::test_batch_changed_in_place_is_not_replayed",),
@@ -74,7 +74,7 @@ MUTANTS = [
     Mutant(
         "parameter-moved-unseen",
         "a parameter that is changed by hand in a micro-batch is refused",
-        "csrc/python/transaction.c",
+        "csrc/undo/savepoint.c",
         "    int state = oomkit_tx_params_moved(call, &which);",
         "    int state = 0;",
         ("test_course.py::test_one_number_of_a_large_parameter_changed_by_hand",),
@@ -82,7 +82,7 @@ MUTANTS = [
     Mutant(
         "data-written-unseen",
         "a write to parameter.data in a micro-batch is seen by value",
-        "csrc/python/transaction.c",
+        "csrc/undo/savepoint.c",
         "        state = oomkit_tx_params_rewritten(call, &which);",
         "        state = 0;",
         ("test_once.py::test_data_writes_in_a_micro_batch_are_seen",),
@@ -90,7 +90,7 @@ MUTANTS = [
     Mutant(
         "gradient-by-hand-unseen",
         "a gradient that no backward explains is refused",
-        "csrc/python/escaped.c",
+        "csrc/accum/stray_grads.c",
         "            result = escaped_counts(call, i);",
         "            result = 0;",
         ("test_course.py::test_gradient_set_by_hand_in_a_micro_batch",
@@ -99,7 +99,7 @@ MUTANTS = [
     Mutant(
         "cleared-between-backwards",
         "gradients that are cleared, changed or used between two backwards are refused",
-        "csrc/python/course.c",
+        "csrc/accum/sequence.c",
         "    if (changed < 0 || (!cleared && !stepped && !changed)) {",
         "    if (1) {",
         ("test_once.py::test_zero_grad_between_two_backwards_is_refused_without_a_proof",
@@ -108,7 +108,7 @@ MUTANTS = [
     Mutant(
         "clear-between-keeps-the-first",
         "what a backward before a zero_grad() gave is in no sum",
-        "csrc/python/clear_between.c",
+        "csrc/accum/clear_between.c",
         "            grads_array_free(call, &g->parked);",
         "            ;",
         ("test_clear_between.py::test_split_from_the_start",),
@@ -116,7 +116,7 @@ MUTANTS = [
     Mutant(
         "clear-between-covers",
         "gradients that a zero_grad() between two backwards does not clear are not dropped",
-        "csrc/python/clear_between.c",
+        "csrc/accum/clear_between.c",
         "            result = PySet_Contains(set, call->parts->params[i]);",
         "            result = 1;",
         ("test_clear_between.py::test_what_is_not_cleared_at_all",),
@@ -124,7 +124,7 @@ MUTANTS = [
     Mutant(
         "rate-of-a-counter",
         "a learning rate that is another one in each micro-batch is refused",
-        "csrc/python/transaction.c",
+        "csrc/undo/savepoint.c",
         "    int changed = oomkit_owners_groups_changed(call, optimizer, &name);",
         "    int changed = 0;",
         ("test_once_updates.py::test_a_learning_rate_of_a_counter_is_refused",),
@@ -132,7 +132,7 @@ MUTANTS = [
     Mutant(
         "rate-decays-k-times",
         "each micro-batch begins with the learning rates of the entry: a decay counts once",
-        "csrc/python/attempt.c",
+        "csrc/engine/attempt.c",
         "(oomkit_switches_restore(call) < 0 || oomkit_owners_again(call) < 0)) {",
         "oomkit_switches_restore(call) < 0) {",
         ("test_once_updates.py::test_a_rate_that_decays_before_the_update_decays_once",),
@@ -140,7 +140,7 @@ MUTANTS = [
     Mutant(
         "no-point-of-no-return",
         "a call whose update has moved a parameter is not replayed",
-        "csrc/python/transaction.c",
+        "csrc/undo/savepoint.c",
         "    if (call->committed) {\n        return 1;",
         "    if (1) {\n        return 0;",
         ("test_optimizer_faults.py::test_sweep_after_the_update",),
@@ -148,7 +148,7 @@ MUTANTS = [
     Mutant(
         "half-an-update-retried",
         "an optimizer that failed after it had moved something is not called again",
-        "csrc/python/intercept.c",
+        "csrc/hook/method.c",
         "    int moved = oomkit_optimizer_moved(call, index);\n\n"
         "    if (moved == 0 && !interceptor_versions_tell(self)) {",
         "    int moved = 0;\n\n    if (moved == 0 && !interceptor_versions_tell(self)) {",
@@ -157,7 +157,7 @@ MUTANTS = [
     Mutant(
         "data-writers-believed",
         "an optimizer that is not torch's may write without versions: its update is final",
-        "csrc/python/intercept.c",
+        "csrc/hook/method.c",
         "        if (result != NULL && !interceptor_versions_tell(self)) {",
         "        if (0) {",
         ("test_once_updates.py::test_an_optimizer_that_writes_data_is_not_repeated",),
@@ -165,7 +165,7 @@ MUTANTS = [
     Mutant(
         "closures-split",
         "an optimizer step with a closure (LBFGS) is neither split nor retried",
-        "csrc/python/intercept.c",
+        "csrc/hook/method.c",
         "    int closure = oomkit_interceptor_has_closure(args, nargsf, kwnames);",
         "    int closure = 0;",
         ("test_course.py::test_closures_are_refused_when_split",),
@@ -173,7 +173,7 @@ MUTANTS = [
     Mutant(
         "unknown-leaf-inside",
         "leaves that only a backward inside a backward leads to are met before it is split",
-        "csrc/python/backward.c",
+        "csrc/hook/backward.c",
         "    if (nested && call->split && oomkit_strangers_meet(call, args[0], 1) < 0) {",
         "    if (nested && call->split && 0) {",
         ("test_strangers_nested.py::test_every_place_of_an_oom_is_exact_or_refused_by_name",),
@@ -182,7 +182,7 @@ MUTANTS = [
         "unknown-leaf-of-later-rows",
         "leaves that only a later micro-batch leads to are refused where the whole batch may "
         "have added to them",
-        "csrc/python/strangers.c",
+        "csrc/accum/unknown_leaves.c",
         "    if (!call->may_hold) {",
         "    if (1) {",
         ("test_strangers_nested.py::"
@@ -191,7 +191,7 @@ MUTANTS = [
     Mutant(
         "siblings-wave-through",
         "all parameters that come with a module are asked for what the whole batch added",
-        "csrc/python/adopt.c",
+        "csrc/accum/late.c",
         "    for (i = from; call->may_hold && i < call->parts->param_count; i++) {",
         "    for (i = from; 0 && i < call->parts->param_count; i++) {",
         ("test_strangers_nested.py::"
@@ -200,7 +200,7 @@ MUTANTS = [
     Mutant(
         "a-look-without-memory-is-a-change",
         "memory that lacks to look at a gradient is an out-of-memory error like any other",
-        "csrc/python/escaped.c",
+        "csrc/accum/stray_grads.c",
         "        if (oomkit_exception_is_oom(call->st) ||",
         "        if (0 ||",
         ("test_once_changes.py::"
@@ -209,7 +209,7 @@ MUTANTS = [
     Mutant(
         "unknown-leaf-of-a-failed-one-inside",
         "leaves of a backward that failed inside a backward are told from those it never reached",
-        "csrc/python/backward.c",
+        "csrc/hook/backward.c",
         "    if (result == NULL && nested && (!call->split || call->slice_index > 0)) {",
         "    if (0) {",
         ("test_strangers_nested.py::"
@@ -219,7 +219,7 @@ MUTANTS = [
         "unknown-leaf",
         "a leaf that the search did not find is looked for in the graph before the first split "
         "backward",
-        "csrc/python/backward.c",
+        "csrc/hook/backward.c",
         "         oomkit_strangers_meet(call, roots, 0) < 0)) {",
         "         0)) {",
         ("test_strangers.py::test_found_in_the_graph",),
@@ -227,7 +227,7 @@ MUTANTS = [
     Mutant(
         "nested-steps-split",
         "a decorated step inside another one runs as it is: the outermost call answers for all",
-        "csrc/python/engine.c",
+        "csrc/engine/whole.c",
         "    if (oomkit_call_current() !=\n        NULL) {",
         "    if (0) {",
         ("test_steps.py::test_nested_steps_are_one_transaction",),
@@ -235,7 +235,7 @@ MUTANTS = [
     Mutant(
         "parts-kept-in-spite-of-noise",
         "finished parts of an evaluation are kept only while no random stream has moved",
-        "csrc/python/transaction.c",
+        "csrc/undo/savepoint.c",
         "    if (moved == 0 && call->rng.cpu_state != NULL) {",
         "    if (0) {",
         ("test_steps.py::test_an_evaluation_that_draws_numbers_keeps_no_part",),
@@ -243,7 +243,7 @@ MUTANTS = [
     Mutant(
         "clears-nothing-where-there-is-one",
         "zero_grad() is left out only where no gradient is there",
-        "csrc/python/clearing.c",
+        "csrc/hook/zero_grad.c",
         "            none &= marks[i].grad == NULL;",
         "            none &= 1;",
         ("test_once_clearing.py::test_a_gradient_that_is_there_is_cleared_in_every_micro_batch",),
@@ -251,7 +251,7 @@ MUTANTS = [
     Mutant(
         "anybodys-clearing-left-out",
         "only torch's own zero_grad() is left out",
-        "csrc/python/clearing.c",
+        "csrc/hook/zero_grad.c",
         "    plain = method == st->plain_zero_grad;",
         "    plain = 1;",
         ("test_once_clearing.py::test_somebodys_own_runs_every_time",),
@@ -259,7 +259,7 @@ MUTANTS = [
     Mutant(
         "error-asked-with-one-in-flight",
         "the error of an update is the one that is raised, also where torch is asked by attribute",
-        "csrc/python/transaction.c",
+        "csrc/undo/savepoint.c",
         "    exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;\n"
         "    result = oomkit_optimizers_any_moved(call);",
         "    exception = NULL;\n    result = oomkit_optimizers_any_moved(call);",

@@ -8,7 +8,7 @@ MUTANTS = [
     Mutant(
         "weight-1-over-k",
         "a micro-batch counts by its rows: n_i/N, not 1/k",
-        "csrc/python/weights.c",
+        "csrc/accum/weights.c",
         "(double)call->slices[i].length / (double)weights_rows(call);",
         "1.0 / (double)call->slice_count;",
         ("test_weights.py::test_split_equals_whole",),
@@ -16,7 +16,7 @@ MUTANTS = [
     Mutant(
         "sums-weighed",
         'with reduction="sum" every micro-batch counts as it is',
-        "csrc/python/weights.c",
+        "csrc/accum/weights.c",
         "            l->is_sum ? 1.0\n                      : (double)call->slices[i].length",
         "            (double)call->slices[i].length",
         ("test_weights.py::test_split_equals_whole",),
@@ -24,7 +24,7 @@ MUTANTS = [
     Mutant(
         "token-weights-equal",
         "weight= decides what a micro-batch counts: a mean over tokens is one over tokens",
-        "csrc/python/weights.c",
+        "csrc/accum/weights.c",
         "*weight = total > 0.0 ? *weight / total : 1.0 / (double)call->slice_count;",
         "*weight = 1.0 / (double)call->slice_count;",
         ("test_token_weights.py::test_token_mean",),
@@ -32,7 +32,7 @@ MUTANTS = [
     Mutant(
         "nothing-times-nan",
         "a micro-batch of weight 0 runs no backward: a mean over nothing is NaN",
-        "csrc/python/backward.c",
+        "csrc/hook/backward.c",
         "if (call->split && weight == 0.0) {",
         "if (0) {",
         ("test_token_weights.py::test_a_mean_over_no_token_adds_nothing",),
@@ -40,7 +40,7 @@ MUTANTS = [
     Mutant(
         "second-weight-first",
         "each backward of a step has its own weight",
-        "csrc/python/weights.c",
+        "csrc/accum/weights.c",
         "return l->group_weights[call->slice_index * l->groups + call->backwards];",
         "return l->group_weights[call->slice_index * l->groups];",
         ("test_token_weights.py::test_a_weight_for_each_backward",),
@@ -48,7 +48,7 @@ MUTANTS = [
     Mutant(
         "num-items-ignored",
         "a step that is passed num_items_in_batch has a sum for its loss",
-        "csrc/python/weights.c",
+        "csrc/accum/weights.c",
         ": l->counts_items || (options->weight",
         ": (options->weight",
         ("test_token_weights.py::test_num_items_means_a_sum",),
@@ -56,7 +56,7 @@ MUTANTS = [
     Mutant(
         "nested-backward-weighed",
         "a backward inside a backward (reentrant checkpoint) is not weighed again",
-        "csrc/python/backward.c",
+        "csrc/hook/backward.c",
         "    if (call->backward_depth > 0 || !backward_accumulates(st, args, nargsf, kwnames)) {",
         "    if (!backward_accumulates(st, args, nargsf, kwnames)) {",
         ("test_steps.py::test_split_is_the_whole_batch",),
@@ -64,7 +64,7 @@ MUTANTS = [
     Mutant(
         "autograd-grad-weighed",
         "autograd.grad (a gradient penalty) is no backward of the step: it is not weighed",
-        "csrc/python/backward.c",
+        "csrc/hook/backward.c",
         "    if (call->backward_depth > 0 || !backward_accumulates(st, args, nargsf, kwnames)) {",
         "    if (call->backward_depth > 0) {",
         ("test_weights.py::test_split_equals_whole",),
@@ -72,7 +72,7 @@ MUTANTS = [
     Mutant(
         "stash-lost",
         "parked gradients come back before the next backward, so that they add up",
-        "csrc/python/gradients.c",
+        "csrc/undo/gradients.c",
         "            if (grads_set(call, i, g->parked[i]) < 0) {",
         "            if (0) {",
         ("test_weights.py::test_split_equals_whole",),
@@ -81,7 +81,7 @@ MUTANTS = [
         "nothing-parked",
         "between backward and the end of a micro-batch its gradients are out of sight: clipping "
         "sees none or all",
-        "csrc/python/backward.c",
+        "csrc/hook/backward.c",
         "    if (!call->is_last || call->grads.stashing) {",
         "    if (call->grads.stashing) {",
         ("test_steps.py::test_split_is_the_whole_batch",),
@@ -105,7 +105,7 @@ MUTANTS = [
     Mutant(
         "outputs-in-reverse",
         "outputs are joined in the order of the batch",
-        "csrc/python/join_tensors.c",
+        "csrc/result/join_tensors.c",
         "PyList_SET_ITEM(list, i, Py_NewRef(values[i]));",
         "PyList_SET_ITEM(list, i, Py_NewRef(values[r->count - 1 - i]));",
         ("test_join_outputs.py::test_a_data_class",),
@@ -113,7 +113,7 @@ MUTANTS = [
     Mutant(
         "losses-plainly-averaged",
         "the loss that is returned is the mean with the weights of its micro-batches",
-        "csrc/python/join_rules.c",
+        "csrc/result/join_rules.c",
         "        return r->weights[i];",
         "        return 1.0 / (double)r->count;",
         ("test_weights.py::test_split_equals_whole",),
@@ -121,7 +121,7 @@ MUTANTS = [
     Mutant(
         "wrong-gradient-assumed",
         "a returned loss's gradients are scaled by the gradient that really came",
-        "csrc/python/stash.c",
+        "csrc/deferred/eager.c",
         "    if (value != p->assumed) {",
         "    if (0) {",
         ("test_returned.py::test_a_call_that_is_split",),
@@ -129,7 +129,7 @@ MUTANTS = [
     Mutant(
         "returned-not-added",
         "after the replay of a returned loss the caller's gradients hold what they held, plus it",
-        "csrc/python/gradients.c",
+        "csrc/undo/gradients.c",
         "        if (g->entry[i] != NULL && g->entry[i] != Py_None) {",
         "        if (0) {",
         ("test_returned_entry.py::test_bit_for_bit_as_a_call_that_was_split_before_its_backward",),
@@ -137,7 +137,7 @@ MUTANTS = [
     Mutant(
         "returned-stash-in-place",
         "while a returned loss is split the caller's gradients stay as they are",
-        "csrc/python/gradients.c",
+        "csrc/undo/gradients.c",
         "    if (g->stashing && !g->away && oomkit_grads_put_away(call) < 0) {",
         "    if (0) {",
         ("test_returned.py::test_gradients_of_the_caller_stay_put_while_split",),
@@ -145,7 +145,7 @@ MUTANTS = [
     Mutant(
         "rows-of-another-slice",
         "a loss with a row per sample is given its own rows of the caller's gradient",
-        "csrc/python/returned.c",
+        "csrc/deferred/micro_loss.c",
         "(long long)slice->start, (long long)slice->length);\n}\n\nstatic int\nreturned_replay",
         "0LL, (long long)slice->length);\n}\n\nstatic int\nreturned_replay",
         ("test_returned.py::test_a_row_per_sample",),
@@ -153,7 +153,7 @@ MUTANTS = [
     Mutant(
         "deposit-of-the-first-loss",
         "a gradient that is there when a stash is deposited is added to, not replaced",
-        "csrc/python/stash.c",
+        "csrc/deferred/eager.c",
         "        if (gradient == Py_None) {\n            result = PyObject_SetAttr(",
         "        if (1) {\n            result = PyObject_SetAttr(",
         ("test_returned.py::test_the_users_own_accumulation",),
@@ -161,7 +161,7 @@ MUTANTS = [
     Mutant(
         "no-autocast-in-the-replay",
         "the replay of a returned loss runs under the autocast of its call",
-        "csrc/python/modes.c",
+        "csrc/deferred/autocast.c",
         "    if (on != Py_True) {",
         "    if (1) {",
         ("test_returned_modes.py::test_autocast_has_ended_when_backward_comes",),
@@ -169,7 +169,7 @@ MUTANTS = [
     Mutant(
         "forgotten-sum",
         "a sum that is taken for a mean is said",
-        "csrc/python/losses.c",
+        "csrc/accum/loss_value.c",
         "    is_sum = near(l->sum, whole * factor, limit);",
         "    is_sum = 0;",
         ("test_forgotten_sum.py::test_a_sum_is_said",),
@@ -177,7 +177,7 @@ MUTANTS = [
     Mutant(
         "coupled-samples-unsaid",
         "a loss that couples the samples of a batch is said",
-        "csrc/python/losses.c",
+        "csrc/accum/loss_value.c",
         "    if (fabs(joined - whole) <= limit * fmax(fabs(whole), l->largest)) {",
         "    if (1) {",
         (
@@ -187,7 +187,7 @@ MUTANTS = [
     Mutant(
         "metric-of-the-last",
         "ReduceLROnPlateau sees the metric of the batch, not of the last micro-batch",
-        "csrc/python/metrics.c",
+        "csrc/optim/scheduler_args.c",
         "    *mean = same ? first->value : *mean;",
         "    *mean = last->value;",
         ("test_once_schedulers.py::test_plateau_gets_the_metric_of_the_whole_batch",),
@@ -203,7 +203,7 @@ MUTANTS = [
     Mutant(
         "weight-not-confirmed",
         "weights that the proof finds are tried at a second place before they are used",
-        "csrc/python/proof.c",
+        "csrc/proof/proof.c",
         "        holds = text == NULL;",
         "        holds = 1;",
         ("test_never_silent.py::test_exact_or_refused_before_the_update",),
@@ -211,7 +211,7 @@ MUTANTS = [
     Mutant(
         "later-labels-not-proven",
         "where the first batch ignored no label, one that does is proven anew",
-        "csrc/python/proof_known.c",
+        "csrc/proof/proven.c",
         "    return found->rule == NULL && !found->labels ? oomkit_weights_labels(call) : 0;",
         "    return 0;",
         ("programs/test_programs.py::test_program[gpt_padded_later]",),

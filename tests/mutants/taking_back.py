@@ -8,7 +8,7 @@ MUTANTS = [
     Mutant(
         "no-rng-restore",
         "torch's random stream begins the replay where it began the call",
-        "csrc/python/rng.c",
+        "csrc/undo/random.c",
         "    if (rng->cpu_state != NULL) {\n        done =",
         "    if (0) {\n        done =",
         ("test_streams.py::test_what_is_put_back_is_where_the_stream_was",),
@@ -16,7 +16,7 @@ MUTANTS = [
     Mutant(
         "no-python-random-restore",
         "Python's random stream begins the replay where it began the call",
-        "csrc/python/rng.c",
+        "csrc/undo/random.c",
         'done = rng_library_call("random", "setstate", rng->random_state);',
         "done = Py_NewRef(Py_None);",
         ("test_steps.py::test_python_and_numpy_streams_are_rolled_back",),
@@ -24,7 +24,7 @@ MUTANTS = [
     Mutant(
         "no-generator-restore",
         "a generator that takes part begins the replay where it began the call",
-        "csrc/python/rng.c",
+        "csrc/undo/random.c",
         "done = PyObject_CallMethodOneArg(generator, st->str_set_state, state);",
         "done = Py_NewRef(Py_None);",
         ("test_steps.py::test_generator_among_the_globals_is_rolled_back",),
@@ -32,7 +32,7 @@ MUTANTS = [
     Mutant(
         "no-buffer-restore",
         "buffers are put back from their copies",
-        "csrc/python/buffers_restore.c",
+        "csrc/undo/buffers_back.c",
         "if (stuck < 0 || (!stuck && buffer_put_back(call, i) < 0)) {",
         "if (stuck < 0) {",
         ("test_exact.py::test_every_allocation_failed_once[conv-whole]",),
@@ -41,7 +41,7 @@ MUTANTS = [
         "buffers-by-version",
         "buffers are put back whatever their versions say: a kernel that fails half-way has "
         "written and bumped none",
-        "csrc/python/buffers_restore.c",
+        "csrc/undo/buffers_back.c",
         "    PyObject *dict; /* owned */\n    int result = 0;\n",
         "    PyObject *dict; /* owned */\n    int result = 0;\n    uint32_t now = 0;\n"
         "    if (oomkit_tensor_version(call->st, item->tensor, &now) == 0 &&\n"
@@ -51,7 +51,7 @@ MUTANTS = [
     Mutant(
         "replaced-buffer-stays",
         "a buffer that was replaced by another tensor is put in its place again",
-        "csrc/python/buffers_restore.c",
+        "csrc/undo/buffers_back.c",
         "if (PyDict_GetItemWithError(dict, item->key) != item->tensor) {",
         "if (0) {",
         ("test_once.py::test_a_buffer_that_was_replaced_is_in_its_place_again",),
@@ -59,7 +59,7 @@ MUTANTS = [
     Mutant(
         "new-gradients-stay",
         "gradients that the failed attempt made are dropped",
-        "csrc/python/rollback.c",
+        "csrc/undo/gradients_back.c",
         "    case OOMKIT_GRAD_NEW:\n        return grads_set(call, i, Py_None);",
         "    case OOMKIT_GRAD_NEW:\n        return 0;",
         ("test_exact.py::test_every_allocation_failed_once[mlp-backward]",),
@@ -67,7 +67,7 @@ MUTANTS = [
     Mutant(
         "no-gradient-restore",
         "gradients at entry are put back from their copies: no batch is added to them twice",
-        "csrc/python/rollback.c",
+        "csrc/undo/gradients_back.c",
         "return grads_put_copy(call, i, state == OOMKIT_GRAD_MOVED);",
         "return 0;",
         ("test_weights.py::test_gradients_before_the_step_survive_every_fault",),
@@ -75,7 +75,7 @@ MUTANTS = [
     Mutant(
         "aside-in-spite-of-noise",
         "a moved gradient is set aside only where the replay draws the same random numbers",
-        "csrc/python/rollback.c",
+        "csrc/undo/gradients_back.c",
         "differs = differs == 0 ? oomkit_rng_moved(call) : differs;",
         "",
         ("test_weights.py::test_gradient_safety_off_raises_instead_of_guessing",),
@@ -83,7 +83,7 @@ MUTANTS = [
     Mutant(
         "aside-in-spite-of-nesting",
         "a moved gradient is set aside only where no backward inside brought a part of it",
-        "csrc/python/rollback.c",
+        "csrc/undo/gradients_back.c",
         "        call->st->engine_runs != call->grads.engine_runs + 1) {\n",
         "        0) {\n",
         ("test_gradients_apart.py"
@@ -92,7 +92,7 @@ MUTANTS = [
     Mutant(
         "contribution-stays",
         "what a failed backward has added is taken off before the call is run again",
-        "csrc/python/recompute.c",
+        "csrc/deferred/recompute.c",
         "PyObject_CallMethod(aside[i], \"sub_\", \"O\", gradient);",
         "Py_NewRef(gradient);",
         ("test_accumulation.py::test_an_error_in_the_backward_of_a_later_call[inside-False]",),
@@ -100,7 +100,7 @@ MUTANTS = [
     Mutant(
         "another-contribution",
         "what is taken off is of the failed attempt's loss",
-        "csrc/python/recompute.c",
+        "csrc/deferred/recompute.c",
         "        return recompute_end(call); /* nor where either is not known: NaN */\n",
         "        ;\n",
         ("test_accumulation.py"
@@ -109,7 +109,7 @@ MUTANTS = [
     Mutant(
         "aside-lost",
         "gradients that were set aside come back in place of the replayed ones",
-        "csrc/python/gradients.c",
+        "csrc/undo/gradients.c",
         "if (g->aside[i] != NULL && grads_set(call, i, g->aside[i]) < 0) {\n            return -1;",
         "if (0) {\n            return -1;",
         ("test_weights.py::test_gradients_before_a_proven_step_are_set_aside",),
@@ -127,7 +127,7 @@ MUTANTS = [
     Mutant(
         "versions-ignored",  # in the bridge itself its check at import would tell
         "a gradient that was added to in place is told from one that was not, by its version",
-        "csrc/python/rollback.c",
+        "csrc/undo/gradients_back.c",
         "    aside = call->grads.at_entry ? grads_may_set_aside(call, states, steps) : 0;\n",
         "    for (i = 0; i < n; i++) {\n"
         "        states[i] = states[i] == OOMKIT_GRAD_MOVED ? OOMKIT_GRAD_SAME : states[i];\n"
@@ -138,7 +138,7 @@ MUTANTS = [
     Mutant(
         "versions-ignored-without-bridge",
         "the same where there is no bridge",
-        "csrc/python/rollback.c",
+        "csrc/undo/gradients_back.c",
         "*step = facts.version - g->held_versions[i];",
         "*step = 0;",
         ("test_without_bridge.py::test_recovered_equals_planned_bit_for_bit",),
@@ -146,7 +146,7 @@ MUTANTS = [
     Mutant(
         "learning-rates-stay",
         "learning rates and other plain values of optimizers are put back",
-        "csrc/python/owners.c",
+        "csrc/undo/user_state.c",
         "? oomkit_groups_restore(st, object, PyTuple_GET_ITEM(pair, 1))",
         "? 0",
         ("test_once_updates.py::test_learning_rates_are_rolled_back_and_changed_once",),
@@ -154,7 +154,7 @@ MUTANTS = [
     Mutant(
         "scaler-states-stay",
         "what a GradScaler has noted per optimizer (unscaled, infinities) is put back",
-        "csrc/python/owners.c",
+        "csrc/undo/user_state.c",
         "PyObject *list = call->scaler_marks; /* borrowed from call */",
         "PyObject *list = NULL;",
         ("test_once_updates.py::test_a_scaler_that_had_unscaled_does_so_again",),
@@ -162,7 +162,7 @@ MUTANTS = [
     Mutant(
         "attributes-stay",
         "what step() has set on an optimizer or a scheduler goes back with the rest",
-        "csrc/python/owners.c",
+        "csrc/undo/user_state.c",
         "    if (oomkit_attributes_restore(call) < 0 || owners_restore_copies(call) < 0) {",
         "    if (owners_restore_copies(call) < 0) {",
         (
@@ -173,7 +173,7 @@ MUTANTS = [
     Mutant(
         "scale-stays-lent",
         "the scale that a scaler has lent to a fused update is gone after a half done one",
-        "csrc/python/intercept.c",
+        "csrc/hook/method.c",
         "            oomkit_attributes_undo(call);",
         "",
         ("test_refused_attributes.py::test_a_partial_update_leaves_no_scale_behind",),
@@ -181,7 +181,7 @@ MUTANTS = [
     Mutant(
         "half-made-scaler-stays",
         "a GradScaler of which only one of two tensors was made is put back",
-        "csrc/python/owners.c",
+        "csrc/undo/user_state.c",
         ": scaler_tensors_restore(object, PyTuple_GET_ITEM(pair, 1));",
         ": 0;",
         ("test_once_updates.py::test_every_fault_of_a_cold_scaler",),
@@ -189,7 +189,7 @@ MUTANTS = [
     Mutant(
         "half-made-state-stays",
         "the state of parameters that an optimizer had begun to make is removed",
-        "csrc/python/optimizers.c",
+        "csrc/optim/optimizer.c",
         "    if (PyDict_Check(mark->state) &&\n"
         "        undo_new_keys(mark->state, mark->params_seen) < 0) {",
         "    if (0) {",
@@ -198,7 +198,7 @@ MUTANTS = [
     Mutant(
         "no-optimizer-copy",
         'with optimizer_safety="copy" parameters and moments are put back from their copies',
-        "csrc/python/optimizers.c",
+        "csrc/optim/optimizer.c",
         "done = PyObject_CallMethodOneArg(mark->items[i].value, call->st->str_copy,\n"
         "                                         mark->copies[i]);",
         "done = Py_NewRef(Py_None);",
@@ -207,7 +207,7 @@ MUTANTS = [
     Mutant(
         "switches-stay",
         "train() and requires_grad are as at entry when an attempt begins again",
-        "csrc/python/switches.c",
+        "csrc/undo/flags.c",
         "    if (call->switches != NULL && switches_training(call->st, call->switches) < 0) {",
         "    if (0) {",
         ("test_switches.py::test_a_replay_begins_as_the_call_began",),
@@ -215,7 +215,7 @@ MUTANTS = [
     Mutant(
         "frozen-stays",
         "requires_grad of parameters is as at entry when an attempt begins again",
-        "csrc/python/switches.c",
+        "csrc/undo/flags.c",
         "    return switches_grads(call, oomkit_tx_params_flags(call, 0));\n}\n\n/* --- around",
         "    return 0;\n}\n\n/* --- around",
         ("test_switches.py::test_a_replay_begins_as_the_call_began",),
@@ -223,7 +223,7 @@ MUTANTS = [
     Mutant(
         "no-pristine-restore",
         "what a step wrote to parameters in the first micro-batch of a refused split is put back",
-        "csrc/python/transaction.c",
+        "csrc/undo/savepoint.c",
         "stay = oomkit_pristine_restore(call, &param);",
         "stay = 0;",
         ("test_once_changes.py::test_a_change_is_refused_by_name_and_taken_back",),
@@ -231,7 +231,7 @@ MUTANTS = [
     Mutant(
         "no-slot-restore",
         "a parameter that was replaced in its module is put in its place again",
-        "csrc/python/transaction.c",
+        "csrc/undo/savepoint.c",
         "if (oomkit_slots_restore(call) < 0 ||",
         "if (0 ||",
         ("test_once_changes.py::test_a_change_is_refused_by_name_and_taken_back",),
@@ -239,7 +239,7 @@ MUTANTS = [
     Mutant(
         "roll-back-tried-once",
         "a roll-back that ran out of memory is done again",
-        "csrc/python/takeback.c",
+        "csrc/undo/rollback.c",
         "#define TRIES 3",
         "#define TRIES 1",
         ("test_recovery_faults.py::test_out_of_memory_while_rolling_back_is_recovered_from",),
@@ -247,7 +247,7 @@ MUTANTS = [
     Mutant(
         "accumulated-count-stays",
         "what accelerate has counted in the failed attempt is taken back",
-        "csrc/python/owners.c",
+        "csrc/undo/user_state.c",
         "if (oomkit_accelerator_restore(object, PyTuple_GET_ITEM(pair, 1)) < 0) {",
         "if (0) {",
         ("test_accelerate.py::test_out_of_memory",),

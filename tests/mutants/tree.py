@@ -34,7 +34,7 @@ class Base:
 
     folder: Path
     compile: dict[str, list[str]]
-    """By source, as in csrc/python/call.c."""
+    """By source, as in csrc/engine/whole.c."""
     link: list[list[str]]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from .builds import preloaded
 
 # Frames of ours: by source where there are symbols, by library where there are none.
-OURS = re.compile(r"csrc/(core|python|torch)/|oomkit/_(C|bridge)\.|/plants\.c")
+OURS = re.compile(r"csrc/\w+/|oomkit/_(C|bridge)\.|/plants\.c")
 _BEGINS = re.compile(
     r"^(==\d+==ERROR: |WARNING: ThreadSanitizer: |Direct leak of |Indirect leak of |"
     r"\S+ runtime error: |AddressSanitizer: CHECK failed)"

@@ -1,0 +1,97 @@
+/* oomkit.current(): where in a split call this code runs. */
+#include "current.h"
+#include "../undo/undo.h"
+
+static PyStructSequence_Field current_fields[] = {
+    {"index", "number of this micro-batch, from 0"},
+    {"count", "how many micro-batches the batch is split into; 1 while it is whole"},
+    {"is_last", "whether this is the last micro-batch: what must happen once per batch "
+                "belongs here"},
+    {"weight", "share of the loss that this micro-batch carries"},
+    {NULL, NULL},
+};
+
+static PyStructSequence_Desc current_desc = {
+    "oomkit.Current",
+    "Position inside a protected call, as oomkit.current() returns it.",
+    current_fields,
+    4,
+};
+
+int
+oomkit_current_init(oomkit_state *st)
+{
+    st->current_type = oomkit_sequence_type(&current_desc);
+    return st->current_type == NULL ? -1 : 0;
+}
+
+static PyObject *
+current_get(PyObject *module, PyObject *Py_UNUSED(ignored))
+{
+    oomkit_state *st = oomkit_state_of_module(module);
+    oomkit_call *call = oomkit_call_current();
+    PyObject *values[4]; /* owned, stolen by the sequence */
+    PyObject *current;   /* owned */
+    int split = call != NULL && call->split && call->running, i;
+
+    if (call != NULL && call->running) {
+        call->course_waived = 1; /* the function decides for itself what runs when */
+    }
+    current = PyStructSequence_New((PyTypeObject *)st->current_type);
+    if (current == NULL) {
+        return NULL;
+    }
+    values[0] = PyLong_FromLongLong(split ? (long long)call->slice_index : 0);
+    values[1] = PyLong_FromLongLong(split ? (long long)call->slice_count : 1);
+    values[2] = PyBool_FromLong(!split || call->is_last);
+    values[3] = PyFloat_FromDouble(split ? call->weights[call->slice_index] : 1.0);
+    for (i = 0; i < 4; i++) {
+        if (values[i] == NULL) {
+            Py_CLEAR(current);
+        }
+    }
+    for (i = 0; i < 4; i++) {
+        if (current == NULL) {
+            Py_XDECREF(values[i]);
+        } else {
+            PyStructSequence_SET_ITEM(current, i, values[i]);
+        }
+    }
+    return current;
+}
+
+/* testing.force_slices: a tuple of positive lengths, or None. */
+static PyObject *
+current_force_slices(PyObject *module, PyObject *lengths)
+{
+    oomkit_state *st = oomkit_state_of_module(module);
+    PyObject *before = st->forced_slices; /* owned, handed to the caller */
+
+    if (lengths != Py_None && !PyTuple_CheckExact(lengths)) {
+        PyErr_Format(PyExc_TypeError,
+                     "_force_slices() expected a tuple or None, got %s",
+                     Py_TYPE(lengths)->tp_name);
+        return NULL;
+    }
+    st->forced_slices = lengths == Py_None ? NULL : Py_NewRef(lengths);
+    if (before == NULL) {
+        Py_RETURN_NONE;
+    }
+    return before;
+}
+
+PyMethodDef oomkit_current_methods[] = {
+    {"current", current_get, METH_NOARGS,
+     "current()\n--\n\n"
+     "Where in a split call this code runs.\n\n"
+     "Returns a record with ``index`` (from 0), ``count``, ``is_last`` and "
+     "``weight``;\n"
+     "outside a protected call, and while the batch is whole, (0, 1, True, 1.0). Code\n"
+     "that must run once per batch is written\n"
+     "``if oomkit.current().is_last: ema.update(model)``. A step that asks is no "
+     "longer\n"
+     "checked for micro-batches that take different courses."},
+    {"_force_slices", current_force_slices, METH_O,
+     "_force_slices(lengths, /)\n--\n\nSet the forced slices; returns those before."},
+    {NULL, NULL, 0, NULL},
+};

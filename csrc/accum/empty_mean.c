@@ -1,0 +1,91 @@
+/* A mean over nothing: a loop of the step's own over slices of its batch, which in a
+ * micro-batch are empty, or labels all of which are ignored. Its loss is NaN and its
+ * gradient 0, so that nothing would show but a gradient that is too small. A loss that
+ * is NaN for what its rows hold has gradients that are, too. */
+#include "accum.h"
+#include "../call/step.h"
+#include "../py/modes.h"
+#include "../py/tensor.h"
+#include "../undo/gradients.h"
+
+#include <math.h>
+
+void
+oomkit_nothing_begin(oomkit_call *call, PyObject *root)
+{
+    oomkit_tensor_facts facts;
+
+    call->losses.is_nan = 0;
+    if (root == NULL || call->rowwise || call->replayed != NULL) {
+        return;
+    }
+    if (oomkit_tensor_facts_get(call->st, root, 0, &facts) < 0) {
+        oomkit_error_dismiss(); /* a loss that cannot be read is not judged */
+        return;
+    }
+    /* Reading one on a device waits for it: in a site's first split call alone. */
+    if (facts.size == 1 || facts.ndim == 0) {
+        if (facts.device_type == 0 || !call->step->losses.compared) {
+            call->losses.is_nan = oomkit_loss_is_nan(call->st, root, facts.dtype);
+        }
+    }
+}
+
+/* Is the gradient finite? By its sum, which is not where an element is not. 1 (also
+ * where there is none), 0 or -1. */
+static int
+gradient_is_finite(oomkit_state *st, PyObject *gradient)
+{
+    PyObject *sum, *number = NULL; /* owned */
+    int finite = -1;
+
+    if (gradient == Py_None) {
+        return 1;
+    }
+    oomkit_exempt_enter(st);
+    sum = PyObject_CallMethod(gradient, "sum", NULL);
+    number = sum == NULL ? NULL : PyObject_CallMethodNoArgs(sum, st->str_item);
+    oomkit_exempt_leave(st);
+    if (number != NULL) {
+        finite = !PyFloat_Check(number) || isfinite(PyFloat_AS_DOUBLE(number));
+    }
+    Py_XDECREF(number);
+    Py_XDECREF(sum);
+    if (finite < 0) {
+        oomkit_error_dismiss(); /* one that cannot be read (meta) says nothing */
+        finite = 0;
+    }
+    return finite;
+}
+
+int
+oomkit_nothing_end(oomkit_call *call)
+{
+    Py_ssize_t i;
+    int finite = 1, mode;
+
+    if (!call->losses.is_nan) {
+        return 0;
+    }
+    call->losses.is_nan = 0;
+    mode = oomkit_grad_mode_off(call->st);
+    for (i = 0; mode >= 0 && i < call->parts->param_count && finite == 1; i++) {
+        PyObject *gradient = grads_get(call, i); /* owned */
+        finite = gradient == NULL ? -1 : gradient_is_finite(call->st, gradient);
+        Py_XDECREF(gradient);
+    }
+    if (mode < 0 || oomkit_grad_mode_back(call->st, mode, finite) != 1) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    call->raised = 1;
+    oomkit_raise(
+        call->st->SplitError,
+        "auto_batch cannot split this step: in micro-batch %lld of %lld (%lld rows) a "
+        "loss is nan although the gradients are finite, as of a mean over nothing: an "
+        "empty slice, where the step cuts its batch into a fixed number of parts (let "
+        "it go over `range(0, len(x), n)`, or leave the accumulation to auto_batch), "
+        "or labels that are all ignored (pass weight=)",
+        (long long)(call->slice_index + 1), (long long)call->slice_count,
+        (long long)call->slices[call->slice_index].length);
+    return -1;
+}

@@ -1,0 +1,170 @@
+/* Hooks on gradients, which run once per micro-batch while a call is split.
+ *
+ * A hook that is linear in the gradient gives the same sum; what a hook does cannot be
+ * seen, so that it is said once per site, or refused with hooks="error". A
+ * post-accumulate-grad hook (an optimizer in the backward) acts on a part of the
+ * gradient, and cannot be taken back: such a step is neither split nor retried. */
+#include "accum.h"
+#include "../call/step.h"
+#include "../undo/undo.h"
+
+int
+oomkit_hooks_of(PyObject *object, PyObject *name)
+{
+    PyObject *hooks = PyObject_GetAttr(object, name); /* owned */
+    Py_ssize_t count;
+
+    if (hooks == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return -1;
+        }
+        PyErr_Clear(); /* this release of torch has no such hooks */
+        return 0;
+    }
+    count = hooks == Py_None ? 0 : PyObject_Size(hooks);
+    Py_DECREF(hooks);
+    return count < 0 ? -1 : count > 0;
+}
+
+/* A participant with a post-accumulate-grad hook: 1 and its name (owned), 0, -1. */
+int
+oomkit_hooks_post(oomkit_call *call, PyObject **name)
+{
+    Py_ssize_t i;
+    for (i = 0; i < call->parts->param_count; i++) {
+        int state = oomkit_hooks_of(call->parts->params[i],
+                                    call->st->str_post_accumulate_hooks);
+        if (state != 0) {
+            *name =
+                state < 0 ? NULL : oomkit_describe_tensor(call, call->parts->params[i]);
+            return *name == NULL ? -1 : 1;
+        }
+    }
+    return 0;
+}
+
+/* A participant with a hook on its gradient, or a module with a backward hook: 1 and
+ * its name (owned), 0, -1. */
+static int
+hooks_on_gradients(oomkit_call *call, PyObject **name)
+{
+    oomkit_state *st = call->st;
+    PyObject *roots = call->parts->roots; /* borrowed */
+    Py_ssize_t i;
+    int state;
+
+    for (i = 0; i < call->parts->param_count; i++) {
+        state = oomkit_hooks_of(call->parts->params[i], st->str_backward_hooks);
+        if (state != 0) {
+            *name =
+                state < 0 ? NULL : oomkit_describe_tensor(call, call->parts->params[i]);
+            return *name == NULL ? -1 : 1;
+        }
+    }
+    for (i = 0; roots != NULL && i < PyList_GET_SIZE(roots); i++) {
+        PyObject *root = oomkit_reference_get(PyList_GET_ITEM(roots, i)); /* owned */
+        if (root == NULL) {
+            continue;
+        }
+        state = oomkit_hooks_of(root, st->str_backward_hooks);
+        if (state == 0) {
+            state = oomkit_hooks_of(root, st->str_backward_pre_hooks);
+        }
+        if (state > 0) {
+            *name = PyUnicode_FromString(Py_TYPE(root)->tp_name);
+        }
+        Py_DECREF(root);
+        if (state != 0) {
+            return *name == NULL ? -1 : 1;
+        }
+    }
+    return 0;
+}
+
+int
+oomkit_hooks_judge(oomkit_call *call, int *committed)
+{
+    Py_ssize_t which;
+    int state;
+
+    if (!call->training || call->refusal_name != NULL) {
+        return 0;
+    }
+    state = oomkit_hooks_post(call, &call->refusal_name);
+    if (state <= 0) {
+        return state;
+    }
+    call->refusal =
+        "has a post-accumulate-grad hook, which may have acted on a part of "
+        "the gradients already; do in the step, after backward(), what the "
+        "hook does";
+    if (!*committed && call->backward_failed) {
+        state = oomkit_tx_params_moved(call, &which);
+        *committed = state > 0;
+        return state < 0 ? -1 : 0;
+    }
+    return 0;
+}
+
+/* A hook that runs once per micro-batch: said once, or refused. `name` (stolen, may be
+ * NULL) has it. 0, or -1 with SplitError (or the warning, made an error). */
+static int
+hooks_say(oomkit_call *call, PyObject *name)
+{
+    int result = -1;
+
+    if (name != NULL && call->options->hooks_error) {
+        call->raised = 1;
+        oomkit_raise(call->st->SplitError,
+                     "auto_batch cannot split this step: %U has a hook on its "
+                     "gradients (hooks=\"error\"); do in the step, after backward(), "
+                     "what the hook does, or pass hooks=\"say\" when it is linear in "
+                     "the gradient",
+                     name);
+    } else if (name != NULL) {
+        call->step->hooks_said = 1;
+        result = oomkit_warn(
+            call->st->OomkitWarning, 1,
+            "oomkit: the batch is split and %U has a hook on its gradients: it runs "
+            "once per micro-batch, which is exact only for a hook that is linear in "
+            "the gradient (a factor, a mask; not clipping, not noise); pass "
+            "hooks=\"error\" to auto_batch to refuse such a split",
+            name);
+    }
+    Py_XDECREF(name);
+    return result;
+}
+
+/* Before the first backward of a split attempt. 0, or -1 with SplitError (or the
+ * warning, made an error). */
+int
+oomkit_hooks_check(oomkit_call *call)
+{
+    PyObject *name = NULL; /* owned */
+    int state = oomkit_hooks_post(call, &name);
+
+    if (state > 0) {
+        call->raised = 1;
+        oomkit_raise(call->st->SplitError,
+                     "auto_batch cannot split this step: %U has a "
+                     "post-accumulate-grad hook, which would act on the gradient of "
+                     "each micro-batch; do in the step what the hook does",
+                     name);
+        Py_DECREF(name);
+        return -1;
+    }
+    if (state == 0 && (call->options->hooks_error || !call->step->hooks_said)) {
+        state = hooks_on_gradients(call, &name);
+    }
+    return state <= 0 ? state : hooks_say(call, name);
+}
+
+int
+oomkit_hooks_loss(oomkit_call *call, PyObject *loss)
+{
+    int state = call->options->hooks_error || !call->step->hooks_said
+                    ? oomkit_hooks_of(loss, call->st->str_backward_hooks)
+                    : 0;
+    return state <= 0 ? state
+                      : hooks_say(call, PyUnicode_FromString("the returned loss"));
+}

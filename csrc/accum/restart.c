@@ -1,0 +1,261 @@
+/* Beginning a split attempt again, because leaves that the search did not find take
+ * part in it. Nothing but the forward of its first micro-batch has run. */
+#include "accum.h"
+#include "../hook/hook.h"
+#include "../result/result.h"
+#include "../undo/undo.h"
+
+/* Those that outlived the attempt. New list or NULL. */
+static PyObject *
+restart_alive(oomkit_call *call)
+{
+    PyObject *alive = PyList_New(0);  /* owned, returned */
+    PyObject *refs = call->strangers; /* borrowed from call */
+    Py_ssize_t i;
+
+    for (i = 0; alive != NULL && refs != NULL && i < PyList_GET_SIZE(refs); i++) {
+        PyObject *leaf = oomkit_reference_get(PyList_GET_ITEM(refs, i)); /* owned */
+        if (leaf != NULL && PyList_Append(alive, leaf) < 0) {
+            Py_CLEAR(alive);
+        }
+        Py_XDECREF(leaf);
+    }
+    return alive;
+}
+
+/* What is sized by the number of parameters follows it. Keeps an exception in flight.
+ * 0 or -1. */
+static int
+restart_grow(oomkit_call *call, Py_ssize_t params, Py_ssize_t roots)
+{
+    PyObject *exception = PyErr_Occurred() ? oomkit_exception_take() : NULL; /* owned */
+    int result;
+
+    PyMem_Free(call->param_versions);
+    PyMem_Free(call->param_samples);
+    call->param_versions = NULL;
+    call->param_samples = NULL;
+    result = oomkit_participants_hold(call->parts);
+    if (oomkit_grads_grow(call, params) < 0 ||
+        (result == 0 && oomkit_intercept_zero_grad(call, roots) < 0)) {
+        result = -1;
+    }
+    if (exception != NULL && PyErr_Occurred()) {
+        Py_DECREF(exception);
+    } else if (exception != NULL) {
+        oomkit_exception_give(exception);
+        result = -1;
+    }
+    return result;
+}
+
+int
+oomkit_restart_with_buffer(oomkit_call *call, PyObject *buffer)
+{
+    oomkit_participants *parts = call->parts;
+    Py_ssize_t params = parts->param_count, roots = PyList_GET_SIZE(parts->roots);
+    PyObject *ref; /* owned */
+    int result;
+
+    /* Gradients that are kept by number would go to others, and other calls have arrays
+     * of as many parameters: then the graph shows it. */
+    if (oomkit_strangers_known(call, buffer) || call->replayed != NULL ||
+        parts->refs > 2 || call->grads.copies != NULL || call->grads.aside != NULL ||
+        call->grads.entry != NULL || call->grads.parked != NULL) {
+        return 0;
+    }
+    if (parts->adopted == NULL && (parts->adopted = PyList_New(0)) == NULL) {
+        return -1;
+    }
+    ref = PyWeakref_NewRef(buffer, NULL);
+    result = ref == NULL ? -1 : PyList_Append(parts->adopted, ref);
+    Py_XDECREF(ref);
+    oomkit_participants_let_go(parts);
+    return result < 0 || restart_grow(call, params, roots) < 0 ||
+                   oomkit_tx_params_mark(call) < 0
+               ? -1
+               : 0;
+}
+
+/* Takes in what a module has, and what is an argument. 1 something, 0, or -1. */
+static int
+restart_by_modules(oomkit_call *call)
+{
+    PyObject *alive = restart_alive(call); /* owned */
+    PyObject *all = NULL;                  /* owned */
+    Py_ssize_t i;
+    int taken = 0, result = alive == NULL ? -1 : 0;
+
+    if (result == 0 && PyList_GET_SIZE(alive) > 0) {
+        all = oomkit_modules_alive(call->st);
+        result = all == NULL ? -1 : 0;
+    }
+    for (i = 0; result >= 0 && i < PyList_GET_SIZE(alive); i++) {
+        result = oomkit_strangers_adopt(call, PyList_GET_ITEM(alive, i), all);
+        taken |= result > 0;
+    }
+    Py_XDECREF(all);
+    Py_XDECREF(alive);
+    return result < 0 ? -1 : taken;
+}
+
+/* Takes in what else is kept, once garbage is gone. 1 something, 0, or -1. */
+static int
+restart_weakly(oomkit_call *call)
+{
+    PyObject *done = PyObject_CallNoArgs(call->st->gc_collect); /* owned */
+    PyObject *alive = done ? restart_alive(call) : NULL;        /* owned */
+    Py_ssize_t i;
+    int taken = 0, result = alive == NULL ? -1 : 0;
+
+    for (i = 0; result >= 0 && i < PyList_GET_SIZE(alive); i++) {
+        PyObject *leaf = PyList_GET_ITEM(alive, i); /* borrowed */
+        result = oomkit_strangers_known(call, leaf)
+                     ? 0
+                     : oomkit_strangers_kept(call, leaf, alive);
+        if (result > 0) {
+            result = oomkit_strangers_adopt(call, leaf, NULL);
+            taken |= result > 0;
+        }
+    }
+    Py_XDECREF(done);
+    Py_XDECREF(alive);
+    return result < 0 ? -1 : taken;
+}
+
+/* Is one of them alive and no participant? 1, 0 or -1. */
+static int
+restart_remains(oomkit_call *call)
+{
+    PyObject *alive = restart_alive(call); /* owned */
+    Py_ssize_t i;
+    int remains = 0;
+
+    for (i = 0; alive != NULL && i < PyList_GET_SIZE(alive) && !remains; i++) {
+        remains = !oomkit_strangers_known(call, PyList_GET_ITEM(alive, i));
+    }
+    Py_XDECREF(alive);
+    return alive == NULL ? -1 : remains;
+}
+
+/* Takes in what is alive. 0 or -1. */
+static int
+restart_take_in(oomkit_call *call)
+{
+    oomkit_participants *parts = call->parts;
+    Py_ssize_t params = parts->param_count, roots = PyList_GET_SIZE(parts->roots);
+    Py_ssize_t tail = parts->adopted_count;
+    int weakly = 0, taken = restart_by_modules(call), shifted;
+
+    if (taken >= 0) {
+        weakly = restart_remains(call);
+        weakly = weakly > 0 ? restart_weakly(call) : weakly;
+    }
+    Py_CLEAR(call->strangers);
+    if (taken == 0 && weakly == 0) {
+        parts->leaves_die = 1;
+        call->restarts = OOMKIT_RESTARTS; /* another one would find as little */
+        return 0;
+    }
+    shifted = tail > 0 && PyList_GET_SIZE(parts->roots) > roots &&
+              (call->grads.copies != NULL || call->grads.aside != NULL);
+    oomkit_participants_let_go(parts);
+    if (restart_grow(call, params, roots) < 0 || taken < 0 || weakly < 0) {
+        return -1;
+    }
+    if (shifted) { /* gradients kept by number would go to others */
+        oomkit_raise(call->st->SplitError,
+                     "auto_batch cannot split this step: modules that take part in the "
+                     "loss were found too late; pass model=... to auto_batch");
+        return -1;
+    }
+    return 0;
+}
+
+/* The second slice joins the first. */
+static void
+restart_wider(oomkit_call *call)
+{
+    call->slices[0].length += call->slices[1].length;
+    call->slice_count--;
+    memmove(&call->slices[1], &call->slices[2],
+            (size_t)(call->slice_count - 1) * sizeof(*call->slices));
+    call->split = call->slice_count > 1;
+    call->widened = 1;
+}
+
+/* The attempt that unknown_leaves.c or micro_loss.c has ended, with an exception in
+ * flight or caught by the step. 0 the same plan can be tried again; 1 something else
+ * went wrong, the exception in flight says what; -1 with the exception to raise. */
+int
+oomkit_strangers_restart(oomkit_call *call)
+{
+    PyObject *exception, *handled; /* owned */
+    int result, wider = call->restart == OOMKIT_RESTART_WIDER;
+    int strangers = call->restart == OOMKIT_RESTART_STRANGERS;
+
+    call->restart = 0;
+    call->restarts += !wider;
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(call->st->SplitError)) {
+        Py_CLEAR(call->strangers);
+        return 1;
+    }
+    if (PyErr_Occurred()) {
+        exception = oomkit_exception_take();
+        handled = PyErr_GetHandledException();
+        oomkit_exception_drop(call->st, exception, handled);
+        Py_XDECREF(handled);
+    }
+    result = oomkit_join_truncate(&call->join, 0);
+    if (result == 0) {
+        result = oomkit_recover_roll_back(call);
+    }
+    oomkit_tx_end_attempt(call);
+    if (wider) {
+        restart_wider(call);
+    }
+    if (result < 0 || (strangers && restart_take_in(call) < 0)) {
+        return -1;
+    }
+    call->slice_index = 0;
+    return oomkit_tx_begin(call);
+}
+
+/* At the end of the first micro-batch: unknown leaves must have been made in it and be
+ * gone. 0, or -1 with SplitError. */
+int
+oomkit_strangers_check(oomkit_call *call, PyObject *result)
+{
+    PyObject *leaves = call->step_leaves; /* owned from here */
+    Py_ssize_t i;
+    int status = 0;
+
+    call->step_leaves = NULL;
+    for (i = 0; status == 0 && i < PyList_GET_SIZE(leaves); i++) {
+        PyObject *pair = PyList_GET_ITEM(leaves, i);                      /* borrowed */
+        PyObject *leaf = oomkit_reference_get(PyTuple_GET_ITEM(pair, 0)); /* owned */
+        int had = PyLong_AsLong(PyTuple_GET_ITEM(pair, 1)) != 0;
+        int kept = leaf == NULL ? 0 : oomkit_strangers_kept(call, leaf, result);
+        if (kept > 0) {
+            PyObject *name = oomkit_describe_tensor(call, leaf); /* owned */
+            call->parts->leaves_die = 0;
+            if (!had && PyObject_SetAttr(leaf, call->st->str_grad, Py_None) < 0) {
+                Py_CLEAR(name);
+            }
+            if (name != NULL) {
+                call->raised = 1;
+                oomkit_raise(
+                    call->st->SplitError,
+                    "auto_batch cannot split this step: %U takes part in the "
+                    "loss, is made anew in each micro-batch and kept after it; "
+                    "make it before the decorated step, or do not keep it%s",
+                    name, had ? "; its .grad has changed" : "");
+                Py_DECREF(name);
+            }
+        }
+        Py_XDECREF(leaf);
+        status = kept == 0 ? 0 : -1;
+    }
+    Py_DECREF(leaves);
+    return status;
+}

@@ -1,0 +1,255 @@
+/* One course: every micro-batch makes the same outermost backwards and intercepted
+ * calls. */
+#include "accum.h"
+#include "../call/step.h"
+#include "../py/frames.h"
+#include "../py/refs.h"
+#include "../undo/undo.h"
+
+void
+oomkit_course_clear(oomkit_course *course)
+{
+    int i, count = course->count;
+    course->count = 0;
+    for (i = 0; i < count && i < OOMKIT_COURSE; i++) {
+        Py_CLEAR(course->events[i].where);
+    }
+}
+
+/* Before a scaler's real update(): its scale, which update() changes in place. 0 or -1.
+ */
+int
+oomkit_course_scale_note(oomkit_call *call, PyObject *scaler)
+{
+    PyObject *scale = PyObject_GetAttrString(scaler, "_scale"); /* owned */
+    PyObject *copy;                                             /* owned */
+
+    if (scale == NULL || scale == Py_None) {
+        Py_XDECREF(scale);
+        return scale == NULL ? -1 : 0;
+    }
+    oomkit_exempt_enter(call->st);
+    copy = PyObject_CallMethodNoArgs(scale, call->st->str_clone);
+    oomkit_exempt_leave(call->st);
+    Py_DECREF(scale);
+    return oomkit_pairs_add(&call->scales, scaler, copy);
+}
+
+/* Has a scaler found infinite gradients and skipped the update? Then a step that asks
+ * (`if scaler.get_scale() >= before: scheduler.step()`) rightly leaves calls out. 1, 0
+ * or -1. */
+static int
+course_update_skipped(const oomkit_call *call)
+{
+    Py_ssize_t i;
+    int skipped = 0;
+
+    for (i = 0; call->scales != NULL && i < PyList_GET_SIZE(call->scales) && !skipped;
+         i++) {
+        PyObject *pair = PyList_GET_ITEM(call->scales, i); /* borrowed */
+        PyObject *now, *less;                              /* owned */
+        now = PyObject_GetAttrString(PyTuple_GET_ITEM(pair, 0), "_scale");
+        less = now ? PyObject_RichCompare(now, PyTuple_GET_ITEM(pair, 1), Py_LT) : NULL;
+        skipped = less == NULL ? -1 : PyObject_IsTrue(less);
+        Py_XDECREF(now);
+        Py_XDECREF(less);
+    }
+    return skipped;
+}
+
+/* Where in the first course this event is, when it is not at `at`: only a skipped
+ * update explains what lies between. -1 with an exception. */
+static int
+course_find(oomkit_call *call, const void *target, const void *name, int at)
+{
+    const oomkit_course *first = &call->course[0];
+    int i, skipped;
+
+    for (i = at; i < first->count; i++) {
+        if (first->events[i].target == target && first->events[i].name == name) {
+            break;
+        }
+    }
+    if (target == NULL || i == at || i >= first->count) {
+        return at;
+    }
+    skipped = course_update_skipped(call);
+    return skipped < 0 ? -1 : skipped ? i : at;
+}
+
+static int
+course_differs(oomkit_call *call, PyObject *here, PyObject *there)
+{
+    PyObject *end = PyUnicode_FromString("its end"); /* owned */
+    if (end == NULL) {
+        return -1;
+    }
+    call->raised = 1;
+    oomkit_raise(
+        call->st->SplitError,
+        "auto_batch cannot split this step: its micro-batches take different courses: "
+        "micro-batch %lld of %lld reached %S, the first one %S; make the decision from "
+        "oomkit.current() (`if oomkit.current().is_last: ...`) or outside the step",
+        (long long)(call->slice_index + 1), (long long)call->slice_count,
+        here == NULL ? end : here, there == NULL ? end : there);
+    Py_DECREF(end);
+    return -1;
+}
+
+/* Notes an event of the present micro-batch; `target` NULL is a backward. */
+int
+oomkit_course_note(oomkit_call *call, const void *target, const void *name)
+{
+    oomkit_course *course = &call->course[call->slice_index > 0];
+    oomkit_course *first = &call->course[0];
+    oomkit_event *event;
+    PyObject *where; /* owned, then by the event */
+    int at = course->count;
+
+    if (call->course_waived) {
+        return 0;
+    }
+    if (course != first && at < OOMKIT_COURSE) {
+        int found = course_find(call, target, name, at);
+        while (at < found) {
+            course->events[at++] = (oomkit_event){NULL, NULL, NULL};
+        }
+        if (found < 0) {
+            return -1;
+        }
+    }
+    where = oomkit_course_where();
+    if (where == NULL) {
+        return -1;
+    }
+    if (at >= OOMKIT_COURSE) {
+        Py_DECREF(where);
+        course->count = OOMKIT_COURSE; /* too long to compare further */
+        return 0;
+    }
+    event = &course->events[at];
+    event->target = target;
+    event->name = name;
+    event->where = where;
+    course->count = at + 1;
+    if (course == first) {
+        return 0;
+    }
+    if (at >= first->count) {
+        return course_differs(call, where, NULL);
+    }
+    if (first->events[at].target != target || first->events[at].name != name) {
+        return course_differs(call, where, first->events[at].where);
+    }
+    return 0;
+}
+
+/* Did no micro-batch do what the whole batch does? A step that skips batches that are
+ * too small does nothing at all in micro-batches. Refused where the failed attempt of
+ * this very call ran a backward; said, once, where all whole calls before it did (or
+ * made an update). 0 or -1. */
+int
+oomkit_course_skipped(oomkit_call *call)
+{
+    struct oomkit_step *step = call->step;
+    const oomkit_course *first = &call->course[0];
+    const char *what = NULL;
+    int i, updates = call->course_waived;
+
+    if (call->replayed != NULL || call->returned != OOMKIT_RETURNED_NOTHING) {
+        return 0;
+    }
+    for (i = 0; i < first->count && i < OOMKIT_COURSE; i++) {
+        updates |= first->events[i].target != NULL;
+    }
+    if (!call->training && call->may_hold) {
+        call->raised = 1;
+        oomkit_raise(
+            call->st->SplitError,
+            "auto_batch cannot split this step: with the whole batch it runs a "
+            "backward(), with %lld micro-batches it runs none; if it skips "
+            "batches that are too small, pass min_micro_batch= to auto_batch",
+            (long long)call->slice_count);
+        return -1;
+    }
+    if (!call->training && step->whole.seen && !step->whole.without_backward) {
+        what = "backward()";
+    } else if (!updates && step->whole.seen && !step->whole.without_update) {
+        what = "update";
+    }
+    if (what == NULL || step->whole.said) {
+        return 0;
+    }
+    step->whole.said = 1;
+    return oomkit_warn(
+        call->st->OomkitWarning, 1,
+        "oomkit: %U is split, and no micro-batch made the %s that each call with a "
+        "whole batch made; if the step skips batches that are too small, pass "
+        "min_micro_batch= to auto_batch (said once)",
+        call->options->label, what);
+}
+
+/* At the end of a micro-batch: nothing that the first one did may be missing. */
+int
+oomkit_course_finish(oomkit_call *call)
+{
+    oomkit_course *course = &call->course[call->slice_index > 0];
+    oomkit_course *first = &call->course[0];
+    int result = 0;
+
+    if (course == first) {
+        return 0;
+    }
+    if (!call->course_waived && course->count < first->count) {
+        int skipped = course_update_skipped(call);
+        result = skipped != 0
+                     ? (skipped < 0 ? -1 : 0)
+                     : course_differs(call, NULL, first->events[course->count].where);
+    }
+    oomkit_course_clear(course);
+    return result;
+}
+
+/* Gradients of earlier micro-batches come back before a backward: what was cleared or
+ * used since the last one of this micro-batch cannot be told from them. 1 with
+ * SplitError. */
+int
+oomkit_course_cut(oomkit_call *call)
+{
+    const oomkit_course *course = &call->course[call->slice_index > 0];
+    const oomkit_event *last = course->count > 0 && course->count <= OOMKIT_COURSE
+                                   ? &course->events[course->count - 1]
+                                   : NULL;
+    int stepped = last != NULL && last->target != NULL, changed, cleared;
+
+    if (call->backwards == 0) {
+        return 0;
+    }
+    changed = call->is_last ? oomkit_grads_changed_since(call) : 0;
+    cleared = call->slice_index > 0 && call->discarded > 0 &&
+                      call->backwards == call->discarded
+                  ? 1 /* as in the first micro-batch, or refused */
+                  : call->cleared != NULL;
+    if (changed < 0 || (!cleared && !stepped && !changed)) {
+        return changed < 0;
+    }
+    if (cleared && !stepped) {
+        changed = oomkit_clear_between(call);
+        if (changed != 0) {
+            return changed < 0;
+        }
+    }
+    call->raised = 1;
+    oomkit_raise(call->st->SplitError,
+                 "auto_batch cannot split this step: %s%s%V between two backward() "
+                 "calls; make two decorated steps of it",
+                 call->cleared != NULL ? "zero_grad() is called"
+                 : stepped             ? "an update is made"
+                                       : "gradients are cleared or changed",
+                 call->cleared != NULL || stepped ? " at " : "",
+                 call->cleared != NULL ? call->cleared
+                 : stepped             ? last->where
+                                       : NULL,
+                 "");
+    return 1;
+}

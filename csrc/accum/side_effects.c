@@ -1,0 +1,222 @@
+/* What a step changes besides gradients, parameters and buffers: everything of it runs
+ * once per micro-batch. Looked at by Python code of the package (`watch_effects`), once
+ * per site: around the first micro-batch of its first split call. */
+#include "accum.h"
+#include "../call/step.h"
+#include "../undo/parameters.h"
+#include "../undo/undo.h"
+
+/* Has no module a buffer? Then there is no need to look at each of them from Python.
+ * Not what the search has found: a buffer may be put where no hook of torch's tells of
+ * it. 1, 0 or -1. */
+static int
+effects_no_buffers(const oomkit_call *call)
+{
+    PyObject *roots = call->parts->roots; /* borrowed */
+    Py_ssize_t i, n = roots == NULL ? 0 : PyList_GET_SIZE(roots);
+    int none = 1;
+
+    for (i = 0; i < n && none > 0; i++) {
+        PyObject *root = oomkit_reference_get(PyList_GET_ITEM(roots, i)); /* owned */
+        PyObject *own, *buffers; /* owned, borrowed */
+        if (root == NULL) {
+            continue;
+        }
+        own = PyObject_GenericGetDict(root, NULL);
+        buffers =
+            own == NULL ? NULL : PyDict_GetItemWithError(own, call->st->str_buffers);
+        none = PyErr_Occurred() ? -1
+               : buffers != NULL && PyDict_CheckExact(buffers)
+                   ? PyDict_GET_SIZE(buffers) == 0
+                   : 0;
+        Py_XDECREF(own);
+        Py_DECREF(root);
+    }
+    return none;
+}
+
+/* The modules among the participants (weak references; None where none has a buffer,
+ * which is all that they are looked at for), those of their parameters that
+ * are plain tensors (an nn.Parameter is known by its type, and there may be thousands),
+ * the user's own objects, and the rows. New reference (a tuple) or NULL. */
+static PyObject *
+effects_participants(const oomkit_call *call)
+{
+    const oomkit_participants *parts = call->parts;
+    PyObject *params = PyList_New(0), *users = PyList_New(0); /* owned */
+    PyObject *result = NULL;                                  /* owned */
+    Py_ssize_t i;
+
+    for (i = 0; params != NULL && users != NULL && i < parts->param_count; i++) {
+        PyObject *param = parts->params[i]; /* borrowed */
+        if (!PyObject_TypeCheck(param, (PyTypeObject *)call->st->Parameter) &&
+            PyList_Append(params, param) < 0) {
+            goto done;
+        }
+    }
+    for (i = 0; params != NULL && users != NULL && i < parts->owner_count; i++) {
+        if (parts->owners[i].kind == OOMKIT_OWNER_USER &&
+            PyList_Append(users, parts->owners[i].ref) < 0) {
+            goto done;
+        }
+    }
+    if (params != NULL && users != NULL) {
+        int none = parts->roots == NULL ? 1 : effects_no_buffers(call);
+        result = none < 0 ? NULL
+                          : Py_BuildValue("(OOOL)", none ? Py_None : parts->roots,
+                                          params, users, (long long)call->batch.rows);
+    }
+done:
+    Py_XDECREF(params);
+    Py_XDECREF(users);
+    return result;
+}
+
+/* Before the first micro-batch of an attempt. 0 or -1. */
+int
+oomkit_effects_begin(oomkit_call *call)
+{
+    PyObject *positional = NULL, *named = NULL, *parts = NULL; /* owned */
+
+    if (call->step->effects_said || call->st->watch_effects == NULL) {
+        return 0;
+    }
+    if (oomkit_effects_arguments(call, &positional, &named) == 0) {
+        parts = effects_participants(call);
+    }
+    if (parts != NULL) {
+        oomkit_effects_abandon(call);
+        call->effects = PyObject_CallFunctionObjArgs(
+            call->st->watch_effects, call->func, positional, named, parts, NULL);
+        if (call->effects == Py_None) {
+            Py_CLEAR(call->effects);
+        }
+    }
+    Py_XDECREF(positional);
+    Py_XDECREF(named);
+    Py_XDECREF(parts);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* The answer (refusal, warning, beside): 0, or -1 with SplitError or a warning made an
+ * error.
+ */
+static int
+effects_say(oomkit_call *call, PyObject *answer)
+{
+    PyObject *refusal, *warning, *beside; /* borrowed from answer */
+    oomkit_state *st = call->st;
+
+    if (!PyTuple_Check(answer) || PyTuple_GET_SIZE(answer) != 3) {
+        return 0;
+    }
+    refusal = PyTuple_GET_ITEM(answer, 0);
+    warning = PyTuple_GET_ITEM(answer, 1);
+    beside = PyTuple_GET_ITEM(answer, 2);
+    if (refusal != Py_None) {
+        call->raised = 1;
+        oomkit_raise(st->SplitError,
+                     "auto_batch cannot split this step: %U was changed in micro-batch "
+                     "%lld of %lld by the step itself, outside the forward of a "
+                     "module; move the line into the module's forward (and call the "
+                     "module, not its forward), or guard it with `if "
+                     "oomkit.current().is_last:`",
+                     refusal, (long long)(call->slice_index + 1),
+                     (long long)call->slice_count);
+        return -1;
+    }
+    if (beside != Py_None &&
+        oomkit_warn(
+            st->OomkitWarning, 1,
+            "oomkit: the batch of %U is split, and the step reads what is no argument "
+            "of "
+            "the call but has as many rows: %U; every micro-batch gets all of it: pass "
+            "as an argument what has one row per sample (said once)",
+            call->options->label, beside) < 0) {
+        return -1;
+    }
+    if (warning == Py_None) {
+        return 0;
+    }
+    return oomkit_warn(
+        st->OomkitWarning, 1,
+        "oomkit: the batch of %U is split, and everything in it runs once per "
+        "micro-batch: %U; guard what must happen once per batch with `if "
+        "oomkit.current().is_last:` (said once)",
+        call->options->label, warning);
+}
+
+/* After the first micro-batch. 0 or -1. */
+int
+oomkit_effects_end(oomkit_call *call)
+{
+    PyObject *effects = call->effects; /* owned */
+    PyObject *answer;                  /* owned */
+    int result;
+
+    oomkit_pristine_checked(call);
+    if (effects == NULL) {
+        return 0;
+    }
+    call->effects = NULL;
+    oomkit_exempt_enter(call->st);
+    answer = PyObject_CallOneArg(effects, call->course_waived ? Py_True : Py_False);
+    oomkit_exempt_leave(call->st);
+    if (answer == NULL) {
+        call->effects = effects; /* its hooks may be in the modules still */
+        return -1;
+    }
+    Py_DECREF(effects);
+    call->step->effects_said = 1;
+    result = effects_say(call, answer);
+    Py_DECREF(answer);
+    return result;
+}
+
+typedef struct abandoning {
+    oomkit_state *st;
+    PyObject *effects; /* borrowed from oomkit_effects_abandon */
+} abandoning;
+
+/* Needs no memory: what left the micro-batch may be that there is none. */
+static int
+effects_abandon_once(void *argument)
+{
+    const abandoning *it = argument;
+    PyObject *done = /* owned */
+        PyObject_CallMethodNoArgs(it->effects, it->st->str_abandon);
+
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* The micro-batch did not end: what was put into modules is taken out. Keeps the
+ * exception in flight. */
+void
+oomkit_effects_abandon(oomkit_call *call)
+{
+    PyObject *effects = call->effects;  /* owned */
+    PyObject *exception = NULL, *error; /* owned; the first given back */
+    abandoning it = {call->st, effects};
+
+    if (effects == NULL) {
+        return;
+    }
+    call->effects = NULL;
+    if (PyErr_Occurred()) {
+        exception = oomkit_exception_take();
+    }
+    (void)oomkit_insist(call->st, effects_abandon_once, &it, &error);
+    if (error != NULL) {
+        oomkit_exception_give(error);
+        if (PyErr_ExceptionMatches(PyExc_Exception)) {
+            PyErr_WriteUnraisable(effects);
+        } else {
+            oomkit_error_dismiss(); /* an interrupt comes again */
+        }
+    }
+    Py_DECREF(effects);
+    if (exception != NULL) {
+        oomkit_exception_give(exception);
+    }
+}

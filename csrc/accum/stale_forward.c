@@ -1,0 +1,187 @@
+/* A forward after an update, in the same micro-batch: where the update was held back it
+ * would see the parameters from before it. Torch's global hook tells of every forward;
+ * it is there from the first update of a micro-batch of a split call to the end of that
+ * micro-batch, and at no other time (compiled modules guard on it). */
+#include "accum.h"
+#include "../py/frames.h"
+#include "../undo/undo.h"
+
+/* Adds the parameters in the groups of an optimizer to the set of updated ones. */
+static int
+forward_add_groups(oomkit_call *call, PyObject *optimizer)
+{
+    PyObject *groups = PyObject_GetAttr(optimizer, call->st->str_param_groups);
+    /* owned */
+    Py_ssize_t i, j;
+    int result = groups == NULL ? -1 : 0;
+
+    for (i = 0; result == 0 && PyList_Check(groups) && i < PyList_GET_SIZE(groups);
+         i++) {
+        PyObject *group = PyList_GET_ITEM(groups, i); /* borrowed */
+        PyObject *params =                            /* borrowed from group */
+            PyDict_Check(group) ? PyDict_GetItemWithError(group, call->st->str_params)
+                                : NULL;
+        for (j = 0; params != NULL && PyList_Check(params) && result == 0 &&
+                    j < PyList_GET_SIZE(params);
+             j++) {
+            PyObject *address = /* owned */
+                PyLong_FromVoidPtr(PyList_GET_ITEM(params, j));
+            result = address == NULL ? -1 : PySet_Add(call->updated, address);
+            Py_XDECREF(address);
+        }
+    }
+    Py_XDECREF(groups);
+    return result == 0 && PyErr_Occurred() ? -1 : result;
+}
+
+/* Does a module hold one of the updated parameters, itself or in a child? `adding`:
+ * puts them into the set instead. 1, 0 or -1. */
+static int
+forward_holds(oomkit_call *call, PyObject *module, int adding)
+{
+    PyObject *key, *value; /* borrowed from the dicts */
+    PyObject *params = PyObject_GetAttr(module, call->st->str_parameters); /* owned */
+    PyObject *children =                                                   /* owned */
+        params ? PyObject_GetAttr(module, call->st->str_modules) : NULL;
+    Py_ssize_t at = 0;
+    int result = children == NULL ? -1 : 0;
+
+    while (result == 0 && PyDict_Check(params) &&
+           PyDict_Next(params, &at, &key, &value)) {
+        PyObject *address = PyLong_FromVoidPtr(value); /* owned */
+        result = address == NULL ? -1
+                 : adding        ? PySet_Add(call->updated, address)
+                                 : PySet_Contains(call->updated, address);
+        Py_XDECREF(address);
+    }
+    at = 0;
+    while (result == 0 && PyDict_Check(children) &&
+           PyDict_Next(children, &at, &key, &value)) {
+        if (value == Py_None) {
+            continue;
+        }
+        if (Py_EnterRecursiveCall(" while looking through the parts of a module")) {
+            result = -1;
+            break;
+        }
+        Py_INCREF(value);
+        result = forward_holds(call, value, adding);
+        Py_DECREF(value);
+        Py_LeaveRecursiveCall();
+    }
+    Py_XDECREF(params);
+    Py_XDECREF(children);
+    return result;
+}
+
+static int
+forward_hook_install(oomkit_call *call)
+{
+    oomkit_state *st = call->st;
+    PyObject *module = PyType_GetModule((PyTypeObject *)st->step_type); /* borrowed */
+    PyObject *hook = oomkit_hook_new(st, module, "_forward_begins");    /* owned */
+
+    if (hook != NULL) {
+        call->forward_hook = PyObject_CallOneArg(st->forward_pre_hook, hook);
+        Py_DECREF(hook);
+    }
+    return call->forward_hook == NULL ? -1 : 0;
+}
+
+/* Where the intercepted call is that was noted last: it is this one. New reference, or
+ * NULL with an exception. */
+static PyObject *
+forward_updated_where(const oomkit_call *call)
+{
+    const oomkit_course *course = &call->course[call->slice_index > 0];
+
+    if (call->course_waived || course->count == 0 || course->count >= OOMKIT_COURSE) {
+        return oomkit_course_where();
+    }
+    return Py_NewRef(course->events[course->count - 1].where);
+}
+
+/* At an intercepted call of a split call, which has been noted: from here to the end of
+ * the micro-batch a forward of what it updates is refused. `optimizer` (borrowed) is
+ * the one that it updates, or NULL. 0 or -1. */
+int
+oomkit_forward_watch(oomkit_call *call, PyObject *target, oomkit_owner_kind kind,
+                     PyObject *optimizer)
+{
+    int result;
+
+    if (kind != OOMKIT_OWNER_AVERAGED &&
+        (optimizer == NULL ||
+         !PyObject_TypeCheck(optimizer, (PyTypeObject *)call->st->Optimizer))) {
+        return 0;
+    }
+    if (call->updated == NULL && (call->updated = PySet_New(NULL)) == NULL) {
+        return -1;
+    }
+    result = kind == OOMKIT_OWNER_AVERAGED ? forward_holds(call, target, 1)
+                                           : forward_add_groups(call, optimizer);
+    if (result < 0 ||
+        (call->updated_where == NULL &&
+         (call->updated_where = forward_updated_where(call)) == NULL) ||
+        (call->forward_hook == NULL && forward_hook_install(call) < 0)) {
+        return -1;
+    }
+    return 0;
+}
+
+/* Torch is about to call a module. 0, or -1 with SplitError. */
+int
+oomkit_forward_begins(PyObject *module)
+{
+    oomkit_call *call = oomkit_call_current();
+    PyObject *where; /* owned */
+    int holds;
+
+    if (call == NULL || call->updated == NULL ||
+        (call->intercept_depth > 0 && !call->closure) ||
+        (call->is_last && call->course_waived)) {
+        return 0; /* not ours; inside an update; or after the real one, as decided */
+    }
+    holds = forward_holds(call, module, 0);
+    if (holds <= 0) {
+        return holds;
+    }
+    where = oomkit_course_where();
+    if (where != NULL) {
+        call->raised = 1;
+        oomkit_raise(call->st->SplitError,
+                     "auto_batch cannot split this step: %s is called at %U after its "
+                     "update at %U, and only the last micro-batch makes the update; "
+                     "call it after the decorated step, or make two decorated steps of "
+                     "it",
+                     Py_TYPE(module)->tp_name, where, call->updated_where);
+        Py_DECREF(where);
+    }
+    return -1;
+}
+
+/* At the end of a micro-batch. Keeps the exception in flight. */
+void
+oomkit_forward_release(oomkit_call *call)
+{
+    PyObject *exception, *done; /* owned */
+
+    oomkit_clear_forget(call);
+    if (call->updated == NULL) {
+        return;
+    }
+    exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;
+    if (call->forward_hook != NULL) {
+        done = PyObject_CallMethodNoArgs(call->forward_hook, call->st->str_remove);
+        if (done == NULL) {
+            PyErr_WriteUnraisable(call->forward_hook);
+        }
+        Py_XDECREF(done);
+    }
+    Py_CLEAR(call->forward_hook);
+    Py_CLEAR(call->updated);
+    Py_CLEAR(call->updated_where);
+    if (exception != NULL) {
+        oomkit_exception_give(exception);
+    }
+}

@@ -1,0 +1,218 @@
+/* Gradients that no backward of ours explains: set by hand, or by a backward that went
+ * past us. While the batch is split they carry no weight and are not parked, so they
+ * are looked for before every backward and update and at the end of a micro-batch. */
+#include "accum.h"
+#include "../call/call.h"
+#include "../py/tensor.h"
+#include "../undo/gradients.h"
+
+/* At the start of a micro-batch of a split call. 0 or -1. */
+int
+oomkit_grads_begin_micro(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+    const oomkit_bridge *bridge = call->st->bridge;
+    size_t n = (size_t)call->parts->param_count, i;
+
+    oomkit_grads_end_micro(call);
+    if (bridge != NULL) {
+        g->began = PyMem_Calloc(n + 1, sizeof(*g->began));
+        if (g->began == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        if (bridge->grads_mark((const void *const *)call->parts->params,
+                               call->st->impl_offset, n, g->began) != OOMKIT_OK) {
+            PyMem_Free(g->began);
+            g->began = NULL;
+            PyErr_SetString(PyExc_RuntimeError,
+                            "oomkit could not mark the gradients of the parameters");
+            return -1;
+        }
+        return 0;
+    }
+    g->began_versions = PyMem_Calloc(n + 1, sizeof(*g->began_versions));
+    if (g->began_versions == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (i = 0; i < n; i++) {
+        uint32_t version = 0;
+        PyObject *gradient = grads_get(call, (Py_ssize_t)i); /* owned */
+        int result = gradient == NULL ? -1
+                     : gradient == Py_None
+                         ? 0
+                         : oomkit_tensor_version(call->st, gradient, &version);
+        g->began_versions[i] = gradient == Py_None ? 0 : version + 1;
+        Py_XDECREF(gradient);
+        if (result < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Forgets what was marked there. */
+void
+oomkit_grads_end_micro(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+
+    if (g->began != NULL) {
+        call->st->bridge->grads_release(g->began, (size_t)call->parts->param_count);
+        PyMem_Free(g->began);
+        g->began = NULL;
+    }
+    PyMem_Free(g->began_versions);
+    g->began_versions = NULL;
+}
+
+/* OOMKIT_GRAD_* of every parameter against the start of the micro-batch. 0 or -1. */
+static int
+escaped_states(oomkit_call *call, uint8_t *states)
+{
+    oomkit_grads *g = &call->grads;
+    Py_ssize_t i, n = call->parts->param_count;
+    size_t moved;
+
+    if (g->began != NULL) {
+        if (call->st->bridge->grads_compare((const void *const *)call->parts->params,
+                                            call->st->impl_offset, (size_t)n, g->began,
+                                            states, NULL, &moved) == OOMKIT_OK) {
+            return 0;
+        }
+        PyErr_SetString(PyExc_RuntimeError,
+                        "oomkit could not compare the gradients of the parameters");
+        return -1;
+    }
+    for (i = 0; g->began_versions != NULL && i < n; i++) {
+        uint32_t version = 0, was = g->began_versions[i];
+        PyObject *gradient = grads_get(call, i); /* owned */
+        int result = gradient == NULL ? -1
+                     : gradient == Py_None
+                         ? 0
+                         : oomkit_tensor_version(call->st, gradient, &version);
+        states[i] = gradient == Py_None  ? OOMKIT_GRAD_GONE
+                    : was == 0           ? OOMKIT_GRAD_NEW
+                    : was == version + 1 ? OOMKIT_GRAD_SAME
+                                         : OOMKIT_GRAD_MOVED;
+        Py_XDECREF(gradient);
+        if (result < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* A gradient of zeros is one that was cleared. 1 something is in it, 0, or -1. */
+static int
+escaped_counts(oomkit_call *call, Py_ssize_t i)
+{
+    PyObject *gradient = grads_get(call, i); /* owned */
+    PyObject *any = NULL;                    /* owned */
+    int result;
+
+    if (gradient == NULL) {
+        return -1;
+    }
+    oomkit_exempt_enter(call->st);
+    any = PyObject_CallMethod(gradient, "any", NULL);
+    oomkit_exempt_leave(call->st);
+    Py_DECREF(gradient);
+    if (any == NULL) {
+        if (oomkit_exception_is_oom(call->st) || /* torch's is a RuntimeError, too */
+            (!PyErr_ExceptionMatches(PyExc_RuntimeError) &&
+             !PyErr_ExceptionMatches(PyExc_TypeError))) {
+            return -1; /* a missing any() is NotImplementedError: one of those */
+        }
+        PyErr_Clear(); /* a layout without any(): taken as a value */
+        return 1;
+    }
+    result = PyObject_IsTrue(any);
+    Py_DECREF(any);
+    return result;
+}
+
+/* Without marks of the attempt nothing else takes these back. 0 or -1. */
+static int
+escaped_drop(oomkit_call *call, const uint8_t *states)
+{
+    Py_ssize_t i;
+    for (i = 0; !call->grads.marked && i < call->parts->param_count; i++) {
+        if (states[i] == OOMKIT_GRAD_NEW && grads_set(call, i, Py_None) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* The first gradient that has come or moved without a backward, where none may have. 1
+ * and *which, 0, or -1. */
+static int
+escaped_find(oomkit_call *call, const uint8_t *states, Py_ssize_t *which)
+{
+    Py_ssize_t i;
+    int result = 0;
+
+    for (i = 0; result == 0 && i < call->parts->param_count; i++) {
+        if (states[i] == OOMKIT_GRAD_NEW || states[i] == OOMKIT_GRAD_MOVED ||
+            states[i] == OOMKIT_GRAD_REPLACED) {
+            *which = i;
+            result = escaped_counts(call, i);
+        }
+    }
+    return result;
+}
+
+/* Asked where gradients are parked, or before any backward of this micro-batch. 0, or
+ * -1 with SplitError. */
+int
+oomkit_grads_refuse_unexpected(oomkit_call *call)
+{
+    Py_ssize_t which = 0;
+    uint8_t *states;
+    PyObject *name; /* owned */
+    int result;
+
+    if ((!call->grads.is_parked && call->backwards > 0) ||
+        (call->slice_index > 0 && call->discarded > 0 &&
+         call->backwards <= call->discarded && call->backwards > 0) ||
+        (call->grads.began == NULL && call->grads.began_versions == NULL)) {
+        return 0;
+    }
+    states = PyMem_Calloc((size_t)call->parts->param_count + 1, 1);
+    if (states == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    result = escaped_states(call, states);
+    if (result == 0) {
+        result = escaped_find(call, states, &which);
+    }
+    if (result == 1 && escaped_drop(call, states) < 0) {
+        result = -1;
+    }
+    PyMem_Free(states);
+    if (result <= 0) {
+        return result;
+    }
+    name = oomkit_describe_tensor(call, call->parts->params[which]);
+    if (name != NULL) {
+        call->raised = 1;
+        oomkit_raise(
+            call->st->SplitError,
+            "auto_batch cannot split this step: the gradient of %U was set by hand, or "
+            "by a backward that does not go through torch.autograd, in micro-batch "
+            "%lld of %lld; call backward() on the loss instead%s%s",
+            name, (long long)(call->slice_index + 1), (long long)call->slice_count,
+            call->backwards > 0
+                ? ", or guard the line with `if oomkit.current().is_last:`"
+                : "",
+            call->ooms > 0 && !call->grads.marked
+                ? "; gradients may hold a part of this batch: call zero_grad() before "
+                  "going on"
+                : "");
+        Py_DECREF(name);
+    }
+    return -1;
+}

@@ -1,0 +1,309 @@
+/* Strangers: parameters and optimizers that the search did not find. What is not known
+ * is neither marked nor parked nor intercepted, so a replay would count it twice: it is
+ * looked for where it shows. Leaves of the graph of a backward become participants
+ * (restart.c); an optimizer that steps unknown is refused by name. */
+#include "accum.h"
+#include "../hook/graph.h"
+#include "../optim/optim.h"
+#include "../py/refs.h"
+#include "../undo/undo.h"
+
+/* Is one of those leaves still alive, now that the failed attempt is gone? */
+int
+oomkit_strangers_alive(oomkit_call *call)
+{
+    Py_ssize_t i;
+    int alive = 0;
+    PyObject *leaves = call->plain_leaves; /* borrowed from call */
+
+    for (i = 0; leaves != NULL && i < PyList_GET_SIZE(leaves) && !alive; i++) {
+        PyObject *leaf = oomkit_reference_get(PyList_GET_ITEM(leaves, i)); /* owned */
+        alive = leaf != NULL && !oomkit_buffers_bare_again(call, leaf);
+        Py_XDECREF(leaf);
+    }
+    Py_CLEAR(call->plain_leaves);
+    return alive;
+}
+
+typedef struct stranger_walk {
+    oomkit_addresses known; /* of the parameters that take part */
+    PyObject *found;        /* owned list: leaves that are no participants */
+} stranger_walk;
+
+/* A leaf into `found` when it is no participant; behind others the walk goes on. */
+static int
+walk_visit(oomkit_state *st, PyObject *node, void *context)
+{
+    stranger_walk *w = context;
+    PyObject *variable; /* owned */
+    int result = 0;
+
+    if (!oomkit_node_is_leaf(node)) {
+        return 1;
+    }
+    variable = PyObject_GetAttr(node, st->str_variable);
+    if (variable == NULL) {
+        return -1;
+    }
+    if (!oomkit_addresses_have(&w->known, variable)) {
+        result = PyList_Append(w->found, variable);
+    }
+    Py_DECREF(variable);
+    return result;
+}
+
+/* Walks the graph of a backward to its leaves. New list of those that are no
+ * participants, or NULL with an exception. */
+static PyObject *
+graph_strangers(oomkit_call *call, PyObject *roots)
+{
+    stranger_walk w = {.found = PyList_New(0)}; /* returned */
+    int leaves = 0;
+
+    if (w.found == NULL ||
+        oomkit_addresses_fill(&w.known, call->parts->params, call->parts->param_count) <
+            0 ||
+        oomkit_graph_walk(call->st, roots, walk_visit, &w, &leaves) < 0) {
+        call->raised |= PyErr_ExceptionMatches(call->st->SplitError);
+        Py_CLEAR(w.found);
+    }
+    oomkit_addresses_free(&w.known);
+    return w.found;
+}
+
+/* Does it have a gradient? 1, 0 or -1. */
+static int
+leaf_has_gradient(oomkit_call *call, PyObject *leaf)
+{
+    PyObject *gradient = PyObject_GetAttr(leaf, call->st->str_grad); /* owned */
+    int has = gradient != Py_None;
+
+    if (gradient == NULL) {
+        return -1;
+    }
+    Py_DECREF(gradient);
+    return has;
+}
+
+/* Appends a weak reference to a list made when needed; with `flag` >= 0 a pair of the
+ * reference and the flag. 0 or -1. */
+static int
+leaves_add(PyObject **list, PyObject *leaf, int flag)
+{
+    PyObject *ref = PyWeakref_NewRef(leaf, NULL); /* owned */
+    PyObject *item =                              /* owned */
+        ref == NULL ? NULL
+        : flag < 0  ? Py_NewRef(ref)
+                    : Py_BuildValue("Oi", ref, flag);
+    int result = -1;
+
+    if (item != NULL && (*list != NULL || (*list = PyList_New(0)) != NULL)) {
+        result = PyList_Append(*list, item);
+    }
+    Py_XDECREF(ref);
+    Py_XDECREF(item);
+    return result;
+}
+
+static int
+meet_refuse(oomkit_call *call, PyObject *leaf)
+{
+    PyObject *name = oomkit_describe_tensor(call, leaf); /* owned */
+
+    if (name != NULL) {
+        call->raised = 1;
+        oomkit_raise(call->st->SplitError,
+                     "auto_batch cannot split this step: %U takes part in the loss and "
+                     "was not found in the arguments, self, closure or globals of the "
+                     "step; pass model=... and optimizer=... to auto_batch",
+                     name);
+        Py_DECREF(name);
+    }
+    return -1;
+}
+
+/* Was this leaf in the graph that is run again, and without a gradient? What it gets in
+ * the micro-batches adds up as it did there. A parameter may have more beside it. */
+static int
+meet_is_loose(const oomkit_call *call, PyObject *leaf)
+{
+    Py_ssize_t i = 0, n = call->loose == NULL ? 0 : PyList_GET_SIZE(call->loose);
+
+    while (i < n && PyList_GET_ITEM(call->loose, i) != leaf) {
+        i++;
+    }
+    return i < n && !PyObject_TypeCheck(leaf, (PyTypeObject *)call->st->Parameter);
+}
+
+int
+oomkit_strangers_loose_drop(oomkit_call *call)
+{
+    Py_ssize_t i;
+    int result = 0;
+
+    for (i = 0; call->loose != NULL && i < PyList_GET_SIZE(call->loose) && result == 0;
+         i++) {
+        PyObject *leaf = PyList_GET_ITEM(call->loose, i); /* borrowed */
+        if (meet_is_loose(call, leaf)) {
+            result = PyObject_SetAttr(leaf, call->st->str_grad, Py_None);
+        }
+    }
+    return result;
+}
+
+/* Before a backward of a later micro-batch: what only its rows lead to was not met in
+ * the first one, and the whole batch may have added to it already. 0 or -1. */
+static int
+meet_late(oomkit_call *call, PyObject *roots)
+{
+    PyObject *found; /* owned */
+    Py_ssize_t i;
+    int result;
+
+    if (!call->may_hold) {
+        return 0;
+    }
+    found = graph_strangers(call, roots);
+    result = found == NULL ? -1 : 0;
+    for (i = 0; result == 0 && i < PyList_GET_SIZE(found); i++) {
+        PyObject *leaf = PyList_GET_ITEM(found, i); /* borrowed */
+        if (PyObject_TypeCheck(leaf, (PyTypeObject *)call->st->Parameter)) {
+            result = meet_refuse(call, leaf);
+        }
+    }
+    Py_XDECREF(found);
+    return result;
+}
+
+/* Before a backward of the first micro-batch of a split call: everything that it will
+ * write to must be known. Unknown leaves are noted, and the attempt is given up so that
+ * those that outlive it can be taken in; where that was done already they are looked at
+ * again at the end of the micro-batch. `nested`: a custom Function's own backward,
+ * whose graph no other one leads to; of its leaves only parameters are worth an
+ * attempt, for a reentrant checkpoint makes its inputs anew. 0, or -1 with an
+ * exception. */
+int
+oomkit_strangers_meet(oomkit_call *call, PyObject *roots, int nested)
+{
+    PyObject *found = /* owned */
+        call->slice_index > 0 ? NULL : graph_strangers(call, roots);
+    Py_ssize_t i, n = found == NULL ? 0 : PyList_GET_SIZE(found);
+    int result = found == NULL ? -1 : 0;
+    int restart = !nested && !call->parts->leaves_die;
+    /* Others may have arrays of as many parameters: the returned losses of this site.
+     */
+    int alone = call->replayed == NULL && call->parts->refs <= 2;
+
+    if (call->slice_index > 0) {
+        return meet_late(call, roots);
+    }
+    for (i = 0; i < n && result == 0; i++) {
+        PyObject *leaf = PyList_GET_ITEM(found, i); /* borrowed */
+        if (PyObject_TypeCheck(leaf, (PyTypeObject *)call->st->Parameter)) {
+            restart = 1;
+            result = alone ? 0 : meet_refuse(call, leaf);
+        }
+    }
+    restart = restart && alone && n > 0 && call->restarts < OOMKIT_RESTARTS;
+    for (i = 0; i < n && result == 0; i++) {
+        PyObject *leaf = PyList_GET_ITEM(found, i); /* borrowed */
+        if (meet_is_loose(call, leaf)) {
+            continue;
+        }
+        if (restart) {
+            result = leaves_add(&call->strangers, leaf, -1);
+        } else {
+            int has = leaf_has_gradient(call, leaf);
+            result = has < 0 ? -1 : leaves_add(&call->step_leaves, leaf, has);
+        }
+    }
+    Py_XDECREF(found);
+    if (result == 0 && restart) {
+        call->restart = OOMKIT_RESTART_STRANGERS;
+        oomkit_raise(call->st->SplitError,
+                     "auto_batch begins the step again, with tensors that take part in "
+                     "the loss and that it did not find before; let this error pass");
+        return -1;
+    }
+    return result;
+}
+
+/* After a failed backward, over the whole batch or in a micro-batch after the first: an
+ * unknown leaf that has a gradient may hold a part of this batch's contribution
+ * already. Keeps the exception in flight. */
+void
+oomkit_strangers_note(oomkit_call *call, PyObject *roots)
+{
+    PyObject *exception = oomkit_exception_take(); /* owned, given back */
+    const int raised = call->raised;
+    PyObject *found = graph_strangers(call, roots); /* owned */
+    Py_ssize_t i;
+
+    for (i = 0; found != NULL && i < PyList_GET_SIZE(found) && !PyErr_Occurred(); i++) {
+        PyObject *leaf = PyList_GET_ITEM(found, i); /* borrowed */
+        if (leaf_has_gradient(call, leaf) != 1) {
+            continue;
+        }
+        if (PyObject_TypeCheck(leaf, (PyTypeObject *)call->st->Parameter)) {
+            call->refusal =
+                "a parameter that auto_batch did not find has a gradient, which "
+                "may hold a part of this batch already: pass model=... and "
+                "optimizer=... to auto_batch, and call zero_grad() before going "
+                "on";
+        } else if (leaves_add(&call->plain_leaves, leaf, -1) < 0) {
+            break; /* made inside the step, or kept elsewhere: told apart after the
+                      failed attempt is dropped */
+        }
+    }
+    if (oomkit_graph_too_deep(call->st)) {
+        call->raised = raised;
+        call->refusal = OOMKIT_TOO_DEEP;
+    } else if (PyErr_Occurred()) {
+        call->refusal = "the graph of the failed backward could not be looked through";
+        PyErr_Clear(); /* why does not matter: the call is not retried */
+    }
+    Py_XDECREF(found);
+    if (exception != NULL) {
+        oomkit_exception_give(exception);
+    }
+}
+
+/* torch's hook before any optimizer's step: (optimizer, args, kwargs) -> None. Those
+ * that are intercepted are known; another one is marked, or refused while the call is
+ * split. */
+int
+oomkit_strangers_optimizer_begins(PyObject *optimizer)
+{
+    oomkit_call *call = oomkit_call_current();
+    int index;
+
+    if (call == NULL || call->intercept_depth > 0) {
+        return 0;
+    }
+    if (call->split) {
+        call->raised = 1;
+        oomkit_raise(
+            call->st->SplitError,
+            "auto_batch cannot split this step: it steps an optimizer (%s) that "
+            "was not found in the arguments, self, closure or globals of the "
+            "step; pass optimizer=... to auto_batch",
+            Py_TYPE(optimizer)->tp_name);
+        return -1;
+    }
+    if (oomkit_optimizer_mark_take(call, optimizer, &index) < 0) {
+        return -1;
+    }
+    call->stranger_steps++;
+    return 0;
+}
+
+/* torch's hook after any optimizer's step. */
+void
+oomkit_strangers_optimizer_ends(void)
+{
+    oomkit_call *call = oomkit_call_current();
+    if (call != NULL && call->intercept_depth == 0 && call->stranger_steps > 0) {
+        call->stranger_steps--;
+        call->stranger_updates++;
+    }
+}

@@ -1,0 +1,573 @@
+/* The share of the loss that each micro-batch carries: n_i/N for a mean over rows, 1
+ * for a sum, and what weight= answers for everything else. */
+#include "weights.h"
+#include "../batch/batch.h"
+#include "../call/step.h"
+#include "../proof/proof.h"
+#include "../py/tensor.h"
+#include "../result/result.h"
+
+#include <float.h>
+
+/* Does the call pass a value for the parameter num_items_in_batch? Then the loss is a
+ * sum that the function divides by that number itself. */
+static int
+weights_items_passed(const oomkit_call *call)
+{
+    Py_ssize_t i, positional = PyVectorcall_NARGS(call->nargsf);
+    PyObject *name = call->st->str_num_items; /* borrowed from state */
+    PyObject *names = call->step->names;      /* borrowed from step */
+
+    for (i = 0; call->kwnames != NULL && i < PyTuple_GET_SIZE(call->kwnames); i++) {
+        if (PyUnicode_Compare(PyTuple_GET_ITEM(call->kwnames, i), name) == 0) {
+            return call->args[positional + i] != Py_None;
+        }
+    }
+    for (i = 0; names != NULL && i < PyTuple_GET_SIZE(names) && i < positional; i++) {
+        if (PyUnicode_Compare(PyTuple_GET_ITEM(names, i), name) == 0) {
+            return call->args[i] != Py_None;
+        }
+    }
+    return 0;
+}
+
+/* One number of what weight= returned; -1.0 with an exception. */
+static double
+weight_number(oomkit_call *call, PyObject *item)
+{
+    double value;
+    PyObject *number = PyNumber_Float(item); /* owned; of a 0-d tensor too */
+
+    if (number == NULL) {
+        return -1.0;
+    }
+    value = PyFloat_AS_DOUBLE(number);
+    Py_DECREF(number);
+    if (!(value >= 0.0) || value > DBL_MAX) {
+        call->raised = 1;
+        oomkit_raise(call->st->SplitError,
+                     "auto_batch(weight=...) must return a number >= 0 for each "
+                     "micro-batch, got %s",
+                     value != value ? "nan"
+                     : value > 0.0  ? "inf"
+                                    : "a negative number");
+        return -1.0;
+    }
+    return value;
+}
+
+/* What weight= returned, as numbers: see oomkit_weights_ask. */
+static double *
+weight_numbers(oomkit_call *call, PyObject *answer, Py_ssize_t *groups)
+{
+    int several = PyTuple_Check(answer) || PyList_Check(answer);
+    Py_ssize_t i, count = several ? PySequence_Fast_GET_SIZE(answer) : 1;
+    double *values;
+
+    if (count == 0) {
+        call->raised = 1;
+        oomkit_raise(call->st->SplitError,
+                     "auto_batch(weight=...) must return a number, or one for each "
+                     "backward() of the step, got an empty %s",
+                     Py_TYPE(answer)->tp_name);
+        return NULL;
+    }
+    values = PyMem_New(double, (size_t)count);
+    if (values == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    for (i = 0; i < count; i++) {
+        PyObject *item = /* owned: float() of it may change a list */
+            Py_NewRef(several ? PySequence_Fast_GET_ITEM(answer, i) : answer);
+        values[i] = weight_number(call, item);
+        Py_DECREF(item);
+        if (values[i] < 0.0 || (several && PySequence_Fast_GET_SIZE(answer) != count)) {
+            PyMem_Free(values);
+            return PyErr_Occurred() ? NULL
+                                    : (PyErr_SetString(PyExc_RuntimeError,
+                                                       "weight= changed its result"),
+                                       NULL);
+        }
+    }
+    *groups = several ? count : 0;
+    return values;
+}
+
+double *
+oomkit_weights_ask(oomkit_call *call, int64_t start, int64_t length, Py_ssize_t *groups)
+{
+    Py_ssize_t i, n = call->batch.total;
+    PyObject **vector = PyMem_Calloc((size_t)n + 1, sizeof(PyObject *));
+    PyObject *argument = NULL, *answer = NULL; /* owned */
+    double *values = NULL;
+
+    if (vector == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    if (oomkit_batch_build(call->st, call->options, &call->batch, start, length,
+                           vector) == 0) {
+        argument = oomkit_batch_argument(&call->batch, vector);
+        answer = argument ? PyObject_CallOneArg(call->options->weight, argument) : NULL;
+        values = answer ? weight_numbers(call, answer, groups) : NULL;
+    }
+    Py_XDECREF(argument);
+    Py_XDECREF(answer);
+    for (i = 0; i < n; i++) {
+        Py_CLEAR(vector[i]);
+    }
+    PyMem_Free(vector);
+    return values;
+}
+
+/* All slices' answers into one table, each as long as the first. 0 or -1. */
+static int
+weights_collect(oomkit_call *call)
+{
+    oomkit_losses *l = &call->losses;
+    Py_ssize_t groups = 0, width = 0;
+    int64_t i;
+
+    for (i = 0; i < call->slice_count; i++) {
+        double *values = oomkit_weights_ask(call, call->slices[i].start,
+                                            call->slices[i].length, &groups);
+        if (values == NULL) {
+            return -1;
+        }
+        if (i == 0) {
+            l->groups = groups;
+            width = groups > 0 ? groups : 1;
+            PyMem_Free(l->group_weights);
+            l->group_weights =
+                PyMem_New(double, (size_t)width *(size_t)call->slice_count);
+        }
+        if (l->group_weights == NULL || groups != l->groups) {
+            PyMem_Free(values);
+            if (l->group_weights == NULL) {
+                PyErr_NoMemory();
+                return -1;
+            }
+            call->raised = 1;
+            oomkit_raise(call->st->SplitError,
+                         "auto_batch(weight=...) must return the same number of "
+                         "weights for each micro-batch, got %zd and then %zd",
+                         l->groups > 0 ? l->groups : 1, groups > 0 ? groups : 1);
+            return -1;
+        }
+        memcpy(l->group_weights + i * width, values, (size_t)width * sizeof(double));
+        PyMem_Free(values);
+    }
+    return 0;
+}
+
+/* weight=: each group as shares of its own total. */
+static int
+weights_measured(oomkit_call *call)
+{
+    oomkit_losses *l = &call->losses;
+    Py_ssize_t g, width;
+    int64_t i;
+
+    if (weights_collect(call) < 0) {
+        return -1;
+    }
+    width = l->groups > 0 ? l->groups : 1;
+    for (g = 0; g < width; g++) {
+        double total = 0.0;
+        for (i = 0; i < call->slice_count; i++) {
+            total += l->group_weights[i * width + g];
+        }
+        for (i = 0; i < call->slice_count; i++) {
+            double *weight = &l->group_weights[i * width + g];
+            *weight = total > 0.0 ? *weight / total : 1.0 / (double)call->slice_count;
+        }
+    }
+    for (i = 0; i < call->slice_count; i++) {
+        call->weights[i] = l->group_weights[i * width];
+    }
+    return 0;
+}
+
+/* Weights that a proof has found, of these slices. Steals `rule`. 0 or -1. */
+static int
+weights_found(oomkit_call *call, PyObject *rule)
+{
+    PyObject *number = PyObject_GetAttrString(rule, "leaf");              /* owned */
+    PyObject *cut = oomkit_proof_slices(call->slices, call->slice_count); /* owned */
+    PyObject *answer = NULL;                                              /* owned */
+    Py_ssize_t leaf = number == NULL ? -1 : PyLong_AsSsize_t(number);
+    double total = 0.0;
+    int64_t i;
+
+    if (cut != NULL && !PyErr_Occurred()) {
+        oomkit_exempt_enter(call->st);
+        answer = PyObject_CallMethod(rule, "counts", "OO",
+                                     leaf >= 0 && leaf < call->batch.count
+                                         ? call->batch.nodes[leaf].object
+                                         : Py_None,
+                                     cut);
+        oomkit_exempt_leave(call->st);
+    }
+    for (i = 0; answer != NULL && i < call->slice_count; i++) {
+        call->weights[i] = PyFloat_AsDouble(PyList_GET_ITEM(answer, i));
+        total += call->weights[i];
+    }
+    for (i = 0; !call->losses.is_sum && answer != NULL && i < call->slice_count; i++) {
+        call->weights[i] =
+            total > 0.0 ? call->weights[i] / total : 1.0 / (double)call->slice_count;
+    }
+    Py_XDECREF(number);
+    Py_XDECREF(cut);
+    Py_XDECREF(answer);
+    Py_DECREF(rule);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* The rows that the slices make up: the batch's, or those of a proof. */
+static int64_t
+weights_rows(const oomkit_call *call)
+{
+    const oomkit_slice *last = &call->slices[call->slice_count - 1];
+    return last->start + last->length - call->slices[0].start;
+}
+
+static int
+weights_rule_is(PyObject *rule, const char *name)
+{
+    PyObject *kind = PyObject_GetAttrString(rule, "kind"); /* owned */
+    int is = kind != NULL && PyUnicode_Check(kind) &&
+             PyUnicode_CompareWithASCIIString(kind, name) == 0;
+
+    Py_XDECREF(kind);
+    return is;
+}
+
+int
+oomkit_weights_set(oomkit_call *call)
+{
+    PyObject *rule = Py_XNewRef(oomkit_proof_rule(call)); /* owned, then stolen */
+    oomkit_losses *l = &call->losses;
+    const oomkit_options *options = call->options;
+    int64_t i;
+    void *grown = PyMem_Realloc(call->weights,
+                                (size_t)call->slice_count * sizeof(*call->weights));
+    if (grown == NULL) {
+        Py_XDECREF(rule);
+        PyErr_NoMemory();
+        return -1;
+    }
+    call->weights = grown;
+    l->sum = l->mean = l->largest = 0.0;
+    l->seen = 0;
+    l->groups = 0;
+    l->counts_items = rule == NULL && options->weight == NULL &&
+                      !options->reduction_given && weights_items_passed(call);
+    l->is_sum = rule != NULL
+                    ? weights_rule_is(rule, "sum")
+                    : l->counts_items || (options->weight == NULL &&
+                                          options->reduction == OOMKIT_REDUCTION_SUM);
+    call->join.is_sum = rule != NULL ? l->is_sum : l->counts_items;
+    call->join.groups = 0;
+    if (options->weight != NULL) {
+        if (weights_measured(call) < 0) {
+            return -1;
+        }
+        call->join.groups = l->groups;
+        call->join.group_weights = l->group_weights;
+        return 0;
+    }
+    for (i = 0; i < call->slice_count; i++) {
+        call->weights[i] =
+            l->is_sum ? 1.0
+                      : (double)call->slices[i].length / (double)weights_rows(call);
+    }
+    if (rule != NULL && call->batch.count > 0 && !l->is_sum &&
+        !weights_rule_is(rule, "rows")) {
+        return weights_found(call, rule);
+    }
+    Py_XDECREF(rule);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* As many weights as backwards? -1 with SplitError. */
+static int
+weights_refuse(oomkit_call *call, int backwards, const char *least)
+{
+    call->raised = 1;
+    oomkit_raise(call->st->SplitError,
+                 "auto_batch(weight=...) must return one weight for each backward() of "
+                 "the step: got %zd, expected %s%d",
+                 call->losses.groups, least, backwards);
+    return -1;
+}
+
+double
+oomkit_weights_next(oomkit_call *call)
+{
+    const oomkit_losses *l = &call->losses;
+
+    if (call->weights == NULL || call->rowwise) {
+        return 1.0;
+    }
+    if (l->groups == 0 || !call->split) {
+        return call->weights[call->slice_index];
+    }
+    if (call->backwards >= l->groups) {
+        return weights_refuse(call, call->backwards + 1, "at least ");
+    }
+    return l->group_weights[call->slice_index * l->groups + call->backwards];
+}
+
+/* --- labels of -100 --- */
+
+/* How weight= would name the leaf: its argument when that is the only one that is
+ * split, else an element of the tuple that it gets. New reference or NULL. */
+static PyObject *
+labels_expression(const oomkit_call *call, Py_ssize_t leaf, PyObject **parameter)
+{
+    const oomkit_batch *batch = &call->batch;
+    PyObject *names = call->step->names; /* borrowed from step */
+    PyObject *path, *name, *text = NULL; /* owned */
+    Py_ssize_t argument = 0, number = 0, found = 0, split = 0, at = 0;
+
+    for (; argument < batch->total; argument++) {
+        Py_ssize_t end = oomkit_node_end(batch, at);
+        if (at <= leaf && leaf < end) {
+            found = argument;
+            number = split;
+        }
+        split += oomkit_node_is_split(batch, at);
+        at = end;
+    }
+    path = oomkit_node_path(batch, names, leaf);
+    name = path ? oomkit_argument_name(batch, names, found) : NULL;
+    if (name != NULL && split == 1 && PyUnicode_IsIdentifier(name) == 1) {
+        *parameter = Py_NewRef(name);
+        text = Py_NewRef(path);
+    } else if (name != NULL) {
+        PyObject *rest = /* owned */
+            PyUnicode_Substring(path, PyUnicode_GET_LENGTH(name), PY_SSIZE_T_MAX);
+        *parameter = PyUnicode_FromString("batch");
+        text = rest == NULL || *parameter == NULL ? NULL
+               : split == 1 ? PyUnicode_FromFormat("batch%U", rest)
+                            : PyUnicode_FromFormat("batch[%zd]%U", number, rest);
+        Py_XDECREF(rest);
+    }
+    Py_XDECREF(name);
+    Py_XDECREF(path);
+    return text;
+}
+
+static int
+labels_say(oomkit_call *call, Py_ssize_t leaf)
+{
+    PyObject *parameter = NULL;                                       /* owned */
+    PyObject *expression = labels_expression(call, leaf, &parameter); /* owned */
+    PyObject *path =
+        oomkit_node_path(&call->batch, call->step->names, leaf); /* owned */
+    int result = -1;
+
+    if (expression != NULL && path != NULL) {
+        result = oomkit_warn(
+            call->st->OomkitWarning, 1,
+            "oomkit: %U is split and %U holds labels of -100 in unequal number: a mean "
+            "over the other labels is not weighed rightly by rows; pass weight=lambda "
+            "%U: (%U != -100).sum() to auto_batch (of the labels as the loss sees "
+            "them, "
+            "shifted or not)",
+            call->options->label, path, parameter, expression);
+    }
+    Py_XDECREF(parameter);
+    Py_XDECREF(expression);
+    Py_XDECREF(path);
+    return result;
+}
+
+/* The lengths of the slices, for torch.split. New reference or NULL. */
+static PyObject *
+labels_lengths(const oomkit_call *call)
+{
+    PyObject *lengths = PyList_New((Py_ssize_t)call->slice_count); /* owned */
+    Py_ssize_t i;
+
+    for (i = 0; lengths != NULL && i < (Py_ssize_t)call->slice_count; i++) {
+        PyObject *length = PyLong_FromLongLong(call->slices[i].length);
+        if (length == NULL) {
+            Py_CLEAR(lengths);
+            break;
+        }
+        PyList_SET_ITEM(lengths, i, length);
+    }
+    return lengths;
+}
+
+/* Do the slices of this leaf have unequal shares of labels that are not -100? Reads the
+ * values. 1 or 0; what cannot be read is not said: this check is a service. */
+static int
+labels_are_uneven(oomkit_call *call, PyObject *leaf, PyObject *lengths)
+{
+    PyObject *answer; /* owned */
+    int uneven;
+
+    oomkit_exempt_enter(call->st);
+    answer = PyObject_CallFunction(call->st->uneven_labels, "OLO", leaf,
+                                   (long long)call->options->dim, lengths);
+    oomkit_exempt_leave(call->st);
+    uneven = answer == Py_True;
+    Py_XDECREF(answer);
+    if (answer == NULL && PyErr_ExceptionMatches(PyExc_Exception)) {
+        PyErr_Clear();
+    }
+    return uneven;
+}
+
+/* Reading labels waits for a device: there it is done in a few calls only. */
+static int
+labels_are_due(const oomkit_call *call)
+{
+    return call->device.type == OOMKIT_DEVICE_CPU || call->number <= 16 ||
+           call->number % 64 == 0;
+}
+
+/* Is there an integer leaf whose labels of -100 make n_i/N wrong? Its number in *leaf.
+ * 1, 0 or -1. */
+static int
+labels_find(oomkit_call *call, Py_ssize_t *leaf)
+{
+    const oomkit_batch *batch = &call->batch;
+    PyObject *lengths = labels_lengths(call); /* owned */
+    Py_ssize_t i;
+    int result = lengths == NULL ? -1 : 0;
+
+    for (i = 0; result == 0 && i < batch->count; i++) {
+        const oomkit_node *node = &batch->nodes[i];
+        if (node->kind != OOMKIT_NODE_TENSOR || node->split != OOMKIT_SPLIT_NARROW) {
+            continue;
+        }
+        result = labels_are_uneven(call, node->object, lengths);
+        result = PyErr_Occurred() ? -1 : result;
+        *leaf = i;
+    }
+    Py_XDECREF(lengths);
+    return result;
+}
+
+int
+oomkit_weights_are_free(const oomkit_call *call)
+{
+    return call->options->weight == NULL && !call->options->reduction_given;
+}
+
+int
+oomkit_weights_are_countable(const oomkit_call *call)
+{
+    return call->options->dim == 0 && call->options->dims == NULL;
+}
+
+int
+oomkit_weights_are_due(const oomkit_call *call)
+{
+    return oomkit_weights_are_free(call) && labels_are_due(call);
+}
+
+int
+oomkit_weights_labels(oomkit_call *call)
+{
+    Py_ssize_t leaf;
+    return oomkit_weights_are_due(call) ? labels_find(call, &leaf) : 0;
+}
+
+/* That is said once per site. */
+static int
+labels_check(oomkit_call *call)
+{
+    Py_ssize_t leaf = 0;
+    int found = labels_find(call, &leaf);
+
+    if (found > 0) {
+        call->step->losses.labels_said = 1;
+        found = labels_say(call, leaf);
+    }
+    return found;
+}
+
+/* Does the micro-batch return a number that stands for a loss? 1, 0 or -1. */
+static int
+result_is_loss(oomkit_call *call, PyObject *result)
+{
+    oomkit_tensor_facts facts;
+    PyObject *loss; /* owned */
+    int scalar = 0;
+
+    if (PyFloat_Check(result)) {
+        return 1;
+    }
+    if ((PyTuple_Check(result) || PyList_Check(result)) &&
+        PySequence_Fast_GET_SIZE(result) > 0 &&
+        PyFloat_Check(PySequence_Fast_GET_ITEM(result, 0))) {
+        return 1;
+    }
+    loss = oomkit_result_loss(call->st, result);
+    if (loss != NULL) {
+        scalar = oomkit_tensor_facts_get(call->st, loss, 0, &facts) < 0
+                     ? -1
+                     : facts.ndim == 0;
+        Py_DECREF(loss);
+    }
+    return PyErr_Occurred() ? -1 : scalar;
+}
+
+/* A single loss returned for several weights: it is joined with the first ones. */
+static int
+groups_say(oomkit_call *call, PyObject *result)
+{
+    int scalar;
+
+    if ((PyTuple_Check(result) || PyList_Check(result)) &&
+        PySequence_Fast_GET_SIZE(result) == call->losses.groups) {
+        return 0; /* one by one */
+    }
+    scalar = result_is_loss(call, result);
+    if (scalar <= 0) {
+        return scalar;
+    }
+    call->step->losses.groups_said = 1;
+    return oomkit_warn(
+        call->st->OomkitWarning, 1,
+        "oomkit: weight= returns %zd weights and %U returns one loss, which is joined "
+        "with the first of them; gradients are exact; return the losses as a tuple in "
+        "the order of their backwards to have each joined with its own",
+        call->losses.groups, call->options->label);
+}
+
+int
+oomkit_weights_check(oomkit_call *call, PyObject *result)
+{
+    oomkit_loss_site *site = &call->step->losses;
+    int loss;
+
+    if (call->losses.groups > 0 && call->training && !call->committed &&
+        call->backwards != call->losses.groups) {
+        return weights_refuse(call, call->backwards, "");
+    }
+    if (call->losses.groups > 1 && !site->groups_said && groups_say(call, result) < 0) {
+        return -1;
+    }
+    if (call->slice_index > 0 || site->labels_said || call->options->weight != NULL ||
+        call->losses.is_sum || oomkit_proof_known(call) ||
+        oomkit_proof_rule(call) != NULL || !labels_are_due(call)) {
+        return 0;
+    }
+    loss = call->training ? 1 : result_is_loss(call, result);
+    return loss <= 0 ? loss : labels_check(call);
+}
+
+void
+oomkit_weights_release(oomkit_call *call)
+{
+    Py_CLEAR(call->losses.whole.tensor);
+    Py_CLEAR(call->losses.rows);
+    PyMem_Free(call->losses.group_weights);
+    call->losses.group_weights = NULL;
+}

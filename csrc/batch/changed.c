@@ -1,0 +1,177 @@
+/* Has the batch moved since capture? Before the step runs again. */
+#include "batch.h"
+#include "../device/device.h"
+#include "../py/modes.h"
+#include "../py/tensor.h"
+
+int
+oomkit_node_moved(oomkit_state *st, const oomkit_node *node)
+{
+    oomkit_tensor_facts facts;
+
+    if (node->kind == OOMKIT_NODE_ARRAY) {
+        return oomkit_array_moved(st, node);
+    }
+    if (node->kind != OOMKIT_NODE_TENSOR) {
+        return 0;
+    }
+    if (oomkit_tensor_facts_get(st, node->object, 0, &facts) < 0) {
+        return -1;
+    }
+    return oomkit_tensor_mark(st, node->object, &facts) != node->version;
+}
+
+static int
+node_is_marked(const oomkit_node *node)
+{
+    return node->kind == OOMKIT_NODE_TENSOR || node->kind == OOMKIT_NODE_ARRAY;
+}
+
+/* Puts a saved value back. The detached view shares storage and version, and may be
+ * written to where the tensor itself requires grad. */
+static int
+check_restore(oomkit_state *st, oomkit_node *node, PyObject *saved)
+{
+    oomkit_tensor_facts facts;
+    PyObject *view; /* owned */
+    int written;
+
+    view = PyObject_CallMethodNoArgs(node->object, st->str_detach);
+    if (view == NULL) {
+        return -1;
+    }
+    written = oomkit_tensor_write(st, view, saved);
+    Py_DECREF(view);
+    if (written < 0) {
+        return -1;
+    }
+    if (oomkit_tensor_facts_get(st, node->object, 0, &facts) < 0) {
+        return -1;
+    }
+    node->version = oomkit_tensor_mark(st, node->object, &facts);
+    return 0;
+}
+
+/* images.requires_grad_() of the failed attempt: a leaf that did not require grad has
+ * no gradient of its own from before. 0 or -1. */
+static int
+check_requires_grad(oomkit_state *st, const oomkit_node *node,
+                    const oomkit_tensor_facts *facts)
+{
+    PyObject *graph; /* owned */
+    int result = 0;
+
+    if (node->requires_grad || !facts->requires_grad) {
+        return 0;
+    }
+    graph = PyObject_GetAttr(node->object, st->str_grad_fn);
+    if (graph == NULL) {
+        return -1;
+    }
+    if (graph == Py_None) {
+        result = PyObject_SetAttr(node->object, st->str_requires_grad, Py_False) < 0 ||
+                         PyObject_SetAttr(node->object, st->str_grad, Py_None) < 0
+                     ? -1
+                     : 0;
+    }
+    Py_DECREF(graph);
+    return result;
+}
+
+static int
+check_refuse(oomkit_state *st, const oomkit_batch *batch, PyObject *names,
+             Py_ssize_t index)
+{
+    PyObject *path = oomkit_node_path(batch, names, index); /* owned */
+    if (path == NULL) {
+        return -1;
+    }
+    PyErr_Format(
+        st->SplitError,
+        "auto_batch cannot repeat the step: it changed %U in place; make a new "
+        "tensor instead (x = x.div(255), not x.div_(255)) or give "
+        "restore_batch=True",
+        path);
+    Py_DECREF(path);
+    return -1;
+}
+
+/* An array's saved values put back. 0 or -1. */
+static int
+check_restore_array(PyObject *array, PyObject *saved)
+{
+    return PyObject_SetItem(array, Py_Ellipsis, saved);
+}
+
+int
+oomkit_batch_check(oomkit_state *st, oomkit_batch *batch, PyObject *names)
+{
+    Py_ssize_t i, number = 0;
+
+    for (i = 0; i < batch->count; i++) {
+        oomkit_node *node = &batch->nodes[i];
+        oomkit_tensor_facts facts;
+        PyObject *saved; /* borrowed from batch->saved */
+        int moved;
+        if (!node_is_marked(node)) {
+            continue;
+        }
+        if (node->kind == OOMKIT_NODE_TENSOR &&
+            (oomkit_tensor_facts_get(st, node->object, 0, &facts) < 0 ||
+             check_requires_grad(st, node, &facts) < 0)) {
+            return -1;
+        }
+        moved = oomkit_node_moved(st, node);
+        if (moved < 0) {
+            return -1;
+        }
+        if (moved) {
+            if (batch->saved == NULL) {
+                return check_refuse(st, batch, names, i);
+            }
+            saved = PyList_GET_ITEM(batch->saved, number);
+            if ((node->kind == OOMKIT_NODE_ARRAY
+                     ? check_restore_array(node->object, saved)
+                     : check_restore(st, node, saved)) < 0) {
+                return -1;
+            }
+        }
+        number++;
+    }
+    return 0;
+}
+
+/* A copy of a tensor on the host, of an array where it is. New reference or NULL. */
+static PyObject *
+save_copy(oomkit_state *st, const oomkit_node *node)
+{
+    return node->kind == OOMKIT_NODE_ARRAY
+               ? PyObject_CallMethod(node->object, "copy", NULL)
+               : oomkit_host_copy(st, node->object);
+}
+
+int
+oomkit_batch_save(oomkit_state *st, oomkit_batch *batch)
+{
+    PyObject *saved, *copy; /* owned */
+    Py_ssize_t i;
+    int failed;
+
+    if (batch->saved != NULL) {
+        return 0;
+    }
+    saved = PyList_New(0);
+    for (i = 0; saved != NULL && i < batch->count; i++) {
+        if (!node_is_marked(&batch->nodes[i])) {
+            continue;
+        }
+        copy = save_copy(st, &batch->nodes[i]);
+        failed = copy == NULL || PyList_Append(saved, copy) < 0;
+        Py_XDECREF(copy);
+        if (failed) {
+            Py_CLEAR(saved);
+        }
+    }
+    batch->saved = saved; /* stolen by batch */
+    return saved == NULL ? -1 : 0;
+}

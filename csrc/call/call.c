@@ -1,0 +1,44 @@
+/* What is asked of a call. */
+#include "call.h"
+
+int
+oomkit_call_has_module(const oomkit_call *call, const PyObject *module)
+{
+    PyObject *roots = call->parts->roots; /* borrowed */
+    Py_ssize_t i;
+    int found = 0;
+
+    for (i = 0; roots != NULL && i < PyList_GET_SIZE(roots) && !found; i++) {
+        PyObject *root = oomkit_reference_get(PyList_GET_ITEM(roots, i)); /* owned */
+        found = root == module;
+        Py_XDECREF(root);
+    }
+    return found;
+}
+
+/* The call's arguments as (tuple, dict). 0 or -1; both are owned. */
+int
+oomkit_effects_arguments(const oomkit_call *call, PyObject **positional,
+                         PyObject **named)
+{
+    Py_ssize_t i, n = PyVectorcall_NARGS(call->nargsf);
+
+    *named = PyDict_New();
+    *positional = *named ? PyTuple_New(n) : NULL;
+    if (*positional == NULL) {
+        Py_CLEAR(*named);
+        return -1;
+    }
+    for (i = 0; i < n; i++) {
+        PyTuple_SET_ITEM(*positional, i, Py_NewRef(call->args[i]));
+    }
+    for (i = 0; call->kwnames != NULL && i < PyTuple_GET_SIZE(call->kwnames); i++) {
+        if (PyDict_SetItem(*named, PyTuple_GET_ITEM(call->kwnames, i),
+                           call->args[n + i]) < 0) {
+            Py_CLEAR(*positional);
+            Py_CLEAR(*named);
+            return -1;
+        }
+    }
+    return 0;
+}

@@ -1,0 +1,72 @@
+/* What is asked of a protected call. */
+#ifndef OOMKIT_CALL_CALL_H
+#define OOMKIT_CALL_CALL_H
+
+#include "call_types.h"
+
+/* train(), eval() and requires_grad as at entry of the call. */
+typedef struct oomkit_switches {
+    PyObject *training;     /* owned: dict as call->switches, or NULL */
+    uint8_t *requires_grad; /* of each parameter, or NULL */
+} oomkit_switches;
+
+/* --- call.c --- */
+int
+oomkit_call_has_module(const oomkit_call *call, const PyObject *module);
+/* The call's arguments as (tuple, dict). 0 or -1; both are owned. */
+int
+oomkit_effects_arguments(const oomkit_call *call, PyObject **positional,
+                         PyObject **named);
+
+/* --- compiled.c --- */
+/* torch.compile() off, and back as it was. Keep an exception in flight. 0
+ * or -1. */
+int
+oomkit_compiler_off(oomkit_call *call);
+int
+oomkit_compiler_on(oomkit_call *call);
+
+/* --- describe.c --- */
+/* Words for reports. Each gives a new reference or NULL. */
+PyObject *
+oomkit_describe_tensor(oomkit_call *call, PyObject *tensor);
+PyObject *
+oomkit_describe_report(oomkit_call *call);
+/* Raises oomkit.OutOfMemory with the report; `reason` (borrowed str) leads the message.
+ * NULL always. */
+PyObject *
+oomkit_give_up(oomkit_call *call, PyObject *reason, int committed);
+
+/* --- graph_capture.c --- */
+/* The device that the call's figures are of. */
+void
+oomkit_engine_device(oomkit_call *call);
+/* That which failed: a step with the CPU alone in sight may use the accelerator. */
+oomkit_device
+oomkit_engine_device_of_failure(const oomkit_call *call);
+/* Is a graph captured on that device, a CUDA one? 1 and call->captured, 0, -1. */
+int
+oomkit_captured_find(oomkit_call *call);
+/* The function as it is, and the end of the call. New reference, or NULL: nothing is
+ * rolled back. */
+PyObject *
+oomkit_captured_run(oomkit_call *call);
+
+/* --- modes_at_entry.c --- */
+/* Gradient recording and autocast at entry, and back to it after a failure: torch's own
+ * context managers leave them as they are where there is no memory to leave them. 0 or
+ * -1; with the bridge neither can fail. */
+int
+oomkit_modes_entry(oomkit_call *call);
+int
+oomkit_modes_entry_back(oomkit_call *call);
+
+/* --- surroundings.c --- */
+/* Why this call must not be replayed or split (static text), or NULL. 0
+ * or -1. */
+int
+oomkit_refusal(oomkit_call *call, const char **why);
+int
+oomkit_refusal_transform(oomkit_state *st);
+
+#endif

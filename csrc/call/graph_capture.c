@@ -1,0 +1,96 @@
+/* The device of a call, and a call inside the capture of a CUDA graph, which must be
+ * the bare function: what is copied there becomes part of the graph, a copy to the host
+ * ends the capture, and nothing has run yet that could be taken back. */
+#include "call.h"
+#include "../engine/engine.h"
+#include "../hook/hook.h"
+#include "../py/tensor.h"
+
+void
+oomkit_engine_device(oomkit_call *call)
+{
+    if (call->parts->device_type != 0) {
+        call->device.type = call->parts->device_type;
+        call->device.index = call->parts->device_index;
+    } else {
+        call->device.type = call->batch.device_type;
+        call->device.index = call->batch.device_index;
+    }
+}
+
+oomkit_device
+oomkit_engine_device_of_failure(const oomkit_call *call)
+{
+    return call->device.type == OOMKIT_DEVICE_CPU ? oomkit_device_default(call->st)
+                                                  : call->device;
+}
+
+int
+oomkit_captured_find(oomkit_call *call)
+{
+    oomkit_state *st = call->st;
+    int captured;
+
+    if (call->device.type == OOMKIT_DEVICE_MPS || /* captures nothing */
+        !oomkit_device_ready(st, call->device)) { /* to ask would initialise it */
+        return 0;
+    }
+    captured = oomkit_device_is_capturing(st, call->device);
+    call->captured = captured == 1;
+    return captured;
+}
+
+/* OutOfMemory in place of an error of memory that is in flight. */
+static void
+captured_failed(oomkit_call *call)
+{
+    oomkit_state *st = call->st;
+    PyObject *exception = oomkit_exception_take(); /* owned, then stolen */
+    PyObject *handled, *reason;                    /* owned; handled: the caller's */
+    oomkit_class class_ = oomkit_exception_classify(st, exception);
+
+    if ((class_ != OOMKIT_CLASS_CERTAIN && class_ != OOMKIT_CLASS_MASKED) ||
+        oomkit_device_is_lost(st, call->device)) {
+        oomkit_exception_give(exception);
+        return;
+    }
+    if (oomkit_recover_note(call, exception) < 0) {
+        Py_DECREF(exception);
+        return;
+    }
+    handled = PyErr_GetHandledException();
+    oomkit_exception_drop(st, exception, handled);
+    Py_XDECREF(handled);
+    reason = PyUnicode_FromFormat(
+        "%U ran out of memory and is not retried: a CUDA graph is being captured, and "
+        "nothing of the step was taken back; capture the step with the micro-batch "
+        "that "
+        "fits, outside auto_batch",
+        call->options->label);
+    if (reason != NULL) {
+        oomkit_give_up(call, reason, 0);
+        Py_DECREF(reason);
+    }
+}
+
+PyObject *
+oomkit_captured_run(oomkit_call *call)
+{
+    PyObject *exception = NULL; /* owned, given back */
+    PyObject *result =          /* owned */
+        PyObject_Vectorcall(call->func, call->args, call->nargsf, call->kwnames);
+
+    if (result != NULL && call->options->backward != NULL &&
+        oomkit_backward_run(call, result) < 0) {
+        Py_CLEAR(result);
+    }
+    if (result == NULL) {
+        captured_failed(call);
+        exception = oomkit_exception_take();
+    }
+    oomkit_call_free(call);
+    if (exception != NULL) {
+        oomkit_exception_give(exception);
+    }
+    return result;
+}

@@ -1,0 +1,32 @@
+/* What was proven at a site. */
+#ifndef OOMKIT_CALL_PROVEN_H
+#define OOMKIT_CALL_PROVEN_H
+
+#include "../py/state.h"
+
+#define OOMKIT_PROVEN 8  /* structures of batches for each site */
+#define OOMKIT_COURSES 4 /* courses of a step for each of them */
+
+typedef enum {
+    OOMKIT_PROVEN_NOT = 0,
+    OOMKIT_PROVEN_WEAKLY, /* by losses alone: one row fits and no more */
+    OOMKIT_PROVEN_FULLY
+} oomkit_proof_level;
+
+/* What was proven at a site, for batches of one structure. */
+typedef struct oomkit_proven {
+    uint64_t key;
+    PyObject *rule; /* owned: the weights that were found (_weights.Weigher), or NULL */
+    PyObject
+        *tried; /* owned: what was learnt of others (_weights.Tried); NULL before */
+    uint64_t courses[OOMKIT_COURSES]; /* that were proven, 0 for none */
+    uint64_t calls;                   /* since then, and that one */
+    uint64_t call;                    /* the last of them that was counted */
+    uint8_t missed; /* how often losses were to be compared and could not be */
+    uint8_t level;
+    uint8_t course_next;
+    uint8_t labels;   /* among them ignored ones, not as many in each micro-batch */
+    uint8_t recalled; /* of an earlier run: the first course that it meets is its own */
+} oomkit_proven;
+
+#endif

@@ -1,0 +1,375 @@
+/* StepRecord and OOMReport, and the words of a report. */
+#include "records.h"
+#include "../core/plan.h"
+
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+
+uint64_t
+oomkit_now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+enum { RECORD_FIELDS = 18, REPORT_FIELDS = 9 };
+
+static PyStructSequence_Field record_fields[] = {
+    {"step", "number of the call at its site, from 1"},
+    {"label", "name of the site"},
+    {"batch_size", "rows of the batch, None where no batch was found"},
+    {"micro_batch_size", "rows of the largest slice that was executed"},
+    {"accumulation_steps", "number of micro-batches"},
+    {"attempts", "plans that were tried"},
+    {"ooms", "attempts that ran out of memory"},
+    {"requested_bytes", "request that could not be met last"},
+    {"baseline", "bytes allocated at entry"},
+    {"peak_allocated", "highest number of allocated bytes"},
+    {"peak_reserved", "highest number of reserved bytes"},
+    {"device_free", "bytes free at the end"},
+    {"budget", "limit in force, in bytes"},
+    {"time", "seconds, failed attempts included"},
+    {"time_lost", "seconds of failed attempts and of recovery"},
+    {"rung", "position on the escalation ladder"},
+    {"reason", "why the plan was what it was"},
+    {"outcome", "'finished', 'gave up', 'error' or 'committed'"},
+    {NULL, NULL},
+};
+
+static PyStructSequence_Desc record_desc = {
+    .name = "oomkit.StepRecord",
+    .doc = "What one protected call was: sizes in rows, memory in bytes, times in "
+           "seconds.\n\nFields that could not be measured are None.",
+    .fields = record_fields,
+    .n_in_sequence = RECORD_FIELDS,
+};
+
+static PyStructSequence_Field report_fields[] = {
+    {"label", "name of the site"},
+    {"device", "the device that ran out of memory"},
+    {"attempts", "tuple of dict, one for each attempt that failed"},
+    {"requested_bytes", "request that could not be met last"},
+    {"allocated", "bytes allocated when the report was made"},
+    {"budget", "limit in force, in bytes"},
+    {"holders", "dict of kind to bytes: who holds the memory"},
+    {"advice", "tuple of three str: what to do"},
+    {"text", "all of it, for people"},
+    {NULL, NULL},
+};
+
+static PyStructSequence_Desc report_desc = {
+    .name = "oomkit.OOMReport",
+    .doc = "What was tried before memory ran out for good, and what to do about it.",
+    .fields = report_fields,
+    .n_in_sequence = REPORT_FIELDS,
+};
+
+int
+oomkit_records_init(oomkit_state *st)
+{
+    Py_XSETREF(st->record_type, oomkit_sequence_type(&record_desc));
+    if (st->record_type == NULL) {
+        return -1;
+    }
+    Py_XSETREF(st->report_type, oomkit_sequence_type(&report_desc));
+    return st->report_type == NULL ? -1 : 0;
+}
+
+const char *
+oomkit_format_bytes(uint64_t bytes, char *buffer)
+{
+    static const char *const units[] = {"KiB", "MiB", "GiB"};
+    double value = (double)bytes / 1024.0;
+    int unit = 0;
+
+    if (bytes == OOMKIT_UNKNOWN) {
+        strcpy(buffer, "unknown");
+    } else if (bytes < 1024) {
+        snprintf(buffer, 32, "%d %s", (int)bytes, bytes == 1 ? "byte" : "bytes");
+    } else {
+        for (; unit < 2 && value >= 1024.0; unit++) {
+            value /= 1024.0;
+        }
+        snprintf(buffer, 32, "%.2f %s", value, units[unit]);
+    }
+    return buffer;
+}
+
+/* --- values: each gives a new reference or NULL --- */
+
+static PyObject *
+number_or_none(uint64_t number)
+{
+    return number == OOMKIT_UNKNOWN ? Py_NewRef(Py_None)
+                                    : PyLong_FromUnsignedLongLong(number);
+}
+
+static PyObject *
+rows_or_none(int64_t rows)
+{
+    return rows <= 0 ? Py_NewRef(Py_None) : PyLong_FromLongLong(rows);
+}
+
+static PyObject *
+seconds_or_none(uint64_t nanoseconds)
+{
+    return nanoseconds == OOMKIT_UNKNOWN
+               ? Py_NewRef(Py_None)
+               : PyFloat_FromDouble((double)nanoseconds / 1e9);
+}
+
+static PyObject *
+object_or_none(PyObject *object)
+{
+    return Py_NewRef(object == NULL ? Py_None : object);
+}
+
+static const char *
+phase_name(int phase)
+{
+    static const char *const names[OOMKIT_PHASES] = {"forward", "backward", "optimizer",
+                                                     "recovery"};
+    return phase >= 0 && phase < OOMKIT_PHASES ? names[phase] : NULL;
+}
+
+static const char *
+outcome_name(uint32_t outcome)
+{
+    static const char *const names[] = {"finished", "gave up", "error", "committed"};
+    return outcome < sizeof(names) / sizeof(names[0]) ? names[outcome] : "unknown";
+}
+
+/* Puts values[0..count) into a new struct sequence. Steals all of them, NULL included:
+ * one NULL makes the result NULL, with the exception that made it. */
+static PyObject *
+sequence_of(PyObject *type, PyObject **values, Py_ssize_t count)
+{
+    PyObject *sequence = PyStructSequence_New((PyTypeObject *)type); /* owned */
+    int complete = sequence != NULL;
+    Py_ssize_t i;
+
+    for (i = 0; i < count; i++) {
+        complete = complete && values[i] != NULL;
+        if (sequence != NULL) {
+            PyStructSequence_SetItem(sequence, i, values[i]);
+        } else {
+            Py_XDECREF(values[i]);
+        }
+    }
+    if (!complete) {
+        Py_CLEAR(sequence);
+    }
+    return sequence;
+}
+
+PyObject *
+oomkit_record_new(oomkit_state *st, const oomkit_record *record, PyObject *label)
+{
+    PyObject *values[] = {
+        /* owned, stolen by sequence_of() */
+        PyLong_FromUnsignedLongLong(record->step),
+        object_or_none(label),
+        number_or_none(record->batch_size),
+        number_or_none(record->micro_batch_size),
+        PyLong_FromUnsignedLong(record->accumulation_steps),
+        PyLong_FromUnsignedLong(record->attempts),
+        PyLong_FromUnsignedLong(record->ooms),
+        number_or_none(record->requested_bytes),
+        number_or_none(record->baseline_bytes),
+        number_or_none(record->peak_allocated_bytes),
+        number_or_none(record->peak_reserved_bytes),
+        number_or_none(record->device_free_bytes),
+        number_or_none(record->budget_bytes),
+        seconds_or_none(record->time_ns),
+        seconds_or_none(record->lost_ns),
+        PyLong_FromUnsignedLong(record->rung),
+        PyUnicode_FromString(
+            oomkit_plan_reason_name((oomkit_plan_reason)record->reason)),
+        PyUnicode_FromString(outcome_name(record->outcome)),
+    };
+
+    _Static_assert(sizeof(values) / sizeof(values[0]) == RECORD_FIELDS, "all fields");
+    return sequence_of(st->record_type, values, RECORD_FIELDS);
+}
+
+/* --- the report --- */
+
+static PyObject *
+attempt_dict(const oomkit_attempt *attempt)
+{
+    const char *phase = phase_name(attempt->phase);
+    return Py_BuildValue("{sN sN sN sN sz sN sN}", "micro_batch_size",
+                         rows_or_none(attempt->micro_batch_size), "accumulation_steps",
+                         rows_or_none(attempt->accumulation_steps), "requested_bytes",
+                         number_or_none(attempt->requested_bytes), "allocated_bytes",
+                         number_or_none(attempt->allocated_bytes), "phase", phase,
+                         "location", object_or_none(attempt->location), "message",
+                         object_or_none(attempt->message));
+}
+
+static PyObject *
+attempts_tuple(const oomkit_attempt *attempts, Py_ssize_t count)
+{
+    PyObject *tuple = PyTuple_New(count); /* owned */
+    Py_ssize_t i;
+
+    for (i = 0; tuple != NULL && i < count; i++) {
+        PyObject *entry = attempt_dict(&attempts[i]); /* stolen by PyTuple_SET_ITEM() */
+        if (entry == NULL) {
+            Py_CLEAR(tuple);
+        } else {
+            PyTuple_SET_ITEM(tuple, i, entry);
+        }
+    }
+    return tuple;
+}
+
+/* Appends a line. Steals `line`, which may be NULL with an exception. 0 or -1. */
+static int
+lines_add(PyObject *lines, PyObject *line)
+{
+    int result = line == NULL ? -1 : PyList_Append(lines, line);
+    Py_XDECREF(line);
+    return result;
+}
+
+static int
+lines_add_attempts(PyObject *lines, const oomkit_attempt *attempts, Py_ssize_t count)
+{
+    char requested[32], allocated[32], sizes[96];
+    Py_ssize_t i;
+
+    if (lines_add(lines, PyUnicode_FromString("what was tried:")) < 0) {
+        return -1;
+    }
+    for (i = 0; i < count; i++) {
+        const oomkit_attempt *attempt = &attempts[i];
+        const char *phase = phase_name(attempt->phase);
+        if (attempt->micro_batch_size > 0) {
+            snprintf(sizes, sizeof(sizes), "micro-batch %lld, accumulation steps %lld",
+                     (long long)attempt->micro_batch_size,
+                     (long long)attempt->accumulation_steps);
+        } else {
+            strcpy(sizes, "the whole call");
+        }
+        if (lines_add(lines,
+                      PyUnicode_FromFormat(
+                          "  %zd. %s: requested %s, allocated %s%s%s%s%V", i + 1, sizes,
+                          oomkit_format_bytes(attempt->requested_bytes, requested),
+                          oomkit_format_bytes(attempt->allocated_bytes, allocated),
+                          phase == NULL ? "" : ", phase ", phase == NULL ? "" : phase,
+                          attempt->location == NULL ? "" : ", at ", attempt->location,
+                          "")) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int
+lines_add_holders(PyObject *lines, PyObject *holders)
+{
+    PyObject *kind, *number; /* borrowed from holders */
+    Py_ssize_t at = 0;
+    char buffer[32];
+
+    if (PyDict_GET_SIZE(holders) == 0) {
+        return 0;
+    }
+    if (lines_add(lines, PyUnicode_FromString("who holds the memory:")) < 0) {
+        return -1;
+    }
+    while (PyDict_Next(holders, &at, &kind, &number)) {
+        unsigned long long bytes = PyLong_AsUnsignedLongLong(number);
+        if (bytes == (unsigned long long)-1 && PyErr_Occurred()) {
+            return -1;
+        }
+        if (lines_add(lines, PyUnicode_FromFormat("  %S: %s", kind,
+                                                  oomkit_format_bytes(bytes, buffer))) <
+            0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int
+lines_add_advice(PyObject *lines, PyObject *advice)
+{
+    Py_ssize_t i;
+
+    if (lines_add(lines, PyUnicode_FromString("what to do:")) < 0) {
+        return -1;
+    }
+    for (i = 0; i < PyTuple_GET_SIZE(advice); i++) {
+        if (lines_add(lines, PyUnicode_FromFormat("  %zd. %S", i + 1,
+                                                  PyTuple_GET_ITEM(advice, i))) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* The lines of a report, joined. New reference or NULL. */
+static PyObject *
+report_text(PyObject *label, const char *device, const oomkit_attempt *attempts,
+            Py_ssize_t count, uint64_t allocated_bytes, uint64_t budget_bytes,
+            PyObject *holders, PyObject *advice)
+{
+    char allocated[32], budget[32];
+    PyObject *head = NULL, *text = NULL;              /* owned */
+    PyObject *newline = PyUnicode_FromString("\n");   /* owned */
+    PyObject *lines = newline ? PyList_New(0) : NULL; /* owned */
+
+    if (lines == NULL) {
+        goto done;
+    }
+    oomkit_format_bytes(budget_bytes, budget);
+    head = PyUnicode_FromFormat("%V ran out of memory on %s: allocated %s, budget %s",
+                                label == NULL || label == Py_None ? NULL : label,
+                                "the call", device,
+                                oomkit_format_bytes(allocated_bytes, allocated),
+                                budget_bytes == OOMKIT_UNKNOWN ? "none" : budget);
+    if (lines_add(lines, Py_XNewRef(head)) < 0 ||
+        lines_add_attempts(lines, attempts, count) < 0 ||
+        lines_add_holders(lines, holders) < 0 || lines_add_advice(lines, advice) < 0) {
+        goto done;
+    }
+    text = PyUnicode_Join(newline, lines);
+done:
+    Py_XDECREF(head);
+    Py_XDECREF(lines);
+    Py_XDECREF(newline);
+    return text;
+}
+
+PyObject *
+oomkit_report_new(oomkit_state *st, PyObject *label, const char *device,
+                  const oomkit_attempt *attempts, Py_ssize_t count,
+                  uint64_t allocated_bytes, uint64_t budget_bytes, PyObject *holders,
+                  PyObject *advice)
+{
+    PyObject *values[] = {
+        /* owned, stolen by sequence_of() */
+        object_or_none(label),
+        PyUnicode_FromString(device),
+        attempts_tuple(attempts, count),
+        number_or_none(count > 0 ? attempts[count - 1].requested_bytes
+                                 : OOMKIT_UNKNOWN),
+        number_or_none(allocated_bytes),
+        number_or_none(budget_bytes),
+        Py_NewRef(holders),
+        Py_NewRef(advice),
+        NULL,
+    };
+
+    _Static_assert(sizeof(values) / sizeof(values[0]) == REPORT_FIELDS, "all fields");
+    if (!PyErr_Occurred()) {
+        values[REPORT_FIELDS - 1] =
+            report_text(label, device, attempts, count, allocated_bytes, budget_bytes,
+                        holders, advice);
+    }
+    return sequence_of(st->report_type, values, REPORT_FIELDS);
+}

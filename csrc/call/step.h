@@ -1,0 +1,129 @@
+/* The decorated step: auto_batch's callable and what its site has learned. */
+#ifndef OOMKIT_CALL_STEP_H
+#define OOMKIT_CALL_STEP_H
+
+#include "loss_types.h"
+#include "proven.h"
+#include "../device/device.h"
+#include "../core/knowledge.h"
+#include "../members/members.h"
+#include "../result/facts.h"
+#include "../tree/nodes.h"
+
+#define OOMKIT_SIGNATURES 32
+#define OOMKIT_RECORDS 1024
+
+/* What is known about one shape of batch at one site. */
+typedef struct oomkit_signature {
+    uint64_t hash;
+    uint64_t family;  /* of shapes that differ in other dimensions than the batch's */
+    double row_bytes; /* of the batch's own tensors; 0 while no OOM was seen */
+    uint64_t used;    /* call number of the last use, for giving way */
+    oomkit_knowledge known;
+    uint64_t peak_bytes; /* allocated at most in a call with the largest micro-batch */
+    int64_t peak_rows;   /* that micro-batch */
+    uint64_t noted;      /* of what was noted for later runs; 0: nothing */
+    int forward_only;    /* the last call that finished ran no backward */
+} oomkit_signature;
+
+/* What the calls with a whole batch have done so far. */
+typedef struct oomkit_whole_calls {
+    uint8_t seen;             /* there was one */
+    uint8_t without_backward; /* one ran no backward */
+    uint8_t without_update;   /* one stepped no optimizer */
+    uint8_t said;             /* that the micro-batches of a call did neither */
+} oomkit_whole_calls;
+
+typedef struct oomkit_step {
+    PyObject_HEAD
+    vectorcallfunc vectorcall;
+    PyObject *func;     /* owned */
+    PyObject *dict;     /* owned: attributes, as a function has them */
+    PyObject *weakrefs; /* weak references to the step */
+    PyObject *names;    /* owned: tuple of parameter names, or NULL */
+    oomkit_state *st;   /* borrowed from the module, which the type keeps alive */
+    oomkit_options options;
+    oomkit_participants *parts; /* counted reference, or NULL before the first call */
+    oomkit_batch_site *batch_site;
+    oomkit_result_site results;
+    oomkit_ring *ring;
+    oomkit_signature signatures[OOMKIT_SIGNATURES];
+    int signature_count;
+    oomkit_loss_site losses;
+    oomkit_proven proven[OOMKIT_PROVEN];
+    uint32_t proven_next;  /* the place that gives way */
+    PyObject *proven_text; /* owned: str, them for another run (recalled.c), or NULL */
+    PyObject *recalled;    /* owned: list of str, proofs of earlier runs, or NULL */
+    oomkit_whole_calls whole;
+    uint64_t calls;
+    int updates; /* optimizer steps in a finished whole call; -1 while unknown */
+    PyObject
+        *last_gradient; /* owned: what last reached a returned scalar loss, or NULL */
+    uint64_t gradient_bytes;   /* of all parameters, summed at the last OOM; 0 before */
+    uint64_t largest_gradient; /* bytes of the largest of them */
+    int drops_gradients;       /* 1 those at entry are dropped, -1 kept, 0 never seen */
+    uint64_t param_count, param_bytes; /* of them at that time */
+    oomkit_device device;
+    int surveyed;          /* those figures are there */
+    uint64_t surveyed_at;  /* in which call they were taken */
+    uint64_t device_bytes; /* free and ours on the device then, or OOMKIT_UNKNOWN */
+    double last_factor;    /* the same over the scaler's scale; 0 while unknown */
+    int half;        /* a returned loss was computed with fp16 somewhere on the way */
+    int least_rows;  /* of a micro-batch: with fewer it has raised an error, or 0 */
+    int even_rows;   /* the same with an odd number */
+    int single_loss; /* a returned loss of several rows had one element in dimensions:
+                        2, had not: 1, 0 while unknown */
+    const PyTypeObject *plain_node; /* borrowed, compared only: type of a node that made
+                                       a returned loss which was no view */
+    int half_said;                  /* fp16 with a scaler was looked for and said */
+    int hooks_said;                 /* the warning about hooks on gradients was given */
+    struct oomkit_plain_site *plain; /* places that its code stores to, or NULL */
+    int plain_looked;                /* for them: once, or (2) again after a failure */
+    int effects_said;     /* what the step changes besides was looked at and said */
+    int seen_oom;         /* sizes may be remembered: look the signature up at entry */
+    int recall;           /* the next call is to look for what an earlier run knew */
+    PyObject *origin;     /* owned: tuple that says where a checkpoint's sizes are from,
+                             until then, or NULL */
+    PyObject *memory_key; /* owned: what notes for later runs go by, or NULL */
+    Py_ssize_t skip;      /* leading arguments that are a method's own object */
+    int is_module;        /* func is a module: attributes are set on it */
+    int is_forward;       /* a function of the name forward: see bound_type.c */
+    PyObject *given;      /* owned: dict of the options but for the participants */
+    /* per_object.c: what is known about a method is known for one object of its class
+     */
+    PyObject *owner;            /* owned: weak reference to that object, or NULL */
+    PyObject *instances;        /* owned: dict of address to the steps of others */
+    struct oomkit_step *parent; /* owned: the step that has this one in there */
+    PyObject *loop_of; /* owned: weak reference to what a loop's parts were found
+                          for (of a method its object), or NULL */
+    const void
+        *loop_function; /* borrowed address: of a method its function; compared */
+    struct oomkit_step *recent; /* borrowed: the step itself, or one in instances */
+} oomkit_step;
+
+#define step_CAST(op) ((oomkit_step *)(op))
+
+/* per_object.c: the step that knows about `object` (borrowed). Borrowed from `step`, or
+ * NULL with an exception. */
+oomkit_step *
+oomkit_step_of_instance(oomkit_step *step, PyObject *object);
+
+/* The same; as good as free for the object of the last call. */
+static inline oomkit_step *
+oomkit_step_for(oomkit_step *step, PyObject *object)
+{
+    oomkit_step *recent = step->recent;
+    if (recent->owner != NULL && PyWeakref_GET_OBJECT(recent->owner) == object) {
+        return recent;
+    }
+    return oomkit_step_of_instance(step, object);
+}
+
+static inline int
+oomkit_step_check(const oomkit_state *st, const PyObject *object)
+{
+    return Py_TYPE(object) == (PyTypeObject *)st->step_type ||
+           Py_TYPE(object) == (PyTypeObject *)st->step_object_type;
+}
+
+#endif

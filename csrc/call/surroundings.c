@@ -1,0 +1,124 @@
+/* Surroundings in which a replay would do harm whatever the step looks like:
+ * collectives that other ranks would wait for, and a stream that is being captured.
+ * Asked only after an OOM and before a split, never in a healthy call. */
+#include "call.h"
+
+/* Is more than one rank at work? 1, 0 or -1. */
+static int
+several_ranks(void)
+{
+    PyObject *module, *size; /* owned */
+    int result = oomkit_imported_says("torch.distributed", "is_initialized");
+    long world;
+
+    if (result <= 0) {
+        return result;
+    }
+    module = oomkit_imported("torch.distributed");
+    size = module == NULL ? NULL : PyObject_CallMethod(module, "get_world_size", NULL);
+    Py_XDECREF(module);
+    if (size == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    world = PyLong_AsLong(size);
+    Py_DECREF(size);
+    if (world == -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    return world > 1;
+}
+
+/* By the names of its classes: fully_shard() derives one of its own from the user's. */
+static int
+is_wrapper_type(PyTypeObject *type)
+{
+    static const char *const names[] = {"DistributedDataParallel",
+                                        "FullyShardedDataParallel", "FSDPModule"};
+    PyObject *mro = type->tp_mro; /* borrowed */
+    Py_ssize_t i;
+    size_t n;
+
+    for (i = 0; mro != NULL && i < PyTuple_GET_SIZE(mro); i++) {
+        const char *name = ((PyTypeObject *)PyTuple_GET_ITEM(mro, i))->tp_name;
+        for (n = 0; n < sizeof(names) / sizeof(*names); n++) {
+            if (strcmp(name, names[n]) == 0) {
+                return 1;
+            }
+        }
+    }
+    return 0;
+}
+
+/* A module that wraps others for several ranks: even alone its reducer keeps state that
+ * a roll-back does not reach. */
+static int
+is_wrapper(oomkit_call *call)
+{
+    PyObject *roots = call->parts->roots; /* borrowed */
+    PyTypeObject *last = NULL; /* compared alone: modules alike follow each other */
+    Py_ssize_t i;
+
+    for (i = 0; roots != NULL && i < PyList_GET_SIZE(roots); i++) {
+        PyObject *root = oomkit_reference_get(PyList_GET_ITEM(roots, i)); /* owned */
+        int found;
+        if (root == NULL) {
+            continue;
+        }
+        found = Py_TYPE(root) != last && is_wrapper_type(Py_TYPE(root));
+        last = Py_TYPE(root);
+        Py_DECREF(root);
+        if (found) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* Is a transform of torch.func running on this thread? Its tensors hide dimensions:
+ * what looks like the rows of a batch is not. 1, 0 or -1. */
+int
+oomkit_refusal_transform(oomkit_state *st)
+{
+    PyObject *level; /* owned */
+    int inside;
+
+    if (st->functorch_level == NULL) {
+        return 0;
+    }
+    level = PyObject_CallNoArgs(st->functorch_level);
+    inside = level == NULL ? -1 : level != Py_None;
+    Py_XDECREF(level);
+    return inside;
+}
+
+/* Why this call must not be replayed or split: a static text, or NULL. -1 on error. */
+int
+oomkit_refusal(oomkit_call *call, const char **why)
+{
+    int state;
+
+    *why = NULL;
+    state = several_ranks();
+    if (state == 0 && is_wrapper(call)) {
+        state = 1;
+    }
+    if (state != 0) {
+        *why = "distributed training: a replay would leave the other ranks waiting in "
+               "their collectives; run one process, without DistributedDataParallel or "
+               "FullyShardedDataParallel";
+        return state < 0 ? -1 : 0;
+    }
+    state = oomkit_refusal_transform(call->st);
+    if (state != 0) {
+        *why = "it is called inside a transform of torch.func (grad, vmap, jacrev), "
+               "whose tensors hide the batch: call the transform inside the decorated "
+               "step";
+        return state < 0 ? -1 : 0;
+    }
+    state = oomkit_is_capturing();
+    if (state != 0) {
+        *why = "a CUDA graph is being captured: capture the step with the micro-batch "
+               "that fits, outside auto_batch";
+    }
+    return state < 0 ? -1 : 0;
+}

@@ -1,0 +1,418 @@
+/* Several waiting losses under one root: the engine may run the whole graph of one
+ * before the gradient of the next has come. What passes the few nodes between the root
+ * and the losses is noted by hooks of ours on them, so that after a failure the engine
+ * can go on where it stopped, as far as the losses. Nothing that had run, a hook of the
+ * caller's least of all, runs a second time. */
+#include "callers_backward.h"
+#include "../py/tensor.h"
+
+#include <structmember.h>
+
+/* Pre-hook and hook of one node; the node owns it, and `second` while that runs. */
+typedef struct oomkit_relay {
+    PyObject_HEAD
+    vectorcallfunc vectorcall;
+    oomkit_state *st;             /* borrowed from the module */
+    struct oomkit_second *second; /* borrowed: NULL when it has ended */
+    PyObject *outputs;            /* owned tuple: what it passed on, or NULL */
+    PyObject *next; /* owned tuple: where to, as in the node's next_functions */
+    uint32_t *versions;
+    int ran;
+} oomkit_relay;
+
+#define relay_CAST(op) ((oomkit_relay *)(op))
+
+static void
+relay_forget(oomkit_relay *r)
+{
+    Py_CLEAR(r->outputs);
+    Py_CLEAR(r->next);
+    PyMem_Free(r->versions);
+    r->versions = NULL;
+}
+
+/* --- what passes --- */
+
+/* The gradients that the node passes on. 0 or -1. */
+static int
+relay_note(oomkit_relay *r, PyObject *outputs)
+{
+    Py_ssize_t i, n = PyTuple_GET_SIZE(outputs);
+    uint32_t *versions =
+        PyMem_Calloc((size_t)n + 1, sizeof(*versions)); /* owned by r */
+
+    if (versions == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (i = 0; i < n; i++) {
+        PyObject *gradient = PyTuple_GET_ITEM(outputs, i); /* borrowed */
+        if (gradient != Py_None &&
+            oomkit_tensor_version(r->st, gradient, &versions[i]) < 0) {
+            PyMem_Free(versions);
+            return -1;
+        }
+    }
+    PyMem_Free(r->versions);
+    r->versions = versions;
+    Py_XSETREF(r->outputs, Py_NewRef(outputs));
+    return 0;
+}
+
+/* Called by the engine with the gradients that reach the node, and when it has run with
+ * those that it passes on before them. Answers None: nothing is changed. */
+static PyObject *
+relay_vectorcall(PyObject *op, PyObject *const *args, size_t nargsf,
+                 PyObject *Py_UNUSED(kwnames))
+{
+    oomkit_relay *r = relay_CAST(op);
+    int after = PyVectorcall_NARGS(nargsf) > 1;
+
+    if (r->second == NULL) {
+        Py_RETURN_NONE;
+    }
+    if (after) {
+        if (PyTuple_Check(args[0]) && r->second->unreached > 0 &&
+            relay_note(r, args[0]) < 0) {
+            return NULL;
+        }
+        r->ran = 1;
+        if (r->second == NULL || PyList_Append(r->second->relayed, op) < 0) {
+            return r->second == NULL ? Py_NewRef(Py_None) : NULL;
+        }
+    }
+    oomkit_second_between(r->second, !after);
+    Py_RETURN_NONE;
+}
+
+/* --- hanging --- */
+
+static int
+relay_sequence(PyObject *node, long long *number)
+{
+    PyObject *answer = PyObject_CallMethod(node, "_sequence_nr", NULL); /* owned */
+
+    *number = answer == NULL ? -1 : PyLong_AsLongLong(answer);
+    Py_XDECREF(answer);
+    return *number == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
+/* 0 or -1. */
+static int
+relay_register(oomkit_relay *r, PyObject *node, const char *method)
+{
+    PyObject *handle = PyObject_CallMethod(node, method, "O", r); /* owned */
+
+    Py_XDECREF(handle);
+    return handle == NULL ? -1 : 0;
+}
+
+/* One node. Those that are younger than every loss run before any of them does, where
+ * nothing can fail. 0 or -1. */
+static int
+relay_hang(oomkit_second *s, PyObject *node, long long newest)
+{
+    PyTypeObject *type = (PyTypeObject *)s->st->relay_type;
+    oomkit_relay *r = relay_CAST(type->tp_alloc(type, 0)); /* owned, then by both */
+    long long number;
+    int result = -1;
+
+    if (r == NULL) {
+        return -1;
+    }
+    r->vectorcall = relay_vectorcall;
+    r->st = s->st;
+    r->second = s;
+    r->next = PyObject_GetAttr(node, s->st->str_next_functions);
+    if (r->next != NULL && PyDict_SetItem(s->relays, node, (PyObject *)r) == 0 &&
+        relay_sequence(node, &number) == 0 &&
+        (number > newest || relay_register(r, node, "register_prehook") == 0)) {
+        result = relay_register(r, node, "register_hook");
+    }
+    Py_DECREF(r);
+    return result;
+}
+
+int
+oomkit_relays_hang(oomkit_second *s, PyObject *nodes, PyObject *gradients, int losses)
+{
+    long long newest = -1, number;
+    Py_ssize_t i;
+    int result = 0, failed = 0;
+
+    s->relays = PyDict_New();
+    s->relayed = PyList_New(0);
+    s->root_gradients = Py_NewRef(gradients);
+    s->unreached = losses;
+    if (s->relays == NULL || s->relayed == NULL) {
+        return -1;
+    }
+    for (i = 0; result == 0 && i < PyList_GET_SIZE(nodes); i++) {
+        PyObject *node = PyList_GET_ITEM(nodes, i); /* borrowed */
+        if (oomkit_node_pending(s->st, node, &failed) != NULL) {
+            result = relay_sequence(node, &number);
+            newest = number > newest ? number : newest;
+        }
+        result = failed ? -1 : result;
+    }
+    for (i = 0; result == 0 && i < PyList_GET_SIZE(nodes); i++) {
+        PyObject *node = PyList_GET_ITEM(nodes, i); /* borrowed */
+        int known = PyDict_Contains(s->relays, node);
+        if (known == 0 && oomkit_node_pending(s->st, node, &failed) == NULL) {
+            result = failed ? -1 : relay_hang(s, node, newest);
+        }
+        result = known < 0 ? -1 : result;
+    }
+    return result;
+}
+
+void
+oomkit_relays_arrived(oomkit_second *s)
+{
+    Py_ssize_t i;
+
+    if (s->unreached > 0 && --s->unreached == 0) { /* what they passed is known */
+        for (i = 0; i < PyList_GET_SIZE(s->relayed); i++) {
+            relay_forget(relay_CAST(PyList_GET_ITEM(s->relayed, i)));
+        }
+    }
+}
+
+void
+oomkit_relays_end(oomkit_second *s)
+{
+    PyObject *relays = s->relays; /* owned */
+    PyObject *node, *relay;       /* borrowed from relays */
+    Py_ssize_t at = 0;
+
+    s->relays = NULL;
+    while (relays != NULL && PyDict_Next(relays, &at, &node, &relay)) {
+        relay_CAST(relay)->second = NULL;
+        relay_forget(relay_CAST(relay));
+    }
+    Py_XDECREF(relays);
+    Py_CLEAR(s->relayed);
+    Py_CLEAR(s->root_gradients);
+}
+
+/* --- going on after a failure --- */
+
+/* Where the engine goes on: edges, and the gradients that wait there. */
+typedef struct frontier {
+    PyObject *edges;     /* owned list */
+    PyObject *gradients; /* owned list */
+    PyObject *targets;   /* owned list: edges of the losses to be reached */
+    PyObject *losses;    /* owned list: these */
+} frontier;
+
+static int
+frontier_append(oomkit_state *st, PyObject *list, PyObject *node, PyObject *output)
+{
+    PyObject *edge = /* owned */
+        PyObject_CallFunctionObjArgs(st->GradientEdge, node, output, NULL);
+    int result = edge == NULL ? -1 : PyList_Append(list, edge);
+
+    Py_XDECREF(edge);
+    return result;
+}
+
+/* A gradient on its way into `node`, unless that has run. 1 added, 0, or -1. */
+static int
+frontier_add(const oomkit_second *s, frontier *f, PyObject *node, PyObject *output,
+             PyObject *gradient)
+{
+    PyObject *relay; /* borrowed */
+    const oomkit_pending *p;
+    int failed = 0;
+
+    if (node == Py_None || gradient == Py_None) {
+        return 0;
+    }
+    relay = PyDict_GetItemWithError(s->relays, node);
+    if (relay == NULL && PyErr_Occurred()) {
+        return -1;
+    }
+    p = oomkit_node_pending(s->st, node, &failed);
+    if (failed || (relay != NULL && relay_CAST(relay)->ran) ||
+        (p != NULL && (p->second != s || p->gradient != NULL))) {
+        return failed ? -1 : 0;
+    }
+    return frontier_append(s->st, f->edges, node, output) < 0 ||
+                   PyList_Append(f->gradients, gradient) < 0
+               ? -1
+               : 1;
+}
+
+/* What a node that has run passed on. 0 or -1. */
+static int
+frontier_relay(oomkit_second *s, frontier *f, const oomkit_relay *r)
+{
+    Py_ssize_t i, n = r->outputs == NULL ? 0 : PyTuple_GET_SIZE(r->outputs);
+    int result = 0;
+
+    for (i = 0; result == 0 && i < n && i < PyTuple_GET_SIZE(r->next); i++) {
+        PyObject *gradient = PyTuple_GET_ITEM(r->outputs, i); /* borrowed */
+        PyObject *edge = PyTuple_GET_ITEM(r->next, i);        /* borrowed */
+        uint32_t version = 0;
+        int added = frontier_add(s, f, PyTuple_GET_ITEM(edge, 0),
+                                 PyTuple_GET_ITEM(edge, 1), gradient);
+        if (added > 0) {
+            result = oomkit_tensor_version(s->st, gradient, &version);
+            s->changed |= version != r->versions[i];
+        }
+        result = added < 0 ? -1 : result;
+    }
+    return result;
+}
+
+/* What the engine was given. 0 or -1. */
+static int
+frontier_roots(oomkit_second *s, frontier *f)
+{
+    PyObject *roots = PySequence_Tuple(s->roots);              /* owned */
+    PyObject *gradients = PySequence_Tuple(s->root_gradients); /* owned */
+    int result = roots == NULL || gradients == NULL ? -1 : 0;
+    Py_ssize_t i;
+
+    for (i = 0;
+         result == 0 && i < PyTuple_GET_SIZE(roots) && i < PyTuple_GET_SIZE(gradients);
+         i++) {
+        PyObject *root = PyTuple_GET_ITEM(roots, i); /* borrowed */
+        int tensor = oomkit_tensor_check(s->st, root);
+        PyObject *node = tensor ? PyObject_GetAttr(root, s->st->str_grad_fn)
+                                : PySequence_GetItem(root, 0); /* owned */
+        PyObject *output = tensor ? PyObject_GetAttr(root, s->st->str_output_nr)
+                                  : PySequence_GetItem(root, 1); /* owned */
+        result = node == NULL || output == NULL
+                     ? -1
+                     : frontier_add(s, f, node, output, PyTuple_GET_ITEM(gradients, i));
+        result = result > 0 ? 0 : result;
+        Py_XDECREF(node);
+        Py_XDECREF(output);
+    }
+    Py_XDECREF(roots);
+    Py_XDECREF(gradients);
+    return result;
+}
+
+static int
+frontier_find(oomkit_second *s, frontier *f, PyObject *reached, PyObject *nodes)
+{
+    int result = frontier_roots(s, f);
+    Py_ssize_t i;
+
+    for (i = 0; result == 0 && i < PyList_GET_SIZE(s->relayed); i++) {
+        result = frontier_relay(s, f, relay_CAST(PyList_GET_ITEM(s->relayed, i)));
+    }
+    for (i = 0; result == 0 && i < PyList_GET_SIZE(reached); i++) {
+        const oomkit_pending *p = pending_CAST(PyList_GET_ITEM(reached, i));
+        PyObject *output; /* owned */
+        if (p->second != s || p->gradient != NULL) {
+            continue;
+        }
+        output = PyLong_FromSsize_t(p->output);
+        result =
+            output == NULL || frontier_append(s->st, f->targets,
+                                              PyList_GET_ITEM(nodes, i), output) < 0
+                ? -1
+                : PyList_Append(f->losses, (PyObject *)p);
+        Py_XDECREF(output);
+    }
+    return result;
+}
+
+/* The engine, from there to the losses and no further: of a loss's own node it runs the
+ * tensor hooks alone. 0 or -1. */
+static int
+frontier_run(oomkit_second *s, const frontier *f)
+{
+    PyObject *edges = PyList_AsTuple(f->edges);         /* owned */
+    PyObject *gradients = PyList_AsTuple(f->gradients); /* owned */
+    PyObject *targets = PyList_AsTuple(f->targets);     /* owned */
+    PyObject *found = NULL;                             /* owned */
+    Py_ssize_t i;
+    int result = -1;
+
+    if (edges != NULL && gradients != NULL && targets != NULL) {
+        oomkit_exempt_enter(s->st);
+        found = PyObject_CallFunction(s->st->run_backward, "OOOOOOO", edges, gradients,
+                                      Py_True, Py_False, targets, Py_True, Py_False);
+        oomkit_exempt_leave(s->st);
+    }
+    if (found != NULL && PyTuple_Check(found) &&
+        PyTuple_GET_SIZE(found) == PyList_GET_SIZE(f->losses)) {
+        result = 0;
+    } else if (found != NULL) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "oomkit: the engine gave no gradient for each loss");
+    }
+    for (i = 0; result == 0 && i < PyTuple_GET_SIZE(found); i++) {
+        PyObject *gradient = PyTuple_GET_ITEM(found, i); /* borrowed */
+        if (gradient != Py_None) {
+            result = oomkit_pending_gradient(
+                pending_CAST(PyList_GET_ITEM(f->losses, i)), gradient);
+        }
+    }
+    Py_XDECREF(found);
+    Py_XDECREF(edges);
+    Py_XDECREF(gradients);
+    Py_XDECREF(targets);
+    return result;
+}
+
+int
+oomkit_relays_resume(oomkit_second *s, PyObject *reached, PyObject *nodes)
+{
+    frontier f = {PyList_New(0), PyList_New(0), PyList_New(0), PyList_New(0)};
+    int result = -1;
+
+    if (f.edges != NULL && f.gradients != NULL && f.targets != NULL &&
+        f.losses != NULL) {
+        result = frontier_find(s, &f, reached, nodes);
+    }
+    if (result == 0 && !s->changed && PyList_GET_SIZE(f.edges) > 0 &&
+        PyList_GET_SIZE(f.targets) > 0) {
+        result = frontier_run(s, &f);
+    }
+    Py_XDECREF(f.edges);
+    Py_XDECREF(f.gradients);
+    Py_XDECREF(f.targets);
+    Py_XDECREF(f.losses);
+    return result;
+}
+
+/* --- the type --- */
+
+static void
+relay_dealloc(PyObject *op)
+{
+    PyTypeObject *tp = Py_TYPE(op);
+
+    relay_forget(relay_CAST(op));
+    tp->tp_free(op);
+    Py_DECREF(tp);
+}
+
+static PyMemberDef relay_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(oomkit_relay, vectorcall), READONLY,
+     NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot relay_slots[] = {
+    {Py_tp_dealloc, relay_dealloc},
+    {Py_tp_call, PyVectorcall_Call},
+    {Py_tp_members, relay_members},
+    {0, NULL},
+};
+
+/* No part in collections: what it holds of a graph it lets go of when the backward
+ * ends.
+ */
+PyType_Spec oomkit_relay_spec = {
+    .name = "oomkit._C._Relay",
+    .basicsize = sizeof(oomkit_relay),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL |
+             Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = relay_slots,
+};

@@ -1,0 +1,70 @@
+/* The caller's backward failed before or while something was run again: gradients as
+ * they were before it. */
+#include "callers_backward.h"
+#include "../accum/accum.h"
+#include "../py/modes.h"
+#include "../undo/undo.h"
+
+static int
+gradients_back_once(void *argument)
+{
+    const oomkit_second *s = argument;
+    int i, result = 0, mode = oomkit_grad_mode_off(s->st);
+
+    if (mode < 0) {
+        return -1;
+    }
+    oomkit_exempt_enter(s->st);
+    for (i = 0; i < s->call_count && result == 0; i++) {
+        const char *why;
+        PyObject *which = NULL; /* owned */
+        if (s->calls[i]->elsewhere) {
+            continue;
+        }
+        s->calls[i]->grads.no_aside = 1;
+        result = oomkit_strangers_loose_drop(s->calls[i]) < 0
+                     ? -1
+                     : oomkit_grads_restore(s->calls[i], &why, &which);
+        Py_XDECREF(which);
+    }
+    oomkit_exempt_leave(s->st);
+    return oomkit_grad_mode_back(s->st, mode, result);
+}
+
+void
+oomkit_second_gradients_back(oomkit_second *s)
+{
+    PyObject *exception = oomkit_exception_take(); /* owned, given back */
+    PyObject *error;                               /* owned */
+
+    if (oomkit_insist(s->st, gradients_back_once, s, &error) != 0 || error != NULL) {
+        PyErr_Clear(); /* accounted for: the first one tells more */
+    }
+    Py_XDECREF(error);
+    oomkit_exception_give(exception);
+}
+
+void
+oomkit_second_unseen(oomkit_second *s, PyObject *exception)
+{
+    int deep = oomkit_graph_too_deep(s->st);
+    PyObject *done; /* owned */
+
+    if (PyErr_Occurred()) {
+        Py_DECREF(exception);
+        return;
+    }
+    if (deep) {
+        done = PyObject_CallMethod(exception, "add_note", "s",
+                                   "oomkit: not retried: " OOMKIT_TOO_DEEP
+                                   "; the gradients are as before it");
+        if (done == NULL) {
+            PyErr_WriteUnraisable(exception); /* the exception itself tells more */
+        }
+        Py_XDECREF(done);
+    }
+    oomkit_exception_give(exception);
+    if (deep) {
+        oomkit_second_take_back(s);
+    }
+}

@@ -1,0 +1,507 @@
+/* Calls whose loss was returned to a caller who runs backward: made when the call ends,
+ * owned by the graph of that loss, freed with it. */
+#include "deferred.h"
+#include "../accum/accum.h"
+#include "../accum/weights.h"
+#include "../call/step.h"
+#include "../plain/plain_state.h"
+#include "../py/tensor.h"
+#include "../result/result.h"
+#include "../tree/tree.h"
+#include "../undo/undo.h"
+
+#include <structmember.h>
+
+#define SMALL_BYTES (1u << 14)
+
+/* --- the list of those that wait --- */
+
+static void
+pending_link(oomkit_pending *p)
+{
+    oomkit_participants *parts = p->parts;
+    oomkit_state *st = p->st;
+
+    p->serial = ++st->pending_serial;
+    p->next = parts->pendings;
+    if (p->next != NULL) {
+        p->next->previous = p;
+    } else {
+        parts->waiting_next = st->waiting;
+        if (st->waiting != NULL) {
+            st->waiting->waiting_previous = parts;
+        }
+        st->waiting = parts;
+    }
+    parts->pendings = p;
+}
+
+/* None of them waits any more. */
+static void
+parts_unlink(oomkit_state *st, oomkit_participants *parts)
+{
+    if (parts->waiting_previous != NULL) {
+        parts->waiting_previous->waiting_next = parts->waiting_next;
+    } else {
+        st->waiting = parts->waiting_next;
+    }
+    if (parts->waiting_next != NULL) {
+        parts->waiting_next->waiting_previous = parts->waiting_previous;
+    }
+    parts->waiting_next = parts->waiting_previous = NULL;
+}
+
+static void
+pending_unlink(oomkit_pending *p)
+{
+    if (p->serial == 0) {
+        return; /* it never waited */
+    }
+    p->serial = 0;
+    if (p->previous != NULL) {
+        p->previous->next = p->next;
+    } else {
+        p->parts->pendings = p->next;
+        if (p->next == NULL) {
+            parts_unlink(p->st, p->parts);
+        }
+    }
+    if (p->next != NULL) {
+        p->next->previous = p->previous;
+    }
+    p->next = p->previous = NULL;
+}
+
+void
+oomkit_pending_retire(oomkit_pending *p)
+{
+    Py_ssize_t i, total = p->total;
+    PyObject **args = p->args;
+    oomkit_participants *parts = p->parts;
+    struct oomkit_step *step = p->step;
+
+    p->retired = 1;
+    pending_unlink(p);
+    oomkit_stash_free(p); /* needs parts */
+    p->parts = NULL;
+    p->step = NULL;
+    p->args = NULL;
+    p->total = 0;
+    for (i = 0; args != NULL && i < total; i++) {
+        Py_XDECREF(args[i]);
+    }
+    PyMem_Free(args);
+    Py_CLEAR(p->kwnames);
+    Py_CLEAR(p->gradient);
+    Py_CLEAR(p->switches);
+    Py_CLEAR(p->others);
+    oomkit_loss_drop(&p->value);
+    oomkit_batch_release(&p->batch);
+    oomkit_rng_free(&p->rng);
+    oomkit_rng_free(&p->after);
+    oomkit_buffers_free(&p->buffers);
+    oomkit_plain_free(p->plain);
+    p->plain = NULL;
+    oomkit_modes_clear(&p->modes);
+    PyMem_Free(p->buffers_after);
+    PyMem_Free(p->param_versions);
+    PyMem_Free(p->slices);
+    p->buffers_after = p->param_versions = NULL;
+    p->slices = NULL;
+    p->slice_count = 0;
+    oomkit_participants_release(parts);
+    Py_XDECREF((PyObject *)step);
+}
+
+/* --- arrival of a gradient --- */
+
+int
+oomkit_pending_gradient(oomkit_pending *p, PyObject *gradient)
+{
+    if (oomkit_tensor_version(p->st, gradient, &p->gradient_version) < 0) {
+        return -1;
+    }
+    Py_XSETREF(p->gradient, Py_NewRef(gradient));
+    return 0;
+}
+
+/* The hook: called by the engine with a tuple of gradients (a pre-hook of the loss's
+ * node), or by our own node with one. Answers None: nothing is changed. */
+static PyObject *
+pending_vectorcall(PyObject *op, PyObject *const *args, size_t nargsf,
+                   PyObject *Py_UNUSED(kwnames))
+{
+    oomkit_pending *p = pending_CAST(op);
+    PyObject *gradient = PyVectorcall_NARGS(nargsf) > 0 ? args[0] : Py_None;
+
+    if (PyTuple_Check(gradient)) {
+        Py_ssize_t at = PyTuple_GET_SIZE(gradient) == 1 ? 0 : p->output;
+        gradient = at < PyTuple_GET_SIZE(gradient) ? PyTuple_GET_ITEM(gradient, at)
+                                                   : Py_None; /* borrowed */
+    }
+    if (!p->retired && oomkit_second_claim(p) < 0) {
+        return NULL;
+    }
+    if (p->kind != OOMKIT_RETURNED_WHOLE && p->retired) {
+        return oomkit_raise(
+            PyExc_RuntimeError,
+            "oomkit: backward through a split loss a second time: its gradients were "
+            "handed out; call backward() once, or pass retain_graph=True the first "
+            "time");
+    }
+    if (p->kind != OOMKIT_RETURNED_WHOLE && p->second == NULL &&
+        oomkit_call_current() != NULL) {
+        return oomkit_raise(
+            p->st->SplitError,
+            "backward() of a loss that %U computed in micro-batches was called inside "
+            "another decorated step: call it outside, or make one decorated step of "
+            "both",
+            p->step->options.label);
+    }
+    if (p->kind != OOMKIT_RETURNED_WHOLE && p->second == NULL) {
+        return oomkit_raise(
+            p->st->SplitError,
+            "the gradient of a loss that auto_batch computed in micro-batches must "
+            "come from loss.backward() or torch.autograd.backward(), not from "
+            "autograd.grad() or the engine itself; pass backward=True to auto_batch");
+    }
+    oomkit_second_arrived(
+        p); /* if by another output, its graph is reached all the same */
+    if (p->second != NULL && gradient != Py_None) {
+        if (oomkit_pending_gradient(p, gradient) < 0) {
+            return NULL;
+        }
+        p->fired = 1;
+    }
+    Py_RETURN_NONE;
+}
+
+/* --- made when a call ends --- */
+
+/* What the streams and the buffers are now, so that a replay can tell whether somebody
+ * else has used them since. */
+static int
+pending_after(oomkit_pending *p, oomkit_call *call)
+{
+    oomkit_state *st = p->st;
+    Py_ssize_t i;
+
+    if (p->rng.cpu_state != NULL && oomkit_rng_note(call, &p->after) < 0) {
+        if (!oomkit_exception_is_oom(st)) {
+            return -1;
+        }
+        PyErr_Clear(); /* accounted for: it counts as used, which is always right */
+        oomkit_rng_free(&p->after);
+    }
+    if (p->buffers.count == 0) {
+        return 0;
+    }
+    p->buffers_after = PyMem_Malloc((size_t)p->buffers.count * sizeof(uint32_t));
+    if (p->buffers_after == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (i = 0; i < p->buffers.count; i++) {
+        if (oomkit_tensor_version(st, p->buffers.items[i].tensor,
+                                  &p->buffers_after[i]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* It will not be: the marks are the call's again. Takes the reference to `p`. */
+static void
+pending_unmake(oomkit_pending *p, oomkit_call *call)
+{
+    oomkit_rng_release(call);
+    call->rng = p->rng;
+    memset(&p->rng, 0, sizeof(p->rng));
+    oomkit_buffers_release(call);
+    call->buffers = p->buffers;
+    memset(&p->buffers, 0, sizeof(p->buffers));
+    if (p->param_versions != NULL) {
+        call->param_versions = p->param_versions;
+        p->param_versions = NULL;
+    }
+    if (p->switches != NULL) {
+        call->switches = p->switches;
+        p->switches = NULL;
+    }
+    Py_DECREF(p);
+}
+
+/* `loss` and `result` are those of a whole call; NULL where a split one has none that
+ * its arguments could lead to. */
+static oomkit_pending *
+pending_new(oomkit_call *call, oomkit_returned kind, PyObject *loss, PyObject *result)
+{
+    oomkit_state *st = call->st;
+    PyTypeObject *type = (PyTypeObject *)st->pending_type;
+    oomkit_pending *p = pending_CAST(type->tp_alloc(type, 0)); /* owned */
+
+    if (p == NULL) {
+        return NULL;
+    }
+    p->st = st;
+    p->vectorcall = pending_vectorcall;
+    p->kind = kind;
+    p->batch.nodes = p->batch.inline_nodes;
+    p->step = (struct oomkit_step *)Py_NewRef((PyObject *)call->step);
+    p->parts = call->parts;
+    p->parts->refs++;
+    p->device = call->device;
+    p->number = call->number;
+    p->record = call->record;
+    p->signature = call->signature;
+    if (oomkit_pending_arguments(p, call, loss, result) < 0 ||
+        oomkit_modes_note(call, &p->modes) < 0) {
+        Py_DECREF(p);
+        return NULL;
+    }
+    oomkit_batch_move(&p->batch, &call->batch, p->args);
+    p->rng = call->rng;
+    memset(&call->rng, 0, sizeof(call->rng));
+    p->buffers = call->buffers;
+    memset(&call->buffers, 0, sizeof(call->buffers));
+    p->buffers_serial = p->parts->buffers_serial;
+    if (oomkit_switches_note_end(call) < 0) {
+        pending_unmake(p, call);
+        return NULL;
+    }
+    p->param_versions = call->param_versions;
+    call->param_versions = NULL;
+    p->switches = call->switches;
+    call->switches = NULL;
+    if (oomkit_pending_containers(p, loss, result) < 0 || pending_after(p, call) < 0) {
+        pending_unmake(p, call);
+        return NULL;
+    }
+    p->plain = oomkit_plain_take_slim(call);
+    return p;
+}
+
+/* Hangs it onto the node that made the loss, below any later in-place operation. */
+static int
+pending_hang(oomkit_pending *p, PyObject *node)
+{
+    PyObject *metadata = PyObject_GetAttr(node, p->st->str_metadata); /* owned */
+    int result = -1;
+
+    if (metadata != NULL) {
+        result = PyObject_SetItem(metadata, p->st->str_oomkit, (PyObject *)p);
+        Py_DECREF(metadata);
+    }
+    return result;
+}
+
+/* The loss of a result when it requires grad: 1 and *loss (owned), 0, or -1. */
+static int
+pending_loss(oomkit_state *st, PyObject *result, PyObject **loss, int *small,
+             int *single)
+{
+    oomkit_tensor_facts facts;
+
+    if (result == Py_None) {
+        return 0;
+    }
+    *loss = oomkit_result_loss(st, result);
+    if (*loss == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    if (oomkit_tensor_facts_get(st, *loss, 0, &facts) < 0) {
+        Py_CLEAR(*loss);
+        return -1;
+    }
+    if (!facts.requires_grad) {
+        Py_CLEAR(*loss);
+        return 0;
+    }
+    *small = facts.bytes <= SMALL_BYTES;
+    *single = facts.size == 1 ? (int)facts.ndim : 0; /* 0-d: its size is -1 */
+    return 1;
+}
+
+int
+oomkit_pending_wanted(oomkit_state *st, PyObject *result)
+{
+    PyObject *loss = NULL; /* owned */
+    int small, single, state = pending_loss(st, result, &loss, &small, &single);
+
+    Py_XDECREF(loss);
+    return state;
+}
+
+/* One element in front where the batch has several rows: no row per sample. */
+static int
+single_is_loss(const oomkit_call *call, int dimensions)
+{
+    return (dimensions == 1 || call->options->dim == 0) &&
+           oomkit_batch_rows(&call->batch) > 1;
+}
+
+int
+oomkit_pending_offer(oomkit_call *call, PyObject *result)
+{
+    oomkit_state *st = call->st;
+    PyObject *loss, *node, *number = NULL; /* owned */
+    oomkit_pending *p = NULL;              /* owned, then by the node */
+    int small = 0, single = 0;
+    int state = pending_loss(st, result, &loss, &small, &single);
+
+    if (state <= 0) {
+        return state;
+    }
+    call->step->single_loss = 1 + (single > 0 && single_is_loss(call, single));
+    if (oomkit_losses_note(call, loss) < 0) {
+        Py_DECREF(loss);
+        return -1;
+    }
+    oomkit_losses_learn(call, oomkit_batch_rows(&call->batch));
+    state = -1;
+    node = PyObject_GetAttr(loss, st->str_grad_fn);
+    if (node == Py_None) { /* a leaf: there is no forward to run again */
+        state = 0;
+    } else if (node != NULL) {
+        number = PyObject_GetAttr(loss, st->str_output_nr);
+        p = number ? pending_new(call, OOMKIT_RETURNED_WHOLE, loss, result) : NULL;
+    }
+    if (p != NULL) {
+        oomkit_loss_take(st, loss, &p->value);
+        p->small = small;
+        if (small && p->value.size == 0 && p->value.tensor == NULL) {
+            oomkit_loss_rows_take(st, loss, &p->value);
+        }
+        p->output = PyLong_AsSsize_t(number);
+        p->hooks_inside = oomkit_hooks_of(loss, st->str_backward_hooks);
+        if (!PyErr_Occurred() && oomkit_pending_others(p, result, loss) == 0 &&
+            (Py_TYPE(node) == call->step->plain_node ||
+             oomkit_pending_base(p, loss, &node) == 0) &&
+            pending_hang(p, node) == 0) {
+            pending_link(p);
+            state = 0;
+        }
+        if (state < 0) {
+            pending_unmake(p, call);
+        } else {
+            Py_DECREF(p);
+        }
+    }
+    Py_XDECREF(number);
+    Py_XDECREF(node);
+    Py_DECREF(loss);
+    return state;
+}
+
+int
+oomkit_pending_attach(oomkit_call *call, PyObject *result)
+{
+    oomkit_state *st = call->st;
+    PyObject *loss, *done; /* owned */
+    oomkit_pending *p;     /* owned, then by the node */
+    oomkit_tensor_facts facts;
+
+    loss = oomkit_result_loss_at(st, result, call->join.loss_at);
+    if (loss == NULL) {
+        if (!PyErr_Occurred()) {
+            oomkit_raise(st->SplitError,
+                         "auto_batch(join=...) must keep the loss that the step "
+                         "returned (a tensor, a tuple with one, a mapping "
+                         "with 'loss'), got %s",
+                         Py_TYPE(result)->tp_name);
+        }
+        return -1;
+    }
+    p = pending_new(call, call->returned, NULL, NULL);
+    if (p == NULL) {
+        Py_DECREF(loss);
+        return -1;
+    }
+    p->small =
+        oomkit_tensor_facts_get(st, loss, 0, &facts) == 0 && facts.bytes <= SMALL_BYTES;
+    p->slices = call->slices;
+    p->slice_count = call->slice_count;
+    call->slices = NULL;
+    call->slice_count = call->slice_room = 0;
+    p->stash = call->grads.parked;
+    p->stash_count = call->parts->param_count;
+    call->grads.parked = NULL;
+    p->assumed = call->assumed;
+    oomkit_exempt_enter(st); /* a few bytes: there is no way back from here */
+    done = oomkit_pending_others(p, result, loss) < 0
+               ? NULL
+               : PyObject_CallFunctionObjArgs(st->split_loss, loss, p, NULL);
+    oomkit_exempt_leave(st);
+    if (done != NULL) {
+        pending_link(p);
+        Py_DECREF(p);
+    } else {
+        pending_unmake(p, call);
+    }
+    Py_DECREF(loss);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* --- the type --- */
+
+static int
+pending_traverse(PyObject *op, visitproc visit, void *arg)
+{
+    oomkit_pending *p = pending_CAST(op);
+    Py_ssize_t i;
+
+    Py_VISIT(Py_TYPE(op));
+    Py_VISIT((PyObject *)p->step);
+    for (i = 0; p->args != NULL && i < p->total; i++) {
+        Py_VISIT(p->args[i]);
+    }
+    Py_VISIT(p->gradient);
+    Py_VISIT(p->switches);
+    return 0;
+}
+
+static int
+pending_clear(PyObject *op)
+{
+    if (!pending_CAST(op)->retired) {
+        oomkit_pending_retire(pending_CAST(op));
+    }
+    return 0;
+}
+
+static void
+pending_dealloc(PyObject *op)
+{
+    PyTypeObject *tp = Py_TYPE(op);
+    PyObject *exception = PyErr_Occurred() ? oomkit_exception_take() : NULL; /* owned */
+
+    PyObject_GC_UnTrack(op);
+    pending_clear(op);
+    Py_CLEAR(pending_CAST(op)->gradient);
+    tp->tp_free(op);
+    Py_DECREF(tp);
+    if (exception != NULL) {
+        oomkit_exception_give(exception);
+    }
+}
+
+static PyMemberDef pending_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(oomkit_pending, vectorcall), READONLY,
+     NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot pending_slots[] = {
+    {Py_tp_dealloc, pending_dealloc}, {Py_tp_traverse, pending_traverse},
+    {Py_tp_clear, pending_clear},     {Py_tp_call, PyVectorcall_Call},
+    {Py_tp_members, pending_members}, {0, NULL},
+};
+
+PyType_Spec oomkit_pending_spec = {
+    .name = "oomkit._C._Pending",
+    .basicsize = sizeof(oomkit_pending),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
+             Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = pending_slots,
+};

@@ -1,0 +1,264 @@
+/* The gradients of a loss that was split before its backward: computed with the
+ * gradient that is likely to come, scaled by what really came. */
+#include "deferred.h"
+#include "../call/step.h"
+#include "../py/half_made.h"
+#include "../py/modes.h"
+#include "../py/tensor.h"
+#include "../undo/undo.h"
+
+#include <math.h>
+
+enum { DTYPE_HALF = 5 }; /* c10::ScalarType */
+
+/* A Python number or 0-d tensor as a double. -1 with an exception. */
+static int
+number_of(oomkit_state *st, PyObject *object, double *value)
+{
+    int tensor = oomkit_has_attribute(object, st->str_item);
+    PyObject *number; /* owned */
+
+    if (tensor < 0) {
+        return -1;
+    }
+    number =
+        tensor ? PyObject_CallMethodNoArgs(object, st->str_item) : Py_NewRef(object);
+    if (number == NULL) {
+        return -1;
+    }
+    *value = PyFloat_AsDouble(number);
+    Py_DECREF(number);
+    return *value == -1.0 && PyErr_Occurred() ? -1 : 0;
+}
+
+/* The present scale of the GradScaler that takes part; 1 without one. 0 or -1. */
+static int
+scale_now(oomkit_state *st, const oomkit_participants *parts, double *scale)
+{
+    Py_ssize_t i;
+
+    *scale = 1.0;
+    for (i = 0; i < parts->owner_count; i++) {
+        PyObject *scaler, *answer; /* owned */
+        int result;
+        if (parts->owners[i].kind != OOMKIT_OWNER_SCALER) {
+            continue;
+        }
+        scaler = oomkit_reference_get(parts->owners[i].ref);
+        if (scaler == NULL) {
+            continue;
+        }
+        answer = PyObject_CallMethod(scaler, "get_scale", NULL);
+        Py_DECREF(scaler);
+        result = answer == NULL ? -1 : number_of(st, answer, scale);
+        Py_XDECREF(answer);
+        return result;
+    }
+    return 0;
+}
+
+/* A gradient seen before is kept relative to the scale of its time. */
+static int
+factor_from_last(oomkit_call *call, double *factor)
+{
+    oomkit_step *step = call->step;
+    double scale, value;
+
+    *factor = 1.0;
+    if (step->last_gradient == NULL) {
+        return 0;
+    }
+    if (number_of(call->st, step->last_gradient, &value) < 0 ||
+        scale_now(call->st, call->parts, &scale) < 0) {
+        return -1;
+    }
+    value /= scale;
+    if (isfinite(value) && value != 0.0) {
+        *factor = value;
+    }
+    return 0;
+}
+
+int
+oomkit_stash_assume(oomkit_call *call, double *gradient)
+{
+    oomkit_step *step = call->step;
+    double scale;
+
+    if (step->last_factor == 0.0 && factor_from_last(call, &step->last_factor) < 0) {
+        return -1;
+    }
+    if (scale_now(call->st, call->parts, &scale) < 0) {
+        return -1;
+    }
+    *gradient = scale * step->last_factor;
+    if (!isfinite(*gradient) || *gradient == 0.0) {
+        *gradient = 1.0;
+    }
+    return 0;
+}
+
+int
+oomkit_stash_say_half(oomkit_call *call, PyObject *roots)
+{
+    oomkit_state *st = call->st;
+    Py_ssize_t i = 0;
+    int half;
+    PyObject *done; /* owned */
+
+    call->step->half_said = 1;
+    while (i < call->parts->owner_count &&
+           call->parts->owners[i].kind != OOMKIT_OWNER_SCALER) {
+        i++;
+    }
+    half = i < call->parts->owner_count ? oomkit_graph_has_half(st, roots) : 0;
+    if (half <= 0) {
+        return half;
+    }
+    done = PyObject_CallMethod(
+        st->log, "warning", "sO",
+        "oomkit: %s computes in fp16 and has a GradScaler: a sum over the whole batch "
+        "overflows fp16 where those of its micro-batches do not, so that the scaler "
+        "may "
+        "skip an update and move its scale in another step than it would over the "
+        "whole batch",
+        call->options->label);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* Would scaling lose anything? fp16 under- and overflows where fp32 does not. */
+static int
+stash_is_coarse(const oomkit_pending *p)
+{
+    Py_ssize_t i;
+
+    if (p->step->half) {
+        return 1;
+    }
+    for (i = 0; p->modes.autocast != NULL && i < PyList_GET_SIZE(p->modes.autocast);
+         i++) {
+        PyObject *pair = PyList_GET_ITEM(p->modes.autocast, i); /* borrowed */
+        if (PyTuple_GET_ITEM(pair, 1) == p->st->float16) {
+            return 1;
+        }
+    }
+    for (i = 0; p->stash != NULL && i < p->stash_count; i++) {
+        oomkit_tensor_facts facts;
+        if (p->stash[i] == NULL) {
+            continue;
+        }
+        if (oomkit_tensor_facts_get(p->st, p->stash[i], 0, &facts) < 0) {
+            return -1;
+        }
+        if (facts.dtype == DTYPE_HALF) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* .grad of one parameter plus ratio times its stash. 0 or -1. */
+static int
+deposit_one(oomkit_pending *p, Py_ssize_t i, PyObject *ratio, int keep)
+{
+    oomkit_state *st = p->st;
+    PyObject *param = p->parts->params[i];                      /* borrowed */
+    PyObject *gradient = PyObject_GetAttr(param, st->str_grad); /* owned */
+    PyObject *value = Py_NewRef(p->stash[i]);                   /* owned */
+    int result = -1;
+
+    if (gradient != NULL && ratio != NULL) {
+        Py_SETREF(value, PyObject_CallMethodOneArg(value,
+                                                   keep || gradient != Py_None
+                                                       ? st->str_mul
+                                                       : st->str_mul_in_place,
+                                                   ratio));
+    } else if (gradient == Py_None && keep) {
+        Py_SETREF(value, PyObject_CallMethodNoArgs(value, st->str_clone));
+    }
+    if (gradient != NULL && value != NULL) {
+        if (gradient == Py_None) {
+            result = PyObject_SetAttr(param, st->str_grad, value);
+        } else {
+            /* += as autograd accumulates: in place where the kinds allow it */
+            PyObject *sum = oomkit_half_made_refuse(st, gradient) < 0
+                                ? NULL
+                                : PyNumber_InPlaceAdd(gradient, value); /* owned */
+            result = sum == NULL ? -1 : PyObject_SetAttr(param, st->str_grad, sum);
+            Py_XDECREF(sum);
+        }
+    }
+    Py_XDECREF(value);
+    Py_XDECREF(gradient);
+    return result;
+}
+
+static int
+deposit_all(oomkit_pending *p, PyObject *ratio, int keep)
+{
+    int mode = oomkit_grad_mode_off(p->st), result = 0;
+    Py_ssize_t i;
+
+    if (mode < 0) {
+        return -1;
+    }
+    oomkit_exempt_enter(p->st); /* what is added is there already */
+    for (i = 0; p->stash != NULL && i < p->stash_count && result == 0; i++) {
+        if (p->stash[i] != NULL) {
+            result = deposit_one(p, i, ratio, keep);
+            if (!keep) {
+                Py_CLEAR(p->stash[i]);
+            }
+        }
+    }
+    oomkit_exempt_leave(p->st);
+    return oomkit_grad_mode_back(p->st, mode, result);
+}
+
+int
+oomkit_stash_deposit(oomkit_pending *p, int keep)
+{
+    PyObject *ratio = NULL; /* owned */
+    double value, scale, factor;
+    int result, coarse;
+    int frozen = oomkit_switches_frozen_since(p->st, p->parts, p->param_versions);
+
+    if (frozen != 0) {
+        return frozen; /* to be run again, which is refused with that reason */
+    }
+    if (number_of(p->st, p->gradient, &value) < 0 ||
+        scale_now(p->st, p->parts, &scale) < 0) {
+        return -1;
+    }
+    factor = value / scale;
+    if (isfinite(factor) && factor != 0.0) {
+        p->step->last_factor = factor;
+    }
+    if (value != p->assumed) {
+        coarse = stash_is_coarse(p);
+        if (coarse != 0) {
+            return coarse;
+        }
+        ratio = PyFloat_FromDouble(value / p->assumed);
+        if (ratio == NULL) {
+            return -1;
+        }
+    }
+    result = deposit_all(p, ratio, keep);
+    Py_XDECREF(ratio);
+    return result;
+}
+
+void
+oomkit_stash_free(oomkit_pending *p)
+{
+    PyObject **stash = p->stash;
+    Py_ssize_t i;
+
+    p->stash = NULL;
+    for (i = 0; stash != NULL && i < p->stash_count; i++) {
+        Py_XDECREF(stash[i]);
+    }
+    PyMem_Free(stash);
+}

@@ -1,0 +1,495 @@
+/* The caller's backward ran out of memory: what it reached is found in its graph, taken
+ * back and run again; or it is said why that cannot be. */
+#include "callers_backward.h"
+#include "../accum/accum.h"
+#include "../hook/hook.h"
+#include "../plain/plain_state.h"
+#include "../py/tensor.h"
+#include "../sizes/sizes.h"
+#include "../tree/tree.h"
+#include "../undo/undo.h"
+
+/* Every marked gradient as it was, but those of another thread's. 0; 1 with *message
+ * (owned); -1. */
+static int
+failed_roll_back(oomkit_second *s, PyObject **message)
+{
+    int i, result = 0;
+
+    for (i = 0; i < s->call_count && result == 0; i++) {
+        if (!s->calls[i]->elsewhere) {
+            s->calls[i]->grads.no_aside = 1;
+            result = oomkit_take_back(s->calls[i], message);
+        }
+    }
+    return result;
+}
+
+void
+oomkit_second_take_back(oomkit_second *s)
+{
+    PyObject *exception = oomkit_exception_take(); /* owned, given back */
+    PyObject *message = NULL, *note, *done;        /* owned */
+    int result = failed_roll_back(s, &message);
+
+    if (result < 0) {
+        PyErr_WriteUnraisable(NULL);
+    }
+    if (result == 1) {
+        /* the error may say of the one call that failed that nothing has changed */
+        note = PyUnicode_FromFormat("not all is as before: %U", message);
+        done = note ? PyObject_CallMethod(exception, "add_note", "O", note) : NULL;
+        if (done == NULL) {
+            PyErr_WriteUnraisable(exception);
+        }
+        Py_XDECREF(note);
+        Py_XDECREF(done);
+    }
+    Py_XDECREF(message);
+    oomkit_exception_give(exception);
+}
+
+/* --- what was reached --- */
+
+#define CHANGED                                                                        \
+    "the gradient at the returned loss was changed in place by a backward() that "     \
+    "somebody wrote: make a new tensor there"
+
+/* The same of one call. */
+static const char *
+refusal_of(const oomkit_second *s, const oomkit_pending *p)
+{
+    uint32_t version;
+    int watched;
+
+    if (s->changed) {
+        return CHANGED;
+    }
+    if (p->second != s || p->gradient == NULL) {
+        return "it struck before the gradient had reached the returned loss: return "
+               "the whole loss from the step";
+    }
+    if (p->hooks_inside) {
+        return "the step hangs a hook onto the loss that it returns, which would run "
+               "on what it has made already: call register_hook() where backward() is "
+               "called";
+    }
+    watched = oomkit_pending_watched(p);
+    if (watched < 0) {
+        PyErr_Clear(); /* what cannot be asked may have a hook */
+    }
+    if (watched != 0) {
+        return "register_hook() or retain_grad() was called on what the step returned "
+               "beside its loss, where the gradients of micro-batches do not pass: do "
+               "it inside the step";
+    }
+    if (oomkit_tensor_version(s->st, p->gradient, &version) < 0) {
+        PyErr_Clear(); /* a gradient that cannot be read is not used */
+        version = p->gradient_version + 1;
+    }
+    return version == p->gradient_version ? NULL : CHANGED;
+}
+
+/* Why the calls that were reached cannot be run again (static text), or NULL. */
+static const char *
+failed_refusal(const oomkit_second *s, PyObject *reached, int paths, int beneath)
+{
+    const char *why = NULL;
+    Py_ssize_t i;
+
+    if (s->keep_graph || s->create_graph) {
+        return "retain_graph or create_graph was asked for, and the graphs of "
+               "micro-batches are not kept: run that backward() inside the decorated "
+               "step";
+    }
+    if (s->foreign) {
+        return "a hook ran another backward() inside it, whose gradients would be "
+               "lost: call that one afterwards, in the program";
+    }
+    if (paths) {
+        return "what backward() was called on also reaches parameters by ways that do "
+               "not pass through the returned loss: return the whole loss from the "
+               "step";
+    }
+    for (i = 0; why == NULL && i < PyList_GET_SIZE(reached); i++) {
+        why = refusal_of(s, pending_CAST(PyList_GET_ITEM(reached, i)));
+    }
+    return why != NULL ? why
+           : beneath
+               ? "the returned loss was computed from another loss that was returned: "
+                 "make one decorated step of both"
+               : NULL;
+}
+
+static int
+is_marked(const oomkit_second *s, const PyObject *leaf)
+{
+    Py_ssize_t k;
+    int i;
+    for (i = 0; i < s->call_count; i++) {
+        for (k = 0; k < s->calls[i]->parts->param_count; k++) {
+            if (s->calls[i]->parts->params[k] == leaf) {
+                return 1;
+            }
+        }
+    }
+    return 0;
+}
+
+/* A leaf that nobody marked and that has a gradient may hold a part of this batch
+ * already: 1, 0 or -1. Those without one (a batch that requires grad) are noted. */
+static int
+failed_strangers(oomkit_second *s)
+{
+    PyObject *leaves = PyList_New(0); /* owned */
+    int result = leaves == NULL ? -1 : oomkit_graph_leaves(s->st, s->roots, leaves);
+    Py_ssize_t i;
+
+    Py_XSETREF(s->loose, PyList_New(0));
+    result = s->loose == NULL ? -1 : result;
+    for (i = 0; result == 0 && i < PyList_GET_SIZE(leaves); i++) {
+        PyObject *leaf = PyList_GET_ITEM(leaves, i); /* borrowed */
+        PyObject *gradient;                          /* owned */
+        if (is_marked(s, leaf)) {
+            continue;
+        }
+        gradient = PyObject_GetAttr(leaf, s->st->str_grad);
+        result = gradient == NULL ? -1 : gradient != Py_None;
+        Py_XDECREF(gradient);
+        if (result == 0) {
+            result = PyList_Append(s->loose, leaf);
+        }
+    }
+    Py_XDECREF(leaves);
+    return result;
+}
+
+/* The first of the reached calls whose graph was whole, after number `at`; -1. */
+static Py_ssize_t
+next_whole(PyObject *reached, Py_ssize_t at)
+{
+    for (at++; at < PyList_GET_SIZE(reached); at++) {
+        if (pending_CAST(PyList_GET_ITEM(reached, at))->kind == OOMKIT_RETURNED_WHOLE) {
+            return at;
+        }
+    }
+    return -1;
+}
+
+/* --- giving up --- */
+
+/* Raises oomkit.OutOfMemory. Steals `exception`, the failure; -1 always. */
+static int
+failed_give_up(oomkit_second *s, oomkit_pending *p, PyObject *exception,
+               const char *why)
+{
+    oomkit_call *call = NULL;
+    PyObject *handled = PyErr_GetHandledException(); /* owned: the caller's */
+    PyObject *message = NULL, *reason = NULL;        /* owned */
+    int i, result;
+
+    for (i = 0; i < s->call_count; i++) {
+        if (call == NULL || s->calls[i]->parts == p->parts) {
+            call = s->calls[i];
+        }
+    }
+    oomkit_exception_drop(s->st, exception, handled);
+    Py_XDECREF(handled);
+    if (oomkit_backward_drain(s->st) < 0) {
+        return -1;
+    }
+    call->ooms++;
+    p->step->seen_oom = 1;
+    if (strcmp(why, OOMKIT_TOO_DEEP) != 0) { /* smaller ones are as deep */
+        oomkit_signature_failed(call, oomkit_batch_rows(&p->batch));
+    }
+    result = failed_roll_back(s, &message);
+    if (result == 0) {
+        reason = PyUnicode_FromFormat(
+            "the backward() of %U's loss ran out of memory and is not retried: %s; the "
+            "gradients are as before it",
+            call->options->label, why);
+    } else if (result == 1) {
+        reason = PyUnicode_FromFormat(
+            "the backward() of %U's loss ran out of memory and is not retried: %s; %U",
+            call->options->label, why, message);
+    }
+    Py_XDECREF(message);
+    if (reason != NULL) {
+        call->outcome = 1;
+        oomkit_give_up(call, reason, 0);
+        Py_DECREF(reason);
+    }
+    return -1;
+}
+
+/* --- running again --- */
+
+/* The only call that was reached: its marks serve the replay. Steals `exception`. */
+static int
+failed_replay_one(oomkit_second *s, oomkit_pending *p, PyObject *exception)
+{
+    oomkit_call *call = NULL;
+    const char *why = NULL;
+    int i, result;
+
+    for (i = 0; i < s->call_count; i++) {
+        if (s->calls[i]->parts == p->parts) {
+            call = s->calls[i];
+        }
+    }
+    /* Calls of the same list are of one site, but be sure. */
+    Py_SETREF(call->step, (struct oomkit_step *)Py_NewRef((PyObject *)p->step));
+    call->options = &p->step->options;
+    call->func = p->step->func;
+    call->number = p->number;
+    call->has_signature = 0;
+    result = oomkit_replay_prepare(call, p, &why);
+    if (result == 1) {
+        /* Streams and buffers belong to what ran since the call. */
+        oomkit_rng_release(call);
+        oomkit_buffers_release(call);
+        oomkit_plain_put(call, NULL);
+        return failed_give_up(s, p, exception, why);
+    }
+    if (result == 0) {
+        result = oomkit_graph_free(s->st, s->roots);
+    }
+    if (result < 0) {
+        Py_DECREF(exception);
+        return -1;
+    }
+    call->backward_failed = call->queued = 1;
+    call->loose = s->loose;
+    return oomkit_replay_run(call, p, s->inputs, exception);
+}
+
+int
+oomkit_second_again(oomkit_second *s, oomkit_pending *p, PyObject *exception)
+{
+    oomkit_call *call = PyMem_Malloc(sizeof(*call));
+    const char *why = NULL;
+    int result;
+
+    if (call == NULL) {
+        Py_XDECREF(exception);
+        PyErr_NoMemory();
+        return -1;
+    }
+    result = oomkit_second_mark(s, p, call);
+    oomkit_grads_end_attempt(call); /* its own backwards mark anew */
+    call->training = 0;
+    if (result == 0) {
+        result = oomkit_replay_prepare(call, p, &why);
+    }
+    if (result == 1) {
+        if (exception == NULL) {
+            PyObject *reason = PyUnicode_FromFormat(/* owned */
+                                                    "%U has to be run again for its "
+                                                    "backward() and cannot: %s",
+                                                    call->options->label, why);
+            if (reason != NULL) {
+                oomkit_give_up(call, reason, 0);
+                Py_DECREF(reason);
+            }
+            result = -1;
+        } else {
+            result = failed_give_up(s, p, exception, why);
+            exception = NULL;
+        }
+    } else if (result == 0) {
+        call->queued = exception != NULL;
+        result = oomkit_replay_run(call, p, s->inputs, exception);
+        exception = NULL;
+    }
+    Py_XDECREF(exception);
+    oomkit_replay_end(call, p, result == 0);
+    PyMem_Free(call);
+    return result;
+}
+
+/* Several calls were reached: everything back first, with copies of what was there, so
+ * that a failure of the second replay takes the first one back as well. Steals
+ * `exception`. */
+static int
+failed_replay_all(oomkit_second *s, PyObject *reached, PyObject *exception)
+{
+    PyObject *message = NULL; /* owned */
+    Py_ssize_t at = -1;
+    int i, result;
+
+    result = oomkit_graph_free(s->st, s->roots);
+    if (result == 0) {
+        result = failed_roll_back(s, &message);
+    }
+    if (result == 1) {
+        PyObject *text = PyUnicode_FromFormat("%U", message); /* owned */
+        Py_DECREF(message);
+        if (text != NULL) {
+            result = failed_give_up(s, pending_CAST(PyList_GET_ITEM(reached, 0)),
+                                    exception, PyUnicode_AsUTF8(text));
+            exception = NULL;
+            Py_DECREF(text);
+        }
+        Py_XDECREF(exception);
+        return -1;
+    }
+    for (i = 0; i < s->call_count && result == 0; i++) {
+        if (!s->calls[i]->elsewhere) {
+            oomkit_grads_end_attempt(s->calls[i]);
+            s->calls[i]->grads.force_copies = 1;
+            result = oomkit_grads_mark(s->calls[i]);
+        }
+    }
+    for (at = 0; at < PyList_GET_SIZE(reached); at++) { /* all gradients are known */
+        pending_CAST(PyList_GET_ITEM(reached, at))->fired = 1;
+    }
+    at = -1;
+    while (result == 0 && (at = next_whole(reached, at)) >= 0) {
+        oomkit_pending *p = pending_CAST(PyList_GET_ITEM(reached, at));
+        result = oomkit_second_again(s, p, exception);
+        exception = NULL;
+        p->replayed = result == 0;
+        if (result < 0) {
+            oomkit_second_take_back(s);
+        }
+    }
+    Py_XDECREF(exception);
+    return result;
+}
+
+/* Everything that was reached has its gradients already, and what reaches each loss is
+ * known: what failed need not be run. Steals `exception`. */
+static int
+failed_before_stashes(oomkit_second *s, PyObject *reached, PyObject *exception)
+{
+    PyObject *handled = PyErr_GetHandledException(); /* owned: the caller's */
+    Py_ssize_t i;
+
+    oomkit_exception_drop(s->st, exception, handled);
+    Py_XDECREF(handled);
+    for (i = 0; i < PyList_GET_SIZE(reached); i++) {
+        pending_CAST(PyList_GET_ITEM(reached, i))->fired = 1;
+    }
+    return oomkit_backward_drain(s->st);
+}
+
+/* --- */
+
+/* Has somebody who takes part a hook that may have updated parameters in this backward?
+ * 1, 0 or -1. */
+static int
+failed_post_hooks(const oomkit_second *s)
+{
+    int i, found = 0;
+
+    for (i = 0; i < s->call_count && found == 0; i++) {
+        PyObject *name = NULL; /* owned */
+        found = s->calls[i]->elsewhere ? 0 : oomkit_hooks_post(s->calls[i], &name);
+        Py_XDECREF(name);
+    }
+    return found;
+}
+
+static int
+failed_reached(oomkit_second *s, PyObject *exception, PyObject *reached, int paths)
+{
+    int beneath = oomkit_graph_beneath(s->st, s->roots, reached);
+    int strangers = beneath < 0 ? -1 : failed_strangers(s);
+    int deep = strangers < 0 && oomkit_graph_too_deep(s->st);
+    const char *why =
+        deep ? OOMKIT_TOO_DEEP : failed_refusal(s, reached, paths, beneath);
+    Py_ssize_t first = next_whole(reached, -1);
+    int hooks = strangers < 0 && !deep ? -1 : failed_post_hooks(s), result;
+    oomkit_pending *p;
+
+    if (hooks < 0) {
+        Py_DECREF(exception);
+        return -1;
+    }
+    if (hooks) {
+        why = "a parameter has a post-accumulate-grad hook, which may have acted on a "
+              "part of the gradients already (the update may be half done): do after "
+              "backward(), in the program, what the hook does";
+    }
+    if (strangers && !deep) {
+        why =
+            "a tensor that requires grad and that auto_batch did not find in the "
+            "arguments, self, closure or globals of the step has a gradient, which may "
+            "hold a part of this batch already: pass model=..., optimizer=... or "
+            "participants=... to auto_batch, and clear its .grad before going on";
+    }
+    if (why == NULL && first < 0) {
+        return failed_before_stashes(s, reached, exception);
+    }
+    if (why != NULL) {
+        return failed_give_up(s, pending_CAST(PyList_GET_ITEM(reached, 0)), exception,
+                              why);
+    }
+    if (PyList_GET_SIZE(reached) > 1) {
+        return failed_replay_all(s, reached, exception);
+    }
+    p = pending_CAST(PyList_GET_ITEM(reached, first));
+    p->fired = 1;
+    result = failed_replay_one(s, p, exception);
+    p->replayed = result == 0;
+    return result;
+}
+
+/* Losses that the engine had not come to. If that fails (a hook of the caller raises),
+ * the gradients go back and its exception is raised. 0 or -1. */
+static int
+failed_resume(oomkit_second *s, PyObject *reached, PyObject *nodes, int paths)
+{
+    if (s->relays == NULL || paths || s->foreign ||
+        oomkit_relays_resume(s, reached, nodes) == 0) {
+        return 0;
+    }
+    oomkit_second_take_back(s);
+    return -1;
+}
+
+int
+oomkit_second_failed(oomkit_second *s, int may_retry)
+{
+    PyObject *exception = oomkit_exception_take(); /* owned, then stolen */
+    oomkit_class class_ = oomkit_exception_classify(s->st, exception);
+    PyObject *reached = NULL, *nodes = NULL, *handled; /* owned */
+    int paths = 0, result = -1;
+
+    if (class_ != OOMKIT_CLASS_CERTAIN && class_ != OOMKIT_CLASS_MASKED) {
+        oomkit_exception_give(exception);
+        return -1;
+    }
+    if (!s->engine_seen && may_retry) {
+        /* torch.autograd.backward failed to make the gradient of its root, a few bytes:
+         * nothing has run. */
+        handled = PyErr_GetHandledException();
+        oomkit_exception_drop(s->st, exception, handled);
+        Py_XDECREF(handled);
+        s->exempt = 1;
+        oomkit_exempt_enter(s->st);
+        return 1;
+    }
+    s->ours = !s->engine_seen; /* nor could it be made outside the budget */
+    reached = PyList_New(0);
+    nodes = PyList_New(0);
+    if (reached == NULL || nodes == NULL || s->roots == NULL ||
+        oomkit_graph_reach_nodes(s->st, s->roots, reached, nodes, &paths) < 0) {
+        Py_XDECREF(reached);
+        Py_XDECREF(nodes);
+        oomkit_second_unseen(s, exception);
+        return -1;
+    }
+    if (PyList_GET_SIZE(reached) == 0) {
+        oomkit_exception_give(exception); /* somebody else's graph */
+    } else if (failed_resume(s, reached, nodes, paths) < 0) {
+        Py_DECREF(exception);
+    } else {
+        s->ours = 1;
+        result = failed_reached(s, exception, reached, paths);
+    }
+    Py_DECREF(reached);
+    Py_DECREF(nodes);
+    return result;
+}

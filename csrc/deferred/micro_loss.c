@@ -1,0 +1,335 @@
+/* A micro-batch whose result still needs backward: the caller will run it on what the
+ * call returns, so the gradient that will reach the loss is not known yet.
+ *
+ * A scalar loss: the backward runs now, with the gradient that is likely, into a stash
+ * that the caller's backward scales by what really came. A loss with a row per sample:
+ * only its values are kept, and the call is run again when the gradient is there. */
+#include "deferred.h"
+#include "../accum/accum.h"
+#include "../accum/weights.h"
+#include "../call/step.h"
+#include "../py/tensor.h"
+#include "../result/result.h"
+
+static int
+returned_differs(oomkit_call *call)
+{
+    call->raised = 1;
+    oomkit_raise(
+        call->st->SplitError,
+        "auto_batch cannot split this step: its micro-batches return different "
+        "kinds of results (a loss that needs backward() in one, none or one of "
+        "another shape in micro-batch %lld of %lld)",
+        (long long)(call->slice_index + 1), (long long)call->slice_count);
+    return -1;
+}
+
+static int
+returned_shape(oomkit_call *call, PyObject *loss)
+{
+    PyObject *shape = PyObject_GetAttr(loss, call->st->str_shape); /* owned */
+
+    if (shape != NULL) {
+        call->raised = 1;
+        oomkit_raise(
+            call->st->SplitError,
+            "auto_batch cannot split a step that returns a loss of shape %S for %lld "
+            "rows: return a scalar, or one row per sample",
+            shape, (long long)call->slices[call->slice_index].length);
+        Py_DECREF(shape);
+    }
+    return -1;
+}
+
+/* tensor.numel(), or -1 with an exception. */
+static Py_ssize_t
+returned_numel(oomkit_state *st, PyObject *tensor)
+{
+    PyObject *number = PyObject_CallMethodNoArgs(tensor, st->str_numel); /* owned */
+    Py_ssize_t elements = number == NULL ? -1 : PyLong_AsSsize_t(number);
+
+    Py_XDECREF(number);
+    return elements;
+}
+
+/* Nothing tells: the attempt is begun again with more rows in its first micro-batch.
+ * Where that has been done, or must not be, -1 with SplitError. -1 always. */
+static int
+returned_single_ask(oomkit_call *call, PyObject *loss)
+{
+    PyObject *shape; /* owned */
+
+    if (!call->widened && !call->forced) {
+        call->restart = OOMKIT_RESTART_WIDER;
+        oomkit_raise(call->st->SplitError,
+                     "auto_batch begins the step again, with more than one row in the "
+                     "first micro-batch; let this error pass");
+        return -1;
+    }
+    shape = PyObject_GetAttr(loss, call->st->str_shape);
+    if (shape != NULL) {
+        call->raised = 1;
+        oomkit_raise(
+            call->st->SplitError,
+            "auto_batch cannot tell what the loss of shape %S is that a micro-batch of "
+            "one row returned: the loss of the batch, or one row per sample; return a "
+            "scalar (loss.reshape(())), or pass min_micro_batch=2",
+            shape);
+        Py_DECREF(shape);
+    }
+    return -1;
+}
+
+/* One element of one row: a row, or a loss of shape [1]? What is known of the whole
+ * batch's tells. 1 it is a scalar, 0, or -1. */
+static int
+returned_single_is_scalar(oomkit_call *call, PyObject *loss)
+{
+    Py_ssize_t elements;
+
+    if (call->replayed != NULL) {
+        elements = returned_numel(call->st, call->replayed->gradient);
+        return elements < 0 ? -1 : elements == 1 && call->batch.rows > 1;
+    }
+    if (call->slice_index > 0) {
+        return call->returned == OOMKIT_RETURNED_STASH;
+    }
+    return call->step->single_loss == 0 ? returned_single_ask(call, loss)
+                                        : call->step->single_loss == 2;
+}
+
+/* Is the loss a scalar (1), or has it a row per sample (0)? -1 with SplitError. */
+static int
+returned_is_scalar(oomkit_call *call, PyObject *loss, const oomkit_tensor_facts *facts)
+{
+    Py_ssize_t elements;
+    int scalar;
+
+    if (facts->ndim == 0) {
+        return 1;
+    }
+    elements = returned_numel(call->st, loss);
+    if (elements < 0) {
+        return -1;
+    }
+    if (elements == 1 && call->slices[call->slice_index].length == 1) {
+        return returned_single_is_scalar(call, loss);
+    }
+    scalar = facts->size != call->slices[call->slice_index].length;
+    if (scalar && elements != 1) {
+        return returned_shape(call, loss);
+    }
+    if (call->slices[call->slice_index].length > 1) {
+        call->step->single_loss = 1 + scalar;
+    }
+    return scalar;
+}
+
+/* loss.backward(gradient=..., inputs=...). Both may be NULL. 0 or -1. */
+static int
+returned_backward(oomkit_call *call, PyObject *loss, PyObject *gradient)
+{
+    oomkit_state *st = call->st;
+    PyObject *names = NULL, *method, *done = NULL; /* owned */
+    PyObject *stack[2];                            /* borrowed */
+    Py_ssize_t n = 0;
+
+    if (gradient != NULL && call->inputs != NULL) {
+        names = PyTuple_Pack(2, st->str_gradient, st->str_inputs);
+    } else {
+        names = gradient != NULL ? PyTuple_Pack(1, st->str_gradient) : PyTuple_New(0);
+    }
+    if (gradient != NULL) {
+        stack[n++] = gradient;
+    }
+    if (n == 1 && call->inputs != NULL) {
+        stack[n++] = call->inputs;
+    }
+    method = names ? PyObject_GetAttr(loss, st->str_backward) : NULL;
+    if (method != NULL) {
+        done = PyObject_Vectorcall(method, stack, 0, names);
+    }
+    Py_XDECREF(method);
+    Py_XDECREF(names);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* The gradient that reached the whole loss, as this micro-batch's loss has to get it.
+ * New reference or NULL. */
+static PyObject *
+returned_gradient(oomkit_call *call, PyObject *loss, int scalar)
+{
+    oomkit_state *st = call->st;
+    PyObject *whole = call->replayed->gradient; /* borrowed */
+    const oomkit_slice *slice = &call->slices[call->slice_index];
+    oomkit_tensor_facts facts;
+
+    if (oomkit_tensor_facts_get(st, whole, call->options->dim, &facts) < 0) {
+        return NULL;
+    }
+    if (scalar) {
+        PyObject *shape = PyObject_GetAttr(loss, st->str_shape); /* owned */
+        PyObject *fitted = NULL;                                 /* owned */
+        if (shape != NULL) {
+            fitted = PyObject_CallMethodOneArg(whole, st->str_reshape, shape);
+            Py_DECREF(shape);
+        }
+        return fitted;
+    }
+    if (facts.ndim < 1 || facts.size != call->batch.rows) {
+        returned_shape(call, loss);
+        return NULL;
+    }
+    call->rowwise = 1;
+    return PyObject_CallMethod(whole, "narrow", "LLL", (long long)call->options->dim,
+                               (long long)slice->start, (long long)slice->length);
+}
+
+static int
+returned_replay(oomkit_call *call, PyObject *loss, int scalar)
+{
+    PyObject *gradient, *own = NULL; /* owned */
+    int result;
+
+    if ((scalar ? oomkit_losses_replay(call, loss)
+                : oomkit_losses_rows(call, loss, &call->replayed->value)) < 0) {
+        return -1;
+    }
+    if (call->slice_count == 1 && !scalar &&
+        call->proof == NULL) { /* the whole batch again */
+        gradient = Py_NewRef(call->replayed->gradient);
+    } else {
+        gradient = returned_gradient(call, loss, scalar);
+    }
+    if (gradient !=
+        NULL) { /* a backward that changes it must not change the noted one */
+        own = PyObject_CallMethodNoArgs(gradient, call->st->str_clone);
+    }
+    result = own == NULL ? -1 : returned_backward(call, loss, own);
+    Py_XDECREF(own);
+    Py_XDECREF(gradient);
+    return result;
+}
+
+/* The backward of a scalar loss, into the stash. 0 or -1. */
+static int
+returned_stash(oomkit_call *call, PyObject *loss)
+{
+    PyObject *shape, *gradient = NULL; /* owned */
+    int result;
+
+    call->grads.stashing = 1;
+    if (call->slice_index == 0) {
+        int half = call->step->half ? 1 : oomkit_graph_has_half(call->st, loss);
+        if (half < 0 || oomkit_stash_assume(call, &call->assumed) < 0) {
+            return -1;
+        }
+        call->step->half = half;
+    }
+    if (call->assumed == 1.0) {
+        return returned_backward(call, loss, NULL);
+    }
+    shape = PyObject_GetAttr(loss, call->st->str_shape);
+    if (shape != NULL) {
+        gradient = PyObject_CallMethod(loss, "new_full", "Od", shape, call->assumed);
+        Py_DECREF(shape);
+    }
+    result = gradient == NULL ? -1 : returned_backward(call, loss, gradient);
+    Py_XDECREF(gradient);
+    return result;
+}
+
+/* A row per sample: its backward comes later, but who takes part in it is asked now. */
+static int
+returned_defer(oomkit_call *call, PyObject *loss)
+{
+    return call->slice_index == 0 ? oomkit_strangers_meet(call, loss, 0) : 0;
+}
+
+/* The loss of this micro-batch's result, when it needs backward: 1 and *loss (owned);
+ * 0; -1. */
+static int
+returned_loss(oomkit_call *call, PyObject *result, PyObject **loss,
+              oomkit_tensor_facts *facts)
+{
+    oomkit_state *st = call->st;
+
+    *loss = result == Py_None ? NULL : oomkit_result_loss(st, result);
+    if (*loss == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    if (oomkit_tensor_facts_get(st, *loss, call->options->dim, facts) < 0) {
+        Py_CLEAR(*loss);
+        return -1;
+    }
+    if (!facts->requires_grad) {
+        Py_CLEAR(*loss);
+        return 0;
+    }
+    return 1;
+}
+
+int
+oomkit_returned_micro(oomkit_call *call, PyObject *result)
+{
+    PyObject *loss = NULL; /* owned */
+    oomkit_tensor_facts facts;
+    oomkit_returned kind;
+    int scalar, state;
+
+    if (call->backwards > 0) { /* it is a whole step, or a part with its backward */
+        return call->returned != OOMKIT_RETURNED_NOTHING || call->replayed != NULL
+                   ? returned_differs(call)
+                   : 0;
+    }
+    state = returned_loss(call, result, &loss, &facts);
+    if (state <= 0) {
+        return state < 0 ? -1
+               : call->returned != OOMKIT_RETURNED_NOTHING || call->replayed != NULL
+                   ? returned_differs(call)
+                   : 0;
+    }
+    scalar = returned_is_scalar(call, loss, &facts);
+    state = scalar < 0 ? -1 : 0;
+    if (state == 0 && call->slice_index > 0 && call->replayed == NULL &&
+        oomkit_loss_place(call->st, result) != call->join.loss_at) {
+        state = PyErr_Occurred() ? -1 : returned_differs(call);
+    }
+    if (state == 0 && call->replayed != NULL) {
+        state = returned_replay(call, loss, scalar);
+    } else if (state == 0) {
+        kind = scalar ? OOMKIT_RETURNED_STASH : OOMKIT_RETURNED_DEFERRED;
+        if (call->slice_index > 0 && call->returned != kind) {
+            state = returned_differs(call);
+        } else {
+            call->returned = kind;
+            state = oomkit_hooks_loss(call, loss);
+            if (state == 0) {
+                state =
+                    scalar ? returned_stash(call, loss) : returned_defer(call, loss);
+            }
+        }
+    }
+    Py_DECREF(loss);
+    return state;
+}
+
+int
+oomkit_returned_inside(oomkit_call *call, PyObject *roots)
+{
+    int failed = 0;
+    const oomkit_pending *p = oomkit_graph_waiting(call->st, roots, &failed);
+
+    if (p != NULL) {
+        call->raised = 1;
+        oomkit_raise(
+            call->st->SplitError,
+            "auto_batch cannot split this step: it runs backward() through a loss that "
+            "another decorated call (%U) returned, once for each micro-batch; call "
+            "that "
+            "backward() outside, or make one decorated step of both",
+            p->retired ? call->options->label : p->step->options.label);
+    }
+    return failed || p != NULL ? -1 : 0;
+}

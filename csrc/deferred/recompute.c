@@ -1,0 +1,333 @@
+/* What a failed backward has added to gradients that were there, computed again and
+ * taken off: where the call is to be run again with other random numbers, or normalises
+ * by its rows, and no copies were taken.
+ *
+ * The call runs once more over the whole batch, from the streams and buffers of its
+ * entry, and its backward goes to the leaves that had been reached: it needs no more
+ * memory than the failed one had when it came there, but for those gradients. Its loss
+ * must be the failed one's: a step that reads something else by now would take another
+ * contribution off than was added. */
+#include "deferred.h"
+#include "recompute.h"
+#include "../accum/weights.h"
+#include "../engine/engine.h"
+#include "../hook/hook.h"
+#include "../py/modes.h"
+#include "../py/tensor.h"
+#include "../undo/gradients.h"
+#include "../undo/undo.h"
+
+#include <math.h>
+
+#define SAME 1e-5 /* of one program, twice on one device */
+#define SAME_HALF 4e-3
+
+void
+oomkit_recompute_note(oomkit_call *call, PyObject *roots)
+{
+    PyObject *root = oomkit_losses_root(call->st, roots); /* borrowed from roots */
+    PyObject *exception;                                  /* owned, given back */
+    oomkit_loss *loss = &call->losses.whole;
+
+    if (root == NULL || !call->grads.at_entry || call->grads.copies != NULL ||
+        loss->size != 0 || loss->tensor != NULL) {
+        return;
+    }
+    exception = oomkit_exception_take();
+    oomkit_loss_take(call->st, root, loss);
+    oomkit_exception_give(exception);
+}
+
+/* The loss of the failed backward; it may not be known. */
+static const oomkit_loss *
+recompute_loss(const oomkit_call *call)
+{
+    return call->replayed != NULL ? &call->replayed->value : &call->losses.whole;
+}
+
+/* Ends the function, which may catch it. -1 always. */
+static int
+recompute_end(oomkit_call *call)
+{
+    call->restart = OOMKIT_RESTART_OWED;
+    oomkit_raise(call->st->SplitError,
+                 "auto_batch runs the step again from its beginning; let this error "
+                 "pass");
+    return -1;
+}
+
+/* Before that backward. 0 or -1. */
+static int
+recompute_begin(oomkit_call *call, PyObject *roots)
+{
+    oomkit_state *st = call->st;
+    PyObject *root = oomkit_losses_root(st, roots); /* borrowed from roots */
+    const oomkit_loss *before = recompute_loss(call);
+    oomkit_loss now = {0};
+    oomkit_tensor_facts facts;
+    double value, wanted;
+
+    if (root == NULL || call->restart != 0) {
+        return recompute_end(call);
+    }
+    if (oomkit_tensor_facts_get(st, root, 0, &facts) < 0) {
+        return -1;
+    }
+    oomkit_loss_take(st, root, &now);
+    value = oomkit_loss_value(st, &now, facts.dtype);
+    wanted = oomkit_loss_value(st, before, facts.dtype);
+    oomkit_loss_drop(&now);
+    if (!(fabs(value - wanted) <=
+          (now.size == 2 || facts.bytes == 2 ? SAME_HALF : SAME) * fabs(wanted))) {
+        return recompute_end(call); /* nor where either is not known: NaN */
+    }
+    return 0;
+}
+
+/* Those that the failed one had reached. New tuple or NULL. */
+static PyObject *
+recompute_leaves(oomkit_call *call)
+{
+    PyObject *leaves = PyList_New(0), *result; /* owned */
+    Py_ssize_t i;
+
+    for (i = 0; leaves != NULL && i < call->parts->param_count; i++) {
+        if (call->grads.aside[i] != NULL &&
+            PyList_Append(leaves, call->parts->params[i]) < 0) {
+            Py_CLEAR(leaves);
+        }
+    }
+    result = leaves == NULL ? NULL : PyList_AsTuple(leaves);
+    Py_XDECREF(leaves);
+    return result;
+}
+
+/* Can this be taken off: is it there, dense and finite? 1, 0 or -1. */
+static int
+recompute_fits(oomkit_call *call, PyObject *gradient)
+{
+    oomkit_tensor_facts facts;
+    PyObject *sum, *number; /* owned */
+    int fits;
+
+    if (gradient == Py_None) {
+        return 0;
+    }
+    if (oomkit_tensor_facts_get(call->st, gradient, 0, &facts) < 0) {
+        return -1;
+    }
+    if (!facts.is_strided) {
+        return 0;
+    }
+    /* the largest magnitude: what is not finite anywhere shows in it */
+    sum = PyObject_CallMethod(gradient, "norm", "d", INFINITY);
+    number = sum == NULL ? NULL : PyObject_CallMethodNoArgs(sum, call->st->str_item);
+    fits = number == NULL ? -1 : isfinite(PyFloat_AsDouble(number)) != 0;
+    Py_XDECREF(number);
+    Py_XDECREF(sum);
+    return fits < 0 || PyErr_Occurred() ? -1 : fits;
+}
+
+/* Takes the contributions off: all of them or, where one does not fit, none. 1 done, 0
+ * not, -1. */
+static int
+recompute_subtract(oomkit_call *call)
+{
+    PyObject **aside = call->grads.aside; /* borrowed */
+    Py_ssize_t i, n = call->parts->param_count;
+    int result = 1, pass;
+
+    for (pass = 0; pass < 2; pass++) {
+        for (i = 0; result == 1 && i < n; i++) {
+            PyObject *gradient, *done; /* owned */
+            if (aside[i] == NULL) {
+                continue;
+            }
+            gradient = grads_get(call, i);
+            if (gradient == NULL) {
+                return -1;
+            }
+            if (pass == 0) {
+                result = recompute_fits(call, gradient);
+            } else {
+                done = PyObject_CallMethod(aside[i], "sub_", "O", gradient);
+                result = done == NULL || grads_set(call, i, Py_None) < 0 ? -1 : 1;
+                Py_XDECREF(done);
+            }
+            Py_DECREF(gradient);
+        }
+    }
+    return result;
+}
+
+/* After it. -1 always. */
+static int
+recompute_take(oomkit_call *call)
+{
+    int mode = oomkit_grad_mode_off(call->st), result = -1;
+
+    if (mode < 0) {
+        return -1;
+    }
+    oomkit_exempt_enter(call->st);
+    result = recompute_subtract(call);
+    oomkit_exempt_leave(call->st);
+    if (oomkit_grad_mode_back(call->st, mode, result < 0 ? -1 : 0) < 0) {
+        return -1;
+    }
+    if (result == 1) {
+        call->grads.owed = OOMKIT_OWED_DONE;
+    }
+    return recompute_end(call);
+}
+
+PyObject *
+oomkit_recompute_backward(oomkit_call *call, PyObject *engine, PyObject *const *args,
+                          size_t nargsf, PyObject *kwnames)
+{
+    Py_ssize_t i, n = PyVectorcall_NARGS(nargsf);
+    Py_ssize_t total = n + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
+    PyObject *vector[12];      /* borrowed */
+    PyObject *leaves, *result; /* owned */
+    void *outer;               /* borrowed */
+    int phase;
+
+    if (n < 5 || total > 12) { /* a form that is not known */
+        recompute_end(call);
+        return NULL;
+    }
+    if (recompute_begin(call, args[0]) < 0 || oomkit_grads_mark(call) < 0 ||
+        (leaves = recompute_leaves(call)) == NULL) {
+        return NULL;
+    }
+    for (i = 0; i < total; i++) {
+        vector[i] = args[i];
+    }
+    vector[4] = leaves;
+    call->training = 1;
+    phase = oomkit_phase_set(call->st, OOMKIT_PHASE_BACKWARD);
+    outer = oomkit_nested_enter(call);
+    call->st->engine_runs++;
+    call->backward_depth++;
+    result = PyObject_Vectorcall(engine, vector, nargsf, kwnames);
+    call->backward_depth--;
+    oomkit_nested_leave(call, outer);
+    oomkit_phase_set(call->st, phase);
+    Py_DECREF(leaves);
+    if (result == NULL) {
+        call->queued = 1;
+    } else {
+        Py_DECREF(result);
+        recompute_take(call);
+    }
+    return NULL;
+}
+
+/* It cannot be: the gradients keep what they hold, which the error says. -1 always. */
+static int
+recompute_give_up(oomkit_call *call)
+{
+    PyObject *name, *reason; /* owned */
+    Py_ssize_t i = 0;
+
+    while (call->grads.aside[i] == NULL) { /* one of them at least is there */
+        i++;
+    }
+    name = oomkit_describe_tensor(call, call->parts->params[i]);
+    reason = name == NULL ? NULL
+                          : PyUnicode_FromFormat(
+                                "gradients cannot be rolled back: %U: its gradient, "
+                                "present before the step, was changed, no copy was "
+                                "taken, and what was added could not be computed "
+                                "again; pass gradient_safety=\"copy\" to auto_batch, "
+                                "and call zero_grad() before going on",
+                                name);
+    Py_XDECREF(name);
+    if (reason != NULL) {
+        call->grads.aside_said = 1;
+        call->outcome = 1;
+        oomkit_give_up(call, reason, 0);
+        Py_DECREF(reason);
+    }
+    return -1;
+}
+
+/* The very tensors are back where they were, as they were up to rounding. 0 or -1. */
+static int
+recompute_put_back(oomkit_call *call)
+{
+    PyObject *done; /* owned */
+    Py_ssize_t i;
+
+    for (i = 0; i < call->parts->param_count; i++) {
+        if (call->grads.aside[i] != NULL &&
+            grads_set(call, i, call->grads.aside[i]) < 0) {
+            return -1;
+        }
+    }
+    grads_array_free(call, &call->grads.aside);
+    done = PyObject_CallMethod(
+        call->st->log, "info", "sKO",
+        "oomkit: step=%d of %s took off what the failed attempt had added to gradients "
+        "that were there: they are as before up to rounding, not bit for bit",
+        (unsigned long long)call->number, call->options->label);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* One attempt over the whole batch, which ends after its first backward. 0, or -1 with
+ * an exception that is to be raised: an interrupt. */
+static int
+recompute_attempt(oomkit_call *call)
+{
+    PyObject *result, *exception, *handled; /* owned */
+
+    call->grads.owed = OOMKIT_OWED_NOW;
+    result = oomkit_attempt_run(call);
+    call->restart = 0;
+    if (result != NULL) { /* it has run to its end without a backward */
+        Py_DECREF(result);
+        return 0;
+    }
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) {
+        return -1;
+    }
+    exception = oomkit_exception_take();
+    handled = PyErr_GetHandledException();
+    oomkit_exception_drop(call->st, exception, handled);
+    Py_XDECREF(handled);
+    return 0;
+}
+
+int
+oomkit_recompute(oomkit_call *call)
+{
+    oomkit_slice *slices = call->slices; /* of the next attempt: owned by call again */
+    oomkit_slice whole = {0, call->batch.rows};
+    int64_t count = call->slice_count, room = call->slice_room;
+    int result, done, split = call->split;
+
+    call->slices = &whole;
+    call->slice_count = call->slice_room = 1;
+    call->slice_index = call->split = 0;
+    result = recompute_attempt(call);
+    done = call->grads.owed == OOMKIT_OWED_DONE;
+    if (result == 0) {
+        result = oomkit_recover_roll_back(call);
+        oomkit_tx_end_attempt(call);
+    }
+    call->grads.owed = OOMKIT_OWED_NOTHING;
+    call->slices = slices;
+    call->slice_count = count;
+    call->slice_room = room;
+    call->slice_index = 0;
+    call->split = split;
+    if (result < 0 || oomkit_recover_reclaim(call, call->baseline_bytes) < 0) {
+        return -1;
+    }
+    memset(&call->measured, 0, sizeof(call->measured));
+    if (!done) {
+        return recompute_give_up(call);
+    }
+    return recompute_put_back(call) < 0 ? -1 : oomkit_tx_begin(call);
+}

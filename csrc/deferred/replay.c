@@ -1,0 +1,464 @@
+/* Running a call again at its caller's backward: forward and backward of its
+ * micro-batches with the gradient that reached the loss.
+ *
+ * The replay starts from the streams and buffers that the call began with. If nobody
+ * has used them since, they stay where the replay leaves them, as after a call that was
+ * split from the start; otherwise they go on from where the caller's program had them.
+ * What the call did to the user's own participants counts once. */
+#include "deferred.h"
+#include "../accum/weights.h"
+#include "../engine/engine.h"
+#include "../hook/hook.h"
+#include "../plain/marks.h"
+#include "../py/modes.h"
+#include "../py/refs.h"
+#include "../py/tensor.h"
+#include "../sizes/sizes.h"
+#include "../tree/tree.h"
+#include "../undo/undo.h"
+
+/* What was there when the second half failed. */
+typedef struct replay_now {
+    oomkit_rng rng;
+    oomkit_switches switches;
+    PyObject *buffers;          /* owned: list of (tensor, host copy) */
+    PyObject *users;            /* owned: list of (participant, state) */
+    struct oomkit_plain *plain; /* owned: what the call did to it counts once */
+    int rng_used, buffers_used; /* by others since the call */
+    int finished;               /* the replay has */
+    oomkit_call *call;          /* borrowed */
+} replay_now;
+
+/* --- preparing --- */
+
+/* Has a tensor of the batch a graph behind it? 1, 0 or -1. */
+static int
+prepare_graphs(oomkit_call *call)
+{
+    Py_ssize_t i;
+    int result = 0;
+
+    for (i = 0; i < call->batch.count && result == 0; i++) {
+        PyObject *node; /* owned */
+        if (call->batch.nodes[i].kind != OOMKIT_NODE_TENSOR) {
+            continue;
+        }
+        node = PyObject_GetAttr(call->batch.nodes[i].object, call->st->str_grad_fn);
+        result = node == NULL ? -1 : node != Py_None;
+        Py_XDECREF(node);
+    }
+    return result;
+}
+
+/* Why not, as static text: see oomkit_replay_prepare. */
+static int
+prepare_check(oomkit_call *call, const oomkit_pending *p, const char **why)
+{
+    Py_ssize_t which;
+    int moved = prepare_graphs(call);
+
+    if (moved != 0) {
+        *why =
+            "an argument of the call was computed with gradients from something else "
+            "(it has a graph of its own), which each micro-batch would run backward "
+            "through again: compute it inside the decorated step, or detach() it";
+        return moved;
+    }
+    moved = oomkit_tx_params_moved(call, &which);
+    if (moved != 0) {
+        *why =
+            "parameters were changed between the call and its backward(): update them "
+            "after backward()";
+        return moved;
+    }
+    if (oomkit_modes_differ(call, &p->modes, why) < 0) {
+        return -1;
+    }
+    if (*why != NULL) {
+        return 1;
+    }
+    *why =
+        "parameters were frozen or unfrozen (requires_grad) after the call and before "
+        "its backward(): do it after backward()";
+    return oomkit_switches_frozen_since(call->st, call->parts, call->param_versions);
+}
+
+int
+oomkit_replay_prepare(oomkit_call *call, oomkit_pending *p, const char **why)
+{
+    int refused;
+
+    if (oomkit_pending_strong(p)) {
+        *why =
+            "the object whose method was decorated, or an argument that its loss was "
+            "stored in, is gone: keep it until backward() has run";
+        return 1;
+    }
+    p->spent = 1;
+    call->args = p->args;
+    call->kwnames = p->kwnames;
+    call->nargsf = p->nargsf;
+    oomkit_batch_move(&call->batch, &p->batch, p->args);
+    call->rng = p->rng;
+    memset(&p->rng, 0, sizeof(p->rng));
+    call->buffers = p->buffers;
+    memset(&p->buffers, 0, sizeof(p->buffers));
+    call->param_versions = p->param_versions;
+    p->param_versions = NULL;
+    call->switches = p->switches;
+    p->switches = NULL;
+    if (oomkit_plain_put_slim(call, p->plain) < 0) {
+        p->plain = NULL;
+        return -1;
+    }
+    p->plain = NULL;
+    refused = prepare_check(call, p, why);
+    if (refused != 0 && oomkit_switches_keep(call) < 0) {
+        return -1;
+    }
+    return refused;
+}
+
+/* --- now --- */
+
+static int
+now_buffers(oomkit_call *call, const oomkit_pending *p, replay_now *now)
+{
+    Py_ssize_t i;
+
+    now->buffers_used = p->buffers_serial != p->parts->buffers_serial;
+    now->buffers = PyList_New(0);
+    for (i = 0; now->buffers != NULL && i < call->buffers.count; i++) {
+        const oomkit_buffer *item = &call->buffers.items[i];
+        uint32_t version;
+        if (oomkit_tensor_version(call->st, item->tensor, &version) < 0 ||
+            oomkit_pairs_add(&now->buffers, item->tensor,
+                             oomkit_host_copy(call->st, item->tensor)) < 0) {
+            return -1;
+        }
+        now->buffers_used |= p->buffers_after == NULL || version != p->buffers_after[i];
+    }
+    if (now->buffers_used) { /* the copies at entry are another call's by now */
+        oomkit_buffers_release(call);
+    }
+    return now->buffers == NULL ? -1 : 0;
+}
+
+static int
+now_note(oomkit_call *call, const oomkit_pending *p, replay_now *now)
+{
+    oomkit_rng entry = call->rng;
+    int moved = 0;
+
+    memset(now, 0, sizeof(*now));
+    if (entry.cpu_state != NULL) {
+        call->rng = p->after;
+        moved = oomkit_rng_moved(call);
+        memset(&call->rng, 0, sizeof(call->rng));
+        if (moved >= 0 && oomkit_rng_mark(call) < 0) {
+            moved = -1;
+        }
+        now->rng = call->rng;
+        call->rng = entry;
+    }
+    now->rng_used = moved != 0;
+    if (moved < 0 || now_buffers(call, p, now) < 0 ||
+        oomkit_switches_now(call, &now->switches) < 0 || oomkit_owners_mark(call) < 0 ||
+        oomkit_plain_now(call, &now->plain) < 0) {
+        return -1;
+    }
+    now->users = Py_XNewRef(call->user_marks);
+    return 0;
+}
+
+static void
+now_clear(replay_now *now)
+{
+    oomkit_rng_free(&now->rng);
+    oomkit_switches_clear(&now->switches);
+    Py_CLEAR(now->buffers);
+    Py_CLEAR(now->users);
+    oomkit_plain_free(now->plain);
+    now->plain = NULL;
+}
+
+static int
+now_restore_rng(oomkit_call *call, replay_now *now)
+{
+    oomkit_rng entry = call->rng;
+    int result;
+
+    call->rng = now->rng;
+    result = oomkit_rng_restore(call);
+    call->rng = entry;
+    return result;
+}
+
+static int
+now_restore_once(void *argument)
+{
+    replay_now *now = argument;
+    oomkit_call *call = now->call;
+    oomkit_state *st = call->st;
+    int result = 0, finished = now->finished, mode = oomkit_grad_mode_off(st);
+    Py_ssize_t i;
+
+    if (mode < 0) {
+        return -1;
+    }
+    oomkit_exempt_enter(st);
+    if (now->rng.cpu_state != NULL && (now->rng_used || !finished)) {
+        result = now_restore_rng(call, now);
+    }
+    for (i = 0; result == 0 && (now->buffers_used || !finished) &&
+                i < PyList_GET_SIZE(now->buffers);
+         i++) {
+        PyObject *pair = PyList_GET_ITEM(now->buffers, i); /* borrowed */
+        PyObject *done =
+            PyObject_CallMethodOneArg(/* owned */
+                                      PyTuple_GET_ITEM(pair, 0), st->str_copy,
+                                      PyTuple_GET_ITEM(pair, 1));
+        result = done == NULL ? -1 : 0;
+        Py_XDECREF(done);
+    }
+    if (result == 0) {
+        result = oomkit_switches_then(call, &now->switches);
+    }
+    if (result == 0) {
+        Py_XSETREF(call->user_marks, Py_XNewRef(now->users));
+        result = oomkit_owners_restore(call);
+    }
+    if (result == 0) {
+        result = oomkit_plain_restore_now(call, now->plain);
+    }
+    oomkit_exempt_leave(st);
+    return oomkit_grad_mode_back(st, mode, result);
+}
+
+/* Streams, buffers and the user's objects as they were when the backward failed, as far
+ * as they are not the replay's to move. 0 or -1. */
+static int
+now_restore(oomkit_call *call, replay_now *now, int finished)
+{
+    PyObject *error; /* owned */
+    int result;
+
+    now->call = call;
+    now->finished = finished;
+    result = oomkit_insist(call->st, now_restore_once, now, &error);
+    if (error != NULL) {
+        oomkit_exception_give(error);
+        result = -1;
+    }
+    return result;
+}
+
+/* --- running --- */
+
+/* Without a failure: from the entry's state, in the slices it was split into, or (of a
+ * call that was whole) in halves. 0 or -1. */
+static int
+replay_start(oomkit_call *call, oomkit_pending *p)
+{
+    if (oomkit_recover_roll_back(call) < 0) {
+        return -1;
+    }
+    oomkit_tx_end_attempt(call);
+    if (p->slices == NULL) {
+        return oomkit_recover_split(call) < 0 ? -1 : oomkit_tx_begin(call);
+    }
+    call->slices = p->slices;
+    call->slice_count = call->slice_room = p->slice_count;
+    p->slices = NULL;
+    call->split = call->slice_count > 1;
+    return oomkit_recover_batch(call) < 0 ? -1 : oomkit_tx_begin(call);
+}
+
+/* The micro-batches have run. If that raises (a warning that is an error), everything
+ * goes back. 0 or -1. */
+static int
+replay_compare(oomkit_call *call, const oomkit_pending *p, int drawn)
+{
+    int noise = drawn ? 1 : oomkit_buffers_norm(call, 0);
+    PyObject *error; /* owned, given back */
+
+    if (noise >= 0 && oomkit_losses_replayed(call, &p->value, noise) == 0) {
+        return 0;
+    }
+    error = oomkit_exception_take();
+    if (oomkit_recover_roll_back(call) < 0) {
+        PyErr_WriteUnraisable(call->func); /* the first one tells more */
+    }
+    oomkit_exception_give(error);
+    return -1;
+}
+
+/* Steals `exception`, the failure to start from, or NULL; `drawn`: the call drew random
+ * numbers. 0 or -1. */
+static int
+replay_inside(oomkit_call *call, oomkit_pending *p, PyObject *exception, int drawn)
+{
+    PyObject *result; /* owned */
+
+    if (oomkit_intercept_install(call) < 0) {
+        Py_XDECREF(exception);
+        return -1;
+    }
+    oomkit_call_set_current(call);
+    call->phase_before = oomkit_phase_set(call->st, OOMKIT_PHASE_FORWARD);
+    if (oomkit_compiler_off(call) < 0) {
+        Py_CLEAR(exception);
+        result = NULL;
+    } else if (exception != NULL) {
+        oomkit_exception_give(exception);
+        result = oomkit_recover(call, 1);
+    } else {
+        result = replay_start(call, p) < 0 ? NULL : oomkit_recover(call, 0);
+    }
+    if (result != NULL && p->kind == OOMKIT_RETURNED_WHOLE &&
+        replay_compare(call, p, drawn) < 0) {
+        Py_CLEAR(result);
+    }
+    if (oomkit_compiler_on(call) < 0) {
+        Py_CLEAR(result);
+    }
+    oomkit_phase_set(call->st, call->phase_before);
+    oomkit_call_set_current(NULL);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+/* One more error at the end of a replay: the first one tells more. */
+static void
+replay_error(const oomkit_call *call, PyObject **error)
+{
+    if (*error != NULL) {
+        PyErr_WriteUnraisable(call->func);
+    } else {
+        *error = oomkit_exception_take();
+    }
+}
+
+/* The surroundings as they were, and what is not the replay's to move. One that has
+ * finished and cannot be left has not run: its gradients go back, and all else with
+ * them. 0, or -1 with an exception, `error` (taken; NULL if it finished) or one of its
+ * own. */
+static int
+replay_leave(oomkit_call *call, replay_now *now, oomkit_modes_stack *stack,
+             PyObject *error)
+{
+    if (oomkit_modes_leave(call->st, stack) < 0) {
+        replay_error(call, &error);
+    }
+    if (now_restore(call, now, error == NULL) < 0) {
+        int finished = error == NULL;
+        replay_error(call, &error);
+        if (finished && now_restore(call, now, 0) < 0) {
+            replay_error(call, &error);
+        }
+    }
+    if (error == NULL) {
+        return 0;
+    }
+    oomkit_exception_give(error);
+    return -1;
+}
+
+int
+oomkit_replay_run(oomkit_call *call, oomkit_pending *p, PyObject *inputs,
+                  PyObject *exception)
+{
+    oomkit_state *st = call->st;
+    replay_now now;
+    oomkit_modes_stack stack;
+    /* Asked of the very marks of the call: set_state() writes anew what torch never
+     * sets of a generator's bytes. */
+    int result, drawn = oomkit_rng_drawn(st, &call->rng, &p->after);
+
+    memset(&now, 0, sizeof(now));
+    if (drawn < 0 || now_note(call, p, &now) < 0 ||
+        oomkit_modes_enter(st, &p->modes, &stack) < 0) {
+        Py_XDECREF(exception);
+        now_clear(&now);
+        return -1;
+    }
+    if (oomkit_modes_entry(call) < 0) {
+        oomkit_error_dismiss(); /* what a failure leaves behind is left again below */
+    }
+    call->replayed = p;
+    call->inputs = inputs;
+    result = replay_inside(call, p, exception, drawn);
+    result =
+        replay_leave(call, &now, &stack, result < 0 ? oomkit_exception_take() : NULL);
+    now_clear(&now);
+    return result;
+}
+
+/* --- ending --- */
+
+/* The record of the call, with what its second half added. */
+static void
+replay_record(oomkit_call *call, const oomkit_pending *p)
+{
+    oomkit_record record, now;
+
+    if (oomkit_ring_read(call->step->ring, p->record, &record) != OOMKIT_OK) {
+        return; /* overwritten by newer ones */
+    }
+    oomkit_call_record(call, &now);
+    if (record.peak_allocated_bytes == OOMKIT_UNKNOWN ||
+        (now.peak_allocated_bytes != OOMKIT_UNKNOWN &&
+         now.peak_allocated_bytes > record.peak_allocated_bytes)) {
+        record.peak_allocated_bytes = now.peak_allocated_bytes;
+    }
+    if (record.peak_reserved_bytes == OOMKIT_UNKNOWN ||
+        (now.peak_reserved_bytes != OOMKIT_UNKNOWN &&
+         now.peak_reserved_bytes > record.peak_reserved_bytes)) {
+        record.peak_reserved_bytes = now.peak_reserved_bytes;
+    }
+    record.time_ns += now.time_ns;
+    if (call->ooms > 0) {
+        record.batch_size = now.batch_size; /* a guess until the batch was found */
+        record.micro_batch_size = now.micro_batch_size;
+        record.accumulation_steps = now.accumulation_steps;
+        record.requested_bytes = now.requested_bytes;
+        record.attempts += (uint32_t)call->attempt_count;
+        record.ooms += call->ooms;
+        record.lost_ns += call->lost_ns;
+        record.reason = now.reason;
+    }
+    if (call->outcome != 0) {
+        record.outcome = call->outcome;
+    }
+    oomkit_ring_amend(call->step->ring, p->record, &record);
+}
+
+void
+oomkit_replay_end(oomkit_call *call, const oomkit_pending *p, int finished)
+{
+    PyObject *exception = finished ? NULL : oomkit_exception_take(); /* owned */
+
+    oomkit_intercept_remove(call);
+    if (!finished) {
+        call->outcome = call->outcome == 0 ? 2 : call->outcome;
+        if (exception != NULL) { /* else it was told already: see second_end() */
+            oomkit_pass_abandon(call, exception);
+        }
+        if (call->raised && call->has_signature) {
+            oomkit_signature_forget(call);
+        }
+    }
+    if (call->window.open) {
+        oomkit_device_end(call->st, &call->window);
+    }
+    oomkit_call_merge_window(call);
+    if (p != NULL) {
+        replay_record(call, p);
+    }
+    call->step->seen_oom |= call->ooms > 0;
+    oomkit_call_free(call);
+    Py_CLEAR(call->step);
+    if (exception != NULL) {
+        oomkit_exception_give(exception);
+    }
+}

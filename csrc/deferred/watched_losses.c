@@ -1,0 +1,120 @@
+/* Before the engine runs: the waiting losses that it will pass are asked to tell what
+ * reaches them. */
+#include "deferred.h"
+#include "../py/tensor.h"
+
+#define NEAR 16    /* nodes between a root and its losses whose bytes are few ... */
+#define EACH 4     /* ... and as many more for each of them (a running sum) */
+#define WATCHED 96 /* nodes in which oomkit_graph_watch looks for waiting losses */
+
+/* A waiting loss that a backward will pass: its node is to tell the gradient. */
+static int
+watch_hook(oomkit_pending *p, PyObject *node)
+{
+    PyObject *handle; /* owned */
+
+    if (p->kind != OOMKIT_RETURNED_WHOLE || p->hooked) {
+        return 0; /* a node of ours tells it anyway */
+    }
+    handle =
+        PyObject_CallMethodOneArg(node, p->st->str_register_prehook, (PyObject *)p);
+    p->hooked = handle != NULL;
+    Py_XDECREF(handle);
+    return p->hooked ? 0 : -1;
+}
+
+/* The root is a waiting loss itself: its gradient is among the arguments. 1 done, 0 it
+ * is not so, -1. */
+static int
+watch_root(oomkit_state *st, PyObject *root, PyObject *gradients)
+{
+    PyObject *node = PyObject_GetAttr(root, st->str_grad_fn); /* owned */
+    PyObject *hooks, *number;                                 /* owned */
+    Py_ssize_t output;
+    oomkit_pending *p;
+    int failed = 0, result = 0;
+
+    if (node == NULL || node == Py_None) {
+        Py_XDECREF(node);
+        return node == NULL ? -1 : 0;
+    }
+    p = oomkit_node_pending(st, node, &failed);
+    if (p != NULL && oomkit_second_claim(p) < 0) {
+        failed = 1;
+    } else if (p != NULL && p->kind == OOMKIT_RETURNED_WHOLE) {
+        number = PyObject_GetAttr(root, st->str_output_nr);
+        hooks = number ? PyObject_GetAttr(root, st->str_backward_hooks) : NULL;
+        if (hooks == NULL || (output = PyLong_AsSsize_t(number)) == -1) {
+            result = -1;
+        } else if (hooks == Py_None && output == p->output && p->second != NULL &&
+                   PyTuple_Check(gradients) && PyTuple_GET_SIZE(gradients) == 1) {
+            result = oomkit_pending_gradient(p, PyTuple_GET_ITEM(gradients, 0)) < 0
+                         ? -1
+                         : (p->fired = 1);
+        }
+        Py_XDECREF(hooks);
+        Py_XDECREF(number);
+    } else if (p != NULL) {
+        result = 1;
+    }
+    Py_DECREF(node);
+    return failed ? -1 : result;
+}
+
+/* Breadth first, so that a loss beside a large other term is found soon. */
+static int
+watch_walk(oomkit_state *st, PyObject *work, int *losses, int *far)
+{
+    PyObject *seen = PySet_New(NULL); /* owned */
+    Py_ssize_t at;
+    int result = seen == NULL ? -1 : 0, failed = 0;
+
+    for (at = 0;
+         result == 0 && at < PyList_GET_SIZE(work) && at < WATCHED + EACH * *losses;
+         at++) {
+        PyObject *node = PyList_GET_ITEM(work, at); /* borrowed */
+        oomkit_pending *p;
+        int known = PySet_Contains(seen, node);
+        if (known != 0 || PySet_Add(seen, node) < 0) {
+            result = known == 1 ? 0 : -1;
+            continue;
+        }
+        p = oomkit_node_pending(st, node, &failed);
+        if (p != NULL) {
+            ++*losses;
+            *far |= !p->small;
+            result = oomkit_second_claim(p) < 0 ? -1 : watch_hook(p, node);
+            continue;
+        }
+        *far |= oomkit_node_is_leaf(node);
+        result = failed ? -1 : oomkit_node_follow(st, node, work);
+    }
+    *far |= at > NEAR + EACH * *losses || at < PyList_GET_SIZE(work);
+    Py_XDECREF(seen);
+    return result;
+}
+
+int
+oomkit_graph_watch(oomkit_state *st, PyObject *const *args, PyObject **nodes)
+{
+    PyObject *work; /* owned */
+    int losses = 0, far = 0, result = 0;
+
+    if (PyTuple_Check(args[0]) && PyTuple_GET_SIZE(args[0]) == 1 &&
+        oomkit_tensor_check(st, PyTuple_GET_ITEM(args[0], 0))) {
+        result = watch_root(st, PyTuple_GET_ITEM(args[0], 0), args[1]);
+        if (result != 0) {
+            return result < 0 ? -1 : 0;
+        }
+    }
+    work = PyList_New(0);
+    if (work == NULL || oomkit_roots_nodes(st, args[0], work, &far) < 0 ||
+        watch_walk(st, work, &losses, &far) < 0) {
+        result = -1;
+    }
+    if (result == 0 && !far && losses > 1) {
+        *nodes = Py_NewRef(work);
+    }
+    Py_XDECREF(work);
+    return result < 0 || far ? result : losses;
+}

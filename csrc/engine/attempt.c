@@ -1,0 +1,337 @@
+/* One attempt: the function called once per micro-batch of the present plan. */
+#include "engine.h"
+#include "../accum/accum.h"
+#include "../accum/weights.h"
+#include "../batch/batch.h"
+#include "../deferred/deferred.h"
+#include "../hook/hook.h"
+#include "../optim/optim.h"
+#include "../plain/plain_state.h"
+#include "../proof/proof.h"
+#include "../py/tensor.h"
+#include "../result/result.h"
+#include "../sizes/sizes.h"
+#include "../undo/parameters.h"
+#include "../undo/undo.h"
+
+/* Makes room for `count` slices. */
+static int
+slices_room(oomkit_call *call, int64_t count)
+{
+    void *grown;
+    if (count <= call->slice_room) {
+        return 0;
+    }
+    grown = PyMem_Realloc(call->slices, (size_t)count * sizeof(*call->slices));
+    if (grown == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    call->slices = grown;
+    call->slice_room = count;
+    return 0;
+}
+
+/* The plan as a list of slices, appended after the `slice_count` first ones, which an
+ * evaluation keeps. `plan.batch` is the number of rows still to do. 0 or -1. */
+int
+oomkit_attempt_slices(oomkit_call *call)
+{
+    int64_t kept = call->slice_count, count = oomkit_plan_count(&call->plan), i;
+    int64_t offset =
+        kept == 0 ? 0 : call->slices[kept - 1].start + call->slices[kept - 1].length;
+
+    if (slices_room(call, kept + count) < 0) {
+        return -1;
+    }
+    for (i = 0; i < count; i++) {
+        oomkit_slice *slice = &call->slices[kept + i];
+        if (oomkit_plan_slice(&call->plan, i, &slice->start, &slice->length) !=
+            OOMKIT_OK) {
+            PyErr_SetString(PyExc_RuntimeError, "oomkit made a plan without slices");
+            return -1;
+        }
+        slice->start += offset;
+    }
+    call->slice_count = kept + count;
+    call->split = call->slice_count > 1;
+    return 0;
+}
+
+static void
+vector_clear(PyObject **vector, Py_ssize_t count)
+{
+    while (count-- > 0) {
+        Py_CLEAR(vector[count]);
+    }
+}
+
+/* A result that cannot be joined is refused before the update where it shows in the
+ * first micro-batch: the next batch, fetched inside the step. 0, or -1. */
+static int
+attempt_of_whole(oomkit_call *call, PyObject *result)
+{
+    PyObject *place = oomkit_result_of_whole(/* owned */
+                                             call->st, &call->step->results, result,
+                                             call->batch.rows, call->options->dim);
+    if (place == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    call->raised = 1;
+    oomkit_raise(
+        call->st->SplitError,
+        "auto_batch cannot join the results of %lld micro-batches: %U has %lld "
+        "rows for a micro-batch of %lld; if it is the next batch, fetched inside "
+        "the step, fetch it outside; else return it in another way or give "
+        "join=...",
+        (long long)call->slice_count, place, (long long)call->batch.rows,
+        (long long)call->slices[0].length);
+    Py_DECREF(place);
+    return -1;
+}
+
+/* What must hold at the end of a micro-batch. 0 or -1. */
+static int
+attempt_micro_end(oomkit_call *call, PyObject *result)
+{
+    const oomkit_slice *slice = &call->slices[call->slice_index];
+
+    if (call->options->backward != NULL && call->replayed == NULL) {
+        if (oomkit_backward_run(call, result) < 0) {
+            return -1;
+        }
+    } else if ((call->split || call->replayed != NULL) &&
+               oomkit_returned_micro(call, result) < 0) {
+        return -1;
+    }
+    if (call->split &&
+        (oomkit_course_finish(call) < 0 || oomkit_owners_groups_end(call) < 0 ||
+         oomkit_weights_check(call, result) < 0)) {
+        return -1;
+    }
+    if (call->step_leaves != NULL && oomkit_strangers_check(call, result) < 0) {
+        return -1;
+    }
+    if (!call->is_last && (oomkit_tx_micro_end(call) < 0 ||
+                           (call->proof == NULL && oomkit_effects_end(call) < 0))) {
+        return -1;
+    }
+    if (call->split && call->slice_index == 0 && !call->is_last &&
+        oomkit_proof_is_new_course(call)) {
+        call->restart = OOMKIT_RESTART_PROOF;
+        oomkit_raise(call->st->SplitError,
+                     "auto_batch begins the step again, to compare its micro-batches "
+                     "on the course that it takes now");
+        return -1;
+    }
+    if (call->proof != NULL && oomkit_proof_micro_end(call, result) < 0) {
+        return -1;
+    }
+    if (!call->split || call->replayed != NULL ||
+        (call->proof != NULL && call->slice_count == 1)) {
+        return 0;
+    }
+    if (call->slice_index == 0 && call->options->join == NULL && call->training &&
+        attempt_of_whole(call, result) < 0) {
+        return -1;
+    }
+    return oomkit_join_add(call->st, call->options, &call->join, result, slice->length,
+                           call->weights[call->slice_index]);
+}
+
+int
+oomkit_attempt_only_results(const oomkit_call *call)
+{
+    return !call->training && !call->parts_moved && call->optimizer_count == 0 &&
+           call->course[0].count == 0 && call->scaler_marks == NULL &&
+           !call->committed && call->options->weight == NULL &&
+           call->returned == OOMKIT_RETURNED_NOTHING && call->replayed == NULL;
+}
+
+/* Runs one slice; *whole gets the result (owned) when it is the only one. 0 or -1. */
+static int
+attempt_slice(oomkit_call *call, PyObject **vector, PyObject **whole)
+{
+    const oomkit_slice *slice = &call->slices[call->slice_index];
+    PyObject *result; /* owned */
+    int status;
+
+    if (call->slice_index > 0 && oomkit_attempt_only_results(call) &&
+        oomkit_tx_begin_micro(call) < 0) {
+        return -1;
+    }
+    if ((call->split || call->replayed != NULL) &&
+        (oomkit_switches_restore(call) < 0 || oomkit_owners_again(call) < 0)) {
+        return -1;
+    }
+    if (call->split && oomkit_grads_begin_micro(call) < 0) {
+        return -1;
+    }
+    call->is_last = call->slice_index == call->slice_count - 1;
+    call->backwards = call->syncs = 0;
+    if (oomkit_batch_build(call->st, call->options, &call->batch, slice->start,
+                           slice->length, vector) < 0) {
+        return -1;
+    }
+    if (oomkit_compiler_on(call) < 0) {
+        return -1;
+    }
+    call->running = 1;
+    result = PyObject_Vectorcall(call->func, vector, (size_t)call->batch.positional,
+                                 call->kwnames);
+    call->running = 0;
+    call->unfit.by_step = result == NULL;
+    if (oomkit_compiler_off(call) < 0) {
+        Py_CLEAR(result);
+    }
+    oomkit_forward_release(call);
+    /* Slices of the batch go before anything else: they may be copies. */
+    vector_clear(vector, call->batch.total);
+    if (result == NULL || call->restart) {
+        Py_XDECREF(result); /* the step caught what was to end it */
+        return -1;
+    }
+    if (call->split && call->raised) {
+        Py_DECREF(result);
+        oomkit_raise(call->st->SplitError,
+                     "auto_batch cannot split this step: it raised an error that says "
+                     "why, which the step caught; let oomkit's errors pass");
+        return -1;
+    }
+    status = attempt_micro_end(call, result);
+    if (status == 0 && !call->split) {
+        *whole = result; /* the caller's very objects, not a join of one */
+        return 0;
+    }
+    Py_DECREF(result);
+    return status;
+}
+
+/* The same, measured. */
+static int
+attempt_micro(oomkit_call *call, PyObject **vector, PyObject **whole)
+{
+    int status;
+
+    oomkit_phase_micro_begin(call);
+    status = attempt_slice(call, vector, whole);
+    oomkit_phase_micro_end(call, status == 0);
+    return status;
+}
+
+/* The leaves that gradients are wanted of: parameters, and tensors of the batch. New
+ * list or NULL. */
+static PyObject *
+join_sources(oomkit_call *call)
+{
+    Py_ssize_t i, n = call->parts->param_count;
+    PyObject *sources = PyList_New(0); /* owned */
+
+    for (i = 0; sources != NULL && i < n + call->batch.count; i++) {
+        oomkit_tensor_facts facts;
+        PyObject *tensor; /* borrowed from the participants or the batch */
+        if (i >= n && call->batch.nodes[i - n].kind != OOMKIT_NODE_TENSOR) {
+            continue;
+        }
+        tensor = i < n ? call->parts->params[i] : call->batch.nodes[i - n].object;
+        if (oomkit_tensor_facts_get(call->st, tensor, 0, &facts) < 0 ||
+            (facts.requires_grad && PyList_Append(sources, tensor) < 0)) {
+            Py_CLEAR(sources);
+        }
+    }
+    return sources;
+}
+
+/* Is the number of rows that a whole call would have noted (see oomkit_batch_rows) that
+ * of the batch? */
+static int
+rows_are_sure(const oomkit_batch *batch)
+{
+    return batch->lead >= 0 && batch->lead < batch->count &&
+           batch->nodes[batch->lead].rows == batch->rows;
+}
+
+/* The result of the whole batch. New reference or NULL. */
+PyObject *
+oomkit_attempt_join(oomkit_call *call)
+{
+    PyObject *result; /* owned */
+
+    call->joining = oomkit_attempt_only_results(call);
+    if (call->joining && oomkit_plain_begin_part(call) < 0) {
+        return NULL;
+    }
+    /* Without a graph a call that trains looks like an evaluation. */
+    call->join.evaluation = call->joining && call->losses.verification == NULL;
+    call->join.parked = call->training && call->returned == OOMKIT_RETURNED_NOTHING;
+    call->join.one_loss = call->returned == OOMKIT_RETURNED_STASH;
+    call->join.rows_sure = rows_are_sure(&call->batch);
+    if (call->join.required && call->options->join == NULL) {
+        Py_XSETREF(call->join.sources, join_sources(call));
+        if (call->join.sources == NULL) {
+            return NULL;
+        }
+    }
+    if ((call->proof == NULL && oomkit_course_skipped(call) < 0) ||
+        oomkit_updated(call, &call->join.updated) < 0) {
+        return NULL;
+    }
+    result = oomkit_join_finish(call->st, call->options, &call->join);
+    if (result == NULL && PyErr_ExceptionMatches(call->st->SplitError)) {
+        call->raised = 1; /* no size of micro-batch would change that */
+    }
+    call->joining &= result == NULL;
+    return result;
+}
+
+int
+oomkit_attempt_slices_run(oomkit_call *call, PyObject **result)
+{
+    PyObject **vector;
+    int status = 0;
+
+    if (oomkit_weights_set(call) < 0 ||
+        (call->split &&
+         (oomkit_intercept_split(call) < 0 || oomkit_tx_sample(call) < 0 ||
+          oomkit_slots_note(call) < 0 || oomkit_owners_epochs_note(call) < 0 ||
+          oomkit_pristine_take(call) < 0 ||
+          (call->proof == NULL && oomkit_effects_begin(call) < 0) ||
+          (call->replayed != NULL && oomkit_grads_hide(call) < 0)))) {
+        return -1;
+    }
+    vector = PyMem_Calloc((size_t)call->batch.total + 1, sizeof(PyObject *));
+    if (vector == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (; status == 0 && call->slice_index < call->slice_count; call->slice_index++) {
+        status = attempt_micro(call, vector, result);
+        if (status < 0) {
+            vector_clear(vector, call->batch.total);
+            break; /* the one that failed is the one that slice_index says */
+        }
+    }
+    PyMem_Free(vector);
+    return status;
+}
+
+/* Runs the slices from `slice_index` on. New reference, or NULL with an exception. */
+PyObject *
+oomkit_attempt_run(oomkit_call *call)
+{
+    PyObject *result = NULL; /* owned */
+
+    if (call->joining) { /* all parts are there: see recover_join() */
+        return oomkit_attempt_join(call);
+    }
+    if (oomkit_prove(call) < 0 || oomkit_attempt_slices_run(call, &result) < 0) {
+        return NULL;
+    }
+    call->slice_index = call->slice_count - 1;
+    if (call->replayed != NULL) {
+        Py_XSETREF(result, Py_NewRef(Py_None)); /* the caller has the results already */
+    } else if (call->split) {
+        result = oomkit_attempt_join(call);
+    }
+    return result;
+}

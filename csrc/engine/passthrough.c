@@ -1,0 +1,237 @@
+/* Errors that are not ours to recover from: they pass, with their own traceback and a
+ * note of what the reader should know. */
+#include "engine.h"
+#include "../call/step.h"
+#include "../tree/tree.h"
+#include "../undo/undo.h"
+
+static int
+pass_add_note(PyObject *exception, PyObject *note)
+{
+    PyObject *done; /* owned */
+    if (note == NULL) {
+        return -1;
+    }
+    done = PyObject_CallMethod(exception, "add_note", "O", note);
+    Py_DECREF(note);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* A place in the arguments and its shape: `target of shape [8]`. None for a 0-d
+ * tensor and one without a shape.
+ * New reference or NULL. */
+static PyObject *
+pass_describe(oomkit_call *call, Py_ssize_t index)
+{
+    PyObject *shape, *path, *text = NULL; /* owned */
+
+    shape = PyObject_GetAttr(call->batch.nodes[index].object, call->st->str_shape);
+    if (shape == NULL && PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+        PyErr_Clear(); /* a nested tensor has none */
+        return Py_NewRef(Py_None);
+    }
+    if (shape != NULL) {
+        Py_SETREF(shape, PySequence_List(shape));
+    }
+    if (shape != NULL && PyList_GET_SIZE(shape) == 0) {
+        Py_DECREF(shape);
+        return Py_NewRef(Py_None);
+    }
+    path =
+        shape == NULL ? NULL : oomkit_node_path(&call->batch, call->step->names, index);
+    if (path != NULL) {
+        text = PyUnicode_FromFormat("%U of shape %R", path, shape);
+    }
+    Py_XDECREF(path);
+    Py_XDECREF(shape);
+    return text;
+}
+
+/* Tensors that every micro-batch got whole, or (`beside`) those that were split
+ * although they are in another argument than the first that was: an error about sizes
+ * comes of them. New str, NULL with an exception, or None when there is none. */
+static PyObject *
+pass_tensors(oomkit_call *call, int beside)
+{
+    const oomkit_batch *batch = &call->batch;
+    PyObject *list = PyList_New(0), *comma, *joined; /* owned */
+    Py_ssize_t i, first = 0;                         /* the end of the first that was */
+    int failed = list == NULL;
+
+    while (beside && first < batch->count && !oomkit_node_is_split(batch, first)) {
+        first = oomkit_node_end(batch, first);
+    }
+    if (beside && first < batch->count) {
+        first = oomkit_node_end(batch, first);
+    }
+    for (i = first; !failed && i < batch->count; i++) {
+        const oomkit_node *node = &batch->nodes[i];
+        PyObject *text; /* owned */
+        if (node->kind != OOMKIT_NODE_TENSOR || (node->split != 0) != beside ||
+            node->rows == 0 || node->rows == 1) {
+            continue;
+        }
+        text = pass_describe(call, i);
+        failed = text == NULL || (text != Py_None && PyList_Append(list, text) < 0);
+        Py_XDECREF(text);
+    }
+    comma = failed ? NULL : PyUnicode_FromString(", ");
+    joined = comma == NULL                ? NULL
+             : PyList_GET_SIZE(list) == 0 ? Py_NewRef(Py_None)
+                                          : PyUnicode_Join(comma, list);
+    Py_XDECREF(comma);
+    Py_XDECREF(list);
+    return joined;
+}
+
+/* A note with the tensors in it, when there are any. 0 or -1. */
+static int
+pass_note_tensors(oomkit_call *call, PyObject *exception, int beside)
+{
+    PyObject *tensors = pass_tensors(call, beside); /* owned */
+    int result = tensors == NULL ? -1 : 0;
+
+    if (tensors != NULL && tensors != Py_None) {
+        result = pass_add_note(
+            exception,
+            beside ? PyUnicode_FromFormat(
+                         "oomkit: split with the batch, because its size is the same: "
+                         "%U; what is not one element per sample is passed whole with "
+                         "static=",
+                         tensors)
+                   : PyUnicode_FromFormat(
+                         "oomkit: passed whole to every micro-batch, because its size "
+                         "is not that of the batch: %U; see batch= and dim= of "
+                         "auto_batch",
+                         tensors));
+    }
+    Py_XDECREF(tensors);
+    return result;
+}
+
+void
+oomkit_pass_tensors(oomkit_call *call, PyObject *exception)
+{
+    if (pass_note_tensors(call, exception, 0) < 0 ||
+        (call->options->batch == NULL && pass_note_tensors(call, exception, 1) < 0)) {
+        PyErr_WriteUnraisable(call->func);
+    }
+}
+
+/* What the error of a micro-batch may come of. 0 or -1. */
+static int
+pass_note_split(oomkit_call *call, PyObject *exception, int parked)
+{
+    int result = 0;
+
+    if (parked) {
+        result = pass_add_note(
+            exception,
+            PyUnicode_FromString(
+                "oomkit: gradients are withheld between backward() and the end of "
+                "every "
+                "micro-batch but the last (.grad is None there); if the error comes of "
+                "that, guard the line with `if oomkit.current().is_last:`"));
+    }
+    if (result == 0) {
+        oomkit_pass_tensors(call, exception);
+    }
+    return result;
+}
+
+/* The call has failed for good: gradients that are set aside go back as they are, and
+ * `exception` (borrowed, not in flight) says what they hold. Keeps no exception. */
+void
+oomkit_pass_abandon(oomkit_call *call, PyObject *exception)
+{
+    if (call->grads.aside == NULL) {
+        return;
+    }
+    oomkit_grads_abandon(call);
+    if (!call->grads.aside_said &&
+        pass_add_note(exception, PyUnicode_FromString(
+                                     "oomkit: some gradients that were there before "
+                                     "the step hold this batch's contribution: call "
+                                     "zero_grad() before going on")) < 0) {
+        PyErr_WriteUnraisable(call->func);
+    }
+}
+
+/* An interrupt takes the step back with it, unless the update has begun. 0 or -1. */
+static int
+pass_note_interrupted(oomkit_call *call, PyObject *exception)
+{
+    if (oomkit_tx_committed(call) != 1) {
+        return 0;
+    }
+    return pass_add_note(
+        exception,
+        PyUnicode_FromString(
+            "oomkit: the update of this batch had begun and stands as far as it came: "
+            "do "
+            "not repeat the batch; where it was interrupted inside an optimizer's "
+            "step(), restore a checkpoint"));
+}
+
+/* What the reader of somebody else's error (or of our refusal) should know; `parked`:
+ * gradients were out of sight when it was raised. 0 or -1. */
+static int
+pass_note(oomkit_call *call, PyObject *exception, int parked)
+{
+    const oomkit_slice *slice;
+    int result = 0;
+
+    if (!PyObject_TypeCheck(exception, (PyTypeObject *)PyExc_Exception)) {
+        return pass_note_interrupted(call, exception);
+    }
+    if (call->slices == NULL && call->ooms == 0) {
+        return 0;
+    }
+    if (oomkit_tx_committed(call) == 1 && /* but for what says itself how far it came */
+        !PyObject_TypeCheck(exception, (PyTypeObject *)call->st->PartialUpdate)) {
+        result = pass_add_note(
+            exception, PyUnicode_FromString("oomkit: the update of this batch had been "
+                                            "applied: it stands, do not repeat it"));
+    }
+    if (call->slices == NULL) {
+        return result;
+    }
+    slice =
+        &call->slices[call->slice_index < call->slice_count ? call->slice_index : 0];
+    if (result == 0 && call->split && !call->raised) {
+        result = pass_add_note(
+            exception,
+            PyUnicode_FromFormat(
+                "oomkit: raised in micro-batch %lld of %lld (%lld rows) after %u "
+                "out-of-memory errors; if the step cannot work on that size, see "
+                "min_micro_batch= and multiple_of= of auto_batch",
+                (long long)(call->slice_index + 1), (long long)call->slice_count,
+                (long long)slice->length, (unsigned)call->ooms));
+    }
+    if (result == 0 && call->split && !call->raised) {
+        result = pass_note_split(call, exception, parked);
+    }
+    return result;
+}
+
+int
+oomkit_recover_pass(oomkit_call *call, PyObject *exception)
+{
+    int parked = call->grads.is_parked;
+    int interrupted = PyObject_TypeCheck(exception, /* and the step begins anew */
+                                         (PyTypeObject *)PyExc_KeyboardInterrupt);
+
+    call->outcome = 2;
+    oomkit_exception_give(exception);
+    if ((call->split || call->ooms > 0 || interrupted) &&
+        oomkit_tx_committed(call) == 0) {
+        oomkit_recover_undo(call);
+    }
+    exception = oomkit_exception_take();
+    if (pass_note(call, exception, parked) < 0) {
+        PyErr_WriteUnraisable(call->func);
+    }
+    oomkit_exception_give(exception);
+    return -1;
+}

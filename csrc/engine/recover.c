@@ -1,0 +1,412 @@
+/* Between the failure and the retry: classify, drop, drain, roll back, reclaim,
+ * re-plan. */
+#include "engine.h"
+#include "refused_sizes.h"
+#include "../accum/accum.h"
+#include "../batch/batch.h"
+#include "../deferred/recompute.h"
+#include "../plain/plain_state.h"
+#include "../proof/proof.h"
+#include "../py/tensor.h"
+#include "../result/result.h"
+#include "../sizes/sizes.h"
+#include "../undo/undo.h"
+
+#define MASKED_RETRIES 2
+
+int
+oomkit_recover_note(oomkit_call *call, PyObject *exception)
+{
+    oomkit_attempt *attempt;
+
+    if (call->attempt_count == call->attempt_room) {
+        Py_ssize_t room = call->attempt_room == 0 ? 8 : call->attempt_room * 2;
+        void *grown = PyMem_Realloc(call->attempts, (size_t)room * sizeof(*attempt));
+        if (grown == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        call->attempts = grown;
+        call->attempt_room = room;
+    }
+    attempt = &call->attempts[call->attempt_count];
+    memset(attempt, 0, sizeof(*attempt));
+    oomkit_exception_describe(call->st, exception, &attempt->requested_bytes,
+                              &attempt->message, &attempt->location);
+    attempt->micro_batch_size = call->slices == NULL
+                                    ? oomkit_batch_rows(&call->batch)
+                                    : call->slices[call->slice_index].length;
+    attempt->accumulation_steps = call->slices == NULL ? 1 : call->slice_count;
+    oomkit_device_held(call->st, call->device, &attempt->allocated_bytes,
+                       &attempt->reserved_bytes);
+    attempt->phase = call->backward_failed       ? OOMKIT_PHASE_BACKWARD
+                     : call->optimizer_count > 0 ? OOMKIT_PHASE_OPTIMIZER
+                                                 : OOMKIT_PHASE_FORWARD;
+    call->requested_bytes = attempt->requested_bytes;
+    call->attempt_count++;
+    call->ooms++;
+    call->st->seen_oom = 1;
+    return 0;
+}
+
+/* The figures of the call are the CPU's: what was alive on the accelerator at entry is
+ * not known, so that it is waited for and its garbage is looked for. 0 or -1. */
+static int
+reclaim_beside(oomkit_call *call)
+{
+    const oomkit_device device = oomkit_engine_device_of_failure(call);
+    uint64_t left;
+
+    return call->device.type != OOMKIT_DEVICE_CPU || device.type == OOMKIT_DEVICE_CPU
+               ? 0
+               : oomkit_device_reclaim(call->st, device, 0, (int)call->ooms, &left);
+}
+
+int
+oomkit_recover_reclaim(oomkit_call *call, uint64_t baseline_bytes)
+{
+    oomkit_state *st = call->st;
+    uint64_t left;
+    PyObject *done = PyObject_CallNoArgs(st->clear_autocast_cache); /* owned */
+
+    if (done == NULL) {
+        return -1;
+    }
+    Py_DECREF(done);
+    if (oomkit_device_reclaim(st, call->device, baseline_bytes, (int)call->ooms,
+                              &left) < 0 ||
+        reclaim_beside(call) < 0) {
+        if (call->attempt_count > 0) {
+            oomkit_reclaim_failed(call);
+        }
+        return -1;
+    }
+    oomkit_baseline_rolled_back(call, left);
+    return 0;
+}
+
+/* Can finished parts be kept? Only while nothing but results came out of them. */
+static int
+recover_keeps_parts(const oomkit_call *call)
+{
+    return call->slices != NULL && call->slice_index > 0 &&
+           oomkit_attempt_only_results(call);
+}
+
+/* No batch was found, or a leaf of it has moved: 0 when it can be sliced, else -1. */
+int
+oomkit_recover_batch(oomkit_call *call)
+{
+    oomkit_step *step = call->step;
+    int found;
+
+    if (!call->batch.searched) {
+        call->batch.provable = oomkit_proof_possible(call);
+        found = oomkit_batch_find(call->st, call->options, step->batch_site,
+                                  step->names, &call->batch);
+        if (found < 0) {
+            return -1;
+        }
+    }
+    if (oomkit_batch_check(call->st, &call->batch, step->names) < 0) {
+        return -1;
+    }
+    if (call->batch.rows <= 0) {
+        PyObject *reason = oomkit_batch_missing(/* owned */
+                                                call->st, &call->batch,
+                                                PyUnicode_FromFormat(
+                                                    "auto_batch found no batch to "
+                                                    "split in the arguments of %U: "
+                                                    "pass it as an argument of the "
+                                                    "step (a tensor, or a tuple, list "
+                                                    "or dict of tensors)",
+                                                    call->options->label));
+        if (reason != NULL) {
+            oomkit_give_up(call, reason, 0);
+            Py_DECREF(reason);
+        }
+        return -1;
+    }
+    return 0;
+}
+
+/* Were fewer optimizers stepped than the step steps? Known from a finished call, else
+ * guessed from those that take part: then rather half done than done. Of optimizers
+ * that were not found it is not known how many there are. */
+static int
+recover_is_half_done(const oomkit_call *call)
+{
+    const oomkit_participants *parts = call->parts;
+    int expected = call->step->updates;
+    Py_ssize_t i;
+
+    if (call->updates + call->stranger_updates == 0) {
+        return 0;
+    }
+    if (expected < 0) {
+        if (call->stranger_updates > 0) {
+            return 1;
+        }
+        expected = 0;
+        for (i = 0; i < parts->owner_count; i++) {
+            expected += parts->owners[i].kind == OOMKIT_OWNER_OPTIMIZER;
+        }
+    }
+    return call->updates + call->stranger_updates < expected;
+}
+
+/* The failure struck between two updates, or in one that cannot be undone. */
+static void
+recover_partial(oomkit_call *call)
+{
+    const char *where =
+        call->stranger_steps > 0
+            ? "inside the step() of an optimizer that was not found in its arguments, "
+              "self, closure or globals; pass optimizer=... to auto_batch"
+        : call->refusal_name != NULL
+            ? "in a backward() after a post-accumulate-grad hook had changed a "
+              "parameter (do in the step, after backward(), what the hook does)"
+        : call->step_failed && call->updates + call->stranger_updates == 0
+            ? "inside an optimizer's step() that had changed a parameter or its state"
+        : call->step_failed ? "in one optimizer's step() after another's was applied"
+        : call->backward_failed ? "in a backward() after an optimizer had stepped"
+        : call->stranger_updates > 0 && call->step->updates < 0
+            ? "after the step() of an optimizer that was not found in its arguments, "
+              "self, closure or globals, so that others may be due; pass optimizer=... "
+              "to auto_batch"
+            : "between the updates of two optimizers";
+    oomkit_raise(call->st->PartialUpdate,
+                 "%U ran out of memory %s: the update is half done and cannot be taken "
+                 "back; restore a checkpoint, or pass optimizer_safety=\"copy\" to "
+                 "auto_batch",
+                 call->options->label, where);
+    call->outcome = 2;
+}
+
+/* May this OOM be retried? 0 yes; -1 with the exception to raise. Steals `exception`
+ * when it answers -1. */
+static int
+recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception,
+              PyObject *handled)
+{
+    PyObject *reason = NULL; /* owned */
+    int committed;
+
+    if (class_ == OOMKIT_CLASS_STICKY || class_ == OOMKIT_CLASS_NEVER ||
+        (class_ == OOMKIT_CLASS_MASKED && call->ooms > MASKED_RETRIES)) {
+        return oomkit_recover_pass(call, exception);
+    }
+    committed = oomkit_tx_committed(call);
+    if (committed < 0 ||
+        (call->refusal == NULL && oomkit_refusal(call, &call->refusal) < 0) ||
+        oomkit_hooks_judge(call, &committed) < 0) {
+        Py_DECREF(exception);
+        if (oomkit_tx_committed(call) == 0) {
+            oomkit_recover_undo(call);
+        }
+        return oomkit_own_failed(call, "it was being judged whether to retry it");
+    }
+    if ((!committed || call->options->optimizer_copy) && call->refusal == NULL) {
+        return 0;
+    }
+    oomkit_exception_drop(call->st, exception, handled);
+    if (committed && (call->stranger_steps > 0 || call->step_failed ||
+                      call->backward_failed || recover_is_half_done(call))) {
+        recover_partial(call);
+        return -1;
+    }
+    reason =
+        committed ? PyUnicode_FromFormat(
+                        "%U ran out of memory after its update was applied: the update "
+                        "stands, do not repeat this batch",
+                        call->options->label)
+        : call->refusal_name != NULL
+            ? PyUnicode_FromFormat("%U ran out of memory and is not retried: %U %s",
+                                   call->options->label, call->refusal_name,
+                                   call->refusal)
+            : PyUnicode_FromFormat("%U ran out of memory and is not retried: %s",
+                                   call->options->label, call->refusal);
+    if (!committed && oomkit_recover_roll_back(call) < 0) {
+        Py_XDECREF(reason);
+        return -1;
+    }
+    if (reason != NULL) {
+        oomkit_give_up(call, reason, committed);
+        Py_DECREF(reason);
+    }
+    return -1;
+}
+
+/* A leaf that is no participant outlived the failed attempt. -1 always. */
+static int
+recover_stranger(oomkit_call *call)
+{
+    PyObject *reason =
+        PyUnicode_FromFormat(/* owned */
+                             "%U ran out of memory and is not retried: a tensor that "
+                             "requires grad, which "
+                             "auto_batch did not find, may hold a part of this batch "
+                             "in its .grad; pass it as "
+                             "participants=..., and clear its .grad before going on",
+                             call->options->label);
+
+    if (oomkit_recover_roll_back(call) == 0 && reason != NULL) {
+        oomkit_give_up(call, reason, 0);
+    }
+    Py_XDECREF(reason);
+    return -1;
+}
+
+/* All parts of an evaluation are there, but not the memory to put them together: no
+ * micro-batch changes that. What the failure held is free now, so once more. 0 or -1.
+ */
+static int
+recover_join(oomkit_call *call)
+{
+    PyObject *reason; /* owned */
+
+    oomkit_plain_keep(call, call->join_failures == 0);
+    if (oomkit_recover_roll_back(call) < 0) {
+        return -1;
+    }
+    oomkit_tx_end_attempt(call);
+    if (oomkit_recover_reclaim(call, call->baseline_bytes) < 0) {
+        return -1;
+    }
+    if (call->join_failures++ == 0) {
+        return oomkit_tx_begin(call);
+    }
+    reason = PyUnicode_FromFormat(
+        "%U ran out of memory when the results of its %lld micro-batches were put "
+        "together, for which they are needed twice at that moment: return less for "
+        "each "
+        "row, or use oomkit.map(..., to=\"cpu\"), which moves each part's result off "
+        "the "
+        "device",
+        call->options->label, (long long)call->slice_count);
+    if (reason != NULL) {
+        oomkit_give_up(call, reason, 0);
+        Py_DECREF(reason);
+    }
+    return -1;
+}
+
+/* The failure is known and dropped: everything back, and the next attempt. 0 or -1. */
+static int
+recover_go_on(oomkit_call *call)
+{
+    oomkit_state *st = call->st;
+    int64_t rows, count = call->slices == NULL ? 1 : call->slice_count;
+    uint64_t baseline; /* with the results of finished parts */
+    int keep = recover_keeps_parts(call), result;
+
+    if (call->joining) {
+        return recover_join(call);
+    }
+    call->grads.may_owe = call->options->gradient_safety == OOMKIT_SAFETY_AUTO;
+    oomkit_plain_keep(call, keep);
+    result = oomkit_recover_roll_back(call);
+    call->grads.may_owe = 0;
+    if (result == 0) {
+        result =
+            oomkit_join_truncate(&call->join, keep ? (Py_ssize_t)call->slice_index : 0);
+    }
+    call->may_hold |= call->training && !call->split;
+    oomkit_tx_end_attempt(call);
+    baseline = keep ? call->micro.baseline_bytes : call->baseline_bytes;
+    if (result < 0 || oomkit_recover_reclaim(call, baseline) < 0 ||
+        oomkit_recover_batch(call) < 0) {
+        return -1;
+    }
+    rows = call->slices == NULL ? call->batch.rows
+                                : call->slices[keep ? call->slice_index : 0].length;
+    call->attempts[call->attempt_count - 1].micro_batch_size = rows;
+    if (oomkit_replan(call, keep, rows, count) < 0 ||
+        oomkit_replan_say(call, rows, count) < 0) {
+        return -1;
+    }
+    oomkit_device_end(st, &call->window);
+    oomkit_call_merge_window(call);
+    oomkit_device_begin(st, call->device, call->options->reset_peaks, &call->window);
+    return oomkit_tx_begin(call);
+}
+
+/* Ends the attempt that failed with the exception in flight. 0: call->slices is the
+ * next attempt; -1 with the exception to raise. */
+static int
+recover_from_failure(oomkit_call *call)
+{
+    oomkit_state *st = call->st;
+    PyObject *exception = oomkit_exception_take();   /* owned, then stolen */
+    PyObject *handled = PyErr_GetHandledException(); /* owned: the caller's */
+    oomkit_class class_ = oomkit_exception_classify(st, exception);
+
+    if (class_ == OOMKIT_CLASS_OTHER) {
+        /* An optimizer's step() that ran out of memory half-way is said where it was.
+         */
+        if (PyErr_GivenExceptionMatches(exception, st->PartialUpdate) &&
+            oomkit_modes_entry_back(call) < 0) {
+            PyErr_WriteUnraisable(call->func); /* the update tells more */
+        }
+        Py_XDECREF(handled);
+        return oomkit_unfit(call, exception);
+    }
+    if (oomkit_device_is_lost(st, oomkit_engine_device_of_failure(call))) {
+        class_ = OOMKIT_CLASS_STICKY;
+    }
+    if (oomkit_modes_entry_back(call) < 0 || oomkit_recover_note(call, exception) < 0) {
+        Py_XDECREF(handled);
+        Py_DECREF(exception);
+        return -1;
+    }
+    if (recover_judge(call, class_, exception, handled) < 0) {
+        Py_XDECREF(handled);
+        return -1;
+    }
+    oomkit_exception_drop(st, exception, handled);
+    Py_XDECREF(handled);
+    oomkit_phase_set(st, OOMKIT_PHASE_RECOVERY);
+    if (oomkit_strangers_alive(call)) {
+        return recover_stranger(call);
+    }
+    if (recover_go_on(call) < 0) {
+        oomkit_plain_give_up(call);
+        return oomkit_own_failed(call, "it was being taken back after running out of "
+                                       "memory");
+    }
+    return 0;
+}
+
+/* From a failure (the exception is in flight), or from a plan that splits from the
+ * start, to the result. New reference, or NULL with an exception. */
+PyObject *
+oomkit_recover(oomkit_call *call, int failed)
+{
+    PyObject *result; /* owned */
+
+    for (;;) {
+        if (failed) {
+            uint64_t now;
+            if (recover_from_failure(call) < 0 ||
+                (call->grads.owed == OOMKIT_OWED_LATER && oomkit_recompute(call) < 0)) {
+                return NULL;
+            }
+            now = oomkit_now_ns();
+            call->lost_ns += now - call->attempt_started_ns;
+            call->attempt_started_ns = now;
+            oomkit_phase_set(call->st, OOMKIT_PHASE_FORWARD);
+        }
+        result = oomkit_attempt_run(call);
+        failed = result == NULL;
+        if (call->restart) {
+            Py_CLEAR(result);
+            failed = oomkit_strangers_restart(call);
+            if (failed < 0) {
+                return NULL;
+            }
+        } else if (result != NULL) {
+            oomkit_unfit_learn(call);
+            return result;
+        }
+    }
+}

@@ -1,0 +1,346 @@
+/* An error that a step raises only because it is split: BatchNorm with one row, a
+ * pairing that needs an even number, edges of a graph that lead out of the slice. Where
+ * another size may help it is tried, once each, and what worked is a bound of the site;
+ * else the error is the cause of a SplitError. Everything has gone back by then. */
+#include "engine.h"
+#include "refused_sizes.h"
+#include "../accum/accum.h"
+#include "../result/result.h"
+#include "../sizes/sizes.h"
+#include "../undo/undo.h"
+
+/* --- is it the split's? --- */
+
+/* Types of errors that sizes lead to. A class of a program's own that is none of them
+ * (to end a training, to prune a trial) is no error of sizes. */
+static int
+unfit_type(const oomkit_state *st, PyObject *exception)
+{
+    PyObject *const types[] = {PyExc_RuntimeError, PyExc_ValueError,
+                               PyExc_LookupError,  PyExc_AssertionError,
+                               PyExc_TypeError,    PyExc_ZeroDivisionError};
+    PyObject *const never[] = {PyExc_NotImplementedError, PyExc_RecursionError,
+                               PyExc_UnicodeError, st->OomkitError,
+                               st->AcceleratorError};
+    size_t i;
+
+    for (i = 0; i < sizeof(never) / sizeof(*never); i++) {
+        if (never[i] != NULL &&
+            PyObject_TypeCheck(exception, (PyTypeObject *)never[i])) {
+            return 0;
+        }
+    }
+    for (i = 0; i < sizeof(types) / sizeof(*types); i++) {
+        if (PyObject_TypeCheck(exception, (PyTypeObject *)types[i])) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* Did the first attempt of this call have the whole batch? */
+static int
+unfit_began_whole(const oomkit_call *call)
+{
+    return call->attempt_count > 0 && call->attempts[0].accumulation_steps == 1;
+}
+
+/* Was it the planner that split this call? Slices that were asked for may be of a step
+ * that works on no batch at all. */
+static int
+unfit_is_planned(const oomkit_call *call)
+{
+    return !call->forced &&
+           (call->options->accumulation_steps <= 1 || call->step->whole.seen ||
+            call->replayed != NULL || unfit_began_whole(call));
+}
+
+/* Does the error come of the split? Only out of a forward: after a backward it may come
+ * of parked gradients, or of what was computed. 1, 0, or -1 with an exception. */
+static int
+unfit_is_splits(oomkit_call *call, PyObject *exception)
+{
+    int committed;
+
+    if (!call->split || call->raised || !call->unfit.by_step ||
+        ((PyBaseExceptionObject *)exception)->traceback == NULL || /* wrong arguments */
+        !unfit_type(call->st, exception) || !unfit_is_planned(call) ||
+        call->backwards > 0 || call->backward_failed ||
+        call->updates + call->stranger_updates > 0 || call->stranger_steps > 0 ||
+        call->step_failed || oomkit_strangers_alive(call)) {
+        return 0;
+    }
+    committed = oomkit_tx_committed(call);
+    if (committed < 0 ||
+        (call->refusal == NULL && oomkit_refusal(call, &call->refusal) < 0) ||
+        oomkit_hooks_judge(call, &committed) < 0) {
+        return -1;
+    }
+    return !committed && call->refusal == NULL;
+}
+
+/* --- bounds --- */
+
+/* The next bound to try after an error with `rows` rows. 1, or 0 when none is left. */
+static int
+unfit_next(oomkit_call *call, int64_t rows)
+{
+    if (rows == 1 && oomkit_unfit_least(call) < 2) {
+        call->unfit.least = 2;
+        return 1;
+    }
+    if (rows % 2 != 0 && call->batch.rows % 2 == 0 &&
+        oomkit_unfit_multiple(call) % 2 != 0) {
+        call->unfit.even = 1;
+        return 1;
+    }
+    return 0;
+}
+
+void
+oomkit_unfit_learn(oomkit_call *call)
+{
+    if (call->unfit.count == 0) {
+        return;
+    }
+    if (call->unfit.least > call->step->least_rows) {
+        call->step->least_rows = (int)call->unfit.least;
+    }
+    call->step->even_rows |= call->unfit.even;
+}
+
+/* --- what is said --- */
+
+/* "ValueError: Expected more ..." and where. New str or NULL. */
+static PyObject *
+unfit_describe(oomkit_call *call, PyObject *exception)
+{
+    PyObject *message, *location, *text, *dot; /* owned */
+    uint64_t requested;
+
+    oomkit_exception_describe(call->st, exception, &requested, &message, &location);
+    dot = PyUnicode_FromString("no message");
+    text = dot == NULL
+               ? NULL
+               : PyUnicode_FromFormat("%s: %U%s%V", Py_TYPE(exception)->tp_name,
+                                      message == NULL ? dot : message,
+                                      location == NULL ? "" : " at ", location, "");
+    Py_XDECREF(dot);
+    Py_XDECREF(message);
+    Py_XDECREF(location);
+    return text;
+}
+
+/* "1, 2" of the sizes that it was raised with. New str or NULL. */
+static PyObject *
+unfit_sizes(const oomkit_call *call)
+{
+    PyObject *text = PyUnicode_FromString(""); /* owned */
+    int i;
+
+    for (i = 0; text != NULL && i < call->unfit.count; i++) {
+        Py_SETREF(text, PyUnicode_FromFormat("%U%s%lld", text, i == 0 ? "" : ", ",
+                                             (long long)call->unfit.rows[i]));
+    }
+    return text;
+}
+
+PyObject *
+oomkit_unfit_explain(const oomkit_call *call, PyObject *reason)
+{
+    if (reason == NULL || oomkit_unfit_least(call) <= call->options->min_micro_batch) {
+        return reason;
+    }
+    if (call->unfit.said == NULL) {
+        Py_SETREF(reason, PyUnicode_FromFormat(
+                              "%U; with fewer rows an earlier call has raised an error",
+                              reason));
+        return reason;
+    }
+    Py_SETREF(reason, PyUnicode_FromFormat("%U; with fewer rows it raised %U", reason,
+                                           call->unfit.said));
+    return reason;
+}
+
+/* SplitError with `exception` (stolen) as its cause, frames of which are empty. -1
+ * always. */
+static int
+unfit_raise(oomkit_call *call, PyObject *exception)
+{
+    PyObject *said = unfit_describe(call, exception); /* owned */
+    PyObject *sizes = unfit_sizes(call);              /* owned */
+    PyObject *handled = PyErr_GetHandledException();  /* owned: the caller's */
+    PyObject *error;                                  /* owned, given back */
+
+    oomkit_exception_clear_frames(call->st, exception, handled);
+    Py_XDECREF(handled);
+    call->raised = 1;
+    call->outcome = 2;
+    if (said != NULL && sizes != NULL) {
+        oomkit_raise(
+            call->st->SplitError,
+            "auto_batch cannot split %U: in micro-batches of %U rows it raised %U%s; "
+            "the state is as if the step had not begun. If it needs more rows at a "
+            "time, pass min_micro_batch= to auto_batch, if a certain number of them, "
+            "multiple_of=; an argument without an element per sample is passed whole "
+            "with static=",
+            call->options->label, sizes, said,
+            unfit_began_whole(call)
+                ? ", where the whole batch had run out of memory instead"
+            : call->step->whole.seen ? ", as no call with a whole batch has"
+                                     : "");
+    }
+    Py_XDECREF(said);
+    Py_XDECREF(sizes);
+    error = oomkit_exception_take();
+    oomkit_pass_tensors(call, error);
+    PyException_SetCause(error, exception);
+    oomkit_exception_give(error);
+    return -1;
+}
+
+/* No memory for a size that it works on: oomkit.OutOfMemory with `exception` (stolen)
+ * as its cause. -1 always. */
+static int
+unfit_exhausted(oomkit_call *call, PyObject *exception)
+{
+    PyObject *handled = PyErr_GetHandledException(); /* owned: the caller's */
+    PyObject *error;                                 /* owned, given back */
+
+    oomkit_exception_clear_frames(call->st, exception, handled);
+    Py_XDECREF(handled);
+    oomkit_replan_exhausted(call, call->batch.rows);
+    error = oomkit_exception_take();
+    PyException_SetCause(error, exception);
+    oomkit_exception_give(error);
+    return -1;
+}
+
+/* --- the next attempt --- */
+
+/* Rows of the smallest micro-batch that has run out of memory in this call; 0 none. */
+static int64_t
+unfit_failed_rows(const oomkit_call *call)
+{
+    int64_t rows = 0;
+    Py_ssize_t i;
+
+    for (i = 0; i < call->attempt_count; i++) {
+        int64_t failed = call->attempts[i].micro_batch_size;
+        rows = failed > 0 && (rows == 0 || failed < rows) ? failed : rows;
+    }
+    return rows;
+}
+
+/* Does the plan keep to the bounds? A rest that multiple_of= leaves may not. */
+static int
+unfit_plan_keeps(const oomkit_call *call)
+{
+    int64_t start, length, count = oomkit_plan_count(&call->plan);
+
+    return oomkit_plan_slice(&call->plan, count - 1, &start, &length) == OOMKIT_OK &&
+           length >= oomkit_unfit_least(call);
+}
+
+/* A plan within the new bounds. 1, 0 when memory allows none, or -1. */
+static int
+unfit_plan(oomkit_call *call)
+{
+    oomkit_plan_request request;
+    const oomkit_knowledge *known; /* borrowed from the step */
+    int64_t failed = unfit_failed_rows(call);
+
+    oomkit_signature_request(call, &request, &known);
+    if (oomkit_plan_choose(known, &request, &call->plan, &call->reason) != OOMKIT_OK) {
+        PyErr_SetString(PyExc_RuntimeError, "oomkit could not make a plan");
+        return -1;
+    }
+    call->reason = OOMKIT_REASON_ERROR;
+    return failed == 0 || oomkit_plan_micro_batch(&call->plan) < failed;
+}
+
+/* Everything is back: the attempt in other sizes begins. 0 or -1. */
+static int
+unfit_go_on(oomkit_call *call)
+{
+    int64_t rows = call->slices[0].length, count = call->slice_count;
+
+    if (oomkit_join_truncate(&call->join, 0) < 0) {
+        return -1;
+    }
+    oomkit_tx_end_attempt(call);
+    call->slice_count = call->slice_index = 0;
+    memset(&call->measured, 0, sizeof(call->measured));
+    if (oomkit_recover_reclaim(call, call->baseline_bytes) < 0 ||
+        oomkit_recover_batch(call) < 0 || oomkit_attempt_slices(call) < 0 ||
+        oomkit_replan_say(call, rows, count) < 0) {
+        return -1;
+    }
+    oomkit_device_end(call->st, &call->window);
+    oomkit_call_merge_window(call);
+    oomkit_device_begin(call->st, call->device, call->options->reset_peaks,
+                        &call->window);
+    return oomkit_tx_begin(call);
+}
+
+/* Rolls back. 0; -1 with `exception` (stolen) in flight, and what is not back said. */
+static int
+unfit_undo(oomkit_call *call, PyObject *exception)
+{
+    PyObject *message = NULL; /* owned */
+
+    if (oomkit_modes_entry_back(call) == 0 && oomkit_take_back(call, &message) == 0) {
+        return 0;
+    }
+    Py_XDECREF(message);
+    if (PyErr_Occurred()) {
+        PyErr_WriteUnraisable(call->func); /* the step's own error is the one to see */
+    }
+    return oomkit_recover_pass(call, exception); /* which tries again, and says it */
+}
+
+int
+oomkit_unfit(oomkit_call *call, PyObject *exception)
+{
+    int64_t rows = call->slices == NULL || call->slice_index >= call->slice_count
+                       ? 0
+                       : call->slices[call->slice_index].length;
+    PyObject *handled; /* owned: the caller's */
+    int is_splits = rows == 0 ? 0 : unfit_is_splits(call, exception), planned;
+
+    if (is_splits < 0) {
+        PyErr_WriteUnraisable(call->func); /* the step's own error is the one to see */
+    }
+    if (is_splits <= 0) {
+        return oomkit_recover_pass(call, exception);
+    }
+    if (unfit_undo(call, exception) < 0) {
+        return -1;
+    }
+    call->unfit.rows[call->unfit.count++] = rows;
+    if (call->unfit.count == OOMKIT_UNFIT || !unfit_next(call, rows)) {
+        return unfit_raise(call, exception);
+    }
+    Py_XSETREF(call->unfit.said, unfit_describe(call, exception));
+    planned = call->unfit.said == NULL ? -1 : unfit_plan(call);
+    if (planned == 0) {
+        return unfit_exhausted(call, exception);
+    }
+    if (planned > 0 && !unfit_plan_keeps(call)) {
+        return unfit_raise(call, exception);
+    }
+    handled = PyErr_GetHandledException();
+    if (planned < 0) {
+        PyObject *error = oomkit_exception_take(); /* owned, given back */
+        oomkit_exception_drop(call->st, exception, handled);
+        Py_XDECREF(handled);
+        oomkit_exception_give(error);
+        return oomkit_own_failed(call, "another size of micro-batch was planned");
+    }
+    oomkit_exception_drop(call->st, exception, handled);
+    Py_XDECREF(handled);
+    oomkit_phase_set(call->st, OOMKIT_PHASE_RECOVERY);
+    return unfit_go_on(call) < 0
+               ? oomkit_own_failed(call, "another size of micro-batch was tried")
+               : 0;
+}

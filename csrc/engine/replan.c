@@ -1,0 +1,198 @@
+/* The next plan after a failure, and the line that says so. */
+#include "engine.h"
+#include "refused_sizes.h"
+#include "../sizes/sizes.h"
+#include "../undo/undo.h"
+
+/* Of those that failed: the last one may have been the whole batch again. */
+static int64_t
+smallest_tried(const oomkit_call *call, int64_t micro_batch)
+{
+    Py_ssize_t i;
+
+    for (i = 0; i < call->attempt_count; i++) {
+        int64_t rows = call->attempts[i].micro_batch_size;
+        micro_batch = rows > 0 && rows < micro_batch ? rows : micro_batch;
+    }
+    return micro_batch;
+}
+
+/* Nothing smaller is allowed. NULL always, -1 for its callers. */
+int
+oomkit_replan_exhausted(oomkit_call *call, int64_t micro_batch)
+{
+    PyObject *reason; /* owned */
+
+    micro_batch = smallest_tried(call, micro_batch);
+    if (call->batch.rows < call->options->min_micro_batch) {
+        reason = PyUnicode_FromFormat(
+            "%U ran out of memory and its batch of %lld rows is smaller than "
+            "min_micro_batch=%lld",
+            call->options->label, (long long)call->batch.rows,
+            (long long)call->options->min_micro_batch);
+    } else {
+        reason = PyUnicode_FromFormat(
+            "%U ran out of memory with a micro-batch of %lld of %lld rows, the "
+            "smallest "
+            "allowed; %s",
+            call->options->label, (long long)micro_batch, (long long)call->batch.rows,
+            call->grads.aside == NULL
+                ? oomkit_state_as_before(call)
+                : "some gradients that were there before the step hold this batch's "
+                  "contribution: call zero_grad() before going on, and pass "
+                  "gradient_safety=\"copy\" to auto_batch");
+    }
+    reason = oomkit_unfit_explain(call, reason);
+    if (reason != NULL) {
+        call->grads.aside_said = call->batch.rows >= call->options->min_micro_batch;
+        oomkit_give_up(call, reason, 0);
+        Py_DECREF(reason);
+    }
+    return -1;
+}
+
+/* The same plan once more where the memory was there, but in pieces: the cache has just
+ * been emptied. 1, 0 or -1. */
+static int
+replan_same(oomkit_call *call, int keep, int64_t failed_count)
+{
+    const oomkit_attempt *attempt; /* borrowed from the call */
+    uint64_t budget = oomkit_device_budget(call->st, call->device);
+
+    if (keep || call->attempt_count == 0) {
+        return 0;
+    }
+    attempt = &call->attempts[call->attempt_count - 1];
+    if (!oomkit_plan_fragmented(attempt->reserved_bytes, attempt->allocated_bytes,
+                                budget, call->flushed)) {
+        return 0;
+    }
+    call->flushed = 1;
+    call->reason = OOMKIT_REASON_FLUSHED;
+    if (call->slices == NULL) {
+        call->plan = (oomkit_plan){.batch = call->batch.rows,
+                                   .accumulation = failed_count,
+                                   .multiple_of = oomkit_unfit_multiple(call)};
+        call->slice_count = 0;
+        if (oomkit_attempt_slices(call) < 0) {
+            return -1;
+        }
+    }
+    call->slice_index = 0;
+    memset(&call->measured, 0, sizeof(call->measured));
+    return 1;
+}
+
+/* The next plan into call->plan and its slices. 0, or -1 with oomkit.OutOfMemory. */
+int
+oomkit_replan(oomkit_call *call, int keep, int64_t failed_rows, int64_t failed_count)
+{
+    oomkit_plan_request request;
+    const oomkit_knowledge *known; /* borrowed from the step */
+    oomkit_plan failed = call->plan;
+    int64_t done = keep ? call->slices[call->slice_index].start : 0;
+    int status = replan_same(call, keep, failed_count);
+
+    if (status != 0) {
+        return status < 0 ? -1 : 0;
+    }
+    oomkit_signature_failed(call, failed_rows);
+    oomkit_signature_request(call, &request, &known);
+    request.batch = call->batch.rows - done;
+    failed.batch = request.batch;
+    failed.multiple_of = request.multiple_of;
+    failed.first = 0;
+    failed.accumulation = (request.batch + failed_rows - 1) / failed_rows;
+    if (!keep && !call->forced && failed_count > failed.accumulation) {
+        failed.accumulation = failed_count;
+    }
+    /* Once per call: rooms that change could bring it back for ever. Parts that are
+     * kept are an evaluation's, in which nothing accumulates. */
+    request.may_be_whole =
+        !keep && !call->whole_tried && call->step->gradient_bytes > 0;
+    status = oomkit_plan_next(known, &request, &failed, &call->plan, &call->reason);
+    call->whole_tried |=
+        status == OOMKIT_OK && failed_count > 1 && oomkit_plan_count(&call->plan) == 1;
+    if (status == OOMKIT_EREFUSED) {
+        return oomkit_replan_exhausted(call, failed_rows);
+    }
+    if (status != OOMKIT_OK) {
+        PyErr_SetString(PyExc_RuntimeError, "oomkit could not make a plan");
+        return -1;
+    }
+    call->slice_count = keep ? call->slice_index : 0;
+    call->slice_index = call->slice_count;
+    return oomkit_attempt_slices(call);
+}
+
+/* One line for a change of plan. 0 or -1. */
+int
+oomkit_plan_say(oomkit_call *call, const char *level, int64_t old_rows,
+                int64_t old_count)
+{
+    PyObject *done =
+        PyObject_CallMethod(/* owned */
+                            call->st->log, level, "sKLLLLs",
+                            "oomkit: step=%d micro_batch=%d->%d "
+                            "accumulation=%d->%d reason=%s",
+                            (unsigned long long)call->number, (long long)old_rows,
+                            (long long)oomkit_plan_micro_batch(&call->plan),
+                            (long long)old_count, (long long)call->slice_count,
+                            oomkit_plan_reason_name(call->reason));
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+int
+oomkit_plan_say_begin(oomkit_call *call, const oomkit_knowledge *known)
+{
+    int64_t rows = call->batch.rows, k = 1;
+
+    if (call->reason != OOMKIT_REASON_PREDICTED &&
+        call->reason != OOMKIT_REASON_GROWN) {
+        return 0;
+    }
+    if (known->batch == call->batch.rows && known->k > 0) {
+        k = known->k;
+        rows = (rows + k - 1) / k;
+    }
+    return k == call->slice_count ? 0 : oomkit_plan_say(call, "info", rows, k);
+}
+
+/* The same after a failure, then the user's hook. 0 or -1. */
+int
+oomkit_replan_say(oomkit_call *call, int64_t old_rows, int64_t old_count)
+{
+    oomkit_state *st = call->st;
+    PyObject *done; /* owned */
+
+    if (oomkit_plan_say(call, "warning", old_rows, old_count) < 0) {
+        return -1;
+    }
+    if (call->options->on_retry != NULL) {
+        oomkit_record record;
+        PyObject *object; /* owned */
+        oomkit_call_record(call, &record);
+        object = oomkit_record_new(st, &record, call->options->label);
+        done = object ? PyObject_CallOneArg(call->options->on_retry, object) : NULL;
+        Py_XDECREF(object);
+        if (done == NULL) {
+            return -1;
+        }
+        Py_DECREF(done);
+    }
+    return call->split ? oomkit_buffers_say_norm(call) : 0;
+}
+
+/* A call that is run again because another one failed: half its batch. 0 or -1. */
+int
+oomkit_recover_split(oomkit_call *call)
+{
+    if (oomkit_recover_batch(call) < 0) {
+        return -1;
+    }
+    return oomkit_replan(call, 0, call->batch.rows, 1) < 0 ||
+                   oomkit_replan_say(call, call->batch.rows, 1) < 0
+               ? -1
+               : 0;
+}

@@ -1,0 +1,557 @@
+/* The protected call: marks, the function, and what was measured. The healthy path is
+ * this file; everything after a failure is in recover.c. */
+#include "engine.h"
+#include "../accum/accum.h"
+#include "../accum/weights.h"
+#include "../batch/batch.h"
+#include "../deferred/deferred.h"
+#include "../hook/hook.h"
+#include "../plain/plain.h"
+#include "../plain/plain_state.h"
+#include "../proof/proof.h"
+#include "../py/tensor.h"
+#include "../result/result.h"
+#include "../sizes/sizes.h"
+#include "../undo/undo.h"
+
+#include <stddef.h>
+
+/* The participants of this call: those of the site while they are right. 0 or -1. */
+static int
+engine_participants(oomkit_call *call)
+{
+    oomkit_step *step = call->step;
+    Py_ssize_t total = call->batch.total;
+
+    if (step->parts != NULL && step->parts->busy > 0) {
+        /* Another thread's call is at work with the site's list and the copies of
+         * buffers in it: this one gets a list of its own. */
+        call->parts =
+            oomkit_participants_find(call->st, call->options, step->func, call->args,
+                                     call->batch.positional, total);
+        if (call->parts != NULL) {
+            call->parts->busy++;
+        }
+        return call->parts == NULL ? -1 : 0;
+    }
+    if (step->parts == NULL ||
+        !oomkit_participants_valid(call->st, step->parts, call->args, total)) {
+        oomkit_participants *found, *old;
+        if (PyErr_Occurred()) {
+            return -1;
+        }
+        found = oomkit_participants_find(call->st, call->options, step->func,
+                                         call->args, call->batch.positional, total);
+        if (found == NULL) {
+            return -1;
+        }
+        old = step->parts;
+        step->parts = found;
+        oomkit_participants_release(old);
+        if (oomkit_plain_find(call) < 0) {
+            return -1;
+        }
+    }
+    call->parts = step->parts;
+    call->parts->refs++;
+    call->parts->busy++;
+    return call->parts->adopted == NULL ? 0 : oomkit_participants_hold(call->parts);
+}
+
+int
+oomkit_engine_forced(oomkit_call *call)
+{
+    PyObject *lengths = call->st->forced_slices; /* borrowed from state */
+    int64_t start = 0;
+    Py_ssize_t i, n = PyTuple_GET_SIZE(lengths);
+
+    call->slices = PyMem_Malloc((size_t)n * sizeof(*call->slices));
+    if (call->slices == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    call->slice_room = n;
+    for (i = 0; i < n; i++) {
+        call->slices[i].start = start;
+        call->slices[i].length = PyLong_AsLongLong(PyTuple_GET_ITEM(lengths, i));
+        start += call->slices[i].length;
+    }
+    if (start != call->batch.rows) {
+        oomkit_raise(call->st->SplitError,
+                     "force_slices() expected slices that add up to the batch of %lld "
+                     "rows, got %R",
+                     (long long)call->batch.rows, lengths);
+        return -1;
+    }
+    call->slice_count = n;
+    call->split = n > 1;
+    call->forced = 1;
+    call->reason = OOMKIT_REASON_ASKED;
+    return 0;
+}
+
+/* SplitError: slices were asked for, and there is nothing to slice. */
+static void
+engine_no_batch(oomkit_call *call)
+{
+    PyObject *text = oomkit_batch_missing(/* owned */
+                                          call->st, &call->batch,
+                                          PyUnicode_FromFormat(
+                                              "auto_batch(accumulation_steps=...) "
+                                              "found no batch to split in the "
+                                              "arguments of %U: pass it as an argument "
+                                              "of the step",
+                                              call->options->label));
+    if (text != NULL) {
+        oomkit_raise(call->st->SplitError, "%U", text);
+        Py_DECREF(text);
+    }
+}
+
+/* A split that was planned and must not be. 0, or -1 with SplitError. */
+static int
+engine_refuse(oomkit_call *call)
+{
+    const char *refusal;
+
+    if (oomkit_refusal(call, &refusal) < 0) {
+        return -1;
+    }
+    if (refusal != NULL) {
+        oomkit_raise(call->st->SplitError, "auto_batch cannot split %U: %s",
+                     call->options->label, refusal);
+        return -1;
+    }
+    return 0;
+}
+
+/* A plan that may split from the start: asked for, remembered, or forced by a test. 0
+ * whole, 1 call->slices is set, -1 with an exception. */
+static int
+engine_plan(oomkit_call *call)
+{
+    oomkit_step *step = call->step;
+    oomkit_plan_request request;
+    const oomkit_knowledge *known; /* borrowed from the step */
+    int asked =
+        call->options->accumulation_steps > 1 || call->st->forced_slices != NULL;
+    int found;
+
+    if (step->recall && oomkit_recall(call) < 0) {
+        return -1;
+    }
+    if (!asked && !step->seen_oom) { /* nothing was recalled */
+        return 0;
+    }
+    call->batch.provable = oomkit_proof_possible(call);
+    found = oomkit_batch_find(call->st, call->options, step->batch_site, step->names,
+                              &call->batch);
+    if (found > 0 && !asked) {
+        /* Not split for what other calls have met: this one may do with what it has. */
+        int inside = oomkit_refusal_transform(call->st);
+        found = inside < 0 ? -1 : !inside;
+    }
+    if (found <= 0) {
+        if (found == 0 && asked) {
+            engine_no_batch(call);
+            return -1;
+        }
+        return found;
+    }
+    if (call->st->forced_slices != NULL) {
+        return oomkit_engine_forced(call) < 0 ? -1 : 1;
+    }
+    if (asked && call->batch.rows < call->options->min_micro_batch) {
+        oomkit_raise(call->st->SplitError,
+                     "auto_batch cannot split a batch of %lld rows: min_micro_batch is "
+                     "%lld",
+                     (long long)call->batch.rows,
+                     (long long)call->options->min_micro_batch);
+        return -1;
+    }
+    oomkit_signature_request(call, &request, &known);
+    if (oomkit_plan_choose(known, &request, &call->plan, &call->reason) != OOMKIT_OK) {
+        PyErr_SetString(PyExc_RuntimeError, "oomkit could not make a plan");
+        return -1;
+    }
+    if (oomkit_plan_count(&call->plan) <= 1) {
+        return 0;
+    }
+    if (engine_refuse(call) < 0 || oomkit_attempt_slices(call) < 0 ||
+        oomkit_plan_say_begin(call, known) < 0) {
+        return -1;
+    }
+    return oomkit_buffers_say_norm(call) < 0 ? -1 : 1;
+}
+
+/* While a function that torch.compile() has made
+ * runs, every Python frame below it is compiled, those of the registration of our hooks
+ * too; with fullgraph=True that is an error. 0 or -1. */
+int
+oomkit_engine_install(oomkit_state *st)
+{
+    PyObject *before = NULL, *after; /* owned: what compiles frames, None for nothing */
+    int result;
+
+    if (st->set_eval_frame != NULL) {
+        before = PyObject_CallOneArg(st->set_eval_frame, Py_None);
+        if (before == NULL) {
+            return -1;
+        }
+    }
+    result = oomkit_backward_install(st);
+    if (before != NULL && result == 0) {
+        after = PyObject_CallOneArg(st->set_eval_frame, before);
+        result = after == NULL ? -1 : 0;
+        Py_XDECREF(after);
+    }
+    Py_XDECREF(before);
+    return result;
+}
+
+/* Everything before the function runs. 1 when the plan splits, 0 whole, -1 error. */
+static int
+engine_begin(oomkit_call *call)
+{
+    oomkit_state *st = call->st;
+    int split = 0;
+
+    if (oomkit_batch_capture(st, call->options, call->args,
+                             PyVectorcall_NARGS(call->nargsf), call->kwnames,
+                             call->step->skip, call->step->names, &call->batch) < 0 ||
+        engine_participants(call) < 0) {
+        return -1;
+    }
+    oomkit_engine_device(call);
+    if (call->device.type != OOMKIT_DEVICE_CPU && oomkit_captured_find(call) != 0) {
+        return call->captured ? 0 : -1;
+    }
+    oomkit_device_prepare(st, call->device);
+    oomkit_device_begin(st, call->device, call->options->reset_peaks, &call->window);
+    call->baseline_bytes = call->window.baseline_bytes;
+    if (st->flush_pending && oomkit_device_flush_pending(st, call->device) < 0) {
+        return -1;
+    }
+    if (!st->backward_patched && oomkit_engine_install(st) < 0) {
+        return -1;
+    }
+    if (call->parts->writes == NULL && oomkit_writes_look(call) < 0) {
+        return -1;
+    }
+    if ((call->options->restore_batch && oomkit_batch_save(st, &call->batch) < 0) ||
+        oomkit_tx_begin(call) < 0) {
+        return -1;
+    }
+    if (call->step->seen_oom || call->options->accumulation_steps > 1 ||
+        st->forced_slices != NULL) {
+        split = engine_plan(call);
+        if (split < 0) {
+            return -1;
+        }
+    }
+    return oomkit_intercept_install(call) < 0 ? -1 : split;
+}
+
+#define CALLERS_BYTES 32 /* four numbers in double precision */
+
+/* The caller of a returned loss may divide it before its backward(), outside the call:
+ * under a budget of the CPU there is room for a few numbers, or the step is out of
+ * memory here, where that can be helped. On a device torch's blocks of 512 bytes have
+ * it. 0 or -1. */
+static int
+engine_room(oomkit_call *call, PyObject *result)
+{
+    const uint64_t limit = call->device.type == OOMKIT_DEVICE_CPU
+                               ? oomkit_device_budget(call->st, call->device)
+                               : OOMKIT_UNKNOWN;
+    PyObject *loss, *room = NULL; /* owned */
+    int wanted;
+
+    if (limit == OOMKIT_UNKNOWN ||
+        oomkit_device_allocated(call->st, call->device) + CALLERS_BYTES <= limit) {
+        return 0;
+    }
+    wanted = oomkit_pending_wanted(call->st, result);
+    if (wanted <= 0) {
+        return wanted;
+    }
+    loss = oomkit_result_loss(call->st, result);
+    if (loss != NULL) {
+        room = PyObject_CallMethod(loss, "new_empty", "(i)", CALLERS_BYTES / 8);
+    }
+    wanted = loss != NULL && room == NULL ? -1 : PyErr_Occurred() ? -1 : 0;
+    Py_XDECREF(loss);
+    Py_XDECREF(room);
+    return wanted;
+}
+
+/* The whole batch in one go: the caller's very arguments. */
+static PyObject *
+engine_whole(oomkit_call *call)
+{
+    PyObject *result = /* owned */
+        PyObject_Vectorcall(call->func, call->args, call->nargsf, call->kwnames);
+
+    call->is_last = 1;
+    if (result != NULL && call->options->backward != NULL &&
+        oomkit_backward_run(call, result) < 0) {
+        Py_CLEAR(result);
+    }
+    if (result != NULL && !call->training && oomkit_batch_rows(&call->batch) > 1 &&
+        engine_room(call, result) < 0) {
+        Py_CLEAR(result);
+    }
+    return result;
+}
+
+/* Keeps the highest peaks of the windows of this call. */
+void
+oomkit_call_merge_window(oomkit_call *call)
+{
+    const oomkit_peak_window *w = &call->window;
+
+    if (w->peak_allocated_bytes != OOMKIT_UNKNOWN &&
+        w->peak_allocated_bytes > call->peak_allocated_bytes) {
+        call->peak_allocated_bytes = w->peak_allocated_bytes;
+    }
+    if (w->peak_reserved_bytes != OOMKIT_UNKNOWN &&
+        w->peak_reserved_bytes > call->peak_reserved_bytes) {
+        call->peak_reserved_bytes = w->peak_reserved_bytes;
+    }
+}
+
+/* What is known about the call now, as a record. */
+void
+oomkit_call_record(const oomkit_call *call, oomkit_record *record)
+{
+    int64_t rows =
+        call->batch.rows > 0 ? call->batch.rows : oomkit_batch_rows(&call->batch);
+    int64_t largest = 0, i;
+
+    for (i = 0; i < call->slice_count; i++) {
+        largest = call->slices[i].length > largest ? call->slices[i].length : largest;
+    }
+    memset(record, 0, sizeof(*record));
+    record->step = call->number;
+    record->batch_size = rows < 0 ? OOMKIT_UNKNOWN : (uint64_t)rows;
+    record->micro_batch_size = largest > 0 ? (uint64_t)largest : record->batch_size;
+    record->requested_bytes = call->ooms > 0 ? call->requested_bytes : OOMKIT_UNKNOWN;
+    record->baseline_bytes = call->baseline_bytes;
+    record->peak_allocated_bytes =
+        call->peak_allocated_bytes == 0 ? OOMKIT_UNKNOWN : call->peak_allocated_bytes;
+    record->peak_reserved_bytes =
+        call->peak_reserved_bytes == 0 ? OOMKIT_UNKNOWN : call->peak_reserved_bytes;
+    record->device_free_bytes = call->window.free_bytes;
+    record->budget_bytes = call->window.budget_bytes;
+    record->time_ns = oomkit_now_ns() - call->started_ns;
+    record->lost_ns = call->lost_ns;
+    record->accumulation_steps =
+        call->slice_count > 0 ? (uint32_t)call->slice_count : 1;
+    record->attempts = (uint32_t)call->attempt_count + 1;
+    record->ooms = call->ooms;
+    record->reason = (uint32_t)call->reason;
+    record->outcome = call->outcome;
+}
+
+static void
+engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
+{
+    oomkit_step *step = call->step;
+    int64_t largest = 0, i;
+
+    oomkit_buffers_learn(call);
+    step->seen_oom |= call->ooms > 0;
+    if (call->slices == NULL) {
+        step->updates = call->updates + call->stranger_updates;
+        oomkit_batch_learn(&step->batch_site, &call->batch);
+        largest = oomkit_batch_rows(&call->batch);
+        oomkit_result_learn(call->st, &step->results, result, largest,
+                            call->options->dim);
+        oomkit_losses_learn(call, largest);
+        step->whole.seen = 1;
+        step->whole.without_backward |= !call->training;
+        step->whole.without_update |= call->optimizer_count == 0;
+    }
+    for (i = 0; i < call->slice_count; i++) {
+        largest = call->slices[i].length > largest ? call->slices[i].length : largest;
+    }
+    if ((call->has_signature || step->seen_oom) && largest > 0 && !needs_backward) {
+        if (call->slices == NULL) {
+            oomkit_phase_whole(call);
+        }
+        call->forward_only =
+            !call->training && call->returned == OOMKIT_RETURNED_NOTHING;
+        oomkit_signature_succeeded(call, largest, call->window.peak_allocated_bytes);
+    }
+}
+
+/* Lets go of everything that a call holds. */
+void
+oomkit_call_free(oomkit_call *call)
+{
+    Py_ssize_t i;
+
+    oomkit_tx_end(call);
+    oomkit_join_clear(&call->join);
+    oomkit_batch_release(&call->batch);
+    for (i = 0; i < call->attempt_count; i++) {
+        Py_CLEAR(call->attempts[i].location);
+        Py_CLEAR(call->attempts[i].message);
+    }
+    PyMem_Free(call->attempts);
+    PyMem_Free(call->slices);
+    PyMem_Free(call->weights);
+    Py_CLEAR(call->unfit.said);
+    oomkit_weights_release(call);
+    if (call->parts != NULL) {
+        call->parts->busy--;
+    }
+    oomkit_participants_release(call->parts);
+}
+
+/* A result that needs backward: its second half will be the caller's. 0, or -1: then
+ * the caller gets no result, and everything is as if the step had not begun. */
+static int
+engine_returned(oomkit_call *call, PyObject *result, int needs_backward)
+{
+    int status = call->returned != OOMKIT_RETURNED_NOTHING
+                     ? oomkit_pending_attach(call, result)
+                 : needs_backward ? oomkit_pending_offer(call, result)
+                                  : 0;
+
+    if (status < 0) {
+        if (oomkit_tx_committed(call) == 0) {
+            oomkit_recover_undo(call);
+        }
+        return oomkit_own_failed(call, "what its backward() will need was being kept");
+    }
+    return 0;
+}
+
+/* Closes the call; `result` (borrowed) is what it returns, NULL when it raises: then it
+ * keeps the exception in flight. 0 or -1. */
+static int
+engine_end(oomkit_call *call, PyObject *result)
+{
+    oomkit_record record;
+    int finished = result != NULL, status = 0;
+    int needs_backward = finished && !call->split && !call->training &&
+                         call->options->backward == NULL && result != Py_None;
+    PyObject *exception =
+        finished ? NULL : oomkit_exception_take(); /* owned, given back */
+
+    oomkit_intercept_remove(call);
+    if (!finished) {
+        call->outcome = call->outcome == 0 ? 2 : call->outcome;
+        oomkit_pass_abandon(call, exception);
+        if (call->raised && call->has_signature) {
+            oomkit_signature_forget(call);
+        }
+    }
+    if (call->window.open) {
+        oomkit_device_end(call->st, &call->window);
+    }
+    oomkit_call_merge_window(call);
+    oomkit_call_record(call, &record);
+    call->record = oomkit_ring_count(call->step->ring);
+    oomkit_ring_push(call->step->ring, &record);
+    if (needs_backward) {
+        needs_backward = oomkit_pending_wanted(call->st, result);
+        status = needs_backward < 0 ? -1 : 0;
+    }
+    if (finished) {
+        engine_learn(call, result, needs_backward);
+    }
+    if (finished && status == 0) {
+        status = engine_returned(call, result, needs_backward);
+    }
+    if (status < 0) {
+        exception = oomkit_exception_take();
+    }
+    oomkit_call_free(call);
+    if (exception != NULL) {
+        oomkit_exception_give(exception);
+    }
+    return status;
+}
+
+/* A call of this step, of which nothing has happened. Nodes of the batch beyond its
+ * count are never read: they are left as they are. */
+static void
+engine_fill(oomkit_call *call, oomkit_step *step, PyObject *const *args, size_t nargsf,
+            PyObject *kwnames)
+{
+    memset(call, 0,
+           offsetof(oomkit_call, batch) + offsetof(oomkit_batch, inline_nodes));
+    call->course[0].count = call->course[1].count = 0;
+    call->st = step->st;
+    call->step = step;
+    call->options = &step->options;
+    call->join.site = &step->results;
+    call->func = step->func;
+    call->args = args;
+    call->nargsf = nargsf;
+    call->kwnames = kwnames;
+    call->started_ns = call->attempt_started_ns = oomkit_now_ns();
+    step->calls++;
+    call->number = step->parent == NULL ? step->calls : ++step->parent->calls;
+}
+
+PyObject *
+oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf,
+                   PyObject *kwnames)
+{
+    oomkit_step *step = step_CAST(op);
+    oomkit_call call;
+    PyObject *result = NULL; /* owned */
+    int split;
+
+    if (oomkit_call_current() !=
+        NULL) { /* the outermost protected call answers for all */
+        return PyObject_Vectorcall(step->func, args, nargsf, kwnames);
+    }
+    if (step->skip && PyVectorcall_NARGS(nargsf) > 0) {
+        step = oomkit_step_for(step, args[0]);
+        if (step == NULL) {
+            return NULL;
+        }
+        op = (PyObject *)step;
+    }
+    engine_fill(&call, step, args, nargsf, kwnames);
+    Py_INCREF(op); /* the step may be redefined while it runs */
+    split = engine_begin(&call);
+    if (call.captured) {
+        result = oomkit_captured_run(&call);
+        Py_DECREF(op);
+        return result;
+    }
+    if (split >= 0) {
+        oomkit_call_set_current(&call);
+        call.phase_before = oomkit_phase_set(call.st, OOMKIT_PHASE_FORWARD);
+        if (split == 0) {
+            result = engine_whole(&call);
+        }
+        if (result == NULL) {
+            step->seen_oom |= split == 0;
+            result = oomkit_compiler_off(&call) < 0 ? NULL
+                                                    : oomkit_recover(&call, split == 0);
+        }
+        oomkit_phase_set(call.st, call.phase_before);
+        oomkit_call_set_current(NULL);
+    } else if (call.parts == NULL) {
+        oomkit_batch_release(&call.batch);
+        Py_DECREF(op);
+        return NULL;
+    }
+    if (split < 0) {
+        oomkit_own_failed(&call, "it was being prepared");
+    }
+    if (engine_end(&call, result) < 0) {
+        Py_CLEAR(result);
+    }
+    if (oomkit_compiler_on(&call) < 0) {
+        Py_CLEAR(result);
+    }
+    Py_DECREF(op);
+    return result;
+}

@@ -1,0 +1,540 @@
+/* Seeing every backward: our callable in place of torch.autograd._engine_run_backward.
+ *
+ * Tensor.backward, torch.autograd.backward (however it was imported),
+ * torch.autograd.grad and checkpoint all end there. Outside a protected call, and for
+ * nested backwards, it passes through. Inside one, the first outermost backward of an
+ * attempt takes the marks of the gradients; while the call is split it also applies the
+ * weight of the micro-batch and parks the gradients afterwards. */
+#include "hook.h"
+#include "../accum/accum.h"
+#include "../accum/weights.h"
+#include "../call/step.h"
+#include "../deferred/deferred.h"
+#include "../deferred/recompute.h"
+#include "../proof/proof.h"
+#include "../py/tensor.h"
+#include "../result/result.h"
+#include "../undo/undo.h"
+
+#include <structmember.h>
+
+typedef struct backward_object {
+    PyObject_HEAD
+    PyObject *original; /* owned: what stood there before us */
+    vectorcallfunc vectorcall;
+} backward_object;
+
+#define backward_CAST(op) ((backward_object *)(op))
+
+/* Nested backwards of one thread outside protected calls. Those of a call are counted
+ * by it: one that is made inside a backward (by a hook, in a reentrant checkpoint) has
+ * outermost backwards like any other. */
+static _Thread_local int backward_nesting;
+static _Thread_local uint64_t backward_runs; /* that write to .grad, of this thread */
+
+uint64_t
+oomkit_backward_runs(void)
+{
+    return backward_runs;
+}
+
+int
+oomkit_backward_nesting(void)
+{
+    const oomkit_call *call = oomkit_call_current();
+    return call != NULL ? call->backward_depth : backward_nesting;
+}
+
+int
+oomkit_backward_outside(void)
+{
+    return backward_nesting;
+}
+
+/* The root gradients times the weight, as a new tuple. New reference or NULL. */
+static PyObject *
+backward_weighted(oomkit_call *call, PyObject *gradients, double weight)
+{
+    Py_ssize_t i;
+    PyObject *factor = PyFloat_FromDouble(weight);  /* owned */
+    PyObject *source = PySequence_Tuple(gradients); /* owned */
+    PyObject *scaled = NULL;                        /* owned */
+
+    if (factor == NULL || source == NULL) {
+        goto done;
+    }
+    scaled = PyTuple_New(PyTuple_GET_SIZE(source));
+    for (i = 0; scaled != NULL && i < PyTuple_GET_SIZE(source); i++) {
+        PyObject *gradient = PyTuple_GET_ITEM(source, i); /* borrowed */
+        PyObject *product = /* owned, stolen by the tuple */
+            gradient == Py_None
+                ? Py_NewRef(Py_None)
+                : PyObject_CallMethodOneArg(gradient, call->st->str_mul, factor);
+        if (product == NULL) {
+            Py_CLEAR(scaled);
+            break;
+        }
+        PyTuple_SET_ITEM(scaled, i, product);
+    }
+done:
+    Py_XDECREF(factor);
+    Py_XDECREF(source);
+    return scaled;
+}
+
+/* Does this run of the engine write to .grad? autograd.grad does not. */
+static int
+backward_accumulates(oomkit_state *st, PyObject *const *args, size_t nargsf,
+                     PyObject *kwnames)
+{
+    Py_ssize_t i, n = PyVectorcall_NARGS(nargsf);
+
+    for (i = 0; kwnames != NULL && i < PyTuple_GET_SIZE(kwnames); i++) {
+        if (PyTuple_GET_ITEM(kwnames, i) == st->str_accumulate_grad ||
+            PyUnicode_Compare(PyTuple_GET_ITEM(kwnames, i), st->str_accumulate_grad) ==
+                0) {
+            return args[n + i] == Py_True;
+        }
+    }
+    return n > 6 ? args[6] == Py_True : 0;
+}
+
+/* Before an outermost backward. 0 or -1. */
+static int
+backward_begin(oomkit_call *call, PyObject *roots)
+{
+    call->training = 1;
+    if (call->split &&
+        (oomkit_course_cut(call) || oomkit_grads_refuse_unexpected(call) < 0)) {
+        return -1;
+    }
+    if (call->split && call->slice_index == 0 && !call->grads.marked &&
+        oomkit_hooks_check(call) < 0) {
+        return -1;
+    }
+    if ((call->proof != NULL ? oomkit_proof_root(call, roots)
+                             : oomkit_losses_note(call, roots)) < 0) {
+        return -1;
+    }
+    if (call->split &&
+        ((call->slice_index == 0 &&
+          ((call->st->waiting != NULL && oomkit_returned_inside(call, roots) < 0) ||
+           (!call->step->half_said && oomkit_stash_say_half(call, roots) < 0))) ||
+         oomkit_strangers_meet(call, roots, 0) < 0)) {
+        return -1;
+    }
+    if (oomkit_grads_mark(call) < 0) {
+        return -1;
+    }
+    if (call->grads.aside != NULL && call->backwards > 0) {
+        call->raised = 1;
+        oomkit_raise(
+            call->st->SplitError,
+            "auto_batch cannot replay a step with several backward() calls: "
+            "gradients were present before the step and the first backward ran "
+            "out of memory; pass gradient_safety=\"copy\"");
+        return -1;
+    }
+    if (call->split && oomkit_course_note(call, NULL, NULL) < 0) {
+        return -1;
+    }
+    return call->split && !oomkit_clear_is_due(call) ? oomkit_grads_unpark(call) : 0;
+}
+
+static int
+backward_end(oomkit_call *call)
+{
+    const int is_due = oomkit_clear_is_due(call);
+
+    call->backwards++;
+    call->backward_failed = 0; /* the step may have caught an earlier one's failure */
+    if (!call->split) {
+        return oomkit_grads_settle(call);
+    }
+    if (oomkit_nothing_end(call) < 0) {
+        return -1;
+    }
+    if (is_due) {
+        return 0; /* what it has left in .grad is cleared before the next one */
+    }
+    if (!call->is_last || call->grads.stashing) {
+        return oomkit_grads_park(call) < 0 ||
+                       (call->proof != NULL && oomkit_proof_swept(call) < 0)
+                   ? -1
+                   : 0;
+    }
+    return oomkit_grads_settle(call) < 0 || oomkit_grads_note_last(call) < 0 ||
+                   (call->proof != NULL && oomkit_proof_swept(call) < 0)
+               ? -1
+               : 0;
+}
+
+/* The call whose backward the engine runs (borrowed), while nothing else runs in it: a
+ * backward on a thread of the engine's own (a device's) is inside that one. */
+static oomkit_call *engine_call;
+static int engine_calls, engine_others;
+
+/* The engine itself, with the phase that fault filters see. */
+static PyObject *
+backward_engine(backward_object *self, oomkit_state *st, PyObject *const *args,
+                size_t nargsf, PyObject *kwnames)
+{
+    oomkit_call *call = oomkit_call_current();
+    PyObject *result; /* owned */
+    int *nesting = call != NULL ? &call->backward_depth : &backward_nesting;
+    int phase = oomkit_phase_set(st, OOMKIT_PHASE_BACKWARD);
+    void *outer = oomkit_nested_enter(call); /* borrowed */
+
+    if (backward_accumulates(st, args, nargsf, kwnames)) {
+        backward_runs++;
+        st->engine_runs++;
+    }
+    if (call != NULL && *nesting == 0) {
+        engine_call = engine_calls++ == 0 ? call : NULL;
+    }
+    ++*nesting;
+    result = PyObject_Vectorcall(self->original, args, nargsf, kwnames);
+    --*nesting;
+    if (call != NULL && *nesting == 0) {
+        engine_calls--;
+        engine_call = NULL;
+    }
+    oomkit_nested_leave(call, outer);
+    oomkit_phase_set(st, phase);
+    return result;
+}
+
+/* An outermost backward of a protected call. */
+static PyObject *
+backward_protected(backward_object *self, oomkit_call *call, PyObject *const *args,
+                   size_t nargsf, PyObject *kwnames)
+{
+    Py_ssize_t i, n = PyVectorcall_NARGS(nargsf);
+    Py_ssize_t total = n + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
+    double weight;
+    PyObject *vector[12];
+    PyObject *scaled = NULL, *result; /* owned */
+
+    if (backward_nesting > 0) { /* the call was made inside a backward */
+        oomkit_second_nested(call->st);
+    }
+    if (backward_begin(call, n > 0 ? args[0] : call->st->empty_tuple) < 0) {
+        return NULL;
+    }
+    weight = oomkit_weights_next(call);
+    if (weight < 0.0) {
+        return NULL;
+    }
+    if (call->split && weight == 0.0) {
+        /* Its share of the loss is nothing, and a mean over nothing is NaN, which times
+         * 0 would still be NaN: there is nothing to run. */
+        call->losses.is_nan = 0;
+        result = Py_NewRef(Py_None);
+    } else if (!call->split || weight == 1.0 || n < 2 || total > 12) {
+        if (total > 12 || n < 2) {
+            call->refusal = "torch's engine is called in a form that oomkit does not "
+                            "know";
+        }
+        result = backward_engine(self, call->st, args, nargsf, kwnames);
+    } else {
+        scaled = backward_weighted(call, args[1], weight);
+        if (scaled == NULL) {
+            return NULL;
+        }
+        for (i = 0; i < total; i++) {
+            vector[i] = args[i]; /* borrowed from the caller */
+        }
+        vector[1] = scaled;
+        result = backward_engine(self, call->st, vector, (size_t)n, kwnames);
+        Py_DECREF(scaled);
+    }
+    if (result == NULL) {
+        call->backward_failed = call->queued = 1;
+        if ((!call->split || call->slice_index > 0) && n > 0) {
+            oomkit_strangers_note(call, args[0]);
+            oomkit_recompute_note(call, args[0]);
+        }
+        return NULL;
+    }
+    if (backward_end(call) < 0) {
+        Py_CLEAR(result);
+    }
+    return result;
+}
+
+/* The engine outside every protected call: it may be the second half of calls whose
+ * losses were returned. */
+static PyObject *
+backward_outside(backward_object *self, oomkit_state *st, PyObject *const *args,
+                 size_t nargsf, PyObject *kwnames)
+{
+    if (st->waiting != NULL) {
+        int found = 0;
+        if (backward_accumulates(st, args, nargsf, kwnames)) {
+            if (oomkit_second_wanted(st)) {
+                return oomkit_second_run(st, (PyObject *)self, args, nargsf, kwnames);
+            }
+            found = oomkit_second_engine(st, args, nargsf, kwnames);
+        } else if (backward_nesting == 0) {
+            found = PyVectorcall_NARGS(nargsf) > 0 ? oomkit_graph_has_split(st, args[0])
+                                                   : 0;
+            if (found > 0) {
+                oomkit_raise(
+                    st->SplitError,
+                    "autograd.grad() cannot go through a loss that auto_batch computed "
+                    "in micro-batches: their graphs are gone; call it inside the "
+                    "decorated step");
+            }
+        }
+        if (found != 0) {
+            return NULL;
+        }
+    } else if (st->seconds != NULL && backward_accumulates(st, args, nargsf, kwnames)) {
+        oomkit_second_nested(st);
+    }
+    return backward_engine(self, st, args, nargsf, kwnames);
+}
+
+/* The call that this backward without one is a part of, for it runs on a thread that is
+ * the engine's own. Borrowed, or NULL. */
+static oomkit_call *
+backward_of_thread(oomkit_state *st, PyObject *const *args, size_t nargsf,
+                   PyObject *kwnames)
+{
+    return engine_call != NULL && engine_others == 0 && backward_nesting == 0 &&
+                   PyVectorcall_NARGS(nargsf) > 0 &&
+                   backward_accumulates(st, args, nargsf, kwnames) &&
+                   oomkit_nested_in_engine(st)
+               ? engine_call
+               : NULL;
+}
+
+/* A backward of a protected call inside another one (a reentrant checkpoint, a custom
+ * Function's), or one that accumulates nothing. */
+static PyObject *
+backward_inner(backward_object *self, oomkit_call *call, PyObject *const *args,
+               size_t nargsf, PyObject *kwnames)
+{
+    oomkit_state *st = call->st;
+    const int nested = backward_accumulates(st, args, nargsf, kwnames) &&
+                       PyVectorcall_NARGS(nargsf) > 0;
+    PyObject *result; /* owned */
+
+    if (nested && oomkit_nested_any() && oomkit_nested_refuse(st, call) < 0) {
+        return NULL;
+    }
+    if (nested && call->split && oomkit_strangers_meet(call, args[0], 1) < 0) {
+        return NULL;
+    }
+    result = backward_engine(self, st, args, nargsf, kwnames);
+    if (result == NULL && nested && (!call->split || call->slice_index > 0)) {
+        oomkit_strangers_note(call, args[0]);
+    }
+    if (result == NULL && call->backward_depth == 0) {
+        call->queued = 1; /* its unexecuted graph must be drained */
+    }
+    return result;
+}
+
+static PyObject *
+backward_call(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwnames)
+{
+    backward_object *self = backward_CAST(op);
+    oomkit_state *st = oomkit_state_of_type(Py_TYPE(op));
+    oomkit_call *call = oomkit_call_current();
+    PyObject *result; /* owned */
+
+    if (call == NULL) {
+        if (oomkit_nested_any() && backward_accumulates(st, args, nargsf, kwnames) &&
+            oomkit_nested_refuse(st, NULL) < 0) {
+            return NULL;
+        }
+        call = backward_of_thread(st, args, nargsf, kwnames);
+        if (call != NULL && call->split &&
+            oomkit_strangers_meet(call, args[0], 1) < 0) {
+            return NULL;
+        }
+        engine_others += call == NULL;
+        Py_INCREF(op);
+        result = backward_outside(self, st, args, nargsf, kwnames);
+        Py_DECREF(op);
+        engine_others -= call == NULL;
+        if (result == NULL && call != NULL && (!call->split || call->slice_index > 0)) {
+            oomkit_strangers_note(call, args[0]);
+        }
+        return result;
+    }
+    if (call->backward_depth > 0 || !backward_accumulates(st, args, nargsf, kwnames)) {
+        return backward_inner(self, call, args, nargsf, kwnames);
+    }
+    if (call->losses.verification != NULL) {
+        return oomkit_verify_backward(call, PyVectorcall_NARGS(nargsf) > 0 ? args[0]
+                                                                           : Py_None);
+    }
+    Py_INCREF(op); /* the step may put something else in our place */
+    result =
+        call->grads.owed >= OOMKIT_OWED_NOW
+            ? oomkit_recompute_backward(call, self->original, args, nargsf, kwnames)
+            : backward_protected(self, call, args, nargsf, kwnames);
+    Py_DECREF(op);
+    return result;
+}
+
+/* torch.autograd.backward: only the second half of a call is protected here, because
+ * the gradient of the root is made before the engine is called. */
+static PyObject *
+backward_outer(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwnames)
+{
+    backward_object *self = backward_CAST(op);
+    oomkit_state *st = oomkit_state_of_type(Py_TYPE(op));
+    PyObject *result; /* owned */
+
+    if (st->waiting == NULL || oomkit_call_current() || !oomkit_second_wanted(st)) {
+        return PyObject_Vectorcall(self->original, args, nargsf, kwnames);
+    }
+    Py_INCREF(op);
+    result = oomkit_second_run(st, self->original, args, nargsf, kwnames);
+    Py_DECREF(op);
+    return result;
+}
+
+static int
+backward_traverse(PyObject *op, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(op));
+    Py_VISIT(backward_CAST(op)->original);
+    return 0;
+}
+
+static int
+backward_clear(PyObject *op)
+{
+    Py_CLEAR(backward_CAST(op)->original);
+    return 0;
+}
+
+static void
+backward_dealloc(PyObject *op)
+{
+    PyTypeObject *tp = Py_TYPE(op);
+    PyObject_GC_UnTrack(op);
+    backward_clear(op);
+    tp->tp_free(op);
+    Py_DECREF(tp);
+}
+
+static PyMemberDef backward_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(backward_object, vectorcall),
+     READONLY, NULL},
+    {"__wrapped__", T_OBJECT_EX, offsetof(backward_object, original), READONLY,
+     "torch's own function."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot backward_slots[] = {
+    {Py_tp_dealloc, backward_dealloc}, {Py_tp_traverse, backward_traverse},
+    {Py_tp_clear, backward_clear},     {Py_tp_call, PyVectorcall_Call},
+    {Py_tp_members, backward_members}, {0, NULL},
+};
+
+PyType_Spec oomkit_backward_spec = {
+    .name = "oomkit._C._Backward",
+    .basicsize = sizeof(backward_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
+             Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = backward_slots,
+};
+
+/* Puts a callable of ours in front of torch.autograd's `original`. 0 or -1. */
+static int
+backward_put(oomkit_state *st, PyObject *name, PyObject *original, vectorcallfunc call,
+             PyObject **kept)
+{
+    PyTypeObject *type = (PyTypeObject *)st->backward_type;
+    backward_object *self = backward_CAST(type->tp_alloc(type, 0)); /* owned */
+
+    if (self == NULL) {
+        return -1;
+    }
+    self->vectorcall = call;
+    self->original = Py_NewRef(original);
+    if (PyObject_SetAttr(st->autograd_module, name, (PyObject *)self) < 0) {
+        Py_DECREF(self);
+        return -1;
+    }
+    Py_XSETREF(*kept, (PyObject *)self);
+    return 0;
+}
+
+/* Puts our callables into torch.autograd, once. 0 or -1. */
+int
+oomkit_backward_install(oomkit_state *st)
+{
+    if (st->backward_patched) {
+        return 0;
+    }
+    if (oomkit_watch_structure(st) < 0 ||
+        backward_put(st, st->str_engine_run_backward, st->run_backward, backward_call,
+                     &st->backward_hook) < 0 ||
+        backward_put(st, st->str_backward, st->torch_backward, backward_outer,
+                     &st->outer_hook) < 0 ||
+        /* Where it is defined too, for code that takes it from there. */
+        PyObject_SetAttr(st->graph_module, st->str_engine_run_backward,
+                         st->backward_hook) < 0) {
+        return -1;
+    }
+    st->backward_patched = 1;
+    return 0;
+}
+
+/* backward=True or a callable: the loss of a result is run backward inside the call. */
+int
+oomkit_backward_run(oomkit_call *call, PyObject *result)
+{
+    oomkit_state *st = call->st;
+    PyObject *how = call->options->backward;         /* borrowed from options */
+    PyObject *loss = oomkit_result_loss(st, result); /* owned */
+    oomkit_tensor_facts facts;
+    PyObject *done; /* owned */
+
+    if (loss == NULL) {
+        if (!PyErr_Occurred()) {
+            oomkit_raise(st->SplitError,
+                         "auto_batch(backward=...) expected the step to return a loss "
+                         "(a tensor, a tuple with one, a mapping with "
+                         "'loss'), got %s",
+                         Py_TYPE(result)->tp_name);
+        }
+        return -1;
+    }
+    if (oomkit_tensor_facts_get(st, loss, 0, &facts) < 0) {
+        goto error;
+    }
+    if (facts.ndim != 0 && facts.bytes != 0 &&
+        PyObject_Size(loss) != 1) { /* one element is what backward() itself accepts */
+        PyObject *shape = PyObject_GetAttr(loss, st->str_shape); /* owned */
+        if (shape != NULL) {
+            oomkit_raise(
+                st->SplitError,
+                "auto_batch(backward=...) expected a scalar loss, got a tensor "
+                "of shape %S; return loss.mean() or loss.sum()",
+                shape);
+            Py_DECREF(shape);
+        }
+        goto error;
+    }
+    if (!facts.requires_grad) {
+        oomkit_raise(st->SplitError,
+                     "auto_batch(backward=...) expected a loss that requires grad, got "
+                     "one without: was it detached, or computed under no_grad()?");
+        goto error;
+    }
+    done = how == Py_True ? PyObject_CallMethodNoArgs(loss, st->str_backward)
+                          : PyObject_CallOneArg(how, loss);
+    Py_DECREF(loss);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+error:
+    Py_DECREF(loss);
+    return -1;
+}

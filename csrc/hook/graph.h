@@ -1,0 +1,47 @@
+/* Walking an autograd graph. */
+#ifndef OOMKIT_HOOK_GRAPH_H
+#define OOMKIT_HOOK_GRAPH_H
+
+#include "../py/state.h"
+
+/* What to do with a node that another one leads to, and the number of its output there
+ * (borrowed): 0 go on, else the answer. */
+typedef int (*oomkit_edge_visitor)(oomkit_state *st, PyObject *next, PyObject *number,
+                                   void *context);
+
+/* What to do at a node: 1 go on behind it, 0 do not, -1 with an exception. */
+typedef int (*oomkit_node_visitor)(oomkit_state *st, PyObject *node, void *context);
+
+/* graph_walk.c: every node once, one edge after another from the last to the first. 0
+ * or -1: SplitError where the graph is too deep. *leaves as in oomkit_roots_nodes. */
+int
+oomkit_graph_walk(oomkit_state *st, PyObject *roots, oomkit_node_visitor visit,
+                  void *context, int *leaves);
+
+#define OOMKIT_TOO_DEEP                                                                \
+    "so many operations follow one another in the graph of its backward() that "       \
+    "it could not be looked through for parameters that auto_batch did not find: "     \
+    "run backward() over fewer operations at once (fewer time steps, "                 \
+    "torch.utils.checkpoint)"
+
+/* Did a walk that failed end because the graph is too deep? Then its SplitError is
+ * dropped. */
+int
+oomkit_graph_too_deep(const oomkit_state *st);
+
+int
+oomkit_node_is_leaf(PyObject *node);
+/* The nodes of the roots (tensors; of a GradientEdge its node) into `work`. *leaves is
+ * set when a root is a leaf itself. 0 or -1. */
+int
+oomkit_roots_nodes(oomkit_state *st, PyObject *roots, PyObject *work, int *leaves);
+
+/* Every node that `node` leads to: 0, or what the visitor has answered first, or -1. */
+int
+oomkit_node_edges(oomkit_state *st, PyObject *node, oomkit_edge_visitor visit,
+                  void *context);
+/* Appends the nodes that `node` leads to. 0 or -1. */
+int
+oomkit_node_follow(oomkit_state *st, PyObject *node, PyObject *work);
+
+#endif

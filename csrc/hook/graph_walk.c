@@ -1,0 +1,303 @@
+/* Walking an autograd graph: every node once, as deep as is safe.
+ *
+ * torch frees a graph without recursion, but not one that was looked through: a node
+ * that has been a Python object keeps that object, and one such node frees the next
+ * from inside its own deallocation, some 200 bytes of stack for each. So a walk does
+ * not follow a chain for longer than the stack can take: it makes no more objects, and
+ * says so. */
+#define _GNU_SOURCE /* pthread_getattr_np */
+#include "graph.h"
+#include "../py/errors.h"
+#include "../py/tensor.h"
+
+#include <pthread.h>
+
+enum {
+    STACK_PER_NODE = 512, /* a chain that is refused may be twice as long */
+    STACK_LEAST = 64 << 10,
+    STACK_MOST = 8 << 20 /* whatever this thread has: another one may free the graph */
+};
+
+/* A node on the way from the roots to where the walk is. */
+typedef struct walk_frame {
+    PyObject *node; /* owned; NULL for the roots */
+    PyObject
+        *edges; /* owned tuple as in next_functions; of the roots a list of nodes */
+    Py_ssize_t next;   /* edges that are left: from the last to the first */
+    Py_ssize_t height; /* nodes of the longest chain that begins here, so far */
+} walk_frame;
+
+typedef struct graph_walk {
+    oomkit_state *st;
+    oomkit_node_visitor visit;
+    void *context;
+    PyObject
+        *seen; /* owned dict: node to height; keeps the nodes, hence their identity */
+    walk_frame *frames; /* the roots, then a chain of nodes */
+    Py_ssize_t count, room, limit;
+} graph_walk;
+
+/* Nodes that may follow one another. */
+static Py_ssize_t
+walk_limit(void)
+{
+    static _Thread_local Py_ssize_t limit;
+    size_t size = STACK_MOST;
+
+    if (limit == 0) {
+#ifdef __linux__
+        pthread_attr_t attributes;
+        void *lowest;
+        if (pthread_getattr_np(pthread_self(), &attributes) == 0) {
+            if (pthread_attr_getstack(&attributes, &lowest, &size) != 0) {
+                size = STACK_LEAST;
+            }
+            pthread_attr_destroy(&attributes);
+        }
+#endif
+        size = size < STACK_LEAST ? STACK_LEAST : size > STACK_MOST ? STACK_MOST : size;
+        limit = (Py_ssize_t)(size / STACK_PER_NODE);
+    }
+    return limit;
+}
+
+static int
+walk_refuse(const graph_walk *w)
+{
+    oomkit_raise(w->st->SplitError,
+                 "auto_batch cannot split this step: more than %zd operations follow "
+                 "one another in the graph of a backward(), and torch would crash when "
+                 "it frees a graph that deep after auto_batch has looked through it; "
+                 "run backward() over fewer operations at once (fewer time steps, "
+                 "torch.utils.checkpoint)",
+                 w->limit);
+    return -1;
+}
+
+int
+oomkit_graph_too_deep(const oomkit_state *st)
+{
+    if (PyErr_Occurred() == NULL || !PyErr_ExceptionMatches(st->SplitError)) {
+        return 0;
+    }
+    PyErr_Clear();
+    return 1;
+}
+
+/* One more frame; steals `edges`, which may be NULL after an error. 0 or -1. */
+static int
+walk_push(graph_walk *w, PyObject *node, PyObject *edges)
+{
+    walk_frame *frame;
+
+    if (edges != NULL && w->count == w->room) {
+        Py_ssize_t room = w->room * 2 + 32;
+        walk_frame *grown =
+            PyMem_Realloc(w->frames, (size_t)room * sizeof(*grown)); /* owned by w */
+        if (grown == NULL) {
+            Py_DECREF(edges);
+            PyErr_NoMemory();
+            return -1;
+        }
+        w->frames = grown;
+        w->room = room;
+    }
+    if (edges == NULL) {
+        return -1;
+    }
+    frame = &w->frames[w->count++];
+    frame->node = Py_XNewRef(node);
+    frame->edges = edges;
+    frame->next = PySequence_Fast_GET_SIZE(edges);
+    frame->height = 1;
+    return 0;
+}
+
+static int
+walk_note(const graph_walk *w, PyObject *node, Py_ssize_t height)
+{
+    PyObject *number = PyLong_FromSsize_t(height); /* owned */
+    int result = number == NULL ? -1 : PyDict_SetItem(w->seen, node, number);
+
+    Py_XDECREF(number);
+    return result;
+}
+
+/* Of the chain that ends with `height` nodes here: what is known of the last frame. 0
+ * or -1. */
+static int
+walk_reaches(const graph_walk *w, Py_ssize_t height)
+{
+    walk_frame *frame = &w->frames[w->count - 1];
+
+    if (w->count - 1 + height > w->limit) {
+        return walk_refuse(w);
+    }
+    frame->height = height + 1 > frame->height ? height + 1 : frame->height;
+    return 0;
+}
+
+/* A node that the last frame leads to. 0 or -1. */
+static int
+walk_enter(graph_walk *w, PyObject *node)
+{
+    PyObject *known = PyDict_GetItemWithError(w->seen, node); /* borrowed from seen */
+    PyObject *edges;                                          /* owned */
+    int on;
+
+    if (known != NULL) {
+        return walk_reaches(w, PyLong_AsSsize_t(known));
+    }
+    if (PyErr_Occurred() || walk_reaches(w, 1) < 0 || walk_note(w, node, 1) < 0) {
+        return -1;
+    }
+    on = w->visit(w->st, node, w->context);
+    if (on <= 0) {
+        return on;
+    }
+    edges = PyObject_GetAttr(node, w->st->str_next_functions);
+    if (edges != NULL && !PyTuple_Check(edges)) {
+        Py_SETREF(edges, Py_NewRef(w->st->empty_tuple));
+    }
+    return walk_push(w, node, edges);
+}
+
+/* The last frame is done: its height is known. 0 or -1. */
+static int
+walk_leave(graph_walk *w)
+{
+    walk_frame frame = w->frames[--w->count];
+    int result = 0;
+
+    if (frame.node != NULL && frame.height > 1) {
+        result = walk_note(w, frame.node, frame.height);
+        if (result == 0) {
+            result = walk_reaches(w, frame.height);
+        }
+    }
+    Py_XDECREF(frame.node);
+    Py_DECREF(frame.edges);
+    return result;
+}
+
+/* The node of an entry of a frame's edges. Borrowed; NULL for none. */
+static PyObject *
+walk_target(PyObject *edge)
+{
+    if (PyTuple_Check(edge)) {
+        edge = PyTuple_GET_SIZE(edge) == 2 ? PyTuple_GET_ITEM(edge, 0) : Py_None;
+    }
+    return edge == Py_None ? NULL : edge;
+}
+
+int
+oomkit_graph_walk(oomkit_state *st, PyObject *roots, oomkit_node_visitor visit,
+                  void *context, int *leaves)
+{
+    graph_walk w = {.st = st, .visit = visit, .context = context};
+    PyObject *list = PyList_New(0); /* owned, then by the first frame */
+    int result;
+
+    w.limit = walk_limit();
+    w.seen = PyDict_New();
+    if (list == NULL || w.seen == NULL ||
+        oomkit_roots_nodes(st, roots, list, leaves) < 0) {
+        Py_XDECREF(list);
+        Py_XDECREF(w.seen);
+        return -1;
+    }
+    result = walk_push(&w, NULL, list);
+    while (result == 0 && w.count > 0) {
+        walk_frame *frame = &w.frames[w.count - 1];
+        PyObject *node = NULL; /* borrowed from the frame */
+        while (node == NULL && frame->next > 0) {
+            frame->next--;
+            node = walk_target(PySequence_Fast_GET_ITEM(frame->edges, frame->next));
+        }
+        result = node == NULL ? walk_leave(&w) : walk_enter(&w, node);
+    }
+    while (w.count > 0) {
+        w.count--;
+        Py_XDECREF(w.frames[w.count].node);
+        Py_DECREF(w.frames[w.count].edges);
+    }
+    PyMem_Free(w.frames);
+    Py_DECREF(w.seen);
+    return result;
+}
+
+/* The nodes of the roots (tensors; of a GradientEdge its node) into `work`. *leaves is
+ * set when a root is a leaf itself. 0 or -1. */
+int
+oomkit_roots_nodes(oomkit_state *st, PyObject *roots, PyObject *work, int *leaves)
+{
+    PyObject *list, *node; /* owned */
+    Py_ssize_t i;
+    int result = 0;
+
+    list = oomkit_tensor_check(st, roots) ? PyTuple_Pack(1, roots)
+                                          : PySequence_Tuple(roots);
+    if (list == NULL) {
+        return -1;
+    }
+    for (i = 0; i < PyTuple_GET_SIZE(list) && result == 0; i++) {
+        PyObject *root = PyTuple_GET_ITEM(list, i); /* borrowed */
+        if (oomkit_tensor_check(st, root)) {
+            node = PyObject_GetAttr(root, st->str_grad_fn);
+        } else {
+            node = PySequence_GetItem(root, 0); /* GradientEdge(node, output_nr) */
+        }
+        if (node == NULL) {
+            result = -1;
+        } else if (node == Py_None) {
+            *leaves = 1;
+        } else {
+            result = PyList_Append(work, node);
+        }
+        Py_XDECREF(node);
+    }
+    Py_DECREF(list);
+    return result;
+}
+
+int
+oomkit_node_is_leaf(PyObject *node)
+{
+    const char *name = strrchr(Py_TYPE(node)->tp_name, '.');
+    name = name == NULL ? Py_TYPE(node)->tp_name : name + 1;
+    return strcmp(name, "AccumulateGrad") == 0;
+}
+
+int
+oomkit_node_edges(oomkit_state *st, PyObject *node, oomkit_edge_visitor visit,
+                  void *context)
+{
+    PyObject *edges = PyObject_GetAttr(node, st->str_next_functions); /* owned */
+    Py_ssize_t i;
+    int result = edges == NULL ? -1 : 0;
+
+    for (i = 0; result == 0 && PyTuple_Check(edges) && i < PyTuple_GET_SIZE(edges);
+         i++) {
+        PyObject *edge = PyTuple_GET_ITEM(edges, i); /* borrowed */
+        if (PyTuple_Check(edge) && PyTuple_GET_SIZE(edge) == 2 &&
+            PyTuple_GET_ITEM(edge, 0) != Py_None) {
+            result = visit(st, PyTuple_GET_ITEM(edge, 0), PyTuple_GET_ITEM(edge, 1),
+                           context);
+        }
+    }
+    Py_XDECREF(edges);
+    return result;
+}
+
+static int
+follow_edge(oomkit_state *Py_UNUSED(st), PyObject *next, PyObject *Py_UNUSED(number),
+            void *work)
+{
+    return PyList_Append(work, next);
+}
+
+int
+oomkit_node_follow(oomkit_state *st, PyObject *node, PyObject *work)
+{
+    return oomkit_node_edges(st, node, follow_edge, work);
+}

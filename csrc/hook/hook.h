@@ -1,0 +1,75 @@
+/* Where oomkit stands in torch's way: backwards, methods of participants, hooks. */
+#ifndef OOMKIT_HOOK_HOOK_H
+#define OOMKIT_HOOK_HOOK_H
+
+#include "../call/call_types.h"
+
+typedef struct oomkit_pending oomkit_pending;
+
+extern PyType_Spec oomkit_interceptor_spec, oomkit_backward_spec;
+
+/* --- backward.c --- */
+int
+oomkit_backward_install(oomkit_state *st);
+int
+oomkit_backward_nesting(void);
+/* How many that write to .grad this thread has begun. */
+uint64_t
+oomkit_backward_runs(void);
+/* Those outside every protected call. */
+int
+oomkit_backward_outside(void);
+int
+oomkit_backward_run(oomkit_call *call, PyObject *result);
+
+/* --- graph_free.c --- */
+/* Frees what the graph behind `roots` has saved, as a finished backward does. */
+int
+oomkit_graph_free(oomkit_state *st, PyObject *roots);
+
+/* --- install.c --- */
+int
+oomkit_intercept_install(oomkit_call *call);
+void
+oomkit_intercept_remove(oomkit_call *call);
+int
+oomkit_intercept_split(oomkit_call *call);
+/* A plain interceptor in a copy of a participant, until the call ends. New reference.
+ */
+PyObject *
+oomkit_intercept_copy(oomkit_call *call, PyObject *copy, PyObject *name);
+int
+oomkit_intercept_zero_grad(oomkit_call *call, Py_ssize_t r);
+
+/* --- nested.c --- */
+/* Backwards inside backwards */
+int
+oomkit_nested_any(void);
+/* Is this backward a custom Function's (reentrant checkpoint), no hook's? 1, 0, -1. */
+int
+oomkit_nested_is_functions(void);
+/* Is this thread one of the engine's, or its caller's, at work on a graph? */
+int
+oomkit_nested_in_engine(const oomkit_state *st);
+int
+oomkit_nested_refuse(oomkit_state *st, oomkit_call *call);
+void *
+oomkit_nested_enter(const oomkit_call *call);
+void
+oomkit_nested_leave(const oomkit_call *call, void *outer);
+
+/* --- step_arguments.c --- */
+/* Is argument i of step() a closure? */
+int
+oomkit_interceptor_is_closure(PyObject *const *args, Py_ssize_t positional,
+                              PyObject *kwnames, Py_ssize_t i);
+int
+oomkit_interceptor_has_closure(PyObject *const *args, size_t nargsf, PyObject *kwnames);
+
+/* --- torch_hooks.c --- */
+/* Has torch tell us when a module gains a parameter, a buffer or a child, when
+ * one is switched to training or back, and when an optimizer steps. 0 or -1. */
+int
+oomkit_watch_structure(oomkit_state *st);
+
+#endif

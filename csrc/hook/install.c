@@ -1,0 +1,388 @@
+/* Putting interceptors into the participants' instance dictionaries, and taking them
+ * out. */
+#include "hook.h"
+#include "../accum/accum.h"
+#include "../optim/optim.h"
+#include "../undo/undo.h"
+
+/* Room for one more entry, or NULL with MemoryError. */
+static oomkit_interception *
+intercept_room(oomkit_call *call)
+{
+    if (call->interception_count == call->interception_room) {
+        int room = call->interception_room == 0 ? 8 : call->interception_room * 2;
+        void *grown = PyMem_Realloc(call->interceptions,
+                                    (size_t)room * sizeof(*call->interceptions));
+        if (grown == NULL) {
+            PyErr_NoMemory();
+            return NULL;
+        }
+        call->interceptions = grown;
+        call->interception_room = room;
+    }
+    return &call->interceptions[call->interception_count];
+}
+
+/* Puts one interceptor into an instance's dictionary. */
+int
+oomkit_intercept_one(oomkit_call *call, PyObject *target, oomkit_owner_kind kind,
+                     PyObject *name)
+{
+    oomkit_interception *entry;
+    interceptor_object *self;
+    PyObject *dict = PyObject_GenericGetDict(target, NULL); /* owned, then by entry */
+    PyTypeObject *type = (PyTypeObject *)call->st->interceptor_type;
+
+    if (dict == NULL) {
+        return -1;
+    }
+    entry = intercept_room(call);
+    if (entry == NULL) {
+        Py_DECREF(dict);
+        return -1;
+    }
+    self = interceptor_CAST(type->tp_alloc(type, 0));
+    if (self == NULL) {
+        Py_DECREF(dict);
+        return -1;
+    }
+    self->call = call;
+    self->kind = kind;
+    self->vectorcall = oomkit_interceptor_call;
+    self->is_state_dict = name == call->st->str_state_dict;
+    self->target = Py_NewRef(target);
+    self->name = Py_NewRef(name);
+    self->original = Py_XNewRef(PyDict_GetItemWithError(dict, name));
+    if (self->original != NULL && Py_IS_TYPE(self->original, type)) {
+        /* Another thread's call has one there: what it stands for is what to put back.
+         */
+        Py_XSETREF(self->original,
+                   Py_XNewRef(interceptor_CAST(self->original)->original));
+    }
+    if ((self->original == NULL && PyErr_Occurred()) ||
+        PyDict_SetItem(dict, name, (PyObject *)self) < 0) {
+        Py_DECREF(self);
+        Py_DECREF(dict);
+        return -1;
+    }
+    entry->target = Py_NewRef(target);
+    entry->dict = dict;
+    entry->name = name;
+    entry->kind = kind;
+    entry->interceptor = (PyObject *)self;
+    call->interception_count++;
+    return 0;
+}
+
+PyObject *
+oomkit_intercept_copy(oomkit_call *call, PyObject *copy, PyObject *name)
+{
+    PyObject *interceptor; /* borrowed from the entry */
+
+    if (oomkit_intercept_one(call, copy, OOMKIT_OWNER_USER, name) < 0) {
+        return NULL;
+    }
+    interceptor = call->interceptions[call->interception_count - 1].interceptor;
+    interceptor_CAST(interceptor)->call = NULL; /* nothing of it is held back */
+    return Py_NewRef(interceptor);
+}
+
+static int
+intercept_owner(oomkit_call *call, PyObject *target, oomkit_owner_kind kind)
+{
+    oomkit_state *st = call->st;
+
+    switch (kind) {
+    case OOMKIT_OWNER_OPTIMIZER:
+        return oomkit_intercept_one(call, target, kind, st->str_step);
+    case OOMKIT_OWNER_SCHEDULER:
+        return oomkit_intercept_one(call, target, kind, st->str_step) < 0 ||
+                       oomkit_intercept_one(call, target, kind, st->str_state_dict) < 0
+                   ? -1
+                   : 0;
+    case OOMKIT_OWNER_SCALER:
+        return oomkit_intercept_one(call, target, kind, st->str_step) < 0 ||
+                       oomkit_intercept_one(call, target, kind, st->str_update) < 0 ||
+                       oomkit_intercept_one(call, target, kind, st->str_unscale) < 0
+                   ? -1
+                   : 0;
+    case OOMKIT_OWNER_AVERAGED:
+        return oomkit_intercept_one(call, target, kind, st->str_update_parameters);
+    default:
+        return 0;
+    }
+}
+
+/* At entry of a call. What could be installed before an error is taken out by remove.
+ */
+int
+oomkit_intercept_install(oomkit_call *call)
+{
+    oomkit_participants *parts = call->parts;
+    Py_ssize_t i;
+
+    for (i = 0; i < parts->owner_count; i++) {
+        int result;
+        PyObject *target; /* owned */
+        if (parts->owners[i].kind >= OOMKIT_OWNER_GENERATOR) {
+            continue;
+        }
+        target = oomkit_reference_get(parts->owners[i].ref);
+        if (target == NULL) {
+            continue;
+        }
+        result = intercept_owner(call, target, parts->owners[i].kind);
+        Py_DECREF(target);
+        if (result < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Puts back what stood there. Keeps the exception in flight. An entry that the step
+ * itself replaced meanwhile (a scheduler made inside it) is left alone. */
+void
+oomkit_intercept_remove(oomkit_call *call)
+{
+    int i = call->interception_count;
+    PyObject *exception; /* owned, given back */
+
+    if (call->interceptions == NULL) {
+        return;
+    }
+    exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;
+    while (i-- > 0) {
+        oomkit_interception *entry = &call->interceptions[i];
+        interceptor_object *self = interceptor_CAST(entry->interceptor);
+        int failed = 0;
+
+        self->call = NULL;
+        if (PyDict_GetItemWithError(entry->dict, entry->name) == entry->interceptor) {
+            failed = self->original != NULL
+                         ? PyDict_SetItem(entry->dict, entry->name, self->original)
+                         : PyDict_DelItem(entry->dict, entry->name);
+        }
+        if (failed < 0) {
+            PyErr_WriteUnraisable(entry->target);
+        }
+        if (Py_REFCNT(self) ==
+            1) { /* else somebody kept it: it goes on as the original */
+            oomkit_interceptor_clear((PyObject *)self);
+        }
+        Py_CLEAR(entry->interceptor);
+        Py_CLEAR(entry->dict);
+        Py_CLEAR(entry->target);
+    }
+    PyMem_Free(call->interceptions);
+    call->interceptions = NULL;
+    call->interception_count = call->interception_room = 0;
+    if (exception != NULL) {
+        oomkit_exception_give(exception);
+    }
+}
+
+/* --- while the call is split --- */
+
+static int
+is_intercepted(const oomkit_call *call, const PyObject *target)
+{
+    int i;
+    for (i = 0; i < call->interception_count; i++) {
+        if (call->interceptions[i].target == target) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* A scheduler of an intercepted optimizer, or an averaged model, that the search did
+ * not find (kept in a list, bound to a default argument): 1, 0 or -1. */
+static int
+is_hidden(oomkit_call *call, PyObject *object)
+{
+    oomkit_state *st = call->st;
+    PyObject *optimizer; /* owned */
+    int hidden;
+
+    if (st->AveragedModel != NULL &&
+        PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)st->AveragedModel)) {
+        return !is_intercepted(call, object);
+    }
+    if (!PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)st->LRScheduler) ||
+        is_intercepted(call, object)) {
+        return 0;
+    }
+    optimizer = PyObject_GetAttr(object, st->str_optimizer);
+    if (optimizer == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return -1;
+        }
+        PyErr_Clear(); /* one of somebody's own, or half made */
+        return 0;
+    }
+    hidden = is_intercepted(call, optimizer);
+    Py_DECREF(optimizer);
+    return hidden;
+}
+
+/* Was a scheduler ever made for one of the intercepted optimizers? Each one wraps the
+ * optimizer's step() and marks the wrapper. 1, 0 or -1. */
+static int
+has_scheduler(const oomkit_call *call)
+{
+    int i;
+    for (i = 0; i < call->interception_count; i++) {
+        const interceptor_object *self =
+            interceptor_CAST(call->interceptions[i].interceptor);
+        int has = 0;
+        if (self->kind == OOMKIT_OWNER_OPTIMIZER && self->original != NULL) {
+            has = oomkit_has_attribute_string(self->original, "_wrapped_by_lr_sched");
+        }
+        if (has != 0) {
+            return has;
+        }
+    }
+    return 0;
+}
+
+/* Looks through everything the collector knows, once per list of participants, for
+ * schedulers that would step once per micro-batch. Only ever done before a split. */
+static int
+intercept_hidden(oomkit_call *call)
+{
+    PyObject *objects; /* owned */
+    Py_ssize_t i;
+    int result = call->parts->looked_for_hidden ? 0 : has_scheduler(call);
+
+    if (result <= 0) {
+        return result;
+    }
+    result = 0;
+    objects = PyObject_CallNoArgs(call->st->gc_get_objects);
+    if (objects == NULL) {
+        return -1;
+    }
+    for (i = 0; i < PyList_GET_SIZE(objects) && result >= 0; i++) {
+        PyObject *object = PyList_GET_ITEM(objects, i); /* borrowed */
+        result = is_hidden(call, object);
+        if (result == 1) {
+            oomkit_owner_kind kind =
+                PyObject_TypeCheck(object, (PyTypeObject *)call->st->LRScheduler)
+                    ? OOMKIT_OWNER_SCHEDULER
+                    : OOMKIT_OWNER_AVERAGED;
+            result = oomkit_participants_add_hidden(call->parts, object, kind);
+            if (result >= 0) {
+                result = intercept_owner(call, object, kind);
+            }
+        }
+    }
+    Py_DECREF(objects);
+    call->parts->looked_for_hidden = result >= 0;
+    return result < 0 ? -1 : 0;
+}
+
+int
+oomkit_intercept_zero_grad_begins(PyObject *module)
+{
+    oomkit_call *call = oomkit_call_current();
+
+    if (call == NULL || !call->split_intercepted || call->backwards == 0 ||
+        !oomkit_call_has_module(call, module)) {
+        return 0;
+    }
+    return oomkit_clear_note(call, module);
+}
+
+/* Does zero_grad() of this module lead to our function in the class? *last (borrowed,
+ * compared alone) is the type that did so last. 1, 0 or -1. */
+static int
+zero_grad_is_watched(const oomkit_state *st, PyObject *module, PyTypeObject **last)
+{
+    PyObject *method, *dict; /* owned */
+    int watched = 1;
+
+    if (Py_TYPE(module) != *last) {
+        method = PyObject_GetAttr((PyObject *)Py_TYPE(module), st->str_zero_grad);
+        if (method == NULL) {
+            return -1;
+        }
+        watched = method == st->zero_grad_hook;
+        Py_DECREF(method);
+        *last = watched ? Py_TYPE(module) : NULL;
+    }
+    dict = watched ? PyObject_GenericGetDict(module, NULL) : NULL;
+    if (dict != NULL) {
+        watched = PyDict_GetItemWithError(dict, st->str_zero_grad) == NULL;
+        Py_DECREF(dict);
+    }
+    return PyErr_Occurred() ? -1 : watched;
+}
+
+/* zero_grad() of optimizers, and of modules that have one of their own, to see one
+ * between two backwards; of the roots from number `r` on. */
+int
+oomkit_intercept_zero_grad(oomkit_call *call, Py_ssize_t r)
+{
+    int i, count = r > 0 ? 0 : call->interception_count;
+    PyObject *roots = call->parts->roots; /* borrowed */
+    PyTypeObject *last = NULL;
+
+    for (i = 0; i < count; i++) {
+        if (call->interceptions[i].kind == OOMKIT_OWNER_OPTIMIZER &&
+            oomkit_intercept_one(call, call->interceptions[i].target, OOMKIT_OWNER_USER,
+                                 call->st->str_zero_grad) < 0) {
+            return -1;
+        }
+    }
+    for (; roots != NULL && r < PyList_GET_SIZE(roots); r++) {
+        PyObject *root = oomkit_reference_get(PyList_GET_ITEM(roots, r)); /* owned */
+        int result = 0;
+        if (root != NULL &&
+            PyObject_TypeCheck(root, (PyTypeObject *)call->st->Module)) {
+            result = zero_grad_is_watched(call->st, root, &last);
+        }
+        if (result == 0 && root != NULL &&
+            PyObject_TypeCheck(root, (PyTypeObject *)call->st->Module)) {
+            result = oomkit_intercept_one(call, root, OOMKIT_OWNER_USER,
+                                          call->st->str_zero_grad);
+        }
+        Py_XDECREF(root);
+        if (result < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Before the first split attempt of a call. 0 or -1. */
+int
+oomkit_intercept_split(oomkit_call *call)
+{
+    if (call->split_intercepted) {
+        return 0;
+    }
+    call->split_intercepted = 1;
+    if (!call->st->withheld_ready) {
+        PyObject *done = PyObject_CallNoArgs(call->st->accept_no_gradients); /* owned */
+        if (done == NULL) {
+            return -1;
+        }
+        Py_DECREF(done);
+        Py_XSETREF(call->st->plain_zero_grad,
+                   PyObject_CallNoArgs(call->st->find_zero_grad));
+        if (call->st->plain_zero_grad == NULL) {
+            return -1;
+        }
+        Py_XSETREF(call->st->zero_grad_hook, /* last: it changes torch, once */
+                   PyObject_CallNoArgs(call->st->watch_zero_grad));
+        if (call->st->zero_grad_hook == NULL) {
+            return -1;
+        }
+        call->st->withheld_ready = 1;
+    }
+    return intercept_hidden(call) < 0 || oomkit_accelerate_split(call) < 0 ||
+                   oomkit_intercept_zero_grad(call, 0) < 0
+               ? -1
+               : 0;
+}

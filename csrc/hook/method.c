@@ -1,0 +1,493 @@
+/* Interception of the participants' own methods, on the instance, while a call runs.
+ *
+ * optimizer.step, scheduler.step, scaler.step / update / unscale_ and
+ * AveragedModel.update_parameters stand as attributes of our own in the instance
+ * dictionaries from entry to exit. In every micro-batch but the last they do nothing;
+ * in the last (or only) one they run, and what they move is known. A scheduler keeps
+ * its wrapper of optimizer.step in the same place: it is saved and put back. */
+#include "hook.h"
+#include "step_arguments.h"
+#include "../accum/accum.h"
+#include "../optim/optim.h"
+#include "../optim/optimizer_extras.h"
+#include "../optim/step_attributes.h"
+#include "../py/modes.h"
+#include "../sizes/sizes.h"
+#include "../undo/parameters.h"
+#include "../undo/undo.h"
+
+#include <structmember.h>
+
+PyObject *
+oomkit_interceptor_original(interceptor_object *self, PyObject *const *args,
+                            size_t nargsf, PyObject *kwnames)
+{
+    Py_ssize_t n = PyVectorcall_NARGS(nargsf);
+    Py_ssize_t total = n + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
+    PyObject *small[8];
+    PyObject **vector = small;
+    PyObject *method, *result; /* owned */
+
+    if (self->original != NULL) {
+        return PyObject_Vectorcall(self->original, args, nargsf, kwnames);
+    }
+    method = PyObject_GetAttr((PyObject *)Py_TYPE(self->target), self->name);
+    if (method == NULL) {
+        return NULL;
+    }
+    if (total + 1 > 8) {
+        vector = PyMem_Malloc((size_t)(total + 1) * sizeof(PyObject *));
+        if (vector == NULL) {
+            Py_DECREF(method);
+            return PyErr_NoMemory();
+        }
+    }
+    vector[0] = self->target;
+    memcpy(vector + 1, args, (size_t)total * sizeof(PyObject *));
+    result = PyObject_Vectorcall(method, vector, (size_t)n + 1, kwnames);
+    if (vector != small) {
+        PyMem_Free(vector);
+    }
+    Py_DECREF(method);
+    return result;
+}
+
+/* torch's own optimizers change tensors in place, which bumps versions. Others may
+ * write through `.data`, which does not: what they did cannot be seen. */
+static int
+interceptor_versions_tell(const interceptor_object *self)
+{
+    PyObject *module = PyObject_GetAttrString((PyObject *)Py_TYPE(self->target),
+                                              "__module__"); /* owned */
+    const char *name =
+        module != NULL && PyUnicode_Check(module) ? PyUnicode_AsUTF8(module) : NULL;
+    int tell = name != NULL && strncmp(name, "torch.optim", 11) == 0;
+
+    Py_XDECREF(module);
+    if (PyErr_Occurred()) {
+        oomkit_error_dismiss(); /* an unreadable name is not torch's */
+    }
+    return tell;
+}
+
+/* 1 something moved, 0 nothing did (what was replaced is put back), -1 error. */
+static int
+interceptor_moved(interceptor_object *self, int index, PyObject *exception)
+{
+    oomkit_call *call = self->call;
+    int moved = oomkit_optimizer_moved(call, index);
+
+    if (moved == 0 && !interceptor_versions_tell(self)) {
+        return 1;
+    }
+    if (moved == 0) {
+        moved = oomkit_optimizer_is_foreach(call, index);
+        if (moved == 1) {
+            moved = !oomkit_optimizer_failed_in_init(call->st, exception);
+        }
+    }
+    if (moved != 0) {
+        return moved;
+    }
+    return oomkit_optimizer_undo(call, index);
+}
+
+/* Everything the optimizer did is put back from the copies. 0 or -1. */
+static int
+interceptor_restore(oomkit_call *call, int index)
+{
+    int result, mode = oomkit_grad_mode_off(call->st);
+    if (mode < 0) {
+        return -1;
+    }
+    result = oomkit_optimizer_restore_copy(call, index);
+    return oomkit_grad_mode_back(call->st, mode, result);
+}
+
+/* The OOM in flight came out of an optimizer's step(). NULL without an exception asks
+ * for one retry of the call (nothing had moved); otherwise NULL with the exception to
+ * raise. */
+static PyObject *
+interceptor_after_oom(interceptor_object *self, int index, int may_retry)
+{
+    oomkit_call *call = self->call;
+    oomkit_state *st = call->st;
+    PyObject *exception = oomkit_exception_take(); /* owned, then stolen */
+    PyObject *handled; /* owned: what the step is handling */
+    int moved;
+
+    if (call->options->optimizer_copy) {
+        if (interceptor_restore(call, index) < 0) {
+            Py_XDECREF(exception);
+            return NULL;
+        }
+        if (oomkit_beside_unknown(call, index) != NULL) {
+            return oomkit_beside_raise(call, index, exception);
+        }
+        oomkit_exception_give(exception); /* all is as before: the call is replayed */
+        return NULL;
+    }
+    moved = interceptor_moved(self, index, exception);
+    if (moved < 0) {
+        Py_XDECREF(exception);
+        return NULL;
+    }
+    if (moved == 0 && !may_retry) {
+        oomkit_exception_give(exception);
+        return NULL;
+    }
+    handled = PyErr_GetHandledException();
+    oomkit_exception_drop(st, exception, handled);
+    Py_XDECREF(handled);
+    if (moved == 1) {
+        call->raised = 1;
+        return oomkit_raise(
+            st->PartialUpdate,
+            "%s.step() ran out of memory after it had changed a parameter or its "
+            "state: "
+            "the update is half done and cannot be taken back; restore a checkpoint, "
+            "or "
+            "pass optimizer_safety=\"copy\" to auto_batch; fused=True makes such "
+            "failures rarer",
+            Py_TYPE(self->target)->tp_name);
+    }
+    /* An error of it is in flight. */
+    (void)oomkit_device_empty_cache(st, oomkit_engine_device_of_failure(call));
+    return NULL;
+}
+
+/* Its attributes go back when the outermost step() that it is part of has been left. */
+static void
+interceptor_step_failed(const interceptor_object *self)
+{
+    self->call->step_failed = 1;
+    self->call->failed_step = self->target;
+}
+
+/* One that works after it has failed keeps what it has set. */
+static void
+interceptor_step_worked(const interceptor_object *self)
+{
+    if (self->call->failed_step == self->target) {
+        self->call->failed_step = NULL;
+    }
+}
+
+/* A step() whose closure ran a backward is neither split nor retried. Steals `result`.
+ */
+static PyObject *
+interceptor_computed(interceptor_object *self, int index, PyObject *result)
+{
+    oomkit_call *call = self->call;
+
+    call->refusal = OOMKIT_CLOSURE_REFUSAL;
+    if (result != NULL) {
+        call->committed = 1;
+        call->updates++;
+        interceptor_step_worked(self);
+    } else if (oomkit_exception_is_oom(call->st)) {
+        PyObject *exception = oomkit_exception_take(); /* owned, given back */
+        interceptor_step_failed(self);
+        if (call->options->optimizer_copy && interceptor_restore(call, index) < 0) {
+            Py_DECREF(exception);
+            return NULL;
+        }
+        oomkit_exception_give(exception);
+    }
+    return result;
+}
+
+/* The step() itself. */
+static PyObject *
+interceptor_run(interceptor_object *self, int closure, PyObject *const *args,
+                size_t nargsf, PyObject *kwnames)
+{
+    oomkit_call *call = self->call;
+    int phase = oomkit_phase_set(call->st, OOMKIT_PHASE_OPTIMIZER);
+    int outer = call->closure;
+    PyObject *result; /* owned */
+
+    call->closure = closure && call->split;
+    result = oomkit_interceptor_original(self, args, nargsf, kwnames);
+    call->closure = outer;
+    oomkit_phase_set(call->st, phase);
+    call->raised |= result == NULL && closure && call->split &&
+                    PyErr_ExceptionMatches(call->st->SplitError);
+    return result;
+}
+
+/* optimizer.step() for real: marked, predicted, and retried once if nothing moved. A
+ * closure without a backward before it computes the gradients. */
+static PyObject *
+interceptor_step(interceptor_object *self, PyObject *const *args, size_t nargsf,
+                 PyObject *kwnames)
+{
+    oomkit_call *call = self->call;
+    PyObject *result; /* owned */
+    int closure = oomkit_interceptor_has_closure(args, nargsf, kwnames);
+    int computes = closure && call->backwards == 0, index, attempt;
+    uint64_t runs = oomkit_backward_runs();
+
+    call->refusal = computes ? OOMKIT_CLOSURE_REFUSAL : call->refusal;
+    if (oomkit_optimizer_mark_take(call, self->target, &index) < 0 ||
+        (!computes && oomkit_predict_update(call, self->target) < 0) ||
+        (call->options->optimizer_copy &&
+         (oomkit_optimizer_copy(call, index) < 0 || oomkit_pristine_rest(call) < 0))) {
+        return NULL;
+    }
+    if (computes) {
+        return interceptor_computed(
+            self, index, oomkit_interceptor_original(self, args, nargsf, kwnames));
+    }
+    oomkit_phase_optimizer(call);
+    for (attempt = 0;; attempt++) {
+        result = interceptor_run(self, closure, args, nargsf, kwnames);
+        if (closure && oomkit_backward_runs() != runs) {
+            return interceptor_computed(self, index, result);
+        }
+        call->updates += result != NULL;
+        if (result != NULL) {
+            interceptor_step_worked(self);
+        }
+        if (result != NULL && !interceptor_versions_tell(self)) {
+            call->committed = 1;
+        }
+        if (result != NULL || !oomkit_exception_is_oom(call->st)) {
+            return result;
+        }
+        call->ooms++;
+        result = interceptor_after_oom(self, index, attempt == 0 && !closure);
+        if (PyErr_Occurred()) {
+            interceptor_step_failed(self);
+            return NULL;
+        }
+    }
+}
+
+/* The same, with the arguments of the whole batch. */
+static PyObject *
+interceptor_optimizer(interceptor_object *self, PyObject *const *args, size_t nargsf,
+                      PyObject *kwnames)
+{
+    Py_ssize_t n = PyVectorcall_NARGS(nargsf);
+    PyObject *given, *result; /* owned */
+
+    if (!self->call->split || self->call->intercept_depth > 1 ||
+        (n == 0 && kwnames == NULL)) {
+        return interceptor_step(self, args, nargsf, kwnames);
+    }
+    given = oomkit_given_settle(self, args, n, kwnames);
+    if (given == NULL) {
+        return NULL;
+    }
+    result =
+        interceptor_step(self, ((PyTupleObject *)given)->ob_item, (size_t)n, kwnames);
+    Py_DECREF(given);
+    return result;
+}
+
+/* What is not an optimizer: a scheduler or update() moves on for good when it returns.
+ */
+static PyObject *
+interceptor_other(interceptor_object *self, PyObject *const *args, size_t nargsf,
+                  PyObject *kwnames)
+{
+    oomkit_call *call = self->call;
+    PyObject *stepped = /* borrowed */
+        self->kind == OOMKIT_OWNER_SCHEDULER
+            ? self->target
+            : oomkit_interceptor_optimizer(self, args, nargsf, kwnames);
+    PyObject *result; /* owned */
+
+    if ((self->kind == OOMKIT_OWNER_SCALER &&
+         oomkit_scaler_mark(call, self->target) < 0) ||
+        (stepped != NULL && oomkit_attributes_mark(call, stepped) < 0)) {
+        return NULL;
+    }
+    if (call->options->optimizer_copy &&
+        (oomkit_owner_copy(call, self->target) < 0 || oomkit_pristine_rest(call) < 0)) {
+        return NULL;
+    }
+    if (call->split && self->name == call->st->str_update &&
+        oomkit_course_scale_note(call, self->target) < 0) {
+        return NULL;
+    }
+    result = oomkit_interceptor_original(self, args, nargsf, kwnames);
+    if (result != NULL &&
+        (self->kind == OOMKIT_OWNER_SCHEDULER || self->kind == OOMKIT_OWNER_AVERAGED ||
+         self->name == call->st->str_update)) {
+        call->committed = 1;
+    }
+    return result;
+}
+
+/* A scheduler's call. Its arguments are those of the whole batch, once it is the one
+ * real call of a split call. */
+static PyObject *
+interceptor_scheduler(interceptor_object *self, PyObject *const *args, size_t nargsf,
+                      PyObject *kwnames)
+{
+    oomkit_call *call = self->call;
+    Py_ssize_t n = PyVectorcall_NARGS(nargsf), at = 0;
+    Py_ssize_t total = n + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
+    PyObject *mean = NULL, *result; /* owned */
+    PyObject **vector;
+    int state = 0;
+
+    if (call->split && call->intercept_depth == 1) {
+        state = oomkit_metrics_settle(call, self->target, args, n, kwnames, &mean, &at);
+    }
+    if (state <= 0) {
+        return state < 0 ? NULL : interceptor_other(self, args, nargsf, kwnames);
+    }
+    vector = PyMem_Malloc((size_t)total * sizeof(PyObject *));
+    if (vector == NULL) {
+        Py_DECREF(mean);
+        return PyErr_NoMemory();
+    }
+    memcpy(vector, args, (size_t)total * sizeof(PyObject *));
+    vector[at] = mean;
+    result = interceptor_other(self, vector, (size_t)n, kwnames);
+    PyMem_Free(vector);
+    Py_DECREF(mean);
+    return result;
+}
+
+PyObject *
+oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
+                        PyObject *kwnames)
+{
+    interceptor_object *self = interceptor_CAST(op);
+    oomkit_call *call = self->call;
+    PyObject *result; /* owned */
+
+    if (self->kind == OOMKIT_OWNER_USER) { /* zero_grad */
+        return oomkit_interceptor_clears(self, args, nargsf, kwnames);
+    }
+    if (self->is_state_dict) {
+        return oomkit_interceptor_state_dict(self, args, nargsf, kwnames);
+    }
+    if (call == NULL || call != oomkit_call_current()) {
+        return oomkit_interceptor_original(self, args, nargsf, kwnames);
+    }
+    if (call->losses.verification != NULL) {
+        Py_RETURN_NONE;
+    }
+    if (self->kind == OOMKIT_OWNER_ACCELERATOR) {
+        int counts = call->split ? oomkit_accelerator_counts(self) : 1;
+        return counts < 0    ? NULL
+               : counts == 0 ? Py_NewRef(Py_None)
+                             : oomkit_interceptor_original(self, args, nargsf, kwnames);
+    }
+    if (call->split && call->intercept_depth == 0) {
+        int held = oomkit_interceptor_hold(self, args, nargsf, kwnames);
+        if (held != 0) {
+            return held < 0 ? NULL : Py_NewRef(Py_None);
+        }
+    }
+    call->intercept_depth++;
+    Py_INCREF(op); /* the method may take us out of the instance */
+    result = self->kind == OOMKIT_OWNER_OPTIMIZER
+                 ? interceptor_optimizer(self, args, nargsf, kwnames)
+             : self->kind == OOMKIT_OWNER_SCHEDULER
+                 ? interceptor_scheduler(self, args, nargsf, kwnames)
+                 : interceptor_other(self, args, nargsf, kwnames);
+    call->intercept_depth--;
+    if (call->intercept_depth == 0) {
+        if (result == NULL) {
+            oomkit_attributes_undo(call);
+        }
+        call->failed_step = NULL;
+    }
+    Py_DECREF(op);
+    return result;
+}
+
+/* Attributes are those of what stood there before: schedulers ask for some. */
+static PyObject *
+interceptor_getattro(PyObject *op, PyObject *name)
+{
+    interceptor_object *self = interceptor_CAST(op);
+    PyObject *method, *result; /* owned */
+    int own = PyUnicode_CompareWithASCIIString(name, "__deepcopy__") == 0 ||
+              PyUnicode_CompareWithASCIIString(name, "__reduce_ex__") == 0;
+
+    if (self->original != NULL && !own) {
+        return PyObject_GetAttr(self->original, name);
+    }
+    if (self->target == NULL || own) {
+        return PyObject_GenericGetAttr(op, name);
+    }
+    method = PyObject_GetAttr((PyObject *)Py_TYPE(self->target), self->name);
+    if (method != NULL && PyFunction_Check(method)) {
+        Py_SETREF(method, PyMethod_New(method, self->target));
+    }
+    if (method == NULL) {
+        return NULL;
+    }
+    result = PyObject_GetAttr(method, name);
+    Py_DECREF(method);
+    return result;
+}
+
+static int
+interceptor_traverse(PyObject *op, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(op));
+    Py_VISIT(interceptor_CAST(op)->target);
+    Py_VISIT(interceptor_CAST(op)->original);
+    return 0;
+}
+
+int
+oomkit_interceptor_clear(PyObject *op)
+{
+    Py_CLEAR(interceptor_CAST(op)->target);
+    Py_CLEAR(interceptor_CAST(op)->original);
+    return 0;
+}
+
+static void
+interceptor_dealloc(PyObject *op)
+{
+    PyTypeObject *tp = Py_TYPE(op);
+    PyObject_GC_UnTrack(op);
+    if (interceptor_CAST(op)->weakrefs != NULL) {
+        PyObject_ClearWeakRefs(op);
+    }
+    oomkit_interceptor_clear(op);
+    Py_CLEAR(interceptor_CAST(op)->name);
+    tp->tp_free(op);
+    Py_DECREF(tp);
+}
+
+static PyMethodDef interceptor_methods[] = {
+    {"__deepcopy__", oomkit_interceptor_deepcopy, METH_O,
+     "__deepcopy__(memo)\n--\n\nThe plain method of the copy."},
+    {"__reduce_ex__", oomkit_interceptor_reduce, METH_O,
+     "__reduce_ex__(protocol)\n--\n\nThe plain method."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef interceptor_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(interceptor_object, vectorcall),
+     READONLY, NULL},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(interceptor_object, weakrefs), READONLY,
+     NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot interceptor_slots[] = {
+    {Py_tp_dealloc, interceptor_dealloc},    {Py_tp_traverse, interceptor_traverse},
+    {Py_tp_clear, oomkit_interceptor_clear}, {Py_tp_getattro, interceptor_getattro},
+    {Py_tp_call, PyVectorcall_Call},         {Py_tp_methods, interceptor_methods},
+    {Py_tp_members, interceptor_members},    {0, NULL},
+};
+
+PyType_Spec oomkit_interceptor_spec = {
+    .name = "oomkit._C._Interceptor",
+    .basicsize = sizeof(interceptor_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
+             Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = interceptor_slots,
+};

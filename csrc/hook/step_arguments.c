@@ -1,0 +1,134 @@
+/* An optimizer that is given the loss (Polyak's step) gets that of the whole batch: the
+ * mean with the weights of the micro-batches, or their sum. What is of one micro-batch
+ * alone, and cannot be put together, is refused before the update. A closure is called
+ * in the last micro-batch only: one that runs the model is refused (held_update.c,
+ * stale_forward.c, backward.c), and so is one that returns a loss, which would be a
+ * part's. */
+#include "hook.h"
+#include "step_arguments.h"
+#include "../optim/optim.h"
+#include "../py/frames.h"
+#include "../py/tensor.h"
+
+/* SplitError with the line. -1 always. */
+static int
+given_refuse(interceptor_object *self, PyObject *argument, const char *why)
+{
+    PyObject *where = oomkit_course_where(); /* owned */
+
+    if (where != NULL) {
+        self->call->raised = 1;
+        oomkit_raise(self->call->st->SplitError,
+                     "auto_batch cannot split this step: %s.step() at %U is given an "
+                     "argument of type %s, %s; compute it outside the decorated step",
+                     Py_TYPE(self->target)->tp_name, where, Py_TYPE(argument)->tp_name,
+                     why);
+        Py_DECREF(where);
+    }
+    return -1;
+}
+
+/* One argument that is no number. 0, or -1 with SplitError. */
+static int
+given_check(interceptor_object *self, PyObject *argument)
+{
+    oomkit_state *st = self->call->st;
+    int has_parts = PyList_Check(argument) || PyTuple_Check(argument) ||
+                    PyDict_Check(argument) || oomkit_tensor_check(st, argument) ||
+                    PyObject_CheckBuffer(argument);
+
+    if (!has_parts || PyBytes_Check(argument)) {
+        return 0;
+    }
+    return given_refuse(self, argument,
+                        "which is of one micro-batch: what it is of the whole batch "
+                        "cannot be known");
+}
+
+int
+oomkit_given_note(interceptor_object *self, PyObject *const *args,
+                  Py_ssize_t positional, PyObject *kwnames)
+{
+    oomkit_call *call = self->call;
+    Py_ssize_t i, n = positional + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
+
+    for (i = 0; i < n; i++) {
+        double value;
+        int number = oomkit_metric_number(call->st, args[i], &value);
+        if (number < 0 || (number == 0 && given_check(self, args[i]) < 0)) {
+            return -1;
+        }
+        if (number == 1 && PyLong_Check(args[i]) && !PyBool_Check(args[i]) &&
+            value == (double)call->slices[call->slice_index].length) {
+            return given_refuse(self, args[i],
+                                "which is the number of rows of the micro-batch, not "
+                                "of the batch");
+        }
+    }
+    return n == 0 ? 0
+                  : oomkit_metrics_note(call, self->target, args, positional, kwnames);
+}
+
+/* The closure, so that what it returns is looked at. New reference or NULL. */
+static PyObject *
+given_closure(interceptor_object *self, PyObject *closure)
+{
+    return PyObject_CallFunction(self->call->st->silent_closure, "Os", closure,
+                                 Py_TYPE(self->target)->tp_name);
+}
+
+PyObject *
+oomkit_given_settle(interceptor_object *self, PyObject *const *args,
+                    Py_ssize_t positional, PyObject *kwnames)
+{
+    Py_ssize_t i, at = -1;
+    Py_ssize_t n = positional + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
+    PyObject *mean = NULL, *result; /* owned */
+    int state = oomkit_metrics_settle(self->call, self->target, args, positional,
+                                      kwnames, &mean, &at);
+
+    if (state < 0) {
+        return NULL;
+    }
+    result = PyTuple_New(n);
+    for (i = 0; result != NULL && i < n; i++) {
+        PyObject *value = state == 1 && i == at ? Py_NewRef(mean) /* owned, stolen */
+                          : oomkit_interceptor_is_closure(args, positional, kwnames, i)
+                              ? given_closure(self, args[i])
+                              : Py_NewRef(args[i]);
+        if (value == NULL) {
+            Py_CLEAR(result);
+            break;
+        }
+        PyTuple_SET_ITEM(result, i, value);
+    }
+    Py_XDECREF(mean);
+    return result;
+}
+
+int
+oomkit_interceptor_is_closure(PyObject *const *args, Py_ssize_t positional,
+                              PyObject *kwnames, Py_ssize_t i)
+{
+    if (i < positional) {
+        return i == 0 && PyCallable_Check(args[0]);
+    }
+    return args[i] != Py_None &&
+           PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(kwnames, i - positional),
+                                            "closure") == 0;
+}
+
+/* Is step() handed a closure, by position or by name? */
+int
+oomkit_interceptor_has_closure(PyObject *const *args, size_t nargsf, PyObject *kwnames)
+{
+    Py_ssize_t i, n = PyVectorcall_NARGS(nargsf);
+    Py_ssize_t total = n + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
+
+    for (i = 0; i < total; i++) {
+        if (oomkit_interceptor_is_closure(args, n, kwnames, i)) {
+            return 1;
+        }
+    }
+    return 0;
+}

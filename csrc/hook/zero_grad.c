@@ -1,0 +1,154 @@
+/* zero_grad() of an optimizer, or of a module that has one of its own, in a split call.
+ *
+ * It is noted where it comes after a backward (clear_between.c). And
+ * torch's own, of an optimizer that has no gradient at all, changes nothing; a step
+ * calls it in every micro-batch, where the sum so far is kept elsewhere. The first one
+ * in a call runs, for torch completes an unpickled optimizer there, and a profile shows
+ * it; the later ones are left out while that holds: most of what one costs is the
+ * profiler's mark, some 30 us. */
+#include "../accum/accum.h"
+#include "../undo/undo.h"
+
+enum { CLEARING_CHUNK = 64 };
+
+/* Has none of these plain tensors a gradient? 1, 0 or -1. */
+static int
+clearing_is_none(const oomkit_state *st, PyObject *const *params, Py_ssize_t count)
+{
+    oomkit_grad_mark marks[CLEARING_CHUNK];
+    Py_ssize_t i;
+    int none = 1;
+
+    if (st->bridge != NULL) {
+        if (st->bridge->grads_mark((const void *const *)params, st->impl_offset,
+                                   (size_t)count, marks) != OOMKIT_OK) {
+            return 0; /* not known: zero_grad() looks for itself */
+        }
+        for (i = 0; i < count; i++) {
+            none &= marks[i].grad == NULL;
+        }
+        st->bridge->grads_release(marks, (size_t)count);
+        return none;
+    }
+    for (i = 0; i < count && none == 1; i++) {
+        PyObject *grad = PyObject_GetAttr(params[i], st->str_grad); /* owned */
+        none = grad == NULL ? -1 : grad == Py_None;
+        Py_XDECREF(grad);
+    }
+    return none;
+}
+
+/* The same of a list, whose tensors may be of a class of somebody's own: 0 then. */
+static int
+clearing_list_has_nothing(const oomkit_state *st, PyObject *params)
+{
+    Py_ssize_t i, count = PyList_GET_SIZE(params);
+    PyObject *const *items = ((PyListObject *)params)->ob_item; /* borrowed */
+    int nothing = 1;
+
+    for (i = 0; i < count; i++) {
+        if (!Py_IS_TYPE(items[i], (PyTypeObject *)st->Parameter) &&
+            !Py_IS_TYPE(items[i], (PyTypeObject *)st->Tensor)) {
+            return 0;
+        }
+    }
+    for (i = 0; i < count && nothing == 1; i += CLEARING_CHUNK) {
+        Py_ssize_t rest = count - i;
+        nothing = clearing_is_none(st, items + i,
+                                   rest < CLEARING_CHUNK ? rest : CLEARING_CHUNK);
+    }
+    return nothing;
+}
+
+/* Is .grad torch's own? What somebody has put in its place knows of gradients that the
+ * tensors do not. 1, 0 or -1. */
+static int
+clearing_sees_gradients(const oomkit_state *st)
+{
+    PyObject *ours = PyObject_GetAttr(st->Parameter, st->str_grad); /* owned */
+    PyObject *plain = ours ? PyObject_GetAttr(st->Tensor, st->str_grad) : NULL;
+    int own =
+        plain == NULL ? -1 : ours == plain && Py_IS_TYPE(plain, &PyGetSetDescr_Type);
+
+    Py_XDECREF(plain);
+    Py_XDECREF(ours);
+    return own;
+}
+
+/* Is every gradient of this optimizer None? Only lists, dictionaries and tensors that
+ * answer for themselves are asked: 0 too where one may be somebody's own. -1 error. */
+static int
+clearing_has_nothing(const oomkit_state *st, PyObject *optimizer)
+{
+    PyObject *groups = PyObject_GetAttr(optimizer, st->str_param_groups); /* owned */
+    Py_ssize_t g;
+    int nothing = groups == NULL              ? -1
+                  : PyList_CheckExact(groups) ? clearing_sees_gradients(st)
+                                              : 0;
+
+    for (g = 0; nothing == 1 && g < PyList_GET_SIZE(groups); g++) {
+        PyObject *group = PyList_GET_ITEM(groups, g); /* borrowed */
+        PyObject *params = NULL;                      /* borrowed */
+        if (PyDict_CheckExact(group)) {
+            params = PyDict_GetItemWithError(group, st->str_params);
+        }
+        nothing = PyErr_Occurred() ? -1
+                  : params != NULL && PyList_CheckExact(params)
+                      ? clearing_list_has_nothing(st, params)
+                      : 0;
+    }
+    Py_XDECREF(groups);
+    return nothing;
+}
+
+/* Would torch's own zero_grad() run, and with no argument but the one it has? What
+ * that one says matters to gradients alone. 1, 0 or -1. */
+static int
+clearing_is_plain(const interceptor_object *self, size_t nargsf, PyObject *kwnames)
+{
+    const oomkit_state *st = self->call->st;
+    Py_ssize_t named = kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames);
+    PyObject *method; /* owned */
+    int plain;
+
+    if (self->original != NULL || PyVectorcall_NARGS(nargsf) + named > 1 ||
+        (named == 1 && PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(kwnames, 0),
+                                                        "set_to_none") != 0)) {
+        return 0;
+    }
+    method = PyObject_GetAttr((PyObject *)Py_TYPE(self->target), self->name);
+    if (method == NULL) {
+        return -1;
+    }
+    plain = method == st->plain_zero_grad;
+    Py_DECREF(method);
+    return plain;
+}
+
+PyObject *
+oomkit_interceptor_clears(interceptor_object *self, PyObject *const *args,
+                          size_t nargsf, PyObject *kwnames)
+{
+    oomkit_call *call = self->call;
+    PyObject *result; /* owned */
+    int plain;
+
+    if (call == NULL || call != oomkit_call_current()) {
+        return oomkit_interceptor_original(self, args, nargsf, kwnames);
+    }
+    if (oomkit_clear_note(call, self->target) < 0) {
+        return NULL;
+    }
+    plain = self->has_cleared ? clearing_is_plain(self, nargsf, kwnames) : 0;
+    if (plain == 1) {
+        plain = clearing_has_nothing(call->st, self->target);
+    }
+    if (plain != 0) {
+        return plain < 0 ? NULL : Py_NewRef(Py_None);
+    }
+    Py_INCREF(self); /* the method may take us out of the instance */
+    result = oomkit_interceptor_original(self, args, nargsf, kwnames);
+    self->has_cleared = result != NULL;
+    Py_DECREF(self);
+    return result;
+}

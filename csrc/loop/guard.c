@@ -1,0 +1,358 @@
+/* Measuring a stretch of code, and cleaning up after it when memory ran out. */
+#include "guard.h"
+#include "../call/records.h"
+#include "../py/tensor.h"
+#include "../core/plan.h"
+#include "../core/status.h"
+
+#include <string.h>
+
+/* --- records --- */
+
+void
+oomkit_guard_init(oomkit_guard *guard, oomkit_state *st, PyObject *label, int skip,
+                  int reset_peaks)
+{
+    memset(guard, 0, sizeof(*guard));
+    guard->st = st;
+    guard->label = Py_XNewRef(label);
+    guard->skip = skip;
+    guard->reset_peaks = reset_peaks;
+}
+
+void
+oomkit_guard_clear(oomkit_guard *guard)
+{
+    Py_CLEAR(guard->label);
+    if (guard->ring != NULL) {
+        oomkit_ring_destroy(guard->ring);
+        guard->ring = NULL;
+    }
+}
+
+/* Without memory for a ring the latest record takes the place of the first. */
+static void
+guard_push(oomkit_guard *guard, const oomkit_record *record)
+{
+    if (guard->ring == NULL && guard->recorded > 0) {
+        guard->ring = oomkit_ring_create(OOMKIT_GUARD_RECORDS);
+        if (guard->ring != NULL) {
+            oomkit_ring_push(guard->ring, &guard->first);
+        }
+    }
+    if (guard->ring != NULL) {
+        oomkit_ring_push(guard->ring, record);
+    } else {
+        guard->first = *record;
+    }
+    guard->recorded++;
+}
+
+PyObject *
+oomkit_guard_records(const oomkit_guard *guard)
+{
+    uint64_t count, at, kept;
+    oomkit_record record;
+    PyObject *list, *tuple, *item; /* owned */
+
+    list = PyList_New(0);
+    if (list == NULL) {
+        return NULL;
+    }
+    count = guard->ring != NULL ? oomkit_ring_count(guard->ring) : guard->recorded > 0;
+    kept = count < OOMKIT_GUARD_RECORDS ? count : OOMKIT_GUARD_RECORDS;
+    for (at = count - kept; at < count; at++) {
+        record = guard->first;
+        if (guard->ring != NULL &&
+            oomkit_ring_read(guard->ring, at, &record) != OOMKIT_OK) {
+            continue;
+        }
+        item = oomkit_record_new(guard->st, &record, guard->label);
+        if (item == NULL || PyList_Append(list, item) < 0) {
+            Py_XDECREF(item);
+            Py_DECREF(list);
+            return NULL;
+        }
+        Py_DECREF(item);
+    }
+    tuple = PyList_AsTuple(list);
+    Py_DECREF(list);
+    return tuple;
+}
+
+/* --- measuring --- */
+
+int
+oomkit_guard_begin(oomkit_guard *guard, oomkit_guard_window *window)
+{
+    oomkit_state *st = guard->st;
+    oomkit_device device = oomkit_device_default(st);
+
+    if (st->flush_pending && oomkit_device_flush_pending(st, device) < 0) {
+        return -1;
+    }
+    if (!guard->prepared) {
+        oomkit_device_prepare(st, device);
+        guard->prepared = device.type == OOMKIT_DEVICE_CPU;
+    }
+    window->step = ++guard->calls;
+    oomkit_device_begin(st, device, guard->reset_peaks, &window->peak);
+    window->started_ns = oomkit_now_ns();
+    return 0;
+}
+
+static void
+guard_record(oomkit_guard *guard, oomkit_guard_window *window, int outcome,
+             uint64_t requested_bytes)
+{
+    uint64_t spent_ns = oomkit_now_ns() - window->started_ns;
+    oomkit_record record;
+
+    if (outcome == OOMKIT_GUARD_OOM) {
+        oomkit_device_look(guard->st, window->peak.device);
+    }
+    oomkit_device_end(guard->st, &window->peak);
+    record = (oomkit_record){
+        .step = window->step,
+        .batch_size = OOMKIT_UNKNOWN,
+        .micro_batch_size = OOMKIT_UNKNOWN,
+        .requested_bytes = requested_bytes,
+        .baseline_bytes = window->peak.baseline_bytes,
+        .peak_allocated_bytes = window->peak.peak_allocated_bytes,
+        .peak_reserved_bytes = window->peak.peak_reserved_bytes,
+        .device_free_bytes = window->peak.free_bytes,
+        .budget_bytes = window->peak.budget_bytes,
+        .time_ns = spent_ns,
+        .lost_ns = outcome == OOMKIT_GUARD_OOM ? spent_ns : 0,
+        .accumulation_steps = 1,
+        .attempts = 1,
+        .ooms = outcome == OOMKIT_GUARD_OOM,
+        .reason = OOMKIT_REASON_WHOLE,
+        .outcome = (uint32_t)outcome,
+    };
+    guard_push(guard, &record);
+}
+
+void
+oomkit_guard_end(oomkit_guard *guard, oomkit_guard_window *window, int outcome)
+{
+    guard_record(guard, window, outcome, OOMKIT_UNKNOWN);
+}
+
+void
+oomkit_guard_record_oom(oomkit_guard *guard, oomkit_guard_window *window,
+                        PyObject *exception)
+{
+    PyObject *message, *location; /* owned */
+    uint64_t requested;
+
+    oomkit_exception_describe(guard->st, exception, &requested, &message, &location);
+    guard_record(guard, window, OOMKIT_GUARD_OOM, requested);
+    Py_XDECREF(message);
+    Py_XDECREF(location);
+}
+
+int
+oomkit_guard_is_oom(oomkit_guard *guard, PyObject *exception)
+{
+    oomkit_class class_ = oomkit_exception_classify(guard->st, exception);
+    int is_oom = class_ == OOMKIT_CLASS_CERTAIN || class_ == OOMKIT_CLASS_MASKED ||
+                 class_ == OOMKIT_CLASS_NEVER;
+    return is_oom &&
+           !oomkit_device_is_lost(guard->st, oomkit_device_default(guard->st));
+}
+
+/* --- after a failure --- */
+
+/* Who holds the memory, as far as a guard can tell. New reference or NULL. */
+static PyObject *
+failed_holders(const oomkit_guard_window *window, uint64_t allocated_bytes)
+{
+    uint64_t before = window->peak.baseline_bytes;
+
+    if (before == OOMKIT_UNKNOWN || allocated_bytes == OOMKIT_UNKNOWN) {
+        return PyDict_New();
+    }
+    return Py_BuildValue(
+        "{sKsK}", "before the guard", (unsigned long long)before, "inside the guard",
+        (unsigned long long)(allocated_bytes > before ? allocated_bytes - before : 0));
+}
+
+/* New reference or NULL. */
+static PyObject *
+failed_report(oomkit_guard *guard, const oomkit_guard_window *window,
+              const oomkit_attempt *attempt)
+{
+    char device[OOMKIT_DEVICE_TEXT];
+    PyObject *advice = NULL, *report = NULL;                              /* owned */
+    PyObject *holders = failed_holders(window, attempt->allocated_bytes); /* owned */
+
+    oomkit_device_text(window->peak.device, device);
+    if (holders != NULL) {
+        advice = Py_BuildValue(
+            "(sss)",
+            "pass fewer rows at a time, or decorate the function with "
+            "@oomkit.auto_batch, which splits its batch by itself",
+            "evaluate under torch.inference_mode(), so that nothing is kept for a "
+            "backward",
+            "move what is finished off the device, and free what else is on it: other "
+            "models, cached batches, stored outputs");
+    }
+    if (advice != NULL) {
+        report = oomkit_report_new(guard->st, guard->label, device, attempt, 1,
+                                   attempt->allocated_bytes, window->peak.budget_bytes,
+                                   holders, advice);
+    }
+    Py_XDECREF(holders);
+    Py_XDECREF(advice);
+    return report;
+}
+
+/* Forgets that an exception takes no attributes, which is no failure of ours. 0 or -1.
+ */
+static int
+failed_forgive(void)
+{
+    if (!PyErr_ExceptionMatches(PyExc_AttributeError) &&
+        !PyErr_ExceptionMatches(PyExc_TypeError)) {
+        return -1;
+    }
+    PyErr_Clear();
+    return 0;
+}
+
+/* Sets exception.report, unless an inner guard or auto_batch has said more already. 0
+ * or -1. */
+static int
+failed_attach(oomkit_state *st, PyObject *exception, PyObject *report)
+{
+    PyObject *there = PyObject_GetAttr(exception, st->str_report); /* owned */
+
+    if (there == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return -1;
+        }
+        PyErr_Clear();
+    } else if (Py_IS_TYPE(there, (PyTypeObject *)st->report_type)) {
+        Py_DECREF(there);
+        return 0;
+    }
+    Py_XDECREF(there);
+    return PyObject_SetAttr(exception, st->str_report, report) < 0 ? failed_forgive()
+                                                                   : 0;
+}
+
+/* 0 or -1. The texts are of oomkit_format_bytes. */
+static int
+failed_note(oomkit_guard *guard, PyObject *exception, const char *requested,
+            const char *peak)
+{
+    PyObject *label = guard->label == NULL ? Py_None : guard->label; /* borrowed */
+    PyObject *done;                                                  /* owned */
+    PyObject *note = PyUnicode_FromFormat(                           /* owned */
+                                          "oomkit: memory ran out in guard(label=%R): "
+                                          "requested %s, peak allocated %s",
+                                          label, requested, peak);
+
+    if (note == NULL) {
+        return -1;
+    }
+    done = PyObject_CallMethod(exception, "add_note", "O", note);
+    Py_DECREF(note);
+    if (done == NULL) {
+        return failed_forgive();
+    }
+    Py_DECREF(done);
+    return 0;
+}
+
+/* 0 or -1. */
+static int
+failed_log(oomkit_guard *guard, const char *requested, const char *peak)
+{
+    PyObject *done =
+        PyObject_CallMethod(/* owned */
+                            guard->st->log, "warning", "sOsss",
+                            "oomkit: guard=%s requested=%s peak_allocated=%s "
+                            "outcome=%s",
+                            guard->label == NULL ? Py_None : guard->label, requested,
+                            peak, guard->skip ? "skipped" : "raised");
+
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+int
+oomkit_guard_drain(oomkit_state *st, oomkit_device device)
+{
+    PyObject *inference; /* owned */
+    int skip;
+
+    if (device.type != OOMKIT_DEVICE_CPU) {
+        return 0;
+    }
+    inference = PyObject_CallNoArgs(st->is_inference_mode);
+    if (inference == NULL) {
+        return -1;
+    }
+    skip = inference == Py_True; /* nothing runs backward there */
+    Py_DECREF(inference);
+    return skip ? 0 : oomkit_backward_drain(st);
+}
+
+void
+oomkit_guard_failed(oomkit_guard *guard, oomkit_guard_window *window,
+                    PyObject *exception, PyObject *keep)
+{
+    oomkit_state *st = guard->st;
+    oomkit_attempt attempt;
+    PyObject *report; /* owned */
+    char requested[32], peak[32];
+
+    memset(&attempt, 0, sizeof(attempt));
+    attempt.phase = -1; /* a guard does not know */
+    oomkit_exception_describe(st, exception, &attempt.requested_bytes, &attempt.message,
+                              &attempt.location);
+    attempt.allocated_bytes = oomkit_device_allocated(st, window->peak.device);
+    guard_record(guard, window, OOMKIT_GUARD_OOM, attempt.requested_bytes);
+    oomkit_exception_clear_frames(st, exception, keep);
+    /* The exception of the guarded code is the one to see: what goes wrong from here on
+     * is said, not raised. */
+    if (oomkit_guard_drain(st, window->peak.device) < 0) {
+        PyErr_WriteUnraisable(guard->label);
+    }
+    report = failed_report(guard, window, &attempt);
+    if (report == NULL || failed_attach(st, exception, report) < 0) {
+        PyErr_WriteUnraisable(guard->label);
+    }
+    oomkit_format_bytes(attempt.requested_bytes, requested);
+    oomkit_format_bytes(window->peak.peak_allocated_bytes, peak);
+    if (failed_note(guard, exception, requested, peak) < 0) {
+        PyErr_WriteUnraisable(guard->label);
+    }
+    if (failed_log(guard, requested, peak) < 0) {
+        PyErr_WriteUnraisable(guard->label);
+    }
+    Py_XDECREF(report);
+    Py_XDECREF(attempt.message);
+    Py_XDECREF(attempt.location);
+}
+
+void
+oomkit_guard_flush(oomkit_guard *guard, const oomkit_guard_window *window, int again)
+{
+    int capturing =
+        window->peak.device.type == OOMKIT_DEVICE_CPU ? 0 : oomkit_is_capturing();
+
+    if (capturing > 0) { /* nothing may be freed there: at the next call outside */
+        guard->st->flush_pending = 1;
+        return;
+    }
+    if (capturing < 0 ||
+        oomkit_device_empty_cache(guard->st, window->peak.device) < 0) {
+        PyErr_WriteUnraisable(guard->label);
+    }
+    if (again && window->peak.device.type != OOMKIT_DEVICE_CPU) {
+        guard->st->flush_pending = 1;
+    }
+}

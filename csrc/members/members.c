@@ -1,0 +1,511 @@
+/* The list of participants: what is added, what keeps it valid, how it is freed. */
+#include "../py/tensor.h"
+#include "../undo/undo.h"
+
+#define PARTS_CAPSULE "oomkit.participants"
+
+/* Grows an array of `size`-byte items so that one more fits. 0, or -1 with MemoryError.
+ */
+static int
+parts_grow(void **items, Py_ssize_t count, Py_ssize_t *room, size_t size)
+{
+    Py_ssize_t wanted;
+    void *grown;
+
+    if (count < *room) {
+        return 0;
+    }
+    wanted = *room == 0 ? 8 : *room * 2;
+    grown = PyMem_Realloc(*items, (size_t)wanted * size);
+    if (grown == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    *items = grown;
+    *room = wanted;
+    return 0;
+}
+
+static void
+parts_drop_tensors(oomkit_participants *parts)
+{
+    Py_ssize_t count = parts->param_count, moving = parts->moving_count, i;
+
+    /* The counts go first: a finaliser that runs here must see no half-freed array. */
+    parts->param_count = 0;
+    parts->moving_count = 0;
+    for (i = 0; i < count; i++) {
+        Py_CLEAR(parts->params[i]);
+    }
+    for (i = 0; i < moving; i++) {
+        Py_CLEAR(parts->copies[i]);
+        PyMem_Free(parts->images[i].bytes);
+        parts->images[i].bytes = NULL;
+        parts->images[i].size = 0;
+    }
+}
+
+/* Called by the interpreter when a module or optimizer dies. */
+static PyObject *
+parts_on_death(PyObject *capsule, PyObject *Py_UNUSED(ref))
+{
+    oomkit_watch *watch = PyCapsule_GetPointer(capsule, PARTS_CAPSULE);
+    if (watch == NULL) {
+        return NULL;
+    }
+    if (watch->parts != NULL) {
+        watch->parts->dead = 1;
+        if (watch->parts->refs == 1) { /* no call in progress uses the arrays */
+            parts_drop_tensors(watch->parts);
+        }
+    }
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef parts_death_method = {
+    "_participant_died", parts_on_death, METH_O,
+    "Weak reference callback: a module or optimizer of a site is gone."};
+
+static void
+watch_free(PyObject *capsule)
+{
+    PyMem_Free(PyCapsule_GetPointer(capsule, PARTS_CAPSULE));
+}
+
+/* The capsule that the callbacks share. Borrowed from parts, or NULL. */
+static PyObject *
+parts_capsule(oomkit_participants *parts)
+{
+    if (parts->capsule != NULL) {
+        return parts->capsule;
+    }
+    parts->watch = PyMem_Malloc(sizeof(*parts->watch));
+    if (parts->watch == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    parts->watch->parts = parts;
+    parts->capsule = PyCapsule_New(parts->watch, PARTS_CAPSULE, watch_free);
+    if (parts->capsule == NULL) {
+        PyMem_Free(parts->watch);
+        parts->watch = NULL;
+    }
+    return parts->capsule;
+}
+
+/* A weak reference whose death invalidates the list. New reference or NULL. */
+static PyObject *
+parts_watch(oomkit_participants *parts, PyObject *object)
+{
+    PyObject *ref = NULL;                     /* owned */
+    PyObject *capsule = parts_capsule(parts); /* borrowed from parts */
+    PyObject *callback =
+        capsule ? PyCFunction_New(&parts_death_method, capsule) : NULL; /* owned */
+    if (callback != NULL) {
+        ref = PyWeakref_NewRef(object, callback);
+    }
+    Py_XDECREF(callback);
+    return ref;
+}
+
+PyObject *
+oomkit_reference_get(PyObject *ref)
+{
+    PyObject *object; /* borrowed from ref */
+    if (!PyWeakref_Check(ref)) {
+        return Py_NewRef(ref);
+    }
+    object = PyWeakref_GET_OBJECT(ref);
+    return object == Py_None ? NULL : Py_NewRef(object);
+}
+
+/* 1 when the object was not seen yet, 0 when it was, -1 with an exception. */
+static int
+parts_first_time(oomkit_participants *parts, PyObject *object)
+{
+    int known;
+    PyObject *address = PyLong_FromVoidPtr(object); /* owned */
+    if (address == NULL) {
+        return -1;
+    }
+    known = PySet_Contains(parts->seen, address);
+    if (known == 0 && PySet_Add(parts->seen, address) < 0) {
+        known = -1;
+    }
+    Py_DECREF(address);
+    return known < 0 ? -1 : !known;
+}
+
+static int
+parts_add_tensor(oomkit_state *st, oomkit_participants *parts, PyObject *tensor)
+{
+    oomkit_tensor_facts facts;
+    int first, leaf;
+
+    if (oomkit_tensor_facts_get(st, tensor, 0, &facts) < 0) {
+        return -1;
+    }
+    /* A frozen Parameter takes part too: it must not move while the call is split. */
+    leaf = oomkit_tensor_is_leaf(tensor, &facts);
+    if (leaf <= 0 || (!facts.requires_grad &&
+                      !PyObject_TypeCheck(tensor, (PyTypeObject *)st->Parameter))) {
+        return leaf < 0 ? -1 : 0;
+    }
+    first = parts_first_time(parts, tensor);
+    if (first <= 0) {
+        return first;
+    }
+    if (parts_grow((void **)&parts->params, parts->param_count, &parts->param_room,
+                   sizeof(PyObject *)) < 0) {
+        return -1;
+    }
+    parts->params[parts->param_count++] = Py_NewRef(tensor);
+    if (facts.device_type != 0 && parts->device_type == 0) {
+        parts->device_type = facts.device_type;
+        parts->device_index = facts.device_index;
+    }
+    return 0;
+}
+
+/* The values of an instance's dictionary attribute `name` are handed to `add`. */
+static int
+parts_each_value(oomkit_state *st, oomkit_participants *parts, PyObject *object,
+                 PyObject *name, int depth)
+{
+    PyObject *key, *value; /* borrowed from the dict */
+    Py_ssize_t at = 0;
+    int result = 0;
+    PyObject *dict = PyObject_GetAttr(object, name); /* owned */
+
+    if (dict == NULL) {
+        return -1;
+    }
+    while (PyDict_Check(dict) && PyDict_Next(dict, &at, &key, &value)) {
+        Py_INCREF(value); /* a look-up inside may run code that changes the dict */
+        result = oomkit_participants_add(st, parts, value, depth);
+        Py_DECREF(value);
+        if (result < 0) {
+            break;
+        }
+    }
+    Py_DECREF(dict);
+    return result;
+}
+
+static int
+parts_add_buffered(oomkit_state *st, oomkit_participants *parts, PyObject *module)
+{
+    oomkit_buffered *entry;
+    int is_norm, has = 0;
+    PyObject *buffers = PyObject_GetAttr(module, st->str_buffers); /* owned */
+
+    if (buffers == NULL) {
+        return -1;
+    }
+    has = PyDict_Check(buffers) && PyDict_GET_SIZE(buffers) > 0;
+    Py_DECREF(buffers);
+    if (!has) {
+        return 0;
+    }
+    is_norm = oomkit_norm_kind(st, module);
+    if (is_norm < 0 ||
+        parts_grow((void **)&parts->buffered, parts->buffered_count,
+                   &parts->buffered_room, sizeof(*parts->buffered)) < 0) {
+        return -1;
+    }
+    entry = &parts->buffered[parts->buffered_count];
+    entry->ref = parts_watch(parts, module);
+    if (entry->ref == NULL) {
+        return -1;
+    }
+    entry->is_norm = is_norm;
+    parts->buffered_count++;
+    return 0;
+}
+
+static int
+parts_add_root(oomkit_participants *parts, PyObject *object)
+{
+    int result;
+    PyObject *ref = parts_watch(parts, object); /* owned */
+    if (ref == NULL) {
+        return -1;
+    }
+    result = PyList_Append(parts->roots, ref);
+    Py_DECREF(ref);
+    return result;
+}
+
+/* Appends an entry without asking whether the object was seen. */
+static int
+parts_append_owner(oomkit_participants *parts, PyObject *object, oomkit_owner_kind kind)
+{
+    PyObject *ref; /* owned, then by the entry */
+
+    if (parts_grow((void **)&parts->owners, parts->owner_count, &parts->owner_room,
+                   sizeof(*parts->owners)) < 0) {
+        return -1;
+    }
+    if (kind == OOMKIT_OWNER_GENERATOR) {
+        ref = Py_NewRef(object); /* leads to no tensor, has no weak references */
+    } else {
+        ref = parts_watch(parts, object);
+        if (ref == NULL && kind == OOMKIT_OWNER_USER &&
+            PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Clear(); /* no weak references to this type: the user keeps it anyway
+                            */
+            ref = Py_NewRef(object);
+        }
+    }
+    if (ref == NULL) {
+        return -1;
+    }
+    parts->owners[parts->owner_count].ref = ref;
+    parts->owners[parts->owner_count].kind = kind;
+    parts->owner_count++;
+    return 1;
+}
+
+/* 1 when it was added, 0 when it is known already, -1 with an exception. */
+static int
+parts_add_owner(oomkit_participants *parts, PyObject *object, oomkit_owner_kind kind)
+{
+    int first = parts_first_time(parts, object);
+    return first <= 0 ? first : parts_append_owner(parts, object, kind);
+}
+
+static int
+parts_add_module(oomkit_state *st, oomkit_participants *parts, PyObject *module)
+{
+    int first = parts_first_time(parts, module);
+    if (first <= 0) {
+        return first;
+    }
+    if (st->AveragedModel != NULL &&
+        PyType_IsSubtype(Py_TYPE(module), (PyTypeObject *)st->AveragedModel) &&
+        parts_append_owner(parts, module, OOMKIT_OWNER_AVERAGED) < 0) {
+        return -1;
+    }
+    if (parts_add_root(parts, module) < 0 ||
+        parts_each_value(st, parts, module, st->str_parameters, 0) < 0 ||
+        parts_add_buffered(st, parts, module) < 0) {
+        return -1;
+    }
+    if (Py_EnterRecursiveCall(" while collecting the parts of a module")) {
+        return -1;
+    }
+    first = parts_each_value(st, parts, module, st->str_modules, 0);
+    Py_LeaveRecursiveCall();
+    return first;
+}
+
+/* An optimizer leads to the parameters of its groups. */
+static int
+parts_add_optimizer(oomkit_state *st, oomkit_participants *parts, PyObject *optimizer)
+{
+    PyObject *groups; /* owned */
+    PyObject *params; /* borrowed from a group */
+    Py_ssize_t i, j;
+    int result = parts_add_owner(parts, optimizer, OOMKIT_OWNER_OPTIMIZER);
+
+    if (result <= 0) {
+        return result;
+    }
+    groups = PyObject_GetAttr(optimizer, st->str_param_groups);
+    if (groups == NULL) {
+        return -1;
+    }
+    result = 0;
+    for (i = 0; PyList_Check(groups) && i < PyList_GET_SIZE(groups); i++) {
+        PyObject *group = PyList_GET_ITEM(groups, i); /* borrowed from groups */
+        params =
+            PyDict_Check(group) ? PyDict_GetItemWithError(group, st->str_params) : NULL;
+        for (j = 0; params && PyList_Check(params) && j < PyList_GET_SIZE(params);
+             j++) {
+            if (parts_add_tensor(st, parts, PyList_GET_ITEM(params, j)) < 0) {
+                result = -1;
+                break;
+            }
+        }
+    }
+    Py_DECREF(groups);
+    return result;
+}
+
+static int
+parts_add_scheduler(oomkit_state *st, oomkit_participants *parts, PyObject *scheduler)
+{
+    PyObject *optimizer; /* owned */
+    int result = parts_add_owner(parts, scheduler, OOMKIT_OWNER_SCHEDULER);
+    if (result <= 0) {
+        return result;
+    }
+    optimizer = PyObject_GetAttr(scheduler, st->str_optimizer);
+    if (optimizer == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return -1;
+        }
+        PyErr_Clear(); /* a scheduler of somebody's own, without an optimizer */
+        return 0;
+    }
+    result = oomkit_participants_add(st, parts, optimizer, 0);
+    Py_DECREF(optimizer);
+    return result;
+}
+
+static int
+parts_add_container(oomkit_state *st, oomkit_participants *parts, PyObject *object,
+                    int depth)
+{
+    Py_ssize_t i;
+    int result = 0;
+    PyObject *items; /* owned: a stable copy, for look-ups may run code */
+
+    if (PyList_CheckExact(object) || PyTuple_CheckExact(object)) {
+        items = PySequence_Tuple(object);
+    } else if (PyDict_CheckExact(object)) {
+        PyObject *values = PyDict_Values(object); /* owned */
+        items = values == NULL ? NULL : PySequence_Tuple(values);
+        Py_XDECREF(values);
+    } else {
+        return 0;
+    }
+    if (items == NULL) {
+        return -1;
+    }
+    for (i = 0; i < PyTuple_GET_SIZE(items) && result == 0; i++) {
+        result =
+            oomkit_participants_add(st, parts, PyTuple_GET_ITEM(items, i), depth - 1);
+    }
+    Py_DECREF(items);
+    return result;
+}
+
+/* Adds `object` by its type; containers are opened `depth` levels deep. 0 or -1. */
+int
+oomkit_participants_add(oomkit_state *st, oomkit_participants *parts, PyObject *object,
+                        int depth)
+{
+    PyTypeObject *type = Py_TYPE(object);
+
+    if (object == Py_None || PyUnicode_CheckExact(object) ||
+        PyLong_CheckExact(object) || PyFloat_CheckExact(object)) {
+        return 0;
+    }
+    if (oomkit_tensor_check(st, object)) {
+        return parts_add_tensor(st, parts, object);
+    }
+    if (PyType_IsSubtype(type, (PyTypeObject *)st->Module)) {
+        return parts_add_module(st, parts, object);
+    }
+    if (PyType_IsSubtype(type, (PyTypeObject *)st->Optimizer)) {
+        return parts_add_optimizer(st, parts, object);
+    }
+    if (PyType_IsSubtype(type, (PyTypeObject *)st->LRScheduler)) {
+        return parts_add_scheduler(st, parts, object);
+    }
+    if (PyType_IsSubtype(type, (PyTypeObject *)st->GradScaler)) {
+        PyObject *enabled = PyObject_GetAttrString(object, "_enabled"); /* owned */
+        if (enabled == NULL) {
+            return -1;
+        }
+        Py_DECREF(enabled);
+        if (enabled == Py_False) {
+            return 0; /* a switched-off scaler does nothing and has nothing */
+        }
+        return parts_add_owner(parts, object, OOMKIT_OWNER_SCALER) < 0 ? -1 : 0;
+    }
+    if (PyType_IsSubtype(type, (PyTypeObject *)st->Generator)) {
+        return parts_add_owner(parts, object, OOMKIT_OWNER_GENERATOR) < 0 ? -1 : 0;
+    }
+    return depth > 0 ? parts_add_container(st, parts, object, depth) : 0;
+}
+
+int
+oomkit_participants_add_hidden(oomkit_participants *parts, PyObject *object,
+                               oomkit_owner_kind kind)
+{
+    return parts_append_owner(parts, object, kind);
+}
+
+int
+oomkit_participants_add_owner(oomkit_participants *parts, PyObject *object,
+                              oomkit_owner_kind kind)
+{
+    return parts_add_owner(parts, object, kind) < 0 ? -1 : 0;
+}
+
+void
+oomkit_participants_release(oomkit_participants *parts)
+{
+    Py_ssize_t i;
+
+    if (parts == NULL || --parts->refs > 0) {
+        if (parts != NULL && parts->refs == 1) {
+            oomkit_participants_let_go(parts);
+            if (parts->dead) {
+                parts_drop_tensors(parts);
+            }
+        }
+        return;
+    }
+    Py_CLEAR(parts->adopted);
+    if (parts->watch != NULL) {
+        parts->watch->parts = NULL; /* callbacks that live on find nothing */
+    }
+    Py_CLEAR(parts->roots);
+    Py_CLEAR(parts->writes);
+    for (i = 0; i < parts->owner_count; i++) {
+        Py_CLEAR(parts->owners[i].ref);
+    }
+    for (i = 0; i < parts->buffered_count; i++) {
+        Py_CLEAR(parts->buffered[i].ref);
+    }
+    parts_drop_tensors(parts);
+    for (i = 0; i < parts->source_count; i++) {
+        Py_CLEAR(parts->sources[i].container);
+        Py_CLEAR(parts->sources[i].key);
+    }
+    Py_CLEAR(parts->seen);
+    Py_CLEAR(parts->capsule);
+    PyMem_Free(parts->sources);
+    PyMem_Free(parts->params);
+    PyMem_Free(parts->buffered);
+    PyMem_Free(parts->owners);
+    PyMem_Free(parts->moving);
+    PyMem_Free(parts->copies);
+    PyMem_Free(parts->images);
+    PyMem_Free(parts);
+}
+
+int
+oomkit_participants_traverse(oomkit_participants *parts, visitproc visit, void *arg)
+{
+    Py_ssize_t i;
+
+    if (parts == NULL) {
+        return 0;
+    }
+    Py_VISIT(parts->roots);
+    for (i = 0; i < parts->source_count; i++) {
+        Py_VISIT(parts->sources[i].container);
+    }
+    for (i = 0; i < parts->owner_count; i++) {
+        Py_VISIT(parts->owners[i].ref);
+    }
+    for (i = 0; i < parts->param_count; i++) {
+        Py_VISIT(parts->params[i]);
+    }
+    return 0;
+}
+
+void
+oomkit_participants_let_go(oomkit_participants *parts)
+{
+    while (parts->adopted_count > 0 && parts->param_count > 0) {
+        parts->adopted_count--;
+        parts->param_count--;
+        Py_CLEAR(parts->params[parts->param_count]);
+    }
+    parts->adopted_count = 0;
+}

@@ -1,0 +1,159 @@
+/* Who takes part in a step: parameters, modules with buffers, optimizers, schedulers,
+ * scalers, generators and the user's own objects. Found once per site, kept by weak
+ * reference, checked at every call. */
+#ifndef OOMKIT_MEMBERS_MEMBERS_H
+#define OOMKIT_MEMBERS_MEMBERS_H
+
+#include "../py/options.h"
+
+typedef struct oomkit_call oomkit_call;
+
+typedef enum {
+    OOMKIT_OWNER_OPTIMIZER = 0,
+    OOMKIT_OWNER_SCHEDULER,
+    OOMKIT_OWNER_SCALER,
+    OOMKIT_OWNER_AVERAGED,
+    OOMKIT_OWNER_GENERATOR,
+    OOMKIT_OWNER_USER,       /* state_dict/load_state_dict or save/restore */
+    OOMKIT_OWNER_ACCELERATOR /* accelerate's: its count of batches */
+} oomkit_owner_kind;
+
+/* Where a participant was found, so that a call can see whether it is still the one. */
+typedef struct oomkit_source {
+    PyObject *container; /* owned: dict (globals) or cell; NULL for an argument. For an
+                            attribute: weak reference to the object that has it */
+    PyObject *key;       /* owned: name in the dict or of the attribute; else NULL */
+    void *object;        /* borrowed address, only ever compared */
+    Py_ssize_t argument; /* position in the call's arguments, -1 otherwise */
+    Py_ssize_t item;     /* index in a list or tuple argument, -1 otherwise */
+} oomkit_source;
+
+typedef struct oomkit_owner {
+    PyObject *ref; /* owned: weak reference (a generator has none: a strong one) */
+    oomkit_owner_kind kind;
+} oomkit_owner;
+
+enum {
+    OOMKIT_NORM_BATCH = 1, /* normalises by statistics of the batch, where it trains */
+    OOMKIT_NORM_SAMPLE     /* by those of each sample, or running ones */
+};
+
+typedef struct oomkit_buffered {
+    PyObject *ref; /* owned: weak reference to a module that has buffers */
+    int is_norm;   /* forward owns its running statistics: OOMKIT_NORM_* */
+} oomkit_buffered;
+
+/* Outlives the list: somebody may keep a weak reference of ours, and its callback. */
+typedef struct oomkit_watch {
+    struct oomkit_participants *parts; /* NULL once the list is freed */
+} oomkit_watch;
+
+/* The bytes of a small buffer as they were at entry. */
+typedef struct oomkit_image {
+    void *bytes;
+    uint64_t size;
+} oomkit_image;
+
+#define OOMKIT_ARGUMENT_TYPES 8
+
+/* Counted by hand: the site holds one reference, every call in progress another. Strong
+ * references are held to parameters alone, and dropped when one of the modules or
+ * optimizers that lead to them dies, so that a deleted model is freed. */
+struct oomkit_pending;
+
+typedef struct oomkit_participants {
+    Py_ssize_t refs;
+    struct oomkit_pending *pendings; /* borrowed: losses that wait, the newest first */
+    struct oomkit_participants *waiting_next,
+        *waiting_previous; /* borrowed: others of which losses wait, in the state */
+    int busy; /* calls at work with it now: copies of buffers serve one at a time */
+    uint64_t buffers_serial; /* grows when the copies of buffers are taken anew */
+    uint64_t generation;     /* st->structure_generation when it was made */
+    int dead;                /* somebody died or changed: find anew */
+    oomkit_source *sources;
+    Py_ssize_t source_count, source_room;
+    PyObject **params; /* owned tensors, each once */
+    Py_ssize_t param_count, param_room;
+    Py_ssize_t adopted_count; /* the last ones, held for a call only */
+    PyObject *adopted;        /* owned: list of weak references to leaves that nothing
+                                 known leads to, or NULL */
+    int leaves_die; /* unknown leaves of this step were made in it, and died with it */
+    oomkit_buffered *buffered;
+    Py_ssize_t buffered_count, buffered_room;
+    oomkit_owner *owners;
+    Py_ssize_t owner_count, owner_room;
+    oomkit_watch *watch; /* what the callbacks of our weak references point to */
+    PyObject *capsule;   /* owned: over watch, shared by those callbacks */
+    PyObject *roots; /* owned: list of weak references whose death makes this dead */
+    PyObject *seen;  /* owned while searching: set of addresses; NULL otherwise */
+    PyTypeObject *plain_types[OOMKIT_ARGUMENT_TYPES]; /* borrowed, compared: argument
+                                                          types that led to nothing */
+    int plain_count;
+    int uses_random, uses_numpy; /* the code names these modules */
+    PyObject *writes; /* owned: (where, hidden) of a write to parameters that the code
+                         shows, None; NULL: not looked for. See parameter_writes.c */
+    int device_type, device_index; /* of the first parameter that is not on the CPU */
+    /* buffers known to move, learned by buffers.c; parallel to the flat buffer order */
+    uint8_t *moving;
+    PyObject **copies;    /* owned tensors or NULL */
+    oomkit_image *images; /* bytes of small CPU buffers, which need no tensor */
+    Py_ssize_t moving_count;
+    int looked_for_accelerators; /* the same for accelerate's Accelerator */
+    int looked_for_hidden; /* schedulers out of the search's sight were looked for */
+    int norm_said;         /* the BatchNorm warning was given */
+} oomkit_participants;
+
+/* Finds the participants of a function for these arguments. New reference (release with
+ * oomkit_participants_release), or NULL with an exception. Runs Python code (attribute
+ * look-ups). */
+oomkit_participants *
+oomkit_participants_find(oomkit_state *st, const oomkit_options *options,
+                         PyObject *func, PyObject *const *args, Py_ssize_t positional,
+                         Py_ssize_t total);
+
+/* 1 when `parts` is still right for these arguments, else 0. Runs no Python code. */
+int
+oomkit_participants_valid(oomkit_state *st, const oomkit_participants *parts,
+                          PyObject *const *args, Py_ssize_t total);
+
+void
+oomkit_participants_release(oomkit_participants *parts);
+
+int
+oomkit_participants_traverse(oomkit_participants *parts, visitproc visit, void *arg);
+
+/* The object behind a weak reference, or NULL when it is gone. New reference. */
+PyObject *
+oomkit_reference_get(PyObject *ref);
+
+/* --- used between members.c, search.c and still_valid.c --- */
+
+/* Types that are never a participant and hold none; asked first, for they are most. */
+static inline int
+oomkit_is_plain(PyObject *object)
+{
+    return object == Py_None || PyBool_Check(object) || PyLong_CheckExact(object) ||
+           PyFloat_CheckExact(object) || PyUnicode_CheckExact(object) ||
+           PyBytes_CheckExact(object) || PyType_Check(object) ||
+           PyCFunction_Check(object);
+}
+
+int
+oomkit_participants_add(oomkit_state *st, oomkit_participants *parts, PyObject *object,
+                        int depth);
+
+/* A scheduler or averaged model that was found by other means. 1, or -1. */
+int
+oomkit_participants_add_hidden(oomkit_participants *parts, PyObject *object,
+                               oomkit_owner_kind kind);
+
+/* An object that leads to no parameters: the user's own, given by participants=, or one
+ * of accelerate's. 0 or -1. */
+int
+oomkit_participants_add_owner(oomkit_participants *parts, PyObject *object,
+                              oomkit_owner_kind kind);
+
+void
+oomkit_participants_let_go(oomkit_participants *parts);
+
+#endif

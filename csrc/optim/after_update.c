@@ -1,0 +1,100 @@
+/* Figures that the one real update of a split call has changed: learning rates, the
+ * epoch of a scheduler, the scale of a scaler. A step that returns one gives what it
+ * was in all micro-batches but the last, and what it is in the last: neither mean nor
+ * sum.
+ */
+#include "optim.h"
+#include "../py/refs.h"
+#include "../py/tensor.h"
+
+/* Appends (was, now) when they are numbers that differ. 0 or -1. */
+static int
+updated_add(PyObject **list, PyObject *was, PyObject *now)
+{
+    int differ;
+
+    if (was == NULL || now == NULL || !Py_IS_TYPE(was, Py_TYPE(now)) ||
+        !(PyFloat_CheckExact(was) || PyLong_CheckExact(was))) {
+        return 0;
+    }
+    differ = PyObject_RichCompareBool(was, now, Py_NE);
+    return differ <= 0 ? differ : oomkit_pairs_add(list, was, Py_NewRef(now));
+}
+
+/* The values of an optimizer's groups beside `copies`, those at entry. 0 or -1. */
+static int
+updated_groups(oomkit_call *call, PyObject *optimizer, PyObject *copies,
+               PyObject **list)
+{
+    PyObject *groups = PyObject_GetAttr(optimizer, call->st->str_param_groups);
+    /* owned */
+    Py_ssize_t g;
+    int result = groups == NULL ? -1 : 0;
+
+    for (g = 0; result == 0 && PyList_Check(groups) && g < PyList_GET_SIZE(groups) &&
+                g < PyList_GET_SIZE(copies);
+         g++) {
+        PyObject *group = PyList_GET_ITEM(groups, g);            /* borrowed */
+        PyObject *key, *was, *copy = PyList_GET_ITEM(copies, g); /* borrowed */
+        Py_ssize_t at = 0;
+        while (result == 0 && PyDict_Check(group) &&
+               PyDict_Next(copy, &at, &key, &was)) {
+            PyObject *now = PyDict_GetItemWithError(group, key); /* borrowed */
+            result = now == NULL && PyErr_Occurred() ? -1 : updated_add(list, was, now);
+        }
+    }
+    Py_XDECREF(groups);
+    return result;
+}
+
+/* One number of an object beside what it was (borrowed). 0 or -1. */
+static int
+updated_number(oomkit_call *call, PyObject *object, const char *name, PyObject *was,
+               PyObject **list)
+{
+    PyObject *now = PyObject_GetAttrString(object, name); /* owned */
+    PyObject *before = Py_NewRef(was);                    /* owned */
+    int result;
+
+    if (now != NULL && oomkit_tensor_check(call->st, now)) {
+        Py_SETREF(now, PyObject_CallMethodNoArgs(now, call->st->str_item));
+        Py_SETREF(before,
+                  now ? PyObject_CallMethodNoArgs(before, call->st->str_item) : NULL);
+    }
+    result = now == NULL || before == NULL ? -1 : updated_add(list, before, now);
+    Py_XDECREF(now);
+    Py_XDECREF(before);
+    return result;
+}
+
+int
+oomkit_updated(oomkit_call *call, PyObject **list)
+{
+    PyObject *marks = call->user_marks;                /* borrowed from call */
+    PyObject *pairs[2] = {call->epochs, call->scales}; /* borrowed likewise */
+    static const char *const names[] = {"last_epoch", "_scale"};
+    Py_ssize_t i;
+    int which;
+
+    Py_CLEAR(*list);
+    for (i = 0; marks != NULL && i < PyList_GET_SIZE(marks); i++) {
+        PyObject *pair = PyList_GET_ITEM(marks, i); /* borrowed */
+        if (PyObject_TypeCheck(PyTuple_GET_ITEM(pair, 0),
+                               (PyTypeObject *)call->st->Optimizer) &&
+            updated_groups(call, PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1),
+                           list) < 0) {
+            return -1;
+        }
+    }
+    for (which = 0; which < 2; which++) {
+        marks = pairs[which];
+        for (i = 0; marks != NULL && i < PyList_GET_SIZE(marks); i++) {
+            PyObject *pair = PyList_GET_ITEM(marks, i); /* borrowed */
+            if (updated_number(call, PyTuple_GET_ITEM(pair, 0), names[which],
+                               PyTuple_GET_ITEM(pair, 1), list) < 0) {
+                return -1;
+            }
+        }
+    }
+    return 0;
+}

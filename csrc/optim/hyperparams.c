@@ -1,0 +1,297 @@
+/* Learning rates and other plain values of optimizers, and where schedulers are: saved
+ * at entry, put back after a failure, and the same for every micro-batch of a split
+ * call. */
+#include "optim.h"
+#include "../py/refs.h"
+#include "../py/tensor.h"
+#include "../undo/undo.h"
+
+/* Copies of an optimizer's param_groups: learning rates and other plain values; tensors
+ * among them (lr=torch.tensor(...)) by value, the parameters by reference. */
+static PyObject *
+group_copy(oomkit_state *st, PyObject *group)
+{
+    PyObject *key, *value;               /* borrowed */
+    PyObject *copy = PyDict_Copy(group); /* owned */
+    Py_ssize_t at = 0;
+
+    while (copy != NULL && PyDict_Next(group, &at, &key, &value)) {
+        PyObject *clone; /* owned */
+        if (!oomkit_tensor_check(st, value)) {
+            continue;
+        }
+        clone = oomkit_host_copy(st, value);
+        if (clone == NULL || PyDict_SetItem(copy, key, clone) < 0) {
+            Py_CLEAR(copy);
+        }
+        Py_XDECREF(clone);
+    }
+    return copy;
+}
+
+PyObject *
+oomkit_groups_copy(oomkit_state *st, PyObject *optimizer)
+{
+    PyObject *groups = PyObject_GetAttr(optimizer, st->str_param_groups); /* owned */
+    PyObject *copies = PyList_New(0);                                     /* owned */
+    Py_ssize_t i;
+
+    for (i = 0; groups != NULL && copies != NULL && PyList_Check(groups) &&
+                i < PyList_GET_SIZE(groups);
+         i++) {
+        PyObject *group = PyList_GET_ITEM(groups, i); /* borrowed */
+        PyObject *copy =                              /* owned */
+            PyDict_Check(group) ? group_copy(st, group) : PyDict_New();
+        if (copy == NULL || PyList_Append(copies, copy) < 0) {
+            Py_CLEAR(copies);
+        }
+        Py_XDECREF(copy);
+    }
+    if (groups == NULL) {
+        Py_CLEAR(copies);
+    }
+    Py_XDECREF(groups);
+    return copies;
+}
+
+/* Are two values of a group equal? What cannot be compared counts as changed. */
+static int
+value_same(oomkit_state *st, PyObject *now, PyObject *was)
+{
+    int same;
+
+    if (now == was) {
+        return 1;
+    }
+    if (oomkit_tensor_check(st, now) && oomkit_tensor_check(st, was)) {
+        PyObject *equal = /* owned */
+            PyObject_CallFunctionObjArgs(st->torch_equal, now, was, NULL);
+        same = equal == Py_True;
+        Py_XDECREF(equal);
+    } else if (PyFloat_Check(now) && PyFloat_Check(was)) {
+        double a = PyFloat_AS_DOUBLE(now), b = PyFloat_AS_DOUBLE(was);
+        same = a == b || (a != a && b != b);
+    } else {
+        same = PyObject_RichCompareBool(now, was, Py_EQ) == 1;
+    }
+    if (PyErr_Occurred()) {
+        oomkit_error_dismiss(); /* as the contract says */
+        return 0;
+    }
+    return same;
+}
+
+/* A plain value of a group that differs from its copy: 1 and *name (borrowed), 0, -1.
+ */
+static int
+group_changed(oomkit_state *st, PyObject *group, PyObject *copy, PyObject **name)
+{
+    PyObject *key, *was; /* borrowed */
+    Py_ssize_t at = 0;
+
+    while (PyDict_Next(copy, &at, &key, &was)) {
+        PyObject *now = PyDict_GetItemWithError(group, key); /* borrowed */
+        if (now == NULL && PyErr_Occurred()) {
+            return -1;
+        }
+        if (now == NULL || !value_same(st, now, was)) {
+            *name = key;
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* At an optimizer's held-back step of the first micro-batch: the values that it would
+ * have used. A line that sets a value (`lr = schedule(step)`) leaves the same in each
+ * micro-batch, one that changes it does not. */
+int
+oomkit_owners_groups_note(oomkit_call *call, PyObject *optimizer)
+{
+    if (oomkit_pairs_find(call->groups_after, optimizer) != NULL) {
+        return 0;
+    }
+    return oomkit_pairs_add(&call->groups_after, optimizer,
+                            oomkit_groups_copy(call->st, optimizer));
+}
+
+/* Has a value changed since then? 1 with *name (borrowed), 0, -1. */
+int
+oomkit_owners_groups_changed(oomkit_call *call, PyObject *optimizer, PyObject **name)
+{
+    PyObject *copies = oomkit_pairs_find(call->groups_after, optimizer); /* borrowed */
+    PyObject *groups;                                                    /* owned */
+    Py_ssize_t g;
+    int changed = 0;
+
+    if (copies == NULL) {
+        copies = oomkit_pairs_find(call->groups_end, optimizer);
+    }
+    if (copies == NULL) {
+        return 0;
+    }
+    groups = PyObject_GetAttr(optimizer, call->st->str_param_groups);
+    if (groups == NULL) {
+        return -1;
+    }
+    for (g = 0; PyList_Check(groups) && g < PyList_GET_SIZE(groups) &&
+                g < PyList_GET_SIZE(copies) && changed == 0;
+         g++) {
+        changed = group_changed(call->st, PyList_GET_ITEM(groups, g),
+                                PyList_GET_ITEM(copies, g), name);
+    }
+    Py_DECREF(groups);
+    return changed;
+}
+
+/* Puts the values back; a tensor keeps its identity. */
+static int
+group_restore(oomkit_state *st, PyObject *group, PyObject *copy)
+{
+    PyObject *key, *was; /* borrowed */
+    Py_ssize_t at = 0;
+
+    while (PyDict_Next(copy, &at, &key, &was)) {
+        PyObject *now = PyDict_GetItemWithError(group, key); /* borrowed */
+        if (now == NULL && PyErr_Occurred()) {
+            return -1;
+        }
+        if (now != NULL && oomkit_tensor_check(st, now) &&
+            oomkit_tensor_check(st, was)) {
+            PyObject *done =
+                PyObject_CallMethodOneArg(now, st->str_copy, was); /* owned */
+            if (done == NULL) {
+                return -1;
+            }
+            Py_DECREF(done);
+        } else if (now != was && PyDict_SetItem(group, key, was) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int
+oomkit_groups_restore(oomkit_state *st, PyObject *optimizer, PyObject *copies)
+{
+    PyObject *groups = PyObject_GetAttr(optimizer, st->str_param_groups); /* owned */
+    Py_ssize_t i;
+    int result = groups == NULL ? -1 : 0;
+
+    for (i = 0; result == 0 && PyList_Check(groups) && i < PyList_GET_SIZE(groups) &&
+                i < PyList_GET_SIZE(copies);
+         i++) {
+        if (PyDict_Check(PyList_GET_ITEM(groups, i))) {
+            result = group_restore(st, PyList_GET_ITEM(groups, i),
+                                   PyList_GET_ITEM(copies, i));
+        }
+    }
+    Py_XDECREF(groups);
+    return result;
+}
+
+/* Before a later micro-batch: values as at entry, so that a line that changes one
+ * (`lr *= 0.9`) does so once in the end. 0 or -1. */
+int
+oomkit_owners_again(oomkit_call *call)
+{
+    PyObject *list = call->user_marks; /* borrowed from call */
+    Py_ssize_t i;
+    int result = 0;
+
+    for (i = 0; call->slice_index > 0 && list != NULL && i < PyList_GET_SIZE(list) &&
+                result == 0;
+         i++) {
+        PyObject *pair = PyList_GET_ITEM(list, i); /* borrowed */
+        if (PyObject_TypeCheck(PyTuple_GET_ITEM(pair, 0),
+                               (PyTypeObject *)call->st->Optimizer)) {
+            result = oomkit_groups_restore(call->st, PyTuple_GET_ITEM(pair, 0),
+                                           PyTuple_GET_ITEM(pair, 1));
+        }
+    }
+    return result;
+}
+
+/* At the end of a micro-batch: an optimizer that it did not step (the caller does) has
+ * the same values after each of them, as long as nothing has moved for good. 0, or -1
+ * with SplitError. */
+int
+oomkit_owners_groups_end(oomkit_call *call)
+{
+    PyObject *list = call->user_marks; /* borrowed from call */
+    Py_ssize_t i;
+    int result = 0, committed = call->is_last ? oomkit_tx_committed(call) : 0;
+
+    if (committed != 0) {
+        return committed < 0 ? -1 : 0;
+    }
+    for (i = 0; list != NULL && i < PyList_GET_SIZE(list) && result == 0; i++) {
+        PyObject *optimizer =
+            PyTuple_GET_ITEM(PyList_GET_ITEM(list, i), 0); /* borrowed */
+        if (!PyObject_TypeCheck(optimizer, (PyTypeObject *)call->st->Optimizer) ||
+            oomkit_pairs_find(call->groups_after, optimizer) != NULL) {
+            continue;
+        }
+        if (call->slice_index == 0) {
+            result = oomkit_pairs_add(&call->groups_end, optimizer,
+                                      oomkit_groups_copy(call->st, optimizer));
+        } else {
+            result = oomkit_tx_groups_moved(call, optimizer);
+        }
+    }
+    return result;
+}
+
+/* --- schedulers, while split --- */
+
+/* Before a split attempt: where every scheduler is. 0 or -1. */
+int
+oomkit_owners_epochs_note(oomkit_call *call)
+{
+    Py_ssize_t i;
+
+    Py_CLEAR(call->epochs);
+    for (i = 0; i < call->parts->owner_count; i++) {
+        PyObject *scheduler, *epoch; /* owned */
+        int result;
+        if (call->parts->owners[i].kind != OOMKIT_OWNER_SCHEDULER) {
+            continue;
+        }
+        scheduler = oomkit_reference_get(call->parts->owners[i].ref);
+        if (scheduler == NULL) {
+            continue;
+        }
+        result = oomkit_has_attribute_string(scheduler, "last_epoch");
+        if (result > 0) {
+            epoch = PyObject_GetAttrString(scheduler, "last_epoch");
+            result = oomkit_pairs_add(&call->epochs, scheduler, epoch);
+        }
+        Py_DECREF(scheduler);
+        if (result < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* A scheduler that moved although its step is held back (its bound step() was kept in a
+ * variable): 1 with *scheduler (borrowed), 0, -1. */
+int
+oomkit_owners_epochs_moved(oomkit_call *call, PyObject **scheduler)
+{
+    Py_ssize_t i;
+    int same = 1;
+
+    for (i = 0; call->epochs != NULL && i < PyList_GET_SIZE(call->epochs) && same == 1;
+         i++) {
+        PyObject *pair = PyList_GET_ITEM(call->epochs, i); /* borrowed */
+        PyObject *epoch;                                   /* owned */
+        *scheduler = PyTuple_GET_ITEM(pair, 0);
+        epoch = PyObject_GetAttrString(*scheduler, "last_epoch");
+        same = epoch == NULL
+                   ? -1
+                   : PyObject_RichCompareBool(epoch, PyTuple_GET_ITEM(pair, 1), Py_EQ);
+        Py_XDECREF(epoch);
+    }
+    return same < 0 ? -1 : !same;
+}

@@ -1,0 +1,79 @@
+/* Optimizers, schedulers and scalers: what they have moved, and what they are given. */
+#ifndef OOMKIT_OPTIM_OPTIM_H
+#define OOMKIT_OPTIM_OPTIM_H
+
+#include "../call/call_types.h"
+
+typedef struct interceptor_object interceptor_object;
+
+/* --- accelerate.c --- */
+int
+oomkit_accelerate_split(oomkit_call *call);
+PyObject *
+oomkit_accelerator_save(PyObject *accelerator);
+int
+oomkit_accelerator_restore(PyObject *accelerator, PyObject *saved);
+/* Which kind of participant an object of accelerate's is, or -1. */
+int
+oomkit_accelerate_kind(PyObject *object);
+int
+oomkit_accelerator_counts(interceptor_object *self);
+
+/* --- after_update.c --- */
+/* List of (was, now) of what the update has changed. 0 or -1. */
+int
+oomkit_updated(oomkit_call *call, PyObject **list);
+
+/* --- hyperparams.c --- */
+PyObject *
+oomkit_groups_copy(oomkit_state *st, PyObject *optimizer);
+int
+oomkit_groups_restore(oomkit_state *st, PyObject *optimizer, PyObject *copies);
+int
+oomkit_owners_groups_note(oomkit_call *call, PyObject *optimizer);
+int
+oomkit_owners_again(oomkit_call *call);
+int
+oomkit_owners_groups_end(oomkit_call *call);
+int
+oomkit_owners_epochs_note(oomkit_call *call);
+int
+oomkit_owners_epochs_moved(oomkit_call *call, PyObject **scheduler);
+int
+oomkit_owners_groups_changed(oomkit_call *call, PyObject *optimizer, PyObject **name);
+
+/* --- optimizer.c --- */
+/* Moved: 1 when a parameter or a state tensor changed in place. */
+int
+oomkit_optimizer_mark_take(oomkit_call *call, PyObject *optimizer, int *index);
+int
+oomkit_optimizer_moved(oomkit_call *call, int index);
+int
+oomkit_optimizer_undo(oomkit_call *call, int index);
+int
+oomkit_optimizer_copy(oomkit_call *call, int index);
+int
+oomkit_optimizer_restore_copy(oomkit_call *call, int index);
+int
+oomkit_optimizer_is_foreach(oomkit_call *call, int index);
+int
+oomkit_optimizers_any_moved(oomkit_call *call);
+void
+oomkit_optimizers_release(oomkit_call *call);
+/* Had an optimizer's step() begun to make its state, and nothing else? */
+int
+oomkit_optimizer_failed_in_init(oomkit_state *st, PyObject *exception);
+
+/* --- scheduler_args.c --- */
+/* Arguments of schedulers and optimizers that are held back. */
+int
+oomkit_metric_number(oomkit_state *st, PyObject *argument, double *value);
+int
+oomkit_metrics_note(oomkit_call *call, PyObject *scheduler, PyObject *const *args,
+                    Py_ssize_t positional, PyObject *kwnames);
+int
+oomkit_metrics_settle(oomkit_call *call, PyObject *scheduler, PyObject *const *args,
+                      Py_ssize_t positional, PyObject *kwnames, PyObject **mean,
+                      Py_ssize_t *at);
+
+#endif

@@ -1,0 +1,130 @@
+/* optimizer_safety="copy": what an optimizer of somebody's own keeps beside the tensors
+ * of its state is noted before an update by Python code of the package (`keepsake`),
+ * and put back. Kept as (object, text): what cannot be put back, or None. */
+#include "optimizer_extras.h"
+#include "../call/call.h"
+
+/* Addresses of the tensors that have copies already. New set or NULL. */
+static PyObject *
+beside_handled(const oomkit_optimizer_mark *mark)
+{
+    PyObject *handled = PySet_New(NULL); /* owned, returned */
+    Py_ssize_t i;
+
+    for (i = 0; handled != NULL && i < mark->count; i++) {
+        PyObject *address; /* owned */
+        if (!mark->items[i].is_tensor) {
+            continue;
+        }
+        address = PyLong_FromVoidPtr(mark->items[i].value);
+        if (address == NULL || PySet_Add(handled, address) < 0) {
+            Py_CLEAR(handled);
+        }
+        Py_XDECREF(address);
+    }
+    return handled;
+}
+
+int
+oomkit_beside_take(oomkit_call *call, oomkit_optimizer_mark *mark)
+{
+    PyObject *handled, *kept = NULL, *unknown = NULL, *pair = NULL; /* owned */
+
+    if (mark->beside != NULL || call->st->keepsake == NULL) {
+        return 0;
+    }
+    handled = beside_handled(mark);
+    if (handled != NULL && oomkit_compiler_off(call) == 0) {
+        oomkit_exempt_enter(call->st);
+        kept = PyObject_CallFunctionObjArgs(
+            call->st->keepsake, mark->optimizer, handled,
+            call->options->rng == OOMKIT_RNG_NONE ? Py_False : Py_True, NULL);
+        oomkit_exempt_leave(call->st);
+        if (oomkit_compiler_on(call) < 0) {
+            Py_CLEAR(kept);
+        }
+    }
+    Py_XDECREF(handled);
+    if (kept != NULL) {
+        unknown = kept == Py_None ? Py_NewRef(Py_None)
+                                  : PyObject_GetAttrString(kept, "unknown");
+    }
+    if (unknown != NULL) {
+        pair = PyTuple_Pack(2, kept, unknown);
+    }
+    Py_XDECREF(kept);
+    Py_XDECREF(unknown);
+    mark->beside = pair;
+    return pair == NULL ? -1 : 0;
+}
+
+int
+oomkit_beside_restore(oomkit_call *call, const oomkit_optimizer_mark *mark)
+{
+    PyObject *kept, *done; /* owned */
+    int on = call->compiler == NULL;
+
+    if (mark->beside == NULL || PyTuple_GET_ITEM(mark->beside, 0) == Py_None) {
+        return 0;
+    }
+    if (oomkit_compiler_off(call) < 0) {
+        return -1;
+    }
+    kept = Py_NewRef(PyTuple_GET_ITEM(mark->beside, 0));
+    oomkit_exempt_enter(call->st);
+    done = PyObject_CallMethodNoArgs(kept, call->st->str_restore);
+    oomkit_exempt_leave(call->st);
+    Py_DECREF(kept);
+    Py_XDECREF(done);
+    return (on && oomkit_compiler_on(call) < 0) || done == NULL ? -1 : 0;
+}
+
+PyObject *
+oomkit_beside_unknown(const oomkit_call *call, int index)
+{
+    PyObject *beside = call->optimizers[index].beside; /* borrowed */
+    PyObject *unknown =                                /* borrowed */
+        beside == NULL ? Py_None : PyTuple_GET_ITEM(beside, 1);
+    return unknown == Py_None ? NULL : unknown;
+}
+
+PyObject *
+oomkit_beside_any_unknown(const oomkit_call *call)
+{
+    int i;
+    for (i = 0; i < call->optimizer_count; i++) {
+        if (oomkit_beside_unknown(call, i) != NULL) {
+            return oomkit_beside_unknown(call, i);
+        }
+    }
+    return NULL;
+}
+
+int
+oomkit_beside_refuse(oomkit_call *call, PyObject **message)
+{
+    call->params_stuck = 1;
+    *message = PyUnicode_FromFormat(
+        "an optimizer's step() may have moved its %U, which optimizer_safety=\"copy\" "
+        "cannot copy; keep it in a tensor, list or dict",
+        oomkit_beside_any_unknown(call));
+    return *message == NULL ? -1 : 1;
+}
+
+PyObject *
+oomkit_beside_raise(oomkit_call *call, int index, PyObject *exception)
+{
+    PyObject *handled = PyErr_GetHandledException(); /* owned */
+
+    oomkit_exception_drop(call->st, exception, handled);
+    Py_XDECREF(handled);
+    call->raised = 1;
+    return oomkit_raise(
+        call->st->PartialUpdate,
+        "%s.step() ran out of memory, and optimizer_safety=\"copy\" cannot copy its "
+        "%U, "
+        "which may have moved on: the update is not repeated; everything else is as "
+        "before the step; keep it in a tensor, list or dict, or restore a checkpoint",
+        Py_TYPE(call->optimizers[index].optimizer)->tp_name,
+        oomkit_beside_unknown(call, index));
+}

@@ -1,0 +1,208 @@
+/* Attributes of optimizers and schedulers that their step() sets, beside all state that
+ * torch would save: `_opt_called` (by the wrapper of a scheduler), the count and the
+ * epoch of a scheduler, `grad_scale` and `found_inf` of a fused update, whatever a
+ * class of the user's counts. A GradScaler takes those two away when step() has
+ * returned, and multiplies by a `grad_scale` that it finds: one that a failure has left
+ * would make the next update wrong without a word. So they go back where an update has
+ * failed, also where the update cannot: the checkpoint that is asked for then has none
+ * of them. */
+#include "step_attributes.h"
+#include "../py/refs.h"
+#include "../undo/undo.h"
+
+/* Where interceptors stand: install.c puts them there and takes them out. */
+static int
+attributes_ours(const oomkit_state *st, PyObject *name)
+{
+    return PyUnicode_Check(name) && (PyUnicode_Compare(name, st->str_step) == 0 ||
+                                     PyUnicode_Compare(name, st->str_zero_grad) == 0 ||
+                                     PyUnicode_Compare(name, st->str_state_dict) == 0);
+}
+
+/* The schedulers that a ChainedScheduler or a SequentialLR steps. 0 or -1. */
+static int
+attributes_mark_inner(oomkit_call *call, PyObject *saved)
+{
+    PyObject *inner = /* owned: what is made here may let the collector run */
+        Py_XNewRef(PyDict_GetItemWithError(saved, call->st->str__schedulers));
+    Py_ssize_t i;
+    int result = inner == NULL && PyErr_Occurred() ? -1 : 0;
+
+    for (i = 0; result == 0 && inner != NULL && PyList_Check(inner) &&
+                i < PyList_GET_SIZE(inner);
+         i++) {
+        PyObject *scheduler = Py_NewRef(PyList_GET_ITEM(inner, i)); /* owned */
+        if (PyObject_TypeCheck(scheduler, (PyTypeObject *)call->st->LRScheduler)) {
+            result = oomkit_attributes_mark(call, scheduler);
+        }
+        Py_DECREF(scheduler);
+    }
+    Py_XDECREF(inner);
+    return result;
+}
+
+/* Its place in the list, or -1. */
+static Py_ssize_t
+attributes_find(const oomkit_call *call, const PyObject *object)
+{
+    PyObject *list = call->attributes; /* borrowed from call */
+    Py_ssize_t i = list == NULL ? 0 : PyList_GET_SIZE(list);
+
+    while (i-- > 0 && PyTuple_GET_ITEM(PyList_GET_ITEM(list, i), 0) != object) {
+    }
+    return i;
+}
+
+/* Do the marks of an object's earlier step() in this call hold for another? Inside a
+ * scaler's they do, and while the call can go back to its entry. 1, 0 or -1. */
+static int
+attributes_hold(oomkit_call *call)
+{
+    int committed;
+
+    if (call->intercept_depth > 1 || call->options->optimizer_copy) {
+        return 1;
+    }
+    committed = oomkit_tx_committed(call);
+    return committed < 0 ? -1 : !committed;
+}
+
+PyObject *
+oomkit_attributes_of(PyObject *object)
+{
+    PyObject *dict = PyObject_GenericGetDict(object, NULL);   /* owned */
+    PyObject *copy = dict == NULL ? NULL : PyDict_Copy(dict); /* owned, returned */
+
+    Py_XDECREF(dict);
+    return copy;
+}
+
+int
+oomkit_attributes_note(oomkit_call *call, PyObject *object, PyObject *saved)
+{
+    Py_ssize_t at = attributes_find(call, object);
+    PyObject *pair; /* owned */
+    int hold = at < 0 ? 0 : attributes_hold(call);
+
+    if (hold != 0) {
+        return hold < 0 ? -1 : 0;
+    }
+    if (at < 0) {
+        return oomkit_pairs_add(&call->attributes, object, Py_NewRef(saved));
+    }
+    pair = PyTuple_Pack(2, object, saved);
+    return pair == NULL || PyList_SetItem(call->attributes, at, pair) < 0 ? -1 : 0;
+}
+
+int
+oomkit_attributes_mark(oomkit_call *call, PyObject *object)
+{
+    PyObject *saved; /* owned */
+    int result;
+
+    if (attributes_find(call, object) >= 0) {
+        result = attributes_hold(call);
+        if (result != 0) {
+            return result < 0 ? -1 : 0;
+        }
+    }
+    saved = oomkit_attributes_of(object);
+    if (saved == NULL) {
+        return -1;
+    }
+    result = oomkit_attributes_note(call, object, saved);
+    if (result == 0 &&
+        PyObject_TypeCheck(object, (PyTypeObject *)call->st->LRScheduler)) {
+        result = attributes_mark_inner(call, saved);
+    }
+    Py_DECREF(saved);
+    return result;
+}
+
+/* One attribute as `saved` has it. 0 or -1. */
+static int
+attributes_put(PyObject *dict, PyObject *saved, PyObject *name)
+{
+    PyObject *was = PyDict_GetItemWithError(saved, name); /* borrowed */
+    PyObject *now = PyDict_GetItemWithError(dict, name);  /* borrowed */
+
+    if (PyErr_Occurred()) {
+        return -1;
+    }
+    return was == now    ? 0
+           : was == NULL ? PyDict_DelItem(dict, name)
+                         : PyDict_SetItem(dict, name, was);
+}
+
+int
+oomkit_attributes_put(const oomkit_state *st, PyObject *object, PyObject *saved)
+{
+    PyObject *dict = PyObject_GenericGetDict(object, NULL);    /* owned */
+    PyObject *names = dict == NULL ? NULL : PyDict_Keys(dict); /* owned */
+    PyObject *name;                                            /* borrowed */
+    Py_ssize_t i, at = 0;
+    int result = names == NULL ? -1 : 0;
+
+    for (i = 0; result == 0 && i < PyList_GET_SIZE(names); i++) {
+        name = PyList_GET_ITEM(names, i);
+        if (!attributes_ours(st, name)) {
+            result = attributes_put(dict, saved, name);
+        }
+    }
+    Py_XDECREF(names);
+    while (result == 0 && PyDict_Next(saved, &at, &name, NULL)) {
+        if (!attributes_ours(st, name)) {
+            result = attributes_put(dict, saved, name);
+        }
+    }
+    Py_XDECREF(dict);
+    return result;
+}
+
+static int
+attributes_back(const oomkit_call *call, Py_ssize_t at)
+{
+    PyObject *pair = Py_NewRef(PyList_GET_ITEM(call->attributes, at)); /* owned */
+    int result = oomkit_attributes_put(call->st, PyTuple_GET_ITEM(pair, 0),
+                                       PyTuple_GET_ITEM(pair, 1));
+
+    Py_DECREF(pair); /* finalisers of what went have run */
+    return result;
+}
+
+int
+oomkit_attributes_restore(oomkit_call *call)
+{
+    Py_ssize_t i;
+    int result = 0;
+
+    for (i = 0; result == 0 && call->attributes != NULL &&
+                i < PyList_GET_SIZE(call->attributes);
+         i++) {
+        result = attributes_back(call, i);
+    }
+    return result;
+}
+
+void
+oomkit_attributes_undo(oomkit_call *call)
+{
+    PyObject *exception; /* owned, given back */
+    Py_ssize_t at;
+
+    if (call->failed_step == NULL) {
+        return;
+    }
+    exception = oomkit_exception_take();
+    at = attributes_find(call, call->failed_step);
+    call->failed_step = NULL;
+    if (at >= 0 && attributes_back(call, at) < 0) {
+        if (exception == NULL ||
+            !PyErr_GivenExceptionMatches(exception, call->st->PartialUpdate)) {
+            Py_XDECREF(exception);
+            return;
+        }
+        oomkit_error_dismiss(); /* an update that is half done must be said */
+    }
+    oomkit_exception_give(exception);
+}

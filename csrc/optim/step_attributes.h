@@ -1,0 +1,37 @@
+/* Attributes that an optimizer or a scheduler keeps on itself while it steps. */
+#ifndef OOMKIT_OPTIM_STEP_ATTRIBUTES_H
+#define OOMKIT_OPTIM_STEP_ATTRIBUTES_H
+
+#include "../call/call_types.h"
+
+/* A copy of an object's dictionary: the values themselves are not copied. New reference
+ * or NULL. */
+PyObject *
+oomkit_attributes_of(PyObject *object);
+
+/* What such a copy has is what the object has: new attributes go, others have their
+ * value again. Can be done again. 0 or -1. */
+int
+oomkit_attributes_put(const oomkit_state *st, PyObject *object, PyObject *saved);
+
+/* Notes them, before anything of its step() runs, once per attempt as long as the call
+ * can be taken back: of a scheduler also those of the schedulers that it
+ * steps. 0 or -1. */
+int
+oomkit_attributes_mark(oomkit_call *call, PyObject *object);
+
+/* The same of an optimizer, with the copy that was taken. */
+int
+oomkit_attributes_note(oomkit_call *call, PyObject *object, PyObject *saved);
+
+/* All that were noted are as they were. Can be done again. 0 or -1. */
+int
+oomkit_attributes_restore(oomkit_call *call);
+
+/* Those of call->failed_step, when nothing of its step() is left to run: what stands
+ * around it may still take away what it has set. Keeps the exception in flight, but for
+ * one of its own. */
+void
+oomkit_attributes_undo(oomkit_call *call);
+
+#endif

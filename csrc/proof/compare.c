@@ -1,0 +1,136 @@
+/* The comparison that a proof is made of: a slice whole, and in two parts. */
+#include "proof.h"
+
+/* judge.verdict(): *text (owned) is what differs, NULL for nothing. 0 or -1. */
+static int
+proof_ask(oomkit_proof *p, PyObject **text)
+{
+    oomkit_exempt_enter(p->call->st);
+    *text = PyObject_CallMethod(p->judge, "verdict", NULL);
+    oomkit_exempt_leave(p->call->st);
+    if (*text == Py_None) {
+        Py_CLEAR(*text);
+        return 0;
+    }
+    return *text == NULL ? -1 : 0;
+}
+
+/* Nothing but values of the result differ: would they be the same if the whole ran
+ * twice? Times are not. As proof_ask(), which has answered *text. */
+static int
+proof_twice(oomkit_proof *p, PyObject **text)
+{
+    const oomkit_slice whole = {p->start, p->length};
+    PyObject *volatile_ = PyObject_GetAttrString(p->judge, "volatile"); /* owned */
+    int ask = volatile_ == Py_True;
+
+    Py_XDECREF(volatile_);
+    if (volatile_ == NULL) {
+        Py_CLEAR(*text);
+        return -1;
+    }
+    if (!ask) {
+        return 0;
+    }
+    Py_CLEAR(*text);
+    return oomkit_proof_run(p, "whole again", &whole, 1, NULL) < 0 ? -1
+                                                                   : proof_ask(p, text);
+}
+
+/* As oomkit_proof_compare(). */
+static int
+compare_cut(oomkit_proof *p, const oomkit_slice *cut, int64_t count, PyObject **text)
+{
+    *text = NULL;
+    if (oomkit_proof_run(p, "parts", cut, count, NULL) < 0 || proof_ask(p, text) < 0) {
+        return -1;
+    }
+    return *text == NULL ? 0 : proof_twice(p, text);
+}
+
+int
+oomkit_proof_compare(oomkit_proof *p, int64_t first, PyObject **text)
+{
+    oomkit_slice cut[2] = {{p->start, first}, {p->start + first, p->length - first}};
+
+    return compare_cut(p, cut, 2, text);
+}
+
+int
+oomkit_proof_covers(const oomkit_proof *p)
+{
+    return p->start == 0 && p->length == p->call->batch.rows;
+}
+
+int
+oomkit_proof_compare_own(oomkit_proof *p, PyObject **text)
+{
+    return compare_cut(p, p->slices, p->slice_count, text);
+}
+
+int
+oomkit_proof_own_error(const oomkit_call *call)
+{
+    return !call->raised && call->restart == 0 && call->unfit.by_step &&
+           PyErr_ExceptionMatches(PyExc_Exception) &&
+           !PyErr_ExceptionMatches(call->st->OomkitError) &&
+           !oomkit_exception_is_oom(call->st);
+}
+
+int
+oomkit_proof_whole_once(oomkit_proof *p, int everything, int *moved)
+{
+    const oomkit_slice whole = {p->start, p->length};
+    PyObject *done = /* owned */
+        PyObject_CallMethod(p->judge, "quiet", "O", everything ? Py_True : Py_False);
+
+    Py_XDECREF(done);
+    p->everything = everything;
+    return done == NULL ? -1 : oomkit_proof_run(p, "whole", &whole, 1, moved);
+}
+
+/* Nothing keeps the step from drawing numbers: the whole, and again with other ones,
+ * which tells what chance makes of it. 0 or -1. */
+static int
+whole_by_chance(oomkit_proof *p)
+{
+    const oomkit_slice whole = {p->start, p->length};
+    PyObject *done = NULL; /* owned */
+    int moved;
+
+    if (oomkit_proof_whole_once(p, 0, &moved) < 0) {
+        return -1;
+    }
+    p->draw = 1;
+    p->by_chance = 1;
+    if (oomkit_proof_run(p, "whole by chance", &whole, 1, NULL) == 0) {
+        oomkit_exempt_enter(p->call->st);
+        done = PyObject_CallMethod(p->judge, "chance", NULL);
+        oomkit_exempt_leave(p->call->st);
+    }
+    p->draw = 0;
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+int
+oomkit_proof_whole(oomkit_proof *p)
+{
+    int moved, again;
+
+    if (oomkit_proof_whole_once(p, 0, &moved) < 0) {
+        return -1;
+    }
+    if (moved) {
+        again = oomkit_proof_whole_once(p, 1, &moved);
+        if (again < 0 && oomkit_proof_own_error(p->call)) {
+            oomkit_error_dismiss(); /* it does not work in eval: coarsely, then */
+            moved = 1;
+            again = 0;
+        }
+        if (again < 0 || (moved && whole_by_chance(p) < 0)) {
+            return -1;
+        }
+    }
+    return 0;
+}

@@ -1,0 +1,883 @@
+/* When a split is proven, and what comes of it. */
+#include "proof.h"
+#include "../accum/weights.h"
+#include "../batch/batch.h"
+#include "../engine/engine.h"
+#include "../sizes/sizes.h"
+
+#define FEW 5 /* rows that say little about a batch: more are tried if they may fit */
+#define CHANCE 32 /* rows of which parts may agree by chance */
+#define APART 3   /* places at which weights are told apart, at most */
+
+/* --- what comes of it --- */
+
+static int
+proof_log(oomkit_call *call, const char *level, PyObject *text)
+{
+    PyObject *done = /* owned */
+        text == NULL
+            ? NULL
+            : PyObject_CallMethod(call->st->log, level, "sO", "oomkit: %s", text);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* It differs: SplitError, or with verify="warn" a warning. `rules` (borrowed) would
+ * make it equal. Steals `text`. 0 or -1. */
+static int
+proof_refuse(oomkit_proof *p, PyObject *text, PyObject *rules)
+{
+    oomkit_call *call = p->call;
+    PyObject *advice = /* owned */
+        text == NULL || rules == NULL
+            ? NULL
+            : PyObject_CallMethod(p->judge, "advice", "OO", rules,
+                                  call->losses.is_sum ? Py_True : Py_False);
+    int result = -1;
+
+    if (advice != NULL && call->options->verify == OOMKIT_VERIFY_WARN) {
+        result = oomkit_warn(call->st->OomkitWarning, 1,
+                             "oomkit: %U is split all the same (verify=\"warn\"): %U; "
+                             "%U",
+                             call->options->label, text, advice);
+    } else if (advice != NULL) {
+        call->raised = 1;
+        oomkit_raise(call->st->SplitError, "auto_batch cannot split %U exactly: %U; %U",
+                     call->options->label, text, advice);
+    }
+    Py_XDECREF(advice);
+    Py_XDECREF(text);
+    return result;
+}
+
+/* The first cut that the step works on: two parts of even length where it fails on
+ * these; those of the call itself where the whole batch has run. As
+ * oomkit_proof_compare(). */
+static int
+proof_parts(oomkit_proof *p, PyObject **text)
+{
+    const int64_t first = p->first;
+    PyObject *exception; /* owned, given back */
+    int result = oomkit_proof_compare(p, p->first, text);
+
+    if (result == 0 || !oomkit_proof_own_error(p->call)) {
+        return result;
+    }
+    exception = oomkit_exception_take();
+    if (oomkit_proof_covers(p) && p->slice_count > 2) {
+        Py_DECREF(exception);
+        p->own = 1;
+        return oomkit_proof_compare_own(p, text);
+    }
+    if (!oomkit_proof_rows_even(p) || p->first == first) {
+        p->first = first;
+        p->no_parts = 1;
+        oomkit_exception_give(exception);
+        return -1;
+    }
+    Py_DECREF(exception);
+    result = oomkit_proof_compare(p, p->first, text);
+    p->no_parts = result < 0 && oomkit_proof_own_error(p->call);
+    return result;
+}
+
+/* --- weights --- */
+
+/* Takes the place that the judge has found: (start, length, first), or None. Steals
+ * `where`. 1, 0 for None, -1. */
+static int
+search_place(oomkit_proof *p, PyObject *where)
+{
+    long long start, length, first;
+    int found = where == NULL ? -1 : where != Py_None;
+
+    if (found > 0 && !PyArg_ParseTuple(where, "LLL", &start, &length, &first)) {
+        found = -1;
+    }
+    if (found > 0) {
+        p->start = start;
+        p->length = length;
+        p->first = first;
+    }
+    Py_XDECREF(where);
+    return found;
+}
+
+/* The rules that make this cut's parts the whole, also where they must not be used. New
+ * list or NULL. */
+static PyObject *
+search_rules(oomkit_proof *p)
+{
+    const oomkit_slice whole = {p->start, p->length}, one = {p->start, p->first},
+                       two = {p->start + p->first, p->length - p->first};
+    PyObject *leaves, *rules = NULL; /* owned */
+    int status;
+
+    if (!oomkit_weights_are_countable(p->call) || !p->trained) {
+        return PyList_New(0);
+    }
+    p->raw = 1;
+    status = oomkit_proof_run(p, "raw", &whole, 1, NULL) < 0 ||
+                     oomkit_proof_run(p, "one", &one, 1, NULL) < 0 ||
+                     oomkit_proof_run(p, "two", &two, 1, NULL) < 0
+                 ? -1
+                 : 0;
+    p->raw = 0;
+    leaves = status < 0 ? NULL : oomkit_proof_leaves(p->call);
+    if (leaves != NULL) {
+        oomkit_exempt_enter(p->call->st);
+        rules = PyObject_CallMethod(p->judge, "search", "O[(LL)(LL)]", leaves,
+                                    (long long)one.start, (long long)one.length,
+                                    (long long)two.start, (long long)two.length);
+        oomkit_exempt_leave(p->call->st);
+    }
+    Py_XDECREF(leaves);
+    return rules;
+}
+
+/* Is it left to oomkit what the loss is a mean over? */
+static int
+search_needed(const oomkit_proof *p)
+{
+    return oomkit_weights_are_free(p->call) && oomkit_weights_are_countable(p->call);
+}
+
+/* Asks judge.method(leaves, rule, ..., slices) for a place. 1, 0 or -1. */
+static int
+search_ask(oomkit_proof *p, const char *method)
+{
+    PyObject *leaves = oomkit_proof_leaves(p->call);                     /* owned */
+    PyObject *slices = oomkit_proof_slices(p->slices, p->slice_count);   /* owned */
+    PyObject *rule = p->rule == NULL ? Py_None : p->rule, *where = NULL; /* owned */
+
+    if (leaves != NULL && slices != NULL) {
+        oomkit_exempt_enter(p->call->st);
+        where = PyObject_CallMethod(p->judge, method, "OOLLLO(LL)", leaves, rule,
+                                    (long long)p->start, (long long)p->length,
+                                    (long long)p->first, slices,
+                                    (long long)oomkit_unfit_multiple(p->call),
+                                    (long long)oomkit_unfit_least(p->call));
+        oomkit_exempt_leave(p->call->st);
+    }
+    Py_XDECREF(leaves);
+    Py_XDECREF(slices);
+    return search_place(p, where);
+}
+
+/* These rows and their parts without a graph. What that shows, or that nothing could
+ * be shown, is logged. *text (owned) as in oomkit_proof_compare(), with weights that
+ * would make them equal in p->rules. 1, 0 where nothing could be compared, -1. */
+static int
+weak_compare(oomkit_proof *p, PyObject **text)
+{
+    oomkit_call *call = p->call;
+    PyObject *verdict = oomkit_verify_rows(p, p->start, p->length, p->first), *line;
+    PyObject *equal, *rules; /* borrowed from verdict, as line is there */
+    int result = -1;
+
+    *text = NULL;
+    if (verdict == NULL) {
+        return -1;
+    }
+    if (verdict == Py_None) {
+        line = PyUnicode_FromFormat(/* owned */
+                                    "%U is split and could not be compared with the "
+                                    "whole: micro-batches of "
+                                    "%lld rows cannot be cut further, and two of them "
+                                    "did not run at once; if "
+                                    "the loss is a mean over samples, pass "
+                                    "verify=False to leave this line out",
+                                    call->options->label, (long long)p->first);
+        result = line == NULL                ? -1
+                 : call->batch.doubt != NULL ? 0
+                                             : proof_log(call, "warning", line);
+        Py_XDECREF(line);
+    } else if (PyArg_ParseTuple(verdict, "OUO", &equal, &line, &rules)) {
+        Py_XSETREF(p->rules, Py_NewRef(rules));
+        *text = equal == Py_False ? Py_NewRef(line) : NULL;
+        result = *text == NULL && proof_log(call, "info", line) < 0 ? -1 : 1;
+    }
+    Py_DECREF(verdict);
+    return result;
+}
+
+/* The exception in flight is out of memory, in rows that need not fit: it goes, and
+ * what it held. 0 or -1. */
+static int
+proof_forgive(oomkit_proof *p)
+{
+    oomkit_call *call = p->call;
+    PyObject *exception = oomkit_exception_take();   /* owned, then stolen */
+    PyObject *handled = PyErr_GetHandledException(); /* owned: the caller's */
+
+    oomkit_exception_drop(call->st, exception, handled);
+    Py_XDECREF(handled);
+    return oomkit_recover_reclaim(call, call->baseline_bytes);
+}
+
+/* Are these rows compared without a graph? */
+static int
+proof_is_weak(const oomkit_proof *p)
+{
+    return p->weakly && p->length > p->fits;
+}
+
+/* Whole and parts at a place that tells weights apart. Two micro-batches need not fit:
+ * then without a graph. *text (owned) as in oomkit_proof_compare(). 0 or -1. */
+static int
+proof_there(oomkit_proof *p, PyObject **text)
+{
+    *text = NULL;
+    if (!proof_is_weak(p)) {
+        if (oomkit_proof_whole(p) == 0 &&
+            oomkit_proof_compare(p, p->first, text) == 0) {
+            return 0;
+        }
+        if (p->length <= p->fits || p->call->restart != 0 ||
+            !oomkit_exception_is_oom(p->call->st) || proof_forgive(p) < 0) {
+            return -1;
+        }
+        p->weakly = 1;
+    }
+    return weak_compare(p, text) < 0 ? -1 : 0;
+}
+
+/* Does this rule hold, for this cut and at another place? 1, 0 or -1. */
+static int
+search_holds(oomkit_proof *p)
+{
+    const oomkit_slice found = {p->start, p->length};
+    const int64_t first = p->first;
+    PyObject *text = NULL; /* owned */
+    int place, moved, holds = 0;
+
+    if (proof_is_weak(p)) {
+        place = weak_compare(p, &text);
+    } else {
+        place = oomkit_proof_compare(p, p->first, &text);
+    }
+    if (place < 0) {
+        return -1;
+    }
+    place = text == NULL ? search_ask(p, "confirm") : 0;
+    if (place > 0) {
+        if (proof_there(p, &text) < 0) {
+            return -1;
+        }
+        holds = text == NULL;
+        p->start = found.start;
+        p->length = found.length;
+        p->first = first;
+        if (!holds && !proof_is_weak(p) &&
+            oomkit_proof_whole_once(p, p->everything, &moved) < 0) {
+            place = -1; /* it is for the next one */
+        }
+    }
+    Py_XDECREF(text);
+    return place < 0 ? -1 : holds;
+}
+
+/* Which of these weights make the parts the whole: p->rule. 1, 0 or -1. */
+static int
+search_try(oomkit_proof *p, PyObject *rules)
+{
+    Py_ssize_t i;
+    int found = 0;
+
+    for (i = 0; found == 0 && i < PyList_GET_SIZE(rules); i++) {
+        Py_XSETREF(p->rule, Py_NewRef(PyList_GET_ITEM(rules, i)));
+        found = search_holds(p);
+    }
+    if (found == 0) {
+        Py_CLEAR(p->rule);
+    }
+    return found;
+}
+
+static int
+search_say(oomkit_proof *p)
+{
+    PyObject *done = PyObject_CallMethod(p->rule, "forget", NULL);          /* owned */
+    PyObject *what = done ? PyObject_GetAttrString(p->rule, "text") : NULL; /* owned */
+    PyObject *text =                                                        /* owned */
+        what == NULL ? NULL
+                     : PyUnicode_FromFormat("the loss of %U is taken for a %U, which "
+                                            "makes two parts of a batch the whole",
+                                            p->call->options->label, what);
+    int result = proof_log(p->call, "info", text);
+
+    Py_XDECREF(done);
+    Py_XDECREF(what);
+    Py_XDECREF(text);
+    return result;
+}
+
+/* --- the proof --- */
+
+/* The parts are not the whole, as `text` (stolen) says. 1 with weights that make them
+ * so, 0 split all the same, -1. */
+static int
+proof_differs(oomkit_proof *p, PyObject *text)
+{
+    PyObject *rules = /* owned */
+        proof_is_weak(p) ? Py_NewRef(p->rules) : search_rules(p);
+    int found = rules == NULL                      ? -1
+                : oomkit_weights_are_free(p->call) ? search_try(p, rules)
+                                                   : 0;
+
+    if (found == 0) {
+        found = proof_refuse(p, text, rules);
+    } else {
+        Py_DECREF(text);
+    }
+    Py_XDECREF(rules);
+    return found;
+}
+
+/* Weights that pass at one place fail at another, time and again. As proof_refuse(). */
+static int
+proof_unsettled(oomkit_proof *p, PyObject *text)
+{
+    PyObject *none = PyList_New(0); /* owned */
+    int result = proof_refuse(p, text, none);
+
+    Py_XDECREF(none);
+    Py_CLEAR(p->rule);
+    return result;
+}
+
+/* The parts have passed, but results of one of them, of one row, could not be joined:
+ * in the middle, if neither part has one row alone. *text (owned) as in
+ * oomkit_proof_compare(). */
+static int
+proof_joins(oomkit_proof *p, PyObject **text)
+{
+    const int64_t first = p->first;
+    int result = 0;
+
+    if (p->unjoined && !p->own &&
+        oomkit_proof_rows_middle(p, oomkit_unfit_multiple(p->call)) && p->first > 1 &&
+        p->length - p->first > 1) {
+        result = oomkit_proof_compare(p, p->first, text);
+    }
+    p->first = first;
+    return result;
+}
+
+/* The parts have passed. Where the batch has labels or masks, other weights may pass,
+ * too: then at a place that tells them apart. *text (owned) as in
+ * oomkit_proof_compare(). */
+static int
+proof_apart(oomkit_proof *p, PyObject **text)
+{
+    int tries, found = !p->own && search_needed(p);
+
+    for (tries = 0; tries < APART && found > 0 && *text == NULL; tries++) {
+        found = search_ask(p, "told_apart");
+        if (found > 0 && proof_there(p, text) < 0) {
+            return -1;
+        }
+    }
+    return found < 0 ? -1 : 0;
+}
+
+/* The parts have passed, as the halves of few rows may by chance (labels that cancel,
+ * the hardest half of each): where the call itself cuts, if these rows reach so far,
+ * else near a third. *text (owned) as in oomkit_proof_compare(). */
+static int
+proof_elsewhere(oomkit_proof *p, PyObject **text)
+{
+    const oomkit_slice *own = &p->slices[0];
+    const int64_t first = p->first, multiple = oomkit_unfit_multiple(p->call);
+    int result;
+
+    if (p->own || p->no_parts || p->by_chance || p->length > CHANCE) {
+        return 0;
+    }
+    p->first = p->length / 3 / multiple * multiple;
+    if (p->start == own->start && own->length > 1 && own->length + 1 < p->length &&
+        own->length != first) {
+        p->first = own->length;
+    } else if (p->first < 2 || p->first == first) {
+        p->first = p->length - first;
+    }
+    if (p->first == first || !oomkit_proof_rows_fit(p)) {
+        p->first = first;
+        return 0;
+    }
+    result = oomkit_proof_compare(p, p->first, text);
+    if (result < 0 && oomkit_proof_own_error(p->call)) {
+        oomkit_error_dismiss(); /* it works on other parts */
+        result = 0;
+    }
+    if (*text == NULL) {
+        p->first = first;
+    }
+    return result;
+}
+
+/* A part of one row has shown something else: a row alone may be taken for what it is
+ * not (a score of each row for a loss). Parts of two rows at least decide then, of two
+ * micro-batches, for the halves of one may agree by chance. *text (owned) as in
+ * oomkit_proof_compare(). */
+static int
+proof_without_single(oomkit_proof *p, PyObject **text)
+{
+    const oomkit_slice found = {p->start, p->length};
+    const int64_t first = p->first, rows = p->call->batch.rows;
+    const int64_t next =
+        p->start + 2 * p->length <= rows ? p->start + p->length : p->start - p->length;
+    PyObject *other = NULL; /* owned */
+    int moved, single = first == 1 || p->length - first == 1;
+
+    if (p->own || !single || oomkit_proof_returns_nothing(p->call) ||
+        !oomkit_proof_rows_middle(p, oomkit_unfit_multiple(p->call)) || p->first < 2 ||
+        p->length - p->first < 2 || next < 0 || next + p->length > rows) {
+        p->first = first;
+        return 0;
+    }
+    if (oomkit_proof_compare(p, p->first, &other) < 0) {
+        Py_CLEAR(*text);
+        return -1;
+    }
+    if (other == NULL) {
+        p->start = next;
+        if (oomkit_proof_whole_once(p, p->everything, &moved) < 0 ||
+            oomkit_proof_compare(p, p->first, &other) < 0) {
+            Py_CLEAR(*text);
+            return -1;
+        }
+        if (other == NULL) {
+            Py_CLEAR(*text);
+            return 0;
+        }
+        p->start = found.start; /* for what is searched now */
+        if (oomkit_proof_whole_once(p, p->everything, &moved) < 0) {
+            Py_CLEAR(*text);
+            Py_DECREF(other);
+            return -1;
+        }
+    }
+    p->first = first;
+    Py_DECREF(other);
+    return 0;
+}
+
+/* Where they differ, as `text` (owned, taken) says: with weights that make the parts
+ * the whole, wherever weights can be told apart. 1 shown, 0 split all the same (a
+ * warning said so), -1. */
+static int
+proof_settle(oomkit_proof *p, PyObject *text)
+{
+    int searches, found = 0;
+
+    for (searches = 0; text != NULL; searches++) {
+        found = searches < APART && !p->no_parts && !p->own ? proof_differs(p, text)
+                                                            : proof_unsettled(p, text);
+        text = NULL;
+        if (found <= 0) {
+            return found;
+        }
+        if (proof_apart(p, &text) < 0) {
+            return -1;
+        }
+    }
+    return found == 0 || search_say(p) == 0 ? 1 : -1;
+}
+
+/* As proof_settle(). */
+static int
+proof_full(oomkit_proof *p)
+{
+    PyObject *text; /* owned */
+    int result;
+
+    if (oomkit_proof_rows_varied(p) < 0 || oomkit_proof_whole(p) < 0 ||
+        proof_parts(p, &text) < 0 || (text == NULL && proof_joins(p, &text) < 0) ||
+        (text != NULL && proof_without_single(p, &text) < 0) ||
+        (text == NULL && proof_elsewhere(p, &text) < 0) ||
+        (text == NULL && proof_apart(p, &text) < 0)) {
+        return -1;
+    }
+    if (text != NULL) {
+        return proof_settle(p, text);
+    }
+    text = PyObject_CallMethod(p->judge, "proven", "LLL", (long long)p->length,
+                               (long long)p->first, (long long)(p->length - p->first));
+    result = proof_log(p->call, "info", text);
+    Py_XDECREF(text);
+    return result < 0 ? -1 : 1;
+}
+
+/* Weights are to be told apart, and no micro-batch can be cut: two of them. As
+ * proof_settle(). */
+static int
+proof_pair(oomkit_proof *p)
+{
+    PyObject *text = NULL; /* owned */
+    int found;
+
+    p->level = oomkit_proven_find(p->call)->level;
+    p->weakly = p->call->ooms > 0;
+    p->first = 0; /* nothing has passed */
+    found = search_ask(p, "told_apart");
+    if (found <= 0 || proof_there(p, &text) < 0 ||
+        (text == NULL && proof_apart(p, &text) < 0)) {
+        return found <= 0 ? found : -1;
+    }
+    return proof_settle(p, text);
+}
+
+/* Two micro-batches without a graph. As proof_settle(). */
+static int
+proof_weak(oomkit_proof *p)
+{
+    PyObject *text; /* owned */
+    int compared;
+
+    p->level = OOMKIT_PROVEN_WEAKLY;
+    p->weakly = 1;
+    oomkit_proof_rows_two(p);
+    compared = weak_compare(p, &text);
+    if (compared > 0 && text == NULL && !p->no_parts && proof_apart(p, &text) < 0) {
+        return -1;
+    }
+    return compared <= 0 ? compared : proof_settle(p, text);
+}
+
+/* More rows than a micro-batch has: what few rows have in common with others may not
+ * show. Where an error of this call says that they need not fit, with their graph in
+ * host memory. 1 they were tried, as *result (see proof_settle()) says; 0 they were
+ * not, or do not fit; -1. */
+static int
+proof_larger(oomkit_proof *p, int64_t rows, int *result)
+{
+    const int64_t start = p->start, length = p->length, first = p->first;
+    const int64_t multiple = oomkit_unfit_multiple(p->call);
+    int tried = 0;
+
+    rows = rows < p->call->batch.rows ? rows : p->call->batch.rows;
+    if (rows <= p->length) {
+        return 0;
+    }
+    p->start = 0;
+    p->length = rows;
+    p->on_host = p->call->ooms > 0;
+    if (oomkit_proof_rows_middle(p, multiple)) {
+        if (p->first * 2 == p->length && p->length > 2 * multiple) {
+            p->first += multiple;
+        }
+        *result = proof_full(p);
+        if (*result < 0 && (length > 1 || p->on_host) &&
+            oomkit_proof_own_error(p->call)) {
+            oomkit_error_dismiss(); /* that size is none that the call needs */
+            p->no_parts = 0;
+        } else if (*result >= 0 || p->call->restart != 0 ||
+                   !oomkit_exception_is_oom(p->call->st)) {
+            tried = 1;
+        } else if (proof_forgive(p) < 0) {
+            tried = -1;
+        }
+    }
+    p->on_host = 0;
+    p->own = 0;
+    if (tried == 0) {
+        p->start = start;
+        p->length = length;
+        p->first = first;
+    }
+    return tried;
+}
+
+/* As proof_settle(), of the largest micro-batch if it can be cut. */
+static int
+proof_best(oomkit_proof *p, int cut)
+{
+    int result = -1;
+    int tried =
+        p->length < FEW && p->call->ooms == 0 ? proof_larger(p, FEW, &result) : 0;
+
+    if (tried == 0 && (!cut || (p->length < FEW && p->call->ooms > 0))) {
+        tried = proof_larger(p, p->length * 2, &result);
+    }
+    if (tried != 0) {
+        return tried < 0 ? -1 : result;
+    }
+    if (cut) {
+        return proof_full(p);
+    }
+    return proof_weak(p);
+}
+
+/* An earlier run's proof holds. 0 or -1. */
+static int
+again_say(const oomkit_proof *p)
+{
+    PyObject *text =
+        PyUnicode_FromFormat("the split of %U was proved by an earlier run, "
+                             "and losses agree with it",
+                             p->call->options->label); /* owned */
+    int result = proof_log(p->call, "info", text);
+
+    Py_XDECREF(text);
+    return result;
+}
+
+/* What was shown a few calls ago: by losses alone, and with gradients where those
+ * differ. As proof_settle(). */
+static int
+proof_again(oomkit_proof *p, int cut)
+{
+    const int64_t start = p->start, length = p->length, first = p->first;
+    const int recalled = oomkit_proven_find(p->call)->recalled;
+    PyObject *verdict;              /* owned */
+    PyObject *equal, *text, *rules; /* borrowed from verdict */
+    int differs;
+
+    if (p->length < FEW && p->call->ooms == 0) {
+        p->start = 0;
+        p->length = FEW < p->call->batch.rows ? FEW : p->call->batch.rows;
+        p->first = length < p->length ? length : first;
+    } else if (!cut) {
+        oomkit_proof_rows_two(p);
+    }
+    verdict = oomkit_verify_rows(p, p->start, p->length, p->first);
+    p->start = start;
+    p->length = length;
+    p->first = first;
+    if (verdict == NULL) {
+        return -1;
+    }
+    if (verdict == Py_None) {
+        differs = recalled; /* an earlier run's word alone is not enough */
+        oomkit_proven_again(p->call);
+    } else {
+        differs = PyArg_ParseTuple(verdict, "OUO", &equal, &text, &rules) &&
+                  (recalled ? equal != Py_True : equal == Py_False);
+    }
+    Py_DECREF(verdict);
+    if (PyErr_Occurred()) {
+        return -1;
+    }
+    if (differs) {
+        return proof_best(p, cut);
+    }
+    return recalled && again_say(p) < 0 ? -1 : 1;
+}
+
+/* The step cannot work on any part of a micro-batch, but on two of them. */
+static int
+proof_no_parts(oomkit_proof *p)
+{
+    oomkit_error_dismiss(); /* what a part raised says nothing about micro-batches */
+    return proof_weak(p);
+}
+
+/* Who judges. 0 or -1. */
+static int
+proof_judge(oomkit_proof *p)
+{
+    oomkit_call *call = p->call;
+    Py_ssize_t i, n = call->parts->param_count;
+    PyObject *params = PyList_New(n), *entry; /* owned */
+    oomkit_proven *known = oomkit_proven_find(call);
+
+    for (i = 0; params != NULL && i < n; i++) {
+        PyList_SET_ITEM(params, i, Py_NewRef(call->parts->params[i]));
+    }
+    entry = params == NULL ? NULL : oomkit_proof_gradients_values(p);
+    if (entry != NULL) {
+        p->judge = PyObject_CallFunction(
+            call->st->proof, "OOOOO", call->options->label,
+            call->parts->roots == NULL ? Py_None : call->parts->roots, params, entry,
+            known == NULL || known->tried == NULL ? Py_None : known->tried);
+    }
+    if (known != NULL) {
+        p->rule = Py_XNewRef(known->rule);
+    }
+    Py_XDECREF(params);
+    Py_XDECREF(entry);
+    p->quieted = p->judge == NULL ? NULL : PyObject_GetAttrString(p->judge, "quieted");
+    return p->quieted == NULL ? -1 : 0;
+}
+
+/* Modules are in the mode that they were in. Without code of Python: where there is no
+ * memory for any, values of keys that are there can still be set. */
+static void
+proof_loud(oomkit_proof *p)
+{
+    Py_ssize_t i = p->quieted == NULL ? 0 : PyList_GET_SIZE(p->quieted);
+
+    while (i-- > 0) {
+        PyObject *item = PyList_GET_ITEM(p->quieted, i); /* borrowed */
+        PyObject *own = PyTuple_GET_ITEM(item, 0);       /* borrowed */
+        PyObject *name = PyTuple_GET_ITEM(item, 1);      /* borrowed */
+        if ((PyTuple_GET_SIZE(item) > 2
+                 ? PyDict_SetItem(own, name, PyTuple_GET_ITEM(item, 2))
+                 : PyDict_DelItem(own, name)) == 0) {
+            continue;
+        }
+        if (PyErr_ExceptionMatches(PyExc_KeyError)) {
+            PyErr_Clear(); /* it was not set, or somebody has taken it out */
+        } else {
+            PyErr_WriteUnraisable(p->call->func);
+        }
+    }
+    Py_CLEAR(p->quieted);
+}
+
+/* A leaf of the batch has moved: it cannot be run again. 1, 0 or -1. */
+static int
+proof_batch_moved(const oomkit_call *call)
+{
+    Py_ssize_t i;
+    int moved = 0;
+
+    for (i = 0; i < call->batch.count && moved == 0; i++) {
+        moved = oomkit_node_moved(call->st, &call->batch.nodes[i]);
+    }
+    return moved;
+}
+
+/* What was shown of numbers in the results stays with the site. 0 or -1. */
+static int
+proof_figures(oomkit_proof *p)
+{
+    oomkit_result_site *site = p->join.site; /* borrowed from the step, or NULL */
+    PyObject *figures;                       /* owned */
+    int result;
+
+    if (site == NULL) {
+        return 0;
+    }
+    if (site->figures == NULL && (site->figures = PyDict_New()) == NULL) {
+        return -1;
+    }
+    figures = PyObject_GetAttrString(p->judge, "figures");
+    result = figures == NULL ? -1 : PyDict_Update(site->figures, figures);
+    Py_XDECREF(figures);
+    return result;
+}
+
+/* As oomkit_prove(). */
+static int
+prove(oomkit_call *call)
+{
+    oomkit_proof p = {.call = call};
+    PyObject *exception; /* owned, given back */
+    int cut, wanted, result, phase, pair;
+
+    if ((wanted = oomkit_proof_wanted(call)) <= 0) {
+        return wanted;
+    }
+    cut = oomkit_proof_rows_largest(&p);
+    p.fits = p.length;
+    pair = !cut && oomkit_proven_find(call) != NULL && wanted != OOMKIT_PROOF_LOSSES;
+    if (pair && wanted != OOMKIT_PROOF_WEIGHTS) {
+        return 0;
+    }
+    result = proof_batch_moved(call);
+    if (result != 0) {
+        return result < 0 ? -1 : 0;
+    }
+    phase = oomkit_phase_set(call->st, OOMKIT_PHASE_FORWARD);
+    p.level = OOMKIT_PROVEN_FULLY;
+    result = oomkit_proof_aside(&p) < 0 || proof_judge(&p) < 0 ? -1
+             : pair                                            ? proof_pair(&p)
+             : wanted == OOMKIT_PROOF_LOSSES                   ? proof_again(&p, cut)
+                                                               : proof_best(&p, cut);
+    if (result < 0 && p.no_parts) {
+        result = proof_no_parts(&p);
+    }
+    exception = result < 0 ? oomkit_exception_take() : NULL;
+    proof_loud(&p);
+    if (oomkit_proof_back(&p) < 0) {
+        if (exception != NULL) {
+            PyErr_WriteUnraisable(call->func); /* the first one tells more */
+        }
+        result = -1;
+    }
+    if (result >= 0 && proof_figures(&p) < 0) {
+        result = -1;
+    }
+    if (result >= 0) {
+        result = oomkit_proven_note(call, Py_XNewRef(p.rule),
+                                    PyObject_GetAttrString(p.judge, "tried"), p.course,
+                                    p.level);
+    }
+    if (result >= 0) {
+        result = oomkit_proven_write(call->step);
+    } else if (exception != NULL && wanted > 1 &&
+               PyErr_GivenExceptionMatches(exception, call->st->SplitError) &&
+               oomkit_proven_forget(call) < 0) {
+        PyErr_WriteUnraisable(call->func); /* the refusal tells more */
+    }
+    Py_CLEAR(p.rule);
+    Py_CLEAR(p.rules);
+    Py_CLEAR(p.judge);
+    oomkit_phase_set(call->st, phase);
+    if (exception != NULL) {
+        oomkit_exception_give(exception);
+    }
+    return result < 0 ? -1 : 0;
+}
+
+/* A batch that was read in one of two ways, and that way is not shown to be exact:
+ * refused as if it had not been tried. -1. */
+static int
+prove_doubtful(oomkit_call *call)
+{
+    PyObject *exception = NULL, *refusal; /* owned; the former becomes the cause */
+
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(call->st->SplitError) &&
+        !oomkit_proof_own_error(call)) {
+        return -1; /* out of memory, an interrupt */
+    }
+    if (PyErr_Occurred()) {
+        exception = oomkit_exception_take();
+    }
+    call->raised = 1;
+    oomkit_raise(call->st->SplitError, "%U", call->batch.doubt);
+    refusal = oomkit_exception_take();
+    if (PyErr_GivenExceptionMatches(refusal, call->st->SplitError)) {
+        PyException_SetCause(refusal, exception); /* stolen */
+    } else {
+        Py_XDECREF(exception);
+    }
+    oomkit_exception_give(refusal);
+    return -1;
+}
+
+int
+oomkit_prove(oomkit_call *call)
+{
+    int result = prove(call);
+
+    if (call->batch.doubt != NULL && call->proof == NULL && call->split &&
+        !call->forced && call->slice_index == 0 &&
+        (result < 0 || !oomkit_proof_known(call))) {
+        return prove_doubtful(call);
+    }
+    return result;
+}
+
+static PyObject *
+prove_switch(PyObject *module, PyObject *on)
+{
+    oomkit_state *st = oomkit_state_of_module(module);
+    int truth = PyObject_IsTrue(on);
+
+    if (truth < 0) {
+        return NULL;
+    }
+    st->proves_nothing = !truth;
+    Py_RETURN_NONE;
+}
+
+PyMethodDef oomkit_proof_methods[] = {
+    {"_prove", prove_switch, METH_O,
+     "_prove(on, /)\n--\n\nWhether splits are proven; for tests that count the runs of "
+     "a "
+     "step."},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,258 @@
+/* The proof of a split: before a call is split for the first time the rows of one
+ * micro-batch are run whole and then in two parts, by the machinery of the real call
+ * with updates held back, and what both show is compared. */
+#ifndef OOMKIT_PROOF_PROOF_H
+#define OOMKIT_PROOF_PROOF_H
+
+#include "../call/proven.h"
+#include "../hook/method.h"
+
+typedef struct oomkit_proof_gradient oomkit_proof_gradient;
+
+/* A proof in progress; on the C stack of oomkit_prove(). */
+typedef struct oomkit_proof {
+    oomkit_call *call;
+    PyObject *judge;          /* owned: _proof.Proof */
+    PyObject *quieted;        /* owned: its list of what proof_loud() puts back */
+    PyObject *rule;           /* owned: weights on trial, or NULL */
+    PyObject *rules;          /* owned: that a weak comparison lacked, or NULL */
+    oomkit_proof_level level; /* of what is shown in the end */
+    int weakly;               /* rows that need not fit are run without a graph */
+    int on_host;              /* the graph of a whole run is kept in host memory */
+    int own;                  /* these rows were cut as the call's own, no other way */
+    int no_parts;             /* the step raises errors of its own on any part */
+    int draw;                 /* the next run is to have other random numbers */
+    int raw;                  /* gradients are wanted as each backward leaves them */
+    int everything;           /* every module is in eval, not those of chance alone */
+    int by_chance;            /* numbers are drawn all the same: compared coarsely */
+    int trained;              /* a backward was seen */
+    int unjoined;             /* results of parts of one row could not be joined */
+    uint64_t course;          /* of the events of the whole run */
+    int64_t start, length, first;
+    int64_t fits; /* rows of the largest micro-batch */
+    /* the call's own, aside while the proof runs */
+    oomkit_options options; /* a copy; its references are the call's */
+    const oomkit_options *own_options;
+    oomkit_grads grads;
+    struct oomkit_proof_gradient *gradients; /* owned: of the parameters, at entry */
+    Py_ssize_t gradient_count;
+    uint8_t *moving;      /* owned: parts->moving as it was */
+    oomkit_slice *slices; /* owned */
+    int64_t slice_count, slice_room;
+    int split;
+    PyObject *switches; /* owned */
+    oomkit_join join;
+    int saved; /* the batch's values were copied for the proof */
+} oomkit_proof;
+
+/* --- proof.c --- */
+
+/* Before the micro-batches of an attempt. 0 go on; -1 with an exception: SplitError
+ * where a part is not what it is in the whole, or what the step raised; everything is
+ * as it was at the begin of the attempt. */
+int
+oomkit_prove(oomkit_call *call);
+
+extern PyMethodDef oomkit_proof_methods[];
+
+/* --- proven.c --- */
+
+/* Is this split to be proven before it is run? 1, OOMKIT_PROOF_WEIGHTS where it was and
+ * weights that it could not tell apart make a difference now, OOMKIT_PROOF_LOSSES where
+ * weights were found and it is time to look at them again, 0 or -1. */
+enum { OOMKIT_PROOF_WEIGHTS = 2, OOMKIT_PROOF_LOSSES };
+int
+oomkit_proof_wanted(oomkit_call *call);
+
+/* For the search of weights: (number, name, tensor, sliced) of the tensors of the
+ * batch, and micro-batches as (start, length). New list or NULL. */
+PyObject *
+oomkit_proof_leaves(const oomkit_call *call);
+PyObject *
+oomkit_proof_slices(const oomkit_slice *slices, int64_t count);
+
+/* What was proven of calls like this one, or NULL. */
+oomkit_proven *
+oomkit_proven_find(oomkit_call *call);
+
+/* Notes what was shown; the oldest gives way. Steals `rule` and `tried` (either may be
+ * NULL). 0 or -1. */
+int
+oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried, uint64_t course,
+                   oomkit_proof_level level);
+
+/* The weights that were found for a call like this one; borrowed from the site, or
+ * NULL. */
+PyObject *
+oomkit_proof_rule(oomkit_call *call);
+
+/* What the first micro-batch has done, in order: backwards and intercepted calls. 1
+ * where the step decides by itself (current()). */
+uint64_t
+oomkit_proof_course(const oomkit_call *call);
+
+/* At the end of the first micro-batch: did it do what no proof has seen? Then the
+ * attempt is to be begun again, with one. 1 or 0. */
+int
+oomkit_proof_is_new_course(oomkit_call *call);
+
+/* Was a call like this one proven by its gradients, or does it run for that? */
+int
+oomkit_proof_known(oomkit_call *call);
+
+/* It was refused after all: the next call is proven from the start. 0 or -1. */
+int
+oomkit_proven_forget(oomkit_call *call);
+
+/* Losses could not be compared in this call: in the next one, a few times. */
+void
+oomkit_proven_again(oomkit_call *call);
+
+void
+oomkit_proven_clear(oomkit_proven *proven);
+
+/* --- recalled.c --- */
+
+struct oomkit_step;
+
+/* Will a split of this call be refused unless it was proven by its gradients? (Of
+ * slices that a test forces it is the test that compares.) */
+static inline int
+oomkit_proof_possible(const oomkit_call *call)
+{
+    return call->options->verify != 0 && call->options->verify != OOMKIT_VERIFY_WARN &&
+           !call->st->proves_nothing;
+}
+
+/* Does a proof run the rows in one piece, as the undecorated program would? */
+static inline int
+oomkit_proof_of_whole(const oomkit_call *call)
+{
+    return call->proof != NULL && call->slice_count == 1;
+}
+
+/* --- observe.c: what a run of a proof sees. 0 or -1 --- */
+int
+oomkit_proof_root(oomkit_call *call, PyObject *roots);
+/* Does the step train, and its caller run no backward of what it returns? */
+int
+oomkit_proof_returns_nothing(const oomkit_call *call);
+int
+oomkit_proof_swept(oomkit_call *call);
+int
+oomkit_proof_micro_end(oomkit_call *call, PyObject *result);
+int
+oomkit_proof_joined(oomkit_call *call);
+/* A number for each parameter that changes when one is written to, through `.data`,
+ * too. New list; None where it is to be looked at in Python; NULL. */
+PyObject *
+oomkit_proof_marks(const oomkit_call *call);
+int
+oomkit_proof_finish(oomkit_proof *p);
+/* An intercepted call of the last micro-batch: 1 noted and held back, 0 to be made (the
+ * scaler's unscale_), -1. */
+int
+oomkit_proof_update(interceptor_object *self, PyObject *optimizer,
+                    PyObject *const *args, size_t nargsf, PyObject *kwnames);
+
+/* --- rows.c: start, length and first of *p --- */
+
+/* Is it a cut? */
+int
+oomkit_proof_rows_fit(const oomkit_proof *p);
+
+/* In the middle, as near as the multiple lets it. 1, or 0 when it cannot be cut. */
+int
+oomkit_proof_rows_middle(oomkit_proof *p, int64_t multiple);
+
+/* In two parts of even length, for a step that works on such alone. */
+int
+oomkit_proof_rows_even(oomkit_proof *p);
+
+/* The largest micro-batch, and where it is cut: off its middle, so that a part's share
+ * is not one over the number of parts, and pairs and ranks are others. */
+int
+oomkit_proof_rows_largest(oomkit_proof *p);
+
+/* No micro-batch can be cut: two of them. */
+void
+oomkit_proof_rows_two(oomkit_proof *p);
+
+/* So many rows where their labels differ, if anywhere. 0 or -1. */
+int
+oomkit_proof_rows_varied(oomkit_proof *p);
+
+/* --- compare.c --- */
+
+/* The whole slice as the program would run it: where numbers are drawn, with every
+ * module in eval; where they are drawn still, twice, for what chance makes of it. 0 or
+ * -1. */
+int
+oomkit_proof_whole(oomkit_proof *p);
+
+/* The whole slice, with modules of chance in eval. *moved: numbers were drawn all the
+ * same. 0 or -1. */
+int
+oomkit_proof_whole_once(oomkit_proof *p, int everything, int *moved);
+
+/* The rows whole and in two parts, the first of `first` rows, compared. *text (owned)
+ * is what differs, NULL for nothing. 0 or -1. */
+int
+oomkit_proof_compare(oomkit_proof *p, int64_t first, PyObject **text);
+
+/* The same with the call's own micro-batches as parts; only where the whole batch ran.
+ */
+int
+oomkit_proof_covers(const oomkit_proof *p);
+int
+oomkit_proof_compare_own(oomkit_proof *p, PyObject **text);
+
+/* Was that the step's own error, which another size may not raise? */
+int
+oomkit_proof_own_error(const oomkit_call *call);
+
+/* --- without_graph.c --- */
+
+/* Where no micro-batch can be cut: `length` rows from `start` and their two parts
+ * without a graph, by losses and results alone. New reference to (equal, text, weights
+ * that would make them equal), None when there was nothing to compare, NULL with an
+ * exception. */
+PyObject *
+oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first);
+
+/* In place of an outermost backward there. New reference or NULL. */
+PyObject *
+oomkit_verify_backward(oomkit_call *call, PyObject *roots);
+
+/* --- entry_gradients.c: those that were there. Values: new list or NULL --- */
+int
+oomkit_proof_gradients_take(oomkit_proof *p);
+int
+oomkit_proof_gradients_back(oomkit_proof *p);
+PyObject *
+oomkit_proof_gradients_values(const oomkit_proof *p);
+void
+oomkit_proof_gradients_free(oomkit_proof *p);
+
+/* --- run.c --- */
+
+/* The call's own state aside, and back again: then an attempt has begun, and nothing of
+ * it has happened. 0 or -1; the second keeps an exception in flight. */
+int
+oomkit_proof_aside(oomkit_proof *p);
+int
+oomkit_proof_back(oomkit_proof *p);
+
+/* One run of `name`, whole or in two parts (cut[0 .. count)); everything is put back.
+ * *moved (may be NULL) tells whether random numbers were drawn. 0, or -1 with what the
+ * step raised. */
+int
+oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
+                 int64_t count, int *moved);
+
+/* Puts everything back after a run. Keeps the exception in flight. 0, or -1 with one.
+ */
+int
+oomkit_proof_put_back(oomkit_proof *p);
+
+#endif

@@ -1,0 +1,333 @@
+/* What was proven at a site, and whether a split is to be proven. */
+#include "proof.h"
+#include "../accum/accum.h"
+#include "../accum/weights.h"
+#include "../py/tensor.h"
+#include "../sizes/sizes.h"
+#include "../tree/tree.h"
+
+#define MISSED 3 /* calls in a row in which losses could not be compared */
+
+static uint64_t
+mix(uint64_t hash, uint64_t value)
+{
+    hash = (hash ^ value) * 0xff51afd7ed558ccdu;
+    return hash ^ (hash >> 32);
+}
+
+/* A batch of another structure, other participants, another mode or another way to run
+ * the backward are proven anew; other sizes are not, unless verify=True. Never 0. */
+static uint64_t
+proof_key(oomkit_call *call)
+{
+    uint64_t hash =
+        mix((uint64_t)call->batch.count + 1,
+            (uint64_t)call->parts->param_count * 2 + (call->replayed != NULL));
+    Py_ssize_t i;
+
+    for (i = 0; i < call->batch.count; i++) {
+        const oomkit_node *node = &call->batch.nodes[i];
+        oomkit_tensor_facts facts;
+        hash = mix(hash, (uint64_t)(node->kind * 64 + node->split * 8 + node->flags));
+        if (node->split != OOMKIT_SPLIT_ITEMS) {
+            hash = mix(hash, (uint64_t)node->children);
+        }
+        if (node->kind != OOMKIT_NODE_TENSOR) {
+            continue;
+        }
+        if (oomkit_tensor_facts_get(call->st, node->object, 0, &facts) < 0) {
+            oomkit_error_dismiss(); /* it does not count */
+            continue;
+        }
+        hash = mix(hash, (uint64_t)(facts.dtype * 16 + facts.ndim));
+    }
+    hash = mix(hash, oomkit_signature_modes(call));
+    if (call->options->verify == 1) {
+        hash = mix(hash, oomkit_batch_signature(&call->batch));
+    }
+    return hash | 1;
+}
+
+oomkit_proven *
+oomkit_proven_find(oomkit_call *call)
+{
+    oomkit_step *step = call->step;
+    int i;
+
+    if (call->proof_key == 0) {
+        call->proof_key = proof_key(call);
+    }
+    for (i = 0; i < OOMKIT_PROVEN; i++) {
+        if (step->proven[i].key == call->proof_key) {
+            return &step->proven[i];
+        }
+    }
+    return NULL;
+}
+
+int
+oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried, uint64_t course,
+                   oomkit_proof_level level)
+{
+    oomkit_step *step = call->step;
+    oomkit_proven *found = oomkit_proven_find(call);
+    PyObject *before, *before_tried; /* owned */
+    int labels = oomkit_weights_labels(call);
+
+    if (found == NULL) {
+        found = &step->proven[step->proven_next++ % OOMKIT_PROVEN];
+    }
+    before = found->rule;
+    before_tried = found->tried;
+    if (found->key != call->proof_key) {
+        memset(found->courses, 0, sizeof(found->courses));
+        found->calls = 1;
+    }
+    found->key = call->proof_key;
+    found->rule = rule;
+    found->tried = tried;
+    found->call = call->number;
+    found->level = (uint8_t)level;
+    found->labels = labels > 0;
+    if (course != 0) { /* 0: nothing but losses were compared */
+        found->courses[found->course_next++ % OOMKIT_COURSES] = course;
+    }
+    Py_XDECREF(before);
+    Py_XDECREF(before_tried);
+    step->losses.compared = 1; /* a guess about them would say less */
+    return labels < 0 ? -1 : 0;
+}
+
+int
+oomkit_proven_forget(oomkit_call *call)
+{
+    oomkit_proven *found = oomkit_proven_find(call);
+
+    Py_CLEAR(call->step->recalled);
+    if (found != NULL) {
+        PyObject *rule = found->rule, *tried = found->tried; /* owned */
+        memset(found, 0, sizeof(*found));
+        Py_XDECREF(rule);
+        Py_XDECREF(tried);
+    }
+    return oomkit_proven_write(call->step);
+}
+
+void
+oomkit_proven_again(oomkit_call *call)
+{
+    oomkit_proven *found = oomkit_proven_find(call);
+
+    if (found != NULL && found->missed < MISSED) {
+        found->missed++;
+        found->calls--;
+    }
+}
+
+void
+oomkit_proven_clear(oomkit_proven *proven)
+{
+    int i;
+
+    for (i = 0; i < OOMKIT_PROVEN; i++) {
+        Py_CLEAR(proven[i].rule);
+        Py_CLEAR(proven[i].tried);
+        proven[i].key = 0;
+    }
+}
+
+PyObject *
+oomkit_proof_rule(oomkit_call *call)
+{
+    const oomkit_proven *found;
+
+    if (call->proof != NULL) {
+        return call->proof->rule;
+    }
+    if (call->options->weight != NULL || call->options->verify == 0 || call->forced) {
+        return NULL;
+    }
+    found = oomkit_proven_find(call);
+    return found == NULL ? NULL : found->rule;
+}
+
+uint64_t
+oomkit_proof_course(const oomkit_call *call)
+{
+    const oomkit_course *course = &call->course[0];
+    uint64_t hash = (uint64_t)course->count + 1;
+    int i;
+
+    if (call->course_waived) {
+        return 1;
+    }
+    for (i = 0; i < course->count && i < OOMKIT_COURSE; i++) {
+        hash = mix(hash, (uintptr_t)course->events[i].target);
+        hash = mix(hash, (uintptr_t)course->events[i].name);
+    }
+    return hash;
+}
+
+int
+oomkit_proof_is_new_course(oomkit_call *call)
+{
+    oomkit_proven *found;
+    uint64_t course;
+    int i;
+
+    if (call->proof != NULL || call->options->verify == 0 || call->forced ||
+        call->restarts >= OOMKIT_RESTARTS) {
+        return 0;
+    }
+    found = oomkit_proven_find(call);
+    if (found == NULL || found->level != OOMKIT_PROVEN_FULLY) {
+        return 0;
+    }
+    course = oomkit_proof_course(call);
+    if (found->recalled) {
+        found->recalled = 0;
+        found->courses[found->course_next++ % OOMKIT_COURSES] = course;
+    }
+    for (i = 0; i < OOMKIT_COURSES; i++) {
+        if (found->courses[i] == course) {
+            return 0;
+        }
+    }
+    found->level = OOMKIT_PROVEN_NOT;
+    return 1;
+}
+
+int
+oomkit_proof_known(oomkit_call *call)
+{
+    const oomkit_proven *found;
+
+    if (call->proof != NULL) {
+        return 1;
+    }
+    if (call->options->verify == 0 || call->forced) {
+        return 0;
+    }
+    found = oomkit_proven_find(call);
+    return found != NULL && found->level == OOMKIT_PROVEN_FULLY;
+}
+
+PyObject *
+oomkit_proof_leaves(const oomkit_call *call)
+{
+    const oomkit_batch *batch = &call->batch;
+    PyObject *list = PyList_New(0); /* owned */
+    Py_ssize_t i;
+
+    for (i = 0; list != NULL && i < batch->count; i++) {
+        const oomkit_node *node = &batch->nodes[i];
+        PyObject *path, *item = NULL; /* owned */
+        if (node->kind != OOMKIT_NODE_TENSOR) {
+            continue;
+        }
+        path = oomkit_node_path(batch, call->step->names, i);
+        if (path != NULL) {
+            item =
+                Py_BuildValue("nOOO", i, path, node->object,
+                              node->split == OOMKIT_SPLIT_NARROW ? Py_True : Py_False);
+        }
+        if (item == NULL || PyList_Append(list, item) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(path);
+        Py_XDECREF(item);
+    }
+    return list;
+}
+
+PyObject *
+oomkit_proof_slices(const oomkit_slice *slices, int64_t count)
+{
+    PyObject *list = PyList_New(0); /* owned */
+    int64_t i;
+
+    for (i = 0; list != NULL && i < count; i++) {
+        PyObject *item = /* owned */
+            Py_BuildValue("LL", (long long)slices[i].start,
+                          (long long)slices[i].length);
+        if (item == NULL || PyList_Append(list, item) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(item);
+    }
+    return list;
+}
+
+/* A mean over a mask, or over tokens that are not padding, is one over rows until a
+ * batch comes whose rows differ in it: is this the first one? 1, 0 or -1. */
+static int
+known_unsettled(oomkit_call *call, const oomkit_proven *found)
+{
+    PyObject *leaves, *slices = NULL, *answer = NULL; /* owned */
+    int result;
+
+    if (found->tried == NULL || !oomkit_weights_are_due(call)) {
+        return 0;
+    }
+    leaves = oomkit_proof_leaves(call);
+    slices = oomkit_proof_slices(call->slices, call->slice_count);
+    if (leaves != NULL && slices != NULL) {
+        oomkit_exempt_enter(call->st);
+        answer = PyObject_CallMethod(
+            call->st->proof, "unsettled", "OOOOO(LL)",
+            call->parts->roots == NULL ? Py_None : call->parts->roots, leaves,
+            found->rule == NULL ? Py_None : found->rule, found->tried, slices,
+            (long long)oomkit_unfit_multiple(call),
+            (long long)oomkit_unfit_least(call));
+        oomkit_exempt_leave(call->st);
+    }
+    result = answer == NULL ? -1 : answer == Py_True;
+    Py_XDECREF(leaves);
+    Py_XDECREF(slices);
+    Py_XDECREF(answer);
+    return result;
+}
+
+/* What was shown is looked at again with other data, in the next split call; weights
+ * that were found ever more seldom after that: in calls 2, 4, 8, ... */
+static int
+known_is_due(const oomkit_call *call, oomkit_proven *found)
+{
+    if (found->call == call->number) {
+        return 0; /* an attempt before has asked */
+    }
+    found->call = call->number;
+    found->calls++;
+    return found->calls == 2 ||
+           (found->rule != NULL && (found->calls & (found->calls - 1)) == 0);
+}
+
+int
+oomkit_proof_wanted(oomkit_call *call)
+{
+    oomkit_proven *found;
+    const int countable = oomkit_weights_are_countable(call);
+    int unsettled;
+
+    if (!call->split || call->options->verify == 0 || call->forced ||
+        call->st->proves_nothing || call->proof != NULL || call->slice_index > 0 ||
+        call->joining) {
+        return 0;
+    }
+    found = oomkit_proven_find(call);
+    if (found == NULL && (found = oomkit_proven_recall(call)) == NULL) {
+        return PyErr_Occurred() ? -1 : 1;
+    }
+    unsettled = countable ? known_unsettled(call, found) : 0;
+    if (unsettled != 0 || found->level != OOMKIT_PROVEN_FULLY) {
+        return unsettled > 0 ? OOMKIT_PROOF_WEIGHTS : unsettled < 0 ? -1 : 1;
+    }
+    if (known_is_due(call, found)) {
+        return OOMKIT_PROOF_LOSSES;
+    }
+    if (countable) {
+        return 0;
+    }
+    /* Where no label was ignored, a mean over labels is one over rows. */
+    return found->rule == NULL && !found->labels ? oomkit_weights_labels(call) : 0;
+}

@@ -1,0 +1,92 @@
+/* Which rows a proof looks at, and where it cuts them. */
+#include "proof.h"
+#include "../accum/weights.h"
+#include "../sizes/sizes.h"
+
+int
+oomkit_proof_rows_fit(const oomkit_proof *p)
+{
+    const int64_t least = oomkit_unfit_least(p->call);
+    return p->first > 0 && p->first < p->length && p->first >= least &&
+           p->length - p->first >= least;
+}
+
+int
+oomkit_proof_rows_middle(oomkit_proof *p, int64_t multiple)
+{
+    p->first = ((p->length + 1) / 2 + multiple - 1) / multiple * multiple;
+    return oomkit_proof_rows_fit(p);
+}
+
+int
+oomkit_proof_rows_even(oomkit_proof *p)
+{
+    const int64_t multiple = oomkit_unfit_multiple(p->call);
+    return oomkit_proof_rows_middle(p, multiple % 2 == 0 ? multiple : multiple * 2);
+}
+
+int
+oomkit_proof_rows_largest(oomkit_proof *p)
+{
+    const oomkit_call *call = p->call;
+    const int64_t multiple = oomkit_unfit_multiple(call);
+    int64_t i;
+
+    for (i = 0; i < call->slice_count; i++) {
+        if (call->slices[i].length > p->length) {
+            p->start = call->slices[i].start;
+            p->length = call->slices[i].length;
+        }
+    }
+    if (!oomkit_proof_rows_middle(p, multiple)) {
+        return 0;
+    }
+    if (p->first * 2 == p->length && p->length - p->first - multiple >= 1) {
+        p->first += multiple;
+        if (!oomkit_proof_rows_fit(p)) {
+            p->first -= multiple;
+        }
+    }
+    return 1;
+}
+
+void
+oomkit_proof_rows_two(oomkit_proof *p)
+{
+    p->first = p->length;
+    p->length *= 2;
+    if (p->start + p->length > p->call->batch.rows) {
+        p->length = p->call->batch.rows - p->start;
+    }
+    if (p->length <= p->first) { /* it is the last one */
+        p->start -= p->first;
+        p->length = 2 * p->first;
+    }
+}
+
+int
+oomkit_proof_rows_varied(oomkit_proof *p)
+{
+    PyObject *leaves, *slices, *start = NULL; /* owned */
+
+    if (!oomkit_weights_are_countable(p->call)) {
+        return 0;
+    }
+    leaves = oomkit_proof_leaves(p->call);
+    slices = oomkit_proof_slices(p->slices, p->slice_count);
+    if (leaves != NULL && slices != NULL) {
+        oomkit_exempt_enter(p->call->st);
+        start = PyObject_CallMethod(p->judge, "place", "OLLLLO", leaves,
+                                    (long long)p->start, (long long)p->length,
+                                    (long long)p->call->batch.rows,
+                                    (long long)oomkit_unfit_multiple(p->call), slices);
+        oomkit_exempt_leave(p->call->st);
+    }
+    if (start != NULL) {
+        p->start = PyLong_AsLongLong(start);
+    }
+    Py_XDECREF(leaves);
+    Py_XDECREF(slices);
+    Py_XDECREF(start);
+    return PyErr_Occurred() ? -1 : 0;
+}

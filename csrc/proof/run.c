@@ -1,0 +1,325 @@
+/* One run of a proof: begin, the micro-batches of the cut, what was seen, everything
+ * back. Between the runs the call's own attempt has not begun. */
+#include "proof.h"
+#include "../batch/batch.h"
+#include "../call/step.h"
+#include "../engine/engine.h"
+#include "../py/tensor.h"
+#include "../result/result.h"
+#include "../undo/undo.h"
+
+/* Every buffer counts as moving, so that all are copied and can be put back. 0 or -1.
+ */
+static int
+aside_buffers(oomkit_proof *p)
+{
+    oomkit_participants *parts = p->call->parts;
+
+    if (parts->moving_count == 0) {
+        return 0;
+    }
+    p->moving = PyMem_Malloc((size_t)parts->moving_count);
+    if (p->moving == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    memcpy(p->moving, parts->moving, (size_t)parts->moving_count);
+    memset(parts->moving, 1, (size_t)parts->moving_count);
+    return 0;
+}
+
+/* A step may change its batch in place: each micro-batch its own rows, once. 0 or -1.
+ */
+static int
+aside_batch(oomkit_proof *p)
+{
+    p->saved = p->call->batch.saved == NULL;
+    return oomkit_batch_save(p->call->st, &p->call->batch);
+}
+
+int
+oomkit_proof_aside(oomkit_proof *p)
+{
+    oomkit_call *call = p->call;
+
+    oomkit_tx_end_attempt(call);
+    p->own_options = call->options;
+    p->options = *call->options;
+    if (p->options.rng == OOMKIT_RNG_NONE) {
+        p->options.rng = OOMKIT_RNG_TORCH; /* the proof must draw nothing from it */
+    }
+    call->options = &p->options;
+    p->grads = call->grads;
+    memset(&call->grads, 0, sizeof(call->grads));
+    p->slices = call->slices;
+    p->slice_count = call->slice_count;
+    p->slice_room = call->slice_room;
+    p->split = call->split;
+    call->slices = NULL;
+    call->slice_count = call->slice_room = 0;
+    p->switches = call->switches;
+    call->switches = NULL;
+    p->join = call->join;
+    memset(&call->join, 0, sizeof(call->join));
+    call->join.site = p->join.site;
+    call->batch.views = 1; /* a leaf that the step makes of it is another one then */
+    call->proof = p;
+    return oomkit_proof_gradients_take(p) < 0 || aside_buffers(p) < 0 ||
+                   aside_batch(p) < 0
+               ? -1
+               : 0;
+}
+
+static void
+back_buffers(oomkit_proof *p)
+{
+    oomkit_participants *parts = p->call->parts;
+    Py_ssize_t i;
+
+    for (i = 0; p->moving != NULL && i < parts->moving_count; i++) {
+        parts->moving[i] = p->moving[i];
+        if (!parts->moving[i]) {
+            Py_CLEAR(parts->copies[i]);
+        }
+    }
+    parts->buffers_serial += p->moving != NULL; /* copies of calls that wait are gone */
+    PyMem_Free(p->moving);
+    p->moving = NULL;
+}
+
+int
+oomkit_proof_back(oomkit_proof *p)
+{
+    oomkit_call *call = p->call;
+    PyObject *exception =
+        PyErr_Occurred() ? oomkit_exception_take() : NULL; /* owned, given back */
+    int result = 0;
+
+    call->proof = NULL;
+    call->batch.views = 0;
+    if (p->saved) {
+        Py_CLEAR(call->batch.saved);
+    }
+    oomkit_join_clear(&call->join);
+    call->join = p->join;
+    oomkit_proof_gradients_free(p);
+    back_buffers(p);
+    call->grads = p->grads;
+    PyMem_Free(call->slices);
+    call->slices = p->slices;
+    call->slice_count = p->slice_count;
+    call->slice_room = p->slice_room;
+    call->split = p->split;
+    call->slice_index = 0;
+    call->options = p->own_options;
+    Py_XSETREF(call->switches, p->switches);
+    memset(&call->measured, 0, sizeof(call->measured));
+    if (call->restart == 0) { /* else there are other participants to be marked */
+        result = oomkit_tx_begin(call);
+    }
+    if (exception != NULL) {
+        if (result < 0) {
+            PyErr_WriteUnraisable(call->func);
+        }
+        oomkit_exception_give(exception);
+    }
+    return result;
+}
+
+static int
+put_back_gradients(void *p)
+{
+    return oomkit_proof_gradients_back(p);
+}
+
+/* Everything but the gradients; `failed`: an error of theirs is in flight, and is the
+ * one to see. As oomkit_take_back(). */
+static int
+put_back_rest(oomkit_call *call, PyObject **message, int failed)
+{
+    PyObject *exception = failed ? oomkit_exception_take() : NULL; /* owned */
+    int result = oomkit_take_back(call, message);
+
+    if (exception == NULL) {
+        return result;
+    }
+    if (result < 0) {
+        PyErr_WriteUnraisable(call->func);
+    }
+    oomkit_exception_give(exception);
+    return result == 1 ? 1 : -1;
+}
+
+int
+oomkit_proof_put_back(oomkit_proof *p)
+{
+    oomkit_call *call = p->call;
+    PyObject *exception =
+        PyErr_Occurred() ? oomkit_exception_take() : NULL; /* owned, given back */
+    PyObject *message = NULL;                              /* owned */
+    int raised = call->raised, queued = call->queued;
+    PyObject *error; /* owned, given back */
+    int result;
+
+    if (exception != NULL && oomkit_modes_entry_back(call) < 0) {
+        PyErr_WriteUnraisable(call->func); /* the first one tells more */
+    }
+    oomkit_grads_release(call);
+    memset(&call->grads, 0, sizeof(call->grads));
+    result = oomkit_insist(call->st, put_back_gradients, p, &error);
+    if (error != NULL) {
+        oomkit_exception_give(error);
+    }
+    result = put_back_rest(call, &message, result < 0 || error != NULL);
+    if (result == 1) {
+        oomkit_raise(call->st->PartialUpdate,
+                     "auto_batch ran %U once more to compare its micro-batches, and "
+                     "cannot undo what that changed: %U; pass verify=False to "
+                     "auto_batch, or restore a checkpoint",
+                     call->options->label, message);
+        result = -1;
+    }
+    Py_XDECREF(message);
+    if (result == 0) {
+        oomkit_exempt_enter(call->st);
+        result = oomkit_batch_check(call->st, &call->batch, call->step->names);
+        oomkit_exempt_leave(call->st);
+    }
+    if (result == 0 && queued) {
+        result = oomkit_backward_drain(call->st);
+    }
+    oomkit_tx_end_attempt(call);
+    call->raised = raised; /* of an error that is to pass */
+    if (exception == NULL) {
+        return result;
+    }
+    if (result < 0) {
+        Py_DECREF(exception); /* what cannot be put back matters more */
+        return -1;
+    }
+    oomkit_exception_give(exception);
+    return 0;
+}
+
+/* The slices of a run. 0 or -1. */
+static int
+run_slices(oomkit_call *call, const oomkit_slice *cut, int64_t count)
+{
+    void *grown = PyMem_Realloc(call->slices, (size_t)count * sizeof(*cut));
+
+    if (grown == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    call->slices = grown;
+    memcpy(call->slices, cut, (size_t)count * sizeof(*cut));
+    call->slice_count = call->slice_room = count;
+    call->slice_index = 0;
+    call->split = 1; /* one slice, too: held, weighed and counted as the others */
+    return 0;
+}
+
+/* Were random numbers drawn? The bytes of torch's CPU generator do not tell: a
+ * checkpoint that puts its state back writes some that are never set. 1, 0 or -1. */
+static int
+run_drew(oomkit_proof *p)
+{
+    int moved = oomkit_rng_moved(p->call);
+    PyObject *drew; /* owned */
+
+    if (moved <= 0) {
+        return moved;
+    }
+    moved = oomkit_rng_moved_beside(p->call);
+    if (moved != 0) {
+        return moved;
+    }
+    oomkit_exempt_enter(p->call->st);
+    drew = PyObject_CallMethod(p->judge, "drew", NULL);
+    oomkit_exempt_leave(p->call->st);
+    moved = drew == NULL ? -1 : drew == Py_True;
+    Py_XDECREF(drew);
+    return moved;
+}
+
+/* Where the graph of a whole run is kept from now on: judge.method(). An exception in
+ * flight stays. 0 or -1. */
+static int
+run_on_host(oomkit_proof *p, int64_t count, const char *method)
+{
+    PyObject *exception, *done; /* owned; the former given back */
+
+    if (!p->on_host || count > 1 || p->call->device.type == OOMKIT_DEVICE_CPU) {
+        return 0;
+    }
+    exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;
+    oomkit_exempt_enter(p->call->st);
+    done = PyObject_CallMethod(p->judge, method, NULL);
+    oomkit_exempt_leave(p->call->st);
+    Py_XDECREF(done);
+    if (exception != NULL) {
+        if (done == NULL) {
+            PyErr_WriteUnraisable(p->call->func);
+        }
+        oomkit_exception_give(exception);
+    }
+    return done == NULL ? -1 : 0;
+}
+
+int
+oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
+                 int64_t count, int *moved)
+{
+    oomkit_call *call = p->call;
+    PyObject *marks = oomkit_proof_marks(call); /* owned, as the next two are */
+    PyObject *done = marks == NULL
+                         ? NULL
+                         : PyObject_CallMethod(p->judge, "start", "sO", name, marks);
+    PyObject *result = NULL;
+    int status;
+
+    Py_XDECREF(marks);
+
+    Py_XDECREF(done);
+    if (done == NULL || run_slices(call, cut, count) < 0) {
+        return -1;
+    }
+    call->unfit.by_step = 0; /* of an attempt before */
+    status = oomkit_tx_begin(call);
+    if (status == 0 && p->draw) {
+        done = PyObject_CallMethod(p->judge, "draw", NULL);
+        status = done == NULL ? -1 : 0;
+        Py_XDECREF(done);
+    }
+    if (status == 0) {
+        status = run_on_host(p, count, "on_host");
+    }
+    if (status == 0) {
+        status = oomkit_attempt_slices_run(call, &result);
+        Py_XDECREF(result);
+        if (run_on_host(p, count, "on_device") < 0) {
+            status = -1;
+        }
+    }
+    if (status == 0) {
+        call->slice_index = count - 1;
+        status = oomkit_proof_finish(p);
+    }
+    if (status == 0 && count > 1 && call->replayed == NULL) {
+        status = oomkit_proof_joined(call);
+    }
+    if (oomkit_join_truncate(&call->join, 0) < 0) {
+        status = -1;
+    }
+    Py_CLEAR(call->join.updated);
+    Py_CLEAR(call->join.sources);
+    call->join.required = 0;
+    if (status == 0 && p->course == 0) {
+        p->course = oomkit_proof_course(call);
+    }
+    if (status == 0 && moved != NULL) {
+        *moved = run_drew(p);
+        status = *moved < 0 ? -1 : 0;
+    }
+    return oomkit_proof_put_back(p) < 0 ? -1 : status;
+}

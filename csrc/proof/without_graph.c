@@ -1,0 +1,305 @@
+/* The weaker proof, where no more than one row fits: two micro-batches at once and each
+ * alone, without a graph, which nearly always fits. Backwards are withheld and updates
+ * held back; losses and results are judged by oomkit._diagnose. */
+#include "proof.h"
+#include "../accum/accum.h"
+#include "../accum/weights.h"
+#include "../batch/batch.h"
+#include "../py/modes.h"
+#include "../result/result.h"
+#include "../undo/undo.h"
+
+/* What a run has returned, to be joined where it is a part. 0 or -1. */
+static int
+verify_result(oomkit_proof *p, PyObject *result, int64_t length, int part)
+{
+    oomkit_call *call = p->call;
+    const double weight = part < 0 ? 1.0 : call->weights[part];
+    PyObject *done; /* owned */
+
+    oomkit_exempt_enter(call->st);
+    done = PyObject_CallMethod(p->judge, "result", "OOLd", result, Py_None,
+                               (long long)length, weight);
+    oomkit_exempt_leave(call->st);
+    Py_XDECREF(done);
+    if (done == NULL || part < 0 || call->replayed != NULL) {
+        return done == NULL ? -1 : 0;
+    }
+    call->slice_index = part;
+    if (oomkit_join_add(call->st, call->options, &call->join, result, length, weight) <
+        0) {
+        return -1;
+    }
+    return part > 0 ? oomkit_proof_joined(call) : 0;
+}
+
+/* One run of the function on rows start .. start + length; what it shows goes to the
+ * verification. 0 or -1. */
+static int
+verify_call(oomkit_proof *p, int64_t start, int64_t length, int part)
+{
+    oomkit_call *call = p->call;
+    Py_ssize_t i;
+    PyObject *result = NULL, *loss = NULL, *done = NULL; /* owned */
+    PyObject **vector = PyMem_Calloc((size_t)call->batch.total + 1, sizeof(PyObject *));
+
+    if (vector == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    if (oomkit_batch_build(call->st, call->options, &call->batch, start, length,
+                           vector) == 0 &&
+        oomkit_compiler_on(call) == 0) {
+        call->running = 1;
+        result = PyObject_Vectorcall(call->func, vector, (size_t)call->batch.positional,
+                                     call->kwnames);
+        call->running = 0;
+        if (oomkit_compiler_off(call) < 0) {
+            Py_CLEAR(result);
+        }
+    }
+    for (i = 0; i < call->batch.total; i++) {
+        Py_CLEAR(vector[i]);
+    }
+    PyMem_Free(vector);
+    if (result != NULL) { /* without a graph there is no backward to run */
+        loss = oomkit_result_loss(call->st, result);
+        done =
+            PyErr_Occurred()
+                ? NULL
+                : PyObject_CallMethod(call->losses.verification, "finish", "OOL",
+                                      result, loss ? loss : Py_None, (long long)length);
+    }
+    if (done != NULL && verify_result(p, result, length, part) < 0) {
+        Py_CLEAR(done);
+    }
+    Py_XDECREF(loss);
+    Py_XDECREF(result);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* The same without a graph, with its marks; everything is put back. `part` is -1 for
+ * the whole. *moved tells whether random numbers were drawn. 0 or -1. */
+static int
+verify_run(oomkit_proof *p, int64_t start, int64_t length, int part, int *moved)
+{
+    oomkit_call *call = p->call;
+    PyObject *done = NULL; /* owned */
+    int result, mode;
+
+    if (part < 1) {
+        done =
+            PyObject_CallMethod(p->judge, "start", "s", part < 0 ? "whole" : "parts");
+        Py_XDECREF(done);
+        if (done == NULL) {
+            return -1;
+        }
+    }
+    result = oomkit_tx_begin(call);
+
+    call->is_last = 0;
+    oomkit_clear_forget(call);
+    mode = result < 0 ? -1 : oomkit_grad_mode_off(call->st);
+    if (mode >= 0) {
+        result = verify_call(p, start, length, part);
+        result = oomkit_grad_mode_back(call->st, mode, result);
+    } else {
+        result = -1;
+    }
+    if (result == 0 && moved != NULL) {
+        *moved = oomkit_rng_moved(call);
+        result = *moved < 0 ? -1 : 0;
+    }
+    return oomkit_proof_put_back(p) < 0 ? -1 : result;
+}
+
+/* What a part weighs: its share, or the numbers of weight=. New list or NULL. */
+static PyObject *
+verify_weights(oomkit_call *call, int part)
+{
+    const oomkit_slice cut = call->slices[part];
+    Py_ssize_t groups = 0, i;
+    PyObject *list; /* owned */
+    double *values;
+
+    if (call->options->weight == NULL) {
+        return Py_BuildValue("[d]", call->weights[part]);
+    }
+    values = oomkit_weights_ask(call, cut.start, cut.length, &groups);
+    if (values == NULL) {
+        return NULL;
+    }
+    groups = groups > 0 ? groups : 1;
+    list = PyList_New(0);
+    for (i = 0; list != NULL && i < groups; i++) {
+        PyObject *value = PyFloat_FromDouble(values[i]); /* owned */
+        if (value == NULL || PyList_Append(list, value) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(value);
+    }
+    PyMem_Free(values);
+    return list;
+}
+
+/* The verification could not be made: a debug line. Errors that ask the program to end
+ * pass. Steals `exception`. 0 or -1. */
+static int
+verify_abandon(oomkit_call *call, PyObject *exception)
+{
+    PyObject *handled, *message = NULL, *location = NULL, *done; /* owned */
+    uint64_t requested;
+
+    if (!PyObject_TypeCheck(exception, (PyTypeObject *)PyExc_Exception)) {
+        oomkit_exception_give(exception);
+        return -1;
+    }
+    oomkit_exception_describe(call->st, exception, &requested, &message, &location);
+    handled = PyErr_GetHandledException();
+    oomkit_exception_drop(call->st, exception, handled);
+    Py_XDECREF(handled);
+    done = PyObject_CallMethod(call->st->log, "debug", "sOO",
+                               "oomkit: %s was not verified: %s", call->options->label,
+                               message ? message : Py_None);
+    Py_XDECREF(message);
+    Py_XDECREF(location);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* What each of the two parts weighs, and is it a sum? 0 or -1. */
+static int
+verify_shares(oomkit_proof *p, const oomkit_slice *cut, PyObject **one, PyObject **two)
+{
+    oomkit_call *call = p->call;
+
+    call->slices = PyMem_Realloc(call->slices, 2 * sizeof(*cut));
+    if (call->slices == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    memcpy(call->slices, cut, 2 * sizeof(*cut));
+    call->slice_count = call->slice_room = 2;
+    call->slice_index = 0;
+    call->split = 1;
+    if (oomkit_weights_set(call) < 0) {
+        return -1;
+    }
+    *one = verify_weights(call, 0);
+    *two = *one ? verify_weights(call, 1) : NULL;
+    return *two == NULL ? -1 : 0;
+}
+
+/* (equal, text) of the three runs, with the weights that make the losses equal. New
+ * reference or NULL. */
+static PyObject *
+verify_search(oomkit_proof *p, PyObject *verdict, const oomkit_slice *cut, int moved)
+{
+    PyObject *leaves = oomkit_proof_leaves(p->call); /* owned */
+    PyObject *slices = oomkit_proof_slices(cut, 2);  /* owned */
+    PyObject *answer = NULL;                         /* owned */
+
+    if (leaves != NULL && slices != NULL) {
+        oomkit_exempt_enter(p->call->st);
+        answer = PyObject_CallMethod(
+            p->judge, "weighed", "OOOOO", p->call->losses.verification, verdict,
+            oomkit_weights_are_countable(p->call) ? leaves : Py_None, slices,
+            moved ? Py_True : Py_False);
+        oomkit_exempt_leave(p->call->st);
+    }
+    Py_XDECREF(leaves);
+    Py_XDECREF(slices);
+    return answer;
+}
+
+/* The three runs, and what they tell. New reference or NULL. */
+static PyObject *
+verify_runs(oomkit_proof *p, int64_t start, const oomkit_slice *cut)
+{
+    oomkit_call *call = p->call;
+    PyObject *one = NULL, *two = NULL, *verdict = NULL; /* owned */
+    int moved = 0;
+
+    if (verify_shares(p, cut, &one, &two) == 0 &&
+        verify_run(p, start, cut[0].length + cut[1].length, -1, &moved) == 0 &&
+        verify_run(p, cut[0].start, cut[0].length, 0, NULL) == 0 &&
+        verify_run(p, cut[1].start, cut[1].length, 1, NULL) == 0) {
+        verdict = PyObject_CallMethod(
+            call->losses.verification, "judge", "OOOOO", call->options->label, one, two,
+            call->losses.is_sum ? Py_True : Py_False, moved ? Py_True : Py_False);
+    }
+    if (verdict != NULL && verdict != Py_None) {
+        Py_SETREF(verdict, verify_search(p, verdict, cut, moved));
+    }
+    Py_XDECREF(one);
+    Py_XDECREF(two);
+    return verdict;
+}
+
+/* The program's warnings are heard again. Steals `verdict`, which is returned; NULL
+ * with an exception. */
+static PyObject *
+verify_speak(oomkit_proof *p, PyObject *verdict)
+{
+    PyObject *exception = verdict == NULL ? oomkit_exception_take() : NULL; /* owned */
+    PyObject *done = PyObject_CallMethod(p->judge, "speak", NULL);          /* owned */
+
+    if (done == NULL) {
+        Py_CLEAR(verdict);
+    }
+    if (exception != NULL) {
+        if (done == NULL) {
+            PyErr_WriteUnraisable(p->call->func); /* the first one tells more */
+        }
+        oomkit_exception_give(exception);
+    }
+    Py_XDECREF(done);
+    return verdict;
+}
+
+PyObject *
+oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first)
+{
+    oomkit_call *call = p->call;
+    const oomkit_slice cut[2] = {{start, first}, {start + first, length - first}};
+    PyObject *verdict = NULL, *done; /* owned */
+
+    call->losses.verification = PyObject_CallNoArgs(call->st->verification);
+    if (call->losses.verification == NULL) {
+        return NULL;
+    }
+    done = PyObject_CallMethod(p->judge, "hush", NULL);
+    if (done != NULL) {
+        Py_SETREF(done, PyObject_CallMethod(p->judge, "quiet", "O", Py_False));
+        verdict = done == NULL ? NULL : verify_runs(p, start, cut);
+        verdict = verify_speak(p, verdict);
+    }
+    Py_XDECREF(done);
+    if (oomkit_join_truncate(&call->join, 0) < 0) {
+        Py_CLEAR(verdict);
+    }
+    Py_CLEAR(call->join.updated);
+    Py_CLEAR(call->join.sources);
+    call->join.required = 0;
+    Py_CLEAR(call->losses.verification);
+    if (verdict == NULL && call->restart == 0) {
+        return verify_abandon(call, oomkit_exception_take()) < 0 ? NULL
+                                                                 : Py_NewRef(Py_None);
+    }
+    return verdict;
+}
+
+PyObject *
+oomkit_verify_backward(oomkit_call *call, PyObject *roots)
+{
+    PyObject *done = /* owned */
+        PyObject_CallMethod(call->losses.verification, "root", "(O)", roots);
+    if (done == NULL) {
+        return NULL;
+    }
+    Py_DECREF(done);
+    call->training = 1;
+    call->backwards++;
+    Py_RETURN_NONE;
+}

@@ -1,0 +1,43 @@
+/* The only place that asks for a Python version. */
+#ifndef OOMKIT_PY_COMPAT_H
+#define OOMKIT_PY_COMPAT_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+/* Takes the exception in flight, normalised, with its traceback attached. The caller
+ * owns the result; NULL when none is set. The error indicator is clear afterwards. */
+static inline PyObject *
+oomkit_exception_take(void)
+{
+#if PY_VERSION_HEX >= 0x030C0000
+    return PyErr_GetRaisedException();
+#else
+    PyObject *type, *value, *traceback; /* owned */
+    PyErr_Fetch(&type, &value, &traceback);
+    if (type == NULL) {
+        return NULL;
+    }
+    PyErr_NormalizeException(&type, &value, &traceback);
+    if (traceback != NULL && value != NULL) {
+        PyException_SetTraceback(value, traceback);
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(traceback);
+    return value;
+#endif
+}
+
+/* Puts an exception back in flight. Steals the reference. */
+static inline void
+oomkit_exception_give(PyObject *exception)
+{
+#if PY_VERSION_HEX >= 0x030C0000
+    PyErr_SetRaisedException(exception);
+#else
+    PyErr_Restore(Py_NewRef((PyObject *)Py_TYPE(exception)), exception,
+                  PyException_GetTraceback(exception));
+#endif
+}
+
+#endif

@@ -1,0 +1,59 @@
+/* Where in the code of the user. */
+#include "errors.h"
+#include "frames.h"
+
+/* Does this frame run code of torch, or of a library that stands between it and the
+ * step? Nobody can change a line of theirs. */
+static int
+course_is_library(PyFrameObject *frame)
+{
+    static const char *const packages[] = {"torch", "accelerate", "contextlib",
+                                           "oomkit"};
+    PyObject *globals = PyFrame_GetGlobals(frame);     /* owned */
+    PyObject *name = oomkit_item(globals, "__name__"); /* borrowed */
+    Py_ssize_t length = 0;
+    const char *text = name != NULL && PyUnicode_Check(name)
+                           ? PyUnicode_AsUTF8AndSize(name, &length)
+                           : NULL;
+    size_t i;
+    int found = 0;
+
+    for (i = 0; text != NULL && i < sizeof(packages) / sizeof(*packages); i++) {
+        size_t n = strlen(packages[i]);
+        found |= strncmp(text, packages[i], n) == 0 && (text[n] == 0 || text[n] == '.');
+    }
+    if (PyErr_Occurred()) {
+        oomkit_error_dismiss(); /* a name that cannot be read is nobody's we know */
+    }
+    Py_DECREF(globals);
+    return found;
+}
+
+/* "file:line" of the innermost Python frame that is the user's. New reference, or NULL
+ * with an exception. */
+PyObject *
+oomkit_course_where(void)
+{
+    PyFrameObject *innermost = PyEval_GetFrame();                  /* borrowed */
+    PyFrameObject *frame = (PyFrameObject *)Py_XNewRef(innermost); /* owned */
+    PyCodeObject *code;                                            /* owned */
+    PyObject *where;                                               /* owned, returned */
+
+    while (frame != NULL && course_is_library(frame)) {
+        if (oomkit_frame_back(&frame) < 0) {
+            return NULL;
+        }
+    }
+    if (frame == NULL) {
+        frame = (PyFrameObject *)Py_XNewRef(innermost);
+    }
+    if (frame == NULL) {
+        return PyUnicode_FromString("native code");
+    }
+    code = PyFrame_GetCode(frame);
+    where =
+        PyUnicode_FromFormat("%U:%d", code->co_filename, PyFrame_GetLineNumber(frame));
+    Py_DECREF(code);
+    Py_DECREF(frame);
+    return where;
+}

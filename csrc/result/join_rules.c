@@ -1,0 +1,329 @@
+/* Places in the results, what is said about them, and values without a rule. */
+#include "join_rules.h"
+#include "../py/errors.h"
+
+#include <string.h>
+
+/* --- messages --- */
+
+PyObject *
+oomkit_place_text(const oomkit_place *where)
+{
+    PyObject *outer, *text; /* owned */
+
+    if (where->outer == NULL) {
+        return PyUnicode_FromString("result");
+    }
+    outer = oomkit_place_text(where->outer);
+    if (outer == NULL) {
+        return NULL;
+    }
+    if (where->key != NULL) {
+        text = PyUnicode_FromFormat("%U[%R]", outer, where->key);
+    } else if (where->name != NULL) {
+        text = PyUnicode_FromFormat("%U.%S", outer, where->name);
+    } else {
+        text = PyUnicode_FromFormat("%U[%zd]", outer, where->number);
+    }
+    Py_DECREF(outer);
+    return text;
+}
+
+PyObject *
+oomkit_place_name(const oomkit_place *where)
+{
+    for (; where != NULL; where = where->outer) {
+        if (where->key != NULL || where->name != NULL) {
+            return where->key != NULL ? where->key : where->name;
+        }
+    }
+    return NULL;
+}
+
+/* The nearest name as text; "" when there is none. */
+static const char *
+place_word(const oomkit_place *where)
+{
+    PyObject *name = oomkit_place_name(where); /* borrowed from where */
+    const char *text;
+
+    if (name == NULL || !PyUnicode_Check(name)) {
+        return "";
+    }
+    text = PyUnicode_AsUTF8(name);
+    if (text == NULL) {
+        PyErr_Clear(); /* a lone surrogate: no name that is known here */
+        return "";
+    }
+    return text;
+}
+
+static int
+place_log(const oomkit_rules *r, const oomkit_place *where, const char *level,
+          const char *choice)
+{
+    PyObject *place, *text; /* owned */
+    int result = -1;
+
+    if (r->site == NULL || r->options->label == NULL) {
+        return 0;
+    }
+    place = oomkit_place_text(where->in_list ? where->outer : where);
+    if (place == NULL) {
+        return -1;
+    }
+    text = PyUnicode_FromFormat("oomkit: results of the micro-batches of %U: %U%s %s",
+                                r->options->label, place, where->in_list ? "[...]" : "",
+                                choice);
+    Py_DECREF(place);
+    if (text != NULL) {
+        result = oomkit_result_say(r->st, r->site, level, text);
+        Py_DECREF(text);
+    }
+    return result;
+}
+
+int
+oomkit_place_say(const oomkit_rules *r, const oomkit_place *where, const char *choice)
+{
+    return place_log(r, where, "info", choice);
+}
+
+int
+oomkit_place_warn(const oomkit_rules *r, const oomkit_place *where, const char *what)
+{
+    return place_log(r, where, "warning", what);
+}
+
+int
+oomkit_place_say_mean(const oomkit_rules *r, const oomkit_place *where, int summed)
+{
+    if (summed || where->is_loss || !r->evaluation) {
+        return oomkit_place_say(r, where, summed ? "added" : "averaged");
+    }
+    return oomkit_place_warn(
+        r, where,
+        "averaged over the rows: right for a mean over them, for nothing else (a sum, "
+        "a "
+        "maximum, a mean over tokens); return a value for each row, or give join=... "
+        "(verify=True looks)");
+}
+
+/* NULL always: SplitError "... result['x']: <what>". Steals `what`, which may be NULL
+ * with an exception. */
+PyObject *
+oomkit_place_refuse(const oomkit_rules *r, const oomkit_place *where, PyObject *what)
+{
+    PyObject *text = what == NULL ? NULL : oomkit_place_text(where); /* owned */
+    if (text != NULL) {
+        PyErr_Format(r->st->SplitError,
+                     "auto_batch cannot join the results of %zd micro-batches: %U %U; "
+                     "return it in another way, or give join=... "
+                     "(join=lambda results, rows: results keeps a list of the parts)",
+                     r->batches, text, what);
+    }
+    Py_XDECREF(text);
+    Py_XDECREF(what);
+    return NULL;
+}
+
+PyObject *
+oomkit_place_differs(const oomkit_rules *r, const oomkit_place *where, PyObject *a,
+                     PyObject *b)
+{
+    if (Py_IS_TYPE(a, Py_TYPE(b))) {
+        return oomkit_place_refuse(
+            r, where, PyUnicode_FromFormat("differs: %.200R and %.200R", a, b));
+    }
+    return oomkit_place_refuse(r, where,
+                               PyUnicode_FromFormat("is a '%.200s' and then a '%.200s'",
+                                                    Py_TYPE(a)->tp_name,
+                                                    Py_TYPE(b)->tp_name));
+}
+
+/* --- what the rules ask --- */
+
+double
+oomkit_rules_weight(const oomkit_rules *r, const oomkit_place *where, Py_ssize_t i)
+{
+    if (r->group_weights != NULL && where->outer != NULL &&
+        where->outer->outer == NULL) {
+        return r->group_weights[i * r->groups + where->number];
+    }
+    /* Shares of the batch when the loss is a sum, where only the loss is added. */
+    if (!r->is_sum) {
+        return r->weights[i];
+    }
+    return where->is_loss ? 1.0 : (double)r->rows[i] / (double)r->total;
+}
+
+/* A name that says otherwise (an accuracy can be 0 as well) is believed. */
+int
+oomkit_rules_may_be_norm(const oomkit_rules *r, const oomkit_place *where)
+{
+    const char *word;
+
+    if (!r->parked || where->is_loss) {
+        return 0;
+    }
+    if (oomkit_place_name(where) == NULL) {
+        return 1;
+    }
+    word = place_word(where);
+    return strstr(word, "norm") != NULL || strstr(word, "grad") != NULL ||
+           strcmp(word, "gn") == 0;
+}
+
+int
+oomkit_rules_shown(const oomkit_rules *r, const oomkit_place *where, long figure)
+{
+    PyObject *text, *found; /* owned; borrowed */
+    int shown;
+
+    if (r->site == NULL || r->site->figures == NULL) {
+        return 0;
+    }
+    text = oomkit_place_text(where);
+    found = text == NULL ? NULL : PyDict_GetItemWithError(r->site->figures, text);
+    shown = found != NULL && PyLong_AsLong(found) >= figure;
+    Py_XDECREF(text);
+    return PyErr_Occurred() ? -1 : shown;
+}
+
+const oomkit_result_fact *
+oomkit_rules_known(const oomkit_rules *r, const oomkit_place *where)
+{
+    oomkit_result_path path = {0};
+    const oomkit_place *outer;
+    int i;
+
+    for (outer = where; outer->outer != NULL; outer = outer->outer) {
+        path.depth++;
+    }
+    if (r->site == NULL || !r->rows_sure || path.depth > OOMKIT_RESULT_DEPTH) {
+        return NULL;
+    }
+    for (i = path.depth - 1; i >= 0; i--, where = where->outer) {
+        /* A named tuple's field has a name here, and is known by its number. */
+        path.keys[i] = where->key;
+        path.positions[i] = where->key != NULL ? -1 : where->number;
+    }
+    return oomkit_result_known(r->site, &path);
+}
+
+int
+oomkit_rules_check_number(const oomkit_rules *r, const oomkit_place *where)
+{
+    const oomkit_result_fact *known = oomkit_rules_known(r, where); /* of the site */
+
+    if (known == NULL || known->kind == OOMKIT_RESULT_INTEGER || r->rows[0] != 1 ||
+        known->rows < 2 || known->size != known->rows) {
+        return 0;
+    }
+    oomkit_place_refuse(
+        r, where,
+        PyUnicode_FromString("is a single number in micro-batches of one row, where "
+                             "whole calls returned rows: name the dimension that "
+                             "squeeze() takes out, or give min_micro_batch=2"));
+    return -1;
+}
+
+/* The last word of the name, as in "global_step" and "epoch". */
+int
+oomkit_place_is_no_count(const oomkit_place *where)
+{
+    static const char *const words[] = {"epoch", "step",  "iteration", "iter",
+                                        "it",    "rank",  "seed",      "stage",
+                                        "phase", "level", "version"};
+    const char *word = place_word(where), *last;
+    size_t i;
+
+    if (strcmp(word, "world_size") == 0) {
+        return 1;
+    }
+    last = strrchr(word, '_');
+    last = last == NULL ? word : last + 1;
+    for (i = 0; i < sizeof(words) / sizeof(words[0]); i++) {
+        if (PyOS_stricmp(last, words[i]) == 0) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+int
+oomkit_error_is_no_answer(const oomkit_state *st)
+{
+    return (PyErr_ExceptionMatches(PyExc_ValueError) ||
+            PyErr_ExceptionMatches(PyExc_TypeError) ||
+            PyErr_ExceptionMatches(PyExc_RuntimeError)) &&
+           !PyErr_ExceptionMatches(st->TorchOutOfMemoryError) &&
+           !PyErr_ExceptionMatches(PyExc_RecursionError);
+}
+
+/* --- everything else --- */
+
+/* Types of which equal values are one value, and none could count rows. 1, 0 or -1. */
+static int
+is_plain_value(PyObject *value)
+{
+    static const char *const libraries[] = {"torch.", "numpy.", "datetime."};
+    const char *name = Py_TYPE(value)->tp_name;
+    size_t i;
+
+    if (PyUnicode_Check(value) || PyBytes_Check(value) || PyLong_Check(value) ||
+        PyComplex_Check(value) || PyAnySet_Check(value)) {
+        return 1;
+    }
+    if ((Py_TYPE(value)->tp_flags & Py_TPFLAGS_HEAPTYPE) == 0) {
+        for (i = 0; i < sizeof(libraries) / sizeof(libraries[0]); i++) {
+            if (strncmp(name, libraries[i], strlen(libraries[i])) == 0) {
+                return 1;
+            }
+        }
+    }
+    return oomkit_has_attribute_string((PyObject *)Py_TYPE(value), "__fspath__");
+}
+
+/* Equal? 1, 0 also when == has no single answer, as for arrays, or -1. */
+static int
+values_are_equal(const oomkit_rules *r, PyObject *a, PyObject *b)
+{
+    int same = PyObject_RichCompareBool(a, b, Py_EQ);
+    if (same < 0 && oomkit_error_is_no_answer(r->st)) {
+        PyErr_Clear(); /* no answer: told by the caller, with the place */
+        return 0;
+    }
+    return same;
+}
+
+/* Values that have no rule of their own must be the same, or equal plain ones. */
+PyObject *
+oomkit_join_equal(const oomkit_rules *r, const oomkit_place *where,
+                  PyObject *const *values)
+{
+    int plain = is_plain_value(values[0]);
+    Py_ssize_t i;
+
+    for (i = 1; i < r->count && plain >= 0; i++) {
+        int same;
+        if (!Py_IS_TYPE(values[i], Py_TYPE(values[0]))) {
+            return oomkit_place_differs(r, where, values[0], values[i]);
+        }
+        if (values[i] == values[0]) {
+            continue;
+        }
+        same = values_are_equal(r, values[0], values[i]);
+        if (same <= 0) {
+            return same < 0 ? NULL
+                            : oomkit_place_differs(r, where, values[0], values[i]);
+        }
+        if (!plain) { /* equal halves of a batch may be no equal of the whole */
+            return oomkit_place_refuse(
+                r, where,
+                PyUnicode_FromFormat("is a '%.200s', which has no rule",
+                                     Py_TYPE(values[0])->tp_name));
+        }
+    }
+    return plain < 0 ? NULL : Py_NewRef(values[0]);
+}

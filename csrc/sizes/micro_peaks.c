@@ -1,0 +1,84 @@
+/* The peak of each micro-batch while a call is split, that of the optimizer apart: what
+ * the planner learns from. The peak of a whole call is its own window's. */
+#include "sizes.h"
+#include "../tree/tree.h"
+
+/* The peak of a window above what was there before the step; 0 when not known. */
+static uint64_t
+phase_bytes(const oomkit_call *call, const oomkit_peak_window *window)
+{
+    uint64_t peak = window->peak_allocated_bytes, below = oomkit_baseline(call);
+    return peak == OOMKIT_UNKNOWN || below == OOMKIT_UNKNOWN || peak <= below
+               ? 0
+               : peak - below;
+}
+
+static uint64_t
+phase_close(oomkit_call *call)
+{
+    oomkit_device_end(call->st, &call->micro);
+    return phase_bytes(call, &call->micro);
+}
+
+/* Of later ones the largest counts, with the highest peak of all: results accumulate,
+ * and the last slices may be a row shorter. */
+void
+oomkit_phase_note(oomkit_call *call, uint64_t bytes)
+{
+    oomkit_measured *m = &call->measured;
+    oomkit_role role = call->slice_index > 0 ? OOMKIT_LATER : OOMKIT_FIRST;
+    int64_t rows = call->slices[call->slice_index].length;
+
+    if (rows > m->rows[role]) {
+        m->rows[role] = rows;
+    }
+    if (bytes > m->bytes[role]) {
+        m->bytes[role] = bytes;
+    }
+}
+
+void
+oomkit_phase_micro_begin(oomkit_call *call)
+{
+    if (call->split) {
+        call->in_optimizer = 0;
+        oomkit_device_begin(call->st, call->device, call->options->reset_peaks,
+                            &call->micro);
+    }
+}
+
+void
+oomkit_phase_optimizer(oomkit_call *call)
+{
+    if (call->micro.open && !call->in_optimizer) {
+        oomkit_phase_note(call, phase_close(call));
+        call->in_optimizer = 1;
+        oomkit_device_begin(call->st, call->device, call->options->reset_peaks,
+                            &call->micro);
+    }
+}
+
+void
+oomkit_phase_micro_end(oomkit_call *call, int finished)
+{
+    uint64_t bytes;
+
+    if (!call->micro.open) {
+        return;
+    }
+    bytes = phase_close(call);
+    if (call->in_optimizer) {
+        if (bytes > call->measured.optimizer_bytes) {
+            call->measured.optimizer_bytes = bytes;
+        }
+    } else if (finished) {
+        oomkit_phase_note(call, bytes);
+    }
+}
+
+void
+oomkit_phase_whole(oomkit_call *call)
+{
+    call->measured.rows[OOMKIT_FIRST] = oomkit_batch_rows(&call->batch);
+    call->measured.bytes[OOMKIT_FIRST] = phase_bytes(call, &call->window);
+}

@@ -1,0 +1,112 @@
+/* Proofs that outlive a run: text for a checkpoint or for the file of sizes, and what
+ * an earlier run has noted (oomkit/_proof_kept.py). */
+#include "sizes.h"
+
+PyObject *
+oomkit_proven_text(const oomkit_step *step, PyObject *recalled)
+{
+    PyObject *list = PyList_New(0), *text = NULL; /* owned */
+    int i;
+
+    for (i = 0; list != NULL && i < OOMKIT_PROVEN; i++) {
+        const oomkit_proven *proven = &step->proven[i];
+        PyObject *item; /* owned */
+        if (proven->key == 0 || proven->level != OOMKIT_PROVEN_FULLY) {
+            continue;
+        }
+        item = Py_BuildValue("KOOi", (unsigned long long)proven->key,
+                             proven->rule == NULL ? Py_None : proven->rule,
+                             proven->tried == NULL ? Py_None : proven->tried,
+                             (int)proven->labels);
+        if (item == NULL || PyList_Append(list, item) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(item);
+    }
+    if (list != NULL) {
+        text = PyObject_CallMethod(step->st->proof, "noted", "OOO", step->func, list,
+                                   recalled == NULL ? Py_None : recalled);
+    }
+    Py_XDECREF(list);
+    return text;
+}
+
+int
+oomkit_proven_write(oomkit_step *step)
+{
+    PyObject *text = oomkit_proven_text(step, step->recalled); /* owned */
+
+    if (text == NULL) {
+        return -1;
+    }
+    Py_XSETREF(step->proven_text, text == Py_None ? NULL : Py_NewRef(text));
+    Py_DECREF(text);
+    return 0;
+}
+
+int
+oomkit_proven_put(const oomkit_step *step, PyObject *dict)
+{
+    return step->proven_text == NULL
+               ? 0
+               : PyDict_SetItemString(dict, "proven", step->proven_text);
+}
+
+int
+oomkit_recalled_add(PyObject **list, PyObject *dict)
+{
+    return oomkit_recalled_text(list, oomkit_item(dict, "proven"));
+}
+
+int
+oomkit_recalled_text(PyObject **list, PyObject *text)
+{
+    if (text == NULL || !PyUnicode_Check(text)) {
+        return 0;
+    }
+    if (*list == NULL && (*list = PyList_New(0)) == NULL) {
+        return -1;
+    }
+    return PyList_Append(*list, text);
+}
+
+uint64_t
+oomkit_proven_print(const oomkit_step *step)
+{
+    return step->proven_text == NULL ? 0 : (uint64_t)PyObject_Hash(step->proven_text);
+}
+
+oomkit_proven *
+oomkit_proven_recall(oomkit_call *call)
+{
+    oomkit_step *step = call->step;
+    oomkit_proven *place;
+    PyObject *found, *rule, *tried, *before, *before_tried; /* owned, but rule, tried */
+    int labels;
+
+    if (step->recalled == NULL) {
+        return NULL;
+    }
+    found = PyObject_CallMethod(step->st->proof, "recalled", "OOK", step->func,
+                                step->recalled, (unsigned long long)call->proof_key);
+    if (found == NULL || found == Py_None ||
+        !PyArg_ParseTuple(found, "OOp", &rule, &tried, &labels)) {
+        Py_XDECREF(found);
+        return NULL;
+    }
+    place = &step->proven[step->proven_next++ % OOMKIT_PROVEN];
+    before = place->rule;
+    before_tried = place->tried;
+    memset(place, 0, sizeof(*place));
+    place->key = call->proof_key;
+    place->rule = rule == Py_None ? NULL : Py_NewRef(rule);
+    place->tried = Py_NewRef(tried);
+    place->calls = 1; /* losses are compared in this call */
+    place->level = OOMKIT_PROVEN_FULLY;
+    place->labels = (uint8_t)labels;
+    place->recalled = 1;
+    Py_XDECREF(before);
+    Py_XDECREF(before_tried);
+    Py_DECREF(found);
+    return place;
+}

@@ -1,0 +1,111 @@
+/* What is known of sizes: measured, remembered, predicted. */
+#ifndef OOMKIT_SIZES_SIZES_H
+#define OOMKIT_SIZES_SIZES_H
+
+#include "../call/call_types.h"
+#include "../call/step.h"
+
+/* --- baseline.c --- */
+/* What lies below the step's own memory, as the planner counts --- */
+uint64_t
+oomkit_baseline(const oomkit_call *call);
+void
+oomkit_baseline_enter(oomkit_call *call);
+void
+oomkit_baseline_marked(oomkit_call *call);
+void
+oomkit_baseline_rolled_back(oomkit_call *call, uint64_t now);
+
+/* --- micro_peaks.c --- */
+/* Never fail; may be called with an exception set, which they keep. */
+void
+oomkit_phase_micro_begin(oomkit_call *call);
+/* An optimizer is about to step for real: what came before was forward and backward. */
+void
+oomkit_phase_optimizer(oomkit_call *call);
+/* The present micro-batch took `bytes` at most above the baseline; 0: not measured. */
+void
+oomkit_phase_note(oomkit_call *call, uint64_t bytes);
+void
+oomkit_phase_micro_end(oomkit_call *call, int finished);
+/* A whole call is done: the optimizer's peak is in it. */
+void
+oomkit_phase_whole(oomkit_call *call);
+
+/* --- predict.c --- */
+/* Before an optimizer's first step: will its state fit? 0, or -1 with
+ * oomkit.OutOfMemory before anything moved. */
+int
+oomkit_predict_update(oomkit_call *call, PyObject *optimizer);
+
+/* --- recalled_proofs.c --- */
+/* New reference: text of all proofs, of those of earlier runs too (list of str, or
+ * NULL), or None. */
+PyObject *
+oomkit_proven_text(const struct oomkit_step *step, PyObject *recalled);
+/* After a proof, and when some were recalled: step->proven_text has all. 0 or -1. */
+int
+oomkit_proven_write(struct oomkit_step *step);
+/* Adds what was proven to a dict of sizes, if anything. 0 or -1. */
+int
+oomkit_proven_put(const struct oomkit_step *step, PyObject *dict);
+/* Takes it out of one into *list (owned or NULL). 0 or -1. */
+int
+oomkit_recalled_add(PyObject **list, PyObject *dict);
+/* The same of the text itself (NULL for none). */
+int
+oomkit_recalled_text(PyObject **list, PyObject *text);
+/* Changes with what was proven. */
+uint64_t
+oomkit_proven_print(const struct oomkit_step *step);
+/* What an earlier run has shown of calls like this one; now it is the step's. NULL
+ * without an exception where there is nothing. */
+oomkit_proven *
+oomkit_proven_recall(oomkit_call *call);
+
+/* --- remember.c --- */
+/* In a step's first call, before its plan. 0 or -1. Runs Python code. */
+int
+oomkit_recall(oomkit_call *call);
+/* After a call that worked, for a step that remembers: a note for later runs if it has
+ * changed what is known. Never fails. Runs Python code. */
+void
+oomkit_recall_note(oomkit_call *call, oomkit_signature *entry);
+
+/* --- shapes.c --- */
+/* Should gradients that are there at the first backward be copied? (shapes.c) */
+int
+oomkit_call_wants_copies(oomkit_call *call);
+oomkit_signature *
+oomkit_signature_get(oomkit_call *call, int create);
+/* The key of a shape under these modes; never 0 in practice. */
+uint64_t
+oomkit_signature_of(const oomkit_call *call, const oomkit_batch *batch, int autocast,
+                    int recording);
+/* A hash of training or evaluation, autocast and gradient recording. */
+uint64_t
+oomkit_signature_modes(const oomkit_call *call);
+/* What the planner is to know; *known is borrowed from the step. */
+void
+oomkit_signature_request(oomkit_call *call, oomkit_plan_request *request,
+                         const oomkit_knowledge **known);
+/* The call is done, with this largest micro-batch. */
+void
+oomkit_signature_succeeded(oomkit_call *call, int64_t micro_batch, uint64_t peak_bytes);
+/* The micro-batch at call->slice_index has failed; without slices the whole batch, of
+ * `micro_batch` rows. */
+void
+oomkit_signature_failed(oomkit_call *call, int64_t micro_batch);
+void
+oomkit_signature_forget(oomkit_call *call);
+/* What predictions depend on besides peaks: gradients, the room on the device. Asks the
+ * driver: for failures and first calls. Never fails. */
+void
+oomkit_signature_survey(oomkit_call *call);
+/* Bounds of a micro-batch: those of the options, and those that were learned. */
+int64_t
+oomkit_unfit_least(const oomkit_call *call);
+int64_t
+oomkit_unfit_multiple(const oomkit_call *call);
+
+#endif

@@ -1,0 +1,78 @@
+/* Arguments taken apart: a node for each value, those of a container behind it. */
+#ifndef OOMKIT_TREE_NODES_H
+#define OOMKIT_TREE_NODES_H
+
+#include "../py/state.h"
+
+typedef enum {
+    OOMKIT_NODE_OTHER = 0, /* passed whole, as it is */
+    OOMKIT_NODE_TENSOR,
+    OOMKIT_NODE_TUPLE, /* named tuples too */
+    OOMKIT_NODE_LIST,
+    OOMKIT_NODE_DICT,
+    OOMKIT_NODE_OBJECT, /* a subclass of dict, a UserDict, a data class */
+    OOMKIT_NODE_ARRAY   /* of numpy */
+} oomkit_node_kind;
+
+enum {                            /* oomkit_node.flags */
+       OOMKIT_NODE_ATTRIBUTE = 1, /* an attribute of the object that it is in */
+       OOMKIT_NODE_SLOT = 2,      /* which lies in a slot */
+       OOMKIT_NODE_MIRRORED = 4,  /* an entry that is an attribute as well */
+       OOMKIT_NODE_OWN_DICT = 8,  /* `self.__dict__ = self` */
+       OOMKIT_NODE_CUSTOM = 16,   /* sliced by what was registered for its type */
+       OOMKIT_NODE_STATIC = 32    /* static= names it: gives no rows, passed whole */
+};
+
+/* One value of the arguments; containers are followed by their children (pre-order). */
+typedef struct oomkit_node {
+    PyObject *object;      /* owned */
+    PyObject *key;         /* owned: the key in the parent dict, or the name of the
+                              attribute, else NULL */
+    Py_ssize_t children;   /* direct children of a container */
+    int64_t rows;          /* size of dimension `dim` of a tensor or array, -1 if it has
+                              none, and inside what a registered splitter slices */
+    uint64_t shape_hash;   /* of a tensor: dtype and the other sizes; of a list that was
+                              too long or too deep to be opened: its length */
+    uint32_t version;      /* of a tensor, at capture; of an array a hash of values */
+    int32_t entries;       /* of an object: its first children are those of a mapping */
+    int32_t same;          /* set by oomkit_batch_find: an earlier node with the same
+                              object, built alike; else -1 */
+    uint8_t requires_grad; /* of a tensor, at capture */
+    uint8_t kind;          /* oomkit_node_kind */
+    uint8_t split;         /* decided by oomkit_batch_find: this leaf is sliced */
+    uint8_t flags;
+    int8_t device_type, device_index; /* of a tensor */
+} oomkit_node;
+
+#define OOMKIT_BATCH_INLINE 12
+
+/* The arguments of one call, taken apart before the function can change them. A tree
+ * that is all zero is empty and may be released. */
+typedef struct oomkit_batch {
+    PyObject *const *args; /* borrowed from the caller: vectorcall layout */
+    Py_ssize_t positional; /* number of positional arguments */
+    Py_ssize_t total;      /* positional + keyword arguments */
+    PyObject *kwnames;     /* borrowed, may be NULL */
+    PyObject *names;       /* borrowed from the step: parameter names, may be NULL */
+    oomkit_node *nodes;    /* pre-order, argument after argument */
+    Py_ssize_t count, room;
+    int64_t rows;                  /* B, or -1 before oomkit_batch_find has found it */
+    int device_type, device_index; /* of the first tensor; CPU when there is none */
+    int searched;
+    int empty; /* set by oomkit_batch_find when it refuses a batch for having no rows */
+    Py_ssize_t lead; /* node of the leaf that the record takes the rows from, or -1 */
+    int views;       /* all rows are a view, too, and not the object itself */
+    int twins;       /* some node has `same` */
+    uint64_t sizes;  /* hash of the rows of all leaves */
+    PyObject *saved; /* owned: restore_batch=True: list of host copies, or NULL */
+    int provable;    /* a reading in doubt may be tried: a proof comes before its use */
+    PyObject *doubt; /* owned str: why it is, for where that proof fails, or NULL */
+    oomkit_node inline_nodes[OOMKIT_BATCH_INLINE];
+} oomkit_batch;
+
+/* What a site has learned about its arguments; zeroed at start, freed by clear. Written
+ * by oomkit_batch_learn: for each argument position and name, the B and the leading
+ * size seen, so that a tensor whose size stays while B changes is passed whole. */
+typedef struct oomkit_batch_site oomkit_batch_site;
+
+#endif

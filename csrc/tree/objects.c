@@ -1,0 +1,315 @@
+/* Objects with named parts among the arguments (subclasses of dict, UserDict, data
+ * classes, types with a splitter): opened into nodes, and made anew from the nodes'
+ * values without their __init__. */
+#include "flatten.h"
+#include "named_parts.h"
+#include "tree.h"
+
+#include <structmember.h>
+#include <string.h>
+
+/* The instance's dictionary in *dict (owned), or NULL when it has none. 0 or -1. */
+static int
+object_dict(PyObject *object, PyObject **dict)
+{
+    *dict = PyObject_GenericGetDict(object, NULL);
+    if (*dict == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return -1;
+        }
+        PyErr_Clear(); /* slots only */
+    } else if (!PyDict_Check(*dict)) {
+        Py_CLEAR(*dict);
+    }
+    return 0;
+}
+
+/* --- opening --- */
+
+/* Could the value be data, or contain some? -1 when it shows that the object is none: a
+ * trainer, a configuration with a model. */
+static int
+value_is_data(oomkit_state *st, PyObject *value)
+{
+    PyTypeObject *type = Py_TYPE(value);
+    int kind;
+
+    if (type == (PyTypeObject *)st->Tensor) {
+        return 1;
+    }
+    if (value == Py_None || type == &PyUnicode_Type || type == &PyLong_Type ||
+        type == &PyFloat_Type || type == &PyBool_Type) {
+        return 0;
+    }
+    if (type == &PyDict_Type || type == &PyList_Type || type == &PyTuple_Type) {
+        return PyObject_Length(value) != 0;
+    }
+    kind = oomkit_kind_of(st, type);
+    return (kind & OOMKIT_KIND_MODEL) != 0 ? -1 : kind != OOMKIT_KIND_CLOSED;
+}
+
+/* As above, of all values. */
+static int
+values_are_data(oomkit_state *st, PyObject *dict)
+{
+    PyObject *key, *value; /* borrowed from dict */
+    Py_ssize_t position = 0;
+    int any = 0;
+
+    while (any >= 0 && PyDict_Next(dict, &position, &key, &value)) {
+        int each = value_is_data(st, value);
+        any = each < 0 ? -1 : any | each;
+    }
+    return any;
+}
+
+/* An argument's node that is made now: one more child of the object at `at`. */
+static int
+open_child(oomkit_capture *c, Py_ssize_t at, PyObject *value, PyObject *key, int flags,
+           int depth)
+{
+    if (oomkit_capture_value(c, value, key, flags, depth + 1) < 0) {
+        return -1;
+    }
+    c->batch->nodes[at].children++;
+    return 0;
+}
+
+/* One entry; marked when it is an attribute too. */
+static int
+open_entry(oomkit_capture *c, Py_ssize_t at, PyObject *dict, PyObject *key,
+           PyObject *value, int depth)
+{
+    PyObject *mirror = NULL; /* borrowed from dict */
+
+    if (dict != NULL) {
+        mirror = PyDict_GetItemWithError(dict, key);
+        if (mirror == NULL && PyErr_Occurred()) {
+            return -1;
+        }
+    }
+    return open_child(c, at, value, key, mirror == value ? OOMKIT_NODE_MIRRORED : 0,
+                      depth);
+}
+
+/* The entries of a mapping, in the order of their insertion. */
+static int
+open_entries(oomkit_capture *c, Py_ssize_t at, PyObject *mapping, PyObject *dict,
+             int depth)
+{
+    PyObject *key, *value; /* borrowed from mapping */
+    Py_ssize_t position = 0;
+    int result = 0;
+
+    if (dict == mapping || (dict != NULL && PyDict_GET_SIZE(dict) == 0)) {
+        dict = NULL;
+    }
+    while (result == 0 && PyDict_Next(mapping, &position, &key, &value)) {
+        result = open_entry(c, at, dict, key, value, depth);
+    }
+    c->batch->nodes[at].entries = (int32_t)c->batch->nodes[at].children;
+    return result;
+}
+
+/* The instance's dictionary, without what open_entries() has marked. */
+static int
+open_attributes(oomkit_capture *c, Py_ssize_t at, PyObject *object, PyObject *dict,
+                int depth)
+{
+    PyObject *name, *value; /* borrowed from dict */
+    Py_ssize_t position = 0;
+    int mapping = PyDict_Check(object);
+
+    while (PyDict_Next(dict, &position, &name, &value)) {
+        PyObject *entry = mapping ? PyDict_GetItemWithError(object, name) : NULL;
+        if (entry == NULL && PyErr_Occurred()) {
+            return -1;
+        }
+        if (entry != value &&
+            open_child(c, at, value, name, OOMKIT_NODE_ATTRIBUTE, depth) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* The slots of the type and of those that it comes from. */
+static int
+open_slots(oomkit_capture *c, Py_ssize_t at, PyObject *object, int depth)
+{
+    PyTypeObject *type = Py_TYPE(object);
+
+    for (; type != NULL && type != &PyDict_Type; type = type->tp_base) {
+        PyMemberDef *member = type->tp_members;
+        for (; member != NULL && member->name != NULL; member++) {
+            PyObject *name, *value; /* owned */
+            int result;
+            if (strncmp(member->name, "__", 2) == 0 ||
+                (member->flags & READONLY) != 0) {
+                continue;
+            }
+            value = PyMember_GetOne((const char *)object, member);
+            if (value == NULL) {
+                if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+                    return -1;
+                }
+                PyErr_Clear(); /* a slot that was never set */
+                continue;
+            }
+            name = PyUnicode_InternFromString(member->name);
+            result = name == NULL
+                         ? -1
+                         : open_child(c, at, value, name,
+                                      OOMKIT_NODE_ATTRIBUTE | OOMKIT_NODE_SLOT, depth);
+            Py_XDECREF(name);
+            Py_DECREF(value);
+            if (result < 0) {
+                return -1;
+            }
+        }
+    }
+    return 0;
+}
+
+int
+oomkit_capture_object(oomkit_capture *c, Py_ssize_t at, PyObject *object, int custom,
+                      int depth)
+{
+    PyObject *dict; /* owned */
+    int entries = 0, attributes = 0, result = 0;
+
+    if (object_dict(object, &dict) < 0) {
+        return -1;
+    }
+    if (PyDict_Check(object)) {
+        entries = PyDict_GET_SIZE(object) > OOMKIT_CAPTURE_CONTAINER
+                      ? -1
+                      : values_are_data(c->st, object);
+    }
+    if (dict != NULL && dict != object) {
+        attributes = values_are_data(c->st, dict);
+    }
+    if (entries < 0 || attributes < 0 ||
+        (dict != NULL && entries == 0 && attributes == 0 && !custom)) {
+        Py_XDECREF(dict);
+        return 0;
+    }
+    c->batch->nodes[at].kind = OOMKIT_NODE_OBJECT;
+    if (dict == object) {
+        c->batch->nodes[at].flags |= OOMKIT_NODE_OWN_DICT;
+    }
+    if (PyDict_Check(object)) {
+        result = open_entries(c, at, object, dict, depth);
+    }
+    if (result == 0 && dict != NULL && dict != object) {
+        result = open_attributes(c, at, object, dict, depth);
+    }
+    if (result == 0) {
+        result = open_slots(c, at, object, depth);
+    }
+    Py_XDECREF(dict);
+    return result;
+}
+
+/* --- making one anew --- */
+
+/* Sets the slot of this name. 0 or -1. */
+static int
+made_slot(PyObject *made, PyObject *name, PyObject *value)
+{
+    PyTypeObject *type = Py_TYPE(made);
+
+    for (; type != NULL; type = type->tp_base) {
+        PyMemberDef *member = type->tp_members;
+        for (; member != NULL && member->name != NULL; member++) {
+            if (PyUnicode_CompareWithASCIIString(name, member->name) == 0) {
+                return PyMember_SetOne((char *)made, member, value);
+            }
+        }
+    }
+    PyErr_Format(PyExc_RuntimeError, "'%.200s' has lost its slot %R",
+                 Py_TYPE(made)->tp_name, name);
+    return -1;
+}
+
+/* One part of the new object. 0 or -1. */
+static int
+made_part(PyObject *made, PyObject *dict, const oomkit_node *child, int is_entry,
+          PyObject *value)
+{
+    const PyMappingMethods *mapping =
+        oomkit_output_base(Py_TYPE(made))->tp_as_mapping; /* of a type written in C */
+
+    if (is_entry) {
+        if (mapping->mp_ass_subscript(made, child->key, value) < 0) {
+            return -1;
+        }
+        if ((child->flags & OOMKIT_NODE_MIRRORED) == 0) {
+            return 0;
+        }
+    } else if ((child->flags & OOMKIT_NODE_SLOT) != 0) {
+        return made_slot(made, child->key, value);
+    }
+    return PyDict_SetItem(dict, child->key, value);
+}
+
+/* An OrderedDict may have been given another order than that of its insertions. */
+static int
+made_order(PyObject *made, PyObject *like)
+{
+    PyObject *keys = PyODict_Type.tp_iter(like); /* owned */
+    PyObject *key, *done;                        /* owned */
+    int result = keys == NULL ? -1 : 0;
+
+    while (result == 0 && (key = PyIter_Next(keys)) != NULL) {
+        int there = PyDict_Contains(made, key); /* the step may have added some */
+        result = there < 0 ? -1 : 0;
+        if (there > 0) {
+            done = PyObject_CallMethod((PyObject *)&PyODict_Type, "move_to_end", "OO",
+                                       made, key);
+            result = done == NULL ? -1 : 0;
+            Py_XDECREF(done);
+        }
+        Py_DECREF(key);
+    }
+    Py_XDECREF(keys);
+    return PyErr_Occurred() ? -1 : result;
+}
+
+PyObject *
+oomkit_object_build(oomkit_state *st, const oomkit_batch *batch, Py_ssize_t at,
+                    PyObject *const *values)
+{
+    const oomkit_node *node = &batch->nodes[at];
+    PyTypeObject *type = Py_TYPE(node->object);
+    PyObject *made = oomkit_output_base(type)->tp_new(type, st->empty_tuple, NULL);
+    PyObject *dict = NULL; /* owned, as made is */
+    Py_ssize_t i, child;
+
+    if (made == NULL) {
+        return NULL;
+    }
+    if ((node->flags & OOMKIT_NODE_OWN_DICT) != 0 &&
+        PyObject_GenericSetDict(made, made, NULL) < 0) {
+        goto error;
+    }
+    if (object_dict(made, &dict) < 0) {
+        goto error;
+    }
+    for (i = 0, child = at + 1; i < node->children;
+         i++, child = oomkit_node_end(batch, child)) {
+        if (made_part(made, dict, &batch->nodes[child], i < node->entries, values[i]) <
+            0) {
+            goto error;
+        }
+    }
+    if (PyODict_Check(made) && made_order(made, node->object) < 0) {
+        goto error;
+    }
+    Py_XDECREF(dict);
+    return made;
+error:
+    Py_XDECREF(dict);
+    Py_DECREF(made);
+    return NULL;
+}

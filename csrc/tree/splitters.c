@@ -1,0 +1,221 @@
+/* Splitters that were registered for types: who they are, and calling them. */
+#include "flatten.h"
+#include "splitters.h"
+#include "tree.h"
+
+enum { SPLITTER_SPLIT, SPLITTER_SIZE, SPLITTER_JOIN };
+
+/* Adds to the user's error whose it is. -1 always. */
+static int
+splitter_note(PyObject *value, const char *which)
+{
+    PyObject *error = oomkit_exception_take(); /* owned, given back */
+    PyObject *note, *done;                     /* owned */
+
+    if (PyObject_TypeCheck(error, (PyTypeObject *)PyExc_Exception)) {
+        note = PyUnicode_FromFormat(
+            "oomkit: raised by %s= of register_splitter() for a '%.200s'", which,
+            Py_TYPE(value)->tp_name);
+        done = note == NULL ? NULL : PyObject_CallMethod(error, "add_note", "O", note);
+        if (done == NULL) {
+            PyErr_Clear(); /* the user's error is the one to see */
+        }
+        Py_XDECREF(note);
+        Py_XDECREF(done);
+    }
+    oomkit_exception_give(error);
+    return -1;
+}
+
+/* One of the three functions. New reference, None when it was not given; NULL when the
+ * type has no splitter. */
+static PyObject *
+splitter_get(const oomkit_state *st, PyObject *value, int which)
+{
+    PyObject *entry = oomkit_splitter_of(st, Py_TYPE(value)); /* borrowed from state */
+    return entry == NULL ? NULL : Py_NewRef(PyTuple_GET_ITEM(entry, which));
+}
+
+int
+oomkit_splitter_rows(oomkit_state *st, PyObject *value, int64_t *rows)
+{
+    PyObject *size = splitter_get(st, value, SPLITTER_SIZE); /* owned */
+    PyObject *answer;                                        /* owned */
+
+    *rows = -1;
+    if (size == NULL || size == Py_None) {
+        Py_ssize_t length = PyObject_Length(value);
+        Py_XDECREF(size);
+        *rows = length;
+        if (length < 0 && PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Clear(); /* no len(): said by the caller */
+            return 1;
+        }
+        return length < 0 ? splitter_note(value, "size") : 0;
+    }
+    answer = PyObject_CallOneArg(size, value);
+    Py_DECREF(size);
+    if (answer == NULL) {
+        return splitter_note(value, "size");
+    }
+    *rows = PyLong_AsLongLong(answer);
+    if (*rows < 0) {
+        if (!PyErr_Occurred()) {
+            PyErr_Format(PyExc_ValueError, "expected 0 rows or more, got %R", answer);
+        }
+        splitter_note(value, "size");
+    }
+    Py_DECREF(answer);
+    return *rows < 0 ? -1 : 0;
+}
+
+PyObject *
+oomkit_splitter_cut(oomkit_state *st, PyObject *value, int64_t start, int64_t length)
+{
+    PyObject *split = splitter_get(st, value, SPLITTER_SPLIT); /* owned */
+    PyObject *part;                                            /* owned */
+    int64_t rows;
+    int known;
+
+    if (split == NULL) {
+        PyErr_Format(st->SplitError, "a '%.200s' has lost its splitter",
+                     Py_TYPE(value)->tp_name);
+        return NULL;
+    }
+    part =
+        PyObject_CallFunction(split, "OLL", value, (long long)start, (long long)length);
+    Py_DECREF(split);
+    if (part == NULL) {
+        splitter_note(value, "split");
+        return NULL;
+    }
+    known =
+        Py_IS_TYPE(part, Py_TYPE(value)) ? oomkit_splitter_rows(st, part, &rows) : 1;
+    if (known == 0 && rows != length) {
+        PyErr_Format(st->SplitError,
+                     "register_splitter(%.200s, split=...) returned %lld rows for "
+                     "split(value, %lld, %lld): expected %lld",
+                     Py_TYPE(value)->tp_name, (long long)rows, (long long)start,
+                     (long long)length, (long long)length);
+    }
+    if (known < 0 || (known == 0 && rows != length)) {
+        Py_CLEAR(part);
+    }
+    return part;
+}
+
+PyObject *
+oomkit_splitter_join(oomkit_state *st, PyObject *values, PyObject *rows)
+{
+    PyObject *first = PyList_GET_ITEM(values, 0);            /* borrowed from values */
+    PyObject *join = splitter_get(st, first, SPLITTER_JOIN); /* owned */
+    PyObject *stack[2] = {values, rows};                     /* borrowed */
+    PyObject *joined;                                        /* owned */
+
+    if (join == NULL) {
+        return NULL;
+    }
+    joined = PyObject_Vectorcall(join, stack, 2, NULL);
+    Py_DECREF(join);
+    if (joined == NULL) {
+        splitter_note(first, "join");
+    }
+    return joined;
+}
+
+int
+oomkit_splitter_joins(const oomkit_state *st, PyObject *value)
+{
+    PyObject *entry = oomkit_splitter_of(st, Py_TYPE(value)); /* borrowed from state */
+    return entry != NULL && PyTuple_GET_ITEM(entry, SPLITTER_JOIN) != Py_None;
+}
+
+/* --- registering --- */
+
+/* Types that oomkit splits itself, and those that are never a batch. */
+static int
+is_builtin(const oomkit_state *st, PyObject *type)
+{
+    PyObject *const types[] = {st->Tensor,
+                               st->Parameter,
+                               st->Module,
+                               (PyObject *)&PyBaseObject_Type,
+                               (PyObject *)&PyDict_Type,
+                               (PyObject *)&PyList_Type,
+                               (PyObject *)&PyTuple_Type,
+                               (PyObject *)&PyUnicode_Type,
+                               (PyObject *)&PyLong_Type,
+                               (PyObject *)&PyFloat_Type,
+                               (PyObject *)&PyBool_Type,
+                               (PyObject *)Py_TYPE(Py_None)};
+    size_t i;
+
+    for (i = 0; i < sizeof(types) / sizeof(types[0]); i++) {
+        if (type == types[i]) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+static int
+function_check(PyObject *given, const char *name, int required)
+{
+    if (given == Py_None && !required) {
+        return 0;
+    }
+    if (!PyCallable_Check(given)) {
+        PyErr_Format(PyExc_TypeError,
+                     "register_splitter(%s=...) expected a callable, got %s", name,
+                     Py_TYPE(given)->tp_name);
+        return -1;
+    }
+    return 0;
+}
+
+PyObject *
+oomkit_register_splitter(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"", "split", "size", "join", NULL};
+    oomkit_state *st = oomkit_state_of_module(module);
+    PyObject *type, *split = NULL, *size = Py_None, *join = Py_None; /* borrowed */
+    PyObject *entry;                                                 /* owned */
+    int result;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$OOO:register_splitter", names,
+                                     &type, &split, &size, &join)) {
+        return NULL;
+    }
+    if (split == NULL) {
+        PyErr_SetString(PyExc_TypeError,
+                        "register_splitter() needs split=: a callable that takes "
+                        "(value, start, length)");
+        return NULL;
+    }
+    if (!PyType_Check(type)) {
+        return PyErr_Format(PyExc_TypeError,
+                            "register_splitter() expected a type, got %s",
+                            Py_TYPE(type)->tp_name);
+    }
+    if (is_builtin(st, type)) {
+        return PyErr_Format(PyExc_ValueError,
+                            "register_splitter() cannot change how '%.200s' is split: "
+                            "register a type of your own",
+                            ((PyTypeObject *)type)->tp_name);
+    }
+    if (function_check(split, "split", 1) < 0 || function_check(size, "size", 0) < 0 ||
+        function_check(join, "join", 0) < 0) {
+        return NULL;
+    }
+    if (st->splitters == NULL && (st->splitters = PyDict_New()) == NULL) {
+        return NULL;
+    }
+    entry = PyTuple_Pack(3, split, size, join);
+    result = entry == NULL ? -1 : PyDict_SetItem(st->splitters, type, entry);
+    Py_XDECREF(entry);
+    if (result < 0) {
+        return NULL;
+    }
+    oomkit_kinds_forget(st);
+    Py_RETURN_NONE;
+}

@@ -1,0 +1,151 @@
+/* Standing for somebody else's callable: binding, attributes, copies, names. */
+#include "binding.h"
+#include "../py/errors.h"
+
+/* The function inside a static or class method, wrapped, in an object of that kind. */
+static PyObject *
+wrap_method_kind(oomkit_state *st, PyObject *given, oomkit_wrap wrap, void *how)
+{
+    PyObject *result = NULL, *made = NULL;                        /* owned */
+    PyObject *inner = PyObject_GetAttr(given, st->str_func_attr); /* owned */
+
+    made = inner == NULL ? NULL : wrap(st, inner, how);
+    if (made != NULL) {
+        result = PyObject_CallOneArg((PyObject *)Py_TYPE(given), made);
+    }
+    Py_XDECREF(made);
+    Py_XDECREF(inner);
+    return result;
+}
+
+static PyObject *
+wrap_partialmethod(oomkit_state *st, PyObject *given, oomkit_wrap wrap, void *how)
+{
+    PyObject *made = NULL, *head = NULL, *all = NULL, *result = NULL;      /* owned */
+    PyObject *inner = PyObject_GetAttr(given, st->str_func);               /* owned */
+    PyObject *args = inner ? PyObject_GetAttr(given, st->str_args) : NULL; /* owned */
+    PyObject *keywords =
+        args ? PyObject_GetAttr(given, st->str_keywords) : NULL; /* owned */
+
+    made = keywords == NULL ? NULL : wrap(st, inner, how);
+    head = made == NULL ? NULL : PyTuple_Pack(1, made);
+    all = head == NULL ? NULL : PySequence_Concat(head, args);
+    if (all != NULL) {
+        result = oomkit_call_function((PyObject *)Py_TYPE(given), all, keywords);
+    }
+    Py_XDECREF(all);
+    Py_XDECREF(head);
+    Py_XDECREF(made);
+    Py_XDECREF(keywords);
+    Py_XDECREF(args);
+    Py_XDECREF(inner);
+    return result;
+}
+
+PyObject *
+oomkit_wrap_descriptor(oomkit_state *st, PyObject *given, oomkit_wrap wrap, void *how)
+{
+    if (PyObject_TypeCheck(given, &PyClassMethod_Type) ||
+        PyObject_TypeCheck(given, &PyStaticMethod_Type)) {
+        return wrap_method_kind(st, given, wrap, how);
+    }
+    if (PyObject_TypeCheck(given, (PyTypeObject *)st->partialmethod)) {
+        return wrap_partialmethod(st, given, wrap, how);
+    }
+    return NULL;
+}
+
+int
+oomkit_wrap_binds(PyObject *func)
+{
+    return Py_TYPE(func)->tp_descr_get != NULL && !PyMethod_Check(func);
+}
+
+int
+oomkit_wrap_update(oomkit_state *st, PyObject *op, PyObject *func)
+{
+    PyObject *args = PyTuple_Pack(2, op, func);           /* owned */
+    PyObject *names = args == NULL ? NULL : PyDict_New(); /* owned */
+    PyObject *done = NULL;                                /* owned */
+
+    if (names != NULL &&
+        (PyFunction_Check(func) ||
+         PyDict_SetItemString(names, "updated", st->empty_tuple) == 0)) {
+        done = oomkit_call_function(st->update_wrapper, args, names);
+    }
+    Py_XDECREF(names);
+    Py_XDECREF(args);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+PyObject *
+oomkit_wrap_getattr(oomkit_state *st, PyObject *op, PyObject *func, PyObject *name)
+{
+    PyObject *value = PyObject_GenericGetAttr(op, name); /* owned */
+
+    if (value != NULL || func == NULL ||
+        !PyErr_ExceptionMatches(PyExc_AttributeError) ||
+        PyUnicode_Compare(name, st->str_func_attr) == 0 ||
+        PyUnicode_Compare(name, st->str_self_attr) == 0) {
+        return value;
+    }
+    PyErr_Clear(); /* not its own: the callable's, or that one's error */
+    return PyObject_GetAttr(func, name);
+}
+
+int
+oomkit_wrap_is_named(oomkit_state *st, PyObject *op)
+{
+    PyObject *module = PyObject_GetAttr(op, st->str_module);                 /* owned */
+    PyObject *path = module ? PyObject_GetAttr(op, st->str_qualname) : NULL; /* owned */
+    PyObject *dot = path ? PyUnicode_FromString(".") : NULL;                 /* owned */
+    PyObject *names = dot && PyUnicode_Check(path) ? PyUnicode_Split(path, dot, -1)
+                                                   : NULL; /* owned */
+    PyObject *at = NULL, *next;                            /* owned */
+    Py_ssize_t i;
+    int named = 0;
+
+    if (names != NULL) {
+        at = PyImport_GetModule(module);
+    }
+    for (i = 0; at != NULL && i < PyList_GET_SIZE(names); i++) {
+        next = PyObject_GetAttr(at, PyList_GET_ITEM(names, i));
+        Py_SETREF(at, next);
+    }
+    named = at == op;
+    Py_XDECREF(at);
+    Py_XDECREF(names);
+    Py_XDECREF(dot);
+    Py_XDECREF(path);
+    Py_XDECREF(module);
+    if (PyErr_Occurred()) {
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return -1;
+        }
+        PyErr_Clear(); /* no name, or one that leads nowhere: a local function's */
+    }
+    return named;
+}
+
+PyObject *
+oomkit_wrap_deepcopy(oomkit_state *st, PyObject *op, PyObject *func, PyObject *memo,
+                     PyObject **known)
+{
+    PyObject *copied, *address; /* owned */
+
+    *known = NULL;
+    if (PyFunction_Check(func)) {
+        return Py_NewRef(func); /* what it closes over is not the copy's business */
+    }
+    copied = PyObject_CallFunctionObjArgs(st->deepcopy, func, memo, NULL);
+    address = copied == NULL ? NULL : PyLong_FromVoidPtr(op);
+    if (address != NULL && PyDict_Check(memo)) {
+        *known = Py_XNewRef(PyDict_GetItemWithError(memo, address));
+    }
+    Py_XDECREF(address);
+    if (copied != NULL && *known == NULL && PyErr_Occurred()) {
+        Py_CLEAR(copied);
+    }
+    return copied;
+}

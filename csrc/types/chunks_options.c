@@ -1,0 +1,162 @@
+/* The options of chunks(): most are auto_batch's, parsed as there. */
+#include "types.h"
+
+/* Options of auto_batch that mean the same here; micro_batch= and bucket= are chunks'
+ * own. */
+static const char *const chunks_options[] = {
+    "micro_batch",   "bucket",   "min_micro_batch", "multiple_of",  "dim",
+    "static",        "split",    "batch",           "participants", "rng",
+    "restore_batch", "on_retry", "label",           "join",         NULL,
+};
+
+static int
+options_unknown(PyObject *kwargs)
+{
+    PyObject *key, *value; /* borrowed */
+    Py_ssize_t at = 0;
+    int i;
+
+    while (PyDict_Next(kwargs, &at, &key, &value)) {
+        for (i = 0; chunks_options[i] != NULL; i++) {
+            if (PyUnicode_Check(key) &&
+                PyUnicode_CompareWithASCIIString(key, chunks_options[i]) == 0) {
+                break;
+            }
+        }
+        if (chunks_options[i] == NULL) {
+            PyErr_Format(PyExc_TypeError, "chunks() got an unknown option %R", key);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Takes `name` out of the options. New reference; NULL, perhaps with an exception, when
+ * it is not there or None. */
+static PyObject *
+options_pop(PyObject *kwargs, const char *name)
+{
+    PyObject *value = oomkit_item(kwargs, name); /* borrowed, then owned */
+
+    Py_XINCREF(value);
+    if (value != NULL && PyDict_DelItemString(kwargs, name) < 0) {
+        Py_CLEAR(value);
+    }
+    if (value == Py_None) {
+        Py_CLEAR(value);
+    }
+    return value;
+}
+
+/* micro_batch=: the largest part that is tried. 0 or -1. */
+static int
+options_largest(oomkit_chunks *self, PyObject *kwargs)
+{
+    PyObject *given = options_pop(kwargs, "micro_batch"); /* owned */
+    int overflow = 0;
+
+    if (given == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    if (!PyLong_Check(given) || PyBool_Check(given)) {
+        PyErr_Format(PyExc_TypeError, "chunks(micro_batch=...) expected an int, got %s",
+                     Py_TYPE(given)->tp_name);
+    } else {
+        self->largest = PyLong_AsLongLongAndOverflow(given, &overflow);
+        if (overflow != 0 || self->largest < 1) {
+            PyErr_Format(PyExc_ValueError,
+                         "chunks(micro_batch=...) expected 1 row or more, got %S",
+                         given);
+        }
+    }
+    Py_DECREF(given);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* bucket=: whatever the memory of a row depends on besides its shape. 0 or -1. */
+static int
+options_bucket(oomkit_chunks *self, PyObject *kwargs)
+{
+    PyObject *given = options_pop(kwargs, "bucket"); /* owned */
+    Py_hash_t hash;
+
+    if (given == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    hash = PyObject_Hash(given);
+    Py_DECREF(given);
+    self->bucket = ((uint64_t)hash + 1) * 0x9e3779b97f4a7c15u;
+    return hash == -1 ? -1 : 0;
+}
+
+/* What auto_batch says of an option, as chunks' own message. -1 always. */
+static int
+options_ours(void)
+{
+    PyObject *exception = oomkit_exception_take(); /* owned, given back */
+    PyObject *text = PyObject_Str(exception);      /* owned */
+    PyObject *from = PyUnicode_FromString("auto_batch(");
+    PyObject *to = PyUnicode_FromString("chunks("); /* owned, both */
+    PyObject *ours = NULL;                          /* owned */
+
+    if (text != NULL && from != NULL && to != NULL) {
+        ours = PyUnicode_Replace(text, from, to, 1);
+    }
+    if (ours != NULL && (Py_IS_TYPE(exception, (PyTypeObject *)PyExc_TypeError) ||
+                         Py_IS_TYPE(exception, (PyTypeObject *)PyExc_ValueError))) {
+        PyErr_SetObject((PyObject *)Py_TYPE(exception), ours);
+        Py_DECREF(exception);
+    } else {
+        Py_XDECREF(oomkit_exception_take()); /* the first one tells more */
+        oomkit_exception_give(exception);
+    }
+    Py_XDECREF(text);
+    Py_XDECREF(from);
+    Py_XDECREF(to);
+    Py_XDECREF(ours);
+    return -1;
+}
+
+/* No part may be both above and below a size. 0 or -1. */
+static int
+options_agree(oomkit_chunks *self)
+{
+    const oomkit_options *options = &self->options;
+    int64_t least = options->multiple_of > options->min_micro_batch
+                        ? options->multiple_of
+                        : options->min_micro_batch;
+
+    if (self->largest == 0) {
+        return 0;
+    }
+    if (self->largest < least) {
+        PyErr_Format(
+            PyExc_ValueError,
+            "chunks(micro_batch=...) expected no less than min_micro_batch and "
+            "multiple_of (%lld), got %lld",
+            (long long)least, (long long)self->largest);
+        return -1;
+    }
+    self->largest -= self->largest % options->multiple_of;
+    return 0;
+}
+
+int
+oomkit_chunks_options(oomkit_chunks *self, PyObject *given)
+{
+    PyObject *kwargs = given == NULL ? PyDict_New() : PyDict_Copy(given); /* owned */
+    int result = kwargs == NULL || options_unknown(kwargs) < 0 ||
+                         options_largest(self, kwargs) < 0 ||
+                         options_bucket(self, kwargs) < 0
+                     ? -1
+                     : 0;
+
+    if (result == 0 && oomkit_options_parse(self->st, kwargs, &self->options) < 0) {
+        result = options_ours();
+    }
+    if (result == 0) {
+        result = options_agree(self);
+    }
+    Py_XDECREF(kwargs);
+    return result;
+}

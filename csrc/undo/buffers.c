@@ -1,0 +1,370 @@
+/* Buffers: identity and version of all, copies of those that move.
+ *
+ * In a site's first call every buffer is copied. Those seen moving are copied from then
+ * on, running statistics in training mode always; a buffer that moves without a copy
+ * cannot be taken back and is named. */
+#include "undo.h"
+#include "../py/modes.h"
+#include "../py/tensor.h"
+
+static int
+buffers_room(oomkit_call *call)
+{
+    oomkit_buffers *b = &call->buffers;
+    oomkit_participants *parts = call->parts;
+
+    if (b->count == b->room) {
+        Py_ssize_t room = b->room == 0 ? 16 : b->room * 2;
+        void *grown = PyMem_Realloc(b->items, (size_t)room * sizeof(*b->items));
+        if (grown == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        b->items = grown;
+        b->room = room;
+    }
+    if (parts->moving_count <= b->count) {
+        Py_ssize_t n = b->count + 1;
+        void *moving = PyMem_Realloc(parts->moving, (size_t)n);
+        void *copies, *images;
+        if (moving == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        parts->moving = moving;
+        copies = PyMem_Realloc(parts->copies, (size_t)n * sizeof(PyObject *));
+        if (copies == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        parts->copies = copies;
+        images = PyMem_Realloc(parts->images, (size_t)n * sizeof(*parts->images));
+        if (images == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        parts->images = images;
+        parts->images[n - 1] = (oomkit_image){NULL, 0};
+        parts->moving[n - 1] = 0;
+        parts->copies[n - 1] = NULL;
+        parts->moving_count = n;
+    }
+    return 0;
+}
+
+#define IMAGE_BYTES (1u << 16)       /* a CPU buffer up to this is kept as bytes */
+#define DEVICE_COPY_BYTES (1u << 20) /* a larger buffer's copy lives on the host */
+
+/* The copy of a buffer: beside it on its device while small, so that taking it does not
+ * wait for the device. New reference or NULL. */
+static PyObject *
+buffer_copy(oomkit_state *st, PyObject *tensor, const oomkit_tensor_facts *facts)
+{
+    PyObject *plain, *copy; /* owned */
+
+    if (facts->device_type == 0 || facts->bytes > DEVICE_COPY_BYTES) {
+        return oomkit_host_copy(st, tensor);
+    }
+    plain = PyObject_CallMethodNoArgs(tensor, st->str_detach);
+    oomkit_exempt_enter(st);
+    copy = plain ? PyObject_CallMethodNoArgs(plain, st->str_clone) : NULL;
+    oomkit_exempt_leave(st);
+    Py_XDECREF(plain);
+    if (copy == NULL && oomkit_exception_is_oom(st)) {
+        PyErr_Clear(); /* not even that fits beside what is there: on the host it does
+                        */
+        return oomkit_host_copy(st, tensor);
+    }
+    return copy;
+}
+
+/* Is the copy of an earlier call of the same shape and type? Buffers come and go. */
+static int
+buffer_copy_fits(oomkit_state *st, PyObject *copy, const oomkit_tensor_facts *facts)
+{
+    oomkit_tensor_facts was;
+    if (copy == NULL) {
+        return 0;
+    }
+    if (oomkit_tensor_facts_get(st, copy, 0, &was) < 0) {
+        oomkit_error_dismiss(); /* unreadable: a new copy fails by itself */
+        return 0;
+    }
+    return facts->is_strided && facts->ndim >= 0 &&
+           was.shape_hash == facts->shape_hash && was.size == facts->size &&
+           was.bytes == facts->bytes && was.dtype == facts->dtype;
+}
+
+/* The bytes of a small CPU buffer: some 10 ns where a tensor copy takes 400. 1 taken, 0
+ * not such a buffer, -1 with MemoryError. */
+static int
+buffer_image(oomkit_call *call, Py_ssize_t i, PyObject *tensor,
+             const oomkit_tensor_facts *facts)
+{
+    oomkit_image *image = &call->parts->images[i];
+
+    if (call->st->bridge == NULL || facts->device_type != 0 || facts->bytes == 0 ||
+        facts->bytes > IMAGE_BYTES) {
+        return 0;
+    }
+    if (image->size != facts->bytes) {
+        void *grown = PyMem_Realloc(image->bytes, (size_t)facts->bytes);
+        if (grown == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        image->bytes = grown;
+        image->size = facts->bytes;
+    }
+    return call->st->bridge->bytes_get(tensor, call->st->impl_offset, image->bytes,
+                                       image->size) == OOMKIT_OK;
+}
+
+/* Takes the value of a marked buffer: as bytes, as a new copy, or into the copy of an
+ * earlier call (then it is appended to `from` and `to`). 0 or -1. */
+static int
+buffer_take(oomkit_call *call, Py_ssize_t i, const oomkit_tensor_facts *facts,
+            PyObject *from, PyObject *to)
+{
+    oomkit_buffer *item = &call->buffers.items[i];
+    PyObject **copy = &call->parts->copies[i];
+    int taken = buffer_image(call, i, item->tensor, facts);
+
+    if (taken != 0) {
+        item->copied = 2;
+        return taken < 0 ? -1 : 0;
+    }
+    item->copied = 1;
+    if (!buffer_copy_fits(call->st, *copy, facts)) {
+        Py_XSETREF(*copy, buffer_copy(call->st, item->tensor, facts));
+        return *copy == NULL ? -1 : 0;
+    }
+    return PyList_Append(from, item->tensor) < 0 || PyList_Append(to, *copy) < 0 ? -1
+                                                                                 : 0;
+}
+
+/* One module's buffers are marked; the ones to copy are appended to `from` and `to`. */
+static int
+buffers_mark_module(oomkit_call *call, PyObject *module, int always, PyObject *from,
+                    PyObject *to)
+{
+    oomkit_state *st = call->st;
+    PyObject *key, *value; /* borrowed from the dict */
+    Py_ssize_t at = 0;
+    int result = -1;
+    PyObject *dict = PyObject_GetAttr(module, st->str_buffers); /* owned */
+
+    if (dict == NULL) {
+        return -1;
+    }
+    while (PyDict_Check(dict) && PyDict_Next(dict, &at, &key, &value)) {
+        oomkit_buffer *item;
+        oomkit_tensor_facts facts;
+        Py_ssize_t i = call->buffers.count;
+
+        if (value == Py_None ||
+            strcmp(Py_TYPE(value)->tp_name, "UninitializedBuffer") == 0) {
+            continue; /* nothing is there yet */
+        }
+        if (buffers_room(call) < 0 ||
+            oomkit_tensor_facts_get(st, value, 0, &facts) < 0) {
+            goto done;
+        }
+        item = &call->buffers.items[i];
+        item->tensor = Py_NewRef(value);
+        item->module = Py_NewRef(module);
+        item->key = Py_NewRef(key);
+        item->version = facts.version;
+        item->copied = 0;
+        call->buffers.count++;
+        if (oomkit_buffer_leaf(call, item, &facts) < 0) {
+            goto done;
+        }
+        if (!always && !call->parts->moving[i]) {
+            /* Versions do not tell everything (batch_norm bumps none of its
+             * statistics'): where a copy costs next to nothing it is always taken. */
+            int taken = buffer_image(call, i, value, &facts);
+            if (taken < 0) {
+                goto done;
+            }
+            item->copied = taken ? 2 : 0;
+            continue;
+        }
+        if (buffer_take(call, i, &facts, from, to) < 0) {
+            goto done;
+        }
+    }
+    result = 0;
+done:
+    Py_DECREF(dict);
+    return result;
+}
+
+/* At entry of an attempt. 0 or -1. */
+int
+oomkit_buffers_mark(oomkit_call *call)
+{
+    oomkit_state *st = call->st;
+    oomkit_participants *parts = call->parts;
+    PyObject *from, *to, *done = NULL; /* owned */
+    PyObject *guard;                   /* owned */
+    Py_ssize_t i;
+    int first = parts->moving_count == 0, result = -1;
+
+    if (parts->buffered_count == 0) {
+        return 0;
+    }
+    if (oomkit_inference_begin(st, 0, &guard) < 0) {
+        return -1;
+    }
+    parts->buffers_serial++;
+    from = PyList_New(0);
+    to = PyList_New(0);
+    if (from == NULL || to == NULL) {
+        goto done;
+    }
+    for (i = 0; i < parts->buffered_count; i++) {
+        PyObject *module = oomkit_reference_get(parts->buffered[i].ref); /* owned */
+        int always = first;
+        if (module == NULL) {
+            continue;
+        }
+        if (!always && parts->buffered[i].is_norm) {
+            always = oomkit_module_is_training(st, module);
+        }
+        if (always < 0 || buffers_mark_module(call, module, always, from, to) < 0) {
+            Py_DECREF(module);
+            goto done;
+        }
+        Py_DECREF(module);
+    }
+    if (PyList_GET_SIZE(to) > 0) {
+        oomkit_exempt_enter(st);
+        done = PyObject_CallFunctionObjArgs(st->foreach_copy, to, from, NULL);
+        oomkit_exempt_leave(st);
+        if (done == NULL) {
+            goto done;
+        }
+    }
+    result = 0;
+done:
+    Py_XDECREF(done);
+    Py_XDECREF(from);
+    Py_XDECREF(to);
+    return oomkit_inference_end(st, guard, result);
+}
+
+/* 1 moved in place, 2 another tensor stands in its place, 0 neither, -1 error. */
+static int
+buffer_state(oomkit_call *call, const oomkit_buffer *item)
+{
+    uint32_t version;
+    PyObject *now = NULL; /* borrowed from dict */
+    int result;
+    PyObject *dict = PyObject_GetAttr(item->module, call->st->str_buffers); /* owned */
+
+    if (dict == NULL) {
+        return -1;
+    }
+    now = PyDict_GetItemWithError(dict, item->key);
+    if (now == NULL && PyErr_Occurred()) {
+        result = -1;
+    } else if (now != item->tensor) {
+        result = 2;
+    } else if (oomkit_tensor_version(call->st, item->tensor, &version) < 0) {
+        result = -1;
+    } else {
+        result = version != item->version;
+    }
+    Py_DECREF(dict);
+    return result;
+}
+
+/* Has any buffer moved since entry? 1, 0 or -1. */
+int
+oomkit_buffers_moved(oomkit_call *call)
+{
+    Py_ssize_t i;
+    for (i = 0; i < call->buffers.count; i++) {
+        int state = buffer_state(call, &call->buffers.items[i]);
+        if (state != 0) {
+            return state < 0 ? -1 : 1;
+        }
+    }
+    return 0;
+}
+
+/* Did a buffer move in this call? By version, and by value where a copy was taken. 1,
+ * 0, or -1 with an exception. */
+static int
+buffer_has_moved(oomkit_call *call, Py_ssize_t i)
+{
+    const oomkit_buffer *item = &call->buffers.items[i];
+    PyObject *equal; /* owned */
+    uint32_t version;
+    int same;
+
+    if (oomkit_tensor_version(call->st, item->tensor, &version) < 0) {
+        return -1;
+    }
+    if (version != item->version || item->copied != 1) {
+        return version != item->version;
+    }
+    oomkit_exempt_enter(call->st);
+    equal = PyObject_CallFunctionObjArgs(call->st->torch_equal, item->tensor,
+                                         call->parts->copies[i], NULL);
+    oomkit_exempt_leave(call->st);
+    if (equal == NULL) {
+        return -1;
+    }
+    same = equal == Py_True;
+    Py_DECREF(equal);
+    return !same;
+}
+
+/* After a finished call: those that moved will be copied from now on. Never fails: what
+ * cannot be compared (a copy on another device) counts as moving. */
+void
+oomkit_buffers_learn(oomkit_call *call)
+{
+    Py_ssize_t i;
+    for (i = 0; i < call->buffers.count && i < call->parts->moving_count; i++) {
+        int moved;
+        if (call->parts->moving[i] || call->buffers.items[i].copied == 2) {
+            continue;
+        }
+        moved = buffer_has_moved(call, i);
+        if (moved < 0) {
+            oomkit_error_dismiss(); /* no reason to fail a finished step */
+        }
+        call->parts->moving[i] = moved != 0;
+        if (moved == 0) {
+            /* The marks may go to a pending call, which must not look for it. */
+            Py_CLEAR(call->parts->copies[i]);
+            call->buffers.items[i].copied = 0;
+        }
+    }
+}
+
+void
+oomkit_buffers_free(oomkit_buffers *b)
+{
+    Py_ssize_t i, count = b->count;
+
+    b->count = 0;
+    for (i = 0; i < count; i++) {
+        Py_CLEAR(b->items[i].tensor);
+        Py_CLEAR(b->items[i].module);
+        Py_CLEAR(b->items[i].key);
+    }
+    PyMem_Free(b->items);
+    b->items = NULL;
+    b->room = 0;
+}
+
+/* Forgets the marks of an attempt. */
+void
+oomkit_buffers_release(oomkit_call *call)
+{
+    oomkit_buffers_free(&call->buffers);
+}

@@ -1,0 +1,243 @@
+/* What a step switches: train() and eval() of modules, requires_grad of parameters. A
+ * step that fails, or ends, between one switch and the next must not leave it to the
+ * next attempt or micro-batch: each of them begins as the call began, and what the last
+ * one leaves stays.
+ *
+ * requires_grad is marked at entry, behind the versions. The training flag of a module
+ * is noted when torch.nn.Module.train() (eval() calls it, too) is about to set it,
+ * which oomkit._patches reports: a step that switches nothing pays nothing. */
+#include "undo.h"
+#include "../deferred/deferred.h"
+
+/* torch is about to set `training` of this module. 0 or -1. */
+int
+oomkit_switches_note(oomkit_state *st, PyObject *module)
+{
+    oomkit_call *call = oomkit_call_current();
+    PyObject *address, *known, *flag, *ref; /* owned; known borrowed from the dict */
+    PyObject *pair = NULL;                  /* owned */
+    int result = -1;
+
+    if (oomkit_modes_switch(st, module) < 0) {
+        return -1;
+    }
+    if (call == NULL) {
+        return 0;
+    }
+    if (call->switches == NULL && (call->switches = PyDict_New()) == NULL) {
+        return -1;
+    }
+    address = PyLong_FromVoidPtr(module);
+    known = address ? PyDict_GetItemWithError(call->switches, address) : NULL;
+    if (known != NULL) {
+        ref = oomkit_reference_get(PyTuple_GET_ITEM(known, 0));
+        Py_XDECREF(ref);
+        if (ref != NULL) { /* else that one is gone, and this one lies where it lay */
+            Py_DECREF(address);
+            return 0;
+        }
+    }
+    flag = PyErr_Occurred() ? NULL : PyObject_GetAttr(module, st->str_training);
+    ref = flag ? PyWeakref_NewRef(module, NULL) : NULL;
+    pair = ref ? PyTuple_Pack(2, ref, flag) : NULL;
+    if (pair != NULL) {
+        result = PyDict_SetItem(call->switches, address, pair);
+    }
+    Py_XDECREF(address);
+    Py_XDECREF(flag);
+    Py_XDECREF(ref);
+    Py_XDECREF(pair);
+    return result;
+}
+
+/* The flag of each of these modules (a dict as above, borrowed) as it was. 0 or -1. */
+static int
+switches_training(oomkit_state *st, PyObject *switches)
+{
+    PyObject *pairs = PyDict_Values(switches); /* owned */
+    Py_ssize_t i;
+    int result = pairs == NULL ? -1 : 0;
+
+    for (i = 0; result == 0 && i < PyList_GET_SIZE(pairs); i++) {
+        PyObject *pair = PyList_GET_ITEM(pairs, i); /* borrowed */
+        PyObject *module = oomkit_reference_get(PyTuple_GET_ITEM(pair, 0)); /* owned */
+        PyObject *now;                                                      /* owned */
+        if (module == NULL) {
+            continue;
+        }
+        now = PyObject_GetAttr(module, st->str_training);
+        result = now == NULL ? -1 : 0;
+        if (result == 0 && now != PyTuple_GET_ITEM(pair, 1)) {
+            result =
+                PyObject_SetAttr(module, st->str_training, PyTuple_GET_ITEM(pair, 1));
+        }
+        Py_XDECREF(now);
+        Py_DECREF(module);
+    }
+    Py_XDECREF(pairs);
+    return result;
+}
+
+/* Whether each parameter requires grad now. Owned by the caller; NULL with an
+ * exception.
+ */
+static uint8_t *
+flags_now(oomkit_state *st, const oomkit_participants *parts)
+{
+    uint8_t *flags = PyMem_Malloc((size_t)parts->param_count + 1);
+
+    if (flags == NULL) {
+        PyErr_NoMemory();
+    } else if (oomkit_tx_params_flags_now(st, parts, flags) < 0) {
+        PyMem_Free(flags);
+        flags = NULL;
+    }
+    return flags;
+}
+
+/* requires_grad of every parameter as in `flags`. 0 or -1. */
+static int
+switches_grads(oomkit_call *call, const uint8_t *flags)
+{
+    Py_ssize_t i, n = call->parts->param_count;
+    uint8_t *now = flags_now(call->st, call->parts); /* owned */
+    int result = now == NULL ? -1 : 0;
+
+    for (i = 0; result == 0 && i < n; i++) {
+        if (now[i] != flags[i]) {
+            result =
+                PyObject_SetAttr(call->parts->params[i], call->st->str_requires_grad,
+                                 flags[i] ? Py_True : Py_False);
+        }
+    }
+    PyMem_Free(now);
+    return result;
+}
+
+/* Everything as at entry. 0 or -1. */
+int
+oomkit_switches_restore(oomkit_call *call)
+{
+    if (call->switches != NULL && switches_training(call->st, call->switches) < 0) {
+        return -1;
+    }
+    if (call->param_versions == NULL || call->parts->param_count == 0) {
+        return 0;
+    }
+    return switches_grads(call, oomkit_tx_params_flags(call, 0));
+}
+
+/* --- around a replay, which begins as the call began --- */
+
+/* It will not be run: everything stays as it stands. Keeps the exception in flight when
+ * it has nothing to add. 0 or -1. */
+int
+oomkit_switches_keep(oomkit_call *call)
+{
+    Py_ssize_t n = call->parts->param_count;
+    PyObject *exception = PyErr_Occurred() ? oomkit_exception_take() : NULL; /* owned */
+    uint8_t *now = flags_now(call->st, call->parts);                         /* owned */
+
+    Py_CLEAR(call->switches);
+    if (now != NULL && call->param_versions != NULL) {
+        memcpy(oomkit_tx_params_flags(call, 0), now, (size_t)n);
+    }
+    PyMem_Free(now);
+    if (exception != NULL && now != NULL) {
+        oomkit_exception_give(exception);
+    } else {
+        Py_XDECREF(exception);
+    }
+    return now == NULL ? -1 : 0;
+}
+
+/* At the end of a call whose loss is returned. 0 or -1. */
+int
+oomkit_switches_note_end(oomkit_call *call)
+{
+    if (call->param_versions == NULL || call->parts->param_count == 0) {
+        return 0;
+    }
+    return oomkit_tx_params_flags_now(call->st, call->parts,
+                                      oomkit_tx_params_flags(call, 1));
+}
+
+/* Has a parameter been frozen or unfrozen since then? A backward heeds that; neither a
+ * replay from the entry nor a stash does. 1, 0 or -1. */
+int
+oomkit_switches_frozen_since(oomkit_state *st, const oomkit_participants *parts,
+                             const uint32_t *param_versions)
+{
+    size_t n = (size_t)parts->param_count;
+    uint8_t *now; /* owned */
+    int differ;
+
+    if (param_versions == NULL || n == 0) {
+        return 0;
+    }
+    now = flags_now(st, parts);
+    differ = now == NULL
+                 ? -1
+                 : memcmp(now, (const uint8_t *)(param_versions + n) + n, n) != 0;
+    PyMem_Free(now);
+    return differ;
+}
+
+/* How everything stands now. 0 or -1. */
+int
+oomkit_switches_now(oomkit_call *call, oomkit_switches *now)
+{
+    PyObject *key, *pair; /* borrowed from the dict */
+    Py_ssize_t at = 0;
+
+    now->requires_grad = flags_now(call->st, call->parts);
+    now->training = PyDict_New();
+    if (now->requires_grad == NULL || now->training == NULL) {
+        return -1;
+    }
+    while (call->switches != NULL && PyDict_Next(call->switches, &at, &key, &pair)) {
+        PyObject *ref = PyTuple_GET_ITEM(pair, 0);    /* borrowed */
+        PyObject *module = oomkit_reference_get(ref); /* owned */
+        PyObject *flag, *kept;                        /* owned */
+        int result;
+        if (module == NULL) {
+            continue;
+        }
+        flag = PyObject_GetAttr(module, call->st->str_training);
+        Py_DECREF(module);
+        kept = flag ? PyTuple_Pack(2, ref, flag) : NULL;
+        result = kept ? PyDict_SetItem(now->training, key, kept) : -1;
+        Py_XDECREF(flag);
+        Py_XDECREF(kept);
+        if (result < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Back to that, and lets go of it. 0 or -1. */
+int
+oomkit_switches_then(oomkit_call *call, oomkit_switches *now)
+{
+    int result = 0;
+
+    if (now->training != NULL && now->requires_grad != NULL) {
+        result = switches_training(call->st, now->training) < 0 ||
+                         switches_grads(call, now->requires_grad) < 0
+                     ? -1
+                     : 0;
+    }
+    if (result == 0) { /* else it will be tried again */
+        oomkit_switches_clear(now);
+    }
+    return result;
+}
+
+void
+oomkit_switches_clear(oomkit_switches *now)
+{
+    Py_CLEAR(now->training);
+    PyMem_Free(now->requires_grad);
+    now->requires_grad = NULL;
+}

@@ -1,0 +1,476 @@
+/* Gradients: marks, host copies, parking between micro-batches, roll back.
+ *
+ * Mark: which tensor a parameter's gradient was, held weakly so that its address cannot
+ * be given to another one, and its version. AccumulateGrad is atomic per leaf, so after
+ * a failed backward a leaf has all of the slice's contribution or none, and the mark
+ * tells which. */
+#include "gradients.h"
+#include "undo.h"
+#include "../accum/accum.h"
+#include "../proof/proof.h"
+#include "../py/half_made.h"
+#include "../py/modes.h"
+#include "../py/tensor.h"
+#include "../sizes/sizes.h"
+
+/* Marks without a bridge: a weak reference to the gradient's object and its version. */
+static int
+grads_mark_plain(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+    Py_ssize_t i, n = call->parts->param_count;
+
+    g->held = grads_array(call);
+    g->held_versions = PyMem_Calloc((size_t)n + 1, sizeof(uint32_t));
+    if (g->held == NULL || g->held_versions == NULL) {
+        return PyErr_Occurred() ? -1 : (PyErr_NoMemory(), -1);
+    }
+    for (i = 0; i < n; i++) {
+        oomkit_tensor_facts facts;
+        PyObject *gradient = grads_get(call, i); /* owned */
+        if (gradient == NULL) {
+            return -1;
+        }
+        if (gradient == Py_None) {
+            Py_DECREF(gradient);
+            continue;
+        }
+        g->at_entry = 1;
+        if (oomkit_tensor_facts_get(call->st, gradient, 0, &facts) == 0) {
+            g->held_versions[i] = facts.version;
+            g->held[i] = PyWeakref_NewRef(gradient, NULL);
+        }
+        Py_DECREF(gradient);
+        if (g->held[i] == NULL) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Host copies of the gradients that are there now, once per call. All or none: without
+ * one of them another attempt could not be taken back. */
+static int
+grads_copy(oomkit_call *call)
+{
+    Py_ssize_t i;
+    PyObject **copies; /* owned, then by call->grads */
+
+    if (call->grads.copies != NULL) {
+        return 0;
+    }
+    copies = grads_array(call);
+    if (copies == NULL) {
+        return -1;
+    }
+    for (i = 0; i < call->parts->param_count; i++) {
+        PyObject *gradient = grads_get(call, i); /* owned */
+        if (gradient != NULL && gradient != Py_None) {
+            copies[i] = oomkit_host_copy(call->st, gradient);
+        }
+        Py_XDECREF(gradient);
+        if (copies[i] == NULL && PyErr_Occurred()) {
+            grads_array_free(call, &copies);
+            return -1;
+        }
+    }
+    call->grads.copies = copies;
+    return 0;
+}
+
+/* At the first outermost backward of an attempt. 0 or -1. */
+int
+oomkit_grads_mark(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+    oomkit_state *st = call->st;
+    Py_ssize_t i, n = call->parts->param_count;
+
+    if (g->marked) {
+        return 0;
+    }
+    g->at_entry = 0;
+    if (st->bridge == NULL) {
+        if (grads_mark_plain(call) < 0) {
+            return -1;
+        }
+    } else {
+        if (g->marks == NULL) {
+            g->marks = PyMem_Malloc((size_t)(n + 1) * sizeof(*g->marks));
+            if (g->marks == NULL) {
+                PyErr_NoMemory();
+                return -1;
+            }
+        }
+        if (st->bridge->grads_mark((const void *const *)call->parts->params,
+                                   st->impl_offset, (size_t)n, g->marks) != OOMKIT_OK) {
+            PyErr_SetString(PyExc_RuntimeError,
+                            "oomkit could not mark the gradients of the parameters");
+            return -1;
+        }
+        for (i = 0; i < n && !g->at_entry; i++) {
+            g->at_entry = g->marks[i].grad != NULL;
+        }
+    }
+    g->marked = 1;
+    g->engine_runs = st->engine_runs;
+    oomkit_baseline_marked(call);
+    if (g->at_entry && !g->stashing && g->owed == OOMKIT_OWED_NOTHING &&
+        !oomkit_proof_of_whole(call) && oomkit_call_wants_copies(call)) {
+        return grads_copy(call);
+    }
+    /* Without copies what a micro-batch adds to the caller's gradients could not be
+     * taken back: they stay out of a split call until its last backward. */
+    if (g->at_entry && !g->stashing && call->split && call->replayed == NULL &&
+        g->copies == NULL && !oomkit_proof_of_whole(call)) {
+        g->apart = 1;
+        return oomkit_grads_put_away(call);
+    }
+    return 0;
+}
+
+/* Puts the caller's gradients away, so that those of this call accumulate alone. The
+ * very tensors come back: nothing is copied. */
+int
+oomkit_grads_put_away(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+    Py_ssize_t i;
+
+    if (g->entry == NULL && (g->entry = grads_array(call)) == NULL) {
+        return -1;
+    }
+    g->away = 1;
+    for (i = 0; i < call->parts->param_count; i++) {
+        PyObject *gradient = grads_get(call, i); /* owned, then by entry */
+        if (gradient == NULL) {
+            return -1;
+        }
+        Py_XSETREF(g->entry[i], gradient); /* None too: it is away where entry says */
+        if (gradient != Py_None && grads_set(call, i, Py_None) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* The caller's gradients again; what accumulated meanwhile is dropped. */
+int
+oomkit_grads_bring_back(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+    Py_ssize_t i;
+
+    if (!g->away) {
+        return 0;
+    }
+    for (i = 0; i < call->parts->param_count; i++) {
+        if (g->entry[i] == NULL) {
+            continue; /* back already, or never put away */
+        }
+        if (grads_set(call, i, g->entry[i]) < 0) {
+            return -1;
+        }
+        Py_CLEAR(g->entry[i]);
+    }
+    g->away = 0;
+    return 0;
+}
+
+/* Moves every gradient to the stash, so that what follows in this micro-batch sees
+ * none; or, in a call whose loss is returned, the caller's own. */
+int
+oomkit_grads_park(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+    Py_ssize_t i;
+
+    if (g->parked == NULL && (g->parked = grads_array(call)) == NULL) {
+        return -1;
+    }
+    g->is_parked = 1;
+    for (i = 0; i < call->parts->param_count; i++) {
+        PyObject *gradient = grads_get(call, i); /* owned, then by the stash */
+        if (gradient == NULL) {
+            return -1;
+        }
+        if (gradient == Py_None) {
+            Py_DECREF(gradient);
+            continue;
+        }
+        Py_XSETREF(g->parked[i], gradient);
+        if (grads_set(call, i, Py_None) < 0) {
+            return -1;
+        }
+    }
+    return g->apart ? 0 : oomkit_grads_bring_back(call);
+}
+
+/* Puts the stash back before the next backward, so that accumulation sums. */
+int
+oomkit_grads_unpark(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+    Py_ssize_t i;
+
+    if (g->stashing && !g->away && oomkit_grads_put_away(call) < 0) {
+        return -1;
+    }
+    if (!g->is_parked) {
+        return 0;
+    }
+    for (i = 0; i < call->parts->param_count; i++) {
+        if (g->parked[i] != NULL) {
+            if (grads_set(call, i, g->parked[i]) < 0) {
+                return -1;
+            }
+            Py_CLEAR(g->parked[i]);
+        }
+    }
+    g->is_parked = 0;
+    return 0;
+}
+
+/* Before the micro-batches of a returned loss are run again: what the call cleared was
+ * cleared when it was made, and what is there now was put there since. It stays as it
+ * is until the last of them is done, so that the sum is rounded as that of a call that
+ * was split before its backward, and a failure on the way has nothing to take back. */
+int
+oomkit_grads_hide(oomkit_call *call)
+{
+    if (oomkit_hooks_check(call) < 0 || oomkit_grads_mark(call) < 0) {
+        return -1;
+    }
+    call->grads.apart = 1;
+    return oomkit_grads_put_away(call);
+}
+
+/* .grad of one parameter becomes the caller's plus what is there now. 0 or -1. */
+static int
+grads_add_one(oomkit_call *call, Py_ssize_t i, PyObject *entry)
+{
+    oomkit_tensor_facts was, now;
+    PyObject *ours = grads_get(call, i); /* owned */
+    PyObject *sum = NULL;                /* owned */
+    int result = -1;
+
+    if (ours == Py_None) {
+        sum = Py_NewRef(entry);
+    } else if (ours != NULL && oomkit_tensor_facts_get(call->st, entry, 0, &was) == 0 &&
+               oomkit_tensor_facts_get(call->st, ours, 0, &now) == 0 &&
+               (was.is_strided || oomkit_half_made_refuse(call->st, entry) == 0)) {
+        /* as autograd accumulates: in place where the kinds allow it */
+        sum = was.is_strided || !now.is_strided ? PyNumber_InPlaceAdd(entry, ours)
+                                                : PyNumber_Add(ours, entry);
+    }
+    if (sum != NULL) {
+        result = grads_set(call, i, sum);
+    }
+    Py_XDECREF(sum);
+    Py_XDECREF(ours);
+    return result;
+}
+
+/* The caller's gradients again, with what accumulated apart from them. */
+static int
+grads_add_apart(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+    Py_ssize_t i;
+    int result = 0, mode = oomkit_grad_mode_off(call->st);
+
+    if (mode < 0) {
+        return -1;
+    }
+    oomkit_exempt_enter(call->st); /* what is added is there already */
+    for (i = 0; result == 0 && i < call->parts->param_count; i++) {
+        if (g->entry[i] != NULL && g->entry[i] != Py_None) {
+            result = grads_add_one(call, i, g->entry[i]);
+        }
+    }
+    oomkit_exempt_leave(call->st);
+    if (result < 0) { /* entry still has them all: nothing is lost */
+        PyObject *exception = oomkit_exception_take(); /* owned, given back */
+        if (oomkit_grad_mode_set(call->st, mode) < 0) {
+            PyErr_WriteUnraisable(call->func);
+        }
+        oomkit_exception_give(exception);
+        return -1;
+    }
+    grads_array_free(call, &g->entry);
+    g->apart = g->away = 0;
+    return oomkit_grad_mode_set(call->st, mode) < 0 ? -1 : 0;
+}
+
+/* After the backward of the last micro-batch of a replay: leaves whose gradient already
+ * held the whole contribution of the failed attempt get it back in place of the
+ * replayed one. */
+int
+oomkit_grads_settle(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+    Py_ssize_t i;
+
+    if (call->is_last && g->dropped) {
+        grads_array_free(call, &g->entry);
+        g->dropped = g->apart = g->away = 0;
+    }
+    if (!call->is_last || (g->apart && g->away && grads_add_apart(call) < 0)) {
+        return call->is_last ? -1 : 0;
+    }
+    if (g->aside == NULL) {
+        return 0;
+    }
+    for (i = 0; i < call->parts->param_count; i++) {
+        if (g->aside[i] != NULL && grads_set(call, i, g->aside[i]) < 0) {
+            return -1;
+        }
+    }
+    grads_array_free(call, &g->aside);
+    return 0;
+}
+
+/* The call failed for good while gradients are set aside: they go back as they are
+ * (with the contribution of the failed attempt), which the error says. Keeps no
+ * exception. */
+void
+oomkit_grads_abandon(oomkit_call *call)
+{
+    Py_ssize_t i;
+    for (i = 0; call->grads.aside != NULL && i < call->parts->param_count; i++) {
+        if (call->grads.aside[i] != NULL &&
+            grads_set(call, i, call->grads.aside[i]) < 0) {
+            PyErr_WriteUnraisable(call->parts->params[i]);
+        }
+    }
+}
+
+/* After a backward of the last micro-batch: what the gradients are now. 0 or -1. */
+int
+oomkit_grads_note_last(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+    const oomkit_bridge *bridge = call->st->bridge;
+    size_t n = (size_t)call->parts->param_count;
+
+    if (bridge == NULL || n == 0) {
+        return 0;
+    }
+    if (g->after != NULL) {
+        bridge->grads_release(g->after, n);
+    } else {
+        g->after = PyMem_Malloc(n * sizeof(*g->after));
+        if (g->after == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+    }
+    if (bridge->grads_mark((const void *const *)call->parts->params,
+                           call->st->impl_offset, n, g->after) != OOMKIT_OK) {
+        PyMem_Free(g->after);
+        g->after = NULL;
+    }
+    return 0;
+}
+
+/* Before the next one: did the step clear or change them meanwhile? 1, 0 or -1.
+ * Forgets. */
+int
+oomkit_grads_changed_since(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+    const oomkit_bridge *bridge = call->st->bridge;
+    size_t moved = 0, n = (size_t)call->parts->param_count;
+    uint8_t *states;
+
+    if (g->after == NULL) {
+        return 0;
+    }
+    states = PyMem_Malloc(n);
+    if (states == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    if (bridge->grads_compare((const void *const *)call->parts->params,
+                              call->st->impl_offset, n, g->after, states, NULL,
+                              &moved) != OOMKIT_OK) {
+        moved = 1;
+    }
+    PyMem_Free(states);
+    return moved != 0;
+}
+
+/* Forgets the marks of an attempt; copies and gradients set aside outlive it. */
+void
+oomkit_grads_end_attempt(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+
+    if (g->marked && call->st->bridge != NULL) {
+        call->st->bridge->grads_release(g->marks, (size_t)call->parts->param_count);
+    }
+    if (g->after != NULL) {
+        call->st->bridge->grads_release(g->after, (size_t)call->parts->param_count);
+        PyMem_Free(g->after);
+        g->after = NULL;
+    }
+    oomkit_grads_end_micro(call);
+    g->marked = 0;
+    grads_array_free(call, &g->held);
+    PyMem_Free(g->held_versions);
+    g->held_versions = NULL;
+}
+
+static int
+grads_array_grow(oomkit_call *call, PyObject ***array, Py_ssize_t old)
+{
+    PyObject **grown; /* owned, then by the call */
+
+    if (*array == NULL) {
+        return 0;
+    }
+    grown = grads_array(call);
+    if (grown == NULL) {
+        while (old-- > 0) { /* of the old size, nothing could ever look at it again */
+            Py_CLEAR((*array)[old]);
+        }
+        PyMem_Free(*array);
+        *array = NULL;
+        return -1;
+    }
+    memcpy(grown, *array, (size_t)old * sizeof(*grown)); /* the references move */
+    PyMem_Free(*array);
+    *array = grown;
+    return 0;
+}
+
+/* Between attempts: there are more parameters than `old`. 0 or -1. */
+int
+oomkit_grads_grow(oomkit_call *call, Py_ssize_t old)
+{
+    oomkit_grads *g = &call->grads;
+
+    PyMem_Free(g->marks);
+    g->marks = NULL;
+    return grads_array_grow(call, &g->copies, old) |
+           grads_array_grow(call, &g->parked, old) |
+           grads_array_grow(call, &g->entry, old) |
+           grads_array_grow(call, &g->aside, old);
+}
+
+void
+oomkit_grads_release(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+
+    oomkit_grads_end_attempt(call);
+    PyMem_Free(g->marks);
+    g->marks = NULL;
+    if (g->away && oomkit_grads_bring_back(call) < 0) {
+        PyErr_WriteUnraisable(call->func);
+    }
+    grads_array_free(call, &g->entry);
+    grads_array_free(call, &g->copies);
+    grads_array_free(call, &g->parked);
+    grads_array_free(call, &g->aside);
+}

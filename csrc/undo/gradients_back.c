@@ -1,0 +1,320 @@
+/* Rolling gradients back: compare with the marks, drop what is new, restore from
+ * copies, set aside what holds the whole contribution, or refuse. */
+#include "gradients.h"
+#include "undo.h"
+#include "../py/half_made.h"
+#include "../py/tensor.h"
+
+static uint8_t
+grads_state_plain(oomkit_call *call, Py_ssize_t i, PyObject *gradient, uint32_t *step)
+{
+    oomkit_grads *g = &call->grads;
+    oomkit_tensor_facts facts;
+
+    *step = 0;
+    if (g->held[i] == NULL) {
+        return gradient == Py_None ? OOMKIT_GRAD_SAME : OOMKIT_GRAD_NEW;
+    }
+    if (gradient == Py_None) {
+        return OOMKIT_GRAD_GONE;
+    }
+    if (PyWeakref_GET_OBJECT(g->held[i]) != gradient ||
+        oomkit_tensor_facts_get(call->st, gradient, 0, &facts) < 0) {
+        return OOMKIT_GRAD_REPLACED;
+    }
+    *step = facts.version - g->held_versions[i];
+    return *step == 0 ? OOMKIT_GRAD_SAME : OOMKIT_GRAD_MOVED;
+}
+
+/* states[i] and steps[i] of every parameter against the marks. 0 or -1. */
+static int
+grads_compare(oomkit_call *call, uint8_t *states, uint32_t *steps)
+{
+    oomkit_state *st = call->st;
+    size_t moved;
+    Py_ssize_t i;
+
+    if (st->bridge != NULL) {
+        if (st->bridge->grads_compare((const void *const *)call->parts->params,
+                                      st->impl_offset, (size_t)call->parts->param_count,
+                                      call->grads.marks, states, steps,
+                                      &moved) != OOMKIT_OK) {
+            PyErr_SetString(PyExc_RuntimeError,
+                            "oomkit could not compare the gradients of the parameters");
+            return -1;
+        }
+        return 0;
+    }
+    for (i = 0; i < call->parts->param_count; i++) {
+        PyObject *gradient = grads_get(call, i); /* owned */
+        if (gradient == NULL) {
+            return -1;
+        }
+        states[i] = grads_state_plain(call, i, gradient, &steps[i]);
+        Py_DECREF(gradient);
+    }
+    return 0;
+}
+
+/* Gradient i is as it was when the marks were taken, at another version. 0 or -1. */
+static int
+grads_remark(oomkit_call *call, Py_ssize_t i, PyObject *gradient)
+{
+    uint32_t version;
+
+    if (oomkit_tensor_version(call->st, gradient, &version) < 0) {
+        return -1;
+    }
+    if (call->st->bridge != NULL) {
+        call->grads.marks[i].version = version;
+    } else {
+        call->grads.held_versions[i] = version;
+    }
+    return 0;
+}
+
+/* What versions do not tell of the gradient that was there at entry: torch adds to a
+ * sparse one in several steps, and where a later one fails the gradient is half made,
+ * or has the sum already. 0 or -1. */
+static int
+grads_look(oomkit_call *call, Py_ssize_t i, uint8_t *state, uint32_t *step)
+{
+    const int copied = call->grads.copies != NULL && call->grads.copies[i] != NULL;
+    PyObject *gradient = grads_get(call, i); /* owned */
+    oomkit_half_made found;
+    int whole;
+
+    if (gradient == NULL || gradient == Py_None) {
+        Py_XDECREF(gradient);
+        return gradient == NULL ? -1 : 0;
+    }
+    whole = oomkit_half_made_mend(call->st, gradient, &found);
+    if (whole == 0) {
+        *state =
+            OOMKIT_GRAD_REPLACED; /* not to be written to: a copy takes its place */
+    } else if (whole > 0 && found.sparse && *state == OOMKIT_GRAD_SAME &&
+               (copied || found.may_have_grown)) {
+        *state = OOMKIT_GRAD_MOVED;
+        *step = 0;
+    } else if (found.was_empty && *state == OOMKIT_GRAD_SAME) {
+        whole = grads_remark(call, i, gradient);
+    }
+    Py_DECREF(gradient);
+    return whole < 0 ? -1 : 0;
+}
+
+/* Gives parameter i the value of its host copy: in place while it is still the marked
+ * tensor (others may look at it), else as a tensor of its own. */
+static int
+grads_put_copy(oomkit_call *call, Py_ssize_t i, int in_place)
+{
+    oomkit_state *st = call->st;
+    PyObject *copy = call->grads.copies[i];   /* borrowed */
+    PyObject *fresh, *done, *device, *target; /* owned */
+    int result = -1;
+
+    if (in_place) {
+        target = grads_get(call, i);
+        done = target ? PyObject_CallMethodOneArg(target, st->str_copy, copy) : NULL;
+        Py_XDECREF(target);
+        Py_XDECREF(done);
+        return done == NULL ? -1 : 0;
+    }
+    device = PyObject_GetAttr(call->parts->params[i], st->str_device);
+    fresh = device ? PyObject_CallMethod(copy, "to", "O", device) : NULL;
+    if (fresh == copy) { /* on the CPU: the copy itself must stay as it is */
+        Py_SETREF(fresh, PyObject_CallMethodNoArgs(copy, st->str_clone));
+    }
+    if (fresh != NULL) {
+        result = grads_set(call, i, fresh);
+    }
+    Py_XDECREF(fresh);
+    Py_XDECREF(device);
+    return result;
+}
+
+/* May moved gradients be set aside? Only when a single backward was interrupted, so
+ * that each moved leaf holds exactly one contribution of the whole batch. It may stay
+ * when the replay will draw the same random numbers and normalise alike (1); else it
+ * has to be taken off (2). A backward inside that one (reentrant checkpoint) may have
+ * brought a part of what comes to a shared leaf. */
+static int
+grads_may_set_aside(oomkit_call *call, const uint8_t *states, const uint32_t *steps)
+{
+    Py_ssize_t i;
+    int differs;
+
+    if (call->split || call->grads.no_aside || !call->backward_failed ||
+        call->backwards != 0 || call->grads.aside != NULL ||
+        call->st->engine_runs != call->grads.engine_runs + 1) {
+        return 0;
+    }
+    differs = oomkit_buffers_moved(call);
+    differs = differs == 0 ? oomkit_rng_moved(call) : differs;
+    if (differs < 0 || (differs && !call->grads.may_owe)) {
+        return 0;
+    }
+    for (i = 0; i < call->parts->param_count; i++) {
+        if (states[i] == OOMKIT_GRAD_REPLACED || states[i] == OOMKIT_GRAD_GONE ||
+            (states[i] == OOMKIT_GRAD_MOVED && steps[i] != 1)) {
+            return 0;
+        }
+    }
+    return 1 + differs;
+}
+
+static int
+grads_set_aside(oomkit_call *call, Py_ssize_t i)
+{
+    oomkit_grads *g = &call->grads;
+
+    if (g->aside == NULL && (g->aside = grads_array(call)) == NULL) {
+        return -1;
+    }
+    g->aside[i] = grads_get(call, i);
+    return g->aside[i] == NULL ? -1 : grads_set(call, i, Py_None);
+}
+
+/* Keeps the exception in flight. */
+static void
+grads_aside_undo(oomkit_call *call)
+{
+    PyObject *exception = oomkit_exception_take(); /* owned, given back */
+
+    oomkit_grads_abandon(call);
+    grads_array_free(call, &call->grads.aside);
+    oomkit_exception_give(exception);
+}
+
+/* What was set aside is the failed attempt's sum, not the replay's: equal to rounding.
+ */
+static int
+grads_say_aside(oomkit_call *call)
+{
+    PyObject *done =
+        PyObject_CallMethod(/* owned */
+                            call->st->log, "info", "sKO",
+                            "oomkit: step=%d of %s keeps gradients of the "
+                            "failed attempt that were complete: equal up "
+                            "to rounding, not bit for bit",
+                            (unsigned long long)call->number, call->options->label);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+static int
+grads_restore_one(oomkit_call *call, Py_ssize_t i, uint8_t state, int aside)
+{
+    switch (state) {
+    case OOMKIT_GRAD_SAME:
+        return 0;
+    case OOMKIT_GRAD_NEW:
+        return grads_set(call, i, Py_None);
+    default:
+        if (call->grads.copies != NULL && call->grads.copies[i] != NULL) {
+            return grads_put_copy(call, i, state == OOMKIT_GRAD_MOVED);
+        }
+        return aside ? grads_set_aside(call, i) : 1;
+    }
+}
+
+/* The caller's gradients, or those of finished micro-batches, are in .grad again; what
+ * accumulated beside them is void. 0 or -1. */
+static int
+grads_bring_out(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+
+    if (g->stashing || g->apart) {
+        if (oomkit_grads_bring_back(call) < 0) {
+            return -1;
+        }
+        grads_array_free(call, &g->parked);
+        g->is_parked = 0;
+    }
+    if (!g->marked) {
+        return 0;
+    }
+    if (!g->at_entry &&
+        g->is_parked) { /* of this attempt: they would be dropped there */
+        grads_array_free(call, &g->parked);
+        g->is_parked = 0;
+    }
+    return g->stashing ? 0 : oomkit_grads_unpark(call);
+}
+
+/* The first parameter whose gradient cannot go back, or -1. */
+static Py_ssize_t
+grads_stuck(const oomkit_call *call, const uint8_t *states, int aside)
+{
+    PyObject *const *copies = call->grads.copies, *const *kept = call->grads.aside;
+    Py_ssize_t i;
+
+    for (i = 0; i < call->parts->param_count; i++) {
+        int moved = states[i] != OOMKIT_GRAD_SAME && states[i] != OOMKIT_GRAD_NEW;
+        int copied = copies != NULL && copies[i] != NULL;
+        if (moved && ((!copied && !aside) || (kept != NULL && kept[i] != NULL))) {
+            return i;
+        }
+    }
+    return -1;
+}
+
+/* 0 every gradient is as at the marks (or set aside); 1 refused: *why and *which (owned
+ * parameter) tell; -1 error. Nothing is changed when it refuses. */
+int
+oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which)
+{
+    Py_ssize_t i, n = call->parts->param_count;
+    uint8_t *states = NULL;
+    uint32_t *steps = NULL;
+    int aside, result = -1;
+
+    if (grads_bring_out(call) < 0) {
+        return -1;
+    }
+    if (!call->grads.marked) {
+        return 0;
+    }
+    states = PyMem_Calloc((size_t)n + 1, sizeof(*states));
+    steps = PyMem_Calloc((size_t)n + 1, sizeof(*steps));
+    if (states == NULL || steps == NULL) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    if (grads_compare(call, states, steps) < 0) {
+        goto done;
+    }
+    for (i = 0; i < n; i++) {
+        if (states[i] != OOMKIT_GRAD_NEW && states[i] != OOMKIT_GRAD_GONE &&
+            grads_look(call, i, &states[i], &steps[i]) < 0) {
+            goto done;
+        }
+    }
+    aside = call->grads.at_entry ? grads_may_set_aside(call, states, steps) : 0;
+    i = grads_stuck(call, states, aside);
+    if (i >= 0) {
+        *why =
+            "its gradient, present before the step, was changed and no copy was taken";
+        *which = Py_NewRef(call->parts->params[i]);
+        result = 1;
+        goto done;
+    }
+    result = 0;
+    for (i = 0; i < n && result == 0; i++) {
+        result = grads_restore_one(call, i, states[i], aside) != 0 ? -1 : 0;
+    }
+    if (result == 0 && aside == 1 && call->grads.aside != NULL) {
+        result = grads_say_aside(call);
+    }
+    if (result == 0 && aside == 2 && call->grads.aside != NULL) {
+        call->grads.owed = OOMKIT_OWED_LATER;
+    }
+    if (result < 0 && aside) { /* as found, to be tried again */
+        grads_aside_undo(call);
+    }
+done:
+    PyMem_Free(states);
+    PyMem_Free(steps);
+    return result;
+}

@@ -1,0 +1,118 @@
+/* Which parameter stands at which name of which module, while split: one that the step
+ * replaces is no longer the one that the optimizer and the marks know. */
+#include "undo.h"
+
+struct oomkit_slot {
+    PyObject *dict;  /* owned: a module's _parameters */
+    PyObject *key;   /* owned */
+    PyObject *value; /* owned */
+};
+
+void
+oomkit_slots_release(oomkit_call *call)
+{
+    Py_ssize_t count = call->slot_count;
+    oomkit_slot *slots = call->slots;
+
+    call->slots = NULL; /* first: a finaliser that runs here must see no half of it */
+    call->slot_count = call->slot_room = 0;
+    while (count-- > 0) {
+        Py_CLEAR(slots[count].value);
+        Py_CLEAR(slots[count].key);
+        Py_CLEAR(slots[count].dict);
+    }
+    PyMem_Free(slots);
+}
+
+static int
+slots_add(oomkit_call *call, PyObject *dict, PyObject *key, PyObject *value)
+{
+    oomkit_slot *slot;
+
+    if (call->slot_count == call->slot_room) {
+        Py_ssize_t room = call->slot_room == 0 ? 16 : call->slot_room * 2;
+        void *grown = PyMem_Realloc(call->slots, (size_t)room * sizeof(*slot));
+        if (grown == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        call->slots = grown;
+        call->slot_room = room;
+    }
+    slot = &call->slots[call->slot_count++];
+    slot->dict = Py_NewRef(dict);
+    slot->key = Py_NewRef(key);
+    slot->value = Py_NewRef(value);
+    return 0;
+}
+
+/* Before a split attempt. 0 or -1. */
+int
+oomkit_slots_note(oomkit_call *call)
+{
+    PyObject *roots = call->parts->roots; /* borrowed */
+    PyObject *key, *value;                /* borrowed from the dict */
+    Py_ssize_t i;
+
+    oomkit_slots_release(call);
+    for (i = 0; roots != NULL && i < PyList_GET_SIZE(roots); i++) {
+        PyObject *root = oomkit_reference_get(PyList_GET_ITEM(roots, i)); /* owned */
+        PyObject *dict;                                                   /* owned */
+        Py_ssize_t at = 0;
+        int result = 0;
+        if (root == NULL) {
+            continue;
+        }
+        dict = PyObject_GetAttr(root, call->st->str_parameters);
+        Py_DECREF(root);
+        if (dict == NULL) {
+            return -1;
+        }
+        while (result == 0 && PyDict_Check(dict) &&
+               PyDict_Next(dict, &at, &key, &value)) {
+            result = slots_add(call, dict, key, value);
+        }
+        Py_DECREF(dict);
+        if (result < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* At the end of a micro-batch: 1 and *key (borrowed) of a parameter that was replaced
+ * or taken out, 0, -1. */
+int
+oomkit_slots_changed(const oomkit_call *call, PyObject **key)
+{
+    Py_ssize_t i;
+    for (i = 0; i < call->slot_count; i++) {
+        const oomkit_slot *slot = &call->slots[i];
+        PyObject *now = PyDict_GetItemWithError(slot->dict, slot->key); /* borrowed */
+        if (now == NULL && PyErr_Occurred()) {
+            return -1;
+        }
+        if (now != slot->value) {
+            *key = slot->key;
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* Every parameter back at its name. 0 or -1. */
+int
+oomkit_slots_restore(oomkit_call *call)
+{
+    Py_ssize_t i;
+    for (i = 0; i < call->slot_count; i++) {
+        oomkit_slot *slot = &call->slots[i];
+        PyObject *now = PyDict_GetItemWithError(slot->dict, slot->key); /* borrowed */
+        if (now != slot->value &&
+            (PyErr_Occurred() ||
+             PyDict_SetItem(slot->dict, slot->key, slot->value) < 0)) {
+            return -1;
+        }
+    }
+    return 0;
+}

@@ -1,0 +1,494 @@
+/* Parameters as they were, so that what the step changes in them by itself goes back:
+ * - before the first micro-batch of a site's first split call, once per site;
+ * - at entry of every attempt of a step whose code shows that it writes to parameters
+ *   (parameter_writes.c);
+ * - with optimizer_safety="copy" before an update, of those that no optimizer has.
+ * On the host, and only of models that are small enough, but with "copy".
+ *
+ * A small plain tensor of the CPU is kept as bytes: a copy by torch costs two
+ * microseconds, however small the parameter, and stands between an error and its
+ * replay. Of large ones the bytes are what costs, and torch's blocks are warm. */
+#include "parameters.h"
+#include "undo.h"
+#include "../call/step.h"
+#include "../plain/plain.h"
+#include "../py/tensor.h"
+
+#define PRISTINE_BYTES (256u << 20) /* of all of them together */
+#define IMAGE_BYTES (1u << 16)      /* one up to this is kept as bytes */
+
+typedef struct pristine_item {
+    PyObject *copy; /* owned host copy, or NULL */
+    void *image;    /* its bytes, or NULL */
+    uint64_t bytes; /* how many, 0 where it is not to be kept so */
+    uint64_t shape; /* hash of dtype and all sizes */
+    int stuck;      /* it could not take its value again */
+} pristine_item;
+
+struct oomkit_pristine {
+    Py_ssize_t count;
+    int rest; /* see oomkit_pristine_rest */
+    pristine_item items[];
+};
+
+void
+oomkit_pristine_release(oomkit_call *call)
+{
+    oomkit_pristine *p = call->pristine;
+    Py_ssize_t i;
+
+    call->pristine = NULL; /* first: a finaliser that runs here must see none */
+    for (i = 0; p != NULL && i < p->count; i++) {
+        Py_CLEAR(p->items[i].copy);
+        PyMem_Free(p->items[i].image);
+    }
+    PyMem_Free(p);
+}
+
+/* The facts of a parameter, with a hash of all its sizes. 0 or -1. */
+static int
+pristine_facts(const oomkit_call *call, Py_ssize_t i, oomkit_tensor_facts *facts)
+{
+    return oomkit_tensor_facts_get(call->st, call->parts->params[i], INT64_MAX, facts);
+}
+
+/* The kind of each, how many bytes it is where it may be kept so, and of how many bytes
+ * all are. 0 or -1. */
+static int
+pristine_measure(const oomkit_call *call, uint64_t *total)
+{
+    oomkit_tensor_facts facts;
+    Py_ssize_t i;
+
+    *total = 0;
+    for (i = 0; i < call->pristine->count; i++) {
+        pristine_item *item = &call->pristine->items[i];
+        if (pristine_facts(call, i, &facts) < 0) {
+            return -1;
+        }
+        *total += facts.bytes;
+        item->shape = facts.shape_hash;
+        if (call->st->bridge != NULL && facts.device_type == 0 && facts.is_strided &&
+            facts.bytes <= IMAGE_BYTES) {
+            item->bytes = facts.bytes;
+        }
+    }
+    return 0;
+}
+
+/* The bytes of one parameter. 1 taken, 0 it is not kept so, -1 with MemoryError. */
+static int
+pristine_image(const oomkit_call *call, Py_ssize_t i)
+{
+    const oomkit_state *st = call->st;
+    pristine_item *item = &call->pristine->items[i];
+
+    if (item->bytes == 0) {
+        return 0;
+    }
+    item->image = PyMem_Malloc((size_t)item->bytes);
+    if (item->image == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    if (st->bridge->bytes_get(call->parts->params[i], st->impl_offset, item->image,
+                              item->bytes) == OOMKIT_OK) {
+        return 1;
+    }
+    PyMem_Free(item->image);
+    item->image = NULL;
+    return 0;
+}
+
+/* The value of one parameter: its bytes, or a copy by torch. 0 or -1. */
+static int
+pristine_take_one(oomkit_call *call, Py_ssize_t i)
+{
+    pristine_item *item = &call->pristine->items[i];
+    int taken = pristine_image(call, i);
+
+    if (taken != 0) {
+        return taken < 0 ? -1 : 0;
+    }
+    item->copy = oomkit_host_copy(call->st, call->parts->params[i]);
+    if (item->copy == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_Exception)) {
+            return -1;
+        }
+        PyErr_Clear(); /* not there yet (a lazy module's), or of a kind of its own */
+    }
+    return 0;
+}
+
+/* Room for the copies, where there is none yet. 0 or -1. */
+static int
+pristine_room(oomkit_call *call)
+{
+    Py_ssize_t n = call->parts->param_count;
+
+    if (call->pristine == NULL) {
+        call->pristine = PyMem_Calloc(1, sizeof(oomkit_pristine) +
+                                             (size_t)n * sizeof(pristine_item));
+        if (call->pristine == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        call->pristine->count = n;
+    }
+    return 0;
+}
+
+/* Copies of all, if they are no larger than that together. 0 or -1. */
+static int
+pristine_take_all(oomkit_call *call, uint64_t most)
+{
+    uint64_t total;
+    Py_ssize_t i;
+
+    if (pristine_room(call) < 0 || pristine_measure(call, &total) < 0) {
+        return -1;
+    }
+    if (total > most) {
+        oomkit_pristine_release(call);
+        return 0;
+    }
+    for (i = 0; i < call->pristine->count; i++) {
+        if (pristine_take_one(call, i) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int
+oomkit_pristine_begin(oomkit_call *call)
+{
+    int shown = oomkit_writes_shown(call) != NULL;
+
+    if (!shown && !call->step->seen_oom) { /* an ordinary step, nothing of it failed */
+        PyMem_Free(call->param_samples);
+        call->param_samples = NULL;
+        return 0;
+    }
+    if (oomkit_tx_sample(call) < 0) {
+        return -1;
+    }
+    return !shown || call->pristine != NULL
+               ? 0
+               : pristine_take_all(
+                     call, call->options->optimizer_copy ? UINT64_MAX : PRISTINE_BYTES);
+}
+
+int
+oomkit_pristine_take(oomkit_call *call)
+{
+    if ((call->step->effects_said && call->proof == NULL) || call->pristine != NULL ||
+        call->parts->param_count == 0) {
+        return 0;
+    }
+    return pristine_take_all(call, PRISTINE_BYTES);
+}
+
+void
+oomkit_pristine_checked(oomkit_call *call)
+{
+    if (oomkit_writes_shown(call) == NULL) {
+        oomkit_pristine_release(call);
+    }
+}
+
+/* Adds an address to a set. 0 or -1. */
+static int
+rest_add(PyObject *known, PyObject *object)
+{
+    PyObject *address = PyLong_FromVoidPtr(object); /* owned */
+    int result = address == NULL ? -1 : PySet_Add(known, address);
+
+    Py_XDECREF(address);
+    return result;
+}
+
+/* Is an address in it? 1, 0 or -1. */
+static int
+rest_has(PyObject *known, PyObject *object)
+{
+    PyObject *address = PyLong_FromVoidPtr(object); /* owned */
+    int result = address == NULL ? -1 : PySet_Contains(known, address);
+
+    Py_XDECREF(address);
+    return result;
+}
+
+/* Adds the addresses of the parameters of an optimizer. 0 or -1. */
+static int
+rest_known(const oomkit_call *call, PyObject *optimizer, PyObject *known)
+{
+    PyObject *groups = /* owned */
+        PyObject_GetAttr(optimizer, call->st->str_param_groups);
+    Py_ssize_t i, j;
+    int result = groups == NULL ? -1 : 0;
+
+    for (i = 0; result == 0 && PyList_Check(groups) && i < PyList_GET_SIZE(groups);
+         i++) {
+        PyObject *group = PyList_GET_ITEM(groups, i); /* borrowed */
+        PyObject *params = PyDict_Check(group)        /* borrowed */
+                               ? PyDict_GetItemWithError(group, call->st->str_params)
+                               : NULL;
+        for (j = 0; result == 0 && params != NULL && PyList_Check(params) &&
+                    j < PyList_GET_SIZE(params);
+             j++) {
+            result = rest_add(known, PyList_GET_ITEM(params, j));
+        }
+        result = PyErr_Occurred() ? -1 : result;
+    }
+    Py_XDECREF(groups);
+    return result;
+}
+
+/* The addresses of all parameters that optimizers have. New set or NULL. */
+static PyObject *
+rest_all_known(const oomkit_call *call)
+{
+    PyObject *known = PySet_New(NULL); /* owned, returned */
+    Py_ssize_t i;
+
+    for (i = 0; known != NULL && i < call->parts->owner_count; i++) {
+        PyObject *optimizer; /* owned */
+        if (call->parts->owners[i].kind != OOMKIT_OWNER_OPTIMIZER) {
+            continue;
+        }
+        optimizer = oomkit_reference_get(call->parts->owners[i].ref);
+        if (optimizer != NULL && rest_known(call, optimizer, known) < 0) {
+            Py_CLEAR(known);
+        }
+        Py_XDECREF(optimizer);
+    }
+    return known;
+}
+
+/* Is parameter i what it was at entry, as far as that shows? 1, 0 or -1. */
+static int
+pristine_same(const oomkit_call *call, Py_ssize_t i)
+{
+    oomkit_state *st = call->st;
+    uint32_t version;
+
+    if (oomkit_tensor_version(st, call->parts->params[i], &version) < 0) {
+        return -1;
+    }
+    return (call->param_versions == NULL || version == call->param_versions[i]) &&
+           (call->param_samples == NULL ||
+            st->bridge->sample(call->parts->params[i], st->impl_offset) ==
+                call->param_samples[i]);
+}
+
+int
+oomkit_pristine_rest(oomkit_call *call)
+{
+    PyObject *known; /* owned */
+    uint64_t ignored;
+    Py_ssize_t i;
+    int result = 0;
+
+    if (call->parts->param_count == 0 ||
+        (call->pristine != NULL && call->pristine->rest)) {
+        return 0;
+    }
+    if (call->pristine == NULL &&
+        (pristine_room(call) < 0 || pristine_measure(call, &ignored) < 0)) {
+        return -1;
+    }
+    known = rest_all_known(call);
+    for (i = 0; known != NULL && result == 0 && i < call->pristine->count; i++) {
+        const pristine_item *item = &call->pristine->items[i];
+        int has = rest_has(known, call->parts->params[i]);
+        if (has == 0 && item->copy == NULL && item->image == NULL) {
+            has = pristine_same(call, i) ? 0 : PyErr_Occurred() ? -1 : 1;
+            result = has == 0 ? pristine_take_one(call, i) : 0;
+        }
+        result = has < 0 ? -1 : result;
+    }
+    if (known == NULL || result < 0) {
+        Py_XDECREF(known);
+        return -1;
+    }
+    Py_DECREF(known);
+    call->pristine->rest = 1;
+    return 0;
+}
+
+/* Writes a copy by torch back. 1, or -1. */
+static int
+pristine_write(const oomkit_call *call, Py_ssize_t i, PyObject *copy)
+{
+    PyObject *plain, *done; /* owned */
+
+    plain = PyObject_CallMethodNoArgs(call->parts->params[i], call->st->str_detach);
+    done = plain ? PyObject_CallMethodOneArg(plain, call->st->str_copy, copy) : NULL;
+    Py_XDECREF(plain);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 1;
+}
+
+/* The same, but where it has that value: others may hold it at its version. 1, or -1.
+ */
+static int
+pristine_copy_back(const oomkit_call *call, Py_ssize_t i,
+                   const oomkit_tensor_facts *facts)
+{
+    PyObject *copy = call->pristine->items[i].copy; /* borrowed */
+    PyObject *equal;                                /* owned */
+
+    if (facts->device_type == 0 && facts->is_strided) {
+        equal = PyObject_CallMethod(copy, "equal", "O", call->parts->params[i]);
+        if (equal == NULL && !PyErr_ExceptionMatches(PyExc_Exception)) {
+            return -1;
+        }
+        if (equal == NULL) {
+            PyErr_Clear(); /* of a kind of its own: written in any case */
+        }
+        Py_XDECREF(equal);
+        if (equal == Py_True) {
+            return 1;
+        }
+    }
+    return pristine_write(call, i, copy);
+}
+
+/* The bytes of parameter i go back through a tensor of its present strides' sizes: its
+ * `.data` is another tensor now, which is not contiguous. 1 done, 0 it is no such
+ * tensor, -1. */
+static int
+pristine_through(const oomkit_call *call, Py_ssize_t i)
+{
+    const oomkit_state *st = call->st;
+    const pristine_item *item = &call->pristine->items[i];
+    PyObject *plain = /* owned */
+        PyObject_CallMethodNoArgs(call->parts->params[i], st->str_detach);
+    PyObject *fresh = plain ? PyObject_CallMethod(plain, "contiguous", NULL) : NULL;
+    int result = -1; /* fresh: owned */
+
+    if (fresh != NULL) {
+        result = st->bridge->bytes_set(fresh, st->impl_offset, item->image,
+                                       item->bytes) == OOMKIT_OK
+                     ? pristine_write(call, i, fresh)
+                     : 0;
+    }
+    Py_XDECREF(fresh);
+    Py_XDECREF(plain);
+    return result;
+}
+
+/* Parameter i as it was. 1 done, 0 there is no copy; 2 there is, but it is a tensor of
+ * another shape, type or device now; -1. */
+static int
+pristine_put_back(const oomkit_call *call, Py_ssize_t i)
+{
+    const oomkit_state *st = call->st;
+    const pristine_item *item = &call->pristine->items[i];
+    oomkit_tensor_facts facts;
+    int result;
+
+    if (item->image == NULL && item->copy == NULL) {
+        return 0;
+    }
+    if (pristine_facts(call, i, &facts) < 0) {
+        return -1;
+    }
+    if (facts.shape_hash != item->shape) {
+        return 2;
+    }
+    if (item->image == NULL) {
+        return pristine_copy_back(call, i, &facts);
+    }
+    if (st->bridge->bytes_set(call->parts->params[i], st->impl_offset, item->image,
+                              item->bytes) == OOMKIT_OK) {
+        return 1;
+    }
+    result = pristine_through(call, i);
+    return result == 0 ? 2 : result;
+}
+
+/* Parameter i as it was, at its present version. 0 or -1. */
+static int
+pristine_restore_one(oomkit_call *call, Py_ssize_t i)
+{
+    pristine_item *item = &call->pristine->items[i];
+    int done = pristine_put_back(call, i);
+
+    item->stuck = done == 2;
+    return done == 1 ? oomkit_tensor_version(call->st, call->parts->params[i],
+                                             &call->param_versions[i])
+                     : done;
+}
+
+/* Can nothing tell whether parameter i was written to? 1, 0 or -1. */
+static int
+pristine_unknown(const oomkit_call *call, Py_ssize_t i)
+{
+    const pristine_item *item = call->pristine ? &call->pristine->items[i] : NULL;
+    oomkit_tensor_facts facts;
+
+    if (!oomkit_writes_hidden(call) ||
+        (item != NULL && (item->image != NULL || item->copy != NULL)) ||
+        (call->param_samples != NULL && call->param_samples[i] != 0)) {
+        return 0;
+    }
+    return pristine_facts(call, i, &facts) < 0 ? -1 : facts.bytes > 0;
+}
+
+/* How many are not as they were, else how many may not be; *which is the first. -1. */
+static Py_ssize_t
+pristine_stay(oomkit_call *call, Py_ssize_t *which)
+{
+    Py_ssize_t i, counts[2] = {0, 0};
+
+    for (i = 0; i < call->parts->param_count; i++) {
+        int unknown = pristine_unknown(call, i), same = pristine_same(call, i);
+        int stuck = call->pristine != NULL && call->pristine->items[i].stuck;
+        if (unknown < 0 || same < 0) {
+            return -1;
+        }
+        stuck |= !same;
+        if (oomkit_buffers_have(call, i)) {
+            continue; /* a buffer that is a leaf: it may move, and goes back as such */
+        }
+        if (!stuck && (!unknown || counts[0] > 0)) {
+            continue;
+        }
+        if (counts[!stuck]++ == 0) {
+            *which = i;
+        }
+    }
+    if (counts[0] + counts[1] > 0) {
+        call->params_stuck = counts[0] > 0 ? 1 : 2;
+    }
+    return counts[0] > 0 ? counts[0] : counts[1];
+}
+
+Py_ssize_t
+oomkit_pristine_restore(oomkit_call *call, Py_ssize_t *which)
+{
+    Py_ssize_t i, at;
+    int moved = oomkit_writes_hidden(call) || /* what no version tells of */
+                (call->pristine != NULL && call->pristine->rest);
+
+    if (call->param_versions == NULL) {
+        return 0;
+    }
+    if (moved == 0) {
+        moved = oomkit_tx_params_moved(call, &at);
+    }
+    if (moved == 0) {
+        moved = oomkit_tx_params_rewritten(call, &at);
+    }
+    if (moved <= 0) {
+        return moved;
+    }
+    for (i = 0; call->pristine != NULL && i < call->pristine->count; i++) {
+        if (pristine_restore_one(call, i) < 0) {
+            return -1;
+        }
+    }
+    return pristine_stay(call, which);
+}

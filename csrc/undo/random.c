@@ -1,0 +1,412 @@
+/* Random streams: torch's CPU generator and the devices' in use always, other
+ * generators that take part, Python's and numpy's where the code names them. Public
+ * calls only. */
+#include "generator.h"
+#include "undo.h"
+#include "../device/torch_calls.h"
+#include "../py/tensor.h"
+
+static PyObject *
+rng_state(oomkit_state *st, PyObject *generator)
+{
+    PyObject *state; /* owned */
+
+    oomkit_exempt_enter(st);
+    state = PyObject_CallMethodNoArgs(generator, st->str_get_state);
+    oomkit_exempt_leave(st);
+    return state;
+}
+
+/* The state of one generator as an object that rng_put takes. New reference or NULL. On
+ * a device it is (seed, offset), for a state tensor there costs more; a backend whose
+ * generator has no offset (MPS) says so by a RuntimeError. */
+static PyObject *
+rng_get(oomkit_state *st, PyObject *generator, int is_device)
+{
+    PyObject *state, *seed, *offset; /* owned */
+
+    if (!is_device) {
+        return rng_state(st, generator);
+    }
+    seed = PyObject_CallMethodNoArgs(generator, st->str_initial_seed);
+    offset = seed ? PyObject_CallMethodNoArgs(generator, st->str_get_offset) : NULL;
+    state = offset ? PyTuple_Pack(2, seed, offset) : NULL;
+    Py_XDECREF(seed);
+    Py_XDECREF(offset);
+    if (state == NULL && PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+        PyErr_Clear();
+        return rng_state(st, generator);
+    }
+    return state;
+}
+
+static int
+rng_put(oomkit_state *st, PyObject *generator, PyObject *state)
+{
+    PyObject *done; /* owned */
+
+    if (!PyTuple_CheckExact(state)) {
+        done = PyObject_CallMethodOneArg(generator, st->str_set_state, state);
+        Py_XDECREF(done);
+        return done == NULL ? -1 : 0;
+    }
+    done = PyObject_CallMethodOneArg(generator, st->str_manual_seed,
+                                     PyTuple_GET_ITEM(state, 0));
+    if (done == NULL) {
+        return -1;
+    }
+    Py_SETREF(done, PyObject_CallMethodOneArg(generator, st->str_set_offset,
+                                              PyTuple_GET_ITEM(state, 1)));
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+static int
+rng_mark_one(oomkit_call *call, PyObject *generator, int is_device)
+{
+    PyObject *pair, *state; /* owned */
+    int result;
+
+    if (call->rng.others == NULL && (call->rng.others = PyList_New(0)) == NULL) {
+        return -1;
+    }
+    state = rng_get(call->st, generator, is_device);
+    pair = state ? PyTuple_Pack(2, generator, state) : NULL;
+    Py_XDECREF(state);
+    if (pair == NULL) {
+        return -1;
+    }
+    result = PyList_Append(call->rng.others, pair);
+    Py_DECREF(pair);
+    return result;
+}
+
+/* While a graph is being captured a CUDA generator tells nothing; a call in there is
+ * never replayed. 1 when that is why the mark failed: the error is gone. Else 0. */
+static int
+rng_is_captured(void)
+{
+    PyObject *error; /* owned */
+    int capturing;
+
+    if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+        return 0;
+    }
+    error = oomkit_exception_take();
+    capturing = oomkit_is_capturing();
+    if (capturing == 1) {
+        Py_DECREF(error);
+        return 1;
+    }
+    PyErr_Clear(); /* the generator's own error is the one to see */
+    oomkit_exception_give(error);
+    return 0;
+}
+
+/* Every accelerator of the process that is in use: a step whose batch and parameters
+ * are on the CPU, as far as they were found, may move them itself. */
+static int
+rng_mark_devices(oomkit_call *call)
+{
+    PyObject *all; /* owned */
+    Py_ssize_t i;
+    int result = 0, type = call->device.type;
+
+    if (type == OOMKIT_DEVICE_CPU) {
+        type = oomkit_device_type_beside(call->st);
+    }
+    if (type == OOMKIT_DEVICE_CPU) {
+        return 0;
+    }
+    all =
+        type == OOMKIT_DEVICE_CUDA
+            ? PyObject_GetAttr(call->st->cuda_module, call->st->str_default_generators)
+            : oomkit_torch_generators(call->st, type);
+    if (all == NULL) {
+        return -1;
+    }
+    for (i = 0; PyTuple_Check(all) && i < PyTuple_GET_SIZE(all) && result == 0; i++) {
+        result = rng_mark_one(call, PyTuple_GET_ITEM(all, i), 1);
+        if (result < 0 && type != call->device.type &&
+            PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+            PyErr_Clear(); /* captured elsewhere, or lost: a step on the CPU works */
+            result = 0;
+        }
+    }
+    Py_DECREF(all);
+    return result < 0 && rng_is_captured() ? 0 : result;
+}
+
+/* Python's random module, or numpy.random, through a pair of its functions. */
+static PyObject *
+rng_library_call(const char *module_name, const char *function, PyObject *argument)
+{
+    PyObject *module, *result = NULL; /* owned */
+    PyObject *callable = NULL;        /* owned */
+
+    module = PyImport_ImportModule(module_name);
+    if (module == NULL) {
+        return NULL;
+    }
+    callable = PyObject_GetAttrString(module, function);
+    Py_DECREF(module);
+    if (callable != NULL) {
+        result = argument ? PyObject_CallOneArg(callable, argument)
+                          : PyObject_CallNoArgs(callable);
+        Py_DECREF(callable);
+    }
+    return result;
+}
+
+/* The streams beside torch's CPU generator. 0 or -1. */
+static int
+rng_mark_others(oomkit_call *call)
+{
+    oomkit_state *st = call->st;
+    oomkit_participants *parts = call->parts;
+    Py_ssize_t i;
+
+    if (rng_mark_devices(call) < 0) {
+        return -1;
+    }
+    for (i = 0; i < parts->owner_count; i++) {
+        if (parts->owners[i].kind == OOMKIT_OWNER_GENERATOR &&
+            parts->owners[i].ref != st->default_generator &&
+            rng_mark_one(call, parts->owners[i].ref, 0) < 0) {
+            return -1;
+        }
+    }
+    if (parts->uses_random) {
+        call->rng.random_state = rng_library_call("random", "getstate", NULL);
+        if (call->rng.random_state == NULL) {
+            return -1;
+        }
+    }
+    if (parts->uses_numpy) {
+        call->rng.numpy_state = rng_library_call("numpy.random", "get_state", NULL);
+        if (call->rng.numpy_state == NULL) {
+            if (!PyErr_ExceptionMatches(PyExc_ImportError)) {
+                return -1;
+            }
+            PyErr_Clear(); /* rng="all" without numpy: there is no such stream */
+        }
+    }
+    return oomkit_streams_mark(call);
+}
+
+/* At entry of an attempt. 0 or -1. */
+int
+oomkit_rng_mark(oomkit_call *call)
+{
+    if (call->options->rng == OOMKIT_RNG_NONE) {
+        return 0;
+    }
+    return oomkit_stream_mark(call->st, &call->rng.cpu_state, &call->rng.cpu_bytes) <
+                       0 ||
+                   rng_mark_others(call) < 0
+               ? -1
+               : 0;
+}
+
+int
+oomkit_rng_note(oomkit_call *call, oomkit_rng *rng)
+{
+    oomkit_rng entry = call->rng;
+    int result;
+
+    memset(&call->rng, 0, sizeof(call->rng));
+    result = oomkit_stream_note(call->st, &call->rng.cpu_state, &call->rng.cpu_bytes);
+    if (result == 0) {
+        result = rng_mark_others(call);
+    }
+    *rng = call->rng;
+    call->rng = entry;
+    return result;
+}
+
+/* Puts every stream back to where it was at entry. 0 or -1. */
+int
+oomkit_rng_restore(oomkit_call *call)
+{
+    Py_ssize_t i;
+    PyObject *done; /* owned */
+    oomkit_rng *rng = &call->rng;
+
+    if (rng->cpu_state != NULL) {
+        done = PyObject_CallOneArg(call->st->generator_set, rng->cpu_state);
+        if (done == NULL) {
+            return -1;
+        }
+        Py_DECREF(done);
+    }
+    for (i = 0; rng->others != NULL && i < PyList_GET_SIZE(rng->others); i++) {
+        PyObject *pair = PyList_GET_ITEM(rng->others, i); /* borrowed */
+        if (rng_put(call->st, PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1)) <
+            0) {
+            return -1;
+        }
+    }
+    if (rng->random_state != NULL) {
+        done = rng_library_call("random", "setstate", rng->random_state);
+        if (done == NULL) {
+            return -1;
+        }
+        Py_DECREF(done);
+    }
+    if (rng->numpy_state != NULL) {
+        done = rng_library_call("numpy.random", "set_state", rng->numpy_state);
+        if (done == NULL) {
+            return -1;
+        }
+        Py_DECREF(done);
+    }
+    return oomkit_streams_restore(call->st, rng);
+}
+
+static int
+rng_same(oomkit_state *st, PyObject *before, PyObject *now)
+{
+    return PyTuple_CheckExact(before) ? PyObject_RichCompareBool(before, now, Py_EQ)
+                                      : oomkit_stream_equal(st, before, now);
+}
+
+/* numpy's state is a tuple of plain values and one array. 1 same, 0 not, -1 error. */
+static int
+rng_same_numpy(PyObject *before, PyObject *now)
+{
+    Py_ssize_t i;
+    int same = PyTuple_Check(before) && PyTuple_Check(now) &&
+               PyTuple_GET_SIZE(before) == PyTuple_GET_SIZE(now);
+
+    for (i = 0; same == 1 && i < PyTuple_GET_SIZE(before); i++) {
+        PyObject *a = PyTuple_GET_ITEM(before, i); /* borrowed */
+        PyObject *b = PyTuple_GET_ITEM(now, i);    /* borrowed */
+        PyObject *one, *two;                       /* owned */
+        int array = oomkit_has_attribute_string(a, "tobytes");
+        if (array < 0) {
+            return -1;
+        }
+        if (array == 0) {
+            same = PyObject_RichCompareBool(a, b, Py_EQ);
+            continue;
+        }
+        one = PyObject_CallMethod(a, "tobytes", NULL);
+        two = one ? PyObject_CallMethod(b, "tobytes", NULL) : NULL;
+        same = two == NULL ? -1 : PyObject_RichCompareBool(one, two, Py_EQ);
+        Py_XDECREF(one);
+        Py_XDECREF(two);
+    }
+    return same;
+}
+
+/* The streams of Python and numpy. 1 same, 0 not, -1 error. */
+static int
+rng_same_libraries(const oomkit_rng *rng)
+{
+    PyObject *now; /* owned */
+    int same = 1;
+
+    if (rng->random_state != NULL) {
+        now = rng_library_call("random", "getstate", NULL);
+        same =
+            now == NULL ? -1 : PyObject_RichCompareBool(rng->random_state, now, Py_EQ);
+        Py_XDECREF(now);
+    }
+    if (same == 1 && rng->numpy_state != NULL) {
+        now = rng_library_call("numpy.random", "get_state", NULL);
+        same = now == NULL ? -1 : rng_same_numpy(rng->numpy_state, now);
+        Py_XDECREF(now);
+    }
+    return same;
+}
+
+/* Are all streams but that of torch's CPU generator where they were? 1, 0 or -1. */
+static int
+rng_same_beside(oomkit_call *call)
+{
+    oomkit_rng *rng = &call->rng;
+    PyObject *now; /* owned */
+    Py_ssize_t i;
+    int same = 1;
+
+    for (i = 0; same == 1 && rng->others && i < PyList_GET_SIZE(rng->others); i++) {
+        PyObject *pair = PyList_GET_ITEM(rng->others, i); /* borrowed */
+        PyObject *before = PyTuple_GET_ITEM(pair, 1);     /* borrowed */
+        now = rng_get(call->st, PyTuple_GET_ITEM(pair, 0), PyTuple_CheckExact(before));
+        same = now == NULL ? -1 : rng_same(call->st, before, now);
+        Py_XDECREF(now);
+    }
+    if (same == 1) {
+        same = rng_same_libraries(rng);
+    }
+    return same == 1 ? oomkit_streams_same(call->st, rng) : same;
+}
+
+int
+oomkit_rng_moved_beside(oomkit_call *call)
+{
+    int same = rng_same_beside(call);
+    return same < 0 ? -1 : !same;
+}
+
+/* Has a stream moved since entry? 1, 0 or -1. Streams that were not marked count as
+ * moved. */
+int
+oomkit_rng_moved(oomkit_call *call)
+{
+    oomkit_rng *rng = &call->rng;
+    int same;
+
+    if (rng->cpu_state == NULL && rng->cpu_bytes == NULL) {
+        return 1;
+    }
+    same = oomkit_stream_moved(call->st, rng->cpu_state, rng->cpu_bytes);
+    same = same < 0 ? -1 : !same;
+    if (same == 1) {
+        same = rng_same_beside(call);
+    }
+    return same < 0 ? -1 : !same;
+}
+
+int
+oomkit_rng_drawn(oomkit_state *st, const oomkit_rng *before, const oomkit_rng *after)
+{
+    Py_ssize_t i, n = before->others == NULL ? 0 : PyList_GET_SIZE(before->others);
+    int same = 1;
+
+    if (before->cpu_state == NULL || before->random_state != NULL ||
+        before->numpy_state != NULL || before->streams != NULL ||
+        n != (after->others == NULL ? 0 : PyList_GET_SIZE(after->others))) {
+        return 1;
+    }
+    if (before->cpu_bytes != NULL && after->cpu_bytes != NULL) {
+        same = before->cpu_bytes == after->cpu_bytes ||
+               PyObject_RichCompareBool(before->cpu_bytes, after->cpu_bytes, Py_EQ);
+    } else if (after->cpu_state != NULL) {
+        same = rng_same(st, before->cpu_state, after->cpu_state);
+    } else {
+        return 1;
+    }
+    for (i = 0; same == 1 && i < n; i++) {
+        same = rng_same(st, PyTuple_GET_ITEM(PyList_GET_ITEM(before->others, i), 1),
+                        PyTuple_GET_ITEM(PyList_GET_ITEM(after->others, i), 1));
+    }
+    return same < 0 ? -1 : !same;
+}
+
+void
+oomkit_rng_free(oomkit_rng *rng)
+{
+    Py_CLEAR(rng->cpu_state);
+    Py_CLEAR(rng->cpu_bytes);
+    Py_CLEAR(rng->others);
+    Py_CLEAR(rng->random_state);
+    Py_CLEAR(rng->numpy_state);
+    Py_CLEAR(rng->streams);
+}
+
+void
+oomkit_rng_release(oomkit_call *call)
+{
+    oomkit_rng_free(&call->rng);
+}

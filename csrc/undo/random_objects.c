@@ -1,0 +1,138 @@
+/* Random generators beside torch's own and the modules' of Python and numpy: objects
+ * that the step's code calls, or (rng="all") that its names lead to. */
+#include "generator.h"
+#include "undo.h"
+#include "../call/step.h"
+#include "../plain/plain_state.h"
+#include "../py/tensor.h"
+
+/* Of which kind is it: is there `name`, an attribute? 1, 0 or -1. */
+static int
+has(PyObject *stream, const char *name)
+{
+    return oomkit_has_attribute_string(stream, name);
+}
+
+/* Its state. New reference or NULL. */
+static PyObject *
+stream_get(oomkit_state *st, PyObject *stream)
+{
+    PyObject *bits, *state;                   /* owned */
+    int found = has(stream, "bit_generator"); /* numpy's Generator */
+
+    if (found > 0) {
+        bits = PyObject_GetAttrString(stream, "bit_generator");
+        state = bits == NULL ? NULL : PyObject_GetAttr(bits, st->str_state);
+        Py_XDECREF(bits);
+        return state;
+    }
+    if (found == 0) {
+        found = has(stream, "getstate"); /* random.Random */
+    }
+    if (found < 0) {
+        return NULL;
+    }
+    oomkit_exempt_enter(st);
+    state =
+        PyObject_CallMethodNoArgs(stream, found ? st->str_getstate : st->str_get_state);
+    oomkit_exempt_leave(st);
+    return state;
+}
+
+static int
+stream_set(oomkit_state *st, PyObject *stream, PyObject *state)
+{
+    PyObject *bits, *done; /* owned */
+    int found = has(stream, "bit_generator"), result;
+
+    if (found > 0) {
+        bits = PyObject_GetAttrString(stream, "bit_generator");
+        result = bits == NULL ? -1 : PyObject_SetAttr(bits, st->str_state, state);
+        Py_XDECREF(bits);
+        return result;
+    }
+    if (found == 0) {
+        found = has(stream, "getstate");
+    }
+    if (found < 0) {
+        return -1;
+    }
+    done = PyObject_CallMethodOneArg(
+        stream, found ? st->str_setstate : st->str_set_state, state);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* 1 the same, 0 not or not known, -1. */
+static int
+stream_same(oomkit_state *st, PyObject *was, PyObject *now)
+{
+    int same = oomkit_tensor_check(st, was) ? oomkit_stream_equal(st, was, now)
+                                            : PyObject_RichCompareBool(was, now, Py_EQ);
+
+    if (same < 0 && PyErr_ExceptionMatches(PyExc_Exception) &&
+        !PyErr_ExceptionMatches(PyExc_MemoryError)) {
+        PyErr_Clear(); /* arrays in it */
+        same = 0;
+    }
+    return same;
+}
+
+int
+oomkit_streams_mark(oomkit_call *call)
+{
+    const oomkit_plain_site *site = call->step->plain;
+    Py_ssize_t i, n = site == NULL ? 0 : PyTuple_GET_SIZE(site->streams);
+    PyObject *streams; /* owned */
+    int result = 0;
+
+    if (n == 0) {
+        return 0;
+    }
+    streams = Py_NewRef(site->streams);
+    for (i = 0; result == 0 && i < n; i++) {
+        PyObject *stream = PyTuple_GET_ITEM(streams, i); /* borrowed */
+        PyObject *state = stream_get(call->st, stream);  /* owned */
+        PyObject *pair = state == NULL ? NULL : PyTuple_Pack(2, stream, state);
+        Py_XDECREF(state);
+        if (pair == NULL || (call->rng.streams == NULL &&
+                             (call->rng.streams = PyList_New(0)) == NULL)) {
+            result = -1;
+        } else {
+            result = PyList_Append(call->rng.streams, pair);
+        }
+        Py_XDECREF(pair); /* owned */
+    }
+    Py_DECREF(streams);
+    return result;
+}
+
+int
+oomkit_streams_restore(oomkit_state *st, const oomkit_rng *rng)
+{
+    Py_ssize_t i;
+
+    for (i = 0; rng->streams != NULL && i < PyList_GET_SIZE(rng->streams); i++) {
+        PyObject *pair = PyList_GET_ITEM(rng->streams, i); /* borrowed */
+        if (stream_set(st, PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1)) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int
+oomkit_streams_same(oomkit_state *st, const oomkit_rng *rng)
+{
+    Py_ssize_t i;
+    int same = 1;
+
+    for (i = 0; same == 1 && rng->streams != NULL && i < PyList_GET_SIZE(rng->streams);
+         i++) {
+        PyObject *pair = PyList_GET_ITEM(rng->streams, i);         /* borrowed */
+        PyObject *now = stream_get(st, PyTuple_GET_ITEM(pair, 0)); /* owned */
+        same = now == NULL ? -1 : stream_same(st, PyTuple_GET_ITEM(pair, 1), now);
+        Py_XDECREF(now);
+    }
+    return same;
+}

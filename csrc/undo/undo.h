@@ -1,0 +1,233 @@
+/* Going back: what an attempt has changed, as it was at entry. */
+#ifndef OOMKIT_UNDO_UNDO_H
+#define OOMKIT_UNDO_UNDO_H
+
+#include "../call/call.h"
+
+/* --- buffer_leaves.c --- */
+/* A buffer has been marked. 0 or -1. */
+int
+oomkit_buffer_leaf(oomkit_call *call, oomkit_buffer *item,
+                   const oomkit_tensor_facts *facts);
+/* Is parameter number `which` a buffer? It may move in a forward. */
+int
+oomkit_buffers_have(const oomkit_call *call, Py_ssize_t which);
+/* A tensor (borrowed) that this attempt has given its first gradient, as a buffer that
+ * neither required grad at entry nor had one: it goes. 1, or 0 it is none. */
+int
+oomkit_buffers_bare_again(oomkit_call *call, PyObject *tensor);
+
+/* --- buffers.c --- */
+int
+oomkit_buffers_mark(oomkit_call *call);
+int
+oomkit_buffers_moved(oomkit_call *call);
+void
+oomkit_buffers_learn(oomkit_call *call);
+void
+oomkit_buffers_release(oomkit_call *call);
+void
+oomkit_buffers_free(oomkit_buffers *buffers);
+
+/* --- buffers_back.c --- */
+int
+oomkit_buffers_restore(oomkit_call *call, PyObject **which);
+
+/* --- flags.c --- */
+int
+oomkit_switches_note(oomkit_state *st, PyObject *module);
+int
+oomkit_switches_restore(oomkit_call *call);
+int
+oomkit_switches_keep(oomkit_call *call);
+int
+oomkit_switches_note_end(oomkit_call *call);
+int
+oomkit_switches_frozen_since(oomkit_state *st, const oomkit_participants *parts,
+                             const uint32_t *param_versions);
+int
+oomkit_switches_now(oomkit_call *call, oomkit_switches *now);
+int
+oomkit_switches_then(oomkit_call *call, oomkit_switches *now);
+void
+oomkit_switches_clear(oomkit_switches *now);
+
+/* --- gradients.c --- */
+/* Restore: 0 restored; 1 refused, *why tells (static text); -1 error. */
+int
+oomkit_grads_mark(oomkit_call *call);
+int
+oomkit_grads_park(oomkit_call *call);
+int
+oomkit_grads_hide(oomkit_call *call);
+int
+oomkit_grads_unpark(oomkit_call *call);
+int
+oomkit_grads_settle(oomkit_call *call);
+int
+oomkit_grads_put_away(oomkit_call *call);
+int
+oomkit_grads_bring_back(oomkit_call *call);
+void
+oomkit_grads_abandon(oomkit_call *call);
+void
+oomkit_grads_end_attempt(oomkit_call *call);
+int
+oomkit_grads_grow(oomkit_call *call, Py_ssize_t old);
+void
+oomkit_grads_release(oomkit_call *call);
+int
+oomkit_grads_note_last(oomkit_call *call);
+int
+oomkit_grads_changed_since(oomkit_call *call);
+
+/* --- gradients_back.c --- */
+int
+oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which);
+
+/* --- norms.c --- */
+/* OOMKIT_NORM_* of a module, 0 where it is no normalisation; -1. */
+int
+oomkit_norm_kind(oomkit_state *st, PyObject *module);
+/* 1, 0 or -1. */
+int
+oomkit_module_is_training(oomkit_state *st, PyObject *module);
+/* Does one use the batch's statistics (or move its own)? 1, 0, -1. */
+int
+oomkit_buffers_norm(oomkit_call *call, int moves);
+int
+oomkit_buffers_say_norm(oomkit_call *call);
+
+/* --- parameter_slots.c --- */
+int
+oomkit_slots_note(oomkit_call *call);
+int
+oomkit_slots_changed(const oomkit_call *call, PyObject **key);
+int
+oomkit_slots_restore(oomkit_call *call);
+void
+oomkit_slots_release(oomkit_call *call);
+
+/* --- random.c --- */
+int
+oomkit_rng_mark(oomkit_call *call);
+/* The same for comparing alone, into *rng. 0 or -1. */
+int
+oomkit_rng_note(oomkit_call *call, oomkit_rng *rng);
+int
+oomkit_rng_restore(oomkit_call *call);
+int
+oomkit_rng_moved(oomkit_call *call);
+/* The same of all but torch's CPU generator. */
+int
+oomkit_rng_moved_beside(oomkit_call *call);
+/* Was something drawn between two marks? 1 (also where that is not known), 0 or -1. */
+int
+oomkit_rng_drawn(oomkit_state *st, const oomkit_rng *before, const oomkit_rng *after);
+void
+oomkit_rng_free(oomkit_rng *rng);
+void
+oomkit_rng_release(oomkit_call *call);
+
+/* --- random_objects.c --- */
+/* Random generators of the site; torch.Generator objects alike. */
+int
+oomkit_streams_mark(oomkit_call *call);
+int
+oomkit_streams_restore(oomkit_state *st, const oomkit_rng *rng);
+/* 1 none has moved, 0, or -1. */
+int
+oomkit_streams_same(oomkit_state *st, const oomkit_rng *rng);
+
+/* --- rollback.c --- */
+/* The same as oomkit_tx_restore, outside the budget and tried again where
+ * an error came between. An error that is not out-of-memory is raised when everything
+ * is back. */
+int
+oomkit_take_back(oomkit_call *call, PyObject **message);
+/* What must be done to its end: once(argument) until it does not fail, thrice at most.
+ * What it answered last; *error (owned, or NULL) is what has to be raised, also after a
+ * try that succeeded: not what ran out of memory on the way there. */
+int
+oomkit_insist(oomkit_state *st, int (*once)(void *), void *argument, PyObject **error);
+/* Memory that oomkit needs for itself was refused: the exception in flight becomes
+ * oomkit.OutOfMemory, which says so and what it was wanted for; others stay. -1 always.
+ */
+int
+oomkit_own_failed(oomkit_call *call, const char *doing);
+/* An error of waiting for a device or of flushing it is in flight: unless it is out of
+ * memory itself, it is told what was being recovered from. */
+void
+oomkit_reclaim_failed(oomkit_call *call);
+/* An error after a call that has finished, when the marks at entry are gone: it says
+ * so. -1 always. */
+int
+oomkit_failed_late(oomkit_call *call);
+/* recover.c: parts of it for a call that is run again without a failure of its own. */
+int
+oomkit_recover_roll_back(oomkit_call *call);
+/* "the state is as if the step had not begun", and what is not. */
+const char *
+oomkit_state_as_before(const oomkit_call *call);
+/* An error that is to pass takes the call back with it; what cannot be
+ * taken back is a note on it. */
+void
+oomkit_recover_undo(oomkit_call *call);
+
+/* --- savepoint.c --- */
+/* The call in progress on this thread, or NULL. */
+oomkit_call *
+oomkit_call_current(void);
+void
+oomkit_call_set_current(oomkit_call *call);
+int
+oomkit_tx_groups_moved(oomkit_call *call, PyObject *optimizer);
+/* A parameter that moved since entry: 1 and its index, 0, -1. */
+int
+oomkit_tx_params_moved(oomkit_call *call, Py_ssize_t *which);
+/* Begin an attempt, take it back, end the call. */
+int
+oomkit_tx_begin(oomkit_call *call);
+int
+oomkit_tx_begin_micro(oomkit_call *call);
+int
+oomkit_tx_sample(oomkit_call *call);
+void
+oomkit_tx_end_attempt(oomkit_call *call);
+/* 0 everything is as at entry; 1 it cannot be: *message (owned str) says what and which
+ * line to change; -1 error. */
+int
+oomkit_tx_restore(oomkit_call *call, PyObject **message);
+int
+oomkit_tx_committed(oomkit_call *call);
+int
+oomkit_tx_micro_end(oomkit_call *call);
+/* The same by value, for writes that bump no version. */
+int
+oomkit_tx_params_rewritten(const oomkit_call *call, Py_ssize_t *which);
+int
+oomkit_tx_params_mark(oomkit_call *call);
+/* Does each parameter require grad: at entry, and (once noted) at the end of the call.
+ * Borrowed, behind param_versions, which must be there. And now: 0 or -1. */
+uint8_t *
+oomkit_tx_params_flags(const oomkit_call *call, int at_end);
+int
+oomkit_tx_params_flags_now(oomkit_state *st, const oomkit_participants *parts,
+                           uint8_t *flags);
+void
+oomkit_tx_end(oomkit_call *call);
+
+/* --- user_state.c --- */
+/* Schedulers, scalers and the user's own objects */
+int
+oomkit_scaler_mark(oomkit_call *call, PyObject *scaler);
+int
+oomkit_owner_copy(oomkit_call *call, PyObject *owner);
+int
+oomkit_owners_mark(oomkit_call *call);
+int
+oomkit_owners_restore(oomkit_call *call);
+void
+oomkit_owners_release(oomkit_call *call);
+
+#endif

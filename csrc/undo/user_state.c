@@ -1,0 +1,287 @@
+/* Schedulers, scalers and the user's own participants: what must be saved of them, and
+ * when.
+ *
+ * A GradScaler's per-optimizer states are saved before its first method runs in a call
+ * (its state_dict does not hold them). The user's objects are saved at entry.
+ * Everything else only with optimizer_safety="copy". */
+#include "undo.h"
+#include "../optim/optim.h"
+#include "../optim/step_attributes.h"
+#include "../py/refs.h"
+
+/* A copy of {id: {"stage": ..., "found_inf_per_device": {...}}}, two levels deep. */
+static PyObject *
+scaler_states_copy(PyObject *states)
+{
+    PyObject *key, *value, *inner_key, *inner_value; /* borrowed */
+    PyObject *copy = PyDict_New(), *inner = NULL;    /* owned */
+    Py_ssize_t at = 0;
+
+    if (copy == NULL || !PyDict_Check(states)) {
+        return copy;
+    }
+    while (PyDict_Next(states, &at, &key, &value)) {
+        Py_ssize_t in = 0;
+        if (!PyDict_Check(value)) {
+            continue;
+        }
+        inner = PyDict_New();
+        if (inner == NULL || PyDict_SetItem(copy, key, inner) < 0) {
+            goto error;
+        }
+        while (PyDict_Next(value, &in, &inner_key, &inner_value)) {
+            PyObject *kept = PyDict_CheckExact(inner_value)
+                                 ? PyDict_Copy(inner_value)
+                                 : Py_NewRef(inner_value); /* owned */
+            if (kept == NULL || PyDict_SetItem(inner, inner_key, kept) < 0) {
+                Py_XDECREF(kept);
+                goto error;
+            }
+            Py_DECREF(kept);
+        }
+        Py_CLEAR(inner);
+    }
+    return copy;
+error:
+    Py_XDECREF(inner);
+    Py_DECREF(copy);
+    return NULL;
+}
+
+int
+oomkit_scaler_mark(oomkit_call *call, PyObject *scaler)
+{
+    PyObject *states, *saved; /* owned */
+
+    if (oomkit_pairs_find(call->scaler_marks, scaler) != NULL) {
+        return 0;
+    }
+    states = PyObject_GetAttr(scaler, call->st->str_per_optimizer_states);
+    if (states == NULL) {
+        return -1;
+    }
+    saved = scaler_states_copy(states);
+    Py_DECREF(states);
+    return oomkit_pairs_add(&call->scaler_marks, scaler, saved);
+}
+
+/* A deep copy of object.state_dict(), outside the budget. New reference or NULL. */
+static PyObject *
+owner_state(oomkit_state *st, PyObject *object)
+{
+    PyObject *state, *copy; /* owned */
+
+    oomkit_exempt_enter(st);
+    state = PyObject_CallMethodNoArgs(object, st->str_state_dict);
+    copy = state ? PyObject_CallOneArg(st->deepcopy, state) : NULL;
+    oomkit_exempt_leave(st);
+    Py_XDECREF(state);
+    return copy;
+}
+
+/* What a user's own participant gives to be put back. New reference or NULL. */
+static PyObject *
+owner_user_state(oomkit_state *st, PyObject *object)
+{
+    int saves = oomkit_has_attribute(object, st->str_save);
+    PyObject *saved; /* owned, returned */
+
+    if (saves <= 0) {
+        return saves < 0 ? NULL : owner_state(st, object);
+    }
+    oomkit_exempt_enter(st); /* marks are outside the budget, save() too */
+    saved = PyObject_CallMethodNoArgs(object, st->str_save);
+    oomkit_exempt_leave(st);
+    return saved;
+}
+
+/* optimizer_safety="copy": before a scheduler or scaler moves for the first time. */
+int
+oomkit_owner_copy(oomkit_call *call, PyObject *owner)
+{
+    if (oomkit_pairs_find(call->copied_owners, owner) != NULL ||
+        PyObject_TypeCheck(owner, (PyTypeObject *)call->st->Module)) {
+        return 0; /* an averaged model's parameters are compared instead */
+    }
+    return oomkit_pairs_add(&call->copied_owners, owner, owner_state(call->st, owner));
+}
+
+static const char *const scaler_names[] = {"_scale", "_growth_tracker"};
+
+/* The two tensors that a GradScaler makes when it is first used, one after the other:
+ * an OOM between them leaves it half made. */
+static PyObject *
+scaler_tensors(PyObject *scaler)
+{
+    PyObject *one = PyObject_GetAttrString(scaler, scaler_names[0]); /* owned */
+    PyObject *two = PyObject_GetAttrString(scaler, scaler_names[1]); /* owned */
+    PyObject *both = one && two ? PyTuple_Pack(2, one, two) : NULL;  /* owned */
+
+    Py_XDECREF(one);
+    Py_XDECREF(two);
+    return both;
+}
+
+static int
+scaler_tensors_restore(PyObject *scaler, PyObject *both)
+{
+    int i;
+    for (i = 0; i < 2; i++) {
+        if (PyObject_SetAttrString(scaler, scaler_names[i], PyTuple_GET_ITEM(both, i)) <
+            0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* The user's own participants, scalers and learning rates, at entry of an attempt. */
+int
+oomkit_owners_mark(oomkit_call *call)
+{
+    oomkit_state *st = call->st;
+    Py_ssize_t i;
+
+    for (i = 0; i < call->parts->owner_count; i++) {
+        PyObject *object, *saved; /* owned */
+        int result;
+        oomkit_owner_kind kind = call->parts->owners[i].kind;
+        if (kind != OOMKIT_OWNER_USER && kind != OOMKIT_OWNER_SCALER &&
+            kind != OOMKIT_OWNER_OPTIMIZER && kind != OOMKIT_OWNER_ACCELERATOR) {
+            continue;
+        }
+        object = oomkit_reference_get(call->parts->owners[i].ref);
+        if (object == NULL) {
+            continue;
+        }
+        if (kind == OOMKIT_OWNER_OPTIMIZER) {
+            saved = oomkit_groups_copy(st, object);
+        } else if (kind == OOMKIT_OWNER_ACCELERATOR) {
+            saved = oomkit_accelerator_save(object);
+        } else if (kind == OOMKIT_OWNER_SCALER) {
+            saved = scaler_tensors(object);
+        } else {
+            saved = owner_user_state(st, object);
+        }
+        result = oomkit_pairs_add(&call->user_marks, object, saved);
+        Py_DECREF(object);
+        if (result < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int
+scaler_restore(oomkit_call *call, PyObject *scaler, PyObject *saved)
+{
+    int result = -1;
+    PyObject *states = /* owned */
+        PyObject_GetAttr(scaler, call->st->str_per_optimizer_states);
+
+    if (states != NULL && PyDict_Check(states)) {
+        PyObject *fresh = scaler_states_copy(saved); /* owned */
+        if (fresh != NULL) {
+            PyDict_Clear(states);
+            result = PyDict_Update(states, fresh);
+            Py_DECREF(fresh);
+        }
+    }
+    Py_XDECREF(states);
+    return result;
+}
+
+/* optimizer_safety="copy": schedulers and scalers back to their pre-image. */
+static int
+owners_restore_copies(oomkit_call *call)
+{
+    Py_ssize_t i;
+    PyObject *list = call->copied_owners; /* borrowed from call */
+
+    for (i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
+        PyObject *pair = PyList_GET_ITEM(list, i); /* borrowed */
+        PyObject *state, *done;                    /* owned */
+        oomkit_exempt_enter(call->st);
+        state = PyObject_CallOneArg(call->st->deepcopy, PyTuple_GET_ITEM(pair, 1));
+        done = state == NULL
+                   ? NULL
+                   : PyObject_CallMethodOneArg(PyTuple_GET_ITEM(pair, 0),
+                                               call->st->str_load_state_dict, state);
+        oomkit_exempt_leave(call->st);
+        Py_XDECREF(state);
+        if (done == NULL) {
+            return -1;
+        }
+        Py_DECREF(done);
+    }
+    return 0;
+}
+
+/* Scalers' bookkeeping and the user's participants as they were. 0 or -1. */
+int
+oomkit_owners_restore(oomkit_call *call)
+{
+    oomkit_state *st = call->st;
+    Py_ssize_t i;
+    PyObject *list = call->scaler_marks; /* borrowed from call */
+
+    /* Attributes first: what they name may have changed in place, and a copy has it. */
+    if (oomkit_attributes_restore(call) < 0 || owners_restore_copies(call) < 0) {
+        return -1;
+    }
+    for (i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
+        PyObject *pair = PyList_GET_ITEM(list, i); /* borrowed */
+        if (scaler_restore(call, PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1)) <
+            0) {
+            return -1;
+        }
+    }
+    list = call->user_marks;
+    for (i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
+        PyObject *pair = PyList_GET_ITEM(list, i);    /* borrowed */
+        PyObject *object = PyTuple_GET_ITEM(pair, 0); /* borrowed */
+        PyObject *done;                               /* owned */
+        int saves;
+        if (oomkit_accelerate_kind(object) >= 0) {
+            if (oomkit_accelerator_restore(object, PyTuple_GET_ITEM(pair, 1)) < 0) {
+                return -1;
+            }
+            continue;
+        }
+        if (PyObject_TypeCheck(object, (PyTypeObject *)st->Optimizer) ||
+            PyObject_TypeCheck(object, (PyTypeObject *)st->GradScaler)) {
+            int result =
+                PyObject_TypeCheck(object, (PyTypeObject *)st->Optimizer)
+                    ? oomkit_groups_restore(st, object, PyTuple_GET_ITEM(pair, 1))
+                    : scaler_tensors_restore(object, PyTuple_GET_ITEM(pair, 1));
+            if (result < 0) {
+                return -1;
+            }
+            continue;
+        }
+        saves = oomkit_has_attribute(object, st->str_save);
+        done = saves < 0
+                   ? NULL
+                   : PyObject_CallMethodOneArg(
+                         object, saves ? st->str_restore : st->str_load_state_dict,
+                         PyTuple_GET_ITEM(pair, 1));
+        if (done == NULL) {
+            return -1;
+        }
+        Py_DECREF(done);
+    }
+    return 0;
+}
+
+void
+oomkit_owners_release(oomkit_call *call)
+{
+    Py_CLEAR(call->scaler_marks);
+    Py_CLEAR(call->copied_owners);
+    Py_CLEAR(call->user_marks);
+    call->failed_step = NULL;
+    Py_CLEAR(call->attributes);
+    Py_CLEAR(call->groups_after);
+    Py_CLEAR(call->groups_end);
+    Py_CLEAR(call->epochs);
+}
