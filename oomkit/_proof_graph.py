@@ -71,5 +71,5 @@ def _given(node: Any) -> tuple[float, ...]:
         except RuntimeError:  # the graph has been freed
             continue
         if isinstance(value, torch.Tensor) and value.ndim == 0:
-            values.append(float(value))
+            values.append(float(value.detach()))
     return tuple(values)
