@@ -221,3 +221,35 @@ def test_one_row_that_fits_needs_no_room_beside_it() -> None:
     step = oomkit.auto_batch(loss, model=model)
     with oomkit.limit_memory(oomkit.memory("cpu").allocated + held + 16, device="cpu"):
         assert step(x).requires_grad
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_a_hidden_update_by_hand_is_put_back_after_losses_were_compared(through_data: bool) -> None:
+    """Without a graph the step finds the caller's gradients, and makes its update of them."""
+
+    class Program:
+        def __init__(self) -> None:
+            torch.manual_seed(7)
+            self.model = nn.Linear(4, 2).double()
+
+        def renewed(self) -> None:
+            with torch.no_grad():
+                for p in self.model.parameters():
+                    if p.grad is not None:
+                        p.grad.add_(p.detach(), alpha=0.1)
+                        (p.data if through_data else p).sub_(p.grad, alpha=0.05)
+                        p.grad.zero_()
+
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            loss = self.model(x).square().mean()
+            loss.backward()
+            getattr(self, "".join(["re", "newed"]))()  # no code shows which method that is
+            return loss.detach()
+
+    x = torch.randn(8, 4, dtype=torch.float64)
+    mine, twin = Program(), Program()
+    step = oomkit.auto_batch(mine.step, model=mine.model, accumulation_steps=2)
+    for _ in range(4):
+        torch.testing.assert_close(step(x), twin.step(x), rtol=1e-9, atol=0)
+    got, want = list(mine.model.parameters()), list(twin.model.parameters())
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=0)

@@ -97,7 +97,11 @@ verify_run(oomkit_proof *p, int64_t start, int64_t length, int part, int *moved)
         }
     }
     result = oomkit_tx_begin(call);
-
+    if (result == 0 &&
+        (oomkit_tx_sample(call) < 0 || oomkit_slots_note(call) < 0 ||
+         oomkit_owners_epochs_note(call) < 0 || oomkit_pristine_take(call) < 0)) {
+        result = -1;
+    }
     call->is_last = 0;
     oomkit_clear_forget(call);
     mode = result < 0 ? -1 : oomkit_grad_mode_off(call->st);
