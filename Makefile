@@ -70,7 +70,7 @@ gpu: export PYTHONPATH := .
 gpu: ## Build with PYTHON and its torch (no network, no .venv); run what needs a GPU
 	rm -f $(BUILT)
 	$(PYTHON) setup.py build_ext --inplace --force
-	$(PYTHON) -m pytest tests/gpu tests/test_memory.py -m gpu $(PYTEST_ARGS)
+	$(PYTHON) -m pytest tests/gpu tests/memory/test_memory.py -m gpu $(PYTEST_ARGS)
 	set -e; for script in $(wildcard benchmarks/gpu/*.py); do $(PYTHON) $$script; done
 
 clean: ## Remove what was built and measured; .venv stays

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from compiled import load_module
-from seen import Seen
+from helpers.compiled import load_module
+from helpers.seen import Seen
 
 import oomkit
 from oomkit import _C

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled import compile_library
+from helpers.compiled import compile_library
 
 from device import Device, load_backend
 from oomkit import _C

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled import compile_library
+from helpers.compiled import compile_library
 
 import oomkit
 from device import (

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_bridge import UNKNOWN, DeviceStats, api
+from helpers.bridge_table import UNKNOWN, DeviceStats, api
 
 from device import EFAILED, EOOM, EUNSUPPORTED, HERE, MIB, OK, PRIVATE
 

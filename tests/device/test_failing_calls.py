@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.seen import Seen
 from nomemory.fault import MISSING
-from seen import Seen
 
 import oomkit
 from device import EFAILED, MIB, ROWS, XPU, Body, Device, out_of_memory, run

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from compiled import compile_library
+from helpers.compiled import compile_library
+from helpers.seen import Seen
 from nomemory.fault import MISSING
-from seen import Seen
 
 import oomkit
 from device import MIB, Device

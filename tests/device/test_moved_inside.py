@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from seen import Seen, world
+from helpers.seen import Seen, world
 
 import oomkit
 from device import MIB, ROWS, Body, Device, out_of_memory, run

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from seen import Seen, world
+from helpers.seen import Seen, world
 
 import oomkit
 from device import CUDA, MIB, MPS, PRIVATE, ROWS, XPU, Body, Device, out_of_memory, run

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from seen import Seen, world
+from helpers.seen import Seen, world
 
 import oomkit
 from device import EFAILED, MIB, ROWS, Body, Device, accelerator_error, out_of_memory, run

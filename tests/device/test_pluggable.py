@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from seen import Seen
+from helpers.seen import Seen
 
 import oomkit
 from device import CUDA, MIB, ROWS, Body, Device, accelerator_error, out_of_memory, run

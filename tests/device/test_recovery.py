@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from seen import Seen, world
+from helpers.seen import Seen, world
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

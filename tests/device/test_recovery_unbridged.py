@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_bridge import Stats, api
+from helpers.bridge_table import Stats, api
 
 import device
 from device import CUDA, EOOM, OK, Device, out_of_memory, test_own_errors, test_recovery

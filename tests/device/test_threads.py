@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from seen import Seen
+from helpers.seen import Seen
 
 import oomkit
 from device import MIB, ROWS, Body, Device, out_of_memory, run

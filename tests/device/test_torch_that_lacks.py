@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from seen import Seen
+from helpers.seen import Seen
 
 import oomkit
 from device import CUDA, MIB, MPS, PRIVATE, XPU, Body, Device, out_of_memory, run

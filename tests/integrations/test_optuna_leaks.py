@@ -1,6 +1,6 @@
 """Names of oomkit.optuna that need Optuna: called many times they leave nothing.
 
-tests/leak_uses_loops.py has the others; every name of NEEDS_OPTUNA has a use here.
+tests/helpers/leak_uses_loops.py has the others; every name of NEEDS_OPTUNA has a use here.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import optuna
 import pytest
 import torch
-from leak_uses import counted, grown, nothing_else_counted
-from leak_uses_loops import NEEDS_OPTUNA
+from helpers.leak_uses import counted, grown, nothing_else_counted
+from helpers.leak_uses_loops import NEEDS_OPTUNA
 from searches import MIB, STATE, allocated, study, take
 
 import oomkit.optuna

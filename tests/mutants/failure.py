@@ -13,7 +13,7 @@ MUTANTS = [
         "    oomkit_phase_set",
         "    static PyObject *late; /* until the next one */\n    Py_XSETREF(late, exception);\n"
         "    Py_XDECREF(handled);\n    oomkit_phase_set",
-        ("test_steps.py::test_replay_sees_nothing_of_the_failed_attempt",),
+        ("engine/test_steps.py::test_replay_sees_nothing_of_the_failed_attempt",),
     ),
     Mutant(
         "frames-not-cleared",
@@ -21,7 +21,7 @@ MUTANTS = [
         "csrc/py/discard.c",
         "        if (!list_has_frame(kept, frame)) {",
         "        if (0) {",
-        ("test_drop.py::test_nothing_outlives_a_dropped_exception",),
+        ("errors/test_drop.py::test_nothing_outlives_a_dropped_exception",),
     ),
     Mutant(
         "callers-exception-stripped",
@@ -30,7 +30,7 @@ MUTANTS = [
         "    list_collect(&kept, keep, NULL);\n    list_collect(&gone, exception, &kept);",
         "    (void)keep;\n    list_collect(&kept, NULL, NULL);\n"
         "    list_collect(&gone, exception, &kept);",
-        ("test_drop.py::test_what_the_caller_is_handling_keeps_everything",),
+        ("errors/test_drop.py::test_what_the_caller_is_handling_keeps_everything",),
     ),
     Mutant(
         "stored-exceptions-stay",
@@ -38,7 +38,7 @@ MUTANTS = [
         "csrc/py/discard.c",
         "        list_add(list, value, kept);\n    }",
         "        ;\n    }",
-        ("test_drop.py::test_nothing_outlives_a_dropped_exception",),
+        ("errors/test_drop.py::test_nothing_outlives_a_dropped_exception",),
     ),
     Mutant(
         "generators-closed",
@@ -46,7 +46,7 @@ MUTANTS = [
         "csrc/py/discard.c",
         "        Py_DECREF(generator);\n        return;",
         "        Py_DECREF(generator);",
-        ("test_drop.py::test_a_generator_that_paused_goes_on",),
+        ("errors/test_drop.py::test_a_generator_that_paused_goes_on",),
     ),
     Mutant(
         "no-drain",
@@ -54,7 +54,7 @@ MUTANTS = [
         "csrc/undo/rollback.c",
         "    if (result == 0 && call->queued) {",
         "    if (0) {",
-        ("test_leaks.py::test_nothing_of_a_failed_backward_stays_queued",),
+        ("leaks/test_leaks.py::test_nothing_of_a_failed_backward_stays_queued",),
     ),
     Mutant(
         "no-collection",
@@ -62,7 +62,7 @@ MUTANTS = [
         "csrc/device/reclaim.c",
         "before != OOMKIT_UNKNOWN && now > before;",
         "before != OOMKIT_UNKNOWN && 0;",
-        ("test_judged.py::test_cycles_of_the_failed_attempt_are_gone_before_the_retry",),
+        ("engine/test_judged.py::test_cycles_of_the_failed_attempt_are_gone_before_the_retry",),
     ),
     Mutant(
         "no-cache-flush",
@@ -71,7 +71,10 @@ MUTANTS = [
         "         clear_workspaces(st, device, &workspaces) < 0) ||\n"
         "        oomkit_device_empty_cache(st, device) < 0) {",
         "         clear_workspaces(st, device, &workspaces) < 0)) {",
-        ("test_without_bridge.py::test_the_allocators_cache_is_emptied_once_before_the_retry",),
+        (
+            "bridge/test_without_bridge.py::"
+            "test_the_allocators_cache_is_emptied_once_before_the_retry",
+        ),
     ),
     Mutant(
         "autocast-cache-stays",
@@ -79,7 +82,7 @@ MUTANTS = [
         "csrc/engine/recover.c",
         "PyObject *done = PyObject_CallNoArgs(st->clear_autocast_cache); /* owned */",
         "PyObject *done = Py_NewRef(Py_None);",
-        ("test_judged.py::test_weights_that_autocast_has_kept_are_gone_before_the_retry",),
+        ("engine/test_judged.py::test_weights_that_autocast_has_kept_are_gone_before_the_retry",),
     ),
     Mutant(
         "interrupt-takes-nothing-back",
@@ -87,7 +90,7 @@ MUTANTS = [
         "csrc/engine/passthrough.c",
         "    if ((call->split || call->ooms > 0 || interrupted) &&",
         "    if ((call->ooms > 0 || interrupted) && !interrupted &&",
-        ("test_once_changes.py::test_a_keyboard_interrupt_rolls_back_and_passes",),
+        ("accum/test_once_changes.py::test_a_keyboard_interrupt_rolls_back_and_passes",),
     ),
     Mutant(
         "interrupt-swallowed",
@@ -95,7 +98,10 @@ MUTANTS = [
         "csrc/undo/rollback.c",
         "    if (result >= 0 && *error != NULL && is_oom(st, *error)) {",
         "    if (result >= 0 && *error != NULL) {",
-        ("test_recovery_faults.py::test_an_exception_while_rolling_back_passes_when_all_is_back",),
+        (
+            "undo/test_recovery_faults.py::"
+            "test_an_exception_while_rolling_back_passes_when_all_is_back",
+        ),
     ),
     Mutant(
         "small-error-keeps-its-half",
@@ -104,7 +110,7 @@ MUTANTS = [
         "    if ((call->split || call->ooms > 0 || interrupted) &&",
         "    if (interrupted &&",
         (
-            "test_once_decisions.py::"
+            "accum/test_once_decisions.py::"
             "test_an_error_of_the_step_passes_with_a_note_and_everything_back",
         ),
     ),
@@ -114,7 +120,7 @@ MUTANTS = [
         "csrc/py/oom_error.c",
         "    return severity[one] >= severity[two] ? one : two;",
         "    return severity[one] <= severity[two] ? one : two;",
-        ("test_classifier.py",),
+        ("core/test_classifier.py",),
     ),
     Mutant(
         "look-alikes-are-oom",
@@ -122,7 +128,7 @@ MUTANTS = [
         "csrc/core/classify.c",
         '    {"std::bad_alloc", AT_END_OF_WORD, OOMKIT_CLASS_CERTAIN},',
         '    {"std::bad_alloc", NULL, OOMKIT_CLASS_CERTAIN},',
-        ("test_core.py::test_core[classify]",),
+        ("core/test_core.py::test_core[classify]",),
     ),
     Mutant(
         "any-type-is-oom",
@@ -130,7 +136,7 @@ MUTANTS = [
         "csrc/py/oom_error.c",
         "    return exception_is_wrapper(st, exception) ? OOMKIT_EXCEPTION_RUNTIME\n",
         "    return st != NULL ? OOMKIT_EXCEPTION_RUNTIME\n",
-        ("test_classifier.py::test_a_type_that_is_never_out_of_memory_may_quote_it",),
+        ("core/test_classifier.py::test_a_type_that_is_never_out_of_memory_may_quote_it",),
     ),
     Mutant(
         "sticky-retried",
@@ -138,7 +144,7 @@ MUTANTS = [
         "csrc/engine/recover.c",
         "class_ == OOMKIT_CLASS_STICKY || class_ == OOMKIT_CLASS_NEVER ||",
         "class_ == OOMKIT_CLASS_NEVER ||",
-        ("test_judged.py::test_what_a_retry_cannot_help_passes_as_it_came",),
+        ("engine/test_judged.py::test_what_a_retry_cannot_help_passes_as_it_came",),
     ),
     Mutant(
         "never-retried",
@@ -147,8 +153,8 @@ MUTANTS = [
         "class_ == OOMKIT_CLASS_STICKY || class_ == OOMKIT_CLASS_NEVER ||",
         "class_ == OOMKIT_CLASS_STICKY ||",
         (
-            "test_judged.py::test_what_a_retry_cannot_help_passes_as_it_came",
-            "test_judged.py::test_our_own_out_of_memory_from_inside_is_not_tried_again",
+            "engine/test_judged.py::test_what_a_retry_cannot_help_passes_as_it_came",
+            "engine/test_judged.py::test_our_own_out_of_memory_from_inside_is_not_tried_again",
         ),
     ),
     Mutant(
@@ -157,7 +163,7 @@ MUTANTS = [
         "csrc/engine/recover.c",
         "(class_ == OOMKIT_CLASS_MASKED && call->ooms > MASKED_RETRIES)) {",
         "0) {",
-        ("test_judged.py::test_and_passes_with_everything_back_when_it_comes_a_third_time",),
+        ("engine/test_judged.py::test_and_passes_with_everything_back_when_it_comes_a_third_time",),
     ),
     Mutant(
         "retried-under-distribution",
@@ -165,7 +171,7 @@ MUTANTS = [
         "csrc/engine/recover.c",
         "        (call->refusal == NULL && oomkit_refusal(call, &call->refusal) < 0) ||\n",
         "",
-        ("test_surroundings.py::test_more_than_one_rank",),
+        ("call/test_surroundings.py::test_more_than_one_rank",),
     ),
     Mutant(
         "never-exhausted",
@@ -173,7 +179,7 @@ MUTANTS = [
         "csrc/core/plan.c",
         "        *reason = OOMKIT_REASON_EXHAUSTED;\n        return OOMKIT_EREFUSED;",
         "        next = *failed;",
-        ("test_core.py::test_core[plan]",),
+        ("core/test_core.py::test_core[plan]",),
     ),
     Mutant(
         "first-oom-of-many",
@@ -181,7 +187,7 @@ MUTANTS = [
         "csrc/core/plan.c",
         "    factor = known->successes == 0 && known->failures > 1 ? 4 : 2;",
         "    factor = 2;",
-        ("test_planner.py::test_further_ooms_before_any_success_quadruple",),
+        ("sizes/test_planner.py::test_further_ooms_before_any_success_quadruple",),
     ),
     Mutant(
         "memory-that-lacks-is-no-bridge",
@@ -189,7 +195,7 @@ MUTANTS = [
         "csrc/py/state.c",
         "    if (PyErr_ExceptionMatches(PyExc_MemoryError) ||\n",
         "    if ((0 && PyErr_ExceptionMatches(PyExc_MemoryError)) ||\n",
-        ("test_nomemory.py::test_an_import_that_lacks_memory_for_the_bridge_fails",),
+        ("nomemory/test_nomemory.py::test_an_import_that_lacks_memory_for_the_bridge_fails",),
     ),
     Mutant(
         "half-the-errors-are-all",
@@ -197,7 +203,10 @@ MUTANTS = [
         "csrc/module/module.c",
         "st->OomkitWarning == NULL && oomkit_errors_init(st) < 0",
         "st->OutOfMemory == NULL && oomkit_errors_init(st) < 0",
-        ("test_nomemory.py::test_an_import_that_fails_while_errors_are_made_can_be_repeated",),
+        (
+            "nomemory/test_nomemory.py::"
+            "test_an_import_that_fails_while_errors_are_made_can_be_repeated",
+        ),
     ),
     Mutant(
         "a-frame-without-memory-is-the-last",
@@ -205,6 +214,9 @@ MUTANTS = [
         "csrc/loop/handout.c",
         "    if (frame == NULL && PyErr_Occurred()) {",
         "    if (0) {",
-        ("test_nomemory.py::test_a_frame_without_memory_for_its_object_is_not_the_outermost",),
+        (
+            "nomemory/test_nomemory.py::"
+            "test_a_frame_without_memory_for_its_object_is_not_the_outermost",
+        ),
     ),
 ]

@@ -11,7 +11,7 @@ MUTANTS = [
         "csrc/core/plan.c",
         "    return bound->smallest_failed != 0 && rows >= bound->smallest_failed &&\n",
         "    return bound->smallest_failed != 0 && rows < 0 &&\n",
-        ("test_core.py::test_core[plan]", "test_core.py::test_core[knowledge]"),
+        ("core/test_core.py::test_core[plan]", "core/test_core.py::test_core[knowledge]"),
     ),
     Mutant(
         "worked-with-more-room",
@@ -19,7 +19,7 @@ MUTANTS = [
         "csrc/core/plan.c",
         "    if (rows <= bound->largest_ok && oomkit_room_enough(room, bound->ok_room)) {",
         "    if (rows <= bound->largest_ok) {",
-        ("test_core.py::test_core[plan]", "test_core.py::test_core[knowledge]"),
+        ("core/test_core.py::test_core[plan]", "core/test_core.py::test_core[knowledge]"),
     ),
     Mutant(
         "gradient-once",
@@ -27,7 +27,7 @@ MUTANTS = [
         "csrc/core/plan.c",
         "               ? request->largest_gradient",
         "               ? 0 * request->largest_gradient",
-        ("test_core.py::test_core[numbers]", "test_planner.py"),
+        ("core/test_core.py::test_core[numbers]", "sizes/test_planner.py"),
     ),
     Mutant(
         "less-room-given-up",
@@ -35,7 +35,7 @@ MUTANTS = [
         "csrc/core/knowledge.c",
         "bound->largest_ok >= rows && oomkit_room_enough(room, bound->ok_room);",
         "bound->largest_ok >= rows;",
-        ("test_core.py::test_core[numbers]",),
+        ("core/test_core.py::test_core[numbers]",),
     ),
     Mutant(
         "gives-up-before-the-whole",
@@ -43,7 +43,7 @@ MUTANTS = [
         "csrc/core/plan.c",
         "        if (count > 1 && whole_is_left(known, request)) {",
         "        if (count < 1 && whole_is_left(known, request)) {",
-        ("test_core.py::test_core[numbers]", "test_planner.py"),
+        ("core/test_core.py::test_core[numbers]", "sizes/test_planner.py"),
     ),
     Mutant(
         "peaks-never-doubted",
@@ -51,7 +51,7 @@ MUTANTS = [
         "csrc/core/plan.c",
         "        if (k == most && !plan_fits(known, request, plan)) {",
         "        if (0 && k == most && !plan_fits(known, request, plan)) {",
-        ("test_core.py::test_core[numbers]",),
+        ("core/test_core.py::test_core[numbers]",),
     ),
     Mutant(
         "grows-at-once",
@@ -60,7 +60,7 @@ MUTANTS = [
         "    return known->late == 0 || known->healthy >= UINT32_C(8) << doublings ||\n"
         "           (failed && grown);",
         "    return (int)doublings >= 0 && (failed | grown) >= 0;",
-        ("test_core.py::test_core[plan]", "test_core.py::test_core[knowledge]"),
+        ("core/test_core.py::test_core[plan]", "core/test_core.py::test_core[knowledge]"),
     ),
     Mutant(
         "no-margin",
@@ -68,7 +68,7 @@ MUTANTS = [
         "csrc/core/knowledge.c",
         "    known->margin = share > known->margin ? share : known->margin;",
         "    (void)share;",
-        ("test_core.py::test_core[knowledge]", "test_core.py::test_core[plan]"),
+        ("core/test_core.py::test_core[knowledge]", "core/test_core.py::test_core[plan]"),
     ),
     Mutant(
         "plateau-believed",
@@ -76,7 +76,7 @@ MUTANTS = [
         "csrc/core/knowledge.c",
         "    return slope * (double)top->rows >= 0.5 * ((double)top->bytes - floor_bytes) ? slope",
         "    return slope * (double)top->rows >= 0.0 * ((double)top->bytes - floor_bytes) ? slope",
-        ("test_core.py::test_core[knowledge]", "test_core.py::test_core[plan]"),
+        ("core/test_core.py::test_core[knowledge]", "core/test_core.py::test_core[plan]"),
     ),
     Mutant(
         "state-not-predicted",
@@ -84,7 +84,7 @@ MUTANTS = [
         "csrc/sizes/predict.c",
         "    if (answer != Py_None) {",
         "    if (0) {",
-        ("test_optimizer_faults.py::"
+        ("optim/test_optimizer_faults.py::"
          "test_the_first_step_that_cannot_fit_is_refused_before_anything_moves",),
     ),
     Mutant(
@@ -93,7 +93,7 @@ MUTANTS = [
         "oomkit/optim.py",
         "            if p.grad is not None:\n                total +=",
         "            if True:\n                total +=",
-        ("test_optimizer_faults.py::"
+        ("optim/test_optimizer_faults.py::"
          "test_parameters_without_a_gradient_are_not_counted_as_state",),
     ),
     Mutant(
@@ -102,7 +102,7 @@ MUTANTS = [
         "csrc/core/budget.c",
         "atomic_fetch_sub_explicit(&budget->used_bytes, bytes, memory_order_relaxed);",
         "atomic_fetch_sub_explicit(&budget->used_bytes, 2 * bytes, memory_order_relaxed);",
-        ("test_core.py::test_core[budget]",),
+        ("core/test_core.py::test_core[budget]",),
     ),
     Mutant(
         "budget-one-byte-short",
@@ -110,7 +110,8 @@ MUTANTS = [
         "csrc/core/budget.c",
         "if (bytes > limit || used > limit - bytes) {",
         "if (bytes > limit || used >= limit - bytes) {",
-        ("test_memory.py::test_a_request_that_fits_exactly_is_admitted_and_one_byte_more_is_not",),
+        ("memory/test_memory.py::"
+         "test_a_request_that_fits_exactly_is_admitted_and_one_byte_more_is_not",),
     ),
     Mutant(
         "refused-request-counted",
@@ -118,7 +119,7 @@ MUTANTS = [
         "csrc/torch/allocator.cpp",
         "            if (counted) {\n                oomkit_budget_release(",
         "            if (0) {\n                oomkit_budget_release(",
-        ("test_memory.py::"
+        ("memory/test_memory.py::"
          "test_a_request_that_the_machine_cannot_serve_gives_its_reservation_back",),
     ),
     Mutant(
@@ -127,7 +128,7 @@ MUTANTS = [
         "csrc/torch/allocator.cpp",
         "        const bool counted = exempt_depth == 0;",
         "        const bool counted = exempt_depth >= 0;",
-        ("test_bridge.py::"
+        ("bridge/test_bridge.py::"
          "test_exempt_allocations_are_neither_counted_nor_refused_nor_failed",),
     ),
     Mutant(
@@ -136,7 +137,7 @@ MUTANTS = [
         "csrc/torch/allocator.cpp",
         "    oomkit_fault_disarm(counters.fault);\n}\n\n} // namespace",
         "}\n\n} // namespace",
-        ("test_inject.py::test_a_child_made_by_fork_starts_disarmed",),
+        ("bridge/test_inject.py::test_a_child_made_by_fork_starts_disarmed",),
     ),
     Mutant(
         "fault-off-by-one",
@@ -144,7 +145,7 @@ MUTANTS = [
         "csrc/core/fault.c",
         "    if (seen < nth || (times != 0",
         "    if (seen <= nth || (times != 0",
-        ("test_core.py::test_core[fault]",),
+        ("core/test_core.py::test_core[fault]",),
     ),
     Mutant(
         "fault-once-too-often",
@@ -152,7 +153,7 @@ MUTANTS = [
         "csrc/core/fault.c",
         "(times != 0 && seen - nth >= times)) {",
         "(times != 0 && seen - nth > times)) {",
-        ("test_inject.py::test_exactly_the_named_allocations_fail",),
+        ("bridge/test_inject.py::test_exactly_the_named_allocations_fail",),
     ),
     Mutant(
         "inner-peak-outside",
@@ -162,7 +163,7 @@ MUTANTS = [
         "    atomic_fetch_and",
         "    value = atomic_load_explicit(&peak->maximum_bytes, memory_order_relaxed);\n"
         "    atomic_fetch_and",
-        ("test_core.py::test_core[peak]",),
+        ("core/test_core.py::test_core[peak]",),
     ),
     Mutant(
         "torn-record",
@@ -170,7 +171,7 @@ MUTANTS = [
         "csrc/core/ring.c",
         "        if ((after & NUMBER_MASK) > 2 * index + 2) {",
         "        if (0) {",
-        ("test_core.py::test_core[ring]",),
+        ("core/test_core.py::test_core[ring]",),
     ),
     Mutant(
         "limit-stays",
@@ -178,7 +179,7 @@ MUTANTS = [
         "oomkit/memory.py",
         "        _layers.set_user(self._key, self._previous)  # needs",
         "        pass  # needs",
-        ("test_memory.py::test_with_puts_the_previous_limit_back",),
+        ("memory/test_memory.py::test_with_puts_the_previous_limit_back",),
     ),
     Mutant(
         "gradient-through-detached-output",
@@ -186,7 +187,7 @@ MUTANTS = [
         "oomkit/_nodes.py",
         "        raise _C.SplitError(ctx.why)",
         "        return torch.zeros(0), None, None",
-        ("test_join_grad.py::test_a_gradient_through_a_sum_with_the_model",),
+        ("result/test_join_grad.py::test_a_gradient_through_a_sum_with_the_model",),
         also=(('        raise _C.SplitError("a gradient passed',
                '        return (None,) * 99\n        raise _C.SplitError("a gradient passed'),),
     ),
@@ -196,7 +197,7 @@ MUTANTS = [
         "oomkit/_nodes.py",
         "self._anchor = _Anchor.apply(leaf, *self._leaves)",
         "self._anchor = _Anchor.apply(leaf)",
-        ("test_join_grad.py::test_a_gradient_through_a_sum_with_the_model",),
+        ("result/test_join_grad.py::test_a_gradient_through_a_sum_with_the_model",),
     ),
     Mutant(
         "forced-slices-stay",
@@ -204,7 +205,7 @@ MUTANTS = [
         "oomkit/testing.py",
         "        _C._force_slices(self._before.pop())",
         "        self._before.pop()",
-        ("test_weights.py::test_forced_slices_are_the_slices_that_run",),
+        ("accum/test_weights.py::test_forced_slices_are_the_slices_that_run",),
     ),
     Mutant(
         "companions-unsaid",
@@ -212,7 +213,7 @@ MUTANTS = [
         "oomkit/_companions.py",
         "    return len(shape) > 0 and shape[0] == rows",
         "    return False",
-        ("test_batch_doubt.py", "test_batch_review.py", "test_batch_refuse.py"),
+        ("batch/test_batch_doubt.py", "batch/test_batch_review.py", "batch/test_batch_refuse.py"),
     ),
     Mutant(
         "replay-in-the-callers-autocast",
@@ -220,6 +221,6 @@ MUTANTS = [
         "oomkit/_second.py",
         "        elif torch.is_autocast_enabled(device):",
         "        elif False:",
-        ("test_returned_modes.py::test_autocast_has_begun_when_backward_comes",),
+        ("deferred/test_returned_modes.py::test_autocast_has_begun_when_backward_comes",),
     ),
 ]  # fmt: skip

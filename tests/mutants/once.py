@@ -11,7 +11,7 @@ MUTANTS = [
         "csrc/accum/held_update.c",
         "    return !call->is_last ? 1",
         "    return !call->is_last ? 0",
-        ("test_once_schedulers.py::test_schedulers_step_once",),
+        ("optim/test_once_schedulers.py::test_schedulers_step_once",),
     ),
     Mutant(
         "interceptors-stay",
@@ -19,7 +19,7 @@ MUTANTS = [
         "csrc/hook/install.c",
         "if (PyDict_GetItemWithError(entry->dict, entry->name) == entry->interceptor) {",
         "if (0) {",
-        ("test_once_updates.py::test_a_scheduler_saved_in_the_step_is_the_plain_one",),
+        ("optim/test_once_updates.py::test_a_scheduler_saved_in_the_step_is_the_plain_one",),
     ),
     Mutant(
         "wrapper-of-a-scheduler-lost",
@@ -27,7 +27,7 @@ MUTANTS = [
         "csrc/hook/install.c",
         "? PyDict_SetItem(entry->dict, entry->name, self->original)",
         "? PyDict_DelItem(entry->dict, entry->name)",
-        ("test_once_updates.py::"
+        ("optim/test_once_updates.py::"
          "test_what_a_scheduler_put_around_the_optimizers_step_is_there_again",),
     ),
     Mutant(
@@ -36,7 +36,7 @@ MUTANTS = [
         "csrc/hook/install.c",
         "    hidden = is_intercepted(call, optimizer);",
         "    hidden = 0;",
-        ("test_once_updates.py::test_a_scheduler_out_of_sight_steps_once",),
+        ("optim/test_once_updates.py::test_a_scheduler_out_of_sight_steps_once",),
     ),
     Mutant(
         "other-courses",
@@ -45,7 +45,7 @@ MUTANTS = [
         "    if (first->events[at].target != target || first->events[at].name != name) {\n"
         "        return course_differs",
         "    if (0) {\n        return course_differs",
-        ("test_course.py::test_the_same_number_of_calls_in_another_order",),
+        ("accum/test_course.py::test_the_same_number_of_calls_in_another_order",),
     ),
     Mutant(
         "shorter-courses",
@@ -53,7 +53,8 @@ MUTANTS = [
         "csrc/accum/sequence.c",
         "    if (!call->course_waived && course->count < first->count) {",
         "    if (0) {",
-        ("test_course.py::test_step_every_second_call", "test_course.py::test_skip_on_nan",),
+        ("accum/test_course.py::test_step_every_second_call",
+         "accum/test_course.py::test_skip_on_nan"),
     ),
     Mutant(
         "longer-courses",
@@ -61,7 +62,7 @@ MUTANTS = [
         "csrc/accum/sequence.c",
         "    if (at >= first->count) {\n        return course_differs(call, where, NULL);\n    }",
         "    if (at >= first->count) {\n        return 0;\n    }",
-        ("test_once_decisions.py::test_micro_batches_that_decide_differently_are_refused",),
+        ("accum/test_once_decisions.py::test_micro_batches_that_decide_differently_are_refused",),
     ),
     Mutant(
         "batch-moved-unseen",
@@ -69,7 +70,7 @@ MUTANTS = [
         "csrc/batch/changed.c",
         "        if (moved) {\n            if (batch->saved == NULL) {",
         "        if (0) {\n            if (batch->saved == NULL) {",
-        ("test_course.py::test_batch_changed_in_place_is_not_replayed",),
+        ("accum/test_course.py::test_batch_changed_in_place_is_not_replayed",),
     ),
     Mutant(
         "parameter-moved-unseen",
@@ -77,7 +78,7 @@ MUTANTS = [
         "csrc/undo/savepoint.c",
         "    int state = oomkit_tx_params_moved(call, &which);",
         "    int state = 0;",
-        ("test_course.py::test_one_number_of_a_large_parameter_changed_by_hand",),
+        ("accum/test_course.py::test_one_number_of_a_large_parameter_changed_by_hand",),
     ),
     Mutant(
         "data-written-unseen",
@@ -85,7 +86,7 @@ MUTANTS = [
         "csrc/undo/savepoint.c",
         "        state = oomkit_tx_params_rewritten(call, &which);",
         "        state = 0;",
-        ("test_once.py::test_data_writes_in_a_micro_batch_are_seen",),
+        ("accum/test_once.py::test_data_writes_in_a_micro_batch_are_seen",),
     ),
     Mutant(
         "gradient-by-hand-unseen",
@@ -93,8 +94,8 @@ MUTANTS = [
         "csrc/accum/stray_grads.c",
         "            result = escaped_counts(call, i);",
         "            result = 0;",
-        ("test_course.py::test_gradient_set_by_hand_in_a_micro_batch",
-         "test_once.py::test_autograd_grad_applied_by_hand_is_refused"),
+        ("accum/test_course.py::test_gradient_set_by_hand_in_a_micro_batch",
+         "accum/test_once.py::test_autograd_grad_applied_by_hand_is_refused"),
     ),
     Mutant(
         "cleared-between-backwards",
@@ -102,8 +103,8 @@ MUTANTS = [
         "csrc/accum/sequence.c",
         "    if (changed < 0 || (!cleared && !stepped && !changed)) {",
         "    if (1) {",
-        ("test_once.py::test_zero_grad_between_two_backwards_is_refused_without_a_proof",
-         "test_once.py::test_gradients_cleared_by_hand_between_two_backwards_are_refused"),
+        ("accum/test_once.py::test_zero_grad_between_two_backwards_is_refused_without_a_proof",
+         "accum/test_once.py::test_gradients_cleared_by_hand_between_two_backwards_are_refused"),
     ),
     Mutant(
         "clear-between-keeps-the-first",
@@ -111,7 +112,7 @@ MUTANTS = [
         "csrc/accum/clear_between.c",
         "            grads_array_free(call, &g->parked);",
         "            ;",
-        ("test_clear_between.py::test_split_from_the_start",),
+        ("accum/test_clear_between.py::test_split_from_the_start",),
     ),
     Mutant(
         "clear-between-covers",
@@ -119,7 +120,7 @@ MUTANTS = [
         "csrc/accum/clear_between.c",
         "            result = PySet_Contains(set, call->parts->params[i]);",
         "            result = 1;",
-        ("test_clear_between.py::test_what_is_not_cleared_at_all",),
+        ("accum/test_clear_between.py::test_what_is_not_cleared_at_all",),
     ),
     Mutant(
         "rate-of-a-counter",
@@ -127,7 +128,7 @@ MUTANTS = [
         "csrc/undo/savepoint.c",
         "    int changed = oomkit_owners_groups_changed(call, optimizer, &name);",
         "    int changed = 0;",
-        ("test_once_updates.py::test_a_learning_rate_of_a_counter_is_refused",),
+        ("optim/test_once_updates.py::test_a_learning_rate_of_a_counter_is_refused",),
     ),
     Mutant(
         "rate-decays-k-times",
@@ -135,7 +136,7 @@ MUTANTS = [
         "csrc/engine/attempt.c",
         "(oomkit_switches_restore(call) < 0 || oomkit_owners_again(call) < 0)) {",
         "oomkit_switches_restore(call) < 0) {",
-        ("test_once_updates.py::test_a_rate_that_decays_before_the_update_decays_once",),
+        ("optim/test_once_updates.py::test_a_rate_that_decays_before_the_update_decays_once",),
     ),
     Mutant(
         "no-point-of-no-return",
@@ -143,7 +144,7 @@ MUTANTS = [
         "csrc/undo/savepoint.c",
         "    if (call->committed) {\n        return 1;",
         "    if (1) {\n        return 0;",
-        ("test_optimizer_faults.py::test_sweep_after_the_update",),
+        ("optim/test_optimizer_faults.py::test_sweep_after_the_update",),
     ),
     Mutant(
         "half-an-update-retried",
@@ -152,7 +153,7 @@ MUTANTS = [
         "    int moved = oomkit_optimizer_moved(call, index);\n\n"
         "    if (moved == 0 && !interceptor_versions_tell(self)) {",
         "    int moved = 0;\n\n    if (moved == 0 && !interceptor_versions_tell(self)) {",
-        ("test_optimizer_faults.py::test_sweep_of_the_update",),
+        ("optim/test_optimizer_faults.py::test_sweep_of_the_update",),
     ),
     Mutant(
         "data-writers-believed",
@@ -160,7 +161,7 @@ MUTANTS = [
         "csrc/hook/method.c",
         "        if (result != NULL && !interceptor_versions_tell(self)) {",
         "        if (0) {",
-        ("test_once_updates.py::test_an_optimizer_that_writes_data_is_not_repeated",),
+        ("optim/test_once_updates.py::test_an_optimizer_that_writes_data_is_not_repeated",),
     ),
     Mutant(
         "closures-split",
@@ -168,7 +169,7 @@ MUTANTS = [
         "csrc/hook/method.c",
         "    int closure = oomkit_interceptor_has_closure(args, nargsf, kwnames);",
         "    int closure = 0;",
-        ("test_course.py::test_closures_are_refused_when_split",),
+        ("accum/test_course.py::test_closures_are_refused_when_split",),
     ),
     Mutant(
         "unknown-leaf-inside",
@@ -176,7 +177,7 @@ MUTANTS = [
         "csrc/hook/backward.c",
         "    if (nested && call->split && oomkit_strangers_meet(call, args[0], 1) < 0) {",
         "    if (nested && call->split && 0) {",
-        ("test_strangers_nested.py::test_every_place_of_an_oom_is_exact_or_refused_by_name",),
+        ("accum/test_strangers_nested.py::test_every_place_of_an_oom_is_exact_or_refused_by_name",),
     ),
     Mutant(
         "unknown-leaf-of-later-rows",
@@ -185,7 +186,7 @@ MUTANTS = [
         "csrc/accum/unknown_leaves.c",
         "    if (!call->may_hold) {",
         "    if (1) {",
-        ("test_strangers_nested.py::"
+        ("accum/test_strangers_nested.py::"
          "test_what_only_later_rows_lead_to_is_refused_once_the_whole_batch_has_run",),
     ),
     Mutant(
@@ -194,7 +195,7 @@ MUTANTS = [
         "csrc/accum/late.c",
         "    for (i = from; call->may_hold && i < call->parts->param_count; i++) {",
         "    for (i = from; 0 && i < call->parts->param_count; i++) {",
-        ("test_strangers_nested.py::"
+        ("accum/test_strangers_nested.py::"
          "test_what_only_later_rows_lead_to_is_refused_once_the_whole_batch_has_run",),
     ),
     Mutant(
@@ -203,7 +204,7 @@ MUTANTS = [
         "csrc/accum/stray_grads.c",
         "        if (oomkit_exception_is_oom(call->st) ||",
         "        if (0 ||",
-        ("test_once_changes.py::"
+        ("accum/test_once_changes.py::"
          "test_memory_that_lacks_to_look_at_a_gradient_is_no_change_by_hand",),
     ),
     Mutant(
@@ -212,7 +213,7 @@ MUTANTS = [
         "csrc/hook/backward.c",
         "    if (result == NULL && nested && (!call->split || call->slice_index > 0)) {",
         "    if (0) {",
-        ("test_strangers_nested.py::"
+        ("accum/test_strangers_nested.py::"
          "test_what_only_the_failed_backward_inside_led_to_is_refused",),
     ),
     Mutant(
@@ -222,7 +223,7 @@ MUTANTS = [
         "csrc/hook/backward.c",
         "         oomkit_strangers_meet(call, roots, 0) < 0)) {",
         "         0)) {",
-        ("test_strangers.py::test_found_in_the_graph",),
+        ("accum/test_strangers.py::test_found_in_the_graph",),
     ),
     Mutant(
         "nested-steps-split",
@@ -230,7 +231,7 @@ MUTANTS = [
         "csrc/engine/whole.c",
         "    if (oomkit_call_current() !=\n        NULL) {",
         "    if (0) {",
-        ("test_steps.py::test_nested_steps_are_one_transaction",),
+        ("engine/test_steps.py::test_nested_steps_are_one_transaction",),
     ),
     Mutant(
         "parts-kept-in-spite-of-noise",
@@ -238,7 +239,7 @@ MUTANTS = [
         "csrc/undo/savepoint.c",
         "    if (moved == 0 && call->rng.cpu_state != NULL) {",
         "    if (0) {",
-        ("test_steps.py::test_an_evaluation_that_draws_numbers_keeps_no_part",),
+        ("engine/test_steps.py::test_an_evaluation_that_draws_numbers_keeps_no_part",),
     ),
     Mutant(
         "clears-nothing-where-there-is-one",
@@ -246,7 +247,8 @@ MUTANTS = [
         "csrc/hook/zero_grad.c",
         "            none &= marks[i].grad == NULL;",
         "            none &= 1;",
-        ("test_once_clearing.py::test_a_gradient_that_is_there_is_cleared_in_every_micro_batch",),
+        ("hook/test_once_clearing.py::"
+         "test_a_gradient_that_is_there_is_cleared_in_every_micro_batch",),
     ),
     Mutant(
         "anybodys-clearing-left-out",
@@ -254,7 +256,7 @@ MUTANTS = [
         "csrc/hook/zero_grad.c",
         "    plain = method == st->plain_zero_grad;",
         "    plain = 1;",
-        ("test_once_clearing.py::test_somebodys_own_runs_every_time",),
+        ("hook/test_once_clearing.py::test_somebodys_own_runs_every_time",),
     ),
     Mutant(
         "error-asked-with-one-in-flight",
@@ -263,6 +265,6 @@ MUTANTS = [
         "    exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;\n"
         "    result = oomkit_optimizers_any_moved(call);",
         "    exception = NULL;\n    result = oomkit_optimizers_any_moved(call);",
-        ("test_without_bridge.py::test_an_error_of_the_update_is_the_one_that_is_raised",),
+        ("bridge/test_without_bridge.py::test_an_error_of_the_update_is_the_one_that_is_raised",),
     ),
 ]  # fmt: skip

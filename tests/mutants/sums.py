@@ -11,7 +11,7 @@ MUTANTS = [
         "csrc/accum/weights.c",
         "(double)call->slices[i].length / (double)weights_rows(call);",
         "1.0 / (double)call->slice_count;",
-        ("test_weights.py::test_split_equals_whole",),
+        ("accum/test_weights.py::test_split_equals_whole",),
     ),
     Mutant(
         "sums-weighed",
@@ -19,7 +19,7 @@ MUTANTS = [
         "csrc/accum/weights.c",
         "            l->is_sum ? 1.0\n                      : (double)call->slices[i].length",
         "            (double)call->slices[i].length",
-        ("test_weights.py::test_split_equals_whole",),
+        ("accum/test_weights.py::test_split_equals_whole",),
     ),
     Mutant(
         "token-weights-equal",
@@ -27,7 +27,7 @@ MUTANTS = [
         "csrc/accum/weights.c",
         "*weight = total > 0.0 ? *weight / total : 1.0 / (double)call->slice_count;",
         "*weight = 1.0 / (double)call->slice_count;",
-        ("test_token_weights.py::test_token_mean",),
+        ("accum/test_token_weights.py::test_token_mean",),
     ),
     Mutant(
         "nothing-times-nan",
@@ -35,7 +35,7 @@ MUTANTS = [
         "csrc/hook/backward.c",
         "if (call->split && weight == 0.0) {",
         "if (0) {",
-        ("test_token_weights.py::test_a_mean_over_no_token_adds_nothing",),
+        ("accum/test_token_weights.py::test_a_mean_over_no_token_adds_nothing",),
     ),
     Mutant(
         "second-weight-first",
@@ -43,7 +43,7 @@ MUTANTS = [
         "csrc/accum/weights.c",
         "return l->group_weights[call->slice_index * l->groups + call->backwards];",
         "return l->group_weights[call->slice_index * l->groups];",
-        ("test_token_weights.py::test_a_weight_for_each_backward",),
+        ("accum/test_token_weights.py::test_a_weight_for_each_backward",),
     ),
     Mutant(
         "num-items-ignored",
@@ -51,7 +51,7 @@ MUTANTS = [
         "csrc/accum/weights.c",
         ": l->counts_items || (options->weight",
         ": (options->weight",
-        ("test_token_weights.py::test_num_items_means_a_sum",),
+        ("accum/test_token_weights.py::test_num_items_means_a_sum",),
     ),
     Mutant(
         "nested-backward-weighed",
@@ -59,7 +59,7 @@ MUTANTS = [
         "csrc/hook/backward.c",
         "    if (call->backward_depth > 0 || !backward_accumulates(st, args, nargsf, kwnames)) {",
         "    if (!backward_accumulates(st, args, nargsf, kwnames)) {",
-        ("test_steps.py::test_split_is_the_whole_batch",),
+        ("engine/test_steps.py::test_split_is_the_whole_batch",),
     ),
     Mutant(
         "autograd-grad-weighed",
@@ -67,7 +67,7 @@ MUTANTS = [
         "csrc/hook/backward.c",
         "    if (call->backward_depth > 0 || !backward_accumulates(st, args, nargsf, kwnames)) {",
         "    if (call->backward_depth > 0) {",
-        ("test_weights.py::test_split_equals_whole",),
+        ("accum/test_weights.py::test_split_equals_whole",),
     ),
     Mutant(
         "stash-lost",
@@ -75,7 +75,7 @@ MUTANTS = [
         "csrc/undo/gradients.c",
         "            if (grads_set(call, i, g->parked[i]) < 0) {",
         "            if (0) {",
-        ("test_weights.py::test_split_equals_whole",),
+        ("accum/test_weights.py::test_split_equals_whole",),
     ),
     Mutant(
         "nothing-parked",
@@ -84,7 +84,7 @@ MUTANTS = [
         "csrc/hook/backward.c",
         "    if (!call->is_last || call->grads.stashing) {",
         "    if (call->grads.stashing) {",
-        ("test_steps.py::test_split_is_the_whole_batch",),
+        ("engine/test_steps.py::test_split_is_the_whole_batch",),
     ),
     Mutant(
         "remainder-lost",
@@ -92,7 +92,7 @@ MUTANTS = [
         "csrc/core/slices.c",
         "        *length = rows - *start;",
         "        *length = each * multiple_of;",
-        ("test_core.py::test_core[slices]",),
+        ("core/test_core.py::test_core[slices]",),
     ),
     Mutant(
         "slices-overlap",
@@ -100,7 +100,7 @@ MUTANTS = [
         "csrc/core/slices.c",
         "*start = (index * each + smaller(index, more)) * multiple_of;",
         "*start = index * each * multiple_of;",
-        ("test_weights.py::test_split_equals_whole",),
+        ("accum/test_weights.py::test_split_equals_whole",),
     ),
     Mutant(
         "outputs-in-reverse",
@@ -108,7 +108,7 @@ MUTANTS = [
         "csrc/result/join_tensors.c",
         "PyList_SET_ITEM(list, i, Py_NewRef(values[i]));",
         "PyList_SET_ITEM(list, i, Py_NewRef(values[r->count - 1 - i]));",
-        ("test_join_outputs.py::test_a_data_class",),
+        ("result/test_join_outputs.py::test_a_data_class",),
     ),
     Mutant(
         "losses-plainly-averaged",
@@ -116,7 +116,7 @@ MUTANTS = [
         "csrc/result/join_rules.c",
         "        return r->weights[i];",
         "        return 1.0 / (double)r->count;",
-        ("test_weights.py::test_split_equals_whole",),
+        ("accum/test_weights.py::test_split_equals_whole",),
     ),
     Mutant(
         "wrong-gradient-assumed",
@@ -124,7 +124,7 @@ MUTANTS = [
         "csrc/deferred/eager.c",
         "    if (value != p->assumed) {",
         "    if (0) {",
-        ("test_returned.py::test_a_call_that_is_split",),
+        ("deferred/test_returned.py::test_a_call_that_is_split",),
     ),
     Mutant(
         "returned-not-added",
@@ -132,7 +132,10 @@ MUTANTS = [
         "csrc/undo/gradients.c",
         "        if (g->entry[i] != NULL && g->entry[i] != Py_None) {",
         "        if (0) {",
-        ("test_returned_entry.py::test_bit_for_bit_as_a_call_that_was_split_before_its_backward",),
+        (
+            "deferred/test_returned_entry.py::"
+            "test_bit_for_bit_as_a_call_that_was_split_before_its_backward",
+        ),
     ),
     Mutant(
         "returned-stash-in-place",
@@ -140,7 +143,7 @@ MUTANTS = [
         "csrc/undo/gradients.c",
         "    if (g->stashing && !g->away && oomkit_grads_put_away(call) < 0) {",
         "    if (0) {",
-        ("test_returned.py::test_gradients_of_the_caller_stay_put_while_split",),
+        ("deferred/test_returned.py::test_gradients_of_the_caller_stay_put_while_split",),
     ),
     Mutant(
         "rows-of-another-slice",
@@ -148,7 +151,7 @@ MUTANTS = [
         "csrc/deferred/micro_loss.c",
         "(long long)slice->start, (long long)slice->length);\n}\n\nstatic int\nreturned_replay",
         "0LL, (long long)slice->length);\n}\n\nstatic int\nreturned_replay",
-        ("test_returned.py::test_a_row_per_sample",),
+        ("deferred/test_returned.py::test_a_row_per_sample",),
     ),
     Mutant(
         "deposit-of-the-first-loss",
@@ -156,7 +159,7 @@ MUTANTS = [
         "csrc/deferred/eager.c",
         "        if (gradient == Py_None) {\n            result = PyObject_SetAttr(",
         "        if (1) {\n            result = PyObject_SetAttr(",
-        ("test_returned.py::test_the_users_own_accumulation",),
+        ("deferred/test_returned.py::test_the_users_own_accumulation",),
     ),
     Mutant(
         "no-autocast-in-the-replay",
@@ -164,7 +167,7 @@ MUTANTS = [
         "csrc/deferred/autocast.c",
         "    if (on != Py_True) {",
         "    if (1) {",
-        ("test_returned_modes.py::test_autocast_has_ended_when_backward_comes",),
+        ("deferred/test_returned_modes.py::test_autocast_has_ended_when_backward_comes",),
     ),
     Mutant(
         "forgotten-sum",
@@ -172,7 +175,7 @@ MUTANTS = [
         "csrc/accum/loss_value.c",
         "    is_sum = near(l->sum, whole * factor, limit);",
         "    is_sum = 0;",
-        ("test_forgotten_sum.py::test_a_sum_is_said",),
+        ("accum/test_forgotten_sum.py::test_a_sum_is_said",),
     ),
     Mutant(
         "coupled-samples-unsaid",
@@ -181,7 +184,8 @@ MUTANTS = [
         "    if (fabs(joined - whole) <= limit * fmax(fabs(whole), l->largest)) {",
         "    if (1) {",
         (
-            "test_forgotten_sum.py::test_a_contrastive_loss_that_failed_in_its_backward_is_said_once",
+            "accum/test_forgotten_sum.py::"
+            "test_a_contrastive_loss_that_failed_in_its_backward_is_said_once",
         ),
     ),
     Mutant(
@@ -190,7 +194,7 @@ MUTANTS = [
         "csrc/optim/scheduler_args.c",
         "    *mean = same ? first->value : *mean;",
         "    *mean = last->value;",
-        ("test_once_schedulers.py::test_plateau_gets_the_metric_of_the_whole_batch",),
+        ("optim/test_once_schedulers.py::test_plateau_gets_the_metric_of_the_whole_batch",),
     ),
     Mutant(
         "gradients-not-compared",
@@ -198,7 +202,7 @@ MUTANTS = [
         "oomkit/_proof.py",
         "        if not wrong:\n            return\n",
         "        if wrong or not wrong:\n            return\n",
-        ("test_never_silent.py::test_exact_or_refused_before_the_update",),
+        ("couplings/test_never_silent.py::test_exact_or_refused_before_the_update",),
     ),
     Mutant(
         "weight-not-confirmed",
@@ -206,7 +210,7 @@ MUTANTS = [
         "csrc/proof/proof.c",
         "        holds = text == NULL;",
         "        holds = 1;",
-        ("test_never_silent.py::test_exact_or_refused_before_the_update",),
+        ("couplings/test_never_silent.py::test_exact_or_refused_before_the_update",),
     ),
     Mutant(
         "later-labels-not-proven",

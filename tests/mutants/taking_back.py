@@ -11,7 +11,7 @@ MUTANTS = [
         "csrc/undo/random.c",
         "    if (rng->cpu_state != NULL) {\n        done =",
         "    if (0) {\n        done =",
-        ("test_streams.py::test_what_is_put_back_is_where_the_stream_was",),
+        ("undo/test_streams.py::test_what_is_put_back_is_where_the_stream_was",),
     ),
     Mutant(
         "no-python-random-restore",
@@ -19,7 +19,7 @@ MUTANTS = [
         "csrc/undo/random.c",
         'done = rng_library_call("random", "setstate", rng->random_state);',
         "done = Py_NewRef(Py_None);",
-        ("test_steps.py::test_python_and_numpy_streams_are_rolled_back",),
+        ("engine/test_steps.py::test_python_and_numpy_streams_are_rolled_back",),
     ),
     Mutant(
         "no-generator-restore",
@@ -27,7 +27,7 @@ MUTANTS = [
         "csrc/undo/random.c",
         "done = PyObject_CallMethodOneArg(generator, st->str_set_state, state);",
         "done = Py_NewRef(Py_None);",
-        ("test_steps.py::test_generator_among_the_globals_is_rolled_back",),
+        ("engine/test_steps.py::test_generator_among_the_globals_is_rolled_back",),
     ),
     Mutant(
         "no-buffer-restore",
@@ -35,7 +35,7 @@ MUTANTS = [
         "csrc/undo/buffers_back.c",
         "if (stuck < 0 || (!stuck && buffer_put_back(call, i) < 0)) {",
         "if (stuck < 0) {",
-        ("test_exact.py::test_every_allocation_failed_once[conv-whole]",),
+        ("engine/test_exact.py::test_every_allocation_failed_once[conv-whole]",),
     ),
     Mutant(
         "buffers-by-version",
@@ -46,7 +46,7 @@ MUTANTS = [
         "    PyObject *dict; /* owned */\n    int result = 0;\n    uint32_t now = 0;\n"
         "    if (oomkit_tensor_version(call->st, item->tensor, &now) == 0 &&\n"
         "        now == item->version) {\n        return 0;\n    }\n",
-        ("test_once.py::test_statistics_of_a_norm_of_ones_own_are_rolled_back",),
+        ("accum/test_once.py::test_statistics_of_a_norm_of_ones_own_are_rolled_back",),
     ),
     Mutant(
         "replaced-buffer-stays",
@@ -54,7 +54,7 @@ MUTANTS = [
         "csrc/undo/buffers_back.c",
         "if (PyDict_GetItemWithError(dict, item->key) != item->tensor) {",
         "if (0) {",
-        ("test_once.py::test_a_buffer_that_was_replaced_is_in_its_place_again",),
+        ("accum/test_once.py::test_a_buffer_that_was_replaced_is_in_its_place_again",),
     ),
     Mutant(
         "new-gradients-stay",
@@ -62,7 +62,7 @@ MUTANTS = [
         "csrc/undo/gradients_back.c",
         "    case OOMKIT_GRAD_NEW:\n        return grads_set(call, i, Py_None);",
         "    case OOMKIT_GRAD_NEW:\n        return 0;",
-        ("test_exact.py::test_every_allocation_failed_once[mlp-backward]",),
+        ("engine/test_exact.py::test_every_allocation_failed_once[mlp-backward]",),
     ),
     Mutant(
         "no-gradient-restore",
@@ -70,7 +70,7 @@ MUTANTS = [
         "csrc/undo/gradients_back.c",
         "return grads_put_copy(call, i, state == OOMKIT_GRAD_MOVED);",
         "return 0;",
-        ("test_weights.py::test_gradients_before_the_step_survive_every_fault",),
+        ("accum/test_weights.py::test_gradients_before_the_step_survive_every_fault",),
     ),
     Mutant(
         "aside-in-spite-of-noise",
@@ -78,7 +78,7 @@ MUTANTS = [
         "csrc/undo/gradients_back.c",
         "differs = differs == 0 ? oomkit_rng_moved(call) : differs;",
         "",
-        ("test_weights.py::test_gradient_safety_off_raises_instead_of_guessing",),
+        ("accum/test_weights.py::test_gradient_safety_off_raises_instead_of_guessing",),
     ),
     Mutant(
         "aside-in-spite-of-nesting",
@@ -86,7 +86,7 @@ MUTANTS = [
         "csrc/undo/gradients_back.c",
         "        call->st->engine_runs != call->grads.engine_runs + 1) {\n",
         "        0) {\n",
-        ("test_gradients_apart.py"
+        ("undo/test_gradients_apart.py"
          "::test_a_part_that_a_backward_within_brought_is_not_taken_for_the_whole",),
     ),
     Mutant(
@@ -95,7 +95,7 @@ MUTANTS = [
         "csrc/deferred/recompute.c",
         "PyObject_CallMethod(aside[i], \"sub_\", \"O\", gradient);",
         "Py_NewRef(gradient);",
-        ("test_accumulation.py::test_an_error_in_the_backward_of_a_later_call[inside-False]",),
+        ("undo/test_accumulation.py::test_an_error_in_the_backward_of_a_later_call[inside-False]",),
     ),
     Mutant(
         "another-contribution",
@@ -103,7 +103,7 @@ MUTANTS = [
         "csrc/deferred/recompute.c",
         "        return recompute_end(call); /* nor where either is not known: NaN */\n",
         "        ;\n",
-        ("test_accumulation.py"
+        ("undo/test_accumulation.py"
          "::test_a_step_that_is_not_the_same_the_second_time_is_refused",),
     ),
     Mutant(
@@ -112,7 +112,7 @@ MUTANTS = [
         "csrc/undo/gradients.c",
         "if (g->aside[i] != NULL && grads_set(call, i, g->aside[i]) < 0) {\n            return -1;",
         "if (0) {\n            return -1;",
-        ("test_weights.py::test_gradients_before_a_proven_step_are_set_aside",),
+        ("accum/test_weights.py::test_gradients_before_a_proven_step_are_set_aside",),
     ),
     Mutant(
         "marks-by-id",
@@ -120,7 +120,7 @@ MUTANTS = [
         "csrc/torch/tensors.cpp",
         "                c10::raw::weak_intrusive_ptr::incref(grad);\n",
         "                ;\n",
-        ("test_bridge.py::test_marks_are_sound_against_address_reuse",),
+        ("bridge/test_bridge.py::test_marks_are_sound_against_address_reuse",),
         also=(("            c10::raw::weak_intrusive_ptr::decref("
                "static_cast<c10::TensorImpl *>(grad));\n", "            ;\n"),),
     ),
@@ -133,7 +133,7 @@ MUTANTS = [
         "        states[i] = states[i] == OOMKIT_GRAD_MOVED ? OOMKIT_GRAD_SAME : states[i];\n"
         "    }\n"
         "    aside = call->grads.at_entry ? grads_may_set_aside(call, states, steps) : 0;\n",
-        ("test_weights.py::test_gradients_before_the_step_survive_every_fault",),
+        ("accum/test_weights.py::test_gradients_before_the_step_survive_every_fault",),
     ),
     Mutant(
         "versions-ignored-without-bridge",
@@ -141,7 +141,7 @@ MUTANTS = [
         "csrc/undo/gradients_back.c",
         "*step = facts.version - g->held_versions[i];",
         "*step = 0;",
-        ("test_without_bridge.py::test_recovered_equals_planned_bit_for_bit",),
+        ("bridge/test_without_bridge.py::test_recovered_equals_planned_bit_for_bit",),
     ),
     Mutant(
         "learning-rates-stay",
@@ -149,7 +149,7 @@ MUTANTS = [
         "csrc/undo/user_state.c",
         "? oomkit_groups_restore(st, object, PyTuple_GET_ITEM(pair, 1))",
         "? 0",
-        ("test_once_updates.py::test_learning_rates_are_rolled_back_and_changed_once",),
+        ("optim/test_once_updates.py::test_learning_rates_are_rolled_back_and_changed_once",),
     ),
     Mutant(
         "scaler-states-stay",
@@ -157,7 +157,7 @@ MUTANTS = [
         "csrc/undo/user_state.c",
         "PyObject *list = call->scaler_marks; /* borrowed from call */",
         "PyObject *list = NULL;",
-        ("test_once_updates.py::test_a_scaler_that_had_unscaled_does_so_again",),
+        ("optim/test_once_updates.py::test_a_scaler_that_had_unscaled_does_so_again",),
     ),
     Mutant(
         "attributes-stay",
@@ -166,8 +166,9 @@ MUTANTS = [
         "    if (oomkit_attributes_restore(call) < 0 || owners_restore_copies(call) < 0) {",
         "    if (owners_restore_copies(call) < 0) {",
         (
-            "test_refused_attributes.py::test_a_refused_first_step_leaves_no_attribute_behind",
-            "test_refused_attributes.py::test_a_scheduler_that_fails_half_way_goes_back",
+            "optim/test_refused_attributes.py::"
+            "test_a_refused_first_step_leaves_no_attribute_behind",
+            "optim/test_refused_attributes.py::test_a_scheduler_that_fails_half_way_goes_back",
         ),
     ),
     Mutant(
@@ -176,7 +177,7 @@ MUTANTS = [
         "csrc/hook/method.c",
         "            oomkit_attributes_undo(call);",
         "",
-        ("test_refused_attributes.py::test_a_partial_update_leaves_no_scale_behind",),
+        ("optim/test_refused_attributes.py::test_a_partial_update_leaves_no_scale_behind",),
     ),
     Mutant(
         "half-made-scaler-stays",
@@ -184,7 +185,7 @@ MUTANTS = [
         "csrc/undo/user_state.c",
         ": scaler_tensors_restore(object, PyTuple_GET_ITEM(pair, 1));",
         ": 0;",
-        ("test_once_updates.py::test_every_fault_of_a_cold_scaler",),
+        ("optim/test_once_updates.py::test_every_fault_of_a_cold_scaler",),
     ),
     Mutant(
         "half-made-state-stays",
@@ -193,7 +194,7 @@ MUTANTS = [
         "    if (PyDict_Check(mark->state) &&\n"
         "        undo_new_keys(mark->state, mark->params_seen) < 0) {",
         "    if (0) {",
-        ("test_optimizer_faults.py::test_sweep_of_the_update[adamw-first-step]",),
+        ("optim/test_optimizer_faults.py::test_sweep_of_the_update[adamw-first-step]",),
     ),
     Mutant(
         "no-optimizer-copy",
@@ -202,7 +203,7 @@ MUTANTS = [
         "done = PyObject_CallMethodOneArg(mark->items[i].value, call->st->str_copy,\n"
         "                                         mark->copies[i]);",
         "done = Py_NewRef(Py_None);",
-        ("test_optimizer_faults.py::test_optimizer_safety_copy_makes_every_fault_retryable",),
+        ("optim/test_optimizer_faults.py::test_optimizer_safety_copy_makes_every_fault_retryable",),
     ),
     Mutant(
         "switches-stay",
@@ -210,7 +211,7 @@ MUTANTS = [
         "csrc/undo/flags.c",
         "    if (call->switches != NULL && switches_training(call->st, call->switches) < 0) {",
         "    if (0) {",
-        ("test_switches.py::test_a_replay_begins_as_the_call_began",),
+        ("undo/test_switches.py::test_a_replay_begins_as_the_call_began",),
     ),
     Mutant(
         "frozen-stays",
@@ -218,7 +219,7 @@ MUTANTS = [
         "csrc/undo/flags.c",
         "    return switches_grads(call, oomkit_tx_params_flags(call, 0));\n}\n\n/* --- around",
         "    return 0;\n}\n\n/* --- around",
-        ("test_switches.py::test_a_replay_begins_as_the_call_began",),
+        ("undo/test_switches.py::test_a_replay_begins_as_the_call_began",),
     ),
     Mutant(
         "no-pristine-restore",
@@ -226,7 +227,7 @@ MUTANTS = [
         "csrc/undo/savepoint.c",
         "stay = oomkit_pristine_restore(call, &param);",
         "stay = 0;",
-        ("test_once_changes.py::test_a_change_is_refused_by_name_and_taken_back",),
+        ("accum/test_once_changes.py::test_a_change_is_refused_by_name_and_taken_back",),
     ),
     Mutant(
         "no-slot-restore",
@@ -234,7 +235,7 @@ MUTANTS = [
         "csrc/undo/savepoint.c",
         "if (oomkit_slots_restore(call) < 0 ||",
         "if (0 ||",
-        ("test_once_changes.py::test_a_change_is_refused_by_name_and_taken_back",),
+        ("accum/test_once_changes.py::test_a_change_is_refused_by_name_and_taken_back",),
     ),
     Mutant(
         "roll-back-tried-once",
@@ -242,7 +243,7 @@ MUTANTS = [
         "csrc/undo/rollback.c",
         "#define TRIES 3",
         "#define TRIES 1",
-        ("test_recovery_faults.py::test_out_of_memory_while_rolling_back_is_recovered_from",),
+        ("undo/test_recovery_faults.py::test_out_of_memory_while_rolling_back_is_recovered_from",),
     ),
     Mutant(
         "accumulated-count-stays",
@@ -250,6 +251,6 @@ MUTANTS = [
         "csrc/undo/user_state.c",
         "if (oomkit_accelerator_restore(object, PyTuple_GET_ITEM(pair, 1)) < 0) {",
         "if (0) {",
-        ("test_accelerate.py::test_out_of_memory",),
+        ("optim/test_accelerate.py::test_out_of_memory",),
     ),
 ]  # fmt: skip

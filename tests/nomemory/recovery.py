@@ -38,7 +38,7 @@ class Recovery(Body):
     # --- in the stage ---
 
     def prepare(self) -> None:
-        from recovery_world import Judge
+        from helpers.recovery_world import Judge
 
         self.judged = Judge(self.form, **self.options)
         count = apart(self._count, CALM)
@@ -64,7 +64,7 @@ class Recovery(Body):
 
     def _count(self) -> int:
         """Of a run without faults: how many allocations of torch the part makes."""
-        from recovery_world import quiet
+        from helpers.recovery_world import quiet
 
         from oomkit.testing import inject_oom
 
@@ -76,7 +76,7 @@ class Recovery(Body):
 
     def _warm(self) -> None:
         """Everything that a recovery imports and keeps for the process is there."""
-        from recovery_world import quiet
+        from helpers.recovery_world import quiet
 
         from oomkit.testing import inject_oom
 
@@ -132,7 +132,7 @@ class Recovery(Body):
         if oomkit.current().count != 1:
             wrong.append("current() is left behind")
         now = w.state()
-        from recovery_world import differences
+        from helpers.recovery_world import differences
 
         for name in LEFT:
             wrong += differences(self.before[name], now[name], f"{name} left behind")
@@ -205,7 +205,7 @@ class Recovery(Body):
         return self.judged.undisturbed(plan)
 
     def judge(self, outcome: Outcome) -> list[str]:
-        from recovery_world import differences
+        from helpers.recovery_world import differences
 
         kept = outcome.values
         wrong: list[str] = []

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from compiled import load_module
+from helpers.compiled import load_module
 
 SOURCE = Path(__file__).with_name("witness.c")
 

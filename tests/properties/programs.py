@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import batches
 import torch
 import torch.nn.functional as F
+from helpers import batches
 from torch import nn
 
 CLASSES = 4

@@ -51,13 +51,13 @@ def _prove_family(family: str) -> Result:
 
 
 def _faults() -> list[str]:
-    from recovery_points import SUITES
+    from undo.recovery_points import SUITES
 
     return list(SUITES)
 
 
 def _prove_faults(name: str) -> Result:
-    from recovery_points import STRIDES, prove
+    from undo.recovery_points import STRIDES, prove
 
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
@@ -136,13 +136,13 @@ def _prove_no_memory(name: str) -> Result:
 
 
 def _leaks() -> list[str]:
-    from leak_slope import FORMS
+    from leaks.leak_slope import FORMS
 
     return list(FORMS)
 
 
 def _prove_leaks(form: str) -> Result:
-    from leak_slope import FORMS, slope
+    from leaks.leak_slope import FORMS, slope
 
     count = 10_000
     told, failures = slope(FORMS[form], count)
@@ -150,13 +150,13 @@ def _prove_leaks(form: str) -> Result:
 
 
 def _evaluations() -> list[str]:
-    from evaluation_faults import units
+    from evaluation.evaluation_faults import units
 
     return [" / ".join(unit) for unit in units()]
 
 
 def _prove_evaluation(unit: str) -> Result:
-    from evaluation_faults import sweep
+    from evaluation.evaluation_faults import sweep
 
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
@@ -171,15 +171,18 @@ SUITES = [
     Suite("programs", _programs, _prove_family),
     Suite("faults inside recovery", _faults, _prove_faults),
     Suite("evaluation of 50 samples", _evaluations, _prove_evaluation),
-    pytest_suite("what recovery faults found", "test_recovery_faults.py"),
-    pytest_suite("classifier", "test_classifier.py", "test_classifier_fuzz.py"),
-    pytest_suite("returned losses", "test_returned.py", "test_returned_between.py",
-                 "test_returned_modes.py", "test_returned_paths.py", "test_returned_weights.py",
-                 "test_returned_threads.py", "test_returned_buffers.py"),
-    pytest_suite("three steps, every place", "test_exact.py"),
-    pytest_suite("in and after the update", "test_optimizer_faults.py"),
-    pytest_suite("what cannot be taken back", "test_rollback_rest.py"),
-    pytest_suite("leaks", "test_leaks.py", "test_leak_names.py", "test_bare_objects.py"),
+    pytest_suite("what recovery faults found", "undo/test_recovery_faults.py"),
+    pytest_suite("classifier", "core/test_classifier.py", "core/test_classifier_fuzz.py"),
+    pytest_suite("returned losses",
+                 "deferred/test_returned.py", "deferred/test_returned_between.py",
+                 "deferred/test_returned_modes.py", "deferred/test_returned_paths.py",
+                 "deferred/test_returned_weights.py", "deferred/test_returned_threads.py",
+                 "deferred/test_returned_buffers.py"),
+    pytest_suite("three steps, every place", "engine/test_exact.py"),
+    pytest_suite("in and after the update", "optim/test_optimizer_faults.py"),
+    pytest_suite("what cannot be taken back", "undo/test_rollback_rest.py"),
+    pytest_suite("leaks", "leaks/test_leaks.py", "leaks/test_leak_names.py",
+                 "python_types/test_bare_objects.py"),
     Suite("memory over 10,000 OOMs", _leaks, _prove_leaks),
     Suite("without the interpreter's memory", _no_memory, _prove_no_memory),
     Suite("random programs", _seeds, _random_programs),

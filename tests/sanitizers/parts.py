@@ -13,30 +13,32 @@ class Part(NamedTuple):
 
 
 ADDRESS = [
-    Part("test_exact.py", "every allocation of a step fails: roll-back, drop, replay", "gpt"),
-    Part("test_returned.py", "pending calls, which the nodes of a graph own"),
-    Part("test_returned_several.py", "several of them, freed in any order"),
-    Part("test_returned_nested.py", "backwards inside backwards"),
-    Part("test_batch_kinds.py", "taking containers apart and making them anew"),
-    Part("test_batch_splitters.py", "types with callables of the user's"),
-    Part("test_join_outputs.py", "joining: the deepest recursion over objects"),
-    Part("test_guard.py", "clearing frames of the caller's exception"),
-    Part("test_drop.py", "the same for a step, with whatever hangs at the exception"),
-    Part("test_memory.py", "limits, peaks, figures: the bridge"),
-    Part("test_inject.py", "schedules of faults: the bridge"),
-    Part("test_streams.py", "states of generators, held as bytes"),
-    Part("test_binding_copies.py", "copies and pickles of steps"),
-    Part("test_returned_threads.py", "threads: what one frees while another looks"),
+    Part(
+        "engine/test_exact.py", "every allocation of a step fails: roll-back, drop, replay", "gpt"
+    ),
+    Part("deferred/test_returned.py", "pending calls, which the nodes of a graph own"),
+    Part("deferred/test_returned_several.py", "several of them, freed in any order"),
+    Part("deferred/test_returned_nested.py", "backwards inside backwards"),
+    Part("trees/test_batch_kinds.py", "taking containers apart and making them anew"),
+    Part("trees/test_batch_splitters.py", "types with callables of the user's"),
+    Part("result/test_join_outputs.py", "joining: the deepest recursion over objects"),
+    Part("loop/test_guard.py", "clearing frames of the caller's exception"),
+    Part("errors/test_drop.py", "the same for a step, with whatever hangs at the exception"),
+    Part("memory/test_memory.py", "limits, peaks, figures: the bridge"),
+    Part("bridge/test_inject.py", "schedules of faults: the bridge"),
+    Part("undo/test_streams.py", "states of generators, held as bytes"),
+    Part("python_types/test_binding_copies.py", "copies and pickles of steps"),
+    Part("deferred/test_returned_threads.py", "threads: what one frees while another looks"),
 ]
 LEAKS = [
-    Part("test_returned.py", "a pending call's parts, stashes, relays"),
-    Part("test_batch_kinds.py", "trees of arguments"),
-    Part("test_join_outputs.py", "joined results and what was refused"),
-    Part("test_guard.py", "records and texts of failures"),
-    Part("test_streams.py", "states of generators"),
-    Part("test_refuse.py", "errors on the way: what was begun and not finished"),
+    Part("deferred/test_returned.py", "a pending call's parts, stashes, relays"),
+    Part("trees/test_batch_kinds.py", "trees of arguments"),
+    Part("result/test_join_outputs.py", "joined results and what was refused"),
+    Part("loop/test_guard.py", "records and texts of failures"),
+    Part("undo/test_streams.py", "states of generators"),
+    Part("accum/test_refuse.py", "errors on the way: what was begun and not finished"),
 ]
 THREAD = [
-    Part("test_returned_threads.py", "backwards of two threads through waiting losses"),
-    Part("test_bridge.py", "the allocator, from threads without the interpreter's lock"),
+    Part("deferred/test_returned_threads.py", "backwards of two threads through waiting losses"),
+    Part("bridge/test_bridge.py", "the allocator, from threads without the interpreter's lock"),
 ]

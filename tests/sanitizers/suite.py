@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import test_core as core
+from helpers import core_programs as core
 from prove.suite import Result, read_pytest
 
 from .builds import COMMON, FLAGS, LIBRARIES, PLANTS, ROOT, built, library

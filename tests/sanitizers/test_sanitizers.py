@@ -1,6 +1,6 @@
 """The core's programs under ThreadSanitizer, and every tool with a defect to find.
 
-tests/test_core.py runs all of them under AddressSanitizer and UBSan; `make sanitize` runs the
+tests/core/test_core.py runs all of them under AddressSanitizer and UBSan; `make sanitize` runs the
 extensions as well.
 """
 
@@ -10,8 +10,8 @@ import fcntl
 from pathlib import Path
 
 import pytest
+from helpers.core_programs import build, run
 from prove.suite import Result
-from test_core import build, run
 
 from . import builds
 from .builds import FLAGS, LIBRARIES, NotInstalled, built, library

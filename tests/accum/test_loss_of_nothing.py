@@ -1,0 +1,112 @@
+"""A loop over slices inside a step: in a micro-batch the last ones may be empty."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.worlds import same
+from torch import nn
+
+import oomkit
+from oomkit.testing import force_slices, inject_oom
+
+pytestmark = [
+    pytest.mark.no_proof,
+    pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning"),
+]  # runs are counted
+
+Slices = Callable[[torch.Tensor], range]
+
+
+class Loop:
+    """Accumulates over slices of 4 rows by itself."""
+
+    def __init__(self, slices: Slices) -> None:
+        torch.manual_seed(1)
+        self.model = nn.Linear(4, 3)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.slices = slices
+        self.scale = 1.0
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> float:
+        self.optimizer.zero_grad()
+        total = 0.0
+        for i in self.slices(x):
+            loss = F.cross_entropy(self.model(x[i : i + 4]) * self.scale, y[i : i + 4]) / 4
+            loss.backward()
+            total += loss.item()
+        self.optimizer.step()
+        return total
+
+    def state(self) -> list[Any]:
+        return copy.deepcopy([self.model.state_dict(), self.optimizer.state_dict()["state"]])
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(16, 4), torch.randint(3, (16,))
+
+
+@pytest.mark.parametrize("earlier", [0, 1])
+@pytest.mark.parametrize("slices", [[8, 8], [12, 4], [10, 6]])
+def test_empty_slices_are_refused_before_the_update(slices: list[int], earlier: int) -> None:
+    loop = Loop(lambda x: range(0, 16, 4))
+    step, batch = oomkit.auto_batch(loop.step), data()
+    for _ in range(earlier):
+        step(*batch)
+    before = loop.state()
+    with force_slices(slices), pytest.raises(oomkit.SplitError, match="loss is nan") as caught:
+        step(*batch)
+    assert "micro-batch 1 of 2" in str(caught.value)
+    assert same(loop.state(), before)
+
+
+def test_after_an_error_too() -> None:
+    loop = Loop(lambda x: range(0, 16, 4))
+    before, batch = loop.state(), data()
+    with inject_oom(nth=2), pytest.raises(oomkit.SplitError, match="mean over nothing"):
+        oomkit.auto_batch(loop.step)(*batch)
+    assert same(loop.state(), before)
+
+
+def test_a_first_backward_over_nothing() -> None:
+    loop = Loop(lambda x: range(12, -1, -4))
+    with force_slices([8, 8]), pytest.raises(oomkit.SplitError, match="loss is nan"):
+        oomkit.auto_batch(loop.step)(*data())
+
+
+def test_later_calls_of_a_site_are_looked_at() -> None:
+    loop = Loop(lambda x: range(0, 8, 4))
+    step, (x, y) = oomkit.auto_batch(loop.step), data()
+    with force_slices([8, 8]):
+        step(x, y)
+    with force_slices([12, 4]), pytest.raises(oomkit.SplitError, match="loss is nan"):
+        step(x, y)
+
+
+def test_a_loss_that_is_really_nan_passes() -> None:
+    loop = Loop(lambda x: range(0, len(x), 4))
+    loop.scale = float("nan")
+    with force_slices([8, 8]):
+        oomkit.auto_batch(loop.step)(*data())
+    assert all(p.isnan().all() for p in loop.model.parameters())
+
+
+def test_a_share_of_nothing_passes() -> None:
+    model = nn.Linear(4, 3)
+    x, y = data()
+    y[8:] = -100
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        model.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+
+    with force_slices([8, 8]):
+        oomkit.auto_batch(step, weight=lambda part: (part[1] >= 0).sum(), batch=("x", "y"))(x, y)
+    found = model.weight.grad
+    step(x, y)
+    torch.testing.assert_close(found, model.weight.grad)

@@ -1,0 +1,217 @@
+"""Masks that were the same in every row when the split was proven, and later are not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from helpers.seen import Seen
+from torch import nn
+from torch.nn import functional as F
+
+import oomkit
+from oomkit.testing import inject_oom
+
+SEED = 22
+ROWS, TIME, WIDTH = 12, 5, 6
+
+Masks = Callable[[int], torch.Tensor]
+Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _masked(model: nn.Module, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return ((model(x).squeeze(-1) - y).square() * mask).sum() / mask.sum()
+
+
+def _plain(model: nn.Module, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (model(x).squeeze(-1) - y).square().mean()
+
+
+def _train(
+    decorate: Callable[[Any], Any],
+    masks: Masks,
+    calls: int,
+    loss: Loss = _masked,
+    dtype: torch.dtype = torch.float64,
+    last: Any = None,
+) -> list[torch.Tensor]:
+    """Some calls of a step: parameters after each, and losses. `last` is around the last one."""
+    torch.manual_seed(SEED)
+    model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    g = torch.Generator().manual_seed(SEED)
+
+    def step(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        value = loss(model, x, y, mask)
+        value.backward()
+        optimizer.step()
+        return value.detach()
+
+    decorated = decorate(step)
+    seen = []
+    for call in range(calls):
+        x = torch.randn(ROWS, TIME, WIDTH, generator=g).to(dtype)
+        y = torch.randn(ROWS, TIME, generator=g).to(dtype)
+        mask = masks(call)
+        with last if last is not None and call == calls - 1 else nullcontext():
+            seen.append(decorated(x, y, mask))
+        seen += [p.detach().clone() for p in model.parameters()]
+    return seen
+
+
+def _late(dtype: torch.dtype, first: int) -> Masks:
+    """All ones before call `first`."""
+
+    def masks(call: int) -> torch.Tensor:
+        g = torch.Generator().manual_seed(SEED + call)
+        mask = (torch.rand(ROWS, TIME, generator=g) > 0.5).to(dtype)
+        mask[:, 0] = 1
+        return mask if call >= first else torch.ones_like(mask)
+
+    return masks
+
+
+@pytest.mark.parametrize("first", [1, 3])
+@pytest.mark.parametrize("parts", [2, 3, 6, 12])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float64])
+def test_a_mask_that_begins_to_differ(dtype: torch.dtype, parts: int, first: int) -> None:
+    masks = _late(dtype, first)
+    want = _train(lambda step: step, masks, first + 2)
+    got = _train(oomkit.auto_batch(accumulation_steps=parts), masks, first + 2)
+    for one, two in zip(want, got, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
+
+
+def test_rows_that_are_equal_inside_each_micro_batch() -> None:
+    """No cut of a micro-batch tells then: two of them do."""
+
+    def masks(call: int) -> torch.Tensor:
+        mask = torch.ones(ROWS, TIME)
+        if call:
+            mask[: ROWS // 2, 2:] = 0
+        return mask
+
+    want = _train(lambda step: step, masks, 3)
+    got = _train(oomkit.auto_batch(accumulation_steps=2), masks, 3)
+    for one, two in zip(want, got, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
+
+
+def test_a_difference_that_rounding_hides_decides_nothing() -> None:
+    """In half precision a hundredth is rounding: a mean over rows passes, and is not believed."""
+
+    def masks(call: int) -> torch.Tensor:
+        mask = torch.ones(ROWS, TIME, dtype=torch.bfloat16)
+        if call:
+            mask[: ROWS // 2, 1:] = 0
+        mask[0, 1] = 0
+        return mask
+
+    want = _train(lambda step: step, masks, 2, dtype=torch.bfloat16)
+    got = _train(oomkit.auto_batch(accumulation_steps=2), masks, 2, dtype=torch.bfloat16)
+    apart = [float((a - b).norm() / a.norm()) for a, b in zip(want, got, strict=True)]
+    assert max(apart) < 0.02
+
+
+def test_masks_of_a_mean_over_rows_are_asked_about_once() -> None:
+    """What was told from the weights in use is not proven again."""
+    runs: Seen[int] = Seen()
+
+    def loss(
+        model: nn.Module, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        runs.append(len(x))
+        return _plain(model, x, y, mask)
+
+    counts = []
+    masks = _late(torch.float64, 1)
+
+    def note(call: int) -> torch.Tensor:
+        counts.append(len(runs))
+        return masks(call)
+
+    want = _train(lambda step: step, masks, 6, _plain)
+    runs.clear()
+    got = _train(oomkit.auto_batch(accumulation_steps=3), note, 6, loss)
+    for one, two in zip(want, got, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
+    made = [b - a for a, b in zip(counts, counts[1:], strict=False)]
+    assert made[1] > 3  # proven again, with masks that differ
+    assert made[2:] == [6, 3, 3]  # looked at once more, by losses
+
+
+def test_labels_that_begin_to_be_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        value = model(x).squeeze(-1)
+        return F.cross_entropy(torch.stack([value, -value], -1).flatten(0, 1), z.flatten())
+
+    def labels(call: int) -> torch.Tensor:
+        g = torch.Generator().manual_seed(SEED + call)
+        z = torch.randint(0, 2, (ROWS, TIME), generator=g)
+        if call >= 2:
+            z[: ROWS // 2, 2:] = -100
+        return z
+
+    want = _train(lambda step: step, labels, 4, loss)
+    with caplog.at_level(logging.INFO, logger="oomkit"):
+        got = _train(oomkit.auto_batch(accumulation_steps=3), labels, 4, loss)
+    for one, two in zip(want, got, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
+    assert "not -100" in caplog.text
+
+
+@pytest.mark.parametrize("parts", [3, 6, 12])
+def test_no_memory_while_it_is_proven_again(parts: int) -> None:
+    """One error, anywhere in a call that is proven again: one row may not fit then, and
+    nothing else."""
+    masks = _late(torch.float64, 1)
+    want = _train(lambda step: step, masks, 2)
+    equal, nth = 0, -6
+    fault = None
+    while fault is None or fault.fired:
+        nth += 7
+        fault = inject_oom(nth=nth)
+        try:
+            got = _train(oomkit.auto_batch(accumulation_steps=parts), masks, 2, last=fault)
+        except oomkit.OutOfMemory as error:
+            assert "the smallest allowed" in str(error) or "the update stands" in str(error)
+            continue
+        for one, two in zip(want, got, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
+        equal += fault.fired
+    assert equal > 5
+
+
+def test_weights_that_were_found_are_looked_at_again() -> None:
+    """In calls 2, 4, 8 by losses alone; where these differ, as in the first one."""
+    runs: Seen[tuple[int, bool]] = Seen()
+    calls: Seen[int] = Seen()
+
+    def loss(
+        model: nn.Module, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        runs.append((len(calls), torch.is_grad_enabled()))
+        kind = _masked if len(calls) < 8 else _plain
+        return kind(model, x, y, mask)
+
+    late = _late(torch.float64, 0)
+
+    def masks(call: int) -> torch.Tensor:
+        calls.append(call)
+        return late(call)
+
+    want = _train(lambda step: step, masks, 9, loss)
+    runs.clear()
+    calls.clear()
+    got = _train(oomkit.auto_batch(accumulation_steps=3), masks, 9, loss)
+    for one, two in zip(want, got, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
+    made = {call: [grad for at, grad in runs if at == call] for call in range(1, 10)}
+    assert len(made[1]) > 3 and len(made[8]) > 6  # proven, and proven again
+    assert [made[call].count(False) for call in range(2, 9)] == [3, 0, 3, 0, 0, 0, 3]
+    assert [made[call].count(True) for call in range(2, 8)] == [3] * 6

@@ -1,0 +1,79 @@
+"""The code of docs/evaluation.md runs, split and with a failure in it."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import oomkit
+from oomkit.testing import force_slices, inject_oom
+
+TEXT = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.M | re.S)
+
+
+class Model(torch.nn.Linear):
+    def generate(self, input_ids, attention_mask, max_new_tokens):
+        return (input_ids * attention_mask).repeat(1, max_new_tokens)
+
+
+class Metric:
+    def __init__(self):
+        self.rows = 0
+
+    def update(self, logits):
+        self.rows += len(logits)
+
+    def state_dict(self):
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state):
+        self.rows = state["rows"]
+
+
+@pytest.mark.parametrize("split", ["whole", "slices", "oom"])
+def test_blocks_run(split):
+    torch.manual_seed(0)
+    inputs = torch.randn(8, 4)
+    saved = []
+    names = {
+        "oomkit": oomkit,
+        "model": Model(4, 2),
+        "inputs": inputs,
+        "ids": torch.arange(16).reshape(8, 2),
+        "mask": torch.ones(8, 2, dtype=torch.long),
+        "score": lambda a, b: a + b,
+        "loader": [],
+        "save": saved.append,
+        "metric": Metric(),
+    }
+    assert len(BLOCKS) == 3
+    for number, block in enumerate(BLOCKS):
+        names["loader"] = DataLoader(TensorDataset(inputs, inputs), batch_size=8)
+        names["metric"] = Metric()
+        code = compile(block, f"<evaluation.md {number} {split}>", "exec")
+        if split == "oom" and number != 1:
+            with inject_oom(nth=1) as fault:
+                exec(code, names)
+            assert fault.fired == 1
+        elif split == "slices":
+            with force_slices([3, 5]):
+                exec(code, names)
+        else:
+            exec(code, names)
+    whole = names["model"](inputs)
+    assert torch.allclose(names["predictions"], whole, atol=1e-6)
+    assert torch.allclose(torch.cat(names["outputs"]), whole, atol=1e-6)
+    assert names["metric"].rows == 8
+    assert names["tokens"].shape == (8, 8) and torch.equal(names["scores"], inputs * 2)
+    assert torch.equal(saved[0], inputs * 2)
+
+
+def test_numbers_that_the_page_names():
+    from oomkit import _map, _map_outputs
+
+    assert (_map_outputs._PINNED_LEAST, _map_outputs._PINNED_MOST) == (2**20, 256 * 2**20)
+    for name in ("max_new_tokens", "max_length", "num_beams", "num_return_sequences"):
+        assert name in _map._LENGTHS and f"`{name}`" in TEXT

@@ -1,0 +1,52 @@
+"""A part of evaluation_faults.py: every allocation of the small models, some of generate()."""
+
+import logging
+
+import pytest
+
+import oomkit
+from evaluation.evaluation_faults import FORMS, TIMES, Found, World, one_fault, sweep
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("kind", TIMES)
+@pytest.mark.parametrize("name", FORMS)
+def test_each_allocation_of_an_evaluation(name, kind):
+    found = sweep(name, kind, *((67, 20) if "generate" in name else (1, 1)))
+    assert found.failures == []
+    assert found.faults >= (2 if "generate" in name else 8)
+    assert found.leaked == 0
+    if TIMES[kind] is None:
+        assert found.refused > 0
+    else:  # when the results cannot be put together twice, auto_batch says so
+        assert found.recovered >= found.faults - (found.refused if "4 parts" in name else 0)
+        assert found.refused <= 3
+
+
+def test_the_verdict_sees_what_is_wrong(monkeypatch):
+    """Other outputs, rows computed twice, something that stays."""
+    kept = []
+
+    def spoilt(world, fault):
+        with fault:
+            result = oomkit.map(world, world.batch)
+        kept.append(result["logits"] + 1e-3)
+        return {**result, "logits": kept[-1]}
+
+    def twice(world, fault):
+        oomkit.map(world, world.batch)
+        with fault:
+            return oomkit.map(world, world.batch)
+
+    for form, texts in ((spoilt, ("other outputs", "bytes stay")), (twice, ("parts [",))):
+        monkeypatch.setitem(FORMS, "wrong", (World, form))
+        found = Found()
+        assert one_fault("wrong", 3, 1, found)
+        for text in texts:
+            assert any(text in line for line in found.failures), (text, found.failures)

@@ -1,0 +1,227 @@
+"""A folder is a layer: no #include and no import may point up; files stay readable."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from house.sources import FOLDERS
+
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "csrc"
+PACKAGE = ROOT / "oomkit"
+LONGEST = 900
+
+C_STANDARD = {
+    f"{name}.h"
+    for name in (
+        "assert ctype errno float inttypes limits math stdalign stdarg stdatomic stdbool "
+        "stddef stdint stdio stdlib string time"
+    ).split()
+}
+# What each folder may include beside its own headers: exact names or beginnings that end
+# in a slash. Headers of C++ have neither a dot nor a slash.
+ALLOWED = {
+    "core": C_STANDARD,
+    "torch": C_STANDARD
+    | {
+        "Python.h",
+        "malloc.h",
+        "pthread.h",
+        "c10/",
+        "torch/headeronly/",
+        "torch/version.h",
+        "../core/",
+    },
+}
+# oomkit._C: what its folders may include of each other is in tests/house.
+HOUSE = C_STANDARD | {"Python.h", "structmember.h", "dlfcn.h", "pthread.h"}
+HOUSE |= {"../core/", "../torch/bridge.h", *(f"../{name}/" for name in FOLDERS)}
+ALLOWED |= dict.fromkeys(FOLDERS, HOUSE)
+EXTENSIONS = {name: {".c", ".h"} for name in ALLOWED} | {"torch": {".cpp", ".h", ".map"}}
+INCLUDE = re.compile(r'^\s*#\s*include\s+[<"]([^>"]+)[>"]', re.MULTILINE)
+
+SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in {".c", ".h", ".cpp"})
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def include_problems(folder: str, text: str) -> list[str]:
+    """The included names that a file of this folder must not include."""
+    problems = []
+    for name in INCLUDE.findall(text):
+        own = "/" not in name and (CSRC / folder / name).is_file()
+        exact = name in ALLOWED[folder]
+        below = any(name.startswith(a) for a in ALLOWED[folder] if a.endswith("/"))
+        cxx = folder == "torch" and re.fullmatch(r"[a-z_]+", name) is not None
+        source = not name.endswith(".h") and not cxx
+        if source or not (own or exact or below or cxx):
+            problems.append(name)
+    return problems
+
+
+def clear_problems(text: str) -> list[int]:
+    """Lines with a PyErr_Clear() that nothing just above it accounts for."""
+    lines = text.splitlines()
+    problems = []
+    for number, line in enumerate(lines):
+        if not re.search(r"\bPyErr_Clear\(", line) or line.lstrip().startswith(("*", "/*")):
+            continue
+        near = "\n".join(lines[max(0, number - 3) : number + 1])
+        if not re.search(r"PyErr_ExceptionMatches\(|/\*|\*/|//", near):
+            problems.append(number + 1)
+    return problems
+
+
+def imports_of(text: str) -> tuple[set[str], set[str]]:
+    """(modules of oomkit, others): the top-level names that a module of oomkit imports."""
+    own: set[str] = set()
+    others: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            own |= {node.module} if node.module else {alias.name for alias in node.names}
+            continue
+        else:
+            continue
+        for name in names:
+            top, _, rest = name.partition(".")
+            if top == "oomkit":
+                own.add(rest.partition(".")[0] or "__init__")
+            else:
+                others.add(top)
+    return own, others
+
+
+def import_problems(sources: dict[str, str]) -> list[str]:
+    """What is wrong with the imports among the modules of oomkit (name -> source)."""
+    problems = []
+    graph: dict[str, set[str]] = {}
+    for name, text in sources.items():
+        own, _ = imports_of(text)
+        graph[name] = own
+        upwards = own & {"__init__", "__main__"}
+        # From the package itself only submodules can be meant: a name that is none comes
+        # from __init__.
+        upwards |= {x for x in own if x not in sources and x not in {"_C", "_bridge"}}
+        if upwards and name != "__main__":
+            problems.append(f"{name} imports {', '.join(sorted(upwards))}")
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        problems.append("cycle: " + " -> ".join(error.args[1]))
+    return problems
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_includes_point_down(path: Path) -> None:
+    folder = path.relative_to(CSRC).parts[0]
+    assert include_problems(folder, path.read_text()) == []
+    assert path.suffix in EXTENSIONS[folder]
+
+
+@pytest.mark.parametrize(
+    ("folder", "text", "expected"),
+    [
+        ("core", "#include <Python.h>\n", ["Python.h"]),
+        ("core", '#include "../torch/bridge.h"\n', ["../torch/bridge.h"]),
+        ("core", "#include <vector>\n", ["vector"]),
+        ("torch", '#include "../py/state.h"\n', ["../py/state.h"]),
+        ("torch", "#include <ATen/ATen.h>\n", ["ATen/ATen.h"]),
+        ("torch", "#include <torch/extension.h>\n", ["torch/extension.h"]),
+        ("engine", "#include <c10/core/Allocator.h>\n", ["c10/core/Allocator.h"]),
+        ("engine", '#include "../torch/internal.h"\n', ["../torch/internal.h"]),
+        ("module", '  #  include "module.c"\n', ["module.c"]),
+        ("torch", '#include "../core/plan.h"\n#include <new>\n', []),
+        ("core", '#include "budget.h"\n#include <stdint.h>\n', []),
+    ],
+)
+def test_an_include_that_points_up_is_found(folder: str, text: str, expected: list[str]) -> None:
+    assert include_problems(folder, text) == expected
+
+
+def test_imports_point_down() -> None:
+    sources = {path.stem: path.read_text() for path in MODULES}
+    assert import_problems(sources) == []
+
+
+@pytest.mark.parametrize(
+    ("sources", "expected"),
+    [
+        ({"a": "import oomkit\n"}, ["a imports __init__"]),
+        ({"a": "from . import auto_batch\n"}, ["a imports auto_batch"]),
+        ({"a": "def f():\n    from oomkit import guard\n"}, ["a imports guard"]),
+        ({"a": "from . import b\n", "b": "from .a import x\n"}, ["cycle: a -> b -> a"]),
+        ({"a": "from . import _C\nfrom .b import x\n", "b": "import torch\n"}, []),
+        ({"__init__": "from .a import x\n", "a": "from ._C import y\n"}, []),
+    ],
+)
+def test_an_import_that_points_up_is_found(sources: dict[str, str], expected: list[str]) -> None:
+    found = import_problems(sources)
+    if expected and expected[0].startswith("cycle"):
+        assert len(found) == 1 and found[0].startswith("cycle")
+    else:
+        assert found == expected
+
+
+EXTRAS = {"matplotlib"}  # imported when the function that needs one is called
+
+
+def _is_import(node: ast.AST) -> bool:
+    return isinstance(node, (ast.Import, ast.ImportFrom, ast.If, ast.Try))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_the_package_needs_torch_alone(path: Path) -> None:
+    """At the top: torch alone. Inside a function, when it is called: an extra, too."""
+    tree = ast.parse(path.read_text())
+    at_the_top = ast.Module([node for node in tree.body if _is_import(node)], [])
+    _, others = imports_of(ast.unparse(at_the_top))
+    assert others - set(sys.stdlib_module_names) <= {"torch"}
+    _, anywhere = imports_of(path.read_text())
+    assert anywhere - set(sys.stdlib_module_names) <= {"torch"} | EXTRAS
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if p.suffix == ".c"], ids=name_of)
+def test_c_never_imports_the_package(path: Path) -> None:
+    assert re.search(r'PyImport_\w+\(\s*"oomkit', path.read_text()) is None
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_pyerr_clear_is_accounted_for(path: Path) -> None:
+    assert clear_problems(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("f();\ng();\nPyErr_Clear();\n", [3]),
+        ("/* why */\nf();\ng();\nh();\nPyErr_Clear();\n", [5]),
+        ("if (PyErr_ExceptionMatches(x)) {\n    PyErr_Clear();\n}\n", []),
+        ("/* Never fails: the figure is optional. */\nPyErr_Clear();\n", []),
+    ],
+)
+def test_a_bare_pyerr_clear_is_found(text: str, expected: list[int]) -> None:
+    assert clear_problems(text) == expected
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *MODULES], ids=name_of)
+def test_files_stay_readable(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= LONGEST
+
+
+def test_there_is_something_to_read() -> None:
+    folders = {path.relative_to(CSRC).parts[0] for path in SOURCES}
+    assert folders == set(ALLOWED)
+    assert PACKAGE / "__init__.py" in MODULES

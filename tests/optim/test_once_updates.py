@@ -1,0 +1,480 @@
+"""Once or k times: optimizers, schedulers and scalers of a split or replayed step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.mlp_world import same as _same
+from helpers.mlp_world import values as _values
+from helpers.mlp_world import world as _world
+from helpers.seen import Seen
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+from zoo import MLP
+
+import oomkit
+from oomkit.testing import inject_oom
+
+pytestmark = [
+    pytest.mark.no_proof,
+    pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning"),
+]  # runs are counted
+
+
+def test_two_optimizers_in_turn_are_refused() -> None:
+    """A GAN's step: the second forward would see the first network half way."""
+    first, second = MLP(), MLP()
+    opt1 = torch.optim.SGD(first.parameters(), lr=0.1)
+    opt2 = torch.optim.SGD(second.parameters(), lr=0.1)
+    x = torch.randn(8, 6)
+    before = _values(first) + _values(second)
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor) -> None:
+        first(x).pow(2).mean().backward()
+        opt1.step()
+        (second(x) - first(x)).pow(2).mean().backward()
+        opt2.step()
+
+    with pytest.raises(oomkit.SplitError, match="is called at .* after its update at"):
+        step(x)
+    assert _same(before, _values(first) + _values(second))
+
+
+class DataSGD(torch.optim.Optimizer):
+    """As old optimizers are written: through .data, which bumps no version."""
+
+    def __init__(self, params: Any, fail: list[int]) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.fail = fail
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(p.grad.data, alpha=-group["lr"])
+        if self.fail.pop() if self.fail else 0:
+            raise torch.OutOfMemoryError("CPU out of memory. Tried to allocate 1.00 MiB")
+
+
+def test_an_optimizer_that_writes_data_is_not_repeated() -> None:
+    model, _, x, y = _world()
+    fail: list[int] = []
+    optimizer = DataSGD(model.parameters(), fail)
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach() * 2
+
+    fail[:] = [1]
+    with pytest.raises(oomkit.PartialUpdate, match="DataSGD"):
+        step(x, y)
+    with inject_oom(nth=2**60, phase="forward") as counted:
+        step(x, y)
+    with inject_oom(nth=counted.seen, phase="forward"):
+        with pytest.raises(oomkit.OutOfMemory) as caught:
+            step(x, y)
+    assert caught.value.committed
+
+
+@pytest.mark.parametrize("where", ["list", "default", "late attribute", "model given"])
+def test_a_scheduler_out_of_sight_steps_once(where: str) -> None:
+    model, optimizer, x, y = _world()
+    sched = LambdaLR(optimizer, lambda s: 1.0)  # the rate never changes: nothing shows
+    hidden = [[[[sched]]]]
+
+    class Trainer:
+        sched: Any = None
+
+    trainer = Trainer()
+    default = sched if where == "default" else None  # the search looks into defaults
+
+    def plain(x: torch.Tensor, y: torch.Tensor, late: Any = default) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if where == "list":
+            hidden[0][0][0][0].step()
+        elif where == "default":
+            late.step()
+        elif trainer.sched is not None:
+            trainer.sched.step()
+
+    options: dict[str, Any] = {"model": model} if where == "model given" else {}
+    step = oomkit.auto_batch(plain, **options)
+    step(x, y)
+    trainer.sched = sched
+    before = sched.last_epoch
+    with inject_oom(nth=2, phase="backward") as armed:
+        step(x, y)
+    assert armed.fired == 1
+    assert sched.last_epoch == before + 1
+    step(x, y)
+    assert sched.last_epoch == before + 2
+
+
+def test_a_scheduler_saved_in_the_step_is_the_plain_one() -> None:
+    model, optimizer, x, y = _world()
+    sched = StepLR(optimizer, 1, 0.5)
+    plain = set(sched.state_dict())
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        sched.step()
+        return {"keys": sorted(sched.state_dict())}
+
+    assert set(step(x, y)["keys"]) == plain
+    assert set(vars(sched)) & {"step", "state_dict"} == set()
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_what_a_scheduler_put_around_the_optimizers_step_is_there_again(k: int) -> None:
+    """Without it the scheduler warns that it is called before optimizer.step()."""
+    model, optimizer, x, y = _world()
+    sched = StepLR(optimizer, 1, 0.5)
+    wrapper = vars(optimizer)["step"]
+
+    @oomkit.auto_batch(accumulation_steps=k)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        sched.step()
+
+    step(x, y)
+    assert vars(optimizer)["step"] is wrapper
+
+
+def test_learning_rates_are_rolled_back_and_changed_once() -> None:
+    model, optimizer, x, y = _world()
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    with inject_oom(nth=1, times=None, phase="backward"):
+        with pytest.raises(oomkit.OutOfMemory, match="as if the step had not begun"):
+            step(x, y)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    before = _values(model)
+    plain_model, plain_optimizer, _, _ = _world()
+    F.cross_entropy(plain_model(x), y).backward()
+    plain_optimizer.param_groups[0]["lr"] *= 0.5
+    plain_optimizer.step()
+    step(x, y)  # split from the start by now
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    assert not _same(before, _values(model))
+    for p, q in zip(model.parameters(), plain_model.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("how", ["scaler", "outside", "returned", "after"])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_learning_rate_changed_by_hand_changes_once(how: str, k: int) -> None:
+    def run(decorate: Any, fails: bool = False) -> list[Any]:
+        model, optimizer, x, y = _world()
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+        @decorate
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
+            loss = F.cross_entropy(model(x), y)
+            if how != "returned":
+                (scaler.scale(loss) if how == "scaler" else loss).backward()
+            if how == "after":
+                optimizer.step()
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+            if how == "scaler":
+                scaler.step(optimizer)
+                scaler.update()
+            return loss if how == "returned" else None
+
+        for number in range(2):
+            optimizer.zero_grad()
+            with inject_oom(nth=2 if fails and number == 1 else 1000, phase="backward"):
+                loss = step(x, y)
+                if loss is not None:
+                    loss.backward()
+            if how in ("outside", "returned"):
+                optimizer.step()
+        return [optimizer.param_groups[0]["lr"], *_values(model)]
+
+    plain = run(lambda f: f)
+    found = run(lambda f: oomkit.auto_batch(f, accumulation_steps=k), fails=k == 1)
+    assert found[0] == plain[0] == 0.025
+    for a, b in zip(found[1:], plain[1:], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("how", ["scaler", "outside"])
+def test_a_learning_rate_of_a_counter_is_refused(how: str) -> None:
+    model, optimizer, x, y = _world()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    calls: list[int] = []
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        F.cross_entropy(model(x), y).backward()
+        calls.append(1)
+        optimizer.param_groups[0]["lr"] = 0.1 / len(calls)
+        if how == "scaler":
+            scaler.step(optimizer)
+            scaler.update()
+
+    before = _values(model)
+    with pytest.raises(oomkit.SplitError, match="'lr' in the param_groups of SGD"):
+        step(x, y)
+    assert optimizer.param_groups[0]["lr"] == 0.1 and _same(before, _values(model))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_optimizer_in_a_gradient_hook_is_refused_while_split() -> None:
+    model, optimizer, x, y = _world()
+    for p in model.parameters():
+        p.register_hook(lambda g: optimizer.step())
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+
+    with pytest.raises(oomkit.SplitError, match="by a hook inside backward"):
+        step(x, y)
+
+
+def test_second_of_two_optimizers_out_of_memory_is_a_partial_update() -> None:
+    one, two = MLP(), MLP()
+    opt1 = torch.optim.SGD(one.parameters(), lr=0.1)
+    opt2 = torch.optim.AdamW(two.parameters())
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> None:
+        (one(x) + two(x)).sum().backward()
+        opt1.step()
+        opt2.step()
+
+    with inject_oom(nth=1, times=None, phase="optimizer"):
+        with pytest.raises(oomkit.PartialUpdate, match="after another's was applied"):
+            step(torch.randn(8, 6))
+
+
+def test_closure_none_by_keyword_is_no_closure() -> None:
+    model, optimizer, x, y = _world()
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step(closure=None)
+
+    with inject_oom(nth=2, phase="backward") as armed:
+        step(x, y)
+    assert armed.fired == 1
+
+
+def test_every_fault_of_a_cold_scaler() -> None:
+    def run(n: int) -> tuple[list[torch.Tensor], Any]:
+        model, optimizer, x, y = _world()
+        scaler = torch.amp.GradScaler(device="cpu", init_scale=64.0)
+
+        @oomkit.auto_batch
+        def step(x: torch.Tensor, y: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            scaler.scale(F.cross_entropy(model(x), y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        with inject_oom(nth=n, phase="forward") as armed:
+            try:
+                step(x, y)
+            except oomkit.OutOfMemory as error:
+                assert error.committed
+        return _values(model), armed
+
+    expected, counted = run(2**60)
+    for n in range(1, counted.seen + 1):
+        got, armed = run(n)
+        assert armed.fired == 1
+        for a, b in zip(expected, got, strict=True):
+            assert torch.allclose(a, b, atol=1e-6), n
+
+
+def test_a_scaler_that_had_unscaled_does_so_again() -> None:
+    """It refuses a second unscale_() until its update(), which the failed attempt never met."""
+
+    def run(k: int, fails: bool) -> list[torch.Tensor]:
+        model, optimizer, x, y = _world()
+        scaler = torch.amp.GradScaler(device="cpu", init_scale=64.0)
+        calls: Seen[int] = Seen()
+
+        @oomkit.auto_batch(accumulation_steps=k)
+        def step(x: torch.Tensor, y: torch.Tensor) -> None:
+            calls.append(len(x))
+            optimizer.zero_grad()
+            scaler.scale(F.cross_entropy(model(x), y)).backward()
+            scaler.unscale_(optimizer)
+            if fails and len(calls) == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            scaler.step(optimizer)
+            scaler.update()
+
+        step(x, y)
+        return _values(model)
+
+    expected, got = run(2, False), run(1, True)
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def test_a_course_that_ends_early_after_the_update_says_so() -> None:
+    model, optimizer, x, y = _world()
+    sched = StepLR(optimizer, 1)
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if x[0, 0] == XS[0, 0]:
+            sched.step()
+
+    XS = x
+    with pytest.raises(oomkit.SplitError, match="reached its end, the first one") as caught:
+        step(x, y)
+    assert any("it stands, do not repeat it" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_a_rate_that_is_set_in_the_step_is_no_change(k: int) -> None:
+    model, optimizer, x, y = _world()
+
+    @oomkit.auto_batch(accumulation_steps=k)
+    def step(x: torch.Tensor, y: torch.Tensor, lr: float) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    step(x, y, 0.05)
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_a_rate_that_decays_before_the_update_decays_once(k: int) -> None:
+    model, optimizer, x, y = _world()
+    (plain, _, _, _), before = _world(), _values(model)
+
+    @oomkit.auto_batch(accumulation_steps=k)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    step(x, y)
+    F.cross_entropy(plain(x), y).backward()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    for p, q, was in zip(model.parameters(), plain.parameters(), before, strict=True):
+        assert q.grad is not None
+        torch.testing.assert_close(p.detach(), was - 0.05 * q.grad)
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_a_rate_set_after_the_update_is_not_used_by_it(k: int) -> None:
+    """Held back, the first update would have used the old rate: so does the only one."""
+    model, optimizer, x, y = _world()
+    (plain, _, _, _), before = _world(), _values(model)
+
+    @oomkit.auto_batch(accumulation_steps=k)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.025
+
+    step(x, y)
+    F.cross_entropy(plain(x), y).backward()
+    assert optimizer.param_groups[0]["lr"] == 0.025
+    for p, q, was in zip(model.parameters(), plain.parameters(), before, strict=True):
+        assert q.grad is not None
+        torch.testing.assert_close(p.detach(), was - 0.1 * q.grad)
+
+
+def test_a_tensor_rate_is_rolled_back_by_value() -> None:
+    model, _, x, y = _world()
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.param_groups[0]["lr"].mul_(0.5)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    with inject_oom(nth=1, times=None, phase="backward"):
+        with pytest.raises(oomkit.OutOfMemory):
+            step(x, y)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate.item() == pytest.approx(0.1)
+    step(x, y)  # split
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate.item() == pytest.approx(0.05)
+
+
+def test_equal_values_made_anew_are_no_change() -> None:
+    model, _, x, y = _world()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        group = optimizer.param_groups[0]
+        group["betas"] = tuple([0.9, 0.95])
+        group["note"] = "".join(["a", str(1)])
+        group["lr"] = torch.tensor(0.01).item()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    step(x, y)
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+def test_a_schedulers_step_kept_in_a_variable_is_refused() -> None:
+    model, optimizer, x, y = _world()
+    sched = LambdaLR(optimizer, lambda s: 1.0)
+    move = sched.step
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        move()
+
+    before = _values(model)
+    with pytest.raises(oomkit.SplitError, match="could not be held back"):
+        step(x, y)
+    assert _same(before, _values(model))
+
+
+def test_a_scaler_that_is_switched_off() -> None:
+    model, optimizer, x, y = _world()
+    scaler = torch.amp.GradScaler(device="cpu", enabled=False)
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(model(x), y)).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+    step(x, y)
+    with inject_oom(nth=2, phase="backward") as armed:
+        step(x, y)
+    assert armed.fired == 1

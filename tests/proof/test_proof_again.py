@@ -1,0 +1,255 @@
+"""Proofs that are made again, interrupted, or of rows that few would think of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.seen import Seen
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_
+
+import oomkit
+from proof.test_proof_data import _flipped, _world, _x
+
+pytestmark = pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning")
+
+ONES = torch.ones(8, dtype=torch.int64)
+MIXED = torch.tensor([1, 2, 0, 1, 0, 2, 0, 1])
+
+
+def _limited(loss: Callable[..., torch.Tensor], most: SimpleNamespace) -> tuple[Any, nn.Module]:
+    """A step that fits `most.rows` rows."""
+    model, optimizer = _world()
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if len(x) > most.rows:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        optimizer.zero_grad()
+        value = loss(model, x, y)
+        value.backward()
+        optimizer.step()
+        return value.detach()
+
+    return step, model
+
+
+@pytest.mark.parametrize("rows", [8, 6, 4, 3])
+def test_a_proof_that_ran_out_of_memory_is_still_due(rows: int) -> None:
+    most = SimpleNamespace(rows=8)
+    step, model = _limited(_flipped, most)
+    decorated = oomkit.auto_batch(step, accumulation_steps=2)
+    for i in range(3):
+        decorated(_x(16, i), ONES.repeat(2))
+    before = [p.detach().clone() for p in model.parameters()]
+    most.rows = rows
+    with pytest.raises(oomkit.SplitError, match="cannot split"):
+        decorated(_x(16, 9), MIXED.repeat(2))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_what_was_refused_once_is_refused_again() -> None:
+    """A caller that leaves such batches out must not get them split the next time."""
+    step, _ = _limited(_flipped, SimpleNamespace(rows=8))
+    decorated = oomkit.auto_batch(step, accumulation_steps=2)
+    decorated(_x(8), ONES)
+    for _ in range(3):
+        with pytest.raises(oomkit.SplitError, match="cannot split"):
+            decorated(_x(8, 9), MIXED)
+
+
+def test_rows_in_the_middle_have_no_neighbours() -> None:
+    """Labels differ there alone, and a single row is read as something else."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+
+    def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if len(x) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        out = model(x).squeeze()
+        return F.cross_entropy(out[None] * 0.5 if out.ndim == 1 else out, y)
+
+    decorated = oomkit.auto_batch(loss, model=model)
+    with pytest.raises(oomkit.SplitError, match="cannot split"):
+        decorated(_x(8), torch.tensor([1, 1, 1, 1, 0, 0, 0, 0]))
+
+
+@pytest.mark.parametrize("kind", [list, tuple, torch.tensor, torch.Tensor.numpy])
+@pytest.mark.parametrize("labels", [[0] * 6 + [1] * 2, [0, 0, 0, 0, 0, 1, 0, 1]])
+def test_samples_with_their_labels_beside_them_are_not_samples_alone(
+    kind: Any, labels: list[int]
+) -> None:
+    """Half of the images would meet the first labels, and five rows need not show it."""
+    torch.manual_seed(0)
+    model = nn.Linear(48, 2)
+    images = [torch.rand(3, 4, 4) for _ in labels]
+    y = kind(torch.tensor(labels)) if kind is torch.Tensor.numpy else kind(labels)
+
+    def step(images: list[torch.Tensor], y: Any) -> None:
+        losses = [
+            F.cross_entropy(model(image.reshape(1, -1)), torch.as_tensor([int(label)]))
+            for image, label in zip(images, y, strict=False)
+        ]
+        torch.stack(losses).mean().backward()
+
+    with pytest.raises(oomkit.SplitError, match="may be 8 samples"):
+        oomkit.auto_batch(step, accumulation_steps=2)(images, y)
+
+
+def test_a_norm_of_no_gradients_is_still_a_norm() -> None:
+    """The margin is reached by all rows of the batch that the split is proven with."""
+
+    def world() -> tuple[Any, nn.Module]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+            optimizer.zero_grad()
+            loss = F.relu(1 - y * model(x)[:, 0]).mean()
+            loss.backward()
+            norm = clip_grad_norm_(model.parameters(), 1e9)
+            optimizer.step()
+            return loss.detach(), norm
+
+        return step, model
+
+    plain, model = world()
+    decorated = oomkit.auto_batch(world()[0], accumulation_steps=2)
+    far = 1e5 * _x(8)
+    with torch.no_grad():
+        right, wrong = model(far)[:, 0].sign(), -model(_x(8))[:, 0].sign()
+    for batch in ((far, right), (_x(8), wrong), (_x(8), wrong)):
+        torch.testing.assert_close(decorated(*batch), plain(*batch))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn]
+)
+def test_parameters_of_any_dtype_may_be_written(dtype: torch.dtype) -> None:
+    model, optimizer = _world()
+    counts = nn.Parameter(torch.zeros(3).to(dtype), requires_grad=False)
+    model.register_parameter("counts", counts)
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model[2](model[0](x)).square().mean().backward()
+        optimizer.step()
+        if oomkit.current().is_last:
+            counts.copy_(torch.ones(3))
+
+    step(_x(6))
+    assert counts.float().eq(1).all() if dtype is torch.float8_e4m3fn else counts.bool().all()
+
+
+def test_results_of_the_calls_own_parts_are_joined_in_the_proof() -> None:
+    """No other parts run: what cannot be joined is refused before the update."""
+    model, optimizer = _world()
+
+    def step(x: torch.Tensor) -> Any:
+        if len(x) not in (1, 5):
+            raise ValueError("one row, or all")
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        return f"first: {float(x[0, 0]):.3f}"
+
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(oomkit.SplitError, match="cannot join"):
+        oomkit.auto_batch(step, accumulation_steps=5)(_x(5))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_an_update_of_few_rows_by_hand() -> None:
+    """Through `.data`, and the gradient is gone: 64 values of 60,000 need not show it."""
+    torch.manual_seed(1)
+    table = nn.Embedding(20_000, 3).double()
+
+    def step(rows: torch.Tensor, y: torch.Tensor) -> None:
+        each = F.cross_entropy(table(rows), y, reduction="none")
+        (each / each.detach().mean()).mean().backward()
+        if table.weight.grad is not None:
+            table.weight.data[rows] -= 0.5 * table.weight.grad[rows]
+            table.weight.grad = None
+
+    rows = torch.tensor([17, 4711, 9001, 12345, 19999, 3])
+    before = table.weight.detach().clone()
+    with pytest.raises(oomkit.SplitError, match="writes to weight of Embedding"):
+        oomkit.auto_batch(step, accumulation_steps=2)(rows, MIXED[:6])
+    assert torch.equal(table.weight, before)
+
+
+def test_labels_that_never_differ_where_it_can_look_are_asked_for_a_few_times() -> None:
+    runs: Seen[int] = Seen()
+    model, optimizer = _world()
+    flags = torch.zeros(48, dtype=torch.bool)
+    flags[41] = True
+
+    @oomkit.auto_batch(accumulation_steps=8)
+    def step(x: torch.Tensor, flags: torch.Tensor, more: torch.Tensor) -> None:
+        runs.append(len(x))
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(6):
+        runs.clear()
+        step(_x(48), flags, flags.flip(0))
+    assert len(runs) == 8
+
+
+def test_one_row_that_fits_needs_no_room_beside_it() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    x = _x(1)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        value: torch.Tensor = model(x).exp().mean()
+        return value
+
+    with oomkit.limit_memory("1GiB", device="cpu"):
+        before = oomkit.memory("cpu").allocated
+        value = loss(x)
+        held = oomkit.memory("cpu").allocated - before
+        del value
+    step = oomkit.auto_batch(loss, model=model)
+    with oomkit.limit_memory(oomkit.memory("cpu").allocated + held + 16, device="cpu"):
+        assert step(x).requires_grad
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_a_hidden_update_by_hand_is_put_back_after_losses_were_compared(through_data: bool) -> None:
+    """Without a graph the step finds the caller's gradients, and makes its update of them."""
+
+    class Program:
+        def __init__(self) -> None:
+            torch.manual_seed(7)
+            self.model = nn.Linear(4, 2).double()
+
+        def renewed(self) -> None:
+            with torch.no_grad():
+                for p in self.model.parameters():
+                    if p.grad is not None:
+                        p.grad.add_(p.detach(), alpha=0.1)
+                        (p.data if through_data else p).sub_(p.grad, alpha=0.05)
+                        p.grad.zero_()
+
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            loss = self.model(x).square().mean()
+            loss.backward()
+            getattr(self, "".join(["re", "newed"]))()  # no code shows which method that is
+            return loss.detach()
+
+    x = torch.randn(8, 4, dtype=torch.float64)
+    mine, twin = Program(), Program()
+    step = oomkit.auto_batch(mine.step, model=mine.model, accumulation_steps=2)
+    for _ in range(4):
+        torch.testing.assert_close(step(x), twin.step(x), rtol=1e-9, atol=0)
+    got, want = list(mine.model.parameters()), list(twin.model.parameters())
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=0)
