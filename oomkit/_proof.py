@@ -64,6 +64,7 @@ _SURE = 5.0  # times what rounding explains: weights so far apart would have sho
 _FARTHER = 4.0  # parts may be as many times as far from the whole as it is from itself
 _SHOWN = 3  # names in a message
 _LAST, _NO_NORM, _OF_ROWS = range(3)  # OOMKIT_FIGURE_*
+_BY_ROWS, _BY_LOSS = 4, 8
 
 
 @dataclasses.dataclass(slots=True)
@@ -163,10 +164,12 @@ class Proof:
         self.unjoined = False  # results of parts of one row could not be joined
         # How numbers in results are joined (facts.h), by place.
         self.figures: dict[str, int] = {}
+        self._decided: set[str] = set()  # those that this proof alone decides
         self.volatile = False  # nothing but results differs: are they the same twice?
 
     noted = staticmethod(_proof_kept.noted)
     recalled = staticmethod(_proof_kept.recalled)
+    recalled_figures = staticmethod(_proof_kept.figures)
 
     # --- what the engine calls around the runs ---
 
@@ -592,15 +595,36 @@ class Proof:
         counts = isinstance(whole, int) or (
             isinstance(whole, torch.Tensor) and not whole.is_floating_point()
         )
-        weighs = made.weights if abs(sum(made.weights) - 1.0) < 1e-9 else made.rows
-        shares = zip(numbers, weighs, strict=True)
-        joined = sum(numbers) if counts else sum(n * w for n, w in shares) / sum(weighs)
+        is_mean = abs(sum(made.weights) - 1.0) < 1e-9
+        by_loss, by_rows = (
+            sum(n * w for n, w in zip(numbers, weights, strict=True) if w) / sum(weights)
+            for weights in (made.weights if is_mean else made.rows, made.rows)
+        )
+        joined = sum(numbers) if counts else by_loss
         of_rows, last = (values.gap(value, n) <= limit for n in (float(joined), numbers[-1]))
+        how = 0
+        if not counts and not values.gap(by_loss, by_rows) <= 2 * limit:  # told apart
+            rows = values.gap(value, by_rows) <= limit
+            how = _BY_ROWS if rows else _BY_LOSS if of_rows else 0
+            of_rows |= rows
+        known = self.figures.get(place, _LAST) & 3
         if of_rows != last:
-            self.figures[place] = _OF_ROWS if of_rows else _LAST
+            self.figures[place] = how | (_OF_ROWS if of_rows else _LAST)
+            self._decided.add(place)
         elif not any([value, *numbers]) and self._has_gradient():
-            self.figures[place] = _NO_NORM
-        return of_rows and not any(numbers[:-1])
+            self.figures[place] = how | max(known, _NO_NORM)
+        elif how:
+            self.figures[place] = how | known
+        return (of_rows and not any(numbers[:-1])) or how != 0
+
+    def all_figures(self, known: dict[str, int]) -> dict[str, int]:
+        """What is known of numbers in results, with what this proof has shown."""
+        every = dict(known)
+        for place, figure in self.figures.items():
+            was = 0 if place in self._decided else known.get(place, 0)
+            how = figure & (_BY_ROWS | _BY_LOSS) or known.get(place, 0) & (_BY_ROWS | _BY_LOSS)
+            every[place] = max(figure & 3, was & 3) | how
+        return every
 
     def _has_gradient(self) -> bool:
         """Whether the whole has one that is not 0, at its end or when it was updated."""

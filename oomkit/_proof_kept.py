@@ -12,7 +12,7 @@ from typing import Any
 
 from ._weights import Tried, Weigher
 
-__all__ = ["noted", "recalled"]
+__all__ = ["figures", "noted", "recalled"]
 
 _MOST = 200  # weights that were tried and are noted of one batch
 _STRUCTURES = 8  # of batches that are kept of earlier runs
@@ -30,6 +30,7 @@ def noted(
     function: Any,
     proofs: list[tuple[int, Weigher | None, Tried | None, int]],
     texts: list[str] | None = None,
+    numbers: dict[str, int] | None = None,
 ) -> str | None:
     """Text of proofs, or None where there is nothing to note.
 
@@ -38,6 +39,7 @@ def noted(
         proofs: of each structure of batches its key, the weights that were found, what is known
             of others, and whether labels were ignored.
         texts: of earlier runs; what they have of other structures stays, for the same code.
+        numbers: how those in results are joined, by place.
     """
     code = _code(function)
     own = {f"{key:016x}" for key, *_ in proofs}
@@ -60,7 +62,25 @@ def noted(
                 "labels": bool(labels),
             }
         )
-    return json.dumps({"code": code, "proofs": entries}) if entries and code else None
+    if not entries or not code:
+        return None
+    places = list({**figures(function, texts or []), **(numbers or {})}.items())[:_MOST]
+    more = {"figures": dict(places)} if places else {}
+    return json.dumps({"code": code, "proofs": entries, **more})
+
+
+def figures(function: Any, texts: list[str]) -> dict[str, int]:
+    """How numbers in results are joined, as these texts have it for this code."""
+    code = _code(function)
+    found: dict[str, int] = {}
+    for text in texts:
+        try:
+            kept = json.loads(text)
+            if code and kept["code"] == code:
+                found.update({str(k): int(v) & 15 for k, v in kept.get("figures", {}).items()})
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            continue
+    return found
 
 
 def _entries(texts: list[str], code: str) -> dict[str, Any]:

@@ -268,6 +268,7 @@ oomkit_weights_set(oomkit_call *call)
                     : l->counts_items || (options->weight == NULL &&
                                           options->reduction == OOMKIT_REDUCTION_SUM);
     call->join.is_sum = rule != NULL ? l->is_sum : l->counts_items;
+    call->join.found = rule != NULL;
     call->join.groups = 0;
     if (options->weight != NULL) {
         if (weights_measured(call) < 0) {

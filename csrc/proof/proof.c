@@ -753,7 +753,7 @@ proof_figures(oomkit_proof *p)
     if (site->figures == NULL && (site->figures = PyDict_New()) == NULL) {
         return -1;
     }
-    figures = PyObject_GetAttrString(p->judge, "figures");
+    figures = PyObject_CallMethod(p->judge, "all_figures", "O", site->figures);
     result = figures == NULL ? -1 : PyDict_Update(site->figures, figures);
     Py_XDECREF(figures);
     return result;

@@ -42,9 +42,12 @@ typedef struct oomkit_result_fact {
 
 /* How micro-batches' numbers at one place are joined, as a proof has shown. */
 enum {
-    OOMKIT_FIGURE_LAST = 0, /* that of the last one is the whole's */
-    OOMKIT_FIGURE_NO_NORM,  /* 0 where gradients were not */
-    OOMKIT_FIGURE_OF_ROWS   /* their mean or their sum is, the last one is not */
+    OOMKIT_FIGURE_LAST = 0,    /* that of the last one is the whole's */
+    OOMKIT_FIGURE_NO_NORM,     /* 0 where gradients were not */
+    OOMKIT_FIGURE_OF_ROWS,     /* their mean or their sum is, the last one is not */
+    OOMKIT_FIGURE_HOW = 3,     /* the bits of these */
+    OOMKIT_FIGURE_BY_ROWS = 4, /* their mean weighs rows, whatever the loss weighs */
+    OOMKIT_FIGURE_BY_LOSS = 8  /* their mean weighs what the loss weighs */
 };
 
 /* Zeroed at start, freed by clear. */
@@ -120,6 +123,7 @@ typedef struct oomkit_join {
     PyObject *updated; /* owned: list of (was, now) of figures that the real update has
                           changed (learning rates), or NULL */
     int is_sum;        /* the loss is a sum, whatever reduction= says */
+    int found;         /* a proof has found the weights: they are the loss's alone */
     const double *group_weights; /* borrowed from the call: results x groups, for the
                                     losses of a sequence as long as `groups` */
     Py_ssize_t groups;           /* 0 without */

@@ -410,6 +410,7 @@ oomkit_join_finish(oomkit_state *st, const oomkit_options *options, oomkit_join 
         return PyObject_Vectorcall(options->join, stack, 2, NULL);
     }
     r.is_sum = join->is_sum || options->reduction == OOMKIT_REDUCTION_SUM;
+    r.found = join->found;
     if (join->groups > 0 && is_sequence_of(join, join->groups)) {
         r.group_weights = join->group_weights;
         r.groups = join->groups;

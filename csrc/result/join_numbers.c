@@ -50,9 +50,10 @@ oomkit_join_floats(const oomkit_rules *r, const oomkit_place *where,
     const char *choice = NULL;
     double first = PyFloat_AsDouble(values[0]);
     int updated = is_updated(r, where, values), norm;
+    int by_rows = updated < 0 ? -1 : oomkit_rules_by_rows(r, where);
     Py_ssize_t i;
 
-    if (updated < 0 || oomkit_rules_check_number(r, where) < 0) {
+    if (by_rows < 0 || oomkit_rules_check_number(r, where) < 0) {
         return NULL;
     }
     for (i = 0; i < r->count; i++) {
@@ -62,8 +63,8 @@ oomkit_join_floats(const oomkit_rules *r, const oomkit_place *where,
         }
         equal = equal && value == first;
         zeros = zeros && (i == r->count - 1 || value == 0.0);
-        if (oomkit_rules_weight(r, where, i) != 0.0) { /* 0 shares may be NaN */
-            sum += oomkit_rules_weight(r, where, i) * value;
+        if (oomkit_rules_weight(r, where, i, by_rows) != 0.0) { /* 0 may be NaN */
+            sum += oomkit_rules_weight(r, where, i, by_rows) * value;
         }
     }
     norm = zeros && !equal ? is_norm(r, where) : 0;

@@ -143,9 +143,47 @@ oomkit_place_differs(const oomkit_rules *r, const oomkit_place *where, PyObject 
 
 /* --- what the rules ask --- */
 
-double
-oomkit_rules_weight(const oomkit_rules *r, const oomkit_place *where, Py_ssize_t i)
+/* What a proof has shown of this place: OOMKIT_FIGURE_*, -1 for nothing, -2 with an
+ * exception. */
+static long
+rules_figure(const oomkit_rules *r, const oomkit_place *where)
 {
+    PyObject *text, *found; /* owned; borrowed */
+    long figure;
+
+    if (r->site == NULL || r->site->figures == NULL) {
+        return -1;
+    }
+    text = oomkit_place_text(where);
+    found = text == NULL ? NULL : PyDict_GetItemWithError(r->site->figures, text);
+    figure = found == NULL ? -1 : PyLong_AsLong(found);
+    Py_XDECREF(text);
+    return PyErr_Occurred() ? -2 : figure;
+}
+
+int
+oomkit_rules_by_rows(const oomkit_rules *r, const oomkit_place *where)
+{
+    long figure;
+
+    if (where->is_loss ||
+        (!r->found && (r->site == NULL || r->site->figures == NULL))) {
+        return 0;
+    }
+    figure = rules_figure(r, where);
+    if (figure < 0 || (figure & (OOMKIT_FIGURE_BY_ROWS | OOMKIT_FIGURE_BY_LOSS)) == 0) {
+        return figure == -2 ? -1 : r->found;
+    }
+    return (figure & OOMKIT_FIGURE_BY_ROWS) != 0;
+}
+
+double
+oomkit_rules_weight(const oomkit_rules *r, const oomkit_place *where, Py_ssize_t i,
+                    int by_rows)
+{
+    if (by_rows) {
+        return (double)r->rows[i] / (double)r->total;
+    }
     if (r->group_weights != NULL && where->outer != NULL &&
         where->outer->outer == NULL) {
         return r->group_weights[i * r->groups + where->number];
@@ -177,17 +215,9 @@ oomkit_rules_may_be_norm(const oomkit_rules *r, const oomkit_place *where)
 int
 oomkit_rules_shown(const oomkit_rules *r, const oomkit_place *where, long figure)
 {
-    PyObject *text, *found; /* owned; borrowed */
-    int shown;
+    long shown = rules_figure(r, where);
 
-    if (r->site == NULL || r->site->figures == NULL) {
-        return 0;
-    }
-    text = oomkit_place_text(where);
-    found = text == NULL ? NULL : PyDict_GetItemWithError(r->site->figures, text);
-    shown = found != NULL && PyLong_AsLong(found) >= figure;
-    Py_XDECREF(text);
-    return PyErr_Occurred() ? -1 : shown;
+    return shown < 0 ? (shown == -2 ? -1 : 0) : (shown & OOMKIT_FIGURE_HOW) >= figure;
 }
 
 const oomkit_result_fact *

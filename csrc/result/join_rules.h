@@ -38,6 +38,7 @@ typedef struct oomkit_rules {
     PyObject *updated;  /* borrowed likewise */
     int one_loss;       /* likewise */
     int is_sum;         /* so are the weights: micro-batches' losses are added */
+    int found;          /* as in oomkit_join */
     const double *group_weights; /* borrowed from the join; NULL unless the result is a
                                     sequence of one loss for each group */
     Py_ssize_t groups;
@@ -85,9 +86,15 @@ oomkit_place_differs(const oomkit_rules *r, const oomkit_place *where, PyObject 
 int
 oomkit_error_is_no_answer(const oomkit_state *st);
 
+/* Are numbers that are no loss weighed by rows at this place, whatever the loss weighs?
+ * 1, 0 or -1. */
+int
+oomkit_rules_by_rows(const oomkit_rules *r, const oomkit_place *where);
+
 /* The factor of micro-batch i. */
 double
-oomkit_rules_weight(const oomkit_rules *r, const oomkit_place *where, Py_ssize_t i);
+oomkit_rules_weight(const oomkit_rules *r, const oomkit_place *where, Py_ssize_t i,
+                    int by_rows);
 
 /* May this scalar be the norm of gradients that all but the last micro-batch had
  * parked? */

@@ -99,10 +99,14 @@ tensors_add(const oomkit_rules *r, const oomkit_place *where, PyObject *const *v
             int weighted)
 {
     PyObject *sum = NULL; /* owned */
+    int by_rows = weighted ? oomkit_rules_by_rows(r, where) : 0;
     Py_ssize_t i;
 
+    if (by_rows < 0) {
+        return NULL;
+    }
     for (i = 0; i < r->count; i++) {
-        double weight = weighted ? oomkit_rules_weight(r, where, i) : 1.0;
+        double weight = weighted ? oomkit_rules_weight(r, where, i, by_rows) : 1.0;
         PyObject *term; /* owned */
         if (weight == 0.0) {
             continue; /* a share of nothing may be NaN */

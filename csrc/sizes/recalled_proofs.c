@@ -3,12 +3,12 @@
 #include "sizes.h"
 
 PyObject *
-oomkit_proven_text(const oomkit_step *step, PyObject *recalled)
+oomkit_proven_text(const oomkit_step *step, PyObject *recalled, int own)
 {
     PyObject *list = PyList_New(0), *text = NULL; /* owned */
     int i;
 
-    for (i = 0; list != NULL && i < OOMKIT_PROVEN; i++) {
+    for (i = 0; own && list != NULL && i < OOMKIT_PROVEN; i++) {
         const oomkit_proven *proven = &step->proven[i];
         PyObject *item; /* owned */
         if (proven->key == 0 || proven->level != OOMKIT_PROVEN_FULLY) {
@@ -24,8 +24,10 @@ oomkit_proven_text(const oomkit_step *step, PyObject *recalled)
         Py_XDECREF(item);
     }
     if (list != NULL) {
-        text = PyObject_CallMethod(step->st->proof, "noted", "OOO", step->func, list,
-                                   recalled == NULL ? Py_None : recalled);
+        text = PyObject_CallMethod(
+            step->st->proof, "noted", "OOOO", step->func, list,
+            recalled == NULL ? Py_None : recalled,
+            !own || step->results.figures == NULL ? Py_None : step->results.figures);
     }
     Py_XDECREF(list);
     return text;
@@ -34,7 +36,7 @@ oomkit_proven_text(const oomkit_step *step, PyObject *recalled)
 int
 oomkit_proven_write(oomkit_step *step)
 {
-    PyObject *text = oomkit_proven_text(step, step->recalled); /* owned */
+    PyObject *text = oomkit_proven_text(step, step->recalled, 1); /* owned */
 
     if (text == NULL) {
         return -1;
@@ -76,6 +78,27 @@ oomkit_proven_print(const oomkit_step *step)
     return step->proven_text == NULL ? 0 : (uint64_t)PyObject_Hash(step->proven_text);
 }
 
+/* What earlier runs have shown of numbers in the results, beside what this one has. 0
+ * or -1. */
+static int
+recall_figures(oomkit_step *step)
+{
+    PyObject *found = PyObject_CallMethod(step->st->proof, "recalled_figures", "OO",
+                                          step->func, step->recalled); /* owned */
+    int result = 0;
+
+    if (found != NULL && PyDict_GET_SIZE(found) > 0) {
+        if (step->results.figures != NULL) {
+            result = PyDict_Update(found, step->results.figures);
+        }
+        if (result == 0) {
+            Py_XSETREF(step->results.figures, Py_NewRef(found));
+        }
+    }
+    Py_XDECREF(found);
+    return found == NULL ? -1 : result;
+}
+
 oomkit_proven *
 oomkit_proven_recall(oomkit_call *call)
 {
@@ -90,7 +113,8 @@ oomkit_proven_recall(oomkit_call *call)
     found = PyObject_CallMethod(step->st->proof, "recalled", "OOK", step->func,
                                 step->recalled, (unsigned long long)call->proof_key);
     if (found == NULL || found == Py_None ||
-        !PyArg_ParseTuple(found, "OOp", &rule, &tried, &labels)) {
+        !PyArg_ParseTuple(found, "OOp", &rule, &tried, &labels) ||
+        recall_figures(step) < 0) {
         Py_XDECREF(found);
         return NULL;
     }

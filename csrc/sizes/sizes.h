@@ -39,10 +39,10 @@ int
 oomkit_predict_update(oomkit_call *call, PyObject *optimizer);
 
 /* --- recalled_proofs.c --- */
-/* New reference: text of all proofs, of those of earlier runs too (list of str, or
- * NULL), or None. */
+/* New reference: text of proofs of earlier runs (list of str, or NULL), with `own` of
+ * this one's too; or None. */
 PyObject *
-oomkit_proven_text(const struct oomkit_step *step, PyObject *recalled);
+oomkit_proven_text(const oomkit_step *step, PyObject *recalled, int own);
 /* After a proof, and when some were recalled: step->proven_text has all. 0 or -1. */
 int
 oomkit_proven_write(struct oomkit_step *step);

@@ -201,7 +201,7 @@ oomkit_step_load(PyObject *op, PyObject *state)
             count = -1;
         }
     }
-    if (count < 0 || (text = oomkit_proven_text(step, recalled)) == NULL) {
+    if (count < 0 || (text = oomkit_proven_text(step, recalled, 0)) == NULL) {
         PyMem_Free(entries);
         Py_XDECREF(recalled);
         Py_XDECREF(origin);

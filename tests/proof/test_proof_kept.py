@@ -278,3 +278,42 @@ def test_weights_of_classes_are_found_anew() -> None:
     assert _proof_kept.recalled(_run, [text], 5) == (None, {("even", 2): float("inf")}, True)
     assert _proof_kept.recalled(_run, [text], 6) is None
     assert _proof_kept.recalled(_step, [text], 5) is None
+
+
+def test_how_numbers_are_joined_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the loss is no mean over rows: twice the loss is not one either, a share of rows is."""
+    from oomkit._proof import _BY_LOSS, _BY_ROWS
+
+    def returned(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(out, y, ignore_index=-100)
+        numbers[:] = [2 * loss.detach(), (out.argmax(1) == 3).double().mean()]
+        return loss
+
+    def step_of() -> Any:
+        torch.manual_seed(SEED)
+        model = nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, 8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        @oomkit.auto_batch(remember=True)
+        def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+            runs.append(len(x))
+            optimizer.zero_grad()
+            loss = returned(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss.detach(), *numbers
+
+        return step
+
+    numbers: list[torch.Tensor] = []
+    monkeypatch.setitem(globals(), "loss_of", _ignoring)
+    first = _run(step_of(), ignored=True)
+    _next_run()
+    step = step_of()
+    second = _run(step, ignored=True)
+    torch.testing.assert_close(second, first)
+    for loss, double, _ in second:
+        torch.testing.assert_close(double, 2 * loss)
+    state = json.loads(step.state_dict()["signatures"][0]["proven"])
+    assert state["figures"]["result[1]"] & _BY_LOSS and state["figures"]["result[2]"] & _BY_ROWS
+    assert _proof_kept.figures(_run, ["nonsense", "{}"]) == {}
