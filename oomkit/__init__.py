@@ -26,26 +26,23 @@ except ImportError as _error:  # pragma: no cover - exercised in a subprocess wi
 
 # All of it now: a module that is first imported between an error and its replay makes that
 # one wait.
-from . import (
-    _C,
-    _callables,
-    _closures,
-    _diagnose,
-    _keepsake,
-    _loops,
-    _nodes,
-    _packed,
-    _patches,
-    _plain_state,
-    _proof,
-    _replay_rows,
-    _second,
-    _side_effects,
-    _store,
-    _withheld,
-    _writes,
-    sizes,
-)
+from . import _C, sizes
+from ._code import plain_state as _plain_state
+from ._code import side_effects as _side_effects
+from ._code import writes as _writes
+from ._engine import callables as _callables
+from ._engine import closures as _closures
+from ._engine import keepsake as _keepsake
+from ._engine import loops as _loops
+from ._engine import nodes as _nodes
+from ._engine import packed as _packed
+from ._engine import patches as _patches
+from ._engine import returned_loss as _returned_loss
+from ._engine import store as _store
+from ._engine import withheld as _withheld
+from ._proof import diagnose as _diagnose
+from ._proof import judge as _proof
+from ._proof import replay_rows as _replay_rows
 from .optim import _keeps_state
 from .optim import predict_update as _predict_update
 
@@ -104,10 +101,10 @@ _fits = _C._bind(
         "watch_train": _patches.watch_train,
         "watch_zero_grad": _patches.watch_zero_grad,
         "find_zero_grad": _patches.find_zero_grad,
-        "split_loss": _second.split_loss,
-        "modes_then": _second.modes_then,
-        "saved_pack": _second.saved_pack,
-        "saved_unpack": _second.saved_unpack,
+        "split_loss": _returned_loss.split_loss,
+        "modes_then": _returned_loss.modes_then,
+        "saved_pack": _returned_loss.saved_pack,
+        "saved_unpack": _returned_loss.saved_unpack,
         "memory_place": sizes._place,
         "recall_sizes": sizes._recall,
         "note_sizes": _store.note,
@@ -125,7 +122,8 @@ _C.register_splitter(
 )
 
 from . import testing  # noqa: E402  (needs the bound extension)
-from ._budget import Budget, budget  # noqa: E402
+from ._api.budget import Budget, budget  # noqa: E402
+from ._api.map import map  # noqa: E402, A004
 from ._C import (  # noqa: E402
     OomkitError,
     OomkitWarning,
@@ -142,7 +140,6 @@ from ._C import (  # noqa: E402
     is_oom_error,
     register_splitter,
 )
-from ._map import map  # noqa: E402, A004
 from .executable import BatchSizeSearch, find_executable_batch_size  # noqa: E402
 from .memory import (  # noqa: E402
     MemoryInfo,

@@ -18,7 +18,9 @@ from types import TracebackType
 
 import torch
 
-from . import _C, _layers, _notebook
+from . import _C
+from ._engine import sessions as _notebook
+from ._limits import layers as _layers
 
 __all__ = [
     "MemoryInfo",

@@ -18,12 +18,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
-from . import _hpo_run, _hpo_study, _hpo_values
-from ._hpo_batch import BatchPlan, Training, suggest_batch, trained
-from ._hpo_mlflow import Option as _MlflowOption
-from ._hpo_mlflow import RunWatch
-from ._hpo_model import MemoryModel, hopeless_trial, is_hopeless
-from ._hpo_run import PASSING, Outcome, log
+from ._hpo import run as _hpo_run
+from ._hpo import study as _hpo_study
+from ._hpo import values as _hpo_values
+from ._hpo.batch import BatchPlan, Training, suggest_batch, trained
+from ._hpo.mlflow import Option as _MlflowOption
+from ._hpo.mlflow import RunWatch
+from ._hpo.model import MemoryModel, hopeless_trial, is_hopeless
+from ._hpo.run import PASSING, Outcome, log
 from .memory import _parse_budget
 
 __all__ = [
@@ -491,6 +493,6 @@ def hyperparameter_search(trainer: Any, *args: Any, **kwargs: Any) -> Any:
     transformers makes its objective itself, so one trial out of memory ends the search. `oom`
     are options of `prune_on_oom`, `study` an existing study; other arguments as there.
     """
-    from ._hpo_transformers import search
+    from ._hpo.transformers import search
 
     return search(prune_on_oom, trainer, *args, **kwargs)

@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from . import _C, _admission, _layers
+from . import _C
+from ._limits import admission as _admission
+from ._limits import layers as _layers
 from .memory import (
     DeviceLike,
     _device_of,

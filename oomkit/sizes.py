@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-from . import _C, _store
+from . import _C
+from ._engine import store as _store
 from .memory import _DEVICE_NUMBERS
 from .report import format_bytes
 

@@ -1,6 +1,7 @@
-/* Plain attributes of a model's modules, as _side_effects.py compares them around the
- * first micro-batch. In C, for it stands between an error and its replay, and a model
- * has hundreds of modules that are alike. What it does not know it leaves to Python. */
+/* Plain attributes of a model's modules, as _code/side_effects.py compares them around
+ * the first micro-batch. In C, for it stands between an error and its replay, and a
+ * model has hundreds of modules that are alike. What it does not know it leaves to
+ * Python. */
 #include "module_attributes.h"
 #include "../py/tensor.h"
 

@@ -64,7 +64,7 @@ site_row(oomkit_plain_site *site, PyObject *row)
     return 0;
 }
 
-/* From what oomkit._plain_state.places has returned. NULL with an exception. */
+/* From what oomkit._code.plain_state.places has returned. NULL with an exception. */
 static oomkit_plain_site *
 site_new(PyObject *found)
 {
@@ -103,8 +103,8 @@ site_new(PyObject *found)
     return site;
 }
 
-/* oomkit._plain_state.places, while nothing compiles its frames: the call may come out
- * of a function that torch.compile() has made. New reference or NULL. */
+/* oomkit._code.plain_state.places, while nothing compiles its frames: the call may come
+ * out of a function that torch.compile() has made. New reference or NULL. */
 static PyObject *
 site_look(oomkit_call *call, PyObject *positional, PyObject *named)
 {

@@ -1,12 +1,14 @@
 /* Plain state of the user's: counters, lists, metrics, tensors that are nobody's
- * parameters. A table of places is made by oomkit/_plain_state.py from the code of the
- * step; each attempt marks what is there and puts it back when it is rolled back. */
+ * parameters. A table of places is made by oomkit/_code/plain_state.py from the code of
+ * the step; each attempt marks what is there and puts it back when it is rolled back.
+ */
 #ifndef OOMKIT_PLAIN_PLAIN_STATE_H
 #define OOMKIT_PLAIN_PLAIN_STATE_H
 
 #include "../call/call_types.h"
 
-/* How a place is reached from the one before it; the numbers are those of _spots.py. */
+/* How a place is reached from the one before it; the numbers are those of
+ * _code/spots.py. */
 typedef enum {
     OOMKIT_PLAIN_ARGUMENT = 0, /* key: position */
     OOMKIT_PLAIN_KEYWORD,      /* key: name */
@@ -16,7 +18,7 @@ typedef enum {
     OOMKIT_PLAIN_ITEM          /* key: of a dict, or index of a list or tuple */
 } oomkit_plain_kind;
 
-/* What is marked of it; the numbers are those of _plain_state.py. */
+/* What is marked of it; the numbers are those of _code/plain_state.py. */
 enum {
     OOMKIT_PLAIN_BIND = 1,    /* what it leads to */
     OOMKIT_PLAIN_CONTENT = 2, /* what that holds */

@@ -1,5 +1,5 @@
 /* What a run of a proof sees of the step: its backwards, what its updates are given,
- * its results and its gradients. All of it is handed to oomkit._proof.Proof. */
+ * its results and its gradients. All of it is handed to oomkit._proof.judge.Proof. */
 #include "proof.h"
 #include "../call/step.h"
 #include "../engine/engine.h"

@@ -1,12 +1,14 @@
 /* The weaker proof, where no more than one row fits: two micro-batches at once and each
  * alone, without a graph, which nearly always fits. Backwards are withheld and updates
- * held back; losses and results are judged by oomkit._diagnose. */
+ * held back; losses and results are judged by oomkit._proof.diagnose. */
 #include "proof.h"
 #include "../accum/accum.h"
 #include "../accum/weights.h"
 #include "../batch/batch.h"
+#include "../optim/optim.h"
 #include "../py/modes.h"
 #include "../result/result.h"
+#include "../undo/parameters.h"
 #include "../undo/undo.h"
 
 /* What a run has returned, to be joined where it is a part. 0 or -1. */

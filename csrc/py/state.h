@@ -262,31 +262,39 @@
 
 /* What the package hands in at import, because it is Python: X(field). */
 #define OOMKIT_STATE_GLUE(X)                                                           \
-    X(accept_no_gradients) /* oomkit._withheld: before the first split */              \
-    X(watch_effects)       /* oomkit._side_effects: what else a split step changes */  \
-    X(plain_places)        /* oomkit._plain_state: where a step stores */              \
-    X(weight_problem)      /* oomkit._callables: why weight= cannot be called */       \
-    X(silent_closure)      /* oomkit._closures: refuses one that returns a loss */     \
-    X(keepsake) /* oomkit._keepsake: what an optimizer keeps beside its state */       \
-    X(parameter_writes) /* oomkit._writes: does a step's code write to parameters? */  \
-    X(watch_train)      /* oomkit._patches: has torch tell of train() and eval() */    \
-    X(watch_zero_grad)  /* oomkit._patches: the same of zero_grad() */                 \
-    X(find_zero_grad)   /* oomkit._patches: torch's own zero_grad() of optimizers */   \
-    X(keeps_state)      /* oomkit.optim: does a first step make any? */                \
-    X(predict_update)   /* oomkit.optim: bytes that a first step needs */              \
-    X(refusal)          /* oomkit._nodes.Refusal: results that refuse a gradient */    \
-    X(split_loss)       /* oomkit._second: gives the loss of a split call its node */  \
-    X(modes_then)       /* oomkit._second: enters autocast as it was */                \
-    X(saved_pack)       /* oomkit._second: packs a saved tensor into nothing */        \
-    X(saved_unpack)     /* oomkit._second: says that the graph was given back */       \
-    X(tolerance)        /* oomkit._diagnose: what rounding explains in a loss */       \
-    X(replay_differs)   /* oomkit._diagnose: losses of a replay beside the call's */   \
-    X(replay_rows)      /* oomkit._replay_rows: the same of results with rows */       \
-    X(uneven_labels)    /* oomkit._diagnose: have slices unequal shares of labels? */  \
-    X(loop_judge)       /* oomkit._loops: may a loop's body run again? */              \
-    X(cut_sequence)     /* oomkit._loops: rows of a list */                            \
-    X(verification)     /* oomkit._diagnose: the class that compares three runs */     \
-    X(proof) /* oomkit._proof: the class that compares a split with the whole */       \
+    X(accept_no_gradients) /* oomkit._engine.withheld: before the first split */       \
+    X(watch_effects)  /* oomkit._code.side_effects: what else a split step changes */  \
+    X(plain_places)   /* oomkit._code.plain_state: where a step stores */              \
+    X(weight_problem) /* oomkit._engine.callables: why weight= cannot be called */     \
+    X(silent_closure) /* oomkit._engine.closures: refuses one that returns a loss */   \
+    X(keepsake) /* oomkit._engine.keepsake: what an optimizer keeps beside its state   \
+                 */                                                                    \
+    X(parameter_writes) /* oomkit._code.writes: does a step's code write to            \
+                           parameters? */                                              \
+    X(watch_train) /* oomkit._engine.patches: has torch tell of train() and eval() */  \
+    X(watch_zero_grad) /* oomkit._engine.patches: the same of zero_grad() */           \
+    X(find_zero_grad) /* oomkit._engine.patches: torch's own zero_grad() of optimizers \
+                       */                                                              \
+    X(keeps_state)    /* oomkit.optim: does a first step make any? */                  \
+    X(predict_update) /* oomkit.optim: bytes that a first step needs */                \
+    X(refusal)    /* oomkit._engine.nodes.Refusal: results that refuse a gradient */   \
+    X(split_loss) /* oomkit._engine.returned_loss: gives the loss of a split call its  \
+                     node */                                                           \
+    X(modes_then) /* oomkit._engine.returned_loss: enters autocast as it was */        \
+    X(saved_pack) /* oomkit._engine.returned_loss: packs a saved tensor into nothing   \
+                   */                                                                  \
+    X(saved_unpack)   /* oomkit._engine.returned_loss: says that the graph was given   \
+                         back */                                                       \
+    X(tolerance)      /* oomkit._proof.diagnose: what rounding explains in a loss */   \
+    X(replay_differs) /* oomkit._proof.diagnose: losses of a replay beside the call's  \
+                       */                                                              \
+    X(replay_rows)    /* oomkit._proof.replay_rows: the same of results with rows */   \
+    X(uneven_labels)  /* oomkit._proof.diagnose: have slices unequal shares of labels? \
+                       */                                                              \
+    X(loop_judge)     /* oomkit._engine.loops: may a loop's body run again? */         \
+    X(cut_sequence)   /* oomkit._engine.loops: rows of a list */                       \
+    X(verification)   /* oomkit._proof.diagnose: the class that compares three runs */ \
+    X(proof) /* oomkit._proof.judge: the class that compares a split with the whole */ \
     X(memory_place) /* oomkit.sizes: a device and a torch, by name */                  \
     X(recall_sizes) /* oomkit.sizes: what earlier runs have noted */                   \
     X(note_sizes)   /* oomkit.sizes: takes a note for later runs */

@@ -54,7 +54,7 @@ enum {
 typedef struct oomkit_result_site {
     PyObject *said;    /* owned set of str: what was logged, or NULL */
     PyObject *figures; /* owned dict of str to int: OOMKIT_FIGURE_* of places that a
-                          proof has decided (oomkit/_proof.py), or NULL */
+                          proof has decided (oomkit/_proof/judge.py), or NULL */
     int count;
     int integers_only; /* nothing else is to be learned now */
     int next; /* where the fact that is looked for next will be: they are met in order

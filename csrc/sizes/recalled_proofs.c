@@ -1,5 +1,5 @@
 /* Proofs that outlive a run: text for a checkpoint or for the file of sizes, and what
- * an earlier run has noted (oomkit/_proof_kept.py). */
+ * an earlier run has noted (oomkit/_proof/kept.py). */
 #include "sizes.h"
 
 PyObject *

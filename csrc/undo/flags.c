@@ -5,7 +5,7 @@
  *
  * requires_grad is marked at entry, behind the versions. The training flag of a module
  * is noted when torch.nn.Module.train() (eval() calls it, too) is about to set it,
- * which oomkit._patches reports: a step that switches nothing pays nothing. */
+ * which oomkit._engine.patches reports: a step that switches nothing pays nothing. */
 #include "undo.h"
 #include "../deferred/deferred.h"
 

@@ -18,7 +18,7 @@ from helpers.effects_said import said as _said
 from torch import nn
 
 import oomkit
-from oomkit._bytecode import effects_of
+from oomkit._code.bytecode import effects_of
 from oomkit.testing import inject_oom
 
 pytestmark = pytest.mark.no_proof  # runs of the step are counted, or its warnings are
@@ -313,7 +313,7 @@ def test_properties_are_not_evaluated_and_nothing_is_kept() -> None:
 def test_a_failure_to_look_is_only_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import oomkit._side_effects as module
+    import oomkit._code.side_effects as module
 
     def broken(*_: object) -> None:
         raise ValueError("planted")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from oomkit import _C
-from oomkit import _side_effects as effects
+from oomkit._code import side_effects as effects
 
 
 class Model(nn.Module):

@@ -18,7 +18,8 @@ from nomemory.fault import MISSING
 
 import oomkit
 from device import MIB, Device
-from oomkit import _C, _limits
+from oomkit import _C
+from oomkit._limits import cuda as _limits
 
 TOTAL = 100 * MIB
 UUID = "5a1f-22"

@@ -72,7 +72,8 @@ def test_blocks_run(split):
 
 
 def test_numbers_that_the_page_names():
-    from oomkit import _map, _map_outputs
+    from oomkit._api import map as _map
+    from oomkit._api import map_outputs as _map_outputs
 
     assert (_map_outputs._PINNED_LEAST, _map_outputs._PINNED_MOST) == (2**20, 256 * 2**20)
     for name in ("max_new_tokens", "max_length", "num_beams", "num_return_sequences"):

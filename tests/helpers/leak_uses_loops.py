@@ -15,7 +15,9 @@ import torch
 
 import oomkit
 from helpers.leak_uses import MODEL, NEEDS_MORE, X, covers
-from oomkit import _admission, _store, optuna, sizes
+from oomkit import optuna, sizes
+from oomkit._engine import store as _store
+from oomkit._limits import admission as _admission
 from oomkit.testing import inject_oom
 
 NEEDS_OPTUNA = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oomkit import _store
+from oomkit._engine import store as _store
 
 
 def fresh() -> None:

@@ -17,7 +17,7 @@ from helpers.mlp_world import values as _values
 from zoo import MLP
 
 import oomkit
-from oomkit import _patches
+from oomkit._engine import patches as _patches
 
 pytestmark = [
     pytest.mark.no_proof,

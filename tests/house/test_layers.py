@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections.abc import Collection
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -77,26 +78,34 @@ def clear_problems(text: str) -> list[int]:
     return problems
 
 
-def imports_of(text: str) -> tuple[set[str], set[str]]:
-    """(modules of oomkit, others): the top-level names that a module of oomkit imports."""
+def imports_of(
+    text: str, module: str = "", modules: Collection[str] = ()
+) -> tuple[set[str], set[str]]:
+    """(modules of oomkit, others): what a module of oomkit imports, others by their top name.
+
+    Args:
+        text: the module's source.
+        module: its name without "oomkit.".
+        modules: all modules of oomkit, by which a submodule is told from a name in a package.
+    """
     own: set[str] = set()
     others: set[str] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            for alias in node.names:
+                top, _, rest = alias.name.partition(".")
+                (own.add(rest or "__init__") if top == "oomkit" else others.add(top))
         elif isinstance(node, ast.ImportFrom):
-            own |= {node.module} if node.module else {alias.name for alias in node.names}
-            continue
-        else:
-            continue
-        for name in names:
-            top, _, rest = name.partition(".")
-            if top == "oomkit":
-                own.add(rest.partition(".")[0] or "__init__")
+            if node.level:
+                parts = module.split(".")[: -node.level]
+                base = ".".join([*parts, *([node.module] if node.module else [])])
             else:
-                others.add(top)
+                top, _, base = (node.module or "").partition(".")
+                if top != "oomkit":
+                    others.add(top)
+                    continue
+            names = [f"{base}.{alias.name}" if base else alias.name for alias in node.names]
+            own |= {name if not base or name in modules else base for name in names}
     return own, others
 
 
@@ -105,8 +114,10 @@ def import_problems(sources: dict[str, str]) -> list[str]:
     problems = []
     graph: dict[str, set[str]] = {}
     for name, text in sources.items():
-        own, _ = imports_of(text)
-        graph[name] = own
+        own, _ = imports_of(text, name, sources)
+        package = name.partition(".")[0]
+        others = {other.partition(".")[0] for other in own}
+        graph.setdefault(package, set()).update(others - {package} if "." in name else others)
         upwards = own & {"__init__", "__main__"}
         # From the package itself only submodules can be meant: a name that is none comes
         # from __init__.
@@ -118,6 +129,12 @@ def import_problems(sources: dict[str, str]) -> list[str]:
     except CycleError as error:
         problems.append("cycle: " + " -> ".join(error.args[1]))
     return problems
+
+
+def module_of(path: Path) -> str:
+    """ "_proof.judge", without "oomkit."; a package by its name."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
 
 def name_of(path: Path) -> str:
@@ -152,7 +169,7 @@ def test_an_include_that_points_up_is_found(folder: str, text: str, expected: li
 
 
 def test_imports_point_down() -> None:
-    sources = {path.stem: path.read_text() for path in MODULES}
+    sources = {module_of(path): path.read_text() for path in MODULES}
     assert import_problems(sources) == []
 
 
@@ -165,6 +182,12 @@ def test_imports_point_down() -> None:
         ({"a": "from . import b\n", "b": "from .a import x\n"}, ["cycle: a -> b -> a"]),
         ({"a": "from . import _C\nfrom .b import x\n", "b": "import torch\n"}, []),
         ({"__init__": "from .a import x\n", "a": "from ._C import y\n"}, []),
+        ({"_p.a": "from . import b\n", "_p.b": "from ..c import x\n", "c": ""}, []),
+        ({"_p.a": "from .. import auto_batch\n"}, ["_p.a imports auto_batch"]),
+        (
+            {"_p.a": "from ..c import x\n", "c": "from ._p import b\n", "_p.b": ""},
+            ["cycle: _p -> c -> _p"],
+        ),
     ],
 )
 def test_an_import_that_points_up_is_found(sources: dict[str, str], expected: list[str]) -> None:
@@ -187,9 +210,9 @@ def test_the_package_needs_torch_alone(path: Path) -> None:
     """At the top: torch alone. Inside a function, when it is called: an extra, too."""
     tree = ast.parse(path.read_text())
     at_the_top = ast.Module([node for node in tree.body if _is_import(node)], [])
-    _, others = imports_of(ast.unparse(at_the_top))
+    _, others = imports_of(ast.unparse(at_the_top), module_of(path))
     assert others - set(sys.stdlib_module_names) <= {"torch"}
-    _, anywhere = imports_of(path.read_text())
+    _, anywhere = imports_of(path.read_text(), module_of(path))
     assert anywhere - set(sys.stdlib_module_names) <= {"torch"} | EXTRAS
 
 

@@ -12,7 +12,8 @@ import torch
 from searches import MIB, OPTUNA, STATE, sizes, study, take
 
 import oomkit
-from oomkit import _hpo_run, _hpo_study
+from oomkit._hpo import run as _hpo_run
+from oomkit._hpo import study as _hpo_study
 from oomkit.memory import _host_bytes
 from oomkit.optuna import constraints, prune_on_oom
 

@@ -111,7 +111,7 @@ def test_more_than_the_device_has_is_a_trial_out_of_memory(queue):
 
 
 def test_a_time_out_is_no_out_of_memory(queue):
-    other = oomkit._admission.Ticket(oomkit._admission.folder("cpu"))
+    other = oomkit._limits.admission.Ticket(oomkit._limits.admission.folder("cpu"))
     assert other.ask(allocated() + 1020 * MIB)
     objective = reserve(20, timeout=0)(prune_on_oom(lambda trial: 1.0))
     one = study()

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import oomkit
-from oomkit import _admission
+from oomkit._limits import admission as _admission
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))

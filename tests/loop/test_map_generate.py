@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import oomkit
-from oomkit._map import _lengths
+from oomkit._api.map import _lengths
 from oomkit.testing import force_slices, inject_oom
 
 transformers = pytest.importorskip("transformers")  # an extra of the tests

@@ -185,7 +185,7 @@ MUTANTS = [
     Mutant(
         "limit-fails-cuda",
         "an allocator that refuses a share does not fail CUDA's initialisation",
-        "oomkit/_limits.py",
+        "oomkit/_limits/cuda.py",
         "        except (RuntimeError, AttributeError) as error:  # an allocator without shares",
         "        except LookupError as error:",
         ("device/test_limits.py::test_an_allocator_that_refuses_a_share_is_no_failure_of_cuda",),
@@ -268,7 +268,7 @@ MUTANTS = [
     Mutant(
         "share-of-the-program-overwritten",
         "a share that the program sets under our limit stays",
-        "oomkit/_limits.py",
+        "oomkit/_limits/cuda.py",
         "        if _ours.get(index, share) == share:",
         "        if share is not None:",
         ("device/test_limits.py::test_a_share_that_the_program_asks_for_meanwhile_stays",),

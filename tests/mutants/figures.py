@@ -184,7 +184,7 @@ MUTANTS = [
     Mutant(
         "gradient-through-detached-output",
         "a gradient that reaches an output whose graph is gone is an error",
-        "oomkit/_nodes.py",
+        "oomkit/_engine/nodes.py",
         "        raise _C.SplitError(ctx.why)",
         "        return torch.zeros(0), None, None",
         ("result/test_join_grad.py::test_a_gradient_through_a_sum_with_the_model",),
@@ -194,7 +194,7 @@ MUTANTS = [
     Mutant(
         "refusal-without-leaves",
         "autograd.grad for a parameter meets the refusing node too",
-        "oomkit/_nodes.py",
+        "oomkit/_engine/nodes.py",
         "self._anchor = _Anchor.apply(leaf, *self._leaves)",
         "self._anchor = _Anchor.apply(leaf)",
         ("result/test_join_grad.py::test_a_gradient_through_a_sum_with_the_model",),
@@ -210,7 +210,7 @@ MUTANTS = [
     Mutant(
         "companions-unsaid",
         "a tensor beside the batch that is as long as it (in a closure) is refused or said",
-        "oomkit/_companions.py",
+        "oomkit/_code/companions.py",
         "    return len(shape) > 0 and shape[0] == rows",
         "    return False",
         ("batch/test_batch_doubt.py", "batch/test_batch_review.py", "batch/test_batch_refuse.py"),
@@ -218,7 +218,7 @@ MUTANTS = [
     Mutant(
         "replay-in-the-callers-autocast",
         "the replay of a returned loss does not see an autocast that the caller has on by then",
-        "oomkit/_second.py",
+        "oomkit/_engine/returned_loss.py",
         "        elif torch.is_autocast_enabled(device):",
         "        elif False:",
         ("deferred/test_returned_modes.py::test_autocast_has_begun_when_backward_comes",),

@@ -199,7 +199,7 @@ MUTANTS = [
     Mutant(
         "gradients-not-compared",
         "a split whose gradients are not those of the whole is refused before the update",
-        "oomkit/_proof.py",
+        "oomkit/_proof/judge.py",
         "        if not wrong:\n            return\n",
         "        if wrong or not wrong:\n            return\n",
         ("couplings/test_never_silent.py::test_exact_or_refused_before_the_update",),

@@ -36,7 +36,8 @@ class Remembering(Plain):
         self.folder = Path()
 
     def _make(self, oomkit: Any, torch: Any) -> Callable[[], Any]:
-        from oomkit import _store, sizes
+        from oomkit import sizes
+        from oomkit._engine import store as _store
         from oomkit.testing import inject_oom
 
         # Notes are taken only where there is a limit, and a `with` of one is another body's.

@@ -29,8 +29,9 @@ from nomemory.fork import apart
 from nomemory.listed import listed
 from nomemory.lost import LOSES, is_proven, loses
 from nomemory.sweep import OURS
-from oomkit import _C, _side_effects
-from oomkit._buffers import Buffers
+from oomkit import _C
+from oomkit._code import side_effects as _side_effects
+from oomkit._code.module_buffers import Buffers
 from oomkit.testing import inject_oom
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -135,7 +136,11 @@ FRAMES = "f(int) of libtorch_python.so <- CPython <- <unknown function> of _C.cp
     [
         (HANG, HANDLER, "CPython hangs"),
         (HANG, "PyDict_New < _PyEval_EvalFrameDefault", ""),
-        ('SIGPROF: File "/x/oomkit/_buffers.py", line 25 in _sample; File "/x/y"', HANDLER, ""),
+        (
+            'SIGPROF: File "/x/oomkit/_code/module_buffers.py", line 25 in _sample; File "/x/y"',
+            HANDLER,
+            "",
+        ),
         ("SIGSEGV: Fatal Python error: Segmentation fault", HANDLER, ""),
         (f"{SAID} {FRAMES}", NODE, "torch's casts"),
         (f"{SAID} {FRAMES}", HANDLER, ""),

@@ -12,7 +12,7 @@ from nomemory import fork
 from nomemory.fault import MISSING, Fault, Outcome, suffer
 
 import oomkit
-from oomkit import _side_effects
+from oomkit._code import side_effects as _side_effects
 from oomkit.testing import inject_oom
 
 pytestmark = [

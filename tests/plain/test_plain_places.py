@@ -262,7 +262,7 @@ def test_what_the_step_does_not_store_to_is_left_alone() -> None:
         model.train()
         optimizer.step()
 
-    from oomkit._plain_state import places
+    from oomkit._code.plain_state import places
 
     assert places(step, (_x(),), {}, False) in (None, ((), ()))
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import oomkit
-from oomkit._writes import parameter_writes
+from oomkit._code.writes import parameter_writes
 from oomkit.testing import inject_oom
 from plain import by_name
 

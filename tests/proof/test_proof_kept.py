@@ -17,7 +17,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import oomkit
-from oomkit import _C, _proof_kept, _store, sizes
+from oomkit import _C, sizes
+from oomkit._engine import store as _store
+from oomkit._proof import kept as _proof_kept
 
 SEED, ROWS, WIDTH = 8, 512, 32
 BUDGET = 350_000  # bytes beyond what is there at first: a part of the batch
@@ -269,7 +271,7 @@ def test_a_step_that_is_decorated_anew(caplog_info: pytest.LogCaptureFixture) ->
 
 def test_weights_of_classes_are_found_anew() -> None:
     """They are a tensor of the model's."""
-    from oomkit._weights import Weigher
+    from oomkit._proof.weights import Weigher
 
     rule = Weigher("classes", 1, "mean", None, 0, torch.ones(3))
     assert _proof_kept.noted(_run, [(5, rule, {}, 0)]) is None
@@ -282,7 +284,7 @@ def test_weights_of_classes_are_found_anew() -> None:
 
 def test_how_numbers_are_joined_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the loss is no mean over rows: twice the loss is not one either, a share of rows is."""
-    from oomkit._proof import _BY_LOSS, _BY_ROWS
+    from oomkit._proof.judge import _BY_LOSS, _BY_ROWS
 
     def returned(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss = F.cross_entropy(out, y, ignore_index=-100)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from oomkit import _proof
+from oomkit._proof import judge as _proof
 
 ROOT = Path(__file__).resolve().parents[2]
 

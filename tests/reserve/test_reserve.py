@@ -18,9 +18,10 @@ import pytest
 import torch
 
 import oomkit
-from oomkit import _admission, _layers
 from oomkit import reserve as reserve_function
-from oomkit._admission import Ticket
+from oomkit._limits import admission as _admission
+from oomkit._limits import layers as _layers
+from oomkit._limits.admission import Ticket
 from oomkit.memory import _host_bytes
 
 MIB = 2**20

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 import oomkit
-from oomkit import _admission, _layers
 from oomkit import reserve as reserve_function
-from oomkit._admission import Ticket
+from oomkit._limits import admission as _admission
+from oomkit._limits import layers as _layers
+from oomkit._limits.admission import Ticket
 
 MIB = 2**20
 module: Any = sys.modules["oomkit.reserve"]

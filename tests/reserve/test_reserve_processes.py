@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from oomkit import _admission
+from oomkit._limits import admission as _admission
 from reserve.reserve_world import Log, Worker
 
 

@@ -250,7 +250,7 @@ def test_graphs_of_micro_batches_are_freed():
 
 def test_no_memory_is_needed_for_it():
     """Joining a kept view makes a tensor that refuses gradients without an allocation."""
-    from oomkit._nodes import Refusal
+    from oomkit._engine.nodes import Refusal
 
     value = torch.ones(3)
     with inject_oom(times=None) as fault:

@@ -14,7 +14,7 @@ import torch
 
 import oomkit
 import oomkit.optuna
-from oomkit import _hpo_values
+from oomkit._hpo import values as _hpo_values
 
 TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."
 VALUE, CLASS, TYPE, MESSAGE, LOCATION, REPORT, REQUESTED, ALLOCATED = range(8)

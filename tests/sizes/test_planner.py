@@ -14,7 +14,7 @@ from torch import nn
 
 import oomkit
 from oomkit import testing
-from oomkit._buffers import _is_compiling
+from oomkit._code.module_buffers import _is_compiling
 
 pytestmark = pytest.mark.no_proof  # runs of the step are counted, or its warnings are
 

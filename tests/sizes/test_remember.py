@@ -16,7 +16,8 @@ import torch
 from helpers.new_store import fresh
 
 import oomkit
-from oomkit import _store, sizes, testing
+from oomkit import sizes, testing
+from oomkit._engine import store as _store
 from sizes import sizes_world as world
 
 HERE = Path(__file__).parent

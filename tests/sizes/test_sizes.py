@@ -17,8 +17,9 @@ import pytest
 from helpers.new_store import fresh
 
 import oomkit
-from oomkit import _store, sizes
+from oomkit import sizes
 from oomkit.__main__ import main
+from oomkit._engine import store as _store
 
 KEY = _store.Key("world.step", "c0de", "cpu", "2.13.0", (4, 1000))
 

@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, unpack_sequence
 
 import oomkit
-from oomkit import _C, _packed
+from oomkit import _C
+from oomkit._engine import packed as _packed
 from oomkit.testing import force_slices, inject_oom
 
 

@@ -50,7 +50,7 @@ reveal_type(oomkit.current().weight)  # float
 reveal_type(oomkit.memory())  # oomkit.memory.MemoryInfo
 reveal_type(oomkit.memory("cpu").allocated)  # int | None
 reveal_type(oomkit.max_memory_allocated())  # int | None
-reveal_type(oomkit.budget())  # oomkit._budget.Budget
+reveal_type(oomkit.budget())  # oomkit._api.budget.Budget
 reveal_type(oomkit.budget("cuda:1").beside)  # int | None
 reveal_type(oomkit.report())  # str
 

@@ -13,7 +13,7 @@ from helpers.seen import Seen
 from torch import nn
 
 import oomkit
-from oomkit._buffers import Buffers
+from oomkit._code.module_buffers import Buffers
 from oomkit.testing import inject_oom
 from undo.recovery_points import SUITES, Own, Point, chain, prove, run
 

@@ -1,0 +1,1 @@
+"""Public functions whose own names a module of `oomkit` would take."""

@@ -1,0 +1,1 @@
+"""What the code of a step shows before it runs."""

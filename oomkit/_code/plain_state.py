@@ -1,0 +1,460 @@
+"""Plain state that a step changes: places to mark before an attempt and put back after it.
+
+A counter of the trainer, a list of losses, the tensors of a metric or of a moving average: the
+code of the step and of what it calls shows where it stores. The engine (plain_state.c) gets a
+table of places and looks at each of them at the begin of an attempt. Nothing is evaluated
+here: no property, no method of the user's.
+"""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections import defaultdict, deque
+from itertools import islice
+from typing import Any
+
+import torch
+
+from .bytecode import Steps, Symbol
+from .side_effects import _attributes, _is_foreign_function, _method, _undecorated, _unwrap
+from .spots import (
+    ARGUMENT,
+    ATTRIBUTE,
+    CELL,
+    CONTAINERS,
+    ITEM,
+    ITEMS,
+    KEYWORD,
+    OBJECT,
+    OWN_RULES,
+    Frame,
+    Spot,
+    is_array,
+    is_metric,
+    is_stream,
+    own_of,
+    parts_of,
+    streams_of,
+    variable,
+    whole,
+)
+from .uses import CALL, STORE, SUPER, Use, Uses, uses_of, writes
+
+# What is done with a place (plain_state.h).
+BIND, CONTENT, GROWS, EACH = 1, 2, 4, 8
+
+_log = logging.getLogger("oomkit")
+
+Place = tuple[int, int, Any, int, str]  # parent, kind, key, what, name
+Found = tuple[tuple[Place, ...], tuple[Any, ...]]
+
+_VISITS = 3000  # of functions, with the objects that they are given
+_CODES = 300  # functions read
+_PLACES = 2000
+_ALIKE = 4  # of the layers of a model that find nothing, the rest is taken to be alike
+_READS = frozenset(
+    "items keys values get copy index count __len__ __contains__ union intersection "
+    "difference issubset issuperset isdisjoint most_common elements".split()
+)
+_FILLS = frozenset(
+    "shuffle heappush heappop heapify heapreplace insort insort_left insort_right copyto".split()
+)
+_ARRAY_FILLS = frozenset("sort fill put partition resize itemset byteswap".split())
+# Large, and without state of the step's.
+_LIBRARIES = frozenset({"transformers", "lightning", "pytorch_lightning", "peft", "diffusers"})
+# What torchmetrics keeps beside the states that `_defaults` names.
+_METRIC = ("_update_count", "_computed", "_update_called", "_forward_cache", "_cache", "_is_synced")
+_COLLECTION = ("_groups_checked", "_groups", "_state_is_copy")
+
+
+class Places:
+    """Everything that a step, and what it calls, may store to."""
+
+    def __init__(self) -> None:
+        self.table: list[list[Any]] = []
+        self.index: dict[tuple[int, int, Any], int] = {}
+        self.streams: dict[int, Any] = {}
+        self.seen: set[tuple[int, ...]] = set()
+        self.queue: deque[Frame] = deque()
+        self.layers: deque[Frame] = deque()
+        self.parts: dict[int, list[Spot]] = {}  # of the modules that were met
+        self.barren: dict[int, int] = {}  # visits in a row that found nothing
+
+    # --- the table ---
+
+    def at(self, spot: Spot) -> int:
+        parent = -1 if spot.parent is None else self.at(spot.parent)
+        by_address = spot.kind in (OBJECT, CELL)
+        key = id(spot.key) if by_address else (type(spot.key), spot.key)
+        where = (parent, spot.kind, key)
+        if where not in self.index:
+            self.index[where] = len(self.table)
+            self.table.append([parent, spot.kind, spot.key, 0, spot.name()])
+        return self.index[where]
+
+    def mark(self, spot: Spot, what: int) -> None:
+        if len(self.table) < _PLACES:
+            self.table[self.at(spot)][3] |= what
+
+    def fill(self, spot: Spot, what: int = CONTENT) -> None:
+        """What is there may be changed in place."""
+        value = spot.value
+        if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.nn.Parameter) or value.requires_grad:
+                return
+        elif isinstance(value, tuple):
+            what = EACH
+        elif not isinstance(value, CONTAINERS) and not is_array(value):
+            return
+        if spot.kind == ITEM and spot.parent is not None and spot.parent.kind != OBJECT:
+            if isinstance(spot.parent.value, (*CONTAINERS, tuple)):
+                self.mark(spot.parent, EACH)
+                return
+        self.mark(spot, what)
+
+    # --- functions ---
+
+    def visit(
+        self, function: types.FunctionType, given: dict[str, Spot], layer: bool = False
+    ) -> None:
+        if _is_foreign_code(function):
+            return
+        first = next(iter(given.values()), None)
+        known = (id(function.__code__), 0 if first is None else id(first.value))
+        if known not in self.seen and len(self.seen) < _VISITS:
+            self.seen.add(known)
+            (self.layers if layer else self.queue).append(Frame(function, given))
+
+    def run(self) -> None:
+        while self.queue or self.layers:  # of a large model the layers must not crowd out
+            frame = self.queue.popleft() if self.queue else self.layers.popleft()
+            code = frame.function.__code__
+            known = self.barren.get(id(code))
+            if (known or 0) < _ALIKE and (known is not None or len(self.barren) < _CODES):
+                before = self.size()
+                self.read(frame, uses_of(code))
+                self.barren[id(code)] = (known or 0) + 1 if before == self.size() else 0
+
+    def size(self) -> tuple[int, ...]:
+        return len(self.table), len(self.streams), len(self.queue), len(self.layers)
+
+    def read(self, frame: Frame, found: Uses) -> None:
+        for use in found.uses:
+            if use.kind == STORE:
+                self.store(frame, use.place or ())
+            elif use.kind == CALL:
+                self.call(frame, use)
+            else:
+                for spot in frame.resolve(use.place or ()):
+                    self.fill(spot)
+        for steps in found.loads:
+            if found.fills_locals:
+                for spot in frame.resolve(steps):
+                    self.fill_tensors(spot)
+            if len(steps) > 1 and steps[-1][0] == "[":
+                for spot in frame.resolve(steps[:-1]):
+                    if isinstance(spot.value, defaultdict):
+                        self.fill(spot)  # reading makes what is not there
+
+    def fill_tensors(self, spot: Spot) -> None:
+        value = spot.value
+        if isinstance(value, torch.Tensor):
+            self.fill(spot)
+        elif isinstance(value, (list, tuple, dict)):
+            inner = islice(dict.values(value) if isinstance(value, dict) else value, ITEMS)
+            if any(isinstance(v, torch.Tensor) for v in inner):
+                self.mark(spot, EACH)
+
+    def store(self, frame: Frame, steps: Steps) -> None:
+        if len(steps) == 1:
+            if steps[0] not in frame.given:
+                root = frame.root(steps[0])
+                self.mark(root or variable(frame.function.__globals__, steps[0]), BIND)
+            return
+        last = steps[-1]
+        for owner in frame.resolve(steps[:-1]):
+            self.store_attribute(owner, last[1])
+
+    def store_attribute(self, owner: Spot, name: str) -> None:
+        value = owner.value
+        if isinstance(value, (torch.Tensor, *OWN_RULES, *CONTAINERS)) or name == "grad":
+            return
+        if isinstance(value, types.ModuleType):
+            self.mark(variable(vars(value), name), BIND)
+            return
+        own = own_of(value)
+        if isinstance(value, torch.nn.Module) and any(
+            name in own.get(part, ()) for part in ("_parameters", "_buffers", "_modules")
+        ):
+            return  # rules of their own
+        if isinstance(value, type):
+            owner = whole(value)
+        self.mark(Spot(owner, ATTRIBUTE, name, own.get(name)), BIND)
+
+    # --- calls ---
+
+    def call(self, frame: Frame, use: Use) -> None:
+        steps = use.place
+        if steps is None:
+            self.escape(frame, use.arguments)
+        elif steps[0] == SUPER:
+            self.call_super(frame, steps, use)
+        elif len(steps) > 1 and steps[-1][0] == ".":
+            for owner in frame.resolve(steps[:-1]):
+                self.method(frame, owner, steps[-1][1], use)
+        else:
+            spots = frame.resolve(steps)
+            for spot in spots:
+                self.called(frame, spot.value, use, spot)
+            if not spots and len(steps) == 1:
+                self.builtin(frame, steps[0], use)
+
+    def escape(self, frame: Frame, arguments: tuple[Symbol | None, ...]) -> None:
+        """Given to a function that is not known: it may write to it."""
+        for symbol in arguments:
+            if symbol is not None and symbol.kind != "constant":
+                for spot in frame.resolve(symbol.steps):
+                    self.fill(spot, CONTENT | EACH)
+
+    def builtin(self, frame: Frame, name: str, use: Use) -> None:
+        if name not in ("setattr", "delattr") or not use.arguments or use.arguments[0] is None:
+            return
+        attribute = use.arguments[1] if len(use.arguments) > 1 else None
+        for owner in frame.resolve(use.arguments[0].steps):
+            if attribute is not None and attribute.kind == "constant":
+                self.store_attribute(owner, attribute.steps[0])
+            else:
+                for key, value in islice(_attributes(owner.value), ITEMS):
+                    if not isinstance(value, torch.nn.Module):
+                        self.store_attribute(owner, key)
+
+    def bound(
+        self, frame: Frame, function: types.FunctionType, use: Use, first: Spot | None
+    ) -> dict[str, Spot]:
+        """What the arguments of a call are called in the function."""
+        code = function.__code__
+        names = list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+        given: dict[str, Spot] = {}
+        if first is not None and names:
+            given[names.pop(0)] = first
+        count = len(use.arguments) - len(use.names)
+        pairs = [*zip(names, use.arguments[:count], strict=False)]
+        pairs += zip(use.names, use.arguments[count:], strict=False)
+        for name, symbol in pairs:
+            if symbol is not None and symbol.kind != "constant":
+                spots = frame.resolve(symbol.steps)
+                if len(spots) == 1:
+                    given[name] = spots[0]
+        return given
+
+    def call_super(self, frame: Frame, steps: Steps, use: Use) -> None:
+        kind, first = frame.root("__class__"), next(iter(frame.given.values()), None)
+        if kind is None or not isinstance(kind.value, type) or first is None or len(steps) != 2:
+            return
+        function = _method(first.value, steps[1][1], kind.value)
+        if function is not None:
+            self.visit(function, self.bound(frame, function, use, first))
+
+    def method(self, frame: Frame, owner: Spot, name: str, use: Use) -> None:
+        value = owner.value
+        if is_stream(value):
+            self.streams[id(value)] = value
+        elif isinstance(value, torch.Tensor):
+            if writes(name):
+                self.fill(owner)
+        elif isinstance(value, CONTAINERS):
+            if name not in _READS:
+                grows = name in ("append", "extend") and isinstance(value, list)
+                self.fill(owner, GROWS if grows else CONTENT)
+        elif is_array(value):
+            if name in _ARRAY_FILLS:
+                self.fill(owner)
+        elif isinstance(value, torch.nn.Module):
+            self.module(frame, owner, name, use)
+        else:
+            self.object_method(frame, owner, name, use)
+
+    def object_method(self, frame: Frame, owner: Spot, name: str, use: Use) -> None:
+        value = owner.value
+        if isinstance(value, types.ModuleType):
+            found = vars(value).get(name)
+            if found is not None:
+                self.called(frame, found, use, None)
+        elif isinstance(value, type):
+            raw = next((vars(k)[name] for k in value.__mro__ if name in vars(k)), None)
+            inner = raw.__func__ if isinstance(raw, (classmethod, staticmethod)) else raw
+            if isinstance(inner, types.FunctionType):
+                first = owner if isinstance(raw, classmethod) else None
+                self.visit(inner, self.bound(frame, inner, use, first))
+        elif name in own_of(value):
+            self.called(frame, own_of(value)[name], use, None)
+        elif not isinstance(value, OWN_RULES):
+            function = _method(value, name)
+            if function is not None:
+                self.visit(function, self.bound(frame, function, use, owner))
+
+    def called(self, frame: Frame, value: Any, use: Use, spot: Spot | None) -> None:
+        value = _undecorated(value)
+        if isinstance(value, types.FunctionType):
+            if _is_foreign_code(value):
+                self.foreign(frame, value.__name__, use)
+            else:
+                self.visit(value, self.bound(frame, value, use, None))
+        elif isinstance(value, types.MethodType):
+            owner = whole(value.__self__)
+            self.method(frame, owner, value.__name__, use)
+        elif isinstance(value, types.BuiltinFunctionType):
+            self.foreign(frame, value.__name__, use)
+        elif isinstance(value, torch.nn.Module):
+            self.module(frame, spot or whole(value), "forward", use)
+        elif not isinstance(value, type):
+            function, args, _ = _unwrap(value, (), {})
+            if isinstance(function, types.FunctionType):
+                first = whole(args[0]) if args else None
+                first = spot if args and args[0] is value and spot is not None else first
+                self.visit(function, self.bound(frame, function, use, first))
+
+    def foreign(self, frame: Frame, name: str, use: Use) -> None:
+        """torch.nn.init.zeros_(x), torch._foreach_mul_(list, 2), random.shuffle(list)"""
+        if writes(name):
+            self.escape(frame, use.arguments)
+        elif name in _FILLS:
+            self.escape(frame, use.arguments[:1])
+
+    # --- modules ---
+
+    def module(self, frame: Frame, spot: Spot, name: str, use: Use) -> None:
+        value = spot.value
+        if name in ("forward", "__call__"):
+            if (id(value),) in self.seen:
+                return
+            self.seen.add((id(value),))
+        parts = self.metrics(spot)
+        if name not in ("forward", "__call__"):
+            function = _method(value, name)
+            if function is not None:
+                self.visit(function, self.bound(frame, function, use, spot))
+            return
+        for part in parts:
+            forward = _method(part.value, "forward")
+            if forward is not None and not is_metric(part.value):
+                given = self.bound(frame, forward, use, spot) if part is spot else None
+                self.visit(forward, given or {forward.__code__.co_varnames[0]: part}, True)
+
+    def metrics(self, spot: Spot) -> list[Spot]:
+        """The parts of a module; the metrics among them may change."""
+        if id(spot.value) not in self.parts:
+            parts = self.parts[id(spot.value)] = list(parts_of(spot))
+            found = [part for part in parts if is_metric(part.value)]
+            for part in found:
+                self.metric(part)
+            if found:
+                self.collection(spot)
+        return self.parts[id(spot.value)]
+
+    def metric(self, spot: Spot) -> None:
+        own = own_of(spot.value)
+        for name in own["_defaults"]:
+            at = Spot(spot, ATTRIBUTE, name, own.get(name))
+            self.mark(at, BIND)
+            self.fill(at)
+        for name, value in own.items():
+            if name in own["_defaults"]:
+                continue
+            # Wrappers keep tensors that are no states: the largest value so far.
+            if name in _METRIC or type(value) in (int, float, torch.Tensor):
+                self.mark(Spot(spot, ATTRIBUTE, name, value), BIND)
+
+    def collection(self, spot: Spot) -> None:
+        own = own_of(spot.value)
+        for name in _COLLECTION:
+            if name in own:
+                self.mark(Spot(spot, ATTRIBUTE, name, own[name]), BIND)
+
+    def found(self) -> Found:
+        """Places that are marked, and what leads to them."""
+        wanted = [bool(entry[3]) for entry in self.table]
+        for i in range(len(self.table) - 1, -1, -1):
+            parent = self.table[i][0]
+            if wanted[i] and parent >= 0:
+                wanted[parent] = True
+        number: dict[int, int] = {-1: -1}
+        places: list[Place] = []
+        for i, (parent, kind, key, what, name) in enumerate(self.table):
+            if wanted[i]:
+                number[i] = len(places)
+                places.append((number[parent], kind, key, what, name))
+        return tuple(places), tuple(self.streams.values())
+
+
+def _is_foreign_code(function: types.FunctionType) -> bool:
+    top = str(function.__module__).partition(".")[0]
+    return top in _LIBRARIES or _is_foreign_function(function)
+
+
+def places(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], streams: bool) -> Found | None:
+    """Where the step stores, as a table for the engine, and random generators that it calls.
+
+    Args:
+        func: the decorated callable, and ``args`` and ``kwargs`` of its call.
+        streams: find all generators that its names lead to.
+    """
+    try:
+        return _places(func, args, kwargs, streams)
+    except MemoryError:
+        raise
+    except Exception:
+        _log.debug("oomkit: a step's plain state could not be looked at", exc_info=True)
+        return None
+
+
+def _places(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], streams: bool
+) -> Found | None:
+    function, bound, named = _unwrap(func, args, kwargs)
+    if not isinstance(function, types.FunctionType):
+        return None
+    given = _given(function, bound, named, args, kwargs)
+    found = Places()
+    found.visit(function, given)
+    found.run()
+    if streams:
+        found.streams.update(streams_of(function, [s.value for s in given.values()]))
+    return found.found() if found.table or found.streams else None
+
+
+def _given(
+    function: types.FunctionType,
+    bound: tuple[Any, ...],
+    named: dict[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> dict[str, Spot]:
+    """The arguments of the step by name; the batch is the engine's."""
+    code = function.__code__
+    names = code.co_varnames[: code.co_argcount]
+    before = len(bound) - len(args)  # those of a partial, and the object of a method
+    defaults = function.__defaults__ or ()
+    given = {
+        name: whole(value, name)
+        for name, value in [
+            *zip(names[len(names) - len(defaults) :], defaults, strict=False),
+            *(function.__kwdefaults__ or {}).items(),
+        ]
+    }
+    for index, (name, value) in enumerate(zip(names, bound, strict=False)):
+        own = Spot(None, ARGUMENT, index - before, value, name)
+        given[name] = own if index >= before else whole(value, name)
+    for name, value in named.items():
+        own = Spot(None, KEYWORD, name, value, name)
+        given[name] = own if name in kwargs else whole(value, name)
+    return {name: spot for name, spot in given.items() if not _is_batch(spot.value)}
+
+
+def _is_batch(value: object) -> bool:
+    """Tensors and containers of tensors are the batch's: rules of their own."""
+    if isinstance(value, (list, tuple, dict)):
+        inner = islice(dict.values(value) if isinstance(value, dict) else value, ITEMS)
+        return any(is_array(v) or isinstance(v, (torch.Tensor, *CONTAINERS)) for v in inner)
+    return isinstance(value, torch.Tensor) or is_array(value)

@@ -1,0 +1,472 @@
+"""What a step changes besides its gradients: read from its code, and watched once.
+
+Everything in a step runs once per micro-batch when the batch is split. The C engine calls
+:func:`watch` around the first micro-batch of a site's first split call, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+
+from .. import _C
+from .bytecode import Effect, attributes_of, effects_of, methods_of
+from .companions import companions
+from .module_buffers import Buffers, TensorMark
+
+_log = logging.getLogger("oomkit")
+
+_Slots = list[tuple[str, types.MemberDescriptorType]]
+Participants = tuple[Any, list[torch.Tensor], list[Any], int]
+
+_VALUES = 400  # recorded at most
+_ITEMS = 64  # looked at in one container
+_DEPTH = 2  # attributes of attributes
+_FUNCTIONS = 50  # called by the step and looked into
+_SHOWN = 12  # named in the message
+_TYPES = 1000  # known to have no slots
+_CONTAINERS = (list, dict, set, deque)
+_PLAIN = (int, float, complex, bool, str, bytes, type(None))
+# Attributes of a module that torch itself keeps, and parts that have rules of their own.
+_MODULE_OWN = frozenset(vars(torch.nn.Module()))
+# A class has a hundred names or more, and modules are many and alike. (The slots themselves
+# would keep their class alive.)
+_SLOTLESS: dict[int, weakref.ref[type]] = {}
+_FOREIGN = frozenset({"torch", "oomkit", "accelerate", "numpy", "logging", "threading"})
+
+
+def _is_foreign(kind: type) -> bool:
+    top = str(getattr(kind, "__module__", "")).partition(".")[0]
+    return top in _FOREIGN or top in sys.stdlib_module_names
+
+
+def _slots_of(kind: type) -> _Slots:
+    """Names and descriptors of ``__slots__``."""
+    known = _SLOTLESS.get(id(kind))  # by address: a metaclass may have a hash of its own
+    if known is not None and known() is kind:
+        return []
+    found = [
+        (name, slot)
+        for base in kind.__mro__
+        for name, slot in list(vars(base).items())
+        if isinstance(slot, types.MemberDescriptorType) and not name.startswith("__")
+    ]
+    if not found:
+        if len(_SLOTLESS) >= _TYPES:
+            _SLOTLESS.clear()
+        _SLOTLESS[id(kind)] = weakref.ref(kind)
+    return found
+
+
+def _attributes(value: object, but: frozenset[str] = frozenset()) -> list[tuple[str, Any]]:
+    """Names and values in ``__dict__`` and ``__slots__``: no property is evaluated.
+
+    Args:
+        but: names that are passed over.
+    """
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        own = None
+    found = _C._attributes(own, but) if isinstance(own, dict) else []
+    for name, slot in _slots_of(type(value)):
+        try:
+            if name not in but:
+                found.append((name, slot.__get__(value)))
+        except AttributeError:
+            continue  # empty
+    return found
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 24 else text[:21] + "..."
+
+
+# Slots, here and below: object_new() of CPython 3.11 never gives an object back for whose
+# dictionary there was no memory.
+class _Length:
+    __slots__ = ("kind", "length")
+
+    def __init__(self, kind: str, length: int) -> None:
+        self.kind, self.length = kind, length
+
+
+class _Other:
+    """An object that is looked into, or is of no interest: which one it was."""
+
+    __slots__ = ("kind", "ref")
+
+    def __init__(self, value: object) -> None:
+        self.kind = type(value).__name__
+        try:
+            self.ref: Callable[[], object] = weakref.ref(value)
+        except TypeError:
+            self.ref = lambda: self
+
+    def same(self, other: _Other) -> bool:
+        mine, its = self.ref(), other.ref()
+        return mine is self or its is other or mine is its
+
+
+def _difference(was: object, now: object) -> str | None:
+    """How a recorded value changed, or None."""
+    if isinstance(was, _Length) and isinstance(now, _Length):
+        if was.length != now.length:
+            return f"{now.kind} of {was.length} -> {now.length}"
+        return None
+    if isinstance(was, TensorMark) and isinstance(now, TensorMark):
+        return None if was.same(now) else "tensor changed"
+    if isinstance(was, _Other) and isinstance(now, _Other):
+        return None if was.same(now) else f"another {now.kind}"
+    if type(was) is type(now) and (was == now or (was != was and now != now)):
+        return None
+    names = [
+        _short(x) if isinstance(x, _PLAIN) else getattr(x, "kind", "tensor") for x in (was, now)
+    ]
+    return f"{names[0]} -> {names[1]}"
+
+
+class _Scan:
+    """The state that the names of a step lead to, as plain values by path."""
+
+    __slots__ = ("found", "seen", "skip")
+
+    def __init__(self, skip: set[int]) -> None:
+        self.skip = skip
+        self.seen: set[int] = set()
+        self.found: dict[str, object] = {}
+
+    def value(self, path: str, value: Any, depth: int) -> None:
+        if len(self.found) >= _VALUES or id(value) in self.skip:
+            return
+        kind = type(value)
+        if kind in _PLAIN:
+            self.found[path] = value
+        elif isinstance(value, torch.Tensor):
+            if depth > 0 and not isinstance(value, torch.nn.Parameter):
+                self.found[path] = TensorMark(value)
+        elif id(value) in self.seen:
+            return
+        elif isinstance(value, _CONTAINERS):
+            self.seen.add(id(value))
+            self.container(path, value, depth)
+        elif isinstance(value, torch.nn.Module):
+            self.seen.add(id(value))
+            self.module(path, value)
+        elif not _is_foreign(kind) and kind.__flags__ & (1 << 9):  # a class made in Python
+            self.seen.add(id(value))
+            self.found[path] = _Other(value)
+            if depth < _DEPTH:
+                for name, inner in _attributes(value):
+                    self.value(f"{path}.{name}", inner, depth + 1)
+
+    def container(self, path: str, value: Any, depth: int) -> None:
+        """By the methods of the plain types: a subclass may have its own."""
+        base = next(b for b in _CONTAINERS if isinstance(value, b))
+        self.found[path] = _Length(type(value).__name__, base.__len__(value))
+        if base is dict:
+            keys = list(dict.items(value))[:_ITEMS]
+            items = [(_short(k) if type(k) in _PLAIN else "...", v) for k, v in keys]
+        elif base is list:
+            items = [(str(i), v) for i, v in enumerate(list.__getitem__(value, slice(_ITEMS)))]
+        else:
+            return
+        for key, inner in items:
+            if type(inner) in _PLAIN or isinstance(inner, torch.Tensor):
+                self.value(f"{path}[{key}]", inner, max(depth, 1))
+
+    def module(self, path: str, value: torch.nn.Module) -> None:
+        """Plain attributes only: parameters and buffers have rules of their own."""
+        known = (_MODULE_OWN, self.skip, _slots_of, _Length, TensorMark, _ITEMS, _VALUES)
+        if not _C._scan_modules(path, value, self.found, *known):
+            self.odd_module(path, value)
+
+    def odd_module(self, path: str, value: torch.nn.Module) -> None:
+        """The same where a module has slots, or a ``named_modules()`` of its own."""
+        for name, part in list(islice(value.named_modules(), _ITEMS)):
+            at = f"{path}.{name}" if name else path
+            for key, inner in _attributes(part, _MODULE_OWN):
+                if len(self.found) >= _VALUES:
+                    return
+                if type(inner) in _PLAIN:
+                    self.found[f"{at}.{key}"] = inner
+                elif type(inner) in (list, dict, set) and id(inner) not in self.skip:
+                    self.found[f"{at}.{key}"] = _Length(type(inner).__name__, len(inner))
+                elif isinstance(inner, torch.Tensor) and part is value:
+                    self.value(f"{at}.{key}", inner, 1)
+
+
+class _Function:
+    """A function that the step consists of, and what its names lead to."""
+
+    def __init__(self, function: types.FunctionType, given: dict[str, Any]) -> None:
+        self.function, self.given = function, given
+
+    def names(self) -> Iterator[tuple[str, Any]]:
+        """Arguments, closure and globals that the code names."""
+        yield from self.given.items()
+        cells = self.function.__closure__ or ()
+        for name, cell in zip(self.function.__code__.co_freevars, cells, strict=False):
+            try:
+                yield name, cell.cell_contents
+            except ValueError:
+                continue  # empty
+        for name in _names_of(self.function.__code__):
+            if name in self.function.__globals__:
+                yield name, self.function.__globals__[name]
+
+
+def _names_of(code: types.CodeType) -> list[str]:
+    names = list(code.co_names)
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            names += _names_of(inner)
+    return list(dict.fromkeys(names))
+
+
+def _call_of(value: object) -> types.FunctionType | None:
+    """``__call__`` of an object's class, where it is written in Python."""
+    for kind in type(value).__mro__:
+        call = vars(kind).get("__call__")
+        if call is not None:
+            return call if isinstance(call, types.FunctionType) else None
+    return None
+
+
+def _unwrap(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The plain function behind methods, partials and objects with ``__call__``."""
+    for _ in range(16):
+        if isinstance(func, types.FunctionType):
+            return func, args, kwargs
+        if isinstance(func, types.MethodType):
+            func, args = func.__func__, (func.__self__, *args)
+        elif isinstance(func, (staticmethod, classmethod)):
+            func = func.__func__
+        elif isinstance(func, functools.partial):
+            func, args, kwargs = func.func, (*func.args, *args), {**func.keywords, **kwargs}
+        elif isinstance(func, torch.nn.Module):
+            func, args = type(func).forward, (func, *args)
+        else:
+            call = _call_of(func)
+            if call is None:
+                break
+            func, args = call, (func, *args)
+    return None, args, kwargs
+
+
+def _bind(
+    function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    code = function.__code__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    positional = names[: code.co_argcount]
+    defaults = function.__defaults__ or ()
+    given = dict(zip(positional[len(positional) - len(defaults) :], defaults, strict=False))
+    given.update(function.__kwdefaults__ or {})
+    given.update(zip(positional, args, strict=False))
+    given.update({k: v for k, v in kwargs.items() if k in names})
+    # The batch is the engine's: objects of the user's own are looked into, and containers
+    # that hold no tensor, which reach every micro-batch as they are.
+    return {
+        k: v
+        for k, v in given.items()
+        if not isinstance(v, torch.Tensor)
+        and (type(v).__flags__ & (1 << 9) or (isinstance(v, _CONTAINERS) and _is_flat(v)))
+    }
+
+
+def _is_flat(container: Any) -> bool:
+    values = dict.values(container) if isinstance(container, dict) else container
+    return all(type(v) in _PLAIN for v in list(values)[:_ITEMS])
+
+
+def _undecorated(value: Any) -> Any:
+    """The function in a decorated step: called inside another one it is like any other."""
+    while type(value).__module__ == "oomkit._C" and hasattr(value, "__wrapped__"):
+        value = value.__wrapped__
+    return value
+
+
+def _method(value: object, name: str, after: type | None = None) -> types.FunctionType | None:
+    """A method by its name, where it is a Python function; no descriptor is run.
+
+    Args:
+        after: the class whose ``super()`` is meant.
+    """
+    kinds = type(value).__mro__
+    if after is not None:
+        kinds = kinds[kinds.index(after) + 1 :] if after in kinds else ()
+    found = next((vars(k)[name] for k in kinds if name in vars(k)), None)
+    found = _undecorated(found)
+    return found if isinstance(found, types.FunctionType) else None
+
+
+def _called(function: _Function) -> Iterator[_Function]:
+    """Functions of the user's that this one names: globals, closure, methods of ``self``."""
+    for _, value in function.names():
+        value = _undecorated(value)
+        if isinstance(value, types.FunctionType) and not _is_foreign_function(value):
+            yield _Function(value, {})
+    of_super, _, kind = methods_of(function.function)
+    after_super = [(name, kind) for name in sorted(of_super)] if kind is not None else []
+    for variable, value in function.given.items():
+        if isinstance(value, torch.nn.Module) or _is_foreign(type(value)):
+            continue
+        named: list[tuple[str, type | None]] = [
+            (name, None) for name in attributes_of(function.function.__code__, variable)
+        ]
+        for name, after in [*named, *after_super]:
+            inner = _method(value, name, after)
+            if inner is not None and inner.__code__.co_argcount:
+                yield _Function(inner, {inner.__code__.co_varnames[0]: value})
+
+
+def _logging(function: _Function) -> list[str]:
+    """``self.log`` of a LightningModule, called by this function or a method it names.
+
+    Lightning's own collection keeps what is logged, out of the scan's sight: the value of the
+    last micro-batch, or their mean as if each had as many samples as the batch.
+    """
+    found = []
+    for name, value in function.given.items():
+        if not any(k.__name__ == "LightningModule" for k in type(value).__mro__):
+            continue
+        codes = [(function.function.__code__, name)]
+        seen: set[str] = set()
+        while codes and len(seen) < _VALUES:
+            for method in attributes_of(*codes.pop()):
+                inner = None if method in seen else _method(value, method)
+                seen.add(method)
+                if inner is not None and "lightning" not in str(inner.__module__):
+                    codes.append((inner.__code__, inner.__code__.co_varnames[0]))
+        found += [f"{name}.{log}()" for log in ("log", "log_dict") if log in seen]
+    return found
+
+
+def _is_foreign_function(function: types.FunctionType) -> bool:
+    top = str(function.__module__).partition(".")[0]
+    return top in _FOREIGN or top in sys.stdlib_module_names
+
+
+def _functions(first: _Function) -> list[_Function]:
+    found, seen = [first], {first.function.__code__}
+    at = 0
+    while at < len(found) < _FUNCTIONS:
+        for inner in _called(found[at]):
+            if inner.function.__code__ not in seen and len(found) < _FUNCTIONS:
+                seen.add(inner.function.__code__)
+                found.append(inner)
+        at += 1
+    return found
+
+
+class Watch:
+    """Before the first micro-batch; called after it, it answers (refusal, warning, beside)."""
+
+    def __init__(
+        self,
+        function: _Function | None,
+        skip: set[int],
+        modules: list[Any],
+        users: Sequence[Any],
+        beside: str | None,
+    ) -> None:
+        self.functions = [] if function is None else _functions(function)
+        self.skip = skip
+        self.users: Sequence[Any] = users
+        self.beside = beside  # what has as many rows as the batch, and is not split
+        self.before = self.scan()
+        self.buffers = Buffers(modules)  # last: nobody takes its hooks out of half a Watch
+
+    def scan(self) -> dict[str, object]:
+        scan = _Scan(self.skip)
+        for index, ref in enumerate(self.users):
+            user = ref() if isinstance(ref, weakref.ref) else ref
+            if user is not None and not any(
+                v is user for f in self.functions for _, v in f.names()
+            ):
+                scan.value(f"participants[{index}]", user, 0)
+        for function in self.functions:
+            for name, value in function.names():
+                if not isinstance(value, (types.FunctionType, types.ModuleType, type)):
+                    scan.value(name, value, 0)
+        return scan.found
+
+    def __call__(self, guarded: bool) -> tuple[str | None, str | None, str | None]:
+        try:
+            refusal, buffers = self.buffers.end()
+            warning = None if guarded else self.warning(buffers)
+        except Exception:
+            _log.debug("oomkit: a step's side effects could not be looked at", exc_info=True)
+            return None, None, self.beside
+        finally:
+            self.abandon()
+        return refusal, warning, self.beside
+
+    def warning(self, buffers: list[str]) -> str | None:
+        effects = [e for f in self.functions for e in effects_of(f.function, f.given)]
+        if self.functions:
+            for effect in effects:
+                effect.own = effect.function == self.functions[0].function.__name__
+        now = self.scan()
+        changed = {
+            path: how
+            for path, was in self.before.items()
+            if path in now and (how := _difference(was, now[path])) is not None
+        }
+        lines = [_line(effect, changed.pop(effect.path, None)) for effect in effects]
+        lines += [f"{path} ({how})" for path, how in changed.items()]
+        logged = [line for f in self.functions[:1] for line in _logging(f)]
+        lines = list(dict.fromkeys(lines + logged + buffers))
+        if len(lines) > _SHOWN:
+            lines[_SHOWN:] = [f"and {len(lines) - _SHOWN} more"]
+        return "; ".join(lines) or None
+
+    def abandon(self) -> None:
+        """Take the hooks out again and forget everything. Needs no memory."""
+        self.buffers.remove()
+        self.buffers.marks.clear()
+        self.functions.clear()
+        self.before.clear()
+        self.users = ()
+
+
+def _line(effect: Effect, how: str | None) -> str:
+    where = f"line {effect.line}" if effect.own else f"{effect.function}(), line {effect.line}"
+    return f"{effect.what} ({where}{', ' + how if how else ''})"
+
+
+def watch(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], participants: Participants
+) -> Watch | None:
+    """Look at what a step may change besides, before its first micro-batch.
+
+    Args:
+        func: the decorated callable, and ``args`` and ``kwargs`` of its call.
+        participants: weak references to its modules, those of its parameters that are no
+            ``nn.Parameter`` (:class:`_Scan` passes over these by their type), the user's own
+            participants (as weak references where they have any), and the rows of the batch.
+    """
+    try:
+        roots, params, users, rows = participants
+        own = {id(value) for value in (*args, *kwargs.values())}
+        modules = [m for ref in roots or () if isinstance(m := ref(), torch.nn.Module)]
+        plain, args, kwargs = _unwrap(func, args, kwargs)
+        function = None if plain is None else _Function(plain, _bind(plain, args, kwargs))
+        beside = None if plain is None else companions(plain, args, kwargs, own, rows)
+        return Watch(function, {id(p) for p in params}, modules, users, beside)
+    except Exception:
+        _log.debug("oomkit: a step's side effects could not be looked at", exc_info=True)
+        return None

@@ -1,0 +1,246 @@
+"""Places in the state of a program: how each is reached, and what is there now.
+
+Nothing is evaluated: no property, no method of the user's.
+"""
+
+from __future__ import annotations
+
+import random
+import types
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+
+from .bytecode import ANY, Steps
+from .side_effects import _PLAIN as PLAIN
+from .side_effects import _attributes as attributes_of
+from .side_effects import _names_of as names_of
+from .side_effects import _slots_of
+
+# How a place is reached from the one before it (plain_state.h).
+ARGUMENT, KEYWORD, OBJECT, CELL, ATTRIBUTE, ITEM = range(6)
+
+OWN_RULES = (
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.amp.GradScaler,
+)
+CONTAINERS = (list, dict, set, deque)
+ITEMS = 64  # of a container that are looked into
+_OBJECTS = 5000  # looked at for random generators
+_DEPTH = 8
+_PARTS = 2000  # modules of a model
+EMPTY = object()  # the value of a variable that has none
+
+
+class Spot:
+    """A place, and what is there now."""
+
+    __slots__ = ("key", "kind", "label", "parent", "value")
+
+    def __init__(
+        self, parent: Spot | None, kind: int, key: Any, value: Any, label: str = ""
+    ) -> None:
+        self.parent, self.kind, self.key, self.value = parent, kind, key, value
+        self.label = label
+
+    def name(self) -> str:
+        if self.label or self.parent is None:
+            return self.label
+        before = self.parent.name()
+        return f"{before}[{self.key!r}]" if self.kind == ITEM else f"{before}.{self.key}"
+
+
+def variable(space: dict[str, Any], name: str) -> Spot:
+    """A global variable, whether or not it has a value."""
+    return Spot(Spot(None, OBJECT, space, space), ITEM, name, space.get(name), name)
+
+
+def whole(value: Any, label: str = "") -> Spot:
+    """An object that the function itself leads to; a weak reference to it where it has any."""
+    try:
+        key: Any = weakref.ref(value)
+    except TypeError:
+        key = value
+    label = label or getattr(value, "__name__", type(value).__name__)
+    return Spot(None, OBJECT, key, value, label)
+
+
+def function_cells(function: types.FunctionType) -> Iterator[tuple[str, Spot]]:
+    """The variables of enclosing functions."""
+    cells = function.__closure__ or ()
+    for name, cell in zip(function.__code__.co_freevars, cells, strict=False):
+        try:
+            yield name, Spot(None, CELL, cell, cell.cell_contents, name)
+        except ValueError:
+            yield name, Spot(None, CELL, cell, EMPTY, name)
+
+
+def is_array(value: object) -> bool:
+    return any(k.__module__ == "numpy" and k.__name__ == "ndarray" for k in type(value).__mro__)
+
+
+def is_stream(value: object) -> bool:
+    """A random generator of Python, of numpy or of torch."""
+    if isinstance(value, (random.Random, torch.Generator)):
+        return True
+    return any(
+        k.__module__.startswith("numpy.random") and k.__name__ in ("Generator", "RandomState")
+        for k in type(value).__mro__
+    )
+
+
+def own_of(value: object) -> dict[str, Any]:
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return own if isinstance(own, dict) else {}
+
+
+def is_metric(value: object) -> bool:
+    return isinstance(value, torch.nn.Module) and isinstance(own_of(value).get("_defaults"), dict)
+
+
+class Frame:
+    """A function that runs in the step, and what its names lead to."""
+
+    def __init__(self, function: types.FunctionType, given: dict[str, Spot]) -> None:
+        self.function, self.given = function, given
+
+    def root(self, name: str) -> Spot | None:
+        """What a name means in the function; its value may be EMPTY."""
+        if name in self.given:
+            return self.given[name]
+        for free, cell in function_cells(self.function):
+            if free == name:
+                return cell
+        space = self.function.__globals__
+        return variable(space, name) if name in space else None
+
+    def resolve(self, steps: Steps) -> list[Spot]:
+        """The places that a path may lead to; none where it leads out of sight."""
+        root = self.root(steps[0])
+        spots = [] if root is None or root.value is EMPTY else [root]
+        for step in steps[1:]:
+            spots = [inner for spot in spots for inner in _inner(spot, step)]
+        return spots
+
+
+def _inner(spot: Spot, step: Any) -> list[Spot]:
+    """What an attribute or an item leads to. Runs no code of the user's."""
+    if step is None or not isinstance(step, tuple):
+        return []
+    what, key = step
+    value = spot.value
+    if isinstance(value, torch.Tensor) or is_array(value):
+        return [spot]  # a view, or .data: the memory is the same
+    return _attribute(spot, key) if what == "." else list(_items(spot, key))
+
+
+def _slot(spot: Spot, name: str, descriptor: Any) -> list[Spot]:
+    try:
+        return [Spot(spot, ATTRIBUTE, name, descriptor.__get__(spot.value))]
+    except AttributeError:
+        return []  # empty
+
+
+def _attribute(spot: Spot, name: str) -> list[Spot]:
+    value = spot.value
+    if isinstance(value, types.ModuleType):
+        space = vars(value)
+        return [variable(space, name)] if name in space else []
+    if isinstance(value, type):
+        kind = next((k for k in value.__mro__ if name in vars(k)), None)
+        if kind is None:
+            return []
+        return [Spot(whole(kind), ATTRIBUTE, name, vars(kind)[name])]
+    if isinstance(value, OWN_RULES):
+        return []
+    own = own_of(value)
+    if name in own:
+        return [Spot(spot, ATTRIBUTE, name, own[name])]
+    if isinstance(value, torch.nn.Module):
+        parts = own.get("_modules", {})
+        if name in parts:
+            return [Spot(spot, ATTRIBUTE, name, parts[name])]
+        if name in own.get("_buffers", {}) or name in own.get("_parameters", {}):
+            return []
+    for slot, descriptor in _slots_of(type(value)):
+        if slot == name:
+            return _slot(spot, name, descriptor)
+    found = _attribute(whole(type(value)), name)
+    if found and isinstance(found[0].value, (*CONTAINERS, torch.Tensor)):
+        return found
+    return []
+
+
+def _items(spot: Spot, key: Any) -> Iterator[Spot]:
+    value = spot.value
+    if isinstance(value, torch.nn.Module):  # nn.ModuleList and nn.ModuleDict
+        parts = own_of(value).get("_modules", {})
+        names = [str(key)] if str(key) in parts else list(parts)[:ITEMS]
+        for name in names:
+            yield Spot(spot, ATTRIBUTE, name, parts[name])
+    elif isinstance(value, dict):
+        known = key is not ANY and type(key) in (str, int, bool, float) and key in value
+        for name in [key] if known else list(islice(dict.keys(value), ITEMS)):
+            yield Spot(spot, ITEM, name, dict.get(value, name))
+    elif isinstance(value, (list, tuple)):
+        size = tuple.__len__(value) if isinstance(value, tuple) else list.__len__(value)
+        known = type(key) is int and -size <= key < size
+        for index in [key % size] if known else range(min(size, ITEMS)):
+            yield Spot(spot, ITEM, index, value[index])
+
+
+def parts_of(spot: Spot) -> Iterator[Spot]:
+    """A module and those in it."""
+    queue, seen = deque([spot]), {id(spot.value)}
+    while queue and len(seen) < _PARTS:
+        at = queue.popleft()
+        yield at
+        for name, part in own_of(at.value).get("_modules", {}).items():
+            if part is not None and id(part) not in seen:
+                seen.add(id(part))
+                queue.append(Spot(at, ATTRIBUTE, name, part))
+
+
+def streams_of(function: types.FunctionType, given: list[Any]) -> dict[int, Any]:
+    """All random generators that a function's names lead to, by their addresses."""
+    spaces = [
+        function.__globals__[n] for n in names_of(function.__code__) if n in function.__globals__
+    ]
+    cells = [spot.value for _, spot in function_cells(function)]
+    queue = deque((value, 0) for value in [*given, *cells, *spaces])
+    seen: dict[int, Any] = {}
+    found: dict[int, Any] = {}
+    while queue and len(seen) < _OBJECTS:
+        value, depth = queue.popleft()
+        if type(value) in PLAIN or id(value) in seen:
+            continue
+        seen[id(value)] = value  # alive, so that no address is used again
+        if is_stream(value):
+            found[id(value)] = value
+        elif depth < _DEPTH:
+            queue.extend((inner, depth + 1) for inner in _inside(value))
+    return found
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, (torch.Tensor, types.ModuleType, type)) or is_array(value):
+        return []
+    if isinstance(value, dict):
+        return list(islice(dict.values(value), ITEMS))
+    if isinstance(value, (list, tuple, deque)):
+        return list(islice(value, ITEMS))
+    if isinstance(value, types.MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, types.FunctionType):
+        names = names_of(value.__code__)
+        spaces = [value.__globals__[n] for n in names if n in value.__globals__]
+        return spaces + [spot.value for _, spot in function_cells(value)]
+    return [inner for _, inner in attributes_of(value)]

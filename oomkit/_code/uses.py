@@ -1,0 +1,200 @@
+"""What the code of a function does to what its names lead to: stores, fills and calls.
+
+Nothing here looks at an object: one code object is read once for all of its functions. What
+the stores and calls mean is found out in ``_plain_state``.
+"""
+
+from __future__ import annotations
+
+import dis
+import types
+import weakref
+from typing import Any, NamedTuple
+
+from .bytecode import ANY, SUPER, Reader, Steps, Symbol
+
+STORE, FILL, CALL = "store", "fill", "call"
+_KNOWN: dict[int, tuple[weakref.ref[types.CodeType], Uses]] = {}
+_CODES = 1000  # remembered
+# Methods whose result leads to what their object holds, and functions that pass it on.
+_LEADS = frozenset({"items", "values", "get", "setdefault", "pop", "popitem", "popleft"})
+_PASSES = frozenset({"enumerate", "reversed", "list", "tuple", "iter", "sorted"})
+# Names that end like those of torch's functions that write in place, and write to gradients
+# or flags only.
+NEUTRAL = frozenset({"clip_grad_norm_", "clip_grad_value_", "requires_grad_", "unscale_"})
+
+
+class Use(NamedTuple):
+    """One store, fill or call, in the order of the code."""
+
+    kind: str
+    place: Steps | None  # what is stored to, filled or called; None: a local
+    arguments: tuple[Symbol | None, ...] = ()
+    names: tuple[str, ...] = ()  # of the last arguments
+
+
+class Uses(NamedTuple):
+    """What one code object shows."""
+
+    uses: tuple[Use, ...]
+    loads: tuple[Steps, ...]  # everything that the code comes to by names
+    fills_locals: bool  # something that is no name was written to in place
+
+
+def writes(name: str) -> bool:
+    """Is it called like one of torch's functions that write in place?"""
+    return name.endswith("_") and not name.endswith("__") and name not in NEUTRAL
+
+
+class _Uses(Reader):
+    """Follows the stack as the reader of effects does, and notes all of it."""
+
+    def __init__(self, code: types.CodeType) -> None:
+        super().__init__(types.FunctionType(code, {}, None, None, _cells(code)), {})
+        self.uses: list[Use] = []
+        self.loads: dict[Steps, None] = {}
+        self.keywords: tuple[str, ...] = ()
+        self.fills_locals = False
+        self.read(code)
+
+    def read(self, code: types.CodeType, nested: bool = False) -> None:
+        self.code = code
+        super().read(code, nested)
+
+    def note(self, kind: str, place: Symbol | None, *rest: Any) -> None:
+        steps = None if place is None or place.kind == "constant" else place.steps
+        if steps is not None or kind == CALL:
+            self.uses.append(Use(kind, steps, *rest))
+
+    def generic(self, instruction: dis.Instruction, jump: bool = False) -> None:
+        if instruction.opname == "FOR_ITER" and not jump and self.stack:
+            self.stack.append(self.stack[-1])  # what is iterated over leads to its items
+            return
+        super().generic(instruction, jump)
+
+    def variable(self, name: str) -> Symbol | None:
+        symbol = super().variable(name)
+        return self.load(symbol)
+
+    def load(self, symbol: Symbol | None) -> Symbol | None:
+        if symbol is not None and symbol.kind != "constant":
+            self.loads.setdefault(symbol.steps)
+        return symbol
+
+    def do_load_global(self, instruction: dis.Instruction) -> None:
+        super().do_load_global(instruction)
+        self.load(Symbol(instruction.argval, "outer", (instruction.argval,)))
+
+    def inner(self, owner: Symbol | None, key: str, step: Any) -> Symbol | None:
+        return self.load(super().inner(owner, key, step))
+
+    def bind(self, name: str, value: Symbol | None) -> None:
+        self.names.pop(name, None)
+        if value is not None and value.kind != "constant":
+            self.names[name] = value
+
+    # --- instructions ---
+
+    def do_get_iter(self, _: dis.Instruction) -> None:
+        self.stack.append(self.item_of(self.pop()[0], None))
+
+    def do_unpack_sequence(self, instruction: dis.Instruction) -> None:
+        self.stack.extend(self.pop() * (instruction.arg or 0))
+
+    def do_binary_op(self, instruction: dis.Instruction) -> None:
+        owner = self.stack[-2] if len(self.stack) > 1 else None
+        super().do_binary_op(instruction)
+        if instruction.argrepr.endswith("=") and instruction.argrepr not in ("==", "!="):
+            self.note(FILL, owner)
+
+    def do_kw_names(self, instruction: dis.Instruction) -> None:
+        self.keywords = self.code.co_consts[instruction.arg or 0]
+
+    def do_call(self, instruction: dis.Instruction) -> None:
+        count = instruction.arg or 0
+        taken = self.pop(count + 2)
+        called = next((s for s in taken[:2] if s is not None), None)
+        names, self.keywords = self.keywords, ()
+        self.note(CALL, called, tuple(taken[2:]), names)
+        self.stack.append(self.result(called, taken[2:]))
+
+    def do_call_kw(self, instruction: dis.Instruction) -> None:
+        """3.13: the names of the keywords are on the stack."""
+        names = self.pop()[0]
+        known = names is not None and names.kind == "constant"
+        self.keywords = tuple(names.steps[0]) if known and names else ()
+        self.do_call(instruction)
+
+    def do_call_function_ex(self, instruction: dis.Instruction) -> None:
+        taken = self.pop(2 + ((instruction.arg or 0) & 1))
+        below = self.pop()[0]  # NULL, or what is called with NULL above it
+        called = taken[0] if taken[0] is not None else below
+        self.note(CALL, called, tuple(taken[1:]))
+        self.stack.append(None)
+
+    def result(self, called: Symbol | None, given: list[Symbol | None]) -> Symbol | None:
+        if called is None:
+            return None
+        last = called.steps[-1]
+        if called.steps == ("super",):
+            return Symbol(SUPER, "inner", (SUPER,))
+        if isinstance(last, tuple) and last[0] == "." and last[1] in _LEADS:
+            owner = Symbol("", "inner", called.steps[:-1])
+            return owner if last[1] in ("items", "values") else self.item_of(owner, None)
+        if len(called.steps) == 1 and last in _PASSES and given:
+            return given[0]
+        if isinstance(last, tuple) and writes(last[1] if isinstance(last[1], str) else ""):
+            return Symbol("", "inner", called.steps[:-1])  # x.mul_(2).add_(1)
+        return None
+
+    def do_load_attr(self, instruction: dis.Instruction) -> None:
+        owner = self.stack[-1] if self.stack else None
+        if owner is None and writes(instruction.argval):
+            self.fills_locals = True
+        super().do_load_attr(instruction)
+
+    do_load_method = do_load_attr
+
+    # --- stores ---
+
+    def do_store_subscr(self, _: dis.Instruction) -> None:
+        _value, owner, _key = self.pop(3)
+        self.note(FILL, owner)
+
+    def store_name(self, opname: str, name: str) -> None:
+        value = self.pop()[0]
+        if opname == "STORE_DEREF" and name not in self.free:
+            self.bind(name, value)
+        else:
+            self.note(STORE, Symbol(name, "outer", (name,)))
+
+    def add(self, what: str, path: str) -> None:
+        if what.startswith("del "):
+            self.note(STORE, Symbol(path, "outer", (path,)))
+
+    def attribute(self, owner: Symbol | None, name: str, value: Symbol | None, do: str) -> None:
+        if owner is not None and owner.kind != "constant":
+            self.note(STORE, Symbol("", "inner", (*owner.steps, (".", name))))
+
+    def item(self, owner: Symbol | None, key: Symbol | None, do: str) -> None:
+        self.note(FILL, owner)
+
+
+def _cells(code: types.CodeType) -> tuple[types.CellType, ...]:
+    return tuple(types.CellType() for _ in code.co_freevars)
+
+
+def uses_of(code: types.CodeType) -> Uses:
+    """What a code object shows; the answer is remembered as long as the code lives."""
+    known = _KNOWN.get(id(code))
+    if known is not None and known[0]() is code:
+        return known[1]
+    reader = _Uses(code)
+    uses = Uses(tuple(dict.fromkeys(reader.uses)), tuple(reader.loads), reader.fills_locals)
+    if len(_KNOWN) >= _CODES:
+        _KNOWN.clear()
+    _KNOWN[id(code)] = (weakref.ref(code), uses)
+    return uses
+
+
+__all__ = ["ANY", "CALL", "FILL", "NEUTRAL", "STORE", "SUPER", "Use", "Uses", "uses_of", "writes"]

@@ -1,0 +1,1 @@
+"""What the engine, which is C, calls that is Python."""

@@ -1,0 +1,81 @@
+"""Results of a split call that required grad: their graphs are gone, so a gradient is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import _C
+
+
+class _Refused(torch.autograd.Function):
+    # The value comes in a list: an output that is also an input would be a view of it.
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, value: list[torch.Tensor], why: str
+    ) -> torch.Tensor:
+        ctx.why = why
+        # A detached view would join the graph together with its base; `.data` is no view.
+        return value[0].data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise _C.SplitError(ctx.why)
+
+
+class _Anchor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *leaves: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0)  # without elements it allocates nothing: there may be no memory
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise _C.SplitError("a gradient passed a result of a split step")  # _Refused comes first
+
+
+class Refusal:
+    """Makes tensors that require grad and raise SplitError when a gradient reaches them.
+
+    The undecorated step would have returned tensors with a graph. Those of the micro-batches
+    are freed, and a detached tensor in their place would train something else without a word.
+
+    The nodes lead to `leaves`: an engine that is asked for the gradients of some of them
+    (`autograd.grad`, `backward(inputs=...)`) passes over paths that lead elsewhere, and then
+    would not raise.
+
+    Args:
+        label: the step's name.
+        count: of micro-batches.
+        leaves: parameters and tensors of the batch that require grad.
+    """
+
+    def __init__(self, label: str | None, count: int, leaves: Sequence[torch.Tensor]) -> None:
+        self._label = label or "the step"
+        self._count = count
+        self._leaves = leaves
+        self._anchor: torch.Tensor | None = None
+
+    def __call__(self, value: torch.Tensor, place: str, is_loss: bool) -> torch.Tensor:
+        """Return the value, which was joined at `place`, as such a tensor."""
+        what = (
+            "has been through its backward() inside the step"
+            if is_loss
+            else "is not part of the returned loss"
+        )
+        why = (
+            f"a gradient reached {place} of {self._label}, which {what}: the step ran in "
+            f"{self._count} micro-batches and their graphs are gone. Compute inside the step "
+            "what needs a gradient, and make it part of the loss (the first of a tuple, or "
+            f"'loss' of a mapping); where none is needed, use {place}.detach()"
+        )
+        # Whatever holds where the step is called: its own code recorded a graph.
+        with torch.inference_mode(False), torch.enable_grad():
+            if self._anchor is None:
+                leaf = torch.empty(0, requires_grad=True)
+                self._anchor = _Anchor.apply(leaf, *self._leaves)  # type: ignore[no-untyped-call]
+            refused: torch.Tensor = _Refused.apply(  # type: ignore[no-untyped-call]
+                self._anchor, [value], why
+            )
+        return refused

@@ -1,0 +1,79 @@
+"""What oomkit changes in torch beside the two functions of ``torch.autograd``.
+
+Each is put in place once per process, by the engine (C): nothing is changed at import. And
+what must not have been changed by somebody else.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+
+import torch
+from torch.compiler import is_compiling
+
+from .. import _C
+
+
+def watch_train() -> None:
+    """Tell the engine of every ``train()`` and ``eval()`` before it sets the flag.
+
+    A step that fails between ``model.eval()`` and ``model.train()`` must begin again as it
+    began. Both end in ``Module.train``, of every child.
+    """
+    plain = torch.nn.Module.train
+
+    @functools.wraps(plain)
+    def train(self: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
+        if not is_compiling():  # no call of ours fits into a graph of torch.compile
+            _C._switch_begins(self)
+        return plain(self, mode)
+
+    torch.nn.Module.train = train  # type: ignore[method-assign, assignment]
+
+
+def watch_zero_grad() -> Callable[..., None]:
+    """Tell the engine of every ``zero_grad()`` of a module, before it clears anything.
+
+    Put in place before the first split of a process. One function in the class does for all
+    modules, of which there may be thousands; those that have a method of their own are seen
+    to one by one.
+
+    Returns:
+        What stands in the class now.
+    """
+    plain = torch.nn.Module.zero_grad
+
+    @functools.wraps(plain)
+    def zero_grad(self: torch.nn.Module, set_to_none: bool = True) -> None:
+        if not is_compiling():
+            _C._zero_grad_begins(self)
+        plain(self, set_to_none)
+
+    torch.nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
+    return zero_grad
+
+
+def find_zero_grad() -> Callable[..., None] | None:
+    """``torch.optim.Optimizer.zero_grad`` where it is torch's own, and nobody's patch of it.
+
+    A call of it that has nothing to clear is left out, which would also leave out what
+    somebody's patch does. The function and those that it wraps must live in torch's modules.
+    """
+    found = vars(torch.optim.Optimizer).get("zero_grad")
+    inner = found
+    for _ in range(4):
+        if not _is_of_torch(inner):
+            return None
+        inner = vars(inner).get("__wrapped__")
+        if inner is None:
+            return found
+    return None
+
+
+def _is_of_torch(function: object) -> bool:
+    """Whether the code of a function is torch's: ``functools.wraps`` copies only the name."""
+    if type(function) is not types.FunctionType:  # any other object may forward its attributes
+        return False
+    return function.__globals__.get("__name__") in ("torch._compile", "torch.optim.optimizer")

@@ -1,0 +1,1 @@
+"""Limits of devices, and the queue for their memory."""

@@ -1,0 +1,1 @@
+"""Is a split call what the whole call would be?"""

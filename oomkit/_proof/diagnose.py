@@ -1,0 +1,198 @@
+"""What the first split call of a step looks into: labels of -100, and verify=."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from .rows import findings, places
+
+IGNORED = -100  # the value that PyTorch's losses leave out by default
+
+_INTEGERS = frozenset({torch.int16, torch.int32, torch.int64})
+
+# Relative differences that rounding explains. A loss in float32 may come out of matrix
+# products in TF32 (accelerators) or of a model in half precision.
+_HALF = 2e-2
+_ACCELERATOR = 1e-3
+_SINGLE = 2e-5
+_DOUBLE = 1e-9
+_NOISE = 0.2  # dropout masks and batch statistics differ between a slice and its halves
+_CANCELS = 1e-3  # rows of size 1 that cancel to less than this leave mostly rounding
+_NODES = 400  # of a graph that is searched for changes of precision; they free one another in turn
+
+
+def uneven_labels(leaf: torch.Tensor, dim: int, lengths: list[int]) -> bool:
+    """Whether slices of these lengths hold unequal shares of labels that are not ignored."""
+    if leaf.dtype not in _INTEGERS:
+        return False
+    kept = leaf != IGNORED
+    if bool(kept.all()):
+        return False
+    counts = [int(part.sum()) for part in torch.split(kept, lengths, dim)]
+    return any(
+        count * lengths[0] != counts[0] * length
+        for count, length in zip(counts, lengths, strict=True)
+    )
+
+
+def _changes_precision(loss: torch.Tensor) -> bool:
+    """Whether a tensor was cast on the way to the loss, as autocast does."""
+    work: list[Any] = [loss.grad_fn]
+    seen: set[Any] = set()
+    while work and len(seen) < _NODES:
+        node = work.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "ToCopyBackward0":
+            return True
+        seen.add(node)
+        work.extend(following for following, _ in node.next_functions)
+    return False
+
+
+def tolerance(loss: torch.Tensor) -> float:
+    """The relative difference that rounding explains in a loss and in parts of it."""
+    if loss.dtype == torch.float64:
+        return _DOUBLE
+    if loss.dtype != torch.float32 or _changes_precision(loss):
+        return _HALF
+    return _SINGLE if loss.device.type == "cpu" else _ACCELERATOR
+
+
+def replay_differs(
+    whole: float, made: float, scale: float, limit: float, noise: bool
+) -> str | None:
+    """What to say of a replay whose losses do not make the loss that the call had, or None.
+
+    Args:
+        whole: the loss of the call; NaN where it is not known.
+        made: what the micro-batches' losses make by their weights.
+        scale: the largest part of that.
+        limit: the relative difference that rounding explains.
+        noise: whether random numbers or batch statistics are in them.
+    """
+    limit = max(limit, _NOISE) if noise else limit
+    scale = max(abs(whole), scale)
+    difference = abs(whole - made) / scale if scale > 0 else 0.0
+    if not math.isfinite(whole) or difference <= limit or abs(whole - made) <= limit * _CANCELS:
+        return None  # micro-batches without a finite loss where the call had one are said
+    return (
+        f"was run again in micro-batches for its backward(): their losses make {made:.6g} where "
+        f"the call had {whole:.6g}, so the gradients are not those of the call. Something that "
+        "the step reads has changed since (a global, an attribute), or it couples the samples of "
+        "a batch, or it is no mean over them (see reduction= and weight= of auto_batch)"
+    )
+
+
+def _shares(first: float, second: float, is_sum: bool) -> tuple[float, float]:
+    if is_sum:
+        return 1.0, 1.0
+    total = first + second
+    return (first / total, second / total) if total > 0 else (0.5, 0.5)
+
+
+def _times(share: float, value: float) -> float:
+    return share * value if share else 0.0  # a mean over nothing is NaN
+
+
+class Verification:
+    """Three runs of a step (a slice, its first half, its second half) and the verdict.
+
+    The engine calls `root` in place of each outermost backward, `finish` at the end of each
+    run and `judge` after the third. No graph outlives its run.
+    """
+
+    def __init__(self) -> None:
+        self._roots: list[float] = []
+        self._losses: list[list[float]] = []
+        self._outputs: list[dict[str, Any]] = []
+        self._rows: list[int] = []
+        self.tolerance = 0.0
+
+    def _note(self, loss: torch.Tensor) -> None:
+        self.tolerance = max(self.tolerance, tolerance(loss))
+        self._roots.append(float(loss.detach().item()))
+
+    def root(self, roots: Any) -> None:
+        """The tensors of one backward; a vector with a gradient of its own is no loss."""
+        tensors = roots if isinstance(roots, (tuple, list)) else (roots,)
+        if len(tensors) == 1 and tensors[0].numel() == 1:
+            self._note(tensors[0])
+        else:
+            self._roots.append(math.nan)
+
+    def finish(self, result: Any, loss: Any, rows: int) -> None:
+        """The end of a run: its returned loss counts where no backward ran."""
+        outputs: dict[str, Any] = {}
+        if not self._roots:
+            if isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point():
+                self._note(loss)
+            elif isinstance(result, float):
+                self.tolerance = max(self.tolerance, _SINGLE)
+                self._roots.append(result)
+            noted = result if isinstance(result, float) else loss if self._roots else None
+            outputs = places(result, noted)
+        self._losses.append(self._roots)
+        self._outputs.append(outputs)
+        self._rows.append(rows)
+        self._roots = []
+
+    def judge(
+        self,
+        label: str,
+        first: list[float],
+        second: list[float],
+        is_sum: bool,
+        moved: bool,
+    ) -> tuple[bool | None, str] | None:
+        """(equal, text), or None where there is nothing to compare.
+
+        Equal is None where noise let nothing but a coarse comparison be made.
+        """
+        # Difference, limit, and what it is where it is no loss.
+        seen: list[tuple[float, float, str]] = []
+        limit = max(self.tolerance, _NOISE) if moved else self.tolerance
+        for i, (whole, one, two) in enumerate(zip(*self._losses, strict=False)):
+            group = min(i, len(first) - 1)
+            pair = _shares(first[group], second[group], is_sum)
+            made = _times(pair[0], one) + _times(pair[1], two)
+            scale = max(abs(whole), abs(_times(pair[0], one)), abs(_times(pair[1], two)))
+            difference = abs(whole - made) / scale if scale > 0 else 0.0
+            if not math.isfinite(difference) or (
+                difference > limit and abs(whole - made) <= limit * _CANCELS
+            ):
+                continue
+            seen.append((difference, limit, ""))
+        shares = _shares(self._rows[1], self._rows[2], False)
+        for finding in findings(self._outputs, self._rows, shares):
+            most = max(finding.limit, _NOISE) if moved else finding.limit
+            seen.append((finding.difference, most, finding.text))
+        if not seen:
+            return None
+        difference, limit, what = max(seen, key=lambda each: each[0] / (each[1] or _DOUBLE))
+        how = "the sum" if is_sum else "the weighted mean"
+        noisy = "; compared coarsely, since random numbers are drawn" if moved else ""
+        if difference <= limit:
+            return None if moved else True, (
+                f"compared losses and results of {label}: {self._rows[0]} rows give {how} of "
+                f"{self._rows[1]} and {self._rows[2]} of them (relative difference "
+                f"{difference:.1e}{noisy}); gradients were not compared, because larger "
+                "micro-batches do not fit"
+            )
+        return False, (
+            f"{self._rows[0]} rows do not give {how} of {self._rows[1]} and {self._rows[2]} of "
+            f"them (relative difference {difference:.1e}{noisy}){': ' if what else ''}{what}"
+        )
+
+    def fits(self, one: float, two: float) -> bool:
+        """Whether the losses of the parts, with these weights, make those of the whole."""
+        seen = 0
+        for whole, first, second in zip(*self._losses, strict=False):
+            made = _times(one, first) + _times(two, second)
+            if not abs(whole - made) <= self.tolerance * max(abs(whole), abs(made)):
+                return False
+            seen += 1
+        return seen > 0

@@ -1,0 +1,900 @@
+"""Is a split call what the whole call would be? Asked of the user's own program, before an update.
+
+The engine (C) runs the rows of one micro-batch whole, then the same rows in two parts by the
+machinery that the real call uses, with updates held back, and puts everything back. What the
+caller and the updates would see of the two is compared here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import kept as _proof_kept
+from . import values
+from .bounds import bounds
+from .diagnose import Verification, tolerance
+from .quiet import Quiet
+from .weights import (
+    TOLD,
+    Cut,
+    Leaves,
+    Tried,
+    Weigher,
+    candidates,
+    cuts,
+    decisive,
+    is_varied,
+    pairs,
+    undecided,
+    varied,
+)
+
+__all__ = ["Proof"]
+
+# What the order of summation explains in a gradient, relative to its norm: a sum of n terms
+# in another order differs by at most n eps of the sum of their absolute values, by sqrt(n) eps
+# in practice (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2). By what
+# rounding explains in the loss, see _diagnose.tolerance.
+_GRADIENT = {1e-9: 1e-9, 2e-5: 2e-4, 1e-3: 5e-3, 2e-2: 5e-2}
+# A gradient that cancels to nothing (the bias of a key in attention) is rounding of what the
+# others are made of.
+_CANCELS = 0.02
+_NOISE = 0.2  # what random numbers make of a loss, at most
+_EXACT = 1e-9  # tolerance() of double precision
+# Matrix products of other sizes are summed in another order; a result may be a difference.
+_VALUE = {
+    torch.float64: 1e-8,
+    torch.float32: 1e-3,
+    torch.float16: 5e-2,
+    torch.bfloat16: 5e-2,
+    torch.int64: 0.1,  # an argmax may flip by rounding
+    torch.int32: 0.1,
+    torch.bool: 0.1,
+}
+_SQUARED = 1e-6  # what a norm can tell that is the difference of squares, in double
+_LOOSE = 2.5  # how much looser a bound of gradients is than one of losses
+_SURE = 5.0  # times what rounding explains: weights so far apart would have shown
+_FARTHER = 4.0  # parts may be as many times as far from the whole as it is from itself
+_SHOWN = 3  # names in a message
+_LAST, _NO_NORM, _OF_ROWS = range(3)  # OOMKIT_FIGURE_*
+_BY_ROWS, _BY_LOSS = 4, 8
+
+
+@dataclasses.dataclass(slots=True)
+class _Update:
+    """What one intercepted call was given."""
+
+    target: int
+    name: str
+    arguments: list[tuple[str, Any]]
+    gradients: dict[int, torch.Tensor]
+
+
+class _Run:
+    """What one run of the step has shown."""
+
+    __slots__ = (
+        "bounds",
+        "each",
+        "gradients",
+        "last",
+        "losses",
+        "parts",
+        "raw",
+        "results",
+        "rows",
+        "seen",
+        "updates",
+        "weights",
+    )
+
+    def __init__(self) -> None:
+        self.updates: list[_Update] = []
+        self.gradients: dict[int, torch.Tensor] = {}
+        self.raw: dict[int, torch.Tensor] = {}
+        # Gradients that the last update was given, by parameter: who, mark, copy.
+        self.seen: dict[int, tuple[weakref.ref[torch.Tensor], Any, torch.Tensor | None]] = {}
+        self.last: set[int] = set()  # parameters whose gradients are those at the end
+        self.parts: dict[int, float] = {}  # norms of what the first part alone gave
+        self.losses: list[list[float]] = []  # of each backward, by micro-batch
+        self.bounds: list[list[tuple[str, tuple[float, ...]]]] = []  # by micro-batch
+        self.results: dict[str, Any] = {}
+        self.each: list[dict[str, Any]] = []  # results of micro-batches
+        self.rows: list[int] = []
+        self.weights: list[float] = []
+
+
+def _alive(roots: list[Any] | None) -> list[Any]:
+    return [root for ref in roots or [] if (root := ref()) is not None]
+
+
+def _modules_of(roots: list[Any]) -> list[torch.nn.Module]:
+    found = {id(m): m for r in roots if isinstance(r, torch.nn.Module) for m in r.modules()}
+    return list(found.values())
+
+
+class Proof:
+    """The comparison of one micro-batch with its own two parts.
+
+    Args:
+        label: name of the step.
+        roots: weak references to the modules and optimizers that take part.
+        params: the parameters, in the engine's order.
+        entry: their gradients before the step, which accumulates on top of them.
+        tried: what an earlier proof has learnt of weights that are not in use.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        roots: list[Any] | None,
+        params: list[torch.Tensor],
+        entry: list[torch.Tensor | None],
+        tried: Tried | None,
+    ) -> None:
+        self.label = label
+        self._roots = _alive(roots)
+        self._params = params
+        self._entry = {i: value for i, value in enumerate(entry) if value is not None}
+        self._quiet = Quiet()
+        self._stream = torch.get_rng_state()
+        self._runs: dict[str, _Run] = {}
+        self._now = ""
+        self._host = torch.autograd.graph.save_on_cpu()
+        self._limit = 0.0
+        self._loss_limit = 0.0
+        self._raw = False
+        self.noise = False
+        self._worst: tuple[float, str] = (0.0, "")
+        self._made = ""
+        self._chance = 0.0  # what random numbers alone change, relative
+        # Parameters that the step itself has written to, as the whole leaves them and before.
+        self._marks: list[Any] = []
+        self._moved_now: list[int] = []
+        self._written: dict[int, torch.Tensor] = {}
+        self._unwritten: dict[int, torch.Tensor] = {}
+        self.tried: Tried = dict(tried or {})  # the site's own when all has gone well
+        self.unjoined = False  # results of parts of one row could not be joined
+        # How numbers in results are joined (facts.h), by place.
+        self.figures: dict[str, int] = {}
+        self._decided: set[str] = set()  # those that this proof alone decides
+        self.volatile = False  # nothing but results differs: are they the same twice?
+
+    noted = staticmethod(_proof_kept.noted)
+    recalled = staticmethod(_proof_kept.recalled)
+    recalled_figures = staticmethod(_proof_kept.figures)
+
+    # --- what the engine calls around the runs ---
+
+    def modules(self) -> list[torch.nn.Module]:
+        return _modules_of(self._roots)
+
+    def quiet(self, everything: bool) -> None:
+        """Dropout and norms with running statistics into eval, or every module."""
+        self._quiet.leave()
+        self._quiet.enter(self.modules(), everything)
+
+    @property
+    def quieted(self) -> list[tuple[Any, ...]]:
+        """Dictionary, name and value of what is to be put back; without one, the name goes."""
+        return self._quiet.saved
+
+    def start(self, run: str, marks: list[int] | None = None) -> None:
+        """The next run: "whole", "whole again", "parts", "raw", "one", "two".
+
+        Args:
+            marks: a number for each parameter that changes when one is written to; None where
+                the engine has none.
+        """
+        if run == "whole":
+            self._runs.clear()
+        self._now = run
+        self._runs[run] = _Run()
+        self._worst = (0.0, "")  # of a run that an error ended
+        self._stream = torch.get_rng_state()
+        self._marks = [values.mark(p) for p in self._params] if marks is None else marks
+        if run == "parts":
+            self._unwritten = {i: values.host(self._params[i]) for i in self._written}
+        self._raw = run in ("raw", "one", "two")
+
+    def hush(self) -> None:
+        """No warning of the step's: without a graph there is one that means nothing."""
+        self._hushed = warnings.catch_warnings()
+        self._hushed.__enter__()
+        warnings.simplefilter("ignore")
+
+    def speak(self) -> None:
+        """The end of that."""
+        self._hushed.__exit__(None, None, None)
+
+    def on_host(self) -> None:
+        """What a graph keeps goes to host memory from now on."""
+        self._host.__enter__()
+
+    def on_device(self) -> None:
+        """The end of that."""
+        self._host.__exit__()
+
+    def drew(self) -> bool:
+        """Whether the run has drawn from torch's CPU generator, by what comes next of it."""
+        then, now = torch.Generator(), torch.Generator()
+        then.set_state(self._stream)
+        now.set_state(torch.get_rng_state())
+        return not torch.equal(torch.rand(8, generator=then), torch.rand(8, generator=now))
+
+    # --- what it sees inside one ---
+
+    def root(self, roots: Any) -> None:
+        """An outermost backward begins."""
+        run = self._runs[self._now]
+        if self._now == "whole" and not any(run.losses):
+            self._drop_cleared()
+        tensors = roots if isinstance(roots, (tuple, list)) else (roots,)
+        value = math.nan
+        for tensor in tensors:
+            if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+                continue
+            self._judge_precision(tensor)
+            if len(tensors) == 1 and tensor.numel() == 1:
+                value = float(tensor.detach())
+        while len(run.losses) <= len(run.rows):
+            run.losses.append([])
+            run.bounds.append([])
+        run.losses[-1].append(value)
+        run.bounds[-1] += [b for t in tensors if isinstance(t, torch.Tensor) for b in bounds(t)]
+
+    def _drop_cleared(self) -> None:
+        """Gradients of the entry that the step has cleared are in none of what follows."""
+        grads = ((i, self._params[i].grad) for i in self._entry)
+        self._entry = {
+            i: self._entry[i] for i, g in grads if g is not None and (g.is_sparse or bool(g.any()))
+        }
+
+    def _judge_precision(self, tensor: torch.Tensor) -> None:
+        rounding = tolerance(tensor)
+        self._loss_limit = max(self._loss_limit, rounding)
+        self._limit = max(self._limit, _GRADIENT[rounding])
+
+    def swept(self, gradients: list[torch.Tensor | None]) -> None:
+        """A backward of the last micro-batch has ended; asked for where weights are searched."""
+        run = self._runs[self._now]
+        if self._raw:
+            present = {i: g for i, g in enumerate(gradients) if g is not None}
+            run.raw = {i: values.without(g, self._entry.get(i)) for i, g in present.items()}
+
+    def stashed(self) -> None:
+        """What comes now was accumulated apart from the gradients of the entry."""
+        self._entry = {}
+
+    def parked(self, gradients: list[torch.Tensor | None]) -> None:
+        """What the first part alone has given."""
+        run = self._runs[self._now]
+        if not run.parts:
+            run.parts = {i: values.norm(g) for i, g in enumerate(gradients) if g is not None}
+
+    def update(
+        self, target: Any, name: str, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """An intercepted call that would be made for real."""
+        arguments: list[tuple[str, Any]] = []
+        for where, value in [
+            *((f"argument {i + 1}", v) for i, v in enumerate(args)),
+            *((f"{k}=", v) for k, v in kwargs.items()),
+        ]:
+            number = values.number(value)
+            what = id(type(value)) if callable(value) else id(value)  # a closure is made anew
+            arguments.append((where, what if number is None else number))
+        gradients: dict[int, torch.Tensor] = {}
+        if optimizer is not None:
+            for at, group in enumerate(optimizer.param_groups):
+                for key, value in group.items():
+                    number = None if key == "params" else values.number(value)
+                    if number is not None:
+                        arguments.append((f"param_groups[{at}][{key!r}]", number))
+                for param in group["params"]:
+                    if param.grad is not None:
+                        gradients[id(param)] = param.grad
+        made = _Update(id(target), f"{type(target).__name__}.{name}()", arguments, gradients)
+        run = self._runs[self._now]
+        run.updates.append(made)
+        whole = self._now == "whole"
+        if whole:
+            made.gradients = {key: values.host(value) for key, value in gradients.items()}
+        run.seen = {
+            key: (weakref.ref(grad), values.mark(grad), made.gradients[key] if whole else None)
+            for key, grad in gradients.items()
+        }
+        if self._now.startswith("parts"):
+            self._compare_update(len(run.updates) - 1, made)
+        if not whole:
+            made.gradients = {}
+
+    def result(self, result: Any, loss: Any, rows: int, weight: float) -> None:
+        """The end of a micro-batch."""
+        run = self._runs[self._now]
+        while len(run.losses) <= len(run.rows):
+            run.losses.append([])
+            run.bounds.append([])
+        if isinstance(loss, torch.Tensor) and loss.is_floating_point():
+            self._judge_precision(loss)
+            run.bounds[-1] += bounds(loss)
+        run.rows.append(rows)
+        run.weights.append(weight)
+        leaves = values.kept_leaves(result)
+        if self._now.startswith("whole"):
+            run.results = leaves
+        run.each.append(leaves)
+
+    def joined(self, result: Any) -> None:
+        """What the caller would get of the parts."""
+        self._runs[self._now].results = values.kept_leaves(result)
+
+    def ended(self, marks: list[int] | None) -> None:
+        """Marks at the end of a run: see `start`."""
+        self._moved_now = self._moved(marks)
+
+    def finish(self, gradients: list[torch.Tensor | None]) -> None:
+        """The end of a run: gradients as the caller would have them."""
+        run = self._runs[self._now]
+        made = {i: g for i, g in enumerate(gradients) if g is not None}
+        updated = {i: self._of_update(run, i, g) for i, g in made.items()}
+        if self._now in ("whole", "whole by chance"):
+            copies = {i: seen[2] for i, seen in updated.items() if seen is not None}
+            run.gradients = {
+                i: values.host(g) if copies.get(i) is None else copies[i] for i, g in made.items()
+            }
+            run.last = {i for i in copies if copies[i] is not None}
+            if self._now == "whole":
+                self._written = {i: values.host(self._params[i]) for i in self._may_be_written(run)}
+        elif self._now.startswith("parts"):
+            whole = self._runs["whole"]
+            # What was compared at the last update, and is the same since.
+            same = {i for i in whole.last if updated.get(i) is not None and i not in self._entry}
+            self._compare_gradients(
+                {i: g for i, g in whole.gradients.items() if i not in same},
+                {i: g for i, g in made.items() if i not in same},
+                run,
+                lambda i: self.name_of(self._params[i]),
+                "",
+            )
+            if not self.noise:
+                self._compare_written(self._moved_now)
+
+    def _may_be_written(self, run: _Run) -> list[int]:
+        """Parameters that the step has written to by itself. Where it has used up its gradients
+        and no update was seen, that may be any: a few rows through `.data` leave no mark."""
+        used = any(run.losses) and not run.updates
+        if used and not any(values.norm(g) > 0.0 for g in run.gradients.values()):
+            return [i for i, param in enumerate(self._params) if param.requires_grad]
+        return self._moved_now
+
+    def _of_update(self, run: _Run, i: int, grad: torch.Tensor) -> Any:
+        """What the last update was given, where that is this gradient, unchanged."""
+        seen = run.seen.get(id(self._params[i]))
+        same = seen is not None and seen[0]() is grad
+        return seen if seen and same and values.is_same(values.mark(grad), seen[1]) else None
+
+    def _moved(self, now: list[int] | None) -> list[int]:
+        """Parameters that this run has written to."""
+        if now is not None:
+            return [
+                i for i, pair in enumerate(zip(now, self._marks, strict=True)) if len({*pair}) > 1
+            ]
+        marks = enumerate(zip(self._params, self._marks, strict=True))
+        return [i for i, (param, mark) in marks if not values.is_same(values.mark(param), mark)]
+
+    def _compare_written(self, moved: list[int]) -> None:
+        """An update by hand: what it makes of the parameters."""
+        for i in {*moved, *self._written}:
+            param = self._params[i]
+            if i not in self._written:
+                self._fail(math.inf, f"the step writes to {self.name_of(param)} in a part alone")
+                continue
+            gap = values.apart(self._written[i], param)
+            size = values.apart(self._written[i], self._unwritten[i])
+            rounding = 4 * torch.finfo(param.dtype).eps if param.is_floating_point() else 0.0
+            if not gap <= self._limit * size + rounding * values.norm(param):
+                text = f"what the step writes to {self.name_of(param)} differs by"
+                self._fail(gap / size if size else math.inf, f"{text} {gap / (size or gap):.2g}")
+
+    # --- judging ---
+
+    def name_of(self, param: torch.Tensor) -> str:
+        for root in self._roots:
+            if isinstance(root, torch.nn.Module):
+                for name, each in root.named_parameters():
+                    if each is param:
+                        return f"{name} of {type(root).__name__}"
+        return f"a tensor of shape {tuple(param.shape)}"
+
+    def _fail(self, size: float, text: str) -> None:
+        if size > self._worst[0]:
+            self._worst = (size, text)
+
+    def _compare_gradients(
+        self,
+        whole: dict[int, torch.Tensor],
+        made: dict[int, torch.Tensor],
+        run: _Run,
+        name: Callable[[int], str],
+        where: str,
+    ) -> None:
+        entry = {} if where else self._entry
+        norms, others, gaps = {}, {}, {}
+        for i in {*whole, *made}:
+            if i in whole and i in made and i not in entry:
+                norms[i], others[i], gaps[i] = values.sizes(whole[i], made[i])
+                continue
+            sizes = [
+                values.added(each[i], entry.get(i)) if i in each else 0.0 for each in (whole, made)
+            ]
+            norms[i], others[i] = sizes
+            both = i in whole and i in made
+            gaps[i] = values.apart(whole[i], made[i]) if both else max(sizes)
+        largest = max([*norms.values(), *others.values()], default=0.0)
+        if not math.isfinite(largest):
+            largest = 0.0
+        wrong: list[tuple[float, int]] = []
+        ratios: list[float] = []
+        for i in {*whole, *made}:
+            one, two, gap = norms[i], others[i], gaps[i]
+            scale = max(one, two, run.parts.get(i, 0.0) if not where else 0.0)
+            limit = self._limit * scale + self._limit * _CANCELS * largest
+            if i in entry:  # sums on top of it are rounded to it
+                limit += self._limit * _CANCELS * values.norm(entry[i])
+            if self.noise:
+                gap = abs(one - two)
+                limit = max(0.75, self._chance) * max(one, two) + self._limit * largest
+            if not gap <= limit:
+                wrong.append((gap / (scale or 1.0), i))
+            if one > 0.0 and i in made:
+                ratios.append(two / one)
+        if not wrong:
+            return
+        wrong.sort(reverse=True)
+        shown = ", ".join(name(i) for _, i in wrong[:_SHOWN])
+        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        self._fail(
+            wrong[0][0],
+            f"the gradient of {shown}{more}{where} differs by {wrong[0][0]:.2g} of its norm"
+            f"{self._looks_like(ratios, len(wrong))}",
+        )
+
+    @staticmethod
+    def _looks_like(ratios: list[float], wrong: int) -> str:
+        if not ratios or wrong < len(ratios):
+            return ""
+        mean = sum(ratios) / len(ratios)
+        alike = max(abs(r - mean) for r in ratios) <= 0.02 * mean
+        if not 0.0 < mean < math.inf or not alike or abs(mean - 1.0) <= 0.02:
+            return ""
+        return f" (all gradients are {mean:.3g} times as large)"
+
+    def _compare_update(self, index: int, made: _Update) -> None:
+        whole = self._runs["whole"].updates
+        if index >= len(whole) or (whole[index].target, whole[index].name) != (
+            made.target,
+            made.name,
+        ):
+            self._fail(math.inf, f"{made.name} is called in another order")
+            return
+        was = whole[index]
+        if len(was.arguments) != len(made.arguments):
+            self._fail(math.inf, f"{made.name} gets other arguments")
+            return
+        limit = max(self._limit, _NOISE, self._chance) if self.noise else self._limit
+        for (where, one), (_, two) in zip(was.arguments, made.arguments, strict=True):
+            if type(one) is not type(two):
+                self._fail(1.0, f"{where} of {made.name} is of another kind")
+            elif isinstance(one, float) and values.far(one, two, limit):
+                self._fail(
+                    abs(one - two) / max(abs(one), abs(two)),
+                    f"{made.name} gets another {where}: {two:.6g} in place of {one:.6g}",
+                )
+        names = {id(param): param for param in self._params}
+        keys = list({*was.gradients, *made.gradients})
+        order = {key: i for i, key in enumerate(keys)}
+        self._compare_gradients(
+            {order[k]: g for k, g in was.gradients.items()},
+            {order[k]: g for k, g in made.gradients.items()},
+            self._runs[self._now],
+            lambda i: self.name_of(names[keys[i]]) if keys[i] in names else "a parameter",
+            f" at {made.name}",
+        )
+
+    def draw(self) -> None:
+        """Before a run that is to have other random numbers: it goes back as all else does."""
+        torch.rand(7)
+        if torch.cuda.is_available():
+            torch.rand(7, device="cuda")
+
+    def chance(self) -> None:
+        """How much of a result is chance: the whole beside itself with other numbers."""
+        whole, other = self._runs["whole"], self._runs["whole by chance"]
+        self.noise = True
+        for i in {*whole.gradients, *other.gradients}:
+            one, two = whole.gradients.get(i), other.gradients.get(i)
+            size = max([values.norm(g) for g in (one, two) if g is not None], default=0.0)
+            gap = values.apart(one, two) if one is not None and two is not None else size
+            if size > 0.0 and math.isfinite(gap):
+                self._chance = max(self._chance, gap / size)
+        for one_, two_ in zip(whole.losses[:1], other.losses[:1], strict=False):
+            for a, b in zip(one_, two_, strict=False):
+                if a != b:
+                    self._chance = max(self._chance, _FARTHER * abs(a - b) / max(abs(a), abs(b)))
+
+    def _compare_losses(self, whole: _Run, made: _Run) -> None:
+        """Where chance hides what gradients are: the losses, coarsely."""
+        limit = max(_NOISE, self._chance)
+        for at, value in enumerate(whole.losses[0] if whole.losses else []):
+            parts = [each[at] if at < len(each) else math.nan for each in made.losses]
+            total = sum(w * v for w, v in zip(made.weights, parts, strict=False))
+            scale = max(abs(value), abs(total))
+            if math.isfinite(total) and abs(value - total) > limit * scale:
+                self._fail(
+                    abs(value - total) / scale,
+                    f"the loss of a backward() is {total:.6g} in place of {value:.6g}",
+                )
+
+    def _compare_bounds(self, whole: _Run, made: _Run) -> None:
+        """A bound on a number that is another in each part. Where the whole has more of them
+        than a part, they are of single samples."""
+        if any(len(each) != len(whole.bounds[0]) for each in made.bounds):
+            return
+        for i, (name, given) in enumerate(whole.bounds[0]):
+            parts = [each[i] for each in made.bounds]
+            if any(part[0] != name or len(part[1]) != len(given) for part in parts):
+                continue
+            for values_ in zip(*(part[1] for part in parts), strict=True):
+                if any(values.far(values_[0], value, self._loss_limit) for value in values_):
+                    self._fail(
+                        1.0,
+                        f"{name}() bounds a number that is made of all rows, and one of "
+                        "some rows may be on the other side of the bound",
+                    )
+
+    def _result_limit(self, value: Any) -> float:
+        if self.noise:
+            return _NOISE
+        if isinstance(value, torch.Tensor) and value.dtype not in _VALUE:
+            return 0.0
+        exact = isinstance(value, float) and self._loss_limit == _EXACT
+        return _VALUE[torch.float64 if exact else getattr(value, "dtype", torch.float32)]
+
+    def _compare_results(self, whole: _Run, made: _Run) -> None:
+        again = self._runs.get("whole by chance" if self.noise else "whole again")
+        for place, one in whole.results.items():
+            two = made.results.get(place)
+            if two is None or not isinstance(one, (torch.Tensor, bool, int, float)):
+                continue
+            gap, limit = values.gap(one, two), self._result_limit(one)
+            if self._figure(place, one, made, limit) or gap <= limit:
+                continue
+            chance = 0.0 if again is None else values.gap(one, again.results.get(place))
+            if chance > limit and (gap < math.inf or chance == math.inf):
+                continue  # a time, say: the whole step does not give it twice
+            self.volatile = self.volatile and again is None
+            what = values.shown(two, one) if gap < math.inf else values.shapes(two, one)
+            self._fail(gap, f"{place} of the joined parts is {what}")
+
+    def _figure(self, place: str, whole: Any, made: _Run, limit: float) -> bool:
+        """Notes how a number of micro-batches is joined, where these tell. True where it is
+        what all rows make of it, although only the last micro-batch has any."""
+        parts = [values.number(each.get(place)) for each in made.each]
+        value = values.number(whole)
+        numbers = [n for n in parts if n is not None]
+        if value is None or len(numbers) < max(2, len(parts)) or self.noise:
+            return False
+        counts = isinstance(whole, int) or (
+            isinstance(whole, torch.Tensor) and not whole.is_floating_point()
+        )
+        is_mean = abs(sum(made.weights) - 1.0) < 1e-9
+        by_loss, by_rows = (
+            sum(n * w for n, w in zip(numbers, weights, strict=True) if w) / sum(weights)
+            for weights in (made.weights if is_mean else made.rows, made.rows)
+        )
+        joined = sum(numbers) if counts else by_loss
+        of_rows, last = (values.gap(value, n) <= limit for n in (float(joined), numbers[-1]))
+        how = 0
+        if not counts and not values.gap(by_loss, by_rows) <= 2 * limit:  # told apart
+            rows = values.gap(value, by_rows) <= limit
+            how = _BY_ROWS if rows else _BY_LOSS if of_rows else 0
+            of_rows |= rows
+        known = self.figures.get(place, _LAST) & 3
+        if of_rows != last:
+            self.figures[place] = how | (_OF_ROWS if of_rows else _LAST)
+            self._decided.add(place)
+        elif not any([value, *numbers]) and self._has_gradient():
+            self.figures[place] = how | max(known, _NO_NORM)
+        elif how:
+            self.figures[place] = how | known
+        return (of_rows and not any(numbers[:-1])) or how != 0
+
+    def all_figures(self, known: dict[str, int]) -> dict[str, int]:
+        """What is known of numbers in results, with what this proof has shown."""
+        every = dict(known)
+        for place, figure in self.figures.items():
+            was = 0 if place in self._decided else known.get(place, 0)
+            how = figure & (_BY_ROWS | _BY_LOSS) or known.get(place, 0) & (_BY_ROWS | _BY_LOSS)
+            every[place] = max(figure & 3, was & 3) | how
+        return every
+
+    def _has_gradient(self) -> bool:
+        """Whether the whole has one that is not 0, at its end or when it was updated."""
+        whole = self._runs["whole"]
+        every = [whole.gradients, *(update.gradients for update in whole.updates)]
+        return any(values.norm(g) > 0.0 for found in every for g in found.values())
+
+    def _compare_unjoined(self, whole: _Run, made: _Run) -> None:
+        """Parts of one row that could not be joined: what has no rows must be one value."""
+        for place, one in whole.results.items():
+            parts = [each.get(place) for each in made.each]
+            if not isinstance(one, torch.Tensor) or one.ndim == 0:
+                continue
+            if any(not isinstance(p, torch.Tensor) or p.shape != one.shape for p in parts):
+                continue
+            if any(values.gap(one, part) > self._result_limit(one) for part in parts):
+                self._fail(1.0, f"{place} of two parts cannot be joined: neither has rows")
+
+    def _shapes(self) -> None:
+        """Where results are joined wrongly, by what they are, not by their values."""
+        whole, made = self._runs["whole"], self._runs["parts"]
+        for place, one in whole.results.items():
+            two = made.results.get(place, one)
+            if isinstance(one, torch.Tensor) and one.shape != getattr(two, "shape", None):
+                self._fail(math.inf, f"{place} of the joined parts is {values.shapes(two, one)}")
+        if self.unjoined and not made.results and len(made.each) == 2:
+            self._compare_unjoined(whole, made)
+
+    def verdict(self) -> str | None:
+        """What differs between the whole and its parts, or None."""
+        if not self._now.startswith("whole"):
+            self._made = self._now
+        whole, made = self._runs["whole"], self._runs[self._made]
+        if len(whole.updates) != len(made.updates):
+            self._fail(
+                math.inf,
+                f"the step makes {len(made.updates)} updates in place of {len(whole.updates)}",
+            )
+        if self.noise:
+            self._compare_losses(whole, made)
+        self.volatile = self._worst[0] == 0.0
+        if self._worst[0] == 0.0 and whole.bounds:
+            self._compare_bounds(whole, made)
+        if self._worst[0] == 0.0:
+            self._compare_results(whole, made)
+            if self.unjoined and not made.results and len(made.each) == 2:
+                self._compare_unjoined(whole, made)
+        size, text = self._worst
+        self._worst = (0.0, "")
+        return text if size else None
+
+    def advice(self, rules: list[Weigher], is_sum: bool) -> str:
+        """What to do about the last verdict that was not None.
+
+        Args:
+            rules: weights that would make the parts the whole.
+            is_sum: whether micro-batches weigh 1 now.
+        """
+        kinds = [rule.kind for rule in rules if rule.kind != ("sum" if is_sum else "rows")]
+        if "rows" in kinds:
+            return 'the loss is a mean over samples: pass reduction="mean" to auto_batch'
+        if "sum" in kinds:
+            return 'the loss is a sum over samples: pass reduction="sum" to auto_batch'
+        if kinds and rules[-1].kind not in ("rows", "sum"):
+            return f"the loss is a {rules[-1].text}: pass weight= to auto_batch"
+        return (
+            "a loss that couples the samples of a batch (pairs, contrastive losses, in-batch "
+            "negatives, statistics of the batch) cannot be split exactly; for a mean over "
+            "something other than rows (tokens, classes) pass weight= to auto_batch, for a result "
+            'that is joined wrongly join=; verify="warn" splits it all the same'
+        )
+
+    def proven(self, whole: int, first: int, second: int) -> str:
+        """The line that says so."""
+        how = "; compared coarsely, since random numbers are drawn" if self.noise else ""
+        return (
+            f"proved the split of {self.label}: {whole} rows and the same rows as {first} and "
+            f"{second} give the same gradients and results{how}"
+        )
+
+    # --- searching a weight ---
+
+    def search(self, leaves: Leaves, cut: Cut) -> list[Weigher]:
+        """Weights that make the gradients of two parts the gradient of both, most likely first.
+
+        Args:
+            leaves: tensors of the batch: number, name, tensor, whether it is sliced.
+            cut: start and length of the two parts.
+        """
+        whole, one, two = (self._runs[run].raw for run in ("raw", "one", "two"))
+        inner = _Products()
+        for i in {*whole, *one, *two}:
+            inner.add(*(run.get(i) for run in (whole, one, two)))
+        found = []
+        for weigher in candidates(leaves, self.modules()):
+            weights = weigher.shares(cut)
+            if (
+                weights is not None
+                and inner.residual(*weights) <= max(self._limit, _SQUARED)
+                and _left(whole, one, two, *weights) <= self._limit
+            ):
+                found.append(weigher)
+        return found
+
+    def weighed(
+        self,
+        losses: Verification,
+        verdict: tuple[bool | None, str],
+        leaves: Leaves | None,
+        cut: Cut,
+        moved: bool,
+    ) -> tuple[bool | None, str, list[Weigher]]:
+        """A verdict of losses alone, with the weights that would make them equal.
+
+        Args:
+            losses: what judged.
+            verdict: equal, text.
+            leaves: see `search`; None where no weights are searched.
+            cut: start and length of the two parts.
+            moved: whether random numbers were drawn: then losses tell no weights.
+        """
+        self._limit = max(self._limit, _LOOSE * losses.tolerance)
+        self.noise = self.noise or moved
+        self._shapes()
+        if verdict[0] is not False and self._worst[0]:
+            leaves, verdict = None, (False, self._worst[1])
+        self._worst = (0.0, "")
+        for place, value in self._runs["whole"].results.items():
+            if not self._entry and values.number(value):  # without a backward a norm is 0
+                self.figures.setdefault(place, _NO_NORM)
+        rules = []
+        for rule in candidates(leaves, self.modules()) if leaves and not moved else ():
+            shares = None if verdict[0] else rule.shares(cut)
+            if shares is not None and losses.fits(*shares):
+                rules.append(rule)
+        return (*verdict, rules)
+
+    def confirm(
+        self,
+        leaves: Leaves,
+        rule: Weigher,
+        start: int,
+        length: int,
+        first: int,
+        slices: Cut,
+        unit: tuple[int, int],
+    ) -> tuple[int, int, int] | None:
+        """Another place to try weights at: start, length and first part. None where they
+        cannot be told from rows there.
+
+        Args:
+            rule: the weights.
+            start, length, first: where they were found.
+            slices: the micro-batches of the call.
+            unit: see `cuts`.
+        """
+        rows = Weigher("rows")
+        best = None
+        for at, size, part in [*cuts([(start, length), *slices], unit), *pairs(slices)]:
+            cut = [(at, part), (at + part, size - part)]
+            mine, plain = rule.shares(cut), rows.shares(cut)
+            told = mine is not None and plain is not None and abs(mine[0] - plain[0]) >= TOLD
+            if rule.kind != "rows" and not told:
+                continue
+            if best is not None and size > max(length, *(each for _, each in slices)):
+                break  # two micro-batches need not fit
+            if at != start:
+                return at, size, part
+            if (size, part) != (length, first):
+                best = best or (at, size, part)
+        return best or ((start, length, first) if rule.kind in ("rows", "sum") else None)
+
+    def place(
+        self, leaves: Leaves, start: int, length: int, rows: int, multiple: int, slices: Cut
+    ) -> int:
+        """Where to look at so many rows instead of at `start`; see `varied`."""
+        return varied(leaves, start, length, rows, multiple, slices, self.tried)
+
+    def told_apart(
+        self,
+        leaves: Leaves,
+        rule: Weigher | None,
+        start: int,
+        length: int,
+        first: int,
+        slices: Cut,
+        unit: tuple[int, int],
+    ) -> tuple[int, int, int] | None:
+        """Where weights that the last cut could not tell from those in use can be, or None.
+
+        Args:
+            rule: the weights in use; None for rows.
+            start, length, first: the last cut, which they have passed; none where `first` is 0.
+            slices: the micro-batches of the call.
+            unit: see `cuts`.
+        """
+        used = (rule or Weigher("rows")).of(leaves)
+        weighers = list(candidates(leaves, self.modules(), self.tried))
+        passed = [(start, first), (start + first, length - first)] if first > 0 else []
+        for key, gap in undecided(weighers, passed, used, self.tried).items():
+            self.tried[key] = math.inf if gap >= _SURE * self._limit and not self.noise else gap
+        before = [(start, length)] if first > 0 else []
+        return decisive(weighers, slices, used, self.tried, unit, before)
+
+    @staticmethod
+    def unsettled(
+        roots: list[Any] | None,
+        leaves: Leaves,
+        rule: Weigher | None,
+        tried: Tried,
+        slices: Cut,
+        unit: tuple[int, int],
+    ) -> bool:
+        """Whether a call has what no proof has seen: labels of more than one class, or weights
+        that make a difference and can be told from those in use, like a mask that was the
+        same in every row so far.
+
+        Args:
+            roots: see `Proof`.
+            leaves, rule, slices, unit: see `told_apart`.
+            tried: what the proofs so far have learnt.
+        """
+        used = (rule or Weigher("rows")).of(leaves)
+        if is_varied(leaves, slices, tried):
+            return True
+        weighers = list(candidates(leaves, _modules_of(_alive(roots)), tried))
+        return decisive(weighers, slices, used, tried, unit) is not None
+
+
+def _left(
+    whole: dict[int, torch.Tensor],
+    one: dict[int, torch.Tensor],
+    two: dict[int, torch.Tensor],
+    a: float,
+    b: float,
+) -> float:
+    """The norm of whole - a first - b second, relative to the whole's."""
+    left = size = 0.0
+    for i in {*whole, *one, *two}:
+        terms = ((1.0, whole.get(i)), (-a, one.get(i)), (-b, two.get(i)))
+        flat = [by * values.dense(g).double().reshape(-1) for by, g in terms if g is not None]
+        left += values.norm(sum(flat[1:], flat[0])) ** 2
+        size += values.norm(whole[i]) ** 2 if i in whole else 0.0
+    return math.sqrt(left / size) if size > 0.0 else math.inf
+
+
+class _Products:
+    """Inner products of three sets of gradients, summed over all tensors."""
+
+    __slots__ = ("sums",)
+
+    def __init__(self) -> None:
+        self.sums = [0.0] * 6  # ww, w1, w2, 11, 12, 22
+
+    def add(self, *three: torch.Tensor | None) -> None:
+        present = [values.dense(t).double() for t in three if t is not None]
+        if not present:
+            return
+        zero = torch.zeros_like(present[0])
+        flat = [(zero if t is None else values.dense(t).double()).reshape(-1) for t in three]
+        at = 0
+        for i in range(3):
+            for j in range(i, 3):
+                self.sums[at] += float(torch.dot(flat[i], flat[j]))
+                at += 1
+
+    def residual(self, a: float, b: float) -> float:
+        """As _left(), at once, but for rounding."""
+        ww, w1, w2, o, mixed, t = self.sums
+        square = ww - 2 * a * w1 - 2 * b * w2 + a * a * o + 2 * a * b * mixed + b * b * t
+        if not ww > 0.0 or not math.isfinite(square):
+            return math.inf
+        return math.sqrt(max(0.0, square) / ww)
