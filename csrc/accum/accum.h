@@ -38,8 +38,8 @@ oomkit_hooks_of(PyObject *object, PyObject *name);
 /* The loss that a micro-batch returns has hooks of the step's own: as above. 0, -1. */
 int
 oomkit_hooks_loss(oomkit_call *call, PyObject *loss);
-/* After an OOM: may it be retried? Sets call->refusal, and *committed to 1 where a hook
- * has changed parameters already. 0 or -1. */
+/* After an OOM: may it be retried? Sets call->refused.why, and *committed to 1 where a
+ * hook has changed parameters already. 0 or -1. */
 int
 oomkit_hooks_judge(oomkit_call *call, int *committed);
 

@@ -16,21 +16,23 @@
 int
 oomkit_clear_note(oomkit_call *call, PyObject *target)
 {
-    if (call->backwards == 0 || !call->split) {
+    if (call->backward.done == 0 || !call->split) {
         return 0;
     }
-    if ((call->cleared == NULL && (call->cleared = oomkit_course_where()) == NULL) ||
-        (call->cleared_of == NULL && (call->cleared_of = PyList_New(0)) == NULL)) {
+    if ((call->clear.where == NULL &&
+         (call->clear.where = oomkit_course_where()) == NULL) ||
+        (call->clear.targets == NULL &&
+         (call->clear.targets = PyList_New(0)) == NULL)) {
         return -1;
     }
-    return PyList_Append(call->cleared_of, target);
+    return PyList_Append(call->clear.targets, target);
 }
 
 void
 oomkit_clear_forget(oomkit_call *call)
 {
-    Py_CLEAR(call->cleared);
-    Py_CLEAR(call->cleared_of);
+    Py_CLEAR(call->clear.where);
+    Py_CLEAR(call->clear.targets);
 }
 
 /* Adds the tensors of an optimizer, or of a module, to a set. 0 or -1. */
@@ -74,10 +76,11 @@ clear_covers(const oomkit_call *call)
     Py_ssize_t i;
     int result = set == NULL ? -1 : 1;
 
-    for (i = 0; result == 1 && i < PyList_GET_SIZE(call->cleared_of); i++) {
-        result = clear_collect(call->st, PyList_GET_ITEM(call->cleared_of, i), set) < 0
-                     ? -1
-                     : 1;
+    for (i = 0; result == 1 && i < PyList_GET_SIZE(call->clear.targets); i++) {
+        result =
+            clear_collect(call->st, PyList_GET_ITEM(call->clear.targets, i), set) < 0
+                ? -1
+                : 1;
     }
     for (i = 0; result == 1 && i < call->parts->param_count; i++) {
         if ((parked != NULL && parked[i] != NULL) ||
@@ -107,7 +110,7 @@ clear_is_clear(oomkit_call *call)
 int
 oomkit_clear_is_due(const oomkit_call *call)
 {
-    return call->slice_index > 0 && call->backwards < call->discarded;
+    return call->cut.at > 0 && call->backward.done < call->clear.backwards;
 }
 
 int
@@ -118,16 +121,16 @@ oomkit_clear_between(oomkit_call *call)
 
     if (oomkit_proof_of_whole(call)) {
         done = 1; /* nothing is parked: it has run */
-    } else if (call->slice_index > 0) {
-        if (call->backwards > call->discarded) {
+    } else if (call->cut.at > 0) {
+        if (call->backward.done > call->clear.backwards) {
             return 0;
         }
-        done = call->backwards < call->discarded ? 1 : clear_is_clear(call);
+        done = call->backward.done < call->clear.backwards ? 1 : clear_is_clear(call);
     } else {
         if (call->is_last || g->stashing || g->aside != NULL ||
-            call->cleared_of == NULL ||
+            call->clear.targets == NULL ||
             (g->at_entry && !g->apart && g->copies == NULL) ||
-            !(call->forced || oomkit_proof_known(call))) {
+            !(call->cut.forced || oomkit_proof_known(call))) {
             return 0;
         }
         done = clear_covers(call);
@@ -135,7 +138,7 @@ oomkit_clear_between(oomkit_call *call)
             grads_array_free(call, &g->parked);
             g->is_parked = 0;
             g->dropped = g->apart;
-            call->discarded = call->backwards;
+            call->clear.backwards = call->backward.done;
         }
     }
     if (done == 1) {

@@ -16,7 +16,7 @@ oomkit_nothing_begin(oomkit_call *call, PyObject *root)
     oomkit_tensor_facts facts;
 
     call->losses.is_nan = 0;
-    if (root == NULL || call->rowwise || call->replayed != NULL) {
+    if (root == NULL || call->deferred.rowwise || call->deferred.replayed != NULL) {
         return;
     }
     if (oomkit_tensor_facts_get(call->st, root, 0, &facts) < 0) {
@@ -77,7 +77,7 @@ oomkit_nothing_end(oomkit_call *call)
     if (mode < 0 || oomkit_grad_mode_back(call->st, mode, finite) != 1) {
         return PyErr_Occurred() ? -1 : 0;
     }
-    call->raised = 1;
+    call->refused.raised = 1;
     oomkit_raise(
         call->st->SplitError,
         "auto_batch cannot split this step: in micro-batch %lld of %lld (%lld rows) a "
@@ -85,7 +85,7 @@ oomkit_nothing_end(oomkit_call *call)
         "empty slice, where the step cuts its batch into a fixed number of parts (let "
         "it go over `range(0, len(x), n)`, or leave the accumulation to auto_batch), "
         "or labels that are all ignored (pass weight=)",
-        (long long)(call->slice_index + 1), (long long)call->slice_count,
-        (long long)call->slices[call->slice_index].length);
+        (long long)(call->cut.at + 1), (long long)call->cut.count,
+        (long long)call->cut.slices[call->cut.at].length);
     return -1;
 }

@@ -87,18 +87,18 @@ oomkit_hooks_judge(oomkit_call *call, int *committed)
     Py_ssize_t which;
     int state;
 
-    if (!call->training || call->refusal_name != NULL) {
+    if (!call->training || call->refused.hooked != NULL) {
         return 0;
     }
-    state = oomkit_hooks_post(call, &call->refusal_name);
+    state = oomkit_hooks_post(call, &call->refused.hooked);
     if (state <= 0) {
         return state;
     }
-    call->refusal =
+    call->refused.why =
         "has a post-accumulate-grad hook, which may have acted on a part of "
         "the gradients already; do in the step, after backward(), what the "
         "hook does";
-    if (!*committed && call->backward_failed) {
+    if (!*committed && call->backward.failed) {
         state = oomkit_tx_params_moved(call, &which);
         *committed = state > 0;
         return state < 0 ? -1 : 0;
@@ -114,7 +114,7 @@ hooks_say(oomkit_call *call, PyObject *name)
     int result = -1;
 
     if (name != NULL && call->options->hooks_error) {
-        call->raised = 1;
+        call->refused.raised = 1;
         oomkit_raise(call->st->SplitError,
                      "auto_batch cannot split this step: %U has a hook on its "
                      "gradients (hooks=\"error\"); do in the step, after backward(), "
@@ -144,7 +144,7 @@ oomkit_hooks_check(oomkit_call *call)
     int state = oomkit_hooks_post(call, &name);
 
     if (state > 0) {
-        call->raised = 1;
+        call->refused.raised = 1;
         oomkit_raise(call->st->SplitError,
                      "auto_batch cannot split this step: %U has a "
                      "post-accumulate-grad hook, which would act on the gradient of "

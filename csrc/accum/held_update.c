@@ -14,10 +14,10 @@ hold_refuse(interceptor_object *self, PyObject *const *args, size_t nargsf,
 {
     oomkit_call *call = self->call;
 
-    if (self->kind == OOMKIT_OWNER_OPTIMIZER && call->backwards == 0 &&
+    if (self->kind == OOMKIT_OWNER_OPTIMIZER && call->backward.done == 0 &&
         oomkit_interceptor_has_closure(args, nargsf, kwnames)) {
         /* It computes the gradients. After a backward it may do nothing of the kind. */
-        call->raised = 1;
+        call->refused.raised = 1;
         oomkit_raise(call->st->SplitError,
                      "auto_batch cannot split a step that hands a closure to "
                      "%s.step(): decorate the closure's forward and backward "
@@ -26,7 +26,7 @@ hold_refuse(interceptor_object *self, PyObject *const *args, size_t nargsf,
         return -1;
     }
     if (oomkit_backward_nesting() > 0) {
-        call->raised = 1;
+        call->refused.raised = 1;
         oomkit_raise(call->st->SplitError,
                      "auto_batch cannot split this step: %s.%U() is called by a hook "
                      "inside backward(): call it after backward(), in the step",
@@ -79,9 +79,9 @@ oomkit_interceptor_hold(interceptor_object *self, PyObject *const *args, size_t 
          oomkit_given_note(self, args, PyVectorcall_NARGS(nargsf), kwnames) < 0)) {
         return -1;
     }
-    if (optimizer != NULL && !call->committed &&
-        (call->slice_index == 0 ? oomkit_owners_groups_note(call, optimizer)
-                                : oomkit_tx_groups_moved(call, optimizer)) < 0) {
+    if (optimizer != NULL && !call->updating.committed &&
+        (call->cut.at == 0 ? oomkit_owners_groups_note(call, optimizer)
+                           : oomkit_tx_groups_moved(call, optimizer)) < 0) {
         return -1;
     }
     if (oomkit_forward_watch(call, self->target, self->kind, optimizer) < 0) {

@@ -194,7 +194,7 @@ adopt_refuse(oomkit_call *call, PyObject *leaf, const char *why)
     PyObject *name = oomkit_describe_tensor(call, leaf); /* owned */
 
     if (name != NULL) {
-        call->raised = 1;
+        call->refused.raised = 1;
         oomkit_raise(
             call->st->SplitError,
             "auto_batch cannot split this step: %U takes part in the loss, was "
@@ -214,7 +214,7 @@ adopt_refuse_siblings(oomkit_call *call, Py_ssize_t from)
 {
     Py_ssize_t i;
 
-    for (i = from; call->may_hold && i < call->parts->param_count; i++) {
+    for (i = from; call->deferred.may_hold && i < call->parts->param_count; i++) {
         PyObject *param = call->parts->params[i];                         /* borrowed */
         PyObject *gradient = PyObject_GetAttr(param, call->st->str_grad); /* owned */
         int has = gradient != Py_None;
@@ -308,7 +308,7 @@ adopt_is_argument(const oomkit_call *call, const PyObject *leaf)
     int found = 0;
 
     for (i = 0; i < call->batch.total && !found; i++) {
-        found = call->args[i] == leaf;
+        found = call->given.args[i] == leaf;
     }
     for (i = 0; i < call->batch.count && !found; i++) {
         found = call->batch.nodes[i].object == leaf;
@@ -358,7 +358,7 @@ oomkit_strangers_adopt(oomkit_call *call, PyObject *leaf, PyObject *all)
         return -1;
     }
     Py_DECREF(gradient);
-    if (has && call->may_hold) {
+    if (has && call->deferred.may_hold) {
         return adopt_refuse(
             call, leaf,
             "has a gradient that may hold a part of this batch already: "

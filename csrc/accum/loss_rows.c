@@ -40,7 +40,7 @@ oomkit_losses_rows(oomkit_call *call, PyObject *result, const oomkit_loss *whole
     if (call->options->verify == 0) {
         return 0;
     }
-    if (call->slice_index == 0) {
+    if (call->cut.at == 0) {
         Py_CLEAR(l->rows);
         if (!rows_are_there(call->st, whole)) {
             return 0;
@@ -55,7 +55,7 @@ oomkit_losses_rows(oomkit_call *call, PyObject *result, const oomkit_loss *whole
     done = l->rows == NULL
                ? NULL
                : PyObject_CallMethod(l->rows, "add", "OLL", result,
-                                     (long long)call->slices[call->slice_index].start,
+                                     (long long)call->cut.slices[call->cut.at].start,
                                      (long long)call->options->dim);
     oomkit_exempt_leave(call->st);
     Py_XDECREF(done);

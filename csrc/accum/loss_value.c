@@ -262,7 +262,8 @@ losses_unknown(oomkit_call *call)
     PyObject *done; /* owned */
 
     if (options->reduction_given || call->losses.is_sum || options->verify == 1 ||
-        options->backward != NULL || call->returned != OOMKIT_RETURNED_NOTHING) {
+        options->backward != NULL ||
+        call->deferred.returned != OOMKIT_RETURNED_NOTHING) {
         return 0; /* stated, or verified anyway */
     }
     done = PyObject_CallMethod(
@@ -279,7 +280,8 @@ losses_unknown(oomkit_call *call)
 static int
 losses_are_unverified(const oomkit_call *call)
 {
-    return call->options->verify < 0 && call->returned == OOMKIT_RETURNED_NOTHING &&
+    return call->options->verify < 0 &&
+           call->deferred.returned == OOMKIT_RETURNED_NOTHING &&
            !call->step->losses.labels_said;
 }
 
@@ -358,7 +360,7 @@ losses_judge(oomkit_call *call, int32_t dtype)
             "reduction=\"sum\" to auto_batch, or the gradients are about %lld times "
             "too small; if it is a mean that has changed so much, pass "
             "reduction=\"mean\"",
-            call->options->label, (long long)call->slice_count);
+            call->options->label, (long long)call->cut.count);
     }
     if (is_sum) {
         return oomkit_warn(
@@ -367,7 +369,7 @@ losses_judge(oomkit_call *call, int32_t dtype)
             "micro-batches' losses add up to that of the whole batch; pass "
             "reduction=\"sum\" to auto_batch, or the gradients are about %lld times "
             "too small",
-            call->options->label, (long long)call->slice_count);
+            call->options->label, (long long)call->cut.count);
     }
     return oomkit_warn(
         call->st->OomkitWarning, 4,
@@ -376,7 +378,7 @@ losses_judge(oomkit_call *call, int32_t dtype)
         "auto_batch, or the gradients are about %lld times too large",
         call->options->label,
         l->counts_items ? "num_items_in_batch was passed" : "reduction=\"sum\"",
-        (long long)call->slice_count);
+        (long long)call->cut.count);
 }
 
 /* In the first split call of the site. 0 or -1. */
@@ -387,33 +389,34 @@ losses_compare(oomkit_call *call, PyObject *root)
     oomkit_tensor_facts facts;
     double value, by_rows;
 
-    if (call->step->losses.compared || call->rowwise || call->options->weight != NULL ||
-        call->weights == NULL || l->seen != call->slice_index) {
+    if (call->step->losses.compared || call->deferred.rowwise ||
+        call->options->weight != NULL || call->cut.weights == NULL ||
+        l->seen != call->cut.at) {
         return 0;
     }
     if (oomkit_tensor_facts_get(call->st, root, 0, &facts) < 0) {
         return -1;
     }
     value = losses_item(call->st, root);
-    by_rows = (double)call->slices[call->slice_index].length / (double)call->batch.rows;
+    by_rows = (double)call->cut.slices[call->cut.at].length / (double)call->batch.rows;
     l->sum += value;
     l->mean += value * by_rows;
     l->largest = fmax(l->largest, fabs(value) * (l->is_sum ? 1.0 : by_rows));
     l->seen++;
-    return l->seen == call->slice_count ? losses_judge(call, facts.dtype) : 0;
+    return l->seen == call->cut.count ? losses_judge(call, facts.dtype) : 0;
 }
 
 int
 oomkit_losses_replay(oomkit_call *call, PyObject *root)
 {
     oomkit_losses *l = &call->losses;
-    double weight = call->weights == NULL ? 1.0 : call->weights[call->slice_index];
+    double weight = call->cut.weights == NULL ? 1.0 : call->cut.weights[call->cut.at];
     double value;
 
     if (call->options->verify == 0) {
         return 0;
     }
-    if (call->slice_index == 0) {
+    if (call->cut.at == 0) {
         oomkit_tensor_facts facts;
         PyObject *tolerance = PyObject_CallOneArg(call->st->tolerance, root);
         l->tolerance = tolerance == NULL ? -1.0 : PyFloat_AsDouble(tolerance);
@@ -428,7 +431,7 @@ oomkit_losses_replay(oomkit_call *call, PyObject *root)
     value = weight == 0.0 ? 0.0 : weight * losses_item(call->st, root);
     l->made += value;
     l->scale = fmax(l->scale, fabs(value));
-    l->replayed = call->slice_index + 1;
+    l->replayed = call->cut.at + 1;
     return 0;
 }
 
@@ -460,7 +463,7 @@ oomkit_losses_replayed(oomkit_call *call, const oomkit_loss *loss, int noise)
     if (call->options->verify != 0 && l->rows != NULL) {
         return oomkit_losses_rows_judge(call, noise);
     }
-    if (call->options->verify == 0 || l->replayed != call->slice_count) {
+    if (call->options->verify == 0 || l->replayed != call->cut.count) {
         return 0;
     }
     whole = replayed_whole(call, loss);
@@ -487,7 +490,7 @@ oomkit_losses_note(oomkit_call *call, PyObject *roots)
     if (call->split) {
         oomkit_nothing_begin(call, root);
     }
-    if (root == NULL || call->backwards > 0) {
+    if (root == NULL || call->backward.done > 0) {
         return 0;
     }
     if (call->split) {

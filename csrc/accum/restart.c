@@ -9,8 +9,8 @@
 static PyObject *
 restart_alive(oomkit_call *call)
 {
-    PyObject *alive = PyList_New(0);  /* owned, returned */
-    PyObject *refs = call->strangers; /* borrowed from call */
+    PyObject *alive = PyList_New(0);       /* owned, returned */
+    PyObject *refs = call->unknown.leaves; /* borrowed from call */
     Py_ssize_t i;
 
     for (i = 0; alive != NULL && refs != NULL && i < PyList_GET_SIZE(refs); i++) {
@@ -31,10 +31,10 @@ restart_grow(oomkit_call *call, Py_ssize_t params, Py_ssize_t roots)
     PyObject *exception = PyErr_Occurred() ? oomkit_exception_take() : NULL; /* owned */
     int result;
 
-    PyMem_Free(call->param_versions);
-    PyMem_Free(call->param_samples);
-    call->param_versions = NULL;
-    call->param_samples = NULL;
+    PyMem_Free(call->entry.versions);
+    PyMem_Free(call->entry.samples);
+    call->entry.versions = NULL;
+    call->entry.samples = NULL;
     result = oomkit_participants_hold(call->parts);
     if (oomkit_grads_grow(call, params) < 0 ||
         (result == 0 && oomkit_intercept_zero_grad(call, roots) < 0)) {
@@ -59,7 +59,7 @@ oomkit_restart_with_buffer(oomkit_call *call, PyObject *buffer)
 
     /* Gradients that are kept by number would go to others, and other calls have arrays
      * of as many parameters: then the graph shows it. */
-    if (oomkit_strangers_known(call, buffer) || call->replayed != NULL ||
+    if (oomkit_strangers_known(call, buffer) || call->deferred.replayed != NULL ||
         parts->refs > 2 || call->grads.copies != NULL || call->grads.aside != NULL ||
         call->grads.entry != NULL || call->grads.parked != NULL) {
         return 0;
@@ -151,10 +151,10 @@ restart_take_in(oomkit_call *call)
         weakly = restart_remains(call);
         weakly = weakly > 0 ? restart_weakly(call) : weakly;
     }
-    Py_CLEAR(call->strangers);
+    Py_CLEAR(call->unknown.leaves);
     if (taken == 0 && weakly == 0) {
         parts->leaves_die = 1;
-        call->restarts = OOMKIT_RESTARTS; /* another one would find as little */
+        call->unknown.restarts = OOMKIT_RESTARTS; /* another one would find as little */
         return 0;
     }
     shifted = tail > 0 && PyList_GET_SIZE(parts->roots) > roots &&
@@ -176,12 +176,12 @@ restart_take_in(oomkit_call *call)
 static void
 restart_wider(oomkit_call *call)
 {
-    call->slices[0].length += call->slices[1].length;
-    call->slice_count--;
-    memmove(&call->slices[1], &call->slices[2],
-            (size_t)(call->slice_count - 1) * sizeof(*call->slices));
-    call->split = call->slice_count > 1;
-    call->widened = 1;
+    call->cut.slices[0].length += call->cut.slices[1].length;
+    call->cut.count--;
+    memmove(&call->cut.slices[1], &call->cut.slices[2],
+            (size_t)(call->cut.count - 1) * sizeof(*call->cut.slices));
+    call->split = call->cut.count > 1;
+    call->unknown.widened = 1;
 }
 
 /* The attempt that unknown_leaves.c or micro_loss.c has ended, with an exception in
@@ -191,13 +191,13 @@ int
 oomkit_strangers_restart(oomkit_call *call)
 {
     PyObject *exception, *handled; /* owned */
-    int result, wider = call->restart == OOMKIT_RESTART_WIDER;
-    int strangers = call->restart == OOMKIT_RESTART_STRANGERS;
+    int result, wider = call->unknown.restart == OOMKIT_RESTART_WIDER;
+    int strangers = call->unknown.restart == OOMKIT_RESTART_STRANGERS;
 
-    call->restart = 0;
-    call->restarts += !wider;
+    call->unknown.restart = 0;
+    call->unknown.restarts += !wider;
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(call->st->SplitError)) {
-        Py_CLEAR(call->strangers);
+        Py_CLEAR(call->unknown.leaves);
         return 1;
     }
     if (PyErr_Occurred()) {
@@ -217,7 +217,7 @@ oomkit_strangers_restart(oomkit_call *call)
     if (result < 0 || (strangers && restart_take_in(call) < 0)) {
         return -1;
     }
-    call->slice_index = 0;
+    call->cut.at = 0;
     return oomkit_tx_begin(call);
 }
 
@@ -226,11 +226,11 @@ oomkit_strangers_restart(oomkit_call *call)
 int
 oomkit_strangers_check(oomkit_call *call, PyObject *result)
 {
-    PyObject *leaves = call->step_leaves; /* owned from here */
+    PyObject *leaves = call->unknown.of_step; /* owned from here */
     Py_ssize_t i;
     int status = 0;
 
-    call->step_leaves = NULL;
+    call->unknown.of_step = NULL;
     for (i = 0; status == 0 && i < PyList_GET_SIZE(leaves); i++) {
         PyObject *pair = PyList_GET_ITEM(leaves, i);                      /* borrowed */
         PyObject *leaf = oomkit_reference_get(PyTuple_GET_ITEM(pair, 0)); /* owned */
@@ -243,7 +243,7 @@ oomkit_strangers_check(oomkit_call *call, PyObject *result)
                 Py_CLEAR(name);
             }
             if (name != NULL) {
-                call->raised = 1;
+                call->refused.raised = 1;
                 oomkit_raise(
                     call->st->SplitError,
                     "auto_batch cannot split this step: %U takes part in the "

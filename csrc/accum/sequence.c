@@ -32,7 +32,7 @@ oomkit_course_scale_note(oomkit_call *call, PyObject *scaler)
     copy = PyObject_CallMethodNoArgs(scale, call->st->str_clone);
     oomkit_exempt_leave(call->st);
     Py_DECREF(scale);
-    return oomkit_pairs_add(&call->scales, scaler, copy);
+    return oomkit_pairs_add(&call->owners.scales, scaler, copy);
 }
 
 /* Has a scaler found infinite gradients and skipped the update? Then a step that asks
@@ -44,10 +44,11 @@ course_update_skipped(const oomkit_call *call)
     Py_ssize_t i;
     int skipped = 0;
 
-    for (i = 0; call->scales != NULL && i < PyList_GET_SIZE(call->scales) && !skipped;
+    for (i = 0; call->owners.scales != NULL &&
+                i < PyList_GET_SIZE(call->owners.scales) && !skipped;
          i++) {
-        PyObject *pair = PyList_GET_ITEM(call->scales, i); /* borrowed */
-        PyObject *now, *less;                              /* owned */
+        PyObject *pair = PyList_GET_ITEM(call->owners.scales, i); /* borrowed */
+        PyObject *now, *less;                                     /* owned */
         now = PyObject_GetAttrString(PyTuple_GET_ITEM(pair, 0), "_scale");
         less = now ? PyObject_RichCompare(now, PyTuple_GET_ITEM(pair, 1), Py_LT) : NULL;
         skipped = less == NULL ? -1 : PyObject_IsTrue(less);
@@ -84,13 +85,13 @@ course_differs(oomkit_call *call, PyObject *here, PyObject *there)
     if (end == NULL) {
         return -1;
     }
-    call->raised = 1;
+    call->refused.raised = 1;
     oomkit_raise(
         call->st->SplitError,
         "auto_batch cannot split this step: its micro-batches take different courses: "
         "micro-batch %lld of %lld reached %S, the first one %S; make the decision from "
         "oomkit.current() (`if oomkit.current().is_last: ...`) or outside the step",
-        (long long)(call->slice_index + 1), (long long)call->slice_count,
+        (long long)(call->cut.at + 1), (long long)call->cut.count,
         here == NULL ? end : here, there == NULL ? end : there);
     Py_DECREF(end);
     return -1;
@@ -100,7 +101,7 @@ course_differs(oomkit_call *call, PyObject *here, PyObject *there)
 int
 oomkit_course_note(oomkit_call *call, const void *target, const void *name)
 {
-    oomkit_course *course = &call->course[call->slice_index > 0];
+    oomkit_course *course = &call->course[call->cut.at > 0];
     oomkit_course *first = &call->course[0];
     oomkit_event *event;
     PyObject *where; /* owned, then by the event */
@@ -156,20 +157,21 @@ oomkit_course_skipped(oomkit_call *call)
     const char *what = NULL;
     int i, updates = call->course_waived;
 
-    if (call->replayed != NULL || call->returned != OOMKIT_RETURNED_NOTHING) {
+    if (call->deferred.replayed != NULL ||
+        call->deferred.returned != OOMKIT_RETURNED_NOTHING) {
         return 0;
     }
     for (i = 0; i < first->count && i < OOMKIT_COURSE; i++) {
         updates |= first->events[i].target != NULL;
     }
-    if (!call->training && call->may_hold) {
-        call->raised = 1;
+    if (!call->training && call->deferred.may_hold) {
+        call->refused.raised = 1;
         oomkit_raise(
             call->st->SplitError,
             "auto_batch cannot split this step: with the whole batch it runs a "
             "backward(), with %lld micro-batches it runs none; if it skips "
             "batches that are too small, pass min_micro_batch= to auto_batch",
-            (long long)call->slice_count);
+            (long long)call->cut.count);
         return -1;
     }
     if (!call->training && step->whole.seen && !step->whole.without_backward) {
@@ -193,7 +195,7 @@ oomkit_course_skipped(oomkit_call *call)
 int
 oomkit_course_finish(oomkit_call *call)
 {
-    oomkit_course *course = &call->course[call->slice_index > 0];
+    oomkit_course *course = &call->course[call->cut.at > 0];
     oomkit_course *first = &call->course[0];
     int result = 0;
 
@@ -216,20 +218,20 @@ oomkit_course_finish(oomkit_call *call)
 int
 oomkit_course_cut(oomkit_call *call)
 {
-    const oomkit_course *course = &call->course[call->slice_index > 0];
+    const oomkit_course *course = &call->course[call->cut.at > 0];
     const oomkit_event *last = course->count > 0 && course->count <= OOMKIT_COURSE
                                    ? &course->events[course->count - 1]
                                    : NULL;
     int stepped = last != NULL && last->target != NULL, changed, cleared;
 
-    if (call->backwards == 0) {
+    if (call->backward.done == 0) {
         return 0;
     }
     changed = call->is_last ? oomkit_grads_changed_since(call) : 0;
-    cleared = call->slice_index > 0 && call->discarded > 0 &&
-                      call->backwards == call->discarded
+    cleared = call->cut.at > 0 && call->clear.backwards > 0 &&
+                      call->backward.done == call->clear.backwards
                   ? 1 /* as in the first micro-batch, or refused */
-                  : call->cleared != NULL;
+                  : call->clear.where != NULL;
     if (changed < 0 || (!cleared && !stepped && !changed)) {
         return changed < 0;
     }
@@ -239,17 +241,17 @@ oomkit_course_cut(oomkit_call *call)
             return changed < 0;
         }
     }
-    call->raised = 1;
+    call->refused.raised = 1;
     oomkit_raise(call->st->SplitError,
                  "auto_batch cannot split this step: %s%s%V between two backward() "
                  "calls; make two decorated steps of it",
-                 call->cleared != NULL ? "zero_grad() is called"
-                 : stepped             ? "an update is made"
-                                       : "gradients are cleared or changed",
-                 call->cleared != NULL || stepped ? " at " : "",
-                 call->cleared != NULL ? call->cleared
-                 : stepped             ? last->where
-                                       : NULL,
+                 call->clear.where != NULL ? "zero_grad() is called"
+                 : stepped                 ? "an update is made"
+                                           : "gradients are cleared or changed",
+                 call->clear.where != NULL || stepped ? " at " : "",
+                 call->clear.where != NULL ? call->clear.where
+                 : stepped                 ? last->where
+                                           : NULL,
                  "");
     return 1;
 }

@@ -87,7 +87,7 @@ oomkit_effects_begin(oomkit_call *call)
     if (parts != NULL) {
         oomkit_effects_abandon(call);
         call->effects = PyObject_CallFunctionObjArgs(
-            call->st->watch_effects, call->func, positional, named, parts, NULL);
+            call->st->watch_effects, call->given.func, positional, named, parts, NULL);
         if (call->effects == Py_None) {
             Py_CLEAR(call->effects);
         }
@@ -114,15 +114,15 @@ effects_say(oomkit_call *call, PyObject *answer)
     warning = PyTuple_GET_ITEM(answer, 1);
     beside = PyTuple_GET_ITEM(answer, 2);
     if (refusal != Py_None) {
-        call->raised = 1;
+        call->refused.raised = 1;
         oomkit_raise(st->SplitError,
                      "auto_batch cannot split this step: %U was changed in micro-batch "
                      "%lld of %lld by the step itself, outside the forward of a "
                      "module; move the line into the module's forward (and call the "
                      "module, not its forward), or guard it with `if "
                      "oomkit.current().is_last:`",
-                     refusal, (long long)(call->slice_index + 1),
-                     (long long)call->slice_count);
+                     refusal, (long long)(call->cut.at + 1),
+                     (long long)call->cut.count);
         return -1;
     }
     if (beside != Py_None &&

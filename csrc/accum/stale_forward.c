@@ -26,7 +26,7 @@ forward_add_groups(oomkit_call *call, PyObject *optimizer)
              j++) {
             PyObject *address = /* owned */
                 PyLong_FromVoidPtr(PyList_GET_ITEM(params, j));
-            result = address == NULL ? -1 : PySet_Add(call->updated, address);
+            result = address == NULL ? -1 : PySet_Add(call->stale.params, address);
             Py_XDECREF(address);
         }
     }
@@ -50,8 +50,8 @@ forward_holds(oomkit_call *call, PyObject *module, int adding)
            PyDict_Next(params, &at, &key, &value)) {
         PyObject *address = PyLong_FromVoidPtr(value); /* owned */
         result = address == NULL ? -1
-                 : adding        ? PySet_Add(call->updated, address)
-                                 : PySet_Contains(call->updated, address);
+                 : adding        ? PySet_Add(call->stale.params, address)
+                                 : PySet_Contains(call->stale.params, address);
         Py_XDECREF(address);
     }
     at = 0;
@@ -82,10 +82,10 @@ forward_hook_install(oomkit_call *call)
     PyObject *hook = oomkit_hook_new(st, module, "_forward_begins");    /* owned */
 
     if (hook != NULL) {
-        call->forward_hook = PyObject_CallOneArg(st->forward_pre_hook, hook);
+        call->stale.hook = PyObject_CallOneArg(st->forward_pre_hook, hook);
         Py_DECREF(hook);
     }
-    return call->forward_hook == NULL ? -1 : 0;
+    return call->stale.hook == NULL ? -1 : 0;
 }
 
 /* Where the intercepted call is that was noted last: it is this one. New reference, or
@@ -93,7 +93,7 @@ forward_hook_install(oomkit_call *call)
 static PyObject *
 forward_updated_where(const oomkit_call *call)
 {
-    const oomkit_course *course = &call->course[call->slice_index > 0];
+    const oomkit_course *course = &call->course[call->cut.at > 0];
 
     if (call->course_waived || course->count == 0 || course->count >= OOMKIT_COURSE) {
         return oomkit_course_where();
@@ -115,15 +115,15 @@ oomkit_forward_watch(oomkit_call *call, PyObject *target, oomkit_owner_kind kind
          !PyObject_TypeCheck(optimizer, (PyTypeObject *)call->st->Optimizer))) {
         return 0;
     }
-    if (call->updated == NULL && (call->updated = PySet_New(NULL)) == NULL) {
+    if (call->stale.params == NULL && (call->stale.params = PySet_New(NULL)) == NULL) {
         return -1;
     }
     result = kind == OOMKIT_OWNER_AVERAGED ? forward_holds(call, target, 1)
                                            : forward_add_groups(call, optimizer);
     if (result < 0 ||
-        (call->updated_where == NULL &&
-         (call->updated_where = forward_updated_where(call)) == NULL) ||
-        (call->forward_hook == NULL && forward_hook_install(call) < 0)) {
+        (call->stale.where == NULL &&
+         (call->stale.where = forward_updated_where(call)) == NULL) ||
+        (call->stale.hook == NULL && forward_hook_install(call) < 0)) {
         return -1;
     }
     return 0;
@@ -137,8 +137,8 @@ oomkit_forward_begins(PyObject *module)
     PyObject *where; /* owned */
     int holds;
 
-    if (call == NULL || call->updated == NULL ||
-        (call->intercept_depth > 0 && !call->closure) ||
+    if (call == NULL || call->stale.params == NULL ||
+        (call->hooked.depth > 0 && !call->hooked.closure) ||
         (call->is_last && call->course_waived)) {
         return 0; /* not ours; inside an update; or after the real one, as decided */
     }
@@ -148,13 +148,13 @@ oomkit_forward_begins(PyObject *module)
     }
     where = oomkit_course_where();
     if (where != NULL) {
-        call->raised = 1;
+        call->refused.raised = 1;
         oomkit_raise(call->st->SplitError,
                      "auto_batch cannot split this step: %s is called at %U after its "
                      "update at %U, and only the last micro-batch makes the update; "
                      "call it after the decorated step, or make two decorated steps of "
                      "it",
-                     Py_TYPE(module)->tp_name, where, call->updated_where);
+                     Py_TYPE(module)->tp_name, where, call->stale.where);
         Py_DECREF(where);
     }
     return -1;
@@ -167,20 +167,20 @@ oomkit_forward_release(oomkit_call *call)
     PyObject *exception, *done; /* owned */
 
     oomkit_clear_forget(call);
-    if (call->updated == NULL) {
+    if (call->stale.params == NULL) {
         return;
     }
     exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;
-    if (call->forward_hook != NULL) {
-        done = PyObject_CallMethodNoArgs(call->forward_hook, call->st->str_remove);
+    if (call->stale.hook != NULL) {
+        done = PyObject_CallMethodNoArgs(call->stale.hook, call->st->str_remove);
         if (done == NULL) {
-            PyErr_WriteUnraisable(call->forward_hook);
+            PyErr_WriteUnraisable(call->stale.hook);
         }
         Py_XDECREF(done);
     }
-    Py_CLEAR(call->forward_hook);
-    Py_CLEAR(call->updated);
-    Py_CLEAR(call->updated_where);
+    Py_CLEAR(call->stale.hook);
+    Py_CLEAR(call->stale.params);
+    Py_CLEAR(call->stale.where);
     if (exception != NULL) {
         oomkit_exception_give(exception);
     }

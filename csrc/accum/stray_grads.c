@@ -174,9 +174,9 @@ oomkit_grads_refuse_unexpected(oomkit_call *call)
     PyObject *name; /* owned */
     int result;
 
-    if ((!call->grads.is_parked && call->backwards > 0) ||
-        (call->slice_index > 0 && call->discarded > 0 &&
-         call->backwards <= call->discarded && call->backwards > 0) ||
+    if ((!call->grads.is_parked && call->backward.done > 0) ||
+        (call->cut.at > 0 && call->clear.backwards > 0 &&
+         call->backward.done <= call->clear.backwards && call->backward.done > 0) ||
         (call->grads.began == NULL && call->grads.began_versions == NULL)) {
         return 0;
     }
@@ -198,17 +198,17 @@ oomkit_grads_refuse_unexpected(oomkit_call *call)
     }
     name = oomkit_describe_tensor(call, call->parts->params[which]);
     if (name != NULL) {
-        call->raised = 1;
+        call->refused.raised = 1;
         oomkit_raise(
             call->st->SplitError,
             "auto_batch cannot split this step: the gradient of %U was set by hand, or "
             "by a backward that does not go through torch.autograd, in micro-batch "
             "%lld of %lld; call backward() on the loss instead%s%s",
-            name, (long long)(call->slice_index + 1), (long long)call->slice_count,
-            call->backwards > 0
+            name, (long long)(call->cut.at + 1), (long long)call->cut.count,
+            call->backward.done > 0
                 ? ", or guard the line with `if oomkit.current().is_last:`"
                 : "",
-            call->ooms > 0 && !call->grads.marked
+            call->tries.ooms > 0 && !call->grads.marked
                 ? "; gradients may hold a part of this batch: call zero_grad() before "
                   "going on"
                 : "");

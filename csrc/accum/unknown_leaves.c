@@ -14,14 +14,14 @@ oomkit_strangers_alive(oomkit_call *call)
 {
     Py_ssize_t i;
     int alive = 0;
-    PyObject *leaves = call->plain_leaves; /* borrowed from call */
+    PyObject *leaves = call->unknown.of_graph; /* borrowed from call */
 
     for (i = 0; leaves != NULL && i < PyList_GET_SIZE(leaves) && !alive; i++) {
         PyObject *leaf = oomkit_reference_get(PyList_GET_ITEM(leaves, i)); /* owned */
         alive = leaf != NULL && !oomkit_buffers_bare_again(call, leaf);
         Py_XDECREF(leaf);
     }
-    Py_CLEAR(call->plain_leaves);
+    Py_CLEAR(call->unknown.of_graph);
     return alive;
 }
 
@@ -64,7 +64,7 @@ graph_strangers(oomkit_call *call, PyObject *roots)
         oomkit_addresses_fill(&w.known, call->parts->params, call->parts->param_count) <
             0 ||
         oomkit_graph_walk(call->st, roots, walk_visit, &w, &leaves) < 0) {
-        call->raised |= PyErr_ExceptionMatches(call->st->SplitError);
+        call->refused.raised |= PyErr_ExceptionMatches(call->st->SplitError);
         Py_CLEAR(w.found);
     }
     oomkit_addresses_free(&w.known);
@@ -111,7 +111,7 @@ meet_refuse(oomkit_call *call, PyObject *leaf)
     PyObject *name = oomkit_describe_tensor(call, leaf); /* owned */
 
     if (name != NULL) {
-        call->raised = 1;
+        call->refused.raised = 1;
         oomkit_raise(call->st->SplitError,
                      "auto_batch cannot split this step: %U takes part in the loss and "
                      "was not found in the arguments, self, closure or globals of the "
@@ -127,9 +127,11 @@ meet_refuse(oomkit_call *call, PyObject *leaf)
 static int
 meet_is_loose(const oomkit_call *call, PyObject *leaf)
 {
-    Py_ssize_t i = 0, n = call->loose == NULL ? 0 : PyList_GET_SIZE(call->loose);
+    Py_ssize_t i = 0, n = call->deferred.loose == NULL
+                              ? 0
+                              : PyList_GET_SIZE(call->deferred.loose);
 
-    while (i < n && PyList_GET_ITEM(call->loose, i) != leaf) {
+    while (i < n && PyList_GET_ITEM(call->deferred.loose, i) != leaf) {
         i++;
     }
     return i < n && !PyObject_TypeCheck(leaf, (PyTypeObject *)call->st->Parameter);
@@ -141,9 +143,10 @@ oomkit_strangers_loose_drop(oomkit_call *call)
     Py_ssize_t i;
     int result = 0;
 
-    for (i = 0; call->loose != NULL && i < PyList_GET_SIZE(call->loose) && result == 0;
+    for (i = 0; call->deferred.loose != NULL &&
+                i < PyList_GET_SIZE(call->deferred.loose) && result == 0;
          i++) {
-        PyObject *leaf = PyList_GET_ITEM(call->loose, i); /* borrowed */
+        PyObject *leaf = PyList_GET_ITEM(call->deferred.loose, i); /* borrowed */
         if (meet_is_loose(call, leaf)) {
             result = PyObject_SetAttr(leaf, call->st->str_grad, Py_None);
         }
@@ -160,7 +163,7 @@ meet_late(oomkit_call *call, PyObject *roots)
     Py_ssize_t i;
     int result;
 
-    if (!call->may_hold) {
+    if (!call->deferred.may_hold) {
         return 0;
     }
     found = graph_strangers(call, roots);
@@ -186,15 +189,15 @@ int
 oomkit_strangers_meet(oomkit_call *call, PyObject *roots, int nested)
 {
     PyObject *found = /* owned */
-        call->slice_index > 0 ? NULL : graph_strangers(call, roots);
+        call->cut.at > 0 ? NULL : graph_strangers(call, roots);
     Py_ssize_t i, n = found == NULL ? 0 : PyList_GET_SIZE(found);
     int result = found == NULL ? -1 : 0;
     int restart = !nested && !call->parts->leaves_die;
     /* Others may have arrays of as many parameters: the returned losses of this site.
      */
-    int alone = call->replayed == NULL && call->parts->refs <= 2;
+    int alone = call->deferred.replayed == NULL && call->parts->refs <= 2;
 
-    if (call->slice_index > 0) {
+    if (call->cut.at > 0) {
         return meet_late(call, roots);
     }
     for (i = 0; i < n && result == 0; i++) {
@@ -204,22 +207,22 @@ oomkit_strangers_meet(oomkit_call *call, PyObject *roots, int nested)
             result = alone ? 0 : meet_refuse(call, leaf);
         }
     }
-    restart = restart && alone && n > 0 && call->restarts < OOMKIT_RESTARTS;
+    restart = restart && alone && n > 0 && call->unknown.restarts < OOMKIT_RESTARTS;
     for (i = 0; i < n && result == 0; i++) {
         PyObject *leaf = PyList_GET_ITEM(found, i); /* borrowed */
         if (meet_is_loose(call, leaf)) {
             continue;
         }
         if (restart) {
-            result = leaves_add(&call->strangers, leaf, -1);
+            result = leaves_add(&call->unknown.leaves, leaf, -1);
         } else {
             int has = leaf_has_gradient(call, leaf);
-            result = has < 0 ? -1 : leaves_add(&call->step_leaves, leaf, has);
+            result = has < 0 ? -1 : leaves_add(&call->unknown.of_step, leaf, has);
         }
     }
     Py_XDECREF(found);
     if (result == 0 && restart) {
-        call->restart = OOMKIT_RESTART_STRANGERS;
+        call->unknown.restart = OOMKIT_RESTART_STRANGERS;
         oomkit_raise(call->st->SplitError,
                      "auto_batch begins the step again, with tensors that take part in "
                      "the loss and that it did not find before; let this error pass");
@@ -235,7 +238,7 @@ void
 oomkit_strangers_note(oomkit_call *call, PyObject *roots)
 {
     PyObject *exception = oomkit_exception_take(); /* owned, given back */
-    const int raised = call->raised;
+    const int raised = call->refused.raised;
     PyObject *found = graph_strangers(call, roots); /* owned */
     Py_ssize_t i;
 
@@ -245,21 +248,22 @@ oomkit_strangers_note(oomkit_call *call, PyObject *roots)
             continue;
         }
         if (PyObject_TypeCheck(leaf, (PyTypeObject *)call->st->Parameter)) {
-            call->refusal =
+            call->refused.why =
                 "a parameter that auto_batch did not find has a gradient, which "
                 "may hold a part of this batch already: pass model=... and "
                 "optimizer=... to auto_batch, and call zero_grad() before going "
                 "on";
-        } else if (leaves_add(&call->plain_leaves, leaf, -1) < 0) {
+        } else if (leaves_add(&call->unknown.of_graph, leaf, -1) < 0) {
             break; /* made inside the step, or kept elsewhere: told apart after the
                       failed attempt is dropped */
         }
     }
     if (oomkit_graph_too_deep(call->st)) {
-        call->raised = raised;
-        call->refusal = OOMKIT_TOO_DEEP;
+        call->refused.raised = raised;
+        call->refused.why = OOMKIT_TOO_DEEP;
     } else if (PyErr_Occurred()) {
-        call->refusal = "the graph of the failed backward could not be looked through";
+        call->refused.why =
+            "the graph of the failed backward could not be looked through";
         PyErr_Clear(); /* why does not matter: the call is not retried */
     }
     Py_XDECREF(found);
@@ -277,11 +281,11 @@ oomkit_strangers_optimizer_begins(PyObject *optimizer)
     oomkit_call *call = oomkit_call_current();
     int index;
 
-    if (call == NULL || call->intercept_depth > 0) {
+    if (call == NULL || call->hooked.depth > 0) {
         return 0;
     }
     if (call->split) {
-        call->raised = 1;
+        call->refused.raised = 1;
         oomkit_raise(
             call->st->SplitError,
             "auto_batch cannot split this step: it steps an optimizer (%s) that "
@@ -293,7 +297,7 @@ oomkit_strangers_optimizer_begins(PyObject *optimizer)
     if (oomkit_optimizer_mark_take(call, optimizer, &index) < 0) {
         return -1;
     }
-    call->stranger_steps++;
+    call->unknown.steps++;
     return 0;
 }
 
@@ -302,8 +306,8 @@ void
 oomkit_strangers_optimizer_ends(void)
 {
     oomkit_call *call = oomkit_call_current();
-    if (call != NULL && call->intercept_depth == 0 && call->stranger_steps > 0) {
-        call->stranger_steps--;
-        call->stranger_updates++;
+    if (call != NULL && call->hooked.depth == 0 && call->unknown.steps > 0) {
+        call->unknown.steps--;
+        call->unknown.updates++;
     }
 }

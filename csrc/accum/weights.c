@@ -14,18 +14,20 @@
 static int
 weights_items_passed(const oomkit_call *call)
 {
-    Py_ssize_t i, positional = PyVectorcall_NARGS(call->nargsf);
+    Py_ssize_t i, positional = PyVectorcall_NARGS(call->given.nargsf);
     PyObject *name = call->st->str_num_items; /* borrowed from state */
     PyObject *names = call->step->names;      /* borrowed from step */
 
-    for (i = 0; call->kwnames != NULL && i < PyTuple_GET_SIZE(call->kwnames); i++) {
-        if (PyUnicode_Compare(PyTuple_GET_ITEM(call->kwnames, i), name) == 0) {
-            return call->args[positional + i] != Py_None;
+    for (i = 0;
+         call->given.kwnames != NULL && i < PyTuple_GET_SIZE(call->given.kwnames);
+         i++) {
+        if (PyUnicode_Compare(PyTuple_GET_ITEM(call->given.kwnames, i), name) == 0) {
+            return call->given.args[positional + i] != Py_None;
         }
     }
     for (i = 0; names != NULL && i < PyTuple_GET_SIZE(names) && i < positional; i++) {
         if (PyUnicode_Compare(PyTuple_GET_ITEM(names, i), name) == 0) {
-            return call->args[i] != Py_None;
+            return call->given.args[i] != Py_None;
         }
     }
     return 0;
@@ -44,7 +46,7 @@ weight_number(oomkit_call *call, PyObject *item)
     value = PyFloat_AS_DOUBLE(number);
     Py_DECREF(number);
     if (!(value >= 0.0) || value > DBL_MAX) {
-        call->raised = 1;
+        call->refused.raised = 1;
         oomkit_raise(call->st->SplitError,
                      "auto_batch(weight=...) must return a number >= 0 for each "
                      "micro-batch, got %s",
@@ -65,7 +67,7 @@ weight_numbers(oomkit_call *call, PyObject *answer, Py_ssize_t *groups)
     double *values;
 
     if (count == 0) {
-        call->raised = 1;
+        call->refused.raised = 1;
         oomkit_raise(call->st->SplitError,
                      "auto_batch(weight=...) must return a number, or one for each "
                      "backward() of the step, got an empty %s",
@@ -129,9 +131,9 @@ weights_collect(oomkit_call *call)
     Py_ssize_t groups = 0, width = 0;
     int64_t i;
 
-    for (i = 0; i < call->slice_count; i++) {
-        double *values = oomkit_weights_ask(call, call->slices[i].start,
-                                            call->slices[i].length, &groups);
+    for (i = 0; i < call->cut.count; i++) {
+        double *values = oomkit_weights_ask(call, call->cut.slices[i].start,
+                                            call->cut.slices[i].length, &groups);
         if (values == NULL) {
             return -1;
         }
@@ -140,7 +142,7 @@ weights_collect(oomkit_call *call)
             width = groups > 0 ? groups : 1;
             PyMem_Free(l->group_weights);
             l->group_weights =
-                PyMem_New(double, (size_t)width *(size_t)call->slice_count);
+                PyMem_New(double, (size_t)width *(size_t)call->cut.count);
         }
         if (l->group_weights == NULL || groups != l->groups) {
             PyMem_Free(values);
@@ -148,7 +150,7 @@ weights_collect(oomkit_call *call)
                 PyErr_NoMemory();
                 return -1;
             }
-            call->raised = 1;
+            call->refused.raised = 1;
             oomkit_raise(call->st->SplitError,
                          "auto_batch(weight=...) must return the same number of "
                          "weights for each micro-batch, got %zd and then %zd",
@@ -175,16 +177,16 @@ weights_measured(oomkit_call *call)
     width = l->groups > 0 ? l->groups : 1;
     for (g = 0; g < width; g++) {
         double total = 0.0;
-        for (i = 0; i < call->slice_count; i++) {
+        for (i = 0; i < call->cut.count; i++) {
             total += l->group_weights[i * width + g];
         }
-        for (i = 0; i < call->slice_count; i++) {
+        for (i = 0; i < call->cut.count; i++) {
             double *weight = &l->group_weights[i * width + g];
-            *weight = total > 0.0 ? *weight / total : 1.0 / (double)call->slice_count;
+            *weight = total > 0.0 ? *weight / total : 1.0 / (double)call->cut.count;
         }
     }
-    for (i = 0; i < call->slice_count; i++) {
-        call->weights[i] = l->group_weights[i * width];
+    for (i = 0; i < call->cut.count; i++) {
+        call->cut.weights[i] = l->group_weights[i * width];
     }
     return 0;
 }
@@ -193,9 +195,9 @@ weights_measured(oomkit_call *call)
 static int
 weights_found(oomkit_call *call, PyObject *rule)
 {
-    PyObject *number = PyObject_GetAttrString(rule, "leaf");              /* owned */
-    PyObject *cut = oomkit_proof_slices(call->slices, call->slice_count); /* owned */
-    PyObject *answer = NULL;                                              /* owned */
+    PyObject *number = PyObject_GetAttrString(rule, "leaf");                /* owned */
+    PyObject *cut = oomkit_proof_slices(call->cut.slices, call->cut.count); /* owned */
+    PyObject *answer = NULL;                                                /* owned */
     Py_ssize_t leaf = number == NULL ? -1 : PyLong_AsSsize_t(number);
     double total = 0.0;
     int64_t i;
@@ -209,13 +211,13 @@ weights_found(oomkit_call *call, PyObject *rule)
                                      cut);
         oomkit_exempt_leave(call->st);
     }
-    for (i = 0; answer != NULL && i < call->slice_count; i++) {
-        call->weights[i] = PyFloat_AsDouble(PyList_GET_ITEM(answer, i));
-        total += call->weights[i];
+    for (i = 0; answer != NULL && i < call->cut.count; i++) {
+        call->cut.weights[i] = PyFloat_AsDouble(PyList_GET_ITEM(answer, i));
+        total += call->cut.weights[i];
     }
-    for (i = 0; !call->losses.is_sum && answer != NULL && i < call->slice_count; i++) {
-        call->weights[i] =
-            total > 0.0 ? call->weights[i] / total : 1.0 / (double)call->slice_count;
+    for (i = 0; !call->losses.is_sum && answer != NULL && i < call->cut.count; i++) {
+        call->cut.weights[i] =
+            total > 0.0 ? call->cut.weights[i] / total : 1.0 / (double)call->cut.count;
     }
     Py_XDECREF(number);
     Py_XDECREF(cut);
@@ -228,8 +230,8 @@ weights_found(oomkit_call *call, PyObject *rule)
 static int64_t
 weights_rows(const oomkit_call *call)
 {
-    const oomkit_slice *last = &call->slices[call->slice_count - 1];
-    return last->start + last->length - call->slices[0].start;
+    const oomkit_slice *last = &call->cut.slices[call->cut.count - 1];
+    return last->start + last->length - call->cut.slices[0].start;
 }
 
 static int
@@ -250,14 +252,14 @@ oomkit_weights_set(oomkit_call *call)
     oomkit_losses *l = &call->losses;
     const oomkit_options *options = call->options;
     int64_t i;
-    void *grown = PyMem_Realloc(call->weights,
-                                (size_t)call->slice_count * sizeof(*call->weights));
+    void *grown = PyMem_Realloc(call->cut.weights,
+                                (size_t)call->cut.count * sizeof(*call->cut.weights));
     if (grown == NULL) {
         Py_XDECREF(rule);
         PyErr_NoMemory();
         return -1;
     }
-    call->weights = grown;
+    call->cut.weights = grown;
     l->sum = l->mean = l->largest = 0.0;
     l->seen = 0;
     l->groups = 0;
@@ -278,10 +280,10 @@ oomkit_weights_set(oomkit_call *call)
         call->join.group_weights = l->group_weights;
         return 0;
     }
-    for (i = 0; i < call->slice_count; i++) {
-        call->weights[i] =
+    for (i = 0; i < call->cut.count; i++) {
+        call->cut.weights[i] =
             l->is_sum ? 1.0
-                      : (double)call->slices[i].length / (double)weights_rows(call);
+                      : (double)call->cut.slices[i].length / (double)weights_rows(call);
     }
     if (rule != NULL && call->batch.count > 0 && !l->is_sum &&
         !weights_rule_is(rule, "rows")) {
@@ -295,7 +297,7 @@ oomkit_weights_set(oomkit_call *call)
 static int
 weights_refuse(oomkit_call *call, int backwards, const char *least)
 {
-    call->raised = 1;
+    call->refused.raised = 1;
     oomkit_raise(call->st->SplitError,
                  "auto_batch(weight=...) must return one weight for each backward() of "
                  "the step: got %zd, expected %s%d",
@@ -308,16 +310,16 @@ oomkit_weights_next(oomkit_call *call)
 {
     const oomkit_losses *l = &call->losses;
 
-    if (call->weights == NULL || call->rowwise) {
+    if (call->cut.weights == NULL || call->deferred.rowwise) {
         return 1.0;
     }
     if (l->groups == 0 || !call->split) {
-        return call->weights[call->slice_index];
+        return call->cut.weights[call->cut.at];
     }
-    if (call->backwards >= l->groups) {
-        return weights_refuse(call, call->backwards + 1, "at least ");
+    if (call->backward.done >= l->groups) {
+        return weights_refuse(call, call->backward.done + 1, "at least ");
     }
-    return l->group_weights[call->slice_index * l->groups + call->backwards];
+    return l->group_weights[call->cut.at * l->groups + call->backward.done];
 }
 
 /* --- labels of -100 --- */
@@ -389,11 +391,11 @@ labels_say(oomkit_call *call, Py_ssize_t leaf)
 static PyObject *
 labels_lengths(const oomkit_call *call)
 {
-    PyObject *lengths = PyList_New((Py_ssize_t)call->slice_count); /* owned */
+    PyObject *lengths = PyList_New((Py_ssize_t)call->cut.count); /* owned */
     Py_ssize_t i;
 
-    for (i = 0; lengths != NULL && i < (Py_ssize_t)call->slice_count; i++) {
-        PyObject *length = PyLong_FromLongLong(call->slices[i].length);
+    for (i = 0; lengths != NULL && i < (Py_ssize_t)call->cut.count; i++) {
+        PyObject *length = PyLong_FromLongLong(call->cut.slices[i].length);
         if (length == NULL) {
             Py_CLEAR(lengths);
             break;
@@ -427,8 +429,8 @@ labels_are_uneven(oomkit_call *call, PyObject *leaf, PyObject *lengths)
 static int
 labels_are_due(const oomkit_call *call)
 {
-    return call->device.type == OOMKIT_DEVICE_CPU || call->number <= 16 ||
-           call->number % 64 == 0;
+    return call->device.type == OOMKIT_DEVICE_CPU || call->log.number <= 16 ||
+           call->log.number % 64 == 0;
 }
 
 /* Is there an integer leaf whose labels of -100 make n_i/N wrong? Its number in *leaf.
@@ -548,14 +550,14 @@ oomkit_weights_check(oomkit_call *call, PyObject *result)
     oomkit_loss_site *site = &call->step->losses;
     int loss;
 
-    if (call->losses.groups > 0 && call->training && !call->committed &&
-        call->backwards != call->losses.groups) {
-        return weights_refuse(call, call->backwards, "");
+    if (call->losses.groups > 0 && call->training && !call->updating.committed &&
+        call->backward.done != call->losses.groups) {
+        return weights_refuse(call, call->backward.done, "");
     }
     if (call->losses.groups > 1 && !site->groups_said && groups_say(call, result) < 0) {
         return -1;
     }
-    if (call->slice_index > 0 || site->labels_said || call->options->weight != NULL ||
+    if (call->cut.at > 0 || site->labels_said || call->options->weight != NULL ||
         call->losses.is_sum || oomkit_proof_known(call) ||
         oomkit_proof_rule(call) != NULL || !labels_are_due(call)) {
         return 0;

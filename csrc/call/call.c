@@ -21,7 +21,7 @@ int
 oomkit_effects_arguments(const oomkit_call *call, PyObject **positional,
                          PyObject **named)
 {
-    Py_ssize_t i, n = PyVectorcall_NARGS(call->nargsf);
+    Py_ssize_t i, n = PyVectorcall_NARGS(call->given.nargsf);
 
     *named = PyDict_New();
     *positional = *named ? PyTuple_New(n) : NULL;
@@ -30,11 +30,13 @@ oomkit_effects_arguments(const oomkit_call *call, PyObject **positional,
         return -1;
     }
     for (i = 0; i < n; i++) {
-        PyTuple_SET_ITEM(*positional, i, Py_NewRef(call->args[i]));
+        PyTuple_SET_ITEM(*positional, i, Py_NewRef(call->given.args[i]));
     }
-    for (i = 0; call->kwnames != NULL && i < PyTuple_GET_SIZE(call->kwnames); i++) {
-        if (PyDict_SetItem(*named, PyTuple_GET_ITEM(call->kwnames, i),
-                           call->args[n + i]) < 0) {
+    for (i = 0;
+         call->given.kwnames != NULL && i < PyTuple_GET_SIZE(call->given.kwnames);
+         i++) {
+        if (PyDict_SetItem(*named, PyTuple_GET_ITEM(call->given.kwnames, i),
+                           call->given.args[n + i]) < 0) {
             Py_CLEAR(*positional);
             Py_CLEAR(*named);
             return -1;

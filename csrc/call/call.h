@@ -6,7 +6,7 @@
 
 /* train(), eval() and requires_grad as at entry of the call. */
 typedef struct oomkit_switches {
-    PyObject *training;     /* owned: dict as call->switches, or NULL */
+    PyObject *training;     /* owned: dict as call->entry.flags, or NULL */
     uint8_t *requires_grad; /* of each parameter, or NULL */
 } oomkit_switches;
 

@@ -159,144 +159,225 @@ struct oomkit_proof;
 
 #define OOMKIT_UNMARKED 2
 
-typedef struct oomkit_call {
-    oomkit_state *st;
-    struct oomkit_step *step; /* borrowed: the caller of the vectorcall keeps it */
-    const oomkit_options *options;
+/* What the caller has given: a vectorcall. */
+typedef struct oomkit_given {
     PyObject *func; /* owned by step */
     PyObject *const *args;
     size_t nargsf;
     PyObject *kwnames;
-    oomkit_participants *parts; /* counted reference */
-    oomkit_device device;
+} oomkit_given;
+
+/* Of the call at its site, and of its record. */
+typedef struct oomkit_log {
+    uint64_t number; /* of the call at its site */
+    uint64_t record; /* of its record in the ring, once it is there */
+    int phase_before;
+    uint32_t outcome; /* of the record */
+} oomkit_log;
+
+/* How the batch is cut, and where the call is in it. */
+typedef struct oomkit_cut {
+    oomkit_plan plan;
+    oomkit_plan_reason reason;
+    oomkit_slice *slices; /* of this attempt; NULL while the batch is whole */
+    int64_t count, room, at;
+    double *weights; /* one per slice, NULL while whole */
+    int forced;      /* slices given by testing.force_slices */
+} oomkit_cut;
+
+/* What was measured, for the planner and the record. */
+typedef struct oomkit_sizes_seen {
     oomkit_peak_window window;
     oomkit_peak_window micro; /* of a micro-batch, or of the optimizer behind it */
     int in_optimizer;         /* which of the two */
     oomkit_measured measured; /* of the micro-batches of this attempt */
+    uint64_t requested;
+    uint64_t peak_allocated, peak_reserved; /* of windows already closed */
+    uint64_t baseline;
+    uint64_t entry_gradients; /* estimate of what lies in it; after an OOM only */
+    uint64_t dropped;         /* what the step dropped of it, see baseline.c */
+} oomkit_sizes_seen;
 
-    /* plan and progress */
-    oomkit_plan plan;
-    oomkit_plan_reason reason;
-    oomkit_slice *slices; /* of this attempt; NULL while the batch is whole */
-    int64_t slice_count, slice_room, slice_index;
-    double *weights; /* one per slice, NULL while whole */
-    int split;       /* more than one slice */
-    int is_last;
-    int queued;   /* a failed backward has left parts of its graph on this thread */
-    int running;  /* the function is being called for a slice */
-    int training; /* a backward was seen in this attempt */
-    int course_waived; /* the function asked for current() */
-    int captured;      /* inside a graph capture: the bare function */
-    int forced;        /* slices given by testing.force_slices */
-    oomkit_unfit_sizes unfit;
+/* What sizes and proofs of such a call go by. */
+typedef struct oomkit_shape_of {
     uint64_t signature;
-    int has_signature;
-    uint64_t bucket; /* what the caller says tells shapes apart besides, or 0 */
-    uint64_t number; /* of the call at its site */
-    struct oomkit_proof *proof; /* borrowed: this runs to be compared, or NULL */
-    uint64_t proof_key;         /* what proofs of such a call go by; 0: not asked yet */
-    uint64_t record;            /* of its record in the ring, once it is there */
+    int known;
+    uint64_t bucket;    /* what the caller says tells shapes apart besides, or 0 */
+    uint64_t proof_key; /* what proofs of such a call go by; 0: not asked yet */
+} oomkit_shape_of;
 
-    /* a loss that is returned */
+/* A loss that is returned to a caller who runs backward. */
+typedef struct oomkit_deferral {
     oomkit_returned returned;
     double assumed; /* gradient at the loss that the stash is computed with */
     struct oomkit_pending *replayed; /* borrowed: the call that this one runs again */
     PyObject *inputs;                /* borrowed: inputs= of the caller's backward */
     PyObject *loose; /* borrowed: list of leaves of its graph that are no participants,
                         and had no gradient, or NULL */
-    PyObject *compiler; /* owned: what compiles frames, while that is off, or NULL */
-    int rowwise;        /* its gradient has a row per sample: no weights */
+    int rowwise;     /* its gradient has a row per sample: no weights */
     int elsewhere; /* a backward of another thread has come to these gradients, ours has
                       not: not to be taken back; OOMKIT_UNMARKED nor marked */
+    int may_hold;  /* a backward over the whole batch ran before the replay */
+    int forward_only; /* it has finished, and nothing will accumulate gradients */
+} oomkit_deferral;
 
-    /* the attempt */
-    oomkit_grads grads;
-    oomkit_buffers buffers;
-    oomkit_rng rng;
-    oomkit_thread_modes entry_modes; /* see oomkit_modes_entry */
-    int entry_modes_known;
-    uint32_t *param_versions; /* at entry of the attempt, and behind them two bytes
-                                 for each parameter: see oomkit_tx_params_flags. Or NULL
-                               */
-    uint64_t *param_samples;  /* while split: hashes of 64 values each, or NULL */
-    oomkit_optimizer_mark *optimizers;
-    int optimizer_count, optimizer_room;
-    oomkit_interception *interceptions;
-    int interception_count, interception_room;
+/* Modes, parameters and flags at entry of the attempt. */
+typedef struct oomkit_entry {
+    PyObject *compiler; /* owned: what compiles frames, while that is off, or NULL */
+    oomkit_thread_modes modes; /* see oomkit_modes_entry */
+    int modes_known;
+    uint32_t *versions;        /* of parameters, and behind them two bytes for each: see
+                                  oomkit_tx_params_flags; or NULL */
+    uint64_t *samples;         /* while split: hashes of 64 values each, or NULL */
+    oomkit_pristine *pristine; /* parameters as they were, or NULL */
+    struct oomkit_plain *plain; /* marks of plain state, or NULL: see plain_state.h */
+    PyObject *flags; /* owned: dict of address to (weak reference to a module, its
+                           training flag at entry), or NULL */
+} oomkit_entry;
+
+/* Optimizers, and what was made of their updates. */
+typedef struct oomkit_updating {
+    oomkit_optimizer_mark *marks;
+    int count, room;
+    int step_failed;  /* an optimizer's step ran out of memory and was not finished */
+    int made;         /* optimizer steps that were made in this attempt */
+    int params_stuck; /* parameters changed by the step itself stay changed */
+    int committed;    /* a scheduler or scaler moved on: nothing can be taken back */
+} oomkit_updating;
+
+/* Methods of participants that are intercepted. */
+typedef struct oomkit_hooked {
+    oomkit_interception *items;
+    int count, room;
+    int for_split; /* what only a split call intercepts is in place */
+    int syncs;     /* accelerator.accumulate() entered in this micro-batch */
+    int depth;
+    int closure; /* an optimizer's step() runs that was handed one, while split */
+} oomkit_hooked;
+
+/* Schedulers, scalers and the user's own objects, as they were. */
+typedef struct oomkit_owner_marks {
     PyObject *epochs;       /* owned: list of (scheduler, last_epoch) while split */
     PyObject *groups_after; /* owned: list of (optimizer, values after micro-batch 1) */
     PyObject *groups_end;   /* owned: the same of optimizers that it did not step */
-    oomkit_pristine *pristine; /* parameters as they were, or NULL */
-    oomkit_metric *metrics;    /* arguments of schedulers, per micro-batch */
-    int metric_count, metric_room;
-    oomkit_slot *slots; /* parameters by module and name, while split */
-    Py_ssize_t slot_count, slot_room;
-    PyObject *scales; /* owned: list of (scaler, scale before its real update()) */
-    struct oomkit_plain *plain; /* marks of plain state, or NULL: see plain_state.h */
-    PyObject *effects; /* owned: what looks at side effects of micro-batch 1, or NULL */
-    PyObject *switches;    /* owned: dict of address to (weak reference to a module, its
-                              training flag at entry), or NULL */
-    PyObject *strangers;   /* owned: weak references to leaves that are to take part */
-    PyObject *step_leaves; /* owned: list of (weak reference, had a gradient) */
-    int restart;           /* this attempt is given up: OOMKIT_RESTART_* */
-    int widened;           /* so it was to have more than one row in the first slice */
-    int restarts;          /* done in this call */
-    int whole_tried;       /* as the last way out, after smaller micro-batches */
-    int may_hold;          /* a backward over the whole batch ran before the replay */
-    PyObject *plain_leaves; /* owned: weak references to leaves of a failed graph */
-    int split_intercepted;  /* what only a split call intercepts is in place */
-    int parts_moved;      /* finished parts of an evaluation moved more than results */
-    int syncs;            /* accelerator.accumulate() entered in this micro-batch */
-    PyObject *cleared;    /* owned: where zero_grad() ran after a backward of this
-                             micro-batch, or NULL */
-    PyObject *cleared_of; /* owned: list of what it was called of, or NULL */
-    int discarded;        /* backwards of a micro-batch whose gradients it clears */
-    PyObject
-        *forward_hook; /* owned: handle of torch's hook while a forward is refused */
-    PyObject *updated; /* owned: set of addresses of parameters whose update was due */
-    PyObject *updated_where; /* owned: the line of the first update */
-    int intercept_depth;
-    int closure;     /* an optimizer's step() runs that was handed one, while split */
-    int step_failed; /* an optimizer's step ran out of memory and was not finished */
-    int stranger_steps; /* steps of unknown optimizers that have begun and not ended */
-    int stranger_updates;   /* those that have ended, in this attempt */
-    PyObject *scaler_marks; /* owned: list of (scaler, saved per-optimizer states) */
-    PyObject
-        *copied_owners;   /* owned: list of (object, state_dict) for "copy", or NULL */
-    PyObject *user_marks; /* owned: list of (participant, saved state), or NULL */
+    PyObject *scales;     /* owned: list of (scaler, scale before its real update()) */
+    PyObject *scalers;    /* owned: list of (scaler, saved per-optimizer states) */
+    PyObject *copied;     /* owned: list of (object, state_dict) for "copy", or NULL */
+    PyObject *user;       /* owned: list of (participant, saved state), or NULL */
     PyObject *attributes; /* owned: list of (optimizer, scheduler, its attributes) */
     const PyObject
-        *failed_step;   /* borrowed from attributes: whose step() has failed, or NULL */
-    int backward_depth; /* backwards of it that are running, one inside another */
-    int backwards;      /* outermost ones finished in this micro-batch */
-    int backward_failed; /* the exception came out of a backward */
-    int updates;         /* optimizer steps that were made in this attempt */
-    int params_stuck;    /* parameters changed by the step itself stay changed */
-    int committed;       /* a scheduler or scaler moved on: nothing can be taken back */
-    int raised;          /* an interceptor raised on purpose: not to be retried */
-    const char *refusal; /* why this call must not be retried, or NULL */
-    PyObject *refusal_name; /* owned: the hooked parameter it is about, or NULL */
-    oomkit_join join;
-    oomkit_losses losses;
+        *failed_step; /* borrowed from attributes: whose step() has failed, or NULL */
+} oomkit_owner_marks;
 
-    /* what happened */
-    oomkit_attempt *attempts;
-    Py_ssize_t attempt_count, attempt_room;
+/* Arguments of schedulers, per micro-batch. */
+typedef struct oomkit_scheduled {
+    oomkit_metric *items;
+    int count, room;
+} oomkit_scheduled;
+
+/* Parameters by module and name, while split. */
+typedef struct oomkit_slots {
+    oomkit_slot *items;
+    Py_ssize_t count, room;
+} oomkit_slots;
+
+/* Leaves and optimizers that the search did not find. */
+typedef struct oomkit_unknown {
+    PyObject *leaves;   /* owned: weak references to leaves that are to take part */
+    PyObject *of_step;  /* owned: list of (weak reference, had a gradient) */
+    int restart;        /* this attempt is given up: OOMKIT_RESTART_* */
+    int widened;        /* so it was to have more than one row in the first slice */
+    int restarts;       /* done in this call */
+    PyObject *of_graph; /* owned: weak references to leaves of a failed graph */
+    int steps;          /* steps of unknown optimizers that have begun and not ended */
+    int updates;        /* those that have ended, in this attempt */
+} oomkit_unknown;
+
+/* zero_grad() after a backward of this micro-batch. */
+typedef struct oomkit_cleared {
+    PyObject *where;   /* owned: where zero_grad() ran after a backward of this
+                            micro-batch, or NULL */
+    PyObject *targets; /* owned: list of what it was called of, or NULL */
+    int backwards;     /* backwards of a micro-batch whose gradients it clears */
+} oomkit_cleared;
+
+/* What was updated, and would be seen by a forward. */
+typedef struct oomkit_stale {
+    PyObject *hook;   /* owned: handle of torch's hook while a forward is refused */
+    PyObject *params; /* owned: set of addresses of parameters whose update was due */
+    PyObject *where;  /* owned: the line of the first update */
+} oomkit_stale;
+
+/* What happened in the attempts. */
+typedef struct oomkit_tries {
+    int whole_tried; /* as the last way out, after smaller micro-batches */
+    oomkit_attempt *items;
+    Py_ssize_t count, room;
     uint32_t ooms;
-    int forward_only;  /* it has finished, and nothing will accumulate gradients */
     int joining;       /* the results of an evaluation are being put together */
     int join_failures; /* so often there was no memory for that */
     int flushed;       /* a plan was tried again after the cache was emptied */
-    uint64_t started_ns, lost_ns, attempt_started_ns;
-    uint64_t requested_bytes;
-    uint64_t peak_allocated_bytes, peak_reserved_bytes; /* of windows already closed */
-    uint64_t baseline_bytes;
-    uint64_t entry_gradient_bytes; /* estimate of what lies in it; after an OOM only */
-    uint64_t dropped_bytes;        /* what the step dropped of it, see baseline.c */
-    int phase_before;
-    uint32_t outcome; /* of the record */
+    uint64_t began_ns, lost_ns, started_ns;
+} oomkit_tries;
 
-    /* What follows is not zeroed at entry: see oomkit_engine_call. */
+/* Backwards of this micro-batch. */
+typedef struct oomkit_backwards {
+    int queued; /* a failed backward has left parts of its graph on this thread */
+    int depth;  /* backwards of it that are running, one inside another */
+    int done;   /* outermost ones finished in this micro-batch */
+    int failed; /* the exception came out of a backward */
+} oomkit_backwards;
+
+/* Why this call must not be retried. */
+typedef struct oomkit_refused {
+    int raised;       /* an interceptor raised on purpose: not to be retried */
+    const char *why;  /* why this call must not be retried, or NULL */
+    PyObject *hooked; /* owned: the hooked parameter it is about, or NULL */
+} oomkit_refused;
+
+typedef struct oomkit_call {
+    oomkit_state *st;
+    struct oomkit_step *step; /* borrowed: the caller of the vectorcall keeps it */
+    const oomkit_options *options;
+    oomkit_participants *parts; /* counted reference */
+    oomkit_device device;
+
+    int split; /* more than one slice */
+    int is_last;
+    int running;       /* the function is being called for a slice */
+    int training;      /* a backward was seen in this attempt */
+    int course_waived; /* the function asked for current() */
+    int captured;      /* inside a graph capture: the bare function */
+    oomkit_unfit_sizes unfit;
+    struct oomkit_proof *proof; /* borrowed: this runs to be compared, or NULL */
+
+    oomkit_given given;
+    oomkit_log log;
+    oomkit_cut cut;
+    oomkit_sizes_seen sizes;
+    oomkit_shape_of shape;
+    oomkit_deferral deferred;
+    oomkit_entry entry;
+    oomkit_updating updating;
+    oomkit_hooked hooked;
+    oomkit_owner_marks owners;
+    oomkit_scheduled scheduled;
+    oomkit_slots slots;
+    oomkit_unknown unknown;
+    oomkit_cleared clear;
+    oomkit_stale stale;
+    oomkit_tries tries;
+    oomkit_backwards backward;
+    oomkit_refused refused;
+    oomkit_grads grads;
+    oomkit_buffers buffers;
+    oomkit_rng rng;
+    PyObject *effects; /* owned: what looks at side effects of micro-batch 1, or NULL */
+    int parts_moved;   /* finished parts of an evaluation moved more than results */
+    oomkit_join join;
+    oomkit_losses losses;
+
+    /* What follows is not zeroed at entry: see engine_fill(). */
     oomkit_batch batch;      /* its inline nodes are written before they are read */
     oomkit_course course[2]; /* of the first micro-batch, and of the present one */
 } oomkit_call;

@@ -179,9 +179,10 @@ oomkit_describe_report(oomkit_call *call)
                   "batches, stored outputs");
     }
     if (advice != NULL) {
-        report = oomkit_report_new(
-            call->st, call->options->label, device, call->attempts, call->attempt_count,
-            allocated, oomkit_device_budget(call->st, call->device), holders, advice);
+        report = oomkit_report_new(call->st, call->options->label, device,
+                                   call->tries.items, call->tries.count, allocated,
+                                   oomkit_device_budget(call->st, call->device),
+                                   holders, advice);
     }
     Py_XDECREF(holders);
     Py_XDECREF(advice);
@@ -195,7 +196,7 @@ oomkit_give_up(oomkit_call *call, PyObject *reason, int committed)
     PyObject *report = oomkit_describe_report(call); /* owned */
     PyObject *text = NULL, *message = NULL;          /* owned */
 
-    call->outcome = committed ? 3 : 1;
+    call->log.outcome = committed ? 3 : 1;
     if (report != NULL) {
         text = PyObject_GetAttrString(report, "text");
     }

@@ -78,7 +78,8 @@ oomkit_captured_run(oomkit_call *call)
 {
     PyObject *exception = NULL; /* owned, given back */
     PyObject *result =          /* owned */
-        PyObject_Vectorcall(call->func, call->args, call->nargsf, call->kwnames);
+        PyObject_Vectorcall(call->given.func, call->given.args, call->given.nargsf,
+                            call->given.kwnames);
 
     if (result != NULL && call->options->backward != NULL &&
         oomkit_backward_run(call, result) < 0) {

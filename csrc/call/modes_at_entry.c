@@ -8,14 +8,14 @@ oomkit_modes_entry(oomkit_call *call)
     oomkit_state *st = call->st;
     PyObject *on; /* owned */
 
-    call->entry_modes_known = 1;
+    call->entry.modes_known = 1;
     if (st->bridge != NULL) {
-        st->bridge->modes_get(&call->entry_modes);
+        st->bridge->modes_get(&call->entry.modes);
         return 0;
     }
     on = PyObject_CallNoArgs(st->is_grad_enabled);
-    call->entry_modes.grad = on == Py_True;
-    call->entry_modes_known = on != NULL;
+    call->entry.modes.grad = on == Py_True;
+    call->entry.modes_known = on != NULL;
     Py_XDECREF(on);
     return on == NULL ? -1 : 0;
 }
@@ -25,12 +25,12 @@ oomkit_modes_entry_back(oomkit_call *call)
 {
     oomkit_state *st = call->st;
 
-    if (!call->entry_modes_known) {
+    if (!call->entry.modes_known) {
         return 0;
     }
     if (st->bridge != NULL) {
-        st->bridge->modes_set(&call->entry_modes);
+        st->bridge->modes_set(&call->entry.modes);
         return 0;
     }
-    return oomkit_grad_mode_set(st, call->entry_modes.grad) < 0 ? -1 : 0;
+    return oomkit_grad_mode_set(st, call->entry.modes.grad) < 0 ? -1 : 0;
 }

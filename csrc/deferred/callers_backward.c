@@ -36,23 +36,24 @@ oomkit_second_mark(oomkit_second *s, const oomkit_pending *p, oomkit_call *call)
     /* Released by oomkit_replay_end: another thread's backward may retire `p`. */
     call->step = (struct oomkit_step *)Py_NewRef((PyObject *)p->step);
     call->options = &p->step->options;
-    call->func = p->step->func;
-    call->number = p->number;
+    call->given.func = p->step->func;
+    call->log.number = p->number;
     call->device = p->device;
     call->parts = p->parts;
     call->parts->refs++;
     call->parts->busy++;
-    call->started_ns = call->attempt_started_ns = oomkit_now_ns();
-    call->signature =
+    call->tries.began_ns = call->tries.started_ns = oomkit_now_ns();
+    call->shape.signature =
         p->signature != 0
             ? p->signature
             : oomkit_signature_of(call, &p->batch, p->modes.autocast != NULL, 1);
-    call->has_signature = 1;
+    call->shape.known = 1;
     call->is_last = call->training = 1;
-    oomkit_device_begin(s->st, call->device, call->options->reset_peaks, &call->window);
-    call->baseline_bytes = call->window.baseline_bytes;
+    oomkit_device_begin(s->st, call->device, call->options->reset_peaks,
+                        &call->sizes.window);
+    call->sizes.baseline = call->sizes.window.baseline_bytes;
     if (oomkit_second_is_elsewhere(s, p->parts)) {
-        call->elsewhere = OOMKIT_UNMARKED;
+        call->deferred.elsewhere = OOMKIT_UNMARKED;
         return 0;
     }
     return oomkit_grads_mark(call);

@@ -18,7 +18,7 @@ gradients_back_once(void *argument)
     for (i = 0; i < s->call_count && result == 0; i++) {
         const char *why;
         PyObject *which = NULL; /* owned */
-        if (s->calls[i]->elsewhere) {
+        if (s->calls[i]->deferred.elsewhere) {
             continue;
         }
         s->calls[i]->grads.no_aside = 1;

@@ -221,11 +221,11 @@ pending_unmake(oomkit_pending *p, oomkit_call *call)
     call->buffers = p->buffers;
     memset(&p->buffers, 0, sizeof(p->buffers));
     if (p->param_versions != NULL) {
-        call->param_versions = p->param_versions;
+        call->entry.versions = p->param_versions;
         p->param_versions = NULL;
     }
     if (p->switches != NULL) {
-        call->switches = p->switches;
+        call->entry.flags = p->switches;
         p->switches = NULL;
     }
     Py_DECREF(p);
@@ -251,9 +251,9 @@ pending_new(oomkit_call *call, oomkit_returned kind, PyObject *loss, PyObject *r
     p->parts = call->parts;
     p->parts->refs++;
     p->device = call->device;
-    p->number = call->number;
-    p->record = call->record;
-    p->signature = call->signature;
+    p->number = call->log.number;
+    p->record = call->log.record;
+    p->signature = call->shape.signature;
     if (oomkit_pending_arguments(p, call, loss, result) < 0 ||
         oomkit_modes_note(call, &p->modes) < 0) {
         Py_DECREF(p);
@@ -269,10 +269,10 @@ pending_new(oomkit_call *call, oomkit_returned kind, PyObject *loss, PyObject *r
         pending_unmake(p, call);
         return NULL;
     }
-    p->param_versions = call->param_versions;
-    call->param_versions = NULL;
-    p->switches = call->switches;
-    call->switches = NULL;
+    p->param_versions = call->entry.versions;
+    call->entry.versions = NULL;
+    p->switches = call->entry.flags;
+    call->entry.flags = NULL;
     if (oomkit_pending_containers(p, loss, result) < 0 || pending_after(p, call) < 0) {
         pending_unmake(p, call);
         return NULL;
@@ -412,21 +412,21 @@ oomkit_pending_attach(oomkit_call *call, PyObject *result)
         }
         return -1;
     }
-    p = pending_new(call, call->returned, NULL, NULL);
+    p = pending_new(call, call->deferred.returned, NULL, NULL);
     if (p == NULL) {
         Py_DECREF(loss);
         return -1;
     }
     p->small =
         oomkit_tensor_facts_get(st, loss, 0, &facts) == 0 && facts.bytes <= SMALL_BYTES;
-    p->slices = call->slices;
-    p->slice_count = call->slice_count;
-    call->slices = NULL;
-    call->slice_count = call->slice_room = 0;
+    p->slices = call->cut.slices;
+    p->slice_count = call->cut.count;
+    call->cut.slices = NULL;
+    call->cut.count = call->cut.room = 0;
     p->stash = call->grads.parked;
     p->stash_count = call->parts->param_count;
     call->grads.parked = NULL;
-    p->assumed = call->assumed;
+    p->assumed = call->deferred.assumed;
     oomkit_exempt_enter(st); /* a few bytes: there is no way back from here */
     done = oomkit_pending_others(p, result, loss) < 0
                ? NULL

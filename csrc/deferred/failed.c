@@ -17,7 +17,7 @@ failed_roll_back(oomkit_second *s, PyObject **message)
     int i, result = 0;
 
     for (i = 0; i < s->call_count && result == 0; i++) {
-        if (!s->calls[i]->elsewhere) {
+        if (!s->calls[i]->deferred.elsewhere) {
             s->calls[i]->grads.no_aside = 1;
             result = oomkit_take_back(s->calls[i], message);
         }
@@ -198,7 +198,7 @@ failed_give_up(oomkit_second *s, oomkit_pending *p, PyObject *exception,
     if (oomkit_backward_drain(s->st) < 0) {
         return -1;
     }
-    call->ooms++;
+    call->tries.ooms++;
     p->step->seen_oom = 1;
     if (strcmp(why, OOMKIT_TOO_DEEP) != 0) { /* smaller ones are as deep */
         oomkit_signature_failed(call, oomkit_batch_rows(&p->batch));
@@ -216,7 +216,7 @@ failed_give_up(oomkit_second *s, oomkit_pending *p, PyObject *exception,
     }
     Py_XDECREF(message);
     if (reason != NULL) {
-        call->outcome = 1;
+        call->log.outcome = 1;
         oomkit_give_up(call, reason, 0);
         Py_DECREF(reason);
     }
@@ -241,9 +241,9 @@ failed_replay_one(oomkit_second *s, oomkit_pending *p, PyObject *exception)
     /* Calls of the same list are of one site, but be sure. */
     Py_SETREF(call->step, (struct oomkit_step *)Py_NewRef((PyObject *)p->step));
     call->options = &p->step->options;
-    call->func = p->step->func;
-    call->number = p->number;
-    call->has_signature = 0;
+    call->given.func = p->step->func;
+    call->log.number = p->number;
+    call->shape.known = 0;
     result = oomkit_replay_prepare(call, p, &why);
     if (result == 1) {
         /* Streams and buffers belong to what ran since the call. */
@@ -259,8 +259,8 @@ failed_replay_one(oomkit_second *s, oomkit_pending *p, PyObject *exception)
         Py_DECREF(exception);
         return -1;
     }
-    call->backward_failed = call->queued = 1;
-    call->loose = s->loose;
+    call->backward.failed = call->backward.queued = 1;
+    call->deferred.loose = s->loose;
     return oomkit_replay_run(call, p, s->inputs, exception);
 }
 
@@ -298,7 +298,7 @@ oomkit_second_again(oomkit_second *s, oomkit_pending *p, PyObject *exception)
             exception = NULL;
         }
     } else if (result == 0) {
-        call->queued = exception != NULL;
+        call->backward.queued = exception != NULL;
         result = oomkit_replay_run(call, p, s->inputs, exception);
         exception = NULL;
     }
@@ -335,7 +335,7 @@ failed_replay_all(oomkit_second *s, PyObject *reached, PyObject *exception)
         return -1;
     }
     for (i = 0; i < s->call_count && result == 0; i++) {
-        if (!s->calls[i]->elsewhere) {
+        if (!s->calls[i]->deferred.elsewhere) {
             oomkit_grads_end_attempt(s->calls[i]);
             s->calls[i]->grads.force_copies = 1;
             result = oomkit_grads_mark(s->calls[i]);
@@ -385,7 +385,8 @@ failed_post_hooks(const oomkit_second *s)
 
     for (i = 0; i < s->call_count && found == 0; i++) {
         PyObject *name = NULL; /* owned */
-        found = s->calls[i]->elsewhere ? 0 : oomkit_hooks_post(s->calls[i], &name);
+        found =
+            s->calls[i]->deferred.elsewhere ? 0 : oomkit_hooks_post(s->calls[i], &name);
         Py_XDECREF(name);
     }
     return found;

@@ -17,12 +17,12 @@ second_learn(oomkit_second *s, oomkit_pending *p)
         Py_XSETREF(p->step->last_gradient, Py_NewRef(p->gradient));
     }
     if (call != NULL && (p->step->seen_oom || call->grads.at_entry)) {
-        call->signature =
+        call->shape.signature =
             p->signature != 0
                 ? p->signature
                 : oomkit_signature_of(call, &p->batch, p->modes.autocast != NULL, 1);
         oomkit_signature_succeeded(call, oomkit_batch_rows(&p->batch),
-                                   call->window.peak_allocated_bytes);
+                                   call->sizes.window.peak_allocated_bytes);
     }
 }
 
@@ -49,8 +49,8 @@ oomkit_second_finish(oomkit_second *s)
     int i, again;
 
     for (i = 0; i < s->call_count; i++) {
-        if (s->calls[i]->window.open) {
-            oomkit_device_end(s->st, &s->calls[i]->window);
+        if (s->calls[i]->sizes.window.open) {
+            oomkit_device_end(s->st, &s->calls[i]->sizes.window);
         }
     }
     for (i = 0; i < s->count; i++) {

@@ -88,19 +88,20 @@ oomkit_pending_arguments(oomkit_pending *p, const oomkit_call *call, PyObject *l
     p->total = total;
     for (i = 0; i < total; i++) {
         int weakly =
-            i < skip ? 1 : argument_leads_to(call->st, call->args[i], loss, result);
+            i < skip ? 1
+                     : argument_leads_to(call->st, call->given.args[i], loss, result);
         if (weakly > 0 && i < WEAK_ARGUMENTS) {
-            weakly = argument_weakly(p, i, call->args[i]);
+            weakly = argument_weakly(p, i, call->given.args[i]);
         }
         if (weakly < 0) {
             return -1;
         }
         if (p->args[i] == NULL) {
-            p->args[i] = Py_NewRef(call->args[i]);
+            p->args[i] = Py_NewRef(call->given.args[i]);
         }
     }
-    p->nargsf = call->nargsf & ~PY_VECTORCALL_ARGUMENTS_OFFSET;
-    p->kwnames = Py_XNewRef(call->kwnames);
+    p->nargsf = call->given.nargsf & ~PY_VECTORCALL_ARGUMENTS_OFFSET;
+    p->kwnames = Py_XNewRef(call->given.kwnames);
     return 0;
 }
 

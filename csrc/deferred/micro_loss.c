@@ -14,13 +14,13 @@
 static int
 returned_differs(oomkit_call *call)
 {
-    call->raised = 1;
+    call->refused.raised = 1;
     oomkit_raise(
         call->st->SplitError,
         "auto_batch cannot split this step: its micro-batches return different "
         "kinds of results (a loss that needs backward() in one, none or one of "
         "another shape in micro-batch %lld of %lld)",
-        (long long)(call->slice_index + 1), (long long)call->slice_count);
+        (long long)(call->cut.at + 1), (long long)call->cut.count);
     return -1;
 }
 
@@ -30,12 +30,12 @@ returned_shape(oomkit_call *call, PyObject *loss)
     PyObject *shape = PyObject_GetAttr(loss, call->st->str_shape); /* owned */
 
     if (shape != NULL) {
-        call->raised = 1;
+        call->refused.raised = 1;
         oomkit_raise(
             call->st->SplitError,
             "auto_batch cannot split a step that returns a loss of shape %S for %lld "
             "rows: return a scalar, or one row per sample",
-            shape, (long long)call->slices[call->slice_index].length);
+            shape, (long long)call->cut.slices[call->cut.at].length);
         Py_DECREF(shape);
     }
     return -1;
@@ -59,8 +59,8 @@ returned_single_ask(oomkit_call *call, PyObject *loss)
 {
     PyObject *shape; /* owned */
 
-    if (!call->widened && !call->forced) {
-        call->restart = OOMKIT_RESTART_WIDER;
+    if (!call->unknown.widened && !call->cut.forced) {
+        call->unknown.restart = OOMKIT_RESTART_WIDER;
         oomkit_raise(call->st->SplitError,
                      "auto_batch begins the step again, with more than one row in the "
                      "first micro-batch; let this error pass");
@@ -68,7 +68,7 @@ returned_single_ask(oomkit_call *call, PyObject *loss)
     }
     shape = PyObject_GetAttr(loss, call->st->str_shape);
     if (shape != NULL) {
-        call->raised = 1;
+        call->refused.raised = 1;
         oomkit_raise(
             call->st->SplitError,
             "auto_batch cannot tell what the loss of shape %S is that a micro-batch of "
@@ -87,12 +87,12 @@ returned_single_is_scalar(oomkit_call *call, PyObject *loss)
 {
     Py_ssize_t elements;
 
-    if (call->replayed != NULL) {
-        elements = returned_numel(call->st, call->replayed->gradient);
+    if (call->deferred.replayed != NULL) {
+        elements = returned_numel(call->st, call->deferred.replayed->gradient);
         return elements < 0 ? -1 : elements == 1 && call->batch.rows > 1;
     }
-    if (call->slice_index > 0) {
-        return call->returned == OOMKIT_RETURNED_STASH;
+    if (call->cut.at > 0) {
+        return call->deferred.returned == OOMKIT_RETURNED_STASH;
     }
     return call->step->single_loss == 0 ? returned_single_ask(call, loss)
                                         : call->step->single_loss == 2;
@@ -112,14 +112,14 @@ returned_is_scalar(oomkit_call *call, PyObject *loss, const oomkit_tensor_facts 
     if (elements < 0) {
         return -1;
     }
-    if (elements == 1 && call->slices[call->slice_index].length == 1) {
+    if (elements == 1 && call->cut.slices[call->cut.at].length == 1) {
         return returned_single_is_scalar(call, loss);
     }
-    scalar = facts->size != call->slices[call->slice_index].length;
+    scalar = facts->size != call->cut.slices[call->cut.at].length;
     if (scalar && elements != 1) {
         return returned_shape(call, loss);
     }
-    if (call->slices[call->slice_index].length > 1) {
+    if (call->cut.slices[call->cut.at].length > 1) {
         call->step->single_loss = 1 + scalar;
     }
     return scalar;
@@ -134,7 +134,7 @@ returned_backward(oomkit_call *call, PyObject *loss, PyObject *gradient)
     PyObject *stack[2];                            /* borrowed */
     Py_ssize_t n = 0;
 
-    if (gradient != NULL && call->inputs != NULL) {
+    if (gradient != NULL && call->deferred.inputs != NULL) {
         names = PyTuple_Pack(2, st->str_gradient, st->str_inputs);
     } else {
         names = gradient != NULL ? PyTuple_Pack(1, st->str_gradient) : PyTuple_New(0);
@@ -142,8 +142,8 @@ returned_backward(oomkit_call *call, PyObject *loss, PyObject *gradient)
     if (gradient != NULL) {
         stack[n++] = gradient;
     }
-    if (n == 1 && call->inputs != NULL) {
-        stack[n++] = call->inputs;
+    if (n == 1 && call->deferred.inputs != NULL) {
+        stack[n++] = call->deferred.inputs;
     }
     method = names ? PyObject_GetAttr(loss, st->str_backward) : NULL;
     if (method != NULL) {
@@ -161,8 +161,8 @@ static PyObject *
 returned_gradient(oomkit_call *call, PyObject *loss, int scalar)
 {
     oomkit_state *st = call->st;
-    PyObject *whole = call->replayed->gradient; /* borrowed */
-    const oomkit_slice *slice = &call->slices[call->slice_index];
+    PyObject *whole = call->deferred.replayed->gradient; /* borrowed */
+    const oomkit_slice *slice = &call->cut.slices[call->cut.at];
     oomkit_tensor_facts facts;
 
     if (oomkit_tensor_facts_get(st, whole, call->options->dim, &facts) < 0) {
@@ -181,7 +181,7 @@ returned_gradient(oomkit_call *call, PyObject *loss, int scalar)
         returned_shape(call, loss);
         return NULL;
     }
-    call->rowwise = 1;
+    call->deferred.rowwise = 1;
     return PyObject_CallMethod(whole, "narrow", "LLL", (long long)call->options->dim,
                                (long long)slice->start, (long long)slice->length);
 }
@@ -192,13 +192,14 @@ returned_replay(oomkit_call *call, PyObject *loss, int scalar)
     PyObject *gradient, *own = NULL; /* owned */
     int result;
 
-    if ((scalar ? oomkit_losses_replay(call, loss)
-                : oomkit_losses_rows(call, loss, &call->replayed->value)) < 0) {
+    if ((scalar
+             ? oomkit_losses_replay(call, loss)
+             : oomkit_losses_rows(call, loss, &call->deferred.replayed->value)) < 0) {
         return -1;
     }
-    if (call->slice_count == 1 && !scalar &&
+    if (call->cut.count == 1 && !scalar &&
         call->proof == NULL) { /* the whole batch again */
-        gradient = Py_NewRef(call->replayed->gradient);
+        gradient = Py_NewRef(call->deferred.replayed->gradient);
     } else {
         gradient = returned_gradient(call, loss, scalar);
     }
@@ -220,19 +221,20 @@ returned_stash(oomkit_call *call, PyObject *loss)
     int result;
 
     call->grads.stashing = 1;
-    if (call->slice_index == 0) {
+    if (call->cut.at == 0) {
         int half = call->step->half ? 1 : oomkit_graph_has_half(call->st, loss);
-        if (half < 0 || oomkit_stash_assume(call, &call->assumed) < 0) {
+        if (half < 0 || oomkit_stash_assume(call, &call->deferred.assumed) < 0) {
             return -1;
         }
         call->step->half = half;
     }
-    if (call->assumed == 1.0) {
+    if (call->deferred.assumed == 1.0) {
         return returned_backward(call, loss, NULL);
     }
     shape = PyObject_GetAttr(loss, call->st->str_shape);
     if (shape != NULL) {
-        gradient = PyObject_CallMethod(loss, "new_full", "Od", shape, call->assumed);
+        gradient =
+            PyObject_CallMethod(loss, "new_full", "Od", shape, call->deferred.assumed);
         Py_DECREF(shape);
     }
     result = gradient == NULL ? -1 : returned_backward(call, loss, gradient);
@@ -244,7 +246,7 @@ returned_stash(oomkit_call *call, PyObject *loss)
 static int
 returned_defer(oomkit_call *call, PyObject *loss)
 {
-    return call->slice_index == 0 ? oomkit_strangers_meet(call, loss, 0) : 0;
+    return call->cut.at == 0 ? oomkit_strangers_meet(call, loss, 0) : 0;
 }
 
 /* The loss of this micro-batch's result, when it needs backward: 1 and *loss (owned);
@@ -278,32 +280,34 @@ oomkit_returned_micro(oomkit_call *call, PyObject *result)
     oomkit_returned kind;
     int scalar, state;
 
-    if (call->backwards > 0) { /* it is a whole step, or a part with its backward */
-        return call->returned != OOMKIT_RETURNED_NOTHING || call->replayed != NULL
+    if (call->backward.done > 0) { /* it is a whole step, or a part with its backward */
+        return call->deferred.returned != OOMKIT_RETURNED_NOTHING ||
+                       call->deferred.replayed != NULL
                    ? returned_differs(call)
                    : 0;
     }
     state = returned_loss(call, result, &loss, &facts);
     if (state <= 0) {
         return state < 0 ? -1
-               : call->returned != OOMKIT_RETURNED_NOTHING || call->replayed != NULL
+               : call->deferred.returned != OOMKIT_RETURNED_NOTHING ||
+                       call->deferred.replayed != NULL
                    ? returned_differs(call)
                    : 0;
     }
     scalar = returned_is_scalar(call, loss, &facts);
     state = scalar < 0 ? -1 : 0;
-    if (state == 0 && call->slice_index > 0 && call->replayed == NULL &&
+    if (state == 0 && call->cut.at > 0 && call->deferred.replayed == NULL &&
         oomkit_loss_place(call->st, result) != call->join.loss_at) {
         state = PyErr_Occurred() ? -1 : returned_differs(call);
     }
-    if (state == 0 && call->replayed != NULL) {
+    if (state == 0 && call->deferred.replayed != NULL) {
         state = returned_replay(call, loss, scalar);
     } else if (state == 0) {
         kind = scalar ? OOMKIT_RETURNED_STASH : OOMKIT_RETURNED_DEFERRED;
-        if (call->slice_index > 0 && call->returned != kind) {
+        if (call->cut.at > 0 && call->deferred.returned != kind) {
             state = returned_differs(call);
         } else {
-            call->returned = kind;
+            call->deferred.returned = kind;
             state = oomkit_hooks_loss(call, loss);
             if (state == 0) {
                 state =
@@ -322,7 +326,7 @@ oomkit_returned_inside(oomkit_call *call, PyObject *roots)
     const oomkit_pending *p = oomkit_graph_waiting(call->st, roots, &failed);
 
     if (p != NULL) {
-        call->raised = 1;
+        call->refused.raised = 1;
         oomkit_raise(
             call->st->SplitError,
             "auto_batch cannot split this step: it runs backward() through a loss that "

@@ -42,14 +42,15 @@ oomkit_recompute_note(oomkit_call *call, PyObject *roots)
 static const oomkit_loss *
 recompute_loss(const oomkit_call *call)
 {
-    return call->replayed != NULL ? &call->replayed->value : &call->losses.whole;
+    return call->deferred.replayed != NULL ? &call->deferred.replayed->value
+                                           : &call->losses.whole;
 }
 
 /* Ends the function, which may catch it. -1 always. */
 static int
 recompute_end(oomkit_call *call)
 {
-    call->restart = OOMKIT_RESTART_OWED;
+    call->unknown.restart = OOMKIT_RESTART_OWED;
     oomkit_raise(call->st->SplitError,
                  "auto_batch runs the step again from its beginning; let this error "
                  "pass");
@@ -67,7 +68,7 @@ recompute_begin(oomkit_call *call, PyObject *roots)
     oomkit_tensor_facts facts;
     double value, wanted;
 
-    if (root == NULL || call->restart != 0) {
+    if (root == NULL || call->unknown.restart != 0) {
         return recompute_end(call);
     }
     if (oomkit_tensor_facts_get(st, root, 0, &facts) < 0) {
@@ -208,14 +209,14 @@ oomkit_recompute_backward(oomkit_call *call, PyObject *engine, PyObject *const *
     phase = oomkit_phase_set(call->st, OOMKIT_PHASE_BACKWARD);
     outer = oomkit_nested_enter(call);
     call->st->engine_runs++;
-    call->backward_depth++;
+    call->backward.depth++;
     result = PyObject_Vectorcall(engine, vector, nargsf, kwnames);
-    call->backward_depth--;
+    call->backward.depth--;
     oomkit_nested_leave(call, outer);
     oomkit_phase_set(call->st, phase);
     Py_DECREF(leaves);
     if (result == NULL) {
-        call->queued = 1;
+        call->backward.queued = 1;
     } else {
         Py_DECREF(result);
         recompute_take(call);
@@ -245,7 +246,7 @@ recompute_give_up(oomkit_call *call)
     Py_XDECREF(name);
     if (reason != NULL) {
         call->grads.aside_said = 1;
-        call->outcome = 1;
+        call->log.outcome = 1;
         oomkit_give_up(call, reason, 0);
         Py_DECREF(reason);
     }
@@ -270,7 +271,7 @@ recompute_put_back(oomkit_call *call)
         call->st->log, "info", "sKO",
         "oomkit: step=%d of %s took off what the failed attempt had added to gradients "
         "that were there: they are as before up to rounding, not bit for bit",
-        (unsigned long long)call->number, call->options->label);
+        (unsigned long long)call->log.number, call->options->label);
     Py_XDECREF(done);
     return done == NULL ? -1 : 0;
 }
@@ -284,7 +285,7 @@ recompute_attempt(oomkit_call *call)
 
     call->grads.owed = OOMKIT_OWED_NOW;
     result = oomkit_attempt_run(call);
-    call->restart = 0;
+    call->unknown.restart = 0;
     if (result != NULL) { /* it has run to its end without a backward */
         Py_DECREF(result);
         return 0;
@@ -302,14 +303,15 @@ recompute_attempt(oomkit_call *call)
 int
 oomkit_recompute(oomkit_call *call)
 {
-    oomkit_slice *slices = call->slices; /* of the next attempt: owned by call again */
+    oomkit_slice *slices =
+        call->cut.slices; /* of the next attempt: owned by call again */
     oomkit_slice whole = {0, call->batch.rows};
-    int64_t count = call->slice_count, room = call->slice_room;
+    int64_t count = call->cut.count, room = call->cut.room;
     int result, done, split = call->split;
 
-    call->slices = &whole;
-    call->slice_count = call->slice_room = 1;
-    call->slice_index = call->split = 0;
+    call->cut.slices = &whole;
+    call->cut.count = call->cut.room = 1;
+    call->cut.at = call->split = 0;
     result = recompute_attempt(call);
     done = call->grads.owed == OOMKIT_OWED_DONE;
     if (result == 0) {
@@ -317,15 +319,15 @@ oomkit_recompute(oomkit_call *call)
         oomkit_tx_end_attempt(call);
     }
     call->grads.owed = OOMKIT_OWED_NOTHING;
-    call->slices = slices;
-    call->slice_count = count;
-    call->slice_room = room;
-    call->slice_index = 0;
+    call->cut.slices = slices;
+    call->cut.count = count;
+    call->cut.room = room;
+    call->cut.at = 0;
     call->split = split;
-    if (result < 0 || oomkit_recover_reclaim(call, call->baseline_bytes) < 0) {
+    if (result < 0 || oomkit_recover_reclaim(call, call->sizes.baseline) < 0) {
         return -1;
     }
-    memset(&call->measured, 0, sizeof(call->measured));
+    memset(&call->sizes.measured, 0, sizeof(call->sizes.measured));
     if (!done) {
         return recompute_give_up(call);
     }

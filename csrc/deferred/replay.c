@@ -80,7 +80,7 @@ prepare_check(oomkit_call *call, const oomkit_pending *p, const char **why)
     *why =
         "parameters were frozen or unfrozen (requires_grad) after the call and before "
         "its backward(): do it after backward()";
-    return oomkit_switches_frozen_since(call->st, call->parts, call->param_versions);
+    return oomkit_switches_frozen_since(call->st, call->parts, call->entry.versions);
 }
 
 int
@@ -95,17 +95,17 @@ oomkit_replay_prepare(oomkit_call *call, oomkit_pending *p, const char **why)
         return 1;
     }
     p->spent = 1;
-    call->args = p->args;
-    call->kwnames = p->kwnames;
-    call->nargsf = p->nargsf;
+    call->given.args = p->args;
+    call->given.kwnames = p->kwnames;
+    call->given.nargsf = p->nargsf;
     oomkit_batch_move(&call->batch, &p->batch, p->args);
     call->rng = p->rng;
     memset(&p->rng, 0, sizeof(p->rng));
     call->buffers = p->buffers;
     memset(&p->buffers, 0, sizeof(p->buffers));
-    call->param_versions = p->param_versions;
+    call->entry.versions = p->param_versions;
     p->param_versions = NULL;
-    call->switches = p->switches;
+    call->entry.flags = p->switches;
     p->switches = NULL;
     if (oomkit_plain_put_slim(call, p->plain) < 0) {
         p->plain = NULL;
@@ -167,7 +167,7 @@ now_note(oomkit_call *call, const oomkit_pending *p, replay_now *now)
         oomkit_plain_now(call, &now->plain) < 0) {
         return -1;
     }
-    now->users = Py_XNewRef(call->user_marks);
+    now->users = Py_XNewRef(call->owners.user);
     return 0;
 }
 
@@ -225,7 +225,7 @@ now_restore_once(void *argument)
         result = oomkit_switches_then(call, &now->switches);
     }
     if (result == 0) {
-        Py_XSETREF(call->user_marks, Py_XNewRef(now->users));
+        Py_XSETREF(call->owners.user, Py_XNewRef(now->users));
         result = oomkit_owners_restore(call);
     }
     if (result == 0) {
@@ -267,10 +267,10 @@ replay_start(oomkit_call *call, oomkit_pending *p)
     if (p->slices == NULL) {
         return oomkit_recover_split(call) < 0 ? -1 : oomkit_tx_begin(call);
     }
-    call->slices = p->slices;
-    call->slice_count = call->slice_room = p->slice_count;
+    call->cut.slices = p->slices;
+    call->cut.count = call->cut.room = p->slice_count;
     p->slices = NULL;
-    call->split = call->slice_count > 1;
+    call->split = call->cut.count > 1;
     return oomkit_recover_batch(call) < 0 ? -1 : oomkit_tx_begin(call);
 }
 
@@ -287,7 +287,7 @@ replay_compare(oomkit_call *call, const oomkit_pending *p, int drawn)
     }
     error = oomkit_exception_take();
     if (oomkit_recover_roll_back(call) < 0) {
-        PyErr_WriteUnraisable(call->func); /* the first one tells more */
+        PyErr_WriteUnraisable(call->given.func); /* the first one tells more */
     }
     oomkit_exception_give(error);
     return -1;
@@ -305,7 +305,7 @@ replay_inside(oomkit_call *call, oomkit_pending *p, PyObject *exception, int dra
         return -1;
     }
     oomkit_call_set_current(call);
-    call->phase_before = oomkit_phase_set(call->st, OOMKIT_PHASE_FORWARD);
+    call->log.phase_before = oomkit_phase_set(call->st, OOMKIT_PHASE_FORWARD);
     if (oomkit_compiler_off(call) < 0) {
         Py_CLEAR(exception);
         result = NULL;
@@ -322,7 +322,7 @@ replay_inside(oomkit_call *call, oomkit_pending *p, PyObject *exception, int dra
     if (oomkit_compiler_on(call) < 0) {
         Py_CLEAR(result);
     }
-    oomkit_phase_set(call->st, call->phase_before);
+    oomkit_phase_set(call->st, call->log.phase_before);
     oomkit_call_set_current(NULL);
     Py_XDECREF(result);
     return result == NULL ? -1 : 0;
@@ -333,7 +333,7 @@ static void
 replay_error(const oomkit_call *call, PyObject **error)
 {
     if (*error != NULL) {
-        PyErr_WriteUnraisable(call->func);
+        PyErr_WriteUnraisable(call->given.func);
     } else {
         *error = oomkit_exception_take();
     }
@@ -385,8 +385,8 @@ oomkit_replay_run(oomkit_call *call, oomkit_pending *p, PyObject *inputs,
     if (oomkit_modes_entry(call) < 0) {
         oomkit_error_dismiss(); /* what a failure leaves behind is left again below */
     }
-    call->replayed = p;
-    call->inputs = inputs;
+    call->deferred.replayed = p;
+    call->deferred.inputs = inputs;
     result = replay_inside(call, p, exception, drawn);
     result =
         replay_leave(call, &now, &stack, result < 0 ? oomkit_exception_take() : NULL);
@@ -417,18 +417,18 @@ replay_record(oomkit_call *call, const oomkit_pending *p)
         record.peak_reserved_bytes = now.peak_reserved_bytes;
     }
     record.time_ns += now.time_ns;
-    if (call->ooms > 0) {
+    if (call->tries.ooms > 0) {
         record.batch_size = now.batch_size; /* a guess until the batch was found */
         record.micro_batch_size = now.micro_batch_size;
         record.accumulation_steps = now.accumulation_steps;
         record.requested_bytes = now.requested_bytes;
-        record.attempts += (uint32_t)call->attempt_count;
-        record.ooms += call->ooms;
-        record.lost_ns += call->lost_ns;
+        record.attempts += (uint32_t)call->tries.count;
+        record.ooms += call->tries.ooms;
+        record.lost_ns += call->tries.lost_ns;
         record.reason = now.reason;
     }
-    if (call->outcome != 0) {
-        record.outcome = call->outcome;
+    if (call->log.outcome != 0) {
+        record.outcome = call->log.outcome;
     }
     oomkit_ring_amend(call->step->ring, p->record, &record);
 }
@@ -440,22 +440,22 @@ oomkit_replay_end(oomkit_call *call, const oomkit_pending *p, int finished)
 
     oomkit_intercept_remove(call);
     if (!finished) {
-        call->outcome = call->outcome == 0 ? 2 : call->outcome;
+        call->log.outcome = call->log.outcome == 0 ? 2 : call->log.outcome;
         if (exception != NULL) { /* else it was told already: see second_end() */
             oomkit_pass_abandon(call, exception);
         }
-        if (call->raised && call->has_signature) {
+        if (call->refused.raised && call->shape.known) {
             oomkit_signature_forget(call);
         }
     }
-    if (call->window.open) {
-        oomkit_device_end(call->st, &call->window);
+    if (call->sizes.window.open) {
+        oomkit_device_end(call->st, &call->sizes.window);
     }
     oomkit_call_merge_window(call);
     if (p != NULL) {
         replay_record(call, p);
     }
-    call->step->seen_oom |= call->ooms > 0;
+    call->step->seen_oom |= call->tries.ooms > 0;
     oomkit_call_free(call);
     Py_CLEAR(call->step);
     if (exception != NULL) {

@@ -36,9 +36,9 @@ oomkit_second_takes_over(oomkit_second *s, const oomkit_participants *parts)
 {
     oomkit_second *other;
     oomkit_call *call = oomkit_second_call(s, parts);
-    int unmarked = call->elsewhere == OOMKIT_UNMARKED, i;
+    int unmarked = call->deferred.elsewhere == OOMKIT_UNMARKED, i;
 
-    call->elsewhere = 0;
+    call->deferred.elsewhere = 0;
     for (other = s->st->seconds; other != NULL; other = other->next) {
         oomkit_call *theirs =
             second_is_own(s, other) ? NULL : oomkit_second_call(other, parts);
@@ -47,8 +47,8 @@ oomkit_second_takes_over(oomkit_second *s, const oomkit_participants *parts)
                 theirs = NULL;
             }
         }
-        if (theirs != NULL && theirs->elsewhere == 0) {
-            theirs->elsewhere = 1;
+        if (theirs != NULL && theirs->deferred.elsewhere == 0) {
+            theirs->deferred.elsewhere = 1;
         }
     }
     return unmarked ? oomkit_grads_mark(call) : 0;

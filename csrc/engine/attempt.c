@@ -19,16 +19,16 @@ static int
 slices_room(oomkit_call *call, int64_t count)
 {
     void *grown;
-    if (count <= call->slice_room) {
+    if (count <= call->cut.room) {
         return 0;
     }
-    grown = PyMem_Realloc(call->slices, (size_t)count * sizeof(*call->slices));
+    grown = PyMem_Realloc(call->cut.slices, (size_t)count * sizeof(*call->cut.slices));
     if (grown == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    call->slices = grown;
-    call->slice_room = count;
+    call->cut.slices = grown;
+    call->cut.room = count;
     return 0;
 }
 
@@ -37,24 +37,25 @@ slices_room(oomkit_call *call, int64_t count)
 int
 oomkit_attempt_slices(oomkit_call *call)
 {
-    int64_t kept = call->slice_count, count = oomkit_plan_count(&call->plan), i;
-    int64_t offset =
-        kept == 0 ? 0 : call->slices[kept - 1].start + call->slices[kept - 1].length;
+    int64_t kept = call->cut.count, count = oomkit_plan_count(&call->cut.plan), i;
+    int64_t offset = kept == 0 ? 0
+                               : call->cut.slices[kept - 1].start +
+                                     call->cut.slices[kept - 1].length;
 
     if (slices_room(call, kept + count) < 0) {
         return -1;
     }
     for (i = 0; i < count; i++) {
-        oomkit_slice *slice = &call->slices[kept + i];
-        if (oomkit_plan_slice(&call->plan, i, &slice->start, &slice->length) !=
+        oomkit_slice *slice = &call->cut.slices[kept + i];
+        if (oomkit_plan_slice(&call->cut.plan, i, &slice->start, &slice->length) !=
             OOMKIT_OK) {
             PyErr_SetString(PyExc_RuntimeError, "oomkit made a plan without slices");
             return -1;
         }
         slice->start += offset;
     }
-    call->slice_count = kept + count;
-    call->split = call->slice_count > 1;
+    call->cut.count = kept + count;
+    call->split = call->cut.count > 1;
     return 0;
 }
 
@@ -77,15 +78,15 @@ attempt_of_whole(oomkit_call *call, PyObject *result)
     if (place == NULL) {
         return PyErr_Occurred() ? -1 : 0;
     }
-    call->raised = 1;
+    call->refused.raised = 1;
     oomkit_raise(
         call->st->SplitError,
         "auto_batch cannot join the results of %lld micro-batches: %U has %lld "
         "rows for a micro-batch of %lld; if it is the next batch, fetched inside "
         "the step, fetch it outside; else return it in another way or give "
         "join=...",
-        (long long)call->slice_count, place, (long long)call->batch.rows,
-        (long long)call->slices[0].length);
+        (long long)call->cut.count, place, (long long)call->batch.rows,
+        (long long)call->cut.slices[0].length);
     Py_DECREF(place);
     return -1;
 }
@@ -94,13 +95,13 @@ attempt_of_whole(oomkit_call *call, PyObject *result)
 static int
 attempt_micro_end(oomkit_call *call, PyObject *result)
 {
-    const oomkit_slice *slice = &call->slices[call->slice_index];
+    const oomkit_slice *slice = &call->cut.slices[call->cut.at];
 
-    if (call->options->backward != NULL && call->replayed == NULL) {
+    if (call->options->backward != NULL && call->deferred.replayed == NULL) {
         if (oomkit_backward_run(call, result) < 0) {
             return -1;
         }
-    } else if ((call->split || call->replayed != NULL) &&
+    } else if ((call->split || call->deferred.replayed != NULL) &&
                oomkit_returned_micro(call, result) < 0) {
         return -1;
     }
@@ -109,16 +110,16 @@ attempt_micro_end(oomkit_call *call, PyObject *result)
          oomkit_weights_check(call, result) < 0)) {
         return -1;
     }
-    if (call->step_leaves != NULL && oomkit_strangers_check(call, result) < 0) {
+    if (call->unknown.of_step != NULL && oomkit_strangers_check(call, result) < 0) {
         return -1;
     }
     if (!call->is_last && (oomkit_tx_micro_end(call) < 0 ||
                            (call->proof == NULL && oomkit_effects_end(call) < 0))) {
         return -1;
     }
-    if (call->split && call->slice_index == 0 && !call->is_last &&
+    if (call->split && call->cut.at == 0 && !call->is_last &&
         oomkit_proof_is_new_course(call)) {
-        call->restart = OOMKIT_RESTART_PROOF;
+        call->unknown.restart = OOMKIT_RESTART_PROOF;
         oomkit_raise(call->st->SplitError,
                      "auto_batch begins the step again, to compare its micro-batches "
                      "on the course that it takes now");
@@ -127,48 +128,49 @@ attempt_micro_end(oomkit_call *call, PyObject *result)
     if (call->proof != NULL && oomkit_proof_micro_end(call, result) < 0) {
         return -1;
     }
-    if (!call->split || call->replayed != NULL ||
-        (call->proof != NULL && call->slice_count == 1)) {
+    if (!call->split || call->deferred.replayed != NULL ||
+        (call->proof != NULL && call->cut.count == 1)) {
         return 0;
     }
-    if (call->slice_index == 0 && call->options->join == NULL && call->training &&
+    if (call->cut.at == 0 && call->options->join == NULL && call->training &&
         attempt_of_whole(call, result) < 0) {
         return -1;
     }
     return oomkit_join_add(call->st, call->options, &call->join, result, slice->length,
-                           call->weights[call->slice_index]);
+                           call->cut.weights[call->cut.at]);
 }
 
 int
 oomkit_attempt_only_results(const oomkit_call *call)
 {
-    return !call->training && !call->parts_moved && call->optimizer_count == 0 &&
-           call->course[0].count == 0 && call->scaler_marks == NULL &&
-           !call->committed && call->options->weight == NULL &&
-           call->returned == OOMKIT_RETURNED_NOTHING && call->replayed == NULL;
+    return !call->training && !call->parts_moved && call->updating.count == 0 &&
+           call->course[0].count == 0 && call->owners.scalers == NULL &&
+           !call->updating.committed && call->options->weight == NULL &&
+           call->deferred.returned == OOMKIT_RETURNED_NOTHING &&
+           call->deferred.replayed == NULL;
 }
 
 /* Runs one slice; *whole gets the result (owned) when it is the only one. 0 or -1. */
 static int
 attempt_slice(oomkit_call *call, PyObject **vector, PyObject **whole)
 {
-    const oomkit_slice *slice = &call->slices[call->slice_index];
+    const oomkit_slice *slice = &call->cut.slices[call->cut.at];
     PyObject *result; /* owned */
     int status;
 
-    if (call->slice_index > 0 && oomkit_attempt_only_results(call) &&
+    if (call->cut.at > 0 && oomkit_attempt_only_results(call) &&
         oomkit_tx_begin_micro(call) < 0) {
         return -1;
     }
-    if ((call->split || call->replayed != NULL) &&
+    if ((call->split || call->deferred.replayed != NULL) &&
         (oomkit_switches_restore(call) < 0 || oomkit_owners_again(call) < 0)) {
         return -1;
     }
     if (call->split && oomkit_grads_begin_micro(call) < 0) {
         return -1;
     }
-    call->is_last = call->slice_index == call->slice_count - 1;
-    call->backwards = call->syncs = 0;
+    call->is_last = call->cut.at == call->cut.count - 1;
+    call->backward.done = call->hooked.syncs = 0;
     if (oomkit_batch_build(call->st, call->options, &call->batch, slice->start,
                            slice->length, vector) < 0) {
         return -1;
@@ -177,8 +179,8 @@ attempt_slice(oomkit_call *call, PyObject **vector, PyObject **whole)
         return -1;
     }
     call->running = 1;
-    result = PyObject_Vectorcall(call->func, vector, (size_t)call->batch.positional,
-                                 call->kwnames);
+    result = PyObject_Vectorcall(call->given.func, vector,
+                                 (size_t)call->batch.positional, call->given.kwnames);
     call->running = 0;
     call->unfit.by_step = result == NULL;
     if (oomkit_compiler_off(call) < 0) {
@@ -187,11 +189,11 @@ attempt_slice(oomkit_call *call, PyObject **vector, PyObject **whole)
     oomkit_forward_release(call);
     /* Slices of the batch go before anything else: they may be copies. */
     vector_clear(vector, call->batch.total);
-    if (result == NULL || call->restart) {
+    if (result == NULL || call->unknown.restart) {
         Py_XDECREF(result); /* the step caught what was to end it */
         return -1;
     }
-    if (call->split && call->raised) {
+    if (call->split && call->refused.raised) {
         Py_DECREF(result);
         oomkit_raise(call->st->SplitError,
                      "auto_batch cannot split this step: it raised an error that says "
@@ -257,14 +259,15 @@ oomkit_attempt_join(oomkit_call *call)
 {
     PyObject *result; /* owned */
 
-    call->joining = oomkit_attempt_only_results(call);
-    if (call->joining && oomkit_plain_begin_part(call) < 0) {
+    call->tries.joining = oomkit_attempt_only_results(call);
+    if (call->tries.joining && oomkit_plain_begin_part(call) < 0) {
         return NULL;
     }
     /* Without a graph a call that trains looks like an evaluation. */
-    call->join.evaluation = call->joining && call->losses.verification == NULL;
-    call->join.parked = call->training && call->returned == OOMKIT_RETURNED_NOTHING;
-    call->join.one_loss = call->returned == OOMKIT_RETURNED_STASH;
+    call->join.evaluation = call->tries.joining && call->losses.verification == NULL;
+    call->join.parked =
+        call->training && call->deferred.returned == OOMKIT_RETURNED_NOTHING;
+    call->join.one_loss = call->deferred.returned == OOMKIT_RETURNED_STASH;
     call->join.rows_sure = rows_are_sure(&call->batch);
     if (call->join.required && call->options->join == NULL) {
         Py_XSETREF(call->join.sources, join_sources(call));
@@ -278,9 +281,9 @@ oomkit_attempt_join(oomkit_call *call)
     }
     result = oomkit_join_finish(call->st, call->options, &call->join);
     if (result == NULL && PyErr_ExceptionMatches(call->st->SplitError)) {
-        call->raised = 1; /* no size of micro-batch would change that */
+        call->refused.raised = 1; /* no size of micro-batch would change that */
     }
-    call->joining &= result == NULL;
+    call->tries.joining &= result == NULL;
     return result;
 }
 
@@ -296,7 +299,7 @@ oomkit_attempt_slices_run(oomkit_call *call, PyObject **result)
           oomkit_slots_note(call) < 0 || oomkit_owners_epochs_note(call) < 0 ||
           oomkit_pristine_take(call) < 0 ||
           (call->proof == NULL && oomkit_effects_begin(call) < 0) ||
-          (call->replayed != NULL && oomkit_grads_hide(call) < 0)))) {
+          (call->deferred.replayed != NULL && oomkit_grads_hide(call) < 0)))) {
         return -1;
     }
     vector = PyMem_Calloc((size_t)call->batch.total + 1, sizeof(PyObject *));
@@ -304,7 +307,7 @@ oomkit_attempt_slices_run(oomkit_call *call, PyObject **result)
         PyErr_NoMemory();
         return -1;
     }
-    for (; status == 0 && call->slice_index < call->slice_count; call->slice_index++) {
+    for (; status == 0 && call->cut.at < call->cut.count; call->cut.at++) {
         status = attempt_micro(call, vector, result);
         if (status < 0) {
             vector_clear(vector, call->batch.total);
@@ -321,14 +324,14 @@ oomkit_attempt_run(oomkit_call *call)
 {
     PyObject *result = NULL; /* owned */
 
-    if (call->joining) { /* all parts are there: see recover_join() */
+    if (call->tries.joining) { /* all parts are there: see recover_join() */
         return oomkit_attempt_join(call);
     }
     if (oomkit_prove(call) < 0 || oomkit_attempt_slices_run(call, &result) < 0) {
         return NULL;
     }
-    call->slice_index = call->slice_count - 1;
-    if (call->replayed != NULL) {
+    call->cut.at = call->cut.count - 1;
+    if (call->deferred.replayed != NULL) {
         Py_XSETREF(result, Py_NewRef(Py_None)); /* the caller has the results already */
     } else if (call->split) {
         result = oomkit_attempt_join(call);

@@ -115,7 +115,7 @@ oomkit_pass_tensors(oomkit_call *call, PyObject *exception)
 {
     if (pass_note_tensors(call, exception, 0) < 0 ||
         (call->options->batch == NULL && pass_note_tensors(call, exception, 1) < 0)) {
-        PyErr_WriteUnraisable(call->func);
+        PyErr_WriteUnraisable(call->given.func);
     }
 }
 
@@ -154,7 +154,7 @@ oomkit_pass_abandon(oomkit_call *call, PyObject *exception)
                                      "oomkit: some gradients that were there before "
                                      "the step hold this batch's contribution: call "
                                      "zero_grad() before going on")) < 0) {
-        PyErr_WriteUnraisable(call->func);
+        PyErr_WriteUnraisable(call->given.func);
     }
 }
 
@@ -185,7 +185,7 @@ pass_note(oomkit_call *call, PyObject *exception, int parked)
     if (!PyObject_TypeCheck(exception, (PyTypeObject *)PyExc_Exception)) {
         return pass_note_interrupted(call, exception);
     }
-    if (call->slices == NULL && call->ooms == 0) {
+    if (call->cut.slices == NULL && call->tries.ooms == 0) {
         return 0;
     }
     if (oomkit_tx_committed(call) == 1 && /* but for what says itself how far it came */
@@ -194,22 +194,21 @@ pass_note(oomkit_call *call, PyObject *exception, int parked)
             exception, PyUnicode_FromString("oomkit: the update of this batch had been "
                                             "applied: it stands, do not repeat it"));
     }
-    if (call->slices == NULL) {
+    if (call->cut.slices == NULL) {
         return result;
     }
-    slice =
-        &call->slices[call->slice_index < call->slice_count ? call->slice_index : 0];
-    if (result == 0 && call->split && !call->raised) {
+    slice = &call->cut.slices[call->cut.at < call->cut.count ? call->cut.at : 0];
+    if (result == 0 && call->split && !call->refused.raised) {
         result = pass_add_note(
             exception,
             PyUnicode_FromFormat(
                 "oomkit: raised in micro-batch %lld of %lld (%lld rows) after %u "
                 "out-of-memory errors; if the step cannot work on that size, see "
                 "min_micro_batch= and multiple_of= of auto_batch",
-                (long long)(call->slice_index + 1), (long long)call->slice_count,
-                (long long)slice->length, (unsigned)call->ooms));
+                (long long)(call->cut.at + 1), (long long)call->cut.count,
+                (long long)slice->length, (unsigned)call->tries.ooms));
     }
-    if (result == 0 && call->split && !call->raised) {
+    if (result == 0 && call->split && !call->refused.raised) {
         result = pass_note_split(call, exception, parked);
     }
     return result;
@@ -222,15 +221,15 @@ oomkit_recover_pass(oomkit_call *call, PyObject *exception)
     int interrupted = PyObject_TypeCheck(exception, /* and the step begins anew */
                                          (PyTypeObject *)PyExc_KeyboardInterrupt);
 
-    call->outcome = 2;
+    call->log.outcome = 2;
     oomkit_exception_give(exception);
-    if ((call->split || call->ooms > 0 || interrupted) &&
+    if ((call->split || call->tries.ooms > 0 || interrupted) &&
         oomkit_tx_committed(call) == 0) {
         oomkit_recover_undo(call);
     }
     exception = oomkit_exception_take();
     if (pass_note(call, exception, parked) < 0) {
-        PyErr_WriteUnraisable(call->func);
+        PyErr_WriteUnraisable(call->given.func);
     }
     oomkit_exception_give(exception);
     return -1;

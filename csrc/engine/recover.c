@@ -19,32 +19,32 @@ oomkit_recover_note(oomkit_call *call, PyObject *exception)
 {
     oomkit_attempt *attempt;
 
-    if (call->attempt_count == call->attempt_room) {
-        Py_ssize_t room = call->attempt_room == 0 ? 8 : call->attempt_room * 2;
-        void *grown = PyMem_Realloc(call->attempts, (size_t)room * sizeof(*attempt));
+    if (call->tries.count == call->tries.room) {
+        Py_ssize_t room = call->tries.room == 0 ? 8 : call->tries.room * 2;
+        void *grown = PyMem_Realloc(call->tries.items, (size_t)room * sizeof(*attempt));
         if (grown == NULL) {
             PyErr_NoMemory();
             return -1;
         }
-        call->attempts = grown;
-        call->attempt_room = room;
+        call->tries.items = grown;
+        call->tries.room = room;
     }
-    attempt = &call->attempts[call->attempt_count];
+    attempt = &call->tries.items[call->tries.count];
     memset(attempt, 0, sizeof(*attempt));
     oomkit_exception_describe(call->st, exception, &attempt->requested_bytes,
                               &attempt->message, &attempt->location);
-    attempt->micro_batch_size = call->slices == NULL
+    attempt->micro_batch_size = call->cut.slices == NULL
                                     ? oomkit_batch_rows(&call->batch)
-                                    : call->slices[call->slice_index].length;
-    attempt->accumulation_steps = call->slices == NULL ? 1 : call->slice_count;
+                                    : call->cut.slices[call->cut.at].length;
+    attempt->accumulation_steps = call->cut.slices == NULL ? 1 : call->cut.count;
     oomkit_device_held(call->st, call->device, &attempt->allocated_bytes,
                        &attempt->reserved_bytes);
-    attempt->phase = call->backward_failed       ? OOMKIT_PHASE_BACKWARD
-                     : call->optimizer_count > 0 ? OOMKIT_PHASE_OPTIMIZER
-                                                 : OOMKIT_PHASE_FORWARD;
-    call->requested_bytes = attempt->requested_bytes;
-    call->attempt_count++;
-    call->ooms++;
+    attempt->phase = call->backward.failed      ? OOMKIT_PHASE_BACKWARD
+                     : call->updating.count > 0 ? OOMKIT_PHASE_OPTIMIZER
+                                                : OOMKIT_PHASE_FORWARD;
+    call->sizes.requested = attempt->requested_bytes;
+    call->tries.count++;
+    call->tries.ooms++;
     call->st->seen_oom = 1;
     return 0;
 }
@@ -59,7 +59,8 @@ reclaim_beside(oomkit_call *call)
 
     return call->device.type != OOMKIT_DEVICE_CPU || device.type == OOMKIT_DEVICE_CPU
                ? 0
-               : oomkit_device_reclaim(call->st, device, 0, (int)call->ooms, &left);
+               : oomkit_device_reclaim(call->st, device, 0, (int)call->tries.ooms,
+                                       &left);
 }
 
 int
@@ -73,10 +74,10 @@ oomkit_recover_reclaim(oomkit_call *call, uint64_t baseline_bytes)
         return -1;
     }
     Py_DECREF(done);
-    if (oomkit_device_reclaim(st, call->device, baseline_bytes, (int)call->ooms,
+    if (oomkit_device_reclaim(st, call->device, baseline_bytes, (int)call->tries.ooms,
                               &left) < 0 ||
         reclaim_beside(call) < 0) {
-        if (call->attempt_count > 0) {
+        if (call->tries.count > 0) {
             oomkit_reclaim_failed(call);
         }
         return -1;
@@ -89,7 +90,7 @@ oomkit_recover_reclaim(oomkit_call *call, uint64_t baseline_bytes)
 static int
 recover_keeps_parts(const oomkit_call *call)
 {
-    return call->slices != NULL && call->slice_index > 0 &&
+    return call->cut.slices != NULL && call->cut.at > 0 &&
            oomkit_attempt_only_results(call);
 }
 
@@ -140,11 +141,11 @@ recover_is_half_done(const oomkit_call *call)
     int expected = call->step->updates;
     Py_ssize_t i;
 
-    if (call->updates + call->stranger_updates == 0) {
+    if (call->updating.made + call->unknown.updates == 0) {
         return 0;
     }
     if (expected < 0) {
-        if (call->stranger_updates > 0) {
+        if (call->unknown.updates > 0) {
             return 1;
         }
         expected = 0;
@@ -152,7 +153,7 @@ recover_is_half_done(const oomkit_call *call)
             expected += parts->owners[i].kind == OOMKIT_OWNER_OPTIMIZER;
         }
     }
-    return call->updates + call->stranger_updates < expected;
+    return call->updating.made + call->unknown.updates < expected;
 }
 
 /* The failure struck between two updates, or in one that cannot be undone. */
@@ -160,17 +161,18 @@ static void
 recover_partial(oomkit_call *call)
 {
     const char *where =
-        call->stranger_steps > 0
+        call->unknown.steps > 0
             ? "inside the step() of an optimizer that was not found in its arguments, "
               "self, closure or globals; pass optimizer=... to auto_batch"
-        : call->refusal_name != NULL
+        : call->refused.hooked != NULL
             ? "in a backward() after a post-accumulate-grad hook had changed a "
               "parameter (do in the step, after backward(), what the hook does)"
-        : call->step_failed && call->updates + call->stranger_updates == 0
+        : call->updating.step_failed && call->updating.made + call->unknown.updates == 0
             ? "inside an optimizer's step() that had changed a parameter or its state"
-        : call->step_failed ? "in one optimizer's step() after another's was applied"
-        : call->backward_failed ? "in a backward() after an optimizer had stepped"
-        : call->stranger_updates > 0 && call->step->updates < 0
+        : call->updating.step_failed
+            ? "in one optimizer's step() after another's was applied"
+        : call->backward.failed ? "in a backward() after an optimizer had stepped"
+        : call->unknown.updates > 0 && call->step->updates < 0
             ? "after the step() of an optimizer that was not found in its arguments, "
               "self, closure or globals, so that others may be due; pass optimizer=... "
               "to auto_batch"
@@ -180,7 +182,7 @@ recover_partial(oomkit_call *call)
                  "back; restore a checkpoint, or pass optimizer_safety=\"copy\" to "
                  "auto_batch",
                  call->options->label, where);
-    call->outcome = 2;
+    call->log.outcome = 2;
 }
 
 /* May this OOM be retried? 0 yes; -1 with the exception to raise. Steals `exception`
@@ -193,12 +195,12 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception,
     int committed;
 
     if (class_ == OOMKIT_CLASS_STICKY || class_ == OOMKIT_CLASS_NEVER ||
-        (class_ == OOMKIT_CLASS_MASKED && call->ooms > MASKED_RETRIES)) {
+        (class_ == OOMKIT_CLASS_MASKED && call->tries.ooms > MASKED_RETRIES)) {
         return oomkit_recover_pass(call, exception);
     }
     committed = oomkit_tx_committed(call);
     if (committed < 0 ||
-        (call->refusal == NULL && oomkit_refusal(call, &call->refusal) < 0) ||
+        (call->refused.why == NULL && oomkit_refusal(call, &call->refused.why) < 0) ||
         oomkit_hooks_judge(call, &committed) < 0) {
         Py_DECREF(exception);
         if (oomkit_tx_committed(call) == 0) {
@@ -206,12 +208,12 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception,
         }
         return oomkit_own_failed(call, "it was being judged whether to retry it");
     }
-    if ((!committed || call->options->optimizer_copy) && call->refusal == NULL) {
+    if ((!committed || call->options->optimizer_copy) && call->refused.why == NULL) {
         return 0;
     }
     oomkit_exception_drop(call->st, exception, handled);
-    if (committed && (call->stranger_steps > 0 || call->step_failed ||
-                      call->backward_failed || recover_is_half_done(call))) {
+    if (committed && (call->unknown.steps > 0 || call->updating.step_failed ||
+                      call->backward.failed || recover_is_half_done(call))) {
         recover_partial(call);
         return -1;
     }
@@ -220,12 +222,12 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception,
                         "%U ran out of memory after its update was applied: the update "
                         "stands, do not repeat this batch",
                         call->options->label)
-        : call->refusal_name != NULL
+        : call->refused.hooked != NULL
             ? PyUnicode_FromFormat("%U ran out of memory and is not retried: %U %s",
-                                   call->options->label, call->refusal_name,
-                                   call->refusal)
+                                   call->options->label, call->refused.hooked,
+                                   call->refused.why)
             : PyUnicode_FromFormat("%U ran out of memory and is not retried: %s",
-                                   call->options->label, call->refusal);
+                                   call->options->label, call->refused.why);
     if (!committed && oomkit_recover_roll_back(call) < 0) {
         Py_XDECREF(reason);
         return -1;
@@ -265,15 +267,15 @@ recover_join(oomkit_call *call)
 {
     PyObject *reason; /* owned */
 
-    oomkit_plain_keep(call, call->join_failures == 0);
+    oomkit_plain_keep(call, call->tries.join_failures == 0);
     if (oomkit_recover_roll_back(call) < 0) {
         return -1;
     }
     oomkit_tx_end_attempt(call);
-    if (oomkit_recover_reclaim(call, call->baseline_bytes) < 0) {
+    if (oomkit_recover_reclaim(call, call->sizes.baseline) < 0) {
         return -1;
     }
-    if (call->join_failures++ == 0) {
+    if (call->tries.join_failures++ == 0) {
         return oomkit_tx_begin(call);
     }
     reason = PyUnicode_FromFormat(
@@ -283,7 +285,7 @@ recover_join(oomkit_call *call)
         "row, or use oomkit.map(..., to=\"cpu\"), which moves each part's result off "
         "the "
         "device",
-        call->options->label, (long long)call->slice_count);
+        call->options->label, (long long)call->cut.count);
     if (reason != NULL) {
         oomkit_give_up(call, reason, 0);
         Py_DECREF(reason);
@@ -296,11 +298,11 @@ static int
 recover_go_on(oomkit_call *call)
 {
     oomkit_state *st = call->st;
-    int64_t rows, count = call->slices == NULL ? 1 : call->slice_count;
+    int64_t rows, count = call->cut.slices == NULL ? 1 : call->cut.count;
     uint64_t baseline; /* with the results of finished parts */
     int keep = recover_keeps_parts(call), result;
 
-    if (call->joining) {
+    if (call->tries.joining) {
         return recover_join(call);
     }
     call->grads.may_owe = call->options->gradient_safety == OOMKIT_SAFETY_AUTO;
@@ -308,30 +310,30 @@ recover_go_on(oomkit_call *call)
     result = oomkit_recover_roll_back(call);
     call->grads.may_owe = 0;
     if (result == 0) {
-        result =
-            oomkit_join_truncate(&call->join, keep ? (Py_ssize_t)call->slice_index : 0);
+        result = oomkit_join_truncate(&call->join, keep ? (Py_ssize_t)call->cut.at : 0);
     }
-    call->may_hold |= call->training && !call->split;
+    call->deferred.may_hold |= call->training && !call->split;
     oomkit_tx_end_attempt(call);
-    baseline = keep ? call->micro.baseline_bytes : call->baseline_bytes;
+    baseline = keep ? call->sizes.micro.baseline_bytes : call->sizes.baseline;
     if (result < 0 || oomkit_recover_reclaim(call, baseline) < 0 ||
         oomkit_recover_batch(call) < 0) {
         return -1;
     }
-    rows = call->slices == NULL ? call->batch.rows
-                                : call->slices[keep ? call->slice_index : 0].length;
-    call->attempts[call->attempt_count - 1].micro_batch_size = rows;
+    rows = call->cut.slices == NULL ? call->batch.rows
+                                    : call->cut.slices[keep ? call->cut.at : 0].length;
+    call->tries.items[call->tries.count - 1].micro_batch_size = rows;
     if (oomkit_replan(call, keep, rows, count) < 0 ||
         oomkit_replan_say(call, rows, count) < 0) {
         return -1;
     }
-    oomkit_device_end(st, &call->window);
+    oomkit_device_end(st, &call->sizes.window);
     oomkit_call_merge_window(call);
-    oomkit_device_begin(st, call->device, call->options->reset_peaks, &call->window);
+    oomkit_device_begin(st, call->device, call->options->reset_peaks,
+                        &call->sizes.window);
     return oomkit_tx_begin(call);
 }
 
-/* Ends the attempt that failed with the exception in flight. 0: call->slices is the
+/* Ends the attempt that failed with the exception in flight. 0: call->cut.slices is the
  * next attempt; -1 with the exception to raise. */
 static int
 recover_from_failure(oomkit_call *call)
@@ -346,7 +348,7 @@ recover_from_failure(oomkit_call *call)
          */
         if (PyErr_GivenExceptionMatches(exception, st->PartialUpdate) &&
             oomkit_modes_entry_back(call) < 0) {
-            PyErr_WriteUnraisable(call->func); /* the update tells more */
+            PyErr_WriteUnraisable(call->given.func); /* the update tells more */
         }
         Py_XDECREF(handled);
         return oomkit_unfit(call, exception);
@@ -392,13 +394,13 @@ oomkit_recover(oomkit_call *call, int failed)
                 return NULL;
             }
             now = oomkit_now_ns();
-            call->lost_ns += now - call->attempt_started_ns;
-            call->attempt_started_ns = now;
+            call->tries.lost_ns += now - call->tries.started_ns;
+            call->tries.started_ns = now;
             oomkit_phase_set(call->st, OOMKIT_PHASE_FORWARD);
         }
         result = oomkit_attempt_run(call);
         failed = result == NULL;
-        if (call->restart) {
+        if (call->unknown.restart) {
             Py_CLEAR(result);
             failed = oomkit_strangers_restart(call);
             if (failed < 0) {

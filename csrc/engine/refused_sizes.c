@@ -42,7 +42,7 @@ unfit_type(const oomkit_state *st, PyObject *exception)
 static int
 unfit_began_whole(const oomkit_call *call)
 {
-    return call->attempt_count > 0 && call->attempts[0].accumulation_steps == 1;
+    return call->tries.count > 0 && call->tries.items[0].accumulation_steps == 1;
 }
 
 /* Was it the planner that split this call? Slices that were asked for may be of a step
@@ -50,9 +50,9 @@ unfit_began_whole(const oomkit_call *call)
 static int
 unfit_is_planned(const oomkit_call *call)
 {
-    return !call->forced &&
+    return !call->cut.forced &&
            (call->options->accumulation_steps <= 1 || call->step->whole.seen ||
-            call->replayed != NULL || unfit_began_whole(call));
+            call->deferred.replayed != NULL || unfit_began_whole(call));
 }
 
 /* Does the error come of the split? Only out of a forward: after a backward it may come
@@ -62,21 +62,21 @@ unfit_is_splits(oomkit_call *call, PyObject *exception)
 {
     int committed;
 
-    if (!call->split || call->raised || !call->unfit.by_step ||
+    if (!call->split || call->refused.raised || !call->unfit.by_step ||
         ((PyBaseExceptionObject *)exception)->traceback == NULL || /* wrong arguments */
         !unfit_type(call->st, exception) || !unfit_is_planned(call) ||
-        call->backwards > 0 || call->backward_failed ||
-        call->updates + call->stranger_updates > 0 || call->stranger_steps > 0 ||
-        call->step_failed || oomkit_strangers_alive(call)) {
+        call->backward.done > 0 || call->backward.failed ||
+        call->updating.made + call->unknown.updates > 0 || call->unknown.steps > 0 ||
+        call->updating.step_failed || oomkit_strangers_alive(call)) {
         return 0;
     }
     committed = oomkit_tx_committed(call);
     if (committed < 0 ||
-        (call->refusal == NULL && oomkit_refusal(call, &call->refusal) < 0) ||
+        (call->refused.why == NULL && oomkit_refusal(call, &call->refused.why) < 0) ||
         oomkit_hooks_judge(call, &committed) < 0) {
         return -1;
     }
-    return !committed && call->refusal == NULL;
+    return !committed && call->refused.why == NULL;
 }
 
 /* --- bounds --- */
@@ -174,8 +174,8 @@ unfit_raise(oomkit_call *call, PyObject *exception)
 
     oomkit_exception_clear_frames(call->st, exception, handled);
     Py_XDECREF(handled);
-    call->raised = 1;
-    call->outcome = 2;
+    call->refused.raised = 1;
+    call->log.outcome = 2;
     if (said != NULL && sizes != NULL) {
         oomkit_raise(
             call->st->SplitError,
@@ -225,8 +225,8 @@ unfit_failed_rows(const oomkit_call *call)
     int64_t rows = 0;
     Py_ssize_t i;
 
-    for (i = 0; i < call->attempt_count; i++) {
-        int64_t failed = call->attempts[i].micro_batch_size;
+    for (i = 0; i < call->tries.count; i++) {
+        int64_t failed = call->tries.items[i].micro_batch_size;
         rows = failed > 0 && (rows == 0 || failed < rows) ? failed : rows;
     }
     return rows;
@@ -236,9 +236,10 @@ unfit_failed_rows(const oomkit_call *call)
 static int
 unfit_plan_keeps(const oomkit_call *call)
 {
-    int64_t start, length, count = oomkit_plan_count(&call->plan);
+    int64_t start, length, count = oomkit_plan_count(&call->cut.plan);
 
-    return oomkit_plan_slice(&call->plan, count - 1, &start, &length) == OOMKIT_OK &&
+    return oomkit_plan_slice(&call->cut.plan, count - 1, &start, &length) ==
+               OOMKIT_OK &&
            length >= oomkit_unfit_least(call);
 }
 
@@ -251,35 +252,36 @@ unfit_plan(oomkit_call *call)
     int64_t failed = unfit_failed_rows(call);
 
     oomkit_signature_request(call, &request, &known);
-    if (oomkit_plan_choose(known, &request, &call->plan, &call->reason) != OOMKIT_OK) {
+    if (oomkit_plan_choose(known, &request, &call->cut.plan, &call->cut.reason) !=
+        OOMKIT_OK) {
         PyErr_SetString(PyExc_RuntimeError, "oomkit could not make a plan");
         return -1;
     }
-    call->reason = OOMKIT_REASON_ERROR;
-    return failed == 0 || oomkit_plan_micro_batch(&call->plan) < failed;
+    call->cut.reason = OOMKIT_REASON_ERROR;
+    return failed == 0 || oomkit_plan_micro_batch(&call->cut.plan) < failed;
 }
 
 /* Everything is back: the attempt in other sizes begins. 0 or -1. */
 static int
 unfit_go_on(oomkit_call *call)
 {
-    int64_t rows = call->slices[0].length, count = call->slice_count;
+    int64_t rows = call->cut.slices[0].length, count = call->cut.count;
 
     if (oomkit_join_truncate(&call->join, 0) < 0) {
         return -1;
     }
     oomkit_tx_end_attempt(call);
-    call->slice_count = call->slice_index = 0;
-    memset(&call->measured, 0, sizeof(call->measured));
-    if (oomkit_recover_reclaim(call, call->baseline_bytes) < 0 ||
+    call->cut.count = call->cut.at = 0;
+    memset(&call->sizes.measured, 0, sizeof(call->sizes.measured));
+    if (oomkit_recover_reclaim(call, call->sizes.baseline) < 0 ||
         oomkit_recover_batch(call) < 0 || oomkit_attempt_slices(call) < 0 ||
         oomkit_replan_say(call, rows, count) < 0) {
         return -1;
     }
-    oomkit_device_end(call->st, &call->window);
+    oomkit_device_end(call->st, &call->sizes.window);
     oomkit_call_merge_window(call);
     oomkit_device_begin(call->st, call->device, call->options->reset_peaks,
-                        &call->window);
+                        &call->sizes.window);
     return oomkit_tx_begin(call);
 }
 
@@ -294,7 +296,8 @@ unfit_undo(oomkit_call *call, PyObject *exception)
     }
     Py_XDECREF(message);
     if (PyErr_Occurred()) {
-        PyErr_WriteUnraisable(call->func); /* the step's own error is the one to see */
+        PyErr_WriteUnraisable(
+            call->given.func); /* the step's own error is the one to see */
     }
     return oomkit_recover_pass(call, exception); /* which tries again, and says it */
 }
@@ -302,14 +305,15 @@ unfit_undo(oomkit_call *call, PyObject *exception)
 int
 oomkit_unfit(oomkit_call *call, PyObject *exception)
 {
-    int64_t rows = call->slices == NULL || call->slice_index >= call->slice_count
+    int64_t rows = call->cut.slices == NULL || call->cut.at >= call->cut.count
                        ? 0
-                       : call->slices[call->slice_index].length;
+                       : call->cut.slices[call->cut.at].length;
     PyObject *handled; /* owned: the caller's */
     int is_splits = rows == 0 ? 0 : unfit_is_splits(call, exception), planned;
 
     if (is_splits < 0) {
-        PyErr_WriteUnraisable(call->func); /* the step's own error is the one to see */
+        PyErr_WriteUnraisable(
+            call->given.func); /* the step's own error is the one to see */
     }
     if (is_splits <= 0) {
         return oomkit_recover_pass(call, exception);

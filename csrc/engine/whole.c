@@ -27,21 +27,22 @@ engine_participants(oomkit_call *call)
         /* Another thread's call is at work with the site's list and the copies of
          * buffers in it: this one gets a list of its own. */
         call->parts =
-            oomkit_participants_find(call->st, call->options, step->func, call->args,
-                                     call->batch.positional, total);
+            oomkit_participants_find(call->st, call->options, step->func,
+                                     call->given.args, call->batch.positional, total);
         if (call->parts != NULL) {
             call->parts->busy++;
         }
         return call->parts == NULL ? -1 : 0;
     }
     if (step->parts == NULL ||
-        !oomkit_participants_valid(call->st, step->parts, call->args, total)) {
+        !oomkit_participants_valid(call->st, step->parts, call->given.args, total)) {
         oomkit_participants *found, *old;
         if (PyErr_Occurred()) {
             return -1;
         }
-        found = oomkit_participants_find(call->st, call->options, step->func,
-                                         call->args, call->batch.positional, total);
+        found =
+            oomkit_participants_find(call->st, call->options, step->func,
+                                     call->given.args, call->batch.positional, total);
         if (found == NULL) {
             return -1;
         }
@@ -65,16 +66,16 @@ oomkit_engine_forced(oomkit_call *call)
     int64_t start = 0;
     Py_ssize_t i, n = PyTuple_GET_SIZE(lengths);
 
-    call->slices = PyMem_Malloc((size_t)n * sizeof(*call->slices));
-    if (call->slices == NULL) {
+    call->cut.slices = PyMem_Malloc((size_t)n * sizeof(*call->cut.slices));
+    if (call->cut.slices == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    call->slice_room = n;
+    call->cut.room = n;
     for (i = 0; i < n; i++) {
-        call->slices[i].start = start;
-        call->slices[i].length = PyLong_AsLongLong(PyTuple_GET_ITEM(lengths, i));
-        start += call->slices[i].length;
+        call->cut.slices[i].start = start;
+        call->cut.slices[i].length = PyLong_AsLongLong(PyTuple_GET_ITEM(lengths, i));
+        start += call->cut.slices[i].length;
     }
     if (start != call->batch.rows) {
         oomkit_raise(call->st->SplitError,
@@ -83,10 +84,10 @@ oomkit_engine_forced(oomkit_call *call)
                      (long long)call->batch.rows, lengths);
         return -1;
     }
-    call->slice_count = n;
+    call->cut.count = n;
     call->split = n > 1;
-    call->forced = 1;
-    call->reason = OOMKIT_REASON_ASKED;
+    call->cut.forced = 1;
+    call->cut.reason = OOMKIT_REASON_ASKED;
     return 0;
 }
 
@@ -126,7 +127,7 @@ engine_refuse(oomkit_call *call)
 }
 
 /* A plan that may split from the start: asked for, remembered, or forced by a test. 0
- * whole, 1 call->slices is set, -1 with an exception. */
+ * whole, 1 call->cut.slices is set, -1 with an exception. */
 static int
 engine_plan(oomkit_call *call)
 {
@@ -170,11 +171,12 @@ engine_plan(oomkit_call *call)
         return -1;
     }
     oomkit_signature_request(call, &request, &known);
-    if (oomkit_plan_choose(known, &request, &call->plan, &call->reason) != OOMKIT_OK) {
+    if (oomkit_plan_choose(known, &request, &call->cut.plan, &call->cut.reason) !=
+        OOMKIT_OK) {
         PyErr_SetString(PyExc_RuntimeError, "oomkit could not make a plan");
         return -1;
     }
-    if (oomkit_plan_count(&call->plan) <= 1) {
+    if (oomkit_plan_count(&call->cut.plan) <= 1) {
         return 0;
     }
     if (engine_refuse(call) < 0 || oomkit_attempt_slices(call) < 0 ||
@@ -216,9 +218,10 @@ engine_begin(oomkit_call *call)
     oomkit_state *st = call->st;
     int split = 0;
 
-    if (oomkit_batch_capture(st, call->options, call->args,
-                             PyVectorcall_NARGS(call->nargsf), call->kwnames,
-                             call->step->skip, call->step->names, &call->batch) < 0 ||
+    if (oomkit_batch_capture(st, call->options, call->given.args,
+                             PyVectorcall_NARGS(call->given.nargsf),
+                             call->given.kwnames, call->step->skip, call->step->names,
+                             &call->batch) < 0 ||
         engine_participants(call) < 0) {
         return -1;
     }
@@ -227,8 +230,9 @@ engine_begin(oomkit_call *call)
         return call->captured ? 0 : -1;
     }
     oomkit_device_prepare(st, call->device);
-    oomkit_device_begin(st, call->device, call->options->reset_peaks, &call->window);
-    call->baseline_bytes = call->window.baseline_bytes;
+    oomkit_device_begin(st, call->device, call->options->reset_peaks,
+                        &call->sizes.window);
+    call->sizes.baseline = call->sizes.window.baseline_bytes;
     if (st->flush_pending && oomkit_device_flush_pending(st, call->device) < 0) {
         return -1;
     }
@@ -290,7 +294,8 @@ static PyObject *
 engine_whole(oomkit_call *call)
 {
     PyObject *result = /* owned */
-        PyObject_Vectorcall(call->func, call->args, call->nargsf, call->kwnames);
+        PyObject_Vectorcall(call->given.func, call->given.args, call->given.nargsf,
+                            call->given.kwnames);
 
     call->is_last = 1;
     if (result != NULL && call->options->backward != NULL &&
@@ -308,15 +313,15 @@ engine_whole(oomkit_call *call)
 void
 oomkit_call_merge_window(oomkit_call *call)
 {
-    const oomkit_peak_window *w = &call->window;
+    const oomkit_peak_window *w = &call->sizes.window;
 
     if (w->peak_allocated_bytes != OOMKIT_UNKNOWN &&
-        w->peak_allocated_bytes > call->peak_allocated_bytes) {
-        call->peak_allocated_bytes = w->peak_allocated_bytes;
+        w->peak_allocated_bytes > call->sizes.peak_allocated) {
+        call->sizes.peak_allocated = w->peak_allocated_bytes;
     }
     if (w->peak_reserved_bytes != OOMKIT_UNKNOWN &&
-        w->peak_reserved_bytes > call->peak_reserved_bytes) {
-        call->peak_reserved_bytes = w->peak_reserved_bytes;
+        w->peak_reserved_bytes > call->sizes.peak_reserved) {
+        call->sizes.peak_reserved = w->peak_reserved_bytes;
     }
 }
 
@@ -328,29 +333,30 @@ oomkit_call_record(const oomkit_call *call, oomkit_record *record)
         call->batch.rows > 0 ? call->batch.rows : oomkit_batch_rows(&call->batch);
     int64_t largest = 0, i;
 
-    for (i = 0; i < call->slice_count; i++) {
-        largest = call->slices[i].length > largest ? call->slices[i].length : largest;
+    for (i = 0; i < call->cut.count; i++) {
+        largest =
+            call->cut.slices[i].length > largest ? call->cut.slices[i].length : largest;
     }
     memset(record, 0, sizeof(*record));
-    record->step = call->number;
+    record->step = call->log.number;
     record->batch_size = rows < 0 ? OOMKIT_UNKNOWN : (uint64_t)rows;
     record->micro_batch_size = largest > 0 ? (uint64_t)largest : record->batch_size;
-    record->requested_bytes = call->ooms > 0 ? call->requested_bytes : OOMKIT_UNKNOWN;
-    record->baseline_bytes = call->baseline_bytes;
+    record->requested_bytes =
+        call->tries.ooms > 0 ? call->sizes.requested : OOMKIT_UNKNOWN;
+    record->baseline_bytes = call->sizes.baseline;
     record->peak_allocated_bytes =
-        call->peak_allocated_bytes == 0 ? OOMKIT_UNKNOWN : call->peak_allocated_bytes;
+        call->sizes.peak_allocated == 0 ? OOMKIT_UNKNOWN : call->sizes.peak_allocated;
     record->peak_reserved_bytes =
-        call->peak_reserved_bytes == 0 ? OOMKIT_UNKNOWN : call->peak_reserved_bytes;
-    record->device_free_bytes = call->window.free_bytes;
-    record->budget_bytes = call->window.budget_bytes;
-    record->time_ns = oomkit_now_ns() - call->started_ns;
-    record->lost_ns = call->lost_ns;
-    record->accumulation_steps =
-        call->slice_count > 0 ? (uint32_t)call->slice_count : 1;
-    record->attempts = (uint32_t)call->attempt_count + 1;
-    record->ooms = call->ooms;
-    record->reason = (uint32_t)call->reason;
-    record->outcome = call->outcome;
+        call->sizes.peak_reserved == 0 ? OOMKIT_UNKNOWN : call->sizes.peak_reserved;
+    record->device_free_bytes = call->sizes.window.free_bytes;
+    record->budget_bytes = call->sizes.window.budget_bytes;
+    record->time_ns = oomkit_now_ns() - call->tries.began_ns;
+    record->lost_ns = call->tries.lost_ns;
+    record->accumulation_steps = call->cut.count > 0 ? (uint32_t)call->cut.count : 1;
+    record->attempts = (uint32_t)call->tries.count + 1;
+    record->ooms = call->tries.ooms;
+    record->reason = (uint32_t)call->cut.reason;
+    record->outcome = call->log.outcome;
 }
 
 static void
@@ -360,9 +366,9 @@ engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
     int64_t largest = 0, i;
 
     oomkit_buffers_learn(call);
-    step->seen_oom |= call->ooms > 0;
-    if (call->slices == NULL) {
-        step->updates = call->updates + call->stranger_updates;
+    step->seen_oom |= call->tries.ooms > 0;
+    if (call->cut.slices == NULL) {
+        step->updates = call->updating.made + call->unknown.updates;
         oomkit_batch_learn(&step->batch_site, &call->batch);
         largest = oomkit_batch_rows(&call->batch);
         oomkit_result_learn(call->st, &step->results, result, largest,
@@ -370,18 +376,20 @@ engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
         oomkit_losses_learn(call, largest);
         step->whole.seen = 1;
         step->whole.without_backward |= !call->training;
-        step->whole.without_update |= call->optimizer_count == 0;
+        step->whole.without_update |= call->updating.count == 0;
     }
-    for (i = 0; i < call->slice_count; i++) {
-        largest = call->slices[i].length > largest ? call->slices[i].length : largest;
+    for (i = 0; i < call->cut.count; i++) {
+        largest =
+            call->cut.slices[i].length > largest ? call->cut.slices[i].length : largest;
     }
-    if ((call->has_signature || step->seen_oom) && largest > 0 && !needs_backward) {
-        if (call->slices == NULL) {
+    if ((call->shape.known || step->seen_oom) && largest > 0 && !needs_backward) {
+        if (call->cut.slices == NULL) {
             oomkit_phase_whole(call);
         }
-        call->forward_only =
-            !call->training && call->returned == OOMKIT_RETURNED_NOTHING;
-        oomkit_signature_succeeded(call, largest, call->window.peak_allocated_bytes);
+        call->deferred.forward_only =
+            !call->training && call->deferred.returned == OOMKIT_RETURNED_NOTHING;
+        oomkit_signature_succeeded(call, largest,
+                                   call->sizes.window.peak_allocated_bytes);
     }
 }
 
@@ -394,13 +402,13 @@ oomkit_call_free(oomkit_call *call)
     oomkit_tx_end(call);
     oomkit_join_clear(&call->join);
     oomkit_batch_release(&call->batch);
-    for (i = 0; i < call->attempt_count; i++) {
-        Py_CLEAR(call->attempts[i].location);
-        Py_CLEAR(call->attempts[i].message);
+    for (i = 0; i < call->tries.count; i++) {
+        Py_CLEAR(call->tries.items[i].location);
+        Py_CLEAR(call->tries.items[i].message);
     }
-    PyMem_Free(call->attempts);
-    PyMem_Free(call->slices);
-    PyMem_Free(call->weights);
+    PyMem_Free(call->tries.items);
+    PyMem_Free(call->cut.slices);
+    PyMem_Free(call->cut.weights);
     Py_CLEAR(call->unfit.said);
     oomkit_weights_release(call);
     if (call->parts != NULL) {
@@ -414,7 +422,7 @@ oomkit_call_free(oomkit_call *call)
 static int
 engine_returned(oomkit_call *call, PyObject *result, int needs_backward)
 {
-    int status = call->returned != OOMKIT_RETURNED_NOTHING
+    int status = call->deferred.returned != OOMKIT_RETURNED_NOTHING
                      ? oomkit_pending_attach(call, result)
                  : needs_backward ? oomkit_pending_offer(call, result)
                                   : 0;
@@ -442,18 +450,18 @@ engine_end(oomkit_call *call, PyObject *result)
 
     oomkit_intercept_remove(call);
     if (!finished) {
-        call->outcome = call->outcome == 0 ? 2 : call->outcome;
+        call->log.outcome = call->log.outcome == 0 ? 2 : call->log.outcome;
         oomkit_pass_abandon(call, exception);
-        if (call->raised && call->has_signature) {
+        if (call->refused.raised && call->shape.known) {
             oomkit_signature_forget(call);
         }
     }
-    if (call->window.open) {
-        oomkit_device_end(call->st, &call->window);
+    if (call->sizes.window.open) {
+        oomkit_device_end(call->st, &call->sizes.window);
     }
     oomkit_call_merge_window(call);
     oomkit_call_record(call, &record);
-    call->record = oomkit_ring_count(call->step->ring);
+    call->log.record = oomkit_ring_count(call->step->ring);
     oomkit_ring_push(call->step->ring, &record);
     if (needs_backward) {
         needs_backward = oomkit_pending_wanted(call->st, result);
@@ -488,13 +496,13 @@ engine_fill(oomkit_call *call, oomkit_step *step, PyObject *const *args, size_t 
     call->step = step;
     call->options = &step->options;
     call->join.site = &step->results;
-    call->func = step->func;
-    call->args = args;
-    call->nargsf = nargsf;
-    call->kwnames = kwnames;
-    call->started_ns = call->attempt_started_ns = oomkit_now_ns();
+    call->given.func = step->func;
+    call->given.args = args;
+    call->given.nargsf = nargsf;
+    call->given.kwnames = kwnames;
+    call->tries.began_ns = call->tries.started_ns = oomkit_now_ns();
     step->calls++;
-    call->number = step->parent == NULL ? step->calls : ++step->parent->calls;
+    call->log.number = step->parent == NULL ? step->calls : ++step->parent->calls;
 }
 
 PyObject *
@@ -527,7 +535,7 @@ oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf,
     }
     if (split >= 0) {
         oomkit_call_set_current(&call);
-        call.phase_before = oomkit_phase_set(call.st, OOMKIT_PHASE_FORWARD);
+        call.log.phase_before = oomkit_phase_set(call.st, OOMKIT_PHASE_FORWARD);
         if (split == 0) {
             result = engine_whole(&call);
         }
@@ -536,7 +544,7 @@ oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf,
             result = oomkit_compiler_off(&call) < 0 ? NULL
                                                     : oomkit_recover(&call, split == 0);
         }
-        oomkit_phase_set(call.st, call.phase_before);
+        oomkit_phase_set(call.st, call.log.phase_before);
         oomkit_call_set_current(NULL);
     } else if (call.parts == NULL) {
         oomkit_batch_release(&call.batch);

@@ -42,7 +42,7 @@ int
 oomkit_backward_nesting(void)
 {
     const oomkit_call *call = oomkit_call_current();
-    return call != NULL ? call->backward_depth : backward_nesting;
+    return call != NULL ? call->backward.depth : backward_nesting;
 }
 
 int
@@ -108,7 +108,7 @@ backward_begin(oomkit_call *call, PyObject *roots)
         (oomkit_course_cut(call) || oomkit_grads_refuse_unexpected(call) < 0)) {
         return -1;
     }
-    if (call->split && call->slice_index == 0 && !call->grads.marked &&
+    if (call->split && call->cut.at == 0 && !call->grads.marked &&
         oomkit_hooks_check(call) < 0) {
         return -1;
     }
@@ -117,7 +117,7 @@ backward_begin(oomkit_call *call, PyObject *roots)
         return -1;
     }
     if (call->split &&
-        ((call->slice_index == 0 &&
+        ((call->cut.at == 0 &&
           ((call->st->waiting != NULL && oomkit_returned_inside(call, roots) < 0) ||
            (!call->step->half_said && oomkit_stash_say_half(call, roots) < 0))) ||
          oomkit_strangers_meet(call, roots, 0) < 0)) {
@@ -126,8 +126,8 @@ backward_begin(oomkit_call *call, PyObject *roots)
     if (oomkit_grads_mark(call) < 0) {
         return -1;
     }
-    if (call->grads.aside != NULL && call->backwards > 0) {
-        call->raised = 1;
+    if (call->grads.aside != NULL && call->backward.done > 0) {
+        call->refused.raised = 1;
         oomkit_raise(
             call->st->SplitError,
             "auto_batch cannot replay a step with several backward() calls: "
@@ -146,8 +146,8 @@ backward_end(oomkit_call *call)
 {
     const int is_due = oomkit_clear_is_due(call);
 
-    call->backwards++;
-    call->backward_failed = 0; /* the step may have caught an earlier one's failure */
+    call->backward.done++;
+    call->backward.failed = 0; /* the step may have caught an earlier one's failure */
     if (!call->split) {
         return oomkit_grads_settle(call);
     }
@@ -181,7 +181,7 @@ backward_engine(backward_object *self, oomkit_state *st, PyObject *const *args,
 {
     oomkit_call *call = oomkit_call_current();
     PyObject *result; /* owned */
-    int *nesting = call != NULL ? &call->backward_depth : &backward_nesting;
+    int *nesting = call != NULL ? &call->backward.depth : &backward_nesting;
     int phase = oomkit_phase_set(st, OOMKIT_PHASE_BACKWARD);
     void *outer = oomkit_nested_enter(call); /* borrowed */
 
@@ -232,8 +232,9 @@ backward_protected(backward_object *self, oomkit_call *call, PyObject *const *ar
         result = Py_NewRef(Py_None);
     } else if (!call->split || weight == 1.0 || n < 2 || total > 12) {
         if (total > 12 || n < 2) {
-            call->refusal = "torch's engine is called in a form that oomkit does not "
-                            "know";
+            call->refused.why =
+                "torch's engine is called in a form that oomkit does not "
+                "know";
         }
         result = backward_engine(self, call->st, args, nargsf, kwnames);
     } else {
@@ -249,8 +250,8 @@ backward_protected(backward_object *self, oomkit_call *call, PyObject *const *ar
         Py_DECREF(scaled);
     }
     if (result == NULL) {
-        call->backward_failed = call->queued = 1;
-        if ((!call->split || call->slice_index > 0) && n > 0) {
+        call->backward.failed = call->backward.queued = 1;
+        if ((!call->split || call->cut.at > 0) && n > 0) {
             oomkit_strangers_note(call, args[0]);
             oomkit_recompute_note(call, args[0]);
         }
@@ -327,11 +328,11 @@ backward_inner(backward_object *self, oomkit_call *call, PyObject *const *args,
         return NULL;
     }
     result = backward_engine(self, st, args, nargsf, kwnames);
-    if (result == NULL && nested && (!call->split || call->slice_index > 0)) {
+    if (result == NULL && nested && (!call->split || call->cut.at > 0)) {
         oomkit_strangers_note(call, args[0]);
     }
-    if (result == NULL && call->backward_depth == 0) {
-        call->queued = 1; /* its unexecuted graph must be drained */
+    if (result == NULL && call->backward.depth == 0) {
+        call->backward.queued = 1; /* its unexecuted graph must be drained */
     }
     return result;
 }
@@ -359,12 +360,12 @@ backward_call(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwna
         result = backward_outside(self, st, args, nargsf, kwnames);
         Py_DECREF(op);
         engine_others -= call == NULL;
-        if (result == NULL && call != NULL && (!call->split || call->slice_index > 0)) {
+        if (result == NULL && call != NULL && (!call->split || call->cut.at > 0)) {
             oomkit_strangers_note(call, args[0]);
         }
         return result;
     }
-    if (call->backward_depth > 0 || !backward_accumulates(st, args, nargsf, kwnames)) {
+    if (call->backward.depth > 0 || !backward_accumulates(st, args, nargsf, kwnames)) {
         return backward_inner(self, call, args, nargsf, kwnames);
     }
     if (call->losses.verification != NULL) {

@@ -9,18 +9,18 @@
 static oomkit_interception *
 intercept_room(oomkit_call *call)
 {
-    if (call->interception_count == call->interception_room) {
-        int room = call->interception_room == 0 ? 8 : call->interception_room * 2;
-        void *grown = PyMem_Realloc(call->interceptions,
-                                    (size_t)room * sizeof(*call->interceptions));
+    if (call->hooked.count == call->hooked.room) {
+        int room = call->hooked.room == 0 ? 8 : call->hooked.room * 2;
+        void *grown = PyMem_Realloc(call->hooked.items,
+                                    (size_t)room * sizeof(*call->hooked.items));
         if (grown == NULL) {
             PyErr_NoMemory();
             return NULL;
         }
-        call->interceptions = grown;
-        call->interception_room = room;
+        call->hooked.items = grown;
+        call->hooked.room = room;
     }
-    return &call->interceptions[call->interception_count];
+    return &call->hooked.items[call->hooked.count];
 }
 
 /* Puts one interceptor into an instance's dictionary. */
@@ -70,7 +70,7 @@ oomkit_intercept_one(oomkit_call *call, PyObject *target, oomkit_owner_kind kind
     entry->name = name;
     entry->kind = kind;
     entry->interceptor = (PyObject *)self;
-    call->interception_count++;
+    call->hooked.count++;
     return 0;
 }
 
@@ -82,7 +82,7 @@ oomkit_intercept_copy(oomkit_call *call, PyObject *copy, PyObject *name)
     if (oomkit_intercept_one(call, copy, OOMKIT_OWNER_USER, name) < 0) {
         return NULL;
     }
-    interceptor = call->interceptions[call->interception_count - 1].interceptor;
+    interceptor = call->hooked.items[call->hooked.count - 1].interceptor;
     interceptor_CAST(interceptor)->call = NULL; /* nothing of it is held back */
     return Py_NewRef(interceptor);
 }
@@ -145,15 +145,15 @@ oomkit_intercept_install(oomkit_call *call)
 void
 oomkit_intercept_remove(oomkit_call *call)
 {
-    int i = call->interception_count;
+    int i = call->hooked.count;
     PyObject *exception; /* owned, given back */
 
-    if (call->interceptions == NULL) {
+    if (call->hooked.items == NULL) {
         return;
     }
     exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;
     while (i-- > 0) {
-        oomkit_interception *entry = &call->interceptions[i];
+        oomkit_interception *entry = &call->hooked.items[i];
         interceptor_object *self = interceptor_CAST(entry->interceptor);
         int failed = 0;
 
@@ -174,9 +174,9 @@ oomkit_intercept_remove(oomkit_call *call)
         Py_CLEAR(entry->dict);
         Py_CLEAR(entry->target);
     }
-    PyMem_Free(call->interceptions);
-    call->interceptions = NULL;
-    call->interception_count = call->interception_room = 0;
+    PyMem_Free(call->hooked.items);
+    call->hooked.items = NULL;
+    call->hooked.count = call->hooked.room = 0;
     if (exception != NULL) {
         oomkit_exception_give(exception);
     }
@@ -188,8 +188,8 @@ static int
 is_intercepted(const oomkit_call *call, const PyObject *target)
 {
     int i;
-    for (i = 0; i < call->interception_count; i++) {
-        if (call->interceptions[i].target == target) {
+    for (i = 0; i < call->hooked.count; i++) {
+        if (call->hooked.items[i].target == target) {
             return 1;
         }
     }
@@ -232,9 +232,9 @@ static int
 has_scheduler(const oomkit_call *call)
 {
     int i;
-    for (i = 0; i < call->interception_count; i++) {
+    for (i = 0; i < call->hooked.count; i++) {
         const interceptor_object *self =
-            interceptor_CAST(call->interceptions[i].interceptor);
+            interceptor_CAST(call->hooked.items[i].interceptor);
         int has = 0;
         if (self->kind == OOMKIT_OWNER_OPTIMIZER && self->original != NULL) {
             has = oomkit_has_attribute_string(self->original, "_wrapped_by_lr_sched");
@@ -287,7 +287,7 @@ oomkit_intercept_zero_grad_begins(PyObject *module)
 {
     oomkit_call *call = oomkit_call_current();
 
-    if (call == NULL || !call->split_intercepted || call->backwards == 0 ||
+    if (call == NULL || !call->hooked.for_split || call->backward.done == 0 ||
         !oomkit_call_has_module(call, module)) {
         return 0;
     }
@@ -324,13 +324,13 @@ zero_grad_is_watched(const oomkit_state *st, PyObject *module, PyTypeObject **la
 int
 oomkit_intercept_zero_grad(oomkit_call *call, Py_ssize_t r)
 {
-    int i, count = r > 0 ? 0 : call->interception_count;
+    int i, count = r > 0 ? 0 : call->hooked.count;
     PyObject *roots = call->parts->roots; /* borrowed */
     PyTypeObject *last = NULL;
 
     for (i = 0; i < count; i++) {
-        if (call->interceptions[i].kind == OOMKIT_OWNER_OPTIMIZER &&
-            oomkit_intercept_one(call, call->interceptions[i].target, OOMKIT_OWNER_USER,
+        if (call->hooked.items[i].kind == OOMKIT_OWNER_OPTIMIZER &&
+            oomkit_intercept_one(call, call->hooked.items[i].target, OOMKIT_OWNER_USER,
                                  call->st->str_zero_grad) < 0) {
             return -1;
         }
@@ -359,10 +359,10 @@ oomkit_intercept_zero_grad(oomkit_call *call, Py_ssize_t r)
 int
 oomkit_intercept_split(oomkit_call *call)
 {
-    if (call->split_intercepted) {
+    if (call->hooked.for_split) {
         return 0;
     }
-    call->split_intercepted = 1;
+    call->hooked.for_split = 1;
     if (!call->st->withheld_ready) {
         PyObject *done = PyObject_CallNoArgs(call->st->accept_no_gradients); /* owned */
         if (done == NULL) {

@@ -140,7 +140,7 @@ interceptor_after_oom(interceptor_object *self, int index, int may_retry)
     oomkit_exception_drop(st, exception, handled);
     Py_XDECREF(handled);
     if (moved == 1) {
-        call->raised = 1;
+        call->refused.raised = 1;
         return oomkit_raise(
             st->PartialUpdate,
             "%s.step() ran out of memory after it had changed a parameter or its "
@@ -160,16 +160,16 @@ interceptor_after_oom(interceptor_object *self, int index, int may_retry)
 static void
 interceptor_step_failed(const interceptor_object *self)
 {
-    self->call->step_failed = 1;
-    self->call->failed_step = self->target;
+    self->call->updating.step_failed = 1;
+    self->call->owners.failed_step = self->target;
 }
 
 /* One that works after it has failed keeps what it has set. */
 static void
 interceptor_step_worked(const interceptor_object *self)
 {
-    if (self->call->failed_step == self->target) {
-        self->call->failed_step = NULL;
+    if (self->call->owners.failed_step == self->target) {
+        self->call->owners.failed_step = NULL;
     }
 }
 
@@ -180,10 +180,10 @@ interceptor_computed(interceptor_object *self, int index, PyObject *result)
 {
     oomkit_call *call = self->call;
 
-    call->refusal = OOMKIT_CLOSURE_REFUSAL;
+    call->refused.why = OOMKIT_CLOSURE_REFUSAL;
     if (result != NULL) {
-        call->committed = 1;
-        call->updates++;
+        call->updating.committed = 1;
+        call->updating.made++;
         interceptor_step_worked(self);
     } else if (oomkit_exception_is_oom(call->st)) {
         PyObject *exception = oomkit_exception_take(); /* owned, given back */
@@ -204,15 +204,15 @@ interceptor_run(interceptor_object *self, int closure, PyObject *const *args,
 {
     oomkit_call *call = self->call;
     int phase = oomkit_phase_set(call->st, OOMKIT_PHASE_OPTIMIZER);
-    int outer = call->closure;
+    int outer = call->hooked.closure;
     PyObject *result; /* owned */
 
-    call->closure = closure && call->split;
+    call->hooked.closure = closure && call->split;
     result = oomkit_interceptor_original(self, args, nargsf, kwnames);
-    call->closure = outer;
+    call->hooked.closure = outer;
     oomkit_phase_set(call->st, phase);
-    call->raised |= result == NULL && closure && call->split &&
-                    PyErr_ExceptionMatches(call->st->SplitError);
+    call->refused.raised |= result == NULL && closure && call->split &&
+                            PyErr_ExceptionMatches(call->st->SplitError);
     return result;
 }
 
@@ -225,10 +225,10 @@ interceptor_step(interceptor_object *self, PyObject *const *args, size_t nargsf,
     oomkit_call *call = self->call;
     PyObject *result; /* owned */
     int closure = oomkit_interceptor_has_closure(args, nargsf, kwnames);
-    int computes = closure && call->backwards == 0, index, attempt;
+    int computes = closure && call->backward.done == 0, index, attempt;
     uint64_t runs = oomkit_backward_runs();
 
-    call->refusal = computes ? OOMKIT_CLOSURE_REFUSAL : call->refusal;
+    call->refused.why = computes ? OOMKIT_CLOSURE_REFUSAL : call->refused.why;
     if (oomkit_optimizer_mark_take(call, self->target, &index) < 0 ||
         (!computes && oomkit_predict_update(call, self->target) < 0) ||
         (call->options->optimizer_copy &&
@@ -245,17 +245,17 @@ interceptor_step(interceptor_object *self, PyObject *const *args, size_t nargsf,
         if (closure && oomkit_backward_runs() != runs) {
             return interceptor_computed(self, index, result);
         }
-        call->updates += result != NULL;
+        call->updating.made += result != NULL;
         if (result != NULL) {
             interceptor_step_worked(self);
         }
         if (result != NULL && !interceptor_versions_tell(self)) {
-            call->committed = 1;
+            call->updating.committed = 1;
         }
         if (result != NULL || !oomkit_exception_is_oom(call->st)) {
             return result;
         }
-        call->ooms++;
+        call->tries.ooms++;
         result = interceptor_after_oom(self, index, attempt == 0 && !closure);
         if (PyErr_Occurred()) {
             interceptor_step_failed(self);
@@ -272,7 +272,7 @@ interceptor_optimizer(interceptor_object *self, PyObject *const *args, size_t na
     Py_ssize_t n = PyVectorcall_NARGS(nargsf);
     PyObject *given, *result; /* owned */
 
-    if (!self->call->split || self->call->intercept_depth > 1 ||
+    if (!self->call->split || self->call->hooked.depth > 1 ||
         (n == 0 && kwnames == NULL)) {
         return interceptor_step(self, args, nargsf, kwnames);
     }
@@ -316,7 +316,7 @@ interceptor_other(interceptor_object *self, PyObject *const *args, size_t nargsf
     if (result != NULL &&
         (self->kind == OOMKIT_OWNER_SCHEDULER || self->kind == OOMKIT_OWNER_AVERAGED ||
          self->name == call->st->str_update)) {
-        call->committed = 1;
+        call->updating.committed = 1;
     }
     return result;
 }
@@ -334,7 +334,7 @@ interceptor_scheduler(interceptor_object *self, PyObject *const *args, size_t na
     PyObject **vector;
     int state = 0;
 
-    if (call->split && call->intercept_depth == 1) {
+    if (call->split && call->hooked.depth == 1) {
         state = oomkit_metrics_settle(call, self->target, args, n, kwnames, &mean, &at);
     }
     if (state <= 0) {
@@ -379,25 +379,25 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
                : counts == 0 ? Py_NewRef(Py_None)
                              : oomkit_interceptor_original(self, args, nargsf, kwnames);
     }
-    if (call->split && call->intercept_depth == 0) {
+    if (call->split && call->hooked.depth == 0) {
         int held = oomkit_interceptor_hold(self, args, nargsf, kwnames);
         if (held != 0) {
             return held < 0 ? NULL : Py_NewRef(Py_None);
         }
     }
-    call->intercept_depth++;
+    call->hooked.depth++;
     Py_INCREF(op); /* the method may take us out of the instance */
     result = self->kind == OOMKIT_OWNER_OPTIMIZER
                  ? interceptor_optimizer(self, args, nargsf, kwnames)
              : self->kind == OOMKIT_OWNER_SCHEDULER
                  ? interceptor_scheduler(self, args, nargsf, kwnames)
                  : interceptor_other(self, args, nargsf, kwnames);
-    call->intercept_depth--;
-    if (call->intercept_depth == 0) {
+    call->hooked.depth--;
+    if (call->hooked.depth == 0) {
         if (result == NULL) {
             oomkit_attributes_undo(call);
         }
-        call->failed_step = NULL;
+        call->owners.failed_step = NULL;
     }
     Py_DECREF(op);
     return result;

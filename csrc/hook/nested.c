@@ -129,7 +129,7 @@ oomkit_nested_refuse(oomkit_state *st, oomkit_call *call)
     where = oomkit_course_where();
     if (where != NULL) {
         if (call != NULL) {
-            call->raised = 1;
+            call->refused.raised = 1;
         }
         oomkit_raise(st->SplitError,
                      "auto_batch cannot split this step: backward() is called at %U by "

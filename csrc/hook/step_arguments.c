@@ -17,7 +17,7 @@ given_refuse(interceptor_object *self, PyObject *argument, const char *why)
     PyObject *where = oomkit_course_where(); /* owned */
 
     if (where != NULL) {
-        self->call->raised = 1;
+        self->call->refused.raised = 1;
         oomkit_raise(self->call->st->SplitError,
                      "auto_batch cannot split this step: %s.step() at %U is given an "
                      "argument of type %s, %s; compute it outside the decorated step",
@@ -59,7 +59,7 @@ oomkit_given_note(interceptor_object *self, PyObject *const *args,
             return -1;
         }
         if (number == 1 && PyLong_Check(args[i]) && !PyBool_Check(args[i]) &&
-            value == (double)call->slices[call->slice_index].length) {
+            value == (double)call->cut.slices[call->cut.at].length) {
             return given_refuse(self, args[i],
                                 "which is the number of rows of the micro-batch, not "
                                 "of the batch");

@@ -156,8 +156,8 @@ begin_participants(oomkit_chunks *self)
     }
     if (self->parts == NULL) {
         self->parts = oomkit_participants_find(
-            self->st, &self->options, self->func == NULL ? call->func : self->func,
-            NULL, 0, 0);
+            self->st, &self->options,
+            self->func == NULL ? call->given.func : self->func, NULL, 0, 0);
         if (self->parts == NULL || oomkit_chunks_know_parts(self) < 0) {
             return -1;
         }
@@ -179,14 +179,14 @@ begin_capture(oomkit_chunks *self)
     call->step = self->site;
     call->options = &self->options;
     call->join.site = &self->site->results;
-    call->func = self->site->func;
-    call->args = self->args;
-    call->nargsf = (size_t)self->positional;
-    call->kwnames = self->kwnames;
-    call->started_ns = call->attempt_started_ns = oomkit_now_ns();
-    call->number = ++self->site->calls;
+    call->given.func = self->site->func;
+    call->given.args = self->args;
+    call->given.nargsf = (size_t)self->positional;
+    call->given.kwnames = self->kwnames;
+    call->tries.began_ns = call->tries.started_ns = oomkit_now_ns();
+    call->log.number = ++self->site->calls;
     call->is_last = 1;
-    call->bucket = self->bucket;
+    call->shape.bucket = self->bucket;
     self->stage = OOMKIT_CHUNKS_RUNNING;
     if (oomkit_batch_capture(st, &self->options, self->args, self->positional,
                              self->kwnames, 0, self->names, &call->batch) < 0) {
@@ -197,9 +197,9 @@ begin_capture(oomkit_chunks *self)
     }
     call->device = begin_device(self);
     oomkit_device_prepare(st, call->device);
-    call->baseline_bytes = oomkit_device_allocated(st, call->device);
-    call->window.budget_bytes = oomkit_device_budget(st, call->device);
-    call->window.free_bytes = OOMKIT_UNKNOWN;
+    call->sizes.baseline = oomkit_device_allocated(st, call->device);
+    call->sizes.window.budget_bytes = oomkit_device_budget(st, call->device);
+    call->sizes.window.free_bytes = OOMKIT_UNKNOWN;
     if (!st->backward_patched && oomkit_engine_install(st) < 0) {
         return -1;
     }
@@ -283,7 +283,7 @@ static PyObject *
 part_build(oomkit_chunks *self)
 {
     oomkit_call *call = &self->call;
-    const oomkit_slice *slice = &call->slices[call->slice_index];
+    const oomkit_slice *slice = &call->cut.slices[call->cut.at];
     PyObject **vector = /* of owned references */
         PyMem_Calloc((size_t)self->total + 1, sizeof(PyObject *));
     PyObject *part = NULL; /* owned */
@@ -292,7 +292,7 @@ part_build(oomkit_chunks *self)
     if (vector == NULL) {
         return PyErr_NoMemory();
     }
-    if (call->slice_count == 1 && call->ooms == 0) {
+    if (call->cut.count == 1 && call->tries.ooms == 0) {
         for (i = 0; i < self->total; i++) {
             vector[i] = Py_NewRef(self->args[i]);
         }
@@ -317,7 +317,7 @@ part_begin(oomkit_chunks *self)
     PyObject *part; /* owned */
 
     oomkit_tx_end_attempt(call);
-    if (oomkit_tx_begin(call) < 0 || (call->slice_index > 0 && part_remark(self) < 0)) {
+    if (oomkit_tx_begin(call) < 0 || (call->cut.at > 0 && part_remark(self) < 0)) {
         return NULL;
     }
     self->part_baseline_bytes = oomkit_device_allocated(self->st, call->device);
@@ -338,7 +338,7 @@ part_build_failed(oomkit_chunks *self)
     oomkit_call *call = &self->call;
     PyObject *exception, *handled; /* owned */
 
-    if (!oomkit_exception_is_oom(self->st) || call->slice_count == 0) {
+    if (!oomkit_exception_is_oom(self->st) || call->cut.count == 0) {
         return 0;
     }
     exception = oomkit_exception_take();
@@ -363,9 +363,9 @@ part_again(oomkit_chunks *self)
     int status, phase = oomkit_phase_set(self->st, OOMKIT_PHASE_RECOVERY);
 
     self->failed = 0;
-    call->baseline_bytes = call->baseline_bytes == OOMKIT_UNKNOWN
+    call->sizes.baseline = call->sizes.baseline == OOMKIT_UNKNOWN
                                ? self->part_baseline_bytes
-                               : call->baseline_bytes;
+                               : call->sizes.baseline;
     status = oomkit_recover_reclaim(call, self->part_baseline_bytes) < 0 ||
                      oomkit_batch_check(self->st, &call->batch, self->names) < 0 ||
                      oomkit_chunks_replan(self) < 0
@@ -373,8 +373,8 @@ part_again(oomkit_chunks *self)
                  : 0;
     oomkit_phase_set(self->st, phase);
     now = oomkit_now_ns();
-    call->lost_ns += now - call->attempt_started_ns;
-    call->attempt_started_ns = now;
+    call->tries.lost_ns += now - call->tries.started_ns;
+    call->tries.started_ns = now;
     return status;
 }
 
@@ -407,8 +407,8 @@ part_settle(oomkit_chunks *self)
         return part_again(self);
     }
     oomkit_buffers_learn(call);
-    call->slice_index++;
-    call->attempt_started_ns = oomkit_now_ns();
+    call->cut.at++;
+    call->tries.started_ns = oomkit_now_ns();
     return part_unguarded(self);
 }
 
@@ -429,7 +429,7 @@ next_inside(oomkit_chunks *self)
         return NULL;
     }
     for (;;) {
-        if (call->slice_index >= call->slice_count) {
+        if (call->cut.at >= call->cut.count) {
             return NULL;
         }
         part = part_begin(self);
@@ -477,11 +477,11 @@ oomkit_chunks_close(oomkit_chunks *self, int finished)
     }
     self->stage = OOMKIT_CHUNKS_CLOSED;
     exception = oomkit_exception_take();
-    if (call->slice_count > 0) {
+    if (call->cut.count > 0) {
         oomkit_chunks_learn(self, finished);
     }
     oomkit_call_free(call);
-    call->slices = NULL;
+    call->cut.slices = NULL;
     call->parts = NULL;
     if (exception != NULL) {
         oomkit_exception_give(exception);

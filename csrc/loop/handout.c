@@ -267,7 +267,7 @@ oomkit_chunks_guard_failed(PyObject *chunks, uint64_t part, int order,
     int status, phase;
 
     if (class_ != OOMKIT_CLASS_CERTAIN &&
-        (class_ != OOMKIT_CLASS_MASKED || call->ooms >= MASKED_RETRIES)) {
+        (class_ != OOMKIT_CLASS_MASKED || call->tries.ooms >= MASKED_RETRIES)) {
         return 0;
     }
     status = failed_judge(self, part, order, exception, &why);

@@ -12,7 +12,8 @@ plan_make(oomkit_chunks *self, const oomkit_knowledge *known,
 {
     oomkit_call *call = &self->call;
 
-    if (oomkit_plan_choose(known, request, &call->plan, &call->reason) != OOMKIT_OK) {
+    if (oomkit_plan_choose(known, request, &call->cut.plan, &call->cut.reason) !=
+        OOMKIT_OK) {
         PyErr_SetString(PyExc_RuntimeError, "oomkit could not make a plan");
         return -1;
     }
@@ -35,7 +36,7 @@ oomkit_chunks_plan(oomkit_chunks *self)
     }
     oomkit_signature_request(call, &request, &known);
     return plan_make(self, known, &request) < 0 ||
-                   (call->slice_count > 1 && oomkit_plan_say_begin(call, known) < 0)
+                   (call->cut.count > 1 && oomkit_plan_say_begin(call, known) < 0)
                ? -1
                : 0;
 }
@@ -46,13 +47,13 @@ static int
 replan_exhausted(oomkit_chunks *self)
 {
     oomkit_call *call = &self->call;
-    const oomkit_slice *slice = &call->slices[call->slice_index];
+    const oomkit_slice *slice = &call->cut.slices[call->cut.at];
     PyObject *reason; /* owned */
 
     if (slice->start + slice->length > self->last_chance) {
         self->last_chance = slice->start + slice->length;
-        call->reason = OOMKIT_REASON_FLUSHED;
-        return oomkit_replan_say(call, slice->length, call->slice_count);
+        call->cut.reason = OOMKIT_REASON_FLUSHED;
+        return oomkit_replan_say(call, slice->length, call->cut.count);
     }
     reason = PyUnicode_FromFormat(
         "%U ran out of memory with a part of %lld of %lld rows, the smallest "
@@ -72,15 +73,15 @@ static int
 replan_same(oomkit_chunks *self)
 {
     oomkit_call *call = &self->call;
-    const oomkit_attempt *attempt = &call->attempts[call->attempt_count - 1];
+    const oomkit_attempt *attempt = &call->tries.items[call->tries.count - 1];
 
     if (!oomkit_plan_fragmented(attempt->reserved_bytes, attempt->allocated_bytes,
                                 oomkit_device_budget(self->st, call->device),
-                                call->flushed)) {
+                                call->tries.flushed)) {
         return 0;
     }
-    call->flushed = 1;
-    call->reason = OOMKIT_REASON_FLUSHED;
+    call->tries.flushed = 1;
+    call->cut.reason = OOMKIT_REASON_FLUSHED;
     return 1;
 }
 
@@ -88,7 +89,7 @@ int
 oomkit_chunks_replan(oomkit_chunks *self)
 {
     oomkit_call *call = &self->call;
-    int64_t rows = call->slices[call->slice_index].length, count = call->slice_count;
+    int64_t rows = call->cut.slices[call->cut.at].length, count = call->cut.count;
     oomkit_plan_request request;
     const oomkit_knowledge *known; /* borrowed from the site */
     oomkit_plan failed = {.multiple_of = self->options.multiple_of};
@@ -100,10 +101,11 @@ oomkit_chunks_replan(oomkit_chunks *self)
     self->site->seen_oom = 1;
     oomkit_signature_failed(call, rows);
     oomkit_signature_request(call, &request, &known);
-    request.batch = call->batch.rows - call->slices[call->slice_index].start;
+    request.batch = call->batch.rows - call->cut.slices[call->cut.at].start;
     failed.batch = request.batch;
     failed.accumulation = (request.batch + rows - 1) / rows;
-    status = oomkit_plan_next(known, &request, &failed, &call->plan, &call->reason);
+    status =
+        oomkit_plan_next(known, &request, &failed, &call->cut.plan, &call->cut.reason);
     if (status == OOMKIT_EREFUSED) {
         return replan_exhausted(self);
     }
@@ -111,7 +113,7 @@ oomkit_chunks_replan(oomkit_chunks *self)
         PyErr_SetString(PyExc_RuntimeError, "oomkit could not make a plan");
         return -1;
     }
-    call->slice_count = call->slice_index;
+    call->cut.count = call->cut.at;
     if (oomkit_attempt_slices(call) < 0) {
         return -1;
     }
@@ -125,12 +127,12 @@ oomkit_chunks_measured(oomkit_chunks *self, uint64_t peak_bytes)
     uint64_t bytes = 0;
 
     if (peak_bytes != OOMKIT_UNKNOWN) {
-        if (peak_bytes > call->peak_allocated_bytes) {
-            call->peak_allocated_bytes = peak_bytes;
+        if (peak_bytes > call->sizes.peak_allocated) {
+            call->sizes.peak_allocated = peak_bytes;
         }
-        if (call->baseline_bytes != OOMKIT_UNKNOWN &&
-            peak_bytes > call->baseline_bytes) {
-            bytes = peak_bytes - call->baseline_bytes;
+        if (call->sizes.baseline != OOMKIT_UNKNOWN &&
+            peak_bytes > call->sizes.baseline) {
+            bytes = peak_bytes - call->sizes.baseline;
         }
     }
     oomkit_phase_note(call, bytes);
@@ -143,20 +145,21 @@ oomkit_chunks_learn(oomkit_chunks *self, int finished)
     oomkit_record record;
     int64_t largest = 0, i;
 
-    if (!finished && call->outcome == 0) {
-        call->outcome = 2;
+    if (!finished && call->log.outcome == 0) {
+        call->log.outcome = 2;
     }
-    if (finished && call->slice_count == 1) { /* as a whole call of auto_batch */
+    if (finished && call->cut.count == 1) { /* as a whole call of auto_batch */
         oomkit_batch_learn(&self->site->batch_site, &call->batch);
     }
     oomkit_call_record(call, &record);
     oomkit_ring_push(self->site->ring, &record);
-    for (i = 0; i < call->slice_index && i < call->slice_count; i++) {
-        largest = call->slices[i].length > largest ? call->slices[i].length : largest;
+    for (i = 0; i < call->cut.at && i < call->cut.count; i++) {
+        largest =
+            call->cut.slices[i].length > largest ? call->cut.slices[i].length : largest;
     }
-    if (largest > 0 && call->has_signature && call->measured.rows[0] > 0) {
-        call->forward_only = 1;
-        oomkit_signature_succeeded(call, largest, call->peak_allocated_bytes);
+    if (largest > 0 && call->shape.known && call->sizes.measured.rows[0] > 0) {
+        call->deferred.forward_only = 1;
+        oomkit_signature_succeeded(call, largest, call->sizes.peak_allocated);
     }
     oomkit_error_dismiss(); /* what cannot be noted is not noted */
 }

@@ -78,13 +78,13 @@ oomkit_accelerator_counts(interceptor_object *self)
         what = "its count of batches cannot be taken back; pass "
                "participants=[accelerator] to auto_batch, or enter accumulate() around "
                "the decorated step";
-    } else if (call->syncs++ > 0) {
+    } else if (call->hooked.syncs++ > 0) {
         what = "it is entered twice in one step; make two decorated steps of it";
     }
     if (what == NULL) {
-        return call->slice_index == 0;
+        return call->cut.at == 0;
     }
-    call->raised = 1;
+    call->refused.raised = 1;
     oomkit_raise(
         call->st->SplitError,
         "auto_batch cannot split this step: accelerator.accumulate() is entered "
@@ -185,12 +185,13 @@ accelerate_hidden(oomkit_call *call)
         }
         result = oomkit_participants_add_hidden(call->parts, object,
                                                 OOMKIT_OWNER_ACCELERATOR);
-        if (result >= 0 && call->ooms == 0) { /* it has not counted this batch yet */
-            result = oomkit_pairs_add(&call->user_marks, object,
+        if (result >= 0 &&
+            call->tries.ooms == 0) { /* it has not counted this batch yet */
+            result = oomkit_pairs_add(&call->owners.user, object,
                                       oomkit_accelerator_save(object));
         }
         if (result >= 0) {
-            result = accelerate_intercept(call, object, call->ooms > 0);
+            result = accelerate_intercept(call, object, call->tries.ooms > 0);
         }
     }
     Py_DECREF(objects);

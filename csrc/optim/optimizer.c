@@ -146,8 +146,8 @@ static int
 mark_find(const oomkit_call *call, const PyObject *optimizer)
 {
     int i;
-    for (i = 0; i < call->optimizer_count; i++) {
-        if (call->optimizers[i].optimizer == optimizer) {
+    for (i = 0; i < call->updating.count; i++) {
+        if (call->updating.marks[i].optimizer == optimizer) {
             return i;
         }
     }
@@ -158,16 +158,16 @@ mark_find(const oomkit_call *call, const PyObject *optimizer)
 static int
 marks_room(oomkit_call *call)
 {
-    if (call->optimizer_count == call->optimizer_room) {
-        int room = call->optimizer_room == 0 ? 2 : call->optimizer_room * 2;
-        void *grown = PyMem_Realloc(call->optimizers,
+    if (call->updating.count == call->updating.room) {
+        int room = call->updating.room == 0 ? 2 : call->updating.room * 2;
+        void *grown = PyMem_Realloc(call->updating.marks,
                                     (size_t)room * sizeof(oomkit_optimizer_mark));
         if (grown == NULL) {
             PyErr_NoMemory();
             return -1;
         }
-        call->optimizers = grown;
-        call->optimizer_room = room;
+        call->updating.marks = grown;
+        call->updating.room = room;
     }
     return 0;
 }
@@ -184,7 +184,7 @@ oomkit_optimizer_mark_take(oomkit_call *call, PyObject *optimizer, int *index)
 
     if (at >= 0) {
         int moved;
-        if (call->options->optimizer_copy && call->optimizers[at].copies != NULL) {
+        if (call->options->optimizer_copy && call->updating.marks[at].copies != NULL) {
             *index =
                 at; /* the pre-image of the first step() is the one to go back to */
             return 0;
@@ -193,7 +193,7 @@ oomkit_optimizer_mark_take(oomkit_call *call, PyObject *optimizer, int *index)
         if (moved < 0) {
             return -1;
         }
-        call->committed |= moved;
+        call->updating.committed |= moved;
     }
     memset(&fresh, 0, sizeof(fresh));
     fresh.optimizer = Py_NewRef(optimizer);
@@ -212,11 +212,11 @@ oomkit_optimizer_mark_take(oomkit_call *call, PyObject *optimizer, int *index)
         return -1;
     }
     if (at < 0) {
-        at = call->optimizer_count++;
+        at = call->updating.count++;
     } else {
-        old = call->optimizers[at];
+        old = call->updating.marks[at];
     }
-    call->optimizers[at] = fresh;
+    call->updating.marks[at] = fresh;
     mark_clear(&old);
     *index = at;
     return 0;
@@ -226,7 +226,7 @@ oomkit_optimizer_mark_take(oomkit_call *call, PyObject *optimizer, int *index)
 int
 oomkit_optimizer_moved(oomkit_call *call, int index)
 {
-    const oomkit_optimizer_mark *mark = &call->optimizers[index];
+    const oomkit_optimizer_mark *mark = &call->updating.marks[index];
     Py_ssize_t i;
 
     for (i = 0; i < mark->count; i++) {
@@ -250,7 +250,7 @@ int
 oomkit_optimizers_any_moved(oomkit_call *call)
 {
     int i;
-    for (i = 0; i < call->optimizer_count; i++) {
+    for (i = 0; i < call->updating.count; i++) {
         int moved = oomkit_optimizer_moved(call, i);
         if (moved != 0) {
             return moved;
@@ -351,7 +351,7 @@ undo_groups(oomkit_state *st, oomkit_optimizer_mark *mark)
 int
 oomkit_optimizer_undo(oomkit_call *call, int index)
 {
-    oomkit_optimizer_mark *mark = &call->optimizers[index];
+    oomkit_optimizer_mark *mark = &call->updating.marks[index];
     PyObject *optimizer = Py_NewRef(mark->optimizer);   /* owned: finalisers of what */
     PyObject *attributes = Py_NewRef(mark->attributes); /* goes may step others */
     int result = oomkit_attributes_put(call->st, optimizer, attributes);
@@ -361,7 +361,7 @@ oomkit_optimizer_undo(oomkit_call *call, int index)
     if (result < 0) {
         return -1;
     }
-    mark = &call->optimizers[index];
+    mark = &call->updating.marks[index];
     if (PyDict_Check(mark->state) &&
         undo_new_keys(mark->state, mark->params_seen) < 0) {
         return -1;
@@ -374,7 +374,7 @@ oomkit_optimizer_undo(oomkit_call *call, int index)
 int
 oomkit_optimizer_copy(oomkit_call *call, int index)
 {
-    oomkit_optimizer_mark *mark = &call->optimizers[index];
+    oomkit_optimizer_mark *mark = &call->updating.marks[index];
     PyObject **copies;
     Py_ssize_t i;
 
@@ -411,9 +411,9 @@ static void
 restored_version(oomkit_call *call, const PyObject *param, uint32_t version)
 {
     Py_ssize_t i;
-    for (i = 0; call->param_versions != NULL && i < call->parts->param_count; i++) {
+    for (i = 0; call->entry.versions != NULL && i < call->parts->param_count; i++) {
         if (call->parts->params[i] == param) {
-            call->param_versions[i] = version;
+            call->entry.versions[i] = version;
         }
     }
 }
@@ -424,7 +424,7 @@ restored_version(oomkit_call *call, const PyObject *param, uint32_t version)
 int
 oomkit_optimizer_restore_copy(oomkit_call *call, int index)
 {
-    oomkit_optimizer_mark *mark = &call->optimizers[index];
+    oomkit_optimizer_mark *mark = &call->updating.marks[index];
     Py_ssize_t i;
 
     for (i = 0; mark->copies != NULL && i < mark->count; i++) {
@@ -456,7 +456,7 @@ oomkit_optimizer_restore_copy(oomkit_call *call, int index)
 int
 oomkit_optimizer_is_foreach(oomkit_call *call, int index)
 {
-    const oomkit_optimizer_mark *mark = &call->optimizers[index];
+    const oomkit_optimizer_mark *mark = &call->updating.marks[index];
     Py_ssize_t i;
 
     for (i = 0; i < PyList_GET_SIZE(mark->groups); i++) {
@@ -475,15 +475,15 @@ oomkit_optimizer_is_foreach(oomkit_call *call, int index)
 void
 oomkit_optimizers_release(oomkit_call *call)
 {
-    int i, count = call->optimizer_count;
+    int i, count = call->updating.count;
 
-    call->optimizer_count = 0;
+    call->updating.count = 0;
     for (i = 0; i < count; i++) {
-        mark_clear(&call->optimizers[i]);
+        mark_clear(&call->updating.marks[i]);
     }
-    PyMem_Free(call->optimizers);
-    call->optimizers = NULL;
-    call->optimizer_room = 0;
+    PyMem_Free(call->updating.marks);
+    call->updating.marks = NULL;
+    call->updating.room = 0;
 }
 
 /* Did the failure happen while the state was being made, before any update? Asked of a

@@ -62,7 +62,7 @@ int
 oomkit_beside_restore(oomkit_call *call, const oomkit_optimizer_mark *mark)
 {
     PyObject *kept, *done; /* owned */
-    int on = call->compiler == NULL;
+    int on = call->entry.compiler == NULL;
 
     if (mark->beside == NULL || PyTuple_GET_ITEM(mark->beside, 0) == Py_None) {
         return 0;
@@ -82,8 +82,8 @@ oomkit_beside_restore(oomkit_call *call, const oomkit_optimizer_mark *mark)
 PyObject *
 oomkit_beside_unknown(const oomkit_call *call, int index)
 {
-    PyObject *beside = call->optimizers[index].beside; /* borrowed */
-    PyObject *unknown =                                /* borrowed */
+    PyObject *beside = call->updating.marks[index].beside; /* borrowed */
+    PyObject *unknown =                                    /* borrowed */
         beside == NULL ? Py_None : PyTuple_GET_ITEM(beside, 1);
     return unknown == Py_None ? NULL : unknown;
 }
@@ -92,7 +92,7 @@ PyObject *
 oomkit_beside_any_unknown(const oomkit_call *call)
 {
     int i;
-    for (i = 0; i < call->optimizer_count; i++) {
+    for (i = 0; i < call->updating.count; i++) {
         if (oomkit_beside_unknown(call, i) != NULL) {
             return oomkit_beside_unknown(call, i);
         }
@@ -103,7 +103,7 @@ oomkit_beside_any_unknown(const oomkit_call *call)
 int
 oomkit_beside_refuse(oomkit_call *call, PyObject **message)
 {
-    call->params_stuck = 1;
+    call->updating.params_stuck = 1;
     *message = PyUnicode_FromFormat(
         "an optimizer's step() may have moved its %U, which optimizer_safety=\"copy\" "
         "cannot copy; keep it in a tensor, list or dict",
@@ -118,13 +118,13 @@ oomkit_beside_raise(oomkit_call *call, int index, PyObject *exception)
 
     oomkit_exception_drop(call->st, exception, handled);
     Py_XDECREF(handled);
-    call->raised = 1;
+    call->refused.raised = 1;
     return oomkit_raise(
         call->st->PartialUpdate,
         "%s.step() ran out of memory, and optimizer_safety=\"copy\" cannot copy its "
         "%U, "
         "which may have moved on: the update is not repeated; everything else is as "
         "before the step; keep it in a tensor, list or dict, or restore a checkpoint",
-        Py_TYPE(call->optimizers[index].optimizer)->tp_name,
+        Py_TYPE(call->updating.marks[index].optimizer)->tp_name,
         oomkit_beside_unknown(call, index));
 }

@@ -14,7 +14,7 @@ oomkit_writes_look(oomkit_call *call)
     if (call->parts->writes != NULL || st->parameter_writes == NULL) {
         return 0;
     }
-    if (call->parts->param_count == 0 || call->func == NULL) {
+    if (call->parts->param_count == 0 || call->given.func == NULL) {
         call->parts->writes = Py_NewRef(Py_None);
         return 0;
     }
@@ -22,7 +22,7 @@ oomkit_writes_look(oomkit_call *call)
         oomkit_effects_arguments(call, &positional, &named) == 0) {
         PyObject *roots = /* borrowed */
             call->parts->roots == NULL ? Py_None : call->parts->roots;
-        found = PyObject_CallFunctionObjArgs(st->parameter_writes, call->func,
+        found = PyObject_CallFunctionObjArgs(st->parameter_writes, call->given.func,
                                              positional, named, roots, NULL);
     }
     Py_XDECREF(positional);
@@ -63,7 +63,7 @@ oomkit_pristine_refuse(oomkit_call *call, PyObject **message, Py_ssize_t first,
         return -1;
     }
     *message =
-        call->params_stuck == 2
+        call->updating.params_stuck == 2
             ? PyUnicode_FromFormat(
                   "%U may have been changed by the step, which writes to parameters "
                   "(%U); they are too large for copies to tell; pass "

@@ -118,7 +118,7 @@ site_look(oomkit_call *call, PyObject *positional, PyObject *named)
         }
     }
     found = PyObject_CallFunctionObjArgs(
-        st->plain_places, call->func, positional, named,
+        st->plain_places, call->given.func, positional, named,
         call->options->rng == OOMKIT_RNG_ALL ? Py_True : Py_False, NULL);
     if (before != NULL) {
         exception = found == NULL ? oomkit_exception_take() : NULL;
@@ -215,14 +215,14 @@ oomkit_plain_find(oomkit_call *call)
         return -1;
     }
     before = step->plain;
-    if (call->ooms > 0 && site != NULL && before != NULL &&
+    if (call->tries.ooms > 0 && site != NULL && before != NULL &&
         site_merge(site, before) < 0) {
         PyObject *exception = oomkit_exception_take(); /* owned, given back */
         oomkit_plain_site_release(site);
         oomkit_exception_give(exception);
         return -1;
     }
-    if (call->ooms > 0 && site == NULL) {
+    if (call->tries.ooms > 0 && site == NULL) {
         return 0; /* what was found before is as good */
     }
     step->plain_looked = step->plain_looked == 0 ? 1 : step->plain_looked;

@@ -257,7 +257,7 @@ marks_restore(oomkit_call *call, oomkit_plain *plain, const oomkit_plain_marks *
 int
 oomkit_plain_restore(oomkit_call *call)
 {
-    oomkit_plain *plain = call->plain;
+    oomkit_plain *plain = call->entry.plain;
 
     if (plain == NULL) {
         return 0;
@@ -327,7 +327,7 @@ oomkit_plain_drop(oomkit_plain *plain)
 static uint64_t
 plain_room(const oomkit_call *call)
 {
-    return call->ooms > 0 || call->step->seen_oom || call->options->optimizer_copy
+    return call->tries.ooms > 0 || call->step->seen_oom || call->options->optimizer_copy
                ? OOMKIT_PLAIN_ROOM
                : 0;
 }
@@ -336,9 +336,9 @@ int
 oomkit_plain_begin(oomkit_call *call)
 {
     oomkit_plain_site *site = call->step->plain;
-    oomkit_plain *plain = call->plain;
+    oomkit_plain *plain = call->entry.plain;
 
-    if (call->ooms > 0 && call->step->plain_looked == 1 && plain == NULL) {
+    if (call->tries.ooms > 0 && call->step->plain_looked == 1 && plain == NULL) {
         call->step->plain_looked = 2; /* what was made in the first call is there now */
         if (oomkit_plain_find(call) < 0) {
             return -1;
@@ -349,7 +349,7 @@ oomkit_plain_begin(oomkit_call *call)
         if (site == NULL || site->count == 0) {
             return 0;
         }
-        plain = call->plain = plain_new(site);
+        plain = call->entry.plain = plain_new(site);
         if (plain == NULL) {
             return -1;
         }
@@ -365,17 +365,17 @@ oomkit_plain_begin(oomkit_call *call)
 int
 oomkit_plain_begin_part(oomkit_call *call)
 {
-    return call->plain == NULL || !call->plain->entry.taken
+    return call->entry.plain == NULL || !call->entry.plain->entry.taken
                ? 0
-               : marks_take(call, call->plain->site, &call->plain->part,
+               : marks_take(call, call->entry.plain->site, &call->entry.plain->part,
                             plain_room(call));
 }
 
 void
 oomkit_plain_keep(oomkit_call *call, int keep)
 {
-    if (call->plain != NULL) {
-        call->plain->keep = keep && call->plain->part.taken;
+    if (call->entry.plain != NULL) {
+        call->entry.plain->keep = keep && call->entry.plain->part.taken;
     }
 }
 
@@ -385,16 +385,16 @@ oomkit_plain_give_up(oomkit_call *call)
     PyObject *exception; /* owned, given back */
     int mode;
 
-    if (call->plain == NULL || !call->plain->keep) {
+    if (call->entry.plain == NULL || !call->entry.plain->keep) {
         return;
     }
-    call->plain->keep = 0;
+    call->entry.plain->keep = 0;
     exception = oomkit_exception_take();
     oomkit_exempt_enter(call->st);
     mode = oomkit_grad_mode_off(call->st);
     if (mode < 0 ||
         oomkit_grad_mode_back(call->st, mode, oomkit_plain_restore(call)) < 0) {
-        PyErr_WriteUnraisable(call->func); /* the first one tells more */
+        PyErr_WriteUnraisable(call->given.func); /* the first one tells more */
     }
     oomkit_exempt_leave(call->st);
     oomkit_exception_give(exception);
@@ -403,11 +403,11 @@ oomkit_plain_give_up(oomkit_call *call)
 void
 oomkit_plain_end_attempt(oomkit_call *call)
 {
-    if (call->plain == NULL) {
+    if (call->entry.plain == NULL) {
         return;
     }
-    marks_clear(&call->plain->part);
-    if (!call->plain->keep) {
+    marks_clear(&call->entry.plain->part);
+    if (!call->entry.plain->keep) {
         oomkit_plain_free(oomkit_plain_take(call));
     }
 }
@@ -415,8 +415,8 @@ oomkit_plain_end_attempt(oomkit_call *call)
 oomkit_plain *
 oomkit_plain_take(oomkit_call *call)
 {
-    oomkit_plain *plain = call->plain;
-    call->plain = NULL;
+    oomkit_plain *plain = call->entry.plain;
+    call->entry.plain = NULL;
     return plain;
 }
 
@@ -424,7 +424,7 @@ void
 oomkit_plain_put(oomkit_call *call, oomkit_plain *plain)
 {
     oomkit_plain *before = oomkit_plain_take(call);
-    call->plain = plain;
+    call->entry.plain = plain;
     oomkit_plain_free(before);
 }
 
@@ -432,7 +432,7 @@ int
 oomkit_plain_now(oomkit_call *call, oomkit_plain **plain)
 {
     oomkit_plain_site *site =
-        call->plain != NULL ? call->plain->site : call->step->plain;
+        call->entry.plain != NULL ? call->entry.plain->site : call->step->plain;
 
     *plain = NULL;
     if (site == NULL || site->count == 0) {

@@ -6,16 +6,18 @@
 static PyObject *
 argument_of(const oomkit_call *call, const oomkit_plain_node *node)
 {
-    Py_ssize_t n = PyVectorcall_NARGS(call->nargsf), i;
+    Py_ssize_t n = PyVectorcall_NARGS(call->given.nargsf), i;
 
     if (node->kind == OOMKIT_PLAIN_ARGUMENT) {
         i = PyLong_AsSsize_t(node->key);
-        return i >= 0 && i < n ? Py_NewRef(call->args[i]) : NULL;
+        return i >= 0 && i < n ? Py_NewRef(call->given.args[i]) : NULL;
     }
-    for (i = 0; call->kwnames != NULL && i < PyTuple_GET_SIZE(call->kwnames); i++) {
-        PyObject *name = PyTuple_GET_ITEM(call->kwnames, i); /* borrowed */
+    for (i = 0;
+         call->given.kwnames != NULL && i < PyTuple_GET_SIZE(call->given.kwnames);
+         i++) {
+        PyObject *name = PyTuple_GET_ITEM(call->given.kwnames, i); /* borrowed */
         if (name == node->key || PyUnicode_Compare(name, node->key) == 0) {
-            return Py_NewRef(call->args[n + i]);
+            return Py_NewRef(call->given.args[n + i]);
         }
     }
     return NULL;
@@ -132,7 +134,7 @@ slim(const oomkit_state *st, oomkit_plain_mark *mark)
 struct oomkit_plain *
 oomkit_plain_take_slim(oomkit_call *call)
 {
-    oomkit_plain *plain = call->plain;
+    oomkit_plain *plain = call->entry.plain;
     Py_ssize_t i;
 
     if (plain == NULL || !plain->entry.taken) {
@@ -203,12 +205,12 @@ oomkit_plain_say(oomkit_call *call)
     PyObject *text; /* owned */
     int result;
 
-    if (call->plain == NULL || call->plain->lost == NULL) {
+    if (call->entry.plain == NULL || call->entry.plain->lost == NULL) {
         return 0;
     }
-    text = call->plain->lost;
-    call->plain->lost = NULL;
-    text = lost_names(call->plain->site, text);
+    text = call->entry.plain->lost;
+    call->entry.plain->lost = NULL;
+    text = lost_names(call->entry.plain->site, text);
     if (text == NULL) {
         return PyErr_Occurred() ? -1 : 0;
     }

@@ -41,7 +41,7 @@ proof_refuse(oomkit_proof *p, PyObject *text, PyObject *rules)
                              "%U",
                              call->options->label, text, advice);
     } else if (advice != NULL) {
-        call->raised = 1;
+        call->refused.raised = 1;
         oomkit_raise(call->st->SplitError, "auto_batch cannot split %U exactly: %U; %U",
                      call->options->label, text, advice);
     }
@@ -212,7 +212,7 @@ proof_forgive(oomkit_proof *p)
 
     oomkit_exception_drop(call->st, exception, handled);
     Py_XDECREF(handled);
-    return oomkit_recover_reclaim(call, call->baseline_bytes);
+    return oomkit_recover_reclaim(call, call->sizes.baseline);
 }
 
 /* Are these rows compared without a graph? */
@@ -233,7 +233,7 @@ proof_there(oomkit_proof *p, PyObject **text)
             oomkit_proof_compare(p, p->first, text) == 0) {
             return 0;
         }
-        if (p->length <= p->fits || p->call->restart != 0 ||
+        if (p->length <= p->fits || p->call->unknown.restart != 0 ||
             !oomkit_exception_is_oom(p->call->st) || proof_forgive(p) < 0) {
             return -1;
         }
@@ -518,7 +518,7 @@ proof_pair(oomkit_proof *p)
     int found;
 
     p->level = oomkit_proven_find(p->call)->level;
-    p->weakly = p->call->ooms > 0;
+    p->weakly = p->call->tries.ooms > 0;
     p->first = 0; /* nothing has passed */
     found = search_ask(p, "told_apart");
     if (found <= 0 || proof_there(p, &text) < 0 ||
@@ -562,7 +562,7 @@ proof_larger(oomkit_proof *p, int64_t rows, int *result)
     }
     p->start = 0;
     p->length = rows;
-    p->on_host = p->call->ooms > 0;
+    p->on_host = p->call->tries.ooms > 0;
     if (oomkit_proof_rows_middle(p, multiple)) {
         if (p->first * 2 == p->length && p->length > 2 * multiple) {
             p->first += multiple;
@@ -572,7 +572,7 @@ proof_larger(oomkit_proof *p, int64_t rows, int *result)
             oomkit_proof_own_error(p->call)) {
             oomkit_error_dismiss(); /* that size is none that the call needs */
             p->no_parts = 0;
-        } else if (*result >= 0 || p->call->restart != 0 ||
+        } else if (*result >= 0 || p->call->unknown.restart != 0 ||
                    !oomkit_exception_is_oom(p->call->st)) {
             tried = 1;
         } else if (proof_forgive(p) < 0) {
@@ -595,9 +595,9 @@ proof_best(oomkit_proof *p, int cut)
 {
     int result = -1;
     int tried =
-        p->length < FEW && p->call->ooms == 0 ? proof_larger(p, FEW, &result) : 0;
+        p->length < FEW && p->call->tries.ooms == 0 ? proof_larger(p, FEW, &result) : 0;
 
-    if (tried == 0 && (!cut || (p->length < FEW && p->call->ooms > 0))) {
+    if (tried == 0 && (!cut || (p->length < FEW && p->call->tries.ooms > 0))) {
         tried = proof_larger(p, p->length * 2, &result);
     }
     if (tried != 0) {
@@ -634,7 +634,7 @@ proof_again(oomkit_proof *p, int cut)
     PyObject *equal, *text, *rules; /* borrowed from verdict */
     int differs;
 
-    if (p->length < FEW && p->call->ooms == 0) {
+    if (p->length < FEW && p->call->tries.ooms == 0) {
         p->start = 0;
         p->length = FEW < p->call->batch.rows ? FEW : p->call->batch.rows;
         p->first = length < p->length ? length : first;
@@ -720,7 +720,7 @@ proof_loud(oomkit_proof *p)
         if (PyErr_ExceptionMatches(PyExc_KeyError)) {
             PyErr_Clear(); /* it was not set, or somebody has taken it out */
         } else {
-            PyErr_WriteUnraisable(p->call->func);
+            PyErr_WriteUnraisable(p->call->given.func);
         }
     }
     Py_CLEAR(p->quieted);
@@ -793,7 +793,7 @@ prove(oomkit_call *call)
     proof_loud(&p);
     if (oomkit_proof_back(&p) < 0) {
         if (exception != NULL) {
-            PyErr_WriteUnraisable(call->func); /* the first one tells more */
+            PyErr_WriteUnraisable(call->given.func); /* the first one tells more */
         }
         result = -1;
     }
@@ -810,7 +810,7 @@ prove(oomkit_call *call)
     } else if (exception != NULL && wanted > 1 &&
                PyErr_GivenExceptionMatches(exception, call->st->SplitError) &&
                oomkit_proven_forget(call) < 0) {
-        PyErr_WriteUnraisable(call->func); /* the refusal tells more */
+        PyErr_WriteUnraisable(call->given.func); /* the refusal tells more */
     }
     Py_CLEAR(p.rule);
     Py_CLEAR(p.rules);
@@ -836,7 +836,7 @@ prove_doubtful(oomkit_call *call)
     if (PyErr_Occurred()) {
         exception = oomkit_exception_take();
     }
-    call->raised = 1;
+    call->refused.raised = 1;
     oomkit_raise(call->st->SplitError, "%U", call->batch.doubt);
     refusal = oomkit_exception_take();
     if (PyErr_GivenExceptionMatches(refusal, call->st->SplitError)) {
@@ -854,7 +854,7 @@ oomkit_prove(oomkit_call *call)
     int result = prove(call);
 
     if (call->batch.doubt != NULL && call->proof == NULL && call->split &&
-        !call->forced && call->slice_index == 0 &&
+        !call->cut.forced && call->cut.at == 0 &&
         (result < 0 || !oomkit_proof_known(call))) {
         return prove_doubtful(call);
     }

@@ -22,7 +22,7 @@ proof_key(oomkit_call *call)
 {
     uint64_t hash =
         mix((uint64_t)call->batch.count + 1,
-            (uint64_t)call->parts->param_count * 2 + (call->replayed != NULL));
+            (uint64_t)call->parts->param_count * 2 + (call->deferred.replayed != NULL));
     Py_ssize_t i;
 
     for (i = 0; i < call->batch.count; i++) {
@@ -54,11 +54,11 @@ oomkit_proven_find(oomkit_call *call)
     oomkit_step *step = call->step;
     int i;
 
-    if (call->proof_key == 0) {
-        call->proof_key = proof_key(call);
+    if (call->shape.proof_key == 0) {
+        call->shape.proof_key = proof_key(call);
     }
     for (i = 0; i < OOMKIT_PROVEN; i++) {
-        if (step->proven[i].key == call->proof_key) {
+        if (step->proven[i].key == call->shape.proof_key) {
             return &step->proven[i];
         }
     }
@@ -79,14 +79,14 @@ oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried, uint64_t 
     }
     before = found->rule;
     before_tried = found->tried;
-    if (found->key != call->proof_key) {
+    if (found->key != call->shape.proof_key) {
         memset(found->courses, 0, sizeof(found->courses));
         found->calls = 1;
     }
-    found->key = call->proof_key;
+    found->key = call->shape.proof_key;
     found->rule = rule;
     found->tried = tried;
-    found->call = call->number;
+    found->call = call->log.number;
     found->level = (uint8_t)level;
     found->labels = labels > 0;
     if (course != 0) { /* 0: nothing but losses were compared */
@@ -144,7 +144,8 @@ oomkit_proof_rule(oomkit_call *call)
     if (call->proof != NULL) {
         return call->proof->rule;
     }
-    if (call->options->weight != NULL || call->options->verify == 0 || call->forced) {
+    if (call->options->weight != NULL || call->options->verify == 0 ||
+        call->cut.forced) {
         return NULL;
     }
     found = oomkit_proven_find(call);
@@ -175,8 +176,8 @@ oomkit_proof_is_new_course(oomkit_call *call)
     uint64_t course;
     int i;
 
-    if (call->proof != NULL || call->options->verify == 0 || call->forced ||
-        call->restarts >= OOMKIT_RESTARTS) {
+    if (call->proof != NULL || call->options->verify == 0 || call->cut.forced ||
+        call->unknown.restarts >= OOMKIT_RESTARTS) {
         return 0;
     }
     found = oomkit_proven_find(call);
@@ -205,7 +206,7 @@ oomkit_proof_known(oomkit_call *call)
     if (call->proof != NULL) {
         return 1;
     }
-    if (call->options->verify == 0 || call->forced) {
+    if (call->options->verify == 0 || call->cut.forced) {
         return 0;
     }
     found = oomkit_proven_find(call);
@@ -270,7 +271,7 @@ known_unsettled(oomkit_call *call, const oomkit_proven *found)
         return 0;
     }
     leaves = oomkit_proof_leaves(call);
-    slices = oomkit_proof_slices(call->slices, call->slice_count);
+    slices = oomkit_proof_slices(call->cut.slices, call->cut.count);
     if (leaves != NULL && slices != NULL) {
         oomkit_exempt_enter(call->st);
         answer = PyObject_CallMethod(
@@ -293,10 +294,10 @@ known_unsettled(oomkit_call *call, const oomkit_proven *found)
 static int
 known_is_due(const oomkit_call *call, oomkit_proven *found)
 {
-    if (found->call == call->number) {
+    if (found->call == call->log.number) {
         return 0; /* an attempt before has asked */
     }
-    found->call = call->number;
+    found->call = call->log.number;
     found->calls++;
     return found->calls == 2 ||
            (found->rule != NULL && (found->calls & (found->calls - 1)) == 0);
@@ -309,9 +310,9 @@ oomkit_proof_wanted(oomkit_call *call)
     const int countable = oomkit_weights_are_countable(call);
     int unsettled;
 
-    if (!call->split || call->options->verify == 0 || call->forced ||
-        call->st->proves_nothing || call->proof != NULL || call->slice_index > 0 ||
-        call->joining) {
+    if (!call->split || call->options->verify == 0 || call->cut.forced ||
+        call->st->proves_nothing || call->proof != NULL || call->cut.at > 0 ||
+        call->tries.joining) {
         return 0;
     }
     found = oomkit_proven_find(call);

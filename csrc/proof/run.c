@@ -51,14 +51,14 @@ oomkit_proof_aside(oomkit_proof *p)
     call->options = &p->options;
     p->grads = call->grads;
     memset(&call->grads, 0, sizeof(call->grads));
-    p->slices = call->slices;
-    p->slice_count = call->slice_count;
-    p->slice_room = call->slice_room;
+    p->slices = call->cut.slices;
+    p->slice_count = call->cut.count;
+    p->slice_room = call->cut.room;
     p->split = call->split;
-    call->slices = NULL;
-    call->slice_count = call->slice_room = 0;
-    p->switches = call->switches;
-    call->switches = NULL;
+    call->cut.slices = NULL;
+    call->cut.count = call->cut.room = 0;
+    p->switches = call->entry.flags;
+    call->entry.flags = NULL;
     p->join = call->join;
     memset(&call->join, 0, sizeof(call->join));
     call->join.site = p->join.site;
@@ -105,21 +105,22 @@ oomkit_proof_back(oomkit_proof *p)
     oomkit_proof_gradients_free(p);
     back_buffers(p);
     call->grads = p->grads;
-    PyMem_Free(call->slices);
-    call->slices = p->slices;
-    call->slice_count = p->slice_count;
-    call->slice_room = p->slice_room;
+    PyMem_Free(call->cut.slices);
+    call->cut.slices = p->slices;
+    call->cut.count = p->slice_count;
+    call->cut.room = p->slice_room;
     call->split = p->split;
-    call->slice_index = 0;
+    call->cut.at = 0;
     call->options = p->own_options;
-    Py_XSETREF(call->switches, p->switches);
-    memset(&call->measured, 0, sizeof(call->measured));
-    if (call->restart == 0) { /* else there are other participants to be marked */
+    Py_XSETREF(call->entry.flags, p->switches);
+    memset(&call->sizes.measured, 0, sizeof(call->sizes.measured));
+    if (call->unknown.restart ==
+        0) { /* else there are other participants to be marked */
         result = oomkit_tx_begin(call);
     }
     if (exception != NULL) {
         if (result < 0) {
-            PyErr_WriteUnraisable(call->func);
+            PyErr_WriteUnraisable(call->given.func);
         }
         oomkit_exception_give(exception);
     }
@@ -144,7 +145,7 @@ put_back_rest(oomkit_call *call, PyObject **message, int failed)
         return result;
     }
     if (result < 0) {
-        PyErr_WriteUnraisable(call->func);
+        PyErr_WriteUnraisable(call->given.func);
     }
     oomkit_exception_give(exception);
     return result == 1 ? 1 : -1;
@@ -157,12 +158,12 @@ oomkit_proof_put_back(oomkit_proof *p)
     PyObject *exception =
         PyErr_Occurred() ? oomkit_exception_take() : NULL; /* owned, given back */
     PyObject *message = NULL;                              /* owned */
-    int raised = call->raised, queued = call->queued;
+    int raised = call->refused.raised, queued = call->backward.queued;
     PyObject *error; /* owned, given back */
     int result;
 
     if (exception != NULL && oomkit_modes_entry_back(call) < 0) {
-        PyErr_WriteUnraisable(call->func); /* the first one tells more */
+        PyErr_WriteUnraisable(call->given.func); /* the first one tells more */
     }
     oomkit_grads_release(call);
     memset(&call->grads, 0, sizeof(call->grads));
@@ -189,7 +190,7 @@ oomkit_proof_put_back(oomkit_proof *p)
         result = oomkit_backward_drain(call->st);
     }
     oomkit_tx_end_attempt(call);
-    call->raised = raised; /* of an error that is to pass */
+    call->refused.raised = raised; /* of an error that is to pass */
     if (exception == NULL) {
         return result;
     }
@@ -205,16 +206,16 @@ oomkit_proof_put_back(oomkit_proof *p)
 static int
 run_slices(oomkit_call *call, const oomkit_slice *cut, int64_t count)
 {
-    void *grown = PyMem_Realloc(call->slices, (size_t)count * sizeof(*cut));
+    void *grown = PyMem_Realloc(call->cut.slices, (size_t)count * sizeof(*cut));
 
     if (grown == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    call->slices = grown;
-    memcpy(call->slices, cut, (size_t)count * sizeof(*cut));
-    call->slice_count = call->slice_room = count;
-    call->slice_index = 0;
+    call->cut.slices = grown;
+    memcpy(call->cut.slices, cut, (size_t)count * sizeof(*cut));
+    call->cut.count = call->cut.room = count;
+    call->cut.at = 0;
     call->split = 1; /* one slice, too: held, weighed and counted as the others */
     return 0;
 }
@@ -259,7 +260,7 @@ run_on_host(oomkit_proof *p, int64_t count, const char *method)
     Py_XDECREF(done);
     if (exception != NULL) {
         if (done == NULL) {
-            PyErr_WriteUnraisable(p->call->func);
+            PyErr_WriteUnraisable(p->call->given.func);
         }
         oomkit_exception_give(exception);
     }
@@ -302,10 +303,10 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
         }
     }
     if (status == 0) {
-        call->slice_index = count - 1;
+        call->cut.at = count - 1;
         status = oomkit_proof_finish(p);
     }
-    if (status == 0 && count > 1 && call->replayed == NULL) {
+    if (status == 0 && count > 1 && call->deferred.replayed == NULL) {
         status = oomkit_proof_joined(call);
     }
     if (oomkit_join_truncate(&call->join, 0) < 0) {

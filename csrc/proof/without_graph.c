@@ -16,7 +16,7 @@ static int
 verify_result(oomkit_proof *p, PyObject *result, int64_t length, int part)
 {
     oomkit_call *call = p->call;
-    const double weight = part < 0 ? 1.0 : call->weights[part];
+    const double weight = part < 0 ? 1.0 : call->cut.weights[part];
     PyObject *done; /* owned */
 
     oomkit_exempt_enter(call->st);
@@ -24,10 +24,10 @@ verify_result(oomkit_proof *p, PyObject *result, int64_t length, int part)
                                (long long)length, weight);
     oomkit_exempt_leave(call->st);
     Py_XDECREF(done);
-    if (done == NULL || part < 0 || call->replayed != NULL) {
+    if (done == NULL || part < 0 || call->deferred.replayed != NULL) {
         return done == NULL ? -1 : 0;
     }
-    call->slice_index = part;
+    call->cut.at = part;
     if (oomkit_join_add(call->st, call->options, &call->join, result, length, weight) <
         0) {
         return -1;
@@ -53,8 +53,9 @@ verify_call(oomkit_proof *p, int64_t start, int64_t length, int part)
                            vector) == 0 &&
         oomkit_compiler_on(call) == 0) {
         call->running = 1;
-        result = PyObject_Vectorcall(call->func, vector, (size_t)call->batch.positional,
-                                     call->kwnames);
+        result =
+            PyObject_Vectorcall(call->given.func, vector,
+                                (size_t)call->batch.positional, call->given.kwnames);
         call->running = 0;
         if (oomkit_compiler_off(call) < 0) {
             Py_CLEAR(result);
@@ -124,13 +125,13 @@ verify_run(oomkit_proof *p, int64_t start, int64_t length, int part, int *moved)
 static PyObject *
 verify_weights(oomkit_call *call, int part)
 {
-    const oomkit_slice cut = call->slices[part];
+    const oomkit_slice cut = call->cut.slices[part];
     Py_ssize_t groups = 0, i;
     PyObject *list; /* owned */
     double *values;
 
     if (call->options->weight == NULL) {
-        return Py_BuildValue("[d]", call->weights[part]);
+        return Py_BuildValue("[d]", call->cut.weights[part]);
     }
     values = oomkit_weights_ask(call, cut.start, cut.length, &groups);
     if (values == NULL) {
@@ -180,14 +181,14 @@ verify_shares(oomkit_proof *p, const oomkit_slice *cut, PyObject **one, PyObject
 {
     oomkit_call *call = p->call;
 
-    call->slices = PyMem_Realloc(call->slices, 2 * sizeof(*cut));
-    if (call->slices == NULL) {
+    call->cut.slices = PyMem_Realloc(call->cut.slices, 2 * sizeof(*cut));
+    if (call->cut.slices == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    memcpy(call->slices, cut, 2 * sizeof(*cut));
-    call->slice_count = call->slice_room = 2;
-    call->slice_index = 0;
+    memcpy(call->cut.slices, cut, 2 * sizeof(*cut));
+    call->cut.count = call->cut.room = 2;
+    call->cut.at = 0;
     call->split = 1;
     if (oomkit_weights_set(call) < 0) {
         return -1;
@@ -256,7 +257,7 @@ verify_speak(oomkit_proof *p, PyObject *verdict)
     }
     if (exception != NULL) {
         if (done == NULL) {
-            PyErr_WriteUnraisable(p->call->func); /* the first one tells more */
+            PyErr_WriteUnraisable(p->call->given.func); /* the first one tells more */
         }
         oomkit_exception_give(exception);
     }
@@ -289,7 +290,7 @@ oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first
     Py_CLEAR(call->join.sources);
     call->join.required = 0;
     Py_CLEAR(call->losses.verification);
-    if (verdict == NULL && call->restart == 0) {
+    if (verdict == NULL && call->unknown.restart == 0) {
         return verify_abandon(call, oomkit_exception_take()) < 0 ? NULL
                                                                  : Py_NewRef(Py_None);
     }
@@ -306,6 +307,6 @@ oomkit_verify_backward(oomkit_call *call, PyObject *roots)
     }
     Py_DECREF(done);
     call->training = 1;
-    call->backwards++;
+    call->backward.done++;
     Py_RETURN_NONE;
 }

@@ -9,11 +9,11 @@
 uint64_t
 oomkit_baseline(const oomkit_call *call)
 {
-    if (call->baseline_bytes == OOMKIT_UNKNOWN) {
+    if (call->sizes.baseline == OOMKIT_UNKNOWN) {
         return OOMKIT_UNKNOWN;
     }
-    return call->dropped_bytes < call->baseline_bytes
-               ? call->baseline_bytes - call->dropped_bytes
+    return call->sizes.dropped < call->sizes.baseline
+               ? call->sizes.baseline - call->sizes.dropped
                : 0;
 }
 
@@ -25,7 +25,7 @@ oomkit_baseline_enter(oomkit_call *call)
     oomkit_step *step = call->step;
     Py_ssize_t i, left = PROBED;
 
-    call->entry_gradient_bytes = call->dropped_bytes = 0;
+    call->sizes.entry_gradients = call->sizes.dropped = 0;
     if (step->gradient_bytes == 0) { /* no OOM yet, or nothing is trained */
         return;
     }
@@ -34,14 +34,14 @@ oomkit_baseline_enter(oomkit_call *call)
             PyObject_GetAttr(call->parts->params[i], call->st->str_grad);
         oomkit_error_dismiss(); /* an estimate goes without it */
         if (gradient != NULL && gradient != Py_None) {
-            call->entry_gradient_bytes = step->gradient_bytes;
+            call->sizes.entry_gradients = step->gradient_bytes;
             left = 0;
         }
         Py_XDECREF(gradient);
     }
     if (step->drops_gradients > 0 ||
         (step->drops_gradients == 0 && step->updates != 0)) {
-        call->dropped_bytes = call->entry_gradient_bytes;
+        call->sizes.dropped = call->sizes.entry_gradients;
     }
 }
 
@@ -49,9 +49,9 @@ oomkit_baseline_enter(oomkit_call *call)
 void
 oomkit_baseline_marked(oomkit_call *call)
 {
-    if (call->entry_gradient_bytes > 0) {
+    if (call->sizes.entry_gradients > 0) {
         call->step->drops_gradients = call->grads.at_entry ? -1 : 1;
-        call->dropped_bytes = call->grads.at_entry ? 0 : call->entry_gradient_bytes;
+        call->sizes.dropped = call->grads.at_entry ? 0 : call->sizes.entry_gradients;
     }
 }
 
@@ -59,8 +59,8 @@ oomkit_baseline_marked(oomkit_call *call)
 void
 oomkit_baseline_rolled_back(oomkit_call *call, uint64_t now)
 {
-    if (call->replayed == NULL && now != OOMKIT_UNKNOWN &&
-        call->baseline_bytes != OOMKIT_UNKNOWN && now < call->baseline_bytes) {
-        call->dropped_bytes = call->baseline_bytes - now;
+    if (call->deferred.replayed == NULL && now != OOMKIT_UNKNOWN &&
+        call->sizes.baseline != OOMKIT_UNKNOWN && now < call->sizes.baseline) {
+        call->sizes.dropped = call->sizes.baseline - now;
     }
 }

@@ -78,7 +78,7 @@ oomkit_predict_update(oomkit_call *call, PyObject *optimizer)
         return -1;
     }
     if (answer != Py_None) {
-        call->raised = 1;
+        call->refused.raised = 1;
         result = -1;
         oomkit_give_up(call, answer, 0);
     }

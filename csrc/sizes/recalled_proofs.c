@@ -110,8 +110,9 @@ oomkit_proven_recall(oomkit_call *call)
     if (step->recalled == NULL) {
         return NULL;
     }
-    found = PyObject_CallMethod(step->st->proof, "recalled", "OOK", step->func,
-                                step->recalled, (unsigned long long)call->proof_key);
+    found =
+        PyObject_CallMethod(step->st->proof, "recalled", "OOK", step->func,
+                            step->recalled, (unsigned long long)call->shape.proof_key);
     if (found == NULL || found == Py_None ||
         !PyArg_ParseTuple(found, "OOp", &rule, &tried, &labels) ||
         recall_figures(step) < 0) {
@@ -122,7 +123,7 @@ oomkit_proven_recall(oomkit_call *call)
     before = place->rule;
     before_tried = place->tried;
     memset(place, 0, sizeof(*place));
-    place->key = call->proof_key;
+    place->key = call->shape.proof_key;
     place->rule = rule == Py_None ? NULL : Py_NewRef(rule);
     place->tried = Py_NewRef(tried);
     place->calls = 1; /* losses are compared in this call */

@@ -56,7 +56,7 @@ oomkit_signature_of(const oomkit_call *call, const oomkit_batch *batch, int auto
     uint64_t hash = oomkit_batch_signature(batch);
     uint64_t modes = training_flag(call) * 4 + (uint64_t)(autocast != 0) * 2 +
                      (uint64_t)(recording != 0);
-    return mix(hash, modes + 1) ^ call->bucket;
+    return mix(hash, modes + 1) ^ call->shape.bucket;
 }
 
 uint64_t
@@ -64,7 +64,7 @@ oomkit_signature_modes(const oomkit_call *call)
 {
     return mix(training_flag(call) + 1, is_on(call->st->is_any_autocast) * 2 +
                                             is_on(call->st->is_grad_enabled)) ^
-           call->bucket;
+           call->shape.bucket;
 }
 
 /* What the shapes of a family have in common, and the bytes of one row of this one:
@@ -132,14 +132,14 @@ oomkit_signature_get(oomkit_call *call, int create)
     oomkit_signature *entry = NULL;
     int i, oldest = 0;
 
-    if (!call->has_signature) {
-        call->signature = oomkit_signature_of(call, &call->batch,
-                                              (int)is_on(call->st->is_any_autocast),
-                                              (int)is_on(call->st->is_grad_enabled));
-        call->has_signature = 1;
+    if (!call->shape.known) {
+        call->shape.signature = oomkit_signature_of(
+            call, &call->batch, (int)is_on(call->st->is_any_autocast),
+            (int)is_on(call->st->is_grad_enabled));
+        call->shape.known = 1;
     }
     for (i = 0; i < step->signature_count; i++) {
-        if (step->signatures[i].hash == call->signature) {
+        if (step->signatures[i].hash == call->shape.signature) {
             step->signatures[i].used = step->calls;
             return &step->signatures[i];
         }
@@ -154,7 +154,7 @@ oomkit_signature_get(oomkit_call *call, int create)
                 ? &step->signatures[step->signature_count++]
                 : &step->signatures[oldest];
     memset(entry, 0, sizeof(*entry));
-    entry->hash = call->signature;
+    entry->hash = call->shape.signature;
     entry->used = step->calls;
     if (step->seen_oom) {
         shape_of(call, entry);
@@ -179,14 +179,14 @@ gradients_beyond(oomkit_call *call)
     const oomkit_signature *entry;
     int kept = call->grads.marked
                    ? call->grads.at_entry
-                   : call->entry_gradient_bytes > 0 && call->dropped_bytes == 0;
+                   : call->sizes.entry_gradients > 0 && call->sizes.dropped == 0;
 
     if (kept || call->step->gradient_bytes == 0) {
         return 0;
     }
     if (!call->grads.marked) { /* an evaluation has none, whatever the model wants */
         entry = oomkit_signature_get(call, 0);
-        if (call->forward_only || (entry != NULL && entry->forward_only)) {
+        if (call->deferred.forward_only || (entry != NULL && entry->forward_only)) {
             return 0;
         }
     }
@@ -223,7 +223,7 @@ survey_is_due(const oomkit_call *call)
 {
     const oomkit_step *step = call->step;
     return !step->surveyed ||
-           (call->device.type != OOMKIT_DEVICE_CPU && call->ooms == 0 &&
+           (call->device.type != OOMKIT_DEVICE_CPU && call->tries.ooms == 0 &&
             step->seen_oom && step->calls - step->surveyed_at >= SURVEY_EVERY);
 }
 
@@ -237,7 +237,7 @@ oomkit_signature_request(oomkit_call *call, oomkit_plan_request *request,
     if (survey_is_due(call)) { /* whether fewer would do depends on the room */
         oomkit_signature_survey(call);
     }
-    if (call->ooms == 0) {
+    if (call->tries.ooms == 0) {
         oomkit_baseline_enter(call);
     }
     *known = entry == NULL ? &nothing : &entry->known;
@@ -290,16 +290,17 @@ oomkit_signature_survey(oomkit_call *call)
 static void
 measured_complete(oomkit_call *call, oomkit_measured *m)
 {
-    if (call->replayed != NULL) {
+    if (call->deferred.replayed != NULL) {
         m->bytes[OOMKIT_FIRST] = m->bytes[OOMKIT_LATER] = m->optimizer_bytes = 0;
     }
     m->batch = call->batch.rows > 0 ? call->batch.rows : m->rows[OOMKIT_FIRST];
-    m->k = call->slice_count > 0 ? call->slice_count : 1;
+    m->k = call->cut.count > 0 ? call->cut.count : 1;
     m->baseline_bytes = oomkit_baseline(call);
     m->budget_bytes = budget_of(call);
     m->gradient_bytes = gradients_beyond(call);
-    m->alloc_retries = call->window.alloc_retries != OOMKIT_UNKNOWN &&
-                               call->window.alloc_retries > 0 && !call->window.open
+    m->alloc_retries = call->sizes.window.alloc_retries != OOMKIT_UNKNOWN &&
+                               call->sizes.window.alloc_retries > 0 &&
+                               !call->sizes.window.open
                            ? 1
                            : 0;
 }
@@ -309,12 +310,13 @@ oomkit_signature_succeeded(oomkit_call *call, int64_t micro_batch, uint64_t peak
 {
     oomkit_signature *entry = oomkit_signature_get(call, 1);
 
-    if (call->measured.rows[OOMKIT_FIRST] < 1) { /* a caller's backward: no peak */
-        call->measured.rows[OOMKIT_FIRST] = micro_batch;
+    if (call->sizes.measured.rows[OOMKIT_FIRST] <
+        1) { /* a caller's backward: no peak */
+        call->sizes.measured.rows[OOMKIT_FIRST] = micro_batch;
     }
-    measured_complete(call, &call->measured);
-    oomkit_know_worked(&entry->known, &call->measured);
-    entry->forward_only = call->forward_only;
+    measured_complete(call, &call->sizes.measured);
+    oomkit_know_worked(&entry->known, &call->sizes.measured);
+    entry->forward_only = call->deferred.forward_only;
     if (micro_batch >= entry->peak_rows && peak_bytes != OOMKIT_UNKNOWN) {
         entry->peak_rows = micro_batch;
         entry->peak_bytes = peak_bytes;
@@ -328,20 +330,21 @@ void
 oomkit_signature_failed(oomkit_call *call, int64_t micro_batch)
 {
     oomkit_signature *entry = oomkit_signature_get(call, 1);
-    oomkit_measured *m = &call->measured;
+    oomkit_measured *m = &call->sizes.measured;
     oomkit_role role =
-        call->slices != NULL && call->slice_index > 0 ? OOMKIT_LATER : OOMKIT_FIRST;
+        call->cut.slices != NULL && call->cut.at > 0 ? OOMKIT_LATER : OOMKIT_FIRST;
 
-    if (call->slices !=
+    if (call->cut.slices !=
         NULL) { /* a first slice may be larger than the one that failed */
-        micro_batch = call->slices[call->slice_index].length;
+        micro_batch = call->cut.slices[call->cut.at].length;
     }
     if (entry->row_bytes <= 0.0) { /* from before the first OOM of this site */
         shape_of(call, entry);
     }
     oomkit_signature_survey(call);
     measured_complete(call, m);
-    if (call->slices != NULL && role == OOMKIT_LATER) { /* the first one has worked */
+    if (call->cut.slices != NULL &&
+        role == OOMKIT_LATER) { /* the first one has worked */
         oomkit_know_measured(&entry->known, OOMKIT_FIRST, m->rows[OOMKIT_FIRST],
                              m->bytes[OOMKIT_FIRST], m->baseline_bytes, m->budget_bytes,
                              m->gradient_bytes);
@@ -386,10 +389,10 @@ oomkit_call_wants_copies(oomkit_call *call)
     if (known->known.successes == 0 || known->known.recalled) {
         return 1;
     }
-    if (call->window.budget_bytes == OOMKIT_UNKNOWN || known->peak_bytes == 0) {
+    if (call->sizes.window.budget_bytes == OOMKIT_UNKNOWN || known->peak_bytes == 0) {
         return 0;
     }
-    return (double)known->peak_bytes > 0.9 * (double)call->window.budget_bytes;
+    return (double)known->peak_bytes > 0.9 * (double)call->sizes.window.budget_bytes;
 }
 
 int64_t

@@ -24,11 +24,11 @@ oomkit_switches_note(oomkit_state *st, PyObject *module)
     if (call == NULL) {
         return 0;
     }
-    if (call->switches == NULL && (call->switches = PyDict_New()) == NULL) {
+    if (call->entry.flags == NULL && (call->entry.flags = PyDict_New()) == NULL) {
         return -1;
     }
     address = PyLong_FromVoidPtr(module);
-    known = address ? PyDict_GetItemWithError(call->switches, address) : NULL;
+    known = address ? PyDict_GetItemWithError(call->entry.flags, address) : NULL;
     if (known != NULL) {
         ref = oomkit_reference_get(PyTuple_GET_ITEM(known, 0));
         Py_XDECREF(ref);
@@ -41,7 +41,7 @@ oomkit_switches_note(oomkit_state *st, PyObject *module)
     ref = flag ? PyWeakref_NewRef(module, NULL) : NULL;
     pair = ref ? PyTuple_Pack(2, ref, flag) : NULL;
     if (pair != NULL) {
-        result = PyDict_SetItem(call->switches, address, pair);
+        result = PyDict_SetItem(call->entry.flags, address, pair);
     }
     Py_XDECREF(address);
     Py_XDECREF(flag);
@@ -118,10 +118,11 @@ switches_grads(oomkit_call *call, const uint8_t *flags)
 int
 oomkit_switches_restore(oomkit_call *call)
 {
-    if (call->switches != NULL && switches_training(call->st, call->switches) < 0) {
+    if (call->entry.flags != NULL &&
+        switches_training(call->st, call->entry.flags) < 0) {
         return -1;
     }
-    if (call->param_versions == NULL || call->parts->param_count == 0) {
+    if (call->entry.versions == NULL || call->parts->param_count == 0) {
         return 0;
     }
     return switches_grads(call, oomkit_tx_params_flags(call, 0));
@@ -138,8 +139,8 @@ oomkit_switches_keep(oomkit_call *call)
     PyObject *exception = PyErr_Occurred() ? oomkit_exception_take() : NULL; /* owned */
     uint8_t *now = flags_now(call->st, call->parts);                         /* owned */
 
-    Py_CLEAR(call->switches);
-    if (now != NULL && call->param_versions != NULL) {
+    Py_CLEAR(call->entry.flags);
+    if (now != NULL && call->entry.versions != NULL) {
         memcpy(oomkit_tx_params_flags(call, 0), now, (size_t)n);
     }
     PyMem_Free(now);
@@ -155,7 +156,7 @@ oomkit_switches_keep(oomkit_call *call)
 int
 oomkit_switches_note_end(oomkit_call *call)
 {
-    if (call->param_versions == NULL || call->parts->param_count == 0) {
+    if (call->entry.versions == NULL || call->parts->param_count == 0) {
         return 0;
     }
     return oomkit_tx_params_flags_now(call->st, call->parts,
@@ -195,7 +196,8 @@ oomkit_switches_now(oomkit_call *call, oomkit_switches *now)
     if (now->requires_grad == NULL || now->training == NULL) {
         return -1;
     }
-    while (call->switches != NULL && PyDict_Next(call->switches, &at, &key, &pair)) {
+    while (call->entry.flags != NULL &&
+           PyDict_Next(call->entry.flags, &at, &key, &pair)) {
         PyObject *ref = PyTuple_GET_ITEM(pair, 0);    /* borrowed */
         PyObject *module = oomkit_reference_get(ref); /* owned */
         PyObject *flag, *kept;                        /* owned */

@@ -121,7 +121,7 @@ oomkit_grads_mark(oomkit_call *call)
     }
     /* Without copies what a micro-batch adds to the caller's gradients could not be
      * taken back: they stay out of a split call until its last backward. */
-    if (g->at_entry && !g->stashing && call->split && call->replayed == NULL &&
+    if (g->at_entry && !g->stashing && call->split && call->deferred.replayed == NULL &&
         g->copies == NULL && !oomkit_proof_of_whole(call)) {
         g->apart = 1;
         return oomkit_grads_put_away(call);
@@ -292,7 +292,7 @@ grads_add_apart(oomkit_call *call)
     if (result < 0) { /* entry still has them all: nothing is lost */
         PyObject *exception = oomkit_exception_take(); /* owned, given back */
         if (oomkit_grad_mode_set(call->st, mode) < 0) {
-            PyErr_WriteUnraisable(call->func);
+            PyErr_WriteUnraisable(call->given.func);
         }
         oomkit_exception_give(exception);
         return -1;
@@ -467,7 +467,7 @@ oomkit_grads_release(oomkit_call *call)
     PyMem_Free(g->marks);
     g->marks = NULL;
     if (g->away && oomkit_grads_bring_back(call) < 0) {
-        PyErr_WriteUnraisable(call->func);
+        PyErr_WriteUnraisable(call->given.func);
     }
     grads_array_free(call, &g->entry);
     grads_array_free(call, &g->copies);

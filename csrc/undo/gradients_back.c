@@ -144,8 +144,8 @@ grads_may_set_aside(oomkit_call *call, const uint8_t *states, const uint32_t *st
     Py_ssize_t i;
     int differs;
 
-    if (call->split || call->grads.no_aside || !call->backward_failed ||
-        call->backwards != 0 || call->grads.aside != NULL ||
+    if (call->split || call->grads.no_aside || !call->backward.failed ||
+        call->backward.done != 0 || call->grads.aside != NULL ||
         call->st->engine_runs != call->grads.engine_runs + 1) {
         return 0;
     }
@@ -197,7 +197,7 @@ grads_say_aside(oomkit_call *call)
                             "oomkit: step=%d of %s keeps gradients of the "
                             "failed attempt that were complete: equal up "
                             "to rounding, not bit for bit",
-                            (unsigned long long)call->number, call->options->label);
+                            (unsigned long long)call->log.number, call->options->label);
     Py_XDECREF(done);
     return done == NULL ? -1 : 0;
 }

@@ -34,10 +34,10 @@ struct oomkit_pristine {
 void
 oomkit_pristine_release(oomkit_call *call)
 {
-    oomkit_pristine *p = call->pristine;
+    oomkit_pristine *p = call->entry.pristine;
     Py_ssize_t i;
 
-    call->pristine = NULL; /* first: a finaliser that runs here must see none */
+    call->entry.pristine = NULL; /* first: a finaliser that runs here must see none */
     for (i = 0; p != NULL && i < p->count; i++) {
         Py_CLEAR(p->items[i].copy);
         PyMem_Free(p->items[i].image);
@@ -61,8 +61,8 @@ pristine_measure(const oomkit_call *call, uint64_t *total)
     Py_ssize_t i;
 
     *total = 0;
-    for (i = 0; i < call->pristine->count; i++) {
-        pristine_item *item = &call->pristine->items[i];
+    for (i = 0; i < call->entry.pristine->count; i++) {
+        pristine_item *item = &call->entry.pristine->items[i];
         if (pristine_facts(call, i, &facts) < 0) {
             return -1;
         }
@@ -81,7 +81,7 @@ static int
 pristine_image(const oomkit_call *call, Py_ssize_t i)
 {
     const oomkit_state *st = call->st;
-    pristine_item *item = &call->pristine->items[i];
+    pristine_item *item = &call->entry.pristine->items[i];
 
     if (item->bytes == 0) {
         return 0;
@@ -104,7 +104,7 @@ pristine_image(const oomkit_call *call, Py_ssize_t i)
 static int
 pristine_take_one(oomkit_call *call, Py_ssize_t i)
 {
-    pristine_item *item = &call->pristine->items[i];
+    pristine_item *item = &call->entry.pristine->items[i];
     int taken = pristine_image(call, i);
 
     if (taken != 0) {
@@ -126,14 +126,14 @@ pristine_room(oomkit_call *call)
 {
     Py_ssize_t n = call->parts->param_count;
 
-    if (call->pristine == NULL) {
-        call->pristine = PyMem_Calloc(1, sizeof(oomkit_pristine) +
-                                             (size_t)n * sizeof(pristine_item));
-        if (call->pristine == NULL) {
+    if (call->entry.pristine == NULL) {
+        call->entry.pristine = PyMem_Calloc(1, sizeof(oomkit_pristine) +
+                                                   (size_t)n * sizeof(pristine_item));
+        if (call->entry.pristine == NULL) {
             PyErr_NoMemory();
             return -1;
         }
-        call->pristine->count = n;
+        call->entry.pristine->count = n;
     }
     return 0;
 }
@@ -152,7 +152,7 @@ pristine_take_all(oomkit_call *call, uint64_t most)
         oomkit_pristine_release(call);
         return 0;
     }
-    for (i = 0; i < call->pristine->count; i++) {
+    for (i = 0; i < call->entry.pristine->count; i++) {
         if (pristine_take_one(call, i) < 0) {
             return -1;
         }
@@ -166,14 +166,14 @@ oomkit_pristine_begin(oomkit_call *call)
     int shown = oomkit_writes_shown(call) != NULL;
 
     if (!shown && !call->step->seen_oom) { /* an ordinary step, nothing of it failed */
-        PyMem_Free(call->param_samples);
-        call->param_samples = NULL;
+        PyMem_Free(call->entry.samples);
+        call->entry.samples = NULL;
         return 0;
     }
     if (oomkit_tx_sample(call) < 0) {
         return -1;
     }
-    return !shown || call->pristine != NULL
+    return !shown || call->entry.pristine != NULL
                ? 0
                : pristine_take_all(
                      call, call->options->optimizer_copy ? UINT64_MAX : PRISTINE_BYTES);
@@ -182,8 +182,8 @@ oomkit_pristine_begin(oomkit_call *call)
 int
 oomkit_pristine_take(oomkit_call *call)
 {
-    if ((call->step->effects_said && call->proof == NULL) || call->pristine != NULL ||
-        call->parts->param_count == 0) {
+    if ((call->step->effects_said && call->proof == NULL) ||
+        call->entry.pristine != NULL || call->parts->param_count == 0) {
         return 0;
     }
     return pristine_take_all(call, PRISTINE_BYTES);
@@ -276,10 +276,10 @@ pristine_same(const oomkit_call *call, Py_ssize_t i)
     if (oomkit_tensor_version(st, call->parts->params[i], &version) < 0) {
         return -1;
     }
-    return (call->param_versions == NULL || version == call->param_versions[i]) &&
-           (call->param_samples == NULL ||
+    return (call->entry.versions == NULL || version == call->entry.versions[i]) &&
+           (call->entry.samples == NULL ||
             st->bridge->sample(call->parts->params[i], st->impl_offset) ==
-                call->param_samples[i]);
+                call->entry.samples[i]);
 }
 
 int
@@ -291,16 +291,16 @@ oomkit_pristine_rest(oomkit_call *call)
     int result = 0;
 
     if (call->parts->param_count == 0 ||
-        (call->pristine != NULL && call->pristine->rest)) {
+        (call->entry.pristine != NULL && call->entry.pristine->rest)) {
         return 0;
     }
-    if (call->pristine == NULL &&
+    if (call->entry.pristine == NULL &&
         (pristine_room(call) < 0 || pristine_measure(call, &ignored) < 0)) {
         return -1;
     }
     known = rest_all_known(call);
-    for (i = 0; known != NULL && result == 0 && i < call->pristine->count; i++) {
-        const pristine_item *item = &call->pristine->items[i];
+    for (i = 0; known != NULL && result == 0 && i < call->entry.pristine->count; i++) {
+        const pristine_item *item = &call->entry.pristine->items[i];
         int has = rest_has(known, call->parts->params[i]);
         if (has == 0 && item->copy == NULL && item->image == NULL) {
             has = pristine_same(call, i) ? 0 : PyErr_Occurred() ? -1 : 1;
@@ -313,7 +313,7 @@ oomkit_pristine_rest(oomkit_call *call)
         return -1;
     }
     Py_DECREF(known);
-    call->pristine->rest = 1;
+    call->entry.pristine->rest = 1;
     return 0;
 }
 
@@ -336,8 +336,8 @@ static int
 pristine_copy_back(const oomkit_call *call, Py_ssize_t i,
                    const oomkit_tensor_facts *facts)
 {
-    PyObject *copy = call->pristine->items[i].copy; /* borrowed */
-    PyObject *equal;                                /* owned */
+    PyObject *copy = call->entry.pristine->items[i].copy; /* borrowed */
+    PyObject *equal;                                      /* owned */
 
     if (facts->device_type == 0 && facts->is_strided) {
         equal = PyObject_CallMethod(copy, "equal", "O", call->parts->params[i]);
@@ -362,7 +362,7 @@ static int
 pristine_through(const oomkit_call *call, Py_ssize_t i)
 {
     const oomkit_state *st = call->st;
-    const pristine_item *item = &call->pristine->items[i];
+    const pristine_item *item = &call->entry.pristine->items[i];
     PyObject *plain = /* owned */
         PyObject_CallMethodNoArgs(call->parts->params[i], st->str_detach);
     PyObject *fresh = plain ? PyObject_CallMethod(plain, "contiguous", NULL) : NULL;
@@ -385,7 +385,7 @@ static int
 pristine_put_back(const oomkit_call *call, Py_ssize_t i)
 {
     const oomkit_state *st = call->st;
-    const pristine_item *item = &call->pristine->items[i];
+    const pristine_item *item = &call->entry.pristine->items[i];
     oomkit_tensor_facts facts;
     int result;
 
@@ -413,12 +413,12 @@ pristine_put_back(const oomkit_call *call, Py_ssize_t i)
 static int
 pristine_restore_one(oomkit_call *call, Py_ssize_t i)
 {
-    pristine_item *item = &call->pristine->items[i];
+    pristine_item *item = &call->entry.pristine->items[i];
     int done = pristine_put_back(call, i);
 
     item->stuck = done == 2;
     return done == 1 ? oomkit_tensor_version(call->st, call->parts->params[i],
-                                             &call->param_versions[i])
+                                             &call->entry.versions[i])
                      : done;
 }
 
@@ -426,12 +426,13 @@ pristine_restore_one(oomkit_call *call, Py_ssize_t i)
 static int
 pristine_unknown(const oomkit_call *call, Py_ssize_t i)
 {
-    const pristine_item *item = call->pristine ? &call->pristine->items[i] : NULL;
+    const pristine_item *item =
+        call->entry.pristine ? &call->entry.pristine->items[i] : NULL;
     oomkit_tensor_facts facts;
 
     if (!oomkit_writes_hidden(call) ||
         (item != NULL && (item->image != NULL || item->copy != NULL)) ||
-        (call->param_samples != NULL && call->param_samples[i] != 0)) {
+        (call->entry.samples != NULL && call->entry.samples[i] != 0)) {
         return 0;
     }
     return pristine_facts(call, i, &facts) < 0 ? -1 : facts.bytes > 0;
@@ -445,7 +446,8 @@ pristine_stay(oomkit_call *call, Py_ssize_t *which)
 
     for (i = 0; i < call->parts->param_count; i++) {
         int unknown = pristine_unknown(call, i), same = pristine_same(call, i);
-        int stuck = call->pristine != NULL && call->pristine->items[i].stuck;
+        int stuck =
+            call->entry.pristine != NULL && call->entry.pristine->items[i].stuck;
         if (unknown < 0 || same < 0) {
             return -1;
         }
@@ -461,7 +463,7 @@ pristine_stay(oomkit_call *call, Py_ssize_t *which)
         }
     }
     if (counts[0] + counts[1] > 0) {
-        call->params_stuck = counts[0] > 0 ? 1 : 2;
+        call->updating.params_stuck = counts[0] > 0 ? 1 : 2;
     }
     return counts[0] > 0 ? counts[0] : counts[1];
 }
@@ -471,9 +473,9 @@ oomkit_pristine_restore(oomkit_call *call, Py_ssize_t *which)
 {
     Py_ssize_t i, at;
     int moved = oomkit_writes_hidden(call) || /* what no version tells of */
-                (call->pristine != NULL && call->pristine->rest);
+                (call->entry.pristine != NULL && call->entry.pristine->rest);
 
-    if (call->param_versions == NULL) {
+    if (call->entry.versions == NULL) {
         return 0;
     }
     if (moved == 0) {
@@ -485,7 +487,7 @@ oomkit_pristine_restore(oomkit_call *call, Py_ssize_t *which)
     if (moved <= 0) {
         return moved;
     }
-    for (i = 0; call->pristine != NULL && i < call->pristine->count; i++) {
+    for (i = 0; call->entry.pristine != NULL && i < call->entry.pristine->count; i++) {
         if (pristine_restore_one(call, i) < 0) {
             return -1;
         }

@@ -85,7 +85,7 @@ take_back_failed(oomkit_call *call, PyObject *exception)
         uint64_t requested;
         oomkit_exception_describe(call->st, exception, &requested, &message, &location);
         oomkit_exception_drop(call->st, exception, NULL);
-        call->outcome = 2;
+        call->log.outcome = 2;
         oomkit_raise(
             call->st->PartialUpdate,
             "%U ran out of memory, and again each time it was to be taken back "
@@ -156,8 +156,8 @@ oomkit_recover_roll_back(oomkit_call *call)
     int result = oomkit_take_back(call, &message);
 
     if (result == 1) {
-        call->outcome = 1;
-        if (call->params_stuck) {
+        call->log.outcome = 1;
+        if (call->updating.params_stuck) {
             oomkit_raise(call->st->PartialUpdate,
                          "%U ran out of memory and cannot be taken back: %U",
                          call->options->label, message);
@@ -167,7 +167,7 @@ oomkit_recover_roll_back(oomkit_call *call)
         result = -1;
     }
     Py_XDECREF(message);
-    if (result == 0 && call->queued) {
+    if (result == 0 && call->backward.queued) {
         result = oomkit_backward_drain(call->st);
     }
     if (result == 0) {
@@ -183,7 +183,8 @@ oomkit_recover_undo(oomkit_call *call)
     PyObject *message = NULL;                      /* owned */
 
     if (oomkit_take_back(call, &message) < 0) {
-        PyErr_WriteUnraisable(call->func); /* the step's own error is the one to see */
+        PyErr_WriteUnraisable(
+            call->given.func); /* the step's own error is the one to see */
     } else if (message != NULL) {
         add_note(exception,
                  PyUnicode_FromFormat("oomkit: not everything could be taken back: %U",
@@ -250,7 +251,7 @@ oomkit_own_failed(oomkit_call *call, const char *doing)
 void
 oomkit_reclaim_failed(oomkit_call *call)
 {
-    const oomkit_attempt *attempt = &call->attempts[call->attempt_count - 1];
+    const oomkit_attempt *attempt = &call->tries.items[call->tries.count - 1];
     PyObject *exception; /* owned, given back */
 
     if (oomkit_exception_is_oom(call->st)) {

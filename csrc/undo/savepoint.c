@@ -62,7 +62,7 @@ oomkit_tx_params_moved(oomkit_call *call, Py_ssize_t *which)
     uint32_t *now;
     int result;
 
-    if (call->param_versions == NULL || n == 0) {
+    if (call->entry.versions == NULL || n == 0) {
         return 0;
     }
     now = PyMem_Malloc((size_t)n * sizeof(*now));
@@ -72,7 +72,7 @@ oomkit_tx_params_moved(oomkit_call *call, Py_ssize_t *which)
     }
     result = params_read(call->st, call->parts, now, NULL);
     for (i = 0; result == 0 && i < n; i++) {
-        if (now[i] != call->param_versions[i] && !oomkit_buffers_have(call, i)) {
+        if (now[i] != call->entry.versions[i] && !oomkit_buffers_have(call, i)) {
             *which = i;
             result = 1;
         }
@@ -91,15 +91,15 @@ oomkit_tx_sample(oomkit_call *call)
     if (call->st->bridge == NULL || n == 0) {
         return 0;
     }
-    if (call->param_samples == NULL) {
-        call->param_samples = PyMem_Malloc((size_t)n * sizeof(uint64_t));
-        if (call->param_samples == NULL) {
+    if (call->entry.samples == NULL) {
+        call->entry.samples = PyMem_Malloc((size_t)n * sizeof(uint64_t));
+        if (call->entry.samples == NULL) {
             PyErr_NoMemory();
             return -1;
         }
     }
     for (i = 0; i < n; i++) {
-        call->param_samples[i] =
+        call->entry.samples[i] =
             call->st->bridge->sample(call->parts->params[i], call->st->impl_offset);
     }
     return 0;
@@ -110,9 +110,9 @@ int
 oomkit_tx_params_rewritten(const oomkit_call *call, Py_ssize_t *which)
 {
     Py_ssize_t i;
-    for (i = 0; call->param_samples != NULL && i < call->parts->param_count; i++) {
+    for (i = 0; call->entry.samples != NULL && i < call->parts->param_count; i++) {
         if (call->st->bridge->sample(call->parts->params[i], call->st->impl_offset) !=
-                call->param_samples[i] &&
+                call->entry.samples[i] &&
             !oomkit_buffers_have(call, i)) {
             *which = i;
             return 1;
@@ -130,14 +130,14 @@ oomkit_tx_params_mark(oomkit_call *call)
     if (n == 0) {
         return 0;
     }
-    if (call->param_versions == NULL) {
-        call->param_versions = PyMem_Malloc((size_t)n * (sizeof(uint32_t) + 2));
-        if (call->param_versions == NULL) {
+    if (call->entry.versions == NULL) {
+        call->entry.versions = PyMem_Malloc((size_t)n * (sizeof(uint32_t) + 2));
+        if (call->entry.versions == NULL) {
             PyErr_NoMemory();
             return -1;
         }
     }
-    return params_read(call->st, call->parts, call->param_versions,
+    return params_read(call->st, call->parts, call->entry.versions,
                        oomkit_tx_params_flags(call, 0));
 }
 
@@ -145,7 +145,7 @@ uint8_t *
 oomkit_tx_params_flags(const oomkit_call *call, int at_end)
 {
     Py_ssize_t n = call->parts->param_count;
-    return (uint8_t *)(call->param_versions + n) + (at_end ? n : 0);
+    return (uint8_t *)(call->entry.versions + n) + (at_end ? n : 0);
 }
 
 int
@@ -199,14 +199,15 @@ oomkit_tx_committed(oomkit_call *call)
     PyObject *exception; /* owned, given back */
     int result;
 
-    if (call->committed) {
+    if (call->updating.committed) {
         return 1;
     }
     exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;
     result = oomkit_optimizers_any_moved(call);
     if (exception != NULL) {
         if (result < 0) {
-            PyErr_WriteUnraisable(call->func); /* the step's own error says more */
+            PyErr_WriteUnraisable(
+                call->given.func); /* the step's own error says more */
         }
         oomkit_exception_give(exception);
     }
@@ -219,12 +220,12 @@ tx_uncommit(oomkit_call *call)
 {
     int i;
 
-    for (i = 0; i < call->optimizer_count; i++) {
+    for (i = 0; i < call->updating.count; i++) {
         if (oomkit_optimizer_restore_copy(call, i) < 0) {
             return -1;
         }
     }
-    call->committed = 0;
+    call->updating.committed = 0;
     return 0;
 }
 
@@ -319,7 +320,7 @@ oomkit_tx_restore(oomkit_call *call, PyObject **message)
         return -1;
     }
     refused |= result;
-    for (i = 0; i < call->optimizer_count; i++) {
+    for (i = 0; i < call->updating.count; i++) {
         if (oomkit_optimizer_undo(call, i) < 0) {
             return -1;
         }
@@ -341,14 +342,14 @@ oomkit_tx_groups_moved(oomkit_call *call, PyObject *optimizer)
     if (changed <= 0) {
         return changed;
     }
-    call->raised = 1;
+    call->refused.raised = 1;
     oomkit_raise(
         call->st->SplitError,
         "auto_batch cannot split this step: %R in the param_groups of %s was "
         "changed in micro-batch %lld of %lld; do it after the step, or guard the "
         "line with `if oomkit.current().is_last:`",
-        name, Py_TYPE(optimizer)->tp_name, (long long)(call->slice_index + 1),
-        (long long)call->slice_count);
+        name, Py_TYPE(optimizer)->tp_name, (long long)(call->cut.at + 1),
+        (long long)call->cut.count);
     return -1;
 }
 
@@ -360,13 +361,12 @@ tx_slots_changed(oomkit_call *call)
     int changed = oomkit_slots_changed(call, &key);
 
     if (changed > 0) {
-        call->raised = 1;
+        call->refused.raised = 1;
         oomkit_raise(call->st->SplitError,
                      "auto_batch cannot split this step: the parameter %R of a module "
                      "was replaced in micro-batch %lld of %lld; do it outside the "
                      "decorated step",
-                     key, (long long)(call->slice_index + 1),
-                     (long long)call->slice_count);
+                     key, (long long)(call->cut.at + 1), (long long)call->cut.count);
         return -1;
     }
     return changed;
@@ -379,14 +379,14 @@ tx_schedulers_moved(oomkit_call *call)
     int moved = oomkit_owners_epochs_moved(call, &scheduler);
 
     if (moved > 0) {
-        call->raised = 1;
+        call->refused.raised = 1;
         oomkit_raise(
             call->st->SplitError,
             "auto_batch cannot split this step: %s.step() was called in "
             "micro-batch %lld of %lld where it could not be held back; call it "
             "as scheduler.step(), or after the decorated step",
-            Py_TYPE(scheduler)->tp_name, (long long)(call->slice_index + 1),
-            (long long)call->slice_count);
+            Py_TYPE(scheduler)->tp_name, (long long)(call->cut.at + 1),
+            (long long)call->cut.count);
         return -1;
     }
     return moved;
@@ -415,14 +415,13 @@ oomkit_tx_micro_end(oomkit_call *call)
     }
     name = oomkit_describe_tensor(call, call->parts->params[which]);
     if (name != NULL) {
-        call->raised = 1;
+        call->refused.raised = 1;
         oomkit_raise(call->st->SplitError,
                      "auto_batch cannot split this step: %U was changed in micro-batch "
                      "%lld of %lld, outside an optimizer that it knows; pass it as "
                      "optimizer=..., or guard the line with `if "
                      "oomkit.current().is_last:`",
-                     name, (long long)(call->slice_index + 1),
-                     (long long)call->slice_count);
+                     name, (long long)(call->cut.at + 1), (long long)call->cut.count);
         Py_DECREF(name);
     }
     return -1;
@@ -439,30 +438,31 @@ oomkit_tx_end_attempt(oomkit_call *call)
     oomkit_effects_abandon(call);
     oomkit_plain_end_attempt(call);
     oomkit_pristine_release(call);
-    Py_CLEAR(call->plain_leaves);
-    Py_CLEAR(call->step_leaves);
-    Py_CLEAR(call->groups_after);
-    Py_CLEAR(call->groups_end);
-    Py_CLEAR(call->scales);
-    call->metric_count = 0;
-    Py_CLEAR(call->epochs);
-    Py_CLEAR(call->scaler_marks);
-    Py_CLEAR(call->copied_owners);
-    Py_CLEAR(call->user_marks);
-    call->failed_step = NULL;
-    Py_CLEAR(call->attributes);
+    Py_CLEAR(call->unknown.of_graph);
+    Py_CLEAR(call->unknown.of_step);
+    Py_CLEAR(call->owners.groups_after);
+    Py_CLEAR(call->owners.groups_end);
+    Py_CLEAR(call->owners.scales);
+    call->scheduled.count = 0;
+    Py_CLEAR(call->owners.epochs);
+    Py_CLEAR(call->owners.scalers);
+    Py_CLEAR(call->owners.copied);
+    Py_CLEAR(call->owners.user);
+    call->owners.failed_step = NULL;
+    Py_CLEAR(call->owners.attributes);
     oomkit_course_clear(&call->course[0]);
     oomkit_course_clear(&call->course[1]);
-    call->training = call->backwards = call->backward_failed = call->queued = 0;
-    call->discarded = 0;
-    call->committed = call->raised = call->course_waived = 0;
-    call->returned = OOMKIT_RETURNED_NOTHING;
+    call->training = call->backward.done = call->backward.failed =
+        call->backward.queued = 0;
+    call->clear.backwards = 0;
+    call->updating.committed = call->refused.raised = call->course_waived = 0;
+    call->deferred.returned = OOMKIT_RETURNED_NOTHING;
     call->grads.stashing = call->grads.apart = call->grads.dropped = 0;
-    call->rowwise = 0;
-    call->updates = call->stranger_updates = call->params_stuck = 0;
+    call->deferred.rowwise = 0;
+    call->updating.made = call->unknown.updates = call->updating.params_stuck = 0;
     call->parts_moved = 0;
-    call->intercept_depth = call->closure = 0;
-    call->stranger_steps = call->step_failed = 0;
+    call->hooked.depth = call->hooked.closure = 0;
+    call->unknown.steps = call->updating.step_failed = 0;
 }
 
 /* Ends the call: nothing of it stays behind. Keeps the exception in flight. */
@@ -473,14 +473,14 @@ oomkit_tx_end(oomkit_call *call)
     oomkit_tx_end_attempt(call);
     oomkit_grads_release(call);
     oomkit_owners_release(call);
-    Py_CLEAR(call->strangers);
-    Py_CLEAR(call->switches);
-    PyMem_Free(call->param_versions);
-    PyMem_Free(call->param_samples);
-    PyMem_Free(call->metrics);
+    Py_CLEAR(call->unknown.leaves);
+    Py_CLEAR(call->entry.flags);
+    PyMem_Free(call->entry.versions);
+    PyMem_Free(call->entry.samples);
+    PyMem_Free(call->scheduled.items);
     oomkit_slots_release(call);
-    Py_CLEAR(call->refusal_name);
-    call->metrics = NULL;
-    call->param_versions = NULL;
-    call->param_samples = NULL;
+    Py_CLEAR(call->refused.hooked);
+    call->scheduled.items = NULL;
+    call->entry.versions = NULL;
+    call->entry.samples = NULL;
 }

@@ -142,7 +142,7 @@ MUTANTS = [
         "no-point-of-no-return",
         "a call whose update has moved a parameter is not replayed",
         "csrc/undo/savepoint.c",
-        "    if (call->committed) {\n        return 1;",
+        "    if (call->updating.committed) {\n        return 1;",
         "    if (1) {\n        return 0;",
         ("optim/test_optimizer_faults.py::test_sweep_after_the_update",),
     ),
@@ -184,7 +184,7 @@ MUTANTS = [
         "leaves that only a later micro-batch leads to are refused where the whole batch may "
         "have added to them",
         "csrc/accum/unknown_leaves.c",
-        "    if (!call->may_hold) {",
+        "    if (!call->deferred.may_hold) {",
         "    if (1) {",
         ("accum/test_strangers_nested.py::"
          "test_what_only_later_rows_lead_to_is_refused_once_the_whole_batch_has_run",),
@@ -193,7 +193,7 @@ MUTANTS = [
         "siblings-wave-through",
         "all parameters that come with a module are asked for what the whole batch added",
         "csrc/accum/late.c",
-        "    for (i = from; call->may_hold && i < call->parts->param_count; i++) {",
+        "    for (i = from; call->deferred.may_hold && i < call->parts->param_count; i++) {",
         "    for (i = from; 0 && i < call->parts->param_count; i++) {",
         ("accum/test_strangers_nested.py::"
          "test_what_only_later_rows_lead_to_is_refused_once_the_whole_batch_has_run",),
@@ -211,7 +211,7 @@ MUTANTS = [
         "unknown-leaf-of-a-failed-one-inside",
         "leaves of a backward that failed inside a backward are told from those it never reached",
         "csrc/hook/backward.c",
-        "    if (result == NULL && nested && (!call->split || call->slice_index > 0)) {",
+        "    if (result == NULL && nested && (!call->split || call->cut.at > 0)) {",
         "    if (0) {",
         ("accum/test_strangers_nested.py::"
          "test_what_only_the_failed_backward_inside_led_to_is_refused",),

@@ -155,7 +155,7 @@ MUTANTS = [
         "scaler-states-stay",
         "what a GradScaler has noted per optimizer (unscaled, infinities) is put back",
         "csrc/undo/user_state.c",
-        "PyObject *list = call->scaler_marks; /* borrowed from call */",
+        "PyObject *list = call->owners.scalers; /* borrowed from call */",
         "PyObject *list = NULL;",
         ("optim/test_once_updates.py::test_a_scaler_that_had_unscaled_does_so_again",),
     ),
@@ -209,7 +209,8 @@ MUTANTS = [
         "switches-stay",
         "train() and requires_grad are as at entry when an attempt begins again",
         "csrc/undo/flags.c",
-        "    if (call->switches != NULL && switches_training(call->st, call->switches) < 0) {",
+        "    if (call->entry.flags != NULL &&\n"
+        "        switches_training(call->st, call->entry.flags) < 0) {",
         "    if (0) {",
         ("undo/test_switches.py::test_a_replay_begins_as_the_call_began",),
     ),
