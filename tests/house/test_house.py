@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from house.sources import CSRC, FOLDERS, House, functions, house
+from house.sources import CSRC, FOLDERS, ROOT, House, functions, house
 
 HERE = Path(__file__).resolve().parent
 MOST_FILES, LONGEST_FILE, LONGEST_FUNCTION = 20, 900, 60
@@ -89,6 +89,18 @@ def test_sizes(name: str) -> None:
     assert lines <= LONGEST_FILE
     long = [f.name for f in HOUSE.defined[name].values() if f.lines > LONGEST_FUNCTION]
     assert long == []
+
+
+def test_the_tests_stand_in_folders() -> None:
+    tests = ROOT / "tests"
+    assert [path.name for path in tests.iterdir() if path.is_file()] == ["conftest.py"]
+    many = {path: len(list(path.glob("test_*.py"))) for path in tests.iterdir()}
+    assert [path.name for path, count in many.items() if count > MOST_FILES] == []
+
+
+def test_the_package_shows_its_public_modules() -> None:
+    inner = {path.stem for path in (ROOT / "oomkit").glob("_*.py")}
+    assert inner == {"__init__", "__main__"}
 
 
 def fields(text: str, struct: str) -> int:
