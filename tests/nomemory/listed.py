@@ -41,7 +41,7 @@ LISTED = [
     Known(
         "CPython hangs",
         r"^(?:_PyLong_New < )?PyLong_From\w+ < _PyEval_EvalFrameDefault$",
-        r'^SIGPROF: File "(?![^"]*/oomkit/\w+\.py)',
+        r'^SIGPROF: File "(?![^"]*/oomkit/(?:\w+/)*\w+\.py)',
     ),
     # frame.c, take_ownership, of a frame that outlives its function: where the caller's frame
     # cannot be made an object, the exception that was leaving is cleared with that error.
