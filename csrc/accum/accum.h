@@ -6,19 +6,6 @@
 
 #define OOMKIT_RESTARTS 4 /* of one call: each one has taken something in */
 
-/* --- clear_between.c --- */
-/* zero_grad() after a backward of this micro-batch; 0 or -1. */
-int
-oomkit_clear_note(oomkit_call *call, PyObject *target);
-void
-oomkit_clear_forget(oomkit_call *call);
-/* Another backward begins: is what it cleared left out of the sum? 1, 0 or -1. */
-int
-oomkit_clear_between(oomkit_call *call);
-/* Is what this backward leaves in .grad about to be cleared? */
-int
-oomkit_clear_is_due(const oomkit_call *call);
-
 /* --- empty_mean.c --- */
 /* Before a backward from `root` (borrowed, NULL for several) of a split call
  * and after it. 0, or -1 with SplitError: it was of a mean over nothing. */

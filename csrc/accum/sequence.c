@@ -222,36 +222,26 @@ oomkit_course_cut(oomkit_call *call)
     const oomkit_event *last = course->count > 0 && course->count <= OOMKIT_COURSE
                                    ? &course->events[course->count - 1]
                                    : NULL;
-    int stepped = last != NULL && last->target != NULL, changed, cleared;
+    int stepped = last != NULL && last->target != NULL, changed;
 
     if (call->backward.done == 0) {
         return 0;
     }
     changed = call->is_last ? oomkit_grads_changed_since(call) : 0;
-    cleared = call->cut.at > 0 && call->clear.backwards > 0 &&
-                      call->backward.done == call->clear.backwards
-                  ? 1 /* as in the first micro-batch, or refused */
-                  : call->clear.where != NULL;
-    if (changed < 0 || (!cleared && !stepped && !changed)) {
+    if (changed < 0 || (call->backward.cleared == NULL && !stepped && !changed)) {
         return changed < 0;
-    }
-    if (cleared && !stepped) {
-        changed = oomkit_clear_between(call);
-        if (changed != 0) {
-            return changed < 0;
-        }
     }
     call->refused.raised = 1;
     oomkit_raise(call->st->SplitError,
                  "auto_batch cannot split this step: %s%s%V between two backward() "
                  "calls; make two decorated steps of it",
-                 call->clear.where != NULL ? "zero_grad() is called"
-                 : stepped                 ? "an update is made"
-                                           : "gradients are cleared or changed",
-                 call->clear.where != NULL || stepped ? " at " : "",
-                 call->clear.where != NULL ? call->clear.where
-                 : stepped                 ? last->where
-                                           : NULL,
+                 call->backward.cleared != NULL ? "zero_grad() is called"
+                 : stepped                      ? "an update is made"
+                                                : "gradients are cleared or changed",
+                 call->backward.cleared != NULL || stepped ? " at " : "",
+                 call->backward.cleared != NULL ? call->backward.cleared
+                 : stepped                      ? last->where
+                                                : NULL,
                  "");
     return 1;
 }

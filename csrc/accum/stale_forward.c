@@ -166,7 +166,7 @@ oomkit_forward_release(oomkit_call *call)
 {
     PyObject *exception, *done; /* owned */
 
-    oomkit_clear_forget(call);
+    Py_CLEAR(call->backward.cleared);
     if (call->stale.params == NULL) {
         return;
     }

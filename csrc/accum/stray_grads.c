@@ -175,8 +175,6 @@ oomkit_grads_refuse_unexpected(oomkit_call *call)
     int result;
 
     if ((!call->grads.is_parked && call->backward.done > 0) ||
-        (call->cut.at > 0 && call->clear.backwards > 0 &&
-         call->backward.done <= call->clear.backwards && call->backward.done > 0) ||
         (call->grads.began == NULL && call->grads.began_versions == NULL)) {
         return 0;
     }

@@ -35,7 +35,6 @@ typedef struct oomkit_grads {
     int stashing; /* what accumulates is for a stash: .grad stays the caller's */
     int apart;    /* ours accumulate beside the caller's and are added last */
     int away;     /* entry holds them now */
-    int dropped;  /* the step clears them between its backwards: nothing is added */
     uint64_t engine_runs; /* state->engine_runs when the marks were taken */
     int force_copies;     /* whatever the options say */
     int no_aside;         /* nothing may be set aside in this call */
@@ -293,14 +292,6 @@ typedef struct oomkit_unknown {
     int updates;        /* those that have ended, in this attempt */
 } oomkit_unknown;
 
-/* zero_grad() after a backward of this micro-batch. */
-typedef struct oomkit_cleared {
-    PyObject *where;   /* owned: where zero_grad() ran after a backward of this
-                            micro-batch, or NULL */
-    PyObject *targets; /* owned: list of what it was called of, or NULL */
-    int backwards;     /* backwards of a micro-batch whose gradients it clears */
-} oomkit_cleared;
-
 /* What was updated, and would be seen by a forward. */
 typedef struct oomkit_stale {
     PyObject *hook;   /* owned: handle of torch's hook while a forward is refused */
@@ -326,6 +317,7 @@ typedef struct oomkit_backwards {
     int depth;  /* backwards of it that are running, one inside another */
     int done;   /* outermost ones finished in this micro-batch */
     int failed; /* the exception came out of a backward */
+    PyObject *cleared; /* owned: where zero_grad() ran after one of them, or NULL */
 } oomkit_backwards;
 
 /* Why this call must not be retried. */
@@ -364,7 +356,6 @@ typedef struct oomkit_call {
     oomkit_scheduled scheduled;
     oomkit_slots slots;
     oomkit_unknown unknown;
-    oomkit_cleared clear;
     oomkit_stale stale;
     oomkit_tries tries;
     oomkit_backwards backward;

@@ -138,14 +138,12 @@ backward_begin(oomkit_call *call, PyObject *roots)
     if (call->split && oomkit_course_note(call, NULL, NULL) < 0) {
         return -1;
     }
-    return call->split && !oomkit_clear_is_due(call) ? oomkit_grads_unpark(call) : 0;
+    return call->split ? oomkit_grads_unpark(call) : 0;
 }
 
 static int
 backward_end(oomkit_call *call)
 {
-    const int is_due = oomkit_clear_is_due(call);
-
     call->backward.done++;
     call->backward.failed = 0; /* the step may have caught an earlier one's failure */
     if (!call->split) {
@@ -153,9 +151,6 @@ backward_end(oomkit_call *call)
     }
     if (oomkit_nothing_end(call) < 0) {
         return -1;
-    }
-    if (is_due) {
-        return 0; /* what it has left in .grad is cleared before the next one */
     }
     if (!call->is_last || call->grads.stashing) {
         return oomkit_grads_park(call) < 0 ||

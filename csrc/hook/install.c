@@ -1,8 +1,9 @@
 /* Putting interceptors into the participants' instance dictionaries, and taking them
  * out. */
 #include "hook.h"
-#include "../accum/accum.h"
+#include "method.h"
 #include "../optim/optim.h"
+#include "../py/frames.h"
 #include "../undo/undo.h"
 
 /* Room for one more entry, or NULL with MemoryError. */
@@ -288,10 +289,11 @@ oomkit_intercept_zero_grad_begins(PyObject *module)
     oomkit_call *call = oomkit_call_current();
 
     if (call == NULL || !call->hooked.for_split || call->backward.done == 0 ||
-        !oomkit_call_has_module(call, module)) {
+        call->backward.cleared != NULL || !oomkit_call_has_module(call, module)) {
         return 0;
     }
-    return oomkit_clear_note(call, module);
+    call->backward.cleared = oomkit_course_where();
+    return call->backward.cleared == NULL ? -1 : 0;
 }
 
 /* Does zero_grad() of this module lead to our function in the class? *last (borrowed,

@@ -1,12 +1,13 @@
 /* zero_grad() of an optimizer, or of a module that has one of its own, in a split call.
  *
- * It is noted where it comes after a backward (clear_between.c). And
+ * It is noted where it comes after a backward: that cannot be cut (backward.c). And
  * torch's own, of an optimizer that has no gradient at all, changes nothing; a step
  * calls it in every micro-batch, where the sum so far is kept elsewhere. The first one
  * in a call runs, for torch completes an unpickled optimizer there, and a profile shows
  * it; the later ones are left out while that holds: most of what one costs is the
  * profiler's mark, some 30 us. */
-#include "../accum/accum.h"
+#include "method.h"
+#include "../py/frames.h"
 #include "../undo/undo.h"
 
 enum { CLEARING_CHUNK = 64 };
@@ -136,7 +137,8 @@ oomkit_interceptor_clears(interceptor_object *self, PyObject *const *args,
     if (call == NULL || call != oomkit_call_current()) {
         return oomkit_interceptor_original(self, args, nargsf, kwnames);
     }
-    if (oomkit_clear_note(call, self->target) < 0) {
+    if (call->backward.done > 0 && call->backward.cleared == NULL &&
+        (call->backward.cleared = oomkit_course_where()) == NULL) {
         return NULL;
     }
     plain = self->has_cleared ? clearing_is_plain(self, nargsf, kwnames) : 0;

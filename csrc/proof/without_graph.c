@@ -2,7 +2,6 @@
  * alone, without a graph, which nearly always fits. Backwards are withheld and updates
  * held back; losses and results are judged by oomkit._proof.diagnose. */
 #include "proof.h"
-#include "../accum/accum.h"
 #include "../accum/weights.h"
 #include "../batch/batch.h"
 #include "../optim/optim.h"
@@ -106,7 +105,7 @@ verify_run(oomkit_proof *p, int64_t start, int64_t length, int part, int *moved)
         result = -1;
     }
     call->is_last = 0;
-    oomkit_clear_forget(call);
+    Py_CLEAR(call->backward.cleared);
     mode = result < 0 ? -1 : oomkit_grad_mode_off(call->st);
     if (mode >= 0) {
         result = verify_call(p, start, length, part);

@@ -311,10 +311,6 @@ oomkit_grads_settle(oomkit_call *call)
     oomkit_grads *g = &call->grads;
     Py_ssize_t i;
 
-    if (call->is_last && g->dropped) {
-        grads_array_free(call, &g->entry);
-        g->dropped = g->apart = g->away = 0;
-    }
     if (!call->is_last || (g->apart && g->away && grads_add_apart(call) < 0)) {
         return call->is_last ? -1 : 0;
     }

@@ -454,10 +454,9 @@ oomkit_tx_end_attempt(oomkit_call *call)
     oomkit_course_clear(&call->course[1]);
     call->training = call->backward.done = call->backward.failed =
         call->backward.queued = 0;
-    call->clear.backwards = 0;
     call->updating.committed = call->refused.raised = call->course_waived = 0;
     call->deferred.returned = OOMKIT_RETURNED_NOTHING;
-    call->grads.stashing = call->grads.apart = call->grads.dropped = 0;
+    call->grads.stashing = call->grads.apart = 0;
     call->deferred.rowwise = 0;
     call->updating.made = call->unknown.updates = call->updating.params_stuck = 0;
     call->parts_moved = 0;
