@@ -166,13 +166,12 @@ oomkit_rules_by_rows(const oomkit_rules *r, const oomkit_place *where)
 {
     long figure;
 
-    if (where->is_loss ||
-        (!r->found && (r->site == NULL || r->site->figures == NULL))) {
+    if (r->is_sum || (!r->found && (r->site == NULL || r->site->figures == NULL))) {
         return 0;
     }
     figure = rules_figure(r, where);
     if (figure < 0 || (figure & (OOMKIT_FIGURE_BY_ROWS | OOMKIT_FIGURE_BY_LOSS)) == 0) {
-        return figure == -2 ? -1 : r->found;
+        return figure == -2 ? -1 : r->found && !where->is_loss;
     }
     return (figure & OOMKIT_FIGURE_BY_ROWS) != 0;
 }

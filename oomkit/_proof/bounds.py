@@ -1,75 +1,145 @@
-"""Bounds on a number of the whole batch, which no gradient of a proof shows while they are not met.
+"""Bounds on values of the whole batch, which no gradient of a proof shows while they are not met.
 
-``loss.clamp(max=c)``, ``(loss - b).abs() + b``: while all parts are on one side of the bound, they
-make the whole; in a later call one part may be on the other side.
+``loss.clamp(max=c)``, ``(loss - b).abs() + b``, a hinge on each of several task losses: while all
+parts are on one side of the bound, they make the whole; in a later call one part may be on the
+other side.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from typing import Any
 
 import torch
 
-__all__ = ["bounds"]
+__all__ = ["Bound", "bounds", "of_the_batch"]
 
-# Nodes of functions that are linear on each side of a bound. A curve shows in a gradient.
+# Nodes of functions that are linear, or flat, on one side of a bound. Curves show in gradients.
 _BENT = {
     "Abs": "abs",
+    "Amax": "amax",
+    "Amin": "amin",
     "Clamp": "clamp",
     "ClampMax": "clamp",
     "ClampMin": "clamp",
+    "Elu": "elu",
+    "Fmax": "fmax",
+    "Fmin": "fmin",
+    "Hardshrink": "hardshrink",
+    "Hardsigmoid": "hardsigmoid",
+    "Hardswish": "hardswish",
     "Hardtanh": "hardtanh",
     "HuberLoss": "huber_loss",
     "LeakyRelu": "leaky_relu",
+    "Max": "max",
     "Maximum": "maximum",
+    "Min": "min",
     "Minimum": "minimum",
+    "PreluKernel": "prelu",
     "Relu": "relu",
+    "Relu6": "relu6",
     "SmoothL1Loss": "smooth_l1_loss",
+    "Softplus": "softplus",
+    "Softshrink": "softshrink",
     "Threshold": "threshold",
+    "Where": "where",
 }
-_SAVED = ("_saved_self", "_saved_other", "_saved_result")
+_SAVED = ("_saved_self", "_saved_other", "_saved_result", "_saved_condition")
 _MOST = 1000  # nodes that are looked at
+_VALUES = 1024  # of a tensor: with more it has rows, or is a parameter
+_ALIKE = 64  # functions in a loop over samples; with more they are not told apart
+# Name, shapes and values of what the function was given; None where nothing was kept.
+Bound = tuple[str, tuple[tuple[int, ...], ...], torch.Tensor | None]
 
 
-def bounds(root: torch.Tensor) -> list[tuple[str, tuple[float, ...]]]:
-    """Functions with a bound between a loss and what reduces the batch to a number.
+def bounds(root: torch.Tensor) -> list[Bound]:
+    """Functions with a bound between a loss and the activations.
 
     Args:
         root: a loss; one that is no scalar has none.
 
     Returns:
-        Of each, in the order of the graph, its name and the scalars that it was given.
+        Of each, in the order of the graph, its name, and shapes and values of its input.
     """
     if root.ndim or root.grad_fn is None:
         return []
     found = []
     seen = {root.grad_fn}
-    work: list[Any] = [root.grad_fn]
+    work: deque[Any] = deque([root.grad_fn])
     while work and len(seen) < _MOST:
-        node = work.pop()
+        node = work.popleft()
         name = _BENT.get(node.name().partition("Backward")[0])
-        given = _given(node) if name else ()
-        if name and given:
-            found.append((name, given))
-        for following, at in node.next_functions:
-            if following is not None and following not in seen and _is_scalar(following, at):
+        if name:
+            found.append(_bound(name, node))
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
                 seen.add(following)
                 work.append(following)
     return found
 
 
-def _is_scalar(node: Any, at: int) -> bool:
-    known = getattr(node, "_input_metadata", ())  # of gradients: shapes of the forward's results
-    return at < len(known) and len(known[at].shape) == 0
-
-
-def _given(node: Any) -> tuple[float, ...]:
-    values = []
-    for name in _SAVED:
+def _bound(name: str, node: Any) -> Bound:
+    shapes, values = [], []
+    for attribute in _SAVED:
         try:
-            value = getattr(node, name, None)
+            value = getattr(node, attribute, None)
         except RuntimeError:  # the graph has been freed
             continue
-        if isinstance(value, torch.Tensor) and value.ndim == 0:
-            values.append(float(value.detach()))
-    return tuple(values)
+        if isinstance(value, torch.Tensor):
+            shapes.append(tuple(value.shape))
+            if value.numel() <= _VALUES:
+                values.append(value.detach().double().flatten().cpu())
+    if len(values) < len(shapes):
+        return name, tuple(shapes), None
+    return name, tuple(shapes), torch.cat(values) if values else None
+
+
+def of_the_batch(whole: list[Bound], parts: list[list[Bound]], limit: float) -> str | None:
+    """The name of a bound on a value that all rows make, or None.
+
+    What is of rows has another shape in a part than in the whole. What is of a single sample, in
+    a loop over samples, is met with the same values in a part. What is of parameters alone has
+    the same values everywhere.
+
+    Args:
+        whole: of the whole.
+        parts: of each part.
+        limit: what rounding explains, relative.
+    """
+    of_parts = [_by_shape(part) for part in parts]
+    for (name, shapes), found in _by_shape(whole).items():
+        others = [part.get((name, shapes), []) for part in of_parts]
+        if not all(others):
+            continue
+        if all(len(other) == len(found) for other in others):
+            if any(
+                _differ(value, other[i], limit) or _is_flat(name, shapes, value)
+                for other in others
+                for i, value in enumerate(found)
+            ):
+                return name
+            continue
+        for value in found if len(found) <= _ALIKE else ():
+            if all(_differ(value, each, limit) for other in others for each in other):
+                return name
+    return None
+
+
+def _by_shape(found: list[Bound]) -> dict[tuple[str, Any], list[torch.Tensor]]:
+    kinds: dict[tuple[str, Any], list[torch.Tensor]] = defaultdict(list)
+    for name, shapes, value in found:
+        if value is not None:
+            kinds[name, shapes].append(value)
+    return kinds
+
+
+def _differ(one: torch.Tensor, two: torch.Tensor, limit: float) -> bool:
+    return not torch.allclose(one, two, rtol=limit, atol=0.0, equal_nan=True)
+
+
+def _is_flat(name: str, shapes: Any, value: torch.Tensor) -> bool:
+    """What was kept tells nothing of the input: the result of what is below its bound, or a
+    condition. That of a mask, which is no scalar, is the same in each part."""
+    if name in ("relu", "threshold"):
+        return not bool(value.any())
+    return name == "where" and shapes == ((),)

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from .. import _C
 from . import kept as _proof_kept
 from . import values
-from .bounds import bounds
+from .bounds import Bound, bounds, of_the_batch
 from .diagnose import Verification, tolerance
 from .quiet import Quiet
 from .weights import (
@@ -64,7 +65,7 @@ _SURE = 5.0  # times what rounding explains: weights so far apart would have sho
 _FARTHER = 4.0  # parts may be as many times as far from the whole as it is from itself
 _SHOWN = 3  # names in a message
 _LAST, _NO_NORM, _OF_ROWS = range(3)  # OOMKIT_FIGURE_*
-_BY_ROWS, _BY_LOSS = 4, 8
+_BY_ROWS, _BY_LOSS, _BY_EITHER = 4, 8, 12
 
 
 @dataclasses.dataclass(slots=True)
@@ -104,7 +105,7 @@ class _Run:
         self.last: set[int] = set()  # parameters whose gradients are those at the end
         self.parts: dict[int, float] = {}  # norms of what the first part alone gave
         self.losses: list[list[float]] = []  # of each backward, by micro-batch
-        self.bounds: list[list[tuple[str, tuple[float, ...]]]] = []  # by micro-batch
+        self.bounds: list[list[Bound]] = []  # by micro-batch
         self.results: dict[str, Any] = {}
         self.each: list[dict[str, Any]] = []  # results of micro-batches
         self.rows: list[int] = []
@@ -544,35 +545,31 @@ class Proof:
                 )
 
     def _compare_bounds(self, whole: _Run, made: _Run) -> None:
-        """A bound on a number that is another in each part. Where the whole has more of them
-        than a part, they are of single samples."""
-        if any(len(each) != len(whole.bounds[0]) for each in made.bounds):
-            return
-        for i, (name, given) in enumerate(whole.bounds[0]):
-            parts = [each[i] for each in made.bounds]
-            if any(part[0] != name or len(part[1]) != len(given) for part in parts):
-                continue
-            for values_ in zip(*(part[1] for part in parts), strict=True):
-                if any(values.far(values_[0], value, self._loss_limit) for value in values_):
-                    self._fail(
-                        1.0,
-                        f"{name}() bounds a number that is made of all rows, and one of "
-                        "some rows may be on the other side of the bound",
-                    )
+        name = of_the_batch(whole.bounds[0], made.bounds, self._loss_limit)
+        if name is not None:
+            self._fail(
+                1.0,
+                f"{name}() bounds a number that is made of all rows, and one of "
+                "some rows may be on the other side of the bound",
+            )
 
     def _result_limit(self, value: Any) -> float:
         if self.noise:
             return _NOISE
-        if isinstance(value, torch.Tensor) and value.dtype not in _VALUE:
-            return 0.0
+        if isinstance(value, torch.Tensor):
+            return _VALUE.get(value.dtype, 0.0)
+        if type(value).__module__ == "numpy":
+            return {"f8": 1e-8, "f4": 1e-3, "f2": 5e-2}.get(value.dtype.str[1:], 0.1)
         exact = isinstance(value, float) and self._loss_limit == _EXACT
-        return _VALUE[torch.float64 if exact else getattr(value, "dtype", torch.float32)]
+        return _VALUE[torch.float64 if exact else torch.float32]
 
     def _compare_results(self, whole: _Run, made: _Run) -> None:
         again = self._runs.get("whole by chance" if self.noise else "whole again")
         for place, one in whole.results.items():
             two = made.results.get(place)
-            if two is None or not isinstance(one, (torch.Tensor, bool, int, float)):
+            if two is None or (
+                not isinstance(one, (torch.Tensor, bool)) and values.number(one) is None
+            ):
                 continue
             gap, limit = values.gap(one, two), self._result_limit(one)
             if self._figure(place, one, made, limit) or gap <= limit:
@@ -600,13 +597,17 @@ class Proof:
             sum(n * w for n, w in zip(numbers, weights, strict=True) if w) / sum(weights)
             for weights in (made.weights if is_mean else made.rows, made.rows)
         )
-        joined = sum(numbers) if counts else by_loss
-        of_rows, last = (values.gap(value, n) <= limit for n in (float(joined), numbers[-1]))
-        how = 0
-        if not counts and not values.gap(by_loss, by_rows) <= 2 * limit:  # told apart
-            rows = values.gap(value, by_rows) <= limit
-            how = _BY_ROWS if rows else _BY_LOSS if of_rows else 0
-            of_rows |= rows
+        joined = float(sum(numbers)) if counts else by_loss
+        last = values.gap(value, numbers[-1]) <= limit
+        as_loss = values.gap(value, joined) <= limit
+        as_rows = not counts and values.gap(value, by_rows) <= limit
+        of_rows, how = as_loss or as_rows, 0
+        if not counts and as_loss != as_rows:
+            how = _BY_ROWS if as_rows else _BY_LOSS
+            was = self.figures.get(place, how) & _BY_EITHER
+            if was and was != how:  # two cuts of these rows do not agree
+                return False
+        how = how or self.figures.get(place, 0) & _BY_EITHER
         known = self.figures.get(place, _LAST) & 3
         if of_rows != last:
             self.figures[place] = how | (_OF_ROWS if of_rows else _LAST)
@@ -615,14 +616,19 @@ class Proof:
             self.figures[place] = how | max(known, _NO_NORM)
         elif how:
             self.figures[place] = how | known
-        return (of_rows and not any(numbers[:-1])) or how != 0
+        return of_rows and (not counts or not any(numbers[:-1]))
 
     def all_figures(self, known: dict[str, int]) -> dict[str, int]:
         """What is known of numbers in results, with what this proof has shown."""
         every = dict(known)
         for place, figure in self.figures.items():
             was = 0 if place in self._decided else known.get(place, 0)
-            how = figure & (_BY_ROWS | _BY_LOSS) or known.get(place, 0) & (_BY_ROWS | _BY_LOSS)
+            how = figure & _BY_EITHER or known.get(place, 0) & _BY_EITHER
+            if known.get(place, 0) & _BY_EITHER & ~how:
+                raise _C.SplitError(
+                    f"auto_batch cannot split {self.label} exactly: {place} is averaged over rows "
+                    "in some calls and as the loss is in others; pass join= to auto_batch"
+                )
             every[place] = max(figure & 3, was & 3) | how
         return every
 
@@ -666,7 +672,7 @@ class Proof:
         if self.noise:
             self._compare_losses(whole, made)
         self.volatile = self._worst[0] == 0.0
-        if self._worst[0] == 0.0 and whole.bounds:
+        if self._worst[0] == 0.0 and whole.bounds and made.bounds and not self.noise:
             self._compare_bounds(whole, made)
         if self._worst[0] == 0.0:
             self._compare_results(whole, made)

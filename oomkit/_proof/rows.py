@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -60,6 +61,8 @@ def leaves_of(
             (f"{where}.{field.name}", getattr(value, field.name))
             for field in dataclasses.fields(value)
         )
+    elif type(value) is SimpleNamespace:
+        items = ((f"{where}.{name}", item) for name, item in vars(value).items())
     else:
         yield where, value
         return

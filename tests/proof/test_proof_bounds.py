@@ -40,6 +40,18 @@ COUPLED: dict[str, Loss] = {
     "largest": lambda m, x, y: torch.maximum(_mean(m, x, y), m(x).mean() - 9.0),
     "relu of the mean": lambda m, x, y: F.relu(_mean(m, x, y) - 1e-6),
     "a bounded penalty": lambda m, x, y: _mean(m, x, y) + (m(x).mean() + 5.0).clamp(max=99.0),
+    "relu that is not met": lambda m, x, y: _mean(m, x, y) + F.relu(_mean(m, x, y) - 1e3),
+    "fmax": lambda m, x, y: torch.fmax(_mean(m, x, y), m(x).mean() - 9.0),
+    "where": lambda m, x, y: torch.where((q := _mean(m, x, y)) > 1e3, q - 1e3, q),
+    "largest of a stack": lambda m, x, y: torch.stack([_mean(m, x, y), m(x).mean() - 9]).max(),
+    "softshrink": lambda m, x, y: F.softshrink(_mean(m, x, y) + 9.0, 1.0),
+    "one row of means": lambda m, x, y: (m(x).mean(0, keepdim=True) + 9.0).clamp(min=0).sum(),
+    "each of two tasks": lambda m, x, y: (
+        _mean(m, x, y) + (m[1](m[0](x)).pow(2).mean(0) - 9.0).clamp(min=0).sum()
+    ),
+    "beside those of rows": lambda m, x, y: (
+        _one_by_one(m, x, y) + (_mean(m, x, y) - 1e3).clamp(min=0)
+    ),
     "difference of means": lambda m, x, y: F.smooth_l1_loss(m(x).mean() + 9.0, y.mean()),
 }
 APART: dict[str, Loss] = {
@@ -47,6 +59,12 @@ APART: dict[str, Loss] = {
     "row by row": _one_by_one,
     "of weights": lambda m, x, y: _mean(m, x, y) + 0.1 * F.relu(_norm(m) - 0.5),
     "of a temperature": lambda m, x, y: _mean(m, x, y) * m[0].bias[0].exp().clamp(max=100.0),
+    "of a mask": lambda m, x, y: (
+        torch.where(torch.ones(1, 3).tril() > 0, m[0](x), 0.0).square().mean() + _mean(m, x, y)
+    ),
+    "of hidden units, row by row": lambda m, x, y: (
+        sum(F.relu(m[0](row)).sum() for row in x) / len(x) + _mean(m, x, y)
+    ),
     "of a count": lambda m, x, y: (
         _per_row(m, x, y).sum() / torch.tensor(float(len(x))).clamp(min=1.0)
     ),

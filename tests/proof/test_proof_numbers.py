@@ -1,0 +1,119 @@
+"""Numbers among the results where the loss is no mean over rows: by rows, as the loss is, or no
+mean at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import oomkit
+
+pytestmark = pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning")
+
+SEED, ROWS, LENGTH = 4, 12, 5
+Returned = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
+
+
+def _step(returned: Returned) -> tuple[Any, nn.Module]:
+    """A mean over tokens that are not padding; what it returns is made of loss, scores, mask."""
+    torch.manual_seed(SEED)
+    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        out = model(x)
+        loss = F.cross_entropy(out.flatten(0, 1), y.flatten(), ignore_index=-100)
+        loss.backward()
+        optimizer.step()
+        return returned(loss.detach(), out.detach().square().sum(2), y != -100)
+
+    return step, model
+
+
+def _batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    y = torch.randint(0, 2, (ROWS, LENGTH), generator=g)
+    lengths = torch.randint(1, LENGTH + 1, (ROWS, 1), generator=g)
+    y[torch.arange(LENGTH) >= lengths] = -100
+    return torch.randn(ROWS, LENGTH, 3, generator=g, dtype=torch.float64), y
+
+
+def _rows(loss: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return scores.mean()
+
+
+def _tokens(loss: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (scores * mask).sum() / mask.sum()
+
+
+MEANS: dict[str, Returned] = {
+    "rows alone": _rows,
+    "rows as a number": lambda *a: _rows(*a).item(),
+    "tokens alone": _tokens,
+    "rows before the loss": lambda *a: (_rows(*a), a[0]),
+    "rows as the loss": lambda *a: {"loss": _rows(*a), "tokens": _tokens(*a)},
+    "both": lambda *a: {"loss": a[0], "rows": _rows(*a), "tokens": _tokens(*a).item()},
+    "twice the loss": lambda *a: [a[0], 2 * a[0], _rows(*a)],
+    "in a namespace": lambda *a: SimpleNamespace(loss=a[0], rows=_rows(*a), tokens=_tokens(*a)),
+    "of numpy": lambda *a: {"loss": a[0], "t": numpy.float64(_tokens(*a)), "r": _rows(*a).numpy()},
+}
+NO_MEANS: dict[str, Returned] = {
+    "in a namespace": lambda *a: SimpleNamespace(loss=a[0], largest=a[1].max().item()),
+    "a sum in a namespace": lambda *a: SimpleNamespace(loss=a[0], total=a[1].sum()),
+    "of numpy": lambda *a: {"loss": a[0], "largest": numpy.float64(a[1].max())},
+    "a sum of numpy": lambda *a: {"loss": a[0], "total": numpy.float32(a[1].sum())},
+}
+
+
+def _plain(result: Any) -> Any:
+    result = vars(result) if isinstance(result, SimpleNamespace) else result
+    values = result.values() if isinstance(result, dict) else result
+    return (
+        [float(v) for v in values]
+        if isinstance(values, (tuple, list)) or values is not result
+        else [float(result)]
+    )
+
+
+@pytest.mark.parametrize("steps", [2, 3, ROWS])
+@pytest.mark.parametrize("name", MEANS)
+def test_means(name: str, steps: int) -> None:
+    plain, model = _step(MEANS[name])
+    step, mine = _step(MEANS[name])
+    split = oomkit.auto_batch(step, accumulation_steps=steps)
+    for seed in range(5):
+        want, got = plain(*_batch(seed)), split(*_batch(seed))
+        assert _plain(got) == pytest.approx(_plain(want), rel=1e-9)
+    torch.testing.assert_close(list(mine.parameters()), list(model.parameters()), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("name", NO_MEANS)
+def test_what_is_no_mean_is_refused(name: str) -> None:
+    step, _ = _step(NO_MEANS[name])
+    with pytest.raises(oomkit.SplitError, match="cannot split"):
+        oomkit.auto_batch(step, accumulation_steps=2)(*_batch(0))
+
+
+def test_where_two_structures_do_not_agree_it_is_refused() -> None:
+    step, model = _step(lambda *a: a)
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def either(batch: dict[str, torch.Tensor]) -> Any:
+        loss, scores, mask = step(batch["x"], batch["y"])
+        of = _tokens if "tokens" in batch else _rows
+        return {"loss": loss, "score": of(loss, scores, mask)}
+
+    x, y = _batch(0)
+    either({"x": x, "y": y})
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(oomkit.SplitError, match="averaged over rows in some calls"):
+        either({"x": x, "y": y, "tokens": torch.ones(ROWS)})
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
