@@ -70,7 +70,7 @@ class Polyak(torch.optim.Optimizer):
     def step(self, loss: Any = None) -> None:  # type: ignore[override]
         found = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         square = sum(float(p.grad.square().sum()) for p in found)
-        length = self.param_groups[0]["share"] * float(loss) / square
+        length = self.param_groups[0]["share"] * float(loss) / square if square else 0.0
         for p in found:
             p.sub_(p.grad, alpha=length)
 
