@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from .. import _C
 from . import kept as _proof_kept
 from . import values
 from .bounds import Bound, bounds, of_the_batch
 from .diagnose import Verification, tolerance
+from .numbers import Numbers
 from .quiet import Quiet
 from .weights import (
     TOLD,
@@ -64,8 +64,6 @@ _LOOSE = 2.5  # how much looser a bound of gradients is than one of losses
 _SURE = 5.0  # times what rounding explains: weights so far apart would have shown
 _FARTHER = 4.0  # parts may be as many times as far from the whole as it is from itself
 _SHOWN = 3  # names in a message
-_LAST, _NO_NORM, _OF_ROWS = range(3)  # OOMKIT_FIGURE_*
-_BY_ROWS, _BY_LOSS, _BY_EITHER = 4, 8, 12
 
 
 @dataclasses.dataclass(slots=True)
@@ -163,9 +161,7 @@ class Proof:
         self._unwritten: dict[int, torch.Tensor] = {}
         self.tried: Tried = dict(tried or {})  # the site's own when all has gone well
         self.unjoined = False  # results of parts of one row could not be joined
-        # How numbers in results are joined (facts.h), by place.
-        self.figures: dict[str, int] = {}
-        self._decided: set[str] = set()  # those that this proof alone decides
+        self._numbers = Numbers()
         self.volatile = False  # nothing but results differs: are they the same twice?
 
     noted = staticmethod(_proof_kept.noted)
@@ -572,7 +568,7 @@ class Proof:
             ):
                 continue
             gap, limit = values.gap(one, two), self._result_limit(one)
-            if self._figure(place, one, made, limit) or gap <= limit:
+            if self._is_joined(place, one, made, limit) or gap <= limit:
                 continue
             chance = 0.0 if again is None else values.gap(one, again.results.get(place))
             if chance > limit and (gap < math.inf or chance == math.inf):
@@ -581,56 +577,15 @@ class Proof:
             what = values.shown(two, one) if gap < math.inf else values.shapes(two, one)
             self._fail(gap, f"{place} of the joined parts is {what}")
 
-    def _figure(self, place: str, whole: Any, made: _Run, limit: float) -> bool:
-        """Notes how a number of micro-batches is joined, where these tell. True where it is
-        what all rows make of it, although only the last micro-batch has any."""
-        parts = [values.number(each.get(place)) for each in made.each]
-        value = values.number(whole)
-        numbers = [n for n in parts if n is not None]
-        if value is None or len(numbers) < max(2, len(parts)) or self.noise:
-            return False
-        counts = isinstance(whole, int) or (
-            isinstance(whole, torch.Tensor) and not whole.is_floating_point()
+    def _is_joined(self, place: str, one: Any, made: _Run, limit: float) -> bool:
+        parts = [each.get(place) for each in made.each]
+        return not self.noise and self._numbers.note(
+            place, one, parts, made.weights, made.rows, limit, self._has_gradient
         )
-        is_mean = abs(sum(made.weights) - 1.0) < 1e-9
-        by_loss, by_rows = (
-            sum(n * w for n, w in zip(numbers, weights, strict=True) if w) / sum(weights)
-            for weights in (made.weights if is_mean else made.rows, made.rows)
-        )
-        joined = float(sum(numbers)) if counts else by_loss
-        last = values.gap(value, numbers[-1]) <= limit
-        as_loss = values.gap(value, joined) <= limit
-        as_rows = not counts and values.gap(value, by_rows) <= limit
-        of_rows, how = as_loss or as_rows, 0
-        if not counts and as_loss != as_rows:
-            how = _BY_ROWS if as_rows else _BY_LOSS
-            was = self.figures.get(place, how) & _BY_EITHER
-            if was and was != how:  # two cuts of these rows do not agree
-                return False
-        how = how or self.figures.get(place, 0) & _BY_EITHER
-        known = self.figures.get(place, _LAST) & 3
-        if of_rows != last:
-            self.figures[place] = how | (_OF_ROWS if of_rows else _LAST)
-            self._decided.add(place)
-        elif not any([value, *numbers]) and self._has_gradient():
-            self.figures[place] = how | max(known, _NO_NORM)
-        elif how:
-            self.figures[place] = how | known
-        return of_rows and (not counts or not any(numbers[:-1]))
 
     def all_figures(self, known: dict[str, int]) -> dict[str, int]:
-        """What is known of numbers in results, with what this proof has shown."""
-        every = dict(known)
-        for place, figure in self.figures.items():
-            was = 0 if place in self._decided else known.get(place, 0)
-            how = figure & _BY_EITHER or known.get(place, 0) & _BY_EITHER
-            if known.get(place, 0) & _BY_EITHER & ~how:
-                raise _C.SplitError(
-                    f"auto_batch cannot split {self.label} exactly: {place} is averaged over rows "
-                    "in some calls and as the loss is in others; pass join= to auto_batch"
-                )
-            every[place] = max(figure & 3, was & 3) | how
-        return every
+        """How numbers in results are joined: what the site knows, and what was shown here."""
+        return self._numbers.with_known(known, self.label)
 
     def _has_gradient(self) -> bool:
         """Whether the whole has one that is not 0, at its end or when it was updated."""
@@ -760,7 +715,7 @@ class Proof:
         self._worst = (0.0, "")
         for place, value in self._runs["whole"].results.items():
             if not self._entry and values.number(value):  # without a backward a norm is 0
-                self.figures.setdefault(place, _NO_NORM)
+                self._numbers.is_no_norm(place)
         rules = []
         for rule in candidates(leaves, self.modules()) if leaves and not moved else ():
             shares = None if verdict[0] else rule.shares(cut)

@@ -284,7 +284,7 @@ def test_weights_of_classes_are_found_anew() -> None:
 
 def test_how_numbers_are_joined_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the loss is no mean over rows: twice the loss is not one either, a share of rows is."""
-    from oomkit._proof.judge import _BY_LOSS, _BY_ROWS
+    from oomkit._proof.numbers import BY_LOSS, BY_ROWS
 
     def returned(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss = F.cross_entropy(out, y, ignore_index=-100)
@@ -317,5 +317,5 @@ def test_how_numbers_are_joined_is_remembered(monkeypatch: pytest.MonkeyPatch) -
     for loss, double, _ in second:
         torch.testing.assert_close(double, 2 * loss)
     state = json.loads(step.state_dict()["signatures"][0]["proven"])
-    assert state["figures"]["result[1]"] & _BY_LOSS and state["figures"]["result[2]"] & _BY_ROWS
+    assert state["figures"]["result[1]"] & BY_LOSS and state["figures"]["result[2]"] & BY_ROWS
     assert _proof_kept.figures(_run, ["nonsense", "{}"]) == {}
