@@ -88,7 +88,9 @@ def _bound(name: str, node: Any) -> Bound:
         if isinstance(value, torch.Tensor):
             shapes.append(tuple(value.shape))
             if value.numel() <= _VALUES:
-                values.append(value.detach().double().flatten().cpu())
+                plain = value.detach().resolve_conj()
+                plain = torch.view_as_real(plain) if plain.is_complex() else plain
+                values.append(plain.double().flatten().cpu())
     if len(values) < len(shapes):
         return name, tuple(shapes), None
     return name, tuple(shapes), torch.cat(values) if values else None

@@ -65,6 +65,9 @@ APART: dict[str, Loss] = {
     "of hidden units, row by row": lambda m, x, y: (
         sum(F.relu(m[0](row)).sum() for row in x) / len(x) + _mean(m, x, y)
     ),
+    "of complex values": lambda m, x, y: (
+        torch.complex(m(x), m[0](x)[:, :1]).abs().mean() + _mean(m, x, y)
+    ),
     "of a count": lambda m, x, y: (
         _per_row(m, x, y).sum() / torch.tensor(float(len(x))).clamp(min=1.0)
     ),
