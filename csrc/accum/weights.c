@@ -420,7 +420,7 @@ labels_are_uneven(oomkit_call *call, PyObject *leaf, PyObject *lengths)
     uneven = answer == Py_True;
     Py_XDECREF(answer);
     if (answer == NULL && PyErr_ExceptionMatches(PyExc_Exception)) {
-        PyErr_Clear();
+        PyErr_Clear(); /* labels that cannot be counted tell nothing */
     }
     return uneven;
 }

@@ -4,7 +4,6 @@
 
 #include "state.h"
 
-/* --- grad_mode.c --- */
 /* Turns gradient recording off and gives back how it was (1, 0), or -1. */
 int
 oomkit_grad_mode_off(oomkit_state *st);
@@ -15,7 +14,8 @@ oomkit_grad_mode_set(oomkit_state *st, int enabled);
 int
 oomkit_grad_mode_back(oomkit_state *st, int mode, int result);
 
-/* --- inference.c --- */
+/* Inference mode on or off until the guard is dropped; 0 or -1. What is copied for a
+ * call must be normal tensors. */
 int
 oomkit_inference_begin(oomkit_state *st, int enabled, PyObject **guard);
 int
