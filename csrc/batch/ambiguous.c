@@ -202,8 +202,7 @@ is_all_there_is(const oomkit_find *f, Py_ssize_t list)
     Py_ssize_t argument, index;
     int found = 0;
 
-    EACH_ARGUMENT(f, argument, index)
-    {
+    EACH_ARGUMENT (f, argument, index) {
         PyObject *object = f->batch->nodes[index].object; /* borrowed from the node */
         if (index == list) {
             found = 1;
@@ -308,8 +307,7 @@ doubt_first(const oomkit_find *f)
         return 0;
     }
     most = most_dimensions(f, f->first, &lone);
-    EACH_ARGUMENT(f, argument, index)
-    {
+    EACH_ARGUMENT (f, argument, index) {
         const oomkit_seen *seen = oomkit_find_seen(f, argument);
         PyObject *one, *two, *text = NULL; /* owned; stolen by oomkit_find_raise() */
         int dimensions, known;
@@ -353,8 +351,7 @@ doubt_object(const oomkit_find *f)
     if (count_sliced(f->batch, 0, f->batch->count) > 1) {
         return 0;
     }
-    EACH_ARGUMENT(f, argument, index)
-    {
+    EACH_ARGUMENT (f, argument, index) {
         const oomkit_node *node = &f->batch->nodes[index];
         PyObject *one, *text = NULL; /* owned; stolen by oomkit_find_raise() */
         int holds;

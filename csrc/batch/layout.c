@@ -63,8 +63,7 @@ find_first(oomkit_find *f)
     Py_ssize_t argument, index, where;
     int holds;
 
-    EACH_ARGUMENT(f, argument, index)
-    {
+    EACH_ARGUMENT (f, argument, index) {
         if (f->roles[argument] != OOMKIT_ROLE_OTHER) {
             continue;
         }
@@ -123,8 +122,7 @@ find_all_fit(const oomkit_find *f, int64_t rows, Py_ssize_t *where)
 {
     Py_ssize_t argument, index;
 
-    EACH_ARGUMENT(f, argument, index)
-    {
+    EACH_ARGUMENT (f, argument, index) {
         if (f->roles[argument] == OOMKIT_ROLE_BATCH &&
             !oomkit_node_fits(f->batch, index, rows)) {
             *where = index;
@@ -163,8 +161,7 @@ find_is_per_sample(const oomkit_find *f)
     if (tensor < 0) {
         return 0;
     }
-    EACH_ARGUMENT(f, argument, index)
-    {
+    EACH_ARGUMENT (f, argument, index) {
         if (index != f->first && f->roles[argument] != OOMKIT_ROLE_STATIC &&
             batch->nodes[index].children == length &&
             find_holds_samples(batch, index) &&
@@ -185,8 +182,7 @@ find_common(const oomkit_find *f)
     int tries = 0, ones = 0, t;
     Py_ssize_t argument, index, i, where;
 
-    EACH_ARGUMENT(f, argument, index)
-    {
+    EACH_ARGUMENT (f, argument, index) {
         Py_ssize_t end = oomkit_node_end(batch, index);
         for (i = index; f->roles[argument] == OOMKIT_ROLE_BATCH && i < end; i++) {
             int64_t rows = batch->nodes[i].rows;
@@ -202,8 +198,7 @@ find_common(const oomkit_find *f)
             tried[tries++] = rows;
         }
     }
-    EACH_ARGUMENT(f, argument, index)
-    {
+    EACH_ARGUMENT (f, argument, index) {
         Py_ssize_t end = oomkit_node_end(batch, index);
         for (i = index; f->roles[argument] == OOMKIT_ROLE_BATCH && i < end; i++) {
             int one_row;
@@ -298,14 +293,12 @@ find_report(const oomkit_find *f)
     const oomkit_batch *batch = f->batch;
     Py_ssize_t argument, index, one = -1, other;
 
-    EACH_ARGUMENT(f, argument, index)
-    {
+    EACH_ARGUMENT (f, argument, index) {
         if (f->roles[argument] == OOMKIT_ROLE_BATCH && one < 0) {
             one = oomkit_node_first_tensor(batch, index, 1, 0);
         }
     }
-    EACH_ARGUMENT(f, argument, index)
-    {
+    EACH_ARGUMENT (f, argument, index) {
         Py_ssize_t end = oomkit_node_end(batch, index);
         for (other = index; f->roles[argument] == OOMKIT_ROLE_BATCH && other < end;
              other++) {
@@ -330,8 +323,7 @@ find_check_named(const oomkit_find *f)
 {
     Py_ssize_t argument, index;
 
-    EACH_ARGUMENT(f, argument, index)
-    {
+    EACH_ARGUMENT (f, argument, index) {
         if (f->roles[argument] == OOMKIT_ROLE_BATCH &&
             !oomkit_node_is_split(f->batch, index) &&
             !oomkit_node_holds_tensor(f->batch, index)) {
@@ -374,8 +366,7 @@ find_batch(oomkit_find *f)
             return -1;
         }
     }
-    EACH_ARGUMENT(f, argument, index)
-    {
+    EACH_ARGUMENT (f, argument, index) {
         int holds;
         if (f->roles[argument] != OOMKIT_ROLE_BATCH) {
             continue;
@@ -426,8 +417,7 @@ find_run(oomkit_find *f)
     if (find_batch(f) < 0) {
         return -1;
     }
-    EACH_ARGUMENT(f, argument, index)
-    {
+    EACH_ARGUMENT (f, argument, index) {
         /* One row cannot be split further: nothing to decide. */
         if (f->roles[argument] == OOMKIT_ROLE_OTHER && f->batch->rows > 1 &&
             oomkit_find_beside(f, argument, index) < 0) {

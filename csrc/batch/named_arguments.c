@@ -297,8 +297,7 @@ oomkit_find_roles(oomkit_find *f)
 {
     Py_ssize_t argument, index;
 
-    EACH_ARGUMENT(f, argument, index)
-    {
+    EACH_ARGUMENT (f, argument, index) {
         PyObject *name = oomkit_argument_name(f->batch, f->names, argument); /* owned */
         int named, whole;
         if (name == NULL) {

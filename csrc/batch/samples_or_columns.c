@@ -96,8 +96,7 @@ columns_closed(const oomkit_find *f)
     const oomkit_batch *batch = f->batch;
     Py_ssize_t argument, index;
 
-    EACH_ARGUMENT(f, argument, index)
-    {
+    EACH_ARGUMENT (f, argument, index) {
         Py_ssize_t i = index, end = oomkit_node_end(batch, index), length = -1;
         while (f->roles[argument] != OOMKIT_ROLE_STATIC && i < end) {
             const oomkit_node *node = &batch->nodes[i];

@@ -61,6 +61,14 @@ oomkit_modes_entry(oomkit_call *call);
 int
 oomkit_modes_entry_back(oomkit_call *call);
 
+/* --- refuse.c --- */
+/* SplitError from inside the step, and no retry: the whole text, and what follows
+ * "auto_batch cannot split this step: ". -1 always. */
+int
+oomkit_refuse(oomkit_call *call, const char *format, ...);
+int
+oomkit_refuse_split(oomkit_call *call, const char *format, ...);
+
 /* --- surroundings.c --- */
 /* Why this call must not be replayed or split (static text), or NULL. 0
  * or -1. */

@@ -156,11 +156,36 @@ oomkit_device_flush_pending(oomkit_state *st, oomkit_device device);
 int
 oomkit_device_is_lost(oomkit_state *st, oomkit_device device);
 
-/* Allocations of ours that must never count, be refused or be failed. They nest. */
+/* Allocations of ours that must never count, be refused or be failed: those of the
+ * block `EXEMPT(st) { ... }`, whichever way it is left. They nest. */
 void
 oomkit_exempt_enter(oomkit_state *st);
 void
 oomkit_exempt_leave(oomkit_state *st);
+
+typedef struct oomkit_exempt {
+    oomkit_state *st;
+    int once;
+} oomkit_exempt;
+
+static inline oomkit_exempt
+oomkit_exempt_begin(oomkit_state *st)
+{
+    oomkit_exempt_enter(st);
+    return (oomkit_exempt){st, 1};
+}
+
+static inline void
+oomkit_exempt_end(oomkit_exempt *exempt)
+{
+    oomkit_exempt_leave(exempt->st);
+}
+
+#define EXEMPT(state)                                                                  \
+    for (oomkit_exempt OOMKIT_JOINED(exempt_, __LINE__)                                \
+             OOMKIT_AT_END(oomkit_exempt_end) = oomkit_exempt_begin(state);            \
+         OOMKIT_JOINED(exempt_, __LINE__).once;                                        \
+         OOMKIT_JOINED(exempt_, __LINE__).once = 0)
 
 /* Sets the phase that fault filters see and returns the one before. */
 int

@@ -126,6 +126,44 @@ oomkit_participants_traverse(oomkit_participants *parts, visitproc visit, void *
 PyObject *
 oomkit_reference_get(PyObject *ref);
 
+/* `EACH_OWNER(one, parts, kinds) { ... one.object ... }`: those of some kinds that are
+ * alive, in order, each held while the block runs, which may be left in any way. */
+typedef struct oomkit_owner_walk {
+    const oomkit_participants *parts;
+    unsigned kinds;
+    Py_ssize_t next;
+    PyObject *object; /* owned */
+    oomkit_owner_kind kind;
+} oomkit_owner_walk;
+
+#define OWNERS_OF(kind) (1u << (kind))
+#define OWNERS_ALL (~0u)
+
+static inline int
+oomkit_owner_next(oomkit_owner_walk *walk)
+{
+    Py_CLEAR(walk->object);
+    while (walk->object == NULL && walk->next < walk->parts->owner_count) {
+        const oomkit_owner *owner = &walk->parts->owners[walk->next++];
+        if (walk->kinds & OWNERS_OF(owner->kind)) {
+            walk->object = oomkit_reference_get(owner->ref);
+            walk->kind = owner->kind;
+        }
+    }
+    return walk->object != NULL;
+}
+
+static inline void
+oomkit_owner_end(oomkit_owner_walk *walk)
+{
+    Py_CLEAR(walk->object);
+}
+
+#define EACH_OWNER(walk, of, some)                                                     \
+    for (oomkit_owner_walk walk OOMKIT_AT_END(oomkit_owner_end) = {.parts = (of),      \
+                                                                   .kinds = (some)};   \
+         oomkit_owner_next(&walk);)
+
 /* --- used between members.c, search.c and still_valid.c --- */
 
 /* Types that are never a participant and hold none; asked first, for they are most. */

@@ -99,6 +99,23 @@ oomkit_errors_init(oomkit_state *st)
     return st->OomkitWarning == NULL ? -1 : 0;
 }
 
+int
+oomkit_say(oomkit_state *st, const char *level, const char *format, ...)
+{
+    va_list values;
+    OWNED PyObject *method = PyObject_GetAttrString(st->log, level);
+    OWNED PyObject *arguments = NULL, *done = NULL;
+
+    va_start(values, format);
+    arguments = method == NULL ? NULL : Py_VaBuildValue(format, values);
+    va_end(values);
+    if (arguments != NULL) {
+        done = PyTuple_Check(arguments) ? PyObject_CallObject(method, arguments)
+                                        : PyObject_CallOneArg(method, arguments);
+    }
+    return done == NULL ? -1 : 0;
+}
+
 PyObject *
 oomkit_raise(PyObject *type, const char *format, ...)
 {

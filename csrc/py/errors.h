@@ -57,6 +57,11 @@ PyObject *
 oomkit_raise_out_of_memory(oomkit_state *st, PyObject *message, PyObject *report,
                            int committed);
 
+/* logger.level(...) of oomkit's logger; the arguments as for PyObject_CallMethod(). 0
+ * or -1. */
+int
+oomkit_say(oomkit_state *st, const char *level, const char *format, ...);
+
 /* PyErr_WarnFormat(), which crashes where there is no memory for a frame's object. 0 or
  * -1. */
 int

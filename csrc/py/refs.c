@@ -1,5 +1,22 @@
-/* Sets of addresses: open addressing, at most half full. Lists of pairs. */
+/* Sets of addresses: open addressing, at most half full. Lists of pairs. Arrays. */
 #include "refs.h"
+
+int
+oomkit_array_grow(void *items, Py_ssize_t *room, size_t size)
+{
+    Py_ssize_t wanted = *room == 0 ? 8 : *room * 2;
+    void *old, *grown;
+
+    memcpy(&old, items, sizeof(old)); /* a pointer of any type */
+    grown = PyMem_Realloc(old, (size_t)wanted * size);
+    if (grown == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    memcpy(items, &grown, sizeof(grown));
+    *room = wanted;
+    return 0;
+}
 
 /* Where the search for an address begins: objects lie at multiples of 16. */
 static size_t

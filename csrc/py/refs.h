@@ -1,8 +1,77 @@
-/* References to objects, kept together: sets of addresses, lists of pairs. */
+/* Who lets go of what: references and memory of one scope, sets of addresses, lists of
+ * pairs. */
 #ifndef OOMKIT_PY_REFS_H
 #define OOMKIT_PY_REFS_H
 
-#include "state.h"
+#include "compat.h"
+
+#define OOMKIT_JOINED_(a, b) a##b
+#define OOMKIT_JOINED(a, b) OOMKIT_JOINED_(a, b)
+#define OOMKIT_AT_END(function) __attribute__((cleanup(function)))
+
+/* `OWNED PyObject *name = ...;` is a reference of this scope: it is dropped where the
+ * scope is left, by whichever way, after the value of a return has been computed. So
+ * each has a value from the start (NULL, if nothing else), and what must be gone sooner
+ * (memory of a failed attempt, before more is asked for) is still cleared by hand. */
+#define OWNED OOMKIT_AT_END(oomkit_owned_drop)
+
+static inline void
+oomkit_owned_drop(PyObject **object)
+{
+    Py_XDECREF(*object);
+}
+
+/* The same for memory of PyMem_Malloc(). */
+#define OWNED_MEMORY OOMKIT_AT_END(oomkit_owned_free)
+
+static inline void
+oomkit_owned_free(void *pointer)
+{
+    void *memory;
+    memcpy(&memory, pointer, sizeof(memory)); /* a pointer of any type */
+    PyMem_Free(memory);
+}
+
+/* An OWNED reference goes to the caller, or to what steals it: `return STEAL(name);`.
+ */
+#define STEAL(name) oomkit_owned_steal(&(name))
+
+static inline PyObject *
+oomkit_owned_steal(PyObject **object)
+{
+    PyObject *stolen = *object; /* owned by the caller now */
+    *object = NULL;
+    return stolen;
+}
+
+/* `KEEPING_EXCEPTION { ... }`: the exception in flight is aside while the block runs,
+ * and back in flight after it, whichever way it is left. It takes the place of one that
+ * the block raises; where none was in flight, that one stays. */
+#define KEEPING_EXCEPTION                                                              \
+    for (oomkit_kept_exception OOMKIT_JOINED(kept_, __LINE__)                          \
+             OOMKIT_AT_END(oomkit_kept_back) = {oomkit_exception_take(), 1};           \
+         OOMKIT_JOINED(kept_, __LINE__).once; OOMKIT_JOINED(kept_, __LINE__).once = 0)
+
+typedef struct oomkit_kept_exception {
+    PyObject *exception; /* owned, or NULL */
+    int once;
+} oomkit_kept_exception;
+
+static inline void
+oomkit_kept_back(oomkit_kept_exception *kept)
+{
+    if (kept->exception != NULL) {
+        oomkit_exception_give(kept->exception);
+    }
+}
+
+/* `items` has room for one more than `count`: `if (ARRAY_GROW(a->items, a->count,
+ * a->room) < 0)`. 0, or -1 with MemoryError, and the array is as it was. */
+#define ARRAY_GROW(items, count, room)                                                 \
+    ((count) < (room) ? 0 : oomkit_array_grow(&(items), &(room), sizeof(*(items))))
+
+int
+oomkit_array_grow(void *items, Py_ssize_t *room, size_t size);
 
 /* A set of addresses that are only ever compared: which of thousands of nodes is a
  * parameter? Filled once, for one walk. */

@@ -2,7 +2,7 @@
 #ifndef OOMKIT_PY_STATE_H
 #define OOMKIT_PY_STATE_H
 
-#include "compat.h"
+#include "refs.h"
 #include "../torch/bridge.h"
 
 /* Interned names: X(field, text). */

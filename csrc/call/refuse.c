@@ -1,0 +1,41 @@
+/* What no size of micro-batch would change: an error that ends the call. */
+#include "call.h"
+
+/* SplitError; the attempt is not retried. */
+static void
+refuse(oomkit_call *call, PyObject *text)
+{
+    if (text != NULL) {
+        PyErr_SetObject(call->st->SplitError, text);
+    }
+    call->refused.raised = 1;
+}
+
+int
+oomkit_refuse(oomkit_call *call, const char *format, ...)
+{
+    va_list values;
+    OWNED PyObject *text = NULL;
+
+    va_start(values, format);
+    text = PyUnicode_FromFormatV(format, values);
+    va_end(values);
+    refuse(call, text);
+    return -1;
+}
+
+int
+oomkit_refuse_split(oomkit_call *call, const char *format, ...)
+{
+    va_list values;
+    OWNED PyObject *why = NULL, *text = NULL;
+
+    va_start(values, format);
+    why = PyUnicode_FromFormatV(format, values);
+    va_end(values);
+    text = why == NULL
+               ? NULL
+               : PyUnicode_FromFormat("auto_batch cannot split this step: %U", why);
+    refuse(call, text);
+    return -1;
+}
