@@ -2,23 +2,29 @@
 #ifndef OOMKIT_ACCUM_ACCUM_H
 #define OOMKIT_ACCUM_ACCUM_H
 
+#include "weights.h"
+#include "../call/events.h"
+#include "../call/proven.h"
 #include "../hook/method.h"
 
 #define OOMKIT_RESTARTS 4 /* of one call: each one has taken something in */
+
+/* What happens in a call concerns (call/events.h): */
+extern const oomkit_rule oomkit_sequence_rule, oomkit_stray_grads_rule,
+    oomkit_stray_grads_at_end_rule, oomkit_grad_hooks_rule, oomkit_loss_value_rule,
+    oomkit_weights_rule, oomkit_unknown_leaves_rule, oomkit_moved_early_rule,
+    oomkit_side_effects_rule, oomkit_empty_mean_rule, oomkit_held_update_rule,
+    oomkit_stale_forward_rule;
 
 /* --- empty_mean.c --- */
 /* Before a backward from `root` (borrowed, NULL for several) of a split call
  * and after it. 0, or -1 with SplitError: it was of a mean over nothing. */
 void
 oomkit_nothing_begin(oomkit_call *call, PyObject *root);
-int
-oomkit_nothing_end(oomkit_call *call);
 
 /* --- grad_hooks.c --- */
 int
 oomkit_hooks_post(oomkit_call *call, PyObject **name);
-int
-oomkit_hooks_check(oomkit_call *call);
 /* Is a hook table of this name there and not empty? 1, 0 or -1. */
 int
 oomkit_hooks_of(PyObject *object, PyObject *name);
@@ -27,18 +33,6 @@ int
 oomkit_hooks_loss(oomkit_call *call, PyObject *loss);
 /* After an OOM: may it be retried? Sets call->refused.why, and *committed to 1 where a
  * hook has changed parameters already. 0 or -1. */
-int
-oomkit_hooks_judge(oomkit_call *call, int *committed);
-
-/* --- held_update.c --- */
-/* The optimizer that this step() updates, by itself or through a scaler; borrowed, or
- * NULL. */
-PyObject *
-oomkit_interceptor_optimizer(interceptor_object *self, PyObject *const *args,
-                             size_t nargsf, PyObject *kwnames);
-int
-oomkit_interceptor_hold(interceptor_object *self, PyObject *const *args, size_t nargsf,
-                        PyObject *kwnames);
 
 /* --- late.c --- */
 /* 1 something was taken in, 0 nothing, -1 with an exception. */
@@ -58,9 +52,55 @@ oomkit_participants_hold(oomkit_participants *parts);
 int
 oomkit_loss_is_nan(oomkit_state *st, PyObject *root, int32_t dtype);
 
-/* --- restart.c --- */
+/* --- proven.c --- */
+/* Is this split to be proven before it is run? 1, OOMKIT_PROOF_WEIGHTS where it was and
+ * weights that it could not tell apart make a difference now, OOMKIT_PROOF_LOSSES where
+ * weights were found and it is time to look at them again, 0 or -1. */
+enum { OOMKIT_PROOF_WEIGHTS = 2, OOMKIT_PROOF_LOSSES };
 int
-oomkit_strangers_restart(oomkit_call *call);
+oomkit_proof_wanted(oomkit_call *call);
+/* For the search of weights: (number, name, tensor, sliced) of the tensors of the
+ * batch, and micro-batches as (start, length). New list or NULL. */
+PyObject *
+oomkit_proof_leaves(const oomkit_call *call);
+PyObject *
+oomkit_proof_slices(const oomkit_slice *slices, int64_t count);
+/* What was proven of calls like this one, or NULL. */
+oomkit_proven *
+oomkit_proven_find(oomkit_call *call);
+/* Notes what was shown; the oldest gives way. Steals `rule` and `tried` (either may be
+ * NULL). 0 or -1. */
+int
+oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried, uint64_t course,
+                   oomkit_proof_level level);
+/* The weights that were found for a call like this one; borrowed from the site, or
+ * NULL. */
+PyObject *
+oomkit_proof_rule(oomkit_call *call);
+/* What the first micro-batch has done, in order: backwards and intercepted calls. 1
+ * where the step decides by itself (current()). */
+uint64_t
+oomkit_proof_course(const oomkit_call *call);
+/* At the end of the first micro-batch: did it do what no proof has seen? Then the
+ * attempt is to be begun again, with one. 1 or 0. */
+int
+oomkit_proof_is_new_course(oomkit_call *call);
+/* Was a call like this one proven by its gradients, or does it run for that? */
+int
+oomkit_proof_known(oomkit_call *call);
+/* It was refused after all: the next call is proven from the start. 0 or -1. */
+int
+oomkit_proven_forget(oomkit_call *call);
+/* Losses could not be compared in this call: in the next one, a few times. */
+void
+oomkit_proven_again(oomkit_call *call);
+void
+oomkit_proven_clear(oomkit_proven *proven);
+
+/* --- adopt_leaves.c --- */
+/* Before an attempt is begun again: leaves that were met are taken in. 0 or -1. */
+int
+oomkit_strangers_take_in(oomkit_call *call, int why);
 int
 oomkit_strangers_check(oomkit_call *call, PyObject *result);
 /* At entry of an attempt: a buffer (borrowed) that requires grad takes part as a leaf.
@@ -70,54 +110,21 @@ oomkit_restart_with_buffer(oomkit_call *call, PyObject *buffer);
 
 /* --- sequence.c --- */
 /* 0, or -1 with SplitError that names both lines. Of _cut: 1 with it. */
-int
-oomkit_course_note(oomkit_call *call, const void *target, const void *name);
-int
-oomkit_course_finish(oomkit_call *call);
-void
-oomkit_course_clear(oomkit_course *course);
-int
-oomkit_course_skipped(oomkit_call *call);
-int
-oomkit_course_cut(oomkit_call *call);
-int
-oomkit_course_scale_note(oomkit_call *call, PyObject *scaler);
 
 /* --- side_effects.c --- */
 /* What micro-batch 1 of a site's first split call changes besides. */
-int
-oomkit_effects_begin(oomkit_call *call);
-int
-oomkit_effects_end(oomkit_call *call);
-void
-oomkit_effects_abandon(oomkit_call *call);
 
 /* --- stale_forward.c --- */
 /* After an update that was held back, a forward of what it updates. */
 int
-oomkit_forward_watch(oomkit_call *call, PyObject *target, oomkit_owner_kind kind,
-                     PyObject *optimizer);
-int
 oomkit_forward_begins(PyObject *module);
-void
-oomkit_forward_release(oomkit_call *call);
 
 /* --- stray_grads.c --- */
 /* Gradients that no backward of ours explains */
-int
-oomkit_grads_begin_micro(oomkit_call *call);
-void
-oomkit_grads_end_micro(oomkit_call *call);
-int
-oomkit_grads_refuse_unexpected(oomkit_call *call);
 
 /* --- unknown_leaves.c --- */
 int
-oomkit_strangers_alive(oomkit_call *call);
-int
 oomkit_strangers_meet(oomkit_call *call, PyObject *roots, int nested);
-void
-oomkit_strangers_note(oomkit_call *call, PyObject *roots);
 /* Leaves without a gradient that the replay of a returned loss writes to: none again.
  * 0 or -1. */
 int

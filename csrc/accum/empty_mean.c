@@ -58,8 +58,8 @@ gradient_is_finite(oomkit_state *st, PyObject *gradient)
     return finite;
 }
 
-int
-oomkit_nothing_end(oomkit_call *call)
+static int
+nothing_end(oomkit_call *call)
 {
     Py_ssize_t i;
     int finite = 1, mode;
@@ -89,3 +89,16 @@ oomkit_nothing_end(oomkit_call *call)
         (long long)call->cut.slices[call->cut.at].length);
     return -1;
 }
+
+/* A weight of 0 runs nothing: a mean over nothing is NaN, which times 0 would still be
+ * NaN. */
+static int
+nothing_backward_ends(oomkit_call *call, const oomkit_backward *backward)
+{
+    if (backward->weight == 0.0) {
+        call->losses.is_nan = 0;
+    }
+    return nothing_end(call);
+}
+
+const oomkit_rule oomkit_empty_mean_rule = {.backward_ends = nothing_backward_ends};

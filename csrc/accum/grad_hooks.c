@@ -81,8 +81,8 @@ hooks_on_gradients(oomkit_call *call, PyObject **name)
     return 0;
 }
 
-int
-oomkit_hooks_judge(oomkit_call *call, int *committed)
+static int
+hooks_judge(oomkit_call *call, int *committed)
 {
     Py_ssize_t which;
     int state;
@@ -137,8 +137,8 @@ hooks_say(oomkit_call *call, PyObject *name)
 
 /* Before the first backward of a split attempt. 0, or -1 with SplitError (or the
  * warning, made an error). */
-int
-oomkit_hooks_check(oomkit_call *call)
+static int
+hooks_check(oomkit_call *call)
 {
     PyObject *name = NULL; /* owned */
     int state = oomkit_hooks_post(call, &name);
@@ -168,3 +168,21 @@ oomkit_hooks_loss(oomkit_call *call, PyObject *loss)
     return state <= 0 ? state
                       : hooks_say(call, PyUnicode_FromString("the returned loss"));
 }
+
+static int
+hooks_before_backward(oomkit_call *call, oomkit_backward *backward)
+{
+    (void)backward;
+    return call->cut.at == 0 && !call->grads.marked ? hooks_check(call) : 0;
+}
+
+/* The caller's backward of a returned loss is made of these. */
+static int
+hooks_before_replay(oomkit_call *call)
+{
+    return call->split && call->deferred.replayed != NULL ? hooks_check(call) : 0;
+}
+
+const oomkit_rule oomkit_grad_hooks_rule = {.attempt_begins = hooks_before_replay,
+                                            .backward_begins = hooks_before_backward,
+                                            .failure_is_judged = hooks_judge};

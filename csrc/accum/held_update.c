@@ -4,8 +4,6 @@
 #include "../hook/hook.h"
 #include "../hook/step_arguments.h"
 #include "../optim/optim.h"
-#include "../proof/proof.h"
-#include "../undo/undo.h"
 
 /* What a split call cannot hold back rightly. 0, or -1 with SplitError. */
 static int
@@ -36,59 +34,27 @@ hold_refuse(interceptor_object *self, PyObject *const *args, size_t nargsf,
     return 0;
 }
 
-PyObject *
-oomkit_interceptor_optimizer(interceptor_object *self, PyObject *const *args,
-                             size_t nargsf, PyObject *kwnames)
+/* Held back in every micro-batch but the last. */
+static int
+hold_update(oomkit_call *call, oomkit_update *update)
 {
-    PyTypeObject *type = (PyTypeObject *)self->call->st->Optimizer;
-    Py_ssize_t i, n = PyVectorcall_NARGS(nargsf);
-    Py_ssize_t total = n + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
+    interceptor_object *self = update->method;
+    const Py_ssize_t n = PyVectorcall_NARGS(update->nargsf);
 
-    if (self->kind == OOMKIT_OWNER_OPTIMIZER) {
-        return self->target;
-    }
-    if (self->kind != OOMKIT_OWNER_SCALER || self->name != self->call->st->str_step) {
-        return NULL;
-    }
-    for (i = 0; i < total; i++) {
-        if (PyObject_TypeCheck(args[i], type)) {
-            return args[i];
-        }
-    }
-    return NULL;
-}
-
-/* 1 the call is held back; 0 it is to run (the last micro-batch); -1 with SplitError.
- */
-int
-oomkit_interceptor_hold(interceptor_object *self, PyObject *const *args, size_t nargsf,
-                        PyObject *kwnames)
-{
-    oomkit_call *call = self->call;
-    PyObject *optimizer =
-        oomkit_interceptor_optimizer(self, args, nargsf, kwnames); /* borrowed */
-
-    if (hold_refuse(self, args, nargsf, kwnames) < 0 ||
-        (self->kind != OOMKIT_OWNER_SCHEDULER &&
-         oomkit_grads_refuse_unexpected(call) < 0) ||
-        oomkit_course_note(call, self->target, self->name) < 0 ||
+    update->held = !call->is_last;
+    if (hold_refuse(self, update->args, update->nargsf, update->kwnames) < 0 ||
         (self->kind == OOMKIT_OWNER_SCHEDULER &&
-         oomkit_metrics_note(call, self->target, args, PyVectorcall_NARGS(nargsf),
-                             kwnames) < 0) ||
+         oomkit_metrics_note(call, self->target, update->args, n, update->kwnames) <
+             0) ||
         (self->kind == OOMKIT_OWNER_OPTIMIZER &&
-         oomkit_given_note(self, args, PyVectorcall_NARGS(nargsf), kwnames) < 0)) {
+         oomkit_given_note(self, update->args, n, update->kwnames) < 0)) {
         return -1;
     }
-    if (optimizer != NULL && !call->updating.committed &&
-        (call->cut.at == 0 ? oomkit_owners_groups_note(call, optimizer)
-                           : oomkit_tx_groups_moved(call, optimizer)) < 0) {
-        return -1;
+    if (update->optimizer == NULL || call->updating.committed) {
+        return 0;
     }
-    if (oomkit_forward_watch(call, self->target, self->kind, optimizer) < 0) {
-        return -1;
-    }
-    return !call->is_last ? 1
-           : call->proof == NULL
-               ? 0
-               : oomkit_proof_update(self, optimizer, args, nargsf, kwnames);
+    return call->cut.at == 0 ? oomkit_owners_groups_note(call, update->optimizer)
+                             : oomkit_groups_refuse_moved(call, update->optimizer);
 }
+
+const oomkit_rule oomkit_held_update_rule = {.update_begins = hold_update};

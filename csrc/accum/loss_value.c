@@ -1,7 +1,6 @@
 /* The forgotten reduction="sum": the losses of the first split call beside the last
  * whole one. */
 #include "accum.h"
-#include "weights.h"
 #include "../call/step.h"
 #include "../py/tensor.h"
 #include "../undo/undo.h"
@@ -499,3 +498,13 @@ oomkit_losses_note(oomkit_call *call, PyObject *roots)
     losses_keep(call, root);
     return 0;
 }
+
+static int
+losses_backward(oomkit_call *call, oomkit_backward *backward)
+{
+    return call->proof == NULL ? oomkit_losses_note(call, backward->roots) : 0;
+}
+
+const oomkit_rule oomkit_loss_value_rule = {.backward_begins = losses_backward,
+                                            .whole_call_ends = oomkit_losses_learn,
+                                            .call_ends = oomkit_weights_release};

@@ -3,11 +3,10 @@
 #include "accum.h"
 #include "../call/step.h"
 #include "../py/frames.h"
-#include "../py/refs.h"
 #include "../undo/undo.h"
 
-void
-oomkit_course_clear(oomkit_course *course)
+static void
+course_clear(oomkit_course *course)
 {
     int i, count = course->count;
     course->count = 0;
@@ -18,8 +17,8 @@ oomkit_course_clear(oomkit_course *course)
 
 /* Before a scaler's real update(): its scale, which update() changes in place. 0 or -1.
  */
-int
-oomkit_course_scale_note(oomkit_call *call, PyObject *scaler)
+static int
+course_scale_note(oomkit_call *call, PyObject *scaler)
 {
     PyObject *scale = PyObject_GetAttrString(scaler, "_scale"); /* owned */
     PyObject *copy;                                             /* owned */
@@ -98,8 +97,8 @@ course_differs(oomkit_call *call, PyObject *here, PyObject *there)
 }
 
 /* Notes an event of the present micro-batch; `target` NULL is a backward. */
-int
-oomkit_course_note(oomkit_call *call, const void *target, const void *name)
+static int
+course_note(oomkit_call *call, const void *target, const void *name)
 {
     oomkit_course *course = &call->course[call->cut.at > 0];
     oomkit_course *first = &call->course[0];
@@ -149,8 +148,8 @@ oomkit_course_note(oomkit_call *call, const void *target, const void *name)
  * too small does nothing at all in micro-batches. Refused where the failed attempt of
  * this very call ran a backward; said, once, where all whole calls before it did (or
  * made an update). 0 or -1. */
-int
-oomkit_course_skipped(oomkit_call *call)
+static int
+course_skipped(oomkit_call *call)
 {
     struct oomkit_step *step = call->step;
     const oomkit_course *first = &call->course[0];
@@ -192,8 +191,8 @@ oomkit_course_skipped(oomkit_call *call)
 }
 
 /* At the end of a micro-batch: nothing that the first one did may be missing. */
-int
-oomkit_course_finish(oomkit_call *call)
+static int
+course_finish(oomkit_call *call)
 {
     oomkit_course *course = &call->course[call->cut.at > 0];
     oomkit_course *first = &call->course[0];
@@ -208,15 +207,15 @@ oomkit_course_finish(oomkit_call *call)
                      ? (skipped < 0 ? -1 : 0)
                      : course_differs(call, NULL, first->events[course->count].where);
     }
-    oomkit_course_clear(course);
+    course_clear(course);
     return result;
 }
 
 /* Gradients of earlier micro-batches come back before a backward: what was cleared or
  * used since the last one of this micro-batch cannot be told from them. 1 with
  * SplitError. */
-int
-oomkit_course_cut(oomkit_call *call)
+static int
+course_cut(oomkit_call *call)
 {
     const oomkit_course *course = &call->course[call->cut.at > 0];
     const oomkit_event *last = course->count > 0 && course->count <= OOMKIT_COURSE
@@ -245,3 +244,51 @@ oomkit_course_cut(oomkit_call *call)
                  "");
     return 1;
 }
+
+static int
+sequence_backward(oomkit_call *call, oomkit_backward *backward)
+{
+    (void)backward;
+    return course_cut(call) || course_note(call, NULL, NULL) < 0 ? -1 : 0;
+}
+
+static int
+sequence_update(oomkit_call *call, oomkit_update *update)
+{
+    return course_note(call, update->method->target, update->method->name);
+}
+
+static int
+sequence_update_runs(oomkit_call *call, const oomkit_update *update)
+{
+    return update->method->name == call->st->str_update
+               ? course_scale_note(call, update->method->target)
+               : 0;
+}
+
+static int
+sequence_micro_ends(oomkit_call *call, PyObject *result)
+{
+    (void)result;
+    return call->split ? course_finish(call) : 0;
+}
+
+static int
+sequence_before_join(oomkit_call *call)
+{
+    return call->proof == NULL ? course_skipped(call) : 0;
+}
+
+static void
+sequence_attempt_ends(oomkit_call *call)
+{
+    course_clear(&call->course[0]);
+    course_clear(&call->course[1]);
+}
+
+const oomkit_rule oomkit_sequence_rule = {.backward_begins = sequence_backward,
+                                          .update_begins = sequence_update,
+                                          .update_runs = sequence_update_runs,
+                                          .micro_ends = sequence_micro_ends,
+                                          .before_join = sequence_before_join,
+                                          .attempt_ends = sequence_attempt_ends};

@@ -72,9 +72,57 @@ done:
     return result;
 }
 
+typedef struct abandoning {
+    oomkit_state *st;
+    PyObject *effects; /* borrowed from effects_abandon */
+} abandoning;
+
+/* Needs no memory: what left the micro-batch may be that there is none. */
+static int
+effects_abandon_once(void *argument)
+{
+    const abandoning *it = argument;
+    PyObject *done = /* owned */
+        PyObject_CallMethodNoArgs(it->effects, it->st->str_abandon);
+
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* The micro-batch did not end: what was put into modules is taken out. Keeps the
+ * exception in flight. */
+static void
+effects_abandon(oomkit_call *call)
+{
+    PyObject *effects = call->effects;  /* owned */
+    PyObject *exception = NULL, *error; /* owned; the first given back */
+    abandoning it = {call->st, effects};
+
+    if (effects == NULL) {
+        return;
+    }
+    call->effects = NULL;
+    if (PyErr_Occurred()) {
+        exception = oomkit_exception_take();
+    }
+    (void)oomkit_insist(call->st, effects_abandon_once, &it, &error);
+    if (error != NULL) {
+        oomkit_exception_give(error);
+        if (PyErr_ExceptionMatches(PyExc_Exception)) {
+            PyErr_WriteUnraisable(effects);
+        } else {
+            oomkit_error_dismiss(); /* an interrupt comes again */
+        }
+    }
+    Py_DECREF(effects);
+    if (exception != NULL) {
+        oomkit_exception_give(exception);
+    }
+}
+
 /* Before the first micro-batch of an attempt. 0 or -1. */
-int
-oomkit_effects_begin(oomkit_call *call)
+static int
+effects_begin(oomkit_call *call)
 {
     PyObject *positional = NULL, *named = NULL, *parts = NULL; /* owned */
 
@@ -85,7 +133,7 @@ oomkit_effects_begin(oomkit_call *call)
         parts = effects_participants(call);
     }
     if (parts != NULL) {
-        oomkit_effects_abandon(call);
+        effects_abandon(call);
         call->effects = PyObject_CallFunctionObjArgs(
             call->st->watch_effects, call->given.func, positional, named, parts, NULL);
         if (call->effects == Py_None) {
@@ -147,8 +195,8 @@ effects_say(oomkit_call *call, PyObject *answer)
 }
 
 /* After the first micro-batch. 0 or -1. */
-int
-oomkit_effects_end(oomkit_call *call)
+static int
+effects_end(oomkit_call *call)
 {
     PyObject *effects = call->effects; /* owned */
     PyObject *answer;                  /* owned */
@@ -173,50 +221,19 @@ oomkit_effects_end(oomkit_call *call)
     return result;
 }
 
-typedef struct abandoning {
-    oomkit_state *st;
-    PyObject *effects; /* borrowed from oomkit_effects_abandon */
-} abandoning;
-
-/* Needs no memory: what left the micro-batch may be that there is none. */
 static int
-effects_abandon_once(void *argument)
+effects_attempt_begins(oomkit_call *call)
 {
-    const abandoning *it = argument;
-    PyObject *done = /* owned */
-        PyObject_CallMethodNoArgs(it->effects, it->st->str_abandon);
-
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
+    return call->split && call->proof == NULL ? effects_begin(call) : 0;
 }
 
-/* The micro-batch did not end: what was put into modules is taken out. Keeps the
- * exception in flight. */
-void
-oomkit_effects_abandon(oomkit_call *call)
+static int
+effects_micro_ends(oomkit_call *call, PyObject *result)
 {
-    PyObject *effects = call->effects;  /* owned */
-    PyObject *exception = NULL, *error; /* owned; the first given back */
-    abandoning it = {call->st, effects};
-
-    if (effects == NULL) {
-        return;
-    }
-    call->effects = NULL;
-    if (PyErr_Occurred()) {
-        exception = oomkit_exception_take();
-    }
-    (void)oomkit_insist(call->st, effects_abandon_once, &it, &error);
-    if (error != NULL) {
-        oomkit_exception_give(error);
-        if (PyErr_ExceptionMatches(PyExc_Exception)) {
-            PyErr_WriteUnraisable(effects);
-        } else {
-            oomkit_error_dismiss(); /* an interrupt comes again */
-        }
-    }
-    Py_DECREF(effects);
-    if (exception != NULL) {
-        oomkit_exception_give(exception);
-    }
+    (void)result;
+    return call->is_last || call->proof != NULL ? 0 : effects_end(call);
 }
+
+const oomkit_rule oomkit_side_effects_rule = {.attempt_begins = effects_attempt_begins,
+                                              .micro_ends = effects_micro_ends,
+                                              .attempt_ends = effects_abandon};

@@ -104,9 +104,9 @@ forward_updated_where(const oomkit_call *call)
 /* At an intercepted call of a split call, which has been noted: from here to the end of
  * the micro-batch a forward of what it updates is refused. `optimizer` (borrowed) is
  * the one that it updates, or NULL. 0 or -1. */
-int
-oomkit_forward_watch(oomkit_call *call, PyObject *target, oomkit_owner_kind kind,
-                     PyObject *optimizer)
+static int
+forward_watch(oomkit_call *call, PyObject *target, oomkit_owner_kind kind,
+              PyObject *optimizer)
 {
     int result;
 
@@ -161,8 +161,8 @@ oomkit_forward_begins(PyObject *module)
 }
 
 /* At the end of a micro-batch. Keeps the exception in flight. */
-void
-oomkit_forward_release(oomkit_call *call)
+static void
+forward_release(oomkit_call *call)
 {
     PyObject *exception, *done; /* owned */
 
@@ -185,3 +185,13 @@ oomkit_forward_release(oomkit_call *call)
         oomkit_exception_give(exception);
     }
 }
+
+static int
+forward_update(oomkit_call *call, oomkit_update *update)
+{
+    return forward_watch(call, update->method->target, update->method->kind,
+                         update->optimizer);
+}
+
+const oomkit_rule oomkit_stale_forward_rule = {.update_begins = forward_update,
+                                               .micro_left = forward_release};

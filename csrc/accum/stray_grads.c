@@ -6,15 +6,30 @@
 #include "../py/tensor.h"
 #include "../undo/gradients.h"
 
+/* Forgets what was marked there. */
+static void
+escaped_forget(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+
+    if (g->began != NULL) {
+        call->st->bridge->grads_release(g->began, (size_t)call->parts->param_count);
+        PyMem_Free(g->began);
+        g->began = NULL;
+    }
+    PyMem_Free(g->began_versions);
+    g->began_versions = NULL;
+}
+
 /* At the start of a micro-batch of a split call. 0 or -1. */
-int
-oomkit_grads_begin_micro(oomkit_call *call)
+static int
+escaped_mark(oomkit_call *call)
 {
     oomkit_grads *g = &call->grads;
     const oomkit_bridge *bridge = call->st->bridge;
     size_t n = (size_t)call->parts->param_count, i;
 
-    oomkit_grads_end_micro(call);
+    escaped_forget(call);
     if (bridge != NULL) {
         g->began = PyMem_Calloc(n + 1, sizeof(*g->began));
         if (g->began == NULL) {
@@ -50,21 +65,6 @@ oomkit_grads_begin_micro(oomkit_call *call)
         }
     }
     return 0;
-}
-
-/* Forgets what was marked there. */
-void
-oomkit_grads_end_micro(oomkit_call *call)
-{
-    oomkit_grads *g = &call->grads;
-
-    if (g->began != NULL) {
-        call->st->bridge->grads_release(g->began, (size_t)call->parts->param_count);
-        PyMem_Free(g->began);
-        g->began = NULL;
-    }
-    PyMem_Free(g->began_versions);
-    g->began_versions = NULL;
 }
 
 /* OOMKIT_GRAD_* of every parameter against the start of the micro-batch. 0 or -1. */
@@ -166,8 +166,8 @@ escaped_find(oomkit_call *call, const uint8_t *states, Py_ssize_t *which)
 
 /* Asked where gradients are parked, or before any backward of this micro-batch. 0, or
  * -1 with SplitError. */
-int
-oomkit_grads_refuse_unexpected(oomkit_call *call)
+static int
+escaped_refuse(oomkit_call *call)
 {
     Py_ssize_t which = 0;
     uint8_t *states;
@@ -214,3 +214,36 @@ oomkit_grads_refuse_unexpected(oomkit_call *call)
     }
     return -1;
 }
+
+static int
+stray_micro_begins(oomkit_call *call)
+{
+    return call->split ? escaped_mark(call) : 0;
+}
+
+static int
+stray_backward(oomkit_call *call, oomkit_backward *backward)
+{
+    (void)backward;
+    return escaped_refuse(call);
+}
+
+static int
+stray_update(oomkit_call *call, oomkit_update *update)
+{
+    return update->method->kind == OOMKIT_OWNER_SCHEDULER ? 0 : escaped_refuse(call);
+}
+
+const oomkit_rule oomkit_stray_grads_rule = {.micro_begins = stray_micro_begins,
+                                             .backward_begins = stray_backward,
+                                             .update_begins = stray_update,
+                                             .attempt_ends = escaped_forget};
+
+static int
+stray_micro_ends(oomkit_call *call, PyObject *result)
+{
+    (void)result;
+    return call->is_last ? 0 : escaped_refuse(call);
+}
+
+const oomkit_rule oomkit_stray_grads_at_end_rule = {.micro_ends = stray_micro_ends};

@@ -1,16 +1,15 @@
 /* Strangers: parameters and optimizers that the search did not find. What is not known
  * is neither marked nor parked nor intercepted, so a replay would count it twice: it is
  * looked for where it shows. Leaves of the graph of a backward become participants
- * (restart.c); an optimizer that steps unknown is refused by name. */
+ * (adopt_leaves.c); an optimizer that steps unknown is refused by name. */
 #include "accum.h"
 #include "../hook/graph.h"
 #include "../optim/optim.h"
-#include "../py/refs.h"
 #include "../undo/undo.h"
 
 /* Is one of those leaves still alive, now that the failed attempt is gone? */
-int
-oomkit_strangers_alive(oomkit_call *call)
+static int
+strangers_alive(oomkit_call *call)
 {
     Py_ssize_t i;
     int alive = 0;
@@ -234,8 +233,8 @@ oomkit_strangers_meet(oomkit_call *call, PyObject *roots, int nested)
 /* After a failed backward, over the whole batch or in a micro-batch after the first: an
  * unknown leaf that has a gradient may hold a part of this batch's contribution
  * already. Keeps the exception in flight. */
-void
-oomkit_strangers_note(oomkit_call *call, PyObject *roots)
+static void
+strangers_note(oomkit_call *call, PyObject *roots)
 {
     PyObject *exception = oomkit_exception_take(); /* owned, given back */
     const int raised = call->refused.raised;
@@ -311,3 +310,49 @@ oomkit_strangers_optimizer_ends(void)
         call->unknown.updates++;
     }
 }
+
+static int
+strangers_backward(oomkit_call *call, oomkit_backward *backward)
+{
+    return call->split ? oomkit_strangers_meet(call, backward->roots, 0) : 0;
+}
+
+static int
+strangers_nested(oomkit_call *call, const oomkit_backward *backward)
+{
+    return call->split ? oomkit_strangers_meet(call, backward->roots, 1) : 0;
+}
+
+static void
+strangers_backward_fails(oomkit_call *call, const oomkit_backward *backward)
+{
+    if (!call->split || call->cut.at > 0) {
+        strangers_note(call, backward->roots);
+    }
+}
+
+static int
+strangers_micro_ends(oomkit_call *call, PyObject *result)
+{
+    return call->unknown.of_step != NULL ? oomkit_strangers_check(call, result) : 0;
+}
+
+static const char *
+strangers_remain(oomkit_call *call)
+{
+    return strangers_alive(call)
+               ? "a tensor that requires grad, which auto_batch did not find, may hold "
+                 "a part of this batch in its .grad; pass it as participants=..., and "
+                 "clear its .grad before going on"
+               : NULL;
+}
+
+const oomkit_rule oomkit_unknown_leaves_rule = {
+    .leaf_at_entry = oomkit_restart_with_buffer,
+    .backward_begins = strangers_backward,
+    .backward_nests = strangers_nested,
+    .backward_fails = strangers_backward_fails,
+    .micro_ends = strangers_micro_ends,
+    .failure_remains = strangers_remain,
+    .gradients_go_back = oomkit_strangers_loose_drop,
+    .before_restart = oomkit_strangers_take_in};

@@ -1,9 +1,8 @@
 /* The share of the loss that each micro-batch carries: n_i/N for a mean over rows, 1
  * for a sum, and what weight= answers for everything else. */
-#include "weights.h"
+#include "accum.h"
 #include "../batch/batch.h"
 #include "../call/step.h"
-#include "../proof/proof.h"
 #include "../py/tensor.h"
 #include "../result/result.h"
 
@@ -305,8 +304,8 @@ weights_refuse(oomkit_call *call, int backwards, const char *least)
     return -1;
 }
 
-double
-oomkit_weights_next(oomkit_call *call)
+static double
+weights_next(oomkit_call *call)
 {
     const oomkit_losses *l = &call->losses;
 
@@ -544,8 +543,8 @@ groups_say(oomkit_call *call, PyObject *result)
         call->losses.groups, call->options->label);
 }
 
-int
-oomkit_weights_check(oomkit_call *call, PyObject *result)
+static int
+weights_check(oomkit_call *call, PyObject *result)
 {
     oomkit_loss_site *site = &call->step->losses;
     int loss;
@@ -574,3 +573,20 @@ oomkit_weights_release(oomkit_call *call)
     PyMem_Free(call->losses.group_weights);
     call->losses.group_weights = NULL;
 }
+
+static int
+weights_backward(oomkit_call *call, oomkit_backward *backward)
+{
+    backward->weight = weights_next(call);
+    return backward->weight < 0.0 ? -1 : 0;
+}
+
+static int
+weights_micro_ends(oomkit_call *call, PyObject *result)
+{
+    return call->split ? weights_check(call, result) : 0;
+}
+
+const oomkit_rule oomkit_weights_rule = {.attempt_begins = oomkit_weights_set,
+                                         .backward_begins = weights_backward,
+                                         .micro_ends = weights_micro_ends};

@@ -22,14 +22,10 @@ oomkit_weights_ask(struct oomkit_call *call, int64_t start, int64_t length,
 
 /* The weight of the backward that is about to run (1.0 while whole). -1 with SplitError
  * when weight= returned fewer numbers than there are backwards. */
-double
-oomkit_weights_next(struct oomkit_call *call);
 
 /* At the end of a micro-batch of a split call, before anything is applied: are there as
  * many backwards as weights, and are rows the right measure for labels of -100? 0, or
  * -1 with an exception (a warning that is an error). */
-int
-oomkit_weights_check(struct oomkit_call *call, PyObject *result);
 
 /* Has nobody said what the loss is a mean over? */
 int

@@ -1,5 +1,6 @@
 /* What is asked of a call. */
 #include "call.h"
+#include "../py/tensor.h"
 
 int
 oomkit_call_has_module(const oomkit_call *call, const PyObject *module)
@@ -43,4 +44,23 @@ oomkit_effects_arguments(const oomkit_call *call, PyObject **positional,
         }
     }
     return 0;
+}
+
+void
+oomkit_engine_device(oomkit_call *call)
+{
+    if (call->parts->device_type != 0) {
+        call->device.type = call->parts->device_type;
+        call->device.index = call->parts->device_index;
+    } else {
+        call->device.type = call->batch.device_type;
+        call->device.index = call->batch.device_index;
+    }
+}
+
+oomkit_device
+oomkit_engine_device_of_failure(const oomkit_call *call)
+{
+    return call->device.type == OOMKIT_DEVICE_CPU ? oomkit_device_default(call->st)
+                                                  : call->device;
 }

@@ -10,6 +10,22 @@ typedef struct oomkit_switches {
     uint8_t *requires_grad; /* of each parameter, or NULL */
 } oomkit_switches;
 
+/* Will a split of this call be refused unless it was proven by its gradients? (Of
+ * slices that a test forces it is the test that compares.) */
+static inline int
+oomkit_proof_possible(const oomkit_call *call)
+{
+    return call->options->verify != 0 && call->options->verify != OOMKIT_VERIFY_WARN &&
+           !call->st->proves_nothing;
+}
+
+/* Does a proof run the rows in one piece, as the undecorated program would? */
+static inline int
+oomkit_proof_of_whole(const oomkit_call *call)
+{
+    return call->proof != NULL && call->cut.count == 1;
+}
+
 /* --- call.c --- */
 int
 oomkit_call_has_module(const oomkit_call *call, const PyObject *module);
@@ -37,21 +53,12 @@ oomkit_describe_report(oomkit_call *call);
 PyObject *
 oomkit_give_up(oomkit_call *call, PyObject *reason, int committed);
 
-/* --- graph_capture.c --- */
 /* The device that the call's figures are of. */
 void
 oomkit_engine_device(oomkit_call *call);
 /* That which failed: a step with the CPU alone in sight may use the accelerator. */
 oomkit_device
 oomkit_engine_device_of_failure(const oomkit_call *call);
-/* Is a graph captured on that device, a CUDA one? 1 and call->captured, 0, -1. */
-int
-oomkit_captured_find(oomkit_call *call);
-/* The function as it is, and the end of the call. New reference, or NULL: nothing is
- * rolled back. */
-PyObject *
-oomkit_captured_run(oomkit_call *call);
-
 /* --- modes_at_entry.c --- */
 /* Gradient recording and autocast at entry, and back to it after a failure: torch's own
  * context managers leave them as they are where there is no memory to leave them. 0 or

@@ -311,8 +311,17 @@ typedef struct oomkit_tries {
     uint64_t began_ns, lost_ns, started_ns;
 } oomkit_tries;
 
+struct oomkit_call;
+
+/* A backward, given torch's own engine and what that is to be called with. New
+ * reference or NULL. */
+typedef PyObject *(*oomkit_engine_run)(struct oomkit_call *call, PyObject *engine,
+                                       PyObject *const *args, size_t nargsf,
+                                       PyObject *kwnames);
+
 /* Backwards of this micro-batch. */
 typedef struct oomkit_backwards {
+    oomkit_engine_run instead; /* of each outermost one; NULL: it runs */
     int queued; /* a failed backward has left parts of its graph on this thread */
     int depth;  /* backwards of it that are running, one inside another */
     int done;   /* outermost ones finished in this micro-batch */

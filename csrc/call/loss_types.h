@@ -39,6 +39,8 @@ typedef struct oomkit_losses {
     int64_t replayed;      /* micro-batches in `made` */
     int32_t dtype;         /* of their losses */
     PyObject *rows;        /* owned: what compares those of a replay, or NULL */
+    PyObject *const *on_trial; /* borrowed: of the proof that runs, where it has its
+                                  weights; NULL without one */
     PyObject *verification; /* owned while a verification runs: backwards are withheld
                                and told to it */
 } oomkit_losses;

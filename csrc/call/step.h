@@ -2,13 +2,9 @@
 #ifndef OOMKIT_CALL_STEP_H
 #define OOMKIT_CALL_STEP_H
 
-#include "loss_types.h"
+#include "events.h"
 #include "proven.h"
-#include "../device/device.h"
 #include "../core/knowledge.h"
-#include "../members/members.h"
-#include "../result/facts.h"
-#include "../tree/nodes.h"
 
 #define OOMKIT_SIGNATURES 32
 #define OOMKIT_RECORDS 1024
@@ -103,12 +99,8 @@ typedef struct oomkit_step {
 
 #define step_CAST(op) ((oomkit_step *)(op))
 
-/* per_object.c: the step that knows about `object` (borrowed). Borrowed from `step`, or
- * NULL with an exception. */
-oomkit_step *
-oomkit_step_of_instance(oomkit_step *step, PyObject *object);
-
-/* The same; as good as free for the object of the last call. */
+/* The step that knows about `object` (borrowed). Borrowed from `step`, or NULL with an
+ * exception. As good as free for the object of the last call. */
 static inline oomkit_step *
 oomkit_step_for(oomkit_step *step, PyObject *object)
 {
@@ -116,14 +108,7 @@ oomkit_step_for(oomkit_step *step, PyObject *object)
     if (recent->owner != NULL && PyWeakref_GET_OBJECT(recent->owner) == object) {
         return recent;
     }
-    return oomkit_step_of_instance(step, object);
-}
-
-static inline int
-oomkit_step_check(const oomkit_state *st, const PyObject *object)
-{
-    return Py_TYPE(object) == (PyTypeObject *)st->step_type ||
-           Py_TYPE(object) == (PyTypeObject *)st->step_object_type;
+    return step->st->wiring->step_of_object(step, object);
 }
 
 #endif

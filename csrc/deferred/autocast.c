@@ -3,7 +3,6 @@
 #include "deferred.h"
 #include "../call/call.h"
 #include "../py/modes.h"
-#include "../py/refs.h"
 #include "../py/tensor.h"
 
 /* Appends (type, dtype) when autocast is on for that device type. 0 or -1. */

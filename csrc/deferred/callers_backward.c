@@ -490,3 +490,30 @@ oomkit_second_run(oomkit_state *st, PyObject *original, PyObject *const *args,
     }
     return result;
 }
+
+/* --- backwards outside every call --- */
+
+/* One that writes to no .grad cannot pass a loss that was computed in parts. */
+static int
+outside_without_leaves(oomkit_state *st, PyObject *roots)
+{
+    int found = oomkit_graph_has_split(st, roots);
+
+    if (found > 0) {
+        oomkit_raise(
+            st->SplitError,
+            "autograd.grad() cannot go through a loss that auto_batch computed "
+            "in micro-batches: their graphs are gone; call it inside the "
+            "decorated step");
+    }
+    return found == 0 ? 0 : -1;
+}
+
+const oomkit_outside oomkit_callers_backward = {
+    .wanted = oomkit_second_wanted,
+    .run = oomkit_second_run,
+    .engine = oomkit_second_engine,
+    .engine_without_leaves = outside_without_leaves,
+    .nests = oomkit_second_nested,
+    .switches = oomkit_modes_switch,
+};

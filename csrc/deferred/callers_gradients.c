@@ -2,6 +2,7 @@
  * they were before it. */
 #include "callers_backward.h"
 #include "../accum/accum.h"
+#include "../hook/graph.h"
 #include "../py/modes.h"
 #include "../undo/undo.h"
 

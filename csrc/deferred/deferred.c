@@ -2,7 +2,6 @@
  * owned by the graph of that loss, freed with it. */
 #include "deferred.h"
 #include "../accum/accum.h"
-#include "../accum/weights.h"
 #include "../call/step.h"
 #include "../plain/plain_state.h"
 #include "../py/tensor.h"
@@ -295,41 +294,19 @@ pending_hang(oomkit_pending *p, PyObject *node)
     return result;
 }
 
-/* The loss of a result when it requires grad: 1 and *loss (owned), 0, or -1. */
+/* As oomkit_result_wants_backward(), and what its size tells. */
 static int
 pending_loss(oomkit_state *st, PyObject *result, PyObject **loss, int *small,
              int *single)
 {
     oomkit_tensor_facts facts;
+    int wants = oomkit_result_wants_backward(st, result, loss, &facts);
 
-    if (result == Py_None) {
-        return 0;
+    if (wants > 0) {
+        *small = facts.bytes <= SMALL_BYTES;
+        *single = facts.size == 1 ? (int)facts.ndim : 0; /* 0-d: its size is -1 */
     }
-    *loss = oomkit_result_loss(st, result);
-    if (*loss == NULL) {
-        return PyErr_Occurred() ? -1 : 0;
-    }
-    if (oomkit_tensor_facts_get(st, *loss, 0, &facts) < 0) {
-        Py_CLEAR(*loss);
-        return -1;
-    }
-    if (!facts.requires_grad) {
-        Py_CLEAR(*loss);
-        return 0;
-    }
-    *small = facts.bytes <= SMALL_BYTES;
-    *single = facts.size == 1 ? (int)facts.ndim : 0; /* 0-d: its size is -1 */
-    return 1;
-}
-
-int
-oomkit_pending_wanted(oomkit_state *st, PyObject *result)
-{
-    PyObject *loss = NULL; /* owned */
-    int small, single, state = pending_loss(st, result, &loss, &small, &single);
-
-    Py_XDECREF(loss);
-    return state;
+    return wants;
 }
 
 /* One element in front where the batch has several rows: no row per sample. */

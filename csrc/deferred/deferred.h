@@ -7,8 +7,7 @@
 #ifndef OOMKIT_DEFERRED_DEFERRED_H
 #define OOMKIT_DEFERRED_DEFERRED_H
 
-#include "../call/call_types.h"
-#include "../hook/graph.h"
+#include "../call/events.h"
 
 /* What the surroundings of a call were, as far as a replay has to bring them back. */
 typedef struct oomkit_modes {
@@ -73,11 +72,11 @@ typedef struct oomkit_pending {
 
 #define pending_CAST(op) ((oomkit_pending *)(op))
 
-/* --- deferred.c --- */
+/* What happens in a call concerns (call/events.h): */
+extern const oomkit_rule oomkit_deferred_rule, oomkit_recompute_rule;
+extern const oomkit_outside oomkit_callers_backward;
 
-/* Does the result hold a loss that requires grad? 1, 0 or -1. */
-int
-oomkit_pending_wanted(oomkit_state *st, PyObject *result);
+/* --- deferred.c --- */
 
 /* After a call that was not split: its loss, if it still needs backward, gets a hook.
  * Takes marks and batch out of the call. 0, or -1 with an exception. */
@@ -194,8 +193,6 @@ oomkit_stash_free(oomkit_pending *pending);
 
 /* A backward of a call that is split must not pass a loss that waits for its caller's:
  * that one's graph can be run through once. 0, or -1 with SplitError. */
-int
-oomkit_returned_inside(oomkit_call *call, PyObject *roots);
 
 /* --- graph.c --- */
 
@@ -242,8 +239,6 @@ int
 oomkit_second_is_running(const oomkit_state *st);
 
 /* The loss of a micro-batch that still needs backward. 0 or -1. */
-int
-oomkit_returned_micro(oomkit_call *call, PyObject *result);
 
 extern PyType_Spec oomkit_pending_spec, oomkit_relay_spec;
 

@@ -2,6 +2,7 @@
  * back and run again; or it is said why that cannot be. */
 #include "callers_backward.h"
 #include "../accum/accum.h"
+#include "../hook/graph.h"
 #include "../hook/hook.h"
 #include "../plain/plain_state.h"
 #include "../py/tensor.h"

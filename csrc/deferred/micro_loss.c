@@ -6,7 +6,6 @@
  * only its values are kept, and the call is run again when the gradient is there. */
 #include "deferred.h"
 #include "../accum/accum.h"
-#include "../accum/weights.h"
 #include "../call/step.h"
 #include "../py/tensor.h"
 #include "../result/result.h"
@@ -272,8 +271,8 @@ returned_loss(oomkit_call *call, PyObject *result, PyObject **loss,
     return 1;
 }
 
-int
-oomkit_returned_micro(oomkit_call *call, PyObject *result)
+static int
+returned_micro(oomkit_call *call, PyObject *result)
 {
     PyObject *loss = NULL; /* owned */
     oomkit_tensor_facts facts;
@@ -319,8 +318,8 @@ oomkit_returned_micro(oomkit_call *call, PyObject *result)
     return state;
 }
 
-int
-oomkit_returned_inside(oomkit_call *call, PyObject *roots)
+static int
+returned_inside(oomkit_call *call, PyObject *roots)
 {
     int failed = 0;
     const oomkit_pending *p = oomkit_graph_waiting(call->st, roots, &failed);
@@ -337,3 +336,37 @@ oomkit_returned_inside(oomkit_call *call, PyObject *roots)
     }
     return failed || p != NULL ? -1 : 0;
 }
+
+/* --- what happens in a call --- */
+
+static int
+deferred_backward(oomkit_call *call, oomkit_backward *backward)
+{
+    if (!call->split || call->cut.at > 0) {
+        return 0;
+    }
+    return (call->st->waiting != NULL && returned_inside(call, backward->roots) < 0) ||
+                   (!call->step->half_said &&
+                    oomkit_stash_say_half(call, backward->roots) < 0)
+               ? -1
+               : 0;
+}
+
+static int
+deferred_micro_returns(oomkit_call *call, PyObject *result)
+{
+    return call->split || call->deferred.replayed != NULL ? returned_micro(call, result)
+                                                          : 0;
+}
+
+static int
+deferred_call_returns(oomkit_call *call, PyObject *result)
+{
+    return call->deferred.returned != OOMKIT_RETURNED_NOTHING
+               ? oomkit_pending_attach(call, result)
+               : oomkit_pending_offer(call, result);
+}
+
+const oomkit_rule oomkit_deferred_rule = {.backward_begins = deferred_backward,
+                                          .micro_returns = deferred_micro_returns,
+                                          .call_returns = deferred_call_returns};

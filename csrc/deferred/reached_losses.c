@@ -2,6 +2,7 @@
  * waiting losses it reaches, and what it has saved. Never done in a healthy step, but
  * for the one or two nodes between a root and its loss. */
 #include "deferred.h"
+#include "../hook/graph.h"
 #include "../py/tensor.h"
 
 /* The waiting loss that this node made, or NULL. Borrowed; *failed on an error. */

@@ -8,7 +8,6 @@
  * must be the failed one's: a step that reads something else by now would take another
  * contribution off than was added. */
 #include "deferred.h"
-#include "recompute.h"
 #include "../accum/weights.h"
 #include "../engine/engine.h"
 #include "../hook/hook.h"
@@ -22,8 +21,8 @@
 #define SAME 1e-5 /* of one program, twice on one device */
 #define SAME_HALF 4e-3
 
-void
-oomkit_recompute_note(oomkit_call *call, PyObject *roots)
+static void
+recompute_note(oomkit_call *call, PyObject *roots)
 {
     PyObject *root = oomkit_losses_root(call->st, roots); /* borrowed from roots */
     PyObject *exception;                                  /* owned, given back */
@@ -182,9 +181,9 @@ recompute_take(oomkit_call *call)
     return recompute_end(call);
 }
 
-PyObject *
-oomkit_recompute_backward(oomkit_call *call, PyObject *engine, PyObject *const *args,
-                          size_t nargsf, PyObject *kwnames)
+static PyObject *
+recompute_backward(oomkit_call *call, PyObject *engine, PyObject *const *args,
+                   size_t nargsf, PyObject *kwnames)
 {
     Py_ssize_t i, n = PyVectorcall_NARGS(nargsf);
     Py_ssize_t total = n + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
@@ -284,6 +283,7 @@ recompute_attempt(oomkit_call *call)
     PyObject *result, *exception, *handled; /* owned */
 
     call->grads.owed = OOMKIT_OWED_NOW;
+    call->backward.instead = recompute_backward;
     result = oomkit_attempt_run(call);
     call->unknown.restart = 0;
     if (result != NULL) { /* it has run to its end without a backward */
@@ -300,8 +300,8 @@ recompute_attempt(oomkit_call *call)
     return 0;
 }
 
-int
-oomkit_recompute(oomkit_call *call)
+static int
+recompute(oomkit_call *call)
 {
     oomkit_slice *slices =
         call->cut.slices; /* of the next attempt: owned by call again */
@@ -319,6 +319,7 @@ oomkit_recompute(oomkit_call *call)
         oomkit_tx_end_attempt(call);
     }
     call->grads.owed = OOMKIT_OWED_NOTHING;
+    call->backward.instead = NULL;
     call->cut.slices = slices;
     call->cut.count = count;
     call->cut.room = room;
@@ -333,3 +334,20 @@ oomkit_recompute(oomkit_call *call)
     }
     return recompute_put_back(call) < 0 ? -1 : oomkit_tx_begin(call);
 }
+
+static void
+recompute_backward_fails(oomkit_call *call, const oomkit_backward *backward)
+{
+    if (!call->split || call->cut.at > 0) {
+        recompute_note(call, backward->roots);
+    }
+}
+
+static int
+recompute_before_retry(oomkit_call *call)
+{
+    return call->grads.owed == OOMKIT_OWED_LATER ? recompute(call) : 0;
+}
+
+const oomkit_rule oomkit_recompute_rule = {.backward_fails = recompute_backward_fails,
+                                           .before_retry = recompute_before_retry};

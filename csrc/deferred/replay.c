@@ -11,7 +11,6 @@
 #include "../hook/hook.h"
 #include "../plain/marks.h"
 #include "../py/modes.h"
-#include "../py/refs.h"
 #include "../py/tensor.h"
 #include "../sizes/sizes.h"
 #include "../tree/tree.h"

@@ -1,6 +1,7 @@
 /* Before the engine runs: the waiting losses that it will pass are asked to tell what
  * reaches them. */
 #include "deferred.h"
+#include "../hook/graph.h"
 #include "../py/tensor.h"
 
 #define NEAR 16    /* nodes between a root and its losses whose bytes are few ... */

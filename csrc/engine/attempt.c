@@ -1,13 +1,9 @@
 /* One attempt: the function called once per micro-batch of the present plan. */
 #include "engine.h"
-#include "../accum/accum.h"
-#include "../accum/weights.h"
 #include "../batch/batch.h"
-#include "../deferred/deferred.h"
 #include "../hook/hook.h"
 #include "../optim/optim.h"
 #include "../plain/plain_state.h"
-#include "../proof/proof.h"
 #include "../py/tensor.h"
 #include "../result/result.h"
 #include "../sizes/sizes.h"
@@ -101,31 +97,10 @@ attempt_micro_end(oomkit_call *call, PyObject *result)
         if (oomkit_backward_run(call, result) < 0) {
             return -1;
         }
-    } else if ((call->split || call->deferred.replayed != NULL) &&
-               oomkit_returned_micro(call, result) < 0) {
+    } else if (oomkit_tell_micro_returns(call, result) < 0) {
         return -1;
     }
-    if (call->split &&
-        (oomkit_course_finish(call) < 0 || oomkit_owners_groups_end(call) < 0 ||
-         oomkit_weights_check(call, result) < 0)) {
-        return -1;
-    }
-    if (call->unknown.of_step != NULL && oomkit_strangers_check(call, result) < 0) {
-        return -1;
-    }
-    if (!call->is_last && (oomkit_tx_micro_end(call) < 0 ||
-                           (call->proof == NULL && oomkit_effects_end(call) < 0))) {
-        return -1;
-    }
-    if (call->split && call->cut.at == 0 && !call->is_last &&
-        oomkit_proof_is_new_course(call)) {
-        call->unknown.restart = OOMKIT_RESTART_PROOF;
-        oomkit_raise(call->st->SplitError,
-                     "auto_batch begins the step again, to compare its micro-batches "
-                     "on the course that it takes now");
-        return -1;
-    }
-    if (call->proof != NULL && oomkit_proof_micro_end(call, result) < 0) {
+    if (oomkit_tell_micro_ends(call, result) < 0) {
         return -1;
     }
     if (!call->split || call->deferred.replayed != NULL ||
@@ -166,7 +141,7 @@ attempt_slice(oomkit_call *call, PyObject **vector, PyObject **whole)
         (oomkit_switches_restore(call) < 0 || oomkit_owners_again(call) < 0)) {
         return -1;
     }
-    if (call->split && oomkit_grads_begin_micro(call) < 0) {
+    if (oomkit_tell_micro_begins(call) < 0) {
         return -1;
     }
     call->is_last = call->cut.at == call->cut.count - 1;
@@ -186,7 +161,7 @@ attempt_slice(oomkit_call *call, PyObject **vector, PyObject **whole)
     if (oomkit_compiler_off(call) < 0) {
         Py_CLEAR(result);
     }
-    oomkit_forward_release(call);
+    oomkit_tell_micro_left(call);
     /* Slices of the batch go before anything else: they may be copies. */
     vector_clear(vector, call->batch.total);
     if (result == NULL || call->unknown.restart) {
@@ -275,7 +250,7 @@ oomkit_attempt_join(oomkit_call *call)
             return NULL;
         }
     }
-    if ((call->proof == NULL && oomkit_course_skipped(call) < 0) ||
+    if (oomkit_tell_before_join(call) < 0 ||
         oomkit_updated(call, &call->join.updated) < 0) {
         return NULL;
     }
@@ -293,13 +268,13 @@ oomkit_attempt_slices_run(oomkit_call *call, PyObject **result)
     PyObject **vector;
     int status = 0;
 
-    if (oomkit_weights_set(call) < 0 ||
-        (call->split &&
-         (oomkit_intercept_split(call) < 0 || oomkit_tx_sample(call) < 0 ||
-          oomkit_slots_note(call) < 0 || oomkit_owners_epochs_note(call) < 0 ||
-          oomkit_pristine_take(call) < 0 ||
-          (call->proof == NULL && oomkit_effects_begin(call) < 0) ||
-          (call->deferred.replayed != NULL && oomkit_grads_hide(call) < 0)))) {
+    if (call->split &&
+        (oomkit_intercept_split(call) < 0 || oomkit_tx_sample(call) < 0 ||
+         oomkit_slots_note(call) < 0 || oomkit_owners_epochs_note(call) < 0 ||
+         oomkit_pristine_take(call) < 0)) {
+        return -1;
+    }
+    if (oomkit_tell_attempt_begins(call) < 0) {
         return -1;
     }
     vector = PyMem_Calloc((size_t)call->batch.total + 1, sizeof(PyObject *));
@@ -327,7 +302,8 @@ oomkit_attempt_run(oomkit_call *call)
     if (call->tries.joining) { /* all parts are there: see recover_join() */
         return oomkit_attempt_join(call);
     }
-    if (oomkit_prove(call) < 0 || oomkit_attempt_slices_run(call, &result) < 0) {
+    if (oomkit_tell_before_attempt(call) < 0 ||
+        oomkit_attempt_slices_run(call, &result) < 0) {
         return NULL;
     }
     call->cut.at = call->cut.count - 1;

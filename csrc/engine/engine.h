@@ -22,6 +22,15 @@ oomkit_attempt_run(oomkit_call *call);
 int
 oomkit_attempt_slices(oomkit_call *call);
 
+/* --- graph_capture.c --- */
+/* Is a graph captured on that device, a CUDA one? 1 and call->captured, 0, -1. */
+int
+oomkit_captured_find(oomkit_call *call);
+/* The function as it is, and the end of the call. New reference, or NULL: nothing is
+ * rolled back. */
+PyObject *
+oomkit_captured_run(oomkit_call *call);
+
 /* --- passthrough.c --- */
 /* An error that is not ours to recover from. While the call is split, and
  * for a KeyboardInterrupt, the attempt is taken back first, so that no stash and no
@@ -74,6 +83,13 @@ oomkit_plan_say(oomkit_call *call, const char *level, int64_t old_rows,
                 int64_t old_count);
 int
 oomkit_recover_split(oomkit_call *call);
+
+/* --- restart.c --- */
+/* The attempt that a rule has ended, with an exception in flight or caught by the step.
+ * 0 the same plan can be tried again; 1 something else went wrong, the exception in
+ * flight says what; -1 with the exception to raise. */
+int
+oomkit_restart(oomkit_call *call);
 
 /* --- whole.c --- */
 /* The protected call. */

@@ -2,6 +2,7 @@
  * note of what the reader should know. */
 #include "engine.h"
 #include "../call/step.h"
+#include "../optim/optim.h"
 #include "../tree/tree.h"
 #include "../undo/undo.h"
 

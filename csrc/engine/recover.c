@@ -2,11 +2,9 @@
  * re-plan. */
 #include "engine.h"
 #include "refused_sizes.h"
-#include "../accum/accum.h"
 #include "../batch/batch.h"
-#include "../deferred/recompute.h"
+#include "../optim/optim.h"
 #include "../plain/plain_state.h"
-#include "../proof/proof.h"
 #include "../py/tensor.h"
 #include "../result/result.h"
 #include "../sizes/sizes.h"
@@ -201,7 +199,7 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception,
     committed = oomkit_tx_committed(call);
     if (committed < 0 ||
         (call->refused.why == NULL && oomkit_refusal(call, &call->refused.why) < 0) ||
-        oomkit_hooks_judge(call, &committed) < 0) {
+        oomkit_tell_failure_is_judged(call, &committed) < 0) {
         Py_DECREF(exception);
         if (oomkit_tx_committed(call) == 0) {
             oomkit_recover_undo(call);
@@ -239,23 +237,16 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception,
     return -1;
 }
 
-/* A leaf that is no participant outlived the failed attempt. -1 always. */
+/* What is left of the failed attempt must not be met by another. -1 always. */
 static int
-recover_stranger(oomkit_call *call)
+recover_remains(oomkit_call *call, const char *why)
 {
-    PyObject *reason =
-        PyUnicode_FromFormat(/* owned */
-                             "%U ran out of memory and is not retried: a tensor that "
-                             "requires grad, which "
-                             "auto_batch did not find, may hold a part of this batch "
-                             "in its .grad; pass it as "
-                             "participants=..., and clear its .grad before going on",
-                             call->options->label);
+    OWNED PyObject *reason = PyUnicode_FromFormat(
+        "%U ran out of memory and is not retried: %s", call->options->label, why);
 
     if (oomkit_recover_roll_back(call) == 0 && reason != NULL) {
         oomkit_give_up(call, reason, 0);
     }
-    Py_XDECREF(reason);
     return -1;
 }
 
@@ -342,6 +333,7 @@ recover_from_failure(oomkit_call *call)
     PyObject *exception = oomkit_exception_take();   /* owned, then stolen */
     PyObject *handled = PyErr_GetHandledException(); /* owned: the caller's */
     oomkit_class class_ = oomkit_exception_classify(st, exception);
+    const char *why;
 
     if (class_ == OOMKIT_CLASS_OTHER) {
         /* An optimizer's step() that ran out of memory half-way is said where it was.
@@ -368,8 +360,9 @@ recover_from_failure(oomkit_call *call)
     oomkit_exception_drop(st, exception, handled);
     Py_XDECREF(handled);
     oomkit_phase_set(st, OOMKIT_PHASE_RECOVERY);
-    if (oomkit_strangers_alive(call)) {
-        return recover_stranger(call);
+    why = oomkit_tell_failure_remains(call);
+    if (why != NULL) {
+        return recover_remains(call, why);
     }
     if (recover_go_on(call) < 0) {
         oomkit_plain_give_up(call);
@@ -389,8 +382,7 @@ oomkit_recover(oomkit_call *call, int failed)
     for (;;) {
         if (failed) {
             uint64_t now;
-            if (recover_from_failure(call) < 0 ||
-                (call->grads.owed == OOMKIT_OWED_LATER && oomkit_recompute(call) < 0)) {
+            if (recover_from_failure(call) < 0 || oomkit_tell_before_retry(call) < 0) {
                 return NULL;
             }
             now = oomkit_now_ns();
@@ -402,7 +394,7 @@ oomkit_recover(oomkit_call *call, int failed)
         failed = result == NULL;
         if (call->unknown.restart) {
             Py_CLEAR(result);
-            failed = oomkit_strangers_restart(call);
+            failed = oomkit_restart(call);
             if (failed < 0) {
                 return NULL;
             }

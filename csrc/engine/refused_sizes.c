@@ -4,7 +4,7 @@
  * else the error is the cause of a SplitError. Everything has gone back by then. */
 #include "engine.h"
 #include "refused_sizes.h"
-#include "../accum/accum.h"
+#include "../optim/optim.h"
 #include "../result/result.h"
 #include "../sizes/sizes.h"
 #include "../undo/undo.h"
@@ -67,13 +67,13 @@ unfit_is_splits(oomkit_call *call, PyObject *exception)
         !unfit_type(call->st, exception) || !unfit_is_planned(call) ||
         call->backward.done > 0 || call->backward.failed ||
         call->updating.made + call->unknown.updates > 0 || call->unknown.steps > 0 ||
-        call->updating.step_failed || oomkit_strangers_alive(call)) {
+        call->updating.step_failed || oomkit_tell_failure_remains(call) != NULL) {
         return 0;
     }
     committed = oomkit_tx_committed(call);
     if (committed < 0 ||
         (call->refused.why == NULL && oomkit_refusal(call, &call->refused.why) < 0) ||
-        oomkit_hooks_judge(call, &committed) < 0) {
+        oomkit_tell_failure_is_judged(call, &committed) < 0) {
         return -1;
     }
     return !committed && call->refused.why == NULL;

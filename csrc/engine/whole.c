@@ -2,13 +2,11 @@
  * this file; everything after a failure is in recover.c. */
 #include "engine.h"
 #include "../accum/accum.h"
-#include "../accum/weights.h"
 #include "../batch/batch.h"
-#include "../deferred/deferred.h"
 #include "../hook/hook.h"
+#include "../optim/optim.h"
 #include "../plain/plain.h"
 #include "../plain/plain_state.h"
-#include "../proof/proof.h"
 #include "../py/tensor.h"
 #include "../result/result.h"
 #include "../sizes/sizes.h"
@@ -268,24 +266,19 @@ engine_room(oomkit_call *call, PyObject *result)
     const uint64_t limit = call->device.type == OOMKIT_DEVICE_CPU
                                ? oomkit_device_budget(call->st, call->device)
                                : OOMKIT_UNKNOWN;
-    PyObject *loss, *room = NULL; /* owned */
+    OWNED PyObject *loss = NULL, *room = NULL;
+    oomkit_tensor_facts facts;
     int wanted;
 
     if (limit == OOMKIT_UNKNOWN ||
         oomkit_device_allocated(call->st, call->device) + CALLERS_BYTES <= limit) {
         return 0;
     }
-    wanted = oomkit_pending_wanted(call->st, result);
-    if (wanted <= 0) {
-        return wanted;
-    }
-    loss = oomkit_result_loss(call->st, result);
-    if (loss != NULL) {
+    wanted = oomkit_result_wants_backward(call->st, result, &loss, &facts);
+    if (wanted > 0) {
         room = PyObject_CallMethod(loss, "new_empty", "(i)", CALLERS_BYTES / 8);
+        wanted = room == NULL ? -1 : 0;
     }
-    wanted = loss != NULL && room == NULL ? -1 : PyErr_Occurred() ? -1 : 0;
-    Py_XDECREF(loss);
-    Py_XDECREF(room);
     return wanted;
 }
 
@@ -373,7 +366,7 @@ engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
         largest = oomkit_batch_rows(&call->batch);
         oomkit_result_learn(call->st, &step->results, result, largest,
                             call->options->dim);
-        oomkit_losses_learn(call, largest);
+        oomkit_tell_whole_call_ends(call, largest);
         step->whole.seen = 1;
         step->whole.without_backward |= !call->training;
         step->whole.without_update |= call->updating.count == 0;
@@ -410,7 +403,7 @@ oomkit_call_free(oomkit_call *call)
     PyMem_Free(call->cut.slices);
     PyMem_Free(call->cut.weights);
     Py_CLEAR(call->unfit.said);
-    oomkit_weights_release(call);
+    oomkit_tell_call_ends(call);
     if (call->parts != NULL) {
         call->parts->busy--;
     }
@@ -422,10 +415,9 @@ oomkit_call_free(oomkit_call *call)
 static int
 engine_returned(oomkit_call *call, PyObject *result, int needs_backward)
 {
-    int status = call->deferred.returned != OOMKIT_RETURNED_NOTHING
-                     ? oomkit_pending_attach(call, result)
-                 : needs_backward ? oomkit_pending_offer(call, result)
-                                  : 0;
+    int status = call->deferred.returned != OOMKIT_RETURNED_NOTHING || needs_backward
+                     ? oomkit_tell_call_returns(call, result)
+                     : 0;
 
     if (status < 0) {
         if (oomkit_tx_committed(call) == 0) {
@@ -464,7 +456,8 @@ engine_end(oomkit_call *call, PyObject *result)
     call->log.record = oomkit_ring_count(call->step->ring);
     oomkit_ring_push(call->step->ring, &record);
     if (needs_backward) {
-        needs_backward = oomkit_pending_wanted(call->st, result);
+        oomkit_tensor_facts facts;
+        needs_backward = oomkit_result_wants_backward(call->st, result, NULL, &facts);
         status = needs_backward < 0 ? -1 : 0;
     }
     if (finished) {

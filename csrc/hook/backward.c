@@ -6,12 +6,6 @@
  * attempt takes the marks of the gradients; while the call is split it also applies the
  * weight of the micro-batch and parks the gradients afterwards. */
 #include "hook.h"
-#include "../accum/accum.h"
-#include "../accum/weights.h"
-#include "../call/step.h"
-#include "../deferred/deferred.h"
-#include "../deferred/recompute.h"
-#include "../proof/proof.h"
 #include "../py/tensor.h"
 #include "../result/result.h"
 #include "../undo/undo.h"
@@ -99,71 +93,6 @@ backward_accumulates(oomkit_state *st, PyObject *const *args, size_t nargsf,
     return n > 6 ? args[6] == Py_True : 0;
 }
 
-/* Before an outermost backward. 0 or -1. */
-static int
-backward_begin(oomkit_call *call, PyObject *roots)
-{
-    call->training = 1;
-    if (call->split &&
-        (oomkit_course_cut(call) || oomkit_grads_refuse_unexpected(call) < 0)) {
-        return -1;
-    }
-    if (call->split && call->cut.at == 0 && !call->grads.marked &&
-        oomkit_hooks_check(call) < 0) {
-        return -1;
-    }
-    if ((call->proof != NULL ? oomkit_proof_root(call, roots)
-                             : oomkit_losses_note(call, roots)) < 0) {
-        return -1;
-    }
-    if (call->split &&
-        ((call->cut.at == 0 &&
-          ((call->st->waiting != NULL && oomkit_returned_inside(call, roots) < 0) ||
-           (!call->step->half_said && oomkit_stash_say_half(call, roots) < 0))) ||
-         oomkit_strangers_meet(call, roots, 0) < 0)) {
-        return -1;
-    }
-    if (oomkit_grads_mark(call) < 0) {
-        return -1;
-    }
-    if (call->grads.aside != NULL && call->backward.done > 0) {
-        call->refused.raised = 1;
-        oomkit_raise(
-            call->st->SplitError,
-            "auto_batch cannot replay a step with several backward() calls: "
-            "gradients were present before the step and the first backward ran "
-            "out of memory; pass gradient_safety=\"copy\"");
-        return -1;
-    }
-    if (call->split && oomkit_course_note(call, NULL, NULL) < 0) {
-        return -1;
-    }
-    return call->split ? oomkit_grads_unpark(call) : 0;
-}
-
-static int
-backward_end(oomkit_call *call)
-{
-    call->backward.done++;
-    call->backward.failed = 0; /* the step may have caught an earlier one's failure */
-    if (!call->split) {
-        return oomkit_grads_settle(call);
-    }
-    if (oomkit_nothing_end(call) < 0) {
-        return -1;
-    }
-    if (!call->is_last || call->grads.stashing) {
-        return oomkit_grads_park(call) < 0 ||
-                       (call->proof != NULL && oomkit_proof_swept(call) < 0)
-                   ? -1
-                   : 0;
-    }
-    return oomkit_grads_settle(call) < 0 || oomkit_grads_note_last(call) < 0 ||
-                   (call->proof != NULL && oomkit_proof_swept(call) < 0)
-               ? -1
-               : 0;
-}
-
 /* The call whose backward the engine runs (borrowed), while nothing else runs in it: a
  * backward on a thread of the engine's own (a device's) is inside that one. */
 static oomkit_call *engine_call;
@@ -199,60 +128,62 @@ backward_engine(backward_object *self, oomkit_state *st, PyObject *const *args,
     return result;
 }
 
+/* The engine with the root gradients times the weight. New reference or NULL. */
+static PyObject *
+backward_by_weight(backward_object *self, oomkit_call *call, double weight,
+                   PyObject *const *args, size_t nargsf, PyObject *kwnames)
+{
+    Py_ssize_t i, n = PyVectorcall_NARGS(nargsf);
+    Py_ssize_t total = n + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
+    OWNED PyObject *scaled = NULL;
+    PyObject *vector[12]; /* borrowed from the caller */
+
+    if (n < 2 || total > 12) {
+        call->refused.why =
+            "torch's engine is called in a form that oomkit does not know";
+        return backward_engine(self, call->st, args, nargsf, kwnames);
+    }
+    scaled = backward_weighted(call, args[1], weight);
+    if (scaled == NULL) {
+        return NULL;
+    }
+    for (i = 0; i < total; i++) {
+        vector[i] = args[i];
+    }
+    vector[1] = scaled;
+    return backward_engine(self, call->st, vector, (size_t)n, kwnames);
+}
+
 /* An outermost backward of a protected call. */
 static PyObject *
 backward_protected(backward_object *self, oomkit_call *call, PyObject *const *args,
                    size_t nargsf, PyObject *kwnames)
 {
-    Py_ssize_t i, n = PyVectorcall_NARGS(nargsf);
-    Py_ssize_t total = n + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
-    double weight;
-    PyObject *vector[12];
-    PyObject *scaled = NULL, *result; /* owned */
+    oomkit_backward backward = {
+        .roots = PyVectorcall_NARGS(nargsf) > 0 ? args[0] : call->st->empty_tuple,
+        .weight = 1.0};
+    PyObject *result; /* owned */
 
     if (backward_nesting > 0) { /* the call was made inside a backward */
-        oomkit_second_nested(call->st);
+        call->st->wiring->outside->nests(call->st);
     }
-    if (backward_begin(call, n > 0 ? args[0] : call->st->empty_tuple) < 0) {
+    call->training = 1;
+    if (oomkit_tell_backward_begins(call, &backward) < 0) {
         return NULL;
     }
-    weight = oomkit_weights_next(call);
-    if (weight < 0.0) {
-        return NULL;
-    }
-    if (call->split && weight == 0.0) {
-        /* Its share of the loss is nothing, and a mean over nothing is NaN, which times
-         * 0 would still be NaN: there is nothing to run. */
-        call->losses.is_nan = 0;
-        result = Py_NewRef(Py_None);
-    } else if (!call->split || weight == 1.0 || n < 2 || total > 12) {
-        if (total > 12 || n < 2) {
-            call->refused.why =
-                "torch's engine is called in a form that oomkit does not "
-                "know";
-        }
-        result = backward_engine(self, call->st, args, nargsf, kwnames);
-    } else {
-        scaled = backward_weighted(call, args[1], weight);
-        if (scaled == NULL) {
-            return NULL;
-        }
-        for (i = 0; i < total; i++) {
-            vector[i] = args[i]; /* borrowed from the caller */
-        }
-        vector[1] = scaled;
-        result = backward_engine(self, call->st, vector, (size_t)n, kwnames);
-        Py_DECREF(scaled);
-    }
+    result =
+        backward.weight == 0.0 ? Py_NewRef(Py_None)
+        : backward.weight == 1.0
+            ? backward_engine(self, call->st, args, nargsf, kwnames)
+            : backward_by_weight(self, call, backward.weight, args, nargsf, kwnames);
     if (result == NULL) {
         call->backward.failed = call->backward.queued = 1;
-        if ((!call->split || call->cut.at > 0) && n > 0) {
-            oomkit_strangers_note(call, args[0]);
-            oomkit_recompute_note(call, args[0]);
-        }
+        oomkit_tell_backward_fails(call, &backward);
         return NULL;
     }
-    if (backward_end(call) < 0) {
+    call->backward.done++;
+    call->backward.failed = 0; /* the step may have caught an earlier one's failure */
+    if (oomkit_tell_backward_ends(call, &backward) < 0) {
         Py_CLEAR(result);
     }
     return result;
@@ -264,29 +195,23 @@ static PyObject *
 backward_outside(backward_object *self, oomkit_state *st, PyObject *const *args,
                  size_t nargsf, PyObject *kwnames)
 {
+    const oomkit_outside *outside = st->wiring->outside;
+
     if (st->waiting != NULL) {
-        int found = 0;
+        int status = 0;
         if (backward_accumulates(st, args, nargsf, kwnames)) {
-            if (oomkit_second_wanted(st)) {
-                return oomkit_second_run(st, (PyObject *)self, args, nargsf, kwnames);
+            if (outside->wanted(st)) {
+                return outside->run(st, (PyObject *)self, args, nargsf, kwnames);
             }
-            found = oomkit_second_engine(st, args, nargsf, kwnames);
-        } else if (backward_nesting == 0) {
-            found = PyVectorcall_NARGS(nargsf) > 0 ? oomkit_graph_has_split(st, args[0])
-                                                   : 0;
-            if (found > 0) {
-                oomkit_raise(
-                    st->SplitError,
-                    "autograd.grad() cannot go through a loss that auto_batch computed "
-                    "in micro-batches: their graphs are gone; call it inside the "
-                    "decorated step");
-            }
+            status = outside->engine(st, args, nargsf, kwnames);
+        } else if (backward_nesting == 0 && PyVectorcall_NARGS(nargsf) > 0) {
+            status = outside->engine_without_leaves(st, args[0]);
         }
-        if (found != 0) {
+        if (status != 0) {
             return NULL;
         }
     } else if (st->seconds != NULL && backward_accumulates(st, args, nargsf, kwnames)) {
-        oomkit_second_nested(st);
+        outside->nests(st);
     }
     return backward_engine(self, st, args, nargsf, kwnames);
 }
@@ -314,17 +239,19 @@ backward_inner(backward_object *self, oomkit_call *call, PyObject *const *args,
     oomkit_state *st = call->st;
     const int nested = backward_accumulates(st, args, nargsf, kwnames) &&
                        PyVectorcall_NARGS(nargsf) > 0;
+    oomkit_backward backward = {.weight = 1.0};
     PyObject *result; /* owned */
 
     if (nested && oomkit_nested_any() && oomkit_nested_refuse(st, call) < 0) {
         return NULL;
     }
-    if (nested && call->split && oomkit_strangers_meet(call, args[0], 1) < 0) {
+    backward.roots = nested ? args[0] : NULL;
+    if (nested && oomkit_tell_backward_nests(call, &backward) < 0) {
         return NULL;
     }
     result = backward_engine(self, st, args, nargsf, kwnames);
-    if (result == NULL && nested && (!call->split || call->cut.at > 0)) {
-        oomkit_strangers_note(call, args[0]);
+    if (result == NULL && nested) {
+        oomkit_tell_backward_fails(call, &backward);
     }
     if (result == NULL && call->backward.depth == 0) {
         call->backward.queued = 1; /* its unexecuted graph must be drained */
@@ -338,6 +265,7 @@ backward_call(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwna
     backward_object *self = backward_CAST(op);
     oomkit_state *st = oomkit_state_of_type(Py_TYPE(op));
     oomkit_call *call = oomkit_call_current();
+    oomkit_backward backward = {.weight = 1.0};
     PyObject *result; /* owned */
 
     if (call == NULL) {
@@ -346,8 +274,8 @@ backward_call(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwna
             return NULL;
         }
         call = backward_of_thread(st, args, nargsf, kwnames);
-        if (call != NULL && call->split &&
-            oomkit_strangers_meet(call, args[0], 1) < 0) {
+        backward.roots = call != NULL ? args[0] : NULL;
+        if (call != NULL && oomkit_tell_backward_nests(call, &backward) < 0) {
             return NULL;
         }
         engine_others += call == NULL;
@@ -355,23 +283,18 @@ backward_call(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwna
         result = backward_outside(self, st, args, nargsf, kwnames);
         Py_DECREF(op);
         engine_others -= call == NULL;
-        if (result == NULL && call != NULL && (!call->split || call->cut.at > 0)) {
-            oomkit_strangers_note(call, args[0]);
+        if (result == NULL && call != NULL) {
+            oomkit_tell_backward_fails(call, &backward);
         }
         return result;
     }
     if (call->backward.depth > 0 || !backward_accumulates(st, args, nargsf, kwnames)) {
         return backward_inner(self, call, args, nargsf, kwnames);
     }
-    if (call->losses.verification != NULL) {
-        return oomkit_verify_backward(call, PyVectorcall_NARGS(nargsf) > 0 ? args[0]
-                                                                           : Py_None);
-    }
     Py_INCREF(op); /* the step may put something else in our place */
-    result =
-        call->grads.owed >= OOMKIT_OWED_NOW
-            ? oomkit_recompute_backward(call, self->original, args, nargsf, kwnames)
-            : backward_protected(self, call, args, nargsf, kwnames);
+    result = call->backward.instead != NULL
+                 ? call->backward.instead(call, self->original, args, nargsf, kwnames)
+                 : backward_protected(self, call, args, nargsf, kwnames);
     Py_DECREF(op);
     return result;
 }
@@ -385,11 +308,12 @@ backward_outer(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwn
     oomkit_state *st = oomkit_state_of_type(Py_TYPE(op));
     PyObject *result; /* owned */
 
-    if (st->waiting == NULL || oomkit_call_current() || !oomkit_second_wanted(st)) {
+    if (st->waiting == NULL || oomkit_call_current() ||
+        !st->wiring->outside->wanted(st)) {
         return PyObject_Vectorcall(self->original, args, nargsf, kwnames);
     }
     Py_INCREF(op);
-    result = oomkit_second_run(st, self->original, args, nargsf, kwnames);
+    result = st->wiring->outside->run(st, self->original, args, nargsf, kwnames);
     Py_DECREF(op);
     return result;
 }

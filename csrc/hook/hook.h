@@ -2,11 +2,16 @@
 #ifndef OOMKIT_HOOK_HOOK_H
 #define OOMKIT_HOOK_HOOK_H
 
-#include "../call/call_types.h"
+#include "method.h"
 
 typedef struct oomkit_pending oomkit_pending;
 
 extern PyType_Spec oomkit_interceptor_spec, oomkit_backward_spec;
+
+/* --- accelerate.c --- */
+/* Before the first split attempt of a call. 0 or -1. */
+int
+oomkit_accelerate_split(oomkit_call *call);
 
 /* --- backward.c --- */
 int
@@ -71,5 +76,12 @@ oomkit_interceptor_has_closure(PyObject *const *args, size_t nargsf, PyObject *k
  * one is switched to training or back, and when an optimizer steps. 0 or -1. */
 int
 oomkit_watch_structure(oomkit_state *st);
+
+/* --- held_update.c --- */
+/* The optimizer that this step() updates, by itself or through a scaler; borrowed, or
+ * NULL. */
+PyObject *
+oomkit_interceptor_optimizer(interceptor_object *self, PyObject *const *args,
+                             size_t nargsf, PyObject *kwnames);
 
 #endif

@@ -1,8 +1,6 @@
 /* Putting interceptors into the participants' instance dictionaries, and taking them
  * out. */
 #include "hook.h"
-#include "method.h"
-#include "../optim/optim.h"
 #include "../py/frames.h"
 #include "../undo/undo.h"
 

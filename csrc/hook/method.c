@@ -7,7 +7,6 @@
  * its wrapper of optimizer.step in the same place: it is saved and put back. */
 #include "hook.h"
 #include "step_arguments.h"
-#include "../accum/accum.h"
 #include "../optim/optim.h"
 #include "../optim/optimizer_extras.h"
 #include "../optim/step_attributes.h"
@@ -297,6 +296,7 @@ interceptor_other(interceptor_object *self, PyObject *const *args, size_t nargsf
         self->kind == OOMKIT_OWNER_SCHEDULER
             ? self->target
             : oomkit_interceptor_optimizer(self, args, nargsf, kwnames);
+    const oomkit_update update = {self, stepped, args, nargsf, kwnames, 0};
     PyObject *result; /* owned */
 
     if ((self->kind == OOMKIT_OWNER_SCALER &&
@@ -308,8 +308,7 @@ interceptor_other(interceptor_object *self, PyObject *const *args, size_t nargsf
         (oomkit_owner_copy(call, self->target) < 0 || oomkit_pristine_rest(call) < 0)) {
         return NULL;
     }
-    if (call->split && self->name == call->st->str_update &&
-        oomkit_course_scale_note(call, self->target) < 0) {
+    if (oomkit_tell_update_runs(call, &update) < 0) {
         return NULL;
     }
     result = oomkit_interceptor_original(self, args, nargsf, kwnames);
@@ -380,9 +379,15 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
                              : oomkit_interceptor_original(self, args, nargsf, kwnames);
     }
     if (call->split && call->hooked.depth == 0) {
-        int held = oomkit_interceptor_hold(self, args, nargsf, kwnames);
-        if (held != 0) {
-            return held < 0 ? NULL : Py_NewRef(Py_None);
+        oomkit_update update = {
+            self,    oomkit_interceptor_optimizer(self, args, nargsf, kwnames),
+            args,    nargsf,
+            kwnames, 0};
+        if (oomkit_tell_update_begins(call, &update) < 0) {
+            return NULL;
+        }
+        if (update.held) {
+            Py_RETURN_NONE;
         }
     }
     call->hooked.depth++;

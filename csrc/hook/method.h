@@ -30,6 +30,10 @@ oomkit_interceptor_original(interceptor_object *self, PyObject *const *args,
 int
 oomkit_interceptor_clear(PyObject *op);
 
+/* accelerate.c: what accumulate() calls on entry, in a split call. */
+int
+oomkit_accelerator_counts(interceptor_object *self);
+
 /* zero_grad.c: a call of zero_grad(). */
 PyObject *
 oomkit_interceptor_clears(interceptor_object *self, PyObject *const *args,

@@ -6,7 +6,6 @@
  * it is the plain method of the copy. A pickle cannot be told apart from the object it
  * becomes: it gets the bound method. */
 #include "hook.h"
-#include "method.h"
 #include "../undo/undo.h"
 
 /* The class's own method bound to `object`. New reference or NULL. */

@@ -132,3 +132,25 @@ oomkit_interceptor_has_closure(PyObject *const *args, size_t nargsf, PyObject *k
     }
     return 0;
 }
+
+PyObject *
+oomkit_interceptor_optimizer(interceptor_object *self, PyObject *const *args,
+                             size_t nargsf, PyObject *kwnames)
+{
+    PyTypeObject *type = (PyTypeObject *)self->call->st->Optimizer;
+    Py_ssize_t i, n = PyVectorcall_NARGS(nargsf);
+    Py_ssize_t total = n + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
+
+    if (self->kind == OOMKIT_OWNER_OPTIMIZER) {
+        return self->target;
+    }
+    if (self->kind != OOMKIT_OWNER_SCALER || self->name != self->call->st->str_step) {
+        return NULL;
+    }
+    for (i = 0; i < total; i++) {
+        if (PyObject_TypeCheck(args[i], type)) {
+            return args[i];
+        }
+    }
+    return NULL;
+}

@@ -3,7 +3,6 @@
 #ifndef OOMKIT_LOOP_CHUNKS_H
 #define OOMKIT_LOOP_CHUNKS_H
 
-#include "../call/call_types.h"
 #include "../call/step.h"
 
 #define OOMKIT_CHUNKS_FRAMES 2 /* a loop's own frame, below one generator (tqdm) */

@@ -1,6 +1,6 @@
 /* What is remembered of a loop over chunks(): by the line that made it, or its label.
  */
-#include "../types/types.h"
+#include "chunks.h"
 
 #define SITES 128 /* of a process; the oldest gives way */
 
@@ -49,7 +49,7 @@ site_make(oomkit_state *st, PyObject *label)
     PyObject *kwargs = PyDict_New(), *step = NULL; /* owned */
 
     if (kwargs != NULL && PyDict_SetItemString(kwargs, "label", label) == 0) {
-        step = oomkit_step_make(st, st->is_grad_enabled, kwargs);
+        step = st->wiring->make_step(st, st->is_grad_enabled, kwargs);
     }
     Py_XDECREF(kwargs);
     return step;

@@ -1,6 +1,7 @@
 /* The list of participants: what is added, what keeps it valid, how it is freed. */
+#include "members.h"
+#include "../py/errors.h"
 #include "../py/tensor.h"
-#include "../undo/undo.h"
 
 #define PARTS_CAPSULE "oomkit.participants"
 
@@ -508,4 +509,39 @@ oomkit_participants_let_go(oomkit_participants *parts)
         Py_CLEAR(parts->params[parts->param_count]);
     }
     parts->adopted_count = 0;
+}
+
+/* Which kind of participant this object of accelerate's is, or -1. */
+int
+oomkit_accelerate_kind(PyObject *object)
+{
+    return oomkit_accelerate_is(object, "Accelerator") ? (int)OOMKIT_OWNER_ACCELERATOR
+           : oomkit_accelerate_is(object, "AcceleratedScheduler")
+               ? (int)OOMKIT_OWNER_SCHEDULER
+               : -1;
+}
+
+/* An object of a class of this name (or derived from it) in accelerate. */
+int
+oomkit_accelerate_is(PyObject *object, const char *name)
+{
+    PyObject *mro = Py_TYPE(object)->tp_mro; /* borrowed */
+    Py_ssize_t i;
+
+    for (i = 0; mro != NULL && i < PyTuple_GET_SIZE(mro); i++) {
+        PyTypeObject *type = (PyTypeObject *)PyTuple_GET_ITEM(mro, i); /* borrowed */
+        PyObject *module; /* borrowed from the type */
+        if ((type->tp_flags & Py_TPFLAGS_HEAPTYPE) == 0 ||
+            strcmp(type->tp_name, name) != 0) {
+            continue;
+        }
+        module = oomkit_item(type->tp_dict, "__module__");
+        if (module != NULL && PyUnicode_Check(module) &&
+            PyUnicode_GET_LENGTH(module) >= 10 &&
+            PyUnicode_1BYTE_KIND == PyUnicode_KIND(module) &&
+            memcmp(PyUnicode_1BYTE_DATA(module), "accelerate", 10) == 0) {
+            return 1;
+        }
+    }
+    return 0;
 }

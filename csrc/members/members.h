@@ -194,4 +194,19 @@ oomkit_participants_add_owner(oomkit_participants *parts, PyObject *object,
 void
 oomkit_participants_let_go(oomkit_participants *parts);
 
+/* --- norms.c --- */
+/* OOMKIT_NORM_* of a module, 0 where it is no normalisation; -1. */
+int
+oomkit_norm_kind(oomkit_state *st, PyObject *module);
+/* 1, 0 or -1. */
+int
+oomkit_module_is_training(oomkit_state *st, PyObject *module);
+
+/* An object of a class of this name (or derived from it) in accelerate. */
+int
+oomkit_accelerate_is(PyObject *object, const char *name);
+/* Which kind of participant an object of accelerate's is, or -1. */
+int
+oomkit_accelerate_kind(PyObject *object);
+
 #endif

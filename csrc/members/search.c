@@ -1,8 +1,7 @@
 /* Finding participants: arguments, the attributes of a bound object, closure and
  * globals that the code names, and the functions that it calls in turn. */
 #include "search.h"
-#include "../call/step.h"
-#include "../optim/optim.h"
+#include "../py/errors.h"
 #include "../py/tensor.h"
 
 #define CALLED_DEPTH 3     /* functions called by functions of the step */
@@ -293,7 +292,7 @@ search_function(oomkit_search *s, PyObject *func, int depth)
                    : search_function(s, PyMethod_GET_FUNCTION(func), depth);
     }
     if (oomkit_step_check(s->st, func)) {
-        return search_function(s, step_CAST(func)->func, depth);
+        return search_function(s, ((oomkit_callable *)func)->func, depth);
     }
     if (Py_TYPE(func) == (PyTypeObject *)s->st->bound_type) {
         inner = PyObject_GetAttr(func, s->st->str_wrapped);

@@ -4,8 +4,8 @@
 #include "outcome.h"
 #include "release_methods.h"
 #include "split_methods.h"
+#include "wiring.h"
 #include "../accum/accum.h"
-#include "../accum/current.h"
 #include "../accum/module_attributes.h"
 #include "../deferred/deferred.h"
 #include "../hook/hook.h"
@@ -14,8 +14,10 @@
 #include "../py/tensor.h"
 #include "../sizes/remember.h"
 #include "../tree/splitters.h"
+#include "../types/current.h"
 #include "../types/heap_types.h"
 #include "../types/step_type.h"
+#include "../undo/generator.h"
 #include "../undo/undo.h"
 
 PyMODINIT_FUNC
@@ -147,7 +149,8 @@ module_bind(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "OO!:_bind", &capsule, &PyDict_Type, &glue)) {
         return NULL;
     }
-    if (oomkit_state_bind(st, capsule) < 0 || module_bind_glue(st, glue) < 0) {
+    if (oomkit_state_bind(st, capsule) < 0 || oomkit_stream_calibrate(st) < 0 ||
+        module_bind_glue(st, glue) < 0) {
         return NULL;
     }
     /* The last of them: an import that failed half-way is tried again in this module.
@@ -366,6 +369,7 @@ module_exec(PyObject *module)
 {
     oomkit_state *st = oomkit_state_of_module(module);
 
+    oomkit_wire(st);
     if (oomkit_state_init(st) < 0 ||
         PyModule_AddFunctions(module, oomkit_current_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_error_methods) < 0 ||

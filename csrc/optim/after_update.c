@@ -4,7 +4,6 @@
  * sum.
  */
 #include "optim.h"
-#include "../py/refs.h"
 #include "../py/tensor.h"
 
 /* Appends (was, now) when they are numbers that differ. 0 or -1. */
@@ -98,4 +97,27 @@ oomkit_updated(oomkit_call *call, PyObject **list)
         }
     }
     return 0;
+}
+
+/* Is the point of no return behind us? 1, 0 or -1. Keeps an exception in flight: torch
+ * is asked by attribute where there is no bridge, and that fails while one is set. */
+int
+oomkit_tx_committed(oomkit_call *call)
+{
+    PyObject *exception; /* owned, given back */
+    int result;
+
+    if (call->updating.committed) {
+        return 1;
+    }
+    exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;
+    result = oomkit_optimizers_any_moved(call);
+    if (exception != NULL) {
+        if (result < 0) {
+            PyErr_WriteUnraisable(
+                call->given.func); /* the step's own error says more */
+        }
+        oomkit_exception_give(exception);
+    }
+    return result;
 }

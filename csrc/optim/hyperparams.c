@@ -2,9 +2,7 @@
  * at entry, put back after a failure, and the same for every micro-batch of a split
  * call. */
 #include "optim.h"
-#include "../py/refs.h"
 #include "../py/tensor.h"
-#include "../undo/undo.h"
 
 /* Copies of an optimizer's param_groups: learning rates and other plain values; tensors
  * among them (lr=torch.tensor(...)) by value, the parameters by reference. */
@@ -216,8 +214,8 @@ oomkit_owners_again(oomkit_call *call)
 /* At the end of a micro-batch: an optimizer that it did not step (the caller does) has
  * the same values after each of them, as long as nothing has moved for good. 0, or -1
  * with SplitError. */
-int
-oomkit_owners_groups_end(oomkit_call *call)
+static int
+groups_end(oomkit_call *call)
 {
     PyObject *list = call->owners.user; /* borrowed from call */
     Py_ssize_t i;
@@ -237,7 +235,7 @@ oomkit_owners_groups_end(oomkit_call *call)
             result = oomkit_pairs_add(&call->owners.groups_end, optimizer,
                                       oomkit_groups_copy(call->st, optimizer));
         } else {
-            result = oomkit_tx_groups_moved(call, optimizer);
+            result = oomkit_groups_refuse_moved(call, optimizer);
         }
     }
     return result;
@@ -297,3 +295,34 @@ oomkit_owners_epochs_moved(oomkit_call *call, PyObject **scheduler)
     }
     return same < 0 ? -1 : !same;
 }
+
+/* A learning rate that changes in every micro-batch: asked at each step() after the
+ * first micro-batch's, held back or not. 0, or -1 with SplitError. */
+int
+oomkit_groups_refuse_moved(oomkit_call *call, PyObject *optimizer)
+{
+    PyObject *name = NULL; /* borrowed */
+    int changed = oomkit_owners_groups_changed(call, optimizer, &name);
+
+    if (changed <= 0) {
+        return changed;
+    }
+    call->refused.raised = 1;
+    oomkit_raise(
+        call->st->SplitError,
+        "auto_batch cannot split this step: %R in the param_groups of %s was "
+        "changed in micro-batch %lld of %lld; do it after the step, or guard the "
+        "line with `if oomkit.current().is_last:`",
+        name, Py_TYPE(optimizer)->tp_name, (long long)(call->cut.at + 1),
+        (long long)call->cut.count);
+    return -1;
+}
+
+static int
+hyperparams_micro_ends(oomkit_call *call, PyObject *result)
+{
+    (void)result;
+    return call->split ? groups_end(call) : 0;
+}
+
+const oomkit_rule oomkit_hyperparams_rule = {.micro_ends = hyperparams_micro_ends};

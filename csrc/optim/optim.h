@@ -2,22 +2,10 @@
 #ifndef OOMKIT_OPTIM_OPTIM_H
 #define OOMKIT_OPTIM_OPTIM_H
 
-#include "../call/call_types.h"
+#include "../call/events.h"
 
-typedef struct interceptor_object interceptor_object;
-
-/* --- accelerate.c --- */
-int
-oomkit_accelerate_split(oomkit_call *call);
-PyObject *
-oomkit_accelerator_save(PyObject *accelerator);
-int
-oomkit_accelerator_restore(PyObject *accelerator, PyObject *saved);
-/* Which kind of participant an object of accelerate's is, or -1. */
-int
-oomkit_accelerate_kind(PyObject *object);
-int
-oomkit_accelerator_counts(interceptor_object *self);
+/* What happens in a call concerns (call/events.h): */
+extern const oomkit_rule oomkit_hyperparams_rule;
 
 /* --- after_update.c --- */
 /* List of (was, now) of what the update has changed. 0 or -1. */
@@ -33,8 +21,6 @@ int
 oomkit_owners_groups_note(oomkit_call *call, PyObject *optimizer);
 int
 oomkit_owners_again(oomkit_call *call);
-int
-oomkit_owners_groups_end(oomkit_call *call);
 int
 oomkit_owners_epochs_note(oomkit_call *call);
 int
@@ -75,5 +61,11 @@ int
 oomkit_metrics_settle(oomkit_call *call, PyObject *scheduler, PyObject *const *args,
                       Py_ssize_t positional, PyObject *kwnames, PyObject **mean,
                       Py_ssize_t *at);
+
+int
+oomkit_groups_refuse_moved(oomkit_call *call, PyObject *optimizer);
+
+int
+oomkit_tx_committed(oomkit_call *call);
 
 #endif

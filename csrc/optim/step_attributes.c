@@ -6,9 +6,8 @@
  * would make the next update wrong without a word. So they go back where an update has
  * failed, also where the update cannot: the checkpoint that is asked for then has none
  * of them. */
+#include "optim.h"
 #include "step_attributes.h"
-#include "../py/refs.h"
-#include "../undo/undo.h"
 
 /* Where interceptors stand: install.c puts them there and takes them out. */
 static int

@@ -1,6 +1,8 @@
 /* What a run of a proof sees of the step: its backwards, what its updates are given,
  * its results and its gradients. All of it is handed to oomkit._proof.judge.Proof. */
 #include "proof.h"
+#include "../accum/accum.h"
+#include "../call/call.h"
 #include "../call/step.h"
 #include "../engine/engine.h"
 #include "../hook/step_arguments.h"
@@ -22,8 +24,8 @@ watch_tell(const oomkit_proof *p, const char *method, PyObject *argument)
     return done == NULL ? -1 : 0;
 }
 
-int
-oomkit_proof_root(oomkit_call *call, PyObject *roots)
+static int
+proof_root(oomkit_call *call, PyObject *roots)
 {
     call->proof->trained = 1;
     return watch_tell(call->proof, "root", roots);
@@ -105,8 +107,8 @@ watch_tell_gradients(oomkit_call *call, const char *method, int parked)
     return result;
 }
 
-int
-oomkit_proof_swept(oomkit_call *call)
+static int
+proof_swept(oomkit_call *call)
 {
     if (!call->is_last) {
         return watch_tell_gradients(call, "parked", 1);
@@ -140,8 +142,8 @@ oomkit_proof_returns_nothing(const oomkit_call *call)
            call->deferred.replayed == NULL && call->options->backward == NULL;
 }
 
-int
-oomkit_proof_micro_end(oomkit_call *call, PyObject *result)
+static int
+proof_micro_end(oomkit_call *call, PyObject *result)
 {
     PyObject *loss = /* owned, or NULL */
         oomkit_proof_returns_nothing(call) ? NULL
@@ -213,9 +215,11 @@ watch_arguments(PyObject *const *args, size_t nargsf, PyObject *kwnames, PyObjec
     return 0;
 }
 
-int
-oomkit_proof_update(interceptor_object *self, PyObject *optimizer,
-                    PyObject *const *args, size_t nargsf, PyObject *kwnames)
+/* An intercepted call of the last micro-batch: 1 noted and held back, 0 to be made (the
+ * scaler's unscale_), -1. */
+static int
+proof_update(interceptor_object *self, PyObject *optimizer, PyObject *const *args,
+             size_t nargsf, PyObject *kwnames)
 {
     oomkit_call *call = self->call;
     PyObject *mean = NULL, *positional = NULL, *named = NULL, *done = NULL; /* owned */
@@ -251,3 +255,53 @@ oomkit_proof_update(interceptor_object *self, PyObject *optimizer,
     Py_XDECREF(done);
     return done == NULL ? -1 : 1;
 }
+
+/* --- what happens in a call --- */
+
+static int
+proof_backward_begins(oomkit_call *call, oomkit_backward *backward)
+{
+    return call->proof == NULL ? 0 : proof_root(call, backward->roots);
+}
+
+static int
+proof_backward_ends(oomkit_call *call, const oomkit_backward *backward)
+{
+    (void)backward;
+    return call->proof == NULL ? 0 : proof_swept(call);
+}
+
+static int
+proof_update_begins(oomkit_call *call, oomkit_update *update)
+{
+    int held;
+
+    if (call->proof == NULL || !call->is_last) {
+        return 0;
+    }
+    held = proof_update(update->method, update->optimizer, update->args, update->nargsf,
+                        update->kwnames);
+    update->held = held != 0;
+    return held < 0 ? -1 : 0;
+}
+
+static int
+proof_micro_ends(oomkit_call *call, PyObject *result)
+{
+    if (call->split && call->cut.at == 0 && !call->is_last &&
+        oomkit_proof_is_new_course(call)) {
+        call->unknown.restart = OOMKIT_RESTART_PROOF;
+        oomkit_raise(call->st->SplitError,
+                     "auto_batch begins the step again, to compare its micro-batches "
+                     "on the course that it takes now");
+        return -1;
+    }
+    return call->proof == NULL ? 0 : proof_micro_end(call, result);
+}
+
+const oomkit_rule oomkit_proof_of_split_rule = {.before_attempt = oomkit_prove,
+                                                .backward_begins =
+                                                    proof_backward_begins,
+                                                .backward_ends = proof_backward_ends,
+                                                .update_begins = proof_update_begins,
+                                                .micro_ends = proof_micro_ends};

@@ -1,6 +1,6 @@
 /* When a split is proven, and what comes of it. */
 #include "proof.h"
-#include "../accum/weights.h"
+#include "../accum/accum.h"
 #include "../batch/batch.h"
 #include "../engine/engine.h"
 #include "../sizes/sizes.h"

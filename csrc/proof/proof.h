@@ -4,6 +4,7 @@
 #ifndef OOMKIT_PROOF_PROOF_H
 #define OOMKIT_PROOF_PROOF_H
 
+#include "../call/events.h"
 #include "../call/proven.h"
 #include "../hook/method.h"
 
@@ -45,6 +46,9 @@ typedef struct oomkit_proof {
     int saved; /* the batch's values were copied for the proof */
 } oomkit_proof;
 
+/* What happens in a call concerns (call/events.h): */
+extern const oomkit_rule oomkit_proof_of_split_rule;
+
 /* --- proof.c --- */
 
 /* Before the micro-batches of an attempt. 0 go on; -1 with an exception: SplitError
@@ -55,92 +59,10 @@ oomkit_prove(oomkit_call *call);
 
 extern PyMethodDef oomkit_proof_methods[];
 
-/* --- proven.c --- */
-
-/* Is this split to be proven before it is run? 1, OOMKIT_PROOF_WEIGHTS where it was and
- * weights that it could not tell apart make a difference now, OOMKIT_PROOF_LOSSES where
- * weights were found and it is time to look at them again, 0 or -1. */
-enum { OOMKIT_PROOF_WEIGHTS = 2, OOMKIT_PROOF_LOSSES };
-int
-oomkit_proof_wanted(oomkit_call *call);
-
-/* For the search of weights: (number, name, tensor, sliced) of the tensors of the
- * batch, and micro-batches as (start, length). New list or NULL. */
-PyObject *
-oomkit_proof_leaves(const oomkit_call *call);
-PyObject *
-oomkit_proof_slices(const oomkit_slice *slices, int64_t count);
-
-/* What was proven of calls like this one, or NULL. */
-oomkit_proven *
-oomkit_proven_find(oomkit_call *call);
-
-/* Notes what was shown; the oldest gives way. Steals `rule` and `tried` (either may be
- * NULL). 0 or -1. */
-int
-oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried, uint64_t course,
-                   oomkit_proof_level level);
-
-/* The weights that were found for a call like this one; borrowed from the site, or
- * NULL. */
-PyObject *
-oomkit_proof_rule(oomkit_call *call);
-
-/* What the first micro-batch has done, in order: backwards and intercepted calls. 1
- * where the step decides by itself (current()). */
-uint64_t
-oomkit_proof_course(const oomkit_call *call);
-
-/* At the end of the first micro-batch: did it do what no proof has seen? Then the
- * attempt is to be begun again, with one. 1 or 0. */
-int
-oomkit_proof_is_new_course(oomkit_call *call);
-
-/* Was a call like this one proven by its gradients, or does it run for that? */
-int
-oomkit_proof_known(oomkit_call *call);
-
-/* It was refused after all: the next call is proven from the start. 0 or -1. */
-int
-oomkit_proven_forget(oomkit_call *call);
-
-/* Losses could not be compared in this call: in the next one, a few times. */
-void
-oomkit_proven_again(oomkit_call *call);
-
-void
-oomkit_proven_clear(oomkit_proven *proven);
-
-/* --- recalled.c --- */
-
-struct oomkit_step;
-
-/* Will a split of this call be refused unless it was proven by its gradients? (Of
- * slices that a test forces it is the test that compares.) */
-static inline int
-oomkit_proof_possible(const oomkit_call *call)
-{
-    return call->options->verify != 0 && call->options->verify != OOMKIT_VERIFY_WARN &&
-           !call->st->proves_nothing;
-}
-
-/* Does a proof run the rows in one piece, as the undecorated program would? */
-static inline int
-oomkit_proof_of_whole(const oomkit_call *call)
-{
-    return call->proof != NULL && call->cut.count == 1;
-}
-
 /* --- observe.c: what a run of a proof sees. 0 or -1 --- */
-int
-oomkit_proof_root(oomkit_call *call, PyObject *roots);
 /* Does the step train, and its caller run no backward of what it returns? */
 int
 oomkit_proof_returns_nothing(const oomkit_call *call);
-int
-oomkit_proof_swept(oomkit_call *call);
-int
-oomkit_proof_micro_end(oomkit_call *call, PyObject *result);
 int
 oomkit_proof_joined(oomkit_call *call);
 /* A number for each parameter that changes when one is written to, through `.data`,
@@ -149,12 +71,6 @@ PyObject *
 oomkit_proof_marks(const oomkit_call *call);
 int
 oomkit_proof_finish(oomkit_proof *p);
-/* An intercepted call of the last micro-batch: 1 noted and held back, 0 to be made (the
- * scaler's unscale_), -1. */
-int
-oomkit_proof_update(interceptor_object *self, PyObject *optimizer,
-                    PyObject *const *args, size_t nargsf, PyObject *kwnames);
-
 /* --- rows.c: start, length and first of *p --- */
 
 /* Is it a cut? */
@@ -219,10 +135,6 @@ oomkit_proof_own_error(const oomkit_call *call);
  * exception. */
 PyObject *
 oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first);
-
-/* In place of an outermost backward there. New reference or NULL. */
-PyObject *
-oomkit_verify_backward(oomkit_call *call, PyObject *roots);
 
 /* --- entry_gradients.c: those that were there. Values: new list or NULL --- */
 int

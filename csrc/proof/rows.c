@@ -1,6 +1,6 @@
 /* Which rows a proof looks at, and where it cuts them. */
 #include "proof.h"
-#include "../accum/weights.h"
+#include "../accum/accum.h"
 #include "../sizes/sizes.h"
 
 int

@@ -1,6 +1,7 @@
 /* One run of a proof: begin, the micro-batches of the cut, what was seen, everything
  * back. Between the runs the call's own attempt has not begun. */
 #include "proof.h"
+#include "../accum/accum.h"
 #include "../batch/batch.h"
 #include "../call/step.h"
 #include "../engine/engine.h"
@@ -64,6 +65,7 @@ oomkit_proof_aside(oomkit_proof *p)
     call->join.site = p->join.site;
     call->batch.views = 1; /* a leaf that the step makes of it is another one then */
     call->proof = p;
+    call->losses.on_trial = &p->rule;
     return oomkit_proof_gradients_take(p) < 0 || aside_buffers(p) < 0 ||
                    aside_batch(p) < 0
                ? -1
@@ -96,6 +98,7 @@ oomkit_proof_back(oomkit_proof *p)
     int result = 0;
 
     call->proof = NULL;
+    call->losses.on_trial = NULL;
     call->batch.views = 0;
     if (p->saved) {
         Py_CLEAR(call->batch.saved);

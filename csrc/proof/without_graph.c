@@ -2,7 +2,7 @@
  * alone, without a graph, which nearly always fits. Backwards are withheld and updates
  * held back; losses and results are judged by oomkit._proof.diagnose. */
 #include "proof.h"
-#include "../accum/weights.h"
+#include "../accum/accum.h"
 #include "../batch/batch.h"
 #include "../optim/optim.h"
 #include "../py/modes.h"
@@ -264,6 +264,25 @@ verify_speak(oomkit_proof *p, PyObject *verdict)
     return verdict;
 }
 
+/* In place of an outermost backward there: it is told of the roots. */
+static PyObject *
+verify_backward(oomkit_call *call, PyObject *engine, PyObject *const *args,
+                size_t nargsf, PyObject *kwnames)
+{
+    OWNED PyObject *done =
+        PyObject_CallMethod(call->losses.verification, "root", "(O)",
+                            PyVectorcall_NARGS(nargsf) > 0 ? args[0] : Py_None);
+
+    (void)engine;
+    (void)kwnames;
+    if (done == NULL) {
+        return NULL;
+    }
+    call->training = 1;
+    call->backward.done++;
+    Py_RETURN_NONE;
+}
+
 PyObject *
 oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first)
 {
@@ -275,6 +294,7 @@ oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first
     if (call->losses.verification == NULL) {
         return NULL;
     }
+    call->backward.instead = verify_backward;
     done = PyObject_CallMethod(p->judge, "hush", NULL);
     if (done != NULL) {
         Py_SETREF(done, PyObject_CallMethod(p->judge, "quiet", "O", Py_False));
@@ -288,24 +308,11 @@ oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first
     Py_CLEAR(call->join.updated);
     Py_CLEAR(call->join.sources);
     call->join.required = 0;
+    call->backward.instead = NULL;
     Py_CLEAR(call->losses.verification);
     if (verdict == NULL && call->unknown.restart == 0) {
         return verify_abandon(call, oomkit_exception_take()) < 0 ? NULL
                                                                  : Py_NewRef(Py_None);
     }
     return verdict;
-}
-
-PyObject *
-oomkit_verify_backward(oomkit_call *call, PyObject *roots)
-{
-    PyObject *done = /* owned */
-        PyObject_CallMethod(call->losses.verification, "root", "(O)", roots);
-    if (done == NULL) {
-        return NULL;
-    }
-    Py_DECREF(done);
-    call->training = 1;
-    call->backward.done++;
-    Py_RETURN_NONE;
 }

@@ -1,5 +1,5 @@
 /* Sets of addresses: open addressing, at most half full. Lists of pairs. Arrays. */
-#include "refs.h"
+#include "state.h"
 
 int
 oomkit_array_grow(void *items, Py_ssize_t *room, size_t size)

@@ -1,6 +1,5 @@
 /* Module state: creation, look-ups in torch, traversal. */
 #include "tensor.h"
-#include "../undo/generator.h"
 
 int
 oomkit_state_init(oomkit_state *st)
@@ -147,7 +146,7 @@ state_bind_bridge(oomkit_state *st, PyObject *capsule)
         Py_CLEAR(st->bridge_capsule);
         return fits;
     }
-    return oomkit_stream_calibrate(st);
+    return 0;
 }
 
 int

@@ -320,6 +320,7 @@ typedef struct oomkit_state {
 #undef DECLARE
 #undef DECLARE_TORCH
 #undef DECLARE_STRING
+    const struct oomkit_wiring *wiring; /* who is told of what: call/events.h */
     const oomkit_bridge *bridge; /* borrowed from the loaded _bridge module, or NULL */
     PyObject *bridge_capsule;    /* owned; keeps the bridge's pointer valid */
     ptrdiff_t impl_offset;       /* of the TensorImpl pointer in a tensor's object */
@@ -389,5 +390,20 @@ PyObject *
 oomkit_hook_new(const oomkit_state *st, PyObject *module, const char *name);
 
 extern PyType_Spec oomkit_hook_spec; /* hook_type.c */
+
+/* What every callable of ours that stands for a function begins with. */
+typedef struct oomkit_callable {
+    PyObject_HEAD
+    vectorcallfunc vectorcall;
+    PyObject *func; /* owned */
+} oomkit_callable;
+
+/* Is it a decorated step? */
+static inline int
+oomkit_step_check(const oomkit_state *st, const PyObject *object)
+{
+    return Py_TYPE(object) == (PyTypeObject *)st->step_type ||
+           Py_TYPE(object) == (PyTypeObject *)st->step_object_type;
+}
 
 #endif

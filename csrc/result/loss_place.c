@@ -152,3 +152,25 @@ oomkit_result_loss(oomkit_state *st, PyObject *result)
 {
     return oomkit_result_loss_at(st, result, -1);
 }
+
+int
+oomkit_result_wants_backward(oomkit_state *st, PyObject *result, PyObject **loss,
+                             oomkit_tensor_facts *facts)
+{
+    OWNED PyObject *found = NULL;
+
+    if (result == Py_None) {
+        return 0;
+    }
+    found = oomkit_result_loss(st, result);
+    if (found == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    if (oomkit_tensor_facts_get(st, found, 0, facts) < 0) {
+        return -1;
+    }
+    if (facts->requires_grad && loss != NULL) {
+        *loss = STEAL(found);
+    }
+    return facts->requires_grad != 0;
+}

@@ -45,6 +45,10 @@ oomkit_join_finish(oomkit_state *st, const oomkit_options *options, oomkit_join 
  * PyErr_Occurred). */
 PyObject *
 oomkit_result_loss(oomkit_state *st, PyObject *result);
+/* Does it need a backward? 1 and *loss (owned, unless NULL) with its facts, 0 or -1. */
+int
+oomkit_result_wants_backward(oomkit_state *st, PyObject *result, PyObject **loss,
+                             oomkit_tensor_facts *facts);
 /* The number of that element, 0 where there are none; -1 with an exception. */
 Py_ssize_t
 oomkit_loss_place(oomkit_state *st, PyObject *result);

@@ -4,7 +4,6 @@
  * they hold until this step's own calls have borne them out or not. */
 #include "remember.h"
 #include "sizes.h"
-#include "../engine/engine.h"
 #include "../py/tensor.h"
 
 #define KEPT 32
@@ -71,7 +70,7 @@ static PyObject *
 kept_code(const oomkit_step *step)
 {
     return step->func != NULL && PyFunction_Check(step->func) && step->skip == 0 &&
-                   step->parent == NULL && step->vectorcall == oomkit_engine_call
+                   step->parent == NULL
                ? ((PyFunctionObject *)step->func)->func_code
                : NULL;
 }

@@ -3,7 +3,6 @@
 #ifndef OOMKIT_SIZES_REMEMBER_H
 #define OOMKIT_SIZES_REMEMBER_H
 
-#include "../call/call_types.h"
 #include "../call/step.h"
 
 /* knowledge_dict.c: a dict of str to str, int, float and None. New reference or NULL.

@@ -2,7 +2,6 @@
 #ifndef OOMKIT_SIZES_SIZES_H
 #define OOMKIT_SIZES_SIZES_H
 
-#include "../call/call_types.h"
 #include "../call/step.h"
 
 /* --- baseline.c --- */

@@ -1,7 +1,6 @@
 /* Parsing auto_batch's options: every one checked once, with a message that says what
  * was expected and what came. */
 #include "types.h"
-#include "../optim/optim.h"
 #include "../tree/tree.h"
 
 #include <stdlib.h>

@@ -3,10 +3,9 @@
 #include "binding.h"
 #include "step_type.h"
 #include "types.h"
-#include "../accum/weights.h"
+#include "../accum/accum.h"
 #include "../batch/batch.h"
 #include "../plain/plain_state.h"
-#include "../proof/proof.h"
 #include "../sizes/remember.h"
 
 #include <structmember.h>

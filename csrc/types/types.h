@@ -62,4 +62,9 @@ oomkit_step_state(PyObject *op, PyObject *ignored);
 PyObject *
 oomkit_step_load(PyObject *op, PyObject *state);
 
+/* per_object.c: the step that knows about `object` (borrowed). Borrowed from `step`, or
+ * NULL with an exception. */
+oomkit_step *
+oomkit_step_of_instance(oomkit_step *step, PyObject *object);
+
 #endif

@@ -2,7 +2,6 @@
  * module adds its losses to. No optimizer has them, and nothing may ever clear their
  * gradients; as a participant one may move in a forward, as buffers do. */
 #include "undo.h"
-#include "../accum/accum.h"
 #include "../py/tensor.h"
 
 /* One that requires grad takes part as a leaf; of others a site's first call notes that
@@ -18,7 +17,7 @@ oomkit_buffer_leaf(oomkit_call *call, oomkit_buffer *item,
     item->bare = 0;
     if (facts->requires_grad) {
         leaf = oomkit_tensor_is_leaf(item->tensor, facts);
-        return leaf > 0 ? oomkit_restart_with_buffer(call, item->tensor) : leaf;
+        return leaf > 0 ? oomkit_tell_leaf_at_entry(call, item->tensor) : leaf;
     }
     if (call->parts->buffers_serial == 1) {
         gradient = PyObject_GetAttr(item->tensor, call->st->str_grad);

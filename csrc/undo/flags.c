@@ -7,7 +7,6 @@
  * is noted when torch.nn.Module.train() (eval() calls it, too) is about to set it,
  * which oomkit._engine.patches reports: a step that switches nothing pays nothing. */
 #include "undo.h"
-#include "../deferred/deferred.h"
 
 /* torch is about to set `training` of this module. 0 or -1. */
 int
@@ -18,7 +17,7 @@ oomkit_switches_note(oomkit_state *st, PyObject *module)
     PyObject *pair = NULL;                  /* owned */
     int result = -1;
 
-    if (oomkit_modes_switch(st, module) < 0) {
+    if (st->wiring->outside->switches(st, module) < 0) {
         return -1;
     }
     if (call == NULL) {

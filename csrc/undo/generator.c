@@ -205,6 +205,9 @@ oomkit_stream_calibrate(oomkit_state *st)
     st->stream_size = 0;
     Py_CLEAR(st->stream_bytes);
     Py_CLEAR(st->stream_state);
+    if (st->bridge == NULL) {
+        return 0;
+    }
     st->bridge->exempt_enter();
     own = PyObject_CallNoArgs(st->Generator);
     sample = own == NULL ? NULL : generator_pointer(own);

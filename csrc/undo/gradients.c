@@ -6,8 +6,6 @@
  * tells which. */
 #include "gradients.h"
 #include "undo.h"
-#include "../accum/accum.h"
-#include "../proof/proof.h"
 #include "../py/half_made.h"
 #include "../py/modes.h"
 #include "../py/tensor.h"
@@ -235,10 +233,10 @@ oomkit_grads_unpark(oomkit_call *call)
  * cleared when it was made, and what is there now was put there since. It stays as it
  * is until the last of them is done, so that the sum is rounded as that of a call that
  * was split before its backward, and a failure on the way has nothing to take back. */
-int
-oomkit_grads_hide(oomkit_call *call)
+static int
+grads_hide(oomkit_call *call)
 {
-    if (oomkit_hooks_check(call) < 0 || oomkit_grads_mark(call) < 0) {
+    if (oomkit_grads_mark(call) < 0) {
         return -1;
     }
     call->grads.apart = 1;
@@ -410,7 +408,6 @@ oomkit_grads_end_attempt(oomkit_call *call)
         PyMem_Free(g->after);
         g->after = NULL;
     }
-    oomkit_grads_end_micro(call);
     g->marked = 0;
     grads_array_free(call, &g->held);
     PyMem_Free(g->held_versions);
@@ -470,3 +467,46 @@ oomkit_grads_release(oomkit_call *call)
     grads_array_free(call, &g->parked);
     grads_array_free(call, &g->aside);
 }
+
+/* --- what happens in a call --- */
+
+/* Marks of the first backward of an attempt; while split, what earlier micro-batches
+ * have accumulated is back. */
+static int
+gradients_backward_begins(oomkit_call *call, oomkit_backward *backward)
+{
+    (void)backward;
+    if (oomkit_grads_mark(call) < 0) {
+        return -1;
+    }
+    if (call->grads.aside != NULL && call->backward.done > 0) {
+        return oomkit_refuse(
+            call, "auto_batch cannot replay a step with several backward() calls: "
+                  "gradients were present before the step and the first backward ran "
+                  "out of memory; pass gradient_safety=\"copy\"");
+    }
+    return call->split ? oomkit_grads_unpark(call) : 0;
+}
+
+static int
+gradients_backward_ends(oomkit_call *call, const oomkit_backward *backward)
+{
+    (void)backward;
+    if (!call->split) {
+        return oomkit_grads_settle(call);
+    }
+    if (!call->is_last || call->grads.stashing) {
+        return oomkit_grads_park(call);
+    }
+    return oomkit_grads_settle(call) < 0 ? -1 : oomkit_grads_note_last(call);
+}
+
+static int
+gradients_attempt_begins(oomkit_call *call)
+{
+    return call->split && call->deferred.replayed != NULL ? grads_hide(call) : 0;
+}
+
+const oomkit_rule oomkit_gradients_rule = {.attempt_begins = gradients_attempt_begins,
+                                           .backward_begins = gradients_backward_begins,
+                                           .backward_ends = gradients_backward_ends};

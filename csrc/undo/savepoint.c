@@ -1,7 +1,6 @@
 /* The transaction of a call: marks at entry, everything back after a failure. */
 #include "parameters.h"
 #include "undo.h"
-#include "../accum/accum.h"
 #include "../optim/optim.h"
 #include "../optim/optimizer_extras.h"
 #include "../plain/plain.h"
@@ -191,29 +190,6 @@ oomkit_tx_begin_micro(oomkit_call *call)
     return moved < 0 || oomkit_plain_begin_part(call) < 0 ? -1 : 0;
 }
 
-/* Is the point of no return behind us? 1, 0 or -1. Keeps an exception in flight: torch
- * is asked by attribute where there is no bridge, and that fails while one is set. */
-int
-oomkit_tx_committed(oomkit_call *call)
-{
-    PyObject *exception; /* owned, given back */
-    int result;
-
-    if (call->updating.committed) {
-        return 1;
-    }
-    exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;
-    result = oomkit_optimizers_any_moved(call);
-    if (exception != NULL) {
-        if (result < 0) {
-            PyErr_WriteUnraisable(
-                call->given.func); /* the step's own error says more */
-        }
-        oomkit_exception_give(exception);
-    }
-    return result;
-}
-
 /* optimizer_safety="copy": what optimizers have moved is back. 0 or -1. */
 static int
 tx_uncommit(oomkit_call *call)
@@ -245,7 +221,7 @@ tx_restore_gradients(oomkit_call *call, PyObject **message)
 {
     const char *why = NULL;
     PyObject *which = NULL; /* owned */
-    int result = oomkit_strangers_loose_drop(call) < 0
+    int result = oomkit_tell_gradients_go_back(call) < 0
                      ? -1
                      : oomkit_grads_restore(call, &why, &which);
 
@@ -331,102 +307,6 @@ oomkit_tx_restore(oomkit_call *call, PyObject **message)
                : refused;
 }
 
-/* A learning rate that changes in every micro-batch: asked at each step() after the
- * first micro-batch's, held back or not. 0, or -1 with SplitError. */
-int
-oomkit_tx_groups_moved(oomkit_call *call, PyObject *optimizer)
-{
-    PyObject *name = NULL; /* borrowed */
-    int changed = oomkit_owners_groups_changed(call, optimizer, &name);
-
-    if (changed <= 0) {
-        return changed;
-    }
-    call->refused.raised = 1;
-    oomkit_raise(
-        call->st->SplitError,
-        "auto_batch cannot split this step: %R in the param_groups of %s was "
-        "changed in micro-batch %lld of %lld; do it after the step, or guard the "
-        "line with `if oomkit.current().is_last:`",
-        name, Py_TYPE(optimizer)->tp_name, (long long)(call->cut.at + 1),
-        (long long)call->cut.count);
-    return -1;
-}
-
-/* A parameter that was replaced in its module. 0, or -1 with SplitError. */
-static int
-tx_slots_changed(oomkit_call *call)
-{
-    PyObject *key = NULL; /* borrowed */
-    int changed = oomkit_slots_changed(call, &key);
-
-    if (changed > 0) {
-        call->refused.raised = 1;
-        oomkit_raise(call->st->SplitError,
-                     "auto_batch cannot split this step: the parameter %R of a module "
-                     "was replaced in micro-batch %lld of %lld; do it outside the "
-                     "decorated step",
-                     key, (long long)(call->cut.at + 1), (long long)call->cut.count);
-        return -1;
-    }
-    return changed;
-}
-
-static int
-tx_schedulers_moved(oomkit_call *call)
-{
-    PyObject *scheduler = NULL; /* borrowed */
-    int moved = oomkit_owners_epochs_moved(call, &scheduler);
-
-    if (moved > 0) {
-        call->refused.raised = 1;
-        oomkit_raise(
-            call->st->SplitError,
-            "auto_batch cannot split this step: %s.step() was called in "
-            "micro-batch %lld of %lld where it could not be held back; call it "
-            "as scheduler.step(), or after the decorated step",
-            Py_TYPE(scheduler)->tp_name, (long long)(call->cut.at + 1),
-            (long long)call->cut.count);
-        return -1;
-    }
-    return moved;
-}
-
-/* At the end of a micro-batch that is not the last: nothing that is meant to move once
- * per batch may have moved. 0, or -1 with SplitError that names it. */
-int
-oomkit_tx_micro_end(oomkit_call *call)
-{
-    Py_ssize_t which = 0;
-    PyObject *name; /* owned */
-    int state = oomkit_tx_params_moved(call, &which);
-
-    if (state == 0) {
-        state = oomkit_tx_params_rewritten(call, &which);
-    }
-    if (state == 0 && (tx_slots_changed(call) < 0 || tx_schedulers_moved(call) < 0)) {
-        return -1;
-    }
-    if (state == 0) {
-        return oomkit_grads_refuse_unexpected(call);
-    }
-    if (state < 0) {
-        return state;
-    }
-    name = oomkit_describe_tensor(call, call->parts->params[which]);
-    if (name != NULL) {
-        call->refused.raised = 1;
-        oomkit_raise(call->st->SplitError,
-                     "auto_batch cannot split this step: %U was changed in micro-batch "
-                     "%lld of %lld, outside an optimizer that it knows; pass it as "
-                     "optimizer=..., or guard the line with `if "
-                     "oomkit.current().is_last:`",
-                     name, (long long)(call->cut.at + 1), (long long)call->cut.count);
-        Py_DECREF(name);
-    }
-    return -1;
-}
-
 /* Forgets what belongs to one attempt; what outlives it (copies) stays. */
 void
 oomkit_tx_end_attempt(oomkit_call *call)
@@ -435,7 +315,9 @@ oomkit_tx_end_attempt(oomkit_call *call)
     oomkit_buffers_release(call);
     oomkit_rng_release(call);
     oomkit_optimizers_release(call);
-    oomkit_effects_abandon(call);
+    if (call->cut.slices != NULL) {
+        oomkit_tell_attempt_ends(call);
+    }
     oomkit_plain_end_attempt(call);
     oomkit_pristine_release(call);
     Py_CLEAR(call->unknown.of_graph);
@@ -450,8 +332,6 @@ oomkit_tx_end_attempt(oomkit_call *call)
     Py_CLEAR(call->owners.user);
     call->owners.failed_step = NULL;
     Py_CLEAR(call->owners.attributes);
-    oomkit_course_clear(&call->course[0]);
-    oomkit_course_clear(&call->course[1]);
     call->training = call->backward.done = call->backward.failed =
         call->backward.queued = 0;
     call->updating.committed = call->refused.raised = call->course_waived = 0;

@@ -3,6 +3,10 @@
 #define OOMKIT_UNDO_UNDO_H
 
 #include "../call/call.h"
+#include "../call/events.h"
+
+/* What happens in a call concerns (call/events.h): */
+extern const oomkit_rule oomkit_gradients_rule;
 
 /* --- buffer_leaves.c --- */
 /* A buffer has been marked. 0 or -1. */
@@ -59,8 +63,6 @@ oomkit_grads_mark(oomkit_call *call);
 int
 oomkit_grads_park(oomkit_call *call);
 int
-oomkit_grads_hide(oomkit_call *call);
-int
 oomkit_grads_unpark(oomkit_call *call);
 int
 oomkit_grads_settle(oomkit_call *call);
@@ -85,13 +87,6 @@ oomkit_grads_changed_since(oomkit_call *call);
 int
 oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which);
 
-/* --- norms.c --- */
-/* OOMKIT_NORM_* of a module, 0 where it is no normalisation; -1. */
-int
-oomkit_norm_kind(oomkit_state *st, PyObject *module);
-/* 1, 0 or -1. */
-int
-oomkit_module_is_training(oomkit_state *st, PyObject *module);
 /* Does one use the batch's statistics (or move its own)? 1, 0, -1. */
 int
 oomkit_buffers_norm(oomkit_call *call, int moves);
@@ -180,8 +175,6 @@ oomkit_call *
 oomkit_call_current(void);
 void
 oomkit_call_set_current(oomkit_call *call);
-int
-oomkit_tx_groups_moved(oomkit_call *call, PyObject *optimizer);
 /* A parameter that moved since entry: 1 and its index, 0, -1. */
 int
 oomkit_tx_params_moved(oomkit_call *call, Py_ssize_t *which);
@@ -198,10 +191,6 @@ oomkit_tx_end_attempt(oomkit_call *call);
  * line to change; -1 error. */
 int
 oomkit_tx_restore(oomkit_call *call, PyObject **message);
-int
-oomkit_tx_committed(oomkit_call *call);
-int
-oomkit_tx_micro_end(oomkit_call *call);
 /* The same by value, for writes that bump no version. */
 int
 oomkit_tx_params_rewritten(const oomkit_call *call, Py_ssize_t *which);
@@ -218,6 +207,11 @@ void
 oomkit_tx_end(oomkit_call *call);
 
 /* --- user_state.c --- */
+/* The count of batches of accelerate's Accelerator. New reference or NULL; 0 or -1. */
+PyObject *
+oomkit_accelerator_save(PyObject *accelerator);
+int
+oomkit_accelerator_restore(PyObject *accelerator, PyObject *saved);
 /* Schedulers, scalers and the user's own objects */
 int
 oomkit_scaler_mark(oomkit_call *call, PyObject *scaler);

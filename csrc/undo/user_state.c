@@ -7,7 +7,6 @@
 #include "undo.h"
 #include "../optim/optim.h"
 #include "../optim/step_attributes.h"
-#include "../py/refs.h"
 
 /* A copy of {id: {"stage": ..., "found_inf_per_device": {...}}}, two levels deep. */
 static PyObject *
@@ -284,4 +283,30 @@ oomkit_owners_release(oomkit_call *call)
     Py_CLEAR(call->owners.groups_after);
     Py_CLEAR(call->owners.groups_end);
     Py_CLEAR(call->owners.epochs);
+}
+
+/* (step, sync_gradients). New reference or NULL. */
+PyObject *
+oomkit_accelerator_save(PyObject *accelerator)
+{
+    PyObject *step = PyObject_GetAttrString(accelerator, "step"); /* owned */
+    PyObject *sync =                                              /* owned */
+        step ? PyObject_GetAttrString(accelerator, "sync_gradients") : NULL;
+    PyObject *saved = sync ? PyTuple_Pack(2, step, sync) : NULL; /* owned, returned */
+
+    Py_XDECREF(step);
+    Py_XDECREF(sync);
+    return saved;
+}
+
+/* 0 or -1. */
+int
+oomkit_accelerator_restore(PyObject *accelerator, PyObject *saved)
+{
+    return PyObject_SetAttrString(accelerator, "step", PyTuple_GET_ITEM(saved, 0)) <
+                       0 ||
+                   PyObject_SetAttrString(accelerator, "sync_gradients",
+                                          PyTuple_GET_ITEM(saved, 1)) < 0
+               ? -1
+               : 0;
 }

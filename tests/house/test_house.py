@@ -1,19 +1,15 @@
-"""The plan of the house: folders are layers, includes and uses point down, nothing grows too large.
-
-`upward.txt` lists the uses that still point up; it may only get shorter.
-"""
+"""The plan of the house: folders are layers, includes and uses point down, nothing grows too large."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 import pytest
 
 from house.sources import CSRC, FOLDERS, ROOT, House, functions, house
 
-HERE = Path(__file__).resolve().parent
 MOST_FILES, LONGEST_FILE, LONGEST_FUNCTION = 20, 900, 60
 MOST_FIELDS = 40  # of oomkit_call; may only fall
 SHARED = {"py/state.h", "call/call.h", "call/call_types.h"}  # many files need these
@@ -21,10 +17,6 @@ SHARED = {"py/state.h", "call/call.h", "call/call_types.h"}  # many files need t
 
 HOUSE = house(FOLDERS)
 FILES = sorted(HOUSE.text)
-
-
-def exceptions() -> list[str]:
-    return (HERE / "upward.txt").read_text(encoding="utf-8").splitlines()
 
 
 def test_every_folder_is_in_the_plan() -> None:
@@ -45,18 +37,12 @@ def test_no_file_name_is_used_twice() -> None:
 
 
 def test_uses_point_down() -> None:
-    upward, listed = HOUSE.upward(), exceptions()
-    assert sorted(set(upward) - set(listed)) == [], "uses that point up"
-    assert sorted(set(listed) - set(upward)) == [], "take these lines off tests/house/upward.txt"
-    assert listed == sorted(set(listed))
+    assert HOUSE.upward() == []
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_includes_point_down(name: str) -> None:
-    """Where no use that points up needs the header."""
-    allowed = {line.split()[0] for line in exceptions()}
-    upward = [other for other in HOUSE.includes[name] if HOUSE.rank(other) > HOUSE.rank(name)]
-    assert upward == [] or (name in allowed and name.endswith(".c"))
+    assert [o for o in HOUSE.includes[name] if HOUSE.rank(o) > HOUSE.rank(name)] == []
 
 
 def test_headers_include_in_no_circle() -> None:
@@ -72,9 +58,24 @@ def test_a_header_declares_what_its_folder_defines(name: str) -> None:
         for function in HOUSE.declared[name]
         if function in home and home[function].partition("/")[0] != folder
     }
-    # An inline function of step.h falls back on it.
-    others.pop("oomkit_step_of_instance", None)
     assert others == {}
+
+
+def rules_named(text: str) -> set[str]:
+    return set(re.findall(r"\boomkit_\w+_rule\b", text)) - {"oomkit_proof_rule"}
+
+
+def test_the_wiring_alone_names_the_rules() -> None:
+    defined = {
+        rule: name
+        for name in FILES
+        for rule in re.findall(r"^const oomkit_rule (\w+) =", HOUSE.text[name], re.MULTILINE)
+    }
+    assert rules_named(HOUSE.text["module/wiring.c"]) == set(defined)
+    for name in FILES:
+        named = rules_named(HOUSE.text[name])
+        if name.endswith(".c") and name != "module/wiring.c":
+            assert {rule for rule in named if defined[rule] != name} == set(), name
 
 
 def test_no_header_is_everywhere() -> None:

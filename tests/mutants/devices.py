@@ -64,7 +64,7 @@ MUTANTS = [
     Mutant(
         "captured-call-is-marked",
         "a call inside a capture is the function alone",
-        "csrc/call/graph_capture.c",
+        "csrc/engine/graph_capture.c",
         "    call->captured = captured == 1;",
         "    call->captured = 0;",
         ("device/test_recovery.py::test_a_training_step_inside_a_capture_copies_nothing",),
@@ -72,7 +72,7 @@ MUTANTS = [
     Mutant(
         "capture-initialises",
         "no capture is asked for of a device that is not in use",
-        "csrc/call/graph_capture.c",
+        "csrc/engine/graph_capture.c",
         "        !oomkit_device_ready(st, call->device)) {",
         "        0) {",
         ("device/test_figures.py::test_no_capture_is_asked_for_of_a_device_that_is_not_in_use",),
@@ -80,7 +80,7 @@ MUTANTS = [
     Mutant(
         "captured-error-swallowed",
         "in a capture only an error of memory becomes one of ours",
-        "csrc/call/graph_capture.c",
+        "csrc/engine/graph_capture.c",
         "    if ((class_ != OOMKIT_CLASS_CERTAIN && class_ != OOMKIT_CLASS_MASKED) ||",
         "    if ((class_ == OOMKIT_CLASS_NEVER && class_ != OOMKIT_CLASS_MASKED) ||",
         ("device/test_recovery.py::test_another_error_inside_a_capture_passes",),
@@ -88,7 +88,7 @@ MUTANTS = [
     Mutant(
         "captured-lost-context-renamed",
         "an error of memory in a capture passes where the context is lost",
-        "csrc/call/graph_capture.c",
+        "csrc/engine/graph_capture.c",
         "        oomkit_device_is_lost(st, call->device)) {",
         "        0) {",
         ("device/test_recovery.py::test_a_lost_context_inside_a_capture_passes",),
@@ -96,7 +96,7 @@ MUTANTS = [
     Mutant(
         "captured-backward-left-out",
         "in a capture the backward that auto_batch was to run is run",
-        "csrc/call/graph_capture.c",
+        "csrc/engine/graph_capture.c",
         "    if (result != NULL && call->options->backward != NULL &&",
         "    if (result != NULL && call->options->backward == NULL &&",
         ("device/test_recovery.py::test_a_backward_of_ours_inside_a_capture_is_run",),

@@ -33,8 +33,8 @@ MUTANTS = [
         "nothing-times-nan",
         "a micro-batch of weight 0 runs no backward: a mean over nothing is NaN",
         "csrc/hook/backward.c",
-        "if (call->split && weight == 0.0) {",
-        "if (0) {",
+        "        backward.weight == 0.0 ? Py_NewRef(Py_None)",
+        "        backward.weight < 0.0 ? Py_NewRef(Py_None)",
         ("accum/test_token_weights.py::test_a_mean_over_no_token_adds_nothing",),
     ),
     Mutant(
@@ -81,7 +81,7 @@ MUTANTS = [
         "nothing-parked",
         "between backward and the end of a micro-batch its gradients are out of sight: clipping "
         "sees none or all",
-        "csrc/hook/backward.c",
+        "csrc/undo/gradients.c",
         "    if (!call->is_last || call->grads.stashing) {",
         "    if (call->grads.stashing) {",
         ("engine/test_steps.py::test_split_is_the_whole_batch",),
@@ -215,7 +215,7 @@ MUTANTS = [
     Mutant(
         "later-labels-not-proven",
         "where the first batch ignored no label, one that does is proven anew",
-        "csrc/proof/proven.c",
+        "csrc/accum/proven.c",
         "    return found->rule == NULL && !found->labels ? oomkit_weights_labels(call) : 0;",
         "    return 0;",
         ("programs/test_programs.py::test_program[gpt_padded_later]",),

@@ -2,69 +2,8 @@
  * and decides from the count whether the optimizer steps: while the batch is split it
  * must count once, not once per micro-batch, and a roll-back must take the count back.
  * Known by name, so that nothing is imported. */
-#include "optim.h"
-#include "../hook/method.h"
-#include "../py/refs.h"
-
-/* An object of a class of this name (or derived from it) in accelerate. */
-static int
-accelerate_is(PyObject *object, const char *name)
-{
-    PyObject *mro = Py_TYPE(object)->tp_mro; /* borrowed */
-    Py_ssize_t i;
-
-    for (i = 0; mro != NULL && i < PyTuple_GET_SIZE(mro); i++) {
-        PyTypeObject *type = (PyTypeObject *)PyTuple_GET_ITEM(mro, i); /* borrowed */
-        PyObject *module; /* borrowed from the type */
-        if ((type->tp_flags & Py_TPFLAGS_HEAPTYPE) == 0 ||
-            strcmp(type->tp_name, name) != 0) {
-            continue;
-        }
-        module = oomkit_item(type->tp_dict, "__module__");
-        if (module != NULL && PyUnicode_Check(module) &&
-            PyUnicode_GET_LENGTH(module) >= 10 &&
-            PyUnicode_1BYTE_KIND == PyUnicode_KIND(module) &&
-            memcmp(PyUnicode_1BYTE_DATA(module), "accelerate", 10) == 0) {
-            return 1;
-        }
-    }
-    return 0;
-}
-
-/* Which kind of participant this object of accelerate's is, or -1. */
-int
-oomkit_accelerate_kind(PyObject *object)
-{
-    return accelerate_is(object, "Accelerator") ? (int)OOMKIT_OWNER_ACCELERATOR
-           : accelerate_is(object, "AcceleratedScheduler") ? (int)OOMKIT_OWNER_SCHEDULER
-                                                           : -1;
-}
-
-/* (step, sync_gradients). New reference or NULL. */
-PyObject *
-oomkit_accelerator_save(PyObject *accelerator)
-{
-    PyObject *step = PyObject_GetAttrString(accelerator, "step"); /* owned */
-    PyObject *sync =                                              /* owned */
-        step ? PyObject_GetAttrString(accelerator, "sync_gradients") : NULL;
-    PyObject *saved = sync ? PyTuple_Pack(2, step, sync) : NULL; /* owned, returned */
-
-    Py_XDECREF(step);
-    Py_XDECREF(sync);
-    return saved;
-}
-
-/* 0 or -1. */
-int
-oomkit_accelerator_restore(PyObject *accelerator, PyObject *saved)
-{
-    return PyObject_SetAttrString(accelerator, "step", PyTuple_GET_ITEM(saved, 0)) <
-                       0 ||
-                   PyObject_SetAttrString(accelerator, "sync_gradients",
-                                          PyTuple_GET_ITEM(saved, 1)) < 0
-               ? -1
-               : 0;
-}
+#include "hook.h"
+#include "../undo/undo.h"
 
 /* What accumulate() calls on entry, in a split call: 1 it is to run (the first
  * micro-batch), 0 it has run for this batch, -1 with SplitError. */
@@ -172,7 +111,7 @@ accelerate_hidden(oomkit_call *call)
     for (i = 0; i < PyList_GET_SIZE(objects) && result >= 0; i++) {
         PyObject *object = PyList_GET_ITEM(objects, i); /* borrowed */
         int known = 0;
-        if (!accelerate_is(object, "Accelerator")) {
+        if (!oomkit_accelerate_is(object, "Accelerator")) {
             continue;
         }
         for (j = 0; j < call->parts->owner_count && !known; j++) {

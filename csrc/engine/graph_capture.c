@@ -1,29 +1,10 @@
 /* The device of a call, and a call inside the capture of a CUDA graph, which must be
  * the bare function: what is copied there becomes part of the graph, a copy to the host
  * ends the capture, and nothing has run yet that could be taken back. */
-#include "call.h"
-#include "../engine/engine.h"
+#include "engine.h"
+#include "../call/call.h"
 #include "../hook/hook.h"
 #include "../py/tensor.h"
-
-void
-oomkit_engine_device(oomkit_call *call)
-{
-    if (call->parts->device_type != 0) {
-        call->device.type = call->parts->device_type;
-        call->device.index = call->parts->device_index;
-    } else {
-        call->device.type = call->batch.device_type;
-        call->device.index = call->batch.device_index;
-    }
-}
-
-oomkit_device
-oomkit_engine_device_of_failure(const oomkit_call *call)
-{
-    return call->device.type == OOMKIT_DEVICE_CPU ? oomkit_device_default(call->st)
-                                                  : call->device;
-}
 
 int
 oomkit_captured_find(oomkit_call *call)

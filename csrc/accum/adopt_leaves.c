@@ -1,8 +1,7 @@
-/* Beginning a split attempt again, because leaves that the search did not find take
- * part in it. Nothing but the forward of its first micro-batch has run. */
+/* Leaves that the search did not find and that take part are taken in before a split
+ * attempt is begun again. Nothing but the forward of its first micro-batch has run. */
 #include "accum.h"
 #include "../hook/hook.h"
-#include "../result/result.h"
 #include "../undo/undo.h"
 
 /* Those that outlived the attempt. New list or NULL. */
@@ -172,53 +171,10 @@ restart_take_in(oomkit_call *call)
     return 0;
 }
 
-/* The second slice joins the first. */
-static void
-restart_wider(oomkit_call *call)
-{
-    call->cut.slices[0].length += call->cut.slices[1].length;
-    call->cut.count--;
-    memmove(&call->cut.slices[1], &call->cut.slices[2],
-            (size_t)(call->cut.count - 1) * sizeof(*call->cut.slices));
-    call->split = call->cut.count > 1;
-    call->unknown.widened = 1;
-}
-
-/* The attempt that unknown_leaves.c or micro_loss.c has ended, with an exception in
- * flight or caught by the step. 0 the same plan can be tried again; 1 something else
- * went wrong, the exception in flight says what; -1 with the exception to raise. */
 int
-oomkit_strangers_restart(oomkit_call *call)
+oomkit_strangers_take_in(oomkit_call *call, int why)
 {
-    PyObject *exception, *handled; /* owned */
-    int result, wider = call->unknown.restart == OOMKIT_RESTART_WIDER;
-    int strangers = call->unknown.restart == OOMKIT_RESTART_STRANGERS;
-
-    call->unknown.restart = 0;
-    call->unknown.restarts += !wider;
-    if (PyErr_Occurred() && !PyErr_ExceptionMatches(call->st->SplitError)) {
-        Py_CLEAR(call->unknown.leaves);
-        return 1;
-    }
-    if (PyErr_Occurred()) {
-        exception = oomkit_exception_take();
-        handled = PyErr_GetHandledException();
-        oomkit_exception_drop(call->st, exception, handled);
-        Py_XDECREF(handled);
-    }
-    result = oomkit_join_truncate(&call->join, 0);
-    if (result == 0) {
-        result = oomkit_recover_roll_back(call);
-    }
-    oomkit_tx_end_attempt(call);
-    if (wider) {
-        restart_wider(call);
-    }
-    if (result < 0 || (strangers && restart_take_in(call) < 0)) {
-        return -1;
-    }
-    call->cut.at = 0;
-    return oomkit_tx_begin(call);
+    return why == OOMKIT_RESTART_STRANGERS ? restart_take_in(call) : 0;
 }
 
 /* At the end of the first micro-batch: unknown leaves must have been made in it and be

@@ -1,7 +1,5 @@
 /* What was proven at a site, and whether a split is to be proven. */
-#include "proof.h"
-#include "../accum/accum.h"
-#include "../accum/weights.h"
+#include "accum.h"
 #include "../py/tensor.h"
 #include "../sizes/sizes.h"
 #include "../tree/tree.h"
@@ -141,8 +139,8 @@ oomkit_proof_rule(oomkit_call *call)
 {
     const oomkit_proven *found;
 
-    if (call->proof != NULL) {
-        return call->proof->rule;
+    if (call->losses.on_trial != NULL) {
+        return *call->losses.on_trial;
     }
     if (call->options->weight != NULL || call->options->verify == 0 ||
         call->cut.forced) {

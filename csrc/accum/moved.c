@@ -1,0 +1,83 @@
+/* What moves once per batch must not move in a micro-batch that is not the last. */
+#include "accum.h"
+#include "../optim/optim.h"
+#include "../undo/undo.h"
+
+/* A parameter that was replaced in its module. 0, or -1 with SplitError. */
+static int
+moved_slots(oomkit_call *call)
+{
+    PyObject *key = NULL; /* borrowed */
+    int changed = oomkit_slots_changed(call, &key);
+
+    if (changed > 0) {
+        call->refused.raised = 1;
+        oomkit_raise(call->st->SplitError,
+                     "auto_batch cannot split this step: the parameter %R of a module "
+                     "was replaced in micro-batch %lld of %lld; do it outside the "
+                     "decorated step",
+                     key, (long long)(call->cut.at + 1), (long long)call->cut.count);
+        return -1;
+    }
+    return changed;
+}
+
+static int
+moved_schedulers(oomkit_call *call)
+{
+    PyObject *scheduler = NULL; /* borrowed */
+    int moved = oomkit_owners_epochs_moved(call, &scheduler);
+
+    if (moved > 0) {
+        call->refused.raised = 1;
+        oomkit_raise(
+            call->st->SplitError,
+            "auto_batch cannot split this step: %s.step() was called in "
+            "micro-batch %lld of %lld where it could not be held back; call it "
+            "as scheduler.step(), or after the decorated step",
+            Py_TYPE(scheduler)->tp_name, (long long)(call->cut.at + 1),
+            (long long)call->cut.count);
+        return -1;
+    }
+    return moved;
+}
+
+/* At the end of a micro-batch that is not the last: nothing that is meant to move once
+ * per batch may have moved. 0, or -1 with SplitError that names it. */
+static int
+moved_micro_ends(oomkit_call *call, PyObject *result)
+{
+    Py_ssize_t which = 0;
+    PyObject *name; /* owned */
+    int state;
+
+    (void)result;
+    if (call->is_last) {
+        return 0;
+    }
+    state = oomkit_tx_params_moved(call, &which);
+
+    if (state == 0) {
+        state = oomkit_tx_params_rewritten(call, &which);
+    }
+    if (state == 0 && (moved_slots(call) < 0 || moved_schedulers(call) < 0)) {
+        return -1;
+    }
+    if (state <= 0) {
+        return state;
+    }
+    name = oomkit_describe_tensor(call, call->parts->params[which]);
+    if (name != NULL) {
+        call->refused.raised = 1;
+        oomkit_raise(call->st->SplitError,
+                     "auto_batch cannot split this step: %U was changed in micro-batch "
+                     "%lld of %lld, outside an optimizer that it knows; pass it as "
+                     "optimizer=..., or guard the line with `if "
+                     "oomkit.current().is_last:`",
+                     name, (long long)(call->cut.at + 1), (long long)call->cut.count);
+        Py_DECREF(name);
+    }
+    return -1;
+}
+
+const oomkit_rule oomkit_moved_early_rule = {.micro_ends = moved_micro_ends};

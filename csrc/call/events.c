@@ -1,0 +1,174 @@
+/* Telling the rules of what a step does. Attempts and their micro-batches are told to
+ * those of a split call, also where one has a single slice: a replay, or the whole
+ * batch once more. */
+#include "events.h"
+
+#define EACH_RULE(rule, rules)                                                         \
+    for (const oomkit_rule *const *rule = (rules); *rule != NULL; rule++)
+
+void
+oomkit_tell_backward_fails(oomkit_call *call, const oomkit_backward *backward)
+{
+    EACH_RULE(rule, oomkit_rules_of(call))
+    {
+        if ((*rule)->backward_fails != NULL) {
+            (*rule)->backward_fails(call, backward);
+        }
+    }
+}
+
+int
+oomkit_tell_backward_nests(oomkit_call *call, const oomkit_backward *backward)
+{
+    OOMKIT_TELL(oomkit_rules_of(call), backward_nests, call, backward);
+}
+
+int
+oomkit_tell_update_begins(oomkit_call *call, oomkit_update *update)
+{
+    OOMKIT_TELL(oomkit_rules_of(call), update_begins, call, update);
+}
+
+int
+oomkit_tell_update_runs(oomkit_call *call, const oomkit_update *update)
+{
+    OOMKIT_TELL(oomkit_rules_of(call), update_runs, call, update);
+}
+
+int
+oomkit_tell_leaf_at_entry(oomkit_call *call, PyObject *buffer)
+{
+    OOMKIT_TELL(call->st->wiring->when_whole, leaf_at_entry, call, buffer);
+}
+
+int
+oomkit_tell_before_attempt(oomkit_call *call)
+{
+    OOMKIT_TELL(call->st->wiring->when_split, before_attempt, call);
+}
+
+int
+oomkit_tell_attempt_begins(oomkit_call *call)
+{
+    OOMKIT_TELL(call->st->wiring->when_split, attempt_begins, call);
+}
+
+int
+oomkit_tell_micro_begins(oomkit_call *call)
+{
+    OOMKIT_TELL(call->st->wiring->when_split, micro_begins, call);
+}
+
+void
+oomkit_tell_micro_left(oomkit_call *call)
+{
+    EACH_RULE(rule, call->st->wiring->when_split)
+    {
+        if ((*rule)->micro_left != NULL) {
+            (*rule)->micro_left(call);
+        }
+    }
+}
+
+int
+oomkit_tell_micro_returns(oomkit_call *call, PyObject *result)
+{
+    OOMKIT_TELL(call->st->wiring->when_split, micro_returns, call, result);
+}
+
+int
+oomkit_tell_micro_ends(oomkit_call *call, PyObject *result)
+{
+    OOMKIT_TELL(call->st->wiring->when_split, micro_ends, call, result);
+}
+
+int
+oomkit_tell_before_join(oomkit_call *call)
+{
+    OOMKIT_TELL(call->st->wiring->when_split, before_join, call);
+}
+
+int
+oomkit_tell_call_returns(oomkit_call *call, PyObject *result)
+{
+    OOMKIT_TELL(oomkit_rules_of(call), call_returns, call, result);
+}
+
+int
+oomkit_tell_failure_is_judged(oomkit_call *call, int *committed)
+{
+    OOMKIT_TELL(call->st->wiring->when_split, failure_is_judged, call, committed);
+}
+
+const char *
+oomkit_tell_failure_remains(oomkit_call *call)
+{
+    const char *why = NULL;
+
+    EACH_RULE(rule, call->st->wiring->when_split)
+    {
+        if ((*rule)->failure_remains != NULL && why == NULL) {
+            why = (*rule)->failure_remains(call);
+        }
+    }
+    return why;
+}
+
+int
+oomkit_tell_gradients_go_back(oomkit_call *call)
+{
+    OOMKIT_TELL(call->st->wiring->when_split, gradients_go_back, call);
+}
+
+int
+oomkit_tell_before_retry(oomkit_call *call)
+{
+    OOMKIT_TELL(call->st->wiring->when_split, before_retry, call);
+}
+
+int
+oomkit_tell_before_restart(oomkit_call *call, int why)
+{
+    OOMKIT_TELL(call->st->wiring->when_split, before_restart, call, why);
+}
+
+void
+oomkit_tell_attempt_ends(oomkit_call *call)
+{
+    EACH_RULE(rule, call->st->wiring->when_split)
+    {
+        if ((*rule)->attempt_ends != NULL) {
+            (*rule)->attempt_ends(call);
+        }
+    }
+}
+
+/* Of a call without slices those of a whole one: nothing else has begun. */
+static const oomkit_rule *const *
+rules_at_end(const oomkit_call *call)
+{
+    return call->cut.slices == NULL ? call->st->wiring->when_whole
+                                    : call->st->wiring->when_split;
+}
+
+void
+oomkit_tell_call_ends(oomkit_call *call)
+{
+    EACH_RULE(rule, rules_at_end(call))
+    {
+        if ((*rule)->call_ends != NULL) {
+            (*rule)->call_ends(call);
+        }
+    }
+}
+
+void
+oomkit_tell_whole_call_ends(oomkit_call *call, int64_t rows)
+{
+    EACH_RULE(rule, call->st->wiring->when_whole)
+    {
+        if ((*rule)->whole_call_ends != NULL) {
+            (*rule)->whole_call_ends(call, rows);
+        }
+    }
+}

@@ -1,0 +1,53 @@
+/* Beginning a split attempt again with the same plan, or nearly, because a rule wants
+ * it: nothing but the forward of its first micro-batch has run. */
+#include "engine.h"
+#include "../result/result.h"
+#include "../undo/undo.h"
+
+/* The second slice joins the first. */
+static void
+restart_wider(oomkit_call *call)
+{
+    call->cut.slices[0].length += call->cut.slices[1].length;
+    call->cut.count--;
+    memmove(&call->cut.slices[1], &call->cut.slices[2],
+            (size_t)(call->cut.count - 1) * sizeof(*call->cut.slices));
+    call->split = call->cut.count > 1;
+    call->unknown.widened = 1;
+}
+
+/* The attempt that a rule has ended (call->unknown.restart says why), with an exception
+ * in flight or caught by the step. 0 the same plan can be tried again; 1 something else
+ * went wrong, the exception in flight says what; -1 with the exception to raise. */
+int
+oomkit_restart(oomkit_call *call)
+{
+    PyObject *exception, *handled; /* owned */
+    int result, why = call->unknown.restart;
+
+    call->unknown.restart = 0;
+    call->unknown.restarts += why != OOMKIT_RESTART_WIDER;
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(call->st->SplitError)) {
+        Py_CLEAR(call->unknown.leaves);
+        return 1;
+    }
+    if (PyErr_Occurred()) {
+        exception = oomkit_exception_take();
+        handled = PyErr_GetHandledException();
+        oomkit_exception_drop(call->st, exception, handled);
+        Py_XDECREF(handled);
+    }
+    result = oomkit_join_truncate(&call->join, 0);
+    if (result == 0) {
+        result = oomkit_recover_roll_back(call);
+    }
+    oomkit_tx_end_attempt(call);
+    if (why == OOMKIT_RESTART_WIDER) {
+        restart_wider(call);
+    }
+    if (result < 0 || oomkit_tell_before_restart(call, why) < 0) {
+        return -1;
+    }
+    call->cut.at = 0;
+    return oomkit_tx_begin(call);
+}

@@ -1,0 +1,50 @@
+/* Who is told of what happens in a call, and in which order: the index of all rules. To
+ * add one, write its file and put its name here. */
+#include "wiring.h"
+#include "../accum/accum.h"
+#include "../deferred/deferred.h"
+#include "../optim/optim.h"
+#include "../proof/proof.h"
+#include "../types/types.h"
+#include "../undo/undo.h"
+
+/* What a call with its whole batch needs. */
+static const oomkit_rule *const when_whole[] = {
+    &oomkit_loss_value_rule,     /* before marks are taken: it reads, and may fail */
+    &oomkit_deferred_rule,       /* the loss that is returned */
+    &oomkit_unknown_leaves_rule, /* after a failure */
+    &oomkit_gradients_rule, /* last before the engine: from here on they are moved */
+    &oomkit_recompute_rule,      NULL};
+
+static const oomkit_rule *const when_split[] = {
+    &oomkit_sequence_rule, /* first: what others refuse is then known by its line */
+    &oomkit_hyperparams_rule,
+    &oomkit_stray_grads_rule, /* before anything accumulates */
+    &oomkit_grad_hooks_rule,
+    &oomkit_loss_value_rule,
+    &oomkit_weights_rule, /* weight= is the user's: while gradients are the caller's */
+    &oomkit_deferred_rule,
+    &oomkit_unknown_leaves_rule, /* may begin the attempt again: before marks are taken
+                                  */
+    &oomkit_moved_early_rule,
+    &oomkit_stray_grads_at_end_rule, /* after what has moved, which explains them */
+    &oomkit_side_effects_rule, /* looks at what the caller sees: before gradients go */
+    &oomkit_empty_mean_rule,   /* looks at gradients: before they are parked */
+    &oomkit_gradients_rule,
+    &oomkit_held_update_rule,
+    &oomkit_stale_forward_rule, /* after the sequence: its last line is the update's */
+    &oomkit_recompute_rule,
+    &oomkit_proof_of_split_rule, /* last: it sees what the others have made */
+    NULL};
+
+static const oomkit_wiring wiring = {.when_whole = when_whole,
+                                     .when_split = when_split,
+                                     .outside = &oomkit_callers_backward,
+                                     .step_of_object = oomkit_step_of_instance,
+                                     .make_step = oomkit_step_make};
+
+void
+oomkit_wire(oomkit_state *st)
+{
+    st->wiring = &wiring;
+}
