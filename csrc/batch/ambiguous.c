@@ -32,10 +32,12 @@ leaf_shape(const oomkit_find *f, Py_ssize_t index)
 int
 oomkit_find_dimensions(const oomkit_find *f, Py_ssize_t index)
 {
-    PyObject *shape = leaf_shape(f, index); /* owned */
-    int dimensions = shape == NULL ? -1 : (int)PyTuple_GET_SIZE(shape);
-    Py_XDECREF(shape);
-    return shape == NULL && PyErr_Occurred() ? -2 : dimensions;
+    OWNED PyObject *shape = leaf_shape(f, index);
+
+    if (shape == NULL) {
+        return PyErr_Occurred() ? -2 : -1;
+    }
+    return (int)PyTuple_GET_SIZE(shape);
 }
 
 int
@@ -45,7 +47,7 @@ oomkit_find_has_size(const oomkit_find *f, int64_t size)
     int found = 0;
 
     for (i = 0; found == 0 && size > 1 && i < f->batch->count; i++) {
-        PyObject *shape; /* owned */
+        OWNED PyObject *shape = NULL;
         int passed = 0;
         if (f->batch->nodes[i].split != OOMKIT_SPLIT_NARROW) {
             continue;
@@ -59,7 +61,6 @@ oomkit_find_has_size(const oomkit_find *f, int64_t size)
             }
             found |= each == size;
         }
-        Py_XDECREF(shape);
         if (PyErr_Occurred()) {
             return -1;
         }
@@ -179,19 +180,19 @@ static int
 doubt_refuse_samples(const oomkit_find *f, Py_ssize_t index)
 {
     const oomkit_node *node = &f->batch->nodes[index];
-    PyObject *path = oomkit_node_path(f->batch, f->names, index); /* owned */
-    PyObject *text = NULL; /* stolen by oomkit_find_raise() */
+    OWNED PyObject *path = oomkit_node_path(f->batch, f->names, index);
 
-    if (path != NULL) {
-        text = PyUnicode_FromFormat(
+    if (path == NULL) {
+        return -1;
+    }
+    return oomkit_find_raise(
+        f, index,
+        PyUnicode_FromFormat(
             "%U is a '%.200s' of %zd alike, which may be %zd samples, or columns of "
             "%lld rows; for samples give split=lambda batch, start, length: "
             "batch[start : start + length], for columns put them into a dict",
             path, Py_TYPE(node->object)->tp_name, node->children, node->children,
-            (long long)f->batch->rows);
-        Py_DECREF(path);
-    }
-    return oomkit_find_raise(f, index, text);
+            (long long)f->batch->rows));
 }
 
 /* Is the list an argument of its own, and nothing beside it that could have a part for
@@ -309,7 +310,7 @@ doubt_first(const oomkit_find *f)
     most = most_dimensions(f, f->first, &lone);
     EACH_ARGUMENT (f, argument, index) {
         const oomkit_seen *seen = oomkit_find_seen(f, argument);
-        PyObject *one, *two, *text = NULL; /* owned; stolen by oomkit_find_raise() */
+        OWNED PyObject *one = NULL, *two = NULL;
         int dimensions, known;
         if (index <= f->first || f->roles[argument] != OOMKIT_ROLE_OTHER ||
             (seen != NULL && seen->size_stays)) {
@@ -328,15 +329,15 @@ doubt_first(const oomkit_find *f)
         }
         one = oomkit_find_describe(f, lone);
         two = oomkit_find_describe(f, other);
-        if (one != NULL && two != NULL) {
-            text = PyUnicode_FromFormat(
+        if (one == NULL || two == NULL) {
+            return -1;
+        }
+        return oomkit_find_raise(
+            f, f->first,
+            PyUnicode_FromFormat(
                 "%U, %U, and either may be the batch; name it with batch=..., or the "
                 "other one with static=...",
-                one, two);
-        }
-        Py_XDECREF(one);
-        Py_XDECREF(two);
-        return oomkit_find_raise(f, f->first, text);
+                one, two));
     }
     return 0;
 }
@@ -353,7 +354,7 @@ doubt_object(const oomkit_find *f)
     }
     EACH_ARGUMENT (f, argument, index) {
         const oomkit_node *node = &f->batch->nodes[index];
-        PyObject *one, *text = NULL; /* owned; stolen by oomkit_find_raise() */
+        OWNED PyObject *one = NULL;
         int holds;
         if (f->named || index >= f->first) {
             return 0;
@@ -367,15 +368,16 @@ doubt_object(const oomkit_find *f)
             continue;
         }
         one = holds < 0 ? NULL : oomkit_find_describe(f, f->first);
-        if (one != NULL) {
-            text = PyUnicode_FromFormat(
+        if (one == NULL) {
+            return -1;
+        }
+        return oomkit_find_raise(
+            f, index,
+            PyUnicode_FromFormat(
                 "it is a '%.200s' that holds tensors, %U, and either may be the batch; "
                 "name it with batch=..., or the other one with static=...; a type of "
                 "your own is split by oomkit.register_splitter(type, split=...)",
-                Py_TYPE(node->object)->tp_name, one);
-            Py_DECREF(one);
-        }
-        return oomkit_find_raise(f, index, text);
+                Py_TYPE(node->object)->tp_name, one));
     }
     return 0;
 }
@@ -388,8 +390,8 @@ doubt_weights(const oomkit_find *f)
 
     for (i = 0; i < f->batch->count; i++) {
         const oomkit_node *node = &f->batch->nodes[i];
-        PyObject *one, *path, *text = NULL; /* owned; stolen by oomkit_find_raise() */
-        const char *key;                    /* borrowed from the node */
+        OWNED PyObject *one = NULL, *path = NULL;
+        const char *key; /* borrowed from the node */
         if (node->split != OOMKIT_SPLIT_NARROW || node->key == NULL ||
             !PyUnicode_Check(node->key)) {
             continue;
@@ -409,15 +411,15 @@ doubt_weights(const oomkit_find *f)
         }
         one = oomkit_find_describe(f, i);
         path = oomkit_node_path(f->batch, f->names, i);
-        if (one != NULL && path != NULL) {
-            text = PyUnicode_FromFormat(
+        if (one == NULL || path == NULL) {
+            return -1;
+        }
+        return oomkit_find_raise(
+            f, i,
+            PyUnicode_FromFormat(
                 "%U, as many as rows, and its name says one per class; pass it whole "
                 "with static=\"%U\", or give it another name",
-                one, path);
-        }
-        Py_XDECREF(one);
-        Py_XDECREF(path);
-        return oomkit_find_raise(f, i, text);
+                one, path));
     }
     return 0;
 }

@@ -33,19 +33,10 @@ static int
 check_restore(oomkit_state *st, oomkit_node *node, PyObject *saved)
 {
     oomkit_tensor_facts facts;
-    PyObject *view; /* owned */
-    int written;
+    OWNED PyObject *view = PyObject_CallMethodNoArgs(node->object, st->str_detach);
 
-    view = PyObject_CallMethodNoArgs(node->object, st->str_detach);
-    if (view == NULL) {
-        return -1;
-    }
-    written = oomkit_tensor_write(st, view, saved);
-    Py_DECREF(view);
-    if (written < 0) {
-        return -1;
-    }
-    if (oomkit_tensor_facts_get(st, node->object, 0, &facts) < 0) {
+    if (view == NULL || oomkit_tensor_write(st, view, saved) < 0 ||
+        oomkit_tensor_facts_get(st, node->object, 0, &facts) < 0) {
         return -1;
     }
     node->version = oomkit_tensor_mark(st, node->object, &facts);
@@ -58,8 +49,7 @@ static int
 check_requires_grad(oomkit_state *st, const oomkit_node *node,
                     const oomkit_tensor_facts *facts)
 {
-    PyObject *graph; /* owned */
-    int result = 0;
+    OWNED PyObject *graph = NULL;
 
     if (node->requires_grad || !facts->requires_grad) {
         return 0;
@@ -68,31 +58,29 @@ check_requires_grad(oomkit_state *st, const oomkit_node *node,
     if (graph == NULL) {
         return -1;
     }
-    if (graph == Py_None) {
-        result = PyObject_SetAttr(node->object, st->str_requires_grad, Py_False) < 0 ||
-                         PyObject_SetAttr(node->object, st->str_grad, Py_None) < 0
-                     ? -1
-                     : 0;
+    if (graph != Py_None) {
+        return 0;
     }
-    Py_DECREF(graph);
-    return result;
+    return PyObject_SetAttr(node->object, st->str_requires_grad, Py_False) < 0 ||
+                   PyObject_SetAttr(node->object, st->str_grad, Py_None) < 0
+               ? -1
+               : 0;
 }
 
 static int
 check_refuse(oomkit_state *st, const oomkit_batch *batch, PyObject *names,
              Py_ssize_t index)
 {
-    PyObject *path = oomkit_node_path(batch, names, index); /* owned */
-    if (path == NULL) {
-        return -1;
+    OWNED PyObject *path = oomkit_node_path(batch, names, index);
+
+    if (path != NULL) {
+        PyErr_Format(
+            st->SplitError,
+            "auto_batch cannot repeat the step: it changed %U in place; make a new "
+            "tensor instead (x = x.div(255), not x.div_(255)) or give "
+            "restore_batch=True",
+            path);
     }
-    PyErr_Format(
-        st->SplitError,
-        "auto_batch cannot repeat the step: it changed %U in place; make a new "
-        "tensor instead (x = x.div(255), not x.div_(255)) or give "
-        "restore_batch=True",
-        path);
-    Py_DECREF(path);
     return -1;
 }
 
@@ -153,25 +141,23 @@ save_copy(oomkit_state *st, const oomkit_node *node)
 int
 oomkit_batch_save(oomkit_state *st, oomkit_batch *batch)
 {
-    PyObject *saved, *copy; /* owned */
+    OWNED PyObject *saved = NULL;
     Py_ssize_t i;
-    int failed;
 
     if (batch->saved != NULL) {
         return 0;
     }
     saved = PyList_New(0);
     for (i = 0; saved != NULL && i < batch->count; i++) {
+        OWNED PyObject *copy = NULL;
         if (!node_is_marked(&batch->nodes[i])) {
             continue;
         }
         copy = save_copy(st, &batch->nodes[i]);
-        failed = copy == NULL || PyList_Append(saved, copy) < 0;
-        Py_XDECREF(copy);
-        if (failed) {
-            Py_CLEAR(saved);
+        if (copy == NULL || PyList_Append(saved, copy) < 0) {
+            return -1;
         }
     }
-    batch->saved = saved; /* stolen by batch */
-    return saved == NULL ? -1 : 0;
+    batch->saved = STEAL(saved);
+    return batch->saved == NULL ? -1 : 0;
 }

@@ -18,31 +18,30 @@ called_length(PyObject *object)
 static int64_t
 called_list_rows(const oomkit_find *f, int64_t rows)
 {
-    PyObject *whole = oomkit_node_whole(f->st, f->batch, f->first); /* owned */
-    PyObject *part = NULL;                                          /* owned */
-    Py_ssize_t before = -1, after;
+    OWNED PyObject *whole = oomkit_node_whole(f->st, f->batch, f->first);
+    OWNED PyObject *part = NULL;
+    Py_ssize_t before, after;
 
-    if (whole != NULL) {
-        before = called_length(whole);
-        part = PyObject_CallFunction(f->options->split, "Oii", whole, 0, 1);
+    if (whole == NULL) {
+        return -1;
     }
+    before = called_length(whole);
+    part = PyObject_CallFunction(f->options->split, "Oii", whole, 0, 1);
     if (part == NULL) {
-        Py_XDECREF(whole);
         return -1;
     }
     after = called_length(part);
     if (after == 1 &&
         (before > 1 || (before == 1 && PySequence_Fast_GET_ITEM(part, 0) ==
                                            PySequence_Fast_GET_ITEM(whole, 0)))) {
-        rows = before;
-    } else if (after < 0 || after != before) {
-        rows = oomkit_find_refuse(f, f->first, " that split= cuts",
+        return before;
+    }
+    if (after < 0 || after != before) {
+        return oomkit_find_refuse(f, f->first, " that split= cuts",
                                   "of one row, split(batch, 0, 1), it must return a "
                                   "list of one sample, or one "
                                   "as long as before with one row in each");
     }
-    Py_DECREF(part);
-    Py_DECREF(whole);
     return rows;
 }
 

@@ -89,18 +89,14 @@ find_custom_rows(const oomkit_find *f)
 
     for (i = 0; i < f->batch->count; i++) {
         oomkit_node *node = &f->batch->nodes[i];
-        PyObject *value; /* owned */
+        OWNED PyObject *value = NULL;
         int known;
         if ((node->flags & OOMKIT_NODE_CUSTOM) == 0 ||
             (node->flags & OOMKIT_NODE_STATIC) != 0) {
             continue;
         }
         value = oomkit_node_whole(f->st, f->batch, i);
-        if (value == NULL) {
-            return -1;
-        }
-        known = oomkit_splitter_rows(f->st, value, &node->rows);
-        Py_DECREF(value);
+        known = value == NULL ? -1 : oomkit_splitter_rows(f->st, value, &node->rows);
         if (known < 0) {
             return -1;
         }
@@ -252,10 +248,9 @@ find_check_dims(const oomkit_find *f, Py_ssize_t index)
 static int
 leaf_is_coo(PyObject *tensor)
 {
-    PyObject *sparse = PyObject_GetAttrString(tensor, "is_sparse"); /* owned */
-    int coo = sparse == NULL ? -1 : PyObject_IsTrue(sparse);
-    Py_XDECREF(sparse);
-    return coo;
+    OWNED PyObject *sparse = PyObject_GetAttrString(tensor, "is_sparse");
+
+    return sparse == NULL ? -1 : PyObject_IsTrue(sparse);
 }
 
 /* Leaves that are to be sliced and have no slices: CSR and its like. 0 or -1. */

@@ -6,28 +6,20 @@
 PyObject *
 oomkit_find_describe(const oomkit_find *f, Py_ssize_t index)
 {
-    PyObject *path = oomkit_node_path(f->batch, f->names, index); /* owned */
-    PyObject *shape = NULL, *sizes = NULL, *text = NULL;          /* owned */
+    OWNED PyObject *path = oomkit_node_path(f->batch, f->names, index);
+    OWNED PyObject *shape = NULL, *sizes = NULL;
 
     if (path == NULL) {
         return NULL;
     }
     if ((f->batch->nodes[index].flags & OOMKIT_NODE_CUSTOM) != 0) {
-        text = PyUnicode_FromFormat("%U is a '%.200s' of %lld rows", path,
+        return PyUnicode_FromFormat("%U is a '%.200s' of %lld rows", path,
                                     Py_TYPE(f->batch->nodes[index].object)->tp_name,
                                     (long long)f->batch->nodes[index].rows);
-        Py_DECREF(path);
-        return text;
     }
     shape = PyObject_GetAttr(f->batch->nodes[index].object, f->st->str_shape);
     sizes = shape == NULL ? NULL : PySequence_List(shape);
-    if (sizes != NULL) {
-        text = PyUnicode_FromFormat("%U has shape %R", path, sizes);
-    }
-    Py_XDECREF(sizes);
-    Py_XDECREF(shape);
-    Py_DECREF(path);
-    return text;
+    return sizes == NULL ? NULL : PyUnicode_FromFormat("%U has shape %R", path, sizes);
 }
 
 PyObject *
@@ -44,13 +36,12 @@ oomkit_find_name(const oomkit_find *f, Py_ssize_t index)
 int
 oomkit_find_raise(const oomkit_find *f, Py_ssize_t index, PyObject *text)
 {
-    PyObject *name = text == NULL ? NULL : oomkit_find_name(f, index); /* owned */
+    OWNED PyObject *name = text == NULL ? NULL : oomkit_find_name(f, index);
 
     if (name != NULL) {
         PyErr_Format(f->st->SplitError, "auto_batch cannot split argument '%U': %U",
                      name, text);
     }
-    Py_XDECREF(name);
     Py_XDECREF(text);
     return -1;
 }
@@ -59,9 +50,9 @@ oomkit_find_raise(const oomkit_find *f, Py_ssize_t index, PyObject *text)
 int
 oomkit_find_disagree(const oomkit_find *f, Py_ssize_t a, Py_ssize_t b)
 {
-    PyObject *name = oomkit_find_name(f, b);                   /* owned */
-    PyObject *one = a < 0 ? NULL : oomkit_find_describe(f, a); /* owned */
-    PyObject *two = oomkit_find_describe(f, b);                /* owned */
+    OWNED PyObject *name = oomkit_find_name(f, b);
+    OWNED PyObject *one = a < 0 ? NULL : oomkit_find_describe(f, a);
+    OWNED PyObject *two = oomkit_find_describe(f, b);
 
     if (name != NULL && two != NULL && (one != NULL || a < 0)) {
         PyErr_Format(
@@ -71,9 +62,6 @@ oomkit_find_disagree(const oomkit_find *f, Py_ssize_t a, Py_ssize_t b)
             "pass it whole with static=...",
             name, (long long)f->options->dim, one, "", one == NULL ? "" : ", ", two);
     }
-    Py_XDECREF(name);
-    Py_XDECREF(one);
-    Py_XDECREF(two);
     return -1;
 }
 
@@ -82,11 +70,13 @@ static PyObject *
 find_describe_type(const oomkit_find *f, Py_ssize_t index)
 {
     const oomkit_node *node = &f->batch->nodes[index];
-    PyObject *path = oomkit_node_path(f->batch, f->names, index); /* owned */
-    PyObject *shape = NULL, *text = NULL;                         /* owned */
-    int sized = node->kind == OOMKIT_NODE_TENSOR || node->kind == OOMKIT_NODE_ARRAY;
+    OWNED PyObject *path = oomkit_node_path(f->batch, f->names, index);
+    OWNED PyObject *shape = NULL;
 
-    if (path != NULL && sized) {
+    if (path == NULL) {
+        return NULL;
+    }
+    if (node->kind == OOMKIT_NODE_TENSOR || node->kind == OOMKIT_NODE_ARRAY) {
         shape = PyObject_GetAttr(node->object, f->st->str_shape);
         if (shape != NULL) {
             Py_SETREF(shape, PySequence_List(shape));
@@ -95,30 +85,25 @@ find_describe_type(const oomkit_find *f, Py_ssize_t index)
             PyErr_Clear(); /* a nested tensor may have none */
         }
     }
-    if (path != NULL && !PyErr_Occurred()) {
-        text = shape == NULL
-                   ? PyUnicode_FromFormat("%U is a '%.200s'", path,
-                                          Py_TYPE(node->object)->tp_name)
-                   : PyUnicode_FromFormat("%U is a '%.200s' of shape %R", path,
-                                          Py_TYPE(node->object)->tp_name, shape);
+    if (PyErr_Occurred()) {
+        return NULL;
     }
-    Py_XDECREF(path);
-    Py_XDECREF(shape);
-    return text;
+    return shape == NULL ? PyUnicode_FromFormat("%U is a '%.200s'", path,
+                                                Py_TYPE(node->object)->tp_name)
+                         : PyUnicode_FromFormat("%U is a '%.200s' of shape %R", path,
+                                                Py_TYPE(node->object)->tp_name, shape);
 }
 
 int
 oomkit_find_refuse(const oomkit_find *f, Py_ssize_t index, const char *why,
                    const char *advice)
 {
-    PyObject *what = find_describe_type(f, index); /* owned */
-    PyObject *text = NULL; /* owned, stolen by oomkit_find_raise() */
+    OWNED PyObject *what = find_describe_type(f, index);
 
-    if (what != NULL) {
-        text = PyUnicode_FromFormat("%U%s; %s", what, why, advice);
-        Py_DECREF(what);
-    }
-    return oomkit_find_raise(f, index, text);
+    return what == NULL
+               ? -1
+               : oomkit_find_raise(f, index,
+                                   PyUnicode_FromFormat("%U%s; %s", what, why, advice));
 }
 
 /* --- names --- */
@@ -147,10 +132,9 @@ find_has_nameless(const oomkit_find *f)
     Py_ssize_t i;
 
     for (i = 0; i < f->batch->positional; i++) {
-        PyObject *name = oomkit_argument_name(f->batch, f->names, i); /* owned */
+        OWNED PyObject *name = oomkit_argument_name(f->batch, f->names, i);
         int nameless =
             name == NULL ? -1 : PyUnicode_CompareWithASCIIString(name, "*args") == 0;
-        Py_XDECREF(name);
         if (nameless != 0) {
             return nameless;
         }
@@ -193,7 +177,7 @@ find_name_known(const oomkit_find *f, PyObject *name)
 static int
 find_raise_name(const oomkit_find *f, PyObject *name, const char *option, int unclear)
 {
-    PyObject *comma, *list; /* owned */
+    OWNED PyObject *comma = NULL, *list = NULL;
 
     if (unclear) {
         PyErr_Format(f->st->SplitError,
@@ -210,8 +194,6 @@ find_raise_name(const oomkit_find *f, PyObject *name, const char *option, int un
                      "auto_batch got %s=%R, expected a parameter of the function: %U",
                      option, name, list);
     }
-    Py_XDECREF(comma);
-    Py_XDECREF(list);
     return -1;
 }
 
@@ -223,10 +205,9 @@ oomkit_find_check_names(const oomkit_find *f, PyObject *given, const char *optio
     for (i = 0; i < count; i++) {
         PyObject *name = PyTuple_GET_ITEM(given, i); /* borrowed from given */
         Py_ssize_t path = name_path(name);
-        PyObject *argument = /* owned: without the path inside it */
+        OWNED PyObject *argument = /* without the path inside it */
             path < 0 ? Py_NewRef(name) : PyUnicode_Substring(name, 0, path);
         known_name known = argument == NULL ? NAME_ERROR : find_name_known(f, argument);
-        Py_XDECREF(argument);
         if (known == NAME_ERROR) {
             return -1;
         }
@@ -241,10 +222,9 @@ oomkit_find_check_names(const oomkit_find *f, PyObject *given, const char *optio
 static int
 find_is_hidden(const oomkit_find *f, Py_ssize_t index)
 {
-    PyObject *path = oomkit_node_path(f->batch, f->names, index); /* owned */
-    int named = path == NULL ? -1 : tuple_has(f->options->statics, path);
-    Py_XDECREF(path);
-    return named;
+    OWNED PyObject *path = oomkit_node_path(f->batch, f->names, index);
+
+    return path == NULL ? -1 : tuple_has(f->options->statics, path);
 }
 
 int
@@ -275,20 +255,21 @@ oomkit_find_hide(const oomkit_find *f)
 int
 oomkit_find_check_dims(const oomkit_find *f)
 {
-    PyObject *names, *name; /* owned; borrowed from the options */
+    PyObject *name; /* borrowed from the options */
     Py_ssize_t position = 0;
-    int result = 0;
 
-    while (result == 0 && f->options->dims != NULL &&
+    while (f->options->dims != NULL &&
            PyDict_Next(f->options->dims, &position, &name, NULL)) {
+        OWNED PyObject *names = NULL;
         if (PyUnicode_CompareWithASCIIString(name, "return") == 0) {
             continue;
         }
         names = PyTuple_Pack(1, name);
-        result = names == NULL ? -1 : oomkit_find_check_names(f, names, "dim");
-        Py_XDECREF(names);
+        if (names == NULL || oomkit_find_check_names(f, names, "dim") < 0) {
+            return -1;
+        }
     }
-    return result;
+    return 0;
 }
 
 /* Gives the roles that static= and batch= give. */
@@ -298,14 +279,13 @@ oomkit_find_roles(oomkit_find *f)
     Py_ssize_t argument, index;
 
     EACH_ARGUMENT (f, argument, index) {
-        PyObject *name = oomkit_argument_name(f->batch, f->names, argument); /* owned */
+        OWNED PyObject *name = oomkit_argument_name(f->batch, f->names, argument);
         int named, whole;
         if (name == NULL) {
             return -1;
         }
         named = tuple_has(f->options->batch, name);
         whole = tuple_has(f->options->statics, name);
-        Py_DECREF(name);
         if (named < 0 || whole < 0) {
             return -1;
         }

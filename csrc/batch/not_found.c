@@ -66,7 +66,7 @@ missing_hint(oomkit_state *st, const oomkit_batch *batch, Py_ssize_t argument,
              Py_ssize_t index)
 {
     const oomkit_node *node = &batch->nodes[index];
-    PyObject *name, *text; /* owned */
+    OWNED PyObject *name = NULL;
     int source = is_source(st, node), holds = 0, mapping = 0;
 
     if (source) {
@@ -78,9 +78,7 @@ missing_hint(oomkit_state *st, const oomkit_batch *batch, Py_ssize_t argument,
         return NULL;
     }
     name = oomkit_argument_name(batch, batch->names, argument);
-    text = name == NULL ? NULL : hint_text(name, node->object, source, mapping);
-    Py_XDECREF(name);
-    return text;
+    return name == NULL ? NULL : hint_text(name, node->object, source, mapping);
 }
 
 PyObject *
@@ -89,10 +87,9 @@ oomkit_batch_missing(oomkit_state *st, const oomkit_batch *batch, PyObject *text
     Py_ssize_t argument, index = 0;
 
     for (argument = 0; text != NULL && argument < batch->total; argument++) {
-        PyObject *hint = missing_hint(st, batch, argument, index); /* owned */
+        OWNED PyObject *hint = missing_hint(st, batch, argument, index);
         if (hint != NULL) {
             Py_SETREF(text, PyUnicode_Concat(text, hint));
-            Py_DECREF(hint);
         } else if (PyErr_Occurred()) {
             Py_CLEAR(text);
         }

@@ -87,9 +87,8 @@ closed_dict(const closed *c, PyObject *dict, int depth)
     int found = 0;
 
     while (found == 0 && PyDict_Next(dict, &position, &key, &value)) {
-        PyObject *kept = Py_NewRef(value); /* owned: a subclass may run Python code */
+        OWNED PyObject *kept = Py_NewRef(value); /* a subclass may run Python code */
         found = closed_search(c, kept, depth + 1);
-        Py_DECREF(kept);
     }
     return found;
 }
@@ -102,10 +101,9 @@ closed_sequence(const closed *c, PyObject *object, int depth)
     int found = 0;
 
     for (i = 0; found == 0 && i < PySequence_Fast_GET_SIZE(object); i++) {
-        PyObject *kept = Py_NewRef(is_list ? PyList_GET_ITEM(object, i)
-                                           : PyTuple_GET_ITEM(object, i)); /* owned */
+        OWNED PyObject *kept = Py_NewRef(is_list ? PyList_GET_ITEM(object, i)
+                                                 : PyTuple_GET_ITEM(object, i));
         found = closed_search(c, kept, depth + 1);
-        Py_DECREF(kept);
     }
     return found;
 }
@@ -132,8 +130,7 @@ static int
 closed_instance(const closed *c, PyObject *object, int depth)
 {
     PyTypeObject *type = Py_TYPE(object);
-    PyObject *dict; /* owned */
-    int found = 0;
+    OWNED PyObject *dict = NULL;
 
     if (PyModule_Check(object) || PyFunction_Check(object) || PyMethod_Check(object) ||
         (oomkit_kind_of(c->st, type) & OOMKIT_KIND_MODEL) != 0 ||
@@ -150,11 +147,8 @@ closed_instance(const closed *c, PyObject *object, int depth)
         PyErr_Clear(); /* no dictionary: nothing to look at */
         return 0;
     }
-    if (PyDict_Check(dict) && !holds_model(c, dict)) {
-        found = closed_dict(c, dict, depth);
-    }
-    Py_DECREF(dict);
-    return found;
+    return PyDict_Check(dict) && !holds_model(c, dict) ? closed_dict(c, dict, depth)
+                                                       : 0;
 }
 
 static int
@@ -174,12 +168,10 @@ closed_search(const closed *c, PyObject *object, int depth)
     }
     if (type_is_closed_container(Py_TYPE(object)) ||
         Py_IS_TYPE(object, &PyDictProxy_Type)) {
-        PyObject *values = Py_IS_TYPE(object, &PyDictProxy_Type)
-                               ? PyMapping_Values(object)
-                               : PySequence_Tuple(object); /* owned */
-        int found = values == NULL ? -1 : closed_sequence(c, values, depth);
-        Py_XDECREF(values);
-        return found;
+        OWNED PyObject *values = Py_IS_TYPE(object, &PyDictProxy_Type)
+                                     ? PyMapping_Values(object)
+                                     : PySequence_Tuple(object);
+        return values == NULL ? -1 : closed_sequence(c, values, depth);
     }
     return closed_instance(c, object, depth);
 }

@@ -59,15 +59,15 @@ static int
 beside_refuse(const oomkit_find *f, Py_ssize_t index, const char *what,
               const char *advice)
 {
-    PyObject *shape = oomkit_find_describe(f, index); /* owned */
-    PyObject *text = NULL; /* owned, stolen by oomkit_find_raise() */
+    OWNED PyObject *shape = oomkit_find_describe(f, index);
 
-    if (shape != NULL) {
-        text = PyUnicode_FromFormat("%U beside a batch of %lld rows, %s; %s", shape,
-                                    (long long)f->batch->rows, what, advice);
-        Py_DECREF(shape);
+    if (shape == NULL) {
+        return -1;
     }
-    return oomkit_find_raise(f, index, text);
+    return oomkit_find_raise(
+        f, index,
+        PyUnicode_FromFormat("%U beside a batch of %lld rows, %s; %s", shape,
+                             (long long)f->batch->rows, what, advice));
 }
 
 /* A tensor without the dimension of the samples, which is not the first: labels of the
@@ -112,7 +112,7 @@ static int
 beside_second(const oomkit_find *f, Py_ssize_t index)
 {
     oomkit_tensor_facts facts;
-    PyObject *name, *shape, *text = NULL; /* owned; stolen by oomkit_find_raise() */
+    OWNED PyObject *name = NULL, *shape = NULL;
 
     if (f->batch->nodes[index].kind != OOMKIT_NODE_TENSOR) {
         return 0;
@@ -126,15 +126,15 @@ beside_second(const oomkit_find *f, Py_ssize_t index)
     }
     name = oomkit_find_name(f, index);
     shape = oomkit_find_describe(f, index);
-    if (name != NULL && shape != NULL) {
-        text = PyUnicode_FromFormat(
+    if (name == NULL || shape == NULL) {
+        return -1;
+    }
+    return oomkit_find_raise(
+        f, index,
+        PyUnicode_FromFormat(
             "%U beside a batch of %lld rows, which it has in dimension 1 like a hidden "
             "state; give dim={'%U': 1}, or pass it whole with static=...",
-            shape, (long long)f->batch->rows, name);
-    }
-    Py_XDECREF(name);
-    Py_XDECREF(shape);
-    return oomkit_find_raise(f, index, text);
+            shape, (long long)f->batch->rows, name));
 }
 
 /* A tensor whose size in the dimension of the samples is neither that of the batch nor
@@ -208,7 +208,7 @@ beside_sizes(const oomkit_find *f, const oomkit_seen *seen, Py_ssize_t index)
 static int
 beside_is_weight(const oomkit_find *f, Py_ssize_t argument, Py_ssize_t index)
 {
-    PyObject *name = oomkit_argument_name(f->batch, f->names, argument); /* owned */
+    OWNED PyObject *name = oomkit_argument_name(f->batch, f->names, argument);
     const char *text; /* borrowed from name */
     int found = 0;
 
@@ -223,7 +223,6 @@ beside_is_weight(const oomkit_find *f, Py_ssize_t argument, Py_ssize_t index)
     } else if (strstr(text, "weight") != NULL && strstr(text, "sample") == NULL) {
         found = oomkit_find_dimensions(f, index) == 1;
     }
-    Py_DECREF(name);
     return PyErr_Occurred() ? -1 : found;
 }
 

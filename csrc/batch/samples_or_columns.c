@@ -73,19 +73,19 @@ static int
 columns_refuse(const oomkit_find *f, Py_ssize_t index)
 {
     const oomkit_node *node = &f->batch->nodes[index];
-    PyObject *path = oomkit_node_path(f->batch, f->names, index); /* owned */
-    PyObject *text = NULL; /* stolen by oomkit_find_raise() */
+    OWNED PyObject *path = oomkit_node_path(f->batch, f->names, index);
 
-    if (path != NULL) {
-        text = PyUnicode_FromFormat(
+    if (path == NULL) {
+        return -1;
+    }
+    return oomkit_find_raise(
+        f, index,
+        PyUnicode_FromFormat(
             "%U is a '%.200s' of %zd tensors alike beside a batch of %lld rows, which "
             "may be as many samples, or columns of as many rows; for samples wrap each "
             "in a dict, for columns put them into one dict",
             path, Py_TYPE(node->object)->tp_name, node->children,
-            (long long)f->batch->rows);
-        Py_DECREF(path);
-    }
-    return oomkit_find_raise(f, index, text);
+            (long long)f->batch->rows));
 }
 
 /* Sequences as long as the batch of types that are not opened: one element per sample,

@@ -50,18 +50,17 @@ build_closed_items(const build *b, PyObject *list)
 static PyObject *
 build_dict(const build *b, Py_ssize_t *at, Py_ssize_t children, int sliced)
 {
-    PyObject *dict = PyDict_New(); /* owned */
+    OWNED PyObject *dict = PyDict_New();
     Py_ssize_t i;
 
     for (i = 0; dict != NULL && i < children; i++) {
-        PyObject *key = b->batch->nodes[*at].key;    /* borrowed from the node */
-        PyObject *value = build_node(b, at, sliced); /* owned */
+        PyObject *key = b->batch->nodes[*at].key; /* borrowed from the node */
+        OWNED PyObject *value = build_node(b, at, sliced);
         if (value == NULL || PyDict_SetItem(dict, key, value) < 0) {
-            Py_CLEAR(dict);
+            return NULL;
         }
-        Py_XDECREF(value);
     }
-    return dict;
+    return STEAL(dict);
 }
 
 /* Children `from` .. `to` in a new list. */
@@ -69,7 +68,7 @@ static PyObject *
 build_list(const build *b, Py_ssize_t *at, Py_ssize_t children, Py_ssize_t from,
            Py_ssize_t to, int sliced)
 {
-    PyObject *list = PyList_New(to - from); /* owned */
+    OWNED PyObject *list = PyList_New(to - from);
     Py_ssize_t i;
 
     for (i = 0; list != NULL && i < children; i++) {
@@ -80,12 +79,11 @@ build_list(const build *b, Py_ssize_t *at, Py_ssize_t children, Py_ssize_t from,
         }
         value = build_node(b, at, sliced);
         if (value == NULL) {
-            Py_CLEAR(list);
-            break;
+            return NULL;
         }
         PyList_SET_ITEM(list, i - from, value);
     }
-    return list;
+    return STEAL(list);
 }
 
 /* The children of an object, and the object anew. */
@@ -195,18 +193,13 @@ oomkit_node_whole(oomkit_state *st, const oomkit_batch *batch, Py_ssize_t index)
 static PyObject *
 build_called(const build *b, Py_ssize_t at)
 {
-    PyObject *value = build_node(b, &at, 0); /* owned */
-    PyObject *stack[3], *part;               /* owned: part */
+    OWNED PyObject *value = build_node(b, &at, 0);
+    PyObject *stack[3] = {value, b->numbers[1], b->numbers[2]}; /* borrowed */
 
     if (value == NULL || b->whole) {
-        return value;
+        return STEAL(value);
     }
-    stack[0] = value;
-    stack[1] = b->numbers[1];
-    stack[2] = b->numbers[2];
-    part = PyObject_Vectorcall(b->options->split, stack, 3, NULL);
-    Py_DECREF(value);
-    return part;
+    return PyObject_Vectorcall(b->options->split, stack, 3, NULL);
 }
 
 static PyObject *

@@ -7,15 +7,14 @@ static PyObject *
 last_settings(void)
 {
     static const char name[] = "_accelerator_getAllocatorSettings";
-    PyObject *torch = PyImport_ImportModule("torch._C"); /* owned */
-    PyObject *text = NULL;                               /* owned */
+    OWNED PyObject *torch = PyImport_ImportModule("torch._C");
+    OWNED PyObject *text = NULL;
 
     if (torch != NULL && PyObject_HasAttrString(torch, name)) {
         text = PyObject_CallMethod(torch, name, NULL);
     }
-    Py_XDECREF(torch);
     oomkit_error_dismiss();
-    return text != NULL && PyUnicode_Check(text) ? text : (Py_XDECREF(text), NULL);
+    return text != NULL && PyUnicode_Check(text) ? STEAL(text) : NULL;
 }
 
 /* memory._snapshot()["allocator_settings"]["expandable_segments"] of the type's module:
@@ -23,10 +22,9 @@ last_settings(void)
 static int
 snapshot_expandable(oomkit_state *st, int type)
 {
-    PyObject *module = oomkit_torch_module(st, type); /* owned */
-    PyObject *memory = NULL, *all = NULL;             /* owned */
-    PyObject *settings = NULL, *on = NULL;            /* borrowed from all */
-    int expandable;
+    OWNED PyObject *module = oomkit_torch_module(st, type);
+    OWNED PyObject *memory = NULL, *all = NULL;
+    PyObject *settings = NULL, *on = NULL; /* borrowed from all */
 
     if (module != NULL && PyObject_HasAttrString(module, "memory")) {
         memory = PyObject_GetAttrString(module, "memory");
@@ -40,18 +38,14 @@ snapshot_expandable(oomkit_state *st, int type)
     if (settings != NULL && PyDict_Check(settings)) {
         on = oomkit_item(settings, "expandable_segments");
     }
-    expandable = on == Py_True;
-    Py_XDECREF(all);
-    Py_XDECREF(memory);
-    Py_XDECREF(module);
     oomkit_error_dismiss();
-    return expandable;
+    return on == Py_True;
 }
 
 int
 oomkit_torch_expandable(oomkit_state *st, int type)
 {
-    PyObject *text = last_settings(); /* owned, stolen by the state */
+    OWNED PyObject *text = last_settings();
 
     if (text == NULL) {
         text = Py_NewRef(Py_None);
@@ -61,6 +55,5 @@ oomkit_torch_expandable(oomkit_state *st, int type)
         Py_XSETREF(st->settings_seen, Py_NewRef(text));
         st->settings_expandable = snapshot_expandable(st, type);
     }
-    Py_DECREF(text);
     return st->settings_expandable;
 }

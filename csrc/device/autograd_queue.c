@@ -8,8 +8,8 @@
 static int
 drain_prepare(oomkit_state *st)
 {
-    PyObject *leaf = NULL, *root = NULL, *one = NULL; /* owned, then by the state */
-    PyObject *where; /* owned: the host, whatever the default device is */
+    OWNED PyObject *leaf = NULL, *root = NULL, *one = NULL; /* the state's in the end */
+    OWNED PyObject *where = NULL; /* the host, whatever the default device is */
     int mode, result = -1;
 
     if (st->drain_root != NULL) {
@@ -23,21 +23,17 @@ drain_prepare(oomkit_state *st)
     one = where == NULL ? NULL : PyTuple_Pack(1, st->empty_tuple); /* the shape */
     leaf = one == NULL ? NULL : PyObject_Call(st->torch_ones, one, where);
     Py_CLEAR(one);
-    Py_XDECREF(where);
     if (leaf != NULL && PyObject_SetAttr(leaf, st->str_requires_grad, Py_True) == 0) {
         one = PyObject_CallMethodNoArgs(leaf, st->str_detach);
         root = one ? PyObject_CallMethodOneArg(leaf, st->str_add, one) : NULL;
         result = root == NULL ? -1 : 0;
     }
     if (oomkit_grad_mode_back(st, mode, result) < 0) {
-        Py_XDECREF(leaf);
-        Py_XDECREF(one);
-        Py_XDECREF(root);
         return -1;
     }
-    Py_XSETREF(st->drain_leaf, leaf);
-    Py_XSETREF(st->drain_one, one);
-    Py_XSETREF(st->drain_root, root);
+    Py_XSETREF(st->drain_leaf, STEAL(leaf));
+    Py_XSETREF(st->drain_one, STEAL(one));
+    Py_XSETREF(st->drain_root, STEAL(root));
     return 0;
 }
 
@@ -45,7 +41,7 @@ drain_prepare(oomkit_state *st)
 static int
 drain_once(oomkit_state *st)
 {
-    PyObject *result; /* owned */
+    OWNED PyObject *result = NULL;
 
     if (drain_prepare(st) < 0) {
         return -1;
@@ -54,7 +50,6 @@ drain_once(oomkit_state *st)
                                    st->drain_one, Py_True /* keep the graph */,
                                    Py_False, st->drain_leaf, Py_False,
                                    Py_False /* nothing into .grad */);
-    Py_XDECREF(result);
     return result == NULL ? -1 : 0;
 }
 
@@ -66,21 +61,21 @@ int
 oomkit_backward_drain(oomkit_state *st)
 {
     PyObject *guard; /* owned */
-    int result;
+    int result = 0;
 
     if (oomkit_inference_begin(st, 0, &guard) < 0) {
         return -1;
     }
-    oomkit_exempt_enter(st);
-    result = drain_once(st);
-    if (result < 0 && oomkit_exception_is_oom(st)) {
-        PyErr_Clear(); /* accounted for: memory is all that it could have given back */
+    EXEMPT (st) {
         result = drain_once(st);
         if (result < 0 && oomkit_exception_is_oom(st)) {
-            PyErr_Clear(); /* as above */
-            result = 0;
+            PyErr_Clear(); /* accounted for: memory is all it could have given back */
+            result = drain_once(st);
+            if (result < 0 && oomkit_exception_is_oom(st)) {
+                PyErr_Clear(); /* as above */
+                result = 0;
+            }
         }
     }
-    oomkit_exempt_leave(st);
     return oomkit_inference_end(st, guard, result);
 }

@@ -18,20 +18,18 @@ oomkit_device_by_bridge(const oomkit_state *st, int type)
 int
 oomkit_cuda_in_use(oomkit_state *st)
 {
-    PyObject *in_flight = oomkit_exception_take(); /* owned */
-    PyObject *all = PyObject_GetAttr(st->cuda_module, st->str_default_generators);
-    PyObject *answer = NULL; /* owned, as all is */
-    int in_use;
+    int in_use = 0;
 
-    if (all != NULL && PyTuple_Check(all) && PyTuple_GET_SIZE(all) > 0) {
-        answer = PyObject_CallMethod(st->cuda_module, "is_initialized", NULL);
-    }
-    in_use = answer != NULL && PyObject_IsTrue(answer) == 1;
-    Py_XDECREF(answer);
-    Py_XDECREF(all);
-    oomkit_error_dismiss(); /* what cannot be asked is not in use */
-    if (in_flight != NULL) {
-        oomkit_exception_give(in_flight);
+    KEEPING_EXCEPTION {
+        OWNED PyObject *all =
+            PyObject_GetAttr(st->cuda_module, st->str_default_generators);
+        OWNED PyObject *answer = NULL;
+
+        if (all != NULL && PyTuple_Check(all) && PyTuple_GET_SIZE(all) > 0) {
+            answer = PyObject_CallMethod(st->cuda_module, "is_initialized", NULL);
+        }
+        in_use = answer != NULL && PyObject_IsTrue(answer) == 1;
+        oomkit_error_dismiss(); /* what cannot be asked is not in use */
     }
     return in_use;
 }
@@ -49,8 +47,7 @@ bridge_ready(oomkit_state *st, int type)
 int
 oomkit_device_ready(oomkit_state *st, oomkit_device device)
 {
-    PyObject *in_flight; /* owned */
-    int ready;
+    int ready = 0;
 
     if (device.type == OOMKIT_DEVICE_CPU) {
         return 1;
@@ -58,10 +55,8 @@ oomkit_device_ready(oomkit_state *st, oomkit_device device)
     if (oomkit_device_by_bridge(st, device.type)) {
         return bridge_ready(st, device.type);
     }
-    in_flight = oomkit_exception_take();
-    ready = oomkit_torch_ready(st, device);
-    if (in_flight != NULL) {
-        oomkit_exception_give(in_flight);
+    KEEPING_EXCEPTION {
+        ready = oomkit_torch_ready(st, device);
     }
     return ready;
 }
@@ -69,16 +64,13 @@ oomkit_device_ready(oomkit_state *st, oomkit_device device)
 int
 oomkit_device_expandable(oomkit_state *st, oomkit_device device)
 {
-    PyObject *in_flight; /* owned */
-    int on;
+    int on = 0;
 
     if (oomkit_device_by_bridge(st, device.type)) {
         return st->bridge->device_expandable(device.type) == 1;
     }
-    in_flight = oomkit_exception_take();
-    on = oomkit_torch_ready(st, device) && oomkit_torch_expandable(st, device.type);
-    if (in_flight != NULL) {
-        oomkit_exception_give(in_flight);
+    KEEPING_EXCEPTION {
+        on = oomkit_torch_ready(st, device) && oomkit_torch_expandable(st, device.type);
     }
     return on;
 }
@@ -115,27 +107,24 @@ oomkit_device
 oomkit_device_default(oomkit_state *st)
 {
     static const char current[] = "current_device";
-    PyObject *in_flight = oomkit_exception_take(); /* owned */
-    oomkit_device device = {type_in_use(st), -1};
-    PyObject *module = NULL, *index = NULL; /* owned */
+    oomkit_device device = {OOMKIT_DEVICE_CPU, -1};
 
-    if (device.type == OOMKIT_DEVICE_CPU) {
-        goto done;
-    }
-    device.index = 0; /* the best guess, and that of types with one device */
-    module = oomkit_torch_module(st, device.type);
-    if (module != NULL && PyObject_HasAttrString(module, current)) {
-        index = PyObject_CallMethod(module, current, NULL);
-    }
-    if (index != NULL && PyLong_Check(index)) {
-        device.index = (int)PyLong_AsLong(index);
-    }
-    Py_XDECREF(index);
-    Py_XDECREF(module);
-    oomkit_error_dismiss();
-done:
-    if (in_flight != NULL) {
-        oomkit_exception_give(in_flight);
+    KEEPING_EXCEPTION {
+        OWNED PyObject *module = NULL, *index = NULL;
+
+        device.type = type_in_use(st);
+        if (device.type == OOMKIT_DEVICE_CPU) {
+            return device;
+        }
+        device.index = 0; /* the best guess, and that of types with one device */
+        module = oomkit_torch_module(st, device.type);
+        if (module != NULL && PyObject_HasAttrString(module, current)) {
+            index = PyObject_CallMethod(module, current, NULL);
+        }
+        if (index != NULL && PyLong_Check(index)) {
+            device.index = (int)PyLong_AsLong(index);
+        }
+        oomkit_error_dismiss();
     }
     return device;
 }
@@ -143,7 +132,7 @@ done:
 void
 oomkit_device_text(oomkit_device device, char text[OOMKIT_DEVICE_TEXT])
 {
-    PyObject *name; /* owned */
+    OWNED PyObject *name = NULL;
     const char *utf8 = NULL;
 
     if (device.type == OOMKIT_DEVICE_CPU) {
@@ -154,21 +143,18 @@ oomkit_device_text(oomkit_device device, char text[OOMKIT_DEVICE_TEXT])
     utf8 = name == NULL ? NULL : PyUnicode_AsUTF8(name);
     snprintf(text, OOMKIT_DEVICE_TEXT, "%.40s:%d", utf8 == NULL ? "accelerator" : utf8,
              device.index);
-    Py_XDECREF(name);
     oomkit_error_dismiss(); /* a text without the name will do */
 }
 
 int
 oomkit_device_is_capturing(oomkit_state *st, oomkit_device device)
 {
-    PyObject *module, *answer = NULL; /* owned */
+    OWNED PyObject *module = NULL, *answer = NULL;
     int captured = 0;
 
     if (device.type == OOMKIT_DEVICE_CUDA) {
         answer = PyObject_CallMethodNoArgs(st->cuda_module, st->str_is_capturing);
-        captured = answer == NULL ? -1 : PyObject_IsTrue(answer);
-        Py_XDECREF(answer);
-        return captured;
+        return answer == NULL ? -1 : PyObject_IsTrue(answer);
     }
     /* torch.cuda's own function raises in a build for another device. */
     module = oomkit_torch_module(st, device.type);
@@ -178,9 +164,7 @@ oomkit_device_is_capturing(oomkit_state *st, oomkit_device device)
     if (captured > 0) {
         answer = PyObject_CallMethodNoArgs(module, st->str_is_capturing);
         captured = answer == NULL ? -1 : PyObject_IsTrue(answer);
-        Py_XDECREF(answer);
     }
-    Py_XDECREF(module);
     return captured < 0 ? oomkit_no_captures() : captured;
 }
 

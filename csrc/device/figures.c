@@ -63,8 +63,7 @@ oomkit_accelerator_stats(oomkit_state *st, oomkit_device device,
                          oomkit_memory_stats *stats)
 {
     device_slot *slot = oomkit_slot_find(device);
-    PyObject *in_flight; /* owned */
-    int status;
+    int status = OOMKIT_EFAILED;
 
     stats_clear(stats);
     if (slot != NULL && slot->stats_thrown == TRIES) {
@@ -73,10 +72,8 @@ oomkit_accelerator_stats(oomkit_state *st, oomkit_device device,
     if (oomkit_device_by_bridge(st, device.type)) {
         status = st->bridge->device_stats(device.type, device.index, stats);
     } else {
-        in_flight = oomkit_exception_take();
-        status = oomkit_torch_stats(st, device, stats);
-        if (in_flight != NULL) {
-            oomkit_exception_give(in_flight);
+        KEEPING_EXCEPTION {
+            status = oomkit_torch_stats(st, device, stats);
         }
     }
     if (status != OOMKIT_OK) {
@@ -94,8 +91,7 @@ int
 oomkit_accelerator_reset_peak(oomkit_state *st, device_slot *slot)
 {
     const oomkit_device device = slot->device;
-    PyObject *in_flight; /* owned */
-    int status;
+    int status = OOMKIT_EFAILED;
 
     if (slot->resets_thrown == TRIES) {
         return OOMKIT_EFAILED;
@@ -103,10 +99,8 @@ oomkit_accelerator_reset_peak(oomkit_state *st, device_slot *slot)
     if (oomkit_device_by_bridge(st, device.type)) {
         status = st->bridge->device_reset_peak(device.type, device.index);
     } else {
-        in_flight = oomkit_exception_take();
-        status = oomkit_torch_reset_peak(st, device);
-        if (in_flight != NULL) {
-            oomkit_exception_give(in_flight);
+        KEEPING_EXCEPTION {
+            status = oomkit_torch_reset_peak(st, device);
         }
     }
     slot->resets_thrown = status == OOMKIT_EFAILED ? slot->resets_thrown + 1 : 0;
@@ -160,18 +154,15 @@ void
 oomkit_device_look(oomkit_state *st, oomkit_device device)
 {
     device_slot *slot = oomkit_slot_find(device);
-    PyObject *in_flight; /* owned */
 
     if (device.type == OOMKIT_DEVICE_CPU || slot == NULL ||
         !oomkit_device_ready(st, device)) {
         return;
     }
-    in_flight = oomkit_exception_take();
-    if (slot_look(st, slot, device, NULL) < 0) {
-        oomkit_error_dismiss(); /* the share is a hint until the driver answers */
-    }
-    if (in_flight != NULL) {
-        oomkit_exception_give(in_flight);
+    KEEPING_EXCEPTION {
+        if (slot_look(st, slot, device, NULL) < 0) {
+            oomkit_error_dismiss(); /* the share is a hint until the driver answers */
+        }
     }
 }
 

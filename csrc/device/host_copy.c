@@ -7,7 +7,8 @@ PyObject *
 oomkit_host_copy(oomkit_state *st, PyObject *tensor)
 {
     oomkit_tensor_facts facts;
-    PyObject *plain, *copy = NULL; /* owned */
+    OWNED PyObject *plain = NULL;
+    PyObject *copy = NULL; /* owned, returned */
 
     if (oomkit_tensor_facts_get(st, tensor, 0, &facts) < 0 ||
         (!facts.is_strided && oomkit_half_made_refuse(st, tensor) < 0)) {
@@ -17,10 +18,9 @@ oomkit_host_copy(oomkit_state *st, PyObject *tensor)
     if (plain == NULL) {
         return NULL;
     }
-    oomkit_exempt_enter(st);
-    copy = PyObject_CallMethodNoArgs(plain, facts.device_type == 0 ? st->str_clone
-                                                                   : st->str_cpu);
-    oomkit_exempt_leave(st);
-    Py_DECREF(plain);
+    EXEMPT (st) {
+        copy = PyObject_CallMethodNoArgs(plain, facts.device_type == 0 ? st->str_clone
+                                                                       : st->str_cpu);
+    }
     return copy;
 }

@@ -100,20 +100,19 @@ processes_get(const nvml_library *nvml, const char *uuid, unsigned int *count)
 static PyObject *
 processes_list(const nvml_process *infos, unsigned int count)
 {
-    PyObject *list = PyList_New(0); /* owned */
+    OWNED PyObject *list = PyList_New(0);
     unsigned int i;
 
     for (i = 0; list != NULL && i < count; i++) {
         int known = infos[i].bytes != (unsigned long long)-1;
         PyObject *bytes = known ? PyLong_FromUnsignedLongLong(infos[i].bytes)
                                 : Py_NewRef(Py_None); /* owned, stolen by "N" */
-        PyObject *pair = Py_BuildValue("(IN)", infos[i].pid, bytes); /* owned */
+        OWNED PyObject *pair = Py_BuildValue("(IN)", infos[i].pid, bytes);
         if (pair == NULL || PyList_Append(list, pair) < 0) {
-            Py_CLEAR(list);
+            return NULL;
         }
-        Py_XDECREF(pair);
     }
-    return list;
+    return STEAL(list);
 }
 
 PyObject *
@@ -121,9 +120,8 @@ oomkit_nvml_processes(PyObject *Py_UNUSED(module), PyObject *uuid)
 {
     const char *text = PyUnicode_AsUTF8(uuid); /* borrowed from uuid */
     nvml_library nvml;
-    nvml_process *infos;
+    OWNED_MEMORY nvml_process *infos = NULL;
     unsigned int count = 0;
-    PyObject *list; /* owned */
 
     if (text == NULL) {
         return NULL;
@@ -136,7 +134,5 @@ oomkit_nvml_processes(PyObject *Py_UNUSED(module), PyObject *uuid)
     if (infos == NULL) {
         Py_RETURN_NONE;
     }
-    list = processes_list(infos, count);
-    PyMem_Free(infos);
-    return list;
+    return processes_list(infos, count);
 }

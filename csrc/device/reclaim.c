@@ -57,11 +57,9 @@ oomkit_device_flush_pending(oomkit_state *st, oomkit_device device)
 static int
 objects_are_frozen(oomkit_state *st)
 {
-    PyObject *count = PyObject_CallNoArgs(st->gc_get_freeze_count); /* owned */
-    int frozen = count == NULL ? -1 : PyObject_IsTrue(count);
+    OWNED PyObject *count = PyObject_CallNoArgs(st->gc_get_freeze_count);
 
-    Py_XDECREF(count);
-    return frozen;
+    return count == NULL ? -1 : PyObject_IsTrue(count);
 }
 
 /* A captured graph has the addresses of its workspaces in it: with one alive they must
@@ -69,7 +67,7 @@ objects_are_frozen(oomkit_state *st)
 static int
 a_graph_is_alive(oomkit_state *st)
 {
-    PyObject *objects; /* owned */
+    OWNED PyObject *objects = NULL;
     Py_ssize_t i;
     int found;
 
@@ -82,14 +80,12 @@ a_graph_is_alive(oomkit_state *st)
     }
     objects = PyObject_CallNoArgs(st->gc_get_objects);
     if (objects == NULL || !PyList_Check(objects)) {
-        Py_XDECREF(objects);
         return PyErr_Occurred() ? -1 : 0;
     }
     for (i = 0; !found && i < PyList_GET_SIZE(objects); i++) {
         found = PyObject_TypeCheck(PyList_GET_ITEM(objects, i),
                                    (PyTypeObject *)st->cuda_graph);
     }
-    Py_DECREF(objects);
     return found;
 }
 
@@ -106,7 +102,7 @@ static int
 clear_workspaces(oomkit_state *st, oomkit_device device, uint64_t *freed_bytes)
 {
     static const char name[] = "_cuda_clearCublasWorkspaces";
-    PyObject *torch, *done; /* owned */
+    OWNED PyObject *torch = NULL, *done = NULL;
     const uint64_t before = oomkit_device_allocated(st, device);
     uint64_t now;
     int alive = a_graph_is_alive(st);
@@ -120,8 +116,6 @@ clear_workspaces(oomkit_state *st, oomkit_device device, uint64_t *freed_bytes)
     }
     done = PyObject_HasAttrString(torch, name) ? PyObject_CallMethod(torch, name, NULL)
                                                : Py_NewRef(Py_None);
-    Py_DECREF(torch);
-    Py_XDECREF(done);
     now = oomkit_device_allocated(st, device);
     *freed_bytes = something_is_alive(before, now) ? before - now : 0;
     return done == NULL ? -1 : 0;
@@ -130,9 +124,8 @@ clear_workspaces(oomkit_state *st, oomkit_device device, uint64_t *freed_bytes)
 static int
 collect(oomkit_state *st)
 {
-    PyObject *done = PyObject_CallNoArgs(st->gc_collect); /* owned */
+    OWNED PyObject *done = PyObject_CallNoArgs(st->gc_collect);
 
-    Py_XDECREF(done);
     return done == NULL ? -1 : 0;
 }
 

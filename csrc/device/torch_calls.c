@@ -15,16 +15,13 @@
 static PyObject *
 torch_call(const char *name, int index)
 {
-    PyObject *module, *answer; /* owned */
+    OWNED PyObject *module = PyImport_ImportModule("torch._C");
 
-    module = PyImport_ImportModule("torch._C");
     if (module == NULL) {
         return NULL;
     }
-    answer = index < 0 ? PyObject_CallMethod(module, name, NULL)
-                       : PyObject_CallMethod(module, name, "i", index);
-    Py_DECREF(module);
-    return answer;
+    return index < 0 ? PyObject_CallMethod(module, name, NULL)
+                     : PyObject_CallMethod(module, name, "i", index);
 }
 
 /* Steals `answer`: 1, 0, or 0 after any error. */
@@ -60,7 +57,8 @@ oomkit_torch_type_name(int type)
 PyObject *
 oomkit_torch_module(oomkit_state *st, int type)
 {
-    PyObject *text = NULL, *torch = NULL, *module = NULL; /* owned */
+    OWNED PyObject *text = NULL, *torch = NULL;
+    PyObject *module = NULL; /* owned, returned */
 
     if (type == OOMKIT_DEVICE_CUDA) {
         return Py_NewRef(st->cuda_module);
@@ -70,8 +68,6 @@ oomkit_torch_module(oomkit_state *st, int type)
     if (torch != NULL) {
         module = PyObject_GetAttr(torch, text);
     }
-    Py_XDECREF(torch);
-    Py_XDECREF(text);
     oomkit_error_dismiss();
     return module;
 }
@@ -81,17 +77,14 @@ oomkit_torch_module(oomkit_state *st, int type)
 static int
 is_the_accelerator(int type)
 {
-    PyObject *device = torch_call("_accelerator_getAccelerator", -1); /* owned */
-    PyObject *found = device == NULL || device == Py_None
-                          ? NULL
-                          : PyObject_GetAttrString(device, "type"); /* owned */
-    PyObject *text = found ? oomkit_torch_type_name(type) : NULL;   /* owned */
+    OWNED PyObject *device = torch_call("_accelerator_getAccelerator", -1);
+    OWNED PyObject *found = device == NULL || device == Py_None
+                                ? NULL
+                                : PyObject_GetAttrString(device, "type");
+    OWNED PyObject *text = found ? oomkit_torch_type_name(type) : NULL;
     int same =
         text != NULL && PyUnicode_Check(found) && PyUnicode_Compare(found, text) == 0;
 
-    Py_XDECREF(text);
-    Py_XDECREF(found);
-    Py_XDECREF(device);
     oomkit_error_dismiss();
     return same;
 }
@@ -101,13 +94,12 @@ is_the_accelerator(int type)
 static int
 is_in_bad_fork(oomkit_state *st, int type)
 {
-    PyObject *module = oomkit_torch_module(st, type); /* owned */
-    PyObject *answer = NULL;                          /* owned */
+    OWNED PyObject *module = oomkit_torch_module(st, type);
+    PyObject *answer = NULL; /* owned, stolen */
 
     if (module != NULL && PyObject_HasAttrString(module, "_is_in_bad_fork")) {
         answer = PyObject_CallMethod(module, "_is_in_bad_fork", NULL);
     }
-    Py_XDECREF(module);
     /* What raised is dismissed: as where there is no such call. */
     return says_yes(answer);
 }
@@ -117,7 +109,7 @@ int
 oomkit_torch_has_context(oomkit_device device)
 {
     static const char name[] = "_cuda_hasPrimaryContext";
-    PyObject *torch, *answer = NULL; /* owned */
+    OWNED PyObject *torch = NULL;
     int has = 1;
 
     if (device.type != OOMKIT_DEVICE_CUDA) {
@@ -125,10 +117,8 @@ oomkit_torch_has_context(oomkit_device device)
     }
     torch = PyImport_ImportModule("torch._C");
     if (torch != NULL && PyObject_HasAttrString(torch, name)) {
-        answer = PyObject_CallMethod(torch, name, "i", device.index);
-        has = says_yes(answer);
+        has = says_yes(PyObject_CallMethod(torch, name, "i", device.index));
     }
-    Py_XDECREF(torch);
     oomkit_error_dismiss();
     return has;
 }
@@ -199,21 +189,20 @@ module_bytes(PyObject *module, const char *name)
 static int
 mps_stats(oomkit_state *st, oomkit_memory_stats *stats)
 {
-    PyObject *module = oomkit_torch_module(st, OOMKIT_DEVICE_MPS); /* owned */
+    OWNED PyObject *module = oomkit_torch_module(st, OOMKIT_DEVICE_MPS);
 
     if (module == NULL) {
         return OOMKIT_EUNSUPPORTED;
     }
     stats->allocated = module_bytes(module, "current_allocated_memory");
     stats->reserved = module_bytes(module, "driver_allocated_memory");
-    Py_DECREF(module);
     return stats->allocated == OOMKIT_UNKNOWN ? OOMKIT_EFAILED : OOMKIT_OK;
 }
 
 int
 oomkit_torch_stats(oomkit_state *st, oomkit_device device, oomkit_memory_stats *stats)
 {
-    PyObject *all; /* owned */
+    OWNED PyObject *all = NULL;
     int status;
 
     if (st->accelerator_get_stats == NULL || !allocator_ready(st, device)) {
@@ -227,7 +216,6 @@ oomkit_torch_stats(oomkit_state *st, oomkit_device device, oomkit_memory_stats *
         status = all != NULL || PyErr_ExceptionMatches(PyExc_RuntimeError)
                      ? OOMKIT_EFAILED
                      : OOMKIT_EOOM;
-        Py_XDECREF(all);
         oomkit_error_dismiss();
         return status;
     }
@@ -237,14 +225,13 @@ oomkit_torch_stats(oomkit_state *st, oomkit_device device, oomkit_memory_stats *
     stats->peak_reserved = stats_entry(all, "reserved_bytes", "peak");
     stats->num_alloc_retries = stats_entry(all, "num_alloc_retries", NULL);
     stats->num_ooms = stats_entry(all, "num_ooms", NULL);
-    Py_DECREF(all);
     return OOMKIT_OK;
 }
 
 int
 oomkit_torch_reset_peak(oomkit_state *st, oomkit_device device)
 {
-    PyObject *none; /* owned */
+    OWNED PyObject *none = NULL;
 
     if (st->accelerator_reset_peak == NULL) {
         return OOMKIT_EUNSUPPORTED;
@@ -254,7 +241,6 @@ oomkit_torch_reset_peak(oomkit_state *st, oomkit_device device)
         oomkit_error_dismiss();
         return OOMKIT_EFAILED;
     }
-    Py_DECREF(none);
     return OOMKIT_OK;
 }
 
@@ -288,14 +274,11 @@ unless_oom(oomkit_state *st, oomkit_device device, PyObject *none)
 static PyObject *
 module_call(oomkit_state *st, oomkit_device device, const char *name)
 {
-    PyObject *module = oomkit_torch_module(st, device.type); /* owned */
-    PyObject *answer = NULL;                                 /* owned */
+    OWNED PyObject *module = oomkit_torch_module(st, device.type);
 
-    if (module != NULL && PyObject_HasAttrString(module, name)) {
-        answer = PyObject_CallMethod(module, name, "i", device.index);
-    }
-    Py_XDECREF(module);
-    return answer;
+    return module != NULL && PyObject_HasAttrString(module, name)
+               ? PyObject_CallMethod(module, name, "i", device.index)
+               : NULL;
 }
 
 int
@@ -307,7 +290,7 @@ oomkit_torch_can_flush(oomkit_state *st, oomkit_device device)
 int
 oomkit_torch_empty_cache(oomkit_state *st, oomkit_device device)
 {
-    PyObject *module, *none = NULL; /* owned */
+    OWNED PyObject *module = NULL;
 
     if (oomkit_torch_can_flush(st, device)) {
         return unless_oom(st, device, PyObject_CallNoArgs(st->accelerator_empty_cache));
@@ -318,11 +301,10 @@ oomkit_torch_empty_cache(oomkit_state *st, oomkit_device device)
         return 0;
     }
     module = oomkit_torch_module(st, device.type);
-    if (module != NULL) {
-        none = PyObject_CallMethod(module, "empty_cache", NULL);
-        Py_DECREF(module);
-    }
-    return module == NULL ? 0 : unless_oom(st, device, none);
+    return module == NULL
+               ? 0
+               : unless_oom(st, device,
+                            PyObject_CallMethod(module, "empty_cache", NULL));
 }
 
 int
@@ -359,9 +341,8 @@ int
 oomkit_torch_free_and_total(oomkit_state *st, oomkit_device device,
                             oomkit_memory_stats *stats)
 {
-    PyObject *pair = NULL; /* owned */
+    OWNED PyObject *pair = NULL;
     unsigned long long available, total;
-    int parsed;
 
     if (is_the_accelerator(device.type)) {
         pair = torch_call("_accelerator_getMemoryInfo",
@@ -376,9 +357,7 @@ oomkit_torch_free_and_total(oomkit_state *st, oomkit_device device,
     if (pair == NULL) {
         return unless_unknown();
     }
-    parsed = PyArg_Parse(pair, "(KK)", &available, &total);
-    Py_DECREF(pair);
-    if (!parsed) {
+    if (!PyArg_Parse(pair, "(KK)", &available, &total)) {
         return -1;
     }
     stats->free = available;
@@ -389,15 +368,13 @@ oomkit_torch_free_and_total(oomkit_state *st, oomkit_device device,
 int
 oomkit_torch_fraction(oomkit_state *st, oomkit_device device, double *fraction)
 {
-    PyObject *number = /* owned */
-        module_call(st, device, "get_per_process_memory_fraction");
+    OWNED PyObject *number = module_call(st, device, "get_per_process_memory_fraction");
 
     *fraction = 1.0;
     if (number == NULL) {
         return unless_unknown();
     }
     *fraction = PyFloat_AsDouble(number);
-    Py_DECREF(number);
     return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -423,21 +400,17 @@ oomkit_torch_type_in_use(oomkit_state *st)
 PyObject *
 oomkit_torch_generators(oomkit_state *st, int type)
 {
-    PyObject *module = oomkit_torch_module(st, type); /* owned */
-    PyObject *all = NULL, *one;                       /* owned */
+    OWNED PyObject *module = oomkit_torch_module(st, type);
+    OWNED PyObject *one = NULL;
 
     if (module == NULL) {
         return PyTuple_New(0);
     }
     if (type == OOMKIT_DEVICE_MPS) {
         one = PyObject_CallMethod(module, "_get_default_mps_generator", NULL);
-        all = one == NULL ? NULL : PyTuple_Pack(1, one);
-        Py_XDECREF(one);
-    } else if (PyObject_HasAttr(module, st->str_default_generators)) {
-        all = PyObject_GetAttr(module, st->str_default_generators);
-    } else {
-        all = PyTuple_New(0);
+        return one == NULL ? NULL : PyTuple_Pack(1, one);
     }
-    Py_DECREF(module);
-    return all;
+    return PyObject_HasAttr(module, st->str_default_generators)
+               ? PyObject_GetAttr(module, st->str_default_generators)
+               : PyTuple_New(0);
 }

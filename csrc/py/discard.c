@@ -160,14 +160,13 @@ list_has_frame(const exception_list *list, const PyFrameObject *frame)
 static void
 frame_clear(oomkit_state *st, PyFrameObject *frame)
 {
-    PyObject *generator, *done, *snapshot = NULL; /* owned */
-    PyCodeObject *code;                           /* owned */
-
     /* A generator that only paused will go on: clearing its frame closes it
      * (3.11, 3.12) or raises. One that has ended is no longer known to its frame. */
-    generator = PyFrame_GetGenerator(frame);
+    OWNED PyObject *generator = PyFrame_GetGenerator(frame);
+    OWNED PyObject *done = NULL, *snapshot = NULL;
+    PyCodeObject *code; /* owned */
+
     if (generator != NULL) {
-        Py_DECREF(generator);
         return;
     }
     done = PyObject_CallMethodNoArgs((PyObject *)frame, st->str_clear);
@@ -177,7 +176,6 @@ frame_clear(oomkit_state *st, PyFrameObject *frame)
         PyErr_Clear();
         return;
     }
-    Py_DECREF(done);
     /* Up to 3.12 locals(), a debugger or a logger leaves a dictionary with the frame
      * that clear() forgets; asking for it again takes what has been cleared out of it.
      */
@@ -188,7 +186,6 @@ frame_clear(oomkit_state *st, PyFrameObject *frame)
             PyErr_Clear(); /* no memory: as above */
         }
     }
-    Py_XDECREF(snapshot);
     Py_DECREF(code);
 }
 

@@ -51,20 +51,15 @@ static PyObject *
 error_type(oomkit_state *st, const char *name, const char *doc, PyObject *base,
            PyObject *names)
 {
-    PyObject *type;                                           /* owned */
-    PyObject *bases = PyTuple_Pack(2, st->OomkitError, base); /* owned */
-    if (bases == NULL) {
-        return NULL;
-    }
-    type = PyErr_NewExceptionWithDoc(name, doc, bases, names);
-    Py_DECREF(bases);
-    return type;
+    OWNED PyObject *bases = PyTuple_Pack(2, st->OomkitError, base);
+
+    return bases == NULL ? NULL : PyErr_NewExceptionWithDoc(name, doc, bases, names);
 }
 
 int
 oomkit_errors_init(oomkit_state *st)
 {
-    PyObject *names; /* owned */
+    OWNED PyObject *names = NULL;
 
     Py_XSETREF(st->OomkitError,
                PyErr_NewExceptionWithDoc("oomkit.OomkitError", oomkit_error_doc,
@@ -78,7 +73,6 @@ oomkit_errors_init(oomkit_state *st)
     }
     Py_XSETREF(st->OutOfMemory, error_type(st, "oomkit.OutOfMemory", out_of_memory_doc,
                                            st->TorchOutOfMemoryError, names));
-    Py_DECREF(names);
     if (st->OutOfMemory == NULL) {
         return -1;
     }
@@ -130,20 +124,15 @@ PyObject *
 oomkit_raise_out_of_memory(oomkit_state *st, PyObject *message, PyObject *report,
                            int committed)
 {
-    PyObject *error = PyObject_CallOneArg(st->OutOfMemory, message); /* owned */
+    OWNED PyObject *error = PyObject_CallOneArg(st->OutOfMemory, message);
 
-    if (error == NULL) {
-        return NULL;
-    }
-    if (PyObject_SetAttr(error, st->str_report, report) < 0 ||
-        PyObject_SetAttr(error, st->str_committed, committed ? Py_True : Py_False) <
+    if (error != NULL && PyObject_SetAttr(error, st->str_report, report) == 0 &&
+        PyObject_SetAttr(error, st->str_committed, committed ? Py_True : Py_False) ==
             0) {
-        Py_DECREF(error);
-        return NULL;
+        /* Not PyErr_SetObject: that would link the exception which the caller is
+         * handling. */
+        oomkit_exception_give(STEAL(error));
     }
-    /* Not PyErr_SetObject: that would link the exception which the caller is handling.
-     */
-    oomkit_exception_give(error);
     return NULL;
 }
 
@@ -151,15 +140,13 @@ int
 oomkit_warn(PyObject *category, Py_ssize_t level, const char *format, ...)
 {
     va_list values;
-    PyFrameObject *frame = PyThreadState_GetFrame(PyThreadState_Get()); /* owned */
-    PyFrameObject *back = /* owned: CPython finds these two, as long as they are held */
-        frame == NULL ? NULL : PyFrame_GetBack(frame);
-    PyObject *text; /* owned */
-    int result;
+    OWNED PyObject *frame = (PyObject *)PyThreadState_GetFrame(PyThreadState_Get());
+    /* CPython finds these two, as long as they are held */
+    OWNED PyObject *back =
+        frame == NULL ? NULL : (PyObject *)PyFrame_GetBack((PyFrameObject *)frame);
+    OWNED PyObject *text = NULL;
 
     if ((frame == NULL && PyEval_GetGlobals() != NULL) || PyErr_Occurred()) {
-        Py_XDECREF(back);
-        Py_XDECREF(frame);
         PyErr_NoMemory(); /* there is a frame, but its object could not be made */
         return -1;
     }
@@ -169,11 +156,7 @@ oomkit_warn(PyObject *category, Py_ssize_t level, const char *format, ...)
     va_start(values, format);
     text = PyUnicode_FromFormatV(format, values);
     va_end(values);
-    result = text == NULL ? -1 : PyErr_WarnFormat(category, level, "%U", text);
-    Py_XDECREF(text);
-    Py_XDECREF(back);
-    Py_XDECREF(frame);
-    return result;
+    return text == NULL ? -1 : PyErr_WarnFormat(category, level, "%U", text);
 }
 
 int
@@ -188,17 +171,13 @@ oomkit_frame_back(PyFrameObject **frame)
 static int
 error_is_main(void)
 {
-    PyObject *threading = PyImport_ImportModule("threading"); /* owned */
-    PyObject *main = threading == NULL                        /* owned */
-                         ? NULL
-                         : PyObject_CallMethod(threading, "main_thread", NULL);
-    PyObject *number = main == NULL ? NULL : PyObject_GetAttrString(main, "ident");
-    /* owned */
+    OWNED PyObject *threading = PyImport_ImportModule("threading");
+    OWNED PyObject *main =
+        threading == NULL ? NULL : PyObject_CallMethod(threading, "main_thread", NULL);
+    OWNED PyObject *number =
+        main == NULL ? NULL : PyObject_GetAttrString(main, "ident");
     unsigned long ident = number == NULL ? 0 : PyLong_AsUnsignedLong(number);
 
-    Py_XDECREF(threading);
-    Py_XDECREF(main);
-    Py_XDECREF(number);
     PyErr_Clear(); /* accounted for: another exception is about to be dropped or kept */
     return ident != 0 && ident == PyThread_get_thread_ident();
 }
@@ -257,28 +236,25 @@ oomkit_call_function(PyObject *function, PyObject *args, PyObject *kwargs)
 int
 oomkit_has_attribute(PyObject *object, PyObject *name)
 {
-    PyObject *value = PyObject_GetAttr(object, name); /* owned */
+    OWNED PyObject *value = PyObject_GetAttr(object, name);
 
-    if (value == NULL) {
-        if (PyErr_ExceptionMatches(PyExc_MemoryError) ||
-            !PyErr_ExceptionMatches(PyExc_Exception)) {
-            return -1;
-        }
-        PyErr_Clear(); /* a __getattr__ of the user's may say "no" in its own words */
-        return 0;
+    if (value != NULL) {
+        return 1;
     }
-    Py_DECREF(value);
-    return 1;
+    if (PyErr_ExceptionMatches(PyExc_MemoryError) ||
+        !PyErr_ExceptionMatches(PyExc_Exception)) {
+        return -1;
+    }
+    PyErr_Clear(); /* a __getattr__ of the user's may say "no" in its own words */
+    return 0;
 }
 
 int
 oomkit_has_attribute_string(PyObject *object, const char *name)
 {
-    PyObject *string = PyUnicode_FromString(name); /* owned */
-    int has = string == NULL ? -1 : oomkit_has_attribute(object, string);
+    OWNED PyObject *string = PyUnicode_FromString(name);
 
-    Py_XDECREF(string);
-    return has;
+    return string == NULL ? -1 : oomkit_has_attribute(object, string);
 }
 
 PyObject *
@@ -298,32 +274,25 @@ oomkit_item(PyObject *dict, const char *name)
 PyObject *
 oomkit_imported(const char *name)
 {
-    PyObject *key = PyUnicode_FromString(name);                      /* owned */
-    PyObject *module = key == NULL ? NULL : PyImport_GetModule(key); /* owned */
+    OWNED PyObject *key = PyUnicode_FromString(name);
 
-    Py_XDECREF(key);
-    return module;
+    return key == NULL ? NULL : PyImport_GetModule(key);
 }
 
 int
 oomkit_imported_says(const char *module_name, const char *name)
 {
-    PyObject *module = oomkit_imported(module_name); /* owned */
-    PyObject *answer = NULL;                         /* owned */
-    int result;
+    OWNED PyObject *module = oomkit_imported(module_name);
+    OWNED PyObject *answer = NULL;
+    int has;
 
     if (module == NULL) {
         return PyErr_Occurred() ? -1 : 0;
     }
-    result = oomkit_has_attribute_string(module, name);
-    if (result > 0) {
-        answer = PyObject_CallMethod(module, name, NULL);
+    has = oomkit_has_attribute_string(module, name);
+    if (has <= 0) {
+        return has;
     }
-    Py_DECREF(module);
-    if (answer == NULL) {
-        return result == 0 ? 0 : -1;
-    }
-    result = PyObject_IsTrue(answer);
-    Py_DECREF(answer);
-    return result;
+    answer = PyObject_CallMethod(module, name, NULL);
+    return answer == NULL ? -1 : PyObject_IsTrue(answer);
 }

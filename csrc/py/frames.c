@@ -9,7 +9,7 @@ course_is_library(PyFrameObject *frame)
 {
     static const char *const packages[] = {"torch", "accelerate", "contextlib",
                                            "oomkit"};
-    PyObject *globals = PyFrame_GetGlobals(frame);     /* owned */
+    OWNED PyObject *globals = PyFrame_GetGlobals(frame);
     PyObject *name = oomkit_item(globals, "__name__"); /* borrowed */
     Py_ssize_t length = 0;
     const char *text = name != NULL && PyUnicode_Check(name)
@@ -25,7 +25,6 @@ course_is_library(PyFrameObject *frame)
     if (PyErr_Occurred()) {
         oomkit_error_dismiss(); /* a name that cannot be read is nobody's we know */
     }
-    Py_DECREF(globals);
     return found;
 }
 

@@ -9,10 +9,9 @@
 static int
 ask(PyObject *object, const char *method, int64_t *value)
 {
-    PyObject *answer = PyObject_CallMethod(object, method, NULL); /* owned */
+    OWNED PyObject *answer = PyObject_CallMethod(object, method, NULL);
 
     *value = answer == NULL ? -1 : PyLong_AsLongLong(answer);
-    Py_XDECREF(answer);
     return *value == -1 && PyErr_Occurred() ? -1 : 0;
 }
 
@@ -20,19 +19,16 @@ ask(PyObject *object, const char *method, int64_t *value)
 static int
 storage_bytes(PyObject *tensor, int64_t *bytes)
 {
-    PyObject *storage =
-        PyObject_CallMethod(tensor, "untyped_storage", NULL); /* owned */
-    int result = storage == NULL ? -1 : ask(storage, "nbytes", bytes);
+    OWNED PyObject *storage = PyObject_CallMethod(tensor, "untyped_storage", NULL);
 
-    Py_XDECREF(storage);
-    return result;
+    return storage == NULL ? -1 : ask(storage, "nbytes", bytes);
 }
 
 /* Does a strided tensor's storage have all of its elements? 1, 0 or -1. */
 static int
 is_backed(PyObject *tensor)
 {
-    PyObject *sizes, *strides = NULL; /* owned */
+    OWNED PyObject *sizes = NULL, *strides = NULL;
     int64_t count, last, item, bytes;
     Py_ssize_t i;
 
@@ -48,8 +44,6 @@ is_backed(PyObject *tensor)
                     PyLong_AsLongLong(PyTuple_GET_ITEM(strides, i));
         }
     }
-    Py_XDECREF(sizes);
-    Py_XDECREF(strides);
     return PyErr_Occurred() ? -1 : count == 0 || (last + 1) * item <= bytes;
 }
 
@@ -57,10 +51,9 @@ is_backed(PyObject *tensor)
 static int
 size_of(PyObject *tensor, int dim, int64_t *size)
 {
-    PyObject *answer = PyObject_CallMethod(tensor, "size", "i", dim); /* owned */
+    OWNED PyObject *answer = PyObject_CallMethod(tensor, "size", "i", dim);
 
     *size = answer == NULL ? -1 : PyLong_AsLongLong(answer);
-    Py_XDECREF(answer);
     return *size == -1 && PyErr_Occurred() ? -1 : 0;
 }
 
@@ -68,41 +61,41 @@ size_of(PyObject *tensor, int dim, int64_t *size)
 static int
 coo_look(PyObject *tensor, oomkit_half_made *found)
 {
-    PyObject *indices = PyObject_CallMethod(tensor, "_indices", NULL); /* owned */
-    PyObject *values = indices ? PyObject_CallMethod(tensor, "_values", NULL) : NULL;
+    OWNED PyObject *indices = PyObject_CallMethod(tensor, "_indices", NULL);
+    OWNED PyObject *values =
+        indices ? PyObject_CallMethod(tensor, "_values", NULL) : NULL;
     int64_t listed = 0, bytes = 0, numel = 0;
-    int whole, full = 0, result = -1;
+    int whole, full;
 
-    if (values != NULL && size_of(indices, 1, &listed) == 0 &&
-        size_of(values, 0, &found->count) == 0 && storage_bytes(values, &bytes) == 0 &&
-        ask(tensor, "numel", &numel) == 0) {
-        whole = is_backed(indices);
-        full = whole < 0 ? -1 : is_backed(values);
-        result = full < 0 ? -1 : 0;
-        found->whole = whole > 0 && full > 0 && listed == found->count;
-        /* resize_() never takes memory away: there were no values before */
-        found->was_empty = !found->whole && (found->count == 0 || bytes == 0);
-        found->may_have_grown = found->count > numel;
+    if (values == NULL || size_of(indices, 1, &listed) < 0 ||
+        size_of(values, 0, &found->count) < 0 || storage_bytes(values, &bytes) < 0 ||
+        ask(tensor, "numel", &numel) < 0) {
+        return -1;
     }
-    Py_XDECREF(indices);
-    Py_XDECREF(values);
-    return result;
+    whole = is_backed(indices);
+    full = whole < 0 ? -1 : is_backed(values);
+    found->whole = whole > 0 && full > 0 && listed == found->count;
+    /* resize_() never takes memory away: there were no values before */
+    found->was_empty = !found->whole && (found->count == 0 || bytes == 0);
+    found->may_have_grown = found->count > numel;
+    return full < 0 ? -1 : 0;
 }
 
 /* Of one whose parts have these names. 0 or -1. */
 static int
 compressed_look(PyObject *tensor, const char *const *names, oomkit_half_made *found)
 {
-    int i, result = 0;
+    int i;
 
-    for (i = 0; i < 3 && result == 0; i++) {
-        PyObject *part = PyObject_CallMethod(tensor, names[i], NULL); /* owned */
+    for (i = 0; i < 3; i++) {
+        OWNED PyObject *part = PyObject_CallMethod(tensor, names[i], NULL);
         int backed = part == NULL ? -1 : is_backed(part);
         found->whole &= backed > 0;
-        result = backed < 0 ? -1 : 0;
-        Py_XDECREF(part);
+        if (backed < 0) {
+            return -1;
+        }
     }
-    return result;
+    return 0;
 }
 
 int
@@ -111,9 +104,8 @@ oomkit_half_made_look(oomkit_state *st, PyObject *tensor, oomkit_half_made *foun
     static const char *const by_row[] = {"crow_indices", "col_indices", "values"};
     static const char *const by_column[] = {"ccol_indices", "row_indices", "values"};
     oomkit_tensor_facts facts;
-    PyObject *layout; /* owned */
+    OWNED PyObject *layout = NULL;
     const char *name;
-    int result = 0;
 
     *found = (oomkit_half_made){.whole = 1};
     if (oomkit_tensor_facts_get(st, tensor, 0, &facts) < 0) {
@@ -129,24 +121,26 @@ oomkit_half_made_look(oomkit_state *st, PyObject *tensor, oomkit_half_made *foun
     }
     name = layout == NULL ? NULL : PyUnicode_AsUTF8(layout);
     if (name == NULL) {
-        result = -1;
-    } else if (strcmp(name, "torch.sparse_coo") == 0) {
-        result = coo_look(tensor, found);
-    } else if (strcmp(name, "torch.sparse_csr") == 0 ||
-               strcmp(name, "torch.sparse_bsr") == 0) {
-        result = compressed_look(tensor, by_row, found);
-    } else if (strcmp(name, "torch.sparse_csc") == 0 ||
-               strcmp(name, "torch.sparse_bsc") == 0) {
-        result = compressed_look(tensor, by_column, found);
+        return -1;
     }
-    Py_XDECREF(layout);
-    return result;
+    if (strcmp(name, "torch.sparse_coo") == 0) {
+        return coo_look(tensor, found);
+    }
+    if (strcmp(name, "torch.sparse_csr") == 0 ||
+        strcmp(name, "torch.sparse_bsr") == 0) {
+        return compressed_look(tensor, by_row, found);
+    }
+    if (strcmp(name, "torch.sparse_csc") == 0 ||
+        strcmp(name, "torch.sparse_bsc") == 0) {
+        return compressed_look(tensor, by_column, found);
+    }
+    return 0;
 }
 
 int
 oomkit_half_made_mend(oomkit_state *st, PyObject *tensor, oomkit_half_made *found)
 {
-    PyObject *done; /* owned */
+    OWNED PyObject *done = NULL;
 
     if (oomkit_half_made_look(st, tensor, found) < 0) {
         return -1;
@@ -156,7 +150,6 @@ oomkit_half_made_mend(oomkit_state *st, PyObject *tensor, oomkit_half_made *foun
     }
     done =
         PyObject_CallMethod(tensor, "zero_", NULL); /* empty again: allocates nothing */
-    Py_XDECREF(done);
     return done == NULL ? -1 : 1;
 }
 

@@ -33,17 +33,16 @@ hook_dealloc(PyObject *op)
 PyObject *
 oomkit_hook_new(const oomkit_state *st, PyObject *module, const char *name)
 {
-    PyTypeObject *type = (PyTypeObject *)st->hook_type;        /* borrowed */
-    PyObject *function = PyObject_GetAttrString(module, name); /* owned */
+    PyTypeObject *type = (PyTypeObject *)st->hook_type; /* borrowed */
+    OWNED PyObject *function = PyObject_GetAttrString(module, name);
     hook *self =
         function == NULL ? NULL : hook_CAST(type->tp_alloc(type, 0)); /* owned */
 
     if (self == NULL) {
-        Py_XDECREF(function);
         return NULL;
     }
     self->vectorcall = hook_vectorcall;
-    self->function = function;
+    self->function = STEAL(function);
     return (PyObject *)self;
 }
 

@@ -7,24 +7,22 @@
 static int
 grad_mode_put(oomkit_state *st, int enabled)
 {
-    PyObject *done = /* owned */
+    OWNED PyObject *done =
         PyObject_CallOneArg(st->set_grad_enabled, enabled ? Py_True : Py_False);
 
-    Py_XDECREF(done);
     return done == NULL ? -1 : 0;
 }
 
 int
 oomkit_grad_mode_set(oomkit_state *st, int enabled)
 {
-    PyObject *was = PyObject_CallNoArgs(st->is_grad_enabled); /* owned */
+    OWNED PyObject *was = PyObject_CallNoArgs(st->is_grad_enabled);
     int result;
 
     if (was == NULL) {
         return -1;
     }
     result = was == Py_True;
-    Py_DECREF(was);
     return result == enabled || grad_mode_put(st, enabled) == 0 ? result : -1;
 }
 
@@ -64,17 +62,14 @@ oomkit_grad_mode_back(oomkit_state *st, int mode, int result)
 int
 oomkit_inference_begin(oomkit_state *st, int enabled, PyObject **guard)
 {
-    PyObject *now = PyObject_CallNoArgs(st->is_inference_mode); /* owned */
-    PyObject *done;                                             /* owned */
-    int same;
+    OWNED PyObject *now = PyObject_CallNoArgs(st->is_inference_mode);
+    OWNED PyObject *done = NULL;
 
     *guard = NULL;
     if (now == NULL) {
         return -1;
     }
-    same = (now == Py_True) == (enabled != 0);
-    Py_DECREF(now);
-    if (same || st->inference_guard == NULL) {
+    if ((now == Py_True) == (enabled != 0) || st->inference_guard == NULL) {
         return 0;
     }
     *guard = PyObject_CallOneArg(st->inference_guard, enabled ? Py_True : Py_False);
@@ -83,7 +78,6 @@ oomkit_inference_begin(oomkit_state *st, int enabled, PyObject **guard)
         Py_CLEAR(*guard);
         return -1;
     }
-    Py_DECREF(done);
     return 0;
 }
 

@@ -13,19 +13,14 @@
 static int
 exception_is_wrapper(oomkit_state *st, PyObject *exception)
 {
-    PyObject *name; /* owned */
-    const char *text;
-    int result = 0;
+    OWNED PyObject *name =
+        PyObject_GetAttr((PyObject *)Py_TYPE(exception), st->str_module);
+    const char *text =
+        name != NULL && PyUnicode_Check(name) ? PyUnicode_AsUTF8(name) : NULL;
 
-    name = PyObject_GetAttr((PyObject *)Py_TYPE(exception), st->str_module);
-    text = name != NULL && PyUnicode_Check(name) ? PyUnicode_AsUTF8(name) : NULL;
-    if (text != NULL) {
-        result = strncmp(text, "torch._dynamo", 13) == 0 ||
-                 strncmp(text, "torch._inductor", 15) == 0;
-    }
-    Py_XDECREF(name);
     PyErr_Clear(); /* classification never fails: a type without a name wraps nothing */
-    return result;
+    return text != NULL && (strncmp(text, "torch._dynamo", 13) == 0 ||
+                            strncmp(text, "torch._inductor", 15) == 0);
 }
 
 /* What a wrapper wraps: `.inner_exception`, else `__cause__`. New reference; NULL
@@ -33,7 +28,7 @@ exception_is_wrapper(oomkit_state *st, PyObject *exception)
 static PyObject *
 exception_wrapped(oomkit_state *st, PyObject *exception)
 {
-    PyObject *inner; /* owned */
+    OWNED PyObject *inner = NULL;
 
     if (!exception_is_wrapper(st, exception)) {
         return NULL;
@@ -42,9 +37,8 @@ exception_wrapped(oomkit_state *st, PyObject *exception)
     if (inner == NULL) {
         oomkit_error_dismiss(); /* of a foreign attribute: there is none */
     } else if (PyExceptionInstance_Check(inner)) {
-        return inner;
+        return STEAL(inner);
     }
-    Py_XDECREF(inner);
     return PyException_GetCause(exception);
 }
 
@@ -91,8 +85,7 @@ exception_is_distributed(PyObject *exception)
 {
     PyObject *modules = PyImport_GetModuleDict(); /* borrowed from the interpreter */
     PyObject *module = NULL;                      /* borrowed from sys.modules */
-    PyObject *type = NULL;                        /* owned */
-    int result;
+    OWNED PyObject *type = NULL;
 
     if (Py_IS_TYPE(exception, (PyTypeObject *)PyExc_RuntimeError)) {
         return 0;
@@ -103,11 +96,9 @@ exception_is_distributed(PyObject *exception)
     if (module != NULL) {
         type = PyObject_GetAttrString(module, "DistBackendError");
     }
-    result = type != NULL && PyType_Check(type) &&
-             PyObject_TypeCheck(exception, (PyTypeObject *)type);
-    Py_XDECREF(type);
     PyErr_Clear(); /* a build without torch.distributed has no such error */
-    return result;
+    return type != NULL && PyType_Check(type) &&
+           PyObject_TypeCheck(exception, (PyTypeObject *)type);
 }
 
 static oomkit_exception_kind
@@ -169,13 +160,12 @@ text_utf8(PyObject *text, size_t *length)
 static void
 facts_error_code(oomkit_state *st, PyObject *exception, oomkit_exception_facts *facts)
 {
-    PyObject *code = PyObject_GetAttr(exception, st->str_error_code); /* owned */
+    OWNED PyObject *code = PyObject_GetAttr(exception, st->str_error_code);
 
     if (code != NULL && PyLong_Check(code)) {
         facts->error_code = PyLong_AsLong(code);
         facts->has_error_code = !PyErr_Occurred();
     }
-    Py_XDECREF(code);
     PyErr_Clear(); /* one made by hand has no code, or a senseless one */
 }
 
@@ -184,8 +174,7 @@ static oomkit_class
 classify_one(oomkit_state *st, PyObject *exception)
 {
     oomkit_exception_facts facts;
-    oomkit_class class_;
-    PyObject *text; /* owned */
+    OWNED PyObject *text = NULL;
 
     memset(&facts, 0, sizeof(facts));
     facts.kind = exception_kind(st, exception);
@@ -197,9 +186,7 @@ classify_one(oomkit_state *st, PyObject *exception)
     }
     text = exception_text(exception);
     facts.text = text_utf8(text, &facts.length);
-    class_ = oomkit_classify(&facts);
-    Py_XDECREF(text);
-    return class_;
+    return oomkit_classify(&facts);
 }
 
 /* The worse of two, where OTHER wins: a group is OOM only when all of it is. */
@@ -217,7 +204,7 @@ static oomkit_class
 classify_at(oomkit_state *st, PyObject *exception, int depth)
 {
     PyObject *members = exception_members(exception); /* borrowed */
-    PyObject *inner;                                  /* owned */
+    OWNED PyObject *inner = NULL;
     oomkit_class class_ = OOMKIT_CLASS_CERTAIN;
     Py_ssize_t i;
 
@@ -237,22 +224,17 @@ classify_at(oomkit_state *st, PyObject *exception, int depth)
         return class_;
     }
     inner = exception_wrapped(st, exception);
-    if (inner == NULL) {
-        return classify_one(st, exception);
-    }
-    class_ = classify_at(st, inner, depth + 1);
-    Py_DECREF(inner);
-    return class_;
+    return inner == NULL ? classify_one(st, exception)
+                         : classify_at(st, inner, depth + 1);
 }
 
 oomkit_class
 oomkit_exception_classify(oomkit_state *st, PyObject *exception)
 {
-    PyObject *in_flight = oomkit_exception_take(); /* owned, given back */
-    oomkit_class class_ = classify_at(st, exception, 0);
+    oomkit_class class_ = OOMKIT_CLASS_OTHER;
 
-    if (in_flight != NULL) {
-        oomkit_exception_give(in_flight);
+    KEEPING_EXCEPTION {
+        class_ = classify_at(st, exception, 0);
     }
     return class_;
 }
@@ -271,9 +253,8 @@ int
 oomkit_exception_restarts(oomkit_state *st, PyObject *exception)
 {
     PyObject *args = ((PyBaseExceptionObject *)exception)->args; /* borrowed */
-    PyObject *in_flight;                                         /* owned, given back */
-    const char *utf8;
-    size_t length;
+    const char *utf8 = NULL;
+    size_t length = 0;
 
     if (!PyObject_TypeCheck(exception, (PyTypeObject *)PyExc_RuntimeError) ||
         PyObject_TypeCheck(exception, (PyTypeObject *)st->OomkitError) ||
@@ -281,10 +262,8 @@ oomkit_exception_restarts(oomkit_state *st, PyObject *exception)
         !PyUnicode_Check(PyTuple_GET_ITEM(args, 0))) {
         return 0;
     }
-    in_flight = oomkit_exception_take();
-    utf8 = text_utf8(PyTuple_GET_ITEM(args, 0), &length);
-    if (in_flight != NULL) {
-        oomkit_exception_give(in_flight);
+    KEEPING_EXCEPTION {
+        utf8 = text_utf8(PyTuple_GET_ITEM(args, 0), &length);
     }
     return utf8 != NULL && oomkit_classify_restarts(utf8, length);
 }
@@ -296,27 +275,26 @@ oomkit_exception_restarts(oomkit_state *st, PyObject *exception)
 static PyObject *
 exception_location(oomkit_state *st, PyObject *exception)
 {
-    PyObject *last = PyException_GetTraceback(exception); /* owned */
-    PyObject *line = NULL, *location = NULL;              /* owned */
-    PyCodeObject *code;                                   /* owned */
+    OWNED PyObject *last = PyException_GetTraceback(exception);
+    OWNED PyObject *line = NULL;
+    PyObject *location; /* owned, returned */
+    PyCodeObject *code; /* owned */
 
     while (last != NULL && PyTraceBack_Check(last) &&
            ((PyTracebackObject *)last)->tb_next != NULL) {
         Py_SETREF(last, Py_NewRef((PyObject *)((PyTracebackObject *)last)->tb_next));
     }
     if (last == NULL || !PyTraceBack_Check(last)) { /* None where it was taken away */
-        Py_XDECREF(last);
         return NULL;
     }
     line = PyObject_GetAttr(last, st->str_tb_lineno);
-    if (line != NULL) {
-        code = PyFrame_GetCode(((PyTracebackObject *)last)->tb_frame);
-        location = PyUnicode_FromFormat("%U:%S in %U", code->co_filename, line,
-                                        code->co_qualname);
-        Py_DECREF(code);
+    if (line == NULL) {
+        return NULL;
     }
-    Py_XDECREF(line);
-    Py_DECREF(last);
+    code = PyFrame_GetCode(((PyTracebackObject *)last)->tb_frame);
+    location =
+        PyUnicode_FromFormat("%U:%S in %U", code->co_filename, line, code->co_qualname);
+    Py_DECREF(code);
     return location;
 }
 
@@ -338,26 +316,22 @@ void
 oomkit_exception_describe(oomkit_state *st, PyObject *exception, uint64_t *requested,
                           PyObject **message, PyObject **location)
 {
-    PyObject *in_flight = oomkit_exception_take();          /* owned, given back */
-    PyObject *decisive = exception_decisive(st, exception); /* owned */
-    PyObject *text = exception_text(decisive);              /* owned */
-    size_t length;
-    const char *utf8 = text_utf8(text, &length);
+    KEEPING_EXCEPTION {
+        OWNED PyObject *decisive = exception_decisive(st, exception);
+        OWNED PyObject *text = exception_text(decisive);
+        size_t length;
+        const char *utf8 = text_utf8(text, &length);
 
-    if (utf8 == NULL || !oomkit_classify_requested(utf8, length, requested)) {
-        *requested = OOMKIT_UNKNOWN;
-    }
-    *message = text_first_line(text);
-    PyErr_Clear(); /* a report lacks what memory could not be had for */
-    *location = exception_location(st, decisive);
-    if (*location == NULL && decisive != exception) {
+        if (utf8 == NULL || !oomkit_classify_requested(utf8, length, requested)) {
+            *requested = OOMKIT_UNKNOWN;
+        }
+        *message = text_first_line(text);
+        PyErr_Clear(); /* a report lacks what memory could not be had for */
+        *location = exception_location(st, decisive);
+        if (*location == NULL && decisive != exception) {
+            PyErr_Clear(); /* as above */
+            *location = exception_location(st, exception);
+        }
         PyErr_Clear(); /* as above */
-        *location = exception_location(st, exception);
-    }
-    PyErr_Clear(); /* as above */
-    Py_XDECREF(text);
-    Py_DECREF(decisive);
-    if (in_flight != NULL) {
-        oomkit_exception_give(in_flight);
     }
 }

@@ -89,16 +89,11 @@ oomkit_pairs_find(PyObject *list, const PyObject *object)
 int
 oomkit_pairs_add(PyObject **list, PyObject *object, PyObject *saved)
 {
-    PyObject *pair = NULL; /* owned */
-    int result = -1;
+    OWNED PyObject *kept = saved, *pair = NULL;
 
-    if (saved != NULL && (*list != NULL || (*list = PyList_New(0)) != NULL)) {
-        pair = PyTuple_Pack(2, object, saved);
+    if (kept == NULL || (*list == NULL && (*list = PyList_New(0)) == NULL)) {
+        return -1;
     }
-    if (pair != NULL) {
-        result = PyList_Append(*list, pair);
-    }
-    Py_XDECREF(saved);
-    Py_XDECREF(pair);
-    return result;
+    pair = PyTuple_Pack(2, object, kept);
+    return pair == NULL ? -1 : PyList_Append(*list, pair);
 }

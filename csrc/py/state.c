@@ -57,8 +57,9 @@ oomkit_state_clear(oomkit_state *st)
 static PyObject *
 state_lookup(const char *module_name, const char *name, int required)
 {
-    PyObject *value;                                       /* owned */
-    PyObject *module = PyImport_ImportModule(module_name); /* owned */
+    OWNED PyObject *module = PyImport_ImportModule(module_name);
+    PyObject *value; /* owned, returned */
+
     if (module == NULL) {
         if (!required && PyErr_ExceptionMatches(PyExc_ImportError)) {
             PyErr_Clear();
@@ -66,7 +67,6 @@ state_lookup(const char *module_name, const char *name, int required)
         return NULL;
     }
     value = PyObject_GetAttrString(module, name);
-    Py_DECREF(module);
     if (value == NULL && !required && PyErr_ExceptionMatches(PyExc_AttributeError)) {
         PyErr_Clear();
     }

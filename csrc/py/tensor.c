@@ -56,47 +56,27 @@ oomkit_device_type_name(int type)
 static int
 attribute_truth(PyObject *object, const char *name)
 {
-    PyObject *value; /* owned */
-    int truth;
+    OWNED PyObject *value = PyObject_GetAttrString(object, name);
 
-    value = PyObject_GetAttrString(object, name);
-    if (value == NULL) {
-        return -1;
-    }
-    truth = PyObject_IsTrue(value);
-    Py_DECREF(value);
-    return truth;
+    return value == NULL ? -1 : PyObject_IsTrue(value);
 }
 
 /* str() of an attribute. New reference or NULL. */
 static PyObject *
 attribute_text(PyObject *object, const char *name)
 {
-    PyObject *value, *text; /* owned */
+    OWNED PyObject *value = PyObject_GetAttrString(object, name);
 
-    value = PyObject_GetAttrString(object, name);
-    if (value == NULL) {
-        return NULL;
-    }
-    text = PyObject_Str(value);
-    Py_DECREF(value);
-    return text;
+    return value == NULL ? NULL : PyObject_Str(value);
 }
 
 /* An attribute that is an integer. -1 with an exception (-1 is also a value). */
 static int64_t
 attribute_integer(PyObject *object, const char *name)
 {
-    PyObject *value; /* owned */
-    int64_t number;
+    OWNED PyObject *value = PyObject_GetAttrString(object, name);
 
-    value = PyObject_GetAttrString(object, name);
-    if (value == NULL) {
-        return -1;
-    }
-    number = PyLong_AsLongLong(value);
-    Py_DECREF(value);
-    return number;
+    return value == NULL ? -1 : PyLong_AsLongLong(value);
 }
 
 static uint64_t
@@ -110,38 +90,28 @@ mix(uint64_t hash, uint64_t value)
 static int
 facts_dtype(PyObject *tensor, oomkit_tensor_facts *facts)
 {
-    const char *name;
-    PyObject *text; /* owned */
+    OWNED PyObject *text = attribute_text(tensor, "dtype"); /* "torch.float32" */
+    const char *name = text == NULL ? NULL : PyUnicode_AsUTF8(text);
 
-    text = attribute_text(tensor, "dtype"); /* "torch.float32" */
-    name = text == NULL ? NULL : PyUnicode_AsUTF8(text);
     if (name == NULL) {
-        Py_XDECREF(text);
         return -1;
     }
     name = strncmp(name, "torch.", 6) == 0 ? name + 6 : name;
     facts->dtype = name_index(dtype_names, COUNT_OF(dtype_names), name);
-    Py_DECREF(text);
     return 0;
 }
 
 static int
 facts_device(PyObject *tensor, oomkit_tensor_facts *facts)
 {
-    PyObject *device;      /* owned */
-    PyObject *type = NULL; /* owned */
-    const char *name;
+    OWNED PyObject *device = PyObject_GetAttrString(tensor, "device");
+    OWNED PyObject *type =
+        device == NULL ? NULL : PyObject_GetAttrString(device, "type");
+    const char *name = type == NULL ? NULL : PyUnicode_AsUTF8(type);
     int64_t index;
-    int rc = -1;
 
-    device = PyObject_GetAttrString(tensor, "device");
-    if (device == NULL) {
-        return -1;
-    }
-    type = PyObject_GetAttrString(device, "type");
-    name = type == NULL ? NULL : PyUnicode_AsUTF8(type);
     if (name == NULL) {
-        goto done;
+        return -1;
     }
     facts->device_type = name_index(device_names, COUNT_OF(device_names), name);
     if (facts->device_type < 0) {
@@ -152,47 +122,41 @@ facts_device(PyObject *tensor, oomkit_tensor_facts *facts)
         index = attribute_integer(device, "index");
         if (index == -1 && PyErr_Occurred()) {
             if (!PyErr_ExceptionMatches(PyExc_TypeError)) {
-                goto done;
+                return -1;
             }
             PyErr_Clear(); /* None: a device without a number */
         }
         facts->device_index = (int32_t)index;
     }
-    rc = 0;
-done:
-    Py_XDECREF(type);
-    Py_DECREF(device);
-    return rc;
+    return 0;
 }
 
 static int
 facts_shape(PyObject *tensor, int64_t dim, oomkit_tensor_facts *facts)
 {
-    PyObject *shape; /* owned */
+    OWNED PyObject *shape = PyObject_GetAttrString(tensor, "shape");
     int64_t size, item_bytes, numel = 1;
     uint64_t hash = mix(0, (uint64_t)facts->dtype);
 
-    shape = PyObject_GetAttrString(tensor, "shape");
     if (shape == NULL) {
         return -1;
     }
     if (!PyTuple_Check(shape)) {
         PyErr_Format(PyExc_TypeError, "expected the shape of a tensor, got '%.200s'",
                      Py_TYPE(shape)->tp_name);
-        goto error;
+        return -1;
     }
     facts->ndim = PyTuple_GET_SIZE(shape);
     dim = dim < 0 ? dim + facts->ndim : dim;
     for (int64_t i = 0; i < facts->ndim; i++) {
         size = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i));
         if (size == -1 && PyErr_Occurred()) {
-            goto error;
+            return -1;
         }
         numel *= size;
         hash = mix(hash, i == dim ? UINT64_MAX : (uint64_t)size);
         facts->size = i == dim ? size : facts->size;
     }
-    Py_DECREF(shape);
     item_bytes = attribute_integer(tensor, "itemsize");
     if (item_bytes == -1 && PyErr_Occurred()) {
         return -1;
@@ -200,17 +164,13 @@ facts_shape(PyObject *tensor, int64_t dim, oomkit_tensor_facts *facts)
     facts->bytes = (uint64_t)(numel * item_bytes);
     facts->shape_hash = hash;
     return 0;
-error:
-    Py_DECREF(shape);
-    return -1;
 }
 
 static int
 facts_version(oomkit_state *st, PyObject *tensor, oomkit_tensor_facts *facts)
 {
-    PyObject *value; /* owned */
+    OWNED PyObject *value = PyObject_GetAttr(tensor, st->str_version);
 
-    value = PyObject_GetAttr(tensor, st->str_version);
     if (value == NULL) {
         if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) {
             return -1;
@@ -220,21 +180,18 @@ facts_version(oomkit_state *st, PyObject *tensor, oomkit_tensor_facts *facts)
     }
     facts->version = (uint32_t)PyLong_AsUnsignedLongMask(value);
     facts->has_version = 1;
-    Py_DECREF(value);
     return PyErr_Occurred() ? -1 : 0;
 }
 
 static int
 facts_layout(PyObject *tensor, oomkit_tensor_facts *facts)
 {
-    PyObject *text; /* owned */
+    OWNED PyObject *text = attribute_text(tensor, "layout");
 
-    text = attribute_text(tensor, "layout");
     if (text == NULL) {
         return -1;
     }
     facts->is_strided = PyUnicode_CompareWithASCIIString(text, "torch.strided") == 0;
-    Py_DECREF(text);
     return 0;
 }
 
@@ -292,33 +249,21 @@ oomkit_tensor_is_leaf(PyObject *tensor, const oomkit_tensor_facts *facts)
 static PyObject *
 sample_make(oomkit_state *st, int size, int requires_grad)
 {
-    PyObject *args, *kwargs, *tensor; /* owned */
+    OWNED PyObject *args = Py_BuildValue("(i)", size);
+    OWNED PyObject *kwargs = Py_BuildValue("{sssO}", "device", "cpu", "requires_grad",
+                                           requires_grad ? Py_True : Py_False);
 
-    args = Py_BuildValue("(i)", size);
-    kwargs = Py_BuildValue("{sssO}", "device", "cpu", "requires_grad",
-                           requires_grad ? Py_True : Py_False);
-    tensor = args == NULL || kwargs == NULL
-                 ? NULL
-                 : PyObject_Call(st->torch_ones, args, kwargs);
-    Py_XDECREF(args);
-    Py_XDECREF(kwargs);
-    return tensor;
+    return args == NULL || kwargs == NULL ? NULL
+                                          : PyObject_Call(st->torch_ones, args, kwargs);
 }
 
 /* `_cdata`: the TensorImpl as torch says it. NULL with an exception. */
 static void *
 sample_impl(oomkit_state *st, PyObject *tensor)
 {
-    PyObject *number; /* owned */
-    void *impl;
+    OWNED PyObject *number = PyObject_GetAttr(tensor, st->str_cdata);
 
-    number = PyObject_GetAttr(tensor, st->str_cdata);
-    if (number == NULL) {
-        return NULL;
-    }
-    impl = PyLong_AsVoidPtr(number);
-    Py_DECREF(number);
-    return impl;
+    return number == NULL ? NULL : PyLong_AsVoidPtr(number);
 }
 
 /* The one place in a tensor's object where all samples have their own TensorImpl; -1
@@ -376,7 +321,7 @@ gradients_agree(oomkit_state *st, PyObject *tensor, PyObject *gradient,
     const oomkit_bridge *bridge = st->bridge;
     const void *holder = tensor;
     oomkit_grad_mark mark = {NULL, 0};
-    PyObject *same; /* owned */
+    OWNED PyObject *same = NULL;
     int agrees;
 
     if (bridge->grads_mark(&holder, offset, 1, &mark) != OOMKIT_OK ||
@@ -392,7 +337,6 @@ gradients_agree(oomkit_state *st, PyObject *tensor, PyObject *gradient,
              gradient_state(bridge, tensor, offset, &mark) == OOMKIT_GRAD_MOVED &&
              PyObject_SetAttr(tensor, st->str_grad, Py_None) == 0 &&
              gradient_state(bridge, tensor, offset, &mark) == OOMKIT_GRAD_GONE;
-    Py_XDECREF(same);
     bridge->grads_release(&mark, 1);
     return agrees;
 }

@@ -49,37 +49,37 @@ is_made(const oomkit_node *node)
 int
 oomkit_node_twins(const oomkit_options *options, oomkit_batch *batch)
 {
-    PyObject *places = PyDict_New(); /* owned: address of an object -> its first node */
+    OWNED PyObject *places = PyDict_New(); /* address of an object -> its first node */
     Py_ssize_t i;
-    int result = places == NULL ? -1 : 0;
 
-    for (i = 0; result == 0 && i < batch->count; i++) {
+    for (i = 0; places != NULL && i < batch->count; i++) {
         oomkit_node *node = &batch->nodes[i];
-        PyObject *address, *place; /* owned; borrowed from places, then owned */
+        OWNED PyObject *address = NULL, *here = NULL;
+        PyObject *place; /* borrowed from places */
+        Py_ssize_t first;
+        int alike;
         if (!is_made(node)) {
             continue;
         }
         address = PyLong_FromVoidPtr(node->object);
         place = address == NULL ? NULL : PyDict_GetItemWithError(places, address);
-        if (place != NULL) {
-            Py_ssize_t first = PyLong_AsSsize_t(place);
-            int alike = built_alike(batch, first, i)
-                            ? sliced_alike(options, batch, first, i)
-                            : 0;
-            if (alike > 0) {
-                node->same = (int32_t)first;
-                batch->twins = 1;
+        if (place == NULL) {
+            here = PyErr_Occurred() ? NULL : PyLong_FromSsize_t(i);
+            if (here == NULL || PyDict_SetItem(places, address, here) < 0) {
+                return -1;
             }
-        } else if (!PyErr_Occurred()) {
-            place = PyLong_FromSsize_t(i);
-            if (place != NULL) {
-                result = PyDict_SetItem(places, address, place);
-                Py_DECREF(place);
-            }
+            continue;
         }
-        Py_XDECREF(address);
-        result = PyErr_Occurred() ? -1 : result;
+        first = PyLong_AsSsize_t(place);
+        alike =
+            built_alike(batch, first, i) ? sliced_alike(options, batch, first, i) : 0;
+        if (alike < 0) {
+            return -1;
+        }
+        if (alike) {
+            node->same = (int32_t)first;
+            batch->twins = 1;
+        }
     }
-    Py_XDECREF(places);
-    return result;
+    return places == NULL ? -1 : 0;
 }

@@ -58,7 +58,8 @@ int64_t
 oomkit_argument_dim(const oomkit_options *options, const oomkit_batch *batch,
                     Py_ssize_t argument)
 {
-    PyObject *name, *number; /* owned; borrowed from the options */
+    OWNED PyObject *name = NULL;
+    PyObject *number; /* borrowed from the options */
     int64_t dim = 0;
 
     if (options->dims == NULL) {
@@ -69,7 +70,6 @@ oomkit_argument_dim(const oomkit_options *options, const oomkit_batch *batch,
         return INT64_MIN;
     }
     number = PyDict_GetItemWithError(options->dims, name);
-    Py_DECREF(name);
     if (number != NULL) {
         dim = PyLong_AsLongLong(number);
     }

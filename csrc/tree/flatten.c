@@ -138,7 +138,7 @@ packed_rows(const capture *c, Py_ssize_t at)
     const oomkit_bridge *bridge = c->st->bridge;
     Py_ssize_t sizes = oomkit_node_end(c->batch, at + 1);
     oomkit_tensor_facts facts;
-    int64_t *values, rows = -1;
+    OWNED_MEMORY int64_t *values = NULL;
 
     if (bridge == NULL || c->batch->nodes[at].children < 2 ||
         c->batch->nodes[sizes].kind != OOMKIT_NODE_TENSOR ||
@@ -149,13 +149,11 @@ packed_rows(const capture *c, Py_ssize_t at)
         return -1;
     }
     values = PyMem_Malloc((size_t)facts.bytes);
-    if (values != NULL &&
-        bridge->bytes_get(c->batch->nodes[sizes].object, c->st->impl_offset, values,
-                          facts.bytes) == OOMKIT_OK) {
-        rows = values[0];
-    }
-    PyMem_Free(values);
-    return rows;
+    return values != NULL &&
+                   bridge->bytes_get(c->batch->nodes[sizes].object, c->st->impl_offset,
+                                     values, facts.bytes) == OOMKIT_OK
+               ? values[0]
+               : -1;
 }
 
 /* What a registered splitter slices: what is in it is marked, but gives no rows. */
@@ -267,7 +265,7 @@ static int
 capture_is_candidate(const oomkit_batch *batch, const oomkit_options *options,
                      Py_ssize_t argument)
 {
-    PyObject *name; /* owned */
+    OWNED PyObject *name = NULL;
     int named;
 
     if (options->batch == NULL && PyTuple_GET_SIZE(options->statics) == 0) {
@@ -279,7 +277,6 @@ capture_is_candidate(const oomkit_batch *batch, const oomkit_options *options,
     }
     named = PySequence_Contains(
         options->batch != NULL ? options->batch : options->statics, name);
-    Py_DECREF(name);
     return named < 0 || options->batch != NULL ? named : !named;
 }
 

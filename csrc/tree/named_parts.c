@@ -69,25 +69,24 @@ instance_dict(PyObject *object)
 static PyObject *
 mapping_entries(PyObject *mapping)
 {
-    PyObject *entries = PyDict_New();                                        /* owned */
-    PyObject *keys = oomkit_output_base(Py_TYPE(mapping))->tp_iter(mapping); /* owned */
-    PyObject *key, *value; /* owned; borrowed from mapping */
+    OWNED PyObject *entries = PyDict_New();
+    OWNED PyObject *keys = oomkit_output_base(Py_TYPE(mapping))->tp_iter(mapping);
 
-    while (entries != NULL && keys != NULL && (key = PyIter_Next(keys)) != NULL) {
+    while (entries != NULL && keys != NULL) {
+        OWNED PyObject *key = PyIter_Next(keys);
+        PyObject *value; /* borrowed from mapping */
+        if (key == NULL) {
+            return PyErr_Occurred() ? NULL : STEAL(entries);
+        }
         value = PyDict_GetItemWithError(mapping, key);
         if (value == NULL || PyDict_SetItem(entries, key, value) < 0) {
-            Py_CLEAR(entries);
+            break;
         }
-        Py_DECREF(key);
     }
-    if (keys == NULL || PyErr_Occurred()) {
-        Py_CLEAR(entries);
-    }
-    Py_XDECREF(keys);
-    if (entries == NULL && !PyErr_Occurred()) {
+    if (!PyErr_Occurred()) {
         PyErr_SetString(PyExc_RuntimeError, "a mapping changed while it was read");
     }
-    return entries;
+    return NULL;
 }
 
 /* Adds what lies in slots. 0 or -1. */
@@ -99,8 +98,7 @@ open_slots(PyObject *object, PyObject *attributes)
     for (; type != NULL && type != &PyDict_Type; type = type->tp_base) {
         const PyMemberDef *member = type->tp_members;
         for (; member != NULL && member->name != NULL; member++) {
-            PyObject *value; /* owned */
-            int failed;
+            OWNED PyObject *value = NULL;
             if (strncmp(member->name, "__", 2) == 0) {
                 continue; /* __weakref__ and its like */
             }
@@ -112,9 +110,7 @@ open_slots(PyObject *object, PyObject *attributes)
                 PyErr_Clear(); /* a slot that was never set */
                 continue;
             }
-            failed = PyDict_SetItemString(attributes, member->name, value) < 0;
-            Py_DECREF(value);
-            if (failed) {
+            if (PyDict_SetItemString(attributes, member->name, value) < 0) {
                 return -1;
             }
         }
@@ -150,7 +146,7 @@ open_attributes(PyObject *dict, oomkit_parts *parts)
 int
 oomkit_output_open(oomkit_state *st, PyObject *object, oomkit_parts *parts)
 {
-    PyObject *dict = NULL; /* owned */
+    OWNED PyObject *dict = NULL;
     PyObject *data = NULL; /* borrowed from dict */
     int result = -1;
 
@@ -186,7 +182,6 @@ oomkit_output_open(oomkit_state *st, PyObject *object, oomkit_parts *parts)
         result = parts->entries == NULL ? -1 : 0;
     }
 done:
-    Py_XDECREF(dict);
     if (result < 0) {
         oomkit_parts_clear(parts);
     }
@@ -246,20 +241,20 @@ set_entries(PyObject *made, PyObject *like, PyObject *dict, const oomkit_parts *
 static int
 set_dict(oomkit_state *st, PyObject *made, PyObject *dict, const oomkit_parts *parts)
 {
-    PyObject *fresh = PyObject_GenericGetDict(made, NULL); /* owned */
+    OWNED PyObject *fresh = PyObject_GenericGetDict(made, NULL);
     PyObject *name, *value; /* borrowed from dict; from parts */
     Py_ssize_t position = 0;
     int user = PyType_IsSubtype(Py_TYPE(made), (PyTypeObject *)st->UserDict);
-    int result = fresh == NULL ? -1 : 0;
 
-    while (result == 0 && PyDict_Next(dict, &position, &name, &value)) {
+    while (fresh != NULL && PyDict_Next(dict, &position, &name, &value)) {
         int is_data = user && parts->entries != NULL && PyUnicode_Check(name) &&
                       PyUnicode_Compare(name, st->str_data) == 0;
         value = is_data ? parts->entries : part_named(parts, name);
-        result = value == NULL ? -1 : PyDict_SetItem(fresh, name, value);
+        if (value == NULL || PyDict_SetItem(fresh, name, value) < 0) {
+            return -1;
+        }
     }
-    Py_XDECREF(fresh);
-    return result;
+    return fresh == NULL ? -1 : 0;
 }
 
 /* Attributes that `like` does not have in its dictionary lie in slots. 0 or -1. */
@@ -283,31 +278,27 @@ PyObject *
 oomkit_output_like(oomkit_state *st, PyObject *like, const oomkit_parts *parts)
 {
     PyTypeObject *type = Py_TYPE(like);
-    PyObject *made, *dict; /* owned */
+    OWNED PyObject *made =
+        oomkit_output_base(type)->tp_new(type, st->empty_tuple, NULL);
+    OWNED PyObject *dict = NULL;
 
-    made = oomkit_output_base(type)->tp_new(type, st->empty_tuple, NULL);
     if (made == NULL) {
         return NULL;
     }
     dict = instance_dict(like);
     if ((dict == NULL && PyErr_Occurred()) ||
         (PyDict_Check(like) && set_entries(made, like, dict, parts) < 0)) {
-        goto error;
+        return NULL;
     }
     if (dict == like) { /* `self.__dict__ = self` */
         if (PyObject_GenericSetDict(made, made, NULL) < 0) {
-            goto error;
+            return NULL;
         }
     } else if ((dict != NULL && set_dict(st, made, dict, parts) < 0) ||
                set_slots(made, dict, parts) < 0) {
-        goto error;
+        return NULL;
     }
-    Py_XDECREF(dict);
-    return made;
-error:
-    Py_XDECREF(dict);
-    Py_DECREF(made);
-    return NULL;
+    return STEAL(made);
 }
 
 /* --- tuples --- */
@@ -315,9 +306,9 @@ error:
 static int
 is_struct_sequence(oomkit_state *st, PyObject *object)
 {
-    int found; /* torch.return_types */
-    PyObject *count = PyObject_GetAttr((PyObject *)Py_TYPE(object),
-                                       st->str_n_sequence_fields); /* owned */
+    OWNED PyObject *count =
+        PyObject_GetAttr((PyObject *)Py_TYPE(object), st->str_n_sequence_fields);
+
     if (count == NULL) {
         if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
             return -1;
@@ -325,9 +316,7 @@ is_struct_sequence(oomkit_state *st, PyObject *object)
         PyErr_Clear();
         return 0;
     }
-    found = PyLong_Check(count);
-    Py_DECREF(count);
-    return found;
+    return PyLong_Check(count); /* torch.return_types */
 }
 
 int
@@ -404,19 +393,12 @@ oomkit_output_is_cache(const oomkit_state *st, PyObject *name, PyObject *value)
 PyObject *
 oomkit_tuple_like(PyObject *like, PyObject *list)
 {
-    PyObject *tuple, *args, *made; /* owned */
+    OWNED PyObject *tuple = PyList_AsTuple(list), *args = NULL;
 
-    tuple = PyList_AsTuple(list);
     Py_DECREF(list);
     if (tuple == NULL || Py_IS_TYPE(like, &PyTuple_Type)) {
-        return tuple;
+        return STEAL(tuple);
     }
     args = PyTuple_Pack(1, tuple);
-    Py_DECREF(tuple);
-    if (args == NULL) {
-        return NULL;
-    }
-    made = PyTuple_Type.tp_new(Py_TYPE(like), args, NULL);
-    Py_DECREF(args);
-    return made;
+    return args == NULL ? NULL : PyTuple_Type.tp_new(Py_TYPE(like), args, NULL);
 }

@@ -63,11 +63,10 @@ array_sample(const Py_buffer *view)
 static int
 array_shape(oomkit_state *st, oomkit_node *node, int64_t dim)
 {
-    PyObject *shape = PyObject_GetAttr(node->object, st->str_shape); /* owned */
+    OWNED PyObject *shape = PyObject_GetAttr(node->object, st->str_shape);
     Py_ssize_t i, n;
 
     if (shape == NULL || !PyTuple_Check(shape)) {
-        Py_XDECREF(shape);
         return shape == NULL ? -1 : 0;
     }
     n = PyTuple_GET_SIZE(shape);
@@ -80,7 +79,6 @@ array_shape(oomkit_state *st, oomkit_node *node, int64_t dim)
             node->shape_hash = array_mix(node->shape_hash, (uint64_t)size);
         }
     }
-    Py_DECREF(shape);
     return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -135,13 +133,13 @@ PyObject *
 oomkit_array_slice(oomkit_state *st, PyObject *array, int64_t dim, PyObject *start,
                    int64_t stop)
 {
-    PyObject *end = PyLong_FromLongLong(stop);                       /* owned */
-    PyObject *shape = PyObject_GetAttr(array, st->str_shape);        /* owned */
-    PyObject *rows = NULL, *all = NULL, *index = NULL, *part = NULL; /* owned */
+    OWNED PyObject *end = PyLong_FromLongLong(stop);
+    OWNED PyObject *shape = PyObject_GetAttr(array, st->str_shape);
+    OWNED PyObject *rows = NULL, *all = NULL, *index = NULL;
     int64_t i;
 
     if (end == NULL || shape == NULL) {
-        goto done;
+        return NULL;
     }
     if (dim < 0) {
         dim += PyObject_Length(shape);
@@ -150,17 +148,10 @@ oomkit_array_slice(oomkit_state *st, PyObject *array, int64_t dim, PyObject *sta
     all = PySlice_New(NULL, NULL, NULL);
     index = PyTuple_New((Py_ssize_t)dim + 1);
     if (rows == NULL || all == NULL || index == NULL) {
-        goto done;
+        return NULL;
     }
     for (i = 0; i <= dim; i++) {
         PyTuple_SET_ITEM(index, (Py_ssize_t)i, Py_NewRef(i == dim ? rows : all));
     }
-    part = PyObject_GetItem(array, index);
-done:
-    Py_XDECREF(end);
-    Py_XDECREF(shape);
-    Py_XDECREF(rows);
-    Py_XDECREF(all);
-    Py_XDECREF(index);
-    return part;
+    return PyObject_GetItem(array, index);
 }

@@ -142,8 +142,7 @@ open_slots(oomkit_capture *c, Py_ssize_t at, PyObject *object, int depth)
     for (; type != NULL && type != &PyDict_Type; type = type->tp_base) {
         PyMemberDef *member = type->tp_members;
         for (; member != NULL && member->name != NULL; member++) {
-            PyObject *name, *value; /* owned */
-            int result;
+            OWNED PyObject *value = NULL, *name = NULL;
             if (strncmp(member->name, "__", 2) == 0 ||
                 (member->flags & READONLY) != 0) {
                 continue;
@@ -157,13 +156,9 @@ open_slots(oomkit_capture *c, Py_ssize_t at, PyObject *object, int depth)
                 continue;
             }
             name = PyUnicode_InternFromString(member->name);
-            result = name == NULL
-                         ? -1
-                         : open_child(c, at, value, name,
-                                      OOMKIT_NODE_ATTRIBUTE | OOMKIT_NODE_SLOT, depth);
-            Py_XDECREF(name);
-            Py_DECREF(value);
-            if (result < 0) {
+            if (name == NULL ||
+                open_child(c, at, value, name, OOMKIT_NODE_ATTRIBUTE | OOMKIT_NODE_SLOT,
+                           depth) < 0) {
                 return -1;
             }
         }
@@ -175,8 +170,8 @@ int
 oomkit_capture_object(oomkit_capture *c, Py_ssize_t at, PyObject *object, int custom,
                       int depth)
 {
-    PyObject *dict; /* owned */
-    int entries = 0, attributes = 0, result = 0;
+    OWNED PyObject *dict = NULL;
+    int entries = 0, attributes = 0;
 
     if (object_dict(object, &dict) < 0) {
         return -1;
@@ -191,24 +186,20 @@ oomkit_capture_object(oomkit_capture *c, Py_ssize_t at, PyObject *object, int cu
     }
     if (entries < 0 || attributes < 0 ||
         (dict != NULL && entries == 0 && attributes == 0 && !custom)) {
-        Py_XDECREF(dict);
         return 0;
     }
     c->batch->nodes[at].kind = OOMKIT_NODE_OBJECT;
     if (dict == object) {
         c->batch->nodes[at].flags |= OOMKIT_NODE_OWN_DICT;
     }
-    if (PyDict_Check(object)) {
-        result = open_entries(c, at, object, dict, depth);
+    if (PyDict_Check(object) && open_entries(c, at, object, dict, depth) < 0) {
+        return -1;
     }
-    if (result == 0 && dict != NULL && dict != object) {
-        result = open_attributes(c, at, object, dict, depth);
+    if (dict != NULL && dict != object &&
+        open_attributes(c, at, object, dict, depth) < 0) {
+        return -1;
     }
-    if (result == 0) {
-        result = open_slots(c, at, object, depth);
-    }
-    Py_XDECREF(dict);
-    return result;
+    return open_slots(c, at, object, depth);
 }
 
 /* --- making one anew --- */
@@ -257,23 +248,24 @@ made_part(PyObject *made, PyObject *dict, const oomkit_node *child, int is_entry
 static int
 made_order(PyObject *made, PyObject *like)
 {
-    PyObject *keys = PyODict_Type.tp_iter(like); /* owned */
-    PyObject *key, *done;                        /* owned */
-    int result = keys == NULL ? -1 : 0;
+    OWNED PyObject *keys = PyODict_Type.tp_iter(like);
 
-    while (result == 0 && (key = PyIter_Next(keys)) != NULL) {
-        int there = PyDict_Contains(made, key); /* the step may have added some */
-        result = there < 0 ? -1 : 0;
+    while (keys != NULL) {
+        OWNED PyObject *key = PyIter_Next(keys), *done = NULL;
+        int there;
+        if (key == NULL) {
+            return PyErr_Occurred() ? -1 : 0;
+        }
+        there = PyDict_Contains(made, key); /* the step may have added some */
         if (there > 0) {
             done = PyObject_CallMethod((PyObject *)&PyODict_Type, "move_to_end", "OO",
                                        made, key);
-            result = done == NULL ? -1 : 0;
-            Py_XDECREF(done);
         }
-        Py_DECREF(key);
+        if (there < 0 || (there > 0 && done == NULL)) {
+            return -1;
+        }
     }
-    Py_XDECREF(keys);
-    return PyErr_Occurred() ? -1 : result;
+    return -1;
 }
 
 PyObject *
@@ -282,8 +274,9 @@ oomkit_object_build(oomkit_state *st, const oomkit_batch *batch, Py_ssize_t at,
 {
     const oomkit_node *node = &batch->nodes[at];
     PyTypeObject *type = Py_TYPE(node->object);
-    PyObject *made = oomkit_output_base(type)->tp_new(type, st->empty_tuple, NULL);
-    PyObject *dict = NULL; /* owned, as made is */
+    OWNED PyObject *made =
+        oomkit_output_base(type)->tp_new(type, st->empty_tuple, NULL);
+    OWNED PyObject *dict = NULL;
     Py_ssize_t i, child;
 
     if (made == NULL) {
@@ -291,25 +284,20 @@ oomkit_object_build(oomkit_state *st, const oomkit_batch *batch, Py_ssize_t at,
     }
     if ((node->flags & OOMKIT_NODE_OWN_DICT) != 0 &&
         PyObject_GenericSetDict(made, made, NULL) < 0) {
-        goto error;
+        return NULL;
     }
     if (object_dict(made, &dict) < 0) {
-        goto error;
+        return NULL;
     }
     for (i = 0, child = at + 1; i < node->children;
          i++, child = oomkit_node_end(batch, child)) {
         if (made_part(made, dict, &batch->nodes[child], i < node->entries, values[i]) <
             0) {
-            goto error;
+            return NULL;
         }
     }
     if (PyODict_Check(made) && made_order(made, node->object) < 0) {
-        goto error;
+        return NULL;
     }
-    Py_XDECREF(dict);
-    return made;
-error:
-    Py_XDECREF(dict);
-    Py_DECREF(made);
-    return NULL;
+    return STEAL(made);
 }

@@ -10,18 +10,16 @@ static int
 splitter_note(PyObject *value, const char *which)
 {
     PyObject *error = oomkit_exception_take(); /* owned, given back */
-    PyObject *note, *done;                     /* owned */
 
     if (PyObject_TypeCheck(error, (PyTypeObject *)PyExc_Exception)) {
-        note = PyUnicode_FromFormat(
+        OWNED PyObject *note = PyUnicode_FromFormat(
             "oomkit: raised by %s= of register_splitter() for a '%.200s'", which,
             Py_TYPE(value)->tp_name);
-        done = note == NULL ? NULL : PyObject_CallMethod(error, "add_note", "O", note);
+        OWNED PyObject *done =
+            note == NULL ? NULL : PyObject_CallMethod(error, "add_note", "O", note);
         if (done == NULL) {
             PyErr_Clear(); /* the user's error is the one to see */
         }
-        Py_XDECREF(note);
-        Py_XDECREF(done);
     }
     oomkit_exception_give(error);
     return -1;
@@ -39,13 +37,11 @@ splitter_get(const oomkit_state *st, PyObject *value, int which)
 int
 oomkit_splitter_rows(oomkit_state *st, PyObject *value, int64_t *rows)
 {
-    PyObject *size = splitter_get(st, value, SPLITTER_SIZE); /* owned */
-    PyObject *answer;                                        /* owned */
+    OWNED PyObject *size = splitter_get(st, value, SPLITTER_SIZE), *answer = NULL;
 
     *rows = -1;
     if (size == NULL || size == Py_None) {
         Py_ssize_t length = PyObject_Length(value);
-        Py_XDECREF(size);
         *rows = length;
         if (length < 0 && PyErr_ExceptionMatches(PyExc_TypeError)) {
             PyErr_Clear(); /* no len(): said by the caller */
@@ -54,26 +50,23 @@ oomkit_splitter_rows(oomkit_state *st, PyObject *value, int64_t *rows)
         return length < 0 ? splitter_note(value, "size") : 0;
     }
     answer = PyObject_CallOneArg(size, value);
-    Py_DECREF(size);
     if (answer == NULL) {
         return splitter_note(value, "size");
     }
     *rows = PyLong_AsLongLong(answer);
-    if (*rows < 0) {
-        if (!PyErr_Occurred()) {
-            PyErr_Format(PyExc_ValueError, "expected 0 rows or more, got %R", answer);
-        }
-        splitter_note(value, "size");
+    if (*rows >= 0) {
+        return 0;
     }
-    Py_DECREF(answer);
-    return *rows < 0 ? -1 : 0;
+    if (!PyErr_Occurred()) {
+        PyErr_Format(PyExc_ValueError, "expected 0 rows or more, got %R", answer);
+    }
+    return splitter_note(value, "size");
 }
 
 PyObject *
 oomkit_splitter_cut(oomkit_state *st, PyObject *value, int64_t start, int64_t length)
 {
-    PyObject *split = splitter_get(st, value, SPLITTER_SPLIT); /* owned */
-    PyObject *part;                                            /* owned */
+    OWNED PyObject *split = splitter_get(st, value, SPLITTER_SPLIT), *part = NULL;
     int64_t rows;
     int known;
 
@@ -84,7 +77,6 @@ oomkit_splitter_cut(oomkit_state *st, PyObject *value, int64_t start, int64_t le
     }
     part =
         PyObject_CallFunction(split, "OLL", value, (long long)start, (long long)length);
-    Py_DECREF(split);
     if (part == NULL) {
         splitter_note(value, "split");
         return NULL;
@@ -97,26 +89,23 @@ oomkit_splitter_cut(oomkit_state *st, PyObject *value, int64_t start, int64_t le
                      "split(value, %lld, %lld): expected %lld",
                      Py_TYPE(value)->tp_name, (long long)rows, (long long)start,
                      (long long)length, (long long)length);
+        return NULL;
     }
-    if (known < 0 || (known == 0 && rows != length)) {
-        Py_CLEAR(part);
-    }
-    return part;
+    return known < 0 ? NULL : STEAL(part);
 }
 
 PyObject *
 oomkit_splitter_join(oomkit_state *st, PyObject *values, PyObject *rows)
 {
-    PyObject *first = PyList_GET_ITEM(values, 0);            /* borrowed from values */
-    PyObject *join = splitter_get(st, first, SPLITTER_JOIN); /* owned */
-    PyObject *stack[2] = {values, rows};                     /* borrowed */
-    PyObject *joined;                                        /* owned */
+    PyObject *first = PyList_GET_ITEM(values, 0); /* borrowed from values */
+    OWNED PyObject *join = splitter_get(st, first, SPLITTER_JOIN);
+    PyObject *stack[2] = {values, rows}; /* borrowed */
+    PyObject *joined;                    /* owned, returned */
 
     if (join == NULL) {
         return NULL;
     }
     joined = PyObject_Vectorcall(join, stack, 2, NULL);
-    Py_DECREF(join);
     if (joined == NULL) {
         splitter_note(first, "join");
     }
@@ -179,8 +168,7 @@ oomkit_register_splitter(PyObject *module, PyObject *args, PyObject *kwargs)
     static char *names[] = {"", "split", "size", "join", NULL};
     oomkit_state *st = oomkit_state_of_module(module);
     PyObject *type, *split = NULL, *size = Py_None, *join = Py_None; /* borrowed */
-    PyObject *entry;                                                 /* owned */
-    int result;
+    OWNED PyObject *entry = NULL;
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$OOO:register_splitter", names,
                                      &type, &split, &size, &join)) {
@@ -211,9 +199,7 @@ oomkit_register_splitter(PyObject *module, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     entry = PyTuple_Pack(3, split, size, join);
-    result = entry == NULL ? -1 : PyDict_SetItem(st->splitters, type, entry);
-    Py_XDECREF(entry);
-    if (result < 0) {
+    if (entry == NULL || PyDict_SetItem(st->splitters, type, entry) < 0) {
         return NULL;
     }
     oomkit_kinds_forget(st);

@@ -154,8 +154,8 @@ MUTANTS = [
         "settings-of-the-last-call",
         "settings are read in effect, whatever torch was last given",
         "csrc/device/allocator_settings.c",
-        "    expandable = on == Py_True;",
-        "    expandable = on != Py_False;",
+        "    return on == Py_True;",
+        "    return on != Py_False;",
         ("device/test_torch_calls.py::test_settings_in_effect_are_read",),
     ),
     Mutant(
