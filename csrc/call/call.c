@@ -7,14 +7,14 @@ oomkit_call_has_module(const oomkit_call *call, const PyObject *module)
 {
     PyObject *roots = call->parts->roots; /* borrowed */
     Py_ssize_t i;
-    int found = 0;
 
-    for (i = 0; roots != NULL && i < PyList_GET_SIZE(roots) && !found; i++) {
-        PyObject *root = oomkit_reference_get(PyList_GET_ITEM(roots, i)); /* owned */
-        found = root == module;
-        Py_XDECREF(root);
+    for (i = 0; roots != NULL && i < PyList_GET_SIZE(roots); i++) {
+        OWNED PyObject *root = oomkit_reference_get(PyList_GET_ITEM(roots, i));
+        if (root == module) {
+            return 1;
+        }
     }
-    return found;
+    return 0;
 }
 
 /* The call's arguments as (tuple, dict). 0 or -1; both are owned. */

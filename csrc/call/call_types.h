@@ -237,7 +237,8 @@ typedef struct oomkit_entry {
 /* Optimizers, and what was made of their updates. */
 typedef struct oomkit_updating {
     oomkit_optimizer_mark *marks;
-    int count, room;
+    int count;
+    Py_ssize_t room;
     int step_failed;  /* an optimizer's step ran out of memory and was not finished */
     int made;         /* optimizer steps that were made in this attempt */
     int params_stuck; /* parameters changed by the step itself stay changed */
@@ -271,7 +272,8 @@ typedef struct oomkit_owner_marks {
 /* Arguments of schedulers, per micro-batch. */
 typedef struct oomkit_scheduled {
     oomkit_metric *items;
-    int count, room;
+    int count;
+    Py_ssize_t room;
 } oomkit_scheduled;
 
 /* Parameters by module and name, while split. */

@@ -35,14 +35,12 @@ oomkit_compiler_off(oomkit_call *call)
 int
 oomkit_compiler_on(oomkit_call *call)
 {
-    PyObject *wanted = call->entry.compiler, *before; /* owned */
+    OWNED PyObject *before = NULL, *wanted = call->entry.compiler;
 
     if (wanted == NULL) {
         return 0;
     }
     call->entry.compiler = NULL;
     before = compiler_set(call, wanted);
-    Py_DECREF(wanted);
-    Py_XDECREF(before);
     return before == NULL ? -1 : 0;
 }

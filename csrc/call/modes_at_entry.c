@@ -6,7 +6,7 @@ int
 oomkit_modes_entry(oomkit_call *call)
 {
     oomkit_state *st = call->st;
-    PyObject *on; /* owned */
+    OWNED PyObject *on = NULL;
 
     call->entry.modes_known = 1;
     if (st->bridge != NULL) {
@@ -16,7 +16,6 @@ oomkit_modes_entry(oomkit_call *call)
     on = PyObject_CallNoArgs(st->is_grad_enabled);
     call->entry.modes.grad = on == Py_True;
     call->entry.modes_known = on != NULL;
-    Py_XDECREF(on);
     return on == NULL ? -1 : 0;
 }
 

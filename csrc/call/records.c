@@ -212,18 +212,17 @@ attempt_dict(const oomkit_attempt *attempt)
 static PyObject *
 attempts_tuple(const oomkit_attempt *attempts, Py_ssize_t count)
 {
-    PyObject *tuple = PyTuple_New(count); /* owned */
+    OWNED PyObject *tuple = PyTuple_New(count);
     Py_ssize_t i;
 
     for (i = 0; tuple != NULL && i < count; i++) {
         PyObject *entry = attempt_dict(&attempts[i]); /* stolen by PyTuple_SET_ITEM() */
         if (entry == NULL) {
-            Py_CLEAR(tuple);
-        } else {
-            PyTuple_SET_ITEM(tuple, i, entry);
+            return NULL;
         }
+        PyTuple_SET_ITEM(tuple, i, entry);
     }
-    return tuple;
+    return STEAL(tuple);
 }
 
 /* Appends a line. Steals `line`, which may be NULL with an exception. 0 or -1. */
@@ -319,12 +318,12 @@ report_text(PyObject *label, const char *device, const oomkit_attempt *attempts,
             PyObject *holders, PyObject *advice)
 {
     char allocated[32], budget[32];
-    PyObject *head = NULL, *text = NULL;              /* owned */
-    PyObject *newline = PyUnicode_FromString("\n");   /* owned */
-    PyObject *lines = newline ? PyList_New(0) : NULL; /* owned */
+    OWNED PyObject *newline = PyUnicode_FromString("\n");
+    OWNED PyObject *lines = newline ? PyList_New(0) : NULL;
+    OWNED PyObject *head = NULL;
 
     if (lines == NULL) {
-        goto done;
+        return NULL;
     }
     oomkit_format_bytes(budget_bytes, budget);
     head = PyUnicode_FromFormat("%V ran out of memory on %s: allocated %s, budget %s",
@@ -335,14 +334,9 @@ report_text(PyObject *label, const char *device, const oomkit_attempt *attempts,
     if (lines_add(lines, Py_XNewRef(head)) < 0 ||
         lines_add_attempts(lines, attempts, count) < 0 ||
         lines_add_holders(lines, holders) < 0 || lines_add_advice(lines, advice) < 0) {
-        goto done;
+        return NULL;
     }
-    text = PyUnicode_Join(newline, lines);
-done:
-    Py_XDECREF(head);
-    Py_XDECREF(lines);
-    Py_XDECREF(newline);
-    return text;
+    return PyUnicode_Join(newline, lines);
 }
 
 PyObject *

@@ -7,7 +7,7 @@
 static int
 several_ranks(void)
 {
-    PyObject *module, *size; /* owned */
+    OWNED PyObject *module = NULL, *size = NULL;
     int result = oomkit_imported_says("torch.distributed", "is_initialized");
     long world;
 
@@ -16,12 +16,10 @@ several_ranks(void)
     }
     module = oomkit_imported("torch.distributed");
     size = module == NULL ? NULL : PyObject_CallMethod(module, "get_world_size", NULL);
-    Py_XDECREF(module);
     if (size == NULL) {
         return PyErr_Occurred() ? -1 : 0;
     }
     world = PyLong_AsLong(size);
-    Py_DECREF(size);
     if (world == -1 && PyErr_Occurred()) {
         return -1;
     }
@@ -59,17 +57,14 @@ is_wrapper(oomkit_call *call)
     Py_ssize_t i;
 
     for (i = 0; roots != NULL && i < PyList_GET_SIZE(roots); i++) {
-        PyObject *root = oomkit_reference_get(PyList_GET_ITEM(roots, i)); /* owned */
-        int found;
-        if (root == NULL) {
+        OWNED PyObject *root = oomkit_reference_get(PyList_GET_ITEM(roots, i));
+        if (root == NULL || Py_TYPE(root) == last) {
             continue;
         }
-        found = Py_TYPE(root) != last && is_wrapper_type(Py_TYPE(root));
-        last = Py_TYPE(root);
-        Py_DECREF(root);
-        if (found) {
+        if (is_wrapper_type(Py_TYPE(root))) {
             return 1;
         }
+        last = Py_TYPE(root);
     }
     return 0;
 }
@@ -79,16 +74,13 @@ is_wrapper(oomkit_call *call)
 int
 oomkit_refusal_transform(oomkit_state *st)
 {
-    PyObject *level; /* owned */
-    int inside;
+    OWNED PyObject *level = NULL;
 
     if (st->functorch_level == NULL) {
         return 0;
     }
     level = PyObject_CallNoArgs(st->functorch_level);
-    inside = level == NULL ? -1 : level != Py_None;
-    Py_XDECREF(level);
-    return inside;
+    return level == NULL ? -1 : level != Py_None;
 }
 
 /* Why this call must not be replayed or split: a static text, or NULL. -1 on error. */

@@ -26,22 +26,20 @@ static void
 captured_failed(oomkit_call *call)
 {
     oomkit_state *st = call->st;
-    PyObject *exception = oomkit_exception_take(); /* owned, then stolen */
-    PyObject *handled, *reason;                    /* owned; handled: the caller's */
+    OWNED PyObject *exception = oomkit_exception_take();
+    OWNED PyObject *handled = NULL, *reason = NULL; /* handled: the caller's */
     oomkit_class class_ = oomkit_exception_classify(st, exception);
 
     if ((class_ != OOMKIT_CLASS_CERTAIN && class_ != OOMKIT_CLASS_MASKED) ||
         oomkit_device_is_lost(st, call->device)) {
-        oomkit_exception_give(exception);
+        oomkit_exception_give(STEAL(exception));
         return;
     }
     if (oomkit_recover_note(call, exception) < 0) {
-        Py_DECREF(exception);
         return;
     }
     handled = PyErr_GetHandledException();
-    oomkit_exception_drop(st, exception, handled);
-    Py_XDECREF(handled);
+    oomkit_exception_drop(st, STEAL(exception), handled);
     reason = PyUnicode_FromFormat(
         "%U ran out of memory and is not retried: a CUDA graph is being captured, and "
         "nothing of the step was taken back; capture the step with the micro-batch "
@@ -50,15 +48,13 @@ captured_failed(oomkit_call *call)
         call->options->label);
     if (reason != NULL) {
         oomkit_give_up(call, reason, 0);
-        Py_DECREF(reason);
     }
 }
 
 PyObject *
 oomkit_captured_run(oomkit_call *call)
 {
-    PyObject *exception = NULL; /* owned, given back */
-    PyObject *result =          /* owned */
+    PyObject *result = /* owned */
         PyObject_Vectorcall(call->given.func, call->given.args, call->given.nargsf,
                             call->given.kwnames);
 
@@ -68,11 +64,9 @@ oomkit_captured_run(oomkit_call *call)
     }
     if (result == NULL) {
         captured_failed(call);
-        exception = oomkit_exception_take();
     }
-    oomkit_call_free(call);
-    if (exception != NULL) {
-        oomkit_exception_give(exception);
+    KEEPING_EXCEPTION {
+        oomkit_call_free(call);
     }
     return result;
 }

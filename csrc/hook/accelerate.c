@@ -3,6 +3,7 @@
  * must count once, not once per micro-batch, and a roll-back must take the count back.
  * Known by name, so that nothing is imported. */
 #include "hook.h"
+#include "../call/call.h"
 #include "../undo/undo.h"
 
 /* What accumulate() calls on entry, in a split call: 1 it is to run (the first
@@ -23,13 +24,8 @@ oomkit_accelerator_counts(interceptor_object *self)
     if (what == NULL) {
         return call->cut.at == 0;
     }
-    call->refused.raised = 1;
-    oomkit_raise(
-        call->st->SplitError,
-        "auto_batch cannot split this step: accelerator.accumulate() is entered "
-        "inside it, and %s",
-        what);
-    return -1;
+    return oomkit_refuse_split(
+        call, "accelerator.accumulate() is entered inside it, and %s", what);
 }
 
 /* Puts the interceptor of one accelerator in place: accumulate() itself where it is to
@@ -66,9 +62,7 @@ accelerate_module(PyObject *name)
 static int
 accelerate_in_use(oomkit_state *st)
 {
-    PyObject *module;               /* borrowed, then owned */
-    PyObject *type, *shared = NULL; /* owned */
-    int result = 1;
+    OWNED PyObject *module = NULL, *type = NULL, *shared = NULL;
 
     if (accelerate_module(st->str_accelerate_module) == NULL) {
         return PyErr_Occurred() ? -1 : 0;
@@ -78,18 +72,15 @@ accelerate_in_use(oomkit_state *st)
         return -1;
     }
     type = module ? PyObject_GetAttrString(module, "AcceleratorState") : NULL;
-    Py_XDECREF(module);
     shared = type ? PyObject_GetAttrString(type, "_shared_state") : NULL;
     if (shared != NULL) {
-        result = PyObject_IsTrue(shared);
-    } else if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_AttributeError)) {
-        result = -1;
-    } else {
-        PyErr_Clear(); /* another version of accelerate */
+        return PyObject_IsTrue(shared);
     }
-    Py_XDECREF(type);
-    Py_XDECREF(shared);
-    return result;
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        return -1;
+    }
+    PyErr_Clear(); /* another version of accelerate */
+    return 1;
 }
 
 /* Accelerators that the search did not find, looked for through the collector once per
@@ -97,8 +88,8 @@ accelerate_in_use(oomkit_state *st)
 static int
 accelerate_hidden(oomkit_call *call)
 {
-    PyObject *objects; /* owned */
-    Py_ssize_t i, j;
+    OWNED PyObject *objects = NULL;
+    Py_ssize_t i;
     int result = call->parts->looked_for_accelerators ? 0 : accelerate_in_use(call->st);
 
     if (result <= 0) {
@@ -114,10 +105,11 @@ accelerate_hidden(oomkit_call *call)
         if (!oomkit_accelerate_is(object, "Accelerator")) {
             continue;
         }
-        for (j = 0; j < call->parts->owner_count && !known; j++) {
-            PyObject *owner = oomkit_reference_get(call->parts->owners[j].ref);
-            known = owner == object;
-            Py_XDECREF(owner);
+        EACH_OWNER (owner, call->parts, OWNERS_ALL) {
+            if (owner.object == object) {
+                known = 1;
+                break;
+            }
         }
         if (known) {
             continue;
@@ -133,7 +125,6 @@ accelerate_hidden(oomkit_call *call)
             result = accelerate_intercept(call, object, call->tries.ooms > 0);
         }
     }
-    Py_DECREF(objects);
     call->parts->looked_for_accelerators = result >= 0;
     return result < 0 ? -1 : 0;
 }
@@ -148,18 +139,12 @@ oomkit_accelerate_split(oomkit_call *call)
         return -1;
     }
     for (i = 0; i < known; i++) {
-        PyObject *accelerator; /* owned */
-        int result;
+        OWNED PyObject *accelerator = NULL;
         if (call->parts->owners[i].kind != OOMKIT_OWNER_ACCELERATOR) {
             continue;
         }
         accelerator = oomkit_reference_get(call->parts->owners[i].ref);
-        if (accelerator == NULL) {
-            continue;
-        }
-        result = accelerate_intercept(call, accelerator, 0);
-        Py_DECREF(accelerator);
-        if (result < 0) {
+        if (accelerator != NULL && accelerate_intercept(call, accelerator, 0) < 0) {
             return -1;
         }
     }

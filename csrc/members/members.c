@@ -5,28 +5,6 @@
 
 #define PARTS_CAPSULE "oomkit.participants"
 
-/* Grows an array of `size`-byte items so that one more fits. 0, or -1 with MemoryError.
- */
-static int
-parts_grow(void **items, Py_ssize_t count, Py_ssize_t *room, size_t size)
-{
-    Py_ssize_t wanted;
-    void *grown;
-
-    if (count < *room) {
-        return 0;
-    }
-    wanted = *room == 0 ? 8 : *room * 2;
-    grown = PyMem_Realloc(*items, (size_t)wanted * size);
-    if (grown == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    *items = grown;
-    *room = wanted;
-    return 0;
-}
-
 static void
 parts_drop_tensors(oomkit_participants *parts)
 {
@@ -98,15 +76,10 @@ parts_capsule(oomkit_participants *parts)
 static PyObject *
 parts_watch(oomkit_participants *parts, PyObject *object)
 {
-    PyObject *ref = NULL;                     /* owned */
     PyObject *capsule = parts_capsule(parts); /* borrowed from parts */
-    PyObject *callback =
-        capsule ? PyCFunction_New(&parts_death_method, capsule) : NULL; /* owned */
-    if (callback != NULL) {
-        ref = PyWeakref_NewRef(object, callback);
-    }
-    Py_XDECREF(callback);
-    return ref;
+    OWNED PyObject *callback =
+        capsule ? PyCFunction_New(&parts_death_method, capsule) : NULL;
+    return callback == NULL ? NULL : PyWeakref_NewRef(object, callback);
 }
 
 PyObject *
@@ -125,15 +98,14 @@ static int
 parts_first_time(oomkit_participants *parts, PyObject *object)
 {
     int known;
-    PyObject *address = PyLong_FromVoidPtr(object); /* owned */
+    OWNED PyObject *address = PyLong_FromVoidPtr(object);
     if (address == NULL) {
         return -1;
     }
     known = PySet_Contains(parts->seen, address);
     if (known == 0 && PySet_Add(parts->seen, address) < 0) {
-        known = -1;
+        return -1;
     }
-    Py_DECREF(address);
     return known < 0 ? -1 : !known;
 }
 
@@ -156,8 +128,7 @@ parts_add_tensor(oomkit_state *st, oomkit_participants *parts, PyObject *tensor)
     if (first <= 0) {
         return first;
     }
-    if (parts_grow((void **)&parts->params, parts->param_count, &parts->param_room,
-                   sizeof(PyObject *)) < 0) {
+    if (ARRAY_GROW(parts->params, parts->param_count, parts->param_room) < 0) {
         return -1;
     }
     parts->params[parts->param_count++] = Py_NewRef(tensor);
@@ -175,43 +146,37 @@ parts_each_value(oomkit_state *st, oomkit_participants *parts, PyObject *object,
 {
     PyObject *key, *value; /* borrowed from the dict */
     Py_ssize_t at = 0;
-    int result = 0;
-    PyObject *dict = PyObject_GetAttr(object, name); /* owned */
+    OWNED PyObject *dict = PyObject_GetAttr(object, name);
 
     if (dict == NULL) {
         return -1;
     }
     while (PyDict_Check(dict) && PyDict_Next(dict, &at, &key, &value)) {
-        Py_INCREF(value); /* a look-up inside may run code that changes the dict */
-        result = oomkit_participants_add(st, parts, value, depth);
-        Py_DECREF(value);
-        if (result < 0) {
-            break;
+        /* A look-up inside may run code that changes the dict. */
+        OWNED PyObject *held = Py_NewRef(value);
+        if (oomkit_participants_add(st, parts, held, depth) < 0) {
+            return -1;
         }
     }
-    Py_DECREF(dict);
-    return result;
+    return 0;
 }
 
 static int
 parts_add_buffered(oomkit_state *st, oomkit_participants *parts, PyObject *module)
 {
     oomkit_buffered *entry;
-    int is_norm, has = 0;
-    PyObject *buffers = PyObject_GetAttr(module, st->str_buffers); /* owned */
+    int is_norm;
+    OWNED PyObject *buffers = PyObject_GetAttr(module, st->str_buffers);
 
     if (buffers == NULL) {
         return -1;
     }
-    has = PyDict_Check(buffers) && PyDict_GET_SIZE(buffers) > 0;
-    Py_DECREF(buffers);
-    if (!has) {
+    if (!PyDict_Check(buffers) || PyDict_GET_SIZE(buffers) == 0) {
         return 0;
     }
     is_norm = oomkit_norm_kind(st, module);
     if (is_norm < 0 ||
-        parts_grow((void **)&parts->buffered, parts->buffered_count,
-                   &parts->buffered_room, sizeof(*parts->buffered)) < 0) {
+        ARRAY_GROW(parts->buffered, parts->buffered_count, parts->buffered_room) < 0) {
         return -1;
     }
     entry = &parts->buffered[parts->buffered_count];
@@ -227,14 +192,8 @@ parts_add_buffered(oomkit_state *st, oomkit_participants *parts, PyObject *modul
 static int
 parts_add_root(oomkit_participants *parts, PyObject *object)
 {
-    int result;
-    PyObject *ref = parts_watch(parts, object); /* owned */
-    if (ref == NULL) {
-        return -1;
-    }
-    result = PyList_Append(parts->roots, ref);
-    Py_DECREF(ref);
-    return result;
+    OWNED PyObject *ref = parts_watch(parts, object);
+    return ref == NULL ? -1 : PyList_Append(parts->roots, ref);
 }
 
 /* Appends an entry without asking whether the object was seen. */
@@ -243,8 +202,7 @@ parts_append_owner(oomkit_participants *parts, PyObject *object, oomkit_owner_ki
 {
     PyObject *ref; /* owned, then by the entry */
 
-    if (parts_grow((void **)&parts->owners, parts->owner_count, &parts->owner_room,
-                   sizeof(*parts->owners)) < 0) {
+    if (ARRAY_GROW(parts->owners, parts->owner_count, parts->owner_room) < 0) {
         return -1;
     }
     if (kind == OOMKIT_OWNER_GENERATOR) {
@@ -304,7 +262,7 @@ parts_add_module(oomkit_state *st, oomkit_participants *parts, PyObject *module)
 static int
 parts_add_optimizer(oomkit_state *st, oomkit_participants *parts, PyObject *optimizer)
 {
-    PyObject *groups; /* owned */
+    OWNED PyObject *groups = NULL;
     PyObject *params; /* borrowed from a group */
     Py_ssize_t i, j;
     int result = parts_add_owner(parts, optimizer, OOMKIT_OWNER_OPTIMIZER);
@@ -316,7 +274,6 @@ parts_add_optimizer(oomkit_state *st, oomkit_participants *parts, PyObject *opti
     if (groups == NULL) {
         return -1;
     }
-    result = 0;
     for (i = 0; PyList_Check(groups) && i < PyList_GET_SIZE(groups); i++) {
         PyObject *group = PyList_GET_ITEM(groups, i); /* borrowed from groups */
         params =
@@ -324,19 +281,17 @@ parts_add_optimizer(oomkit_state *st, oomkit_participants *parts, PyObject *opti
         for (j = 0; params && PyList_Check(params) && j < PyList_GET_SIZE(params);
              j++) {
             if (parts_add_tensor(st, parts, PyList_GET_ITEM(params, j)) < 0) {
-                result = -1;
-                break;
+                return -1;
             }
         }
     }
-    Py_DECREF(groups);
-    return result;
+    return 0;
 }
 
 static int
 parts_add_scheduler(oomkit_state *st, oomkit_participants *parts, PyObject *scheduler)
 {
-    PyObject *optimizer; /* owned */
+    OWNED PyObject *optimizer = NULL;
     int result = parts_add_owner(parts, scheduler, OOMKIT_OWNER_SCHEDULER);
     if (result <= 0) {
         return result;
@@ -349,9 +304,7 @@ parts_add_scheduler(oomkit_state *st, oomkit_participants *parts, PyObject *sche
         PyErr_Clear(); /* a scheduler of somebody's own, without an optimizer */
         return 0;
     }
-    result = oomkit_participants_add(st, parts, optimizer, 0);
-    Py_DECREF(optimizer);
-    return result;
+    return oomkit_participants_add(st, parts, optimizer, 0);
 }
 
 static int
@@ -359,27 +312,26 @@ parts_add_container(oomkit_state *st, oomkit_participants *parts, PyObject *obje
                     int depth)
 {
     Py_ssize_t i;
-    int result = 0;
-    PyObject *items; /* owned: a stable copy, for look-ups may run code */
+    OWNED PyObject *items = NULL; /* a stable copy, for look-ups may run code */
 
     if (PyList_CheckExact(object) || PyTuple_CheckExact(object)) {
         items = PySequence_Tuple(object);
     } else if (PyDict_CheckExact(object)) {
-        PyObject *values = PyDict_Values(object); /* owned */
+        OWNED PyObject *values = PyDict_Values(object);
         items = values == NULL ? NULL : PySequence_Tuple(values);
-        Py_XDECREF(values);
     } else {
         return 0;
     }
     if (items == NULL) {
         return -1;
     }
-    for (i = 0; i < PyTuple_GET_SIZE(items) && result == 0; i++) {
-        result =
-            oomkit_participants_add(st, parts, PyTuple_GET_ITEM(items, i), depth - 1);
+    for (i = 0; i < PyTuple_GET_SIZE(items); i++) {
+        if (oomkit_participants_add(st, parts, PyTuple_GET_ITEM(items, i), depth - 1) <
+            0) {
+            return -1;
+        }
     }
-    Py_DECREF(items);
-    return result;
+    return 0;
 }
 
 /* Adds `object` by its type; containers are opened `depth` levels deep. 0 or -1. */
@@ -406,11 +358,10 @@ oomkit_participants_add(oomkit_state *st, oomkit_participants *parts, PyObject *
         return parts_add_scheduler(st, parts, object);
     }
     if (PyType_IsSubtype(type, (PyTypeObject *)st->GradScaler)) {
-        PyObject *enabled = PyObject_GetAttrString(object, "_enabled"); /* owned */
+        OWNED PyObject *enabled = PyObject_GetAttrString(object, "_enabled");
         if (enabled == NULL) {
             return -1;
         }
-        Py_DECREF(enabled);
         if (enabled == Py_False) {
             return 0; /* a switched-off scaler does nothing and has nothing */
         }

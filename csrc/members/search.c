@@ -14,15 +14,8 @@ search_source(oomkit_search *s, PyObject *container, PyObject *key, PyObject *ob
     oomkit_participants *parts = s->parts;
     oomkit_source *source;
 
-    if (parts->source_count == parts->source_room) {
-        Py_ssize_t room = parts->source_room == 0 ? 8 : parts->source_room * 2;
-        void *grown = PyMem_Realloc(parts->sources, (size_t)room * sizeof(*source));
-        if (grown == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        parts->sources = grown;
-        parts->source_room = room;
+    if (ARRAY_GROW(parts->sources, parts->source_count, parts->source_room) < 0) {
+        return -1;
     }
     source = &parts->sources[parts->source_count++];
     source->container = Py_XNewRef(container);
@@ -57,12 +50,12 @@ name_is_private(PyObject *name)
 int
 oomkit_search_attributes(oomkit_search *s, PyObject *object, int depth)
 {
-    PyObject *dict, *ref = NULL; /* owned */
-    PyObject *items = NULL;      /* owned: list of (name, value), stable */
+    OWNED PyObject *dict = PyObject_GenericGetDict(object, NULL);
+    OWNED PyObject *items = NULL; /* list of (name, value), stable */
+    OWNED PyObject *ref = NULL;
     Py_ssize_t i;
-    int result = -1, is_module = is_module_object(s, object);
+    int is_module = is_module_object(s, object);
 
-    dict = PyObject_GenericGetDict(object, NULL);
     if (dict == NULL) {
         if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
             return -1;
@@ -72,12 +65,12 @@ oomkit_search_attributes(oomkit_search *s, PyObject *object, int depth)
     }
     items = PyDict_Items(dict);
     if (items == NULL) {
-        goto done;
+        return -1;
     }
     ref = PyWeakref_NewRef(object, NULL);
     if (ref == NULL) {
         if (!PyErr_ExceptionMatches(PyExc_TypeError)) {
-            goto done;
+            return -1;
         }
         PyErr_Clear(); /* cannot be watched: its attributes are taken as they are now */
     }
@@ -90,7 +83,7 @@ oomkit_search_attributes(oomkit_search *s, PyObject *object, int depth)
         }
         if (value == Py_None && ref != NULL && !PyType_Check(object) &&
             search_source(s, ref, name, value, -1, -1) < 0) {
-            goto done; /* None at first: watched, so that what comes later is seen */
+            return -1; /* None at first: watched, so that what comes later is seen */
         }
         if (oomkit_is_plain(value) && !PyType_Check(value)) {
             continue;
@@ -98,20 +91,13 @@ oomkit_search_attributes(oomkit_search *s, PyObject *object, int depth)
         if (s->looked_at++ >= OBJECT_LIMIT) {
             break;
         }
-        if (oomkit_search_value(s, value, depth - 1) < 0) {
-            goto done;
-        }
-        if (ref != NULL && search_total(s->parts) != before &&
-            search_source(s, ref, name, value, -1, -1) < 0) {
-            goto done;
+        if (oomkit_search_value(s, value, depth - 1) < 0 ||
+            (ref != NULL && search_total(s->parts) != before &&
+             search_source(s, ref, name, value, -1, -1) < 0)) {
+            return -1;
         }
     }
-    result = 0;
-done:
-    Py_XDECREF(ref);
-    Py_XDECREF(items);
-    Py_DECREF(dict);
-    return result;
+    return 0;
 }
 
 int
@@ -233,35 +219,30 @@ search_named(oomkit_search *s, PyObject *container, PyObject *key, PyObject *val
 static int
 search_code(oomkit_search *s, PyObject *code, PyObject *globals, int depth)
 {
-    PyObject *names = PyObject_GetAttr(code, s->st->str_co_names);   /* owned */
-    PyObject *consts = PyObject_GetAttr(code, s->st->str_co_consts); /* owned */
+    OWNED PyObject *names = PyObject_GetAttr(code, s->st->str_co_names);
+    OWNED PyObject *consts = PyObject_GetAttr(code, s->st->str_co_consts);
     Py_ssize_t i;
-    int result = -1;
 
     if (names == NULL || consts == NULL) {
-        goto done;
+        return -1;
     }
     for (i = 0; i < PyTuple_GET_SIZE(names); i++) {
         PyObject *key = PyTuple_GET_ITEM(names, i);              /* borrowed */
         PyObject *value = PyDict_GetItemWithError(globals, key); /* borrowed */
         if (value == NULL && PyErr_Occurred()) {
-            goto done;
+            return -1;
         }
         if (value != NULL && search_named(s, globals, key, value, names, depth) < 0) {
-            goto done;
+            return -1;
         }
     }
     for (i = 0; i < PyTuple_GET_SIZE(consts); i++) {
         PyObject *inner = PyTuple_GET_ITEM(consts, i); /* borrowed */
         if (PyCode_Check(inner) && search_code(s, inner, globals, depth) < 0) {
-            goto done;
+            return -1;
         }
     }
-    result = 0;
-done:
-    Py_XDECREF(names);
-    Py_XDECREF(consts);
-    return result;
+    return 0;
 }
 
 static int
@@ -282,12 +263,11 @@ search_closure(oomkit_search *s, PyObject *closure, PyObject *names, int depth)
 static int
 search_function(oomkit_search *s, PyObject *func, int depth)
 {
-    PyObject *names, *code, *bound, *inner; /* owned */
-    int result, first;
+    OWNED PyObject *code = NULL, *names = NULL, *address = NULL;
+    int result;
 
     if (PyMethod_Check(func)) {
-        bound = PyMethod_GET_SELF(func); /* borrowed */
-        return oomkit_search_value(s, bound, OOMKIT_OBJECT_DEPTH) < 0
+        return oomkit_search_value(s, PyMethod_GET_SELF(func), OOMKIT_OBJECT_DEPTH) < 0
                    ? -1
                    : search_function(s, PyMethod_GET_FUNCTION(func), depth);
     }
@@ -295,12 +275,11 @@ search_function(oomkit_search *s, PyObject *func, int depth)
         return search_function(s, ((oomkit_callable *)func)->func, depth);
     }
     if (Py_TYPE(func) == (PyTypeObject *)s->st->bound_type) {
-        inner = PyObject_GetAttr(func, s->st->str_wrapped);
-        result = inner == NULL ? -1 : search_function(s, inner, depth);
-        Py_XDECREF(inner);
-        return result;
+        OWNED PyObject *inner = PyObject_GetAttr(func, s->st->str_wrapped);
+        return inner == NULL ? -1 : search_function(s, inner, depth);
     }
     if (!PyFunction_Check(func)) {
+        OWNED PyObject *inner = NULL;
         if (oomkit_search_value(s, func, OOMKIT_OBJECT_DEPTH) < 0 ||
             oomkit_search_partial(s, func) < 0) {
             return -1;
@@ -310,33 +289,25 @@ search_function(oomkit_search *s, PyObject *func, int depth)
             return result;
         }
         inner = PyObject_GetAttr(func, s->st->str_func);
-        result = inner == NULL ? -1 : search_function(s, inner, depth);
-        Py_XDECREF(inner);
-        return result;
+        return inner == NULL ? -1 : search_function(s, inner, depth);
     }
-    inner = PyLong_FromVoidPtr(func);
-    first = inner == NULL ? -1 : PySet_Contains(s->parts->seen, inner);
-    if (first == 0) {
-        first = PySet_Add(s->parts->seen, inner);
-        first = first < 0 ? -1 : 0;
+    address = PyLong_FromVoidPtr(func);
+    result = address == NULL ? -1 : PySet_Contains(s->parts->seen, address);
+    if (result != 0) {
+        return result < 0 ? -1 : 0;
     }
-    Py_XDECREF(inner);
-    if (first != 0) {
-        return first < 0 ? -1 : 0;
+    if (PySet_Add(s->parts->seen, address) < 0) {
+        return -1;
     }
     code = Py_NewRef(PyFunction_GET_CODE(func));
     names = PyObject_GetAttr(code, s->st->str_co_names);
-    result =
-        names == NULL ||
-                oomkit_search_bound(s, PyFunction_GET_DEFAULTS(func),
-                                    PyFunction_GET_KW_DEFAULTS(func)) < 0 ||
-                search_closure(s, PyFunction_GET_CLOSURE(func), names, depth) < 0 ||
-                search_code(s, code, PyFunction_GET_GLOBALS(func), depth) < 0
-            ? -1
-            : 0;
-    Py_XDECREF(names);
-    Py_DECREF(code);
-    return result;
+    return names == NULL ||
+                   oomkit_search_bound(s, PyFunction_GET_DEFAULTS(func),
+                                       PyFunction_GET_KW_DEFAULTS(func)) < 0 ||
+                   search_closure(s, PyFunction_GET_CLOSURE(func), names, depth) < 0 ||
+                   search_code(s, code, PyFunction_GET_GLOBALS(func), depth) < 0
+               ? -1
+               : 0;
 }
 
 static int
@@ -398,7 +369,7 @@ search_explicit(oomkit_search *s)
     PyObject *given = s->options->participants; /* borrowed from options */
 
     for (i = 0; given != NULL && i < PyTuple_GET_SIZE(given); i++) {
-        PyObject *object = oomkit_reference_get(PyTuple_GET_ITEM(given, i)); /* owned */
+        OWNED PyObject *object = oomkit_reference_get(PyTuple_GET_ITEM(given, i));
         int result, kind;
         if (object == NULL) {
             continue; /* it is gone: nothing of it can take part */
@@ -409,7 +380,6 @@ search_explicit(oomkit_search *s)
                      : oomkit_participants_add_owner(
                            s->parts, object,
                            kind < 0 ? OOMKIT_OWNER_USER : (oomkit_owner_kind)kind);
-        Py_DECREF(object);
         if (result < 0) {
             return -1;
         }

@@ -25,25 +25,26 @@ static int
 updated_groups(oomkit_call *call, PyObject *optimizer, PyObject *copies,
                PyObject **list)
 {
-    PyObject *groups = PyObject_GetAttr(optimizer, call->st->str_param_groups);
-    /* owned */
+    OWNED PyObject *groups = PyObject_GetAttr(optimizer, call->st->str_param_groups);
     Py_ssize_t g;
-    int result = groups == NULL ? -1 : 0;
 
-    for (g = 0; result == 0 && PyList_Check(groups) && g < PyList_GET_SIZE(groups) &&
+    if (groups == NULL) {
+        return -1;
+    }
+    for (g = 0; PyList_Check(groups) && g < PyList_GET_SIZE(groups) &&
                 g < PyList_GET_SIZE(copies);
          g++) {
         PyObject *group = PyList_GET_ITEM(groups, g);            /* borrowed */
         PyObject *key, *was, *copy = PyList_GET_ITEM(copies, g); /* borrowed */
         Py_ssize_t at = 0;
-        while (result == 0 && PyDict_Check(group) &&
-               PyDict_Next(copy, &at, &key, &was)) {
+        while (PyDict_Check(group) && PyDict_Next(copy, &at, &key, &was)) {
             PyObject *now = PyDict_GetItemWithError(group, key); /* borrowed */
-            result = now == NULL && PyErr_Occurred() ? -1 : updated_add(list, was, now);
+            if ((now == NULL && PyErr_Occurred()) || updated_add(list, was, now) < 0) {
+                return -1;
+            }
         }
     }
-    Py_XDECREF(groups);
-    return result;
+    return 0;
 }
 
 /* One number of an object beside what it was (borrowed). 0 or -1. */
@@ -51,19 +52,15 @@ static int
 updated_number(oomkit_call *call, PyObject *object, const char *name, PyObject *was,
                PyObject **list)
 {
-    PyObject *now = PyObject_GetAttrString(object, name); /* owned */
-    PyObject *before = Py_NewRef(was);                    /* owned */
-    int result;
+    OWNED PyObject *before = Py_NewRef(was);
+    OWNED PyObject *now = PyObject_GetAttrString(object, name);
 
     if (now != NULL && oomkit_tensor_check(call->st, now)) {
         Py_SETREF(now, PyObject_CallMethodNoArgs(now, call->st->str_item));
         Py_SETREF(before,
                   now ? PyObject_CallMethodNoArgs(before, call->st->str_item) : NULL);
     }
-    result = now == NULL || before == NULL ? -1 : updated_add(list, before, now);
-    Py_XDECREF(now);
-    Py_XDECREF(before);
-    return result;
+    return now == NULL || before == NULL ? -1 : updated_add(list, before, now);
 }
 
 int

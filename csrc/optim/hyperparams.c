@@ -9,47 +9,40 @@
 static PyObject *
 group_copy(oomkit_state *st, PyObject *group)
 {
-    PyObject *key, *value;               /* borrowed */
-    PyObject *copy = PyDict_Copy(group); /* owned */
+    PyObject *key, *value; /* borrowed */
+    OWNED PyObject *copy = PyDict_Copy(group);
     Py_ssize_t at = 0;
 
     while (copy != NULL && PyDict_Next(group, &at, &key, &value)) {
-        PyObject *clone; /* owned */
+        OWNED PyObject *clone = NULL;
         if (!oomkit_tensor_check(st, value)) {
             continue;
         }
         clone = oomkit_host_copy(st, value);
         if (clone == NULL || PyDict_SetItem(copy, key, clone) < 0) {
-            Py_CLEAR(copy);
+            return NULL;
         }
-        Py_XDECREF(clone);
     }
-    return copy;
+    return STEAL(copy);
 }
 
 PyObject *
 oomkit_groups_copy(oomkit_state *st, PyObject *optimizer)
 {
-    PyObject *groups = PyObject_GetAttr(optimizer, st->str_param_groups); /* owned */
-    PyObject *copies = PyList_New(0);                                     /* owned */
+    OWNED PyObject *groups = PyObject_GetAttr(optimizer, st->str_param_groups);
+    OWNED PyObject *copies = groups == NULL ? NULL : PyList_New(0);
     Py_ssize_t i;
 
-    for (i = 0; groups != NULL && copies != NULL && PyList_Check(groups) &&
-                i < PyList_GET_SIZE(groups);
+    for (i = 0; copies != NULL && PyList_Check(groups) && i < PyList_GET_SIZE(groups);
          i++) {
         PyObject *group = PyList_GET_ITEM(groups, i); /* borrowed */
-        PyObject *copy =                              /* owned */
+        OWNED PyObject *copy =
             PyDict_Check(group) ? group_copy(st, group) : PyDict_New();
         if (copy == NULL || PyList_Append(copies, copy) < 0) {
-            Py_CLEAR(copies);
+            return NULL;
         }
-        Py_XDECREF(copy);
     }
-    if (groups == NULL) {
-        Py_CLEAR(copies);
-    }
-    Py_XDECREF(groups);
-    return copies;
+    return STEAL(copies);
 }
 
 /* Are two values of a group equal? What cannot be compared counts as changed. */
@@ -62,10 +55,9 @@ value_same(oomkit_state *st, PyObject *now, PyObject *was)
         return 1;
     }
     if (oomkit_tensor_check(st, now) && oomkit_tensor_check(st, was)) {
-        PyObject *equal = /* owned */
+        OWNED PyObject *equal =
             PyObject_CallFunctionObjArgs(st->torch_equal, now, was, NULL);
         same = equal == Py_True;
-        Py_XDECREF(equal);
     } else if (PyFloat_Check(now) && PyFloat_Check(was)) {
         double a = PyFloat_AS_DOUBLE(now), b = PyFloat_AS_DOUBLE(was);
         same = a == b || (a != a && b != b);
@@ -119,7 +111,7 @@ oomkit_owners_groups_changed(oomkit_call *call, PyObject *optimizer, PyObject **
 {
     PyObject *copies =
         oomkit_pairs_find(call->owners.groups_after, optimizer); /* borrowed */
-    PyObject *groups;                                            /* owned */
+    OWNED PyObject *groups = NULL;
     Py_ssize_t g;
     int changed = 0;
 
@@ -139,7 +131,6 @@ oomkit_owners_groups_changed(oomkit_call *call, PyObject *optimizer, PyObject **
         changed = group_changed(call->st, PyList_GET_ITEM(groups, g),
                                 PyList_GET_ITEM(copies, g), name);
     }
-    Py_DECREF(groups);
     return changed;
 }
 
@@ -157,12 +148,10 @@ group_restore(oomkit_state *st, PyObject *group, PyObject *copy)
         }
         if (now != NULL && oomkit_tensor_check(st, now) &&
             oomkit_tensor_check(st, was)) {
-            PyObject *done =
-                PyObject_CallMethodOneArg(now, st->str_copy, was); /* owned */
+            OWNED PyObject *done = PyObject_CallMethodOneArg(now, st->str_copy, was);
             if (done == NULL) {
                 return -1;
             }
-            Py_DECREF(done);
         } else if (now != was && PyDict_SetItem(group, key, was) < 0) {
             return -1;
         }
@@ -173,20 +162,22 @@ group_restore(oomkit_state *st, PyObject *group, PyObject *copy)
 int
 oomkit_groups_restore(oomkit_state *st, PyObject *optimizer, PyObject *copies)
 {
-    PyObject *groups = PyObject_GetAttr(optimizer, st->str_param_groups); /* owned */
+    OWNED PyObject *groups = PyObject_GetAttr(optimizer, st->str_param_groups);
     Py_ssize_t i;
-    int result = groups == NULL ? -1 : 0;
 
-    for (i = 0; result == 0 && PyList_Check(groups) && i < PyList_GET_SIZE(groups) &&
+    if (groups == NULL) {
+        return -1;
+    }
+    for (i = 0; PyList_Check(groups) && i < PyList_GET_SIZE(groups) &&
                 i < PyList_GET_SIZE(copies);
          i++) {
-        if (PyDict_Check(PyList_GET_ITEM(groups, i))) {
-            result = group_restore(st, PyList_GET_ITEM(groups, i),
-                                   PyList_GET_ITEM(copies, i));
+        if (PyDict_Check(PyList_GET_ITEM(groups, i)) &&
+            group_restore(st, PyList_GET_ITEM(groups, i), PyList_GET_ITEM(copies, i)) <
+                0) {
+            return -1;
         }
     }
-    Py_XDECREF(groups);
-    return result;
+    return 0;
 }
 
 /* Before a later micro-batch: values as at entry, so that a line that changes one
@@ -247,25 +238,14 @@ groups_end(oomkit_call *call)
 int
 oomkit_owners_epochs_note(oomkit_call *call)
 {
-    Py_ssize_t i;
-
     Py_CLEAR(call->owners.epochs);
-    for (i = 0; i < call->parts->owner_count; i++) {
-        PyObject *scheduler, *epoch; /* owned */
-        int result;
-        if (call->parts->owners[i].kind != OOMKIT_OWNER_SCHEDULER) {
-            continue;
-        }
-        scheduler = oomkit_reference_get(call->parts->owners[i].ref);
-        if (scheduler == NULL) {
-            continue;
-        }
-        result = oomkit_has_attribute_string(scheduler, "last_epoch");
+    EACH_OWNER (scheduler, call->parts, OWNERS_OF(OOMKIT_OWNER_SCHEDULER)) {
+        int result = oomkit_has_attribute_string(scheduler.object, "last_epoch");
         if (result > 0) {
-            epoch = PyObject_GetAttrString(scheduler, "last_epoch");
-            result = oomkit_pairs_add(&call->owners.epochs, scheduler, epoch);
+            result = oomkit_pairs_add(
+                &call->owners.epochs, scheduler.object,
+                PyObject_GetAttrString(scheduler.object, "last_epoch"));
         }
-        Py_DECREF(scheduler);
         if (result < 0) {
             return -1;
         }
@@ -285,13 +265,12 @@ oomkit_owners_epochs_moved(oomkit_call *call, PyObject **scheduler)
                 i < PyList_GET_SIZE(call->owners.epochs) && same == 1;
          i++) {
         PyObject *pair = PyList_GET_ITEM(call->owners.epochs, i); /* borrowed */
-        PyObject *epoch;                                          /* owned */
+        OWNED PyObject *epoch = NULL;
         *scheduler = PyTuple_GET_ITEM(pair, 0);
         epoch = PyObject_GetAttrString(*scheduler, "last_epoch");
         same = epoch == NULL
                    ? -1
                    : PyObject_RichCompareBool(epoch, PyTuple_GET_ITEM(pair, 1), Py_EQ);
-        Py_XDECREF(epoch);
     }
     return same < 0 ? -1 : !same;
 }

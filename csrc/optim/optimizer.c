@@ -8,32 +8,17 @@
 #include "step_attributes.h"
 #include "../py/tensor.h"
 
-static oomkit_state_item *
-mark_room(oomkit_optimizer_mark *mark)
-{
-    if (mark->count == mark->room) {
-        Py_ssize_t room = mark->room == 0 ? 32 : mark->room * 2;
-        void *grown = PyMem_Realloc(mark->items, (size_t)room * sizeof(*mark->items));
-        if (grown == NULL) {
-            PyErr_NoMemory();
-            return NULL;
-        }
-        mark->items = grown;
-        mark->room = room;
-    }
-    return &mark->items[mark->count];
-}
-
 /* Appends one value; `dict` and `key` are NULL for a parameter itself. */
 static int
 mark_value(oomkit_state *st, oomkit_optimizer_mark *mark, PyObject *dict, PyObject *key,
            PyObject *value)
 {
-    oomkit_state_item *item = mark_room(mark);
+    oomkit_state_item *item;
 
-    if (item == NULL) {
+    if (ARRAY_GROW(mark->items, mark->count, mark->room) < 0) {
         return -1;
     }
+    item = &mark->items[mark->count];
     memset(item, 0, sizeof(*item));
     item->is_tensor = (uint8_t)oomkit_tensor_check(st, value);
     if (item->is_tensor && oomkit_tensor_version(st, value, &item->version) < 0) {
@@ -50,37 +35,31 @@ static int
 mark_groups(oomkit_state *st, oomkit_optimizer_mark *mark)
 {
     Py_ssize_t i, j;
-    int result = -1;
-    PyObject *groups =
-        PyObject_GetAttr(mark->optimizer, st->str_param_groups); /* owned */
+    OWNED PyObject *groups = PyObject_GetAttr(mark->optimizer, st->str_param_groups);
 
     mark->groups = groups == NULL ? NULL : PyList_New(0);
     for (i = 0;
          mark->groups != NULL && PyList_Check(groups) && i < PyList_GET_SIZE(groups);
          i++) {
         PyObject *group = PyList_GET_ITEM(groups, i); /* borrowed */
-        PyObject *params, *copy;                      /* borrowed; owned */
+        PyObject *params;                             /* borrowed */
+        OWNED PyObject *copy = NULL;
         if (!PyDict_Check(group)) {
             continue;
         }
         copy = PyDict_Copy(group);
         if (copy == NULL || PyList_Append(mark->groups, copy) < 0) {
-            Py_XDECREF(copy);
-            goto done;
+            return -1;
         }
-        Py_DECREF(copy);
         params = PyDict_GetItemWithError(group, st->str_params);
         for (j = 0; params && PyList_Check(params) && j < PyList_GET_SIZE(params);
              j++) {
             if (mark_value(st, mark, NULL, NULL, PyList_GET_ITEM(params, j)) < 0) {
-                goto done;
+                return -1;
             }
         }
     }
-    result = mark->groups == NULL || PyErr_Occurred() ? -1 : 0;
-done:
-    Py_XDECREF(groups);
-    return result;
+    return mark->groups == NULL || PyErr_Occurred() ? -1 : 0;
 }
 
 static int
@@ -154,24 +133,6 @@ mark_find(const oomkit_call *call, const PyObject *optimizer)
     return -1;
 }
 
-/* Room for one more mark. 0 or -1. */
-static int
-marks_room(oomkit_call *call)
-{
-    if (call->updating.count == call->updating.room) {
-        int room = call->updating.room == 0 ? 2 : call->updating.room * 2;
-        void *grown = PyMem_Realloc(call->updating.marks,
-                                    (size_t)room * sizeof(oomkit_optimizer_mark));
-        if (grown == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        call->updating.marks = grown;
-        call->updating.room = room;
-    }
-    return 0;
-}
-
 /* Marks an optimizer at the beginning of its step(); *index is its number in this call.
  * An earlier step() of the same call that moved something makes the call committed. */
 int
@@ -207,7 +168,8 @@ oomkit_optimizer_mark_take(oomkit_call *call, PyObject *optimizer, int *index)
     memset(&old, 0, sizeof(old));
     at =
         mark_find(call, optimizer); /* again: what was asked may have run other steps */
-    if (at < 0 && marks_room(call) < 0) {
+    if (at < 0 && ARRAY_GROW(call->updating.marks, call->updating.count,
+                             call->updating.room) < 0) {
         mark_clear(&fresh);
         return -1;
     }
@@ -264,10 +226,9 @@ static int
 undo_new_keys(PyObject *dict, PyObject *known)
 {
     Py_ssize_t i;
-    int result = 0;
-    PyObject *keys = PyDict_Keys(dict); /* owned */
+    OWNED PyObject *keys = PyDict_Keys(dict);
 
-    for (i = 0; keys != NULL && i < PyList_GET_SIZE(keys) && result == 0; i++) {
+    for (i = 0; keys != NULL && i < PyList_GET_SIZE(keys); i++) {
         PyObject *key = PyList_GET_ITEM(keys, i); /* borrowed */
         Py_ssize_t j, n = PyList_GET_SIZE(known);
         for (j = 0; j < n; j++) { /* by identity: == of tensors is no truth value */
@@ -275,12 +236,11 @@ undo_new_keys(PyObject *dict, PyObject *known)
                 break;
             }
         }
-        if (j == n) {
-            result = PyDict_DelItem(dict, key);
+        if (j == n && PyDict_DelItem(dict, key) < 0) {
+            return -1;
         }
     }
-    Py_XDECREF(keys);
-    return keys == NULL ? -1 : result;
+    return keys == NULL ? -1 : 0;
 }
 
 /* State values that were put in place of others are put back, new ones removed. */
@@ -291,8 +251,7 @@ undo_values(oomkit_optimizer_mark *mark)
 
     while (i < mark->count) {
         PyObject *dict = mark->items[i].dict; /* borrowed from the item */
-        PyObject *known;                      /* owned */
-        int result = 0;
+        OWNED PyObject *known = NULL;
         if (dict == NULL) {
             i++;
             continue;
@@ -301,24 +260,19 @@ undo_values(oomkit_optimizer_mark *mark)
         if (known == NULL) {
             return -1;
         }
-        for (; i < mark->count && mark->items[i].dict == dict && result == 0; i++) {
+        for (; i < mark->count && mark->items[i].dict == dict; i++) {
             const oomkit_state_item *item = &mark->items[i];
             if (item->key == NULL) {
                 continue; /* it was empty */
             }
-            result = PyList_Append(known, item->key);
-            if (result == 0 &&
-                PyDict_GetItemWithError(dict, item->key) != item->value) {
-                result = PyErr_Occurred()
-                             ? -1
-                             : PyDict_SetItem(dict, item->key, item->value);
+            if (PyList_Append(known, item->key) < 0 ||
+                (PyDict_GetItemWithError(dict, item->key) != item->value &&
+                 (PyErr_Occurred() ||
+                  PyDict_SetItem(dict, item->key, item->value) < 0))) {
+                return -1;
             }
         }
-        if (result == 0) {
-            result = undo_new_keys(dict, known);
-        }
-        Py_DECREF(known);
-        if (result < 0) {
+        if (undo_new_keys(dict, known) < 0) {
             return -1;
         }
     }
@@ -329,22 +283,19 @@ static int
 undo_groups(oomkit_state *st, oomkit_optimizer_mark *mark)
 {
     Py_ssize_t i, kept = 0;
-    int result = 0;
-    PyObject *groups =
-        PyObject_GetAttr(mark->optimizer, st->str_param_groups); /* owned */
+    OWNED PyObject *groups = PyObject_GetAttr(mark->optimizer, st->str_param_groups);
 
     if (groups == NULL) {
         return -1;
     }
-    for (i = 0; PyList_Check(groups) && i < PyList_GET_SIZE(groups) && result == 0;
-         i++) {
+    for (i = 0; PyList_Check(groups) && i < PyList_GET_SIZE(groups); i++) {
         PyObject *group = PyList_GET_ITEM(groups, i); /* borrowed */
-        if (PyDict_Check(group) && kept < PyList_GET_SIZE(mark->groups)) {
-            result = PyDict_Update(group, PyList_GET_ITEM(mark->groups, kept++));
+        if (PyDict_Check(group) && kept < PyList_GET_SIZE(mark->groups) &&
+            PyDict_Update(group, PyList_GET_ITEM(mark->groups, kept++)) < 0) {
+            return -1;
         }
     }
-    Py_DECREF(groups);
-    return result;
+    return 0;
 }
 
 /* Takes back what step() did that is no in-place change: half-made state, counters. */
@@ -429,17 +380,14 @@ oomkit_optimizer_restore_copy(oomkit_call *call, int index)
 
     for (i = 0; mark->copies != NULL && i < mark->count; i++) {
         uint32_t version;
-        PyObject *done; /* owned */
+        OWNED PyObject *done = NULL;
         if (!mark->items[i].is_tensor) {
             continue;
         }
         done = PyObject_CallMethodOneArg(mark->items[i].value, call->st->str_copy,
                                          mark->copies[i]);
-        if (done == NULL) {
-            return -1;
-        }
-        Py_DECREF(done);
-        if (oomkit_tensor_version(call->st, mark->items[i].value, &version) < 0) {
+        if (done == NULL ||
+            oomkit_tensor_version(call->st, mark->items[i].value, &version) < 0) {
             return -1;
         }
         mark->items[i].version = version;
@@ -493,14 +441,9 @@ int
 oomkit_optimizer_failed_in_init(oomkit_state *st, PyObject *exception)
 {
     uint64_t requested;
-    PyObject *message = NULL, *location = NULL; /* owned */
-    int result;
+    OWNED PyObject *message = NULL, *location = NULL;
 
     oomkit_exception_describe(st, exception, &requested, &message, &location);
-    result = location == NULL ? 0
-                              : PyUnicode_Tailmatch(location, st->str_in_init_group, 0,
-                                                    PY_SSIZE_T_MAX, 1) == 1;
-    Py_XDECREF(message);
-    Py_XDECREF(location);
-    return result;
+    return location != NULL && PyUnicode_Tailmatch(location, st->str_in_init_group, 0,
+                                                   PY_SSIZE_T_MAX, 1) == 1;
 }

@@ -8,60 +8,52 @@
 static PyObject *
 beside_handled(const oomkit_optimizer_mark *mark)
 {
-    PyObject *handled = PySet_New(NULL); /* owned, returned */
+    OWNED PyObject *handled = PySet_New(NULL);
     Py_ssize_t i;
 
     for (i = 0; handled != NULL && i < mark->count; i++) {
-        PyObject *address; /* owned */
+        OWNED PyObject *address = NULL;
         if (!mark->items[i].is_tensor) {
             continue;
         }
         address = PyLong_FromVoidPtr(mark->items[i].value);
         if (address == NULL || PySet_Add(handled, address) < 0) {
-            Py_CLEAR(handled);
+            return NULL;
         }
-        Py_XDECREF(address);
     }
-    return handled;
+    return STEAL(handled);
 }
 
 int
 oomkit_beside_take(oomkit_call *call, oomkit_optimizer_mark *mark)
 {
-    PyObject *handled, *kept = NULL, *unknown = NULL, *pair = NULL; /* owned */
+    OWNED PyObject *unknown = NULL, *kept = NULL, *handled = NULL;
 
     if (mark->beside != NULL || call->st->keepsake == NULL) {
         return 0;
     }
     handled = beside_handled(mark);
-    if (handled != NULL && oomkit_compiler_off(call) == 0) {
-        oomkit_exempt_enter(call->st);
+    if (handled == NULL || oomkit_compiler_off(call) < 0) {
+        return -1;
+    }
+    EXEMPT (call->st) {
         kept = PyObject_CallFunctionObjArgs(
             call->st->keepsake, mark->optimizer, handled,
             call->options->rng == OOMKIT_RNG_NONE ? Py_False : Py_True, NULL);
-        oomkit_exempt_leave(call->st);
-        if (oomkit_compiler_on(call) < 0) {
-            Py_CLEAR(kept);
-        }
     }
-    Py_XDECREF(handled);
-    if (kept != NULL) {
-        unknown = kept == Py_None ? Py_NewRef(Py_None)
-                                  : PyObject_GetAttrString(kept, "unknown");
+    if (oomkit_compiler_on(call) < 0 || kept == NULL) {
+        return -1;
     }
-    if (unknown != NULL) {
-        pair = PyTuple_Pack(2, kept, unknown);
-    }
-    Py_XDECREF(kept);
-    Py_XDECREF(unknown);
-    mark->beside = pair;
-    return pair == NULL ? -1 : 0;
+    unknown =
+        kept == Py_None ? Py_NewRef(Py_None) : PyObject_GetAttrString(kept, "unknown");
+    mark->beside = unknown == NULL ? NULL : PyTuple_Pack(2, kept, unknown);
+    return mark->beside == NULL ? -1 : 0;
 }
 
 int
 oomkit_beside_restore(oomkit_call *call, const oomkit_optimizer_mark *mark)
 {
-    PyObject *kept, *done; /* owned */
+    PyObject *kept, *done = NULL; /* owned */
     int on = call->entry.compiler == NULL;
 
     if (mark->beside == NULL || PyTuple_GET_ITEM(mark->beside, 0) == Py_None) {
@@ -71,9 +63,9 @@ oomkit_beside_restore(oomkit_call *call, const oomkit_optimizer_mark *mark)
         return -1;
     }
     kept = Py_NewRef(PyTuple_GET_ITEM(mark->beside, 0));
-    oomkit_exempt_enter(call->st);
-    done = PyObject_CallMethodNoArgs(kept, call->st->str_restore);
-    oomkit_exempt_leave(call->st);
+    EXEMPT (call->st) {
+        done = PyObject_CallMethodNoArgs(kept, call->st->str_restore);
+    }
     Py_DECREF(kept);
     Py_XDECREF(done);
     return (on && oomkit_compiler_on(call) < 0) || done == NULL ? -1 : 0;
@@ -114,10 +106,9 @@ oomkit_beside_refuse(oomkit_call *call, PyObject **message)
 PyObject *
 oomkit_beside_raise(oomkit_call *call, int index, PyObject *exception)
 {
-    PyObject *handled = PyErr_GetHandledException(); /* owned */
+    OWNED PyObject *handled = PyErr_GetHandledException();
 
     oomkit_exception_drop(call->st, exception, handled);
-    Py_XDECREF(handled);
     call->refused.raised = 1;
     return oomkit_raise(
         call->st->PartialUpdate,

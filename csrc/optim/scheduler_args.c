@@ -4,6 +4,7 @@
  * figure from outside) stay the very objects; a metric that differs becomes the mean
  * with the weights of the loss; any other argument that differs is refused. */
 #include "optim.h"
+#include "../call/call.h"
 #include "../py/tensor.h"
 
 struct oomkit_metric {
@@ -18,16 +19,15 @@ struct oomkit_metric {
 int
 oomkit_metric_number(oomkit_state *st, PyObject *argument, double *value)
 {
-    PyObject *item = NULL, *number; /* owned */
+    OWNED PyObject *item = NULL, *number = NULL;
 
     if (oomkit_tensor_check(st, argument)) {
         Py_ssize_t n; /* what float() accepts has one element */
-        PyObject *numel = PyObject_CallMethod(argument, "numel", NULL); /* owned */
+        OWNED PyObject *numel = PyObject_CallMethod(argument, "numel", NULL);
         if (numel == NULL) {
             return -1;
         }
         n = PyLong_AsSsize_t(numel);
-        Py_DECREF(numel);
         if (n != 1) {
             return n == -1 && PyErr_Occurred() ? -1 : 0;
         }
@@ -42,7 +42,6 @@ oomkit_metric_number(oomkit_state *st, PyObject *argument, double *value)
         return 0;
     }
     number = PyNumber_Float(item != NULL ? item : argument);
-    Py_XDECREF(item);
     if (number == NULL) {
         if (!PyErr_ExceptionMatches(PyExc_TypeError) &&
             !PyErr_ExceptionMatches(PyExc_ValueError) &&
@@ -53,23 +52,15 @@ oomkit_metric_number(oomkit_state *st, PyObject *argument, double *value)
         return 0;
     }
     *value = PyFloat_AS_DOUBLE(number);
-    Py_DECREF(number);
     return 1;
 }
 
 static int
 metric_append(oomkit_call *call, const oomkit_metric *metric)
 {
-    if (call->scheduled.count == call->scheduled.room) {
-        int room = call->scheduled.room == 0 ? 8 : call->scheduled.room * 2;
-        void *grown =
-            PyMem_Realloc(call->scheduled.items, (size_t)room * sizeof(*metric));
-        if (grown == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        call->scheduled.items = grown;
-        call->scheduled.room = room;
+    if (ARRAY_GROW(call->scheduled.items, call->scheduled.count, call->scheduled.room) <
+        0) {
+        return -1;
     }
     call->scheduled.items[call->scheduled.count++] = *metric;
     return 0;
@@ -100,19 +91,13 @@ is_plateau(const oomkit_call *call, PyObject *scheduler)
 static int
 is_floating(oomkit_state *st, PyObject *metric)
 {
-    PyObject *answer; /* owned */
-    int result;
+    OWNED PyObject *answer = NULL;
 
     if (!oomkit_tensor_check(st, metric)) {
         return !PyLong_Check(metric);
     }
     answer = PyObject_CallMethod(metric, "is_floating_point", NULL);
-    if (answer == NULL) {
-        return -1;
-    }
-    result = answer == Py_True;
-    Py_DECREF(answer);
-    return result;
+    return answer == NULL ? -1 : answer == Py_True;
 }
 
 /* Is argument `i` the metric of a ReduceLROnPlateau? */
@@ -151,13 +136,11 @@ metric_check(oomkit_call *call, PyObject *scheduler, PyObject *metric)
     if (why == NULL) {
         return 0;
     }
-    call->refused.raised = 1;
-    oomkit_raise(call->st->SplitError,
-                 "auto_batch cannot split this step: %s.step() is called with the "
-                 "metric of one micro-batch, and %s; call it outside the step, with "
-                 "what the step returns",
-                 Py_TYPE(scheduler)->tp_name, why);
-    return -1;
+    return oomkit_refuse_split(
+        call,
+        "%s.step() is called with the metric of one micro-batch, and %s; call it "
+        "outside the step, with what the step returns",
+        Py_TYPE(scheduler)->tp_name, why);
 }
 
 /* Notes the arguments of a scheduler's call, held back or not. 0 or -1. */
@@ -228,24 +211,16 @@ metric_mean(const oomkit_call *call, const oomkit_metric *last, double *mean)
 static PyObject *
 metric_object(oomkit_state *st, PyObject *like, double mean)
 {
-    PyObject *number = PyFloat_FromDouble(mean), *plain, *result; /* owned */
+    OWNED PyObject *number = PyFloat_FromDouble(mean);
+    OWNED PyObject *plain = NULL, *result = NULL, *done = NULL; /* done: result */
 
     if (number == NULL || !oomkit_tensor_check(st, like)) {
-        return number;
+        return STEAL(number);
     }
     plain = PyObject_CallMethodNoArgs(like, st->str_detach);
     result = plain ? PyObject_CallMethodNoArgs(plain, st->str_clone) : NULL;
-    if (result != NULL) {
-        PyObject *done =
-            PyObject_CallMethod(result, "fill_", "O", number); /* owned: result */
-        Py_XDECREF(done);
-        if (done == NULL) {
-            Py_CLEAR(result);
-        }
-    }
-    Py_XDECREF(plain);
-    Py_DECREF(number);
-    return result;
+    done = result ? PyObject_CallMethod(result, "fill_", "O", number) : NULL;
+    return done ? STEAL(result) : NULL;
 }
 
 /* May the mean of argument `i` take its place? Of an optimizer's any figure: the loss
@@ -287,15 +262,13 @@ oomkit_metrics_settle(oomkit_call *call, PyObject *scheduler, PyObject *const *a
             return -1;
         }
         if (!may) {
-            call->refused.raised = 1;
-            oomkit_raise(call->st->SplitError,
-                         "auto_batch cannot split this step: %s.step() is called with "
-                         "another argument in each micro-batch; compute it outside the "
-                         "step, or guard the line that counts with `if "
-                         "oomkit.current().is_last:`",
-                         Py_TYPE(scheduler)->tp_name);
             Py_CLEAR(*mean);
-            return -1;
+            return oomkit_refuse_split(
+                call,
+                "%s.step() is called with another argument in each micro-batch; "
+                "compute it outside the step, or guard the line that counts with `if "
+                "oomkit.current().is_last:`",
+                Py_TYPE(scheduler)->tp_name);
         }
         *at = m->argument;
         *mean = metric_object(call->st, args[m->argument], value);

@@ -22,22 +22,21 @@ attributes_ours(const oomkit_state *st, PyObject *name)
 static int
 attributes_mark_inner(oomkit_call *call, PyObject *saved)
 {
-    PyObject *inner = /* owned: what is made here may let the collector run */
+    OWNED PyObject *inner = /* what is made here may let the collector run */
         Py_XNewRef(PyDict_GetItemWithError(saved, call->st->str__schedulers));
     Py_ssize_t i;
-    int result = inner == NULL && PyErr_Occurred() ? -1 : 0;
 
-    for (i = 0; result == 0 && inner != NULL && PyList_Check(inner) &&
-                i < PyList_GET_SIZE(inner);
-         i++) {
-        PyObject *scheduler = Py_NewRef(PyList_GET_ITEM(inner, i)); /* owned */
-        if (PyObject_TypeCheck(scheduler, (PyTypeObject *)call->st->LRScheduler)) {
-            result = oomkit_attributes_mark(call, scheduler);
-        }
-        Py_DECREF(scheduler);
+    if (inner == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
     }
-    Py_XDECREF(inner);
-    return result;
+    for (i = 0; PyList_Check(inner) && i < PyList_GET_SIZE(inner); i++) {
+        OWNED PyObject *scheduler = Py_NewRef(PyList_GET_ITEM(inner, i));
+        if (PyObject_TypeCheck(scheduler, (PyTypeObject *)call->st->LRScheduler) &&
+            oomkit_attributes_mark(call, scheduler) < 0) {
+            return -1;
+        }
+    }
+    return 0;
 }
 
 /* Its place in the list, or -1. */
@@ -69,11 +68,8 @@ attributes_hold(oomkit_call *call)
 PyObject *
 oomkit_attributes_of(PyObject *object)
 {
-    PyObject *dict = PyObject_GenericGetDict(object, NULL);   /* owned */
-    PyObject *copy = dict == NULL ? NULL : PyDict_Copy(dict); /* owned, returned */
-
-    Py_XDECREF(dict);
-    return copy;
+    OWNED PyObject *dict = PyObject_GenericGetDict(object, NULL);
+    return dict == NULL ? NULL : PyDict_Copy(dict);
 }
 
 int
@@ -97,7 +93,7 @@ oomkit_attributes_note(oomkit_call *call, PyObject *object, PyObject *saved)
 int
 oomkit_attributes_mark(oomkit_call *call, PyObject *object)
 {
-    PyObject *saved; /* owned */
+    OWNED PyObject *saved = NULL;
     int result;
 
     if (attributes_find(call, object) >= 0) {
@@ -107,16 +103,12 @@ oomkit_attributes_mark(oomkit_call *call, PyObject *object)
         }
     }
     saved = oomkit_attributes_of(object);
-    if (saved == NULL) {
+    if (saved == NULL || oomkit_attributes_note(call, object, saved) < 0) {
         return -1;
     }
-    result = oomkit_attributes_note(call, object, saved);
-    if (result == 0 &&
-        PyObject_TypeCheck(object, (PyTypeObject *)call->st->LRScheduler)) {
-        result = attributes_mark_inner(call, saved);
-    }
-    Py_DECREF(saved);
-    return result;
+    return PyObject_TypeCheck(object, (PyTypeObject *)call->st->LRScheduler)
+               ? attributes_mark_inner(call, saved)
+               : 0;
 }
 
 /* One attribute as `saved` has it. 0 or -1. */
@@ -137,38 +129,36 @@ attributes_put(PyObject *dict, PyObject *saved, PyObject *name)
 int
 oomkit_attributes_put(const oomkit_state *st, PyObject *object, PyObject *saved)
 {
-    PyObject *dict = PyObject_GenericGetDict(object, NULL);    /* owned */
-    PyObject *names = dict == NULL ? NULL : PyDict_Keys(dict); /* owned */
-    PyObject *name;                                            /* borrowed */
+    OWNED PyObject *dict = PyObject_GenericGetDict(object, NULL);
+    OWNED PyObject *names = dict == NULL ? NULL : PyDict_Keys(dict);
+    PyObject *name; /* borrowed */
     Py_ssize_t i, at = 0;
-    int result = names == NULL ? -1 : 0;
 
-    for (i = 0; result == 0 && i < PyList_GET_SIZE(names); i++) {
+    if (names == NULL) {
+        return -1;
+    }
+    for (i = 0; i < PyList_GET_SIZE(names); i++) {
         name = PyList_GET_ITEM(names, i);
-        if (!attributes_ours(st, name)) {
-            result = attributes_put(dict, saved, name);
+        if (!attributes_ours(st, name) && attributes_put(dict, saved, name) < 0) {
+            return -1;
         }
     }
-    Py_XDECREF(names);
-    while (result == 0 && PyDict_Next(saved, &at, &name, NULL)) {
-        if (!attributes_ours(st, name)) {
-            result = attributes_put(dict, saved, name);
+    while (PyDict_Next(saved, &at, &name, NULL)) {
+        if (!attributes_ours(st, name) && attributes_put(dict, saved, name) < 0) {
+            return -1;
         }
     }
-    Py_XDECREF(dict);
-    return result;
+    return 0;
 }
 
 static int
 attributes_back(const oomkit_call *call, Py_ssize_t at)
 {
-    PyObject *pair =
-        Py_NewRef(PyList_GET_ITEM(call->owners.attributes, at)); /* owned */
-    int result = oomkit_attributes_put(call->st, PyTuple_GET_ITEM(pair, 0),
-                                       PyTuple_GET_ITEM(pair, 1));
+    OWNED PyObject *pair = /* until finalisers of what goes have run */
+        Py_NewRef(PyList_GET_ITEM(call->owners.attributes, at));
 
-    Py_DECREF(pair); /* finalisers of what went have run */
-    return result;
+    return oomkit_attributes_put(call->st, PyTuple_GET_ITEM(pair, 0),
+                                 PyTuple_GET_ITEM(pair, 1));
 }
 
 int

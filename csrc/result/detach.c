@@ -27,13 +27,8 @@ keep_value(const keeper *k, const oomkit_place *where, PyObject *value, int dept
 static PyObject *
 mark_get(PyObject *marks, PyObject *tensor)
 {
-    PyObject *address = PyLong_FromVoidPtr(tensor), *mark; /* owned; borrowed */
-    if (address == NULL) {
-        return NULL;
-    }
-    mark = PyDict_GetItemWithError(marks, address);
-    Py_DECREF(address);
-    return mark;
+    OWNED PyObject *address = PyLong_FromVoidPtr(tensor);
+    return address == NULL ? NULL : PyDict_GetItemWithError(marks, address);
 }
 
 int
@@ -65,9 +60,8 @@ oomkit_kept_get(PyObject *marks, Py_ssize_t number, PyObject *tensor, oomkit_kep
 static PyObject *
 mark_tensor(const keeper *k, PyObject *kept, int required, PyObject *leaf)
 {
-    PyObject *address, *mark = NULL; /* owned */
+    OWNED PyObject *address = NULL, *mark = NULL;
     uint32_t version = 0;
-    int failed;
 
     if (kept == NULL) {
         return NULL;
@@ -79,10 +73,7 @@ mark_tensor(const keeper *k, PyObject *kept, int required, PyObject *leaf)
         mark = PyLong_FromUnsignedLongLong((unsigned long long)version * 2 +
                                            (unsigned)required);
     }
-    failed = mark == NULL || PyDict_SetItem(k->marks, address, mark) < 0;
-    Py_XDECREF(address);
-    Py_XDECREF(mark);
-    if (failed) {
+    if (mark == NULL || PyDict_SetItem(k->marks, address, mark) < 0) {
         Py_CLEAR(kept);
     }
     return kept;
@@ -91,10 +82,8 @@ mark_tensor(const keeper *k, PyObject *kept, int required, PyObject *leaf)
 static int
 attribute_is_true(PyObject *object, PyObject *name)
 {
-    PyObject *flag = PyObject_GetAttr(object, name); /* owned */
-    int truth = flag == NULL ? -1 : PyObject_IsTrue(flag);
-    Py_XDECREF(flag);
-    return truth;
+    OWNED PyObject *flag = PyObject_GetAttr(object, name);
+    return flag == NULL ? -1 : PyObject_IsTrue(flag);
 }
 
 /* What the caller wants kept in place of a tensor. Steals `kept`, which may be NULL. */
@@ -149,44 +138,40 @@ static PyObject *
 keep_dict(const keeper *k, const oomkit_place *where, PyObject *dict, int named,
           int depth)
 {
-    PyObject *kept = PyDict_New(); /* owned */
-    PyObject *key, *value;         /* borrowed from dict */
+    OWNED PyObject *kept = PyDict_New();
+    PyObject *key, *value; /* borrowed from dict */
     Py_ssize_t position = 0;
 
     while (kept != NULL && PyDict_Next(dict, &position, &key, &value)) {
-        PyObject *name = Py_NewRef(key); /* owned */
+        OWNED PyObject *name = Py_NewRef(key);
         oomkit_place inner = {
             .outer = where, .key = named ? NULL : name, .name = named ? name : NULL};
-        PyObject *item = keep_value(k, &inner, value, depth + 1); /* owned */
+        OWNED PyObject *item = keep_value(k, &inner, value, depth + 1);
         if (item == NULL || PyDict_SetItem(kept, name, item) < 0) {
-            Py_CLEAR(kept);
+            return NULL;
         }
-        Py_DECREF(name);
-        Py_XDECREF(item);
     }
-    return kept;
+    return STEAL(kept);
 }
 
 /* A list of the kept elements of a list or tuple. */
 static PyObject *
 keep_items(const keeper *k, const oomkit_place *where, PyObject *sequence, int depth)
 {
-    PyObject *kept = PyList_New(0); /* owned */
+    OWNED PyObject *kept = PyList_New(0);
     int is_list = PyList_Check(sequence);
     Py_ssize_t i;
 
     for (i = 0; kept != NULL && i < PySequence_Fast_GET_SIZE(sequence); i++) {
-        PyObject *each = Py_NewRef(is_list ? PyList_GET_ITEM(sequence, i)
-                                           : PyTuple_GET_ITEM(sequence, i)); /* owned */
+        OWNED PyObject *each = Py_NewRef(is_list ? PyList_GET_ITEM(sequence, i)
+                                                 : PyTuple_GET_ITEM(sequence, i));
         oomkit_place inner = {.outer = where, .number = i, .in_list = is_list};
-        PyObject *item = keep_value(k, &inner, each, depth + 1); /* owned */
+        OWNED PyObject *item = keep_value(k, &inner, each, depth + 1);
         if (item == NULL || PyList_Append(kept, item) < 0) {
-            Py_CLEAR(kept);
+            return NULL;
         }
-        Py_DECREF(each);
-        Py_XDECREF(item);
     }
-    return kept;
+    return STEAL(kept);
 }
 
 static PyObject *
@@ -288,7 +273,7 @@ int
 oomkit_join_add(oomkit_state *st, const oomkit_options *options, oomkit_join *join,
                 PyObject *result, int64_t rows, double weight)
 {
-    PyObject *loss, *kept_loss = NULL; /* owned */
+    OWNED PyObject *marks = NULL, *loss = NULL, *kept_loss = NULL;
     keeper k = {.st = st,
                 .options = options,
                 .site = join->site,
@@ -297,7 +282,6 @@ oomkit_join_add(oomkit_state *st, const oomkit_options *options, oomkit_join *jo
                 .kept_loss = &kept_loss};
     oomkit_place where = {.is_loss = 1};
     Py_ssize_t before;
-    PyObject *exception; /* owned, stolen by give */
 
     if (join->results == NULL && join_begin(join) < 0) {
         return -1;
@@ -311,24 +295,19 @@ oomkit_join_add(oomkit_state *st, const oomkit_options *options, oomkit_join *jo
         return -1;
     }
     k.loss = loss;
-    k.marks = PyDict_New(); /* owned here, then by the list */
-    if (k.marks != NULL && PyList_Append(join->marks, k.marks) == 0 &&
+    k.marks = marks = PyDict_New();
+    if (marks != NULL && PyList_Append(join->marks, marks) == 0 &&
         append_stolen(join->results, keep_value(&k, &where, result, 0)) == 0 &&
         append_stolen(join->rows, PyLong_FromLongLong(rows)) == 0 &&
         append_stolen(join->weights, PyFloat_FromDouble(weight)) == 0) {
-        Py_DECREF(k.marks);
-        Py_XDECREF(loss);
-        Py_XDECREF(kept_loss);
         return 0;
     }
-    Py_XDECREF(k.marks);
-    exception = oomkit_exception_take();
-    Py_XDECREF(loss);
-    Py_XDECREF(kept_loss);
-    if (oomkit_join_truncate(join, before) < 0) {
-        Py_XDECREF(oomkit_exception_take()); /* the first one tells more */
+    Py_CLEAR(marks);
+    KEEPING_EXCEPTION {
+        Py_CLEAR(loss);
+        Py_CLEAR(kept_loss);
+        oomkit_join_truncate(join, before); /* the first error tells more */
     }
-    oomkit_exception_give(exception);
     return -1;
 }
 

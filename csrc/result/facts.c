@@ -1,6 +1,7 @@
 /* A site's knowledge about its results: integers and sizes that do or do not depend on
  * the batch, and what has been said. */
 #include "facts.h"
+#include "../py/errors.h"
 #include "../py/tensor.h"
 
 #define SAID_LIMIT 512 /* keys made anew at every step must not fill the memory */
@@ -339,7 +340,6 @@ int
 oomkit_result_say(oomkit_state *st, oomkit_result_site *site, const char *level,
                   PyObject *text)
 {
-    PyObject *done; /* owned */
     int known;
 
     if (site->said == NULL) {
@@ -358,9 +358,7 @@ oomkit_result_say(oomkit_state *st, oomkit_result_site *site, const char *level,
     if (PySet_Add(site->said, text) < 0) {
         return -1;
     }
-    done = PyObject_CallMethod(st->log, level, "sO", "%s", text);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
+    return oomkit_say(st, level, "sO", "%s", text);
 }
 
 void

@@ -48,21 +48,20 @@ static PyObject *
 join_dicts(const oomkit_rules *r, const oomkit_place *where, PyObject *const *values,
            int named)
 {
-    PyObject *joined, *key, *first;     /* owned; borrowed from values[0] */
-    PyObject **column = join_column(r); /* owned, of values borrowed from the results */
+    PyObject *key, *first;                           /* borrowed from values[0] */
+    OWNED_MEMORY PyObject **column = join_column(r); /* of the results' values */
+    OWNED PyObject *joined = column == NULL ? NULL : PyDict_New();
     Py_ssize_t position = 0, i;
 
-    joined = column == NULL ? NULL : PyDict_New();
     for (i = 1; joined != NULL && i < r->count; i++) {
         if (PyDict_GET_SIZE(values[i]) != PyDict_GET_SIZE(values[0])) {
-            Py_CLEAR(joined);
-            oomkit_place_differs(r, where, values[0], values[i]);
+            return oomkit_place_differs(r, where, values[0], values[i]);
         }
     }
     while (joined != NULL && PyDict_Next(values[0], &position, &key, &first)) {
         oomkit_place inner = {
             .outer = where, .key = named ? NULL : key, .name = named ? key : NULL};
-        PyObject *item = NULL; /* owned */
+        OWNED PyObject *item = NULL;
         for (i = 0; i < r->count; i++) {
             column[i] = PyDict_GetItemWithError(values[i], key);
             if (column[i] == NULL) {
@@ -78,12 +77,10 @@ join_dicts(const oomkit_rules *r, const oomkit_place *where, PyObject *const *va
             oomkit_place_differs(r, where, values[0], values[i]);
         }
         if (item == NULL || PyDict_SetItem(joined, key, item) < 0) {
-            Py_CLEAR(joined);
+            return NULL;
         }
-        Py_XDECREF(item);
     }
-    PyMem_Free(column);
-    return joined;
+    return STEAL(joined);
 }
 
 /* Mappings and data classes of one type. */
@@ -91,14 +88,13 @@ static PyObject *
 join_outputs(const oomkit_rules *r, const oomkit_place *where, PyObject *const *values)
 {
     oomkit_parts joined = {NULL, NULL};
-    oomkit_parts *parts = PyMem_Calloc((size_t)r->count, sizeof(*parts)); /* owned */
-    PyObject **column = join_column(r); /* owned, of values borrowed from parts */
-    PyObject *made = NULL;              /* owned */
+    OWNED_MEMORY oomkit_parts *parts = PyMem_Calloc((size_t)r->count, sizeof(*parts));
+    OWNED_MEMORY PyObject **column = join_column(r); /* of values borrowed from parts */
+    PyObject *made = NULL;                           /* owned */
     Py_ssize_t i, opened = 0;
 
     if (parts == NULL || column == NULL) {
-        PyErr_NoMemory();
-        goto done;
+        return PyErr_NoMemory();
     }
     for (; opened < r->count; opened++) {
         if (oomkit_output_open(r->st, values[opened], &parts[opened]) < 0) {
@@ -123,8 +119,6 @@ done:
         oomkit_parts_clear(&parts[--opened]);
     }
     oomkit_parts_clear(&joined);
-    PyMem_Free(parts);
-    PyMem_Free(column);
     return made;
 }
 
@@ -181,11 +175,11 @@ static PyObject *
 join_elements(const oomkit_rules *r, const oomkit_place *where, PyObject *const *values)
 {
     Py_ssize_t size = PySequence_Fast_GET_SIZE(values[0]), i, k;
-    PyObject *joined = NULL, *names = NULL; /* owned */
-    PyObject **column = join_column(r); /* owned, of values borrowed from the results */
+    OWNED_MEMORY PyObject **column = join_column(r); /* of the results' values */
+    OWNED PyObject *joined = NULL, *names = NULL;
 
     if (column == NULL || check_lengths(r, where, values) < 0) {
-        goto done;
+        return NULL;
     }
     names = field_names(r, values[0]);
     joined = names == NULL && PyErr_Occurred() ? NULL : PyList_New(size);
@@ -203,15 +197,11 @@ join_elements(const oomkit_rules *r, const oomkit_place *where, PyObject *const 
                             : 0;
         item = inner.is_loss < 0 ? NULL : join_inner(r, &inner, column);
         if (item == NULL) {
-            Py_CLEAR(joined);
-            break;
+            return NULL;
         }
         PyList_SET_ITEM(joined, i, item);
     }
-done:
-    Py_XDECREF(names);
-    PyMem_Free(column);
-    return joined;
+    return STEAL(joined);
 }
 
 /* The elements of micro-batch i, tensors that required grad as ones that refuse it. New
@@ -235,7 +225,7 @@ static PyObject *
 join_lists(const oomkit_rules *r, const oomkit_place *where, PyObject *const *values)
 {
     int rows = r->count == 1 ? 0 : oomkit_lists_are_rows(r, where, values);
-    PyObject *joined; /* owned */
+    OWNED PyObject *joined = NULL;
     Py_ssize_t i;
 
     if (rows <= 0) {
@@ -244,13 +234,12 @@ join_lists(const oomkit_rules *r, const oomkit_place *where, PyObject *const *va
     joined = PyList_New(0);
     for (i = 0; joined != NULL && i < r->count; i++) {
         Py_ssize_t end = PyList_GET_SIZE(joined);
-        PyObject *items = rows_alone(r, where, values, i); /* owned */
+        OWNED PyObject *items = rows_alone(r, where, values, i);
         if (items == NULL || PyList_SetSlice(joined, end, end, items) < 0) {
-            Py_CLEAR(joined);
+            return NULL;
         }
-        Py_XDECREF(items);
     }
-    return joined;
+    return STEAL(joined);
 }
 
 static PyObject *
@@ -380,7 +369,7 @@ rules_free(oomkit_rules *r)
 PyObject *
 oomkit_join_finish(oomkit_state *st, const oomkit_options *options, oomkit_join *join)
 {
-    PyObject *refusal = NULL, *loss = NULL; /* owned, by way of r */
+    OWNED PyObject *refusal = NULL, *loss = NULL; /* by way of r */
     oomkit_rules r = {.st = st,
                       .options = options,
                       .site = join->site,
@@ -423,8 +412,6 @@ oomkit_join_finish(oomkit_state *st, const oomkit_options *options, oomkit_join 
     } else if (rules_fill(&r, join) == 0 && rules_losses(&r, join) == 0) {
         joined = oomkit_join_place(&r, &where, PySequence_Fast_ITEMS(join->results));
     }
-    Py_XDECREF(refusal);
-    Py_XDECREF(loss);
     rules_free(&r);
     return joined;
 }

@@ -25,13 +25,13 @@ element_required(const oomkit_rules *r, PyObject *const *values, Py_ssize_t numb
     return found;
 }
 
-/* A joined tuple with elements that refuse gradients where the parts had some. Steals
- * `joined`. */
+/* A joined tuple with elements that refuse gradients where the parts had some. New
+ * reference or NULL. */
 static PyObject *
 tuple_refusing(const oomkit_rules *r, const oomkit_place *where,
                PyObject *const *values, PyObject *joined)
 {
-    PyObject *list = PySequence_List(joined); /* owned, stolen by oomkit_output_tuple */
+    OWNED PyObject *list = PySequence_List(joined);
     Py_ssize_t i;
 
     for (i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
@@ -46,39 +46,33 @@ tuple_refusing(const oomkit_rules *r, const oomkit_place *where,
         refusing =
             required < 0 ? NULL : oomkit_join_refusing(r, &inner, Py_NewRef(item));
         if (refusing == NULL || PyList_SetItem(list, i, refusing) < 0) {
-            Py_CLEAR(list);
+            return NULL;
         }
     }
-    if (list != NULL) {
-        Py_SETREF(joined, oomkit_output_tuple(r->st, joined, list));
-        return joined;
-    }
-    Py_DECREF(joined);
-    return NULL;
+    return list == NULL ? NULL : oomkit_output_tuple(r->st, joined, STEAL(list));
 }
 
 PyObject *
 oomkit_join_custom(const oomkit_rules *r, const oomkit_place *where,
                    PyObject *const *values)
 {
-    PyObject *list = PyList_New(r->count), *rows = PyList_New(r->count); /* owned */
-    PyObject *joined = NULL;                                             /* owned */
+    OWNED PyObject *list = PyList_New(r->count), *rows = PyList_New(r->count);
+    OWNED PyObject *joined = NULL;
     Py_ssize_t i;
 
     for (i = 0; list != NULL && rows != NULL && i < r->count; i++) {
         PyObject *number = PyLong_FromLongLong(r->rows[i]); /* stolen by rows */
         if (number == NULL) {
-            break;
+            return NULL;
         }
         PyList_SET_ITEM(list, i, Py_NewRef(values[i]));
         PyList_SET_ITEM(rows, i, number);
     }
-    if (i == r->count && list != NULL && rows != NULL) {
-        joined = oomkit_splitter_join(r->st, list, rows);
+    if (list == NULL || rows == NULL) {
+        return NULL;
     }
-    Py_XDECREF(list);
-    Py_XDECREF(rows);
+    joined = oomkit_splitter_join(r->st, list, rows);
     return joined != NULL && oomkit_output_is_tuple(r->st, joined) == 1
                ? tuple_refusing(r, where, values, joined)
-               : joined;
+               : STEAL(joined);
 }

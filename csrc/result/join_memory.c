@@ -7,9 +7,7 @@
 static void *
 tensor_address(const oomkit_rules *r, PyObject *tensor)
 {
-    PyObject *number =
-        PyObject_CallMethodNoArgs(tensor, r->st->str_data_ptr); /* owned */
-    void *address;
+    OWNED PyObject *number = PyObject_CallMethodNoArgs(tensor, r->st->str_data_ptr);
 
     if (number == NULL) {
         if (oomkit_error_is_no_answer(r->st)) {
@@ -17,16 +15,14 @@ tensor_address(const oomkit_rules *r, PyObject *tensor)
         }
         return NULL;
     }
-    address = PyLong_AsVoidPtr(number);
-    Py_DECREF(number);
-    return address;
+    return PyLong_AsVoidPtr(number);
 }
 
 static int
 column_addresses(const oomkit_rules *r, PyObject *const *values, oomkit_column *column)
 {
     Py_ssize_t i, k, pairs = 0;
-    void **at = PyMem_New(void *, (size_t)r->count); /* owned */
+    OWNED_MEMORY void **at = PyMem_New(void *, (size_t)r->count);
 
     if (at == NULL) {
         PyErr_NoMemory();
@@ -38,7 +34,6 @@ column_addresses(const oomkit_rules *r, PyObject *const *values, oomkit_column *
             pairs += at[i] != NULL && at[i] == at[k];
         }
     }
-    PyMem_Free(at);
     column->shared = pairs > 0;
     column->all_shared = pairs == r->count * (r->count - 1) / 2;
     return PyErr_Occurred() ? -1 : 0;
@@ -77,15 +72,8 @@ static int
 rows_are_one(const oomkit_rules *r, PyObject *tensor)
 {
     long long dim = (long long)r->options->dim;
-    PyObject *stride = PyObject_CallMethod(tensor, "stride", "L", dim); /* owned */
-    int result;
-
-    if (stride == NULL) {
-        return -1;
-    }
-    result = PyObject_Not(stride);
-    Py_DECREF(stride);
-    return result;
+    OWNED PyObject *stride = PyObject_CallMethod(tensor, "stride", "L", dim);
+    return stride == NULL ? -1 : PyObject_Not(stride);
 }
 
 const char *

@@ -169,7 +169,7 @@ oomkit_join_shapes(const oomkit_rules *r, const oomkit_place *where,
                    PyObject *const *values)
 {
     Py_ssize_t size = PyTuple_GET_SIZE(values[0]), dim = (Py_ssize_t)r->options->dim, i;
-    PyObject *list, *joined; /* owned */
+    OWNED PyObject *list = NULL;
 
     dim += dim < 0 ? size : 0;
     for (i = 1; i < r->count; i++) {
@@ -192,10 +192,7 @@ oomkit_join_shapes(const oomkit_rules *r, const oomkit_place *where,
     }
     list = PySequence_List(values[0]);
     if (list == NULL || PyList_SetItem(list, dim, PyLong_FromLongLong(r->total)) < 0) {
-        Py_XDECREF(list);
         return NULL;
     }
-    joined = PyObject_CallOneArg((PyObject *)Py_TYPE(values[0]), list);
-    Py_DECREF(list);
-    return joined;
+    return PyObject_CallOneArg((PyObject *)Py_TYPE(values[0]), list);
 }

@@ -9,7 +9,7 @@
 PyObject *
 oomkit_place_text(const oomkit_place *where)
 {
-    PyObject *outer, *text; /* owned */
+    OWNED PyObject *outer = NULL;
 
     if (where->outer == NULL) {
         return PyUnicode_FromString("result");
@@ -19,14 +19,12 @@ oomkit_place_text(const oomkit_place *where)
         return NULL;
     }
     if (where->key != NULL) {
-        text = PyUnicode_FromFormat("%U[%R]", outer, where->key);
-    } else if (where->name != NULL) {
-        text = PyUnicode_FromFormat("%U.%S", outer, where->name);
-    } else {
-        text = PyUnicode_FromFormat("%U[%zd]", outer, where->number);
+        return PyUnicode_FromFormat("%U[%R]", outer, where->key);
     }
-    Py_DECREF(outer);
-    return text;
+    if (where->name != NULL) {
+        return PyUnicode_FromFormat("%U.%S", outer, where->name);
+    }
+    return PyUnicode_FromFormat("%U[%zd]", outer, where->number);
 }
 
 PyObject *
@@ -62,8 +60,7 @@ static int
 place_log(const oomkit_rules *r, const oomkit_place *where, const char *level,
           const char *choice)
 {
-    PyObject *place, *text; /* owned */
-    int result = -1;
+    OWNED PyObject *place = NULL, *text = NULL;
 
     if (r->site == NULL || r->options->label == NULL) {
         return 0;
@@ -75,12 +72,7 @@ place_log(const oomkit_rules *r, const oomkit_place *where, const char *level,
     text = PyUnicode_FromFormat("oomkit: results of the micro-batches of %U: %U%s %s",
                                 r->options->label, place, where->in_list ? "[...]" : "",
                                 choice);
-    Py_DECREF(place);
-    if (text != NULL) {
-        result = oomkit_result_say(r->st, r->site, level, text);
-        Py_DECREF(text);
-    }
-    return result;
+    return text == NULL ? -1 : oomkit_result_say(r->st, r->site, level, text);
 }
 
 int
@@ -114,7 +106,7 @@ oomkit_place_say_mean(const oomkit_rules *r, const oomkit_place *where, int summ
 PyObject *
 oomkit_place_refuse(const oomkit_rules *r, const oomkit_place *where, PyObject *what)
 {
-    PyObject *text = what == NULL ? NULL : oomkit_place_text(where); /* owned */
+    OWNED PyObject *text = what == NULL ? NULL : oomkit_place_text(where);
     if (text != NULL) {
         PyErr_Format(r->st->SplitError,
                      "auto_batch cannot join the results of %zd micro-batches: %U %U; "
@@ -122,7 +114,6 @@ oomkit_place_refuse(const oomkit_rules *r, const oomkit_place *where, PyObject *
                      "(join=lambda results, rows: results keeps a list of the parts)",
                      r->batches, text, what);
     }
-    Py_XDECREF(text);
     Py_XDECREF(what);
     return NULL;
 }
@@ -148,7 +139,8 @@ oomkit_place_differs(const oomkit_rules *r, const oomkit_place *where, PyObject 
 static long
 rules_figure(const oomkit_rules *r, const oomkit_place *where)
 {
-    PyObject *text, *found; /* owned; borrowed */
+    OWNED PyObject *text = NULL;
+    PyObject *found; /* borrowed */
     long figure;
 
     if (r->site == NULL || r->site->figures == NULL) {
@@ -157,7 +149,6 @@ rules_figure(const oomkit_rules *r, const oomkit_place *where)
     text = oomkit_place_text(where);
     found = text == NULL ? NULL : PyDict_GetItemWithError(r->site->figures, text);
     figure = found == NULL ? -1 : PyLong_AsLong(found);
-    Py_XDECREF(text);
     return PyErr_Occurred() ? -2 : figure;
 }
 

@@ -9,24 +9,22 @@
 static PyObject *
 shapes_text(const oomkit_rules *r, PyObject *const *values, Py_ssize_t other)
 {
-    PyObject *one = PyObject_GetAttr(values[0], r->st->str_shape);     /* owned */
-    PyObject *two = PyObject_GetAttr(values[other], r->st->str_shape); /* owned */
-    PyObject *text = NULL;                                             /* owned */
+    OWNED PyObject *one = PyObject_GetAttr(values[0], r->st->str_shape);
+    OWNED PyObject *two = PyObject_GetAttr(values[other], r->st->str_shape);
 
     if (one != NULL && two != NULL) {
         Py_SETREF(one, PySequence_List(one));
         Py_SETREF(two, PySequence_List(two));
     }
     if (one != NULL && two != NULL) {
-        text = PyUnicode_FromFormat("shapes %R and %R for %lld and %lld rows", one, two,
+        return PyUnicode_FromFormat("shapes %R and %R for %lld and %lld rows", one, two,
                                     (long long)r->rows[0], (long long)r->rows[other]);
-    } else if (oomkit_error_is_no_answer(r->st)) {
-        PyErr_Clear(); /* a nested tensor has no shape */
-        text = PyUnicode_FromString("no shape that could be compared");
     }
-    Py_XDECREF(one);
-    Py_XDECREF(two);
-    return text;
+    if (!oomkit_error_is_no_answer(r->st)) {
+        return NULL;
+    }
+    PyErr_Clear(); /* a nested tensor has no shape */
+    return PyUnicode_FromString("no shape that could be compared");
 }
 
 /* SplitError: "has <shapes>, <what>". NULL always. */
@@ -34,14 +32,11 @@ static PyObject *
 refuse_shapes(const oomkit_rules *r, const oomkit_place *where, PyObject *const *values,
               Py_ssize_t other, const char *what)
 {
-    PyObject *shapes = shapes_text(r, values, other); /* owned */
-    PyObject *text = NULL; /* stolen by oomkit_place_refuse() */
+    OWNED PyObject *shapes = shapes_text(r, values, other);
 
-    if (shapes != NULL) {
-        text = PyUnicode_FromFormat("has %U, %s", shapes, what);
-        Py_DECREF(shapes);
-    }
-    return oomkit_place_refuse(r, where, text);
+    return oomkit_place_refuse(
+        r, where,
+        shapes == NULL ? NULL : PyUnicode_FromFormat("has %U, %s", shapes, what));
 }
 
 /* SplitError with the text of the exception in flight, which is dropped. NULL always.
@@ -63,8 +58,7 @@ static int
 tensors_equal(const oomkit_rules *r, PyObject *a, PyObject *b)
 {
     PyObject *stack[2] = {a, b}; /* borrowed from the results */
-    PyObject *answer;            /* owned */
-    int equal;
+    OWNED PyObject *answer = NULL;
 
     if (a == b) {
         return 1;
@@ -77,9 +71,7 @@ tensors_equal(const oomkit_rules *r, PyObject *a, PyObject *b)
         PyErr_Clear(); /* of several devices, sparse, nested: not known to be equal */
         return 0;
     }
-    equal = PyObject_IsTrue(answer);
-    Py_DECREF(answer);
-    return equal;
+    return PyObject_IsTrue(answer);
 }
 
 static int
@@ -113,11 +105,10 @@ tensors_add(const oomkit_rules *r, const oomkit_place *where, PyObject *const *v
         }
         term = Py_NewRef(values[i]);
         if (weighted) {
-            PyObject *factor = PyFloat_FromDouble(weight); /* owned */
+            OWNED PyObject *factor = PyFloat_FromDouble(weight);
             Py_SETREF(term, factor == NULL ? NULL
                                            : PyObject_CallMethodOneArg(
                                                  term, r->st->str_mul, factor));
-            Py_XDECREF(factor);
         }
         if (term != NULL && sum != NULL) {
             Py_SETREF(term, PyObject_CallMethodOneArg(sum, r->st->str_add, term));
@@ -200,21 +191,18 @@ join_scalars(const oomkit_rules *r, const oomkit_place *where, PyObject *const *
 static PyObject *
 tensors_cat(const oomkit_rules *r, PyObject *const *values)
 {
-    PyObject *list = PyList_New(r->count);                /* owned */
-    PyObject *dim = PyLong_FromLongLong(r->options->dim); /* owned */
-    PyObject *joined = NULL;                              /* owned */
+    OWNED PyObject *list = PyList_New(r->count);
+    OWNED PyObject *dim = PyLong_FromLongLong(r->options->dim);
+    PyObject *stack[2] = {list, dim}; /* borrowed from this function */
     Py_ssize_t i;
 
-    if (list != NULL && dim != NULL) {
-        PyObject *stack[2] = {list, dim}; /* borrowed from this function */
-        for (i = 0; i < r->count; i++) {
-            PyList_SET_ITEM(list, i, Py_NewRef(values[i]));
-        }
-        joined = PyObject_Vectorcall(r->st->torch_cat, stack, 2, NULL);
+    if (list == NULL || dim == NULL) {
+        return NULL;
     }
-    Py_XDECREF(list);
-    Py_XDECREF(dim);
-    return joined;
+    for (i = 0; i < r->count; i++) {
+        PyList_SET_ITEM(list, i, Py_NewRef(values[i]));
+    }
+    return PyObject_Vectorcall(r->st->torch_cat, stack, 2, NULL);
 }
 
 /* Rows after rows. What torch refuses to put together (sizes, devices) is an error that
@@ -406,7 +394,8 @@ join_column(const oomkit_rules *r, const oomkit_place *where, PyObject *const *v
 PyObject *
 oomkit_join_refusing(const oomkit_rules *r, const oomkit_place *where, PyObject *joined)
 {
-    PyObject *place = NULL, *answer = NULL; /* owned */
+    OWNED PyObject *place = NULL;
+    PyObject *answer = NULL; /* owned */
 
     if (joined != NULL && *r->refusal == NULL) {
         *r->refusal = PyObject_CallFunction(
@@ -420,7 +409,6 @@ oomkit_join_refusing(const oomkit_rules *r, const oomkit_place *where, PyObject 
     if (place != NULL) {
         answer =
             PyObject_CallFunction(*r->refusal, "OOi", joined, place, where->is_loss);
-        Py_DECREF(place);
     }
     Py_XDECREF(joined);
     return answer;

@@ -50,7 +50,8 @@ loss_number(oomkit_state *st, PyObject *sequence)
 static Py_ssize_t
 loss_position(oomkit_state *st, PyObject *sequence, Py_ssize_t known)
 {
-    PyObject *fields, *field; /* owned; borrowed from fields */
+    OWNED PyObject *fields = NULL;
+    PyObject *field; /* borrowed from fields */
     Py_ssize_t i;
     int same;
 
@@ -66,11 +67,9 @@ loss_position(oomkit_state *st, PyObject *sequence, Py_ssize_t known)
         field = PyTuple_GET_ITEM(fields, i);
         same = PyObject_RichCompareBool(field, st->str_loss, Py_EQ);
         if (same != 0) {
-            Py_DECREF(fields);
             return same < 0 ? -1 : i;
         }
     }
-    Py_DECREF(fields);
     return known < 0 ? loss_number(st, sequence) : known;
 }
 

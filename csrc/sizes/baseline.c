@@ -30,14 +30,13 @@ oomkit_baseline_enter(oomkit_call *call)
         return;
     }
     for (i = 0; i < call->parts->param_count && left > 0; i++, left--) {
-        PyObject *gradient = /* owned */
+        OWNED PyObject *gradient =
             PyObject_GetAttr(call->parts->params[i], call->st->str_grad);
         oomkit_error_dismiss(); /* an estimate goes without it */
         if (gradient != NULL && gradient != Py_None) {
             call->sizes.entry_gradients = step->gradient_bytes;
             left = 0;
         }
-        Py_XDECREF(gradient);
     }
     if (step->drops_gradients > 0 ||
         (step->drops_gradients == 0 && step->updates != 0)) {

@@ -129,41 +129,38 @@ void
 oomkit_kept_put(oomkit_step *step)
 {
     PyObject *code = kept_code(step); /* borrowed from step */
-    PyObject *in_flight, *ref = NULL; /* owned; given back; owned */
-    kept_entries *kept = NULL;
     int i;
 
     if (code == NULL || !step->surveyed || step->signature_count == 0 ||
         step->st->keeps_nothing) {
         return;
     }
-    in_flight = oomkit_exception_take();
-    for (i = 0; i < step->signature_count; i++) {
-        kept_entry *entry;
-        if (!kept_is_worth_it(step, &step->signatures[i])) {
-            continue;
+    KEEPING_EXCEPTION {
+        for (i = 0; i < step->signature_count; i++) {
+            OWNED PyObject *ref = NULL;
+            kept_entries *kept;
+            kept_entry *entry;
+            if (!kept_is_worth_it(step, &step->signatures[i])) {
+                continue;
+            }
+            ref = PyWeakref_NewRef(code, NULL);
+            kept = ref == NULL ? NULL : kept_get(step->st, 1);
+            if (kept == NULL) {
+                break;
+            }
+            entry = kept_place(kept, step, code, &step->signatures[i]);
+            Py_XSETREF(entry->code, STEAL(ref));
+            entry->device = step->device;
+            entry->param_count = step->param_count;
+            entry->param_bytes = step->param_bytes;
+            entry->dim = step->options.dim;
+            entry->least_rows = step->least_rows;
+            entry->even_rows = step->even_rows;
+            entry->serial = ++kept->serial;
+            entry->signature = step->signatures[i];
+            Py_XSETREF(entry->proven, Py_XNewRef(step->proven_text));
         }
-        ref = PyWeakref_NewRef(code, NULL);
-        kept = ref == NULL ? NULL : kept_get(step->st, 1);
-        if (kept == NULL) {
-            Py_XDECREF(ref);
-            break;
-        }
-        entry = kept_place(kept, step, code, &step->signatures[i]);
-        Py_XSETREF(entry->code, ref);
-        entry->device = step->device;
-        entry->param_count = step->param_count;
-        entry->param_bytes = step->param_bytes;
-        entry->dim = step->options.dim;
-        entry->least_rows = step->least_rows;
-        entry->even_rows = step->even_rows;
-        entry->serial = ++kept->serial;
-        entry->signature = step->signatures[i];
-        Py_XSETREF(entry->proven, Py_XNewRef(step->proven_text));
-    }
-    oomkit_error_dismiss(); /* the next step finds its sizes itself */
-    if (in_flight != NULL) {
-        oomkit_exception_give(in_flight);
+        oomkit_error_dismiss(); /* the next step finds its sizes itself */
     }
 }
 
@@ -187,7 +184,6 @@ oomkit_kept_take(oomkit_call *call)
     oomkit_step *step = call->step;
     const kept_entries *kept = kept_get(step->st, 0);
     PyObject *code = kept_code(step); /* borrowed from step */
-    PyObject *done;                   /* owned */
     int i, taken = 0;
 
     for (i = 0; kept != NULL && code != NULL && i < KEPT; i++) {
@@ -217,12 +213,10 @@ oomkit_kept_take(oomkit_call *call)
     if (taken == 0) {
         return 0;
     }
-    done = PyObject_CallMethod(call->st->log, "info", "sOi",
-                               "oomkit: %s begins with sizes of %d shapes that an "
-                               "earlier step of the same function has found",
-                               call->options->label, taken);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
+    return oomkit_say(call->st, "info", "sOi",
+                      "oomkit: %s begins with sizes of %d shapes that an earlier step "
+                      "of the same function has found",
+                      call->options->label, taken);
 }
 
 /* Forgets all of them, and takes no more unless it is to. */

@@ -56,13 +56,12 @@ oomkit_signature_can_go(const oomkit_signature *entry)
 PyObject *
 oomkit_signature_dict(const oomkit_signature *entry)
 {
-    PyObject *dict = PyDict_New(); /* owned */
+    OWNED PyObject *dict = PyDict_New();
     int i;
 
     if (dict == NULL || dict_put(dict, "signature", hex_new(entry->hash)) < 0 ||
         dict_put(dict, "family", hex_new(entry->family)) < 0 ||
         dict_put(dict, "row_bytes", PyFloat_FromDouble(entry->row_bytes)) < 0) {
-        Py_XDECREF(dict);
         return NULL;
     }
     for (i = 0; i < oomkit_number_count(); i++) {
@@ -70,11 +69,10 @@ oomkit_signature_dict(const oomkit_signature *entry)
         oomkit_number_get(&entry->known, i, &number);
         if (!oomkit_number_is_nothing(i, &number) &&
             dict_put(dict, oomkit_number_name(i), number_new(i, &number)) < 0) {
-            Py_DECREF(dict);
             return NULL;
         }
     }
-    return dict;
+    return STEAL(dict);
 }
 
 /* --- in --- */
@@ -204,11 +202,10 @@ oomkit_signature_parse(PyObject *dict, oomkit_signature *entry)
         return -1;
     }
     if (oomkit_numbers_end(&entry->known) != OOMKIT_OK) {
-        PyObject *signature = hex_new(entry->hash); /* owned */
+        OWNED PyObject *signature = hex_new(entry->hash);
         if (signature != NULL) {
             PyErr_Format(PyExc_ValueError,
                          "the numbers of signature %U do not go together", signature);
-            Py_DECREF(signature);
         }
         return -1;
     }

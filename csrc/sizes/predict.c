@@ -9,14 +9,11 @@
 static int
 update_is_first(oomkit_state *st, PyObject *optimizer)
 {
-    int first;
-    PyObject *state = PyObject_GetAttr(optimizer, st->str_state); /* owned */
+    OWNED PyObject *state = PyObject_GetAttr(optimizer, st->str_state);
     if (state == NULL) {
         return -1;
     }
-    first = PyDict_Check(state) && PyDict_GET_SIZE(state) == 0;
-    Py_DECREF(state);
-    return first;
+    return PyDict_Check(state) && PyDict_GET_SIZE(state) == 0;
 }
 
 /* Will its first step() make any? SGD without momentum has none after any number of
@@ -24,11 +21,8 @@ update_is_first(oomkit_state *st, PyObject *optimizer)
 static int
 update_makes_state(oomkit_state *st, PyObject *optimizer)
 {
-    PyObject *answer = PyObject_CallOneArg(st->keeps_state, optimizer); /* owned */
-    int makes = answer == NULL ? -1 : PyObject_IsTrue(answer);
-
-    Py_XDECREF(answer);
-    return makes;
+    OWNED PyObject *answer = PyObject_CallOneArg(st->keeps_state, optimizer);
+    return answer == NULL ? -1 : PyObject_IsTrue(answer);
 }
 
 /* Bytes still to be had, or OOMKIT_UNKNOWN. */
@@ -57,8 +51,8 @@ int
 oomkit_predict_update(oomkit_call *call, PyObject *optimizer)
 {
     uint64_t left;
-    PyObject *answer; /* owned: None, or the reason why it cannot fit */
-    int first = update_is_first(call->st, optimizer), result = 0;
+    OWNED PyObject *answer = NULL; /* None, or the reason why it cannot fit */
+    int first = update_is_first(call->st, optimizer);
 
     if (first > 0 && call->device.type != OOMKIT_DEVICE_CPU) {
         first = update_makes_state(call->st, optimizer);
@@ -79,9 +73,8 @@ oomkit_predict_update(oomkit_call *call, PyObject *optimizer)
     }
     if (answer != Py_None) {
         call->refused.raised = 1;
-        result = -1;
         oomkit_give_up(call, answer, 0);
+        return -1;
     }
-    Py_DECREF(answer);
-    return result;
+    return 0;
 }

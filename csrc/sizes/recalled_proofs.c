@@ -5,12 +5,12 @@
 PyObject *
 oomkit_proven_text(const oomkit_step *step, PyObject *recalled, int own)
 {
-    PyObject *list = PyList_New(0), *text = NULL; /* owned */
+    OWNED PyObject *list = PyList_New(0);
     int i;
 
     for (i = 0; own && list != NULL && i < OOMKIT_PROVEN; i++) {
         const oomkit_proven *proven = &step->proven[i];
-        PyObject *item; /* owned */
+        OWNED PyObject *item = NULL;
         if (proven->key == 0 || proven->level != OOMKIT_PROVEN_FULLY) {
             continue;
         }
@@ -19,30 +19,27 @@ oomkit_proven_text(const oomkit_step *step, PyObject *recalled, int own)
                              proven->tried == NULL ? Py_None : proven->tried,
                              (int)proven->labels);
         if (item == NULL || PyList_Append(list, item) < 0) {
-            Py_CLEAR(list);
+            return NULL;
         }
-        Py_XDECREF(item);
     }
-    if (list != NULL) {
-        text = PyObject_CallMethod(
-            step->st->proof, "noted", "OOOO", step->func, list,
-            recalled == NULL ? Py_None : recalled,
-            !own || step->results.figures == NULL ? Py_None : step->results.figures);
+    if (list == NULL) {
+        return NULL;
     }
-    Py_XDECREF(list);
-    return text;
+    return PyObject_CallMethod(
+        step->st->proof, "noted", "OOOO", step->func, list,
+        recalled == NULL ? Py_None : recalled,
+        !own || step->results.figures == NULL ? Py_None : step->results.figures);
 }
 
 int
 oomkit_proven_write(oomkit_step *step)
 {
-    PyObject *text = oomkit_proven_text(step, step->recalled, 1); /* owned */
+    OWNED PyObject *text = oomkit_proven_text(step, step->recalled, 1);
 
     if (text == NULL) {
         return -1;
     }
     Py_XSETREF(step->proven_text, text == Py_None ? NULL : Py_NewRef(text));
-    Py_DECREF(text);
     return 0;
 }
 
@@ -83,20 +80,20 @@ oomkit_proven_print(const oomkit_step *step)
 static int
 recall_figures(oomkit_step *step)
 {
-    PyObject *found = PyObject_CallMethod(step->st->proof, "recalled_figures", "OO",
-                                          step->func, step->recalled); /* owned */
-    int result = 0;
+    OWNED PyObject *found = PyObject_CallMethod(step->st->proof, "recalled_figures",
+                                                "OO", step->func, step->recalled);
 
-    if (found != NULL && PyDict_GET_SIZE(found) > 0) {
-        if (step->results.figures != NULL) {
-            result = PyDict_Update(found, step->results.figures);
-        }
-        if (result == 0) {
-            Py_XSETREF(step->results.figures, Py_NewRef(found));
-        }
+    if (found == NULL) {
+        return -1;
     }
-    Py_XDECREF(found);
-    return found == NULL ? -1 : result;
+    if (PyDict_GET_SIZE(found) > 0) {
+        if (step->results.figures != NULL &&
+            PyDict_Update(found, step->results.figures) < 0) {
+            return -1;
+        }
+        Py_XSETREF(step->results.figures, Py_NewRef(found));
+    }
+    return 0;
 }
 
 oomkit_proven *
@@ -104,7 +101,8 @@ oomkit_proven_recall(oomkit_call *call)
 {
     oomkit_step *step = call->step;
     oomkit_proven *place;
-    PyObject *found, *rule, *tried, *before, *before_tried; /* owned, but rule, tried */
+    OWNED PyObject *found = NULL, *before_tried = NULL, *before = NULL;
+    PyObject *rule, *tried; /* borrowed from found */
     int labels;
 
     if (step->recalled == NULL) {
@@ -116,7 +114,6 @@ oomkit_proven_recall(oomkit_call *call)
     if (found == NULL || found == Py_None ||
         !PyArg_ParseTuple(found, "OOp", &rule, &tried, &labels) ||
         recall_figures(step) < 0) {
-        Py_XDECREF(found);
         return NULL;
     }
     place = &step->proven[step->proven_next++ % OOMKIT_PROVEN];
@@ -130,8 +127,5 @@ oomkit_proven_recall(oomkit_call *call)
     place->level = OOMKIT_PROVEN_FULLY;
     place->labels = (uint8_t)labels;
     place->recalled = 1;
-    Py_XDECREF(before);
-    Py_XDECREF(before_tried);
-    Py_DECREF(found);
     return place;
 }

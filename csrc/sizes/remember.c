@@ -25,7 +25,7 @@ oomkit_recall_place(const oomkit_step *step)
 static int
 recall_compare(oomkit_step *step, PyObject *here)
 {
-    PyObject *origin = step->origin; /* owned now: cleared first */
+    OWNED PyObject *origin = step->origin; /* cleared first */
     int same, i;
 
     step->origin = NULL;
@@ -37,7 +37,6 @@ recall_compare(oomkit_step *step, PyObject *here)
         oomkit_knowledge theirs = step->signatures[i].known;
         oomkit_know_neighbour(&step->signatures[i].known, &theirs, 1.0);
     }
-    Py_DECREF(origin);
     return same < 0 ? -1 : 0;
 }
 
@@ -72,37 +71,33 @@ static int
 recall_read(oomkit_call *call, PyObject *here)
 {
     oomkit_step *step = call->step;
-    PyObject *budget, *found = NULL, *done; /* owned */
-    PyObject *key, *entries;                /* borrowed from found */
-    int taken = -1;
+    OWNED PyObject *budget = budget_new(call), *found = NULL;
+    PyObject *key, *entries; /* borrowed from found */
+    int taken;
 
-    budget = budget_new(call);
     if (budget != NULL) {
         found = PyObject_CallFunctionObjArgs(call->st->recall_sizes, step->func, here,
                                              budget, NULL);
-        Py_DECREF(budget);
     }
-    if (found != NULL &&
-        PyArg_ParseTuple(found, "OO!:recall_sizes", &key, &PyList_Type, &entries)) {
-        Py_XSETREF(step->memory_key, key == Py_None ? NULL : Py_NewRef(key));
-        taken = recall_take(step, entries);
+    if (found == NULL ||
+        !PyArg_ParseTuple(found, "OO!:recall_sizes", &key, &PyList_Type, &entries)) {
+        return -1;
     }
-    Py_XDECREF(found);
+    Py_XSETREF(step->memory_key, key == Py_None ? NULL : Py_NewRef(key));
+    taken = recall_take(step, entries);
     if (taken <= 0) {
         return taken;
     }
-    done = PyObject_CallMethod(call->st->log, "info", "sOi", /* owned */
-                               "oomkit: %s begins with remembered sizes of %d shapes",
-                               call->options->label, taken);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
+    return oomkit_say(call->st, "info", "sOi",
+                      "oomkit: %s begins with remembered sizes of %d shapes",
+                      call->options->label, taken);
 }
 
 int
 oomkit_recall(oomkit_call *call)
 {
     oomkit_step *step = call->step;
-    PyObject *here; /* owned */
+    OWNED PyObject *here = NULL;
     const int had = step->recalled != NULL;
     int result;
 
@@ -125,7 +120,6 @@ oomkit_recall(oomkit_call *call)
     if (result == 0 && call->options->remember) {
         result = recall_read(call, here);
     }
-    Py_XDECREF(here);
     step->seen_oom = step->signature_count > 0;
     if (result == 0 && (had || step->recalled != NULL)) {
         result = oomkit_proven_write(step); /* the next run has them through this one */
@@ -167,7 +161,7 @@ void
 oomkit_recall_note(oomkit_call *call, oomkit_signature *entry)
 {
     oomkit_step *step = call->step;
-    PyObject *budget, *dict, *done = NULL; /* owned */
+    OWNED PyObject *dict = NULL, *budget = NULL, *done = NULL;
     uint64_t print;
 
     /* Where the room is not known nothing could be said about that of another run. */
@@ -189,7 +183,4 @@ oomkit_recall_note(oomkit_call *call, oomkit_signature *entry)
                                             budget, dict, NULL);
     }
     oomkit_error_dismiss(); /* the step has done its work */
-    Py_XDECREF(done);
-    Py_XDECREF(budget);
-    Py_XDECREF(dict);
 }

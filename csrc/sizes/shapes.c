@@ -18,35 +18,31 @@ static uint64_t
 training_flag(const oomkit_call *call)
 {
     PyObject *roots = call->parts->roots; /* borrowed */
-    PyObject *root, *flag = NULL;         /* owned */
-    uint64_t result = 1;
     Py_ssize_t i;
 
-    for (i = 0; roots != NULL && flag == NULL && i < PyList_GET_SIZE(roots); i++) {
-        root = oomkit_reference_get(PyList_GET_ITEM(roots, i));
-        if (root != NULL &&
-            PyObject_TypeCheck(root, (PyTypeObject *)call->st->Module)) {
-            flag = PyObject_GetAttr(root, call->st->str_training);
-            oomkit_error_dismiss(); /* a module without the flag has none */
+    for (i = 0; roots != NULL && i < PyList_GET_SIZE(roots); i++) {
+        OWNED PyObject *root = oomkit_reference_get(PyList_GET_ITEM(roots, i));
+        OWNED PyObject *flag = NULL;
+        if (root == NULL ||
+            !PyObject_TypeCheck(root, (PyTypeObject *)call->st->Module)) {
+            continue;
         }
-        Py_XDECREF(root);
+        flag = PyObject_GetAttr(root, call->st->str_training);
+        oomkit_error_dismiss(); /* a module without the flag has none */
+        if (flag != NULL) {
+            return flag == Py_True;
+        }
     }
-    if (flag != NULL) {
-        result = flag == Py_True;
-        Py_DECREF(flag);
-    }
-    return result;
+    return 1;
 }
 
 static uint64_t
 is_on(PyObject *callable)
 {
-    PyObject *on = callable == NULL ? NULL : PyObject_CallNoArgs(callable); /* owned */
-    uint64_t result = on == Py_True;
+    OWNED PyObject *on = callable == NULL ? NULL : PyObject_CallNoArgs(callable);
 
     oomkit_error_dismiss(); /* one mode less to tell shapes apart by */
-    Py_XDECREF(on);
-    return result;
+    return on == Py_True;
 }
 
 uint64_t

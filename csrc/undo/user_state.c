@@ -289,14 +289,11 @@ oomkit_owners_release(oomkit_call *call)
 PyObject *
 oomkit_accelerator_save(PyObject *accelerator)
 {
-    PyObject *step = PyObject_GetAttrString(accelerator, "step"); /* owned */
-    PyObject *sync =                                              /* owned */
+    OWNED PyObject *step = PyObject_GetAttrString(accelerator, "step");
+    OWNED PyObject *sync =
         step ? PyObject_GetAttrString(accelerator, "sync_gradients") : NULL;
-    PyObject *saved = sync ? PyTuple_Pack(2, step, sync) : NULL; /* owned, returned */
 
-    Py_XDECREF(step);
-    Py_XDECREF(sync);
-    return saved;
+    return sync ? PyTuple_Pack(2, step, sync) : NULL;
 }
 
 /* 0 or -1. */
