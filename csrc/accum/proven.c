@@ -69,7 +69,7 @@ oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried, uint64_t 
 {
     oomkit_step *step = call->step;
     oomkit_proven *found = oomkit_proven_find(call);
-    PyObject *before, *before_tried; /* owned */
+    OWNED PyObject *before = NULL, *before_tried = NULL;
     int labels = oomkit_weights_labels(call);
 
     if (found == NULL) {
@@ -90,8 +90,6 @@ oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried, uint64_t 
     if (course != 0) { /* 0: nothing but losses were compared */
         found->courses[found->course_next++ % OOMKIT_COURSES] = course;
     }
-    Py_XDECREF(before);
-    Py_XDECREF(before_tried);
     step->losses.compared = 1; /* a guess about them would say less */
     return labels < 0 ? -1 : 0;
 }
@@ -103,10 +101,8 @@ oomkit_proven_forget(oomkit_call *call)
 
     Py_CLEAR(call->step->recalled);
     if (found != NULL) {
-        PyObject *rule = found->rule, *tried = found->tried; /* owned */
+        OWNED PyObject *rule = found->rule, *tried = found->tried;
         memset(found, 0, sizeof(*found));
-        Py_XDECREF(rule);
-        Py_XDECREF(tried);
     }
     return oomkit_proven_write(call->step);
 }
@@ -215,12 +211,12 @@ PyObject *
 oomkit_proof_leaves(const oomkit_call *call)
 {
     const oomkit_batch *batch = &call->batch;
-    PyObject *list = PyList_New(0); /* owned */
+    OWNED PyObject *list = PyList_New(0);
     Py_ssize_t i;
 
     for (i = 0; list != NULL && i < batch->count; i++) {
         const oomkit_node *node = &batch->nodes[i];
-        PyObject *path, *item = NULL; /* owned */
+        OWNED PyObject *path = NULL, *item = NULL;
         if (node->kind != OOMKIT_NODE_TENSOR) {
             continue;
         }
@@ -231,30 +227,26 @@ oomkit_proof_leaves(const oomkit_call *call)
                               node->split == OOMKIT_SPLIT_NARROW ? Py_True : Py_False);
         }
         if (item == NULL || PyList_Append(list, item) < 0) {
-            Py_CLEAR(list);
+            return NULL;
         }
-        Py_XDECREF(path);
-        Py_XDECREF(item);
     }
-    return list;
+    return STEAL(list);
 }
 
 PyObject *
 oomkit_proof_slices(const oomkit_slice *slices, int64_t count)
 {
-    PyObject *list = PyList_New(0); /* owned */
+    OWNED PyObject *list = PyList_New(0);
     int64_t i;
 
     for (i = 0; list != NULL && i < count; i++) {
-        PyObject *item = /* owned */
-            Py_BuildValue("LL", (long long)slices[i].start,
-                          (long long)slices[i].length);
+        OWNED PyObject *item = Py_BuildValue("LL", (long long)slices[i].start,
+                                             (long long)slices[i].length);
         if (item == NULL || PyList_Append(list, item) < 0) {
-            Py_CLEAR(list);
+            return NULL;
         }
-        Py_XDECREF(item);
     }
-    return list;
+    return STEAL(list);
 }
 
 /* A mean over a mask, or over tokens that are not padding, is one over rows until a
@@ -262,29 +254,25 @@ oomkit_proof_slices(const oomkit_slice *slices, int64_t count)
 static int
 known_unsettled(oomkit_call *call, const oomkit_proven *found)
 {
-    PyObject *leaves, *slices = NULL, *answer = NULL; /* owned */
-    int result;
+    OWNED PyObject *leaves = NULL, *slices = NULL, *answer = NULL;
 
     if (found->tried == NULL || !oomkit_weights_are_due(call)) {
         return 0;
     }
     leaves = oomkit_proof_leaves(call);
     slices = oomkit_proof_slices(call->cut.slices, call->cut.count);
-    if (leaves != NULL && slices != NULL) {
-        oomkit_exempt_enter(call->st);
+    if (leaves == NULL || slices == NULL) {
+        return -1;
+    }
+    EXEMPT (call->st) {
         answer = PyObject_CallMethod(
             call->st->proof, "unsettled", "OOOOO(LL)",
             call->parts->roots == NULL ? Py_None : call->parts->roots, leaves,
             found->rule == NULL ? Py_None : found->rule, found->tried, slices,
             (long long)oomkit_unfit_multiple(call),
             (long long)oomkit_unfit_least(call));
-        oomkit_exempt_leave(call->st);
     }
-    result = answer == NULL ? -1 : answer == Py_True;
-    Py_XDECREF(leaves);
-    Py_XDECREF(slices);
-    Py_XDECREF(answer);
-    return result;
+    return answer == NULL ? -1 : answer == Py_True;
 }
 
 /* What was shown is looked at again with other data, in the next split call; weights

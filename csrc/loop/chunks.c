@@ -99,7 +99,7 @@ begin_rows(oomkit_chunks *self)
 {
     oomkit_call *call = &self->call;
     int may_be = self->positional > 0 && self->options.split == NULL, found;
-    PyObject *text; /* owned */
+    OWNED PyObject *text = NULL;
 
     if (self->positional > 0 && is_sequence(self->args[0]) &&
         PyObject_Size(self->args[0]) == 0) {
@@ -124,16 +124,14 @@ begin_rows(oomkit_chunks *self)
         self->rows = found < 0 ? 0 : call->batch.rows;
         return found < 0 ? -1 : self->rows > 0;
     }
-    text = oomkit_batch_missing(/* owned */
-                                self->st, &call->batch,
-                                PyUnicode_FromFormat(
-                                    "%U found no batch to split: pass a tensor, a "
-                                    "list, or a tuple or dict of tensors; or give "
-                                    "split=...",
-                                    self->options.label));
+    text = oomkit_batch_missing(
+        self->st, &call->batch,
+        PyUnicode_FromFormat("%U found no batch to split: pass a tensor, a "
+                             "list, or a tuple or dict of tensors; or give "
+                             "split=...",
+                             self->options.label));
     if (text != NULL) {
         oomkit_raise(self->st->SplitError, "%U", text);
-        Py_DECREF(text);
     }
     return -1;
 }
@@ -248,9 +246,9 @@ part_remark(oomkit_chunks *self)
 static PyObject *
 part_object(oomkit_chunks *self, PyObject **vector)
 {
-    PyObject *args, *kwargs, *part; /* owned */
+    OWNED PyObject *args = NULL, *kwargs = NULL;
     Py_ssize_t i, n = self->positional;
-    int failed = 0;
+    int failed;
 
     if (n == 1 && self->total == 1 && !self->as_call) {
         return vector[0];
@@ -268,13 +266,10 @@ part_object(oomkit_chunks *self, PyObject **vector)
                                      vector[i]) < 0;
         Py_DECREF(vector[i]);
     }
-    if (!self->as_call && !failed) {
-        return args;
+    if (failed) {
+        return NULL;
     }
-    part = failed ? NULL : PyTuple_Pack(2, args, kwargs);
-    Py_XDECREF(args);
-    Py_XDECREF(kwargs);
-    return part;
+    return self->as_call ? PyTuple_Pack(2, args, kwargs) : STEAL(args);
 }
 
 /* The rows at slice_index; all of them are the caller's very objects. New reference or
@@ -284,9 +279,8 @@ part_build(oomkit_chunks *self)
 {
     oomkit_call *call = &self->call;
     const oomkit_slice *slice = &call->cut.slices[call->cut.at];
-    PyObject **vector = /* of owned references */
+    OWNED_MEMORY PyObject **vector = /* of owned references */
         PyMem_Calloc((size_t)self->total + 1, sizeof(PyObject *));
-    PyObject *part = NULL; /* owned */
     Py_ssize_t i;
 
     if (vector == NULL) {
@@ -296,17 +290,16 @@ part_build(oomkit_chunks *self)
         for (i = 0; i < self->total; i++) {
             vector[i] = Py_NewRef(self->args[i]);
         }
-        part = part_object(self, vector);
-    } else if (oomkit_batch_build(self->st, &self->options, &call->batch, slice->start,
-                                  slice->length, vector) == 0) {
-        part = part_object(self, vector);
-    } else {
-        for (i = 0; i < self->total; i++) {
-            Py_XDECREF(vector[i]);
-        }
+        return part_object(self, vector);
     }
-    PyMem_Free(vector);
-    return part;
+    if (oomkit_batch_build(self->st, &self->options, &call->batch, slice->start,
+                           slice->length, vector) == 0) {
+        return part_object(self, vector);
+    }
+    for (i = 0; i < self->total; i++) {
+        Py_XDECREF(vector[i]);
+    }
+    return NULL;
 }
 
 /* Marks, then the part. New reference or NULL. */
@@ -336,7 +329,7 @@ static int
 part_build_failed(oomkit_chunks *self)
 {
     oomkit_call *call = &self->call;
-    PyObject *exception, *handled; /* owned */
+    OWNED PyObject *exception = NULL, *handled = NULL;
 
     if (!oomkit_exception_is_oom(self->st) || call->cut.count == 0) {
         return 0;
@@ -344,12 +337,9 @@ part_build_failed(oomkit_chunks *self)
     exception = oomkit_exception_take();
     handled = PyErr_GetHandledException();
     if (oomkit_recover_note(call, exception) < 0) {
-        Py_XDECREF(handled);
-        Py_DECREF(exception);
         return 0;
     }
-    oomkit_exception_drop(self->st, exception, handled);
-    Py_XDECREF(handled);
+    oomkit_exception_drop(self->st, STEAL(exception), handled);
     return 1;
 }
 
@@ -468,7 +458,6 @@ void
 oomkit_chunks_close(oomkit_chunks *self, int finished)
 {
     oomkit_call *call = &self->call;
-    PyObject *exception; /* owned, given back */
 
     oomkit_chunks_take_in(self);
     if (self->stage != OOMKIT_CHUNKS_RUNNING) {
@@ -476,14 +465,12 @@ oomkit_chunks_close(oomkit_chunks *self, int finished)
         return;
     }
     self->stage = OOMKIT_CHUNKS_CLOSED;
-    exception = oomkit_exception_take();
-    if (call->cut.count > 0) {
-        oomkit_chunks_learn(self, finished);
-    }
-    oomkit_call_free(call);
-    call->cut.slices = NULL;
-    call->parts = NULL;
-    if (exception != NULL) {
-        oomkit_exception_give(exception);
+    KEEPING_EXCEPTION {
+        if (call->cut.count > 0) {
+            oomkit_chunks_learn(self, finished);
+        }
+        oomkit_call_free(call);
+        call->cut.slices = NULL;
+        call->parts = NULL;
     }
 }

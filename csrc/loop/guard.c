@@ -52,32 +52,26 @@ PyObject *
 oomkit_guard_records(const oomkit_guard *guard)
 {
     uint64_t count, at, kept;
-    oomkit_record record;
-    PyObject *list, *tuple, *item; /* owned */
+    OWNED PyObject *list = PyList_New(0);
 
-    list = PyList_New(0);
     if (list == NULL) {
         return NULL;
     }
     count = guard->ring != NULL ? oomkit_ring_count(guard->ring) : guard->recorded > 0;
     kept = count < OOMKIT_GUARD_RECORDS ? count : OOMKIT_GUARD_RECORDS;
     for (at = count - kept; at < count; at++) {
-        record = guard->first;
+        oomkit_record record = guard->first;
+        OWNED PyObject *item = NULL;
         if (guard->ring != NULL &&
             oomkit_ring_read(guard->ring, at, &record) != OOMKIT_OK) {
             continue;
         }
         item = oomkit_record_new(guard->st, &record, guard->label);
         if (item == NULL || PyList_Append(list, item) < 0) {
-            Py_XDECREF(item);
-            Py_DECREF(list);
             return NULL;
         }
-        Py_DECREF(item);
     }
-    tuple = PyList_AsTuple(list);
-    Py_DECREF(list);
-    return tuple;
+    return PyList_AsTuple(list);
 }
 
 /* --- measuring --- */
@@ -143,13 +137,11 @@ void
 oomkit_guard_record_oom(oomkit_guard *guard, oomkit_guard_window *window,
                         PyObject *exception)
 {
-    PyObject *message, *location; /* owned */
+    OWNED PyObject *message = NULL, *location = NULL;
     uint64_t requested;
 
     oomkit_exception_describe(guard->st, exception, &requested, &message, &location);
     guard_record(guard, window, OOMKIT_GUARD_OOM, requested);
-    Py_XDECREF(message);
-    Py_XDECREF(location);
 }
 
 int
@@ -184,28 +176,27 @@ failed_report(oomkit_guard *guard, const oomkit_guard_window *window,
               const oomkit_attempt *attempt)
 {
     char device[OOMKIT_DEVICE_TEXT];
-    PyObject *advice = NULL, *report = NULL;                              /* owned */
-    PyObject *holders = failed_holders(window, attempt->allocated_bytes); /* owned */
+    OWNED PyObject *holders = failed_holders(window, attempt->allocated_bytes);
+    OWNED PyObject *advice = NULL;
 
+    if (holders == NULL) {
+        return NULL;
+    }
     oomkit_device_text(window->peak.device, device);
-    if (holders != NULL) {
-        advice = Py_BuildValue(
-            "(sss)",
-            "pass fewer rows at a time, or decorate the function with "
-            "@oomkit.auto_batch, which splits its batch by itself",
-            "evaluate under torch.inference_mode(), so that nothing is kept for a "
-            "backward",
-            "move what is finished off the device, and free what else is on it: other "
-            "models, cached batches, stored outputs");
+    advice = Py_BuildValue(
+        "(sss)",
+        "pass fewer rows at a time, or decorate the function with "
+        "@oomkit.auto_batch, which splits its batch by itself",
+        "evaluate under torch.inference_mode(), so that nothing is kept for a "
+        "backward",
+        "move what is finished off the device, and free what else is on it: other "
+        "models, cached batches, stored outputs");
+    if (advice == NULL) {
+        return NULL;
     }
-    if (advice != NULL) {
-        report = oomkit_report_new(guard->st, guard->label, device, attempt, 1,
-                                   attempt->allocated_bytes, window->peak.budget_bytes,
-                                   holders, advice);
-    }
-    Py_XDECREF(holders);
-    Py_XDECREF(advice);
-    return report;
+    return oomkit_report_new(guard->st, guard->label, device, attempt, 1,
+                             attempt->allocated_bytes, window->peak.budget_bytes,
+                             holders, advice);
 }
 
 /* Forgets that an exception takes no attributes, which is no failure of ours. 0 or -1.
@@ -226,7 +217,7 @@ failed_forgive(void)
 static int
 failed_attach(oomkit_state *st, PyObject *exception, PyObject *report)
 {
-    PyObject *there = PyObject_GetAttr(exception, st->str_report); /* owned */
+    OWNED PyObject *there = PyObject_GetAttr(exception, st->str_report);
 
     if (there == NULL) {
         if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
@@ -234,10 +225,8 @@ failed_attach(oomkit_state *st, PyObject *exception, PyObject *report)
         }
         PyErr_Clear();
     } else if (Py_IS_TYPE(there, (PyTypeObject *)st->report_type)) {
-        Py_DECREF(there);
         return 0;
     }
-    Py_XDECREF(there);
     return PyObject_SetAttr(exception, st->str_report, report) < 0 ? failed_forgive()
                                                                    : 0;
 }
@@ -248,45 +237,33 @@ failed_note(oomkit_guard *guard, PyObject *exception, const char *requested,
             const char *peak)
 {
     PyObject *label = guard->label == NULL ? Py_None : guard->label; /* borrowed */
-    PyObject *done;                                                  /* owned */
-    PyObject *note = PyUnicode_FromFormat(                           /* owned */
-                                          "oomkit: memory ran out in guard(label=%R): "
-                                          "requested %s, peak allocated %s",
-                                          label, requested, peak);
+    OWNED PyObject *note =
+        PyUnicode_FromFormat("oomkit: memory ran out in guard(label=%R): "
+                             "requested %s, peak allocated %s",
+                             label, requested, peak);
+    OWNED PyObject *done = NULL;
 
     if (note == NULL) {
         return -1;
     }
     done = PyObject_CallMethod(exception, "add_note", "O", note);
-    Py_DECREF(note);
-    if (done == NULL) {
-        return failed_forgive();
-    }
-    Py_DECREF(done);
-    return 0;
+    return done == NULL ? failed_forgive() : 0;
 }
 
 /* 0 or -1. */
 static int
 failed_log(oomkit_guard *guard, const char *requested, const char *peak)
 {
-    PyObject *done =
-        PyObject_CallMethod(/* owned */
-                            guard->st->log, "warning", "sOsss",
-                            "oomkit: guard=%s requested=%s peak_allocated=%s "
-                            "outcome=%s",
-                            guard->label == NULL ? Py_None : guard->label, requested,
-                            peak, guard->skip ? "skipped" : "raised");
-
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
+    return oomkit_say(guard->st, "warning", "sOsss",
+                      "oomkit: guard=%s requested=%s peak_allocated=%s outcome=%s",
+                      guard->label == NULL ? Py_None : guard->label, requested, peak,
+                      guard->skip ? "skipped" : "raised");
 }
 
 int
 oomkit_guard_drain(oomkit_state *st, oomkit_device device)
 {
-    PyObject *inference; /* owned */
-    int skip;
+    OWNED PyObject *inference = NULL;
 
     if (device.type != OOMKIT_DEVICE_CPU) {
         return 0;
@@ -295,9 +272,8 @@ oomkit_guard_drain(oomkit_state *st, oomkit_device device)
     if (inference == NULL) {
         return -1;
     }
-    skip = inference == Py_True; /* nothing runs backward there */
-    Py_DECREF(inference);
-    return skip ? 0 : oomkit_backward_drain(st);
+    /* Nothing runs backward there. */
+    return inference == Py_True ? 0 : oomkit_backward_drain(st);
 }
 
 void
@@ -306,7 +282,7 @@ oomkit_guard_failed(oomkit_guard *guard, oomkit_guard_window *window,
 {
     oomkit_state *st = guard->st;
     oomkit_attempt attempt;
-    PyObject *report; /* owned */
+    OWNED PyObject *report = NULL;
     char requested[32], peak[32];
 
     memset(&attempt, 0, sizeof(attempt));
@@ -333,7 +309,6 @@ oomkit_guard_failed(oomkit_guard *guard, oomkit_guard_window *window,
     if (failed_log(guard, requested, peak) < 0) {
         PyErr_WriteUnraisable(guard->label);
     }
-    Py_XDECREF(report);
     Py_XDECREF(attempt.message);
     Py_XDECREF(attempt.location);
 }

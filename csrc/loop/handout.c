@@ -160,10 +160,10 @@ body_judge(const oomkit_chunks *self, PyObject *exception, PyObject **why)
 {
     PyFrameObject *frame = PyEval_GetFrame(); /* borrowed */
     const oomkit_chunks_frame *where = frame_of(self, frame);
-    PyObject *answer, *kept; /* owned */
+    OWNED PyObject *kept = where == NULL ? NULL : body_kept(self);
+    OWNED PyObject *answer = NULL;
     long instruction = -1;
 
-    kept = where == NULL ? NULL : body_kept(self);
     if (where != NULL && kept == NULL) {
         return -1;
     }
@@ -171,16 +171,14 @@ body_judge(const oomkit_chunks *self, PyObject *exception, PyObject **why)
                            : PyObject_CallFunction(self->st->loop_judge, "OiOOO", frame,
                                                    PyFrame_GetLasti(frame), exception,
                                                    self, kept);
-    Py_XDECREF(kept);
     if (answer == NULL) {
         return -1;
     }
     if (PyUnicode_Check(answer)) {
-        *why = answer;
+        *why = STEAL(answer);
         return 0;
     }
     instruction = PyLong_AsLong(answer);
-    Py_DECREF(answer);
     if (instruction == -1 && PyErr_Occurred()) {
         return -1;
     }
@@ -243,17 +241,14 @@ failed_judge(const oomkit_chunks *self, uint64_t part, int order, PyObject *exce
 static void
 failed_pass(const oomkit_chunks *self, PyObject *exception, PyObject *why)
 {
-    PyObject *note = PyUnicode_FromFormat("oomkit: %U does not hand these rows out "
-                                          "again: %U",
-                                          self->options.label, why); /* owned */
-    PyObject *done =                                                 /* owned */
+    OWNED PyObject *note = PyUnicode_FromFormat(
+        "oomkit: %U does not hand these rows out again: %U", self->options.label, why);
+    OWNED PyObject *done =
         note == NULL ? NULL : PyObject_CallMethod(exception, "add_note", "O", note);
 
     if (done == NULL) {
         PyErr_WriteUnraisable(exception); /* the exception itself tells more */
     }
-    Py_XDECREF(note);
-    Py_XDECREF(done);
 }
 
 int
@@ -263,7 +258,7 @@ oomkit_chunks_guard_failed(PyObject *chunks, uint64_t part, int order,
     oomkit_chunks *self = chunks_CAST(chunks);
     oomkit_call *call = &self->call;
     oomkit_class class_ = oomkit_exception_classify(self->st, exception);
-    PyObject *why = NULL; /* owned */
+    OWNED PyObject *why = NULL;
     int status, phase;
 
     if (class_ != OOMKIT_CLASS_CERTAIN &&
@@ -274,7 +269,6 @@ oomkit_chunks_guard_failed(PyObject *chunks, uint64_t part, int order,
     if (status <= 0) {
         if (status == 0) {
             failed_pass(self, exception, why);
-            Py_DECREF(why);
         }
         return status;
     }

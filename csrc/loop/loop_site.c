@@ -8,18 +8,14 @@
 static PyObject *
 site_name(PyFrameObject *frame, PyCodeObject *code)
 {
-    PyObject *path = code->co_filename, *file; /* borrowed; owned */
+    PyObject *path = code->co_filename; /* borrowed */
     Py_ssize_t end = PyUnicode_GET_LENGTH(path);
     Py_ssize_t slash = PyUnicode_FindChar(path, '/', 0, end, -1);
-    PyObject *name; /* owned */
+    OWNED PyObject *file = PyUnicode_Substring(path, slash < 0 ? 0 : slash + 1, end);
 
-    file = PyUnicode_Substring(path, slash < 0 ? 0 : slash + 1, end);
-    if (file == NULL) {
-        return NULL;
-    }
-    name = PyUnicode_FromFormat("chunks at %U:%d", file, PyFrame_GetLineNumber(frame));
-    Py_DECREF(file);
-    return name;
+    return file == NULL ? NULL
+                        : PyUnicode_FromFormat("chunks at %U:%d", file,
+                                               PyFrame_GetLineNumber(frame));
 }
 
 /* The key and the label of the running frame's call. 0 or -1. */
@@ -46,13 +42,12 @@ site_here(PyObject **key, PyObject **label)
 static PyObject *
 site_make(oomkit_state *st, PyObject *label)
 {
-    PyObject *kwargs = PyDict_New(), *step = NULL; /* owned */
+    OWNED PyObject *kwargs = PyDict_New();
 
-    if (kwargs != NULL && PyDict_SetItemString(kwargs, "label", label) == 0) {
-        step = st->wiring->make_step(st, st->is_grad_enabled, kwargs);
+    if (kwargs == NULL || PyDict_SetItemString(kwargs, "label", label) < 0) {
+        return NULL;
     }
-    Py_XDECREF(kwargs);
-    return step;
+    return st->wiring->make_step(st, st->is_grad_enabled, kwargs);
 }
 
 /* The oldest one gives way. 0 or -1. */
@@ -60,16 +55,14 @@ static int
 sites_room(PyObject *sites)
 {
     PyObject *key, *value; /* borrowed from sites */
+    OWNED PyObject *oldest = NULL;
     Py_ssize_t at = 0;
-    int result;
 
     if (PyDict_GET_SIZE(sites) < SITES || !PyDict_Next(sites, &at, &key, &value)) {
         return 0;
     }
-    Py_INCREF(key);
-    result = PyDict_DelItem(sites, key);
-    Py_DECREF(key);
-    return result;
+    oldest = Py_NewRef(key);
+    return PyDict_DelItem(sites, oldest);
 }
 
 /* New reference or NULL. */
@@ -96,7 +89,7 @@ site_get(oomkit_state *st, PyObject *key, PyObject *label)
 int
 oomkit_chunks_site(oomkit_chunks *self, PyObject *key)
 {
-    PyObject *label = Py_XNewRef(self->options.label), *own = NULL; /* owned */
+    OWNED PyObject *label = Py_XNewRef(self->options.label), *own = NULL;
 
     if (key != NULL) {
         own = Py_NewRef(key);
@@ -104,15 +97,12 @@ oomkit_chunks_site(oomkit_chunks *self, PyObject *key)
     } else if (label != NULL) {
         own = Py_NewRef(label);
     } else if (site_here(&own, &label) < 0) {
-        Py_XDECREF(own);
         return -1;
     }
     if (label != NULL) {
         Py_XSETREF(self->options.label, Py_NewRef(label));
         self->site = (oomkit_step *)site_get(self->st, own, label);
     }
-    Py_XDECREF(own);
-    Py_XDECREF(label);
     return self->site == NULL ? -1 : 0;
 }
 

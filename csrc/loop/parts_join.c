@@ -77,10 +77,9 @@ oomkit_chunks_join_items(PyObject *op, PyObject *const *args, Py_ssize_t nargs)
     }
     for (i = 0; i < n && !PyErr_Occurred(); i++) {
         long long rows = PyLong_AsLongLong(PyList_GET_ITEM(args[1], i));
-        PyObject *result = Py_NewRef(PyList_GET_ITEM(args[0], i)); /* owned */
+        OWNED PyObject *result = Py_NewRef(PyList_GET_ITEM(args[0], i));
         (void)oomkit_join_add(self->st, &self->options, &join, result, rows,
                               total > 0 ? (double)rows / (double)total : 0.0);
-        Py_DECREF(result);
     }
     if (!PyErr_Occurred()) {
         joined = oomkit_join_finish(self->st, &self->options, &join);

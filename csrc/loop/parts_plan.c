@@ -48,7 +48,7 @@ replan_exhausted(oomkit_chunks *self)
 {
     oomkit_call *call = &self->call;
     const oomkit_slice *slice = &call->cut.slices[call->cut.at];
-    PyObject *reason; /* owned */
+    OWNED PyObject *reason = NULL;
 
     if (slice->start + slice->length > self->last_chance) {
         self->last_chance = slice->start + slice->length;
@@ -63,7 +63,6 @@ replan_exhausted(oomkit_chunks *self)
 
     if (reason != NULL) {
         oomkit_give_up(call, reason, 0);
-        Py_DECREF(reason);
     }
     return -1;
 }

@@ -198,16 +198,14 @@ static PyObject *
 module_buffer_changed(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     oomkit_state *st = oomkit_state_of_module(module);
-    PyObject *buffers; /* owned */
     int known = 0;
 
     if (count >= 2) {
-        buffers = PyObject_GetAttr(args[0], st->str_buffers);
+        OWNED PyObject *buffers = PyObject_GetAttr(args[0], st->str_buffers);
         if (buffers == NULL) {
             return NULL;
         }
         known = PyDict_Check(buffers) ? PyDict_Contains(buffers, args[1]) : 0;
-        Py_DECREF(buffers);
         if (known < 0) {
             return NULL;
         }
@@ -283,29 +281,26 @@ module_tensor_sample(PyObject *module, PyObject *tensor)
 static PyObject *
 attributes_of(PyObject *dict, PyObject *but)
 {
-    PyObject *found = PyList_New(0); /* owned, returned */
-    PyObject *key, *value;           /* borrowed from dict */
+    OWNED PyObject *found = PyList_New(0);
+    PyObject *key, *value; /* borrowed from dict */
     Py_ssize_t at = 0;
 
     while (found != NULL && PyDict_Next(dict, &at, &key, &value)) {
-        PyObject *pair; /* owned */
+        OWNED PyObject *name = NULL, *held = NULL, *pair = NULL;
         int skip = PyUnicode_CheckExact(key) ? PySet_Contains(but, key) : 1;
         if (skip == 1) {
             continue;
         }
         /* The collector may run where a tuple is made, and what it runs may delete them
          */
-        Py_INCREF(key);
-        Py_INCREF(value);
-        pair = skip < 0 ? NULL : PyTuple_Pack(2, key, value);
+        name = Py_NewRef(key);
+        held = Py_NewRef(value);
+        pair = skip < 0 ? NULL : PyTuple_Pack(2, name, held);
         if (pair == NULL || PyList_Append(found, pair) < 0) {
-            Py_CLEAR(found);
+            return NULL;
         }
-        Py_XDECREF(pair);
-        Py_DECREF(key);
-        Py_DECREF(value);
     }
-    return found;
+    return STEAL(found);
 }
 
 static PyObject *

@@ -46,17 +46,13 @@ facts_clear(trial_facts *facts)
 static void
 facts_take_report(oomkit_state *st, PyObject *exception, trial_facts *facts)
 {
-    PyObject *report = PyObject_GetAttr(exception, st->str_report); /* owned */
+    OWNED PyObject *report = PyObject_GetAttr(exception, st->str_report);
 
     if (report == NULL) {
         oomkit_error_dismiss(); /* another's error: it has none */
-        return;
+    } else if (Py_IS_TYPE(report, (PyTypeObject *)st->report_type)) {
+        facts->report = STEAL(report);
     }
-    if (Py_IS_TYPE(report, (PyTypeObject *)st->report_type)) {
-        facts->report = report;
-        return;
-    }
-    Py_DECREF(report);
 }
 
 /* What was allocated when the request failed: what the message says, where it says more
@@ -102,7 +98,7 @@ facts_take(oomkit_state *st, oomkit_device device, PyObject *exception,
 static int
 trial_judged(PyObject *judge, PyObject *exception)
 {
-    PyObject *answer; /* owned */
+    OWNED PyObject *answer = NULL;
     int result;
 
     if (judge == Py_None) {
@@ -110,7 +106,6 @@ trial_judged(PyObject *judge, PyObject *exception)
     }
     answer = PyObject_CallOneArg(judge, exception);
     result = answer == NULL ? -1 : PyObject_IsTrue(answer);
-    Py_XDECREF(answer);
     if (result < 0) {
         PyErr_WriteUnraisable(judge); /* the failure counts, as nearly all do */
         return 1;
@@ -153,9 +148,9 @@ static PyObject *
 trial_failed(oomkit_state *st, const trial_args *call, oomkit_device device,
              trial_facts *facts)
 {
-    PyObject *exception = oomkit_exception_take();   /* owned, dropped or given back */
-    PyObject *handled = PyErr_GetHandledException(); /* owned: the caller's */
-    PyObject *value = NULL;                          /* owned */
+    PyObject *exception = oomkit_exception_take(); /* owned, dropped or given back */
+    OWNED PyObject *handled = PyErr_GetHandledException(); /* the caller's */
+    PyObject *value = NULL;                                /* owned */
 
     if (trial_is_oom(st, exception) && trial_judged(call->judge, exception)) {
         facts_take(st, device, exception, facts);
@@ -177,7 +172,6 @@ trial_failed(oomkit_state *st, const trial_args *call, oomkit_device device,
     } else {
         oomkit_exception_give(exception);
     }
-    Py_XDECREF(handled);
     return value;
 }
 
@@ -190,7 +184,8 @@ trial_call(oomkit_state *st, const trial_args *call)
                          .usable_bytes = OOMKIT_UNKNOWN};
     oomkit_device device = oomkit_device_default(st);
     oomkit_peak_window window;
-    PyObject *value, *result = NULL; /* owned */
+    OWNED PyObject *value = NULL;
+    PyObject *result; /* owned */
 
     oomkit_device_prepare(st, device);
     oomkit_device_begin(st, device, 1, &window);
@@ -199,10 +194,7 @@ trial_call(oomkit_state *st, const trial_args *call)
         value = trial_failed(st, call, device, &facts);
     }
     oomkit_device_end(st, &window);
-    if (value != NULL) {
-        result = trial_result(value, &facts, &window);
-        Py_DECREF(value);
-    }
+    result = value == NULL ? NULL : trial_result(value, &facts, &window);
     facts_clear(&facts);
     return result;
 }

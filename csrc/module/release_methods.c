@@ -48,20 +48,18 @@ attempt_may_shrink(oomkit_state *st, PyObject *exception)
 static int
 attempt_reclaim(oomkit_state *st, oomkit_device device, uint64_t before)
 {
-    PyObject *done = PyObject_CallNoArgs(st->clear_autocast_cache); /* owned */
+    OWNED PyObject *done = PyObject_CallNoArgs(st->clear_autocast_cache);
     uint64_t now;
 
     if (done == NULL) {
         return -1;
     }
-    Py_DECREF(done);
     now = oomkit_device_allocated(st, device);
     if (now != OOMKIT_UNKNOWN && before != OOMKIT_UNKNOWN && now > before) {
-        done = PyObject_CallNoArgs(st->gc_collect);
-        if (done == NULL) {
+        OWNED PyObject *collected = PyObject_CallNoArgs(st->gc_collect);
+        if (collected == NULL) {
             return -1;
         }
-        Py_DECREF(done);
     }
     return oomkit_device_empty_cache(st, device);
 }
@@ -69,15 +67,13 @@ attempt_reclaim(oomkit_state *st, oomkit_device device, uint64_t before)
 static int
 attempt_drain(oomkit_state *st)
 {
-    PyObject *inference = PyObject_CallNoArgs(st->is_inference_mode); /* owned */
-    int skip;
+    OWNED PyObject *inference = PyObject_CallNoArgs(st->is_inference_mode);
 
     if (inference == NULL) {
         return -1;
     }
-    skip = inference == Py_True; /* nothing runs backward there */
-    Py_DECREF(inference);
-    return skip ? 0 : oomkit_backward_drain(st);
+    /* Nothing runs backward there. */
+    return inference == Py_True ? 0 : oomkit_backward_drain(st);
 }
 
 /* What went wrong in a few words, without the exception. Steals it. New reference or
@@ -86,24 +82,20 @@ static PyObject *
 attempt_failed(oomkit_state *st, PyObject *exception, oomkit_device device,
                uint64_t before)
 {
-    PyObject *handled = PyErr_GetHandledException();                 /* owned */
-    PyObject *message = NULL, *location = NULL, *text, *pair = NULL; /* owned */
+    OWNED PyObject *handled = PyErr_GetHandledException();
+    OWNED PyObject *message = NULL, *location = NULL, *text = NULL;
     uint64_t requested;
 
     oomkit_exception_describe(st, exception, &requested, &message, &location);
     text = message != NULL && location != NULL
                ? PyUnicode_FromFormat("%U (%U)", message, location)
                : Py_NewRef(message != NULL ? message : Py_None);
-    Py_XDECREF(message);
-    Py_XDECREF(location);
     oomkit_exception_drop(st, exception, handled);
-    Py_XDECREF(handled);
-    if (text != NULL && attempt_drain(st) == 0 &&
-        attempt_reclaim(st, device, before) == 0) {
-        pair = PyTuple_Pack(2, Py_False, text);
+    if (text == NULL || attempt_drain(st) < 0 ||
+        attempt_reclaim(st, device, before) < 0) {
+        return NULL;
     }
-    Py_XDECREF(text);
-    return pair;
+    return PyTuple_Pack(2, Py_False, text);
 }
 
 static PyObject *
@@ -111,7 +103,8 @@ method_attempt(PyObject *module, PyObject *args)
 {
     oomkit_state *st = oomkit_state_of_module(module);
     PyObject *function, *arguments, *keywords; /* borrowed from args */
-    PyObject *result, *pair, *exception;       /* owned */
+    OWNED PyObject *result = NULL;
+    PyObject *exception; /* owned */
     oomkit_device device;
     uint64_t before;
 
@@ -124,9 +117,7 @@ method_attempt(PyObject *module, PyObject *args)
     before = oomkit_device_allocated(st, device);
     result = oomkit_call_function(function, arguments, keywords);
     if (result != NULL) {
-        pair = PyTuple_Pack(2, Py_True, result);
-        Py_DECREF(result);
-        return pair;
+        return PyTuple_Pack(2, Py_True, result);
     }
     exception = oomkit_exception_take();
     if (!attempt_may_shrink(st, exception)) {
@@ -144,17 +135,15 @@ method_attempt(PyObject *module, PyObject *args)
 static PyObject *
 method_let_go(PyObject *module, PyObject *exception)
 {
-    PyObject *handled; /* owned */
+    OWNED PyObject *handled = PyErr_GetHandledException();
 
     if (!PyExceptionInstance_Check(exception)) {
         PyErr_Format(PyExc_TypeError, "_let_go() expected an exception, got '%s'",
                      Py_TYPE(exception)->tp_name);
         return NULL;
     }
-    handled = PyErr_GetHandledException();
     oomkit_exception_drop(oomkit_state_of_module(module), Py_NewRef(exception),
                           handled);
-    Py_XDECREF(handled);
     Py_RETURN_NONE;
 }
 

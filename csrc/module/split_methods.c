@@ -120,57 +120,48 @@ probe_learn(oomkit_state *st, const oomkit_options *options, PyObject *earlier,
 static PyObject *
 probe_split_paths(const oomkit_batch *batch, PyObject *names)
 {
-    PyObject *paths = PyList_New(0); /* owned */
+    OWNED PyObject *paths = PyList_New(0);
     Py_ssize_t i;
 
     for (i = 0; paths != NULL && i < batch->count; i++) {
-        PyObject *path; /* owned */
+        OWNED PyObject *path = NULL;
         if (batch->nodes[i].split == OOMKIT_SPLIT_WHOLE) {
             continue;
         }
         path = oomkit_node_path(batch, names, i);
         if (path == NULL || PyList_Append(paths, path) < 0) {
-            Py_CLEAR(paths);
+            return NULL;
         }
-        Py_XDECREF(path);
     }
-    return paths;
+    return STEAL(paths);
 }
 
 /* The answer of _batch_probe out of the built vector. New dictionary or NULL. */
 static PyObject *
 probe_answer(const oomkit_batch *batch, PyObject *names, PyObject *const *vector)
 {
-    PyObject *args = PyTuple_New(batch->positional);           /* owned */
-    PyObject *kwargs = PyDict_New();                           /* owned */
-    PyObject *paths = probe_split_paths(batch, names);         /* owned */
-    PyObject *argument = oomkit_batch_argument(batch, vector); /* owned */
-    PyObject *answer = NULL;                                   /* owned */
+    OWNED PyObject *args = PyTuple_New(batch->positional);
+    OWNED PyObject *kwargs = PyDict_New();
+    OWNED PyObject *paths = probe_split_paths(batch, names);
+    OWNED PyObject *argument = oomkit_batch_argument(batch, vector);
     Py_ssize_t i;
-    int failed = args == NULL || kwargs == NULL || paths == NULL || argument == NULL;
 
-    for (i = 0; !failed && i < batch->total; i++) {
+    if (args == NULL || kwargs == NULL || paths == NULL || argument == NULL) {
+        return NULL;
+    }
+    for (i = 0; i < batch->total; i++) {
         if (i < batch->positional) {
             PyTuple_SET_ITEM(args, i, Py_NewRef(vector[i]));
-        } else {
-            failed =
-                PyDict_SetItem(kwargs,
-                               PyTuple_GET_ITEM(batch->kwnames, i - batch->positional),
-                               vector[i]) < 0;
+        } else if (PyDict_SetItem(
+                       kwargs, PyTuple_GET_ITEM(batch->kwnames, i - batch->positional),
+                       vector[i]) < 0) {
+            return NULL;
         }
     }
-    if (!failed) {
-        answer = Py_BuildValue("{sLsOsOsOsOsKs(ii)}", "rows", (long long)batch->rows,
-                               "args", args, "kwargs", kwargs, "split", paths,
-                               "argument", argument, "signature",
-                               (unsigned long long)oomkit_batch_signature(batch),
-                               "device", batch->device_type, batch->device_index);
-    }
-    Py_XDECREF(args);
-    Py_XDECREF(kwargs);
-    Py_XDECREF(paths);
-    Py_XDECREF(argument);
-    return answer;
+    return Py_BuildValue("{sLsOsOsOsOsKs(ii)}", "rows", (long long)batch->rows, "args",
+                         args, "kwargs", kwargs, "split", paths, "argument", argument,
+                         "signature", (unsigned long long)oomkit_batch_signature(batch),
+                         "device", batch->device_type, batch->device_index);
 }
 
 /* Everything after capture: what the step does to its arguments ("between"), then what
@@ -182,18 +173,17 @@ probe_run(oomkit_state *st, const oomkit_options *options, oomkit_batch_site *si
 {
     PyObject *between = probe_option(given, "between"); /* borrowed from given */
     PyObject *answer = NULL;                            /* owned */
-    PyObject **vector; /* owned array of owned values */
+    OWNED_MEMORY PyObject **vector = NULL;              /* of owned values */
     Py_ssize_t i;
 
     if (options->restore_batch && oomkit_batch_save(st, batch) < 0) {
         return NULL;
     }
     if (between != NULL) {
-        PyObject *done = PyObject_CallNoArgs(between); /* owned */
+        OWNED PyObject *done = PyObject_CallNoArgs(between);
         if (done == NULL) {
             return NULL;
         }
-        Py_DECREF(done);
     }
     if (oomkit_batch_find(st, options, site, names, batch) < 0 ||
         oomkit_batch_check(st, batch, names) < 0) {
@@ -210,7 +200,6 @@ probe_run(oomkit_state *st, const oomkit_options *options, oomkit_batch_site *si
     for (i = 0; i < batch->total; i++) {
         Py_XDECREF(vector[i]);
     }
-    PyMem_Free(vector);
     return answer;
 }
 

@@ -95,21 +95,22 @@ static int
 take_sequence(oomkit_state *st, PyObject *value, uint64_t *room,
               oomkit_content *content)
 {
-    PyObject *list = as_list(value); /* owned */
+    OWNED PyObject *list = as_list(value);
     Py_ssize_t i;
-    int result = list == NULL ? -1 : take_room(content, PyList_GET_SIZE(list), 0);
 
-    for (i = 0; result == 0 && i < content->count && i < PyList_GET_SIZE(list); i++) {
+    if (list == NULL || take_room(content, PyList_GET_SIZE(list), 0) < 0) {
+        return -1;
+    }
+    for (i = 0; i < content->count && i < PyList_GET_SIZE(list); i++) {
         PyObject *item = PyList_GET_ITEM(list, i); /* borrowed */
         if (content->kind == OOMKIT_CONTENT_SET) { /* looked for by its hash */
             content->items[i] = (oomkit_held){
                 .value = Py_NewRef(item), .address = item, .kind = OOMKIT_HELD_STRONG};
-        } else {
-            result = oomkit_held_take(st, item, room, &content->items[i]);
+        } else if (oomkit_held_take(st, item, room, &content->items[i]) < 0) {
+            return -1;
         }
     }
-    Py_XDECREF(list);
-    return result;
+    return 0;
 }
 
 static int
@@ -144,13 +145,12 @@ take_bytes(oomkit_content *content, uint64_t size)
 static PyObject *
 tensor_clone(oomkit_state *st, PyObject *tensor)
 {
-    PyObject *plain = PyObject_CallMethodNoArgs(tensor, st->str_detach); /* owned */
-    PyObject *copy;                                                      /* owned */
+    OWNED PyObject *plain = PyObject_CallMethodNoArgs(tensor, st->str_detach);
+    PyObject *copy = NULL; /* owned */
 
-    oomkit_exempt_enter(st);
-    copy = plain == NULL ? NULL : PyObject_CallMethodNoArgs(plain, st->str_clone);
-    oomkit_exempt_leave(st);
-    Py_XDECREF(plain);
+    EXEMPT (st) {
+        copy = plain == NULL ? NULL : PyObject_CallMethodNoArgs(plain, st->str_clone);
+    }
     return copy;
 }
 
@@ -304,7 +304,7 @@ dict_same(const oomkit_content *content, PyObject *dict)
 static int
 sequence_same(const oomkit_content *content, PyObject *target)
 {
-    PyObject *list; /* owned */
+    OWNED PyObject *list = NULL;
     Py_ssize_t i;
     int same;
 
@@ -323,7 +323,6 @@ sequence_same(const oomkit_content *content, PyObject *target)
     for (i = 0; same && i < content->count; i++) {
         same = oomkit_held_same(&content->items[i], PyList_GET_ITEM(list, i));
     }
-    Py_DECREF(list);
     return same;
 }
 
@@ -331,18 +330,15 @@ sequence_same(const oomkit_content *content, PyObject *target)
 static int
 bytes_same(oomkit_state *st, const oomkit_content *content, PyObject *target)
 {
-    void *now = PyMem_Malloc((size_t)content->size);
-    int same;
+    OWNED_MEMORY void *now = PyMem_Malloc((size_t)content->size);
 
     if (now == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    same = st->bridge->bytes_get(target, st->impl_offset, now, content->size) ==
+    return st->bridge->bytes_get(target, st->impl_offset, now, content->size) ==
                OOMKIT_OK &&
            memcmp(now, content->bytes, (size_t)content->size) == 0;
-    PyMem_Free(now);
-    return same;
 }
 
 static int

@@ -87,8 +87,7 @@ container_is_light(oomkit_state *st, PyObject *value, int depth)
 static int
 object_is_light(oomkit_state *st, PyObject *value, int depth)
 {
-    PyObject *dict = PyObject_GenericGetDict(value, NULL); /* owned */
-    int light;
+    OWNED PyObject *dict = PyObject_GenericGetDict(value, NULL);
 
     if (dict == NULL) {
         if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
@@ -97,9 +96,7 @@ object_is_light(oomkit_state *st, PyObject *value, int depth)
         PyErr_Clear(); /* slots */
         return 0;
     }
-    light = container_is_light(st, dict, depth);
-    Py_DECREF(dict);
-    return light;
+    return container_is_light(st, dict, depth);
 }
 
 /* May it be held, at no cost of memory? 1, 0 or -1. */

@@ -7,8 +7,8 @@
 int
 oomkit_writes_look(oomkit_call *call)
 {
-    PyObject *positional = NULL, *named = NULL; /* owned */
-    PyObject *found = NULL;                     /* owned, then by the participants */
+    OWNED PyObject *positional = NULL, *named = NULL;
+    PyObject *found = NULL; /* owned, then by the participants */
     oomkit_state *st = call->st;
 
     if (call->parts->writes != NULL || st->parameter_writes == NULL) {
@@ -25,8 +25,6 @@ oomkit_writes_look(oomkit_call *call)
         found = PyObject_CallFunctionObjArgs(st->parameter_writes, call->given.func,
                                              positional, named, roots, NULL);
     }
-    Py_XDECREF(positional);
-    Py_XDECREF(named);
     if (oomkit_compiler_on(call) < 0) {
         Py_CLEAR(found);
     }
@@ -53,8 +51,7 @@ int
 oomkit_pristine_refuse(oomkit_call *call, PyObject **message, Py_ssize_t first,
                        Py_ssize_t count)
 {
-    PyObject *name = /* owned */
-        oomkit_describe_tensor(call, call->parts->params[first]);
+    OWNED PyObject *name = oomkit_describe_tensor(call, call->parts->params[first]);
 
     if (name != NULL && count > 1) {
         Py_SETREF(name, PyUnicode_FromFormat("%U (and %zd more)", name, count - 1));
@@ -75,6 +72,5 @@ oomkit_pristine_refuse(oomkit_call *call, PyObject **message, Py_ssize_t first,
                   "knows, and stays changed; pass it as optimizer=..., or change "
                   "parameters after the decorated step",
                   name);
-    Py_DECREF(name);
     return *message == NULL ? -1 : 1;
 }

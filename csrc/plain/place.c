@@ -18,16 +18,15 @@ slot_find(PyTypeObject *type, PyObject *name)
 
     for (i = 0; type->tp_mro != NULL && i < PyTuple_GET_SIZE(type->tp_mro); i++) {
         PyTypeObject *base = (PyTypeObject *)PyTuple_GET_ITEM(type->tp_mro, i);
-        PyObject *found; /* owned */
+        OWNED PyObject *found = NULL;
         if (base->tp_dict == NULL) {
             continue;
         }
         found = dict_get(base->tp_dict, name);
         if (found != NULL && Py_IS_TYPE(found, &PyMemberDescr_Type)) {
-            return found;
+            return STEAL(found);
         }
         if (found != NULL || PyErr_Occurred()) {
-            Py_XDECREF(found);
             return NULL;
         }
     }
@@ -38,7 +37,8 @@ slot_find(PyTypeObject *type, PyObject *name)
 int
 oomkit_at_attribute(oomkit_state *st, PyObject *owner, PyObject *name, oomkit_at *at)
 {
-    PyObject *dict = NULL, *found, *parts; /* owned, owned, borrowed */
+    OWNED PyObject *dict = NULL, *found = NULL;
+    PyObject *parts; /* borrowed from dict */
 
     memset(at, 0, sizeof(*at));
     if (PyType_Check(owner)) {
@@ -56,8 +56,7 @@ oomkit_at_attribute(oomkit_state *st, PyObject *owner, PyObject *name, oomkit_at
     if (found == NULL && !PyErr_Occurred()) {
         found = slot_find(Py_TYPE(owner), name);
         if (found != NULL) {
-            *at = (oomkit_at){Py_NewRef(owner), found, OOMKIT_AT_SLOT};
-            Py_XDECREF(dict);
+            *at = (oomkit_at){Py_NewRef(owner), STEAL(found), OOMKIT_AT_SLOT};
             return 0;
         }
     }
@@ -69,12 +68,12 @@ oomkit_at_attribute(oomkit_state *st, PyObject *owner, PyObject *name, oomkit_at
             Py_SETREF(dict, Py_NewRef(parts));
         }
     }
-    Py_XDECREF(found);
-    if (dict == NULL || PyErr_Occurred()) {
-        Py_XDECREF(dict);
-        return PyErr_Occurred() ? -1 : 0;
+    if (PyErr_Occurred()) {
+        return -1;
     }
-    *at = (oomkit_at){dict, Py_NewRef(name), OOMKIT_AT_DICT};
+    if (dict != NULL) {
+        *at = (oomkit_at){STEAL(dict), Py_NewRef(name), OOMKIT_AT_DICT};
+    }
     return 0;
 }
 

@@ -95,9 +95,9 @@ site_new(PyObject *found)
         result = site_row(site, PyTuple_GET_ITEM(rows, i));
     }
     if (result < 0 || site->said == NULL) {
-        PyObject *exception = oomkit_exception_take(); /* owned, given back */
-        oomkit_plain_site_release(site);
-        oomkit_exception_give(exception);
+        KEEPING_EXCEPTION {
+            oomkit_plain_site_release(site);
+        }
         return NULL;
     }
     return site;
@@ -109,7 +109,8 @@ static PyObject *
 site_look(oomkit_call *call, PyObject *positional, PyObject *named)
 {
     oomkit_state *st = call->st;
-    PyObject *before = NULL, *found, *after, *exception; /* owned */
+    OWNED PyObject *before = NULL;
+    PyObject *found; /* owned */
 
     if (st->set_eval_frame != NULL) {
         before = PyObject_CallOneArg(st->set_eval_frame, Py_None);
@@ -121,16 +122,11 @@ site_look(oomkit_call *call, PyObject *positional, PyObject *named)
         st->plain_places, call->given.func, positional, named,
         call->options->rng == OOMKIT_RNG_ALL ? Py_True : Py_False, NULL);
     if (before != NULL) {
-        exception = found == NULL ? oomkit_exception_take() : NULL;
-        after = PyObject_CallOneArg(st->set_eval_frame, before);
-        if (after == NULL) {
-            Py_CLEAR(found);
-        }
-        Py_XDECREF(after);
-        Py_DECREF(before);
-        if (exception != NULL) {
-            PyErr_Clear(); /* the first one tells more */
-            oomkit_exception_give(exception);
+        KEEPING_EXCEPTION {
+            OWNED PyObject *after = PyObject_CallOneArg(st->set_eval_frame, before);
+            if (after == NULL) {
+                Py_CLEAR(found);
+            }
         }
     }
     return found;
@@ -160,13 +156,13 @@ static int
 site_merge(oomkit_plain_site *site, const oomkit_plain_site *before)
 {
     Py_ssize_t i, total = site->count + before->count;
-    Py_ssize_t *number = PyMem_Calloc((size_t)before->count + 1, sizeof(*number));
+    OWNED_MEMORY Py_ssize_t *number =
+        PyMem_Calloc((size_t)before->count + 1, sizeof(*number));
     void *grown = number == NULL ? NULL
                                  : PyMem_Realloc(site->nodes,
                                                  (size_t)total * sizeof(*site->nodes));
 
     if (grown == NULL) {
-        PyMem_Free(number);
         PyErr_NoMemory();
         return -1;
     }
@@ -184,7 +180,6 @@ site_merge(oomkit_plain_site *site, const oomkit_plain_site *before)
         number[i] = site->count;
         site->nodes[site->count++] = node;
     }
-    PyMem_Free(number);
     return 0;
 }
 
@@ -193,33 +188,31 @@ int
 oomkit_plain_find(oomkit_call *call)
 {
     oomkit_step *step = call->step;
-    PyObject *positional, *named, *found = NULL; /* owned */
+    OWNED PyObject *positional = NULL, *named = NULL, *found = NULL;
     oomkit_plain_site *site = NULL, *before;
 
     if (call->st->plain_places == NULL) {
         return 0;
     }
-    if (oomkit_effects_arguments(call, &positional, &named) == 0) {
-        found = site_look(call, positional, named);
-        Py_DECREF(positional);
-        Py_DECREF(named);
+    if (oomkit_effects_arguments(call, &positional, &named) < 0) {
+        return -1;
     }
+    found = site_look(call, positional, named);
     if (found == NULL) {
         return -1;
     }
     if (found != Py_None) {
         site = site_new(found);
     }
-    Py_DECREF(found);
     if (PyErr_Occurred()) {
         return -1;
     }
     before = step->plain;
     if (call->tries.ooms > 0 && site != NULL && before != NULL &&
         site_merge(site, before) < 0) {
-        PyObject *exception = oomkit_exception_take(); /* owned, given back */
-        oomkit_plain_site_release(site);
-        oomkit_exception_give(exception);
+        KEEPING_EXCEPTION {
+            oomkit_plain_site_release(site);
+        }
         return -1;
     }
     if (call->tries.ooms > 0 && site == NULL) {

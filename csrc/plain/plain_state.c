@@ -25,16 +25,8 @@ marks_clear(oomkit_plain_marks *marks)
 static oomkit_plain_mark *
 marks_add(oomkit_plain_marks *marks, Py_ssize_t node)
 {
-    if (marks->count == marks->room) {
-        Py_ssize_t room = marks->room == 0 ? 4 : marks->room * 2;
-        void *grown =
-            PyMem_Realloc(marks->items, (size_t)room * sizeof(oomkit_plain_mark));
-        if (grown == NULL) {
-            PyErr_NoMemory();
-            return NULL;
-        }
-        marks->items = grown;
-        marks->room = room;
+    if (ARRAY_GROW(marks->items, marks->count, marks->room) < 0) {
+        return NULL;
     }
     memset(&marks->items[marks->count], 0, sizeof(oomkit_plain_mark));
     marks->items[marks->count].node = node;
@@ -48,7 +40,7 @@ static int
 mark_each(oomkit_call *call, oomkit_plain_marks *marks, Py_ssize_t node,
           PyObject *value, uint64_t *room)
 {
-    PyObject *list = NULL; /* owned */
+    OWNED PyObject *list = NULL;
     Py_ssize_t i;
     int result = 0;
 
@@ -80,7 +72,6 @@ mark_each(oomkit_call *call, oomkit_plain_marks *marks, Py_ssize_t node,
             result = 0;
         }
     }
-    Py_XDECREF(list);
     return PyErr_Occurred() ? -1 : result;
 }
 
@@ -140,9 +131,9 @@ marks_take(oomkit_call *call, const oomkit_plain_site *site, oomkit_plain_marks 
     marks_clear(marks);
     marks->taken = oomkit_plain_walk(call, site, take_node, &t) == 0;
     if (!marks->taken) {
-        PyObject *exception = oomkit_exception_take(); /* owned, given back */
-        marks_clear(marks);
-        oomkit_exception_give(exception);
+        KEEPING_EXCEPTION {
+            marks_clear(marks);
+        }
     }
     return marks->taken ? 0 : -1;
 }
@@ -166,25 +157,22 @@ is_made(const oomkit_call *call, const oomkit_plain_mark *mark, PyObject *now)
 static int
 restore_binding(oomkit_call *call, const oomkit_plain_mark *mark)
 {
-    PyObject *now, *old; /* owned */
-    int result = 0;
+    OWNED PyObject *now = NULL, *old = NULL;
 
     if (oomkit_at_read(&mark->at, &now) < 0) {
         return -1;
     }
-    if (!oomkit_held_same(&mark->old, now) && !is_made(call, mark, now)) {
-        old = oomkit_held_give(call->st, &mark->old);
-        if (old == NULL && PyErr_Occurred()) {
-            result = -1;
-        } else if (old != NULL || mark->old.kind == OOMKIT_HELD_ABSENT) {
-            result = oomkit_at_write(&mark->at, old);
-        } else {
-            result = mark->old.is_state;
-        }
-        Py_XDECREF(old);
+    if (oomkit_held_same(&mark->old, now) || is_made(call, mark, now)) {
+        return 0;
     }
-    Py_XDECREF(now);
-    return result;
+    old = oomkit_held_give(call->st, &mark->old);
+    if (old == NULL && PyErr_Occurred()) {
+        return -1;
+    }
+    if (old != NULL || mark->old.kind == OOMKIT_HELD_ABSENT) {
+        return oomkit_at_write(&mark->at, old);
+    }
+    return mark->old.is_state;
 }
 
 /* The object whose content is marked. New reference; NULL where it is gone. */
@@ -209,8 +197,7 @@ content_target(oomkit_call *call, const oomkit_plain_mark *mark)
 static int
 restore_content(oomkit_call *call, const oomkit_plain_mark *mark)
 {
-    PyObject *target; /* owned */
-    int result;
+    OWNED PyObject *target = NULL;
 
     if (mark->content.kind == OOMKIT_CONTENT_NONE) {
         return 0;
@@ -219,9 +206,7 @@ restore_content(oomkit_call *call, const oomkit_plain_mark *mark)
     if (target == NULL) {
         return PyErr_Occurred() ? -1 : 0;
     }
-    result = oomkit_content_restore(call->st, &mark->content, target);
-    Py_DECREF(target);
-    return result;
+    return oomkit_content_restore(call->st, &mark->content, target);
 }
 
 static int
@@ -390,13 +375,13 @@ oomkit_plain_give_up(oomkit_call *call)
     }
     call->entry.plain->keep = 0;
     exception = oomkit_exception_take();
-    oomkit_exempt_enter(call->st);
-    mode = oomkit_grad_mode_off(call->st);
-    if (mode < 0 ||
-        oomkit_grad_mode_back(call->st, mode, oomkit_plain_restore(call)) < 0) {
-        PyErr_WriteUnraisable(call->given.func); /* the first one tells more */
+    EXEMPT (call->st) {
+        mode = oomkit_grad_mode_off(call->st);
+        if (mode < 0 ||
+            oomkit_grad_mode_back(call->st, mode, oomkit_plain_restore(call)) < 0) {
+            PyErr_WriteUnraisable(call->given.func); /* the first one tells more */
+        }
     }
-    oomkit_exempt_leave(call->st);
     oomkit_exception_give(exception);
 }
 

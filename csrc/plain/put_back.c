@@ -6,18 +6,17 @@
 static PyObject *
 items_give(oomkit_state *st, const oomkit_content *content)
 {
-    PyObject *list = PyList_New(content->count); /* owned, returned */
+    OWNED PyObject *list = PyList_New(content->count);
     Py_ssize_t i;
 
     for (i = 0; list != NULL && i < content->count; i++) {
         PyObject *item = oomkit_held_give(st, &content->items[i]); /* owned */
         if (item == NULL) {
-            Py_CLEAR(list);
-        } else {
-            PyList_SET_ITEM(list, i, item);
+            return NULL;
         }
+        PyList_SET_ITEM(list, i, item);
     }
-    return list;
+    return STEAL(list);
 }
 
 static int
@@ -120,8 +119,7 @@ oomkit_content_restore(oomkit_state *st, const oomkit_content *content,
                        PyObject *target)
 {
     int moved = oomkit_content_moved(st, content, target);
-    PyObject *items; /* owned */
-    int result;
+    OWNED PyObject *items = NULL;
 
     if (moved <= 0) {
         return moved;
@@ -141,8 +139,6 @@ oomkit_content_restore(oomkit_state *st, const oomkit_content *content,
         if (items == NULL) {
             return PyErr_Occurred() ? -1 : 1;
         }
-        result = restore_items(content, target, items);
-        Py_DECREF(items);
-        return result;
+        return restore_items(content, target, items);
     }
 }

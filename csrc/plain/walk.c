@@ -178,49 +178,39 @@ oomkit_plain_put_slim(oomkit_call *call, struct oomkit_plain *plain)
 static PyObject *
 lost_names(oomkit_plain_site *site, PyObject *lost)
 {
-    PyObject *names = PyNumber_Subtract(lost, site->said); /* owned */
-    PyObject *comma = NULL, *text = NULL, *done = NULL;    /* owned */
+    OWNED PyObject *names = PyNumber_Subtract(lost, site->said);
+    OWNED PyObject *comma = NULL, *text = NULL, *done = NULL;
 
     Py_DECREF(lost);
-    if (names != NULL && PySet_GET_SIZE(names) > 0) {
-        Py_SETREF(names, PySequence_List(names));
-        comma = names == NULL ? NULL : PyUnicode_FromString(", ");
+    if (names == NULL || PySet_GET_SIZE(names) == 0) {
+        return NULL;
     }
-    if (comma != NULL && PyList_Sort(names) == 0) {
-        text = PyUnicode_Join(comma, names);
-        done = PyObject_CallMethod(site->said, "update", "O", names);
-        if (done == NULL) {
-            Py_CLEAR(text);
-        }
+    Py_SETREF(names, PySequence_List(names));
+    comma = names == NULL ? NULL : PyUnicode_FromString(", ");
+    if (comma == NULL || PyList_Sort(names) < 0) {
+        return NULL;
     }
-    Py_XDECREF(done);
-    Py_XDECREF(comma);
-    Py_XDECREF(names);
-    return text;
+    text = PyUnicode_Join(comma, names);
+    done = PyObject_CallMethod(site->said, "update", "O", names);
+    return done == NULL ? NULL : STEAL(text);
 }
 
 int
 oomkit_plain_say(oomkit_call *call)
 {
-    PyObject *text; /* owned */
-    int result;
+    OWNED PyObject *text = NULL;
 
     if (call->entry.plain == NULL || call->entry.plain->lost == NULL) {
         return 0;
     }
-    text = call->entry.plain->lost;
-    call->entry.plain->lost = NULL;
-    text = lost_names(call->entry.plain->site, text);
+    text = lost_names(call->entry.plain->site, STEAL(call->entry.plain->lost));
     if (text == NULL) {
         return PyErr_Occurred() ? -1 : 0;
     }
-    result =
-        oomkit_warn(call->st->OomkitWarning, 1,
-                    "oomkit: an attempt of %U ran out of memory, and its change of "
-                    "%U could not be undone: it is too large to be copied before "
-                    "every call; it may hold a part of this batch (said once; "
-                    "later calls copy it)",
-                    call->options->label, text);
-    Py_DECREF(text);
-    return result;
+    return oomkit_warn(call->st->OomkitWarning, 1,
+                       "oomkit: an attempt of %U ran out of memory, and its change of "
+                       "%U could not be undone: it is too large to be copied before "
+                       "every call; it may hold a part of this batch (said once; "
+                       "later calls copy it)",
+                       call->options->label, text);
 }

@@ -5,9 +5,9 @@
 static int
 proof_ask(oomkit_proof *p, PyObject **text)
 {
-    oomkit_exempt_enter(p->call->st);
-    *text = PyObject_CallMethod(p->judge, "verdict", NULL);
-    oomkit_exempt_leave(p->call->st);
+    EXEMPT (p->call->st) {
+        *text = PyObject_CallMethod(p->judge, "verdict", NULL);
+    }
     if (*text == Py_None) {
         Py_CLEAR(*text);
         return 0;
@@ -21,15 +21,13 @@ static int
 proof_twice(oomkit_proof *p, PyObject **text)
 {
     const oomkit_slice whole = {p->start, p->length};
-    PyObject *volatile_ = PyObject_GetAttrString(p->judge, "volatile"); /* owned */
-    int ask = volatile_ == Py_True;
+    OWNED PyObject *volatile_ = PyObject_GetAttrString(p->judge, "volatile");
 
-    Py_XDECREF(volatile_);
     if (volatile_ == NULL) {
         Py_CLEAR(*text);
         return -1;
     }
-    if (!ask) {
+    if (volatile_ != Py_True) {
         return 0;
     }
     Py_CLEAR(*text);
@@ -81,10 +79,9 @@ int
 oomkit_proof_whole_once(oomkit_proof *p, int everything, int *moved)
 {
     const oomkit_slice whole = {p->start, p->length};
-    PyObject *done = /* owned */
+    OWNED PyObject *done =
         PyObject_CallMethod(p->judge, "quiet", "O", everything ? Py_True : Py_False);
 
-    Py_XDECREF(done);
     p->everything = everything;
     return done == NULL ? -1 : oomkit_proof_run(p, "whole", &whole, 1, moved);
 }
@@ -95,7 +92,7 @@ static int
 whole_by_chance(oomkit_proof *p)
 {
     const oomkit_slice whole = {p->start, p->length};
-    PyObject *done = NULL; /* owned */
+    OWNED PyObject *done = NULL;
     int moved;
 
     if (oomkit_proof_whole_once(p, 0, &moved) < 0) {
@@ -104,12 +101,11 @@ whole_by_chance(oomkit_proof *p)
     p->draw = 1;
     p->by_chance = 1;
     if (oomkit_proof_run(p, "whole by chance", &whole, 1, NULL) == 0) {
-        oomkit_exempt_enter(p->call->st);
-        done = PyObject_CallMethod(p->judge, "chance", NULL);
-        oomkit_exempt_leave(p->call->st);
+        EXEMPT (p->call->st) {
+            done = PyObject_CallMethod(p->judge, "chance", NULL);
+        }
     }
     p->draw = 0;
-    Py_XDECREF(done);
     return done == NULL ? -1 : 0;
 }
 

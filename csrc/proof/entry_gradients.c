@@ -17,14 +17,13 @@ static int
 gradient_note(oomkit_proof *p, Py_ssize_t i, PyObject *gradient)
 {
     oomkit_proof_gradient *item = &p->gradients[i];
-    PyObject *ref = PyWeakref_NewRef(gradient, NULL); /* owned */
+    OWNED PyObject *ref = PyWeakref_NewRef(gradient, NULL);
 
     if (ref == NULL ||
         oomkit_tensor_version(p->call->st, gradient, &item->version) < 0) {
-        Py_XDECREF(ref);
         return -1;
     }
-    Py_XSETREF(item->ref, ref);
+    Py_XSETREF(item->ref, STEAL(ref));
     return 0;
 }
 
@@ -41,14 +40,15 @@ oomkit_proof_gradients_take(oomkit_proof *p)
     }
     p->gradient_count = n;
     for (i = 0; i < n; i++) {
-        PyObject *gradient = grads_get(call, i); /* owned */
-        int result = gradient == NULL ? -1 : 0;
-        if (result == 0 && gradient != Py_None) {
-            p->gradients[i].value = oomkit_host_copy(call->st, gradient);
-            result = p->gradients[i].value == NULL ? -1 : gradient_note(p, i, gradient);
+        OWNED PyObject *gradient = grads_get(call, i);
+        if (gradient == NULL) {
+            return -1;
         }
-        Py_XDECREF(gradient);
-        if (result < 0) {
+        if (gradient == Py_None) {
+            continue;
+        }
+        p->gradients[i].value = oomkit_host_copy(call->st, gradient);
+        if (p->gradients[i].value == NULL || gradient_note(p, i, gradient) < 0) {
             return -1;
         }
     }
@@ -62,19 +62,18 @@ gradient_anew(oomkit_proof *p, Py_ssize_t i)
 {
     oomkit_state *st = p->call->st;
     PyObject *value = p->gradients[i].value; /* borrowed */
-    PyObject *device = PyObject_GetAttr(p->call->parts->params[i], st->str_device);
-    PyObject *fresh = device ? PyObject_CallMethod(value, "to", "O", device) : NULL;
-    int result = -1; /* device, fresh: owned */
+    OWNED PyObject *device =
+        PyObject_GetAttr(p->call->parts->params[i], st->str_device);
+    OWNED PyObject *fresh =
+        device ? PyObject_CallMethod(value, "to", "O", device) : NULL;
 
     if (fresh == value) { /* on the CPU: the copy itself must stay as it is */
         Py_SETREF(fresh, PyObject_CallMethodNoArgs(value, st->str_clone));
     }
-    if (fresh != NULL && grads_set(p->call, i, fresh) == 0) {
-        result = gradient_note(p, i, fresh);
+    if (fresh == NULL || grads_set(p->call, i, fresh) < 0) {
+        return -1;
     }
-    Py_XDECREF(device);
-    Py_XDECREF(fresh);
-    return result;
+    return gradient_note(p, i, fresh);
 }
 
 /* The tensor that was there, with its value. 0 or -1. */
@@ -83,7 +82,7 @@ gradient_same(oomkit_proof *p, Py_ssize_t i, PyObject *target)
 {
     oomkit_proof_gradient *item = &p->gradients[i];
     uint32_t version;
-    PyObject *done; /* owned */
+    OWNED PyObject *done = NULL;
 
     if (oomkit_tensor_version(p->call->st, target, &version) < 0 ||
         grads_set(p->call, i, target) < 0) {
@@ -93,7 +92,6 @@ gradient_same(oomkit_proof *p, Py_ssize_t i, PyObject *target)
         return 0;
     }
     done = PyObject_CallMethodOneArg(target, p->call->st->str_copy, item->value);
-    Py_XDECREF(done);
     return done == NULL ? -1 : gradient_note(p, i, target);
 }
 
@@ -101,22 +99,14 @@ static int
 gradient_back(oomkit_proof *p, Py_ssize_t i)
 {
     oomkit_proof_gradient *item = &p->gradients[i];
-    PyObject *target; /* owned */
-    int result;
+    OWNED PyObject *target = NULL;
 
     if (item->value == NULL) {
-        PyObject *now = grads_get(p->call, i); /* owned */
-        result = now == NULL ? -1 : now == Py_None ? 0 : grads_set(p->call, i, Py_None);
-        Py_XDECREF(now);
-        return result;
+        OWNED PyObject *now = grads_get(p->call, i);
+        return now == NULL ? -1 : now == Py_None ? 0 : grads_set(p->call, i, Py_None);
     }
     target = oomkit_reference_get(item->ref);
-    if (target == NULL) {
-        return gradient_anew(p, i);
-    }
-    result = gradient_same(p, i, target);
-    Py_DECREF(target);
-    return result;
+    return target == NULL ? gradient_anew(p, i) : gradient_same(p, i, target);
 }
 
 int
@@ -129,11 +119,11 @@ oomkit_proof_gradients_back(oomkit_proof *p)
     if (mode < 0) {
         return -1;
     }
-    oomkit_exempt_enter(st);
-    for (i = 0; result == 0 && i < p->gradient_count; i++) {
-        result = gradient_back(p, i);
+    EXEMPT (st) {
+        for (i = 0; result == 0 && i < p->gradient_count; i++) {
+            result = gradient_back(p, i);
+        }
     }
-    oomkit_exempt_leave(st);
     return oomkit_grad_mode_back(st, mode, result);
 }
 

@@ -15,12 +15,11 @@
 static int
 watch_tell(const oomkit_proof *p, const char *method, PyObject *argument)
 {
-    PyObject *done; /* owned */
+    OWNED PyObject *done = NULL;
 
-    oomkit_exempt_enter(p->call->st);
-    done = PyObject_CallMethod(p->judge, method, "(O)", argument);
-    oomkit_exempt_leave(p->call->st);
-    Py_XDECREF(done);
+    EXEMPT (p->call->st) {
+        done = PyObject_CallMethod(p->judge, method, "(O)", argument);
+    }
     return done == NULL ? -1 : 0;
 }
 
@@ -38,19 +37,18 @@ watch_gradients(oomkit_call *call, int parked)
 {
     Py_ssize_t i, n = call->parts->param_count;
     PyObject **stash = call->grads.is_parked ? call->grads.parked : NULL; /* borrowed */
-    PyObject *list = PyList_New(n);                                       /* owned */
+    OWNED PyObject *list = PyList_New(n);
 
     for (i = 0; list != NULL && i < n; i++) {
         PyObject *gradient = /* owned, stolen by the list */
             parked ? Py_NewRef(stash != NULL && stash[i] != NULL ? stash[i] : Py_None)
                    : grads_get(call, i);
         if (gradient == NULL) {
-            Py_CLEAR(list);
-            break;
+            return NULL;
         }
         PyList_SET_ITEM(list, i, gradient);
     }
-    return list;
+    return STEAL(list);
 }
 
 PyObject *
@@ -59,8 +57,8 @@ oomkit_proof_marks(const oomkit_call *call)
     const oomkit_bridge *bridge = call->st->bridge;
     const oomkit_participants *parts = call->parts;
     Py_ssize_t i, n = parts->param_count;
-    PyObject *list; /* owned */
-    uint32_t *versions;
+    OWNED PyObject *list = NULL;
+    OWNED_MEMORY uint32_t *versions = NULL;
 
     if (bridge == NULL || call->device.type != OOMKIT_DEVICE_CPU) {
         Py_RETURN_NONE;
@@ -69,42 +67,39 @@ oomkit_proof_marks(const oomkit_call *call)
     if (versions == NULL) {
         return PyErr_NoMemory();
     }
-    list = bridge->versions((const void *const *)parts->params, call->st->impl_offset,
-                            (size_t)n, versions, NULL) == OOMKIT_OK
-               ? PyList_New(n)
-               : Py_NewRef(Py_None);
-    for (i = 0; list != NULL && list != Py_None && i < n; i++) {
+    if (bridge->versions((const void *const *)parts->params, call->st->impl_offset,
+                         (size_t)n, versions, NULL) != OOMKIT_OK) {
+        Py_RETURN_NONE;
+    }
+    list = PyList_New(n);
+    for (i = 0; list != NULL && i < n; i++) {
         uint64_t mark = bridge->sample(parts->params[i], call->st->impl_offset) ^
                         versions[i] * 0x9e3779b97f4a7c15u;
         PyObject *number = PyLong_FromUnsignedLongLong(mark); /* owned, stolen */
         if (number == NULL) {
-            Py_CLEAR(list);
-            break;
+            return NULL;
         }
         PyList_SET_ITEM(list, i, number);
     }
-    PyMem_Free(versions);
-    return list;
+    return STEAL(list);
 }
 
 static int
 watch_tell_gradients(oomkit_call *call, const char *method, int parked)
 {
-    PyObject *list = watch_gradients(call, parked); /* owned */
-    PyObject *done = NULL;                          /* owned */
-    int result;
+    OWNED PyObject *list = watch_gradients(call, parked);
+    OWNED PyObject *done = NULL;
 
-    if (list != NULL && call->grads.stashing) {
+    if (list == NULL) {
+        return -1;
+    }
+    if (call->grads.stashing) {
         done = PyObject_CallMethod(call->proof->judge, "stashed", NULL);
         if (done == NULL) {
-            Py_CLEAR(list);
+            return -1;
         }
-        Py_XDECREF(done);
     }
-    result = list == NULL ? -1 : watch_tell(call->proof, method, list);
-
-    Py_XDECREF(list);
-    return result;
+    return watch_tell(call->proof, method, list);
 }
 
 static int
@@ -120,19 +115,13 @@ proof_swept(oomkit_call *call)
 int
 oomkit_proof_finish(oomkit_proof *p)
 {
-    PyObject *marks = oomkit_proof_marks(p->call); /* owned */
-    PyObject *done;                                /* owned */
-    int result = -1;
+    OWNED PyObject *marks = oomkit_proof_marks(p->call);
+    OWNED PyObject *done =
+        marks ? PyObject_CallMethod(p->judge, "ended", "O", marks) : NULL;
 
-    if (marks != NULL) {
-        done = PyObject_CallMethod(p->judge, "ended", "O", marks);
-        result = done == NULL
-                     ? -1
-                     : watch_tell_gradients(p->call, "finish", p->call->grads.stashing);
-        Py_XDECREF(done);
-    }
-    Py_XDECREF(marks);
-    return result;
+    return done == NULL
+               ? -1
+               : watch_tell_gradients(p->call, "finish", p->call->grads.stashing);
 }
 
 int
@@ -145,20 +134,20 @@ oomkit_proof_returns_nothing(const oomkit_call *call)
 static int
 proof_micro_end(oomkit_call *call, PyObject *result)
 {
-    PyObject *loss = /* owned, or NULL */
-        oomkit_proof_returns_nothing(call) ? NULL
-                                           : oomkit_result_loss(call->st, result);
-    PyObject *done; /* owned */
+    OWNED PyObject *loss = oomkit_proof_returns_nothing(call)
+                               ? NULL
+                               : oomkit_result_loss(call->st, result);
+    OWNED PyObject *done = NULL;
 
     if (loss == NULL && PyErr_Occurred()) {
         return -1;
     }
-    oomkit_exempt_enter(call->st);
-    done = PyObject_CallMethod(call->proof->judge, "result", "OOLd", result,
-                               loss == NULL ? Py_None : loss,
-                               (long long)call->cut.slices[call->cut.at].length,
-                               call->cut.weights[call->cut.at]);
-    oomkit_exempt_leave(call->st);
+    EXEMPT (call->st) {
+        done = PyObject_CallMethod(call->proof->judge, "result", "OOLd", result,
+                                   loss == NULL ? Py_None : loss,
+                                   (long long)call->cut.slices[call->cut.at].length,
+                                   call->cut.weights[call->cut.at]);
+    }
     if (done != NULL && call->deferred.replayed == NULL) {
         /* a call of so many rows like any other: what is no count shows, and what is */
         call->step->results.integers_only = !oomkit_proof_of_whole(call);
@@ -166,15 +155,13 @@ proof_micro_end(oomkit_call *call, PyObject *result)
                             call->cut.slices[call->cut.at].length, call->options->dim);
         call->step->results.integers_only = 0;
     }
-    Py_XDECREF(loss);
-    Py_XDECREF(done);
     return done == NULL ? -1 : 0;
 }
 
 int
 oomkit_proof_joined(oomkit_call *call)
 {
-    PyObject *result = oomkit_attempt_join(call); /* owned */
+    OWNED PyObject *result = oomkit_attempt_join(call);
     int status = result == NULL ? -1 : watch_tell(call->proof, "joined", result);
 
     if (result == NULL && !call->proof->own &&
@@ -186,7 +173,6 @@ oomkit_proof_joined(oomkit_call *call)
         status = PyObject_SetAttrString(call->proof->judge, "unjoined", Py_True);
     }
     call->tries.joining = 0;
-    Py_XDECREF(result);
     return status;
 }
 
@@ -222,8 +208,8 @@ proof_update(interceptor_object *self, PyObject *optimizer, PyObject *const *arg
              size_t nargsf, PyObject *kwnames)
 {
     oomkit_call *call = self->call;
-    PyObject *mean = NULL, *positional = NULL, *named = NULL, *done = NULL; /* owned */
-    PyObject *given = NULL;                                                 /* owned */
+    OWNED PyObject *mean = NULL, *positional = NULL, *named = NULL, *done = NULL;
+    OWNED PyObject *given = NULL;
     Py_ssize_t at = 0;
     int settled = 0;
 
@@ -242,17 +228,12 @@ proof_update(interceptor_object *self, PyObject *optimizer, PyObject *const *arg
     }
     if (settled >= 0 &&
         watch_arguments(args, nargsf, kwnames, mean, at, &positional, &named) == 0) {
-        oomkit_exempt_enter(call->st);
-        done = PyObject_CallMethod(call->proof->judge, "update", "OOOOO", self->target,
-                                   self->name, optimizer == NULL ? Py_None : optimizer,
-                                   positional, named);
-        oomkit_exempt_leave(call->st);
+        EXEMPT (call->st) {
+            done = PyObject_CallMethod(
+                call->proof->judge, "update", "OOOOO", self->target, self->name,
+                optimizer == NULL ? Py_None : optimizer, positional, named);
+        }
     }
-    Py_XDECREF(given);
-    Py_XDECREF(mean);
-    Py_XDECREF(positional);
-    Py_XDECREF(named);
-    Py_XDECREF(done);
     return done == NULL ? -1 : 1;
 }
 

@@ -2,6 +2,7 @@
 #include "proof.h"
 #include "../accum/accum.h"
 #include "../batch/batch.h"
+#include "../call/call.h"
 #include "../engine/engine.h"
 #include "../sizes/sizes.h"
 
@@ -14,12 +15,7 @@
 static int
 proof_log(oomkit_call *call, const char *level, PyObject *text)
 {
-    PyObject *done = /* owned */
-        text == NULL
-            ? NULL
-            : PyObject_CallMethod(call->st->log, level, "sO", "oomkit: %s", text);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
+    return text == NULL ? -1 : oomkit_say(call->st, level, "sO", "oomkit: %s", text);
 }
 
 /* It differs: SplitError, or with verify="warn" a warning. `rules` (borrowed) would
@@ -28,7 +24,7 @@ static int
 proof_refuse(oomkit_proof *p, PyObject *text, PyObject *rules)
 {
     oomkit_call *call = p->call;
-    PyObject *advice = /* owned */
+    OWNED PyObject *advice =
         text == NULL || rules == NULL
             ? NULL
             : PyObject_CallMethod(p->judge, "advice", "OO", rules,
@@ -41,11 +37,9 @@ proof_refuse(oomkit_proof *p, PyObject *text, PyObject *rules)
                              "%U",
                              call->options->label, text, advice);
     } else if (advice != NULL) {
-        call->refused.raised = 1;
-        oomkit_raise(call->st->SplitError, "auto_batch cannot split %U exactly: %U; %U",
-                     call->options->label, text, advice);
+        oomkit_refuse(call, "auto_batch cannot split %U exactly: %U; %U",
+                      call->options->label, text, advice);
     }
-    Py_XDECREF(advice);
     Py_XDECREF(text);
     return result;
 }
@@ -110,7 +104,8 @@ search_rules(oomkit_proof *p)
 {
     const oomkit_slice whole = {p->start, p->length}, one = {p->start, p->first},
                        two = {p->start + p->first, p->length - p->first};
-    PyObject *leaves, *rules = NULL; /* owned */
+    OWNED PyObject *leaves = NULL;
+    PyObject *rules = NULL; /* owned */
     int status;
 
     if (!oomkit_weights_are_countable(p->call) || !p->trained) {
@@ -124,14 +119,14 @@ search_rules(oomkit_proof *p)
                  : 0;
     p->raw = 0;
     leaves = status < 0 ? NULL : oomkit_proof_leaves(p->call);
-    if (leaves != NULL) {
-        oomkit_exempt_enter(p->call->st);
+    if (leaves == NULL) {
+        return NULL;
+    }
+    EXEMPT (p->call->st) {
         rules = PyObject_CallMethod(p->judge, "search", "O[(LL)(LL)]", leaves,
                                     (long long)one.start, (long long)one.length,
                                     (long long)two.start, (long long)two.length);
-        oomkit_exempt_leave(p->call->st);
     }
-    Py_XDECREF(leaves);
     return rules;
 }
 
@@ -146,21 +141,21 @@ search_needed(const oomkit_proof *p)
 static int
 search_ask(oomkit_proof *p, const char *method)
 {
-    PyObject *leaves = oomkit_proof_leaves(p->call);                     /* owned */
-    PyObject *slices = oomkit_proof_slices(p->slices, p->slice_count);   /* owned */
-    PyObject *rule = p->rule == NULL ? Py_None : p->rule, *where = NULL; /* owned */
+    OWNED PyObject *leaves = oomkit_proof_leaves(p->call);
+    OWNED PyObject *slices = oomkit_proof_slices(p->slices, p->slice_count);
+    PyObject *rule = p->rule == NULL ? Py_None : p->rule; /* borrowed */
+    PyObject *where = NULL;                               /* owned, then stolen */
 
-    if (leaves != NULL && slices != NULL) {
-        oomkit_exempt_enter(p->call->st);
+    if (leaves == NULL || slices == NULL) {
+        return -1;
+    }
+    EXEMPT (p->call->st) {
         where = PyObject_CallMethod(p->judge, method, "OOLLLO(LL)", leaves, rule,
                                     (long long)p->start, (long long)p->length,
                                     (long long)p->first, slices,
                                     (long long)oomkit_unfit_multiple(p->call),
                                     (long long)oomkit_unfit_least(p->call));
-        oomkit_exempt_leave(p->call->st);
     }
-    Py_XDECREF(leaves);
-    Py_XDECREF(slices);
     return search_place(p, where);
 }
 
@@ -171,34 +166,32 @@ static int
 weak_compare(oomkit_proof *p, PyObject **text)
 {
     oomkit_call *call = p->call;
-    PyObject *verdict = oomkit_verify_rows(p, p->start, p->length, p->first), *line;
-    PyObject *equal, *rules; /* borrowed from verdict, as line is there */
-    int result = -1;
+    OWNED PyObject *verdict = oomkit_verify_rows(p, p->start, p->length, p->first);
+    PyObject *equal, *line, *rules; /* borrowed from verdict */
 
     *text = NULL;
     if (verdict == NULL) {
         return -1;
     }
     if (verdict == Py_None) {
-        line = PyUnicode_FromFormat(/* owned */
-                                    "%U is split and could not be compared with the "
-                                    "whole: micro-batches of "
-                                    "%lld rows cannot be cut further, and two of them "
-                                    "did not run at once; if "
-                                    "the loss is a mean over samples, pass "
-                                    "verify=False to leave this line out",
-                                    call->options->label, (long long)p->first);
-        result = line == NULL                ? -1
-                 : call->batch.doubt != NULL ? 0
-                                             : proof_log(call, "warning", line);
-        Py_XDECREF(line);
-    } else if (PyArg_ParseTuple(verdict, "OUO", &equal, &line, &rules)) {
-        Py_XSETREF(p->rules, Py_NewRef(rules));
-        *text = equal == Py_False ? Py_NewRef(line) : NULL;
-        result = *text == NULL && proof_log(call, "info", line) < 0 ? -1 : 1;
+        OWNED PyObject *nothing =
+            PyUnicode_FromFormat("%U is split and could not be compared with the "
+                                 "whole: micro-batches of "
+                                 "%lld rows cannot be cut further, and two of them "
+                                 "did not run at once; if "
+                                 "the loss is a mean over samples, pass "
+                                 "verify=False to leave this line out",
+                                 call->options->label, (long long)p->first);
+        return nothing == NULL             ? -1
+               : call->batch.doubt != NULL ? 0
+                                           : proof_log(call, "warning", nothing);
     }
-    Py_DECREF(verdict);
-    return result;
+    if (!PyArg_ParseTuple(verdict, "OUO", &equal, &line, &rules)) {
+        return -1;
+    }
+    Py_XSETREF(p->rules, Py_NewRef(rules));
+    *text = equal == Py_False ? Py_NewRef(line) : NULL;
+    return *text == NULL && proof_log(call, "info", line) < 0 ? -1 : 1;
 }
 
 /* The exception in flight is out of memory, in rows that need not fit: it goes, and
@@ -248,7 +241,7 @@ search_holds(oomkit_proof *p)
 {
     const oomkit_slice found = {p->start, p->length};
     const int64_t first = p->first;
-    PyObject *text = NULL; /* owned */
+    OWNED PyObject *text = NULL;
     int place, moved, holds = 0;
 
     if (proof_is_weak(p)) {
@@ -273,7 +266,6 @@ search_holds(oomkit_proof *p)
             place = -1; /* it is for the next one */
         }
     }
-    Py_XDECREF(text);
     return place < 0 ? -1 : holds;
 }
 
@@ -297,19 +289,15 @@ search_try(oomkit_proof *p, PyObject *rules)
 static int
 search_say(oomkit_proof *p)
 {
-    PyObject *done = PyObject_CallMethod(p->rule, "forget", NULL);          /* owned */
-    PyObject *what = done ? PyObject_GetAttrString(p->rule, "text") : NULL; /* owned */
-    PyObject *text =                                                        /* owned */
+    OWNED PyObject *done = PyObject_CallMethod(p->rule, "forget", NULL);
+    OWNED PyObject *what = done ? PyObject_GetAttrString(p->rule, "text") : NULL;
+    OWNED PyObject *text =
         what == NULL ? NULL
                      : PyUnicode_FromFormat("the loss of %U is taken for a %U, which "
                                             "makes two parts of a batch the whole",
                                             p->call->options->label, what);
-    int result = proof_log(p->call, "info", text);
 
-    Py_XDECREF(done);
-    Py_XDECREF(what);
-    Py_XDECREF(text);
-    return result;
+    return proof_log(p->call, "info", text);
 }
 
 /* --- the proof --- */
@@ -319,18 +307,15 @@ search_say(oomkit_proof *p)
 static int
 proof_differs(oomkit_proof *p, PyObject *text)
 {
-    PyObject *rules = /* owned */
-        proof_is_weak(p) ? Py_NewRef(p->rules) : search_rules(p);
+    OWNED PyObject *rules = proof_is_weak(p) ? Py_NewRef(p->rules) : search_rules(p);
     int found = rules == NULL                      ? -1
                 : oomkit_weights_are_free(p->call) ? search_try(p, rules)
                                                    : 0;
 
     if (found == 0) {
-        found = proof_refuse(p, text, rules);
-    } else {
-        Py_DECREF(text);
+        return proof_refuse(p, text, rules);
     }
-    Py_XDECREF(rules);
+    Py_DECREF(text);
     return found;
 }
 
@@ -338,10 +323,9 @@ proof_differs(oomkit_proof *p, PyObject *text)
 static int
 proof_unsettled(oomkit_proof *p, PyObject *text)
 {
-    PyObject *none = PyList_New(0); /* owned */
+    OWNED PyObject *none = PyList_New(0);
     int result = proof_refuse(p, text, none);
 
-    Py_XDECREF(none);
     Py_CLEAR(p->rule);
     return result;
 }
@@ -427,7 +411,7 @@ proof_without_single(oomkit_proof *p, PyObject **text)
     const int64_t first = p->first, rows = p->call->batch.rows;
     const int64_t next =
         p->start + 2 * p->length <= rows ? p->start + p->length : p->start - p->length;
-    PyObject *other = NULL; /* owned */
+    OWNED PyObject *other = NULL;
     int moved, single = first == 1 || p->length - first == 1;
 
     if (p->own || !single || oomkit_proof_returns_nothing(p->call) ||
@@ -454,12 +438,10 @@ proof_without_single(oomkit_proof *p, PyObject **text)
         p->start = found.start; /* for what is searched now */
         if (oomkit_proof_whole_once(p, p->everything, &moved) < 0) {
             Py_CLEAR(*text);
-            Py_DECREF(other);
             return -1;
         }
     }
     p->first = first;
-    Py_DECREF(other);
     return 0;
 }
 
@@ -489,8 +471,7 @@ proof_settle(oomkit_proof *p, PyObject *text)
 static int
 proof_full(oomkit_proof *p)
 {
-    PyObject *text; /* owned */
-    int result;
+    OWNED PyObject *text = NULL;
 
     if (oomkit_proof_rows_varied(p) < 0 || oomkit_proof_whole(p) < 0 ||
         proof_parts(p, &text) < 0 || (text == NULL && proof_joins(p, &text) < 0) ||
@@ -500,13 +481,11 @@ proof_full(oomkit_proof *p)
         return -1;
     }
     if (text != NULL) {
-        return proof_settle(p, text);
+        return proof_settle(p, STEAL(text));
     }
     text = PyObject_CallMethod(p->judge, "proven", "LLL", (long long)p->length,
                                (long long)p->first, (long long)(p->length - p->first));
-    result = proof_log(p->call, "info", text);
-    Py_XDECREF(text);
-    return result < 0 ? -1 : 1;
+    return proof_log(p->call, "info", text) < 0 ? -1 : 1;
 }
 
 /* Weights are to be told apart, and no micro-batch can be cut: two of them. As
@@ -514,7 +493,7 @@ proof_full(oomkit_proof *p)
 static int
 proof_pair(oomkit_proof *p)
 {
-    PyObject *text = NULL; /* owned */
+    OWNED PyObject *text = NULL;
     int found;
 
     p->level = oomkit_proven_find(p->call)->level;
@@ -525,14 +504,14 @@ proof_pair(oomkit_proof *p)
         (text == NULL && proof_apart(p, &text) < 0)) {
         return found <= 0 ? found : -1;
     }
-    return proof_settle(p, text);
+    return proof_settle(p, STEAL(text));
 }
 
 /* Two micro-batches without a graph. As proof_settle(). */
 static int
 proof_weak(oomkit_proof *p)
 {
-    PyObject *text; /* owned */
+    OWNED PyObject *text = NULL;
     int compared;
 
     p->level = OOMKIT_PROVEN_WEAKLY;
@@ -542,7 +521,7 @@ proof_weak(oomkit_proof *p)
     if (compared > 0 && text == NULL && !p->no_parts && proof_apart(p, &text) < 0) {
         return -1;
     }
-    return compared <= 0 ? compared : proof_settle(p, text);
+    return compared <= 0 ? compared : proof_settle(p, STEAL(text));
 }
 
 /* More rows than a micro-batch has: what few rows have in common with others may not
@@ -613,14 +592,12 @@ proof_best(oomkit_proof *p, int cut)
 static int
 again_say(const oomkit_proof *p)
 {
-    PyObject *text =
+    OWNED PyObject *text =
         PyUnicode_FromFormat("the split of %U was proved by an earlier run, "
                              "and losses agree with it",
-                             p->call->options->label); /* owned */
-    int result = proof_log(p->call, "info", text);
+                             p->call->options->label);
 
-    Py_XDECREF(text);
-    return result;
+    return proof_log(p->call, "info", text);
 }
 
 /* What was shown a few calls ago: by losses alone, and with gradients where those
@@ -679,7 +656,7 @@ proof_judge(oomkit_proof *p)
 {
     oomkit_call *call = p->call;
     Py_ssize_t i, n = call->parts->param_count;
-    PyObject *params = PyList_New(n), *entry; /* owned */
+    OWNED PyObject *params = PyList_New(n), *entry = NULL;
     oomkit_proven *known = oomkit_proven_find(call);
 
     for (i = 0; params != NULL && i < n; i++) {
@@ -695,8 +672,6 @@ proof_judge(oomkit_proof *p)
     if (known != NULL) {
         p->rule = Py_XNewRef(known->rule);
     }
-    Py_XDECREF(params);
-    Py_XDECREF(entry);
     p->quieted = p->judge == NULL ? NULL : PyObject_GetAttrString(p->judge, "quieted");
     return p->quieted == NULL ? -1 : 0;
 }
@@ -744,8 +719,7 @@ static int
 proof_figures(oomkit_proof *p)
 {
     oomkit_result_site *site = p->join.site; /* borrowed from the step, or NULL */
-    PyObject *figures;                       /* owned */
-    int result;
+    OWNED PyObject *figures = NULL;
 
     if (site == NULL) {
         return 0;
@@ -754,9 +728,7 @@ proof_figures(oomkit_proof *p)
         return -1;
     }
     figures = PyObject_CallMethod(p->judge, "all_figures", "O", site->figures);
-    result = figures == NULL ? -1 : PyDict_Update(site->figures, figures);
-    Py_XDECREF(figures);
-    return result;
+    return figures == NULL ? -1 : PyDict_Update(site->figures, figures);
 }
 
 /* As oomkit_prove(). */
@@ -836,8 +808,7 @@ prove_doubtful(oomkit_call *call)
     if (PyErr_Occurred()) {
         exception = oomkit_exception_take();
     }
-    call->refused.raised = 1;
-    oomkit_raise(call->st->SplitError, "%U", call->batch.doubt);
+    oomkit_refuse(call, "%U", call->batch.doubt);
     refusal = oomkit_exception_take();
     if (PyErr_GivenExceptionMatches(refusal, call->st->SplitError)) {
         PyException_SetCause(refusal, exception); /* stolen */

@@ -67,26 +67,24 @@ oomkit_proof_rows_two(oomkit_proof *p)
 int
 oomkit_proof_rows_varied(oomkit_proof *p)
 {
-    PyObject *leaves, *slices, *start = NULL; /* owned */
+    OWNED PyObject *leaves = NULL, *slices = NULL, *start = NULL;
 
     if (!oomkit_weights_are_countable(p->call)) {
         return 0;
     }
     leaves = oomkit_proof_leaves(p->call);
     slices = oomkit_proof_slices(p->slices, p->slice_count);
-    if (leaves != NULL && slices != NULL) {
-        oomkit_exempt_enter(p->call->st);
+    if (leaves == NULL || slices == NULL) {
+        return -1;
+    }
+    EXEMPT (p->call->st) {
         start = PyObject_CallMethod(p->judge, "place", "OLLLLO", leaves,
                                     (long long)p->start, (long long)p->length,
                                     (long long)p->call->batch.rows,
                                     (long long)oomkit_unfit_multiple(p->call), slices);
-        oomkit_exempt_leave(p->call->st);
     }
     if (start != NULL) {
         p->start = PyLong_AsLongLong(start);
     }
-    Py_XDECREF(leaves);
-    Py_XDECREF(slices);
-    Py_XDECREF(start);
     return PyErr_Occurred() ? -1 : 0;
 }

@@ -160,7 +160,7 @@ oomkit_proof_put_back(oomkit_proof *p)
     oomkit_call *call = p->call;
     PyObject *exception =
         PyErr_Occurred() ? oomkit_exception_take() : NULL; /* owned, given back */
-    PyObject *message = NULL;                              /* owned */
+    OWNED PyObject *message = NULL;
     int raised = call->refused.raised, queued = call->backward.queued;
     PyObject *error; /* owned, given back */
     int result;
@@ -183,11 +183,10 @@ oomkit_proof_put_back(oomkit_proof *p)
                      call->options->label, message);
         result = -1;
     }
-    Py_XDECREF(message);
     if (result == 0) {
-        oomkit_exempt_enter(call->st);
-        result = oomkit_batch_check(call->st, &call->batch, call->step->names);
-        oomkit_exempt_leave(call->st);
+        EXEMPT (call->st) {
+            result = oomkit_batch_check(call->st, &call->batch, call->step->names);
+        }
     }
     if (result == 0 && queued) {
         result = oomkit_backward_drain(call->st);
@@ -229,7 +228,7 @@ static int
 run_drew(oomkit_proof *p)
 {
     int moved = oomkit_rng_moved(p->call);
-    PyObject *drew; /* owned */
+    OWNED PyObject *drew = NULL;
 
     if (moved <= 0) {
         return moved;
@@ -238,12 +237,10 @@ run_drew(oomkit_proof *p)
     if (moved != 0) {
         return moved;
     }
-    oomkit_exempt_enter(p->call->st);
-    drew = PyObject_CallMethod(p->judge, "drew", NULL);
-    oomkit_exempt_leave(p->call->st);
-    moved = drew == NULL ? -1 : drew == Py_True;
-    Py_XDECREF(drew);
-    return moved;
+    EXEMPT (p->call->st) {
+        drew = PyObject_CallMethod(p->judge, "drew", NULL);
+    }
+    return drew == NULL ? -1 : drew == Py_True;
 }
 
 /* Where the graph of a whole run is kept from now on: judge.method(). An exception in
@@ -251,16 +248,16 @@ run_drew(oomkit_proof *p)
 static int
 run_on_host(oomkit_proof *p, int64_t count, const char *method)
 {
-    PyObject *exception, *done; /* owned; the former given back */
+    OWNED PyObject *done = NULL;
+    PyObject *exception; /* owned, given back */
 
     if (!p->on_host || count > 1 || p->call->device.type == OOMKIT_DEVICE_CPU) {
         return 0;
     }
     exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;
-    oomkit_exempt_enter(p->call->st);
-    done = PyObject_CallMethod(p->judge, method, NULL);
-    oomkit_exempt_leave(p->call->st);
-    Py_XDECREF(done);
+    EXEMPT (p->call->st) {
+        done = PyObject_CallMethod(p->judge, method, NULL);
+    }
     if (exception != NULL) {
         if (done == NULL) {
             PyErr_WriteUnraisable(p->call->given.func);

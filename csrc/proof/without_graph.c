@@ -16,13 +16,12 @@ verify_result(oomkit_proof *p, PyObject *result, int64_t length, int part)
 {
     oomkit_call *call = p->call;
     const double weight = part < 0 ? 1.0 : call->cut.weights[part];
-    PyObject *done; /* owned */
+    OWNED PyObject *done = NULL;
 
-    oomkit_exempt_enter(call->st);
-    done = PyObject_CallMethod(p->judge, "result", "OOLd", result, Py_None,
-                               (long long)length, weight);
-    oomkit_exempt_leave(call->st);
-    Py_XDECREF(done);
+    EXEMPT (call->st) {
+        done = PyObject_CallMethod(p->judge, "result", "OOLd", result, Py_None,
+                                   (long long)length, weight);
+    }
     if (done == NULL || part < 0 || call->deferred.replayed != NULL) {
         return done == NULL ? -1 : 0;
     }
@@ -41,8 +40,9 @@ verify_call(oomkit_proof *p, int64_t start, int64_t length, int part)
 {
     oomkit_call *call = p->call;
     Py_ssize_t i;
-    PyObject *result = NULL, *loss = NULL, *done = NULL; /* owned */
-    PyObject **vector = PyMem_Calloc((size_t)call->batch.total + 1, sizeof(PyObject *));
+    OWNED PyObject *result = NULL, *loss = NULL, *done = NULL;
+    OWNED_MEMORY PyObject **vector =
+        PyMem_Calloc((size_t)call->batch.total + 1, sizeof(PyObject *));
 
     if (vector == NULL) {
         PyErr_NoMemory();
@@ -63,22 +63,17 @@ verify_call(oomkit_proof *p, int64_t start, int64_t length, int part)
     for (i = 0; i < call->batch.total; i++) {
         Py_CLEAR(vector[i]);
     }
-    PyMem_Free(vector);
-    if (result != NULL) { /* without a graph there is no backward to run */
-        loss = oomkit_result_loss(call->st, result);
-        done =
-            PyErr_Occurred()
-                ? NULL
-                : PyObject_CallMethod(call->losses.verification, "finish", "OOL",
-                                      result, loss ? loss : Py_None, (long long)length);
+    if (result == NULL) {
+        return -1;
     }
-    if (done != NULL && verify_result(p, result, length, part) < 0) {
-        Py_CLEAR(done);
+    /* Without a graph there is no backward to run. */
+    loss = oomkit_result_loss(call->st, result);
+    if (PyErr_Occurred()) {
+        return -1;
     }
-    Py_XDECREF(loss);
-    Py_XDECREF(result);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
+    done = PyObject_CallMethod(call->losses.verification, "finish", "OOL", result,
+                               loss ? loss : Py_None, (long long)length);
+    return done == NULL ? -1 : verify_result(p, result, length, part);
 }
 
 /* The same without a graph, with its marks; everything is put back. `part` is -1 for
@@ -87,13 +82,11 @@ static int
 verify_run(oomkit_proof *p, int64_t start, int64_t length, int part, int *moved)
 {
     oomkit_call *call = p->call;
-    PyObject *done = NULL; /* owned */
     int result, mode;
 
     if (part < 1) {
-        done =
+        OWNED PyObject *done =
             PyObject_CallMethod(p->judge, "start", "s", part < 0 ? "whole" : "parts");
-        Py_XDECREF(done);
         if (done == NULL) {
             return -1;
         }
@@ -126,8 +119,8 @@ verify_weights(oomkit_call *call, int part)
 {
     const oomkit_slice cut = call->cut.slices[part];
     Py_ssize_t groups = 0, i;
-    PyObject *list; /* owned */
-    double *values;
+    OWNED PyObject *list = NULL;
+    OWNED_MEMORY double *values = NULL;
 
     if (call->options->weight == NULL) {
         return Py_BuildValue("[d]", call->cut.weights[part]);
@@ -139,14 +132,12 @@ verify_weights(oomkit_call *call, int part)
     groups = groups > 0 ? groups : 1;
     list = PyList_New(0);
     for (i = 0; list != NULL && i < groups; i++) {
-        PyObject *value = PyFloat_FromDouble(values[i]); /* owned */
+        OWNED PyObject *value = PyFloat_FromDouble(values[i]);
         if (value == NULL || PyList_Append(list, value) < 0) {
-            Py_CLEAR(list);
+            return NULL;
         }
-        Py_XDECREF(value);
     }
-    PyMem_Free(values);
-    return list;
+    return STEAL(list);
 }
 
 /* The verification could not be made: a debug line. Errors that ask the program to end
@@ -154,7 +145,7 @@ verify_weights(oomkit_call *call, int part)
 static int
 verify_abandon(oomkit_call *call, PyObject *exception)
 {
-    PyObject *handled, *message = NULL, *location = NULL, *done; /* owned */
+    OWNED PyObject *handled = NULL, *message = NULL, *location = NULL;
     uint64_t requested;
 
     if (!PyObject_TypeCheck(exception, (PyTypeObject *)PyExc_Exception)) {
@@ -164,14 +155,8 @@ verify_abandon(oomkit_call *call, PyObject *exception)
     oomkit_exception_describe(call->st, exception, &requested, &message, &location);
     handled = PyErr_GetHandledException();
     oomkit_exception_drop(call->st, exception, handled);
-    Py_XDECREF(handled);
-    done = PyObject_CallMethod(call->st->log, "debug", "sOO",
-                               "oomkit: %s was not verified: %s", call->options->label,
-                               message ? message : Py_None);
-    Py_XDECREF(message);
-    Py_XDECREF(location);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
+    return oomkit_say(call->st, "debug", "sOO", "oomkit: %s was not verified: %s",
+                      call->options->label, message ? message : Py_None);
 }
 
 /* What each of the two parts weighs, and is it a sum? 0 or -1. */
@@ -202,20 +187,19 @@ verify_shares(oomkit_proof *p, const oomkit_slice *cut, PyObject **one, PyObject
 static PyObject *
 verify_search(oomkit_proof *p, PyObject *verdict, const oomkit_slice *cut, int moved)
 {
-    PyObject *leaves = oomkit_proof_leaves(p->call); /* owned */
-    PyObject *slices = oomkit_proof_slices(cut, 2);  /* owned */
-    PyObject *answer = NULL;                         /* owned */
+    OWNED PyObject *leaves = oomkit_proof_leaves(p->call);
+    OWNED PyObject *slices = oomkit_proof_slices(cut, 2);
+    PyObject *answer = NULL; /* owned */
 
-    if (leaves != NULL && slices != NULL) {
-        oomkit_exempt_enter(p->call->st);
+    if (leaves == NULL || slices == NULL) {
+        return NULL;
+    }
+    EXEMPT (p->call->st) {
         answer = PyObject_CallMethod(
             p->judge, "weighed", "OOOOO", p->call->losses.verification, verdict,
             oomkit_weights_are_countable(p->call) ? leaves : Py_None, slices,
             moved ? Py_True : Py_False);
-        oomkit_exempt_leave(p->call->st);
     }
-    Py_XDECREF(leaves);
-    Py_XDECREF(slices);
     return answer;
 }
 
@@ -224,7 +208,8 @@ static PyObject *
 verify_runs(oomkit_proof *p, int64_t start, const oomkit_slice *cut)
 {
     oomkit_call *call = p->call;
-    PyObject *one = NULL, *two = NULL, *verdict = NULL; /* owned */
+    OWNED PyObject *one = NULL, *two = NULL;
+    PyObject *verdict = NULL; /* owned */
     int moved = 0;
 
     if (verify_shares(p, cut, &one, &two) == 0 &&
@@ -238,8 +223,6 @@ verify_runs(oomkit_proof *p, int64_t start, const oomkit_slice *cut)
     if (verdict != NULL && verdict != Py_None) {
         Py_SETREF(verdict, verify_search(p, verdict, cut, moved));
     }
-    Py_XDECREF(one);
-    Py_XDECREF(two);
     return verdict;
 }
 
@@ -249,7 +232,7 @@ static PyObject *
 verify_speak(oomkit_proof *p, PyObject *verdict)
 {
     PyObject *exception = verdict == NULL ? oomkit_exception_take() : NULL; /* owned */
-    PyObject *done = PyObject_CallMethod(p->judge, "speak", NULL);          /* owned */
+    OWNED PyObject *done = PyObject_CallMethod(p->judge, "speak", NULL);
 
     if (done == NULL) {
         Py_CLEAR(verdict);
@@ -260,7 +243,6 @@ verify_speak(oomkit_proof *p, PyObject *verdict)
         }
         oomkit_exception_give(exception);
     }
-    Py_XDECREF(done);
     return verdict;
 }
 
@@ -288,7 +270,8 @@ oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first
 {
     oomkit_call *call = p->call;
     const oomkit_slice cut[2] = {{start, first}, {start + first, length - first}};
-    PyObject *verdict = NULL, *done; /* owned */
+    PyObject *verdict = NULL; /* owned */
+    OWNED PyObject *done = NULL;
 
     call->losses.verification = PyObject_CallNoArgs(call->st->verification);
     if (call->losses.verification == NULL) {
@@ -301,7 +284,6 @@ oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first
         verdict = done == NULL ? NULL : verify_runs(p, start, cut);
         verdict = verify_speak(p, verdict);
     }
-    Py_XDECREF(done);
     if (oomkit_join_truncate(&call->join, 0) < 0) {
         Py_CLEAR(verdict);
     }

@@ -6,40 +6,25 @@
 static PyObject *
 wrap_method_kind(oomkit_state *st, PyObject *given, oomkit_wrap wrap, void *how)
 {
-    PyObject *result = NULL, *made = NULL;                        /* owned */
-    PyObject *inner = PyObject_GetAttr(given, st->str_func_attr); /* owned */
+    OWNED PyObject *inner = PyObject_GetAttr(given, st->str_func_attr);
+    OWNED PyObject *made = inner == NULL ? NULL : wrap(st, inner, how);
 
-    made = inner == NULL ? NULL : wrap(st, inner, how);
-    if (made != NULL) {
-        result = PyObject_CallOneArg((PyObject *)Py_TYPE(given), made);
-    }
-    Py_XDECREF(made);
-    Py_XDECREF(inner);
-    return result;
+    return made == NULL ? NULL : PyObject_CallOneArg((PyObject *)Py_TYPE(given), made);
 }
 
 static PyObject *
 wrap_partialmethod(oomkit_state *st, PyObject *given, oomkit_wrap wrap, void *how)
 {
-    PyObject *made = NULL, *head = NULL, *all = NULL, *result = NULL;      /* owned */
-    PyObject *inner = PyObject_GetAttr(given, st->str_func);               /* owned */
-    PyObject *args = inner ? PyObject_GetAttr(given, st->str_args) : NULL; /* owned */
-    PyObject *keywords =
-        args ? PyObject_GetAttr(given, st->str_keywords) : NULL; /* owned */
+    OWNED PyObject *inner = PyObject_GetAttr(given, st->str_func);
+    OWNED PyObject *args = inner ? PyObject_GetAttr(given, st->str_args) : NULL;
+    OWNED PyObject *keywords = args ? PyObject_GetAttr(given, st->str_keywords) : NULL;
+    OWNED PyObject *made = keywords ? wrap(st, inner, how) : NULL;
+    OWNED PyObject *head = made ? PyTuple_Pack(1, made) : NULL;
+    OWNED PyObject *all = head ? PySequence_Concat(head, args) : NULL;
 
-    made = keywords == NULL ? NULL : wrap(st, inner, how);
-    head = made == NULL ? NULL : PyTuple_Pack(1, made);
-    all = head == NULL ? NULL : PySequence_Concat(head, args);
-    if (all != NULL) {
-        result = oomkit_call_function((PyObject *)Py_TYPE(given), all, keywords);
-    }
-    Py_XDECREF(all);
-    Py_XDECREF(head);
-    Py_XDECREF(made);
-    Py_XDECREF(keywords);
-    Py_XDECREF(args);
-    Py_XDECREF(inner);
-    return result;
+    return all == NULL
+               ? NULL
+               : oomkit_call_function((PyObject *)Py_TYPE(given), all, keywords);
 }
 
 PyObject *
@@ -64,18 +49,15 @@ oomkit_wrap_binds(PyObject *func)
 int
 oomkit_wrap_update(oomkit_state *st, PyObject *op, PyObject *func)
 {
-    PyObject *args = PyTuple_Pack(2, op, func);           /* owned */
-    PyObject *names = args == NULL ? NULL : PyDict_New(); /* owned */
-    PyObject *done = NULL;                                /* owned */
+    OWNED PyObject *args = PyTuple_Pack(2, op, func);
+    OWNED PyObject *names = args == NULL ? NULL : PyDict_New();
+    OWNED PyObject *done = NULL;
 
     if (names != NULL &&
         (PyFunction_Check(func) ||
          PyDict_SetItemString(names, "updated", st->empty_tuple) == 0)) {
         done = oomkit_call_function(st->update_wrapper, args, names);
     }
-    Py_XDECREF(names);
-    Py_XDECREF(args);
-    Py_XDECREF(done);
     return done == NULL ? -1 : 0;
 }
 
@@ -97,42 +79,31 @@ oomkit_wrap_getattr(oomkit_state *st, PyObject *op, PyObject *func, PyObject *na
 int
 oomkit_wrap_is_named(oomkit_state *st, PyObject *op)
 {
-    PyObject *module = PyObject_GetAttr(op, st->str_module);                 /* owned */
-    PyObject *path = module ? PyObject_GetAttr(op, st->str_qualname) : NULL; /* owned */
-    PyObject *dot = path ? PyUnicode_FromString(".") : NULL;                 /* owned */
-    PyObject *names = dot && PyUnicode_Check(path) ? PyUnicode_Split(path, dot, -1)
-                                                   : NULL; /* owned */
-    PyObject *at = NULL, *next;                            /* owned */
+    OWNED PyObject *module = PyObject_GetAttr(op, st->str_module);
+    OWNED PyObject *path = module ? PyObject_GetAttr(op, st->str_qualname) : NULL;
+    OWNED PyObject *dot = path ? PyUnicode_FromString(".") : NULL;
+    OWNED PyObject *names =
+        dot && PyUnicode_Check(path) ? PyUnicode_Split(path, dot, -1) : NULL;
+    OWNED PyObject *at = names ? PyImport_GetModule(module) : NULL;
     Py_ssize_t i;
-    int named = 0;
 
-    if (names != NULL) {
-        at = PyImport_GetModule(module);
-    }
     for (i = 0; at != NULL && i < PyList_GET_SIZE(names); i++) {
-        next = PyObject_GetAttr(at, PyList_GET_ITEM(names, i));
-        Py_SETREF(at, next);
+        Py_SETREF(at, PyObject_GetAttr(at, PyList_GET_ITEM(names, i)));
     }
-    named = at == op;
-    Py_XDECREF(at);
-    Py_XDECREF(names);
-    Py_XDECREF(dot);
-    Py_XDECREF(path);
-    Py_XDECREF(module);
     if (PyErr_Occurred()) {
         if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
             return -1;
         }
         PyErr_Clear(); /* no name, or one that leads nowhere: a local function's */
     }
-    return named;
+    return at == op;
 }
 
 PyObject *
 oomkit_wrap_deepcopy(oomkit_state *st, PyObject *op, PyObject *func, PyObject *memo,
                      PyObject **known)
 {
-    PyObject *copied, *address; /* owned */
+    OWNED PyObject *copied = NULL, *address = NULL;
 
     *known = NULL;
     if (PyFunction_Check(func)) {
@@ -143,9 +114,5 @@ oomkit_wrap_deepcopy(oomkit_state *st, PyObject *op, PyObject *func, PyObject *m
     if (address != NULL && PyDict_Check(memo)) {
         *known = Py_XNewRef(PyDict_GetItemWithError(memo, address));
     }
-    Py_XDECREF(address);
-    if (copied != NULL && *known == NULL && PyErr_Occurred()) {
-        Py_CLEAR(copied);
-    }
-    return copied;
+    return *known == NULL && PyErr_Occurred() ? NULL : STEAL(copied);
 }

@@ -182,33 +182,23 @@ bound_hash(PyObject *op)
 static PyObject *
 bound_reduce(PyObject *op, PyObject *Py_UNUSED(ignored))
 {
-    PyObject *getattr, *name, *result = NULL;               /* owned */
-    PyObject *builtins = PyImport_ImportModule("builtins"); /* owned */
+    OWNED PyObject *builtins = PyImport_ImportModule("builtins");
+    OWNED PyObject *getattr =
+        builtins ? PyObject_GetAttrString(builtins, "getattr") : NULL;
+    OWNED PyObject *name =
+        getattr ? PyObject_GetAttrString(bound_CAST(op)->step, "__name__") : NULL;
 
-    getattr = builtins ? PyObject_GetAttrString(builtins, "getattr") : NULL;
-    name = getattr ? PyObject_GetAttrString(bound_CAST(op)->step, "__name__") : NULL;
-    if (name != NULL) {
-        result = Py_BuildValue("O(OO)", getattr, bound_CAST(op)->object, name);
-    }
-    Py_XDECREF(name);
-    Py_XDECREF(getattr);
-    Py_XDECREF(builtins);
-    return result;
+    return name ? Py_BuildValue("O(OO)", getattr, bound_CAST(op)->object, name) : NULL;
 }
 
 static PyObject *
 bound_deepcopy(PyObject *op, PyObject *memo)
 {
     oomkit_state *st = step_CAST(bound_CAST(op)->step)->st;
-    PyObject *result = NULL; /* owned */
-    PyObject *object =       /* owned */
+    OWNED PyObject *object =
         PyObject_CallFunctionObjArgs(st->deepcopy, bound_CAST(op)->object, memo, NULL);
 
-    if (object != NULL) {
-        result = oomkit_bound_new(st, bound_CAST(op)->step, object);
-        Py_DECREF(object);
-    }
-    return result;
+    return object ? oomkit_bound_new(st, bound_CAST(op)->step, object) : NULL;
 }
 
 static PyMethodDef bound_methods[] = {

@@ -36,23 +36,19 @@ options_unknown(PyObject *kwargs)
 static PyObject *
 options_pop(PyObject *kwargs, const char *name)
 {
-    PyObject *value = oomkit_item(kwargs, name); /* borrowed, then owned */
+    OWNED PyObject *value = Py_XNewRef(oomkit_item(kwargs, name));
 
-    Py_XINCREF(value);
-    if (value != NULL && PyDict_DelItemString(kwargs, name) < 0) {
-        Py_CLEAR(value);
+    if (value == NULL || PyDict_DelItemString(kwargs, name) < 0 || value == Py_None) {
+        return NULL;
     }
-    if (value == Py_None) {
-        Py_CLEAR(value);
-    }
-    return value;
+    return STEAL(value);
 }
 
 /* micro_batch=: the largest part that is tried. 0 or -1. */
 static int
 options_largest(oomkit_chunks *self, PyObject *kwargs)
 {
-    PyObject *given = options_pop(kwargs, "micro_batch"); /* owned */
+    OWNED PyObject *given = options_pop(kwargs, "micro_batch");
     int overflow = 0;
 
     if (given == NULL) {
@@ -61,30 +57,28 @@ options_largest(oomkit_chunks *self, PyObject *kwargs)
     if (!PyLong_Check(given) || PyBool_Check(given)) {
         PyErr_Format(PyExc_TypeError, "chunks(micro_batch=...) expected an int, got %s",
                      Py_TYPE(given)->tp_name);
-    } else {
-        self->largest = PyLong_AsLongLongAndOverflow(given, &overflow);
-        if (overflow != 0 || self->largest < 1) {
-            PyErr_Format(PyExc_ValueError,
-                         "chunks(micro_batch=...) expected 1 row or more, got %S",
-                         given);
-        }
+        return -1;
     }
-    Py_DECREF(given);
-    return PyErr_Occurred() ? -1 : 0;
+    self->largest = PyLong_AsLongLongAndOverflow(given, &overflow);
+    if (overflow != 0 || self->largest < 1) {
+        PyErr_Format(PyExc_ValueError,
+                     "chunks(micro_batch=...) expected 1 row or more, got %S", given);
+        return -1;
+    }
+    return 0;
 }
 
 /* bucket=: whatever the memory of a row depends on besides its shape. 0 or -1. */
 static int
 options_bucket(oomkit_chunks *self, PyObject *kwargs)
 {
-    PyObject *given = options_pop(kwargs, "bucket"); /* owned */
+    OWNED PyObject *given = options_pop(kwargs, "bucket");
     Py_hash_t hash;
 
     if (given == NULL) {
         return PyErr_Occurred() ? -1 : 0;
     }
     hash = PyObject_Hash(given);
-    Py_DECREF(given);
     self->bucket = ((uint64_t)hash + 1) * 0x9e3779b97f4a7c15u;
     return hash == -1 ? -1 : 0;
 }
@@ -93,11 +87,11 @@ options_bucket(oomkit_chunks *self, PyObject *kwargs)
 static int
 options_ours(void)
 {
-    PyObject *exception = oomkit_exception_take(); /* owned, given back */
-    PyObject *text = PyObject_Str(exception);      /* owned */
-    PyObject *from = PyUnicode_FromString("auto_batch(");
-    PyObject *to = PyUnicode_FromString("chunks("); /* owned, both */
-    PyObject *ours = NULL;                          /* owned */
+    OWNED PyObject *exception = oomkit_exception_take();
+    OWNED PyObject *text = PyObject_Str(exception);
+    OWNED PyObject *from = PyUnicode_FromString("auto_batch(");
+    OWNED PyObject *to = PyUnicode_FromString("chunks(");
+    OWNED PyObject *ours = NULL;
 
     if (text != NULL && from != NULL && to != NULL) {
         ours = PyUnicode_Replace(text, from, to, 1);
@@ -105,15 +99,10 @@ options_ours(void)
     if (ours != NULL && (Py_IS_TYPE(exception, (PyTypeObject *)PyExc_TypeError) ||
                          Py_IS_TYPE(exception, (PyTypeObject *)PyExc_ValueError))) {
         PyErr_SetObject((PyObject *)Py_TYPE(exception), ours);
-        Py_DECREF(exception);
     } else {
         Py_XDECREF(oomkit_exception_take()); /* the first one tells more */
-        oomkit_exception_give(exception);
+        oomkit_exception_give(STEAL(exception));
     }
-    Py_XDECREF(text);
-    Py_XDECREF(from);
-    Py_XDECREF(to);
-    Py_XDECREF(ours);
     return -1;
 }
 
@@ -144,19 +133,14 @@ options_agree(oomkit_chunks *self)
 int
 oomkit_chunks_options(oomkit_chunks *self, PyObject *given)
 {
-    PyObject *kwargs = given == NULL ? PyDict_New() : PyDict_Copy(given); /* owned */
-    int result = kwargs == NULL || options_unknown(kwargs) < 0 ||
-                         options_largest(self, kwargs) < 0 ||
-                         options_bucket(self, kwargs) < 0
-                     ? -1
-                     : 0;
+    OWNED PyObject *kwargs = given == NULL ? PyDict_New() : PyDict_Copy(given);
 
-    if (result == 0 && oomkit_options_parse(self->st, kwargs, &self->options) < 0) {
-        result = options_ours();
+    if (kwargs == NULL || options_unknown(kwargs) < 0 ||
+        options_largest(self, kwargs) < 0 || options_bucket(self, kwargs) < 0) {
+        return -1;
     }
-    if (result == 0) {
-        result = options_agree(self);
+    if (oomkit_options_parse(self->st, kwargs, &self->options) < 0) {
+        return options_ours();
     }
-    Py_XDECREF(kwargs);
-    return result;
+    return options_agree(self);
 }

@@ -262,7 +262,7 @@ guard_exit_loop(guard_object *self, guard_entry *entry, PyObject *exception,
 static void
 guard_exit_passed(guard_object *self, guard_entry *entry, int outcome)
 {
-    PyObject *chunks = entry->chunks; /* owned */
+    OWNED PyObject *chunks = entry->chunks;
 
     oomkit_guard_end(&self->guard, &entry->window, outcome);
     entry->chunks = NULL;
@@ -270,7 +270,6 @@ guard_exit_passed(guard_object *self, guard_entry *entry, int outcome)
         oomkit_chunks_guard_passed(chunks, entry->part, entry->order,
                                    &entry->window.peak);
     }
-    Py_XDECREF(chunks);
 }
 
 PyDoc_STRVAR(guard_exit_doc,
@@ -287,7 +286,7 @@ guard_exit(PyObject *op, PyObject *const *args, Py_ssize_t nargs)
 {
     guard_object *self = guard_CAST(op);
     guard_entry *entry;
-    PyObject *handled;   /* owned */
+    OWNED PyObject *handled = NULL;
     PyObject *exception; /* borrowed from args */
     int again = 0;
 
@@ -316,7 +315,6 @@ guard_exit(PyObject *op, PyObject *const *args, Py_ssize_t nargs)
         oomkit_guard_flush(&self->guard, &entry->window, 1);
     }
     entry->open = 0;
-    Py_XDECREF(handled);
     if (again < 0) {
         return NULL;
     }

@@ -26,25 +26,22 @@ typedef struct guarded_object {
 static PyObject *
 guarded_failed(oomkit_guard *guard, oomkit_guard_window *window)
 {
-    PyObject *exception = oomkit_exception_take();   /* owned, dropped or given back */
-    PyObject *handled = PyErr_GetHandledException(); /* owned: the caller's */
+    PyObject *exception = oomkit_exception_take(); /* owned, dropped or given back */
+    OWNED PyObject *handled = PyErr_GetHandledException(); /* the caller's */
 
     if (!oomkit_guard_is_oom(guard, exception)) {
         oomkit_guard_end(guard, window, OOMKIT_GUARD_ERROR);
         oomkit_exception_give(exception);
-        Py_XDECREF(handled);
         return NULL;
     }
     oomkit_guard_failed(guard, window, exception, handled);
     if (guard->skip) {
         oomkit_exception_drop(guard->st, exception, handled);
         oomkit_guard_flush(guard, window, 0);
-        Py_XDECREF(handled);
         return Py_NewRef(Py_None);
     }
     oomkit_guard_flush(guard, window, 1);
     oomkit_exception_give(exception);
-    Py_XDECREF(handled);
     return NULL;
 }
 
@@ -84,20 +81,17 @@ guarded_descr_get(PyObject *op, PyObject *object, PyObject *Py_UNUSED(type))
 static int
 callable_flags(oomkit_state *st, PyObject *callable)
 {
-    PyObject *present = Py_NewRef(callable); /* owned */
-    PyObject *next = NULL;                   /* owned */
-    int depth, flags = 0;
+    OWNED PyObject *present = Py_NewRef(callable);
+    int depth;
 
     for (depth = 0; depth < UNWRAP_DEPTH; depth++) {
-        PyObject *code = PyObject_GetAttr(present, st->str_code); /* owned */
+        OWNED PyObject *code = PyObject_GetAttr(present, st->str_code);
+        OWNED PyObject *next = NULL;
         if (code != NULL) {
-            flags = PyCode_Check(code) ? ((PyCodeObject *)code)->co_flags : 0;
-            Py_DECREF(code);
-            break;
+            return PyCode_Check(code) ? ((PyCodeObject *)code)->co_flags : 0;
         }
         if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
-            flags = -1;
-            break;
+            return -1;
         }
         PyErr_Clear(); /* no code here: a partial or an object with __call__ may have
                           some */
@@ -109,13 +103,11 @@ callable_flags(oomkit_state *st, PyObject *callable)
                        : PyObject_GetAttr((PyObject *)Py_TYPE(present), st->str_call);
         }
         if (next == NULL) {
-            flags = PyErr_Occurred() ? -1 : 0;
-            break;
+            return PyErr_Occurred() ? -1 : 0;
         }
-        Py_SETREF(present, next);
+        Py_SETREF(present, STEAL(next));
     }
-    Py_DECREF(present);
-    return flags;
+    return 0;
 }
 
 /* 0, or -1 with TypeError. */
@@ -162,8 +154,7 @@ guarded_check(oomkit_state *st, PyObject *func)
 static int
 guarded_copy(PyObject *dict, PyObject *func, PyObject *name)
 {
-    int result;
-    PyObject *value = PyObject_GetAttr(func, name); /* owned */
+    OWNED PyObject *value = PyObject_GetAttr(func, name);
 
     if (value == NULL) {
         if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
@@ -172,9 +163,7 @@ guarded_copy(PyObject *dict, PyObject *func, PyObject *name)
         PyErr_Clear();
         return 0;
     }
-    result = PyDict_SetItem(dict, name, value);
-    Py_DECREF(value);
-    return result;
+    return PyDict_SetItem(dict, name, value);
 }
 
 /* What help() and pickle look for. Other attributes are found on the function. New
@@ -182,18 +171,17 @@ guarded_copy(PyObject *dict, PyObject *func, PyObject *name)
 static PyObject *
 guarded_dict(oomkit_state *st, PyObject *func)
 {
-    PyObject *dict = PyDict_New();                   /* owned */
-    PyObject *doc = PyUnicode_FromString("__doc__"); /* owned */
+    OWNED PyObject *dict = PyDict_New();
+    OWNED PyObject *doc = PyUnicode_FromString("__doc__");
 
     if (dict == NULL || doc == NULL || guarded_copy(dict, func, doc) < 0 ||
         guarded_copy(dict, func, st->str_name) < 0 ||
         guarded_copy(dict, func, st->str_qualname) < 0 ||
         guarded_copy(dict, func, st->str_module) < 0 ||
         PyDict_SetItem(dict, st->str_wrapped, func) < 0) {
-        Py_CLEAR(dict);
+        return NULL;
     }
-    Py_XDECREF(doc);
-    return dict;
+    return STEAL(dict);
 }
 
 /* The label of the guard, else the qualified name, else the name of the type. New
@@ -220,7 +208,8 @@ guarded_make(oomkit_state *st, PyObject *func, void *how)
     PyTypeObject *type = (PyTypeObject *)(oomkit_wrap_binds(func)
                                               ? st->guarded_type
                                               : st->guarded_object_type); /* borrowed */
-    PyObject *dict = NULL, *label = NULL, *self = NULL;                   /* owned */
+    OWNED PyObject *dict = NULL, *label = NULL;
+    PyObject *self; /* owned */
 
     if (guarded_check(st, func) < 0) {
         return NULL;
@@ -231,12 +220,10 @@ guarded_make(oomkit_state *st, PyObject *func, void *how)
     if (self != NULL) {
         guarded_CAST(self)->vectorcall = guarded_vectorcall;
         guarded_CAST(self)->func = Py_NewRef(func);
-        guarded_CAST(self)->dict = Py_NewRef(dict);
+        guarded_CAST(self)->dict = STEAL(dict);
         oomkit_guard_init(&guarded_CAST(self)->guard, st, label, guard->skip,
                           guard->reset_peaks);
     }
-    Py_XDECREF(label);
-    Py_XDECREF(dict);
     return self;
 }
 
@@ -318,18 +305,15 @@ guarded_reduce(PyObject *op, PyObject *Py_UNUSED(ignored))
 {
     guarded_object *self = guarded_CAST(op);
     int named = oomkit_wrap_is_named(self->guard.st, op);
-    PyObject *make, *result; /* owned */
+    OWNED PyObject *make = NULL;
 
     if (named != 0) {
         return named < 0 ? NULL : PyObject_GetAttr(op, self->guard.st->str_qualname);
     }
     make = PyObject_GetAttrString(PyType_GetModule(Py_TYPE(op)), "_guarded");
-    result = make == NULL
-                 ? NULL
-                 : Py_BuildValue("O(OOii)", make, self->func, self->guard.label,
-                                 self->guard.skip, self->guard.reset_peaks);
-    Py_XDECREF(make);
-    return result;
+    return make == NULL ? NULL
+                        : Py_BuildValue("O(OOii)", make, self->func, self->guard.label,
+                                        self->guard.skip, self->guard.reset_peaks);
 }
 
 static PyObject *
@@ -367,18 +351,15 @@ static PyObject *
 guarded_deepcopy(PyObject *op, PyObject *memo)
 {
     guarded_object *self = guarded_CAST(op);
-    PyObject *known, *result; /* owned */
-    PyObject *func =          /* owned */
+    PyObject *known; /* owned */
+    OWNED PyObject *func =
         oomkit_wrap_deepcopy(self->guard.st, op, self->func, memo, &known);
 
     if (func == NULL || known != NULL) {
-        Py_XDECREF(func);
         return known;
     }
-    result = func == self->func ? Py_NewRef(op)
-                                : guarded_make(self->guard.st, func, &self->guard);
-    Py_DECREF(func);
-    return result;
+    return func == self->func ? Py_NewRef(op)
+                              : guarded_make(self->guard.st, func, &self->guard);
 }
 
 static PyGetSetDef guarded_getset[] = {

@@ -236,9 +236,8 @@ options_remember(PyObject *kwargs, oomkit_options *options)
 static int
 participants_append(PyObject *list, PyObject *given)
 {
+    OWNED PyObject *ref = NULL;
     Py_ssize_t i;
-    PyObject *ref; /* owned */
-    int result;
 
     if (given == NULL || given == Py_None) {
         return 0;
@@ -259,9 +258,7 @@ participants_append(PyObject *list, PyObject *given)
         PyErr_Clear(); /* no weak references to this type */
         ref = Py_NewRef(given);
     }
-    result = PyList_Append(list, ref);
-    Py_DECREF(ref);
-    return result;
+    return PyList_Append(list, ref);
 }
 
 /* Has it both? 1, 0 or -1. */
@@ -336,7 +333,7 @@ options_participants(oomkit_state *st, PyObject *kwargs, oomkit_options *options
     PyObject *model = option_get(kwargs, "model");         /* borrowed */
     PyObject *optimizer = option_get(kwargs, "optimizer"); /* borrowed */
     PyObject *others = option_get(kwargs, "participants"); /* borrowed */
-    PyObject *list = PyList_New(0);                        /* owned */
+    OWNED PyObject *list = PyList_New(0);
 
     if (list == NULL || participants_check(st, others) < 0 ||
         kind_check(model, "model", st->Module, "a torch.nn.Module") < 0 ||
@@ -345,11 +342,9 @@ options_participants(oomkit_state *st, PyObject *kwargs, oomkit_options *options
         participants_append(list, model) < 0 ||
         participants_append(list, optimizer) < 0 ||
         participants_append(list, others) < 0) {
-        Py_XDECREF(list);
         return -1;
     }
     options->participants = PyList_AsTuple(list);
-    Py_DECREF(list);
     return options->participants == NULL ? -1 : 0;
 }
 
@@ -358,8 +353,7 @@ options_participants(oomkit_state *st, PyObject *kwargs, oomkit_options *options
 static int
 options_weight(oomkit_state *st, PyObject *kwargs, oomkit_options *options)
 {
-    PyObject *problem; /* owned */
-    int status;
+    OWNED PyObject *problem = NULL;
 
     if (option_callable(kwargs, "weight", &options->weight) < 0) {
         return -1;
@@ -371,12 +365,11 @@ options_weight(oomkit_state *st, PyObject *kwargs, oomkit_options *options)
     if (problem == NULL) {
         return -1;
     }
-    status = PyUnicode_GET_LENGTH(problem) == 0 ? 0 : -1;
-    if (status < 0) {
-        PyErr_SetObject(PyExc_TypeError, problem);
+    if (PyUnicode_GET_LENGTH(problem) == 0) {
+        return 0;
     }
-    Py_DECREF(problem);
-    return status;
+    PyErr_SetObject(PyExc_TypeError, problem);
+    return -1;
 }
 
 static int

@@ -16,29 +16,27 @@ instance_is_alive(const oomkit_step *step)
 static int
 instances_sweep(oomkit_step *step)
 {
-    PyObject *key, *value;          /* borrowed from the dict */
-    PyObject *dead = PyList_New(0); /* owned */
+    PyObject *key, *value; /* borrowed from the dict */
+    OWNED PyObject *dead = PyList_New(0);
     Py_ssize_t at = 0, i;
 
-    while (dead != NULL && PyDict_Next(step->instances, &at, &key, &value)) {
-        if (!instance_is_alive(step_CAST(value)) && PyList_Append(dead, key) < 0) {
-            Py_CLEAR(dead);
-        }
-    }
     if (dead == NULL) {
         return -1;
+    }
+    while (PyDict_Next(step->instances, &at, &key, &value)) {
+        if (!instance_is_alive(step_CAST(value)) && PyList_Append(dead, key) < 0) {
+            return -1;
+        }
     }
     step->recent = step;
     for (i = 0; i < PyList_GET_SIZE(dead); i++) {
         if (PyDict_DelItem(step->instances, PyList_GET_ITEM(dead, i)) < 0) {
             if (!PyErr_ExceptionMatches(PyExc_KeyError)) {
-                Py_DECREF(dead);
                 return -1;
             }
             PyErr_Clear(); /* a finaliser has called the step and swept, too */
         }
     }
-    Py_DECREF(dead);
     return 0;
 }
 
@@ -47,11 +45,12 @@ static oomkit_step *
 instance_new(oomkit_step *parent, PyObject *owner)
 {
     PyTypeObject *type = Py_TYPE(parent);
-    oomkit_step *self = step_CAST(type->tp_alloc(type, 0)); /* owned */
-    PyObject *options = oomkit_step_options(parent, NULL);  /* owned */
+    OWNED PyObject *made = type->tp_alloc(type, 0);
+    OWNED PyObject *options = oomkit_step_options(parent, NULL);
+    oomkit_step *self = step_CAST(made); /* borrowed from made */
 
-    if (self == NULL || options == NULL) {
-        goto error;
+    if (made == NULL || options == NULL) {
+        return NULL;
     }
     self->st = parent->st;
     self->vectorcall = parent->vectorcall;
@@ -64,23 +63,18 @@ instance_new(oomkit_step *parent, PyObject *owner)
     self->skip = parent->skip;
     self->owner = Py_NewRef(owner);
     if (oomkit_options_parse(self->st, options, &self->options) < 0) {
-        goto error;
+        return NULL;
     }
     Py_XSETREF(self->options.label, Py_XNewRef(parent->options.label));
     self->recall = self->seen_oom = self->options.remember;
-    Py_DECREF(options);
-    return self;
-error:
-    Py_XDECREF(options);
-    Py_XDECREF(self);
-    return NULL;
+    return step_CAST(STEAL(made));
 }
 
 oomkit_step *
 oomkit_step_of_instance(oomkit_step *step, PyObject *object)
 {
-    PyObject *ref, *address;                 /* owned */
-    oomkit_step *known = NULL, *made = NULL; /* borrowed; owned */
+    OWNED PyObject *address = NULL, *ref = NULL, *made = NULL;
+    oomkit_step *known = NULL; /* borrowed from the dictionary */
 
     if (!PyType_SUPPORTS_WEAKREFS(Py_TYPE(object))) {
         return step; /* such objects share what is known: one cannot be told from the
@@ -97,29 +91,23 @@ oomkit_step_of_instance(oomkit_step *step, PyObject *object)
         known = (oomkit_step *)PyDict_GetItemWithError(step->instances, address);
     }
     if (known != NULL && PyWeakref_GET_OBJECT(known->owner) == object) {
-        Py_DECREF(address);
         return step->recent = known;
     }
     ref = PyErr_Occurred() ? NULL : PyWeakref_NewRef(object, NULL);
     if (ref == NULL || step->owner == NULL) {
-        Py_DECREF(address);
-        Py_XSETREF(step->owner, ref);
-        return ref == NULL ? NULL : step;
+        Py_XSETREF(step->owner, STEAL(ref));
+        return step->owner == NULL ? NULL : step;
     }
     if (step->instances == NULL) {
         step->instances = PyDict_New();
     }
     if (step->instances != NULL && instances_sweep(step) == 0) {
-        made = instance_new(step, ref);
+        made = (PyObject *)instance_new(step, ref);
     }
-    if (made != NULL &&
-        PyDict_SetItem(step->instances, address, (PyObject *)made) == 0) {
-        step->recent = made;
+    if (made == NULL || PyDict_SetItem(step->instances, address, made) < 0) {
+        return NULL;
     }
-    Py_XDECREF(made); /* the dictionary's now */
-    Py_DECREF(ref);
-    Py_DECREF(address);
-    return PyErr_Occurred() ? NULL : made;
+    return step->recent = step_CAST(made); /* the dictionary's now */
 }
 
 void

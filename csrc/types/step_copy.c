@@ -10,44 +10,41 @@ static PyObject *
 copy_participants(const oomkit_step *step, PyObject *memo)
 {
     PyObject *given = step->options.participants; /* borrowed from the step */
-    PyObject *list = PyList_New(0);               /* owned */
+    OWNED PyObject *list = PyList_New(0);
     Py_ssize_t i;
 
     for (i = 0; list != NULL && given != NULL && i < PyTuple_GET_SIZE(given); i++) {
-        PyObject *address, *copied = NULL; /* owned; borrowed from memo */
-        PyObject *object = oomkit_reference_get(PyTuple_GET_ITEM(given, i)); /* owned */
-        int failed = 0;
+        OWNED PyObject *object = oomkit_reference_get(PyTuple_GET_ITEM(given, i));
+        PyObject *copied = NULL; /* borrowed from memo */
         if (object == NULL) {
             continue; /* it is gone, as it is for the step */
         }
         if (memo != NULL && PyDict_Check(memo)) {
-            address = PyLong_FromVoidPtr(object);
+            OWNED PyObject *address = PyLong_FromVoidPtr(object);
             copied = address ? PyDict_GetItemWithError(memo, address) : NULL;
-            failed = copied == NULL && PyErr_Occurred();
-            Py_XDECREF(address);
+            if (copied == NULL && PyErr_Occurred()) {
+                return NULL;
+            }
         }
-        failed = failed || PyList_Append(list, copied != NULL ? copied : object) < 0;
-        Py_DECREF(object);
-        if (failed) {
-            Py_CLEAR(list);
+        if (PyList_Append(list, copied != NULL ? copied : object) < 0) {
+            return NULL;
         }
     }
-    return list;
+    return STEAL(list);
 }
 
 PyObject *
 oomkit_step_options(const oomkit_step *step, PyObject *memo)
 {
-    PyObject *options = /* owned */
+    OWNED PyObject *options =
         step->given == NULL ? PyDict_New() : PyDict_Copy(step->given);
-    PyObject *list = options ? copy_participants(step, memo) : NULL; /* owned */
+    OWNED PyObject *list = options ? copy_participants(step, memo) : NULL;
 
     if (list == NULL || (PyList_GET_SIZE(list) > 0 &&
                          PyDict_SetItemString(options, "participants", list) < 0)) {
-        Py_CLEAR(options);
+        return NULL;
     }
-    Py_XDECREF(list);
-    return options;
+    return STEAL(options);
 }
 
 /* Is a cloudpickle at work, whoever ships it? It sends what `__main__` defines by
@@ -76,7 +73,7 @@ copy_by_cloudpickle(void)
 static int
 copy_by_name(oomkit_state *st, PyObject *op)
 {
-    PyObject *module; /* owned */
+    OWNED PyObject *module = NULL;
     int named = oomkit_wrap_is_named(st, op), is_main;
 
     if (named <= 0) {
@@ -88,7 +85,6 @@ copy_by_name(oomkit_state *st, PyObject *op)
     }
     is_main = PyUnicode_Check(module) &&
               PyUnicode_CompareWithASCIIString(module, "__main__") == 0;
-    Py_DECREF(module);
     named = is_main ? copy_by_cloudpickle() : 0;
     return named < 0 ? -1 : !named;
 }
@@ -100,25 +96,18 @@ oomkit_step_reduce(PyObject *op, PyObject *Py_UNUSED(ignored))
 {
     oomkit_step *self = step_CAST(op);
     int named = copy_by_name(self->st, op);
-    PyObject *module, *make = NULL, *head = NULL, *partial = NULL; /* owned */
-    PyObject *options, *result = NULL;                             /* owned */
+    OWNED PyObject *options = NULL, *make = NULL, *head = NULL, *partial = NULL;
+    PyObject *module; /* borrowed from the type */
 
     if (named != 0) {
         return named < 0 ? NULL : PyObject_GetAttr(op, self->st->str_qualname);
     }
     options = oomkit_step_options(self, NULL);
-    module = PyType_GetModule(Py_TYPE(op)); /* borrowed from the type */
+    module = PyType_GetModule(Py_TYPE(op));
     make = options && module ? PyObject_GetAttrString(module, "auto_batch") : NULL;
     head = make == NULL ? NULL : PyTuple_Pack(1, make);
     partial = head == NULL ? NULL : PyObject_Call(self->st->partial, head, options);
-    if (partial != NULL) {
-        result = Py_BuildValue("O(O)", partial, self->func);
-    }
-    Py_XDECREF(partial);
-    Py_XDECREF(head);
-    Py_XDECREF(make);
-    Py_XDECREF(options);
-    return result;
+    return partial == NULL ? NULL : Py_BuildValue("O(O)", partial, self->func);
 }
 
 PyObject *
@@ -131,21 +120,16 @@ PyObject *
 oomkit_step_deepcopy(PyObject *op, PyObject *memo)
 {
     oomkit_step *self = step_CAST(op);
-    PyObject *known, *options, *result = NULL; /* owned */
-    PyObject *func =                           /* owned */
-        oomkit_wrap_deepcopy(self->st, op, self->func, memo, &known);
+    PyObject *known; /* owned */
+    OWNED PyObject *func = oomkit_wrap_deepcopy(self->st, op, self->func, memo, &known);
+    OWNED PyObject *options = NULL;
 
     if (func == NULL || known != NULL) {
-        Py_XDECREF(func);
         return known;
     }
     if (func == self->func) {
-        result = Py_NewRef(op);
-    } else {
-        options = oomkit_step_options(self, memo);
-        result = options ? oomkit_step_make(self->st, func, options) : NULL;
-        Py_XDECREF(options);
+        return Py_NewRef(op);
     }
-    Py_DECREF(func);
-    return result;
+    options = oomkit_step_options(self, memo);
+    return options ? oomkit_step_make(self->st, func, options) : NULL;
 }

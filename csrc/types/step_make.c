@@ -18,7 +18,7 @@ typedef struct found_function {
 static PyObject *
 make_behind(oomkit_state *st, PyObject *at, found_function *found)
 {
-    PyObject *inner, *args; /* owned */
+    PyObject *inner; /* owned */
 
     if (PyMethod_Check(at)) {
         found->bound++;
@@ -34,12 +34,11 @@ make_behind(oomkit_state *st, PyObject *at, found_function *found)
         return PyObject_GetAttr(at, st->str_func_attr);
     }
     if (PyObject_TypeCheck(at, (PyTypeObject *)st->partial)) {
-        args = PyObject_GetAttr(at, st->str_args);
+        OWNED PyObject *args = PyObject_GetAttr(at, st->str_args);
         if (args == NULL) {
             return NULL;
         }
         found->bound += PyTuple_Check(args) ? PyTuple_GET_SIZE(args) : 0;
-        Py_DECREF(args);
         return PyObject_GetAttr(at, st->str_func);
     }
     inner = PyType_Check(at) ? NULL
@@ -66,14 +65,14 @@ make_is_step(oomkit_state *st, PyObject *given, oomkit_step **step)
 static int
 make_find(oomkit_state *st, PyObject *func, found_function *found)
 {
-    PyObject *at = Py_NewRef(func); /* owned */
-    oomkit_step *step;              /* borrowed from at */
+    OWNED PyObject *at = Py_NewRef(func);
+    oomkit_step *step; /* borrowed from at */
     int depth;
 
     *found = (found_function){NULL, 0, 0};
     for (depth = 0; at != NULL && depth < UNWRAP_DEPTH; depth++) {
         if (PyFunction_Check(at)) {
-            found->function = at; /* owned */
+            found->function = STEAL(at);
             found->known = 1;
             return 0;
         }
@@ -82,12 +81,10 @@ make_find(oomkit_state *st, PyObject *func, found_function *found)
                          "auto_batch() got %R, which leads to %R: decorate the "
                          "function once, with all options",
                          func, step);
-            Py_DECREF(at);
             return -1;
         }
         Py_SETREF(at, make_behind(st, at, found));
     }
-    Py_XDECREF(at);
     if (PyErr_Occurred()) {
         PyErr_Clear(); /* a callable without such attributes: nothing is known of it */
     }
@@ -139,7 +136,7 @@ make_refuse_kinds(PyObject *function, PyObject *func)
 static PyObject *
 make_named(oomkit_state *st, PyObject *function)
 {
-    PyObject *at = Py_NewRef(function), *inner; /* owned */
+    OWNED PyObject *at = Py_NewRef(function);
     int depth;
 
     for (depth = 0; depth < UNWRAP_DEPTH; depth++) {
@@ -147,8 +144,8 @@ make_named(oomkit_state *st, PyObject *function)
         int open = code->co_argcount == 0 && code->co_kwonlyargcount == 0 &&
                    (code->co_flags & CO_VARARGS) && (code->co_flags & CO_VARKEYWORDS);
         int has = open ? oomkit_has_attribute(at, st->str_wrapped) : 0;
+        OWNED PyObject *inner = NULL;
         if (has < 0) {
-            Py_DECREF(at);
             return NULL;
         }
         if (has == 0) {
@@ -157,12 +154,11 @@ make_named(oomkit_state *st, PyObject *function)
         inner = PyObject_GetAttr(at, st->str_wrapped);
         if (inner == NULL || !PyFunction_Check(inner)) {
             PyErr_Clear(); /* gone, or no function: its parameters are not known */
-            Py_XDECREF(inner);
             break;
         }
-        Py_SETREF(at, inner);
+        Py_SETREF(at, STEAL(inner));
     }
-    return at;
+    return STEAL(at);
 }
 
 /* Parameter names in the order of the arguments, with "*args" and "**kwargs" in their
@@ -171,35 +167,33 @@ static PyObject *
 make_parameter_names(PyObject *function, Py_ssize_t skip)
 {
     PyCodeObject *code = (PyCodeObject *)PyFunction_GET_CODE(function); /* borrowed */
-    PyObject *all = PyObject_GetAttrString((PyObject *)code, "co_varnames"); /* owned */
-    PyObject *list = PyList_New(0), *names = NULL;                           /* owned */
-    PyObject *star = NULL, *stars = NULL;                                    /* owned */
-    int i, failed = all == NULL || list == NULL;
+    OWNED PyObject *all = PyObject_GetAttrString((PyObject *)code, "co_varnames");
+    OWNED PyObject *list = all ? PyList_New(0) : NULL;
+    OWNED PyObject *star = list ? PyUnicode_FromString("*args") : NULL;
+    OWNED PyObject *stars = star ? PyUnicode_FromString("**kwargs") : NULL;
     int first = skip < code->co_argcount ? (int)skip : code->co_argcount;
+    int i;
 
-    star = failed ? NULL : PyUnicode_FromString("*args");
-    stars = star == NULL ? NULL : PyUnicode_FromString("**kwargs");
-    failed = stars == NULL;
-    for (i = first; !failed && i < code->co_argcount + code->co_kwonlyargcount; i++) {
-        if (i == code->co_argcount && code->co_flags & CO_VARARGS) {
-            failed = PyList_Append(list, star) < 0;
+    if (stars == NULL) {
+        return NULL;
+    }
+    for (i = first; i < code->co_argcount + code->co_kwonlyargcount; i++) {
+        if (i == code->co_argcount && code->co_flags & CO_VARARGS &&
+            PyList_Append(list, star) < 0) {
+            return NULL;
         }
-        failed = failed || PyList_Append(list, PyTuple_GET_ITEM(all, i)) < 0;
+        if (PyList_Append(list, PyTuple_GET_ITEM(all, i)) < 0) {
+            return NULL;
+        }
     }
-    if (!failed && code->co_kwonlyargcount == 0 && code->co_flags & CO_VARARGS) {
-        failed = PyList_Append(list, star) < 0;
+    if (code->co_kwonlyargcount == 0 && code->co_flags & CO_VARARGS &&
+        PyList_Append(list, star) < 0) {
+        return NULL;
     }
-    if (!failed && code->co_flags & CO_VARKEYWORDS) {
-        failed = PyList_Append(list, stars) < 0;
+    if (code->co_flags & CO_VARKEYWORDS && PyList_Append(list, stars) < 0) {
+        return NULL;
     }
-    if (!failed) {
-        names = PyList_AsTuple(list);
-    }
-    Py_XDECREF(star);
-    Py_XDECREF(stars);
-    Py_XDECREF(list);
-    Py_XDECREF(all);
-    return names;
+    return PyList_AsTuple(list);
 }
 
 /* 1 when the first argument will be the object that a method is bound to. */
@@ -265,7 +259,7 @@ static int
 make_fill(oomkit_state *st, oomkit_step *self, PyObject *func, PyObject *kwargs,
           const found_function *found)
 {
-    PyObject *done; /* owned */
+    OWNED PyObject *done = NULL;
 
     self->st = st;
     self->vectorcall = oomkit_engine_call;
@@ -282,9 +276,8 @@ make_fill(oomkit_state *st, oomkit_step *self, PyObject *func, PyObject *kwargs,
         return -1;
     }
     if (found->known) {
-        PyObject *named = make_named(st, found->function); /* owned */
+        OWNED PyObject *named = make_named(st, found->function);
         self->names = named ? make_parameter_names(named, found->bound) : NULL;
-        Py_XDECREF(named);
         if (self->names == NULL) {
             return -1;
         }
@@ -300,7 +293,6 @@ make_fill(oomkit_state *st, oomkit_step *self, PyObject *func, PyObject *kwargs,
         return -1;
     }
     done = PyObject_CallMethod(st->live_steps, "add", "O", self);
-    Py_XDECREF(done);
     return done == NULL ? -1 : 0;
 }
 
@@ -355,7 +347,7 @@ oomkit_auto_batch(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     oomkit_state *st = oomkit_state_of_module(module);
     oomkit_options options;
-    PyObject *self, *head, *result; /* owned */
+    OWNED PyObject *self = NULL, *head = NULL;
     Py_ssize_t n = PyTuple_GET_SIZE(args);
 
     if (!st->bound) {
@@ -379,8 +371,5 @@ oomkit_auto_batch(PyObject *module, PyObject *args, PyObject *kwargs)
     oomkit_options_clear(&options);
     self = PyObject_GetAttrString(module, "auto_batch");
     head = self ? PyTuple_Pack(1, self) : NULL;
-    result = head ? PyObject_Call(st->partial, head, kwargs) : NULL;
-    Py_XDECREF(head);
-    Py_XDECREF(self);
-    return result;
+    return head ? PyObject_Call(st->partial, head, kwargs) : NULL;
 }

@@ -21,33 +21,30 @@ state_step(PyObject *op)
 static PyObject *
 state_signatures(const oomkit_step *step)
 {
-    PyObject *list = PyList_New(0); /* owned */
+    OWNED PyObject *list = PyList_New(0);
     int i;
 
     for (i = 0; list != NULL && i < step->signature_count; i++) {
-        PyObject *dict; /* owned */
+        OWNED PyObject *dict = NULL;
         if (!oomkit_signature_can_go(&step->signatures[i])) {
             continue;
         }
         dict = oomkit_signature_dict(&step->signatures[i]);
-        if (dict != NULL && PyList_GET_SIZE(list) == 0 &&
-            oomkit_proven_put(step, dict) < 0) {
-            Py_CLEAR(dict);
+        if (dict == NULL ||
+            (PyList_GET_SIZE(list) == 0 && oomkit_proven_put(step, dict) < 0) ||
+            PyList_Append(list, dict) < 0) {
+            return NULL;
         }
-        if (dict == NULL || PyList_Append(list, dict) < 0) {
-            Py_CLEAR(list);
-        }
-        Py_XDECREF(dict);
     }
-    return list;
+    return STEAL(list);
 }
 
 PyObject *
 oomkit_step_state(PyObject *op, PyObject *Py_UNUSED(ignored))
 {
     oomkit_step *step = state_step(op);
-    PyObject *list, *place, *result = NULL; /* owned */
-    PyObject *torch, *device;               /* borrowed from place */
+    OWNED PyObject *place = NULL, *list = NULL;
+    PyObject *torch, *device; /* borrowed from place */
     unsigned long long count, bytes;
 
     place = step->origin != NULL ? Py_NewRef(step->origin) : oomkit_recall_place(step);
@@ -55,15 +52,13 @@ oomkit_step_state(PyObject *op, PyObject *Py_UNUSED(ignored))
            : step->surveyed || step->origin != NULL
                ? state_signatures(step)
                : PyList_New(0); /* nothing was learned: no call was split */
-    if (list != NULL &&
-        PyArg_ParseTuple(place, "UUKK:place", &torch, &device, &count, &bytes)) {
-        result = Py_BuildValue("{sisOsOs[KK]sO}", "version", STATE_VERSION, "torch",
-                               torch, "device", device, "parameters", count, bytes,
-                               "signatures", list);
+    if (list == NULL ||
+        !PyArg_ParseTuple(place, "UUKK:place", &torch, &device, &count, &bytes)) {
+        return NULL;
     }
-    Py_XDECREF(list);
-    Py_XDECREF(place);
-    return result;
+    return Py_BuildValue("{sisOsOs[KK]sO}", "version", STATE_VERSION, "torch", torch,
+                         "device", device, "parameters", count, bytes, "signatures",
+                         list);
 }
 
 /* --- loading --- */
@@ -187,10 +182,9 @@ PyObject *
 oomkit_step_load(PyObject *op, PyObject *state)
 {
     oomkit_step *step = state_step(op);
-    PyObject *values[STATE_NAMES];             /* borrowed from state */
-    PyObject *origin = NULL, *recalled = NULL; /* owned */
-    PyObject *text = NULL;                     /* owned */
-    oomkit_signature *entries = NULL;          /* owned */
+    PyObject *values[STATE_NAMES]; /* borrowed from state */
+    OWNED PyObject *origin = NULL, *recalled = NULL, *text = NULL;
+    OWNED_MEMORY oomkit_signature *entries = NULL;
     int count = -1, i;
 
     if (load_names(state, values) == 0 && (origin = load_origin(values)) != NULL) {
@@ -198,27 +192,22 @@ oomkit_step_load(PyObject *op, PyObject *state)
     }
     for (i = 0; i < count; i++) {
         if (oomkit_recalled_add(&recalled, PyList_GET_ITEM(values[4], i)) < 0) {
-            count = -1;
+            return NULL;
         }
     }
     if (count < 0 || (text = oomkit_proven_text(step, recalled, 0)) == NULL) {
-        PyMem_Free(entries);
-        Py_XDECREF(recalled);
-        Py_XDECREF(origin);
         return NULL;
     }
     for (i = 0; i < OOMKIT_SIGNATURES; i++) {
         entries[i].used = step->calls;
     }
     memcpy(step->signatures, entries, OOMKIT_SIGNATURES * sizeof(*entries));
-    PyMem_Free(entries);
     step->signature_count = count;
     step->recall = 1;
     step->seen_oom = 1; /* until the next call has looked */
-    Py_XSETREF(step->origin, origin);
-    Py_XSETREF(step->recalled, recalled);
-    Py_XSETREF(step->proven_text, text == Py_None ? NULL : Py_NewRef(text));
-    Py_DECREF(text);
+    Py_XSETREF(step->origin, STEAL(origin));
+    Py_XSETREF(step->recalled, STEAL(recalled));
+    Py_XSETREF(step->proven_text, text == Py_None ? NULL : STEAL(text));
     Py_RETURN_NONE;
 }
 

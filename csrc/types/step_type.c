@@ -73,7 +73,7 @@ static PyObject *
 step_set_name(PyObject *op, PyObject *const *args, Py_ssize_t count)
 {
     PyObject *func = step_CAST(op)->func; /* borrowed from op */
-    PyObject *method, *result;            /* owned */
+    OWNED PyObject *method = NULL;
 
     if (count != 2) {
         return oomkit_raise(
@@ -89,9 +89,7 @@ step_set_name(PyObject *op, PyObject *const *args, Py_ssize_t count)
         PyErr_Clear(); /* most callables do not */
         Py_RETURN_NONE;
     }
-    result = PyObject_CallFunctionObjArgs(method, func, args[0], args[1], NULL);
-    Py_DECREF(method);
-    return result;
+    return PyObject_CallFunctionObjArgs(method, func, args[0], args[1], NULL);
 }
 
 static PyObject *
@@ -108,28 +106,20 @@ step_get_records(PyObject *op, void *Py_UNUSED(closure))
     uint64_t count = oomkit_ring_count(self->ring);
     uint64_t room = oomkit_ring_capacity(self->ring);
     uint64_t i = count > room ? count - room : 0;
-    PyObject *tuple, *list = PyList_New(0); /* owned */
+    OWNED PyObject *list = PyList_New(0);
 
     for (; list != NULL && i < count; i++) {
         oomkit_record record;
-        PyObject *item; /* owned */
+        OWNED PyObject *item = NULL;
         if (oomkit_ring_read(self->ring, i, &record) != OOMKIT_OK) {
             continue; /* overwritten meanwhile by another thread's step */
         }
         item = oomkit_record_new(self->st, &record, self->options.label);
         if (item == NULL || PyList_Append(list, item) < 0) {
-            Py_XDECREF(item);
-            Py_CLEAR(list);
-            break;
+            return NULL;
         }
-        Py_DECREF(item);
     }
-    if (list == NULL) {
-        return NULL;
-    }
-    tuple = PyList_AsTuple(list);
-    Py_DECREF(list);
-    return tuple;
+    return list == NULL ? NULL : PyList_AsTuple(list);
 }
 
 static PyObject *
