@@ -308,6 +308,9 @@ doubt_first(const oomkit_find *f)
         return 0;
     }
     most = most_dimensions(f, f->first, &lone);
+    if (most < 0) {
+        return -1;
+    }
     EACH_ARGUMENT (f, argument, index) {
         const oomkit_seen *seen = oomkit_find_seen(f, argument);
         OWNED PyObject *one = NULL, *two = NULL;
@@ -317,7 +320,7 @@ doubt_first(const oomkit_find *f)
             continue;
         }
         dimensions = most_dimensions(f, index, &other);
-        if (dimensions < 0 || most < 0) {
+        if (dimensions < 0) {
             return -1;
         }
         if (dimensions <= most) {
@@ -392,6 +395,7 @@ doubt_weights(const oomkit_find *f)
         const oomkit_node *node = &f->batch->nodes[i];
         OWNED PyObject *one = NULL, *path = NULL;
         const char *key; /* borrowed from the node */
+        int dimensions;
         if (node->split != OOMKIT_SPLIT_NARROW || node->key == NULL ||
             !PyUnicode_Check(node->key)) {
             continue;
@@ -404,9 +408,14 @@ doubt_weights(const oomkit_find *f)
             PyErr_Clear(); /* not a name that can be written: not one of these */
             continue;
         }
-        if ((strstr(key, "class_weight") == NULL &&
-             strstr(key, "pos_weight") == NULL) ||
-            oomkit_find_dimensions(f, i) != 1) {
+        if (strstr(key, "class_weight") == NULL && strstr(key, "pos_weight") == NULL) {
+            continue;
+        }
+        dimensions = oomkit_find_dimensions(f, i);
+        if (dimensions < 0 && PyErr_Occurred()) {
+            return -1;
+        }
+        if (dimensions != 1) {
             continue;
         }
         one = oomkit_find_describe(f, i);

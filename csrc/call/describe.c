@@ -109,10 +109,10 @@ describe_holders(oomkit_call *call, uint64_t allocated, uint64_t *optimizer)
     for (i = 0; i < call->parts->param_count; i++) {
         OWNED PyObject *gradient =
             PyObject_GetAttr(call->parts->params[i], st->str_grad);
-        params += tensor_bytes(st, call->parts->params[i]);
         if (gradient == NULL) {
             return NULL;
         }
+        params += tensor_bytes(st, call->parts->params[i]);
         gradients += tensor_bytes(st, gradient);
     }
     *optimizer = optimizer_bytes(call);

@@ -3,7 +3,6 @@
  * must count once, not once per micro-batch, and a roll-back must take the count back.
  * Known by name, so that nothing is imported. */
 #include "hook.h"
-#include "../call/call.h"
 #include "../undo/undo.h"
 
 /* What accumulate() calls on entry, in a split call: 1 it is to run (the first

@@ -59,6 +59,7 @@ oomkit_join_custom(const oomkit_rules *r, const oomkit_place *where,
     OWNED PyObject *list = PyList_New(r->count), *rows = PyList_New(r->count);
     OWNED PyObject *joined = NULL;
     Py_ssize_t i;
+    int tuple;
 
     for (i = 0; list != NULL && rows != NULL && i < r->count; i++) {
         PyObject *number = PyLong_FromLongLong(r->rows[i]); /* stolen by rows */
@@ -72,7 +73,8 @@ oomkit_join_custom(const oomkit_rules *r, const oomkit_place *where,
         return NULL;
     }
     joined = oomkit_splitter_join(r->st, list, rows);
-    return joined != NULL && oomkit_output_is_tuple(r->st, joined) == 1
-               ? tuple_refusing(r, where, values, joined)
-               : STEAL(joined);
+    tuple = joined == NULL ? -1 : oomkit_output_is_tuple(r->st, joined);
+    return tuple < 0    ? NULL
+           : tuple == 1 ? tuple_refusing(r, where, values, joined)
+                        : STEAL(joined);
 }

@@ -30,13 +30,16 @@ column_addresses(const oomkit_rules *r, PyObject *const *values, oomkit_column *
     }
     for (i = 0; i < r->count; i++) {
         at[i] = tensor_address(r, values[i]);
+        if (at[i] == NULL && PyErr_Occurred()) {
+            return -1;
+        }
         for (k = 0; k < i; k++) {
             pairs += at[i] != NULL && at[i] == at[k];
         }
     }
     column->shared = pairs > 0;
     column->all_shared = pairs == r->count * (r->count - 1) / 2;
-    return PyErr_Occurred() ? -1 : 0;
+    return 0;
 }
 
 int

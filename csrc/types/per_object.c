@@ -94,9 +94,12 @@ oomkit_step_of_instance(oomkit_step *step, PyObject *object)
         return step->recent = known;
     }
     ref = PyErr_Occurred() ? NULL : PyWeakref_NewRef(object, NULL);
-    if (ref == NULL || step->owner == NULL) {
-        Py_XSETREF(step->owner, STEAL(ref));
-        return step->owner == NULL ? NULL : step;
+    if (ref == NULL) {
+        return NULL; /* what is known is still its owner's */
+    }
+    if (step->owner == NULL) {
+        step->owner = STEAL(ref);
+        return step;
     }
     if (step->instances == NULL) {
         step->instances = PyDict_New();
