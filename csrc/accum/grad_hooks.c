@@ -173,7 +173,7 @@ static int
 hooks_before_backward(oomkit_call *call, oomkit_backward *backward)
 {
     (void)backward;
-    return call->cut.at == 0 && !call->grads.marked ? hooks_check(call) : 0;
+    return call->cut->at == 0 && !call->grads.marked ? hooks_check(call) : 0;
 }
 
 /* The caller's backward of a returned loss is made of these. */

@@ -16,7 +16,7 @@ moved_slots(oomkit_call *call)
                      "auto_batch cannot split this step: the parameter %R of a module "
                      "was replaced in micro-batch %lld of %lld; do it outside the "
                      "decorated step",
-                     key, (long long)(call->cut.at + 1), (long long)call->cut.count);
+                     key, (long long)(call->cut->at + 1), (long long)call->cut->count);
         return -1;
     }
     return changed;
@@ -35,8 +35,8 @@ moved_schedulers(oomkit_call *call)
             "auto_batch cannot split this step: %s.step() was called in "
             "micro-batch %lld of %lld where it could not be held back; call it "
             "as scheduler.step(), or after the decorated step",
-            Py_TYPE(scheduler)->tp_name, (long long)(call->cut.at + 1),
-            (long long)call->cut.count);
+            Py_TYPE(scheduler)->tp_name, (long long)(call->cut->at + 1),
+            (long long)call->cut->count);
         return -1;
     }
     return moved;
@@ -74,7 +74,7 @@ moved_micro_ends(oomkit_call *call, PyObject *result)
                      "%lld of %lld, outside an optimizer that it knows; pass it as "
                      "optimizer=..., or guard the line with `if "
                      "oomkit.current().is_last:`",
-                     name, (long long)(call->cut.at + 1), (long long)call->cut.count);
+                     name, (long long)(call->cut->at + 1), (long long)call->cut->count);
         Py_DECREF(name);
     }
     return -1;

@@ -135,11 +135,11 @@ oomkit_proof_rule(oomkit_call *call)
 {
     const oomkit_proven *found;
 
-    if (call->losses.on_trial != NULL) {
-        return *call->losses.on_trial;
+    if (call->cut->losses.on_trial != NULL) {
+        return *call->cut->losses.on_trial;
     }
     if (call->options->weight != NULL || call->options->verify == 0 ||
-        call->cut.forced) {
+        call->cut->forced) {
         return NULL;
     }
     found = oomkit_proven_find(call);
@@ -149,7 +149,7 @@ oomkit_proof_rule(oomkit_call *call)
 uint64_t
 oomkit_proof_course(const oomkit_call *call)
 {
-    const oomkit_course *course = &call->course[0];
+    const oomkit_course *course = &call->cut->course[0];
     uint64_t hash = (uint64_t)course->count + 1;
     int i;
 
@@ -170,7 +170,7 @@ oomkit_proof_is_new_course(oomkit_call *call)
     uint64_t course;
     int i;
 
-    if (call->proof != NULL || call->options->verify == 0 || call->cut.forced ||
+    if (call->proof != NULL || call->options->verify == 0 || call->cut->forced ||
         call->unknown.restarts >= OOMKIT_RESTARTS) {
         return 0;
     }
@@ -200,7 +200,7 @@ oomkit_proof_known(oomkit_call *call)
     if (call->proof != NULL) {
         return 1;
     }
-    if (call->options->verify == 0 || call->cut.forced) {
+    if (call->options->verify == 0 || call->cut->forced) {
         return 0;
     }
     found = oomkit_proven_find(call);
@@ -260,7 +260,7 @@ known_unsettled(oomkit_call *call, const oomkit_proven *found)
         return 0;
     }
     leaves = oomkit_proof_leaves(call);
-    slices = oomkit_proof_slices(call->cut.slices, call->cut.count);
+    slices = oomkit_proof_slices(call->cut->slices, call->cut->count);
     if (leaves == NULL || slices == NULL) {
         return -1;
     }
@@ -296,8 +296,8 @@ oomkit_proof_wanted(oomkit_call *call)
     const int countable = oomkit_weights_are_countable(call);
     int unsettled;
 
-    if (!call->split || call->options->verify == 0 || call->cut.forced ||
-        call->st->proves_nothing || call->proof != NULL || call->cut.at > 0 ||
+    if (!call->split || call->options->verify == 0 || call->cut->forced ||
+        call->st->proves_nothing || call->proof != NULL || call->cut->at > 0 ||
         call->tries.joining) {
         return 0;
     }

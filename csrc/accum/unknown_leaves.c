@@ -188,7 +188,7 @@ int
 oomkit_strangers_meet(oomkit_call *call, PyObject *roots, int nested)
 {
     PyObject *found = /* owned */
-        call->cut.at > 0 ? NULL : graph_strangers(call, roots);
+        call->cut->at > 0 ? NULL : graph_strangers(call, roots);
     Py_ssize_t i, n = found == NULL ? 0 : PyList_GET_SIZE(found);
     int result = found == NULL ? -1 : 0;
     int restart = !nested && !call->parts->leaves_die;
@@ -196,7 +196,7 @@ oomkit_strangers_meet(oomkit_call *call, PyObject *roots, int nested)
      */
     int alone = call->deferred.replayed == NULL && call->parts->refs <= 2;
 
-    if (call->cut.at > 0) {
+    if (call->cut->at > 0) {
         return meet_late(call, roots);
     }
     for (i = 0; i < n && result == 0; i++) {
@@ -326,7 +326,7 @@ strangers_nested(oomkit_call *call, const oomkit_backward *backward)
 static void
 strangers_backward_fails(oomkit_call *call, const oomkit_backward *backward)
 {
-    if (!call->split || call->cut.at > 0) {
+    if (!call->split || call->cut->at > 0) {
         strangers_note(call, backward->roots);
     }
 }

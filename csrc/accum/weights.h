@@ -45,9 +45,6 @@ oomkit_weights_are_due(const struct oomkit_call *call);
 int
 oomkit_weights_labels(struct oomkit_call *call);
 
-void
-oomkit_weights_release(struct oomkit_call *call);
-
 /* --- loss_value.c --- */
 
 /* The loss of the call's first backward: `roots` is the tensor, or a tuple with it

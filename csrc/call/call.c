@@ -1,6 +1,40 @@
 /* What is asked of a call. */
 #include "call.h"
+#include "step.h"
+
+#include <stddef.h>
 #include "../py/tensor.h"
+
+/* What a call has that is not cut: zeros, in memory that cannot be written to. */
+static const oomkit_cut not_cut;
+
+void
+oomkit_call_init(oomkit_call *call, oomkit_cut *room, struct oomkit_step *step,
+                 const oomkit_options *options)
+{
+    memset(call, 0,
+           offsetof(oomkit_call, batch) + offsetof(oomkit_batch, inline_nodes));
+    call->batch.nodes = call->batch.inline_nodes;
+    call->st = step->st;
+    call->step = step;
+    call->options = options;
+    call->given.func = step->func;
+    call->cut = (oomkit_cut *)&not_cut;
+    call->cut_room = room;
+    call->tries.began_ns = call->tries.started_ns = oomkit_now_ns();
+}
+
+void
+oomkit_call_cut(oomkit_call *call)
+{
+    if (call->cut == call->cut_room) {
+        return;
+    }
+    call->cut = call->cut_room;
+    memset(call->cut, 0, offsetof(oomkit_cut, course));
+    call->cut->course[0].count = call->cut->course[1].count = 0;
+    call->cut->join.site = &call->step->results;
+}
 
 int
 oomkit_call_has_module(const oomkit_call *call, const PyObject *module)

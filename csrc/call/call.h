@@ -23,10 +23,20 @@ oomkit_proof_possible(const oomkit_call *call)
 static inline int
 oomkit_proof_of_whole(const oomkit_call *call)
 {
-    return call->proof != NULL && call->cut.count == 1;
+    return call->proof != NULL && call->cut->count == 1;
 }
 
 /* --- call.c --- */
+/* Makes every call: one of `step` of which nothing has happened. `room` (borrowed) is
+ * for when it is cut, and need not be initialised; nor do nodes of the batch beyond its
+ * count, which are never read. */
+void
+oomkit_call_init(oomkit_call *call, oomkit_cut *room, struct oomkit_step *step,
+                 const oomkit_options *options);
+/* Before anything is written to call->cut: something is to be planned, cut or tried
+ * again. */
+void
+oomkit_call_cut(oomkit_call *call);
 int
 oomkit_call_has_module(const oomkit_call *call, const PyObject *module);
 /* The call's arguments as (tuple, dict). 0 or -1; both are owned. */

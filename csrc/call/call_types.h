@@ -174,22 +174,9 @@ typedef struct oomkit_log {
     uint32_t outcome; /* of the record */
 } oomkit_log;
 
-/* How the batch is cut, and where the call is in it. */
-typedef struct oomkit_cut {
-    oomkit_plan plan;
-    oomkit_plan_reason reason;
-    oomkit_slice *slices; /* of this attempt; NULL while the batch is whole */
-    int64_t count, room, at;
-    double *weights; /* one per slice, NULL while whole */
-    int forced;      /* slices given by testing.force_slices */
-} oomkit_cut;
-
 /* What was measured, for the planner and the record. */
 typedef struct oomkit_sizes_seen {
     oomkit_peak_window window;
-    oomkit_peak_window micro; /* of a micro-batch, or of the optimizer behind it */
-    int in_optimizer;         /* which of the two */
-    oomkit_measured measured; /* of the micro-batches of this attempt */
     uint64_t requested;
     uint64_t peak_allocated, peak_reserved; /* of windows already closed */
     uint64_t baseline;
@@ -220,20 +207,6 @@ typedef struct oomkit_deferral {
     int forward_only; /* it has finished, and nothing will accumulate gradients */
 } oomkit_deferral;
 
-/* Modes, parameters and flags at entry of the attempt. */
-typedef struct oomkit_entry {
-    PyObject *compiler; /* owned: what compiles frames, while that is off, or NULL */
-    oomkit_thread_modes modes; /* see oomkit_modes_entry */
-    int modes_known;
-    uint32_t *versions;        /* of parameters, and behind them two bytes for each: see
-                                  oomkit_tx_params_flags; or NULL */
-    uint64_t *samples;         /* while split: hashes of 64 values each, or NULL */
-    oomkit_pristine *pristine; /* parameters as they were, or NULL */
-    struct oomkit_plain *plain; /* marks of plain state, or NULL: see plain_state.h */
-    PyObject *flags; /* owned: dict of address to (weak reference to a module, its
-                           training flag at entry), or NULL */
-} oomkit_entry;
-
 /* Optimizers, and what was made of their updates. */
 typedef struct oomkit_updating {
     oomkit_optimizer_mark *marks;
@@ -255,32 +228,12 @@ typedef struct oomkit_hooked {
     int closure; /* an optimizer's step() runs that was handed one, while split */
 } oomkit_hooked;
 
-/* Schedulers, scalers and the user's own objects, as they were. */
-typedef struct oomkit_owner_marks {
-    PyObject *epochs;       /* owned: list of (scheduler, last_epoch) while split */
-    PyObject *groups_after; /* owned: list of (optimizer, values after micro-batch 1) */
-    PyObject *groups_end;   /* owned: the same of optimizers that it did not step */
-    PyObject *scales;     /* owned: list of (scaler, scale before its real update()) */
-    PyObject *scalers;    /* owned: list of (scaler, saved per-optimizer states) */
-    PyObject *copied;     /* owned: list of (object, state_dict) for "copy", or NULL */
-    PyObject *user;       /* owned: list of (participant, saved state), or NULL */
-    PyObject *attributes; /* owned: list of (optimizer, scheduler, its attributes) */
-    const PyObject
-        *failed_step; /* borrowed from attributes: whose step() has failed, or NULL */
-} oomkit_owner_marks;
-
 /* Arguments of schedulers, per micro-batch. */
 typedef struct oomkit_scheduled {
     oomkit_metric *items;
     int count;
     Py_ssize_t room;
 } oomkit_scheduled;
-
-/* Parameters by module and name, while split. */
-typedef struct oomkit_slots {
-    oomkit_slot *items;
-    Py_ssize_t count, room;
-} oomkit_slots;
 
 /* Leaves and optimizers that the search did not find. */
 typedef struct oomkit_unknown {
@@ -338,6 +291,66 @@ typedef struct oomkit_refused {
     PyObject *hooked; /* owned: the hooked parameter it is about, or NULL */
 } oomkit_refused;
 
+/* Schedulers, scalers and the user's own objects, as they were. */
+typedef struct oomkit_owner_marks {
+    PyObject *epochs;       /* owned: list of (scheduler, last_epoch) while split */
+    PyObject *groups_after; /* owned: list of (optimizer, values after micro-batch 1) */
+    PyObject *groups_end;   /* owned: the same of optimizers that it did not step */
+    PyObject *scales;     /* owned: list of (scaler, scale before its real update()) */
+    PyObject *scalers;    /* owned: list of (scaler, saved per-optimizer states) */
+    PyObject *copied;     /* owned: list of (object, state_dict) for "copy", or NULL */
+    PyObject *user;       /* owned: list of (participant, saved state), or NULL */
+    PyObject *attributes; /* owned: list of (optimizer, scheduler, its attributes) */
+    const PyObject
+        *failed_step; /* borrowed from attributes: whose step() has failed, or NULL */
+} oomkit_owner_marks;
+
+/* Parameters by module and name, while split. */
+typedef struct oomkit_slots {
+    oomkit_slot *items;
+    Py_ssize_t count, room;
+} oomkit_slots;
+
+/* How everything that can go back was at entry of the attempt: a value, which moves by
+ * oomkit_savepoint_move(). */
+typedef struct oomkit_savepoint {
+    oomkit_rng rng;
+    oomkit_buffers buffers; /* marks; the values are the participants' */
+    oomkit_owner_marks owners;
+    oomkit_slots slots;
+    oomkit_thread_modes modes; /* see oomkit_modes_entry */
+    int modes_known;
+    uint32_t *versions;        /* of parameters, and behind them two bytes for each: see
+                                  oomkit_tx_params_flags; or NULL */
+    uint64_t *samples;         /* while split: hashes of 64 values each, or NULL */
+    oomkit_pristine *pristine; /* parameters as they were, or NULL */
+    struct oomkit_plain *plain; /* marks of plain state, or NULL: see plain_state.h */
+    PyObject *flags; /* owned: dict of address to (weak reference to a module, its
+                           training flag at entry), or NULL */
+} oomkit_savepoint;
+
+/* How the batch is cut, where the call is in it, and all that only a call needs that is
+ * cut, or may be. While it is whole there is none: see oomkit_call_cut(). */
+typedef struct oomkit_cut {
+    oomkit_plan plan;
+    oomkit_plan_reason reason;
+    oomkit_slice *slices; /* of this attempt; NULL while the batch is whole */
+    int64_t count, room, at;
+    double *weights;          /* one per slice, NULL while whole */
+    int forced;               /* slices given by testing.force_slices */
+    oomkit_peak_window micro; /* of a micro-batch, or of the optimizer behind it */
+    int in_optimizer;         /* which of the two */
+    oomkit_measured measured; /* of the micro-batches of this attempt */
+    oomkit_unfit_sizes unfit;
+    oomkit_scheduled scheduled;
+    oomkit_stale stale;
+    PyObject *effects; /* owned: what looks at side effects of micro-batch 1, or NULL */
+    oomkit_join join;
+    oomkit_losses losses;
+    /* What follows is not zeroed at the begin. */
+    oomkit_course course[2]; /* of the first micro-batch, and of the present one */
+} oomkit_cut;
+
 typedef struct oomkit_call {
     oomkit_state *st;
     struct oomkit_step *step; /* borrowed: the caller of the vectorcall keeps it */
@@ -347,41 +360,34 @@ typedef struct oomkit_call {
 
     int split; /* more than one slice */
     int is_last;
-    int running;       /* the function is being called for a slice */
-    int training;      /* a backward was seen in this attempt */
-    int course_waived; /* the function asked for current() */
-    int captured;      /* inside a graph capture: the bare function */
-    oomkit_unfit_sizes unfit;
+    int running;                /* the function is being called for a slice */
+    int training;               /* a backward was seen in this attempt */
+    int course_waived;          /* the function asked for current() */
+    int captured;               /* inside a graph capture: the bare function */
     struct oomkit_proof *proof; /* borrowed: this runs to be compared, or NULL */
 
     oomkit_given given;
     oomkit_log log;
-    oomkit_cut cut;
+    oomkit_cut *cut; /* borrowed: `cut_room`, or nothing but zeros to be read */
+    oomkit_cut *cut_room;
     oomkit_sizes_seen sizes;
     oomkit_shape_of shape;
     oomkit_deferral deferred;
-    oomkit_entry entry;
+    oomkit_savepoint entry;
+    PyObject *compiler; /* owned: what compiles frames, while that is off, or NULL */
+    oomkit_loss
+        whole_loss; /* at the first backward of a whole attempt, failed or not */
     oomkit_updating updating;
     oomkit_hooked hooked;
-    oomkit_owner_marks owners;
-    oomkit_scheduled scheduled;
-    oomkit_slots slots;
     oomkit_unknown unknown;
-    oomkit_stale stale;
     oomkit_tries tries;
     oomkit_backwards backward;
     oomkit_refused refused;
     oomkit_grads grads;
-    oomkit_buffers buffers;
-    oomkit_rng rng;
-    PyObject *effects; /* owned: what looks at side effects of micro-batch 1, or NULL */
-    int parts_moved;   /* finished parts of an evaluation moved more than results */
-    oomkit_join join;
-    oomkit_losses losses;
+    int parts_moved; /* finished parts of an evaluation moved more than results */
 
-    /* What follows is not zeroed at entry: see engine_fill(). */
-    oomkit_batch batch;      /* its inline nodes are written before they are read */
-    oomkit_course course[2]; /* of the first micro-batch, and of the present one */
+    /* What follows is not zeroed at entry: see oomkit_call_init(). */
+    oomkit_batch batch; /* its inline nodes are written before they are read */
 } oomkit_call;
 
 #endif

@@ -147,8 +147,8 @@ oomkit_tell_attempt_ends(oomkit_call *call)
 static const oomkit_rule *const *
 rules_at_end(const oomkit_call *call)
 {
-    return call->cut.slices == NULL ? call->st->wiring->when_whole
-                                    : call->st->wiring->when_split;
+    return call->cut->slices == NULL ? call->st->wiring->when_whole
+                                     : call->st->wiring->when_split;
 }
 
 void

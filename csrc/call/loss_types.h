@@ -24,7 +24,6 @@ typedef struct oomkit_loss_site {
 
 /* Of one call. */
 typedef struct oomkit_losses {
-    oomkit_loss whole;     /* at the first backward of a whole attempt, failed or not */
     double sum, mean;      /* of the micro-batches' losses: plain, and by rows */
     double largest;        /* share of the mean, by absolute value */
     double *group_weights; /* owned: slices x groups where weight= returns several */

@@ -23,26 +23,22 @@ oomkit_second_is_running(const oomkit_state *st)
     return active != NULL || (st->seconds != NULL && oomkit_nested_in_engine(st));
 }
 
-/* A call of its own for the marks of one list of participants. 0 or -1. */
+/* A call of its own for the marks of one list of participants; `call` is that of an
+ * oomkit_own_call. 0 or -1. */
 int
 oomkit_second_mark(oomkit_second *s, const oomkit_pending *p, oomkit_call *call)
 {
-    memset(call, 0,
-           offsetof(oomkit_call, batch) + offsetof(oomkit_batch, inline_nodes));
-    call->course[0].count = call->course[1].count = 0;
-    call->batch.nodes = call->batch.inline_nodes;
-    call->batch.rows = -1;
-    call->st = s->st;
     /* Released by oomkit_replay_end: another thread's backward may retire `p`. */
-    call->step = (struct oomkit_step *)Py_NewRef((PyObject *)p->step);
-    call->options = &p->step->options;
-    call->given.func = p->step->func;
+    oomkit_call_init(call, &((oomkit_own_call *)call)->cut,
+                     (struct oomkit_step *)Py_NewRef((PyObject *)p->step),
+                     &p->step->options);
+    oomkit_call_cut(call);
+    call->batch.rows = -1;
     call->log.number = p->number;
     call->device = p->device;
     call->parts = p->parts;
     call->parts->refs++;
     call->parts->busy++;
-    call->tries.began_ns = call->tries.started_ns = oomkit_now_ns();
     call->shape.signature =
         p->signature != 0
             ? p->signature
@@ -160,7 +156,7 @@ second_arm(oomkit_second *s, oomkit_participants *parts)
 {
     oomkit_pending *p = parts->pendings;
     void *calls = s->calls;
-    oomkit_call *call = &s->first;
+    oomkit_call *call = &s->first.call;
     int result = second_grow(&calls, s->few_calls, s->call_count, &s->call_room);
 
     s->calls = calls;
@@ -168,7 +164,7 @@ second_arm(oomkit_second *s, oomkit_participants *parts)
         return result;
     }
     if (s->call_count > 0) {
-        call = PyMem_Malloc(sizeof(*call));
+        call = PyMem_Malloc(sizeof(oomkit_own_call));
         if (call == NULL) {
             PyErr_NoMemory();
             return -1;
@@ -269,7 +265,7 @@ second_end(oomkit_second *s, int finished)
             oomkit_pass_abandon(s->calls[i], exception);
         }
         oomkit_replay_end(s->calls[i], n == 1 ? record : NULL, finished);
-        if (s->calls[i] != &s->first) {
+        if (s->calls[i] != &s->first.call) {
             PyMem_Free(s->calls[i]);
         }
     }

@@ -7,6 +7,12 @@
 
 #define OOMKIT_SECOND_FEW 4
 
+/* A call with room for all that it may need. */
+typedef struct oomkit_own_call {
+    oomkit_call call;
+    oomkit_cut cut;
+} oomkit_own_call;
+
 typedef struct oomkit_second {
     oomkit_state *st;
     struct oomkit_second *outer; /* of this thread */
@@ -34,7 +40,7 @@ typedef struct oomkit_second {
     int exempt;     /* allocations are outside the budget until a gradient arrives */
     oomkit_pending *few_armed[OOMKIT_SECOND_FEW];
     oomkit_call *few_calls[OOMKIT_SECOND_FEW];
-    oomkit_call first; /* not zeroed as a whole: see second_mark */
+    oomkit_own_call first; /* not zeroed as a whole: see second_mark */
 } oomkit_second;
 
 /* callers_backward.c: a call with the marks of one pending call's participants. 0 or -1

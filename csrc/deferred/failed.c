@@ -268,7 +268,7 @@ failed_replay_one(oomkit_second *s, oomkit_pending *p, PyObject *exception)
 int
 oomkit_second_again(oomkit_second *s, oomkit_pending *p, PyObject *exception)
 {
-    oomkit_call *call = PyMem_Malloc(sizeof(*call));
+    oomkit_call *call = PyMem_Malloc(sizeof(oomkit_own_call));
     const char *why = NULL;
     int result;
 

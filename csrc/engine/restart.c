@@ -8,11 +8,11 @@
 static void
 restart_wider(oomkit_call *call)
 {
-    call->cut.slices[0].length += call->cut.slices[1].length;
-    call->cut.count--;
-    memmove(&call->cut.slices[1], &call->cut.slices[2],
-            (size_t)(call->cut.count - 1) * sizeof(*call->cut.slices));
-    call->split = call->cut.count > 1;
+    call->cut->slices[0].length += call->cut->slices[1].length;
+    call->cut->count--;
+    memmove(&call->cut->slices[1], &call->cut->slices[2],
+            (size_t)(call->cut->count - 1) * sizeof(*call->cut->slices));
+    call->split = call->cut->count > 1;
     call->unknown.widened = 1;
 }
 
@@ -37,7 +37,7 @@ oomkit_restart(oomkit_call *call)
         oomkit_exception_drop(call->st, exception, handled);
         Py_XDECREF(handled);
     }
-    result = oomkit_join_truncate(&call->join, 0);
+    result = oomkit_join_truncate(&call->cut->join, 0);
     if (result == 0) {
         result = oomkit_recover_roll_back(call);
     }
@@ -48,6 +48,6 @@ oomkit_restart(oomkit_call *call)
     if (result < 0 || oomkit_tell_before_restart(call, why) < 0) {
         return -1;
     }
-    call->cut.at = 0;
+    call->cut->at = 0;
     return oomkit_tx_begin(call);
 }

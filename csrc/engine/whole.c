@@ -64,16 +64,16 @@ oomkit_engine_forced(oomkit_call *call)
     int64_t start = 0;
     Py_ssize_t i, n = PyTuple_GET_SIZE(lengths);
 
-    call->cut.slices = PyMem_Malloc((size_t)n * sizeof(*call->cut.slices));
-    if (call->cut.slices == NULL) {
+    call->cut->slices = PyMem_Malloc((size_t)n * sizeof(*call->cut->slices));
+    if (call->cut->slices == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    call->cut.room = n;
+    call->cut->room = n;
     for (i = 0; i < n; i++) {
-        call->cut.slices[i].start = start;
-        call->cut.slices[i].length = PyLong_AsLongLong(PyTuple_GET_ITEM(lengths, i));
-        start += call->cut.slices[i].length;
+        call->cut->slices[i].start = start;
+        call->cut->slices[i].length = PyLong_AsLongLong(PyTuple_GET_ITEM(lengths, i));
+        start += call->cut->slices[i].length;
     }
     if (start != call->batch.rows) {
         oomkit_raise(call->st->SplitError,
@@ -82,10 +82,10 @@ oomkit_engine_forced(oomkit_call *call)
                      (long long)call->batch.rows, lengths);
         return -1;
     }
-    call->cut.count = n;
+    call->cut->count = n;
     call->split = n > 1;
-    call->cut.forced = 1;
-    call->cut.reason = OOMKIT_REASON_ASKED;
+    call->cut->forced = 1;
+    call->cut->reason = OOMKIT_REASON_ASKED;
     return 0;
 }
 
@@ -125,7 +125,7 @@ engine_refuse(oomkit_call *call)
 }
 
 /* A plan that may split from the start: asked for, remembered, or forced by a test. 0
- * whole, 1 call->cut.slices is set, -1 with an exception. */
+ * whole, 1 call->cut->slices is set, -1 with an exception. */
 static int
 engine_plan(oomkit_call *call)
 {
@@ -169,12 +169,12 @@ engine_plan(oomkit_call *call)
         return -1;
     }
     oomkit_signature_request(call, &request, &known);
-    if (oomkit_plan_choose(known, &request, &call->cut.plan, &call->cut.reason) !=
+    if (oomkit_plan_choose(known, &request, &call->cut->plan, &call->cut->reason) !=
         OOMKIT_OK) {
         PyErr_SetString(PyExc_RuntimeError, "oomkit could not make a plan");
         return -1;
     }
-    if (oomkit_plan_count(&call->cut.plan) <= 1) {
+    if (oomkit_plan_count(&call->cut->plan) <= 1) {
         return 0;
     }
     if (engine_refuse(call) < 0 || oomkit_attempt_slices(call) < 0 ||
@@ -246,6 +246,7 @@ engine_begin(oomkit_call *call)
     }
     if (call->step->seen_oom || call->options->accumulation_steps > 1 ||
         st->forced_slices != NULL) {
+        oomkit_call_cut(call);
         split = engine_plan(call);
         if (split < 0) {
             return -1;
@@ -326,9 +327,9 @@ oomkit_call_record(const oomkit_call *call, oomkit_record *record)
         call->batch.rows > 0 ? call->batch.rows : oomkit_batch_rows(&call->batch);
     int64_t largest = 0, i;
 
-    for (i = 0; i < call->cut.count; i++) {
-        largest =
-            call->cut.slices[i].length > largest ? call->cut.slices[i].length : largest;
+    for (i = 0; i < call->cut->count; i++) {
+        largest = call->cut->slices[i].length > largest ? call->cut->slices[i].length
+                                                        : largest;
     }
     memset(record, 0, sizeof(*record));
     record->step = call->log.number;
@@ -345,10 +346,10 @@ oomkit_call_record(const oomkit_call *call, oomkit_record *record)
     record->budget_bytes = call->sizes.window.budget_bytes;
     record->time_ns = oomkit_now_ns() - call->tries.began_ns;
     record->lost_ns = call->tries.lost_ns;
-    record->accumulation_steps = call->cut.count > 0 ? (uint32_t)call->cut.count : 1;
+    record->accumulation_steps = call->cut->count > 0 ? (uint32_t)call->cut->count : 1;
     record->attempts = (uint32_t)call->tries.count + 1;
     record->ooms = call->tries.ooms;
-    record->reason = (uint32_t)call->cut.reason;
+    record->reason = (uint32_t)call->cut->reason;
     record->outcome = call->log.outcome;
 }
 
@@ -360,7 +361,7 @@ engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
 
     oomkit_buffers_learn(call);
     step->seen_oom |= call->tries.ooms > 0;
-    if (call->cut.slices == NULL) {
+    if (call->cut->slices == NULL) {
         step->updates = call->updating.made + call->unknown.updates;
         oomkit_batch_learn(&step->batch_site, &call->batch);
         largest = oomkit_batch_rows(&call->batch);
@@ -371,12 +372,13 @@ engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
         step->whole.without_backward |= !call->training;
         step->whole.without_update |= call->updating.count == 0;
     }
-    for (i = 0; i < call->cut.count; i++) {
-        largest =
-            call->cut.slices[i].length > largest ? call->cut.slices[i].length : largest;
+    for (i = 0; i < call->cut->count; i++) {
+        largest = call->cut->slices[i].length > largest ? call->cut->slices[i].length
+                                                        : largest;
     }
     if ((call->shape.known || step->seen_oom) && largest > 0 && !needs_backward) {
-        if (call->cut.slices == NULL) {
+        oomkit_call_cut(call);
+        if (call->cut->slices == NULL) {
             oomkit_phase_whole(call);
         }
         call->deferred.forward_only =
@@ -393,17 +395,19 @@ oomkit_call_free(oomkit_call *call)
     Py_ssize_t i;
 
     oomkit_tx_end(call);
-    oomkit_join_clear(&call->join);
+    oomkit_tell_call_ends(call);
+    if (call->cut == call->cut_room) {
+        oomkit_join_clear(&call->cut->join);
+        PyMem_Free(call->cut->slices);
+        PyMem_Free(call->cut->weights);
+        Py_CLEAR(call->cut->unfit.said);
+    }
     oomkit_batch_release(&call->batch);
     for (i = 0; i < call->tries.count; i++) {
         Py_CLEAR(call->tries.items[i].location);
         Py_CLEAR(call->tries.items[i].message);
     }
     PyMem_Free(call->tries.items);
-    PyMem_Free(call->cut.slices);
-    PyMem_Free(call->cut.weights);
-    Py_CLEAR(call->unfit.said);
-    oomkit_tell_call_ends(call);
     if (call->parts != NULL) {
         call->parts->busy--;
     }
@@ -476,26 +480,12 @@ engine_end(oomkit_call *call, PyObject *result)
     return status;
 }
 
-/* A call of this step, of which nothing has happened. Nodes of the batch beyond its
- * count are never read: they are left as they are. */
-static void
-engine_fill(oomkit_call *call, oomkit_step *step, PyObject *const *args, size_t nargsf,
-            PyObject *kwnames)
+/* The number of a call that begins; objects of one method count together. */
+static uint64_t
+engine_count(oomkit_step *step)
 {
-    memset(call, 0,
-           offsetof(oomkit_call, batch) + offsetof(oomkit_batch, inline_nodes));
-    call->course[0].count = call->course[1].count = 0;
-    call->st = step->st;
-    call->step = step;
-    call->options = &step->options;
-    call->join.site = &step->results;
-    call->given.func = step->func;
-    call->given.args = args;
-    call->given.nargsf = nargsf;
-    call->given.kwnames = kwnames;
-    call->tries.began_ns = call->tries.started_ns = oomkit_now_ns();
     step->calls++;
-    call->log.number = step->parent == NULL ? step->calls : ++step->parent->calls;
+    return step->parent == NULL ? step->calls : ++step->parent->calls;
 }
 
 PyObject *
@@ -504,11 +494,11 @@ oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf,
 {
     oomkit_step *step = step_CAST(op);
     oomkit_call call;
+    oomkit_cut cut;
     PyObject *result = NULL; /* owned */
     int split;
 
-    if (oomkit_call_current() !=
-        NULL) { /* the outermost protected call answers for all */
+    if (oomkit_call_current() != NULL) { /* the outermost one answers for all */
         return PyObject_Vectorcall(step->func, args, nargsf, kwnames);
     }
     if (step->skip && PyVectorcall_NARGS(nargsf) > 0) {
@@ -518,7 +508,10 @@ oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf,
         }
         op = (PyObject *)step;
     }
-    engine_fill(&call, step, args, nargsf, kwnames);
+    oomkit_call_init(&call, &cut, step, &step->options);
+    call.given = (oomkit_given){
+        .func = step->func, .args = args, .nargsf = nargsf, .kwnames = kwnames};
+    call.log.number = engine_count(step);
     Py_INCREF(op); /* the step may be redefined while it runs */
     split = engine_begin(&call);
     if (call.captured) {

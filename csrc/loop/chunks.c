@@ -172,16 +172,11 @@ begin_capture(oomkit_chunks *self)
     oomkit_state *st = self->st;
     oomkit_call *call = &self->call;
 
-    memset(call, 0, sizeof(*call));
-    call->st = st;
-    call->step = self->site;
-    call->options = &self->options;
-    call->join.site = &self->site->results;
-    call->given.func = self->site->func;
+    oomkit_call_init(call, &self->cut, self->site, &self->options);
+    oomkit_call_cut(call);
     call->given.args = self->args;
     call->given.nargsf = (size_t)self->positional;
     call->given.kwnames = self->kwnames;
-    call->tries.began_ns = call->tries.started_ns = oomkit_now_ns();
     call->log.number = ++self->site->calls;
     call->is_last = 1;
     call->shape.bucket = self->bucket;
@@ -278,7 +273,7 @@ static PyObject *
 part_build(oomkit_chunks *self)
 {
     oomkit_call *call = &self->call;
-    const oomkit_slice *slice = &call->cut.slices[call->cut.at];
+    const oomkit_slice *slice = &call->cut->slices[call->cut->at];
     OWNED_MEMORY PyObject **vector = /* of owned references */
         PyMem_Calloc((size_t)self->total + 1, sizeof(PyObject *));
     Py_ssize_t i;
@@ -286,7 +281,7 @@ part_build(oomkit_chunks *self)
     if (vector == NULL) {
         return PyErr_NoMemory();
     }
-    if (call->cut.count == 1 && call->tries.ooms == 0) {
+    if (call->cut->count == 1 && call->tries.ooms == 0) {
         for (i = 0; i < self->total; i++) {
             vector[i] = Py_NewRef(self->args[i]);
         }
@@ -310,7 +305,7 @@ part_begin(oomkit_chunks *self)
     PyObject *part; /* owned */
 
     oomkit_tx_end_attempt(call);
-    if (oomkit_tx_begin(call) < 0 || (call->cut.at > 0 && part_remark(self) < 0)) {
+    if (oomkit_tx_begin(call) < 0 || (call->cut->at > 0 && part_remark(self) < 0)) {
         return NULL;
     }
     self->part_baseline_bytes = oomkit_device_allocated(self->st, call->device);
@@ -331,7 +326,7 @@ part_build_failed(oomkit_chunks *self)
     oomkit_call *call = &self->call;
     OWNED PyObject *exception = NULL, *handled = NULL;
 
-    if (!oomkit_exception_is_oom(self->st) || call->cut.count == 0) {
+    if (!oomkit_exception_is_oom(self->st) || call->cut->count == 0) {
         return 0;
     }
     exception = oomkit_exception_take();
@@ -397,7 +392,7 @@ part_settle(oomkit_chunks *self)
         return part_again(self);
     }
     oomkit_buffers_learn(call);
-    call->cut.at++;
+    call->cut->at++;
     call->tries.started_ns = oomkit_now_ns();
     return part_unguarded(self);
 }
@@ -419,7 +414,7 @@ next_inside(oomkit_chunks *self)
         return NULL;
     }
     for (;;) {
-        if (call->cut.at >= call->cut.count) {
+        if (call->cut->at >= call->cut->count) {
             return NULL;
         }
         part = part_begin(self);
@@ -466,11 +461,11 @@ oomkit_chunks_close(oomkit_chunks *self, int finished)
     }
     self->stage = OOMKIT_CHUNKS_CLOSED;
     KEEPING_EXCEPTION {
-        if (call->cut.count > 0) {
+        if (call->cut->count > 0) {
             oomkit_chunks_learn(self, finished);
         }
         oomkit_call_free(call);
-        call->cut.slices = NULL;
+        call->cut->slices = NULL;
         call->parts = NULL;
     }
 }

@@ -52,6 +52,7 @@ typedef struct oomkit_chunks {
     oomkit_chunks_frame frames[OOMKIT_CHUNKS_FRAMES];
     struct oomkit_chunks *newer, *older; /* borrowed: others with a part out */
     oomkit_call call;
+    oomkit_cut cut;
 } oomkit_chunks;
 
 #define chunks_CAST(op) ((oomkit_chunks *)(op))

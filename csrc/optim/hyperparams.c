@@ -98,10 +98,10 @@ group_changed(oomkit_state *st, PyObject *group, PyObject *copy, PyObject **name
 int
 oomkit_owners_groups_note(oomkit_call *call, PyObject *optimizer)
 {
-    if (oomkit_pairs_find(call->owners.groups_after, optimizer) != NULL) {
+    if (oomkit_pairs_find(call->entry.owners.groups_after, optimizer) != NULL) {
         return 0;
     }
-    return oomkit_pairs_add(&call->owners.groups_after, optimizer,
+    return oomkit_pairs_add(&call->entry.owners.groups_after, optimizer,
                             oomkit_groups_copy(call->st, optimizer));
 }
 
@@ -110,13 +110,13 @@ int
 oomkit_owners_groups_changed(oomkit_call *call, PyObject *optimizer, PyObject **name)
 {
     PyObject *copies =
-        oomkit_pairs_find(call->owners.groups_after, optimizer); /* borrowed */
+        oomkit_pairs_find(call->entry.owners.groups_after, optimizer); /* borrowed */
     OWNED PyObject *groups = NULL;
     Py_ssize_t g;
     int changed = 0;
 
     if (copies == NULL) {
-        copies = oomkit_pairs_find(call->owners.groups_end, optimizer);
+        copies = oomkit_pairs_find(call->entry.owners.groups_end, optimizer);
     }
     if (copies == NULL) {
         return 0;
@@ -185,12 +185,12 @@ oomkit_groups_restore(oomkit_state *st, PyObject *optimizer, PyObject *copies)
 int
 oomkit_owners_again(oomkit_call *call)
 {
-    PyObject *list = call->owners.user; /* borrowed from call */
+    PyObject *list = call->entry.owners.user; /* borrowed from call */
     Py_ssize_t i;
     int result = 0;
 
     for (i = 0;
-         call->cut.at > 0 && list != NULL && i < PyList_GET_SIZE(list) && result == 0;
+         call->cut->at > 0 && list != NULL && i < PyList_GET_SIZE(list) && result == 0;
          i++) {
         PyObject *pair = PyList_GET_ITEM(list, i); /* borrowed */
         if (PyObject_TypeCheck(PyTuple_GET_ITEM(pair, 0),
@@ -208,7 +208,7 @@ oomkit_owners_again(oomkit_call *call)
 static int
 groups_end(oomkit_call *call)
 {
-    PyObject *list = call->owners.user; /* borrowed from call */
+    PyObject *list = call->entry.owners.user; /* borrowed from call */
     Py_ssize_t i;
     int result = 0, committed = call->is_last ? oomkit_tx_committed(call) : 0;
 
@@ -219,11 +219,11 @@ groups_end(oomkit_call *call)
         PyObject *optimizer =
             PyTuple_GET_ITEM(PyList_GET_ITEM(list, i), 0); /* borrowed */
         if (!PyObject_TypeCheck(optimizer, (PyTypeObject *)call->st->Optimizer) ||
-            oomkit_pairs_find(call->owners.groups_after, optimizer) != NULL) {
+            oomkit_pairs_find(call->entry.owners.groups_after, optimizer) != NULL) {
             continue;
         }
-        if (call->cut.at == 0) {
-            result = oomkit_pairs_add(&call->owners.groups_end, optimizer,
+        if (call->cut->at == 0) {
+            result = oomkit_pairs_add(&call->entry.owners.groups_end, optimizer,
                                       oomkit_groups_copy(call->st, optimizer));
         } else {
             result = oomkit_groups_refuse_moved(call, optimizer);
@@ -238,12 +238,12 @@ groups_end(oomkit_call *call)
 int
 oomkit_owners_epochs_note(oomkit_call *call)
 {
-    Py_CLEAR(call->owners.epochs);
+    Py_CLEAR(call->entry.owners.epochs);
     EACH_OWNER (scheduler, call->parts, OWNERS_OF(OOMKIT_OWNER_SCHEDULER)) {
         int result = oomkit_has_attribute_string(scheduler.object, "last_epoch");
         if (result > 0) {
             result = oomkit_pairs_add(
-                &call->owners.epochs, scheduler.object,
+                &call->entry.owners.epochs, scheduler.object,
                 PyObject_GetAttrString(scheduler.object, "last_epoch"));
         }
         if (result < 0) {
@@ -261,10 +261,10 @@ oomkit_owners_epochs_moved(oomkit_call *call, PyObject **scheduler)
     Py_ssize_t i;
     int same = 1;
 
-    for (i = 0; call->owners.epochs != NULL &&
-                i < PyList_GET_SIZE(call->owners.epochs) && same == 1;
+    for (i = 0; call->entry.owners.epochs != NULL &&
+                i < PyList_GET_SIZE(call->entry.owners.epochs) && same == 1;
          i++) {
-        PyObject *pair = PyList_GET_ITEM(call->owners.epochs, i); /* borrowed */
+        PyObject *pair = PyList_GET_ITEM(call->entry.owners.epochs, i); /* borrowed */
         OWNED PyObject *epoch = NULL;
         *scheduler = PyTuple_GET_ITEM(pair, 0);
         epoch = PyObject_GetAttrString(*scheduler, "last_epoch");
@@ -292,8 +292,8 @@ oomkit_groups_refuse_moved(oomkit_call *call, PyObject *optimizer)
         "auto_batch cannot split this step: %R in the param_groups of %s was "
         "changed in micro-batch %lld of %lld; do it after the step, or guard the "
         "line with `if oomkit.current().is_last:`",
-        name, Py_TYPE(optimizer)->tp_name, (long long)(call->cut.at + 1),
-        (long long)call->cut.count);
+        name, Py_TYPE(optimizer)->tp_name, (long long)(call->cut->at + 1),
+        (long long)call->cut->count);
     return -1;
 }
 

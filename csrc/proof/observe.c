@@ -145,14 +145,15 @@ proof_micro_end(oomkit_call *call, PyObject *result)
     EXEMPT (call->st) {
         done = PyObject_CallMethod(call->proof->judge, "result", "OOLd", result,
                                    loss == NULL ? Py_None : loss,
-                                   (long long)call->cut.slices[call->cut.at].length,
-                                   call->cut.weights[call->cut.at]);
+                                   (long long)call->cut->slices[call->cut->at].length,
+                                   call->cut->weights[call->cut->at]);
     }
     if (done != NULL && call->deferred.replayed == NULL) {
         /* a call of so many rows like any other: what is no count shows, and what is */
         call->step->results.integers_only = !oomkit_proof_of_whole(call);
         oomkit_result_learn(call->st, &call->step->results, result,
-                            call->cut.slices[call->cut.at].length, call->options->dim);
+                            call->cut->slices[call->cut->at].length,
+                            call->options->dim);
         call->step->results.integers_only = 0;
     }
     return done == NULL ? -1 : 0;
@@ -166,7 +167,7 @@ oomkit_proof_joined(oomkit_call *call)
 
     if (result == NULL && !call->proof->own &&
         PyErr_ExceptionMatches(call->st->SplitError) &&
-        (call->cut.slices[0].length == 1 || call->cut.slices[1].length == 1)) {
+        (call->cut->slices[0].length == 1 || call->cut->slices[1].length == 1)) {
         PyErr_Clear(); /* of one row much looks like anything: see proof_joins() */
         call->refused.raised = 0;
         call->proof->unjoined = 1;
@@ -269,7 +270,7 @@ proof_update_begins(oomkit_call *call, oomkit_update *update)
 static int
 proof_micro_ends(oomkit_call *call, PyObject *result)
 {
-    if (call->split && call->cut.at == 0 && !call->is_last &&
+    if (call->split && call->cut->at == 0 && !call->is_last &&
         oomkit_proof_is_new_course(call)) {
         call->unknown.restart = OOMKIT_RESTART_PROOF;
         oomkit_raise(call->st->SplitError,

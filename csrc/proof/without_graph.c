@@ -15,7 +15,7 @@ static int
 verify_result(oomkit_proof *p, PyObject *result, int64_t length, int part)
 {
     oomkit_call *call = p->call;
-    const double weight = part < 0 ? 1.0 : call->cut.weights[part];
+    const double weight = part < 0 ? 1.0 : call->cut->weights[part];
     OWNED PyObject *done = NULL;
 
     EXEMPT (call->st) {
@@ -25,9 +25,9 @@ verify_result(oomkit_proof *p, PyObject *result, int64_t length, int part)
     if (done == NULL || part < 0 || call->deferred.replayed != NULL) {
         return done == NULL ? -1 : 0;
     }
-    call->cut.at = part;
-    if (oomkit_join_add(call->st, call->options, &call->join, result, length, weight) <
-        0) {
+    call->cut->at = part;
+    if (oomkit_join_add(call->st, call->options, &call->cut->join, result, length,
+                        weight) < 0) {
         return -1;
     }
     return part > 0 ? oomkit_proof_joined(call) : 0;
@@ -71,7 +71,7 @@ verify_call(oomkit_proof *p, int64_t start, int64_t length, int part)
     if (PyErr_Occurred()) {
         return -1;
     }
-    done = PyObject_CallMethod(call->losses.verification, "finish", "OOL", result,
+    done = PyObject_CallMethod(call->cut->losses.verification, "finish", "OOL", result,
                                loss ? loss : Py_None, (long long)length);
     return done == NULL ? -1 : verify_result(p, result, length, part);
 }
@@ -117,13 +117,13 @@ verify_run(oomkit_proof *p, int64_t start, int64_t length, int part, int *moved)
 static PyObject *
 verify_weights(oomkit_call *call, int part)
 {
-    const oomkit_slice cut = call->cut.slices[part];
+    const oomkit_slice cut = call->cut->slices[part];
     Py_ssize_t groups = 0, i;
     OWNED PyObject *list = NULL;
     OWNED_MEMORY double *values = NULL;
 
     if (call->options->weight == NULL) {
-        return Py_BuildValue("[d]", call->cut.weights[part]);
+        return Py_BuildValue("[d]", call->cut->weights[part]);
     }
     values = oomkit_weights_ask(call, cut.start, cut.length, &groups);
     if (values == NULL) {
@@ -165,14 +165,14 @@ verify_shares(oomkit_proof *p, const oomkit_slice *cut, PyObject **one, PyObject
 {
     oomkit_call *call = p->call;
 
-    call->cut.slices = PyMem_Realloc(call->cut.slices, 2 * sizeof(*cut));
-    if (call->cut.slices == NULL) {
+    call->cut->slices = PyMem_Realloc(call->cut->slices, 2 * sizeof(*cut));
+    if (call->cut->slices == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    memcpy(call->cut.slices, cut, 2 * sizeof(*cut));
-    call->cut.count = call->cut.room = 2;
-    call->cut.at = 0;
+    memcpy(call->cut->slices, cut, 2 * sizeof(*cut));
+    call->cut->count = call->cut->room = 2;
+    call->cut->at = 0;
     call->split = 1;
     if (oomkit_weights_set(call) < 0) {
         return -1;
@@ -196,7 +196,7 @@ verify_search(oomkit_proof *p, PyObject *verdict, const oomkit_slice *cut, int m
     }
     EXEMPT (p->call->st) {
         answer = PyObject_CallMethod(
-            p->judge, "weighed", "OOOOO", p->call->losses.verification, verdict,
+            p->judge, "weighed", "OOOOO", p->call->cut->losses.verification, verdict,
             oomkit_weights_are_countable(p->call) ? leaves : Py_None, slices,
             moved ? Py_True : Py_False);
     }
@@ -216,9 +216,10 @@ verify_runs(oomkit_proof *p, int64_t start, const oomkit_slice *cut)
         verify_run(p, start, cut[0].length + cut[1].length, -1, &moved) == 0 &&
         verify_run(p, cut[0].start, cut[0].length, 0, NULL) == 0 &&
         verify_run(p, cut[1].start, cut[1].length, 1, NULL) == 0) {
-        verdict = PyObject_CallMethod(
-            call->losses.verification, "judge", "OOOOO", call->options->label, one, two,
-            call->losses.is_sum ? Py_True : Py_False, moved ? Py_True : Py_False);
+        verdict = PyObject_CallMethod(call->cut->losses.verification, "judge", "OOOOO",
+                                      call->options->label, one, two,
+                                      call->cut->losses.is_sum ? Py_True : Py_False,
+                                      moved ? Py_True : Py_False);
     }
     if (verdict != NULL && verdict != Py_None) {
         Py_SETREF(verdict, verify_search(p, verdict, cut, moved));
@@ -252,7 +253,7 @@ verify_backward(oomkit_call *call, PyObject *engine, PyObject *const *args,
                 size_t nargsf, PyObject *kwnames)
 {
     OWNED PyObject *done =
-        PyObject_CallMethod(call->losses.verification, "root", "(O)",
+        PyObject_CallMethod(call->cut->losses.verification, "root", "(O)",
                             PyVectorcall_NARGS(nargsf) > 0 ? args[0] : Py_None);
 
     (void)engine;
@@ -273,8 +274,8 @@ oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first
     PyObject *verdict = NULL; /* owned */
     OWNED PyObject *done = NULL;
 
-    call->losses.verification = PyObject_CallNoArgs(call->st->verification);
-    if (call->losses.verification == NULL) {
+    call->cut->losses.verification = PyObject_CallNoArgs(call->st->verification);
+    if (call->cut->losses.verification == NULL) {
         return NULL;
     }
     call->backward.instead = verify_backward;
@@ -284,14 +285,14 @@ oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first
         verdict = done == NULL ? NULL : verify_runs(p, start, cut);
         verdict = verify_speak(p, verdict);
     }
-    if (oomkit_join_truncate(&call->join, 0) < 0) {
+    if (oomkit_join_truncate(&call->cut->join, 0) < 0) {
         Py_CLEAR(verdict);
     }
-    Py_CLEAR(call->join.updated);
-    Py_CLEAR(call->join.sources);
-    call->join.required = 0;
+    Py_CLEAR(call->cut->join.updated);
+    Py_CLEAR(call->cut->join.sources);
+    call->cut->join.required = 0;
     call->backward.instead = NULL;
-    Py_CLEAR(call->losses.verification);
+    Py_CLEAR(call->cut->losses.verification);
     if (verdict == NULL && call->unknown.restart == 0) {
         return verify_abandon(call, oomkit_exception_take()) < 0 ? NULL
                                                                  : Py_NewRef(Py_None);

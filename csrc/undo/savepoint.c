@@ -180,7 +180,7 @@ oomkit_tx_begin_micro(oomkit_call *call)
     if (moved == 0) { /* no version tells of its statistics */
         moved = oomkit_buffers_norm(call, 1);
     }
-    if (moved == 0 && call->rng.cpu_state != NULL) {
+    if (moved == 0 && call->entry.rng.cpu_state != NULL) {
         moved = oomkit_rng_moved(call);
     }
     for (i = 0; moved == 0 && i < call->parts->owner_count; i++) {
@@ -315,23 +315,23 @@ oomkit_tx_end_attempt(oomkit_call *call)
     oomkit_buffers_release(call);
     oomkit_rng_release(call);
     oomkit_optimizers_release(call);
-    if (call->cut.slices != NULL) {
+    if (call->cut->slices != NULL) {
         oomkit_tell_attempt_ends(call);
+        call->cut->scheduled.count = 0;
     }
     oomkit_plain_end_attempt(call);
     oomkit_pristine_release(call);
     Py_CLEAR(call->unknown.of_graph);
     Py_CLEAR(call->unknown.of_step);
-    Py_CLEAR(call->owners.groups_after);
-    Py_CLEAR(call->owners.groups_end);
-    Py_CLEAR(call->owners.scales);
-    call->scheduled.count = 0;
-    Py_CLEAR(call->owners.epochs);
-    Py_CLEAR(call->owners.scalers);
-    Py_CLEAR(call->owners.copied);
-    Py_CLEAR(call->owners.user);
-    call->owners.failed_step = NULL;
-    Py_CLEAR(call->owners.attributes);
+    Py_CLEAR(call->entry.owners.groups_after);
+    Py_CLEAR(call->entry.owners.groups_end);
+    Py_CLEAR(call->entry.owners.scales);
+    Py_CLEAR(call->entry.owners.epochs);
+    Py_CLEAR(call->entry.owners.scalers);
+    Py_CLEAR(call->entry.owners.copied);
+    Py_CLEAR(call->entry.owners.user);
+    call->entry.owners.failed_step = NULL;
+    Py_CLEAR(call->entry.owners.attributes);
     call->training = call->backward.done = call->backward.failed =
         call->backward.queued = 0;
     call->updating.committed = call->refused.raised = call->course_waived = 0;
@@ -356,10 +356,12 @@ oomkit_tx_end(oomkit_call *call)
     Py_CLEAR(call->entry.flags);
     PyMem_Free(call->entry.versions);
     PyMem_Free(call->entry.samples);
-    PyMem_Free(call->scheduled.items);
+    if (call->cut->scheduled.items != NULL) {
+        PyMem_Free(call->cut->scheduled.items);
+        call->cut->scheduled.items = NULL;
+    }
     oomkit_slots_release(call);
     Py_CLEAR(call->refused.hooked);
-    call->scheduled.items = NULL;
     call->entry.versions = NULL;
     call->entry.samples = NULL;
 }

@@ -11,7 +11,7 @@ import pytest
 from house.sources import CSRC, FOLDERS, ROOT, House, functions, house
 
 MOST_FILES, LONGEST_FILE, LONGEST_FUNCTION = 20, 900, 60
-MOST_FIELDS = 40  # of oomkit_call; may only fall
+MOST_FIELDS = 32  # of oomkit_call; may only fall
 SHARED = {"py/state.h", "call/call.h", "call/call_types.h"}  # many files need these
 
 
