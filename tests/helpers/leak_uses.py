@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.collector import hide_nothing
 from torch import nn
 
 import oomkit
@@ -320,7 +321,7 @@ def nothing_else_counted() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     yield
-    gc.unfreeze()
+    hide_nothing()
     logger.setLevel(level)
 
 
