@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers.collector import hide_nothing
 from torch import nn
 
 import oomkit
+from helpers.collector import hide_nothing
 from oomkit import _C, sinks
 from oomkit.testing import force_slices, inject_oom
 
