@@ -89,7 +89,7 @@ def test_participants_are_rolled_back_in_every_phase(k: int, phase: str) -> None
     call = _participants(k)[0]
     with inject_oom(nth=2**60, phase=phase) as counted:
         call(x, y)
-    for n in sampled(range(1, counted.seen + 1), 8):
+    for n in sampled(range(1, counted.seen + 1), 24):
         call, metric, ema, _ = _participants(k)
         before, wanted = _state(metric, ema), expected
         with inject_oom(nth=n, phase=phase) as armed:

@@ -55,7 +55,7 @@ STRIDES = {
     "searching": 331,
     "reserving": 331,
 }
-STRIDE = 4507
+STRIDE = 1501
 
 
 def test_no_fault_is_a_crash_or_changes_a_result() -> None:

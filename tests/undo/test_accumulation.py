@@ -91,7 +91,7 @@ def test_an_error_in_the_backward_of_a_later_call(form: str, norm: bool) -> None
     planned = World(form, norm)
     expected = planned.run(3, lambda: force_slices([4, 4]))
     stream, buffers = torch.get_rng_state(), [*planned.model.buffers()]
-    for nth in sampled(range(1, _count(form, norm=norm) + 1), 8):
+    for nth in sampled(range(1, _count(form, norm=norm) + 1), 12):
         world, fault = World(form, norm), inject_oom(nth=nth, phase="backward")
         got = world.run(3, lambda: fault)  # noqa: B023
         assert fault.fired == 1
