@@ -2,24 +2,9 @@
  * past us. While the batch is split they carry no weight and are not parked, so they
  * are looked for before every backward and update and at the end of a micro-batch. */
 #include "accum.h"
-#include "../call/call.h"
 #include "../py/tensor.h"
 #include "../undo/gradients.h"
-
-/* Forgets what was marked there. */
-static void
-escaped_forget(oomkit_call *call)
-{
-    oomkit_grads *g = &call->grads;
-
-    if (g->began != NULL) {
-        call->st->bridge->grads_release(g->began, (size_t)call->parts->param_count);
-        PyMem_Free(g->began);
-        g->began = NULL;
-    }
-    PyMem_Free(g->began_versions);
-    g->began_versions = NULL;
-}
+#include "../undo/undo.h"
 
 /* At the start of a micro-batch of a split call. 0 or -1. */
 static int
@@ -29,7 +14,7 @@ escaped_mark(oomkit_call *call)
     const oomkit_bridge *bridge = call->st->bridge;
     size_t n = (size_t)call->parts->param_count, i;
 
-    escaped_forget(call);
+    oomkit_grads_end_micro(call);
     if (bridge != NULL) {
         g->began = PyMem_Calloc(n + 1, sizeof(*g->began));
         if (g->began == NULL) {
@@ -236,8 +221,7 @@ stray_update(oomkit_call *call, oomkit_update *update)
 
 const oomkit_rule oomkit_stray_grads_rule = {.micro_begins = stray_micro_begins,
                                              .backward_begins = stray_backward,
-                                             .update_begins = stray_update,
-                                             .attempt_ends = escaped_forget};
+                                             .update_begins = stray_update};
 
 static int
 stray_micro_ends(oomkit_call *call, PyObject *result)

@@ -390,4 +390,12 @@ typedef struct oomkit_call {
     oomkit_batch batch; /* its inline nodes are written before they are read */
 } oomkit_call;
 
+/* Has it what only a call that is cut needs? Slices alone do not tell: a returned loss
+ * takes them with it. */
+static inline int
+oomkit_call_is_cut(const oomkit_call *call)
+{
+    return call->cut == call->cut_room;
+}
+
 #endif

@@ -394,6 +394,21 @@ oomkit_grads_changed_since(oomkit_call *call)
     return moved != 0;
 }
 
+/* Forgets what was marked when a micro-batch began. */
+void
+oomkit_grads_end_micro(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+
+    if (g->began != NULL) {
+        call->st->bridge->grads_release(g->began, (size_t)call->parts->param_count);
+        PyMem_Free(g->began);
+        g->began = NULL;
+    }
+    PyMem_Free(g->began_versions);
+    g->began_versions = NULL;
+}
+
 /* Forgets the marks of an attempt; copies and gradients set aside outlive it. */
 void
 oomkit_grads_end_attempt(oomkit_call *call)
@@ -408,6 +423,7 @@ oomkit_grads_end_attempt(oomkit_call *call)
         PyMem_Free(g->after);
         g->after = NULL;
     }
+    oomkit_grads_end_micro(call);
     g->marked = 0;
     grads_array_free(call, &g->held);
     PyMem_Free(g->held_versions);

@@ -284,6 +284,7 @@ oomkit_owners_release(oomkit_call *call)
     Py_CLEAR(call->entry.owners.groups_after);
     Py_CLEAR(call->entry.owners.groups_end);
     Py_CLEAR(call->entry.owners.epochs);
+    Py_CLEAR(call->entry.owners.scales);
 }
 
 /* (step, sync_gradients). New reference or NULL. */
