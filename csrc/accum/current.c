@@ -41,10 +41,10 @@ current_get(PyObject *module, PyObject *Py_UNUSED(ignored))
     if (current == NULL) {
         return NULL;
     }
-    values[0] = PyLong_FromLongLong(split ? (long long)call->cut.at : 0);
-    values[1] = PyLong_FromLongLong(split ? (long long)call->cut.count : 1);
+    values[0] = PyLong_FromLongLong(split ? (long long)call->cut->at : 0);
+    values[1] = PyLong_FromLongLong(split ? (long long)call->cut->count : 1);
     values[2] = PyBool_FromLong(!split || call->is_last);
-    values[3] = PyFloat_FromDouble(split ? call->cut.weights[call->cut.at] : 1.0);
+    values[3] = PyFloat_FromDouble(split ? call->cut->weights[call->cut->at] : 1.0);
     for (i = 0; i < 4; i++) {
         if (values[i] == NULL) {
             Py_CLEAR(current);

@@ -15,7 +15,7 @@ oomkit_nothing_begin(oomkit_call *call, PyObject *root)
 {
     oomkit_tensor_facts facts;
 
-    call->losses.is_nan = 0;
+    call->cut->losses.is_nan = 0;
     if (root == NULL || call->deferred.rowwise || call->deferred.replayed != NULL) {
         return;
     }
@@ -26,7 +26,7 @@ oomkit_nothing_begin(oomkit_call *call, PyObject *root)
     /* Reading one on a device waits for it: in a site's first split call alone. */
     if (facts.size == 1 || facts.ndim == 0) {
         if (facts.device_type == 0 || !call->step->losses.compared) {
-            call->losses.is_nan = oomkit_loss_is_nan(call->st, root, facts.dtype);
+            call->cut->losses.is_nan = oomkit_loss_is_nan(call->st, root, facts.dtype);
         }
     }
 }
@@ -64,10 +64,10 @@ oomkit_nothing_end(oomkit_call *call)
     Py_ssize_t i;
     int finite = 1, mode;
 
-    if (!call->losses.is_nan) {
+    if (!call->cut->losses.is_nan) {
         return 0;
     }
-    call->losses.is_nan = 0;
+    call->cut->losses.is_nan = 0;
     mode = oomkit_grad_mode_off(call->st);
     for (i = 0; mode >= 0 && i < call->parts->param_count && finite == 1; i++) {
         PyObject *gradient = grads_get(call, i); /* owned */
@@ -85,7 +85,7 @@ oomkit_nothing_end(oomkit_call *call)
         "empty slice, where the step cuts its batch into a fixed number of parts (let "
         "it go over `range(0, len(x), n)`, or leave the accumulation to auto_batch), "
         "or labels that are all ignored (pass weight=)",
-        (long long)(call->cut.at + 1), (long long)call->cut.count,
-        (long long)call->cut.slices[call->cut.at].length);
+        (long long)(call->cut->at + 1), (long long)call->cut->count,
+        (long long)call->cut->slices[call->cut->at].length);
     return -1;
 }

@@ -80,7 +80,7 @@ oomkit_interceptor_hold(interceptor_object *self, PyObject *const *args, size_t 
         return -1;
     }
     if (optimizer != NULL && !call->updating.committed &&
-        (call->cut.at == 0 ? oomkit_owners_groups_note(call, optimizer)
+        (call->cut->at == 0 ? oomkit_owners_groups_note(call, optimizer)
                            : oomkit_tx_groups_moved(call, optimizer)) < 0) {
         return -1;
     }

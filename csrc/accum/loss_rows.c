@@ -34,13 +34,13 @@ rows_are_there(oomkit_state *st, const oomkit_loss *whole)
 int
 oomkit_losses_rows(oomkit_call *call, PyObject *result, const oomkit_loss *whole)
 {
-    oomkit_losses *l = &call->losses;
+    oomkit_losses *l = &call->cut->losses;
     PyObject *done; /* owned */
 
     if (call->options->verify == 0) {
         return 0;
     }
-    if (call->cut.at == 0) {
+    if (call->cut->at == 0) {
         Py_CLEAR(l->rows);
         if (!rows_are_there(call->st, whole)) {
             return 0;
@@ -55,7 +55,7 @@ oomkit_losses_rows(oomkit_call *call, PyObject *result, const oomkit_loss *whole
     done = l->rows == NULL
                ? NULL
                : PyObject_CallMethod(l->rows, "add", "OLL", result,
-                                     (long long)call->cut.slices[call->cut.at].start,
+                                     (long long)call->cut->slices[call->cut->at].start,
                                      (long long)call->options->dim);
     oomkit_exempt_leave(call->st);
     Py_XDECREF(done);
@@ -69,7 +69,7 @@ oomkit_losses_rows_judge(oomkit_call *call, int noise)
     int result = 0;
 
     oomkit_exempt_enter(call->st);
-    text = PyObject_CallMethod(call->losses.rows, "judge", "i", noise);
+    text = PyObject_CallMethod(call->cut->losses.rows, "judge", "i", noise);
     oomkit_exempt_leave(call->st);
     if (text == NULL) {
         return -1;

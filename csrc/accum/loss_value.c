@@ -65,7 +65,7 @@ static void
 losses_keep(oomkit_call *call, PyObject *root)
 {
     oomkit_state *st = call->st;
-    oomkit_loss *loss = &call->losses.whole;
+    oomkit_loss *loss = &call->whole_loss;
     oomkit_loss_site *site = &call->step->losses;
     oomkit_tensor_facts facts;
     uint64_t calls = call->step->calls;
@@ -100,7 +100,7 @@ losses_keep(oomkit_call *call, PyObject *root)
 void
 oomkit_losses_learn(oomkit_call *call, int64_t rows)
 {
-    oomkit_loss *loss = &call->losses.whole;
+    oomkit_loss *loss = &call->whole_loss;
     oomkit_loss_site *site = &call->step->losses;
 
     if (rows <= 0 || (loss->size == 0 && loss->tensor == NULL)) {
@@ -238,7 +238,7 @@ losses_whole(const oomkit_call *call, int32_t dtype, double *rows_factor)
 {
     double whole, before;
     const oomkit_loss_site *site = &call->step->losses;
-    const oomkit_losses *l = &call->losses;
+    const oomkit_losses *l = &call->cut->losses;
 
     *rows_factor = 1.0;
     if (l->whole.size != 0 || l->whole.tensor != NULL) {
@@ -261,7 +261,7 @@ losses_unknown(oomkit_call *call)
     const oomkit_options *options = call->options;
     PyObject *done; /* owned */
 
-    if (options->reduction_given || call->losses.is_sum || options->verify == 1 ||
+    if (options->reduction_given || call->cut->losses.is_sum || options->verify == 1 ||
         options->backward != NULL ||
         call->deferred.returned != OOMKIT_RETURNED_NOTHING) {
         return 0; /* stated, or verified anyway */
@@ -304,7 +304,7 @@ losses_limit(oomkit_call *call, int32_t dtype)
 static int
 losses_judge_coupled(oomkit_call *call, double whole, double limit)
 {
-    const oomkit_losses *l = &call->losses;
+    const oomkit_losses *l = &call->cut->losses;
     double joined = l->is_sum ? l->sum : l->mean;
 
     if (fabs(joined - whole) <= limit * fmax(fabs(whole), l->largest)) {
@@ -325,7 +325,7 @@ losses_judge_coupled(oomkit_call *call, double whole, double limit)
 static int
 losses_judge(oomkit_call *call, int32_t dtype)
 {
-    oomkit_losses *l = &call->losses;
+    oomkit_losses *l = &call->cut->losses;
     double factor, whole = losses_whole(call, dtype, &factor), limit = NEAR;
     int is_sum, is_mean, same_batch = l->whole.size != 0 || l->whole.tensor != NULL;
 
@@ -360,7 +360,7 @@ losses_judge(oomkit_call *call, int32_t dtype)
             "reduction=\"sum\" to auto_batch, or the gradients are about %lld times "
             "too small; if it is a mean that has changed so much, pass "
             "reduction=\"mean\"",
-            call->options->label, (long long)call->cut.count);
+            call->options->label, (long long)call->cut->count);
     }
     if (is_sum) {
         return oomkit_warn(
@@ -369,7 +369,7 @@ losses_judge(oomkit_call *call, int32_t dtype)
             "micro-batches' losses add up to that of the whole batch; pass "
             "reduction=\"sum\" to auto_batch, or the gradients are about %lld times "
             "too small",
-            call->options->label, (long long)call->cut.count);
+            call->options->label, (long long)call->cut->count);
     }
     return oomkit_warn(
         call->st->OomkitWarning, 4,
@@ -378,45 +378,45 @@ losses_judge(oomkit_call *call, int32_t dtype)
         "auto_batch, or the gradients are about %lld times too large",
         call->options->label,
         l->counts_items ? "num_items_in_batch was passed" : "reduction=\"sum\"",
-        (long long)call->cut.count);
+        (long long)call->cut->count);
 }
 
 /* In the first split call of the site. 0 or -1. */
 static int
 losses_compare(oomkit_call *call, PyObject *root)
 {
-    oomkit_losses *l = &call->losses;
+    oomkit_losses *l = &call->cut->losses;
     oomkit_tensor_facts facts;
     double value, by_rows;
 
     if (call->step->losses.compared || call->deferred.rowwise ||
-        call->options->weight != NULL || call->cut.weights == NULL ||
-        l->seen != call->cut.at) {
+        call->options->weight != NULL || call->cut->weights == NULL ||
+        l->seen != call->cut->at) {
         return 0;
     }
     if (oomkit_tensor_facts_get(call->st, root, 0, &facts) < 0) {
         return -1;
     }
     value = losses_item(call->st, root);
-    by_rows = (double)call->cut.slices[call->cut.at].length / (double)call->batch.rows;
+    by_rows = (double)call->cut->slices[call->cut->at].length / (double)call->batch.rows;
     l->sum += value;
     l->mean += value * by_rows;
     l->largest = fmax(l->largest, fabs(value) * (l->is_sum ? 1.0 : by_rows));
     l->seen++;
-    return l->seen == call->cut.count ? losses_judge(call, facts.dtype) : 0;
+    return l->seen == call->cut->count ? losses_judge(call, facts.dtype) : 0;
 }
 
 int
 oomkit_losses_replay(oomkit_call *call, PyObject *root)
 {
-    oomkit_losses *l = &call->losses;
-    double weight = call->cut.weights == NULL ? 1.0 : call->cut.weights[call->cut.at];
+    oomkit_losses *l = &call->cut->losses;
+    double weight = call->cut->weights == NULL ? 1.0 : call->cut->weights[call->cut->at];
     double value;
 
     if (call->options->verify == 0) {
         return 0;
     }
-    if (call->cut.at == 0) {
+    if (call->cut->at == 0) {
         oomkit_tensor_facts facts;
         PyObject *tolerance = PyObject_CallOneArg(call->st->tolerance, root);
         l->tolerance = tolerance == NULL ? -1.0 : PyFloat_AsDouble(tolerance);
@@ -431,7 +431,7 @@ oomkit_losses_replay(oomkit_call *call, PyObject *root)
     value = weight == 0.0 ? 0.0 : weight * losses_item(call->st, root);
     l->made += value;
     l->scale = fmax(l->scale, fabs(value));
-    l->replayed = call->cut.at + 1;
+    l->replayed = call->cut->at + 1;
     return 0;
 }
 
@@ -449,13 +449,13 @@ replayed_whole(oomkit_call *call, const oomkit_loss *loss)
     if (loss->tensor != NULL && version != loss->version) {
         return NAN; /* the caller changed it in place */
     }
-    return oomkit_loss_value(call->st, loss, call->losses.dtype);
+    return oomkit_loss_value(call->st, loss, call->cut->losses.dtype);
 }
 
 int
 oomkit_losses_replayed(oomkit_call *call, const oomkit_loss *loss, int noise)
 {
-    const oomkit_losses *l = &call->losses;
+    const oomkit_losses *l = &call->cut->losses;
     PyObject *text; /* owned */
     double whole;
     int result;
@@ -463,7 +463,7 @@ oomkit_losses_replayed(oomkit_call *call, const oomkit_loss *loss, int noise)
     if (call->options->verify != 0 && l->rows != NULL) {
         return oomkit_losses_rows_judge(call, noise);
     }
-    if (call->options->verify == 0 || l->replayed != call->cut.count) {
+    if (call->options->verify == 0 || l->replayed != call->cut->count) {
         return 0;
     }
     whole = replayed_whole(call, loss);

@@ -176,11 +176,11 @@ restart_take_in(oomkit_call *call)
 static void
 restart_wider(oomkit_call *call)
 {
-    call->cut.slices[0].length += call->cut.slices[1].length;
-    call->cut.count--;
-    memmove(&call->cut.slices[1], &call->cut.slices[2],
-            (size_t)(call->cut.count - 1) * sizeof(*call->cut.slices));
-    call->split = call->cut.count > 1;
+    call->cut->slices[0].length += call->cut->slices[1].length;
+    call->cut->count--;
+    memmove(&call->cut->slices[1], &call->cut->slices[2],
+            (size_t)(call->cut->count - 1) * sizeof(*call->cut->slices));
+    call->split = call->cut->count > 1;
     call->unknown.widened = 1;
 }
 
@@ -206,7 +206,7 @@ oomkit_strangers_restart(oomkit_call *call)
         oomkit_exception_drop(call->st, exception, handled);
         Py_XDECREF(handled);
     }
-    result = oomkit_join_truncate(&call->join, 0);
+    result = oomkit_join_truncate(&call->cut->join, 0);
     if (result == 0) {
         result = oomkit_recover_roll_back(call);
     }
@@ -217,7 +217,7 @@ oomkit_strangers_restart(oomkit_call *call)
     if (result < 0 || (strangers && restart_take_in(call) < 0)) {
         return -1;
     }
-    call->cut.at = 0;
+    call->cut->at = 0;
     return oomkit_tx_begin(call);
 }
 

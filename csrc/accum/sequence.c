@@ -32,7 +32,7 @@ oomkit_course_scale_note(oomkit_call *call, PyObject *scaler)
     copy = PyObject_CallMethodNoArgs(scale, call->st->str_clone);
     oomkit_exempt_leave(call->st);
     Py_DECREF(scale);
-    return oomkit_pairs_add(&call->owners.scales, scaler, copy);
+    return oomkit_pairs_add(&call->entry.owners.scales, scaler, copy);
 }
 
 /* Has a scaler found infinite gradients and skipped the update? Then a step that asks
@@ -44,10 +44,10 @@ course_update_skipped(const oomkit_call *call)
     Py_ssize_t i;
     int skipped = 0;
 
-    for (i = 0; call->owners.scales != NULL &&
-                i < PyList_GET_SIZE(call->owners.scales) && !skipped;
+    for (i = 0; call->entry.owners.scales != NULL &&
+                i < PyList_GET_SIZE(call->entry.owners.scales) && !skipped;
          i++) {
-        PyObject *pair = PyList_GET_ITEM(call->owners.scales, i); /* borrowed */
+        PyObject *pair = PyList_GET_ITEM(call->entry.owners.scales, i); /* borrowed */
         PyObject *now, *less;                                     /* owned */
         now = PyObject_GetAttrString(PyTuple_GET_ITEM(pair, 0), "_scale");
         less = now ? PyObject_RichCompare(now, PyTuple_GET_ITEM(pair, 1), Py_LT) : NULL;
@@ -63,7 +63,7 @@ course_update_skipped(const oomkit_call *call)
 static int
 course_find(oomkit_call *call, const void *target, const void *name, int at)
 {
-    const oomkit_course *first = &call->course[0];
+    const oomkit_course *first = &call->cut->course[0];
     int i, skipped;
 
     for (i = at; i < first->count; i++) {
@@ -91,7 +91,7 @@ course_differs(oomkit_call *call, PyObject *here, PyObject *there)
         "auto_batch cannot split this step: its micro-batches take different courses: "
         "micro-batch %lld of %lld reached %S, the first one %S; make the decision from "
         "oomkit.current() (`if oomkit.current().is_last: ...`) or outside the step",
-        (long long)(call->cut.at + 1), (long long)call->cut.count,
+        (long long)(call->cut->at + 1), (long long)call->cut->count,
         here == NULL ? end : here, there == NULL ? end : there);
     Py_DECREF(end);
     return -1;
@@ -101,8 +101,8 @@ course_differs(oomkit_call *call, PyObject *here, PyObject *there)
 int
 oomkit_course_note(oomkit_call *call, const void *target, const void *name)
 {
-    oomkit_course *course = &call->course[call->cut.at > 0];
-    oomkit_course *first = &call->course[0];
+    oomkit_course *course = &call->cut->course[call->cut->at > 0];
+    oomkit_course *first = &call->cut->course[0];
     oomkit_event *event;
     PyObject *where; /* owned, then by the event */
     int at = course->count;
@@ -153,7 +153,7 @@ int
 oomkit_course_skipped(oomkit_call *call)
 {
     struct oomkit_step *step = call->step;
-    const oomkit_course *first = &call->course[0];
+    const oomkit_course *first = &call->cut->course[0];
     const char *what = NULL;
     int i, updates = call->course_waived;
 
@@ -171,7 +171,7 @@ oomkit_course_skipped(oomkit_call *call)
             "auto_batch cannot split this step: with the whole batch it runs a "
             "backward(), with %lld micro-batches it runs none; if it skips "
             "batches that are too small, pass min_micro_batch= to auto_batch",
-            (long long)call->cut.count);
+            (long long)call->cut->count);
         return -1;
     }
     if (!call->training && step->whole.seen && !step->whole.without_backward) {
@@ -195,8 +195,8 @@ oomkit_course_skipped(oomkit_call *call)
 int
 oomkit_course_finish(oomkit_call *call)
 {
-    oomkit_course *course = &call->course[call->cut.at > 0];
-    oomkit_course *first = &call->course[0];
+    oomkit_course *course = &call->cut->course[call->cut->at > 0];
+    oomkit_course *first = &call->cut->course[0];
     int result = 0;
 
     if (course == first) {
@@ -218,7 +218,7 @@ oomkit_course_finish(oomkit_call *call)
 int
 oomkit_course_cut(oomkit_call *call)
 {
-    const oomkit_course *course = &call->course[call->cut.at > 0];
+    const oomkit_course *course = &call->cut->course[call->cut->at > 0];
     const oomkit_event *last = course->count > 0 && course->count <= OOMKIT_COURSE
                                    ? &course->events[course->count - 1]
                                    : NULL;

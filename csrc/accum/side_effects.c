@@ -86,10 +86,10 @@ oomkit_effects_begin(oomkit_call *call)
     }
     if (parts != NULL) {
         oomkit_effects_abandon(call);
-        call->effects = PyObject_CallFunctionObjArgs(
+        call->cut->effects = PyObject_CallFunctionObjArgs(
             call->st->watch_effects, call->given.func, positional, named, parts, NULL);
-        if (call->effects == Py_None) {
-            Py_CLEAR(call->effects);
+        if (call->cut->effects == Py_None) {
+            Py_CLEAR(call->cut->effects);
         }
     }
     Py_XDECREF(positional);
@@ -121,8 +121,8 @@ effects_say(oomkit_call *call, PyObject *answer)
                      "module; move the line into the module's forward (and call the "
                      "module, not its forward), or guard it with `if "
                      "oomkit.current().is_last:`",
-                     refusal, (long long)(call->cut.at + 1),
-                     (long long)call->cut.count);
+                     refusal, (long long)(call->cut->at + 1),
+                     (long long)call->cut->count);
         return -1;
     }
     if (beside != Py_None &&
@@ -150,7 +150,7 @@ effects_say(oomkit_call *call, PyObject *answer)
 int
 oomkit_effects_end(oomkit_call *call)
 {
-    PyObject *effects = call->effects; /* owned */
+    PyObject *effects = call->cut->effects; /* owned */
     PyObject *answer;                  /* owned */
     int result;
 
@@ -158,12 +158,12 @@ oomkit_effects_end(oomkit_call *call)
     if (effects == NULL) {
         return 0;
     }
-    call->effects = NULL;
+    call->cut->effects = NULL;
     oomkit_exempt_enter(call->st);
     answer = PyObject_CallOneArg(effects, call->course_waived ? Py_True : Py_False);
     oomkit_exempt_leave(call->st);
     if (answer == NULL) {
-        call->effects = effects; /* its hooks may be in the modules still */
+        call->cut->effects = effects; /* its hooks may be in the modules still */
         return -1;
     }
     Py_DECREF(effects);
@@ -195,14 +195,14 @@ effects_abandon_once(void *argument)
 void
 oomkit_effects_abandon(oomkit_call *call)
 {
-    PyObject *effects = call->effects;  /* owned */
+    PyObject *effects = call->cut->effects;  /* owned */
     PyObject *exception = NULL, *error; /* owned; the first given back */
     abandoning it = {call->st, effects};
 
     if (effects == NULL) {
         return;
     }
-    call->effects = NULL;
+    call->cut->effects = NULL;
     if (PyErr_Occurred()) {
         exception = oomkit_exception_take();
     }

@@ -26,7 +26,7 @@ forward_add_groups(oomkit_call *call, PyObject *optimizer)
              j++) {
             PyObject *address = /* owned */
                 PyLong_FromVoidPtr(PyList_GET_ITEM(params, j));
-            result = address == NULL ? -1 : PySet_Add(call->stale.params, address);
+            result = address == NULL ? -1 : PySet_Add(call->cut->stale.params, address);
             Py_XDECREF(address);
         }
     }
@@ -50,8 +50,8 @@ forward_holds(oomkit_call *call, PyObject *module, int adding)
            PyDict_Next(params, &at, &key, &value)) {
         PyObject *address = PyLong_FromVoidPtr(value); /* owned */
         result = address == NULL ? -1
-                 : adding        ? PySet_Add(call->stale.params, address)
-                                 : PySet_Contains(call->stale.params, address);
+                 : adding        ? PySet_Add(call->cut->stale.params, address)
+                                 : PySet_Contains(call->cut->stale.params, address);
         Py_XDECREF(address);
     }
     at = 0;
@@ -82,10 +82,10 @@ forward_hook_install(oomkit_call *call)
     PyObject *hook = oomkit_hook_new(st, module, "_forward_begins");    /* owned */
 
     if (hook != NULL) {
-        call->stale.hook = PyObject_CallOneArg(st->forward_pre_hook, hook);
+        call->cut->stale.hook = PyObject_CallOneArg(st->forward_pre_hook, hook);
         Py_DECREF(hook);
     }
-    return call->stale.hook == NULL ? -1 : 0;
+    return call->cut->stale.hook == NULL ? -1 : 0;
 }
 
 /* Where the intercepted call is that was noted last: it is this one. New reference, or
@@ -93,7 +93,7 @@ forward_hook_install(oomkit_call *call)
 static PyObject *
 forward_updated_where(const oomkit_call *call)
 {
-    const oomkit_course *course = &call->course[call->cut.at > 0];
+    const oomkit_course *course = &call->cut->course[call->cut->at > 0];
 
     if (call->course_waived || course->count == 0 || course->count >= OOMKIT_COURSE) {
         return oomkit_course_where();
@@ -115,15 +115,15 @@ oomkit_forward_watch(oomkit_call *call, PyObject *target, oomkit_owner_kind kind
          !PyObject_TypeCheck(optimizer, (PyTypeObject *)call->st->Optimizer))) {
         return 0;
     }
-    if (call->stale.params == NULL && (call->stale.params = PySet_New(NULL)) == NULL) {
+    if (call->cut->stale.params == NULL && (call->cut->stale.params = PySet_New(NULL)) == NULL) {
         return -1;
     }
     result = kind == OOMKIT_OWNER_AVERAGED ? forward_holds(call, target, 1)
                                            : forward_add_groups(call, optimizer);
     if (result < 0 ||
-        (call->stale.where == NULL &&
-         (call->stale.where = forward_updated_where(call)) == NULL) ||
-        (call->stale.hook == NULL && forward_hook_install(call) < 0)) {
+        (call->cut->stale.where == NULL &&
+         (call->cut->stale.where = forward_updated_where(call)) == NULL) ||
+        (call->cut->stale.hook == NULL && forward_hook_install(call) < 0)) {
         return -1;
     }
     return 0;
@@ -137,7 +137,7 @@ oomkit_forward_begins(PyObject *module)
     PyObject *where; /* owned */
     int holds;
 
-    if (call == NULL || call->stale.params == NULL ||
+    if (call == NULL || call->cut->stale.params == NULL ||
         (call->hooked.depth > 0 && !call->hooked.closure) ||
         (call->is_last && call->course_waived)) {
         return 0; /* not ours; inside an update; or after the real one, as decided */
@@ -154,7 +154,7 @@ oomkit_forward_begins(PyObject *module)
                      "update at %U, and only the last micro-batch makes the update; "
                      "call it after the decorated step, or make two decorated steps of "
                      "it",
-                     Py_TYPE(module)->tp_name, where, call->stale.where);
+                     Py_TYPE(module)->tp_name, where, call->cut->stale.where);
         Py_DECREF(where);
     }
     return -1;
@@ -167,20 +167,20 @@ oomkit_forward_release(oomkit_call *call)
     PyObject *exception, *done; /* owned */
 
     Py_CLEAR(call->backward.cleared);
-    if (call->stale.params == NULL) {
+    if (call->cut->stale.params == NULL) {
         return;
     }
     exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;
-    if (call->stale.hook != NULL) {
-        done = PyObject_CallMethodNoArgs(call->stale.hook, call->st->str_remove);
+    if (call->cut->stale.hook != NULL) {
+        done = PyObject_CallMethodNoArgs(call->cut->stale.hook, call->st->str_remove);
         if (done == NULL) {
-            PyErr_WriteUnraisable(call->stale.hook);
+            PyErr_WriteUnraisable(call->cut->stale.hook);
         }
         Py_XDECREF(done);
     }
-    Py_CLEAR(call->stale.hook);
-    Py_CLEAR(call->stale.params);
-    Py_CLEAR(call->stale.where);
+    Py_CLEAR(call->cut->stale.hook);
+    Py_CLEAR(call->cut->stale.params);
+    Py_CLEAR(call->cut->stale.where);
     if (exception != NULL) {
         oomkit_exception_give(exception);
     }

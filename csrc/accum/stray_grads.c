@@ -202,7 +202,7 @@ oomkit_grads_refuse_unexpected(oomkit_call *call)
             "auto_batch cannot split this step: the gradient of %U was set by hand, or "
             "by a backward that does not go through torch.autograd, in micro-batch "
             "%lld of %lld; call backward() on the loss instead%s%s",
-            name, (long long)(call->cut.at + 1), (long long)call->cut.count,
+            name, (long long)(call->cut->at + 1), (long long)call->cut->count,
             call->backward.done > 0
                 ? ", or guard the line with `if oomkit.current().is_last:`"
                 : "",

@@ -189,7 +189,7 @@ int
 oomkit_strangers_meet(oomkit_call *call, PyObject *roots, int nested)
 {
     PyObject *found = /* owned */
-        call->cut.at > 0 ? NULL : graph_strangers(call, roots);
+        call->cut->at > 0 ? NULL : graph_strangers(call, roots);
     Py_ssize_t i, n = found == NULL ? 0 : PyList_GET_SIZE(found);
     int result = found == NULL ? -1 : 0;
     int restart = !nested && !call->parts->leaves_die;
@@ -197,7 +197,7 @@ oomkit_strangers_meet(oomkit_call *call, PyObject *roots, int nested)
      */
     int alone = call->deferred.replayed == NULL && call->parts->refs <= 2;
 
-    if (call->cut.at > 0) {
+    if (call->cut->at > 0) {
         return meet_late(call, roots);
     }
     for (i = 0; i < n && result == 0; i++) {

@@ -127,13 +127,13 @@ oomkit_weights_ask(oomkit_call *call, int64_t start, int64_t length, Py_ssize_t 
 static int
 weights_collect(oomkit_call *call)
 {
-    oomkit_losses *l = &call->losses;
+    oomkit_losses *l = &call->cut->losses;
     Py_ssize_t groups = 0, width = 0;
     int64_t i;
 
-    for (i = 0; i < call->cut.count; i++) {
-        double *values = oomkit_weights_ask(call, call->cut.slices[i].start,
-                                            call->cut.slices[i].length, &groups);
+    for (i = 0; i < call->cut->count; i++) {
+        double *values = oomkit_weights_ask(call, call->cut->slices[i].start,
+                                            call->cut->slices[i].length, &groups);
         if (values == NULL) {
             return -1;
         }
@@ -142,7 +142,7 @@ weights_collect(oomkit_call *call)
             width = groups > 0 ? groups : 1;
             PyMem_Free(l->group_weights);
             l->group_weights =
-                PyMem_New(double, (size_t)width *(size_t)call->cut.count);
+                PyMem_New(double, (size_t)width *(size_t)call->cut->count);
         }
         if (l->group_weights == NULL || groups != l->groups) {
             PyMem_Free(values);
@@ -167,7 +167,7 @@ weights_collect(oomkit_call *call)
 static int
 weights_measured(oomkit_call *call)
 {
-    oomkit_losses *l = &call->losses;
+    oomkit_losses *l = &call->cut->losses;
     Py_ssize_t g, width;
     int64_t i;
 
@@ -177,16 +177,16 @@ weights_measured(oomkit_call *call)
     width = l->groups > 0 ? l->groups : 1;
     for (g = 0; g < width; g++) {
         double total = 0.0;
-        for (i = 0; i < call->cut.count; i++) {
+        for (i = 0; i < call->cut->count; i++) {
             total += l->group_weights[i * width + g];
         }
-        for (i = 0; i < call->cut.count; i++) {
+        for (i = 0; i < call->cut->count; i++) {
             double *weight = &l->group_weights[i * width + g];
-            *weight = total > 0.0 ? *weight / total : 1.0 / (double)call->cut.count;
+            *weight = total > 0.0 ? *weight / total : 1.0 / (double)call->cut->count;
         }
     }
-    for (i = 0; i < call->cut.count; i++) {
-        call->cut.weights[i] = l->group_weights[i * width];
+    for (i = 0; i < call->cut->count; i++) {
+        call->cut->weights[i] = l->group_weights[i * width];
     }
     return 0;
 }
@@ -196,7 +196,7 @@ static int
 weights_found(oomkit_call *call, PyObject *rule)
 {
     PyObject *number = PyObject_GetAttrString(rule, "leaf");                /* owned */
-    PyObject *cut = oomkit_proof_slices(call->cut.slices, call->cut.count); /* owned */
+    PyObject *cut = oomkit_proof_slices(call->cut->slices, call->cut->count); /* owned */
     PyObject *answer = NULL;                                                /* owned */
     Py_ssize_t leaf = number == NULL ? -1 : PyLong_AsSsize_t(number);
     double total = 0.0;
@@ -211,13 +211,13 @@ weights_found(oomkit_call *call, PyObject *rule)
                                      cut);
         oomkit_exempt_leave(call->st);
     }
-    for (i = 0; answer != NULL && i < call->cut.count; i++) {
-        call->cut.weights[i] = PyFloat_AsDouble(PyList_GET_ITEM(answer, i));
-        total += call->cut.weights[i];
+    for (i = 0; answer != NULL && i < call->cut->count; i++) {
+        call->cut->weights[i] = PyFloat_AsDouble(PyList_GET_ITEM(answer, i));
+        total += call->cut->weights[i];
     }
-    for (i = 0; !call->losses.is_sum && answer != NULL && i < call->cut.count; i++) {
-        call->cut.weights[i] =
-            total > 0.0 ? call->cut.weights[i] / total : 1.0 / (double)call->cut.count;
+    for (i = 0; !call->cut->losses.is_sum && answer != NULL && i < call->cut->count; i++) {
+        call->cut->weights[i] =
+            total > 0.0 ? call->cut->weights[i] / total : 1.0 / (double)call->cut->count;
     }
     Py_XDECREF(number);
     Py_XDECREF(cut);
@@ -230,8 +230,8 @@ weights_found(oomkit_call *call, PyObject *rule)
 static int64_t
 weights_rows(const oomkit_call *call)
 {
-    const oomkit_slice *last = &call->cut.slices[call->cut.count - 1];
-    return last->start + last->length - call->cut.slices[0].start;
+    const oomkit_slice *last = &call->cut->slices[call->cut->count - 1];
+    return last->start + last->length - call->cut->slices[0].start;
 }
 
 static int
@@ -249,17 +249,17 @@ int
 oomkit_weights_set(oomkit_call *call)
 {
     PyObject *rule = Py_XNewRef(oomkit_proof_rule(call)); /* owned, then stolen */
-    oomkit_losses *l = &call->losses;
+    oomkit_losses *l = &call->cut->losses;
     const oomkit_options *options = call->options;
     int64_t i;
-    void *grown = PyMem_Realloc(call->cut.weights,
-                                (size_t)call->cut.count * sizeof(*call->cut.weights));
+    void *grown = PyMem_Realloc(call->cut->weights,
+                                (size_t)call->cut->count * sizeof(*call->cut->weights));
     if (grown == NULL) {
         Py_XDECREF(rule);
         PyErr_NoMemory();
         return -1;
     }
-    call->cut.weights = grown;
+    call->cut->weights = grown;
     l->sum = l->mean = l->largest = 0.0;
     l->seen = 0;
     l->groups = 0;
@@ -269,21 +269,21 @@ oomkit_weights_set(oomkit_call *call)
                     ? weights_rule_is(rule, "sum")
                     : l->counts_items || (options->weight == NULL &&
                                           options->reduction == OOMKIT_REDUCTION_SUM);
-    call->join.is_sum = rule != NULL ? l->is_sum : l->counts_items;
-    call->join.found = rule != NULL;
-    call->join.groups = 0;
+    call->cut->join.is_sum = rule != NULL ? l->is_sum : l->counts_items;
+    call->cut->join.found = rule != NULL;
+    call->cut->join.groups = 0;
     if (options->weight != NULL) {
         if (weights_measured(call) < 0) {
             return -1;
         }
-        call->join.groups = l->groups;
-        call->join.group_weights = l->group_weights;
+        call->cut->join.groups = l->groups;
+        call->cut->join.group_weights = l->group_weights;
         return 0;
     }
-    for (i = 0; i < call->cut.count; i++) {
-        call->cut.weights[i] =
+    for (i = 0; i < call->cut->count; i++) {
+        call->cut->weights[i] =
             l->is_sum ? 1.0
-                      : (double)call->cut.slices[i].length / (double)weights_rows(call);
+                      : (double)call->cut->slices[i].length / (double)weights_rows(call);
     }
     if (rule != NULL && call->batch.count > 0 && !l->is_sum &&
         !weights_rule_is(rule, "rows")) {
@@ -301,25 +301,25 @@ weights_refuse(oomkit_call *call, int backwards, const char *least)
     oomkit_raise(call->st->SplitError,
                  "auto_batch(weight=...) must return one weight for each backward() of "
                  "the step: got %zd, expected %s%d",
-                 call->losses.groups, least, backwards);
+                 call->cut->losses.groups, least, backwards);
     return -1;
 }
 
 double
 oomkit_weights_next(oomkit_call *call)
 {
-    const oomkit_losses *l = &call->losses;
+    const oomkit_losses *l = &call->cut->losses;
 
-    if (call->cut.weights == NULL || call->deferred.rowwise) {
+    if (call->cut->weights == NULL || call->deferred.rowwise) {
         return 1.0;
     }
     if (l->groups == 0 || !call->split) {
-        return call->cut.weights[call->cut.at];
+        return call->cut->weights[call->cut->at];
     }
     if (call->backward.done >= l->groups) {
         return weights_refuse(call, call->backward.done + 1, "at least ");
     }
-    return l->group_weights[call->cut.at * l->groups + call->backward.done];
+    return l->group_weights[call->cut->at * l->groups + call->backward.done];
 }
 
 /* --- labels of -100 --- */
@@ -391,11 +391,11 @@ labels_say(oomkit_call *call, Py_ssize_t leaf)
 static PyObject *
 labels_lengths(const oomkit_call *call)
 {
-    PyObject *lengths = PyList_New((Py_ssize_t)call->cut.count); /* owned */
+    PyObject *lengths = PyList_New((Py_ssize_t)call->cut->count); /* owned */
     Py_ssize_t i;
 
-    for (i = 0; lengths != NULL && i < (Py_ssize_t)call->cut.count; i++) {
-        PyObject *length = PyLong_FromLongLong(call->cut.slices[i].length);
+    for (i = 0; lengths != NULL && i < (Py_ssize_t)call->cut->count; i++) {
+        PyObject *length = PyLong_FromLongLong(call->cut->slices[i].length);
         if (length == NULL) {
             Py_CLEAR(lengths);
             break;
@@ -528,7 +528,7 @@ groups_say(oomkit_call *call, PyObject *result)
     int scalar;
 
     if ((PyTuple_Check(result) || PyList_Check(result)) &&
-        PySequence_Fast_GET_SIZE(result) == call->losses.groups) {
+        PySequence_Fast_GET_SIZE(result) == call->cut->losses.groups) {
         return 0; /* one by one */
     }
     scalar = result_is_loss(call, result);
@@ -541,7 +541,7 @@ groups_say(oomkit_call *call, PyObject *result)
         "oomkit: weight= returns %zd weights and %U returns one loss, which is joined "
         "with the first of them; gradients are exact; return the losses as a tuple in "
         "the order of their backwards to have each joined with its own",
-        call->losses.groups, call->options->label);
+        call->cut->losses.groups, call->options->label);
 }
 
 int
@@ -550,15 +550,15 @@ oomkit_weights_check(oomkit_call *call, PyObject *result)
     oomkit_loss_site *site = &call->step->losses;
     int loss;
 
-    if (call->losses.groups > 0 && call->training && !call->updating.committed &&
-        call->backward.done != call->losses.groups) {
+    if (call->cut->losses.groups > 0 && call->training && !call->updating.committed &&
+        call->backward.done != call->cut->losses.groups) {
         return weights_refuse(call, call->backward.done, "");
     }
-    if (call->losses.groups > 1 && !site->groups_said && groups_say(call, result) < 0) {
+    if (call->cut->losses.groups > 1 && !site->groups_said && groups_say(call, result) < 0) {
         return -1;
     }
-    if (call->cut.at > 0 || site->labels_said || call->options->weight != NULL ||
-        call->losses.is_sum || oomkit_proof_known(call) ||
+    if (call->cut->at > 0 || site->labels_said || call->options->weight != NULL ||
+        call->cut->losses.is_sum || oomkit_proof_known(call) ||
         oomkit_proof_rule(call) != NULL || !labels_are_due(call)) {
         return 0;
     }
@@ -569,8 +569,8 @@ oomkit_weights_check(oomkit_call *call, PyObject *result)
 void
 oomkit_weights_release(oomkit_call *call)
 {
-    Py_CLEAR(call->losses.whole.tensor);
-    Py_CLEAR(call->losses.rows);
-    PyMem_Free(call->losses.group_weights);
-    call->losses.group_weights = NULL;
+    Py_CLEAR(call->whole_loss.tensor);
+    Py_CLEAR(call->cut->losses.rows);
+    PyMem_Free(call->cut->losses.group_weights);
+    call->cut->losses.group_weights = NULL;
 }

@@ -25,22 +25,22 @@ compiler_set(oomkit_call *call, PyObject *wanted)
 int
 oomkit_compiler_off(oomkit_call *call)
 {
-    if (call->st->set_eval_frame == NULL || call->entry.compiler != NULL) {
+    if (call->st->set_eval_frame == NULL || call->compiler != NULL) {
         return 0;
     }
-    call->entry.compiler = compiler_set(call, Py_None);
-    return call->entry.compiler == NULL ? -1 : 0;
+    call->compiler = compiler_set(call, Py_None);
+    return call->compiler == NULL ? -1 : 0;
 }
 
 int
 oomkit_compiler_on(oomkit_call *call)
 {
-    PyObject *wanted = call->entry.compiler, *before; /* owned */
+    PyObject *wanted = call->compiler, *before; /* owned */
 
     if (wanted == NULL) {
         return 0;
     }
-    call->entry.compiler = NULL;
+    call->compiler = NULL;
     before = compiler_set(call, wanted);
     Py_DECREF(wanted);
     Py_XDECREF(before);

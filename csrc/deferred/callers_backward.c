@@ -29,7 +29,7 @@ oomkit_second_mark(oomkit_second *s, const oomkit_pending *p, oomkit_call *call)
 {
     memset(call, 0,
            offsetof(oomkit_call, batch) + offsetof(oomkit_batch, inline_nodes));
-    call->course[0].count = call->course[1].count = 0;
+    call->cut->course[0].count = call->cut->course[1].count = 0;
     call->batch.nodes = call->batch.inline_nodes;
     call->batch.rows = -1;
     call->st = s->st;

@@ -215,10 +215,10 @@ static void
 pending_unmake(oomkit_pending *p, oomkit_call *call)
 {
     oomkit_rng_release(call);
-    call->rng = p->rng;
+    call->entry.rng = p->rng;
     memset(&p->rng, 0, sizeof(p->rng));
     oomkit_buffers_release(call);
-    call->buffers = p->buffers;
+    call->entry.buffers = p->buffers;
     memset(&p->buffers, 0, sizeof(p->buffers));
     if (p->param_versions != NULL) {
         call->entry.versions = p->param_versions;
@@ -260,10 +260,10 @@ pending_new(oomkit_call *call, oomkit_returned kind, PyObject *loss, PyObject *r
         return NULL;
     }
     oomkit_batch_move(&p->batch, &call->batch, p->args);
-    p->rng = call->rng;
-    memset(&call->rng, 0, sizeof(call->rng));
-    p->buffers = call->buffers;
-    memset(&call->buffers, 0, sizeof(call->buffers));
+    p->rng = call->entry.rng;
+    memset(&call->entry.rng, 0, sizeof(call->entry.rng));
+    p->buffers = call->entry.buffers;
+    memset(&call->entry.buffers, 0, sizeof(call->entry.buffers));
     p->buffers_serial = p->parts->buffers_serial;
     if (oomkit_switches_note_end(call) < 0) {
         pending_unmake(p, call);
@@ -386,7 +386,7 @@ oomkit_pending_attach(oomkit_call *call, PyObject *result)
 {
     oomkit_state *st = call->st;
     OWNED PyObject *done = NULL;
-    OWNED PyObject *loss = oomkit_result_loss_at(st, result, call->join.loss_at);
+    OWNED PyObject *loss = oomkit_result_loss_at(st, result, call->cut->join.loss_at);
     oomkit_pending *p; /* owned, then by the node */
     oomkit_tensor_facts facts;
     if (loss == NULL) {
@@ -405,10 +405,10 @@ oomkit_pending_attach(oomkit_call *call, PyObject *result)
     }
     p->small =
         oomkit_tensor_facts_get(st, loss, 0, &facts) == 0 && facts.bytes <= SMALL_BYTES;
-    p->slices = call->cut.slices;
-    p->slice_count = call->cut.count;
-    call->cut.slices = NULL;
-    call->cut.count = call->cut.room = 0;
+    p->slices = call->cut->slices;
+    p->slice_count = call->cut->count;
+    call->cut->slices = NULL;
+    call->cut->count = call->cut->room = 0;
     p->stash = call->grads.parked;
     p->stash_count = call->parts->param_count;
     call->grads.parked = NULL;

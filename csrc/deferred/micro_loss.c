@@ -19,7 +19,7 @@ returned_differs(oomkit_call *call)
         call,
         "its micro-batches return different kinds of results (a loss that needs "
         "backward() in one, none or one of another shape in micro-batch %lld of %lld)",
-        (long long)(call->cut.at + 1), (long long)call->cut.count);
+        (long long)(call->cut->at + 1), (long long)call->cut->count);
 }
 
 static int
@@ -34,7 +34,7 @@ returned_shape(oomkit_call *call, PyObject *loss)
         call,
         "auto_batch cannot split a step that returns a loss of shape %S for %lld rows: "
         "return a scalar, or one row per sample",
-        shape, (long long)call->cut.slices[call->cut.at].length);
+        shape, (long long)call->cut->slices[call->cut->at].length);
 }
 
 /* tensor.numel(), or -1 with an exception. */
@@ -53,7 +53,7 @@ returned_single_ask(oomkit_call *call, PyObject *loss)
 {
     OWNED PyObject *shape = NULL;
 
-    if (!call->unknown.widened && !call->cut.forced) {
+    if (!call->unknown.widened && !call->cut->forced) {
         call->unknown.restart = OOMKIT_RESTART_WIDER;
         oomkit_raise(call->st->SplitError,
                      "auto_batch begins the step again, with more than one row in the "
@@ -83,7 +83,7 @@ returned_single_is_scalar(oomkit_call *call, PyObject *loss)
         elements = returned_numel(call->st, call->deferred.replayed->gradient);
         return elements < 0 ? -1 : elements == 1 && call->batch.rows > 1;
     }
-    if (call->cut.at > 0) {
+    if (call->cut->at > 0) {
         return call->deferred.returned == OOMKIT_RETURNED_STASH;
     }
     return call->step->single_loss == 0 ? returned_single_ask(call, loss)
@@ -104,14 +104,14 @@ returned_is_scalar(oomkit_call *call, PyObject *loss, const oomkit_tensor_facts 
     if (elements < 0) {
         return -1;
     }
-    if (elements == 1 && call->cut.slices[call->cut.at].length == 1) {
+    if (elements == 1 && call->cut->slices[call->cut->at].length == 1) {
         return returned_single_is_scalar(call, loss);
     }
-    scalar = facts->size != call->cut.slices[call->cut.at].length;
+    scalar = facts->size != call->cut->slices[call->cut->at].length;
     if (scalar && elements != 1) {
         return returned_shape(call, loss);
     }
-    if (call->cut.slices[call->cut.at].length > 1) {
+    if (call->cut->slices[call->cut->at].length > 1) {
         call->step->single_loss = 1 + scalar;
     }
     return scalar;
@@ -149,7 +149,7 @@ returned_gradient(oomkit_call *call, PyObject *loss, int scalar)
 {
     oomkit_state *st = call->st;
     PyObject *whole = call->deferred.replayed->gradient; /* borrowed */
-    const oomkit_slice *slice = &call->cut.slices[call->cut.at];
+    const oomkit_slice *slice = &call->cut->slices[call->cut->at];
     oomkit_tensor_facts facts;
 
     if (oomkit_tensor_facts_get(st, whole, call->options->dim, &facts) < 0) {
@@ -179,7 +179,7 @@ returned_replay(oomkit_call *call, PyObject *loss, int scalar)
              : oomkit_losses_rows(call, loss, &call->deferred.replayed->value)) < 0) {
         return -1;
     }
-    if (call->cut.count == 1 && !scalar &&
+    if (call->cut->count == 1 && !scalar &&
         call->proof == NULL) { /* the whole batch again */
         gradient = Py_NewRef(call->deferred.replayed->gradient);
     } else {
@@ -199,7 +199,7 @@ returned_stash(oomkit_call *call, PyObject *loss)
     OWNED PyObject *shape = NULL, *gradient = NULL;
 
     call->grads.stashing = 1;
-    if (call->cut.at == 0) {
+    if (call->cut->at == 0) {
         int half = call->step->half ? 1 : oomkit_graph_has_half(call->st, loss);
         if (half < 0 || oomkit_stash_assume(call, &call->deferred.assumed) < 0) {
             return -1;
@@ -221,7 +221,7 @@ returned_stash(oomkit_call *call, PyObject *loss)
 static int
 returned_defer(oomkit_call *call, PyObject *loss)
 {
-    return call->cut.at == 0 ? oomkit_strangers_meet(call, loss, 0) : 0;
+    return call->cut->at == 0 ? oomkit_strangers_meet(call, loss, 0) : 0;
 }
 
 /* The loss of this micro-batch's result, when it needs backward: 1 and *loss (owned);
@@ -276,11 +276,11 @@ oomkit_returned_micro(oomkit_call *call, PyObject *result)
     if (call->deferred.replayed != NULL) {
         return returned_replay(call, loss, scalar);
     }
-    if (call->cut.at > 0 && oomkit_loss_place(call->st, result) != call->join.loss_at) {
+    if (call->cut->at > 0 && oomkit_loss_place(call->st, result) != call->cut->join.loss_at) {
         return PyErr_Occurred() ? -1 : returned_differs(call);
     }
     kind = scalar ? OOMKIT_RETURNED_STASH : OOMKIT_RETURNED_DEFERRED;
-    if (call->cut.at > 0 && call->deferred.returned != kind) {
+    if (call->cut->at > 0 && call->deferred.returned != kind) {
         return returned_differs(call);
     }
     call->deferred.returned = kind;

@@ -26,7 +26,7 @@ void
 oomkit_recompute_note(oomkit_call *call, PyObject *roots)
 {
     PyObject *root = oomkit_losses_root(call->st, roots); /* borrowed from roots */
-    oomkit_loss *loss = &call->losses.whole;
+    oomkit_loss *loss = &call->whole_loss;
 
     if (root == NULL || !call->grads.at_entry || call->grads.copies != NULL ||
         loss->size != 0 || loss->tensor != NULL) {
@@ -42,7 +42,7 @@ static const oomkit_loss *
 recompute_loss(const oomkit_call *call)
 {
     return call->deferred.replayed != NULL ? &call->deferred.replayed->value
-                                           : &call->losses.whole;
+                                           : &call->whole_loss;
 }
 
 /* Ends the function, which may catch it. -1 always. */
@@ -291,14 +291,14 @@ int
 oomkit_recompute(oomkit_call *call)
 {
     oomkit_slice *slices =
-        call->cut.slices; /* of the next attempt: owned by call again */
+        call->cut->slices; /* of the next attempt: owned by call again */
     oomkit_slice whole = {0, call->batch.rows};
-    int64_t count = call->cut.count, room = call->cut.room;
+    int64_t count = call->cut->count, room = call->cut->room;
     int result, done, split = call->split;
 
-    call->cut.slices = &whole;
-    call->cut.count = call->cut.room = 1;
-    call->cut.at = call->split = 0;
+    call->cut->slices = &whole;
+    call->cut->count = call->cut->room = 1;
+    call->cut->at = call->split = 0;
     result = recompute_attempt(call);
     done = call->grads.owed == OOMKIT_OWED_DONE;
     if (result == 0) {
@@ -306,15 +306,15 @@ oomkit_recompute(oomkit_call *call)
         oomkit_tx_end_attempt(call);
     }
     call->grads.owed = OOMKIT_OWED_NOTHING;
-    call->cut.slices = slices;
-    call->cut.count = count;
-    call->cut.room = room;
-    call->cut.at = 0;
+    call->cut->slices = slices;
+    call->cut->count = count;
+    call->cut->room = room;
+    call->cut->at = 0;
     call->split = split;
     if (result < 0 || oomkit_recover_reclaim(call, call->sizes.baseline) < 0) {
         return -1;
     }
-    memset(&call->sizes.measured, 0, sizeof(call->sizes.measured));
+    memset(&call->cut->measured, 0, sizeof(call->cut->measured));
     if (!done) {
         return recompute_give_up(call);
     }

@@ -98,9 +98,9 @@ oomkit_replay_prepare(oomkit_call *call, oomkit_pending *p, const char **why)
     call->given.kwnames = p->kwnames;
     call->given.nargsf = p->nargsf;
     oomkit_batch_move(&call->batch, &p->batch, p->args);
-    call->rng = p->rng;
+    call->entry.rng = p->rng;
     memset(&p->rng, 0, sizeof(p->rng));
-    call->buffers = p->buffers;
+    call->entry.buffers = p->buffers;
     memset(&p->buffers, 0, sizeof(p->buffers));
     call->entry.versions = p->param_versions;
     p->param_versions = NULL;
@@ -127,8 +127,8 @@ now_buffers(oomkit_call *call, const oomkit_pending *p, replay_now *now)
 
     now->buffers_used = p->buffers_serial != p->parts->buffers_serial;
     now->buffers = PyList_New(0);
-    for (i = 0; now->buffers != NULL && i < call->buffers.count; i++) {
-        const oomkit_buffer *item = &call->buffers.items[i];
+    for (i = 0; now->buffers != NULL && i < call->entry.buffers.count; i++) {
+        const oomkit_buffer *item = &call->entry.buffers.items[i];
         uint32_t version;
         if (oomkit_tensor_version(call->st, item->tensor, &version) < 0 ||
             oomkit_pairs_add(&now->buffers, item->tensor,
@@ -146,19 +146,19 @@ now_buffers(oomkit_call *call, const oomkit_pending *p, replay_now *now)
 static int
 now_note(oomkit_call *call, const oomkit_pending *p, replay_now *now)
 {
-    oomkit_rng entry = call->rng;
+    oomkit_rng entry = call->entry.rng;
     int moved = 0;
 
     memset(now, 0, sizeof(*now));
     if (entry.cpu_state != NULL) {
-        call->rng = p->after;
+        call->entry.rng = p->after;
         moved = oomkit_rng_moved(call);
-        memset(&call->rng, 0, sizeof(call->rng));
+        memset(&call->entry.rng, 0, sizeof(call->entry.rng));
         if (moved >= 0 && oomkit_rng_mark(call) < 0) {
             moved = -1;
         }
-        now->rng = call->rng;
-        call->rng = entry;
+        now->rng = call->entry.rng;
+        call->entry.rng = entry;
     }
     now->rng_used = moved != 0;
     if (moved < 0 || now_buffers(call, p, now) < 0 ||
@@ -166,7 +166,7 @@ now_note(oomkit_call *call, const oomkit_pending *p, replay_now *now)
         oomkit_plain_now(call, &now->plain) < 0) {
         return -1;
     }
-    now->users = Py_XNewRef(call->owners.user);
+    now->users = Py_XNewRef(call->entry.owners.user);
     return 0;
 }
 
@@ -184,12 +184,12 @@ now_clear(replay_now *now)
 static int
 now_restore_rng(oomkit_call *call, replay_now *now)
 {
-    oomkit_rng entry = call->rng;
+    oomkit_rng entry = call->entry.rng;
     int result;
 
-    call->rng = now->rng;
+    call->entry.rng = now->rng;
     result = oomkit_rng_restore(call);
-    call->rng = entry;
+    call->entry.rng = entry;
     return result;
 }
 
@@ -221,7 +221,7 @@ now_restore_once(void *argument)
             result = oomkit_switches_then(call, &now->switches);
         }
         if (result == 0) {
-            Py_XSETREF(call->owners.user, Py_XNewRef(now->users));
+            Py_XSETREF(call->entry.owners.user, Py_XNewRef(now->users));
             result = oomkit_owners_restore(call);
         }
         if (result == 0) {
@@ -263,10 +263,10 @@ replay_start(oomkit_call *call, oomkit_pending *p)
     if (p->slices == NULL) {
         return oomkit_recover_split(call) < 0 ? -1 : oomkit_tx_begin(call);
     }
-    call->cut.slices = p->slices;
-    call->cut.count = call->cut.room = p->slice_count;
+    call->cut->slices = p->slices;
+    call->cut->count = call->cut->room = p->slice_count;
     p->slices = NULL;
-    call->split = call->cut.count > 1;
+    call->split = call->cut->count > 1;
     return oomkit_recover_batch(call) < 0 ? -1 : oomkit_tx_begin(call);
 }
 
@@ -367,7 +367,7 @@ oomkit_replay_run(oomkit_call *call, oomkit_pending *p, PyObject *inputs,
     oomkit_modes_stack stack;
     /* Asked of the very marks of the call: set_state() writes anew what torch never
      * sets of a generator's bytes. */
-    int result, drawn = oomkit_rng_drawn(st, &call->rng, &p->after);
+    int result, drawn = oomkit_rng_drawn(st, &call->entry.rng, &p->after);
 
     memset(&now, 0, sizeof(now));
     if (drawn < 0 || now_note(call, p, &now) < 0 ||

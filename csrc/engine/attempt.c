@@ -19,16 +19,16 @@ static int
 slices_room(oomkit_call *call, int64_t count)
 {
     void *grown;
-    if (count <= call->cut.room) {
+    if (count <= call->cut->room) {
         return 0;
     }
-    grown = PyMem_Realloc(call->cut.slices, (size_t)count * sizeof(*call->cut.slices));
+    grown = PyMem_Realloc(call->cut->slices, (size_t)count * sizeof(*call->cut->slices));
     if (grown == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    call->cut.slices = grown;
-    call->cut.room = count;
+    call->cut->slices = grown;
+    call->cut->room = count;
     return 0;
 }
 
@@ -37,25 +37,25 @@ slices_room(oomkit_call *call, int64_t count)
 int
 oomkit_attempt_slices(oomkit_call *call)
 {
-    int64_t kept = call->cut.count, count = oomkit_plan_count(&call->cut.plan), i;
+    int64_t kept = call->cut->count, count = oomkit_plan_count(&call->cut->plan), i;
     int64_t offset = kept == 0 ? 0
-                               : call->cut.slices[kept - 1].start +
-                                     call->cut.slices[kept - 1].length;
+                               : call->cut->slices[kept - 1].start +
+                                     call->cut->slices[kept - 1].length;
 
     if (slices_room(call, kept + count) < 0) {
         return -1;
     }
     for (i = 0; i < count; i++) {
-        oomkit_slice *slice = &call->cut.slices[kept + i];
-        if (oomkit_plan_slice(&call->cut.plan, i, &slice->start, &slice->length) !=
+        oomkit_slice *slice = &call->cut->slices[kept + i];
+        if (oomkit_plan_slice(&call->cut->plan, i, &slice->start, &slice->length) !=
             OOMKIT_OK) {
             PyErr_SetString(PyExc_RuntimeError, "oomkit made a plan without slices");
             return -1;
         }
         slice->start += offset;
     }
-    call->cut.count = kept + count;
-    call->split = call->cut.count > 1;
+    call->cut->count = kept + count;
+    call->split = call->cut->count > 1;
     return 0;
 }
 
@@ -85,8 +85,8 @@ attempt_of_whole(oomkit_call *call, PyObject *result)
         "rows for a micro-batch of %lld; if it is the next batch, fetched inside "
         "the step, fetch it outside; else return it in another way or give "
         "join=...",
-        (long long)call->cut.count, place, (long long)call->batch.rows,
-        (long long)call->cut.slices[0].length);
+        (long long)call->cut->count, place, (long long)call->batch.rows,
+        (long long)call->cut->slices[0].length);
     Py_DECREF(place);
     return -1;
 }
@@ -95,7 +95,7 @@ attempt_of_whole(oomkit_call *call, PyObject *result)
 static int
 attempt_micro_end(oomkit_call *call, PyObject *result)
 {
-    const oomkit_slice *slice = &call->cut.slices[call->cut.at];
+    const oomkit_slice *slice = &call->cut->slices[call->cut->at];
 
     if (call->options->backward != NULL && call->deferred.replayed == NULL) {
         if (oomkit_backward_run(call, result) < 0) {
@@ -117,7 +117,7 @@ attempt_micro_end(oomkit_call *call, PyObject *result)
                            (call->proof == NULL && oomkit_effects_end(call) < 0))) {
         return -1;
     }
-    if (call->split && call->cut.at == 0 && !call->is_last &&
+    if (call->split && call->cut->at == 0 && !call->is_last &&
         oomkit_proof_is_new_course(call)) {
         call->unknown.restart = OOMKIT_RESTART_PROOF;
         oomkit_raise(call->st->SplitError,
@@ -129,22 +129,22 @@ attempt_micro_end(oomkit_call *call, PyObject *result)
         return -1;
     }
     if (!call->split || call->deferred.replayed != NULL ||
-        (call->proof != NULL && call->cut.count == 1)) {
+        (call->proof != NULL && call->cut->count == 1)) {
         return 0;
     }
-    if (call->cut.at == 0 && call->options->join == NULL && call->training &&
+    if (call->cut->at == 0 && call->options->join == NULL && call->training &&
         attempt_of_whole(call, result) < 0) {
         return -1;
     }
-    return oomkit_join_add(call->st, call->options, &call->join, result, slice->length,
-                           call->cut.weights[call->cut.at]);
+    return oomkit_join_add(call->st, call->options, &call->cut->join, result, slice->length,
+                           call->cut->weights[call->cut->at]);
 }
 
 int
 oomkit_attempt_only_results(const oomkit_call *call)
 {
     return !call->training && !call->parts_moved && call->updating.count == 0 &&
-           call->course[0].count == 0 && call->owners.scalers == NULL &&
+           call->cut->course[0].count == 0 && call->entry.owners.scalers == NULL &&
            !call->updating.committed && call->options->weight == NULL &&
            call->deferred.returned == OOMKIT_RETURNED_NOTHING &&
            call->deferred.replayed == NULL;
@@ -154,11 +154,11 @@ oomkit_attempt_only_results(const oomkit_call *call)
 static int
 attempt_slice(oomkit_call *call, PyObject **vector, PyObject **whole)
 {
-    const oomkit_slice *slice = &call->cut.slices[call->cut.at];
+    const oomkit_slice *slice = &call->cut->slices[call->cut->at];
     PyObject *result; /* owned */
     int status;
 
-    if (call->cut.at > 0 && oomkit_attempt_only_results(call) &&
+    if (call->cut->at > 0 && oomkit_attempt_only_results(call) &&
         oomkit_tx_begin_micro(call) < 0) {
         return -1;
     }
@@ -169,7 +169,7 @@ attempt_slice(oomkit_call *call, PyObject **vector, PyObject **whole)
     if (call->split && oomkit_grads_begin_micro(call) < 0) {
         return -1;
     }
-    call->is_last = call->cut.at == call->cut.count - 1;
+    call->is_last = call->cut->at == call->cut->count - 1;
     call->backward.done = call->hooked.syncs = 0;
     if (oomkit_batch_build(call->st, call->options, &call->batch, slice->start,
                            slice->length, vector) < 0) {
@@ -182,7 +182,7 @@ attempt_slice(oomkit_call *call, PyObject **vector, PyObject **whole)
     result = PyObject_Vectorcall(call->given.func, vector,
                                  (size_t)call->batch.positional, call->given.kwnames);
     call->running = 0;
-    call->unfit.by_step = result == NULL;
+    call->cut->unfit.by_step = result == NULL;
     if (oomkit_compiler_off(call) < 0) {
         Py_CLEAR(result);
     }
@@ -264,22 +264,22 @@ oomkit_attempt_join(oomkit_call *call)
         return NULL;
     }
     /* Without a graph a call that trains looks like an evaluation. */
-    call->join.evaluation = call->tries.joining && call->losses.verification == NULL;
-    call->join.parked =
+    call->cut->join.evaluation = call->tries.joining && call->cut->losses.verification == NULL;
+    call->cut->join.parked =
         call->training && call->deferred.returned == OOMKIT_RETURNED_NOTHING;
-    call->join.one_loss = call->deferred.returned == OOMKIT_RETURNED_STASH;
-    call->join.rows_sure = rows_are_sure(&call->batch);
-    if (call->join.required && call->options->join == NULL) {
-        Py_XSETREF(call->join.sources, join_sources(call));
-        if (call->join.sources == NULL) {
+    call->cut->join.one_loss = call->deferred.returned == OOMKIT_RETURNED_STASH;
+    call->cut->join.rows_sure = rows_are_sure(&call->batch);
+    if (call->cut->join.required && call->options->join == NULL) {
+        Py_XSETREF(call->cut->join.sources, join_sources(call));
+        if (call->cut->join.sources == NULL) {
             return NULL;
         }
     }
     if ((call->proof == NULL && oomkit_course_skipped(call) < 0) ||
-        oomkit_updated(call, &call->join.updated) < 0) {
+        oomkit_updated(call, &call->cut->join.updated) < 0) {
         return NULL;
     }
-    result = oomkit_join_finish(call->st, call->options, &call->join);
+    result = oomkit_join_finish(call->st, call->options, &call->cut->join);
     if (result == NULL && PyErr_ExceptionMatches(call->st->SplitError)) {
         call->refused.raised = 1; /* no size of micro-batch would change that */
     }
@@ -307,7 +307,7 @@ oomkit_attempt_slices_run(oomkit_call *call, PyObject **result)
         PyErr_NoMemory();
         return -1;
     }
-    for (; status == 0 && call->cut.at < call->cut.count; call->cut.at++) {
+    for (; status == 0 && call->cut->at < call->cut->count; call->cut->at++) {
         status = attempt_micro(call, vector, result);
         if (status < 0) {
             vector_clear(vector, call->batch.total);
@@ -330,7 +330,7 @@ oomkit_attempt_run(oomkit_call *call)
     if (oomkit_prove(call) < 0 || oomkit_attempt_slices_run(call, &result) < 0) {
         return NULL;
     }
-    call->cut.at = call->cut.count - 1;
+    call->cut->at = call->cut->count - 1;
     if (call->deferred.replayed != NULL) {
         Py_XSETREF(result, Py_NewRef(Py_None)); /* the caller has the results already */
     } else if (call->split) {

@@ -55,7 +55,7 @@ int
 oomkit_recover_batch(oomkit_call *call);
 
 /* --- replan.c --- */
-/* The next plan into call->cut.plan and its slices, after a failure of slices of
+/* The next plan into call->cut->plan and its slices, after a failure of slices of
  * `failed_rows` rows, `failed_count` of them; with `keep` the finished ones stay. 0, or
  * -1 with oomkit.OutOfMemory. The line that says it, and the user's hook. */
 int

@@ -185,7 +185,7 @@ pass_note(oomkit_call *call, PyObject *exception, int parked)
     if (!PyObject_TypeCheck(exception, (PyTypeObject *)PyExc_Exception)) {
         return pass_note_interrupted(call, exception);
     }
-    if (call->cut.slices == NULL && call->tries.ooms == 0) {
+    if (call->cut->slices == NULL && call->tries.ooms == 0) {
         return 0;
     }
     if (oomkit_tx_committed(call) == 1 && /* but for what says itself how far it came */
@@ -194,10 +194,10 @@ pass_note(oomkit_call *call, PyObject *exception, int parked)
             exception, PyUnicode_FromString("oomkit: the update of this batch had been "
                                             "applied: it stands, do not repeat it"));
     }
-    if (call->cut.slices == NULL) {
+    if (call->cut->slices == NULL) {
         return result;
     }
-    slice = &call->cut.slices[call->cut.at < call->cut.count ? call->cut.at : 0];
+    slice = &call->cut->slices[call->cut->at < call->cut->count ? call->cut->at : 0];
     if (result == 0 && call->split && !call->refused.raised) {
         result = pass_add_note(
             exception,
@@ -205,7 +205,7 @@ pass_note(oomkit_call *call, PyObject *exception, int parked)
                 "oomkit: raised in micro-batch %lld of %lld (%lld rows) after %u "
                 "out-of-memory errors; if the step cannot work on that size, see "
                 "min_micro_batch= and multiple_of= of auto_batch",
-                (long long)(call->cut.at + 1), (long long)call->cut.count,
+                (long long)(call->cut->at + 1), (long long)call->cut->count,
                 (long long)slice->length, (unsigned)call->tries.ooms));
     }
     if (result == 0 && call->split && !call->refused.raised) {

@@ -33,10 +33,10 @@ oomkit_recover_note(oomkit_call *call, PyObject *exception)
     memset(attempt, 0, sizeof(*attempt));
     oomkit_exception_describe(call->st, exception, &attempt->requested_bytes,
                               &attempt->message, &attempt->location);
-    attempt->micro_batch_size = call->cut.slices == NULL
+    attempt->micro_batch_size = call->cut->slices == NULL
                                     ? oomkit_batch_rows(&call->batch)
-                                    : call->cut.slices[call->cut.at].length;
-    attempt->accumulation_steps = call->cut.slices == NULL ? 1 : call->cut.count;
+                                    : call->cut->slices[call->cut->at].length;
+    attempt->accumulation_steps = call->cut->slices == NULL ? 1 : call->cut->count;
     oomkit_device_held(call->st, call->device, &attempt->allocated_bytes,
                        &attempt->reserved_bytes);
     attempt->phase = call->backward.failed      ? OOMKIT_PHASE_BACKWARD
@@ -90,7 +90,7 @@ oomkit_recover_reclaim(oomkit_call *call, uint64_t baseline_bytes)
 static int
 recover_keeps_parts(const oomkit_call *call)
 {
-    return call->cut.slices != NULL && call->cut.at > 0 &&
+    return call->cut->slices != NULL && call->cut->at > 0 &&
            oomkit_attempt_only_results(call);
 }
 
@@ -285,7 +285,7 @@ recover_join(oomkit_call *call)
         "row, or use oomkit.map(..., to=\"cpu\"), which moves each part's result off "
         "the "
         "device",
-        call->options->label, (long long)call->cut.count);
+        call->options->label, (long long)call->cut->count);
     if (reason != NULL) {
         oomkit_give_up(call, reason, 0);
         Py_DECREF(reason);
@@ -298,7 +298,7 @@ static int
 recover_go_on(oomkit_call *call)
 {
     oomkit_state *st = call->st;
-    int64_t rows, count = call->cut.slices == NULL ? 1 : call->cut.count;
+    int64_t rows, count = call->cut->slices == NULL ? 1 : call->cut->count;
     uint64_t baseline; /* with the results of finished parts */
     int keep = recover_keeps_parts(call), result;
 
@@ -310,17 +310,17 @@ recover_go_on(oomkit_call *call)
     result = oomkit_recover_roll_back(call);
     call->grads.may_owe = 0;
     if (result == 0) {
-        result = oomkit_join_truncate(&call->join, keep ? (Py_ssize_t)call->cut.at : 0);
+        result = oomkit_join_truncate(&call->cut->join, keep ? (Py_ssize_t)call->cut->at : 0);
     }
     call->deferred.may_hold |= call->training && !call->split;
     oomkit_tx_end_attempt(call);
-    baseline = keep ? call->sizes.micro.baseline_bytes : call->sizes.baseline;
+    baseline = keep ? call->cut->micro.baseline_bytes : call->sizes.baseline;
     if (result < 0 || oomkit_recover_reclaim(call, baseline) < 0 ||
         oomkit_recover_batch(call) < 0) {
         return -1;
     }
-    rows = call->cut.slices == NULL ? call->batch.rows
-                                    : call->cut.slices[keep ? call->cut.at : 0].length;
+    rows = call->cut->slices == NULL ? call->batch.rows
+                                    : call->cut->slices[keep ? call->cut->at : 0].length;
     call->tries.items[call->tries.count - 1].micro_batch_size = rows;
     if (oomkit_replan(call, keep, rows, count) < 0 ||
         oomkit_replan_say(call, rows, count) < 0) {
@@ -333,7 +333,7 @@ recover_go_on(oomkit_call *call)
     return oomkit_tx_begin(call);
 }
 
-/* Ends the attempt that failed with the exception in flight. 0: call->cut.slices is the
+/* Ends the attempt that failed with the exception in flight. 0: call->cut->slices is the
  * next attempt; -1 with the exception to raise. */
 static int
 recover_from_failure(oomkit_call *call)

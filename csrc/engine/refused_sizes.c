@@ -50,7 +50,7 @@ unfit_began_whole(const oomkit_call *call)
 static int
 unfit_is_planned(const oomkit_call *call)
 {
-    return !call->cut.forced &&
+    return !call->cut->forced &&
            (call->options->accumulation_steps <= 1 || call->step->whole.seen ||
             call->deferred.replayed != NULL || unfit_began_whole(call));
 }
@@ -62,7 +62,7 @@ unfit_is_splits(oomkit_call *call, PyObject *exception)
 {
     int committed;
 
-    if (!call->split || call->refused.raised || !call->unfit.by_step ||
+    if (!call->split || call->refused.raised || !call->cut->unfit.by_step ||
         ((PyBaseExceptionObject *)exception)->traceback == NULL || /* wrong arguments */
         !unfit_type(call->st, exception) || !unfit_is_planned(call) ||
         call->backward.done > 0 || call->backward.failed ||
@@ -86,12 +86,12 @@ static int
 unfit_next(oomkit_call *call, int64_t rows)
 {
     if (rows == 1 && oomkit_unfit_least(call) < 2) {
-        call->unfit.least = 2;
+        call->cut->unfit.least = 2;
         return 1;
     }
     if (rows % 2 != 0 && call->batch.rows % 2 == 0 &&
         oomkit_unfit_multiple(call) % 2 != 0) {
-        call->unfit.even = 1;
+        call->cut->unfit.even = 1;
         return 1;
     }
     return 0;
@@ -100,13 +100,13 @@ unfit_next(oomkit_call *call, int64_t rows)
 void
 oomkit_unfit_learn(oomkit_call *call)
 {
-    if (call->unfit.count == 0) {
+    if (call->cut->unfit.count == 0) {
         return;
     }
-    if (call->unfit.least > call->step->least_rows) {
-        call->step->least_rows = (int)call->unfit.least;
+    if (call->cut->unfit.least > call->step->least_rows) {
+        call->step->least_rows = (int)call->cut->unfit.least;
     }
-    call->step->even_rows |= call->unfit.even;
+    call->step->even_rows |= call->cut->unfit.even;
 }
 
 /* --- what is said --- */
@@ -138,9 +138,9 @@ unfit_sizes(const oomkit_call *call)
     PyObject *text = PyUnicode_FromString(""); /* owned */
     int i;
 
-    for (i = 0; text != NULL && i < call->unfit.count; i++) {
+    for (i = 0; text != NULL && i < call->cut->unfit.count; i++) {
         Py_SETREF(text, PyUnicode_FromFormat("%U%s%lld", text, i == 0 ? "" : ", ",
-                                             (long long)call->unfit.rows[i]));
+                                             (long long)call->cut->unfit.rows[i]));
     }
     return text;
 }
@@ -151,14 +151,14 @@ oomkit_unfit_explain(const oomkit_call *call, PyObject *reason)
     if (reason == NULL || oomkit_unfit_least(call) <= call->options->min_micro_batch) {
         return reason;
     }
-    if (call->unfit.said == NULL) {
+    if (call->cut->unfit.said == NULL) {
         Py_SETREF(reason, PyUnicode_FromFormat(
                               "%U; with fewer rows an earlier call has raised an error",
                               reason));
         return reason;
     }
     Py_SETREF(reason, PyUnicode_FromFormat("%U; with fewer rows it raised %U", reason,
-                                           call->unfit.said));
+                                           call->cut->unfit.said));
     return reason;
 }
 
@@ -236,9 +236,9 @@ unfit_failed_rows(const oomkit_call *call)
 static int
 unfit_plan_keeps(const oomkit_call *call)
 {
-    int64_t start, length, count = oomkit_plan_count(&call->cut.plan);
+    int64_t start, length, count = oomkit_plan_count(&call->cut->plan);
 
-    return oomkit_plan_slice(&call->cut.plan, count - 1, &start, &length) ==
+    return oomkit_plan_slice(&call->cut->plan, count - 1, &start, &length) ==
                OOMKIT_OK &&
            length >= oomkit_unfit_least(call);
 }
@@ -252,27 +252,27 @@ unfit_plan(oomkit_call *call)
     int64_t failed = unfit_failed_rows(call);
 
     oomkit_signature_request(call, &request, &known);
-    if (oomkit_plan_choose(known, &request, &call->cut.plan, &call->cut.reason) !=
+    if (oomkit_plan_choose(known, &request, &call->cut->plan, &call->cut->reason) !=
         OOMKIT_OK) {
         PyErr_SetString(PyExc_RuntimeError, "oomkit could not make a plan");
         return -1;
     }
-    call->cut.reason = OOMKIT_REASON_ERROR;
-    return failed == 0 || oomkit_plan_micro_batch(&call->cut.plan) < failed;
+    call->cut->reason = OOMKIT_REASON_ERROR;
+    return failed == 0 || oomkit_plan_micro_batch(&call->cut->plan) < failed;
 }
 
 /* Everything is back: the attempt in other sizes begins. 0 or -1. */
 static int
 unfit_go_on(oomkit_call *call)
 {
-    int64_t rows = call->cut.slices[0].length, count = call->cut.count;
+    int64_t rows = call->cut->slices[0].length, count = call->cut->count;
 
-    if (oomkit_join_truncate(&call->join, 0) < 0) {
+    if (oomkit_join_truncate(&call->cut->join, 0) < 0) {
         return -1;
     }
     oomkit_tx_end_attempt(call);
-    call->cut.count = call->cut.at = 0;
-    memset(&call->sizes.measured, 0, sizeof(call->sizes.measured));
+    call->cut->count = call->cut->at = 0;
+    memset(&call->cut->measured, 0, sizeof(call->cut->measured));
     if (oomkit_recover_reclaim(call, call->sizes.baseline) < 0 ||
         oomkit_recover_batch(call) < 0 || oomkit_attempt_slices(call) < 0 ||
         oomkit_replan_say(call, rows, count) < 0) {
@@ -305,9 +305,9 @@ unfit_undo(oomkit_call *call, PyObject *exception)
 int
 oomkit_unfit(oomkit_call *call, PyObject *exception)
 {
-    int64_t rows = call->cut.slices == NULL || call->cut.at >= call->cut.count
+    int64_t rows = call->cut->slices == NULL || call->cut->at >= call->cut->count
                        ? 0
-                       : call->cut.slices[call->cut.at].length;
+                       : call->cut->slices[call->cut->at].length;
     PyObject *handled; /* owned: the caller's */
     int is_splits = rows == 0 ? 0 : unfit_is_splits(call, exception), planned;
 
@@ -321,12 +321,12 @@ oomkit_unfit(oomkit_call *call, PyObject *exception)
     if (unfit_undo(call, exception) < 0) {
         return -1;
     }
-    call->unfit.rows[call->unfit.count++] = rows;
-    if (call->unfit.count == OOMKIT_UNFIT || !unfit_next(call, rows)) {
+    call->cut->unfit.rows[call->cut->unfit.count++] = rows;
+    if (call->cut->unfit.count == OOMKIT_UNFIT || !unfit_next(call, rows)) {
         return unfit_raise(call, exception);
     }
-    Py_XSETREF(call->unfit.said, unfit_describe(call, exception));
-    planned = call->unfit.said == NULL ? -1 : unfit_plan(call);
+    Py_XSETREF(call->cut->unfit.said, unfit_describe(call, exception));
+    planned = call->cut->unfit.said == NULL ? -1 : unfit_plan(call);
     if (planned == 0) {
         return unfit_exhausted(call, exception);
     }

@@ -68,30 +68,30 @@ replan_same(oomkit_call *call, int keep, int64_t failed_count)
         return 0;
     }
     call->tries.flushed = 1;
-    call->cut.reason = OOMKIT_REASON_FLUSHED;
-    if (call->cut.slices == NULL) {
-        call->cut.plan = (oomkit_plan){.batch = call->batch.rows,
+    call->cut->reason = OOMKIT_REASON_FLUSHED;
+    if (call->cut->slices == NULL) {
+        call->cut->plan = (oomkit_plan){.batch = call->batch.rows,
                                        .accumulation = failed_count,
                                        .multiple_of = oomkit_unfit_multiple(call)};
-        call->cut.count = 0;
+        call->cut->count = 0;
         if (oomkit_attempt_slices(call) < 0) {
             return -1;
         }
     }
-    call->cut.at = 0;
-    memset(&call->sizes.measured, 0, sizeof(call->sizes.measured));
+    call->cut->at = 0;
+    memset(&call->cut->measured, 0, sizeof(call->cut->measured));
     return 1;
 }
 
-/* The next plan into call->cut.plan and its slices. 0, or -1 with oomkit.OutOfMemory.
+/* The next plan into call->cut->plan and its slices. 0, or -1 with oomkit.OutOfMemory.
  */
 int
 oomkit_replan(oomkit_call *call, int keep, int64_t failed_rows, int64_t failed_count)
 {
     oomkit_plan_request request;
     const oomkit_knowledge *known; /* borrowed from the step */
-    oomkit_plan failed = call->cut.plan;
-    int64_t done = keep ? call->cut.slices[call->cut.at].start : 0;
+    oomkit_plan failed = call->cut->plan;
+    int64_t done = keep ? call->cut->slices[call->cut->at].start : 0;
     int status = replan_same(call, keep, failed_count);
 
     if (status != 0) {
@@ -104,7 +104,7 @@ oomkit_replan(oomkit_call *call, int keep, int64_t failed_rows, int64_t failed_c
     failed.multiple_of = request.multiple_of;
     failed.first = 0;
     failed.accumulation = (request.batch + failed_rows - 1) / failed_rows;
-    if (!keep && !call->cut.forced && failed_count > failed.accumulation) {
+    if (!keep && !call->cut->forced && failed_count > failed.accumulation) {
         failed.accumulation = failed_count;
     }
     /* Once per call: rooms that change could bring it back for ever. Parts that are
@@ -112,9 +112,9 @@ oomkit_replan(oomkit_call *call, int keep, int64_t failed_rows, int64_t failed_c
     request.may_be_whole =
         !keep && !call->tries.whole_tried && call->step->gradient_bytes > 0;
     status =
-        oomkit_plan_next(known, &request, &failed, &call->cut.plan, &call->cut.reason);
+        oomkit_plan_next(known, &request, &failed, &call->cut->plan, &call->cut->reason);
     call->tries.whole_tried |= status == OOMKIT_OK && failed_count > 1 &&
-                               oomkit_plan_count(&call->cut.plan) == 1;
+                               oomkit_plan_count(&call->cut->plan) == 1;
     if (status == OOMKIT_EREFUSED) {
         return oomkit_replan_exhausted(call, failed_rows);
     }
@@ -122,8 +122,8 @@ oomkit_replan(oomkit_call *call, int keep, int64_t failed_rows, int64_t failed_c
         PyErr_SetString(PyExc_RuntimeError, "oomkit could not make a plan");
         return -1;
     }
-    call->cut.count = keep ? call->cut.at : 0;
-    call->cut.at = call->cut.count;
+    call->cut->count = keep ? call->cut->at : 0;
+    call->cut->at = call->cut->count;
     return oomkit_attempt_slices(call);
 }
 
@@ -138,9 +138,9 @@ oomkit_plan_say(oomkit_call *call, const char *level, int64_t old_rows,
                             "oomkit: step=%d micro_batch=%d->%d "
                             "accumulation=%d->%d reason=%s",
                             (unsigned long long)call->log.number, (long long)old_rows,
-                            (long long)oomkit_plan_micro_batch(&call->cut.plan),
-                            (long long)old_count, (long long)call->cut.count,
-                            oomkit_plan_reason_name(call->cut.reason));
+                            (long long)oomkit_plan_micro_batch(&call->cut->plan),
+                            (long long)old_count, (long long)call->cut->count,
+                            oomkit_plan_reason_name(call->cut->reason));
     Py_XDECREF(done);
     return done == NULL ? -1 : 0;
 }
@@ -150,15 +150,15 @@ oomkit_plan_say_begin(oomkit_call *call, const oomkit_knowledge *known)
 {
     int64_t rows = call->batch.rows, k = 1;
 
-    if (call->cut.reason != OOMKIT_REASON_PREDICTED &&
-        call->cut.reason != OOMKIT_REASON_GROWN) {
+    if (call->cut->reason != OOMKIT_REASON_PREDICTED &&
+        call->cut->reason != OOMKIT_REASON_GROWN) {
         return 0;
     }
     if (known->batch == call->batch.rows && known->k > 0) {
         k = known->k;
         rows = (rows + k - 1) / k;
     }
-    return k == call->cut.count ? 0 : oomkit_plan_say(call, "info", rows, k);
+    return k == call->cut->count ? 0 : oomkit_plan_say(call, "info", rows, k);
 }
 
 /* The same after a failure, then the user's hook. 0 or -1. */

@@ -66,16 +66,16 @@ oomkit_engine_forced(oomkit_call *call)
     int64_t start = 0;
     Py_ssize_t i, n = PyTuple_GET_SIZE(lengths);
 
-    call->cut.slices = PyMem_Malloc((size_t)n * sizeof(*call->cut.slices));
-    if (call->cut.slices == NULL) {
+    call->cut->slices = PyMem_Malloc((size_t)n * sizeof(*call->cut->slices));
+    if (call->cut->slices == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    call->cut.room = n;
+    call->cut->room = n;
     for (i = 0; i < n; i++) {
-        call->cut.slices[i].start = start;
-        call->cut.slices[i].length = PyLong_AsLongLong(PyTuple_GET_ITEM(lengths, i));
-        start += call->cut.slices[i].length;
+        call->cut->slices[i].start = start;
+        call->cut->slices[i].length = PyLong_AsLongLong(PyTuple_GET_ITEM(lengths, i));
+        start += call->cut->slices[i].length;
     }
     if (start != call->batch.rows) {
         oomkit_raise(call->st->SplitError,
@@ -84,10 +84,10 @@ oomkit_engine_forced(oomkit_call *call)
                      (long long)call->batch.rows, lengths);
         return -1;
     }
-    call->cut.count = n;
+    call->cut->count = n;
     call->split = n > 1;
-    call->cut.forced = 1;
-    call->cut.reason = OOMKIT_REASON_ASKED;
+    call->cut->forced = 1;
+    call->cut->reason = OOMKIT_REASON_ASKED;
     return 0;
 }
 
@@ -127,7 +127,7 @@ engine_refuse(oomkit_call *call)
 }
 
 /* A plan that may split from the start: asked for, remembered, or forced by a test. 0
- * whole, 1 call->cut.slices is set, -1 with an exception. */
+ * whole, 1 call->cut->slices is set, -1 with an exception. */
 static int
 engine_plan(oomkit_call *call)
 {
@@ -171,12 +171,12 @@ engine_plan(oomkit_call *call)
         return -1;
     }
     oomkit_signature_request(call, &request, &known);
-    if (oomkit_plan_choose(known, &request, &call->cut.plan, &call->cut.reason) !=
+    if (oomkit_plan_choose(known, &request, &call->cut->plan, &call->cut->reason) !=
         OOMKIT_OK) {
         PyErr_SetString(PyExc_RuntimeError, "oomkit could not make a plan");
         return -1;
     }
-    if (oomkit_plan_count(&call->cut.plan) <= 1) {
+    if (oomkit_plan_count(&call->cut->plan) <= 1) {
         return 0;
     }
     if (engine_refuse(call) < 0 || oomkit_attempt_slices(call) < 0 ||
@@ -333,9 +333,9 @@ oomkit_call_record(const oomkit_call *call, oomkit_record *record)
         call->batch.rows > 0 ? call->batch.rows : oomkit_batch_rows(&call->batch);
     int64_t largest = 0, i;
 
-    for (i = 0; i < call->cut.count; i++) {
+    for (i = 0; i < call->cut->count; i++) {
         largest =
-            call->cut.slices[i].length > largest ? call->cut.slices[i].length : largest;
+            call->cut->slices[i].length > largest ? call->cut->slices[i].length : largest;
     }
     memset(record, 0, sizeof(*record));
     record->step = call->log.number;
@@ -352,10 +352,10 @@ oomkit_call_record(const oomkit_call *call, oomkit_record *record)
     record->budget_bytes = call->sizes.window.budget_bytes;
     record->time_ns = oomkit_now_ns() - call->tries.began_ns;
     record->lost_ns = call->tries.lost_ns;
-    record->accumulation_steps = call->cut.count > 0 ? (uint32_t)call->cut.count : 1;
+    record->accumulation_steps = call->cut->count > 0 ? (uint32_t)call->cut->count : 1;
     record->attempts = (uint32_t)call->tries.count + 1;
     record->ooms = call->tries.ooms;
-    record->reason = (uint32_t)call->cut.reason;
+    record->reason = (uint32_t)call->cut->reason;
     record->outcome = call->log.outcome;
 }
 
@@ -367,7 +367,7 @@ engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
 
     oomkit_buffers_learn(call);
     step->seen_oom |= call->tries.ooms > 0;
-    if (call->cut.slices == NULL) {
+    if (call->cut->slices == NULL) {
         step->updates = call->updating.made + call->unknown.updates;
         oomkit_batch_learn(&step->batch_site, &call->batch);
         largest = oomkit_batch_rows(&call->batch);
@@ -378,12 +378,12 @@ engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
         step->whole.without_backward |= !call->training;
         step->whole.without_update |= call->updating.count == 0;
     }
-    for (i = 0; i < call->cut.count; i++) {
+    for (i = 0; i < call->cut->count; i++) {
         largest =
-            call->cut.slices[i].length > largest ? call->cut.slices[i].length : largest;
+            call->cut->slices[i].length > largest ? call->cut->slices[i].length : largest;
     }
     if ((call->shape.known || step->seen_oom) && largest > 0 && !needs_backward) {
-        if (call->cut.slices == NULL) {
+        if (call->cut->slices == NULL) {
             oomkit_phase_whole(call);
         }
         call->deferred.forward_only =
@@ -400,16 +400,16 @@ oomkit_call_free(oomkit_call *call)
     Py_ssize_t i;
 
     oomkit_tx_end(call);
-    oomkit_join_clear(&call->join);
+    oomkit_join_clear(&call->cut->join);
     oomkit_batch_release(&call->batch);
     for (i = 0; i < call->tries.count; i++) {
         Py_CLEAR(call->tries.items[i].location);
         Py_CLEAR(call->tries.items[i].message);
     }
     PyMem_Free(call->tries.items);
-    PyMem_Free(call->cut.slices);
-    PyMem_Free(call->cut.weights);
-    Py_CLEAR(call->unfit.said);
+    PyMem_Free(call->cut->slices);
+    PyMem_Free(call->cut->weights);
+    Py_CLEAR(call->cut->unfit.said);
     oomkit_weights_release(call);
     if (call->parts != NULL) {
         call->parts->busy--;
@@ -491,11 +491,11 @@ engine_fill(oomkit_call *call, oomkit_step *step, PyObject *const *args, size_t 
 {
     memset(call, 0,
            offsetof(oomkit_call, batch) + offsetof(oomkit_batch, inline_nodes));
-    call->course[0].count = call->course[1].count = 0;
+    call->cut->course[0].count = call->cut->course[1].count = 0;
     call->st = step->st;
     call->step = step;
     call->options = &step->options;
-    call->join.site = &step->results;
+    call->cut->join.site = &step->results;
     call->given.func = step->func;
     call->given.args = args;
     call->given.nargsf = nargsf;

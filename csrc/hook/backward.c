@@ -108,7 +108,7 @@ backward_begin(oomkit_call *call, PyObject *roots)
         (oomkit_course_cut(call) || oomkit_grads_refuse_unexpected(call) < 0)) {
         return -1;
     }
-    if (call->split && call->cut.at == 0 && !call->grads.marked &&
+    if (call->split && call->cut->at == 0 && !call->grads.marked &&
         oomkit_hooks_check(call) < 0) {
         return -1;
     }
@@ -117,7 +117,7 @@ backward_begin(oomkit_call *call, PyObject *roots)
         return -1;
     }
     if (call->split &&
-        ((call->cut.at == 0 &&
+        ((call->cut->at == 0 &&
           ((call->st->waiting != NULL && oomkit_returned_inside(call, roots) < 0) ||
            (!call->step->half_said && oomkit_stash_say_half(call, roots) < 0))) ||
          oomkit_strangers_meet(call, roots, 0) < 0)) {
@@ -223,7 +223,7 @@ backward_protected(backward_object *self, oomkit_call *call, PyObject *const *ar
     if (call->split && weight == 0.0) {
         /* Its share of the loss is nothing, and a mean over nothing is NaN, which times
          * 0 would still be NaN: there is nothing to run. */
-        call->losses.is_nan = 0;
+        call->cut->losses.is_nan = 0;
         result = Py_NewRef(Py_None);
     } else if (!call->split || weight == 1.0 || n < 2 || total > 12) {
         if (total > 12 || n < 2) {
@@ -246,7 +246,7 @@ backward_protected(backward_object *self, oomkit_call *call, PyObject *const *ar
     }
     if (result == NULL) {
         call->backward.failed = call->backward.queued = 1;
-        if ((!call->split || call->cut.at > 0) && n > 0) {
+        if ((!call->split || call->cut->at > 0) && n > 0) {
             oomkit_strangers_note(call, args[0]);
             oomkit_recompute_note(call, args[0]);
         }
@@ -323,7 +323,7 @@ backward_inner(backward_object *self, oomkit_call *call, PyObject *const *args,
         return NULL;
     }
     result = backward_engine(self, st, args, nargsf, kwnames);
-    if (result == NULL && nested && (!call->split || call->cut.at > 0)) {
+    if (result == NULL && nested && (!call->split || call->cut->at > 0)) {
         oomkit_strangers_note(call, args[0]);
     }
     if (result == NULL && call->backward.depth == 0) {
@@ -355,7 +355,7 @@ backward_call(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwna
         result = backward_outside(self, st, args, nargsf, kwnames);
         Py_DECREF(op);
         engine_others -= call == NULL;
-        if (result == NULL && call != NULL && (!call->split || call->cut.at > 0)) {
+        if (result == NULL && call != NULL && (!call->split || call->cut->at > 0)) {
             oomkit_strangers_note(call, args[0]);
         }
         return result;
@@ -363,7 +363,7 @@ backward_call(PyObject *op, PyObject *const *args, size_t nargsf, PyObject *kwna
     if (call->backward.depth > 0 || !backward_accumulates(st, args, nargsf, kwnames)) {
         return backward_inner(self, call, args, nargsf, kwnames);
     }
-    if (call->losses.verification != NULL) {
+    if (call->cut->losses.verification != NULL) {
         return oomkit_verify_backward(call, PyVectorcall_NARGS(nargsf) > 0 ? args[0]
                                                                            : Py_None);
     }

@@ -161,15 +161,15 @@ static void
 interceptor_step_failed(const interceptor_object *self)
 {
     self->call->updating.step_failed = 1;
-    self->call->owners.failed_step = self->target;
+    self->call->entry.owners.failed_step = self->target;
 }
 
 /* One that works after it has failed keeps what it has set. */
 static void
 interceptor_step_worked(const interceptor_object *self)
 {
-    if (self->call->owners.failed_step == self->target) {
-        self->call->owners.failed_step = NULL;
+    if (self->call->entry.owners.failed_step == self->target) {
+        self->call->entry.owners.failed_step = NULL;
     }
 }
 
@@ -370,7 +370,7 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
     if (call == NULL || call != oomkit_call_current()) {
         return oomkit_interceptor_original(self, args, nargsf, kwnames);
     }
-    if (call->losses.verification != NULL) {
+    if (call->cut->losses.verification != NULL) {
         Py_RETURN_NONE;
     }
     if (self->kind == OOMKIT_OWNER_ACCELERATOR) {
@@ -397,7 +397,7 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
         if (result == NULL) {
             oomkit_attributes_undo(call);
         }
-        call->owners.failed_step = NULL;
+        call->entry.owners.failed_step = NULL;
     }
     Py_DECREF(op);
     return result;

@@ -59,7 +59,7 @@ oomkit_given_note(interceptor_object *self, PyObject *const *args,
             return -1;
         }
         if (number == 1 && PyLong_Check(args[i]) && !PyBool_Check(args[i]) &&
-            value == (double)call->cut.slices[call->cut.at].length) {
+            value == (double)call->cut->slices[call->cut->at].length) {
             return given_refuse(self, args[i],
                                 "which is the number of rows of the micro-batch, not "
                                 "of the batch");

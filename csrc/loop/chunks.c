@@ -178,7 +178,7 @@ begin_capture(oomkit_chunks *self)
     call->st = st;
     call->step = self->site;
     call->options = &self->options;
-    call->join.site = &self->site->results;
+    call->cut->join.site = &self->site->results;
     call->given.func = self->site->func;
     call->given.args = self->args;
     call->given.nargsf = (size_t)self->positional;
@@ -283,7 +283,7 @@ static PyObject *
 part_build(oomkit_chunks *self)
 {
     oomkit_call *call = &self->call;
-    const oomkit_slice *slice = &call->cut.slices[call->cut.at];
+    const oomkit_slice *slice = &call->cut->slices[call->cut->at];
     PyObject **vector = /* of owned references */
         PyMem_Calloc((size_t)self->total + 1, sizeof(PyObject *));
     PyObject *part = NULL; /* owned */
@@ -292,7 +292,7 @@ part_build(oomkit_chunks *self)
     if (vector == NULL) {
         return PyErr_NoMemory();
     }
-    if (call->cut.count == 1 && call->tries.ooms == 0) {
+    if (call->cut->count == 1 && call->tries.ooms == 0) {
         for (i = 0; i < self->total; i++) {
             vector[i] = Py_NewRef(self->args[i]);
         }
@@ -317,7 +317,7 @@ part_begin(oomkit_chunks *self)
     PyObject *part; /* owned */
 
     oomkit_tx_end_attempt(call);
-    if (oomkit_tx_begin(call) < 0 || (call->cut.at > 0 && part_remark(self) < 0)) {
+    if (oomkit_tx_begin(call) < 0 || (call->cut->at > 0 && part_remark(self) < 0)) {
         return NULL;
     }
     self->part_baseline_bytes = oomkit_device_allocated(self->st, call->device);
@@ -338,7 +338,7 @@ part_build_failed(oomkit_chunks *self)
     oomkit_call *call = &self->call;
     PyObject *exception, *handled; /* owned */
 
-    if (!oomkit_exception_is_oom(self->st) || call->cut.count == 0) {
+    if (!oomkit_exception_is_oom(self->st) || call->cut->count == 0) {
         return 0;
     }
     exception = oomkit_exception_take();
@@ -407,7 +407,7 @@ part_settle(oomkit_chunks *self)
         return part_again(self);
     }
     oomkit_buffers_learn(call);
-    call->cut.at++;
+    call->cut->at++;
     call->tries.started_ns = oomkit_now_ns();
     return part_unguarded(self);
 }
@@ -429,7 +429,7 @@ next_inside(oomkit_chunks *self)
         return NULL;
     }
     for (;;) {
-        if (call->cut.at >= call->cut.count) {
+        if (call->cut->at >= call->cut->count) {
             return NULL;
         }
         part = part_begin(self);
@@ -477,11 +477,11 @@ oomkit_chunks_close(oomkit_chunks *self, int finished)
     }
     self->stage = OOMKIT_CHUNKS_CLOSED;
     exception = oomkit_exception_take();
-    if (call->cut.count > 0) {
+    if (call->cut->count > 0) {
         oomkit_chunks_learn(self, finished);
     }
     oomkit_call_free(call);
-    call->cut.slices = NULL;
+    call->cut->slices = NULL;
     call->parts = NULL;
     if (exception != NULL) {
         oomkit_exception_give(exception);

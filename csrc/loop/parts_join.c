@@ -24,7 +24,7 @@ oomkit_chunks_keep(PyObject *op, PyObject *const *args, Py_ssize_t nargs)
         return oomkit_raise(PyExc_RuntimeError,
                             "_keep() expected the result of the part that is out");
     }
-    slice = &call->cut.slices[call->cut.at];
+    slice = &call->cut->slices[call->cut->at];
     self->join.site = &self->site->results;
     self->join.evaluation = 1;
     self->join.rows_sure = rows_are_sure(&call->batch);

@@ -12,7 +12,7 @@ plan_make(oomkit_chunks *self, const oomkit_knowledge *known,
 {
     oomkit_call *call = &self->call;
 
-    if (oomkit_plan_choose(known, request, &call->cut.plan, &call->cut.reason) !=
+    if (oomkit_plan_choose(known, request, &call->cut->plan, &call->cut->reason) !=
         OOMKIT_OK) {
         PyErr_SetString(PyExc_RuntimeError, "oomkit could not make a plan");
         return -1;
@@ -36,7 +36,7 @@ oomkit_chunks_plan(oomkit_chunks *self)
     }
     oomkit_signature_request(call, &request, &known);
     return plan_make(self, known, &request) < 0 ||
-                   (call->cut.count > 1 && oomkit_plan_say_begin(call, known) < 0)
+                   (call->cut->count > 1 && oomkit_plan_say_begin(call, known) < 0)
                ? -1
                : 0;
 }
@@ -47,13 +47,13 @@ static int
 replan_exhausted(oomkit_chunks *self)
 {
     oomkit_call *call = &self->call;
-    const oomkit_slice *slice = &call->cut.slices[call->cut.at];
+    const oomkit_slice *slice = &call->cut->slices[call->cut->at];
     PyObject *reason; /* owned */
 
     if (slice->start + slice->length > self->last_chance) {
         self->last_chance = slice->start + slice->length;
-        call->cut.reason = OOMKIT_REASON_FLUSHED;
-        return oomkit_replan_say(call, slice->length, call->cut.count);
+        call->cut->reason = OOMKIT_REASON_FLUSHED;
+        return oomkit_replan_say(call, slice->length, call->cut->count);
     }
     reason = PyUnicode_FromFormat(
         "%U ran out of memory with a part of %lld of %lld rows, the smallest "
@@ -81,7 +81,7 @@ replan_same(oomkit_chunks *self)
         return 0;
     }
     call->tries.flushed = 1;
-    call->cut.reason = OOMKIT_REASON_FLUSHED;
+    call->cut->reason = OOMKIT_REASON_FLUSHED;
     return 1;
 }
 
@@ -89,7 +89,7 @@ int
 oomkit_chunks_replan(oomkit_chunks *self)
 {
     oomkit_call *call = &self->call;
-    int64_t rows = call->cut.slices[call->cut.at].length, count = call->cut.count;
+    int64_t rows = call->cut->slices[call->cut->at].length, count = call->cut->count;
     oomkit_plan_request request;
     const oomkit_knowledge *known; /* borrowed from the site */
     oomkit_plan failed = {.multiple_of = self->options.multiple_of};
@@ -101,11 +101,11 @@ oomkit_chunks_replan(oomkit_chunks *self)
     self->site->seen_oom = 1;
     oomkit_signature_failed(call, rows);
     oomkit_signature_request(call, &request, &known);
-    request.batch = call->batch.rows - call->cut.slices[call->cut.at].start;
+    request.batch = call->batch.rows - call->cut->slices[call->cut->at].start;
     failed.batch = request.batch;
     failed.accumulation = (request.batch + rows - 1) / rows;
     status =
-        oomkit_plan_next(known, &request, &failed, &call->cut.plan, &call->cut.reason);
+        oomkit_plan_next(known, &request, &failed, &call->cut->plan, &call->cut->reason);
     if (status == OOMKIT_EREFUSED) {
         return replan_exhausted(self);
     }
@@ -113,7 +113,7 @@ oomkit_chunks_replan(oomkit_chunks *self)
         PyErr_SetString(PyExc_RuntimeError, "oomkit could not make a plan");
         return -1;
     }
-    call->cut.count = call->cut.at;
+    call->cut->count = call->cut->at;
     if (oomkit_attempt_slices(call) < 0) {
         return -1;
     }
@@ -148,16 +148,16 @@ oomkit_chunks_learn(oomkit_chunks *self, int finished)
     if (!finished && call->log.outcome == 0) {
         call->log.outcome = 2;
     }
-    if (finished && call->cut.count == 1) { /* as a whole call of auto_batch */
+    if (finished && call->cut->count == 1) { /* as a whole call of auto_batch */
         oomkit_batch_learn(&self->site->batch_site, &call->batch);
     }
     oomkit_call_record(call, &record);
     oomkit_ring_push(self->site->ring, &record);
-    for (i = 0; i < call->cut.at && i < call->cut.count; i++) {
+    for (i = 0; i < call->cut->at && i < call->cut->count; i++) {
         largest =
-            call->cut.slices[i].length > largest ? call->cut.slices[i].length : largest;
+            call->cut->slices[i].length > largest ? call->cut->slices[i].length : largest;
     }
-    if (largest > 0 && call->shape.known && call->sizes.measured.rows[0] > 0) {
+    if (largest > 0 && call->shape.known && call->cut->measured.rows[0] > 0) {
         call->deferred.forward_only = 1;
         oomkit_signature_succeeded(call, largest, call->sizes.peak_allocated);
     }

@@ -82,7 +82,7 @@ oomkit_accelerator_counts(interceptor_object *self)
         what = "it is entered twice in one step; make two decorated steps of it";
     }
     if (what == NULL) {
-        return call->cut.at == 0;
+        return call->cut->at == 0;
     }
     call->refused.raised = 1;
     oomkit_raise(
@@ -187,7 +187,7 @@ accelerate_hidden(oomkit_call *call)
                                                 OOMKIT_OWNER_ACCELERATOR);
         if (result >= 0 &&
             call->tries.ooms == 0) { /* it has not counted this batch yet */
-            result = oomkit_pairs_add(&call->owners.user, object,
+            result = oomkit_pairs_add(&call->entry.owners.user, object,
                                       oomkit_accelerator_save(object));
         }
         if (result >= 0) {

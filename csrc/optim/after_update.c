@@ -70,9 +70,9 @@ updated_number(oomkit_call *call, PyObject *object, const char *name, PyObject *
 int
 oomkit_updated(oomkit_call *call, PyObject **list)
 {
-    PyObject *marks = call->owners.user; /* borrowed from call */
-    PyObject *pairs[2] = {call->owners.epochs,
-                          call->owners.scales}; /* borrowed likewise */
+    PyObject *marks = call->entry.owners.user; /* borrowed from call */
+    PyObject *pairs[2] = {call->entry.owners.epochs,
+                          call->entry.owners.scales}; /* borrowed likewise */
     static const char *const names[] = {"last_epoch", "_scale"};
     Py_ssize_t i;
     int which;

@@ -108,10 +108,10 @@ group_changed(oomkit_state *st, PyObject *group, PyObject *copy, PyObject **name
 int
 oomkit_owners_groups_note(oomkit_call *call, PyObject *optimizer)
 {
-    if (oomkit_pairs_find(call->owners.groups_after, optimizer) != NULL) {
+    if (oomkit_pairs_find(call->entry.owners.groups_after, optimizer) != NULL) {
         return 0;
     }
-    return oomkit_pairs_add(&call->owners.groups_after, optimizer,
+    return oomkit_pairs_add(&call->entry.owners.groups_after, optimizer,
                             oomkit_groups_copy(call->st, optimizer));
 }
 
@@ -120,13 +120,13 @@ int
 oomkit_owners_groups_changed(oomkit_call *call, PyObject *optimizer, PyObject **name)
 {
     PyObject *copies =
-        oomkit_pairs_find(call->owners.groups_after, optimizer); /* borrowed */
+        oomkit_pairs_find(call->entry.owners.groups_after, optimizer); /* borrowed */
     PyObject *groups;                                            /* owned */
     Py_ssize_t g;
     int changed = 0;
 
     if (copies == NULL) {
-        copies = oomkit_pairs_find(call->owners.groups_end, optimizer);
+        copies = oomkit_pairs_find(call->entry.owners.groups_end, optimizer);
     }
     if (copies == NULL) {
         return 0;
@@ -196,12 +196,12 @@ oomkit_groups_restore(oomkit_state *st, PyObject *optimizer, PyObject *copies)
 int
 oomkit_owners_again(oomkit_call *call)
 {
-    PyObject *list = call->owners.user; /* borrowed from call */
+    PyObject *list = call->entry.owners.user; /* borrowed from call */
     Py_ssize_t i;
     int result = 0;
 
     for (i = 0;
-         call->cut.at > 0 && list != NULL && i < PyList_GET_SIZE(list) && result == 0;
+         call->cut->at > 0 && list != NULL && i < PyList_GET_SIZE(list) && result == 0;
          i++) {
         PyObject *pair = PyList_GET_ITEM(list, i); /* borrowed */
         if (PyObject_TypeCheck(PyTuple_GET_ITEM(pair, 0),
@@ -219,7 +219,7 @@ oomkit_owners_again(oomkit_call *call)
 int
 oomkit_owners_groups_end(oomkit_call *call)
 {
-    PyObject *list = call->owners.user; /* borrowed from call */
+    PyObject *list = call->entry.owners.user; /* borrowed from call */
     Py_ssize_t i;
     int result = 0, committed = call->is_last ? oomkit_tx_committed(call) : 0;
 
@@ -230,11 +230,11 @@ oomkit_owners_groups_end(oomkit_call *call)
         PyObject *optimizer =
             PyTuple_GET_ITEM(PyList_GET_ITEM(list, i), 0); /* borrowed */
         if (!PyObject_TypeCheck(optimizer, (PyTypeObject *)call->st->Optimizer) ||
-            oomkit_pairs_find(call->owners.groups_after, optimizer) != NULL) {
+            oomkit_pairs_find(call->entry.owners.groups_after, optimizer) != NULL) {
             continue;
         }
-        if (call->cut.at == 0) {
-            result = oomkit_pairs_add(&call->owners.groups_end, optimizer,
+        if (call->cut->at == 0) {
+            result = oomkit_pairs_add(&call->entry.owners.groups_end, optimizer,
                                       oomkit_groups_copy(call->st, optimizer));
         } else {
             result = oomkit_tx_groups_moved(call, optimizer);
@@ -251,7 +251,7 @@ oomkit_owners_epochs_note(oomkit_call *call)
 {
     Py_ssize_t i;
 
-    Py_CLEAR(call->owners.epochs);
+    Py_CLEAR(call->entry.owners.epochs);
     for (i = 0; i < call->parts->owner_count; i++) {
         PyObject *scheduler, *epoch; /* owned */
         int result;
@@ -265,7 +265,7 @@ oomkit_owners_epochs_note(oomkit_call *call)
         result = oomkit_has_attribute_string(scheduler, "last_epoch");
         if (result > 0) {
             epoch = PyObject_GetAttrString(scheduler, "last_epoch");
-            result = oomkit_pairs_add(&call->owners.epochs, scheduler, epoch);
+            result = oomkit_pairs_add(&call->entry.owners.epochs, scheduler, epoch);
         }
         Py_DECREF(scheduler);
         if (result < 0) {
@@ -283,10 +283,10 @@ oomkit_owners_epochs_moved(oomkit_call *call, PyObject **scheduler)
     Py_ssize_t i;
     int same = 1;
 
-    for (i = 0; call->owners.epochs != NULL &&
-                i < PyList_GET_SIZE(call->owners.epochs) && same == 1;
+    for (i = 0; call->entry.owners.epochs != NULL &&
+                i < PyList_GET_SIZE(call->entry.owners.epochs) && same == 1;
          i++) {
-        PyObject *pair = PyList_GET_ITEM(call->owners.epochs, i); /* borrowed */
+        PyObject *pair = PyList_GET_ITEM(call->entry.owners.epochs, i); /* borrowed */
         PyObject *epoch;                                          /* owned */
         *scheduler = PyTuple_GET_ITEM(pair, 0);
         epoch = PyObject_GetAttrString(*scheduler, "last_epoch");

@@ -62,7 +62,7 @@ int
 oomkit_beside_restore(oomkit_call *call, const oomkit_optimizer_mark *mark)
 {
     PyObject *kept, *done; /* owned */
-    int on = call->entry.compiler == NULL;
+    int on = call->compiler == NULL;
 
     if (mark->beside == NULL || PyTuple_GET_ITEM(mark->beside, 0) == Py_None) {
         return 0;

@@ -60,18 +60,18 @@ oomkit_metric_number(oomkit_state *st, PyObject *argument, double *value)
 static int
 metric_append(oomkit_call *call, const oomkit_metric *metric)
 {
-    if (call->scheduled.count == call->scheduled.room) {
-        int room = call->scheduled.room == 0 ? 8 : call->scheduled.room * 2;
+    if (call->cut->scheduled.count == call->cut->scheduled.room) {
+        int room = call->cut->scheduled.room == 0 ? 8 : call->cut->scheduled.room * 2;
         void *grown =
-            PyMem_Realloc(call->scheduled.items, (size_t)room * sizeof(*metric));
+            PyMem_Realloc(call->cut->scheduled.items, (size_t)room * sizeof(*metric));
         if (grown == NULL) {
             PyErr_NoMemory();
             return -1;
         }
-        call->scheduled.items = grown;
-        call->scheduled.room = room;
+        call->cut->scheduled.items = grown;
+        call->cut->scheduled.room = room;
     }
-    call->scheduled.items[call->scheduled.count++] = *metric;
+    call->cut->scheduled.items[call->cut->scheduled.count++] = *metric;
     return 0;
 }
 
@@ -80,9 +80,9 @@ static int
 metric_calls(const oomkit_call *call, const void *target)
 {
     int i, calls = 0;
-    for (i = 0; i < call->scheduled.count; i++) {
-        const oomkit_metric *m = &call->scheduled.items[i];
-        if (m->target == target && m->slice == call->cut.at && m->call >= calls) {
+    for (i = 0; i < call->cut->scheduled.count; i++) {
+        const oomkit_metric *m = &call->cut->scheduled.items[i];
+        if (m->target == target && m->slice == call->cut->at && m->call >= calls) {
             calls = m->call + 1;
         }
     }
@@ -168,8 +168,8 @@ oomkit_metrics_note(oomkit_call *call, PyObject *scheduler, PyObject *const *arg
     Py_ssize_t i,
         total = positional + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
     oomkit_metric metric = {.target = scheduler,
-                            .slice = call->cut.at,
-                            .weight = call->cut.weights[call->cut.at],
+                            .slice = call->cut->at,
+                            .weight = call->cut->weights[call->cut->at],
                             .call = metric_calls(call, scheduler)};
 
     for (i = 0; i < total; i++) {
@@ -203,8 +203,8 @@ metric_mean(const oomkit_call *call, const oomkit_metric *last, double *mean)
     int i, same = 1;
 
     *mean = 0.0;
-    for (i = 0; i < call->scheduled.count; i++) {
-        const oomkit_metric *m = &call->scheduled.items[i];
+    for (i = 0; i < call->cut->scheduled.count; i++) {
+        const oomkit_metric *m = &call->cut->scheduled.items[i];
         if (m->target != last->target || m->call != last->call ||
             m->argument != last->argument) {
             continue;
@@ -218,10 +218,10 @@ metric_mean(const oomkit_call *call, const oomkit_metric *last, double *mean)
         *mean += m->weight * m->value;
     }
     if (first == NULL || (same && same_number(first->value, last->value))) {
-        return seen == call->cut.count || seen == 1 ? 2 : 0;
+        return seen == call->cut->count || seen == 1 ? 2 : 0;
     }
     *mean = same ? first->value : *mean;
-    return seen == call->cut.count;
+    return seen == call->cut->count;
 }
 
 /* The mean as the kind of object that the step passed. New reference or NULL. */
@@ -269,10 +269,10 @@ oomkit_metrics_settle(oomkit_call *call, PyObject *scheduler, PyObject *const *a
     int i, which = metric_calls(call, scheduler) - 1, result = 0;
     double value;
 
-    for (i = 0; i < call->scheduled.count && which >= 0; i++) {
-        const oomkit_metric *m = &call->scheduled.items[i];
+    for (i = 0; i < call->cut->scheduled.count && which >= 0; i++) {
+        const oomkit_metric *m = &call->cut->scheduled.items[i];
         int state, may;
-        if (m->target != scheduler || m->slice != call->cut.at || m->call != which) {
+        if (m->target != scheduler || m->slice != call->cut->at || m->call != which) {
             continue;
         }
         state = metric_mean(call, m, &value);

@@ -45,7 +45,7 @@ attributes_mark_inner(oomkit_call *call, PyObject *saved)
 static Py_ssize_t
 attributes_find(const oomkit_call *call, const PyObject *object)
 {
-    PyObject *list = call->owners.attributes; /* borrowed from call */
+    PyObject *list = call->entry.owners.attributes; /* borrowed from call */
     Py_ssize_t i = list == NULL ? 0 : PyList_GET_SIZE(list);
 
     while (i-- > 0 && PyTuple_GET_ITEM(PyList_GET_ITEM(list, i), 0) != object) {
@@ -88,10 +88,10 @@ oomkit_attributes_note(oomkit_call *call, PyObject *object, PyObject *saved)
         return hold < 0 ? -1 : 0;
     }
     if (at < 0) {
-        return oomkit_pairs_add(&call->owners.attributes, object, Py_NewRef(saved));
+        return oomkit_pairs_add(&call->entry.owners.attributes, object, Py_NewRef(saved));
     }
     pair = PyTuple_Pack(2, object, saved);
-    return pair == NULL || PyList_SetItem(call->owners.attributes, at, pair) < 0 ? -1
+    return pair == NULL || PyList_SetItem(call->entry.owners.attributes, at, pair) < 0 ? -1
                                                                                  : 0;
 }
 
@@ -164,7 +164,7 @@ static int
 attributes_back(const oomkit_call *call, Py_ssize_t at)
 {
     PyObject *pair =
-        Py_NewRef(PyList_GET_ITEM(call->owners.attributes, at)); /* owned */
+        Py_NewRef(PyList_GET_ITEM(call->entry.owners.attributes, at)); /* owned */
     int result = oomkit_attributes_put(call->st, PyTuple_GET_ITEM(pair, 0),
                                        PyTuple_GET_ITEM(pair, 1));
 
@@ -178,8 +178,8 @@ oomkit_attributes_restore(oomkit_call *call)
     Py_ssize_t i;
     int result = 0;
 
-    for (i = 0; result == 0 && call->owners.attributes != NULL &&
-                i < PyList_GET_SIZE(call->owners.attributes);
+    for (i = 0; result == 0 && call->entry.owners.attributes != NULL &&
+                i < PyList_GET_SIZE(call->entry.owners.attributes);
          i++) {
         result = attributes_back(call, i);
     }
@@ -192,12 +192,12 @@ oomkit_attributes_undo(oomkit_call *call)
     PyObject *exception; /* owned, given back */
     Py_ssize_t at;
 
-    if (call->owners.failed_step == NULL) {
+    if (call->entry.owners.failed_step == NULL) {
         return;
     }
     exception = oomkit_exception_take();
-    at = attributes_find(call, call->owners.failed_step);
-    call->owners.failed_step = NULL;
+    at = attributes_find(call, call->entry.owners.failed_step);
+    call->entry.owners.failed_step = NULL;
     if (at >= 0 && attributes_back(call, at) < 0) {
         if (exception == NULL ||
             !PyErr_GivenExceptionMatches(exception, call->st->PartialUpdate)) {

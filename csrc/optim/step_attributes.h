@@ -28,7 +28,7 @@ oomkit_attributes_note(oomkit_call *call, PyObject *object, PyObject *saved);
 int
 oomkit_attributes_restore(oomkit_call *call);
 
-/* Those of call->owners.failed_step, when nothing of its step() is left to run: what
+/* Those of call->entry.owners.failed_step, when nothing of its step() is left to run: what
  * stands around it may still take away what it has set. Keeps the exception in flight,
  * but for one of its own. */
 void

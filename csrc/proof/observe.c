@@ -154,14 +154,14 @@ oomkit_proof_micro_end(oomkit_call *call, PyObject *result)
     oomkit_exempt_enter(call->st);
     done = PyObject_CallMethod(call->proof->judge, "result", "OOLd", result,
                                loss == NULL ? Py_None : loss,
-                               (long long)call->cut.slices[call->cut.at].length,
-                               call->cut.weights[call->cut.at]);
+                               (long long)call->cut->slices[call->cut->at].length,
+                               call->cut->weights[call->cut->at]);
     oomkit_exempt_leave(call->st);
     if (done != NULL && call->deferred.replayed == NULL) {
         /* a call of so many rows like any other: what is no count shows, and what is */
         call->step->results.integers_only = !oomkit_proof_of_whole(call);
         oomkit_result_learn(call->st, &call->step->results, result,
-                            call->cut.slices[call->cut.at].length, call->options->dim);
+                            call->cut->slices[call->cut->at].length, call->options->dim);
         call->step->results.integers_only = 0;
     }
     Py_XDECREF(loss);
@@ -177,7 +177,7 @@ oomkit_proof_joined(oomkit_call *call)
 
     if (result == NULL && !call->proof->own &&
         PyErr_ExceptionMatches(call->st->SplitError) &&
-        (call->cut.slices[0].length == 1 || call->cut.slices[1].length == 1)) {
+        (call->cut->slices[0].length == 1 || call->cut->slices[1].length == 1)) {
         PyErr_Clear(); /* of one row much looks like anything: see proof_joins() */
         call->refused.raised = 0;
         call->proof->unjoined = 1;

@@ -32,7 +32,7 @@ proof_refuse(oomkit_proof *p, PyObject *text, PyObject *rules)
         text == NULL || rules == NULL
             ? NULL
             : PyObject_CallMethod(p->judge, "advice", "OO", rules,
-                                  call->losses.is_sum ? Py_True : Py_False);
+                                  call->cut->losses.is_sum ? Py_True : Py_False);
     int result = -1;
 
     if (advice != NULL && call->options->verify == OOMKIT_VERIFY_WARN) {
@@ -854,7 +854,7 @@ oomkit_prove(oomkit_call *call)
     int result = prove(call);
 
     if (call->batch.doubt != NULL && call->proof == NULL && call->split &&
-        !call->cut.forced && call->cut.at == 0 &&
+        !call->cut->forced && call->cut->at == 0 &&
         (result < 0 || !oomkit_proof_known(call))) {
         return prove_doubtful(call);
     }

@@ -128,7 +128,7 @@ oomkit_proof_possible(const oomkit_call *call)
 static inline int
 oomkit_proof_of_whole(const oomkit_call *call)
 {
-    return call->proof != NULL && call->cut.count == 1;
+    return call->proof != NULL && call->cut->count == 1;
 }
 
 /* --- observe.c: what a run of a proof sees. 0 or -1 --- */

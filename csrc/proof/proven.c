@@ -145,7 +145,7 @@ oomkit_proof_rule(oomkit_call *call)
         return call->proof->rule;
     }
     if (call->options->weight != NULL || call->options->verify == 0 ||
-        call->cut.forced) {
+        call->cut->forced) {
         return NULL;
     }
     found = oomkit_proven_find(call);
@@ -155,7 +155,7 @@ oomkit_proof_rule(oomkit_call *call)
 uint64_t
 oomkit_proof_course(const oomkit_call *call)
 {
-    const oomkit_course *course = &call->course[0];
+    const oomkit_course *course = &call->cut->course[0];
     uint64_t hash = (uint64_t)course->count + 1;
     int i;
 
@@ -176,7 +176,7 @@ oomkit_proof_is_new_course(oomkit_call *call)
     uint64_t course;
     int i;
 
-    if (call->proof != NULL || call->options->verify == 0 || call->cut.forced ||
+    if (call->proof != NULL || call->options->verify == 0 || call->cut->forced ||
         call->unknown.restarts >= OOMKIT_RESTARTS) {
         return 0;
     }
@@ -206,7 +206,7 @@ oomkit_proof_known(oomkit_call *call)
     if (call->proof != NULL) {
         return 1;
     }
-    if (call->options->verify == 0 || call->cut.forced) {
+    if (call->options->verify == 0 || call->cut->forced) {
         return 0;
     }
     found = oomkit_proven_find(call);
@@ -271,7 +271,7 @@ known_unsettled(oomkit_call *call, const oomkit_proven *found)
         return 0;
     }
     leaves = oomkit_proof_leaves(call);
-    slices = oomkit_proof_slices(call->cut.slices, call->cut.count);
+    slices = oomkit_proof_slices(call->cut->slices, call->cut->count);
     if (leaves != NULL && slices != NULL) {
         oomkit_exempt_enter(call->st);
         answer = PyObject_CallMethod(
@@ -310,8 +310,8 @@ oomkit_proof_wanted(oomkit_call *call)
     const int countable = oomkit_weights_are_countable(call);
     int unsettled;
 
-    if (!call->split || call->options->verify == 0 || call->cut.forced ||
-        call->st->proves_nothing || call->proof != NULL || call->cut.at > 0 ||
+    if (!call->split || call->options->verify == 0 || call->cut->forced ||
+        call->st->proves_nothing || call->proof != NULL || call->cut->at > 0 ||
         call->tries.joining) {
         return 0;
     }

@@ -32,10 +32,10 @@ oomkit_proof_rows_largest(oomkit_proof *p)
     const int64_t multiple = oomkit_unfit_multiple(call);
     int64_t i;
 
-    for (i = 0; i < call->cut.count; i++) {
-        if (call->cut.slices[i].length > p->length) {
-            p->start = call->cut.slices[i].start;
-            p->length = call->cut.slices[i].length;
+    for (i = 0; i < call->cut->count; i++) {
+        if (call->cut->slices[i].length > p->length) {
+            p->start = call->cut->slices[i].start;
+            p->length = call->cut->slices[i].length;
         }
     }
     if (!oomkit_proof_rows_middle(p, multiple)) {

@@ -51,17 +51,17 @@ oomkit_proof_aside(oomkit_proof *p)
     call->options = &p->options;
     p->grads = call->grads;
     memset(&call->grads, 0, sizeof(call->grads));
-    p->slices = call->cut.slices;
-    p->slice_count = call->cut.count;
-    p->slice_room = call->cut.room;
+    p->slices = call->cut->slices;
+    p->slice_count = call->cut->count;
+    p->slice_room = call->cut->room;
     p->split = call->split;
-    call->cut.slices = NULL;
-    call->cut.count = call->cut.room = 0;
+    call->cut->slices = NULL;
+    call->cut->count = call->cut->room = 0;
     p->switches = call->entry.flags;
     call->entry.flags = NULL;
-    p->join = call->join;
-    memset(&call->join, 0, sizeof(call->join));
-    call->join.site = p->join.site;
+    p->join = call->cut->join;
+    memset(&call->cut->join, 0, sizeof(call->cut->join));
+    call->cut->join.site = p->join.site;
     call->batch.views = 1; /* a leaf that the step makes of it is another one then */
     call->proof = p;
     return oomkit_proof_gradients_take(p) < 0 || aside_buffers(p) < 0 ||
@@ -100,20 +100,20 @@ oomkit_proof_back(oomkit_proof *p)
     if (p->saved) {
         Py_CLEAR(call->batch.saved);
     }
-    oomkit_join_clear(&call->join);
-    call->join = p->join;
+    oomkit_join_clear(&call->cut->join);
+    call->cut->join = p->join;
     oomkit_proof_gradients_free(p);
     back_buffers(p);
     call->grads = p->grads;
-    PyMem_Free(call->cut.slices);
-    call->cut.slices = p->slices;
-    call->cut.count = p->slice_count;
-    call->cut.room = p->slice_room;
+    PyMem_Free(call->cut->slices);
+    call->cut->slices = p->slices;
+    call->cut->count = p->slice_count;
+    call->cut->room = p->slice_room;
     call->split = p->split;
-    call->cut.at = 0;
+    call->cut->at = 0;
     call->options = p->own_options;
     Py_XSETREF(call->entry.flags, p->switches);
-    memset(&call->sizes.measured, 0, sizeof(call->sizes.measured));
+    memset(&call->cut->measured, 0, sizeof(call->cut->measured));
     if (call->unknown.restart ==
         0) { /* else there are other participants to be marked */
         result = oomkit_tx_begin(call);
@@ -206,16 +206,16 @@ oomkit_proof_put_back(oomkit_proof *p)
 static int
 run_slices(oomkit_call *call, const oomkit_slice *cut, int64_t count)
 {
-    void *grown = PyMem_Realloc(call->cut.slices, (size_t)count * sizeof(*cut));
+    void *grown = PyMem_Realloc(call->cut->slices, (size_t)count * sizeof(*cut));
 
     if (grown == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    call->cut.slices = grown;
-    memcpy(call->cut.slices, cut, (size_t)count * sizeof(*cut));
-    call->cut.count = call->cut.room = count;
-    call->cut.at = 0;
+    call->cut->slices = grown;
+    memcpy(call->cut->slices, cut, (size_t)count * sizeof(*cut));
+    call->cut->count = call->cut->room = count;
+    call->cut->at = 0;
     call->split = 1; /* one slice, too: held, weighed and counted as the others */
     return 0;
 }
@@ -285,7 +285,7 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
     if (done == NULL || run_slices(call, cut, count) < 0) {
         return -1;
     }
-    call->unfit.by_step = 0; /* of an attempt before */
+    call->cut->unfit.by_step = 0; /* of an attempt before */
     status = oomkit_tx_begin(call);
     if (status == 0 && p->draw) {
         done = PyObject_CallMethod(p->judge, "draw", NULL);
@@ -303,18 +303,18 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
         }
     }
     if (status == 0) {
-        call->cut.at = count - 1;
+        call->cut->at = count - 1;
         status = oomkit_proof_finish(p);
     }
     if (status == 0 && count > 1 && call->deferred.replayed == NULL) {
         status = oomkit_proof_joined(call);
     }
-    if (oomkit_join_truncate(&call->join, 0) < 0) {
+    if (oomkit_join_truncate(&call->cut->join, 0) < 0) {
         status = -1;
     }
-    Py_CLEAR(call->join.updated);
-    Py_CLEAR(call->join.sources);
-    call->join.required = 0;
+    Py_CLEAR(call->cut->join.updated);
+    Py_CLEAR(call->cut->join.sources);
+    call->cut->join.required = 0;
     if (status == 0 && p->course == 0) {
         p->course = oomkit_proof_course(call);
     }

@@ -15,7 +15,7 @@ static int
 verify_result(oomkit_proof *p, PyObject *result, int64_t length, int part)
 {
     oomkit_call *call = p->call;
-    const double weight = part < 0 ? 1.0 : call->cut.weights[part];
+    const double weight = part < 0 ? 1.0 : call->cut->weights[part];
     PyObject *done; /* owned */
 
     oomkit_exempt_enter(call->st);
@@ -26,8 +26,8 @@ verify_result(oomkit_proof *p, PyObject *result, int64_t length, int part)
     if (done == NULL || part < 0 || call->deferred.replayed != NULL) {
         return done == NULL ? -1 : 0;
     }
-    call->cut.at = part;
-    if (oomkit_join_add(call->st, call->options, &call->join, result, length, weight) <
+    call->cut->at = part;
+    if (oomkit_join_add(call->st, call->options, &call->cut->join, result, length, weight) <
         0) {
         return -1;
     }
@@ -69,7 +69,7 @@ verify_call(oomkit_proof *p, int64_t start, int64_t length, int part)
         done =
             PyErr_Occurred()
                 ? NULL
-                : PyObject_CallMethod(call->losses.verification, "finish", "OOL",
+                : PyObject_CallMethod(call->cut->losses.verification, "finish", "OOL",
                                       result, loss ? loss : Py_None, (long long)length);
     }
     if (done != NULL && verify_result(p, result, length, part) < 0) {
@@ -124,13 +124,13 @@ verify_run(oomkit_proof *p, int64_t start, int64_t length, int part, int *moved)
 static PyObject *
 verify_weights(oomkit_call *call, int part)
 {
-    const oomkit_slice cut = call->cut.slices[part];
+    const oomkit_slice cut = call->cut->slices[part];
     Py_ssize_t groups = 0, i;
     PyObject *list; /* owned */
     double *values;
 
     if (call->options->weight == NULL) {
-        return Py_BuildValue("[d]", call->cut.weights[part]);
+        return Py_BuildValue("[d]", call->cut->weights[part]);
     }
     values = oomkit_weights_ask(call, cut.start, cut.length, &groups);
     if (values == NULL) {
@@ -180,14 +180,14 @@ verify_shares(oomkit_proof *p, const oomkit_slice *cut, PyObject **one, PyObject
 {
     oomkit_call *call = p->call;
 
-    call->cut.slices = PyMem_Realloc(call->cut.slices, 2 * sizeof(*cut));
-    if (call->cut.slices == NULL) {
+    call->cut->slices = PyMem_Realloc(call->cut->slices, 2 * sizeof(*cut));
+    if (call->cut->slices == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    memcpy(call->cut.slices, cut, 2 * sizeof(*cut));
-    call->cut.count = call->cut.room = 2;
-    call->cut.at = 0;
+    memcpy(call->cut->slices, cut, 2 * sizeof(*cut));
+    call->cut->count = call->cut->room = 2;
+    call->cut->at = 0;
     call->split = 1;
     if (oomkit_weights_set(call) < 0) {
         return -1;
@@ -209,7 +209,7 @@ verify_search(oomkit_proof *p, PyObject *verdict, const oomkit_slice *cut, int m
     if (leaves != NULL && slices != NULL) {
         oomkit_exempt_enter(p->call->st);
         answer = PyObject_CallMethod(
-            p->judge, "weighed", "OOOOO", p->call->losses.verification, verdict,
+            p->judge, "weighed", "OOOOO", p->call->cut->losses.verification, verdict,
             oomkit_weights_are_countable(p->call) ? leaves : Py_None, slices,
             moved ? Py_True : Py_False);
         oomkit_exempt_leave(p->call->st);
@@ -232,8 +232,8 @@ verify_runs(oomkit_proof *p, int64_t start, const oomkit_slice *cut)
         verify_run(p, cut[0].start, cut[0].length, 0, NULL) == 0 &&
         verify_run(p, cut[1].start, cut[1].length, 1, NULL) == 0) {
         verdict = PyObject_CallMethod(
-            call->losses.verification, "judge", "OOOOO", call->options->label, one, two,
-            call->losses.is_sum ? Py_True : Py_False, moved ? Py_True : Py_False);
+            call->cut->losses.verification, "judge", "OOOOO", call->options->label, one, two,
+            call->cut->losses.is_sum ? Py_True : Py_False, moved ? Py_True : Py_False);
     }
     if (verdict != NULL && verdict != Py_None) {
         Py_SETREF(verdict, verify_search(p, verdict, cut, moved));
@@ -271,8 +271,8 @@ oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first
     const oomkit_slice cut[2] = {{start, first}, {start + first, length - first}};
     PyObject *verdict = NULL, *done; /* owned */
 
-    call->losses.verification = PyObject_CallNoArgs(call->st->verification);
-    if (call->losses.verification == NULL) {
+    call->cut->losses.verification = PyObject_CallNoArgs(call->st->verification);
+    if (call->cut->losses.verification == NULL) {
         return NULL;
     }
     done = PyObject_CallMethod(p->judge, "hush", NULL);
@@ -282,13 +282,13 @@ oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first
         verdict = verify_speak(p, verdict);
     }
     Py_XDECREF(done);
-    if (oomkit_join_truncate(&call->join, 0) < 0) {
+    if (oomkit_join_truncate(&call->cut->join, 0) < 0) {
         Py_CLEAR(verdict);
     }
-    Py_CLEAR(call->join.updated);
-    Py_CLEAR(call->join.sources);
-    call->join.required = 0;
-    Py_CLEAR(call->losses.verification);
+    Py_CLEAR(call->cut->join.updated);
+    Py_CLEAR(call->cut->join.sources);
+    call->cut->join.required = 0;
+    Py_CLEAR(call->cut->losses.verification);
     if (verdict == NULL && call->unknown.restart == 0) {
         return verify_abandon(call, oomkit_exception_take()) < 0 ? NULL
                                                                  : Py_NewRef(Py_None);
@@ -300,7 +300,7 @@ PyObject *
 oomkit_verify_backward(oomkit_call *call, PyObject *roots)
 {
     PyObject *done = /* owned */
-        PyObject_CallMethod(call->losses.verification, "root", "(O)", roots);
+        PyObject_CallMethod(call->cut->losses.verification, "root", "(O)", roots);
     if (done == NULL) {
         return NULL;
     }

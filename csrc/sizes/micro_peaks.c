@@ -16,8 +16,8 @@ phase_bytes(const oomkit_call *call, const oomkit_peak_window *window)
 static uint64_t
 phase_close(oomkit_call *call)
 {
-    oomkit_device_end(call->st, &call->sizes.micro);
-    return phase_bytes(call, &call->sizes.micro);
+    oomkit_device_end(call->st, &call->cut->micro);
+    return phase_bytes(call, &call->cut->micro);
 }
 
 /* Of later ones the largest counts, with the highest peak of all: results accumulate,
@@ -25,9 +25,9 @@ phase_close(oomkit_call *call)
 void
 oomkit_phase_note(oomkit_call *call, uint64_t bytes)
 {
-    oomkit_measured *m = &call->sizes.measured;
-    oomkit_role role = call->cut.at > 0 ? OOMKIT_LATER : OOMKIT_FIRST;
-    int64_t rows = call->cut.slices[call->cut.at].length;
+    oomkit_measured *m = &call->cut->measured;
+    oomkit_role role = call->cut->at > 0 ? OOMKIT_LATER : OOMKIT_FIRST;
+    int64_t rows = call->cut->slices[call->cut->at].length;
 
     if (rows > m->rows[role]) {
         m->rows[role] = rows;
@@ -41,20 +41,20 @@ void
 oomkit_phase_micro_begin(oomkit_call *call)
 {
     if (call->split) {
-        call->sizes.in_optimizer = 0;
+        call->cut->in_optimizer = 0;
         oomkit_device_begin(call->st, call->device, call->options->reset_peaks,
-                            &call->sizes.micro);
+                            &call->cut->micro);
     }
 }
 
 void
 oomkit_phase_optimizer(oomkit_call *call)
 {
-    if (call->sizes.micro.open && !call->sizes.in_optimizer) {
+    if (call->cut->micro.open && !call->cut->in_optimizer) {
         oomkit_phase_note(call, phase_close(call));
-        call->sizes.in_optimizer = 1;
+        call->cut->in_optimizer = 1;
         oomkit_device_begin(call->st, call->device, call->options->reset_peaks,
-                            &call->sizes.micro);
+                            &call->cut->micro);
     }
 }
 
@@ -63,13 +63,13 @@ oomkit_phase_micro_end(oomkit_call *call, int finished)
 {
     uint64_t bytes;
 
-    if (!call->sizes.micro.open) {
+    if (!call->cut->micro.open) {
         return;
     }
     bytes = phase_close(call);
-    if (call->sizes.in_optimizer) {
-        if (bytes > call->sizes.measured.optimizer_bytes) {
-            call->sizes.measured.optimizer_bytes = bytes;
+    if (call->cut->in_optimizer) {
+        if (bytes > call->cut->measured.optimizer_bytes) {
+            call->cut->measured.optimizer_bytes = bytes;
         }
     } else if (finished) {
         oomkit_phase_note(call, bytes);
@@ -79,6 +79,6 @@ oomkit_phase_micro_end(oomkit_call *call, int finished)
 void
 oomkit_phase_whole(oomkit_call *call)
 {
-    call->sizes.measured.rows[OOMKIT_FIRST] = oomkit_batch_rows(&call->batch);
-    call->sizes.measured.bytes[OOMKIT_FIRST] = phase_bytes(call, &call->sizes.window);
+    call->cut->measured.rows[OOMKIT_FIRST] = oomkit_batch_rows(&call->batch);
+    call->cut->measured.bytes[OOMKIT_FIRST] = phase_bytes(call, &call->sizes.window);
 }

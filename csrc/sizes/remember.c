@@ -171,7 +171,7 @@ oomkit_recall_note(oomkit_call *call, oomkit_signature *entry)
     uint64_t print;
 
     /* Where the room is not known nothing could be said about that of another run. */
-    if (step->memory_key == NULL || call->cut.forced ||
+    if (step->memory_key == NULL || call->cut->forced ||
         !oomkit_signature_can_go(entry) ||
         entry->known.roles[OOMKIT_FIRST].ok_room == OOMKIT_UNKNOWN) {
         return;

@@ -294,7 +294,7 @@ measured_complete(oomkit_call *call, oomkit_measured *m)
         m->bytes[OOMKIT_FIRST] = m->bytes[OOMKIT_LATER] = m->optimizer_bytes = 0;
     }
     m->batch = call->batch.rows > 0 ? call->batch.rows : m->rows[OOMKIT_FIRST];
-    m->k = call->cut.count > 0 ? call->cut.count : 1;
+    m->k = call->cut->count > 0 ? call->cut->count : 1;
     m->baseline_bytes = oomkit_baseline(call);
     m->budget_bytes = budget_of(call);
     m->gradient_bytes = gradients_beyond(call);
@@ -310,12 +310,12 @@ oomkit_signature_succeeded(oomkit_call *call, int64_t micro_batch, uint64_t peak
 {
     oomkit_signature *entry = oomkit_signature_get(call, 1);
 
-    if (call->sizes.measured.rows[OOMKIT_FIRST] <
+    if (call->cut->measured.rows[OOMKIT_FIRST] <
         1) { /* a caller's backward: no peak */
-        call->sizes.measured.rows[OOMKIT_FIRST] = micro_batch;
+        call->cut->measured.rows[OOMKIT_FIRST] = micro_batch;
     }
-    measured_complete(call, &call->sizes.measured);
-    oomkit_know_worked(&entry->known, &call->sizes.measured);
+    measured_complete(call, &call->cut->measured);
+    oomkit_know_worked(&entry->known, &call->cut->measured);
     entry->forward_only = call->deferred.forward_only;
     if (micro_batch >= entry->peak_rows && peak_bytes != OOMKIT_UNKNOWN) {
         entry->peak_rows = micro_batch;
@@ -330,20 +330,20 @@ void
 oomkit_signature_failed(oomkit_call *call, int64_t micro_batch)
 {
     oomkit_signature *entry = oomkit_signature_get(call, 1);
-    oomkit_measured *m = &call->sizes.measured;
+    oomkit_measured *m = &call->cut->measured;
     oomkit_role role =
-        call->cut.slices != NULL && call->cut.at > 0 ? OOMKIT_LATER : OOMKIT_FIRST;
+        call->cut->slices != NULL && call->cut->at > 0 ? OOMKIT_LATER : OOMKIT_FIRST;
 
-    if (call->cut.slices !=
+    if (call->cut->slices !=
         NULL) { /* a first slice may be larger than the one that failed */
-        micro_batch = call->cut.slices[call->cut.at].length;
+        micro_batch = call->cut->slices[call->cut->at].length;
     }
     if (entry->row_bytes <= 0.0) { /* from before the first OOM of this site */
         shape_of(call, entry);
     }
     oomkit_signature_survey(call);
     measured_complete(call, m);
-    if (call->cut.slices != NULL &&
+    if (call->cut->slices != NULL &&
         role == OOMKIT_LATER) { /* the first one has worked */
         oomkit_know_measured(&entry->known, OOMKIT_FIRST, m->rows[OOMKIT_FIRST],
                              m->bytes[OOMKIT_FIRST], m->baseline_bytes, m->budget_bytes,
@@ -401,14 +401,14 @@ oomkit_unfit_least(const oomkit_call *call)
     int64_t least = call->options->min_micro_batch;
 
     least = call->step->least_rows > least ? call->step->least_rows : least;
-    return call->unfit.least > least ? call->unfit.least : least;
+    return call->cut->unfit.least > least ? call->cut->unfit.least : least;
 }
 
 int64_t
 oomkit_unfit_multiple(const oomkit_call *call)
 {
     int64_t multiple = call->options->multiple_of;
-    int even = call->step->even_rows || call->unfit.even;
+    int even = call->step->even_rows || call->cut->unfit.even;
 
     /* An odd batch cannot be cut into even parts: its last one would be odd. */
     return even && call->batch.rows % 2 == 0 && multiple % 2 != 0 ? 2 * multiple

@@ -92,7 +92,7 @@ oomkit_signature_request(oomkit_call *call, oomkit_plan_request *request,
 /* The call is done, with this largest micro-batch. */
 void
 oomkit_signature_succeeded(oomkit_call *call, int64_t micro_batch, uint64_t peak_bytes);
-/* The micro-batch at call->cut.at has failed; without slices the whole batch, of
+/* The micro-batch at call->cut->at has failed; without slices the whole batch, of
  * `micro_batch` rows. */
 void
 oomkit_signature_failed(oomkit_call *call, int64_t micro_batch);

@@ -160,8 +160,8 @@ chunks_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(self->func);
     Py_VISIT(self->join.results);
     Py_VISIT(self->site);
-    Py_VISIT(self->call.owners.user);
-    Py_VISIT(self->call.owners.attributes);
+    Py_VISIT(self->call.entry.owners.user);
+    Py_VISIT(self->call.entry.owners.attributes);
     return oomkit_options_traverse(&self->options, visit, arg);
 }
 
@@ -256,7 +256,7 @@ chunks_row(const oomkit_chunks *self, int end)
     if (!self->out) {
         Py_RETURN_NONE;
     }
-    slice = &self->call.cut.slices[self->call.cut.at];
+    slice = &self->call.cut->slices[self->call.cut->at];
     return PyLong_FromLongLong(slice->start + (end ? slice->length : 0));
 }
 

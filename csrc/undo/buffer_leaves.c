@@ -36,9 +36,9 @@ buffer_of(const oomkit_call *call, const PyObject *tensor)
 {
     Py_ssize_t i;
 
-    for (i = 0; i < call->buffers.count; i++) {
-        if (call->buffers.items[i].tensor == tensor) {
-            return &call->buffers.items[i];
+    for (i = 0; i < call->entry.buffers.count; i++) {
+        if (call->entry.buffers.items[i].tensor == tensor) {
+            return &call->entry.buffers.items[i];
         }
     }
     return NULL;

@@ -10,7 +10,7 @@
 static int
 buffers_room(oomkit_call *call)
 {
-    oomkit_buffers *b = &call->buffers;
+    oomkit_buffers *b = &call->entry.buffers;
     oomkit_participants *parts = call->parts;
 
     if (b->count == b->room) {
@@ -126,7 +126,7 @@ static int
 buffer_take(oomkit_call *call, Py_ssize_t i, const oomkit_tensor_facts *facts,
             PyObject *from, PyObject *to)
 {
-    oomkit_buffer *item = &call->buffers.items[i];
+    oomkit_buffer *item = &call->entry.buffers.items[i];
     PyObject **copy = &call->parts->copies[i];
     int taken = buffer_image(call, i, item->tensor, facts);
 
@@ -160,7 +160,7 @@ buffers_mark_module(oomkit_call *call, PyObject *module, int always, PyObject *f
     while (PyDict_Check(dict) && PyDict_Next(dict, &at, &key, &value)) {
         oomkit_buffer *item;
         oomkit_tensor_facts facts;
-        Py_ssize_t i = call->buffers.count;
+        Py_ssize_t i = call->entry.buffers.count;
 
         if (value == Py_None ||
             strcmp(Py_TYPE(value)->tp_name, "UninitializedBuffer") == 0) {
@@ -170,13 +170,13 @@ buffers_mark_module(oomkit_call *call, PyObject *module, int always, PyObject *f
             oomkit_tensor_facts_get(st, value, 0, &facts) < 0) {
             goto done;
         }
-        item = &call->buffers.items[i];
+        item = &call->entry.buffers.items[i];
         item->tensor = Py_NewRef(value);
         item->module = Py_NewRef(module);
         item->key = Py_NewRef(key);
         item->version = facts.version;
         item->copied = 0;
-        call->buffers.count++;
+        call->entry.buffers.count++;
         if (oomkit_buffer_leaf(call, item, &facts) < 0) {
             goto done;
         }
@@ -285,8 +285,8 @@ int
 oomkit_buffers_moved(oomkit_call *call)
 {
     Py_ssize_t i;
-    for (i = 0; i < call->buffers.count; i++) {
-        int state = buffer_state(call, &call->buffers.items[i]);
+    for (i = 0; i < call->entry.buffers.count; i++) {
+        int state = buffer_state(call, &call->entry.buffers.items[i]);
         if (state != 0) {
             return state < 0 ? -1 : 1;
         }
@@ -299,7 +299,7 @@ oomkit_buffers_moved(oomkit_call *call)
 static int
 buffer_has_moved(oomkit_call *call, Py_ssize_t i)
 {
-    const oomkit_buffer *item = &call->buffers.items[i];
+    const oomkit_buffer *item = &call->entry.buffers.items[i];
     PyObject *equal; /* owned */
     uint32_t version;
     int same;
@@ -328,9 +328,9 @@ void
 oomkit_buffers_learn(oomkit_call *call)
 {
     Py_ssize_t i;
-    for (i = 0; i < call->buffers.count && i < call->parts->moving_count; i++) {
+    for (i = 0; i < call->entry.buffers.count && i < call->parts->moving_count; i++) {
         int moved;
-        if (call->parts->moving[i] || call->buffers.items[i].copied == 2) {
+        if (call->parts->moving[i] || call->entry.buffers.items[i].copied == 2) {
             continue;
         }
         moved = buffer_has_moved(call, i);
@@ -341,7 +341,7 @@ oomkit_buffers_learn(oomkit_call *call)
         if (moved == 0) {
             /* The marks may go to a pending call, which must not look for it. */
             Py_CLEAR(call->parts->copies[i]);
-            call->buffers.items[i].copied = 0;
+            call->entry.buffers.items[i].copied = 0;
         }
     }
 }
@@ -366,5 +366,5 @@ oomkit_buffers_free(oomkit_buffers *b)
 void
 oomkit_buffers_release(oomkit_call *call)
 {
-    oomkit_buffers_free(&call->buffers);
+    oomkit_buffers_free(&call->entry.buffers);
 }

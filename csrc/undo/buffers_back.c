@@ -6,7 +6,7 @@
 static int
 buffer_put_back(oomkit_call *call, Py_ssize_t i)
 {
-    oomkit_buffer *item = &call->buffers.items[i];
+    oomkit_buffer *item = &call->entry.buffers.items[i];
     PyObject *dict; /* owned */
     int result = 0;
 
@@ -41,7 +41,7 @@ buffer_put_back(oomkit_call *call, Py_ssize_t i)
 static int
 buffer_is_stuck(oomkit_call *call, Py_ssize_t i)
 {
-    const oomkit_buffer *item = &call->buffers.items[i];
+    const oomkit_buffer *item = &call->entry.buffers.items[i];
     oomkit_tensor_facts facts;
     uint32_t version;
 
@@ -62,7 +62,7 @@ buffer_is_stuck(oomkit_call *call, Py_ssize_t i)
 int
 oomkit_buffers_restore(oomkit_call *call, PyObject **which)
 {
-    oomkit_buffers *b = &call->buffers;
+    oomkit_buffers *b = &call->entry.buffers;
     Py_ssize_t i;
     int refused = 0;
 

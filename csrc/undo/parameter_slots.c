@@ -11,12 +11,12 @@ struct oomkit_slot {
 void
 oomkit_slots_release(oomkit_call *call)
 {
-    Py_ssize_t count = call->slots.count;
-    oomkit_slot *slots = call->slots.items;
+    Py_ssize_t count = call->entry.slots.count;
+    oomkit_slot *slots = call->entry.slots.items;
 
-    call->slots.items =
+    call->entry.slots.items =
         NULL; /* first: a finaliser that runs here must see no half of it */
-    call->slots.count = call->slots.room = 0;
+    call->entry.slots.count = call->entry.slots.room = 0;
     while (count-- > 0) {
         Py_CLEAR(slots[count].value);
         Py_CLEAR(slots[count].key);
@@ -30,17 +30,17 @@ slots_add(oomkit_call *call, PyObject *dict, PyObject *key, PyObject *value)
 {
     oomkit_slot *slot;
 
-    if (call->slots.count == call->slots.room) {
-        Py_ssize_t room = call->slots.room == 0 ? 16 : call->slots.room * 2;
-        void *grown = PyMem_Realloc(call->slots.items, (size_t)room * sizeof(*slot));
+    if (call->entry.slots.count == call->entry.slots.room) {
+        Py_ssize_t room = call->entry.slots.room == 0 ? 16 : call->entry.slots.room * 2;
+        void *grown = PyMem_Realloc(call->entry.slots.items, (size_t)room * sizeof(*slot));
         if (grown == NULL) {
             PyErr_NoMemory();
             return -1;
         }
-        call->slots.items = grown;
-        call->slots.room = room;
+        call->entry.slots.items = grown;
+        call->entry.slots.room = room;
     }
-    slot = &call->slots.items[call->slots.count++];
+    slot = &call->entry.slots.items[call->entry.slots.count++];
     slot->dict = Py_NewRef(dict);
     slot->key = Py_NewRef(key);
     slot->value = Py_NewRef(value);
@@ -87,8 +87,8 @@ int
 oomkit_slots_changed(const oomkit_call *call, PyObject **key)
 {
     Py_ssize_t i;
-    for (i = 0; i < call->slots.count; i++) {
-        const oomkit_slot *slot = &call->slots.items[i];
+    for (i = 0; i < call->entry.slots.count; i++) {
+        const oomkit_slot *slot = &call->entry.slots.items[i];
         PyObject *now = PyDict_GetItemWithError(slot->dict, slot->key); /* borrowed */
         if (now == NULL && PyErr_Occurred()) {
             return -1;
@@ -106,8 +106,8 @@ int
 oomkit_slots_restore(oomkit_call *call)
 {
     Py_ssize_t i;
-    for (i = 0; i < call->slots.count; i++) {
-        oomkit_slot *slot = &call->slots.items[i];
+    for (i = 0; i < call->entry.slots.count; i++) {
+        oomkit_slot *slot = &call->entry.slots.items[i];
         PyObject *now = PyDict_GetItemWithError(slot->dict, slot->key); /* borrowed */
         if (now != slot->value &&
             (PyErr_Occurred() ||

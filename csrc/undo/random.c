@@ -67,7 +67,7 @@ rng_mark_one(oomkit_call *call, PyObject *generator, int is_device)
     PyObject *pair, *state; /* owned */
     int result;
 
-    if (call->rng.others == NULL && (call->rng.others = PyList_New(0)) == NULL) {
+    if (call->entry.rng.others == NULL && (call->entry.rng.others = PyList_New(0)) == NULL) {
         return -1;
     }
     state = rng_get(call->st, generator, is_device);
@@ -76,7 +76,7 @@ rng_mark_one(oomkit_call *call, PyObject *generator, int is_device)
     if (pair == NULL) {
         return -1;
     }
-    result = PyList_Append(call->rng.others, pair);
+    result = PyList_Append(call->entry.rng.others, pair);
     Py_DECREF(pair);
     return result;
 }
@@ -177,14 +177,14 @@ rng_mark_others(oomkit_call *call)
         }
     }
     if (parts->uses_random) {
-        call->rng.random_state = rng_library_call("random", "getstate", NULL);
-        if (call->rng.random_state == NULL) {
+        call->entry.rng.random_state = rng_library_call("random", "getstate", NULL);
+        if (call->entry.rng.random_state == NULL) {
             return -1;
         }
     }
     if (parts->uses_numpy) {
-        call->rng.numpy_state = rng_library_call("numpy.random", "get_state", NULL);
-        if (call->rng.numpy_state == NULL) {
+        call->entry.rng.numpy_state = rng_library_call("numpy.random", "get_state", NULL);
+        if (call->entry.rng.numpy_state == NULL) {
             if (!PyErr_ExceptionMatches(PyExc_ImportError)) {
                 return -1;
             }
@@ -201,7 +201,7 @@ oomkit_rng_mark(oomkit_call *call)
     if (call->options->rng == OOMKIT_RNG_NONE) {
         return 0;
     }
-    return oomkit_stream_mark(call->st, &call->rng.cpu_state, &call->rng.cpu_bytes) <
+    return oomkit_stream_mark(call->st, &call->entry.rng.cpu_state, &call->entry.rng.cpu_bytes) <
                        0 ||
                    rng_mark_others(call) < 0
                ? -1
@@ -211,16 +211,16 @@ oomkit_rng_mark(oomkit_call *call)
 int
 oomkit_rng_note(oomkit_call *call, oomkit_rng *rng)
 {
-    oomkit_rng entry = call->rng;
+    oomkit_rng entry = call->entry.rng;
     int result;
 
-    memset(&call->rng, 0, sizeof(call->rng));
-    result = oomkit_stream_note(call->st, &call->rng.cpu_state, &call->rng.cpu_bytes);
+    memset(&call->entry.rng, 0, sizeof(call->entry.rng));
+    result = oomkit_stream_note(call->st, &call->entry.rng.cpu_state, &call->entry.rng.cpu_bytes);
     if (result == 0) {
         result = rng_mark_others(call);
     }
-    *rng = call->rng;
-    call->rng = entry;
+    *rng = call->entry.rng;
+    call->entry.rng = entry;
     return result;
 }
 
@@ -230,7 +230,7 @@ oomkit_rng_restore(oomkit_call *call)
 {
     Py_ssize_t i;
     PyObject *done; /* owned */
-    oomkit_rng *rng = &call->rng;
+    oomkit_rng *rng = &call->entry.rng;
 
     if (rng->cpu_state != NULL) {
         done = PyObject_CallOneArg(call->st->generator_set, rng->cpu_state);
@@ -324,7 +324,7 @@ rng_same_libraries(const oomkit_rng *rng)
 static int
 rng_same_beside(oomkit_call *call)
 {
-    oomkit_rng *rng = &call->rng;
+    oomkit_rng *rng = &call->entry.rng;
     PyObject *now; /* owned */
     Py_ssize_t i;
     int same = 1;
@@ -354,7 +354,7 @@ oomkit_rng_moved_beside(oomkit_call *call)
 int
 oomkit_rng_moved(oomkit_call *call)
 {
-    oomkit_rng *rng = &call->rng;
+    oomkit_rng *rng = &call->entry.rng;
     int same;
 
     if (rng->cpu_state == NULL && rng->cpu_bytes == NULL) {
@@ -408,5 +408,5 @@ oomkit_rng_free(oomkit_rng *rng)
 void
 oomkit_rng_release(oomkit_call *call)
 {
-    oomkit_rng_free(&call->rng);
+    oomkit_rng_free(&call->entry.rng);
 }

@@ -95,11 +95,11 @@ oomkit_streams_mark(oomkit_call *call)
         PyObject *state = stream_get(call->st, stream);  /* owned */
         PyObject *pair = state == NULL ? NULL : PyTuple_Pack(2, stream, state);
         Py_XDECREF(state);
-        if (pair == NULL || (call->rng.streams == NULL &&
-                             (call->rng.streams = PyList_New(0)) == NULL)) {
+        if (pair == NULL || (call->entry.rng.streams == NULL &&
+                             (call->entry.rng.streams = PyList_New(0)) == NULL)) {
             result = -1;
         } else {
-            result = PyList_Append(call->rng.streams, pair);
+            result = PyList_Append(call->entry.rng.streams, pair);
         }
         Py_XDECREF(pair); /* owned */
     }

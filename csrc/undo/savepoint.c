@@ -181,7 +181,7 @@ oomkit_tx_begin_micro(oomkit_call *call)
     if (moved == 0) { /* no version tells of its statistics */
         moved = oomkit_buffers_norm(call, 1);
     }
-    if (moved == 0 && call->rng.cpu_state != NULL) {
+    if (moved == 0 && call->entry.rng.cpu_state != NULL) {
         moved = oomkit_rng_moved(call);
     }
     for (i = 0; moved == 0 && i < call->parts->owner_count; i++) {
@@ -348,8 +348,8 @@ oomkit_tx_groups_moved(oomkit_call *call, PyObject *optimizer)
         "auto_batch cannot split this step: %R in the param_groups of %s was "
         "changed in micro-batch %lld of %lld; do it after the step, or guard the "
         "line with `if oomkit.current().is_last:`",
-        name, Py_TYPE(optimizer)->tp_name, (long long)(call->cut.at + 1),
-        (long long)call->cut.count);
+        name, Py_TYPE(optimizer)->tp_name, (long long)(call->cut->at + 1),
+        (long long)call->cut->count);
     return -1;
 }
 
@@ -366,7 +366,7 @@ tx_slots_changed(oomkit_call *call)
                      "auto_batch cannot split this step: the parameter %R of a module "
                      "was replaced in micro-batch %lld of %lld; do it outside the "
                      "decorated step",
-                     key, (long long)(call->cut.at + 1), (long long)call->cut.count);
+                     key, (long long)(call->cut->at + 1), (long long)call->cut->count);
         return -1;
     }
     return changed;
@@ -385,8 +385,8 @@ tx_schedulers_moved(oomkit_call *call)
             "auto_batch cannot split this step: %s.step() was called in "
             "micro-batch %lld of %lld where it could not be held back; call it "
             "as scheduler.step(), or after the decorated step",
-            Py_TYPE(scheduler)->tp_name, (long long)(call->cut.at + 1),
-            (long long)call->cut.count);
+            Py_TYPE(scheduler)->tp_name, (long long)(call->cut->at + 1),
+            (long long)call->cut->count);
         return -1;
     }
     return moved;
@@ -421,7 +421,7 @@ oomkit_tx_micro_end(oomkit_call *call)
                      "%lld of %lld, outside an optimizer that it knows; pass it as "
                      "optimizer=..., or guard the line with `if "
                      "oomkit.current().is_last:`",
-                     name, (long long)(call->cut.at + 1), (long long)call->cut.count);
+                     name, (long long)(call->cut->at + 1), (long long)call->cut->count);
         Py_DECREF(name);
     }
     return -1;
@@ -440,18 +440,18 @@ oomkit_tx_end_attempt(oomkit_call *call)
     oomkit_pristine_release(call);
     Py_CLEAR(call->unknown.of_graph);
     Py_CLEAR(call->unknown.of_step);
-    Py_CLEAR(call->owners.groups_after);
-    Py_CLEAR(call->owners.groups_end);
-    Py_CLEAR(call->owners.scales);
-    call->scheduled.count = 0;
-    Py_CLEAR(call->owners.epochs);
-    Py_CLEAR(call->owners.scalers);
-    Py_CLEAR(call->owners.copied);
-    Py_CLEAR(call->owners.user);
-    call->owners.failed_step = NULL;
-    Py_CLEAR(call->owners.attributes);
-    oomkit_course_clear(&call->course[0]);
-    oomkit_course_clear(&call->course[1]);
+    Py_CLEAR(call->entry.owners.groups_after);
+    Py_CLEAR(call->entry.owners.groups_end);
+    Py_CLEAR(call->entry.owners.scales);
+    call->cut->scheduled.count = 0;
+    Py_CLEAR(call->entry.owners.epochs);
+    Py_CLEAR(call->entry.owners.scalers);
+    Py_CLEAR(call->entry.owners.copied);
+    Py_CLEAR(call->entry.owners.user);
+    call->entry.owners.failed_step = NULL;
+    Py_CLEAR(call->entry.owners.attributes);
+    oomkit_course_clear(&call->cut->course[0]);
+    oomkit_course_clear(&call->cut->course[1]);
     call->training = call->backward.done = call->backward.failed =
         call->backward.queued = 0;
     call->updating.committed = call->refused.raised = call->course_waived = 0;
@@ -476,10 +476,10 @@ oomkit_tx_end(oomkit_call *call)
     Py_CLEAR(call->entry.flags);
     PyMem_Free(call->entry.versions);
     PyMem_Free(call->entry.samples);
-    PyMem_Free(call->scheduled.items);
+    PyMem_Free(call->cut->scheduled.items);
     oomkit_slots_release(call);
     Py_CLEAR(call->refused.hooked);
-    call->scheduled.items = NULL;
+    call->cut->scheduled.items = NULL;
     call->entry.versions = NULL;
     call->entry.samples = NULL;
 }

@@ -53,7 +53,7 @@ oomkit_scaler_mark(oomkit_call *call, PyObject *scaler)
 {
     PyObject *states, *saved; /* owned */
 
-    if (oomkit_pairs_find(call->owners.scalers, scaler) != NULL) {
+    if (oomkit_pairs_find(call->entry.owners.scalers, scaler) != NULL) {
         return 0;
     }
     states = PyObject_GetAttr(scaler, call->st->str_per_optimizer_states);
@@ -62,7 +62,7 @@ oomkit_scaler_mark(oomkit_call *call, PyObject *scaler)
     }
     saved = scaler_states_copy(states);
     Py_DECREF(states);
-    return oomkit_pairs_add(&call->owners.scalers, scaler, saved);
+    return oomkit_pairs_add(&call->entry.owners.scalers, scaler, saved);
 }
 
 /* A deep copy of object.state_dict(), outside the budget. New reference or NULL. */
@@ -99,11 +99,11 @@ owner_user_state(oomkit_state *st, PyObject *object)
 int
 oomkit_owner_copy(oomkit_call *call, PyObject *owner)
 {
-    if (oomkit_pairs_find(call->owners.copied, owner) != NULL ||
+    if (oomkit_pairs_find(call->entry.owners.copied, owner) != NULL ||
         PyObject_TypeCheck(owner, (PyTypeObject *)call->st->Module)) {
         return 0; /* an averaged model's parameters are compared instead */
     }
-    return oomkit_pairs_add(&call->owners.copied, owner, owner_state(call->st, owner));
+    return oomkit_pairs_add(&call->entry.owners.copied, owner, owner_state(call->st, owner));
 }
 
 static const char *const scaler_names[] = {"_scale", "_growth_tracker"};
@@ -163,7 +163,7 @@ oomkit_owners_mark(oomkit_call *call)
         } else {
             saved = owner_user_state(st, object);
         }
-        result = oomkit_pairs_add(&call->owners.user, object, saved);
+        result = oomkit_pairs_add(&call->entry.owners.user, object, saved);
         Py_DECREF(object);
         if (result < 0) {
             return -1;
@@ -196,7 +196,7 @@ static int
 owners_restore_copies(oomkit_call *call)
 {
     Py_ssize_t i;
-    PyObject *list = call->owners.copied; /* borrowed from call */
+    PyObject *list = call->entry.owners.copied; /* borrowed from call */
 
     for (i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
         PyObject *pair = PyList_GET_ITEM(list, i); /* borrowed */
@@ -223,7 +223,7 @@ oomkit_owners_restore(oomkit_call *call)
 {
     oomkit_state *st = call->st;
     Py_ssize_t i;
-    PyObject *list = call->owners.scalers; /* borrowed from call */
+    PyObject *list = call->entry.owners.scalers; /* borrowed from call */
 
     /* Attributes first: what they name may have changed in place, and a copy has it. */
     if (oomkit_attributes_restore(call) < 0 || owners_restore_copies(call) < 0) {
@@ -236,7 +236,7 @@ oomkit_owners_restore(oomkit_call *call)
             return -1;
         }
     }
-    list = call->owners.user;
+    list = call->entry.owners.user;
     for (i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
         PyObject *pair = PyList_GET_ITEM(list, i);    /* borrowed */
         PyObject *object = PyTuple_GET_ITEM(pair, 0); /* borrowed */
@@ -276,12 +276,12 @@ oomkit_owners_restore(oomkit_call *call)
 void
 oomkit_owners_release(oomkit_call *call)
 {
-    Py_CLEAR(call->owners.scalers);
-    Py_CLEAR(call->owners.copied);
-    Py_CLEAR(call->owners.user);
-    call->owners.failed_step = NULL;
-    Py_CLEAR(call->owners.attributes);
-    Py_CLEAR(call->owners.groups_after);
-    Py_CLEAR(call->owners.groups_end);
-    Py_CLEAR(call->owners.epochs);
+    Py_CLEAR(call->entry.owners.scalers);
+    Py_CLEAR(call->entry.owners.copied);
+    Py_CLEAR(call->entry.owners.user);
+    call->entry.owners.failed_step = NULL;
+    Py_CLEAR(call->entry.owners.attributes);
+    Py_CLEAR(call->entry.owners.groups_after);
+    Py_CLEAR(call->entry.owners.groups_end);
+    Py_CLEAR(call->entry.owners.epochs);
 }

@@ -195,7 +195,7 @@ MUTANTS = [
         "unknown-leaf-of-a-failed-one-inside",
         "leaves of a backward that failed inside a backward are told from those it never reached",
         "csrc/hook/backward.c",
-        "    if (result == NULL && nested && (!call->split || call->cut.at > 0)) {",
+        "    if (result == NULL && nested && (!call->split || call->cut->at > 0)) {",
         "    if (0) {",
         ("accum/test_strangers_nested.py::"
          "test_what_only_the_failed_backward_inside_led_to_is_refused",),
@@ -221,7 +221,7 @@ MUTANTS = [
         "parts-kept-in-spite-of-noise",
         "finished parts of an evaluation are kept only while no random stream has moved",
         "csrc/undo/savepoint.c",
-        "    if (moved == 0 && call->rng.cpu_state != NULL) {",
+        "    if (moved == 0 && call->entry.rng.cpu_state != NULL) {",
         "    if (0) {",
         ("engine/test_steps.py::test_an_evaluation_that_draws_numbers_keeps_no_part",),
     ),

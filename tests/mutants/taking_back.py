@@ -155,7 +155,7 @@ MUTANTS = [
         "scaler-states-stay",
         "what a GradScaler has noted per optimizer (unscaled, infinities) is put back",
         "csrc/undo/user_state.c",
-        "PyObject *list = call->owners.scalers; /* borrowed from call */",
+        "PyObject *list = call->entry.owners.scalers; /* borrowed from call */",
         "PyObject *list = NULL;",
         ("optim/test_once_updates.py::test_a_scaler_that_had_unscaled_does_so_again",),
     ),
