@@ -284,14 +284,11 @@ pending_new(oomkit_call *call, oomkit_returned kind, PyObject *loss, PyObject *r
 static int
 pending_hang(oomkit_pending *p, PyObject *node)
 {
-    PyObject *metadata = PyObject_GetAttr(node, p->st->str_metadata); /* owned */
-    int result = -1;
+    OWNED PyObject *metadata = PyObject_GetAttr(node, p->st->str_metadata);
 
-    if (metadata != NULL) {
-        result = PyObject_SetItem(metadata, p->st->str_oomkit, (PyObject *)p);
-        Py_DECREF(metadata);
-    }
-    return result;
+    return metadata == NULL
+               ? -1
+               : PyObject_SetItem(metadata, p->st->str_oomkit, (PyObject *)p);
 }
 
 /* As oomkit_result_wants_backward(), and what its size tells. */
@@ -321,8 +318,8 @@ int
 oomkit_pending_offer(oomkit_call *call, PyObject *result)
 {
     oomkit_state *st = call->st;
-    PyObject *loss, *node, *number = NULL; /* owned */
-    oomkit_pending *p = NULL;              /* owned, then by the node */
+    OWNED PyObject *loss = NULL, *node = NULL, *number = NULL;
+    oomkit_pending *p; /* owned, then by the node */
     int small = 0, single = 0;
     int state = pending_loss(st, result, &loss, &small, &single);
 
@@ -331,54 +328,45 @@ oomkit_pending_offer(oomkit_call *call, PyObject *result)
     }
     call->step->single_loss = 1 + (single > 0 && single_is_loss(call, single));
     if (oomkit_losses_note(call, loss) < 0) {
-        Py_DECREF(loss);
         return -1;
     }
     oomkit_losses_learn(call, oomkit_batch_rows(&call->batch));
-    state = -1;
     node = PyObject_GetAttr(loss, st->str_grad_fn);
-    if (node == Py_None) { /* a leaf: there is no forward to run again */
-        state = 0;
-    } else if (node != NULL) {
-        number = PyObject_GetAttr(loss, st->str_output_nr);
-        p = number ? pending_new(call, OOMKIT_RETURNED_WHOLE, loss, result) : NULL;
+    if (node == NULL || node == Py_None) { /* a leaf has no forward to run again */
+        return node == NULL ? -1 : 0;
     }
-    if (p != NULL) {
-        oomkit_loss_take(st, loss, &p->value);
-        p->small = small;
-        if (small && p->value.size == 0 && p->value.tensor == NULL) {
-            oomkit_loss_rows_take(st, loss, &p->value);
-        }
-        p->output = PyLong_AsSsize_t(number);
-        p->hooks_inside = oomkit_hooks_of(loss, st->str_backward_hooks);
-        if (!PyErr_Occurred() && oomkit_pending_others(p, result, loss) == 0 &&
-            (Py_TYPE(node) == call->step->plain_node ||
-             oomkit_pending_base(p, loss, &node) == 0) &&
-            pending_hang(p, node) == 0) {
-            pending_link(p);
-            state = 0;
-        }
-        if (state < 0) {
-            pending_unmake(p, call);
-        } else {
-            Py_DECREF(p);
-        }
+    number = PyObject_GetAttr(loss, st->str_output_nr);
+    p = number ? pending_new(call, OOMKIT_RETURNED_WHOLE, loss, result) : NULL;
+    if (p == NULL) {
+        return -1;
     }
-    Py_XDECREF(number);
-    Py_XDECREF(node);
-    Py_DECREF(loss);
-    return state;
+    oomkit_loss_take(st, loss, &p->value);
+    p->small = small;
+    if (small && p->value.size == 0 && p->value.tensor == NULL) {
+        oomkit_loss_rows_take(st, loss, &p->value);
+    }
+    p->output = PyLong_AsSsize_t(number);
+    p->hooks_inside = oomkit_hooks_of(loss, st->str_backward_hooks);
+    if (PyErr_Occurred() || oomkit_pending_others(p, result, loss) < 0 ||
+        (Py_TYPE(node) != call->step->plain_node &&
+         oomkit_pending_base(p, loss, &node) < 0) ||
+        pending_hang(p, node) < 0) {
+        pending_unmake(p, call);
+        return -1;
+    }
+    pending_link(p);
+    Py_DECREF(p);
+    return 0;
 }
 
 int
 oomkit_pending_attach(oomkit_call *call, PyObject *result)
 {
     oomkit_state *st = call->st;
-    PyObject *loss, *done; /* owned */
-    oomkit_pending *p;     /* owned, then by the node */
+    OWNED PyObject *done = NULL;
+    OWNED PyObject *loss = oomkit_result_loss_at(st, result, call->cut->join.loss_at);
+    oomkit_pending *p; /* owned, then by the node */
     oomkit_tensor_facts facts;
-
-    loss = oomkit_result_loss_at(st, result, call->cut->join.loss_at);
     if (loss == NULL) {
         if (!PyErr_Occurred()) {
             oomkit_raise(st->SplitError,
@@ -391,7 +379,6 @@ oomkit_pending_attach(oomkit_call *call, PyObject *result)
     }
     p = pending_new(call, call->deferred.returned, NULL, NULL);
     if (p == NULL) {
-        Py_DECREF(loss);
         return -1;
     }
     p->small =
@@ -404,20 +391,18 @@ oomkit_pending_attach(oomkit_call *call, PyObject *result)
     p->stash_count = call->parts->param_count;
     call->grads.parked = NULL;
     p->assumed = call->deferred.assumed;
-    oomkit_exempt_enter(st); /* a few bytes: there is no way back from here */
-    done = oomkit_pending_others(p, result, loss) < 0
-               ? NULL
-               : PyObject_CallFunctionObjArgs(st->split_loss, loss, p, NULL);
-    oomkit_exempt_leave(st);
-    if (done != NULL) {
-        pending_link(p);
-        Py_DECREF(p);
-    } else {
-        pending_unmake(p, call);
+    EXEMPT (st) { /* a few bytes: there is no way back from here */
+        done = oomkit_pending_others(p, result, loss) < 0
+                   ? NULL
+                   : PyObject_CallFunctionObjArgs(st->split_loss, loss, p, NULL);
     }
-    Py_DECREF(loss);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
+    if (done == NULL) {
+        pending_unmake(p, call);
+        return -1;
+    }
+    pending_link(p);
+    Py_DECREF(p);
+    return 0;
 }
 
 /* --- the type --- */
@@ -451,15 +436,12 @@ static void
 pending_dealloc(PyObject *op)
 {
     PyTypeObject *tp = Py_TYPE(op);
-    PyObject *exception = PyErr_Occurred() ? oomkit_exception_take() : NULL; /* owned */
-
-    PyObject_GC_UnTrack(op);
-    pending_clear(op);
-    Py_CLEAR(pending_CAST(op)->gradient);
-    tp->tp_free(op);
-    Py_DECREF(tp);
-    if (exception != NULL) {
-        oomkit_exception_give(exception);
+    KEEPING_EXCEPTION {
+        PyObject_GC_UnTrack(op);
+        pending_clear(op);
+        Py_CLEAR(pending_CAST(op)->gradient);
+        tp->tp_free(op);
+        Py_DECREF(tp);
     }
 }
 

@@ -38,13 +38,12 @@ prepare_graphs(oomkit_call *call)
     int result = 0;
 
     for (i = 0; i < call->batch.count && result == 0; i++) {
-        PyObject *node; /* owned */
+        OWNED PyObject *node = NULL;
         if (call->batch.nodes[i].kind != OOMKIT_NODE_TENSOR) {
             continue;
         }
         node = PyObject_GetAttr(call->batch.nodes[i].object, call->st->str_grad_fn);
         result = node == NULL ? -1 : node != Py_None;
-        Py_XDECREF(node);
     }
     return result;
 }
@@ -205,32 +204,29 @@ now_restore_once(void *argument)
     if (mode < 0) {
         return -1;
     }
-    oomkit_exempt_enter(st);
-    if (now->rng.cpu_state != NULL && (now->rng_used || !finished)) {
-        result = now_restore_rng(call, now);
+    EXEMPT (st) {
+        if (now->rng.cpu_state != NULL && (now->rng_used || !finished)) {
+            result = now_restore_rng(call, now);
+        }
+        for (i = 0; result == 0 && (now->buffers_used || !finished) &&
+                    i < PyList_GET_SIZE(now->buffers);
+             i++) {
+            PyObject *pair = PyList_GET_ITEM(now->buffers, i); /* borrowed */
+            OWNED PyObject *done = PyObject_CallMethodOneArg(
+                PyTuple_GET_ITEM(pair, 0), st->str_copy, PyTuple_GET_ITEM(pair, 1));
+            result = done == NULL ? -1 : 0;
+        }
+        if (result == 0) {
+            result = oomkit_switches_then(call, &now->switches);
+        }
+        if (result == 0) {
+            Py_XSETREF(call->entry.owners.user, Py_XNewRef(now->users));
+            result = oomkit_owners_restore(call);
+        }
+        if (result == 0) {
+            result = oomkit_plain_restore_now(call, now->plain);
+        }
     }
-    for (i = 0; result == 0 && (now->buffers_used || !finished) &&
-                i < PyList_GET_SIZE(now->buffers);
-         i++) {
-        PyObject *pair = PyList_GET_ITEM(now->buffers, i); /* borrowed */
-        PyObject *done =
-            PyObject_CallMethodOneArg(/* owned */
-                                      PyTuple_GET_ITEM(pair, 0), st->str_copy,
-                                      PyTuple_GET_ITEM(pair, 1));
-        result = done == NULL ? -1 : 0;
-        Py_XDECREF(done);
-    }
-    if (result == 0) {
-        result = oomkit_switches_then(call, &now->switches);
-    }
-    if (result == 0) {
-        Py_XSETREF(call->entry.owners.user, Py_XNewRef(now->users));
-        result = oomkit_owners_restore(call);
-    }
-    if (result == 0) {
-        result = oomkit_plain_restore_now(call, now->plain);
-    }
-    oomkit_exempt_leave(st);
     return oomkit_grad_mode_back(st, mode, result);
 }
 
@@ -297,7 +293,7 @@ replay_compare(oomkit_call *call, const oomkit_pending *p, int drawn)
 static int
 replay_inside(oomkit_call *call, oomkit_pending *p, PyObject *exception, int drawn)
 {
-    PyObject *result; /* owned */
+    OWNED PyObject *result = NULL;
 
     if (oomkit_intercept_install(call) < 0) {
         Py_XDECREF(exception);
@@ -307,7 +303,6 @@ replay_inside(oomkit_call *call, oomkit_pending *p, PyObject *exception, int dra
     call->log.phase_before = oomkit_phase_set(call->st, OOMKIT_PHASE_FORWARD);
     if (oomkit_compiler_off(call) < 0) {
         Py_CLEAR(exception);
-        result = NULL;
     } else if (exception != NULL) {
         oomkit_exception_give(exception);
         result = oomkit_recover(call, 1);
@@ -323,7 +318,6 @@ replay_inside(oomkit_call *call, oomkit_pending *p, PyObject *exception, int dra
     }
     oomkit_phase_set(call->st, call->log.phase_before);
     oomkit_call_set_current(NULL);
-    Py_XDECREF(result);
     return result == NULL ? -1 : 0;
 }
 
