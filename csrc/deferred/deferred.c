@@ -92,20 +92,15 @@ oomkit_pending_retire(oomkit_pending *p)
     PyMem_Free(args);
     Py_CLEAR(p->kwnames);
     Py_CLEAR(p->gradient);
-    Py_CLEAR(p->switches);
     Py_CLEAR(p->others);
     oomkit_loss_drop(&p->value);
     oomkit_batch_release(&p->batch);
-    oomkit_rng_free(&p->rng);
+    oomkit_savepoint_free(&p->entry);
     oomkit_rng_free(&p->after);
-    oomkit_buffers_free(&p->buffers);
-    oomkit_plain_free(p->plain);
-    p->plain = NULL;
     oomkit_modes_clear(&p->modes);
     PyMem_Free(p->buffers_after);
-    PyMem_Free(p->param_versions);
     PyMem_Free(p->slices);
-    p->buffers_after = p->param_versions = NULL;
+    p->buffers_after = NULL;
     p->slices = NULL;
     p->slice_count = 0;
     oomkit_participants_release(parts);
@@ -185,23 +180,23 @@ pending_after(oomkit_pending *p, oomkit_call *call)
     oomkit_state *st = p->st;
     Py_ssize_t i;
 
-    if (p->rng.cpu_state != NULL && oomkit_rng_note(call, &p->after) < 0) {
+    if (p->entry.rng.cpu_state != NULL && oomkit_rng_note(call, &p->after) < 0) {
         if (!oomkit_exception_is_oom(st)) {
             return -1;
         }
         PyErr_Clear(); /* accounted for: it counts as used, which is always right */
         oomkit_rng_free(&p->after);
     }
-    if (p->buffers.count == 0) {
+    if (p->entry.buffers.count == 0) {
         return 0;
     }
-    p->buffers_after = PyMem_Malloc((size_t)p->buffers.count * sizeof(uint32_t));
+    p->buffers_after = PyMem_Malloc((size_t)p->entry.buffers.count * sizeof(uint32_t));
     if (p->buffers_after == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    for (i = 0; i < p->buffers.count; i++) {
-        if (oomkit_tensor_version(st, p->buffers.items[i].tensor,
+    for (i = 0; i < p->entry.buffers.count; i++) {
+        if (oomkit_tensor_version(st, p->entry.buffers.items[i].tensor,
                                   &p->buffers_after[i]) < 0) {
             return -1;
         }
@@ -214,19 +209,9 @@ static void
 pending_unmake(oomkit_pending *p, oomkit_call *call)
 {
     oomkit_rng_release(call);
-    call->entry.rng = p->rng;
-    memset(&p->rng, 0, sizeof(p->rng));
     oomkit_buffers_release(call);
-    call->entry.buffers = p->buffers;
-    memset(&p->buffers, 0, sizeof(p->buffers));
-    if (p->param_versions != NULL) {
-        call->entry.versions = p->param_versions;
-        p->param_versions = NULL;
-    }
-    if (p->switches != NULL) {
-        call->entry.flags = p->switches;
-        p->switches = NULL;
-    }
+    Py_CLEAR(call->entry.flags);
+    oomkit_savepoint_move(&call->entry, &p->entry);
     Py_DECREF(p);
 }
 
@@ -254,29 +239,18 @@ pending_new(oomkit_call *call, oomkit_returned kind, PyObject *loss, PyObject *r
     p->record = call->log.record;
     p->signature = call->shape.signature;
     if (oomkit_pending_arguments(p, call, loss, result) < 0 ||
-        oomkit_modes_note(call, &p->modes) < 0) {
+        oomkit_modes_note(call, &p->modes) < 0 || oomkit_switches_note_end(call) < 0) {
         Py_DECREF(p);
         return NULL;
     }
     oomkit_batch_move(&p->batch, &call->batch, p->args);
-    p->rng = call->entry.rng;
-    memset(&call->entry.rng, 0, sizeof(call->entry.rng));
-    p->buffers = call->entry.buffers;
-    memset(&call->entry.buffers, 0, sizeof(call->entry.buffers));
+    oomkit_savepoint_move(&p->entry, &call->entry);
     p->buffers_serial = p->parts->buffers_serial;
-    if (oomkit_switches_note_end(call) < 0) {
-        pending_unmake(p, call);
-        return NULL;
-    }
-    p->param_versions = call->entry.versions;
-    call->entry.versions = NULL;
-    p->switches = call->entry.flags;
-    call->entry.flags = NULL;
     if (oomkit_pending_containers(p, loss, result) < 0 || pending_after(p, call) < 0) {
         pending_unmake(p, call);
         return NULL;
     }
-    p->plain = oomkit_plain_take_slim(call);
+    p->entry.plain = oomkit_plain_take_slim(call);
     return p;
 }
 
@@ -419,7 +393,7 @@ pending_traverse(PyObject *op, visitproc visit, void *arg)
         Py_VISIT(p->args[i]);
     }
     Py_VISIT(p->gradient);
-    Py_VISIT(p->switches);
+    Py_VISIT(p->entry.flags);
     return 0;
 }
 

@@ -38,14 +38,10 @@ typedef struct oomkit_pending {
     oomkit_participants *parts;
     oomkit_device device;
     oomkit_batch batch;
-    oomkit_rng rng;             /* at entry of the call */
-    oomkit_rng after;           /* at its end */
-    oomkit_buffers buffers;     /* marks at entry; their values are the participants' */
-    uint32_t *buffers_after;    /* versions at its end, or NULL */
-    uint64_t buffers_serial;    /* parts->buffers_serial at the marks */
-    uint32_t *param_versions;   /* at entry, with flags behind them, or NULL */
-    PyObject *switches;         /* owned: training flags at entry, or NULL */
-    struct oomkit_plain *plain; /* owned: marks of plain state at entry, or NULL */
+    oomkit_savepoint entry;  /* of the call: what a replay begins from */
+    oomkit_rng after;        /* at its end */
+    uint32_t *buffers_after; /* versions at its end, or NULL */
+    uint64_t buffers_serial; /* parts->buffers_serial at the marks */
     oomkit_modes modes;
     uint64_t number, record; /* of the call, of its record */
     uint64_t serial;         /* among all that ever waited; 0 while it does not */

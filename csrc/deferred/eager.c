@@ -203,7 +203,7 @@ oomkit_stash_deposit(oomkit_pending *p, int keep)
     OWNED PyObject *ratio = NULL;
     double value, scale, factor;
     int coarse;
-    int frozen = oomkit_switches_frozen_since(p->st, p->parts, p->param_versions);
+    int frozen = oomkit_switches_frozen_since(p->st, p->parts, p->entry.versions);
 
     if (frozen != 0) {
         return frozen; /* to be run again, which is refused with that reason */

@@ -3,7 +3,7 @@
 #include "undo.h"
 #include "../optim/optim.h"
 #include "../optim/optimizer_extras.h"
-#include "../plain/plain_state.h"
+#include "../plain/marks.h"
 
 static _Thread_local oomkit_call *current_call;
 
@@ -318,4 +318,33 @@ oomkit_tx_end(oomkit_call *call)
     Py_CLEAR(call->refused.hooked);
     call->entry.versions = NULL;
     call->entry.samples = NULL;
+}
+
+void
+oomkit_savepoint_move(oomkit_savepoint *to, oomkit_savepoint *from)
+{
+    to->rng = from->rng;
+    to->buffers = from->buffers;
+    to->versions = from->versions;
+    to->flags = from->flags;
+    memset(&from->rng, 0, sizeof(from->rng));
+    memset(&from->buffers, 0, sizeof(from->buffers));
+    from->versions = NULL;
+    from->flags = NULL;
+}
+
+void
+oomkit_savepoint_free(oomkit_savepoint *savepoint)
+{
+    struct oomkit_plain *plain_marks = savepoint->plain;
+    uint32_t *versions = savepoint->versions;
+
+    savepoint->plain = NULL; /* first: finalisers run below */
+    savepoint->versions = NULL;
+    oomkit_rng_free(&savepoint->rng);
+    oomkit_buffers_free(&savepoint->buffers);
+    oomkit_plain_free(plain_marks);
+    PyMem_Free(versions);
+    Py_CLEAR(savepoint->flags);
+    Py_CLEAR(savepoint->owners.user);
 }

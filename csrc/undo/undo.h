@@ -218,6 +218,13 @@ oomkit_tx_params_flags_now(oomkit_state *st, const oomkit_participants *parts,
                            uint8_t *flags);
 void
 oomkit_tx_end(oomkit_call *call);
+/* What outlives a call goes from one savepoint to another that has none of it: random
+ * numbers, marks of buffers, versions of parameters, training flags. And an end of what
+ * a savepoint has that is no call's. */
+void
+oomkit_savepoint_move(oomkit_savepoint *to, oomkit_savepoint *from);
+void
+oomkit_savepoint_free(oomkit_savepoint *savepoint);
 
 /* --- user_state.c --- */
 /* The count of batches of accelerate's Accelerator. New reference or NULL; 0 or -1. */
