@@ -42,8 +42,8 @@ MUTANTS = [
         "buffers are put back whatever their versions say: a kernel that fails half-way has "
         "written and bumped none",
         "csrc/undo/buffers_back.c",
-        "    PyObject *dict; /* owned */\n    int result = 0;\n",
-        "    PyObject *dict; /* owned */\n    int result = 0;\n    uint32_t now = 0;\n"
+        "    OWNED PyObject *dict = NULL;\n",
+        "    OWNED PyObject *dict = NULL;\n    uint32_t now = 0;\n"
         "    if (oomkit_tensor_version(call->st, item->tensor, &now) == 0 &&\n"
         "        now == item->version) {\n        return 0;\n    }\n",
         ("accum/test_once.py::test_statistics_of_a_norm_of_ones_own_are_rolled_back",),
