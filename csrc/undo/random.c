@@ -86,7 +86,7 @@ rng_is_captured(void)
         captured = oomkit_is_capturing() == 1;
     }
     if (captured) {
-        PyErr_Clear();
+        PyErr_Clear(); /* that is why */
     }
     return captured;
 }
