@@ -41,8 +41,7 @@ int
 oomkit_tx_params_moved(oomkit_call *call, Py_ssize_t *which)
 {
     Py_ssize_t i, n = call->parts->param_count;
-    uint32_t *now;
-    int result;
+    OWNED_MEMORY uint32_t *now = NULL;
 
     if (call->entry.versions == NULL || n == 0) {
         return 0;
@@ -52,15 +51,16 @@ oomkit_tx_params_moved(oomkit_call *call, Py_ssize_t *which)
         PyErr_NoMemory();
         return -1;
     }
-    result = params_read(call->st, call->parts, now, NULL);
-    for (i = 0; result == 0 && i < n; i++) {
+    if (params_read(call->st, call->parts, now, NULL) < 0) {
+        return -1;
+    }
+    for (i = 0; i < n; i++) {
         if (now[i] != call->entry.versions[i] && !oomkit_buffers_have(call, i)) {
             *which = i;
-            result = 1;
+            return 1;
         }
     }
-    PyMem_Free(now);
-    return result;
+    return 0;
 }
 
 /* While split: what 64 values of each parameter are, for writes that bump no version.
