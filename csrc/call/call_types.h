@@ -221,7 +221,8 @@ typedef struct oomkit_updating {
 /* Methods of participants that are intercepted. */
 typedef struct oomkit_hooked {
     oomkit_interception *items;
-    int count, room;
+    int count;
+    Py_ssize_t room;
     int for_split; /* what only a split call intercepts is in place */
     int syncs;     /* accelerator.accumulate() entered in this micro-batch */
     int depth;
