@@ -58,7 +58,6 @@ typedef struct oomkit_buffer {
 typedef struct oomkit_buffers {
     oomkit_buffer *items;
     Py_ssize_t count, room;
-    int all_copied; /* first call of the site */
 } oomkit_buffers;
 
 /* --- random.c --- */

@@ -47,9 +47,10 @@ typedef struct oomkit_step {
     int signature_count;
     oomkit_loss_site losses;
     oomkit_proven proven[OOMKIT_PROVEN];
-    uint32_t proven_next;  /* the place that gives way */
-    PyObject *proven_text; /* owned: str, them for another run (recalled_proofs.c), or NULL */
-    PyObject *recalled;    /* owned: list of str, proofs of earlier runs, or NULL */
+    uint32_t proven_next; /* the place that gives way */
+    PyObject *
+        proven_text; /* owned: str, them for another run (recalled_proofs.c), or NULL */
+    PyObject *recalled; /* owned: list of str, proofs of earlier runs, or NULL */
     oomkit_whole_calls whole;
     uint64_t calls;
     int updates; /* optimizer steps in a finished whole call; -1 while unknown */

@@ -294,8 +294,8 @@ oomkit_pristine_rest(oomkit_call *call)
         const pristine_item *item = &call->entry.pristine->items[i];
         int has = rest_has(known, call->parts->params[i]);
         if (has == 0 && item->copy == NULL && item->image == NULL) {
-            has = pristine_same(call, i) ? 0 : PyErr_Occurred() ? -1 : 1;
-            if (has == 0 && pristine_take_one(call, i) < 0) {
+            const int same = pristine_same(call, i);
+            if (same < 0 || (same && pristine_take_one(call, i) < 0)) {
                 return -1;
             }
         }
@@ -434,10 +434,11 @@ pristine_stay(oomkit_call *call, Py_ssize_t *which)
     Py_ssize_t i, counts[2] = {0, 0};
 
     for (i = 0; i < call->parts->param_count; i++) {
-        int unknown = pristine_unknown(call, i), same = pristine_same(call, i);
+        int unknown = pristine_unknown(call, i);
+        int same = unknown < 0 ? -1 : pristine_same(call, i);
         int stuck =
             call->entry.pristine != NULL && call->entry.pristine->items[i].stuck;
-        if (unknown < 0 || same < 0) {
+        if (same < 0) {
             return -1;
         }
         stuck |= !same;

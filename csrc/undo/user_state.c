@@ -107,9 +107,10 @@ static PyObject *
 scaler_tensors(PyObject *scaler)
 {
     OWNED PyObject *one = PyObject_GetAttrString(scaler, scaler_names[0]);
-    OWNED PyObject *two = PyObject_GetAttrString(scaler, scaler_names[1]);
+    OWNED PyObject *two =
+        one == NULL ? NULL : PyObject_GetAttrString(scaler, scaler_names[1]);
 
-    return one && two ? PyTuple_Pack(2, one, two) : NULL;
+    return two != NULL ? PyTuple_Pack(2, one, two) : NULL;
 }
 
 static int
@@ -158,7 +159,14 @@ scaler_restore(oomkit_call *call, PyObject *scaler, PyObject *saved)
         PyObject_GetAttr(scaler, call->st->str_per_optimizer_states);
     OWNED PyObject *fresh = NULL;
 
-    if (states == NULL || !PyDict_Check(states)) {
+    if (states == NULL) {
+        return -1;
+    }
+    if (!PyDict_Check(states)) {
+        oomkit_raise(PyExc_TypeError,
+                     "auto_batch expected _per_optimizer_states of %s to be a "
+                     "dictionary, got %s",
+                     Py_TYPE(scaler)->tp_name, Py_TYPE(states)->tp_name);
         return -1;
     }
     fresh = scaler_states_copy(saved);
