@@ -10,52 +10,6 @@
 #include "../undo/parameters.h"
 #include "../undo/undo.h"
 
-/* Makes room for `count` slices. */
-static int
-slices_room(oomkit_call *call, int64_t count)
-{
-    void *grown;
-    if (count <= call->cut->room) {
-        return 0;
-    }
-    grown =
-        PyMem_Realloc(call->cut->slices, (size_t)count * sizeof(*call->cut->slices));
-    if (grown == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    call->cut->slices = grown;
-    call->cut->room = count;
-    return 0;
-}
-
-/* The plan as a list of slices, appended after the `slice_count` first ones, which an
- * evaluation keeps. `plan.batch` is the number of rows still to do. 0 or -1. */
-int
-oomkit_attempt_slices(oomkit_call *call)
-{
-    int64_t kept = call->cut->count, count = oomkit_plan_count(&call->cut->plan), i;
-    int64_t offset = kept == 0 ? 0
-                               : call->cut->slices[kept - 1].start +
-                                     call->cut->slices[kept - 1].length;
-
-    if (slices_room(call, kept + count) < 0) {
-        return -1;
-    }
-    for (i = 0; i < count; i++) {
-        oomkit_slice *slice = &call->cut->slices[kept + i];
-        if (oomkit_plan_slice(&call->cut->plan, i, &slice->start, &slice->length) !=
-            OOMKIT_OK) {
-            PyErr_SetString(PyExc_RuntimeError, "oomkit made a plan without slices");
-            return -1;
-        }
-        slice->start += offset;
-    }
-    call->cut->count = kept + count;
-    call->split = call->cut->count > 1;
-    return 0;
-}
-
 static void
 vector_clear(PyObject **vector, Py_ssize_t count)
 {

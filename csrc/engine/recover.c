@@ -10,8 +10,6 @@
 #include "../sizes/sizes.h"
 #include "../undo/undo.h"
 
-#define MASKED_RETRIES 2
-
 int
 oomkit_recover_note(oomkit_call *call, PyObject *exception)
 {
@@ -107,7 +105,7 @@ oomkit_recover_batch(oomkit_call *call)
             return -1;
         }
     }
-    if (oomkit_batch_check(call->st, &call->batch, step->names) < 0) {
+    if (oomkit_batch_check(call->st, &call->batch, call->batch.names) < 0) {
         return -1;
     }
     if (call->batch.rows <= 0) {
@@ -192,8 +190,7 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception,
     PyObject *reason = NULL; /* owned */
     int committed;
 
-    if (class_ == OOMKIT_CLASS_STICKY || class_ == OOMKIT_CLASS_NEVER ||
-        (class_ == OOMKIT_CLASS_MASKED && call->tries.ooms > MASKED_RETRIES)) {
+    if (!oomkit_oom_is_retried(class_, call->tries.ooms)) {
         return oomkit_recover_pass(call, exception);
     }
     committed = oomkit_tx_committed(call);
@@ -288,10 +285,10 @@ recover_join(oomkit_call *call)
 static int
 recover_go_on(oomkit_call *call)
 {
-    oomkit_state *st = call->st;
-    int64_t rows, count = call->cut->slices == NULL ? 1 : call->cut->count;
     uint64_t baseline; /* with the results of finished parts */
-    int keep = recover_keeps_parts(call), result;
+    const oomkit_keep keep =
+        recover_keeps_parts(call) ? OOMKIT_KEEP_RESULTS : OOMKIT_KEEP_NOTHING;
+    int result;
 
     if (call->tries.joining) {
         return recover_join(call);
@@ -307,22 +304,16 @@ recover_go_on(oomkit_call *call)
     call->deferred.may_hold |= call->training && !call->split;
     oomkit_tx_end_attempt(call);
     baseline = keep ? call->cut->micro.baseline_bytes : call->sizes.baseline;
-    if (result < 0 || oomkit_recover_reclaim(call, baseline) < 0 ||
-        oomkit_recover_batch(call) < 0) {
+    if (result == 0) {
+        result = oomkit_replan_failed(call, keep, baseline);
+    }
+    if (result > 0) {
+        return oomkit_replan_exhausted(call);
+    }
+    if (result < 0) {
         return -1;
     }
-    rows = call->cut->slices == NULL
-               ? call->batch.rows
-               : call->cut->slices[keep ? call->cut->at : 0].length;
-    call->tries.items[call->tries.count - 1].micro_batch_size = rows;
-    if (oomkit_replan(call, keep, rows, count) < 0 ||
-        oomkit_replan_say(call, rows, count) < 0) {
-        return -1;
-    }
-    oomkit_device_end(st, &call->sizes.window);
-    oomkit_call_merge_window(call);
-    oomkit_device_begin(st, call->device, call->options->reset_peaks,
-                        &call->sizes.window);
+    oomkit_window_anew(call);
     return oomkit_tx_begin(call);
 }
 
@@ -384,13 +375,10 @@ oomkit_recover(oomkit_call *call, int failed)
     oomkit_call_cut(call);
     for (;;) {
         if (failed) {
-            uint64_t now;
             if (recover_from_failure(call) < 0 || oomkit_tell_before_retry(call) < 0) {
                 return NULL;
             }
-            now = oomkit_now_ns();
-            call->tries.lost_ns += now - call->tries.started_ns;
-            call->tries.started_ns = now;
+            oomkit_call_lost(call);
             oomkit_phase_set(call->st, OOMKIT_PHASE_FORWARD);
         }
         result = oomkit_attempt_run(call);

@@ -209,7 +209,7 @@ unfit_exhausted(oomkit_call *call, PyObject *exception)
 
     oomkit_exception_clear_frames(call->st, exception, handled);
     Py_XDECREF(handled);
-    oomkit_replan_exhausted(call, call->batch.rows);
+    oomkit_replan_exhausted(call);
     error = oomkit_exception_take();
     PyException_SetCause(error, exception);
     oomkit_exception_give(error);
@@ -247,14 +247,10 @@ unfit_plan_keeps(const oomkit_call *call)
 static int
 unfit_plan(oomkit_call *call)
 {
-    oomkit_plan_request request;
     const oomkit_knowledge *known; /* borrowed from the step */
     int64_t failed = unfit_failed_rows(call);
 
-    oomkit_signature_request(call, &request, &known);
-    if (oomkit_plan_choose(known, &request, &call->cut->plan, &call->cut->reason) !=
-        OOMKIT_OK) {
-        PyErr_SetString(PyExc_RuntimeError, "oomkit could not make a plan");
+    if (oomkit_cut_choose(call, &known) < 0) {
         return -1;
     }
     call->cut->reason = OOMKIT_REASON_ERROR;
@@ -274,14 +270,11 @@ unfit_go_on(oomkit_call *call)
     call->cut->count = call->cut->at = 0;
     memset(&call->cut->measured, 0, sizeof(call->cut->measured));
     if (oomkit_recover_reclaim(call, call->sizes.baseline) < 0 ||
-        oomkit_recover_batch(call) < 0 || oomkit_attempt_slices(call) < 0 ||
+        oomkit_recover_batch(call) < 0 || oomkit_cut_planned(call) < 0 ||
         oomkit_replan_say(call, rows, count) < 0) {
         return -1;
     }
-    oomkit_device_end(call->st, &call->sizes.window);
-    oomkit_call_merge_window(call);
-    oomkit_device_begin(call->st, call->device, call->options->reset_peaks,
-                        &call->sizes.window);
+    oomkit_window_anew(call);
     return oomkit_tx_begin(call);
 }
 

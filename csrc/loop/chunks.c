@@ -160,10 +160,7 @@ begin_participants(oomkit_chunks *self)
             return -1;
         }
     }
-    call->parts = self->parts;
-    call->parts->refs++;
-    call->parts->busy++;
-    return call->parts->adopted == NULL ? 0 : oomkit_participants_hold(call->parts);
+    return oomkit_call_take_part(call, self->parts);
 }
 
 static int
@@ -344,22 +341,18 @@ static int
 part_again(oomkit_chunks *self)
 {
     oomkit_call *call = &self->call;
-    uint64_t now;
     int status, phase = oomkit_phase_set(self->st, OOMKIT_PHASE_RECOVERY);
 
     self->failed = 0;
     call->sizes.baseline = call->sizes.baseline == OOMKIT_UNKNOWN
                                ? self->part_baseline_bytes
                                : call->sizes.baseline;
-    status = oomkit_recover_reclaim(call, self->part_baseline_bytes) < 0 ||
-                     oomkit_batch_check(self->st, &call->batch, self->names) < 0 ||
-                     oomkit_chunks_replan(self) < 0
-                 ? -1
-                 : 0;
+    status = oomkit_replan_failed(call, OOMKIT_KEEP_HANDED, self->part_baseline_bytes);
+    if (status > 0) {
+        status = oomkit_chunks_exhausted(self);
+    }
     oomkit_phase_set(self->st, phase);
-    now = oomkit_now_ns();
-    call->tries.lost_ns += now - call->tries.started_ns;
-    call->tries.started_ns = now;
+    oomkit_call_lost(call);
     return status;
 }
 

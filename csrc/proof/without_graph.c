@@ -165,16 +165,7 @@ verify_shares(oomkit_proof *p, const oomkit_slice *cut, PyObject **one, PyObject
 {
     oomkit_call *call = p->call;
 
-    call->cut->slices = PyMem_Realloc(call->cut->slices, 2 * sizeof(*cut));
-    if (call->cut->slices == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    memcpy(call->cut->slices, cut, 2 * sizeof(*cut));
-    call->cut->count = call->cut->room = 2;
-    call->cut->at = 0;
-    call->split = 1;
-    if (oomkit_weights_set(call) < 0) {
+    if (oomkit_cut_given(call, cut, 2) < 0 || oomkit_weights_set(call) < 0) {
         return -1;
     }
     *one = verify_weights(call, 0);

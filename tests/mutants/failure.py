@@ -141,17 +141,17 @@ MUTANTS = [
     Mutant(
         "sticky-retried",
         "an error that leaves the device unusable is not retried",
-        "csrc/engine/recover.c",
-        "class_ == OOMKIT_CLASS_STICKY || class_ == OOMKIT_CLASS_NEVER ||",
-        "class_ == OOMKIT_CLASS_NEVER ||",
+        "csrc/engine/driver.c",
+        "class_ == OOMKIT_CLASS_CERTAIN ||",
+        "class_ == OOMKIT_CLASS_CERTAIN || class_ == OOMKIT_CLASS_STICKY ||",
         ("engine/test_judged.py::test_what_a_retry_cannot_help_passes_as_it_came",),
     ),
     Mutant(
         "never-retried",
         "a dead communicator, and our own OutOfMemory from inside, are not retried",
-        "csrc/engine/recover.c",
-        "class_ == OOMKIT_CLASS_STICKY || class_ == OOMKIT_CLASS_NEVER ||",
-        "class_ == OOMKIT_CLASS_STICKY ||",
+        "csrc/engine/driver.c",
+        "class_ == OOMKIT_CLASS_CERTAIN ||",
+        "class_ == OOMKIT_CLASS_CERTAIN || class_ == OOMKIT_CLASS_NEVER ||",
         (
             "engine/test_judged.py::test_what_a_retry_cannot_help_passes_as_it_came",
             "engine/test_judged.py::test_our_own_out_of_memory_from_inside_is_not_tried_again",
@@ -160,9 +160,9 @@ MUTANTS = [
     Mutant(
         "masked-retried-for-ever",
         "an error that may hide an out-of-memory is retried twice, not more",
-        "csrc/engine/recover.c",
-        "(class_ == OOMKIT_CLASS_MASKED && call->tries.ooms > MASKED_RETRIES)) {",
-        "0) {",
+        "csrc/engine/driver.c",
+        "(class_ == OOMKIT_CLASS_MASKED && ooms <= MASKED_RETRIES);",
+        "class_ == OOMKIT_CLASS_MASKED;",
         ("engine/test_judged.py::test_and_passes_with_everything_back_when_it_comes_a_third_time",),
     ),
     Mutant(
