@@ -230,15 +230,10 @@ failed_give_up(oomkit_second *s, oomkit_pending *p, PyObject *exception,
 static int
 failed_replay_one(oomkit_second *s, oomkit_pending *p, PyObject *exception)
 {
-    oomkit_call *call = NULL;
+    oomkit_call *call = oomkit_second_call(s, p->parts);
     const char *why = NULL;
-    int i, result;
+    int result;
 
-    for (i = 0; i < s->call_count; i++) {
-        if (s->calls[i]->parts == p->parts) {
-            call = s->calls[i];
-        }
-    }
     /* Calls of the same list are of one site, but be sure. */
     Py_SETREF(call->step, (struct oomkit_step *)Py_NewRef((PyObject *)p->step));
     call->options = &p->step->options;

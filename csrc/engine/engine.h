@@ -9,6 +9,12 @@
  * alone. 0 or -1. */
 int
 oomkit_attempt_slices_run(oomkit_call *call, PyObject **result);
+/* What is noted of a call that is split when an attempt begins. 0 or -1. */
+int
+oomkit_attempt_marks(oomkit_call *call);
+/* The function, called with the arguments of one slice. New reference or NULL. */
+PyObject *
+oomkit_attempt_function(oomkit_call *call, PyObject *const *vector);
 /* Their results, joined. New reference or NULL. */
 PyObject *
 oomkit_attempt_join(oomkit_call *call);
@@ -115,6 +121,10 @@ oomkit_recover(oomkit_call *call, int failed);
  */
 int
 oomkit_recover_note(oomkit_call *call, PyObject *exception);
+/* Has something moved for good? 1, 0 or -1; call->refused.why says why a failure must
+ * not be retried for another reason. */
+int
+oomkit_recover_committed(oomkit_call *call);
 /* Clears what still holds memory of the failed attempt: the autocast cache, cycles when
  * more is allocated than before it, and the allocator's cache once. 0 or -1. */
 int
@@ -143,6 +153,10 @@ oomkit_replan_failed(oomkit_call *call, oomkit_keep keep, uint64_t baseline_byte
 /* The line alone, and the user's hook. 0 or -1. */
 int
 oomkit_replan_say(oomkit_call *call, int64_t old_rows, int64_t old_count);
+/* Rows of the smallest micro-batch that has run out of memory in this call (the last
+ * may have been the whole batch again); 0 of none. */
+int64_t
+oomkit_replan_smallest(const oomkit_call *call);
 /* Of a step: nothing smaller is allowed, oomkit.OutOfMemory. -1 always. */
 int
 oomkit_replan_exhausted(oomkit_call *call);

@@ -15,15 +15,8 @@ oomkit_recover_note(oomkit_call *call, PyObject *exception)
 {
     oomkit_attempt *attempt;
 
-    if (call->tries.count == call->tries.room) {
-        Py_ssize_t room = call->tries.room == 0 ? 8 : call->tries.room * 2;
-        void *grown = PyMem_Realloc(call->tries.items, (size_t)room * sizeof(*attempt));
-        if (grown == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        call->tries.items = grown;
-        call->tries.room = room;
+    if (ARRAY_GROW(call->tries.items, call->tries.count, call->tries.room) < 0) {
+        return -1;
     }
     attempt = &call->tries.items[call->tries.count];
     memset(attempt, 0, sizeof(*attempt));
@@ -64,12 +57,11 @@ oomkit_recover_reclaim(oomkit_call *call, uint64_t baseline_bytes)
 {
     oomkit_state *st = call->st;
     uint64_t left;
-    PyObject *done = PyObject_CallNoArgs(st->clear_autocast_cache); /* owned */
+    OWNED PyObject *done = PyObject_CallNoArgs(st->clear_autocast_cache);
 
     if (done == NULL) {
         return -1;
     }
-    Py_DECREF(done);
     if (oomkit_device_reclaim(st, call->device, baseline_bytes, (int)call->tries.ooms,
                               &left) < 0 ||
         reclaim_beside(call) < 0) {
@@ -109,20 +101,14 @@ oomkit_recover_batch(oomkit_call *call)
         return -1;
     }
     if (call->batch.rows <= 0) {
-        PyObject *reason = oomkit_batch_missing(/* owned */
-                                                call->st, &call->batch,
-                                                PyUnicode_FromFormat(
-                                                    "auto_batch found no batch to "
-                                                    "split in the arguments of %U: "
-                                                    "pass it as an argument of the "
-                                                    "step (a tensor, or a tuple, list "
-                                                    "or dict of tensors)",
-                                                    call->options->label));
-        if (reason != NULL) {
-            oomkit_give_up(call, reason, 0);
-            Py_DECREF(reason);
-        }
-        return -1;
+        return oomkit_give_up_for(
+            call, oomkit_batch_missing(
+                      call->st, &call->batch,
+                      PyUnicode_FromFormat(
+                          "auto_batch found no batch to split in the arguments of %U: "
+                          "pass it as an argument of the step (a tensor, or a tuple, "
+                          "list or dict of tensors)",
+                          call->options->label)));
     }
     return 0;
 }
@@ -181,22 +167,32 @@ recover_partial(oomkit_call *call)
     call->log.outcome = 2;
 }
 
+int
+oomkit_recover_committed(oomkit_call *call)
+{
+    int committed = oomkit_tx_committed(call);
+
+    return committed < 0 ||
+                   (call->refused.why == NULL &&
+                    oomkit_refusal(call, &call->refused.why) < 0) ||
+                   oomkit_tell_failure_is_judged(call, &committed) < 0
+               ? -1
+               : committed;
+}
+
 /* May this OOM be retried? 0 yes; -1 with the exception to raise. Steals `exception`
  * when it answers -1. */
 static int
-recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception,
-              PyObject *handled)
+recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception)
 {
-    PyObject *reason = NULL; /* owned */
+    OWNED PyObject *reason = NULL;
     int committed;
 
     if (!oomkit_oom_is_retried(class_, call->tries.ooms)) {
         return oomkit_recover_pass(call, exception);
     }
-    committed = oomkit_tx_committed(call);
-    if (committed < 0 ||
-        (call->refused.why == NULL && oomkit_refusal(call, &call->refused.why) < 0) ||
-        oomkit_tell_failure_is_judged(call, &committed) < 0) {
+    committed = oomkit_recover_committed(call);
+    if (committed < 0) {
         Py_DECREF(exception);
         if (oomkit_tx_committed(call) == 0) {
             oomkit_recover_undo(call);
@@ -206,7 +202,7 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception,
     if ((!committed || call->options->optimizer_copy) && call->refused.why == NULL) {
         return 0;
     }
-    oomkit_exception_drop(call->st, exception, handled);
+    oomkit_exception_discard(call->st, exception);
     if (committed && (call->unknown.steps > 0 || call->updating.step_failed ||
                       call->backward.failed || recover_is_half_done(call))) {
         recover_partial(call);
@@ -223,13 +219,8 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception,
                                    call->refused.why)
             : PyUnicode_FromFormat("%U ran out of memory and is not retried: %s",
                                    call->options->label, call->refused.why);
-    if (!committed && oomkit_recover_roll_back(call) < 0) {
-        Py_XDECREF(reason);
-        return -1;
-    }
-    if (reason != NULL) {
+    if ((committed || oomkit_recover_roll_back(call) == 0) && reason != NULL) {
         oomkit_give_up(call, reason, committed);
-        Py_DECREF(reason);
     }
     return -1;
 }
@@ -253,8 +244,6 @@ recover_remains(oomkit_call *call, const char *why)
 static int
 recover_join(oomkit_call *call)
 {
-    PyObject *reason; /* owned */
-
     oomkit_plain_keep(call, call->tries.join_failures == 0);
     if (oomkit_recover_roll_back(call) < 0) {
         return -1;
@@ -266,19 +255,14 @@ recover_join(oomkit_call *call)
     if (call->tries.join_failures++ == 0) {
         return oomkit_tx_begin(call);
     }
-    reason = PyUnicode_FromFormat(
-        "%U ran out of memory when the results of its %lld micro-batches were put "
-        "together, for which they are needed twice at that moment: return less for "
-        "each "
-        "row, or use oomkit.map(..., to=\"cpu\"), which moves each part's result off "
-        "the "
-        "device",
-        call->options->label, (long long)call->cut->count);
-    if (reason != NULL) {
-        oomkit_give_up(call, reason, 0);
-        Py_DECREF(reason);
-    }
-    return -1;
+    return oomkit_give_up_for(
+        call,
+        PyUnicode_FromFormat(
+            "%U ran out of memory when the results of its %lld micro-batches were put "
+            "together, for which they are needed twice at that moment: return less for "
+            "each row, or use oomkit.map(..., to=\"cpu\"), which moves each part's "
+            "result off the device",
+            call->options->label, (long long)call->cut->count));
 }
 
 /* The failure is known and dropped: everything back, and the next attempt. 0 or -1. */
@@ -323,8 +307,7 @@ static int
 recover_from_failure(oomkit_call *call)
 {
     oomkit_state *st = call->st;
-    PyObject *exception = oomkit_exception_take();   /* owned, then stolen */
-    PyObject *handled = PyErr_GetHandledException(); /* owned: the caller's */
+    PyObject *exception = oomkit_exception_take(); /* owned, then stolen */
     oomkit_class class_ = oomkit_exception_classify(st, exception);
     const char *why;
 
@@ -335,23 +318,19 @@ recover_from_failure(oomkit_call *call)
             oomkit_modes_entry_back(call) < 0) {
             PyErr_WriteUnraisable(call->given.func); /* the update tells more */
         }
-        Py_XDECREF(handled);
         return oomkit_unfit(call, exception);
     }
     if (oomkit_device_is_lost(st, oomkit_engine_device_of_failure(call))) {
         class_ = OOMKIT_CLASS_STICKY;
     }
     if (oomkit_modes_entry_back(call) < 0 || oomkit_recover_note(call, exception) < 0) {
-        Py_XDECREF(handled);
         Py_DECREF(exception);
         return -1;
     }
-    if (recover_judge(call, class_, exception, handled) < 0) {
-        Py_XDECREF(handled);
+    if (recover_judge(call, class_, exception) < 0) {
         return -1;
     }
-    oomkit_exception_drop(st, exception, handled);
-    Py_XDECREF(handled);
+    oomkit_exception_discard(st, exception);
     oomkit_phase_set(st, OOMKIT_PHASE_RECOVERY);
     why = oomkit_tell_failure_remains(call);
     if (why != NULL) {

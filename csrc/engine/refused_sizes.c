@@ -70,13 +70,8 @@ unfit_is_splits(oomkit_call *call, PyObject *exception)
         call->updating.step_failed || oomkit_tell_failure_remains(call) != NULL) {
         return 0;
     }
-    committed = oomkit_tx_committed(call);
-    if (committed < 0 ||
-        (call->refused.why == NULL && oomkit_refusal(call, &call->refused.why) < 0) ||
-        oomkit_tell_failure_is_judged(call, &committed) < 0) {
-        return -1;
-    }
-    return !committed && call->refused.why == NULL;
+    committed = oomkit_recover_committed(call);
+    return committed < 0 ? -1 : !committed && call->refused.why == NULL;
 }
 
 /* --- bounds --- */
@@ -115,20 +110,16 @@ oomkit_unfit_learn(oomkit_call *call)
 static PyObject *
 unfit_describe(oomkit_call *call, PyObject *exception)
 {
-    PyObject *message, *location, *text, *dot; /* owned */
+    OWNED PyObject *message = NULL, *location = NULL, *dot = NULL;
     uint64_t requested;
 
     oomkit_exception_describe(call->st, exception, &requested, &message, &location);
     dot = PyUnicode_FromString("no message");
-    text = dot == NULL
+    return dot == NULL
                ? NULL
                : PyUnicode_FromFormat("%s: %U%s%V", Py_TYPE(exception)->tp_name,
                                       message == NULL ? dot : message,
                                       location == NULL ? "" : " at ", location, "");
-    Py_XDECREF(dot);
-    Py_XDECREF(message);
-    Py_XDECREF(location);
-    return text;
 }
 
 /* "1, 2" of the sizes that it was raised with. New str or NULL. */
@@ -167,13 +158,12 @@ oomkit_unfit_explain(const oomkit_call *call, PyObject *reason)
 static int
 unfit_raise(oomkit_call *call, PyObject *exception)
 {
-    PyObject *said = unfit_describe(call, exception); /* owned */
-    PyObject *sizes = unfit_sizes(call);              /* owned */
-    PyObject *handled = PyErr_GetHandledException();  /* owned: the caller's */
-    PyObject *error;                                  /* owned, given back */
+    OWNED PyObject *said = unfit_describe(call, exception);
+    OWNED PyObject *sizes = unfit_sizes(call);
+    OWNED PyObject *handled = PyErr_GetHandledException(); /* the caller's */
+    PyObject *error;                                       /* owned, given back */
 
     oomkit_exception_clear_frames(call->st, exception, handled);
-    Py_XDECREF(handled);
     call->refused.raised = 1;
     call->log.outcome = 2;
     if (said != NULL && sizes != NULL) {
@@ -190,8 +180,6 @@ unfit_raise(oomkit_call *call, PyObject *exception)
             : call->step->whole.seen ? ", as no call with a whole batch has"
                                      : "");
     }
-    Py_XDECREF(said);
-    Py_XDECREF(sizes);
     error = oomkit_exception_take();
     oomkit_pass_tensors(call, error);
     PyException_SetCause(error, exception);
@@ -204,11 +192,10 @@ unfit_raise(oomkit_call *call, PyObject *exception)
 static int
 unfit_exhausted(oomkit_call *call, PyObject *exception)
 {
-    PyObject *handled = PyErr_GetHandledException(); /* owned: the caller's */
-    PyObject *error;                                 /* owned, given back */
+    OWNED PyObject *handled = PyErr_GetHandledException(); /* the caller's */
+    PyObject *error;                                       /* owned, given back */
 
     oomkit_exception_clear_frames(call->st, exception, handled);
-    Py_XDECREF(handled);
     oomkit_replan_exhausted(call);
     error = oomkit_exception_take();
     PyException_SetCause(error, exception);
@@ -217,20 +204,6 @@ unfit_exhausted(oomkit_call *call, PyObject *exception)
 }
 
 /* --- the next attempt --- */
-
-/* Rows of the smallest micro-batch that has run out of memory in this call; 0 none. */
-static int64_t
-unfit_failed_rows(const oomkit_call *call)
-{
-    int64_t rows = 0;
-    Py_ssize_t i;
-
-    for (i = 0; i < call->tries.count; i++) {
-        int64_t failed = call->tries.items[i].micro_batch_size;
-        rows = failed > 0 && (rows == 0 || failed < rows) ? failed : rows;
-    }
-    return rows;
-}
 
 /* Does the plan keep to the bounds? A rest that multiple_of= leaves may not. */
 static int
@@ -248,7 +221,7 @@ static int
 unfit_plan(oomkit_call *call)
 {
     const oomkit_knowledge *known; /* borrowed from the step */
-    int64_t failed = unfit_failed_rows(call);
+    int64_t failed = oomkit_replan_smallest(call);
 
     if (oomkit_cut_choose(call, &known) < 0) {
         return -1;
@@ -282,12 +255,11 @@ unfit_go_on(oomkit_call *call)
 static int
 unfit_undo(oomkit_call *call, PyObject *exception)
 {
-    PyObject *message = NULL; /* owned */
+    OWNED PyObject *message = NULL;
 
     if (oomkit_modes_entry_back(call) == 0 && oomkit_take_back(call, &message) == 0) {
         return 0;
     }
-    Py_XDECREF(message);
     if (PyErr_Occurred()) {
         PyErr_WriteUnraisable(
             call->given.func); /* the step's own error is the one to see */
@@ -301,7 +273,6 @@ oomkit_unfit(oomkit_call *call, PyObject *exception)
     int64_t rows = call->cut->slices == NULL || call->cut->at >= call->cut->count
                        ? 0
                        : call->cut->slices[call->cut->at].length;
-    PyObject *handled; /* owned: the caller's */
     int is_splits = rows == 0 ? 0 : unfit_is_splits(call, exception), planned;
 
     if (is_splits < 0) {
@@ -326,16 +297,13 @@ oomkit_unfit(oomkit_call *call, PyObject *exception)
     if (planned > 0 && !unfit_plan_keeps(call)) {
         return unfit_raise(call, exception);
     }
-    handled = PyErr_GetHandledException();
     if (planned < 0) {
-        PyObject *error = oomkit_exception_take(); /* owned, given back */
-        oomkit_exception_drop(call->st, exception, handled);
-        Py_XDECREF(handled);
-        oomkit_exception_give(error);
+        KEEPING_EXCEPTION {
+            oomkit_exception_discard(call->st, exception);
+        }
         return oomkit_own_failed(call, "another size of micro-batch was planned");
     }
-    oomkit_exception_drop(call->st, exception, handled);
-    Py_XDECREF(handled);
+    oomkit_exception_discard(call->st, exception);
     oomkit_phase_set(call->st, OOMKIT_PHASE_RECOVERY);
     return unfit_go_on(call) < 0
                ? oomkit_own_failed(call, "another size of micro-batch was tried")

@@ -4,17 +4,15 @@
 #include "../sizes/sizes.h"
 #include "../undo/undo.h"
 
-/* Rows of the smallest that failed: the last one may have been the whole batch again.
- */
-static int64_t
-smallest_tried(const oomkit_call *call)
+int64_t
+oomkit_replan_smallest(const oomkit_call *call)
 {
-    int64_t least = call->batch.rows;
+    int64_t least = 0;
     Py_ssize_t i;
 
     for (i = 0; i < call->tries.count; i++) {
         int64_t rows = call->tries.items[i].micro_batch_size;
-        least = rows > 0 && rows < least ? rows : least;
+        least = rows > 0 && (least == 0 || rows < least) ? rows : least;
     }
     return least;
 }
@@ -22,6 +20,7 @@ smallest_tried(const oomkit_call *call)
 int
 oomkit_replan_exhausted(oomkit_call *call)
 {
+    const int64_t least = oomkit_replan_smallest(call);
     PyObject *reason; /* owned */
 
     if (call->batch.rows < call->options->min_micro_batch) {
@@ -35,7 +34,7 @@ oomkit_replan_exhausted(oomkit_call *call)
             "%U ran out of memory with a micro-batch of %lld of %lld rows, the "
             "smallest "
             "allowed; %s",
-            call->options->label, (long long)smallest_tried(call),
+            call->options->label, (long long)(least > 0 ? least : call->batch.rows),
             (long long)call->batch.rows,
             call->grads.aside == NULL
                 ? oomkit_state_as_before(call)
@@ -46,10 +45,8 @@ oomkit_replan_exhausted(oomkit_call *call)
     reason = oomkit_unfit_explain(call, reason);
     if (reason != NULL) {
         call->grads.aside_said = call->batch.rows >= call->options->min_micro_batch;
-        oomkit_give_up(call, reason, 0);
-        Py_DECREF(reason);
     }
-    return -1;
+    return oomkit_give_up_for(call, reason);
 }
 
 /* The same plan once more where the memory was there, but in pieces: the cache has just
@@ -92,40 +89,30 @@ int
 oomkit_plan_say(oomkit_call *call, const char *level, int64_t old_rows,
                 int64_t old_count)
 {
-    PyObject *done =
-        PyObject_CallMethod(/* owned */
-                            call->st->log, level, "sKLLLLs",
-                            "oomkit: step=%d micro_batch=%d->%d "
-                            "accumulation=%d->%d reason=%s",
-                            (unsigned long long)call->log.number, (long long)old_rows,
-                            (long long)oomkit_plan_micro_batch(&call->cut->plan),
-                            (long long)old_count, (long long)call->cut->count,
-                            oomkit_plan_reason_name(call->cut->reason));
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
+    return oomkit_say(
+        call->st, level, "sKLLLLs",
+        "oomkit: step=%d micro_batch=%d->%d accumulation=%d->%d reason=%s",
+        (unsigned long long)call->log.number, (long long)old_rows,
+        (long long)oomkit_plan_micro_batch(&call->cut->plan), (long long)old_count,
+        (long long)call->cut->count, oomkit_plan_reason_name(call->cut->reason));
 }
 
 /* The same after a failure, then the user's hook. 0 or -1. */
 int
 oomkit_replan_say(oomkit_call *call, int64_t old_rows, int64_t old_count)
 {
-    oomkit_state *st = call->st;
-    PyObject *done; /* owned */
-
     if (oomkit_plan_say(call, "warning", old_rows, old_count) < 0) {
         return -1;
     }
     if (call->options->on_retry != NULL) {
+        OWNED PyObject *object = NULL, *done = NULL;
         oomkit_record record;
-        PyObject *object; /* owned */
         oomkit_call_record(call, &record);
-        object = oomkit_record_new(st, &record, call->options->label);
+        object = oomkit_record_new(call->st, &record, call->options->label);
         done = object ? PyObject_CallOneArg(call->options->on_retry, object) : NULL;
-        Py_XDECREF(object);
         if (done == NULL) {
             return -1;
         }
-        Py_DECREF(done);
     }
     return call->split ? oomkit_buffers_say_norm(call) : 0;
 }

@@ -54,24 +54,6 @@ engine_participants(oomkit_call *call)
     return oomkit_call_take_part(call, step->parts);
 }
 
-/* SplitError: slices were asked for, and there is nothing to slice. */
-static void
-engine_no_batch(oomkit_call *call)
-{
-    PyObject *text = oomkit_batch_missing(/* owned */
-                                          call->st, &call->batch,
-                                          PyUnicode_FromFormat(
-                                              "auto_batch(accumulation_steps=...) "
-                                              "found no batch to split in the "
-                                              "arguments of %U: pass it as an argument "
-                                              "of the step",
-                                              call->options->label));
-    if (text != NULL) {
-        oomkit_raise(call->st->SplitError, "%U", text);
-        Py_DECREF(text);
-    }
-}
-
 /* A split that was planned and must not be. 0, or -1 with SplitError. */
 static int
 engine_refuse(oomkit_call *call)
@@ -116,8 +98,12 @@ engine_plan(oomkit_call *call)
     }
     if (found <= 0) {
         if (found == 0 && asked) {
-            engine_no_batch(call);
-            return -1;
+            return oomkit_batch_refuse(
+                call->st, &call->batch,
+                PyUnicode_FromFormat("auto_batch(accumulation_steps=...) found no "
+                                     "batch to split in the arguments of %U: pass it "
+                                     "as an argument of the step",
+                                     call->options->label));
         }
         return found;
     }

@@ -99,7 +99,6 @@ begin_rows(oomkit_chunks *self)
 {
     oomkit_call *call = &self->call;
     int may_be = self->positional > 0 && self->options.split == NULL, found;
-    OWNED PyObject *text = NULL;
 
     if (self->positional > 0 && is_sequence(self->args[0]) &&
         PyObject_Size(self->args[0]) == 0) {
@@ -124,16 +123,12 @@ begin_rows(oomkit_chunks *self)
         self->rows = found < 0 ? 0 : call->batch.rows;
         return found < 0 ? -1 : self->rows > 0;
     }
-    text = oomkit_batch_missing(
+    return oomkit_batch_refuse(
         self->st, &call->batch,
         PyUnicode_FromFormat("%U found no batch to split: pass a tensor, a "
                              "list, or a tuple or dict of tensors; or give "
                              "split=...",
                              self->options.label));
-    if (text != NULL) {
-        oomkit_raise(self->st->SplitError, "%U", text);
-    }
-    return -1;
 }
 
 /* Those of the loop before at this site, where it was for the same function; of one
@@ -321,17 +316,16 @@ static int
 part_build_failed(oomkit_chunks *self)
 {
     oomkit_call *call = &self->call;
-    OWNED PyObject *exception = NULL, *handled = NULL;
+    OWNED PyObject *exception = NULL;
 
     if (!oomkit_exception_is_oom(self->st) || call->cut->count == 0) {
         return 0;
     }
     exception = oomkit_exception_take();
-    handled = PyErr_GetHandledException();
     if (oomkit_recover_note(call, exception) < 0) {
         return 0;
     }
-    oomkit_exception_drop(self->st, STEAL(exception), handled);
+    oomkit_exception_discard(self->st, STEAL(exception));
     return 1;
 }
 

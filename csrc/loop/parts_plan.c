@@ -28,22 +28,18 @@ oomkit_chunks_exhausted(oomkit_chunks *self)
 {
     oomkit_call *call = &self->call;
     const oomkit_slice *slice = &call->cut->slices[call->cut->at];
-    OWNED PyObject *reason = NULL;
 
     if (slice->start + slice->length > self->last_chance) {
         self->last_chance = slice->start + slice->length;
         call->cut->reason = OOMKIT_REASON_FLUSHED;
         return oomkit_replan_say(call, slice->length, call->cut->count);
     }
-    reason = PyUnicode_FromFormat(
-        "%U ran out of memory with a part of %lld of %lld rows, the smallest "
-        "allowed; rows 0 to %lld are done",
-        self->options.label, (long long)slice->length, (long long)call->batch.rows,
-        (long long)slice->start);
-    if (reason != NULL) {
-        oomkit_give_up(call, reason, 0);
-    }
-    return -1;
+    return oomkit_give_up_for(
+        call, PyUnicode_FromFormat(
+                  "%U ran out of memory with a part of %lld of %lld rows, the smallest "
+                  "allowed; rows 0 to %lld are done",
+                  self->options.label, (long long)slice->length,
+                  (long long)call->batch.rows, (long long)slice->start));
 }
 
 void

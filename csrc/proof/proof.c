@@ -200,11 +200,8 @@ static int
 proof_forgive(oomkit_proof *p)
 {
     oomkit_call *call = p->call;
-    PyObject *exception = oomkit_exception_take();   /* owned, then stolen */
-    PyObject *handled = PyErr_GetHandledException(); /* owned: the caller's */
 
-    oomkit_exception_drop(call->st, exception, handled);
-    Py_XDECREF(handled);
+    oomkit_exception_discard(call->st, oomkit_exception_take());
     return oomkit_recover_reclaim(call, call->sizes.baseline);
 }
 

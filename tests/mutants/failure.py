@@ -9,10 +9,9 @@ MUTANTS = [
         "exception-alive-in-the-replay",
         "the exception, its frames and their tensors are gone before the replay begins",
         "csrc/engine/recover.c",
-        "    oomkit_exception_drop(st, exception, handled);\n    Py_XDECREF(handled);\n"
-        "    oomkit_phase_set",
+        "    oomkit_exception_discard(st, exception);\n    oomkit_phase_set",
         "    static PyObject *late; /* until the next one */\n    Py_XSETREF(late, exception);\n"
-        "    Py_XDECREF(handled);\n    oomkit_phase_set",
+        "    oomkit_phase_set",
         ("engine/test_steps.py::test_replay_sees_nothing_of_the_failed_attempt",),
     ),
     Mutant(
@@ -80,7 +79,7 @@ MUTANTS = [
         "autocast-cache-stays",
         "autocast's cache of weights is empty before the replay",
         "csrc/engine/recover.c",
-        "PyObject *done = PyObject_CallNoArgs(st->clear_autocast_cache); /* owned */",
+        "PyObject *done = PyObject_CallNoArgs(st->clear_autocast_cache);",
         "PyObject *done = Py_NewRef(Py_None);",
         ("engine/test_judged.py::test_weights_that_autocast_has_kept_are_gone_before_the_retry",),
     ),
@@ -169,7 +168,8 @@ MUTANTS = [
         "retried-under-distribution",
         "where a replay would be wrong (DDP, FSDP, graph capture) nothing is retried",
         "csrc/engine/recover.c",
-        "        (call->refused.why == NULL && oomkit_refusal(call, &call->refused.why) < 0) ||\n",
+        "                   (call->refused.why == NULL &&\n"
+        "                    oomkit_refusal(call, &call->refused.why) < 0) ||\n",
         "",
         ("call/test_surroundings.py::test_more_than_one_rank",),
     ),
