@@ -9,10 +9,13 @@
 static int
 pass_add_note(PyObject *exception, PyObject *note)
 {
-    OWNED PyObject *owned = note;
-    OWNED PyObject *done =
-        owned == NULL ? NULL : PyObject_CallMethod(exception, "add_note", "O", owned);
+    OWNED PyObject *done = NULL;
 
+    if (note == NULL) {
+        return -1;
+    }
+    done = PyObject_CallMethod(exception, "add_note", "O", note);
+    Py_DECREF(note);
     return done == NULL ? -1 : 0;
 }
 
@@ -32,11 +35,13 @@ pass_describe(oomkit_call *call, Py_ssize_t index)
     if (shape != NULL) {
         Py_SETREF(shape, PySequence_List(shape));
     }
-    if (shape != NULL && PyList_GET_SIZE(shape) == 0) {
+    if (shape == NULL) {
+        return NULL;
+    }
+    if (PyList_GET_SIZE(shape) == 0) {
         return Py_NewRef(Py_None);
     }
-    path =
-        shape == NULL ? NULL : oomkit_node_path(&call->batch, call->step->names, index);
+    path = oomkit_node_path(&call->batch, call->step->names, index);
     return path == NULL ? NULL : PyUnicode_FromFormat("%U of shape %R", path, shape);
 }
 
@@ -50,13 +55,16 @@ pass_tensors(oomkit_call *call, int beside)
     OWNED PyObject *list = PyList_New(0), *comma = NULL;
     Py_ssize_t i, first = 0; /* the end of the first that was */
 
+    if (list == NULL) {
+        return NULL;
+    }
     while (beside && first < batch->count && !oomkit_node_is_split(batch, first)) {
         first = oomkit_node_end(batch, first);
     }
     if (beside && first < batch->count) {
         first = oomkit_node_end(batch, first);
     }
-    for (i = first; list != NULL && i < batch->count; i++) {
+    for (i = first; i < batch->count; i++) {
         const oomkit_node *node = &batch->nodes[i];
         OWNED PyObject *text = NULL;
         if (node->kind != OOMKIT_NODE_TENSOR || (node->split != 0) != beside ||
@@ -68,10 +76,11 @@ pass_tensors(oomkit_call *call, int beside)
             return NULL;
         }
     }
-    comma = list == NULL ? NULL : PyUnicode_FromString(", ");
-    return comma == NULL                ? NULL
-           : PyList_GET_SIZE(list) == 0 ? Py_NewRef(Py_None)
-                                        : PyUnicode_Join(comma, list);
+    if (PyList_GET_SIZE(list) == 0) {
+        return Py_NewRef(Py_None);
+    }
+    comma = PyUnicode_FromString(", ");
+    return comma == NULL ? NULL : PyUnicode_Join(comma, list);
 }
 
 /* A note with the tensors in it, when there are any. 0 or -1. */
@@ -86,14 +95,12 @@ pass_note_tensors(oomkit_call *call, PyObject *exception, int beside)
     return pass_add_note(
         exception,
         beside ? PyUnicode_FromFormat(
-                     "oomkit: split with the batch, because its size is the same: "
-                     "%U; what is not one element per sample is passed whole with "
-                     "static=",
+                     "oomkit: split with the batch, because its size is the same: %U; "
+                     "what is not one element per sample is passed whole with static=",
                      tensors)
                : PyUnicode_FromFormat(
-                     "oomkit: passed whole to every micro-batch, because its size "
-                     "is not that of the batch: %U; see batch= and dim= of "
-                     "auto_batch",
+                     "oomkit: passed whole to every micro-batch, because its size is "
+                     "not that of the batch: %U; see batch= and dim= of auto_batch",
                      tensors));
 }
 
