@@ -17,6 +17,9 @@ oomkit_batch_find(oomkit_state *st, const oomkit_options *options,
  */
 PyObject *
 oomkit_batch_missing(oomkit_state *st, const oomkit_batch *batch, PyObject *text);
+/* SplitError with that. -1 always. */
+int
+oomkit_batch_refuse(oomkit_state *st, const oomkit_batch *batch, PyObject *text);
 
 /* After a successful healthy call. Never fails (what cannot be noted is not noted). */
 void
@@ -47,6 +50,15 @@ oomkit_batch_build(oomkit_state *st, const oomkit_options *options,
  */
 PyObject *
 oomkit_batch_argument(const oomkit_batch *batch, PyObject *const *vector);
+
+/* Is the number of rows that a whole call would have noted (see oomkit_batch_rows) that
+ * of the batch? */
+static inline int
+oomkit_batch_rows_sure(const oomkit_batch *batch)
+{
+    return batch->lead >= 0 && batch->lead < batch->count &&
+           batch->nodes[batch->lead].rows == batch->rows;
+}
 
 /* --- changed.c --- */
 /* Has this tensor or array changed since capture? 1, 0 (also for every other

@@ -97,3 +97,14 @@ oomkit_batch_missing(oomkit_state *st, const oomkit_batch *batch, PyObject *text
     }
     return text;
 }
+
+int
+oomkit_batch_refuse(oomkit_state *st, const oomkit_batch *batch, PyObject *text)
+{
+    OWNED PyObject *whole = oomkit_batch_missing(st, batch, text);
+
+    if (whole != NULL) {
+        oomkit_raise(st->SplitError, "%U", whole);
+    }
+    return -1;
+}

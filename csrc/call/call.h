@@ -62,6 +62,10 @@ oomkit_describe_report(oomkit_call *call);
  * NULL always. */
 PyObject *
 oomkit_give_up(oomkit_call *call, PyObject *reason, int committed);
+/* The same where nothing is committed. Steals `reason`, which may be NULL with an
+ * exception. -1 always. */
+int
+oomkit_give_up_for(oomkit_call *call, PyObject *reason);
 
 /* The device that the call's figures are of. */
 void

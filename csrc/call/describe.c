@@ -177,3 +177,13 @@ oomkit_give_up(oomkit_call *call, PyObject *reason, int committed)
     }
     return NULL;
 }
+
+int
+oomkit_give_up_for(oomkit_call *call, PyObject *reason)
+{
+    if (reason != NULL) {
+        oomkit_give_up(call, reason, 0);
+        Py_DECREF(reason);
+    }
+    return -1;
+}

@@ -45,9 +45,7 @@ oomkit_second_mark(oomkit_second *s, const oomkit_pending *p, oomkit_call *call)
             : oomkit_signature_of(call, &p->batch, p->modes.autocast != NULL, 1);
     call->shape.known = 1;
     call->is_last = call->training = 1;
-    oomkit_device_begin(s->st, call->device, call->options->reset_peaks,
-                        &call->sizes.window);
-    call->sizes.baseline = call->sizes.window.baseline_bytes;
+    oomkit_window_begin(call);
     if (oomkit_second_is_elsewhere(s, p->parts)) {
         call->deferred.elsewhere = OOMKIT_UNMARKED;
         return 0;

@@ -181,17 +181,13 @@ static int
 failed_give_up(oomkit_second *s, oomkit_pending *p, PyObject *exception,
                const char *why)
 {
-    oomkit_call *call = NULL;
-    OWNED PyObject *handled = PyErr_GetHandledException(); /* the caller's */
-    OWNED PyObject *message = NULL, *reason = NULL;
-    int i, result;
+    oomkit_call *call = oomkit_second_call(s, p->parts);
+    OWNED PyObject *message = NULL;
+    PyObject *reason = NULL; /* owned, given away */
+    int result;
 
-    for (i = 0; i < s->call_count; i++) {
-        if (call == NULL || s->calls[i]->parts == p->parts) {
-            call = s->calls[i];
-        }
-    }
-    oomkit_exception_drop(s->st, exception, handled);
+    call = call == NULL ? s->calls[0] : call;
+    oomkit_exception_discard(s->st, exception);
     if (oomkit_backward_drain(s->st) < 0) {
         return -1;
     }
@@ -211,11 +207,7 @@ failed_give_up(oomkit_second *s, oomkit_pending *p, PyObject *exception,
             "the backward() of %U's loss ran out of memory and is not retried: %s; %U",
             call->options->label, why, message);
     }
-    if (reason != NULL) {
-        call->log.outcome = 1;
-        oomkit_give_up(call, reason, 0);
-    }
-    return -1;
+    return oomkit_give_up_for(call, reason);
 }
 
 /* --- running again --- */
@@ -224,15 +216,10 @@ failed_give_up(oomkit_second *s, oomkit_pending *p, PyObject *exception,
 static int
 failed_replay_one(oomkit_second *s, oomkit_pending *p, PyObject *exception)
 {
-    oomkit_call *call = NULL;
+    oomkit_call *call = oomkit_second_call(s, p->parts);
     const char *why = NULL;
-    int i, result;
+    int result;
 
-    for (i = 0; i < s->call_count; i++) {
-        if (s->calls[i]->parts == p->parts) {
-            call = s->calls[i];
-        }
-    }
     /* Calls of the same list are of one site, but be sure. */
     Py_SETREF(call->step, (struct oomkit_step *)Py_NewRef((PyObject *)p->step));
     call->options = &p->step->options;
@@ -279,13 +266,10 @@ oomkit_second_again(oomkit_second *s, oomkit_pending *p, PyObject *exception)
     }
     if (result == 1) {
         if (exception == NULL) {
-            OWNED PyObject *reason = PyUnicode_FromFormat(
-                "%U has to be run again for its backward() and cannot: %s",
-                call->options->label, why);
-            if (reason != NULL) {
-                oomkit_give_up(call, reason, 0);
-            }
-            result = -1;
+            result = oomkit_give_up_for(
+                call, PyUnicode_FromFormat("%U has to be run again for its backward() "
+                                           "and cannot: %s",
+                                           call->options->label, why));
         } else {
             result = failed_give_up(s, p, exception, why);
             exception = NULL;
@@ -352,10 +336,9 @@ failed_replay_all(oomkit_second *s, PyObject *reached, PyObject *exception)
 static int
 failed_before_stashes(oomkit_second *s, PyObject *reached, PyObject *exception)
 {
-    OWNED PyObject *handled = PyErr_GetHandledException(); /* the caller's */
     Py_ssize_t i;
 
-    oomkit_exception_drop(s->st, exception, handled);
+    oomkit_exception_discard(s->st, exception);
     for (i = 0; i < PyList_GET_SIZE(reached); i++) {
         pending_CAST(PyList_GET_ITEM(reached, i))->fired = 1;
     }
@@ -452,8 +435,7 @@ oomkit_second_failed(oomkit_second *s, int may_retry)
     if (!s->engine_seen && may_retry) {
         /* torch.autograd.backward failed to make the gradient of its root, a few bytes:
          * nothing has run. */
-        OWNED PyObject *handled = PyErr_GetHandledException();
-        oomkit_exception_drop(s->st, exception, handled);
+        oomkit_exception_discard(s->st, exception);
         s->exempt = 1;
         oomkit_exempt_enter(s->st);
         return 1;

@@ -268,8 +268,7 @@ recompute_put_back(oomkit_call *call)
 static int
 recompute_attempt(oomkit_call *call)
 {
-    OWNED PyObject *result = NULL, *handled = NULL;
-    PyObject *exception; /* owned, then dropped */
+    OWNED PyObject *result = NULL;
 
     call->grads.owed = OOMKIT_OWED_NOW;
     call->backward.instead = recompute_backward;
@@ -281,25 +280,19 @@ recompute_attempt(oomkit_call *call)
     if (!PyErr_ExceptionMatches(PyExc_Exception)) {
         return -1;
     }
-    exception = oomkit_exception_take();
-    handled = PyErr_GetHandledException();
-    oomkit_exception_drop(call->st, exception, handled);
+    oomkit_exception_discard(call->st, oomkit_exception_take());
     return 0;
 }
 
 static int
 recompute(oomkit_call *call)
 {
-    oomkit_slice *slices =
-        call->cut->slices; /* of the next attempt: owned by call again */
-    oomkit_slice whole = {0, call->batch.rows};
-    int64_t count = call->cut->count, room = call->cut->room;
-    int result, done, split = call->split;
+    const oomkit_slice whole = {0, call->batch.rows};
+    oomkit_cut_own next; /* the next attempt */
+    int result, done;
 
-    call->cut->slices = &whole;
-    call->cut->count = call->cut->room = 1;
-    call->cut->at = call->split = 0;
-    result = recompute_attempt(call);
+    oomkit_cut_aside(call, &next);
+    result = oomkit_cut_given(call, &whole, 1) < 0 ? -1 : recompute_attempt(call);
     done = call->grads.owed == OOMKIT_OWED_DONE;
     if (result == 0) {
         result = oomkit_recover_roll_back(call);
@@ -307,15 +300,10 @@ recompute(oomkit_call *call)
     }
     call->grads.owed = OOMKIT_OWED_NOTHING;
     call->backward.instead = NULL;
-    call->cut->slices = slices;
-    call->cut->count = count;
-    call->cut->room = room;
-    call->cut->at = 0;
-    call->split = split;
+    oomkit_cut_back(call, &next);
     if (result < 0 || oomkit_recover_reclaim(call, call->sizes.baseline) < 0) {
         return -1;
     }
-    memset(&call->cut->measured, 0, sizeof(call->cut->measured));
     if (!done) {
         return recompute_give_up(call);
     }

@@ -418,22 +418,10 @@ replay_record(oomkit_call *call, const oomkit_pending *p)
 void
 oomkit_replay_end(oomkit_call *call, const oomkit_pending *p, int finished)
 {
-    PyObject *exception = finished ? NULL : oomkit_exception_take(); /* owned */
+    /* owned; NULL, too, where second_end() has it, and has told it */
+    PyObject *exception = finished ? NULL : oomkit_exception_take();
 
-    oomkit_intercept_remove(call);
-    if (!finished) {
-        call->log.outcome = call->log.outcome == 0 ? 2 : call->log.outcome;
-        if (exception != NULL) { /* else it was told already: see second_end() */
-            oomkit_pass_abandon(call, exception);
-        }
-        if (call->refused.raised && call->shape.known) {
-            oomkit_signature_forget(call);
-        }
-    }
-    if (call->sizes.window.open) {
-        oomkit_device_end(call->st, &call->sizes.window);
-    }
-    oomkit_call_merge_window(call);
+    oomkit_call_leave(call, finished, exception);
     if (p != NULL) {
         replay_record(call, p);
     }

@@ -10,52 +10,6 @@
 #include "../undo/parameters.h"
 #include "../undo/undo.h"
 
-/* Makes room for `count` slices. */
-static int
-slices_room(oomkit_call *call, int64_t count)
-{
-    void *grown;
-    if (count <= call->cut->room) {
-        return 0;
-    }
-    grown =
-        PyMem_Realloc(call->cut->slices, (size_t)count * sizeof(*call->cut->slices));
-    if (grown == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    call->cut->slices = grown;
-    call->cut->room = count;
-    return 0;
-}
-
-/* The plan as a list of slices, appended after the `slice_count` first ones, which an
- * evaluation keeps. `plan.batch` is the number of rows still to do. 0 or -1. */
-int
-oomkit_attempt_slices(oomkit_call *call)
-{
-    int64_t kept = call->cut->count, count = oomkit_plan_count(&call->cut->plan), i;
-    int64_t offset = kept == 0 ? 0
-                               : call->cut->slices[kept - 1].start +
-                                     call->cut->slices[kept - 1].length;
-
-    if (slices_room(call, kept + count) < 0) {
-        return -1;
-    }
-    for (i = 0; i < count; i++) {
-        oomkit_slice *slice = &call->cut->slices[kept + i];
-        if (oomkit_plan_slice(&call->cut->plan, i, &slice->start, &slice->length) !=
-            OOMKIT_OK) {
-            PyErr_SetString(PyExc_RuntimeError, "oomkit made a plan without slices");
-            return -1;
-        }
-        slice->start += offset;
-    }
-    call->cut->count = kept + count;
-    call->split = call->cut->count > 1;
-    return 0;
-}
-
 static void
 vector_clear(PyObject **vector, Py_ssize_t count)
 {
@@ -126,6 +80,26 @@ oomkit_attempt_only_results(const oomkit_call *call)
            call->deferred.replayed == NULL;
 }
 
+PyObject *
+oomkit_attempt_function(oomkit_call *call, PyObject *const *vector)
+{
+    PyObject *result = NULL; /* owned */
+
+    call->cut->unfit.by_step = 0;
+    if (oomkit_compiler_on(call) < 0) {
+        return NULL;
+    }
+    call->running = 1;
+    result = PyObject_Vectorcall(call->given.func, vector,
+                                 (size_t)call->batch.positional, call->given.kwnames);
+    call->running = 0;
+    call->cut->unfit.by_step = result == NULL;
+    if (oomkit_compiler_off(call) < 0) {
+        Py_CLEAR(result);
+    }
+    return result;
+}
+
 /* Runs one slice; *whole gets the result (owned) when it is the only one. 0 or -1. */
 static int
 attempt_slice(oomkit_call *call, PyObject **vector, PyObject **whole)
@@ -151,17 +125,7 @@ attempt_slice(oomkit_call *call, PyObject **vector, PyObject **whole)
                            slice->length, vector) < 0) {
         return -1;
     }
-    if (oomkit_compiler_on(call) < 0) {
-        return -1;
-    }
-    call->running = 1;
-    result = PyObject_Vectorcall(call->given.func, vector,
-                                 (size_t)call->batch.positional, call->given.kwnames);
-    call->running = 0;
-    call->cut->unfit.by_step = result == NULL;
-    if (oomkit_compiler_off(call) < 0) {
-        Py_CLEAR(result);
-    }
+    result = oomkit_attempt_function(call, vector);
     oomkit_tell_micro_left(call);
     /* Slices of the batch go before anything else: they may be copies. */
     vector_clear(vector, call->batch.total);
@@ -220,15 +184,6 @@ join_sources(oomkit_call *call)
     return sources;
 }
 
-/* Is the number of rows that a whole call would have noted (see oomkit_batch_rows) that
- * of the batch? */
-static int
-rows_are_sure(const oomkit_batch *batch)
-{
-    return batch->lead >= 0 && batch->lead < batch->count &&
-           batch->nodes[batch->lead].rows == batch->rows;
-}
-
 /* The result of the whole batch. New reference or NULL. */
 PyObject *
 oomkit_attempt_join(oomkit_call *call)
@@ -245,7 +200,7 @@ oomkit_attempt_join(oomkit_call *call)
     call->cut->join.parked =
         call->training && call->deferred.returned == OOMKIT_RETURNED_NOTHING;
     call->cut->join.one_loss = call->deferred.returned == OOMKIT_RETURNED_STASH;
-    call->cut->join.rows_sure = rows_are_sure(&call->batch);
+    call->cut->join.rows_sure = oomkit_batch_rows_sure(&call->batch);
     if (call->cut->join.required && call->options->join == NULL) {
         Py_XSETREF(call->cut->join.sources, join_sources(call));
         if (call->cut->join.sources == NULL) {
@@ -265,15 +220,23 @@ oomkit_attempt_join(oomkit_call *call)
 }
 
 int
+oomkit_attempt_marks(oomkit_call *call)
+{
+    return oomkit_tx_sample(call) < 0 || oomkit_slots_note(call) < 0 ||
+                   oomkit_owners_epochs_note(call) < 0 || oomkit_pristine_take(call) < 0
+               ? -1
+               : 0;
+}
+
+int
 oomkit_attempt_slices_run(oomkit_call *call, PyObject **result)
 {
     PyObject **vector;
     int status = 0;
 
+    call->cut->unfit.by_step = 0; /* of an attempt before */
     if (call->split &&
-        (oomkit_intercept_split(call) < 0 || oomkit_tx_sample(call) < 0 ||
-         oomkit_slots_note(call) < 0 || oomkit_owners_epochs_note(call) < 0 ||
-         oomkit_pristine_take(call) < 0)) {
+        (oomkit_intercept_split(call) < 0 || oomkit_attempt_marks(call) < 0)) {
         return -1;
     }
     if (oomkit_tell_attempt_begins(call) < 0) {

@@ -27,7 +27,6 @@ captured_failed(oomkit_call *call)
 {
     oomkit_state *st = call->st;
     OWNED PyObject *exception = oomkit_exception_take();
-    OWNED PyObject *handled = NULL, *reason = NULL; /* handled: the caller's */
     oomkit_class class_ = oomkit_exception_classify(st, exception);
 
     if ((class_ != OOMKIT_CLASS_CERTAIN && class_ != OOMKIT_CLASS_MASKED) ||
@@ -38,17 +37,14 @@ captured_failed(oomkit_call *call)
     if (oomkit_recover_note(call, exception) < 0) {
         return;
     }
-    handled = PyErr_GetHandledException();
-    oomkit_exception_drop(st, STEAL(exception), handled);
-    reason = PyUnicode_FromFormat(
-        "%U ran out of memory and is not retried: a CUDA graph is being captured, and "
-        "nothing of the step was taken back; capture the step with the micro-batch "
-        "that "
-        "fits, outside auto_batch",
-        call->options->label);
-    if (reason != NULL) {
-        oomkit_give_up(call, reason, 0);
-    }
+    oomkit_exception_discard(st, STEAL(exception));
+    oomkit_give_up_for(
+        call,
+        PyUnicode_FromFormat(
+            "%U ran out of memory and is not retried: a CUDA graph is being captured, "
+            "and nothing of the step was taken back; capture the step with the "
+            "micro-batch that fits, outside auto_batch",
+            call->options->label));
 }
 
 PyObject *

@@ -10,22 +10,13 @@
 #include "../sizes/sizes.h"
 #include "../undo/undo.h"
 
-#define MASKED_RETRIES 2
-
 int
 oomkit_recover_note(oomkit_call *call, PyObject *exception)
 {
     oomkit_attempt *attempt;
 
-    if (call->tries.count == call->tries.room) {
-        Py_ssize_t room = call->tries.room == 0 ? 8 : call->tries.room * 2;
-        void *grown = PyMem_Realloc(call->tries.items, (size_t)room * sizeof(*attempt));
-        if (grown == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        call->tries.items = grown;
-        call->tries.room = room;
+    if (ARRAY_GROW(call->tries.items, call->tries.count, call->tries.room) < 0) {
+        return -1;
     }
     attempt = &call->tries.items[call->tries.count];
     memset(attempt, 0, sizeof(*attempt));
@@ -66,12 +57,11 @@ oomkit_recover_reclaim(oomkit_call *call, uint64_t baseline_bytes)
 {
     oomkit_state *st = call->st;
     uint64_t left;
-    PyObject *done = PyObject_CallNoArgs(st->clear_autocast_cache); /* owned */
+    OWNED PyObject *done = PyObject_CallNoArgs(st->clear_autocast_cache);
 
     if (done == NULL) {
         return -1;
     }
-    Py_DECREF(done);
     if (oomkit_device_reclaim(st, call->device, baseline_bytes, (int)call->tries.ooms,
                               &left) < 0 ||
         reclaim_beside(call) < 0) {
@@ -107,24 +97,18 @@ oomkit_recover_batch(oomkit_call *call)
             return -1;
         }
     }
-    if (oomkit_batch_check(call->st, &call->batch, step->names) < 0) {
+    if (oomkit_batch_check(call->st, &call->batch, call->batch.names) < 0) {
         return -1;
     }
     if (call->batch.rows <= 0) {
-        PyObject *reason = oomkit_batch_missing(/* owned */
-                                                call->st, &call->batch,
-                                                PyUnicode_FromFormat(
-                                                    "auto_batch found no batch to "
-                                                    "split in the arguments of %U: "
-                                                    "pass it as an argument of the "
-                                                    "step (a tensor, or a tuple, list "
-                                                    "or dict of tensors)",
-                                                    call->options->label));
-        if (reason != NULL) {
-            oomkit_give_up(call, reason, 0);
-            Py_DECREF(reason);
-        }
-        return -1;
+        return oomkit_give_up_for(
+            call, oomkit_batch_missing(
+                      call->st, &call->batch,
+                      PyUnicode_FromFormat(
+                          "auto_batch found no batch to split in the arguments of %U: "
+                          "pass it as an argument of the step (a tensor, or a tuple, "
+                          "list or dict of tensors)",
+                          call->options->label)));
     }
     return 0;
 }
@@ -183,23 +167,32 @@ recover_partial(oomkit_call *call)
     call->log.outcome = 2;
 }
 
+int
+oomkit_recover_committed(oomkit_call *call)
+{
+    int committed = oomkit_tx_committed(call);
+
+    return committed < 0 ||
+                   (call->refused.why == NULL &&
+                    oomkit_refusal(call, &call->refused.why) < 0) ||
+                   oomkit_tell_failure_is_judged(call, &committed) < 0
+               ? -1
+               : committed;
+}
+
 /* May this OOM be retried? 0 yes; -1 with the exception to raise. Steals `exception`
  * when it answers -1. */
 static int
-recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception,
-              PyObject *handled)
+recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception)
 {
-    PyObject *reason = NULL; /* owned */
+    OWNED PyObject *reason = NULL;
     int committed;
 
-    if (class_ == OOMKIT_CLASS_STICKY || class_ == OOMKIT_CLASS_NEVER ||
-        (class_ == OOMKIT_CLASS_MASKED && call->tries.ooms > MASKED_RETRIES)) {
+    if (!oomkit_oom_is_retried(class_, call->tries.ooms)) {
         return oomkit_recover_pass(call, exception);
     }
-    committed = oomkit_tx_committed(call);
-    if (committed < 0 ||
-        (call->refused.why == NULL && oomkit_refusal(call, &call->refused.why) < 0) ||
-        oomkit_tell_failure_is_judged(call, &committed) < 0) {
+    committed = oomkit_recover_committed(call);
+    if (committed < 0) {
         Py_DECREF(exception);
         if (oomkit_tx_committed(call) == 0) {
             oomkit_recover_undo(call);
@@ -209,7 +202,7 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception,
     if ((!committed || call->options->optimizer_copy) && call->refused.why == NULL) {
         return 0;
     }
-    oomkit_exception_drop(call->st, exception, handled);
+    oomkit_exception_discard(call->st, exception);
     if (committed && (call->unknown.steps > 0 || call->updating.step_failed ||
                       call->backward.failed || recover_is_half_done(call))) {
         recover_partial(call);
@@ -226,13 +219,8 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception,
                                    call->refused.why)
             : PyUnicode_FromFormat("%U ran out of memory and is not retried: %s",
                                    call->options->label, call->refused.why);
-    if (!committed && oomkit_recover_roll_back(call) < 0) {
-        Py_XDECREF(reason);
-        return -1;
-    }
-    if (reason != NULL) {
+    if ((committed || oomkit_recover_roll_back(call) == 0) && reason != NULL) {
         oomkit_give_up(call, reason, committed);
-        Py_DECREF(reason);
     }
     return -1;
 }
@@ -256,8 +244,6 @@ recover_remains(oomkit_call *call, const char *why)
 static int
 recover_join(oomkit_call *call)
 {
-    PyObject *reason; /* owned */
-
     oomkit_plain_keep(call, call->tries.join_failures == 0);
     if (oomkit_recover_roll_back(call) < 0) {
         return -1;
@@ -269,29 +255,24 @@ recover_join(oomkit_call *call)
     if (call->tries.join_failures++ == 0) {
         return oomkit_tx_begin(call);
     }
-    reason = PyUnicode_FromFormat(
-        "%U ran out of memory when the results of its %lld micro-batches were put "
-        "together, for which they are needed twice at that moment: return less for "
-        "each "
-        "row, or use oomkit.map(..., to=\"cpu\"), which moves each part's result off "
-        "the "
-        "device",
-        call->options->label, (long long)call->cut->count);
-    if (reason != NULL) {
-        oomkit_give_up(call, reason, 0);
-        Py_DECREF(reason);
-    }
-    return -1;
+    return oomkit_give_up_for(
+        call,
+        PyUnicode_FromFormat(
+            "%U ran out of memory when the results of its %lld micro-batches were put "
+            "together, for which they are needed twice at that moment: return less for "
+            "each row, or use oomkit.map(..., to=\"cpu\"), which moves each part's "
+            "result off the device",
+            call->options->label, (long long)call->cut->count));
 }
 
 /* The failure is known and dropped: everything back, and the next attempt. 0 or -1. */
 static int
 recover_go_on(oomkit_call *call)
 {
-    oomkit_state *st = call->st;
-    int64_t rows, count = call->cut->slices == NULL ? 1 : call->cut->count;
     uint64_t baseline; /* with the results of finished parts */
-    int keep = recover_keeps_parts(call), result;
+    const oomkit_keep keep =
+        recover_keeps_parts(call) ? OOMKIT_KEEP_RESULTS : OOMKIT_KEEP_NOTHING;
+    int result;
 
     if (call->tries.joining) {
         return recover_join(call);
@@ -307,22 +288,16 @@ recover_go_on(oomkit_call *call)
     call->deferred.may_hold |= call->training && !call->split;
     oomkit_tx_end_attempt(call);
     baseline = keep ? call->cut->micro.baseline_bytes : call->sizes.baseline;
-    if (result < 0 || oomkit_recover_reclaim(call, baseline) < 0 ||
-        oomkit_recover_batch(call) < 0) {
+    if (result == 0) {
+        result = oomkit_replan_failed(call, keep, baseline);
+    }
+    if (result > 0) {
+        return oomkit_replan_exhausted(call);
+    }
+    if (result < 0) {
         return -1;
     }
-    rows = call->cut->slices == NULL
-               ? call->batch.rows
-               : call->cut->slices[keep ? call->cut->at : 0].length;
-    call->tries.items[call->tries.count - 1].micro_batch_size = rows;
-    if (oomkit_replan(call, keep, rows, count) < 0 ||
-        oomkit_replan_say(call, rows, count) < 0) {
-        return -1;
-    }
-    oomkit_device_end(st, &call->sizes.window);
-    oomkit_call_merge_window(call);
-    oomkit_device_begin(st, call->device, call->options->reset_peaks,
-                        &call->sizes.window);
+    oomkit_window_anew(call);
     return oomkit_tx_begin(call);
 }
 
@@ -332,8 +307,7 @@ static int
 recover_from_failure(oomkit_call *call)
 {
     oomkit_state *st = call->st;
-    PyObject *exception = oomkit_exception_take();   /* owned, then stolen */
-    PyObject *handled = PyErr_GetHandledException(); /* owned: the caller's */
+    PyObject *exception = oomkit_exception_take(); /* owned, then stolen */
     oomkit_class class_ = oomkit_exception_classify(st, exception);
     const char *why;
 
@@ -344,23 +318,19 @@ recover_from_failure(oomkit_call *call)
             oomkit_modes_entry_back(call) < 0) {
             PyErr_WriteUnraisable(call->given.func); /* the update tells more */
         }
-        Py_XDECREF(handled);
         return oomkit_unfit(call, exception);
     }
     if (oomkit_device_is_lost(st, oomkit_engine_device_of_failure(call))) {
         class_ = OOMKIT_CLASS_STICKY;
     }
     if (oomkit_modes_entry_back(call) < 0 || oomkit_recover_note(call, exception) < 0) {
-        Py_XDECREF(handled);
         Py_DECREF(exception);
         return -1;
     }
-    if (recover_judge(call, class_, exception, handled) < 0) {
-        Py_XDECREF(handled);
+    if (recover_judge(call, class_, exception) < 0) {
         return -1;
     }
-    oomkit_exception_drop(st, exception, handled);
-    Py_XDECREF(handled);
+    oomkit_exception_discard(st, exception);
     oomkit_phase_set(st, OOMKIT_PHASE_RECOVERY);
     why = oomkit_tell_failure_remains(call);
     if (why != NULL) {
@@ -384,13 +354,10 @@ oomkit_recover(oomkit_call *call, int failed)
     oomkit_call_cut(call);
     for (;;) {
         if (failed) {
-            uint64_t now;
             if (recover_from_failure(call) < 0 || oomkit_tell_before_retry(call) < 0) {
                 return NULL;
             }
-            now = oomkit_now_ns();
-            call->tries.lost_ns += now - call->tries.started_ns;
-            call->tries.started_ns = now;
+            oomkit_call_lost(call);
             oomkit_phase_set(call->st, OOMKIT_PHASE_FORWARD);
         }
         result = oomkit_attempt_run(call);

@@ -70,13 +70,8 @@ unfit_is_splits(oomkit_call *call, PyObject *exception)
         call->updating.step_failed || oomkit_tell_failure_remains(call) != NULL) {
         return 0;
     }
-    committed = oomkit_tx_committed(call);
-    if (committed < 0 ||
-        (call->refused.why == NULL && oomkit_refusal(call, &call->refused.why) < 0) ||
-        oomkit_tell_failure_is_judged(call, &committed) < 0) {
-        return -1;
-    }
-    return !committed && call->refused.why == NULL;
+    committed = oomkit_recover_committed(call);
+    return committed < 0 ? -1 : !committed && call->refused.why == NULL;
 }
 
 /* --- bounds --- */
@@ -165,11 +160,10 @@ unfit_raise(oomkit_call *call, PyObject *exception)
 {
     OWNED PyObject *said = unfit_describe(call, exception);
     OWNED PyObject *sizes = unfit_sizes(call);
-    PyObject *handled = PyErr_GetHandledException(); /* owned: the caller's */
-    PyObject *error;                                 /* owned, given back */
+    OWNED PyObject *handled = PyErr_GetHandledException(); /* the caller's */
+    PyObject *error;                                       /* owned, given back */
 
     oomkit_exception_clear_frames(call->st, exception, handled);
-    Py_XDECREF(handled);
     call->refused.raised = 1;
     call->log.outcome = 2;
     if (said != NULL && sizes != NULL) {
@@ -198,12 +192,11 @@ unfit_raise(oomkit_call *call, PyObject *exception)
 static int
 unfit_exhausted(oomkit_call *call, PyObject *exception)
 {
-    PyObject *handled = PyErr_GetHandledException(); /* owned: the caller's */
-    PyObject *error;                                 /* owned, given back */
+    OWNED PyObject *handled = PyErr_GetHandledException(); /* the caller's */
+    PyObject *error;                                       /* owned, given back */
 
     oomkit_exception_clear_frames(call->st, exception, handled);
-    Py_XDECREF(handled);
-    oomkit_replan_exhausted(call, call->batch.rows);
+    oomkit_replan_exhausted(call);
     error = oomkit_exception_take();
     PyException_SetCause(error, exception);
     oomkit_exception_give(error);
@@ -211,20 +204,6 @@ unfit_exhausted(oomkit_call *call, PyObject *exception)
 }
 
 /* --- the next attempt --- */
-
-/* Rows of the smallest micro-batch that has run out of memory in this call; 0 none. */
-static int64_t
-unfit_failed_rows(const oomkit_call *call)
-{
-    int64_t rows = 0;
-    Py_ssize_t i;
-
-    for (i = 0; i < call->tries.count; i++) {
-        int64_t failed = call->tries.items[i].micro_batch_size;
-        rows = failed > 0 && (rows == 0 || failed < rows) ? failed : rows;
-    }
-    return rows;
-}
 
 /* Does the plan keep to the bounds? A rest that multiple_of= leaves may not. */
 static int
@@ -241,14 +220,10 @@ unfit_plan_keeps(const oomkit_call *call)
 static int
 unfit_plan(oomkit_call *call)
 {
-    oomkit_plan_request request;
     const oomkit_knowledge *known; /* borrowed from the step */
-    int64_t failed = unfit_failed_rows(call);
+    int64_t failed = oomkit_replan_smallest(call);
 
-    oomkit_signature_request(call, &request, &known);
-    if (oomkit_plan_choose(known, &request, &call->cut->plan, &call->cut->reason) !=
-        OOMKIT_OK) {
-        PyErr_SetString(PyExc_RuntimeError, "oomkit could not make a plan");
+    if (oomkit_cut_choose(call, &known) < 0) {
         return -1;
     }
     call->cut->reason = OOMKIT_REASON_ERROR;
@@ -268,14 +243,11 @@ unfit_go_on(oomkit_call *call)
     call->cut->count = call->cut->at = 0;
     memset(&call->cut->measured, 0, sizeof(call->cut->measured));
     if (oomkit_recover_reclaim(call, call->sizes.baseline) < 0 ||
-        oomkit_recover_batch(call) < 0 || oomkit_attempt_slices(call) < 0 ||
+        oomkit_recover_batch(call) < 0 || oomkit_cut_planned(call) < 0 ||
         oomkit_replan_say(call, rows, count) < 0) {
         return -1;
     }
-    oomkit_device_end(call->st, &call->sizes.window);
-    oomkit_call_merge_window(call);
-    oomkit_device_begin(call->st, call->device, call->options->reset_peaks,
-                        &call->sizes.window);
+    oomkit_window_anew(call);
     return oomkit_tx_begin(call);
 }
 
@@ -301,7 +273,6 @@ oomkit_unfit(oomkit_call *call, PyObject *exception)
     int64_t rows = call->cut->slices == NULL || call->cut->at >= call->cut->count
                        ? 0
                        : call->cut->slices[call->cut->at].length;
-    PyObject *handled; /* owned: the caller's */
     int is_splits = rows == 0 ? 0 : unfit_is_splits(call, exception), planned;
 
     if (is_splits < 0) {
@@ -326,16 +297,13 @@ oomkit_unfit(oomkit_call *call, PyObject *exception)
     if (planned > 0 && !unfit_plan_keeps(call)) {
         return unfit_raise(call, exception);
     }
-    handled = PyErr_GetHandledException();
     if (planned < 0) {
-        PyObject *error = oomkit_exception_take(); /* owned, given back */
-        oomkit_exception_drop(call->st, exception, handled);
-        Py_XDECREF(handled);
-        oomkit_exception_give(error);
+        KEEPING_EXCEPTION {
+            oomkit_exception_discard(call->st, exception);
+        }
         return oomkit_own_failed(call, "another size of micro-batch was planned");
     }
-    oomkit_exception_drop(call->st, exception, handled);
-    Py_XDECREF(handled);
+    oomkit_exception_discard(call->st, exception);
     oomkit_phase_set(call->st, OOMKIT_PHASE_RECOVERY);
     return unfit_go_on(call) < 0
                ? oomkit_own_failed(call, "another size of micro-batch was tried")

@@ -4,26 +4,25 @@
 #include "../sizes/sizes.h"
 #include "../undo/undo.h"
 
-/* Of those that failed: the last one may have been the whole batch again. */
-static int64_t
-smallest_tried(const oomkit_call *call, int64_t micro_batch)
+int64_t
+oomkit_replan_smallest(const oomkit_call *call)
 {
+    int64_t least = 0;
     Py_ssize_t i;
 
     for (i = 0; i < call->tries.count; i++) {
         int64_t rows = call->tries.items[i].micro_batch_size;
-        micro_batch = rows > 0 && rows < micro_batch ? rows : micro_batch;
+        least = rows > 0 && (least == 0 || rows < least) ? rows : least;
     }
-    return micro_batch;
+    return least;
 }
 
-/* Nothing smaller is allowed. NULL always, -1 for its callers. */
 int
-oomkit_replan_exhausted(oomkit_call *call, int64_t micro_batch)
+oomkit_replan_exhausted(oomkit_call *call)
 {
+    const int64_t least = oomkit_replan_smallest(call);
     PyObject *reason; /* owned */
 
-    micro_batch = smallest_tried(call, micro_batch);
     if (call->batch.rows < call->options->min_micro_batch) {
         reason = PyUnicode_FromFormat(
             "%U ran out of memory and its batch of %lld rows is smaller than "
@@ -35,7 +34,8 @@ oomkit_replan_exhausted(oomkit_call *call, int64_t micro_batch)
             "%U ran out of memory with a micro-batch of %lld of %lld rows, the "
             "smallest "
             "allowed; %s",
-            call->options->label, (long long)micro_batch, (long long)call->batch.rows,
+            call->options->label, (long long)(least > 0 ? least : call->batch.rows),
+            (long long)call->batch.rows,
             call->grads.aside == NULL
                 ? oomkit_state_as_before(call)
                 : "some gradients that were there before the step hold this batch's "
@@ -45,21 +45,19 @@ oomkit_replan_exhausted(oomkit_call *call, int64_t micro_batch)
     reason = oomkit_unfit_explain(call, reason);
     if (reason != NULL) {
         call->grads.aside_said = call->batch.rows >= call->options->min_micro_batch;
-        oomkit_give_up(call, reason, 0);
-        Py_DECREF(reason);
     }
-    return -1;
+    return oomkit_give_up_for(call, reason);
 }
 
 /* The same plan once more where the memory was there, but in pieces: the cache has just
  * been emptied. 1, 0 or -1. */
 static int
-replan_same(oomkit_call *call, int keep, int64_t failed_count)
+replan_same(oomkit_call *call, oomkit_keep keep, int64_t failed_count)
 {
     const oomkit_attempt *attempt; /* borrowed from the call */
     uint64_t budget = oomkit_device_budget(call->st, call->device);
 
-    if (keep || call->tries.count == 0) {
+    if (keep == OOMKIT_KEEP_RESULTS || call->tries.count == 0) {
         return 0;
     }
     attempt = &call->tries.items[call->tries.count - 1];
@@ -69,12 +67,15 @@ replan_same(oomkit_call *call, int keep, int64_t failed_count)
     }
     call->tries.flushed = 1;
     call->cut->reason = OOMKIT_REASON_FLUSHED;
+    if (keep) {
+        return 1;
+    }
     if (call->cut->slices == NULL) {
         call->cut->plan = (oomkit_plan){.batch = call->batch.rows,
                                         .accumulation = failed_count,
                                         .multiple_of = oomkit_unfit_multiple(call)};
         call->cut->count = 0;
-        if (oomkit_attempt_slices(call) < 0) {
+        if (oomkit_cut_planned(call) < 0) {
             return -1;
         }
     }
@@ -83,10 +84,44 @@ replan_same(oomkit_call *call, int keep, int64_t failed_count)
     return 1;
 }
 
-/* The next plan into call->cut->plan and its slices. 0, or -1 with oomkit.OutOfMemory.
- */
+/* One line for a change of plan. 0 or -1. */
 int
-oomkit_replan(oomkit_call *call, int keep, int64_t failed_rows, int64_t failed_count)
+oomkit_plan_say(oomkit_call *call, const char *level, int64_t old_rows,
+                int64_t old_count)
+{
+    return oomkit_say(
+        call->st, level, "sKLLLLs",
+        "oomkit: step=%d micro_batch=%d->%d accumulation=%d->%d reason=%s",
+        (unsigned long long)call->log.number, (long long)old_rows,
+        (long long)oomkit_plan_micro_batch(&call->cut->plan), (long long)old_count,
+        (long long)call->cut->count, oomkit_plan_reason_name(call->cut->reason));
+}
+
+/* The same after a failure, then the user's hook. 0 or -1. */
+int
+oomkit_replan_say(oomkit_call *call, int64_t old_rows, int64_t old_count)
+{
+    if (oomkit_plan_say(call, "warning", old_rows, old_count) < 0) {
+        return -1;
+    }
+    if (call->options->on_retry != NULL) {
+        OWNED PyObject *object = NULL, *done = NULL;
+        oomkit_record record;
+        oomkit_call_record(call, &record);
+        object = oomkit_record_new(call->st, &record, call->options->label);
+        done = object ? PyObject_CallOneArg(call->options->on_retry, object) : NULL;
+        if (done == NULL) {
+            return -1;
+        }
+    }
+    return call->split ? oomkit_buffers_say_norm(call) : 0;
+}
+
+/* The next plan into call->cut->plan and its slices. 0, 1 where nothing smaller is
+ * allowed, or -1. */
+static int
+replan_next(oomkit_call *call, oomkit_keep keep, int64_t failed_rows,
+            int64_t failed_count)
 {
     oomkit_plan_request request;
     const oomkit_knowledge *known; /* borrowed from the step */
@@ -97,6 +132,8 @@ oomkit_replan(oomkit_call *call, int keep, int64_t failed_rows, int64_t failed_c
     if (status != 0) {
         return status < 0 ? -1 : 0;
     }
+    /* Of a loop's site it is known from here on; of a step's when its call ends. */
+    call->step->seen_oom |= keep == OOMKIT_KEEP_HANDED;
     oomkit_signature_failed(call, failed_rows);
     oomkit_signature_request(call, &request, &known);
     request.batch = call->batch.rows - done;
@@ -107,8 +144,8 @@ oomkit_replan(oomkit_call *call, int keep, int64_t failed_rows, int64_t failed_c
     if (!keep && !call->cut->forced && failed_count > failed.accumulation) {
         failed.accumulation = failed_count;
     }
-    /* Once per call: rooms that change could bring it back for ever. Parts that are
-     * kept are an evaluation's, in which nothing accumulates. */
+    /* Once per call: rooms that change could bring it back for ever. Where parts are
+     * kept nothing accumulates. */
     request.may_be_whole =
         !keep && !call->tries.whole_tried && call->step->gradient_bytes > 0;
     status = oomkit_plan_next(known, &request, &failed, &call->cut->plan,
@@ -116,7 +153,7 @@ oomkit_replan(oomkit_call *call, int keep, int64_t failed_rows, int64_t failed_c
     call->tries.whole_tried |= status == OOMKIT_OK && failed_count > 1 &&
                                oomkit_plan_count(&call->cut->plan) == 1;
     if (status == OOMKIT_EREFUSED) {
-        return oomkit_replan_exhausted(call, failed_rows);
+        return 1;
     }
     if (status != OOMKIT_OK) {
         PyErr_SetString(PyExc_RuntimeError, "oomkit could not make a plan");
@@ -124,77 +161,40 @@ oomkit_replan(oomkit_call *call, int keep, int64_t failed_rows, int64_t failed_c
     }
     call->cut->count = keep ? call->cut->at : 0;
     call->cut->at = call->cut->count;
-    return oomkit_attempt_slices(call);
-}
-
-/* One line for a change of plan. 0 or -1. */
-int
-oomkit_plan_say(oomkit_call *call, const char *level, int64_t old_rows,
-                int64_t old_count)
-{
-    PyObject *done =
-        PyObject_CallMethod(/* owned */
-                            call->st->log, level, "sKLLLLs",
-                            "oomkit: step=%d micro_batch=%d->%d "
-                            "accumulation=%d->%d reason=%s",
-                            (unsigned long long)call->log.number, (long long)old_rows,
-                            (long long)oomkit_plan_micro_batch(&call->cut->plan),
-                            (long long)old_count, (long long)call->cut->count,
-                            oomkit_plan_reason_name(call->cut->reason));
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
+    return oomkit_cut_planned(call);
 }
 
 int
-oomkit_plan_say_begin(oomkit_call *call, const oomkit_knowledge *known)
+oomkit_replan(oomkit_call *call, oomkit_keep keep, int64_t failed_rows,
+              int64_t failed_count)
 {
-    int64_t rows = call->batch.rows, k = 1;
+    int status = replan_next(call, keep, failed_rows, failed_count);
 
-    if (call->cut->reason != OOMKIT_REASON_PREDICTED &&
-        call->cut->reason != OOMKIT_REASON_GROWN) {
-        return 0;
-    }
-    if (known->batch == call->batch.rows && known->k > 0) {
-        k = known->k;
-        rows = (rows + k - 1) / k;
-    }
-    return k == call->cut->count ? 0 : oomkit_plan_say(call, "info", rows, k);
+    return status == 0 ? oomkit_replan_say(call, failed_rows, failed_count) : status;
 }
 
-/* The same after a failure, then the user's hook. 0 or -1. */
 int
-oomkit_replan_say(oomkit_call *call, int64_t old_rows, int64_t old_count)
+oomkit_replan_failed(oomkit_call *call, oomkit_keep keep, uint64_t baseline_bytes)
 {
-    oomkit_state *st = call->st;
-    PyObject *done; /* owned */
+    int64_t rows, count = call->cut->slices == NULL ? 1 : call->cut->count;
 
-    if (oomkit_plan_say(call, "warning", old_rows, old_count) < 0) {
+    if (oomkit_recover_reclaim(call, baseline_bytes) < 0 ||
+        oomkit_recover_batch(call) < 0) {
         return -1;
     }
-    if (call->options->on_retry != NULL) {
-        oomkit_record record;
-        PyObject *object; /* owned */
-        oomkit_call_record(call, &record);
-        object = oomkit_record_new(st, &record, call->options->label);
-        done = object ? PyObject_CallOneArg(call->options->on_retry, object) : NULL;
-        Py_XDECREF(object);
-        if (done == NULL) {
-            return -1;
-        }
-        Py_DECREF(done);
-    }
-    return call->split ? oomkit_buffers_say_norm(call) : 0;
+    rows = call->cut->slices == NULL
+               ? call->batch.rows
+               : call->cut->slices[keep ? call->cut->at : 0].length;
+    call->tries.items[call->tries.count - 1].micro_batch_size = rows;
+    return oomkit_replan(call, keep, rows, count);
 }
 
-/* A call that is run again because another one failed: half its batch. 0 or -1. */
 int
 oomkit_recover_split(oomkit_call *call)
 {
-    if (oomkit_recover_batch(call) < 0) {
-        return -1;
-    }
-    return oomkit_replan(call, 0, call->batch.rows, 1) < 0 ||
-                   oomkit_replan_say(call, call->batch.rows, 1) < 0
-               ? -1
-               : 0;
+    int status = oomkit_recover_batch(call) < 0
+                     ? -1
+                     : oomkit_replan(call, OOMKIT_KEEP_NOTHING, call->batch.rows, 1);
+
+    return status > 0 ? oomkit_replan_exhausted(call) : status;
 }

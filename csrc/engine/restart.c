@@ -22,7 +22,6 @@ restart_wider(oomkit_call *call)
 int
 oomkit_restart(oomkit_call *call)
 {
-    PyObject *exception, *handled; /* owned */
     int result, why = call->unknown.restart;
 
     call->unknown.restart = 0;
@@ -32,10 +31,7 @@ oomkit_restart(oomkit_call *call)
         return 1;
     }
     if (PyErr_Occurred()) {
-        exception = oomkit_exception_take();
-        handled = PyErr_GetHandledException();
-        oomkit_exception_drop(call->st, exception, handled);
-        Py_XDECREF(handled);
+        oomkit_exception_discard(call->st, oomkit_exception_take());
     }
     result = oomkit_join_truncate(&call->cut->join, 0);
     if (result == 0) {

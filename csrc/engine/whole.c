@@ -51,60 +51,7 @@ engine_participants(oomkit_call *call)
             return -1;
         }
     }
-    call->parts = step->parts;
-    call->parts->refs++;
-    call->parts->busy++;
-    return call->parts->adopted == NULL ? 0 : oomkit_participants_hold(call->parts);
-}
-
-int
-oomkit_engine_forced(oomkit_call *call)
-{
-    PyObject *lengths = call->st->forced_slices; /* borrowed from state */
-    int64_t start = 0;
-    Py_ssize_t i, n = PyTuple_GET_SIZE(lengths);
-
-    call->cut->slices = PyMem_Malloc((size_t)n * sizeof(*call->cut->slices));
-    if (call->cut->slices == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    call->cut->room = n;
-    for (i = 0; i < n; i++) {
-        call->cut->slices[i].start = start;
-        call->cut->slices[i].length = PyLong_AsLongLong(PyTuple_GET_ITEM(lengths, i));
-        start += call->cut->slices[i].length;
-    }
-    if (start != call->batch.rows) {
-        oomkit_raise(call->st->SplitError,
-                     "force_slices() expected slices that add up to the batch of %lld "
-                     "rows, got %R",
-                     (long long)call->batch.rows, lengths);
-        return -1;
-    }
-    call->cut->count = n;
-    call->split = n > 1;
-    call->cut->forced = 1;
-    call->cut->reason = OOMKIT_REASON_ASKED;
-    return 0;
-}
-
-/* SplitError: slices were asked for, and there is nothing to slice. */
-static void
-engine_no_batch(oomkit_call *call)
-{
-    PyObject *text = oomkit_batch_missing(/* owned */
-                                          call->st, &call->batch,
-                                          PyUnicode_FromFormat(
-                                              "auto_batch(accumulation_steps=...) "
-                                              "found no batch to split in the "
-                                              "arguments of %U: pass it as an argument "
-                                              "of the step",
-                                              call->options->label));
-    if (text != NULL) {
-        oomkit_raise(call->st->SplitError, "%U", text);
-        Py_DECREF(text);
-    }
+    return oomkit_call_take_part(call, step->parts);
 }
 
 /* A split that was planned and must not be. 0, or -1 with SplitError. */
@@ -130,7 +77,6 @@ static int
 engine_plan(oomkit_call *call)
 {
     oomkit_step *step = call->step;
-    oomkit_plan_request request;
     const oomkit_knowledge *known; /* borrowed from the step */
     int asked =
         call->options->accumulation_steps > 1 || call->st->forced_slices != NULL;
@@ -152,13 +98,17 @@ engine_plan(oomkit_call *call)
     }
     if (found <= 0) {
         if (found == 0 && asked) {
-            engine_no_batch(call);
-            return -1;
+            return oomkit_batch_refuse(
+                call->st, &call->batch,
+                PyUnicode_FromFormat("auto_batch(accumulation_steps=...) found no "
+                                     "batch to split in the arguments of %U: pass it "
+                                     "as an argument of the step",
+                                     call->options->label));
         }
         return found;
     }
     if (call->st->forced_slices != NULL) {
-        return oomkit_engine_forced(call) < 0 ? -1 : 1;
+        return oomkit_cut_forced(call) < 0 ? -1 : 1;
     }
     if (asked && call->batch.rows < call->options->min_micro_batch) {
         oomkit_raise(call->st->SplitError,
@@ -168,20 +118,16 @@ engine_plan(oomkit_call *call)
                      (long long)call->options->min_micro_batch);
         return -1;
     }
-    oomkit_signature_request(call, &request, &known);
-    if (oomkit_plan_choose(known, &request, &call->cut->plan, &call->cut->reason) !=
-        OOMKIT_OK) {
-        PyErr_SetString(PyExc_RuntimeError, "oomkit could not make a plan");
+    if (oomkit_cut_choose(call, &known) < 0) {
         return -1;
     }
     if (oomkit_plan_count(&call->cut->plan) <= 1) {
         return 0;
     }
-    if (engine_refuse(call) < 0 || oomkit_attempt_slices(call) < 0 ||
-        oomkit_plan_say_begin(call, known) < 0) {
-        return -1;
-    }
-    return oomkit_buffers_say_norm(call) < 0 ? -1 : 1;
+    return engine_refuse(call) < 0 || oomkit_cut_begin(call, known) < 0 ||
+                   oomkit_buffers_say_norm(call) < 0
+               ? -1
+               : 1;
 }
 
 /* While a function that torch.compile() has made
@@ -228,9 +174,7 @@ engine_begin(oomkit_call *call)
         return call->captured ? 0 : -1;
     }
     oomkit_device_prepare(st, call->device);
-    oomkit_device_begin(st, call->device, call->options->reset_peaks,
-                        &call->sizes.window);
-    call->sizes.baseline = call->sizes.window.baseline_bytes;
+    oomkit_window_begin(call);
     if (st->flush_pending && oomkit_device_flush_pending(st, call->device) < 0) {
         return -1;
     }
@@ -303,61 +247,11 @@ engine_whole(oomkit_call *call)
     return result;
 }
 
-/* Keeps the highest peaks of the windows of this call. */
-void
-oomkit_call_merge_window(oomkit_call *call)
-{
-    const oomkit_peak_window *w = &call->sizes.window;
-
-    if (w->peak_allocated_bytes != OOMKIT_UNKNOWN &&
-        w->peak_allocated_bytes > call->sizes.peak_allocated) {
-        call->sizes.peak_allocated = w->peak_allocated_bytes;
-    }
-    if (w->peak_reserved_bytes != OOMKIT_UNKNOWN &&
-        w->peak_reserved_bytes > call->sizes.peak_reserved) {
-        call->sizes.peak_reserved = w->peak_reserved_bytes;
-    }
-}
-
-/* What is known about the call now, as a record. */
-void
-oomkit_call_record(const oomkit_call *call, oomkit_record *record)
-{
-    int64_t rows =
-        call->batch.rows > 0 ? call->batch.rows : oomkit_batch_rows(&call->batch);
-    int64_t largest = 0, i;
-
-    for (i = 0; i < call->cut->count; i++) {
-        largest = call->cut->slices[i].length > largest ? call->cut->slices[i].length
-                                                        : largest;
-    }
-    memset(record, 0, sizeof(*record));
-    record->step = call->log.number;
-    record->batch_size = rows < 0 ? OOMKIT_UNKNOWN : (uint64_t)rows;
-    record->micro_batch_size = largest > 0 ? (uint64_t)largest : record->batch_size;
-    record->requested_bytes =
-        call->tries.ooms > 0 ? call->sizes.requested : OOMKIT_UNKNOWN;
-    record->baseline_bytes = call->sizes.baseline;
-    record->peak_allocated_bytes =
-        call->sizes.peak_allocated == 0 ? OOMKIT_UNKNOWN : call->sizes.peak_allocated;
-    record->peak_reserved_bytes =
-        call->sizes.peak_reserved == 0 ? OOMKIT_UNKNOWN : call->sizes.peak_reserved;
-    record->device_free_bytes = call->sizes.window.free_bytes;
-    record->budget_bytes = call->sizes.window.budget_bytes;
-    record->time_ns = oomkit_now_ns() - call->tries.began_ns;
-    record->lost_ns = call->tries.lost_ns;
-    record->accumulation_steps = call->cut->count > 0 ? (uint32_t)call->cut->count : 1;
-    record->attempts = (uint32_t)call->tries.count + 1;
-    record->ooms = call->tries.ooms;
-    record->reason = (uint32_t)call->cut->reason;
-    record->outcome = call->log.outcome;
-}
-
 static void
 engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
 {
     oomkit_step *step = call->step;
-    int64_t largest = 0, i;
+    int64_t largest = oomkit_cut_largest(call, call->cut->count);
 
     oomkit_buffers_learn(call);
     step->seen_oom |= call->tries.ooms > 0;
@@ -372,10 +266,6 @@ engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
         step->whole.without_backward |= !call->training;
         step->whole.without_update |= call->updating.count == 0;
     }
-    for (i = 0; i < call->cut->count; i++) {
-        largest = call->cut->slices[i].length > largest ? call->cut->slices[i].length
-                                                        : largest;
-    }
     if ((call->shape.known || step->seen_oom) && largest > 0 && !needs_backward) {
         oomkit_call_cut(call);
         if (call->cut->slices == NULL) {
@@ -386,32 +276,6 @@ engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
         oomkit_signature_succeeded(call, largest,
                                    call->sizes.window.peak_allocated_bytes);
     }
-}
-
-/* Lets go of everything that a call holds. */
-void
-oomkit_call_free(oomkit_call *call)
-{
-    Py_ssize_t i;
-
-    oomkit_tx_end(call);
-    oomkit_tell_call_ends(call);
-    if (oomkit_call_is_cut(call)) {
-        oomkit_join_clear(&call->cut->join);
-        PyMem_Free(call->cut->slices);
-        PyMem_Free(call->cut->weights);
-        Py_CLEAR(call->cut->unfit.said);
-    }
-    oomkit_batch_release(&call->batch);
-    for (i = 0; i < call->tries.count; i++) {
-        Py_CLEAR(call->tries.items[i].location);
-        Py_CLEAR(call->tries.items[i].message);
-    }
-    PyMem_Free(call->tries.items);
-    if (call->parts != NULL) {
-        call->parts->busy--;
-    }
-    oomkit_participants_release(call->parts);
 }
 
 /* A result that needs backward: its second half will be the caller's. 0, or -1: then
@@ -437,28 +301,14 @@ engine_returned(oomkit_call *call, PyObject *result, int needs_backward)
 static int
 engine_end(oomkit_call *call, PyObject *result)
 {
-    oomkit_record record;
     int finished = result != NULL, status = 0;
     int needs_backward = finished && !call->split && !call->training &&
                          call->options->backward == NULL && result != Py_None;
     PyObject *exception =
         finished ? NULL : oomkit_exception_take(); /* owned, given back */
 
-    oomkit_intercept_remove(call);
-    if (!finished) {
-        call->log.outcome = call->log.outcome == 0 ? 2 : call->log.outcome;
-        oomkit_pass_abandon(call, exception);
-        if (call->refused.raised && call->shape.known) {
-            oomkit_signature_forget(call);
-        }
-    }
-    if (call->sizes.window.open) {
-        oomkit_device_end(call->st, &call->sizes.window);
-    }
-    oomkit_call_merge_window(call);
-    oomkit_call_record(call, &record);
-    call->log.record = oomkit_ring_count(call->step->ring);
-    oomkit_ring_push(call->step->ring, &record);
+    oomkit_call_leave(call, finished, exception);
+    oomkit_call_recorded(call);
     if (needs_backward) {
         oomkit_tensor_facts facts;
         needs_backward = oomkit_result_wants_backward(call->st, result, NULL, &facts);

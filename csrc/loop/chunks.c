@@ -99,7 +99,6 @@ begin_rows(oomkit_chunks *self)
 {
     oomkit_call *call = &self->call;
     int may_be = self->positional > 0 && self->options.split == NULL, found;
-    OWNED PyObject *text = NULL;
 
     if (self->positional > 0 && is_sequence(self->args[0]) &&
         PyObject_Size(self->args[0]) == 0) {
@@ -124,16 +123,12 @@ begin_rows(oomkit_chunks *self)
         self->rows = found < 0 ? 0 : call->batch.rows;
         return found < 0 ? -1 : self->rows > 0;
     }
-    text = oomkit_batch_missing(
+    return oomkit_batch_refuse(
         self->st, &call->batch,
         PyUnicode_FromFormat("%U found no batch to split: pass a tensor, a "
                              "list, or a tuple or dict of tensors; or give "
                              "split=...",
                              self->options.label));
-    if (text != NULL) {
-        oomkit_raise(self->st->SplitError, "%U", text);
-    }
-    return -1;
 }
 
 /* Those of the loop before at this site, where it was for the same function; of one
@@ -160,10 +155,7 @@ begin_participants(oomkit_chunks *self)
             return -1;
         }
     }
-    call->parts = self->parts;
-    call->parts->refs++;
-    call->parts->busy++;
-    return call->parts->adopted == NULL ? 0 : oomkit_participants_hold(call->parts);
+    return oomkit_call_take_part(call, self->parts);
 }
 
 static int
@@ -324,17 +316,16 @@ static int
 part_build_failed(oomkit_chunks *self)
 {
     oomkit_call *call = &self->call;
-    OWNED PyObject *exception = NULL, *handled = NULL;
+    OWNED PyObject *exception = NULL;
 
     if (!oomkit_exception_is_oom(self->st) || call->cut->count == 0) {
         return 0;
     }
     exception = oomkit_exception_take();
-    handled = PyErr_GetHandledException();
     if (oomkit_recover_note(call, exception) < 0) {
         return 0;
     }
-    oomkit_exception_drop(self->st, STEAL(exception), handled);
+    oomkit_exception_discard(self->st, STEAL(exception));
     return 1;
 }
 
@@ -344,22 +335,18 @@ static int
 part_again(oomkit_chunks *self)
 {
     oomkit_call *call = &self->call;
-    uint64_t now;
     int status, phase = oomkit_phase_set(self->st, OOMKIT_PHASE_RECOVERY);
 
     self->failed = 0;
     call->sizes.baseline = call->sizes.baseline == OOMKIT_UNKNOWN
                                ? self->part_baseline_bytes
                                : call->sizes.baseline;
-    status = oomkit_recover_reclaim(call, self->part_baseline_bytes) < 0 ||
-                     oomkit_batch_check(self->st, &call->batch, self->names) < 0 ||
-                     oomkit_chunks_replan(self) < 0
-                 ? -1
-                 : 0;
+    status = oomkit_replan_failed(call, OOMKIT_KEEP_HANDED, self->part_baseline_bytes);
+    if (status > 0) {
+        status = oomkit_chunks_exhausted(self);
+    }
     oomkit_phase_set(self->st, phase);
-    now = oomkit_now_ns();
-    call->tries.lost_ns += now - call->tries.started_ns;
-    call->tries.started_ns = now;
+    oomkit_call_lost(call);
     return status;
 }
 

@@ -96,10 +96,10 @@ oomkit_chunks_take_in(oomkit_chunks *self);
 /* The first plan. 0, or -1 with SplitError. */
 int
 oomkit_chunks_plan(oomkit_chunks *self);
-/* The next one, after the part at slice_index has failed; its rows and those after it
- * are handed out again. 0, or -1 with oomkit.OutOfMemory. */
+/* The part at slice_index has failed, and nothing smaller is allowed. 0 it is handed
+ * out once more, or -1 with oomkit.OutOfMemory. */
 int
-oomkit_chunks_replan(oomkit_chunks *self);
+oomkit_chunks_exhausted(oomkit_chunks *self);
 /* A part has needed this much at most (bytes allocated; OOMKIT_UNKNOWN). */
 void
 oomkit_chunks_measured(oomkit_chunks *self, uint64_t peak_bytes);

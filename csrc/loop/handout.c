@@ -8,8 +8,6 @@
 #include "../py/tensor.h"
 #include "../undo/undo.h"
 
-#define MASKED_RETRIES 2
-
 /* --- parts that are out --- */
 
 static void
@@ -261,8 +259,7 @@ oomkit_chunks_guard_failed(PyObject *chunks, uint64_t part, int order,
     OWNED PyObject *why = NULL;
     int status, phase;
 
-    if (class_ != OOMKIT_CLASS_CERTAIN &&
-        (class_ != OOMKIT_CLASS_MASKED || call->tries.ooms >= MASKED_RETRIES)) {
+    if (!oomkit_oom_is_retried(class_, call->tries.ooms + 1)) {
         return 0;
     }
     status = failed_judge(self, part, order, exception, &why);

@@ -3,15 +3,8 @@
  */
 #include "chunks.h"
 #include "parts_join.h"
+#include "../batch/batch.h"
 #include "../result/result.h"
-
-/* Is the number of rows that of the leaf that whole calls would have noted? */
-static int
-rows_are_sure(const oomkit_batch *batch)
-{
-    return batch->lead >= 0 && batch->lead < batch->count &&
-           batch->nodes[batch->lead].rows == batch->rows;
-}
 
 PyObject *
 oomkit_chunks_keep(PyObject *op, PyObject *const *args, Py_ssize_t nargs)
@@ -27,7 +20,7 @@ oomkit_chunks_keep(PyObject *op, PyObject *const *args, Py_ssize_t nargs)
     slice = &call->cut->slices[call->cut->at];
     self->join.site = &self->site->results;
     self->join.evaluation = 1;
-    self->join.rows_sure = rows_are_sure(&call->batch);
+    self->join.rows_sure = oomkit_batch_rows_sure(&call->batch);
     self->join.convert = args[1] == Py_None ? NULL : args[1];
     if (oomkit_join_add(self->st, &self->options, &self->join, args[0], slice->length,
                         (double)slice->length / (double)call->batch.rows) < 0) {

@@ -5,26 +5,10 @@
 #include "../engine/engine.h"
 #include "../sizes/sizes.h"
 
-/* The slices of `plan`, after those that are done. 0 or -1. */
-static int
-plan_make(oomkit_chunks *self, const oomkit_knowledge *known,
-          const oomkit_plan_request *request)
-{
-    oomkit_call *call = &self->call;
-
-    if (oomkit_plan_choose(known, request, &call->cut->plan, &call->cut->reason) !=
-        OOMKIT_OK) {
-        PyErr_SetString(PyExc_RuntimeError, "oomkit could not make a plan");
-        return -1;
-    }
-    return oomkit_attempt_slices(call);
-}
-
 int
 oomkit_chunks_plan(oomkit_chunks *self)
 {
     oomkit_call *call = &self->call;
-    oomkit_plan_request request;
     const oomkit_knowledge *known; /* borrowed from the site */
 
     if (self->largest > 0) {
@@ -32,91 +16,30 @@ oomkit_chunks_plan(oomkit_chunks *self)
             (call->batch.rows + self->largest - 1) / self->largest;
     }
     if (self->st->forced_slices != NULL) {
-        return oomkit_engine_forced(call);
+        return oomkit_cut_forced(call);
     }
-    oomkit_signature_request(call, &request, &known);
-    return plan_make(self, known, &request) < 0 ||
-                   (call->cut->count > 1 && oomkit_plan_say_begin(call, known) < 0)
-               ? -1
-               : 0;
+    return oomkit_cut_choose(call, &known) < 0 ? -1 : oomkit_cut_begin(call, known);
 }
 
-/* Nothing smaller is allowed: once more all the same, for what the smallest part lacks
- * may be back by now, collected or given back by somebody else. 0 or -1. */
-static int
-replan_exhausted(oomkit_chunks *self)
+/* Once more all the same, for what the smallest part lacks may be back by now,
+ * collected or given back by somebody else. */
+int
+oomkit_chunks_exhausted(oomkit_chunks *self)
 {
     oomkit_call *call = &self->call;
     const oomkit_slice *slice = &call->cut->slices[call->cut->at];
-    OWNED PyObject *reason = NULL;
 
     if (slice->start + slice->length > self->last_chance) {
         self->last_chance = slice->start + slice->length;
         call->cut->reason = OOMKIT_REASON_FLUSHED;
         return oomkit_replan_say(call, slice->length, call->cut->count);
     }
-    reason = PyUnicode_FromFormat(
-        "%U ran out of memory with a part of %lld of %lld rows, the smallest "
-        "allowed; rows 0 to %lld are done",
-        self->options.label, (long long)slice->length, (long long)call->batch.rows,
-        (long long)slice->start);
-
-    if (reason != NULL) {
-        oomkit_give_up(call, reason, 0);
-    }
-    return -1;
-}
-
-/* The memory was there, but in pieces: the same plan once more. */
-static int
-replan_same(oomkit_chunks *self)
-{
-    oomkit_call *call = &self->call;
-    const oomkit_attempt *attempt = &call->tries.items[call->tries.count - 1];
-
-    if (!oomkit_plan_fragmented(attempt->reserved_bytes, attempt->allocated_bytes,
-                                oomkit_device_budget(self->st, call->device),
-                                call->tries.flushed)) {
-        return 0;
-    }
-    call->tries.flushed = 1;
-    call->cut->reason = OOMKIT_REASON_FLUSHED;
-    return 1;
-}
-
-int
-oomkit_chunks_replan(oomkit_chunks *self)
-{
-    oomkit_call *call = &self->call;
-    int64_t rows = call->cut->slices[call->cut->at].length, count = call->cut->count;
-    oomkit_plan_request request;
-    const oomkit_knowledge *known; /* borrowed from the site */
-    oomkit_plan failed = {.multiple_of = self->options.multiple_of};
-    int status;
-
-    if (replan_same(self)) {
-        return oomkit_replan_say(call, rows, count);
-    }
-    self->site->seen_oom = 1;
-    oomkit_signature_failed(call, rows);
-    oomkit_signature_request(call, &request, &known);
-    request.batch = call->batch.rows - call->cut->slices[call->cut->at].start;
-    failed.batch = request.batch;
-    failed.accumulation = (request.batch + rows - 1) / rows;
-    status = oomkit_plan_next(known, &request, &failed, &call->cut->plan,
-                              &call->cut->reason);
-    if (status == OOMKIT_EREFUSED) {
-        return replan_exhausted(self);
-    }
-    if (status != OOMKIT_OK) {
-        PyErr_SetString(PyExc_RuntimeError, "oomkit could not make a plan");
-        return -1;
-    }
-    call->cut->count = call->cut->at;
-    if (oomkit_attempt_slices(call) < 0) {
-        return -1;
-    }
-    return oomkit_replan_say(call, rows, count);
+    return oomkit_give_up_for(
+        call, PyUnicode_FromFormat(
+                  "%U ran out of memory with a part of %lld of %lld rows, the smallest "
+                  "allowed; rows 0 to %lld are done",
+                  self->options.label, (long long)slice->length,
+                  (long long)call->batch.rows, (long long)slice->start));
 }
 
 void
@@ -141,21 +64,14 @@ void
 oomkit_chunks_learn(oomkit_chunks *self, int finished)
 {
     oomkit_call *call = &self->call;
-    oomkit_record record;
-    int64_t largest = 0, i;
+    int64_t largest = oomkit_cut_largest(
+        call, call->cut->at < call->cut->count ? call->cut->at : call->cut->count);
 
-    if (!finished && call->log.outcome == 0) {
-        call->log.outcome = 2;
-    }
+    oomkit_call_leave(call, finished, NULL);
     if (finished && call->cut->count == 1) { /* as a whole call of auto_batch */
         oomkit_batch_learn(&self->site->batch_site, &call->batch);
     }
-    oomkit_call_record(call, &record);
-    oomkit_ring_push(self->site->ring, &record);
-    for (i = 0; i < call->cut->at && i < call->cut->count; i++) {
-        largest = call->cut->slices[i].length > largest ? call->cut->slices[i].length
-                                                        : largest;
-    }
+    oomkit_call_recorded(call);
     if (largest > 0 && call->shape.known && call->cut->measured.rows[0] > 0) {
         call->deferred.forward_only = 1;
         oomkit_signature_succeeded(call, largest, call->sizes.peak_allocated);

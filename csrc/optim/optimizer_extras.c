@@ -106,9 +106,7 @@ oomkit_beside_refuse(oomkit_call *call, PyObject **message)
 PyObject *
 oomkit_beside_raise(oomkit_call *call, int index, PyObject *exception)
 {
-    OWNED PyObject *handled = PyErr_GetHandledException();
-
-    oomkit_exception_drop(call->st, exception, handled);
+    oomkit_exception_discard(call->st, exception);
     call->refused.raised = 1;
     return oomkit_raise(
         call->st->PartialUpdate,

@@ -63,7 +63,7 @@ oomkit_proof_covers(const oomkit_proof *p)
 int
 oomkit_proof_compare_own(oomkit_proof *p, PyObject **text)
 {
-    return compare_cut(p, p->slices, p->slice_count, text);
+    return compare_cut(p, p->cut.slices, p->cut.count, text);
 }
 
 int

@@ -58,7 +58,7 @@ proof_parts(oomkit_proof *p, PyObject **text)
         return result;
     }
     exception = oomkit_exception_take();
-    if (oomkit_proof_covers(p) && p->slice_count > 2) {
+    if (oomkit_proof_covers(p) && p->cut.count > 2) {
         Py_DECREF(exception);
         p->own = 1;
         return oomkit_proof_compare_own(p, text);
@@ -142,7 +142,7 @@ static int
 search_ask(oomkit_proof *p, const char *method)
 {
     OWNED PyObject *leaves = oomkit_proof_leaves(p->call);
-    OWNED PyObject *slices = oomkit_proof_slices(p->slices, p->slice_count);
+    OWNED PyObject *slices = oomkit_proof_slices(p->cut.slices, p->cut.count);
     PyObject *rule = p->rule == NULL ? Py_None : p->rule; /* borrowed */
     PyObject *where = NULL;                               /* owned, then stolen */
 
@@ -200,11 +200,8 @@ static int
 proof_forgive(oomkit_proof *p)
 {
     oomkit_call *call = p->call;
-    PyObject *exception = oomkit_exception_take();   /* owned, then stolen */
-    PyObject *handled = PyErr_GetHandledException(); /* owned: the caller's */
 
-    oomkit_exception_drop(call->st, exception, handled);
-    Py_XDECREF(handled);
+    oomkit_exception_discard(call->st, oomkit_exception_take());
     return oomkit_recover_reclaim(call, call->sizes.baseline);
 }
 
@@ -371,7 +368,7 @@ proof_apart(oomkit_proof *p, PyObject **text)
 static int
 proof_elsewhere(oomkit_proof *p, PyObject **text)
 {
-    const oomkit_slice *own = &p->slices[0];
+    const oomkit_slice *own = &p->cut.slices[0];
     const int64_t first = p->first, multiple = oomkit_unfit_multiple(p->call);
     int result;
 

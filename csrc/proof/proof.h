@@ -6,6 +6,7 @@
 
 #include "../call/events.h"
 #include "../call/proven.h"
+#include "../engine/engine.h"
 #include "../hook/method.h"
 
 typedef struct oomkit_proof_gradient oomkit_proof_gradient;
@@ -37,10 +38,8 @@ typedef struct oomkit_proof {
     oomkit_grads grads;
     struct oomkit_proof_gradient *gradients; /* owned: of the parameters, at entry */
     Py_ssize_t gradient_count;
-    uint8_t *moving;      /* owned: parts->moving as it was */
-    oomkit_slice *slices; /* owned */
-    int64_t slice_count, slice_room;
-    int split;
+    uint8_t *moving; /* owned: parts->moving as it was */
+    oomkit_cut_own cut;
     PyObject *switches; /* owned */
     oomkit_join join;
     int saved; /* the batch's values were copied for the proof */

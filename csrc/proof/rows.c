@@ -73,7 +73,7 @@ oomkit_proof_rows_varied(oomkit_proof *p)
         return 0;
     }
     leaves = oomkit_proof_leaves(p->call);
-    slices = oomkit_proof_slices(p->slices, p->slice_count);
+    slices = oomkit_proof_slices(p->cut.slices, p->cut.count);
     if (leaves == NULL || slices == NULL) {
         return -1;
     }

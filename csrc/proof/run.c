@@ -52,12 +52,7 @@ oomkit_proof_aside(oomkit_proof *p)
     call->options = &p->options;
     p->grads = call->grads;
     memset(&call->grads, 0, sizeof(call->grads));
-    p->slices = call->cut->slices;
-    p->slice_count = call->cut->count;
-    p->slice_room = call->cut->room;
-    p->split = call->split;
-    call->cut->slices = NULL;
-    call->cut->count = call->cut->room = 0;
+    oomkit_cut_aside(call, &p->cut);
     p->switches = call->entry.flags;
     call->entry.flags = NULL;
     p->join = call->cut->join;
@@ -108,15 +103,9 @@ oomkit_proof_back(oomkit_proof *p)
     oomkit_proof_gradients_free(p);
     back_buffers(p);
     call->grads = p->grads;
-    PyMem_Free(call->cut->slices);
-    call->cut->slices = p->slices;
-    call->cut->count = p->slice_count;
-    call->cut->room = p->slice_room;
-    call->split = p->split;
-    call->cut->at = 0;
+    oomkit_cut_back(call, &p->cut);
     call->options = p->own_options;
     Py_XSETREF(call->entry.flags, p->switches);
-    memset(&call->cut->measured, 0, sizeof(call->cut->measured));
     if (call->unknown.restart ==
         0) { /* else there are other participants to be marked */
         result = oomkit_tx_begin(call);
@@ -204,24 +193,6 @@ oomkit_proof_put_back(oomkit_proof *p)
     return 0;
 }
 
-/* The slices of a run. 0 or -1. */
-static int
-run_slices(oomkit_call *call, const oomkit_slice *cut, int64_t count)
-{
-    void *grown = PyMem_Realloc(call->cut->slices, (size_t)count * sizeof(*cut));
-
-    if (grown == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    call->cut->slices = grown;
-    memcpy(call->cut->slices, cut, (size_t)count * sizeof(*cut));
-    call->cut->count = call->cut->room = count;
-    call->cut->at = 0;
-    call->split = 1; /* one slice, too: held, weighed and counted as the others */
-    return 0;
-}
-
 /* Were random numbers drawn? The bytes of torch's CPU generator do not tell: a
  * checkpoint that puts its state back writes some that are never set. 1, 0 or -1. */
 static int
@@ -282,9 +253,10 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
     Py_XDECREF(marks);
 
     Py_XDECREF(done);
-    if (done == NULL || run_slices(call, cut, count) < 0) {
+    if (done == NULL || oomkit_cut_given(call, cut, count) < 0) {
         return -1;
     }
+    call->split = 1; /* one slice, too: held, weighed and counted as the others */
     call->cut->unfit.by_step = 0; /* of an attempt before */
     status = oomkit_tx_begin(call);
     if (status == 0 && p->draw) {

@@ -49,16 +49,8 @@ verify_call(oomkit_proof *p, int64_t start, int64_t length, int part)
         return -1;
     }
     if (oomkit_batch_build(call->st, call->options, &call->batch, start, length,
-                           vector) == 0 &&
-        oomkit_compiler_on(call) == 0) {
-        call->running = 1;
-        result =
-            PyObject_Vectorcall(call->given.func, vector,
-                                (size_t)call->batch.positional, call->given.kwnames);
-        call->running = 0;
-        if (oomkit_compiler_off(call) < 0) {
-            Py_CLEAR(result);
-        }
+                           vector) == 0) {
+        result = oomkit_attempt_function(call, vector);
     }
     for (i = 0; i < call->batch.total; i++) {
         Py_CLEAR(vector[i]);
@@ -92,10 +84,8 @@ verify_run(oomkit_proof *p, int64_t start, int64_t length, int part, int *moved)
         }
     }
     result = oomkit_tx_begin(call);
-    if (result == 0 &&
-        (oomkit_tx_sample(call) < 0 || oomkit_slots_note(call) < 0 ||
-         oomkit_owners_epochs_note(call) < 0 || oomkit_pristine_take(call) < 0)) {
-        result = -1;
+    if (result == 0) {
+        result = oomkit_attempt_marks(call);
     }
     call->is_last = 0;
     Py_CLEAR(call->backward.cleared);
@@ -145,7 +135,7 @@ verify_weights(oomkit_call *call, int part)
 static int
 verify_abandon(oomkit_call *call, PyObject *exception)
 {
-    OWNED PyObject *handled = NULL, *message = NULL, *location = NULL;
+    OWNED PyObject *message = NULL, *location = NULL;
     uint64_t requested;
 
     if (!PyObject_TypeCheck(exception, (PyTypeObject *)PyExc_Exception)) {
@@ -153,8 +143,7 @@ verify_abandon(oomkit_call *call, PyObject *exception)
         return -1;
     }
     oomkit_exception_describe(call->st, exception, &requested, &message, &location);
-    handled = PyErr_GetHandledException();
-    oomkit_exception_drop(call->st, exception, handled);
+    oomkit_exception_discard(call->st, exception);
     return oomkit_say(call->st, "debug", "sOO", "oomkit: %s was not verified: %s",
                       call->options->label, message ? message : Py_None);
 }
@@ -165,16 +154,7 @@ verify_shares(oomkit_proof *p, const oomkit_slice *cut, PyObject **one, PyObject
 {
     oomkit_call *call = p->call;
 
-    call->cut->slices = PyMem_Realloc(call->cut->slices, 2 * sizeof(*cut));
-    if (call->cut->slices == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    memcpy(call->cut->slices, cut, 2 * sizeof(*cut));
-    call->cut->count = call->cut->room = 2;
-    call->cut->at = 0;
-    call->split = 1;
-    if (oomkit_weights_set(call) < 0) {
+    if (oomkit_cut_given(call, cut, 2) < 0 || oomkit_weights_set(call) < 0) {
         return -1;
     }
     *one = verify_weights(call, 0);

@@ -247,6 +247,14 @@ oomkit_exception_drop(oomkit_state *st, PyObject *exception, PyObject *keep)
 }
 
 void
+oomkit_exception_discard(oomkit_state *st, PyObject *exception)
+{
+    OWNED PyObject *handled = PyErr_GetHandledException();
+
+    oomkit_exception_drop(st, exception, handled);
+}
+
+void
 oomkit_exception_clear_frames(oomkit_state *st, PyObject *exception, PyObject *keep)
 {
     exception_list kept, reached;

@@ -40,6 +40,9 @@ oomkit_exception_describe(oomkit_state *st, PyObject *exception, uint64_t *reque
  * (finalisers). */
 void
 oomkit_exception_drop(oomkit_state *st, PyObject *exception, PyObject *keep);
+/* The same down to the exception that is being handled now: the caller's. */
+void
+oomkit_exception_discard(oomkit_state *st, PyObject *exception);
 
 /* The same without dropping: frames below are cleared but the exception stays raisable.
  * For guard, whose caller still owns it. Borrows `exception` and `keep`. */

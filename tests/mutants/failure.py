@@ -9,10 +9,9 @@ MUTANTS = [
         "exception-alive-in-the-replay",
         "the exception, its frames and their tensors are gone before the replay begins",
         "csrc/engine/recover.c",
-        "    oomkit_exception_drop(st, exception, handled);\n    Py_XDECREF(handled);\n"
-        "    oomkit_phase_set",
+        "    oomkit_exception_discard(st, exception);\n    oomkit_phase_set",
         "    static PyObject *late; /* until the next one */\n    Py_XSETREF(late, exception);\n"
-        "    Py_XDECREF(handled);\n    oomkit_phase_set",
+        "    oomkit_phase_set",
         ("engine/test_steps.py::test_replay_sees_nothing_of_the_failed_attempt",),
     ),
     Mutant(
@@ -80,7 +79,7 @@ MUTANTS = [
         "autocast-cache-stays",
         "autocast's cache of weights is empty before the replay",
         "csrc/engine/recover.c",
-        "PyObject *done = PyObject_CallNoArgs(st->clear_autocast_cache); /* owned */",
+        "PyObject *done = PyObject_CallNoArgs(st->clear_autocast_cache);",
         "PyObject *done = Py_NewRef(Py_None);",
         ("engine/test_judged.py::test_weights_that_autocast_has_kept_are_gone_before_the_retry",),
     ),
@@ -141,17 +140,17 @@ MUTANTS = [
     Mutant(
         "sticky-retried",
         "an error that leaves the device unusable is not retried",
-        "csrc/engine/recover.c",
-        "class_ == OOMKIT_CLASS_STICKY || class_ == OOMKIT_CLASS_NEVER ||",
-        "class_ == OOMKIT_CLASS_NEVER ||",
+        "csrc/engine/driver.c",
+        "class_ == OOMKIT_CLASS_CERTAIN ||",
+        "class_ == OOMKIT_CLASS_CERTAIN || class_ == OOMKIT_CLASS_STICKY ||",
         ("engine/test_judged.py::test_what_a_retry_cannot_help_passes_as_it_came",),
     ),
     Mutant(
         "never-retried",
         "a dead communicator, and our own OutOfMemory from inside, are not retried",
-        "csrc/engine/recover.c",
-        "class_ == OOMKIT_CLASS_STICKY || class_ == OOMKIT_CLASS_NEVER ||",
-        "class_ == OOMKIT_CLASS_STICKY ||",
+        "csrc/engine/driver.c",
+        "class_ == OOMKIT_CLASS_CERTAIN ||",
+        "class_ == OOMKIT_CLASS_CERTAIN || class_ == OOMKIT_CLASS_NEVER ||",
         (
             "engine/test_judged.py::test_what_a_retry_cannot_help_passes_as_it_came",
             "engine/test_judged.py::test_our_own_out_of_memory_from_inside_is_not_tried_again",
@@ -160,16 +159,17 @@ MUTANTS = [
     Mutant(
         "masked-retried-for-ever",
         "an error that may hide an out-of-memory is retried twice, not more",
-        "csrc/engine/recover.c",
-        "(class_ == OOMKIT_CLASS_MASKED && call->tries.ooms > MASKED_RETRIES)) {",
-        "0) {",
+        "csrc/engine/driver.c",
+        "(class_ == OOMKIT_CLASS_MASKED && ooms <= MASKED_RETRIES);",
+        "class_ == OOMKIT_CLASS_MASKED;",
         ("engine/test_judged.py::test_and_passes_with_everything_back_when_it_comes_a_third_time",),
     ),
     Mutant(
         "retried-under-distribution",
         "where a replay would be wrong (DDP, FSDP, graph capture) nothing is retried",
         "csrc/engine/recover.c",
-        "        (call->refused.why == NULL && oomkit_refusal(call, &call->refused.why) < 0) ||\n",
+        "                   (call->refused.why == NULL &&\n"
+        "                    oomkit_refusal(call, &call->refused.why) < 0) ||\n",
         "",
         ("call/test_surroundings.py::test_more_than_one_rank",),
     ),

@@ -1,0 +1,157 @@
+/* What every call is made of, whoever runs its micro-batches: begin, failure and end of
+ * a step, of a loop, of a replay. */
+#include "engine.h"
+#include "../accum/accum.h"
+#include "../hook/hook.h"
+#include "../py/tensor.h"
+#include "../result/result.h"
+#include "../sizes/sizes.h"
+#include "../tree/tree.h"
+#include "../undo/undo.h"
+
+#define MASKED_RETRIES 2
+
+/* --- begin --- */
+
+int
+oomkit_call_take_part(oomkit_call *call, oomkit_participants *parts)
+{
+    call->parts = parts;
+    parts->refs++;
+    parts->busy++;
+    return parts->adopted == NULL ? 0 : oomkit_participants_hold(parts);
+}
+
+void
+oomkit_window_begin(oomkit_call *call)
+{
+    oomkit_device_begin(call->st, call->device, call->options->reset_peaks,
+                        &call->sizes.window);
+    call->sizes.baseline = call->sizes.window.baseline_bytes;
+}
+
+/* --- failure --- */
+
+/* Keeps the highest peaks of the windows of this call. */
+static void
+window_merge(oomkit_call *call)
+{
+    const oomkit_peak_window *w = &call->sizes.window;
+
+    if (w->peak_allocated_bytes != OOMKIT_UNKNOWN &&
+        w->peak_allocated_bytes > call->sizes.peak_allocated) {
+        call->sizes.peak_allocated = w->peak_allocated_bytes;
+    }
+    if (w->peak_reserved_bytes != OOMKIT_UNKNOWN &&
+        w->peak_reserved_bytes > call->sizes.peak_reserved) {
+        call->sizes.peak_reserved = w->peak_reserved_bytes;
+    }
+}
+
+void
+oomkit_window_anew(oomkit_call *call)
+{
+    oomkit_device_end(call->st, &call->sizes.window);
+    window_merge(call);
+    oomkit_device_begin(call->st, call->device, call->options->reset_peaks,
+                        &call->sizes.window);
+}
+
+int
+oomkit_oom_is_retried(oomkit_class class_, uint32_t ooms)
+{
+    return class_ == OOMKIT_CLASS_CERTAIN ||
+           (class_ == OOMKIT_CLASS_MASKED && ooms <= MASKED_RETRIES);
+}
+
+void
+oomkit_call_lost(oomkit_call *call)
+{
+    const uint64_t now = oomkit_now_ns();
+
+    call->tries.lost_ns += now - call->tries.started_ns;
+    call->tries.started_ns = now;
+}
+
+/* --- end --- */
+
+void
+oomkit_call_record(const oomkit_call *call, oomkit_record *record)
+{
+    int64_t rows =
+        call->batch.rows > 0 ? call->batch.rows : oomkit_batch_rows(&call->batch);
+    int64_t largest = oomkit_cut_largest(call, call->cut->count);
+
+    memset(record, 0, sizeof(*record));
+    record->step = call->log.number;
+    record->batch_size = rows < 0 ? OOMKIT_UNKNOWN : (uint64_t)rows;
+    record->micro_batch_size = largest > 0 ? (uint64_t)largest : record->batch_size;
+    record->requested_bytes =
+        call->tries.ooms > 0 ? call->sizes.requested : OOMKIT_UNKNOWN;
+    record->baseline_bytes = call->sizes.baseline;
+    record->peak_allocated_bytes =
+        call->sizes.peak_allocated == 0 ? OOMKIT_UNKNOWN : call->sizes.peak_allocated;
+    record->peak_reserved_bytes =
+        call->sizes.peak_reserved == 0 ? OOMKIT_UNKNOWN : call->sizes.peak_reserved;
+    record->device_free_bytes = call->sizes.window.free_bytes;
+    record->budget_bytes = call->sizes.window.budget_bytes;
+    record->time_ns = oomkit_now_ns() - call->tries.began_ns;
+    record->lost_ns = call->tries.lost_ns;
+    record->accumulation_steps = call->cut->count > 0 ? (uint32_t)call->cut->count : 1;
+    record->attempts = (uint32_t)call->tries.count + 1;
+    record->ooms = call->tries.ooms;
+    record->reason = (uint32_t)call->cut->reason;
+    record->outcome = call->log.outcome;
+}
+
+void
+oomkit_call_recorded(oomkit_call *call)
+{
+    oomkit_record record;
+
+    oomkit_call_record(call, &record);
+    call->log.record = oomkit_ring_count(call->step->ring);
+    oomkit_ring_push(call->step->ring, &record);
+}
+
+void
+oomkit_call_leave(oomkit_call *call, int finished, PyObject *exception)
+{
+    oomkit_intercept_remove(call);
+    if (!finished) {
+        call->log.outcome = call->log.outcome == 0 ? 2 : call->log.outcome;
+        if (exception != NULL) {
+            oomkit_pass_abandon(call, exception);
+        }
+        if (call->refused.raised && call->shape.known) {
+            oomkit_signature_forget(call);
+        }
+    }
+    oomkit_device_end(call->st, &call->sizes.window);
+    window_merge(call);
+}
+
+void
+oomkit_call_free(oomkit_call *call)
+{
+    Py_ssize_t i;
+
+    oomkit_tx_end(call);
+    oomkit_tell_call_ends(call);
+    if (oomkit_call_is_cut(call)) {
+        oomkit_join_clear(&call->cut->join);
+        PyMem_Free(call->cut->slices);
+        PyMem_Free(call->cut->weights);
+        Py_CLEAR(call->cut->unfit.said);
+    }
+    oomkit_batch_release(&call->batch);
+    for (i = 0; i < call->tries.count; i++) {
+        Py_CLEAR(call->tries.items[i].location);
+        Py_CLEAR(call->tries.items[i].message);
+    }
+    PyMem_Free(call->tries.items);
+    if (call->parts != NULL) {
+        call->parts->busy--;
+    }
+    oomkit_participants_release(call->parts);
+}
