@@ -3,7 +3,9 @@
 #include "join_rules.h"
 #include "result.h"
 #include "../py/tensor.h"
+#include "../tree/kinds.h"
 #include "../tree/named_parts.h"
+#include "../tree/tree.h"
 
 #define DEPTH_LIMIT 32 /* deeper containers are kept as they are */
 

@@ -4,7 +4,9 @@
 #include "join_rules.h"
 #include "result.h"
 #include "../py/tensor.h"
+#include "../tree/kinds.h"
 #include "../tree/named_parts.h"
+#include "../tree/tree.h"
 #include "../tree/splitters.h"
 
 /* A refusal under the name of a cache: None in its place, said once. NULL otherwise. */

@@ -1,43 +1,10 @@
 /* Mappings and data classes by their parts. */
 #include "named_parts.h"
-#include "tree.h"
+#include "kinds.h"
 #include "../py/tensor.h"
 
 #include <structmember.h>
 #include <string.h>
-
-PyTypeObject *
-oomkit_output_base(PyTypeObject *type)
-{
-    while (type->tp_base != NULL && (type->tp_flags & Py_TPFLAGS_HEAPTYPE) != 0) {
-        type = type->tp_base;
-    }
-    return type;
-}
-
-int
-oomkit_type_is_plain_object(PyTypeObject *type)
-{
-    return (type->tp_flags & Py_TPFLAGS_HEAPTYPE) != 0 &&
-           oomkit_output_base(type) == &PyBaseObject_Type;
-}
-
-int
-oomkit_output_type(const oomkit_state *st, PyTypeObject *type)
-{
-    if (PyType_FastSubclass(type, Py_TPFLAGS_DICT_SUBCLASS)) {
-        return type != &PyDict_Type;
-    }
-    if (strcmp(type->tp_name, "types.SimpleNamespace") == 0) {
-        return 1;
-    }
-    if (!oomkit_type_is_plain_object(type) ||
-        PyType_IsSubtype(type, (PyTypeObject *)st->Module)) {
-        return 0;
-    }
-    return PyType_IsSubtype(type, (PyTypeObject *)st->UserDict) ||
-           oomkit_type_is_data_class(st, type);
-}
 
 int
 oomkit_output_check(const oomkit_state *st, PyObject *object)
@@ -299,106 +266,4 @@ oomkit_output_like(oomkit_state *st, PyObject *like, const oomkit_parts *parts)
         return NULL;
     }
     return STEAL(made);
-}
-
-/* --- tuples --- */
-
-static int
-is_struct_sequence(oomkit_state *st, PyObject *object)
-{
-    OWNED PyObject *count =
-        PyObject_GetAttr((PyObject *)Py_TYPE(object), st->str_n_sequence_fields);
-
-    if (count == NULL) {
-        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
-            return -1;
-        }
-        PyErr_Clear();
-        return 0;
-    }
-    return PyLong_Check(count); /* torch.return_types */
-}
-
-int
-oomkit_output_is_tuple(oomkit_state *st, PyObject *object)
-{
-    if (!PyTuple_Check(object)) {
-        return 0;
-    }
-    if (PyTuple_CheckExact(object) || oomkit_type_is_named_tuple(st, Py_TYPE(object))) {
-        return 1;
-    }
-    return is_struct_sequence(st, object);
-}
-
-PyObject *
-oomkit_output_tuple(oomkit_state *st, PyObject *like, PyObject *list)
-{
-    PyObject *made; /* owned */
-
-    if (PyTuple_CheckExact(like) || oomkit_type_is_named_tuple(st, Py_TYPE(like))) {
-        return oomkit_tuple_like(like, list);
-    }
-    made = PyObject_CallOneArg((PyObject *)Py_TYPE(like), list);
-    Py_DECREF(list);
-    return made;
-}
-
-/* --- caches --- */
-
-int
-oomkit_output_is_cache_name(PyObject *name)
-{
-    const char *text; /* borrowed from name */
-
-    if (name == NULL || !PyUnicode_Check(name)) {
-        return 0;
-    }
-    text = PyUnicode_AsUTF8(name);
-    if (text == NULL) {
-        PyErr_Clear(); /* not a name that can be written: not one of these */
-        return 0;
-    }
-    return strncmp(text, "past_", 5) == 0 || strstr(text, "cache") != NULL ||
-           strcmp(text, "mems") == 0;
-}
-
-/* None, a number or a string: holds no tensor. */
-static int
-is_plain(PyObject *value)
-{
-    return value == Py_None || PyFloat_Check(value) || PyLong_Check(value) ||
-           PyUnicode_Check(value) || PyBytes_Check(value) || PyType_Check(value);
-}
-
-int
-oomkit_output_is_cache(const oomkit_state *st, PyObject *name, PyObject *value)
-{
-    const char *type = Py_TYPE(value)->tp_name;
-    size_t length = strlen(type);
-
-    if (is_plain(value) || PyTuple_Check(value) || PyList_Check(value) ||
-        PyDict_Check(value) || oomkit_tensor_check(st, value)) {
-        return 0;
-    }
-    if (oomkit_output_is_cache_name(name)) {
-        return 1;
-    }
-    return length >= 5 && strcmp(type + length - 5, "Cache") == 0 &&
-           (Py_TYPE(value)->tp_flags & Py_TPFLAGS_HEAPTYPE) != 0;
-}
-
-/* A tuple of the type of `like` (tuple or a named tuple) from a list, which is stolen.
- * As a named tuple's _make does, without its __new__. */
-PyObject *
-oomkit_tuple_like(PyObject *like, PyObject *list)
-{
-    OWNED PyObject *tuple = PyList_AsTuple(list), *args = NULL;
-
-    Py_DECREF(list);
-    if (tuple == NULL || Py_IS_TYPE(like, &PyTuple_Type)) {
-        return STEAL(tuple);
-    }
-    args = PyTuple_Pack(1, tuple);
-    return args == NULL ? NULL : PyTuple_Type.tp_new(Py_TYPE(like), args, NULL);
 }

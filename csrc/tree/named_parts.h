@@ -16,18 +16,6 @@ typedef struct oomkit_parts {
 int
 oomkit_output_check(const oomkit_state *st, PyObject *object);
 
-/* The same of a type. */
-int
-oomkit_output_type(const oomkit_state *st, PyTypeObject *type);
-
-/* Are its instances built on `object` alone, with a dictionary or slots? */
-int
-oomkit_type_is_plain_object(PyTypeObject *type);
-
-/* The type written in C that the instances are built on. Borrowed. */
-PyTypeObject *
-oomkit_output_base(PyTypeObject *type);
-
 /* Takes such an object apart. 0 or -1. */
 int
 oomkit_output_open(oomkit_state *st, PyObject *object, oomkit_parts *parts);
@@ -41,22 +29,5 @@ oomkit_output_like(oomkit_state *st, PyObject *like, const oomkit_parts *parts);
 
 void
 oomkit_parts_clear(oomkit_parts *parts);
-
-/* A tuple, named tuple or the tuple that torch.max() returns? 1, 0 or -1. */
-int
-oomkit_output_is_tuple(oomkit_state *st, PyObject *object);
-
-/* One of the type of `like`. Steals `list`; new reference or NULL. */
-PyObject *
-oomkit_output_tuple(oomkit_state *st, PyObject *like, PyObject *list);
-
-/* Is this the name under which models return their cache? */
-int
-oomkit_output_is_cache_name(PyObject *name);
-
-/* An object that only a model can read, named as a cache or under such a name: it would
- * keep the graph of the micro-batch. */
-int
-oomkit_output_is_cache(const oomkit_state *st, PyObject *name, PyObject *value);
 
 #endif

@@ -2,8 +2,7 @@
  * classes, types with a splitter): opened into nodes, and made anew from the nodes'
  * values without their __init__. */
 #include "flatten.h"
-#include "named_parts.h"
-#include "tree.h"
+#include "kinds.h"
 
 #include <structmember.h>
 #include <string.h>
@@ -65,19 +64,19 @@ values_are_data(oomkit_state *st, PyObject *dict)
 
 /* An argument's node that is made now: one more child of the object at `at`. */
 static int
-open_child(oomkit_capture *c, Py_ssize_t at, PyObject *value, PyObject *key, int flags,
-           int depth)
+open_child(const oomkit_flattening *f, Py_ssize_t at, PyObject *value, PyObject *key,
+           int flags, int depth)
 {
-    if (oomkit_capture_value(c, value, key, flags, depth + 1) < 0) {
+    if (oomkit_flatten_value(f, value, key, flags, depth + 1) < 0) {
         return -1;
     }
-    c->batch->nodes[at].children++;
+    f->tree->nodes[at].children++;
     return 0;
 }
 
 /* One entry; marked when it is an attribute too. */
 static int
-open_entry(oomkit_capture *c, Py_ssize_t at, PyObject *dict, PyObject *key,
+open_entry(const oomkit_flattening *f, Py_ssize_t at, PyObject *dict, PyObject *key,
            PyObject *value, int depth)
 {
     PyObject *mirror = NULL; /* borrowed from dict */
@@ -88,14 +87,14 @@ open_entry(oomkit_capture *c, Py_ssize_t at, PyObject *dict, PyObject *key,
             return -1;
         }
     }
-    return open_child(c, at, value, key, mirror == value ? OOMKIT_NODE_MIRRORED : 0,
+    return open_child(f, at, value, key, mirror == value ? OOMKIT_NODE_MIRRORED : 0,
                       depth);
 }
 
 /* The entries of a mapping, in the order of their insertion. */
 static int
-open_entries(oomkit_capture *c, Py_ssize_t at, PyObject *mapping, PyObject *dict,
-             int depth)
+open_entries(const oomkit_flattening *f, Py_ssize_t at, PyObject *mapping,
+             PyObject *dict, int depth)
 {
     PyObject *key, *value; /* borrowed from mapping */
     Py_ssize_t position = 0;
@@ -105,16 +104,16 @@ open_entries(oomkit_capture *c, Py_ssize_t at, PyObject *mapping, PyObject *dict
         dict = NULL;
     }
     while (result == 0 && PyDict_Next(mapping, &position, &key, &value)) {
-        result = open_entry(c, at, dict, key, value, depth);
+        result = open_entry(f, at, dict, key, value, depth);
     }
-    c->batch->nodes[at].entries = (int32_t)c->batch->nodes[at].children;
+    f->tree->nodes[at].entries = (int32_t)f->tree->nodes[at].children;
     return result;
 }
 
 /* The instance's dictionary, without what open_entries() has marked. */
 static int
-open_attributes(oomkit_capture *c, Py_ssize_t at, PyObject *object, PyObject *dict,
-                int depth)
+open_attributes(const oomkit_flattening *f, Py_ssize_t at, PyObject *object,
+                PyObject *dict, int depth)
 {
     PyObject *name, *value; /* borrowed from dict */
     Py_ssize_t position = 0;
@@ -126,7 +125,7 @@ open_attributes(oomkit_capture *c, Py_ssize_t at, PyObject *object, PyObject *di
             return -1;
         }
         if (entry != value &&
-            open_child(c, at, value, name, OOMKIT_NODE_ATTRIBUTE, depth) < 0) {
+            open_child(f, at, value, name, OOMKIT_NODE_ATTRIBUTE, depth) < 0) {
             return -1;
         }
     }
@@ -135,7 +134,7 @@ open_attributes(oomkit_capture *c, Py_ssize_t at, PyObject *object, PyObject *di
 
 /* The slots of the type and of those that it comes from. */
 static int
-open_slots(oomkit_capture *c, Py_ssize_t at, PyObject *object, int depth)
+open_slots(const oomkit_flattening *f, Py_ssize_t at, PyObject *object, int depth)
 {
     PyTypeObject *type = Py_TYPE(object);
 
@@ -157,7 +156,7 @@ open_slots(oomkit_capture *c, Py_ssize_t at, PyObject *object, int depth)
             }
             name = PyUnicode_InternFromString(member->name);
             if (name == NULL ||
-                open_child(c, at, value, name, OOMKIT_NODE_ATTRIBUTE | OOMKIT_NODE_SLOT,
+                open_child(f, at, value, name, OOMKIT_NODE_ATTRIBUTE | OOMKIT_NODE_SLOT,
                            depth) < 0) {
                 return -1;
             }
@@ -167,8 +166,8 @@ open_slots(oomkit_capture *c, Py_ssize_t at, PyObject *object, int depth)
 }
 
 int
-oomkit_capture_object(oomkit_capture *c, Py_ssize_t at, PyObject *object, int custom,
-                      int depth)
+oomkit_flatten_object(const oomkit_flattening *f, Py_ssize_t at, PyObject *object,
+                      int always, int depth)
 {
     OWNED PyObject *dict = NULL;
     int entries = 0, attributes = 0;
@@ -177,29 +176,29 @@ oomkit_capture_object(oomkit_capture *c, Py_ssize_t at, PyObject *object, int cu
         return -1;
     }
     if (PyDict_Check(object)) {
-        entries = PyDict_GET_SIZE(object) > OOMKIT_CAPTURE_CONTAINER
+        entries = PyDict_GET_SIZE(object) > f->rules->longest
                       ? -1
-                      : values_are_data(c->st, object);
+                      : values_are_data(f->st, object);
     }
     if (dict != NULL && dict != object) {
-        attributes = values_are_data(c->st, dict);
+        attributes = values_are_data(f->st, dict);
     }
     if (entries < 0 || attributes < 0 ||
-        (dict != NULL && entries == 0 && attributes == 0 && !custom)) {
+        (dict != NULL && entries == 0 && attributes == 0 && !always)) {
         return 0;
     }
-    c->batch->nodes[at].kind = OOMKIT_NODE_OBJECT;
+    f->tree->nodes[at].kind = OOMKIT_NODE_OBJECT;
     if (dict == object) {
-        c->batch->nodes[at].flags |= OOMKIT_NODE_OWN_DICT;
+        f->tree->nodes[at].flags |= OOMKIT_NODE_OWN_DICT;
     }
-    if (PyDict_Check(object) && open_entries(c, at, object, dict, depth) < 0) {
+    if (PyDict_Check(object) && open_entries(f, at, object, dict, depth) < 0) {
         return -1;
     }
     if (dict != NULL && dict != object &&
-        open_attributes(c, at, object, dict, depth) < 0) {
+        open_attributes(f, at, object, dict, depth) < 0) {
         return -1;
     }
-    return open_slots(c, at, object, depth);
+    return open_slots(f, at, object, depth);
 }
 
 /* --- making one anew --- */
@@ -269,10 +268,10 @@ made_order(PyObject *made, PyObject *like)
 }
 
 PyObject *
-oomkit_object_build(oomkit_state *st, const oomkit_batch *batch, Py_ssize_t at,
+oomkit_object_build(oomkit_state *st, const oomkit_tree *tree, Py_ssize_t at,
                     PyObject *const *values)
 {
-    const oomkit_node *node = &batch->nodes[at];
+    const oomkit_node *node = &tree->nodes[at];
     PyTypeObject *type = Py_TYPE(node->object);
     OWNED PyObject *made =
         oomkit_output_base(type)->tp_new(type, st->empty_tuple, NULL);
@@ -290,8 +289,8 @@ oomkit_object_build(oomkit_state *st, const oomkit_batch *batch, Py_ssize_t at,
         return NULL;
     }
     for (i = 0, child = at + 1; i < node->children;
-         i++, child = oomkit_node_end(batch, child)) {
-        if (made_part(made, dict, &batch->nodes[child], i < node->entries, values[i]) <
+         i++, child = oomkit_tree_end(tree, child)) {
+        if (made_part(made, dict, &tree->nodes[child], i < node->entries, values[i]) <
             0) {
             return NULL;
         }
