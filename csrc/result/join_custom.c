@@ -2,8 +2,6 @@
 #include "join_rules.h"
 #include "../py/tensor.h"
 #include "../tree/kinds.h"
-#include "../tree/named_parts.h"
-#include "../tree/tree.h"
 #include "../tree/splitters.h"
 
 /* Did the tensors at element `number` of these tuples require grad? 1, 0 or -1. */

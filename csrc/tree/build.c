@@ -51,7 +51,11 @@ oomkit_tree_build_part(oomkit_state *st, const oomkit_tree *tree, Py_ssize_t at,
     OWNED PyObject *values = PyList_New(to - from);
     Py_ssize_t child = at + 1, i;
 
-    for (i = 0; values != NULL && i < to; i++) {
+    if (values == NULL) {
+        return NULL;
+    }
+    PyObject_GC_UnTrack(values); /* gc.get_objects() must not show it with holes */
+    for (i = 0; i < to; i++) {
         PyObject *value = NULL; /* stolen by PyList_SET_ITEM() */
         if (i >= from) {
             value = maker(context, child, i);
@@ -62,7 +66,8 @@ oomkit_tree_build_part(oomkit_state *st, const oomkit_tree *tree, Py_ssize_t at,
         }
         child = oomkit_tree_end(tree, child);
     }
-    if (values == NULL || node->kind == OOMKIT_NODE_LIST) {
+    PyObject_GC_Track(values);
+    if (node->kind == OOMKIT_NODE_LIST) {
         return STEAL(values);
     }
     if (node->kind == OOMKIT_NODE_TUPLE) {

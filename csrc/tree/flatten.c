@@ -129,7 +129,7 @@ flatten_output(const flattening *f, Py_ssize_t at, PyObject *object, int depth)
         return is_tuple < 0 ? -1 : flatten_items(f, at, object, depth);
     }
     return oomkit_output_type(f->st, Py_TYPE(object))
-               ? oomkit_flatten_object(f, at, object, 1, depth)
+               ? oomkit_flatten_object(f, at, object, 0, depth)
                : 0;
 }
 
@@ -185,6 +185,22 @@ oomkit_tree_flatten(oomkit_state *st, oomkit_tree *tree, PyObject *value,
 {
     flattening f = {st, tree, rules};
     return oomkit_flatten_value(&f, value, NULL, 0, 0);
+}
+
+int
+oomkit_tree_open(oomkit_state *st, oomkit_tree *tree, PyObject *value)
+{
+    static const oomkit_tree_rules one_level = {
+        .depth = 1, .longest = PY_SSIZE_T_MAX, .outputs = 1};
+    int result;
+
+    tree->nodes = NULL;
+    tree->count = tree->room = 0;
+    result = oomkit_tree_flatten(st, tree, value, &one_level);
+    if (result < 0) {
+        oomkit_tree_clear(tree);
+    }
+    return result;
 }
 
 void

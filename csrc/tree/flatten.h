@@ -20,12 +20,12 @@ oomkit_flatten_value(const oomkit_flattening *f, PyObject *object, PyObject *key
 
 /* --- objects.c --- */
 
-/* The node at `at` becomes OOMKIT_NODE_OBJECT with its children; it stays closed when
- * nothing in the object could be data, unless `always`. 0 or -1. Runs no Python code.
- */
+/* The node at `at` becomes OOMKIT_NODE_OBJECT with its children; that of an argument
+ * stays closed when nothing in the object could be data, unless its type has a splitter
+ * (`custom`). 0 or -1. Runs no Python code. */
 int
 oomkit_flatten_object(const oomkit_flattening *f, Py_ssize_t at, PyObject *object,
-                      int always, int depth);
+                      int custom, int depth);
 
 /* The object of an OOMKIT_NODE_OBJECT at `at`, made anew with these values of its
  * children, without its __new__ and __init__. An entry that is an attribute as well (of

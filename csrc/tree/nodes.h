@@ -20,7 +20,8 @@ enum {                            /* oomkit_node.flags */
        OOMKIT_NODE_MIRRORED = 4,  /* an entry that is an attribute as well */
        OOMKIT_NODE_OWN_DICT = 8,  /* `self.__dict__ = self` */
        OOMKIT_NODE_CUSTOM = 16,   /* sliced by what was registered for its type */
-       OOMKIT_NODE_STATIC = 32    /* static= names it: gives no rows, passed whole */
+       OOMKIT_NODE_STATIC = 32,   /* static= names it: gives no rows, passed whole */
+       OOMKIT_NODE_DATA = 64      /* a UserDict: its entries lie in its `data` */
 };
 
 /* One value; containers are followed by their children (pre-order). What is known of a

@@ -27,6 +27,11 @@ int
 oomkit_tree_flatten(oomkit_state *st, oomkit_tree *tree, PyObject *value,
                     const oomkit_tree_rules *rules);
 
+/* A result and what it directly consists of, its child `number` in node `number` + 1.
+ * Whatever `tree` was, it is written over. 0, or -1 and the tree is empty. */
+int
+oomkit_tree_open(oomkit_state *st, oomkit_tree *tree, PyObject *value);
+
 void
 oomkit_tree_clear(oomkit_tree *tree);
 
