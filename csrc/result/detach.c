@@ -172,7 +172,7 @@ keep_value(const keeper *k, const oomkit_place *where, PyObject *value, int dept
     if (oomkit_tensor_check(k->st, value)) {
         return keep_tensor(k, value);
     }
-    if (depth >= DEPTH_LIMIT) {
+    if (depth >= DEPTH_LIMIT || oomkit_value_is_plain(value)) {
         return Py_NewRef(value);
     }
     if (oomkit_output_is_cache(k->st, oomkit_place_name(where), value) &&

@@ -64,7 +64,8 @@ oomkit_tree_build_part(oomkit_state *st, const oomkit_tree *tree, Py_ssize_t at,
             }
             PyList_SET_ITEM(values, i - from, value);
         }
-        child = oomkit_tree_end(tree, child);
+        child =
+            tree->nodes[child].children == 0 ? child + 1 : oomkit_tree_end(tree, child);
     }
     PyObject_GC_Track(values);
     if (node->kind == OOMKIT_NODE_LIST) {

@@ -170,8 +170,7 @@ oomkit_flatten_value(const flattening *f, PyObject *object, PyObject *key, int f
         tree->nodes[at].shape_hash = (uint64_t)PyList_GET_SIZE(object);
         return 0;
     }
-    if (object == Py_None || type == &PyLong_Type || type == &PyFloat_Type ||
-        type == &PyUnicode_Type || type == &PyBool_Type) {
+    if (oomkit_value_is_plain(object)) {
         return 0;
     }
     depth = open ? depth : f->rules->depth;

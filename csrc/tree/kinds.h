@@ -26,6 +26,15 @@ oomkit_kind_of(oomkit_state *st, PyTypeObject *type);
 void
 oomkit_kinds_forget(oomkit_state *st);
 
+/* None, a number or a string: holds nothing. */
+static inline int
+oomkit_value_is_plain(PyObject *value)
+{
+    PyTypeObject *type = Py_TYPE(value);
+    return value == Py_None || type == &PyLong_Type || type == &PyFloat_Type ||
+           type == &PyUnicode_Type || type == &PyBool_Type;
+}
+
 /* Does the type or one that it comes from define the (interned) name? */
 int
 oomkit_type_defines(PyTypeObject *type, PyObject *name);

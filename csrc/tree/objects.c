@@ -36,8 +36,7 @@ value_is_data(oomkit_state *st, PyObject *value)
     if (type == (PyTypeObject *)st->Tensor) {
         return 1;
     }
-    if (value == Py_None || type == &PyUnicode_Type || type == &PyLong_Type ||
-        type == &PyFloat_Type || type == &PyBool_Type) {
+    if (oomkit_value_is_plain(value)) {
         return 0;
     }
     if (type == &PyDict_Type || type == &PyList_Type || type == &PyTuple_Type) {
