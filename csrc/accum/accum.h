@@ -31,8 +31,6 @@ oomkit_hooks_of(PyObject *object, PyObject *name);
 /* The loss that a micro-batch returns has hooks of the step's own: as above. 0, -1. */
 int
 oomkit_hooks_loss(oomkit_call *call, PyObject *loss);
-/* After an OOM: may it be retried? Sets call->refused.why, and *committed to 1 where a
- * hook has changed parameters already. 0 or -1. */
 
 /* --- late.c --- */
 /* 1 something was taken in, 0 nothing, -1 with an exception. */
@@ -108,19 +106,10 @@ oomkit_strangers_check(oomkit_call *call, PyObject *result);
 int
 oomkit_restart_with_buffer(oomkit_call *call, PyObject *buffer);
 
-/* --- sequence.c --- */
-/* 0, or -1 with SplitError that names both lines. Of _cut: 1 with it. */
-
-/* --- side_effects.c --- */
-/* What micro-batch 1 of a site's first split call changes besides. */
-
 /* --- stale_forward.c --- */
 /* After an update that was held back, a forward of what it updates. */
 int
 oomkit_forward_begins(PyObject *module);
-
-/* --- stray_grads.c --- */
-/* Gradients that no backward of ours explains */
 
 /* --- unknown_leaves.c --- */
 int

@@ -8,18 +8,17 @@
 static PyObject *
 restart_alive(oomkit_call *call)
 {
-    PyObject *alive = PyList_New(0);       /* owned, returned */
+    OWNED PyObject *alive = PyList_New(0);
     PyObject *refs = call->unknown.leaves; /* borrowed from call */
     Py_ssize_t i;
 
     for (i = 0; alive != NULL && refs != NULL && i < PyList_GET_SIZE(refs); i++) {
-        PyObject *leaf = oomkit_reference_get(PyList_GET_ITEM(refs, i)); /* owned */
+        OWNED PyObject *leaf = oomkit_reference_get(PyList_GET_ITEM(refs, i));
         if (leaf != NULL && PyList_Append(alive, leaf) < 0) {
-            Py_CLEAR(alive);
+            return NULL;
         }
-        Py_XDECREF(leaf);
     }
-    return alive;
+    return STEAL(alive);
 }
 
 /* What is sized by the number of parameters follows it. Keeps an exception in flight.
@@ -53,7 +52,7 @@ oomkit_restart_with_buffer(oomkit_call *call, PyObject *buffer)
 {
     oomkit_participants *parts = call->parts;
     Py_ssize_t params = parts->param_count, roots = PyList_GET_SIZE(parts->roots);
-    PyObject *ref; /* owned */
+    OWNED PyObject *ref = NULL;
     int result;
 
     /* Gradients that are kept by number would go to others, and other calls have arrays
@@ -68,7 +67,6 @@ oomkit_restart_with_buffer(oomkit_call *call, PyObject *buffer)
     }
     ref = PyWeakref_NewRef(buffer, NULL);
     result = ref == NULL ? -1 : PyList_Append(parts->adopted, ref);
-    Py_XDECREF(ref);
     oomkit_participants_let_go(parts);
     return result < 0 || restart_grow(call, params, roots) < 0 ||
                    oomkit_tx_params_mark(call) < 0
@@ -80,30 +78,32 @@ oomkit_restart_with_buffer(oomkit_call *call, PyObject *buffer)
 static int
 restart_by_modules(oomkit_call *call)
 {
-    PyObject *alive = restart_alive(call); /* owned */
-    PyObject *all = NULL;                  /* owned */
+    OWNED PyObject *alive = restart_alive(call), *all = NULL;
     Py_ssize_t i;
-    int taken = 0, result = alive == NULL ? -1 : 0;
+    int taken = 0;
 
-    if (result == 0 && PyList_GET_SIZE(alive) > 0) {
-        all = oomkit_modules_alive(call->st);
-        result = all == NULL ? -1 : 0;
+    if (alive == NULL) {
+        return -1;
     }
-    for (i = 0; result >= 0 && i < PyList_GET_SIZE(alive); i++) {
-        result = oomkit_strangers_adopt(call, PyList_GET_ITEM(alive, i), all);
+    if (PyList_GET_SIZE(alive) > 0 && (all = oomkit_modules_alive(call->st)) == NULL) {
+        return -1;
+    }
+    for (i = 0; i < PyList_GET_SIZE(alive); i++) {
+        int result = oomkit_strangers_adopt(call, PyList_GET_ITEM(alive, i), all);
+        if (result < 0) {
+            return -1;
+        }
         taken |= result > 0;
     }
-    Py_XDECREF(all);
-    Py_XDECREF(alive);
-    return result < 0 ? -1 : taken;
+    return taken;
 }
 
 /* Takes in what else is kept, once garbage is gone. 1 something, 0, or -1. */
 static int
 restart_weakly(oomkit_call *call)
 {
-    PyObject *done = PyObject_CallNoArgs(call->st->gc_collect); /* owned */
-    PyObject *alive = done ? restart_alive(call) : NULL;        /* owned */
+    OWNED PyObject *done = PyObject_CallNoArgs(call->st->gc_collect);
+    OWNED PyObject *alive = done ? restart_alive(call) : NULL;
     Py_ssize_t i;
     int taken = 0, result = alive == NULL ? -1 : 0;
 
@@ -117,8 +117,6 @@ restart_weakly(oomkit_call *call)
             taken |= result > 0;
         }
     }
-    Py_XDECREF(done);
-    Py_XDECREF(alive);
     return result < 0 ? -1 : taken;
 }
 
@@ -126,15 +124,18 @@ restart_weakly(oomkit_call *call)
 static int
 restart_remains(oomkit_call *call)
 {
-    PyObject *alive = restart_alive(call); /* owned */
+    OWNED PyObject *alive = restart_alive(call);
     Py_ssize_t i;
-    int remains = 0;
 
-    for (i = 0; alive != NULL && i < PyList_GET_SIZE(alive) && !remains; i++) {
-        remains = !oomkit_strangers_known(call, PyList_GET_ITEM(alive, i));
+    if (alive == NULL) {
+        return -1;
     }
-    Py_XDECREF(alive);
-    return alive == NULL ? -1 : remains;
+    for (i = 0; i < PyList_GET_SIZE(alive); i++) {
+        if (!oomkit_strangers_known(call, PyList_GET_ITEM(alive, i))) {
+            return 1;
+        }
+    }
+    return 0;
 }
 
 /* Takes in what is alive. 0 or -1. */
@@ -182,36 +183,32 @@ oomkit_strangers_take_in(oomkit_call *call, int why)
 int
 oomkit_strangers_check(oomkit_call *call, PyObject *result)
 {
-    PyObject *leaves = call->unknown.of_step; /* owned from here */
+    OWNED PyObject *leaves = STEAL(call->unknown.of_step);
     Py_ssize_t i;
-    int status = 0;
 
-    call->unknown.of_step = NULL;
-    for (i = 0; status == 0 && i < PyList_GET_SIZE(leaves); i++) {
-        PyObject *pair = PyList_GET_ITEM(leaves, i);                      /* borrowed */
-        PyObject *leaf = oomkit_reference_get(PyTuple_GET_ITEM(pair, 0)); /* owned */
+    for (i = 0; i < PyList_GET_SIZE(leaves); i++) {
+        PyObject *pair = PyList_GET_ITEM(leaves, i); /* borrowed */
+        OWNED PyObject *leaf = oomkit_reference_get(PyTuple_GET_ITEM(pair, 0));
+        OWNED PyObject *name = NULL;
         int had = PyLong_AsLong(PyTuple_GET_ITEM(pair, 1)) != 0;
         int kept = leaf == NULL ? 0 : oomkit_strangers_kept(call, leaf, result);
-        if (kept > 0) {
-            PyObject *name = oomkit_describe_tensor(call, leaf); /* owned */
-            call->parts->leaves_die = 0;
-            if (!had && PyObject_SetAttr(leaf, call->st->str_grad, Py_None) < 0) {
-                Py_CLEAR(name);
-            }
-            if (name != NULL) {
-                call->refused.raised = 1;
-                oomkit_raise(
-                    call->st->SplitError,
-                    "auto_batch cannot split this step: %U takes part in the "
-                    "loss, is made anew in each micro-batch and kept after it; "
-                    "make it before the decorated step, or do not keep it%s",
-                    name, had ? "; its .grad has changed" : "");
-                Py_DECREF(name);
-            }
+        if (kept == 0) {
+            continue;
         }
-        Py_XDECREF(leaf);
-        status = kept == 0 ? 0 : -1;
+        if (kept < 0) {
+            return -1;
+        }
+        name = oomkit_describe_tensor(call, leaf);
+        call->parts->leaves_die = 0;
+        if ((!had && PyObject_SetAttr(leaf, call->st->str_grad, Py_None) < 0) ||
+            name == NULL) {
+            return -1;
+        }
+        return oomkit_refuse_split(
+            call,
+            "%U takes part in the loss, is made anew in each micro-batch and kept "
+            "after it; make it before the decorated step, or do not keep it%s",
+            name, had ? "; its .grad has changed" : "");
     }
-    Py_DECREF(leaves);
-    return status;
+    return 0;
 }

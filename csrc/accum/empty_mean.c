@@ -3,6 +3,7 @@
  * gradient 0, so that nothing would show but a gradient that is too small. A loss that
  * is NaN for what its rows hold has gradients that are, too. */
 #include "accum.h"
+#include "../call/call.h"
 #include "../call/step.h"
 #include "../py/modes.h"
 #include "../py/tensor.h"
@@ -36,26 +37,20 @@ oomkit_nothing_begin(oomkit_call *call, PyObject *root)
 static int
 gradient_is_finite(oomkit_state *st, PyObject *gradient)
 {
-    PyObject *sum, *number = NULL; /* owned */
-    int finite = -1;
+    OWNED PyObject *sum = NULL, *number = NULL;
 
     if (gradient == Py_None) {
         return 1;
     }
-    oomkit_exempt_enter(st);
-    sum = PyObject_CallMethod(gradient, "sum", NULL);
-    number = sum == NULL ? NULL : PyObject_CallMethodNoArgs(sum, st->str_item);
-    oomkit_exempt_leave(st);
-    if (number != NULL) {
-        finite = !PyFloat_Check(number) || isfinite(PyFloat_AS_DOUBLE(number));
+    EXEMPT (st) {
+        sum = PyObject_CallMethod(gradient, "sum", NULL);
+        number = sum == NULL ? NULL : PyObject_CallMethodNoArgs(sum, st->str_item);
     }
-    Py_XDECREF(number);
-    Py_XDECREF(sum);
-    if (finite < 0) {
+    if (number == NULL) {
         oomkit_error_dismiss(); /* one that cannot be read (meta) says nothing */
-        finite = 0;
+        return 0;
     }
-    return finite;
+    return !PyFloat_Check(number) || isfinite(PyFloat_AS_DOUBLE(number));
 }
 
 static int
@@ -70,24 +65,21 @@ nothing_end(oomkit_call *call)
     call->cut->losses.is_nan = 0;
     mode = oomkit_grad_mode_off(call->st);
     for (i = 0; mode >= 0 && i < call->parts->param_count && finite == 1; i++) {
-        PyObject *gradient = grads_get(call, i); /* owned */
+        OWNED PyObject *gradient = grads_get(call, i);
         finite = gradient == NULL ? -1 : gradient_is_finite(call->st, gradient);
-        Py_XDECREF(gradient);
     }
     if (mode < 0 || oomkit_grad_mode_back(call->st, mode, finite) != 1) {
         return PyErr_Occurred() ? -1 : 0;
     }
-    call->refused.raised = 1;
-    oomkit_raise(
-        call->st->SplitError,
-        "auto_batch cannot split this step: in micro-batch %lld of %lld (%lld rows) a "
-        "loss is nan although the gradients are finite, as of a mean over nothing: an "
-        "empty slice, where the step cuts its batch into a fixed number of parts (let "
-        "it go over `range(0, len(x), n)`, or leave the accumulation to auto_batch), "
-        "or labels that are all ignored (pass weight=)",
+    return oomkit_refuse_split(
+        call,
+        "in micro-batch %lld of %lld (%lld rows) a loss is nan although the gradients "
+        "are finite, as of a mean over nothing: an empty slice, where the step cuts "
+        "its batch into a fixed number of parts (let it go over `range(0, len(x), n)`, "
+        "or leave the accumulation to auto_batch), or labels that are all ignored "
+        "(pass weight=)",
         (long long)(call->cut->at + 1), (long long)call->cut->count,
         (long long)call->cut->slices[call->cut->at].length);
-    return -1;
 }
 
 /* A weight of 0 runs nothing: a mean over nothing is NaN, which times 0 would still be

@@ -11,7 +11,7 @@
 int
 oomkit_hooks_of(PyObject *object, PyObject *name)
 {
-    PyObject *hooks = PyObject_GetAttr(object, name); /* owned */
+    OWNED PyObject *hooks = PyObject_GetAttr(object, name);
     Py_ssize_t count;
 
     if (hooks == NULL) {
@@ -22,7 +22,6 @@ oomkit_hooks_of(PyObject *object, PyObject *name)
         return 0;
     }
     count = hooks == Py_None ? 0 : PyObject_Size(hooks);
-    Py_DECREF(hooks);
     return count < 0 ? -1 : count > 0;
 }
 
@@ -62,7 +61,7 @@ hooks_on_gradients(oomkit_call *call, PyObject **name)
         }
     }
     for (i = 0; roots != NULL && i < PyList_GET_SIZE(roots); i++) {
-        PyObject *root = oomkit_reference_get(PyList_GET_ITEM(roots, i)); /* owned */
+        OWNED PyObject *root = oomkit_reference_get(PyList_GET_ITEM(roots, i));
         if (root == NULL) {
             continue;
         }
@@ -70,11 +69,8 @@ hooks_on_gradients(oomkit_call *call, PyObject **name)
         if (state == 0) {
             state = oomkit_hooks_of(root, st->str_backward_pre_hooks);
         }
-        if (state > 0) {
-            *name = PyUnicode_FromString(Py_TYPE(root)->tp_name);
-        }
-        Py_DECREF(root);
         if (state != 0) {
+            *name = state < 0 ? NULL : PyUnicode_FromString(Py_TYPE(root)->tp_name);
             return *name == NULL ? -1 : 1;
         }
     }
@@ -106,33 +102,31 @@ hooks_judge(oomkit_call *call, int *committed)
     return 0;
 }
 
-/* A hook that runs once per micro-batch: said once, or refused. `name` (stolen, may be
- * NULL) has it. 0, or -1 with SplitError (or the warning, made an error). */
+/* A hook that runs once per micro-batch: said once, or refused. `name` (may be NULL,
+ * with an exception) has it. 0, or -1 with SplitError (or the warning, made an error).
+ */
 static int
 hooks_say(oomkit_call *call, PyObject *name)
 {
-    int result = -1;
-
-    if (name != NULL && call->options->hooks_error) {
-        call->refused.raised = 1;
-        oomkit_raise(call->st->SplitError,
-                     "auto_batch cannot split this step: %U has a hook on its "
-                     "gradients (hooks=\"error\"); do in the step, after backward(), "
-                     "what the hook does, or pass hooks=\"say\" when it is linear in "
-                     "the gradient",
-                     name);
-    } else if (name != NULL) {
-        call->step->hooks_said = 1;
-        result = oomkit_warn(
-            call->st->OomkitWarning, 1,
-            "oomkit: the batch is split and %U has a hook on its gradients: it runs "
-            "once per micro-batch, which is exact only for a hook that is linear in "
-            "the gradient (a factor, a mask; not clipping, not noise); pass "
-            "hooks=\"error\" to auto_batch to refuse such a split",
+    if (name == NULL) {
+        return -1;
+    }
+    if (call->options->hooks_error) {
+        return oomkit_refuse_split(
+            call,
+            "%U has a hook on its gradients (hooks=\"error\"); do in the step, after "
+            "backward(), what the hook does, or pass hooks=\"say\" when it is linear "
+            "in the gradient",
             name);
     }
-    Py_XDECREF(name);
-    return result;
+    call->step->hooks_said = 1;
+    return oomkit_warn(
+        call->st->OomkitWarning, 1,
+        "oomkit: the batch is split and %U has a hook on its gradients: it runs once "
+        "per micro-batch, which is exact only for a hook that is linear in the "
+        "gradient (a factor, a mask; not clipping, not noise); pass hooks=\"error\" to "
+        "auto_batch to refuse such a split",
+        name);
 }
 
 /* Before the first backward of a split attempt. 0, or -1 with SplitError (or the
@@ -140,18 +134,15 @@ hooks_say(oomkit_call *call, PyObject *name)
 static int
 hooks_check(oomkit_call *call)
 {
-    PyObject *name = NULL; /* owned */
+    OWNED PyObject *name = NULL;
     int state = oomkit_hooks_post(call, &name);
 
     if (state > 0) {
-        call->refused.raised = 1;
-        oomkit_raise(call->st->SplitError,
-                     "auto_batch cannot split this step: %U has a "
-                     "post-accumulate-grad hook, which would act on the gradient of "
-                     "each micro-batch; do in the step what the hook does",
-                     name);
-        Py_DECREF(name);
-        return -1;
+        return oomkit_refuse_split(
+            call,
+            "%U has a post-accumulate-grad hook, which would act on the gradient of "
+            "each micro-batch; do in the step what the hook does",
+            name);
     }
     if (state == 0 && (call->options->hooks_error || !call->step->hooks_said)) {
         state = hooks_on_gradients(call, &name);
@@ -162,11 +153,16 @@ hooks_check(oomkit_call *call)
 int
 oomkit_hooks_loss(oomkit_call *call, PyObject *loss)
 {
+    OWNED PyObject *name = NULL;
     int state = call->options->hooks_error || !call->step->hooks_said
                     ? oomkit_hooks_of(loss, call->st->str_backward_hooks)
                     : 0;
-    return state <= 0 ? state
-                      : hooks_say(call, PyUnicode_FromString("the returned loss"));
+
+    if (state <= 0) {
+        return state;
+    }
+    name = PyUnicode_FromString("the returned loss");
+    return hooks_say(call, name);
 }
 
 static int

@@ -1,6 +1,7 @@
 /* An intercepted call while the batch is split: checked, noted, and held back in every
  * micro-batch but the last. */
 #include "accum.h"
+#include "../call/call.h"
 #include "../hook/hook.h"
 #include "../hook/step_arguments.h"
 #include "../optim/optim.h"
@@ -15,21 +16,18 @@ hold_refuse(interceptor_object *self, PyObject *const *args, size_t nargsf,
     if (self->kind == OOMKIT_OWNER_OPTIMIZER && call->backward.done == 0 &&
         oomkit_interceptor_has_closure(args, nargsf, kwnames)) {
         /* It computes the gradients. After a backward it may do nothing of the kind. */
-        call->refused.raised = 1;
-        oomkit_raise(call->st->SplitError,
-                     "auto_batch cannot split a step that hands a closure to "
-                     "%s.step(): decorate the closure's forward and backward "
-                     "instead of the step around it",
-                     Py_TYPE(self->target)->tp_name);
-        return -1;
+        return oomkit_refuse(
+            call,
+            "auto_batch cannot split a step that hands a closure to %s.step(): "
+            "decorate the closure's forward and backward instead of the step around it",
+            Py_TYPE(self->target)->tp_name);
     }
     if (oomkit_backward_nesting() > 0) {
-        call->refused.raised = 1;
-        oomkit_raise(call->st->SplitError,
-                     "auto_batch cannot split this step: %s.%U() is called by a hook "
-                     "inside backward(): call it after backward(), in the step",
-                     Py_TYPE(self->target)->tp_name, self->name);
-        return -1;
+        return oomkit_refuse_split(
+            call,
+            "%s.%U() is called by a hook inside backward(): call it after backward(), "
+            "in the step",
+            Py_TYPE(self->target)->tp_name, self->name);
     }
     return 0;
 }

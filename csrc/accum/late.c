@@ -42,11 +42,11 @@ oomkit_participants_hold(oomkit_participants *parts)
 static PyObject *
 adopt_seen(const oomkit_participants *parts)
 {
-    PyObject *seen = PySet_New(NULL); /* owned, returned */
+    OWNED PyObject *seen = PySet_New(NULL);
     Py_ssize_t i, n = parts->roots == NULL ? 0 : PyList_GET_SIZE(parts->roots);
 
     for (i = 0; seen != NULL && i < parts->param_count + n + parts->owner_count; i++) {
-        PyObject *object, *address; /* owned */
+        OWNED PyObject *object = NULL, *address = NULL;
         if (i < parts->param_count) {
             object = Py_NewRef(parts->params[i]);
         } else if (i < parts->param_count + n) {
@@ -60,13 +60,11 @@ adopt_seen(const oomkit_participants *parts)
             continue;
         }
         address = PyLong_FromVoidPtr(object);
-        Py_DECREF(object);
         if (address == NULL || PySet_Add(seen, address) < 0) {
-            Py_CLEAR(seen);
+            return NULL;
         }
-        Py_XDECREF(address);
     }
-    return seen;
+    return STEAL(seen);
 }
 
 /* Does a value of this dictionary attribute stand in `values` (a set of addresses)? */
@@ -76,17 +74,15 @@ adopt_has(PyObject *module, PyObject *name, PyObject *values)
     PyObject *key, *value; /* borrowed from the dict */
     Py_ssize_t at = 0;
     int result = 0;
-    PyObject *dict = PyObject_GetAttr(module, name); /* owned */
+    OWNED PyObject *dict = PyObject_GetAttr(module, name);
 
     if (dict == NULL) {
         return -1;
     }
     while (result == 0 && PyDict_Check(dict) && PyDict_Next(dict, &at, &key, &value)) {
-        PyObject *address = PyLong_FromVoidPtr(value); /* owned */
+        OWNED PyObject *address = PyLong_FromVoidPtr(value);
         result = address == NULL ? -1 : PySet_Contains(values, address);
-        Py_XDECREF(address);
     }
-    Py_DECREF(dict);
     return result;
 }
 
@@ -94,8 +90,8 @@ adopt_has(PyObject *module, PyObject *name, PyObject *values)
 PyObject *
 oomkit_modules_alive(oomkit_state *st)
 {
-    PyObject *objects = PyObject_CallNoArgs(st->gc_get_objects); /* owned */
-    PyObject *modules = objects ? PyList_New(0) : NULL;          /* owned, returned */
+    OWNED PyObject *objects = PyObject_CallNoArgs(st->gc_get_objects);
+    OWNED PyObject *modules = objects ? PyList_New(0) : NULL;
     Py_ssize_t i;
 
     for (i = 0; modules != NULL && i < PyList_GET_SIZE(objects); i++) {
@@ -106,11 +102,10 @@ oomkit_modules_alive(oomkit_state *st)
         }
         made = oomkit_has_attribute(object, st->str_modules);
         if (made < 0 || (made && PyList_Append(modules, object) < 0)) {
-            Py_CLEAR(modules);
+            return NULL;
         }
     }
-    Py_XDECREF(objects);
-    return modules;
+    return STEAL(modules);
 }
 
 /* Adds to `reached` (a set of addresses) and to `found` the module if something of it
@@ -118,20 +113,18 @@ oomkit_modules_alive(oomkit_state *st)
 static int
 adopt_reach(oomkit_state *st, PyObject *module, PyObject *reached, PyObject *found)
 {
-    PyObject *address = PyLong_FromVoidPtr(module); /* owned */
+    OWNED PyObject *address = PyLong_FromVoidPtr(module);
     int has = address == NULL ? -1 : PySet_Contains(reached, address);
 
-    if (has == 0) {
-        has = adopt_has(module, st->str_parameters, reached);
-        has = has == 0 ? adopt_has(module, st->str_modules, reached) : has;
-        if (has == 1 &&
-            (PySet_Add(reached, address) < 0 || PyList_Append(found, module) < 0)) {
-            has = -1;
-        }
-    } else if (has == 1) {
-        has = 0;
+    if (has != 0) {
+        return has < 0 ? -1 : 0;
     }
-    Py_XDECREF(address);
+    has = adopt_has(module, st->str_parameters, reached);
+    has = has == 0 ? adopt_has(module, st->str_modules, reached) : has;
+    if (has == 1 &&
+        (PySet_Add(reached, address) < 0 || PyList_Append(found, module) < 0)) {
+        return -1;
+    }
     return has;
 }
 
@@ -140,29 +133,26 @@ adopt_reach(oomkit_state *st, PyObject *module, PyObject *reached, PyObject *fou
 static PyObject *
 adopt_modules(oomkit_state *st, PyObject *leaf, PyObject *all)
 {
-    PyObject *reached = PySet_New(NULL);          /* owned: addresses */
-    PyObject *address = PyLong_FromVoidPtr(leaf); /* owned */
-    PyObject *found = PyList_New(0);              /* owned, returned */
-    int result = -1, more = 1;
+    OWNED PyObject *found = PyList_New(0), *reached = PySet_New(NULL); /* addresses */
+    OWNED PyObject *address = PyLong_FromVoidPtr(leaf);
+    int more = 1;
     Py_ssize_t i;
 
-    if (reached != NULL && address != NULL && found != NULL) {
-        result = PySet_Add(reached, address);
+    if (found == NULL || reached == NULL || address == NULL ||
+        PySet_Add(reached, address) < 0) {
+        return NULL;
     }
-    while (more && result == 0) { /* one level further out each time */
+    while (more) { /* one level further out each time */
         more = 0;
-        for (i = 0; i < PyList_GET_SIZE(all) && result == 0; i++) {
+        for (i = 0; i < PyList_GET_SIZE(all); i++) {
             int has = adopt_reach(st, PyList_GET_ITEM(all, i), reached, found);
+            if (has < 0) {
+                return NULL;
+            }
             more |= has;
-            result = has < 0 ? -1 : 0;
         }
     }
-    Py_XDECREF(reached);
-    Py_XDECREF(address);
-    if (result < 0) {
-        Py_CLEAR(found);
-    }
-    return found;
+    return STEAL(found);
 }
 
 /* Buffers of a module in training mode may have moved in the attempt that has just been
@@ -174,16 +164,13 @@ adopt_may_have_moved(oomkit_call *call, Py_ssize_t from)
     int result = 0;
 
     for (i = from; result == 0 && i < call->parts->buffered_count; i++) {
-        PyObject *module =
-            oomkit_reference_get(call->parts->buffered[i].ref); /* owned */
-        PyObject *training;                                     /* owned */
+        OWNED PyObject *module = oomkit_reference_get(call->parts->buffered[i].ref);
+        OWNED PyObject *training = NULL;
         if (module == NULL) {
             continue;
         }
         training = PyObject_GetAttr(module, call->st->str_training);
         result = training == NULL ? -1 : PyObject_IsTrue(training);
-        Py_XDECREF(training);
-        Py_DECREF(module);
     }
     return result;
 }
@@ -191,20 +178,17 @@ adopt_may_have_moved(oomkit_call *call, Py_ssize_t from)
 static int
 adopt_refuse(oomkit_call *call, PyObject *leaf, const char *why)
 {
-    PyObject *name = oomkit_describe_tensor(call, leaf); /* owned */
+    OWNED PyObject *name = oomkit_describe_tensor(call, leaf);
 
-    if (name != NULL) {
-        call->refused.raised = 1;
-        oomkit_raise(
-            call->st->SplitError,
-            "auto_batch cannot split this step: %U takes part in the loss, was "
-            "not found in the arguments, self, closure or globals of the step, "
-            "and %s; pass model=... and optimizer=... to auto_batch (a tensor "
-            "of your own as participants=...)",
-            name, why);
-        Py_DECREF(name);
+    if (name == NULL) {
+        return -1;
     }
-    return -1;
+    return oomkit_refuse_split(
+        call,
+        "%U takes part in the loss, was not found in the arguments, self, closure or "
+        "globals of the step, and %s; pass model=... and optimizer=... to auto_batch "
+        "(a tensor of your own as participants=...)",
+        name, why);
 }
 
 /* What came with the module, from number `from` on, was not met by itself: has one of
@@ -321,22 +305,22 @@ adopt_is_argument(const oomkit_call *call, const PyObject *leaf)
 int
 oomkit_strangers_kept(oomkit_call *call, PyObject *leaf, PyObject *ours)
 {
-    PyObject *referrers; /* owned */
+    OWNED PyObject *referrers = NULL;
     Py_ssize_t i;
-    int kept = adopt_is_argument(call, leaf);
 
-    if (kept) {
+    if (adopt_is_argument(call, leaf)) {
         return 1;
     }
     referrers = PyObject_CallOneArg(call->st->gc_get_referrers, leaf);
     if (referrers == NULL) {
         return -1;
     }
-    for (i = 0; i < PyList_GET_SIZE(referrers) && !kept; i++) {
-        kept = PyList_GET_ITEM(referrers, i) != ours;
+    for (i = 0; i < PyList_GET_SIZE(referrers); i++) {
+        if (PyList_GET_ITEM(referrers, i) != ours) {
+            return 1;
+        }
     }
-    Py_DECREF(referrers);
-    return kept;
+    return 0;
 }
 
 /* Makes an unknown leaf of the graph a participant, between two attempts. `all` is what
@@ -346,8 +330,9 @@ int
 oomkit_strangers_adopt(oomkit_call *call, PyObject *leaf, PyObject *all)
 {
     oomkit_participants *parts = call->parts;
-    PyObject *gradient, *ref; /* owned */
-    int has, result;
+    PyObject *gradient; /* owned */
+    OWNED PyObject *ref = NULL;
+    int has;
 
     if (oomkit_strangers_known(call, leaf)) {
         return 0;
@@ -371,7 +356,5 @@ oomkit_strangers_adopt(oomkit_call *call, PyObject *leaf, PyObject *all)
         return -1;
     }
     ref = PyWeakref_NewRef(leaf, NULL);
-    result = ref == NULL ? -1 : PyList_Append(parts->adopted, ref);
-    Py_XDECREF(ref);
-    return result < 0 ? -1 : 1;
+    return ref == NULL || PyList_Append(parts->adopted, ref) < 0 ? -1 : 1;
 }

@@ -35,7 +35,7 @@ int
 oomkit_losses_rows(oomkit_call *call, PyObject *result, const oomkit_loss *whole)
 {
     oomkit_losses *l = &call->cut->losses;
-    PyObject *done; /* owned */
+    OWNED PyObject *done = NULL;
 
     if (call->options->verify == 0) {
         return 0;
@@ -48,36 +48,31 @@ oomkit_losses_rows(oomkit_call *call, PyObject *result, const oomkit_loss *whole
     } else if (l->rows == NULL) {
         return 0;
     }
-    oomkit_exempt_enter(call->st);
-    if (l->rows == NULL) {
-        l->rows = PyObject_CallOneArg(call->st->replay_rows, whole->tensor);
+    EXEMPT (call->st) {
+        if (l->rows == NULL) {
+            l->rows = PyObject_CallOneArg(call->st->replay_rows, whole->tensor);
+        }
+        if (l->rows != NULL) {
+            done =
+                PyObject_CallMethod(l->rows, "add", "OLL", result,
+                                    (long long)call->cut->slices[call->cut->at].start,
+                                    (long long)call->options->dim);
+        }
     }
-    done = l->rows == NULL
-               ? NULL
-               : PyObject_CallMethod(l->rows, "add", "OLL", result,
-                                     (long long)call->cut->slices[call->cut->at].start,
-                                     (long long)call->options->dim);
-    oomkit_exempt_leave(call->st);
-    Py_XDECREF(done);
     return done == NULL ? -1 : 0;
 }
 
 int
 oomkit_losses_rows_judge(oomkit_call *call, int noise)
 {
-    PyObject *text; /* owned */
-    int result = 0;
+    OWNED PyObject *text = NULL;
 
-    oomkit_exempt_enter(call->st);
-    text = PyObject_CallMethod(call->cut->losses.rows, "judge", "i", noise);
-    oomkit_exempt_leave(call->st);
-    if (text == NULL) {
-        return -1;
+    EXEMPT (call->st) {
+        text = PyObject_CallMethod(call->cut->losses.rows, "judge", "i", noise);
     }
-    if (text != Py_None) {
-        result = oomkit_warn(call->st->OomkitWarning, 1, "oomkit: %U %U",
-                             call->options->label, text);
+    if (text == NULL || text == Py_None) {
+        return text == NULL ? -1 : 0;
     }
-    Py_DECREF(text);
-    return result;
+    return oomkit_warn(call->st->OomkitWarning, 1, "oomkit: %U %U",
+                       call->options->label, text);
 }

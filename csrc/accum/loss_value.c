@@ -46,14 +46,13 @@ oomkit_losses_root(oomkit_state *st, PyObject *roots)
 static void
 losses_copy(oomkit_state *st, PyObject *root, oomkit_loss *loss)
 {
-    PyObject *plain; /* owned */
+    OWNED PyObject *plain = NULL;
 
-    oomkit_exempt_enter(st);
-    plain = PyObject_CallMethodNoArgs(root, st->str_detach);
-    Py_XSETREF(loss->tensor,
-               plain ? PyObject_CallMethodNoArgs(plain, st->str_clone) : NULL);
-    oomkit_exempt_leave(st);
-    Py_XDECREF(plain);
+    EXEMPT (st) {
+        plain = PyObject_CallMethodNoArgs(root, st->str_detach);
+        Py_XSETREF(loss->tensor,
+                   plain ? PyObject_CallMethodNoArgs(plain, st->str_clone) : NULL);
+    }
     if (PyErr_Occurred()) {
         oomkit_error_dismiss(); /* as the contract says */
     }
@@ -159,16 +158,15 @@ oomkit_loss_drop(oomkit_loss *loss)
 static double
 losses_item(oomkit_state *st, PyObject *tensor)
 {
-    PyObject *number; /* owned */
+    OWNED PyObject *number = NULL;
     double value = NAN;
 
-    oomkit_exempt_enter(st);
-    number = PyObject_CallMethodNoArgs(tensor, st->str_item);
-    oomkit_exempt_leave(st);
+    EXEMPT (st) {
+        number = PyObject_CallMethodNoArgs(tensor, st->str_item);
+    }
     if (number != NULL && PyFloat_Check(number)) {
         value = PyFloat_AS_DOUBLE(number);
     }
-    Py_XDECREF(number);
     if (PyErr_Occurred()) {
         oomkit_error_dismiss(); /* several elements, or a loss that cannot be read */
     }
@@ -258,21 +256,18 @@ static int
 losses_unknown(oomkit_call *call)
 {
     const oomkit_options *options = call->options;
-    PyObject *done; /* owned */
 
     if (options->reduction_given || call->cut->losses.is_sum || options->verify == 1 ||
         options->backward != NULL ||
         call->deferred.returned != OOMKIT_RETURNED_NOTHING) {
         return 0; /* stated, or verified anyway */
     }
-    done = PyObject_CallMethod(
-        call->st->log, "warning", "sO",
+    return oomkit_say(
+        call->st, "warning", "sO",
         "oomkit: the loss of %s is taken for a mean over samples: there are no whole "
         "losses to compare it with; pass reduction=\"mean\" or reduction=\"sum\" to "
         "say which it is, or verify=True to have it checked",
         options->label);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
 }
 
 /* Does nothing else tell of a loss that the slices do not make up? */
@@ -420,9 +415,8 @@ oomkit_losses_replay(oomkit_call *call, PyObject *root)
     }
     if (call->cut->at == 0) {
         oomkit_tensor_facts facts;
-        PyObject *tolerance = PyObject_CallOneArg(call->st->tolerance, root);
+        OWNED PyObject *tolerance = PyObject_CallOneArg(call->st->tolerance, root);
         l->tolerance = tolerance == NULL ? -1.0 : PyFloat_AsDouble(tolerance);
-        Py_XDECREF(tolerance);
         if (PyErr_Occurred() ||
             oomkit_tensor_facts_get(call->st, root, 0, &facts) < 0) {
             return -1;
@@ -458,9 +452,8 @@ int
 oomkit_losses_replayed(oomkit_call *call, const oomkit_loss *loss, int noise)
 {
     const oomkit_losses *l = &call->cut->losses;
-    PyObject *text; /* owned */
+    OWNED PyObject *text = NULL;
     double whole;
-    int result;
 
     if (call->options->verify != 0 && l->rows != NULL) {
         return oomkit_losses_rows_judge(call, noise);
@@ -475,13 +468,10 @@ oomkit_losses_replayed(oomkit_call *call, const oomkit_loss *loss, int noise)
     text = PyObject_CallFunction(call->st->replay_differs, "ddddi", whole, l->made,
                                  l->scale, l->tolerance, noise);
     if (text == NULL || text == Py_None) {
-        Py_XDECREF(text);
         return text == NULL ? -1 : 0;
     }
-    result = oomkit_warn(call->st->OomkitWarning, 1, "oomkit: %U %U",
-                         call->options->label, text);
-    Py_DECREF(text);
-    return result;
+    return oomkit_warn(call->st->OomkitWarning, 1, "oomkit: %U %U",
+                       call->options->label, text);
 }
 
 int

@@ -5,7 +5,7 @@
 #include "module_attributes.h"
 #include "../py/tensor.h"
 
-/* Arguments of _scan_modules, all borrowed from the caller. */
+/* Arguments of _scan_modules, all borrowed. */
 typedef struct scan {
     oomkit_state *st;
     PyObject *found;    /* dict of value by path, filled here */
@@ -17,7 +17,7 @@ typedef struct scan {
     PyObject *mark;     /* tensor -> what it is kept as */
     Py_ssize_t modules; /* looked at, at most */
     Py_ssize_t values;  /* in `found`, at most */
-    PyObject *parts;    /* owned list: path and module, path and module ... */
+    PyObject *parts;    /* list: path and module, path and module ... */
     PyTypeObject *kind; /* borrowed: the last class that was as expected */
     int odd;            /* something is there that Python has to look at */
 } scan;
@@ -27,24 +27,21 @@ typedef struct scan {
 static int
 class_is_odd(scan *s, PyTypeObject *kind)
 {
-    PyObject *mine, *torchs, *slots = NULL; /* owned */
-    int odd = -1;
+    OWNED PyObject *mine = NULL, *torchs = NULL, *slots = NULL;
 
     mine = PyObject_GetAttr((PyObject *)kind, s->st->str_named_modules);
     torchs =
         mine == NULL ? NULL : PyObject_GetAttr(s->st->Module, s->st->str_named_modules);
-    if (torchs != NULL && mine == torchs) {
-        slots = PyObject_CallOneArg(s->slots_of, (PyObject *)kind);
-        odd = slots == NULL               ? -1
-              : !PyList_CheckExact(slots) ? 1
-                                          : PyList_GET_SIZE(slots) > 0;
-    } else if (torchs != NULL) {
-        odd = 1;
+    if (torchs == NULL) {
+        return -1;
     }
-    Py_XDECREF(mine);
-    Py_XDECREF(torchs);
-    Py_XDECREF(slots);
-    return odd;
+    if (mine != torchs) {
+        return 1;
+    }
+    slots = PyObject_CallOneArg(s->slots_of, (PyObject *)kind);
+    return slots == NULL               ? -1
+           : !PyList_CheckExact(slots) ? 1
+                                       : PyList_GET_SIZE(slots) > 0;
 }
 
 /* Is the module in `parts`? They are few, and may have an == of their own. */
@@ -81,8 +78,8 @@ scan_add(scan *s, PyObject *path, PyObject *module)
 static int
 scan_walk(scan *s, PyObject *path, PyObject *module)
 {
-    PyObject *own, *inner, *before, *at; /* owned */
-    PyObject *key, *value;               /* borrowed from inner */
+    OWNED PyObject *own = NULL, *inner = NULL, *before = NULL;
+    PyObject *key, *value; /* borrowed from inner */
     Py_ssize_t position = 0;
     int result = 0;
 
@@ -93,37 +90,32 @@ scan_walk(scan *s, PyObject *path, PyObject *module)
         return s->odd ? 0 : -1;
     }
     own = PyObject_GenericGetDict(module, NULL);
-    inner = own == NULL ? NULL : PyDict_GetItemWithError(own, s->st->str_modules);
+    if (own != NULL) { /* held: a class's slots are found by Python code */
+        inner = Py_XNewRef(PyDict_GetItemWithError(own, s->st->str_modules));
+    }
     s->odd = own != NULL && !PyErr_Occurred() &&
              (inner == NULL || !PyDict_CheckExact(inner) ||
               PyDict_GetItemWithError(own, s->st->str_named_modules) != NULL);
     if (s->odd || PyErr_Occurred()) {
-        Py_XDECREF(own);
         return s->odd ? 0 : -1;
     }
     if (Py_EnterRecursiveCall(" while the modules of a model are looked at")) {
-        Py_DECREF(own);
         return -1;
     }
-    Py_INCREF(inner); /* a class's slots are found by Python code */
     before = PyUnicode_Concat(path, s->st->str_dot);
     result = before == NULL ? -1 : 0;
     while (result == 0 && !s->odd && PyList_GET_SIZE(s->parts) < 2 * s->modules &&
            PyDict_Next(inner, &position, &key, &value)) {
+        OWNED PyObject *child = NULL, *at = NULL;
         s->odd = !PyUnicode_CheckExact(key);
         if (s->odd || value == Py_None) {
             continue;
         }
-        Py_INCREF(value);
+        child = Py_NewRef(value);
         at = PyUnicode_Concat(before, key);
-        result = at == NULL ? -1 : scan_walk(s, at, value);
-        Py_XDECREF(at);
-        Py_DECREF(value);
+        result = at == NULL ? -1 : scan_walk(s, at, child);
     }
     Py_LeaveRecursiveCall();
-    Py_XDECREF(before);
-    Py_DECREF(inner);
-    Py_DECREF(own);
     return result;
 }
 
@@ -142,7 +134,7 @@ value_is_plain(const PyObject *value)
 static PyObject *
 value_kept(const scan *s, PyObject *value)
 {
-    PyObject *id; /* owned */
+    OWNED PyObject *id = NULL;
     int skip;
 
     if (value_is_plain(value)) {
@@ -150,7 +142,6 @@ value_kept(const scan *s, PyObject *value)
     }
     id = PyLong_FromVoidPtr(value);
     skip = id == NULL ? -1 : PySet_Contains(s->skip, id);
-    Py_XDECREF(id);
     if (skip != 0 || PyObject_TypeCheck(value, (PyTypeObject *)s->st->Parameter)) {
         return NULL;
     }
@@ -174,26 +165,21 @@ value_is_kept(const scan *s, PyObject *value, int is_root)
 static int
 scan_attribute(scan *s, PyObject *before, PyObject *name, PyObject *value)
 {
-    PyObject *kept = value_kept(s, value); /* owned */
-    PyObject *at;                          /* owned */
-    int result;
+    OWNED PyObject *kept = value_kept(s, value), *at = NULL;
 
     if (kept == NULL) {
         return PyErr_Occurred() ? -1 : 0;
     }
     at = PyUnicode_Concat(before, name);
-    result = at == NULL ? -1 : PyDict_SetItem(s->found, at, kept);
-    Py_XDECREF(at);
-    Py_DECREF(kept);
-    return result;
+    return at == NULL ? -1 : PyDict_SetItem(s->found, at, kept);
 }
 
 /* The attributes of one module, but those that torch keeps. 0 or -1. */
 static int
 scan_part(scan *s, PyObject *path, PyObject *module)
 {
-    PyObject *own = PyObject_GenericGetDict(module, NULL);     /* owned */
-    PyObject *before = PyUnicode_Concat(path, s->st->str_dot); /* owned */
+    OWNED PyObject *own = PyObject_GenericGetDict(module, NULL);
+    OWNED PyObject *before = PyUnicode_Concat(path, s->st->str_dot);
     PyObject *name, *value; /* borrowed from own, held while they are used */
     Py_ssize_t position = 0;
     int result = own == NULL || before == NULL ? -1 : 0;
@@ -216,8 +202,6 @@ scan_part(scan *s, PyObject *path, PyObject *module)
             result = 0;
         }
     }
-    Py_XDECREF(own);
-    Py_XDECREF(before);
     return result;
 }
 
@@ -225,7 +209,8 @@ static PyObject *
 method_scan_modules(PyObject *module, PyObject *args)
 {
     scan s = {.st = oomkit_state_of_module(module)};
-    PyObject *path, *result = NULL; /* borrowed; owned */
+    OWNED PyObject *parts = NULL;
+    PyObject *path; /* borrowed */
     Py_ssize_t i;
 
     if (!PyArg_ParseTuple(args, "UOO!O!O!OOOnn:_scan_modules", &path, &s.root,
@@ -234,20 +219,17 @@ method_scan_modules(PyObject *module, PyObject *args)
                           &s.modules, &s.values)) {
         return NULL;
     }
-    s.parts = PyList_New(0);
-    if (s.parts == NULL || scan_walk(&s, path, s.root) < 0) {
-        goto done;
+    s.parts = parts = PyList_New(0);
+    if (parts == NULL || scan_walk(&s, path, s.root) < 0) {
+        return NULL;
     }
-    for (i = 0; !s.odd && i + 1 < PyList_GET_SIZE(s.parts); i += 2) {
-        if (scan_part(&s, PyList_GET_ITEM(s.parts, i),
-                      PyList_GET_ITEM(s.parts, i + 1)) < 0) {
-            goto done;
+    for (i = 0; !s.odd && i + 1 < PyList_GET_SIZE(parts); i += 2) {
+        if (scan_part(&s, PyList_GET_ITEM(parts, i), PyList_GET_ITEM(parts, i + 1)) <
+            0) {
+            return NULL;
         }
     }
-    result = Py_NewRef(s.odd ? Py_False : Py_True);
-done:
-    Py_XDECREF(s.parts);
-    return result;
+    return Py_NewRef(s.odd ? Py_False : Py_True);
 }
 
 PyMethodDef oomkit_scan_methods[] = {

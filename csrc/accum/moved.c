@@ -10,16 +10,14 @@ moved_slots(oomkit_call *call)
     PyObject *key = NULL; /* borrowed */
     int changed = oomkit_slots_changed(call, &key);
 
-    if (changed > 0) {
-        call->refused.raised = 1;
-        oomkit_raise(call->st->SplitError,
-                     "auto_batch cannot split this step: the parameter %R of a module "
-                     "was replaced in micro-batch %lld of %lld; do it outside the "
-                     "decorated step",
-                     key, (long long)(call->cut->at + 1), (long long)call->cut->count);
-        return -1;
+    if (changed <= 0) {
+        return changed;
     }
-    return changed;
+    return oomkit_refuse_split(
+        call,
+        "the parameter %R of a module was replaced in micro-batch %lld of %lld; do it "
+        "outside the decorated step",
+        key, (long long)(call->cut->at + 1), (long long)call->cut->count);
 }
 
 static int
@@ -28,18 +26,15 @@ moved_schedulers(oomkit_call *call)
     PyObject *scheduler = NULL; /* borrowed */
     int moved = oomkit_owners_epochs_moved(call, &scheduler);
 
-    if (moved > 0) {
-        call->refused.raised = 1;
-        oomkit_raise(
-            call->st->SplitError,
-            "auto_batch cannot split this step: %s.step() was called in "
-            "micro-batch %lld of %lld where it could not be held back; call it "
-            "as scheduler.step(), or after the decorated step",
-            Py_TYPE(scheduler)->tp_name, (long long)(call->cut->at + 1),
-            (long long)call->cut->count);
-        return -1;
+    if (moved <= 0) {
+        return moved;
     }
-    return moved;
+    return oomkit_refuse_split(
+        call,
+        "%s.step() was called in micro-batch %lld of %lld where it could not be held "
+        "back; call it as scheduler.step(), or after the decorated step",
+        Py_TYPE(scheduler)->tp_name, (long long)(call->cut->at + 1),
+        (long long)call->cut->count);
 }
 
 /* At the end of a micro-batch that is not the last: nothing that is meant to move once
@@ -48,7 +43,7 @@ static int
 moved_micro_ends(oomkit_call *call, PyObject *result)
 {
     Py_ssize_t which = 0;
-    PyObject *name; /* owned */
+    OWNED PyObject *name = NULL;
     int state;
 
     (void)result;
@@ -67,17 +62,15 @@ moved_micro_ends(oomkit_call *call, PyObject *result)
         return state;
     }
     name = oomkit_describe_tensor(call, call->parts->params[which]);
-    if (name != NULL) {
-        call->refused.raised = 1;
-        oomkit_raise(call->st->SplitError,
-                     "auto_batch cannot split this step: %U was changed in micro-batch "
-                     "%lld of %lld, outside an optimizer that it knows; pass it as "
-                     "optimizer=..., or guard the line with `if "
-                     "oomkit.current().is_last:`",
-                     name, (long long)(call->cut->at + 1), (long long)call->cut->count);
-        Py_DECREF(name);
+    if (name == NULL) {
+        return -1;
     }
-    return -1;
+    return oomkit_refuse_split(
+        call,
+        "%U was changed in micro-batch %lld of %lld, outside an optimizer that it "
+        "knows; pass it as optimizer=..., or guard the line with `if "
+        "oomkit.current().is_last:`",
+        name, (long long)(call->cut->at + 1), (long long)call->cut->count);
 }
 
 const oomkit_rule oomkit_moved_early_rule = {.micro_ends = moved_micro_ends};

@@ -20,17 +20,15 @@ course_clear(oomkit_course *course)
 static int
 course_scale_note(oomkit_call *call, PyObject *scaler)
 {
-    PyObject *scale = PyObject_GetAttrString(scaler, "_scale"); /* owned */
-    PyObject *copy;                                             /* owned */
+    OWNED PyObject *scale = PyObject_GetAttrString(scaler, "_scale");
+    PyObject *copy = NULL; /* owned, then stolen */
 
     if (scale == NULL || scale == Py_None) {
-        Py_XDECREF(scale);
         return scale == NULL ? -1 : 0;
     }
-    oomkit_exempt_enter(call->st);
-    copy = PyObject_CallMethodNoArgs(scale, call->st->str_clone);
-    oomkit_exempt_leave(call->st);
-    Py_DECREF(scale);
+    EXEMPT (call->st) {
+        copy = PyObject_CallMethodNoArgs(scale, call->st->str_clone);
+    }
     return oomkit_pairs_add(&call->entry.owners.scales, scaler, copy);
 }
 
@@ -47,12 +45,11 @@ course_update_skipped(const oomkit_call *call)
                 i < PyList_GET_SIZE(call->entry.owners.scales) && !skipped;
          i++) {
         PyObject *pair = PyList_GET_ITEM(call->entry.owners.scales, i); /* borrowed */
-        PyObject *now, *less;                                           /* owned */
-        now = PyObject_GetAttrString(PyTuple_GET_ITEM(pair, 0), "_scale");
-        less = now ? PyObject_RichCompare(now, PyTuple_GET_ITEM(pair, 1), Py_LT) : NULL;
+        OWNED PyObject *now =
+            PyObject_GetAttrString(PyTuple_GET_ITEM(pair, 0), "_scale");
+        OWNED PyObject *less =
+            now ? PyObject_RichCompare(now, PyTuple_GET_ITEM(pair, 1), Py_LT) : NULL;
         skipped = less == NULL ? -1 : PyObject_IsTrue(less);
-        Py_XDECREF(now);
-        Py_XDECREF(less);
     }
     return skipped;
 }
@@ -80,20 +77,18 @@ course_find(oomkit_call *call, const void *target, const void *name, int at)
 static int
 course_differs(oomkit_call *call, PyObject *here, PyObject *there)
 {
-    PyObject *end = PyUnicode_FromString("its end"); /* owned */
+    OWNED PyObject *end = PyUnicode_FromString("its end");
+
     if (end == NULL) {
         return -1;
     }
-    call->refused.raised = 1;
-    oomkit_raise(
-        call->st->SplitError,
-        "auto_batch cannot split this step: its micro-batches take different courses: "
-        "micro-batch %lld of %lld reached %S, the first one %S; make the decision from "
-        "oomkit.current() (`if oomkit.current().is_last: ...`) or outside the step",
+    return oomkit_refuse_split(
+        call,
+        "its micro-batches take different courses: micro-batch %lld of %lld reached "
+        "%S, the first one %S; make the decision from oomkit.current() (`if "
+        "oomkit.current().is_last: ...`) or outside the step",
         (long long)(call->cut->at + 1), (long long)call->cut->count,
         here == NULL ? end : here, there == NULL ? end : there);
-    Py_DECREF(end);
-    return -1;
 }
 
 /* Notes an event of the present micro-batch; `target` NULL is a backward. */
@@ -164,14 +159,12 @@ course_skipped(oomkit_call *call)
         updates |= first->events[i].target != NULL;
     }
     if (!call->training && call->deferred.may_hold) {
-        call->refused.raised = 1;
-        oomkit_raise(
-            call->st->SplitError,
-            "auto_batch cannot split this step: with the whole batch it runs a "
-            "backward(), with %lld micro-batches it runs none; if it skips "
-            "batches that are too small, pass min_micro_batch= to auto_batch",
+        return oomkit_refuse_split(
+            call,
+            "with the whole batch it runs a backward(), with %lld micro-batches it "
+            "runs none; if it skips batches that are too small, pass min_micro_batch= "
+            "to auto_batch",
             (long long)call->cut->count);
-        return -1;
     }
     if (!call->training && step->whole.seen && !step->whole.without_backward) {
         what = "backward()";
@@ -230,18 +223,17 @@ course_cut(oomkit_call *call)
     if (changed < 0 || (call->backward.cleared == NULL && !stepped && !changed)) {
         return changed < 0;
     }
-    call->refused.raised = 1;
-    oomkit_raise(call->st->SplitError,
-                 "auto_batch cannot split this step: %s%s%V between two backward() "
-                 "calls; make two decorated steps of it",
-                 call->backward.cleared != NULL ? "zero_grad() is called"
-                 : stepped                      ? "an update is made"
-                                                : "gradients are cleared or changed",
-                 call->backward.cleared != NULL || stepped ? " at " : "",
-                 call->backward.cleared != NULL ? call->backward.cleared
-                 : stepped                      ? last->where
-                                                : NULL,
-                 "");
+    oomkit_refuse_split(call,
+                        "%s%s%V between two backward() calls; make two decorated steps "
+                        "of it",
+                        call->backward.cleared != NULL ? "zero_grad() is called"
+                        : stepped ? "an update is made"
+                                  : "gradients are cleared or changed",
+                        call->backward.cleared != NULL || stepped ? " at " : "",
+                        call->backward.cleared != NULL ? call->backward.cleared
+                        : stepped                      ? last->where
+                                                       : NULL,
+                        "");
     return 1;
 }
 

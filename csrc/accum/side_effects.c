@@ -17,8 +17,9 @@ effects_no_buffers(const oomkit_call *call)
     int none = 1;
 
     for (i = 0; i < n && none > 0; i++) {
-        PyObject *root = oomkit_reference_get(PyList_GET_ITEM(roots, i)); /* owned */
-        PyObject *own, *buffers; /* owned, borrowed */
+        OWNED PyObject *root = oomkit_reference_get(PyList_GET_ITEM(roots, i));
+        OWNED PyObject *own = NULL;
+        PyObject *buffers; /* borrowed from own */
         if (root == NULL) {
             continue;
         }
@@ -29,8 +30,6 @@ effects_no_buffers(const oomkit_call *call)
                : buffers != NULL && PyDict_CheckExact(buffers)
                    ? PyDict_GET_SIZE(buffers) == 0
                    : 0;
-        Py_XDECREF(own);
-        Py_DECREF(root);
     }
     return none;
 }
@@ -43,33 +42,30 @@ static PyObject *
 effects_participants(const oomkit_call *call)
 {
     const oomkit_participants *parts = call->parts;
-    PyObject *params = PyList_New(0), *users = PyList_New(0); /* owned */
-    PyObject *result = NULL;                                  /* owned */
+    OWNED PyObject *params = PyList_New(0), *users = PyList_New(0);
     Py_ssize_t i;
+    int none;
 
-    for (i = 0; params != NULL && users != NULL && i < parts->param_count; i++) {
+    if (params == NULL || users == NULL) {
+        return NULL;
+    }
+    for (i = 0; i < parts->param_count; i++) {
         PyObject *param = parts->params[i]; /* borrowed */
         if (!PyObject_TypeCheck(param, (PyTypeObject *)call->st->Parameter) &&
             PyList_Append(params, param) < 0) {
-            goto done;
+            return NULL;
         }
     }
-    for (i = 0; params != NULL && users != NULL && i < parts->owner_count; i++) {
+    for (i = 0; i < parts->owner_count; i++) {
         if (parts->owners[i].kind == OOMKIT_OWNER_USER &&
             PyList_Append(users, parts->owners[i].ref) < 0) {
-            goto done;
+            return NULL;
         }
     }
-    if (params != NULL && users != NULL) {
-        int none = parts->roots == NULL ? 1 : effects_no_buffers(call);
-        result = none < 0 ? NULL
-                          : Py_BuildValue("(OOOL)", none ? Py_None : parts->roots,
-                                          params, users, (long long)call->batch.rows);
-    }
-done:
-    Py_XDECREF(params);
-    Py_XDECREF(users);
-    return result;
+    none = parts->roots == NULL ? 1 : effects_no_buffers(call);
+    return none < 0 ? NULL
+                    : Py_BuildValue("(OOOL)", none ? Py_None : parts->roots, params,
+                                    users, (long long)call->batch.rows);
 }
 
 typedef struct abandoning {
@@ -82,10 +78,7 @@ static int
 effects_abandon_once(void *argument)
 {
     const abandoning *it = argument;
-    PyObject *done = /* owned */
-        PyObject_CallMethodNoArgs(it->effects, it->st->str_abandon);
-
-    Py_XDECREF(done);
+    OWNED PyObject *done = PyObject_CallMethodNoArgs(it->effects, it->st->str_abandon);
     return done == NULL ? -1 : 0;
 }
 
@@ -124,7 +117,7 @@ effects_abandon(oomkit_call *call)
 static int
 effects_begin(oomkit_call *call)
 {
-    PyObject *positional = NULL, *named = NULL, *parts = NULL; /* owned */
+    OWNED PyObject *positional = NULL, *named = NULL, *parts = NULL;
 
     if (call->step->effects_said || call->st->watch_effects == NULL) {
         return 0;
@@ -140,9 +133,6 @@ effects_begin(oomkit_call *call)
             Py_CLEAR(call->cut->effects);
         }
     }
-    Py_XDECREF(positional);
-    Py_XDECREF(named);
-    Py_XDECREF(parts);
     return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -162,16 +152,13 @@ effects_say(oomkit_call *call, PyObject *answer)
     warning = PyTuple_GET_ITEM(answer, 1);
     beside = PyTuple_GET_ITEM(answer, 2);
     if (refusal != Py_None) {
-        call->refused.raised = 1;
-        oomkit_raise(st->SplitError,
-                     "auto_batch cannot split this step: %U was changed in micro-batch "
-                     "%lld of %lld by the step itself, outside the forward of a "
-                     "module; move the line into the module's forward (and call the "
-                     "module, not its forward), or guard it with `if "
-                     "oomkit.current().is_last:`",
-                     refusal, (long long)(call->cut->at + 1),
-                     (long long)call->cut->count);
-        return -1;
+        return oomkit_refuse_split(
+            call,
+            "%U was changed in micro-batch %lld of %lld by the step itself, outside "
+            "the forward of a module; move the line into the module's forward (and "
+            "call the module, not its forward), or guard it with `if "
+            "oomkit.current().is_last:`",
+            refusal, (long long)(call->cut->at + 1), (long long)call->cut->count);
     }
     if (beside != Py_None &&
         oomkit_warn(
@@ -199,26 +186,23 @@ static int
 effects_end(oomkit_call *call)
 {
     PyObject *effects = call->cut->effects; /* owned */
-    PyObject *answer;                       /* owned */
-    int result;
+    OWNED PyObject *answer = NULL;
 
     oomkit_pristine_checked(call);
     if (effects == NULL) {
         return 0;
     }
     call->cut->effects = NULL;
-    oomkit_exempt_enter(call->st);
-    answer = PyObject_CallOneArg(effects, call->course_waived ? Py_True : Py_False);
-    oomkit_exempt_leave(call->st);
+    EXEMPT (call->st) {
+        answer = PyObject_CallOneArg(effects, call->course_waived ? Py_True : Py_False);
+    }
     if (answer == NULL) {
         call->cut->effects = effects; /* its hooks may be in the modules still */
         return -1;
     }
     Py_DECREF(effects);
     call->step->effects_said = 1;
-    result = effects_say(call, answer);
-    Py_DECREF(answer);
-    return result;
+    return effects_say(call, answer);
 }
 
 static int

@@ -10,8 +10,7 @@
 static int
 forward_add_groups(oomkit_call *call, PyObject *optimizer)
 {
-    PyObject *groups = PyObject_GetAttr(optimizer, call->st->str_param_groups);
-    /* owned */
+    OWNED PyObject *groups = PyObject_GetAttr(optimizer, call->st->str_param_groups);
     Py_ssize_t i, j;
     int result = groups == NULL ? -1 : 0;
 
@@ -24,13 +23,10 @@ forward_add_groups(oomkit_call *call, PyObject *optimizer)
         for (j = 0; params != NULL && PyList_Check(params) && result == 0 &&
                     j < PyList_GET_SIZE(params);
              j++) {
-            PyObject *address = /* owned */
-                PyLong_FromVoidPtr(PyList_GET_ITEM(params, j));
+            OWNED PyObject *address = PyLong_FromVoidPtr(PyList_GET_ITEM(params, j));
             result = address == NULL ? -1 : PySet_Add(call->cut->stale.params, address);
-            Py_XDECREF(address);
         }
     }
-    Py_XDECREF(groups);
     return result == 0 && PyErr_Occurred() ? -1 : result;
 }
 
@@ -40,19 +36,18 @@ static int
 forward_holds(oomkit_call *call, PyObject *module, int adding)
 {
     PyObject *key, *value; /* borrowed from the dicts */
-    PyObject *params = PyObject_GetAttr(module, call->st->str_parameters); /* owned */
-    PyObject *children =                                                   /* owned */
+    OWNED PyObject *params = PyObject_GetAttr(module, call->st->str_parameters);
+    OWNED PyObject *children =
         params ? PyObject_GetAttr(module, call->st->str_modules) : NULL;
     Py_ssize_t at = 0;
     int result = children == NULL ? -1 : 0;
 
     while (result == 0 && PyDict_Check(params) &&
            PyDict_Next(params, &at, &key, &value)) {
-        PyObject *address = PyLong_FromVoidPtr(value); /* owned */
+        OWNED PyObject *address = PyLong_FromVoidPtr(value);
         result = address == NULL ? -1
                  : adding        ? PySet_Add(call->cut->stale.params, address)
                                  : PySet_Contains(call->cut->stale.params, address);
-        Py_XDECREF(address);
     }
     at = 0;
     while (result == 0 && PyDict_Check(children) &&
@@ -61,16 +56,13 @@ forward_holds(oomkit_call *call, PyObject *module, int adding)
             continue;
         }
         if (Py_EnterRecursiveCall(" while looking through the parts of a module")) {
-            result = -1;
-            break;
+            return -1;
         }
         Py_INCREF(value);
         result = forward_holds(call, value, adding);
         Py_DECREF(value);
         Py_LeaveRecursiveCall();
     }
-    Py_XDECREF(params);
-    Py_XDECREF(children);
     return result;
 }
 
@@ -79,11 +71,10 @@ forward_hook_install(oomkit_call *call)
 {
     oomkit_state *st = call->st;
     PyObject *module = PyType_GetModule((PyTypeObject *)st->step_type); /* borrowed */
-    PyObject *hook = oomkit_hook_new(st, module, "_forward_begins");    /* owned */
+    OWNED PyObject *hook = oomkit_hook_new(st, module, "_forward_begins");
 
     if (hook != NULL) {
         call->cut->stale.hook = PyObject_CallOneArg(st->forward_pre_hook, hook);
-        Py_DECREF(hook);
     }
     return call->cut->stale.hook == NULL ? -1 : 0;
 }
@@ -135,7 +126,7 @@ int
 oomkit_forward_begins(PyObject *module)
 {
     oomkit_call *call = oomkit_call_current();
-    PyObject *where; /* owned */
+    OWNED PyObject *where = NULL;
     int holds;
 
     if (call == NULL || call->cut->stale.params == NULL ||
@@ -148,17 +139,15 @@ oomkit_forward_begins(PyObject *module)
         return holds;
     }
     where = oomkit_course_where();
-    if (where != NULL) {
-        call->refused.raised = 1;
-        oomkit_raise(call->st->SplitError,
-                     "auto_batch cannot split this step: %s is called at %U after its "
-                     "update at %U, and only the last micro-batch makes the update; "
-                     "call it after the decorated step, or make two decorated steps of "
-                     "it",
-                     Py_TYPE(module)->tp_name, where, call->cut->stale.where);
-        Py_DECREF(where);
+    if (where == NULL) {
+        return -1;
     }
-    return -1;
+    return oomkit_refuse_split(
+        call,
+        "%s is called at %U after its update at %U, and only the last micro-batch "
+        "makes the update; call it after the decorated step, or make two decorated "
+        "steps of it",
+        Py_TYPE(module)->tp_name, where, call->cut->stale.where);
 }
 
 /* At the end of a micro-batch. Keeps the exception in flight. */

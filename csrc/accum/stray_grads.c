@@ -2,24 +2,9 @@
  * past us. While the batch is split they carry no weight and are not parked, so they
  * are looked for before every backward and update and at the end of a micro-batch. */
 #include "accum.h"
-#include "../call/call.h"
 #include "../py/tensor.h"
 #include "../undo/gradients.h"
-
-/* Forgets what was marked there. */
-static void
-escaped_forget(oomkit_call *call)
-{
-    oomkit_grads *g = &call->grads;
-
-    if (g->began != NULL) {
-        call->st->bridge->grads_release(g->began, (size_t)call->parts->param_count);
-        PyMem_Free(g->began);
-        g->began = NULL;
-    }
-    PyMem_Free(g->began_versions);
-    g->began_versions = NULL;
-}
+#include "../undo/undo.h"
 
 /* At the start of a micro-batch of a split call. 0 or -1. */
 static int
@@ -29,7 +14,7 @@ escaped_mark(oomkit_call *call)
     const oomkit_bridge *bridge = call->st->bridge;
     size_t n = (size_t)call->parts->param_count, i;
 
-    escaped_forget(call);
+    oomkit_grads_end_micro(call);
     if (bridge != NULL) {
         g->began = PyMem_Calloc(n + 1, sizeof(*g->began));
         if (g->began == NULL) {
@@ -53,13 +38,12 @@ escaped_mark(oomkit_call *call)
     }
     for (i = 0; i < n; i++) {
         uint32_t version = 0;
-        PyObject *gradient = grads_get(call, (Py_ssize_t)i); /* owned */
+        OWNED PyObject *gradient = grads_get(call, (Py_ssize_t)i);
         int result = gradient == NULL ? -1
                      : gradient == Py_None
                          ? 0
                          : oomkit_tensor_version(call->st, gradient, &version);
         g->began_versions[i] = gradient == Py_None ? 0 : version + 1;
-        Py_XDECREF(gradient);
         if (result < 0) {
             return -1;
         }
@@ -87,7 +71,7 @@ escaped_states(oomkit_call *call, uint8_t *states)
     }
     for (i = 0; g->began_versions != NULL && i < n; i++) {
         uint32_t version = 0, was = g->began_versions[i];
-        PyObject *gradient = grads_get(call, i); /* owned */
+        OWNED PyObject *gradient = grads_get(call, i);
         int result = gradient == NULL ? -1
                      : gradient == Py_None
                          ? 0
@@ -96,7 +80,6 @@ escaped_states(oomkit_call *call, uint8_t *states)
                     : was == 0           ? OOMKIT_GRAD_NEW
                     : was == version + 1 ? OOMKIT_GRAD_SAME
                                          : OOMKIT_GRAD_MOVED;
-        Py_XDECREF(gradient);
         if (result < 0) {
             return -1;
         }
@@ -108,17 +91,15 @@ escaped_states(oomkit_call *call, uint8_t *states)
 static int
 escaped_counts(oomkit_call *call, Py_ssize_t i)
 {
-    PyObject *gradient = grads_get(call, i); /* owned */
-    PyObject *any = NULL;                    /* owned */
-    int result;
+    OWNED PyObject *gradient = grads_get(call, i), *any = NULL;
 
     if (gradient == NULL) {
         return -1;
     }
-    oomkit_exempt_enter(call->st);
-    any = PyObject_CallMethod(gradient, "any", NULL);
-    oomkit_exempt_leave(call->st);
-    Py_DECREF(gradient);
+    EXEMPT (call->st) {
+        any = PyObject_CallMethod(gradient, "any", NULL);
+    }
+    Py_CLEAR(gradient);
     if (any == NULL) {
         if (oomkit_exception_is_oom(call->st) || /* torch's is a RuntimeError, too */
             (!PyErr_ExceptionMatches(PyExc_RuntimeError) &&
@@ -128,9 +109,7 @@ escaped_counts(oomkit_call *call, Py_ssize_t i)
         PyErr_Clear(); /* a layout without any(): taken as a value */
         return 1;
     }
-    result = PyObject_IsTrue(any);
-    Py_DECREF(any);
-    return result;
+    return PyObject_IsTrue(any);
 }
 
 /* Without marks of the attempt nothing else takes these back. 0 or -1. */
@@ -170,8 +149,8 @@ static int
 escaped_refuse(oomkit_call *call)
 {
     Py_ssize_t which = 0;
-    uint8_t *states;
-    PyObject *name; /* owned */
+    OWNED_MEMORY uint8_t *states = NULL;
+    OWNED PyObject *name = NULL;
     int result;
 
     if ((!call->grads.is_parked && call->backward.done > 0) ||
@@ -183,36 +162,33 @@ escaped_refuse(oomkit_call *call)
         PyErr_NoMemory();
         return -1;
     }
-    result = escaped_states(call, states);
-    if (result == 0) {
-        result = escaped_find(call, states, &which);
+    if (escaped_states(call, states) < 0) {
+        return -1;
     }
-    if (result == 1 && escaped_drop(call, states) < 0) {
-        result = -1;
-    }
-    PyMem_Free(states);
+    result = escaped_find(call, states, &which);
     if (result <= 0) {
         return result;
     }
-    name = oomkit_describe_tensor(call, call->parts->params[which]);
-    if (name != NULL) {
-        call->refused.raised = 1;
-        oomkit_raise(
-            call->st->SplitError,
-            "auto_batch cannot split this step: the gradient of %U was set by hand, or "
-            "by a backward that does not go through torch.autograd, in micro-batch "
-            "%lld of %lld; call backward() on the loss instead%s%s",
-            name, (long long)(call->cut->at + 1), (long long)call->cut->count,
-            call->backward.done > 0
-                ? ", or guard the line with `if oomkit.current().is_last:`"
-                : "",
-            call->tries.ooms > 0 && !call->grads.marked
-                ? "; gradients may hold a part of this batch: call zero_grad() before "
-                  "going on"
-                : "");
-        Py_DECREF(name);
+    if (escaped_drop(call, states) < 0) {
+        return -1;
     }
-    return -1;
+    name = oomkit_describe_tensor(call, call->parts->params[which]);
+    if (name == NULL) {
+        return -1;
+    }
+    return oomkit_refuse_split(
+        call,
+        "the gradient of %U was set by hand, or by a backward that does not go through "
+        "torch.autograd, in micro-batch %lld of %lld; call backward() on the loss "
+        "instead%s%s",
+        name, (long long)(call->cut->at + 1), (long long)call->cut->count,
+        call->backward.done > 0
+            ? ", or guard the line with `if oomkit.current().is_last:`"
+            : "",
+        call->tries.ooms > 0 && !call->grads.marked
+            ? "; gradients may hold a part of this batch: call zero_grad() before "
+              "going on"
+            : "");
 }
 
 static int
@@ -236,8 +212,7 @@ stray_update(oomkit_call *call, oomkit_update *update)
 
 const oomkit_rule oomkit_stray_grads_rule = {.micro_begins = stray_micro_begins,
                                              .backward_begins = stray_backward,
-                                             .update_begins = stray_update,
-                                             .attempt_ends = escaped_forget};
+                                             .update_begins = stray_update};
 
 static int
 stray_micro_ends(oomkit_call *call, PyObject *result)

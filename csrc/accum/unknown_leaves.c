@@ -16,9 +16,8 @@ strangers_alive(oomkit_call *call)
     PyObject *leaves = call->unknown.of_graph; /* borrowed from call */
 
     for (i = 0; leaves != NULL && i < PyList_GET_SIZE(leaves) && !alive; i++) {
-        PyObject *leaf = oomkit_reference_get(PyList_GET_ITEM(leaves, i)); /* owned */
+        OWNED PyObject *leaf = oomkit_reference_get(PyList_GET_ITEM(leaves, i));
         alive = leaf != NULL && !oomkit_buffers_bare_again(call, leaf);
-        Py_XDECREF(leaf);
     }
     Py_CLEAR(call->unknown.of_graph);
     return alive;
@@ -34,8 +33,7 @@ static int
 walk_visit(oomkit_state *st, PyObject *node, void *context)
 {
     stranger_walk *w = context;
-    PyObject *variable; /* owned */
-    int result = 0;
+    OWNED PyObject *variable = NULL;
 
     if (!oomkit_node_is_leaf(node)) {
         return 1;
@@ -44,11 +42,9 @@ walk_visit(oomkit_state *st, PyObject *node, void *context)
     if (variable == NULL) {
         return -1;
     }
-    if (!oomkit_addresses_have(&w->known, variable)) {
-        result = PyList_Append(w->found, variable);
-    }
-    Py_DECREF(variable);
-    return result;
+    return oomkit_addresses_have(&w->known, variable)
+               ? 0
+               : PyList_Append(w->found, variable);
 }
 
 /* Walks the graph of a backward to its leaves. New list of those that are no
@@ -74,14 +70,8 @@ graph_strangers(oomkit_call *call, PyObject *roots)
 static int
 leaf_has_gradient(oomkit_call *call, PyObject *leaf)
 {
-    PyObject *gradient = PyObject_GetAttr(leaf, call->st->str_grad); /* owned */
-    int has = gradient != Py_None;
-
-    if (gradient == NULL) {
-        return -1;
-    }
-    Py_DECREF(gradient);
-    return has;
+    OWNED PyObject *gradient = PyObject_GetAttr(leaf, call->st->str_grad);
+    return gradient == NULL ? -1 : gradient != Py_None;
 }
 
 /* Appends a weak reference to a list made when needed; with `flag` >= 0 a pair of the
@@ -89,36 +79,31 @@ leaf_has_gradient(oomkit_call *call, PyObject *leaf)
 static int
 leaves_add(PyObject **list, PyObject *leaf, int flag)
 {
-    PyObject *ref = PyWeakref_NewRef(leaf, NULL); /* owned */
-    PyObject *item =                              /* owned */
-        ref == NULL ? NULL
-        : flag < 0  ? Py_NewRef(ref)
-                    : Py_BuildValue("Oi", ref, flag);
-    int result = -1;
+    OWNED PyObject *ref = PyWeakref_NewRef(leaf, NULL), *item = NULL;
 
-    if (item != NULL && (*list != NULL || (*list = PyList_New(0)) != NULL)) {
-        result = PyList_Append(*list, item);
+    if (ref == NULL) {
+        return -1;
     }
-    Py_XDECREF(ref);
-    Py_XDECREF(item);
-    return result;
+    item = flag < 0 ? Py_NewRef(ref) : Py_BuildValue("Oi", ref, flag);
+    if (item == NULL || (*list == NULL && (*list = PyList_New(0)) == NULL)) {
+        return -1;
+    }
+    return PyList_Append(*list, item);
 }
 
 static int
 meet_refuse(oomkit_call *call, PyObject *leaf)
 {
-    PyObject *name = oomkit_describe_tensor(call, leaf); /* owned */
+    OWNED PyObject *name = oomkit_describe_tensor(call, leaf);
 
-    if (name != NULL) {
-        call->refused.raised = 1;
-        oomkit_raise(call->st->SplitError,
-                     "auto_batch cannot split this step: %U takes part in the loss and "
-                     "was not found in the arguments, self, closure or globals of the "
-                     "step; pass model=... and optimizer=... to auto_batch",
-                     name);
-        Py_DECREF(name);
+    if (name == NULL) {
+        return -1;
     }
-    return -1;
+    return oomkit_refuse_split(
+        call,
+        "%U takes part in the loss and was not found in the arguments, self, closure "
+        "or globals of the step; pass model=... and optimizer=... to auto_batch",
+        name);
 }
 
 /* Was this leaf in the graph that is run again, and without a gradient? What it gets in
@@ -158,23 +143,23 @@ oomkit_strangers_loose_drop(oomkit_call *call)
 static int
 meet_late(oomkit_call *call, PyObject *roots)
 {
-    PyObject *found; /* owned */
+    OWNED PyObject *found = NULL;
     Py_ssize_t i;
-    int result;
 
     if (!call->deferred.may_hold) {
         return 0;
     }
     found = graph_strangers(call, roots);
-    result = found == NULL ? -1 : 0;
-    for (i = 0; result == 0 && i < PyList_GET_SIZE(found); i++) {
+    if (found == NULL) {
+        return -1;
+    }
+    for (i = 0; i < PyList_GET_SIZE(found); i++) {
         PyObject *leaf = PyList_GET_ITEM(found, i); /* borrowed */
         if (PyObject_TypeCheck(leaf, (PyTypeObject *)call->st->Parameter)) {
-            result = meet_refuse(call, leaf);
+            return meet_refuse(call, leaf);
         }
     }
-    Py_XDECREF(found);
-    return result;
+    return 0;
 }
 
 /* Before a backward of the first micro-batch of a split call: everything that it will
@@ -284,14 +269,11 @@ oomkit_strangers_optimizer_begins(PyObject *optimizer)
         return 0;
     }
     if (call->split) {
-        call->refused.raised = 1;
-        oomkit_raise(
-            call->st->SplitError,
-            "auto_batch cannot split this step: it steps an optimizer (%s) that "
-            "was not found in the arguments, self, closure or globals of the "
-            "step; pass optimizer=... to auto_batch",
+        return oomkit_refuse_split(
+            call,
+            "it steps an optimizer (%s) that was not found in the arguments, self, "
+            "closure or globals of the step; pass optimizer=... to auto_batch",
             Py_TYPE(optimizer)->tp_name);
-        return -1;
     }
     if (oomkit_optimizer_mark_take(call, optimizer, &index) < 0) {
         return -1;

@@ -2,6 +2,7 @@
  * for a sum, and what weight= answers for everything else. */
 #include "accum.h"
 #include "../batch/batch.h"
+#include "../call/call.h"
 #include "../call/step.h"
 #include "../py/tensor.h"
 #include "../result/result.h"
@@ -36,23 +37,20 @@ weights_items_passed(const oomkit_call *call)
 static double
 weight_number(oomkit_call *call, PyObject *item)
 {
+    OWNED PyObject *number = PyNumber_Float(item); /* of a 0-d tensor too */
     double value;
-    PyObject *number = PyNumber_Float(item); /* owned; of a 0-d tensor too */
 
     if (number == NULL) {
         return -1.0;
     }
     value = PyFloat_AS_DOUBLE(number);
-    Py_DECREF(number);
     if (!(value >= 0.0) || value > DBL_MAX) {
-        call->refused.raised = 1;
-        oomkit_raise(call->st->SplitError,
-                     "auto_batch(weight=...) must return a number >= 0 for each "
-                     "micro-batch, got %s",
-                     value != value ? "nan"
-                     : value > 0.0  ? "inf"
-                                    : "a negative number");
-        return -1.0;
+        return oomkit_refuse(call,
+                             "auto_batch(weight=...) must return a number >= 0 for "
+                             "each micro-batch, got %s",
+                             value != value ? "nan"
+                             : value > 0.0  ? "inf"
+                                            : "a negative number");
     }
     return value;
 }
@@ -66,11 +64,10 @@ weight_numbers(oomkit_call *call, PyObject *answer, Py_ssize_t *groups)
     double *values;
 
     if (count == 0) {
-        call->refused.raised = 1;
-        oomkit_raise(call->st->SplitError,
-                     "auto_batch(weight=...) must return a number, or one for each "
-                     "backward() of the step, got an empty %s",
-                     Py_TYPE(answer)->tp_name);
+        oomkit_refuse(call,
+                      "auto_batch(weight=...) must return a number, or one for each "
+                      "backward() of the step, got an empty %s",
+                      Py_TYPE(answer)->tp_name);
         return NULL;
     }
     values = PyMem_New(double, (size_t)count);
@@ -99,8 +96,8 @@ double *
 oomkit_weights_ask(oomkit_call *call, int64_t start, int64_t length, Py_ssize_t *groups)
 {
     Py_ssize_t i, n = call->batch.total;
-    PyObject **vector = PyMem_Calloc((size_t)n + 1, sizeof(PyObject *));
-    PyObject *argument = NULL, *answer = NULL; /* owned */
+    OWNED_MEMORY PyObject **vector = PyMem_Calloc((size_t)n + 1, sizeof(PyObject *));
+    OWNED PyObject *argument = NULL, *answer = NULL;
     double *values = NULL;
 
     if (vector == NULL) {
@@ -113,12 +110,9 @@ oomkit_weights_ask(oomkit_call *call, int64_t start, int64_t length, Py_ssize_t 
         answer = argument ? PyObject_CallOneArg(call->options->weight, argument) : NULL;
         values = answer ? weight_numbers(call, answer, groups) : NULL;
     }
-    Py_XDECREF(argument);
-    Py_XDECREF(answer);
     for (i = 0; i < n; i++) {
         Py_CLEAR(vector[i]);
     }
-    PyMem_Free(vector);
     return values;
 }
 
@@ -131,8 +125,8 @@ weights_collect(oomkit_call *call)
     int64_t i;
 
     for (i = 0; i < call->cut->count; i++) {
-        double *values = oomkit_weights_ask(call, call->cut->slices[i].start,
-                                            call->cut->slices[i].length, &groups);
+        OWNED_MEMORY double *values = oomkit_weights_ask(
+            call, call->cut->slices[i].start, call->cut->slices[i].length, &groups);
         if (values == NULL) {
             return -1;
         }
@@ -143,21 +137,18 @@ weights_collect(oomkit_call *call)
             l->group_weights =
                 PyMem_New(double, (size_t)width *(size_t)call->cut->count);
         }
-        if (l->group_weights == NULL || groups != l->groups) {
-            PyMem_Free(values);
-            if (l->group_weights == NULL) {
-                PyErr_NoMemory();
-                return -1;
-            }
-            call->refused.raised = 1;
-            oomkit_raise(call->st->SplitError,
-                         "auto_batch(weight=...) must return the same number of "
-                         "weights for each micro-batch, got %zd and then %zd",
-                         l->groups > 0 ? l->groups : 1, groups > 0 ? groups : 1);
+        if (l->group_weights == NULL) {
+            PyErr_NoMemory();
             return -1;
         }
+        if (groups != l->groups) {
+            return oomkit_refuse(
+                call,
+                "auto_batch(weight=...) must return the same number of weights for "
+                "each micro-batch, got %zd and then %zd",
+                l->groups > 0 ? l->groups : 1, groups > 0 ? groups : 1);
+        }
         memcpy(l->group_weights + i * width, values, (size_t)width * sizeof(double));
-        PyMem_Free(values);
     }
     return 0;
 }
@@ -190,40 +181,41 @@ weights_measured(oomkit_call *call)
     return 0;
 }
 
-/* Weights that a proof has found, of these slices. Steals `rule`. 0 or -1. */
+/* Weights that a proof has found, of these slices. 0 or -1. */
 static int
 weights_found(oomkit_call *call, PyObject *rule)
 {
-    PyObject *number = PyObject_GetAttrString(rule, "leaf"); /* owned */
-    PyObject *cut =
-        oomkit_proof_slices(call->cut->slices, call->cut->count); /* owned */
-    PyObject *answer = NULL;                                      /* owned */
+    OWNED PyObject *number = PyObject_GetAttrString(rule, "leaf");
+    OWNED PyObject *cut = NULL, *answer = NULL;
     Py_ssize_t leaf = number == NULL ? -1 : PyLong_AsSsize_t(number);
     double total = 0.0;
     int64_t i;
 
-    if (cut != NULL && !PyErr_Occurred()) {
-        oomkit_exempt_enter(call->st);
+    if (PyErr_Occurred()) {
+        return -1;
+    }
+    cut = oomkit_proof_slices(call->cut->slices, call->cut->count);
+    if (cut == NULL) {
+        return -1;
+    }
+    EXEMPT (call->st) {
         answer = PyObject_CallMethod(rule, "counts", "OO",
                                      leaf >= 0 && leaf < call->batch.count
                                          ? call->batch.nodes[leaf].object
                                          : Py_None,
                                      cut);
-        oomkit_exempt_leave(call->st);
     }
-    for (i = 0; answer != NULL && i < call->cut->count; i++) {
+    if (answer == NULL) {
+        return -1;
+    }
+    for (i = 0; i < call->cut->count; i++) {
         call->cut->weights[i] = PyFloat_AsDouble(PyList_GET_ITEM(answer, i));
         total += call->cut->weights[i];
     }
-    for (i = 0; !call->cut->losses.is_sum && answer != NULL && i < call->cut->count;
-         i++) {
+    for (i = 0; !call->cut->losses.is_sum && i < call->cut->count; i++) {
         call->cut->weights[i] = total > 0.0 ? call->cut->weights[i] / total
                                             : 1.0 / (double)call->cut->count;
     }
-    Py_XDECREF(number);
-    Py_XDECREF(cut);
-    Py_XDECREF(answer);
-    Py_DECREF(rule);
     return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -238,25 +230,21 @@ weights_rows(const oomkit_call *call)
 static int
 weights_rule_is(PyObject *rule, const char *name)
 {
-    PyObject *kind = PyObject_GetAttrString(rule, "kind"); /* owned */
-    int is = kind != NULL && PyUnicode_Check(kind) &&
-             PyUnicode_CompareWithASCIIString(kind, name) == 0;
-
-    Py_XDECREF(kind);
-    return is;
+    OWNED PyObject *kind = PyObject_GetAttrString(rule, "kind");
+    return kind != NULL && PyUnicode_Check(kind) &&
+           PyUnicode_CompareWithASCIIString(kind, name) == 0;
 }
 
 int
 oomkit_weights_set(oomkit_call *call)
 {
-    PyObject *rule = Py_XNewRef(oomkit_proof_rule(call)); /* owned, then stolen */
+    OWNED PyObject *rule = Py_XNewRef(oomkit_proof_rule(call));
     oomkit_losses *l = &call->cut->losses;
     const oomkit_options *options = call->options;
     int64_t i;
     void *grown = PyMem_Realloc(call->cut->weights,
                                 (size_t)call->cut->count * sizeof(*call->cut->weights));
     if (grown == NULL) {
-        Py_XDECREF(rule);
         PyErr_NoMemory();
         return -1;
     }
@@ -290,7 +278,6 @@ oomkit_weights_set(oomkit_call *call)
         !weights_rule_is(rule, "rows")) {
         return weights_found(call, rule);
     }
-    Py_XDECREF(rule);
     return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -298,12 +285,11 @@ oomkit_weights_set(oomkit_call *call)
 static int
 weights_refuse(oomkit_call *call, int backwards, const char *least)
 {
-    call->refused.raised = 1;
-    oomkit_raise(call->st->SplitError,
-                 "auto_batch(weight=...) must return one weight for each backward() of "
-                 "the step: got %zd, expected %s%d",
-                 call->cut->losses.groups, least, backwards);
-    return -1;
+    return oomkit_refuse(
+        call,
+        "auto_batch(weight=...) must return one weight for each backward() of the "
+        "step: got %zd, expected %s%d",
+        call->cut->losses.groups, least, backwards);
 }
 
 static double
@@ -332,7 +318,7 @@ labels_expression(const oomkit_call *call, Py_ssize_t leaf, PyObject **parameter
 {
     const oomkit_batch *batch = &call->batch;
     PyObject *names = call->step->names; /* borrowed from step */
-    PyObject *path, *name, *text = NULL; /* owned */
+    OWNED PyObject *path = NULL, *name = NULL, *rest = NULL;
     Py_ssize_t argument = 0, number = 0, found = 0, split = 0, at = 0;
 
     for (; argument < batch->total; argument++) {
@@ -346,64 +332,56 @@ labels_expression(const oomkit_call *call, Py_ssize_t leaf, PyObject **parameter
     }
     path = oomkit_node_path(batch, names, leaf);
     name = path ? oomkit_argument_name(batch, names, found) : NULL;
-    if (name != NULL && split == 1 && PyUnicode_IsIdentifier(name) == 1) {
-        *parameter = Py_NewRef(name);
-        text = Py_NewRef(path);
-    } else if (name != NULL) {
-        PyObject *rest = /* owned */
-            PyUnicode_Substring(path, PyUnicode_GET_LENGTH(name), PY_SSIZE_T_MAX);
-        *parameter = PyUnicode_FromString("batch");
-        text = rest == NULL || *parameter == NULL ? NULL
-               : split == 1 ? PyUnicode_FromFormat("batch%U", rest)
-                            : PyUnicode_FromFormat("batch[%zd]%U", number, rest);
-        Py_XDECREF(rest);
+    if (name == NULL) {
+        return NULL;
     }
-    Py_XDECREF(name);
-    Py_XDECREF(path);
-    return text;
+    if (split == 1 && PyUnicode_IsIdentifier(name) == 1) {
+        *parameter = STEAL(name);
+        return STEAL(path);
+    }
+    rest = PyUnicode_Substring(path, PyUnicode_GET_LENGTH(name), PY_SSIZE_T_MAX);
+    *parameter = PyUnicode_FromString("batch");
+    if (rest == NULL || *parameter == NULL) {
+        return NULL;
+    }
+    return split == 1 ? PyUnicode_FromFormat("batch%U", rest)
+                      : PyUnicode_FromFormat("batch[%zd]%U", number, rest);
 }
 
 static int
 labels_say(oomkit_call *call, Py_ssize_t leaf)
 {
-    PyObject *parameter = NULL;                                       /* owned */
-    PyObject *expression = labels_expression(call, leaf, &parameter); /* owned */
-    PyObject *path =
-        oomkit_node_path(&call->batch, call->step->names, leaf); /* owned */
-    int result = -1;
+    OWNED PyObject *parameter = NULL;
+    OWNED PyObject *expression = labels_expression(call, leaf, &parameter);
+    OWNED PyObject *path = oomkit_node_path(&call->batch, call->step->names, leaf);
 
-    if (expression != NULL && path != NULL) {
-        result = oomkit_warn(
-            call->st->OomkitWarning, 1,
-            "oomkit: %U is split and %U holds labels of -100 in unequal number: a mean "
-            "over the other labels is not weighed rightly by rows; pass weight=lambda "
-            "%U: (%U != -100).sum() to auto_batch (of the labels as the loss sees "
-            "them, "
-            "shifted or not)",
-            call->options->label, path, parameter, expression);
+    if (expression == NULL || path == NULL) {
+        return -1;
     }
-    Py_XDECREF(parameter);
-    Py_XDECREF(expression);
-    Py_XDECREF(path);
-    return result;
+    return oomkit_warn(
+        call->st->OomkitWarning, 1,
+        "oomkit: %U is split and %U holds labels of -100 in unequal number: a mean "
+        "over the other labels is not weighed rightly by rows; pass weight=lambda %U: "
+        "(%U != -100).sum() to auto_batch (of the labels as the loss sees them, "
+        "shifted or not)",
+        call->options->label, path, parameter, expression);
 }
 
 /* The lengths of the slices, for torch.split. New reference or NULL. */
 static PyObject *
 labels_lengths(const oomkit_call *call)
 {
-    PyObject *lengths = PyList_New((Py_ssize_t)call->cut->count); /* owned */
+    OWNED PyObject *lengths = PyList_New((Py_ssize_t)call->cut->count);
     Py_ssize_t i;
 
     for (i = 0; lengths != NULL && i < (Py_ssize_t)call->cut->count; i++) {
         PyObject *length = PyLong_FromLongLong(call->cut->slices[i].length);
         if (length == NULL) {
-            Py_CLEAR(lengths);
-            break;
+            return NULL;
         }
         PyList_SET_ITEM(lengths, i, length);
     }
-    return lengths;
+    return STEAL(lengths);
 }
 
 /* Do the slices of this leaf have unequal shares of labels that are not -100? Reads the
@@ -411,19 +389,16 @@ labels_lengths(const oomkit_call *call)
 static int
 labels_are_uneven(oomkit_call *call, PyObject *leaf, PyObject *lengths)
 {
-    PyObject *answer; /* owned */
-    int uneven;
+    OWNED PyObject *answer = NULL;
 
-    oomkit_exempt_enter(call->st);
-    answer = PyObject_CallFunction(call->st->uneven_labels, "OLO", leaf,
-                                   (long long)call->options->dim, lengths);
-    oomkit_exempt_leave(call->st);
-    uneven = answer == Py_True;
-    Py_XDECREF(answer);
+    EXEMPT (call->st) {
+        answer = PyObject_CallFunction(call->st->uneven_labels, "OLO", leaf,
+                                       (long long)call->options->dim, lengths);
+    }
     if (answer == NULL && PyErr_ExceptionMatches(PyExc_Exception)) {
         PyErr_Clear(); /* labels that cannot be counted tell nothing */
     }
-    return uneven;
+    return answer == Py_True;
 }
 
 /* Reading labels waits for a device: there it is done in a few calls only. */
@@ -440,7 +415,7 @@ static int
 labels_find(oomkit_call *call, Py_ssize_t *leaf)
 {
     const oomkit_batch *batch = &call->batch;
-    PyObject *lengths = labels_lengths(call); /* owned */
+    OWNED PyObject *lengths = labels_lengths(call);
     Py_ssize_t i;
     int result = lengths == NULL ? -1 : 0;
 
@@ -453,7 +428,6 @@ labels_find(oomkit_call *call, Py_ssize_t *leaf)
         result = PyErr_Occurred() ? -1 : result;
         *leaf = i;
     }
-    Py_XDECREF(lengths);
     return result;
 }
 
@@ -501,8 +475,7 @@ static int
 result_is_loss(oomkit_call *call, PyObject *result)
 {
     oomkit_tensor_facts facts;
-    PyObject *loss; /* owned */
-    int scalar = 0;
+    OWNED PyObject *loss = NULL;
 
     if (PyFloat_Check(result)) {
         return 1;
@@ -513,13 +486,11 @@ result_is_loss(oomkit_call *call, PyObject *result)
         return 1;
     }
     loss = oomkit_result_loss(call->st, result);
-    if (loss != NULL) {
-        scalar = oomkit_tensor_facts_get(call->st, loss, 0, &facts) < 0
-                     ? -1
-                     : facts.ndim == 0;
-        Py_DECREF(loss);
+    if (loss == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
     }
-    return PyErr_Occurred() ? -1 : scalar;
+    return oomkit_tensor_facts_get(call->st, loss, 0, &facts) < 0 ? -1
+                                                                  : facts.ndim == 0;
 }
 
 /* A single loss returned for several weights: it is joined with the first ones. */

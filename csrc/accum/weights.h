@@ -20,13 +20,6 @@ double *
 oomkit_weights_ask(struct oomkit_call *call, int64_t start, int64_t length,
                    Py_ssize_t *groups);
 
-/* The weight of the backward that is about to run (1.0 while whole). -1 with SplitError
- * when weight= returned fewer numbers than there are backwards. */
-
-/* At the end of a micro-batch of a split call, before anything is applied: are there as
- * many backwards as weights, and are rows the right measure for labels of -100? 0, or
- * -1 with an exception (a warning that is an error). */
-
 /* Has nobody said what the loss is a mean over? */
 int
 oomkit_weights_are_free(const struct oomkit_call *call);

@@ -25,7 +25,7 @@ oomkit_call_init(oomkit_call *call, oomkit_cut *room, struct oomkit_step *step,
 void
 oomkit_call_cut(oomkit_call *call)
 {
-    if (call->cut == call->cut_room) {
+    if (oomkit_call_is_cut(call)) {
         return;
     }
     call->cut = call->cut_room;

@@ -78,6 +78,13 @@ oomkit_modes_entry(oomkit_call *call);
 int
 oomkit_modes_entry_back(oomkit_call *call);
 
+/* --- norms.c --- */
+/* Does one use the batch's statistics (or move its own)? 1, 0, -1. */
+int
+oomkit_buffers_norm(oomkit_call *call, int moves);
+int
+oomkit_buffers_say_norm(oomkit_call *call);
+
 /* --- refuse.c --- */
 /* SplitError from inside the step, and no retry: the whole text, and what follows
  * "auto_batch cannot split this step: ". -1 always. */

@@ -221,7 +221,8 @@ typedef struct oomkit_updating {
 /* Methods of participants that are intercepted. */
 typedef struct oomkit_hooked {
     oomkit_interception *items;
-    int count, room;
+    int count;
+    Py_ssize_t room;
     int for_split; /* what only a split call intercepts is in place */
     int syncs;     /* accelerator.accumulate() entered in this micro-batch */
     int depth;
@@ -389,5 +390,13 @@ typedef struct oomkit_call {
     /* What follows is not zeroed at entry: see oomkit_call_init(). */
     oomkit_batch batch; /* its inline nodes are written before they are read */
 } oomkit_call;
+
+/* Has it what only a call that is cut needs? Slices alone do not tell: a returned loss
+ * takes them with it. */
+static inline int
+oomkit_call_is_cut(const oomkit_call *call)
+{
+    return call->cut == call->cut_room;
+}
 
 #endif

@@ -143,12 +143,12 @@ oomkit_tell_attempt_ends(oomkit_call *call)
     }
 }
 
-/* Of a call without slices those of a whole one: nothing else has begun. */
+/* Of a call that was never cut those of a whole one: nothing else has begun. */
 static const oomkit_rule *const *
 rules_at_end(const oomkit_call *call)
 {
-    return call->cut->slices == NULL ? call->st->wiring->when_whole
-                                     : call->st->wiring->when_split;
+    return oomkit_call_is_cut(call) ? call->st->wiring->when_split
+                                    : call->st->wiring->when_whole;
 }
 
 void

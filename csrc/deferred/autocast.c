@@ -9,18 +9,16 @@
 static int
 modes_autocast(oomkit_state *st, oomkit_modes *modes, PyObject *type)
 {
-    PyObject *on = PyObject_CallOneArg(st->is_autocast_enabled, type); /* owned */
-    PyObject *dtype;                                                   /* owned */
+    OWNED PyObject *on = PyObject_CallOneArg(st->is_autocast_enabled, type);
 
     if (on == NULL) {
         return -1;
     }
-    Py_DECREF(on);
     if (on != Py_True) {
         return 0;
     }
-    dtype = PyObject_CallOneArg(st->get_autocast_dtype, type);
-    return dtype == NULL ? -1 : oomkit_pairs_add(&modes->autocast, type, dtype);
+    return oomkit_pairs_add(&modes->autocast, type,
+                            PyObject_CallOneArg(st->get_autocast_dtype, type));
 }
 
 #define SWITCHES 4096 /* reported ones that are kept while losses wait */
@@ -38,8 +36,7 @@ modes_forget(oomkit_state *st)
 int
 oomkit_modes_switch(oomkit_state *st, PyObject *module)
 {
-    PyObject *flag, *ref, *pair = NULL; /* owned */
-    int result = -1;
+    OWNED PyObject *flag = NULL, *ref = NULL, *pair = NULL;
 
     if (st->waiting == NULL) {
         return 0;
@@ -53,13 +50,7 @@ oomkit_modes_switch(oomkit_state *st, PyObject *module)
     flag = PyObject_GetAttr(module, st->str_training);
     ref = flag ? PyWeakref_NewRef(module, NULL) : NULL;
     pair = ref ? PyTuple_Pack(2, ref, flag) : NULL;
-    if (pair != NULL) {
-        result = PyList_Append(st->switch_log, pair);
-    }
-    Py_XDECREF(flag);
-    Py_XDECREF(ref);
-    Py_XDECREF(pair);
-    return result;
+    return pair == NULL ? -1 : PyList_Append(st->switch_log, pair);
 }
 
 /* Where the log of switches stands for a loss that begins to wait. */
@@ -80,40 +71,42 @@ static int
 modes_switched(oomkit_call *call, uint64_t at)
 {
     oomkit_state *st = call->st;
-    PyObject *seen; /* owned */
+    OWNED PyObject *seen = NULL;
     Py_ssize_t i, n = st->switch_log == NULL ? 0 : PyList_GET_SIZE(st->switch_log);
-    int result = 0;
 
     if (at < st->switches_dropped) {
         return 1; /* it cannot be told any more */
     }
     seen = PySet_New(NULL);
+    if (seen == NULL) {
+        return -1;
+    }
     for (i = (Py_ssize_t)(at - st->switches_dropped);
-         seen != NULL && i < n && i < PyList_GET_SIZE(st->switch_log) && result == 0;
-         i++) {
+         i < n && i < PyList_GET_SIZE(st->switch_log); i++) {
         PyObject *pair = PyList_GET_ITEM(st->switch_log, i); /* borrowed */
         PyObject *ref = PyTuple_GET_ITEM(pair, 0);           /* borrowed */
-        PyObject *module = oomkit_reference_get(ref);        /* owned */
-        PyObject *now;                                       /* owned */
+        OWNED PyObject *module = oomkit_reference_get(ref);
+        OWNED PyObject *now = NULL;
         int known = module == NULL ? 1 : PySet_Contains(seen, ref);
-        if (known == 0 && oomkit_call_has_module(call, module)) {
-            now = PySet_Add(seen, ref) < 0 ? NULL
-                                           : PyObject_GetAttr(module, st->str_training);
-            result = now == NULL ? -1 : now != PyTuple_GET_ITEM(pair, 1);
-            Py_XDECREF(now);
-        } else if (known < 0) {
-            result = -1;
+        if (known < 0) {
+            return -1;
         }
-        Py_XDECREF(module);
+        if (known || !oomkit_call_has_module(call, module)) {
+            continue;
+        }
+        now = PySet_Add(seen, ref) < 0 ? NULL
+                                       : PyObject_GetAttr(module, st->str_training);
+        if (now == NULL || now != PyTuple_GET_ITEM(pair, 1)) {
+            return now == NULL ? -1 : 1;
+        }
     }
-    Py_XDECREF(seen);
-    return seen == NULL ? -1 : result;
+    return 0;
 }
 
 static int
 modes_functions(oomkit_state *st, Py_ssize_t *count)
 {
-    PyObject *number; /* owned */
+    OWNED PyObject *number = NULL;
 
     *count = 0;
     if (st->function_modes == NULL) {
@@ -124,7 +117,7 @@ modes_functions(oomkit_state *st, Py_ssize_t *count)
         return -1;
     }
     *count = PyLong_AsSsize_t(number);
-    Py_DECREF(number);
+
     return *count == -1 && PyErr_Occurred() ? -1 : 0;
 }
 
@@ -133,13 +126,13 @@ modes_functions(oomkit_state *st, Py_ssize_t *count)
 static int
 modes_any_autocast(const oomkit_state *st)
 {
-    PyObject *on; /* owned */
+    OWNED PyObject *on = NULL;
 
     if (st->is_any_autocast == NULL) {
         return 1;
     }
     on = PyObject_CallNoArgs(st->is_any_autocast);
-    Py_XDECREF(on);
+
     return on == NULL ? -1 : on != Py_False;
 }
 
@@ -148,8 +141,7 @@ static int
 modes_autocast_device(oomkit_call *call, oomkit_modes *modes)
 {
     const int type = call->device.type;
-    PyObject *name; /* owned */
-    int result;
+    OWNED PyObject *name = NULL;
 
     if (type != OOMKIT_DEVICE_CUDA && type != OOMKIT_DEVICE_XPU &&
         type != OOMKIT_DEVICE_MPS) {
@@ -158,9 +150,7 @@ modes_autocast_device(oomkit_call *call, oomkit_modes *modes)
     name = type == OOMKIT_DEVICE_CUDA
                ? Py_NewRef(call->st->str_cuda_name)
                : PyUnicode_InternFromString(oomkit_device_type_name(type));
-    result = name == NULL ? -1 : modes_autocast(call->st, modes, name);
-    Py_XDECREF(name);
-    return result;
+    return name == NULL ? -1 : modes_autocast(call->st, modes, name);
 }
 
 int
@@ -224,16 +214,13 @@ oomkit_modes_leave(oomkit_state *st, oomkit_modes_stack *stack)
 
     /* ExitStack.close() goes on with what it has not come to. */
     for (tries = 0; tries < 2 && result < 0; tries++) {
-        PyObject *done = PyObject_CallMethodNoArgs(stack->autocast, /* owned */
-                                                   st->str_close);
+        OWNED PyObject *done =
+            PyObject_CallMethodNoArgs(stack->autocast, st->str_close);
         result = done == NULL ? -1 : 0;
-        Py_XDECREF(done);
         if (result < 0) {
-            PyObject *again = oomkit_exception_take(); /* owned */
-            if (first == NULL) {
-                first = again;
-            } else {
-                Py_DECREF(again); /* the first one tells more */
+            OWNED PyObject *again = oomkit_exception_take();
+            if (first == NULL) { /* it tells more than a second one */
+                first = STEAL(again);
             }
         }
     }

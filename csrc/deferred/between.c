@@ -90,10 +90,10 @@ relay_vectorcall(PyObject *op, PyObject *const *args, size_t nargsf,
 static int
 relay_sequence(PyObject *node, long long *number)
 {
-    PyObject *answer = PyObject_CallMethod(node, "_sequence_nr", NULL); /* owned */
+    OWNED PyObject *answer = PyObject_CallMethod(node, "_sequence_nr", NULL);
 
     *number = answer == NULL ? -1 : PyLong_AsLongLong(answer);
-    Py_XDECREF(answer);
+
     return *number == -1 && PyErr_Occurred() ? -1 : 0;
 }
 
@@ -101,9 +101,7 @@ relay_sequence(PyObject *node, long long *number)
 static int
 relay_register(oomkit_relay *r, PyObject *node, const char *method)
 {
-    PyObject *handle = PyObject_CallMethod(node, method, "O", r); /* owned */
-
-    Py_XDECREF(handle);
+    OWNED PyObject *handle = PyObject_CallMethod(node, method, "O", r);
     return handle == NULL ? -1 : 0;
 }
 
@@ -113,9 +111,9 @@ static int
 relay_hang(oomkit_second *s, PyObject *node, long long newest)
 {
     PyTypeObject *type = (PyTypeObject *)s->st->relay_type;
-    oomkit_relay *r = relay_CAST(type->tp_alloc(type, 0)); /* owned, then by both */
+    OWNED PyObject *made = type->tp_alloc(type, 0); /* then by both */
+    oomkit_relay *r = relay_CAST(made);
     long long number;
-    int result = -1;
 
     if (r == NULL) {
         return -1;
@@ -124,13 +122,12 @@ relay_hang(oomkit_second *s, PyObject *node, long long newest)
     r->st = s->st;
     r->second = s;
     r->next = PyObject_GetAttr(node, s->st->str_next_functions);
-    if (r->next != NULL && PyDict_SetItem(s->relays, node, (PyObject *)r) == 0 &&
-        relay_sequence(node, &number) == 0 &&
-        (number > newest || relay_register(r, node, "register_prehook") == 0)) {
-        result = relay_register(r, node, "register_hook");
+    if (r->next == NULL || PyDict_SetItem(s->relays, node, made) < 0 ||
+        relay_sequence(node, &number) < 0 ||
+        (number <= newest && relay_register(r, node, "register_prehook") < 0)) {
+        return -1;
     }
-    Py_DECREF(r);
-    return result;
+    return relay_register(r, node, "register_hook");
 }
 
 int
@@ -199,21 +196,19 @@ oomkit_relays_end(oomkit_second *s)
 
 /* Where the engine goes on: edges, and the gradients that wait there. */
 typedef struct frontier {
-    PyObject *edges;     /* owned list */
-    PyObject *gradients; /* owned list */
-    PyObject *targets;   /* owned list: edges of the losses to be reached */
-    PyObject *losses;    /* owned list: these */
+    PyObject *edges;     /* borrowed list */
+    PyObject *gradients; /* borrowed list */
+    PyObject *targets;   /* borrowed list: edges of the losses to be reached */
+    PyObject *losses;    /* borrowed list: these */
 } frontier;
 
 static int
 frontier_append(oomkit_state *st, PyObject *list, PyObject *node, PyObject *output)
 {
-    PyObject *edge = /* owned */
+    OWNED PyObject *edge =
         PyObject_CallFunctionObjArgs(st->GradientEdge, node, output, NULL);
-    int result = edge == NULL ? -1 : PyList_Append(list, edge);
 
-    Py_XDECREF(edge);
-    return result;
+    return edge == NULL ? -1 : PyList_Append(list, edge);
 }
 
 /* A gradient on its way into `node`, unless that has run. 1 added, 0, or -1. */
@@ -269,30 +264,26 @@ frontier_relay(oomkit_second *s, frontier *f, const oomkit_relay *r)
 static int
 frontier_roots(oomkit_second *s, frontier *f)
 {
-    PyObject *roots = PySequence_Tuple(s->roots);              /* owned */
-    PyObject *gradients = PySequence_Tuple(s->root_gradients); /* owned */
-    int result = roots == NULL || gradients == NULL ? -1 : 0;
+    OWNED PyObject *roots = PySequence_Tuple(s->roots);
+    OWNED PyObject *gradients = PySequence_Tuple(s->root_gradients);
     Py_ssize_t i;
 
-    for (i = 0;
-         result == 0 && i < PyTuple_GET_SIZE(roots) && i < PyTuple_GET_SIZE(gradients);
-         i++) {
+    if (roots == NULL || gradients == NULL) {
+        return -1;
+    }
+    for (i = 0; i < PyTuple_GET_SIZE(roots) && i < PyTuple_GET_SIZE(gradients); i++) {
         PyObject *root = PyTuple_GET_ITEM(roots, i); /* borrowed */
         int tensor = oomkit_tensor_check(s->st, root);
-        PyObject *node = tensor ? PyObject_GetAttr(root, s->st->str_grad_fn)
-                                : PySequence_GetItem(root, 0); /* owned */
-        PyObject *output = tensor ? PyObject_GetAttr(root, s->st->str_output_nr)
-                                  : PySequence_GetItem(root, 1); /* owned */
-        result = node == NULL || output == NULL
-                     ? -1
-                     : frontier_add(s, f, node, output, PyTuple_GET_ITEM(gradients, i));
-        result = result > 0 ? 0 : result;
-        Py_XDECREF(node);
-        Py_XDECREF(output);
+        OWNED PyObject *node = tensor ? PyObject_GetAttr(root, s->st->str_grad_fn)
+                                      : PySequence_GetItem(root, 0);
+        OWNED PyObject *output = tensor ? PyObject_GetAttr(root, s->st->str_output_nr)
+                                        : PySequence_GetItem(root, 1);
+        if (node == NULL || output == NULL ||
+            frontier_add(s, f, node, output, PyTuple_GET_ITEM(gradients, i)) < 0) {
+            return -1;
+        }
     }
-    Py_XDECREF(roots);
-    Py_XDECREF(gradients);
-    return result;
+    return 0;
 }
 
 static int
@@ -306,7 +297,7 @@ frontier_find(oomkit_second *s, frontier *f, PyObject *reached, PyObject *nodes)
     }
     for (i = 0; result == 0 && i < PyList_GET_SIZE(reached); i++) {
         const oomkit_pending *p = pending_CAST(PyList_GET_ITEM(reached, i));
-        PyObject *output; /* owned */
+        OWNED PyObject *output = NULL;
         if (p->second != s || p->gradient != NULL) {
             continue;
         }
@@ -316,7 +307,6 @@ frontier_find(oomkit_second *s, frontier *f, PyObject *reached, PyObject *nodes)
                                               PyList_GET_ITEM(nodes, i), output) < 0
                 ? -1
                 : PyList_Append(f->losses, (PyObject *)p);
-        Py_XDECREF(output);
     }
     return result;
 }
@@ -326,59 +316,53 @@ frontier_find(oomkit_second *s, frontier *f, PyObject *reached, PyObject *nodes)
 static int
 frontier_run(oomkit_second *s, const frontier *f)
 {
-    PyObject *edges = PyList_AsTuple(f->edges);         /* owned */
-    PyObject *gradients = PyList_AsTuple(f->gradients); /* owned */
-    PyObject *targets = PyList_AsTuple(f->targets);     /* owned */
-    PyObject *found = NULL;                             /* owned */
+    OWNED PyObject *edges = PyList_AsTuple(f->edges);
+    OWNED PyObject *gradients = PyList_AsTuple(f->gradients);
+    OWNED PyObject *targets = PyList_AsTuple(f->targets);
+    OWNED PyObject *found = NULL;
     Py_ssize_t i;
-    int result = -1;
 
-    if (edges != NULL && gradients != NULL && targets != NULL) {
-        oomkit_exempt_enter(s->st);
+    if (edges == NULL || gradients == NULL || targets == NULL) {
+        return -1;
+    }
+    EXEMPT (s->st) {
         found = PyObject_CallFunction(s->st->run_backward, "OOOOOOO", edges, gradients,
                                       Py_True, Py_False, targets, Py_True, Py_False);
-        oomkit_exempt_leave(s->st);
     }
-    if (found != NULL && PyTuple_Check(found) &&
-        PyTuple_GET_SIZE(found) == PyList_GET_SIZE(f->losses)) {
-        result = 0;
-    } else if (found != NULL) {
+    if (found == NULL) {
+        return -1;
+    }
+    if (!PyTuple_Check(found) ||
+        PyTuple_GET_SIZE(found) != PyList_GET_SIZE(f->losses)) {
         PyErr_SetString(PyExc_RuntimeError,
                         "oomkit: the engine gave no gradient for each loss");
+        return -1;
     }
-    for (i = 0; result == 0 && i < PyTuple_GET_SIZE(found); i++) {
+    for (i = 0; i < PyTuple_GET_SIZE(found); i++) {
         PyObject *gradient = PyTuple_GET_ITEM(found, i); /* borrowed */
-        if (gradient != Py_None) {
-            result = oomkit_pending_gradient(
-                pending_CAST(PyList_GET_ITEM(f->losses, i)), gradient);
+        if (gradient != Py_None &&
+            oomkit_pending_gradient(pending_CAST(PyList_GET_ITEM(f->losses, i)),
+                                    gradient) < 0) {
+            return -1;
         }
     }
-    Py_XDECREF(found);
-    Py_XDECREF(edges);
-    Py_XDECREF(gradients);
-    Py_XDECREF(targets);
-    return result;
+    return 0;
 }
 
 int
 oomkit_relays_resume(oomkit_second *s, PyObject *reached, PyObject *nodes)
 {
-    frontier f = {PyList_New(0), PyList_New(0), PyList_New(0), PyList_New(0)};
-    int result = -1;
+    OWNED PyObject *edges = PyList_New(0), *gradients = PyList_New(0);
+    OWNED PyObject *targets = PyList_New(0), *losses = PyList_New(0);
+    frontier f = {edges, gradients, targets, losses};
 
-    if (f.edges != NULL && f.gradients != NULL && f.targets != NULL &&
-        f.losses != NULL) {
-        result = frontier_find(s, &f, reached, nodes);
+    if (edges == NULL || gradients == NULL || targets == NULL || losses == NULL ||
+        frontier_find(s, &f, reached, nodes) < 0) {
+        return -1;
     }
-    if (result == 0 && !s->changed && PyList_GET_SIZE(f.edges) > 0 &&
-        PyList_GET_SIZE(f.targets) > 0) {
-        result = frontier_run(s, &f);
-    }
-    Py_XDECREF(f.edges);
-    Py_XDECREF(f.gradients);
-    Py_XDECREF(f.targets);
-    Py_XDECREF(f.losses);
-    return result;
+    return s->changed || PyList_GET_SIZE(edges) == 0 || PyList_GET_SIZE(targets) == 0
+               ? 0
+               : frontier_run(s, &f);
 }
 
 /* --- the type --- */

@@ -324,7 +324,7 @@ oomkit_second_engine(oomkit_state *st, PyObject *const *args, size_t nargsf,
 {
     oomkit_second *s = active;
     Py_ssize_t n = PyVectorcall_NARGS(nargsf);
-    PyObject *nodes = NULL; /* owned */
+    OWNED PyObject *nodes = NULL;
     int near;
 
     if (s == NULL || s->nesting != oomkit_backward_outside()) {
@@ -345,11 +345,8 @@ oomkit_second_engine(oomkit_state *st, PyObject *const *args, size_t nargsf,
         return -1;
     }
     near = oomkit_graph_watch(st, args, &nodes);
-    if (near > 1 && !s->keep_graph && !s->create_graph) {
-        near = oomkit_relays_hang(s, nodes, args[1], near) < 0 ? -1 : near;
-    }
-    Py_XDECREF(nodes);
-    if (near < 0) {
+    if (near < 0 || (near > 1 && !s->keep_graph && !s->create_graph &&
+                     oomkit_relays_hang(s, nodes, args[1], near) < 0)) {
         return -1;
     }
     if (near > 0 && !s->exempt) {

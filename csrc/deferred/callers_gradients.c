@@ -15,54 +15,50 @@ gradients_back_once(void *argument)
     if (mode < 0) {
         return -1;
     }
-    oomkit_exempt_enter(s->st);
-    for (i = 0; i < s->call_count && result == 0; i++) {
-        const char *why;
-        PyObject *which = NULL; /* owned */
-        if (s->calls[i]->deferred.elsewhere) {
-            continue;
+    EXEMPT (s->st) {
+        for (i = 0; i < s->call_count && result == 0; i++) {
+            const char *why;
+            OWNED PyObject *which = NULL;
+            if (s->calls[i]->deferred.elsewhere) {
+                continue;
+            }
+            s->calls[i]->grads.no_aside = 1;
+            result = oomkit_strangers_loose_drop(s->calls[i]) < 0
+                         ? -1
+                         : oomkit_grads_restore(s->calls[i], &why, &which);
         }
-        s->calls[i]->grads.no_aside = 1;
-        result = oomkit_strangers_loose_drop(s->calls[i]) < 0
-                     ? -1
-                     : oomkit_grads_restore(s->calls[i], &why, &which);
-        Py_XDECREF(which);
     }
-    oomkit_exempt_leave(s->st);
     return oomkit_grad_mode_back(s->st, mode, result);
 }
 
 void
 oomkit_second_gradients_back(oomkit_second *s)
 {
-    PyObject *exception = oomkit_exception_take(); /* owned, given back */
-    PyObject *error;                               /* owned */
-
-    if (oomkit_insist(s->st, gradients_back_once, s, &error) != 0 || error != NULL) {
-        PyErr_Clear(); /* accounted for: the first one tells more */
+    KEEPING_EXCEPTION {
+        OWNED PyObject *error = NULL;
+        if (oomkit_insist(s->st, gradients_back_once, s, &error) != 0 ||
+            error != NULL) {
+            PyErr_Clear(); /* accounted for: the first one tells more */
+        }
     }
-    Py_XDECREF(error);
-    oomkit_exception_give(exception);
 }
 
 void
 oomkit_second_unseen(oomkit_second *s, PyObject *exception)
 {
     int deep = oomkit_graph_too_deep(s->st);
-    PyObject *done; /* owned */
 
     if (PyErr_Occurred()) {
         Py_DECREF(exception);
         return;
     }
     if (deep) {
-        done = PyObject_CallMethod(exception, "add_note", "s",
-                                   "oomkit: not retried: " OOMKIT_TOO_DEEP
-                                   "; the gradients are as before it");
+        OWNED PyObject *done = PyObject_CallMethod(
+            exception, "add_note", "s",
+            "oomkit: not retried: " OOMKIT_TOO_DEEP "; the gradients are as before it");
         if (done == NULL) {
             PyErr_WriteUnraisable(exception); /* the exception itself tells more */
         }
-        Py_XDECREF(done);
     }
     oomkit_exception_give(exception);
     if (deep) {

@@ -92,20 +92,15 @@ oomkit_pending_retire(oomkit_pending *p)
     PyMem_Free(args);
     Py_CLEAR(p->kwnames);
     Py_CLEAR(p->gradient);
-    Py_CLEAR(p->switches);
     Py_CLEAR(p->others);
     oomkit_loss_drop(&p->value);
     oomkit_batch_release(&p->batch);
-    oomkit_rng_free(&p->rng);
+    oomkit_savepoint_free(&p->entry);
     oomkit_rng_free(&p->after);
-    oomkit_buffers_free(&p->buffers);
-    oomkit_plain_free(p->plain);
-    p->plain = NULL;
     oomkit_modes_clear(&p->modes);
     PyMem_Free(p->buffers_after);
-    PyMem_Free(p->param_versions);
     PyMem_Free(p->slices);
-    p->buffers_after = p->param_versions = NULL;
+    p->buffers_after = NULL;
     p->slices = NULL;
     p->slice_count = 0;
     oomkit_participants_release(parts);
@@ -185,23 +180,23 @@ pending_after(oomkit_pending *p, oomkit_call *call)
     oomkit_state *st = p->st;
     Py_ssize_t i;
 
-    if (p->rng.cpu_state != NULL && oomkit_rng_note(call, &p->after) < 0) {
+    if (p->entry.rng.cpu_state != NULL && oomkit_rng_note(call, &p->after) < 0) {
         if (!oomkit_exception_is_oom(st)) {
             return -1;
         }
         PyErr_Clear(); /* accounted for: it counts as used, which is always right */
         oomkit_rng_free(&p->after);
     }
-    if (p->buffers.count == 0) {
+    if (p->entry.buffers.count == 0) {
         return 0;
     }
-    p->buffers_after = PyMem_Malloc((size_t)p->buffers.count * sizeof(uint32_t));
+    p->buffers_after = PyMem_Malloc((size_t)p->entry.buffers.count * sizeof(uint32_t));
     if (p->buffers_after == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    for (i = 0; i < p->buffers.count; i++) {
-        if (oomkit_tensor_version(st, p->buffers.items[i].tensor,
+    for (i = 0; i < p->entry.buffers.count; i++) {
+        if (oomkit_tensor_version(st, p->entry.buffers.items[i].tensor,
                                   &p->buffers_after[i]) < 0) {
             return -1;
         }
@@ -214,19 +209,9 @@ static void
 pending_unmake(oomkit_pending *p, oomkit_call *call)
 {
     oomkit_rng_release(call);
-    call->entry.rng = p->rng;
-    memset(&p->rng, 0, sizeof(p->rng));
     oomkit_buffers_release(call);
-    call->entry.buffers = p->buffers;
-    memset(&p->buffers, 0, sizeof(p->buffers));
-    if (p->param_versions != NULL) {
-        call->entry.versions = p->param_versions;
-        p->param_versions = NULL;
-    }
-    if (p->switches != NULL) {
-        call->entry.flags = p->switches;
-        p->switches = NULL;
-    }
+    Py_CLEAR(call->entry.flags);
+    oomkit_savepoint_move(&call->entry, &p->entry);
     Py_DECREF(p);
 }
 
@@ -253,29 +238,18 @@ pending_new(oomkit_call *call, oomkit_returned kind, PyObject *loss, PyObject *r
     p->record = call->log.record;
     p->signature = call->shape.signature;
     if (oomkit_pending_arguments(p, call, loss, result) < 0 ||
-        oomkit_modes_note(call, &p->modes) < 0) {
+        oomkit_modes_note(call, &p->modes) < 0 || oomkit_switches_note_end(call) < 0) {
         Py_DECREF(p);
         return NULL;
     }
     oomkit_batch_move(&p->batch, &call->batch, p->args);
-    p->rng = call->entry.rng;
-    memset(&call->entry.rng, 0, sizeof(call->entry.rng));
-    p->buffers = call->entry.buffers;
-    memset(&call->entry.buffers, 0, sizeof(call->entry.buffers));
+    oomkit_savepoint_move(&p->entry, &call->entry);
     p->buffers_serial = p->parts->buffers_serial;
-    if (oomkit_switches_note_end(call) < 0) {
-        pending_unmake(p, call);
-        return NULL;
-    }
-    p->param_versions = call->entry.versions;
-    call->entry.versions = NULL;
-    p->switches = call->entry.flags;
-    call->entry.flags = NULL;
     if (oomkit_pending_containers(p, loss, result) < 0 || pending_after(p, call) < 0) {
         pending_unmake(p, call);
         return NULL;
     }
-    p->plain = oomkit_plain_take_slim(call);
+    p->entry.plain = oomkit_plain_take_slim(call);
     return p;
 }
 
@@ -283,14 +257,11 @@ pending_new(oomkit_call *call, oomkit_returned kind, PyObject *loss, PyObject *r
 static int
 pending_hang(oomkit_pending *p, PyObject *node)
 {
-    PyObject *metadata = PyObject_GetAttr(node, p->st->str_metadata); /* owned */
-    int result = -1;
+    OWNED PyObject *metadata = PyObject_GetAttr(node, p->st->str_metadata);
 
-    if (metadata != NULL) {
-        result = PyObject_SetItem(metadata, p->st->str_oomkit, (PyObject *)p);
-        Py_DECREF(metadata);
-    }
-    return result;
+    return metadata == NULL
+               ? -1
+               : PyObject_SetItem(metadata, p->st->str_oomkit, (PyObject *)p);
 }
 
 /* As oomkit_result_wants_backward(), and what its size tells. */
@@ -320,8 +291,8 @@ int
 oomkit_pending_offer(oomkit_call *call, PyObject *result)
 {
     oomkit_state *st = call->st;
-    PyObject *loss, *node, *number = NULL; /* owned */
-    oomkit_pending *p = NULL;              /* owned, then by the node */
+    OWNED PyObject *loss = NULL, *node = NULL, *number = NULL;
+    oomkit_pending *p; /* owned, then by the node */
     int small = 0, single = 0;
     int state = pending_loss(st, result, &loss, &small, &single);
 
@@ -330,54 +301,45 @@ oomkit_pending_offer(oomkit_call *call, PyObject *result)
     }
     call->step->single_loss = 1 + (single > 0 && single_is_loss(call, single));
     if (oomkit_losses_note(call, loss) < 0) {
-        Py_DECREF(loss);
         return -1;
     }
     oomkit_losses_learn(call, oomkit_batch_rows(&call->batch));
-    state = -1;
     node = PyObject_GetAttr(loss, st->str_grad_fn);
-    if (node == Py_None) { /* a leaf: there is no forward to run again */
-        state = 0;
-    } else if (node != NULL) {
-        number = PyObject_GetAttr(loss, st->str_output_nr);
-        p = number ? pending_new(call, OOMKIT_RETURNED_WHOLE, loss, result) : NULL;
+    if (node == NULL || node == Py_None) { /* a leaf has no forward to run again */
+        return node == NULL ? -1 : 0;
     }
-    if (p != NULL) {
-        oomkit_loss_take(st, loss, &p->value);
-        p->small = small;
-        if (small && p->value.size == 0 && p->value.tensor == NULL) {
-            oomkit_loss_rows_take(st, loss, &p->value);
-        }
-        p->output = PyLong_AsSsize_t(number);
-        p->hooks_inside = oomkit_hooks_of(loss, st->str_backward_hooks);
-        if (!PyErr_Occurred() && oomkit_pending_others(p, result, loss) == 0 &&
-            (Py_TYPE(node) == call->step->plain_node ||
-             oomkit_pending_base(p, loss, &node) == 0) &&
-            pending_hang(p, node) == 0) {
-            pending_link(p);
-            state = 0;
-        }
-        if (state < 0) {
-            pending_unmake(p, call);
-        } else {
-            Py_DECREF(p);
-        }
+    number = PyObject_GetAttr(loss, st->str_output_nr);
+    p = number ? pending_new(call, OOMKIT_RETURNED_WHOLE, loss, result) : NULL;
+    if (p == NULL) {
+        return -1;
     }
-    Py_XDECREF(number);
-    Py_XDECREF(node);
-    Py_DECREF(loss);
-    return state;
+    oomkit_loss_take(st, loss, &p->value);
+    p->small = small;
+    if (small && p->value.size == 0 && p->value.tensor == NULL) {
+        oomkit_loss_rows_take(st, loss, &p->value);
+    }
+    p->output = PyLong_AsSsize_t(number);
+    p->hooks_inside = oomkit_hooks_of(loss, st->str_backward_hooks);
+    if (PyErr_Occurred() || oomkit_pending_others(p, result, loss) < 0 ||
+        (Py_TYPE(node) != call->step->plain_node &&
+         oomkit_pending_base(p, loss, &node) < 0) ||
+        pending_hang(p, node) < 0) {
+        pending_unmake(p, call);
+        return -1;
+    }
+    pending_link(p);
+    Py_DECREF(p);
+    return 0;
 }
 
 int
 oomkit_pending_attach(oomkit_call *call, PyObject *result)
 {
     oomkit_state *st = call->st;
-    PyObject *loss, *done; /* owned */
-    oomkit_pending *p;     /* owned, then by the node */
+    OWNED PyObject *done = NULL;
+    OWNED PyObject *loss = oomkit_result_loss_at(st, result, call->cut->join.loss_at);
+    oomkit_pending *p; /* owned, then by the node */
     oomkit_tensor_facts facts;
-
-    loss = oomkit_result_loss_at(st, result, call->cut->join.loss_at);
     if (loss == NULL) {
         if (!PyErr_Occurred()) {
             oomkit_raise(st->SplitError,
@@ -390,7 +352,6 @@ oomkit_pending_attach(oomkit_call *call, PyObject *result)
     }
     p = pending_new(call, call->deferred.returned, NULL, NULL);
     if (p == NULL) {
-        Py_DECREF(loss);
         return -1;
     }
     p->small =
@@ -403,20 +364,18 @@ oomkit_pending_attach(oomkit_call *call, PyObject *result)
     p->stash_count = call->parts->param_count;
     call->grads.parked = NULL;
     p->assumed = call->deferred.assumed;
-    oomkit_exempt_enter(st); /* a few bytes: there is no way back from here */
-    done = oomkit_pending_others(p, result, loss) < 0
-               ? NULL
-               : PyObject_CallFunctionObjArgs(st->split_loss, loss, p, NULL);
-    oomkit_exempt_leave(st);
-    if (done != NULL) {
-        pending_link(p);
-        Py_DECREF(p);
-    } else {
-        pending_unmake(p, call);
+    EXEMPT (st) { /* a few bytes: there is no way back from here */
+        done = oomkit_pending_others(p, result, loss) < 0
+                   ? NULL
+                   : PyObject_CallFunctionObjArgs(st->split_loss, loss, p, NULL);
     }
-    Py_DECREF(loss);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
+    if (done == NULL) {
+        pending_unmake(p, call);
+        return -1;
+    }
+    pending_link(p);
+    Py_DECREF(p);
+    return 0;
 }
 
 /* --- the type --- */
@@ -433,7 +392,7 @@ pending_traverse(PyObject *op, visitproc visit, void *arg)
         Py_VISIT(p->args[i]);
     }
     Py_VISIT(p->gradient);
-    Py_VISIT(p->switches);
+    Py_VISIT(p->entry.flags);
     return 0;
 }
 
@@ -450,15 +409,12 @@ static void
 pending_dealloc(PyObject *op)
 {
     PyTypeObject *tp = Py_TYPE(op);
-    PyObject *exception = PyErr_Occurred() ? oomkit_exception_take() : NULL; /* owned */
-
-    PyObject_GC_UnTrack(op);
-    pending_clear(op);
-    Py_CLEAR(pending_CAST(op)->gradient);
-    tp->tp_free(op);
-    Py_DECREF(tp);
-    if (exception != NULL) {
-        oomkit_exception_give(exception);
+    KEEPING_EXCEPTION {
+        PyObject_GC_UnTrack(op);
+        pending_clear(op);
+        Py_CLEAR(pending_CAST(op)->gradient);
+        tp->tp_free(op);
+        Py_DECREF(tp);
     }
 }
 

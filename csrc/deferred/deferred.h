@@ -38,14 +38,10 @@ typedef struct oomkit_pending {
     oomkit_participants *parts;
     oomkit_device device;
     oomkit_batch batch;
-    oomkit_rng rng;             /* at entry of the call */
-    oomkit_rng after;           /* at its end */
-    oomkit_buffers buffers;     /* marks at entry; their values are the participants' */
-    uint32_t *buffers_after;    /* versions at its end, or NULL */
-    uint64_t buffers_serial;    /* parts->buffers_serial at the marks */
-    uint32_t *param_versions;   /* at entry, with flags behind them, or NULL */
-    PyObject *switches;         /* owned: training flags at entry, or NULL */
-    struct oomkit_plain *plain; /* owned: marks of plain state at entry, or NULL */
+    oomkit_savepoint entry;  /* of the call: what a replay begins from */
+    oomkit_rng after;        /* at its end */
+    uint32_t *buffers_after; /* versions at its end, or NULL */
+    uint64_t buffers_serial; /* parts->buffers_serial at the marks */
     oomkit_modes modes;
     uint64_t number, record; /* of the call, of its record */
     uint64_t serial;         /* among all that ever waited; 0 while it does not */
@@ -189,12 +185,7 @@ oomkit_stash_say_half(oomkit_call *call, PyObject *roots);
 void
 oomkit_stash_free(oomkit_pending *pending);
 
-/* --- micro_loss.c --- */
-
-/* A backward of a call that is split must not pass a loss that waits for its caller's:
- * that one's graph can be run through once. 0, or -1 with SplitError. */
-
-/* --- graph.c --- */
+/* --- watched_losses.c --- */
 
 /* Before the engine runs with `args` (roots, their gradients): has the waiting losses
  * that it will pass tell what reaches them. How many the roots lead to, when they lead
@@ -238,8 +229,6 @@ oomkit_second_claim(oomkit_pending *pending);
 int
 oomkit_second_is_running(const oomkit_state *st);
 
-/* The loss of a micro-batch that still needs backward. 0 or -1. */
-
 extern PyType_Spec oomkit_pending_spec, oomkit_relay_spec;
 
 /* The waiting loss that this node made, or NULL. Borrowed; *failed on an error. */
@@ -250,7 +239,7 @@ int
 oomkit_graph_reach_nodes(oomkit_state *st, PyObject *roots, PyObject *reached,
                          PyObject *nodes, int *paths);
 
-/* --- graph.c --- */
+/* --- reached_losses.c --- */
 /* What a backward from `roots` reaches: *paths is set when a leaf is reached without
  * passing a waiting loss. Those that are reached are appended to `reached` (a list).
  * 0 or -1. */

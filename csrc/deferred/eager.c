@@ -16,7 +16,7 @@ static int
 number_of(oomkit_state *st, PyObject *object, double *value)
 {
     int tensor = oomkit_has_attribute(object, st->str_item);
-    PyObject *number; /* owned */
+    OWNED PyObject *number = NULL;
 
     if (tensor < 0) {
         return -1;
@@ -27,7 +27,6 @@ number_of(oomkit_state *st, PyObject *object, double *value)
         return -1;
     }
     *value = PyFloat_AsDouble(number);
-    Py_DECREF(number);
     return *value == -1.0 && PyErr_Occurred() ? -1 : 0;
 }
 
@@ -35,24 +34,10 @@ number_of(oomkit_state *st, PyObject *object, double *value)
 static int
 scale_now(oomkit_state *st, const oomkit_participants *parts, double *scale)
 {
-    Py_ssize_t i;
-
     *scale = 1.0;
-    for (i = 0; i < parts->owner_count; i++) {
-        PyObject *scaler, *answer; /* owned */
-        int result;
-        if (parts->owners[i].kind != OOMKIT_OWNER_SCALER) {
-            continue;
-        }
-        scaler = oomkit_reference_get(parts->owners[i].ref);
-        if (scaler == NULL) {
-            continue;
-        }
-        answer = PyObject_CallMethod(scaler, "get_scale", NULL);
-        Py_DECREF(scaler);
-        result = answer == NULL ? -1 : number_of(st, answer, scale);
-        Py_XDECREF(answer);
-        return result;
+    EACH_OWNER (scaler, parts, OWNERS_OF(OOMKIT_OWNER_SCALER)) {
+        OWNED PyObject *answer = PyObject_CallMethod(scaler.object, "get_scale", NULL);
+        return answer == NULL ? -1 : number_of(st, answer, scale);
     }
     return 0;
 }
@@ -104,7 +89,6 @@ oomkit_stash_say_half(oomkit_call *call, PyObject *roots)
     oomkit_state *st = call->st;
     Py_ssize_t i = 0;
     int half;
-    PyObject *done; /* owned */
 
     call->step->half_said = 1;
     while (i < call->parts->owner_count &&
@@ -115,16 +99,14 @@ oomkit_stash_say_half(oomkit_call *call, PyObject *roots)
     if (half <= 0) {
         return half;
     }
-    done = PyObject_CallMethod(
-        st->log, "warning", "sO",
+    return oomkit_say(
+        st, "warning", "sO",
         "oomkit: %s computes in fp16 and has a GradScaler: a sum over the whole batch "
         "overflows fp16 where those of its micro-batches do not, so that the scaler "
         "may "
         "skip an update and move its scale in another step than it would over the "
         "whole batch",
         call->options->label);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
 }
 
 /* Would scaling lose anything? fp16 under- and overflows where fp32 does not. */
@@ -163,12 +145,15 @@ static int
 deposit_one(oomkit_pending *p, Py_ssize_t i, PyObject *ratio, int keep)
 {
     oomkit_state *st = p->st;
-    PyObject *param = p->parts->params[i];                      /* borrowed */
-    PyObject *gradient = PyObject_GetAttr(param, st->str_grad); /* owned */
-    PyObject *value = Py_NewRef(p->stash[i]);                   /* owned */
-    int result = -1;
+    PyObject *param = p->parts->params[i]; /* borrowed */
+    OWNED PyObject *gradient = PyObject_GetAttr(param, st->str_grad);
+    OWNED PyObject *value = Py_NewRef(p->stash[i]);
+    OWNED PyObject *sum = NULL;
 
-    if (gradient != NULL && ratio != NULL) {
+    if (gradient == NULL) {
+        return -1;
+    }
+    if (ratio != NULL) {
         Py_SETREF(value, PyObject_CallMethodOneArg(value,
                                                    keep || gradient != Py_None
                                                        ? st->str_mul
@@ -177,21 +162,17 @@ deposit_one(oomkit_pending *p, Py_ssize_t i, PyObject *ratio, int keep)
     } else if (gradient == Py_None && keep) {
         Py_SETREF(value, PyObject_CallMethodNoArgs(value, st->str_clone));
     }
-    if (gradient != NULL && value != NULL) {
-        if (gradient == Py_None) {
-            result = PyObject_SetAttr(param, st->str_grad, value);
-        } else {
-            /* += as autograd accumulates: in place where the kinds allow it */
-            PyObject *sum = oomkit_half_made_refuse(st, gradient) < 0
-                                ? NULL
-                                : PyNumber_InPlaceAdd(gradient, value); /* owned */
-            result = sum == NULL ? -1 : PyObject_SetAttr(param, st->str_grad, sum);
-            Py_XDECREF(sum);
-        }
+    if (value == NULL) {
+        return -1;
     }
-    Py_XDECREF(value);
-    Py_XDECREF(gradient);
-    return result;
+    if (gradient == Py_None) {
+        return PyObject_SetAttr(param, st->str_grad, value);
+    }
+    /* += as autograd accumulates: in place where the kinds allow it */
+    sum = oomkit_half_made_refuse(st, gradient) < 0
+              ? NULL
+              : PyNumber_InPlaceAdd(gradient, value);
+    return sum == NULL ? -1 : PyObject_SetAttr(param, st->str_grad, sum);
 }
 
 static int
@@ -203,26 +184,26 @@ deposit_all(oomkit_pending *p, PyObject *ratio, int keep)
     if (mode < 0) {
         return -1;
     }
-    oomkit_exempt_enter(p->st); /* what is added is there already */
-    for (i = 0; p->stash != NULL && i < p->stash_count && result == 0; i++) {
-        if (p->stash[i] != NULL) {
-            result = deposit_one(p, i, ratio, keep);
-            if (!keep) {
-                Py_CLEAR(p->stash[i]);
+    EXEMPT (p->st) { /* what is added is there already */
+        for (i = 0; p->stash != NULL && i < p->stash_count && result == 0; i++) {
+            if (p->stash[i] != NULL) {
+                result = deposit_one(p, i, ratio, keep);
+                if (!keep) {
+                    Py_CLEAR(p->stash[i]);
+                }
             }
         }
     }
-    oomkit_exempt_leave(p->st);
     return oomkit_grad_mode_back(p->st, mode, result);
 }
 
 int
 oomkit_stash_deposit(oomkit_pending *p, int keep)
 {
-    PyObject *ratio = NULL; /* owned */
+    OWNED PyObject *ratio = NULL;
     double value, scale, factor;
-    int result, coarse;
-    int frozen = oomkit_switches_frozen_since(p->st, p->parts, p->param_versions);
+    int coarse;
+    int frozen = oomkit_switches_frozen_since(p->st, p->parts, p->entry.versions);
 
     if (frozen != 0) {
         return frozen; /* to be run again, which is refused with that reason */
@@ -245,9 +226,7 @@ oomkit_stash_deposit(oomkit_pending *p, int keep)
             return -1;
         }
     }
-    result = deposit_all(p, ratio, keep);
-    Py_XDECREF(ratio);
-    return result;
+    return deposit_all(p, ratio, keep);
 }
 
 void

@@ -30,7 +30,7 @@ void
 oomkit_second_take_back(oomkit_second *s)
 {
     PyObject *exception = oomkit_exception_take(); /* owned, given back */
-    PyObject *message = NULL, *note, *done;        /* owned */
+    OWNED PyObject *message = NULL;
     int result = failed_roll_back(s, &message);
 
     if (result < 0) {
@@ -38,15 +38,14 @@ oomkit_second_take_back(oomkit_second *s)
     }
     if (result == 1) {
         /* the error may say of the one call that failed that nothing has changed */
-        note = PyUnicode_FromFormat("not all is as before: %U", message);
-        done = note ? PyObject_CallMethod(exception, "add_note", "O", note) : NULL;
+        OWNED PyObject *note =
+            PyUnicode_FromFormat("not all is as before: %U", message);
+        OWNED PyObject *done =
+            note ? PyObject_CallMethod(exception, "add_note", "O", note) : NULL;
         if (done == NULL) {
             PyErr_WriteUnraisable(exception);
         }
-        Py_XDECREF(note);
-        Py_XDECREF(done);
     }
-    Py_XDECREF(message);
     oomkit_exception_give(exception);
 }
 
@@ -142,7 +141,7 @@ is_marked(const oomkit_second *s, const PyObject *leaf)
 static int
 failed_strangers(oomkit_second *s)
 {
-    PyObject *leaves = PyList_New(0); /* owned */
+    OWNED PyObject *leaves = PyList_New(0);
     int result = leaves == NULL ? -1 : oomkit_graph_leaves(s->st, s->roots, leaves);
     Py_ssize_t i;
 
@@ -150,18 +149,16 @@ failed_strangers(oomkit_second *s)
     result = s->loose == NULL ? -1 : result;
     for (i = 0; result == 0 && i < PyList_GET_SIZE(leaves); i++) {
         PyObject *leaf = PyList_GET_ITEM(leaves, i); /* borrowed */
-        PyObject *gradient;                          /* owned */
+        OWNED PyObject *gradient = NULL;
         if (is_marked(s, leaf)) {
             continue;
         }
         gradient = PyObject_GetAttr(leaf, s->st->str_grad);
         result = gradient == NULL ? -1 : gradient != Py_None;
-        Py_XDECREF(gradient);
         if (result == 0) {
             result = PyList_Append(s->loose, leaf);
         }
     }
-    Py_XDECREF(leaves);
     return result;
 }
 
@@ -185,8 +182,8 @@ failed_give_up(oomkit_second *s, oomkit_pending *p, PyObject *exception,
                const char *why)
 {
     oomkit_call *call = NULL;
-    PyObject *handled = PyErr_GetHandledException(); /* owned: the caller's */
-    PyObject *message = NULL, *reason = NULL;        /* owned */
+    OWNED PyObject *handled = PyErr_GetHandledException(); /* the caller's */
+    OWNED PyObject *message = NULL, *reason = NULL;
     int i, result;
 
     for (i = 0; i < s->call_count; i++) {
@@ -195,7 +192,6 @@ failed_give_up(oomkit_second *s, oomkit_pending *p, PyObject *exception,
         }
     }
     oomkit_exception_drop(s->st, exception, handled);
-    Py_XDECREF(handled);
     if (oomkit_backward_drain(s->st) < 0) {
         return -1;
     }
@@ -215,11 +211,9 @@ failed_give_up(oomkit_second *s, oomkit_pending *p, PyObject *exception,
             "the backward() of %U's loss ran out of memory and is not retried: %s; %U",
             call->options->label, why, message);
     }
-    Py_XDECREF(message);
     if (reason != NULL) {
         call->log.outcome = 1;
         oomkit_give_up(call, reason, 0);
-        Py_DECREF(reason);
     }
     return -1;
 }
@@ -268,7 +262,7 @@ failed_replay_one(oomkit_second *s, oomkit_pending *p, PyObject *exception)
 int
 oomkit_second_again(oomkit_second *s, oomkit_pending *p, PyObject *exception)
 {
-    oomkit_call *call = PyMem_Malloc(sizeof(oomkit_own_call));
+    OWNED_MEMORY oomkit_call *call = PyMem_Malloc(sizeof(oomkit_own_call));
     const char *why = NULL;
     int result;
 
@@ -285,13 +279,11 @@ oomkit_second_again(oomkit_second *s, oomkit_pending *p, PyObject *exception)
     }
     if (result == 1) {
         if (exception == NULL) {
-            PyObject *reason = PyUnicode_FromFormat(/* owned */
-                                                    "%U has to be run again for its "
-                                                    "backward() and cannot: %s",
-                                                    call->options->label, why);
+            OWNED PyObject *reason = PyUnicode_FromFormat(
+                "%U has to be run again for its backward() and cannot: %s",
+                call->options->label, why);
             if (reason != NULL) {
                 oomkit_give_up(call, reason, 0);
-                Py_DECREF(reason);
             }
             result = -1;
         } else {
@@ -305,7 +297,6 @@ oomkit_second_again(oomkit_second *s, oomkit_pending *p, PyObject *exception)
     }
     Py_XDECREF(exception);
     oomkit_replay_end(call, p, result == 0);
-    PyMem_Free(call);
     return result;
 }
 
@@ -315,7 +306,7 @@ oomkit_second_again(oomkit_second *s, oomkit_pending *p, PyObject *exception)
 static int
 failed_replay_all(oomkit_second *s, PyObject *reached, PyObject *exception)
 {
-    PyObject *message = NULL; /* owned */
+    OWNED PyObject *message = NULL;
     Py_ssize_t at = -1;
     int i, result;
 
@@ -324,16 +315,13 @@ failed_replay_all(oomkit_second *s, PyObject *reached, PyObject *exception)
         result = failed_roll_back(s, &message);
     }
     if (result == 1) {
-        PyObject *text = PyUnicode_FromFormat("%U", message); /* owned */
-        Py_DECREF(message);
-        if (text != NULL) {
-            result = failed_give_up(s, pending_CAST(PyList_GET_ITEM(reached, 0)),
-                                    exception, PyUnicode_AsUTF8(text));
-            exception = NULL;
-            Py_DECREF(text);
+        const char *why = PyUnicode_AsUTF8(message); /* borrowed from message */
+        if (why == NULL) {
+            Py_DECREF(exception);
+            return -1;
         }
-        Py_XDECREF(exception);
-        return -1;
+        return failed_give_up(s, pending_CAST(PyList_GET_ITEM(reached, 0)), exception,
+                              why);
     }
     for (i = 0; i < s->call_count && result == 0; i++) {
         if (!s->calls[i]->deferred.elsewhere) {
@@ -364,11 +352,10 @@ failed_replay_all(oomkit_second *s, PyObject *reached, PyObject *exception)
 static int
 failed_before_stashes(oomkit_second *s, PyObject *reached, PyObject *exception)
 {
-    PyObject *handled = PyErr_GetHandledException(); /* owned: the caller's */
+    OWNED PyObject *handled = PyErr_GetHandledException(); /* the caller's */
     Py_ssize_t i;
 
     oomkit_exception_drop(s->st, exception, handled);
-    Py_XDECREF(handled);
     for (i = 0; i < PyList_GET_SIZE(reached); i++) {
         pending_CAST(PyList_GET_ITEM(reached, i))->fired = 1;
     }
@@ -385,10 +372,9 @@ failed_post_hooks(const oomkit_second *s)
     int i, found = 0;
 
     for (i = 0; i < s->call_count && found == 0; i++) {
-        PyObject *name = NULL; /* owned */
+        OWNED PyObject *name = NULL;
         found =
             s->calls[i]->deferred.elsewhere ? 0 : oomkit_hooks_post(s->calls[i], &name);
-        Py_XDECREF(name);
     }
     return found;
 }
@@ -456,8 +442,8 @@ oomkit_second_failed(oomkit_second *s, int may_retry)
 {
     PyObject *exception = oomkit_exception_take(); /* owned, then stolen */
     oomkit_class class_ = oomkit_exception_classify(s->st, exception);
-    PyObject *reached = NULL, *nodes = NULL, *handled; /* owned */
-    int paths = 0, result = -1;
+    OWNED PyObject *nodes = NULL, *reached = NULL;
+    int paths = 0;
 
     if (class_ != OOMKIT_CLASS_CERTAIN && class_ != OOMKIT_CLASS_MASKED) {
         oomkit_exception_give(exception);
@@ -466,9 +452,8 @@ oomkit_second_failed(oomkit_second *s, int may_retry)
     if (!s->engine_seen && may_retry) {
         /* torch.autograd.backward failed to make the gradient of its root, a few bytes:
          * nothing has run. */
-        handled = PyErr_GetHandledException();
+        OWNED PyObject *handled = PyErr_GetHandledException();
         oomkit_exception_drop(s->st, exception, handled);
-        Py_XDECREF(handled);
         s->exempt = 1;
         oomkit_exempt_enter(s->st);
         return 1;
@@ -478,20 +463,19 @@ oomkit_second_failed(oomkit_second *s, int may_retry)
     nodes = PyList_New(0);
     if (reached == NULL || nodes == NULL || s->roots == NULL ||
         oomkit_graph_reach_nodes(s->st, s->roots, reached, nodes, &paths) < 0) {
-        Py_XDECREF(reached);
-        Py_XDECREF(nodes);
+        Py_CLEAR(reached);
+        Py_CLEAR(nodes);
         oomkit_second_unseen(s, exception);
         return -1;
     }
     if (PyList_GET_SIZE(reached) == 0) {
         oomkit_exception_give(exception); /* somebody else's graph */
-    } else if (failed_resume(s, reached, nodes, paths) < 0) {
-        Py_DECREF(exception);
-    } else {
-        s->ours = 1;
-        result = failed_reached(s, exception, reached, paths);
+        return -1;
     }
-    Py_DECREF(reached);
-    Py_DECREF(nodes);
-    return result;
+    if (failed_resume(s, reached, nodes, paths) < 0) {
+        Py_DECREF(exception);
+        return -1;
+    }
+    s->ours = 1;
+    return failed_reached(s, exception, reached, paths);
 }

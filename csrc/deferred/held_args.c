@@ -35,8 +35,7 @@ static int
 argument_leads_to(oomkit_state *st, PyObject *argument, PyObject *loss,
                   PyObject *result)
 {
-    PyObject *dict; /* owned */
-    int leads;
+    OWNED PyObject *dict = NULL;
 
     if (loss == NULL || oomkit_is_plain(argument) ||
         oomkit_tensor_check(st, argument) || PyDict_CheckExact(argument) ||
@@ -53,9 +52,7 @@ argument_leads_to(oomkit_state *st, PyObject *argument, PyObject *loss,
         PyErr_Clear(); /* no dictionary: nothing was put into it */
         return 0;
     }
-    leads = dict_leads_to(dict, loss, result, 1);
-    Py_DECREF(dict);
-    return leads;
+    return dict_leads_to(dict, loss, result, 1);
 }
 
 /* Argument i by a weak reference. 1, 0 where its type has none, or -1. */
@@ -134,10 +131,8 @@ oomkit_pending_strong(oomkit_pending *p)
 static int
 has_one_element(oomkit_state *st, PyObject *tensor)
 {
-    PyObject *number = PyObject_CallMethodNoArgs(tensor, st->str_numel); /* owned */
+    OWNED PyObject *number = PyObject_CallMethodNoArgs(tensor, st->str_numel);
     Py_ssize_t elements = number == NULL ? -1 : PyLong_AsSsize_t(number);
-
-    Py_XDECREF(number);
     return elements == -1 && PyErr_Occurred() ? -1 : elements == 1;
 }
 
@@ -146,35 +141,29 @@ has_one_element(oomkit_state *st, PyObject *tensor)
 static PyObject *
 base_node(oomkit_state *st, PyObject *base)
 {
-    PyObject *node = PyObject_GetAttr(base, st->str_grad_fn); /* owned */
-    PyObject *metadata;                                       /* owned */
+    OWNED PyObject *node = PyObject_GetAttr(base, st->str_grad_fn), *metadata = NULL;
     int taken;
 
     if (node == NULL || node == Py_None) {
-        return node;
+        return STEAL(node);
     }
     metadata = PyObject_GetAttr(node, st->str_metadata);
     taken = metadata == NULL ? -1 : PySequence_Contains(metadata, st->str_oomkit);
-    Py_XDECREF(metadata);
-    if (taken != 0) {
-        Py_SETREF(node, taken < 0 ? NULL : Py_NewRef(Py_None));
-    }
-    return node;
+    return taken < 0 ? NULL : taken ? Py_NewRef(Py_None) : STEAL(node);
 }
 
 int
 oomkit_pending_base(oomkit_pending *p, PyObject *loss, PyObject **node)
 {
     oomkit_state *st = p->st;
-    PyObject *base = PyObject_GetAttr(loss, st->str_base); /* owned */
-    PyObject *made, *number;                               /* owned */
+    OWNED PyObject *base = PyObject_GetAttr(loss, st->str_base);
+    OWNED PyObject *made = NULL, *number = NULL;
     int one;
 
     if (base == Py_None) {
         p->step->plain_node = Py_TYPE(*node);
     }
     if (base == NULL || base == Py_None) {
-        Py_XDECREF(base);
         return base == NULL ? -1 : 0;
     }
     one = has_one_element(st, loss);
@@ -186,9 +175,6 @@ oomkit_pending_base(oomkit_pending *p, PyObject *loss, PyObject **node)
         p->hooks_inside |= oomkit_hooks_of(base, st->str_backward_hooks);
         Py_SETREF(*node, Py_NewRef(made));
     }
-    Py_XDECREF(number);
-    Py_XDECREF(made);
-    Py_DECREF(base);
     return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -216,17 +202,13 @@ copy_node(void *context, Py_ssize_t at, Py_ssize_t Py_UNUSED(number))
 static int
 object_leads_to(PyObject *object, PyObject *loss, PyObject *result)
 {
-    PyObject *dict = PyObject_GenericGetDict(object, NULL); /* owned */
-    int leads;
+    OWNED PyObject *dict = PyObject_GenericGetDict(object, NULL);
 
     if (dict == NULL || !PyDict_Check(dict)) {
         PyErr_Clear(); /* slots only, or short of memory: only a leak is at stake */
-        Py_XDECREF(dict);
         return 0;
     }
-    leads = dict_leads_to(dict, loss, result, 1);
-    Py_DECREF(dict);
-    return leads;
+    return dict_leads_to(dict, loss, result, 1);
 }
 
 /* Did the step put its loss into one of the dictionaries and lists of an argument? */
@@ -266,11 +248,10 @@ contents_let_go(oomkit_pending *p, Py_ssize_t at, PyObject *loss, PyObject *resu
     for (i = 0; i < p->batch.nodes[at].children; i++) {
         Py_ssize_t next = oomkit_node_end(&p->batch, child);
         if (node_leads_to(&p->batch, child, loss, result)) {
-            PyObject *made = copy_node(p, child, 0); /* owned, as by the node */
+            OWNED PyObject *made = copy_node(p, child, 0); /* the node's as well */
             if (made == NULL) {
                 return -1;
             }
-            Py_DECREF(made);
         }
         child = next;
     }
@@ -308,17 +289,13 @@ static int
 other_is_watched(oomkit_state *st, PyObject *tensor)
 {
     int hooks = oomkit_hooks_of(tensor, st->str_backward_hooks);
-    PyObject *retains; /* owned */
+    OWNED PyObject *retains = NULL;
 
     if (hooks != 0) {
         return hooks;
     }
     retains = PyObject_GetAttr(tensor, st->str_retains_grad);
-    if (retains == NULL) {
-        return -1;
-    }
-    Py_DECREF(retains);
-    return retains == Py_True;
+    return retains == NULL ? -1 : retains == Py_True;
 }
 
 /* One value beside the loss. 0 or -1. */
@@ -326,8 +303,8 @@ static int
 others_add(oomkit_pending *p, PyObject *value, PyObject *loss)
 {
     oomkit_tensor_facts facts;
-    PyObject *ref; /* owned */
-    int watched, result, leaf;
+    OWNED PyObject *ref = NULL;
+    int watched, leaf;
 
     if (value == loss || !oomkit_tensor_check(p->st, value)) {
         return 0;
@@ -347,9 +324,7 @@ others_add(oomkit_pending *p, PyObject *value, PyObject *loss)
         return -1;
     }
     ref = PyWeakref_NewRef(value, NULL);
-    result = ref == NULL ? -1 : PyList_Append(p->others, ref);
-    Py_XDECREF(ref);
-    return result;
+    return ref == NULL ? -1 : PyList_Append(p->others, ref);
 }
 
 int
@@ -382,11 +357,9 @@ oomkit_pending_watched(const oomkit_pending *p)
 
     for (i = 0; p->others != NULL && i < PyList_GET_SIZE(p->others) && watched == 0;
          i++) {
-        PyObject *tensor = oomkit_reference_get(PyList_GET_ITEM(p->others, i)); /* owned
-                                                                                 */
+        OWNED PyObject *tensor = oomkit_reference_get(PyList_GET_ITEM(p->others, i));
         if (tensor != NULL) {
             watched = other_is_watched(p->st, tensor);
-            Py_DECREF(tensor);
         }
     }
     return watched;

@@ -6,6 +6,7 @@
  * only its values are kept, and the call is run again when the gradient is there. */
 #include "deferred.h"
 #include "../accum/accum.h"
+#include "../call/call.h"
 #include "../call/step.h"
 #include "../py/tensor.h"
 #include "../result/result.h"
@@ -13,42 +14,35 @@
 static int
 returned_differs(oomkit_call *call)
 {
-    call->refused.raised = 1;
-    oomkit_raise(
-        call->st->SplitError,
-        "auto_batch cannot split this step: its micro-batches return different "
-        "kinds of results (a loss that needs backward() in one, none or one of "
-        "another shape in micro-batch %lld of %lld)",
+    return oomkit_refuse_split(
+        call,
+        "its micro-batches return different kinds of results (a loss that needs "
+        "backward() in one, none or one of another shape in micro-batch %lld of %lld)",
         (long long)(call->cut->at + 1), (long long)call->cut->count);
-    return -1;
 }
 
 static int
 returned_shape(oomkit_call *call, PyObject *loss)
 {
-    PyObject *shape = PyObject_GetAttr(loss, call->st->str_shape); /* owned */
+    OWNED PyObject *shape = PyObject_GetAttr(loss, call->st->str_shape);
 
-    if (shape != NULL) {
-        call->refused.raised = 1;
-        oomkit_raise(
-            call->st->SplitError,
-            "auto_batch cannot split a step that returns a loss of shape %S for %lld "
-            "rows: return a scalar, or one row per sample",
-            shape, (long long)call->cut->slices[call->cut->at].length);
-        Py_DECREF(shape);
+    if (shape == NULL) {
+        return -1;
     }
-    return -1;
+    return oomkit_refuse(
+        call,
+        "auto_batch cannot split a step that returns a loss of shape %S for %lld rows: "
+        "return a scalar, or one row per sample",
+        shape, (long long)call->cut->slices[call->cut->at].length);
 }
 
 /* tensor.numel(), or -1 with an exception. */
 static Py_ssize_t
 returned_numel(oomkit_state *st, PyObject *tensor)
 {
-    PyObject *number = PyObject_CallMethodNoArgs(tensor, st->str_numel); /* owned */
-    Py_ssize_t elements = number == NULL ? -1 : PyLong_AsSsize_t(number);
+    OWNED PyObject *number = PyObject_CallMethodNoArgs(tensor, st->str_numel);
 
-    Py_XDECREF(number);
-    return elements;
+    return number == NULL ? -1 : PyLong_AsSsize_t(number);
 }
 
 /* Nothing tells: the attempt is begun again with more rows in its first micro-batch.
@@ -56,7 +50,7 @@ returned_numel(oomkit_state *st, PyObject *tensor)
 static int
 returned_single_ask(oomkit_call *call, PyObject *loss)
 {
-    PyObject *shape; /* owned */
+    OWNED PyObject *shape = NULL;
 
     if (!call->unknown.widened && !call->cut->forced) {
         call->unknown.restart = OOMKIT_RESTART_WIDER;
@@ -66,17 +60,15 @@ returned_single_ask(oomkit_call *call, PyObject *loss)
         return -1;
     }
     shape = PyObject_GetAttr(loss, call->st->str_shape);
-    if (shape != NULL) {
-        call->refused.raised = 1;
-        oomkit_raise(
-            call->st->SplitError,
-            "auto_batch cannot tell what the loss of shape %S is that a micro-batch of "
-            "one row returned: the loss of the batch, or one row per sample; return a "
-            "scalar (loss.reshape(())), or pass min_micro_batch=2",
-            shape);
-        Py_DECREF(shape);
+    if (shape == NULL) {
+        return -1;
     }
-    return -1;
+    return oomkit_refuse(
+        call,
+        "auto_batch cannot tell what the loss of shape %S is that a micro-batch of one "
+        "row returned: the loss of the batch, or one row per sample; return a scalar "
+        "(loss.reshape(())), or pass min_micro_batch=2",
+        shape);
 }
 
 /* One element of one row: a row, or a loss of shape [1]? What is known of the whole
@@ -129,8 +121,8 @@ static int
 returned_backward(oomkit_call *call, PyObject *loss, PyObject *gradient)
 {
     oomkit_state *st = call->st;
-    PyObject *names = NULL, *method, *done = NULL; /* owned */
-    PyObject *stack[2];                            /* borrowed */
+    OWNED PyObject *names = NULL, *method = NULL, *done = NULL;
+    PyObject *stack[2]; /* borrowed */
     Py_ssize_t n = 0;
 
     if (gradient != NULL && call->deferred.inputs != NULL) {
@@ -145,12 +137,7 @@ returned_backward(oomkit_call *call, PyObject *loss, PyObject *gradient)
         stack[n++] = call->deferred.inputs;
     }
     method = names ? PyObject_GetAttr(loss, st->str_backward) : NULL;
-    if (method != NULL) {
-        done = PyObject_Vectorcall(method, stack, 0, names);
-    }
-    Py_XDECREF(method);
-    Py_XDECREF(names);
-    Py_XDECREF(done);
+    done = method ? PyObject_Vectorcall(method, stack, 0, names) : NULL;
     return done == NULL ? -1 : 0;
 }
 
@@ -168,13 +155,9 @@ returned_gradient(oomkit_call *call, PyObject *loss, int scalar)
         return NULL;
     }
     if (scalar) {
-        PyObject *shape = PyObject_GetAttr(loss, st->str_shape); /* owned */
-        PyObject *fitted = NULL;                                 /* owned */
-        if (shape != NULL) {
-            fitted = PyObject_CallMethodOneArg(whole, st->str_reshape, shape);
-            Py_DECREF(shape);
-        }
-        return fitted;
+        OWNED PyObject *shape = PyObject_GetAttr(loss, st->str_shape);
+        return shape == NULL ? NULL
+                             : PyObject_CallMethodOneArg(whole, st->str_reshape, shape);
     }
     if (facts.ndim < 1 || facts.size != call->batch.rows) {
         returned_shape(call, loss);
@@ -188,8 +171,7 @@ returned_gradient(oomkit_call *call, PyObject *loss, int scalar)
 static int
 returned_replay(oomkit_call *call, PyObject *loss, int scalar)
 {
-    PyObject *gradient, *own = NULL; /* owned */
-    int result;
+    OWNED PyObject *gradient = NULL, *own = NULL;
 
     if ((scalar
              ? oomkit_losses_replay(call, loss)
@@ -206,18 +188,14 @@ returned_replay(oomkit_call *call, PyObject *loss, int scalar)
         NULL) { /* a backward that changes it must not change the noted one */
         own = PyObject_CallMethodNoArgs(gradient, call->st->str_clone);
     }
-    result = own == NULL ? -1 : returned_backward(call, loss, own);
-    Py_XDECREF(own);
-    Py_XDECREF(gradient);
-    return result;
+    return own == NULL ? -1 : returned_backward(call, loss, own);
 }
 
 /* The backward of a scalar loss, into the stash. 0 or -1. */
 static int
 returned_stash(oomkit_call *call, PyObject *loss)
 {
-    PyObject *shape, *gradient = NULL; /* owned */
-    int result;
+    OWNED PyObject *shape = NULL, *gradient = NULL;
 
     call->grads.stashing = 1;
     if (call->cut->at == 0) {
@@ -234,11 +212,8 @@ returned_stash(oomkit_call *call, PyObject *loss)
     if (shape != NULL) {
         gradient =
             PyObject_CallMethod(loss, "new_full", "Od", shape, call->deferred.assumed);
-        Py_DECREF(shape);
     }
-    result = gradient == NULL ? -1 : returned_backward(call, loss, gradient);
-    Py_XDECREF(gradient);
-    return result;
+    return gradient == NULL ? -1 : returned_backward(call, loss, gradient);
 }
 
 /* A row per sample: its backward comes later, but who takes part in it is asked now. */
@@ -274,7 +249,7 @@ returned_loss(oomkit_call *call, PyObject *result, PyObject **loss,
 static int
 returned_micro(oomkit_call *call, PyObject *result)
 {
-    PyObject *loss = NULL; /* owned */
+    OWNED PyObject *loss = NULL;
     oomkit_tensor_facts facts;
     oomkit_returned kind;
     int scalar, state;
@@ -294,28 +269,26 @@ returned_micro(oomkit_call *call, PyObject *result)
                    : 0;
     }
     scalar = returned_is_scalar(call, loss, &facts);
-    state = scalar < 0 ? -1 : 0;
-    if (state == 0 && call->cut->at > 0 && call->deferred.replayed == NULL &&
+    if (scalar < 0) {
+        return -1;
+    }
+    if (call->deferred.replayed != NULL) {
+        return returned_replay(call, loss, scalar);
+    }
+    if (call->cut->at > 0 &&
         oomkit_loss_place(call->st, result) != call->cut->join.loss_at) {
-        state = PyErr_Occurred() ? -1 : returned_differs(call);
+        return PyErr_Occurred() ? -1 : returned_differs(call);
     }
-    if (state == 0 && call->deferred.replayed != NULL) {
-        state = returned_replay(call, loss, scalar);
-    } else if (state == 0) {
-        kind = scalar ? OOMKIT_RETURNED_STASH : OOMKIT_RETURNED_DEFERRED;
-        if (call->cut->at > 0 && call->deferred.returned != kind) {
-            state = returned_differs(call);
-        } else {
-            call->deferred.returned = kind;
-            state = oomkit_hooks_loss(call, loss);
-            if (state == 0) {
-                state =
-                    scalar ? returned_stash(call, loss) : returned_defer(call, loss);
-            }
-        }
+    kind = scalar ? OOMKIT_RETURNED_STASH : OOMKIT_RETURNED_DEFERRED;
+    if (call->cut->at > 0 && call->deferred.returned != kind) {
+        return returned_differs(call);
     }
-    Py_DECREF(loss);
-    return state;
+    call->deferred.returned = kind;
+    state = oomkit_hooks_loss(call, loss);
+    if (state != 0) {
+        return state;
+    }
+    return scalar ? returned_stash(call, loss) : returned_defer(call, loss);
 }
 
 static int
@@ -325,16 +298,14 @@ returned_inside(oomkit_call *call, PyObject *roots)
     const oomkit_pending *p = oomkit_graph_waiting(call->st, roots, &failed);
 
     if (p != NULL) {
-        call->refused.raised = 1;
-        oomkit_raise(
-            call->st->SplitError,
-            "auto_batch cannot split this step: it runs backward() through a loss that "
-            "another decorated call (%U) returned, once for each micro-batch; call "
-            "that "
-            "backward() outside, or make one decorated step of both",
+        return oomkit_refuse_split(
+            call,
+            "it runs backward() through a loss that another decorated call (%U) "
+            "returned, once for each micro-batch; call that backward() outside, or "
+            "make one decorated step of both",
             p->retired ? call->options->label : p->step->options.label);
     }
-    return failed || p != NULL ? -1 : 0;
+    return failed ? -1 : 0;
 }
 
 /* --- what happens in a call --- */

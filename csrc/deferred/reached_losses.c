@@ -9,8 +9,8 @@
 oomkit_pending *
 oomkit_node_pending(oomkit_state *st, PyObject *node, int *failed)
 {
-    PyObject *metadata = PyObject_GetAttr(node, st->str_metadata); /* owned */
-    PyObject *found;                                               /* borrowed */
+    OWNED PyObject *metadata = PyObject_GetAttr(node, st->str_metadata);
+    PyObject *found; /* borrowed: the node has it in the same dictionary */
 
     if (metadata == NULL) {
         *failed = 1;
@@ -19,7 +19,7 @@ oomkit_node_pending(oomkit_state *st, PyObject *node, int *failed)
     found = PyDict_Check(metadata) ? PyDict_GetItemWithError(metadata, st->str_oomkit)
                                    : NULL;
     *failed = found == NULL && PyErr_Occurred() != NULL;
-    Py_DECREF(metadata);
+
     if (found == NULL || !Py_IS_TYPE(found, (PyTypeObject *)st->pending_type)) {
         return NULL;
     }
@@ -58,26 +58,21 @@ output_is_beside(oomkit_state *st, PyObject *node, PyObject *number,
 static int
 roots_lead_beside(oomkit_state *st, PyObject *roots)
 {
-    PyObject *list, *node, *number; /* owned */
+    OWNED PyObject *list = oomkit_tensor_check(st, roots) ? PyTuple_Pack(1, roots)
+                                                          : PySequence_Tuple(roots);
     Py_ssize_t i;
     int result = 0;
-
-    list = oomkit_tensor_check(st, roots) ? PyTuple_Pack(1, roots)
-                                          : PySequence_Tuple(roots);
     for (i = 0; list != NULL && i < PyTuple_GET_SIZE(list) && result == 0; i++) {
         PyObject *root = PyTuple_GET_ITEM(list, i); /* borrowed */
         int tensor = oomkit_tensor_check(st, root);
-        node = tensor ? PyObject_GetAttr(root, st->str_grad_fn)
-                      : PySequence_GetItem(root, 0);
-        number = tensor ? PyObject_GetAttr(root, st->str_output_nr)
-                        : PySequence_GetItem(root, 1);
+        OWNED PyObject *node = tensor ? PyObject_GetAttr(root, st->str_grad_fn)
+                                      : PySequence_GetItem(root, 0);
+        OWNED PyObject *number = tensor ? PyObject_GetAttr(root, st->str_output_nr)
+                                        : PySequence_GetItem(root, 1);
         result = node == NULL || number == NULL ? -1
                  : node == Py_None ? 0
                                    : output_is_beside(st, node, number, NULL);
-        Py_XDECREF(node);
-        Py_XDECREF(number);
     }
-    Py_XDECREF(list);
     return list == NULL ? -1 : result;
 }
 
@@ -225,7 +220,7 @@ oomkit_graph_has_split(oomkit_state *st, PyObject *roots)
 static int
 half_visit(oomkit_state *st, PyObject *node, void *context)
 {
-    PyObject *outputs = PyObject_GetAttr(node, st->str_input_metadata); /* owned */
+    OWNED PyObject *outputs = PyObject_GetAttr(node, st->str_input_metadata);
     Py_ssize_t i;
 
     if (outputs == NULL) {
@@ -237,15 +232,13 @@ half_visit(oomkit_state *st, PyObject *node, void *context)
         return 0;
     }
     for (i = 0; PyTuple_Check(outputs) && i < PyTuple_GET_SIZE(outputs); i++) {
-        PyObject *dtype = /* owned */
+        OWNED PyObject *dtype =
             PyObject_GetAttr(PyTuple_GET_ITEM(outputs, i), st->str_dtype);
         if (dtype == NULL) {
             oomkit_error_dismiss(); /* an output that nobody used */
         }
         *(int *)context |= dtype == st->float16;
-        Py_XDECREF(dtype);
     }
-    Py_DECREF(outputs);
     return !*(int *)context;
 }
 
@@ -264,16 +257,13 @@ oomkit_graph_has_half(oomkit_state *st, PyObject *root)
 static int
 leaves_visit(oomkit_state *Py_UNUSED(st), PyObject *node, void *context)
 {
-    PyObject *variable; /* owned */
-    int result;
+    OWNED PyObject *variable = NULL;
 
     if (!oomkit_node_is_leaf(node)) {
         return 1;
     }
     variable = PyObject_GetAttrString(node, "variable");
-    result = variable == NULL ? -1 : PyList_Append(context, variable);
-    Py_XDECREF(variable);
-    return result;
+    return variable == NULL ? -1 : PyList_Append(context, variable);
 }
 
 int

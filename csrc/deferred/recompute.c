@@ -25,16 +25,15 @@ static void
 recompute_note(oomkit_call *call, PyObject *roots)
 {
     PyObject *root = oomkit_losses_root(call->st, roots); /* borrowed from roots */
-    PyObject *exception;                                  /* owned, given back */
     oomkit_loss *loss = &call->whole_loss;
 
     if (root == NULL || !call->grads.at_entry || call->grads.copies != NULL ||
         loss->size != 0 || loss->tensor != NULL) {
         return;
     }
-    exception = oomkit_exception_take();
-    oomkit_loss_take(call->st, root, loss);
-    oomkit_exception_give(exception);
+    KEEPING_EXCEPTION {
+        oomkit_loss_take(call->st, root, loss);
+    }
 }
 
 /* The loss of the failed backward; it may not be known. */
@@ -88,18 +87,16 @@ recompute_begin(oomkit_call *call, PyObject *roots)
 static PyObject *
 recompute_leaves(oomkit_call *call)
 {
-    PyObject *leaves = PyList_New(0), *result; /* owned */
+    OWNED PyObject *leaves = PyList_New(0);
     Py_ssize_t i;
 
     for (i = 0; leaves != NULL && i < call->parts->param_count; i++) {
         if (call->grads.aside[i] != NULL &&
             PyList_Append(leaves, call->parts->params[i]) < 0) {
-            Py_CLEAR(leaves);
+            return NULL;
         }
     }
-    result = leaves == NULL ? NULL : PyList_AsTuple(leaves);
-    Py_XDECREF(leaves);
-    return result;
+    return leaves == NULL ? NULL : PyList_AsTuple(leaves);
 }
 
 /* Can this be taken off: is it there, dense and finite? 1, 0 or -1. */
@@ -107,7 +104,7 @@ static int
 recompute_fits(oomkit_call *call, PyObject *gradient)
 {
     oomkit_tensor_facts facts;
-    PyObject *sum, *number; /* owned */
+    OWNED PyObject *sum = NULL, *number = NULL;
     int fits;
 
     if (gradient == Py_None) {
@@ -123,8 +120,6 @@ recompute_fits(oomkit_call *call, PyObject *gradient)
     sum = PyObject_CallMethod(gradient, "norm", "d", INFINITY);
     number = sum == NULL ? NULL : PyObject_CallMethodNoArgs(sum, call->st->str_item);
     fits = number == NULL ? -1 : isfinite(PyFloat_AsDouble(number)) != 0;
-    Py_XDECREF(number);
-    Py_XDECREF(sum);
     return fits < 0 || PyErr_Occurred() ? -1 : fits;
 }
 
@@ -139,7 +134,7 @@ recompute_subtract(oomkit_call *call)
 
     for (pass = 0; pass < 2; pass++) {
         for (i = 0; result == 1 && i < n; i++) {
-            PyObject *gradient, *done; /* owned */
+            OWNED PyObject *gradient = NULL, *done = NULL;
             if (aside[i] == NULL) {
                 continue;
             }
@@ -152,9 +147,7 @@ recompute_subtract(oomkit_call *call)
             } else {
                 done = PyObject_CallMethod(aside[i], "sub_", "O", gradient);
                 result = done == NULL || grads_set(call, i, Py_None) < 0 ? -1 : 1;
-                Py_XDECREF(done);
             }
-            Py_DECREF(gradient);
         }
     }
     return result;
@@ -169,9 +162,9 @@ recompute_take(oomkit_call *call)
     if (mode < 0) {
         return -1;
     }
-    oomkit_exempt_enter(call->st);
-    result = recompute_subtract(call);
-    oomkit_exempt_leave(call->st);
+    EXEMPT (call->st) {
+        result = recompute_subtract(call);
+    }
     if (oomkit_grad_mode_back(call->st, mode, result < 0 ? -1 : 0) < 0) {
         return -1;
     }
@@ -227,7 +220,7 @@ recompute_backward(oomkit_call *call, PyObject *engine, PyObject *const *args,
 static int
 recompute_give_up(oomkit_call *call)
 {
-    PyObject *name, *reason; /* owned */
+    OWNED PyObject *name = NULL, *reason = NULL;
     Py_ssize_t i = 0;
 
     while (call->grads.aside[i] == NULL) { /* one of them at least is there */
@@ -242,12 +235,10 @@ recompute_give_up(oomkit_call *call)
                                 "again; pass gradient_safety=\"copy\" to auto_batch, "
                                 "and call zero_grad() before going on",
                                 name);
-    Py_XDECREF(name);
     if (reason != NULL) {
         call->grads.aside_said = 1;
         call->log.outcome = 1;
         oomkit_give_up(call, reason, 0);
-        Py_DECREF(reason);
     }
     return -1;
 }
@@ -256,7 +247,6 @@ recompute_give_up(oomkit_call *call)
 static int
 recompute_put_back(oomkit_call *call)
 {
-    PyObject *done; /* owned */
     Py_ssize_t i;
 
     for (i = 0; i < call->parts->param_count; i++) {
@@ -266,13 +256,11 @@ recompute_put_back(oomkit_call *call)
         }
     }
     grads_array_free(call, &call->grads.aside);
-    done = PyObject_CallMethod(
-        call->st->log, "info", "sKO",
+    return oomkit_say(
+        call->st, "info", "sKO",
         "oomkit: step=%d of %s took off what the failed attempt had added to gradients "
         "that were there: they are as before up to rounding, not bit for bit",
         (unsigned long long)call->log.number, call->options->label);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
 }
 
 /* One attempt over the whole batch, which ends after its first backward. 0, or -1 with
@@ -280,14 +268,14 @@ recompute_put_back(oomkit_call *call)
 static int
 recompute_attempt(oomkit_call *call)
 {
-    PyObject *result, *exception, *handled; /* owned */
+    OWNED PyObject *result = NULL, *handled = NULL;
+    PyObject *exception; /* owned, then dropped */
 
     call->grads.owed = OOMKIT_OWED_NOW;
     call->backward.instead = recompute_backward;
     result = oomkit_attempt_run(call);
     call->unknown.restart = 0;
     if (result != NULL) { /* it has run to its end without a backward */
-        Py_DECREF(result);
         return 0;
     }
     if (!PyErr_ExceptionMatches(PyExc_Exception)) {
@@ -296,7 +284,6 @@ recompute_attempt(oomkit_call *call)
     exception = oomkit_exception_take();
     handled = PyErr_GetHandledException();
     oomkit_exception_drop(call->st, exception, handled);
-    Py_XDECREF(handled);
     return 0;
 }
 

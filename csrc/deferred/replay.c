@@ -9,7 +9,7 @@
 #include "../accum/weights.h"
 #include "../engine/engine.h"
 #include "../hook/hook.h"
-#include "../plain/marks.h"
+#include "../plain/plain_state.h"
 #include "../py/modes.h"
 #include "../py/tensor.h"
 #include "../sizes/sizes.h"
@@ -18,11 +18,10 @@
 
 /* What was there when the second half failed. */
 typedef struct replay_now {
-    oomkit_rng rng;
+    oomkit_savepoint at; /* random numbers, participants, plain state: what the call did
+                            to these counts once */
     oomkit_switches switches;
     PyObject *buffers;          /* owned: list of (tensor, host copy) */
-    PyObject *users;            /* owned: list of (participant, state) */
-    struct oomkit_plain *plain; /* owned: what the call did to it counts once */
     int rng_used, buffers_used; /* by others since the call */
     int finished;               /* the replay has */
     oomkit_call *call;          /* borrowed */
@@ -38,13 +37,12 @@ prepare_graphs(oomkit_call *call)
     int result = 0;
 
     for (i = 0; i < call->batch.count && result == 0; i++) {
-        PyObject *node; /* owned */
+        OWNED PyObject *node = NULL;
         if (call->batch.nodes[i].kind != OOMKIT_NODE_TENSOR) {
             continue;
         }
         node = PyObject_GetAttr(call->batch.nodes[i].object, call->st->str_grad_fn);
         result = node == NULL ? -1 : node != Py_None;
-        Py_XDECREF(node);
     }
     return result;
 }
@@ -98,19 +96,12 @@ oomkit_replay_prepare(oomkit_call *call, oomkit_pending *p, const char **why)
     call->given.kwnames = p->kwnames;
     call->given.nargsf = p->nargsf;
     oomkit_batch_move(&call->batch, &p->batch, p->args);
-    call->entry.rng = p->rng;
-    memset(&p->rng, 0, sizeof(p->rng));
-    call->entry.buffers = p->buffers;
-    memset(&p->buffers, 0, sizeof(p->buffers));
-    call->entry.versions = p->param_versions;
-    p->param_versions = NULL;
-    call->entry.flags = p->switches;
-    p->switches = NULL;
-    if (oomkit_plain_put_slim(call, p->plain) < 0) {
-        p->plain = NULL;
+    oomkit_savepoint_move(&call->entry, &p->entry);
+    if (oomkit_plain_put_slim(call, p->entry.plain) < 0) {
+        p->entry.plain = NULL;
         return -1;
     }
-    p->plain = NULL;
+    p->entry.plain = NULL;
     refused = prepare_check(call, p, why);
     if (refused != 0 && oomkit_switches_keep(call) < 0) {
         return -1;
@@ -157,28 +148,25 @@ now_note(oomkit_call *call, const oomkit_pending *p, replay_now *now)
         if (moved >= 0 && oomkit_rng_mark(call) < 0) {
             moved = -1;
         }
-        now->rng = call->entry.rng;
+        now->at.rng = call->entry.rng;
         call->entry.rng = entry;
     }
     now->rng_used = moved != 0;
     if (moved < 0 || now_buffers(call, p, now) < 0 ||
         oomkit_switches_now(call, &now->switches) < 0 || oomkit_owners_mark(call) < 0 ||
-        oomkit_plain_now(call, &now->plain) < 0) {
+        oomkit_plain_now(call, &now->at.plain) < 0) {
         return -1;
     }
-    now->users = Py_XNewRef(call->entry.owners.user);
+    now->at.owners.user = Py_XNewRef(call->entry.owners.user);
     return 0;
 }
 
 static void
 now_clear(replay_now *now)
 {
-    oomkit_rng_free(&now->rng);
+    oomkit_savepoint_free(&now->at);
     oomkit_switches_clear(&now->switches);
     Py_CLEAR(now->buffers);
-    Py_CLEAR(now->users);
-    oomkit_plain_free(now->plain);
-    now->plain = NULL;
 }
 
 static int
@@ -187,7 +175,7 @@ now_restore_rng(oomkit_call *call, replay_now *now)
     oomkit_rng entry = call->entry.rng;
     int result;
 
-    call->entry.rng = now->rng;
+    call->entry.rng = now->at.rng;
     result = oomkit_rng_restore(call);
     call->entry.rng = entry;
     return result;
@@ -205,32 +193,29 @@ now_restore_once(void *argument)
     if (mode < 0) {
         return -1;
     }
-    oomkit_exempt_enter(st);
-    if (now->rng.cpu_state != NULL && (now->rng_used || !finished)) {
-        result = now_restore_rng(call, now);
+    EXEMPT (st) {
+        if (now->at.rng.cpu_state != NULL && (now->rng_used || !finished)) {
+            result = now_restore_rng(call, now);
+        }
+        for (i = 0; result == 0 && (now->buffers_used || !finished) &&
+                    i < PyList_GET_SIZE(now->buffers);
+             i++) {
+            PyObject *pair = PyList_GET_ITEM(now->buffers, i); /* borrowed */
+            OWNED PyObject *done = PyObject_CallMethodOneArg(
+                PyTuple_GET_ITEM(pair, 0), st->str_copy, PyTuple_GET_ITEM(pair, 1));
+            result = done == NULL ? -1 : 0;
+        }
+        if (result == 0) {
+            result = oomkit_switches_then(call, &now->switches);
+        }
+        if (result == 0) {
+            Py_XSETREF(call->entry.owners.user, Py_XNewRef(now->at.owners.user));
+            result = oomkit_owners_restore(call);
+        }
+        if (result == 0) {
+            result = oomkit_plain_restore_now(call, now->at.plain);
+        }
     }
-    for (i = 0; result == 0 && (now->buffers_used || !finished) &&
-                i < PyList_GET_SIZE(now->buffers);
-         i++) {
-        PyObject *pair = PyList_GET_ITEM(now->buffers, i); /* borrowed */
-        PyObject *done =
-            PyObject_CallMethodOneArg(/* owned */
-                                      PyTuple_GET_ITEM(pair, 0), st->str_copy,
-                                      PyTuple_GET_ITEM(pair, 1));
-        result = done == NULL ? -1 : 0;
-        Py_XDECREF(done);
-    }
-    if (result == 0) {
-        result = oomkit_switches_then(call, &now->switches);
-    }
-    if (result == 0) {
-        Py_XSETREF(call->entry.owners.user, Py_XNewRef(now->users));
-        result = oomkit_owners_restore(call);
-    }
-    if (result == 0) {
-        result = oomkit_plain_restore_now(call, now->plain);
-    }
-    oomkit_exempt_leave(st);
     return oomkit_grad_mode_back(st, mode, result);
 }
 
@@ -297,7 +282,7 @@ replay_compare(oomkit_call *call, const oomkit_pending *p, int drawn)
 static int
 replay_inside(oomkit_call *call, oomkit_pending *p, PyObject *exception, int drawn)
 {
-    PyObject *result; /* owned */
+    OWNED PyObject *result = NULL;
 
     if (oomkit_intercept_install(call) < 0) {
         Py_XDECREF(exception);
@@ -307,7 +292,6 @@ replay_inside(oomkit_call *call, oomkit_pending *p, PyObject *exception, int dra
     call->log.phase_before = oomkit_phase_set(call->st, OOMKIT_PHASE_FORWARD);
     if (oomkit_compiler_off(call) < 0) {
         Py_CLEAR(exception);
-        result = NULL;
     } else if (exception != NULL) {
         oomkit_exception_give(exception);
         result = oomkit_recover(call, 1);
@@ -323,7 +307,6 @@ replay_inside(oomkit_call *call, oomkit_pending *p, PyObject *exception, int dra
     }
     oomkit_phase_set(call->st, call->log.phase_before);
     oomkit_call_set_current(NULL);
-    Py_XDECREF(result);
     return result == NULL ? -1 : 0;
 }
 

@@ -12,7 +12,7 @@
 static int
 watch_hook(oomkit_pending *p, PyObject *node)
 {
-    PyObject *handle; /* owned */
+    OWNED PyObject *handle = NULL;
 
     if (p->kind != OOMKIT_RETURNED_WHOLE || p->hooked) {
         return 0; /* a node of ours tells it anyway */
@@ -20,7 +20,7 @@ watch_hook(oomkit_pending *p, PyObject *node)
     handle =
         PyObject_CallMethodOneArg(node, p->st->str_register_prehook, (PyObject *)p);
     p->hooked = handle != NULL;
-    Py_XDECREF(handle);
+
     return p->hooked ? 0 : -1;
 }
 
@@ -29,44 +29,46 @@ watch_hook(oomkit_pending *p, PyObject *node)
 static int
 watch_root(oomkit_state *st, PyObject *root, PyObject *gradients)
 {
-    PyObject *node = PyObject_GetAttr(root, st->str_grad_fn); /* owned */
-    PyObject *hooks, *number;                                 /* owned */
+    OWNED PyObject *node = PyObject_GetAttr(root, st->str_grad_fn);
+    OWNED PyObject *number = NULL, *hooks = NULL;
     Py_ssize_t output;
     oomkit_pending *p;
-    int failed = 0, result = 0;
+    int failed = 0;
 
     if (node == NULL || node == Py_None) {
-        Py_XDECREF(node);
         return node == NULL ? -1 : 0;
     }
     p = oomkit_node_pending(st, node, &failed);
-    if (p != NULL && oomkit_second_claim(p) < 0) {
-        failed = 1;
-    } else if (p != NULL && p->kind == OOMKIT_RETURNED_WHOLE) {
-        number = PyObject_GetAttr(root, st->str_output_nr);
-        hooks = number ? PyObject_GetAttr(root, st->str_backward_hooks) : NULL;
-        if (hooks == NULL || (output = PyLong_AsSsize_t(number)) == -1) {
-            result = -1;
-        } else if (hooks == Py_None && output == p->output && p->second != NULL &&
-                   PyTuple_Check(gradients) && PyTuple_GET_SIZE(gradients) == 1) {
-            result = oomkit_pending_gradient(p, PyTuple_GET_ITEM(gradients, 0)) < 0
-                         ? -1
-                         : (p->fired = 1);
-        }
-        Py_XDECREF(hooks);
-        Py_XDECREF(number);
-    } else if (p != NULL) {
-        result = 1;
+    if (p == NULL) {
+        return failed ? -1 : 0;
     }
-    Py_DECREF(node);
-    return failed ? -1 : result;
+    if (oomkit_second_claim(p) < 0) {
+        return -1;
+    }
+    if (p->kind != OOMKIT_RETURNED_WHOLE) {
+        return 1;
+    }
+    number = PyObject_GetAttr(root, st->str_output_nr);
+    hooks = number ? PyObject_GetAttr(root, st->str_backward_hooks) : NULL;
+    if (hooks == NULL || (output = PyLong_AsSsize_t(number)) == -1) {
+        return -1;
+    }
+    if (hooks != Py_None || output != p->output || p->second == NULL ||
+        !PyTuple_Check(gradients) || PyTuple_GET_SIZE(gradients) != 1) {
+        return 0;
+    }
+    if (oomkit_pending_gradient(p, PyTuple_GET_ITEM(gradients, 0)) < 0) {
+        return -1;
+    }
+    p->fired = 1;
+    return 1;
 }
 
 /* Breadth first, so that a loss beside a large other term is found soon. */
 static int
 watch_walk(oomkit_state *st, PyObject *work, int *losses, int *far)
 {
-    PyObject *seen = PySet_New(NULL); /* owned */
+    OWNED PyObject *seen = PySet_New(NULL);
     Py_ssize_t at;
     int result = seen == NULL ? -1 : 0, failed = 0;
 
@@ -91,19 +93,19 @@ watch_walk(oomkit_state *st, PyObject *work, int *losses, int *far)
         result = failed ? -1 : oomkit_node_follow(st, node, work);
     }
     *far |= at > NEAR + EACH * *losses || at < PyList_GET_SIZE(work);
-    Py_XDECREF(seen);
+
     return result;
 }
 
 int
 oomkit_graph_watch(oomkit_state *st, PyObject *const *args, PyObject **nodes)
 {
-    PyObject *work; /* owned */
-    int losses = 0, far = 0, result = 0;
+    OWNED PyObject *work = NULL;
+    int losses = 0, far = 0;
 
     if (PyTuple_Check(args[0]) && PyTuple_GET_SIZE(args[0]) == 1 &&
         oomkit_tensor_check(st, PyTuple_GET_ITEM(args[0], 0))) {
-        result = watch_root(st, PyTuple_GET_ITEM(args[0], 0), args[1]);
+        int result = watch_root(st, PyTuple_GET_ITEM(args[0], 0), args[1]);
         if (result != 0) {
             return result < 0 ? -1 : 0;
         }
@@ -111,11 +113,13 @@ oomkit_graph_watch(oomkit_state *st, PyObject *const *args, PyObject **nodes)
     work = PyList_New(0);
     if (work == NULL || oomkit_roots_nodes(st, args[0], work, &far) < 0 ||
         watch_walk(st, work, &losses, &far) < 0) {
-        result = -1;
+        return -1;
     }
-    if (result == 0 && !far && losses > 1) {
-        *nodes = Py_NewRef(work);
+    if (far) {
+        return 0;
     }
-    Py_XDECREF(work);
-    return result < 0 || far ? result : losses;
+    if (losses > 1) {
+        *nodes = STEAL(work);
+    }
+    return losses;
 }

@@ -145,8 +145,6 @@ oomkit_device_reclaim(oomkit_state *st, oomkit_device device, uint64_t baseline_
 int
 oomkit_device_flush_pending(oomkit_state *st, oomkit_device device);
 
-/* --- surroundings.c --- */
-
 /* --- runtime_error.c --- */
 
 /* Takes the error of memory that a failed call may have left with the CUDA or HIP

@@ -9,13 +9,13 @@
 static int
 pass_add_note(PyObject *exception, PyObject *note)
 {
-    PyObject *done; /* owned */
+    OWNED PyObject *done = NULL;
+
     if (note == NULL) {
         return -1;
     }
     done = PyObject_CallMethod(exception, "add_note", "O", note);
     Py_DECREF(note);
-    Py_XDECREF(done);
     return done == NULL ? -1 : 0;
 }
 
@@ -25,7 +25,7 @@ pass_add_note(PyObject *exception, PyObject *note)
 static PyObject *
 pass_describe(oomkit_call *call, Py_ssize_t index)
 {
-    PyObject *shape, *path, *text = NULL; /* owned */
+    OWNED PyObject *shape = NULL, *path = NULL;
 
     shape = PyObject_GetAttr(call->batch.nodes[index].object, call->st->str_shape);
     if (shape == NULL && PyErr_ExceptionMatches(PyExc_RuntimeError)) {
@@ -35,18 +35,14 @@ pass_describe(oomkit_call *call, Py_ssize_t index)
     if (shape != NULL) {
         Py_SETREF(shape, PySequence_List(shape));
     }
-    if (shape != NULL && PyList_GET_SIZE(shape) == 0) {
-        Py_DECREF(shape);
+    if (shape == NULL) {
+        return NULL;
+    }
+    if (PyList_GET_SIZE(shape) == 0) {
         return Py_NewRef(Py_None);
     }
-    path =
-        shape == NULL ? NULL : oomkit_node_path(&call->batch, call->step->names, index);
-    if (path != NULL) {
-        text = PyUnicode_FromFormat("%U of shape %R", path, shape);
-    }
-    Py_XDECREF(path);
-    Py_XDECREF(shape);
-    return text;
+    path = oomkit_node_path(&call->batch, call->step->names, index);
+    return path == NULL ? NULL : PyUnicode_FromFormat("%U of shape %R", path, shape);
 }
 
 /* Tensors that every micro-batch got whole, or (`beside`) those that were split
@@ -56,59 +52,56 @@ static PyObject *
 pass_tensors(oomkit_call *call, int beside)
 {
     const oomkit_batch *batch = &call->batch;
-    PyObject *list = PyList_New(0), *comma, *joined; /* owned */
-    Py_ssize_t i, first = 0;                         /* the end of the first that was */
-    int failed = list == NULL;
+    OWNED PyObject *list = PyList_New(0), *comma = NULL;
+    Py_ssize_t i, first = 0; /* the end of the first that was */
 
+    if (list == NULL) {
+        return NULL;
+    }
     while (beside && first < batch->count && !oomkit_node_is_split(batch, first)) {
         first = oomkit_node_end(batch, first);
     }
     if (beside && first < batch->count) {
         first = oomkit_node_end(batch, first);
     }
-    for (i = first; !failed && i < batch->count; i++) {
+    for (i = first; i < batch->count; i++) {
         const oomkit_node *node = &batch->nodes[i];
-        PyObject *text; /* owned */
+        OWNED PyObject *text = NULL;
         if (node->kind != OOMKIT_NODE_TENSOR || (node->split != 0) != beside ||
             node->rows == 0 || node->rows == 1) {
             continue;
         }
         text = pass_describe(call, i);
-        failed = text == NULL || (text != Py_None && PyList_Append(list, text) < 0);
-        Py_XDECREF(text);
+        if (text == NULL || (text != Py_None && PyList_Append(list, text) < 0)) {
+            return NULL;
+        }
     }
-    comma = failed ? NULL : PyUnicode_FromString(", ");
-    joined = comma == NULL                ? NULL
-             : PyList_GET_SIZE(list) == 0 ? Py_NewRef(Py_None)
-                                          : PyUnicode_Join(comma, list);
-    Py_XDECREF(comma);
-    Py_XDECREF(list);
-    return joined;
+    if (PyList_GET_SIZE(list) == 0) {
+        return Py_NewRef(Py_None);
+    }
+    comma = PyUnicode_FromString(", ");
+    return comma == NULL ? NULL : PyUnicode_Join(comma, list);
 }
 
 /* A note with the tensors in it, when there are any. 0 or -1. */
 static int
 pass_note_tensors(oomkit_call *call, PyObject *exception, int beside)
 {
-    PyObject *tensors = pass_tensors(call, beside); /* owned */
-    int result = tensors == NULL ? -1 : 0;
+    OWNED PyObject *tensors = pass_tensors(call, beside);
 
-    if (tensors != NULL && tensors != Py_None) {
-        result = pass_add_note(
-            exception,
-            beside ? PyUnicode_FromFormat(
-                         "oomkit: split with the batch, because its size is the same: "
-                         "%U; what is not one element per sample is passed whole with "
-                         "static=",
-                         tensors)
-                   : PyUnicode_FromFormat(
-                         "oomkit: passed whole to every micro-batch, because its size "
-                         "is not that of the batch: %U; see batch= and dim= of "
-                         "auto_batch",
-                         tensors));
+    if (tensors == NULL || tensors == Py_None) {
+        return tensors == NULL ? -1 : 0;
     }
-    Py_XDECREF(tensors);
-    return result;
+    return pass_add_note(
+        exception,
+        beside ? PyUnicode_FromFormat(
+                     "oomkit: split with the batch, because its size is the same: %U; "
+                     "what is not one element per sample is passed whole with static=",
+                     tensors)
+               : PyUnicode_FromFormat(
+                     "oomkit: passed whole to every micro-batch, because its size is "
+                     "not that of the batch: %U; see batch= and dim= of auto_batch",
+                     tensors));
 }
 
 void

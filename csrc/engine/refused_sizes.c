@@ -115,20 +115,16 @@ oomkit_unfit_learn(oomkit_call *call)
 static PyObject *
 unfit_describe(oomkit_call *call, PyObject *exception)
 {
-    PyObject *message, *location, *text, *dot; /* owned */
+    OWNED PyObject *message = NULL, *location = NULL, *dot = NULL;
     uint64_t requested;
 
     oomkit_exception_describe(call->st, exception, &requested, &message, &location);
     dot = PyUnicode_FromString("no message");
-    text = dot == NULL
+    return dot == NULL
                ? NULL
                : PyUnicode_FromFormat("%s: %U%s%V", Py_TYPE(exception)->tp_name,
                                       message == NULL ? dot : message,
                                       location == NULL ? "" : " at ", location, "");
-    Py_XDECREF(dot);
-    Py_XDECREF(message);
-    Py_XDECREF(location);
-    return text;
 }
 
 /* "1, 2" of the sizes that it was raised with. New str or NULL. */
@@ -167,10 +163,10 @@ oomkit_unfit_explain(const oomkit_call *call, PyObject *reason)
 static int
 unfit_raise(oomkit_call *call, PyObject *exception)
 {
-    PyObject *said = unfit_describe(call, exception); /* owned */
-    PyObject *sizes = unfit_sizes(call);              /* owned */
-    PyObject *handled = PyErr_GetHandledException();  /* owned: the caller's */
-    PyObject *error;                                  /* owned, given back */
+    OWNED PyObject *said = unfit_describe(call, exception);
+    OWNED PyObject *sizes = unfit_sizes(call);
+    PyObject *handled = PyErr_GetHandledException(); /* owned: the caller's */
+    PyObject *error;                                 /* owned, given back */
 
     oomkit_exception_clear_frames(call->st, exception, handled);
     Py_XDECREF(handled);
@@ -190,8 +186,6 @@ unfit_raise(oomkit_call *call, PyObject *exception)
             : call->step->whole.seen ? ", as no call with a whole batch has"
                                      : "");
     }
-    Py_XDECREF(said);
-    Py_XDECREF(sizes);
     error = oomkit_exception_take();
     oomkit_pass_tensors(call, error);
     PyException_SetCause(error, exception);
@@ -289,12 +283,11 @@ unfit_go_on(oomkit_call *call)
 static int
 unfit_undo(oomkit_call *call, PyObject *exception)
 {
-    PyObject *message = NULL; /* owned */
+    OWNED PyObject *message = NULL;
 
     if (oomkit_modes_entry_back(call) == 0 && oomkit_take_back(call, &message) == 0) {
         return 0;
     }
-    Py_XDECREF(message);
     if (PyErr_Occurred()) {
         PyErr_WriteUnraisable(
             call->given.func); /* the step's own error is the one to see */

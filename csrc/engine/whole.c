@@ -396,7 +396,7 @@ oomkit_call_free(oomkit_call *call)
 
     oomkit_tx_end(call);
     oomkit_tell_call_ends(call);
-    if (call->cut == call->cut_room) {
+    if (oomkit_call_is_cut(call)) {
         oomkit_join_clear(&call->cut->join);
         PyMem_Free(call->cut->slices);
         PyMem_Free(call->cut->weights);

@@ -50,12 +50,11 @@ static PyObject *
 backward_weighted(oomkit_call *call, PyObject *gradients, double weight)
 {
     Py_ssize_t i;
-    PyObject *factor = PyFloat_FromDouble(weight);  /* owned */
-    PyObject *source = PySequence_Tuple(gradients); /* owned */
-    PyObject *scaled = NULL;                        /* owned */
+    OWNED PyObject *factor = PyFloat_FromDouble(weight);
+    OWNED PyObject *source = PySequence_Tuple(gradients), *scaled = NULL;
 
     if (factor == NULL || source == NULL) {
-        goto done;
+        return NULL;
     }
     scaled = PyTuple_New(PyTuple_GET_SIZE(source));
     for (i = 0; scaled != NULL && i < PyTuple_GET_SIZE(source); i++) {
@@ -65,15 +64,11 @@ backward_weighted(oomkit_call *call, PyObject *gradients, double weight)
                 ? Py_NewRef(Py_None)
                 : PyObject_CallMethodOneArg(gradient, call->st->str_mul, factor);
         if (product == NULL) {
-            Py_CLEAR(scaled);
-            break;
+            return NULL;
         }
         PyTuple_SET_ITEM(scaled, i, product);
     }
-done:
-    Py_XDECREF(factor);
-    Py_XDECREF(source);
-    return scaled;
+    return STEAL(scaled);
 }
 
 /* Does this run of the engine write to .grad? autograd.grad does not. */
@@ -412,10 +407,9 @@ int
 oomkit_backward_run(oomkit_call *call, PyObject *result)
 {
     oomkit_state *st = call->st;
-    PyObject *how = call->options->backward;         /* borrowed from options */
-    PyObject *loss = oomkit_result_loss(st, result); /* owned */
+    PyObject *how = call->options->backward; /* borrowed from options */
+    OWNED PyObject *done = NULL, *loss = oomkit_result_loss(st, result);
     oomkit_tensor_facts facts;
-    PyObject *done; /* owned */
 
     if (loss == NULL) {
         if (!PyErr_Occurred()) {
@@ -428,33 +422,27 @@ oomkit_backward_run(oomkit_call *call, PyObject *result)
         return -1;
     }
     if (oomkit_tensor_facts_get(st, loss, 0, &facts) < 0) {
-        goto error;
+        return -1;
     }
     if (facts.ndim != 0 && facts.bytes != 0 &&
         PyObject_Size(loss) != 1) { /* one element is what backward() itself accepts */
-        PyObject *shape = PyObject_GetAttr(loss, st->str_shape); /* owned */
+        OWNED PyObject *shape = PyObject_GetAttr(loss, st->str_shape);
         if (shape != NULL) {
             oomkit_raise(
                 st->SplitError,
                 "auto_batch(backward=...) expected a scalar loss, got a tensor "
                 "of shape %S; return loss.mean() or loss.sum()",
                 shape);
-            Py_DECREF(shape);
         }
-        goto error;
+        return -1;
     }
     if (!facts.requires_grad) {
         oomkit_raise(st->SplitError,
                      "auto_batch(backward=...) expected a loss that requires grad, got "
                      "one without: was it detached, or computed under no_grad()?");
-        goto error;
+        return -1;
     }
     done = how == Py_True ? PyObject_CallMethodNoArgs(loss, st->str_backward)
                           : PyObject_CallOneArg(how, loss);
-    Py_DECREF(loss);
-    Py_XDECREF(done);
     return done == NULL ? -1 : 0;
-error:
-    Py_DECREF(loss);
-    return -1;
 }

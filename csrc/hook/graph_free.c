@@ -21,10 +21,8 @@ refused_by_torch(void)
 static int
 saved_drop(oomkit_state *st, PyObject *saved)
 {
-    PyObject *done = PyObject_CallMethod(/* owned */
-                                         saved, "register_hooks", "OO", st->saved_pack,
-                                         st->saved_unpack);
-    Py_XDECREF(done);
+    OWNED PyObject *done = PyObject_CallMethod(saved, "register_hooks", "OO",
+                                               st->saved_pack, st->saved_unpack);
     return done == NULL ? refused_by_torch() : 0;
 }
 
@@ -32,7 +30,7 @@ saved_drop(oomkit_state *st, PyObject *saved)
 static int
 attribute_drop(oomkit_state *st, PyObject *node, PyObject *name)
 {
-    PyObject *saved = PyObject_GetAttr(node, name); /* owned */
+    OWNED PyObject *saved = PyObject_GetAttr(node, name);
     Py_ssize_t k;
     int result = 0;
 
@@ -46,27 +44,27 @@ attribute_drop(oomkit_state *st, PyObject *node, PyObject *name)
     } else if (saved != Py_None) {
         result = saved_drop(st, saved);
     }
-    Py_DECREF(saved);
     return result;
 }
 
 static int
 free_visit(oomkit_state *st, PyObject *node, void *Py_UNUSED(context))
 {
-    PyObject *names = PyObject_Dir((PyObject *)Py_TYPE(node)); /* owned */
-    int result = names == NULL ? -1 : 1;
+    OWNED PyObject *names = PyObject_Dir((PyObject *)Py_TYPE(node));
     Py_ssize_t i;
 
-    for (i = 0; result > 0 && i < PyList_GET_SIZE(names); i++) {
+    if (names == NULL) {
+        return -1;
+    }
+    for (i = 0; i < PyList_GET_SIZE(names); i++) {
         PyObject *name = PyList_GET_ITEM(names, i); /* borrowed */
         const char *text = PyUnicode_AsUTF8(name);
         if (text == NULL || (strncmp(text, "_raw_saved_", 11) == 0 &&
                              attribute_drop(st, node, name) < 0)) {
-            result = -1;
+            return -1;
         }
     }
-    Py_XDECREF(names);
-    return result;
+    return 1;
 }
 
 int

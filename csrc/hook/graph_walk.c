@@ -31,8 +31,7 @@ typedef struct graph_walk {
     oomkit_state *st;
     oomkit_node_visitor visit;
     void *context;
-    PyObject
-        *seen; /* owned dict: node to height; keeps the nodes, hence their identity */
+    PyObject *seen; /* dict: node to height; keeps the nodes, hence their identity */
     walk_frame *frames; /* the roots, then a chain of nodes */
     Py_ssize_t count, room, limit;
 } graph_walk;
@@ -90,19 +89,11 @@ walk_push(graph_walk *w, PyObject *node, PyObject *edges)
 {
     walk_frame *frame;
 
-    if (edges != NULL && w->count == w->room) {
-        Py_ssize_t room = w->room * 2 + 32;
-        walk_frame *grown =
-            PyMem_Realloc(w->frames, (size_t)room * sizeof(*grown)); /* owned by w */
-        if (grown == NULL) {
-            Py_DECREF(edges);
-            PyErr_NoMemory();
-            return -1;
-        }
-        w->frames = grown;
-        w->room = room;
-    }
     if (edges == NULL) {
+        return -1;
+    }
+    if (ARRAY_GROW(w->frames, w->count, w->room) < 0) {
+        Py_DECREF(edges);
         return -1;
     }
     frame = &w->frames[w->count++];
@@ -116,11 +107,8 @@ walk_push(graph_walk *w, PyObject *node, PyObject *edges)
 static int
 walk_note(const graph_walk *w, PyObject *node, Py_ssize_t height)
 {
-    PyObject *number = PyLong_FromSsize_t(height); /* owned */
-    int result = number == NULL ? -1 : PyDict_SetItem(w->seen, node, number);
-
-    Py_XDECREF(number);
-    return result;
+    OWNED PyObject *number = PyLong_FromSsize_t(height);
+    return number == NULL ? -1 : PyDict_SetItem(w->seen, node, number);
 }
 
 /* Of the chain that ends with `height` nodes here: what is known of the last frame. 0
@@ -195,18 +183,16 @@ oomkit_graph_walk(oomkit_state *st, PyObject *roots, oomkit_node_visitor visit,
                   void *context, int *leaves)
 {
     graph_walk w = {.st = st, .visit = visit, .context = context};
-    PyObject *list = PyList_New(0); /* owned, then by the first frame */
+    OWNED PyObject *seen = PyDict_New(), *list = PyList_New(0);
     int result;
 
     w.limit = walk_limit();
-    w.seen = PyDict_New();
-    if (list == NULL || w.seen == NULL ||
+    w.seen = seen;
+    if (list == NULL || seen == NULL ||
         oomkit_roots_nodes(st, roots, list, leaves) < 0) {
-        Py_XDECREF(list);
-        Py_XDECREF(w.seen);
         return -1;
     }
-    result = walk_push(&w, NULL, list);
+    result = walk_push(&w, NULL, STEAL(list));
     while (result == 0 && w.count > 0) {
         walk_frame *frame = &w.frames[w.count - 1];
         PyObject *node = NULL; /* borrowed from the frame */
@@ -222,7 +208,6 @@ oomkit_graph_walk(oomkit_state *st, PyObject *roots, oomkit_node_visitor visit,
         Py_DECREF(w.frames[w.count].edges);
     }
     PyMem_Free(w.frames);
-    Py_DECREF(w.seen);
     return result;
 }
 
@@ -231,33 +216,29 @@ oomkit_graph_walk(oomkit_state *st, PyObject *roots, oomkit_node_visitor visit,
 int
 oomkit_roots_nodes(oomkit_state *st, PyObject *roots, PyObject *work, int *leaves)
 {
-    PyObject *list, *node; /* owned */
+    OWNED PyObject *list = oomkit_tensor_check(st, roots) ? PyTuple_Pack(1, roots)
+                                                          : PySequence_Tuple(roots);
     Py_ssize_t i;
-    int result = 0;
 
-    list = oomkit_tensor_check(st, roots) ? PyTuple_Pack(1, roots)
-                                          : PySequence_Tuple(roots);
     if (list == NULL) {
         return -1;
     }
-    for (i = 0; i < PyTuple_GET_SIZE(list) && result == 0; i++) {
+    for (i = 0; i < PyTuple_GET_SIZE(list); i++) {
         PyObject *root = PyTuple_GET_ITEM(list, i); /* borrowed */
-        if (oomkit_tensor_check(st, root)) {
-            node = PyObject_GetAttr(root, st->str_grad_fn);
-        } else {
-            node = PySequence_GetItem(root, 0); /* GradientEdge(node, output_nr) */
-        }
+        OWNED PyObject *node =
+            oomkit_tensor_check(st, root)
+                ? PyObject_GetAttr(root, st->str_grad_fn)
+                : PySequence_GetItem(root, 0); /* GradientEdge(node, output_nr) */
         if (node == NULL) {
-            result = -1;
-        } else if (node == Py_None) {
-            *leaves = 1;
-        } else {
-            result = PyList_Append(work, node);
+            return -1;
         }
-        Py_XDECREF(node);
+        if (node == Py_None) {
+            *leaves = 1;
+        } else if (PyList_Append(work, node) < 0) {
+            return -1;
+        }
     }
-    Py_DECREF(list);
-    return result;
+    return 0;
 }
 
 int
@@ -272,7 +253,7 @@ int
 oomkit_node_edges(oomkit_state *st, PyObject *node, oomkit_edge_visitor visit,
                   void *context)
 {
-    PyObject *edges = PyObject_GetAttr(node, st->str_next_functions); /* owned */
+    OWNED PyObject *edges = PyObject_GetAttr(node, st->str_next_functions);
     Py_ssize_t i;
     int result = edges == NULL ? -1 : 0;
 
@@ -285,7 +266,6 @@ oomkit_node_edges(oomkit_state *st, PyObject *node, oomkit_edge_visitor visit,
                            context);
         }
     }
-    Py_XDECREF(edges);
     return result;
 }
 

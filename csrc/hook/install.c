@@ -4,47 +4,25 @@
 #include "../py/frames.h"
 #include "../undo/undo.h"
 
-/* Room for one more entry, or NULL with MemoryError. */
-static oomkit_interception *
-intercept_room(oomkit_call *call)
-{
-    if (call->hooked.count == call->hooked.room) {
-        int room = call->hooked.room == 0 ? 8 : call->hooked.room * 2;
-        void *grown = PyMem_Realloc(call->hooked.items,
-                                    (size_t)room * sizeof(*call->hooked.items));
-        if (grown == NULL) {
-            PyErr_NoMemory();
-            return NULL;
-        }
-        call->hooked.items = grown;
-        call->hooked.room = room;
-    }
-    return &call->hooked.items[call->hooked.count];
-}
-
 /* Puts one interceptor into an instance's dictionary. */
 int
 oomkit_intercept_one(oomkit_call *call, PyObject *target, oomkit_owner_kind kind,
                      PyObject *name)
 {
+    oomkit_hooked *hooked = &call->hooked;
     oomkit_interception *entry;
-    interceptor_object *self;
-    PyObject *dict = PyObject_GenericGetDict(target, NULL); /* owned, then by entry */
+    interceptor_object *self; /* borrowed from made */
+    OWNED PyObject *dict = PyObject_GenericGetDict(target, NULL), *made = NULL;
     PyTypeObject *type = (PyTypeObject *)call->st->interceptor_type;
 
-    if (dict == NULL) {
+    if (dict == NULL || ARRAY_GROW(hooked->items, hooked->count, hooked->room) < 0) {
         return -1;
     }
-    entry = intercept_room(call);
-    if (entry == NULL) {
-        Py_DECREF(dict);
+    made = type->tp_alloc(type, 0);
+    if (made == NULL) {
         return -1;
     }
-    self = interceptor_CAST(type->tp_alloc(type, 0));
-    if (self == NULL) {
-        Py_DECREF(dict);
-        return -1;
-    }
+    self = interceptor_CAST(made);
     self->call = call;
     self->kind = kind;
     self->vectorcall = oomkit_interceptor_call;
@@ -59,17 +37,15 @@ oomkit_intercept_one(oomkit_call *call, PyObject *target, oomkit_owner_kind kind
                    Py_XNewRef(interceptor_CAST(self->original)->original));
     }
     if ((self->original == NULL && PyErr_Occurred()) ||
-        PyDict_SetItem(dict, name, (PyObject *)self) < 0) {
-        Py_DECREF(self);
-        Py_DECREF(dict);
+        PyDict_SetItem(dict, name, made) < 0) {
         return -1;
     }
+    entry = &hooked->items[hooked->count++];
     entry->target = Py_NewRef(target);
-    entry->dict = dict;
+    entry->dict = STEAL(dict);
     entry->name = name;
     entry->kind = kind;
-    entry->interceptor = (PyObject *)self;
-    call->hooked.count++;
+    entry->interceptor = STEAL(made);
     return 0;
 }
 
@@ -117,22 +93,10 @@ intercept_owner(oomkit_call *call, PyObject *target, oomkit_owner_kind kind)
 int
 oomkit_intercept_install(oomkit_call *call)
 {
-    oomkit_participants *parts = call->parts;
-    Py_ssize_t i;
+    const unsigned kinds = OWNERS_OF(OOMKIT_OWNER_GENERATOR) - 1; /* those before it */
 
-    for (i = 0; i < parts->owner_count; i++) {
-        int result;
-        PyObject *target; /* owned */
-        if (parts->owners[i].kind >= OOMKIT_OWNER_GENERATOR) {
-            continue;
-        }
-        target = oomkit_reference_get(parts->owners[i].ref);
-        if (target == NULL) {
-            continue;
-        }
-        result = intercept_owner(call, target, parts->owners[i].kind);
-        Py_DECREF(target);
-        if (result < 0) {
+    EACH_OWNER (owner, call->parts, kinds) {
+        if (intercept_owner(call, owner.object, owner.kind) < 0) {
             return -1;
         }
     }
@@ -175,7 +139,7 @@ oomkit_intercept_remove(oomkit_call *call)
     }
     PyMem_Free(call->hooked.items);
     call->hooked.items = NULL;
-    call->hooked.count = call->hooked.room = 0;
+    call->hooked.room = call->hooked.count = 0;
     if (exception != NULL) {
         oomkit_exception_give(exception);
     }
@@ -201,8 +165,7 @@ static int
 is_hidden(oomkit_call *call, PyObject *object)
 {
     oomkit_state *st = call->st;
-    PyObject *optimizer; /* owned */
-    int hidden;
+    OWNED PyObject *optimizer = NULL;
 
     if (st->AveragedModel != NULL &&
         PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)st->AveragedModel)) {
@@ -220,9 +183,7 @@ is_hidden(oomkit_call *call, PyObject *object)
         PyErr_Clear(); /* one of somebody's own, or half made */
         return 0;
     }
-    hidden = is_intercepted(call, optimizer);
-    Py_DECREF(optimizer);
-    return hidden;
+    return is_intercepted(call, optimizer);
 }
 
 /* Was a scheduler ever made for one of the intercepted optimizers? Each one wraps the
@@ -250,7 +211,7 @@ has_scheduler(const oomkit_call *call)
 static int
 intercept_hidden(oomkit_call *call)
 {
-    PyObject *objects; /* owned */
+    OWNED PyObject *objects = NULL;
     Py_ssize_t i;
     int result = call->parts->looked_for_hidden ? 0 : has_scheduler(call);
 
@@ -276,7 +237,6 @@ intercept_hidden(oomkit_call *call)
             }
         }
     }
-    Py_DECREF(objects);
     call->parts->looked_for_hidden = result >= 0;
     return result < 0 ? -1 : 0;
 }
@@ -299,22 +259,21 @@ oomkit_intercept_zero_grad_begins(PyObject *module)
 static int
 zero_grad_is_watched(const oomkit_state *st, PyObject *module, PyTypeObject **last)
 {
-    PyObject *method, *dict; /* owned */
+    OWNED PyObject *dict = NULL;
     int watched = 1;
 
     if (Py_TYPE(module) != *last) {
-        method = PyObject_GetAttr((PyObject *)Py_TYPE(module), st->str_zero_grad);
+        OWNED PyObject *method =
+            PyObject_GetAttr((PyObject *)Py_TYPE(module), st->str_zero_grad);
         if (method == NULL) {
             return -1;
         }
         watched = method == st->zero_grad_hook;
-        Py_DECREF(method);
         *last = watched ? Py_TYPE(module) : NULL;
     }
     dict = watched ? PyObject_GenericGetDict(module, NULL) : NULL;
     if (dict != NULL) {
         watched = PyDict_GetItemWithError(dict, st->str_zero_grad) == NULL;
-        Py_DECREF(dict);
     }
     return PyErr_Occurred() ? -1 : watched;
 }
@@ -336,18 +295,17 @@ oomkit_intercept_zero_grad(oomkit_call *call, Py_ssize_t r)
         }
     }
     for (; roots != NULL && r < PyList_GET_SIZE(roots); r++) {
-        PyObject *root = oomkit_reference_get(PyList_GET_ITEM(roots, r)); /* owned */
-        int result = 0;
-        if (root != NULL &&
-            PyObject_TypeCheck(root, (PyTypeObject *)call->st->Module)) {
-            result = zero_grad_is_watched(call->st, root, &last);
+        OWNED PyObject *root = oomkit_reference_get(PyList_GET_ITEM(roots, r));
+        int result;
+        if (root == NULL ||
+            !PyObject_TypeCheck(root, (PyTypeObject *)call->st->Module)) {
+            continue;
         }
-        if (result == 0 && root != NULL &&
-            PyObject_TypeCheck(root, (PyTypeObject *)call->st->Module)) {
+        result = zero_grad_is_watched(call->st, root, &last);
+        if (result == 0) {
             result = oomkit_intercept_one(call, root, OOMKIT_OWNER_USER,
                                           call->st->str_zero_grad);
         }
-        Py_XDECREF(root);
         if (result < 0) {
             return -1;
         }
@@ -364,11 +322,10 @@ oomkit_intercept_split(oomkit_call *call)
     }
     call->hooked.for_split = 1;
     if (!call->st->withheld_ready) {
-        PyObject *done = PyObject_CallNoArgs(call->st->accept_no_gradients); /* owned */
+        OWNED PyObject *done = PyObject_CallNoArgs(call->st->accept_no_gradients);
         if (done == NULL) {
             return -1;
         }
-        Py_DECREF(done);
         Py_XSETREF(call->st->plain_zero_grad,
                    PyObject_CallNoArgs(call->st->find_zero_grad));
         if (call->st->plain_zero_grad == NULL) {

@@ -25,7 +25,8 @@ oomkit_interceptor_original(interceptor_object *self, PyObject *const *args,
     Py_ssize_t total = n + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
     PyObject *small[8];
     PyObject **vector = small;
-    PyObject *method, *result; /* owned */
+    OWNED PyObject *method = NULL;
+    PyObject *result; /* owned */
 
     if (self->original != NULL) {
         return PyObject_Vectorcall(self->original, args, nargsf, kwnames);
@@ -37,7 +38,6 @@ oomkit_interceptor_original(interceptor_object *self, PyObject *const *args,
     if (total + 1 > 8) {
         vector = PyMem_Malloc((size_t)(total + 1) * sizeof(PyObject *));
         if (vector == NULL) {
-            Py_DECREF(method);
             return PyErr_NoMemory();
         }
     }
@@ -47,7 +47,6 @@ oomkit_interceptor_original(interceptor_object *self, PyObject *const *args,
     if (vector != small) {
         PyMem_Free(vector);
     }
-    Py_DECREF(method);
     return result;
 }
 
@@ -56,13 +55,12 @@ oomkit_interceptor_original(interceptor_object *self, PyObject *const *args,
 static int
 interceptor_versions_tell(const interceptor_object *self)
 {
-    PyObject *module = PyObject_GetAttrString((PyObject *)Py_TYPE(self->target),
-                                              "__module__"); /* owned */
+    OWNED PyObject *module =
+        PyObject_GetAttrString((PyObject *)Py_TYPE(self->target), "__module__");
     const char *name =
         module != NULL && PyUnicode_Check(module) ? PyUnicode_AsUTF8(module) : NULL;
     int tell = name != NULL && strncmp(name, "torch.optim", 11) == 0;
 
-    Py_XDECREF(module);
     if (PyErr_Occurred()) {
         oomkit_error_dismiss(); /* an unreadable name is not torch's */
     }
@@ -269,7 +267,7 @@ interceptor_optimizer(interceptor_object *self, PyObject *const *args, size_t na
                       PyObject *kwnames)
 {
     Py_ssize_t n = PyVectorcall_NARGS(nargsf);
-    PyObject *given, *result; /* owned */
+    OWNED PyObject *given = NULL;
 
     if (!self->call->split || self->call->hooked.depth > 1 ||
         (n == 0 && kwnames == NULL)) {
@@ -279,10 +277,8 @@ interceptor_optimizer(interceptor_object *self, PyObject *const *args, size_t na
     if (given == NULL) {
         return NULL;
     }
-    result =
-        interceptor_step(self, ((PyTupleObject *)given)->ob_item, (size_t)n, kwnames);
-    Py_DECREF(given);
-    return result;
+    return interceptor_step(self, ((PyTupleObject *)given)->ob_item, (size_t)n,
+                            kwnames);
 }
 
 /* What is not an optimizer: a scheduler or update() moves on for good when it returns.
@@ -329,7 +325,8 @@ interceptor_scheduler(interceptor_object *self, PyObject *const *args, size_t na
     oomkit_call *call = self->call;
     Py_ssize_t n = PyVectorcall_NARGS(nargsf), at = 0;
     Py_ssize_t total = n + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
-    PyObject *mean = NULL, *result; /* owned */
+    OWNED PyObject *mean = NULL;
+    PyObject *result; /* owned */
     PyObject **vector;
     int state = 0;
 
@@ -341,14 +338,12 @@ interceptor_scheduler(interceptor_object *self, PyObject *const *args, size_t na
     }
     vector = PyMem_Malloc((size_t)total * sizeof(PyObject *));
     if (vector == NULL) {
-        Py_DECREF(mean);
         return PyErr_NoMemory();
     }
     memcpy(vector, args, (size_t)total * sizeof(PyObject *));
     vector[at] = mean;
     result = interceptor_other(self, vector, (size_t)n, kwnames);
     PyMem_Free(vector);
-    Py_DECREF(mean);
     return result;
 }
 
@@ -413,7 +408,7 @@ static PyObject *
 interceptor_getattro(PyObject *op, PyObject *name)
 {
     interceptor_object *self = interceptor_CAST(op);
-    PyObject *method, *result; /* owned */
+    OWNED PyObject *method = NULL;
     int own = PyUnicode_CompareWithASCIIString(name, "__deepcopy__") == 0 ||
               PyUnicode_CompareWithASCIIString(name, "__reduce_ex__") == 0;
 
@@ -427,12 +422,7 @@ interceptor_getattro(PyObject *op, PyObject *name)
     if (method != NULL && PyFunction_Check(method)) {
         Py_SETREF(method, PyMethod_New(method, self->target));
     }
-    if (method == NULL) {
-        return NULL;
-    }
-    result = PyObject_GetAttr(method, name);
-    Py_DECREF(method);
-    return result;
+    return method == NULL ? NULL : PyObject_GetAttr(method, name);
 }
 
 static int

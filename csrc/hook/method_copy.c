@@ -25,7 +25,7 @@ oomkit_interceptor_deepcopy(PyObject *op, PyObject *memo)
 {
     interceptor_object *self = interceptor_CAST(op);
     oomkit_state *st = oomkit_state_of_type(Py_TYPE(op));
-    PyObject *address, *copy, *result; /* owned */
+    OWNED PyObject *address = NULL, *copy = NULL;
 
     if (self->original != NULL || self->target == NULL) {
         return PyObject_CallFunctionObjArgs(
@@ -34,44 +34,37 @@ oomkit_interceptor_deepcopy(PyObject *op, PyObject *memo)
     }
     address = PyLong_FromVoidPtr(self->target);
     copy = address ? PyObject_GetItem(memo, address) : NULL;
-    Py_XDECREF(address);
     if (copy == NULL && PyErr_ExceptionMatches(PyExc_KeyError)) {
         PyErr_Clear(); /* the method alone is copied: with what it is bound to */
         copy = PyObject_CallFunctionObjArgs(st->deepcopy, self->target, memo, NULL);
-        result = copy ? bound_method(self, copy) : NULL;
-        Py_XDECREF(copy);
-        return result;
+        return copy ? bound_method(self, copy) : NULL;
     }
     if (copy == NULL) {
         return NULL;
     }
-    result = self->call != NULL && self->call == oomkit_call_current()
-                 ? oomkit_intercept_copy(self->call, copy, self->name)
-                 : bound_method(self, copy);
-    Py_DECREF(copy);
-    return result;
+    return self->call != NULL && self->call == oomkit_call_current()
+               ? oomkit_intercept_copy(self->call, copy, self->name)
+               : bound_method(self, copy);
 }
 
 PyObject *
 oomkit_interceptor_reduce(PyObject *op, PyObject *Py_UNUSED(protocol))
 {
     interceptor_object *self = interceptor_CAST(op);
-    PyObject *module, *function, *result; /* owned */
+    OWNED PyObject *module = NULL, *function = NULL;
 
     module = PyImport_ImportModule(self->original != NULL ? "operator" : "builtins");
     function =
         module ? PyObject_GetAttrString(module, self->original ? "getitem" : "getattr")
                : NULL;
-    Py_XDECREF(module);
     if (function == NULL) {
         return NULL;
     }
-    result =
-        self->original != NULL
-            ? Py_BuildValue("N((O)i)", function, self->original, 0)
-            : Py_BuildValue("N(OO)", function,
-                            self->target == NULL ? Py_None : self->target, self->name);
-    return result;
+    return self->original != NULL
+               ? Py_BuildValue("O((O)i)", function, self->original, 0)
+               : Py_BuildValue("O(OO)", function,
+                               self->target == NULL ? Py_None : self->target,
+                               self->name);
 }
 
 /* A scheduler's state_dict() is its instance dictionary: our own entries are not in it.
@@ -81,19 +74,18 @@ oomkit_interceptor_state_dict(interceptor_object *self, PyObject *const *args,
                               size_t nargsf, PyObject *kwnames)
 {
     PyObject *key, *value; /* borrowed */
-    PyObject *clean,
-        *state = oomkit_interceptor_original(self, args, nargsf, kwnames); /* owned */
+    OWNED PyObject *clean = NULL;
+    OWNED PyObject *state = oomkit_interceptor_original(self, args, nargsf, kwnames);
     Py_ssize_t at = 0;
 
     if (state == NULL || !PyDict_CheckExact(state)) {
-        return state;
+        return STEAL(state);
     }
     clean = PyDict_New();
     while (clean != NULL && PyDict_Next(state, &at, &key, &value)) {
         if (Py_TYPE(value) != Py_TYPE(self) && PyDict_SetItem(clean, key, value) < 0) {
-            Py_CLEAR(clean);
+            return NULL;
         }
     }
-    Py_DECREF(state);
-    return clean;
+    return STEAL(clean);
 }

@@ -47,25 +47,23 @@ oomkit_nested_any(void)
 static int
 nested_is_function(PyFrameObject *frame)
 {
-    PyCodeObject *code = PyFrame_GetCode(frame);         /* owned */
-    PyObject *globals = PyFrame_GetGlobals(frame);       /* owned */
+    OWNED PyObject *code = (PyObject *)PyFrame_GetCode(frame);
+    OWNED PyObject *globals = PyFrame_GetGlobals(frame);
     PyObject *module = oomkit_item(globals, "__name__"); /* borrowed */
-    int result = 0;
+    const char *name;
 
-    if (module != NULL && PyUnicode_Check(module) &&
-        PyUnicode_CompareWithASCIIString(module, "torch.autograd.function") == 0) {
-        const char *name = PyUnicode_AsUTF8(code->co_qualname);
-        result = name == NULL ? -1 : strncmp(name, "BackwardCFunction.", 18) == 0;
+    if (module == NULL || !PyUnicode_Check(module) ||
+        PyUnicode_CompareWithASCIIString(module, "torch.autograd.function") != 0) {
+        return 0;
     }
-    Py_DECREF(globals);
-    Py_DECREF(code);
-    return result;
+    name = PyUnicode_AsUTF8(((PyCodeObject *)code)->co_qualname);
+    return name == NULL ? -1 : strncmp(name, "BackwardCFunction.", 18) == 0;
 }
 
 int
 oomkit_nested_in_engine(const oomkit_state *st)
 {
-    PyObject *id; /* owned */
+    OWNED PyObject *id = NULL;
     long number = -1;
 
     if (st->graph_task_id == NULL) {
@@ -74,7 +72,6 @@ oomkit_nested_in_engine(const oomkit_state *st)
     id = PyObject_CallNoArgs(st->graph_task_id);
     if (id != NULL) {
         number = PyLong_AsLong(id);
-        Py_DECREF(id);
     }
     if (number == -1 && PyErr_Occurred()) {
         PyErr_WriteUnraisable(st->graph_task_id); /* it takes and gives a number only */
@@ -111,7 +108,7 @@ oomkit_nested_is_functions(void)
 int
 oomkit_nested_refuse(oomkit_state *st, oomkit_call *call)
 {
-    PyObject *where; /* owned */
+    OWNED PyObject *where = NULL;
     int inside;
 
     if (call != NULL) {
@@ -127,17 +124,17 @@ oomkit_nested_refuse(oomkit_state *st, oomkit_call *call)
         return inside < 0 ? -1 : 0;
     }
     where = oomkit_course_where();
-    if (where != NULL) {
-        if (call != NULL) {
-            call->refused.raised = 1;
-        }
-        oomkit_raise(st->SplitError,
-                     "auto_batch cannot split this step: backward() is called at %U by "
-                     "a hook inside another backward(), where it would not carry the "
-                     "weight of the micro-batch; add that loss to the loss of the "
-                     "step, or call backward() on it in the step itself",
-                     where);
-        Py_DECREF(where);
+    if (where == NULL) {
+        return -1;
     }
+    if (call != NULL) {
+        call->refused.raised = 1;
+    }
+    oomkit_raise(st->SplitError,
+                 "auto_batch cannot split this step: backward() is called at %U by a "
+                 "hook inside another backward(), where it would not carry the weight "
+                 "of the micro-batch; add that loss to the loss of the step, or call "
+                 "backward() on it in the step itself",
+                 where);
     return -1;
 }

@@ -6,6 +6,7 @@
  * part's. */
 #include "hook.h"
 #include "step_arguments.h"
+#include "../call/call.h"
 #include "../optim/optim.h"
 #include "../py/frames.h"
 #include "../py/tensor.h"
@@ -14,18 +15,16 @@
 static int
 given_refuse(interceptor_object *self, PyObject *argument, const char *why)
 {
-    PyObject *where = oomkit_course_where(); /* owned */
+    OWNED PyObject *where = oomkit_course_where();
 
-    if (where != NULL) {
-        self->call->refused.raised = 1;
-        oomkit_raise(self->call->st->SplitError,
-                     "auto_batch cannot split this step: %s.step() at %U is given an "
-                     "argument of type %s, %s; compute it outside the decorated step",
-                     Py_TYPE(self->target)->tp_name, where, Py_TYPE(argument)->tp_name,
-                     why);
-        Py_DECREF(where);
+    if (where == NULL) {
+        return -1;
     }
-    return -1;
+    return oomkit_refuse_split(
+        self->call,
+        "%s.step() at %U is given an argument of type %s, %s; compute it outside the "
+        "decorated step",
+        Py_TYPE(self->target)->tp_name, where, Py_TYPE(argument)->tp_name, why);
 }
 
 /* One argument that is no number. 0, or -1 with SplitError. */
@@ -83,7 +82,7 @@ oomkit_given_settle(interceptor_object *self, PyObject *const *args,
 {
     Py_ssize_t i, at = -1;
     Py_ssize_t n = positional + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
-    PyObject *mean = NULL, *result; /* owned */
+    OWNED PyObject *mean = NULL, *result = NULL;
     int state = oomkit_metrics_settle(self->call, self->target, args, positional,
                                       kwnames, &mean, &at);
 
@@ -97,13 +96,11 @@ oomkit_given_settle(interceptor_object *self, PyObject *const *args,
                               ? given_closure(self, args[i])
                               : Py_NewRef(args[i]);
         if (value == NULL) {
-            Py_CLEAR(result);
-            break;
+            return NULL;
         }
         PyTuple_SET_ITEM(result, i, value);
     }
-    Py_XDECREF(mean);
-    return result;
+    return STEAL(result);
 }
 
 int

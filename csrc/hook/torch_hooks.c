@@ -5,8 +5,8 @@ int
 oomkit_watch_structure(oomkit_state *st)
 {
     PyObject *module = PyType_GetModule((PyTypeObject *)st->step_type); /* borrowed */
-    PyObject *changed, *buffer, *begins = NULL, *ends = NULL;           /* owned */
-    PyObject *done = NULL;                                              /* owned */
+    OWNED PyObject *changed = NULL, *buffer = NULL, *begins = NULL, *ends = NULL;
+    OWNED PyObject *done = NULL;
 
     if (st->structure_hooked) {
         return 0;
@@ -34,10 +34,5 @@ oomkit_watch_structure(oomkit_state *st)
         Py_SETREF(done, PyObject_CallNoArgs(st->watch_train));
     }
     st->structure_hooked = done != NULL;
-    Py_XDECREF(begins);
-    Py_XDECREF(ends);
-    Py_XDECREF(changed);
-    Py_XDECREF(buffer);
-    Py_XDECREF(done);
     return done == NULL ? -1 : 0;
 }

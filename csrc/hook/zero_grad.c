@@ -32,9 +32,8 @@ clearing_is_none(const oomkit_state *st, PyObject *const *params, Py_ssize_t cou
         return none;
     }
     for (i = 0; i < count && none == 1; i++) {
-        PyObject *grad = PyObject_GetAttr(params[i], st->str_grad); /* owned */
+        OWNED PyObject *grad = PyObject_GetAttr(params[i], st->str_grad);
         none = grad == NULL ? -1 : grad == Py_None;
-        Py_XDECREF(grad);
     }
     return none;
 }
@@ -66,14 +65,10 @@ clearing_list_has_nothing(const oomkit_state *st, PyObject *params)
 static int
 clearing_sees_gradients(const oomkit_state *st)
 {
-    PyObject *ours = PyObject_GetAttr(st->Parameter, st->str_grad); /* owned */
-    PyObject *plain = ours ? PyObject_GetAttr(st->Tensor, st->str_grad) : NULL;
-    int own =
-        plain == NULL ? -1 : ours == plain && Py_IS_TYPE(plain, &PyGetSetDescr_Type);
+    OWNED PyObject *ours = PyObject_GetAttr(st->Parameter, st->str_grad);
+    OWNED PyObject *plain = ours ? PyObject_GetAttr(st->Tensor, st->str_grad) : NULL;
 
-    Py_XDECREF(plain);
-    Py_XDECREF(ours);
-    return own;
+    return plain == NULL ? -1 : ours == plain && Py_IS_TYPE(plain, &PyGetSetDescr_Type);
 }
 
 /* Is every gradient of this optimizer None? Only lists, dictionaries and tensors that
@@ -81,7 +76,7 @@ clearing_sees_gradients(const oomkit_state *st)
 static int
 clearing_has_nothing(const oomkit_state *st, PyObject *optimizer)
 {
-    PyObject *groups = PyObject_GetAttr(optimizer, st->str_param_groups); /* owned */
+    OWNED PyObject *groups = PyObject_GetAttr(optimizer, st->str_param_groups);
     Py_ssize_t g;
     int nothing = groups == NULL              ? -1
                   : PyList_CheckExact(groups) ? clearing_sees_gradients(st)
@@ -98,7 +93,6 @@ clearing_has_nothing(const oomkit_state *st, PyObject *optimizer)
                       ? clearing_list_has_nothing(st, params)
                       : 0;
     }
-    Py_XDECREF(groups);
     return nothing;
 }
 
@@ -109,8 +103,7 @@ clearing_is_plain(const interceptor_object *self, size_t nargsf, PyObject *kwnam
 {
     const oomkit_state *st = self->call->st;
     Py_ssize_t named = kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames);
-    PyObject *method; /* owned */
-    int plain;
+    OWNED PyObject *method = NULL;
 
     if (self->original != NULL || PyVectorcall_NARGS(nargsf) + named > 1 ||
         (named == 1 && PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(kwnames, 0),
@@ -118,12 +111,7 @@ clearing_is_plain(const interceptor_object *self, size_t nargsf, PyObject *kwnam
         return 0;
     }
     method = PyObject_GetAttr((PyObject *)Py_TYPE(self->target), self->name);
-    if (method == NULL) {
-        return -1;
-    }
-    plain = method == st->plain_zero_grad;
-    Py_DECREF(method);
-    return plain;
+    return method == NULL ? -1 : method == st->plain_zero_grad;
 }
 
 PyObject *

@@ -68,8 +68,6 @@ oomkit_chunks_next(oomkit_chunks *self);
 void
 oomkit_chunks_close(oomkit_chunks *self, int finished);
 
-/* --- chunks_options.c --- */
-
 /* --- loop_site.c --- */
 
 /* Finds or makes self->site: by `key` (borrowed), by the label, or by the line that the

@@ -11,7 +11,6 @@ int
 oomkit_buffer_leaf(oomkit_call *call, oomkit_buffer *item,
                    const oomkit_tensor_facts *facts)
 {
-    PyObject *gradient; /* owned */
     int leaf;
 
     item->bare = 0;
@@ -20,12 +19,11 @@ oomkit_buffer_leaf(oomkit_call *call, oomkit_buffer *item,
         return leaf > 0 ? oomkit_tell_leaf_at_entry(call, item->tensor) : leaf;
     }
     if (call->parts->buffers_serial == 1) {
-        gradient = PyObject_GetAttr(item->tensor, call->st->str_grad);
+        OWNED PyObject *gradient = PyObject_GetAttr(item->tensor, call->st->str_grad);
         if (gradient == NULL) {
             return -1;
         }
         item->bare = gradient == Py_None;
-        Py_DECREF(gradient);
     }
     return 0;
 }

@@ -13,15 +13,8 @@ buffers_room(oomkit_call *call)
     oomkit_buffers *b = &call->entry.buffers;
     oomkit_participants *parts = call->parts;
 
-    if (b->count == b->room) {
-        Py_ssize_t room = b->room == 0 ? 16 : b->room * 2;
-        void *grown = PyMem_Realloc(b->items, (size_t)room * sizeof(*b->items));
-        if (grown == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        b->items = grown;
-        b->room = room;
+    if (ARRAY_GROW(b->items, b->count, b->room) < 0) {
+        return -1;
     }
     if (parts->moving_count <= b->count) {
         Py_ssize_t n = b->count + 1;
@@ -60,15 +53,15 @@ buffers_room(oomkit_call *call)
 static PyObject *
 buffer_copy(oomkit_state *st, PyObject *tensor, const oomkit_tensor_facts *facts)
 {
-    PyObject *plain, *copy; /* owned */
+    PyObject *plain, *copy = NULL; /* owned */
 
     if (facts->device_type == 0 || facts->bytes > DEVICE_COPY_BYTES) {
         return oomkit_host_copy(st, tensor);
     }
     plain = PyObject_CallMethodNoArgs(tensor, st->str_detach);
-    oomkit_exempt_enter(st);
-    copy = plain ? PyObject_CallMethodNoArgs(plain, st->str_clone) : NULL;
-    oomkit_exempt_leave(st);
+    EXEMPT (st) {
+        copy = plain ? PyObject_CallMethodNoArgs(plain, st->str_clone) : NULL;
+    }
     Py_XDECREF(plain);
     if (copy == NULL && oomkit_exception_is_oom(st)) {
         PyErr_Clear(); /* not even that fits beside what is there: on the host it does
@@ -151,8 +144,7 @@ buffers_mark_module(oomkit_call *call, PyObject *module, int always, PyObject *f
     oomkit_state *st = call->st;
     PyObject *key, *value; /* borrowed from the dict */
     Py_ssize_t at = 0;
-    int result = -1;
-    PyObject *dict = PyObject_GetAttr(module, st->str_buffers); /* owned */
+    OWNED PyObject *dict = PyObject_GetAttr(module, st->str_buffers);
 
     if (dict == NULL) {
         return -1;
@@ -168,7 +160,7 @@ buffers_mark_module(oomkit_call *call, PyObject *module, int always, PyObject *f
         }
         if (buffers_room(call) < 0 ||
             oomkit_tensor_facts_get(st, value, 0, &facts) < 0) {
-            goto done;
+            return -1;
         }
         item = &call->entry.buffers.items[i];
         item->tensor = Py_NewRef(value);
@@ -178,53 +170,40 @@ buffers_mark_module(oomkit_call *call, PyObject *module, int always, PyObject *f
         item->copied = 0;
         call->entry.buffers.count++;
         if (oomkit_buffer_leaf(call, item, &facts) < 0) {
-            goto done;
+            return -1;
         }
         if (!always && !call->parts->moving[i]) {
             /* Versions do not tell everything (batch_norm bumps none of its
              * statistics'): where a copy costs next to nothing it is always taken. */
             int taken = buffer_image(call, i, value, &facts);
             if (taken < 0) {
-                goto done;
+                return -1;
             }
             item->copied = taken ? 2 : 0;
             continue;
         }
         if (buffer_take(call, i, &facts, from, to) < 0) {
-            goto done;
+            return -1;
         }
     }
-    result = 0;
-done:
-    Py_DECREF(dict);
-    return result;
+    return 0;
 }
 
-/* At entry of an attempt. 0 or -1. */
-int
-oomkit_buffers_mark(oomkit_call *call)
+/* All modules' buffers are marked, and those to copy copied. 0 or -1. */
+static int
+buffers_mark_all(oomkit_call *call)
 {
     oomkit_state *st = call->st;
     oomkit_participants *parts = call->parts;
-    PyObject *from, *to, *done = NULL; /* owned */
-    PyObject *guard;                   /* owned */
+    OWNED PyObject *from = PyList_New(0), *to = PyList_New(0), *done = NULL;
     Py_ssize_t i;
-    int first = parts->moving_count == 0, result = -1;
+    int first = parts->moving_count == 0;
 
-    if (parts->buffered_count == 0) {
-        return 0;
-    }
-    if (oomkit_inference_begin(st, 0, &guard) < 0) {
+    if (from == NULL || to == NULL) {
         return -1;
     }
-    parts->buffers_serial++;
-    from = PyList_New(0);
-    to = PyList_New(0);
-    if (from == NULL || to == NULL) {
-        goto done;
-    }
     for (i = 0; i < parts->buffered_count; i++) {
-        PyObject *module = oomkit_reference_get(parts->buffered[i].ref); /* owned */
+        OWNED PyObject *module = oomkit_reference_get(parts->buffered[i].ref);
         int always = first;
         if (module == NULL) {
             continue;
@@ -233,25 +212,32 @@ oomkit_buffers_mark(oomkit_call *call)
             always = oomkit_module_is_training(st, module);
         }
         if (always < 0 || buffers_mark_module(call, module, always, from, to) < 0) {
-            Py_DECREF(module);
-            goto done;
+            return -1;
         }
-        Py_DECREF(module);
     }
-    if (PyList_GET_SIZE(to) > 0) {
-        oomkit_exempt_enter(st);
+    if (PyList_GET_SIZE(to) == 0) {
+        return 0;
+    }
+    EXEMPT (st) {
         done = PyObject_CallFunctionObjArgs(st->foreach_copy, to, from, NULL);
-        oomkit_exempt_leave(st);
-        if (done == NULL) {
-            goto done;
-        }
     }
-    result = 0;
-done:
-    Py_XDECREF(done);
-    Py_XDECREF(from);
-    Py_XDECREF(to);
-    return oomkit_inference_end(st, guard, result);
+    return done == NULL ? -1 : 0;
+}
+
+/* At entry of an attempt. 0 or -1. */
+int
+oomkit_buffers_mark(oomkit_call *call)
+{
+    PyObject *guard; /* owned */
+
+    if (call->parts->buffered_count == 0) {
+        return 0;
+    }
+    if (oomkit_inference_begin(call->st, 0, &guard) < 0) {
+        return -1;
+    }
+    call->parts->buffers_serial++;
+    return oomkit_inference_end(call->st, guard, buffers_mark_all(call));
 }
 
 /* 1 moved in place, 2 another tensor stands in its place, 0 neither, -1 error. */
@@ -259,25 +245,19 @@ static int
 buffer_state(oomkit_call *call, const oomkit_buffer *item)
 {
     uint32_t version;
-    PyObject *now = NULL; /* borrowed from dict */
-    int result;
-    PyObject *dict = PyObject_GetAttr(item->module, call->st->str_buffers); /* owned */
+    PyObject *now; /* borrowed from dict */
+    OWNED PyObject *dict = PyObject_GetAttr(item->module, call->st->str_buffers);
 
     if (dict == NULL) {
         return -1;
     }
     now = PyDict_GetItemWithError(dict, item->key);
-    if (now == NULL && PyErr_Occurred()) {
-        result = -1;
-    } else if (now != item->tensor) {
-        result = 2;
-    } else if (oomkit_tensor_version(call->st, item->tensor, &version) < 0) {
-        result = -1;
-    } else {
-        result = version != item->version;
+    if (now != item->tensor) {
+        return now == NULL && PyErr_Occurred() ? -1 : 2;
     }
-    Py_DECREF(dict);
-    return result;
+    return oomkit_tensor_version(call->st, item->tensor, &version) < 0
+               ? -1
+               : version != item->version;
 }
 
 /* Has any buffer moved since entry? 1, 0 or -1. */
@@ -300,9 +280,8 @@ static int
 buffer_has_moved(oomkit_call *call, Py_ssize_t i)
 {
     const oomkit_buffer *item = &call->entry.buffers.items[i];
-    PyObject *equal; /* owned */
+    OWNED PyObject *equal = NULL;
     uint32_t version;
-    int same;
 
     if (oomkit_tensor_version(call->st, item->tensor, &version) < 0) {
         return -1;
@@ -310,16 +289,11 @@ buffer_has_moved(oomkit_call *call, Py_ssize_t i)
     if (version != item->version || item->copied != 1) {
         return version != item->version;
     }
-    oomkit_exempt_enter(call->st);
-    equal = PyObject_CallFunctionObjArgs(call->st->torch_equal, item->tensor,
-                                         call->parts->copies[i], NULL);
-    oomkit_exempt_leave(call->st);
-    if (equal == NULL) {
-        return -1;
+    EXEMPT (call->st) {
+        equal = PyObject_CallFunctionObjArgs(call->st->torch_equal, item->tensor,
+                                             call->parts->copies[i], NULL);
     }
-    same = equal == Py_True;
-    Py_DECREF(equal);
-    return !same;
+    return equal == NULL ? -1 : equal != Py_True;
 }
 
 /* After a finished call: those that moved will be copied from now on. Never fails: what

@@ -7,8 +7,7 @@ static int
 buffer_put_back(oomkit_call *call, Py_ssize_t i)
 {
     oomkit_buffer *item = &call->entry.buffers.items[i];
-    PyObject *dict; /* owned */
-    int result = 0;
+    OWNED PyObject *dict = NULL;
 
     /* Whatever the version says: a kernel that fails half-way (batch_norm) has written
      * to its buffers and not bumped them. */
@@ -31,10 +30,9 @@ buffer_put_back(oomkit_call *call, Py_ssize_t i)
         return -1;
     }
     if (PyDict_GetItemWithError(dict, item->key) != item->tensor) {
-        result = PyErr_Occurred() ? -1 : PyDict_SetItem(dict, item->key, item->tensor);
+        return PyErr_Occurred() ? -1 : PyDict_SetItem(dict, item->key, item->tensor);
     }
-    Py_DECREF(dict);
-    return result;
+    return 0;
 }
 
 /* Has it moved (or changed its shape) so that nothing can put it back? 1, 0 or -1. */

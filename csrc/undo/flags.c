@@ -13,9 +13,8 @@ int
 oomkit_switches_note(oomkit_state *st, PyObject *module)
 {
     oomkit_call *call = oomkit_call_current();
-    PyObject *address, *known, *flag, *ref; /* owned; known borrowed from the dict */
-    PyObject *pair = NULL;                  /* owned */
-    int result = -1;
+    OWNED PyObject *address = NULL, *flag = NULL, *ref = NULL, *pair = NULL;
+    PyObject *known; /* borrowed from the dict */
 
     if (st->wiring->outside->switches(st, module) < 0) {
         return -1;
@@ -29,52 +28,39 @@ oomkit_switches_note(oomkit_state *st, PyObject *module)
     address = PyLong_FromVoidPtr(module);
     known = address ? PyDict_GetItemWithError(call->entry.flags, address) : NULL;
     if (known != NULL) {
-        ref = oomkit_reference_get(PyTuple_GET_ITEM(known, 0));
-        Py_XDECREF(ref);
-        if (ref != NULL) { /* else that one is gone, and this one lies where it lay */
-            Py_DECREF(address);
+        OWNED PyObject *there = oomkit_reference_get(PyTuple_GET_ITEM(known, 0));
+        if (there != NULL) { /* else that one is gone, and this one lies where it lay */
             return 0;
         }
     }
     flag = PyErr_Occurred() ? NULL : PyObject_GetAttr(module, st->str_training);
     ref = flag ? PyWeakref_NewRef(module, NULL) : NULL;
     pair = ref ? PyTuple_Pack(2, ref, flag) : NULL;
-    if (pair != NULL) {
-        result = PyDict_SetItem(call->entry.flags, address, pair);
-    }
-    Py_XDECREF(address);
-    Py_XDECREF(flag);
-    Py_XDECREF(ref);
-    Py_XDECREF(pair);
-    return result;
+    return pair ? PyDict_SetItem(call->entry.flags, address, pair) : -1;
 }
 
 /* The flag of each of these modules (a dict as above, borrowed) as it was. 0 or -1. */
 static int
 switches_training(oomkit_state *st, PyObject *switches)
 {
-    PyObject *pairs = PyDict_Values(switches); /* owned */
+    OWNED PyObject *pairs = PyDict_Values(switches);
     Py_ssize_t i;
-    int result = pairs == NULL ? -1 : 0;
 
-    for (i = 0; result == 0 && i < PyList_GET_SIZE(pairs); i++) {
+    for (i = 0; pairs != NULL && i < PyList_GET_SIZE(pairs); i++) {
         PyObject *pair = PyList_GET_ITEM(pairs, i); /* borrowed */
-        PyObject *module = oomkit_reference_get(PyTuple_GET_ITEM(pair, 0)); /* owned */
-        PyObject *now;                                                      /* owned */
+        PyObject *then = PyTuple_GET_ITEM(pair, 1); /* borrowed */
+        OWNED PyObject *module = oomkit_reference_get(PyTuple_GET_ITEM(pair, 0));
+        OWNED PyObject *now = NULL;
         if (module == NULL) {
             continue;
         }
         now = PyObject_GetAttr(module, st->str_training);
-        result = now == NULL ? -1 : 0;
-        if (result == 0 && now != PyTuple_GET_ITEM(pair, 1)) {
-            result =
-                PyObject_SetAttr(module, st->str_training, PyTuple_GET_ITEM(pair, 1));
+        if (now == NULL ||
+            (now != then && PyObject_SetAttr(module, st->str_training, then) < 0)) {
+            return -1;
         }
-        Py_XDECREF(now);
-        Py_DECREF(module);
     }
-    Py_XDECREF(pairs);
-    return result;
+    return pairs == NULL ? -1 : 0;
 }
 
 /* Whether each parameter requires grad now. Owned by the caller; NULL with an
@@ -99,18 +85,16 @@ static int
 switches_grads(oomkit_call *call, const uint8_t *flags)
 {
     Py_ssize_t i, n = call->parts->param_count;
-    uint8_t *now = flags_now(call->st, call->parts); /* owned */
-    int result = now == NULL ? -1 : 0;
+    OWNED_MEMORY uint8_t *now = flags_now(call->st, call->parts);
 
-    for (i = 0; result == 0 && i < n; i++) {
-        if (now[i] != flags[i]) {
-            result =
-                PyObject_SetAttr(call->parts->params[i], call->st->str_requires_grad,
-                                 flags[i] ? Py_True : Py_False);
+    for (i = 0; now != NULL && i < n; i++) {
+        if (now[i] != flags[i] &&
+            PyObject_SetAttr(call->parts->params[i], call->st->str_requires_grad,
+                             flags[i] ? Py_True : Py_False) < 0) {
+            return -1;
         }
     }
-    PyMem_Free(now);
-    return result;
+    return now == NULL ? -1 : 0;
 }
 
 /* Everything as at entry. 0 or -1. */
@@ -135,20 +119,20 @@ int
 oomkit_switches_keep(oomkit_call *call)
 {
     Py_ssize_t n = call->parts->param_count;
-    PyObject *exception = PyErr_Occurred() ? oomkit_exception_take() : NULL; /* owned */
-    uint8_t *now = flags_now(call->st, call->parts);                         /* owned */
+    OWNED PyObject *exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;
+    OWNED_MEMORY uint8_t *now = flags_now(call->st, call->parts);
 
     Py_CLEAR(call->entry.flags);
-    if (now != NULL && call->entry.versions != NULL) {
+    if (now == NULL) {
+        return -1;
+    }
+    if (call->entry.versions != NULL) {
         memcpy(oomkit_tx_params_flags(call, 0), now, (size_t)n);
     }
-    PyMem_Free(now);
-    if (exception != NULL && now != NULL) {
-        oomkit_exception_give(exception);
-    } else {
-        Py_XDECREF(exception);
+    if (exception != NULL) {
+        oomkit_exception_give(STEAL(exception));
     }
-    return now == NULL ? -1 : 0;
+    return 0;
 }
 
 /* At the end of a call whose loss is returned. 0 or -1. */
@@ -169,18 +153,14 @@ oomkit_switches_frozen_since(oomkit_state *st, const oomkit_participants *parts,
                              const uint32_t *param_versions)
 {
     size_t n = (size_t)parts->param_count;
-    uint8_t *now; /* owned */
-    int differ;
+    OWNED_MEMORY uint8_t *now = NULL;
 
     if (param_versions == NULL || n == 0) {
         return 0;
     }
     now = flags_now(st, parts);
-    differ = now == NULL
-                 ? -1
-                 : memcmp(now, (const uint8_t *)(param_versions + n) + n, n) != 0;
-    PyMem_Free(now);
-    return differ;
+    return now == NULL ? -1
+                       : memcmp(now, (const uint8_t *)(param_versions + n) + n, n) != 0;
 }
 
 /* How everything stands now. 0 or -1. */
@@ -197,20 +177,15 @@ oomkit_switches_now(oomkit_call *call, oomkit_switches *now)
     }
     while (call->entry.flags != NULL &&
            PyDict_Next(call->entry.flags, &at, &key, &pair)) {
-        PyObject *ref = PyTuple_GET_ITEM(pair, 0);    /* borrowed */
-        PyObject *module = oomkit_reference_get(ref); /* owned */
-        PyObject *flag, *kept;                        /* owned */
-        int result;
+        PyObject *ref = PyTuple_GET_ITEM(pair, 0); /* borrowed */
+        OWNED PyObject *module = oomkit_reference_get(ref);
+        OWNED PyObject *flag = NULL, *kept = NULL;
         if (module == NULL) {
             continue;
         }
         flag = PyObject_GetAttr(module, call->st->str_training);
-        Py_DECREF(module);
         kept = flag ? PyTuple_Pack(2, ref, flag) : NULL;
-        result = kept ? PyDict_SetItem(now->training, key, kept) : -1;
-        Py_XDECREF(flag);
-        Py_XDECREF(kept);
-        if (result < 0) {
+        if (kept == NULL || PyDict_SetItem(now->training, key, kept) < 0) {
             return -1;
         }
     }

@@ -35,11 +35,11 @@ stream_is_at(const oomkit_state *st, void *generator, PyObject *bytes)
 static PyObject *
 stream_tensor(oomkit_state *st)
 {
-    PyObject *state; /* owned */
+    PyObject *state = NULL; /* owned, returned */
 
-    oomkit_exempt_enter(st);
-    state = PyObject_CallNoArgs(st->generator_get);
-    oomkit_exempt_leave(st);
+    EXEMPT (st) {
+        state = PyObject_CallNoArgs(st->generator_get);
+    }
     return state;
 }
 
@@ -47,19 +47,18 @@ stream_tensor(oomkit_state *st)
 static int
 stream_refresh(oomkit_state *st)
 {
-    PyObject *bytes, *tensor; /* owned */
+    OWNED PyObject *bytes = stream_read(st, st->stream_generator, st->stream_size);
+    PyObject *tensor; /* owned, then by the state */
 
-    bytes = stream_read(st, st->stream_generator, st->stream_size);
     if (bytes == NULL && PyErr_Occurred()) {
         return -1;
     }
     tensor = stream_tensor(st);
     if (tensor == NULL) {
-        Py_XDECREF(bytes);
         return -1;
     }
     Py_XSETREF(st->stream_state, tensor);
-    Py_XSETREF(st->stream_bytes, bytes);
+    Py_XSETREF(st->stream_bytes, STEAL(bytes));
     return 0;
 }
 
@@ -111,7 +110,7 @@ oomkit_stream_note(oomkit_state *st, PyObject **tensor, PyObject **bytes)
 int
 oomkit_stream_moved(oomkit_state *st, PyObject *tensor, PyObject *bytes)
 {
-    PyObject *now; /* owned */
+    OWNED PyObject *now = NULL;
     int same;
 
     if (bytes != NULL) {
@@ -119,22 +118,18 @@ oomkit_stream_moved(oomkit_state *st, PyObject *tensor, PyObject *bytes)
     }
     now = stream_tensor(st);
     same = now == NULL ? -1 : oomkit_stream_equal(st, tensor, now);
-    Py_XDECREF(now);
     return same < 0 ? -1 : !same;
 }
 
 int
 oomkit_stream_equal(oomkit_state *st, PyObject *one, PyObject *other)
 {
-    PyObject *equal; /* owned */
-    int result;
+    OWNED PyObject *equal = NULL;
 
-    oomkit_exempt_enter(st);
-    equal = PyObject_CallFunctionObjArgs(st->torch_equal, one, other, NULL);
-    oomkit_exempt_leave(st);
-    result = equal == NULL ? -1 : equal == Py_True;
-    Py_XDECREF(equal);
-    return result;
+    EXEMPT (st) {
+        equal = PyObject_CallFunctionObjArgs(st->torch_equal, one, other, NULL);
+    }
+    return equal == NULL ? -1 : equal == Py_True;
 }
 
 /* --- trying it out --- */
@@ -143,27 +138,22 @@ oomkit_stream_equal(oomkit_state *st, PyObject *one, PyObject *other)
 static void *
 generator_pointer(PyObject *generator)
 {
-    PyObject *number = PyObject_GetAttrString(generator, "_cdata"); /* owned */
-    void *pointer = number == NULL ? NULL : PyLong_AsVoidPtr(number);
+    OWNED PyObject *number = PyObject_GetAttrString(generator, "_cdata");
 
-    Py_XDECREF(number);
-    return pointer;
+    return number == NULL ? NULL : PyLong_AsVoidPtr(number);
 }
 
 /* Draws from `generator`. 0 or -1. */
 static int
 try_draw(oomkit_state *st, PyObject *generator, int count)
 {
-    PyObject *args = Py_BuildValue("(i)", count); /* owned */
-    PyObject *kwargs =
-        Py_BuildValue("{sOss}", "generator", generator, "device", "cpu"); /* owned */
-    PyObject *drawn = args == NULL || kwargs == NULL
-                          ? NULL
-                          : PyObject_Call(st->torch_randn, args, kwargs); /* owned */
+    OWNED PyObject *args = Py_BuildValue("(i)", count);
+    OWNED PyObject *kwargs =
+        Py_BuildValue("{sOss}", "generator", generator, "device", "cpu");
+    OWNED PyObject *drawn = args == NULL || kwargs == NULL
+                                ? NULL
+                                : PyObject_Call(st->torch_randn, args, kwargs);
 
-    Py_XDECREF(args);
-    Py_XDECREF(kwargs);
-    Py_XDECREF(drawn);
     return drawn == NULL ? -1 : 0;
 }
 
@@ -174,7 +164,7 @@ static int
 try_generator(oomkit_state *st, PyObject *generator, void *pointer, uint64_t size)
 {
     static const int draws[] = {0, 1, 1, 1, 15, 1000, 0};
-    PyObject *state, *bytes = NULL; /* owned */
+    OWNED PyObject *bytes = NULL;
     size_t i;
     int works = 1;
 
@@ -185,20 +175,17 @@ try_generator(oomkit_state *st, PyObject *generator, void *pointer, uint64_t siz
             works = try_draw(st, generator, draws[i]) == 0 &&
                     !stream_is_at(st, pointer, bytes);
         } else if (works) {
-            state = PyObject_CallMethodNoArgs(generator, st->str_get_state);
+            OWNED PyObject *state =
+                PyObject_CallMethodNoArgs(generator, st->str_get_state);
             works = state != NULL && stream_is_at(st, pointer, bytes);
-            Py_XDECREF(state);
         }
     }
-    Py_XDECREF(bytes);
     return works;
 }
 
 int
 oomkit_stream_calibrate(oomkit_state *st)
 {
-    PyObject *own; /* owned */
-    void *generator, *sample;
     char bytes[ROOM];
     uint64_t size = 0;
 
@@ -208,21 +195,21 @@ oomkit_stream_calibrate(oomkit_state *st)
     if (st->bridge == NULL) {
         return 0;
     }
-    st->bridge->exempt_enter();
-    own = PyObject_CallNoArgs(st->Generator);
-    sample = own == NULL ? NULL : generator_pointer(own);
-    generator = sample == NULL ? NULL : generator_pointer(st->default_generator);
-    if (generator != NULL) {
-        size = st->bridge->generator_read(sample, bytes, ROOM);
+    EXEMPT (st) {
+        OWNED PyObject *own = PyObject_CallNoArgs(st->Generator);
+        void *sample = own == NULL ? NULL : generator_pointer(own);
+        void *generator =
+            sample == NULL ? NULL : generator_pointer(st->default_generator);
+        if (generator != NULL) {
+            size = st->bridge->generator_read(sample, bytes, ROOM);
+        }
+        if (size > 0 && size <= ROOM &&
+            st->bridge->generator_read(generator, bytes, ROOM) == size &&
+            try_generator(st, own, sample, size)) {
+            st->stream_generator = generator;
+            st->stream_size = size;
+        }
     }
-    if (size > 0 && size <= ROOM &&
-        st->bridge->generator_read(generator, bytes, ROOM) == size &&
-        try_generator(st, own, sample, size)) {
-        st->stream_generator = generator;
-        st->stream_size = size;
-    }
-    Py_XDECREF(own);
-    st->bridge->exempt_leave();
     /* What else went wrong means "take the tensor each time". */
     return oomkit_state_passes();
 }

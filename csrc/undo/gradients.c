@@ -25,12 +25,11 @@ grads_mark_plain(oomkit_call *call)
     }
     for (i = 0; i < n; i++) {
         oomkit_tensor_facts facts;
-        PyObject *gradient = grads_get(call, i); /* owned */
+        OWNED PyObject *gradient = grads_get(call, i);
         if (gradient == NULL) {
             return -1;
         }
         if (gradient == Py_None) {
-            Py_DECREF(gradient);
             continue;
         }
         g->at_entry = 1;
@@ -38,7 +37,6 @@ grads_mark_plain(oomkit_call *call)
             g->held_versions[i] = facts.version;
             g->held[i] = PyWeakref_NewRef(gradient, NULL);
         }
-        Py_DECREF(gradient);
         if (g->held[i] == NULL) {
             return -1;
         }
@@ -62,11 +60,10 @@ grads_copy(oomkit_call *call)
         return -1;
     }
     for (i = 0; i < call->parts->param_count; i++) {
-        PyObject *gradient = grads_get(call, i); /* owned */
+        OWNED PyObject *gradient = grads_get(call, i);
         if (gradient != NULL && gradient != Py_None) {
             copies[i] = oomkit_host_copy(call->st, gradient);
         }
-        Py_XDECREF(gradient);
         if (copies[i] == NULL && PyErr_Occurred()) {
             grads_array_free(call, &copies);
             return -1;
@@ -188,15 +185,14 @@ oomkit_grads_park(oomkit_call *call)
     }
     g->is_parked = 1;
     for (i = 0; i < call->parts->param_count; i++) {
-        PyObject *gradient = grads_get(call, i); /* owned, then by the stash */
+        OWNED PyObject *gradient = grads_get(call, i);
         if (gradient == NULL) {
             return -1;
         }
         if (gradient == Py_None) {
-            Py_DECREF(gradient);
             continue;
         }
-        Py_XSETREF(g->parked[i], gradient);
+        Py_XSETREF(g->parked[i], STEAL(gradient));
         if (grads_set(call, i, Py_None) < 0) {
             return -1;
         }
@@ -248,9 +244,8 @@ static int
 grads_add_one(oomkit_call *call, Py_ssize_t i, PyObject *entry)
 {
     oomkit_tensor_facts was, now;
-    PyObject *ours = grads_get(call, i); /* owned */
-    PyObject *sum = NULL;                /* owned */
-    int result = -1;
+    OWNED PyObject *ours = grads_get(call, i);
+    OWNED PyObject *sum = NULL;
 
     if (ours == Py_None) {
         sum = Py_NewRef(entry);
@@ -261,12 +256,7 @@ grads_add_one(oomkit_call *call, Py_ssize_t i, PyObject *entry)
         sum = was.is_strided || !now.is_strided ? PyNumber_InPlaceAdd(entry, ours)
                                                 : PyNumber_Add(ours, entry);
     }
-    if (sum != NULL) {
-        result = grads_set(call, i, sum);
-    }
-    Py_XDECREF(sum);
-    Py_XDECREF(ours);
-    return result;
+    return sum == NULL ? -1 : grads_set(call, i, sum);
 }
 
 /* The caller's gradients again, with what accumulated apart from them. */
@@ -280,13 +270,13 @@ grads_add_apart(oomkit_call *call)
     if (mode < 0) {
         return -1;
     }
-    oomkit_exempt_enter(call->st); /* what is added is there already */
-    for (i = 0; result == 0 && i < call->parts->param_count; i++) {
-        if (g->entry[i] != NULL && g->entry[i] != Py_None) {
-            result = grads_add_one(call, i, g->entry[i]);
+    EXEMPT (call->st) { /* what is added is there already */
+        for (i = 0; result == 0 && i < call->parts->param_count; i++) {
+            if (g->entry[i] != NULL && g->entry[i] != Py_None) {
+                result = grads_add_one(call, i, g->entry[i]);
+            }
         }
     }
-    oomkit_exempt_leave(call->st);
     if (result < 0) { /* entry still has them all: nothing is lost */
         PyObject *exception = oomkit_exception_take(); /* owned, given back */
         if (oomkit_grad_mode_set(call->st, mode) < 0) {
@@ -375,7 +365,7 @@ oomkit_grads_changed_since(oomkit_call *call)
     oomkit_grads *g = &call->grads;
     const oomkit_bridge *bridge = call->st->bridge;
     size_t moved = 0, n = (size_t)call->parts->param_count;
-    uint8_t *states;
+    OWNED_MEMORY uint8_t *states = NULL;
 
     if (g->after == NULL) {
         return 0;
@@ -390,8 +380,22 @@ oomkit_grads_changed_since(oomkit_call *call)
                               &moved) != OOMKIT_OK) {
         moved = 1;
     }
-    PyMem_Free(states);
     return moved != 0;
+}
+
+/* Forgets what was marked when a micro-batch began. */
+void
+oomkit_grads_end_micro(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+
+    if (g->began != NULL) {
+        call->st->bridge->grads_release(g->began, (size_t)call->parts->param_count);
+        PyMem_Free(g->began);
+        g->began = NULL;
+    }
+    PyMem_Free(g->began_versions);
+    g->began_versions = NULL;
 }
 
 /* Forgets the marks of an attempt; copies and gradients set aside outlive it. */
@@ -408,6 +412,7 @@ oomkit_grads_end_attempt(oomkit_call *call)
         PyMem_Free(g->after);
         g->after = NULL;
     }
+    oomkit_grads_end_micro(call);
     g->marked = 0;
     grads_array_free(call, &g->held);
     PyMem_Free(g->held_versions);

@@ -46,12 +46,11 @@ grads_compare(oomkit_call *call, uint8_t *states, uint32_t *steps)
         return 0;
     }
     for (i = 0; i < call->parts->param_count; i++) {
-        PyObject *gradient = grads_get(call, i); /* owned */
+        OWNED PyObject *gradient = grads_get(call, i);
         if (gradient == NULL) {
             return -1;
         }
         states[i] = grads_state_plain(call, i, gradient, &steps[i]);
-        Py_DECREF(gradient);
     }
     return 0;
 }
@@ -80,12 +79,11 @@ static int
 grads_look(oomkit_call *call, Py_ssize_t i, uint8_t *state, uint32_t *step)
 {
     const int copied = call->grads.copies != NULL && call->grads.copies[i] != NULL;
-    PyObject *gradient = grads_get(call, i); /* owned */
+    OWNED PyObject *gradient = grads_get(call, i);
     oomkit_half_made found;
     int whole;
 
     if (gradient == NULL || gradient == Py_None) {
-        Py_XDECREF(gradient);
         return gradient == NULL ? -1 : 0;
     }
     whole = oomkit_half_made_mend(call->st, gradient, &found);
@@ -99,7 +97,6 @@ grads_look(oomkit_call *call, Py_ssize_t i, uint8_t *state, uint32_t *step)
     } else if (found.was_empty && *state == OOMKIT_GRAD_SAME) {
         whole = grads_remark(call, i, gradient);
     }
-    Py_DECREF(gradient);
     return whole < 0 ? -1 : 0;
 }
 
@@ -109,15 +106,13 @@ static int
 grads_put_copy(oomkit_call *call, Py_ssize_t i, int in_place)
 {
     oomkit_state *st = call->st;
-    PyObject *copy = call->grads.copies[i];   /* borrowed */
-    PyObject *fresh, *done, *device, *target; /* owned */
-    int result = -1;
+    PyObject *copy = call->grads.copies[i]; /* borrowed */
+    OWNED PyObject *device = NULL, *fresh = NULL;
 
     if (in_place) {
-        target = grads_get(call, i);
-        done = target ? PyObject_CallMethodOneArg(target, st->str_copy, copy) : NULL;
-        Py_XDECREF(target);
-        Py_XDECREF(done);
+        OWNED PyObject *target = grads_get(call, i);
+        OWNED PyObject *done =
+            target ? PyObject_CallMethodOneArg(target, st->str_copy, copy) : NULL;
         return done == NULL ? -1 : 0;
     }
     device = PyObject_GetAttr(call->parts->params[i], st->str_device);
@@ -125,12 +120,7 @@ grads_put_copy(oomkit_call *call, Py_ssize_t i, int in_place)
     if (fresh == copy) { /* on the CPU: the copy itself must stay as it is */
         Py_SETREF(fresh, PyObject_CallMethodNoArgs(copy, st->str_clone));
     }
-    if (fresh != NULL) {
-        result = grads_set(call, i, fresh);
-    }
-    Py_XDECREF(fresh);
-    Py_XDECREF(device);
-    return result;
+    return fresh == NULL ? -1 : grads_set(call, i, fresh);
 }
 
 /* May moved gradients be set aside? Only when a single backward was interrupted, so
@@ -179,11 +169,10 @@ grads_set_aside(oomkit_call *call, Py_ssize_t i)
 static void
 grads_aside_undo(oomkit_call *call)
 {
-    PyObject *exception = oomkit_exception_take(); /* owned, given back */
-
-    oomkit_grads_abandon(call);
-    grads_array_free(call, &call->grads.aside);
-    oomkit_exception_give(exception);
+    KEEPING_EXCEPTION {
+        oomkit_grads_abandon(call);
+        grads_array_free(call, &call->grads.aside);
+    }
 }
 
 /* What was set aside is the failed attempt's sum, not the replay's: equal to rounding.
@@ -191,15 +180,10 @@ grads_aside_undo(oomkit_call *call)
 static int
 grads_say_aside(oomkit_call *call)
 {
-    PyObject *done =
-        PyObject_CallMethod(/* owned */
-                            call->st->log, "info", "sKO",
-                            "oomkit: step=%d of %s keeps gradients of the "
-                            "failed attempt that were complete: equal up "
-                            "to rounding, not bit for bit",
-                            (unsigned long long)call->log.number, call->options->label);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
+    return oomkit_say(call->st, "info", "sKO",
+                      "oomkit: step=%d of %s keeps gradients of the failed attempt "
+                      "that were complete: equal up to rounding, not bit for bit",
+                      (unsigned long long)call->log.number, call->options->label);
 }
 
 static int
@@ -266,9 +250,9 @@ int
 oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which)
 {
     Py_ssize_t i, n = call->parts->param_count;
-    uint8_t *states = NULL;
-    uint32_t *steps = NULL;
-    int aside, result = -1;
+    OWNED_MEMORY uint8_t *states = NULL;
+    OWNED_MEMORY uint32_t *steps = NULL;
+    int aside, result = 0;
 
     if (grads_bring_out(call) < 0) {
         return -1;
@@ -280,15 +264,15 @@ oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which)
     steps = PyMem_Calloc((size_t)n + 1, sizeof(*steps));
     if (states == NULL || steps == NULL) {
         PyErr_NoMemory();
-        goto done;
+        return -1;
     }
     if (grads_compare(call, states, steps) < 0) {
-        goto done;
+        return -1;
     }
     for (i = 0; i < n; i++) {
         if (states[i] != OOMKIT_GRAD_NEW && states[i] != OOMKIT_GRAD_GONE &&
             grads_look(call, i, &states[i], &steps[i]) < 0) {
-            goto done;
+            return -1;
         }
     }
     aside = call->grads.at_entry ? grads_may_set_aside(call, states, steps) : 0;
@@ -297,10 +281,8 @@ oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which)
         *why =
             "its gradient, present before the step, was changed and no copy was taken";
         *which = Py_NewRef(call->parts->params[i]);
-        result = 1;
-        goto done;
+        return 1;
     }
-    result = 0;
     for (i = 0; i < n && result == 0; i++) {
         result = grads_restore_one(call, i, states[i], aside) != 0 ? -1 : 0;
     }
@@ -313,8 +295,5 @@ oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which)
     if (result < 0 && aside) { /* as found, to be tried again */
         grads_aside_undo(call);
     }
-done:
-    PyMem_Free(states);
-    PyMem_Free(steps);
     return result;
 }

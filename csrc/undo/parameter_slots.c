@@ -28,20 +28,13 @@ oomkit_slots_release(oomkit_call *call)
 static int
 slots_add(oomkit_call *call, PyObject *dict, PyObject *key, PyObject *value)
 {
+    oomkit_slots *slots = &call->entry.slots;
     oomkit_slot *slot;
 
-    if (call->entry.slots.count == call->entry.slots.room) {
-        Py_ssize_t room = call->entry.slots.room == 0 ? 16 : call->entry.slots.room * 2;
-        void *grown =
-            PyMem_Realloc(call->entry.slots.items, (size_t)room * sizeof(*slot));
-        if (grown == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        call->entry.slots.items = grown;
-        call->entry.slots.room = room;
+    if (ARRAY_GROW(slots->items, slots->count, slots->room) < 0) {
+        return -1;
     }
-    slot = &call->entry.slots.items[call->entry.slots.count++];
+    slot = &slots->items[slots->count++];
     slot->dict = Py_NewRef(dict);
     slot->key = Py_NewRef(key);
     slot->value = Py_NewRef(value);
@@ -58,25 +51,20 @@ oomkit_slots_note(oomkit_call *call)
 
     oomkit_slots_release(call);
     for (i = 0; roots != NULL && i < PyList_GET_SIZE(roots); i++) {
-        PyObject *root = oomkit_reference_get(PyList_GET_ITEM(roots, i)); /* owned */
-        PyObject *dict;                                                   /* owned */
+        OWNED PyObject *root = oomkit_reference_get(PyList_GET_ITEM(roots, i));
+        OWNED PyObject *dict = NULL;
         Py_ssize_t at = 0;
-        int result = 0;
         if (root == NULL) {
             continue;
         }
         dict = PyObject_GetAttr(root, call->st->str_parameters);
-        Py_DECREF(root);
         if (dict == NULL) {
             return -1;
         }
-        while (result == 0 && PyDict_Check(dict) &&
-               PyDict_Next(dict, &at, &key, &value)) {
-            result = slots_add(call, dict, key, value);
-        }
-        Py_DECREF(dict);
-        if (result < 0) {
-            return -1;
+        while (PyDict_Check(dict) && PyDict_Next(dict, &at, &key, &value)) {
+            if (slots_add(call, dict, key, value) < 0) {
+                return -1;
+            }
         }
     }
     return 0;

@@ -201,69 +201,61 @@ oomkit_pristine_checked(oomkit_call *call)
 static int
 rest_add(PyObject *known, PyObject *object)
 {
-    PyObject *address = PyLong_FromVoidPtr(object); /* owned */
-    int result = address == NULL ? -1 : PySet_Add(known, address);
+    OWNED PyObject *address = PyLong_FromVoidPtr(object);
 
-    Py_XDECREF(address);
-    return result;
+    return address == NULL ? -1 : PySet_Add(known, address);
 }
 
 /* Is an address in it? 1, 0 or -1. */
 static int
 rest_has(PyObject *known, PyObject *object)
 {
-    PyObject *address = PyLong_FromVoidPtr(object); /* owned */
-    int result = address == NULL ? -1 : PySet_Contains(known, address);
+    OWNED PyObject *address = PyLong_FromVoidPtr(object);
 
-    Py_XDECREF(address);
-    return result;
+    return address == NULL ? -1 : PySet_Contains(known, address);
 }
 
 /* Adds the addresses of the parameters of an optimizer. 0 or -1. */
 static int
 rest_known(const oomkit_call *call, PyObject *optimizer, PyObject *known)
 {
-    PyObject *groups = /* owned */
-        PyObject_GetAttr(optimizer, call->st->str_param_groups);
+    OWNED PyObject *groups = PyObject_GetAttr(optimizer, call->st->str_param_groups);
     Py_ssize_t i, j;
-    int result = groups == NULL ? -1 : 0;
 
-    for (i = 0; result == 0 && PyList_Check(groups) && i < PyList_GET_SIZE(groups);
-         i++) {
+    if (groups == NULL) {
+        return -1;
+    }
+    for (i = 0; PyList_Check(groups) && i < PyList_GET_SIZE(groups); i++) {
         PyObject *group = PyList_GET_ITEM(groups, i); /* borrowed */
         PyObject *params = PyDict_Check(group)        /* borrowed */
                                ? PyDict_GetItemWithError(group, call->st->str_params)
                                : NULL;
-        for (j = 0; result == 0 && params != NULL && PyList_Check(params) &&
-                    j < PyList_GET_SIZE(params);
-             j++) {
-            result = rest_add(known, PyList_GET_ITEM(params, j));
+        if (params == NULL && PyErr_Occurred()) {
+            return -1;
         }
-        result = PyErr_Occurred() ? -1 : result;
+        for (j = 0;
+             params != NULL && PyList_Check(params) && j < PyList_GET_SIZE(params);
+             j++) {
+            if (rest_add(known, PyList_GET_ITEM(params, j)) < 0) {
+                return -1;
+            }
+        }
     }
-    Py_XDECREF(groups);
-    return result;
+    return 0;
 }
 
 /* The addresses of all parameters that optimizers have. New set or NULL. */
 static PyObject *
 rest_all_known(const oomkit_call *call)
 {
-    PyObject *known = PySet_New(NULL); /* owned, returned */
-    Py_ssize_t i;
+    OWNED PyObject *known = PySet_New(NULL);
 
-    for (i = 0; known != NULL && i < call->parts->owner_count; i++) {
-        PyObject *optimizer; /* owned */
-        if (call->parts->owners[i].kind != OOMKIT_OWNER_OPTIMIZER) {
-            continue;
+    EACH_OWNER (one, call->parts, OWNERS_OF(OOMKIT_OWNER_OPTIMIZER)) {
+        if (known == NULL || rest_known(call, one.object, known) < 0) {
+            return NULL;
         }
-        optimizer = oomkit_reference_get(call->parts->owners[i].ref);
-        if (optimizer != NULL && rest_known(call, optimizer, known) < 0) {
-            Py_CLEAR(known);
-        }
-        Py_XDECREF(optimizer);
     }
-    return known;
+    return STEAL(known);
 }
 
 /* Is parameter i what it was at entry, as far as that shows? 1, 0 or -1. */
@@ -285,10 +277,9 @@ pristine_same(const oomkit_call *call, Py_ssize_t i)
 int
 oomkit_pristine_rest(oomkit_call *call)
 {
-    PyObject *known; /* owned */
+    OWNED PyObject *known = NULL;
     uint64_t ignored;
     Py_ssize_t i;
-    int result = 0;
 
     if (call->parts->param_count == 0 ||
         (call->entry.pristine != NULL && call->entry.pristine->rest)) {
@@ -299,20 +290,22 @@ oomkit_pristine_rest(oomkit_call *call)
         return -1;
     }
     known = rest_all_known(call);
-    for (i = 0; known != NULL && result == 0 && i < call->entry.pristine->count; i++) {
+    for (i = 0; known != NULL && i < call->entry.pristine->count; i++) {
         const pristine_item *item = &call->entry.pristine->items[i];
         int has = rest_has(known, call->parts->params[i]);
         if (has == 0 && item->copy == NULL && item->image == NULL) {
             has = pristine_same(call, i) ? 0 : PyErr_Occurred() ? -1 : 1;
-            result = has == 0 ? pristine_take_one(call, i) : 0;
+            if (has == 0 && pristine_take_one(call, i) < 0) {
+                return -1;
+            }
         }
-        result = has < 0 ? -1 : result;
+        if (has < 0) {
+            return -1;
+        }
     }
-    if (known == NULL || result < 0) {
-        Py_XDECREF(known);
+    if (known == NULL) {
         return -1;
     }
-    Py_DECREF(known);
     call->entry.pristine->rest = 1;
     return 0;
 }
@@ -321,12 +314,11 @@ oomkit_pristine_rest(oomkit_call *call)
 static int
 pristine_write(const oomkit_call *call, Py_ssize_t i, PyObject *copy)
 {
-    PyObject *plain, *done; /* owned */
+    OWNED PyObject *plain =
+        PyObject_CallMethodNoArgs(call->parts->params[i], call->st->str_detach);
+    OWNED PyObject *done =
+        plain ? PyObject_CallMethodOneArg(plain, call->st->str_copy, copy) : NULL;
 
-    plain = PyObject_CallMethodNoArgs(call->parts->params[i], call->st->str_detach);
-    done = plain ? PyObject_CallMethodOneArg(plain, call->st->str_copy, copy) : NULL;
-    Py_XDECREF(plain);
-    Py_XDECREF(done);
     return done == NULL ? -1 : 1;
 }
 
@@ -337,17 +329,16 @@ pristine_copy_back(const oomkit_call *call, Py_ssize_t i,
                    const oomkit_tensor_facts *facts)
 {
     PyObject *copy = call->entry.pristine->items[i].copy; /* borrowed */
-    PyObject *equal;                                      /* owned */
 
     if (facts->device_type == 0 && facts->is_strided) {
-        equal = PyObject_CallMethod(copy, "equal", "O", call->parts->params[i]);
+        OWNED PyObject *equal =
+            PyObject_CallMethod(copy, "equal", "O", call->parts->params[i]);
         if (equal == NULL && !PyErr_ExceptionMatches(PyExc_Exception)) {
             return -1;
         }
         if (equal == NULL) {
             PyErr_Clear(); /* of a kind of its own: written in any case */
         }
-        Py_XDECREF(equal);
         if (equal == Py_True) {
             return 1;
         }
@@ -363,20 +354,18 @@ pristine_through(const oomkit_call *call, Py_ssize_t i)
 {
     const oomkit_state *st = call->st;
     const pristine_item *item = &call->entry.pristine->items[i];
-    PyObject *plain = /* owned */
+    OWNED PyObject *plain =
         PyObject_CallMethodNoArgs(call->parts->params[i], st->str_detach);
-    PyObject *fresh = plain ? PyObject_CallMethod(plain, "contiguous", NULL) : NULL;
-    int result = -1; /* fresh: owned */
+    OWNED PyObject *fresh =
+        plain ? PyObject_CallMethod(plain, "contiguous", NULL) : NULL;
 
-    if (fresh != NULL) {
-        result = st->bridge->bytes_set(fresh, st->impl_offset, item->image,
-                                       item->bytes) == OOMKIT_OK
-                     ? pristine_write(call, i, fresh)
-                     : 0;
+    if (fresh == NULL) {
+        return -1;
     }
-    Py_XDECREF(fresh);
-    Py_XDECREF(plain);
-    return result;
+    return st->bridge->bytes_set(fresh, st->impl_offset, item->image, item->bytes) ==
+                   OOMKIT_OK
+               ? pristine_write(call, i, fresh)
+               : 0;
 }
 
 /* Parameter i as it was. 1 done, 0 there is no copy; 2 there is, but it is a tensor of

@@ -9,11 +9,11 @@
 static PyObject *
 rng_state(oomkit_state *st, PyObject *generator)
 {
-    PyObject *state; /* owned */
+    PyObject *state = NULL; /* owned, returned */
 
-    oomkit_exempt_enter(st);
-    state = PyObject_CallMethodNoArgs(generator, st->str_get_state);
-    oomkit_exempt_leave(st);
+    EXEMPT (st) {
+        state = PyObject_CallMethodNoArgs(generator, st->str_get_state);
+    }
     return state;
 }
 
@@ -23,7 +23,8 @@ rng_state(oomkit_state *st, PyObject *generator)
 static PyObject *
 rng_get(oomkit_state *st, PyObject *generator, int is_device)
 {
-    PyObject *state, *seed, *offset; /* owned */
+    OWNED PyObject *seed = NULL, *offset = NULL;
+    PyObject *state; /* owned, returned */
 
     if (!is_device) {
         return rng_state(st, generator);
@@ -31,8 +32,6 @@ rng_get(oomkit_state *st, PyObject *generator, int is_device)
     seed = PyObject_CallMethodNoArgs(generator, st->str_initial_seed);
     offset = seed ? PyObject_CallMethodNoArgs(generator, st->str_get_offset) : NULL;
     state = offset ? PyTuple_Pack(2, seed, offset) : NULL;
-    Py_XDECREF(seed);
-    Py_XDECREF(offset);
     if (state == NULL && PyErr_ExceptionMatches(PyExc_RuntimeError)) {
         PyErr_Clear();
         return rng_state(st, generator);
@@ -43,11 +42,10 @@ rng_get(oomkit_state *st, PyObject *generator, int is_device)
 static int
 rng_put(oomkit_state *st, PyObject *generator, PyObject *state)
 {
-    PyObject *done; /* owned */
+    OWNED PyObject *done = NULL;
 
     if (!PyTuple_CheckExact(state)) {
         done = PyObject_CallMethodOneArg(generator, st->str_set_state, state);
-        Py_XDECREF(done);
         return done == NULL ? -1 : 0;
     }
     done = PyObject_CallMethodOneArg(generator, st->str_manual_seed,
@@ -57,15 +55,13 @@ rng_put(oomkit_state *st, PyObject *generator, PyObject *state)
     }
     Py_SETREF(done, PyObject_CallMethodOneArg(generator, st->str_set_offset,
                                               PyTuple_GET_ITEM(state, 1)));
-    Py_XDECREF(done);
     return done == NULL ? -1 : 0;
 }
 
 static int
 rng_mark_one(oomkit_call *call, PyObject *generator, int is_device)
 {
-    PyObject *pair, *state; /* owned */
-    int result;
+    OWNED PyObject *pair = NULL, *state = NULL;
 
     if (call->entry.rng.others == NULL &&
         (call->entry.rng.others = PyList_New(0)) == NULL) {
@@ -73,13 +69,7 @@ rng_mark_one(oomkit_call *call, PyObject *generator, int is_device)
     }
     state = rng_get(call->st, generator, is_device);
     pair = state ? PyTuple_Pack(2, generator, state) : NULL;
-    Py_XDECREF(state);
-    if (pair == NULL) {
-        return -1;
-    }
-    result = PyList_Append(call->entry.rng.others, pair);
-    Py_DECREF(pair);
-    return result;
+    return pair ? PyList_Append(call->entry.rng.others, pair) : -1;
 }
 
 /* While a graph is being captured a CUDA generator tells nothing; a call in there is
@@ -87,21 +77,18 @@ rng_mark_one(oomkit_call *call, PyObject *generator, int is_device)
 static int
 rng_is_captured(void)
 {
-    PyObject *error; /* owned */
-    int capturing;
+    int captured = 0;
 
     if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) {
         return 0;
     }
-    error = oomkit_exception_take();
-    capturing = oomkit_is_capturing();
-    if (capturing == 1) {
-        Py_DECREF(error);
-        return 1;
+    KEEPING_EXCEPTION { /* the generator's own error is the one to see */
+        captured = oomkit_is_capturing() == 1;
     }
-    PyErr_Clear(); /* the generator's own error is the one to see */
-    oomkit_exception_give(error);
-    return 0;
+    if (captured) {
+        PyErr_Clear(); /* that is why */
+    }
+    return captured;
 }
 
 /* Every accelerator of the process that is in use: a step whose batch and parameters
@@ -109,7 +96,7 @@ rng_is_captured(void)
 static int
 rng_mark_devices(oomkit_call *call)
 {
-    PyObject *all; /* owned */
+    OWNED PyObject *all = NULL;
     Py_ssize_t i;
     int result = 0, type = call->device.type;
 
@@ -134,7 +121,6 @@ rng_mark_devices(oomkit_call *call)
             result = 0;
         }
     }
-    Py_DECREF(all);
     return result < 0 && rng_is_captured() ? 0 : result;
 }
 
@@ -142,21 +128,14 @@ rng_mark_devices(oomkit_call *call)
 static PyObject *
 rng_library_call(const char *module_name, const char *function, PyObject *argument)
 {
-    PyObject *module, *result = NULL; /* owned */
-    PyObject *callable = NULL;        /* owned */
+    OWNED PyObject *module = PyImport_ImportModule(module_name);
+    OWNED PyObject *callable = module ? PyObject_GetAttrString(module, function) : NULL;
 
-    module = PyImport_ImportModule(module_name);
-    if (module == NULL) {
+    if (callable == NULL) {
         return NULL;
     }
-    callable = PyObject_GetAttrString(module, function);
-    Py_DECREF(module);
-    if (callable != NULL) {
-        result = argument ? PyObject_CallOneArg(callable, argument)
-                          : PyObject_CallNoArgs(callable);
-        Py_DECREF(callable);
-    }
-    return result;
+    return argument ? PyObject_CallOneArg(callable, argument)
+                    : PyObject_CallNoArgs(callable);
 }
 
 /* The streams beside torch's CPU generator. 0 or -1. */
@@ -165,15 +144,13 @@ rng_mark_others(oomkit_call *call)
 {
     oomkit_state *st = call->st;
     oomkit_participants *parts = call->parts;
-    Py_ssize_t i;
 
     if (rng_mark_devices(call) < 0) {
         return -1;
     }
-    for (i = 0; i < parts->owner_count; i++) {
-        if (parts->owners[i].kind == OOMKIT_OWNER_GENERATOR &&
-            parts->owners[i].ref != st->default_generator &&
-            rng_mark_one(call, parts->owners[i].ref, 0) < 0) {
+    EACH_OWNER (one, parts, OWNERS_OF(OOMKIT_OWNER_GENERATOR)) {
+        if (one.object != st->default_generator &&
+            rng_mark_one(call, one.object, 0) < 0) {
             return -1;
         }
     }
@@ -232,15 +209,14 @@ int
 oomkit_rng_restore(oomkit_call *call)
 {
     Py_ssize_t i;
-    PyObject *done; /* owned */
     oomkit_rng *rng = &call->entry.rng;
 
     if (rng->cpu_state != NULL) {
-        done = PyObject_CallOneArg(call->st->generator_set, rng->cpu_state);
+        OWNED PyObject *done =
+            PyObject_CallOneArg(call->st->generator_set, rng->cpu_state);
         if (done == NULL) {
             return -1;
         }
-        Py_DECREF(done);
     }
     for (i = 0; rng->others != NULL && i < PyList_GET_SIZE(rng->others); i++) {
         PyObject *pair = PyList_GET_ITEM(rng->others, i); /* borrowed */
@@ -250,18 +226,18 @@ oomkit_rng_restore(oomkit_call *call)
         }
     }
     if (rng->random_state != NULL) {
-        done = rng_library_call("random", "setstate", rng->random_state);
+        OWNED PyObject *done =
+            rng_library_call("random", "setstate", rng->random_state);
         if (done == NULL) {
             return -1;
         }
-        Py_DECREF(done);
     }
     if (rng->numpy_state != NULL) {
-        done = rng_library_call("numpy.random", "set_state", rng->numpy_state);
+        OWNED PyObject *done =
+            rng_library_call("numpy.random", "set_state", rng->numpy_state);
         if (done == NULL) {
             return -1;
         }
-        Py_DECREF(done);
     }
     return oomkit_streams_restore(call->st, rng);
 }
@@ -284,7 +260,7 @@ rng_same_numpy(PyObject *before, PyObject *now)
     for (i = 0; same == 1 && i < PyTuple_GET_SIZE(before); i++) {
         PyObject *a = PyTuple_GET_ITEM(before, i); /* borrowed */
         PyObject *b = PyTuple_GET_ITEM(now, i);    /* borrowed */
-        PyObject *one, *two;                       /* owned */
+        OWNED PyObject *one = NULL, *two = NULL;
         int array = oomkit_has_attribute_string(a, "tobytes");
         if (array < 0) {
             return -1;
@@ -296,8 +272,6 @@ rng_same_numpy(PyObject *before, PyObject *now)
         one = PyObject_CallMethod(a, "tobytes", NULL);
         two = one ? PyObject_CallMethod(b, "tobytes", NULL) : NULL;
         same = two == NULL ? -1 : PyObject_RichCompareBool(one, two, Py_EQ);
-        Py_XDECREF(one);
-        Py_XDECREF(two);
     }
     return same;
 }
@@ -306,19 +280,16 @@ rng_same_numpy(PyObject *before, PyObject *now)
 static int
 rng_same_libraries(const oomkit_rng *rng)
 {
-    PyObject *now; /* owned */
     int same = 1;
 
     if (rng->random_state != NULL) {
-        now = rng_library_call("random", "getstate", NULL);
+        OWNED PyObject *now = rng_library_call("random", "getstate", NULL);
         same =
             now == NULL ? -1 : PyObject_RichCompareBool(rng->random_state, now, Py_EQ);
-        Py_XDECREF(now);
     }
     if (same == 1 && rng->numpy_state != NULL) {
-        now = rng_library_call("numpy.random", "get_state", NULL);
+        OWNED PyObject *now = rng_library_call("numpy.random", "get_state", NULL);
         same = now == NULL ? -1 : rng_same_numpy(rng->numpy_state, now);
-        Py_XDECREF(now);
     }
     return same;
 }
@@ -328,16 +299,15 @@ static int
 rng_same_beside(oomkit_call *call)
 {
     oomkit_rng *rng = &call->entry.rng;
-    PyObject *now; /* owned */
     Py_ssize_t i;
     int same = 1;
 
     for (i = 0; same == 1 && rng->others && i < PyList_GET_SIZE(rng->others); i++) {
         PyObject *pair = PyList_GET_ITEM(rng->others, i); /* borrowed */
         PyObject *before = PyTuple_GET_ITEM(pair, 1);     /* borrowed */
-        now = rng_get(call->st, PyTuple_GET_ITEM(pair, 0), PyTuple_CheckExact(before));
+        OWNED PyObject *now =
+            rng_get(call->st, PyTuple_GET_ITEM(pair, 0), PyTuple_CheckExact(before));
         same = now == NULL ? -1 : rng_same(call->st, before, now);
-        Py_XDECREF(now);
     }
     if (same == 1) {
         same = rng_same_libraries(rng);

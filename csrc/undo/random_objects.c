@@ -17,14 +17,12 @@ has(PyObject *stream, const char *name)
 static PyObject *
 stream_get(oomkit_state *st, PyObject *stream)
 {
-    PyObject *bits, *state;                   /* owned */
+    PyObject *state = NULL;                   /* owned, returned */
     int found = has(stream, "bit_generator"); /* numpy's Generator */
 
     if (found > 0) {
-        bits = PyObject_GetAttrString(stream, "bit_generator");
-        state = bits == NULL ? NULL : PyObject_GetAttr(bits, st->str_state);
-        Py_XDECREF(bits);
-        return state;
+        OWNED PyObject *bits = PyObject_GetAttrString(stream, "bit_generator");
+        return bits == NULL ? NULL : PyObject_GetAttr(bits, st->str_state);
     }
     if (found == 0) {
         found = has(stream, "getstate"); /* random.Random */
@@ -32,24 +30,22 @@ stream_get(oomkit_state *st, PyObject *stream)
     if (found < 0) {
         return NULL;
     }
-    oomkit_exempt_enter(st);
-    state =
-        PyObject_CallMethodNoArgs(stream, found ? st->str_getstate : st->str_get_state);
-    oomkit_exempt_leave(st);
+    EXEMPT (st) {
+        state = PyObject_CallMethodNoArgs(stream,
+                                          found ? st->str_getstate : st->str_get_state);
+    }
     return state;
 }
 
 static int
 stream_set(oomkit_state *st, PyObject *stream, PyObject *state)
 {
-    PyObject *bits, *done; /* owned */
-    int found = has(stream, "bit_generator"), result;
+    OWNED PyObject *done = NULL;
+    int found = has(stream, "bit_generator");
 
     if (found > 0) {
-        bits = PyObject_GetAttrString(stream, "bit_generator");
-        result = bits == NULL ? -1 : PyObject_SetAttr(bits, st->str_state, state);
-        Py_XDECREF(bits);
-        return result;
+        OWNED PyObject *bits = PyObject_GetAttrString(stream, "bit_generator");
+        return bits == NULL ? -1 : PyObject_SetAttr(bits, st->str_state, state);
     }
     if (found == 0) {
         found = has(stream, "getstate");
@@ -59,7 +55,6 @@ stream_set(oomkit_state *st, PyObject *stream, PyObject *state)
     }
     done = PyObject_CallMethodOneArg(
         stream, found ? st->str_setstate : st->str_set_state, state);
-    Py_XDECREF(done);
     return done == NULL ? -1 : 0;
 }
 
@@ -83,28 +78,24 @@ oomkit_streams_mark(oomkit_call *call)
 {
     const oomkit_plain_site *site = call->step->plain;
     Py_ssize_t i, n = site == NULL ? 0 : PyTuple_GET_SIZE(site->streams);
-    PyObject *streams; /* owned */
-    int result = 0;
+    OWNED PyObject *streams = NULL;
 
     if (n == 0) {
         return 0;
     }
     streams = Py_NewRef(site->streams);
-    for (i = 0; result == 0 && i < n; i++) {
+    for (i = 0; i < n; i++) {
         PyObject *stream = PyTuple_GET_ITEM(streams, i); /* borrowed */
-        PyObject *state = stream_get(call->st, stream);  /* owned */
-        PyObject *pair = state == NULL ? NULL : PyTuple_Pack(2, stream, state);
-        Py_XDECREF(state);
-        if (pair == NULL || (call->entry.rng.streams == NULL &&
-                             (call->entry.rng.streams = PyList_New(0)) == NULL)) {
-            result = -1;
-        } else {
-            result = PyList_Append(call->entry.rng.streams, pair);
+        OWNED PyObject *state = stream_get(call->st, stream);
+        OWNED PyObject *pair = state == NULL ? NULL : PyTuple_Pack(2, stream, state);
+        if (pair == NULL ||
+            (call->entry.rng.streams == NULL &&
+             (call->entry.rng.streams = PyList_New(0)) == NULL) ||
+            PyList_Append(call->entry.rng.streams, pair) < 0) {
+            return -1;
         }
-        Py_XDECREF(pair); /* owned */
     }
-    Py_DECREF(streams);
-    return result;
+    return 0;
 }
 
 int
@@ -129,10 +120,9 @@ oomkit_streams_same(oomkit_state *st, const oomkit_rng *rng)
 
     for (i = 0; same == 1 && rng->streams != NULL && i < PyList_GET_SIZE(rng->streams);
          i++) {
-        PyObject *pair = PyList_GET_ITEM(rng->streams, i);         /* borrowed */
-        PyObject *now = stream_get(st, PyTuple_GET_ITEM(pair, 0)); /* owned */
+        PyObject *pair = PyList_GET_ITEM(rng->streams, i); /* borrowed */
+        OWNED PyObject *now = stream_get(st, PyTuple_GET_ITEM(pair, 0));
         same = now == NULL ? -1 : stream_same(st, PyTuple_GET_ITEM(pair, 1), now);
-        Py_XDECREF(now);
     }
     return same;
 }

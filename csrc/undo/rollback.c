@@ -23,19 +23,19 @@ take_back_once(void *argument)
     oomkit_call *call = ((take_back *)argument)->call;
     PyObject **message = ((take_back *)argument)->message;
     PyObject *guard; /* owned */
-    int result, mode;
+    int result = -1;
 
     Py_CLEAR(*message);
     if (oomkit_inference_begin(call->st, 0, &guard) < 0) {
         return -1;
     }
-    oomkit_exempt_enter(call->st);
-    mode = oomkit_grad_mode_off(call->st);
-    result = mode < 0 ? -1 : oomkit_tx_restore(call, message);
-    if (mode >= 0) {
-        result = oomkit_grad_mode_back(call->st, mode, result);
+    EXEMPT (call->st) {
+        int mode = oomkit_grad_mode_off(call->st);
+        if (mode >= 0) {
+            result = oomkit_tx_restore(call, message);
+            result = oomkit_grad_mode_back(call->st, mode, result);
+        }
     }
-    oomkit_exempt_leave(call->st);
     return oomkit_inference_end(call->st, guard, result);
 }
 
@@ -66,13 +66,12 @@ is_oom(oomkit_state *st, PyObject *exception)
 static void
 add_note(PyObject *exception, PyObject *note)
 {
-    PyObject *done = /* owned */
+    OWNED PyObject *done =
         note == NULL ? NULL : PyObject_CallMethod(exception, "add_note", "O", note);
 
     if (done == NULL) {
         PyErr_WriteUnraisable(exception); /* the exception itself tells more */
     }
-    Py_XDECREF(done);
     Py_XDECREF(note);
 }
 
@@ -81,7 +80,7 @@ static int
 take_back_failed(oomkit_call *call, PyObject *exception)
 {
     if (is_oom(call->st, exception)) {
-        PyObject *message = NULL, *location = NULL; /* owned */
+        OWNED PyObject *message = NULL, *location = NULL;
         uint64_t requested;
         oomkit_exception_describe(call->st, exception, &requested, &message, &location);
         oomkit_exception_drop(call->st, exception, NULL);
@@ -92,8 +91,6 @@ take_back_failed(oomkit_call *call, PyObject *exception)
             "(%V): parameters, gradients and buffers may hold a part of this "
             "batch; restore a checkpoint",
             call->options->label, message, "no message");
-        Py_XDECREF(message);
-        Py_XDECREF(location);
         return -1;
     }
     add_note(exception, PyUnicode_FromFormat(
@@ -152,7 +149,7 @@ oomkit_take_back(oomkit_call *call, PyObject **message)
 int
 oomkit_recover_roll_back(oomkit_call *call)
 {
-    PyObject *message = NULL; /* owned */
+    OWNED PyObject *message = NULL;
     int result = oomkit_take_back(call, &message);
 
     if (result == 1) {
@@ -166,7 +163,6 @@ oomkit_recover_roll_back(oomkit_call *call)
         }
         result = -1;
     }
-    Py_XDECREF(message);
     if (result == 0 && call->backward.queued) {
         result = oomkit_backward_drain(call->st);
     }
@@ -180,7 +176,7 @@ void
 oomkit_recover_undo(oomkit_call *call)
 {
     PyObject *exception = oomkit_exception_take(); /* owned, given back */
-    PyObject *message = NULL;                      /* owned */
+    OWNED PyObject *message = NULL;
 
     if (oomkit_take_back(call, &message) < 0) {
         PyErr_WriteUnraisable(
@@ -190,7 +186,6 @@ oomkit_recover_undo(oomkit_call *call)
                  PyUnicode_FromFormat("oomkit: not everything could be taken back: %U",
                                       message));
     }
-    Py_XDECREF(message);
     oomkit_exception_give(exception);
 }
 
@@ -199,8 +194,8 @@ oomkit_recover_undo(oomkit_call *call)
 static int
 own_failed(oomkit_call *call, PyObject *type, const char *format, const char *doing)
 {
-    PyObject *exception, *handled, *reason;     /* owned */
-    PyObject *message = NULL, *location = NULL; /* owned */
+    PyObject *exception, *handled; /* owned */
+    OWNED PyObject *reason = NULL, *message = NULL, *location = NULL;
     uint64_t requested;
 
     if (!oomkit_exception_is_oom(call->st)) {
@@ -219,9 +214,6 @@ own_failed(oomkit_call *call, PyObject *type, const char *format, const char *do
     } else if (reason != NULL) {
         PyErr_SetObject(type, reason);
     }
-    Py_XDECREF(reason);
-    Py_XDECREF(message);
-    Py_XDECREF(location);
     return -1;
 }
 

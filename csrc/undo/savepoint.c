@@ -1,11 +1,9 @@
-/* The transaction of a call: marks at entry, everything back after a failure. */
-#include "parameters.h"
+/* How everything was at entry of an attempt: marked, put back after a failure, dropped.
+ * What can go back is a table. */
 #include "undo.h"
 #include "../optim/optim.h"
 #include "../optim/optimizer_extras.h"
-#include "../plain/plain.h"
-#include "../plain/plain_state.h"
-#include "../py/tensor.h"
+#include "../plain/marks.h"
 
 static _Thread_local oomkit_call *current_call;
 
@@ -21,181 +19,18 @@ oomkit_call_set_current(oomkit_call *call)
     current_call = call;
 }
 
-/* The version of every parameter, and whether it requires grad; either may be NULL. 0
- * or -1. */
-static int
-params_read(oomkit_state *st, const oomkit_participants *parts, uint32_t *versions,
-            uint8_t *requires_grad)
-{
-    Py_ssize_t i;
-
-    if (st->bridge != NULL) {
-        if (st->bridge->versions((const void *const *)parts->params, st->impl_offset,
-                                 (size_t)parts->param_count, versions,
-                                 requires_grad) == OOMKIT_OK) {
-            return 0;
-        }
-        PyErr_SetString(PyExc_RuntimeError, "oomkit could not read the parameters");
-        return -1;
-    }
-    for (i = 0; i < parts->param_count; i++) {
-        oomkit_tensor_facts facts;
-        if (oomkit_tensor_facts_get(st, parts->params[i], 0, &facts) < 0) {
-            return -1;
-        }
-        if (versions != NULL) {
-            versions[i] = facts.version;
-        }
-        if (requires_grad != NULL) {
-            requires_grad[i] = facts.requires_grad != 0;
-        }
-    }
-    return 0;
-}
-
-/* A parameter that moved since the attempt began: 1 and its index; 0; -1. */
-int
-oomkit_tx_params_moved(oomkit_call *call, Py_ssize_t *which)
-{
-    Py_ssize_t i, n = call->parts->param_count;
-    uint32_t *now;
-    int result;
-
-    if (call->entry.versions == NULL || n == 0) {
-        return 0;
-    }
-    now = PyMem_Malloc((size_t)n * sizeof(*now));
-    if (now == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    result = params_read(call->st, call->parts, now, NULL);
-    for (i = 0; result == 0 && i < n; i++) {
-        if (now[i] != call->entry.versions[i] && !oomkit_buffers_have(call, i)) {
-            *which = i;
-            result = 1;
-        }
-    }
-    PyMem_Free(now);
-    return result;
-}
-
-/* While split: what 64 values of each parameter are, for writes that bump no version.
- */
-int
-oomkit_tx_sample(oomkit_call *call)
-{
-    Py_ssize_t i, n = call->parts->param_count;
-
-    if (call->st->bridge == NULL || n == 0) {
-        return 0;
-    }
-    if (call->entry.samples == NULL) {
-        call->entry.samples = PyMem_Malloc((size_t)n * sizeof(uint64_t));
-        if (call->entry.samples == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
-    }
-    for (i = 0; i < n; i++) {
-        call->entry.samples[i] =
-            call->st->bridge->sample(call->parts->params[i], call->st->impl_offset);
-    }
-    return 0;
-}
-
-/* A parameter whose values changed since then: 1 and its index, or 0. */
-int
-oomkit_tx_params_rewritten(const oomkit_call *call, Py_ssize_t *which)
-{
-    Py_ssize_t i;
-    for (i = 0; call->entry.samples != NULL && i < call->parts->param_count; i++) {
-        if (call->st->bridge->sample(call->parts->params[i], call->st->impl_offset) !=
-                call->entry.samples[i] &&
-            !oomkit_buffers_have(call, i)) {
-            *which = i;
-            return 1;
-        }
-    }
-    return 0;
-}
-
-/* What the parameters' versions are now. 0 or -1. */
-int
-oomkit_tx_params_mark(oomkit_call *call)
-{
-    Py_ssize_t n = call->parts->param_count;
-
-    if (n == 0) {
-        return 0;
-    }
-    if (call->entry.versions == NULL) {
-        call->entry.versions = PyMem_Malloc((size_t)n * (sizeof(uint32_t) + 2));
-        if (call->entry.versions == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
-    }
-    return params_read(call->st, call->parts, call->entry.versions,
-                       oomkit_tx_params_flags(call, 0));
-}
-
-uint8_t *
-oomkit_tx_params_flags(const oomkit_call *call, int at_end)
-{
-    Py_ssize_t n = call->parts->param_count;
-    return (uint8_t *)(call->entry.versions + n) + (at_end ? n : 0);
-}
-
-int
-oomkit_tx_params_flags_now(oomkit_state *st, const oomkit_participants *parts,
-                           uint8_t *flags)
-{
-    return params_read(st, parts, NULL, flags);
-}
-
-/* At entry of an attempt. 0 or -1. */
-int
-oomkit_tx_begin(oomkit_call *call)
-{
-    if (oomkit_tx_params_mark(call) < 0 || oomkit_pristine_begin(call) < 0 ||
-        oomkit_modes_entry(call) < 0) {
-        return -1;
-    }
-    return oomkit_rng_mark(call) < 0 || oomkit_buffers_mark(call) < 0 ||
-                   oomkit_owners_mark(call) < 0 || oomkit_plain_begin(call) < 0
-               ? -1
-               : 0;
-}
-
-/* At the start of a later part of an evaluation: do the marks of the entry still say
- * how everything is? Else the parts before it cannot be kept, for a failure goes back
- * to the entry. What the user's own objects are is not known. 0 or -1. */
-int
-oomkit_tx_begin_micro(oomkit_call *call)
-{
-    Py_ssize_t i;
-    int moved = oomkit_buffers_moved(call);
-
-    if (moved == 0) { /* no version tells of its statistics */
-        moved = oomkit_buffers_norm(call, 1);
-    }
-    if (moved == 0 && call->entry.rng.cpu_state != NULL) {
-        moved = oomkit_rng_moved(call);
-    }
-    for (i = 0; moved == 0 && i < call->parts->owner_count; i++) {
-        moved = call->parts->owners[i].kind == OOMKIT_OWNER_USER;
-    }
-    call->parts_moved |= moved != 0;
-    return moved < 0 || oomkit_plain_begin_part(call) < 0 ? -1 : 0;
-}
+/* --- what can go back --- */
 
 /* optimizer_safety="copy": what optimizers have moved is back. 0 or -1. */
 static int
-tx_uncommit(oomkit_call *call)
+update_restore(oomkit_call *call, PyObject **message)
 {
     int i;
 
+    (void)message;
+    if (!call->options->optimizer_copy || oomkit_tx_committed(call) != 1) {
+        return 0;
+    }
     for (i = 0; i < call->updating.count; i++) {
         if (oomkit_optimizer_restore_copy(call, i) < 0) {
             return -1;
@@ -206,132 +41,252 @@ tx_uncommit(oomkit_call *call)
 }
 
 static int
-tx_refuse(PyObject **message, PyObject *what, const char *text)
+slots_restore(oomkit_call *call, PyObject **message)
 {
-    if (what == NULL) {
-        return -1;
-    }
-    *message = PyUnicode_FromFormat(text, what);
-    Py_DECREF(what);
-    return *message == NULL ? -1 : 1;
+    (void)message;
+    return oomkit_slots_restore(call);
 }
 
 static int
-tx_restore_gradients(oomkit_call *call, PyObject **message)
+flags_restore(oomkit_call *call, PyObject **message)
+{
+    (void)message;
+    return oomkit_switches_restore(call);
+}
+
+static int
+beside_restore(oomkit_call *call, PyObject **message)
+{
+    return oomkit_beside_any_unknown(call) == NULL
+               ? 0
+               : oomkit_beside_refuse(call, message);
+}
+
+static int
+gradients_restore(oomkit_call *call, PyObject **message)
 {
     const char *why = NULL;
-    PyObject *which = NULL; /* owned */
+    OWNED PyObject *which = NULL, *name = NULL;
     int result = oomkit_tell_gradients_go_back(call) < 0
                      ? -1
                      : oomkit_grads_restore(call, &why, &which);
 
-    if (result == 1) {
-        PyObject *name = oomkit_describe_tensor(call, which); /* owned */
-        Py_DECREF(which);
-        if (name == NULL) {
-            return -1;
-        }
-        *message = PyUnicode_FromFormat(
-            "gradients cannot be rolled back: %U: %s; pass gradient_safety=\"copy\" to "
-            "auto_batch, and call zero_grad() before going on",
-            name, why);
-        Py_DECREF(name);
-        return *message == NULL ? -1 : 1;
+    if (result <= 0) {
+        return result;
     }
-    return result;
+    name = oomkit_describe_tensor(call, which);
+    *message =
+        name == NULL
+            ? NULL
+            : PyUnicode_FromFormat(
+                  "gradients cannot be rolled back: %U: %s; pass "
+                  "gradient_safety=\"copy\" to auto_batch, and call zero_grad() before "
+                  "going on",
+                  name, why);
+    return *message == NULL ? -1 : 1;
 }
 
 static int
-tx_restore_buffers(oomkit_call *call, PyObject **message)
+buffers_restore(oomkit_call *call, PyObject **message)
 {
-    PyObject *which = NULL; /* owned */
+    OWNED PyObject *which = NULL;
     int result = oomkit_buffers_restore(call, &which);
 
-    return result <= 0 ? result
-                       : tx_refuse(message, which,
-                                   "buffer %U moved for the first time in this call "
-                                   "and no copy of it was taken; run the step once "
-                                   "on a small batch first");
+    if (result <= 0) {
+        return result;
+    }
+    *message =
+        which == NULL
+            ? NULL
+            : PyUnicode_FromFormat("buffer %U moved for the first time in this call "
+                                   "and no copy of it was taken; run the step once on "
+                                   "a small batch first",
+                                   which);
+    return *message == NULL ? -1 : 1;
 }
 
-/* 0 everything is as at entry; 1 it cannot be, *message (owned) says why, and all else
- * is; -1 error. */
-int
-oomkit_tx_restore(oomkit_call *call, PyObject **message)
+/* No version tells of the statistics of a normalisation. */
+static int
+buffers_moved(oomkit_call *call)
 {
-    PyObject *ignored = NULL; /* owned */
-    Py_ssize_t param = 0, stay;
-    int result, refused, i;
+    int moved = oomkit_buffers_moved(call);
+    return moved == 0 ? oomkit_buffers_norm(call, 1) : moved;
+}
 
-    if (oomkit_tx_committed(call) == 1 && call->options->optimizer_copy &&
-        tx_uncommit(call) < 0) {
-        return -1;
-    }
-    /* the flags first: they stand beside the versions, which restoring may change */
-    if (oomkit_slots_restore(call) < 0 || oomkit_switches_restore(call) < 0) {
-        return -1;
-    }
-    stay = oomkit_pristine_restore(call, &param);
-    if (stay < 0) {
-        return -1;
-    }
-    refused = 0;
-    if (stay > 0) { /* said at the end: everything else goes back all the same */
-        refused = oomkit_pristine_refuse(call, message, param, stay);
-    } else if (oomkit_beside_any_unknown(call) != NULL) {
-        refused = oomkit_beside_refuse(call, message);
-    }
-    if (refused < 0) {
-        return -1;
-    }
-    result = tx_restore_gradients(call, refused ? &ignored : message);
-    Py_CLEAR(ignored);
-    if (result < 0) {
-        return -1;
-    }
-    refused |= result;
-    result = tx_restore_buffers(call, refused ? &ignored : message);
-    Py_CLEAR(ignored);
-    if (result < 0) {
-        return -1;
-    }
-    refused |= result;
+static int
+optimizers_restore(oomkit_call *call, PyObject **message)
+{
+    int i;
+
+    (void)message;
     for (i = 0; i < call->updating.count; i++) {
         if (oomkit_optimizer_undo(call, i) < 0) {
             return -1;
         }
     }
-    return oomkit_plain_restore(call) < 0 || oomkit_owners_restore(call) < 0 ||
-                   oomkit_rng_restore(call) < 0
-               ? -1
-               : refused;
+    return 0;
+}
+
+static int
+plain_restore(oomkit_call *call, PyObject **message)
+{
+    (void)message;
+    return oomkit_plain_restore(call);
+}
+
+static int
+owners_restore(oomkit_call *call, PyObject **message)
+{
+    (void)message;
+    return oomkit_owners_restore(call);
+}
+
+/* What the user's own objects are is not known: one counts as moved. */
+static int
+owners_moved(oomkit_call *call)
+{
+    EACH_OWNER (one, call->parts, OWNERS_OF(OOMKIT_OWNER_USER)) {
+        return 1;
+    }
+    return 0;
+}
+
+static int
+random_restore(oomkit_call *call, PyObject **message)
+{
+    (void)message;
+    return oomkit_rng_restore(call);
+}
+
+static int
+random_moved(oomkit_call *call)
+{
+    return call->entry.rng.cpu_state != NULL ? oomkit_rng_moved(call) : 0;
+}
+
+static const oomkit_resource update = {.name = "update", .restore = update_restore};
+static const oomkit_resource slots = {.name = "parameter slots",
+                                      .restore = slots_restore};
+static const oomkit_resource flags = {.name = "flags", .restore = flags_restore};
+static const oomkit_resource beside = {.name = "what an optimizer keeps elsewhere",
+                                       .restore = beside_restore};
+static const oomkit_resource gradients = {.name = "gradients",
+                                          .restore = gradients_restore,
+                                          .drop = oomkit_grads_end_attempt};
+static const oomkit_resource buffers = {.name = "buffers",
+                                        .mark = oomkit_buffers_mark,
+                                        .moved = buffers_moved,
+                                        .restore = buffers_restore,
+                                        .drop = oomkit_buffers_release};
+static const oomkit_resource optimizers = {.name = "optimizers",
+                                           .restore = optimizers_restore,
+                                           .drop = oomkit_optimizers_release};
+static const oomkit_resource plain = {.name = "plain state",
+                                      .mark = oomkit_plain_begin,
+                                      .restore = plain_restore,
+                                      .drop = oomkit_plain_end_attempt};
+static const oomkit_resource owners = {.name = "objects with a state of their own",
+                                       .mark = oomkit_owners_mark,
+                                       .moved = owners_moved,
+                                       .restore = owners_restore,
+                                       .drop = oomkit_owners_release};
+static const oomkit_resource random_numbers = {.name = "random numbers",
+                                               .mark = oomkit_rng_mark,
+                                               .moved = random_moved,
+                                               .restore = random_restore,
+                                               .drop = oomkit_rng_release};
+
+/* Put back in this order; marked in the other one. */
+static const oomkit_resource *const resources[] = {
+    &update, /* first: an optimizer's copies hold parameters, which are then compared */
+    &slots,
+    &flags, /* before what may change versions: they stand beside them */
+    &oomkit_parameters_resource,
+    &beside,
+    &gradients,
+    &buffers,
+    &optimizers,
+    &plain,
+    &owners,         /* after plain state: their own methods have the last word */
+    &random_numbers, /* last: what is put back may draw; so it is marked first */
+    NULL};
+
+#define RESOURCES (sizeof(resources) / sizeof(*resources) - 1)
+
+/* --- the savepoint of a call --- */
+
+/* At entry of an attempt. 0 or -1. */
+int
+oomkit_tx_begin(oomkit_call *call)
+{
+    size_t i;
+
+    if (oomkit_modes_entry(call) < 0) {
+        return -1;
+    }
+    for (i = RESOURCES; i-- > 0;) {
+        if (resources[i]->mark != NULL && resources[i]->mark(call) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* At the start of a later part of an evaluation: do the marks of the entry still say
+ * how everything is? Else the parts before it cannot be kept, for a failure goes back
+ * to the entry. 0 or -1. */
+int
+oomkit_tx_begin_micro(oomkit_call *call)
+{
+    size_t i;
+    int moved = 0;
+
+    for (i = 0; moved == 0 && i < RESOURCES; i++) {
+        moved = resources[i]->moved == NULL ? 0 : resources[i]->moved(call);
+    }
+    call->parts_moved |= moved != 0;
+    return moved < 0 || oomkit_plain_begin_part(call) < 0 ? -1 : 0;
+}
+
+/* 0 everything is as at entry; 1 it cannot be, *message (owned) says why first, and all
+ * else is; -1 error. */
+int
+oomkit_tx_restore(oomkit_call *call, PyObject **message)
+{
+    size_t i;
+    int refused = 0;
+
+    for (i = 0; i < RESOURCES; i++) {
+        OWNED PyObject *why = NULL;
+        int result = resources[i]->restore(call, &why);
+        if (result < 0) {
+            return -1;
+        }
+        if (result > 0 && !refused) {
+            *message = STEAL(why);
+            refused = 1;
+        }
+    }
+    return refused;
 }
 
 /* Forgets what belongs to one attempt; what outlives it (copies) stays. */
 void
 oomkit_tx_end_attempt(oomkit_call *call)
 {
-    oomkit_grads_end_attempt(call);
-    oomkit_buffers_release(call);
-    oomkit_rng_release(call);
-    oomkit_optimizers_release(call);
-    if (call->cut->slices != NULL) {
+    const oomkit_resource *const *one;
+
+    for (one = resources; *one != NULL; one++) {
+        if ((*one)->drop != NULL) {
+            (*one)->drop(call);
+        }
+    }
+    if (oomkit_call_is_cut(call)) {
         oomkit_tell_attempt_ends(call);
         call->cut->scheduled.count = 0;
     }
-    oomkit_plain_end_attempt(call);
-    oomkit_pristine_release(call);
     Py_CLEAR(call->unknown.of_graph);
     Py_CLEAR(call->unknown.of_step);
-    Py_CLEAR(call->entry.owners.groups_after);
-    Py_CLEAR(call->entry.owners.groups_end);
-    Py_CLEAR(call->entry.owners.scales);
-    Py_CLEAR(call->entry.owners.epochs);
-    Py_CLEAR(call->entry.owners.scalers);
-    Py_CLEAR(call->entry.owners.copied);
-    Py_CLEAR(call->entry.owners.user);
-    call->entry.owners.failed_step = NULL;
-    Py_CLEAR(call->entry.owners.attributes);
     call->training = call->backward.done = call->backward.failed =
         call->backward.queued = 0;
     call->updating.committed = call->refused.raised = call->course_waived = 0;
@@ -351,7 +306,6 @@ oomkit_tx_end(oomkit_call *call)
     oomkit_plain_keep(call, 0);
     oomkit_tx_end_attempt(call);
     oomkit_grads_release(call);
-    oomkit_owners_release(call);
     Py_CLEAR(call->unknown.leaves);
     Py_CLEAR(call->entry.flags);
     PyMem_Free(call->entry.versions);
@@ -364,4 +318,33 @@ oomkit_tx_end(oomkit_call *call)
     Py_CLEAR(call->refused.hooked);
     call->entry.versions = NULL;
     call->entry.samples = NULL;
+}
+
+void
+oomkit_savepoint_move(oomkit_savepoint *to, oomkit_savepoint *from)
+{
+    to->rng = from->rng;
+    to->buffers = from->buffers;
+    to->versions = from->versions;
+    to->flags = from->flags;
+    memset(&from->rng, 0, sizeof(from->rng));
+    memset(&from->buffers, 0, sizeof(from->buffers));
+    from->versions = NULL;
+    from->flags = NULL;
+}
+
+void
+oomkit_savepoint_free(oomkit_savepoint *savepoint)
+{
+    struct oomkit_plain *plain_marks = savepoint->plain;
+    uint32_t *versions = savepoint->versions;
+
+    savepoint->plain = NULL; /* first: finalisers run below */
+    savepoint->versions = NULL;
+    oomkit_rng_free(&savepoint->rng);
+    oomkit_buffers_free(&savepoint->buffers);
+    oomkit_plain_free(plain_marks);
+    PyMem_Free(versions);
+    Py_CLEAR(savepoint->flags);
+    Py_CLEAR(savepoint->owners.user);
 }

@@ -8,6 +8,23 @@
 /* What happens in a call concerns (call/events.h): */
 extern const oomkit_rule oomkit_gradients_rule;
 
+/* One thing that can go back. */
+typedef struct oomkit_resource {
+    const char *name;
+    /* At entry of an attempt: how it is, into call->entry. 0 or -1. NULL: it is marked
+     * where it is about to move. */
+    int (*mark)(oomkit_call *);
+    /* Between the parts of an evaluation: did it move? 1, 0 or -1. NULL: it cannot. */
+    int (*moved)(oomkit_call *);
+    /* As it was. 0; 1: it cannot be, and *message (owned) says why; -1. May be done
+     * again. */
+    int (*restore)(oomkit_call *, PyObject **message);
+    /* Forgets what belongs to one attempt. Keeps the exception in flight. */
+    void (*drop)(oomkit_call *);
+} oomkit_resource;
+
+extern const oomkit_resource oomkit_parameters_resource;
+
 /* --- buffer_leaves.c --- */
 /* A buffer has been marked. 0 or -1. */
 int
@@ -74,6 +91,8 @@ void
 oomkit_grads_abandon(oomkit_call *call);
 void
 oomkit_grads_end_attempt(oomkit_call *call);
+void
+oomkit_grads_end_micro(oomkit_call *call);
 int
 oomkit_grads_grow(oomkit_call *call, Py_ssize_t old);
 void
@@ -86,12 +105,6 @@ oomkit_grads_changed_since(oomkit_call *call);
 /* --- gradients_back.c --- */
 int
 oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which);
-
-/* Does one use the batch's statistics (or move its own)? 1, 0, -1. */
-int
-oomkit_buffers_norm(oomkit_call *call, int moves);
-int
-oomkit_buffers_say_norm(oomkit_call *call);
 
 /* --- parameter_slots.c --- */
 int
@@ -205,6 +218,13 @@ oomkit_tx_params_flags_now(oomkit_state *st, const oomkit_participants *parts,
                            uint8_t *flags);
 void
 oomkit_tx_end(oomkit_call *call);
+/* What outlives a call goes from one savepoint to another that has none of it: random
+ * numbers, marks of buffers, versions of parameters, training flags. And an end of what
+ * a savepoint has that is no call's. */
+void
+oomkit_savepoint_move(oomkit_savepoint *to, oomkit_savepoint *from);
+void
+oomkit_savepoint_free(oomkit_savepoint *savepoint);
 
 /* --- user_state.c --- */
 /* The count of batches of accelerate's Accelerator. New reference or NULL; 0 or -1. */

@@ -13,44 +13,38 @@ static PyObject *
 scaler_states_copy(PyObject *states)
 {
     PyObject *key, *value, *inner_key, *inner_value; /* borrowed */
-    PyObject *copy = PyDict_New(), *inner = NULL;    /* owned */
+    OWNED PyObject *copy = PyDict_New();
     Py_ssize_t at = 0;
 
     if (copy == NULL || !PyDict_Check(states)) {
-        return copy;
+        return STEAL(copy);
     }
     while (PyDict_Next(states, &at, &key, &value)) {
         Py_ssize_t in = 0;
+        OWNED PyObject *inner = NULL;
         if (!PyDict_Check(value)) {
             continue;
         }
         inner = PyDict_New();
         if (inner == NULL || PyDict_SetItem(copy, key, inner) < 0) {
-            goto error;
+            return NULL;
         }
         while (PyDict_Next(value, &in, &inner_key, &inner_value)) {
-            PyObject *kept = PyDict_CheckExact(inner_value)
-                                 ? PyDict_Copy(inner_value)
-                                 : Py_NewRef(inner_value); /* owned */
+            OWNED PyObject *kept = PyDict_CheckExact(inner_value)
+                                       ? PyDict_Copy(inner_value)
+                                       : Py_NewRef(inner_value);
             if (kept == NULL || PyDict_SetItem(inner, inner_key, kept) < 0) {
-                Py_XDECREF(kept);
-                goto error;
+                return NULL;
             }
-            Py_DECREF(kept);
         }
-        Py_CLEAR(inner);
     }
-    return copy;
-error:
-    Py_XDECREF(inner);
-    Py_DECREF(copy);
-    return NULL;
+    return STEAL(copy);
 }
 
 int
 oomkit_scaler_mark(oomkit_call *call, PyObject *scaler)
 {
-    PyObject *states, *saved; /* owned */
+    OWNED PyObject *states = NULL;
 
     if (oomkit_pairs_find(call->entry.owners.scalers, scaler) != NULL) {
         return 0;
@@ -59,22 +53,21 @@ oomkit_scaler_mark(oomkit_call *call, PyObject *scaler)
     if (states == NULL) {
         return -1;
     }
-    saved = scaler_states_copy(states);
-    Py_DECREF(states);
-    return oomkit_pairs_add(&call->entry.owners.scalers, scaler, saved);
+    return oomkit_pairs_add(&call->entry.owners.scalers, scaler,
+                            scaler_states_copy(states));
 }
 
 /* A deep copy of object.state_dict(), outside the budget. New reference or NULL. */
 static PyObject *
 owner_state(oomkit_state *st, PyObject *object)
 {
-    PyObject *state, *copy; /* owned */
+    OWNED PyObject *state = NULL;
+    PyObject *copy = NULL; /* owned, returned */
 
-    oomkit_exempt_enter(st);
-    state = PyObject_CallMethodNoArgs(object, st->str_state_dict);
-    copy = state ? PyObject_CallOneArg(st->deepcopy, state) : NULL;
-    oomkit_exempt_leave(st);
-    Py_XDECREF(state);
+    EXEMPT (st) {
+        state = PyObject_CallMethodNoArgs(object, st->str_state_dict);
+        copy = state ? PyObject_CallOneArg(st->deepcopy, state) : NULL;
+    }
     return copy;
 }
 
@@ -83,14 +76,14 @@ static PyObject *
 owner_user_state(oomkit_state *st, PyObject *object)
 {
     int saves = oomkit_has_attribute(object, st->str_save);
-    PyObject *saved; /* owned, returned */
+    PyObject *saved = NULL; /* owned, returned */
 
     if (saves <= 0) {
         return saves < 0 ? NULL : owner_state(st, object);
     }
-    oomkit_exempt_enter(st); /* marks are outside the budget, save() too */
-    saved = PyObject_CallMethodNoArgs(object, st->str_save);
-    oomkit_exempt_leave(st);
+    EXEMPT (st) { /* marks are outside the budget, save() too */
+        saved = PyObject_CallMethodNoArgs(object, st->str_save);
+    }
     return saved;
 }
 
@@ -113,13 +106,10 @@ static const char *const scaler_names[] = {"_scale", "_growth_tracker"};
 static PyObject *
 scaler_tensors(PyObject *scaler)
 {
-    PyObject *one = PyObject_GetAttrString(scaler, scaler_names[0]); /* owned */
-    PyObject *two = PyObject_GetAttrString(scaler, scaler_names[1]); /* owned */
-    PyObject *both = one && two ? PyTuple_Pack(2, one, two) : NULL;  /* owned */
+    OWNED PyObject *one = PyObject_GetAttrString(scaler, scaler_names[0]);
+    OWNED PyObject *two = PyObject_GetAttrString(scaler, scaler_names[1]);
 
-    Py_XDECREF(one);
-    Py_XDECREF(two);
-    return both;
+    return one && two ? PyTuple_Pack(2, one, two) : NULL;
 }
 
 static int
@@ -139,33 +129,22 @@ scaler_tensors_restore(PyObject *scaler, PyObject *both)
 int
 oomkit_owners_mark(oomkit_call *call)
 {
-    oomkit_state *st = call->st;
-    Py_ssize_t i;
+    const unsigned kinds =
+        OWNERS_OF(OOMKIT_OWNER_USER) | OWNERS_OF(OOMKIT_OWNER_SCALER) |
+        OWNERS_OF(OOMKIT_OWNER_OPTIMIZER) | OWNERS_OF(OOMKIT_OWNER_ACCELERATOR);
 
-    for (i = 0; i < call->parts->owner_count; i++) {
-        PyObject *object, *saved; /* owned */
-        int result;
-        oomkit_owner_kind kind = call->parts->owners[i].kind;
-        if (kind != OOMKIT_OWNER_USER && kind != OOMKIT_OWNER_SCALER &&
-            kind != OOMKIT_OWNER_OPTIMIZER && kind != OOMKIT_OWNER_ACCELERATOR) {
-            continue;
-        }
-        object = oomkit_reference_get(call->parts->owners[i].ref);
-        if (object == NULL) {
-            continue;
-        }
-        if (kind == OOMKIT_OWNER_OPTIMIZER) {
-            saved = oomkit_groups_copy(st, object);
-        } else if (kind == OOMKIT_OWNER_ACCELERATOR) {
-            saved = oomkit_accelerator_save(object);
-        } else if (kind == OOMKIT_OWNER_SCALER) {
-            saved = scaler_tensors(object);
+    EACH_OWNER (one, call->parts, kinds) {
+        PyObject *saved; /* owned, then by the list */
+        if (one.kind == OOMKIT_OWNER_OPTIMIZER) {
+            saved = oomkit_groups_copy(call->st, one.object);
+        } else if (one.kind == OOMKIT_OWNER_ACCELERATOR) {
+            saved = oomkit_accelerator_save(one.object);
+        } else if (one.kind == OOMKIT_OWNER_SCALER) {
+            saved = scaler_tensors(one.object);
         } else {
-            saved = owner_user_state(st, object);
+            saved = owner_user_state(call->st, one.object);
         }
-        result = oomkit_pairs_add(&call->entry.owners.user, object, saved);
-        Py_DECREF(object);
-        if (result < 0) {
+        if (oomkit_pairs_add(&call->entry.owners.user, one.object, saved) < 0) {
             return -1;
         }
     }
@@ -175,20 +154,19 @@ oomkit_owners_mark(oomkit_call *call)
 static int
 scaler_restore(oomkit_call *call, PyObject *scaler, PyObject *saved)
 {
-    int result = -1;
-    PyObject *states = /* owned */
+    OWNED PyObject *states =
         PyObject_GetAttr(scaler, call->st->str_per_optimizer_states);
+    OWNED PyObject *fresh = NULL;
 
-    if (states != NULL && PyDict_Check(states)) {
-        PyObject *fresh = scaler_states_copy(saved); /* owned */
-        if (fresh != NULL) {
-            PyDict_Clear(states);
-            result = PyDict_Update(states, fresh);
-            Py_DECREF(fresh);
-        }
+    if (states == NULL || !PyDict_Check(states)) {
+        return -1;
     }
-    Py_XDECREF(states);
-    return result;
+    fresh = scaler_states_copy(saved);
+    if (fresh == NULL) {
+        return -1;
+    }
+    PyDict_Clear(states);
+    return PyDict_Update(states, fresh);
 }
 
 /* optimizer_safety="copy": schedulers and scalers back to their pre-image. */
@@ -200,19 +178,18 @@ owners_restore_copies(oomkit_call *call)
 
     for (i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
         PyObject *pair = PyList_GET_ITEM(list, i); /* borrowed */
-        PyObject *state, *done;                    /* owned */
-        oomkit_exempt_enter(call->st);
-        state = PyObject_CallOneArg(call->st->deepcopy, PyTuple_GET_ITEM(pair, 1));
-        done = state == NULL
-                   ? NULL
-                   : PyObject_CallMethodOneArg(PyTuple_GET_ITEM(pair, 0),
-                                               call->st->str_load_state_dict, state);
-        oomkit_exempt_leave(call->st);
-        Py_XDECREF(state);
+        OWNED PyObject *done = NULL, *state = NULL;
+        EXEMPT (call->st) {
+            state = PyObject_CallOneArg(call->st->deepcopy, PyTuple_GET_ITEM(pair, 1));
+            done =
+                state == NULL
+                    ? NULL
+                    : PyObject_CallMethodOneArg(PyTuple_GET_ITEM(pair, 0),
+                                                call->st->str_load_state_dict, state);
+        }
         if (done == NULL) {
             return -1;
         }
-        Py_DECREF(done);
     }
     return 0;
 }
@@ -240,7 +217,7 @@ oomkit_owners_restore(oomkit_call *call)
     for (i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
         PyObject *pair = PyList_GET_ITEM(list, i);    /* borrowed */
         PyObject *object = PyTuple_GET_ITEM(pair, 0); /* borrowed */
-        PyObject *done;                               /* owned */
+        OWNED PyObject *done = NULL;
         int saves;
         if (oomkit_accelerate_kind(object) >= 0) {
             if (oomkit_accelerator_restore(object, PyTuple_GET_ITEM(pair, 1)) < 0) {
@@ -268,7 +245,6 @@ oomkit_owners_restore(oomkit_call *call)
         if (done == NULL) {
             return -1;
         }
-        Py_DECREF(done);
     }
     return 0;
 }
@@ -284,6 +260,7 @@ oomkit_owners_release(oomkit_call *call)
     Py_CLEAR(call->entry.owners.groups_after);
     Py_CLEAR(call->entry.owners.groups_end);
     Py_CLEAR(call->entry.owners.epochs);
+    Py_CLEAR(call->entry.owners.scales);
 }
 
 /* (step, sync_gradients). New reference or NULL. */

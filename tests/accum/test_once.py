@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import subprocess
-import sys
 import threading
 import warnings
 import weakref
@@ -18,6 +16,7 @@ import torch.nn.functional as F
 from helpers.mlp_world import same as _same
 from helpers.mlp_world import values as _values
 from helpers.mlp_world import world as _world
+from helpers.own_process import run_program
 from helpers.seen import Seen
 from torch import nn
 from zoo import MLP, SEED
@@ -113,7 +112,7 @@ assert not other.training
 def test_whole_graphs_may_clear_and_switch_a_module_after_a_split() -> None:
     """What stands in nn.Module from the first split on fits into no graph of torch.compile. In a
     process of its own: where something was compiled other rules hold for buffers."""
-    done = subprocess.run([sys.executable, "-c", _WHOLE_GRAPH], capture_output=True, text=True)
+    done = run_program(_WHOLE_GRAPH)
     assert done.returncode == 0, done.stderr
 
 

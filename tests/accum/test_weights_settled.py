@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.sample import WHOLE, places
 from helpers.seen import Seen
 from torch import nn
 from torch.nn import functional as F
@@ -171,10 +172,8 @@ def test_no_memory_while_it_is_proven_again(parts: int) -> None:
     nothing else."""
     masks = _late(torch.float64, 1)
     want = _train(lambda step: step, masks, 2)
-    equal, nth = 0, -6
-    fault = None
-    while fault is None or fault.fired:
-        nth += 7
+    equal = 0
+    for nth in places(7):
         fault = inject_oom(nth=nth)
         try:
             got = _train(oomkit.auto_batch(accumulation_steps=parts), masks, 2, last=fault)
@@ -184,7 +183,9 @@ def test_no_memory_while_it_is_proven_again(parts: int) -> None:
         for one, two in zip(want, got, strict=True):
             torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
         equal += fault.fired
-    assert equal > 5
+        if not fault.fired:
+            break
+    assert equal > (5 if WHOLE else 3)
 
 
 def test_weights_that_were_found_are_looked_at_again() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
+
+from helpers.own_process import run_program
 
 PRELUDE = """
 import collections, sys, warnings
@@ -13,6 +13,7 @@ with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     import oomkit
 assert any("bridge to torch is missing" in str(w.message) for w in said), said
+warnings.simplefilter("ignore", oomkit.OomkitWarning)
 import torch
 import torch.nn.functional as F
 
@@ -61,12 +62,7 @@ def run(fail_in, prior, **options):
 def _run(body: str) -> None:
     # Runs of the step are counted.
     code = PRELUDE + "\noomkit._C._prove(False)\n" + textwrap.dedent(body)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::oomkit.OomkitWarning", "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_program(code)
     assert done.returncode == 0, done.stderr
 
 
@@ -116,7 +112,7 @@ step = oomkit.auto_batch(lambda x: x + 1)
 assert step(torch.zeros(2)).tolist() == [1.0, 1.0]
 assert step.records[0].peak_allocated is None
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_program(code)
     assert done.returncode == 0, done.stderr
 
 
@@ -272,9 +268,7 @@ assert returned(2, False) == [4, 4]
 assert returned(2, True)[-2:] == [2, 2]
 """
     )
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=600
-    )
+    done = run_program(code)
     assert done.returncode == 0, done.stderr
 
 
@@ -306,7 +300,5 @@ def test_the_allocators_cache_is_emptied_once_before_the_retry() -> None:
     assert calls[:2] == [8, 4] and step.records[0].ooms == 2, calls
     assert emptied == [1, 2], emptied
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
-    )
+    done = run_program(textwrap.dedent(code))
     assert done.returncode == 0, done.stderr

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
-import sys
 from _ctypes import dlclose
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.compiled import compile_library
+from helpers.own_process import run_program
 
 import oomkit
 from device import (
@@ -41,13 +40,7 @@ def apart(body: Any, folder: Path) -> None:
         f"here.{body.__name__}(pathlib.Path({str(folder)!r}))"
     )
     path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", f"{call}; print('to its end')"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    done = run_program(f"{call}; print('to its end')", {**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0 and done.stdout == "to its end\n", done.stdout + done.stderr
 
 

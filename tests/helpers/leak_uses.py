@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 import oomkit
+from helpers.collector import hide_nothing
 from oomkit import _C, sinks
 from oomkit.testing import force_slices, inject_oom
 
@@ -320,7 +321,7 @@ def nothing_else_counted() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     yield
-    gc.unfreeze()
+    hide_nothing()
     logger.setLevel(level)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from helpers.own_process import run_program
 
 # In a process of its own: torch says such things once.
 SCRIPT = """
@@ -50,9 +49,7 @@ print("done")
 
 
 def test_torch_does_not_ask_for_an_issue_about_our_hooks() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False
-    )
+    done = run_program(SCRIPT)
     assert done.returncode == 0 and done.stdout.endswith("done\n"), done.stderr[-2000:]
     said = done.stdout + done.stderr
     assert "oomkit._C" not in said and "file an issue" not in said, said

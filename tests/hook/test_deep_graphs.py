@@ -6,15 +6,11 @@ runs in a process of its own, because what is tested for ends it.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
+from helpers.own_process import run_program
 
-ROOT = Path(__file__).resolve().parents[2]
 DEEP = 50_000
 PRELUDE = """
 import copy, warnings
@@ -128,14 +124,7 @@ def run(x):
 
 def _run(*parts: str) -> None:
     code = PRELUDE + "".join(textwrap.dedent(part) for part in parts)
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", code],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_program(code)
     assert done.returncode == 0, f"{done.returncode}\n{done.stderr[-2000:]}"
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 import textwrap
 import types
 from collections.abc import Callable
@@ -14,6 +12,7 @@ import pytest
 import torch
 from helpers.mlp_world import same as _same
 from helpers.mlp_world import values as _values
+from helpers.own_process import run_program
 from zoo import MLP
 
 import oomkit
@@ -258,8 +257,7 @@ def test_a_compiled_function_of_the_step_may_clear() -> None:
 
         step(torch.randn(8, 6))
     """
-    run = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    done = run_program(textwrap.dedent(code))
     assert done.returncode == 0, done.stderr
 
 

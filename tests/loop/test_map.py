@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import subprocess
 import sys
 import weakref
 from collections import OrderedDict
@@ -11,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from helpers.own_process import run_program
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -367,4 +367,5 @@ for part in oomkit.chunks(x):
         sizes.append(len(fn(part)))
 assert sizes == [5, 5], sizes
 """
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    done = run_program(code)
+    assert done.returncode == 0, done.stderr

@@ -3,7 +3,6 @@
 import gc
 import os
 import re
-import subprocess
 import sys
 import textwrap
 import threading
@@ -12,6 +11,7 @@ import weakref
 
 import pytest
 import torch
+from helpers.own_process import run_program
 
 import oomkit
 
@@ -291,9 +291,7 @@ def test_without_a_bridge_the_rebuild_command_is_named():
         print(info.allocated, info.peak_allocated, oomkit.max_memory_allocated("cpu"))
         """
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
+    done = run_program(script)
     lack = "oomkit._bridge, which is not there for this PyTorch; rebuild oomkit with: "
     command = "pip install --no-build-isolation ."
     assert done.stdout.splitlines() == [
@@ -359,7 +357,8 @@ def test_importing_and_asking_does_not_install_the_allocator():
         assert _C.cpu_stats()["installed"]
         """
     )
-    subprocess.run([sys.executable, "-c", script], check=True)
+    done = run_program(script)
+    assert done.returncode == 0, done.stderr
 
 
 # --- cleanup ---

@@ -34,8 +34,8 @@ MUTANTS = [
         "hidden-scheduler",
         "a scheduler that the search does not find steps once all the same",
         "csrc/hook/install.c",
-        "    hidden = is_intercepted(call, optimizer);",
-        "    hidden = 0;",
+        "    return is_intercepted(call, optimizer);",
+        "    return 0;",
         ("optim/test_once_updates.py::test_a_scheduler_out_of_sight_steps_once",),
     ),
     Mutant(
@@ -221,8 +221,8 @@ MUTANTS = [
         "parts-kept-in-spite-of-noise",
         "finished parts of an evaluation are kept only while no random stream has moved",
         "csrc/undo/savepoint.c",
-        "    if (moved == 0 && call->entry.rng.cpu_state != NULL) {",
-        "    if (0) {",
+        "    return call->entry.rng.cpu_state != NULL ? oomkit_rng_moved(call) : 0;",
+        "    (void)call;\n    return 0;",
         ("engine/test_steps.py::test_an_evaluation_that_draws_numbers_keeps_no_part",),
     ),
     Mutant(
@@ -238,8 +238,8 @@ MUTANTS = [
         "anybodys-clearing-left-out",
         "only torch's own zero_grad() is left out",
         "csrc/hook/zero_grad.c",
-        "    plain = method == st->plain_zero_grad;",
-        "    plain = 1;",
+        "    return method == NULL ? -1 : method == st->plain_zero_grad;",
+        "    return method == NULL ? -1 : 1;",
         ("hook/test_once_clearing.py::test_somebodys_own_runs_every_time",),
     ),
     Mutant(

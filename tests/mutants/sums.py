@@ -158,8 +158,8 @@ MUTANTS = [
         "deposit-of-the-first-loss",
         "a gradient that is there when a stash is deposited is added to, not replaced",
         "csrc/deferred/eager.c",
-        "        if (gradient == Py_None) {\n            result = PyObject_SetAttr(",
-        "        if (1) {\n            result = PyObject_SetAttr(",
+        "    if (gradient == Py_None) {\n        return PyObject_SetAttr(",
+        "    if (1) {\n        return PyObject_SetAttr(",
         ("deferred/test_returned.py::test_the_users_own_accumulation",),
     ),
     Mutant(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import compileall
+import functools
 import gc
 import importlib.util
 import json
@@ -19,6 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from helpers.collector import hide_modules
 
 from . import witness
 from .body import OURS, Body
@@ -167,6 +170,7 @@ def _sweep(body: Body, stride: int, first: int) -> Found:
     return found
 
 
+@functools.cache
 def compile_sources() -> None:
     """So that what is imported without memory is not compiled: CPython 3.11's compiler gives
     objects back twice that it had no memory for (an allocation of makecode() in compile.c
@@ -183,6 +187,7 @@ def load() -> None:
     import oomkit  # noqa: F401
 
     torch.set_num_threads(1)  # other threads do not come along into a child
+    hide_modules()
 
 
 def main() -> int:
@@ -197,6 +202,7 @@ def main() -> int:
     parser.add_argument("body", nargs="*")
     arguments = parser.parse_args()
     bad = 0
+    compile_sources()  # not again in each process of a body
     for body in BODIES:
         if arguments.body and not any(part in body.name for part in arguments.body):
             continue

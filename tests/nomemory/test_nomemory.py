@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.own_process import run_program
 from helpers.recovery_world import World, differences
 from torch import nn
 
@@ -276,7 +277,8 @@ import oomkit
 print(json.dumps({{"first": first, "second": second, "bridge": oomkit._fits,
                   "warned": [str(w.message) for w in caught]}}))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_program(code)
+    assert done.returncode == 0, done.stderr
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
 

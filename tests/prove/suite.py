@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -41,7 +42,16 @@ def pytest_suite(name: str, *files: str) -> Suite:
     return Suite(name, lambda: list(files), run_pytest)
 
 
+def sampling() -> list[str]:
+    """The files whose tests take a sample of what they sweep."""
+    files = sorted(TESTS.glob("*/test_*.py"))
+    return [
+        str(f.relative_to(TESTS)) for f in files if "helpers.sample import" in f.read_text("utf-8")
+    ]
+
+
 def run_pytest(file: str) -> Result:
+    """With all of what `make test` takes samples of (helpers/sample.py)."""
     begin = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-rN", "--tb=line", "-p", "no:cacheprovider",
@@ -49,6 +59,7 @@ def run_pytest(file: str) -> Result:
         capture_output=True,
         text=True,
         check=False,
+        env=os.environ | {"OOMKIT_TEST_WHOLE": "1"},
     )  # fmt: skip
     return read_pytest(done.stdout, done.returncode, time.perf_counter() - begin)
 

@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from .suite import Result, Suite, pytest_suite
+from .suite import Result, Suite, pytest_suite, run_pytest, sampling
 
 
 def _zoo() -> list[str]:
@@ -166,6 +166,17 @@ def _prove_evaluation(unit: str) -> Result:
     return Result(found.faults, found.failures, told, time.perf_counter() - begin)
 
 
+# Swept by a suite of its own, and further than its tests would.
+ELSEWHERE = {"evaluation/test_evaluation_faults.py": "evaluation of 50 samples"}
+
+
+def _whole() -> list[str]:
+    """All files that take samples, but for those that another suite runs."""
+    tests = [s for s in SUITES if s.prove is run_pytest and s.units is not _whole]
+    others = {*ELSEWHERE, *(file for suite in tests for file in suite.units())}
+    return [file for file in sampling() if file not in others]
+
+
 SUITES = [
     Suite("model zoo", _zoo, _prove_model),
     Suite("programs", _programs, _prove_family),
@@ -183,6 +194,7 @@ SUITES = [
     pytest_suite("what cannot be taken back", "undo/test_rollback_rest.py"),
     pytest_suite("leaks", "leaks/test_leaks.py", "leaks/test_leak_names.py",
                  "python_types/test_bare_objects.py"),
+    Suite("what tests sample, whole", _whole, run_pytest),
     Suite("memory over 10,000 OOMs", _leaks, _prove_leaks),
     Suite("without the interpreter's memory", _no_memory, _prove_no_memory),
     Suite("random programs", _seeds, _random_programs),

@@ -11,8 +11,8 @@ import pytest
 from . import __main__ as main
 from .__main__ import run_apart
 from .pairwise import pairs_of, pairwise
-from .suite import Result, read_pytest
-from .suites import SUITES
+from .suite import TESTS, Result, read_pytest, run_pytest, sampling
+from .suites import ELSEWHERE, SUITES
 from .table import summary, table
 
 DIMENSIONS = {"a": (1, 2, 3), "b": ("x", "y"), "c": (True, False), "d": (1, 2, 3, 4)}
@@ -96,3 +96,11 @@ def test_units_have_names_of_their_own() -> None:
     for suite in SUITES:
         units = suite.units()
         assert units and len(set(units)) == len(units)
+
+
+def test_what_is_sampled_is_proven_whole() -> None:
+    """Each file that takes samples is a unit of one suite, which sweeps all of it."""
+    units = [unit for suite in SUITES if suite.prove is run_pytest for unit in suite.units()]
+    assert all((TESTS / unit).is_file() for unit in units) and len(set(units)) == len(units)
+    assert set(sampling()) <= {*units, *ELSEWHERE} and len(sampling()) > 5
+    assert set(ELSEWHERE.values()) <= {suite.name for suite in SUITES}

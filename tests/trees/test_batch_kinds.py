@@ -170,8 +170,11 @@ def test_paths_are_written_as_the_caller_would():
 
 
 def test_attributes_keep_their_order_beside_entries_that_are_some():
+    class Mapping(dict):  # type: ignore[type-arg]
+        pass
+
     x, y = batches.numbers()
-    batch = batches.Config(y=y)
+    batch = Mapping(y=y)
     batch.__dict__ |= {"first": 1, "y": y, "x": x}
     part = probe([batch], start=0, length=2)["args"][0]
     assert list(vars(part)) == ["first", "y", "x"] and part.__dict__["y"] is part["y"]

@@ -1,6 +1,6 @@
 /* Normalisations: which of them couple the samples of a batch, and which move running
  * statistics. */
-#include "undo.h"
+#include "call.h"
 
 /* Has a normalisation running statistics? Without them it uses those of the batch in
  * eval mode too. 1, 0 or -1. */

@@ -1,0 +1,159 @@
+/* Versions of parameters, and whether they require grad: what moved since the entry. */
+#include "parameters.h"
+#include "undo.h"
+#include "../plain/plain.h"
+#include "../py/tensor.h"
+
+/* The version of every parameter, and whether it requires grad; either may be NULL. 0
+ * or -1. */
+static int
+params_read(oomkit_state *st, const oomkit_participants *parts, uint32_t *versions,
+            uint8_t *requires_grad)
+{
+    Py_ssize_t i;
+
+    if (st->bridge != NULL) {
+        if (st->bridge->versions((const void *const *)parts->params, st->impl_offset,
+                                 (size_t)parts->param_count, versions,
+                                 requires_grad) == OOMKIT_OK) {
+            return 0;
+        }
+        PyErr_SetString(PyExc_RuntimeError, "oomkit could not read the parameters");
+        return -1;
+    }
+    for (i = 0; i < parts->param_count; i++) {
+        oomkit_tensor_facts facts;
+        if (oomkit_tensor_facts_get(st, parts->params[i], 0, &facts) < 0) {
+            return -1;
+        }
+        if (versions != NULL) {
+            versions[i] = facts.version;
+        }
+        if (requires_grad != NULL) {
+            requires_grad[i] = facts.requires_grad != 0;
+        }
+    }
+    return 0;
+}
+
+/* A parameter that moved since the attempt began: 1 and its index; 0; -1. */
+int
+oomkit_tx_params_moved(oomkit_call *call, Py_ssize_t *which)
+{
+    Py_ssize_t i, n = call->parts->param_count;
+    OWNED_MEMORY uint32_t *now = NULL;
+
+    if (call->entry.versions == NULL || n == 0) {
+        return 0;
+    }
+    now = PyMem_Malloc((size_t)n * sizeof(*now));
+    if (now == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    if (params_read(call->st, call->parts, now, NULL) < 0) {
+        return -1;
+    }
+    for (i = 0; i < n; i++) {
+        if (now[i] != call->entry.versions[i] && !oomkit_buffers_have(call, i)) {
+            *which = i;
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* While split: what 64 values of each parameter are, for writes that bump no version.
+ */
+int
+oomkit_tx_sample(oomkit_call *call)
+{
+    Py_ssize_t i, n = call->parts->param_count;
+
+    if (call->st->bridge == NULL || n == 0) {
+        return 0;
+    }
+    if (call->entry.samples == NULL) {
+        call->entry.samples = PyMem_Malloc((size_t)n * sizeof(uint64_t));
+        if (call->entry.samples == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+    }
+    for (i = 0; i < n; i++) {
+        call->entry.samples[i] =
+            call->st->bridge->sample(call->parts->params[i], call->st->impl_offset);
+    }
+    return 0;
+}
+
+/* A parameter whose values changed since then: 1 and its index, or 0. */
+int
+oomkit_tx_params_rewritten(const oomkit_call *call, Py_ssize_t *which)
+{
+    Py_ssize_t i;
+    for (i = 0; call->entry.samples != NULL && i < call->parts->param_count; i++) {
+        if (call->st->bridge->sample(call->parts->params[i], call->st->impl_offset) !=
+                call->entry.samples[i] &&
+            !oomkit_buffers_have(call, i)) {
+            *which = i;
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* What the parameters' versions are now. 0 or -1. */
+int
+oomkit_tx_params_mark(oomkit_call *call)
+{
+    Py_ssize_t n = call->parts->param_count;
+
+    if (n == 0) {
+        return 0;
+    }
+    if (call->entry.versions == NULL) {
+        call->entry.versions = PyMem_Malloc((size_t)n * (sizeof(uint32_t) + 2));
+        if (call->entry.versions == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+    }
+    return params_read(call->st, call->parts, call->entry.versions,
+                       oomkit_tx_params_flags(call, 0));
+}
+
+uint8_t *
+oomkit_tx_params_flags(const oomkit_call *call, int at_end)
+{
+    Py_ssize_t n = call->parts->param_count;
+    return (uint8_t *)(call->entry.versions + n) + (at_end ? n : 0);
+}
+
+int
+oomkit_tx_params_flags_now(oomkit_state *st, const oomkit_participants *parts,
+                           uint8_t *flags)
+{
+    return params_read(st, parts, NULL, flags);
+}
+
+static int
+parameters_mark(oomkit_call *call)
+{
+    return oomkit_tx_params_mark(call) < 0 ? -1 : oomkit_pristine_begin(call);
+}
+
+/* How many parameters the step itself has changed is told at the end: everything else
+ * goes back all the same. */
+static int
+parameters_restore(oomkit_call *call, PyObject **message)
+{
+    Py_ssize_t first = 0, stay = oomkit_pristine_restore(call, &first);
+
+    return stay <= 0 ? (int)stay : oomkit_pristine_refuse(call, message, first, stay);
+}
+
+const oomkit_resource oomkit_parameters_resource = {.name = "parameters",
+                                                    .mark = parameters_mark,
+                                                    .restore = parameters_restore,
+                                                    .drop = oomkit_pristine_release};

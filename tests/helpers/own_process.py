@@ -1,0 +1,82 @@
+"""Programs in a process of their own, which has imported torch and nothing else.
+
+Torch is imported once, by a server that is started at the first program; each program is a fork of
+it. One that needs an environment before torch is loaded starts an interpreter of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+# A program comes to the end of this file, as if it had been passed to the interpreter: what it
+# raises, how it exits and what a crash says are those of any process.
+_SERVER = """
+import faulthandler, json, os, sys
+import torch
+
+while True:
+    line = sys.stdin.readline()
+    if not line:
+        sys.exit()
+    asked = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        break
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(status, flush=True)
+
+for name, number in (("nothing", 0), ("out", 1), ("err", 2)):
+    file = os.open(asked[name], os.O_RDWR)
+    os.dup2(file, number)
+    os.close(file)
+faulthandler.enable()
+os.environ.clear()
+os.environ.update(asked["env"])
+os.chdir(asked["cwd"])
+sys.path[:0] = [path for path in asked["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
+sys.argv[:] = ["-c"]
+program = compile(asked["code"], "<string>", "exec")
+for name in ("line", "child", "name", "number", "file", "asked", "faulthandler", "json"):
+    del globals()[name]
+exec(program)
+"""
+
+
+@cache
+def _server() -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _SERVER]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    atexit.register(server.communicate)
+    return server
+
+
+def run_program(
+    code: str, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """What `python -c code` would give, with torch imported."""
+    server = _server()
+    assert server.stdin is not None and server.stdout is not None
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder) / "out", Path(folder) / "err"
+        out.touch()
+        err.touch()
+        asked = {
+            "code": code,
+            "env": dict(os.environ if env is None else env),
+            "cwd": str(cwd or Path.cwd()),
+            "nothing": os.devnull,
+            "out": str(out),
+            "err": str(err),
+        }
+        server.stdin.write(json.dumps(asked) + "\n")
+        server.stdin.flush()
+        status = int(server.stdout.readline())
+        return subprocess.CompletedProcess(["python"], status, out.read_text(), err.read_text())

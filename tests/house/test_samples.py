@@ -1,0 +1,49 @@
+"""What `make test` takes of a sweep is fair: spread, repeated by its seed, and printed."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from helpers import sample
+
+places, sampled, stride = sample.places, sample.sampled, sample.stride
+
+
+@pytest.fixture(autouse=True)
+def _a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample, "WHOLE", False)
+
+
+def test_one_of_each_stretch_and_the_same_again(capsys: pytest.CaptureFixture[str]) -> None:
+    found = sampled(range(100), 10)
+    assert [case // 10 for case in found] == list(range(10))
+    assert found == sampled(range(100), 10)
+    assert f"seed {sample.SEED} (OOMKIT_TEST_SEED), 10 of 100 cases" in capsys.readouterr().out
+    assert sampled("abc", 3) == list("abc")
+
+
+def test_others_meet_other_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of enough tests every case is met."""
+    assert set().union(*(sampled(range(20), 4, f"test {n}") for n in range(60))) == {*range(20)}
+    first = sampled(range(1000), 4)
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", "tests/a/test_a.py::test_b[a/b c] (call)")
+    second = sampled(range(1000), 4)
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", "a/test_a.py::test_b[a/b c] (call)")
+    assert first != second == sampled(range(1000), 4)
+    monkeypatch.setattr(sample, "SEED", 1)
+    assert second != sampled(range(1000), 4)
+
+
+def test_each_kind_and_what_is_always_wanted() -> None:
+    found = sampled(range(100), 2, kind=lambda case: case % 7, always=lambda case: case == 5)
+    assert {case % 7 for case in found} == {*range(7)} and 5 in found and len(found) <= 9
+
+
+def test_a_sweep_without_a_known_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, every = stride(8)
+    assert 1 <= first <= every == 8
+    assert [*itertools.islice(places(8), 3)] == [first, first + 8, first + 16]
+    assert {stride(8, f"test {n}")[0] for n in range(60)} == {*range(1, 9)}
+    monkeypatch.setattr(sample, "WHOLE", True)
+    assert stride(8) == (1, 1) and sampled(range(100), 10) == [*range(100)]
