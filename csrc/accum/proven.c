@@ -2,7 +2,7 @@
 #include "accum.h"
 #include "../py/tensor.h"
 #include "../sizes/sizes.h"
-#include "../tree/tree.h"
+#include "../batch/batch.h"
 
 #define MISSED 3 /* calls in a row in which losses could not be compared */
 

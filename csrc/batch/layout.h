@@ -2,7 +2,7 @@
 #ifndef OOMKIT_BATCH_LAYOUT_H
 #define OOMKIT_BATCH_LAYOUT_H
 
-#include "../tree/tree.h"
+#include "batch.h"
 
 enum { OOMKIT_ROLE_OTHER = 0, OOMKIT_ROLE_STATIC, OOMKIT_ROLE_BATCH };
 

@@ -2,8 +2,7 @@
  */
 #include "batch.h"
 #include "../py/tensor.h"
-#include "../tree/flatten.h"
-#include "../tree/named_parts.h"
+#include "../tree/kinds.h"
 
 #include <string.h>
 

@@ -9,12 +9,11 @@ typedef struct build {
     int64_t start, length, dim;
     PyObject *numbers[3]; /* owned: dim, start, length for narrow() */
     int whole;            /* all rows: tensors are passed as they are */
+    int sliced;           /* 0 inside an element of a list of samples, and for the value
+                             that split= gets */
     PyObject **made;      /* owned array of values borrowed from what is being built: by
                              node, for those that are the same again; or NULL */
 } build;
-
-static PyObject *
-build_node(const build *b, Py_ssize_t *at, int sliced);
 
 static PyObject *
 build_narrow(const build *b, PyObject *tensor)
@@ -47,137 +46,49 @@ build_closed_items(const build *b, PyObject *list)
                            (Py_ssize_t)(b->start + b->length));
 }
 
-static PyObject *
-build_dict(const build *b, Py_ssize_t *at, Py_ssize_t children, int sliced)
-{
-    OWNED PyObject *dict = PyDict_New();
-    Py_ssize_t i;
-
-    for (i = 0; dict != NULL && i < children; i++) {
-        PyObject *key = b->batch->nodes[*at].key; /* borrowed from the node */
-        OWNED PyObject *value = build_node(b, at, sliced);
-        if (value == NULL || PyDict_SetItem(dict, key, value) < 0) {
-            return NULL;
-        }
-    }
-    return STEAL(dict);
-}
-
-/* Children `from` .. `to` in a new list. */
-static PyObject *
-build_list(const build *b, Py_ssize_t *at, Py_ssize_t children, Py_ssize_t from,
-           Py_ssize_t to, int sliced)
-{
-    OWNED PyObject *list = PyList_New(to - from);
-    Py_ssize_t i;
-
-    for (i = 0; list != NULL && i < children; i++) {
-        PyObject *value; /* stolen by PyList_SET_ITEM() */
-        if (i < from || i >= to) {
-            *at = oomkit_node_end(b->batch, *at);
-            continue;
-        }
-        value = build_node(b, at, sliced);
-        if (value == NULL) {
-            return NULL;
-        }
-        PyList_SET_ITEM(list, i - from, value);
-    }
-    return STEAL(list);
-}
-
-/* The children of an object, and the object anew. */
-static PyObject *
-build_object(const build *b, Py_ssize_t at, int sliced)
-{
-    Py_ssize_t children = b->batch->nodes[at].children, inner = at + 1, i;
-    PyObject **values =
-        PyMem_Calloc((size_t)children + 1, sizeof(PyObject *)); /* owned, of owned */
-    PyObject *made = NULL;                                      /* owned */
-
-    if (values == NULL) {
-        return PyErr_NoMemory();
-    }
-    for (i = 0; i < children; i++) {
-        values[i] = build_node(b, &inner, sliced);
-        if (values[i] == NULL) {
-            break;
-        }
-    }
-    if (i == children) {
-        made = oomkit_object_build(b->st, b->batch, at, values);
-    }
-    while (i > 0) {
-        Py_DECREF(values[--i]);
-    }
-    PyMem_Free(values);
-    return made;
-}
-
 /* A tensor, an array, or what is closed. */
 static PyObject *
-build_leaf(const build *b, const oomkit_node *node, int narrow, int items)
+build_leaf(const build *b, const oomkit_node *node, int split)
 {
-    if (narrow && node->kind == OOMKIT_NODE_TENSOR) {
-        return build_narrow(b, node->object);
+    if (split == OOMKIT_SPLIT_NARROW) {
+        return node->kind == OOMKIT_NODE_TENSOR
+                   ? build_narrow(b, node->object)
+                   : oomkit_array_slice(b->st, node->object, b->dim, b->numbers[1],
+                                        b->start + b->length);
     }
-    if (narrow) {
-        return oomkit_array_slice(b->st, node->object, b->dim, b->numbers[1],
-                                  b->start + b->length);
-    }
-    return items ? build_closed_items(b, node->object) : Py_NewRef(node->object);
+    return split == OOMKIT_SPLIT_ITEMS ? build_closed_items(b, node->object)
+                                       : Py_NewRef(node->object);
 }
 
-/* build_node() without what is built already, and without splitters. */
+/* The maker of the tree. What is the same object at two places is one object again. New
+ * reference or NULL. */
 static PyObject *
-build_plain(const build *b, Py_ssize_t *at, int sliced)
+build_node(void *context, Py_ssize_t at, Py_ssize_t Py_UNUSED(number))
 {
-    Py_ssize_t here = (*at)++;
-    const oomkit_node *node = &b->batch->nodes[here];
-    int items = sliced && !b->whole && node->split == OOMKIT_SPLIT_ITEMS;
-    int narrow = sliced && !b->whole && node->split == OOMKIT_SPLIT_NARROW;
-    Py_ssize_t from = items ? (Py_ssize_t)b->start : 0;
-    Py_ssize_t to = items ? (Py_ssize_t)(b->start + b->length) : node->children;
-    PyObject *list; /* owned */
-
-    switch (node->kind) {
-    case OOMKIT_NODE_DICT:
-        return build_dict(b, at, node->children, sliced);
-    case OOMKIT_NODE_OBJECT:
-        *at = oomkit_node_end(b->batch, here);
-        return build_object(b, here, sliced);
-    case OOMKIT_NODE_LIST:
-    case OOMKIT_NODE_TUPLE:
-        list = build_list(b, at, node->children, from, to, sliced && !items);
-        if (list == NULL || node->kind == OOMKIT_NODE_LIST) {
-            return list;
-        }
-        return oomkit_tuple_like(node->object, list);
-    default:
-        return build_leaf(b, node, narrow, items);
-    }
-}
-
-/* One node with all that is below it; *at moves behind it. `sliced` is 0 inside an
- * element of a list of samples, and for the value that split= gets. What is the same
- * object at two places is one object again. New reference or NULL. */
-static PyObject *
-build_node(const build *b, Py_ssize_t *at, int sliced)
-{
-    Py_ssize_t here = *at;
-    const oomkit_node *node = &b->batch->nodes[here];
+    build *b = context;
+    const oomkit_node *node = &b->batch->nodes[at];
+    int sliced = b->sliced;
+    int split = sliced && !b->whole ? node->split : OOMKIT_SPLIT_WHOLE;
+    int items = split == OOMKIT_SPLIT_ITEMS;
     PyObject *made; /* owned */
 
     if (sliced && b->made != NULL && node->same >= 0 && b->made[node->same] != NULL) {
-        *at = oomkit_node_end(b->batch, here);
         return Py_NewRef(b->made[node->same]);
     }
-    made = build_plain(b, at, sliced);
-    if (made != NULL && sliced && !b->whole && node->split == OOMKIT_SPLIT_CUSTOM) {
+    if (oomkit_node_is_open(node)) {
+        b->sliced = sliced && !items;
+        made = oomkit_tree_build_part(
+            b->st, &b->batch->tree, at, items ? (Py_ssize_t)b->start : 0,
+            items ? (Py_ssize_t)(b->start + b->length) : node->children, build_node, b);
+        b->sliced = sliced;
+    } else {
+        made = build_leaf(b, node, split);
+    }
+    if (made != NULL && split == OOMKIT_SPLIT_CUSTOM) {
         Py_SETREF(made, oomkit_splitter_cut(b->st, made, b->start, b->length));
     }
     if (sliced && b->made != NULL) {
-        b->made[here] = made;
+        b->made[at] = made;
     }
     return made;
 }
@@ -186,14 +97,14 @@ PyObject *
 oomkit_node_whole(oomkit_state *st, const oomkit_batch *batch, Py_ssize_t index)
 {
     build b = {.st = st, .batch = batch, .whole = 1};
-    return build_node(&b, &index, 0);
+    return build_node(&b, index, 0);
 }
 
 /* An argument that split= slices. */
 static PyObject *
-build_called(const build *b, Py_ssize_t at)
+build_called(build *b, Py_ssize_t at)
 {
-    OWNED PyObject *value = build_node(b, &at, 0);
+    OWNED PyObject *value = build_node(b, at, 0);
     PyObject *stack[3] = {value, b->numbers[1], b->numbers[2]}; /* borrowed */
 
     if (value == NULL || b->whole) {
@@ -203,14 +114,14 @@ build_called(const build *b, Py_ssize_t at)
 }
 
 static PyObject *
-build_argument(const build *b, Py_ssize_t argument, Py_ssize_t at)
+build_argument(build *b, Py_ssize_t argument, Py_ssize_t at)
 {
     if (!oomkit_node_is_split(b->batch, at)) {
         /* The very object: the step may collect into it. */
         return Py_NewRef(b->batch->args[argument]);
     }
-    return b->batch->nodes[at].split == OOMKIT_SPLIT_CALL ? build_called(b, at)
-                                                          : build_node(b, &at, 1);
+    b->sliced = b->batch->nodes[at].split != OOMKIT_SPLIT_CALL;
+    return b->sliced ? build_node(b, at, 0) : build_called(b, at);
 }
 
 /* The dimension of the argument's samples, as a number too. 0 or -1. */
@@ -297,4 +208,89 @@ oomkit_batch_argument(const oomkit_batch *batch, PyObject *const *vector)
         at = oomkit_node_end(batch, at);
     }
     return tuple;
+}
+
+/* --- one object at two places is one object in every micro-batch --- */
+
+/* Are two subtrees of the same object, one after the other, built in the same way? */
+static int
+built_alike(const oomkit_batch *batch, Py_ssize_t a, Py_ssize_t b)
+{
+    Py_ssize_t end = oomkit_node_end(batch, a);
+
+    if (end - a != oomkit_node_end(batch, b) - b) {
+        return 0;
+    }
+    for (; a < end; a++, b++) {
+        if (batch->nodes[a].split != batch->nodes[b].split ||
+            batch->nodes[a].object != batch->nodes[b].object) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* Is the dimension of the samples the same for both nodes? 1, 0 or -1. */
+static int
+sliced_alike(const oomkit_options *options, const oomkit_batch *batch, Py_ssize_t a,
+             Py_ssize_t b)
+{
+    int64_t one = 0, two = 0;
+    Py_ssize_t argument, at = 0;
+
+    for (argument = 0; options->dims != NULL && at <= b; argument++) {
+        int64_t dim = oomkit_argument_dim(options, batch, argument);
+        if (dim == INT64_MIN) {
+            return -1;
+        }
+        one = at <= a ? dim : one;
+        two = dim;
+        at = oomkit_node_end(batch, at);
+    }
+    return one == two;
+}
+
+/* Is it made anew in a micro-batch? */
+static int
+is_made(const oomkit_node *node)
+{
+    return node->split != OOMKIT_SPLIT_WHOLE || node->children > 0;
+}
+
+int
+oomkit_node_twins(const oomkit_options *options, oomkit_batch *batch)
+{
+    OWNED PyObject *places = PyDict_New(); /* address of an object -> its first node */
+    Py_ssize_t i;
+
+    for (i = 0; places != NULL && i < batch->count; i++) {
+        oomkit_node *node = &batch->nodes[i];
+        OWNED PyObject *address = NULL, *here = NULL;
+        PyObject *place; /* borrowed from places */
+        Py_ssize_t first;
+        int alike;
+        if (!is_made(node)) {
+            continue;
+        }
+        address = PyLong_FromVoidPtr(node->object);
+        place = address == NULL ? NULL : PyDict_GetItemWithError(places, address);
+        if (place == NULL) {
+            here = PyErr_Occurred() ? NULL : PyLong_FromSsize_t(i);
+            if (here == NULL || PyDict_SetItem(places, address, here) < 0) {
+                return -1;
+            }
+            continue;
+        }
+        first = PyLong_AsSsize_t(place);
+        alike =
+            built_alike(batch, first, i) ? sliced_alike(options, batch, first, i) : 0;
+        if (alike < 0) {
+            return -1;
+        }
+        if (alike) {
+            node->same = (int32_t)first;
+            batch->twins = 1;
+        }
+    }
+    return places == NULL ? -1 : 0;
 }

@@ -12,9 +12,7 @@ void
 oomkit_call_init(oomkit_call *call, oomkit_cut *room, struct oomkit_step *step,
                  const oomkit_options *options)
 {
-    memset(call, 0,
-           offsetof(oomkit_call, batch) + offsetof(oomkit_batch, inline_nodes));
-    call->batch.nodes = call->batch.inline_nodes;
+    memset(call, 0, offsetof(oomkit_call, batch.tree.inline_nodes));
     call->st = step->st;
     call->step = step;
     call->options = options;

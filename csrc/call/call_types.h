@@ -7,7 +7,7 @@
 #include "../device/device.h"
 #include "../members/members.h"
 #include "../result/facts.h"
-#include "../tree/nodes.h"
+#include "../batch/arguments.h"
 #include "../core/plan.h"
 #include "../core/status.h"
 

@@ -6,7 +6,7 @@
 #include "../plain/plain_state.h"
 #include "../py/tensor.h"
 #include "../result/result.h"
-#include "../tree/tree.h"
+#include "../batch/batch.h"
 #include "../undo/undo.h"
 
 #include <structmember.h>
@@ -230,7 +230,6 @@ pending_new(oomkit_call *call, oomkit_returned kind, PyObject *loss, PyObject *r
     p->st = st;
     p->vectorcall = pending_vectorcall;
     p->kind = kind;
-    p->batch.nodes = p->batch.inline_nodes;
     p->step = (struct oomkit_step *)Py_NewRef((PyObject *)call->step);
     p->parts = call->parts;
     p->parts->refs++;

@@ -7,7 +7,7 @@
 #include "../plain/plain_state.h"
 #include "../py/tensor.h"
 #include "../sizes/sizes.h"
-#include "../tree/tree.h"
+#include "../batch/batch.h"
 #include "../undo/undo.h"
 
 /* Every marked gradient as it was, but those of another thread's. 0; 1 with *message

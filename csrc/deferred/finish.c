@@ -3,7 +3,7 @@
 #include "callers_backward.h"
 #include "../py/tensor.h"
 #include "../sizes/sizes.h"
-#include "../tree/tree.h"
+#include "../batch/batch.h"
 
 static void
 second_learn(oomkit_second *s, oomkit_pending *p)

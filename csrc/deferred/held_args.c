@@ -7,7 +7,7 @@
 #include "../accum/accum.h"
 #include "../call/step.h"
 #include "../py/tensor.h"
-#include "../tree/tree.h"
+#include "../batch/batch.h"
 
 #define WEAK_ARGUMENTS 64 /* bits in pending->weak */
 
@@ -180,62 +180,18 @@ oomkit_pending_base(oomkit_pending *p, PyObject *loss, PyObject **node)
 
 /* --- containers --- */
 
+/* The maker: containers as they were at the call; the node holds that one from here. */
 static PyObject *
-copy_node(const oomkit_pending *p, oomkit_batch *batch, Py_ssize_t *at);
-
-/* The children of a node, with their keys in a dictionary, else in a list. */
-static PyObject *
-copy_children(const oomkit_pending *p, oomkit_batch *batch, Py_ssize_t *at,
-              Py_ssize_t children, int keyed)
+copy_node(void *context, Py_ssize_t at, Py_ssize_t Py_UNUSED(number))
 {
-    OWNED PyObject *made = keyed ? PyDict_New() : PyList_New(children);
-    Py_ssize_t i;
-
-    for (i = 0; made != NULL && i < children; i++) {
-        PyObject *key = batch->nodes[*at].key; /* borrowed from the node */
-        OWNED PyObject *value = copy_node(p, batch, at);
-        if (value == NULL || (keyed && PyDict_SetItem(made, key, value) < 0)) {
-            return NULL;
-        }
-        if (!keyed) {
-            PyList_SET_ITEM(made, i, STEAL(value));
-        }
-    }
-    return STEAL(made);
-}
-
-/* An object of named parts, from copies of them. New reference or NULL. */
-static PyObject *
-copy_object(const oomkit_pending *p, oomkit_batch *batch, Py_ssize_t *at,
-            Py_ssize_t here)
-{
-    OWNED PyObject *list = copy_children(p, batch, at, batch->nodes[here].children, 0);
-
-    return list == NULL
-               ? NULL
-               : oomkit_object_build(p->st, batch, here, PySequence_Fast_ITEMS(list));
-}
-
-/* The value of a node, containers as they were at the call; the node holds that one
- * from here. New reference or NULL. */
-static PyObject *
-copy_node(const oomkit_pending *p, oomkit_batch *batch, Py_ssize_t *at)
-{
-    Py_ssize_t here = (*at)++;
-    oomkit_node *node = &batch->nodes[here];
+    oomkit_pending *p = context;
+    oomkit_node *node = &p->batch.nodes[at];
     PyObject *made; /* owned */
 
-    if (node->kind != OOMKIT_NODE_DICT && node->kind != OOMKIT_NODE_LIST &&
-        node->kind != OOMKIT_NODE_TUPLE && node->kind != OOMKIT_NODE_OBJECT) {
+    if (!oomkit_node_is_open(node)) {
         return Py_NewRef(node->object);
     }
-    made = node->kind == OOMKIT_NODE_OBJECT
-               ? copy_object(p, batch, at, here)
-               : copy_children(p, batch, at, node->children,
-                               node->kind == OOMKIT_NODE_DICT);
-    if (made != NULL && node->kind == OOMKIT_NODE_TUPLE) {
-        made = oomkit_tuple_like(node->object, made);
-    }
+    made = oomkit_tree_build(p->st, &p->batch.tree, at, copy_node, p);
     if (made != NULL) {
         Py_SETREF(node->object, Py_NewRef(made));
     }
@@ -292,8 +248,7 @@ contents_let_go(oomkit_pending *p, Py_ssize_t at, PyObject *loss, PyObject *resu
     for (i = 0; i < p->batch.nodes[at].children; i++) {
         Py_ssize_t next = oomkit_node_end(&p->batch, child);
         if (node_leads_to(&p->batch, child, loss, result)) {
-            OWNED PyObject *made =
-                copy_node(p, &p->batch, &child); /* the node holds it as well */
+            OWNED PyObject *made = copy_node(p, child, 0); /* the node's as well */
             if (made == NULL) {
                 return -1;
             }
@@ -316,7 +271,7 @@ oomkit_pending_containers(oomkit_pending *p, PyObject *loss, PyObject *result)
             }
             Py_SETREF(p->batch.nodes[at].object, Py_NewRef(Py_None)); /* meanwhile */
         } else if (node_leads_to(&p->batch, at, loss, result)) {
-            PyObject *made = copy_node(p, &p->batch, &at); /* owned, then by p */
+            PyObject *made = copy_node(p, at, 0); /* owned, then by p */
             if (made == NULL) {
                 return -1;
             }

@@ -13,7 +13,7 @@
 #include "../py/modes.h"
 #include "../py/tensor.h"
 #include "../sizes/sizes.h"
-#include "../tree/tree.h"
+#include "../batch/batch.h"
 #include "../undo/undo.h"
 
 /* What was there when the second half failed. */

@@ -3,7 +3,7 @@
 #include "engine.h"
 #include "../call/step.h"
 #include "../optim/optim.h"
-#include "../tree/tree.h"
+#include "../batch/batch.h"
 #include "../undo/undo.h"
 
 static int

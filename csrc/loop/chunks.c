@@ -5,7 +5,6 @@
 #include "../batch/batch.h"
 #include "../engine/engine.h"
 #include "../py/tensor.h"
-#include "../tree/flatten.h"
 #include "../undo/undo.h"
 
 #include <stddef.h>

@@ -3,7 +3,7 @@
 #include "join_rules.h"
 #include "result.h"
 #include "../py/tensor.h"
-#include "../tree/named_parts.h"
+#include "../tree/kinds.h"
 
 #define DEPTH_LIMIT 32 /* deeper containers are kept as they are */
 
@@ -133,69 +133,6 @@ keep_tensor(const keeper *k, PyObject *tensor)
     return kept;
 }
 
-/* A dictionary of the kept values; `named` when its keys are names of attributes. */
-static PyObject *
-keep_dict(const keeper *k, const oomkit_place *where, PyObject *dict, int named,
-          int depth)
-{
-    OWNED PyObject *kept = PyDict_New();
-    PyObject *key, *value; /* borrowed from dict */
-    Py_ssize_t position = 0;
-
-    while (kept != NULL && PyDict_Next(dict, &position, &key, &value)) {
-        OWNED PyObject *name = Py_NewRef(key);
-        oomkit_place inner = {
-            .outer = where, .key = named ? NULL : name, .name = named ? name : NULL};
-        OWNED PyObject *item = keep_value(k, &inner, value, depth + 1);
-        if (item == NULL || PyDict_SetItem(kept, name, item) < 0) {
-            return NULL;
-        }
-    }
-    return STEAL(kept);
-}
-
-/* A list of the kept elements of a list or tuple. */
-static PyObject *
-keep_items(const keeper *k, const oomkit_place *where, PyObject *sequence, int depth)
-{
-    OWNED PyObject *kept = PyList_New(0);
-    int is_list = PyList_Check(sequence);
-    Py_ssize_t i;
-
-    for (i = 0; kept != NULL && i < PySequence_Fast_GET_SIZE(sequence); i++) {
-        OWNED PyObject *each = Py_NewRef(is_list ? PyList_GET_ITEM(sequence, i)
-                                                 : PyTuple_GET_ITEM(sequence, i));
-        oomkit_place inner = {.outer = where, .number = i, .in_list = is_list};
-        OWNED PyObject *item = keep_value(k, &inner, each, depth + 1);
-        if (item == NULL || PyList_Append(kept, item) < 0) {
-            return NULL;
-        }
-    }
-    return STEAL(kept);
-}
-
-static PyObject *
-keep_output(const keeper *k, const oomkit_place *where, PyObject *object, int depth)
-{
-    oomkit_parts parts;
-    PyObject *kept = NULL; /* owned */
-
-    if (oomkit_output_open(k->st, object, &parts) < 0) {
-        return NULL;
-    }
-    if (parts.entries != NULL) {
-        Py_SETREF(parts.entries, keep_dict(k, where, parts.entries, 0, depth));
-    }
-    if (!PyErr_Occurred()) {
-        Py_SETREF(parts.attributes, keep_dict(k, where, parts.attributes, 1, depth));
-    }
-    if (!PyErr_Occurred()) {
-        kept = oomkit_output_like(k->st, object, &parts);
-    }
-    oomkit_parts_clear(&parts);
-    return kept;
-}
-
 /* A cache in place of which None is returned. */
 static PyObject *
 keep_no_cache(const keeper *k, const oomkit_place *where)
@@ -206,43 +143,55 @@ keep_no_cache(const keeper *k, const oomkit_place *where)
                : Py_NewRef(Py_None);
 }
 
+typedef struct keep_parts {
+    const keeper *k;
+    const oomkit_place *where; /* of the container */
+    const oomkit_tree *tree;   /* the container, opened */
+    int depth;
+} keep_parts;
+
+/* The maker of one part of a container. */
+static PyObject *
+keep_part(void *context, Py_ssize_t at, Py_ssize_t number)
+{
+    const keep_parts *p = context;
+    oomkit_place where = oomkit_place_inner(p->where, p->tree, at, number);
+
+    return keep_value(p->k, &where, p->tree->nodes[at].object, p->depth + 1);
+}
+
 /* Containers are made anew even where nothing in them has a graph: a step that returns
  * the same dictionary every time would otherwise overwrite what is kept. */
 static PyObject *
 keep_value(const keeper *k, const oomkit_place *where, PyObject *value, int depth)
 {
-    PyObject *list; /* owned */
-    int is_tuple;
+    oomkit_tree tree;
+    keep_parts parts = {k, where, &tree, depth};
+    PyObject *kept; /* owned */
 
     if (oomkit_tensor_check(k->st, value)) {
         return keep_tensor(k, value);
     }
-    if (depth >= DEPTH_LIMIT) {
+    if (depth >= DEPTH_LIMIT || oomkit_value_is_plain(value)) {
         return Py_NewRef(value);
-    }
-    if (PyDict_CheckExact(value)) {
-        return keep_dict(k, where, value, 0, depth);
-    }
-    if (PyList_CheckExact(value)) {
-        return keep_items(k, where, value, depth);
-    }
-    is_tuple = oomkit_output_is_tuple(k->st, value);
-    if (is_tuple != 0) {
-        list = is_tuple < 0 ? NULL : keep_items(k, where, value, depth);
-        return list == NULL ? NULL : oomkit_output_tuple(k->st, value, list);
     }
     if (oomkit_output_is_cache(k->st, oomkit_place_name(where), value) &&
         k->options->join == NULL) {
         return keep_no_cache(k, where);
     }
-    if (oomkit_output_check(k->st, value)) {
-        return keep_output(k, where, value, depth);
+    if (oomkit_tree_open(k->st, &tree, value) < 0) {
+        return NULL;
     }
-    if (oomkit_is_numpy_array(value)) {
+    if (oomkit_node_is_open(tree.nodes)) {
+        kept = oomkit_tree_build(k->st, &tree, 0, keep_part, &parts);
+    } else if (oomkit_is_numpy_array(value)) {
         /* An array has no version: writing over it would not be seen. */
-        return PyObject_CallMethod(value, "copy", NULL);
+        kept = PyObject_CallMethod(value, "copy", NULL);
+    } else {
+        kept = Py_NewRef(value);
     }
-    return Py_NewRef(value);
+    oomkit_tree_clear(&tree);
+    return kept;
 }
 
 /* Appends and drops the reference. 0 or -1; `item` may be NULL with an exception. */

@@ -4,7 +4,7 @@
 #include "join_rules.h"
 #include "result.h"
 #include "../py/tensor.h"
-#include "../tree/named_parts.h"
+#include "../tree/kinds.h"
 #include "../tree/splitters.h"
 
 /* A refusal under the name of a cache: None in its place, said once. NULL otherwise. */
@@ -32,110 +32,13 @@ join_inner(const oomkit_rules *r, const oomkit_place *where, PyObject *const *co
     return join_no_cache(r, where);
 }
 
-static PyObject **
-join_column(const oomkit_rules *r)
-{
-    PyObject **column =
-        PyMem_New(PyObject *, (size_t)r->count); /* of borrowed values */
-    if (column == NULL) {
-        PyErr_NoMemory();
-    }
-    return column;
-}
-
-/* Dictionaries of exact type; `named` when their keys are names of attributes. */
-static PyObject *
-join_dicts(const oomkit_rules *r, const oomkit_place *where, PyObject *const *values,
-           int named)
-{
-    PyObject *key, *first;                           /* borrowed from values[0] */
-    OWNED_MEMORY PyObject **column = join_column(r); /* of the results' values */
-    OWNED PyObject *joined = column == NULL ? NULL : PyDict_New();
-    Py_ssize_t position = 0, i;
-
-    for (i = 1; joined != NULL && i < r->count; i++) {
-        if (PyDict_GET_SIZE(values[i]) != PyDict_GET_SIZE(values[0])) {
-            return oomkit_place_differs(r, where, values[0], values[i]);
-        }
-    }
-    while (joined != NULL && PyDict_Next(values[0], &position, &key, &first)) {
-        oomkit_place inner = {
-            .outer = where, .key = named ? NULL : key, .name = named ? key : NULL};
-        OWNED PyObject *item = NULL;
-        for (i = 0; i < r->count; i++) {
-            column[i] = PyDict_GetItemWithError(values[i], key);
-            if (column[i] == NULL) {
-                break;
-            }
-        }
-        inner.is_loss = where->outer == NULL && i == r->count
-                            ? PyObject_RichCompareBool(key, r->st->str_loss, Py_EQ)
-                            : 0;
-        if (i == r->count && inner.is_loss >= 0) {
-            item = join_inner(r, &inner, column);
-        } else if (!PyErr_Occurred()) {
-            oomkit_place_differs(r, where, values[0], values[i]);
-        }
-        if (item == NULL || PyDict_SetItem(joined, key, item) < 0) {
-            return NULL;
-        }
-    }
-    return STEAL(joined);
-}
-
-/* Mappings and data classes of one type. */
-static PyObject *
-join_outputs(const oomkit_rules *r, const oomkit_place *where, PyObject *const *values)
-{
-    oomkit_parts joined = {NULL, NULL};
-    OWNED_MEMORY oomkit_parts *parts = PyMem_Calloc((size_t)r->count, sizeof(*parts));
-    OWNED_MEMORY PyObject **column = join_column(r); /* of values borrowed from parts */
-    PyObject *made = NULL;                           /* owned */
-    Py_ssize_t i, opened = 0;
-
-    if (parts == NULL || column == NULL) {
-        return PyErr_NoMemory();
-    }
-    for (; opened < r->count; opened++) {
-        if (oomkit_output_open(r->st, values[opened], &parts[opened]) < 0) {
-            goto done;
-        }
-        column[opened] = parts[opened].entries;
-    }
-    if (parts[0].entries != NULL) {
-        joined.entries = join_dicts(r, where, column, 0);
-    }
-    for (i = 0; i < r->count; i++) {
-        column[i] = parts[i].attributes;
-    }
-    if (joined.entries != NULL || parts[0].entries == NULL) {
-        joined.attributes = join_dicts(r, where, column, 1);
-    }
-    if (joined.attributes != NULL) {
-        made = oomkit_output_like(r->st, values[0], &joined);
-    }
-done:
-    while (opened > 0) {
-        oomkit_parts_clear(&parts[--opened]);
-    }
-    oomkit_parts_clear(&joined);
-    return made;
-}
-
-static PyObject *
-sequence_item(PyObject *sequence, Py_ssize_t i)
-{
-    return PyList_Check(sequence) ? PyList_GET_ITEM(sequence, i)
-                                  : PyTuple_GET_ITEM(sequence, i);
-}
-
 /* The field names of a named tuple. New reference; NULL without an exception where
  * there are none. */
 static PyObject *
 field_names(const oomkit_rules *r, PyObject *sequence)
 {
     PyObject *names; /* owned */
-    if (PyList_Check(sequence) || PyTuple_CheckExact(sequence)) {
+    if (!PyTuple_Check(sequence) || PyTuple_CheckExact(sequence)) {
         return NULL;
     }
     names = PyObject_GetAttr(sequence, r->st->str_fields);
@@ -149,59 +52,169 @@ field_names(const oomkit_rules *r, PyObject *sequence)
     return names;
 }
 
-/* All as long as the first? 0, or -1 with SplitError. */
-static int
-check_lengths(const oomkit_rules *r, const oomkit_place *where, PyObject *const *values)
-{
-    Py_ssize_t size = PySequence_Fast_GET_SIZE(values[0]), k;
+typedef struct join_parts {
+    const oomkit_rules *r;
+    const oomkit_place *where; /* of the containers */
+    PyObject *const *values;   /* the containers, borrowed */
+    oomkit_tree *trees;        /* they, opened */
+    PyObject **column; /* room for the values of one part, borrowed from the trees */
+    PyObject *names;   /* borrowed: of the fields of named tuples, or NULL */
+} join_parts;
 
-    for (k = 1; k < r->count; k++) {
-        if (PySequence_Fast_GET_SIZE(values[k]) != size) {
-            oomkit_place_refuse(
-                r, where,
-                PyUnicode_FromFormat("has %zd elements for %lld rows and %zd for %lld",
-                                     size, (long long)r->rows[0],
-                                     PySequence_Fast_GET_SIZE(values[k]),
-                                     (long long)r->rows[k]));
-            return -1;
+/* The entries of an object, or its attributes. New dictionary or NULL. */
+static PyObject *
+parts_dict(const oomkit_tree *tree, int attributes)
+{
+    OWNED PyObject *dict = PyDict_New();
+    Py_ssize_t at;
+
+    for (at = 1; dict != NULL && at < tree->count; at++) {
+        const oomkit_node *node = &tree->nodes[at];
+        if (attributes == ((node->flags & OOMKIT_NODE_ATTRIBUTE) != 0) &&
+            PyDict_SetItem(dict, node->key, node->object) < 0) {
+            return NULL;
         }
+    }
+    return STEAL(dict);
+}
+
+/* -1 always: SplitError, those of micro-batch i are not those of the first. */
+static int
+parts_differ(const join_parts *p, Py_ssize_t i, int attributes)
+{
+    OWNED PyObject *first = NULL, *other = NULL;
+
+    if (p->trees[0].nodes->kind != OOMKIT_NODE_OBJECT) {
+        oomkit_place_differs(p->r, p->where, p->values[0], p->values[i]);
+        return -1;
+    }
+    first = parts_dict(&p->trees[0], attributes);
+    other = first == NULL ? NULL : parts_dict(&p->trees[i], attributes);
+    if (other != NULL) {
+        oomkit_place_differs(p->r, p->where, first, other);
+    }
+    return -1;
+}
+
+/* Have all as many parts as the first? 0, or -1 with SplitError. */
+static int
+parts_check(const join_parts *p)
+{
+    const oomkit_node *first = p->trees[0].nodes;
+    Py_ssize_t i;
+
+    for (i = 1; i < p->r->count; i++) {
+        const oomkit_node *other = p->trees[i].nodes;
+        int entries = first->entries == other->entries;
+        if (entries && first->children == other->children) {
+            continue;
+        }
+        if (first->kind == OOMKIT_NODE_DICT || first->kind == OOMKIT_NODE_OBJECT) {
+            return parts_differ(p, i, entries);
+        }
+        oomkit_place_refuse(
+            p->r, p->where,
+            PyUnicode_FromFormat("has %zd elements for %lld rows and %zd for %lld",
+                                 first->children, (long long)p->r->rows[0],
+                                 other->children, (long long)p->r->rows[i]));
+        return -1;
     }
     return 0;
 }
 
-/* By element: a list of the joined elements of lists or tuples as long as each other.
- */
+/* The part of another micro-batch that is what node `at` of the first one is, whatever
+ * the order there. Borrowed; NULL where there is none (check for an exception). */
 static PyObject *
-join_elements(const oomkit_rules *r, const oomkit_place *where, PyObject *const *values)
+part_like(const oomkit_tree *tree, const oomkit_node *like, Py_ssize_t at)
 {
-    Py_ssize_t size = PySequence_Fast_GET_SIZE(values[0]), i, k;
-    OWNED_MEMORY PyObject **column = join_column(r); /* of the results' values */
-    OWNED PyObject *joined = NULL, *names = NULL;
+    Py_hash_t hash;
+    Py_ssize_t i;
 
-    if (column == NULL || check_lengths(r, where, values) < 0) {
-        return NULL;
+    if (like->key == NULL || tree->nodes[at].key == like->key) {
+        return tree->nodes[at].object;
     }
-    names = field_names(r, values[0]);
-    joined = names == NULL && PyErr_Occurred() ? NULL : PyList_New(size);
-    for (i = 0; joined != NULL && i < size; i++) {
-        PyObject *item = NULL; /* stolen by PyList_SET_ITEM() */
-        oomkit_place inner = {.outer = where,
-                              .name = names == NULL ? NULL : PyTuple_GET_ITEM(names, i),
-                              .number = i,
-                              .in_list = PyList_Check(values[0])};
-        for (k = 0; k < r->count; k++) {
-            column[k] = sequence_item(values[k], i);
+    if (PyDict_Check(tree->nodes->object) &&
+        (like->flags & OOMKIT_NODE_ATTRIBUTE) == 0) {
+        return PyDict_GetItemWithError(tree->nodes->object, like->key);
+    }
+    hash = PyObject_Hash(like->key);
+    for (i = 1; hash != -1 && i < tree->count; i++) {
+        const oomkit_node *node = &tree->nodes[i];
+        int same = 0;
+        if (((node->flags ^ like->flags) & OOMKIT_NODE_ATTRIBUTE) == 0) {
+            Py_hash_t other = PyObject_Hash(node->key);
+            same = other == hash ? PyObject_RichCompareBool(node->key, like->key, Py_EQ)
+                                 : (other == -1 ? -1 : 0);
         }
-        inner.is_loss = where->outer == NULL
-                            ? oomkit_loss_is_at(r->st, values[0], i, r->loss_at)
-                            : 0;
-        item = inner.is_loss < 0 ? NULL : join_inner(r, &inner, column);
-        if (item == NULL) {
+        if (same != 0) {
+            return same < 0 ? NULL : node->object;
+        }
+    }
+    return NULL;
+}
+
+/* The maker of one part of the joined container. */
+static PyObject *
+join_part(void *context, Py_ssize_t at, Py_ssize_t number)
+{
+    const join_parts *p = context;
+    const oomkit_rules *r = p->r;
+    const oomkit_node *node = &p->trees[0].nodes[at];
+    oomkit_place inner = oomkit_place_inner(p->where, p->trees, at, number);
+    Py_ssize_t i;
+
+    for (i = 0; i < r->count; i++) {
+        p->column[i] = part_like(&p->trees[i], node, at);
+        if (p->column[i] == NULL) {
+            if (!PyErr_Occurred()) {
+                parts_differ(p, i, inner.name != NULL);
+            }
             return NULL;
         }
-        PyList_SET_ITEM(joined, i, item);
     }
-    return STEAL(joined);
+    if (p->names != NULL) {
+        inner.name = PyTuple_GET_ITEM(p->names, number);
+    }
+    if (p->where->outer == NULL) {
+        inner.is_loss =
+            node->key != NULL
+                ? PyObject_RichCompareBool(node->key, r->st->str_loss, Py_EQ)
+                : oomkit_loss_is_at(r->st, p->values[0], number, r->loss_at);
+    }
+    return inner.is_loss < 0 ? NULL : join_inner(r, &inner, p->column);
+}
+
+/* Containers of one type by what is in them; other values must be the same or equal. */
+static PyObject *
+join_containers(const oomkit_rules *r, const oomkit_place *where,
+                PyObject *const *values)
+{
+    OWNED_MEMORY oomkit_tree *trees = PyMem_New(oomkit_tree, (size_t)r->count);
+    OWNED_MEMORY PyObject **column = PyMem_New(PyObject *, (size_t)r->count);
+    OWNED PyObject *names = NULL;
+    join_parts p = {r, where, values, trees, column, NULL};
+    PyObject *joined = NULL; /* owned */
+    Py_ssize_t opened = 0;
+
+    if (trees == NULL || column == NULL) {
+        return PyErr_NoMemory();
+    }
+    while (opened < r->count &&
+           oomkit_tree_open(r->st, &trees[opened], values[opened]) == 0) {
+        opened++;
+    }
+    if (opened == r->count && !oomkit_node_is_open(trees[0].nodes)) {
+        joined = oomkit_join_equal(r, where, values);
+    } else if (opened == r->count && parts_check(&p) == 0) {
+        p.names = names = field_names(r, values[0]);
+        if (names != NULL || !PyErr_Occurred()) {
+            joined = oomkit_tree_build(r->st, trees, 0, join_part, &p);
+        }
+    }
+    while (opened > 0) {
+        oomkit_tree_clear(&trees[--opened]);
+    }
+    return joined;
 }
 
 /* The elements of micro-batch i, tensors that required grad as ones that refuse it. New
@@ -217,7 +230,7 @@ rows_alone(const oomkit_rules *r, const oomkit_place *where, PyObject *const *va
     alone.weights = r->weights + i;
     alone.first = r->first + i;
     alone.group_weights = NULL; /* those are of the result itself */
-    return join_elements(&alone, where, values + i);
+    return join_containers(&alone, where, values + i);
 }
 
 /* Lists with an element for each row are put after one another. */
@@ -229,7 +242,7 @@ join_lists(const oomkit_rules *r, const oomkit_place *where, PyObject *const *va
     Py_ssize_t i;
 
     if (rows <= 0) {
-        return rows < 0 ? NULL : join_elements(r, where, values);
+        return rows < 0 ? NULL : join_containers(r, where, values);
     }
     joined = PyList_New(0);
     for (i = 0; joined != NULL && i < r->count; i++) {
@@ -240,13 +253,6 @@ join_lists(const oomkit_rules *r, const oomkit_place *where, PyObject *const *va
         }
     }
     return STEAL(joined);
-}
-
-static PyObject *
-join_tuples(const oomkit_rules *r, const oomkit_place *where, PyObject *const *values)
-{
-    PyObject *list = join_elements(r, where, values); /* owned */
-    return list == NULL ? NULL : oomkit_output_tuple(r->st, values[0], list);
 }
 
 static int
@@ -267,7 +273,7 @@ oomkit_join_place(const oomkit_rules *r, const oomkit_place *where,
                   PyObject *const *values)
 {
     PyObject *first = values[0]; /* borrowed from the results */
-    int tensor = oomkit_tensor_check(r->st, first), is_tuple;
+    int tensor = oomkit_tensor_check(r->st, first);
     Py_ssize_t i;
     PyObject *joined; /* owned */
 
@@ -301,18 +307,8 @@ oomkit_join_place(const oomkit_rules *r, const oomkit_place *where,
     if (Py_EnterRecursiveCall(" while joining results")) {
         return NULL;
     }
-    is_tuple = oomkit_output_is_tuple(r->st, first);
-    if (is_tuple != 0) {
-        joined = is_tuple < 0 ? NULL : join_tuples(r, where, values);
-    } else if (PyDict_CheckExact(first)) {
-        joined = join_dicts(r, where, values, 0);
-    } else if (PyList_CheckExact(first)) {
-        joined = join_lists(r, where, values);
-    } else if (oomkit_output_check(r->st, first)) {
-        joined = join_outputs(r, where, values);
-    } else {
-        joined = oomkit_join_equal(r, where, values);
-    }
+    joined = PyList_CheckExact(first) ? join_lists(r, where, values)
+                                      : join_containers(r, where, values);
     Py_LeaveRecursiveCall();
     return joined;
 }

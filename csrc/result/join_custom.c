@@ -1,7 +1,7 @@
 /* Joining values of a type that was registered with a join=. */
 #include "join_rules.h"
 #include "../py/tensor.h"
-#include "../tree/named_parts.h"
+#include "../tree/kinds.h"
 #include "../tree/splitters.h"
 
 /* Did the tensors at element `number` of these tuples require grad? 1, 0 or -1. */

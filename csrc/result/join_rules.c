@@ -4,7 +4,21 @@
 
 #include <string.h>
 
-/* --- messages --- */
+/* --- places --- */
+
+oomkit_place
+oomkit_place_inner(const oomkit_place *outer, const oomkit_tree *opened, Py_ssize_t at,
+                   Py_ssize_t number)
+{
+    const oomkit_node *node = &opened->nodes[at];
+    int named = (node->flags & OOMKIT_NODE_ATTRIBUTE) != 0;
+
+    return (oomkit_place){.outer = outer,
+                          .key = named ? NULL : node->key,
+                          .name = named ? node->key : NULL,
+                          .number = node->key == NULL ? number : 0,
+                          .in_list = opened->nodes[0].kind == OOMKIT_NODE_LIST};
+}
 
 PyObject *
 oomkit_place_text(const oomkit_place *where)

@@ -6,6 +6,7 @@
 
 #include "facts.h"
 #include "../py/options.h"
+#include "../tree/tree.h"
 
 /* One place in the results: as the reader would write it, in pieces from the outside in
  * so that nothing is made unless a message needs it. */
@@ -49,6 +50,12 @@ typedef struct oomkit_rules {
 } oomkit_rules;
 
 /* --- join_rules.c --- */
+
+/* One step further in: node `at` of an opened container, its child `number`. Borrows
+ * from both. */
+oomkit_place
+oomkit_place_inner(const oomkit_place *outer, const oomkit_tree *opened, Py_ssize_t at,
+                   Py_ssize_t number);
 
 /* The place as the reader would write it: "result['x'][0].y". New reference or NULL. */
 PyObject *

@@ -2,7 +2,7 @@
 #include "join_rules.h"
 #include "result.h"
 #include "../py/tensor.h"
-#include "../tree/tree.h"
+#include "../tree/kinds.h"
 
 #define PLACES 8 /* longer tuples and lists are rows rather than places */
 

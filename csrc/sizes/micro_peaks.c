@@ -1,7 +1,7 @@
 /* The peak of each micro-batch while a call is split, that of the optimizer apart: what
  * the planner learns from. The peak of a whole call is its own window's. */
 #include "sizes.h"
-#include "../tree/tree.h"
+#include "../batch/batch.h"
 
 /* The peak of a window above what was there before the step; 0 when not known. */
 static uint64_t

@@ -1,7 +1,7 @@
 /* What a site knows about each shape of batch: sizes that worked and that failed. */
 #include "sizes.h"
 #include "../py/tensor.h"
-#include "../tree/tree.h"
+#include "../batch/batch.h"
 
 static uint64_t
 mix(uint64_t hash, uint64_t value)

@@ -1,4 +1,4 @@
-/* Arguments taken apart: a node for each value, those of a container behind it. */
+/* Values taken apart: a node for each, those of a container behind it. */
 #ifndef OOMKIT_TREE_NODES_H
 #define OOMKIT_TREE_NODES_H
 
@@ -20,10 +20,13 @@ enum {                            /* oomkit_node.flags */
        OOMKIT_NODE_MIRRORED = 4,  /* an entry that is an attribute as well */
        OOMKIT_NODE_OWN_DICT = 8,  /* `self.__dict__ = self` */
        OOMKIT_NODE_CUSTOM = 16,   /* sliced by what was registered for its type */
-       OOMKIT_NODE_STATIC = 32    /* static= names it: gives no rows, passed whole */
+       OOMKIT_NODE_STATIC = 32,   /* static= names it: gives no rows, passed whole */
+       OOMKIT_NODE_DATA = 64      /* a UserDict: its entries lie in its `data` */
 };
 
-/* One value of the arguments; containers are followed by their children (pre-order). */
+/* One value; containers are followed by their children (pre-order). What is known of a
+ * leaf of the arguments (rows and below) is written by the rules' leaf(), csrc/batch.
+ */
 typedef struct oomkit_node {
     PyObject *object;      /* owned */
     PyObject *key;         /* owned: the key in the parent dict, or the name of the
@@ -44,35 +47,14 @@ typedef struct oomkit_node {
     int8_t device_type, device_index; /* of a tensor */
 } oomkit_node;
 
-#define OOMKIT_BATCH_INLINE 12
+#define OOMKIT_TREE_INLINE 12
 
-/* The arguments of one call, taken apart before the function can change them. A tree
- * that is all zero is empty and may be released. */
-typedef struct oomkit_batch {
-    PyObject *const *args; /* borrowed from the caller: vectorcall layout */
-    Py_ssize_t positional; /* number of positional arguments */
-    Py_ssize_t total;      /* positional + keyword arguments */
-    PyObject *kwnames;     /* borrowed, may be NULL */
-    PyObject *names;       /* borrowed from the step: parameter names, may be NULL */
-    oomkit_node *nodes;    /* pre-order, argument after argument */
+/* A value taken apart, or several one after the other. One that is all zero is empty
+ * and may be cleared. Nothing may point to its inline nodes from outside. */
+typedef struct oomkit_tree {
+    oomkit_node *nodes; /* pre-order */
     Py_ssize_t count, room;
-    int64_t rows;                  /* B, or -1 before oomkit_batch_find has found it */
-    int device_type, device_index; /* of the first tensor; CPU when there is none */
-    int searched;
-    int empty; /* set by oomkit_batch_find when it refuses a batch for having no rows */
-    Py_ssize_t lead; /* node of the leaf that the record takes the rows from, or -1 */
-    int views;       /* all rows are a view, too, and not the object itself */
-    int twins;       /* some node has `same` */
-    uint64_t sizes;  /* hash of the rows of all leaves */
-    PyObject *saved; /* owned: restore_batch=True: list of host copies, or NULL */
-    int provable;    /* a reading in doubt may be tried: a proof comes before its use */
-    PyObject *doubt; /* owned str: why it is, for where that proof fails, or NULL */
-    oomkit_node inline_nodes[OOMKIT_BATCH_INLINE];
-} oomkit_batch;
-
-/* What a site has learned about its arguments; zeroed at start, freed by clear. Written
- * by oomkit_batch_learn: for each argument position and name, the B and the leading
- * size seen, so that a tensor whose size stays while B changes is passed whole. */
-typedef struct oomkit_batch_site oomkit_batch_site;
+    oomkit_node inline_nodes[OOMKIT_TREE_INLINE];
+} oomkit_tree;
 
 #endif

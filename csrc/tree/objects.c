@@ -2,8 +2,7 @@
  * classes, types with a splitter): opened into nodes, and made anew from the nodes'
  * values without their __init__. */
 #include "flatten.h"
-#include "named_parts.h"
-#include "tree.h"
+#include "kinds.h"
 
 #include <structmember.h>
 #include <string.h>
@@ -37,8 +36,7 @@ value_is_data(oomkit_state *st, PyObject *value)
     if (type == (PyTypeObject *)st->Tensor) {
         return 1;
     }
-    if (value == Py_None || type == &PyUnicode_Type || type == &PyLong_Type ||
-        type == &PyFloat_Type || type == &PyBool_Type) {
+    if (oomkit_value_is_plain(value)) {
         return 0;
     }
     if (type == &PyDict_Type || type == &PyList_Type || type == &PyTuple_Type) {
@@ -65,19 +63,19 @@ values_are_data(oomkit_state *st, PyObject *dict)
 
 /* An argument's node that is made now: one more child of the object at `at`. */
 static int
-open_child(oomkit_capture *c, Py_ssize_t at, PyObject *value, PyObject *key, int flags,
-           int depth)
+open_child(const oomkit_flattening *f, Py_ssize_t at, PyObject *value, PyObject *key,
+           int flags, int depth)
 {
-    if (oomkit_capture_value(c, value, key, flags, depth + 1) < 0) {
+    if (oomkit_flatten_value(f, value, key, flags, depth + 1) < 0) {
         return -1;
     }
-    c->batch->nodes[at].children++;
+    f->tree->nodes[at].children++;
     return 0;
 }
 
 /* One entry; marked when it is an attribute too. */
 static int
-open_entry(oomkit_capture *c, Py_ssize_t at, PyObject *dict, PyObject *key,
+open_entry(const oomkit_flattening *f, Py_ssize_t at, PyObject *dict, PyObject *key,
            PyObject *value, int depth)
 {
     PyObject *mirror = NULL; /* borrowed from dict */
@@ -88,14 +86,14 @@ open_entry(oomkit_capture *c, Py_ssize_t at, PyObject *dict, PyObject *key,
             return -1;
         }
     }
-    return open_child(c, at, value, key, mirror == value ? OOMKIT_NODE_MIRRORED : 0,
+    return open_child(f, at, value, key, mirror == value ? OOMKIT_NODE_MIRRORED : 0,
                       depth);
 }
 
 /* The entries of a mapping, in the order of their insertion. */
 static int
-open_entries(oomkit_capture *c, Py_ssize_t at, PyObject *mapping, PyObject *dict,
-             int depth)
+open_entries(const oomkit_flattening *f, Py_ssize_t at, PyObject *mapping,
+             PyObject *dict, int depth)
 {
     PyObject *key, *value; /* borrowed from mapping */
     Py_ssize_t position = 0;
@@ -105,28 +103,31 @@ open_entries(oomkit_capture *c, Py_ssize_t at, PyObject *mapping, PyObject *dict
         dict = NULL;
     }
     while (result == 0 && PyDict_Next(mapping, &position, &key, &value)) {
-        result = open_entry(c, at, dict, key, value, depth);
+        result = open_entry(f, at, dict, key, value, depth);
     }
-    c->batch->nodes[at].entries = (int32_t)c->batch->nodes[at].children;
+    f->tree->nodes[at].entries = (int32_t)f->tree->nodes[at].children;
     return result;
 }
 
-/* The instance's dictionary, without what open_entries() has marked. */
+/* The instance's dictionary, without what open_entries() has marked and without the
+ * dictionary that the entries lie in. */
 static int
-open_attributes(oomkit_capture *c, Py_ssize_t at, PyObject *object, PyObject *dict,
-                int depth)
+open_attributes(const oomkit_flattening *f, Py_ssize_t at, PyObject *mapping,
+                PyObject *dict, int depth)
 {
     PyObject *name, *value; /* borrowed from dict */
     Py_ssize_t position = 0;
-    int mapping = PyDict_Check(object);
 
     while (PyDict_Next(dict, &position, &name, &value)) {
-        PyObject *entry = mapping ? PyDict_GetItemWithError(object, name) : NULL;
+        PyObject *entry = mapping ? PyDict_GetItemWithError(mapping, name) : NULL;
         if (entry == NULL && PyErr_Occurred()) {
             return -1;
         }
-        if (entry != value &&
-            open_child(c, at, value, name, OOMKIT_NODE_ATTRIBUTE, depth) < 0) {
+        if (entry == value || (value == mapping && PyUnicode_Check(name) &&
+                               PyUnicode_Compare(name, f->st->str_data) == 0)) {
+            continue;
+        }
+        if (open_child(f, at, value, name, OOMKIT_NODE_ATTRIBUTE, depth) < 0) {
             return -1;
         }
     }
@@ -135,7 +136,7 @@ open_attributes(oomkit_capture *c, Py_ssize_t at, PyObject *object, PyObject *di
 
 /* The slots of the type and of those that it comes from. */
 static int
-open_slots(oomkit_capture *c, Py_ssize_t at, PyObject *object, int depth)
+open_slots(const oomkit_flattening *f, Py_ssize_t at, PyObject *object, int depth)
 {
     PyTypeObject *type = Py_TYPE(object);
 
@@ -157,7 +158,7 @@ open_slots(oomkit_capture *c, Py_ssize_t at, PyObject *object, int depth)
             }
             name = PyUnicode_InternFromString(member->name);
             if (name == NULL ||
-                open_child(c, at, value, name, OOMKIT_NODE_ATTRIBUTE | OOMKIT_NODE_SLOT,
+                open_child(f, at, value, name, OOMKIT_NODE_ATTRIBUTE | OOMKIT_NODE_SLOT,
                            depth) < 0) {
                 return -1;
             }
@@ -166,40 +167,60 @@ open_slots(oomkit_capture *c, Py_ssize_t at, PyObject *object, int depth)
     return 0;
 }
 
-int
-oomkit_capture_object(oomkit_capture *c, Py_ssize_t at, PyObject *object, int custom,
-                      int depth)
+/* Is the object of an argument a batch, by what is in it? */
+static int
+object_is_data(const oomkit_flattening *f, PyObject *object, PyObject *dict, int custom)
 {
-    OWNED PyObject *dict = NULL;
     int entries = 0, attributes = 0;
+
+    if (PyDict_Check(object)) {
+        entries = PyDict_GET_SIZE(object) > f->rules->longest
+                      ? -1
+                      : values_are_data(f->st, object);
+    }
+    if (dict != NULL && dict != object) {
+        attributes = values_are_data(f->st, dict);
+    }
+    return entries >= 0 && attributes >= 0 &&
+           (dict == NULL || entries != 0 || attributes != 0 || custom);
+}
+
+int
+oomkit_flatten_object(const oomkit_flattening *f, Py_ssize_t at, PyObject *object,
+                      int custom, int depth)
+{
+    PyObject *mapping = PyDict_Check(object) ? object : NULL; /* borrowed */
+    OWNED PyObject *dict = NULL;
+    uint8_t *flags = &f->tree->nodes[at].flags;
 
     if (object_dict(object, &dict) < 0) {
         return -1;
     }
-    if (PyDict_Check(object)) {
-        entries = PyDict_GET_SIZE(object) > OOMKIT_CAPTURE_CONTAINER
-                      ? -1
-                      : values_are_data(c->st, object);
-    }
-    if (dict != NULL && dict != object) {
-        attributes = values_are_data(c->st, dict);
-    }
-    if (entries < 0 || attributes < 0 ||
-        (dict != NULL && entries == 0 && attributes == 0 && !custom)) {
+    if (!f->rules->outputs && !object_is_data(f, object, dict, custom)) {
         return 0;
     }
-    c->batch->nodes[at].kind = OOMKIT_NODE_OBJECT;
+    f->tree->nodes[at].kind = OOMKIT_NODE_OBJECT;
     if (dict == object) {
-        c->batch->nodes[at].flags |= OOMKIT_NODE_OWN_DICT;
+        *flags |= OOMKIT_NODE_OWN_DICT;
+    } else if (mapping == NULL && dict != NULL &&
+               PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)f->st->UserDict)) {
+        mapping = PyDict_GetItemWithError(dict, f->st->str_data);
+        if (mapping == NULL && PyErr_Occurred()) {
+            return -1;
+        }
+        if (mapping != NULL && PyDict_CheckExact(mapping) &&
+            PyDict_GET_SIZE(mapping) <= f->rules->longest) {
+            *flags |= OOMKIT_NODE_DATA;
+        } else {
+            mapping = NULL;
+        }
     }
-    if (PyDict_Check(object) && open_entries(c, at, object, dict, depth) < 0) {
+    if ((mapping != NULL && open_entries(f, at, mapping, dict, depth) < 0) ||
+        (dict != NULL && dict != object &&
+         open_attributes(f, at, mapping, dict, depth) < 0)) {
         return -1;
     }
-    if (dict != NULL && dict != object &&
-        open_attributes(c, at, object, dict, depth) < 0) {
-        return -1;
-    }
-    return open_slots(c, at, object, depth);
+    return open_slots(f, at, object, depth);
 }
 
 /* --- making one anew --- */
@@ -223,25 +244,54 @@ made_slot(PyObject *made, PyObject *name, PyObject *value)
     return -1;
 }
 
+typedef struct making {
+    PyObject *made; /* borrowed, as the others */
+    PyObject *dict; /* its attributes, or NULL */
+    PyObject *data; /* in a UserDict: what its entries lie in */
+} making;
+
 /* One part of the new object. 0 or -1. */
 static int
-made_part(PyObject *made, PyObject *dict, const oomkit_node *child, int is_entry,
-          PyObject *value)
+made_part(const making *m, const oomkit_node *child, int is_entry, PyObject *value)
 {
     const PyMappingMethods *mapping =
-        oomkit_output_base(Py_TYPE(made))->tp_as_mapping; /* of a type written in C */
+        oomkit_output_base(Py_TYPE(m->made))->tp_as_mapping; /* of a type in C */
+    int mirrored = (child->flags & OOMKIT_NODE_MIRRORED) != 0, set = 0;
 
-    if (is_entry) {
-        if (mapping->mp_ass_subscript(made, child->key, value) < 0) {
+    if (!is_entry && (child->flags & OOMKIT_NODE_SLOT) != 0) {
+        return made_slot(m->made, child->key, value);
+    }
+    if (is_entry && m->data != NULL) {
+        set = PyDict_SetItem(m->data, child->key, value);
+    } else if (is_entry &&
+               !(mirrored && value == Py_None && child->object != Py_None)) {
+        set = mapping->mp_ass_subscript(m->made, child->key, value);
+    }
+    return set == 0 && (mirrored || !is_entry)
+               ? PyDict_SetItem(m->dict, child->key, value)
+               : set;
+}
+
+/* Attributes in the order of those of `like`. */
+static int
+made_attributes(PyObject *dict, PyObject *like)
+{
+    OWNED PyObject *before = NULL;
+    PyObject *name, *ignored; /* borrowed from before */
+    Py_ssize_t position = 0;
+
+    if (object_dict(like, &before) < 0) {
+        return -1;
+    }
+    while (before != NULL && PyDict_Next(before, &position, &name, &ignored)) {
+        OWNED PyObject *value = Py_XNewRef(PyDict_GetItemWithError(dict, name));
+        if (value == NULL ? PyErr_Occurred() != NULL
+                          : PyDict_DelItem(dict, name) < 0 ||
+                                PyDict_SetItem(dict, name, value) < 0) {
             return -1;
         }
-        if ((child->flags & OOMKIT_NODE_MIRRORED) == 0) {
-            return 0;
-        }
-    } else if ((child->flags & OOMKIT_NODE_SLOT) != 0) {
-        return made_slot(made, child->key, value);
     }
-    return PyDict_SetItem(dict, child->key, value);
+    return 0;
 }
 
 /* An OrderedDict may have been given another order than that of its insertions. */
@@ -269,34 +319,37 @@ made_order(PyObject *made, PyObject *like)
 }
 
 PyObject *
-oomkit_object_build(oomkit_state *st, const oomkit_batch *batch, Py_ssize_t at,
+oomkit_object_build(oomkit_state *st, const oomkit_tree *tree, Py_ssize_t at,
                     PyObject *const *values)
 {
-    const oomkit_node *node = &batch->nodes[at];
+    const oomkit_node *node = &tree->nodes[at];
     PyTypeObject *type = Py_TYPE(node->object);
     OWNED PyObject *made =
         oomkit_output_base(type)->tp_new(type, st->empty_tuple, NULL);
-    OWNED PyObject *dict = NULL;
+    OWNED PyObject *dict = NULL, *data = NULL;
+    int mixed = (node->flags & OOMKIT_NODE_DATA) != 0; /* out of their order */
     Py_ssize_t i, child;
 
-    if (made == NULL) {
+    if (made == NULL ||
+        ((node->flags & OOMKIT_NODE_OWN_DICT) != 0 &&
+         PyObject_GenericSetDict(made, made, NULL) < 0) ||
+        object_dict(made, &dict) < 0) {
         return NULL;
     }
-    if ((node->flags & OOMKIT_NODE_OWN_DICT) != 0 &&
-        PyObject_GenericSetDict(made, made, NULL) < 0) {
-        return NULL;
-    }
-    if (object_dict(made, &dict) < 0) {
+    if (mixed && ((data = PyDict_New()) == NULL ||
+                  PyDict_SetItem(dict, st->str_data, data) < 0)) {
         return NULL;
     }
     for (i = 0, child = at + 1; i < node->children;
-         i++, child = oomkit_node_end(batch, child)) {
-        if (made_part(made, dict, &batch->nodes[child], i < node->entries, values[i]) <
-            0) {
+         i++, child = oomkit_tree_end(tree, child)) {
+        const making m = {made, dict, data};
+        mixed |= (tree->nodes[child].flags & OOMKIT_NODE_MIRRORED) != 0;
+        if (made_part(&m, &tree->nodes[child], i < node->entries, values[i]) < 0) {
             return NULL;
         }
     }
-    if (PyODict_Check(made) && made_order(made, node->object) < 0) {
+    if ((mixed && made_attributes(dict, node->object) < 0) ||
+        (PyODict_Check(made) && made_order(made, node->object) < 0)) {
         return NULL;
     }
     return STEAL(made);

@@ -1,6 +1,6 @@
 /* Splitters that were registered for types: who they are, and calling them. */
-#include "flatten.h"
 #include "splitters.h"
+#include "kinds.h"
 #include "tree.h"
 
 enum { SPLITTER_SPLIT, SPLITTER_SIZE, SPLITTER_JOIN };

@@ -1,7 +1,7 @@
 /* Parsing auto_batch's options: every one checked once, with a message that says what
  * was expected and what came. */
 #include "types.h"
-#include "../tree/tree.h"
+#include "../batch/batch.h"
 
 #include <stdlib.h>
 

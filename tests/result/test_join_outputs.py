@@ -5,7 +5,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import gc
+import itertools
 import logging
+import types
 import weakref
 from typing import Any, NamedTuple
 
@@ -223,6 +225,35 @@ def test_a_user_dict():
     whole, got = whole_and_split(lambda x: Batch({"x": rows_of(x)}, "text"))
     assert type(got) is Batch and got.kind == "text"
     assert torch.equal(got["x"], whole["x"])
+
+
+@pytest.mark.parametrize(
+    "kind", [dict, collections.OrderedDict, collections.UserDict, types.SimpleNamespace]
+)
+def test_parts_in_another_order_in_each_micro_batch(kind):
+    number = itertools.count()
+
+    def step(x):
+        parts = {"a": rows_of(x), "b": rows_of(x) * 2, "c": "text"}
+        turned = dict(reversed(parts.items())) if next(number) % 2 else parts
+        return kind(**turned)
+
+    whole, got = whole_and_split(step)
+    read = vars if kind is types.SimpleNamespace else dict
+    assert type(got) is kind and read(got)["c"] == "text"
+    assert all(torch.equal(read(got)[name], read(whole)[name]) for name in "ab")
+
+
+def test_an_attribute_of_a_user_dict_that_is_an_entry_is_one_result():
+    def step(x):
+        out = collections.UserDict(x=rows_of(x, grad=True))
+        out.shown = out["x"]
+        out.__dict__["x"] = out["x"]
+        return out
+
+    whole, got = whole_and_split(step)
+    assert got.x is got["x"] and got.shown is not got.x and list(vars(got)) == list(vars(whole))
+    assert torch.equal(got.x, whole.x) and torch.equal(got.shown, whole.x)
 
 
 def test_a_dict_that_is_its_own_attributes():

@@ -169,6 +169,27 @@ def test_paths_are_written_as_the_caller_would():
     assert probe([inner])["split"] == ["a['p'].x", "a['p'].y", "a['u']['k'][0]"]
 
 
+def test_attributes_keep_their_order_beside_entries_that_are_some():
+    class Mapping(dict):  # type: ignore[type-arg]
+        pass
+
+    x, y = batches.numbers()
+    batch = Mapping(y=y)
+    batch.__dict__ |= {"first": 1, "y": y, "x": x}
+    part = probe([batch], start=0, length=2)["args"][0]
+    assert list(vars(part)) == ["first", "y", "x"] and part.__dict__["y"] is part["y"]
+
+
+def test_an_attribute_of_a_user_dict_that_is_an_entry_stays_one():
+    x, y = batches.numbers()
+    batch = collections.UserDict(x=x, y=y)
+    batch.__dict__ = {"shown": 1, "x": x, "data": batch.data}
+    got = probe([batch], start=0, length=2)
+    part = got["args"][0]
+    assert got["split"] == ["a['x']", "a['y']"] and list(vars(part)) == ["shown", "x", "data"]
+    assert part["x"].shape == (2, 3) and part.x is part["x"]
+
+
 def test_an_object_without_data_is_the_very_object():
     options = batches.Plain(3, 0.5)
     trainer = batches.Plain(torch.rand(4), nn.Linear(2, 2))

@@ -1,15 +1,5 @@
 /* Walking the nodes of the arguments, and naming them for messages. */
-#include "tree.h"
-
-Py_ssize_t
-oomkit_node_end(const oomkit_batch *batch, Py_ssize_t index)
-{
-    Py_ssize_t pending = 1;
-    while (pending > 0) {
-        pending += batch->nodes[index++].children - 1;
-    }
-    return index;
-}
+#include "batch.h"
 
 int
 oomkit_node_is_cut(const oomkit_node *node)
@@ -40,36 +30,6 @@ oomkit_node_is_split(const oomkit_batch *batch, Py_ssize_t index)
         }
     }
     return 0;
-}
-
-/* Interned names in dictionaries of types are found without Python code and without
- * failing. */
-int
-oomkit_type_defines(PyTypeObject *type, PyObject *name)
-{
-    PyObject *mro = type->tp_mro; /* borrowed from the type */
-    Py_ssize_t i;
-
-    for (i = 0; mro != NULL && i < PyTuple_GET_SIZE(mro); i++) {
-        PyTypeObject *each = (PyTypeObject *)PyTuple_GET_ITEM(mro, i);
-        if ((each->tp_flags & Py_TPFLAGS_HEAPTYPE) != 0 && each->tp_dict != NULL &&
-            PyDict_GetItemWithError(each->tp_dict, name) != NULL) {
-            return 1;
-        }
-    }
-    return 0;
-}
-
-int
-oomkit_type_is_named_tuple(const oomkit_state *st, PyTypeObject *type)
-{
-    return type != &PyTuple_Type && oomkit_type_defines(type, st->str_fields);
-}
-
-int
-oomkit_type_is_data_class(const oomkit_state *st, PyTypeObject *type)
-{
-    return oomkit_type_defines(type, st->str_dataclass_fields);
 }
 
 PyObject *
@@ -109,7 +69,8 @@ path_extend(PyObject *text, const oomkit_node *child, Py_ssize_t number)
     return longer;
 }
 
-/* The dictionary inside a UserDict: `batch['x']`, not `batch.data['x']`. */
+/* The dictionary inside a mapping of the user's: `batch['x']`, not `batch.data['x']`.
+ */
 static int
 path_is_hidden(const oomkit_batch *batch, Py_ssize_t parent, Py_ssize_t child)
 {

@@ -1,6 +1,5 @@
 /* Arrays of numpy among the arguments, by their buffers: numpy is not linked. */
-#include "flatten.h"
-#include "tree.h"
+#include "batch.h"
 
 #include <string.h>
 
@@ -82,9 +81,8 @@ array_shape(oomkit_state *st, oomkit_node *node, int64_t dim)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Rows, hash of the other sizes and of values. 0 or -1. */
-static int
-array_facts(oomkit_state *st, oomkit_node *node, int64_t dim)
+int
+oomkit_array_mark(oomkit_state *st, oomkit_node *node, int64_t dim)
 {
     Py_buffer view;
     int i;
@@ -113,19 +111,10 @@ array_facts(oomkit_state *st, oomkit_node *node, int64_t dim)
 }
 
 int
-oomkit_capture_array(oomkit_capture *c, Py_ssize_t at, PyObject *Py_UNUSED(array))
-{
-    oomkit_node *node = &c->batch->nodes[at];
-
-    node->kind = OOMKIT_NODE_ARRAY;
-    return array_facts(c->st, node, c->dim);
-}
-
-int
 oomkit_array_moved(oomkit_state *st, const oomkit_node *node)
 {
     oomkit_node now = *node;
-    return array_facts(st, &now, 0) < 0 ? -1 : now.version != node->version;
+    return oomkit_array_mark(st, &now, 0) < 0 ? -1 : now.version != node->version;
 }
 
 /* array[..., start : start + length, ...] in dimension `dim`: a view. */

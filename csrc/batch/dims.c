@@ -1,5 +1,5 @@
 /* dim=: the dimension of the samples, of all arguments or of each. */
-#include "tree.h"
+#include "batch.h"
 
 /* One dimension: the int in *dim. 0 or -1. */
 static int
