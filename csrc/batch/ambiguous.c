@@ -1,5 +1,4 @@
 /* Arguments that can be read in two ways: refused, with the candidates. */
-#include "batch.h"
 #include "layout.h"
 #include "../py/tensor.h"
 

@@ -1,6 +1,5 @@
 /* How many rows a batch has that split= slices: of its first tensor, else its len(). Of
  * a list what split= makes of it tells. */
-#include "batch.h"
 #include "layout.h"
 #include "../py/errors.h"
 

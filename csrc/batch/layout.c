@@ -1,6 +1,5 @@
 /* Which arguments are the batch, how many rows it has, which leaves are sliced. Runs
  * once in a call that is split or repeated, never in a healthy one. */
-#include "batch.h"
 #include "layout.h"
 #include "../py/tensor.h"
 

@@ -1,5 +1,4 @@
 /* Arguments beside the batch: which of them are sliced with it. */
-#include "batch.h"
 #include "layout.h"
 #include "../py/tensor.h"
 

@@ -1,6 +1,5 @@
 /* Lists of as many tensors as rows, each of which has the rows: three images [3, H, W]
  * are samples, though they can be read as columns of three rows. */
-#include "batch.h"
 #include "layout.h"
 #include "../py/tensor.h"
 

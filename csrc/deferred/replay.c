@@ -7,13 +7,13 @@
  * What the call did to the user's own participants counts once. */
 #include "deferred.h"
 #include "../accum/weights.h"
+#include "../batch/batch.h"
+#include "../call/step.h"
 #include "../engine/engine.h"
 #include "../hook/hook.h"
 #include "../plain/plain_state.h"
 #include "../py/modes.h"
 #include "../py/tensor.h"
-#include "../sizes/sizes.h"
-#include "../batch/batch.h"
 #include "../undo/undo.h"
 
 /* What was there when the second half failed. */

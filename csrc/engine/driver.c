@@ -2,11 +2,10 @@
  * a step, of a loop, of a replay. */
 #include "engine.h"
 #include "../accum/accum.h"
+#include "../batch/batch.h"
 #include "../hook/hook.h"
-#include "../py/tensor.h"
 #include "../result/result.h"
 #include "../sizes/sizes.h"
-#include "../tree/tree.h"
 #include "../undo/undo.h"
 
 #define MASKED_RETRIES 2

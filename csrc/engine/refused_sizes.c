@@ -4,7 +4,6 @@
  * else the error is the cause of a SplitError. Everything has gone back by then. */
 #include "engine.h"
 #include "refused_sizes.h"
-#include "../optim/optim.h"
 #include "../result/result.h"
 #include "../sizes/sizes.h"
 #include "../undo/undo.h"

@@ -1,7 +1,6 @@
 /* The protected call: marks, the function, and what was measured. The healthy path is
  * this file; everything after a failure is in recover.c. */
 #include "engine.h"
-#include "../accum/accum.h"
 #include "../batch/batch.h"
 #include "../hook/hook.h"
 #include "../optim/optim.h"

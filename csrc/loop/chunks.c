@@ -1,7 +1,6 @@
 /* The loop over a batch: capture, one part after the other, and the same rows in
  * smaller parts after a failure that a guard has ended. */
 #include "chunks.h"
-#include "../accum/accum.h"
 #include "../batch/batch.h"
 #include "../engine/engine.h"
 #include "../py/tensor.h"

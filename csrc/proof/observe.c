@@ -4,7 +4,6 @@
 #include "../accum/accum.h"
 #include "../call/call.h"
 #include "../call/step.h"
-#include "../engine/engine.h"
 #include "../hook/step_arguments.h"
 #include "../optim/optim.h"
 #include "../py/tensor.h"

@@ -3,7 +3,6 @@
 #include "../accum/accum.h"
 #include "../batch/batch.h"
 #include "../call/call.h"
-#include "../engine/engine.h"
 #include "../sizes/sizes.h"
 
 #define FEW 5 /* rows that say little about a batch: more are tried if they may fit */

@@ -4,7 +4,6 @@
 #include "../accum/accum.h"
 #include "../batch/batch.h"
 #include "../call/step.h"
-#include "../engine/engine.h"
 #include "../py/tensor.h"
 #include "../result/result.h"
 #include "../undo/undo.h"

@@ -4,10 +4,8 @@
 #include "proof.h"
 #include "../accum/accum.h"
 #include "../batch/batch.h"
-#include "../optim/optim.h"
 #include "../py/modes.h"
 #include "../result/result.h"
-#include "../undo/parameters.h"
 #include "../undo/undo.h"
 
 /* What a run has returned, to be joined where it is a part. 0 or -1. */
