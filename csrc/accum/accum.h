@@ -35,11 +35,11 @@ oomkit_hooks_loss(oomkit_call *call, PyObject *loss);
 /* --- late.c --- */
 /* 1 something was taken in, 0 nothing, -1 with an exception. */
 int
-oomkit_strangers_adopt(oomkit_call *call, PyObject *leaf, PyObject *all);
+oomkit_unknown_adopt(oomkit_call *call, PyObject *leaf, PyObject *all);
 int
-oomkit_strangers_known(const oomkit_call *call, const PyObject *leaf);
+oomkit_unknown_known(const oomkit_call *call, const PyObject *leaf);
 int
-oomkit_strangers_kept(oomkit_call *call, PyObject *leaf, PyObject *ours);
+oomkit_unknown_kept(oomkit_call *call, PyObject *leaf, PyObject *ours);
 PyObject *
 oomkit_modules_alive(oomkit_state *st);
 /* Adopted leaves are among the parameters from the first to the second. */
@@ -69,8 +69,8 @@ oomkit_proven_find(oomkit_call *call);
 /* Notes what was shown; the oldest gives way. Steals `rule` and `tried` (either may be
  * NULL). 0 or -1. */
 int
-oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried, uint64_t course,
-                   oomkit_proof_level level);
+oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried,
+                   uint64_t sequence, oomkit_proof_level level);
 /* The weights that were found for a call like this one; borrowed from the site, or
  * NULL. */
 PyObject *
@@ -78,11 +78,11 @@ oomkit_proof_rule(oomkit_call *call);
 /* What the first micro-batch has done, in order: backwards and intercepted calls. 1
  * where the step decides by itself (current()). */
 uint64_t
-oomkit_proof_course(const oomkit_call *call);
+oomkit_proof_sequence(const oomkit_call *call);
 /* At the end of the first micro-batch: did it do what no proof has seen? Then the
  * attempt is to be begun again, with one. 1 or 0. */
 int
-oomkit_proof_is_new_course(oomkit_call *call);
+oomkit_proof_is_new_sequence(oomkit_call *call);
 /* Was a call like this one proven by its gradients, or does it run for that? */
 int
 oomkit_proof_known(oomkit_call *call);
@@ -98,9 +98,9 @@ oomkit_proven_clear(oomkit_proven *proven);
 /* --- adopt_leaves.c --- */
 /* Before an attempt is begun again: leaves that were met are taken in. 0 or -1. */
 int
-oomkit_strangers_take_in(oomkit_call *call, int why);
+oomkit_unknown_take_in(oomkit_call *call, int why);
 int
-oomkit_strangers_check(oomkit_call *call, PyObject *result);
+oomkit_unknown_check(oomkit_call *call, PyObject *result);
 /* At entry of an attempt: a buffer (borrowed) that requires grad takes part as a leaf.
  * 0 or -1. */
 int
@@ -113,14 +113,14 @@ oomkit_forward_begins(PyObject *module);
 
 /* --- unknown_leaves.c --- */
 int
-oomkit_strangers_meet(oomkit_call *call, PyObject *roots, int nested);
+oomkit_unknown_meet(oomkit_call *call, PyObject *roots, int nested);
 /* Leaves without a gradient that the replay of a returned loss writes to: none again.
  * 0 or -1. */
 int
-oomkit_strangers_loose_drop(oomkit_call *call);
+oomkit_unknown_loose_drop(oomkit_call *call);
 int
-oomkit_strangers_optimizer_begins(PyObject *optimizer);
+oomkit_unknown_optimizer_begins(PyObject *optimizer);
 void
-oomkit_strangers_optimizer_ends(void);
+oomkit_unknown_optimizer_ends(void);
 
 #endif

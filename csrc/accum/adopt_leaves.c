@@ -57,7 +57,7 @@ oomkit_restart_with_buffer(oomkit_call *call, PyObject *buffer)
 
     /* Gradients that are kept by number would go to others, and other calls have arrays
      * of as many parameters: then the graph shows it. */
-    if (oomkit_strangers_known(call, buffer) || call->deferred.replayed != NULL ||
+    if (oomkit_unknown_known(call, buffer) || call->deferred.replayed != NULL ||
         parts->refs > 2 || call->grads.copies != NULL || call->grads.aside != NULL ||
         call->grads.entry != NULL || call->grads.parked != NULL) {
         return 0;
@@ -69,7 +69,7 @@ oomkit_restart_with_buffer(oomkit_call *call, PyObject *buffer)
     result = ref == NULL ? -1 : PyList_Append(parts->adopted, ref);
     oomkit_participants_let_go(parts);
     return result < 0 || restart_grow(call, params, roots) < 0 ||
-                   oomkit_tx_params_mark(call) < 0
+                   oomkit_params_mark(call) < 0
                ? -1
                : 0;
 }
@@ -89,7 +89,7 @@ restart_by_modules(oomkit_call *call)
         return -1;
     }
     for (i = 0; i < PyList_GET_SIZE(alive); i++) {
-        int result = oomkit_strangers_adopt(call, PyList_GET_ITEM(alive, i), all);
+        int result = oomkit_unknown_adopt(call, PyList_GET_ITEM(alive, i), all);
         if (result < 0) {
             return -1;
         }
@@ -109,11 +109,11 @@ restart_weakly(oomkit_call *call)
 
     for (i = 0; result >= 0 && i < PyList_GET_SIZE(alive); i++) {
         PyObject *leaf = PyList_GET_ITEM(alive, i); /* borrowed */
-        result = oomkit_strangers_known(call, leaf)
+        result = oomkit_unknown_known(call, leaf)
                      ? 0
-                     : oomkit_strangers_kept(call, leaf, alive);
+                     : oomkit_unknown_kept(call, leaf, alive);
         if (result > 0) {
-            result = oomkit_strangers_adopt(call, leaf, NULL);
+            result = oomkit_unknown_adopt(call, leaf, NULL);
             taken |= result > 0;
         }
     }
@@ -131,7 +131,7 @@ restart_remains(oomkit_call *call)
         return -1;
     }
     for (i = 0; i < PyList_GET_SIZE(alive); i++) {
-        if (!oomkit_strangers_known(call, PyList_GET_ITEM(alive, i))) {
+        if (!oomkit_unknown_known(call, PyList_GET_ITEM(alive, i))) {
             return 1;
         }
     }
@@ -173,15 +173,15 @@ restart_take_in(oomkit_call *call)
 }
 
 int
-oomkit_strangers_take_in(oomkit_call *call, int why)
+oomkit_unknown_take_in(oomkit_call *call, int why)
 {
-    return why == OOMKIT_RESTART_STRANGERS ? restart_take_in(call) : 0;
+    return why == OOMKIT_RESTART_UNKNOWN ? restart_take_in(call) : 0;
 }
 
 /* At the end of the first micro-batch: unknown leaves must have been made in it and be
  * gone. 0, or -1 with SplitError. */
 int
-oomkit_strangers_check(oomkit_call *call, PyObject *result)
+oomkit_unknown_check(oomkit_call *call, PyObject *result)
 {
     OWNED PyObject *leaves = STEAL(call->unknown.of_step);
     Py_ssize_t i;
@@ -191,7 +191,7 @@ oomkit_strangers_check(oomkit_call *call, PyObject *result)
         OWNED PyObject *leaf = oomkit_reference_get(PyTuple_GET_ITEM(pair, 0));
         OWNED PyObject *name = NULL;
         int had = PyLong_AsLong(PyTuple_GET_ITEM(pair, 1)) != 0;
-        int kept = leaf == NULL ? 0 : oomkit_strangers_kept(call, leaf, result);
+        int kept = leaf == NULL ? 0 : oomkit_unknown_kept(call, leaf, result);
         if (kept == 0) {
             continue;
         }

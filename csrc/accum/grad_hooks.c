@@ -95,7 +95,7 @@ hooks_judge(oomkit_call *call, int *committed)
         "the gradients already; do in the step, after backward(), what the "
         "hook does";
     if (!*committed && call->backward.failed) {
-        state = oomkit_tx_params_moved(call, &which);
+        state = oomkit_params_moved(call, &which);
         *committed = state > 0;
         return state < 0 ? -1 : 0;
     }

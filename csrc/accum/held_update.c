@@ -51,8 +51,9 @@ hold_update(oomkit_call *call, oomkit_update *update)
     if (update->optimizer == NULL || call->updating.committed) {
         return 0;
     }
-    return call->cut->at == 0 ? oomkit_owners_groups_note(call, update->optimizer)
-                              : oomkit_groups_refuse_moved(call, update->optimizer);
+    return call->cut->at == 0
+               ? oomkit_hyperparams_note(call, update->optimizer)
+               : oomkit_hyperparams_refuse_moved(call, update->optimizer);
 }
 
 const oomkit_rule oomkit_held_update_rule = {.update_begins = hold_update};

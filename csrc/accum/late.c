@@ -266,7 +266,7 @@ adopt_by_modules(oomkit_call *call, PyObject *leaf, PyObject *all)
 
 /* A participant by now, or one that joins them in the next attempt? */
 int
-oomkit_strangers_known(const oomkit_call *call, const PyObject *leaf)
+oomkit_unknown_known(const oomkit_call *call, const PyObject *leaf)
 {
     const oomkit_participants *parts = call->parts;
     Py_ssize_t i;
@@ -303,7 +303,7 @@ adopt_is_argument(const oomkit_call *call, const PyObject *leaf)
 /* Is it kept by an object that the collector sees, other than `ours`? What only the
  * graph of a kept loss keeps is nobody's. 1, 0 or -1. */
 int
-oomkit_strangers_kept(oomkit_call *call, PyObject *leaf, PyObject *ours)
+oomkit_unknown_kept(oomkit_call *call, PyObject *leaf, PyObject *ours)
 {
     OWNED PyObject *referrers = NULL;
     Py_ssize_t i;
@@ -327,14 +327,14 @@ oomkit_strangers_kept(oomkit_call *call, PyObject *leaf, PyObject *ours)
  * oomkit_modules_alive() gave; NULL: no module has it. 1; 0 nobody is known to have it,
  * or it is one by now; -1 with an exception. */
 int
-oomkit_strangers_adopt(oomkit_call *call, PyObject *leaf, PyObject *all)
+oomkit_unknown_adopt(oomkit_call *call, PyObject *leaf, PyObject *all)
 {
     oomkit_participants *parts = call->parts;
     PyObject *gradient; /* owned */
     OWNED PyObject *ref = NULL;
     int has;
 
-    if (oomkit_strangers_known(call, leaf)) {
+    if (oomkit_unknown_known(call, leaf)) {
         return 0;
     }
     gradient = PyObject_GetAttr(leaf, call->st->str_grad);

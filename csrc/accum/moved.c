@@ -50,10 +50,10 @@ moved_micro_ends(oomkit_call *call, PyObject *result)
     if (call->is_last) {
         return 0;
     }
-    state = oomkit_tx_params_moved(call, &which);
+    state = oomkit_params_moved(call, &which);
 
     if (state == 0) {
-        state = oomkit_tx_params_rewritten(call, &which);
+        state = oomkit_params_rewritten(call, &which);
     }
     if (state == 0 && (moved_slots(call) < 0 || moved_schedulers(call) < 0)) {
         return -1;

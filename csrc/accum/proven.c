@@ -64,8 +64,8 @@ oomkit_proven_find(oomkit_call *call)
 }
 
 int
-oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried, uint64_t course,
-                   oomkit_proof_level level)
+oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried,
+                   uint64_t sequence, oomkit_proof_level level)
 {
     oomkit_step *step = call->step;
     oomkit_proven *found = oomkit_proven_find(call);
@@ -78,7 +78,7 @@ oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried, uint64_t 
     before = found->rule;
     before_tried = found->tried;
     if (found->key != call->shape.proof_key) {
-        memset(found->courses, 0, sizeof(found->courses));
+        memset(found->sequences, 0, sizeof(found->sequences));
         found->calls = 1;
     }
     found->key = call->shape.proof_key;
@@ -87,8 +87,8 @@ oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried, uint64_t 
     found->call = call->log.number;
     found->level = (uint8_t)level;
     found->labels = labels > 0;
-    if (course != 0) { /* 0: nothing but losses were compared */
-        found->courses[found->course_next++ % OOMKIT_COURSES] = course;
+    if (sequence != 0) { /* 0: nothing but losses were compared */
+        found->sequences[found->sequence_next++ % OOMKIT_SEQUENCES] = sequence;
     }
     step->losses.compared = 1; /* a guess about them would say less */
     return labels < 0 ? -1 : 0;
@@ -147,27 +147,27 @@ oomkit_proof_rule(oomkit_call *call)
 }
 
 uint64_t
-oomkit_proof_course(const oomkit_call *call)
+oomkit_proof_sequence(const oomkit_call *call)
 {
-    const oomkit_course *course = &call->cut->course[0];
-    uint64_t hash = (uint64_t)course->count + 1;
+    const oomkit_sequence *sequence = &call->cut->sequence[0];
+    uint64_t hash = (uint64_t)sequence->count + 1;
     int i;
 
-    if (call->course_waived) {
+    if (call->sequence_waived) {
         return 1;
     }
-    for (i = 0; i < course->count && i < OOMKIT_COURSE; i++) {
-        hash = mix(hash, (uintptr_t)course->events[i].target);
-        hash = mix(hash, (uintptr_t)course->events[i].name);
+    for (i = 0; i < sequence->count && i < OOMKIT_SEQUENCE; i++) {
+        hash = mix(hash, (uintptr_t)sequence->events[i].target);
+        hash = mix(hash, (uintptr_t)sequence->events[i].name);
     }
     return hash;
 }
 
 int
-oomkit_proof_is_new_course(oomkit_call *call)
+oomkit_proof_is_new_sequence(oomkit_call *call)
 {
     oomkit_proven *found;
-    uint64_t course;
+    uint64_t sequence;
     int i;
 
     if (call->proof != NULL || call->options->verify == 0 || call->cut->forced ||
@@ -178,13 +178,13 @@ oomkit_proof_is_new_course(oomkit_call *call)
     if (found == NULL || found->level != OOMKIT_PROVEN_FULLY) {
         return 0;
     }
-    course = oomkit_proof_course(call);
+    sequence = oomkit_proof_sequence(call);
     if (found->recalled) {
         found->recalled = 0;
-        found->courses[found->course_next++ % OOMKIT_COURSES] = course;
+        found->sequences[found->sequence_next++ % OOMKIT_SEQUENCES] = sequence;
     }
-    for (i = 0; i < OOMKIT_COURSES; i++) {
-        if (found->courses[i] == course) {
+    for (i = 0; i < OOMKIT_SEQUENCES; i++) {
+        if (found->sequences[i] == sequence) {
             return 0;
         }
     }

@@ -6,19 +6,19 @@
 #include "../undo/undo.h"
 
 static void
-course_clear(oomkit_course *course)
+sequence_clear(oomkit_sequence *sequence)
 {
-    int i, count = course->count;
-    course->count = 0;
-    for (i = 0; i < count && i < OOMKIT_COURSE; i++) {
-        Py_CLEAR(course->events[i].where);
+    int i, count = sequence->count;
+    sequence->count = 0;
+    for (i = 0; i < count && i < OOMKIT_SEQUENCE; i++) {
+        Py_CLEAR(sequence->events[i].where);
     }
 }
 
 /* Before a scaler's real update(): its scale, which update() changes in place. 0 or -1.
  */
 static int
-course_scale_note(oomkit_call *call, PyObject *scaler)
+sequence_scale_note(oomkit_call *call, PyObject *scaler)
 {
     OWNED PyObject *scale = PyObject_GetAttrString(scaler, "_scale");
     PyObject *copy = NULL; /* owned, then stolen */
@@ -36,7 +36,7 @@ course_scale_note(oomkit_call *call, PyObject *scaler)
  * (`if scaler.get_scale() >= before: scheduler.step()`) rightly leaves calls out. 1, 0
  * or -1. */
 static int
-course_update_skipped(const oomkit_call *call)
+sequence_update_skipped(const oomkit_call *call)
 {
     Py_ssize_t i;
     int skipped = 0;
@@ -57,9 +57,9 @@ course_update_skipped(const oomkit_call *call)
 /* Where in the first course this event is, when it is not at `at`: only a skipped
  * update explains what lies between. -1 with an exception. */
 static int
-course_find(oomkit_call *call, const void *target, const void *name, int at)
+sequence_find(oomkit_call *call, const void *target, const void *name, int at)
 {
-    const oomkit_course *first = &call->cut->course[0];
+    const oomkit_sequence *first = &call->cut->sequence[0];
     int i, skipped;
 
     for (i = at; i < first->count; i++) {
@@ -70,12 +70,12 @@ course_find(oomkit_call *call, const void *target, const void *name, int at)
     if (target == NULL || i == at || i >= first->count) {
         return at;
     }
-    skipped = course_update_skipped(call);
+    skipped = sequence_update_skipped(call);
     return skipped < 0 ? -1 : skipped ? i : at;
 }
 
 static int
-course_differs(oomkit_call *call, PyObject *here, PyObject *there)
+sequence_differs(oomkit_call *call, PyObject *here, PyObject *there)
 {
     OWNED PyObject *end = PyUnicode_FromString("its end");
 
@@ -93,48 +93,48 @@ course_differs(oomkit_call *call, PyObject *here, PyObject *there)
 
 /* Notes an event of the present micro-batch; `target` NULL is a backward. */
 static int
-course_note(oomkit_call *call, const void *target, const void *name)
+sequence_note(oomkit_call *call, const void *target, const void *name)
 {
-    oomkit_course *course = &call->cut->course[call->cut->at > 0];
-    oomkit_course *first = &call->cut->course[0];
+    oomkit_sequence *sequence = &call->cut->sequence[call->cut->at > 0];
+    oomkit_sequence *first = &call->cut->sequence[0];
     oomkit_event *event;
     PyObject *where; /* owned, then by the event */
-    int at = course->count;
+    int at = sequence->count;
 
-    if (call->course_waived) {
+    if (call->sequence_waived) {
         return 0;
     }
-    if (course != first && at < OOMKIT_COURSE) {
-        int found = course_find(call, target, name, at);
+    if (sequence != first && at < OOMKIT_SEQUENCE) {
+        int found = sequence_find(call, target, name, at);
         while (at < found) {
-            course->events[at++] = (oomkit_event){NULL, NULL, NULL};
+            sequence->events[at++] = (oomkit_event){NULL, NULL, NULL};
         }
         if (found < 0) {
             return -1;
         }
     }
-    where = oomkit_course_where();
+    where = oomkit_where();
     if (where == NULL) {
         return -1;
     }
-    if (at >= OOMKIT_COURSE) {
+    if (at >= OOMKIT_SEQUENCE) {
         Py_DECREF(where);
-        course->count = OOMKIT_COURSE; /* too long to compare further */
+        sequence->count = OOMKIT_SEQUENCE; /* too long to compare further */
         return 0;
     }
-    event = &course->events[at];
+    event = &sequence->events[at];
     event->target = target;
     event->name = name;
     event->where = where;
-    course->count = at + 1;
-    if (course == first) {
+    sequence->count = at + 1;
+    if (sequence == first) {
         return 0;
     }
     if (at >= first->count) {
-        return course_differs(call, where, NULL);
+        return sequence_differs(call, where, NULL);
     }
     if (first->events[at].target != target || first->events[at].name != name) {
-        return course_differs(call, where, first->events[at].where);
+        return sequence_differs(call, where, first->events[at].where);
     }
     return 0;
 }
@@ -144,18 +144,18 @@ course_note(oomkit_call *call, const void *target, const void *name)
  * this very call ran a backward; said, once, where all whole calls before it did (or
  * made an update). 0 or -1. */
 static int
-course_skipped(oomkit_call *call)
+sequence_skipped(oomkit_call *call)
 {
     struct oomkit_step *step = call->step;
-    const oomkit_course *first = &call->cut->course[0];
+    const oomkit_sequence *first = &call->cut->sequence[0];
     const char *what = NULL;
-    int i, updates = call->course_waived;
+    int i, updates = call->sequence_waived;
 
     if (call->deferred.replayed != NULL ||
         call->deferred.returned != OOMKIT_RETURNED_NOTHING) {
         return 0;
     }
-    for (i = 0; i < first->count && i < OOMKIT_COURSE; i++) {
+    for (i = 0; i < first->count && i < OOMKIT_SEQUENCE; i++) {
         updates |= first->events[i].target != NULL;
     }
     if (!call->training && call->deferred.may_hold) {
@@ -185,22 +185,22 @@ course_skipped(oomkit_call *call)
 
 /* At the end of a micro-batch: nothing that the first one did may be missing. */
 static int
-course_finish(oomkit_call *call)
+sequence_finish(oomkit_call *call)
 {
-    oomkit_course *course = &call->cut->course[call->cut->at > 0];
-    oomkit_course *first = &call->cut->course[0];
+    oomkit_sequence *sequence = &call->cut->sequence[call->cut->at > 0];
+    oomkit_sequence *first = &call->cut->sequence[0];
     int result = 0;
 
-    if (course == first) {
+    if (sequence == first) {
         return 0;
     }
-    if (!call->course_waived && course->count < first->count) {
-        int skipped = course_update_skipped(call);
-        result = skipped != 0
-                     ? (skipped < 0 ? -1 : 0)
-                     : course_differs(call, NULL, first->events[course->count].where);
+    if (!call->sequence_waived && sequence->count < first->count) {
+        int skipped = sequence_update_skipped(call);
+        result = skipped != 0 ? (skipped < 0 ? -1 : 0)
+                              : sequence_differs(call, NULL,
+                                                 first->events[sequence->count].where);
     }
-    course_clear(course);
+    sequence_clear(sequence);
     return result;
 }
 
@@ -208,11 +208,11 @@ course_finish(oomkit_call *call)
  * used since the last one of this micro-batch cannot be told from them. 1 with
  * SplitError. */
 static int
-course_cut(oomkit_call *call)
+sequence_cut(oomkit_call *call)
 {
-    const oomkit_course *course = &call->cut->course[call->cut->at > 0];
-    const oomkit_event *last = course->count > 0 && course->count <= OOMKIT_COURSE
-                                   ? &course->events[course->count - 1]
+    const oomkit_sequence *sequence = &call->cut->sequence[call->cut->at > 0];
+    const oomkit_event *last = sequence->count > 0 && sequence->count <= OOMKIT_SEQUENCE
+                                   ? &sequence->events[sequence->count - 1]
                                    : NULL;
     int stepped = last != NULL && last->target != NULL, changed;
 
@@ -241,20 +241,20 @@ static int
 sequence_backward(oomkit_call *call, oomkit_backward *backward)
 {
     (void)backward;
-    return course_cut(call) || course_note(call, NULL, NULL) < 0 ? -1 : 0;
+    return sequence_cut(call) || sequence_note(call, NULL, NULL) < 0 ? -1 : 0;
 }
 
 static int
 sequence_update(oomkit_call *call, oomkit_update *update)
 {
-    return course_note(call, update->method->target, update->method->name);
+    return sequence_note(call, update->method->target, update->method->name);
 }
 
 static int
 sequence_update_runs(oomkit_call *call, const oomkit_update *update)
 {
     return update->method->name == call->st->str_update
-               ? course_scale_note(call, update->method->target)
+               ? sequence_scale_note(call, update->method->target)
                : 0;
 }
 
@@ -262,20 +262,20 @@ static int
 sequence_micro_ends(oomkit_call *call, PyObject *result)
 {
     (void)result;
-    return call->split ? course_finish(call) : 0;
+    return call->split ? sequence_finish(call) : 0;
 }
 
 static int
 sequence_before_join(oomkit_call *call)
 {
-    return call->proof == NULL ? course_skipped(call) : 0;
+    return call->proof == NULL ? sequence_skipped(call) : 0;
 }
 
 static void
 sequence_attempt_ends(oomkit_call *call)
 {
-    course_clear(&call->cut->course[0]);
-    course_clear(&call->cut->course[1]);
+    sequence_clear(&call->cut->sequence[0]);
+    sequence_clear(&call->cut->sequence[1]);
 }
 
 const oomkit_rule oomkit_sequence_rule = {.backward_begins = sequence_backward,

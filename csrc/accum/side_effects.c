@@ -188,13 +188,14 @@ effects_end(oomkit_call *call)
     PyObject *effects = call->cut->effects; /* owned */
     OWNED PyObject *answer = NULL;
 
-    oomkit_pristine_checked(call);
+    oomkit_param_copies_checked(call);
     if (effects == NULL) {
         return 0;
     }
     call->cut->effects = NULL;
     EXEMPT (call->st) {
-        answer = PyObject_CallOneArg(effects, call->course_waived ? Py_True : Py_False);
+        answer =
+            PyObject_CallOneArg(effects, call->sequence_waived ? Py_True : Py_False);
     }
     if (answer == NULL) {
         call->cut->effects = effects; /* its hooks may be in the modules still */

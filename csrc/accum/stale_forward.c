@@ -84,12 +84,13 @@ forward_hook_install(oomkit_call *call)
 static PyObject *
 forward_updated_where(const oomkit_call *call)
 {
-    const oomkit_course *course = &call->cut->course[call->cut->at > 0];
+    const oomkit_sequence *sequence = &call->cut->sequence[call->cut->at > 0];
 
-    if (call->course_waived || course->count == 0 || course->count >= OOMKIT_COURSE) {
-        return oomkit_course_where();
+    if (call->sequence_waived || sequence->count == 0 ||
+        sequence->count >= OOMKIT_SEQUENCE) {
+        return oomkit_where();
     }
-    return Py_NewRef(course->events[course->count - 1].where);
+    return Py_NewRef(sequence->events[sequence->count - 1].where);
 }
 
 /* At an intercepted call of a split call, which has been noted: from here to the end of
@@ -131,14 +132,14 @@ oomkit_forward_begins(PyObject *module)
 
     if (call == NULL || call->cut->stale.params == NULL ||
         (call->hooked.depth > 0 && !call->hooked.closure) ||
-        (call->is_last && call->course_waived)) {
+        (call->is_last && call->sequence_waived)) {
         return 0; /* not ours; inside an update; or after the real one, as decided */
     }
     holds = forward_holds(call, module, 0);
     if (holds <= 0) {
         return holds;
     }
-    where = oomkit_course_where();
+    where = oomkit_where();
     if (where == NULL) {
         return -1;
     }

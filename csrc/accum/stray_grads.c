@@ -8,7 +8,7 @@
 
 /* At the start of a micro-batch of a split call. 0 or -1. */
 static int
-escaped_mark(oomkit_call *call)
+stray_mark(oomkit_call *call)
 {
     oomkit_grads *g = &call->grads;
     const oomkit_bridge *bridge = call->st->bridge;
@@ -53,7 +53,7 @@ escaped_mark(oomkit_call *call)
 
 /* OOMKIT_GRAD_* of every parameter against the start of the micro-batch. 0 or -1. */
 static int
-escaped_states(oomkit_call *call, uint8_t *states)
+stray_states(oomkit_call *call, uint8_t *states)
 {
     oomkit_grads *g = &call->grads;
     Py_ssize_t i, n = call->parts->param_count;
@@ -89,7 +89,7 @@ escaped_states(oomkit_call *call, uint8_t *states)
 
 /* A gradient of zeros is one that was cleared. 1 something is in it, 0, or -1. */
 static int
-escaped_counts(oomkit_call *call, Py_ssize_t i)
+stray_counts(oomkit_call *call, Py_ssize_t i)
 {
     OWNED PyObject *gradient = grads_get(call, i), *any = NULL;
 
@@ -114,7 +114,7 @@ escaped_counts(oomkit_call *call, Py_ssize_t i)
 
 /* Without marks of the attempt nothing else takes these back. 0 or -1. */
 static int
-escaped_drop(oomkit_call *call, const uint8_t *states)
+stray_drop(oomkit_call *call, const uint8_t *states)
 {
     Py_ssize_t i;
     for (i = 0; !call->grads.marked && i < call->parts->param_count; i++) {
@@ -128,7 +128,7 @@ escaped_drop(oomkit_call *call, const uint8_t *states)
 /* The first gradient that has come or moved without a backward, where none may have. 1
  * and *which, 0, or -1. */
 static int
-escaped_find(oomkit_call *call, const uint8_t *states, Py_ssize_t *which)
+stray_find(oomkit_call *call, const uint8_t *states, Py_ssize_t *which)
 {
     Py_ssize_t i;
     int result = 0;
@@ -137,7 +137,7 @@ escaped_find(oomkit_call *call, const uint8_t *states, Py_ssize_t *which)
         if (states[i] == OOMKIT_GRAD_NEW || states[i] == OOMKIT_GRAD_MOVED ||
             states[i] == OOMKIT_GRAD_REPLACED) {
             *which = i;
-            result = escaped_counts(call, i);
+            result = stray_counts(call, i);
         }
     }
     return result;
@@ -146,7 +146,7 @@ escaped_find(oomkit_call *call, const uint8_t *states, Py_ssize_t *which)
 /* Asked where gradients are parked, or before any backward of this micro-batch. 0, or
  * -1 with SplitError. */
 static int
-escaped_refuse(oomkit_call *call)
+stray_refuse(oomkit_call *call)
 {
     Py_ssize_t which = 0;
     OWNED_MEMORY uint8_t *states = NULL;
@@ -162,14 +162,14 @@ escaped_refuse(oomkit_call *call)
         PyErr_NoMemory();
         return -1;
     }
-    if (escaped_states(call, states) < 0) {
+    if (stray_states(call, states) < 0) {
         return -1;
     }
-    result = escaped_find(call, states, &which);
+    result = stray_find(call, states, &which);
     if (result <= 0) {
         return result;
     }
-    if (escaped_drop(call, states) < 0) {
+    if (stray_drop(call, states) < 0) {
         return -1;
     }
     name = oomkit_describe_tensor(call, call->parts->params[which]);
@@ -194,20 +194,20 @@ escaped_refuse(oomkit_call *call)
 static int
 stray_micro_begins(oomkit_call *call)
 {
-    return call->split ? escaped_mark(call) : 0;
+    return call->split ? stray_mark(call) : 0;
 }
 
 static int
 stray_backward(oomkit_call *call, oomkit_backward *backward)
 {
     (void)backward;
-    return escaped_refuse(call);
+    return stray_refuse(call);
 }
 
 static int
 stray_update(oomkit_call *call, oomkit_update *update)
 {
-    return update->method->kind == OOMKIT_OWNER_SCHEDULER ? 0 : escaped_refuse(call);
+    return update->method->kind == OOMKIT_OWNER_SCHEDULER ? 0 : stray_refuse(call);
 }
 
 const oomkit_rule oomkit_stray_grads_rule = {.micro_begins = stray_micro_begins,
@@ -218,7 +218,7 @@ static int
 stray_micro_ends(oomkit_call *call, PyObject *result)
 {
     (void)result;
-    return call->is_last ? 0 : escaped_refuse(call);
+    return call->is_last ? 0 : stray_refuse(call);
 }
 
 const oomkit_rule oomkit_stray_grads_at_end_rule = {.micro_ends = stray_micro_ends};

@@ -9,7 +9,7 @@
 
 /* Is one of those leaves still alive, now that the failed attempt is gone? */
 static int
-strangers_alive(oomkit_call *call)
+unknown_alive(oomkit_call *call)
 {
     Py_ssize_t i;
     int alive = 0;
@@ -23,16 +23,16 @@ strangers_alive(oomkit_call *call)
     return alive;
 }
 
-typedef struct stranger_walk {
+typedef struct unknown_walk {
     oomkit_addresses known; /* of the parameters that take part */
     PyObject *found;        /* owned list: leaves that are no participants */
-} stranger_walk;
+} unknown_walk;
 
 /* A leaf into `found` when it is no participant; behind others the walk goes on. */
 static int
 walk_visit(oomkit_state *st, PyObject *node, void *context)
 {
-    stranger_walk *w = context;
+    unknown_walk *w = context;
     OWNED PyObject *variable = NULL;
 
     if (!oomkit_node_is_leaf(node)) {
@@ -52,7 +52,7 @@ walk_visit(oomkit_state *st, PyObject *node, void *context)
 static PyObject *
 graph_strangers(oomkit_call *call, PyObject *roots)
 {
-    stranger_walk w = {.found = PyList_New(0)}; /* returned */
+    unknown_walk w = {.found = PyList_New(0)}; /* returned */
     int leaves = 0;
 
     if (w.found == NULL ||
@@ -122,7 +122,7 @@ meet_is_loose(const oomkit_call *call, PyObject *leaf)
 }
 
 int
-oomkit_strangers_loose_drop(oomkit_call *call)
+oomkit_unknown_loose_drop(oomkit_call *call)
 {
     Py_ssize_t i;
     int result = 0;
@@ -170,7 +170,7 @@ meet_late(oomkit_call *call, PyObject *roots)
  * attempt, for a reentrant checkpoint makes its inputs anew. 0, or -1 with an
  * exception. */
 int
-oomkit_strangers_meet(oomkit_call *call, PyObject *roots, int nested)
+oomkit_unknown_meet(oomkit_call *call, PyObject *roots, int nested)
 {
     PyObject *found = /* owned */
         call->cut->at > 0 ? NULL : graph_strangers(call, roots);
@@ -206,7 +206,7 @@ oomkit_strangers_meet(oomkit_call *call, PyObject *roots, int nested)
     }
     Py_XDECREF(found);
     if (result == 0 && restart) {
-        call->unknown.restart = OOMKIT_RESTART_STRANGERS;
+        call->unknown.restart = OOMKIT_RESTART_UNKNOWN;
         oomkit_raise(call->st->SplitError,
                      "auto_batch begins the step again, with tensors that take part in "
                      "the loss and that it did not find before; let this error pass");
@@ -219,7 +219,7 @@ oomkit_strangers_meet(oomkit_call *call, PyObject *roots, int nested)
  * unknown leaf that has a gradient may hold a part of this batch's contribution
  * already. Keeps the exception in flight. */
 static void
-strangers_note(oomkit_call *call, PyObject *roots)
+unknown_note(oomkit_call *call, PyObject *roots)
 {
     PyObject *exception = oomkit_exception_take(); /* owned, given back */
     const int raised = call->refused.raised;
@@ -260,7 +260,7 @@ strangers_note(oomkit_call *call, PyObject *roots)
  * that are intercepted are known; another one is marked, or refused while the call is
  * split. */
 int
-oomkit_strangers_optimizer_begins(PyObject *optimizer)
+oomkit_unknown_optimizer_begins(PyObject *optimizer)
 {
     oomkit_call *call = oomkit_call_current();
     int index;
@@ -284,7 +284,7 @@ oomkit_strangers_optimizer_begins(PyObject *optimizer)
 
 /* torch's hook after any optimizer's step. */
 void
-oomkit_strangers_optimizer_ends(void)
+oomkit_unknown_optimizer_ends(void)
 {
     oomkit_call *call = oomkit_call_current();
     if (call != NULL && call->hooked.depth == 0 && call->unknown.steps > 0) {
@@ -294,35 +294,35 @@ oomkit_strangers_optimizer_ends(void)
 }
 
 static int
-strangers_backward(oomkit_call *call, oomkit_backward *backward)
+unknown_backward(oomkit_call *call, oomkit_backward *backward)
 {
-    return call->split ? oomkit_strangers_meet(call, backward->roots, 0) : 0;
+    return call->split ? oomkit_unknown_meet(call, backward->roots, 0) : 0;
 }
 
 static int
-strangers_nested(oomkit_call *call, const oomkit_backward *backward)
+unknown_nested(oomkit_call *call, const oomkit_backward *backward)
 {
-    return call->split ? oomkit_strangers_meet(call, backward->roots, 1) : 0;
+    return call->split ? oomkit_unknown_meet(call, backward->roots, 1) : 0;
 }
 
 static void
-strangers_backward_fails(oomkit_call *call, const oomkit_backward *backward)
+unknown_backward_fails(oomkit_call *call, const oomkit_backward *backward)
 {
     if (!call->split || call->cut->at > 0) {
-        strangers_note(call, backward->roots);
+        unknown_note(call, backward->roots);
     }
 }
 
 static int
-strangers_micro_ends(oomkit_call *call, PyObject *result)
+unknown_micro_ends(oomkit_call *call, PyObject *result)
 {
-    return call->unknown.of_step != NULL ? oomkit_strangers_check(call, result) : 0;
+    return call->unknown.of_step != NULL ? oomkit_unknown_check(call, result) : 0;
 }
 
 static const char *
-strangers_remain(oomkit_call *call)
+unknown_remain(oomkit_call *call)
 {
-    return strangers_alive(call)
+    return unknown_alive(call)
                ? "a tensor that requires grad, which auto_batch did not find, may hold "
                  "a part of this batch in its .grad; pass it as participants=..., and "
                  "clear its .grad before going on"
@@ -331,10 +331,10 @@ strangers_remain(oomkit_call *call)
 
 const oomkit_rule oomkit_unknown_leaves_rule = {
     .leaf_at_entry = oomkit_restart_with_buffer,
-    .backward_begins = strangers_backward,
-    .backward_nests = strangers_nested,
-    .backward_fails = strangers_backward_fails,
-    .micro_ends = strangers_micro_ends,
-    .failure_remains = strangers_remain,
-    .gradients_go_back = oomkit_strangers_loose_drop,
-    .before_restart = oomkit_strangers_take_in};
+    .backward_begins = unknown_backward,
+    .backward_nests = unknown_nested,
+    .backward_fails = unknown_backward_fails,
+    .micro_ends = unknown_micro_ends,
+    .failure_remains = unknown_remain,
+    .gradients_go_back = oomkit_unknown_loose_drop,
+    .before_restart = oomkit_unknown_take_in};

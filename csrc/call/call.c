@@ -29,8 +29,8 @@ oomkit_call_cut(oomkit_call *call)
         return;
     }
     call->cut = call->cut_room;
-    memset(call->cut, 0, offsetof(oomkit_cut, course));
-    call->cut->course[0].count = call->cut->course[1].count = 0;
+    memset(call->cut, 0, offsetof(oomkit_cut, sequence));
+    call->cut->sequence[0].count = call->cut->sequence[1].count = 0;
     call->cut->join.site = &call->step->results;
 }
 

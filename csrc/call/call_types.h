@@ -31,10 +31,10 @@ typedef struct oomkit_grads {
     oomkit_grad_mark *began;  /* split: marks when the micro-batch began, or NULL */
     uint32_t *began_versions; /* the same without a bridge: version + 1, 0 for none */
     PyObject *
-        *entry;   /* owned: the caller's gradients, put away while ours accumulate */
-    int stashing; /* what accumulates is for a stash: .grad stays the caller's */
-    int apart;    /* ours accumulate beside the caller's and are added last */
-    int away;     /* entry holds them now */
+        *entry; /* owned: the caller's gradients, put away while ours accumulate */
+    int eager;  /* what accumulates is for a stash: .grad stays the caller's */
+    int apart;  /* ours accumulate beside the caller's and are added last */
+    int away;   /* entry holds them now */
     uint64_t engine_runs; /* state->engine_runs when the marks were taken */
     int force_copies;     /* whatever the options say */
     int no_aside;         /* nothing may be set aside in this call */
@@ -100,7 +100,7 @@ typedef struct oomkit_interception {
     oomkit_owner_kind kind;
 } oomkit_interception;
 
-#define OOMKIT_COURSE 24
+#define OOMKIT_SEQUENCE 24
 
 /* What a micro-batch did, in order: outermost backwards and intercepted calls. */
 typedef struct oomkit_event {
@@ -109,15 +109,15 @@ typedef struct oomkit_event {
     PyObject *where;    /* owned: "file:line", or NULL */
 } oomkit_event;
 
-typedef struct oomkit_course {
-    oomkit_event events[OOMKIT_COURSE];
+typedef struct oomkit_sequence {
+    oomkit_event events[OOMKIT_SEQUENCE];
     int count;
-} oomkit_course;
+} oomkit_sequence;
 
 /* scheduler_args.c, parameter_slots.c, parameters.c */
 typedef struct oomkit_metric oomkit_metric;
 typedef struct oomkit_slot oomkit_slot;
-typedef struct oomkit_pristine oomkit_pristine;
+typedef struct oomkit_param_copies oomkit_param_copies;
 
 typedef struct oomkit_slice {
     int64_t start, length;
@@ -127,16 +127,16 @@ typedef struct oomkit_slice {
 typedef enum {
     OOMKIT_RETURNED_NOTHING = 0,
     OOMKIT_RETURNED_WHOLE,   /* not split: the caller runs the step's own graph */
-    OOMKIT_RETURNED_STASH,   /* split, a scalar: its gradients wait in a stash */
+    OOMKIT_RETURNED_EAGER,   /* split, a scalar: its gradients wait in a stash */
     OOMKIT_RETURNED_DEFERRED /* split, a row per sample: run again at the backward */
 } oomkit_returned;
 
 /* Why an attempt is begun again with the same plan, or nearly. */
 enum {
-    OOMKIT_RESTART_STRANGERS = 1, /* to take in tensors that were not known */
-    OOMKIT_RESTART_WIDER,         /* the first slice has one row, which is too few */
-    OOMKIT_RESTART_PROOF,         /* the step takes a course that no proof has seen */
-    OOMKIT_RESTART_OWED           /* recompute.c has what it wanted */
+    OOMKIT_RESTART_UNKNOWN = 1, /* to take in tensors that were not known */
+    OOMKIT_RESTART_WIDER,       /* the first slice has one row, which is too few */
+    OOMKIT_RESTART_PROOF,       /* the step takes a course that no proof has seen */
+    OOMKIT_RESTART_OWED         /* recompute.c has what it wanted */
 };
 
 /* refused_sizes.c: the step itself raised an error for the size of a micro-batch. */
@@ -152,7 +152,7 @@ typedef struct oomkit_unfit_sizes {
 } oomkit_unfit_sizes;
 
 struct oomkit_step;
-struct oomkit_pending;
+struct oomkit_deferred;
 struct oomkit_proof;
 
 #define OOMKIT_UNMARKED 2
@@ -195,8 +195,8 @@ typedef struct oomkit_shape_of {
 typedef struct oomkit_deferral {
     oomkit_returned returned;
     double assumed; /* gradient at the loss that the stash is computed with */
-    struct oomkit_pending *replayed; /* borrowed: the call that this one runs again */
-    PyObject *inputs;                /* borrowed: inputs= of the caller's backward */
+    struct oomkit_deferred *replayed; /* borrowed: the call that this one runs again */
+    PyObject *inputs;                 /* borrowed: inputs= of the caller's backward */
     PyObject *loose; /* borrowed: list of leaves of its graph that are no participants,
                         and had no gradient, or NULL */
     int rowwise;     /* its gradient has a row per sample: no weights */
@@ -320,10 +320,10 @@ typedef struct oomkit_savepoint {
     oomkit_slots slots;
     oomkit_thread_modes modes; /* see oomkit_modes_entry */
     int modes_known;
-    uint32_t *versions;        /* of parameters, and behind them two bytes for each: see
-                                  oomkit_tx_params_flags; or NULL */
-    uint64_t *samples;         /* while split: hashes of 64 values each, or NULL */
-    oomkit_pristine *pristine; /* parameters as they were, or NULL */
+    uint32_t *versions; /* of parameters, and behind them two bytes for each: see
+                           oomkit_params_flags; or NULL */
+    uint64_t *samples;  /* while split: hashes of 64 values each, or NULL */
+    oomkit_param_copies *pristine; /* parameters as they were, or NULL */
     struct oomkit_plain *plain; /* marks of plain state, or NULL: see plain_state.h */
     PyObject *flags; /* owned: dict of address to (weak reference to a module, its
                            training flag at entry), or NULL */
@@ -348,7 +348,7 @@ typedef struct oomkit_cut {
     oomkit_join join;
     oomkit_losses losses;
     /* What follows is not zeroed at the begin. */
-    oomkit_course course[2]; /* of the first micro-batch, and of the present one */
+    oomkit_sequence sequence[2]; /* of the first micro-batch, and of the present one */
 } oomkit_cut;
 
 typedef struct oomkit_call {
@@ -362,7 +362,7 @@ typedef struct oomkit_call {
     int is_last;
     int running;                /* the function is being called for a slice */
     int training;               /* a backward was seen in this attempt */
-    int course_waived;          /* the function asked for current() */
+    int sequence_waived;        /* the function asked for current() */
     int captured;               /* inside a graph capture: the bare function */
     struct oomkit_proof *proof; /* borrowed: this runs to be compared, or NULL */
 

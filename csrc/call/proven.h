@@ -4,8 +4,8 @@
 
 #include "../py/state.h"
 
-#define OOMKIT_PROVEN 8  /* structures of batches for each site */
-#define OOMKIT_COURSES 4 /* courses of a step for each of them */
+#define OOMKIT_PROVEN 8    /* structures of batches for each site */
+#define OOMKIT_SEQUENCES 4 /* courses of a step for each of them */
 
 typedef enum {
     OOMKIT_PROVEN_NOT = 0,
@@ -19,12 +19,12 @@ typedef struct oomkit_proven {
     PyObject *rule; /* owned: the weights that were found (_weights.Weigher), or NULL */
     PyObject
         *tried; /* owned: what was learnt of others (_weights.Tried); NULL before */
-    uint64_t courses[OOMKIT_COURSES]; /* that were proven, 0 for none */
-    uint64_t calls;                   /* since then, and that one */
-    uint64_t call;                    /* the last of them that was counted */
+    uint64_t sequences[OOMKIT_SEQUENCES]; /* that were proven, 0 for none */
+    uint64_t calls;                       /* since then, and that one */
+    uint64_t call;                        /* the last of them that was counted */
     uint8_t missed; /* how often losses were to be compared and could not be */
     uint8_t level;
-    uint8_t course_next;
+    uint8_t sequence_next;
     uint8_t labels;   /* among them ignored ones, not as many in each micro-batch */
     uint8_t recalled; /* of an earlier run: the first course that it meets is its own */
 } oomkit_proven;

@@ -29,7 +29,7 @@ modes_forget(oomkit_state *st)
 {
     Py_ssize_t n = st->switch_log == NULL ? 0 : PyList_GET_SIZE(st->switch_log);
 
-    st->switches_dropped += (uint64_t)n;
+    st->flags_dropped += (uint64_t)n;
     return n == 0 ? 0 : PyList_SetSlice(st->switch_log, 0, n, NULL);
 }
 
@@ -60,7 +60,7 @@ modes_training(oomkit_state *st, uint64_t *at)
     if (st->waiting == NULL && modes_forget(st) < 0) {
         return -1;
     }
-    *at = st->switches_dropped +
+    *at = st->flags_dropped +
           (uint64_t)(st->switch_log == NULL ? 0 : PyList_GET_SIZE(st->switch_log));
     return 0;
 }
@@ -74,14 +74,14 @@ modes_switched(oomkit_call *call, uint64_t at)
     OWNED PyObject *seen = NULL;
     Py_ssize_t i, n = st->switch_log == NULL ? 0 : PyList_GET_SIZE(st->switch_log);
 
-    if (at < st->switches_dropped) {
+    if (at < st->flags_dropped) {
         return 1; /* it cannot be told any more */
     }
     seen = PySet_New(NULL);
     if (seen == NULL) {
         return -1;
     }
-    for (i = (Py_ssize_t)(at - st->switches_dropped);
+    for (i = (Py_ssize_t)(at - st->flags_dropped);
          i < n && i < PyList_GET_SIZE(st->switch_log); i++) {
         PyObject *pair = PyList_GET_ITEM(st->switch_log, i); /* borrowed */
         PyObject *ref = PyTuple_GET_ITEM(pair, 0);           /* borrowed */

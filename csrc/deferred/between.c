@@ -12,18 +12,18 @@
 typedef struct oomkit_relay {
     PyObject_HEAD
     vectorcallfunc vectorcall;
-    oomkit_state *st;             /* borrowed from the module */
-    struct oomkit_second *second; /* borrowed: NULL when it has ended */
-    PyObject *outputs;            /* owned tuple: what it passed on, or NULL */
+    oomkit_state *st;              /* borrowed from the module */
+    struct oomkit_callers *second; /* borrowed: NULL when it has ended */
+    PyObject *outputs;             /* owned tuple: what it passed on, or NULL */
     PyObject *next; /* owned tuple: where to, as in the node's next_functions */
     uint32_t *versions;
     int ran;
 } oomkit_relay;
 
-#define relay_CAST(op) ((oomkit_relay *)(op))
+#define between_CAST(op) ((oomkit_relay *)(op))
 
 static void
-relay_forget(oomkit_relay *r)
+between_forget(oomkit_relay *r)
 {
     Py_CLEAR(r->outputs);
     Py_CLEAR(r->next);
@@ -35,7 +35,7 @@ relay_forget(oomkit_relay *r)
 
 /* The gradients that the node passes on. 0 or -1. */
 static int
-relay_note(oomkit_relay *r, PyObject *outputs)
+between_note(oomkit_relay *r, PyObject *outputs)
 {
     Py_ssize_t i, n = PyTuple_GET_SIZE(outputs);
     uint32_t *versions =
@@ -62,10 +62,10 @@ relay_note(oomkit_relay *r, PyObject *outputs)
 /* Called by the engine with the gradients that reach the node, and when it has run with
  * those that it passes on before them. Answers None: nothing is changed. */
 static PyObject *
-relay_vectorcall(PyObject *op, PyObject *const *args, size_t nargsf,
-                 PyObject *Py_UNUSED(kwnames))
+between_vectorcall(PyObject *op, PyObject *const *args, size_t nargsf,
+                   PyObject *Py_UNUSED(kwnames))
 {
-    oomkit_relay *r = relay_CAST(op);
+    oomkit_relay *r = between_CAST(op);
     int after = PyVectorcall_NARGS(nargsf) > 1;
 
     if (r->second == NULL) {
@@ -73,7 +73,7 @@ relay_vectorcall(PyObject *op, PyObject *const *args, size_t nargsf,
     }
     if (after) {
         if (PyTuple_Check(args[0]) && r->second->unreached > 0 &&
-            relay_note(r, args[0]) < 0) {
+            between_note(r, args[0]) < 0) {
             return NULL;
         }
         r->ran = 1;
@@ -81,14 +81,14 @@ relay_vectorcall(PyObject *op, PyObject *const *args, size_t nargsf,
             return r->second == NULL ? Py_NewRef(Py_None) : NULL;
         }
     }
-    oomkit_second_between(r->second, !after);
+    oomkit_callers_between(r->second, !after);
     Py_RETURN_NONE;
 }
 
 /* --- hanging --- */
 
 static int
-relay_sequence(PyObject *node, long long *number)
+between_sequence(PyObject *node, long long *number)
 {
     OWNED PyObject *answer = PyObject_CallMethod(node, "_sequence_nr", NULL);
 
@@ -99,7 +99,7 @@ relay_sequence(PyObject *node, long long *number)
 
 /* 0 or -1. */
 static int
-relay_register(oomkit_relay *r, PyObject *node, const char *method)
+between_register(oomkit_relay *r, PyObject *node, const char *method)
 {
     OWNED PyObject *handle = PyObject_CallMethod(node, method, "O", r);
     return handle == NULL ? -1 : 0;
@@ -108,30 +108,30 @@ relay_register(oomkit_relay *r, PyObject *node, const char *method)
 /* One node. Those that are younger than every loss run before any of them does, where
  * nothing can fail. 0 or -1. */
 static int
-relay_hang(oomkit_second *s, PyObject *node, long long newest)
+between_hang(oomkit_callers *s, PyObject *node, long long newest)
 {
-    PyTypeObject *type = (PyTypeObject *)s->st->relay_type;
+    PyTypeObject *type = (PyTypeObject *)s->st->between_type;
     OWNED PyObject *made = type->tp_alloc(type, 0); /* then by both */
-    oomkit_relay *r = relay_CAST(made);
+    oomkit_relay *r = between_CAST(made);
     long long number;
 
     if (r == NULL) {
         return -1;
     }
-    r->vectorcall = relay_vectorcall;
+    r->vectorcall = between_vectorcall;
     r->st = s->st;
     r->second = s;
     r->next = PyObject_GetAttr(node, s->st->str_next_functions);
     if (r->next == NULL || PyDict_SetItem(s->relays, node, made) < 0 ||
-        relay_sequence(node, &number) < 0 ||
-        (number <= newest && relay_register(r, node, "register_prehook") < 0)) {
+        between_sequence(node, &number) < 0 ||
+        (number <= newest && between_register(r, node, "register_prehook") < 0)) {
         return -1;
     }
-    return relay_register(r, node, "register_hook");
+    return between_register(r, node, "register_hook");
 }
 
 int
-oomkit_relays_hang(oomkit_second *s, PyObject *nodes, PyObject *gradients, int losses)
+oomkit_between_hang(oomkit_callers *s, PyObject *nodes, PyObject *gradients, int losses)
 {
     long long newest = -1, number;
     Py_ssize_t i;
@@ -147,7 +147,7 @@ oomkit_relays_hang(oomkit_second *s, PyObject *nodes, PyObject *gradients, int l
     for (i = 0; result == 0 && i < PyList_GET_SIZE(nodes); i++) {
         PyObject *node = PyList_GET_ITEM(nodes, i); /* borrowed */
         if (oomkit_node_pending(s->st, node, &failed) != NULL) {
-            result = relay_sequence(node, &number);
+            result = between_sequence(node, &number);
             newest = number > newest ? number : newest;
         }
         result = failed ? -1 : result;
@@ -156,7 +156,7 @@ oomkit_relays_hang(oomkit_second *s, PyObject *nodes, PyObject *gradients, int l
         PyObject *node = PyList_GET_ITEM(nodes, i); /* borrowed */
         int known = PyDict_Contains(s->relays, node);
         if (known == 0 && oomkit_node_pending(s->st, node, &failed) == NULL) {
-            result = failed ? -1 : relay_hang(s, node, newest);
+            result = failed ? -1 : between_hang(s, node, newest);
         }
         result = known < 0 ? -1 : result;
     }
@@ -164,19 +164,19 @@ oomkit_relays_hang(oomkit_second *s, PyObject *nodes, PyObject *gradients, int l
 }
 
 void
-oomkit_relays_arrived(oomkit_second *s)
+oomkit_between_arrived(oomkit_callers *s)
 {
     Py_ssize_t i;
 
     if (s->unreached > 0 && --s->unreached == 0) { /* what they passed is known */
         for (i = 0; i < PyList_GET_SIZE(s->relayed); i++) {
-            relay_forget(relay_CAST(PyList_GET_ITEM(s->relayed, i)));
+            between_forget(between_CAST(PyList_GET_ITEM(s->relayed, i)));
         }
     }
 }
 
 void
-oomkit_relays_end(oomkit_second *s)
+oomkit_between_end(oomkit_callers *s)
 {
     PyObject *relays = s->relays; /* owned */
     PyObject *node, *relay;       /* borrowed from relays */
@@ -184,8 +184,8 @@ oomkit_relays_end(oomkit_second *s)
 
     s->relays = NULL;
     while (relays != NULL && PyDict_Next(relays, &at, &node, &relay)) {
-        relay_CAST(relay)->second = NULL;
-        relay_forget(relay_CAST(relay));
+        between_CAST(relay)->second = NULL;
+        between_forget(between_CAST(relay));
     }
     Py_XDECREF(relays);
     Py_CLEAR(s->relayed);
@@ -213,11 +213,11 @@ frontier_append(oomkit_state *st, PyObject *list, PyObject *node, PyObject *outp
 
 /* A gradient on its way into `node`, unless that has run. 1 added, 0, or -1. */
 static int
-frontier_add(const oomkit_second *s, frontier *f, PyObject *node, PyObject *output,
+frontier_add(const oomkit_callers *s, frontier *f, PyObject *node, PyObject *output,
              PyObject *gradient)
 {
     PyObject *relay; /* borrowed */
-    const oomkit_pending *p;
+    const oomkit_deferred *p;
     int failed = 0;
 
     if (node == Py_None || gradient == Py_None) {
@@ -228,7 +228,7 @@ frontier_add(const oomkit_second *s, frontier *f, PyObject *node, PyObject *outp
         return -1;
     }
     p = oomkit_node_pending(s->st, node, &failed);
-    if (failed || (relay != NULL && relay_CAST(relay)->ran) ||
+    if (failed || (relay != NULL && between_CAST(relay)->ran) ||
         (p != NULL && (p->second != s || p->gradient != NULL))) {
         return failed ? -1 : 0;
     }
@@ -240,7 +240,7 @@ frontier_add(const oomkit_second *s, frontier *f, PyObject *node, PyObject *outp
 
 /* What a node that has run passed on. 0 or -1. */
 static int
-frontier_relay(oomkit_second *s, frontier *f, const oomkit_relay *r)
+frontier_relay(oomkit_callers *s, frontier *f, const oomkit_relay *r)
 {
     Py_ssize_t i, n = r->outputs == NULL ? 0 : PyTuple_GET_SIZE(r->outputs);
     int result = 0;
@@ -262,7 +262,7 @@ frontier_relay(oomkit_second *s, frontier *f, const oomkit_relay *r)
 
 /* What the engine was given. 0 or -1. */
 static int
-frontier_roots(oomkit_second *s, frontier *f)
+frontier_roots(oomkit_callers *s, frontier *f)
 {
     OWNED PyObject *roots = PySequence_Tuple(s->roots);
     OWNED PyObject *gradients = PySequence_Tuple(s->root_gradients);
@@ -287,16 +287,16 @@ frontier_roots(oomkit_second *s, frontier *f)
 }
 
 static int
-frontier_find(oomkit_second *s, frontier *f, PyObject *reached, PyObject *nodes)
+frontier_find(oomkit_callers *s, frontier *f, PyObject *reached, PyObject *nodes)
 {
     int result = frontier_roots(s, f);
     Py_ssize_t i;
 
     for (i = 0; result == 0 && i < PyList_GET_SIZE(s->relayed); i++) {
-        result = frontier_relay(s, f, relay_CAST(PyList_GET_ITEM(s->relayed, i)));
+        result = frontier_relay(s, f, between_CAST(PyList_GET_ITEM(s->relayed, i)));
     }
     for (i = 0; result == 0 && i < PyList_GET_SIZE(reached); i++) {
-        const oomkit_pending *p = pending_CAST(PyList_GET_ITEM(reached, i));
+        const oomkit_deferred *p = deferred_CAST(PyList_GET_ITEM(reached, i));
         OWNED PyObject *output = NULL;
         if (p->second != s || p->gradient != NULL) {
             continue;
@@ -314,7 +314,7 @@ frontier_find(oomkit_second *s, frontier *f, PyObject *reached, PyObject *nodes)
 /* The engine, from there to the losses and no further: of a loss's own node it runs the
  * tensor hooks alone. 0 or -1. */
 static int
-frontier_run(oomkit_second *s, const frontier *f)
+frontier_run(oomkit_callers *s, const frontier *f)
 {
     OWNED PyObject *edges = PyList_AsTuple(f->edges);
     OWNED PyObject *gradients = PyList_AsTuple(f->gradients);
@@ -341,8 +341,8 @@ frontier_run(oomkit_second *s, const frontier *f)
     for (i = 0; i < PyTuple_GET_SIZE(found); i++) {
         PyObject *gradient = PyTuple_GET_ITEM(found, i); /* borrowed */
         if (gradient != Py_None &&
-            oomkit_pending_gradient(pending_CAST(PyList_GET_ITEM(f->losses, i)),
-                                    gradient) < 0) {
+            oomkit_deferred_gradient(deferred_CAST(PyList_GET_ITEM(f->losses, i)),
+                                     gradient) < 0) {
             return -1;
         }
     }
@@ -350,7 +350,7 @@ frontier_run(oomkit_second *s, const frontier *f)
 }
 
 int
-oomkit_relays_resume(oomkit_second *s, PyObject *reached, PyObject *nodes)
+oomkit_between_resume(oomkit_callers *s, PyObject *reached, PyObject *nodes)
 {
     OWNED PyObject *edges = PyList_New(0), *gradients = PyList_New(0);
     OWNED PyObject *targets = PyList_New(0), *losses = PyList_New(0);
@@ -368,35 +368,35 @@ oomkit_relays_resume(oomkit_second *s, PyObject *reached, PyObject *nodes)
 /* --- the type --- */
 
 static void
-relay_dealloc(PyObject *op)
+between_dealloc(PyObject *op)
 {
     PyTypeObject *tp = Py_TYPE(op);
 
-    relay_forget(relay_CAST(op));
+    between_forget(between_CAST(op));
     tp->tp_free(op);
     Py_DECREF(tp);
 }
 
-static PyMemberDef relay_members[] = {
+static PyMemberDef between_members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(oomkit_relay, vectorcall), READONLY,
      NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
-static PyType_Slot relay_slots[] = {
-    {Py_tp_dealloc, relay_dealloc},
+static PyType_Slot between_slots[] = {
+    {Py_tp_dealloc, between_dealloc},
     {Py_tp_call, PyVectorcall_Call},
-    {Py_tp_members, relay_members},
+    {Py_tp_members, between_members},
     {0, NULL},
 };
 
 /* No part in collections: what it holds of a graph it lets go of when the backward
  * ends.
  */
-PyType_Spec oomkit_relay_spec = {
+PyType_Spec oomkit_between_spec = {
     .name = "oomkit._C._Relay",
     .basicsize = sizeof(oomkit_relay),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL |
              Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = relay_slots,
+    .slots = between_slots,
 };

@@ -12,12 +12,12 @@
 #include "../sizes/sizes.h"
 #include "../undo/undo.h"
 
-static _Thread_local oomkit_second *active;
+static _Thread_local oomkit_callers *active;
 
 /* --- begin and end --- */
 
 int
-oomkit_second_is_running(const oomkit_state *st)
+oomkit_callers_is_running(const oomkit_state *st)
 {
     /* One of autograd's own threads, at work for it, is at a node of some graph. */
     return active != NULL || (st->seconds != NULL && oomkit_nested_in_engine(st));
@@ -26,7 +26,7 @@ oomkit_second_is_running(const oomkit_state *st)
 /* A call of its own for the marks of one list of participants; `call` is that of an
  * oomkit_own_call. 0 or -1. */
 int
-oomkit_second_mark(oomkit_second *s, const oomkit_pending *p, oomkit_call *call)
+oomkit_callers_mark(oomkit_callers *s, const oomkit_deferred *p, oomkit_call *call)
 {
     /* Released by oomkit_replay_end: another thread's backward may retire `p`. */
     oomkit_call_init(call, &((oomkit_own_call *)call)->cut,
@@ -46,7 +46,7 @@ oomkit_second_mark(oomkit_second *s, const oomkit_pending *p, oomkit_call *call)
     call->shape.known = 1;
     call->is_last = call->training = 1;
     oomkit_window_begin(call);
-    if (oomkit_second_is_elsewhere(s, p->parts)) {
+    if (oomkit_callers_is_elsewhere(s, p->parts)) {
         call->deferred.elsewhere = OOMKIT_UNMARKED;
         return 0;
     }
@@ -54,7 +54,7 @@ oomkit_second_mark(oomkit_second *s, const oomkit_pending *p, oomkit_call *call)
 }
 
 oomkit_call *
-oomkit_second_call(oomkit_second *s, const oomkit_participants *parts)
+oomkit_callers_call(oomkit_callers *s, const oomkit_participants *parts)
 {
     int i;
     for (i = 0; i < s->call_count; i++) {
@@ -66,7 +66,7 @@ oomkit_second_call(oomkit_second *s, const oomkit_participants *parts)
 }
 
 static void
-second_take(oomkit_second *s, oomkit_pending *p)
+callers_take(oomkit_callers *s, oomkit_deferred *p)
 {
     p->second = s;
     p->fired = p->replayed = 0;
@@ -74,7 +74,7 @@ second_take(oomkit_second *s, oomkit_pending *p)
 }
 
 static int
-second_has(const oomkit_second *s, const oomkit_pending *p)
+callers_has(const oomkit_callers *s, const oomkit_deferred *p)
 {
     int i = 0;
     while (i < s->count && s->armed[i] != p) {
@@ -85,7 +85,7 @@ second_has(const oomkit_second *s, const oomkit_pending *p)
 
 /* Room for one more in an array that begins inside `s`. 0 or -1. */
 static int
-second_grow(void **items, void *few, int count, int *room)
+callers_grow(void **items, void *few, int count, int *room)
 {
     void *grown; /* owned by s */
 
@@ -107,9 +107,9 @@ second_grow(void **items, void *few, int count, int *room)
 }
 
 int
-oomkit_second_claim(oomkit_pending *p)
+oomkit_callers_claim(oomkit_deferred *p)
 {
-    oomkit_second *s = active;
+    oomkit_callers *s = active;
     void *armed;
 
     if (s == NULL && p->second == NULL) { /* the one that began first of those */
@@ -118,29 +118,29 @@ oomkit_second_claim(oomkit_pending *p)
     }
     /* One that was made meanwhile is no part of it. */
     if (s == NULL || p->second == s || p->serial == 0 || p->serial > s->began ||
-        oomkit_second_call(s, p->parts) == NULL) {
+        oomkit_callers_call(s, p->parts) == NULL) {
         return 0;
     }
     armed = s->armed;
-    if (p->second == NULL || !second_has(s, p)) {
-        int result = second_grow(&armed, s->few_armed, s->count, &s->room);
+    if (p->second == NULL || !callers_has(s, p)) {
+        int result = callers_grow(&armed, s->few_armed, s->count, &s->room);
         s->armed = armed;
         if (result < 0) {
             return -1;
         }
-        s->armed[s->count++] = (oomkit_pending *)Py_NewRef((PyObject *)p);
+        s->armed[s->count++] = (oomkit_deferred *)Py_NewRef((PyObject *)p);
     }
-    second_take(s, p);
-    return oomkit_second_takes_over(s, p->parts);
+    callers_take(s, p);
+    return oomkit_callers_takes_over(s, p->parts);
 }
 
 /* It is ours no longer; a backward of another thread that waits may come to it. */
 static void
-second_let_go(const oomkit_second *s, oomkit_pending *p)
+callers_let_go(const oomkit_callers *s, oomkit_deferred *p)
 {
-    oomkit_second *other = s->st->seconds;
+    oomkit_callers *other = s->st->seconds;
 
-    while (other != NULL && !second_has(other, p)) {
+    while (other != NULL && !callers_has(other, p)) {
         other = other->next;
     }
     p->second = other;
@@ -150,12 +150,12 @@ second_let_go(const oomkit_second *s, oomkit_pending *p)
 
 /* Marks of one list of participants of which calls wait. 0 or -1. */
 static int
-second_arm(oomkit_second *s, oomkit_participants *parts)
+callers_arm(oomkit_callers *s, oomkit_participants *parts)
 {
-    oomkit_pending *p = parts->pendings;
+    oomkit_deferred *p = parts->deferred;
     void *calls = s->calls;
     oomkit_call *call = &s->first.call;
-    int result = second_grow(&calls, s->few_calls, s->call_count, &s->call_room);
+    int result = callers_grow(&calls, s->few_calls, s->call_count, &s->call_room);
 
     s->calls = calls;
     if (result < 0 || p == NULL) {
@@ -170,14 +170,14 @@ second_arm(oomkit_second *s, oomkit_participants *parts)
     }
     s->calls[s->call_count++] = call;
     Py_INCREF(p); /* its graph may go meanwhile */
-    result = oomkit_second_mark(s, p, call);
+    result = oomkit_callers_mark(s, p, call);
     Py_DECREF(p);
     return result;
 }
 
 /* The marks of several. While they are taken others may go or come. 0 or -1. */
 static int
-second_arm_all(oomkit_second *s)
+callers_arm_all(oomkit_callers *s)
 {
     oomkit_participants *parts, **all; /* owned array of counted references */
     Py_ssize_t i, count = 0;
@@ -196,7 +196,7 @@ second_arm_all(oomkit_second *s)
         parts->refs++;
     }
     for (i = 0; i < count; i++) {
-        result = result < 0 ? -1 : second_arm(s, all[i]);
+        result = result < 0 ? -1 : callers_arm(s, all[i]);
         oomkit_participants_release(all[i]);
     }
     PyMem_Free(all);
@@ -204,30 +204,30 @@ second_arm_all(oomkit_second *s)
 }
 
 static int
-second_begin(oomkit_second *s, oomkit_state *st)
+callers_begin(oomkit_callers *s, oomkit_state *st)
 {
-    memset(s, 0, offsetof(oomkit_second, first));
+    memset(s, 0, offsetof(oomkit_callers, first));
     s->st = st;
     s->armed = s->few_armed;
     s->calls = s->few_calls;
-    s->room = s->call_room = OOMKIT_SECOND_FEW;
+    s->room = s->call_room = OOMKIT_CALLERS_FEW;
     s->nesting = oomkit_backward_outside();
-    s->began = st->pending_serial;
+    s->began = st->deferred_serial;
     if (active != NULL) {
-        oomkit_second_nested(st);
+        oomkit_callers_nested(st);
     }
     s->outer = active;
     active = s;
     s->next = st->seconds;
     st->seconds = s;
     if (st->waiting == NULL || st->waiting->waiting_next != NULL) {
-        return second_arm_all(s);
+        return callers_arm_all(s);
     }
-    return second_arm(s, st->waiting);
+    return callers_arm(s, st->waiting);
 }
 
 static void
-second_exempt_leave(oomkit_second *s)
+callers_exempt_leave(oomkit_callers *s)
 {
     if (s->exempt) {
         s->exempt = 0;
@@ -237,20 +237,20 @@ second_exempt_leave(oomkit_second *s)
 
 /* Keeps the exception in flight. */
 static void
-second_end(oomkit_second *s, int finished)
+callers_end(oomkit_callers *s, int finished)
 {
     PyObject *exception = finished ? NULL : oomkit_exception_take(); /* owned */
-    oomkit_second **link = &s->st->seconds;
+    oomkit_callers **link = &s->st->seconds;
     int i;
 
-    second_exempt_leave(s);
+    callers_exempt_leave(s);
     active = s->outer;
     while (*link != s) {
         link = &(*link)->next;
     }
     *link = s->next;
     for (i = 0; i < s->call_count; i++) {
-        const oomkit_pending *record = NULL; /* of the one whose peak this was */
+        const oomkit_deferred *record = NULL; /* of the one whose peak this was */
         int k, n = 0;
         for (k = 0; k < s->count; k++) {
             if (s->armed[k]->second == s && s->armed[k]->fired &&
@@ -268,12 +268,12 @@ second_end(oomkit_second *s, int finished)
         }
     }
     for (i = 0; i < s->count; i++) {
-        oomkit_pending *p = s->armed[i];
+        oomkit_deferred *p = s->armed[i];
         if (p->second == s) {
             int done = p->spent || (p->fired && finished && !s->keep_graph);
-            second_let_go(s, p);
+            callers_let_go(s, p);
             if (done && !p->retired) {
-                oomkit_pending_retire(p);
+                oomkit_deferred_retire(p);
             }
         }
         Py_DECREF(p);
@@ -285,7 +285,7 @@ second_end(oomkit_second *s, int finished)
         PyMem_Free(s->calls);
     }
     if (s->relays != NULL) {
-        oomkit_relays_end(s);
+        oomkit_between_end(s);
     }
     Py_CLEAR(s->roots);
     Py_CLEAR(s->inputs);
@@ -298,7 +298,7 @@ second_end(oomkit_second *s, int finished)
 /* --- what the engine and the hooks tell --- */
 
 static int
-second_refuse_flags(oomkit_second *s)
+callers_refuse_flags(oomkit_callers *s)
 {
     const char *flag = s->create_graph ? "create_graph=True"
                        : s->inputs     ? "inputs="
@@ -317,16 +317,16 @@ second_refuse_flags(oomkit_second *s)
 }
 
 int
-oomkit_second_engine(oomkit_state *st, PyObject *const *args, size_t nargsf,
-                     PyObject *Py_UNUSED(kwnames))
+oomkit_callers_engine(oomkit_state *st, PyObject *const *args, size_t nargsf,
+                      PyObject *Py_UNUSED(kwnames))
 {
-    oomkit_second *s = active;
+    oomkit_callers *s = active;
     Py_ssize_t n = PyVectorcall_NARGS(nargsf);
     OWNED PyObject *nodes = NULL;
     int near;
 
     if (s == NULL || s->nesting != oomkit_backward_outside()) {
-        oomkit_second_nested(st); /* on a thread of autograd's own; in a hook */
+        oomkit_callers_nested(st); /* on a thread of autograd's own; in a hook */
         return 0;
     }
     if (s->engine_seen || n < 5) {
@@ -339,12 +339,12 @@ oomkit_second_engine(oomkit_state *st, PyObject *const *args, size_t nargsf,
     if (PyTuple_Check(args[4]) && PyTuple_GET_SIZE(args[4]) > 0) {
         Py_XSETREF(s->inputs, Py_NewRef(args[4]));
     }
-    if (second_refuse_flags(s) < 0) {
+    if (callers_refuse_flags(s) < 0) {
         return -1;
     }
     near = oomkit_graph_watch(st, args, &nodes);
     if (near < 0 || (near > 1 && !s->keep_graph && !s->create_graph &&
-                     oomkit_relays_hang(s, nodes, args[1], near) < 0)) {
+                     oomkit_between_hang(s, nodes, args[1], near) < 0)) {
         return -1;
     }
     if (near > 0 && !s->exempt) {
@@ -357,9 +357,9 @@ oomkit_second_engine(oomkit_state *st, PyObject *const *args, size_t nargsf,
 }
 
 void
-oomkit_second_nested(const oomkit_state *st)
+oomkit_callers_nested(const oomkit_state *st)
 {
-    oomkit_second *s;
+    oomkit_callers *s;
     int functions;
 
     if (st->seconds == NULL) {
@@ -382,28 +382,28 @@ oomkit_second_nested(const oomkit_state *st)
 }
 
 void
-oomkit_second_arrived(oomkit_pending *p)
+oomkit_callers_arrived(oomkit_deferred *p)
 {
     if (p->second == NULL) {
         return;
     }
     if (p->second->relays != NULL) {
-        oomkit_relays_arrived(p->second);
+        oomkit_between_arrived(p->second);
     }
     if (p->second == active) {
         active->arrived = 1;
-        second_exempt_leave(active);
+        callers_exempt_leave(active);
     }
 }
 
 void
-oomkit_second_between(oomkit_second *s, int begins)
+oomkit_callers_between(oomkit_callers *s, int begins)
 {
     if (s != active) { /* on a thread of autograd's own */
         return;
     }
     if (!begins && s->arrived) {
-        second_exempt_leave(s);
+        callers_exempt_leave(s);
     } else if (begins && !s->exempt) {
         s->exempt = 1;
         oomkit_exempt_enter(s->st);
@@ -411,33 +411,33 @@ oomkit_second_between(oomkit_second *s, int begins)
 }
 
 int
-oomkit_second_wanted(const oomkit_state *st)
+oomkit_callers_wanted(const oomkit_state *st)
 {
     if (st->waiting == NULL) {
         return 0;
     }
     /* Inside one that runs: of losses that were made meanwhile, by a hook or in a
      * reentrant checkpoint. */
-    return active != NULL ? st->pending_serial > active->began && active->engine_seen
-                          : !oomkit_second_is_running(st);
+    return active != NULL ? st->deferred_serial > active->began && active->engine_seen
+                          : !oomkit_callers_is_running(st);
 }
 
 /* --- running --- */
 
 static PyObject *
-second_protected(oomkit_state *st, PyObject *original, PyObject *const *args,
-                 size_t nargsf, PyObject *kwnames)
+callers_protected(oomkit_state *st, PyObject *original, PyObject *const *args,
+                  size_t nargsf, PyObject *kwnames)
 {
-    oomkit_second s;
+    oomkit_callers s;
     PyObject *result = NULL; /* owned */
     int retry = 0;
 
-    if (second_begin(&s, st) < 0) {
+    if (callers_begin(&s, st) < 0) {
         if (s.call_count > 0) {
             oomkit_own_failed(s.calls[s.call_count - 1],
                               "its backward() was being prepared");
         }
-        second_end(&s, 0);
+        callers_end(&s, 0);
         return NULL;
     }
     do {
@@ -445,28 +445,28 @@ second_protected(oomkit_state *st, PyObject *original, PyObject *const *args,
         if (result != NULL) {
             break;
         }
-        second_exempt_leave(&s);
-        retry = oomkit_second_failed(&s, !retry);
+        callers_exempt_leave(&s);
+        retry = oomkit_callers_failed(&s, !retry);
     } while (retry == 1);
     if (result == NULL && retry == 0) {
         result = Py_NewRef(Py_None); /* replayed: as torch's own functions answer */
     }
     if (result == NULL && s.ours) {
-        oomkit_second_gradients_back(&s);
+        oomkit_callers_gradients_back(&s);
         oomkit_own_failed(s.calls[0], "its backward() was run again");
     }
-    if (result != NULL && oomkit_second_finish(&s) < 0) {
-        oomkit_second_take_back(&s);
+    if (result != NULL && oomkit_callers_finish(&s) < 0) {
+        oomkit_callers_take_back(&s);
         oomkit_own_failed(s.calls[0], "its gradients were handed out");
         Py_CLEAR(result);
     }
-    second_end(&s, result != NULL);
+    callers_end(&s, result != NULL);
     return result;
 }
 
 PyObject *
-oomkit_second_run(oomkit_state *st, PyObject *original, PyObject *const *args,
-                  size_t nargsf, PyObject *kwnames)
+oomkit_callers_run(oomkit_state *st, PyObject *original, PyObject *const *args,
+                   size_t nargsf, PyObject *kwnames)
 {
     PyObject *result, *guard; /* owned */
 
@@ -475,7 +475,7 @@ oomkit_second_run(oomkit_state *st, PyObject *original, PyObject *const *args,
     if (oomkit_inference_begin(st, 0, &guard) < 0) {
         return NULL;
     }
-    result = second_protected(st, original, args, nargsf, kwnames);
+    result = callers_protected(st, original, args, nargsf, kwnames);
     if (oomkit_inference_end(st, guard, result == NULL ? -1 : 0) < 0) {
         Py_CLEAR(result);
     }
@@ -500,11 +500,11 @@ outside_without_leaves(oomkit_state *st, PyObject *roots)
     return found == 0 ? 0 : -1;
 }
 
-const oomkit_outside oomkit_callers_backward = {
-    .wanted = oomkit_second_wanted,
-    .run = oomkit_second_run,
-    .engine = oomkit_second_engine,
+const oomkit_outside oomkit_backward_outside_calls = {
+    .wanted = oomkit_callers_wanted,
+    .run = oomkit_callers_run,
+    .engine = oomkit_callers_engine,
     .engine_without_leaves = outside_without_leaves,
-    .nests = oomkit_second_nested,
+    .nests = oomkit_callers_nested,
     .switches = oomkit_modes_switch,
 };

@@ -5,7 +5,7 @@
 
 #include "deferred.h"
 
-#define OOMKIT_SECOND_FEW 4
+#define OOMKIT_CALLERS_FEW 4
 
 /* A call with room for all that it may need. */
 typedef struct oomkit_own_call {
@@ -13,11 +13,11 @@ typedef struct oomkit_own_call {
     oomkit_cut cut;
 } oomkit_own_call;
 
-typedef struct oomkit_second {
+typedef struct oomkit_callers {
     oomkit_state *st;
-    struct oomkit_second *outer; /* of this thread */
-    struct oomkit_second *next;  /* of any thread, in the state's list */
-    oomkit_pending **armed; /* owned: waiting calls that it has reached; those whose
+    struct oomkit_callers *outer; /* of this thread */
+    struct oomkit_callers *next;  /* of any thread, in the state's list */
+    oomkit_deferred **armed; /* owned: waiting calls that it has reached; those whose
                                `second` is this one are still its own */
     oomkit_call **calls; /* marks, one for each list of participants of which any waited
                             when it began */
@@ -38,83 +38,84 @@ typedef struct oomkit_second {
     uint64_t began; /* losses that had been made when it did */
     int foreign;    /* a hook has run another backward inside this one */
     int exempt;     /* allocations are outside the budget until a gradient arrives */
-    oomkit_pending *few_armed[OOMKIT_SECOND_FEW];
-    oomkit_call *few_calls[OOMKIT_SECOND_FEW];
+    oomkit_deferred *few_armed[OOMKIT_CALLERS_FEW];
+    oomkit_call *few_calls[OOMKIT_CALLERS_FEW];
     oomkit_own_call first; /* not zeroed as a whole: see second_mark */
-} oomkit_second;
+} oomkit_callers;
 
 /* callers_backward.c: a call with the marks of one pending call's participants. 0 or -1
  * (then oomkit_replay_end still lets go of it). */
 int
-oomkit_second_mark(oomkit_second *s, const oomkit_pending *p, oomkit_call *call);
+oomkit_callers_mark(oomkit_callers *s, const oomkit_deferred *p, oomkit_call *call);
 
 /* callers_backward.c: the engine comes to a node between root and losses (1), or has
  * run it (0): what it allocates is outside the budget. */
 void
-oomkit_second_between(oomkit_second *s, int begins);
+oomkit_callers_between(oomkit_callers *s, int begins);
 
 /* between.c: hangs observers onto those of `nodes` that are no loss's. `gradients` are
  * the roots'. 0 or -1. */
 int
-oomkit_relays_hang(oomkit_second *s, PyObject *nodes, PyObject *gradients, int losses);
+oomkit_between_hang(oomkit_callers *s, PyObject *nodes, PyObject *gradients,
+                    int losses);
 
 /* between.c: a gradient has reached another loss. */
 void
-oomkit_relays_arrived(oomkit_second *s);
+oomkit_between_arrived(oomkit_callers *s);
 
 /* between.c: after a failure, what reaches the losses (`reached`, and their `nodes`)
  * that were not reached yet. Runs hooks of the caller that had not run. 0 or -1. */
 int
-oomkit_relays_resume(oomkit_second *s, PyObject *reached, PyObject *nodes);
+oomkit_between_resume(oomkit_callers *s, PyObject *reached, PyObject *nodes);
 
 void
-oomkit_relays_end(oomkit_second *s);
+oomkit_between_end(oomkit_callers *s);
 
 /* callers_backward.c: the marks of this list of participants, or NULL. */
 oomkit_call *
-oomkit_second_call(oomkit_second *s, const oomkit_participants *parts);
+oomkit_callers_call(oomkit_callers *s, const oomkit_participants *parts);
 
 /* threads.c: is a backward of another thread at these participants, and this one
  * not? Gradients that it writes meanwhile, without the interpreter's lock, are not even
  * to be read. */
 int
-oomkit_second_is_elsewhere(const oomkit_second *s, const oomkit_participants *parts);
+oomkit_callers_is_elsewhere(const oomkit_callers *s, const oomkit_participants *parts);
 
 /* threads.c: `s` comes to a loss of these, which it has marks of: from here on
  * their gradients are no matter of backwards of other threads that have come to none. 0
  * or -1. */
 int
-oomkit_second_takes_over(oomkit_second *s, const oomkit_participants *parts);
+oomkit_callers_takes_over(oomkit_callers *s, const oomkit_participants *parts);
 
 /* finish.c: the engine has run. 0 or -1. */
 int
-oomkit_second_finish(oomkit_second *s);
+oomkit_callers_finish(oomkit_callers *s);
 
 /* failed.c: the backward failed, the exception is in flight. 0 it was replayed;
  * 1 nothing has run yet, run it again (asked only with may_retry); -1 with the
  * exception to raise. */
 int
-oomkit_second_failed(oomkit_second *s, int may_retry);
+oomkit_callers_failed(oomkit_callers *s, int may_retry);
 
 /* Gradients as they were before the backward, with an exception in flight that goes on.
  */
 void
-oomkit_second_take_back(oomkit_second *s);
+oomkit_callers_take_back(oomkit_callers *s);
 /* callers_gradients.c: the same of the gradients alone, for where streams and buffers
  * are as they were. */
 void
-oomkit_second_gradients_back(oomkit_second *s);
+oomkit_callers_gradients_back(oomkit_callers *s);
 
 /* callers_gradients.c: the graph of a backward that ran out of memory could not be
  * looked through. Raises `exception` (stolen), the failure, or what is in flight; where
  * the graph is too deep it may be ours, and gradients go back. */
 void
-oomkit_second_unseen(oomkit_second *s, PyObject *exception);
+oomkit_callers_unseen(oomkit_callers *s, PyObject *exception);
 
 /* failed.c: runs one waiting call again with marks of its own, on top of what
  * the engine and others have added: after a failure (its exception, stolen) in smaller
  * parts, else (NULL) as it was split, or in halves. 0 or -1. */
 int
-oomkit_second_again(oomkit_second *s, oomkit_pending *p, PyObject *exception);
+oomkit_callers_again(oomkit_callers *s, oomkit_deferred *p, PyObject *exception);
 
 #endif

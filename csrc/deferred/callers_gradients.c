@@ -9,7 +9,7 @@
 static int
 gradients_back_once(void *argument)
 {
-    const oomkit_second *s = argument;
+    const oomkit_callers *s = argument;
     int i, result = 0, mode = oomkit_grad_mode_off(s->st);
 
     if (mode < 0) {
@@ -23,7 +23,7 @@ gradients_back_once(void *argument)
                 continue;
             }
             s->calls[i]->grads.no_aside = 1;
-            result = oomkit_strangers_loose_drop(s->calls[i]) < 0
+            result = oomkit_unknown_loose_drop(s->calls[i]) < 0
                          ? -1
                          : oomkit_grads_restore(s->calls[i], &why, &which);
         }
@@ -32,7 +32,7 @@ gradients_back_once(void *argument)
 }
 
 void
-oomkit_second_gradients_back(oomkit_second *s)
+oomkit_callers_gradients_back(oomkit_callers *s)
 {
     KEEPING_EXCEPTION {
         OWNED PyObject *error = NULL;
@@ -44,7 +44,7 @@ oomkit_second_gradients_back(oomkit_second *s)
 }
 
 void
-oomkit_second_unseen(oomkit_second *s, PyObject *exception)
+oomkit_callers_unseen(oomkit_callers *s, PyObject *exception)
 {
     int deep = oomkit_graph_too_deep(s->st);
 
@@ -62,6 +62,6 @@ oomkit_second_unseen(oomkit_second *s, PyObject *exception)
     }
     oomkit_exception_give(exception);
     if (deep) {
-        oomkit_second_take_back(s);
+        oomkit_callers_take_back(s);
     }
 }

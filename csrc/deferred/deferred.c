@@ -16,13 +16,13 @@
 /* --- the list of those that wait --- */
 
 static void
-pending_link(oomkit_pending *p)
+deferred_link(oomkit_deferred *p)
 {
     oomkit_participants *parts = p->parts;
     oomkit_state *st = p->st;
 
-    p->serial = ++st->pending_serial;
-    p->next = parts->pendings;
+    p->serial = ++st->deferred_serial;
+    p->next = parts->deferred;
     if (p->next != NULL) {
         p->next->previous = p;
     } else {
@@ -32,7 +32,7 @@ pending_link(oomkit_pending *p)
         }
         st->waiting = parts;
     }
-    parts->pendings = p;
+    parts->deferred = p;
 }
 
 /* None of them waits any more. */
@@ -51,7 +51,7 @@ parts_unlink(oomkit_state *st, oomkit_participants *parts)
 }
 
 static void
-pending_unlink(oomkit_pending *p)
+deferred_unlink(oomkit_deferred *p)
 {
     if (p->serial == 0) {
         return; /* it never waited */
@@ -60,7 +60,7 @@ pending_unlink(oomkit_pending *p)
     if (p->previous != NULL) {
         p->previous->next = p->next;
     } else {
-        p->parts->pendings = p->next;
+        p->parts->deferred = p->next;
         if (p->next == NULL) {
             parts_unlink(p->st, p->parts);
         }
@@ -72,7 +72,7 @@ pending_unlink(oomkit_pending *p)
 }
 
 void
-oomkit_pending_retire(oomkit_pending *p)
+oomkit_deferred_retire(oomkit_deferred *p)
 {
     Py_ssize_t i, total = p->total;
     PyObject **args = p->args;
@@ -80,8 +80,8 @@ oomkit_pending_retire(oomkit_pending *p)
     struct oomkit_step *step = p->step;
 
     p->retired = 1;
-    pending_unlink(p);
-    oomkit_stash_free(p); /* needs parts */
+    deferred_unlink(p);
+    oomkit_eager_free(p); /* needs parts */
     p->parts = NULL;
     p->step = NULL;
     p->args = NULL;
@@ -110,7 +110,7 @@ oomkit_pending_retire(oomkit_pending *p)
 /* --- arrival of a gradient --- */
 
 int
-oomkit_pending_gradient(oomkit_pending *p, PyObject *gradient)
+oomkit_deferred_gradient(oomkit_deferred *p, PyObject *gradient)
 {
     if (oomkit_tensor_version(p->st, gradient, &p->gradient_version) < 0) {
         return -1;
@@ -122,10 +122,10 @@ oomkit_pending_gradient(oomkit_pending *p, PyObject *gradient)
 /* The hook: called by the engine with a tuple of gradients (a pre-hook of the loss's
  * node), or by our own node with one. Answers None: nothing is changed. */
 static PyObject *
-pending_vectorcall(PyObject *op, PyObject *const *args, size_t nargsf,
-                   PyObject *Py_UNUSED(kwnames))
+deferred_vectorcall(PyObject *op, PyObject *const *args, size_t nargsf,
+                    PyObject *Py_UNUSED(kwnames))
 {
-    oomkit_pending *p = pending_CAST(op);
+    oomkit_deferred *p = deferred_CAST(op);
     PyObject *gradient = PyVectorcall_NARGS(nargsf) > 0 ? args[0] : Py_None;
 
     if (PyTuple_Check(gradient)) {
@@ -133,7 +133,7 @@ pending_vectorcall(PyObject *op, PyObject *const *args, size_t nargsf,
         gradient = at < PyTuple_GET_SIZE(gradient) ? PyTuple_GET_ITEM(gradient, at)
                                                    : Py_None; /* borrowed */
     }
-    if (!p->retired && oomkit_second_claim(p) < 0) {
+    if (!p->retired && oomkit_callers_claim(p) < 0) {
         return NULL;
     }
     if (p->kind != OOMKIT_RETURNED_WHOLE && p->retired) {
@@ -159,10 +159,10 @@ pending_vectorcall(PyObject *op, PyObject *const *args, size_t nargsf,
             "come from loss.backward() or torch.autograd.backward(), not from "
             "autograd.grad() or the engine itself; pass backward=True to auto_batch");
     }
-    oomkit_second_arrived(
+    oomkit_callers_arrived(
         p); /* if by another output, its graph is reached all the same */
     if (p->second != NULL && gradient != Py_None) {
-        if (oomkit_pending_gradient(p, gradient) < 0) {
+        if (oomkit_deferred_gradient(p, gradient) < 0) {
             return NULL;
         }
         p->fired = 1;
@@ -175,7 +175,7 @@ pending_vectorcall(PyObject *op, PyObject *const *args, size_t nargsf,
 /* What the streams and the buffers are now, so that a replay can tell whether somebody
  * else has used them since. */
 static int
-pending_after(oomkit_pending *p, oomkit_call *call)
+deferred_after(oomkit_deferred *p, oomkit_call *call)
 {
     oomkit_state *st = p->st;
     Py_ssize_t i;
@@ -206,7 +206,7 @@ pending_after(oomkit_pending *p, oomkit_call *call)
 
 /* It will not be: the marks are the call's again. Takes the reference to `p`. */
 static void
-pending_unmake(oomkit_pending *p, oomkit_call *call)
+deferred_unmake(oomkit_deferred *p, oomkit_call *call)
 {
     oomkit_rng_release(call);
     oomkit_buffers_release(call);
@@ -217,18 +217,18 @@ pending_unmake(oomkit_pending *p, oomkit_call *call)
 
 /* `loss` and `result` are those of a whole call; NULL where a split one has none that
  * its arguments could lead to. */
-static oomkit_pending *
-pending_new(oomkit_call *call, oomkit_returned kind, PyObject *loss, PyObject *result)
+static oomkit_deferred *
+deferred_new(oomkit_call *call, oomkit_returned kind, PyObject *loss, PyObject *result)
 {
     oomkit_state *st = call->st;
-    PyTypeObject *type = (PyTypeObject *)st->pending_type;
-    oomkit_pending *p = pending_CAST(type->tp_alloc(type, 0)); /* owned */
+    PyTypeObject *type = (PyTypeObject *)st->deferred_type;
+    oomkit_deferred *p = deferred_CAST(type->tp_alloc(type, 0)); /* owned */
 
     if (p == NULL) {
         return NULL;
     }
     p->st = st;
-    p->vectorcall = pending_vectorcall;
+    p->vectorcall = deferred_vectorcall;
     p->kind = kind;
     p->step = (struct oomkit_step *)Py_NewRef((PyObject *)call->step);
     p->parts = call->parts;
@@ -237,16 +237,17 @@ pending_new(oomkit_call *call, oomkit_returned kind, PyObject *loss, PyObject *r
     p->number = call->log.number;
     p->record = call->log.record;
     p->signature = call->shape.signature;
-    if (oomkit_pending_arguments(p, call, loss, result) < 0 ||
-        oomkit_modes_note(call, &p->modes) < 0 || oomkit_switches_note_end(call) < 0) {
+    if (oomkit_deferred_arguments(p, call, loss, result) < 0 ||
+        oomkit_modes_note(call, &p->modes) < 0 || oomkit_flags_note_end(call) < 0) {
         Py_DECREF(p);
         return NULL;
     }
     oomkit_batch_move(&p->batch, &call->batch, p->args);
     oomkit_savepoint_move(&p->entry, &call->entry);
     p->buffers_serial = p->parts->buffers_serial;
-    if (oomkit_pending_containers(p, loss, result) < 0 || pending_after(p, call) < 0) {
-        pending_unmake(p, call);
+    if (oomkit_deferred_containers(p, loss, result) < 0 ||
+        deferred_after(p, call) < 0) {
+        deferred_unmake(p, call);
         return NULL;
     }
     p->entry.plain = oomkit_plain_take_slim(call);
@@ -255,7 +256,7 @@ pending_new(oomkit_call *call, oomkit_returned kind, PyObject *loss, PyObject *r
 
 /* Hangs it onto the node that made the loss, below any later in-place operation. */
 static int
-pending_hang(oomkit_pending *p, PyObject *node)
+deferred_hang(oomkit_deferred *p, PyObject *node)
 {
     OWNED PyObject *metadata = PyObject_GetAttr(node, p->st->str_metadata);
 
@@ -266,8 +267,8 @@ pending_hang(oomkit_pending *p, PyObject *node)
 
 /* As oomkit_result_wants_backward(), and what its size tells. */
 static int
-pending_loss(oomkit_state *st, PyObject *result, PyObject **loss, int *small,
-             int *single)
+deferred_loss(oomkit_state *st, PyObject *result, PyObject **loss, int *small,
+              int *single)
 {
     oomkit_tensor_facts facts;
     int wants = oomkit_result_wants_backward(st, result, loss, &facts);
@@ -288,13 +289,13 @@ single_is_loss(const oomkit_call *call, int dimensions)
 }
 
 int
-oomkit_pending_offer(oomkit_call *call, PyObject *result)
+oomkit_deferred_offer(oomkit_call *call, PyObject *result)
 {
     oomkit_state *st = call->st;
     OWNED PyObject *loss = NULL, *node = NULL, *number = NULL;
-    oomkit_pending *p; /* owned, then by the node */
+    oomkit_deferred *p; /* owned, then by the node */
     int small = 0, single = 0;
-    int state = pending_loss(st, result, &loss, &small, &single);
+    int state = deferred_loss(st, result, &loss, &small, &single);
 
     if (state <= 0) {
         return state;
@@ -309,7 +310,7 @@ oomkit_pending_offer(oomkit_call *call, PyObject *result)
         return node == NULL ? -1 : 0;
     }
     number = PyObject_GetAttr(loss, st->str_output_nr);
-    p = number ? pending_new(call, OOMKIT_RETURNED_WHOLE, loss, result) : NULL;
+    p = number ? deferred_new(call, OOMKIT_RETURNED_WHOLE, loss, result) : NULL;
     if (p == NULL) {
         return -1;
     }
@@ -320,25 +321,25 @@ oomkit_pending_offer(oomkit_call *call, PyObject *result)
     }
     p->output = PyLong_AsSsize_t(number);
     p->hooks_inside = oomkit_hooks_of(loss, st->str_backward_hooks);
-    if (PyErr_Occurred() || oomkit_pending_others(p, result, loss) < 0 ||
+    if (PyErr_Occurred() || oomkit_deferred_others(p, result, loss) < 0 ||
         (Py_TYPE(node) != call->step->plain_node &&
-         oomkit_pending_base(p, loss, &node) < 0) ||
-        pending_hang(p, node) < 0) {
-        pending_unmake(p, call);
+         oomkit_deferred_base(p, loss, &node) < 0) ||
+        deferred_hang(p, node) < 0) {
+        deferred_unmake(p, call);
         return -1;
     }
-    pending_link(p);
+    deferred_link(p);
     Py_DECREF(p);
     return 0;
 }
 
 int
-oomkit_pending_attach(oomkit_call *call, PyObject *result)
+oomkit_deferred_attach(oomkit_call *call, PyObject *result)
 {
     oomkit_state *st = call->st;
     OWNED PyObject *done = NULL;
     OWNED PyObject *loss = oomkit_result_loss_at(st, result, call->cut->join.loss_at);
-    oomkit_pending *p; /* owned, then by the node */
+    oomkit_deferred *p; /* owned, then by the node */
     oomkit_tensor_facts facts;
     if (loss == NULL) {
         if (!PyErr_Occurred()) {
@@ -350,7 +351,7 @@ oomkit_pending_attach(oomkit_call *call, PyObject *result)
         }
         return -1;
     }
-    p = pending_new(call, call->deferred.returned, NULL, NULL);
+    p = deferred_new(call, call->deferred.returned, NULL, NULL);
     if (p == NULL) {
         return -1;
     }
@@ -360,20 +361,20 @@ oomkit_pending_attach(oomkit_call *call, PyObject *result)
     p->slice_count = call->cut->count;
     call->cut->slices = NULL;
     call->cut->count = call->cut->room = 0;
-    p->stash = call->grads.parked;
-    p->stash_count = call->parts->param_count;
+    p->eager = call->grads.parked;
+    p->eager_count = call->parts->param_count;
     call->grads.parked = NULL;
     p->assumed = call->deferred.assumed;
     EXEMPT (st) { /* a few bytes: there is no way back from here */
-        done = oomkit_pending_others(p, result, loss) < 0
+        done = oomkit_deferred_others(p, result, loss) < 0
                    ? NULL
                    : PyObject_CallFunctionObjArgs(st->split_loss, loss, p, NULL);
     }
     if (done == NULL) {
-        pending_unmake(p, call);
+        deferred_unmake(p, call);
         return -1;
     }
-    pending_link(p);
+    deferred_link(p);
     Py_DECREF(p);
     return 0;
 }
@@ -381,9 +382,9 @@ oomkit_pending_attach(oomkit_call *call, PyObject *result)
 /* --- the type --- */
 
 static int
-pending_traverse(PyObject *op, visitproc visit, void *arg)
+deferred_traverse(PyObject *op, visitproc visit, void *arg)
 {
-    oomkit_pending *p = pending_CAST(op);
+    oomkit_deferred *p = deferred_CAST(op);
     Py_ssize_t i;
 
     Py_VISIT(Py_TYPE(op));
@@ -397,43 +398,43 @@ pending_traverse(PyObject *op, visitproc visit, void *arg)
 }
 
 static int
-pending_clear(PyObject *op)
+deferred_clear(PyObject *op)
 {
-    if (!pending_CAST(op)->retired) {
-        oomkit_pending_retire(pending_CAST(op));
+    if (!deferred_CAST(op)->retired) {
+        oomkit_deferred_retire(deferred_CAST(op));
     }
     return 0;
 }
 
 static void
-pending_dealloc(PyObject *op)
+deferred_dealloc(PyObject *op)
 {
     PyTypeObject *tp = Py_TYPE(op);
     KEEPING_EXCEPTION {
         PyObject_GC_UnTrack(op);
-        pending_clear(op);
-        Py_CLEAR(pending_CAST(op)->gradient);
+        deferred_clear(op);
+        Py_CLEAR(deferred_CAST(op)->gradient);
         tp->tp_free(op);
         Py_DECREF(tp);
     }
 }
 
-static PyMemberDef pending_members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(oomkit_pending, vectorcall), READONLY,
-     NULL},
+static PyMemberDef deferred_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(oomkit_deferred, vectorcall),
+     READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
-static PyType_Slot pending_slots[] = {
-    {Py_tp_dealloc, pending_dealloc}, {Py_tp_traverse, pending_traverse},
-    {Py_tp_clear, pending_clear},     {Py_tp_call, PyVectorcall_Call},
-    {Py_tp_members, pending_members}, {0, NULL},
+static PyType_Slot deferred_slots[] = {
+    {Py_tp_dealloc, deferred_dealloc}, {Py_tp_traverse, deferred_traverse},
+    {Py_tp_clear, deferred_clear},     {Py_tp_call, PyVectorcall_Call},
+    {Py_tp_members, deferred_members}, {0, NULL},
 };
 
-PyType_Spec oomkit_pending_spec = {
+PyType_Spec oomkit_deferred_spec = {
     .name = "oomkit._C._Pending",
-    .basicsize = sizeof(oomkit_pending),
+    .basicsize = sizeof(oomkit_deferred),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
              Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = pending_slots,
+    .slots = deferred_slots,
 };

@@ -16,19 +16,19 @@ typedef struct oomkit_modes {
     uint64_t at; /* how many switches of train() and eval() were reported before */
 } oomkit_modes;
 
-struct oomkit_second;
+struct oomkit_callers;
 
 /* Owned by the graph of the loss (the metadata of its node, the context of our own
  * one), so it dies with that graph and keeps nothing alive longer than the caller. */
-typedef struct oomkit_pending {
+typedef struct oomkit_deferred {
     PyObject_HEAD
     vectorcallfunc vectorcall;
     oomkit_state *st; /* borrowed from the module */
-    struct oomkit_pending *next,
+    struct oomkit_deferred *next,
         *previous; /* borrowed: those that wait of the same participants */
-    struct oomkit_second *second; /* borrowed: the backward that is running, or NULL */
-    struct oomkit_step *step;     /* owned */
-    PyObject **args;              /* owned array of owned arguments */
+    struct oomkit_callers *second; /* borrowed: the backward that is running, or NULL */
+    struct oomkit_step *step;      /* owned */
+    PyObject **args;               /* owned array of owned arguments */
     Py_ssize_t total;
     uint64_t weak;    /* bits of those that are held by weak references */
     PyObject *others; /* owned: list of weak references to tensors that were
@@ -61,35 +61,35 @@ typedef struct oomkit_pending {
     /* of a call that was split */
     oomkit_slice *slices; /* owned, or NULL */
     int64_t slice_count;
-    PyObject **stash; /* owned array of owned gradients (one per parameter), or NULL */
-    Py_ssize_t stash_count;
+    PyObject **eager; /* owned array of owned gradients (one per parameter), or NULL */
+    Py_ssize_t eager_count;
     double assumed; /* the gradient that the stash was computed with */
-} oomkit_pending;
+} oomkit_deferred;
 
-#define pending_CAST(op) ((oomkit_pending *)(op))
+#define deferred_CAST(op) ((oomkit_deferred *)(op))
 
 /* What happens in a call concerns (call/events.h): */
 extern const oomkit_rule oomkit_deferred_rule, oomkit_recompute_rule;
-extern const oomkit_outside oomkit_callers_backward;
+extern const oomkit_outside oomkit_backward_outside_calls;
 
 /* --- deferred.c --- */
 
 /* After a call that was not split: its loss, if it still needs backward, gets a hook.
  * Takes marks and batch out of the call. 0, or -1 with an exception. */
 int
-oomkit_pending_offer(oomkit_call *call, PyObject *result);
+oomkit_deferred_offer(oomkit_call *call, PyObject *result);
 
 /* After a split call that returns a loss: the joined loss gets a node of ours. */
 int
-oomkit_pending_attach(oomkit_call *call, PyObject *result);
+oomkit_deferred_attach(oomkit_call *call, PyObject *result);
 
 /* Notes what has reached the loss. 0 or -1. */
 int
-oomkit_pending_gradient(oomkit_pending *pending, PyObject *gradient);
+oomkit_deferred_gradient(oomkit_deferred *pending, PyObject *gradient);
 
 /* Lets go of everything that is held for a replay. */
 void
-oomkit_pending_retire(oomkit_pending *pending);
+oomkit_deferred_retire(oomkit_deferred *pending);
 
 /* --- held_args.c --- */
 
@@ -97,32 +97,32 @@ oomkit_pending_retire(oomkit_pending *pending);
  * loss, self.loss = loss, would else be kept alive by it), and what else leads to
  * `loss` or `result` (either may be NULL). 0 or -1. */
 int
-oomkit_pending_arguments(oomkit_pending *pending, const oomkit_call *call,
-                         PyObject *loss, PyObject *result);
+oomkit_deferred_arguments(oomkit_deferred *pending, const oomkit_call *call,
+                          PyObject *loss, PyObject *result);
 
 /* A loss of one element that is a view of one of one element: its base's node in place
  * of *node (owned), and what else is that tensor's; else nothing changes. A change of
  * the loss in place gives the view another node, but not its base. 0 or -1. */
 int
-oomkit_pending_base(oomkit_pending *pending, PyObject *loss, PyObject **node);
+oomkit_deferred_base(oomkit_deferred *pending, PyObject *loss, PyObject **node);
 
 /* Weak references become what they refer to. 1 when one is gone. */
 int
-oomkit_pending_strong(oomkit_pending *pending);
+oomkit_deferred_strong(oomkit_deferred *pending);
 
 /* The same for dictionaries and lists that the loss was put into, which know no weak
  * references: they are held as they were at the call. 0 or -1. */
 int
-oomkit_pending_containers(oomkit_pending *pending, PyObject *loss, PyObject *result);
+oomkit_deferred_containers(oomkit_deferred *pending, PyObject *loss, PyObject *result);
 
 /* Notes the tensors beside the loss that a gradient may pass. 0 or -1. */
 int
-oomkit_pending_others(oomkit_pending *pending, PyObject *result, PyObject *loss);
+oomkit_deferred_others(oomkit_deferred *pending, PyObject *result, PyObject *loss);
 
 /* Has the caller hung a hook onto one of them, or called its retain_grad()? 1, 0, -1.
  */
 int
-oomkit_pending_watched(const oomkit_pending *pending);
+oomkit_deferred_watched(const oomkit_deferred *pending);
 
 /* --- autocast.c --- */
 int
@@ -153,37 +153,37 @@ oomkit_modes_switch(oomkit_state *st, PyObject *module);
 /* Fills a call out of a pending one: 0, 1 with *why (static text) when it cannot be
  * run again, or -1. */
 int
-oomkit_replay_prepare(oomkit_call *call, oomkit_pending *pending, const char **why);
+oomkit_replay_prepare(oomkit_call *call, oomkit_deferred *pending, const char **why);
 
 /* Runs it with the gradient that reached its loss: after a failure (its exception,
  * stolen) in smaller parts, else (NULL) as it was split, or in halves. 0 or -1. */
 int
-oomkit_replay_run(oomkit_call *call, oomkit_pending *pending, PyObject *inputs,
+oomkit_replay_run(oomkit_call *call, oomkit_deferred *pending, PyObject *inputs,
                   PyObject *exception);
 
 /* Ends such a call, whether it was run or not; keeps the exception in flight. `pending`
  * (may be NULL) has the record to amend. */
 void
-oomkit_replay_end(oomkit_call *call, const oomkit_pending *pending, int finished);
+oomkit_replay_end(oomkit_call *call, const oomkit_deferred *pending, int finished);
 
 /* --- eager.c --- */
 
 /* What the gradient at the returned loss will be, as far as is known. 0 or -1. */
 int
-oomkit_stash_assume(oomkit_call *call, double *gradient);
+oomkit_eager_assume(oomkit_call *call, double *gradient);
 
 /* Adds gradient / assumed times the stash to .grad. 0; 1 when that would not be exact
  * and the call has to be run again; -1. `keep`: the stash is needed once more. */
 int
-oomkit_stash_deposit(oomkit_pending *pending, int keep);
+oomkit_eager_deposit(oomkit_deferred *pending, int keep);
 
 /* Before the first backward of a split call: fp16 beside a GradScaler is said once. 0
  * or -1. */
 int
-oomkit_stash_say_half(oomkit_call *call, PyObject *roots);
+oomkit_eager_say_half(oomkit_call *call, PyObject *roots);
 
 void
-oomkit_stash_free(oomkit_pending *pending);
+oomkit_eager_free(oomkit_deferred *pending);
 
 /* --- watched_losses.c --- */
 
@@ -198,41 +198,41 @@ oomkit_graph_watch(oomkit_state *st, PyObject *const *args, PyObject **nodes);
 
 /* Should this backward, outside every protected call, be protected? */
 int
-oomkit_second_wanted(const oomkit_state *st);
+oomkit_callers_wanted(const oomkit_state *st);
 
 /* Runs `original` (torch.autograd.backward or the engine) as the second half of the
  * waiting calls that it reaches. */
 PyObject *
-oomkit_second_run(oomkit_state *st, PyObject *original, PyObject *const *args,
-                  size_t nargsf, PyObject *kwnames);
+oomkit_callers_run(oomkit_state *st, PyObject *original, PyObject *const *args,
+                   size_t nargsf, PyObject *kwnames);
 
 /* The engine is about to run for the second half of this thread: notes its arguments.
  * 0, or -1 with an exception. */
 int
-oomkit_second_engine(oomkit_state *st, PyObject *const *args, size_t nargsf,
-                     PyObject *kwnames);
+oomkit_callers_engine(oomkit_state *st, PyObject *const *args, size_t nargsf,
+                      PyObject *kwnames);
 
 /* A backward that writes to .grad runs inside another one. */
 void
-oomkit_second_nested(const oomkit_state *st);
+oomkit_callers_nested(const oomkit_state *st);
 
 /* A gradient arrived at a waiting loss. */
 void
-oomkit_second_arrived(oomkit_pending *pending);
+oomkit_callers_arrived(oomkit_deferred *pending);
 
 /* The backward of this thread reaches a waiting loss: it is this one's from here. On a
  * thread of autograd's own it is that of the backward which runs. 0 or -1. */
 int
-oomkit_second_claim(oomkit_pending *pending);
+oomkit_callers_claim(oomkit_deferred *pending);
 
 /* Is a second half running on this thread, or is this a thread of its engine? */
 int
-oomkit_second_is_running(const oomkit_state *st);
+oomkit_callers_is_running(const oomkit_state *st);
 
-extern PyType_Spec oomkit_pending_spec, oomkit_relay_spec;
+extern PyType_Spec oomkit_deferred_spec, oomkit_between_spec;
 
 /* The waiting loss that this node made, or NULL. Borrowed; *failed on an error. */
-oomkit_pending *
+oomkit_deferred *
 oomkit_node_pending(oomkit_state *st, PyObject *node, int *failed);
 /* oomkit_graph_reach, which also appends the nodes of what is reached. */
 int
@@ -249,7 +249,7 @@ oomkit_graph_reach(oomkit_state *st, PyObject *roots, PyObject *reached, int *pa
 int
 oomkit_graph_beneath(oomkit_state *st, PyObject *roots, PyObject *reached);
 /* The first waiting loss that is reached, or NULL. Borrowed; *failed on an error. */
-oomkit_pending *
+oomkit_deferred *
 oomkit_graph_waiting(oomkit_state *st, PyObject *roots, int *failed);
 /* Is a loss that was split reached? 1, 0 or -1. */
 int

@@ -65,7 +65,7 @@ factor_from_last(oomkit_call *call, double *factor)
 }
 
 int
-oomkit_stash_assume(oomkit_call *call, double *gradient)
+oomkit_eager_assume(oomkit_call *call, double *gradient)
 {
     oomkit_step *step = call->step;
     double scale;
@@ -84,7 +84,7 @@ oomkit_stash_assume(oomkit_call *call, double *gradient)
 }
 
 int
-oomkit_stash_say_half(oomkit_call *call, PyObject *roots)
+oomkit_eager_say_half(oomkit_call *call, PyObject *roots)
 {
     oomkit_state *st = call->st;
     Py_ssize_t i = 0;
@@ -111,7 +111,7 @@ oomkit_stash_say_half(oomkit_call *call, PyObject *roots)
 
 /* Would scaling lose anything? fp16 under- and overflows where fp32 does not. */
 static int
-stash_is_coarse(const oomkit_pending *p)
+eager_is_coarse(const oomkit_deferred *p)
 {
     Py_ssize_t i;
 
@@ -125,12 +125,12 @@ stash_is_coarse(const oomkit_pending *p)
             return 1;
         }
     }
-    for (i = 0; p->stash != NULL && i < p->stash_count; i++) {
+    for (i = 0; p->eager != NULL && i < p->eager_count; i++) {
         oomkit_tensor_facts facts;
-        if (p->stash[i] == NULL) {
+        if (p->eager[i] == NULL) {
             continue;
         }
-        if (oomkit_tensor_facts_get(p->st, p->stash[i], 0, &facts) < 0) {
+        if (oomkit_tensor_facts_get(p->st, p->eager[i], 0, &facts) < 0) {
             return -1;
         }
         if (facts.dtype == DTYPE_HALF) {
@@ -142,12 +142,12 @@ stash_is_coarse(const oomkit_pending *p)
 
 /* .grad of one parameter plus ratio times its stash. 0 or -1. */
 static int
-deposit_one(oomkit_pending *p, Py_ssize_t i, PyObject *ratio, int keep)
+deposit_one(oomkit_deferred *p, Py_ssize_t i, PyObject *ratio, int keep)
 {
     oomkit_state *st = p->st;
     PyObject *param = p->parts->params[i]; /* borrowed */
     OWNED PyObject *gradient = PyObject_GetAttr(param, st->str_grad);
-    OWNED PyObject *value = Py_NewRef(p->stash[i]);
+    OWNED PyObject *value = Py_NewRef(p->eager[i]);
     OWNED PyObject *sum = NULL;
 
     if (gradient == NULL) {
@@ -176,7 +176,7 @@ deposit_one(oomkit_pending *p, Py_ssize_t i, PyObject *ratio, int keep)
 }
 
 static int
-deposit_all(oomkit_pending *p, PyObject *ratio, int keep)
+deposit_all(oomkit_deferred *p, PyObject *ratio, int keep)
 {
     int mode = oomkit_grad_mode_off(p->st), result = 0;
     Py_ssize_t i;
@@ -185,11 +185,11 @@ deposit_all(oomkit_pending *p, PyObject *ratio, int keep)
         return -1;
     }
     EXEMPT (p->st) { /* what is added is there already */
-        for (i = 0; p->stash != NULL && i < p->stash_count && result == 0; i++) {
-            if (p->stash[i] != NULL) {
+        for (i = 0; p->eager != NULL && i < p->eager_count && result == 0; i++) {
+            if (p->eager[i] != NULL) {
                 result = deposit_one(p, i, ratio, keep);
                 if (!keep) {
-                    Py_CLEAR(p->stash[i]);
+                    Py_CLEAR(p->eager[i]);
                 }
             }
         }
@@ -198,12 +198,12 @@ deposit_all(oomkit_pending *p, PyObject *ratio, int keep)
 }
 
 int
-oomkit_stash_deposit(oomkit_pending *p, int keep)
+oomkit_eager_deposit(oomkit_deferred *p, int keep)
 {
     OWNED PyObject *ratio = NULL;
     double value, scale, factor;
     int coarse;
-    int frozen = oomkit_switches_frozen_since(p->st, p->parts, p->entry.versions);
+    int frozen = oomkit_flags_frozen_since(p->st, p->parts, p->entry.versions);
 
     if (frozen != 0) {
         return frozen; /* to be run again, which is refused with that reason */
@@ -217,7 +217,7 @@ oomkit_stash_deposit(oomkit_pending *p, int keep)
         p->step->last_factor = factor;
     }
     if (value != p->assumed) {
-        coarse = stash_is_coarse(p);
+        coarse = eager_is_coarse(p);
         if (coarse != 0) {
             return coarse;
         }
@@ -230,14 +230,14 @@ oomkit_stash_deposit(oomkit_pending *p, int keep)
 }
 
 void
-oomkit_stash_free(oomkit_pending *p)
+oomkit_eager_free(oomkit_deferred *p)
 {
-    PyObject **stash = p->stash;
+    PyObject **eager = p->eager;
     Py_ssize_t i;
 
-    p->stash = NULL;
-    for (i = 0; stash != NULL && i < p->stash_count; i++) {
-        Py_XDECREF(stash[i]);
+    p->eager = NULL;
+    for (i = 0; eager != NULL && i < p->eager_count; i++) {
+        Py_XDECREF(eager[i]);
     }
-    PyMem_Free(stash);
+    PyMem_Free(eager);
 }

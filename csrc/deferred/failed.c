@@ -13,7 +13,7 @@
 /* Every marked gradient as it was, but those of another thread's. 0; 1 with *message
  * (owned); -1. */
 static int
-failed_roll_back(oomkit_second *s, PyObject **message)
+failed_roll_back(oomkit_callers *s, PyObject **message)
 {
     int i, result = 0;
 
@@ -27,7 +27,7 @@ failed_roll_back(oomkit_second *s, PyObject **message)
 }
 
 void
-oomkit_second_take_back(oomkit_second *s)
+oomkit_callers_take_back(oomkit_callers *s)
 {
     PyObject *exception = oomkit_exception_take(); /* owned, given back */
     OWNED PyObject *message = NULL;
@@ -57,7 +57,7 @@ oomkit_second_take_back(oomkit_second *s)
 
 /* The same of one call. */
 static const char *
-refusal_of(const oomkit_second *s, const oomkit_pending *p)
+refusal_of(const oomkit_callers *s, const oomkit_deferred *p)
 {
     uint32_t version;
     int watched;
@@ -74,7 +74,7 @@ refusal_of(const oomkit_second *s, const oomkit_pending *p)
                "on what it has made already: call register_hook() where backward() is "
                "called";
     }
-    watched = oomkit_pending_watched(p);
+    watched = oomkit_deferred_watched(p);
     if (watched < 0) {
         PyErr_Clear(); /* what cannot be asked may have a hook */
     }
@@ -92,7 +92,7 @@ refusal_of(const oomkit_second *s, const oomkit_pending *p)
 
 /* Why the calls that were reached cannot be run again (static text), or NULL. */
 static const char *
-failed_refusal(const oomkit_second *s, PyObject *reached, int paths, int beneath)
+failed_refusal(const oomkit_callers *s, PyObject *reached, int paths, int beneath)
 {
     const char *why = NULL;
     Py_ssize_t i;
@@ -112,7 +112,7 @@ failed_refusal(const oomkit_second *s, PyObject *reached, int paths, int beneath
                "step";
     }
     for (i = 0; why == NULL && i < PyList_GET_SIZE(reached); i++) {
-        why = refusal_of(s, pending_CAST(PyList_GET_ITEM(reached, i)));
+        why = refusal_of(s, deferred_CAST(PyList_GET_ITEM(reached, i)));
     }
     return why != NULL ? why
            : beneath
@@ -122,7 +122,7 @@ failed_refusal(const oomkit_second *s, PyObject *reached, int paths, int beneath
 }
 
 static int
-is_marked(const oomkit_second *s, const PyObject *leaf)
+is_marked(const oomkit_callers *s, const PyObject *leaf)
 {
     Py_ssize_t k;
     int i;
@@ -139,7 +139,7 @@ is_marked(const oomkit_second *s, const PyObject *leaf)
 /* A leaf that nobody marked and that has a gradient may hold a part of this batch
  * already: 1, 0 or -1. Those without one (a batch that requires grad) are noted. */
 static int
-failed_strangers(oomkit_second *s)
+failed_strangers(oomkit_callers *s)
 {
     OWNED PyObject *leaves = PyList_New(0);
     int result = leaves == NULL ? -1 : oomkit_graph_leaves(s->st, s->roots, leaves);
@@ -167,7 +167,8 @@ static Py_ssize_t
 next_whole(PyObject *reached, Py_ssize_t at)
 {
     for (at++; at < PyList_GET_SIZE(reached); at++) {
-        if (pending_CAST(PyList_GET_ITEM(reached, at))->kind == OOMKIT_RETURNED_WHOLE) {
+        if (deferred_CAST(PyList_GET_ITEM(reached, at))->kind ==
+            OOMKIT_RETURNED_WHOLE) {
             return at;
         }
     }
@@ -178,10 +179,10 @@ next_whole(PyObject *reached, Py_ssize_t at)
 
 /* Raises oomkit.OutOfMemory. Steals `exception`, the failure; -1 always. */
 static int
-failed_give_up(oomkit_second *s, oomkit_pending *p, PyObject *exception,
+failed_give_up(oomkit_callers *s, oomkit_deferred *p, PyObject *exception,
                const char *why)
 {
-    oomkit_call *call = oomkit_second_call(s, p->parts);
+    oomkit_call *call = oomkit_callers_call(s, p->parts);
     OWNED PyObject *message = NULL;
     PyObject *reason = NULL; /* owned, given away */
     int result;
@@ -214,9 +215,9 @@ failed_give_up(oomkit_second *s, oomkit_pending *p, PyObject *exception,
 
 /* The only call that was reached: its marks serve the replay. Steals `exception`. */
 static int
-failed_replay_one(oomkit_second *s, oomkit_pending *p, PyObject *exception)
+failed_replay_one(oomkit_callers *s, oomkit_deferred *p, PyObject *exception)
 {
-    oomkit_call *call = oomkit_second_call(s, p->parts);
+    oomkit_call *call = oomkit_callers_call(s, p->parts);
     const char *why = NULL;
     int result;
 
@@ -247,7 +248,7 @@ failed_replay_one(oomkit_second *s, oomkit_pending *p, PyObject *exception)
 }
 
 int
-oomkit_second_again(oomkit_second *s, oomkit_pending *p, PyObject *exception)
+oomkit_callers_again(oomkit_callers *s, oomkit_deferred *p, PyObject *exception)
 {
     OWNED_MEMORY oomkit_call *call = PyMem_Malloc(sizeof(oomkit_own_call));
     const char *why = NULL;
@@ -258,7 +259,7 @@ oomkit_second_again(oomkit_second *s, oomkit_pending *p, PyObject *exception)
         PyErr_NoMemory();
         return -1;
     }
-    result = oomkit_second_mark(s, p, call);
+    result = oomkit_callers_mark(s, p, call);
     oomkit_grads_end_attempt(call); /* its own backwards mark anew */
     call->training = 0;
     if (result == 0) {
@@ -288,7 +289,7 @@ oomkit_second_again(oomkit_second *s, oomkit_pending *p, PyObject *exception)
  * that a failure of the second replay takes the first one back as well. Steals
  * `exception`. */
 static int
-failed_replay_all(oomkit_second *s, PyObject *reached, PyObject *exception)
+failed_replay_all(oomkit_callers *s, PyObject *reached, PyObject *exception)
 {
     OWNED PyObject *message = NULL;
     Py_ssize_t at = -1;
@@ -304,7 +305,7 @@ failed_replay_all(oomkit_second *s, PyObject *reached, PyObject *exception)
             Py_DECREF(exception);
             return -1;
         }
-        return failed_give_up(s, pending_CAST(PyList_GET_ITEM(reached, 0)), exception,
+        return failed_give_up(s, deferred_CAST(PyList_GET_ITEM(reached, 0)), exception,
                               why);
     }
     for (i = 0; i < s->call_count && result == 0; i++) {
@@ -315,16 +316,16 @@ failed_replay_all(oomkit_second *s, PyObject *reached, PyObject *exception)
         }
     }
     for (at = 0; at < PyList_GET_SIZE(reached); at++) { /* all gradients are known */
-        pending_CAST(PyList_GET_ITEM(reached, at))->fired = 1;
+        deferred_CAST(PyList_GET_ITEM(reached, at))->fired = 1;
     }
     at = -1;
     while (result == 0 && (at = next_whole(reached, at)) >= 0) {
-        oomkit_pending *p = pending_CAST(PyList_GET_ITEM(reached, at));
-        result = oomkit_second_again(s, p, exception);
+        oomkit_deferred *p = deferred_CAST(PyList_GET_ITEM(reached, at));
+        result = oomkit_callers_again(s, p, exception);
         exception = NULL;
         p->replayed = result == 0;
         if (result < 0) {
-            oomkit_second_take_back(s);
+            oomkit_callers_take_back(s);
         }
     }
     Py_XDECREF(exception);
@@ -334,13 +335,13 @@ failed_replay_all(oomkit_second *s, PyObject *reached, PyObject *exception)
 /* Everything that was reached has its gradients already, and what reaches each loss is
  * known: what failed need not be run. Steals `exception`. */
 static int
-failed_before_stashes(oomkit_second *s, PyObject *reached, PyObject *exception)
+failed_before_stashes(oomkit_callers *s, PyObject *reached, PyObject *exception)
 {
     Py_ssize_t i;
 
     oomkit_exception_discard(s->st, exception);
     for (i = 0; i < PyList_GET_SIZE(reached); i++) {
-        pending_CAST(PyList_GET_ITEM(reached, i))->fired = 1;
+        deferred_CAST(PyList_GET_ITEM(reached, i))->fired = 1;
     }
     return oomkit_backward_drain(s->st);
 }
@@ -350,7 +351,7 @@ failed_before_stashes(oomkit_second *s, PyObject *reached, PyObject *exception)
 /* Has somebody who takes part a hook that may have updated parameters in this backward?
  * 1, 0 or -1. */
 static int
-failed_post_hooks(const oomkit_second *s)
+failed_post_hooks(const oomkit_callers *s)
 {
     int i, found = 0;
 
@@ -363,7 +364,7 @@ failed_post_hooks(const oomkit_second *s)
 }
 
 static int
-failed_reached(oomkit_second *s, PyObject *exception, PyObject *reached, int paths)
+failed_reached(oomkit_callers *s, PyObject *exception, PyObject *reached, int paths)
 {
     int beneath = oomkit_graph_beneath(s->st, s->roots, reached);
     int strangers = beneath < 0 ? -1 : failed_strangers(s);
@@ -372,7 +373,7 @@ failed_reached(oomkit_second *s, PyObject *exception, PyObject *reached, int pat
         deep ? OOMKIT_TOO_DEEP : failed_refusal(s, reached, paths, beneath);
     Py_ssize_t first = next_whole(reached, -1);
     int hooks = strangers < 0 && !deep ? -1 : failed_post_hooks(s), result;
-    oomkit_pending *p;
+    oomkit_deferred *p;
 
     if (hooks < 0) {
         Py_DECREF(exception);
@@ -394,13 +395,13 @@ failed_reached(oomkit_second *s, PyObject *exception, PyObject *reached, int pat
         return failed_before_stashes(s, reached, exception);
     }
     if (why != NULL) {
-        return failed_give_up(s, pending_CAST(PyList_GET_ITEM(reached, 0)), exception,
+        return failed_give_up(s, deferred_CAST(PyList_GET_ITEM(reached, 0)), exception,
                               why);
     }
     if (PyList_GET_SIZE(reached) > 1) {
         return failed_replay_all(s, reached, exception);
     }
-    p = pending_CAST(PyList_GET_ITEM(reached, first));
+    p = deferred_CAST(PyList_GET_ITEM(reached, first));
     p->fired = 1;
     result = failed_replay_one(s, p, exception);
     p->replayed = result == 0;
@@ -410,18 +411,18 @@ failed_reached(oomkit_second *s, PyObject *exception, PyObject *reached, int pat
 /* Losses that the engine had not come to. If that fails (a hook of the caller raises),
  * the gradients go back and its exception is raised. 0 or -1. */
 static int
-failed_resume(oomkit_second *s, PyObject *reached, PyObject *nodes, int paths)
+failed_resume(oomkit_callers *s, PyObject *reached, PyObject *nodes, int paths)
 {
     if (s->relays == NULL || paths || s->foreign ||
-        oomkit_relays_resume(s, reached, nodes) == 0) {
+        oomkit_between_resume(s, reached, nodes) == 0) {
         return 0;
     }
-    oomkit_second_take_back(s);
+    oomkit_callers_take_back(s);
     return -1;
 }
 
 int
-oomkit_second_failed(oomkit_second *s, int may_retry)
+oomkit_callers_failed(oomkit_callers *s, int may_retry)
 {
     PyObject *exception = oomkit_exception_take(); /* owned, then stolen */
     oomkit_class class_ = oomkit_exception_classify(s->st, exception);
@@ -447,7 +448,7 @@ oomkit_second_failed(oomkit_second *s, int may_retry)
         oomkit_graph_reach_nodes(s->st, s->roots, reached, nodes, &paths) < 0) {
         Py_CLEAR(reached);
         Py_CLEAR(nodes);
-        oomkit_second_unseen(s, exception);
+        oomkit_callers_unseen(s, exception);
         return -1;
     }
     if (PyList_GET_SIZE(reached) == 0) {

@@ -6,9 +6,9 @@
 #include "../batch/batch.h"
 
 static void
-second_learn(oomkit_second *s, oomkit_pending *p)
+callers_learn(oomkit_callers *s, oomkit_deferred *p)
 {
-    oomkit_call *call = oomkit_second_call(s, p->parts);
+    oomkit_call *call = oomkit_callers_call(s, p->parts);
     oomkit_tensor_facts facts;
 
     if (oomkit_tensor_facts_get(s->st, p->gradient, 0, &facts) < 0) {
@@ -29,9 +29,9 @@ second_learn(oomkit_second *s, oomkit_pending *p)
 /* The caller looks at the gradient of something that was returned beside a loss which
  * was split. 0, or -1 with SplitError. */
 static int
-second_refuse_watched(const oomkit_pending *p)
+callers_refuse_watched(const oomkit_deferred *p)
 {
-    int watched = oomkit_pending_watched(p);
+    int watched = oomkit_deferred_watched(p);
 
     if (watched > 0) {
         oomkit_raise(p->st->SplitError,
@@ -44,7 +44,7 @@ second_refuse_watched(const oomkit_pending *p)
 }
 
 int
-oomkit_second_finish(oomkit_second *s)
+oomkit_callers_finish(oomkit_callers *s)
 {
     int i, again;
 
@@ -54,22 +54,22 @@ oomkit_second_finish(oomkit_second *s)
         }
     }
     for (i = 0; i < s->count; i++) {
-        oomkit_pending *p = s->armed[i];
+        oomkit_deferred *p = s->armed[i];
         if (p->second != s || !p->fired) {
             continue;
         }
         if (p->kind == OOMKIT_RETURNED_WHOLE) {
             if (!p->replayed) {
-                second_learn(s, p);
+                callers_learn(s, p);
             }
             continue;
         }
-        if (second_refuse_watched(p) < 0) {
+        if (callers_refuse_watched(p) < 0) {
             return -1;
         }
         again = p->kind == OOMKIT_RETURNED_DEFERRED
                     ? 1
-                    : oomkit_stash_deposit(p, s->keep_graph);
+                    : oomkit_eager_deposit(p, s->keep_graph);
         if (again > 0 && s->keep_graph) {
             oomkit_raise(
                 s->st->SplitError,
@@ -78,7 +78,7 @@ oomkit_second_finish(oomkit_second *s)
                 "or pass backward=True to auto_batch");
             again = -1;
         }
-        if (again < 0 || (again > 0 && oomkit_second_again(s, p, NULL) < 0)) {
+        if (again < 0 || (again > 0 && oomkit_callers_again(s, p, NULL) < 0)) {
             p->spent = 1; /* a part of its stash may be gone */
             return -1;
         }

@@ -57,7 +57,7 @@ argument_leads_to(oomkit_state *st, PyObject *argument, PyObject *loss,
 
 /* Argument i by a weak reference. 1, 0 where its type has none, or -1. */
 static int
-argument_weakly(oomkit_pending *p, Py_ssize_t i, PyObject *argument)
+argument_weakly(oomkit_deferred *p, Py_ssize_t i, PyObject *argument)
 {
     p->args[i] = PyWeakref_NewRef(argument, NULL);
     if (p->args[i] != NULL) {
@@ -72,8 +72,8 @@ argument_weakly(oomkit_pending *p, Py_ssize_t i, PyObject *argument)
 }
 
 int
-oomkit_pending_arguments(oomkit_pending *p, const oomkit_call *call, PyObject *loss,
-                         PyObject *result)
+oomkit_deferred_arguments(oomkit_deferred *p, const oomkit_call *call, PyObject *loss,
+                          PyObject *result)
 {
     Py_ssize_t i, total = call->batch.total, skip = call->step->skip;
 
@@ -103,7 +103,7 @@ oomkit_pending_arguments(oomkit_pending *p, const oomkit_call *call, PyObject *l
 }
 
 int
-oomkit_pending_strong(oomkit_pending *p)
+oomkit_deferred_strong(oomkit_deferred *p)
 {
     Py_ssize_t i, at = 0;
 
@@ -153,7 +153,7 @@ base_node(oomkit_state *st, PyObject *base)
 }
 
 int
-oomkit_pending_base(oomkit_pending *p, PyObject *loss, PyObject **node)
+oomkit_deferred_base(oomkit_deferred *p, PyObject *loss, PyObject **node)
 {
     oomkit_state *st = p->st;
     OWNED PyObject *base = PyObject_GetAttr(loss, st->str_base);
@@ -184,7 +184,7 @@ oomkit_pending_base(oomkit_pending *p, PyObject *loss, PyObject **node)
 static PyObject *
 copy_node(void *context, Py_ssize_t at, Py_ssize_t Py_UNUSED(number))
 {
-    oomkit_pending *p = context;
+    oomkit_deferred *p = context;
     oomkit_node *node = &p->batch.nodes[at];
     PyObject *made; /* owned */
 
@@ -241,7 +241,7 @@ node_leads_to(const oomkit_batch *batch, Py_ssize_t at, PyObject *loss,
 /* The containers in an object that is held weakly: they would hold the loss. 0 or -1.
  */
 static int
-contents_let_go(oomkit_pending *p, Py_ssize_t at, PyObject *loss, PyObject *result)
+contents_let_go(oomkit_deferred *p, Py_ssize_t at, PyObject *loss, PyObject *result)
 {
     Py_ssize_t i, child = at + 1;
 
@@ -259,7 +259,7 @@ contents_let_go(oomkit_pending *p, Py_ssize_t at, PyObject *loss, PyObject *resu
 }
 
 int
-oomkit_pending_containers(oomkit_pending *p, PyObject *loss, PyObject *result)
+oomkit_deferred_containers(oomkit_deferred *p, PyObject *loss, PyObject *result)
 {
     Py_ssize_t i, at = 0;
 
@@ -300,7 +300,7 @@ other_is_watched(oomkit_state *st, PyObject *tensor)
 
 /* One value beside the loss. 0 or -1. */
 static int
-others_add(oomkit_pending *p, PyObject *value, PyObject *loss)
+others_add(oomkit_deferred *p, PyObject *value, PyObject *loss)
 {
     oomkit_tensor_facts facts;
     OWNED PyObject *ref = NULL;
@@ -328,7 +328,7 @@ others_add(oomkit_pending *p, PyObject *value, PyObject *loss)
 }
 
 int
-oomkit_pending_others(oomkit_pending *p, PyObject *result, PyObject *loss)
+oomkit_deferred_others(oomkit_deferred *p, PyObject *result, PyObject *loss)
 {
     PyObject *key, *value; /* borrowed from result */
     Py_ssize_t i, at = 0;
@@ -337,7 +337,7 @@ oomkit_pending_others(oomkit_pending *p, PyObject *result, PyObject *loss)
     if (PyTuple_Check(result) || PyList_Check(result)) {
         for (i = 0; status == 0 && i < PySequence_Fast_GET_SIZE(result); i++) {
             value = PySequence_Fast_GET_ITEM(result, i);
-            status = PyDict_Check(value) ? oomkit_pending_others(p, value, loss)
+            status = PyDict_Check(value) ? oomkit_deferred_others(p, value, loss)
                                          : others_add(p, value, loss);
         }
         return status;
@@ -350,7 +350,7 @@ oomkit_pending_others(oomkit_pending *p, PyObject *result, PyObject *loss)
 }
 
 int
-oomkit_pending_watched(const oomkit_pending *p)
+oomkit_deferred_watched(const oomkit_deferred *p)
 {
     Py_ssize_t i;
     int watched = 0;

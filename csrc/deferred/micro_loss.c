@@ -83,7 +83,7 @@ returned_single_is_scalar(oomkit_call *call, PyObject *loss)
         return elements < 0 ? -1 : elements == 1 && call->batch.rows > 1;
     }
     if (call->cut->at > 0) {
-        return call->deferred.returned == OOMKIT_RETURNED_STASH;
+        return call->deferred.returned == OOMKIT_RETURNED_EAGER;
     }
     return call->step->single_loss == 0 ? returned_single_ask(call, loss)
                                         : call->step->single_loss == 2;
@@ -197,10 +197,10 @@ returned_stash(oomkit_call *call, PyObject *loss)
 {
     OWNED PyObject *shape = NULL, *gradient = NULL;
 
-    call->grads.stashing = 1;
+    call->grads.eager = 1;
     if (call->cut->at == 0) {
         int half = call->step->half ? 1 : oomkit_graph_has_half(call->st, loss);
-        if (half < 0 || oomkit_stash_assume(call, &call->deferred.assumed) < 0) {
+        if (half < 0 || oomkit_eager_assume(call, &call->deferred.assumed) < 0) {
             return -1;
         }
         call->step->half = half;
@@ -220,7 +220,7 @@ returned_stash(oomkit_call *call, PyObject *loss)
 static int
 returned_defer(oomkit_call *call, PyObject *loss)
 {
-    return call->cut->at == 0 ? oomkit_strangers_meet(call, loss, 0) : 0;
+    return call->cut->at == 0 ? oomkit_unknown_meet(call, loss, 0) : 0;
 }
 
 /* The loss of this micro-batch's result, when it needs backward: 1 and *loss (owned);
@@ -279,7 +279,7 @@ returned_micro(oomkit_call *call, PyObject *result)
         oomkit_loss_place(call->st, result) != call->cut->join.loss_at) {
         return PyErr_Occurred() ? -1 : returned_differs(call);
     }
-    kind = scalar ? OOMKIT_RETURNED_STASH : OOMKIT_RETURNED_DEFERRED;
+    kind = scalar ? OOMKIT_RETURNED_EAGER : OOMKIT_RETURNED_DEFERRED;
     if (call->cut->at > 0 && call->deferred.returned != kind) {
         return returned_differs(call);
     }
@@ -295,7 +295,7 @@ static int
 returned_inside(oomkit_call *call, PyObject *roots)
 {
     int failed = 0;
-    const oomkit_pending *p = oomkit_graph_waiting(call->st, roots, &failed);
+    const oomkit_deferred *p = oomkit_graph_waiting(call->st, roots, &failed);
 
     if (p != NULL) {
         return oomkit_refuse_split(
@@ -318,7 +318,7 @@ deferred_backward(oomkit_call *call, oomkit_backward *backward)
     }
     return (call->st->waiting != NULL && returned_inside(call, backward->roots) < 0) ||
                    (!call->step->half_said &&
-                    oomkit_stash_say_half(call, backward->roots) < 0)
+                    oomkit_eager_say_half(call, backward->roots) < 0)
                ? -1
                : 0;
 }
@@ -334,8 +334,8 @@ static int
 deferred_call_returns(oomkit_call *call, PyObject *result)
 {
     return call->deferred.returned != OOMKIT_RETURNED_NOTHING
-               ? oomkit_pending_attach(call, result)
-               : oomkit_pending_offer(call, result);
+               ? oomkit_deferred_attach(call, result)
+               : oomkit_deferred_offer(call, result);
 }
 
 const oomkit_rule oomkit_deferred_rule = {.backward_begins = deferred_backward,

@@ -6,7 +6,7 @@
 #include "../py/tensor.h"
 
 /* The waiting loss that this node made, or NULL. Borrowed; *failed on an error. */
-oomkit_pending *
+oomkit_deferred *
 oomkit_node_pending(oomkit_state *st, PyObject *node, int *failed)
 {
     OWNED PyObject *metadata = PyObject_GetAttr(node, st->str_metadata);
@@ -20,14 +20,14 @@ oomkit_node_pending(oomkit_state *st, PyObject *node, int *failed)
                                    : NULL;
     *failed = found == NULL && PyErr_Occurred() != NULL;
 
-    if (found == NULL || !Py_IS_TYPE(found, (PyTypeObject *)st->pending_type)) {
+    if (found == NULL || !Py_IS_TYPE(found, (PyTypeObject *)st->deferred_type)) {
         return NULL;
     }
     /* Of a whole call whose backward is done the node is a node like any other. */
-    return pending_CAST(found)->kind == OOMKIT_RETURNED_WHOLE &&
-                   pending_CAST(found)->retired
+    return deferred_CAST(found)->kind == OOMKIT_RETURNED_WHOLE &&
+                   deferred_CAST(found)->retired
                ? NULL
-               : pending_CAST(found);
+               : deferred_CAST(found);
 }
 
 /* --- reach --- */
@@ -45,7 +45,7 @@ output_is_beside(oomkit_state *st, PyObject *node, PyObject *number,
                  void *Py_UNUSED(context))
 {
     int failed = 0;
-    const oomkit_pending *p = oomkit_node_pending(st, node, &failed);
+    const oomkit_deferred *p = oomkit_node_pending(st, node, &failed);
     Py_ssize_t output = p == NULL ? 0 : PyLong_AsSsize_t(number);
 
     if (failed || (output == -1 && PyErr_Occurred())) {
@@ -81,7 +81,7 @@ reach_visit(oomkit_state *st, PyObject *node, void *context)
 {
     reach_context *c = context;
     int failed = 0, beside;
-    oomkit_pending *p = oomkit_node_pending(st, node, &failed);
+    oomkit_deferred *p = oomkit_node_pending(st, node, &failed);
 
     if (failed) {
         return -1;
@@ -129,7 +129,7 @@ beneath_visit(oomkit_state *st, PyObject *node, void *context)
 {
     beneath_context *c = context;
     int failed = 0, known = 1;
-    oomkit_pending *p = oomkit_node_pending(st, node, &failed);
+    oomkit_deferred *p = oomkit_node_pending(st, node, &failed);
 
     if (failed) {
         return -1;
@@ -156,7 +156,7 @@ static int
 waiting_visit(oomkit_state *st, PyObject *node, void *context)
 {
     int failed = 0;
-    oomkit_pending **found = context, *p = oomkit_node_pending(st, node, &failed);
+    oomkit_deferred **found = context, *p = oomkit_node_pending(st, node, &failed);
 
     if (*found == NULL) {
         *found = p;
@@ -164,10 +164,10 @@ waiting_visit(oomkit_state *st, PyObject *node, void *context)
     return failed ? -1 : *found == NULL;
 }
 
-oomkit_pending *
+oomkit_deferred *
 oomkit_graph_waiting(oomkit_state *st, PyObject *roots, int *failed)
 {
-    oomkit_pending *found = NULL;
+    oomkit_deferred *found = NULL;
     int leaves = 0;
 
     *failed = oomkit_graph_walk(st, roots, waiting_visit, &found, &leaves) < 0;
@@ -178,7 +178,7 @@ static int
 split_visit(oomkit_state *st, PyObject *node, void *context)
 {
     int failed = 0;
-    oomkit_pending *p = oomkit_node_pending(st, node, &failed);
+    oomkit_deferred *p = oomkit_node_pending(st, node, &failed);
 
     if (failed) {
         return -1;
@@ -194,10 +194,10 @@ static int
 split_waits(const oomkit_state *st)
 {
     const oomkit_participants *parts;
-    const oomkit_pending *p;
+    const oomkit_deferred *p;
 
     for (parts = st->waiting; parts != NULL; parts = parts->waiting_next) {
-        for (p = parts->pendings; p != NULL; p = p->next) {
+        for (p = parts->deferred; p != NULL; p = p->next) {
             if (p->kind != OOMKIT_RETURNED_WHOLE) {
                 return 1;
             }

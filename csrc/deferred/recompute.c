@@ -296,7 +296,7 @@ recompute(oomkit_call *call)
     done = call->grads.owed == OOMKIT_OWED_DONE;
     if (result == 0) {
         result = oomkit_recover_roll_back(call);
-        oomkit_tx_end_attempt(call);
+        oomkit_savepoint_end_attempt(call);
     }
     call->grads.owed = OOMKIT_OWED_NOTHING;
     call->backward.instead = NULL;
@@ -307,7 +307,7 @@ recompute(oomkit_call *call)
     if (!done) {
         return recompute_give_up(call);
     }
-    return recompute_put_back(call) < 0 ? -1 : oomkit_tx_begin(call);
+    return recompute_put_back(call) < 0 ? -1 : oomkit_savepoint_take(call);
 }
 
 static void

@@ -20,7 +20,7 @@
 typedef struct replay_now {
     oomkit_savepoint at; /* random numbers, participants, plain state: what the call did
                             to these counts once */
-    oomkit_switches switches;
+    oomkit_flags switches;
     PyObject *buffers;          /* owned: list of (tensor, host copy) */
     int rng_used, buffers_used; /* by others since the call */
     int finished;               /* the replay has */
@@ -49,7 +49,7 @@ prepare_graphs(oomkit_call *call)
 
 /* Why not, as static text: see oomkit_replay_prepare. */
 static int
-prepare_check(oomkit_call *call, const oomkit_pending *p, const char **why)
+prepare_check(oomkit_call *call, const oomkit_deferred *p, const char **why)
 {
     Py_ssize_t which;
     int moved = prepare_graphs(call);
@@ -61,7 +61,7 @@ prepare_check(oomkit_call *call, const oomkit_pending *p, const char **why)
             "through again: compute it inside the decorated step, or detach() it";
         return moved;
     }
-    moved = oomkit_tx_params_moved(call, &which);
+    moved = oomkit_params_moved(call, &which);
     if (moved != 0) {
         *why =
             "parameters were changed between the call and its backward(): update them "
@@ -77,15 +77,15 @@ prepare_check(oomkit_call *call, const oomkit_pending *p, const char **why)
     *why =
         "parameters were frozen or unfrozen (requires_grad) after the call and before "
         "its backward(): do it after backward()";
-    return oomkit_switches_frozen_since(call->st, call->parts, call->entry.versions);
+    return oomkit_flags_frozen_since(call->st, call->parts, call->entry.versions);
 }
 
 int
-oomkit_replay_prepare(oomkit_call *call, oomkit_pending *p, const char **why)
+oomkit_replay_prepare(oomkit_call *call, oomkit_deferred *p, const char **why)
 {
     int refused;
 
-    if (oomkit_pending_strong(p)) {
+    if (oomkit_deferred_strong(p)) {
         *why =
             "the object whose method was decorated, or an argument that its loss was "
             "stored in, is gone: keep it until backward() has run";
@@ -103,7 +103,7 @@ oomkit_replay_prepare(oomkit_call *call, oomkit_pending *p, const char **why)
     }
     p->entry.plain = NULL;
     refused = prepare_check(call, p, why);
-    if (refused != 0 && oomkit_switches_keep(call) < 0) {
+    if (refused != 0 && oomkit_flags_keep(call) < 0) {
         return -1;
     }
     return refused;
@@ -112,7 +112,7 @@ oomkit_replay_prepare(oomkit_call *call, oomkit_pending *p, const char **why)
 /* --- now --- */
 
 static int
-now_buffers(oomkit_call *call, const oomkit_pending *p, replay_now *now)
+now_buffers(oomkit_call *call, const oomkit_deferred *p, replay_now *now)
 {
     Py_ssize_t i;
 
@@ -135,7 +135,7 @@ now_buffers(oomkit_call *call, const oomkit_pending *p, replay_now *now)
 }
 
 static int
-now_note(oomkit_call *call, const oomkit_pending *p, replay_now *now)
+now_note(oomkit_call *call, const oomkit_deferred *p, replay_now *now)
 {
     oomkit_rng entry = call->entry.rng;
     int moved = 0;
@@ -153,7 +153,7 @@ now_note(oomkit_call *call, const oomkit_pending *p, replay_now *now)
     }
     now->rng_used = moved != 0;
     if (moved < 0 || now_buffers(call, p, now) < 0 ||
-        oomkit_switches_now(call, &now->switches) < 0 || oomkit_owners_mark(call) < 0 ||
+        oomkit_flags_read(call, &now->switches) < 0 || oomkit_owners_mark(call) < 0 ||
         oomkit_plain_now(call, &now->at.plain) < 0) {
         return -1;
     }
@@ -165,7 +165,7 @@ static void
 now_clear(replay_now *now)
 {
     oomkit_savepoint_free(&now->at);
-    oomkit_switches_clear(&now->switches);
+    oomkit_flags_clear(&now->switches);
     Py_CLEAR(now->buffers);
 }
 
@@ -206,7 +206,7 @@ now_restore_once(void *argument)
             result = done == NULL ? -1 : 0;
         }
         if (result == 0) {
-            result = oomkit_switches_then(call, &now->switches);
+            result = oomkit_flags_write(call, &now->switches);
         }
         if (result == 0) {
             Py_XSETREF(call->entry.owners.user, Py_XNewRef(now->at.owners.user));
@@ -242,26 +242,26 @@ now_restore(oomkit_call *call, replay_now *now, int finished)
 /* Without a failure: from the entry's state, in the slices it was split into, or (of a
  * call that was whole) in halves. 0 or -1. */
 static int
-replay_start(oomkit_call *call, oomkit_pending *p)
+replay_start(oomkit_call *call, oomkit_deferred *p)
 {
     if (oomkit_recover_roll_back(call) < 0) {
         return -1;
     }
-    oomkit_tx_end_attempt(call);
+    oomkit_savepoint_end_attempt(call);
     if (p->slices == NULL) {
-        return oomkit_recover_split(call) < 0 ? -1 : oomkit_tx_begin(call);
+        return oomkit_recover_split(call) < 0 ? -1 : oomkit_savepoint_take(call);
     }
     call->cut->slices = p->slices;
     call->cut->count = call->cut->room = p->slice_count;
     p->slices = NULL;
     call->split = call->cut->count > 1;
-    return oomkit_recover_batch(call) < 0 ? -1 : oomkit_tx_begin(call);
+    return oomkit_recover_batch(call) < 0 ? -1 : oomkit_savepoint_take(call);
 }
 
 /* The micro-batches have run. If that raises (a warning that is an error), everything
  * goes back. 0 or -1. */
 static int
-replay_compare(oomkit_call *call, const oomkit_pending *p, int drawn)
+replay_compare(oomkit_call *call, const oomkit_deferred *p, int drawn)
 {
     int noise = drawn ? 1 : oomkit_buffers_norm(call, 0);
     PyObject *error; /* owned, given back */
@@ -280,7 +280,7 @@ replay_compare(oomkit_call *call, const oomkit_pending *p, int drawn)
 /* Steals `exception`, the failure to start from, or NULL; `drawn`: the call drew random
  * numbers. 0 or -1. */
 static int
-replay_inside(oomkit_call *call, oomkit_pending *p, PyObject *exception, int drawn)
+replay_inside(oomkit_call *call, oomkit_deferred *p, PyObject *exception, int drawn)
 {
     OWNED PyObject *result = NULL;
 
@@ -347,7 +347,7 @@ replay_leave(oomkit_call *call, replay_now *now, oomkit_modes_stack *stack,
 }
 
 int
-oomkit_replay_run(oomkit_call *call, oomkit_pending *p, PyObject *inputs,
+oomkit_replay_run(oomkit_call *call, oomkit_deferred *p, PyObject *inputs,
                   PyObject *exception)
 {
     oomkit_state *st = call->st;
@@ -380,7 +380,7 @@ oomkit_replay_run(oomkit_call *call, oomkit_pending *p, PyObject *inputs,
 
 /* The record of the call, with what its second half added. */
 static void
-replay_record(oomkit_call *call, const oomkit_pending *p)
+replay_record(oomkit_call *call, const oomkit_deferred *p)
 {
     oomkit_record record, now;
 
@@ -416,7 +416,7 @@ replay_record(oomkit_call *call, const oomkit_pending *p)
 }
 
 void
-oomkit_replay_end(oomkit_call *call, const oomkit_pending *p, int finished)
+oomkit_replay_end(oomkit_call *call, const oomkit_deferred *p, int finished)
 {
     /* owned; NULL, too, where second_end() has it, and has told it */
     PyObject *exception = finished ? NULL : oomkit_exception_take();

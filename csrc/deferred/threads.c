@@ -5,7 +5,7 @@
 
 /* Is `other` this one, or one that this one runs inside? */
 static int
-second_is_own(const oomkit_second *s, const oomkit_second *other)
+callers_is_own(const oomkit_callers *s, const oomkit_callers *other)
 {
     while (s != NULL && s != other) {
         s = s->outer;
@@ -14,16 +14,16 @@ second_is_own(const oomkit_second *s, const oomkit_second *other)
 }
 
 int
-oomkit_second_is_elsewhere(const oomkit_second *s, const oomkit_participants *parts)
+oomkit_callers_is_elsewhere(const oomkit_callers *s, const oomkit_participants *parts)
 {
-    const oomkit_pending *p;
+    const oomkit_deferred *p;
     int others = 0;
 
     if (s->st->seconds == s && s->next == NULL) {
         return 0; /* no other runs */
     }
-    for (p = parts->pendings; p != NULL; p = p->next) {
-        if (p->second != NULL && second_is_own(s, p->second)) {
+    for (p = parts->deferred; p != NULL; p = p->next) {
+        if (p->second != NULL && callers_is_own(s, p->second)) {
             return 0;
         }
         others |= p->second != NULL;
@@ -32,16 +32,16 @@ oomkit_second_is_elsewhere(const oomkit_second *s, const oomkit_participants *pa
 }
 
 int
-oomkit_second_takes_over(oomkit_second *s, const oomkit_participants *parts)
+oomkit_callers_takes_over(oomkit_callers *s, const oomkit_participants *parts)
 {
-    oomkit_second *other;
-    oomkit_call *call = oomkit_second_call(s, parts);
+    oomkit_callers *other;
+    oomkit_call *call = oomkit_callers_call(s, parts);
     int unmarked = call->deferred.elsewhere == OOMKIT_UNMARKED, i;
 
     call->deferred.elsewhere = 0;
     for (other = s->st->seconds; other != NULL; other = other->next) {
         oomkit_call *theirs =
-            second_is_own(s, other) ? NULL : oomkit_second_call(other, parts);
+            callers_is_own(s, other) ? NULL : oomkit_callers_call(other, parts);
         for (i = 0; theirs != NULL && i < other->count; i++) {
             if (other->armed[i]->second == other && other->armed[i]->parts == parts) {
                 theirs = NULL;

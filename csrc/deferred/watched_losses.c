@@ -10,7 +10,7 @@
 
 /* A waiting loss that a backward will pass: its node is to tell the gradient. */
 static int
-watch_hook(oomkit_pending *p, PyObject *node)
+watch_hook(oomkit_deferred *p, PyObject *node)
 {
     OWNED PyObject *handle = NULL;
 
@@ -32,7 +32,7 @@ watch_root(oomkit_state *st, PyObject *root, PyObject *gradients)
     OWNED PyObject *node = PyObject_GetAttr(root, st->str_grad_fn);
     OWNED PyObject *number = NULL, *hooks = NULL;
     Py_ssize_t output;
-    oomkit_pending *p;
+    oomkit_deferred *p;
     int failed = 0;
 
     if (node == NULL || node == Py_None) {
@@ -42,7 +42,7 @@ watch_root(oomkit_state *st, PyObject *root, PyObject *gradients)
     if (p == NULL) {
         return failed ? -1 : 0;
     }
-    if (oomkit_second_claim(p) < 0) {
+    if (oomkit_callers_claim(p) < 0) {
         return -1;
     }
     if (p->kind != OOMKIT_RETURNED_WHOLE) {
@@ -57,7 +57,7 @@ watch_root(oomkit_state *st, PyObject *root, PyObject *gradients)
         !PyTuple_Check(gradients) || PyTuple_GET_SIZE(gradients) != 1) {
         return 0;
     }
-    if (oomkit_pending_gradient(p, PyTuple_GET_ITEM(gradients, 0)) < 0) {
+    if (oomkit_deferred_gradient(p, PyTuple_GET_ITEM(gradients, 0)) < 0) {
         return -1;
     }
     p->fired = 1;
@@ -76,7 +76,7 @@ watch_walk(oomkit_state *st, PyObject *work, int *losses, int *far)
          result == 0 && at < PyList_GET_SIZE(work) && at < WATCHED + EACH * *losses;
          at++) {
         PyObject *node = PyList_GET_ITEM(work, at); /* borrowed */
-        oomkit_pending *p;
+        oomkit_deferred *p;
         int known = PySet_Contains(seen, node);
         if (known != 0 || PySet_Add(seen, node) < 0) {
             result = known == 1 ? 0 : -1;
@@ -86,7 +86,7 @@ watch_walk(oomkit_state *st, PyObject *work, int *losses, int *far)
         if (p != NULL) {
             ++*losses;
             *far |= !p->small;
-            result = oomkit_second_claim(p) < 0 ? -1 : watch_hook(p, node);
+            result = oomkit_callers_claim(p) < 0 ? -1 : watch_hook(p, node);
             continue;
         }
         *far |= oomkit_node_is_leaf(node);

@@ -74,7 +74,7 @@ int
 oomkit_attempt_only_results(const oomkit_call *call)
 {
     return !call->training && !call->parts_moved && call->updating.count == 0 &&
-           call->cut->course[0].count == 0 && call->entry.owners.scalers == NULL &&
+           call->cut->sequence[0].count == 0 && call->entry.owners.scalers == NULL &&
            !call->updating.committed && call->options->weight == NULL &&
            call->deferred.returned == OOMKIT_RETURNED_NOTHING &&
            call->deferred.replayed == NULL;
@@ -109,11 +109,11 @@ attempt_slice(oomkit_call *call, PyObject **vector, PyObject **whole)
     int status;
 
     if (call->cut->at > 0 && oomkit_attempt_only_results(call) &&
-        oomkit_tx_begin_micro(call) < 0) {
+        oomkit_savepoint_compare(call) < 0) {
         return -1;
     }
     if ((call->split || call->deferred.replayed != NULL) &&
-        (oomkit_switches_restore(call) < 0 || oomkit_owners_again(call) < 0)) {
+        (oomkit_flags_restore(call) < 0 || oomkit_owners_again(call) < 0)) {
         return -1;
     }
     if (oomkit_tell_micro_begins(call) < 0) {
@@ -199,7 +199,7 @@ oomkit_attempt_join(oomkit_call *call)
         call->tries.joining && call->cut->losses.verification == NULL;
     call->cut->join.parked =
         call->training && call->deferred.returned == OOMKIT_RETURNED_NOTHING;
-    call->cut->join.one_loss = call->deferred.returned == OOMKIT_RETURNED_STASH;
+    call->cut->join.one_loss = call->deferred.returned == OOMKIT_RETURNED_EAGER;
     call->cut->join.rows_sure = oomkit_batch_rows_sure(&call->batch);
     if (call->cut->join.required && call->options->join == NULL) {
         Py_XSETREF(call->cut->join.sources, join_sources(call));
@@ -222,8 +222,9 @@ oomkit_attempt_join(oomkit_call *call)
 int
 oomkit_attempt_marks(oomkit_call *call)
 {
-    return oomkit_tx_sample(call) < 0 || oomkit_slots_note(call) < 0 ||
-                   oomkit_owners_epochs_note(call) < 0 || oomkit_pristine_take(call) < 0
+    return oomkit_params_sample(call) < 0 || oomkit_slots_note(call) < 0 ||
+                   oomkit_owners_epochs_note(call) < 0 ||
+                   oomkit_param_copies_take(call) < 0
                ? -1
                : 0;
 }

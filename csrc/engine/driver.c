@@ -135,7 +135,7 @@ oomkit_call_free(oomkit_call *call)
 {
     Py_ssize_t i;
 
-    oomkit_tx_end(call);
+    oomkit_savepoint_end(call);
     oomkit_tell_call_ends(call);
     if (oomkit_call_is_cut(call)) {
         oomkit_join_clear(&call->cut->join);

@@ -156,7 +156,7 @@ oomkit_pass_abandon(oomkit_call *call, PyObject *exception)
 static int
 pass_note_interrupted(oomkit_call *call, PyObject *exception)
 {
-    if (oomkit_tx_committed(call) != 1) {
+    if (oomkit_update_committed(call) != 1) {
         return 0;
     }
     return pass_add_note(
@@ -182,7 +182,8 @@ pass_note(oomkit_call *call, PyObject *exception, int parked)
     if (call->cut->slices == NULL && call->tries.ooms == 0) {
         return 0;
     }
-    if (oomkit_tx_committed(call) == 1 && /* but for what says itself how far it came */
+    if (oomkit_update_committed(call) ==
+            1 && /* but for what says itself how far it came */
         !PyObject_TypeCheck(exception, (PyTypeObject *)call->st->PartialUpdate)) {
         result = pass_add_note(
             exception, PyUnicode_FromString("oomkit: the update of this batch had been "
@@ -218,7 +219,7 @@ oomkit_recover_pass(oomkit_call *call, PyObject *exception)
     call->log.outcome = 2;
     oomkit_exception_give(exception);
     if ((call->split || call->tries.ooms > 0 || interrupted) &&
-        oomkit_tx_committed(call) == 0) {
+        oomkit_update_committed(call) == 0) {
         oomkit_recover_undo(call);
     }
     exception = oomkit_exception_take();

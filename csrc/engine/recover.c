@@ -170,7 +170,7 @@ recover_partial(oomkit_call *call)
 int
 oomkit_recover_committed(oomkit_call *call)
 {
-    int committed = oomkit_tx_committed(call);
+    int committed = oomkit_update_committed(call);
 
     return committed < 0 ||
                    (call->refused.why == NULL &&
@@ -194,7 +194,7 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception)
     committed = oomkit_recover_committed(call);
     if (committed < 0) {
         Py_DECREF(exception);
-        if (oomkit_tx_committed(call) == 0) {
+        if (oomkit_update_committed(call) == 0) {
             oomkit_recover_undo(call);
         }
         return oomkit_own_failed(call, "it was being judged whether to retry it");
@@ -248,12 +248,12 @@ recover_join(oomkit_call *call)
     if (oomkit_recover_roll_back(call) < 0) {
         return -1;
     }
-    oomkit_tx_end_attempt(call);
+    oomkit_savepoint_end_attempt(call);
     if (oomkit_recover_reclaim(call, call->sizes.baseline) < 0) {
         return -1;
     }
     if (call->tries.join_failures++ == 0) {
-        return oomkit_tx_begin(call);
+        return oomkit_savepoint_take(call);
     }
     return oomkit_give_up_for(
         call,
@@ -286,7 +286,7 @@ recover_go_on(oomkit_call *call)
                                       keep ? (Py_ssize_t)call->cut->at : 0);
     }
     call->deferred.may_hold |= call->training && !call->split;
-    oomkit_tx_end_attempt(call);
+    oomkit_savepoint_end_attempt(call);
     baseline = keep ? call->cut->micro.baseline_bytes : call->sizes.baseline;
     if (result == 0) {
         result = oomkit_replan_failed(call, keep, baseline);
@@ -298,7 +298,7 @@ recover_go_on(oomkit_call *call)
         return -1;
     }
     oomkit_window_anew(call);
-    return oomkit_tx_begin(call);
+    return oomkit_savepoint_take(call);
 }
 
 /* Ends the attempt that failed with the exception in flight. 0: call->cut->slices is

@@ -238,7 +238,7 @@ unfit_go_on(oomkit_call *call)
     if (oomkit_join_truncate(&call->cut->join, 0) < 0) {
         return -1;
     }
-    oomkit_tx_end_attempt(call);
+    oomkit_savepoint_end_attempt(call);
     call->cut->count = call->cut->at = 0;
     memset(&call->cut->measured, 0, sizeof(call->cut->measured));
     if (oomkit_recover_reclaim(call, call->sizes.baseline) < 0 ||
@@ -247,7 +247,7 @@ unfit_go_on(oomkit_call *call)
         return -1;
     }
     oomkit_window_anew(call);
-    return oomkit_tx_begin(call);
+    return oomkit_savepoint_take(call);
 }
 
 /* Rolls back. 0; -1 with `exception` (stolen) in flight, and what is not back said. */

@@ -37,7 +37,7 @@ oomkit_restart(oomkit_call *call)
     if (result == 0) {
         result = oomkit_recover_roll_back(call);
     }
-    oomkit_tx_end_attempt(call);
+    oomkit_savepoint_end_attempt(call);
     if (why == OOMKIT_RESTART_WIDER) {
         restart_wider(call);
     }
@@ -45,5 +45,5 @@ oomkit_restart(oomkit_call *call)
         return -1;
     }
     call->cut->at = 0;
-    return oomkit_tx_begin(call);
+    return oomkit_savepoint_take(call);
 }

@@ -184,7 +184,7 @@ engine_begin(oomkit_call *call)
         return -1;
     }
     if ((call->options->restore_batch && oomkit_batch_save(st, &call->batch) < 0) ||
-        oomkit_tx_begin(call) < 0) {
+        oomkit_savepoint_take(call) < 0) {
         return -1;
     }
     if (call->step->seen_oom || call->options->accumulation_steps > 1 ||
@@ -287,7 +287,7 @@ engine_returned(oomkit_call *call, PyObject *result, int needs_backward)
                      : 0;
 
     if (status < 0) {
-        if (oomkit_tx_committed(call) == 0) {
+        if (oomkit_update_committed(call) == 0) {
             oomkit_recover_undo(call);
         }
         return oomkit_own_failed(call, "what its backward() will need was being kept");

@@ -4,7 +4,7 @@
 
 #include "method.h"
 
-typedef struct oomkit_pending oomkit_pending;
+typedef struct oomkit_deferred oomkit_deferred;
 
 extern PyType_Spec oomkit_interceptor_spec, oomkit_backward_spec;
 

@@ -250,7 +250,7 @@ oomkit_intercept_zero_grad_begins(PyObject *module)
         call->backward.cleared != NULL || !oomkit_call_has_module(call, module)) {
         return 0;
     }
-    call->backward.cleared = oomkit_course_where();
+    call->backward.cleared = oomkit_where();
     return call->backward.cleared == NULL ? -1 : 0;
 }
 

@@ -228,8 +228,8 @@ interceptor_step(interceptor_object *self, PyObject *const *args, size_t nargsf,
     call->refused.why = computes ? OOMKIT_CLOSURE_REFUSAL : call->refused.why;
     if (oomkit_optimizer_mark_take(call, self->target, &index) < 0 ||
         (!computes && oomkit_predict_update(call, self->target) < 0) ||
-        (call->options->optimizer_copy &&
-         (oomkit_optimizer_copy(call, index) < 0 || oomkit_pristine_rest(call) < 0))) {
+        (call->options->optimizer_copy && (oomkit_optimizer_copy(call, index) < 0 ||
+                                           oomkit_param_copies_rest(call) < 0))) {
         return NULL;
     }
     if (computes) {
@@ -300,8 +300,8 @@ interceptor_other(interceptor_object *self, PyObject *const *args, size_t nargsf
         (stepped != NULL && oomkit_attributes_mark(call, stepped) < 0)) {
         return NULL;
     }
-    if (call->options->optimizer_copy &&
-        (oomkit_owner_copy(call, self->target) < 0 || oomkit_pristine_rest(call) < 0)) {
+    if (call->options->optimizer_copy && (oomkit_owner_copy(call, self->target) < 0 ||
+                                          oomkit_param_copies_rest(call) < 0)) {
         return NULL;
     }
     if (oomkit_tell_update_runs(call, &update) < 0) {

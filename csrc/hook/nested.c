@@ -123,7 +123,7 @@ oomkit_nested_refuse(oomkit_state *st, oomkit_call *call)
     if (inside != 0) {
         return inside < 0 ? -1 : 0;
     }
-    where = oomkit_course_where();
+    where = oomkit_where();
     if (where == NULL) {
         return -1;
     }

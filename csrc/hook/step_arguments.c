@@ -15,7 +15,7 @@
 static int
 given_refuse(interceptor_object *self, PyObject *argument, const char *why)
 {
-    OWNED PyObject *where = oomkit_course_where();
+    OWNED PyObject *where = oomkit_where();
 
     if (where == NULL) {
         return -1;

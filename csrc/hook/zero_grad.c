@@ -126,7 +126,7 @@ oomkit_interceptor_clears(interceptor_object *self, PyObject *const *args,
         return oomkit_interceptor_original(self, args, nargsf, kwnames);
     }
     if (call->backward.done > 0 && call->backward.cleared == NULL &&
-        (call->backward.cleared = oomkit_course_where()) == NULL) {
+        (call->backward.cleared = oomkit_where()) == NULL) {
         return NULL;
     }
     plain = self->has_cleared ? clearing_is_plain(self, nargsf, kwnames) : 0;

@@ -294,8 +294,9 @@ part_begin(oomkit_chunks *self)
     oomkit_call *call = &self->call;
     PyObject *part; /* owned */
 
-    oomkit_tx_end_attempt(call);
-    if (oomkit_tx_begin(call) < 0 || (call->cut->at > 0 && part_remark(self) < 0)) {
+    oomkit_savepoint_end_attempt(call);
+    if (oomkit_savepoint_take(call) < 0 ||
+        (call->cut->at > 0 && part_remark(self) < 0)) {
         return NULL;
     }
     self->part_baseline_bytes = oomkit_device_allocated(self->st, call->device);

@@ -59,11 +59,11 @@ typedef struct oomkit_image {
 /* Counted by hand: the site holds one reference, every call in progress another. Strong
  * references are held to parameters alone, and dropped when one of the modules or
  * optimizers that lead to them dies, so that a deleted model is freed. */
-struct oomkit_pending;
+struct oomkit_deferred;
 
 typedef struct oomkit_participants {
     Py_ssize_t refs;
-    struct oomkit_pending *pendings; /* borrowed: losses that wait, the newest first */
+    struct oomkit_deferred *deferred; /* borrowed: losses that wait, the newest first */
     struct oomkit_participants *waiting_next,
         *waiting_previous; /* borrowed: others of which losses wait, in the state */
     int busy; /* calls at work with it now: copies of buffers serve one at a time */

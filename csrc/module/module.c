@@ -221,7 +221,7 @@ static PyObject *
 module_optimizer_begins(PyObject *Py_UNUSED(module), PyObject *const *args,
                         Py_ssize_t count)
 {
-    if (count > 0 && oomkit_strangers_optimizer_begins(args[0]) < 0) {
+    if (count > 0 && oomkit_unknown_optimizer_begins(args[0]) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;
@@ -231,7 +231,7 @@ static PyObject *
 module_optimizer_ends(PyObject *Py_UNUSED(module), PyObject *const *Py_UNUSED(args),
                       Py_ssize_t Py_UNUSED(count))
 {
-    oomkit_strangers_optimizer_ends();
+    oomkit_unknown_optimizer_ends();
     Py_RETURN_NONE;
 }
 
@@ -250,7 +250,7 @@ module_forward_begins(PyObject *Py_UNUSED(module), PyObject *const *args,
 static PyObject *
 module_switch_begins(PyObject *module, PyObject *target)
 {
-    if (oomkit_switches_note(oomkit_state_of_module(module), target) < 0) {
+    if (oomkit_flags_note(oomkit_state_of_module(module), target) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;
@@ -386,8 +386,8 @@ module_exec(PyObject *module)
         module_add_type(module, &st->interceptor_type, &oomkit_interceptor_spec) < 0 ||
         module_add_type(module, &st->hook_type, &oomkit_hook_spec) < 0 ||
         module_add_type(module, &st->backward_type, &oomkit_backward_spec) < 0 ||
-        module_add_type(module, &st->pending_type, &oomkit_pending_spec) < 0 ||
-        module_add_type(module, &st->relay_type, &oomkit_relay_spec) < 0 ||
+        module_add_type(module, &st->deferred_type, &oomkit_deferred_spec) < 0 ||
+        module_add_type(module, &st->between_type, &oomkit_between_spec) < 0 ||
         module_add_type(module, &st->guard_type, &oomkit_guard_spec) < 0 ||
         module_add_type(module, &st->chunks_type, &oomkit_chunks_spec) < 0 ||
         module_add_type(module, &st->guarded_type, &oomkit_guarded_spec) < 0 ||

@@ -39,7 +39,7 @@ static const oomkit_rule *const when_split[] = {
 
 static const oomkit_wiring wiring = {.when_whole = when_whole,
                                      .when_split = when_split,
-                                     .outside = &oomkit_callers_backward,
+                                     .outside = &oomkit_backward_outside_calls,
                                      .step_of_object = oomkit_step_of_instance,
                                      .make_step = oomkit_step_make};
 

@@ -99,7 +99,7 @@ oomkit_updated(oomkit_call *call, PyObject **list)
 /* Is the point of no return behind us? 1, 0 or -1. Keeps an exception in flight: torch
  * is asked by attribute where there is no bridge, and that fails while one is set. */
 int
-oomkit_tx_committed(oomkit_call *call)
+oomkit_update_committed(oomkit_call *call)
 {
     PyObject *exception; /* owned, given back */
     int result;

@@ -27,7 +27,7 @@ group_copy(oomkit_state *st, PyObject *group)
 }
 
 PyObject *
-oomkit_groups_copy(oomkit_state *st, PyObject *optimizer)
+oomkit_hyperparams_copy(oomkit_state *st, PyObject *optimizer)
 {
     OWNED PyObject *groups = PyObject_GetAttr(optimizer, st->str_param_groups);
     OWNED PyObject *copies = groups == NULL ? NULL : PyList_New(0);
@@ -96,18 +96,18 @@ group_changed(oomkit_state *st, PyObject *group, PyObject *copy, PyObject **name
  * have used. A line that sets a value (`lr = schedule(step)`) leaves the same in each
  * micro-batch, one that changes it does not. */
 int
-oomkit_owners_groups_note(oomkit_call *call, PyObject *optimizer)
+oomkit_hyperparams_note(oomkit_call *call, PyObject *optimizer)
 {
     if (oomkit_pairs_find(call->entry.owners.groups_after, optimizer) != NULL) {
         return 0;
     }
     return oomkit_pairs_add(&call->entry.owners.groups_after, optimizer,
-                            oomkit_groups_copy(call->st, optimizer));
+                            oomkit_hyperparams_copy(call->st, optimizer));
 }
 
 /* Has a value changed since then? 1 with *name (borrowed), 0, -1. */
 int
-oomkit_owners_groups_changed(oomkit_call *call, PyObject *optimizer, PyObject **name)
+oomkit_hyperparams_changed(oomkit_call *call, PyObject *optimizer, PyObject **name)
 {
     PyObject *copies =
         oomkit_pairs_find(call->entry.owners.groups_after, optimizer); /* borrowed */
@@ -160,7 +160,7 @@ group_restore(oomkit_state *st, PyObject *group, PyObject *copy)
 }
 
 int
-oomkit_groups_restore(oomkit_state *st, PyObject *optimizer, PyObject *copies)
+oomkit_hyperparams_restore(oomkit_state *st, PyObject *optimizer, PyObject *copies)
 {
     OWNED PyObject *groups = PyObject_GetAttr(optimizer, st->str_param_groups);
     Py_ssize_t i;
@@ -195,8 +195,8 @@ oomkit_owners_again(oomkit_call *call)
         PyObject *pair = PyList_GET_ITEM(list, i); /* borrowed */
         if (PyObject_TypeCheck(PyTuple_GET_ITEM(pair, 0),
                                (PyTypeObject *)call->st->Optimizer)) {
-            result = oomkit_groups_restore(call->st, PyTuple_GET_ITEM(pair, 0),
-                                           PyTuple_GET_ITEM(pair, 1));
+            result = oomkit_hyperparams_restore(call->st, PyTuple_GET_ITEM(pair, 0),
+                                                PyTuple_GET_ITEM(pair, 1));
         }
     }
     return result;
@@ -210,7 +210,7 @@ groups_end(oomkit_call *call)
 {
     PyObject *list = call->entry.owners.user; /* borrowed from call */
     Py_ssize_t i;
-    int result = 0, committed = call->is_last ? oomkit_tx_committed(call) : 0;
+    int result = 0, committed = call->is_last ? oomkit_update_committed(call) : 0;
 
     if (committed != 0) {
         return committed < 0 ? -1 : 0;
@@ -224,9 +224,9 @@ groups_end(oomkit_call *call)
         }
         if (call->cut->at == 0) {
             result = oomkit_pairs_add(&call->entry.owners.groups_end, optimizer,
-                                      oomkit_groups_copy(call->st, optimizer));
+                                      oomkit_hyperparams_copy(call->st, optimizer));
         } else {
-            result = oomkit_groups_refuse_moved(call, optimizer);
+            result = oomkit_hyperparams_refuse_moved(call, optimizer);
         }
     }
     return result;
@@ -278,10 +278,10 @@ oomkit_owners_epochs_moved(oomkit_call *call, PyObject **scheduler)
 /* A learning rate that changes in every micro-batch: asked at each step() after the
  * first micro-batch's, held back or not. 0, or -1 with SplitError. */
 int
-oomkit_groups_refuse_moved(oomkit_call *call, PyObject *optimizer)
+oomkit_hyperparams_refuse_moved(oomkit_call *call, PyObject *optimizer)
 {
     PyObject *name = NULL; /* borrowed */
-    int changed = oomkit_owners_groups_changed(call, optimizer, &name);
+    int changed = oomkit_hyperparams_changed(call, optimizer, &name);
 
     if (changed <= 0) {
         return changed;

@@ -14,11 +14,11 @@ oomkit_updated(oomkit_call *call, PyObject **list);
 
 /* --- hyperparams.c --- */
 PyObject *
-oomkit_groups_copy(oomkit_state *st, PyObject *optimizer);
+oomkit_hyperparams_copy(oomkit_state *st, PyObject *optimizer);
 int
-oomkit_groups_restore(oomkit_state *st, PyObject *optimizer, PyObject *copies);
+oomkit_hyperparams_restore(oomkit_state *st, PyObject *optimizer, PyObject *copies);
 int
-oomkit_owners_groups_note(oomkit_call *call, PyObject *optimizer);
+oomkit_hyperparams_note(oomkit_call *call, PyObject *optimizer);
 int
 oomkit_owners_again(oomkit_call *call);
 int
@@ -26,7 +26,7 @@ oomkit_owners_epochs_note(oomkit_call *call);
 int
 oomkit_owners_epochs_moved(oomkit_call *call, PyObject **scheduler);
 int
-oomkit_owners_groups_changed(oomkit_call *call, PyObject *optimizer, PyObject **name);
+oomkit_hyperparams_changed(oomkit_call *call, PyObject *optimizer, PyObject **name);
 
 /* --- optimizer.c --- */
 /* Moved: 1 when a parameter or a state tensor changed in place. */
@@ -63,9 +63,9 @@ oomkit_metrics_settle(oomkit_call *call, PyObject *scheduler, PyObject *const *a
                       Py_ssize_t *at);
 
 int
-oomkit_groups_refuse_moved(oomkit_call *call, PyObject *optimizer);
+oomkit_hyperparams_refuse_moved(oomkit_call *call, PyObject *optimizer);
 
 int
-oomkit_tx_committed(oomkit_call *call);
+oomkit_update_committed(oomkit_call *call);
 
 #endif

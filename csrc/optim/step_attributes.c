@@ -61,7 +61,7 @@ attributes_hold(oomkit_call *call)
     if (call->hooked.depth > 1 || call->options->optimizer_copy) {
         return 1;
     }
-    committed = oomkit_tx_committed(call);
+    committed = oomkit_update_committed(call);
     return committed < 0 ? -1 : !committed;
 }
 

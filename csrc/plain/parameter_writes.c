@@ -48,8 +48,8 @@ oomkit_writes_hidden(const oomkit_call *call)
 }
 
 int
-oomkit_pristine_refuse(oomkit_call *call, PyObject **message, Py_ssize_t first,
-                       Py_ssize_t count)
+oomkit_param_copies_refuse(oomkit_call *call, PyObject **message, Py_ssize_t first,
+                           Py_ssize_t count)
 {
     OWNED PyObject *name = oomkit_describe_tensor(call, call->parts->params[first]);
 

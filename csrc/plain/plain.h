@@ -18,7 +18,7 @@ oomkit_writes_hidden(const oomkit_call *call);
 /* The words for them, `first` one and `count` in all. 1 and *message (owned),
  * or -1. */
 int
-oomkit_pristine_refuse(oomkit_call *call, PyObject **message, Py_ssize_t first,
-                       Py_ssize_t count);
+oomkit_param_copies_refuse(oomkit_call *call, PyObject **message, Py_ssize_t first,
+                           Py_ssize_t count);
 
 #endif

@@ -35,12 +35,12 @@ static PyObject *
 watch_gradients(oomkit_call *call, int parked)
 {
     Py_ssize_t i, n = call->parts->param_count;
-    PyObject **stash = call->grads.is_parked ? call->grads.parked : NULL; /* borrowed */
+    PyObject **eager = call->grads.is_parked ? call->grads.parked : NULL; /* borrowed */
     OWNED PyObject *list = PyList_New(n);
 
     for (i = 0; list != NULL && i < n; i++) {
         PyObject *gradient = /* owned, stolen by the list */
-            parked ? Py_NewRef(stash != NULL && stash[i] != NULL ? stash[i] : Py_None)
+            parked ? Py_NewRef(eager != NULL && eager[i] != NULL ? eager[i] : Py_None)
                    : grads_get(call, i);
         if (gradient == NULL) {
             return NULL;
@@ -92,7 +92,7 @@ watch_tell_gradients(oomkit_call *call, const char *method, int parked)
     if (list == NULL) {
         return -1;
     }
-    if (call->grads.stashing) {
+    if (call->grads.eager) {
         done = PyObject_CallMethod(call->proof->judge, "stashed", NULL);
         if (done == NULL) {
             return -1;
@@ -107,7 +107,7 @@ proof_swept(oomkit_call *call)
     if (!call->is_last) {
         return watch_tell_gradients(call, "parked", 1);
     }
-    return call->proof->raw ? watch_tell_gradients(call, "swept", call->grads.stashing)
+    return call->proof->raw ? watch_tell_gradients(call, "swept", call->grads.eager)
                             : 0;
 }
 
@@ -118,9 +118,8 @@ oomkit_proof_finish(oomkit_proof *p)
     OWNED PyObject *done =
         marks ? PyObject_CallMethod(p->judge, "ended", "O", marks) : NULL;
 
-    return done == NULL
-               ? -1
-               : watch_tell_gradients(p->call, "finish", p->call->grads.stashing);
+    return done == NULL ? -1
+                        : watch_tell_gradients(p->call, "finish", p->call->grads.eager);
 }
 
 int
@@ -270,7 +269,7 @@ static int
 proof_micro_ends(oomkit_call *call, PyObject *result)
 {
     if (call->split && call->cut->at == 0 && !call->is_last &&
-        oomkit_proof_is_new_course(call)) {
+        oomkit_proof_is_new_sequence(call)) {
         call->unknown.restart = OOMKIT_RESTART_PROOF;
         oomkit_raise(call->st->SplitError,
                      "auto_batch begins the step again, to compare its micro-batches "

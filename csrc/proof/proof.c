@@ -770,8 +770,8 @@ prove(oomkit_call *call)
     }
     if (result >= 0) {
         result = oomkit_proven_note(call, Py_XNewRef(p.rule),
-                                    PyObject_GetAttrString(p.judge, "tried"), p.course,
-                                    p.level);
+                                    PyObject_GetAttrString(p.judge, "tried"),
+                                    p.sequence, p.level);
     }
     if (result >= 0) {
         result = oomkit_proven_write(call->step);

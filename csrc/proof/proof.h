@@ -29,7 +29,7 @@ typedef struct oomkit_proof {
     int by_chance;            /* numbers are drawn all the same: compared coarsely */
     int trained;              /* a backward was seen */
     int unjoined;             /* results of parts of one row could not be joined */
-    uint64_t course;          /* of the events of the whole run */
+    uint64_t sequence;        /* of the events of the whole run */
     int64_t start, length, first;
     int64_t fits; /* rows of the largest micro-batch */
     /* the call's own, aside while the proof runs */

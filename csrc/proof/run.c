@@ -42,7 +42,7 @@ oomkit_proof_aside(oomkit_proof *p)
 {
     oomkit_call *call = p->call;
 
-    oomkit_tx_end_attempt(call);
+    oomkit_savepoint_end_attempt(call);
     p->own_options = call->options;
     p->options = *call->options;
     if (p->options.rng == OOMKIT_RNG_NONE) {
@@ -107,7 +107,7 @@ oomkit_proof_back(oomkit_proof *p)
     Py_XSETREF(call->entry.flags, p->switches);
     if (call->unknown.restart ==
         0) { /* else there are other participants to be marked */
-        result = oomkit_tx_begin(call);
+        result = oomkit_savepoint_take(call);
     }
     if (exception != NULL) {
         if (result < 0) {
@@ -179,7 +179,7 @@ oomkit_proof_put_back(oomkit_proof *p)
     if (result == 0 && queued) {
         result = oomkit_backward_drain(call->st);
     }
-    oomkit_tx_end_attempt(call);
+    oomkit_savepoint_end_attempt(call);
     call->refused.raised = raised; /* of an error that is to pass */
     if (exception == NULL) {
         return result;
@@ -257,7 +257,7 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
     }
     call->split = 1; /* one slice, too: held, weighed and counted as the others */
     call->cut->unfit.by_step = 0; /* of an attempt before */
-    status = oomkit_tx_begin(call);
+    status = oomkit_savepoint_take(call);
     if (status == 0 && p->draw) {
         done = PyObject_CallMethod(p->judge, "draw", NULL);
         status = done == NULL ? -1 : 0;
@@ -286,8 +286,8 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
     Py_CLEAR(call->cut->join.updated);
     Py_CLEAR(call->cut->join.sources);
     call->cut->join.required = 0;
-    if (status == 0 && p->course == 0) {
-        p->course = oomkit_proof_course(call);
+    if (status == 0 && p->sequence == 0) {
+        p->sequence = oomkit_proof_sequence(call);
     }
     if (status == 0 && moved != NULL) {
         *moved = run_drew(p);

@@ -81,7 +81,7 @@ verify_run(oomkit_proof *p, int64_t start, int64_t length, int part, int *moved)
             return -1;
         }
     }
-    result = oomkit_tx_begin(call);
+    result = oomkit_savepoint_take(call);
     if (result == 0) {
         result = oomkit_attempt_marks(call);
     }

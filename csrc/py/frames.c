@@ -5,7 +5,7 @@
 /* Does this frame run code of torch, or of a library that stands between it and the
  * step? Nobody can change a line of theirs. */
 static int
-course_is_library(PyFrameObject *frame)
+sequence_is_library(PyFrameObject *frame)
 {
     static const char *const packages[] = {"torch", "accelerate", "contextlib",
                                            "oomkit"};
@@ -31,14 +31,14 @@ course_is_library(PyFrameObject *frame)
 /* "file:line" of the innermost Python frame that is the user's. New reference, or NULL
  * with an exception. */
 PyObject *
-oomkit_course_where(void)
+oomkit_where(void)
 {
     PyFrameObject *innermost = PyEval_GetFrame();                  /* borrowed */
     PyFrameObject *frame = (PyFrameObject *)Py_XNewRef(innermost); /* owned */
     PyCodeObject *code;                                            /* owned */
     PyObject *where;                                               /* owned, returned */
 
-    while (frame != NULL && course_is_library(frame)) {
+    while (frame != NULL && sequence_is_library(frame)) {
         if (oomkit_frame_back(&frame) < 0) {
             return NULL;
         }

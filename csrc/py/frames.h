@@ -7,6 +7,6 @@
 /* "file:line" of the innermost frame that is neither torch's nor ours. New reference,
  * or NULL with an exception. */
 PyObject *
-oomkit_course_where(void);
+oomkit_where(void);
 
 #endif

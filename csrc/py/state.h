@@ -152,8 +152,8 @@
     X(interceptor_type)                                                                \
     X(hook_type)                                                                       \
     X(backward_type)                                                                   \
-    X(pending_type)                                                                    \
-    X(relay_type)                                                                      \
+    X(deferred_type)                                                                   \
+    X(between_type)                                                                    \
     X(current_type)                                                                    \
     X(record_type)                                                                     \
     X(report_type)                                                                     \
@@ -328,16 +328,16 @@ typedef struct oomkit_state {
     uint64_t stream_size;        /* of its bytes; 0: they cannot be read */
     uint64_t structure_generation; /* grows when a module gains a parameter or child */
     int structure_hooked;          /* our registration hooks are installed */
-    int flush_pending;         /* a guard wants the cache emptied at the next call */
-    uint64_t run_peak_bytes;   /* highest peak of any step so far (devices) */
-    int settings_expandable;   /* what was read then: 1 or 0 */
-    int seen_oom;              /* some step has run out of memory */
-    int keeps_nothing;         /* sizes go with their step: for tests */
-    int proves_nothing;        /* as with verify=False everywhere: for tests */
-    int bound;                 /* state_bind has succeeded */
-    uint64_t switches_dropped; /* reports that switch_log holds no more */
-    int withheld_ready;        /* torch's helpers accept that gradients are withheld */
-    int backward_patched;      /* our hook is installed */
+    int flush_pending;       /* a guard wants the cache emptied at the next call */
+    uint64_t run_peak_bytes; /* highest peak of any step so far (devices) */
+    int settings_expandable; /* what was read then: 1 or 0 */
+    int seen_oom;            /* some step has run out of memory */
+    int keeps_nothing;       /* sizes go with their step: for tests */
+    int proves_nothing;      /* as with verify=False everywhere: for tests */
+    int bound;               /* state_bind has succeeded */
+    uint64_t flags_dropped;  /* reports that switch_log holds no more */
+    int withheld_ready;      /* torch's helpers accept that gradients are withheld */
+    int backward_patched;    /* our hook is installed */
     oomkit_type_kind kinds[OOMKIT_TYPE_KINDS];
     uint64_t engine_runs;   /* of autograd that write to .grad, nested ones too */
     uint64_t chunks_handed; /* parts that loops have got */
@@ -345,8 +345,8 @@ typedef struct oomkit_state {
                                          latest first */
     struct oomkit_participants
         *waiting; /* borrowed: those of which losses wait for their backward */
-    uint64_t pending_serial;       /* how many ever did */
-    struct oomkit_second *seconds; /* borrowed: backwards running as the second half
+    uint64_t deferred_serial;       /* how many ever did */
+    struct oomkit_callers *seconds; /* borrowed: backwards running as the second half
                                       of a call, on any thread */
 } oomkit_state;
 

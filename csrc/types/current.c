@@ -35,7 +35,7 @@ current_get(PyObject *module, PyObject *Py_UNUSED(ignored))
     int split = call != NULL && call->split && call->running, i;
 
     if (call != NULL && call->running) {
-        call->course_waived = 1; /* the function decides for itself what runs when */
+        call->sequence_waived = 1; /* the function decides for itself what runs when */
     }
     current = PyStructSequence_New((PyTypeObject *)st->current_type);
     if (current == NULL) {

@@ -10,7 +10,7 @@
 
 /* torch is about to set `training` of this module. 0 or -1. */
 int
-oomkit_switches_note(oomkit_state *st, PyObject *module)
+oomkit_flags_note(oomkit_state *st, PyObject *module)
 {
     oomkit_call *call = oomkit_call_current();
     OWNED PyObject *address = NULL, *flag = NULL, *ref = NULL, *pair = NULL;
@@ -41,7 +41,7 @@ oomkit_switches_note(oomkit_state *st, PyObject *module)
 
 /* The flag of each of these modules (a dict as above, borrowed) as it was. 0 or -1. */
 static int
-switches_training(oomkit_state *st, PyObject *switches)
+flags_training(oomkit_state *st, PyObject *switches)
 {
     OWNED PyObject *pairs = PyDict_Values(switches);
     Py_ssize_t i;
@@ -73,7 +73,7 @@ flags_now(oomkit_state *st, const oomkit_participants *parts)
 
     if (flags == NULL) {
         PyErr_NoMemory();
-    } else if (oomkit_tx_params_flags_now(st, parts, flags) < 0) {
+    } else if (oomkit_params_flags_now(st, parts, flags) < 0) {
         PyMem_Free(flags);
         flags = NULL;
     }
@@ -82,7 +82,7 @@ flags_now(oomkit_state *st, const oomkit_participants *parts)
 
 /* requires_grad of every parameter as in `flags`. 0 or -1. */
 static int
-switches_grads(oomkit_call *call, const uint8_t *flags)
+flags_grads(oomkit_call *call, const uint8_t *flags)
 {
     Py_ssize_t i, n = call->parts->param_count;
     OWNED_MEMORY uint8_t *now = flags_now(call->st, call->parts);
@@ -99,16 +99,15 @@ switches_grads(oomkit_call *call, const uint8_t *flags)
 
 /* Everything as at entry. 0 or -1. */
 int
-oomkit_switches_restore(oomkit_call *call)
+oomkit_flags_restore(oomkit_call *call)
 {
-    if (call->entry.flags != NULL &&
-        switches_training(call->st, call->entry.flags) < 0) {
+    if (call->entry.flags != NULL && flags_training(call->st, call->entry.flags) < 0) {
         return -1;
     }
     if (call->entry.versions == NULL || call->parts->param_count == 0) {
         return 0;
     }
-    return switches_grads(call, oomkit_tx_params_flags(call, 0));
+    return flags_grads(call, oomkit_params_flags(call, 0));
 }
 
 /* --- around a replay, which begins as the call began --- */
@@ -116,7 +115,7 @@ oomkit_switches_restore(oomkit_call *call)
 /* It will not be run: everything stays as it stands. Keeps the exception in flight when
  * it has nothing to add. 0 or -1. */
 int
-oomkit_switches_keep(oomkit_call *call)
+oomkit_flags_keep(oomkit_call *call)
 {
     Py_ssize_t n = call->parts->param_count;
     OWNED PyObject *exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;
@@ -127,7 +126,7 @@ oomkit_switches_keep(oomkit_call *call)
         return -1;
     }
     if (call->entry.versions != NULL) {
-        memcpy(oomkit_tx_params_flags(call, 0), now, (size_t)n);
+        memcpy(oomkit_params_flags(call, 0), now, (size_t)n);
     }
     if (exception != NULL) {
         oomkit_exception_give(STEAL(exception));
@@ -137,20 +136,19 @@ oomkit_switches_keep(oomkit_call *call)
 
 /* At the end of a call whose loss is returned. 0 or -1. */
 int
-oomkit_switches_note_end(oomkit_call *call)
+oomkit_flags_note_end(oomkit_call *call)
 {
     if (call->entry.versions == NULL || call->parts->param_count == 0) {
         return 0;
     }
-    return oomkit_tx_params_flags_now(call->st, call->parts,
-                                      oomkit_tx_params_flags(call, 1));
+    return oomkit_params_flags_now(call->st, call->parts, oomkit_params_flags(call, 1));
 }
 
 /* Has a parameter been frozen or unfrozen since then? A backward heeds that; neither a
  * replay from the entry nor a stash does. 1, 0 or -1. */
 int
-oomkit_switches_frozen_since(oomkit_state *st, const oomkit_participants *parts,
-                             const uint32_t *param_versions)
+oomkit_flags_frozen_since(oomkit_state *st, const oomkit_participants *parts,
+                          const uint32_t *param_versions)
 {
     size_t n = (size_t)parts->param_count;
     OWNED_MEMORY uint8_t *now = NULL;
@@ -165,7 +163,7 @@ oomkit_switches_frozen_since(oomkit_state *st, const oomkit_participants *parts,
 
 /* How everything stands now. 0 or -1. */
 int
-oomkit_switches_now(oomkit_call *call, oomkit_switches *now)
+oomkit_flags_read(oomkit_call *call, oomkit_flags *now)
 {
     PyObject *key, *pair; /* borrowed from the dict */
     Py_ssize_t at = 0;
@@ -194,24 +192,24 @@ oomkit_switches_now(oomkit_call *call, oomkit_switches *now)
 
 /* Back to that, and lets go of it. 0 or -1. */
 int
-oomkit_switches_then(oomkit_call *call, oomkit_switches *now)
+oomkit_flags_write(oomkit_call *call, oomkit_flags *now)
 {
     int result = 0;
 
     if (now->training != NULL && now->requires_grad != NULL) {
-        result = switches_training(call->st, now->training) < 0 ||
-                         switches_grads(call, now->requires_grad) < 0
+        result = flags_training(call->st, now->training) < 0 ||
+                         flags_grads(call, now->requires_grad) < 0
                      ? -1
                      : 0;
     }
     if (result == 0) { /* else it will be tried again */
-        oomkit_switches_clear(now);
+        oomkit_flags_clear(now);
     }
     return result;
 }
 
 void
-oomkit_switches_clear(oomkit_switches *now)
+oomkit_flags_clear(oomkit_flags *now)
 {
     Py_CLEAR(now->training);
     PyMem_Free(now->requires_grad);

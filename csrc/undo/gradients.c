@@ -110,13 +110,13 @@ oomkit_grads_mark(oomkit_call *call)
     g->marked = 1;
     g->engine_runs = st->engine_runs;
     oomkit_baseline_marked(call);
-    if (g->at_entry && !g->stashing && g->owed == OOMKIT_OWED_NOTHING &&
+    if (g->at_entry && !g->eager && g->owed == OOMKIT_OWED_NOTHING &&
         !oomkit_proof_of_whole(call) && oomkit_call_wants_copies(call)) {
         return grads_copy(call);
     }
     /* Without copies what a micro-batch adds to the caller's gradients could not be
      * taken back: they stay out of a split call until its last backward. */
-    if (g->at_entry && !g->stashing && call->split && call->deferred.replayed == NULL &&
+    if (g->at_entry && !g->eager && call->split && call->deferred.replayed == NULL &&
         g->copies == NULL && !oomkit_proof_of_whole(call)) {
         g->apart = 1;
         return oomkit_grads_put_away(call);
@@ -207,7 +207,7 @@ oomkit_grads_unpark(oomkit_call *call)
     oomkit_grads *g = &call->grads;
     Py_ssize_t i;
 
-    if (g->stashing && !g->away && oomkit_grads_put_away(call) < 0) {
+    if (g->eager && !g->away && oomkit_grads_put_away(call) < 0) {
         return -1;
     }
     if (!g->is_parked) {
@@ -500,7 +500,7 @@ gradients_backward_ends(oomkit_call *call, const oomkit_backward *backward)
     if (!call->split) {
         return oomkit_grads_settle(call);
     }
-    if (!call->is_last || call->grads.stashing) {
+    if (!call->is_last || call->grads.eager) {
         return oomkit_grads_park(call);
     }
     return oomkit_grads_settle(call) < 0 ? -1 : oomkit_grads_note_last(call);

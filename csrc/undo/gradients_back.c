@@ -209,7 +209,7 @@ grads_bring_out(oomkit_call *call)
 {
     oomkit_grads *g = &call->grads;
 
-    if (g->stashing || g->apart) {
+    if (g->eager || g->apart) {
         if (oomkit_grads_bring_back(call) < 0) {
             return -1;
         }
@@ -224,7 +224,7 @@ grads_bring_out(oomkit_call *call)
         grads_array_free(call, &g->parked);
         g->is_parked = 0;
     }
-    return g->stashing ? 0 : oomkit_grads_unpark(call);
+    return g->eager ? 0 : oomkit_grads_unpark(call);
 }
 
 /* The first parameter whose gradient cannot go back, or -1. */

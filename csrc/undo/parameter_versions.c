@@ -38,7 +38,7 @@ params_read(oomkit_state *st, const oomkit_participants *parts, uint32_t *versio
 
 /* A parameter that moved since the attempt began: 1 and its index; 0; -1. */
 int
-oomkit_tx_params_moved(oomkit_call *call, Py_ssize_t *which)
+oomkit_params_moved(oomkit_call *call, Py_ssize_t *which)
 {
     Py_ssize_t i, n = call->parts->param_count;
     OWNED_MEMORY uint32_t *now = NULL;
@@ -66,7 +66,7 @@ oomkit_tx_params_moved(oomkit_call *call, Py_ssize_t *which)
 /* While split: what 64 values of each parameter are, for writes that bump no version.
  */
 int
-oomkit_tx_sample(oomkit_call *call)
+oomkit_params_sample(oomkit_call *call)
 {
     Py_ssize_t i, n = call->parts->param_count;
 
@@ -89,7 +89,7 @@ oomkit_tx_sample(oomkit_call *call)
 
 /* A parameter whose values changed since then: 1 and its index, or 0. */
 int
-oomkit_tx_params_rewritten(const oomkit_call *call, Py_ssize_t *which)
+oomkit_params_rewritten(const oomkit_call *call, Py_ssize_t *which)
 {
     Py_ssize_t i;
     for (i = 0; call->entry.samples != NULL && i < call->parts->param_count; i++) {
@@ -105,7 +105,7 @@ oomkit_tx_params_rewritten(const oomkit_call *call, Py_ssize_t *which)
 
 /* What the parameters' versions are now. 0 or -1. */
 int
-oomkit_tx_params_mark(oomkit_call *call)
+oomkit_params_mark(oomkit_call *call)
 {
     Py_ssize_t n = call->parts->param_count;
 
@@ -120,19 +120,19 @@ oomkit_tx_params_mark(oomkit_call *call)
         }
     }
     return params_read(call->st, call->parts, call->entry.versions,
-                       oomkit_tx_params_flags(call, 0));
+                       oomkit_params_flags(call, 0));
 }
 
 uint8_t *
-oomkit_tx_params_flags(const oomkit_call *call, int at_end)
+oomkit_params_flags(const oomkit_call *call, int at_end)
 {
     Py_ssize_t n = call->parts->param_count;
     return (uint8_t *)(call->entry.versions + n) + (at_end ? n : 0);
 }
 
 int
-oomkit_tx_params_flags_now(oomkit_state *st, const oomkit_participants *parts,
-                           uint8_t *flags)
+oomkit_params_flags_now(oomkit_state *st, const oomkit_participants *parts,
+                        uint8_t *flags)
 {
     return params_read(st, parts, NULL, flags);
 }
@@ -140,7 +140,7 @@ oomkit_tx_params_flags_now(oomkit_state *st, const oomkit_participants *parts,
 static int
 parameters_mark(oomkit_call *call)
 {
-    return oomkit_tx_params_mark(call) < 0 ? -1 : oomkit_pristine_begin(call);
+    return oomkit_params_mark(call) < 0 ? -1 : oomkit_param_copies_begin(call);
 }
 
 /* How many parameters the step itself has changed is told at the end: everything else
@@ -148,12 +148,14 @@ parameters_mark(oomkit_call *call)
 static int
 parameters_restore(oomkit_call *call, PyObject **message)
 {
-    Py_ssize_t first = 0, stay = oomkit_pristine_restore(call, &first);
+    Py_ssize_t first = 0, stay = oomkit_param_copies_restore(call, &first);
 
-    return stay <= 0 ? (int)stay : oomkit_pristine_refuse(call, message, first, stay);
+    return stay <= 0 ? (int)stay
+                     : oomkit_param_copies_refuse(call, message, first, stay);
 }
 
 const oomkit_resource oomkit_parameters_resource = {.name = "parameters",
                                                     .mark = parameters_mark,
                                                     .restore = parameters_restore,
-                                                    .drop = oomkit_pristine_release};
+                                                    .drop =
+                                                        oomkit_param_copies_release};

@@ -17,24 +17,24 @@
 #define PRISTINE_BYTES (256u << 20) /* of all of them together */
 #define IMAGE_BYTES (1u << 16)      /* one up to this is kept as bytes */
 
-typedef struct pristine_item {
+typedef struct param_copy {
     PyObject *copy; /* owned host copy, or NULL */
     void *image;    /* its bytes, or NULL */
     uint64_t bytes; /* how many, 0 where it is not to be kept so */
     uint64_t shape; /* hash of dtype and all sizes */
     int stuck;      /* it could not take its value again */
-} pristine_item;
+} param_copy;
 
-struct oomkit_pristine {
+struct oomkit_param_copies {
     Py_ssize_t count;
-    int rest; /* see oomkit_pristine_rest */
-    pristine_item items[];
+    int rest; /* see oomkit_param_copies_rest */
+    param_copy items[];
 };
 
 void
-oomkit_pristine_release(oomkit_call *call)
+oomkit_param_copies_release(oomkit_call *call)
 {
-    oomkit_pristine *p = call->entry.pristine;
+    oomkit_param_copies *p = call->entry.pristine;
     Py_ssize_t i;
 
     call->entry.pristine = NULL; /* first: a finaliser that runs here must see none */
@@ -47,7 +47,7 @@ oomkit_pristine_release(oomkit_call *call)
 
 /* The facts of a parameter, with a hash of all its sizes. 0 or -1. */
 static int
-pristine_facts(const oomkit_call *call, Py_ssize_t i, oomkit_tensor_facts *facts)
+param_copies_facts(const oomkit_call *call, Py_ssize_t i, oomkit_tensor_facts *facts)
 {
     return oomkit_tensor_facts_get(call->st, call->parts->params[i], INT64_MAX, facts);
 }
@@ -55,15 +55,15 @@ pristine_facts(const oomkit_call *call, Py_ssize_t i, oomkit_tensor_facts *facts
 /* The kind of each, how many bytes it is where it may be kept so, and of how many bytes
  * all are. 0 or -1. */
 static int
-pristine_measure(const oomkit_call *call, uint64_t *total)
+param_copies_measure(const oomkit_call *call, uint64_t *total)
 {
     oomkit_tensor_facts facts;
     Py_ssize_t i;
 
     *total = 0;
     for (i = 0; i < call->entry.pristine->count; i++) {
-        pristine_item *item = &call->entry.pristine->items[i];
-        if (pristine_facts(call, i, &facts) < 0) {
+        param_copy *item = &call->entry.pristine->items[i];
+        if (param_copies_facts(call, i, &facts) < 0) {
             return -1;
         }
         *total += facts.bytes;
@@ -78,10 +78,10 @@ pristine_measure(const oomkit_call *call, uint64_t *total)
 
 /* The bytes of one parameter. 1 taken, 0 it is not kept so, -1 with MemoryError. */
 static int
-pristine_image(const oomkit_call *call, Py_ssize_t i)
+param_copies_image(const oomkit_call *call, Py_ssize_t i)
 {
     const oomkit_state *st = call->st;
-    pristine_item *item = &call->entry.pristine->items[i];
+    param_copy *item = &call->entry.pristine->items[i];
 
     if (item->bytes == 0) {
         return 0;
@@ -102,10 +102,10 @@ pristine_image(const oomkit_call *call, Py_ssize_t i)
 
 /* The value of one parameter: its bytes, or a copy by torch. 0 or -1. */
 static int
-pristine_take_one(oomkit_call *call, Py_ssize_t i)
+param_copies_take_one(oomkit_call *call, Py_ssize_t i)
 {
-    pristine_item *item = &call->entry.pristine->items[i];
-    int taken = pristine_image(call, i);
+    param_copy *item = &call->entry.pristine->items[i];
+    int taken = param_copies_image(call, i);
 
     if (taken != 0) {
         return taken < 0 ? -1 : 0;
@@ -122,13 +122,13 @@ pristine_take_one(oomkit_call *call, Py_ssize_t i)
 
 /* Room for the copies, where there is none yet. 0 or -1. */
 static int
-pristine_room(oomkit_call *call)
+param_copies_room(oomkit_call *call)
 {
     Py_ssize_t n = call->parts->param_count;
 
     if (call->entry.pristine == NULL) {
-        call->entry.pristine = PyMem_Calloc(1, sizeof(oomkit_pristine) +
-                                                   (size_t)n * sizeof(pristine_item));
+        call->entry.pristine = PyMem_Calloc(1, sizeof(oomkit_param_copies) +
+                                                   (size_t)n * sizeof(param_copy));
         if (call->entry.pristine == NULL) {
             PyErr_NoMemory();
             return -1;
@@ -140,20 +140,20 @@ pristine_room(oomkit_call *call)
 
 /* Copies of all, if they are no larger than that together. 0 or -1. */
 static int
-pristine_take_all(oomkit_call *call, uint64_t most)
+param_copies_take_all(oomkit_call *call, uint64_t most)
 {
     uint64_t total;
     Py_ssize_t i;
 
-    if (pristine_room(call) < 0 || pristine_measure(call, &total) < 0) {
+    if (param_copies_room(call) < 0 || param_copies_measure(call, &total) < 0) {
         return -1;
     }
     if (total > most) {
-        oomkit_pristine_release(call);
+        oomkit_param_copies_release(call);
         return 0;
     }
     for (i = 0; i < call->entry.pristine->count; i++) {
-        if (pristine_take_one(call, i) < 0) {
+        if (param_copies_take_one(call, i) < 0) {
             return -1;
         }
     }
@@ -161,7 +161,7 @@ pristine_take_all(oomkit_call *call, uint64_t most)
 }
 
 int
-oomkit_pristine_begin(oomkit_call *call)
+oomkit_param_copies_begin(oomkit_call *call)
 {
     int shown = oomkit_writes_shown(call) != NULL;
 
@@ -170,30 +170,30 @@ oomkit_pristine_begin(oomkit_call *call)
         call->entry.samples = NULL;
         return 0;
     }
-    if (oomkit_tx_sample(call) < 0) {
+    if (oomkit_params_sample(call) < 0) {
         return -1;
     }
     return !shown || call->entry.pristine != NULL
                ? 0
-               : pristine_take_all(
+               : param_copies_take_all(
                      call, call->options->optimizer_copy ? UINT64_MAX : PRISTINE_BYTES);
 }
 
 int
-oomkit_pristine_take(oomkit_call *call)
+oomkit_param_copies_take(oomkit_call *call)
 {
     if ((call->step->effects_said && call->proof == NULL) ||
         call->entry.pristine != NULL || call->parts->param_count == 0) {
         return 0;
     }
-    return pristine_take_all(call, PRISTINE_BYTES);
+    return param_copies_take_all(call, PRISTINE_BYTES);
 }
 
 void
-oomkit_pristine_checked(oomkit_call *call)
+oomkit_param_copies_checked(oomkit_call *call)
 {
     if (oomkit_writes_shown(call) == NULL) {
-        oomkit_pristine_release(call);
+        oomkit_param_copies_release(call);
     }
 }
 
@@ -260,7 +260,7 @@ rest_all_known(const oomkit_call *call)
 
 /* Is parameter i what it was at entry, as far as that shows? 1, 0 or -1. */
 static int
-pristine_same(const oomkit_call *call, Py_ssize_t i)
+param_copies_same(const oomkit_call *call, Py_ssize_t i)
 {
     oomkit_state *st = call->st;
     uint32_t version;
@@ -275,7 +275,7 @@ pristine_same(const oomkit_call *call, Py_ssize_t i)
 }
 
 int
-oomkit_pristine_rest(oomkit_call *call)
+oomkit_param_copies_rest(oomkit_call *call)
 {
     OWNED PyObject *known = NULL;
     uint64_t ignored;
@@ -286,16 +286,16 @@ oomkit_pristine_rest(oomkit_call *call)
         return 0;
     }
     if (call->entry.pristine == NULL &&
-        (pristine_room(call) < 0 || pristine_measure(call, &ignored) < 0)) {
+        (param_copies_room(call) < 0 || param_copies_measure(call, &ignored) < 0)) {
         return -1;
     }
     known = rest_all_known(call);
     for (i = 0; known != NULL && i < call->entry.pristine->count; i++) {
-        const pristine_item *item = &call->entry.pristine->items[i];
+        const param_copy *item = &call->entry.pristine->items[i];
         int has = rest_has(known, call->parts->params[i]);
         if (has == 0 && item->copy == NULL && item->image == NULL) {
-            const int same = pristine_same(call, i);
-            if (same < 0 || (same && pristine_take_one(call, i) < 0)) {
+            const int same = param_copies_same(call, i);
+            if (same < 0 || (same && param_copies_take_one(call, i) < 0)) {
                 return -1;
             }
         }
@@ -312,7 +312,7 @@ oomkit_pristine_rest(oomkit_call *call)
 
 /* Writes a copy by torch back. 1, or -1. */
 static int
-pristine_write(const oomkit_call *call, Py_ssize_t i, PyObject *copy)
+param_copies_write(const oomkit_call *call, Py_ssize_t i, PyObject *copy)
 {
     OWNED PyObject *plain =
         PyObject_CallMethodNoArgs(call->parts->params[i], call->st->str_detach);
@@ -325,8 +325,8 @@ pristine_write(const oomkit_call *call, Py_ssize_t i, PyObject *copy)
 /* The same, but where it has that value: others may hold it at its version. 1, or -1.
  */
 static int
-pristine_copy_back(const oomkit_call *call, Py_ssize_t i,
-                   const oomkit_tensor_facts *facts)
+param_copies_copy_back(const oomkit_call *call, Py_ssize_t i,
+                       const oomkit_tensor_facts *facts)
 {
     PyObject *copy = call->entry.pristine->items[i].copy; /* borrowed */
 
@@ -343,17 +343,17 @@ pristine_copy_back(const oomkit_call *call, Py_ssize_t i,
             return 1;
         }
     }
-    return pristine_write(call, i, copy);
+    return param_copies_write(call, i, copy);
 }
 
 /* The bytes of parameter i go back through a tensor of its present strides' sizes: its
  * `.data` is another tensor now, which is not contiguous. 1 done, 0 it is no such
  * tensor, -1. */
 static int
-pristine_through(const oomkit_call *call, Py_ssize_t i)
+param_copies_through(const oomkit_call *call, Py_ssize_t i)
 {
     const oomkit_state *st = call->st;
-    const pristine_item *item = &call->entry.pristine->items[i];
+    const param_copy *item = &call->entry.pristine->items[i];
     OWNED PyObject *plain =
         PyObject_CallMethodNoArgs(call->parts->params[i], st->str_detach);
     OWNED PyObject *fresh =
@@ -364,46 +364,46 @@ pristine_through(const oomkit_call *call, Py_ssize_t i)
     }
     return st->bridge->bytes_set(fresh, st->impl_offset, item->image, item->bytes) ==
                    OOMKIT_OK
-               ? pristine_write(call, i, fresh)
+               ? param_copies_write(call, i, fresh)
                : 0;
 }
 
 /* Parameter i as it was. 1 done, 0 there is no copy; 2 there is, but it is a tensor of
  * another shape, type or device now; -1. */
 static int
-pristine_put_back(const oomkit_call *call, Py_ssize_t i)
+param_copies_put_back(const oomkit_call *call, Py_ssize_t i)
 {
     const oomkit_state *st = call->st;
-    const pristine_item *item = &call->entry.pristine->items[i];
+    const param_copy *item = &call->entry.pristine->items[i];
     oomkit_tensor_facts facts;
     int result;
 
     if (item->image == NULL && item->copy == NULL) {
         return 0;
     }
-    if (pristine_facts(call, i, &facts) < 0) {
+    if (param_copies_facts(call, i, &facts) < 0) {
         return -1;
     }
     if (facts.shape_hash != item->shape) {
         return 2;
     }
     if (item->image == NULL) {
-        return pristine_copy_back(call, i, &facts);
+        return param_copies_copy_back(call, i, &facts);
     }
     if (st->bridge->bytes_set(call->parts->params[i], st->impl_offset, item->image,
                               item->bytes) == OOMKIT_OK) {
         return 1;
     }
-    result = pristine_through(call, i);
+    result = param_copies_through(call, i);
     return result == 0 ? 2 : result;
 }
 
 /* Parameter i as it was, at its present version. 0 or -1. */
 static int
-pristine_restore_one(oomkit_call *call, Py_ssize_t i)
+param_copies_restore_one(oomkit_call *call, Py_ssize_t i)
 {
-    pristine_item *item = &call->entry.pristine->items[i];
-    int done = pristine_put_back(call, i);
+    param_copy *item = &call->entry.pristine->items[i];
+    int done = param_copies_put_back(call, i);
 
     item->stuck = done == 2;
     return done == 1 ? oomkit_tensor_version(call->st, call->parts->params[i],
@@ -413,9 +413,9 @@ pristine_restore_one(oomkit_call *call, Py_ssize_t i)
 
 /* Can nothing tell whether parameter i was written to? 1, 0 or -1. */
 static int
-pristine_unknown(const oomkit_call *call, Py_ssize_t i)
+param_copies_unknown(const oomkit_call *call, Py_ssize_t i)
 {
-    const pristine_item *item =
+    const param_copy *item =
         call->entry.pristine ? &call->entry.pristine->items[i] : NULL;
     oomkit_tensor_facts facts;
 
@@ -424,18 +424,18 @@ pristine_unknown(const oomkit_call *call, Py_ssize_t i)
         (call->entry.samples != NULL && call->entry.samples[i] != 0)) {
         return 0;
     }
-    return pristine_facts(call, i, &facts) < 0 ? -1 : facts.bytes > 0;
+    return param_copies_facts(call, i, &facts) < 0 ? -1 : facts.bytes > 0;
 }
 
 /* How many are not as they were, else how many may not be; *which is the first. -1. */
 static Py_ssize_t
-pristine_stay(oomkit_call *call, Py_ssize_t *which)
+param_copies_stay(oomkit_call *call, Py_ssize_t *which)
 {
     Py_ssize_t i, counts[2] = {0, 0};
 
     for (i = 0; i < call->parts->param_count; i++) {
-        int unknown = pristine_unknown(call, i);
-        int same = unknown < 0 ? -1 : pristine_same(call, i);
+        int unknown = param_copies_unknown(call, i);
+        int same = unknown < 0 ? -1 : param_copies_same(call, i);
         int stuck =
             call->entry.pristine != NULL && call->entry.pristine->items[i].stuck;
         if (same < 0) {
@@ -459,7 +459,7 @@ pristine_stay(oomkit_call *call, Py_ssize_t *which)
 }
 
 Py_ssize_t
-oomkit_pristine_restore(oomkit_call *call, Py_ssize_t *which)
+oomkit_param_copies_restore(oomkit_call *call, Py_ssize_t *which)
 {
     Py_ssize_t i, at;
     int moved = oomkit_writes_hidden(call) || /* what no version tells of */
@@ -469,18 +469,18 @@ oomkit_pristine_restore(oomkit_call *call, Py_ssize_t *which)
         return 0;
     }
     if (moved == 0) {
-        moved = oomkit_tx_params_moved(call, &at);
+        moved = oomkit_params_moved(call, &at);
     }
     if (moved == 0) {
-        moved = oomkit_tx_params_rewritten(call, &at);
+        moved = oomkit_params_rewritten(call, &at);
     }
     if (moved <= 0) {
         return moved;
     }
     for (i = 0; call->entry.pristine != NULL && i < call->entry.pristine->count; i++) {
-        if (pristine_restore_one(call, i) < 0) {
+        if (param_copies_restore_one(call, i) < 0) {
             return -1;
         }
     }
-    return pristine_stay(call, which);
+    return param_copies_stay(call, which);
 }

@@ -7,23 +7,23 @@
 /* At entry of an attempt: copies where the code shows writes, and what 64 values of
  * each parameter are there or where a call has met an error before. 0 or -1. */
 int
-oomkit_pristine_begin(oomkit_call *call);
+oomkit_param_copies_begin(oomkit_call *call);
 /* Before the first micro-batch of an attempt. 0 or -1. */
 int
-oomkit_pristine_take(oomkit_call *call);
+oomkit_param_copies_take(oomkit_call *call);
 /* optimizer_safety="copy": before an update, of the parameters that no optimizer has.
  * 0 or -1. */
 int
-oomkit_pristine_rest(oomkit_call *call);
+oomkit_param_copies_rest(oomkit_call *call);
 /* While rolling back: how many parameters stay changed by the step, and *which is the
  * first of them; -1. */
 Py_ssize_t
-oomkit_pristine_restore(oomkit_call *call, Py_ssize_t *which);
+oomkit_param_copies_restore(oomkit_call *call, Py_ssize_t *which);
 /* The first micro-batch has changed nothing: without the copies from here on, but where
  * the code shows writes. */
 void
-oomkit_pristine_checked(oomkit_call *call);
+oomkit_param_copies_checked(oomkit_call *call);
 void
-oomkit_pristine_release(oomkit_call *call);
+oomkit_param_copies_release(oomkit_call *call);
 
 #endif

@@ -1,6 +1,6 @@
 /* Rolling a call back so that it is rolled back: an error that comes between (a refused
  * allocation, an interrupt, an exception out of code of the user's that runs here) does
- * not leave it half done. Everything in oomkit_tx_restore can be done again. */
+ * not leave it half done. Everything in oomkit_savepoint_restore can be done again. */
 #include "undo.h"
 #include "../plain/plain_state.h"
 #include "../py/modes.h"
@@ -13,7 +13,7 @@
 
 typedef struct take_back {
     oomkit_call *call;
-    PyObject **message; /* see oomkit_tx_restore */
+    PyObject **message; /* see oomkit_savepoint_restore */
 } take_back;
 
 /* One try, outside the budget: what is put back was there before. */
@@ -32,7 +32,7 @@ take_back_once(void *argument)
     EXEMPT (call->st) {
         int mode = oomkit_grad_mode_off(call->st);
         if (mode >= 0) {
-            result = oomkit_tx_restore(call, message);
+            result = oomkit_savepoint_restore(call, message);
             result = oomkit_grad_mode_back(call->st, mode, result);
         }
     }

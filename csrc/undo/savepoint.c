@@ -28,7 +28,7 @@ update_restore(oomkit_call *call, PyObject **message)
     int i;
 
     (void)message;
-    if (!call->options->optimizer_copy || oomkit_tx_committed(call) != 1) {
+    if (!call->options->optimizer_copy || oomkit_update_committed(call) != 1) {
         return 0;
     }
     for (i = 0; i < call->updating.count; i++) {
@@ -51,7 +51,7 @@ static int
 flags_restore(oomkit_call *call, PyObject **message)
 {
     (void)message;
-    return oomkit_switches_restore(call);
+    return oomkit_flags_restore(call);
 }
 
 static int
@@ -217,7 +217,7 @@ static const oomkit_resource *const resources[] = {
 
 /* At entry of an attempt. 0 or -1. */
 int
-oomkit_tx_begin(oomkit_call *call)
+oomkit_savepoint_take(oomkit_call *call)
 {
     size_t i;
 
@@ -236,7 +236,7 @@ oomkit_tx_begin(oomkit_call *call)
  * how everything is? Else the parts before it cannot be kept, for a failure goes back
  * to the entry. 0 or -1. */
 int
-oomkit_tx_begin_micro(oomkit_call *call)
+oomkit_savepoint_compare(oomkit_call *call)
 {
     size_t i;
     int moved = 0;
@@ -251,7 +251,7 @@ oomkit_tx_begin_micro(oomkit_call *call)
 /* 0 everything is as at entry; 1 it cannot be, *message (owned) says why first, and all
  * else is; -1 error. */
 int
-oomkit_tx_restore(oomkit_call *call, PyObject **message)
+oomkit_savepoint_restore(oomkit_call *call, PyObject **message)
 {
     size_t i;
     int refused = 0;
@@ -272,7 +272,7 @@ oomkit_tx_restore(oomkit_call *call, PyObject **message)
 
 /* Forgets what belongs to one attempt; what outlives it (copies) stays. */
 void
-oomkit_tx_end_attempt(oomkit_call *call)
+oomkit_savepoint_end_attempt(oomkit_call *call)
 {
     const oomkit_resource *const *one;
 
@@ -289,9 +289,9 @@ oomkit_tx_end_attempt(oomkit_call *call)
     Py_CLEAR(call->unknown.of_step);
     call->training = call->backward.done = call->backward.failed =
         call->backward.queued = 0;
-    call->updating.committed = call->refused.raised = call->course_waived = 0;
+    call->updating.committed = call->refused.raised = call->sequence_waived = 0;
     call->deferred.returned = OOMKIT_RETURNED_NOTHING;
-    call->grads.stashing = call->grads.apart = 0;
+    call->grads.eager = call->grads.apart = 0;
     call->deferred.rowwise = 0;
     call->updating.made = call->unknown.updates = call->updating.params_stuck = 0;
     call->parts_moved = 0;
@@ -301,10 +301,10 @@ oomkit_tx_end_attempt(oomkit_call *call)
 
 /* Ends the call: nothing of it stays behind. Keeps the exception in flight. */
 void
-oomkit_tx_end(oomkit_call *call)
+oomkit_savepoint_end(oomkit_call *call)
 {
     oomkit_plain_keep(call, 0);
-    oomkit_tx_end_attempt(call);
+    oomkit_savepoint_end_attempt(call);
     oomkit_grads_release(call);
     Py_CLEAR(call->unknown.leaves);
     Py_CLEAR(call->entry.flags);

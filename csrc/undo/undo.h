@@ -56,22 +56,22 @@ oomkit_buffers_restore(oomkit_call *call, PyObject **which);
 
 /* --- flags.c --- */
 int
-oomkit_switches_note(oomkit_state *st, PyObject *module);
+oomkit_flags_note(oomkit_state *st, PyObject *module);
 int
-oomkit_switches_restore(oomkit_call *call);
+oomkit_flags_restore(oomkit_call *call);
 int
-oomkit_switches_keep(oomkit_call *call);
+oomkit_flags_keep(oomkit_call *call);
 int
-oomkit_switches_note_end(oomkit_call *call);
+oomkit_flags_note_end(oomkit_call *call);
 int
-oomkit_switches_frozen_since(oomkit_state *st, const oomkit_participants *parts,
-                             const uint32_t *param_versions);
+oomkit_flags_frozen_since(oomkit_state *st, const oomkit_participants *parts,
+                          const uint32_t *param_versions);
 int
-oomkit_switches_now(oomkit_call *call, oomkit_switches *now);
+oomkit_flags_read(oomkit_call *call, oomkit_flags *now);
 int
-oomkit_switches_then(oomkit_call *call, oomkit_switches *now);
+oomkit_flags_write(oomkit_call *call, oomkit_flags *now);
 void
-oomkit_switches_clear(oomkit_switches *now);
+oomkit_flags_clear(oomkit_flags *now);
 
 /* --- gradients.c --- */
 /* Restore: 0 restored; 1 refused, *why tells (static text); -1 error. */
@@ -148,7 +148,7 @@ int
 oomkit_streams_same(oomkit_state *st, const oomkit_rng *rng);
 
 /* --- rollback.c --- */
-/* The same as oomkit_tx_restore, outside the budget and tried again where
+/* The same as oomkit_savepoint_restore, outside the budget and tried again where
  * an error came between. An error that is not out-of-memory is raised when everything
  * is back. */
 int
@@ -190,34 +190,34 @@ void
 oomkit_call_set_current(oomkit_call *call);
 /* A parameter that moved since entry: 1 and its index, 0, -1. */
 int
-oomkit_tx_params_moved(oomkit_call *call, Py_ssize_t *which);
+oomkit_params_moved(oomkit_call *call, Py_ssize_t *which);
 /* Begin an attempt, take it back, end the call. */
 int
-oomkit_tx_begin(oomkit_call *call);
+oomkit_savepoint_take(oomkit_call *call);
 int
-oomkit_tx_begin_micro(oomkit_call *call);
+oomkit_savepoint_compare(oomkit_call *call);
 int
-oomkit_tx_sample(oomkit_call *call);
+oomkit_params_sample(oomkit_call *call);
 void
-oomkit_tx_end_attempt(oomkit_call *call);
+oomkit_savepoint_end_attempt(oomkit_call *call);
 /* 0 everything is as at entry; 1 it cannot be: *message (owned str) says what and which
  * line to change; -1 error. */
 int
-oomkit_tx_restore(oomkit_call *call, PyObject **message);
+oomkit_savepoint_restore(oomkit_call *call, PyObject **message);
 /* The same by value, for writes that bump no version. */
 int
-oomkit_tx_params_rewritten(const oomkit_call *call, Py_ssize_t *which);
+oomkit_params_rewritten(const oomkit_call *call, Py_ssize_t *which);
 int
-oomkit_tx_params_mark(oomkit_call *call);
+oomkit_params_mark(oomkit_call *call);
 /* Does each parameter require grad: at entry, and (once noted) at the end of the call.
  * Borrowed, behind param_versions, which must be there. And now: 0 or -1. */
 uint8_t *
-oomkit_tx_params_flags(const oomkit_call *call, int at_end);
+oomkit_params_flags(const oomkit_call *call, int at_end);
 int
-oomkit_tx_params_flags_now(oomkit_state *st, const oomkit_participants *parts,
-                           uint8_t *flags);
+oomkit_params_flags_now(oomkit_state *st, const oomkit_participants *parts,
+                        uint8_t *flags);
 void
-oomkit_tx_end(oomkit_call *call);
+oomkit_savepoint_end(oomkit_call *call);
 /* What outlives a call goes from one savepoint to another that has none of it: random
  * numbers, marks of buffers, versions of parameters, training flags. And an end of what
  * a savepoint has that is no call's. */

@@ -137,7 +137,7 @@ oomkit_owners_mark(oomkit_call *call)
     EACH_OWNER (one, call->parts, kinds) {
         PyObject *saved; /* owned, then by the list */
         if (one.kind == OOMKIT_OWNER_OPTIMIZER) {
-            saved = oomkit_groups_copy(call->st, one.object);
+            saved = oomkit_hyperparams_copy(call->st, one.object);
         } else if (one.kind == OOMKIT_OWNER_ACCELERATOR) {
             saved = oomkit_accelerator_save(one.object);
         } else if (one.kind == OOMKIT_OWNER_SCALER) {
@@ -237,7 +237,7 @@ oomkit_owners_restore(oomkit_call *call)
             PyObject_TypeCheck(object, (PyTypeObject *)st->GradScaler)) {
             int result =
                 PyObject_TypeCheck(object, (PyTypeObject *)st->Optimizer)
-                    ? oomkit_groups_restore(st, object, PyTuple_GET_ITEM(pair, 1))
+                    ? oomkit_hyperparams_restore(st, object, PyTuple_GET_ITEM(pair, 1))
                     : scaler_tensors_restore(object, PyTuple_GET_ITEM(pair, 1));
             if (result < 0) {
                 return -1;

@@ -83,8 +83,8 @@ MUTANTS = [
         "between backward and the end of a micro-batch its gradients are out of sight: clipping "
         "sees none or all",
         "csrc/undo/gradients.c",
-        "    if (!call->is_last || call->grads.stashing) {",
-        "    if (call->grads.stashing) {",
+        "    if (!call->is_last || call->grads.eager) {",
+        "    if (call->grads.eager) {",
         ("engine/test_steps.py::test_split_is_the_whole_batch",),
     ),
     Mutant(
@@ -142,7 +142,7 @@ MUTANTS = [
         "returned-stash-in-place",
         "while a returned loss is split the caller's gradients stay as they are",
         "csrc/undo/gradients.c",
-        "    if (g->stashing && !g->away && oomkit_grads_put_away(call) < 0) {",
+        "    if (g->eager && !g->away && oomkit_grads_put_away(call) < 0) {",
         "    if (0) {",
         ("deferred/test_returned.py::test_gradients_of_the_caller_stay_put_while_split",),
     ),
