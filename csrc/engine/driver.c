@@ -148,7 +148,7 @@ oomkit_call_free(oomkit_call *call)
         Py_CLEAR(call->tries.items[i].location);
         Py_CLEAR(call->tries.items[i].message);
     }
-    PyMem_Free(call->tries.items);
+    MEMORY_CLEAR(call->tries.items);
     if (call->parts != NULL) {
         call->parts->busy--;
     }

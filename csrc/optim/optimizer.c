@@ -429,8 +429,7 @@ oomkit_optimizers_release(oomkit_call *call)
     for (i = 0; i < count; i++) {
         mark_clear(&call->updating.marks[i]);
     }
-    PyMem_Free(call->updating.marks);
-    call->updating.marks = NULL;
+    MEMORY_CLEAR(call->updating.marks);
     call->updating.room = 0;
 }
 

@@ -32,6 +32,17 @@ oomkit_owned_free(void *pointer)
     PyMem_Free(memory);
 }
 
+/* PyMem_Free() and NULL, as Py_CLEAR() does it. What a healthy call has none of costs
+ * no call. */
+#define MEMORY_CLEAR(pointer)                                                          \
+    do {                                                                               \
+        if ((pointer) != NULL) {                                                       \
+            void *memory_ = (pointer);                                                 \
+            (pointer) = NULL;                                                          \
+            PyMem_Free(memory_);                                                       \
+        }                                                                              \
+    } while (0)
+
 /* An OWNED reference goes to the caller, or to what steals it: `return STEAL(name);`.
  */
 #define STEAL(name) oomkit_owned_steal(&(name))

@@ -331,8 +331,7 @@ oomkit_buffers_free(oomkit_buffers *b)
         Py_CLEAR(b->items[i].module);
         Py_CLEAR(b->items[i].key);
     }
-    PyMem_Free(b->items);
-    b->items = NULL;
+    MEMORY_CLEAR(b->items);
     b->room = 0;
 }
 

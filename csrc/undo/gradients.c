@@ -391,11 +391,9 @@ oomkit_grads_end_micro(oomkit_call *call)
 
     if (g->began != NULL) {
         call->st->bridge->grads_release(g->began, (size_t)call->parts->param_count);
-        PyMem_Free(g->began);
-        g->began = NULL;
+        MEMORY_CLEAR(g->began);
     }
-    PyMem_Free(g->began_versions);
-    g->began_versions = NULL;
+    MEMORY_CLEAR(g->began_versions);
 }
 
 /* Forgets the marks of an attempt; copies and gradients set aside outlive it. */
@@ -415,8 +413,7 @@ oomkit_grads_end_attempt(oomkit_call *call)
     oomkit_grads_end_micro(call);
     g->marked = 0;
     grads_array_free(call, &g->held);
-    PyMem_Free(g->held_versions);
-    g->held_versions = NULL;
+    MEMORY_CLEAR(g->held_versions);
 }
 
 static int
@@ -462,8 +459,7 @@ oomkit_grads_release(oomkit_call *call)
     oomkit_grads *g = &call->grads;
 
     oomkit_grads_end_attempt(call);
-    PyMem_Free(g->marks);
-    g->marks = NULL;
+    MEMORY_CLEAR(g->marks);
     if (g->away && oomkit_grads_bring_back(call) < 0) {
         PyErr_WriteUnraisable(call->given.func);
     }

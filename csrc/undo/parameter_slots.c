@@ -22,7 +22,7 @@ oomkit_slots_release(oomkit_call *call)
         Py_CLEAR(slots[count].key);
         Py_CLEAR(slots[count].dict);
     }
-    PyMem_Free(slots);
+    MEMORY_CLEAR(slots);
 }
 
 static int

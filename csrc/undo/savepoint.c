@@ -308,16 +308,11 @@ oomkit_savepoint_end(oomkit_call *call)
     oomkit_grads_release(call);
     Py_CLEAR(call->unknown.leaves);
     Py_CLEAR(call->entry.flags);
-    PyMem_Free(call->entry.versions);
-    PyMem_Free(call->entry.samples);
-    if (call->cut->scheduled.items != NULL) {
-        PyMem_Free(call->cut->scheduled.items);
-        call->cut->scheduled.items = NULL;
-    }
+    MEMORY_CLEAR(call->entry.versions);
+    MEMORY_CLEAR(call->entry.samples);
+    MEMORY_CLEAR(call->cut->scheduled.items);
     oomkit_slots_release(call);
     Py_CLEAR(call->refused.hooked);
-    call->entry.versions = NULL;
-    call->entry.samples = NULL;
 }
 
 void

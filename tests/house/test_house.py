@@ -1,4 +1,4 @@
-"""The plan of the house: folders are layers, includes and uses point down, nothing grows too large."""
+"""The plan of the house: folders are layers, uses point down, nothing grows too large."""
 
 from __future__ import annotations
 
