@@ -10,7 +10,8 @@
 #include "../sizes/sizes.h"
 
 #define SMALLEST 4096 /* bytes: what is smaller stays */
-#define SETTLED 8     /* calls in a row with room for the state */
+#define SETTLED 8     /* updates in a row with room for all of the state */
+#define SPARE 8       /* and an eighth of it to spare */
 
 PyObject *
 oomkit_hosted_of(oomkit_state *st, PyObject *optimizer)
@@ -227,22 +228,25 @@ host_none(oomkit_call *call)
     return 0;
 }
 
+void
+oomkit_host_room(oomkit_call *call, uint64_t needed, uint64_t left)
+{
+    const uint64_t budget = oomkit_device_budget(call->st, call->device);
+    const uint64_t peak = oomkit_device_peak(call->st, &call->sizes.window);
+    const uint64_t bytes = oomkit_host_bytes(call);
+
+    if (needed + bytes / SPARE > left || budget == OOMKIT_UNKNOWN ||
+        peak == OOMKIT_UNKNOWN || peak + bytes + bytes / SPARE > budget) {
+        call->step->room_for_state = 0;
+    } else {
+        call->step->room_for_state++;
+    }
+}
+
 int
 oomkit_host_settle(oomkit_call *call)
 {
-    const uint64_t budget = oomkit_device_budget(call->st, call->device);
-    uint64_t bytes, peak = call->sizes.window.peak_allocated_bytes;
-
-    if (call->st->hosted_any == 0) {
-        return 0;
-    }
-    bytes = oomkit_host_bytes(call);
-    if (bytes == 0 || budget == OOMKIT_UNKNOWN || peak == OOMKIT_UNKNOWN ||
-        peak + bytes + bytes / 4 > budget) {
-        call->step->room_for_state = 0;
-        return 0;
-    }
-    if (++call->step->room_for_state < SETTLED) {
+    if (call->step->room_for_state < SETTLED) {
         return 0;
     }
     call->step->room_for_state = 0;

@@ -98,6 +98,10 @@ oomkit_host_all(oomkit_call *call, uint64_t *bytes);
 /* Bytes of this call's optimizers that are there now. */
 uint64_t
 oomkit_host_bytes(oomkit_call *call);
+/* Before an update with state on the host, which would need `needed` bytes with all of
+ * it on the device, where `left` are left: is there room for it? It is counted. */
+void
+oomkit_host_room(oomkit_call *call, uint64_t needed, uint64_t left);
 /* After a call that worked: back to the device where there has been room for it for a
  * while. 0 or -1. */
 int

@@ -360,6 +360,11 @@ parts_plan(parts_run *run)
         run->part_bytes = f.left / 8;
         return 0;
     }
+    if (hosted > 0) {
+        oomkit_host_room(
+            run->call, hosted + f.state + (f.fixed > f.together ? f.fixed : f.together),
+            f.left);
+    }
     left = f.left > f.fixed ? f.left - f.fixed : 0;
     grows = f.together + hosted + (run->hosted != NULL ? f.state : 0);
     if (grows > left) {
