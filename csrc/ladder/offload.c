@@ -364,6 +364,8 @@ static PyMemberDef offload_members[] = {
      "On the host now."},
     {"moved_bytes", T_ULONGLONG, offsetof(oomkit_offload, moved_bytes), READONLY,
      "Moved there, ever."},
+    {"copies", T_PYSSIZET, offsetof(oomkit_offload, count), READONLY,
+     "How many that makes."},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -59,7 +59,8 @@ typedef struct oomkit_offload {
     size_t kept_count;
     oomkit_addresses kept_set;
     struct oomkit_moved **table; /* owned; borrowed entries, each of which holds us */
-    size_t mask, count;          /* places of the table less one; entries */
+    size_t mask;                 /* places of the table less one */
+    Py_ssize_t count;            /* entries */
     uint64_t room_bytes;         /* most that may be held at a time */
     uint64_t held_bytes;         /* on the host now */
     uint64_t moved_bytes;        /* ever */

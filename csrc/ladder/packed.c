@@ -89,7 +89,7 @@ table_grow(oomkit_offload *self)
     size_t places = old_places == 0 ? 64 : old_places * 2;
     oomkit_moved **old = self->table, *moved, *next;
 
-    if (self->count < old_places) {
+    if ((size_t)self->count < old_places) {
         return 0;
     }
     self->table = PyMem_Calloc(places, sizeof(*self->table));
@@ -298,36 +298,43 @@ moved_for(oomkit_offload *self, PyObject *tensor, const oomkit_storage_facts *fa
     return moved_make(self, tensor, &key, found);
 }
 
+/* Of torch's own types, by which nothing else can be meant. */
+static int
+is_exact(const oomkit_state *st, PyObject *tensor)
+{
+    return Py_IS_TYPE(tensor, (PyTypeObject *)st->Tensor) ||
+           Py_IS_TYPE(tensor, (PyTypeObject *)st->Parameter);
+}
+
 /* The tensor without its graph, which would hold what holds it. New reference or NULL.
  */
 static PyObject *
 without_graph(oomkit_offload *self, PyObject *tensor, const oomkit_storage_facts *facts)
 {
+    oomkit_state *st = self->st;
     OWNED PyObject *wants = NULL, *alias = NULL;
 
-    if (facts == NULL) { /* torch itself does the same for an output */
-        wants = PyObject_GetAttr(tensor, self->st->str_requires_grad);
+    if (facts == NULL) {
+        wants = PyObject_GetAttr(tensor, st->str_requires_grad);
         if (wants == NULL) {
             return NULL;
         }
-        return wants == Py_True
-                   ? PyObject_CallMethodNoArgs(tensor, self->st->str_detach)
-                   : Py_NewRef(tensor);
     }
-    if (!facts->requires_grad ||
-        Py_IS_TYPE(tensor, (PyTypeObject *)self->st->Parameter)) {
+    if (facts == NULL ? wants == Py_False
+                      : !facts->requires_grad ||
+                            Py_IS_TYPE(tensor, (PyTypeObject *)st->Parameter)) {
         return Py_NewRef(tensor);
     }
-    if (facts->device_type != self->device.type ||
-        facts->device_index != self->device.index) {
-        return PyObject_CallMethodNoArgs(tensor, self->st->str_detach);
+    if (facts != NULL && is_exact(st, tensor) &&
+        facts->device_type == self->device.type &&
+        facts->device_index == self->device.index) {
+        alias = oomkit_offload_empty(self, 0, 0);
+        if (alias == NULL ||
+            self->bridge->tensor_alias(tensor, st->impl_offset, alias) == OOMKIT_OK) {
+            return STEAL(alias);
+        }
     }
-    alias = oomkit_offload_empty(self, 0, 0);
-    if (alias != NULL &&
-        self->bridge->tensor_alias(tensor, self->st->impl_offset, alias) != OOMKIT_OK) {
-        return PyObject_CallMethodNoArgs(tensor, self->st->str_detach);
-    }
-    return STEAL(alias);
+    return PyObject_CallMethodNoArgs(tensor, st->str_detach);
 }
 
 /* `facts` of a plain tensor, NULL of every other one. New reference or NULL. */
@@ -342,7 +349,8 @@ packed_new(oomkit_offload *self, PyObject *tensor, const oomkit_storage_facts *f
         return NULL;
     }
     it->bridge = self->bridge;
-    if (facts != NULL && moved_for(self, tensor, facts, &it->moved) < 0) {
+    if (facts != NULL && is_exact(self->st, tensor) &&
+        moved_for(self, tensor, facts, &it->moved) < 0) {
         return NULL;
     }
     if (it->moved == NULL) {
@@ -373,15 +381,20 @@ oomkit_pack(oomkit_offload *self, PyObject *tensor)
     oomkit_thread_keys keys;
     PyObject *made; /* owned, returned */
 
+    const oomkit_storage_facts *known = &facts;
+
     if (!oomkit_tensor_check(self->st, tensor)) {
         return Py_NewRef(tensor);
     }
     if (self->bridge->storage_facts(tensor, self->st->impl_offset, &facts) !=
         OOMKIT_OK) {
-        return packed_new(self, tensor, NULL); /* its own code may run */
+        known = NULL;
+    }
+    if (known == NULL || !is_exact(self->st, tensor)) {
+        return packed_new(self, tensor, known); /* it may have code of its own */
     }
     self->bridge->unseen_enter(&keys);
-    made = packed_new(self, tensor, &facts);
+    made = packed_new(self, tensor, known);
     self->bridge->unseen_leave(&keys);
     return made;
 }
