@@ -172,18 +172,39 @@ def test_a_write_between_two_saves() -> None:
         torch.autograd.grad(a.sum(), x)
 
 
-def test_a_swapped_storage() -> None:
-    """By .data the same tensor, at the same version, has other values."""
+def test_a_storage_that_was_swapped() -> None:
+    """By .data the same tensor, at the same version, has other values at an address of before."""
     x = torch.randn(4096, requires_grad=True)
-    y = x.detach() * 1
+    y = torch.zeros(4096)
+    there = offload([x])
+    places, found = [], []
+    with there:
+        for i in range(20):
+            y.data = torch.full((4096,), float(i))
+            places.append(y.data_ptr())
+            found.append((y * x).sum())
+    assert len(set(places)) < 20, "no address was used again"
+    assert y._version == 0
+    for i, value in enumerate(found):
+        assert torch.equal(torch.autograd.grad(value, x)[0], torch.full((4096,), float(i)))
+
+
+def test_a_storage_with_other_memory() -> None:
+    x = torch.randn(4096, requires_grad=True)
+    y = torch.ones(4096)
+    storage = y.untyped_storage()
     there = offload([x])
     with there:
         a = y * x
-        first = y.clone()
-        y.data = torch.full_like(first, 3.0)
+        place = y.data_ptr()
+        storage.resize_(0)
+        between = torch.empty(4096)
+        storage.resize_(y.nbytes)
+        y.data.fill_(3.0)
         b = y * x
-    assert torch.equal(torch.autograd.grad(a.sum(), x)[0], first)
-    assert torch.equal(torch.autograd.grad(b.sum(), x)[0], torch.full_like(first, 3))
+    assert y.data_ptr() != place and y._version == 0 and between.nbytes == y.nbytes
+    assert torch.equal(torch.autograd.grad(a.sum(), x)[0], torch.ones(4096))
+    assert torch.equal(torch.autograd.grad(b.sum(), x)[0], torch.full((4096,), 3.0))
 
 
 class Writes(torch.autograd.Function):
@@ -226,8 +247,8 @@ def tensors() -> int:
 def test_a_graph_that_is_dropped() -> None:
     model, batch = build("gpt")
     there = offload(kept_of(model, batch))
-    before = allocated()
     gc.collect()
+    before = allocated()
     gc.disable()
     try:
         with there:
