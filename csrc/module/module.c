@@ -9,6 +9,7 @@
 #include "../accum/module_attributes.h"
 #include "../deferred/deferred.h"
 #include "../hook/hook.h"
+#include "../ladder/offload.h"
 #include "../loop/parts_join.h"
 #include "../proof/proof.h"
 #include "../py/tensor.h"
@@ -391,6 +392,7 @@ module_exec(PyObject *module)
         PyModule_AddFunctions(module, oomkit_state_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_kept_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_proof_methods) < 0 ||
+        PyModule_AddFunctions(module, oomkit_offload_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_trial_methods) < 0 ||
         oomkit_records_init(st) < 0 || oomkit_current_init(st) < 0 ||
         module_add_type(module, &st->step_type, &oomkit_step_spec) < 0 ||
@@ -401,6 +403,8 @@ module_exec(PyObject *module)
         module_add_type(module, &st->backward_type, &oomkit_backward_spec) < 0 ||
         module_add_type(module, &st->deferred_type, &oomkit_deferred_spec) < 0 ||
         module_add_type(module, &st->between_type, &oomkit_between_spec) < 0 ||
+        module_add_type(module, &st->offload_type, &oomkit_offload_spec) < 0 ||
+        module_add_type(module, &st->packed_type, &oomkit_packed_spec) < 0 ||
         module_add_type(module, &st->guard_type, &oomkit_guard_spec) < 0 ||
         module_add_type(module, &st->chunks_type, &oomkit_chunks_spec) < 0 ||
         module_add_type(module, &st->guarded_type, &oomkit_guarded_spec) < 0 ||

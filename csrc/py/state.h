@@ -155,6 +155,8 @@
     X(deferred_type)                                                                   \
     X(between_type)                                                                    \
     X(current_type)                                                                    \
+    X(offload_type)                                                                    \
+    X(packed_type)                                                                     \
     X(record_type)                                                                     \
     X(report_type)                                                                     \
     X(OomkitError)                                                                     \
@@ -187,6 +189,15 @@
     X(torch_cat, "torch", "cat", 1)                                                    \
     X(torch_ones, "torch", "ones", 1)                                                  \
     X(torch_randn, "torch", "randn", 1)                                                \
+    X(torch_empty, "torch", "empty", 1)                                                \
+    X(uint8, "torch", "uint8", 1)                                                      \
+    X(autograd_functions, "torch._C", "_autograd", 1)                                  \
+    X(push_saved_hooks, "torch._C._autograd", "_push_saved_tensors_default_hooks", 0)  \
+    X(pop_saved_hooks, "torch._C._autograd", "_pop_saved_tensors_default_hooks", 0)    \
+    X(top_saved_hooks, "torch._C._autograd", "_top_saved_tensors_default_hooks", 0)    \
+    X(saved_hooks_off, "torch._C._autograd",                                           \
+      "_saved_tensors_hooks_get_disabled_error_message", 0)                            \
+    X(empty_host_cache, "torch._C", "_host_emptyCache", 0)                             \
     X(torch_equal, "torch", "equal", 1)                                                \
     X(torch_as_tensor, "torch", "as_tensor", 1)                                        \
     X(get_autocast_dtype, "torch", "get_autocast_dtype", 1)                            \
@@ -258,6 +269,8 @@
     X(settings_seen) /* the allocator's settings when they were last read, or NULL */  \
     X(kept) /* capsule: sizes of steps that are gone, or NULL: see kept_sizes.c */     \
     X(splitters) /* dict: type -> (split, size, join), or NULL: see splitters.c */     \
+    X(forbid_saved_hooks) /* torch._C._autograd._saved_tensors_hooks_disable, or NULL: \
+                             see offload.c */                                          \
     X(empty_tuple)
 
 /* What the package hands in at import, because it is Python: X(field). */
