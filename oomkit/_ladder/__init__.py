@@ -1,1 +1,1 @@
-"""Python parts of the ladder, which is C: what is done where smaller micro-batches are not enough."""
+"""What the ladder, which is C, calls that is Python."""

@@ -16,6 +16,7 @@ from .picture import own_dict
 
 _FEWEST = 3  # of one class in one list
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 _SPREAD = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"})
 _SPREAD |= {"FSDPModule"}
 _NORMS = torch.nn.modules.batchnorm._NormBase
@@ -42,9 +43,7 @@ def has_hooks(table: Any) -> bool:
 
 def global_hooks() -> bool:
     """Hooks on all modules: they would run again with every forward that is."""
-    tables = ("_global_forward_hooks", "_global_forward_pre_hooks")
-    tables += ("_global_backward_hooks", "_global_backward_pre_hooks")
-    return any(has_hooks(getattr(torch_module, name)) for name in tables)
+    return any(has_hooks(getattr(torch_module, name)) for name in _GLOBAL_HOOKS)
 
 
 def _is_compiled(function: object) -> bool:
@@ -102,14 +101,10 @@ def choose(roots: list[torch.nn.Module], left_out: Any) -> list[Group]:
         left_out: modules that are not to be chosen; what is in them may be.
     """
     seen: set[int] = set()
-    return [
-        group for root in roots for group in _walk(root, type(root).__name__, left_out, seen)
-    ]
+    return [group for root in roots for group in _walk(root, type(root).__name__, left_out, seen)]
 
 
-def _walk(
-    module: torch.nn.Module, path: str, left_out: Any, seen: set[int]
-) -> Iterator[Group]:
+def _walk(module: torch.nn.Module, path: str, left_out: Any, seen: set[int]) -> Iterator[Group]:
     if id(module) in seen or is_closed(module):
         return
     seen.add(id(module))
@@ -120,9 +115,7 @@ def _walk(
             yield from _walk(child, f"{path}.{name}", left_out, seen)
 
 
-def _groups(
-    module: torch.nn.Module, path: str, left_out: Any, seen: set[int]
-) -> Iterator[Group]:
+def _groups(module: torch.nn.Module, path: str, left_out: Any, seen: set[int]) -> Iterator[Group]:
     kinds: dict[type, list[torch.nn.Module]] = {}
     for child in module._modules.values():
         if child is not None:

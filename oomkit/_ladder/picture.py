@@ -35,6 +35,13 @@ def version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def _address(tensor: torch.Tensor) -> int:
+    """Where the values lie: a write through ``tensor.data = other`` leaves no version."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+        return 0
+    return tensor.data_ptr()
+
+
 def own_dict(module: object) -> dict[str, Any]:
     own: dict[str, Any] = object.__getattribute__(module, "__dict__")
     return own
@@ -140,7 +147,7 @@ class Picture:
 
     def __init__(self, modules: list[torch.nn.Module], but: type) -> None:
         self.held: list[_Held] = []
-        self.tensors: list[tuple[torch.Tensor, int, bool, Label]] = []
+        self.tensors: list[tuple[torch.Tensor, int, bool, int, Label]] = []
         self.arrays: list[tuple[Any, bytes, Label]] = []
         self.streams: list[tuple[Any, object, Label]] = []
         self.long: list[tuple[Any, int, Label]] = []
@@ -153,7 +160,9 @@ class Picture:
         while queue and len(seen) < _OBJECTS:
             value, label, depth = queue.pop()
             if isinstance(value, torch.Tensor):
-                self.tensors.append((value, version(value), value.requires_grad, label))
+                self.tensors.append(
+                    (value, version(value), value.requires_grad, _address(value), label)
+                )
             elif id(value) not in seen:
                 seen.add(id(value))
                 queue += self.note(value, label, depth)
@@ -199,19 +208,21 @@ class Picture:
                 return self.inner(self.note_dict(own, label), depth + 1)
         return []
 
-    def moved(self, *, streams: bool = True) -> str | None:
+    def moved(self, *, meanwhile: bool = False) -> str | None:
         """What has other contents by now, as far as versions and cheap looks tell.
 
         Args:
-            streams: look at random generators, too.
+            meanwhile: others have run, and may have drawn random numbers.
         """
-        for tensor, was, grad, label in self.tensors:
+        for tensor, was, grad, address, label in self.tensors:
             if version(tensor) != was or tensor.requires_grad != grad:
+                return _name(label)
+            if not meanwhile and _address(tensor) != address:
                 return _name(label)
         for array, data, label in self.arrays:
             if array.tobytes() != data:
                 return _name(label)
-        for stream, state, label in self.streams if streams else ():
+        for stream, state, label in () if meanwhile else self.streams:
             if stream_state(stream) != state:
                 return f"{_name(label)}, a random generator"
         for value, length, label in self.long:

@@ -202,7 +202,7 @@ class _Run:
 
     def again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In the backward: everything stands where it stood in the forward, meanwhile."""
-        moved = self.was.moved(streams=False)
+        moved = self.was.moved(meanwhile=True)
         if moved is not None:
             raise _C.OomkitError(
                 f"{moved} has changed between the forward of a {type(self.child).__name__}, which "
@@ -312,7 +312,7 @@ def _plain_now() -> bool:
         or torch._C._current_graph_task_id() != -1  # in a backward: computed again already
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.maybe_current_level() is not None
-        or not torch._C._autograd._saved_tensors_hooks_is_enabled()
+        or not torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
         or forward_ad._current_level >= 0
         or parametrize._cache_enabled > 0
         or torch_checkpoint._checkpoint_debug_enabled
