@@ -9,7 +9,6 @@ undone, and the peak is not higher: the backward of one module needs its saved t
 
 from __future__ import annotations
 
-import copy
 import operator
 import random
 import sys
@@ -353,13 +352,8 @@ class _Forward:
     def __wrapped__(self) -> Any:
         return self.forward
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if self.own is not _MISSING:
-            return copy.deepcopy(self.own, memo)
-        child = memo.get(id(self.child), self.child)
-        return types.MethodType(type(child).forward, child)
-
     def __reduce__(self) -> tuple[Any, ...]:
+        """Of a copy and of a pickle, too, which needs no oomkit to be loaded."""
         if self.own is not _MISSING:
             return operator.getitem, ((self.own,), 0)
         return getattr, (self.child, "forward")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_debug_enabled
 
 from ladder.twice import LENGTH, ROWS, WIDTH, Block, Model, Ran, both, model_of, plain, worn
 from oomkit._ladder.recompute import LeftOut, recompute_begin
@@ -510,6 +510,65 @@ def test_a_transform_of_torch_func_is_plain(again: Counter[str]) -> None:
         for name, parameter in named.items():
             parameter.grad = grads[name]
         return loss_of(named).detach()
+
+    both(model_of(), step)
+    assert not again
+
+
+def test_vmap_is_plain(again: Counter[str]) -> None:
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.vmap(model, randomness="different")(x.unsqueeze(1))
+        loss: torch.Tensor = rows.sum()
+        loss.backward()
+        return loss
+
+    with sdpa_kernel(SDPBackend.MATH):
+        both(model_of(), step)
+    assert not again
+
+
+def test_a_place_without_saved_tensor_hooks_is_plain(again: Counter[str]) -> None:
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+            return plain(model, x)
+
+    both(model_of(), step)
+    assert not again
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_forward_mode_is_plain(again: Counter[str]) -> None:
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+            loss: torch.Tensor = model(dual)
+            loss = loss + torch.autograd.forward_ad.unpack_dual(loss).tangent
+            loss.backward()
+        return loss
+
+    both(model_of(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())), step)
+    assert not again
+
+
+def test_a_dispatch_mode_sees_a_plain_forward(again: Counter[str]) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    flops: list[int] = []
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with FlopCounterMode(display=False) as counter:
+            loss = plain(model, x)
+        flops.append(counter.get_total_flops())
+        return loss
+
+    both(model_of(), step)
+    assert not again and len(set(flops)) == 1
+
+
+def test_debugging_torchs_checkpoints_is_plain(again: Counter[str]) -> None:
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with set_checkpoint_debug_enabled(True):
+            return plain(model, x)
 
     both(model_of(), step)
     assert not again
