@@ -1,1 +1,1 @@
-"""What the ladder, which is C, calls that is Python."""
+"""What is done where smaller micro-batches are not enough (the Python part)."""
