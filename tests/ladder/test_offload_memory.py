@@ -180,6 +180,7 @@ def test_a_storage_that_was_swapped() -> None:
     places, found = [], []
     with there:
         for i in range(20):
+            y.data = torch.empty(0)  # the memory is free for the next
             y.data = torch.full((4096,), float(i))
             places.append(y.data_ptr())
             found.append((y * x).sum())
