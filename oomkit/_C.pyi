@@ -142,6 +142,8 @@ class guard:
 def _guarded(
     function: Callable[..., Any], label: str, skip: int, reset_peaks: int, /
 ) -> Callable[..., Any]: ...
+def _ladder_mask(ladder: object, /) -> int: ...
+def _ladder_scope(mask: int, /) -> int: ...
 def _trial(
     func: Callable[..., Any],
     args: tuple[Any, ...],
@@ -236,7 +238,8 @@ class _Options(TypedDict, total=False):
     multiple_of: int
     rng: Literal["torch", "all", "none"]
     gradient_safety: Literal["auto", "copy", "off"]
-    optimizer_safety: Literal["predict", "copy"]
+    optimizer_safety: Literal["predict", "copy", "parts"]
+    ladder: Literal["auto"] | Sequence[Literal["update", "state", "activations", "recompute"]]
     restore_batch: bool
     hooks: Literal["say", "error"]
     remember: Literal[False]

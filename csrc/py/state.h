@@ -288,8 +288,10 @@
     X(watch_zero_grad) /* oomkit._engine.patches: the same of zero_grad() */           \
     X(find_zero_grad) /* oomkit._engine.patches: torch's own zero_grad() of optimizers \
                        */                                                              \
-    X(keeps_state)    /* oomkit.optim: does a first step make any? */                  \
-    X(predict_update) /* oomkit.optim: bytes that a first step needs */                \
+    X(update_needs)   /* oomkit.optim: bytes that an update needs */                   \
+    X(is_independent) /* oomkit.optim: may an update go in parts? */                   \
+    X(around_parts)   /* oomkit._ladder.update: step() around its parts */             \
+    X(hosted_state)   /* oomkit._ladder.state: what is on the host */                  \
     X(refusal)    /* oomkit._engine.nodes.Refusal: results that refuse a gradient */   \
     X(split_loss) /* oomkit._engine.returned_loss: gives the loss of a split call its  \
                      node */                                                           \
@@ -333,6 +335,7 @@ typedef struct oomkit_state {
 #undef DECLARE
 #undef DECLARE_TORCH
 #undef DECLARE_STRING
+    int hosted_any; /* state of some optimizer is, or was, on the host */
     const struct oomkit_wiring *wiring; /* who is told of what: call/events.h */
     const oomkit_bridge *bridge; /* borrowed from the loaded _bridge module, or NULL */
     PyObject *bridge_capsule;    /* owned; keeps the bridge's pointer valid */
