@@ -345,6 +345,8 @@ typedef struct oomkit_cut {
     oomkit_unfit_sizes unfit;
     oomkit_scheduled scheduled;
     oomkit_stale stale;
+    PyObject *offload;   /* owned: saved tensors on the host (ladder), or NULL */
+    PyObject *recompute; /* owned: modules that are computed again (ladder), or NULL */
     PyObject *effects; /* owned: what looks at side effects of micro-batch 1, or NULL */
     oomkit_join join;
     oomkit_losses losses;
