@@ -99,6 +99,9 @@ oomkit_proven_clear(oomkit_proven *proven);
 /* Before an attempt is begun again: leaves that were met are taken in. 0 or -1. */
 int
 oomkit_unknown_take_in(oomkit_call *call, int why);
+/* Something else came between: they are not taken in. */
+void
+oomkit_unknown_forget(oomkit_call *call);
 int
 oomkit_unknown_check(oomkit_call *call, PyObject *result);
 /* At entry of an attempt: a buffer (borrowed) that requires grad takes part as a leaf.

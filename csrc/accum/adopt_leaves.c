@@ -151,10 +151,10 @@ restart_take_in(oomkit_call *call)
         weakly = restart_remains(call);
         weakly = weakly > 0 ? restart_weakly(call) : weakly;
     }
-    Py_CLEAR(call->unknown.leaves);
+    oomkit_unknown_forget(call);
     if (taken == 0 && weakly == 0) {
         parts->leaves_die = 1;
-        call->unknown.restarts = OOMKIT_RESTARTS; /* another one would find as little */
+        call->tries.restarts = OOMKIT_RESTARTS; /* another one would find as little */
         return 0;
     }
     shifted = tail > 0 && PyList_GET_SIZE(parts->roots) > roots &&
@@ -170,6 +170,12 @@ restart_take_in(oomkit_call *call)
         return -1;
     }
     return 0;
+}
+
+void
+oomkit_unknown_forget(oomkit_call *call)
+{
+    Py_CLEAR(call->unknown.leaves);
 }
 
 int

@@ -171,7 +171,7 @@ oomkit_proof_is_new_sequence(oomkit_call *call)
     int i;
 
     if (call->proof != NULL || call->options->verify == 0 || call->cut->forced ||
-        call->unknown.restarts >= OOMKIT_RESTARTS) {
+        call->tries.restarts >= OOMKIT_RESTARTS) {
         return 0;
     }
     found = oomkit_proven_find(call);

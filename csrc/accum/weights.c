@@ -4,6 +4,7 @@
 #include "../batch/batch.h"
 #include "../call/call.h"
 #include "../call/step.h"
+#include "../optim/updating.h"
 #include "../py/tensor.h"
 #include "../result/result.h"
 
@@ -522,7 +523,8 @@ weights_check(oomkit_call *call, PyObject *result)
     oomkit_loss_site *site = &call->step->losses;
     int loss;
 
-    if (call->cut->losses.groups > 0 && call->training && !call->updating.committed &&
+    if (call->cut->losses.groups > 0 && call->training &&
+        !oomkit_update_is_final(call) &&
         call->backward.done != call->cut->losses.groups) {
         return weights_refuse(call, call->backward.done, "");
     }

@@ -211,10 +211,14 @@ typedef struct oomkit_updating {
     oomkit_optimizer_mark *marks;
     int count;
     Py_ssize_t room;
-    int step_failed;  /* an optimizer's step ran out of memory and was not finished */
-    int made;         /* optimizer steps that were made in this attempt */
-    int params_stuck; /* parameters changed by the step itself stay changed */
-    int committed;    /* a scheduler or scaler moved on: nothing can be taken back */
+    int step_failed;   /* an optimizer's step ran out of memory and was not finished */
+    int made;          /* optimizer steps that were made in this attempt */
+    int params_stuck;  /* parameters changed by the step itself stay changed */
+    int committed;     /* a scheduler or scaler moved on: nothing can be taken back */
+    int depth;         /* intercepted methods that run, one inside another */
+    int closure;       /* a step() runs that was handed one, while split */
+    int unknown_begun; /* steps of unknown optimizers that have not ended */
+    int unknown_made;  /* those that have, in this attempt */
 } oomkit_updating;
 
 /* Methods of participants that are intercepted. */
@@ -224,8 +228,6 @@ typedef struct oomkit_hooked {
     Py_ssize_t room;
     int for_split; /* what only a split call intercepts is in place */
     int syncs;     /* accelerator.accumulate() entered in this micro-batch */
-    int depth;
-    int closure; /* an optimizer's step() runs that was handed one, while split */
 } oomkit_hooked;
 
 /* Arguments of schedulers, per micro-batch. */
@@ -235,16 +237,11 @@ typedef struct oomkit_scheduled {
     Py_ssize_t room;
 } oomkit_scheduled;
 
-/* Leaves and optimizers that the search did not find. */
+/* Leaves that the search did not find. */
 typedef struct oomkit_unknown {
     PyObject *leaves;   /* owned: weak references to leaves that are to take part */
     PyObject *of_step;  /* owned: list of (weak reference, had a gradient) */
-    int restart;        /* this attempt is given up: OOMKIT_RESTART_* */
-    int widened;        /* so it was to have more than one row in the first slice */
-    int restarts;       /* done in this call */
     PyObject *of_graph; /* owned: weak references to leaves of a failed graph */
-    int steps;          /* steps of unknown optimizers that have begun and not ended */
-    int updates;        /* those that have ended, in this attempt */
 } oomkit_unknown;
 
 /* What was updated, and would be seen by a forward. */
@@ -263,6 +260,9 @@ typedef struct oomkit_tries {
     int joining;       /* the results of an evaluation are being put together */
     int join_failures; /* so often there was no memory for that */
     int flushed;       /* a plan was tried again after the cache was emptied */
+    int restart;       /* this attempt is given up: OOMKIT_RESTART_* */
+    int widened;       /* so it was to have more than one row in the first slice */
+    int restarts;      /* done in this call */
     uint64_t began_ns, lost_ns, started_ns;
 } oomkit_tries;
 

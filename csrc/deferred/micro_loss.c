@@ -52,8 +52,8 @@ returned_single_ask(oomkit_call *call, PyObject *loss)
 {
     OWNED PyObject *shape = NULL;
 
-    if (!call->unknown.widened && !call->cut->forced) {
-        call->unknown.restart = OOMKIT_RESTART_WIDER;
+    if (!call->tries.widened && !call->cut->forced) {
+        call->tries.restart = OOMKIT_RESTART_WIDER;
         oomkit_raise(call->st->SplitError,
                      "auto_batch begins the step again, with more than one row in the "
                      "first micro-batch; let this error pass");

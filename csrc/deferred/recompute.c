@@ -48,7 +48,7 @@ recompute_loss(const oomkit_call *call)
 static int
 recompute_end(oomkit_call *call)
 {
-    call->unknown.restart = OOMKIT_RESTART_OWED;
+    call->tries.restart = OOMKIT_RESTART_OWED;
     oomkit_raise(call->st->SplitError,
                  "auto_batch runs the step again from its beginning; let this error "
                  "pass");
@@ -66,7 +66,7 @@ recompute_begin(oomkit_call *call, PyObject *roots)
     oomkit_tensor_facts facts;
     double value, wanted;
 
-    if (root == NULL || call->unknown.restart != 0) {
+    if (root == NULL || call->tries.restart != 0) {
         return recompute_end(call);
     }
     if (oomkit_tensor_facts_get(st, root, 0, &facts) < 0) {
@@ -273,7 +273,7 @@ recompute_attempt(oomkit_call *call)
     call->grads.owed = OOMKIT_OWED_NOW;
     call->backward.instead = recompute_backward;
     result = oomkit_attempt_run(call);
-    call->unknown.restart = 0;
+    call->tries.restart = 0;
     if (result != NULL) { /* it has run to its end without a backward */
         return 0;
     }

@@ -11,6 +11,7 @@
 #include "../call/step.h"
 #include "../engine/engine.h"
 #include "../hook/hook.h"
+#include "../optim/optim.h"
 #include "../plain/plain_state.h"
 #include "../py/modes.h"
 #include "../py/tensor.h"

@@ -73,9 +73,9 @@ attempt_micro_end(oomkit_call *call, PyObject *result)
 int
 oomkit_attempt_only_results(const oomkit_call *call)
 {
-    return !call->training && !call->parts_moved && call->updating.count == 0 &&
-           call->cut->sequence[0].count == 0 && call->entry.owners.scalers == NULL &&
-           !call->updating.committed && call->options->weight == NULL &&
+    return !call->training && !call->parts_moved && !oomkit_update_begun(call) &&
+           call->cut->sequence[0].count == 0 && !oomkit_scaler_marked(call) &&
+           !oomkit_update_is_final(call) && call->options->weight == NULL &&
            call->deferred.returned == OOMKIT_RETURNED_NOTHING &&
            call->deferred.replayed == NULL;
 }
@@ -120,7 +120,8 @@ attempt_slice(oomkit_call *call, PyObject **vector, PyObject **whole)
         return -1;
     }
     call->is_last = call->cut->at == call->cut->count - 1;
-    call->backward.done = call->hooked.syncs = 0;
+    call->backward.done = 0;
+    oomkit_accelerate_micro_begins(call);
     if (oomkit_batch_build(call->st, call->options, &call->batch, slice->start,
                            slice->length, vector) < 0) {
         return -1;
@@ -129,7 +130,7 @@ attempt_slice(oomkit_call *call, PyObject **vector, PyObject **whole)
     oomkit_tell_micro_left(call);
     /* Slices of the batch go before anything else: they may be copies. */
     vector_clear(vector, call->batch.total);
-    if (result == NULL || call->unknown.restart) {
+    if (result == NULL || call->tries.restart) {
         Py_XDECREF(result); /* the step caught what was to end it */
         return -1;
     }

@@ -28,9 +28,9 @@ oomkit_recover_note(oomkit_call *call, PyObject *exception)
     attempt->accumulation_steps = call->cut->slices == NULL ? 1 : call->cut->count;
     oomkit_device_held(call->st, call->device, &attempt->allocated_bytes,
                        &attempt->reserved_bytes);
-    attempt->phase = call->backward.failed      ? OOMKIT_PHASE_BACKWARD
-                     : call->updating.count > 0 ? OOMKIT_PHASE_OPTIMIZER
-                                                : OOMKIT_PHASE_FORWARD;
+    attempt->phase = call->backward.failed       ? OOMKIT_PHASE_BACKWARD
+                     : oomkit_update_begun(call) ? OOMKIT_PHASE_OPTIMIZER
+                                                 : OOMKIT_PHASE_FORWARD;
     call->sizes.requested = attempt->requested_bytes;
     call->tries.count++;
     call->tries.ooms++;
@@ -123,11 +123,11 @@ recover_is_half_done(const oomkit_call *call)
     int expected = call->step->updates;
     Py_ssize_t i;
 
-    if (call->updating.made + call->unknown.updates == 0) {
+    if (oomkit_updates_made(call) == 0) {
         return 0;
     }
     if (expected < 0) {
-        if (call->unknown.updates > 0) {
+        if (oomkit_update_by_unknown(call)) {
             return 1;
         }
         expected = 0;
@@ -135,7 +135,7 @@ recover_is_half_done(const oomkit_call *call)
             expected += parts->owners[i].kind == OOMKIT_OWNER_OPTIMIZER;
         }
     }
-    return call->updating.made + call->unknown.updates < expected;
+    return oomkit_updates_made(call) < expected;
 }
 
 /* The failure struck between two updates, or in one that cannot be undone. */
@@ -143,18 +143,18 @@ static void
 recover_partial(oomkit_call *call)
 {
     const char *where =
-        call->unknown.steps > 0
+        oomkit_update_of_unknown_runs(call)
             ? "inside the step() of an optimizer that was not found in its arguments, "
               "self, closure or globals; pass optimizer=... to auto_batch"
         : call->refused.hooked != NULL
             ? "in a backward() after a post-accumulate-grad hook had changed a "
               "parameter (do in the step, after backward(), what the hook does)"
-        : call->updating.step_failed && call->updating.made + call->unknown.updates == 0
+        : oomkit_update_failed(call) && oomkit_updates_made(call) == 0
             ? "inside an optimizer's step() that had changed a parameter or its state"
-        : call->updating.step_failed
+        : oomkit_update_failed(call)
             ? "in one optimizer's step() after another's was applied"
         : call->backward.failed ? "in a backward() after an optimizer had stepped"
-        : call->unknown.updates > 0 && call->step->updates < 0
+        : oomkit_update_by_unknown(call) && call->step->updates < 0
             ? "after the step() of an optimizer that was not found in its arguments, "
               "self, closure or globals, so that others may be due; pass optimizer=... "
               "to auto_batch"
@@ -203,8 +203,9 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception)
         return 0;
     }
     oomkit_exception_discard(call->st, exception);
-    if (committed && (call->unknown.steps > 0 || call->updating.step_failed ||
-                      call->backward.failed || recover_is_half_done(call))) {
+    if (committed &&
+        (oomkit_update_of_unknown_runs(call) || oomkit_update_failed(call) ||
+         call->backward.failed || recover_is_half_done(call))) {
         recover_partial(call);
         return -1;
     }
@@ -362,7 +363,7 @@ oomkit_recover(oomkit_call *call, int failed)
         }
         result = oomkit_attempt_run(call);
         failed = result == NULL;
-        if (call->unknown.restart) {
+        if (call->tries.restart) {
             Py_CLEAR(result);
             failed = oomkit_restart(call);
             if (failed < 0) {

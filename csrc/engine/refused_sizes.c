@@ -4,6 +4,7 @@
  * else the error is the cause of a SplitError. Everything has gone back by then. */
 #include "engine.h"
 #include "refused_sizes.h"
+#include "../optim/updating.h"
 #include "../result/result.h"
 #include "../sizes/sizes.h"
 #include "../undo/undo.h"
@@ -65,8 +66,8 @@ unfit_is_splits(oomkit_call *call, PyObject *exception)
         ((PyBaseExceptionObject *)exception)->traceback == NULL || /* wrong arguments */
         !unfit_type(call->st, exception) || !unfit_is_planned(call) ||
         call->backward.done > 0 || call->backward.failed ||
-        call->updating.made + call->unknown.updates > 0 || call->unknown.steps > 0 ||
-        call->updating.step_failed || oomkit_tell_failure_remains(call) != NULL) {
+        oomkit_updates_made(call) > 0 || oomkit_update_of_unknown_runs(call) ||
+        oomkit_update_failed(call) || oomkit_tell_failure_remains(call) != NULL) {
         return 0;
     }
     committed = oomkit_recover_committed(call);

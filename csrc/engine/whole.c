@@ -255,7 +255,7 @@ engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
     oomkit_buffers_learn(call);
     step->seen_oom |= call->tries.ooms > 0;
     if (call->cut->slices == NULL) {
-        step->updates = call->updating.made + call->unknown.updates;
+        step->updates = oomkit_updates_made(call);
         oomkit_batch_learn(&step->batch_site, &call->batch);
         largest = oomkit_batch_rows(&call->batch);
         oomkit_result_learn(call->st, &step->results, result, largest,
@@ -263,7 +263,7 @@ engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
         oomkit_tell_whole_call_ends(call, largest);
         step->whole.seen = 1;
         step->whole.without_backward |= !call->training;
-        step->whole.without_update |= call->updating.count == 0;
+        step->whole.without_update |= !oomkit_update_begun(call);
     }
     if ((call->shape.known || step->seen_oom) && largest > 0 && !needs_backward) {
         oomkit_call_cut(call);

@@ -2,15 +2,26 @@
 #ifndef OOMKIT_OPTIM_OPTIM_H
 #define OOMKIT_OPTIM_OPTIM_H
 
+#include "updating.h"
 #include "../call/events.h"
 
 /* What happens in a call concerns (call/events.h): */
-extern const oomkit_rule oomkit_hyperparams_rule;
+extern const oomkit_rule oomkit_hyperparams_rule, oomkit_scheduler_args_rule;
+
+typedef void (*oomkit_param_is_back)(oomkit_call *call, const PyObject *param,
+                                     uint32_t version);
 
 /* --- after_update.c --- */
 /* List of (was, now) of what the update has changed. 0 or -1. */
 int
 oomkit_updated(oomkit_call *call, PyObject **list);
+/* Before a scaler's real update(): its scale, which update() changes in place. 0 or -1.
+ */
+int
+oomkit_scale_note(oomkit_call *call, PyObject *scaler);
+/* Has a scaler found infinite gradients and skipped the update? 1, 0 or -1. */
+int
+oomkit_scale_fell(const oomkit_call *call);
 
 /* --- hyperparams.c --- */
 PyObject *
@@ -19,8 +30,6 @@ int
 oomkit_hyperparams_restore(oomkit_state *st, PyObject *optimizer, PyObject *copies);
 int
 oomkit_hyperparams_note(oomkit_call *call, PyObject *optimizer);
-int
-oomkit_owners_again(oomkit_call *call);
 int
 oomkit_owners_epochs_note(oomkit_call *call);
 int
@@ -38,8 +47,15 @@ int
 oomkit_optimizer_undo(oomkit_call *call, int index);
 int
 oomkit_optimizer_copy(oomkit_call *call, int index);
+/* Tells of each parameter (borrowed) that is its old value again, at a new version. */
 int
-oomkit_optimizer_restore_copy(oomkit_call *call, int index);
+oomkit_optimizer_restore_copy(oomkit_call *call, int index, oomkit_param_is_back told);
+/* The same of all that have begun a step(): then the update may be made again. And what
+ * they have made or replaced goes. 0 or -1. */
+int
+oomkit_optimizers_restore_copies(oomkit_call *call, oomkit_param_is_back told);
+int
+oomkit_optimizers_undo(oomkit_call *call);
 int
 oomkit_optimizer_is_foreach(oomkit_call *call, int index);
 int
@@ -67,5 +83,29 @@ oomkit_hyperparams_refuse_moved(oomkit_call *call, PyObject *optimizer);
 
 int
 oomkit_update_committed(oomkit_call *call);
+
+/* --- user_state.c --- */
+/* Schedulers, scalers and the user's own objects, as they were at entry. */
+int
+oomkit_scaler_mark(oomkit_call *call, PyObject *scaler);
+/* Has a method of a scaler run? */
+int
+oomkit_scaler_marked(const oomkit_call *call);
+/* accelerate's Accelerator (borrowed), found while the call runs: its count of batches.
+ * 0 or -1. */
+int
+oomkit_accelerator_mark(oomkit_call *call, PyObject *accelerator);
+int
+oomkit_owner_copy(oomkit_call *call, PyObject *owner);
+int
+oomkit_owners_mark(oomkit_call *call);
+int
+oomkit_owners_again(oomkit_call *call);
+int
+oomkit_owners_restore(oomkit_call *call);
+void
+oomkit_owners_release(oomkit_call *call);
+int
+oomkit_owners_traverse(const oomkit_owner_marks *owners, visitproc visit, void *arg);
 
 #endif

@@ -270,7 +270,7 @@ proof_micro_ends(oomkit_call *call, PyObject *result)
 {
     if (call->split && call->cut->at == 0 && !call->is_last &&
         oomkit_proof_is_new_sequence(call)) {
-        call->unknown.restart = OOMKIT_RESTART_PROOF;
+        call->tries.restart = OOMKIT_RESTART_PROOF;
         oomkit_raise(call->st->SplitError,
                      "auto_batch begins the step again, to compare its micro-batches "
                      "on the course that it takes now");

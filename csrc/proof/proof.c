@@ -222,7 +222,7 @@ proof_there(oomkit_proof *p, PyObject **text)
             oomkit_proof_compare(p, p->first, text) == 0) {
             return 0;
         }
-        if (p->length <= p->fits || p->call->unknown.restart != 0 ||
+        if (p->length <= p->fits || p->call->tries.restart != 0 ||
             !oomkit_exception_is_oom(p->call->st) || proof_forgive(p) < 0) {
             return -1;
         }
@@ -547,7 +547,7 @@ proof_larger(oomkit_proof *p, int64_t rows, int *result)
             oomkit_proof_own_error(p->call)) {
             oomkit_error_dismiss(); /* that size is none that the call needs */
             p->no_parts = 0;
-        } else if (*result >= 0 || p->call->unknown.restart != 0 ||
+        } else if (*result >= 0 || p->call->tries.restart != 0 ||
                    !oomkit_exception_is_oom(p->call->st)) {
             tried = 1;
         } else if (proof_forgive(p) < 0) {

@@ -105,8 +105,7 @@ oomkit_proof_back(oomkit_proof *p)
     oomkit_cut_back(call, &p->cut);
     call->options = p->own_options;
     Py_XSETREF(call->entry.flags, p->switches);
-    if (call->unknown.restart ==
-        0) { /* else there are other participants to be marked */
+    if (call->tries.restart == 0) { /* else there are other participants to be marked */
         result = oomkit_savepoint_take(call);
     }
     if (exception != NULL) {

@@ -271,7 +271,7 @@ oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first
     call->cut->join.required = 0;
     call->backward.instead = NULL;
     Py_CLEAR(call->cut->losses.verification);
-    if (verdict == NULL && call->unknown.restart == 0) {
+    if (verdict == NULL && call->tries.restart == 0) {
         return verify_abandon(call, oomkit_exception_take()) < 0 ? NULL
                                                                  : Py_NewRef(Py_None);
     }

@@ -25,19 +25,10 @@ oomkit_call_set_current(oomkit_call *call)
 static int
 update_restore(oomkit_call *call, PyObject **message)
 {
-    int i;
-
     (void)message;
-    if (!call->options->optimizer_copy || oomkit_update_committed(call) != 1) {
-        return 0;
-    }
-    for (i = 0; i < call->updating.count; i++) {
-        if (oomkit_optimizer_restore_copy(call, i) < 0) {
-            return -1;
-        }
-    }
-    call->updating.committed = 0;
-    return 0;
+    return call->options->optimizer_copy && oomkit_update_committed(call) == 1
+               ? oomkit_optimizers_restore_copies(call, oomkit_params_version_is)
+               : 0;
 }
 
 static int
@@ -116,15 +107,8 @@ buffers_moved(oomkit_call *call)
 static int
 optimizers_restore(oomkit_call *call, PyObject **message)
 {
-    int i;
-
     (void)message;
-    for (i = 0; i < call->updating.count; i++) {
-        if (oomkit_optimizer_undo(call, i) < 0) {
-            return -1;
-        }
-    }
-    return 0;
+    return oomkit_optimizers_undo(call);
 }
 
 static int
@@ -283,20 +267,15 @@ oomkit_savepoint_end_attempt(oomkit_call *call)
     }
     if (oomkit_call_is_cut(call)) {
         oomkit_tell_attempt_ends(call);
-        call->cut->scheduled.count = 0;
     }
-    Py_CLEAR(call->unknown.of_graph);
-    Py_CLEAR(call->unknown.of_step);
     call->training = call->backward.done = call->backward.failed =
         call->backward.queued = 0;
-    call->updating.committed = call->refused.raised = call->sequence_waived = 0;
+    call->refused.raised = call->sequence_waived = 0;
     call->deferred.returned = OOMKIT_RETURNED_NOTHING;
     call->grads.eager = call->grads.apart = 0;
     call->deferred.rowwise = 0;
-    call->updating.made = call->unknown.updates = call->updating.params_stuck = 0;
     call->parts_moved = 0;
-    call->hooked.depth = call->hooked.closure = 0;
-    call->unknown.steps = call->updating.step_failed = 0;
+    oomkit_updates_forget(call);
 }
 
 /* Ends the call: nothing of it stays behind. Keeps the exception in flight. */
@@ -306,11 +285,9 @@ oomkit_savepoint_end(oomkit_call *call)
     oomkit_plain_keep(call, 0);
     oomkit_savepoint_end_attempt(call);
     oomkit_grads_release(call);
-    Py_CLEAR(call->unknown.leaves);
     Py_CLEAR(call->entry.flags);
     MEMORY_CLEAR(call->entry.versions);
     MEMORY_CLEAR(call->entry.samples);
-    MEMORY_CLEAR(call->cut->scheduled.items);
     oomkit_slots_release(call);
     Py_CLEAR(call->refused.hooked);
 }

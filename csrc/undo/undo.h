@@ -209,6 +209,10 @@ int
 oomkit_params_rewritten(const oomkit_call *call, Py_ssize_t *which);
 int
 oomkit_params_mark(oomkit_call *call);
+/* A parameter that was put back from its copy has a new version and its old value: that
+ * is the version to compare with from here on. */
+void
+oomkit_params_version_is(oomkit_call *call, const PyObject *param, uint32_t version);
 /* Does each parameter require grad: at entry, and (once noted) at the end of the call.
  * Borrowed, behind param_versions, which must be there. And now: 0 or -1. */
 uint8_t *
@@ -225,23 +229,5 @@ void
 oomkit_savepoint_move(oomkit_savepoint *to, oomkit_savepoint *from);
 void
 oomkit_savepoint_free(oomkit_savepoint *savepoint);
-
-/* --- user_state.c --- */
-/* The count of batches of accelerate's Accelerator. New reference or NULL; 0 or -1. */
-PyObject *
-oomkit_accelerator_save(PyObject *accelerator);
-int
-oomkit_accelerator_restore(PyObject *accelerator, PyObject *saved);
-/* Schedulers, scalers and the user's own objects */
-int
-oomkit_scaler_mark(oomkit_call *call, PyObject *scaler);
-int
-oomkit_owner_copy(oomkit_call *call, PyObject *owner);
-int
-oomkit_owners_mark(oomkit_call *call);
-int
-oomkit_owners_restore(oomkit_call *call);
-void
-oomkit_owners_release(oomkit_call *call);
 
 #endif
