@@ -2,6 +2,7 @@
  * attempt is begun again. Nothing but the forward of its first micro-batch has run. */
 #include "accum.h"
 #include "../hook/hook.h"
+#include "../undo/gradients.h"
 #include "../undo/undo.h"
 
 /* Those that outlived the attempt. New list or NULL. */
@@ -58,8 +59,7 @@ oomkit_restart_with_buffer(oomkit_call *call, PyObject *buffer)
     /* Gradients that are kept by number would go to others, and other calls have arrays
      * of as many parameters: then the graph shows it. */
     if (oomkit_unknown_known(call, buffer) || call->deferred.replayed != NULL ||
-        parts->refs > 2 || call->grads.copies != NULL || call->grads.aside != NULL ||
-        call->grads.entry != NULL || call->grads.parked != NULL) {
+        parts->refs > 2 || oomkit_grads_by_number(call)) {
         return 0;
     }
     if (parts->adopted == NULL && (parts->adopted = PyList_New(0)) == NULL) {
@@ -157,8 +157,8 @@ restart_take_in(oomkit_call *call)
         call->tries.restarts = OOMKIT_RESTARTS; /* another one would find as little */
         return 0;
     }
-    shifted = tail > 0 && PyList_GET_SIZE(parts->roots) > roots &&
-              (call->grads.copies != NULL || call->grads.aside != NULL);
+    shifted =
+        tail > 0 && PyList_GET_SIZE(parts->roots) > roots && oomkit_grads_outlive(call);
     oomkit_participants_let_go(parts);
     if (restart_grow(call, params, roots) < 0 || taken < 0 || weakly < 0) {
         return -1;

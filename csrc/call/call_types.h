@@ -173,6 +173,13 @@ typedef struct oomkit_log {
     uint32_t outcome; /* of the record */
 } oomkit_log;
 
+/* At the first backward of this attempt some parameter had a gradient, or none. */
+typedef enum {
+    OOMKIT_GRADIENTS_UNSEEN = 0,
+    OOMKIT_GRADIENTS_NONE,
+    OOMKIT_GRADIENTS_THERE
+} oomkit_gradients_seen;
+
 /* What was measured, for the planner and the record. */
 typedef struct oomkit_sizes_seen {
     oomkit_peak_window window;
@@ -181,6 +188,7 @@ typedef struct oomkit_sizes_seen {
     uint64_t baseline;
     uint64_t entry_gradients; /* estimate of what lies in it; after an OOM only */
     uint64_t dropped;         /* what the step dropped of it, see baseline.c */
+    oomkit_gradients_seen gradients;
 } oomkit_sizes_seen;
 
 /* What sizes and proofs of such a call go by. */

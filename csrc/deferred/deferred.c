@@ -7,6 +7,7 @@
 #include "../py/tensor.h"
 #include "../result/result.h"
 #include "../batch/batch.h"
+#include "../undo/gradients.h"
 #include "../undo/undo.h"
 
 #include <structmember.h>
@@ -361,9 +362,8 @@ oomkit_deferred_attach(oomkit_call *call, PyObject *result)
     p->slice_count = call->cut->count;
     call->cut->slices = NULL;
     call->cut->count = call->cut->room = 0;
-    p->eager = call->grads.parked;
+    p->eager = oomkit_grads_take_parked(call);
     p->eager_count = call->parts->param_count;
-    call->grads.parked = NULL;
     p->assumed = call->deferred.assumed;
     EXEMPT (st) { /* a few bytes: there is no way back from here */
         done = oomkit_deferred_others(p, result, loss) < 0

@@ -4,6 +4,7 @@
 #include "../py/tensor.h"
 #include "../sizes/sizes.h"
 #include "../batch/batch.h"
+#include "../undo/gradients.h"
 
 static void
 callers_learn(oomkit_callers *s, oomkit_deferred *p)
@@ -16,7 +17,7 @@ callers_learn(oomkit_callers *s, oomkit_deferred *p)
     } else if (facts.ndim == 0 && !s->create_graph) {
         Py_XSETREF(p->step->last_gradient, Py_NewRef(p->gradient));
     }
-    if (call != NULL && (p->step->seen_oom || call->grads.at_entry)) {
+    if (call != NULL && (p->step->seen_oom || oomkit_grads_at_entry(call))) {
         call->shape.signature =
             p->signature != 0
                 ? p->signature

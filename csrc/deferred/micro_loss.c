@@ -10,6 +10,7 @@
 #include "../call/step.h"
 #include "../py/tensor.h"
 #include "../result/result.h"
+#include "../undo/gradients.h"
 
 static int
 returned_differs(oomkit_call *call)
@@ -197,7 +198,7 @@ returned_stash(oomkit_call *call, PyObject *loss)
 {
     OWNED PyObject *shape = NULL, *gradient = NULL;
 
-    call->grads.eager = 1;
+    oomkit_grads_stash(call);
     if (call->cut->at == 0) {
         int half = call->step->half ? 1 : oomkit_graph_has_half(call->st, loss);
         if (half < 0 || oomkit_eager_assume(call, &call->deferred.assumed) < 0) {

@@ -8,6 +8,7 @@
 #include "../py/tensor.h"
 #include "../result/result.h"
 #include "../sizes/sizes.h"
+#include "../undo/gradients.h"
 #include "../undo/undo.h"
 
 int
@@ -278,10 +279,11 @@ recover_go_on(oomkit_call *call)
     if (call->tries.joining) {
         return recover_join(call);
     }
-    call->grads.may_owe = call->options->gradient_safety == OOMKIT_SAFETY_AUTO;
+    oomkit_grads_allow_owing(call,
+                             call->options->gradient_safety == OOMKIT_SAFETY_AUTO);
     oomkit_plain_keep(call, keep);
     result = oomkit_recover_roll_back(call);
-    call->grads.may_owe = 0;
+    oomkit_grads_allow_owing(call, 0);
     if (result == 0) {
         result = oomkit_join_truncate(&call->cut->join,
                                       keep ? (Py_ssize_t)call->cut->at : 0);

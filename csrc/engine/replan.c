@@ -2,6 +2,7 @@
 #include "engine.h"
 #include "refused_sizes.h"
 #include "../sizes/sizes.h"
+#include "../undo/gradients.h"
 #include "../undo/undo.h"
 
 int64_t
@@ -36,15 +37,16 @@ oomkit_replan_exhausted(oomkit_call *call)
             "allowed; %s",
             call->options->label, (long long)(least > 0 ? least : call->batch.rows),
             (long long)call->batch.rows,
-            call->grads.aside == NULL
-                ? oomkit_state_as_before(call)
-                : "some gradients that were there before the step hold this batch's "
+            oomkit_grads_any_aside(call)
+                ? "some gradients that were there before the step hold this batch's "
                   "contribution: call zero_grad() before going on, and pass "
-                  "gradient_safety=\"copy\" to auto_batch");
+                  "gradient_safety=\"copy\" to auto_batch"
+                : oomkit_state_as_before(call));
     }
     reason = oomkit_unfit_explain(call, reason);
     if (reason != NULL) {
-        call->grads.aside_said = call->batch.rows >= call->options->min_micro_batch;
+        oomkit_grads_aside_said(call,
+                                call->batch.rows >= call->options->min_micro_batch);
     }
     return oomkit_give_up_for(call, reason);
 }

@@ -35,12 +35,12 @@ static PyObject *
 watch_gradients(oomkit_call *call, int parked)
 {
     Py_ssize_t i, n = call->parts->param_count;
-    PyObject **eager = call->grads.is_parked ? call->grads.parked : NULL; /* borrowed */
+    PyObject *const *kept = oomkit_grads_parked_ones(call); /* borrowed */
     OWNED PyObject *list = PyList_New(n);
 
     for (i = 0; list != NULL && i < n; i++) {
         PyObject *gradient = /* owned, stolen by the list */
-            parked ? Py_NewRef(eager != NULL && eager[i] != NULL ? eager[i] : Py_None)
+            parked ? Py_NewRef(kept != NULL && kept[i] != NULL ? kept[i] : Py_None)
                    : grads_get(call, i);
         if (gradient == NULL) {
             return NULL;
@@ -92,7 +92,7 @@ watch_tell_gradients(oomkit_call *call, const char *method, int parked)
     if (list == NULL) {
         return -1;
     }
-    if (call->grads.eager) {
+    if (oomkit_grads_stashed(call)) {
         done = PyObject_CallMethod(call->proof->judge, "stashed", NULL);
         if (done == NULL) {
             return -1;
@@ -107,8 +107,9 @@ proof_swept(oomkit_call *call)
     if (!call->is_last) {
         return watch_tell_gradients(call, "parked", 1);
     }
-    return call->proof->raw ? watch_tell_gradients(call, "swept", call->grads.eager)
-                            : 0;
+    return call->proof->raw
+               ? watch_tell_gradients(call, "swept", oomkit_grads_stashed(call))
+               : 0;
 }
 
 int
@@ -118,8 +119,9 @@ oomkit_proof_finish(oomkit_proof *p)
     OWNED PyObject *done =
         marks ? PyObject_CallMethod(p->judge, "ended", "O", marks) : NULL;
 
-    return done == NULL ? -1
-                        : watch_tell_gradients(p->call, "finish", p->call->grads.eager);
+    return done == NULL
+               ? -1
+               : watch_tell_gradients(p->call, "finish", oomkit_grads_stashed(p->call));
 }
 
 int

@@ -173,14 +173,14 @@ static uint64_t
 gradients_beyond(oomkit_call *call)
 {
     const oomkit_signature *entry;
-    int kept = call->grads.marked
-                   ? call->grads.at_entry
-                   : call->sizes.entry_gradients > 0 && call->sizes.dropped == 0;
+    const int seen = call->sizes.gradients != OOMKIT_GRADIENTS_UNSEEN;
+    int kept = seen ? call->sizes.gradients == OOMKIT_GRADIENTS_THERE
+                    : call->sizes.entry_gradients > 0 && call->sizes.dropped == 0;
 
     if (kept || call->step->gradient_bytes == 0) {
         return 0;
     }
-    if (!call->grads.marked) { /* an evaluation has none, whatever the model wants */
+    if (!seen) { /* an evaluation has none, whatever the model wants */
         entry = oomkit_signature_get(call, 0);
         if (call->deferred.forward_only || (entry != NULL && entry->forward_only)) {
             return 0;
@@ -371,9 +371,6 @@ oomkit_call_wants_copies(oomkit_call *call)
 {
     const oomkit_signature *known;
 
-    if (call->grads.force_copies) {
-        return 1;
-    }
     if (call->options->gradient_safety != OOMKIT_SAFETY_AUTO) {
         return call->options->gradient_safety == OOMKIT_SAFETY_COPY;
     }

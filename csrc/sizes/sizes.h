@@ -10,8 +10,15 @@ uint64_t
 oomkit_baseline(const oomkit_call *call);
 void
 oomkit_baseline_enter(oomkit_call *call);
+/* The attempt has come to its first backward: did some parameter have a gradient? And
+ * that attempt is over. */
 void
-oomkit_baseline_marked(oomkit_call *call);
+oomkit_baseline_marked(oomkit_call *call, int gradients);
+static inline void
+oomkit_baseline_unmarked(oomkit_call *call)
+{
+    call->sizes.gradients = OOMKIT_GRADIENTS_UNSEEN;
+}
 void
 oomkit_baseline_rolled_back(oomkit_call *call, uint64_t now);
 

@@ -1,5 +1,6 @@
 /* How everything was at entry of an attempt: marked, put back after a failure, dropped.
  * What can go back is a table. */
+#include "gradients.h"
 #include "undo.h"
 #include "../optim/optim.h"
 #include "../optim/optimizer_extras.h"
@@ -272,7 +273,7 @@ oomkit_savepoint_end_attempt(oomkit_call *call)
         call->backward.queued = 0;
     call->refused.raised = call->sequence_waived = 0;
     call->deferred.returned = OOMKIT_RETURNED_NOTHING;
-    call->grads.eager = call->grads.apart = 0;
+    oomkit_grads_forget(call);
     call->deferred.rowwise = 0;
     call->parts_moved = 0;
     oomkit_updates_forget(call);

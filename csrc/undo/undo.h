@@ -87,12 +87,16 @@ int
 oomkit_grads_put_away(oomkit_call *call);
 int
 oomkit_grads_bring_back(oomkit_call *call);
-void
+/* The call failed for good while gradients are set aside: they go back as they are,
+ * with the contribution of the failed attempt. Is that still to be said? Keeps no
+ * exception. */
+int
 oomkit_grads_abandon(oomkit_call *call);
+/* Those that are set aside are in .grad again, and no longer aside. 0 or -1. */
+int
+oomkit_grads_aside_back(oomkit_call *call);
 void
 oomkit_grads_end_attempt(oomkit_call *call);
-void
-oomkit_grads_end_micro(oomkit_call *call);
 int
 oomkit_grads_grow(oomkit_call *call, Py_ssize_t old);
 void
@@ -105,6 +109,10 @@ oomkit_grads_changed_since(oomkit_call *call);
 /* --- gradients_back.c --- */
 int
 oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which);
+
+/* --- micro_gradients.c --- */
+void
+oomkit_grads_end_micro(oomkit_call *call);
 
 /* --- parameter_slots.c --- */
 int

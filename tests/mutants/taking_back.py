@@ -93,7 +93,7 @@ MUTANTS = [
         "contribution-stays",
         "what a failed backward has added is taken off before the call is run again",
         "csrc/deferred/recompute.c",
-        "PyObject_CallMethod(aside[i], \"sub_\", \"O\", gradient);",
+        "PyObject_CallMethod(aside, \"sub_\", \"O\", gradient);",
         "Py_NewRef(gradient);",
         ("undo/test_accumulation.py::test_an_error_in_the_backward_of_a_later_call[inside-False]",),
     ),
