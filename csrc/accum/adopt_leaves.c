@@ -58,7 +58,7 @@ oomkit_restart_with_buffer(oomkit_call *call, PyObject *buffer)
 
     /* Gradients that are kept by number would go to others, and other calls have arrays
      * of as many parameters: then the graph shows it. */
-    if (oomkit_unknown_known(call, buffer) || call->deferred.replayed != NULL ||
+    if (oomkit_unknown_known(call, buffer) || oomkit_call_is_replay(call) ||
         parts->refs > 2 || oomkit_grads_by_number(call)) {
         return 0;
     }

@@ -177,7 +177,7 @@ hooks_before_backward(oomkit_call *call, oomkit_backward *backward)
 static int
 hooks_before_replay(oomkit_call *call)
 {
-    return call->split && call->deferred.replayed != NULL ? hooks_check(call) : 0;
+    return call->split && oomkit_call_is_replay(call) ? hooks_check(call) : 0;
 }
 
 const oomkit_rule oomkit_grad_hooks_rule = {.attempt_begins = hooks_before_replay,

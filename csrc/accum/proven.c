@@ -20,7 +20,7 @@ proof_key(oomkit_call *call)
 {
     uint64_t hash =
         mix((uint64_t)call->batch.count + 1,
-            (uint64_t)call->parts->param_count * 2 + (call->deferred.replayed != NULL));
+            (uint64_t)call->parts->param_count * 2 + oomkit_call_is_replay(call));
     Py_ssize_t i;
 
     for (i = 0; i < call->batch.count; i++) {

@@ -113,14 +113,13 @@ sequence_skipped(oomkit_call *call)
     const char *what = NULL;
     int i, updates = call->sequence_waived;
 
-    if (call->deferred.replayed != NULL ||
-        call->deferred.returned != OOMKIT_RETURNED_NOTHING) {
+    if (oomkit_call_is_replay(call) || oomkit_loss_is_returned(call)) {
         return 0;
     }
     for (i = 0; i < first->count && i < OOMKIT_SEQUENCE; i++) {
         updates |= first->events[i].target != NULL;
     }
-    if (!call->training && call->deferred.may_hold) {
+    if (!call->training && call->tries.may_hold) {
         return oomkit_refuse_split(
             call,
             "with the whole batch it runs a backward(), with %lld micro-batches it "

@@ -111,11 +111,11 @@ meet_refuse(oomkit_call *call, PyObject *leaf)
 static int
 meet_is_loose(const oomkit_call *call, PyObject *leaf)
 {
-    Py_ssize_t i = 0, n = call->deferred.loose == NULL
+    Py_ssize_t i = 0, n = call->unknown.loose == NULL
                               ? 0
-                              : PyList_GET_SIZE(call->deferred.loose);
+                              : PyList_GET_SIZE(call->unknown.loose);
 
-    while (i < n && PyList_GET_ITEM(call->deferred.loose, i) != leaf) {
+    while (i < n && PyList_GET_ITEM(call->unknown.loose, i) != leaf) {
         i++;
     }
     return i < n && !PyObject_TypeCheck(leaf, (PyTypeObject *)call->st->Parameter);
@@ -127,10 +127,10 @@ oomkit_unknown_loose_drop(oomkit_call *call)
     Py_ssize_t i;
     int result = 0;
 
-    for (i = 0; call->deferred.loose != NULL &&
-                i < PyList_GET_SIZE(call->deferred.loose) && result == 0;
+    for (i = 0; call->unknown.loose != NULL &&
+                i < PyList_GET_SIZE(call->unknown.loose) && result == 0;
          i++) {
-        PyObject *leaf = PyList_GET_ITEM(call->deferred.loose, i); /* borrowed */
+        PyObject *leaf = PyList_GET_ITEM(call->unknown.loose, i); /* borrowed */
         if (meet_is_loose(call, leaf)) {
             result = PyObject_SetAttr(leaf, call->st->str_grad, Py_None);
         }
@@ -146,7 +146,7 @@ meet_late(oomkit_call *call, PyObject *roots)
     OWNED PyObject *found = NULL;
     Py_ssize_t i;
 
-    if (!call->deferred.may_hold) {
+    if (!call->tries.may_hold) {
         return 0;
     }
     found = graph_strangers(call, roots);
@@ -179,7 +179,7 @@ oomkit_unknown_meet(oomkit_call *call, PyObject *roots, int nested)
     int restart = !nested && !call->parts->leaves_die;
     /* Others may have arrays of as many parameters: the returned losses of this site.
      */
-    int alone = call->deferred.replayed == NULL && call->parts->refs <= 2;
+    int alone = !oomkit_call_is_replay(call) && call->parts->refs <= 2;
 
     if (call->cut->at > 0) {
         return meet_late(call, roots);

@@ -298,7 +298,7 @@ weights_next(oomkit_call *call)
 {
     const oomkit_losses *l = &call->cut->losses;
 
-    if (call->cut->weights == NULL || call->deferred.rowwise) {
+    if (call->cut->weights == NULL || oomkit_loss_is_rowwise(call)) {
         return 1.0;
     }
     if (l->groups == 0 || !call->split) {

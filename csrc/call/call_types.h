@@ -189,6 +189,7 @@ typedef struct oomkit_sizes_seen {
     uint64_t entry_gradients; /* estimate of what lies in it; after an OOM only */
     uint64_t dropped;         /* what the step dropped of it, see baseline.c */
     oomkit_gradients_seen gradients;
+    int forward_only; /* the call has finished, and nothing will accumulate gradients */
 } oomkit_sizes_seen;
 
 /* What sizes and proofs of such a call go by. */
@@ -205,13 +206,9 @@ typedef struct oomkit_deferral {
     double assumed; /* gradient at the loss that the stash is computed with */
     struct oomkit_deferred *replayed; /* borrowed: the call that this one runs again */
     PyObject *inputs;                 /* borrowed: inputs= of the caller's backward */
-    PyObject *loose; /* borrowed: list of leaves of its graph that are no participants,
-                        and had no gradient, or NULL */
-    int rowwise;     /* its gradient has a row per sample: no weights */
+    int rowwise;   /* its gradient has a row per sample: no weights */
     int elsewhere; /* a backward of another thread has come to these gradients, ours has
                       not: not to be taken back; OOMKIT_UNMARKED nor marked */
-    int may_hold;  /* a backward over the whole batch ran before the replay */
-    int forward_only; /* it has finished, and nothing will accumulate gradients */
 } oomkit_deferral;
 
 /* Optimizers, and what was made of their updates. */
@@ -250,6 +247,8 @@ typedef struct oomkit_unknown {
     PyObject *leaves;   /* owned: weak references to leaves that are to take part */
     PyObject *of_step;  /* owned: list of (weak reference, had a gradient) */
     PyObject *of_graph; /* owned: weak references to leaves of a failed graph */
+    PyObject *loose; /* borrowed: list of leaves of a returned loss's graph that had no
+                        gradient, or NULL */
 } oomkit_unknown;
 
 /* What was updated, and would be seen by a forward. */
@@ -271,6 +270,8 @@ typedef struct oomkit_tries {
     int restart;       /* this attempt is given up: OOMKIT_RESTART_* */
     int widened;       /* so it was to have more than one row in the first slice */
     int restarts;      /* done in this call */
+    int may_hold;      /* a backward over the whole batch ran in one: gradients of what
+                          does not go back may hold it */
     uint64_t began_ns, lost_ns, started_ns;
 } oomkit_tries;
 
@@ -404,6 +405,43 @@ static inline int
 oomkit_call_is_cut(const oomkit_call *call)
 {
     return call->cut == call->cut_room;
+}
+
+/* How its loss is returned, for those below folder deferred: is this the replay of one
+ * that was? */
+static inline int
+oomkit_call_is_replay(const oomkit_call *call)
+{
+    return call->deferred.replayed != NULL;
+}
+
+/* Did the micro-batches of this attempt return one, and run no backward themselves? Do
+ * its gradients wait in a stash? Has it a row per sample, so that there are no
+ * weights? */
+static inline int
+oomkit_loss_is_returned(const oomkit_call *call)
+{
+    return call->deferred.returned != OOMKIT_RETURNED_NOTHING;
+}
+
+static inline int
+oomkit_loss_is_eager(const oomkit_call *call)
+{
+    return call->deferred.returned == OOMKIT_RETURNED_EAGER;
+}
+
+static inline int
+oomkit_loss_is_rowwise(const oomkit_call *call)
+{
+    return call->deferred.rowwise;
+}
+
+/* The attempt is over. */
+static inline void
+oomkit_returned_forget(oomkit_call *call)
+{
+    call->deferred.returned = OOMKIT_RETURNED_NOTHING;
+    call->deferred.rowwise = 0;
 }
 
 #endif

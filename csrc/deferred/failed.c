@@ -244,7 +244,7 @@ failed_replay_one(oomkit_callers *s, oomkit_deferred *p, PyObject *exception)
         return -1;
     }
     call->backward.failed = call->backward.queued = 1;
-    call->deferred.loose = s->loose;
+    oomkit_unknown_note_loose(call, s->loose);
     return oomkit_replay_run(call, p, s->inputs, exception);
 }
 

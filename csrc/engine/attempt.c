@@ -48,7 +48,7 @@ attempt_micro_end(oomkit_call *call, PyObject *result)
 {
     const oomkit_slice *slice = &call->cut->slices[call->cut->at];
 
-    if (call->options->backward != NULL && call->deferred.replayed == NULL) {
+    if (call->options->backward != NULL && !oomkit_call_is_replay(call)) {
         if (oomkit_backward_run(call, result) < 0) {
             return -1;
         }
@@ -58,7 +58,7 @@ attempt_micro_end(oomkit_call *call, PyObject *result)
     if (oomkit_tell_micro_ends(call, result) < 0) {
         return -1;
     }
-    if (!call->split || call->deferred.replayed != NULL ||
+    if (!call->split || oomkit_call_is_replay(call) ||
         (call->proof != NULL && call->cut->count == 1)) {
         return 0;
     }
@@ -76,8 +76,7 @@ oomkit_attempt_only_results(const oomkit_call *call)
     return !call->training && !call->parts_moved && !oomkit_update_begun(call) &&
            call->cut->sequence[0].count == 0 && !oomkit_scaler_marked(call) &&
            !oomkit_update_is_final(call) && call->options->weight == NULL &&
-           call->deferred.returned == OOMKIT_RETURNED_NOTHING &&
-           call->deferred.replayed == NULL;
+           !oomkit_loss_is_returned(call) && !oomkit_call_is_replay(call);
 }
 
 PyObject *
@@ -112,7 +111,7 @@ attempt_slice(oomkit_call *call, PyObject **vector, PyObject **whole)
         oomkit_savepoint_compare(call) < 0) {
         return -1;
     }
-    if ((call->split || call->deferred.replayed != NULL) &&
+    if ((call->split || oomkit_call_is_replay(call)) &&
         (oomkit_flags_restore(call) < 0 || oomkit_owners_again(call) < 0)) {
         return -1;
     }
@@ -198,9 +197,8 @@ oomkit_attempt_join(oomkit_call *call)
     /* Without a graph a call that trains looks like an evaluation. */
     call->cut->join.evaluation =
         call->tries.joining && call->cut->losses.verification == NULL;
-    call->cut->join.parked =
-        call->training && call->deferred.returned == OOMKIT_RETURNED_NOTHING;
-    call->cut->join.one_loss = call->deferred.returned == OOMKIT_RETURNED_EAGER;
+    call->cut->join.parked = call->training && !oomkit_loss_is_returned(call);
+    call->cut->join.one_loss = oomkit_loss_is_eager(call);
     call->cut->join.rows_sure = oomkit_batch_rows_sure(&call->batch);
     if (call->cut->join.required && call->options->join == NULL) {
         Py_XSETREF(call->cut->join.sources, join_sources(call));
@@ -274,7 +272,7 @@ oomkit_attempt_run(oomkit_call *call)
         return NULL;
     }
     call->cut->at = call->cut->count - 1;
-    if (call->deferred.replayed != NULL) {
+    if (oomkit_call_is_replay(call)) {
         Py_XSETREF(result, Py_NewRef(Py_None)); /* the caller has the results already */
     } else if (call->split) {
         result = oomkit_attempt_join(call);

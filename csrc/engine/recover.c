@@ -288,7 +288,7 @@ recover_go_on(oomkit_call *call)
         result = oomkit_join_truncate(&call->cut->join,
                                       keep ? (Py_ssize_t)call->cut->at : 0);
     }
-    call->deferred.may_hold |= call->training && !call->split;
+    call->tries.may_hold |= call->training && !call->split;
     oomkit_savepoint_end_attempt(call);
     baseline = keep ? call->cut->micro.baseline_bytes : call->sizes.baseline;
     if (result == 0) {

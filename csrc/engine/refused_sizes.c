@@ -52,7 +52,7 @@ unfit_is_planned(const oomkit_call *call)
 {
     return !call->cut->forced &&
            (call->options->accumulation_steps <= 1 || call->step->whole.seen ||
-            call->deferred.replayed != NULL || unfit_began_whole(call));
+            oomkit_call_is_replay(call) || unfit_began_whole(call));
 }
 
 /* Does the error come of the split? Only out of a forward: after a backward it may come

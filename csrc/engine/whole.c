@@ -270,8 +270,8 @@ engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
         if (call->cut->slices == NULL) {
             oomkit_phase_whole(call);
         }
-        call->deferred.forward_only =
-            !call->training && call->deferred.returned == OOMKIT_RETURNED_NOTHING;
+        oomkit_signature_forward_only(call, !call->training &&
+                                                !oomkit_loss_is_returned(call));
         oomkit_signature_succeeded(call, largest,
                                    call->sizes.window.peak_allocated_bytes);
     }
@@ -282,7 +282,7 @@ engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
 static int
 engine_returned(oomkit_call *call, PyObject *result, int needs_backward)
 {
-    int status = call->deferred.returned != OOMKIT_RETURNED_NOTHING || needs_backward
+    int status = oomkit_loss_is_returned(call) || needs_backward
                      ? oomkit_tell_call_returns(call, result)
                      : 0;
 

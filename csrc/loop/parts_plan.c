@@ -73,7 +73,7 @@ oomkit_chunks_learn(oomkit_chunks *self, int finished)
     }
     oomkit_call_recorded(call);
     if (largest > 0 && call->shape.known && call->cut->measured.rows[0] > 0) {
-        call->deferred.forward_only = 1;
+        oomkit_signature_forward_only(call, 1);
         oomkit_signature_succeeded(call, largest, call->sizes.peak_allocated);
     }
     oomkit_error_dismiss(); /* what cannot be noted is not noted */

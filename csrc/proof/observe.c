@@ -127,8 +127,8 @@ oomkit_proof_finish(oomkit_proof *p)
 int
 oomkit_proof_returns_nothing(const oomkit_call *call)
 {
-    return call->training && call->deferred.returned == OOMKIT_RETURNED_NOTHING &&
-           call->deferred.replayed == NULL && call->options->backward == NULL;
+    return call->training && !oomkit_loss_is_returned(call) &&
+           !oomkit_call_is_replay(call) && call->options->backward == NULL;
 }
 
 static int
@@ -148,7 +148,7 @@ proof_micro_end(oomkit_call *call, PyObject *result)
                                    (long long)call->cut->slices[call->cut->at].length,
                                    call->cut->weights[call->cut->at]);
     }
-    if (done != NULL && call->deferred.replayed == NULL) {
+    if (done != NULL && !oomkit_call_is_replay(call)) {
         /* a call of so many rows like any other: what is no count shows, and what is */
         call->step->results.integers_only = !oomkit_proof_of_whole(call);
         oomkit_result_learn(call->st, &call->step->results, result,

@@ -276,7 +276,7 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
         call->cut->at = count - 1;
         status = oomkit_proof_finish(p);
     }
-    if (status == 0 && count > 1 && call->deferred.replayed == NULL) {
+    if (status == 0 && count > 1 && !oomkit_call_is_replay(call)) {
         status = oomkit_proof_joined(call);
     }
     if (oomkit_join_truncate(&call->cut->join, 0) < 0) {

@@ -20,7 +20,7 @@ verify_result(oomkit_proof *p, PyObject *result, int64_t length, int part)
         done = PyObject_CallMethod(p->judge, "result", "OOLd", result, Py_None,
                                    (long long)length, weight);
     }
-    if (done == NULL || part < 0 || call->deferred.replayed != NULL) {
+    if (done == NULL || part < 0 || oomkit_call_is_replay(call)) {
         return done == NULL ? -1 : 0;
     }
     call->cut->at = part;

@@ -59,7 +59,7 @@ oomkit_baseline_marked(oomkit_call *call, int gradients)
 void
 oomkit_baseline_rolled_back(oomkit_call *call, uint64_t now)
 {
-    if (call->deferred.replayed == NULL && now != OOMKIT_UNKNOWN &&
+    if (!oomkit_call_is_replay(call) && now != OOMKIT_UNKNOWN &&
         call->sizes.baseline != OOMKIT_UNKNOWN && now < call->sizes.baseline) {
         call->sizes.dropped = call->sizes.baseline - now;
     }

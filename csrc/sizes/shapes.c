@@ -182,7 +182,7 @@ gradients_beyond(oomkit_call *call)
     }
     if (!seen) { /* an evaluation has none, whatever the model wants */
         entry = oomkit_signature_get(call, 0);
-        if (call->deferred.forward_only || (entry != NULL && entry->forward_only)) {
+        if (call->sizes.forward_only || (entry != NULL && entry->forward_only)) {
             return 0;
         }
     }
@@ -286,7 +286,7 @@ oomkit_signature_survey(oomkit_call *call)
 static void
 measured_complete(oomkit_call *call, oomkit_measured *m)
 {
-    if (call->deferred.replayed != NULL) {
+    if (oomkit_call_is_replay(call)) {
         m->bytes[OOMKIT_FIRST] = m->bytes[OOMKIT_LATER] = m->optimizer_bytes = 0;
     }
     m->batch = call->batch.rows > 0 ? call->batch.rows : m->rows[OOMKIT_FIRST];
@@ -311,7 +311,7 @@ oomkit_signature_succeeded(oomkit_call *call, int64_t micro_batch, uint64_t peak
     }
     measured_complete(call, &call->cut->measured);
     oomkit_know_worked(&entry->known, &call->cut->measured);
-    entry->forward_only = call->deferred.forward_only;
+    entry->forward_only = call->sizes.forward_only;
     if (micro_batch >= entry->peak_rows && peak_bytes != OOMKIT_UNKNOWN) {
         entry->peak_rows = micro_batch;
         entry->peak_bytes = peak_bytes;

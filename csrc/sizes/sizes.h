@@ -95,6 +95,12 @@ oomkit_signature_modes(const oomkit_call *call);
 void
 oomkit_signature_request(oomkit_call *call, oomkit_plan_request *request,
                          const oomkit_knowledge **known);
+/* The call has finished: will nothing accumulate gradients? */
+static inline void
+oomkit_signature_forward_only(oomkit_call *call, int forward_only)
+{
+    call->sizes.forward_only = forward_only;
+}
 /* The call is done, with this largest micro-batch. */
 void
 oomkit_signature_succeeded(oomkit_call *call, int64_t micro_batch, uint64_t peak_bytes);

@@ -117,7 +117,7 @@ oomkit_grads_mark(oomkit_call *call)
     }
     /* Without copies what a micro-batch adds to the caller's gradients could not be
      * taken back: they stay out of a split call until its last backward. */
-    if (g->at_entry && !g->eager && call->split && call->deferred.replayed == NULL &&
+    if (g->at_entry && !g->eager && call->split && !oomkit_call_is_replay(call) &&
         g->copies == NULL && !oomkit_proof_of_whole(call)) {
         g->apart = 1;
         return oomkit_grads_put_away(call);
@@ -498,7 +498,7 @@ gradients_backward_ends(oomkit_call *call, const oomkit_backward *backward)
 static int
 gradients_attempt_begins(oomkit_call *call)
 {
-    return call->split && call->deferred.replayed != NULL ? grads_hide(call) : 0;
+    return call->split && oomkit_call_is_replay(call) ? grads_hide(call) : 0;
 }
 
 const oomkit_rule oomkit_gradients_rule = {.attempt_begins = gradients_attempt_begins,

@@ -272,9 +272,8 @@ oomkit_savepoint_end_attempt(oomkit_call *call)
     call->training = call->backward.done = call->backward.failed =
         call->backward.queued = 0;
     call->refused.raised = call->sequence_waived = 0;
-    call->deferred.returned = OOMKIT_RETURNED_NOTHING;
     oomkit_grads_forget(call);
-    call->deferred.rowwise = 0;
+    oomkit_returned_forget(call);
     call->parts_moved = 0;
     oomkit_updates_forget(call);
 }
