@@ -143,11 +143,8 @@ enum {
 #define OOMKIT_UNFIT 3 /* so often in one call */
 
 typedef struct oomkit_unfit_sizes {
-    int64_t least;              /* rows that another size has at least, or 0 */
     int64_t rows[OOMKIT_UNFIT]; /* of the micro-batches that it was raised in */
     int count;
-    int even;       /* other sizes are even */
-    int by_step;    /* the last micro-batch was ended by the function itself */
     PyObject *said; /* owned: the last of these errors, or NULL */
 } oomkit_unfit_sizes;
 
@@ -183,12 +180,13 @@ typedef enum {
 /* What was measured, for the planner and the record. */
 typedef struct oomkit_sizes_seen {
     oomkit_peak_window window;
-    uint64_t requested;
     uint64_t peak_allocated, peak_reserved; /* of windows already closed */
     uint64_t baseline;
     uint64_t entry_gradients; /* estimate of what lies in it; after an OOM only */
     uint64_t dropped;         /* what the step dropped of it, see baseline.c */
     oomkit_gradients_seen gradients;
+    int64_t least;    /* rows that another size has at least, or 0: refused_sizes.c */
+    int even;         /* other sizes are even, likewise */
     int forward_only; /* the call has finished, and nothing will accumulate gradients */
 } oomkit_sizes_seen;
 
@@ -264,14 +262,16 @@ typedef struct oomkit_tries {
     oomkit_attempt *items;
     Py_ssize_t count, room;
     uint32_t ooms;
-    int joining;       /* the results of an evaluation are being put together */
-    int join_failures; /* so often there was no memory for that */
-    int flushed;       /* a plan was tried again after the cache was emptied */
-    int restart;       /* this attempt is given up: OOMKIT_RESTART_* */
-    int widened;       /* so it was to have more than one row in the first slice */
-    int restarts;      /* done in this call */
-    int may_hold;      /* a backward over the whole batch ran in one: gradients of what
-                          does not go back may hold it */
+    int joining;        /* the results of an evaluation are being put together */
+    int join_failures;  /* so often there was no memory for that */
+    int flushed;        /* a plan was tried again after the cache was emptied */
+    int by_step;        /* the last micro-batch was ended by the function itself */
+    int restart;        /* this attempt is given up: OOMKIT_RESTART_* */
+    int widened;        /* so it was to have more than one row in the first slice */
+    int restarts;       /* done in this call */
+    int may_hold;       /* a backward over the whole batch ran in one: gradients of what
+                           does not go back may hold it */
+    uint64_t requested; /* bytes, of the last failure */
     uint64_t began_ns, lost_ns, started_ns;
 } oomkit_tries;
 

@@ -23,7 +23,7 @@ callers_learn(oomkit_callers *s, oomkit_deferred *p)
                 ? p->signature
                 : oomkit_signature_of(call, &p->batch, p->modes.autocast != NULL, 1);
         oomkit_signature_succeeded(call, oomkit_batch_rows(&p->batch),
-                                   call->sizes.window.peak_allocated_bytes);
+                                   oomkit_window_peak(call));
     }
 }
 
@@ -50,9 +50,7 @@ oomkit_callers_finish(oomkit_callers *s)
     int i, again;
 
     for (i = 0; i < s->call_count; i++) {
-        if (s->calls[i]->sizes.window.open) {
-            oomkit_device_end(s->st, &s->calls[i]->sizes.window);
-        }
+        oomkit_window_close(s->calls[i]);
     }
     for (i = 0; i < s->count; i++) {
         oomkit_deferred *p = s->armed[i];

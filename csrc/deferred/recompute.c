@@ -13,6 +13,7 @@
 #include "../hook/hook.h"
 #include "../py/modes.h"
 #include "../py/tensor.h"
+#include "../sizes/sizes.h"
 #include "../undo/gradients.h"
 #include "../undo/undo.h"
 
@@ -295,7 +296,8 @@ recompute(oomkit_call *call)
     oomkit_grads_owe(call, OOMKIT_OWED_NOTHING);
     call->backward.instead = NULL;
     oomkit_cut_back(call, &next);
-    if (result < 0 || oomkit_recover_reclaim(call, call->sizes.baseline) < 0) {
+    if (result < 0 ||
+        oomkit_recover_reclaim(call, oomkit_baseline_at_entry(call)) < 0) {
         return -1;
     }
     if (!done) {

@@ -84,7 +84,7 @@ oomkit_attempt_function(oomkit_call *call, PyObject *const *vector)
 {
     PyObject *result = NULL; /* owned */
 
-    call->cut->unfit.by_step = 0;
+    call->tries.by_step = 0;
     if (oomkit_compiler_on(call) < 0) {
         return NULL;
     }
@@ -92,7 +92,7 @@ oomkit_attempt_function(oomkit_call *call, PyObject *const *vector)
     result = PyObject_Vectorcall(call->given.func, vector,
                                  (size_t)call->batch.positional, call->given.kwnames);
     call->running = 0;
-    call->cut->unfit.by_step = result == NULL;
+    call->tries.by_step = result == NULL;
     if (oomkit_compiler_off(call) < 0) {
         Py_CLEAR(result);
     }
@@ -234,7 +234,7 @@ oomkit_attempt_slices_run(oomkit_call *call, PyObject **result)
     PyObject **vector;
     int status = 0;
 
-    call->cut->unfit.by_step = 0; /* of an attempt before */
+    call->tries.by_step = 0; /* of an attempt before */
     if (call->split &&
         (oomkit_intercept_split(call) < 0 || oomkit_attempt_marks(call) < 0)) {
         return -1;

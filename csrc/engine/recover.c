@@ -32,7 +32,7 @@ oomkit_recover_note(oomkit_call *call, PyObject *exception)
     attempt->phase = call->backward.failed       ? OOMKIT_PHASE_BACKWARD
                      : oomkit_update_begun(call) ? OOMKIT_PHASE_OPTIMIZER
                                                  : OOMKIT_PHASE_FORWARD;
-    call->sizes.requested = attempt->requested_bytes;
+    call->tries.requested = attempt->requested_bytes;
     call->tries.count++;
     call->tries.ooms++;
     call->st->seen_oom = 1;
@@ -251,7 +251,7 @@ recover_join(oomkit_call *call)
         return -1;
     }
     oomkit_savepoint_end_attempt(call);
-    if (oomkit_recover_reclaim(call, call->sizes.baseline) < 0) {
+    if (oomkit_recover_reclaim(call, oomkit_baseline_at_entry(call)) < 0) {
         return -1;
     }
     if (call->tries.join_failures++ == 0) {
@@ -290,7 +290,7 @@ recover_go_on(oomkit_call *call)
     }
     call->tries.may_hold |= call->training && !call->split;
     oomkit_savepoint_end_attempt(call);
-    baseline = keep ? call->cut->micro.baseline_bytes : call->sizes.baseline;
+    baseline = keep ? call->cut->micro.baseline_bytes : oomkit_baseline_at_entry(call);
     if (result == 0) {
         result = oomkit_replan_failed(call, keep, baseline);
     }

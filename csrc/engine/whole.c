@@ -272,8 +272,7 @@ engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
         }
         oomkit_signature_forward_only(call, !call->training &&
                                                 !oomkit_loss_is_returned(call));
-        oomkit_signature_succeeded(call, largest,
-                                   call->sizes.window.peak_allocated_bytes);
+        oomkit_signature_succeeded(call, largest, oomkit_window_peak(call));
     }
 }
 

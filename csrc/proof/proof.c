@@ -201,7 +201,7 @@ proof_forgive(oomkit_proof *p)
     oomkit_call *call = p->call;
 
     oomkit_exception_discard(call->st, oomkit_exception_take());
-    return oomkit_recover_reclaim(call, call->sizes.baseline);
+    return oomkit_recover_reclaim(call, oomkit_baseline_at_entry(call));
 }
 
 /* Are these rows compared without a graph? */

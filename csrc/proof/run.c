@@ -255,7 +255,7 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
         return -1;
     }
     call->split = 1; /* one slice, too: held, weighed and counted as the others */
-    call->cut->unfit.by_step = 0; /* of an attempt before */
+    call->tries.by_step = 0; /* of an attempt before */
     status = oomkit_savepoint_take(call);
     if (status == 0 && p->draw) {
         done = PyObject_CallMethod(p->judge, "draw", NULL);

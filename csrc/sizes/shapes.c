@@ -393,16 +393,32 @@ oomkit_unfit_least(const oomkit_call *call)
     int64_t least = call->options->min_micro_batch;
 
     least = call->step->least_rows > least ? call->step->least_rows : least;
-    return call->cut->unfit.least > least ? call->cut->unfit.least : least;
+    return call->sizes.least > least ? call->sizes.least : least;
 }
 
 int64_t
 oomkit_unfit_multiple(const oomkit_call *call)
 {
     int64_t multiple = call->options->multiple_of;
-    int even = call->step->even_rows || call->cut->unfit.even;
+    int even = call->step->even_rows || call->sizes.even;
 
     /* An odd batch cannot be cut into even parts: its last one would be odd. */
     return even && call->batch.rows % 2 == 0 && multiple % 2 != 0 ? 2 * multiple
                                                                   : multiple;
+}
+
+void
+oomkit_unfit_bound(oomkit_call *call, int64_t least, int even)
+{
+    call->sizes.least = least > 0 ? least : call->sizes.least;
+    call->sizes.even |= even;
+}
+
+void
+oomkit_unfit_bound_site(oomkit_call *call)
+{
+    if (call->sizes.least > call->step->least_rows) {
+        call->step->least_rows = (int)call->sizes.least;
+    }
+    call->step->even_rows |= call->sizes.even;
 }

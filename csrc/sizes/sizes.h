@@ -2,6 +2,7 @@
 #ifndef OOMKIT_SIZES_SIZES_H
 #define OOMKIT_SIZES_SIZES_H
 
+#include "call_window.h"
 #include "../call/step.h"
 
 /* --- baseline.c --- */
@@ -119,5 +120,11 @@ int64_t
 oomkit_unfit_least(const oomkit_call *call);
 int64_t
 oomkit_unfit_multiple(const oomkit_call *call);
+/* An error of the step's own: in this call at least so many rows (or 0), and even
+ * numbers of them. The call worked with that: it is a bound of the site. */
+void
+oomkit_unfit_bound(oomkit_call *call, int64_t least, int even);
+void
+oomkit_unfit_bound_site(oomkit_call *call);
 
 #endif
