@@ -259,15 +259,13 @@ oomkit_weights_set(oomkit_call *call)
                     ? weights_rule_is(rule, "sum")
                     : l->counts_items || (options->weight == NULL &&
                                           options->reduction == OOMKIT_REDUCTION_SUM);
-    call->cut->join.is_sum = rule != NULL ? l->is_sum : l->counts_items;
-    call->cut->join.found = rule != NULL;
-    call->cut->join.groups = 0;
+    oomkit_join_weighed(&call->cut->join, rule != NULL ? l->is_sum : l->counts_items,
+                        rule != NULL);
     if (options->weight != NULL) {
         if (weights_measured(call) < 0) {
             return -1;
         }
-        call->cut->join.groups = l->groups;
-        call->cut->join.group_weights = l->group_weights;
+        oomkit_join_grouped(&call->cut->join, l->group_weights, l->groups);
         return 0;
     }
     for (i = 0; i < call->cut->count; i++) {
@@ -539,6 +537,18 @@ weights_check(oomkit_call *call, PyObject *result)
     }
     loss = call->training ? 1 : result_is_loss(call, result);
     return loss <= 0 ? loss : labels_check(call);
+}
+
+int
+oomkit_losses_are_sums(const oomkit_call *call)
+{
+    return call->cut->losses.is_sum;
+}
+
+void
+oomkit_weights_on_trial(oomkit_call *call, PyObject *const *rule)
+{
+    call->cut->losses.on_trial = rule;
 }
 
 static void

@@ -14,6 +14,14 @@ struct oomkit_call;
 int
 oomkit_weights_set(struct oomkit_call *call);
 
+/* Are the losses of the micro-batches added up as they are? */
+int
+oomkit_losses_are_sums(const struct oomkit_call *call);
+
+/* A proof runs, where `rule` (borrowed) has its weights; NULL: it is over. */
+void
+oomkit_weights_on_trial(struct oomkit_call *call, PyObject *const *rule);
+
 /* weight= of the batch's rows start .. start + length into values[0 .. *groups), made
  * by PyMem (free it); *groups is 0 for a plain number. NULL with an exception. */
 double *

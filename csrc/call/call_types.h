@@ -356,6 +356,8 @@ typedef struct oomkit_cut {
     PyObject *effects; /* owned: what looks at side effects of micro-batch 1, or NULL */
     oomkit_join join;
     oomkit_losses losses;
+    PyObject *verification; /* owned, while rows run without a graph to be compared by
+                               losses: backwards and updates are withheld; or NULL */
     /* What follows is not zeroed at the begin. */
     oomkit_sequence sequence[2]; /* of the first micro-batch, and of the present one */
 } oomkit_cut;
@@ -405,6 +407,13 @@ static inline int
 oomkit_call_is_cut(const oomkit_call *call)
 {
     return call->cut == call->cut_room;
+}
+
+/* Do rows of it run without a graph, to be compared by their losses? */
+static inline int
+oomkit_call_is_verified(const oomkit_call *call)
+{
+    return call->cut->verification != NULL;
 }
 
 /* How its loss is returned, for those below folder deferred: is this the replay of one

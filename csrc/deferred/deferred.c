@@ -339,7 +339,8 @@ oomkit_deferred_attach(oomkit_call *call, PyObject *result)
 {
     oomkit_state *st = call->st;
     OWNED PyObject *done = NULL;
-    OWNED PyObject *loss = oomkit_result_loss_at(st, result, call->cut->join.loss_at);
+    OWNED PyObject *loss =
+        oomkit_result_loss_at(st, result, oomkit_join_loss_at(&call->cut->join));
     oomkit_deferred *p; /* owned, then by the node */
     oomkit_tensor_facts facts;
     if (loss == NULL) {

@@ -277,7 +277,7 @@ returned_micro(oomkit_call *call, PyObject *result)
         return returned_replay(call, loss, scalar);
     }
     if (call->cut->at > 0 &&
-        oomkit_loss_place(call->st, result) != call->cut->join.loss_at) {
+        oomkit_loss_place(call->st, result) != oomkit_join_loss_at(&call->cut->join)) {
         return PyErr_Occurred() ? -1 : returned_differs(call);
     }
     kind = scalar ? OOMKIT_RETURNED_EAGER : OOMKIT_RETURNED_DEFERRED;

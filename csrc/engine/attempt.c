@@ -188,29 +188,33 @@ join_sources(oomkit_call *call)
 PyObject *
 oomkit_attempt_join(oomkit_call *call)
 {
+    oomkit_join *join = &call->cut->join;
+    OWNED PyObject *updated = NULL;
     PyObject *result; /* owned */
 
     call->tries.joining = oomkit_attempt_only_results(call);
     if (call->tries.joining && oomkit_plain_begin_part(call) < 0) {
         return NULL;
     }
-    /* Without a graph a call that trains looks like an evaluation. */
-    call->cut->join.evaluation =
-        call->tries.joining && call->cut->losses.verification == NULL;
-    call->cut->join.parked = call->training && !oomkit_loss_is_returned(call);
-    call->cut->join.one_loss = oomkit_loss_is_eager(call);
-    call->cut->join.rows_sure = oomkit_batch_rows_sure(&call->batch);
-    if (call->cut->join.required && call->options->join == NULL) {
-        Py_XSETREF(call->cut->join.sources, join_sources(call));
-        if (call->cut->join.sources == NULL) {
+    oomkit_join_is_of(
+        join, (oomkit_join_of){
+                  /* Without a graph a call that trains looks like an evaluation. */
+                  .evaluation = call->tries.joining && !oomkit_call_is_verified(call),
+                  .parked = call->training && !oomkit_loss_is_returned(call),
+                  .one_loss = oomkit_loss_is_eager(call),
+                  .rows_sure = oomkit_batch_rows_sure(&call->batch)});
+    if (oomkit_join_wants_sources(join) && call->options->join == NULL) {
+        PyObject *sources = join_sources(call); /* owned, then by join */
+        oomkit_join_sources(join, sources);
+        if (sources == NULL) {
             return NULL;
         }
     }
-    if (oomkit_tell_before_join(call) < 0 ||
-        oomkit_updated(call, &call->cut->join.updated) < 0) {
+    if (oomkit_tell_before_join(call) < 0 || oomkit_updated(call, &updated) < 0) {
         return NULL;
     }
-    result = oomkit_join_finish(call->st, call->options, &call->cut->join);
+    oomkit_join_updated(join, STEAL(updated));
+    result = oomkit_join_finish(call->st, call->options, join);
     if (result == NULL && PyErr_ExceptionMatches(call->st->SplitError)) {
         call->refused.raised = 1; /* no size of micro-batch would change that */
     }

@@ -344,7 +344,7 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
     if (call == NULL || call != oomkit_call_current()) {
         return oomkit_interceptor_original(self, args, nargsf, kwnames);
     }
-    if (call->cut->losses.verification != NULL) {
+    if (oomkit_call_is_verified(call)) {
         Py_RETURN_NONE;
     }
     if (self->kind == OOMKIT_OWNER_ACCELERATOR) {

@@ -27,7 +27,7 @@ proof_refuse(oomkit_proof *p, PyObject *text, PyObject *rules)
         text == NULL || rules == NULL
             ? NULL
             : PyObject_CallMethod(p->judge, "advice", "OO", rules,
-                                  call->cut->losses.is_sum ? Py_True : Py_False);
+                                  oomkit_losses_are_sums(call) ? Py_True : Py_False);
     int result = -1;
 
     if (advice != NULL && call->options->verify == OOMKIT_VERIFY_WARN) {
@@ -714,12 +714,9 @@ proof_batch_moved(const oomkit_call *call)
 static int
 proof_figures(oomkit_proof *p)
 {
-    oomkit_result_site *site = p->join.site; /* borrowed from the step, or NULL */
+    oomkit_result_site *site = &p->call->step->results;
     OWNED PyObject *figures = NULL;
 
-    if (site == NULL) {
-        return 0;
-    }
     if (site->figures == NULL && (site->figures = PyDict_New()) == NULL) {
         return -1;
     }

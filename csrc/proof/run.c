@@ -54,12 +54,10 @@ oomkit_proof_aside(oomkit_proof *p)
     oomkit_cut_aside(call, &p->cut);
     p->switches = call->entry.flags;
     call->entry.flags = NULL;
-    p->join = call->cut->join;
-    memset(&call->cut->join, 0, sizeof(call->cut->join));
-    call->cut->join.site = p->join.site;
+    oomkit_join_aside(&call->cut->join, &p->join);
     call->batch.views = 1; /* a leaf that the step makes of it is another one then */
     call->proof = p;
-    call->cut->losses.on_trial = &p->rule;
+    oomkit_weights_on_trial(call, &p->rule);
     return oomkit_proof_gradients_take(p) < 0 || aside_buffers(p) < 0 ||
                    aside_batch(p) < 0
                ? -1
@@ -92,13 +90,12 @@ oomkit_proof_back(oomkit_proof *p)
     int result = 0;
 
     call->proof = NULL;
-    call->cut->losses.on_trial = NULL;
+    oomkit_weights_on_trial(call, NULL);
     call->batch.views = 0;
     if (p->saved) {
         Py_CLEAR(call->batch.saved);
     }
-    oomkit_join_clear(&call->cut->join);
-    call->cut->join = p->join;
+    oomkit_join_back(&call->cut->join, &p->join);
     oomkit_proof_gradients_free(p);
     back_buffers(p);
     call->grads = p->grads;
@@ -279,12 +276,9 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
     if (status == 0 && count > 1 && !oomkit_call_is_replay(call)) {
         status = oomkit_proof_joined(call);
     }
-    if (oomkit_join_truncate(&call->cut->join, 0) < 0) {
+    if (oomkit_join_empty(&call->cut->join) < 0) {
         status = -1;
     }
-    Py_CLEAR(call->cut->join.updated);
-    Py_CLEAR(call->cut->join.sources);
-    call->cut->join.required = 0;
     if (status == 0 && p->sequence == 0) {
         p->sequence = oomkit_proof_sequence(call);
     }

@@ -159,9 +159,9 @@ chunks_traverse(PyObject *op, visitproc visit, void *arg)
         Py_VISIT(batch->nodes[i].key);
     }
     Py_VISIT(self->func);
-    Py_VISIT(self->join.results);
     Py_VISIT(self->site);
-    i = oomkit_owners_traverse(&self->call.entry.owners, visit, arg);
+    i = oomkit_join_traverse(&self->join, visit, arg);
+    i = i != 0 ? i : oomkit_owners_traverse(&self->call.entry.owners, visit, arg);
     return i != 0 ? (int)i : oomkit_options_traverse(&self->options, visit, arg);
 }
 
