@@ -30,10 +30,7 @@ restart_grow(oomkit_call *call, Py_ssize_t params, Py_ssize_t roots)
     PyObject *exception = PyErr_Occurred() ? oomkit_exception_take() : NULL; /* owned */
     int result;
 
-    PyMem_Free(call->entry.versions);
-    PyMem_Free(call->entry.samples);
-    call->entry.versions = NULL;
-    call->entry.samples = NULL;
+    oomkit_params_unmark(call);
     result = oomkit_participants_hold(call->parts);
     if (oomkit_grads_grow(call, params) < 0 ||
         (result == 0 && oomkit_intercept_zero_grad(call, roots) < 0)) {

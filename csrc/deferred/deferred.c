@@ -179,40 +179,22 @@ static int
 deferred_after(oomkit_deferred *p, oomkit_call *call)
 {
     oomkit_state *st = p->st;
-    Py_ssize_t i;
 
-    if (p->entry.rng.cpu_state != NULL && oomkit_rng_note(call, &p->after) < 0) {
+    if (oomkit_rng_marked(&p->entry) && oomkit_rng_note(call, &p->after) < 0) {
         if (!oomkit_exception_is_oom(st)) {
             return -1;
         }
         PyErr_Clear(); /* accounted for: it counts as used, which is always right */
         oomkit_rng_free(&p->after);
     }
-    if (p->entry.buffers.count == 0) {
-        return 0;
-    }
-    p->buffers_after = PyMem_Malloc((size_t)p->entry.buffers.count * sizeof(uint32_t));
-    if (p->buffers_after == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (i = 0; i < p->entry.buffers.count; i++) {
-        if (oomkit_tensor_version(st, p->entry.buffers.items[i].tensor,
-                                  &p->buffers_after[i]) < 0) {
-            return -1;
-        }
-    }
-    return 0;
+    return oomkit_buffers_versions(st, &p->entry, &p->buffers_after);
 }
 
 /* It will not be: the marks are the call's again. Takes the reference to `p`. */
 static void
 deferred_unmake(oomkit_deferred *p, oomkit_call *call)
 {
-    oomkit_rng_release(call);
-    oomkit_buffers_release(call);
-    Py_CLEAR(call->entry.flags);
-    oomkit_savepoint_move(&call->entry, &p->entry);
+    oomkit_savepoint_move_back(call, &p->entry);
     Py_DECREF(p);
 }
 
@@ -251,7 +233,7 @@ deferred_new(oomkit_call *call, oomkit_returned kind, PyObject *loss, PyObject *
         deferred_unmake(p, call);
         return NULL;
     }
-    p->entry.plain = oomkit_plain_take_slim(call);
+    oomkit_plain_take_slim(call, &p->entry);
     return p;
 }
 
@@ -394,8 +376,7 @@ deferred_traverse(PyObject *op, visitproc visit, void *arg)
         Py_VISIT(p->args[i]);
     }
     Py_VISIT(p->gradient);
-    Py_VISIT(p->entry.flags);
-    return 0;
+    return oomkit_savepoint_traverse(&p->entry, visit, arg);
 }
 
 static int

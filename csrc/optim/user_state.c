@@ -329,10 +329,29 @@ oomkit_owners_release(oomkit_call *call)
     Py_CLEAR(call->entry.owners.scales);
 }
 
-int
-oomkit_owners_traverse(const oomkit_owner_marks *owners, visitproc visit, void *arg)
+void
+oomkit_owners_share(const oomkit_call *call, oomkit_savepoint *now)
 {
-    Py_VISIT(owners->user);
-    Py_VISIT(owners->attributes);
+    now->owners.user = Py_XNewRef(call->entry.owners.user);
+}
+
+int
+oomkit_owners_restore_now(oomkit_call *call, const oomkit_savepoint *now)
+{
+    Py_XSETREF(call->entry.owners.user, Py_XNewRef(now->owners.user));
+    return oomkit_owners_restore(call);
+}
+
+void
+oomkit_owners_free(oomkit_savepoint *savepoint)
+{
+    Py_CLEAR(savepoint->owners.user);
+}
+
+int
+oomkit_owners_traverse(const oomkit_call *call, visitproc visit, void *arg)
+{
+    Py_VISIT(call->entry.owners.user);
+    Py_VISIT(call->entry.owners.attributes);
     return 0;
 }

@@ -161,7 +161,7 @@ chunks_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(self->func);
     Py_VISIT(self->site);
     i = oomkit_join_traverse(&self->join, visit, arg);
-    i = i != 0 ? i : oomkit_owners_traverse(&self->call.entry.owners, visit, arg);
+    i = i != 0 ? i : oomkit_owners_traverse(&self->call, visit, arg);
     return i != 0 ? (int)i : oomkit_options_traverse(&self->options, visit, arg);
 }
 

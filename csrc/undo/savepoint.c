@@ -286,8 +286,7 @@ oomkit_savepoint_end(oomkit_call *call)
     oomkit_savepoint_end_attempt(call);
     oomkit_grads_release(call);
     Py_CLEAR(call->entry.flags);
-    MEMORY_CLEAR(call->entry.versions);
-    MEMORY_CLEAR(call->entry.samples);
+    oomkit_params_unmark(call);
     oomkit_slots_release(call);
     Py_CLEAR(call->refused.hooked);
 }
@@ -306,17 +305,33 @@ oomkit_savepoint_move(oomkit_savepoint *to, oomkit_savepoint *from)
 }
 
 void
+oomkit_savepoint_move_back(oomkit_call *call, oomkit_savepoint *from)
+{
+    oomkit_rng_release(call);
+    oomkit_buffers_release(call);
+    Py_CLEAR(call->entry.flags);
+    oomkit_savepoint_move(&call->entry, from);
+}
+
+void
 oomkit_savepoint_free(oomkit_savepoint *savepoint)
 {
-    struct oomkit_plain *plain_marks = savepoint->plain;
+    struct oomkit_plain *plain_marks = /* first: finalisers run below */
+        oomkit_plain_taken_out(savepoint);
     uint32_t *versions = savepoint->versions;
 
-    savepoint->plain = NULL; /* first: finalisers run below */
     savepoint->versions = NULL;
     oomkit_rng_free(&savepoint->rng);
     oomkit_buffers_free(&savepoint->buffers);
     oomkit_plain_free(plain_marks);
     PyMem_Free(versions);
     Py_CLEAR(savepoint->flags);
-    Py_CLEAR(savepoint->owners.user);
+    oomkit_owners_free(savepoint);
+}
+
+int
+oomkit_savepoint_traverse(const oomkit_savepoint *savepoint, visitproc visit, void *arg)
+{
+    Py_VISIT(savepoint->flags);
+    return 0;
 }
