@@ -68,6 +68,17 @@ void
 oomkit_loss_take(oomkit_state *st, PyObject *tensor, oomkit_loss *loss);
 void
 oomkit_loss_drop(oomkit_loss *loss);
+/* Is there one? Is it known to be of half precision, as a scalar on the CPU? */
+static inline int
+oomkit_loss_known(const oomkit_loss *loss)
+{
+    return loss->size != 0 || loss->tensor != NULL;
+}
+static inline int
+oomkit_loss_is_half(const oomkit_loss *loss)
+{
+    return loss->size == 2;
+}
 
 /* The same of a small one with several elements: its memory, while it is as it was. */
 void

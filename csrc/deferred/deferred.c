@@ -2,6 +2,7 @@
  * owned by the graph of that loss, freed with it. */
 #include "deferred.h"
 #include "../accum/accum.h"
+#include "../accum/weights.h"
 #include "../call/step.h"
 #include "../plain/plain_state.h"
 #include "../py/tensor.h"
@@ -299,7 +300,7 @@ oomkit_deferred_offer(oomkit_call *call, PyObject *result)
     }
     oomkit_loss_take(st, loss, &p->value);
     p->small = small;
-    if (small && p->value.size == 0 && p->value.tensor == NULL) {
+    if (small && !oomkit_loss_known(&p->value)) {
         oomkit_loss_rows_take(st, loss, &p->value);
     }
     p->output = PyLong_AsSsize_t(number);

@@ -29,7 +29,7 @@ recompute_note(oomkit_call *call, PyObject *roots)
     oomkit_loss *loss = &call->whole_loss;
 
     if (root == NULL || !oomkit_grads_at_entry(call) || oomkit_grads_copied(call) ||
-        loss->size != 0 || loss->tensor != NULL) {
+        oomkit_loss_known(loss)) {
         return;
     }
     KEEPING_EXCEPTION {
@@ -78,7 +78,8 @@ recompute_begin(oomkit_call *call, PyObject *roots)
     wanted = oomkit_loss_value(st, before, facts.dtype);
     oomkit_loss_drop(&now);
     if (!(fabs(value - wanted) <=
-          (now.size == 2 || facts.bytes == 2 ? SAME_HALF : SAME) * fabs(wanted))) {
+          (oomkit_loss_is_half(&now) || facts.bytes == 2 ? SAME_HALF : SAME) *
+              fabs(wanted))) {
         return recompute_end(call); /* nor where either is not known: NaN */
     }
     return 0;
