@@ -1,4 +1,4 @@
-/* What a call and a site know of losses. */
+/* accum: what a call and a site know of losses. */
 #ifndef OOMKIT_CALL_LOSS_TYPES_H
 #define OOMKIT_CALL_LOSS_TYPES_H
 
