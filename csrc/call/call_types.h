@@ -170,6 +170,7 @@ typedef struct oomkit_log {
     uint64_t record; /* of its record in the ring, once it is there */
     int phase_before;
     uint32_t outcome; /* of the record */
+    uint32_t rung;    /* the highest that was used */
 } oomkit_log;
 
 /* At the first backward of this attempt some parameter had a gradient, or none. */

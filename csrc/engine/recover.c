@@ -150,9 +150,9 @@ recover_partial(oomkit_call *call)
         : call->refused.hooked != NULL
             ? "in a backward() after a post-accumulate-grad hook had changed a "
               "parameter (do in the step, after backward(), what the hook does)"
-        : oomkit_update_failed(call) && oomkit_updates_made(call) == 0
+        : oomkit_update_unfinished(call) && oomkit_updates_made(call) == 0
             ? "inside an optimizer's step() that had changed a parameter or its state"
-        : oomkit_update_failed(call)
+        : oomkit_update_unfinished(call)
             ? "in one optimizer's step() after another's was applied"
         : call->backward.failed ? "in a backward() after an optimizer had stepped"
         : oomkit_update_by_unknown(call) && call->step->updates < 0
@@ -205,7 +205,7 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception)
     }
     oomkit_exception_discard(call->st, exception);
     if (committed &&
-        (oomkit_update_of_unknown_runs(call) || oomkit_update_failed(call) ||
+        (oomkit_update_of_unknown_runs(call) || oomkit_update_unfinished(call) ||
          call->backward.failed || recover_is_half_done(call))) {
         recover_partial(call);
         return -1;

@@ -67,7 +67,7 @@ unfit_is_splits(oomkit_call *call, PyObject *exception)
         !unfit_type(call->st, exception) || !unfit_is_planned(call) ||
         call->backward.done > 0 || call->backward.failed ||
         oomkit_updates_made(call) > 0 || oomkit_update_of_unknown_runs(call) ||
-        oomkit_update_failed(call) || oomkit_tell_failure_remains(call) != NULL) {
+        oomkit_update_unfinished(call) || oomkit_tell_failure_remains(call) != NULL) {
         return 0;
     }
     committed = oomkit_recover_committed(call);

@@ -8,9 +8,6 @@
 /* What happens in a call concerns (call/events.h): */
 extern const oomkit_rule oomkit_hyperparams_rule, oomkit_scheduler_args_rule;
 
-typedef void (*oomkit_param_is_back)(oomkit_call *call, const PyObject *param,
-                                     uint32_t version);
-
 /* --- after_update.c --- */
 /* List of (was, now) of what the update has changed. 0 or -1. */
 int
@@ -62,6 +59,9 @@ int
 oomkit_optimizers_any_moved(oomkit_call *call);
 void
 oomkit_optimizers_release(oomkit_call *call);
+/* Removes from a dict every key that is not in `known` (list). 0 or -1. */
+int
+oomkit_undo_new_keys(PyObject *dict, PyObject *known);
 /* Had an optimizer's step() begun to make its state, and nothing else? */
 int
 oomkit_optimizer_failed_in_init(oomkit_state *st, PyObject *exception);

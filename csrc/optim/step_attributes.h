@@ -28,7 +28,7 @@ oomkit_attributes_note(oomkit_call *call, PyObject *object, PyObject *saved);
 int
 oomkit_attributes_restore(oomkit_call *call);
 
-/* Those of the optimizer whose step() ran out of memory (oomkit_update_fails()) go
+/* Those of the optimizer whose step() ran out of memory (oomkit_update_broke_off()) go
  * back, if there is one. Keeps the exception in flight, but for one of its own. */
 void
 oomkit_attributes_undo(oomkit_call *call);

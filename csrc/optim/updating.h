@@ -4,6 +4,11 @@
 
 #include "../call/call_types.h"
 
+/* Who is told of a parameter (borrowed) that was put back from its copy: at this
+ * version it has its old value. */
+typedef void (*oomkit_param_is_back)(oomkit_call *call, const PyObject *param,
+                                     uint32_t version);
+
 /* --- asked --- */
 
 /* Has an optimizer's step() begun? */
@@ -35,7 +40,7 @@ oomkit_update_of_unknown_runs(const oomkit_call *call)
 
 /* Has an optimizer's step() run out of memory, and was not finished? */
 static inline int
-oomkit_update_failed(const oomkit_call *call)
+oomkit_update_unfinished(const oomkit_call *call)
 {
     return call->updating.step_failed;
 }
@@ -126,7 +131,7 @@ oomkit_update_worked(oomkit_call *call, const PyObject *optimizer)
 /* It ran out of memory: its attributes go back when the outermost step() that it is
  * part of has been left. */
 static inline void
-oomkit_update_fails(oomkit_call *call, const PyObject *optimizer)
+oomkit_update_broke_off(oomkit_call *call, const PyObject *optimizer)
 {
     call->updating.step_failed = 1;
     call->entry.owners.failed_step = optimizer;

@@ -59,6 +59,13 @@ oomkit_window_peak(const oomkit_call *call)
     return call->sizes.window.peak_allocated_bytes;
 }
 
+/* What the window shows so far, while it is open. */
+static inline uint64_t
+oomkit_window_peak_now(const oomkit_call *call)
+{
+    return oomkit_device_peak(call->st, &call->sizes.window);
+}
+
 static inline uint64_t
 oomkit_peak_of_call(const oomkit_call *call)
 {
