@@ -356,6 +356,9 @@ typedef struct oomkit_cut {
     oomkit_unfit_sizes unfit;
     oomkit_scheduled scheduled;
     oomkit_stale stale;
+    PyObject *offload; /* of ladder, owned: saved tensors on the host, or NULL */
+    PyObject
+        *recompute;    /* of ladder, owned: modules that are computed again, or NULL */
     PyObject *effects; /* of accum, owned: what looks at side effects of micro-batch 1,
                           or NULL */
     oomkit_join join;

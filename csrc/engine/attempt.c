@@ -2,6 +2,7 @@
 #include "engine.h"
 #include "../batch/batch.h"
 #include "../hook/hook.h"
+#include "../ladder/activations.h"
 #include "../optim/optim.h"
 #include "../plain/plain_state.h"
 #include "../py/tensor.h"
@@ -83,15 +84,18 @@ PyObject *
 oomkit_attempt_function(oomkit_call *call, PyObject *const *vector)
 {
     PyObject *result = NULL; /* owned */
+    int entered = 0;
 
     call->tries.by_step = 0;
-    if (oomkit_compiler_on(call) < 0) {
+    if (oomkit_activations_enter(call, &entered) < 0 || oomkit_compiler_on(call) < 0) {
+        oomkit_activations_leave(call, entered);
         return NULL;
     }
     call->running = 1;
     result = PyObject_Vectorcall(call->given.func, vector,
                                  (size_t)call->batch.positional, call->given.kwnames);
     call->running = 0;
+    oomkit_activations_leave(call, entered);
     call->tries.by_step = result == NULL;
     if (oomkit_compiler_off(call) < 0) {
         Py_CLEAR(result);

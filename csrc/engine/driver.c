@@ -4,6 +4,7 @@
 #include "../accum/accum.h"
 #include "../batch/batch.h"
 #include "../hook/hook.h"
+#include "../ladder/activations.h"
 #include "../result/result.h"
 #include "../sizes/sizes.h"
 #include "../undo/undo.h"
@@ -99,6 +100,7 @@ oomkit_call_free(oomkit_call *call)
     oomkit_savepoint_end(call);
     oomkit_tell_call_ends(call);
     if (oomkit_call_is_cut(call)) {
+        oomkit_activations_end(call);
         oomkit_join_clear(&call->cut->join);
         PyMem_Free(call->cut->slices);
         PyMem_Free(call->cut->weights);

@@ -45,6 +45,8 @@ PART = {
     ("oomkit_savepoint", "modes"): "call",
     ("oomkit_savepoint", "modes_known"): "call",
     ("oomkit_cut", "effects"): "accum",
+    ("oomkit_cut", "offload"): "ladder",
+    ("oomkit_cut", "recompute"): "ladder",
     ("oomkit_cut", "verification"): "proof",
 }
 # What all may read: the words in which folders speak of a call.

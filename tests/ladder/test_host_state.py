@@ -74,12 +74,6 @@ def room(parameters: float) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def _counted() -> None:
-    with oomkit.limit_memory("1GiB", device="cpu"):
-        pass  # allocations are counted from here on
-
-
 # What AdamW's state alone takes is twice the parameters; its temporaries twice a layer.
 ROOMS = {"AdamW": 2.8, "SGD": 2.2, "RMSprop": 2.5}
 
