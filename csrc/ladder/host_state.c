@@ -234,7 +234,7 @@ void
 oomkit_host_room(oomkit_call *call, uint64_t needed, uint64_t left)
 {
     const uint64_t budget = oomkit_device_budget(call->st, call->device);
-    const uint64_t peak = oomkit_device_peak(call->st, &call->sizes.window);
+    const uint64_t peak = oomkit_window_peak_now(call);
     const uint64_t bytes = oomkit_host_bytes(call);
 
     if (needed + bytes / SPARE > left || budget == OOMKIT_UNKNOWN ||

@@ -17,6 +17,7 @@
 #include "../py/modes.h"
 #include "../py/tensor.h"
 #include "../sizes/sizes.h"
+#include "../undo/undo.h"
 
 #define ONE_AGAIN 1 /* times that one parameter is tried again as it is */
 
@@ -229,7 +230,8 @@ parts_undo(const parts_run *run, Py_ssize_t at, Py_ssize_t count)
         return -1;
     }
     for (i = at; result == 0 && i < at + count; i++) {
-        result = oomkit_part_put_back(call, run->index, &run->params[i], run->hosted);
+        result = oomkit_part_put_back(call, run->index, &run->params[i], run->hosted,
+                                      oomkit_params_version_is);
     }
     return oomkit_grad_mode_back(call->st, mode, result);
 }

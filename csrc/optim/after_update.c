@@ -96,6 +96,42 @@ oomkit_updated(oomkit_call *call, PyObject **list)
     return 0;
 }
 
+int
+oomkit_scale_note(oomkit_call *call, PyObject *scaler)
+{
+    OWNED PyObject *scale = PyObject_GetAttrString(scaler, "_scale");
+    PyObject *copy = NULL; /* owned, then stolen */
+
+    if (scale == NULL || scale == Py_None) {
+        return scale == NULL ? -1 : 0;
+    }
+    EXEMPT (call->st) {
+        copy = PyObject_CallMethodNoArgs(scale, call->st->str_clone);
+    }
+    return oomkit_pairs_add(&call->entry.owners.scales, scaler, copy);
+}
+
+/* Then a step that asks (`if scaler.get_scale() >= before: scheduler.step()`) rightly
+ * leaves calls out. */
+int
+oomkit_scale_fell(const oomkit_call *call)
+{
+    Py_ssize_t i;
+    int skipped = 0;
+
+    for (i = 0; call->entry.owners.scales != NULL &&
+                i < PyList_GET_SIZE(call->entry.owners.scales) && !skipped;
+         i++) {
+        PyObject *pair = PyList_GET_ITEM(call->entry.owners.scales, i); /* borrowed */
+        OWNED PyObject *now =
+            PyObject_GetAttrString(PyTuple_GET_ITEM(pair, 0), "_scale");
+        OWNED PyObject *less =
+            now ? PyObject_RichCompare(now, PyTuple_GET_ITEM(pair, 1), Py_LT) : NULL;
+        skipped = less == NULL ? -1 : PyObject_IsTrue(less);
+    }
+    return skipped;
+}
+
 /* Is the point of no return behind us? 1, 0 or -1. Keeps an exception in flight: torch
  * is asked by attribute where there is no bridge, and that fails while one is set. */
 int

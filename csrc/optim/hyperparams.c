@@ -180,28 +180,6 @@ oomkit_hyperparams_restore(oomkit_state *st, PyObject *optimizer, PyObject *copi
     return 0;
 }
 
-/* Before a later micro-batch: values as at entry, so that a line that changes one
- * (`lr *= 0.9`) does so once in the end. 0 or -1. */
-int
-oomkit_owners_again(oomkit_call *call)
-{
-    PyObject *list = call->entry.owners.user; /* borrowed from call */
-    Py_ssize_t i;
-    int result = 0;
-
-    for (i = 0;
-         call->cut->at > 0 && list != NULL && i < PyList_GET_SIZE(list) && result == 0;
-         i++) {
-        PyObject *pair = PyList_GET_ITEM(list, i); /* borrowed */
-        if (PyObject_TypeCheck(PyTuple_GET_ITEM(pair, 0),
-                               (PyTypeObject *)call->st->Optimizer)) {
-            result = oomkit_hyperparams_restore(call->st, PyTuple_GET_ITEM(pair, 0),
-                                                PyTuple_GET_ITEM(pair, 1));
-        }
-    }
-    return result;
-}
-
 /* At the end of a micro-batch: an optimizer that it did not step (the caller does) has
  * the same values after each of them, as long as nothing has moved for good. 0, or -1
  * with SplitError. */
