@@ -267,6 +267,7 @@ typedef struct oomkit_tries {
     uint32_t ooms;
     int joining;        /* the results of an evaluation are being put together */
     int join_failures;  /* so often there was no memory for that */
+    int again;          /* the smallest plan was tried again, for it has worked */
     int flushed;        /* a plan was tried again after the cache was emptied */
     int by_step;        /* the last micro-batch was ended by the function itself */
     int restart;        /* this attempt is given up: OOMKIT_RESTART_* */

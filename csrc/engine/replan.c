@@ -181,24 +181,36 @@ replan_next(oomkit_call *call, oomkit_keep keep, int64_t failed_rows,
     return oomkit_cut_planned(call);
 }
 
-/* Nothing smaller is allowed: the next rung of the ladder, with the smallest
- * micro-batches that there were. 0, 1 where there is none, or -1. */
+/* Nothing smaller is allowed: once more what has worked in an earlier call, then the
+ * next rung of the ladder, with the smallest micro-batches that there were. 0, 1 where
+ * there is none, or -1. */
 static int
 replan_climb(oomkit_call *call, oomkit_keep keep)
 {
     const int64_t rows = call->batch.rows;
     int64_t least = oomkit_replan_smallest(call);
-    int climbed = keep == OOMKIT_KEEP_NOTHING ? oomkit_ladder_climb(call) : 0;
+    int climbed;
 
-    if (climbed <= 0) {
-        return climbed < 0 ? -1 : 1;
+    if (keep != OOMKIT_KEEP_NOTHING) {
+        return 1;
+    }
+    if (!call->tries.again && oomkit_ladder_has_worked(call)) {
+        call->tries.again = 1; /* an accident, or the room of another moment */
+        climbed = (int)call->cut->plan.rung;
+        call->cut->reason = OOMKIT_REASON_FLUSHED;
+    } else {
+        call->cut->reason = OOMKIT_REASON_CLIMBED;
+        climbed = oomkit_ladder_climb(call);
+        climbed = climbed == 0 ? -2 : climbed;
+    }
+    if (climbed < 0) {
+        return climbed == -2 ? 1 : -1;
     }
     least = least > 0 ? least : rows;
     call->cut->plan = (oomkit_plan){.batch = rows,
                                     .accumulation = (rows + least - 1) / least,
                                     .multiple_of = oomkit_unfit_multiple(call),
                                     .rung = (uint32_t)climbed};
-    call->cut->reason = OOMKIT_REASON_CLIMBED;
     call->cut->count = call->cut->at = 0;
     call->tries.whole_tried = 0;
     return oomkit_cut_planned(call);

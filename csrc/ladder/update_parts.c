@@ -516,6 +516,13 @@ oomkit_update_in_parts(oomkit_call *call, PyObject *optimizer, int index,
             oomkit_part_forget(call, index);
         }
     }
+    if (run.hosted != NULL && PyDict_GET_SIZE(run.hosted) == 0) {
+        KEEPING_EXCEPTION {
+            if (oomkit_hosted_tidy(call->st, optimizer) < 0) {
+                PyErr_WriteUnraisable(optimizer);
+            }
+        }
+    }
     if (PyCapsule_SetPointer(capsule, &parts_method) < 0) { /* run goes */
         Py_CLEAR(result);
     }

@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -22,6 +23,7 @@ NEEDED = {("activations",): "activations", ("recompute",): "recompute", "auto": 
 
 
 LENGTH, WIDTH = 1024, 32
+ROW = LENGTH * WIDTH * 4  # bytes
 
 
 class Block(torch.nn.Module):
@@ -138,7 +140,20 @@ def rooms() -> dict[str, int]:
 def test_each_rung_needs_less(rooms: dict[str, int]) -> None:
     assert rooms["activations"] < 0.5 * rooms["plain"]
     assert rooms["recompute"] < 0.7 * rooms["plain"]
-    assert rooms["both"] <= 1.02 * rooms["activations"]
+    # A module that is computed again needs all of its own at that time.
+    assert rooms["both"] < 0.35 * rooms["plain"]
+
+
+def test_where_host_memory_is_short_modules_are_computed_again(
+    rooms: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9000000 kB\nMemAvailable: 1024 kB\n")
+    monkeypatch.setattr(host, "_MEMINFO", meminfo)
+    with room(rooms["recompute"] + ROW):
+        program = Program()
+        program.run(3)
+        assert program.rungs == [4, 4, 4]
 
 
 def test_it_is_bitwise_the_plain_program(rooms: dict[str, int]) -> None:
@@ -260,7 +275,7 @@ def test_a_failure_anywhere_is_undone_and_repeated(
     plain.run(2)
     expected = plain.picture()
     del plain
-    with room(rooms[NEEDED[ladder]] + 65536):
+    with room(rooms[NEEDED[ladder]] + 3 * ROW):
         program = Program(ladder=ladder)
         program.run(1)
         x = program.batch()
@@ -281,7 +296,7 @@ def test_a_failure_anywhere_is_undone_and_repeated(
 
 @pytest.mark.filterwarnings("ignore")
 def test_for_good_it_is_out_of_memory_with_the_state_of_the_entry(rooms: dict[str, int]) -> None:
-    with room(rooms["activations"] + 65536):
+    with room(rooms["activations"] + 3 * ROW):
         program = Program()
         program.run(1)
         x = program.batch()
@@ -300,7 +315,7 @@ def test_for_good_it_is_out_of_memory_with_the_state_of_the_entry(rooms: dict[st
 def test_a_thousand_calls_hold_nothing_more(rooms: dict[str, int]) -> None:
     many = 1000 if sampled.__globals__["WHOLE"] else 60
     for ladder in (("activations",), ("recompute",), "auto"):
-        with room(rooms[NEEDED[ladder]] + 65536):
+        with room(rooms[NEEDED[ladder]] + 3 * ROW):
             program = Program(ladder=ladder)
             program.run(10)
             gc.collect()
