@@ -16,6 +16,7 @@ from helpers.sample import sampled
 
 import oomkit
 from ladder.programs import allocated
+from oomkit._ladder import host
 from oomkit.testing import inject_oom
 
 SEED = 21
