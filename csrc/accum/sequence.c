@@ -2,7 +2,7 @@
  * calls. */
 #include "accum.h"
 #include "../call/step.h"
-#include "../py/frames.h"
+#include "../py/errors.h"
 #include "../undo/undo.h"
 
 static void

@@ -3,7 +3,7 @@
  * it is there from the first update of a micro-batch of a split call to the end of that
  * micro-batch, and at no other time (compiled modules guard on it). */
 #include "accum.h"
-#include "../py/frames.h"
+#include "../py/errors.h"
 #include "../undo/undo.h"
 
 /* Adds the parameters in the groups of an optimizer to the set of updated ones. */

@@ -21,15 +21,12 @@ typedef enum {
 
 typedef struct oomkit_grads {
     oomkit_grad_mark *marks; /* one per parameter; weak holds of the bridge */
-    PyObject **held;         /* without a bridge: owned weak references (or None) */
-    uint32_t *held_versions; /* without a bridge */
     oomkit_grad_mark *after; /* after a backward of the last micro-batch, or NULL */
     PyObject **copies;       /* owned host copies of the gradients at entry, or NULL */
     PyObject **parked;       /* owned gradients of finished micro-batches, or NULL */
     PyObject **aside; /* owned gradients that hold the whole contribution, or NULL */
     int aside_said;   /* the error that ends the call tells of them */
-    oomkit_grad_mark *began;  /* split: marks when the micro-batch began, or NULL */
-    uint32_t *began_versions; /* the same without a bridge: version + 1, 0 for none */
+    oomkit_grad_mark *began; /* split: marks when the micro-batch began, or NULL */
     PyObject *
         *entry; /* owned: the caller's gradients, put away while ours accumulate */
     int eager;  /* what accumulates is for a stash: .grad stays the caller's */

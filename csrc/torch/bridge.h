@@ -3,7 +3,8 @@
  * oomkit._bridge hands a pointer to it in a PyCapsule named OOMKIT_BRIDGE_CAPSULE.
  * Every entry is noexcept and reports by status code; nothing that is allocated on one
  * side is freed on the other, save the weak holds of gradient marks (grads_mark /
- * grads_release). No entry calls Python or needs the GIL.
+ * grads_release). No entry calls Python or needs the GIL; those of the table that
+ * stands in where there is no bridge (py/plain_bridge.c) may.
  *
  * A tensor is given as its Python object seen as plain memory: `holder` + `offset` is
  * where the TensorImpl pointer lies (the offset is calibrated by oomkit._C at import
@@ -21,7 +22,7 @@ extern "C" {
 #endif
 
 #define OOMKIT_BRIDGE_CAPSULE "oomkit._bridge.api"
-#define OOMKIT_BRIDGE_VERSION 5u
+#define OOMKIT_BRIDGE_VERSION 6u
 #define OOMKIT_BRIDGE_UNKNOWN UINT64_MAX
 
 /* Mark of a gradient: which tensor it was and at which version. `grad` is held weakly:
@@ -108,8 +109,8 @@ typedef struct oomkit_bridge {
     uint64_t (*sample)(const void *holder, ptrdiff_t offset);
 
     /* --- modes of this thread --- */
-    void (*modes_get)(oomkit_thread_modes *modes);
-    void (*modes_set)(const oomkit_thread_modes *modes);
+    int (*modes_get)(oomkit_thread_modes *modes);
+    int (*modes_set)(const oomkit_thread_modes *modes);
 
     /* --- random generators of the CPU (Generator._cdata) --- */
     /* Its state as bytes that mean something to generator_same alone. How many there

@@ -96,8 +96,7 @@ buffer_image(oomkit_call *call, Py_ssize_t i, PyObject *tensor,
 {
     oomkit_image *image = &call->parts->images[i];
 
-    if (call->st->bridge == NULL || facts->device_type != 0 || facts->bytes == 0 ||
-        facts->bytes > IMAGE_BYTES) {
+    if (facts->device_type != 0 || facts->bytes == 0 || facts->bytes > IMAGE_BYTES) {
         return 0;
     }
     if (image->size != facts->bytes) {

@@ -138,8 +138,8 @@ MUTANTS = [
     Mutant(
         "versions-ignored-without-bridge",
         "the same where there is no bridge",
-        "csrc/undo/gradients_back.c",
-        "*step = facts.version - g->held_versions[i];",
+        "csrc/py/plain_bridge.c",
+        "*step = version - mark->version;",
         "*step = 0;",
         ("bridge/test_without_bridge.py::test_recovered_equals_planned_bit_for_bit",),
     ),
