@@ -4,12 +4,29 @@
  * Its entries take the GIL for granted. Those for versions, gradients and modes look
  * attributes up and may run Python code: where one fails, an exception is in flight.
  * What only torch's own memory tells is answered as the bridge answers for tensors and
- * devices that it cannot read. */
+ * devices that it cannot read.
+ *
+ * Entries get no state, and are called while memory lacks: names and functions that
+ * exist already are kept beside them, for good, as torch itself is. */
 #include "tensor.h"
-#include "errors.h"
 #include "../core/status.h"
 
 #include <string.h>
+
+static struct {
+    PyObject *grad, *version, *requires_grad;     /* owned: names */
+    PyObject *is_grad_enabled, *set_grad_enabled; /* owned: torch's functions */
+} kept;
+
+void
+oomkit_plain_bridge_bind(const oomkit_state *st)
+{
+    Py_XSETREF(kept.grad, Py_NewRef(st->str_grad));
+    Py_XSETREF(kept.version, Py_NewRef(st->str_version));
+    Py_XSETREF(kept.requires_grad, Py_NewRef(st->str_requires_grad));
+    Py_XSETREF(kept.is_grad_enabled, Py_NewRef(st->is_grad_enabled));
+    Py_XSETREF(kept.set_grad_enabled, Py_NewRef(st->set_grad_enabled));
+}
 
 /* --- facts of a tensor --- */
 
@@ -90,7 +107,7 @@ attribute_integer(PyObject *object, const char *name)
 static int
 attribute_version(PyObject *tensor, uint32_t *version)
 {
-    OWNED PyObject *value = PyObject_GetAttrString(tensor, "_version");
+    OWNED PyObject *value = PyObject_GetAttr(tensor, kept.version);
 
     *version = 0;
     if (value == NULL) {
@@ -266,11 +283,11 @@ plain_versions(const void *const *holders, ptrdiff_t Py_UNUSED(offset), size_t c
             return OOMKIT_EFAILED;
         }
         if (requires_grad != NULL) {
-            int truth = attribute_truth(tensor, "requires_grad");
-            if (truth < 0) {
+            OWNED PyObject *flag = PyObject_GetAttr(tensor, kept.requires_grad);
+            if (flag == NULL) {
                 return OOMKIT_EFAILED;
             }
-            requires_grad[i] = truth != 0;
+            requires_grad[i] = flag == Py_True;
         }
     }
     return OOMKIT_OK;
@@ -292,7 +309,7 @@ plain_grads_release(oomkit_grad_mark *marks, size_t count)
 static int
 mark_one(PyObject *tensor, oomkit_grad_mark *mark)
 {
-    OWNED PyObject *gradient = PyObject_GetAttrString(tensor, "grad");
+    OWNED PyObject *gradient = PyObject_GetAttr(tensor, kept.grad);
 
     *mark = (oomkit_grad_mark){NULL, 0};
     if (gradient == NULL || gradient == Py_None) {
@@ -322,7 +339,7 @@ plain_grads_mark(const void *const *holders, ptrdiff_t Py_UNUSED(offset), size_t
 static int
 compare_one(PyObject *tensor, const oomkit_grad_mark *mark, uint32_t *step)
 {
-    OWNED PyObject *gradient = PyObject_GetAttrString(tensor, "grad");
+    OWNED PyObject *gradient = PyObject_GetAttr(tensor, kept.grad);
     uint32_t version;
 
     *step = 0;
@@ -388,22 +405,10 @@ plain_sample(const void *Py_UNUSED(holder), ptrdiff_t Py_UNUSED(offset))
 
 /* --- modes and generators --- */
 
-/* torch._C.<name>(argument), `argument` may be NULL. New reference or NULL. */
-static PyObject *
-torch_call(const char *name, PyObject *argument)
-{
-    OWNED PyObject *torch = oomkit_imported("torch._C");
-    OWNED PyObject *function =
-        torch == NULL ? NULL : PyObject_GetAttrString(torch, name);
-
-    return function == NULL ? NULL
-                            : PyObject_CallFunctionObjArgs(function, argument, NULL);
-}
-
 static int
 plain_modes_get(oomkit_thread_modes *modes)
 {
-    OWNED PyObject *on = torch_call("is_grad_enabled", NULL);
+    OWNED PyObject *on = PyObject_CallNoArgs(kept.is_grad_enabled);
 
     *modes = (oomkit_thread_modes){.autocast = 0, .grad = on == Py_True};
     return on == NULL ? OOMKIT_EFAILED : OOMKIT_OK;
@@ -423,7 +428,7 @@ plain_modes_set(const oomkit_thread_modes *modes)
     if (now.grad == modes->grad) {
         return OOMKIT_OK;
     }
-    done = torch_call("_set_grad_enabled", modes->grad ? Py_True : Py_False);
+    done = PyObject_CallOneArg(kept.set_grad_enabled, modes->grad ? Py_True : Py_False);
     return done == NULL ? OOMKIT_EFAILED : OOMKIT_OK;
 }
 

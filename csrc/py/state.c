@@ -153,7 +153,11 @@ state_bind_bridge(oomkit_state *st, PyObject *capsule)
 int
 oomkit_state_bind(oomkit_state *st, PyObject *bridge_capsule)
 {
-    if (state_bind_torch(st) < 0 || state_bind_bridge(st, bridge_capsule) < 0) {
+    if (state_bind_torch(st) < 0) {
+        return -1;
+    }
+    oomkit_plain_bridge_bind(st);
+    if (state_bind_bridge(st, bridge_capsule) < 0) {
         return -1;
     }
     st->bound = 1;

@@ -21,6 +21,7 @@
     X(str_dot, ".")                                                                    \
     X(str_named_modules, "named_modules")                                              \
     X(str_training, "training")                                                        \
+    X(str_version, "_version")                                                         \
     X(str_cdata, "_cdata")                                                             \
     X(str_requires_grad, "requires_grad")                                              \
     X(str_is_leaf, "is_leaf")                                                          \

@@ -24,6 +24,10 @@ oomkit_tensor_check(const oomkit_state *st, PyObject *object)
 /* plain_bridge.c: stands in for the bridge where there is none. */
 extern const oomkit_bridge oomkit_plain_bridge;
 
+/* Takes what its entries need out of the state. */
+void
+oomkit_plain_bridge_bind(const oomkit_state *st);
+
 /* An entry of the table has failed: -1, and RuntimeError "oomkit could not {what}"
  * where no exception says more. */
 int
