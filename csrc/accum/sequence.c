@@ -29,7 +29,7 @@ sequence_scale_note(oomkit_call *call, PyObject *scaler)
     EXEMPT (call->st) {
         copy = PyObject_CallMethodNoArgs(scale, call->st->str_clone);
     }
-    return oomkit_pairs_add(&call->entry.owners.scales, scaler, copy);
+    return oomkit_memo_add(&call->entry.owners.scales, scaler, copy);
 }
 
 /* Has a scaler found infinite gradients and skipped the update? Then a step that asks
@@ -38,20 +38,16 @@ sequence_scale_note(oomkit_call *call, PyObject *scaler)
 static int
 sequence_update_skipped(const oomkit_call *call)
 {
-    Py_ssize_t i;
-    int skipped = 0;
-
-    for (i = 0; call->entry.owners.scales != NULL &&
-                i < PyList_GET_SIZE(call->entry.owners.scales) && !skipped;
-         i++) {
-        PyObject *pair = PyList_GET_ITEM(call->entry.owners.scales, i); /* borrowed */
-        OWNED PyObject *now =
-            PyObject_GetAttrString(PyTuple_GET_ITEM(pair, 0), "_scale");
+    EACH_MEMO (mark, call->entry.owners.scales) {
+        OWNED PyObject *now = PyObject_GetAttrString(mark.object, "_scale");
         OWNED PyObject *less =
-            now ? PyObject_RichCompare(now, PyTuple_GET_ITEM(pair, 1), Py_LT) : NULL;
-        skipped = less == NULL ? -1 : PyObject_IsTrue(less);
+            now ? PyObject_RichCompare(now, mark.saved, Py_LT) : NULL;
+        int skipped = less == NULL ? -1 : PyObject_IsTrue(less);
+        if (skipped != 0) {
+            return skipped;
+        }
     }
-    return skipped;
+    return 0;
 }
 
 /* Where in the first course this event is, when it is not at `at`: only a skipped

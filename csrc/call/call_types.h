@@ -61,10 +61,10 @@ typedef struct oomkit_buffers {
 typedef struct oomkit_rng {
     PyObject *cpu_state;    /* owned tensor, or NULL */
     PyObject *cpu_bytes;    /* owned: the same for comparing alone, or NULL */
-    PyObject *others;       /* owned list of (generator, state...), or NULL */
+    oomkit_memo *others;    /* generators: state */
     PyObject *random_state; /* owned, or NULL */
     PyObject *numpy_state;  /* owned, or NULL */
-    PyObject *streams;      /* owned list of (generator, state), or NULL */
+    oomkit_memo *streams;   /* generators of the user's: state */
 } oomkit_rng;
 
 /* --- optimizer.c --- */
@@ -290,14 +290,14 @@ typedef struct oomkit_refused {
 
 /* Schedulers, scalers and the user's own objects, as they were. */
 typedef struct oomkit_owner_marks {
-    PyObject *epochs;       /* owned: list of (scheduler, last_epoch) while split */
-    PyObject *groups_after; /* owned: list of (optimizer, values after micro-batch 1) */
-    PyObject *groups_end;   /* owned: the same of optimizers that it did not step */
-    PyObject *scales;     /* owned: list of (scaler, scale before its real update()) */
-    PyObject *scalers;    /* owned: list of (scaler, saved per-optimizer states) */
-    PyObject *copied;     /* owned: list of (object, state_dict) for "copy", or NULL */
-    PyObject *user;       /* owned: list of (participant, saved state), or NULL */
-    PyObject *attributes; /* owned: list of (optimizer, scheduler, its attributes) */
+    oomkit_memo *epochs;       /* schedulers: last_epoch, while split */
+    oomkit_memo *groups_after; /* optimizers: values after micro-batch 1 */
+    oomkit_memo *groups_end;   /* the same of optimizers that it did not step */
+    oomkit_memo *scales;       /* scalers: scale before the real update() */
+    oomkit_memo *scalers;      /* scalers: saved per-optimizer states */
+    oomkit_memo *copied;       /* for "copy": state_dict */
+    oomkit_memo *user;         /* participants: saved state */
+    oomkit_memo *attributes;   /* optimizers, schedulers: attributes */
     const PyObject
         *failed_step; /* borrowed from attributes: whose step() has failed, or NULL */
 } oomkit_owner_marks;

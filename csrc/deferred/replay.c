@@ -21,7 +21,7 @@ typedef struct replay_now {
     oomkit_savepoint at; /* random numbers, participants, plain state: what the call did
                             to these counts once */
     oomkit_flags switches;
-    PyObject *buffers;          /* owned: list of (tensor, host copy) */
+    oomkit_memo *buffers;       /* tensors: host copy */
     int rng_used, buffers_used; /* by others since the call */
     int finished;               /* the replay has */
     oomkit_call *call;          /* borrowed */
@@ -117,13 +117,12 @@ now_buffers(oomkit_call *call, const oomkit_deferred *p, replay_now *now)
     Py_ssize_t i;
 
     now->buffers_used = p->buffers_serial != p->parts->buffers_serial;
-    now->buffers = PyList_New(0);
-    for (i = 0; now->buffers != NULL && i < call->entry.buffers.count; i++) {
+    for (i = 0; i < call->entry.buffers.count; i++) {
         const oomkit_buffer *item = &call->entry.buffers.items[i];
         uint32_t version;
         if (oomkit_tensor_version(call->st, item->tensor, &version) < 0 ||
-            oomkit_pairs_add(&now->buffers, item->tensor,
-                             oomkit_host_copy(call->st, item->tensor)) < 0) {
+            oomkit_memo_add(&now->buffers, item->tensor,
+                            oomkit_host_copy(call->st, item->tensor)) < 0) {
             return -1;
         }
         now->buffers_used |= p->buffers_after == NULL || version != p->buffers_after[i];
@@ -131,7 +130,7 @@ now_buffers(oomkit_call *call, const oomkit_deferred *p, replay_now *now)
     if (now->buffers_used) { /* the copies at entry are another call's by now */
         oomkit_buffers_release(call);
     }
-    return now->buffers == NULL ? -1 : 0;
+    return 0;
 }
 
 static int
@@ -157,7 +156,7 @@ now_note(oomkit_call *call, const oomkit_deferred *p, replay_now *now)
         oomkit_plain_now(call, &now->at.plain) < 0) {
         return -1;
     }
-    now->at.owners.user = Py_XNewRef(call->entry.owners.user);
+    now->at.owners.user = oomkit_memo_hold(call->entry.owners.user);
     return 0;
 }
 
@@ -166,7 +165,7 @@ now_clear(replay_now *now)
 {
     oomkit_savepoint_free(&now->at);
     oomkit_flags_clear(&now->switches);
-    Py_CLEAR(now->buffers);
+    oomkit_memo_drop(&now->buffers);
 }
 
 static int
@@ -182,13 +181,25 @@ now_restore_rng(oomkit_call *call, replay_now *now)
 }
 
 static int
+now_restore_buffers(const oomkit_state *st, oomkit_memo *buffers)
+{
+    EACH_MEMO (buffer, buffers) {
+        OWNED PyObject *done =
+            PyObject_CallMethodOneArg(buffer.object, st->str_copy, buffer.saved);
+        if (done == NULL) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int
 now_restore_once(void *argument)
 {
     replay_now *now = argument;
     oomkit_call *call = now->call;
     oomkit_state *st = call->st;
     int result = 0, finished = now->finished, mode = oomkit_grad_mode_off(st);
-    Py_ssize_t i;
 
     if (mode < 0) {
         return -1;
@@ -197,19 +208,15 @@ now_restore_once(void *argument)
         if (now->at.rng.cpu_state != NULL && (now->rng_used || !finished)) {
             result = now_restore_rng(call, now);
         }
-        for (i = 0; result == 0 && (now->buffers_used || !finished) &&
-                    i < PyList_GET_SIZE(now->buffers);
-             i++) {
-            PyObject *pair = PyList_GET_ITEM(now->buffers, i); /* borrowed */
-            OWNED PyObject *done = PyObject_CallMethodOneArg(
-                PyTuple_GET_ITEM(pair, 0), st->str_copy, PyTuple_GET_ITEM(pair, 1));
-            result = done == NULL ? -1 : 0;
+        if (result == 0 && (now->buffers_used || !finished)) {
+            result = now_restore_buffers(st, now->buffers);
         }
         if (result == 0) {
             result = oomkit_flags_write(call, &now->switches);
         }
         if (result == 0) {
-            Py_XSETREF(call->entry.owners.user, Py_XNewRef(now->at.owners.user));
+            oomkit_memo_drop(&call->entry.owners.user);
+            call->entry.owners.user = oomkit_memo_hold(now->at.owners.user);
             result = oomkit_owners_restore(call);
         }
         if (result == 0) {

@@ -117,8 +117,8 @@ accelerate_hidden(oomkit_call *call)
                                                 OOMKIT_OWNER_ACCELERATOR);
         if (result >= 0 &&
             call->tries.ooms == 0) { /* it has not counted this batch yet */
-            result = oomkit_pairs_add(&call->entry.owners.user, object,
-                                      oomkit_accelerator_save(object));
+            result = oomkit_memo_add(&call->entry.owners.user, object,
+                                     oomkit_accelerator_save(object));
         }
         if (result >= 0) {
             result = accelerate_intercept(call, object, call->tries.ooms > 0);

@@ -10,7 +10,7 @@ extern const oomkit_rule oomkit_hyperparams_rule;
 /* --- after_update.c --- */
 /* List of (was, now) of what the update has changed. 0 or -1. */
 int
-oomkit_updated(oomkit_call *call, PyObject **list);
+oomkit_updated(oomkit_call *call, oomkit_memo **found);
 
 /* --- hyperparams.c --- */
 PyObject *

@@ -145,6 +145,7 @@ chunks_traverse(PyObject *op, visitproc visit, void *arg)
     oomkit_chunks *self = chunks_CAST(op);
     const oomkit_batch *batch = &self->call.batch;
     Py_ssize_t i;
+    int seen;
 
     Py_VISIT(Py_TYPE(op));
     for (i = 0; i < self->total; i++) {
@@ -160,9 +161,11 @@ chunks_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(self->func);
     Py_VISIT(self->join.results);
     Py_VISIT(self->site);
-    Py_VISIT(self->call.entry.owners.user);
-    Py_VISIT(self->call.entry.owners.attributes);
-    return oomkit_options_traverse(&self->options, visit, arg);
+    seen = oomkit_memo_visit(self->call.entry.owners.user, visit, arg);
+    if (seen == 0) {
+        seen = oomkit_memo_visit(self->call.entry.owners.attributes, visit, arg);
+    }
+    return seen != 0 ? seen : oomkit_options_traverse(&self->options, visit, arg);
 }
 
 static int

@@ -341,5 +341,5 @@ oomkit_savepoint_free(oomkit_savepoint *savepoint)
     oomkit_plain_free(plain_marks);
     PyMem_Free(versions);
     Py_CLEAR(savepoint->flags);
-    Py_CLEAR(savepoint->owners.user);
+    oomkit_memo_drop(&savepoint->owners.user);
 }
