@@ -142,6 +142,8 @@ class guard:
 def _guarded(
     function: Callable[..., Any], label: str, skip: int, reset_peaks: int, /
 ) -> Callable[..., Any]: ...
+def _ladder_mask(ladder: object, /) -> int: ...
+def _ladder_scope(mask: int, /) -> int: ...
 def _trial(
     func: Callable[..., Any],
     args: tuple[Any, ...],
@@ -236,7 +238,8 @@ class _Options(TypedDict, total=False):
     multiple_of: int
     rng: Literal["torch", "all", "none"]
     gradient_safety: Literal["auto", "copy", "off"]
-    optimizer_safety: Literal["predict", "copy"]
+    optimizer_safety: Literal["predict", "copy", "parts"]
+    ladder: Literal["auto"] | Sequence[Literal["update", "state", "activations", "recompute"]]
     restore_batch: bool
     hooks: Literal["say", "error"]
     remember: Literal[False]
@@ -323,6 +326,21 @@ def _join_probe(
     results: list[Any], rows: list[int], weights: list[float], options: dict[str, Any], /
 ) -> Any: ...
 def _loss_probe(result: object, /) -> Any: ...
+
+@type_check_only
+class _Offload:
+    held_bytes: int
+    moved_bytes: int
+    copies: int
+    def __enter__(self) -> _Offload: ...
+    def __exit__(self, *args: object) -> Literal[False]: ...
+    def __call__(self, tensor: torch.Tensor, /) -> object: ...
+
+def _offload(
+    type: int, index: int, kept: Iterable[torch.Tensor], host_bytes: int, /
+) -> _Offload: ...
+def _offload_unpack(packed: object, /) -> torch.Tensor: ...
+def _saved_tensors_hooks_disable(message: str, fail_if_non_empty: bool = True) -> None: ...
 
 # --- memory and planned faults ---
 

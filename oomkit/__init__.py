@@ -27,6 +27,7 @@ except ImportError as _error:  # pragma: no cover - exercised in a subprocess wi
 # All of it now: a module that is first imported between an error and its replay makes that
 # one wait.
 from . import _C, sizes
+from . import optim as _optim
 from ._code import plain_state as _plain_state
 from ._code import side_effects as _side_effects
 from ._code import writes as _writes
@@ -40,11 +41,11 @@ from ._engine import patches as _patches
 from ._engine import returned_loss as _returned_loss
 from ._engine import store as _store
 from ._engine import withheld as _withheld
+from ._ladder import state as _state
+from ._ladder import update as _update
 from ._proof import diagnose as _diagnose
 from ._proof import judge as _proof
 from ._proof import replay_rows as _replay_rows
-from .optim import _keeps_state
-from .optim import predict_update as _predict_update
 
 __version__ = "0.1.0"
 
@@ -81,8 +82,10 @@ _fits = _C._bind(
     _capsule,
     {
         "accept_no_gradients": _withheld.accept_no_gradients,
-        "predict_update": _predict_update,
-        "keeps_state": _keeps_state,
+        "update_needs": _optim.update_needs,
+        "is_independent": _optim.is_independent,
+        "around_parts": _update.around_parts,
+        "hosted_state": _state.hosted_state,
         "refusal": _nodes.Refusal,
         "tolerance": _diagnose.tolerance,
         "replay_differs": _diagnose.replay_differs,
@@ -148,6 +151,7 @@ from .memory import (  # noqa: E402
     max_memory_allocated,
     memory,
 )
+from .optim import register_optimizer  # noqa: E402
 from .report import report  # noqa: E402
 from .reserve import Reservation, reserve  # noqa: E402
 
@@ -176,6 +180,7 @@ __all__ = [
     "map",
     "max_memory_allocated",
     "memory",
+    "register_optimizer",
     "register_splitter",
     "report",
     "reserve",

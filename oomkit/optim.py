@@ -1,29 +1,91 @@
-"""What an optimizer's first step will allocate: known per class, from its flags."""
+"""What an optimizer's update allocates, and which optimizers may update in parts."""
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 
-_log = logging.getLogger("oomkit")
-
 # State tensors of a parameter's size that the first step() makes, read from the
 # `_init_group` of each class in torch.optim; options that add or remove one are asked below.
 _STATE_COPIES: dict[str, int] = {
-    "Adagrad": 0,  # made in the constructor
     "Adadelta": 2,
+    "Adafactor": 0,  # rows and columns
+    "Adagrad": 0,  # made in the constructor
     "Adam": 2,
     "AdamW": 2,
     "Adamax": 2,
     "ASGD": 1,
+    "Muon": 1,
     "NAdam": 2,
     "RAdam": 2,
     "RMSprop": 1,
     "Rprop": 2,
     "SGD": 0,
 }
+
+# Highest allocation during step() above state and gradients, measured with torch 2.13
+# (tests/optim measures it again): in sizes of the largest parameter where parameters are
+# updated one after the other, and in sizes of all of them for foreach=True.
+_TEMPORARIES: dict[str, tuple[float, float]] = {
+    "Adadelta": (2.5, 2.0),
+    "Adafactor": (1.6, 1.0),
+    "Adagrad": (1.5, 2.0),
+    "Adam": (2.0, 1.0),
+    "AdamW": (2.0, 1.0),
+    "Adamax": (1.0, 1.0),
+    "ASGD": (0.0, 1.0),
+    "Muon": (3.1, 3.1),
+    "NAdam": (2.0, 1.0),
+    "RAdam": (5.0, 1.0),
+    "RMSprop": (1.5, 1.0),
+    "Rprop": (3.0, 2.0),
+    "SGD": (0.0, 0.0),
+}
+
+_UNKNOWN = 2**64 - 1
+
+_registered: dict[type, bool] = {}
+
+
+def register_optimizer(cls: type, /, *, independent: bool = True) -> None:
+    """Declare whether the ``step()`` of an optimizer class treats its parameters one by one.
+
+    Where memory is tight, oomkit makes the update of such an optimizer in parts: it calls
+    ``step()`` several times, each time with some of the parameters in ``param_groups`` and
+    with the others left out, and the result must be that of one call. torch's own classes
+    that do so are known; a class that computes anything over all parameters (a norm of all
+    gradients, a line search), or that counts its calls on itself, is not independent.
+
+    Args:
+        cls: the class itself; its subclasses are not included.
+        independent: ``False`` takes it back, also for a class that oomkit knows.
+
+    Raises:
+        TypeError: ``cls`` is not a class with a ``step`` method.
+    """
+    if not isinstance(cls, type) or not callable(getattr(cls, "step", None)):
+        raise TypeError(f"register_optimizer() expected an optimizer class, got {cls!r}")
+    if not isinstance(independent, bool):
+        raise TypeError(f"independent expected True or False, got {independent!r}")
+    _registered[cls] = independent
+
+
+def is_independent(optimizer: object) -> bool:
+    """Say whether an optimizer's update may be made in parts.
+
+    Args:
+        optimizer: an instance; ``differentiable=True`` in any of its groups makes it ``False``.
+    """
+    cls = type(optimizer)
+    if cls not in _registered:
+        known = cls.__module__.startswith("torch.optim") and cls.__name__ in _TEMPORARIES
+        if not known or getattr(torch.optim, cls.__name__, None) is not cls:
+            return False
+    elif not _registered[cls]:
+        return False
+    groups = getattr(optimizer, "param_groups", [])
+    return not any(group.get("differentiable") for group in groups)
 
 
 def _state_copies(name: str, group: dict[str, Any]) -> int:
@@ -37,73 +99,90 @@ def _state_copies(name: str, group: dict[str, Any]) -> int:
     return copies
 
 
-def _keeps_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Say whether a first ``step()`` makes any state that is known, parameters unseen."""
-    name = type(optimizer).__name__
-    return type(optimizer).__module__.startswith("torch.optim") and any(
-        _state_copies(name, group) for group in optimizer.param_groups
-    )
+def _is_torchs(optimizer: object) -> bool:
+    cls = type(optimizer)
+    return getattr(torch.optim, cls.__name__, None) is cls
+
+
+def _missing_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Any) -> int:
+    """Bytes of state that ``step()`` makes for one parameter."""
+    if p.grad is None or optimizer.state.get(p):
+        return 0
+    if type(optimizer).__name__ == "Adafactor":
+        rows = p.numel() // p.shape[-1] if p.dim() > 1 else p.numel()
+        columns = p.numel() // p.shape[-2] if p.dim() > 1 else 0
+        return int((rows + columns) * 4)
+    copies = _state_copies(type(optimizer).__name__, group)
+    return int(copies * p.numel() * p.element_size())
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of state that the first ``step()`` of this optimizer allocates, at least.
+    """Bytes of state that the next ``step()`` of this optimizer allocates, at least.
 
-    Parameters without a gradient get no state and are left out. Optimizers that are not
-    torch's own count as 0: nothing is known about them.
+    Parameters without a gradient get no state and are left out, as are those that have
+    theirs already. Optimizers that are not torch's own count as 0: nothing is known about
+    them.
     """
-    name = type(optimizer).__name__
-    if not type(optimizer).__module__.startswith("torch.optim"):
+    if not _is_torchs(optimizer):
         return 0
-    total = 0
-    for group in optimizer.param_groups:
-        copies = _state_copies(name, group)
-        for p in group["params"]:
-            if p.grad is not None:
-                total += copies * p.numel() * p.element_size()
-    return total
-
-
-def _largest_parameter(optimizer: torch.optim.Optimizer) -> int:
-    sizes = (
-        p.numel() * p.element_size()
+    return sum(
+        _missing_state(optimizer, group, p)
         for group in optimizer.param_groups
         for p in group["params"]
-        if p.grad is not None
-    )
-    return max(sizes, default=0)
-
-
-def _can_fuse(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not any(
-        group.get("fused") or group.get("foreach") or group.get("differentiable")
-        for group in optimizer.param_groups
     )
 
 
-def predict_update(optimizer: torch.optim.Optimizer, left: int) -> str | None:
-    """Say why the first ``step()`` cannot fit into ``left`` bytes, or return ``None``.
+def _factors(name: str, group: dict[str, Any]) -> tuple[float, float]:
+    """Temporaries in sizes of the largest parameter, and of all for ``foreach=True``."""
+    single, foreach = _TEMPORARIES[name]
+    decay = bool(group.get("weight_decay")) and name not in ("AdamW", "Adafactor", "Muon")
+    if name == "SGD" and group.get("momentum") and group.get("nesterov"):
+        single, foreach = single + 1.0, 1.0
+    if name == "RMSprop" and (group.get("momentum") or group.get("centered")):
+        foreach = 2.0
+    if decay:
+        single += 1.0
+        foreach += 1.0 if name in ("NAdam", "Adadelta", "Adagrad", "SGD") and foreach < 3 else 0.0
+    if group.get("maximize"):
+        single, foreach = single + 1.5, foreach + 1.0
+    return single, foreach
 
-    Called before the step, so that what cannot fit fails before anything has moved. Where
-    the state fits but the temporaries of an unfused Adam or AdamW do not (one parameter's
-    size, at least), ``fused=True`` is set on its groups, which needs none.
+
+def _temporaries(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """Bytes for the largest parameter, and bytes for all that are updated together."""
+    fixed = together = 0
+    for group in optimizer.param_groups:
+        sizes = [p.numel() * p.element_size() for p in group["params"] if p.grad is not None]
+        if not sizes or group.get("fused"):
+            continue
+        single, foreach = _factors(type(optimizer).__name__, group)
+        is_foreach = group.get("foreach")
+        if is_foreach is None:
+            is_foreach = all(p.device.type != "cpu" for p in group["params"])
+        if is_foreach:
+            together = max(together, int(foreach * sum(sizes)))
+        else:
+            fixed = max(fixed, int(single * max(sizes)))
+    return fixed, together
+
+
+def temporary_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes that ``step()`` allocates on the way and frees again, at most, as an estimate.
 
     Args:
-        optimizer: the optimizer whose ``state`` is still empty.
-        left: bytes that can still be allocated on its device.
+        optimizer: one of torch's own classes; others count as 0.
     """
-    needed = state_bytes(optimizer)
-    name = type(optimizer).__name__
-    if needed > left:
-        return (
-            f"{name}.step() needs {needed} bytes for its state and {left} are left: "
-            "nothing was updated; use an optimizer with less state, or a larger budget"
-        )
-    temporaries = _largest_parameter(optimizer)
-    if needed and needed + temporaries > left and _can_fuse(optimizer):
-        for group in optimizer.param_groups:
-            group["fused"] = True
-        optimizer.defaults["fused"] = True
-        _log.warning(
-            "oomkit: %s.step() would not fit with its temporaries: fused=True was set", name
-        )
-    return None
+    return max(_temporaries(optimizer)) if _is_torchs(optimizer) else 0
+
+
+def update_needs(optimizer: Any) -> tuple[bool, int, int, int]:
+    """What the next ``step()`` needs, in bytes, before anything has moved.
+
+    Returns:
+        Whether it may go in parts; the state that it makes; temporaries of one parameter
+        after the other (2**64 - 1: not known), and of all parameters together.
+    """
+    independent = is_independent(optimizer)
+    if not _is_torchs(optimizer) or type(optimizer).__name__ not in _TEMPORARIES:
+        return independent, 0, _UNKNOWN, 0
+    return independent, state_bytes(optimizer), *_temporaries(optimizer)

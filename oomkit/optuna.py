@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
+from . import _C
 from ._hpo import run as _hpo_run
 from ._hpo import study as _hpo_study
 from ._hpo import values as _hpo_values
@@ -42,6 +43,8 @@ __all__ = [
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _Config = Mapping[str, Any] | Callable[[Any], Mapping[str, Any]] | None
+
+_Ladder = str | Sequence[str]
 
 _RETRY = "oom_retry_of"
 _PROTECTED = "_oomkit_protected"
@@ -72,7 +75,9 @@ class _Wrapper:
         memory: MemoryModel | None,
         mlflow: _MlflowOption,
         threads: str,
+        ladder: int,
     ) -> None:
+        self.ladder = ladder
         self.on_oom = on_oom
         self.config = config
         self.budget = budget
@@ -126,7 +131,9 @@ class _Wrapper:
         while True:
             watch = RunWatch(trial, self.mlflow)
             keep = self.on_oom == "raise"
-            outcome = _hpo_run.run(objective, args, kwargs, optuna.TrialPruned, self.budget, keep)
+            outcome = _hpo_run.run(
+                objective, args, kwargs, optuna.TrialPruned, self.budget, keep, self.ladder
+            )
             if outcome.kind is None:
                 watch.finished(outcome.peak)
                 return outcome
@@ -315,6 +322,7 @@ def prune_on_oom(
     memory: MemoryModel | None = ...,
     mlflow: _MlflowOption = ...,
     threads: str = ...,
+    ladder: _Ladder = ...,
 ) -> _F: ...
 @overload
 def prune_on_oom(
@@ -327,6 +335,7 @@ def prune_on_oom(
     memory: MemoryModel | None = ...,
     mlflow: _MlflowOption = ...,
     threads: str = ...,
+    ladder: _Ladder = ...,
 ) -> Callable[[_F], _F]: ...
 def prune_on_oom(
     fn: Any = None,
@@ -340,9 +349,10 @@ def prune_on_oom(
     memory: MemoryModel | None = None,
     mlflow: _MlflowOption = "auto",
     threads: str = "wait",
+    ladder: _Ladder = (),
 ) -> Any:
     """prune_on_oom(fn=None, /, *, on_oom='prune', config=None, budget=None, penalty=None,
-                 retries=1, memory=None, mlflow='auto', threads='wait')
+                 retries=1, memory=None, mlflow='auto', threads='wait', ladder=())
 
     An objective whose trials may run out of memory without ending the study.
 
@@ -380,6 +390,10 @@ def prune_on_oom(
         is ended. A callable gets the trial and returns the id of its run.
     threads : {'wait', 'refuse'}
         With n_jobs > 1 trials take turns, or are refused.
+    ladder : 'auto' or tuple of str
+        What steps of a trial that give no `ladder=` themselves may do beyond smaller
+        micro-batches, as in `oomkit.auto_batch`. By default nothing: a trial on a slow rung
+        costs the study more than a pruned one.
     """
     _check_choice("on_oom", on_oom, ("prune", "penalize", "auto", "raise"))
     _check_choice("threads", threads, ("wait", "refuse"))
@@ -399,6 +413,7 @@ def prune_on_oom(
         memory,
         mlflow,
         threads,
+        _C._ladder_mask(ladder),
     )
 
     def decorate(objective: Any) -> Any:

@@ -168,6 +168,7 @@ typedef struct oomkit_log {
     uint64_t record; /* of its record in the ring, once it is there */
     int phase_before;
     uint32_t outcome; /* of the record */
+    uint32_t rung;    /* the highest that was used */
 } oomkit_log;
 
 /* What was measured, for the planner and the record. */

@@ -77,6 +77,8 @@ typedef struct oomkit_step {
     struct oomkit_plain_site *plain; /* places that its code stores to, or NULL */
     int plain_looked;                /* for them: once, or (2) again after a failure */
     int effects_said;     /* what the step changes besides was looked at and said */
+    unsigned rungs_said;  /* bits 1 << rung: the warning was given */
+    int room_for_state;   /* calls in a row that had room for state on the host */
     int seen_oom;         /* sizes may be remembered: look the signature up at entry */
     int recall;           /* the next call is to look for what an earlier run knew */
     PyObject *origin;     /* owned: tuple that says where a checkpoint's sizes are from,

@@ -3,6 +3,7 @@
 #include <stddef.h>
 #include <string.h>
 
+#define ROOMIER 4        /* a quarter more */
 #define MARGIN_MOST 0.25 /* of a budget that is given up at most */
 #define MARGIN_FADES 0.98
 #define RETRIED_OFTEN 2 /* calls in a row that count as thrashing */
@@ -249,6 +250,23 @@ bound_worked(oomkit_sizes *bound, int64_t rows, uint64_t room)
 /* What a larger shape could do a smaller one can; what a smaller one could not do a
  * larger one cannot. */
 void
+oomkit_know_rung(oomkit_knowledge *known, uint32_t rung, uint64_t room)
+{
+    memset(known, 0, sizeof(*known));
+    known->rung = rung;
+    known->climb_room = room;
+}
+
+int
+oomkit_rung_is_roomy(const oomkit_knowledge *known, uint64_t room)
+{
+    const uint64_t then = known->climb_room;
+
+    return known->rung > 0 && room != OOMKIT_UNKNOWN && then != OOMKIT_UNKNOWN &&
+           room > then && room - then > then / ROOMIER;
+}
+
+void
 oomkit_know_neighbour(oomkit_knowledge *known, const oomkit_knowledge *neighbour,
                       double ratio)
 {
@@ -256,6 +274,9 @@ oomkit_know_neighbour(oomkit_knowledge *known, const oomkit_knowledge *neighbour
     int role;
 
     memset(known, 0, sizeof(*known));
+    if (ratio >= 1.0) { /* a smaller one may do without */
+        oomkit_know_rung(known, neighbour->rung, neighbour->climb_room);
+    }
     known->borrowed = 1;
     known->margin = neighbour->margin;
     known->failures = neighbour->failures;
@@ -332,7 +353,7 @@ oomkit_know_worked(oomkit_knowledge *known, const oomkit_measured *measured)
     int role;
 
     if (known->recalled && recalled_otherwise(known, measured)) {
-        memset(known, 0, sizeof(*known));
+        oomkit_know_rung(known, known->rung, known->climb_room);
         known->failures = 1; /* the batch was split for a reason: peaks decide */
     }
     known->recalled = 0;
@@ -377,7 +398,7 @@ oomkit_know_failed(oomkit_knowledge *known, oomkit_role role, int64_t rows,
     int worked = bound->largest_ok >= rows && oomkit_room_enough(room, bound->ok_room);
 
     if (known->recalled && worked) { /* it holds no longer: none of it */
-        memset(known, 0, sizeof(*known));
+        oomkit_know_rung(known, known->rung, known->climb_room);
         worked = 0;
     }
     if (known->successes == 0) {

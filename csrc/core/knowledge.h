@@ -48,6 +48,8 @@ typedef struct oomkit_knowledge {
     int32_t borrowed; /* bounds and points are those of a neighbour, made to fit */
     int32_t recalled; /* of an earlier run: nothing of this one has borne it out yet */
     double margin;    /* share of a peak by which predictions were too low; fades */
+    uint32_t rung;    /* of the ladder, that all of this is of; 0 = split alone */
+    uint64_t climb_room; /* between baseline and budget when it was climbed to */
 } oomkit_knowledge;
 
 /* What one finished call has shown. Rows 0 = no such micro-batch; bytes above the
@@ -94,6 +96,15 @@ void
 oomkit_know_measured(oomkit_knowledge *known, oomkit_role role, int64_t rows,
                      uint64_t bytes, uint64_t baseline_bytes, uint64_t budget_bytes,
                      uint64_t gradient_bytes);
+
+/* Another rung: the search for sizes begins again. `room` in bytes, OOMKIT_UNKNOWN. */
+void
+oomkit_know_rung(oomkit_knowledge *known, uint32_t rung, uint64_t room);
+
+/* Is there so much more room than when its rung was climbed to that it is worth trying
+ * without? */
+int
+oomkit_rung_is_roomy(const oomkit_knowledge *known, uint64_t room);
 
 /* A call has finished. */
 void

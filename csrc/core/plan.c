@@ -486,9 +486,9 @@ oomkit_plan_fragmented(uint64_t reserved_bytes, uint64_t allocated_bytes,
 const char *
 oomkit_plan_reason_name(oomkit_plan_reason reason)
 {
-    static const char *const names[] = {"whole",     "asked",   "remembered",
-                                        "oom",       "flushed", "exhausted",
-                                        "predicted", "grown",   "error"};
+    static const char *const names[] = {"whole",   "asked",     "remembered", "oom",
+                                        "flushed", "exhausted", "predicted",  "grown",
+                                        "climbed", "error"};
     const size_t count = sizeof(names) / sizeof(names[0]);
     return (size_t)reason < count ? names[reason] : "unknown";
 }

@@ -33,6 +33,7 @@ typedef enum oomkit_plan_reason {
     OOMKIT_REASON_EXHAUSTED,  /* nothing smaller is allowed */
     OOMKIT_REASON_PREDICTED,  /* measured peaks say what fits */
     OOMKIT_REASON_GROWN,      /* the same, and it is more than the last call had */
+    OOMKIT_REASON_CLIMBED,    /* the smallest did not fit: the next rung */
     OOMKIT_REASON_ERROR       /* the step itself raised an error for the size before */
 } oomkit_plan_reason;
 
@@ -90,7 +91,7 @@ oomkit_plan_slice(const oomkit_plan *plan, int64_t index, int64_t *start,
                   int64_t *length);
 
 /* "whole", "asked", "remembered", "oom", "flushed", "exhausted", "predicted", "grown",
- * "error". */
+ * "climbed", "error". */
 const char *
 oomkit_plan_reason_name(oomkit_plan_reason reason);
 

@@ -42,6 +42,10 @@ oomkit_device_begin(oomkit_state *st, oomkit_device device, int reset,
 void
 oomkit_device_end(oomkit_state *st, oomkit_peak_window *window);
 
+/* The peak of a window so far. Never fails; keeps an exception. */
+uint64_t
+oomkit_device_peak(oomkit_state *st, const oomkit_peak_window *window);
+
 /* Bytes allocated now; OOMKIT_UNKNOWN when not known. */
 uint64_t
 oomkit_device_allocated(oomkit_state *st, oomkit_device device);

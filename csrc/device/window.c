@@ -155,3 +155,19 @@ oomkit_device_end(oomkit_state *st, oomkit_peak_window *window)
     window->budget_bytes = cpu.limit;
     window->free_bytes = left_of(cpu.limit, cpu.allocated);
 }
+
+uint64_t
+oomkit_device_peak(oomkit_state *st, const oomkit_peak_window *window)
+{
+    oomkit_memory_stats stats;
+
+    if (!window->open || window->device.type != OOMKIT_DEVICE_CPU) {
+        if (window->open &&
+            oomkit_accelerator_stats(st, window->device, &stats) == OOMKIT_OK) {
+            return larger_known(window->peak_allocated_bytes, stats.peak_allocated);
+        }
+        return window->peak_allocated_bytes;
+    }
+    return window->cpu_window < 0 ? OOMKIT_UNKNOWN
+                                  : st->bridge->cpu_peak_read(window->cpu_window);
+}

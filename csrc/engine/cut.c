@@ -1,6 +1,7 @@
 /* How the batch of a call is cut: its first plan, the slices of a plan, slices that are
  * given, and the call's own ones aside. */
 #include "engine.h"
+#include "../ladder/ladder.h"
 #include "../sizes/sizes.h"
 
 /* --- slices --- */
@@ -134,11 +135,15 @@ oomkit_cut_choose(oomkit_call *call, const oomkit_knowledge **known)
     oomkit_plan_request request;
 
     oomkit_signature_request(call, &request, known);
+    if (oomkit_ladder_begins(call, &request)) {
+        oomkit_signature_request(call, &request, known);
+    }
     if (oomkit_plan_choose(*known, &request, &call->cut->plan, &call->cut->reason) !=
         OOMKIT_OK) {
         PyErr_SetString(PyExc_RuntimeError, "oomkit could not make a plan");
         return -1;
     }
+    call->cut->plan.rung = (*known)->rung;
     return 0;
 }
 

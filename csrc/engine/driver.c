@@ -101,6 +101,7 @@ oomkit_call_record(const oomkit_call *call, oomkit_record *record)
     record->ooms = call->tries.ooms;
     record->reason = (uint32_t)call->cut->reason;
     record->outcome = call->log.outcome;
+    record->rung = call->log.rung;
 }
 
 void

@@ -1,6 +1,7 @@
 /* The next plan after a failure, and the line that says so. */
 #include "engine.h"
 #include "refused_sizes.h"
+#include "../ladder/ladder.h"
 #include "../sizes/sizes.h"
 #include "../undo/undo.h"
 
@@ -29,6 +30,14 @@ oomkit_replan_exhausted(oomkit_call *call)
             "min_micro_batch=%lld",
             call->options->label, (long long)call->batch.rows,
             (long long)call->options->min_micro_batch);
+    } else if (call->tries.count > 0 && call->updating.count > 0 &&
+               call->tries.items[call->tries.count - 1].phase ==
+                   OOMKIT_PHASE_OPTIMIZER) {
+        reason = PyUnicode_FromFormat(
+            "%U ran out of memory in an optimizer's step() with a micro-batch of %lld "
+            "of %lld rows, which does not help there: nothing was updated; %s",
+            call->options->label, (long long)(least > 0 ? least : call->batch.rows),
+            (long long)call->batch.rows, oomkit_state_as_before(call));
     } else {
         reason = PyUnicode_FromFormat(
             "%U ran out of memory with a micro-batch of %lld of %lld rows, the "
@@ -89,12 +98,16 @@ int
 oomkit_plan_say(oomkit_call *call, const char *level, int64_t old_rows,
                 int64_t old_count)
 {
+    const uint32_t rung = call->cut->plan.rung;
+
     return oomkit_say(
-        call->st, level, "sKLLLLs",
-        "oomkit: step=%d micro_batch=%d->%d accumulation=%d->%d reason=%s",
+        call->st, level, "sKLLLLsss",
+        "oomkit: step=%d micro_batch=%d->%d accumulation=%d->%d%s%s reason=%s",
         (unsigned long long)call->log.number, (long long)old_rows,
         (long long)oomkit_plan_micro_batch(&call->cut->plan), (long long)old_count,
-        (long long)call->cut->count, oomkit_plan_reason_name(call->cut->reason));
+        (long long)call->cut->count, rung > 0 ? " rung=" : "",
+        rung > 0 ? oomkit_rung_name((int)rung) : "",
+        oomkit_plan_reason_name(call->cut->reason));
 }
 
 /* The same after a failure, then the user's hook. 0 or -1. */
@@ -150,6 +163,7 @@ replan_next(oomkit_call *call, oomkit_keep keep, int64_t failed_rows,
         !keep && !call->tries.whole_tried && call->step->gradient_bytes > 0;
     status = oomkit_plan_next(known, &request, &failed, &call->cut->plan,
                               &call->cut->reason);
+    call->cut->plan.rung = failed.rung;
     call->tries.whole_tried |= status == OOMKIT_OK && failed_count > 1 &&
                                oomkit_plan_count(&call->cut->plan) == 1;
     if (status == OOMKIT_EREFUSED) {
@@ -164,12 +178,38 @@ replan_next(oomkit_call *call, oomkit_keep keep, int64_t failed_rows,
     return oomkit_cut_planned(call);
 }
 
+/* Nothing smaller is allowed: the next rung of the ladder, with the smallest
+ * micro-batches that there were. 0, 1 where there is none, or -1. */
+static int
+replan_climb(oomkit_call *call, oomkit_keep keep)
+{
+    const int64_t rows = call->batch.rows;
+    int64_t least = oomkit_replan_smallest(call);
+    int climbed = keep == OOMKIT_KEEP_NOTHING ? oomkit_ladder_climb(call) : 0;
+
+    if (climbed <= 0) {
+        return climbed < 0 ? -1 : 1;
+    }
+    least = least > 0 ? least : rows;
+    call->cut->plan = (oomkit_plan){.batch = rows,
+                                    .accumulation = (rows + least - 1) / least,
+                                    .multiple_of = oomkit_unfit_multiple(call),
+                                    .rung = (uint32_t)climbed};
+    call->cut->reason = OOMKIT_REASON_CLIMBED;
+    call->cut->count = call->cut->at = 0;
+    call->tries.whole_tried = 0;
+    return oomkit_cut_planned(call);
+}
+
 int
 oomkit_replan(oomkit_call *call, oomkit_keep keep, int64_t failed_rows,
               int64_t failed_count)
 {
     int status = replan_next(call, keep, failed_rows, failed_count);
 
+    if (status > 0) {
+        status = replan_climb(call, keep);
+    }
     return status == 0 ? oomkit_replan_say(call, failed_rows, failed_count) : status;
 }
 

@@ -3,6 +3,7 @@
 #include "engine.h"
 #include "../batch/batch.h"
 #include "../hook/hook.h"
+#include "../ladder/ladder.h"
 #include "../optim/optim.h"
 #include "../plain/plain.h"
 #include "../plain/plain_state.h"
@@ -121,7 +122,9 @@ engine_plan(oomkit_call *call)
         return -1;
     }
     if (oomkit_plan_count(&call->cut->plan) <= 1) {
-        return 0;
+        return call->cut->plan.rung < OOMKIT_RUNG_ACTIVATIONS ? 0
+               : oomkit_cut_begin(call, known) < 0            ? -1
+                                                              : 1;
     }
     return engine_refuse(call) < 0 || oomkit_cut_begin(call, known) < 0 ||
                    oomkit_buffers_say_norm(call) < 0
@@ -253,6 +256,9 @@ engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
     int64_t largest = oomkit_cut_largest(call, call->cut->count);
 
     oomkit_buffers_learn(call);
+    if (call->st->hosted_any && oomkit_host_settle(call) < 0) {
+        oomkit_error_dismiss(); /* it stays where it is */
+    }
     step->seen_oom |= call->tries.ooms > 0;
     if (call->cut->slices == NULL) {
         step->updates = call->updating.made + call->unknown.updates;

@@ -7,6 +7,7 @@
  * its wrapper of optimizer.step in the same place: it is saved and put back. */
 #include "hook.h"
 #include "step_arguments.h"
+#include "../ladder/ladder.h"
 #include "../optim/optim.h"
 #include "../optim/optimizer_extras.h"
 #include "../optim/step_attributes.h"
@@ -143,9 +144,7 @@ interceptor_after_oom(interceptor_object *self, int index, int may_retry)
             "%s.step() ran out of memory after it had changed a parameter or its "
             "state: "
             "the update is half done and cannot be taken back; restore a checkpoint, "
-            "or "
-            "pass optimizer_safety=\"copy\" to auto_batch; fused=True makes such "
-            "failures rarer",
+            "or pass optimizer_safety=\"parts\" or \"copy\" to auto_batch",
             Py_TYPE(self->target)->tp_name);
     }
     /* An error of it is in flight. */
@@ -213,6 +212,70 @@ interceptor_run(interceptor_object *self, int closure, PyObject *const *args,
     return result;
 }
 
+/* The same, and what it needed, where that was near to what there was. */
+static PyObject *
+interceptor_measured(interceptor_object *self, int measure, int closure,
+                     PyObject *const *args, size_t nargsf, PyObject *kwnames)
+{
+    oomkit_call *call = self->call;
+    oomkit_peak_window window;
+    PyObject *result; /* owned */
+    uint64_t left;
+
+    if (!measure) {
+        return interceptor_run(self, closure, args, nargsf, kwnames);
+    }
+    oomkit_device_begin(call->st, call->device, call->options->reset_peaks, &window);
+    result = interceptor_run(self, closure, args, nargsf, kwnames);
+    left = oomkit_device_allocated(call->st, call->device);
+    oomkit_device_end(call->st, &window);
+    if (result != NULL && window.peak_allocated_bytes != OOMKIT_UNKNOWN &&
+        left != OOMKIT_UNKNOWN && window.peak_allocated_bytes > left) {
+        oomkit_update_measured(call, self->target, window.peak_allocated_bytes - left);
+    }
+    return result;
+}
+
+/* An update in parts; Py_NotImplemented (new reference) where it cannot be cut. */
+static PyObject *
+interceptor_parts(interceptor_object *self, int index, PyObject *const *args,
+                  size_t nargsf, PyObject *kwnames)
+{
+    oomkit_call *call = self->call;
+    int phase = oomkit_phase_set(call->st, OOMKIT_PHASE_OPTIMIZER);
+    PyObject *result = /* owned */
+        oomkit_update_in_parts(call, self->target, index, self->original, args, nargsf,
+                               kwnames);
+
+    oomkit_phase_set(call->st, phase);
+    if (result == NULL) {
+        interceptor_step_failed(self);
+    } else if (result != Py_NotImplemented) {
+        call->updating.made++;
+        interceptor_step_worked(self);
+        call->updating.committed |= !interceptor_versions_tell(self);
+    }
+    return result;
+}
+
+/* Is there room for it? *fits as oomkit_update_fits(); what may be wanted back is
+ * copied, unless each part does that. 0 or -1. */
+static int
+interceptor_room(interceptor_object *self, int index, int closure, int *fits)
+{
+    oomkit_call *call = self->call;
+
+    *fits = closure ? 1 : oomkit_update_fits(call, self->target, index);
+    if (*fits < 0) {
+        return -1;
+    }
+    return call->options->optimizer_copy &&
+                   ((*fits != 0 && oomkit_optimizer_copy(call, index) < 0) ||
+                    oomkit_param_copies_rest(call) < 0)
+               ? -1
+               : 0;
+}
+
 /* optimizer.step() for real: marked, predicted, and retried once if nothing moved. A
  * closure without a backward before it computes the gradients. */
 static PyObject *
@@ -222,14 +285,12 @@ interceptor_step(interceptor_object *self, PyObject *const *args, size_t nargsf,
     oomkit_call *call = self->call;
     PyObject *result; /* owned */
     int closure = oomkit_interceptor_has_closure(args, nargsf, kwnames);
-    int computes = closure && call->backward.done == 0, index, attempt;
+    int computes = closure && call->backward.done == 0, index, attempt, fits;
     uint64_t runs = oomkit_backward_runs();
 
     call->refused.why = computes ? OOMKIT_CLOSURE_REFUSAL : call->refused.why;
     if (oomkit_optimizer_mark_take(call, self->target, &index) < 0 ||
-        (!computes && oomkit_predict_update(call, self->target) < 0) ||
-        (call->options->optimizer_copy && (oomkit_optimizer_copy(call, index) < 0 ||
-                                           oomkit_param_copies_rest(call) < 0))) {
+        interceptor_room(self, index, closure, &fits) < 0) {
         return NULL;
     }
     if (computes) {
@@ -237,8 +298,18 @@ interceptor_step(interceptor_object *self, PyObject *const *args, size_t nargsf,
             self, index, oomkit_interceptor_original(self, args, nargsf, kwnames));
     }
     oomkit_phase_optimizer(call);
+    if (fits == 0) {
+        result = interceptor_parts(self, index, args, nargsf, kwnames);
+        if (result != Py_NotImplemented) {
+            return result;
+        }
+        Py_DECREF(result);
+        if (call->options->optimizer_copy && oomkit_optimizer_copy(call, index) < 0) {
+            return NULL;
+        }
+    }
     for (attempt = 0;; attempt++) {
-        result = interceptor_run(self, closure, args, nargsf, kwnames);
+        result = interceptor_measured(self, fits == 2, closure, args, nargsf, kwnames);
         if (closure && oomkit_backward_runs() != runs) {
             return interceptor_computed(self, index, result);
         }
@@ -253,6 +324,7 @@ interceptor_step(interceptor_object *self, PyObject *const *args, size_t nargsf,
             return result;
         }
         call->tries.ooms++;
+        oomkit_update_failed(call, self->target);
         result = interceptor_after_oom(self, index, attempt == 0 && !closure);
         if (PyErr_Occurred()) {
             interceptor_step_failed(self);

@@ -219,9 +219,7 @@ parts_append_owner(oomkit_participants *parts, PyObject *object, oomkit_owner_ki
     if (ref == NULL) {
         return -1;
     }
-    parts->owners[parts->owner_count].ref = ref;
-    parts->owners[parts->owner_count].kind = kind;
-    parts->owner_count++;
+    parts->owners[parts->owner_count++] = (oomkit_owner){.ref = ref, .kind = kind};
     return 1;
 }
 

@@ -28,9 +28,18 @@ typedef struct oomkit_source {
     Py_ssize_t item;     /* index in a list or tuple argument, -1 otherwise */
 } oomkit_source;
 
+/* Of an optimizer: what its update was seen to need. */
+typedef struct oomkit_update_need {
+    Py_ssize_t items; /* parameters and state values that the figures are of; 0: none */
+    uint64_t roomy;   /* with so many bytes left nobody has to look closer */
+    uint64_t peak;    /* measured above what was there before it; 0: not measured */
+    int failed;       /* it ran out of memory where it was to fit: so many in parts */
+} oomkit_update_need;
+
 typedef struct oomkit_owner {
     PyObject *ref; /* owned: weak reference (a generator has none: a strong one) */
     oomkit_owner_kind kind;
+    oomkit_update_need need;
 } oomkit_owner;
 
 enum {
@@ -163,6 +172,22 @@ oomkit_owner_end(oomkit_owner_walk *walk)
     for (oomkit_owner_walk walk OOMKIT_AT_END(oomkit_owner_end) = {.parts = (of),      \
                                                                    .kinds = (some)};   \
          oomkit_owner_next(&walk);)
+
+/* What is known of an optimizer that takes part, borrowed; NULL where it does not. */
+static inline oomkit_update_need *
+oomkit_update_need_of(const oomkit_participants *parts, const PyObject *optimizer)
+{
+    Py_ssize_t i;
+
+    for (i = 0; i < parts->owner_count; i++) {
+        oomkit_owner *owner = &parts->owners[i];
+        if (owner->kind == OOMKIT_OWNER_OPTIMIZER &&
+            PyWeakref_GET_OBJECT(owner->ref) == optimizer) {
+            return &owner->need;
+        }
+    }
+    return NULL;
+}
 
 /* --- used between members.c, search.c and still_valid.c --- */
 

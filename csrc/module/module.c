@@ -9,6 +9,7 @@
 #include "../accum/module_attributes.h"
 #include "../deferred/deferred.h"
 #include "../hook/hook.h"
+#include "../ladder/offload.h"
 #include "../loop/parts_join.h"
 #include "../proof/proof.h"
 #include "../py/tensor.h"
@@ -30,8 +31,9 @@ PyDoc_STRVAR(
     "           reduction='mean', weight=None, verify=None, accumulation_steps=1,\n"
     "           min_micro_batch=1, multiple_of=1, rng='torch', "
     "gradient_safety='auto',\n"
-    "           optimizer_safety='predict', restore_batch=False, hooks='say',\n"
-    "           remember=None, on_retry=None, label=None, reset_peaks=True)\n"
+    "           optimizer_safety='predict', ladder='auto', restore_batch=False,\n"
+    "           hooks='say', remember=None, on_retry=None, label=None, "
+    "reset_peaks=True)\n"
     "--\n\n"
     "Make a training or evaluation step that survives running out of memory.\n\n"
     "Until the first out-of-memory error the decorated step is the undecorated one. "
@@ -95,10 +97,22 @@ PyDoc_STRVAR(
     "    gradient_safety: 'auto', 'copy' or 'off': host copies of gradients that are "
     "there\n"
     "        before the step.\n"
-    "    optimizer_safety: 'predict' or 'copy' (a host copy of parameters and "
-    "optimizer\n"
-    "        state at every update: makes an OOM inside ``optimizer.step()`` "
-    "retryable).\n"
+    "    optimizer_safety: 'predict'; 'parts' (every update of an optimizer that "
+    "treats\n"
+    "        its parameters one by one is made in parts, each after a host copy: an "
+    "OOM\n"
+    "        inside ``optimizer.step()`` is undone and retried); or 'copy' (the same "
+    "by "
+    "a\n"
+    "        host copy of all parameters and optimizer state, for any optimizer).\n"
+    "    ladder: what may be done where the smallest micro-batch does not fit, in "
+    "this\n"
+    "        order: 'update' (updates in parts), 'state' (optimizer state in host\n"
+    "        memory), 'activations' (what autograd saves in host memory), 'recompute'\n"
+    "        (repeated modules under torch.utils.checkpoint). 'auto': all of them; a\n"
+    "        tuple of names: those; (): none. In a trial of oomkit.optuna none, "
+    "unless\n"
+    "        given.\n"
     "    restore_batch: keep a host copy of the batch, for steps that change it in "
     "place.\n"
     "    on_retry: ``on_retry(record)`` before every replay.\n"
@@ -378,6 +392,7 @@ module_exec(PyObject *module)
         PyModule_AddFunctions(module, oomkit_state_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_kept_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_proof_methods) < 0 ||
+        PyModule_AddFunctions(module, oomkit_offload_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_trial_methods) < 0 ||
         oomkit_records_init(st) < 0 || oomkit_current_init(st) < 0 ||
         module_add_type(module, &st->step_type, &oomkit_step_spec) < 0 ||
@@ -388,6 +403,8 @@ module_exec(PyObject *module)
         module_add_type(module, &st->backward_type, &oomkit_backward_spec) < 0 ||
         module_add_type(module, &st->deferred_type, &oomkit_deferred_spec) < 0 ||
         module_add_type(module, &st->between_type, &oomkit_between_spec) < 0 ||
+        module_add_type(module, &st->offload_type, &oomkit_offload_spec) < 0 ||
+        module_add_type(module, &st->packed_type, &oomkit_packed_spec) < 0 ||
         module_add_type(module, &st->guard_type, &oomkit_guard_spec) < 0 ||
         module_add_type(module, &st->chunks_type, &oomkit_chunks_spec) < 0 ||
         module_add_type(module, &st->guarded_type, &oomkit_guarded_spec) < 0 ||

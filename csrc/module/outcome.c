@@ -3,6 +3,7 @@
  * freed in an `except` block, where the exception is alive; and what is raised there
  * has it as its __context__. */
 #include "outcome.h"
+#include "../ladder/ladder.h"
 #include "../loop/guard.h"
 #include "../py/errors.h"
 
@@ -230,7 +231,42 @@ method_trial(PyObject *module, PyObject *args)
     return trial_call(st, &call);
 }
 
+PyDoc_STRVAR(ladder_mask_doc,
+             "_ladder_mask($module, ladder, /)\n"
+             "--\n\n"
+             "The rungs of ``ladder=`` as bits; ValueError for what names none.\n");
+
+static PyObject *
+method_ladder_mask(PyObject *module, PyObject *given)
+{
+    unsigned mask;
+
+    (void)module;
+    return oomkit_ladder_parse(given, &mask) < 0 ? NULL : PyLong_FromUnsignedLong(mask);
+}
+
+PyDoc_STRVAR(
+    ladder_scope_doc,
+    "_ladder_scope($module, mask, /)\n"
+    "--\n\n"
+    "What steps on this thread that give no ladder= may climb, -1 for all; returns\n"
+    "what it was before.\n");
+
+static PyObject *
+method_ladder_scope(PyObject *module, PyObject *given)
+{
+    const long mask = PyLong_AsLong(given);
+
+    (void)module;
+    if (mask == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    return PyLong_FromLong(oomkit_ladder_scope((int)mask));
+}
+
 PyMethodDef oomkit_trial_methods[] = {
     {"_trial", method_trial, METH_VARARGS, trial_doc},
+    {"_ladder_mask", method_ladder_mask, METH_O, ladder_mask_doc},
+    {"_ladder_scope", method_ladder_scope, METH_O, ladder_scope_doc},
     {NULL, NULL, 0, NULL},
 };

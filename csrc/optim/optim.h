@@ -46,6 +46,13 @@ int
 oomkit_optimizers_any_moved(oomkit_call *call);
 void
 oomkit_optimizers_release(oomkit_call *call);
+/* A parameter was put back from its copy and has this version. */
+void
+oomkit_optimizer_param_version(oomkit_call *call, const PyObject *param,
+                               uint32_t version);
+/* Removes from a dict every key that is not in `known` (list). 0 or -1. */
+int
+oomkit_undo_new_keys(PyObject *dict, PyObject *known);
 /* Had an optimizer's step() begun to make its state, and nothing else? */
 int
 oomkit_optimizer_failed_in_init(oomkit_state *st, PyObject *exception);

@@ -222,8 +222,8 @@ oomkit_optimizers_any_moved(oomkit_call *call)
 }
 
 /* Removes from a dict every key that is not among `known` (a list). */
-static int
-undo_new_keys(PyObject *dict, PyObject *known)
+int
+oomkit_undo_new_keys(PyObject *dict, PyObject *known)
 {
     Py_ssize_t i;
     OWNED PyObject *keys = PyDict_Keys(dict);
@@ -272,7 +272,7 @@ undo_values(oomkit_optimizer_mark *mark)
                 return -1;
             }
         }
-        if (undo_new_keys(dict, known) < 0) {
+        if (oomkit_undo_new_keys(dict, known) < 0) {
             return -1;
         }
     }
@@ -314,7 +314,7 @@ oomkit_optimizer_undo(oomkit_call *call, int index)
     }
     mark = &call->updating.marks[index];
     if (PyDict_Check(mark->state) &&
-        undo_new_keys(mark->state, mark->params_seen) < 0) {
+        oomkit_undo_new_keys(mark->state, mark->params_seen) < 0) {
         return -1;
     }
     return undo_values(mark) < 0 || undo_groups(call->st, mark) < 0 ? -1 : 0;
@@ -358,8 +358,9 @@ oomkit_optimizer_copy(oomkit_call *call, int index)
 
 /* A parameter that was put back from its copy has a new version and its old value: that
  * is the version to compare with from here on. */
-static void
-restored_version(oomkit_call *call, const PyObject *param, uint32_t version)
+void
+oomkit_optimizer_param_version(oomkit_call *call, const PyObject *param,
+                               uint32_t version)
 {
     Py_ssize_t i;
     for (i = 0; call->entry.versions != NULL && i < call->parts->param_count; i++) {
@@ -381,8 +382,8 @@ oomkit_optimizer_restore_copy(oomkit_call *call, int index)
     for (i = 0; mark->copies != NULL && i < mark->count; i++) {
         uint32_t version;
         OWNED PyObject *done = NULL;
-        if (!mark->items[i].is_tensor) {
-            continue;
+        if (!mark->items[i].is_tensor || mark->copies[i] == NULL) {
+            continue; /* of an update in parts that never came to it */
         }
         done = PyObject_CallMethodOneArg(mark->items[i].value, call->st->str_copy,
                                          mark->copies[i]);
@@ -392,7 +393,7 @@ oomkit_optimizer_restore_copy(oomkit_call *call, int index)
         }
         mark->items[i].version = version;
         if (mark->items[i].dict == NULL) {
-            restored_version(call, mark->items[i].value, version);
+            oomkit_optimizer_param_version(call, mark->items[i].value, version);
         }
     }
     return oomkit_beside_restore(call, mark) < 0 ? -1

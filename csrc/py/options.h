@@ -35,8 +35,11 @@ typedef struct oomkit_options {
                    OOMKIT_VERIFY_WARN */
     oomkit_rng_scope rng;
     oomkit_safety gradient_safety;
-    int optimizer_copy; /* optimizer_safety="copy" */
-    int hooks_error;    /* hooks="error" */
+    int optimizer_copy;  /* optimizer_safety="copy" or "parts": it can go back */
+    int optimizer_parts; /* optimizer_safety="parts": updates go in parts */
+    unsigned ladder;     /* bits 1 << rung of those that may be climbed */
+    int ladder_given;    /* not the default */
+    int hooks_error;     /* hooks="error" */
     int restore_batch;
     int remember; /* sizes outlive the run */
     int reset_peaks;

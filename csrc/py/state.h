@@ -155,6 +155,8 @@
     X(deferred_type)                                                                   \
     X(between_type)                                                                    \
     X(current_type)                                                                    \
+    X(offload_type)                                                                    \
+    X(packed_type)                                                                     \
     X(record_type)                                                                     \
     X(report_type)                                                                     \
     X(OomkitError)                                                                     \
@@ -187,6 +189,15 @@
     X(torch_cat, "torch", "cat", 1)                                                    \
     X(torch_ones, "torch", "ones", 1)                                                  \
     X(torch_randn, "torch", "randn", 1)                                                \
+    X(torch_empty, "torch", "empty", 1)                                                \
+    X(uint8, "torch", "uint8", 1)                                                      \
+    X(autograd_functions, "torch._C", "_autograd", 1)                                  \
+    X(push_saved_hooks, "torch._C._autograd", "_push_saved_tensors_default_hooks", 0)  \
+    X(pop_saved_hooks, "torch._C._autograd", "_pop_saved_tensors_default_hooks", 0)    \
+    X(top_saved_hooks, "torch._C._autograd", "_top_saved_tensors_default_hooks", 0)    \
+    X(saved_hooks_off, "torch._C._autograd",                                           \
+      "_saved_tensors_hooks_get_disabled_error_message", 0)                            \
+    X(empty_host_cache, "torch._C", "_host_emptyCache", 0)                             \
     X(torch_equal, "torch", "equal", 1)                                                \
     X(torch_as_tensor, "torch", "as_tensor", 1)                                        \
     X(get_autocast_dtype, "torch", "get_autocast_dtype", 1)                            \
@@ -258,6 +269,8 @@
     X(settings_seen) /* the allocator's settings when they were last read, or NULL */  \
     X(kept) /* capsule: sizes of steps that are gone, or NULL: see kept_sizes.c */     \
     X(splitters) /* dict: type -> (split, size, join), or NULL: see splitters.c */     \
+    X(forbid_saved_hooks) /* torch._C._autograd._saved_tensors_hooks_disable, or NULL: \
+                             see offload.c */                                          \
     X(empty_tuple)
 
 /* What the package hands in at import, because it is Python: X(field). */
@@ -275,8 +288,10 @@
     X(watch_zero_grad) /* oomkit._engine.patches: the same of zero_grad() */           \
     X(find_zero_grad) /* oomkit._engine.patches: torch's own zero_grad() of optimizers \
                        */                                                              \
-    X(keeps_state)    /* oomkit.optim: does a first step make any? */                  \
-    X(predict_update) /* oomkit.optim: bytes that a first step needs */                \
+    X(update_needs)   /* oomkit.optim: bytes that an update needs */                   \
+    X(is_independent) /* oomkit.optim: may an update go in parts? */                   \
+    X(around_parts)   /* oomkit._ladder.update: step() around its parts */             \
+    X(hosted_state)   /* oomkit._ladder.state: what is on the host */                  \
     X(refusal)    /* oomkit._engine.nodes.Refusal: results that refuse a gradient */   \
     X(split_loss) /* oomkit._engine.returned_loss: gives the loss of a split call its  \
                      node */                                                           \
@@ -320,6 +335,7 @@ typedef struct oomkit_state {
 #undef DECLARE
 #undef DECLARE_TORCH
 #undef DECLARE_STRING
+    int hosted_any; /* state of some optimizer is, or was, on the host */
     const struct oomkit_wiring *wiring; /* who is told of what: call/events.h */
     const oomkit_bridge *bridge; /* of the loaded _bridge module, or the plain one;
                                     never NULL. Static: it outlives both modules */

@@ -31,12 +31,6 @@ oomkit_phase_micro_end(oomkit_call *call, int finished);
 void
 oomkit_phase_whole(oomkit_call *call);
 
-/* --- predict.c --- */
-/* Before an optimizer's first step: will its state fit? 0, or -1 with
- * oomkit.OutOfMemory before anything moved. */
-int
-oomkit_predict_update(oomkit_call *call, PyObject *optimizer);
-
 /* --- recalled_proofs.c --- */
 /* New reference: text of proofs of earlier runs (list of str, or NULL), with `own` of
  * this one's too; or None. */

@@ -22,7 +22,7 @@ extern "C" {
 #endif
 
 #define OOMKIT_BRIDGE_CAPSULE "oomkit._bridge.api"
-#define OOMKIT_BRIDGE_VERSION 6u
+#define OOMKIT_BRIDGE_VERSION 7u
 #define OOMKIT_BRIDGE_UNKNOWN UINT64_MAX
 
 /* Mark of a gradient: which tensor it was and at which version. `grad` is held weakly:
@@ -60,6 +60,24 @@ typedef struct oomkit_thread_modes {
     uint64_t autocast; /* the dispatch keys of the autocasts that are off */
     int32_t grad;      /* are gradients recorded? */
 } oomkit_thread_modes;
+
+/* Where the values of a plain strided tensor lie. Addresses are only compared. */
+typedef struct oomkit_storage_facts {
+    const void *storage;  /* the StorageImpl */
+    const void *data;     /* its first byte */
+    const void *counter;  /* that counts the tensor's versions */
+    uint64_t bytes;       /* of the whole storage */
+    uint64_t begin, end;  /* bytes of it that the tensor reaches */
+    uint32_t version;     /* of the tensor now */
+    int32_t device_type;  /* c10::DeviceType */
+    int32_t device_index; /* -1 for cpu */
+    int32_t requires_grad;
+} oomkit_storage_facts;
+
+/* Dispatch keys of a thread that were taken away for a while. */
+typedef struct oomkit_thread_keys {
+    uint64_t included, excluded;
+} oomkit_thread_keys;
 
 typedef struct oomkit_memory_stats {
     uint64_t allocated, reserved;           /* bytes now */
@@ -108,7 +126,47 @@ typedef struct oomkit_bridge {
      * while no version does. 0 for every other tensor. */
     uint64_t (*sample)(const void *holder, ptrdiff_t offset);
 
+    /* --- storages: NULL where there is no bridge, see oomkit_offload_possible() --- */
+    /* OOMKIT_EUNSUPPORTED for what is not a plain strided tensor with a storage and a
+     * version: subclasses that dispatch, sparse, nested, quantized, meta, conjugated,
+     * negated, functional and inference tensors. */
+    int (*storage_facts)(const void *holder, ptrdiff_t offset,
+                         oomkit_storage_facts *facts);
+    /* Holds the storage of each tensor weakly: its address stays taken, its memory can
+     * be freed. NULL for a tensor without one. Every hold must be released. */
+    int (*storages_hold)(const void *const *holders, ptrdiff_t offset, size_t count,
+                         void **holds);
+    void (*storages_release)(void **holds, size_t count);
+    /* `target`, a plain tensor that is nobody else's, becomes the bytes [begin, end) of
+     * the storage of `source`, as one dimension of its own dtype of one byte. */
+    int (*storage_bytes)(const void *source, ptrdiff_t offset, uint64_t begin,
+                         uint64_t end, const void *target);
+    /* `target` becomes another tensor of the same values and the same versions, without
+     * a graph. */
+    int (*tensor_alias)(const void *source, ptrdiff_t offset, const void *target);
+
+    /* A form is a tensor but for its values: sizes, strides, place in its storage,
+     * dtype; and the counter of its versions. Every form must be released. */
+    int (*form_make)(const void *holder, ptrdiff_t offset, void **form);
+    void (*form_release)(void *form);
+    /* The version when the form was made, and the one now. */
+    void (*form_versions)(const void *form, uint32_t *then, uint32_t *now);
+
+    /* What holds the storage of `base` (bytes that were brought back) weakly, and knows
+     * its version and the stream of this thread. It must be released. */
+    int (*restored_make)(const void *base, ptrdiff_t offset, void **restored);
+    void (*restored_release)(void *restored);
+    /* `target` gets the form, its values in the storage that was brought back, which
+     * begins `begin` bytes into the old one. 1; 0 when that storage is gone, has been
+     * written to since, or is another stream's; or an error. */
+    int (*restored_apply)(const void *restored, const void *form, uint64_t begin,
+                          const void *target, ptrdiff_t offset);
+
     /* --- modes of this thread --- */
+    /* Likewise. Between enter and leave no mode written in Python (TorchDispatchMode)
+     * sees what this thread does. */
+    void (*unseen_enter)(oomkit_thread_keys *keys);
+    void (*unseen_leave)(const oomkit_thread_keys *keys);
     int (*modes_get)(oomkit_thread_modes *modes);
     int (*modes_set)(const oomkit_thread_modes *modes);
 

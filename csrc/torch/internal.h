@@ -99,6 +99,37 @@ bytes_set(const void *holder, ptrdiff_t offset, const void *bytes,
 uint64_t
 sample(const void *holder, ptrdiff_t offset) noexcept;
 
+int
+storage_facts(const void *holder, ptrdiff_t offset,
+              oomkit_storage_facts *facts) noexcept;
+int
+storages_hold(const void *const *holders, ptrdiff_t offset, size_t count,
+              void **holds) noexcept;
+void
+storages_release(void **holds, size_t count) noexcept;
+int
+storage_bytes(const void *source, ptrdiff_t offset, uint64_t begin, uint64_t end,
+              const void *target) noexcept;
+int
+tensor_alias(const void *source, ptrdiff_t offset, const void *target) noexcept;
+int
+form_make(const void *holder, ptrdiff_t offset, void **form) noexcept;
+void
+form_release(void *form) noexcept;
+void
+form_versions(const void *form, uint32_t *then, uint32_t *now) noexcept;
+int
+restored_make(const void *base, ptrdiff_t offset, void **restored) noexcept;
+void
+restored_release(void *restored) noexcept;
+int
+restored_apply(const void *restored, const void *form, uint64_t begin,
+               const void *target, ptrdiff_t offset) noexcept;
+void
+unseen_enter(oomkit_thread_keys *keys) noexcept;
+void
+unseen_leave(const oomkit_thread_keys *keys) noexcept;
+
 // OOMKIT_OK, or OOMKIT_EOOM.
 int
 device_init() noexcept;

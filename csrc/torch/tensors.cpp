@@ -4,12 +4,11 @@
 // gradient cannot be mistaken for this one, while its storage can be freed. Parameters
 // are never held: torch.utils.swap_tensors refuses a tensor that has another holder.
 #include "internal.h"
+#include "tensor_impl.h"
 
-#include <c10/core/DispatchKeySet.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/ScalarTypeToTypeMeta.h>
-#include <c10/core/TensorImpl.h>
 #include <c10/core/UndefinedTensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/intrusive_ptr.h>
@@ -21,21 +20,6 @@ namespace oomkit {
 namespace {
 
 constexpr uint64_t SAMPLED = 64; // values of a tensor
-
-c10::TensorImpl *
-impl_of(const void *holder, ptrdiff_t offset)
-{
-    c10::TensorImpl *impl;
-    std::memcpy(&impl, static_cast<const char *>(holder) + offset, sizeof impl);
-    return impl;
-}
-
-uint32_t
-version_of(const c10::TensorImpl *impl)
-{
-    const c10::VariableVersion &counter = impl->version_counter();
-    return counter.enabled() ? counter.current_version() : 0;
-}
 
 // The gradient's TensorImpl, or NULL when there is none. at::Tensor is incomplete with
 // c10's headers alone, but it is a single intrusive pointer; oomkit._C compares what
@@ -96,18 +80,6 @@ struct Lanes {
         return mix(mix(mix(lane[0], lane[1]), lane[2]), lane[3]);
     }
 };
-
-// Tensors whose sizes only Python or a C++ subclass of its own knows.
-bool
-is_opaque(const c10::TensorImpl *impl)
-{
-    using c10::DispatchKey;
-    return impl->has_symbolic_sizes_strides() ||
-           impl->key_set().has_any(c10::DispatchKeySet(
-               {DispatchKey::Python, DispatchKey::FuncTorchBatched,
-                DispatchKey::FuncTorchGradWrapper, DispatchKey::Functionalize,
-                DispatchKey::NestedTensor}));
-}
 
 void
 fill_facts(const c10::TensorImpl *impl, int64_t dim, oomkit_tensor_facts *facts)

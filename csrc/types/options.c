@@ -2,6 +2,7 @@
  * was expected and what came. */
 #include "types.h"
 #include "../batch/batch.h"
+#include "../ladder/ladder.h"
 
 #include <stdlib.h>
 
@@ -24,6 +25,7 @@ static const char *const option_names[] = {
     "rng",
     "gradient_safety",
     "optimizer_safety",
+    "ladder",
     "restore_batch",
     "hooks",
     "remember",
@@ -393,7 +395,7 @@ options_choices(PyObject *kwargs, oomkit_options *options)
     static const char *const reductions[] = {"mean", "sum", NULL};
     static const char *const rngs[] = {"none", "torch", "all", NULL};
     static const char *const gradient[] = {"auto", "copy", "off", NULL};
-    static const char *const optimizer[] = {"predict", "copy", NULL};
+    static const char *const optimizer[] = {"predict", "copy", "parts", NULL};
     static const char *const hooks[] = {"say", "error", NULL};
     int reduction = 0, rng = 1, gradients = 0, optimizers = 0, hook = 0;
 
@@ -408,9 +410,20 @@ options_choices(PyObject *kwargs, oomkit_options *options)
     options->reduction_given = option_get(kwargs, "reduction") != NULL;
     options->rng = (oomkit_rng_scope)rng;
     options->gradient_safety = (oomkit_safety)gradients;
-    options->optimizer_copy = optimizers == 1;
+    options->optimizer_copy = optimizers != 0;
+    options->optimizer_parts = optimizers == 2;
     options->hooks_error = hook == 1;
     return 0;
+}
+
+static int
+options_ladder(PyObject *kwargs, oomkit_options *options)
+{
+    PyObject *given = option_get(kwargs, "ladder"); /* borrowed */
+
+    options->ladder_given = given != NULL;
+    options->ladder = OOMKIT_LADDER_ALL;
+    return given == NULL ? 0 : oomkit_ladder_parse(given, &options->ladder);
 }
 
 int
@@ -431,6 +444,7 @@ oomkit_options_parse(oomkit_state *st, PyObject *kwargs, oomkit_options *options
         options_participants(st, kwargs, options) < 0 ||
         options_backward(kwargs, options) < 0 || options_choices(kwargs, options) < 0 ||
         options_weight(st, kwargs, options) < 0 ||
+        options_ladder(kwargs, options) < 0 ||
         option_callable(kwargs, "on_retry", &options->on_retry) < 0 ||
         option_count(kwargs, "accumulation_steps", &options->accumulation_steps) < 0 ||
         option_count(kwargs, "min_micro_batch", &options->min_micro_batch) < 0 ||

@@ -180,14 +180,20 @@ def run(
     pruned: type[BaseException],
     budget: int | None,
     keep: bool,
+    ladder: int = 0,
 ) -> Outcome:
     """Calls the objective. Out-of-memory is an outcome; other errors pass untouched.
 
     With `keep` the error is the outcome's value, its frames cleared; so is one of the type
-    `pruned`. At the return nothing of a trial that failed is alive.
+    `pruned`. At the return nothing of a trial that failed is alive. `ladder` is what steps in
+    it may climb that do not say so themselves (a mask).
     """
     before = memory()
-    facts = _Facts(*_C._trial(objective, args, kwargs, pruned, judge, keep))
+    outer = _C._ladder_scope(ladder)
+    try:
+        facts = _Facts(*_C._trial(objective, args, kwargs, pruned, judge, keep))
+    finally:
+        _C._ladder_scope(outer)
     value, failed = facts.value, facts.class_ not in (None, "cleared")
     baseline, peak, limit = facts.baseline, facts.peak, facts.limit
     reserved, usable, device = facts.reserved, facts.usable, facts.device

@@ -41,6 +41,19 @@ class Stats(ctypes.Structure):
     ]
 
 
+class Place(ctypes.Structure):
+    _fields_ = [
+        *((name, pointer) for name in ("storage", "data", "counter")),
+        *((name, ctypes.c_uint64) for name in ("bytes", "begin", "end")),
+        ("version", ctypes.c_uint32),
+        *((name, ctypes.c_int32) for name in ("device_type", "device_index", "requires_grad")),
+    ]
+
+
+class Keys(ctypes.Structure):
+    _fields_ = [("included", ctypes.c_uint64), ("excluded", ctypes.c_uint64)]
+
+
 class Modes(ctypes.Structure):
     _fields_ = [("autocast", ctypes.c_uint64), ("grad", ctypes.c_int32)]
 
@@ -72,6 +85,30 @@ class Table(ctypes.Structure):
         ("bytes_get", function(ctypes.c_int, pointer, offset_t, pointer, ctypes.c_uint64)),
         ("bytes_set", function(ctypes.c_int, pointer, offset_t, pointer, ctypes.c_uint64)),
         ("sample", function(ctypes.c_uint64, pointer, offset_t)),
+        ("storage_facts", function(ctypes.c_int, pointer, offset_t, ctypes.POINTER(Place))),
+        ("storages_hold", function(ctypes.c_int, pointer, offset_t, size_t, pointer)),
+        ("storages_release", function(None, pointer, size_t)),
+        (
+            "storage_bytes",
+            function(ctypes.c_int, pointer, offset_t, ctypes.c_uint64, ctypes.c_uint64, pointer),
+        ),
+        ("tensor_alias", function(ctypes.c_int, pointer, offset_t, pointer)),
+        ("form_make", function(ctypes.c_int, pointer, offset_t, ctypes.POINTER(pointer))),
+        ("form_release", function(None, pointer)),
+        (
+            "form_versions",
+            function(
+                None, pointer, ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(ctypes.c_uint32)
+            ),
+        ),
+        ("restored_make", function(ctypes.c_int, pointer, offset_t, ctypes.POINTER(pointer))),
+        ("restored_release", function(None, pointer)),
+        (
+            "restored_apply",
+            function(ctypes.c_int, pointer, pointer, ctypes.c_uint64, pointer, offset_t),
+        ),
+        ("unseen_enter", function(None, ctypes.POINTER(Keys))),
+        ("unseen_leave", function(None, ctypes.POINTER(Keys))),
         ("modes_get", function(ctypes.c_int, ctypes.POINTER(Modes))),
         ("modes_set", function(ctypes.c_int, ctypes.POINTER(Modes))),
         ("generator_read", function(ctypes.c_uint64, pointer, pointer, ctypes.c_uint64)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import devices, failure, figures, once, sums, taking_back
+from . import devices, failure, figures, host, once, sums, taking_back
 
 MUTANTS = [
     *figures.MUTANTS,
@@ -11,6 +11,7 @@ MUTANTS = [
     *once.MUTANTS,
     *failure.MUTANTS,
     *devices.MUTANTS,
+    *host.MUTANTS,
 ]
 
 __all__ = ["MUTANTS"]

@@ -192,7 +192,7 @@ MUTANTS = [
         "the state of parameters that an optimizer had begun to make is removed",
         "csrc/optim/optimizer.c",
         "    if (PyDict_Check(mark->state) &&\n"
-        "        undo_new_keys(mark->state, mark->params_seen) < 0) {",
+        "        oomkit_undo_new_keys(mark->state, mark->params_seen) < 0) {",
         "    if (0) {",
         ("optim/test_optimizer_faults.py::test_sweep_of_the_update[adamw-first-step]",),
     ),

@@ -183,7 +183,7 @@ def test_the_first_step_that_cannot_fit_is_refused_before_anything_moves() -> No
     model = torch.nn.Linear(256, 256)
     optimizer = torch.optim.AdamW(model.parameters())
 
-    @oomkit.auto_batch
+    @oomkit.auto_batch(ladder=())
     def step(x: torch.Tensor) -> None:
         model(x).sum().backward()
         optimizer.step()

@@ -1,0 +1,254 @@
+/* Optimizer state in host memory. A state tensor stays the object that it is; its
+ * memory is exchanged (`tensor.data = ...`), which moves no version. Which ones are out
+ * is a dict that Python keeps for each optimizer (oomkit/_ladder/state.py), so that a
+ * step() outside every protected call finds them on the device again.
+ *
+ * Under a budget of the CPU the host is what is allocated outside it. */
+#include "ladder.h"
+#include "../device/device.h"
+#include "../py/tensor.h"
+#include "../sizes/sizes.h"
+
+#define SMALLEST 4096 /* bytes: what is smaller stays */
+#define SETTLED 8     /* updates in a row with room for all of the state */
+#define SPARE 8       /* and an eighth of it to spare */
+
+PyObject *
+oomkit_hosted_of(oomkit_state *st, PyObject *optimizer)
+{
+    PyObject *hosted; /* borrowed from the registry, which keeps it */
+
+    if (st->hosted_any == 0) {
+        return NULL;
+    }
+    hosted = PyObject_CallFunctionObjArgs(st->hosted_state, optimizer, Py_False, NULL);
+    if (hosted == NULL) {
+        return NULL;
+    }
+    Py_DECREF(hosted);
+    return hosted == Py_None ? NULL : hosted;
+}
+
+PyObject *
+oomkit_hosted_make(oomkit_state *st, PyObject *optimizer)
+{
+    PyObject *hosted = /* borrowed from the registry, which keeps it */
+        PyObject_CallFunctionObjArgs(st->hosted_state, optimizer, Py_True, NULL);
+
+    if (hosted == NULL) {
+        return NULL;
+    }
+    st->hosted_any = 1;
+    Py_DECREF(hosted);
+    return hosted;
+}
+
+/* 1 where the value of `tensor` is worth moving and on the call's device. */
+static int
+is_moved(oomkit_call *call, PyObject *tensor, oomkit_tensor_facts *facts)
+{
+    if (!oomkit_tensor_check(call->st, tensor)) {
+        return 0;
+    }
+    if (oomkit_tensor_facts_get(call->st, tensor, 0, facts) < 0) {
+        return -1;
+    }
+    return facts->is_strided && facts->bytes >= SMALLEST && !facts->requires_grad &&
+           facts->device_type == call->device.type;
+}
+
+int
+oomkit_host_move_out(oomkit_call *call, PyObject *hosted, PyObject *tensor,
+                     uint64_t *bytes)
+{
+    oomkit_tensor_facts facts;
+    OWNED PyObject *key = PyLong_FromVoidPtr(tensor), *copy = NULL;
+    int there = key == NULL ? -1 : PyDict_Contains(hosted, key);
+
+    there = there != 0 ? there : !is_moved(call, tensor, &facts);
+    if (there != 0) {
+        return there < 0 || PyErr_Occurred() ? -1 : 0;
+    }
+    copy = oomkit_host_copy(call->st, tensor);
+    if (copy == NULL || PyDict_SetItem(hosted, key, tensor) < 0) {
+        return -1;
+    }
+    if (PyObject_SetAttr(tensor, call->st->str_data, copy) < 0) {
+        KEEPING_EXCEPTION {
+            (void)PyDict_DelItem(hosted, key);
+            oomkit_error_dismiss(); /* it is there: it has just been put there */
+        }
+        return -1;
+    }
+    *bytes += facts.bytes;
+    return 0;
+}
+
+/* A copy of a tensor on the device of the call, inside its budget. New or NULL. */
+static PyObject *
+device_copy(oomkit_call *call, PyObject *tensor)
+{
+    char text[OOMKIT_DEVICE_TEXT];
+    OWNED PyObject *plain = PyObject_CallMethodNoArgs(tensor, call->st->str_detach);
+
+    if (plain == NULL || call->device.type == OOMKIT_DEVICE_CPU) {
+        return plain == NULL ? NULL
+                             : PyObject_CallMethodNoArgs(plain, call->st->str_clone);
+    }
+    oomkit_device_text(call->device, text);
+    return PyObject_CallMethod(plain, "to", "s", text);
+}
+
+int
+oomkit_host_move_in(oomkit_call *call, PyObject *hosted, PyObject *tensor)
+{
+    OWNED PyObject *key = PyLong_FromVoidPtr(tensor), *copy = NULL;
+    int there = key == NULL ? -1 : PyDict_Contains(hosted, key);
+
+    if (there <= 0) {
+        return there;
+    }
+    copy = device_copy(call, tensor);
+    if (copy == NULL || PyObject_SetAttr(tensor, call->st->str_data, copy) < 0) {
+        return -1;
+    }
+    return PyDict_DelItem(hosted, key);
+}
+
+/* Every tensor of an optimizer's state, by `move`. 0 or -1. */
+static int
+each_state(oomkit_call *call, PyObject *optimizer, PyObject *hosted, uint64_t *bytes)
+{
+    OWNED PyObject *state = PyObject_GetAttr(optimizer, call->st->str_state);
+    OWNED PyObject *all = NULL;
+    Py_ssize_t i;
+
+    if (state == NULL || !PyDict_Check(state)) {
+        return state == NULL ? -1 : 0;
+    }
+    all = PyDict_Values(state);
+    for (i = 0; all != NULL && i < PyList_GET_SIZE(all); i++) {
+        PyObject *values = PyList_GET_ITEM(all, i), *key, *value; /* borrowed */
+        Py_ssize_t at = 0;
+        while (PyDict_Check(values) && PyDict_Next(values, &at, &key, &value)) {
+            if (oomkit_host_move_out(call, hosted, value, bytes) < 0) {
+                return -1;
+            }
+        }
+    }
+    return all == NULL ? -1 : 0;
+}
+
+int
+oomkit_host_all(oomkit_call *call, uint64_t *bytes)
+{
+    *bytes = 0;
+    EACH_OWNER (owner, call->parts, OWNERS_OF(OOMKIT_OWNER_OPTIMIZER)) {
+        OWNED PyObject *may =
+            PyObject_CallOneArg(call->st->is_independent, owner.object);
+        PyObject *hosted; /* borrowed from the registry */
+        if (may != Py_True) {
+            if (may == NULL) {
+                return -1;
+            }
+            continue;
+        }
+        hosted = oomkit_hosted_make(call->st, owner.object);
+        if (hosted == NULL || each_state(call, owner.object, hosted, bytes) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* --- back again --- */
+
+/* Bytes of one dict; state that is no longer an optimizer's does not count. */
+static uint64_t
+hosted_bytes(oomkit_call *call, PyObject *hosted)
+{
+    PyObject *key, *tensor; /* borrowed */
+    oomkit_tensor_facts facts;
+    Py_ssize_t at = 0;
+    uint64_t bytes = 0;
+
+    while (PyDict_Next(hosted, &at, &key, &tensor)) {
+        if (oomkit_tensor_facts_get(call->st, tensor, 0, &facts) < 0) {
+            oomkit_error_dismiss(); /* an estimate goes without it */
+            continue;
+        }
+        bytes += facts.bytes;
+    }
+    return bytes;
+}
+
+uint64_t
+oomkit_host_bytes(oomkit_call *call)
+{
+    uint64_t bytes = 0;
+
+    if (call->st->hosted_any == 0) {
+        return 0;
+    }
+    EACH_OWNER (owner, call->parts, OWNERS_OF(OOMKIT_OWNER_OPTIMIZER)) {
+        PyObject *hosted = oomkit_hosted_of(call->st, owner.object); /* borrowed */
+        if (hosted != NULL) {
+            bytes += hosted_bytes(call, hosted);
+        } else if (PyErr_Occurred()) {
+            oomkit_error_dismiss(); /* likewise */
+        }
+    }
+    return bytes;
+}
+
+/* All of them back to the device; those that do not fit stay. 0 or -1. */
+static int
+host_none(oomkit_call *call)
+{
+    EACH_OWNER (owner, call->parts, OWNERS_OF(OOMKIT_OWNER_OPTIMIZER)) {
+        PyObject *hosted = oomkit_hosted_of(call->st, owner.object); /* borrowed */
+        OWNED PyObject *all = hosted == NULL ? NULL : PyDict_Values(hosted);
+        Py_ssize_t i;
+        if (all == NULL) {
+            if (PyErr_Occurred()) {
+                return -1;
+            }
+            continue;
+        }
+        for (i = 0; i < PyList_GET_SIZE(all); i++) {
+            if (oomkit_host_move_in(call, hosted, PyList_GET_ITEM(all, i)) < 0) {
+                if (!oomkit_exception_is_oom(call->st)) {
+                    return -1;
+                }
+                oomkit_exception_discard(call->st, oomkit_exception_take());
+                return 0; /* what is there stays there */
+            }
+        }
+    }
+    return 0;
+}
+
+void
+oomkit_host_room(oomkit_call *call, uint64_t needed, uint64_t left)
+{
+    const uint64_t budget = oomkit_device_budget(call->st, call->device);
+    const uint64_t peak = oomkit_device_peak(call->st, &call->sizes.window);
+    const uint64_t bytes = oomkit_host_bytes(call);
+
+    if (needed + bytes / SPARE > left || budget == OOMKIT_UNKNOWN ||
+        peak == OOMKIT_UNKNOWN || peak + bytes + bytes / SPARE > budget) {
+        call->step->room_for_state = 0;
+    } else {
+        call->step->room_for_state++;
+    }
+}
+
+int
+oomkit_host_settle(oomkit_call *call)
+{
+    if (call->step->room_for_state < SETTLED) {
+        return 0;
+    }
+    call->step->room_for_state = 0;
+    return host_none(call);
+}

@@ -1,0 +1,110 @@
+/* The ladder: what is done where smaller micro-batches are not enough. */
+#ifndef OOMKIT_LADDER_LADDER_H
+#define OOMKIT_LADDER_LADDER_H
+
+#include "../call/call.h"
+#include "../call/step.h"
+
+/* In the order in which they are climbed. A plan's `rung`, and a record's, is the
+ * highest that is used: those below it act where they are needed. */
+typedef enum oomkit_rung {
+    OOMKIT_RUNG_SPLIT = 0,   /* smaller micro-batches, and nothing else */
+    OOMKIT_RUNG_UPDATE,      /* "update": an optimizer's step() in parts */
+    OOMKIT_RUNG_STATE,       /* "state": optimizer state on the host */
+    OOMKIT_RUNG_ACTIVATIONS, /* "activations": saved tensors on the host */
+    OOMKIT_RUNG_RECOMPUTE    /* "recompute": modules that repeat, checkpointed */
+} oomkit_rung;
+
+#define OOMKIT_RUNGS 5
+#define OOMKIT_RUNG_BIT(rung) (1u << (rung))
+#define OOMKIT_LADDER_ALL (OOMKIT_RUNG_BIT(OOMKIT_RUNGS) - 2)
+
+/* --- rungs.c --- */
+/* "split", "update", ... */
+const char *
+oomkit_rung_name(int rung);
+/* The rung of a name (str); 0 for any other text. */
+int
+oomkit_rung_of(PyObject *name);
+/* May this call climb to it? */
+int
+oomkit_rung_allowed(const oomkit_call *call, oomkit_rung rung);
+/* The rungs that `ladder=` names, as bits. 0, or -1 with ValueError. */
+int
+oomkit_ladder_parse(PyObject *given, unsigned *mask);
+/* What calls on this thread that do not say may climb: a mask (a trial of a search has
+ * none), or -1 for all. What it was before. */
+int
+oomkit_ladder_scope(int mask);
+/* The call uses it, for its record. Once for each step and rung: a WARNING with what it
+ * costs, to which `detail` (static text or NULL) is added. 0 or -1. */
+int
+oomkit_rung_used(oomkit_call *call, oomkit_rung rung, const char *detail);
+
+/* Nothing smaller is allowed. The rung that the call has climbed to, > 0; 0 where there
+ * is none left that helps; -1. What the shape knows of sizes is of that rung from here
+ * on. */
+int
+oomkit_ladder_climb(oomkit_call *call);
+/* A call is about to be planned: 1 where there is so much more room than when its rung
+ * was climbed to that it is tried without; 0. */
+int
+oomkit_ladder_begins(oomkit_call *call, const oomkit_plan_request *request);
+
+/* --- update_room.c --- */
+/* Before an optimizer's step(), whose mark has number `index`: 1 it may run as it is, 2
+ * the same, but only just, so that it is worth measuring; 0 it must go in parts; -1
+ * with an exception (nothing has moved). */
+int
+oomkit_update_fits(oomkit_call *call, PyObject *optimizer, int index);
+/* It ran out of memory where it was to fit: in parts from now on. */
+void
+oomkit_update_failed(oomkit_call *call, PyObject *optimizer);
+/* It went well, in parts. */
+void
+oomkit_update_went(oomkit_call *call, PyObject *optimizer);
+/* What it needed, of a window around it. */
+void
+oomkit_update_measured(oomkit_call *call, PyObject *optimizer, uint64_t bytes);
+
+/* --- update_parts.c --- */
+/* step() in parts: as one step() with these arguments, `original` (borrowed, may be
+ * NULL) standing in the instance dictionary. New reference; or NULL with an exception,
+ * and after one of memory nothing has moved. Py_NotImplemented (new reference) where it
+ * cannot be cut. */
+PyObject *
+oomkit_update_in_parts(oomkit_call *call, PyObject *optimizer, int index,
+                       PyObject *original, PyObject *const *args, size_t nargsf,
+                       PyObject *kwnames);
+
+/* --- host_state.c --- */
+/* Dict of address to tensor: state of an optimizer that is on the host. Borrowed; NULL
+ * without an exception where there is none. */
+PyObject *
+oomkit_hosted_of(oomkit_state *st, PyObject *optimizer);
+/* The same, made where there is none. Borrowed, or NULL with an exception. */
+PyObject *
+oomkit_hosted_make(oomkit_state *st, PyObject *optimizer);
+/* The value of a tensor to the host or back to `device`. 0 or -1. */
+int
+oomkit_host_move_out(oomkit_call *call, PyObject *hosted, PyObject *tensor,
+                     uint64_t *bytes);
+int
+oomkit_host_move_in(oomkit_call *call, PyObject *hosted, PyObject *tensor);
+/* State of all optimizers of the call that may go in parts. *bytes is what that freed.
+ * 0 or -1. */
+int
+oomkit_host_all(oomkit_call *call, uint64_t *bytes);
+/* Bytes of this call's optimizers that are there now. */
+uint64_t
+oomkit_host_bytes(oomkit_call *call);
+/* Before an update with state on the host, which would need `needed` bytes with all of
+ * it on the device, where `left` are left: is there room for it? It is counted. */
+void
+oomkit_host_room(oomkit_call *call, uint64_t needed, uint64_t left);
+/* After a call that worked: back to the device where there has been room for it for a
+ * while. 0 or -1. */
+int
+oomkit_host_settle(oomkit_call *call);
+
+#endif

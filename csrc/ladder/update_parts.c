@@ -1,0 +1,521 @@
+/* step() in parts: called several times, each time with some of the parameters in
+ * `param_groups` and with the others left out. Of an optimizer that treats parameters
+ * one by one that is the same update, to the last bit.
+ *
+ * Before a part its parameters and state are copied to the host; a part that runs out
+ * of memory is put back from there and tried again with fewer parameters. Where one
+ * alone does not fit, the state of all is moved to the host (host_state.c) and each
+ * part brings its own; then the same is done with gradients. Where that is not enough,
+ * all parts are put back. */
+#include "ladder.h"
+#include "update_room.h"
+#include "../device/device.h"
+#include "../optim/optim.h"
+#include "../optim/update_part.h"
+#include "../py/errors.h"
+#include "../py/modes.h"
+#include "../py/tensor.h"
+#include "../sizes/sizes.h"
+
+#define ONE_AGAIN 1 /* times that one parameter is tried again as it is */
+
+typedef struct parts_run {
+    oomkit_call *call;
+    PyObject *optimizer; /* borrowed: the mark has it */
+    int index;
+    oomkit_part_param *params; /* owned memory */
+    Py_ssize_t count;
+    PyObject *hosted;    /* borrowed from the registry; NULL: state stays there */
+    PyObject *grads;     /* owned: the same of gradients, in this update alone */
+    uint64_t part_bytes; /* of the parameters of one part, at most */
+    Py_ssize_t most;     /* parameters of one part, after a failure */
+    PyObject *groups;    /* owned: list of the groups' dicts */
+    PyObject *lists;     /* owned: list of their `params` */
+    PyObject *none;      /* owned: an empty list, in place of those */
+    PyObject *below;     /* borrowed: step() of a part */
+    PyObject *args;      /* owned: (optimizer, *args) */
+    PyObject *kwargs;    /* borrowed: dict */
+    PyObject *result;    /* owned: of the last part */
+} parts_run;
+
+/* --- one part --- */
+
+/* group["params"] of every group: those of a part in theirs, none in the others. */
+static int
+groups_set(const parts_run *run, Py_ssize_t group, PyObject *params)
+{
+    Py_ssize_t g;
+
+    for (g = 0; g < PyList_GET_SIZE(run->groups); g++) {
+        if (PyDict_SetItem(PyList_GET_ITEM(run->groups, g), run->call->st->str_params,
+                           g == group ? params : run->none) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* As they were, the very lists. Keeps the exception in flight; the keys are there, so
+ * that nothing is allocated. */
+static int
+groups_back(const parts_run *run)
+{
+    Py_ssize_t g;
+    int result = 0;
+
+    KEEPING_EXCEPTION {
+        for (g = 0; g < PyList_GET_SIZE(run->groups); g++) {
+            if (PyDict_SetItem(PyList_GET_ITEM(run->groups, g),
+                               run->call->st->str_params,
+                               PyList_GET_ITEM(run->lists, g)) < 0) {
+                result = -1;
+            }
+        }
+    }
+    return result;
+}
+
+/* The present values of a parameter's state. New dict or NULL, without an exception
+ * where there is none. */
+static PyObject *
+state_of(const parts_run *run, PyObject *param)
+{
+    OWNED PyObject *state = PyObject_GetAttr(run->optimizer, run->call->st->str_state);
+    PyObject *values; /* borrowed from state */
+
+    if (state == NULL || !PyDict_Check(state)) {
+        return NULL;
+    }
+    values = PyDict_GetItemWithError(state, param);
+    return values == NULL || !PyDict_Check(values) ? NULL : PyDict_Copy(values);
+}
+
+/* Is its memory its own? A view of a bucket must not be taken out of it. 1, 0, -1. */
+static int
+owns_memory(oomkit_state *st, PyObject *tensor)
+{
+    oomkit_tensor_facts facts;
+    OWNED PyObject *storage = NULL, *bytes = NULL;
+
+    if (oomkit_tensor_facts_get(st, tensor, 0, &facts) < 0) {
+        return -1;
+    }
+    storage = PyObject_CallMethod(tensor, "untyped_storage", NULL);
+    bytes = storage == NULL ? NULL : PyObject_CallMethod(storage, "nbytes", NULL);
+    return bytes == NULL ? -1 : PyLong_AsUnsignedLongLong(bytes) == facts.bytes;
+}
+
+/* Gradients of the parameters of a part in, or out again. 0 or -1. */
+static int
+grads_move(const parts_run *run, Py_ssize_t at, Py_ssize_t count, int in)
+{
+    oomkit_state *st = run->call->st;
+    Py_ssize_t i;
+    uint64_t bytes = 0;
+
+    for (i = at; run->grads != NULL && i < at + count; i++) {
+        OWNED PyObject *grad = PyObject_GetAttr(run->params[i].param, st->str_grad);
+        int moves = grad == NULL ? -1 : grad != Py_None;
+        if (moves > 0 && !in) {
+            moves = owns_memory(st, grad);
+        }
+        if (moves < 0 ||
+            (moves > 0 &&
+             (in ? oomkit_host_move_in(run->call, run->grads, grad)
+                 : oomkit_host_move_out(run->call, run->grads, grad, &bytes)) < 0)) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* State of the parameters of a part in, or out again. 0 or -1. */
+static int
+part_move(const parts_run *run, Py_ssize_t at, Py_ssize_t count, int in)
+{
+    Py_ssize_t i;
+    uint64_t bytes = 0;
+
+    for (i = at; run->hosted != NULL && i < at + count; i++) {
+        OWNED PyObject *values = state_of(run, run->params[i].param);
+        PyObject *key, *value; /* borrowed from values */
+        Py_ssize_t next = 0;
+        if (values == NULL) {
+            if (PyErr_Occurred()) {
+                return -1;
+            }
+            continue;
+        }
+        while (PyDict_Next(values, &next, &key, &value)) {
+            if ((in ? oomkit_host_move_in(run->call, run->hosted, value)
+                    : oomkit_host_move_out(run->call, run->hosted, value, &bytes)) <
+                0) {
+                return -1;
+            }
+        }
+    }
+    return 0;
+}
+
+/* Parameters from `at` on that make one part: of one group, so many bytes, at least
+ * one. */
+static Py_ssize_t
+part_count(const parts_run *run, Py_ssize_t at)
+{
+    Py_ssize_t n = 0;
+    uint64_t bytes = 0;
+
+    while (at + n < run->count && (run->most == 0 || n < run->most) &&
+           run->params[at + n].group == run->params[at].group) {
+        bytes += run->params[at + n].bytes;
+        if (n > 0 && bytes > run->part_bytes) {
+            break;
+        }
+        n++;
+    }
+    return n;
+}
+
+static int
+part_step(parts_run *run, Py_ssize_t at, Py_ssize_t count)
+{
+    OWNED PyObject *params = PyList_New(count);
+    Py_ssize_t i;
+
+    if (params == NULL) {
+        return -1;
+    }
+    for (i = 0; i < count; i++) {
+        PyList_SET_ITEM(params, i, Py_NewRef(run->params[at + i].param));
+    }
+    Py_CLEAR(run->result);
+    if (groups_set(run, run->params[at].group, params) == 0) {
+        run->result = PyObject_Call(run->below, run->args, run->kwargs);
+    }
+    return groups_back(run) < 0 || run->result == NULL ? -1 : 0;
+}
+
+/* Copies first, then the update, and its state out again. 0 or -1. */
+static int
+part_run(parts_run *run, Py_ssize_t at, Py_ssize_t count)
+{
+    Py_ssize_t i;
+
+    for (i = at; i < at + count; i++) {
+        if (oomkit_part_keep(run->call, run->index, &run->params[i], run->hosted) < 0) {
+            return -1;
+        }
+    }
+    return grads_move(run, at, count, 1) < 0 || part_move(run, at, count, 1) < 0 ||
+                   part_step(run, at, count) < 0 || part_move(run, at, count, 0) < 0 ||
+                   grads_move(run, at, count, 0) < 0
+               ? -1
+               : 0;
+}
+
+/* --- back --- */
+
+/* Parameters number `at` and following are as before their update. What was brought in
+ * is noted as out again, for its value is the host's memory. 0 or -1. */
+static int
+parts_undo(const parts_run *run, Py_ssize_t at, Py_ssize_t count)
+{
+    oomkit_call *call = run->call;
+    int mode = oomkit_grad_mode_off(call->st), result = 0;
+    Py_ssize_t i;
+
+    if (mode < 0) {
+        return -1;
+    }
+    for (i = at; result == 0 && i < at + count; i++) {
+        result = oomkit_part_put_back(call, run->index, &run->params[i], run->hosted);
+    }
+    return oomkit_grad_mode_back(call->st, mode, result);
+}
+
+/* An error that is none of memory, or memory for one parameter that is not to be had:
+ * after one of memory everything is as before step(). Keeps it in flight. -1 always. */
+static int
+parts_give_up(parts_run *run, Py_ssize_t count)
+{
+    oomkit_state *st = run->call->st;
+    PyObject *exception = oomkit_exception_take(); /* owned, given back */
+
+    if (oomkit_exception_classify(st, exception) != OOMKIT_CLASS_OTHER) {
+        oomkit_exception_clear_frames(st, exception, NULL);
+        if (parts_undo(run, 0, count) < 0 ||
+            oomkit_optimizer_undo(run->call, run->index) < 0) {
+            run->call->refused.raised = 1;
+            Py_DECREF(exception);
+            return -1;
+        }
+    }
+    oomkit_exception_give(exception);
+    return -1;
+}
+
+/* The state of all goes to the host, where that may be; then all gradients. 1, 0 where
+ * nothing is left to go, or -1. */
+static int
+parts_to_host(parts_run *run)
+{
+    oomkit_call *call = run->call;
+    uint64_t bytes = 0;
+
+    if (run->grads != NULL || !oomkit_rung_allowed(call, OOMKIT_RUNG_STATE)) {
+        return 0;
+    }
+    if (run->hosted != NULL) {
+        run->grads = PyDict_New();
+        return run->grads == NULL || grads_move(run, 0, run->count, 0) < 0 ? -1 : 1;
+    }
+    if (oomkit_host_all(call, &bytes) < 0) {
+        return -1;
+    }
+    run->hosted = oomkit_hosted_make(call->st, run->optimizer);
+    return run->hosted == NULL ||
+                   oomkit_rung_used(call, OOMKIT_RUNG_STATE, "in an update") < 0
+               ? -1
+               : 1;
+}
+
+/* A part of `count` parameters has run out of memory (the exception is in flight): it
+ * goes, and so does what the part has done. 0: once more; -1 with the exception. */
+static int
+part_failed(parts_run *run, Py_ssize_t at, Py_ssize_t count, int *again)
+{
+    oomkit_call *call = run->call;
+    PyObject *exception = oomkit_exception_take(); /* owned */
+    int status;
+
+    call->tries.ooms++;
+    call->st->seen_oom = 1;
+    oomkit_exception_clear_frames(call->st, exception, NULL);
+    status = parts_undo(run, at, count);
+    if (status == 0) {
+        status = oomkit_device_empty_cache(call->st, call->device);
+    }
+    if (status == 0 && count > 1) {
+        run->most = count / 2;
+    } else if (status == 0 && *again < ONE_AGAIN) {
+        ++*again;
+    } else if (status == 0) {
+        status = parts_to_host(run);
+        if (status == 0) { /* that was all that could be done */
+            oomkit_exception_give(exception);
+            return -1;
+        }
+        *again = 0;
+    }
+    Py_DECREF(exception);
+    return status < 0 ? -1 : 0;
+}
+
+/* --- all of them --- */
+
+static int
+parts_all(parts_run *run)
+{
+    Py_ssize_t at = 0;
+    int again = 0;
+
+    while (at < run->count) {
+        Py_ssize_t count = part_count(run, at);
+        if (part_run(run, at, count) == 0) {
+            at += count;
+            again = 0;
+            continue;
+        }
+        if (!oomkit_exception_is_oom(run->call->st) ||
+            part_failed(run, at, count, &again) < 0) {
+            return parts_give_up(run, at + count);
+        }
+    }
+    return 0;
+}
+
+/* How many bytes of parameters go into one part. 0 or -1. */
+static int
+parts_plan(parts_run *run)
+{
+    oomkit_update_figures f;
+    uint64_t bytes = 0, largest = 0, hosted = 0, left, grows;
+    Py_ssize_t i;
+
+    if (oomkit_update_room(run->call, run->optimizer, &f) < 0) {
+        return -1;
+    }
+    for (i = 0; i < run->count; i++) {
+        bytes += run->params[i].bytes;
+        largest = run->params[i].bytes > largest ? run->params[i].bytes : largest;
+    }
+    if (run->hosted != NULL) {
+        hosted = oomkit_host_bytes(run->call);
+    }
+    run->part_bytes = bytes;
+    if (f.left == OOMKIT_UNKNOWN) {
+        return 0;
+    }
+    if (f.fixed == OOMKIT_UNKNOWN) { /* nothing is known: small parts */
+        run->part_bytes = f.left / 8;
+        return 0;
+    }
+    if (hosted > 0) {
+        oomkit_host_room(
+            run->call, hosted + f.state + (f.fixed > f.together ? f.fixed : f.together),
+            f.left);
+    }
+    left = f.left > f.fixed ? f.left - f.fixed : 0;
+    grows = f.together + hosted + (run->hosted != NULL ? f.state : 0);
+    if (grows > left) {
+        run->part_bytes =
+            (uint64_t)(0.9 * (double)bytes * (double)left / (double)grows);
+    }
+    /* State that stays on the device and has no room there: to the host from the start,
+     * not after a failure. */
+    if (run->hosted == NULL
+            ? f.state + f.fixed > f.left
+            : bytes > 0 && (double)(hosted + f.state) * (double)largest >
+                               (double)left * (double)bytes) {
+        return parts_to_host(run) < 0 ? -1 : 0;
+    }
+    return 0;
+}
+
+/* The lists of all groups. 0 or -1. */
+static int
+parts_groups(parts_run *run)
+{
+    OWNED PyObject *groups =
+        PyObject_GetAttr(run->optimizer, run->call->st->str_param_groups);
+    Py_ssize_t g;
+
+    run->groups = groups == NULL ? NULL : PySequence_List(groups);
+    run->lists = PyList_New(0);
+    run->none = PyList_New(0);
+    if (run->groups == NULL || run->lists == NULL || run->none == NULL) {
+        return -1;
+    }
+    for (g = 0; g < PyList_GET_SIZE(run->groups); g++) {
+        PyObject *group = PyList_GET_ITEM(run->groups, g); /* borrowed */
+        PyObject *params = PyDict_Check(group) ? oomkit_item(group, "params") : NULL;
+        if (params == NULL) {
+            PyErr_SetString(PyExc_TypeError,
+                            "param_groups expected dicts with 'params'");
+            return -1;
+        }
+        if (PyList_Append(run->lists, params) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static void
+parts_end(parts_run *run)
+{
+    PyMem_Free(run->params);
+    Py_CLEAR(run->grads);
+    Py_CLEAR(run->groups);
+    Py_CLEAR(run->lists);
+    Py_CLEAR(run->none);
+    Py_CLEAR(run->args);
+    Py_CLEAR(run->result);
+}
+
+static const char *const capsule_name = "oomkit.parts_run";
+
+/* Are the parameters those of the mark? A hook around step() may have added some. */
+static int
+parts_are_all(const parts_run *run)
+{
+    Py_ssize_t g, i, n = 0;
+
+    for (g = 0; g < PyList_GET_SIZE(run->lists); g++) {
+        PyObject *params = PyList_GET_ITEM(run->lists, g); /* borrowed */
+        for (i = 0; PyList_Check(params) && i < PyList_GET_SIZE(params); i++, n++) {
+            if (n >= run->count || run->params[n].param != PyList_GET_ITEM(params, i)) {
+                return 0;
+            }
+        }
+    }
+    return n == run->count;
+}
+
+/* What stands in place of step(), below its hooks: (optimizer, below, args, kwargs). */
+static PyObject *
+parts_function(PyObject *capsule, PyObject *given)
+{
+    parts_run *run = PyCapsule_GetPointer(capsule, capsule_name);
+    PyObject *optimizer, *below, *args, *kwargs; /* borrowed */
+    OWNED PyObject *first = NULL;
+
+    if (run == NULL || !PyArg_ParseTuple(given, "OOO!O!", &optimizer, &below,
+                                         &PyTuple_Type, &args, &PyDict_Type, &kwargs)) {
+        return NULL;
+    }
+    first = PyTuple_Pack(1, optimizer);
+    run->args = first == NULL ? NULL : PySequence_Concat(first, args);
+    run->below = below;
+    run->kwargs = kwargs;
+    if (run->args == NULL || parts_groups(run) < 0) {
+        return NULL;
+    }
+    if (!parts_are_all(run)) {
+        return PyObject_Call(below, run->args, kwargs);
+    }
+    if (parts_plan(run) < 0 || parts_all(run) < 0) {
+        KEEPING_EXCEPTION {
+            if (grads_move(run, 0, run->count, 1) < 0) {
+                PyErr_WriteUnraisable(run->optimizer);
+            }
+        }
+        return NULL;
+    }
+    if (grads_move(run, 0, run->count, 1) < 0) {
+        return NULL;
+    }
+    return Py_XNewRef(run->result == NULL ? Py_None : run->result);
+}
+
+static PyMethodDef parts_method = {"step", parts_function, METH_VARARGS, NULL};
+
+PyObject *
+oomkit_update_in_parts(oomkit_call *call, PyObject *optimizer, int index,
+                       PyObject *original, PyObject *const *args, size_t nargsf,
+                       PyObject *kwnames)
+{
+    parts_run run = {.call = call, .optimizer = optimizer, .index = index};
+    OWNED PyObject *capsule = PyCapsule_New(&run, capsule_name, NULL);
+    OWNED PyObject *function = NULL, *step = NULL;
+    PyObject *result = NULL; /* owned */
+
+    function = capsule == NULL ? NULL : PyCFunction_New(&parts_method, capsule);
+    step = function == NULL
+               ? NULL
+               : PyObject_CallFunctionObjArgs(call->st->around_parts, optimizer,
+                                              original == NULL ? Py_None : original,
+                                              function, NULL);
+    if (step == Py_None) {
+        return Py_NewRef(Py_NotImplemented);
+    }
+    run.hosted = step == NULL ? NULL : oomkit_hosted_of(call->st, optimizer);
+    if (step != NULL && !PyErr_Occurred() &&
+        oomkit_part_list(call, index, &run.params, &run.count) == 0 &&
+        oomkit_rung_used(call, OOMKIT_RUNG_UPDATE, NULL) == 0 &&
+        (run.hosted == NULL || PyDict_GET_SIZE(run.hosted) == 0 ||
+         oomkit_rung_used(call, OOMKIT_RUNG_STATE, NULL) == 0)) {
+        result = PyObject_Vectorcall(step, args, nargsf, kwnames);
+    }
+    if (result != NULL) {
+        oomkit_update_went(call, optimizer);
+        if (!call->options->optimizer_parts) {
+            oomkit_part_forget(call, index);
+        }
+    }
+    if (PyCapsule_SetPointer(capsule, &parts_method) < 0) { /* run goes */
+        Py_CLEAR(result);
+    }
+    parts_end(&run);
+    return result;
+}

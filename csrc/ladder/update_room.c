@@ -1,0 +1,207 @@
+/* Before an optimizer's step(): is there room for it? Most failures inside an update
+ * come after something has moved, so that what does not fit is known before, or made in
+ * parts. With room to spare that takes a comparison of two numbers. */
+#include "ladder.h"
+#include "update_room.h"
+#include "../device/device.h"
+#include "../optim/update_part.h"
+#include "../py/tensor.h"
+
+#define ROOMY 8    /* times the parameters: more than any known update allocates */
+#define WARY 8     /* updates in parts after one that failed where it was to fit */
+#define SLOP 65536 /* bytes: numbers, counts, lists of a foreach update */
+
+/* Bytes still to be had, as far as that is known without asking a driver. */
+static uint64_t
+left_known(const oomkit_call *call)
+{
+    uint64_t budget = oomkit_device_budget(call->st, call->device), used;
+
+    if (call->device.type != OOMKIT_DEVICE_CPU && call->step->device_bytes > 0 &&
+        call->step->device_bytes < budget) {
+        budget = call->step->device_bytes;
+    }
+    if (budget == OOMKIT_UNKNOWN) {
+        return OOMKIT_UNKNOWN;
+    }
+    used = oomkit_device_allocated(call->st, call->device);
+    return used == OOMKIT_UNKNOWN ? OOMKIT_UNKNOWN : used < budget ? budget - used : 0;
+}
+
+/* The same; of an accelerator without a limit its driver is asked. 0 or -1. */
+static int
+left_asked(const oomkit_call *call, uint64_t *left)
+{
+    oomkit_memory_stats stats;
+    uint64_t budget;
+
+    *left = left_known(call);
+    if (*left != OOMKIT_UNKNOWN || call->device.type == OOMKIT_DEVICE_CPU) {
+        return 0;
+    }
+    if (oomkit_device_figures(call->st, call->device, &stats, &budget) < 0) {
+        return -1;
+    }
+    if (stats.free != OOMKIT_UNKNOWN && stats.reserved != OOMKIT_UNKNOWN) {
+        *left = stats.free + (stats.reserved - stats.allocated);
+    }
+    return 0;
+}
+
+/* --- closer --- */
+
+int
+oomkit_update_room(oomkit_call *call, PyObject *optimizer, oomkit_update_figures *f)
+{
+    OWNED PyObject *needs = PyObject_CallOneArg(call->st->update_needs, optimizer);
+    unsigned long long state, fixed, together;
+
+    if (needs == NULL || !PyArg_ParseTuple(needs, "pKKK:update_needs", &f->independent,
+                                           &state, &fixed, &together)) {
+        return -1;
+    }
+    f->state = state;
+    f->fixed = fixed;
+    f->together = together;
+    return left_asked(call, &f->left);
+}
+
+/* Bytes of the parameters of a mark that has changed since. 0 or -1. */
+static int
+need_anew(oomkit_call *call, int index, oomkit_update_need *need)
+{
+    OWNED_MEMORY oomkit_part_param *params = NULL;
+    Py_ssize_t i, count;
+
+    if (oomkit_part_list(call, index, &params, &count) < 0) {
+        return -1;
+    }
+    need->roomy = SLOP;
+    for (i = 0; i < count; i++) {
+        need->roomy += ROOMY * params[i].bytes;
+    }
+    need->items = oomkit_part_items(call, index);
+    return 0;
+}
+
+/* What cannot be helped is said before anything has moved. -1 always. */
+static int
+refuse_state(oomkit_call *call, PyObject *optimizer, const oomkit_update_figures *f)
+{
+    PyObject *reason =
+        PyUnicode_FromFormat(/* owned, then stolen */
+                             "%s.step() needs %llu bytes for its state and %llu are "
+                             "left: nothing was "
+                             "updated; use an optimizer with less state, a larger "
+                             "budget, or "
+                             "ladder=(\"update\", \"state\")",
+                             Py_TYPE(optimizer)->tp_name, (unsigned long long)f->state,
+                             (unsigned long long)f->left);
+
+    call->refused.raised = 1;
+    return oomkit_give_up_for(call, reason);
+}
+
+static uint64_t
+needed(const oomkit_update_figures *f, const oomkit_update_need *need)
+{
+    uint64_t most = f->fixed > f->together ? f->fixed : f->together;
+
+    most = need->peak > most ? need->peak : most;
+    if (f->fixed == OOMKIT_UNKNOWN) { /* somebody else's: measured, or not known */
+        return need->peak > 0 ? need->peak + SLOP : OOMKIT_UNKNOWN;
+    }
+    return most == 0 && f->state == 0 ? 0 : f->state + most + SLOP;
+}
+
+/* 2, 0 or -1 as oomkit_update_fits(). */
+static int
+fits_closely(oomkit_call *call, PyObject *optimizer, oomkit_update_need *need)
+{
+    oomkit_update_figures f;
+    const int may = oomkit_rung_allowed(call, OOMKIT_RUNG_UPDATE);
+    PyObject *hosted = NULL; /* borrowed */
+
+    if (oomkit_update_room(call, optimizer, &f) < 0) {
+        return -1;
+    }
+    if (may && f.independent) {
+        hosted = oomkit_hosted_of(call->st, optimizer);
+        if (hosted == NULL && PyErr_Occurred()) {
+            return -1;
+        }
+        if ((hosted != NULL && PyDict_GET_SIZE(hosted) > 0) || need->failed ||
+            call->options->optimizer_parts) {
+            return 0;
+        }
+    }
+    if (f.left == OOMKIT_UNKNOWN || needed(&f, need) <= f.left) {
+        return 2;
+    }
+    if (oomkit_device_empty_cache(call->st, call->device) < 0 ||
+        left_asked(call, &f.left) < 0) {
+        return -1;
+    }
+    if (may && f.independent) {
+        return needed(&f, need) <= f.left ? 2 : 0;
+    }
+    return f.state > f.left ? refuse_state(call, optimizer, &f) : 2;
+}
+
+int
+oomkit_update_fits(oomkit_call *call, PyObject *optimizer, int index)
+{
+    oomkit_update_need *need = oomkit_update_need_of(call->parts, optimizer);
+    const uint64_t left = left_known(call);
+
+    if (need == NULL || oomkit_part_is_copied(call, index)) {
+        return 1;
+    }
+    if (need->items != oomkit_part_items(call, index)) {
+        if (left == OOMKIT_UNKNOWN && call->device.type == OOMKIT_DEVICE_CPU &&
+            call->st->hosted_any == 0 && !call->options->optimizer_parts) {
+            return 1;
+        }
+        if (need_anew(call, index, need) < 0) {
+            return -1;
+        }
+        return fits_closely(call, optimizer, need);
+    }
+    if (left >= need->roomy && call->st->hosted_any == 0 && !need->failed &&
+        !call->options->optimizer_parts) {
+        return 1;
+    }
+    return fits_closely(call, optimizer, need);
+}
+
+/* --- afterwards --- */
+
+void
+oomkit_update_failed(oomkit_call *call, PyObject *optimizer)
+{
+    oomkit_update_need *need = oomkit_update_need_of(call->parts, optimizer);
+
+    if (need != NULL) {
+        need->failed = WARY;
+    }
+}
+
+void
+oomkit_update_went(oomkit_call *call, PyObject *optimizer)
+{
+    oomkit_update_need *need = oomkit_update_need_of(call->parts, optimizer);
+
+    if (need != NULL && need->failed > 0) {
+        need->failed--;
+    }
+}
+
+void
+oomkit_update_measured(oomkit_call *call, PyObject *optimizer, uint64_t bytes)
+{
+    oomkit_update_need *need = oomkit_update_need_of(call->parts, optimizer);
+
+    if (need != NULL && bytes > need->peak) {
+        need->peak = bytes;
+    }
+}

@@ -1,0 +1,20 @@
+/* What an update needs, and what is left for it. */
+#ifndef OOMKIT_LADDER_UPDATE_ROOM_H
+#define OOMKIT_LADDER_UPDATE_ROOM_H
+
+#include "ladder.h"
+
+/* Bytes. */
+typedef struct oomkit_update_figures {
+    int independent;   /* it may go in parts */
+    uint64_t state;    /* that it makes */
+    uint64_t fixed;    /* temporaries of one parameter after the other: the largest's */
+    uint64_t together; /* temporaries of all parameters at once */
+    uint64_t left;     /* to be had; OOMKIT_UNKNOWN */
+} oomkit_update_figures;
+
+/* 0 or -1. Runs Python code, which looks at every parameter. */
+int
+oomkit_update_room(oomkit_call *call, PyObject *optimizer, oomkit_update_figures *f);
+
+#endif

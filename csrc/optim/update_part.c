@@ -1,0 +1,264 @@
+/* An update in parts: copies of one parameter and its state before its update, and the
+ * way back to them. The values are those of the optimizer's mark (optimizer.c), the
+ * copies stand beside them. */
+#include "update_part.h"
+#include "optim.h"
+#include "../device/device.h"
+#include "../py/tensor.h"
+
+Py_ssize_t
+oomkit_part_items(const oomkit_call *call, int index)
+{
+    return call->updating.marks[index].count;
+}
+
+int
+oomkit_part_is_copied(const oomkit_call *call, int index)
+{
+    return call->updating.marks[index].copies != NULL;
+}
+
+/* --- which values are whose --- */
+
+/* Dict of address of a state dict to its first value in the mark. New or NULL. */
+static PyObject *
+first_values(const oomkit_optimizer_mark *mark)
+{
+    OWNED PyObject *places = PyDict_New();
+    PyObject *last = NULL; /* borrowed from the mark */
+    Py_ssize_t i;
+
+    for (i = 0; places != NULL && i < mark->count; i++) {
+        OWNED PyObject *key = NULL, *at = NULL;
+        if (mark->items[i].dict == NULL || mark->items[i].dict == last) {
+            continue;
+        }
+        last = mark->items[i].dict;
+        key = PyLong_FromVoidPtr(last);
+        at = PyLong_FromSsize_t(i);
+        if (key == NULL || at == NULL || PyDict_SetItem(places, key, at) < 0) {
+            return NULL;
+        }
+    }
+    return STEAL(places);
+}
+
+/* Where the state of a parameter stands. 0 or -1. */
+static int
+param_state(const oomkit_optimizer_mark *mark, PyObject *places,
+            oomkit_part_param *param)
+{
+    PyObject *dict = PyDict_GetItemWithError(mark->state, param->param); /* borrowed */
+    OWNED PyObject *key = NULL;
+    PyObject *at; /* borrowed from places */
+    Py_ssize_t i;
+
+    if (dict == NULL || !PyDict_Check(dict)) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    key = PyLong_FromVoidPtr(dict);
+    at = key == NULL ? NULL : PyDict_GetItemWithError(places, key);
+    if (at == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    param->first = PyLong_AsSsize_t(at);
+    for (i = param->first; i < mark->count && mark->items[i].dict == dict; i++) {
+        param->count++;
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int
+param_bytes(oomkit_state *st, oomkit_part_param *param)
+{
+    oomkit_tensor_facts facts;
+    OWNED PyObject *grad = PyObject_GetAttr(param->param, st->str_grad);
+
+    if (grad == NULL || oomkit_tensor_facts_get(st, param->param, 0, &facts) < 0) {
+        return -1;
+    }
+    param->bytes = grad == Py_None ? 0 : facts.bytes;
+    return 0;
+}
+
+int
+oomkit_part_list(oomkit_call *call, int index, oomkit_part_param **list,
+                 Py_ssize_t *count)
+{
+    const oomkit_optimizer_mark *mark = &call->updating.marks[index];
+    OWNED_MEMORY oomkit_part_param *made =
+        PyMem_Calloc((size_t)mark->count + 1, sizeof(*made));
+    OWNED PyObject *places = NULL;
+    Py_ssize_t g, i, n = 0;
+
+    if (made == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    places = first_values(mark);
+    for (g = 0; places != NULL && g < PyList_GET_SIZE(mark->groups); g++) {
+        PyObject *params = oomkit_item(PyList_GET_ITEM(mark->groups, g), "params");
+        for (i = 0; params != NULL && PyList_Check(params) &&
+                    i < PyList_GET_SIZE(params) && n < mark->count;
+             i++) {
+            made[n] = (oomkit_part_param){
+                .param = mark->items[n].value, .group = g, .item = n};
+            if (!oomkit_tensor_check(call->st, made[n].param) ||
+                param_state(mark, places, &made[n]) < 0 ||
+                param_bytes(call->st, &made[n]) < 0) {
+                if (!PyErr_Occurred()) {
+                    PyErr_SetString(PyExc_TypeError,
+                                    "param_groups[...]['params'] expected tensors");
+                }
+                return -1;
+            }
+            n++;
+        }
+    }
+    *count = n;
+    *list = made;
+    made = NULL;
+    return places == NULL ? -1 : 0;
+}
+
+/* --- before and after --- */
+
+static int
+is_hosted(PyObject *hosted, PyObject *tensor)
+{
+    OWNED PyObject *key = hosted == NULL ? NULL : PyLong_FromVoidPtr(tensor);
+    return hosted == NULL ? 0 : key == NULL ? -1 : PyDict_Contains(hosted, key);
+}
+
+static int
+value_keep(oomkit_call *call, oomkit_optimizer_mark *mark, Py_ssize_t at,
+           PyObject *hosted)
+{
+    PyObject *value = mark->items[at].value; /* borrowed from the mark */
+    int there;
+
+    if (!mark->items[at].is_tensor || mark->copies[at] != NULL) {
+        return 0;
+    }
+    there = is_hosted(hosted, value);
+    if (there < 0) {
+        return -1;
+    }
+    mark->copies[at] = there ? PyObject_CallMethodNoArgs(value, call->st->str_detach)
+                             : oomkit_host_copy(call->st, value);
+    return mark->copies[at] == NULL ? -1 : 0;
+}
+
+int
+oomkit_part_keep(oomkit_call *call, int index, const oomkit_part_param *param,
+                 PyObject *hosted)
+{
+    oomkit_optimizer_mark *mark = &call->updating.marks[index];
+    Py_ssize_t i;
+
+    if (mark->copies == NULL) {
+        mark->copies = PyMem_Calloc((size_t)mark->count + 1, sizeof(PyObject *));
+        if (mark->copies == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+    }
+    for (i = param->first; i < param->first + param->count; i++) {
+        if (value_keep(call, mark, i, hosted) < 0) {
+            return -1;
+        }
+    }
+    return value_keep(call, mark, param->item, NULL);
+}
+
+/* A tensor's value from its copy: the memory itself where that is on the host. */
+static int
+value_back(oomkit_call *call, oomkit_optimizer_mark *mark, Py_ssize_t at,
+           PyObject *hosted)
+{
+    oomkit_state_item *item = &mark->items[at];
+    OWNED PyObject *done = NULL;
+    int there;
+
+    if (!item->is_tensor || mark->copies[at] == NULL) {
+        return 0;
+    }
+    there = is_hosted(hosted, item->value);
+    if (there < 0) {
+        return -1;
+    }
+    if (there) {
+        return PyObject_SetAttr(item->value, call->st->str_data, mark->copies[at]) < 0
+                   ? -1
+                   : oomkit_tensor_version(call->st, item->value, &item->version);
+    }
+    done = PyObject_CallMethodOneArg(item->value, call->st->str_copy, mark->copies[at]);
+    return done == NULL ? -1
+                        : oomkit_tensor_version(call->st, item->value, &item->version);
+}
+
+/* What its step() has put into the state of a parameter goes. */
+static int
+state_back(oomkit_optimizer_mark *mark, const oomkit_part_param *param)
+{
+    PyObject *dict = PyDict_GetItemWithError(mark->state, param->param); /* borrowed */
+    OWNED PyObject *known = NULL;
+    Py_ssize_t i;
+
+    if (dict == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    if (param->count == 0) {
+        return PyDict_DelItem(mark->state, param->param);
+    }
+    if (dict != mark->items[param->first].dict) {
+        dict = mark->items[param->first].dict;
+        if (PyDict_SetItem(mark->state, param->param, dict) < 0) {
+            return -1;
+        }
+    }
+    known = PyList_New(0);
+    for (i = param->first; known != NULL && i < param->first + param->count; i++) {
+        const oomkit_state_item *item = &mark->items[i];
+        if (item->key != NULL && (PyList_Append(known, item->key) < 0 ||
+                                  PyDict_SetItem(dict, item->key, item->value) < 0)) {
+            return -1;
+        }
+    }
+    return known == NULL ? -1 : oomkit_undo_new_keys(dict, known);
+}
+
+int
+oomkit_part_put_back(oomkit_call *call, int index, const oomkit_part_param *param,
+                     PyObject *hosted)
+{
+    oomkit_optimizer_mark *mark = &call->updating.marks[index];
+    Py_ssize_t i;
+
+    if (mark->copies == NULL || state_back(mark, param) < 0 ||
+        value_back(call, mark, param->item, NULL) < 0) {
+        return mark->copies == NULL ? 0 : -1;
+    }
+    oomkit_optimizer_param_version(call, param->param,
+                                   mark->items[param->item].version);
+    for (i = param->first; i < param->first + param->count; i++) {
+        if (value_back(call, mark, i, hosted) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+void
+oomkit_part_forget(oomkit_call *call, int index)
+{
+    oomkit_optimizer_mark *mark = &call->updating.marks[index];
+    PyObject **copies = mark->copies;
+    Py_ssize_t i;
+
+    mark->copies = NULL;
+    for (i = 0; copies != NULL && i < mark->count; i++) {
+        Py_CLEAR(copies[i]);
+    }
+    PyMem_Free(copies);
+}

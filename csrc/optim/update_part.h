@@ -1,0 +1,41 @@
+/* An update in parts: which values of a mark belong to one parameter, and copies of
+ * them to go back to. */
+#ifndef OOMKIT_OPTIM_UPDATE_PART_H
+#define OOMKIT_OPTIM_UPDATE_PART_H
+
+#include "../call/call_types.h"
+
+/* One parameter of an optimizer. */
+typedef struct oomkit_part_param {
+    PyObject *param;         /* borrowed from the mark */
+    Py_ssize_t group;        /* number of its group */
+    uint64_t bytes;          /* of the parameter itself; 0 where it has no gradient */
+    Py_ssize_t item;         /* its own place among the values of the mark */
+    Py_ssize_t first, count; /* those of its state; 0: it had none */
+} oomkit_part_param;
+
+/* How many values mark number `index` has. */
+Py_ssize_t
+oomkit_part_items(const oomkit_call *call, int index);
+/* Has somebody kept copies for the whole call? */
+int
+oomkit_part_is_copied(const oomkit_call *call, int index);
+/* All parameters of its groups, in order; *list is memory of PyMem_Malloc(). 0 or -1.
+ */
+int
+oomkit_part_list(oomkit_call *call, int index, oomkit_part_param **list,
+                 Py_ssize_t *count);
+/* Host copies of one parameter and its state; of state that is in `hosted` (dict of
+ * address to tensor, or NULL) the memory itself. 0 or -1. */
+int
+oomkit_part_keep(oomkit_call *call, int index, const oomkit_part_param *param,
+                 PyObject *hosted);
+/* All that its update did is undone. Gradient recording must be off. 0 or -1. */
+int
+oomkit_part_put_back(oomkit_call *call, int index, const oomkit_part_param *param,
+                     PyObject *hosted);
+/* The copies go: nothing will be put back. */
+void
+oomkit_part_forget(oomkit_call *call, int index);
+
+#endif

@@ -1,0 +1,1 @@
+"""What is done where smaller micro-batches are not enough (the Python part)."""
