@@ -41,6 +41,8 @@ from ._engine import patches as _patches
 from ._engine import returned_loss as _returned_loss
 from ._engine import store as _store
 from ._engine import withheld as _withheld
+from ._ladder import host as _host
+from ._ladder import recompute as _recompute
 from ._ladder import state as _state
 from ._ladder import update as _update
 from ._proof import diagnose as _diagnose
@@ -86,6 +88,10 @@ _fits = _C._bind(
         "is_independent": _optim.is_independent,
         "around_parts": _update.around_parts,
         "hosted_state": _state.hosted_state,
+        "host_available": _host.available,
+        "left_out": _recompute.LeftOut,
+        "recompute_begin": _recompute.recompute_begin,
+        "recompute_advise": _recompute.advise,
         "refusal": _nodes.Refusal,
         "tolerance": _diagnose.tolerance,
         "replay_differs": _diagnose.replay_differs,

@@ -253,8 +253,7 @@ losses_unknown(oomkit_call *call)
     const oomkit_options *options = call->options;
 
     if (options->reduction_given || call->cut->losses.is_sum || options->verify == 1 ||
-        options->backward != NULL ||
-        call->deferred.returned != OOMKIT_RETURNED_NOTHING) {
+        options->backward != NULL || oomkit_loss_is_returned(call)) {
         return 0; /* stated, or verified anyway */
     }
     return oomkit_say(
@@ -269,8 +268,7 @@ losses_unknown(oomkit_call *call)
 static int
 losses_are_unverified(const oomkit_call *call)
 {
-    return call->options->verify < 0 &&
-           call->deferred.returned == OOMKIT_RETURNED_NOTHING &&
+    return call->options->verify < 0 && !oomkit_loss_is_returned(call) &&
            !call->step->losses.labels_said;
 }
 
@@ -379,7 +377,7 @@ losses_compare(oomkit_call *call, PyObject *root)
     oomkit_tensor_facts facts;
     double value, by_rows;
 
-    if (call->step->losses.compared || call->deferred.rowwise ||
+    if (call->step->losses.compared || oomkit_loss_is_rowwise(call) ||
         call->options->weight != NULL || call->cut->weights == NULL ||
         l->seen != call->cut->at) {
         return 0;

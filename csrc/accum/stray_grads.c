@@ -2,17 +2,9 @@
  * past us. While the batch is split they carry no weight and are not parked, so they
  * are looked for before every backward and update and at the end of a micro-batch. */
 #include "accum.h"
+#include "../call/call.h"
 #include "../py/tensor.h"
 #include "../undo/gradients.h"
-#include "../undo/undo.h"
-
-/* At the start of a micro-batch of a split call. 0 or -1. */
-static int
-stray_mark(oomkit_call *call)
-{
-    oomkit_grads_end_micro(call);
-    return oomkit_grads_marks_take(call, &call->grads.began);
-}
 
 /* A gradient of zeros is one that was cleared. 1 something is in it, 0, or -1. */
 static int
@@ -44,7 +36,7 @@ static int
 stray_drop(oomkit_call *call, const uint8_t *states)
 {
     Py_ssize_t i;
-    for (i = 0; !call->grads.marked && i < call->parts->param_count; i++) {
+    for (i = 0; !oomkit_grads_marked(call) && i < call->parts->param_count; i++) {
         if (states[i] == OOMKIT_GRAD_NEW && grads_set(call, i, Py_None) < 0) {
             return -1;
         }
@@ -80,8 +72,8 @@ stray_refuse(oomkit_call *call)
     OWNED PyObject *name = NULL;
     int result;
 
-    if ((!call->grads.is_parked && call->backward.done > 0) ||
-        call->grads.began == NULL) {
+    if ((!oomkit_grads_parked(call) && call->backward.done > 0) ||
+        !oomkit_grads_micro_marked(call)) {
         return 0;
     }
     states = PyMem_Calloc((size_t)call->parts->param_count + 1, 1);
@@ -89,7 +81,7 @@ stray_refuse(oomkit_call *call)
         PyErr_NoMemory();
         return -1;
     }
-    if (oomkit_grads_marks_compare(call, call->grads.began, states, NULL) < 0) {
+    if (oomkit_grads_since_micro(call, states) < 0) {
         return -1;
     }
     result = stray_find(call, states, &which);
@@ -112,7 +104,7 @@ stray_refuse(oomkit_call *call)
         call->backward.done > 0
             ? ", or guard the line with `if oomkit.current().is_last:`"
             : "",
-        call->tries.ooms > 0 && !call->grads.marked
+        call->tries.ooms > 0 && !oomkit_grads_marked(call)
             ? "; gradients may hold a part of this batch: call zero_grad() before "
               "going on"
             : "");
@@ -121,7 +113,7 @@ stray_refuse(oomkit_call *call)
 static int
 stray_micro_begins(oomkit_call *call)
 {
-    return call->split ? stray_mark(call) : 0;
+    return call->split ? oomkit_grads_micro_begins(call) : 0;
 }
 
 static int

@@ -2,7 +2,9 @@
 #include "engine.h"
 #include "refused_sizes.h"
 #include "../ladder/ladder.h"
+#include "../optim/updating.h"
 #include "../sizes/sizes.h"
+#include "../undo/gradients.h"
 #include "../undo/undo.h"
 
 int64_t
@@ -30,7 +32,7 @@ oomkit_replan_exhausted(oomkit_call *call)
             "min_micro_batch=%lld",
             call->options->label, (long long)call->batch.rows,
             (long long)call->options->min_micro_batch);
-    } else if (call->tries.count > 0 && call->updating.count > 0 &&
+    } else if (call->tries.count > 0 && oomkit_update_begun(call) &&
                call->tries.items[call->tries.count - 1].phase ==
                    OOMKIT_PHASE_OPTIMIZER) {
         reason = PyUnicode_FromFormat(
@@ -45,15 +47,16 @@ oomkit_replan_exhausted(oomkit_call *call)
             "allowed; %s",
             call->options->label, (long long)(least > 0 ? least : call->batch.rows),
             (long long)call->batch.rows,
-            call->grads.aside == NULL
-                ? oomkit_state_as_before(call)
-                : "some gradients that were there before the step hold this batch's "
+            oomkit_grads_any_aside(call)
+                ? "some gradients that were there before the step hold this batch's "
                   "contribution: call zero_grad() before going on, and pass "
-                  "gradient_safety=\"copy\" to auto_batch");
+                  "gradient_safety=\"copy\" to auto_batch"
+                : oomkit_state_as_before(call));
     }
     reason = oomkit_unfit_explain(call, reason);
     if (reason != NULL) {
-        call->grads.aside_said = call->batch.rows >= call->options->min_micro_batch;
+        oomkit_grads_aside_said(call,
+                                call->batch.rows >= call->options->min_micro_batch);
     }
     return oomkit_give_up_for(call, reason);
 }

@@ -115,9 +115,10 @@ oomkit_host_move_in(oomkit_call *call, PyObject *hosted, PyObject *tensor)
     return PyDict_DelItem(hosted, key);
 }
 
-/* Every tensor of an optimizer's state, by `move`. 0 or -1. */
+/* Every tensor of an optimizer's state goes out. 0 or -1. */
 static int
-each_state(oomkit_call *call, PyObject *optimizer, PyObject *hosted, uint64_t *bytes)
+each_state(oomkit_call *call, PyObject *optimizer, PyObject *hosted, uint64_t most,
+           uint64_t *bytes)
 {
     OWNED PyObject *state = PyObject_GetAttr(optimizer, call->st->str_state);
     OWNED PyObject *all = NULL;
@@ -130,7 +131,8 @@ each_state(oomkit_call *call, PyObject *optimizer, PyObject *hosted, uint64_t *b
     for (i = 0; all != NULL && i < PyList_GET_SIZE(all); i++) {
         PyObject *values = PyList_GET_ITEM(all, i), *key, *value; /* borrowed */
         Py_ssize_t at = 0;
-        while (PyDict_Check(values) && PyDict_Next(values, &at, &key, &value)) {
+        while (PyDict_Check(values) && *bytes < most &&
+               PyDict_Next(values, &at, &key, &value)) {
             if (oomkit_host_move_out(call, hosted, value, bytes) < 0) {
                 return -1;
             }
@@ -140,7 +142,7 @@ each_state(oomkit_call *call, PyObject *optimizer, PyObject *hosted, uint64_t *b
 }
 
 int
-oomkit_host_all(oomkit_call *call, uint64_t *bytes)
+oomkit_host_all(oomkit_call *call, uint64_t most, uint64_t *bytes)
 {
     *bytes = 0;
     EACH_OWNER (owner, call->parts, OWNERS_OF(OOMKIT_OWNER_OPTIMIZER)) {
@@ -154,7 +156,7 @@ oomkit_host_all(oomkit_call *call, uint64_t *bytes)
             continue;
         }
         hosted = oomkit_hosted_make(call->st, owner.object);
-        if (hosted == NULL || each_state(call, owner.object, hosted, bytes) < 0) {
+        if (hosted == NULL || each_state(call, owner.object, hosted, most, bytes) < 0) {
             return -1;
         }
     }
@@ -232,7 +234,7 @@ void
 oomkit_host_room(oomkit_call *call, uint64_t needed, uint64_t left)
 {
     const uint64_t budget = oomkit_device_budget(call->st, call->device);
-    const uint64_t peak = oomkit_device_peak(call->st, &call->sizes.window);
+    const uint64_t peak = oomkit_window_peak_now(call);
     const uint64_t bytes = oomkit_host_bytes(call);
 
     if (needed + bytes / SPARE > left || budget == OOMKIT_UNKNOWN ||

@@ -91,10 +91,10 @@ oomkit_host_move_out(oomkit_call *call, PyObject *hosted, PyObject *tensor,
                      uint64_t *bytes);
 int
 oomkit_host_move_in(oomkit_call *call, PyObject *hosted, PyObject *tensor);
-/* State of all optimizers of the call that may go in parts. *bytes is what that freed.
- * 0 or -1. */
+/* State of all optimizers of the call that may go in parts, `most` bytes of it. *bytes
+ * is what that freed. 0 or -1. */
 int
-oomkit_host_all(oomkit_call *call, uint64_t *bytes);
+oomkit_host_all(oomkit_call *call, uint64_t most, uint64_t *bytes);
 /* Bytes of this call's optimizers that are there now. */
 uint64_t
 oomkit_host_bytes(oomkit_call *call);

@@ -1,5 +1,7 @@
 /* Which rungs there are, which a call may climb to, and what is said of one. */
+#include "activations.h"
 #include "ladder.h"
+#include "offload.h"
 #include "../device/device.h"
 #include "../sizes/sizes.h"
 
@@ -138,7 +140,7 @@ climb_next(oomkit_call *call)
     uint64_t bytes = 0;
 
     if (oomkit_rung_allowed(call, OOMKIT_RUNG_STATE)) {
-        if (oomkit_host_all(call, &bytes) < 0) {
+        if (oomkit_host_all(call, oomkit_host_spare(call->st), &bytes) < 0) {
             return -1;
         }
         if (bytes > 0) {
@@ -148,8 +150,11 @@ climb_next(oomkit_call *call)
     records = records_gradients(call);
     rung = rung < OOMKIT_RUNG_STATE ? OOMKIT_RUNG_STATE : rung;
     while (records > 0 && ++rung < OOMKIT_RUNGS) {
-        if (oomkit_rung_allowed(call, (oomkit_rung)rung)) {
-            return rung;
+        int helps = !oomkit_rung_allowed(call, (oomkit_rung)rung) ? 0
+                    : rung == OOMKIT_RUNG_RECOMPUTE ? oomkit_recompute_find(call)
+                                                    : oomkit_offload_possible(call->st);
+        if (helps != 0) {
+            return helps < 0 ? -1 : rung;
         }
     }
     return records < 0 ? -1 : 0;
@@ -160,6 +165,7 @@ oomkit_ladder_climb(oomkit_call *call)
 {
     oomkit_plan_request request;
     const oomkit_knowledge *known; /* borrowed from the step */
+    OWNED PyObject *modules = NULL;
     uint64_t room;
     int rung;
 
@@ -169,8 +175,15 @@ oomkit_ladder_climb(oomkit_call *call)
     if (rung <= 0) {
         return rung;
     }
+    modules = rung == OOMKIT_RUNG_RECOMPUTE ? oomkit_recompute_names(call) : NULL;
+    if (PyErr_Occurred()) {
+        return -1;
+    }
     oomkit_know_rung(&oomkit_signature_get(call, 1)->known, (uint32_t)rung, room);
-    return oomkit_rung_used(call, (oomkit_rung)rung, NULL) < 0 ? -1 : rung;
+    return oomkit_rung_used(call, (oomkit_rung)rung,
+                            modules == NULL ? NULL : PyUnicode_AsUTF8(modules)) < 0
+               ? -1
+               : rung;
 }
 
 int

@@ -7,6 +7,7 @@
  * alone does not fit, the state of all is moved to the host (host_state.c) and each
  * part brings its own; then the same is done with gradients. Where that is not enough,
  * all parts are put back. */
+#include "activations.h"
 #include "ladder.h"
 #include "update_room.h"
 #include "../device/device.h"
@@ -16,6 +17,7 @@
 #include "../py/modes.h"
 #include "../py/tensor.h"
 #include "../sizes/sizes.h"
+#include "../undo/undo.h"
 
 #define ONE_AGAIN 1 /* times that one parameter is tried again as it is */
 
@@ -228,7 +230,8 @@ parts_undo(const parts_run *run, Py_ssize_t at, Py_ssize_t count)
         return -1;
     }
     for (i = at; result == 0 && i < at + count; i++) {
-        result = oomkit_part_put_back(call, run->index, &run->params[i], run->hosted);
+        result = oomkit_part_put_back(call, run->index, &run->params[i], run->hosted,
+                                      oomkit_params_version_is);
     }
     return oomkit_grad_mode_back(call->st, mode, result);
 }
@@ -269,7 +272,7 @@ parts_to_host(parts_run *run)
         run->grads = PyDict_New();
         return run->grads == NULL || grads_move(run, 0, run->count, 0) < 0 ? -1 : 1;
     }
-    if (oomkit_host_all(call, &bytes) < 0) {
+    if (oomkit_host_all(call, oomkit_host_spare(call->st), &bytes) < 0) {
         return -1;
     }
     run->hosted = oomkit_hosted_make(call->st, run->optimizer);

@@ -4,6 +4,7 @@
 #include "../batch/batch.h"
 #include "../engine/engine.h"
 #include "../py/tensor.h"
+#include "../sizes/sizes.h"
 #include "../undo/undo.h"
 
 #include <stddef.h>
@@ -180,9 +181,7 @@ begin_capture(oomkit_chunks *self)
     }
     call->device = begin_device(self);
     oomkit_device_prepare(st, call->device);
-    call->sizes.baseline = oomkit_device_allocated(st, call->device);
-    call->sizes.window.budget_bytes = oomkit_device_budget(st, call->device);
-    call->sizes.window.free_bytes = OOMKIT_UNKNOWN;
+    oomkit_window_of_loop(call);
     if (!st->backward_patched && oomkit_engine_install(st) < 0) {
         return -1;
     }
@@ -337,9 +336,7 @@ part_again(oomkit_chunks *self)
     int status, phase = oomkit_phase_set(self->st, OOMKIT_PHASE_RECOVERY);
 
     self->failed = 0;
-    call->sizes.baseline = call->sizes.baseline == OOMKIT_UNKNOWN
-                               ? self->part_baseline_bytes
-                               : call->sizes.baseline;
+    oomkit_baseline_else(call, self->part_baseline_bytes);
     status = oomkit_replan_failed(call, OOMKIT_KEEP_HANDED, self->part_baseline_bytes);
     if (status > 0) {
         status = oomkit_chunks_exhausted(self);

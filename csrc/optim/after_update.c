@@ -88,6 +88,38 @@ oomkit_updated(oomkit_call *call, oomkit_memo **found)
     return 0;
 }
 
+int
+oomkit_scale_note(oomkit_call *call, PyObject *scaler)
+{
+    OWNED PyObject *scale = PyObject_GetAttrString(scaler, "_scale");
+    PyObject *copy = NULL; /* owned, then stolen */
+
+    if (scale == NULL || scale == Py_None) {
+        return scale == NULL ? -1 : 0;
+    }
+    EXEMPT (call->st) {
+        copy = PyObject_CallMethodNoArgs(scale, call->st->str_clone);
+    }
+    return oomkit_memo_add(&call->entry.owners.scales, scaler, copy);
+}
+
+/* Then a step that asks (`if scaler.get_scale() >= before: scheduler.step()`) rightly
+ * leaves calls out. */
+int
+oomkit_scale_fell(const oomkit_call *call)
+{
+    EACH_MEMO (mark, call->entry.owners.scales) {
+        OWNED PyObject *now = PyObject_GetAttrString(mark.object, "_scale");
+        OWNED PyObject *less =
+            now ? PyObject_RichCompare(now, mark.saved, Py_LT) : NULL;
+        int skipped = less == NULL ? -1 : PyObject_IsTrue(less);
+        if (skipped != 0) {
+            return skipped;
+        }
+    }
+    return 0;
+}
+
 /* Is the point of no return behind us? 1, 0 or -1. Keeps an exception in flight: torch
  * is asked by attribute where there is no bridge, and that fails while one is set. */
 int

@@ -180,23 +180,6 @@ oomkit_hyperparams_restore(oomkit_state *st, PyObject *optimizer, PyObject *copi
     return 0;
 }
 
-/* Before a later micro-batch: values as at entry, so that a line that changes one
- * (`lr *= 0.9`) does so once in the end. 0 or -1. */
-int
-oomkit_owners_again(oomkit_call *call)
-{
-    if (call->cut->at == 0) {
-        return 0;
-    }
-    EACH_MEMO (mark, call->entry.owners.user) {
-        if (PyObject_TypeCheck(mark.object, (PyTypeObject *)call->st->Optimizer) &&
-            oomkit_hyperparams_restore(call->st, mark.object, mark.saved) < 0) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
 /* At the end of a micro-batch: an optimizer that it did not step (the caller does) has
  * the same values after each of them, as long as nothing has moved for good. 0, or -1
  * with SplitError. */

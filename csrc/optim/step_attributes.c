@@ -46,7 +46,7 @@ attributes_hold(oomkit_call *call)
 {
     int committed;
 
-    if (call->hooked.depth > 1 || call->options->optimizer_copy) {
+    if (oomkit_update_is_nested(call) || call->options->optimizer_copy) {
         return 1;
     }
     committed = oomkit_update_committed(call);

@@ -292,6 +292,10 @@
     X(is_independent) /* oomkit.optim: may an update go in parts? */                   \
     X(around_parts)   /* oomkit._ladder.update: step() around its parts */             \
     X(hosted_state)   /* oomkit._ladder.state: what is on the host */                  \
+    X(host_available) /* oomkit._ladder.host: bytes of host memory to be had */        \
+    X(left_out)       /* oomkit._ladder.recompute.LeftOut: modules that run once */    \
+    X(recompute_begin)  /* oomkit._ladder.recompute: chooses modules */                \
+    X(recompute_advise) /* oomkit._ladder.recompute: words for an error of theirs */   \
     X(refusal)    /* oomkit._engine.nodes.Refusal: results that refuse a gradient */   \
     X(split_loss) /* oomkit._engine.returned_loss: gives the loss of a split call its  \
                      node */                                                           \

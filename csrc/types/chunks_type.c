@@ -2,6 +2,7 @@
 #include "heap_types.h"
 #include "types.h"
 #include "../loop/parts_join.h"
+#include "../optim/optim.h"
 #include "../result/result.h"
 
 #include <stddef.h>
@@ -145,7 +146,6 @@ chunks_traverse(PyObject *op, visitproc visit, void *arg)
     oomkit_chunks *self = chunks_CAST(op);
     const oomkit_batch *batch = &self->call.batch;
     Py_ssize_t i;
-    int seen;
 
     Py_VISIT(Py_TYPE(op));
     for (i = 0; i < self->total; i++) {
@@ -159,13 +159,10 @@ chunks_traverse(PyObject *op, visitproc visit, void *arg)
         Py_VISIT(batch->nodes[i].key);
     }
     Py_VISIT(self->func);
-    Py_VISIT(self->join.results);
     Py_VISIT(self->site);
-    seen = oomkit_memo_visit(self->call.entry.owners.user, visit, arg);
-    if (seen == 0) {
-        seen = oomkit_memo_visit(self->call.entry.owners.attributes, visit, arg);
-    }
-    return seen != 0 ? seen : oomkit_options_traverse(&self->options, visit, arg);
+    i = oomkit_join_traverse(&self->join, visit, arg);
+    i = i != 0 ? i : oomkit_owners_traverse(&self->call, visit, arg);
+    return i != 0 ? (int)i : oomkit_options_traverse(&self->options, visit, arg);
 }
 
 static int

@@ -101,14 +101,15 @@ oomkit_grads_mark(oomkit_call *call)
     }
     g->marked = 1;
     g->engine_runs = call->st->engine_runs;
-    oomkit_baseline_marked(call);
+    oomkit_baseline_marked(call, g->at_entry);
     if (g->at_entry && !g->eager && g->owed == OOMKIT_OWED_NOTHING &&
-        !oomkit_proof_of_whole(call) && oomkit_call_wants_copies(call)) {
+        !oomkit_proof_of_whole(call) &&
+        (g->force_copies || oomkit_call_wants_copies(call))) {
         return grads_copy(call);
     }
     /* Without copies what a micro-batch adds to the caller's gradients could not be
      * taken back: they stay out of a split call until its last backward. */
-    if (g->at_entry && !g->eager && call->split && call->deferred.replayed == NULL &&
+    if (g->at_entry && !g->eager && call->split && !oomkit_call_is_replay(call) &&
         g->copies == NULL && !oomkit_proof_of_whole(call)) {
         g->apart = 1;
         return oomkit_grads_put_away(call);
@@ -282,22 +283,13 @@ grads_add_apart(oomkit_call *call)
     return oomkit_grad_mode_set(call->st, mode) < 0 ? -1 : 0;
 }
 
-/* After the backward of the last micro-batch of a replay: leaves whose gradient already
- * held the whole contribution of the failed attempt get it back in place of the
- * replayed one. */
 int
-oomkit_grads_settle(oomkit_call *call)
+oomkit_grads_aside_back(oomkit_call *call)
 {
     oomkit_grads *g = &call->grads;
     Py_ssize_t i;
 
-    if (!call->is_last || (g->apart && g->away && grads_add_apart(call) < 0)) {
-        return call->is_last ? -1 : 0;
-    }
-    if (g->aside == NULL) {
-        return 0;
-    }
-    for (i = 0; i < call->parts->param_count; i++) {
+    for (i = 0; g->aside != NULL && i < call->parts->param_count; i++) {
         if (g->aside[i] != NULL && grads_set(call, i, g->aside[i]) < 0) {
             return -1;
         }
@@ -306,19 +298,32 @@ oomkit_grads_settle(oomkit_call *call)
     return 0;
 }
 
-/* The call failed for good while gradients are set aside: they go back as they are
- * (with the contribution of the failed attempt), which the error says. Keeps no
- * exception. */
-void
+/* After the backward of the last micro-batch of a replay: leaves whose gradient already
+ * held the whole contribution of the failed attempt get it back in place of the
+ * replayed one. */
+int
+oomkit_grads_settle(oomkit_call *call)
+{
+    const oomkit_grads *g = &call->grads;
+
+    if (!call->is_last || (g->apart && g->away && grads_add_apart(call) < 0)) {
+        return call->is_last ? -1 : 0;
+    }
+    return oomkit_grads_aside_back(call);
+}
+
+int
 oomkit_grads_abandon(oomkit_call *call)
 {
     Py_ssize_t i;
+
     for (i = 0; call->grads.aside != NULL && i < call->parts->param_count; i++) {
         if (call->grads.aside[i] != NULL &&
             grads_set(call, i, call->grads.aside[i]) < 0) {
             PyErr_WriteUnraisable(call->parts->params[i]);
         }
     }
+    return call->grads.aside != NULL && !call->grads.aside_said;
 }
 
 /* After a backward of the last micro-batch: what the gradients are now. 0 or -1. */
@@ -350,13 +355,6 @@ oomkit_grads_changed_since(oomkit_call *call)
     return moved < 0 ? -1 : moved != 0;
 }
 
-/* Forgets what was marked when a micro-batch began. */
-void
-oomkit_grads_end_micro(oomkit_call *call)
-{
-    oomkit_grads_marks_drop(call, &call->grads.began);
-}
-
 /* Forgets the marks of an attempt; copies and gradients set aside outlive it. */
 void
 oomkit_grads_end_attempt(oomkit_call *call)
@@ -369,6 +367,7 @@ oomkit_grads_end_attempt(oomkit_call *call)
     oomkit_grads_marks_drop(call, &g->after);
     oomkit_grads_end_micro(call);
     g->marked = 0;
+    oomkit_baseline_unmarked(call);
 }
 
 static int
@@ -460,7 +459,7 @@ gradients_backward_ends(oomkit_call *call, const oomkit_backward *backward)
 static int
 gradients_attempt_begins(oomkit_call *call)
 {
-    return call->split && call->deferred.replayed != NULL ? grads_hide(call) : 0;
+    return call->split && oomkit_call_is_replay(call) ? grads_hide(call) : 0;
 }
 
 const oomkit_rule oomkit_gradients_rule = {.attempt_begins = gradients_attempt_begins,

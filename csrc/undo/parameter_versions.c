@@ -104,6 +104,17 @@ oomkit_params_mark(oomkit_call *call)
                        oomkit_params_flags(call, 0));
 }
 
+void
+oomkit_params_version_is(oomkit_call *call, const PyObject *param, uint32_t version)
+{
+    Py_ssize_t i;
+    for (i = 0; call->entry.versions != NULL && i < call->parts->param_count; i++) {
+        if (call->parts->params[i] == param) {
+            call->entry.versions[i] = version;
+        }
+    }
+}
+
 uint8_t *
 oomkit_params_flags(const oomkit_call *call, int at_end)
 {

@@ -11,6 +11,7 @@
 #include "parameters.h"
 #include "undo.h"
 #include "../call/step.h"
+#include "../optim/updating.h"
 #include "../plain/plain.h"
 #include "../py/tensor.h"
 
@@ -452,7 +453,7 @@ param_copies_stay(oomkit_call *call, Py_ssize_t *which)
         }
     }
     if (counts[0] + counts[1] > 0) {
-        call->updating.params_stuck = counts[0] > 0 ? 1 : 2;
+        oomkit_params_found_stuck(call, counts[0] > 0);
     }
     return counts[0] > 0 ? counts[0] : counts[1];
 }

@@ -330,8 +330,10 @@ oomkit_rng_moved(oomkit_call *call)
 }
 
 int
-oomkit_rng_drawn(oomkit_state *st, const oomkit_rng *before, const oomkit_rng *after)
+oomkit_rng_drawn(const oomkit_call *call, const oomkit_rng *after)
 {
+    oomkit_state *st = call->st;
+    const oomkit_rng *before = &call->entry.rng;
     Py_ssize_t i, n = before->others == NULL ? 0 : before->others->count;
     int same = 1;
 
@@ -353,6 +355,41 @@ oomkit_rng_drawn(oomkit_state *st, const oomkit_rng *before, const oomkit_rng *a
             rng_same(st, before->others->items[i].saved, after->others->items[i].saved);
     }
     return same < 0 ? -1 : !same;
+}
+
+int
+oomkit_rng_now(oomkit_call *call, const oomkit_rng *after, oomkit_savepoint *now)
+{
+    const oomkit_rng entry = call->entry.rng;
+    int moved;
+
+    if (entry.cpu_state == NULL) {
+        return 0;
+    }
+    call->entry.rng = *after;
+    moved = oomkit_rng_moved(call);
+    memset(&call->entry.rng, 0, sizeof(call->entry.rng));
+    if (moved >= 0 && oomkit_rng_mark(call) < 0) {
+        moved = -1;
+    }
+    now->rng = call->entry.rng;
+    call->entry.rng = entry;
+    return moved;
+}
+
+int
+oomkit_rng_restore_now(oomkit_call *call, const oomkit_savepoint *now)
+{
+    const oomkit_rng entry = call->entry.rng;
+    int result;
+
+    if (!oomkit_rng_marked(now)) {
+        return 0;
+    }
+    call->entry.rng = now->rng;
+    result = oomkit_rng_restore(call);
+    call->entry.rng = entry;
+    return result;
 }
 
 void

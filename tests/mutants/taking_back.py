@@ -93,7 +93,7 @@ MUTANTS = [
         "contribution-stays",
         "what a failed backward has added is taken off before the call is run again",
         "csrc/deferred/recompute.c",
-        "PyObject_CallMethod(aside[i], \"sub_\", \"O\", gradient);",
+        "PyObject_CallMethod(aside, \"sub_\", \"O\", gradient);",
         "Py_NewRef(gradient);",
         ("undo/test_accumulation.py::test_an_error_in_the_backward_of_a_later_call[inside-False]",),
     ),
@@ -146,7 +146,7 @@ MUTANTS = [
     Mutant(
         "learning-rates-stay",
         "learning rates and other plain values of optimizers are put back",
-        "csrc/undo/user_state.c",
+        "csrc/optim/user_state.c",
         "return oomkit_hyperparams_restore(st, object, saved);",
         "return 0;",
         ("optim/test_once_updates.py::test_learning_rates_are_rolled_back_and_changed_once",),
@@ -154,7 +154,7 @@ MUTANTS = [
     Mutant(
         "scaler-states-stay",
         "what a GradScaler has noted per optimizer (unscaled, infinities) is put back",
-        "csrc/undo/user_state.c",
+        "csrc/optim/user_state.c",
         "EACH_MEMO (mark, call->entry.owners.scalers) {",
         "EACH_MEMO (mark, NULL) {",
         ("optim/test_once_updates.py::test_a_scaler_that_had_unscaled_does_so_again",),
@@ -162,7 +162,7 @@ MUTANTS = [
     Mutant(
         "attributes-stay",
         "what step() has set on an optimizer or a scheduler goes back with the rest",
-        "csrc/undo/user_state.c",
+        "csrc/optim/user_state.c",
         "    if (oomkit_attributes_restore(call) < 0 || owners_restore_copies(call) < 0) {",
         "    if (owners_restore_copies(call) < 0) {",
         (
@@ -182,7 +182,7 @@ MUTANTS = [
     Mutant(
         "half-made-scaler-stays",
         "a GradScaler of which only one of two tensors was made is put back",
-        "csrc/undo/user_state.c",
+        "csrc/optim/user_state.c",
         "return scaler_tensors_restore(object, saved);",
         "return 0;",
         ("optim/test_once_updates.py::test_every_fault_of_a_cold_scaler",),
@@ -248,8 +248,8 @@ MUTANTS = [
     Mutant(
         "accumulated-count-stays",
         "what accelerate has counted in the failed attempt is taken back",
-        "csrc/undo/user_state.c",
-        "return oomkit_accelerator_restore(object, saved);",
+        "csrc/optim/user_state.c",
+        "return accelerator_restore(object, saved);",
         "return 0;",
         ("optim/test_accelerate.py::test_out_of_memory",),
     ),

@@ -4,9 +4,8 @@
  * A GradScaler's per-optimizer states are saved before its first method runs in a call
  * (its state_dict does not hold them). The user's objects are saved at entry.
  * Everything else only with optimizer_safety="copy". */
-#include "undo.h"
-#include "../optim/optim.h"
-#include "../optim/step_attributes.h"
+#include "optim.h"
+#include "step_attributes.h"
 
 /* A copy of {id: {"stage": ..., "found_inf_per_device": {...}}}, two levels deep. */
 static PyObject *
@@ -55,6 +54,12 @@ oomkit_scaler_mark(oomkit_call *call, PyObject *scaler)
     }
     return oomkit_memo_add(&call->entry.owners.scalers, scaler,
                            scaler_states_copy(states));
+}
+
+int
+oomkit_scaler_marked(const oomkit_call *call)
+{
+    return call->entry.owners.scalers != NULL;
 }
 
 /* A deep copy of object.state_dict(), outside the budget. New reference or NULL. */
@@ -126,6 +131,37 @@ scaler_tensors_restore(PyObject *scaler, PyObject *both)
     return 0;
 }
 
+/* The count of batches of accelerate's Accelerator: (step, sync_gradients). New
+ * reference or NULL. */
+static PyObject *
+accelerator_save(PyObject *accelerator)
+{
+    OWNED PyObject *step = PyObject_GetAttrString(accelerator, "step");
+    OWNED PyObject *sync =
+        step ? PyObject_GetAttrString(accelerator, "sync_gradients") : NULL;
+
+    return sync ? PyTuple_Pack(2, step, sync) : NULL;
+}
+
+/* 0 or -1. */
+static int
+accelerator_restore(PyObject *accelerator, PyObject *saved)
+{
+    return PyObject_SetAttrString(accelerator, "step", PyTuple_GET_ITEM(saved, 0)) <
+                       0 ||
+                   PyObject_SetAttrString(accelerator, "sync_gradients",
+                                          PyTuple_GET_ITEM(saved, 1)) < 0
+               ? -1
+               : 0;
+}
+
+int
+oomkit_accelerator_mark(oomkit_call *call, PyObject *accelerator)
+{
+    return oomkit_memo_add(&call->entry.owners.user, accelerator,
+                           accelerator_save(accelerator));
+}
+
 /* The user's own participants, scalers and learning rates, at entry of an attempt. */
 int
 oomkit_owners_mark(oomkit_call *call)
@@ -139,13 +175,30 @@ oomkit_owners_mark(oomkit_call *call)
         if (one.kind == OOMKIT_OWNER_OPTIMIZER) {
             saved = oomkit_hyperparams_copy(call->st, one.object);
         } else if (one.kind == OOMKIT_OWNER_ACCELERATOR) {
-            saved = oomkit_accelerator_save(one.object);
+            saved = accelerator_save(one.object);
         } else if (one.kind == OOMKIT_OWNER_SCALER) {
             saved = scaler_tensors(one.object);
         } else {
             saved = owner_user_state(call->st, one.object);
         }
         if (oomkit_memo_add(&call->entry.owners.user, one.object, saved) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Before a later micro-batch: values as at entry, so that a line that changes one
+ * (`lr *= 0.9`) does so once in the end. 0 or -1. */
+int
+oomkit_owners_again(oomkit_call *call)
+{
+    if (call->cut->at == 0) {
+        return 0;
+    }
+    EACH_MEMO (mark, call->entry.owners.user) {
+        if (PyObject_TypeCheck(mark.object, (PyTypeObject *)call->st->Optimizer) &&
+            oomkit_hyperparams_restore(call->st, mark.object, mark.saved) < 0) {
             return -1;
         }
     }
@@ -206,7 +259,7 @@ owner_restore(oomkit_state *st, PyObject *object, PyObject *saved)
     int saves;
 
     if (oomkit_accelerate_kind(object) >= 0) {
-        return oomkit_accelerator_restore(object, saved);
+        return accelerator_restore(object, saved);
     }
     if (PyObject_TypeCheck(object, (PyTypeObject *)st->Optimizer)) {
         return oomkit_hyperparams_restore(st, object, saved);
@@ -257,25 +310,31 @@ oomkit_owners_release(oomkit_call *call)
     oomkit_memo_drop(&call->entry.owners.scales);
 }
 
-/* (step, sync_gradients). New reference or NULL. */
-PyObject *
-oomkit_accelerator_save(PyObject *accelerator)
+void
+oomkit_owners_share(const oomkit_call *call, oomkit_savepoint *now)
 {
-    OWNED PyObject *step = PyObject_GetAttrString(accelerator, "step");
-    OWNED PyObject *sync =
-        step ? PyObject_GetAttrString(accelerator, "sync_gradients") : NULL;
-
-    return sync ? PyTuple_Pack(2, step, sync) : NULL;
+    now->owners.user = oomkit_memo_hold(call->entry.owners.user);
 }
 
-/* 0 or -1. */
 int
-oomkit_accelerator_restore(PyObject *accelerator, PyObject *saved)
+oomkit_owners_restore_now(oomkit_call *call, const oomkit_savepoint *now)
 {
-    return PyObject_SetAttrString(accelerator, "step", PyTuple_GET_ITEM(saved, 0)) <
-                       0 ||
-                   PyObject_SetAttrString(accelerator, "sync_gradients",
-                                          PyTuple_GET_ITEM(saved, 1)) < 0
-               ? -1
-               : 0;
+    oomkit_memo_drop(&call->entry.owners.user);
+    call->entry.owners.user = oomkit_memo_hold(now->owners.user);
+    return oomkit_owners_restore(call);
+}
+
+void
+oomkit_owners_free(oomkit_savepoint *savepoint)
+{
+    oomkit_memo_drop(&savepoint->owners.user);
+}
+
+int
+oomkit_owners_traverse(const oomkit_call *call, visitproc visit, void *arg)
+{
+    int seen = oomkit_memo_visit(call->entry.owners.user, visit, arg);
+
+    return seen != 0 ? seen
+                     : oomkit_memo_visit(call->entry.owners.attributes, visit, arg);
 }

@@ -1,0 +1,70 @@
+"""How much host memory is to be had, without a dependency."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+_OWN = Path("/proc/self/cgroup")
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text(encoding="ascii").strip())
+    except (OSError, ValueError):  # "max", or not there
+        return None
+
+
+def _free_of_the_machine() -> int | None:
+    """Bytes that could be allocated without swapping (``MemAvailable``)."""
+    try:
+        with _MEMINFO.open(encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass  # not Linux, or hidden: the rest is asked
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _groups() -> list[tuple[Path, str, str]]:
+    """Folders of this process's control groups, and the names of their files."""
+    found = [
+        (_CGROUP, "memory.max", "memory.current"),
+        (_CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ]
+    try:
+        own = _OWN.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return found
+    for line in own:
+        _, _, rest = line.partition(":")
+        kinds, _, path = rest.partition(":")
+        folder = path.lstrip("/")
+        if kinds == "":
+            found.append((_CGROUP / folder, "memory.max", "memory.current"))
+        elif "memory" in kinds.split(","):
+            found.append(
+                (_CGROUP / "memory" / folder, "memory.limit_in_bytes", "memory.usage_in_bytes")
+            )
+    return found
+
+
+def available() -> int | None:
+    """Bytes of host memory that this process may still take, ``None`` where that is not known.
+
+    The least of what the machine has available (``/proc/meminfo``) and what the control groups
+    of this process leave (version 2 and 1).
+    """
+    figures = [_free_of_the_machine()]
+    for folder, limit_name, used_name in _groups():
+        limit, used = _number(folder / limit_name), _number(folder / used_name)
+        if limit is not None and used is not None:
+            figures.append(max(limit - used, 0))
+    known = [figure for figure in figures if figure is not None]
+    return min(known) if known else None
