@@ -3,7 +3,7 @@
 #include "accum.h"
 #include "../call/step.h"
 #include "../optim/optim.h"
-#include "../py/frames.h"
+#include "../py/errors.h"
 #include "../undo/undo.h"
 
 static void

@@ -4,7 +4,7 @@
  * micro-batch, and at no other time (compiled modules guard on it). */
 #include "accum.h"
 #include "../optim/updating.h"
-#include "../py/frames.h"
+#include "../py/errors.h"
 #include "../undo/undo.h"
 
 /* Adds the parameters in the groups of an optimizer to the set of updated ones. */

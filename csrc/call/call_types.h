@@ -23,15 +23,12 @@ typedef enum {
 
 typedef struct oomkit_grads {
     oomkit_grad_mark *marks; /* one per parameter; weak holds of the bridge */
-    PyObject **held;         /* without a bridge: owned weak references (or None) */
-    uint32_t *held_versions; /* without a bridge */
     oomkit_grad_mark *after; /* after a backward of the last micro-batch, or NULL */
     PyObject **copies;       /* owned host copies of the gradients at entry, or NULL */
     PyObject **parked;       /* owned gradients of finished micro-batches, or NULL */
     PyObject **aside; /* owned gradients that hold the whole contribution, or NULL */
     int aside_said;   /* the error that ends the call tells of them */
-    oomkit_grad_mark *began;  /* split: marks when the micro-batch began, or NULL */
-    uint32_t *began_versions; /* the same without a bridge: version + 1, 0 for none */
+    oomkit_grad_mark *began; /* split: marks when the micro-batch began, or NULL */
     PyObject *
         *entry; /* owned: the caller's gradients, put away while ours accumulate */
     int eager;  /* what accumulates is for a stash: .grad stays the caller's */
@@ -66,10 +63,10 @@ typedef struct oomkit_buffers {
 typedef struct oomkit_rng {
     PyObject *cpu_state;    /* owned tensor, or NULL */
     PyObject *cpu_bytes;    /* owned: the same for comparing alone, or NULL */
-    PyObject *others;       /* owned list of (generator, state...), or NULL */
+    oomkit_memo *others;    /* generators: state */
     PyObject *random_state; /* owned, or NULL */
     PyObject *numpy_state;  /* owned, or NULL */
-    PyObject *streams;      /* owned list of (generator, state), or NULL */
+    oomkit_memo *streams;   /* generators of the user's: state */
 } oomkit_rng;
 
 /* --- optim: optimizer.c --- */
@@ -306,14 +303,14 @@ typedef struct oomkit_refused {
 
 /* optim: schedulers, scalers and the user's own objects, as they were. */
 typedef struct oomkit_owner_marks {
-    PyObject *epochs;       /* owned: list of (scheduler, last_epoch) while split */
-    PyObject *groups_after; /* owned: list of (optimizer, values after micro-batch 1) */
-    PyObject *groups_end;   /* owned: the same of optimizers that it did not step */
-    PyObject *scales;     /* owned: list of (scaler, scale before its real update()) */
-    PyObject *scalers;    /* owned: list of (scaler, saved per-optimizer states) */
-    PyObject *copied;     /* owned: list of (object, state_dict) for "copy", or NULL */
-    PyObject *user;       /* owned: list of (participant, saved state), or NULL */
-    PyObject *attributes; /* owned: list of (optimizer, scheduler, its attributes) */
+    oomkit_memo *epochs;       /* schedulers: last_epoch, while split */
+    oomkit_memo *groups_after; /* optimizers: values after micro-batch 1 */
+    oomkit_memo *groups_end;   /* the same of optimizers that it did not step */
+    oomkit_memo *scales;       /* scalers: scale before the real update() */
+    oomkit_memo *scalers;      /* scalers: saved per-optimizer states */
+    oomkit_memo *copied;       /* for "copy": state_dict */
+    oomkit_memo *user;         /* participants: saved state */
+    oomkit_memo *attributes;   /* optimizers, schedulers: attributes */
     const PyObject
         *failed_step; /* borrowed from attributes: whose step() has failed, or NULL */
 } oomkit_owner_marks;

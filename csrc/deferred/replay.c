@@ -22,7 +22,7 @@ typedef struct replay_now {
     oomkit_savepoint at; /* random numbers, participants, plain state: what the call did
                             to these counts once */
     oomkit_flags switches;
-    PyObject *buffers;          /* owned: list of (tensor, host copy) */
+    oomkit_memo *buffers;       /* tensors: host copy */
     int rng_used, buffers_used; /* by others since the call */
     int finished;               /* the replay has */
     oomkit_call *call;          /* borrowed */
@@ -121,7 +121,7 @@ now_buffers(oomkit_call *call, const oomkit_deferred *p, replay_now *now)
     if (now->buffers_used) { /* the copies at entry are another call's by now */
         oomkit_buffers_release(call);
     }
-    return now->buffers == NULL ? -1 : 0;
+    return 0;
 }
 
 static int
@@ -146,7 +146,20 @@ now_clear(replay_now *now)
 {
     oomkit_savepoint_free(&now->at);
     oomkit_flags_clear(&now->switches);
-    Py_CLEAR(now->buffers);
+    oomkit_memo_drop(&now->buffers);
+}
+
+static int
+now_restore_buffers(const oomkit_state *st, oomkit_memo *buffers)
+{
+    EACH_MEMO (buffer, buffers) {
+        OWNED PyObject *done =
+            PyObject_CallMethodOneArg(buffer.object, st->str_copy, buffer.saved);
+        if (done == NULL) {
+            return -1;
+        }
+    }
+    return 0;
 }
 
 static int
@@ -156,7 +169,6 @@ now_restore_once(void *argument)
     oomkit_call *call = now->call;
     oomkit_state *st = call->st;
     int result = 0, finished = now->finished, mode = oomkit_grad_mode_off(st);
-    Py_ssize_t i;
 
     if (mode < 0) {
         return -1;
@@ -165,13 +177,8 @@ now_restore_once(void *argument)
         if (now->rng_used || !finished) {
             result = oomkit_rng_restore_now(call, &now->at);
         }
-        for (i = 0; result == 0 && (now->buffers_used || !finished) &&
-                    i < PyList_GET_SIZE(now->buffers);
-             i++) {
-            PyObject *pair = PyList_GET_ITEM(now->buffers, i); /* borrowed */
-            OWNED PyObject *done = PyObject_CallMethodOneArg(
-                PyTuple_GET_ITEM(pair, 0), st->str_copy, PyTuple_GET_ITEM(pair, 1));
-            result = done == NULL ? -1 : 0;
+        if (result == 0 && (now->buffers_used || !finished)) {
+            result = now_restore_buffers(st, now->buffers);
         }
         if (result == 0) {
             result = oomkit_flags_write(call, &now->switches);

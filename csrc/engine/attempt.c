@@ -193,7 +193,7 @@ PyObject *
 oomkit_attempt_join(oomkit_call *call)
 {
     oomkit_join *join = &call->cut->join;
-    OWNED PyObject *updated = NULL;
+    oomkit_memo *updated OOMKIT_AT_END(oomkit_memo_drop) = NULL;
     PyObject *result; /* owned */
 
     call->tries.joining = oomkit_attempt_only_results(call);
@@ -217,7 +217,7 @@ oomkit_attempt_join(oomkit_call *call)
     if (oomkit_tell_before_join(call) < 0 || oomkit_updated(call, &updated) < 0) {
         return NULL;
     }
-    oomkit_join_updated(join, STEAL(updated));
+    oomkit_join_updated(join, oomkit_memo_hold(updated));
     result = oomkit_join_finish(call->st, call->options, join);
     if (result == NULL && PyErr_ExceptionMatches(call->st->SplitError)) {
         call->refused.raised = 1; /* no size of micro-batch would change that */

@@ -10,7 +10,7 @@
 int
 oomkit_offload_possible(const oomkit_state *st)
 {
-    return st->bridge != NULL && st->push_saved_hooks != NULL &&
+    return oomkit_has_bridge(st) && st->push_saved_hooks != NULL &&
            st->pop_saved_hooks != NULL && st->top_saved_hooks != NULL &&
            st->saved_hooks_off != NULL;
 }

@@ -352,11 +352,11 @@ part_unguarded(oomkit_chunks *self)
 {
     oomkit_step *site = self->site;
 
-    if (self->guards > 0 || site->hooks_said || self->st->chunks_out != NULL ||
+    if (self->guards > 0 || site->unguarded_said || self->st->chunks_out != NULL ||
         self->st->chunks_handed != self->handed) { /* one of two loops has the guard */
         return 0;
     }
-    site->hooks_said = 1;
+    site->unguarded_said = 1;
     return oomkit_warn(
         self->st->OomkitWarning, 1,
         "%U: the body of the loop has no `with oomkit.guard():`, so that an "

@@ -9,9 +9,9 @@
 extern const oomkit_rule oomkit_hyperparams_rule, oomkit_scheduler_args_rule;
 
 /* --- after_update.c --- */
-/* List of (was, now) of what the update has changed. 0 or -1. */
+/* What the update has changed: what it was, with what it is now. 0 or -1. */
 int
-oomkit_updated(oomkit_call *call, PyObject **list);
+oomkit_updated(oomkit_call *call, oomkit_memo **found);
 /* Before a scaler's real update(): its scale, which update() changes in place. 0 or -1.
  */
 int

@@ -59,7 +59,7 @@ oomkit_proof_marks(const oomkit_call *call)
     OWNED PyObject *list = NULL;
     OWNED_MEMORY uint32_t *versions = NULL;
 
-    if (bridge == NULL || call->device.type != OOMKIT_DEVICE_CPU) {
+    if (!oomkit_has_bridge(call->st) || call->device.type != OOMKIT_DEVICE_CPU) {
         Py_RETURN_NONE;
     }
     versions = PyMem_Calloc((size_t)n + 1, sizeof(*versions));

@@ -67,9 +67,10 @@ oomkit_join_sources(oomkit_join *join, PyObject *sources)
 }
 
 void
-oomkit_join_updated(oomkit_join *join, PyObject *updated)
+oomkit_join_updated(oomkit_join *join, oomkit_memo *updated)
 {
-    Py_XSETREF(join->updated, updated);
+    oomkit_memo_drop(&join->updated);
+    join->updated = updated;
 }
 
 Py_ssize_t
@@ -83,7 +84,7 @@ oomkit_join_empty(oomkit_join *join)
 {
     const int result = oomkit_join_truncate(join, 0);
 
-    Py_CLEAR(join->updated);
+    oomkit_memo_drop(&join->updated);
     Py_CLEAR(join->sources);
     join->required = 0;
     return result;

@@ -57,7 +57,7 @@ oomkit_join_wants_sources(const oomkit_join *join);
 void
 oomkit_join_sources(oomkit_join *join, PyObject *sources);
 void
-oomkit_join_updated(oomkit_join *join, PyObject *updated);
+oomkit_join_updated(oomkit_join *join, oomkit_memo *updated);
 /* The place of the loss in a tuple or list, as it was met last. */
 Py_ssize_t
 oomkit_join_loss_at(const oomkit_join *join);

@@ -96,8 +96,7 @@ buffer_image(oomkit_call *call, Py_ssize_t i, PyObject *tensor,
 {
     oomkit_image *image = &call->parts->images[i];
 
-    if (call->st->bridge == NULL || facts->device_type != 0 || facts->bytes == 0 ||
-        facts->bytes > IMAGE_BYTES) {
+    if (facts->device_type != 0 || facts->bytes == 0 || facts->bytes > IMAGE_BYTES) {
         return 0;
     }
     if (image->size != facts->bytes) {
@@ -344,18 +343,17 @@ oomkit_buffers_versions(oomkit_state *st, const oomkit_savepoint *savepoint,
 }
 
 int
-oomkit_buffers_now(const oomkit_call *call, const uint32_t *after, PyObject **copies,
+oomkit_buffers_now(const oomkit_call *call, const uint32_t *after, oomkit_memo **copies,
                    int *used)
 {
     const oomkit_buffers *b = &call->entry.buffers;
     Py_ssize_t i;
 
-    *copies = PyList_New(0);
-    for (i = 0; *copies != NULL && i < b->count; i++) {
+    for (i = 0; i < b->count; i++) {
         PyObject *tensor = b->items[i].tensor; /* borrowed */
         uint32_t version;
         if (oomkit_tensor_version(call->st, tensor, &version) < 0 ||
-            oomkit_pairs_add(copies, tensor, oomkit_host_copy(call->st, tensor)) < 0) {
+            oomkit_memo_add(copies, tensor, oomkit_host_copy(call->st, tensor)) < 0) {
             return -1;
         }
         *used |= after == NULL || version != after[i];

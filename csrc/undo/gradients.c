@@ -11,37 +11,46 @@
 #include "../py/tensor.h"
 #include "../sizes/sizes.h"
 
-/* Marks without a bridge: a weak reference to the gradient's object and its version. */
-static int
-grads_mark_plain(oomkit_call *call)
+int
+oomkit_grads_marks_take(oomkit_call *call, oomkit_grad_mark **marks)
 {
-    oomkit_grads *g = &call->grads;
-    Py_ssize_t i, n = call->parts->param_count;
+    const oomkit_state *st = call->st;
+    const size_t n = (size_t)call->parts->param_count;
 
-    g->held = grads_array(call);
-    g->held_versions = PyMem_Calloc((size_t)n + 1, sizeof(uint32_t));
-    if (g->held == NULL || g->held_versions == NULL) {
-        return PyErr_Occurred() ? -1 : (PyErr_NoMemory(), -1);
+    if (*marks == NULL && (*marks = PyMem_Malloc((n + 1) * sizeof(**marks))) == NULL) {
+        PyErr_NoMemory();
+        return -1;
     }
-    for (i = 0; i < n; i++) {
-        oomkit_tensor_facts facts;
-        OWNED PyObject *gradient = grads_get(call, i);
-        if (gradient == NULL) {
-            return -1;
-        }
-        if (gradient == Py_None) {
-            continue;
-        }
-        g->at_entry = 1;
-        if (oomkit_tensor_facts_get(call->st, gradient, 0, &facts) == 0) {
-            g->held_versions[i] = facts.version;
-            g->held[i] = PyWeakref_NewRef(gradient, NULL);
-        }
-        if (g->held[i] == NULL) {
-            return -1;
-        }
+    if (st->bridge->grads_mark((const void *const *)call->parts->params,
+                               st->impl_offset, n, *marks) != OOMKIT_OK) {
+        MEMORY_CLEAR(*marks);
+        return oomkit_bridge_failed("mark the gradients of the parameters");
     }
     return 0;
+}
+
+void
+oomkit_grads_marks_drop(oomkit_call *call, oomkit_grad_mark **marks)
+{
+    if (*marks != NULL) {
+        call->st->bridge->grads_release(*marks, (size_t)call->parts->param_count);
+        MEMORY_CLEAR(*marks);
+    }
+}
+
+Py_ssize_t
+oomkit_grads_marks_compare(oomkit_call *call, const oomkit_grad_mark *marks,
+                           uint8_t *states, uint32_t *steps)
+{
+    const oomkit_state *st = call->st;
+    size_t moved;
+
+    if (st->bridge->grads_compare((const void *const *)call->parts->params,
+                                  st->impl_offset, (size_t)call->parts->param_count,
+                                  marks, states, steps, &moved) != OOMKIT_OK) {
+        return oomkit_bridge_failed("compare the gradients of the parameters");
+    }
+    return (Py_ssize_t)moved;
 }
 
 /* Host copies of the gradients that are there now, once per call. All or none: without
@@ -78,37 +87,20 @@ int
 oomkit_grads_mark(oomkit_call *call)
 {
     oomkit_grads *g = &call->grads;
-    oomkit_state *st = call->st;
     Py_ssize_t i, n = call->parts->param_count;
 
     if (g->marked) {
         return 0;
     }
     g->at_entry = 0;
-    if (st->bridge == NULL) {
-        if (grads_mark_plain(call) < 0) {
-            return -1;
-        }
-    } else {
-        if (g->marks == NULL) {
-            g->marks = PyMem_Malloc((size_t)(n + 1) * sizeof(*g->marks));
-            if (g->marks == NULL) {
-                PyErr_NoMemory();
-                return -1;
-            }
-        }
-        if (st->bridge->grads_mark((const void *const *)call->parts->params,
-                                   st->impl_offset, (size_t)n, g->marks) != OOMKIT_OK) {
-            PyErr_SetString(PyExc_RuntimeError,
-                            "oomkit could not mark the gradients of the parameters");
-            return -1;
-        }
-        for (i = 0; i < n && !g->at_entry; i++) {
-            g->at_entry = g->marks[i].grad != NULL;
-        }
+    if (oomkit_grads_marks_take(call, &g->marks) < 0) {
+        return -1;
+    }
+    for (i = 0; i < n && !g->at_entry; i++) {
+        g->at_entry = g->marks[i].grad != NULL;
     }
     g->marked = 1;
-    g->engine_runs = st->engine_runs;
+    g->engine_runs = call->st->engine_runs;
     oomkit_baseline_marked(call, g->at_entry);
     if (g->at_entry && !g->eager && g->owed == OOMKIT_OWED_NOTHING &&
         !oomkit_proof_of_whole(call) &&
@@ -338,28 +330,8 @@ oomkit_grads_abandon(oomkit_call *call)
 int
 oomkit_grads_note_last(oomkit_call *call)
 {
-    oomkit_grads *g = &call->grads;
-    const oomkit_bridge *bridge = call->st->bridge;
-    size_t n = (size_t)call->parts->param_count;
-
-    if (bridge == NULL || n == 0) {
-        return 0;
-    }
-    if (g->after != NULL) {
-        bridge->grads_release(g->after, n);
-    } else {
-        g->after = PyMem_Malloc(n * sizeof(*g->after));
-        if (g->after == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
-    }
-    if (bridge->grads_mark((const void *const *)call->parts->params,
-                           call->st->impl_offset, n, g->after) != OOMKIT_OK) {
-        PyMem_Free(g->after);
-        g->after = NULL;
-    }
-    return 0;
+    oomkit_grads_marks_drop(call, &call->grads.after);
+    return oomkit_grads_marks_take(call, &call->grads.after);
 }
 
 /* Before the next one: did the step clear or change them meanwhile? 1, 0 or -1.
@@ -367,25 +339,20 @@ oomkit_grads_note_last(oomkit_call *call)
 int
 oomkit_grads_changed_since(oomkit_call *call)
 {
-    oomkit_grads *g = &call->grads;
-    const oomkit_bridge *bridge = call->st->bridge;
-    size_t moved = 0, n = (size_t)call->parts->param_count;
+    const oomkit_grads *g = &call->grads;
     OWNED_MEMORY uint8_t *states = NULL;
+    Py_ssize_t moved;
 
     if (g->after == NULL) {
         return 0;
     }
-    states = PyMem_Malloc(n);
+    states = PyMem_Malloc((size_t)call->parts->param_count);
     if (states == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    if (bridge->grads_compare((const void *const *)call->parts->params,
-                              call->st->impl_offset, n, g->after, states, NULL,
-                              &moved) != OOMKIT_OK) {
-        moved = 1;
-    }
-    return moved != 0;
+    moved = oomkit_grads_marks_compare(call, g->after, states, NULL);
+    return moved < 0 ? -1 : moved != 0;
 }
 
 /* Forgets the marks of an attempt; copies and gradients set aside outlive it. */
@@ -394,19 +361,13 @@ oomkit_grads_end_attempt(oomkit_call *call)
 {
     oomkit_grads *g = &call->grads;
 
-    if (g->marked && call->st->bridge != NULL) {
+    if (g->marked) { /* the array is for the next attempt */
         call->st->bridge->grads_release(g->marks, (size_t)call->parts->param_count);
     }
-    if (g->after != NULL) {
-        call->st->bridge->grads_release(g->after, (size_t)call->parts->param_count);
-        PyMem_Free(g->after);
-        g->after = NULL;
-    }
+    oomkit_grads_marks_drop(call, &g->after);
     oomkit_grads_end_micro(call);
     g->marked = 0;
     oomkit_baseline_unmarked(call);
-    grads_array_free(call, &g->held);
-    MEMORY_CLEAR(g->held_versions);
 }
 
 static int

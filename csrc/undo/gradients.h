@@ -155,7 +155,7 @@ oomkit_grads_since_micro(oomkit_call *call, uint8_t *states);
 static inline int
 oomkit_grads_micro_marked(const oomkit_call *call)
 {
-    return call->grads.began != NULL || call->grads.began_versions != NULL;
+    return call->grads.began != NULL;
 }
 
 /* --- arrays --- */
@@ -198,5 +198,20 @@ grads_set(oomkit_call *call, Py_ssize_t i, PyObject *gradient)
 {
     return PyObject_SetAttr(call->parts->params[i], call->st->str_grad, gradient);
 }
+
+/* gradients.c: marks every gradient, in an array that is made where *marks is NULL. 0,
+ * or -1 with an exception, and *marks is NULL again. */
+int
+oomkit_grads_marks_take(oomkit_call *call, oomkit_grad_mark **marks);
+
+/* Lets go of the array and of what is marked in it; *marks may be NULL. */
+void
+oomkit_grads_marks_drop(oomkit_call *call, oomkit_grad_mark **marks);
+
+/* states[i] and, unless `steps` is NULL, steps[i] of every parameter against the marks;
+ * how many are not as they were. -1 with an exception. */
+Py_ssize_t
+oomkit_grads_marks_compare(oomkit_call *call, const oomkit_grad_mark *marks,
+                           uint8_t *states, uint32_t *steps);
 
 #endif

@@ -69,8 +69,7 @@ param_copies_measure(const oomkit_call *call, uint64_t *total)
         }
         *total += facts.bytes;
         item->shape = facts.shape_hash;
-        if (call->st->bridge != NULL && facts.device_type == 0 && facts.is_strided &&
-            facts.bytes <= IMAGE_BYTES) {
+        if (facts.device_type == 0 && facts.is_strided && facts.bytes <= IMAGE_BYTES) {
             item->bytes = facts.bytes;
         }
     }

@@ -54,11 +54,10 @@ oomkit_buffers_free(oomkit_buffers *buffers);
 int
 oomkit_buffers_versions(oomkit_state *st, const oomkit_savepoint *savepoint,
                         uint32_t **versions);
-/* Values of those of the call: *copies (owned) is a list of (tensor, host copy), NULL
- * where it could not be made. *used is set where a version is not that in `after`
- * (borrowed), or there are none. 0 or -1. */
+/* Values of those of the call: *copies gets the host copy of each. *used is set where a
+ * version is not that in `after` (borrowed), or there are none. 0 or -1. */
 int
-oomkit_buffers_now(const oomkit_call *call, const uint32_t *after, PyObject **copies,
+oomkit_buffers_now(const oomkit_call *call, const uint32_t *after, oomkit_memo **copies,
                    int *used);
 
 /* --- buffers_back.c --- */

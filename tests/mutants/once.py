@@ -229,8 +229,8 @@ MUTANTS = [
         "clears-nothing-where-there-is-one",
         "zero_grad() is left out only where no gradient is there",
         "csrc/hook/zero_grad.c",
-        "            none &= marks[i].grad == NULL;",
-        "            none &= 1;",
+        "        none &= marks[i].grad == NULL;",
+        "        none &= 1;",
         ("hook/test_once_clearing.py::"
          "test_a_gradient_that_is_there_is_cleared_in_every_micro_batch",),
     ),
