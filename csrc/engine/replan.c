@@ -153,6 +153,10 @@ replan_next(oomkit_call *call, oomkit_keep keep, int64_t failed_rows,
     oomkit_signature_failed(call, failed_rows);
     oomkit_signature_request(call, &request, &known);
     request.batch = call->batch.rows - done;
+    if (call->cut->slices ==
+        NULL) { /* not planned so far: a caller's backward failed */
+        failed.rung = known->rung;
+    }
     failed.batch = request.batch;
     failed.multiple_of = request.multiple_of;
     failed.first = 0;
