@@ -33,7 +33,9 @@ typedef struct oomkit_update_need {
     Py_ssize_t items; /* parameters and state values that the figures are of; 0: none */
     uint64_t roomy;   /* with so many bytes left nobody has to look closer */
     uint64_t peak;    /* measured above what was there before it; 0: not measured */
-    int failed;       /* it ran out of memory where it was to fit: so many in parts */
+    const PyTypeObject *type; /* borrowed, compared only: its class, and of that: */
+    int versions_tell;        /* what it writes shows in versions of tensors */
+    int failed; /* it ran out of memory where it was to fit: so many in parts */
 } oomkit_update_need;
 
 typedef struct oomkit_owner {
