@@ -85,7 +85,7 @@ def with_oomkit(setup: Setup, work: Workload, size: int) -> dict[str, Any]:
     model, optimizer = work.start(setup)
     x, y = work.batch(work.rows, setup.device)
 
-    @oomkit.auto_batch(model=model, optimizer=optimizer, verify=False, label=work.name)
+    @oomkit.auto_batch(model=model, optimizer=optimizer, verify=False, ladder=(), label=work.name)
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
         optimizer.zero_grad()
         work.loss(model, x, y).backward()
