@@ -79,7 +79,8 @@ def is_independent(optimizer: object) -> bool:
     """Say whether an optimizer's update may be made in parts.
 
     Args:
-        optimizer: an instance; ``differentiable=True`` in any of its groups makes it ``False``.
+        optimizer: an instance. ``differentiable=True`` in any of its groups, a parameter that
+            is in them twice and a GradScaler's ``grad_scale`` make it ``False``.
     """
     cls = type(optimizer)
     if cls not in _registered:
@@ -88,8 +89,13 @@ def is_independent(optimizer: object) -> bool:
             return False
     elif not _registered[cls]:
         return False
+    if getattr(optimizer, "grad_scale", None) is not None:
+        return False  # a fused update under a GradScaler writes to gradients: once only
     groups = getattr(optimizer, "param_groups", [])
-    return not any(group.get("differentiable") for group in groups)
+    if any(group.get("differentiable") for group in groups):
+        return False
+    params = [id(p) for group in groups for p in group.get("params", ())]
+    return len(set(params)) == len(params)
 
 
 def _state_copies(name: str, group: dict[str, Any]) -> int:

@@ -194,7 +194,8 @@ oomkit_ladder_begins(oomkit_call *call, const oomkit_plan_request *request)
     if (entry == NULL || entry->known.rung == 0) {
         return 0;
     }
-    if (oomkit_rung_is_roomy(&entry->known, room_without(call, request))) {
+    if (!oomkit_rung_allowed(call, (oomkit_rung)entry->known.rung) ||
+        oomkit_rung_is_roomy(&entry->known, room_without(call, request))) {
         oomkit_know_rung(&entry->known, 0, 0);
         return 1;
     }

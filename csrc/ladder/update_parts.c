@@ -102,6 +102,9 @@ owns_memory(oomkit_state *st, PyObject *tensor)
     if (oomkit_tensor_facts_get(st, tensor, 0, &facts) < 0) {
         return -1;
     }
+    if (!facts.is_strided) { /* a sparse one has no storage */
+        return 0;
+    }
     storage = PyObject_CallMethod(tensor, "untyped_storage", NULL);
     bytes = storage == NULL ? NULL : PyObject_CallMethod(storage, "nbytes", NULL);
     return bytes == NULL ? -1 : PyLong_AsUnsignedLongLong(bytes) == facts.bytes;
@@ -236,8 +239,8 @@ parts_undo(const parts_run *run, Py_ssize_t at, Py_ssize_t count)
     return oomkit_grad_mode_back(call->st, mode, result);
 }
 
-/* An error that is none of memory, or memory for one parameter that is not to be had:
- * after one of memory everything is as before step(). Keeps it in flight. -1 always. */
+/* An error that nothing helps against: everything is as before step(). Keeps it in
+ * flight. -1 always. */
 static int
 parts_give_up(parts_run *run, Py_ssize_t count)
 {
@@ -246,12 +249,12 @@ parts_give_up(parts_run *run, Py_ssize_t count)
 
     if (oomkit_exception_classify(st, exception) != OOMKIT_CLASS_OTHER) {
         oomkit_exception_clear_frames(st, exception, NULL);
-        if (parts_undo(run, 0, count) < 0 ||
-            oomkit_optimizer_undo(run->call, run->index) < 0) {
-            run->call->refused.raised = 1;
-            Py_DECREF(exception);
-            return -1;
-        }
+    }
+    if (parts_undo(run, 0, count) < 0 ||
+        oomkit_optimizer_undo(run->call, run->index) < 0) {
+        run->call->refused.raised = 1;
+        Py_DECREF(exception);
+        return -1;
     }
     oomkit_exception_give(exception);
     return -1;
@@ -476,6 +479,7 @@ parts_function(PyObject *capsule, PyObject *given)
         return NULL;
     }
     if (grads_move(run, 0, run->count, 1) < 0) {
+        parts_give_up(run, run->count);
         return NULL;
     }
     return Py_XNewRef(run->result == NULL ? Py_None : run->result);
