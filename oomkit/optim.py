@@ -28,18 +28,18 @@ _STATE_COPIES: dict[str, int] = {
 # (tests/optim measures it again): in sizes of the largest parameter where parameters are
 # updated one after the other, and in sizes of all of them for foreach=True.
 _TEMPORARIES: dict[str, tuple[float, float]] = {
-    "Adadelta": (2.5, 2.0),
-    "Adafactor": (1.6, 1.0),
-    "Adagrad": (1.5, 2.0),
-    "Adam": (2.0, 1.0),
-    "AdamW": (2.0, 1.0),
-    "Adamax": (1.0, 1.0),
+    "Adadelta": (3.0, 2.0),
+    "Adafactor": (2.1, 1.0),
+    "Adagrad": (2.0, 2.0),
+    "Adam": (3.0, 1.0),
+    "AdamW": (3.0, 1.0),
+    "Adamax": (2.0, 1.0),
     "ASGD": (0.0, 1.0),
     "Muon": (3.1, 3.1),
-    "NAdam": (2.0, 1.0),
-    "RAdam": (5.0, 1.0),
-    "RMSprop": (1.5, 1.0),
-    "Rprop": (3.0, 2.0),
+    "NAdam": (3.0, 1.0),
+    "RAdam": (6.0, 1.0),
+    "RMSprop": (2.0, 1.0),
+    "Rprop": (4.0, 2.0),
     "SGD": (0.0, 0.0),
 }
 
@@ -142,9 +142,9 @@ def _factors(name: str, group: dict[str, Any]) -> tuple[float, float]:
         foreach = 2.0
     if decay:
         single += 1.0
-        foreach += 1.0 if name in ("NAdam", "Adadelta", "Adagrad", "SGD") and foreach < 3 else 0.0
+        foreach = max(foreach, 1.0) + (1.0 if name in ("NAdam", "Adadelta") else 0.0)
     if group.get("maximize"):
-        single, foreach = single + 1.5, foreach + 1.0
+        single, foreach = single + 2.0, foreach + 1.0
     return single, foreach
 
 

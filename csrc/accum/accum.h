@@ -99,6 +99,9 @@ oomkit_proven_clear(oomkit_proven *proven);
 /* Before an attempt is begun again: leaves that were met are taken in. 0 or -1. */
 int
 oomkit_unknown_take_in(oomkit_call *call, int why);
+/* Something else came between: they are not taken in. */
+void
+oomkit_unknown_forget(oomkit_call *call);
 int
 oomkit_unknown_check(oomkit_call *call, PyObject *result);
 /* At entry of an attempt: a buffer (borrowed) that requires grad takes part as a leaf.
@@ -114,8 +117,14 @@ oomkit_forward_begins(PyObject *module);
 /* --- unknown_leaves.c --- */
 int
 oomkit_unknown_meet(oomkit_call *call, PyObject *roots, int nested);
-/* Leaves without a gradient that the replay of a returned loss writes to: none again.
- * 0 or -1. */
+/* Leaves without a gradient that the replay of a returned loss writes to (a list, which
+ * outlives the call, or NULL); and none again. 0 or -1. */
+static inline void
+oomkit_unknown_note_loose(oomkit_call *call, PyObject *leaves)
+{
+    call->unknown.loose = leaves; /* borrowed from the caller's backward */
+}
+
 int
 oomkit_unknown_loose_drop(oomkit_call *call);
 int

@@ -2,6 +2,7 @@
  * attempt is begun again. Nothing but the forward of its first micro-batch has run. */
 #include "accum.h"
 #include "../hook/hook.h"
+#include "../undo/gradients.h"
 #include "../undo/undo.h"
 
 /* Those that outlived the attempt. New list or NULL. */
@@ -29,10 +30,7 @@ restart_grow(oomkit_call *call, Py_ssize_t params, Py_ssize_t roots)
     PyObject *exception = PyErr_Occurred() ? oomkit_exception_take() : NULL; /* owned */
     int result;
 
-    PyMem_Free(call->entry.versions);
-    PyMem_Free(call->entry.samples);
-    call->entry.versions = NULL;
-    call->entry.samples = NULL;
+    oomkit_params_unmark(call);
     result = oomkit_participants_hold(call->parts);
     if (oomkit_grads_grow(call, params) < 0 ||
         (result == 0 && oomkit_intercept_zero_grad(call, roots) < 0)) {
@@ -57,9 +55,8 @@ oomkit_restart_with_buffer(oomkit_call *call, PyObject *buffer)
 
     /* Gradients that are kept by number would go to others, and other calls have arrays
      * of as many parameters: then the graph shows it. */
-    if (oomkit_unknown_known(call, buffer) || call->deferred.replayed != NULL ||
-        parts->refs > 2 || call->grads.copies != NULL || call->grads.aside != NULL ||
-        call->grads.entry != NULL || call->grads.parked != NULL) {
+    if (oomkit_unknown_known(call, buffer) || oomkit_call_is_replay(call) ||
+        parts->refs > 2 || oomkit_grads_by_number(call)) {
         return 0;
     }
     if (parts->adopted == NULL && (parts->adopted = PyList_New(0)) == NULL) {
@@ -151,14 +148,14 @@ restart_take_in(oomkit_call *call)
         weakly = restart_remains(call);
         weakly = weakly > 0 ? restart_weakly(call) : weakly;
     }
-    Py_CLEAR(call->unknown.leaves);
+    oomkit_unknown_forget(call);
     if (taken == 0 && weakly == 0) {
         parts->leaves_die = 1;
-        call->unknown.restarts = OOMKIT_RESTARTS; /* another one would find as little */
+        call->tries.restarts = OOMKIT_RESTARTS; /* another one would find as little */
         return 0;
     }
-    shifted = tail > 0 && PyList_GET_SIZE(parts->roots) > roots &&
-              (call->grads.copies != NULL || call->grads.aside != NULL);
+    shifted =
+        tail > 0 && PyList_GET_SIZE(parts->roots) > roots && oomkit_grads_outlive(call);
     oomkit_participants_let_go(parts);
     if (restart_grow(call, params, roots) < 0 || taken < 0 || weakly < 0) {
         return -1;
@@ -170,6 +167,12 @@ restart_take_in(oomkit_call *call)
         return -1;
     }
     return 0;
+}
+
+void
+oomkit_unknown_forget(oomkit_call *call)
+{
+    Py_CLEAR(call->unknown.leaves);
 }
 
 int

@@ -17,7 +17,7 @@ oomkit_nothing_begin(oomkit_call *call, PyObject *root)
     oomkit_tensor_facts facts;
 
     call->cut->losses.is_nan = 0;
-    if (root == NULL || call->deferred.rowwise || call->deferred.replayed != NULL) {
+    if (root == NULL || oomkit_loss_is_rowwise(call) || oomkit_call_is_replay(call)) {
         return;
     }
     if (oomkit_tensor_facts_get(call->st, root, 0, &facts) < 0) {

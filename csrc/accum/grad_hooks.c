@@ -6,6 +6,7 @@
  * gradient, and cannot be taken back: such a step is neither split nor retried. */
 #include "accum.h"
 #include "../call/step.h"
+#include "../undo/gradients.h"
 #include "../undo/undo.h"
 
 int
@@ -169,14 +170,14 @@ static int
 hooks_before_backward(oomkit_call *call, oomkit_backward *backward)
 {
     (void)backward;
-    return call->cut->at == 0 && !call->grads.marked ? hooks_check(call) : 0;
+    return call->cut->at == 0 && !oomkit_grads_marked(call) ? hooks_check(call) : 0;
 }
 
 /* The caller's backward of a returned loss is made of these. */
 static int
 hooks_before_replay(oomkit_call *call)
 {
-    return call->split && call->deferred.replayed != NULL ? hooks_check(call) : 0;
+    return call->split && oomkit_call_is_replay(call) ? hooks_check(call) : 0;
 }
 
 const oomkit_rule oomkit_grad_hooks_rule = {.attempt_begins = hooks_before_replay,

@@ -48,7 +48,7 @@ hold_update(oomkit_call *call, oomkit_update *update)
          oomkit_given_note(self, update->args, n, update->kwnames) < 0)) {
         return -1;
     }
-    if (update->optimizer == NULL || call->updating.committed) {
+    if (update->optimizer == NULL || oomkit_update_is_final(call)) {
         return 0;
     }
     return call->cut->at == 0

@@ -198,7 +198,7 @@ adopt_refuse_siblings(oomkit_call *call, Py_ssize_t from)
 {
     Py_ssize_t i;
 
-    for (i = from; call->deferred.may_hold && i < call->parts->param_count; i++) {
+    for (i = from; call->tries.may_hold && i < call->parts->param_count; i++) {
         PyObject *param = call->parts->params[i];                         /* borrowed */
         PyObject *gradient = PyObject_GetAttr(param, call->st->str_grad); /* owned */
         int has = gradient != Py_None;
@@ -343,7 +343,7 @@ oomkit_unknown_adopt(oomkit_call *call, PyObject *leaf, PyObject *all)
         return -1;
     }
     Py_DECREF(gradient);
-    if (has && call->deferred.may_hold) {
+    if (has && call->tries.may_hold) {
         return adopt_refuse(
             call, leaf,
             "has a gradient that may hold a part of this batch already: "

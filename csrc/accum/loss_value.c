@@ -71,9 +71,8 @@ losses_keep(oomkit_call *call, PyObject *root)
     if (site->compared || loss->size != 0) {
         return;
     }
-    if (st->bridge != NULL && site->size != 0 &&
-        st->bridge->bytes_get(root, st->impl_offset, loss->bytes, site->size) ==
-            OOMKIT_OK) {
+    if (site->size != 0 && st->bridge->bytes_get(root, st->impl_offset, loss->bytes,
+                                                 site->size) == OOMKIT_OK) {
         loss->size = site->size;
         return;
     }
@@ -85,11 +84,9 @@ losses_keep(oomkit_call *call, PyObject *root)
     if (site->size == 0 || facts.bytes != site->size) {
         return;
     }
-    if (st->bridge != NULL && facts.device_type == 0) {
-        loss->size = st->bridge->bytes_get(root, st->impl_offset, loss->bytes,
-                                           site->size) == OOMKIT_OK
-                         ? site->size
-                         : 0;
+    if (st->bridge->bytes_get(root, st->impl_offset, loss->bytes, site->size) ==
+        OOMKIT_OK) {
+        loss->size = site->size;
     } else if (calls <= EARLY ? (calls & (calls - 1)) == 0 : calls % EARLY == 0) {
         losses_copy(st, root, loss);
     }
@@ -133,11 +130,9 @@ oomkit_loss_take(oomkit_state *st, PyObject *tensor, oomkit_loss *loss)
     if (size == 0 || facts.bytes != size) {
         return;
     }
-    if (st->bridge != NULL && facts.device_type == 0) {
-        loss->size = st->bridge->bytes_get(tensor, st->impl_offset, loss->bytes,
-                                           size) == OOMKIT_OK
-                         ? size
-                         : 0;
+    if (st->bridge->bytes_get(tensor, st->impl_offset, loss->bytes, size) ==
+        OOMKIT_OK) {
+        loss->size = size;
     } else { /* the same memory: worth nothing once the version has moved */
         loss->tensor = PyObject_CallMethodNoArgs(tensor, st->str_detach);
         loss->version = facts.version;
@@ -215,8 +210,8 @@ oomkit_loss_is_nan(oomkit_state *st, PyObject *root, int32_t dtype)
     if (loss.size == 0) {
         return 0;
     }
-    if (st->bridge == NULL || st->bridge->bytes_get(root, st->impl_offset, loss.bytes,
-                                                    loss.size) != OOMKIT_OK) {
+    if (st->bridge->bytes_get(root, st->impl_offset, loss.bytes, loss.size) !=
+        OOMKIT_OK) {
         return isnan(losses_item(st, root));
     }
     return isnan(oomkit_loss_value(st, &loss, dtype));
@@ -258,8 +253,7 @@ losses_unknown(oomkit_call *call)
     const oomkit_options *options = call->options;
 
     if (options->reduction_given || call->cut->losses.is_sum || options->verify == 1 ||
-        options->backward != NULL ||
-        call->deferred.returned != OOMKIT_RETURNED_NOTHING) {
+        options->backward != NULL || oomkit_loss_is_returned(call)) {
         return 0; /* stated, or verified anyway */
     }
     return oomkit_say(
@@ -274,8 +268,7 @@ losses_unknown(oomkit_call *call)
 static int
 losses_are_unverified(const oomkit_call *call)
 {
-    return call->options->verify < 0 &&
-           call->deferred.returned == OOMKIT_RETURNED_NOTHING &&
+    return call->options->verify < 0 && !oomkit_loss_is_returned(call) &&
            !call->step->losses.labels_said;
 }
 
@@ -384,7 +377,7 @@ losses_compare(oomkit_call *call, PyObject *root)
     oomkit_tensor_facts facts;
     double value, by_rows;
 
-    if (call->step->losses.compared || call->deferred.rowwise ||
+    if (call->step->losses.compared || oomkit_loss_is_rowwise(call) ||
         call->options->weight != NULL || call->cut->weights == NULL ||
         l->seen != call->cut->at) {
         return 0;

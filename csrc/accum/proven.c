@@ -20,7 +20,7 @@ proof_key(oomkit_call *call)
 {
     uint64_t hash =
         mix((uint64_t)call->batch.count + 1,
-            (uint64_t)call->parts->param_count * 2 + (call->deferred.replayed != NULL));
+            (uint64_t)call->parts->param_count * 2 + oomkit_call_is_replay(call));
     Py_ssize_t i;
 
     for (i = 0; i < call->batch.count; i++) {
@@ -171,7 +171,7 @@ oomkit_proof_is_new_sequence(oomkit_call *call)
     int i;
 
     if (call->proof != NULL || call->options->verify == 0 || call->cut->forced ||
-        call->unknown.restarts >= OOMKIT_RESTARTS) {
+        call->tries.restarts >= OOMKIT_RESTARTS) {
         return 0;
     }
     found = oomkit_proven_find(call);

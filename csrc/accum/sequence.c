@@ -2,7 +2,8 @@
  * calls. */
 #include "accum.h"
 #include "../call/step.h"
-#include "../py/frames.h"
+#include "../optim/optim.h"
+#include "../py/errors.h"
 #include "../undo/undo.h"
 
 static void
@@ -13,45 +14,6 @@ sequence_clear(oomkit_sequence *sequence)
     for (i = 0; i < count && i < OOMKIT_SEQUENCE; i++) {
         Py_CLEAR(sequence->events[i].where);
     }
-}
-
-/* Before a scaler's real update(): its scale, which update() changes in place. 0 or -1.
- */
-static int
-sequence_scale_note(oomkit_call *call, PyObject *scaler)
-{
-    OWNED PyObject *scale = PyObject_GetAttrString(scaler, "_scale");
-    PyObject *copy = NULL; /* owned, then stolen */
-
-    if (scale == NULL || scale == Py_None) {
-        return scale == NULL ? -1 : 0;
-    }
-    EXEMPT (call->st) {
-        copy = PyObject_CallMethodNoArgs(scale, call->st->str_clone);
-    }
-    return oomkit_pairs_add(&call->entry.owners.scales, scaler, copy);
-}
-
-/* Has a scaler found infinite gradients and skipped the update? Then a step that asks
- * (`if scaler.get_scale() >= before: scheduler.step()`) rightly leaves calls out. 1, 0
- * or -1. */
-static int
-sequence_update_skipped(const oomkit_call *call)
-{
-    Py_ssize_t i;
-    int skipped = 0;
-
-    for (i = 0; call->entry.owners.scales != NULL &&
-                i < PyList_GET_SIZE(call->entry.owners.scales) && !skipped;
-         i++) {
-        PyObject *pair = PyList_GET_ITEM(call->entry.owners.scales, i); /* borrowed */
-        OWNED PyObject *now =
-            PyObject_GetAttrString(PyTuple_GET_ITEM(pair, 0), "_scale");
-        OWNED PyObject *less =
-            now ? PyObject_RichCompare(now, PyTuple_GET_ITEM(pair, 1), Py_LT) : NULL;
-        skipped = less == NULL ? -1 : PyObject_IsTrue(less);
-    }
-    return skipped;
 }
 
 /* Where in the first course this event is, when it is not at `at`: only a skipped
@@ -70,7 +32,7 @@ sequence_find(oomkit_call *call, const void *target, const void *name, int at)
     if (target == NULL || i == at || i >= first->count) {
         return at;
     }
-    skipped = sequence_update_skipped(call);
+    skipped = oomkit_scale_fell(call);
     return skipped < 0 ? -1 : skipped ? i : at;
 }
 
@@ -151,14 +113,13 @@ sequence_skipped(oomkit_call *call)
     const char *what = NULL;
     int i, updates = call->sequence_waived;
 
-    if (call->deferred.replayed != NULL ||
-        call->deferred.returned != OOMKIT_RETURNED_NOTHING) {
+    if (oomkit_call_is_replay(call) || oomkit_loss_is_returned(call)) {
         return 0;
     }
     for (i = 0; i < first->count && i < OOMKIT_SEQUENCE; i++) {
         updates |= first->events[i].target != NULL;
     }
-    if (!call->training && call->deferred.may_hold) {
+    if (!call->training && call->tries.may_hold) {
         return oomkit_refuse_split(
             call,
             "with the whole batch it runs a backward(), with %lld micro-batches it "
@@ -195,7 +156,7 @@ sequence_finish(oomkit_call *call)
         return 0;
     }
     if (!call->sequence_waived && sequence->count < first->count) {
-        int skipped = sequence_update_skipped(call);
+        int skipped = oomkit_scale_fell(call);
         result = skipped != 0 ? (skipped < 0 ? -1 : 0)
                               : sequence_differs(call, NULL,
                                                  first->events[sequence->count].where);
@@ -254,7 +215,7 @@ static int
 sequence_update_runs(oomkit_call *call, const oomkit_update *update)
 {
     return update->method->name == call->st->str_update
-               ? sequence_scale_note(call, update->method->target)
+               ? oomkit_scale_note(call, update->method->target)
                : 0;
 }
 

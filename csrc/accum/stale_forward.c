@@ -3,7 +3,8 @@
  * it is there from the first update of a micro-batch of a split call to the end of that
  * micro-batch, and at no other time (compiled modules guard on it). */
 #include "accum.h"
-#include "../py/frames.h"
+#include "../optim/updating.h"
+#include "../py/errors.h"
 #include "../undo/undo.h"
 
 /* Adds the parameters in the groups of an optimizer to the set of updated ones. */
@@ -131,8 +132,7 @@ oomkit_forward_begins(PyObject *module)
     int holds;
 
     if (call == NULL || call->cut->stale.params == NULL ||
-        (call->hooked.depth > 0 && !call->hooked.closure) ||
-        (call->is_last && call->sequence_waived)) {
+        oomkit_update_runs_alone(call) || (call->is_last && call->sequence_waived)) {
         return 0; /* not ours; inside an update; or after the real one, as decided */
     }
     holds = forward_holds(call, module, 0);

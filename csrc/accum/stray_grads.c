@@ -2,90 +2,9 @@
  * past us. While the batch is split they carry no weight and are not parked, so they
  * are looked for before every backward and update and at the end of a micro-batch. */
 #include "accum.h"
+#include "../call/call.h"
 #include "../py/tensor.h"
 #include "../undo/gradients.h"
-#include "../undo/undo.h"
-
-/* At the start of a micro-batch of a split call. 0 or -1. */
-static int
-stray_mark(oomkit_call *call)
-{
-    oomkit_grads *g = &call->grads;
-    const oomkit_bridge *bridge = call->st->bridge;
-    size_t n = (size_t)call->parts->param_count, i;
-
-    oomkit_grads_end_micro(call);
-    if (bridge != NULL) {
-        g->began = PyMem_Calloc(n + 1, sizeof(*g->began));
-        if (g->began == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        if (bridge->grads_mark((const void *const *)call->parts->params,
-                               call->st->impl_offset, n, g->began) != OOMKIT_OK) {
-            PyMem_Free(g->began);
-            g->began = NULL;
-            PyErr_SetString(PyExc_RuntimeError,
-                            "oomkit could not mark the gradients of the parameters");
-            return -1;
-        }
-        return 0;
-    }
-    g->began_versions = PyMem_Calloc(n + 1, sizeof(*g->began_versions));
-    if (g->began_versions == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (i = 0; i < n; i++) {
-        uint32_t version = 0;
-        OWNED PyObject *gradient = grads_get(call, (Py_ssize_t)i);
-        int result = gradient == NULL ? -1
-                     : gradient == Py_None
-                         ? 0
-                         : oomkit_tensor_version(call->st, gradient, &version);
-        g->began_versions[i] = gradient == Py_None ? 0 : version + 1;
-        if (result < 0) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
-/* OOMKIT_GRAD_* of every parameter against the start of the micro-batch. 0 or -1. */
-static int
-stray_states(oomkit_call *call, uint8_t *states)
-{
-    oomkit_grads *g = &call->grads;
-    Py_ssize_t i, n = call->parts->param_count;
-    size_t moved;
-
-    if (g->began != NULL) {
-        if (call->st->bridge->grads_compare((const void *const *)call->parts->params,
-                                            call->st->impl_offset, (size_t)n, g->began,
-                                            states, NULL, &moved) == OOMKIT_OK) {
-            return 0;
-        }
-        PyErr_SetString(PyExc_RuntimeError,
-                        "oomkit could not compare the gradients of the parameters");
-        return -1;
-    }
-    for (i = 0; g->began_versions != NULL && i < n; i++) {
-        uint32_t version = 0, was = g->began_versions[i];
-        OWNED PyObject *gradient = grads_get(call, i);
-        int result = gradient == NULL ? -1
-                     : gradient == Py_None
-                         ? 0
-                         : oomkit_tensor_version(call->st, gradient, &version);
-        states[i] = gradient == Py_None  ? OOMKIT_GRAD_GONE
-                    : was == 0           ? OOMKIT_GRAD_NEW
-                    : was == version + 1 ? OOMKIT_GRAD_SAME
-                                         : OOMKIT_GRAD_MOVED;
-        if (result < 0) {
-            return -1;
-        }
-    }
-    return 0;
-}
 
 /* A gradient of zeros is one that was cleared. 1 something is in it, 0, or -1. */
 static int
@@ -117,7 +36,7 @@ static int
 stray_drop(oomkit_call *call, const uint8_t *states)
 {
     Py_ssize_t i;
-    for (i = 0; !call->grads.marked && i < call->parts->param_count; i++) {
+    for (i = 0; !oomkit_grads_marked(call) && i < call->parts->param_count; i++) {
         if (states[i] == OOMKIT_GRAD_NEW && grads_set(call, i, Py_None) < 0) {
             return -1;
         }
@@ -153,8 +72,8 @@ stray_refuse(oomkit_call *call)
     OWNED PyObject *name = NULL;
     int result;
 
-    if ((!call->grads.is_parked && call->backward.done > 0) ||
-        (call->grads.began == NULL && call->grads.began_versions == NULL)) {
+    if ((!oomkit_grads_parked(call) && call->backward.done > 0) ||
+        !oomkit_grads_micro_marked(call)) {
         return 0;
     }
     states = PyMem_Calloc((size_t)call->parts->param_count + 1, 1);
@@ -162,7 +81,7 @@ stray_refuse(oomkit_call *call)
         PyErr_NoMemory();
         return -1;
     }
-    if (stray_states(call, states) < 0) {
+    if (oomkit_grads_since_micro(call, states) < 0) {
         return -1;
     }
     result = stray_find(call, states, &which);
@@ -185,7 +104,7 @@ stray_refuse(oomkit_call *call)
         call->backward.done > 0
             ? ", or guard the line with `if oomkit.current().is_last:`"
             : "",
-        call->tries.ooms > 0 && !call->grads.marked
+        call->tries.ooms > 0 && !oomkit_grads_marked(call)
             ? "; gradients may hold a part of this batch: call zero_grad() before "
               "going on"
             : "");
@@ -194,7 +113,7 @@ stray_refuse(oomkit_call *call)
 static int
 stray_micro_begins(oomkit_call *call)
 {
-    return call->split ? stray_mark(call) : 0;
+    return call->split ? oomkit_grads_micro_begins(call) : 0;
 }
 
 static int

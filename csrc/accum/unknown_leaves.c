@@ -111,11 +111,11 @@ meet_refuse(oomkit_call *call, PyObject *leaf)
 static int
 meet_is_loose(const oomkit_call *call, PyObject *leaf)
 {
-    Py_ssize_t i = 0, n = call->deferred.loose == NULL
+    Py_ssize_t i = 0, n = call->unknown.loose == NULL
                               ? 0
-                              : PyList_GET_SIZE(call->deferred.loose);
+                              : PyList_GET_SIZE(call->unknown.loose);
 
-    while (i < n && PyList_GET_ITEM(call->deferred.loose, i) != leaf) {
+    while (i < n && PyList_GET_ITEM(call->unknown.loose, i) != leaf) {
         i++;
     }
     return i < n && !PyObject_TypeCheck(leaf, (PyTypeObject *)call->st->Parameter);
@@ -127,10 +127,10 @@ oomkit_unknown_loose_drop(oomkit_call *call)
     Py_ssize_t i;
     int result = 0;
 
-    for (i = 0; call->deferred.loose != NULL &&
-                i < PyList_GET_SIZE(call->deferred.loose) && result == 0;
+    for (i = 0; call->unknown.loose != NULL &&
+                i < PyList_GET_SIZE(call->unknown.loose) && result == 0;
          i++) {
-        PyObject *leaf = PyList_GET_ITEM(call->deferred.loose, i); /* borrowed */
+        PyObject *leaf = PyList_GET_ITEM(call->unknown.loose, i); /* borrowed */
         if (meet_is_loose(call, leaf)) {
             result = PyObject_SetAttr(leaf, call->st->str_grad, Py_None);
         }
@@ -146,7 +146,7 @@ meet_late(oomkit_call *call, PyObject *roots)
     OWNED PyObject *found = NULL;
     Py_ssize_t i;
 
-    if (!call->deferred.may_hold) {
+    if (!call->tries.may_hold) {
         return 0;
     }
     found = graph_strangers(call, roots);
@@ -179,7 +179,7 @@ oomkit_unknown_meet(oomkit_call *call, PyObject *roots, int nested)
     int restart = !nested && !call->parts->leaves_die;
     /* Others may have arrays of as many parameters: the returned losses of this site.
      */
-    int alone = call->deferred.replayed == NULL && call->parts->refs <= 2;
+    int alone = !oomkit_call_is_replay(call) && call->parts->refs <= 2;
 
     if (call->cut->at > 0) {
         return meet_late(call, roots);
@@ -191,7 +191,7 @@ oomkit_unknown_meet(oomkit_call *call, PyObject *roots, int nested)
             result = alone ? 0 : meet_refuse(call, leaf);
         }
     }
-    restart = restart && alone && n > 0 && call->unknown.restarts < OOMKIT_RESTARTS;
+    restart = restart && alone && n > 0 && call->tries.restarts < OOMKIT_RESTARTS;
     for (i = 0; i < n && result == 0; i++) {
         PyObject *leaf = PyList_GET_ITEM(found, i); /* borrowed */
         if (meet_is_loose(call, leaf)) {
@@ -206,7 +206,7 @@ oomkit_unknown_meet(oomkit_call *call, PyObject *roots, int nested)
     }
     Py_XDECREF(found);
     if (result == 0 && restart) {
-        call->unknown.restart = OOMKIT_RESTART_UNKNOWN;
+        call->tries.restart = OOMKIT_RESTART_UNKNOWN;
         oomkit_raise(call->st->SplitError,
                      "auto_batch begins the step again, with tensors that take part in "
                      "the loss and that it did not find before; let this error pass");
@@ -265,7 +265,7 @@ oomkit_unknown_optimizer_begins(PyObject *optimizer)
     oomkit_call *call = oomkit_call_current();
     int index;
 
-    if (call == NULL || call->hooked.depth > 0) {
+    if (call == NULL || oomkit_update_runs(call)) {
         return 0;
     }
     if (call->split) {
@@ -278,7 +278,7 @@ oomkit_unknown_optimizer_begins(PyObject *optimizer)
     if (oomkit_optimizer_mark_take(call, optimizer, &index) < 0) {
         return -1;
     }
-    call->unknown.steps++;
+    oomkit_update_of_unknown_begins(call);
     return 0;
 }
 
@@ -287,9 +287,9 @@ void
 oomkit_unknown_optimizer_ends(void)
 {
     oomkit_call *call = oomkit_call_current();
-    if (call != NULL && call->hooked.depth == 0 && call->unknown.steps > 0) {
-        call->unknown.steps--;
-        call->unknown.updates++;
+    if (call != NULL && !oomkit_update_runs(call) &&
+        oomkit_update_of_unknown_runs(call)) {
+        oomkit_update_of_unknown_ends(call);
     }
 }
 
@@ -329,6 +329,20 @@ unknown_remain(oomkit_call *call)
                : NULL;
 }
 
+static void
+unknown_attempt_ends(oomkit_call *call)
+{
+    Py_CLEAR(call->unknown.of_graph);
+    Py_CLEAR(call->unknown.of_step);
+}
+
+static void
+unknown_call_ends(oomkit_call *call)
+{
+    unknown_attempt_ends(call);
+    Py_CLEAR(call->unknown.leaves);
+}
+
 const oomkit_rule oomkit_unknown_leaves_rule = {
     .leaf_at_entry = oomkit_restart_with_buffer,
     .backward_begins = unknown_backward,
@@ -337,4 +351,6 @@ const oomkit_rule oomkit_unknown_leaves_rule = {
     .micro_ends = unknown_micro_ends,
     .failure_remains = unknown_remain,
     .gradients_go_back = oomkit_unknown_loose_drop,
-    .before_restart = oomkit_unknown_take_in};
+    .before_restart = oomkit_unknown_take_in,
+    .attempt_ends = unknown_attempt_ends,
+    .call_ends = unknown_call_ends};

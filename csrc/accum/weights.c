@@ -4,6 +4,7 @@
 #include "../batch/batch.h"
 #include "../call/call.h"
 #include "../call/step.h"
+#include "../optim/updating.h"
 #include "../py/tensor.h"
 #include "../result/result.h"
 
@@ -258,15 +259,13 @@ oomkit_weights_set(oomkit_call *call)
                     ? weights_rule_is(rule, "sum")
                     : l->counts_items || (options->weight == NULL &&
                                           options->reduction == OOMKIT_REDUCTION_SUM);
-    call->cut->join.is_sum = rule != NULL ? l->is_sum : l->counts_items;
-    call->cut->join.found = rule != NULL;
-    call->cut->join.groups = 0;
+    oomkit_join_weighed(&call->cut->join, rule != NULL ? l->is_sum : l->counts_items,
+                        rule != NULL);
     if (options->weight != NULL) {
         if (weights_measured(call) < 0) {
             return -1;
         }
-        call->cut->join.groups = l->groups;
-        call->cut->join.group_weights = l->group_weights;
+        oomkit_join_grouped(&call->cut->join, l->group_weights, l->groups);
         return 0;
     }
     for (i = 0; i < call->cut->count; i++) {
@@ -297,7 +296,7 @@ weights_next(oomkit_call *call)
 {
     const oomkit_losses *l = &call->cut->losses;
 
-    if (call->cut->weights == NULL || call->deferred.rowwise) {
+    if (call->cut->weights == NULL || oomkit_loss_is_rowwise(call)) {
         return 1.0;
     }
     if (l->groups == 0 || !call->split) {
@@ -522,7 +521,8 @@ weights_check(oomkit_call *call, PyObject *result)
     oomkit_loss_site *site = &call->step->losses;
     int loss;
 
-    if (call->cut->losses.groups > 0 && call->training && !call->updating.committed &&
+    if (call->cut->losses.groups > 0 && call->training &&
+        !oomkit_update_is_final(call) &&
         call->backward.done != call->cut->losses.groups) {
         return weights_refuse(call, call->backward.done, "");
     }
@@ -537,6 +537,18 @@ weights_check(oomkit_call *call, PyObject *result)
     }
     loss = call->training ? 1 : result_is_loss(call, result);
     return loss <= 0 ? loss : labels_check(call);
+}
+
+int
+oomkit_losses_are_sums(const oomkit_call *call)
+{
+    return call->cut->losses.is_sum;
+}
+
+void
+oomkit_weights_on_trial(oomkit_call *call, PyObject *const *rule)
+{
+    call->cut->losses.on_trial = rule;
 }
 
 static void

@@ -14,6 +14,14 @@ struct oomkit_call;
 int
 oomkit_weights_set(struct oomkit_call *call);
 
+/* Are the losses of the micro-batches added up as they are? */
+int
+oomkit_losses_are_sums(const struct oomkit_call *call);
+
+/* A proof runs, where `rule` (borrowed) has its weights; NULL: it is over. */
+void
+oomkit_weights_on_trial(struct oomkit_call *call, PyObject *const *rule);
+
 /* weight= of the batch's rows start .. start + length into values[0 .. *groups), made
  * by PyMem (free it); *groups is 0 for a plain number. NULL with an exception. */
 double *
@@ -60,6 +68,17 @@ void
 oomkit_loss_take(oomkit_state *st, PyObject *tensor, oomkit_loss *loss);
 void
 oomkit_loss_drop(oomkit_loss *loss);
+/* Is there one? Is it known to be of half precision, as a scalar on the CPU? */
+static inline int
+oomkit_loss_known(const oomkit_loss *loss)
+{
+    return loss->size != 0 || loss->tensor != NULL;
+}
+static inline int
+oomkit_loss_is_half(const oomkit_loss *loss)
+{
+    return loss->size == 2;
+}
 
 /* The same of a small one with several elements: its memory, while it is as it was. */
 void

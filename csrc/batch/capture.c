@@ -22,12 +22,9 @@ typedef struct capture {
 static int
 capture_facts(capture *c, PyObject *tensor, oomkit_tensor_facts *facts)
 {
-    const oomkit_bridge *bridge = c->st->bridge;
-    if (bridge != NULL &&
-        bridge->tensor_facts(tensor, c->st->impl_offset, c->dim, facts) == OOMKIT_OK) {
-        return 1;
-    }
-    if (oomkit_tensor_facts_get(c->st, tensor, c->dim, facts) == 0) {
+    if (c->st->bridge->tensor_facts(tensor, c->st->impl_offset, c->dim, facts) ==
+            OOMKIT_OK ||
+        oomkit_attribute_facts(tensor, c->dim, facts) == 0) {
         return 1;
     }
     if (PyErr_ExceptionMatches(PyExc_MemoryError) ||
@@ -79,7 +76,7 @@ packed_rows(const capture *c, Py_ssize_t at)
     oomkit_tensor_facts facts;
     OWNED_MEMORY int64_t *values = NULL;
 
-    if (bridge == NULL || sizes->children < 2) {
+    if (sizes->children < 2) {
         return -1;
     }
     sizes = &c->batch->nodes[oomkit_node_end(c->batch, at + 1)];

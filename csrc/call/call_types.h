@@ -1,4 +1,6 @@
-/* One protected call: everything that belongs to it, from entry to return. */
+/* One protected call: everything that belongs to it, from entry to return. What belongs
+ * to one concern is defined here because the call embeds it: the comment begins with
+ * its folder, and no other one names its fields (tests/house/test_concerns.py). */
 #ifndef OOMKIT_CALL_CALL_TYPES_H
 #define OOMKIT_CALL_CALL_TYPES_H
 
@@ -11,7 +13,7 @@
 #include "../core/plan.h"
 #include "../core/status.h"
 
-/* --- gradients.c --- */
+/* --- undo: gradients.c --- */
 typedef enum {
     OOMKIT_OWED_NOTHING = 0,
     OOMKIT_OWED_LATER, /* what the failed attempt has added is to be taken off */
@@ -21,15 +23,12 @@ typedef enum {
 
 typedef struct oomkit_grads {
     oomkit_grad_mark *marks; /* one per parameter; weak holds of the bridge */
-    PyObject **held;         /* without a bridge: owned weak references (or None) */
-    uint32_t *held_versions; /* without a bridge */
     oomkit_grad_mark *after; /* after a backward of the last micro-batch, or NULL */
     PyObject **copies;       /* owned host copies of the gradients at entry, or NULL */
     PyObject **parked;       /* owned gradients of finished micro-batches, or NULL */
     PyObject **aside; /* owned gradients that hold the whole contribution, or NULL */
     int aside_said;   /* the error that ends the call tells of them */
-    oomkit_grad_mark *began;  /* split: marks when the micro-batch began, or NULL */
-    uint32_t *began_versions; /* the same without a bridge: version + 1, 0 for none */
+    oomkit_grad_mark *began; /* split: marks when the micro-batch began, or NULL */
     PyObject *
         *entry; /* owned: the caller's gradients, put away while ours accumulate */
     int eager;  /* what accumulates is for a stash: .grad stays the caller's */
@@ -45,7 +44,7 @@ typedef struct oomkit_grads {
     int at_entry; /* some parameter had a gradient when the marks were taken */
 } oomkit_grads;
 
-/* --- buffers.c --- */
+/* --- undo: buffers.c --- */
 typedef struct oomkit_buffer {
     PyObject *tensor; /* owned until the end of the call */
     PyObject *module; /* owned likewise */
@@ -60,17 +59,17 @@ typedef struct oomkit_buffers {
     Py_ssize_t count, room;
 } oomkit_buffers;
 
-/* --- random.c --- */
+/* --- undo: random.c --- */
 typedef struct oomkit_rng {
     PyObject *cpu_state;    /* owned tensor, or NULL */
     PyObject *cpu_bytes;    /* owned: the same for comparing alone, or NULL */
-    PyObject *others;       /* owned list of (generator, state...), or NULL */
+    oomkit_memo *others;    /* generators: state */
     PyObject *random_state; /* owned, or NULL */
     PyObject *numpy_state;  /* owned, or NULL */
-    PyObject *streams;      /* owned list of (generator, state), or NULL */
+    oomkit_memo *streams;   /* generators of the user's: state */
 } oomkit_rng;
 
-/* --- optimizer.c --- */
+/* --- optim: optimizer.c --- */
 typedef struct oomkit_state_item {
     PyObject *key; /* owned: name in a parameter's state, NULL for a parameter itself */
     PyObject *value; /* owned: tensor or plain value */
@@ -91,7 +90,7 @@ typedef struct oomkit_optimizer_mark {
     PyObject *beside;  /* owned: what it keeps elsewhere (keepsake), or NULL */
 } oomkit_optimizer_mark;
 
-/* --- method.c --- */
+/* --- hook: method.c --- */
 typedef struct oomkit_interception {
     PyObject *target;      /* owned until removed */
     PyObject *dict;        /* owned: the instance dictionary */
@@ -114,7 +113,7 @@ typedef struct oomkit_sequence {
     int count;
 } oomkit_sequence;
 
-/* scheduler_args.c, parameter_slots.c, parameters.c */
+/* optim: scheduler_args.c; undo: parameter_slots.c, parameters.c */
 typedef struct oomkit_metric oomkit_metric;
 typedef struct oomkit_slot oomkit_slot;
 typedef struct oomkit_param_copies oomkit_param_copies;
@@ -139,15 +138,12 @@ enum {
     OOMKIT_RESTART_OWED         /* recompute.c has what it wanted */
 };
 
-/* refused_sizes.c: the step itself raised an error for the size of a micro-batch. */
+/* engine: the step itself raised an error for the size of a micro-batch. */
 #define OOMKIT_UNFIT 3 /* so often in one call */
 
 typedef struct oomkit_unfit_sizes {
-    int64_t least;              /* rows that another size has at least, or 0 */
     int64_t rows[OOMKIT_UNFIT]; /* of the micro-batches that it was raised in */
     int count;
-    int even;       /* other sizes are even */
-    int by_step;    /* the last micro-batch was ended by the function itself */
     PyObject *said; /* owned: the last of these errors, or NULL */
 } oomkit_unfit_sizes;
 
@@ -174,14 +170,24 @@ typedef struct oomkit_log {
     uint32_t rung;    /* the highest that was used */
 } oomkit_log;
 
-/* What was measured, for the planner and the record. */
+/* At the first backward of this attempt some parameter had a gradient, or none. */
+typedef enum {
+    OOMKIT_GRADIENTS_UNSEEN = 0,
+    OOMKIT_GRADIENTS_NONE,
+    OOMKIT_GRADIENTS_THERE
+} oomkit_gradients_seen;
+
+/* sizes: what was measured, for the planner and the record. */
 typedef struct oomkit_sizes_seen {
     oomkit_peak_window window;
-    uint64_t requested;
     uint64_t peak_allocated, peak_reserved; /* of windows already closed */
     uint64_t baseline;
     uint64_t entry_gradients; /* estimate of what lies in it; after an OOM only */
     uint64_t dropped;         /* what the step dropped of it, see baseline.c */
+    oomkit_gradients_seen gradients;
+    int64_t least;    /* rows that another size has at least, or 0: refused_sizes.c */
+    int even;         /* other sizes are even, likewise */
+    int forward_only; /* the call has finished, and nothing will accumulate gradients */
 } oomkit_sizes_seen;
 
 /* What sizes and proofs of such a call go by. */
@@ -192,63 +198,58 @@ typedef struct oomkit_shape_of {
     uint64_t proof_key; /* what proofs of such a call go by; 0: not asked yet */
 } oomkit_shape_of;
 
-/* A loss that is returned to a caller who runs backward. */
+/* deferred: a loss that is returned to a caller who runs backward. */
 typedef struct oomkit_deferral {
     oomkit_returned returned;
     double assumed; /* gradient at the loss that the stash is computed with */
     struct oomkit_deferred *replayed; /* borrowed: the call that this one runs again */
     PyObject *inputs;                 /* borrowed: inputs= of the caller's backward */
-    PyObject *loose; /* borrowed: list of leaves of its graph that are no participants,
-                        and had no gradient, or NULL */
-    int rowwise;     /* its gradient has a row per sample: no weights */
+    int rowwise;   /* its gradient has a row per sample: no weights */
     int elsewhere; /* a backward of another thread has come to these gradients, ours has
                       not: not to be taken back; OOMKIT_UNMARKED nor marked */
-    int may_hold;  /* a backward over the whole batch ran before the replay */
-    int forward_only; /* it has finished, and nothing will accumulate gradients */
 } oomkit_deferral;
 
-/* Optimizers, and what was made of their updates. */
+/* optim: optimizers, and what was made of their updates. */
 typedef struct oomkit_updating {
     oomkit_optimizer_mark *marks;
     int count;
     Py_ssize_t room;
-    int step_failed;  /* an optimizer's step ran out of memory and was not finished */
-    int made;         /* optimizer steps that were made in this attempt */
-    int params_stuck; /* parameters changed by the step itself stay changed */
-    int committed;    /* a scheduler or scaler moved on: nothing can be taken back */
+    int step_failed;   /* an optimizer's step ran out of memory and was not finished */
+    int made;          /* optimizer steps that were made in this attempt */
+    int params_stuck;  /* parameters changed by the step itself stay changed */
+    int committed;     /* a scheduler or scaler moved on: nothing can be taken back */
+    int depth;         /* intercepted methods that run, one inside another */
+    int closure;       /* a step() runs that was handed one, while split */
+    int unknown_begun; /* steps of unknown optimizers that have not ended */
+    int unknown_made;  /* those that have, in this attempt */
 } oomkit_updating;
 
-/* Methods of participants that are intercepted. */
+/* hook: methods of participants that are intercepted. */
 typedef struct oomkit_hooked {
     oomkit_interception *items;
     int count;
     Py_ssize_t room;
     int for_split; /* what only a split call intercepts is in place */
     int syncs;     /* accelerator.accumulate() entered in this micro-batch */
-    int depth;
-    int closure; /* an optimizer's step() runs that was handed one, while split */
 } oomkit_hooked;
 
-/* Arguments of schedulers, per micro-batch. */
+/* optim: arguments of schedulers, per micro-batch. */
 typedef struct oomkit_scheduled {
     oomkit_metric *items;
     int count;
     Py_ssize_t room;
 } oomkit_scheduled;
 
-/* Leaves and optimizers that the search did not find. */
+/* accum: leaves that the search did not find. */
 typedef struct oomkit_unknown {
     PyObject *leaves;   /* owned: weak references to leaves that are to take part */
     PyObject *of_step;  /* owned: list of (weak reference, had a gradient) */
-    int restart;        /* this attempt is given up: OOMKIT_RESTART_* */
-    int widened;        /* so it was to have more than one row in the first slice */
-    int restarts;       /* done in this call */
     PyObject *of_graph; /* owned: weak references to leaves of a failed graph */
-    int steps;          /* steps of unknown optimizers that have begun and not ended */
-    int updates;        /* those that have ended, in this attempt */
+    PyObject *loose; /* borrowed: list of leaves of a returned loss's graph that had no
+                        gradient, or NULL */
 } oomkit_unknown;
 
-/* What was updated, and would be seen by a forward. */
+/* accum: what was updated, and would be seen by a forward. */
 typedef struct oomkit_stale {
     PyObject *hook;   /* owned: handle of torch's hook while a forward is refused */
     PyObject *params; /* owned: set of addresses of parameters whose update was due */
@@ -261,9 +262,17 @@ typedef struct oomkit_tries {
     oomkit_attempt *items;
     Py_ssize_t count, room;
     uint32_t ooms;
-    int joining;       /* the results of an evaluation are being put together */
-    int join_failures; /* so often there was no memory for that */
-    int flushed;       /* a plan was tried again after the cache was emptied */
+    int joining;        /* the results of an evaluation are being put together */
+    int join_failures;  /* so often there was no memory for that */
+    int again;          /* the smallest plan was tried again, for it has worked */
+    int flushed;        /* a plan was tried again after the cache was emptied */
+    int by_step;        /* the last micro-batch was ended by the function itself */
+    int restart;        /* this attempt is given up: OOMKIT_RESTART_* */
+    int widened;        /* so it was to have more than one row in the first slice */
+    int restarts;       /* done in this call */
+    int may_hold;       /* a backward over the whole batch ran in one: gradients of what
+                           does not go back may hold it */
+    uint64_t requested; /* bytes, of the last failure */
     uint64_t began_ns, lost_ns, started_ns;
 } oomkit_tries;
 
@@ -292,40 +301,40 @@ typedef struct oomkit_refused {
     PyObject *hooked; /* owned: the hooked parameter it is about, or NULL */
 } oomkit_refused;
 
-/* Schedulers, scalers and the user's own objects, as they were. */
+/* optim: schedulers, scalers and the user's own objects, as they were. */
 typedef struct oomkit_owner_marks {
-    PyObject *epochs;       /* owned: list of (scheduler, last_epoch) while split */
-    PyObject *groups_after; /* owned: list of (optimizer, values after micro-batch 1) */
-    PyObject *groups_end;   /* owned: the same of optimizers that it did not step */
-    PyObject *scales;     /* owned: list of (scaler, scale before its real update()) */
-    PyObject *scalers;    /* owned: list of (scaler, saved per-optimizer states) */
-    PyObject *copied;     /* owned: list of (object, state_dict) for "copy", or NULL */
-    PyObject *user;       /* owned: list of (participant, saved state), or NULL */
-    PyObject *attributes; /* owned: list of (optimizer, scheduler, its attributes) */
+    oomkit_memo *epochs;       /* schedulers: last_epoch, while split */
+    oomkit_memo *groups_after; /* optimizers: values after micro-batch 1 */
+    oomkit_memo *groups_end;   /* the same of optimizers that it did not step */
+    oomkit_memo *scales;       /* scalers: scale before the real update() */
+    oomkit_memo *scalers;      /* scalers: saved per-optimizer states */
+    oomkit_memo *copied;       /* for "copy": state_dict */
+    oomkit_memo *user;         /* participants: saved state */
+    oomkit_memo *attributes;   /* optimizers, schedulers: attributes */
     const PyObject
         *failed_step; /* borrowed from attributes: whose step() has failed, or NULL */
 } oomkit_owner_marks;
 
-/* Parameters by module and name, while split. */
+/* undo: parameters by module and name, while split. */
 typedef struct oomkit_slots {
     oomkit_slot *items;
     Py_ssize_t count, room;
 } oomkit_slots;
 
-/* How everything that can go back was at entry of the attempt: a value, which moves by
- * oomkit_savepoint_move(). */
+/* undo: how everything that can go back was at entry of the attempt; a value, which
+ * moves by oomkit_savepoint_move(). */
 typedef struct oomkit_savepoint {
     oomkit_rng rng;
-    oomkit_buffers buffers; /* marks; the values are the participants' */
-    oomkit_owner_marks owners;
+    oomkit_buffers buffers;    /* marks; the values are the participants' */
+    oomkit_owner_marks owners; /* of optim */
     oomkit_slots slots;
-    oomkit_thread_modes modes; /* see oomkit_modes_entry */
+    oomkit_thread_modes modes; /* of call: see oomkit_modes_entry */
     int modes_known;
     uint32_t *versions; /* of parameters, and behind them two bytes for each: see
                            oomkit_params_flags; or NULL */
     uint64_t *samples;  /* while split: hashes of 64 values each, or NULL */
     oomkit_param_copies *pristine; /* parameters as they were, or NULL */
-    struct oomkit_plain *plain; /* marks of plain state, or NULL: see plain_state.h */
+    struct oomkit_plain *plain;    /* of plain: its marks, or NULL; see plain_state.h */
     PyObject *flags; /* owned: dict of address to (weak reference to a module, its
                            training flag at entry), or NULL */
 } oomkit_savepoint;
@@ -345,11 +354,15 @@ typedef struct oomkit_cut {
     oomkit_unfit_sizes unfit;
     oomkit_scheduled scheduled;
     oomkit_stale stale;
-    PyObject *offload;   /* owned: saved tensors on the host (ladder), or NULL */
-    PyObject *recompute; /* owned: modules that are computed again (ladder), or NULL */
-    PyObject *effects; /* owned: what looks at side effects of micro-batch 1, or NULL */
+    PyObject *offload; /* of ladder, owned: saved tensors on the host, or NULL */
+    PyObject
+        *recompute;    /* of ladder, owned: modules that are computed again, or NULL */
+    PyObject *effects; /* of accum, owned: what looks at side effects of micro-batch 1,
+                          or NULL */
     oomkit_join join;
     oomkit_losses losses;
+    PyObject *verification; /* of proof, owned: backwards and updates are withheld while
+                               rows run without a graph; or NULL */
     /* What follows is not zeroed at the begin. */
     oomkit_sequence sequence[2]; /* of the first micro-batch, and of the present one */
 } oomkit_cut;
@@ -399,6 +412,50 @@ static inline int
 oomkit_call_is_cut(const oomkit_call *call)
 {
     return call->cut == call->cut_room;
+}
+
+/* Do rows of it run without a graph, to be compared by their losses? */
+static inline int
+oomkit_call_is_verified(const oomkit_call *call)
+{
+    return call->cut->verification != NULL;
+}
+
+/* How its loss is returned, for those below folder deferred: is this the replay of one
+ * that was? */
+static inline int
+oomkit_call_is_replay(const oomkit_call *call)
+{
+    return call->deferred.replayed != NULL;
+}
+
+/* Did the micro-batches of this attempt return one, and run no backward themselves? Do
+ * its gradients wait in a stash? Has it a row per sample, so that there are no
+ * weights? */
+static inline int
+oomkit_loss_is_returned(const oomkit_call *call)
+{
+    return call->deferred.returned != OOMKIT_RETURNED_NOTHING;
+}
+
+static inline int
+oomkit_loss_is_eager(const oomkit_call *call)
+{
+    return call->deferred.returned == OOMKIT_RETURNED_EAGER;
+}
+
+static inline int
+oomkit_loss_is_rowwise(const oomkit_call *call)
+{
+    return call->deferred.rowwise;
+}
+
+/* The attempt is over. */
+static inline void
+oomkit_returned_forget(oomkit_call *call)
+{
+    call->deferred.returned = OOMKIT_RETURNED_NOTHING;
+    call->deferred.rowwise = 0;
 }
 
 #endif

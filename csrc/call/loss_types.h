@@ -1,4 +1,4 @@
-/* What a call and a site know of losses. */
+/* accum: what a call and a site know of losses. */
 #ifndef OOMKIT_CALL_LOSS_TYPES_H
 #define OOMKIT_CALL_LOSS_TYPES_H
 
@@ -40,8 +40,6 @@ typedef struct oomkit_losses {
     PyObject *rows;        /* owned: what compares those of a replay, or NULL */
     PyObject *const *on_trial; /* borrowed: of the proof that runs, where it has its
                                   weights; NULL without one */
-    PyObject *verification; /* owned while a verification runs: backwards are withheld
-                               and told to it */
 } oomkit_losses;
 
 #endif

@@ -74,6 +74,7 @@ typedef struct oomkit_step {
                                        a returned loss which was no view */
     int half_said;                  /* fp16 with a scaler was looked for and said */
     int hooks_said;                 /* the warning about hooks on gradients was given */
+    int unguarded_said;             /* of a loop: its body has no guard */
     struct oomkit_plain_site *plain; /* places that its code stores to, or NULL */
     int plain_looked;                /* for them: once, or (2) again after a failure */
     int effects_said;     /* what the step changes besides was looked at and said */

@@ -10,15 +10,18 @@ static int
 modes_autocast(oomkit_state *st, oomkit_modes *modes, PyObject *type)
 {
     OWNED PyObject *on = PyObject_CallOneArg(st->is_autocast_enabled, type);
+    OWNED PyObject *dtype = NULL, *pair = NULL;
 
-    if (on == NULL) {
+    if (on != Py_True) {
+        return on == NULL ? -1 : 0;
+    }
+    dtype = PyObject_CallOneArg(st->get_autocast_dtype, type);
+    pair = dtype == NULL ? NULL : PyTuple_Pack(2, type, dtype);
+    if (pair == NULL ||
+        (modes->autocast == NULL && (modes->autocast = PyList_New(0)) == NULL)) {
         return -1;
     }
-    if (on != Py_True) {
-        return 0;
-    }
-    return oomkit_pairs_add(&modes->autocast, type,
-                            PyObject_CallOneArg(st->get_autocast_dtype, type));
+    return PyList_Append(modes->autocast, pair);
 }
 
 #define SWITCHES 4096 /* reported ones that are kept while losses wait */

@@ -4,6 +4,7 @@
 #include "../accum/accum.h"
 #include "../hook/graph.h"
 #include "../py/modes.h"
+#include "../undo/gradients.h"
 #include "../undo/undo.h"
 
 static int
@@ -22,7 +23,7 @@ gradients_back_once(void *argument)
             if (s->calls[i]->deferred.elsewhere) {
                 continue;
             }
-            s->calls[i]->grads.no_aside = 1;
+            oomkit_grads_allow_no_aside(s->calls[i]);
             result = oomkit_unknown_loose_drop(s->calls[i]) < 0
                          ? -1
                          : oomkit_grads_restore(s->calls[i], &why, &which);

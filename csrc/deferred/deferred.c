@@ -2,11 +2,13 @@
  * owned by the graph of that loss, freed with it. */
 #include "deferred.h"
 #include "../accum/accum.h"
+#include "../accum/weights.h"
 #include "../call/step.h"
 #include "../plain/plain_state.h"
 #include "../py/tensor.h"
 #include "../result/result.h"
 #include "../batch/batch.h"
+#include "../undo/gradients.h"
 #include "../undo/undo.h"
 
 #include <structmember.h>
@@ -178,40 +180,22 @@ static int
 deferred_after(oomkit_deferred *p, oomkit_call *call)
 {
     oomkit_state *st = p->st;
-    Py_ssize_t i;
 
-    if (p->entry.rng.cpu_state != NULL && oomkit_rng_note(call, &p->after) < 0) {
+    if (oomkit_rng_marked(&p->entry) && oomkit_rng_note(call, &p->after) < 0) {
         if (!oomkit_exception_is_oom(st)) {
             return -1;
         }
         PyErr_Clear(); /* accounted for: it counts as used, which is always right */
         oomkit_rng_free(&p->after);
     }
-    if (p->entry.buffers.count == 0) {
-        return 0;
-    }
-    p->buffers_after = PyMem_Malloc((size_t)p->entry.buffers.count * sizeof(uint32_t));
-    if (p->buffers_after == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (i = 0; i < p->entry.buffers.count; i++) {
-        if (oomkit_tensor_version(st, p->entry.buffers.items[i].tensor,
-                                  &p->buffers_after[i]) < 0) {
-            return -1;
-        }
-    }
-    return 0;
+    return oomkit_buffers_versions(st, &p->entry, &p->buffers_after);
 }
 
 /* It will not be: the marks are the call's again. Takes the reference to `p`. */
 static void
 deferred_unmake(oomkit_deferred *p, oomkit_call *call)
 {
-    oomkit_rng_release(call);
-    oomkit_buffers_release(call);
-    Py_CLEAR(call->entry.flags);
-    oomkit_savepoint_move(&call->entry, &p->entry);
+    oomkit_savepoint_move_back(call, &p->entry);
     Py_DECREF(p);
 }
 
@@ -250,7 +234,7 @@ deferred_new(oomkit_call *call, oomkit_returned kind, PyObject *loss, PyObject *
         deferred_unmake(p, call);
         return NULL;
     }
-    p->entry.plain = oomkit_plain_take_slim(call);
+    oomkit_plain_take_slim(call, &p->entry);
     return p;
 }
 
@@ -316,7 +300,7 @@ oomkit_deferred_offer(oomkit_call *call, PyObject *result)
     }
     oomkit_loss_take(st, loss, &p->value);
     p->small = small;
-    if (small && p->value.size == 0 && p->value.tensor == NULL) {
+    if (small && !oomkit_loss_known(&p->value)) {
         oomkit_loss_rows_take(st, loss, &p->value);
     }
     p->output = PyLong_AsSsize_t(number);
@@ -338,7 +322,8 @@ oomkit_deferred_attach(oomkit_call *call, PyObject *result)
 {
     oomkit_state *st = call->st;
     OWNED PyObject *done = NULL;
-    OWNED PyObject *loss = oomkit_result_loss_at(st, result, call->cut->join.loss_at);
+    OWNED PyObject *loss =
+        oomkit_result_loss_at(st, result, oomkit_join_loss_at(&call->cut->join));
     oomkit_deferred *p; /* owned, then by the node */
     oomkit_tensor_facts facts;
     if (loss == NULL) {
@@ -361,9 +346,8 @@ oomkit_deferred_attach(oomkit_call *call, PyObject *result)
     p->slice_count = call->cut->count;
     call->cut->slices = NULL;
     call->cut->count = call->cut->room = 0;
-    p->eager = call->grads.parked;
+    p->eager = oomkit_grads_take_parked(call);
     p->eager_count = call->parts->param_count;
-    call->grads.parked = NULL;
     p->assumed = call->deferred.assumed;
     EXEMPT (st) { /* a few bytes: there is no way back from here */
         done = oomkit_deferred_others(p, result, loss) < 0
@@ -393,8 +377,7 @@ deferred_traverse(PyObject *op, visitproc visit, void *arg)
         Py_VISIT(p->args[i]);
     }
     Py_VISIT(p->gradient);
-    Py_VISIT(p->entry.flags);
-    return 0;
+    return oomkit_savepoint_traverse(&p->entry, visit, arg);
 }
 
 static int

@@ -203,7 +203,7 @@ oomkit_eager_deposit(oomkit_deferred *p, int keep)
     OWNED PyObject *ratio = NULL;
     double value, scale, factor;
     int coarse;
-    int frozen = oomkit_flags_frozen_since(p->st, p->parts, p->entry.versions);
+    int frozen = oomkit_flags_frozen_since(p->st, p->parts, &p->entry);
 
     if (frozen != 0) {
         return frozen; /* to be run again, which is refused with that reason */

@@ -8,6 +8,7 @@
 #include "../py/tensor.h"
 #include "../sizes/sizes.h"
 #include "../batch/batch.h"
+#include "../undo/gradients.h"
 #include "../undo/undo.h"
 
 /* Every marked gradient as it was, but those of another thread's. 0; 1 with *message
@@ -19,7 +20,7 @@ failed_roll_back(oomkit_callers *s, PyObject **message)
 
     for (i = 0; i < s->call_count && result == 0; i++) {
         if (!s->calls[i]->deferred.elsewhere) {
-            s->calls[i]->grads.no_aside = 1;
+            oomkit_grads_allow_no_aside(s->calls[i]);
             result = oomkit_take_back(s->calls[i], message);
         }
     }
@@ -243,7 +244,7 @@ failed_replay_one(oomkit_callers *s, oomkit_deferred *p, PyObject *exception)
         return -1;
     }
     call->backward.failed = call->backward.queued = 1;
-    call->deferred.loose = s->loose;
+    oomkit_unknown_note_loose(call, s->loose);
     return oomkit_replay_run(call, p, s->inputs, exception);
 }
 
@@ -311,7 +312,7 @@ failed_replay_all(oomkit_callers *s, PyObject *reached, PyObject *exception)
     for (i = 0; i < s->call_count && result == 0; i++) {
         if (!s->calls[i]->deferred.elsewhere) {
             oomkit_grads_end_attempt(s->calls[i]);
-            s->calls[i]->grads.force_copies = 1;
+            oomkit_grads_force_copies(s->calls[i]);
             result = oomkit_grads_mark(s->calls[i]);
         }
     }

@@ -4,6 +4,7 @@
 #include "../py/tensor.h"
 #include "../sizes/sizes.h"
 #include "../batch/batch.h"
+#include "../undo/gradients.h"
 
 static void
 callers_learn(oomkit_callers *s, oomkit_deferred *p)
@@ -16,13 +17,13 @@ callers_learn(oomkit_callers *s, oomkit_deferred *p)
     } else if (facts.ndim == 0 && !s->create_graph) {
         Py_XSETREF(p->step->last_gradient, Py_NewRef(p->gradient));
     }
-    if (call != NULL && (p->step->seen_oom || call->grads.at_entry)) {
+    if (call != NULL && (p->step->seen_oom || oomkit_grads_at_entry(call))) {
         call->shape.signature =
             p->signature != 0
                 ? p->signature
                 : oomkit_signature_of(call, &p->batch, p->modes.autocast != NULL, 1);
         oomkit_signature_succeeded(call, oomkit_batch_rows(&p->batch),
-                                   call->sizes.window.peak_allocated_bytes);
+                                   oomkit_window_peak(call));
     }
 }
 
@@ -49,9 +50,7 @@ oomkit_callers_finish(oomkit_callers *s)
     int i, again;
 
     for (i = 0; i < s->call_count; i++) {
-        if (s->calls[i]->sizes.window.open) {
-            oomkit_device_end(s->st, &s->calls[i]->sizes.window);
-        }
+        oomkit_window_close(s->calls[i]);
     }
     for (i = 0; i < s->count; i++) {
         oomkit_deferred *p = s->armed[i];

@@ -10,6 +10,7 @@
 #include "../call/step.h"
 #include "../py/tensor.h"
 #include "../result/result.h"
+#include "../undo/gradients.h"
 
 static int
 returned_differs(oomkit_call *call)
@@ -52,8 +53,8 @@ returned_single_ask(oomkit_call *call, PyObject *loss)
 {
     OWNED PyObject *shape = NULL;
 
-    if (!call->unknown.widened && !call->cut->forced) {
-        call->unknown.restart = OOMKIT_RESTART_WIDER;
+    if (!call->tries.widened && !call->cut->forced) {
+        call->tries.restart = OOMKIT_RESTART_WIDER;
         oomkit_raise(call->st->SplitError,
                      "auto_batch begins the step again, with more than one row in the "
                      "first micro-batch; let this error pass");
@@ -197,7 +198,7 @@ returned_stash(oomkit_call *call, PyObject *loss)
 {
     OWNED PyObject *shape = NULL, *gradient = NULL;
 
-    call->grads.eager = 1;
+    oomkit_grads_stash(call);
     if (call->cut->at == 0) {
         int half = call->step->half ? 1 : oomkit_graph_has_half(call->st, loss);
         if (half < 0 || oomkit_eager_assume(call, &call->deferred.assumed) < 0) {
@@ -276,7 +277,7 @@ returned_micro(oomkit_call *call, PyObject *result)
         return returned_replay(call, loss, scalar);
     }
     if (call->cut->at > 0 &&
-        oomkit_loss_place(call->st, result) != call->cut->join.loss_at) {
+        oomkit_loss_place(call->st, result) != oomkit_join_loss_at(&call->cut->join)) {
         return PyErr_Occurred() ? -1 : returned_differs(call);
     }
     kind = scalar ? OOMKIT_RETURNED_EAGER : OOMKIT_RETURNED_DEFERRED;

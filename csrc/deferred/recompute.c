@@ -13,6 +13,7 @@
 #include "../hook/hook.h"
 #include "../py/modes.h"
 #include "../py/tensor.h"
+#include "../sizes/sizes.h"
 #include "../undo/gradients.h"
 #include "../undo/undo.h"
 
@@ -27,8 +28,8 @@ recompute_note(oomkit_call *call, PyObject *roots)
     PyObject *root = oomkit_losses_root(call->st, roots); /* borrowed from roots */
     oomkit_loss *loss = &call->whole_loss;
 
-    if (root == NULL || !call->grads.at_entry || call->grads.copies != NULL ||
-        loss->size != 0 || loss->tensor != NULL) {
+    if (root == NULL || !oomkit_grads_at_entry(call) || oomkit_grads_copied(call) ||
+        oomkit_loss_known(loss)) {
         return;
     }
     KEEPING_EXCEPTION {
@@ -48,7 +49,7 @@ recompute_loss(const oomkit_call *call)
 static int
 recompute_end(oomkit_call *call)
 {
-    call->unknown.restart = OOMKIT_RESTART_OWED;
+    call->tries.restart = OOMKIT_RESTART_OWED;
     oomkit_raise(call->st->SplitError,
                  "auto_batch runs the step again from its beginning; let this error "
                  "pass");
@@ -66,7 +67,7 @@ recompute_begin(oomkit_call *call, PyObject *roots)
     oomkit_tensor_facts facts;
     double value, wanted;
 
-    if (root == NULL || call->unknown.restart != 0) {
+    if (root == NULL || call->tries.restart != 0) {
         return recompute_end(call);
     }
     if (oomkit_tensor_facts_get(st, root, 0, &facts) < 0) {
@@ -77,7 +78,8 @@ recompute_begin(oomkit_call *call, PyObject *roots)
     wanted = oomkit_loss_value(st, before, facts.dtype);
     oomkit_loss_drop(&now);
     if (!(fabs(value - wanted) <=
-          (now.size == 2 || facts.bytes == 2 ? SAME_HALF : SAME) * fabs(wanted))) {
+          (oomkit_loss_is_half(&now) || facts.bytes == 2 ? SAME_HALF : SAME) *
+              fabs(wanted))) {
         return recompute_end(call); /* nor where either is not known: NaN */
     }
     return 0;
@@ -91,7 +93,7 @@ recompute_leaves(oomkit_call *call)
     Py_ssize_t i;
 
     for (i = 0; leaves != NULL && i < call->parts->param_count; i++) {
-        if (call->grads.aside[i] != NULL &&
+        if (oomkit_grads_aside_of(call, i) != NULL &&
             PyList_Append(leaves, call->parts->params[i]) < 0) {
             return NULL;
         }
@@ -128,14 +130,14 @@ recompute_fits(oomkit_call *call, PyObject *gradient)
 static int
 recompute_subtract(oomkit_call *call)
 {
-    PyObject **aside = call->grads.aside; /* borrowed */
     Py_ssize_t i, n = call->parts->param_count;
     int result = 1, pass;
 
     for (pass = 0; pass < 2; pass++) {
         for (i = 0; result == 1 && i < n; i++) {
+            PyObject *aside = oomkit_grads_aside_of(call, i); /* borrowed */
             OWNED PyObject *gradient = NULL, *done = NULL;
-            if (aside[i] == NULL) {
+            if (aside == NULL) {
                 continue;
             }
             gradient = grads_get(call, i);
@@ -145,7 +147,7 @@ recompute_subtract(oomkit_call *call)
             if (pass == 0) {
                 result = recompute_fits(call, gradient);
             } else {
-                done = PyObject_CallMethod(aside[i], "sub_", "O", gradient);
+                done = PyObject_CallMethod(aside, "sub_", "O", gradient);
                 result = done == NULL || grads_set(call, i, Py_None) < 0 ? -1 : 1;
             }
         }
@@ -169,7 +171,7 @@ recompute_take(oomkit_call *call)
         return -1;
     }
     if (result == 1) {
-        call->grads.owed = OOMKIT_OWED_DONE;
+        oomkit_grads_owe(call, OOMKIT_OWED_DONE);
     }
     return recompute_end(call);
 }
@@ -223,7 +225,7 @@ recompute_give_up(oomkit_call *call)
     OWNED PyObject *name = NULL, *reason = NULL;
     Py_ssize_t i = 0;
 
-    while (call->grads.aside[i] == NULL) { /* one of them at least is there */
+    while (oomkit_grads_aside_of(call, i) == NULL) { /* one of them at least is there */
         i++;
     }
     name = oomkit_describe_tensor(call, call->parts->params[i]);
@@ -236,7 +238,7 @@ recompute_give_up(oomkit_call *call)
                                 "and call zero_grad() before going on",
                                 name);
     if (reason != NULL) {
-        call->grads.aside_said = 1;
+        oomkit_grads_aside_said(call, 1);
         call->log.outcome = 1;
         oomkit_give_up(call, reason, 0);
     }
@@ -247,15 +249,9 @@ recompute_give_up(oomkit_call *call)
 static int
 recompute_put_back(oomkit_call *call)
 {
-    Py_ssize_t i;
-
-    for (i = 0; i < call->parts->param_count; i++) {
-        if (call->grads.aside[i] != NULL &&
-            grads_set(call, i, call->grads.aside[i]) < 0) {
-            return -1;
-        }
+    if (oomkit_grads_aside_back(call) < 0) {
+        return -1;
     }
-    grads_array_free(call, &call->grads.aside);
     return oomkit_say(
         call->st, "info", "sKO",
         "oomkit: step=%d of %s took off what the failed attempt had added to gradients "
@@ -270,10 +266,10 @@ recompute_attempt(oomkit_call *call)
 {
     OWNED PyObject *result = NULL;
 
-    call->grads.owed = OOMKIT_OWED_NOW;
+    oomkit_grads_owe(call, OOMKIT_OWED_NOW);
     call->backward.instead = recompute_backward;
     result = oomkit_attempt_run(call);
-    call->unknown.restart = 0;
+    call->tries.restart = 0;
     if (result != NULL) { /* it has run to its end without a backward */
         return 0;
     }
@@ -293,15 +289,16 @@ recompute(oomkit_call *call)
 
     oomkit_cut_aside(call, &next);
     result = oomkit_cut_given(call, &whole, 1) < 0 ? -1 : recompute_attempt(call);
-    done = call->grads.owed == OOMKIT_OWED_DONE;
+    done = oomkit_grads_owed(call) == OOMKIT_OWED_DONE;
     if (result == 0) {
         result = oomkit_recover_roll_back(call);
         oomkit_savepoint_end_attempt(call);
     }
-    call->grads.owed = OOMKIT_OWED_NOTHING;
+    oomkit_grads_owe(call, OOMKIT_OWED_NOTHING);
     call->backward.instead = NULL;
     oomkit_cut_back(call, &next);
-    if (result < 0 || oomkit_recover_reclaim(call, call->sizes.baseline) < 0) {
+    if (result < 0 ||
+        oomkit_recover_reclaim(call, oomkit_baseline_at_entry(call)) < 0) {
         return -1;
     }
     if (!done) {
@@ -321,7 +318,7 @@ recompute_backward_fails(oomkit_call *call, const oomkit_backward *backward)
 static int
 recompute_before_retry(oomkit_call *call)
 {
-    return call->grads.owed == OOMKIT_OWED_LATER ? recompute(call) : 0;
+    return oomkit_grads_owed(call) == OOMKIT_OWED_LATER ? recompute(call) : 0;
 }
 
 const oomkit_rule oomkit_recompute_rule = {.backward_fails = recompute_backward_fails,

@@ -11,6 +11,7 @@
 #include "../call/step.h"
 #include "../engine/engine.h"
 #include "../hook/hook.h"
+#include "../optim/optim.h"
 #include "../plain/plain_state.h"
 #include "../py/modes.h"
 #include "../py/tensor.h"
@@ -21,7 +22,7 @@ typedef struct replay_now {
     oomkit_savepoint at; /* random numbers, participants, plain state: what the call did
                             to these counts once */
     oomkit_flags switches;
-    PyObject *buffers;          /* owned: list of (tensor, host copy) */
+    oomkit_memo *buffers;       /* tensors: host copy */
     int rng_used, buffers_used; /* by others since the call */
     int finished;               /* the replay has */
     oomkit_call *call;          /* borrowed */
@@ -77,7 +78,7 @@ prepare_check(oomkit_call *call, const oomkit_deferred *p, const char **why)
     *why =
         "parameters were frozen or unfrozen (requires_grad) after the call and before "
         "its backward(): do it after backward()";
-    return oomkit_flags_frozen_since(call->st, call->parts, call->entry.versions);
+    return oomkit_flags_frozen_since(call->st, call->parts, &call->entry);
 }
 
 int
@@ -97,11 +98,9 @@ oomkit_replay_prepare(oomkit_call *call, oomkit_deferred *p, const char **why)
     call->given.nargsf = p->nargsf;
     oomkit_batch_move(&call->batch, &p->batch, p->args);
     oomkit_savepoint_move(&call->entry, &p->entry);
-    if (oomkit_plain_put_slim(call, p->entry.plain) < 0) {
-        p->entry.plain = NULL;
+    if (oomkit_plain_put_slim(call, &p->entry) < 0) {
         return -1;
     }
-    p->entry.plain = NULL;
     refused = prepare_check(call, p, why);
     if (refused != 0 && oomkit_flags_keep(call) < 0) {
         return -1;
@@ -114,50 +113,31 @@ oomkit_replay_prepare(oomkit_call *call, oomkit_deferred *p, const char **why)
 static int
 now_buffers(oomkit_call *call, const oomkit_deferred *p, replay_now *now)
 {
-    Py_ssize_t i;
-
     now->buffers_used = p->buffers_serial != p->parts->buffers_serial;
-    now->buffers = PyList_New(0);
-    for (i = 0; now->buffers != NULL && i < call->entry.buffers.count; i++) {
-        const oomkit_buffer *item = &call->entry.buffers.items[i];
-        uint32_t version;
-        if (oomkit_tensor_version(call->st, item->tensor, &version) < 0 ||
-            oomkit_pairs_add(&now->buffers, item->tensor,
-                             oomkit_host_copy(call->st, item->tensor)) < 0) {
-            return -1;
-        }
-        now->buffers_used |= p->buffers_after == NULL || version != p->buffers_after[i];
+    if (oomkit_buffers_now(call, p->buffers_after, &now->buffers, &now->buffers_used) <
+        0) {
+        return -1;
     }
     if (now->buffers_used) { /* the copies at entry are another call's by now */
         oomkit_buffers_release(call);
     }
-    return now->buffers == NULL ? -1 : 0;
+    return 0;
 }
 
 static int
 now_note(oomkit_call *call, const oomkit_deferred *p, replay_now *now)
 {
-    oomkit_rng entry = call->entry.rng;
-    int moved = 0;
+    int moved;
 
     memset(now, 0, sizeof(*now));
-    if (entry.cpu_state != NULL) {
-        call->entry.rng = p->after;
-        moved = oomkit_rng_moved(call);
-        memset(&call->entry.rng, 0, sizeof(call->entry.rng));
-        if (moved >= 0 && oomkit_rng_mark(call) < 0) {
-            moved = -1;
-        }
-        now->at.rng = call->entry.rng;
-        call->entry.rng = entry;
-    }
+    moved = oomkit_rng_now(call, &p->after, &now->at);
     now->rng_used = moved != 0;
     if (moved < 0 || now_buffers(call, p, now) < 0 ||
         oomkit_flags_read(call, &now->switches) < 0 || oomkit_owners_mark(call) < 0 ||
-        oomkit_plain_now(call, &now->at.plain) < 0) {
+        oomkit_plain_now(call, &now->at) < 0) {
         return -1;
     }
-    now->at.owners.user = Py_XNewRef(call->entry.owners.user);
+    oomkit_owners_share(call, &now->at);
     return 0;
 }
 
@@ -166,19 +146,20 @@ now_clear(replay_now *now)
 {
     oomkit_savepoint_free(&now->at);
     oomkit_flags_clear(&now->switches);
-    Py_CLEAR(now->buffers);
+    oomkit_memo_drop(&now->buffers);
 }
 
 static int
-now_restore_rng(oomkit_call *call, replay_now *now)
+now_restore_buffers(const oomkit_state *st, oomkit_memo *buffers)
 {
-    oomkit_rng entry = call->entry.rng;
-    int result;
-
-    call->entry.rng = now->at.rng;
-    result = oomkit_rng_restore(call);
-    call->entry.rng = entry;
-    return result;
+    EACH_MEMO (buffer, buffers) {
+        OWNED PyObject *done =
+            PyObject_CallMethodOneArg(buffer.object, st->str_copy, buffer.saved);
+        if (done == NULL) {
+            return -1;
+        }
+    }
+    return 0;
 }
 
 static int
@@ -188,32 +169,25 @@ now_restore_once(void *argument)
     oomkit_call *call = now->call;
     oomkit_state *st = call->st;
     int result = 0, finished = now->finished, mode = oomkit_grad_mode_off(st);
-    Py_ssize_t i;
 
     if (mode < 0) {
         return -1;
     }
     EXEMPT (st) {
-        if (now->at.rng.cpu_state != NULL && (now->rng_used || !finished)) {
-            result = now_restore_rng(call, now);
+        if (now->rng_used || !finished) {
+            result = oomkit_rng_restore_now(call, &now->at);
         }
-        for (i = 0; result == 0 && (now->buffers_used || !finished) &&
-                    i < PyList_GET_SIZE(now->buffers);
-             i++) {
-            PyObject *pair = PyList_GET_ITEM(now->buffers, i); /* borrowed */
-            OWNED PyObject *done = PyObject_CallMethodOneArg(
-                PyTuple_GET_ITEM(pair, 0), st->str_copy, PyTuple_GET_ITEM(pair, 1));
-            result = done == NULL ? -1 : 0;
+        if (result == 0 && (now->buffers_used || !finished)) {
+            result = now_restore_buffers(st, now->buffers);
         }
         if (result == 0) {
             result = oomkit_flags_write(call, &now->switches);
         }
         if (result == 0) {
-            Py_XSETREF(call->entry.owners.user, Py_XNewRef(now->at.owners.user));
-            result = oomkit_owners_restore(call);
+            result = oomkit_owners_restore_now(call, &now->at);
         }
         if (result == 0) {
-            result = oomkit_plain_restore_now(call, now->at.plain);
+            result = oomkit_plain_restore_now(call, &now->at);
         }
     }
     return oomkit_grad_mode_back(st, mode, result);
@@ -355,7 +329,7 @@ oomkit_replay_run(oomkit_call *call, oomkit_deferred *p, PyObject *inputs,
     oomkit_modes_stack stack;
     /* Asked of the very marks of the call: set_state() writes anew what torch never
      * sets of a generator's bytes. */
-    int result, drawn = oomkit_rng_drawn(st, &call->entry.rng, &p->after);
+    int result, drawn = oomkit_rng_drawn(call, &p->after);
 
     memset(&now, 0, sizeof(now));
     if (drawn < 0 || now_note(call, p, &now) < 0 ||

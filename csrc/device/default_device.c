@@ -10,7 +10,7 @@
 int
 oomkit_device_by_bridge(const oomkit_state *st, int type)
 {
-    return st->bridge != NULL &&
+    return oomkit_has_bridge(st) &&
            (type != OOMKIT_DEVICE_MPS ||
             st->bridge->device_initialized(type) != OOMKIT_EUNSUPPORTED);
 }
@@ -83,7 +83,7 @@ type_in_use(oomkit_state *st)
                                 OOMKIT_DEVICE_MPS, OOMKIT_DEVICE_PRIVATE_USE};
     size_t i;
 
-    if (st->bridge == NULL) {
+    if (!oomkit_has_bridge(st)) {
         return oomkit_torch_type_in_use(st);
     }
     for (i = 0; i < sizeof(types) / sizeof(*types); i++) {
@@ -97,7 +97,7 @@ type_in_use(oomkit_state *st)
 int
 oomkit_device_type_beside(oomkit_state *st)
 {
-    if (st->bridge != NULL) {
+    if (oomkit_has_bridge(st)) {
         return type_in_use(st);
     }
     return oomkit_cuda_in_use(st) ? OOMKIT_DEVICE_CUDA : OOMKIT_DEVICE_CPU;
@@ -171,23 +171,19 @@ oomkit_device_is_capturing(oomkit_state *st, oomkit_device device)
 void
 oomkit_exempt_enter(oomkit_state *st)
 {
-    if (st->bridge != NULL) {
-        st->bridge->exempt_enter();
-    }
+    st->bridge->exempt_enter();
 }
 
 void
 oomkit_exempt_leave(oomkit_state *st)
 {
-    if (st->bridge != NULL) {
-        st->bridge->exempt_leave();
-    }
+    st->bridge->exempt_leave();
 }
 
 int
 oomkit_phase_set(oomkit_state *st, int phase)
 {
-    return st->bridge == NULL ? OOMKIT_PHASE_FORWARD : st->bridge->set_phase(phase);
+    return st->bridge->set_phase(phase);
 }
 
 int

@@ -178,7 +178,7 @@ oomkit_device_allocated(oomkit_state *st, oomkit_device device)
         oomkit_accelerator_stats(st, device, &stats);
         return stats.allocated;
     }
-    if (st->bridge == NULL || !st->bridge->cpu_installed()) {
+    if (!st->bridge->cpu_installed()) {
         return OOMKIT_UNKNOWN;
     }
     st->bridge->cpu_stats(&cpu);
@@ -222,7 +222,7 @@ oomkit_device_figures(oomkit_state *st, oomkit_device device,
         return 0;
     }
     stats_clear(stats);
-    if (st->bridge == NULL || !st->bridge->cpu_installed()) {
+    if (!st->bridge->cpu_installed()) {
         return 0;
     }
     st->bridge->cpu_stats(&cpu);
@@ -243,7 +243,7 @@ oomkit_device_budget(oomkit_state *st, oomkit_device device)
         slot = oomkit_slot_find(device);
         return slot == NULL ? OOMKIT_UNKNOWN : oomkit_slot_limit(slot);
     }
-    if (st->bridge == NULL || !st->bridge->cpu_installed()) {
+    if (!st->bridge->cpu_installed()) {
         return OOMKIT_UNKNOWN;
     }
     st->bridge->cpu_stats(&cpu);
@@ -296,7 +296,7 @@ oomkit_device_run_peak(oomkit_state *st, oomkit_device device)
     device_slot *slot;
 
     if (device.type == OOMKIT_DEVICE_CPU) {
-        if (st->bridge == NULL || !st->bridge->cpu_installed()) {
+        if (!st->bridge->cpu_installed()) {
             return OOMKIT_UNKNOWN;
         }
         st->bridge->cpu_stats(&cpu);

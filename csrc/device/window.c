@@ -93,7 +93,7 @@ accelerator_end(oomkit_state *st, oomkit_peak_window *window)
 void
 oomkit_device_prepare(oomkit_state *st, oomkit_device device)
 {
-    if (device.type == OOMKIT_DEVICE_CPU && st->bridge != NULL) {
+    if (device.type == OOMKIT_DEVICE_CPU) {
         /* Refused when somebody else's allocator is there: figures stay unknown. */
         (void)st->bridge->cpu_install();
     }
@@ -121,7 +121,7 @@ oomkit_device_begin(oomkit_state *st, oomkit_device device, int reset,
         accelerator_begin(st, reset, window);
         return;
     }
-    if (st->bridge == NULL || !st->bridge->cpu_installed()) {
+    if (!st->bridge->cpu_installed()) {
         return;
     }
     st->bridge->cpu_stats(&cpu);

@@ -49,7 +49,7 @@ attempt_micro_end(oomkit_call *call, PyObject *result)
 {
     const oomkit_slice *slice = &call->cut->slices[call->cut->at];
 
-    if (call->options->backward != NULL && call->deferred.replayed == NULL) {
+    if (call->options->backward != NULL && !oomkit_call_is_replay(call)) {
         if (oomkit_backward_run(call, result) < 0) {
             return -1;
         }
@@ -59,7 +59,7 @@ attempt_micro_end(oomkit_call *call, PyObject *result)
     if (oomkit_tell_micro_ends(call, result) < 0) {
         return -1;
     }
-    if (!call->split || call->deferred.replayed != NULL ||
+    if (!call->split || oomkit_call_is_replay(call) ||
         (call->proof != NULL && call->cut->count == 1)) {
         return 0;
     }
@@ -74,11 +74,10 @@ attempt_micro_end(oomkit_call *call, PyObject *result)
 int
 oomkit_attempt_only_results(const oomkit_call *call)
 {
-    return !call->training && !call->parts_moved && call->updating.count == 0 &&
-           call->cut->sequence[0].count == 0 && call->entry.owners.scalers == NULL &&
-           !call->updating.committed && call->options->weight == NULL &&
-           call->deferred.returned == OOMKIT_RETURNED_NOTHING &&
-           call->deferred.replayed == NULL;
+    return !call->training && !call->parts_moved && !oomkit_update_begun(call) &&
+           call->cut->sequence[0].count == 0 && !oomkit_scaler_marked(call) &&
+           !oomkit_update_is_final(call) && call->options->weight == NULL &&
+           !oomkit_loss_is_returned(call) && !oomkit_call_is_replay(call);
 }
 
 PyObject *
@@ -87,7 +86,7 @@ oomkit_attempt_function(oomkit_call *call, PyObject *const *vector)
     PyObject *result = NULL; /* owned */
     int entered = 0;
 
-    call->cut->unfit.by_step = 0;
+    call->tries.by_step = 0;
     if (oomkit_activations_enter(call, &entered) < 0 || oomkit_compiler_on(call) < 0) {
         oomkit_activations_leave(call, entered);
         return NULL;
@@ -97,7 +96,7 @@ oomkit_attempt_function(oomkit_call *call, PyObject *const *vector)
                                  (size_t)call->batch.positional, call->given.kwnames);
     call->running = 0;
     oomkit_activations_leave(call, entered);
-    call->cut->unfit.by_step = result == NULL;
+    call->tries.by_step = result == NULL;
     if (oomkit_compiler_off(call) < 0) {
         Py_CLEAR(result);
     }
@@ -116,7 +115,7 @@ attempt_slice(oomkit_call *call, PyObject **vector, PyObject **whole)
         oomkit_savepoint_compare(call) < 0) {
         return -1;
     }
-    if ((call->split || call->deferred.replayed != NULL) &&
+    if ((call->split || oomkit_call_is_replay(call)) &&
         (oomkit_flags_restore(call) < 0 || oomkit_owners_again(call) < 0)) {
         return -1;
     }
@@ -124,7 +123,8 @@ attempt_slice(oomkit_call *call, PyObject **vector, PyObject **whole)
         return -1;
     }
     call->is_last = call->cut->at == call->cut->count - 1;
-    call->backward.done = call->hooked.syncs = 0;
+    call->backward.done = 0;
+    oomkit_accelerate_micro_begins(call);
     if (oomkit_batch_build(call->st, call->options, &call->batch, slice->start,
                            slice->length, vector) < 0) {
         return -1;
@@ -133,7 +133,7 @@ attempt_slice(oomkit_call *call, PyObject **vector, PyObject **whole)
     oomkit_tell_micro_left(call);
     /* Slices of the batch go before anything else: they may be copies. */
     vector_clear(vector, call->batch.total);
-    if (result == NULL || call->unknown.restart) {
+    if (result == NULL || call->tries.restart) {
         Py_XDECREF(result); /* the step caught what was to end it */
         return -1;
     }
@@ -192,30 +192,33 @@ join_sources(oomkit_call *call)
 PyObject *
 oomkit_attempt_join(oomkit_call *call)
 {
+    oomkit_join *join = &call->cut->join;
+    oomkit_memo *updated OOMKIT_AT_END(oomkit_memo_drop) = NULL;
     PyObject *result; /* owned */
 
     call->tries.joining = oomkit_attempt_only_results(call);
     if (call->tries.joining && oomkit_plain_begin_part(call) < 0) {
         return NULL;
     }
-    /* Without a graph a call that trains looks like an evaluation. */
-    call->cut->join.evaluation =
-        call->tries.joining && call->cut->losses.verification == NULL;
-    call->cut->join.parked =
-        call->training && call->deferred.returned == OOMKIT_RETURNED_NOTHING;
-    call->cut->join.one_loss = call->deferred.returned == OOMKIT_RETURNED_EAGER;
-    call->cut->join.rows_sure = oomkit_batch_rows_sure(&call->batch);
-    if (call->cut->join.required && call->options->join == NULL) {
-        Py_XSETREF(call->cut->join.sources, join_sources(call));
-        if (call->cut->join.sources == NULL) {
+    oomkit_join_is_of(
+        join, (oomkit_join_of){
+                  /* Without a graph a call that trains looks like an evaluation. */
+                  .evaluation = call->tries.joining && !oomkit_call_is_verified(call),
+                  .parked = call->training && !oomkit_loss_is_returned(call),
+                  .one_loss = oomkit_loss_is_eager(call),
+                  .rows_sure = oomkit_batch_rows_sure(&call->batch)});
+    if (oomkit_join_wants_sources(join) && call->options->join == NULL) {
+        PyObject *sources = join_sources(call); /* owned, then by join */
+        oomkit_join_sources(join, sources);
+        if (sources == NULL) {
             return NULL;
         }
     }
-    if (oomkit_tell_before_join(call) < 0 ||
-        oomkit_updated(call, &call->cut->join.updated) < 0) {
+    if (oomkit_tell_before_join(call) < 0 || oomkit_updated(call, &updated) < 0) {
         return NULL;
     }
-    result = oomkit_join_finish(call->st, call->options, &call->cut->join);
+    oomkit_join_updated(join, oomkit_memo_hold(updated));
+    result = oomkit_join_finish(call->st, call->options, join);
     if (result == NULL && PyErr_ExceptionMatches(call->st->SplitError)) {
         call->refused.raised = 1; /* no size of micro-batch would change that */
     }
@@ -239,7 +242,7 @@ oomkit_attempt_slices_run(oomkit_call *call, PyObject **result)
     PyObject **vector;
     int status = 0;
 
-    call->cut->unfit.by_step = 0; /* of an attempt before */
+    call->tries.by_step = 0; /* of an attempt before */
     if (call->split &&
         (oomkit_intercept_split(call) < 0 || oomkit_attempt_marks(call) < 0)) {
         return -1;
@@ -277,7 +280,7 @@ oomkit_attempt_run(oomkit_call *call)
         return NULL;
     }
     call->cut->at = call->cut->count - 1;
-    if (call->deferred.replayed != NULL) {
+    if (oomkit_call_is_replay(call)) {
         Py_XSETREF(result, Py_NewRef(Py_None)); /* the caller has the results already */
     } else if (call->split) {
         result = oomkit_attempt_join(call);

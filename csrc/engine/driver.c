@@ -22,40 +22,7 @@ oomkit_call_take_part(oomkit_call *call, oomkit_participants *parts)
     return parts->adopted == NULL ? 0 : oomkit_participants_hold(parts);
 }
 
-void
-oomkit_window_begin(oomkit_call *call)
-{
-    oomkit_device_begin(call->st, call->device, call->options->reset_peaks,
-                        &call->sizes.window);
-    call->sizes.baseline = call->sizes.window.baseline_bytes;
-}
-
 /* --- failure --- */
-
-/* Keeps the highest peaks of the windows of this call. */
-static void
-window_merge(oomkit_call *call)
-{
-    const oomkit_peak_window *w = &call->sizes.window;
-
-    if (w->peak_allocated_bytes != OOMKIT_UNKNOWN &&
-        w->peak_allocated_bytes > call->sizes.peak_allocated) {
-        call->sizes.peak_allocated = w->peak_allocated_bytes;
-    }
-    if (w->peak_reserved_bytes != OOMKIT_UNKNOWN &&
-        w->peak_reserved_bytes > call->sizes.peak_reserved) {
-        call->sizes.peak_reserved = w->peak_reserved_bytes;
-    }
-}
-
-void
-oomkit_window_anew(oomkit_call *call)
-{
-    oomkit_device_end(call->st, &call->sizes.window);
-    window_merge(call);
-    oomkit_device_begin(call->st, call->device, call->options->reset_peaks,
-                        &call->sizes.window);
-}
 
 int
 oomkit_oom_is_retried(oomkit_class class_, uint32_t ooms)
@@ -87,14 +54,8 @@ oomkit_call_record(const oomkit_call *call, oomkit_record *record)
     record->batch_size = rows < 0 ? OOMKIT_UNKNOWN : (uint64_t)rows;
     record->micro_batch_size = largest > 0 ? (uint64_t)largest : record->batch_size;
     record->requested_bytes =
-        call->tries.ooms > 0 ? call->sizes.requested : OOMKIT_UNKNOWN;
-    record->baseline_bytes = call->sizes.baseline;
-    record->peak_allocated_bytes =
-        call->sizes.peak_allocated == 0 ? OOMKIT_UNKNOWN : call->sizes.peak_allocated;
-    record->peak_reserved_bytes =
-        call->sizes.peak_reserved == 0 ? OOMKIT_UNKNOWN : call->sizes.peak_reserved;
-    record->device_free_bytes = call->sizes.window.free_bytes;
-    record->budget_bytes = call->sizes.window.budget_bytes;
+        call->tries.ooms > 0 ? call->tries.requested : OOMKIT_UNKNOWN;
+    oomkit_sizes_record(call, record);
     record->time_ns = oomkit_now_ns() - call->tries.began_ns;
     record->lost_ns = call->tries.lost_ns;
     record->accumulation_steps = call->cut->count > 0 ? (uint32_t)call->cut->count : 1;
@@ -128,8 +89,7 @@ oomkit_call_leave(oomkit_call *call, int finished, PyObject *exception)
             oomkit_signature_forget(call);
         }
     }
-    oomkit_device_end(call->st, &call->sizes.window);
-    window_merge(call);
+    oomkit_window_end(call);
 }
 
 void

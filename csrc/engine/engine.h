@@ -62,12 +62,6 @@ oomkit_cut_back(oomkit_call *call, const oomkit_cut_own *own);
 /* `parts` (a new counted reference is taken) are the call's, and at work. 0 or -1. */
 int
 oomkit_call_take_part(oomkit_call *call, oomkit_participants *parts);
-/* The window of the call, and what is allocated before it; after a failure a new one.
- */
-void
-oomkit_window_begin(oomkit_call *call);
-void
-oomkit_window_anew(oomkit_call *call);
 /* May an OOM of this class be tried again, the call's number `ooms`? */
 int
 oomkit_oom_is_retried(oomkit_class class_, uint32_t ooms);

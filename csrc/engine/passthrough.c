@@ -4,6 +4,7 @@
 #include "../call/step.h"
 #include "../optim/optim.h"
 #include "../batch/batch.h"
+#include "../undo/gradients.h"
 #include "../undo/undo.h"
 
 static int
@@ -139,11 +140,7 @@ pass_note_split(oomkit_call *call, PyObject *exception, int parked)
 void
 oomkit_pass_abandon(oomkit_call *call, PyObject *exception)
 {
-    if (call->grads.aside == NULL) {
-        return;
-    }
-    oomkit_grads_abandon(call);
-    if (!call->grads.aside_said &&
+    if (oomkit_grads_abandon(call) &&
         pass_add_note(exception, PyUnicode_FromString(
                                      "oomkit: some gradients that were there before "
                                      "the step hold this batch's contribution: call "
@@ -212,7 +209,7 @@ pass_note(oomkit_call *call, PyObject *exception, int parked)
 int
 oomkit_recover_pass(oomkit_call *call, PyObject *exception)
 {
-    int parked = call->grads.is_parked;
+    int parked = oomkit_grads_parked(call);
     int interrupted = PyObject_TypeCheck(exception, /* and the step begins anew */
                                          (PyTypeObject *)PyExc_KeyboardInterrupt);
 

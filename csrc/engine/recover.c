@@ -8,6 +8,7 @@
 #include "../py/tensor.h"
 #include "../result/result.h"
 #include "../sizes/sizes.h"
+#include "../undo/gradients.h"
 #include "../undo/undo.h"
 
 int
@@ -28,10 +29,10 @@ oomkit_recover_note(oomkit_call *call, PyObject *exception)
     attempt->accumulation_steps = call->cut->slices == NULL ? 1 : call->cut->count;
     oomkit_device_held(call->st, call->device, &attempt->allocated_bytes,
                        &attempt->reserved_bytes);
-    attempt->phase = call->backward.failed      ? OOMKIT_PHASE_BACKWARD
-                     : call->updating.count > 0 ? OOMKIT_PHASE_OPTIMIZER
-                                                : OOMKIT_PHASE_FORWARD;
-    call->sizes.requested = attempt->requested_bytes;
+    attempt->phase = call->backward.failed       ? OOMKIT_PHASE_BACKWARD
+                     : oomkit_update_begun(call) ? OOMKIT_PHASE_OPTIMIZER
+                                                 : OOMKIT_PHASE_FORWARD;
+    call->tries.requested = attempt->requested_bytes;
     call->tries.count++;
     call->tries.ooms++;
     call->st->seen_oom = 1;
@@ -123,11 +124,11 @@ recover_is_half_done(const oomkit_call *call)
     int expected = call->step->updates;
     Py_ssize_t i;
 
-    if (call->updating.made + call->unknown.updates == 0) {
+    if (oomkit_updates_made(call) == 0) {
         return 0;
     }
     if (expected < 0) {
-        if (call->unknown.updates > 0) {
+        if (oomkit_update_by_unknown(call)) {
             return 1;
         }
         expected = 0;
@@ -135,7 +136,7 @@ recover_is_half_done(const oomkit_call *call)
             expected += parts->owners[i].kind == OOMKIT_OWNER_OPTIMIZER;
         }
     }
-    return call->updating.made + call->unknown.updates < expected;
+    return oomkit_updates_made(call) < expected;
 }
 
 /* The failure struck between two updates, or in one that cannot be undone. */
@@ -143,18 +144,18 @@ static void
 recover_partial(oomkit_call *call)
 {
     const char *where =
-        call->unknown.steps > 0
+        oomkit_update_of_unknown_runs(call)
             ? "inside the step() of an optimizer that was not found in its arguments, "
               "self, closure or globals; pass optimizer=... to auto_batch"
         : call->refused.hooked != NULL
             ? "in a backward() after a post-accumulate-grad hook had changed a "
               "parameter (do in the step, after backward(), what the hook does)"
-        : call->updating.step_failed && call->updating.made + call->unknown.updates == 0
+        : oomkit_update_unfinished(call) && oomkit_updates_made(call) == 0
             ? "inside an optimizer's step() that had changed a parameter or its state"
-        : call->updating.step_failed
+        : oomkit_update_unfinished(call)
             ? "in one optimizer's step() after another's was applied"
         : call->backward.failed ? "in a backward() after an optimizer had stepped"
-        : call->unknown.updates > 0 && call->step->updates < 0
+        : oomkit_update_by_unknown(call) && call->step->updates < 0
             ? "after the step() of an optimizer that was not found in its arguments, "
               "self, closure or globals, so that others may be due; pass optimizer=... "
               "to auto_batch"
@@ -203,8 +204,9 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception)
         return 0;
     }
     oomkit_exception_discard(call->st, exception);
-    if (committed && (call->unknown.steps > 0 || call->updating.step_failed ||
-                      call->backward.failed || recover_is_half_done(call))) {
+    if (committed &&
+        (oomkit_update_of_unknown_runs(call) || oomkit_update_unfinished(call) ||
+         call->backward.failed || recover_is_half_done(call))) {
         recover_partial(call);
         return -1;
     }
@@ -249,7 +251,7 @@ recover_join(oomkit_call *call)
         return -1;
     }
     oomkit_savepoint_end_attempt(call);
-    if (oomkit_recover_reclaim(call, call->sizes.baseline) < 0) {
+    if (oomkit_recover_reclaim(call, oomkit_baseline_at_entry(call)) < 0) {
         return -1;
     }
     if (call->tries.join_failures++ == 0) {
@@ -277,17 +279,18 @@ recover_go_on(oomkit_call *call)
     if (call->tries.joining) {
         return recover_join(call);
     }
-    call->grads.may_owe = call->options->gradient_safety == OOMKIT_SAFETY_AUTO;
+    oomkit_grads_allow_owing(call,
+                             call->options->gradient_safety == OOMKIT_SAFETY_AUTO);
     oomkit_plain_keep(call, keep);
     result = oomkit_recover_roll_back(call);
-    call->grads.may_owe = 0;
+    oomkit_grads_allow_owing(call, 0);
     if (result == 0) {
         result = oomkit_join_truncate(&call->cut->join,
                                       keep ? (Py_ssize_t)call->cut->at : 0);
     }
-    call->deferred.may_hold |= call->training && !call->split;
+    call->tries.may_hold |= call->training && !call->split;
     oomkit_savepoint_end_attempt(call);
-    baseline = keep ? call->cut->micro.baseline_bytes : call->sizes.baseline;
+    baseline = keep ? call->cut->micro.baseline_bytes : oomkit_baseline_at_entry(call);
     if (result == 0) {
         result = oomkit_replan_failed(call, keep, baseline);
     }
@@ -362,7 +365,7 @@ oomkit_recover(oomkit_call *call, int failed)
         }
         result = oomkit_attempt_run(call);
         failed = result == NULL;
-        if (call->unknown.restart) {
+        if (call->tries.restart) {
             Py_CLEAR(result);
             failed = oomkit_restart(call);
             if (failed < 0) {

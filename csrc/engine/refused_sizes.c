@@ -4,6 +4,7 @@
  * else the error is the cause of a SplitError. Everything has gone back by then. */
 #include "engine.h"
 #include "refused_sizes.h"
+#include "../optim/updating.h"
 #include "../result/result.h"
 #include "../sizes/sizes.h"
 #include "../undo/undo.h"
@@ -51,7 +52,7 @@ unfit_is_planned(const oomkit_call *call)
 {
     return !call->cut->forced &&
            (call->options->accumulation_steps <= 1 || call->step->whole.seen ||
-            call->deferred.replayed != NULL || unfit_began_whole(call));
+            oomkit_call_is_replay(call) || unfit_began_whole(call));
 }
 
 /* Does the error come of the split? Only out of a forward: after a backward it may come
@@ -61,12 +62,12 @@ unfit_is_splits(oomkit_call *call, PyObject *exception)
 {
     int committed;
 
-    if (!call->split || call->refused.raised || !call->cut->unfit.by_step ||
+    if (!call->split || call->refused.raised || !call->tries.by_step ||
         ((PyBaseExceptionObject *)exception)->traceback == NULL || /* wrong arguments */
         !unfit_type(call->st, exception) || !unfit_is_planned(call) ||
         call->backward.done > 0 || call->backward.failed ||
-        call->updating.made + call->unknown.updates > 0 || call->unknown.steps > 0 ||
-        call->updating.step_failed || oomkit_tell_failure_remains(call) != NULL) {
+        oomkit_updates_made(call) > 0 || oomkit_update_of_unknown_runs(call) ||
+        oomkit_update_unfinished(call) || oomkit_tell_failure_remains(call) != NULL) {
         return 0;
     }
     committed = oomkit_recover_committed(call);
@@ -80,12 +81,12 @@ static int
 unfit_next(oomkit_call *call, int64_t rows)
 {
     if (rows == 1 && oomkit_unfit_least(call) < 2) {
-        call->cut->unfit.least = 2;
+        oomkit_unfit_bound(call, 2, 0);
         return 1;
     }
     if (rows % 2 != 0 && call->batch.rows % 2 == 0 &&
         oomkit_unfit_multiple(call) % 2 != 0) {
-        call->cut->unfit.even = 1;
+        oomkit_unfit_bound(call, 0, 1);
         return 1;
     }
     return 0;
@@ -94,13 +95,9 @@ unfit_next(oomkit_call *call, int64_t rows)
 void
 oomkit_unfit_learn(oomkit_call *call)
 {
-    if (call->cut->unfit.count == 0) {
-        return;
+    if (call->cut->unfit.count > 0) {
+        oomkit_unfit_bound_site(call);
     }
-    if (call->cut->unfit.least > call->step->least_rows) {
-        call->step->least_rows = (int)call->cut->unfit.least;
-    }
-    call->step->even_rows |= call->cut->unfit.even;
 }
 
 /* --- what is said --- */
@@ -241,7 +238,7 @@ unfit_go_on(oomkit_call *call)
     oomkit_savepoint_end_attempt(call);
     call->cut->count = call->cut->at = 0;
     memset(&call->cut->measured, 0, sizeof(call->cut->measured));
-    if (oomkit_recover_reclaim(call, call->sizes.baseline) < 0 ||
+    if (oomkit_recover_reclaim(call, oomkit_baseline_at_entry(call)) < 0 ||
         oomkit_recover_batch(call) < 0 || oomkit_cut_planned(call) < 0 ||
         oomkit_replan_say(call, rows, count) < 0) {
         return -1;

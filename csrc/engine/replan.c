@@ -2,7 +2,9 @@
 #include "engine.h"
 #include "refused_sizes.h"
 #include "../ladder/ladder.h"
+#include "../optim/updating.h"
 #include "../sizes/sizes.h"
+#include "../undo/gradients.h"
 #include "../undo/undo.h"
 
 int64_t
@@ -30,7 +32,7 @@ oomkit_replan_exhausted(oomkit_call *call)
             "min_micro_batch=%lld",
             call->options->label, (long long)call->batch.rows,
             (long long)call->options->min_micro_batch);
-    } else if (call->tries.count > 0 && call->updating.count > 0 &&
+    } else if (call->tries.count > 0 && oomkit_update_begun(call) &&
                call->tries.items[call->tries.count - 1].phase ==
                    OOMKIT_PHASE_OPTIMIZER) {
         reason = PyUnicode_FromFormat(
@@ -45,15 +47,16 @@ oomkit_replan_exhausted(oomkit_call *call)
             "allowed; %s",
             call->options->label, (long long)(least > 0 ? least : call->batch.rows),
             (long long)call->batch.rows,
-            call->grads.aside == NULL
-                ? oomkit_state_as_before(call)
-                : "some gradients that were there before the step hold this batch's "
+            oomkit_grads_any_aside(call)
+                ? "some gradients that were there before the step hold this batch's "
                   "contribution: call zero_grad() before going on, and pass "
-                  "gradient_safety=\"copy\" to auto_batch");
+                  "gradient_safety=\"copy\" to auto_batch"
+                : oomkit_state_as_before(call));
     }
     reason = oomkit_unfit_explain(call, reason);
     if (reason != NULL) {
-        call->grads.aside_said = call->batch.rows >= call->options->min_micro_batch;
+        oomkit_grads_aside_said(call,
+                                call->batch.rows >= call->options->min_micro_batch);
     }
     return oomkit_give_up_for(call, reason);
 }
@@ -150,6 +153,9 @@ replan_next(oomkit_call *call, oomkit_keep keep, int64_t failed_rows,
     oomkit_signature_failed(call, failed_rows);
     oomkit_signature_request(call, &request, &known);
     request.batch = call->batch.rows - done;
+    if (call->cut->slices == NULL) { /* not planned so far: a caller's backward failed */
+        failed.rung = known->rung;
+    }
     failed.batch = request.batch;
     failed.multiple_of = request.multiple_of;
     failed.first = 0;
@@ -178,24 +184,36 @@ replan_next(oomkit_call *call, oomkit_keep keep, int64_t failed_rows,
     return oomkit_cut_planned(call);
 }
 
-/* Nothing smaller is allowed: the next rung of the ladder, with the smallest
- * micro-batches that there were. 0, 1 where there is none, or -1. */
+/* Nothing smaller is allowed: once more what has worked in an earlier call, then the
+ * next rung of the ladder, with the smallest micro-batches that there were. 0, 1 where
+ * there is none, or -1. */
 static int
 replan_climb(oomkit_call *call, oomkit_keep keep)
 {
     const int64_t rows = call->batch.rows;
     int64_t least = oomkit_replan_smallest(call);
-    int climbed = keep == OOMKIT_KEEP_NOTHING ? oomkit_ladder_climb(call) : 0;
+    int climbed;
 
-    if (climbed <= 0) {
-        return climbed < 0 ? -1 : 1;
+    if (keep != OOMKIT_KEEP_NOTHING) {
+        return 1;
+    }
+    if (!call->tries.again && oomkit_ladder_has_worked(call)) {
+        call->tries.again = 1; /* an accident, or the room of another moment */
+        climbed = (int)call->cut->plan.rung;
+        call->cut->reason = OOMKIT_REASON_FLUSHED;
+    } else {
+        call->cut->reason = OOMKIT_REASON_CLIMBED;
+        climbed = oomkit_ladder_climb(call);
+        climbed = climbed == 0 ? -2 : climbed;
+    }
+    if (climbed < 0) {
+        return climbed == -2 ? 1 : -1;
     }
     least = least > 0 ? least : rows;
     call->cut->plan = (oomkit_plan){.batch = rows,
                                     .accumulation = (rows + least - 1) / least,
                                     .multiple_of = oomkit_unfit_multiple(call),
                                     .rung = (uint32_t)climbed};
-    call->cut->reason = OOMKIT_REASON_CLIMBED;
     call->cut->count = call->cut->at = 0;
     call->tries.whole_tried = 0;
     return oomkit_cut_planned(call);

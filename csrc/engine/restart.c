@@ -1,6 +1,7 @@
 /* Beginning a split attempt again with the same plan, or nearly, because a rule wants
  * it: nothing but the forward of its first micro-batch has run. */
 #include "engine.h"
+#include "../accum/accum.h"
 #include "../result/result.h"
 #include "../undo/undo.h"
 
@@ -13,21 +14,21 @@ restart_wider(oomkit_call *call)
     memmove(&call->cut->slices[1], &call->cut->slices[2],
             (size_t)(call->cut->count - 1) * sizeof(*call->cut->slices));
     call->split = call->cut->count > 1;
-    call->unknown.widened = 1;
+    call->tries.widened = 1;
 }
 
-/* The attempt that a rule has ended (call->unknown.restart says why), with an exception
+/* The attempt that a rule has ended (call->tries.restart says why), with an exception
  * in flight or caught by the step. 0 the same plan can be tried again; 1 something else
  * went wrong, the exception in flight says what; -1 with the exception to raise. */
 int
 oomkit_restart(oomkit_call *call)
 {
-    int result, why = call->unknown.restart;
+    int result, why = call->tries.restart;
 
-    call->unknown.restart = 0;
-    call->unknown.restarts += why != OOMKIT_RESTART_WIDER;
+    call->tries.restart = 0;
+    call->tries.restarts += why != OOMKIT_RESTART_WIDER;
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(call->st->SplitError)) {
-        Py_CLEAR(call->unknown.leaves);
+        oomkit_unknown_forget(call);
         return 1;
     }
     if (PyErr_Occurred()) {

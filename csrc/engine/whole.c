@@ -261,7 +261,7 @@ engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
     }
     step->seen_oom |= call->tries.ooms > 0;
     if (call->cut->slices == NULL) {
-        step->updates = call->updating.made + call->unknown.updates;
+        step->updates = oomkit_updates_made(call);
         oomkit_batch_learn(&step->batch_site, &call->batch);
         largest = oomkit_batch_rows(&call->batch);
         oomkit_result_learn(call->st, &step->results, result, largest,
@@ -269,17 +269,16 @@ engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
         oomkit_tell_whole_call_ends(call, largest);
         step->whole.seen = 1;
         step->whole.without_backward |= !call->training;
-        step->whole.without_update |= call->updating.count == 0;
+        step->whole.without_update |= !oomkit_update_begun(call);
     }
     if ((call->shape.known || step->seen_oom) && largest > 0 && !needs_backward) {
         oomkit_call_cut(call);
         if (call->cut->slices == NULL) {
             oomkit_phase_whole(call);
         }
-        call->deferred.forward_only =
-            !call->training && call->deferred.returned == OOMKIT_RETURNED_NOTHING;
-        oomkit_signature_succeeded(call, largest,
-                                   call->sizes.window.peak_allocated_bytes);
+        oomkit_signature_forward_only(call, !call->training &&
+                                                !oomkit_loss_is_returned(call));
+        oomkit_signature_succeeded(call, largest, oomkit_window_peak(call));
     }
 }
 
@@ -288,7 +287,7 @@ engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
 static int
 engine_returned(oomkit_call *call, PyObject *result, int needs_backward)
 {
-    int status = call->deferred.returned != OOMKIT_RETURNED_NOTHING || needs_backward
+    int status = oomkit_loss_is_returned(call) || needs_backward
                      ? oomkit_tell_call_returns(call, result)
                      : 0;
 

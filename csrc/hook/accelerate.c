@@ -3,7 +3,8 @@
  * must count once, not once per micro-batch, and a roll-back must take the count back.
  * Known by name, so that nothing is imported. */
 #include "hook.h"
-#include "../undo/undo.h"
+#include "../call/call.h"
+#include "../optim/optim.h"
 
 /* What accumulate() calls on entry, in a split call: 1 it is to run (the first
  * micro-batch), 0 it has run for this batch, -1 with SplitError. */
@@ -117,8 +118,7 @@ accelerate_hidden(oomkit_call *call)
                                                 OOMKIT_OWNER_ACCELERATOR);
         if (result >= 0 &&
             call->tries.ooms == 0) { /* it has not counted this batch yet */
-            result = oomkit_pairs_add(&call->entry.owners.user, object,
-                                      oomkit_accelerator_save(object));
+            result = oomkit_accelerator_mark(call, object);
         }
         if (result >= 0) {
             result = accelerate_intercept(call, object, call->tries.ooms > 0);

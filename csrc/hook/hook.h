@@ -9,6 +9,12 @@ typedef struct oomkit_deferred oomkit_deferred;
 extern PyType_Spec oomkit_interceptor_spec, oomkit_backward_spec;
 
 /* --- accelerate.c --- */
+/* Before each micro-batch: accumulate() has not been entered in it. */
+static inline void
+oomkit_accelerate_micro_begins(oomkit_call *call)
+{
+    call->hooked.syncs = 0;
+}
 /* Before the first split attempt of a call. 0 or -1. */
 int
 oomkit_accelerate_split(oomkit_call *call);

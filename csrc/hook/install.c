@@ -1,7 +1,7 @@
 /* Putting interceptors into the participants' instance dictionaries, and taking them
  * out. */
 #include "hook.h"
-#include "../py/frames.h"
+#include "../py/errors.h"
 #include "../undo/undo.h"
 
 /* Puts one interceptor into an instance's dictionary. */

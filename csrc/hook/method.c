@@ -98,7 +98,7 @@ interceptor_restore(oomkit_call *call, int index)
     if (mode < 0) {
         return -1;
     }
-    result = oomkit_optimizer_restore_copy(call, index);
+    result = oomkit_optimizer_restore_copy(call, index, oomkit_params_version_is);
     return oomkit_grad_mode_back(call->st, mode, result);
 }
 
@@ -152,23 +152,6 @@ interceptor_after_oom(interceptor_object *self, int index, int may_retry)
     return NULL;
 }
 
-/* Its attributes go back when the outermost step() that it is part of has been left. */
-static void
-interceptor_step_failed(const interceptor_object *self)
-{
-    self->call->updating.step_failed = 1;
-    self->call->entry.owners.failed_step = self->target;
-}
-
-/* One that works after it has failed keeps what it has set. */
-static void
-interceptor_step_worked(const interceptor_object *self)
-{
-    if (self->call->entry.owners.failed_step == self->target) {
-        self->call->entry.owners.failed_step = NULL;
-    }
-}
-
 /* A step() whose closure ran a backward is neither split nor retried. Steals `result`.
  */
 static PyObject *
@@ -178,12 +161,11 @@ interceptor_computed(interceptor_object *self, int index, PyObject *result)
 
     call->refused.why = OOMKIT_CLOSURE_REFUSAL;
     if (result != NULL) {
-        call->updating.committed = 1;
-        call->updating.made++;
-        interceptor_step_worked(self);
+        oomkit_update_becomes_final(call);
+        oomkit_update_worked(call, self->target);
     } else if (oomkit_exception_is_oom(call->st)) {
         PyObject *exception = oomkit_exception_take(); /* owned, given back */
-        interceptor_step_failed(self);
+        oomkit_update_broke_off(call, self->target);
         if (call->options->optimizer_copy && interceptor_restore(call, index) < 0) {
             Py_DECREF(exception);
             return NULL;
@@ -200,12 +182,11 @@ interceptor_run(interceptor_object *self, int closure, PyObject *const *args,
 {
     oomkit_call *call = self->call;
     int phase = oomkit_phase_set(call->st, OOMKIT_PHASE_OPTIMIZER);
-    int outer = call->hooked.closure;
+    int outer = oomkit_update_closure(call, closure && call->split);
     PyObject *result; /* owned */
 
-    call->hooked.closure = closure && call->split;
     result = oomkit_interceptor_original(self, args, nargsf, kwnames);
-    call->hooked.closure = outer;
+    oomkit_update_closure(call, outer);
     oomkit_phase_set(call->st, phase);
     call->refused.raised |= result == NULL && closure && call->split &&
                             PyErr_ExceptionMatches(call->st->SplitError);
@@ -249,11 +230,12 @@ interceptor_parts(interceptor_object *self, int index, PyObject *const *args,
 
     oomkit_phase_set(call->st, phase);
     if (result == NULL) {
-        interceptor_step_failed(self);
+        oomkit_update_broke_off(call, self->target);
     } else if (result != Py_NotImplemented) {
-        call->updating.made++;
-        interceptor_step_worked(self);
-        call->updating.committed |= !interceptor_versions_tell(self);
+        oomkit_update_worked(call, self->target);
+        if (!interceptor_versions_tell(self)) {
+            oomkit_update_becomes_final(call);
+        }
     }
     return result;
 }
@@ -313,12 +295,11 @@ interceptor_step(interceptor_object *self, PyObject *const *args, size_t nargsf,
         if (closure && oomkit_backward_runs() != runs) {
             return interceptor_computed(self, index, result);
         }
-        call->updating.made += result != NULL;
         if (result != NULL) {
-            interceptor_step_worked(self);
+            oomkit_update_worked(call, self->target);
         }
         if (result != NULL && !interceptor_versions_tell(self)) {
-            call->updating.committed = 1;
+            oomkit_update_becomes_final(call);
         }
         if (result != NULL || !oomkit_exception_is_oom(call->st)) {
             return result;
@@ -327,7 +308,7 @@ interceptor_step(interceptor_object *self, PyObject *const *args, size_t nargsf,
         oomkit_update_failed(call, self->target);
         result = interceptor_after_oom(self, index, attempt == 0 && !closure);
         if (PyErr_Occurred()) {
-            interceptor_step_failed(self);
+            oomkit_update_broke_off(call, self->target);
             return NULL;
         }
     }
@@ -341,7 +322,7 @@ interceptor_optimizer(interceptor_object *self, PyObject *const *args, size_t na
     Py_ssize_t n = PyVectorcall_NARGS(nargsf);
     OWNED PyObject *given = NULL;
 
-    if (!self->call->split || self->call->hooked.depth > 1 ||
+    if (!self->call->split || oomkit_update_is_nested(self->call) ||
         (n == 0 && kwnames == NULL)) {
         return interceptor_step(self, args, nargsf, kwnames);
     }
@@ -383,7 +364,7 @@ interceptor_other(interceptor_object *self, PyObject *const *args, size_t nargsf
     if (result != NULL &&
         (self->kind == OOMKIT_OWNER_SCHEDULER || self->kind == OOMKIT_OWNER_AVERAGED ||
          self->name == call->st->str_update)) {
-        call->updating.committed = 1;
+        oomkit_update_becomes_final(call);
     }
     return result;
 }
@@ -402,7 +383,7 @@ interceptor_scheduler(interceptor_object *self, PyObject *const *args, size_t na
     PyObject **vector;
     int state = 0;
 
-    if (call->split && call->hooked.depth == 1) {
+    if (call->split && !oomkit_update_is_nested(call)) {
         state = oomkit_metrics_settle(call, self->target, args, n, kwnames, &mean, &at);
     }
     if (state <= 0) {
@@ -436,7 +417,7 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
     if (call == NULL || call != oomkit_call_current()) {
         return oomkit_interceptor_original(self, args, nargsf, kwnames);
     }
-    if (call->cut->losses.verification != NULL) {
+    if (oomkit_call_is_verified(call)) {
         Py_RETURN_NONE;
     }
     if (self->kind == OOMKIT_OWNER_ACCELERATOR) {
@@ -445,7 +426,7 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
                : counts == 0 ? Py_NewRef(Py_None)
                              : oomkit_interceptor_original(self, args, nargsf, kwnames);
     }
-    if (call->split && call->hooked.depth == 0) {
+    if (call->split && !oomkit_update_runs(call)) {
         oomkit_update update = {
             self,    oomkit_interceptor_optimizer(self, args, nargsf, kwnames),
             args,    nargsf,
@@ -457,19 +438,18 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
             Py_RETURN_NONE;
         }
     }
-    call->hooked.depth++;
+    oomkit_update_enter(call);
     Py_INCREF(op); /* the method may take us out of the instance */
     result = self->kind == OOMKIT_OWNER_OPTIMIZER
                  ? interceptor_optimizer(self, args, nargsf, kwnames)
              : self->kind == OOMKIT_OWNER_SCHEDULER
                  ? interceptor_scheduler(self, args, nargsf, kwnames)
                  : interceptor_other(self, args, nargsf, kwnames);
-    call->hooked.depth--;
-    if (call->hooked.depth == 0) {
+    if (oomkit_update_leave(call)) {
         if (result == NULL) {
             oomkit_attributes_undo(call);
         }
-        call->entry.owners.failed_step = NULL;
+        oomkit_update_settled(call);
     }
     Py_DECREF(op);
     return result;

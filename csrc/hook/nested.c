@@ -3,7 +3,7 @@
  * weight included. One that a hook runs starts from a loss of its own: it would carry
  * no weight. The Python frames between the two tell them apart. */
 #include "hook.h"
-#include "../py/frames.h"
+#include "../py/errors.h"
 
 #include <stdatomic.h>
 

@@ -8,7 +8,7 @@
 #include "step_arguments.h"
 #include "../call/call.h"
 #include "../optim/optim.h"
-#include "../py/frames.h"
+#include "../py/errors.h"
 #include "../py/tensor.h"
 
 /* SplitError with the line. -1 always. */

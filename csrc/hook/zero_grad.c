@@ -7,7 +7,8 @@
  * it; the later ones are left out while that holds: most of what one costs is the
  * profiler's mark, some 30 us. */
 #include "method.h"
-#include "../py/frames.h"
+#include "../py/errors.h"
+#include "../py/tensor.h"
 #include "../undo/undo.h"
 
 enum { CLEARING_CHUNK = 64 };
@@ -20,21 +21,14 @@ clearing_is_none(const oomkit_state *st, PyObject *const *params, Py_ssize_t cou
     Py_ssize_t i;
     int none = 1;
 
-    if (st->bridge != NULL) {
-        if (st->bridge->grads_mark((const void *const *)params, st->impl_offset,
-                                   (size_t)count, marks) != OOMKIT_OK) {
-            return 0; /* not known: zero_grad() looks for itself */
-        }
-        for (i = 0; i < count; i++) {
-            none &= marks[i].grad == NULL;
-        }
-        st->bridge->grads_release(marks, (size_t)count);
-        return none;
+    if (st->bridge->grads_mark((const void *const *)params, st->impl_offset,
+                               (size_t)count, marks) != OOMKIT_OK) {
+        return oomkit_bridge_failed("look at the gradients of an optimizer");
     }
-    for (i = 0; i < count && none == 1; i++) {
-        OWNED PyObject *grad = PyObject_GetAttr(params[i], st->str_grad);
-        none = grad == NULL ? -1 : grad == Py_None;
+    for (i = 0; i < count; i++) {
+        none &= marks[i].grad == NULL;
     }
+    st->bridge->grads_release(marks, (size_t)count);
     return none;
 }
 

@@ -43,6 +43,14 @@ oomkit_hosted_make(oomkit_state *st, PyObject *optimizer)
     return hosted;
 }
 
+int
+oomkit_hosted_tidy(oomkit_state *st, PyObject *optimizer)
+{
+    OWNED PyObject *done =
+        PyObject_CallFunctionObjArgs(st->hosted_state, optimizer, Py_None, NULL);
+    return done == NULL ? -1 : 0;
+}
+
 /* 1 where the value of `tensor` is worth moving and on the call's device. */
 static int
 is_moved(oomkit_call *call, PyObject *tensor, oomkit_tensor_facts *facts)
@@ -115,13 +123,15 @@ oomkit_host_move_in(oomkit_call *call, PyObject *hosted, PyObject *tensor)
     return PyDict_DelItem(hosted, key);
 }
 
-/* Every tensor of an optimizer's state goes out. 0 or -1. */
+/* Every tensor of an optimizer's state goes out. The optimizer is known as one of those
+ * from the first on. 0 or -1. */
 static int
-each_state(oomkit_call *call, PyObject *optimizer, PyObject *hosted, uint64_t most,
-           uint64_t *bytes)
+each_state(oomkit_call *call, PyObject *optimizer, uint64_t most, uint64_t *bytes)
 {
     OWNED PyObject *state = PyObject_GetAttr(optimizer, call->st->str_state);
     OWNED PyObject *all = NULL;
+    PyObject *hosted = NULL; /* borrowed from the registry */
+    oomkit_tensor_facts facts;
     Py_ssize_t i;
 
     if (state == NULL || !PyDict_Check(state)) {
@@ -133,7 +143,12 @@ each_state(oomkit_call *call, PyObject *optimizer, PyObject *hosted, uint64_t mo
         Py_ssize_t at = 0;
         while (PyDict_Check(values) && *bytes < most &&
                PyDict_Next(values, &at, &key, &value)) {
-            if (oomkit_host_move_out(call, hosted, value, bytes) < 0) {
+            int moves = is_moved(call, value, &facts);
+            if (moves > 0 && hosted == NULL) {
+                hosted = oomkit_hosted_make(call->st, optimizer);
+            }
+            if (moves < 0 || (moves > 0 && hosted == NULL) ||
+                (moves > 0 && oomkit_host_move_out(call, hosted, value, bytes) < 0)) {
                 return -1;
             }
         }
@@ -148,15 +163,8 @@ oomkit_host_all(oomkit_call *call, uint64_t most, uint64_t *bytes)
     EACH_OWNER (owner, call->parts, OWNERS_OF(OOMKIT_OWNER_OPTIMIZER)) {
         OWNED PyObject *may =
             PyObject_CallOneArg(call->st->is_independent, owner.object);
-        PyObject *hosted; /* borrowed from the registry */
-        if (may != Py_True) {
-            if (may == NULL) {
-                return -1;
-            }
-            continue;
-        }
-        hosted = oomkit_hosted_make(call->st, owner.object);
-        if (hosted == NULL || each_state(call, owner.object, hosted, most, bytes) < 0) {
+        if (may == NULL ||
+            (may == Py_True && each_state(call, owner.object, most, bytes) < 0)) {
             return -1;
         }
     }
@@ -226,6 +234,9 @@ host_none(oomkit_call *call)
                 return 0; /* what is there stays there */
             }
         }
+        if (oomkit_hosted_tidy(call->st, owner.object) < 0) {
+            return -1;
+        }
     }
     return 0;
 }
@@ -234,7 +245,7 @@ void
 oomkit_host_room(oomkit_call *call, uint64_t needed, uint64_t left)
 {
     const uint64_t budget = oomkit_device_budget(call->st, call->device);
-    const uint64_t peak = oomkit_device_peak(call->st, &call->sizes.window);
+    const uint64_t peak = oomkit_window_peak_now(call);
     const uint64_t bytes = oomkit_host_bytes(call);
 
     if (needed + bytes / SPARE > left || budget == OOMKIT_UNKNOWN ||

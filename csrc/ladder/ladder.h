@@ -46,6 +46,10 @@ oomkit_rung_used(oomkit_call *call, oomkit_rung rung, const char *detail);
  * on. */
 int
 oomkit_ladder_climb(oomkit_call *call);
+/* Has a call of this shape worked on the rung of the present plan? 1 or 0; 0 without a
+ * ladder. */
+int
+oomkit_ladder_has_worked(oomkit_call *call);
 /* A call is about to be planned: 1 where there is so much more room than when its rung
  * was climbed to that it is tried without; 0. */
 int
@@ -85,6 +89,9 @@ oomkit_hosted_of(oomkit_state *st, PyObject *optimizer);
 /* The same, made where there is none. Borrowed, or NULL with an exception. */
 PyObject *
 oomkit_hosted_make(oomkit_state *st, PyObject *optimizer);
+/* An optimizer that has nothing there is forgotten. 0 or -1. */
+int
+oomkit_hosted_tidy(oomkit_state *st, PyObject *optimizer);
 /* The value of a tensor to the host or back to `device`. 0 or -1. */
 int
 oomkit_host_move_out(oomkit_call *call, PyObject *hosted, PyObject *tensor,

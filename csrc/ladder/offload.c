@@ -10,7 +10,7 @@
 int
 oomkit_offload_possible(const oomkit_state *st)
 {
-    return st->bridge != NULL && st->push_saved_hooks != NULL &&
+    return oomkit_has_bridge(st) && st->push_saved_hooks != NULL &&
            st->pop_saved_hooks != NULL && st->top_saved_hooks != NULL &&
            st->saved_hooks_off != NULL;
 }
@@ -78,10 +78,15 @@ offload_prepare(oomkit_offload *self, PyObject *module)
     oomkit_device_text(self->device, text);
     self->pinned = self->device.type == OOMKIT_DEVICE_CUDA;
     self->device_name = PyUnicode_FromString(text);
+    if (self->device_name == NULL) {
+        return -1;
+    }
     self->names = Py_BuildValue("(sss)", "dtype", "device", "pin_memory");
+    if (self->names == NULL) {
+        return -1;
+    }
     self->unpack = oomkit_hook_new(self->st, module, "_offload_unpack");
-    return self->device_name == NULL || self->names == NULL || self->unpack == NULL ? -1
-                                                                                    : 0;
+    return self->unpack == NULL ? -1 : 0;
 }
 
 static PyObject *
@@ -269,19 +274,25 @@ oomkit_offload_push(PyObject *offload)
     return done == NULL ? -1 : 0;
 }
 
-/* Takes ours out from under hooks that were left on the stack, in `above`, a list, the
- * topmost first. 0 or -1. */
+/* Takes ours out from under hooks that were left on the stack, which are in *above (an
+ * owned list or NULL) then, the topmost first. 0 or -1. */
 static int
-hooks_dig(oomkit_offload *self, PyObject *above)
+hooks_dig(oomkit_offload *self, PyObject **above)
 {
     for (;;) {
         OWNED PyObject *pair = hooks_top(self->st);
         OWNED PyObject *done = NULL;
-        int found = pair != NULL && pair_pack(pair) == (PyObject *)self;
-        if (pair == NULL || pair == Py_None) {
-            return pair == NULL ? -1 : 0; /* another thread's: it stays there */
+        int found = pair == NULL || pair_pack(pair) == (PyObject *)self;
+        if (pair == NULL) {
+            oomkit_error_dismiss(); /* no memory to look: ours is on top but for once */
         }
-        if (!found && PyList_Append(above, pair) < 0) {
+        if (pair == Py_None) {
+            return 0; /* another thread's: it stays there */
+        }
+        if (!found && *above == NULL) {
+            *above = PyList_New(0);
+        }
+        if (!found && (*above == NULL || PyList_Append(*above, pair) < 0)) {
             return -1;
         }
         done = PyObject_CallNoArgs(self->st->pop_saved_hooks);
@@ -294,8 +305,8 @@ hooks_dig(oomkit_offload *self, PyObject *above)
 static int
 hooks_pop(oomkit_offload *self)
 {
-    OWNED PyObject *above = PyList_New(0);
-    int failed = above == NULL || hooks_dig(self, above) < 0;
+    OWNED PyObject *above = NULL;
+    int failed = hooks_dig(self, &above) < 0;
 
     for (Py_ssize_t i = above == NULL ? 0 : PyList_GET_SIZE(above); i > 0; i--) {
         KEEPING_EXCEPTION {
@@ -331,7 +342,8 @@ offload_enter(PyObject *op, PyObject *Py_UNUSED(ignored))
 }
 
 static PyObject *
-offload_exit(PyObject *op, PyObject *Py_UNUSED(args))
+offload_exit(PyObject *op, PyObject *const *Py_UNUSED(args),
+             Py_ssize_t Py_UNUSED(count))
 {
     return oomkit_offload_pop(op) < 0 ? NULL : Py_NewRef(Py_False);
 }
@@ -353,7 +365,7 @@ module_offload(PyObject *module, PyObject *args)
 
 static PyMethodDef offload_members_methods[] = {
     {"__enter__", offload_enter, METH_NOARGS, NULL},
-    {"__exit__", offload_exit, METH_VARARGS, NULL},
+    {"__exit__", (PyCFunction)(void (*)(void))offload_exit, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 

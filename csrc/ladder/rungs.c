@@ -203,3 +203,15 @@ oomkit_ladder_begins(oomkit_call *call, const oomkit_plan_request *request)
     }
     return 0;
 }
+
+int
+oomkit_ladder_has_worked(oomkit_call *call)
+{
+    const oomkit_signature *entry = oomkit_signature_get(call, 0); /* borrowed */
+    const unsigned mask = call->options->ladder_given || scope_mask < 0
+                              ? call->options->ladder
+                              : (unsigned)scope_mask;
+
+    return mask != 0 && entry != NULL && entry->known.successes > 0 &&
+           !entry->known.recalled && entry->known.rung == call->cut->plan.rung;
+}

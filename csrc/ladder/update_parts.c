@@ -17,6 +17,7 @@
 #include "../py/modes.h"
 #include "../py/tensor.h"
 #include "../sizes/sizes.h"
+#include "../undo/undo.h"
 
 #define ONE_AGAIN 1 /* times that one parameter is tried again as it is */
 
@@ -229,7 +230,8 @@ parts_undo(const parts_run *run, Py_ssize_t at, Py_ssize_t count)
         return -1;
     }
     for (i = at; result == 0 && i < at + count; i++) {
-        result = oomkit_part_put_back(call, run->index, &run->params[i], run->hosted);
+        result = oomkit_part_put_back(call, run->index, &run->params[i], run->hosted,
+                                      oomkit_params_version_is);
     }
     return oomkit_grad_mode_back(call->st, mode, result);
 }
@@ -512,6 +514,13 @@ oomkit_update_in_parts(oomkit_call *call, PyObject *optimizer, int index,
         oomkit_update_went(call, optimizer);
         if (!call->options->optimizer_parts) {
             oomkit_part_forget(call, index);
+        }
+    }
+    if (run.hosted != NULL && PyDict_GET_SIZE(run.hosted) == 0) {
+        KEEPING_EXCEPTION {
+            if (oomkit_hosted_tidy(call->st, optimizer) < 0) {
+                PyErr_WriteUnraisable(optimizer);
+            }
         }
     }
     if (PyCapsule_SetPointer(capsule, &parts_method) < 0) { /* run goes */

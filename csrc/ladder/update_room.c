@@ -63,7 +63,11 @@ oomkit_update_room(oomkit_call *call, PyObject *optimizer, oomkit_update_figures
     f->state = state;
     f->fixed = fixed;
     f->together = together;
-    return left_asked(call, &f->left);
+    if (f->state > 0) { /* its driver is slow to answer: before a first state alone */
+        return left_asked(call, &f->left);
+    }
+    f->left = left_known(call);
+    return 0;
 }
 
 /* Bytes of the parameters of a mark that has changed since. 0 or -1. */

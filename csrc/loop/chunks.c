@@ -4,6 +4,7 @@
 #include "../batch/batch.h"
 #include "../engine/engine.h"
 #include "../py/tensor.h"
+#include "../sizes/sizes.h"
 #include "../undo/undo.h"
 
 #include <stddef.h>
@@ -180,9 +181,7 @@ begin_capture(oomkit_chunks *self)
     }
     call->device = begin_device(self);
     oomkit_device_prepare(st, call->device);
-    call->sizes.baseline = oomkit_device_allocated(st, call->device);
-    call->sizes.window.budget_bytes = oomkit_device_budget(st, call->device);
-    call->sizes.window.free_bytes = OOMKIT_UNKNOWN;
+    oomkit_window_of_loop(call);
     if (!st->backward_patched && oomkit_engine_install(st) < 0) {
         return -1;
     }
@@ -337,9 +336,7 @@ part_again(oomkit_chunks *self)
     int status, phase = oomkit_phase_set(self->st, OOMKIT_PHASE_RECOVERY);
 
     self->failed = 0;
-    call->sizes.baseline = call->sizes.baseline == OOMKIT_UNKNOWN
-                               ? self->part_baseline_bytes
-                               : call->sizes.baseline;
+    oomkit_baseline_else(call, self->part_baseline_bytes);
     status = oomkit_replan_failed(call, OOMKIT_KEEP_HANDED, self->part_baseline_bytes);
     if (status > 0) {
         status = oomkit_chunks_exhausted(self);
@@ -355,11 +352,11 @@ part_unguarded(oomkit_chunks *self)
 {
     oomkit_step *site = self->site;
 
-    if (self->guards > 0 || site->hooks_said || self->st->chunks_out != NULL ||
+    if (self->guards > 0 || site->unguarded_said || self->st->chunks_out != NULL ||
         self->st->chunks_handed != self->handed) { /* one of two loops has the guard */
         return 0;
     }
-    site->hooks_said = 1;
+    site->unguarded_said = 1;
     return oomkit_warn(
         self->st->OomkitWarning, 1,
         "%U: the body of the loop has no `with oomkit.guard():`, so that an "

@@ -18,19 +18,17 @@ oomkit_chunks_keep(PyObject *op, PyObject *const *args, Py_ssize_t nargs)
                             "_keep() expected the result of the part that is out");
     }
     slice = &call->cut->slices[call->cut->at];
-    self->join.site = &self->site->results;
-    self->join.evaluation = 1;
-    self->join.rows_sure = oomkit_batch_rows_sure(&call->batch);
-    self->join.convert = args[1] == Py_None ? NULL : args[1];
+    oomkit_join_of_loop(&self->join, &self->site->results,
+                        oomkit_batch_rows_sure(&call->batch),
+                        args[1] == Py_None ? NULL : args[1]);
     if (oomkit_join_add(self->st, &self->options, &self->join, args[0], slice->length,
                         (double)slice->length / (double)call->batch.rows) < 0) {
         return NULL;
     }
     if (slice->length == call->batch.rows) {
         /* as it is joined: converted, where a row may have become several */
-        Py_ssize_t last = PyList_GET_SIZE(self->join.results) - 1;
         oomkit_result_learn(self->st, &self->site->results,
-                            PyList_GET_ITEM(self->join.results, last), slice->length,
+                            oomkit_join_last(&self->join), slice->length,
                             self->options.dim);
     }
     Py_RETURN_NONE;
@@ -46,7 +44,7 @@ oomkit_chunks_join(PyObject *op, PyObject *Py_UNUSED(ignored))
 PyObject *
 oomkit_chunks_results(PyObject *op, PyObject *Py_UNUSED(ignored))
 {
-    PyObject *results = chunks_CAST(op)->join.results; /* borrowed */
+    PyObject *results = oomkit_join_results(&chunks_CAST(op)->join); /* borrowed */
     return results == NULL ? PyList_New(0) : Py_NewRef(results);
 }
 
@@ -55,7 +53,7 @@ PyObject *
 oomkit_chunks_join_items(PyObject *op, PyObject *const *args, Py_ssize_t nargs)
 {
     oomkit_chunks *self = chunks_CAST(op);
-    oomkit_join join = {.site = &self->site->results, .evaluation = 1};
+    oomkit_join join = {0};
     PyObject *joined = NULL; /* owned */
     int64_t total = 0;
     Py_ssize_t i, n;
@@ -64,6 +62,7 @@ oomkit_chunks_join_items(PyObject *op, PyObject *const *args, Py_ssize_t nargs)
         PyList_GET_SIZE(args[0]) != PyList_GET_SIZE(args[1])) {
         return oomkit_raise(PyExc_TypeError, "_join_items() expected two lists");
     }
+    oomkit_join_of_loop(&join, &self->site->results, 0, NULL);
     n = PyList_GET_SIZE(args[0]);
     for (i = 0; i < n; i++) {
         total += PyLong_AsLongLong(PyList_GET_ITEM(args[1], i));

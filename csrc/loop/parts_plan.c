@@ -45,19 +45,7 @@ oomkit_chunks_exhausted(oomkit_chunks *self)
 void
 oomkit_chunks_measured(oomkit_chunks *self, uint64_t peak_bytes)
 {
-    oomkit_call *call = &self->call;
-    uint64_t bytes = 0;
-
-    if (peak_bytes != OOMKIT_UNKNOWN) {
-        if (peak_bytes > call->sizes.peak_allocated) {
-            call->sizes.peak_allocated = peak_bytes;
-        }
-        if (call->sizes.baseline != OOMKIT_UNKNOWN &&
-            peak_bytes > call->sizes.baseline) {
-            bytes = peak_bytes - call->sizes.baseline;
-        }
-    }
-    oomkit_phase_note(call, bytes);
+    oomkit_window_of_part(&self->call, peak_bytes);
 }
 
 void
@@ -73,8 +61,8 @@ oomkit_chunks_learn(oomkit_chunks *self, int finished)
     }
     oomkit_call_recorded(call);
     if (largest > 0 && call->shape.known && call->cut->measured.rows[0] > 0) {
-        call->deferred.forward_only = 1;
-        oomkit_signature_succeeded(call, largest, call->sizes.peak_allocated);
+        oomkit_signature_forward_only(call, 1);
+        oomkit_signature_succeeded(call, largest, oomkit_peak_of_call(call));
     }
     oomkit_error_dismiss(); /* what cannot be noted is not noted */
 }

@@ -13,21 +13,18 @@
 static const oomkit_bridge *
 cpu_bridge(oomkit_state *st, const char *what)
 {
-    int status;
+    int status = st->bridge->cpu_install();
 
-    if (st->bridge == NULL) {
-        PyErr_Format(PyExc_RuntimeError,
-                     "%s needs oomkit._bridge, which is not there for this PyTorch; "
-                     "rebuild oomkit with: " REBUILD,
-                     what);
-        return NULL;
-    }
-    status = st->bridge->cpu_install();
     if (status == OOMKIT_OK) {
         return st->bridge;
     }
     if (status == OOMKIT_EOOM) {
         PyErr_NoMemory();
+    } else if (status == OOMKIT_EUNSUPPORTED) {
+        PyErr_Format(PyExc_RuntimeError,
+                     "%s needs oomkit._bridge, which is not there for this PyTorch; "
+                     "rebuild oomkit with: " REBUILD,
+                     what);
     } else {
         PyErr_Format(PyExc_RuntimeError,
                      "%s needs oomkit's CPU allocator, but another library has "
@@ -74,17 +71,14 @@ cpu_set_limit(PyObject *module, PyObject *limit)
 static PyObject *
 cpu_stats(PyObject *module, PyObject *Py_UNUSED(ignored))
 {
-    const oomkit_bridge *bridge = oomkit_state_of_module(module)->bridge;
-    oomkit_cpu_stats stats = {0, OOMKIT_UNKNOWN, 0, 0};
-    int installed = 0;
+    const oomkit_state *st = oomkit_state_of_module(module);
+    oomkit_cpu_stats stats;
+    int installed = st->bridge->cpu_installed();
 
-    if (bridge != NULL) {
-        installed = bridge->cpu_installed();
-        bridge->cpu_stats(&stats);
-    }
+    st->bridge->cpu_stats(&stats);
     return Py_BuildValue("{sNsNsNsKsKsK}", "installed", PyBool_FromLong(installed),
                          "limit", bytes_or_none(stats.limit), "bridge",
-                         PyBool_FromLong(bridge != NULL), "allocated",
+                         PyBool_FromLong(oomkit_has_bridge(st)), "allocated",
                          (unsigned long long)stats.allocated, "peak_allocated",
                          (unsigned long long)stats.peak_allocated, "allocations",
                          (unsigned long long)stats.allocations);
@@ -234,24 +228,17 @@ fault_arm(PyObject *module, PyObject *args)
 static PyObject *
 fault_disarm(PyObject *module, PyObject *Py_UNUSED(ignored))
 {
-    const oomkit_bridge *bridge = oomkit_state_of_module(module)->bridge;
-
-    if (bridge != NULL) {
-        bridge->fault_disarm();
-    }
+    oomkit_state_of_module(module)->bridge->fault_disarm();
     Py_RETURN_NONE;
 }
 
 static PyObject *
 fault_stats(PyObject *module, PyObject *Py_UNUSED(ignored))
 {
-    const oomkit_bridge *bridge = oomkit_state_of_module(module)->bridge;
-    uint64_t seen = 0, fired = 0;
-    int armed = 0;
+    uint64_t seen, fired;
+    int armed;
 
-    if (bridge != NULL) {
-        bridge->fault_stats(&seen, &fired, &armed);
-    }
+    oomkit_state_of_module(module)->bridge->fault_stats(&seen, &fired, &armed);
     return Py_BuildValue("(KKN)", (unsigned long long)seen, (unsigned long long)fired,
                          PyBool_FromLong(armed));
 }

@@ -179,7 +179,7 @@ module_bind(PyObject *module, PyObject *args)
         PyModule_AddObjectRef(module, "OomkitWarning", st->OomkitWarning) < 0) {
         return NULL;
     }
-    return PyBool_FromLong(st->bridge != NULL);
+    return PyBool_FromLong(oomkit_has_bridge(st));
 }
 
 static PyObject *
@@ -284,9 +284,9 @@ static PyObject *
 module_tensor_sample(PyObject *module, PyObject *tensor)
 {
     const oomkit_state *st = oomkit_state_of_module(module);
-    uint64_t hash = st->bridge == NULL || !oomkit_tensor_check(st, tensor)
-                        ? 0
-                        : st->bridge->sample(tensor, st->impl_offset);
+    uint64_t hash = oomkit_tensor_check(st, tensor)
+                        ? st->bridge->sample(tensor, st->impl_offset)
+                        : 0;
     return PyLong_FromUnsignedLongLong(hash);
 }
 

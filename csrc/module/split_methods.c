@@ -251,7 +251,8 @@ join_probe(PyObject *module, PyObject *arguments)
         probe_options(st, given, &options) < 0) {
         return NULL;
     }
-    join.parked = probe_option(given, "parked") != NULL;
+    oomkit_join_is_of(
+        &join, (oomkit_join_of){.parked = probe_option(given, "parked") != NULL});
     for (i = 0; i < PyList_GET_SIZE(results); i++) {
         long long count = PyLong_AsLongLong(PyList_GetItem(rows, i));
         double weight = PyFloat_AsDouble(PyList_GetItem(weights, i));

@@ -32,6 +32,7 @@ static const oomkit_rule *const when_split[] = {
     &oomkit_empty_mean_rule,   /* looks at gradients: before they are parked */
     &oomkit_gradients_rule,
     &oomkit_held_update_rule,
+    &oomkit_scheduler_args_rule,
     &oomkit_stale_forward_rule, /* after the sequence: its last line is the update's */
     &oomkit_recompute_rule,
     &oomkit_proof_of_split_rule, /* last: it sees what the others have made */

@@ -6,9 +6,9 @@
 #include "optim.h"
 #include "../py/tensor.h"
 
-/* Appends (was, now) when they are numbers that differ. 0 or -1. */
+/* Adds `was` and `now` when they are numbers that differ. 0 or -1. */
 static int
-updated_add(PyObject **list, PyObject *was, PyObject *now)
+updated_add(oomkit_memo **found, PyObject *was, PyObject *now)
 {
     int differ;
 
@@ -17,13 +17,13 @@ updated_add(PyObject **list, PyObject *was, PyObject *now)
         return 0;
     }
     differ = PyObject_RichCompareBool(was, now, Py_NE);
-    return differ <= 0 ? differ : oomkit_pairs_add(list, was, Py_NewRef(now));
+    return differ <= 0 ? differ : oomkit_memo_add(found, was, Py_NewRef(now));
 }
 
 /* The values of an optimizer's groups beside `copies`, those at entry. 0 or -1. */
 static int
 updated_groups(oomkit_call *call, PyObject *optimizer, PyObject *copies,
-               PyObject **list)
+               oomkit_memo **found)
 {
     OWNED PyObject *groups = PyObject_GetAttr(optimizer, call->st->str_param_groups);
     Py_ssize_t g;
@@ -39,7 +39,7 @@ updated_groups(oomkit_call *call, PyObject *optimizer, PyObject *copies,
         Py_ssize_t at = 0;
         while (PyDict_Check(group) && PyDict_Next(copy, &at, &key, &was)) {
             PyObject *now = PyDict_GetItemWithError(group, key); /* borrowed */
-            if ((now == NULL && PyErr_Occurred()) || updated_add(list, was, now) < 0) {
+            if ((now == NULL && PyErr_Occurred()) || updated_add(found, was, now) < 0) {
                 return -1;
             }
         }
@@ -50,7 +50,7 @@ updated_groups(oomkit_call *call, PyObject *optimizer, PyObject *copies,
 /* One number of an object beside what it was (borrowed). 0 or -1. */
 static int
 updated_number(oomkit_call *call, PyObject *object, const char *name, PyObject *was,
-               PyObject **list)
+               oomkit_memo **found)
 {
     OWNED PyObject *before = Py_NewRef(was);
     OWNED PyObject *now = PyObject_GetAttrString(object, name);
@@ -60,37 +60,61 @@ updated_number(oomkit_call *call, PyObject *object, const char *name, PyObject *
         Py_SETREF(before,
                   now ? PyObject_CallMethodNoArgs(before, call->st->str_item) : NULL);
     }
-    return now == NULL || before == NULL ? -1 : updated_add(list, before, now);
+    return now == NULL || before == NULL ? -1 : updated_add(found, before, now);
 }
 
 int
-oomkit_updated(oomkit_call *call, PyObject **list)
+oomkit_updated(oomkit_call *call, oomkit_memo **found)
 {
-    PyObject *marks = call->entry.owners.user; /* borrowed from call */
-    PyObject *pairs[2] = {call->entry.owners.epochs,
-                          call->entry.owners.scales}; /* borrowed likewise */
-    static const char *const names[] = {"last_epoch", "_scale"};
-    Py_ssize_t i;
-    int which;
+    const oomkit_owner_marks *marks = &call->entry.owners;
 
-    Py_CLEAR(*list);
-    for (i = 0; marks != NULL && i < PyList_GET_SIZE(marks); i++) {
-        PyObject *pair = PyList_GET_ITEM(marks, i); /* borrowed */
-        if (PyObject_TypeCheck(PyTuple_GET_ITEM(pair, 0),
-                               (PyTypeObject *)call->st->Optimizer) &&
-            updated_groups(call, PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1),
-                           list) < 0) {
+    oomkit_memo_drop(found);
+    EACH_MEMO (mark, marks->user) {
+        if (PyObject_TypeCheck(mark.object, (PyTypeObject *)call->st->Optimizer) &&
+            updated_groups(call, mark.object, mark.saved, found) < 0) {
             return -1;
         }
     }
-    for (which = 0; which < 2; which++) {
-        marks = pairs[which];
-        for (i = 0; marks != NULL && i < PyList_GET_SIZE(marks); i++) {
-            PyObject *pair = PyList_GET_ITEM(marks, i); /* borrowed */
-            if (updated_number(call, PyTuple_GET_ITEM(pair, 0), names[which],
-                               PyTuple_GET_ITEM(pair, 1), list) < 0) {
-                return -1;
-            }
+    EACH_MEMO (mark, marks->epochs) {
+        if (updated_number(call, mark.object, "last_epoch", mark.saved, found) < 0) {
+            return -1;
+        }
+    }
+    EACH_MEMO (mark, marks->scales) {
+        if (updated_number(call, mark.object, "_scale", mark.saved, found) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int
+oomkit_scale_note(oomkit_call *call, PyObject *scaler)
+{
+    OWNED PyObject *scale = PyObject_GetAttrString(scaler, "_scale");
+    PyObject *copy = NULL; /* owned, then stolen */
+
+    if (scale == NULL || scale == Py_None) {
+        return scale == NULL ? -1 : 0;
+    }
+    EXEMPT (call->st) {
+        copy = PyObject_CallMethodNoArgs(scale, call->st->str_clone);
+    }
+    return oomkit_memo_add(&call->entry.owners.scales, scaler, copy);
+}
+
+/* Then a step that asks (`if scaler.get_scale() >= before: scheduler.step()`) rightly
+ * leaves calls out. */
+int
+oomkit_scale_fell(const oomkit_call *call)
+{
+    EACH_MEMO (mark, call->entry.owners.scales) {
+        OWNED PyObject *now = PyObject_GetAttrString(mark.object, "_scale");
+        OWNED PyObject *less =
+            now ? PyObject_RichCompare(now, mark.saved, Py_LT) : NULL;
+        int skipped = less == NULL ? -1 : PyObject_IsTrue(less);
+        if (skipped != 0) {
+            return skipped;
         }
     }
     return 0;

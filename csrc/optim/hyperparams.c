@@ -98,11 +98,11 @@ group_changed(oomkit_state *st, PyObject *group, PyObject *copy, PyObject **name
 int
 oomkit_hyperparams_note(oomkit_call *call, PyObject *optimizer)
 {
-    if (oomkit_pairs_find(call->entry.owners.groups_after, optimizer) != NULL) {
+    if (oomkit_memo_find(call->entry.owners.groups_after, optimizer) != NULL) {
         return 0;
     }
-    return oomkit_pairs_add(&call->entry.owners.groups_after, optimizer,
-                            oomkit_hyperparams_copy(call->st, optimizer));
+    return oomkit_memo_add(&call->entry.owners.groups_after, optimizer,
+                           oomkit_hyperparams_copy(call->st, optimizer));
 }
 
 /* Has a value changed since then? 1 with *name (borrowed), 0, -1. */
@@ -110,13 +110,13 @@ int
 oomkit_hyperparams_changed(oomkit_call *call, PyObject *optimizer, PyObject **name)
 {
     PyObject *copies =
-        oomkit_pairs_find(call->entry.owners.groups_after, optimizer); /* borrowed */
+        oomkit_memo_find(call->entry.owners.groups_after, optimizer); /* borrowed */
     OWNED PyObject *groups = NULL;
     Py_ssize_t g;
     int changed = 0;
 
     if (copies == NULL) {
-        copies = oomkit_pairs_find(call->entry.owners.groups_end, optimizer);
+        copies = oomkit_memo_find(call->entry.owners.groups_end, optimizer);
     }
     if (copies == NULL) {
         return 0;
@@ -180,56 +180,33 @@ oomkit_hyperparams_restore(oomkit_state *st, PyObject *optimizer, PyObject *copi
     return 0;
 }
 
-/* Before a later micro-batch: values as at entry, so that a line that changes one
- * (`lr *= 0.9`) does so once in the end. 0 or -1. */
-int
-oomkit_owners_again(oomkit_call *call)
-{
-    PyObject *list = call->entry.owners.user; /* borrowed from call */
-    Py_ssize_t i;
-    int result = 0;
-
-    for (i = 0;
-         call->cut->at > 0 && list != NULL && i < PyList_GET_SIZE(list) && result == 0;
-         i++) {
-        PyObject *pair = PyList_GET_ITEM(list, i); /* borrowed */
-        if (PyObject_TypeCheck(PyTuple_GET_ITEM(pair, 0),
-                               (PyTypeObject *)call->st->Optimizer)) {
-            result = oomkit_hyperparams_restore(call->st, PyTuple_GET_ITEM(pair, 0),
-                                                PyTuple_GET_ITEM(pair, 1));
-        }
-    }
-    return result;
-}
-
 /* At the end of a micro-batch: an optimizer that it did not step (the caller does) has
  * the same values after each of them, as long as nothing has moved for good. 0, or -1
  * with SplitError. */
 static int
 groups_end(oomkit_call *call)
 {
-    PyObject *list = call->entry.owners.user; /* borrowed from call */
-    Py_ssize_t i;
     int result = 0, committed = call->is_last ? oomkit_update_committed(call) : 0;
 
     if (committed != 0) {
         return committed < 0 ? -1 : 0;
     }
-    for (i = 0; list != NULL && i < PyList_GET_SIZE(list) && result == 0; i++) {
-        PyObject *optimizer =
-            PyTuple_GET_ITEM(PyList_GET_ITEM(list, i), 0); /* borrowed */
-        if (!PyObject_TypeCheck(optimizer, (PyTypeObject *)call->st->Optimizer) ||
-            oomkit_pairs_find(call->entry.owners.groups_after, optimizer) != NULL) {
+    EACH_MEMO (mark, call->entry.owners.user) {
+        if (!PyObject_TypeCheck(mark.object, (PyTypeObject *)call->st->Optimizer) ||
+            oomkit_memo_find(call->entry.owners.groups_after, mark.object) != NULL) {
             continue;
         }
         if (call->cut->at == 0) {
-            result = oomkit_pairs_add(&call->entry.owners.groups_end, optimizer,
-                                      oomkit_hyperparams_copy(call->st, optimizer));
+            result = oomkit_memo_add(&call->entry.owners.groups_end, mark.object,
+                                     oomkit_hyperparams_copy(call->st, mark.object));
         } else {
-            result = oomkit_hyperparams_refuse_moved(call, optimizer);
+            result = oomkit_hyperparams_refuse_moved(call, mark.object);
+        }
+        if (result < 0) {
+            return -1;
         }
     }
-    return result;
+    return 0;
 }
 
 /* --- schedulers, while split --- */
@@ -238,13 +215,13 @@ groups_end(oomkit_call *call)
 int
 oomkit_owners_epochs_note(oomkit_call *call)
 {
-    Py_CLEAR(call->entry.owners.epochs);
+    oomkit_memo_drop(&call->entry.owners.epochs);
     EACH_OWNER (scheduler, call->parts, OWNERS_OF(OOMKIT_OWNER_SCHEDULER)) {
         int result = oomkit_has_attribute_string(scheduler.object, "last_epoch");
         if (result > 0) {
-            result = oomkit_pairs_add(
-                &call->entry.owners.epochs, scheduler.object,
-                PyObject_GetAttrString(scheduler.object, "last_epoch"));
+            result =
+                oomkit_memo_add(&call->entry.owners.epochs, scheduler.object,
+                                PyObject_GetAttrString(scheduler.object, "last_epoch"));
         }
         if (result < 0) {
             return -1;
@@ -258,21 +235,16 @@ oomkit_owners_epochs_note(oomkit_call *call)
 int
 oomkit_owners_epochs_moved(oomkit_call *call, PyObject **scheduler)
 {
-    Py_ssize_t i;
-    int same = 1;
-
-    for (i = 0; call->entry.owners.epochs != NULL &&
-                i < PyList_GET_SIZE(call->entry.owners.epochs) && same == 1;
-         i++) {
-        PyObject *pair = PyList_GET_ITEM(call->entry.owners.epochs, i); /* borrowed */
-        OWNED PyObject *epoch = NULL;
-        *scheduler = PyTuple_GET_ITEM(pair, 0);
-        epoch = PyObject_GetAttrString(*scheduler, "last_epoch");
-        same = epoch == NULL
-                   ? -1
-                   : PyObject_RichCompareBool(epoch, PyTuple_GET_ITEM(pair, 1), Py_EQ);
+    EACH_MEMO (mark, call->entry.owners.epochs) {
+        OWNED PyObject *epoch = PyObject_GetAttrString(mark.object, "last_epoch");
+        int same =
+            epoch == NULL ? -1 : PyObject_RichCompareBool(epoch, mark.saved, Py_EQ);
+        if (same != 1) {
+            *scheduler = mark.object;
+            return same < 0 ? -1 : 1;
+        }
     }
-    return same < 0 ? -1 : !same;
+    return 0;
 }
 
 /* A learning rate that changes in every micro-batch: asked at each step() after the

@@ -2,15 +2,23 @@
 #ifndef OOMKIT_OPTIM_OPTIM_H
 #define OOMKIT_OPTIM_OPTIM_H
 
+#include "updating.h"
 #include "../call/events.h"
 
 /* What happens in a call concerns (call/events.h): */
-extern const oomkit_rule oomkit_hyperparams_rule;
+extern const oomkit_rule oomkit_hyperparams_rule, oomkit_scheduler_args_rule;
 
 /* --- after_update.c --- */
-/* List of (was, now) of what the update has changed. 0 or -1. */
+/* What the update has changed: what it was, with what it is now. 0 or -1. */
 int
-oomkit_updated(oomkit_call *call, PyObject **list);
+oomkit_updated(oomkit_call *call, oomkit_memo **found);
+/* Before a scaler's real update(): its scale, which update() changes in place. 0 or -1.
+ */
+int
+oomkit_scale_note(oomkit_call *call, PyObject *scaler);
+/* Has a scaler found infinite gradients and skipped the update? 1, 0 or -1. */
+int
+oomkit_scale_fell(const oomkit_call *call);
 
 /* --- hyperparams.c --- */
 PyObject *
@@ -19,8 +27,6 @@ int
 oomkit_hyperparams_restore(oomkit_state *st, PyObject *optimizer, PyObject *copies);
 int
 oomkit_hyperparams_note(oomkit_call *call, PyObject *optimizer);
-int
-oomkit_owners_again(oomkit_call *call);
 int
 oomkit_owners_epochs_note(oomkit_call *call);
 int
@@ -38,18 +44,21 @@ int
 oomkit_optimizer_undo(oomkit_call *call, int index);
 int
 oomkit_optimizer_copy(oomkit_call *call, int index);
+/* Tells of each parameter (borrowed) that is its old value again, at a new version. */
 int
-oomkit_optimizer_restore_copy(oomkit_call *call, int index);
+oomkit_optimizer_restore_copy(oomkit_call *call, int index, oomkit_param_is_back told);
+/* The same of all that have begun a step(): then the update may be made again. And what
+ * they have made or replaced goes. 0 or -1. */
+int
+oomkit_optimizers_restore_copies(oomkit_call *call, oomkit_param_is_back told);
+int
+oomkit_optimizers_undo(oomkit_call *call);
 int
 oomkit_optimizer_is_foreach(oomkit_call *call, int index);
 int
 oomkit_optimizers_any_moved(oomkit_call *call);
 void
 oomkit_optimizers_release(oomkit_call *call);
-/* A parameter was put back from its copy and has this version. */
-void
-oomkit_optimizer_param_version(oomkit_call *call, const PyObject *param,
-                               uint32_t version);
 /* Removes from a dict every key that is not in `known` (list). 0 or -1. */
 int
 oomkit_undo_new_keys(PyObject *dict, PyObject *known);
@@ -74,5 +83,38 @@ oomkit_hyperparams_refuse_moved(oomkit_call *call, PyObject *optimizer);
 
 int
 oomkit_update_committed(oomkit_call *call);
+
+/* --- user_state.c --- */
+/* Schedulers, scalers and the user's own objects, as they were at entry. */
+int
+oomkit_scaler_mark(oomkit_call *call, PyObject *scaler);
+/* Has a method of a scaler run? */
+int
+oomkit_scaler_marked(const oomkit_call *call);
+/* accelerate's Accelerator (borrowed), found while the call runs: its count of batches.
+ * 0 or -1. */
+int
+oomkit_accelerator_mark(oomkit_call *call, PyObject *accelerator);
+int
+oomkit_owner_copy(oomkit_call *call, PyObject *owner);
+int
+oomkit_owners_mark(oomkit_call *call);
+int
+oomkit_owners_again(oomkit_call *call);
+int
+oomkit_owners_restore(oomkit_call *call);
+void
+oomkit_owners_release(oomkit_call *call);
+int
+oomkit_owners_traverse(const oomkit_call *call, visitproc visit, void *arg);
+/* What the call has marked of them is kept in another savepoint, too; and all is as it
+ * is marked there. */
+void
+oomkit_owners_share(const oomkit_call *call, oomkit_savepoint *now);
+int
+oomkit_owners_restore_now(oomkit_call *call, const oomkit_savepoint *now);
+/* Of a savepoint that goes, and is no call's. */
+void
+oomkit_owners_free(oomkit_savepoint *savepoint);
 
 #endif

@@ -356,25 +356,11 @@ oomkit_optimizer_copy(oomkit_call *call, int index)
     return 0;
 }
 
-/* A parameter that was put back from its copy has a new version and its old value: that
- * is the version to compare with from here on. */
-void
-oomkit_optimizer_param_version(oomkit_call *call, const PyObject *param,
-                               uint32_t version)
-{
-    Py_ssize_t i;
-    for (i = 0; call->entry.versions != NULL && i < call->parts->param_count; i++) {
-        if (call->parts->params[i] == param) {
-            call->entry.versions[i] = version;
-        }
-    }
-}
-
 /* Puts every tensor back from its copy, moved or not (a kernel that failed half-way may
  * have written without bumping a version), then undoes the rest. Gradient recording
  * must be off. */
 int
-oomkit_optimizer_restore_copy(oomkit_call *call, int index)
+oomkit_optimizer_restore_copy(oomkit_call *call, int index, oomkit_param_is_back told)
 {
     oomkit_optimizer_mark *mark = &call->updating.marks[index];
     Py_ssize_t i;
@@ -393,11 +379,38 @@ oomkit_optimizer_restore_copy(oomkit_call *call, int index)
         }
         mark->items[i].version = version;
         if (mark->items[i].dict == NULL) {
-            oomkit_optimizer_param_version(call, mark->items[i].value, version);
+            told(call, mark->items[i].value, version);
         }
     }
     return oomkit_beside_restore(call, mark) < 0 ? -1
                                                  : oomkit_optimizer_undo(call, index);
+}
+
+int
+oomkit_optimizers_restore_copies(oomkit_call *call, oomkit_param_is_back told)
+{
+    int i;
+
+    for (i = 0; i < call->updating.count; i++) {
+        if (oomkit_optimizer_restore_copy(call, i, told) < 0) {
+            return -1;
+        }
+    }
+    call->updating.committed = 0;
+    return 0;
+}
+
+int
+oomkit_optimizers_undo(oomkit_call *call)
+{
+    int i;
+
+    for (i = 0; i < call->updating.count; i++) {
+        if (oomkit_optimizer_undo(call, i) < 0) {
+            return -1;
+        }
+    }
+    return 0;
 }
 
 /* Can the versions of this optimizer's tensors be believed after a failure? A foreach

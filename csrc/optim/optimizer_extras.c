@@ -2,6 +2,7 @@
  * of its state is noted before an update by Python code of the package (`keepsake`),
  * and put back. Kept as (object, text): what cannot be put back, or None. */
 #include "optimizer_extras.h"
+#include "updating.h"
 #include "../call/call.h"
 
 /* Addresses of the tensors that have copies already. New set or NULL. */
@@ -95,7 +96,7 @@ oomkit_beside_any_unknown(const oomkit_call *call)
 int
 oomkit_beside_refuse(oomkit_call *call, PyObject **message)
 {
-    call->updating.params_stuck = 1;
+    oomkit_params_found_stuck(call, 1);
     *message = PyUnicode_FromFormat(
         "an optimizer's step() may have moved its %U, which optimizer_safety=\"copy\" "
         "cannot copy; keep it in a tensor, list or dict",

@@ -279,3 +279,18 @@ oomkit_metrics_settle(oomkit_call *call, PyObject *scheduler, PyObject *const *a
     }
     return result;
 }
+
+static void
+metrics_attempt_ends(oomkit_call *call)
+{
+    call->cut->scheduled.count = 0;
+}
+
+static void
+metrics_call_ends(oomkit_call *call)
+{
+    MEMORY_CLEAR(call->cut->scheduled.items);
+}
+
+const oomkit_rule oomkit_scheduler_args_rule = {.attempt_ends = metrics_attempt_ends,
+                                                .call_ends = metrics_call_ends};

@@ -39,18 +39,6 @@ attributes_mark_inner(oomkit_call *call, PyObject *saved)
     return 0;
 }
 
-/* Its place in the list, or -1. */
-static Py_ssize_t
-attributes_find(const oomkit_call *call, const PyObject *object)
-{
-    PyObject *list = call->entry.owners.attributes; /* borrowed from call */
-    Py_ssize_t i = list == NULL ? 0 : PyList_GET_SIZE(list);
-
-    while (i-- > 0 && PyTuple_GET_ITEM(PyList_GET_ITEM(list, i), 0) != object) {
-    }
-    return i;
-}
-
 /* Do the marks of an object's earlier step() in this call hold for another? Inside a
  * scaler's they do, and while the call can go back to its entry. 1, 0 or -1. */
 static int
@@ -58,7 +46,7 @@ attributes_hold(oomkit_call *call)
 {
     int committed;
 
-    if (call->hooked.depth > 1 || call->options->optimizer_copy) {
+    if (oomkit_update_is_nested(call) || call->options->optimizer_copy) {
         return 1;
     }
     committed = oomkit_update_committed(call);
@@ -75,21 +63,19 @@ oomkit_attributes_of(PyObject *object)
 int
 oomkit_attributes_note(oomkit_call *call, PyObject *object, PyObject *saved)
 {
-    Py_ssize_t at = attributes_find(call, object);
-    PyObject *pair; /* owned */
-    int hold = at < 0 ? 0 : attributes_hold(call);
+    oomkit_memo **memo = &call->entry.owners.attributes;
+    int hold = oomkit_memo_find(*memo, object) == NULL ? 0 : attributes_hold(call);
+    Py_ssize_t at;
 
     if (hold != 0) {
         return hold < 0 ? -1 : 0;
     }
+    at = oomkit_memo_at(*memo, object);
     if (at < 0) {
-        return oomkit_pairs_add(&call->entry.owners.attributes, object,
-                                Py_NewRef(saved));
+        return oomkit_memo_add(memo, object, Py_NewRef(saved));
     }
-    pair = PyTuple_Pack(2, object, saved);
-    return pair == NULL || PyList_SetItem(call->entry.owners.attributes, at, pair) < 0
-               ? -1
-               : 0;
+    Py_SETREF((*memo)->items[at].saved, Py_NewRef(saved));
+    return 0;
 }
 
 int
@@ -98,7 +84,7 @@ oomkit_attributes_mark(oomkit_call *call, PyObject *object)
     OWNED PyObject *saved = NULL;
     int result;
 
-    if (attributes_find(call, object) >= 0) {
+    if (oomkit_memo_find(call->entry.owners.attributes, object) != NULL) {
         result = attributes_hold(call);
         if (result != 0) {
             return result < 0 ? -1 : 0;
@@ -153,43 +139,41 @@ oomkit_attributes_put(const oomkit_state *st, PyObject *object, PyObject *saved)
     return 0;
 }
 
-static int
-attributes_back(const oomkit_call *call, Py_ssize_t at)
-{
-    OWNED PyObject *pair = /* until finalisers of what goes have run */
-        Py_NewRef(PyList_GET_ITEM(call->entry.owners.attributes, at));
-
-    return oomkit_attributes_put(call->st, PyTuple_GET_ITEM(pair, 0),
-                                 PyTuple_GET_ITEM(pair, 1));
-}
-
 int
 oomkit_attributes_restore(oomkit_call *call)
 {
-    Py_ssize_t i;
-    int result = 0;
-
-    for (i = 0; result == 0 && call->entry.owners.attributes != NULL &&
-                i < PyList_GET_SIZE(call->entry.owners.attributes);
-         i++) {
-        result = attributes_back(call, i);
+    EACH_MEMO (mark, call->entry.owners.attributes) {
+        if (oomkit_attributes_put(call->st, mark.object, mark.saved) < 0) {
+            return -1;
+        }
     }
-    return result;
+    return 0;
+}
+
+/* Those of one object. 0 or -1. */
+static int
+attributes_back(const oomkit_call *call, const PyObject *object)
+{
+    EACH_MEMO (mark, call->entry.owners.attributes) {
+        if (mark.object == object) {
+            return oomkit_attributes_put(call->st, mark.object, mark.saved);
+        }
+    }
+    return 0;
 }
 
 void
 oomkit_attributes_undo(oomkit_call *call)
 {
-    PyObject *exception; /* owned, given back */
-    Py_ssize_t at;
+    const PyObject *failed = call->entry.owners.failed_step; /* borrowed, as there */
+    PyObject *exception;                                     /* owned, given back */
 
-    if (call->entry.owners.failed_step == NULL) {
+    if (failed == NULL) {
         return;
     }
     exception = oomkit_exception_take();
-    at = attributes_find(call, call->entry.owners.failed_step);
     call->entry.owners.failed_step = NULL;
-    if (at >= 0 && attributes_back(call, at) < 0) {
+    if (attributes_back(call, failed) < 0) {
         if (exception == NULL ||
             !PyErr_GivenExceptionMatches(exception, call->st->PartialUpdate)) {
             Py_XDECREF(exception);

@@ -28,9 +28,8 @@ oomkit_attributes_note(oomkit_call *call, PyObject *object, PyObject *saved);
 int
 oomkit_attributes_restore(oomkit_call *call);
 
-/* Those of call->entry.owners.failed_step, when nothing of its step() is left to run:
- * what stands around it may still take away what it has set. Keeps the exception in
- * flight, but for one of its own. */
+/* Those of the optimizer whose step() ran out of memory (oomkit_update_broke_off()) go
+ * back, if there is one. Keeps the exception in flight, but for one of its own. */
 void
 oomkit_attributes_undo(oomkit_call *call);
 

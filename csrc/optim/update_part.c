@@ -230,7 +230,7 @@ state_back(oomkit_optimizer_mark *mark, const oomkit_part_param *param)
 
 int
 oomkit_part_put_back(oomkit_call *call, int index, const oomkit_part_param *param,
-                     PyObject *hosted)
+                     PyObject *hosted, oomkit_param_is_back told)
 {
     oomkit_optimizer_mark *mark = &call->updating.marks[index];
     Py_ssize_t i;
@@ -239,8 +239,7 @@ oomkit_part_put_back(oomkit_call *call, int index, const oomkit_part_param *para
         value_back(call, mark, param->item, NULL) < 0) {
         return mark->copies == NULL ? 0 : -1;
     }
-    oomkit_optimizer_param_version(call, param->param,
-                                   mark->items[param->item].version);
+    told(call, param->param, mark->items[param->item].version);
     for (i = param->first; i < param->first + param->count; i++) {
         if (value_back(call, mark, i, hosted) < 0) {
             return -1;

@@ -3,7 +3,7 @@
 #ifndef OOMKIT_OPTIM_UPDATE_PART_H
 #define OOMKIT_OPTIM_UPDATE_PART_H
 
-#include "../call/call_types.h"
+#include "updating.h"
 
 /* One parameter of an optimizer. */
 typedef struct oomkit_part_param {
@@ -33,7 +33,7 @@ oomkit_part_keep(oomkit_call *call, int index, const oomkit_part_param *param,
 /* All that its update did is undone. Gradient recording must be off. 0 or -1. */
 int
 oomkit_part_put_back(oomkit_call *call, int index, const oomkit_part_param *param,
-                     PyObject *hosted);
+                     PyObject *hosted, oomkit_param_is_back told);
 /* The copies go: nothing will be put back. */
 void
 oomkit_part_forget(oomkit_call *call, int index);

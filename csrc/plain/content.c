@@ -167,8 +167,7 @@ take_tensor(oomkit_state *st, PyObject *tensor, oomkit_content *content)
         return 0;
     }
     content->version = oomkit_tensor_mark(st, tensor, &facts);
-    content->sample =
-        st->bridge == NULL ? 0 : st->bridge->sample(tensor, st->impl_offset);
+    content->sample = st->bridge->sample(tensor, st->impl_offset);
     if (content->target.copy != NULL) {
         content->copy = Py_NewRef(content->target.copy);
         return 1;
@@ -176,7 +175,7 @@ take_tensor(oomkit_state *st, PyObject *tensor, oomkit_content *content)
     if (facts.bytes == 0 || facts.bytes > OOMKIT_PLAIN_SMALL) {
         return facts.bytes != 0;
     }
-    if (st->bridge != NULL && facts.device_type == 0) {
+    if (facts.device_type == 0) {
         if (take_bytes(content, facts.bytes) < 0) {
             return -1;
         }
@@ -384,8 +383,7 @@ oomkit_content_moved(oomkit_state *st, const oomkit_content *content, PyObject *
             return -1;
         }
         return oomkit_tensor_mark(st, target, &facts) != content->version ||
-               (st->bridge != NULL &&
-                st->bridge->sample(target, st->impl_offset) != content->sample);
+               st->bridge->sample(target, st->impl_offset) != content->sample;
     default:
         same = sequence_same(content, target);
     }

@@ -3,6 +3,7 @@
  * copies are taken at entry, from the first call on. */
 #include "plain.h"
 #include "../call/call.h"
+#include "../optim/updating.h"
 
 int
 oomkit_writes_look(oomkit_call *call)
@@ -60,7 +61,7 @@ oomkit_param_copies_refuse(oomkit_call *call, PyObject **message, Py_ssize_t fir
         return -1;
     }
     *message =
-        call->updating.params_stuck == 2
+        oomkit_params_may_stay(call)
             ? PyUnicode_FromFormat(
                   "%U may have been changed by the step, which writes to parameters "
                   "(%U); they are too large for copies to tell; pass "

@@ -414,29 +414,29 @@ oomkit_plain_put(oomkit_call *call, oomkit_plain *plain)
 }
 
 int
-oomkit_plain_now(oomkit_call *call, oomkit_plain **plain)
+oomkit_plain_now(oomkit_call *call, oomkit_savepoint *now)
 {
     oomkit_plain_site *site =
         call->entry.plain != NULL ? call->entry.plain->site : call->step->plain;
+    oomkit_plain *plain; /* owned, then by the savepoint */
 
-    *plain = NULL;
+    now->plain = NULL;
     if (site == NULL || site->count == 0) {
         return 0;
     }
-    *plain = plain_new(site);
-    if (*plain != NULL) {
-        (*plain)->entry.all = OOMKIT_PLAIN_ALL;
+    now->plain = plain = plain_new(site);
+    if (plain == NULL) {
+        return -1;
     }
-    if (*plain != NULL &&
-        marks_take(call, site, &(*plain)->entry, OOMKIT_PLAIN_ROOM) == 0) {
-        return 0;
-    }
-    return -1;
+    plain->entry.all = OOMKIT_PLAIN_ALL;
+    return marks_take(call, site, &plain->entry, OOMKIT_PLAIN_ROOM) == 0 ? 0 : -1;
 }
 
 int
-oomkit_plain_restore_now(oomkit_call *call, oomkit_plain *plain)
+oomkit_plain_restore_now(oomkit_call *call, const oomkit_savepoint *now)
 {
+    oomkit_plain *plain = now->plain; /* borrowed */
+
     return plain == NULL || !plain->entry.taken
                ? 0
                : marks_restore(call, plain, &plain->entry);

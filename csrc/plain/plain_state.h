@@ -189,22 +189,32 @@ struct oomkit_plain *
 oomkit_plain_take(oomkit_call *call);
 void
 oomkit_plain_put(oomkit_call *call, struct oomkit_plain *plain);
-/* The same for marks that wait for the caller's backward, as far as they may. */
-struct oomkit_plain *
-oomkit_plain_take_slim(oomkit_call *call);
+/* The same for marks that wait for the caller's backward, as far as they may, in
+ * another savepoint. 0 or -1. */
+void
+oomkit_plain_take_slim(oomkit_call *call, oomkit_savepoint *to);
 int
-oomkit_plain_put_slim(oomkit_call *call, struct oomkit_plain *plain);
+oomkit_plain_put_slim(oomkit_call *call, oomkit_savepoint *from);
+/* Those of a savepoint that goes. */
+static inline struct oomkit_plain *
+oomkit_plain_taken_out(oomkit_savepoint *savepoint)
+{
+    struct oomkit_plain *plain = savepoint->plain;
+    savepoint->plain = NULL;
+    return plain;
+}
 /* Of no call any more. */
 void
 oomkit_plain_free(struct oomkit_plain *plain);
 /* One that is empty. */
 void
 oomkit_plain_drop(struct oomkit_plain *plain);
-/* Marks of the present state, whatever it costs. 0 or -1. */
+/* Marks of the present state into a savepoint, whatever it costs; and back to them. 0
+ * or -1. */
 int
-oomkit_plain_now(oomkit_call *call, struct oomkit_plain **plain);
+oomkit_plain_now(oomkit_call *call, oomkit_savepoint *now);
 int
-oomkit_plain_restore_now(oomkit_call *call, struct oomkit_plain *plain);
+oomkit_plain_restore_now(oomkit_call *call, const oomkit_savepoint *now);
 
 void
 oomkit_plain_site_release(oomkit_plain_site *site);

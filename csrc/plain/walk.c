@@ -131,19 +131,20 @@ slim(const oomkit_state *st, oomkit_plain_mark *mark)
     }
 }
 
-struct oomkit_plain *
-oomkit_plain_take_slim(oomkit_call *call)
+void
+oomkit_plain_take_slim(oomkit_call *call, oomkit_savepoint *to)
 {
     oomkit_plain *plain = call->entry.plain;
     Py_ssize_t i;
 
     if (plain == NULL || !plain->entry.taken) {
-        return NULL;
+        to->plain = NULL;
+        return;
     }
     for (i = 0; i < plain->entry.count; i++) {
         slim(call->st, &plain->entry.items[i]);
     }
-    return oomkit_plain_take(call);
+    to->plain = oomkit_plain_take(call);
 }
 
 static int
@@ -163,8 +164,10 @@ find_again(void *argument, Py_ssize_t node, oomkit_at *at, PyObject *Py_UNUSED(v
 }
 
 int
-oomkit_plain_put_slim(oomkit_call *call, struct oomkit_plain *plain)
+oomkit_plain_put_slim(oomkit_call *call, oomkit_savepoint *from)
 {
+    struct oomkit_plain *plain = oomkit_plain_taken_out(from); /* then of the call */
+
     oomkit_plain_put(call, plain);
     return plain == NULL
                ? 0

@@ -69,8 +69,8 @@ oomkit_proof_compare_own(oomkit_proof *p, PyObject **text)
 int
 oomkit_proof_own_error(const oomkit_call *call)
 {
-    return !call->refused.raised && call->unknown.restart == 0 &&
-           call->cut->unfit.by_step && PyErr_ExceptionMatches(PyExc_Exception) &&
+    return !call->refused.raised && call->tries.restart == 0 && call->tries.by_step &&
+           PyErr_ExceptionMatches(PyExc_Exception) &&
            !PyErr_ExceptionMatches(call->st->OomkitError) &&
            !oomkit_exception_is_oom(call->st);
 }

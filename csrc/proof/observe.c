@@ -35,12 +35,12 @@ static PyObject *
 watch_gradients(oomkit_call *call, int parked)
 {
     Py_ssize_t i, n = call->parts->param_count;
-    PyObject **eager = call->grads.is_parked ? call->grads.parked : NULL; /* borrowed */
+    PyObject *const *kept = oomkit_grads_parked_ones(call); /* borrowed */
     OWNED PyObject *list = PyList_New(n);
 
     for (i = 0; list != NULL && i < n; i++) {
         PyObject *gradient = /* owned, stolen by the list */
-            parked ? Py_NewRef(eager != NULL && eager[i] != NULL ? eager[i] : Py_None)
+            parked ? Py_NewRef(kept != NULL && kept[i] != NULL ? kept[i] : Py_None)
                    : grads_get(call, i);
         if (gradient == NULL) {
             return NULL;
@@ -59,7 +59,7 @@ oomkit_proof_marks(const oomkit_call *call)
     OWNED PyObject *list = NULL;
     OWNED_MEMORY uint32_t *versions = NULL;
 
-    if (bridge == NULL || call->device.type != OOMKIT_DEVICE_CPU) {
+    if (!oomkit_has_bridge(call->st) || call->device.type != OOMKIT_DEVICE_CPU) {
         Py_RETURN_NONE;
     }
     versions = PyMem_Calloc((size_t)n + 1, sizeof(*versions));
@@ -92,7 +92,7 @@ watch_tell_gradients(oomkit_call *call, const char *method, int parked)
     if (list == NULL) {
         return -1;
     }
-    if (call->grads.eager) {
+    if (oomkit_grads_stashed(call)) {
         done = PyObject_CallMethod(call->proof->judge, "stashed", NULL);
         if (done == NULL) {
             return -1;
@@ -107,8 +107,9 @@ proof_swept(oomkit_call *call)
     if (!call->is_last) {
         return watch_tell_gradients(call, "parked", 1);
     }
-    return call->proof->raw ? watch_tell_gradients(call, "swept", call->grads.eager)
-                            : 0;
+    return call->proof->raw
+               ? watch_tell_gradients(call, "swept", oomkit_grads_stashed(call))
+               : 0;
 }
 
 int
@@ -118,15 +119,16 @@ oomkit_proof_finish(oomkit_proof *p)
     OWNED PyObject *done =
         marks ? PyObject_CallMethod(p->judge, "ended", "O", marks) : NULL;
 
-    return done == NULL ? -1
-                        : watch_tell_gradients(p->call, "finish", p->call->grads.eager);
+    return done == NULL
+               ? -1
+               : watch_tell_gradients(p->call, "finish", oomkit_grads_stashed(p->call));
 }
 
 int
 oomkit_proof_returns_nothing(const oomkit_call *call)
 {
-    return call->training && call->deferred.returned == OOMKIT_RETURNED_NOTHING &&
-           call->deferred.replayed == NULL && call->options->backward == NULL;
+    return call->training && !oomkit_loss_is_returned(call) &&
+           !oomkit_call_is_replay(call) && call->options->backward == NULL;
 }
 
 static int
@@ -146,7 +148,7 @@ proof_micro_end(oomkit_call *call, PyObject *result)
                                    (long long)call->cut->slices[call->cut->at].length,
                                    call->cut->weights[call->cut->at]);
     }
-    if (done != NULL && call->deferred.replayed == NULL) {
+    if (done != NULL && !oomkit_call_is_replay(call)) {
         /* a call of so many rows like any other: what is no count shows, and what is */
         call->step->results.integers_only = !oomkit_proof_of_whole(call);
         oomkit_result_learn(call->st, &call->step->results, result,
@@ -270,7 +272,7 @@ proof_micro_ends(oomkit_call *call, PyObject *result)
 {
     if (call->split && call->cut->at == 0 && !call->is_last &&
         oomkit_proof_is_new_sequence(call)) {
-        call->unknown.restart = OOMKIT_RESTART_PROOF;
+        call->tries.restart = OOMKIT_RESTART_PROOF;
         oomkit_raise(call->st->SplitError,
                      "auto_batch begins the step again, to compare its micro-batches "
                      "on the course that it takes now");

@@ -27,7 +27,7 @@ proof_refuse(oomkit_proof *p, PyObject *text, PyObject *rules)
         text == NULL || rules == NULL
             ? NULL
             : PyObject_CallMethod(p->judge, "advice", "OO", rules,
-                                  call->cut->losses.is_sum ? Py_True : Py_False);
+                                  oomkit_losses_are_sums(call) ? Py_True : Py_False);
     int result = -1;
 
     if (advice != NULL && call->options->verify == OOMKIT_VERIFY_WARN) {
@@ -201,7 +201,7 @@ proof_forgive(oomkit_proof *p)
     oomkit_call *call = p->call;
 
     oomkit_exception_discard(call->st, oomkit_exception_take());
-    return oomkit_recover_reclaim(call, call->sizes.baseline);
+    return oomkit_recover_reclaim(call, oomkit_baseline_at_entry(call));
 }
 
 /* Are these rows compared without a graph? */
@@ -222,7 +222,7 @@ proof_there(oomkit_proof *p, PyObject **text)
             oomkit_proof_compare(p, p->first, text) == 0) {
             return 0;
         }
-        if (p->length <= p->fits || p->call->unknown.restart != 0 ||
+        if (p->length <= p->fits || p->call->tries.restart != 0 ||
             !oomkit_exception_is_oom(p->call->st) || proof_forgive(p) < 0) {
             return -1;
         }
@@ -547,7 +547,7 @@ proof_larger(oomkit_proof *p, int64_t rows, int *result)
             oomkit_proof_own_error(p->call)) {
             oomkit_error_dismiss(); /* that size is none that the call needs */
             p->no_parts = 0;
-        } else if (*result >= 0 || p->call->unknown.restart != 0 ||
+        } else if (*result >= 0 || p->call->tries.restart != 0 ||
                    !oomkit_exception_is_oom(p->call->st)) {
             tried = 1;
         } else if (proof_forgive(p) < 0) {
@@ -714,12 +714,9 @@ proof_batch_moved(const oomkit_call *call)
 static int
 proof_figures(oomkit_proof *p)
 {
-    oomkit_result_site *site = p->join.site; /* borrowed from the step, or NULL */
+    oomkit_result_site *site = &p->call->step->results;
     OWNED PyObject *figures = NULL;
 
-    if (site == NULL) {
-        return 0;
-    }
     if (site->figures == NULL && (site->figures = PyDict_New()) == NULL) {
         return -1;
     }

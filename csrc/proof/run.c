@@ -52,14 +52,11 @@ oomkit_proof_aside(oomkit_proof *p)
     p->grads = call->grads;
     memset(&call->grads, 0, sizeof(call->grads));
     oomkit_cut_aside(call, &p->cut);
-    p->switches = call->entry.flags;
-    call->entry.flags = NULL;
-    p->join = call->cut->join;
-    memset(&call->cut->join, 0, sizeof(call->cut->join));
-    call->cut->join.site = p->join.site;
+    p->switches = oomkit_flags_take(call);
+    oomkit_join_aside(&call->cut->join, &p->join);
     call->batch.views = 1; /* a leaf that the step makes of it is another one then */
     call->proof = p;
-    call->cut->losses.on_trial = &p->rule;
+    oomkit_weights_on_trial(call, &p->rule);
     return oomkit_proof_gradients_take(p) < 0 || aside_buffers(p) < 0 ||
                    aside_batch(p) < 0
                ? -1
@@ -92,21 +89,19 @@ oomkit_proof_back(oomkit_proof *p)
     int result = 0;
 
     call->proof = NULL;
-    call->cut->losses.on_trial = NULL;
+    oomkit_weights_on_trial(call, NULL);
     call->batch.views = 0;
     if (p->saved) {
         Py_CLEAR(call->batch.saved);
     }
-    oomkit_join_clear(&call->cut->join);
-    call->cut->join = p->join;
+    oomkit_join_back(&call->cut->join, &p->join);
     oomkit_proof_gradients_free(p);
     back_buffers(p);
     call->grads = p->grads;
     oomkit_cut_back(call, &p->cut);
     call->options = p->own_options;
-    Py_XSETREF(call->entry.flags, p->switches);
-    if (call->unknown.restart ==
-        0) { /* else there are other participants to be marked */
+    oomkit_flags_put(call, p->switches);
+    if (call->tries.restart == 0) { /* else there are other participants to be marked */
         result = oomkit_savepoint_take(call);
     }
     if (exception != NULL) {
@@ -256,7 +251,7 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
         return -1;
     }
     call->split = 1; /* one slice, too: held, weighed and counted as the others */
-    call->cut->unfit.by_step = 0; /* of an attempt before */
+    call->tries.by_step = 0; /* of an attempt before */
     status = oomkit_savepoint_take(call);
     if (status == 0 && p->draw) {
         done = PyObject_CallMethod(p->judge, "draw", NULL);
@@ -277,15 +272,12 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
         call->cut->at = count - 1;
         status = oomkit_proof_finish(p);
     }
-    if (status == 0 && count > 1 && call->deferred.replayed == NULL) {
+    if (status == 0 && count > 1 && !oomkit_call_is_replay(call)) {
         status = oomkit_proof_joined(call);
     }
-    if (oomkit_join_truncate(&call->cut->join, 0) < 0) {
+    if (oomkit_join_empty(&call->cut->join) < 0) {
         status = -1;
     }
-    Py_CLEAR(call->cut->join.updated);
-    Py_CLEAR(call->cut->join.sources);
-    call->cut->join.required = 0;
     if (status == 0 && p->sequence == 0) {
         p->sequence = oomkit_proof_sequence(call);
     }

@@ -20,7 +20,7 @@ verify_result(oomkit_proof *p, PyObject *result, int64_t length, int part)
         done = PyObject_CallMethod(p->judge, "result", "OOLd", result, Py_None,
                                    (long long)length, weight);
     }
-    if (done == NULL || part < 0 || call->deferred.replayed != NULL) {
+    if (done == NULL || part < 0 || oomkit_call_is_replay(call)) {
         return done == NULL ? -1 : 0;
     }
     call->cut->at = part;
@@ -61,7 +61,7 @@ verify_call(oomkit_proof *p, int64_t start, int64_t length, int part)
     if (PyErr_Occurred()) {
         return -1;
     }
-    done = PyObject_CallMethod(call->cut->losses.verification, "finish", "OOL", result,
+    done = PyObject_CallMethod(call->cut->verification, "finish", "OOL", result,
                                loss ? loss : Py_None, (long long)length);
     return done == NULL ? -1 : verify_result(p, result, length, part);
 }
@@ -174,7 +174,7 @@ verify_search(oomkit_proof *p, PyObject *verdict, const oomkit_slice *cut, int m
     }
     EXEMPT (p->call->st) {
         answer = PyObject_CallMethod(
-            p->judge, "weighed", "OOOOO", p->call->cut->losses.verification, verdict,
+            p->judge, "weighed", "OOOOO", p->call->cut->verification, verdict,
             oomkit_weights_are_countable(p->call) ? leaves : Py_None, slices,
             moved ? Py_True : Py_False);
     }
@@ -194,9 +194,9 @@ verify_runs(oomkit_proof *p, int64_t start, const oomkit_slice *cut)
         verify_run(p, start, cut[0].length + cut[1].length, -1, &moved) == 0 &&
         verify_run(p, cut[0].start, cut[0].length, 0, NULL) == 0 &&
         verify_run(p, cut[1].start, cut[1].length, 1, NULL) == 0) {
-        verdict = PyObject_CallMethod(call->cut->losses.verification, "judge", "OOOOO",
+        verdict = PyObject_CallMethod(call->cut->verification, "judge", "OOOOO",
                                       call->options->label, one, two,
-                                      call->cut->losses.is_sum ? Py_True : Py_False,
+                                      oomkit_losses_are_sums(call) ? Py_True : Py_False,
                                       moved ? Py_True : Py_False);
     }
     if (verdict != NULL && verdict != Py_None) {
@@ -231,7 +231,7 @@ verify_backward(oomkit_call *call, PyObject *engine, PyObject *const *args,
                 size_t nargsf, PyObject *kwnames)
 {
     OWNED PyObject *done =
-        PyObject_CallMethod(call->cut->losses.verification, "root", "(O)",
+        PyObject_CallMethod(call->cut->verification, "root", "(O)",
                             PyVectorcall_NARGS(nargsf) > 0 ? args[0] : Py_None);
 
     (void)engine;
@@ -252,8 +252,8 @@ oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first
     PyObject *verdict = NULL; /* owned */
     OWNED PyObject *done = NULL;
 
-    call->cut->losses.verification = PyObject_CallNoArgs(call->st->verification);
-    if (call->cut->losses.verification == NULL) {
+    call->cut->verification = PyObject_CallNoArgs(call->st->verification);
+    if (call->cut->verification == NULL) {
         return NULL;
     }
     call->backward.instead = verify_backward;
@@ -263,15 +263,12 @@ oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first
         verdict = done == NULL ? NULL : verify_runs(p, start, cut);
         verdict = verify_speak(p, verdict);
     }
-    if (oomkit_join_truncate(&call->cut->join, 0) < 0) {
+    if (oomkit_join_empty(&call->cut->join) < 0) {
         Py_CLEAR(verdict);
     }
-    Py_CLEAR(call->cut->join.updated);
-    Py_CLEAR(call->cut->join.sources);
-    call->cut->join.required = 0;
     call->backward.instead = NULL;
-    Py_CLEAR(call->cut->losses.verification);
-    if (verdict == NULL && call->unknown.restart == 0) {
+    Py_CLEAR(call->cut->verification);
+    if (verdict == NULL && call->tries.restart == 0) {
         return verify_abandon(call, oomkit_exception_take()) < 0 ? NULL
                                                                  : Py_NewRef(Py_None);
     }

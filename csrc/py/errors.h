@@ -76,6 +76,11 @@ oomkit_warn(PyObject *category, Py_ssize_t level, const char *format, ...);
 int
 oomkit_frame_back(PyFrameObject **frame);
 
+/* frames.c: "file:line" of the innermost frame that is neither torch's nor ours. New
+ * reference, or NULL with an exception. */
+PyObject *
+oomkit_where(void);
+
 /* Drops an error (if any) where a hint is asked for and nothing can be raised. An
  * interrupt is not lost, nor an exit that a handler of a signal asked for, which is the
  * main thread's: it arrives again, between two instructions of that thread. */

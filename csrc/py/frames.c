@@ -1,6 +1,5 @@
 /* Where in the code of the user. */
 #include "errors.h"
-#include "frames.h"
 
 /* Does this frame run code of torch, or of a library that stands between it and the
  * step? Nobody can change a line of theirs. */

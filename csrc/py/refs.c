@@ -72,28 +72,105 @@ oomkit_addresses_free(oomkit_addresses *set)
     set->slots = NULL;
 }
 
-PyObject *
-oomkit_pairs_find(PyObject *list, const PyObject *object)
-{
-    Py_ssize_t i;
-    for (i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
-        PyObject *pair = PyList_GET_ITEM(list, i); /* borrowed */
-        if (PyTuple_GET_ITEM(pair, 0) == object) {
-            return PyTuple_GET_ITEM(pair, 1);
-        }
-    }
-    return NULL;
-}
+/* --- objects with what was saved of each --- */
 
-/* Appends (object, saved). Steals `saved`, which may be NULL with an exception. */
 int
-oomkit_pairs_add(PyObject **list, PyObject *object, PyObject *saved)
+oomkit_memo_add(oomkit_memo **memo, PyObject *object, PyObject *saved)
 {
-    OWNED PyObject *kept = saved, *pair = NULL;
+    OWNED PyObject *kept = saved;
+    oomkit_memo *m = *memo;
 
-    if (kept == NULL || (*list == NULL && (*list = PyList_New(0)) == NULL)) {
+    if (kept == NULL) {
         return -1;
     }
-    pair = PyTuple_Pack(2, object, kept);
-    return pair == NULL ? -1 : PyList_Append(*list, pair);
+    if (m == NULL) {
+        m = PyMem_Calloc(1, sizeof(*m));
+        if (m == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        m->holders = 1;
+        *memo = m;
+    }
+    if (ARRAY_GROW(m->items, m->count, m->room) < 0) {
+        return -1;
+    }
+    m->items[m->count].object = Py_NewRef(object);
+    m->items[m->count++].saved = STEAL(kept);
+    return 0;
+}
+
+Py_ssize_t
+oomkit_memo_at(const oomkit_memo *memo, const PyObject *object)
+{
+    Py_ssize_t i = memo == NULL ? 0 : memo->count;
+
+    while (i-- > 0 && memo->items[i].object != object) {
+    }
+    return i;
+}
+
+PyObject *
+oomkit_memo_find(const oomkit_memo *memo, const PyObject *object)
+{
+    Py_ssize_t at = oomkit_memo_at(memo, object);
+
+    return at < 0 ? NULL : memo->items[at].saved;
+}
+
+oomkit_memo *
+oomkit_memo_hold(oomkit_memo *memo)
+{
+    if (memo != NULL) {
+        memo->holders++;
+    }
+    return memo;
+}
+
+void
+oomkit_memo_drop(oomkit_memo **memo)
+{
+    oomkit_memo *m = *memo;
+
+    *memo = NULL;
+    if (m == NULL || --m->holders > 0) {
+        return;
+    }
+    for (Py_ssize_t i = 0; i < m->count; i++) {
+        Py_DECREF(m->items[i].object);
+        Py_DECREF(m->items[i].saved);
+    }
+    PyMem_Free(m->items);
+    PyMem_Free(m);
+}
+
+int
+oomkit_memo_visit(const oomkit_memo *memo, visitproc visit, void *arg)
+{
+    for (Py_ssize_t i = 0; memo != NULL && memo->holders == 1 && i < memo->count; i++) {
+        Py_VISIT(memo->items[i].object);
+        Py_VISIT(memo->items[i].saved);
+    }
+    return 0;
+}
+
+int
+oomkit_memo_next(oomkit_memo_walk *walk)
+{
+    Py_CLEAR(walk->object);
+    Py_CLEAR(walk->saved);
+    if (walk->memo == NULL || walk->next >= walk->memo->count) {
+        return 0;
+    }
+    walk->object = Py_NewRef(walk->memo->items[walk->next].object);
+    walk->saved = Py_NewRef(walk->memo->items[walk->next++].saved);
+    return 1;
+}
+
+void
+oomkit_memo_end(oomkit_memo_walk *walk)
+{
+    Py_CLEAR(walk->object);
+    Py_CLEAR(walk->saved);
+    oomkit_memo_drop(&walk->memo);
 }

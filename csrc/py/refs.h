@@ -1,5 +1,5 @@
-/* Who lets go of what: references and memory of one scope, sets of addresses, lists of
- * pairs. */
+/* Who lets go of what: references and memory of one scope, sets of addresses, objects
+ * with what was saved of them. */
 #ifndef OOMKIT_PY_REFS_H
 #define OOMKIT_PY_REFS_H
 
@@ -102,13 +102,55 @@ oomkit_addresses_have(const oomkit_addresses *set, const PyObject *object);
 void
 oomkit_addresses_free(oomkit_addresses *set);
 
-/* Lists of (object, what was saved of it), kept by a call and restored on failure.
- * Appends to a list that is made when needed. Steals `saved`, which may be NULL with an
+/* Objects, each with what was saved of it, in the order in which they came. NULL is an
+ * empty one. */
+typedef struct oomkit_memo {
+    struct {
+        PyObject *object, *saved; /* owned */
+    } *items;
+    Py_ssize_t count, room;
+    Py_ssize_t holders;
+} oomkit_memo;
+
+/* Adds to one that is made when needed. Steals `saved`, which may be NULL with an
  * exception. 0 or -1. */
 int
-oomkit_pairs_add(PyObject **list, PyObject *object, PyObject *saved);
-/* What was saved of it, borrowed; NULL when it is not there. `list` may be NULL. */
+oomkit_memo_add(oomkit_memo **memo, PyObject *object, PyObject *saved);
+
+/* The place of an object, or -1. */
+Py_ssize_t
+oomkit_memo_at(const oomkit_memo *memo, const PyObject *object);
+
+/* What was saved of it, borrowed; NULL when it is not there. */
 PyObject *
-oomkit_pairs_find(PyObject *list, const PyObject *object);
+oomkit_memo_find(const oomkit_memo *memo, const PyObject *object);
+
+/* The same one, held once more; each holder drops it. */
+oomkit_memo *
+oomkit_memo_hold(oomkit_memo *memo);
+void
+oomkit_memo_drop(oomkit_memo **memo);
+
+/* For tp_traverse: one that has another holder is alive. */
+int
+oomkit_memo_visit(const oomkit_memo *memo, visitproc visit, void *arg);
+
+/* `EACH_MEMO(one, memo) { ... one.object ... one.saved ... }`: both are held while the
+ * block runs, which may be left in any way. */
+typedef struct oomkit_memo_walk {
+    oomkit_memo *memo; /* held */
+    Py_ssize_t next;
+    PyObject *object, *saved; /* owned */
+} oomkit_memo_walk;
+
+int
+oomkit_memo_next(oomkit_memo_walk *walk);
+void
+oomkit_memo_end(oomkit_memo_walk *walk);
+
+#define EACH_MEMO(walk, of)                                                            \
+    for (oomkit_memo_walk walk OOMKIT_AT_END(                                          \
+             oomkit_memo_end) = {.memo = oomkit_memo_hold(of)};                        \
+         oomkit_memo_next(&walk);)
 
 #endif

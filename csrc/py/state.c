@@ -4,6 +4,7 @@
 int
 oomkit_state_init(oomkit_state *st)
 {
+    st->bridge = st->plain_bridge = &oomkit_plain_bridge;
 #define MAKE_STRING(field, text)                                                       \
     st->field = PyUnicode_InternFromString(text);                                      \
     if (st->field == NULL) {                                                           \
@@ -47,8 +48,8 @@ oomkit_state_clear(oomkit_state *st)
 #undef CLEAR
 #undef CLEAR_TORCH
 #undef CLEAR_STRING
-    st->bridge = NULL;
-    st->stream_size = 0;
+    st->stream_size =
+        0; /* the bridge stays: calls that are still alive have its marks */
     Py_CLEAR(st->bridge_capsule);
 }
 
@@ -119,7 +120,7 @@ state_bind_bridge(oomkit_state *st, PyObject *capsule)
     const oomkit_bridge *bridge;
     int fits;
 
-    st->bridge = NULL;
+    st->bridge = st->plain_bridge;
     st->stream_size = 0;
     Py_CLEAR(st->bridge_capsule);
     if (capsule == Py_None) {
@@ -142,7 +143,7 @@ state_bind_bridge(oomkit_state *st, PyObject *capsule)
     st->bridge_capsule = Py_NewRef(capsule);
     fits = oomkit_tensor_calibrate(st);
     if (fits <= 0) {
-        st->bridge = NULL;
+        st->bridge = st->plain_bridge;
         Py_CLEAR(st->bridge_capsule);
         return fits;
     }
@@ -152,7 +153,11 @@ state_bind_bridge(oomkit_state *st, PyObject *capsule)
 int
 oomkit_state_bind(oomkit_state *st, PyObject *bridge_capsule)
 {
-    if (state_bind_torch(st) < 0 || state_bind_bridge(st, bridge_capsule) < 0) {
+    if (state_bind_torch(st) < 0) {
+        return -1;
+    }
+    oomkit_plain_bridge_bind(st);
+    if (state_bind_bridge(st, bridge_capsule) < 0) {
         return -1;
     }
     st->bound = 1;

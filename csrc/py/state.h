@@ -341,11 +341,13 @@ typedef struct oomkit_state {
 #undef DECLARE_STRING
     int hosted_any; /* state of some optimizer is, or was, on the host */
     const struct oomkit_wiring *wiring; /* who is told of what: call/events.h */
-    const oomkit_bridge *bridge; /* borrowed from the loaded _bridge module, or NULL */
-    PyObject *bridge_capsule;    /* owned; keeps the bridge's pointer valid */
-    ptrdiff_t impl_offset;       /* of the TensorImpl pointer in a tensor's object */
-    void *stream_generator;      /* of default_generator; it lives as long as torch */
-    uint64_t stream_size;        /* of its bytes; 0: they cannot be read */
+    const oomkit_bridge *bridge; /* of the loaded _bridge module, or the plain one;
+                                    never NULL. Static: it outlives both modules */
+    const oomkit_bridge *plain_bridge; /* what stands in for it: plain_bridge.c */
+    PyObject *bridge_capsule;          /* owned; NULL without a bridge */
+    ptrdiff_t impl_offset;         /* of the TensorImpl pointer in a tensor's object */
+    void *stream_generator;        /* of default_generator; it lives as long as torch */
+    uint64_t stream_size;          /* of its bytes; 0: they cannot be read */
     uint64_t structure_generation; /* grows when a module gains a parameter or child */
     int structure_hooked;          /* our registration hooks are installed */
     int flush_pending;       /* a guard wants the cache emptied at the next call */
@@ -383,6 +385,14 @@ static inline oomkit_state *
 oomkit_state_of_type(PyTypeObject *type)
 {
     return (oomkit_state *)PyType_GetModuleState(type);
+}
+
+/* Can what only torch's own memory tells be read at all? Most need not ask: the plain
+ * table answers as the bridge does of a tensor that it cannot read. */
+static inline int
+oomkit_has_bridge(const oomkit_state *st)
+{
+    return st->bridge != st->plain_bridge;
 }
 
 int

@@ -1,243 +1,17 @@
-/* Facts of tensors: by the bridge, or by attributes where it cannot tell; and the
- * search for the TensorImpl pointer that the bridge starts from. */
+/* Facts of tensors, and the search for the TensorImpl pointer that the bridge starts
+ * from. */
 #include "tensor.h"
 #include "../core/status.h"
 
 #include <string.h>
 
-/* --- facts by attributes --- */
-
-/* c10::ScalarType and c10::DeviceType by number; NULL where nothing is met in practice.
- */
-static const char *const dtype_names[] = {
-    "uint8",           "int8",
-    "int16",           "int32",
-    "int64",           "float16",
-    "float32",         "float64",
-    "complex32",       "complex64",
-    "complex128",      "bool",
-    "qint8",           "quint8",
-    "qint32",          "bfloat16",
-    "quint4x2",        "quint2x4",
-    "bits1x8",         "bits2x4",
-    "bits4x2",         "bits8",
-    "bits16",          "float8_e5m2",
-    "float8_e4m3fn",   "float8_e5m2fnuz",
-    "float8_e4m3fnuz", "uint16",
-    "uint32",          "uint64",
-};
-
-static const char *const device_names[] = {
-    "cpu",  "cuda", "mkldnn", "opengl", "opencl", "ideep", "hip",
-    "fpga", "maia", "xla",    "vulkan", "metal",  "xpu",   "mps",
-    "meta", "hpu",  "ve",     "lazy",   "ipu",    "mtia",
-};
-
-#define COUNT_OF(array) ((int)(sizeof(array) / sizeof *(array)))
-
-static int
-name_index(const char *const *names, int count, const char *name)
-{
-    for (int i = 0; i < count; i++) {
-        if (strcmp(names[i], name) == 0) {
-            return i;
-        }
-    }
-    return -1;
-}
-
-const char *
-oomkit_device_type_name(int type)
-{
-    return type >= 0 && type < COUNT_OF(device_names) ? device_names[type] : NULL;
-}
-
-/* 1, 0 or -1 with an exception. */
-static int
-attribute_truth(PyObject *object, const char *name)
-{
-    OWNED PyObject *value = PyObject_GetAttrString(object, name);
-
-    return value == NULL ? -1 : PyObject_IsTrue(value);
-}
-
-/* str() of an attribute. New reference or NULL. */
-static PyObject *
-attribute_text(PyObject *object, const char *name)
-{
-    OWNED PyObject *value = PyObject_GetAttrString(object, name);
-
-    return value == NULL ? NULL : PyObject_Str(value);
-}
-
-/* An attribute that is an integer. -1 with an exception (-1 is also a value). */
-static int64_t
-attribute_integer(PyObject *object, const char *name)
-{
-    OWNED PyObject *value = PyObject_GetAttrString(object, name);
-
-    return value == NULL ? -1 : PyLong_AsLongLong(value);
-}
-
-static uint64_t
-mix(uint64_t hash, uint64_t value)
-{
-    hash ^= value + 0x9e3779b97f4a7c15u + (hash << 6) + (hash >> 2);
-    hash *= 0xff51afd7ed558ccdu;
-    return hash ^ (hash >> 33);
-}
-
-static int
-facts_dtype(PyObject *tensor, oomkit_tensor_facts *facts)
-{
-    OWNED PyObject *text = attribute_text(tensor, "dtype"); /* "torch.float32" */
-    const char *name = text == NULL ? NULL : PyUnicode_AsUTF8(text);
-
-    if (name == NULL) {
-        return -1;
-    }
-    name = strncmp(name, "torch.", 6) == 0 ? name + 6 : name;
-    facts->dtype = name_index(dtype_names, COUNT_OF(dtype_names), name);
-    return 0;
-}
-
-static int
-facts_device(PyObject *tensor, oomkit_tensor_facts *facts)
-{
-    OWNED PyObject *device = PyObject_GetAttrString(tensor, "device");
-    OWNED PyObject *type =
-        device == NULL ? NULL : PyObject_GetAttrString(device, "type");
-    const char *name = type == NULL ? NULL : PyUnicode_AsUTF8(type);
-    int64_t index;
-
-    if (name == NULL) {
-        return -1;
-    }
-    facts->device_type = name_index(device_names, COUNT_OF(device_names), name);
-    if (facts->device_type < 0) {
-        facts->device_type = OOMKIT_DEVICE_PRIVATE_USE;
-    }
-    facts->device_index = -1;
-    if (facts->device_type != 0) {
-        index = attribute_integer(device, "index");
-        if (index == -1 && PyErr_Occurred()) {
-            if (!PyErr_ExceptionMatches(PyExc_TypeError)) {
-                return -1;
-            }
-            PyErr_Clear(); /* None: a device without a number */
-        }
-        facts->device_index = (int32_t)index;
-    }
-    return 0;
-}
-
-static int
-facts_shape(PyObject *tensor, int64_t dim, oomkit_tensor_facts *facts)
-{
-    OWNED PyObject *shape = PyObject_GetAttrString(tensor, "shape");
-    int64_t size, item_bytes, numel = 1;
-    uint64_t hash = mix(0, (uint64_t)facts->dtype);
-
-    if (shape == NULL) {
-        return -1;
-    }
-    if (!PyTuple_Check(shape)) {
-        PyErr_Format(PyExc_TypeError, "expected the shape of a tensor, got '%.200s'",
-                     Py_TYPE(shape)->tp_name);
-        return -1;
-    }
-    facts->ndim = PyTuple_GET_SIZE(shape);
-    dim = dim < 0 ? dim + facts->ndim : dim;
-    for (int64_t i = 0; i < facts->ndim; i++) {
-        size = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i));
-        if (size == -1 && PyErr_Occurred()) {
-            return -1;
-        }
-        numel *= size;
-        hash = mix(hash, i == dim ? UINT64_MAX : (uint64_t)size);
-        facts->size = i == dim ? size : facts->size;
-    }
-    item_bytes = attribute_integer(tensor, "itemsize");
-    if (item_bytes == -1 && PyErr_Occurred()) {
-        return -1;
-    }
-    facts->bytes = (uint64_t)(numel * item_bytes);
-    facts->shape_hash = hash;
-    return 0;
-}
-
-static int
-facts_version(oomkit_state *st, PyObject *tensor, oomkit_tensor_facts *facts)
-{
-    OWNED PyObject *value = PyObject_GetAttr(tensor, st->str_version);
-
-    if (value == NULL) {
-        if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) {
-            return -1;
-        }
-        PyErr_Clear(); /* "Inference tensors do not track version counter." */
-        return 0;
-    }
-    facts->version = (uint32_t)PyLong_AsUnsignedLongMask(value);
-    facts->has_version = 1;
-    return PyErr_Occurred() ? -1 : 0;
-}
-
-static int
-facts_layout(PyObject *tensor, oomkit_tensor_facts *facts)
-{
-    OWNED PyObject *text = attribute_text(tensor, "layout");
-
-    if (text == NULL) {
-        return -1;
-    }
-    facts->is_strided = PyUnicode_CompareWithASCIIString(text, "torch.strided") == 0;
-    return 0;
-}
-
-static int
-facts_by_attributes(oomkit_state *st, PyObject *tensor, int64_t dim,
-                    oomkit_tensor_facts *facts)
-{
-    int truth;
-
-    *facts = (oomkit_tensor_facts){.ndim = -1, .size = -1};
-    if (facts_dtype(tensor, facts) < 0 || facts_device(tensor, facts) < 0 ||
-        facts_version(st, tensor, facts) < 0) {
-        return -1;
-    }
-    truth = attribute_truth(tensor, "is_leaf");
-    if (truth < 0) {
-        return -1;
-    }
-    facts->is_leaf = truth;
-    truth = attribute_truth(tensor, "requires_grad");
-    if (truth < 0) {
-        return -1;
-    }
-    facts->requires_grad = truth;
-    truth = attribute_truth(tensor, "is_nested");
-    if (truth != 0) {
-        return truth < 0 ? -1 : 0;
-    }
-    return facts_layout(tensor, facts) < 0 ? -1 : facts_shape(tensor, dim, facts);
-}
-
 int
 oomkit_tensor_facts_get(oomkit_state *st, PyObject *tensor, int64_t dim,
                         oomkit_tensor_facts *facts)
 {
-    if (st->bridge == NULL ||
-        st->bridge->tensor_facts(tensor, st->impl_offset, dim, facts) != OOMKIT_OK) {
-        return facts_by_attributes(st, tensor, dim, facts);
-    }
-    return 0;
-}
-
-int
-oomkit_tensor_is_leaf(PyObject *tensor, const oomkit_tensor_facts *facts)
-{
-    return facts->is_leaf >= 0 ? facts->is_leaf : attribute_truth(tensor, "is_leaf");
+    return st->bridge->tensor_facts(tensor, st->impl_offset, dim, facts) == OOMKIT_OK
+               ? 0
+               : oomkit_attribute_facts(tensor, dim, facts);
 }
 
 /* --- calibration --- */
@@ -352,7 +126,7 @@ facts_agree(oomkit_state *st, PyObject *tensor, ptrdiff_t offset)
 
     if (st->bridge->tensor_facts(tensor, offset, 0, &ours) != OOMKIT_OK ||
         st->bridge->versions(&holder, offset, 1, &version, NULL) != OOMKIT_OK ||
-        facts_by_attributes(st, tensor, 0, &theirs) < 0) {
+        oomkit_attribute_facts(tensor, 0, &theirs) < 0) {
         return 0;
     }
     return ours.ndim == theirs.ndim && ours.size == theirs.size &&

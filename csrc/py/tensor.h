@@ -21,6 +21,18 @@ oomkit_tensor_check(const oomkit_state *st, PyObject *object)
            PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)st->Tensor);
 }
 
+/* plain_bridge.c: stands in for the bridge where there is none. */
+extern const oomkit_bridge oomkit_plain_bridge;
+
+/* Takes what its entries need out of the state. */
+void
+oomkit_plain_bridge_bind(const oomkit_state *st);
+
+/* An entry of the table has failed: -1, and RuntimeError "oomkit could not {what}"
+ * where no exception says more. */
+int
+oomkit_bridge_failed(const char *what);
+
 /* "cuda" of a c10::DeviceType; NULL for a number without a name. Static. */
 const char *
 oomkit_device_type_name(int type);
@@ -34,6 +46,10 @@ int
 oomkit_tensor_facts_get(oomkit_state *st, PyObject *tensor, int64_t dim,
                         oomkit_tensor_facts *facts);
 
+/* The same by attributes alone. */
+int
+oomkit_attribute_facts(PyObject *tensor, int64_t dim, oomkit_tensor_facts *facts);
+
 /* Known only by asking torch where it requires grad: 1, 0 or -1 with an exception. */
 int
 oomkit_tensor_is_leaf(PyObject *tensor, const oomkit_tensor_facts *facts);
@@ -42,19 +58,11 @@ oomkit_tensor_is_leaf(PyObject *tensor, const oomkit_tensor_facts *facts);
 static inline int
 oomkit_tensor_version(oomkit_state *st, PyObject *tensor, uint32_t *version)
 {
-    oomkit_tensor_facts facts;
+    const void *holder = tensor;
 
-    if (st->bridge != NULL) {
-        const void *holder = tensor;
-        if (st->bridge->versions(&holder, st->impl_offset, 1, version, NULL) == 0) {
-            return 0;
-        }
-    }
-    if (oomkit_tensor_facts_get(st, tensor, 0, &facts) < 0) {
-        return -1;
-    }
-    *version = facts.version;
-    return 0;
+    return st->bridge->versions(&holder, st->impl_offset, 1, version, NULL) == 0
+               ? 0
+               : oomkit_bridge_failed("read a tensor");
 }
 
 /* What tells whether a tensor has changed: its version; an inference tensor has none,
@@ -64,7 +72,7 @@ oomkit_tensor_mark(oomkit_state *st, PyObject *tensor, const oomkit_tensor_facts
 {
     uint64_t hash;
 
-    if (facts->has_version || st->bridge == NULL) {
+    if (facts->has_version) {
         return facts->version;
     }
     hash = st->bridge->sample(tensor, st->impl_offset);

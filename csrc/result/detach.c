@@ -303,5 +303,5 @@ oomkit_join_clear(oomkit_join *join)
     Py_CLEAR(join->weights);
     Py_CLEAR(join->marks);
     Py_CLEAR(join->sources);
-    Py_CLEAR(join->updated);
+    oomkit_memo_drop(&join->updated);
 }

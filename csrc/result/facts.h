@@ -120,10 +120,10 @@ typedef struct oomkit_join {
     int parked; /* gradients were parked between the micro-batches: a scalar that is 0
                    in all but the last (the norm that clip_grad_norm_ returns) is its
                    own, and the loss has been through its backward */
-    PyObject *updated; /* owned: list of (was, now) of figures that the real update has
-                          changed (learning rates), or NULL */
-    int is_sum;        /* the loss is a sum, whatever reduction= says */
-    int found;         /* a proof has found the weights: they are the loss's alone */
+    oomkit_memo *updated; /* figures that the real update has changed (learning rates):
+                             what they are now */
+    int is_sum;           /* the loss is a sum, whatever reduction= says */
+    int found;            /* a proof has found the weights: they are the loss's alone */
     const double *group_weights; /* borrowed from the call: results x groups, for the
                                     losses of a sequence as long as `groups` */
     Py_ssize_t groups;           /* 0 without */

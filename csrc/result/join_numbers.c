@@ -9,17 +9,19 @@ static int
 is_updated(const oomkit_rules *r, const oomkit_place *where, PyObject *const *values)
 {
     PyObject *last = values[r->count - 1]; /* borrowed */
-    Py_ssize_t i, p;
+    Py_ssize_t i;
     int found = 0;
 
-    for (p = 0; r->updated != NULL && r->first == 0 && r->count == r->batches &&
-                p < PyList_GET_SIZE(r->updated) && found == 0;
-         p++) {
-        PyObject *pair = PyList_GET_ITEM(r->updated, p); /* borrowed */
-        found = PyObject_RichCompareBool(last, PyTuple_GET_ITEM(pair, 1), Py_EQ);
+    if (r->first != 0 || r->count != r->batches) {
+        return 0;
+    }
+    EACH_MEMO (was, r->updated) {
+        found = PyObject_RichCompareBool(last, was.saved, Py_EQ);
         for (i = 0; i < r->count - 1 && found == 1; i++) {
-            found =
-                PyObject_RichCompareBool(values[i], PyTuple_GET_ITEM(pair, 0), Py_EQ);
+            found = PyObject_RichCompareBool(values[i], was.object, Py_EQ);
+        }
+        if (found != 0) {
+            break;
         }
     }
     if (found > 0) {

@@ -27,19 +27,19 @@ typedef struct oomkit_rules {
     int64_t *rows;            /* owned by the outermost rules: of each, and their sum */
     double *weights;          /* likewise: of each */
     int64_t total;
-    PyObject *marks;    /* borrowed from oomkit_join, or NULL */
-    PyObject *sources;  /* likewise */
-    PyObject **refusal; /* owned by join.c: what makes tensors that refuse gradients,
-                           made when the first is needed */
-    Py_ssize_t first;   /* number of the micro-batch that values[0] is of */
-    Py_ssize_t batches; /* all micro-batches: `count` unless one is looked at alone */
-    int rows_sure;      /* as in oomkit_join */
-    int evaluation;     /* likewise */
-    int parked;         /* likewise */
-    PyObject *updated;  /* borrowed likewise */
-    int one_loss;       /* likewise */
-    int is_sum;         /* so are the weights: micro-batches' losses are added */
-    int found;          /* as in oomkit_join */
+    PyObject *marks;      /* borrowed from oomkit_join, or NULL */
+    PyObject *sources;    /* likewise */
+    PyObject **refusal;   /* owned by join.c: what makes tensors that refuse gradients,
+                             made when the first is needed */
+    Py_ssize_t first;     /* number of the micro-batch that values[0] is of */
+    Py_ssize_t batches;   /* all micro-batches: `count` unless one is looked at alone */
+    int rows_sure;        /* as in oomkit_join */
+    int evaluation;       /* likewise */
+    int parked;           /* likewise */
+    oomkit_memo *updated; /* borrowed likewise */
+    int one_loss;         /* likewise */
+    int is_sum;           /* so are the weights: micro-batches' losses are added */
+    int found;            /* as in oomkit_join */
     const double *group_weights; /* borrowed from the join; NULL unless the result is a
                                     sequence of one loss for each group */
     Py_ssize_t groups;

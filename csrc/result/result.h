@@ -22,6 +22,57 @@ int
 oomkit_join_truncate(oomkit_join *join, Py_ssize_t keep);
 void
 oomkit_join_clear(oomkit_join *join);
+/* --- join_told.c --- */
+/* The result of a part of a loop is about to be added: nothing needs a gradient. `site`
+ * is borrowed; so is what each tensor is kept as until it is added: a callable, or
+ * NULL.
+ */
+void
+oomkit_join_of_loop(oomkit_join *join, oomkit_result_site *site, int rows_sure,
+                    PyObject *convert);
+/* The results, as they are kept: borrowed list, or NULL. And the last one, of some. */
+PyObject *
+oomkit_join_results(const oomkit_join *join);
+PyObject *
+oomkit_join_last(const oomkit_join *join);
+int
+oomkit_join_traverse(const oomkit_join *join, visitproc visit, void *arg);
+/* Before joining. What the weights are of: is the loss a sum, whatever reduction= says,
+ * and were they found by a proof? And of a sequence of so many losses those of each
+ * (results x groups, borrowed), 0 without. */
+void
+oomkit_join_weighed(oomkit_join *join, int is_sum, int found);
+void
+oomkit_join_grouped(oomkit_join *join, const double *weights, Py_ssize_t groups);
+/* What the call was, see oomkit_join. */
+typedef struct oomkit_join_of {
+    int evaluation, parked, one_loss, rows_sure;
+} oomkit_join_of;
+void
+oomkit_join_is_of(oomkit_join *join, oomkit_join_of of);
+/* Are the leaves to be told that gradients are wanted of? They are these (a list); and
+ * figures that the update has changed. Both are stolen; NULL for none. */
+int
+oomkit_join_wants_sources(const oomkit_join *join);
+void
+oomkit_join_sources(oomkit_join *join, PyObject *sources);
+void
+oomkit_join_updated(oomkit_join *join, oomkit_memo *updated);
+/* The place of the loss in a tuple or list, as it was met last. */
+Py_ssize_t
+oomkit_join_loss_at(const oomkit_join *join);
+/* The results aside, while others are joined for the same site; and back in their
+ * place.
+ */
+void
+oomkit_join_aside(oomkit_join *join, oomkit_join *aside);
+void
+oomkit_join_back(oomkit_join *join, const oomkit_join *aside);
+/* What was added goes, and what was told of it. 0, or -1 with an exception: all the
+ * same.
+ */
+int
+oomkit_join_empty(oomkit_join *join);
 
 /* --- join.c --- */
 /* The result of the whole batch. Rules: tensors whose dim 0 is the micro-batch's are

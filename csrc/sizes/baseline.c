@@ -46,11 +46,12 @@ oomkit_baseline_enter(oomkit_call *call)
 
 /* At the first backward it shows. */
 void
-oomkit_baseline_marked(oomkit_call *call)
+oomkit_baseline_marked(oomkit_call *call, int gradients)
 {
+    call->sizes.gradients = gradients ? OOMKIT_GRADIENTS_THERE : OOMKIT_GRADIENTS_NONE;
     if (call->sizes.entry_gradients > 0) {
-        call->step->drops_gradients = call->grads.at_entry ? -1 : 1;
-        call->sizes.dropped = call->grads.at_entry ? 0 : call->sizes.entry_gradients;
+        call->step->drops_gradients = gradients ? -1 : 1;
+        call->sizes.dropped = gradients ? 0 : call->sizes.entry_gradients;
     }
 }
 
@@ -58,7 +59,7 @@ oomkit_baseline_marked(oomkit_call *call)
 void
 oomkit_baseline_rolled_back(oomkit_call *call, uint64_t now)
 {
-    if (call->deferred.replayed == NULL && now != OOMKIT_UNKNOWN &&
+    if (!oomkit_call_is_replay(call) && now != OOMKIT_UNKNOWN &&
         call->sizes.baseline != OOMKIT_UNKNOWN && now < call->sizes.baseline) {
         call->sizes.dropped = call->sizes.baseline - now;
     }

@@ -173,16 +173,16 @@ static uint64_t
 gradients_beyond(oomkit_call *call)
 {
     const oomkit_signature *entry;
-    int kept = call->grads.marked
-                   ? call->grads.at_entry
-                   : call->sizes.entry_gradients > 0 && call->sizes.dropped == 0;
+    const int seen = call->sizes.gradients != OOMKIT_GRADIENTS_UNSEEN;
+    int kept = seen ? call->sizes.gradients == OOMKIT_GRADIENTS_THERE
+                    : call->sizes.entry_gradients > 0 && call->sizes.dropped == 0;
 
     if (kept || call->step->gradient_bytes == 0) {
         return 0;
     }
-    if (!call->grads.marked) { /* an evaluation has none, whatever the model wants */
+    if (!seen) { /* an evaluation has none, whatever the model wants */
         entry = oomkit_signature_get(call, 0);
-        if (call->deferred.forward_only || (entry != NULL && entry->forward_only)) {
+        if (call->sizes.forward_only || (entry != NULL && entry->forward_only)) {
             return 0;
         }
     }
@@ -286,7 +286,7 @@ oomkit_signature_survey(oomkit_call *call)
 static void
 measured_complete(oomkit_call *call, oomkit_measured *m)
 {
-    if (call->deferred.replayed != NULL) {
+    if (oomkit_call_is_replay(call)) {
         m->bytes[OOMKIT_FIRST] = m->bytes[OOMKIT_LATER] = m->optimizer_bytes = 0;
     }
     m->batch = call->batch.rows > 0 ? call->batch.rows : m->rows[OOMKIT_FIRST];
@@ -311,7 +311,7 @@ oomkit_signature_succeeded(oomkit_call *call, int64_t micro_batch, uint64_t peak
     }
     measured_complete(call, &call->cut->measured);
     oomkit_know_worked(&entry->known, &call->cut->measured);
-    entry->forward_only = call->deferred.forward_only;
+    entry->forward_only = call->sizes.forward_only;
     if (micro_batch >= entry->peak_rows && peak_bytes != OOMKIT_UNKNOWN) {
         entry->peak_rows = micro_batch;
         entry->peak_bytes = peak_bytes;
@@ -371,9 +371,6 @@ oomkit_call_wants_copies(oomkit_call *call)
 {
     const oomkit_signature *known;
 
-    if (call->grads.force_copies) {
-        return 1;
-    }
     if (call->options->gradient_safety != OOMKIT_SAFETY_AUTO) {
         return call->options->gradient_safety == OOMKIT_SAFETY_COPY;
     }
@@ -396,16 +393,32 @@ oomkit_unfit_least(const oomkit_call *call)
     int64_t least = call->options->min_micro_batch;
 
     least = call->step->least_rows > least ? call->step->least_rows : least;
-    return call->cut->unfit.least > least ? call->cut->unfit.least : least;
+    return call->sizes.least > least ? call->sizes.least : least;
 }
 
 int64_t
 oomkit_unfit_multiple(const oomkit_call *call)
 {
     int64_t multiple = call->options->multiple_of;
-    int even = call->step->even_rows || call->cut->unfit.even;
+    int even = call->step->even_rows || call->sizes.even;
 
     /* An odd batch cannot be cut into even parts: its last one would be odd. */
     return even && call->batch.rows % 2 == 0 && multiple % 2 != 0 ? 2 * multiple
                                                                   : multiple;
+}
+
+void
+oomkit_unfit_bound(oomkit_call *call, int64_t least, int even)
+{
+    call->sizes.least = least > 0 ? least : call->sizes.least;
+    call->sizes.even |= even;
+}
+
+void
+oomkit_unfit_bound_site(oomkit_call *call)
+{
+    if (call->sizes.least > call->step->least_rows) {
+        call->step->least_rows = (int)call->sizes.least;
+    }
+    call->step->even_rows |= call->sizes.even;
 }

@@ -2,6 +2,7 @@
 #ifndef OOMKIT_SIZES_SIZES_H
 #define OOMKIT_SIZES_SIZES_H
 
+#include "call_window.h"
 #include "../call/step.h"
 
 /* --- baseline.c --- */
@@ -10,8 +11,15 @@ uint64_t
 oomkit_baseline(const oomkit_call *call);
 void
 oomkit_baseline_enter(oomkit_call *call);
+/* The attempt has come to its first backward: did some parameter have a gradient? And
+ * that attempt is over. */
 void
-oomkit_baseline_marked(oomkit_call *call);
+oomkit_baseline_marked(oomkit_call *call, int gradients);
+static inline void
+oomkit_baseline_unmarked(oomkit_call *call)
+{
+    call->sizes.gradients = OOMKIT_GRADIENTS_UNSEEN;
+}
 void
 oomkit_baseline_rolled_back(oomkit_call *call, uint64_t now);
 
@@ -82,6 +90,12 @@ oomkit_signature_modes(const oomkit_call *call);
 void
 oomkit_signature_request(oomkit_call *call, oomkit_plan_request *request,
                          const oomkit_knowledge **known);
+/* The call has finished: will nothing accumulate gradients? */
+static inline void
+oomkit_signature_forward_only(oomkit_call *call, int forward_only)
+{
+    call->sizes.forward_only = forward_only;
+}
 /* The call is done, with this largest micro-batch. */
 void
 oomkit_signature_succeeded(oomkit_call *call, int64_t micro_batch, uint64_t peak_bytes);
@@ -100,5 +114,11 @@ int64_t
 oomkit_unfit_least(const oomkit_call *call);
 int64_t
 oomkit_unfit_multiple(const oomkit_call *call);
+/* An error of the step's own: in this call at least so many rows (or 0), and even
+ * numbers of them. The call worked with that: it is a bound of the site. */
+void
+oomkit_unfit_bound(oomkit_call *call, int64_t least, int even);
+void
+oomkit_unfit_bound_site(oomkit_call *call);
 
 #endif

@@ -3,7 +3,8 @@
  * oomkit._bridge hands a pointer to it in a PyCapsule named OOMKIT_BRIDGE_CAPSULE.
  * Every entry is noexcept and reports by status code; nothing that is allocated on one
  * side is freed on the other, save the weak holds of gradient marks (grads_mark /
- * grads_release). No entry calls Python or needs the GIL.
+ * grads_release). No entry calls Python or needs the GIL; those of the table that
+ * stands in where there is no bridge (py/plain_bridge.c) may.
  *
  * A tensor is given as its Python object seen as plain memory: `holder` + `offset` is
  * where the TensorImpl pointer lies (the offset is calibrated by oomkit._C at import
@@ -21,7 +22,7 @@ extern "C" {
 #endif
 
 #define OOMKIT_BRIDGE_CAPSULE "oomkit._bridge.api"
-#define OOMKIT_BRIDGE_VERSION 6u
+#define OOMKIT_BRIDGE_VERSION 7u
 #define OOMKIT_BRIDGE_UNKNOWN UINT64_MAX
 
 /* Mark of a gradient: which tensor it was and at which version. `grad` is held weakly:
@@ -125,7 +126,7 @@ typedef struct oomkit_bridge {
      * while no version does. 0 for every other tensor. */
     uint64_t (*sample)(const void *holder, ptrdiff_t offset);
 
-    /* --- storages --- */
+    /* --- storages: NULL where there is no bridge, see oomkit_offload_possible() --- */
     /* OOMKIT_EUNSUPPORTED for what is not a plain strided tensor with a storage and a
      * version: subclasses that dispatch, sparse, nested, quantized, meta, conjugated,
      * negated, functional and inference tensors. */
@@ -162,12 +163,12 @@ typedef struct oomkit_bridge {
                           const void *target, ptrdiff_t offset);
 
     /* --- modes of this thread --- */
-    /* Between enter and leave no mode written in Python (TorchDispatchMode) sees what
-     * this thread does. */
+    /* Likewise. Between enter and leave no mode written in Python (TorchDispatchMode)
+     * sees what this thread does. */
     void (*unseen_enter)(oomkit_thread_keys *keys);
     void (*unseen_leave)(const oomkit_thread_keys *keys);
-    void (*modes_get)(oomkit_thread_modes *modes);
-    void (*modes_set)(const oomkit_thread_modes *modes);
+    int (*modes_get)(oomkit_thread_modes *modes);
+    int (*modes_set)(const oomkit_thread_modes *modes);
 
     /* --- random generators of the CPU (Generator._cdata) --- */
     /* Its state as bytes that mean something to generator_same alone. How many there

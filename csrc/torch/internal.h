@@ -63,9 +63,9 @@ fault_stats(uint64_t *seen, uint64_t *fired, int *armed) noexcept;
 int
 set_phase(int phase) noexcept;
 
-void
+int
 modes_get(oomkit_thread_modes *modes) noexcept;
-void
+int
 modes_set(const oomkit_thread_modes *modes) noexcept;
 
 uint64_t

@@ -306,15 +306,16 @@ grads_release(oomkit_grad_mark *marks, size_t count) noexcept
     }
 }
 
-void
+int
 modes_get(oomkit_thread_modes *modes) noexcept
 {
     const c10::DispatchKeySet off = c10::impl::tls_local_dispatch_key_set().excluded_;
     modes->autocast = (off & c10::autocast_dispatch_keyset).raw_repr();
     modes->grad = c10::GradMode::is_enabled() ? 1 : 0;
+    return OOMKIT_OK;
 }
 
-void
+int
 modes_set(const oomkit_thread_modes *modes) noexcept
 {
     c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
@@ -322,6 +323,7 @@ modes_set(const oomkit_thread_modes *modes) noexcept
                      c10::DispatchKeySet(c10::DispatchKeySet::RAW, modes->autocast);
     c10::impl::_force_tls_local_dispatch_key_set(keys);
     c10::GradMode::set_enabled(modes->grad != 0);
+    return OOMKIT_OK;
 }
 
 } // namespace oomkit

@@ -2,6 +2,7 @@
 #include "heap_types.h"
 #include "types.h"
 #include "../loop/parts_join.h"
+#include "../optim/optim.h"
 #include "../result/result.h"
 
 #include <stddef.h>
@@ -158,11 +159,10 @@ chunks_traverse(PyObject *op, visitproc visit, void *arg)
         Py_VISIT(batch->nodes[i].key);
     }
     Py_VISIT(self->func);
-    Py_VISIT(self->join.results);
     Py_VISIT(self->site);
-    Py_VISIT(self->call.entry.owners.user);
-    Py_VISIT(self->call.entry.owners.attributes);
-    return oomkit_options_traverse(&self->options, visit, arg);
+    i = oomkit_join_traverse(&self->join, visit, arg);
+    i = i != 0 ? i : oomkit_owners_traverse(&self->call, visit, arg);
+    return i != 0 ? (int)i : oomkit_options_traverse(&self->options, visit, arg);
 }
 
 static int

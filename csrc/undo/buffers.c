@@ -96,8 +96,7 @@ buffer_image(oomkit_call *call, Py_ssize_t i, PyObject *tensor,
 {
     oomkit_image *image = &call->parts->images[i];
 
-    if (call->st->bridge == NULL || facts->device_type != 0 || facts->bytes == 0 ||
-        facts->bytes > IMAGE_BYTES) {
+    if (facts->device_type != 0 || facts->bytes == 0 || facts->bytes > IMAGE_BYTES) {
         return 0;
     }
     if (image->size != facts->bytes) {
@@ -318,6 +317,48 @@ oomkit_buffers_learn(oomkit_call *call)
             call->entry.buffers.items[i].copied = 0;
         }
     }
+}
+
+int
+oomkit_buffers_versions(oomkit_state *st, const oomkit_savepoint *savepoint,
+                        uint32_t **versions)
+{
+    const oomkit_buffers *b = &savepoint->buffers;
+    Py_ssize_t i;
+
+    if (b->count == 0) {
+        return 0;
+    }
+    *versions = PyMem_Malloc((size_t)b->count * sizeof(**versions));
+    if (*versions == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (i = 0; i < b->count; i++) {
+        if (oomkit_tensor_version(st, b->items[i].tensor, &(*versions)[i]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int
+oomkit_buffers_now(const oomkit_call *call, const uint32_t *after, oomkit_memo **copies,
+                   int *used)
+{
+    const oomkit_buffers *b = &call->entry.buffers;
+    Py_ssize_t i;
+
+    for (i = 0; i < b->count; i++) {
+        PyObject *tensor = b->items[i].tensor; /* borrowed */
+        uint32_t version;
+        if (oomkit_tensor_version(call->st, tensor, &version) < 0 ||
+            oomkit_memo_add(copies, tensor, oomkit_host_copy(call->st, tensor)) < 0) {
+            return -1;
+        }
+        *used |= after == NULL || version != after[i];
+    }
+    return 0;
 }
 
 void

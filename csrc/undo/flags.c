@@ -134,6 +134,18 @@ oomkit_flags_keep(oomkit_call *call)
     return 0;
 }
 
+PyObject *
+oomkit_flags_take(oomkit_call *call)
+{
+    return STEAL(call->entry.flags);
+}
+
+void
+oomkit_flags_put(oomkit_call *call, PyObject *training)
+{
+    Py_XSETREF(call->entry.flags, training);
+}
+
 /* At the end of a call whose loss is returned. 0 or -1. */
 int
 oomkit_flags_note_end(oomkit_call *call)
@@ -144,12 +156,11 @@ oomkit_flags_note_end(oomkit_call *call)
     return oomkit_params_flags_now(call->st, call->parts, oomkit_params_flags(call, 1));
 }
 
-/* Has a parameter been frozen or unfrozen since then? A backward heeds that; neither a
- * replay from the entry nor a stash does. 1, 0 or -1. */
 int
 oomkit_flags_frozen_since(oomkit_state *st, const oomkit_participants *parts,
-                          const uint32_t *param_versions)
+                          const oomkit_savepoint *since)
 {
+    const uint32_t *param_versions = since->versions;
     size_t n = (size_t)parts->param_count;
     OWNED_MEMORY uint8_t *now = NULL;
 

@@ -1,7 +1,7 @@
 /* The state of torch's CPU generator, as a tensor that is taken anew only when the
  * generator has moved, and as bytes that tell whether it has.
  *
- * The bridge reads those bytes; without it, or where it cannot tell, every mark is a
+ * The bridge reads those bytes; where it cannot, every mark is a
  * tensor of 5 KiB and every comparison takes another one. */
 #include "generator.h"
 #include "../device/device.h"
@@ -192,9 +192,6 @@ oomkit_stream_calibrate(oomkit_state *st)
     st->stream_size = 0;
     Py_CLEAR(st->stream_bytes);
     Py_CLEAR(st->stream_state);
-    if (st->bridge == NULL) {
-        return 0;
-    }
     EXEMPT (st) {
         OWNED PyObject *own = PyObject_CallNoArgs(st->Generator);
         void *sample = own == NULL ? NULL : generator_pointer(own);

@@ -11,37 +11,46 @@
 #include "../py/tensor.h"
 #include "../sizes/sizes.h"
 
-/* Marks without a bridge: a weak reference to the gradient's object and its version. */
-static int
-grads_mark_plain(oomkit_call *call)
+int
+oomkit_grads_marks_take(oomkit_call *call, oomkit_grad_mark **marks)
 {
-    oomkit_grads *g = &call->grads;
-    Py_ssize_t i, n = call->parts->param_count;
+    const oomkit_state *st = call->st;
+    const size_t n = (size_t)call->parts->param_count;
 
-    g->held = grads_array(call);
-    g->held_versions = PyMem_Calloc((size_t)n + 1, sizeof(uint32_t));
-    if (g->held == NULL || g->held_versions == NULL) {
-        return PyErr_Occurred() ? -1 : (PyErr_NoMemory(), -1);
+    if (*marks == NULL && (*marks = PyMem_Malloc((n + 1) * sizeof(**marks))) == NULL) {
+        PyErr_NoMemory();
+        return -1;
     }
-    for (i = 0; i < n; i++) {
-        oomkit_tensor_facts facts;
-        OWNED PyObject *gradient = grads_get(call, i);
-        if (gradient == NULL) {
-            return -1;
-        }
-        if (gradient == Py_None) {
-            continue;
-        }
-        g->at_entry = 1;
-        if (oomkit_tensor_facts_get(call->st, gradient, 0, &facts) == 0) {
-            g->held_versions[i] = facts.version;
-            g->held[i] = PyWeakref_NewRef(gradient, NULL);
-        }
-        if (g->held[i] == NULL) {
-            return -1;
-        }
+    if (st->bridge->grads_mark((const void *const *)call->parts->params,
+                               st->impl_offset, n, *marks) != OOMKIT_OK) {
+        MEMORY_CLEAR(*marks);
+        return oomkit_bridge_failed("mark the gradients of the parameters");
     }
     return 0;
+}
+
+void
+oomkit_grads_marks_drop(oomkit_call *call, oomkit_grad_mark **marks)
+{
+    if (*marks != NULL) {
+        call->st->bridge->grads_release(*marks, (size_t)call->parts->param_count);
+        MEMORY_CLEAR(*marks);
+    }
+}
+
+Py_ssize_t
+oomkit_grads_marks_compare(oomkit_call *call, const oomkit_grad_mark *marks,
+                           uint8_t *states, uint32_t *steps)
+{
+    const oomkit_state *st = call->st;
+    size_t moved;
+
+    if (st->bridge->grads_compare((const void *const *)call->parts->params,
+                                  st->impl_offset, (size_t)call->parts->param_count,
+                                  marks, states, steps, &moved) != OOMKIT_OK) {
+        return oomkit_bridge_failed("compare the gradients of the parameters");
+    }
+    return (Py_ssize_t)moved;
 }
 
 /* Host copies of the gradients that are there now, once per call. All or none: without
@@ -78,45 +87,29 @@ int
 oomkit_grads_mark(oomkit_call *call)
 {
     oomkit_grads *g = &call->grads;
-    oomkit_state *st = call->st;
     Py_ssize_t i, n = call->parts->param_count;
 
     if (g->marked) {
         return 0;
     }
     g->at_entry = 0;
-    if (st->bridge == NULL) {
-        if (grads_mark_plain(call) < 0) {
-            return -1;
-        }
-    } else {
-        if (g->marks == NULL) {
-            g->marks = PyMem_Malloc((size_t)(n + 1) * sizeof(*g->marks));
-            if (g->marks == NULL) {
-                PyErr_NoMemory();
-                return -1;
-            }
-        }
-        if (st->bridge->grads_mark((const void *const *)call->parts->params,
-                                   st->impl_offset, (size_t)n, g->marks) != OOMKIT_OK) {
-            PyErr_SetString(PyExc_RuntimeError,
-                            "oomkit could not mark the gradients of the parameters");
-            return -1;
-        }
-        for (i = 0; i < n && !g->at_entry; i++) {
-            g->at_entry = g->marks[i].grad != NULL;
-        }
+    if (oomkit_grads_marks_take(call, &g->marks) < 0) {
+        return -1;
+    }
+    for (i = 0; i < n && !g->at_entry; i++) {
+        g->at_entry = g->marks[i].grad != NULL;
     }
     g->marked = 1;
-    g->engine_runs = st->engine_runs;
-    oomkit_baseline_marked(call);
+    g->engine_runs = call->st->engine_runs;
+    oomkit_baseline_marked(call, g->at_entry);
     if (g->at_entry && !g->eager && g->owed == OOMKIT_OWED_NOTHING &&
-        !oomkit_proof_of_whole(call) && oomkit_call_wants_copies(call)) {
+        !oomkit_proof_of_whole(call) &&
+        (g->force_copies || oomkit_call_wants_copies(call))) {
         return grads_copy(call);
     }
     /* Without copies what a micro-batch adds to the caller's gradients could not be
      * taken back: they stay out of a split call until its last backward. */
-    if (g->at_entry && !g->eager && call->split && call->deferred.replayed == NULL &&
+    if (g->at_entry && !g->eager && call->split && !oomkit_call_is_replay(call) &&
         g->copies == NULL && !oomkit_proof_of_whole(call)) {
         g->apart = 1;
         return oomkit_grads_put_away(call);
@@ -290,22 +283,13 @@ grads_add_apart(oomkit_call *call)
     return oomkit_grad_mode_set(call->st, mode) < 0 ? -1 : 0;
 }
 
-/* After the backward of the last micro-batch of a replay: leaves whose gradient already
- * held the whole contribution of the failed attempt get it back in place of the
- * replayed one. */
 int
-oomkit_grads_settle(oomkit_call *call)
+oomkit_grads_aside_back(oomkit_call *call)
 {
     oomkit_grads *g = &call->grads;
     Py_ssize_t i;
 
-    if (!call->is_last || (g->apart && g->away && grads_add_apart(call) < 0)) {
-        return call->is_last ? -1 : 0;
-    }
-    if (g->aside == NULL) {
-        return 0;
-    }
-    for (i = 0; i < call->parts->param_count; i++) {
+    for (i = 0; g->aside != NULL && i < call->parts->param_count; i++) {
         if (g->aside[i] != NULL && grads_set(call, i, g->aside[i]) < 0) {
             return -1;
         }
@@ -314,47 +298,40 @@ oomkit_grads_settle(oomkit_call *call)
     return 0;
 }
 
-/* The call failed for good while gradients are set aside: they go back as they are
- * (with the contribution of the failed attempt), which the error says. Keeps no
- * exception. */
-void
+/* After the backward of the last micro-batch of a replay: leaves whose gradient already
+ * held the whole contribution of the failed attempt get it back in place of the
+ * replayed one. */
+int
+oomkit_grads_settle(oomkit_call *call)
+{
+    const oomkit_grads *g = &call->grads;
+
+    if (!call->is_last || (g->apart && g->away && grads_add_apart(call) < 0)) {
+        return call->is_last ? -1 : 0;
+    }
+    return oomkit_grads_aside_back(call);
+}
+
+int
 oomkit_grads_abandon(oomkit_call *call)
 {
     Py_ssize_t i;
+
     for (i = 0; call->grads.aside != NULL && i < call->parts->param_count; i++) {
         if (call->grads.aside[i] != NULL &&
             grads_set(call, i, call->grads.aside[i]) < 0) {
             PyErr_WriteUnraisable(call->parts->params[i]);
         }
     }
+    return call->grads.aside != NULL && !call->grads.aside_said;
 }
 
 /* After a backward of the last micro-batch: what the gradients are now. 0 or -1. */
 int
 oomkit_grads_note_last(oomkit_call *call)
 {
-    oomkit_grads *g = &call->grads;
-    const oomkit_bridge *bridge = call->st->bridge;
-    size_t n = (size_t)call->parts->param_count;
-
-    if (bridge == NULL || n == 0) {
-        return 0;
-    }
-    if (g->after != NULL) {
-        bridge->grads_release(g->after, n);
-    } else {
-        g->after = PyMem_Malloc(n * sizeof(*g->after));
-        if (g->after == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
-    }
-    if (bridge->grads_mark((const void *const *)call->parts->params,
-                           call->st->impl_offset, n, g->after) != OOMKIT_OK) {
-        PyMem_Free(g->after);
-        g->after = NULL;
-    }
-    return 0;
+    oomkit_grads_marks_drop(call, &call->grads.after);
+    return oomkit_grads_marks_take(call, &call->grads.after);
 }
 
 /* Before the next one: did the step clear or change them meanwhile? 1, 0 or -1.
@@ -362,38 +339,20 @@ oomkit_grads_note_last(oomkit_call *call)
 int
 oomkit_grads_changed_since(oomkit_call *call)
 {
-    oomkit_grads *g = &call->grads;
-    const oomkit_bridge *bridge = call->st->bridge;
-    size_t moved = 0, n = (size_t)call->parts->param_count;
+    const oomkit_grads *g = &call->grads;
     OWNED_MEMORY uint8_t *states = NULL;
+    Py_ssize_t moved;
 
     if (g->after == NULL) {
         return 0;
     }
-    states = PyMem_Malloc(n);
+    states = PyMem_Malloc((size_t)call->parts->param_count);
     if (states == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    if (bridge->grads_compare((const void *const *)call->parts->params,
-                              call->st->impl_offset, n, g->after, states, NULL,
-                              &moved) != OOMKIT_OK) {
-        moved = 1;
-    }
-    return moved != 0;
-}
-
-/* Forgets what was marked when a micro-batch began. */
-void
-oomkit_grads_end_micro(oomkit_call *call)
-{
-    oomkit_grads *g = &call->grads;
-
-    if (g->began != NULL) {
-        call->st->bridge->grads_release(g->began, (size_t)call->parts->param_count);
-        MEMORY_CLEAR(g->began);
-    }
-    MEMORY_CLEAR(g->began_versions);
+    moved = oomkit_grads_marks_compare(call, g->after, states, NULL);
+    return moved < 0 ? -1 : moved != 0;
 }
 
 /* Forgets the marks of an attempt; copies and gradients set aside outlive it. */
@@ -402,18 +361,13 @@ oomkit_grads_end_attempt(oomkit_call *call)
 {
     oomkit_grads *g = &call->grads;
 
-    if (g->marked && call->st->bridge != NULL) {
+    if (g->marked) { /* the array is for the next attempt */
         call->st->bridge->grads_release(g->marks, (size_t)call->parts->param_count);
     }
-    if (g->after != NULL) {
-        call->st->bridge->grads_release(g->after, (size_t)call->parts->param_count);
-        PyMem_Free(g->after);
-        g->after = NULL;
-    }
+    oomkit_grads_marks_drop(call, &g->after);
     oomkit_grads_end_micro(call);
     g->marked = 0;
-    grads_array_free(call, &g->held);
-    MEMORY_CLEAR(g->held_versions);
+    oomkit_baseline_unmarked(call);
 }
 
 static int
@@ -505,7 +459,7 @@ gradients_backward_ends(oomkit_call *call, const oomkit_backward *backward)
 static int
 gradients_attempt_begins(oomkit_call *call)
 {
-    return call->split && call->deferred.replayed != NULL ? grads_hide(call) : 0;
+    return call->split && oomkit_call_is_replay(call) ? grads_hide(call) : 0;
 }
 
 const oomkit_rule oomkit_gradients_rule = {.attempt_begins = gradients_attempt_begins,

@@ -5,71 +5,11 @@
 #include "../py/half_made.h"
 #include "../py/tensor.h"
 
-static uint8_t
-grads_state_plain(oomkit_call *call, Py_ssize_t i, PyObject *gradient, uint32_t *step)
-{
-    oomkit_grads *g = &call->grads;
-    oomkit_tensor_facts facts;
-
-    *step = 0;
-    if (g->held[i] == NULL) {
-        return gradient == Py_None ? OOMKIT_GRAD_SAME : OOMKIT_GRAD_NEW;
-    }
-    if (gradient == Py_None) {
-        return OOMKIT_GRAD_GONE;
-    }
-    if (PyWeakref_GET_OBJECT(g->held[i]) != gradient ||
-        oomkit_tensor_facts_get(call->st, gradient, 0, &facts) < 0) {
-        return OOMKIT_GRAD_REPLACED;
-    }
-    *step = facts.version - g->held_versions[i];
-    return *step == 0 ? OOMKIT_GRAD_SAME : OOMKIT_GRAD_MOVED;
-}
-
-/* states[i] and steps[i] of every parameter against the marks. 0 or -1. */
-static int
-grads_compare(oomkit_call *call, uint8_t *states, uint32_t *steps)
-{
-    oomkit_state *st = call->st;
-    size_t moved;
-    Py_ssize_t i;
-
-    if (st->bridge != NULL) {
-        if (st->bridge->grads_compare((const void *const *)call->parts->params,
-                                      st->impl_offset, (size_t)call->parts->param_count,
-                                      call->grads.marks, states, steps,
-                                      &moved) != OOMKIT_OK) {
-            PyErr_SetString(PyExc_RuntimeError,
-                            "oomkit could not compare the gradients of the parameters");
-            return -1;
-        }
-        return 0;
-    }
-    for (i = 0; i < call->parts->param_count; i++) {
-        OWNED PyObject *gradient = grads_get(call, i);
-        if (gradient == NULL) {
-            return -1;
-        }
-        states[i] = grads_state_plain(call, i, gradient, &steps[i]);
-    }
-    return 0;
-}
-
 /* Gradient i is as it was when the marks were taken, at another version. 0 or -1. */
 static int
 grads_remark(oomkit_call *call, Py_ssize_t i, PyObject *gradient)
 {
-    uint32_t version;
-
-    if (oomkit_tensor_version(call->st, gradient, &version) < 0) {
-        return -1;
-    }
-    if (call->st->bridge != NULL) {
-        call->grads.marks[i].version = version;
-    } else {
-        call->grads.held_versions[i] = version;
-    }
-    return 0;
+    return oomkit_tensor_version(call->st, gradient, &call->grads.marks[i].version);
 }
 
 /* What versions do not tell of the gradient that was there at entry: torch adds to a
@@ -266,7 +206,7 @@ oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which)
         PyErr_NoMemory();
         return -1;
     }
-    if (grads_compare(call, states, steps) < 0) {
+    if (oomkit_grads_marks_compare(call, call->grads.marks, states, steps) < 0) {
         return -1;
     }
     for (i = 0; i < n; i++) {

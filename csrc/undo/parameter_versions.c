@@ -10,30 +10,11 @@ static int
 params_read(oomkit_state *st, const oomkit_participants *parts, uint32_t *versions,
             uint8_t *requires_grad)
 {
-    Py_ssize_t i;
-
-    if (st->bridge != NULL) {
-        if (st->bridge->versions((const void *const *)parts->params, st->impl_offset,
-                                 (size_t)parts->param_count, versions,
-                                 requires_grad) == OOMKIT_OK) {
-            return 0;
-        }
-        PyErr_SetString(PyExc_RuntimeError, "oomkit could not read the parameters");
-        return -1;
-    }
-    for (i = 0; i < parts->param_count; i++) {
-        oomkit_tensor_facts facts;
-        if (oomkit_tensor_facts_get(st, parts->params[i], 0, &facts) < 0) {
-            return -1;
-        }
-        if (versions != NULL) {
-            versions[i] = facts.version;
-        }
-        if (requires_grad != NULL) {
-            requires_grad[i] = facts.requires_grad != 0;
-        }
-    }
-    return 0;
+    return st->bridge->versions((const void *const *)parts->params, st->impl_offset,
+                                (size_t)parts->param_count, versions,
+                                requires_grad) == OOMKIT_OK
+               ? 0
+               : oomkit_bridge_failed("read the parameters");
 }
 
 /* A parameter that moved since the attempt began: 1 and its index; 0; -1. */
@@ -70,7 +51,7 @@ oomkit_params_sample(oomkit_call *call)
 {
     Py_ssize_t i, n = call->parts->param_count;
 
-    if (call->st->bridge == NULL || n == 0) {
+    if (n == 0) {
         return 0;
     }
     if (call->entry.samples == NULL) {
@@ -121,6 +102,17 @@ oomkit_params_mark(oomkit_call *call)
     }
     return params_read(call->st, call->parts, call->entry.versions,
                        oomkit_params_flags(call, 0));
+}
+
+void
+oomkit_params_version_is(oomkit_call *call, const PyObject *param, uint32_t version)
+{
+    Py_ssize_t i;
+    for (i = 0; call->entry.versions != NULL && i < call->parts->param_count; i++) {
+        if (call->parts->params[i] == param) {
+            call->entry.versions[i] = version;
+        }
+    }
 }
 
 uint8_t *

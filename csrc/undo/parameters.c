@@ -11,6 +11,7 @@
 #include "parameters.h"
 #include "undo.h"
 #include "../call/step.h"
+#include "../optim/updating.h"
 #include "../plain/plain.h"
 #include "../py/tensor.h"
 
@@ -68,8 +69,7 @@ param_copies_measure(const oomkit_call *call, uint64_t *total)
         }
         *total += facts.bytes;
         item->shape = facts.shape_hash;
-        if (call->st->bridge != NULL && facts.device_type == 0 && facts.is_strided &&
-            facts.bytes <= IMAGE_BYTES) {
+        if (facts.device_type == 0 && facts.is_strided && facts.bytes <= IMAGE_BYTES) {
             item->bytes = facts.bytes;
         }
     }
@@ -453,7 +453,7 @@ param_copies_stay(oomkit_call *call, Py_ssize_t *which)
         }
     }
     if (counts[0] + counts[1] > 0) {
-        call->updating.params_stuck = counts[0] > 0 ? 1 : 2;
+        oomkit_params_found_stuck(call, counts[0] > 0);
     }
     return counts[0] > 0 ? counts[0] : counts[1];
 }

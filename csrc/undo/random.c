@@ -61,15 +61,8 @@ rng_put(oomkit_state *st, PyObject *generator, PyObject *state)
 static int
 rng_mark_one(oomkit_call *call, PyObject *generator, int is_device)
 {
-    OWNED PyObject *pair = NULL, *state = NULL;
-
-    if (call->entry.rng.others == NULL &&
-        (call->entry.rng.others = PyList_New(0)) == NULL) {
-        return -1;
-    }
-    state = rng_get(call->st, generator, is_device);
-    pair = state ? PyTuple_Pack(2, generator, state) : NULL;
-    return pair ? PyList_Append(call->entry.rng.others, pair) : -1;
+    return oomkit_memo_add(&call->entry.rng.others, generator,
+                           rng_get(call->st, generator, is_device));
 }
 
 /* While a graph is being captured a CUDA generator tells nothing; a call in there is
@@ -208,7 +201,6 @@ oomkit_rng_note(oomkit_call *call, oomkit_rng *rng)
 int
 oomkit_rng_restore(oomkit_call *call)
 {
-    Py_ssize_t i;
     oomkit_rng *rng = &call->entry.rng;
 
     if (rng->cpu_state != NULL) {
@@ -218,10 +210,8 @@ oomkit_rng_restore(oomkit_call *call)
             return -1;
         }
     }
-    for (i = 0; rng->others != NULL && i < PyList_GET_SIZE(rng->others); i++) {
-        PyObject *pair = PyList_GET_ITEM(rng->others, i); /* borrowed */
-        if (rng_put(call->st, PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1)) <
-            0) {
+    EACH_MEMO (stream, rng->others) {
+        if (rng_put(call->st, stream.object, stream.saved) < 0) {
             return -1;
         }
     }
@@ -299,19 +289,17 @@ static int
 rng_same_beside(oomkit_call *call)
 {
     oomkit_rng *rng = &call->entry.rng;
-    Py_ssize_t i;
-    int same = 1;
+    int same;
 
-    for (i = 0; same == 1 && rng->others && i < PyList_GET_SIZE(rng->others); i++) {
-        PyObject *pair = PyList_GET_ITEM(rng->others, i); /* borrowed */
-        PyObject *before = PyTuple_GET_ITEM(pair, 1);     /* borrowed */
+    EACH_MEMO (stream, rng->others) {
         OWNED PyObject *now =
-            rng_get(call->st, PyTuple_GET_ITEM(pair, 0), PyTuple_CheckExact(before));
-        same = now == NULL ? -1 : rng_same(call->st, before, now);
+            rng_get(call->st, stream.object, PyTuple_CheckExact(stream.saved));
+        same = now == NULL ? -1 : rng_same(call->st, stream.saved, now);
+        if (same != 1) {
+            return same;
+        }
     }
-    if (same == 1) {
-        same = rng_same_libraries(rng);
-    }
+    same = rng_same_libraries(rng);
     return same == 1 ? oomkit_streams_same(call->st, rng) : same;
 }
 
@@ -342,14 +330,16 @@ oomkit_rng_moved(oomkit_call *call)
 }
 
 int
-oomkit_rng_drawn(oomkit_state *st, const oomkit_rng *before, const oomkit_rng *after)
+oomkit_rng_drawn(const oomkit_call *call, const oomkit_rng *after)
 {
-    Py_ssize_t i, n = before->others == NULL ? 0 : PyList_GET_SIZE(before->others);
+    oomkit_state *st = call->st;
+    const oomkit_rng *before = &call->entry.rng;
+    Py_ssize_t i, n = before->others == NULL ? 0 : before->others->count;
     int same = 1;
 
     if (before->cpu_state == NULL || before->random_state != NULL ||
         before->numpy_state != NULL || before->streams != NULL ||
-        n != (after->others == NULL ? 0 : PyList_GET_SIZE(after->others))) {
+        n != (after->others == NULL ? 0 : after->others->count)) {
         return 1;
     }
     if (before->cpu_bytes != NULL && after->cpu_bytes != NULL) {
@@ -361,10 +351,45 @@ oomkit_rng_drawn(oomkit_state *st, const oomkit_rng *before, const oomkit_rng *a
         return 1;
     }
     for (i = 0; same == 1 && i < n; i++) {
-        same = rng_same(st, PyTuple_GET_ITEM(PyList_GET_ITEM(before->others, i), 1),
-                        PyTuple_GET_ITEM(PyList_GET_ITEM(after->others, i), 1));
+        same =
+            rng_same(st, before->others->items[i].saved, after->others->items[i].saved);
     }
     return same < 0 ? -1 : !same;
+}
+
+int
+oomkit_rng_now(oomkit_call *call, const oomkit_rng *after, oomkit_savepoint *now)
+{
+    const oomkit_rng entry = call->entry.rng;
+    int moved;
+
+    if (entry.cpu_state == NULL) {
+        return 0;
+    }
+    call->entry.rng = *after;
+    moved = oomkit_rng_moved(call);
+    memset(&call->entry.rng, 0, sizeof(call->entry.rng));
+    if (moved >= 0 && oomkit_rng_mark(call) < 0) {
+        moved = -1;
+    }
+    now->rng = call->entry.rng;
+    call->entry.rng = entry;
+    return moved;
+}
+
+int
+oomkit_rng_restore_now(oomkit_call *call, const oomkit_savepoint *now)
+{
+    const oomkit_rng entry = call->entry.rng;
+    int result;
+
+    if (!oomkit_rng_marked(now)) {
+        return 0;
+    }
+    call->entry.rng = now->rng;
+    result = oomkit_rng_restore(call);
+    call->entry.rng = entry;
+    return result;
 }
 
 void
@@ -372,10 +397,10 @@ oomkit_rng_free(oomkit_rng *rng)
 {
     Py_CLEAR(rng->cpu_state);
     Py_CLEAR(rng->cpu_bytes);
-    Py_CLEAR(rng->others);
+    oomkit_memo_drop(&rng->others);
     Py_CLEAR(rng->random_state);
     Py_CLEAR(rng->numpy_state);
-    Py_CLEAR(rng->streams);
+    oomkit_memo_drop(&rng->streams);
 }
 
 void

@@ -86,12 +86,8 @@ oomkit_streams_mark(oomkit_call *call)
     streams = Py_NewRef(site->streams);
     for (i = 0; i < n; i++) {
         PyObject *stream = PyTuple_GET_ITEM(streams, i); /* borrowed */
-        OWNED PyObject *state = stream_get(call->st, stream);
-        OWNED PyObject *pair = state == NULL ? NULL : PyTuple_Pack(2, stream, state);
-        if (pair == NULL ||
-            (call->entry.rng.streams == NULL &&
-             (call->entry.rng.streams = PyList_New(0)) == NULL) ||
-            PyList_Append(call->entry.rng.streams, pair) < 0) {
+        if (oomkit_memo_add(&call->entry.rng.streams, stream,
+                            stream_get(call->st, stream)) < 0) {
             return -1;
         }
     }
@@ -101,11 +97,8 @@ oomkit_streams_mark(oomkit_call *call)
 int
 oomkit_streams_restore(oomkit_state *st, const oomkit_rng *rng)
 {
-    Py_ssize_t i;
-
-    for (i = 0; rng->streams != NULL && i < PyList_GET_SIZE(rng->streams); i++) {
-        PyObject *pair = PyList_GET_ITEM(rng->streams, i); /* borrowed */
-        if (stream_set(st, PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1)) < 0) {
+    EACH_MEMO (stream, rng->streams) {
+        if (stream_set(st, stream.object, stream.saved) < 0) {
             return -1;
         }
     }
@@ -115,14 +108,12 @@ oomkit_streams_restore(oomkit_state *st, const oomkit_rng *rng)
 int
 oomkit_streams_same(oomkit_state *st, const oomkit_rng *rng)
 {
-    Py_ssize_t i;
-    int same = 1;
-
-    for (i = 0; same == 1 && rng->streams != NULL && i < PyList_GET_SIZE(rng->streams);
-         i++) {
-        PyObject *pair = PyList_GET_ITEM(rng->streams, i); /* borrowed */
-        OWNED PyObject *now = stream_get(st, PyTuple_GET_ITEM(pair, 0));
-        same = now == NULL ? -1 : stream_same(st, PyTuple_GET_ITEM(pair, 1), now);
+    EACH_MEMO (stream, rng->streams) {
+        OWNED PyObject *now = stream_get(st, stream.object);
+        int same = now == NULL ? -1 : stream_same(st, stream.saved, now);
+        if (same != 1) {
+            return same;
+        }
     }
-    return same;
+    return 1;
 }

@@ -2,6 +2,7 @@
  * allocation, an interrupt, an exception out of code of the user's that runs here) does
  * not leave it half done. Everything in oomkit_savepoint_restore can be done again. */
 #include "undo.h"
+#include "../optim/updating.h"
 #include "../plain/plain_state.h"
 #include "../py/modes.h"
 
@@ -154,7 +155,7 @@ oomkit_recover_roll_back(oomkit_call *call)
 
     if (result == 1) {
         call->log.outcome = 1;
-        if (call->updating.params_stuck) {
+        if (oomkit_params_stay(call)) {
             oomkit_raise(call->st->PartialUpdate,
                          "%U ran out of memory and cannot be taken back: %U",
                          call->options->label, message);

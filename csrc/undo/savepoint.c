@@ -1,5 +1,6 @@
 /* How everything was at entry of an attempt: marked, put back after a failure, dropped.
  * What can go back is a table. */
+#include "gradients.h"
 #include "undo.h"
 #include "../optim/optim.h"
 #include "../optim/optimizer_extras.h"
@@ -25,19 +26,10 @@ oomkit_call_set_current(oomkit_call *call)
 static int
 update_restore(oomkit_call *call, PyObject **message)
 {
-    int i;
-
     (void)message;
-    if (!call->options->optimizer_copy || oomkit_update_committed(call) != 1) {
-        return 0;
-    }
-    for (i = 0; i < call->updating.count; i++) {
-        if (oomkit_optimizer_restore_copy(call, i) < 0) {
-            return -1;
-        }
-    }
-    call->updating.committed = 0;
-    return 0;
+    return call->options->optimizer_copy && oomkit_update_committed(call) == 1
+               ? oomkit_optimizers_restore_copies(call, oomkit_params_version_is)
+               : 0;
 }
 
 static int
@@ -116,15 +108,8 @@ buffers_moved(oomkit_call *call)
 static int
 optimizers_restore(oomkit_call *call, PyObject **message)
 {
-    int i;
-
     (void)message;
-    for (i = 0; i < call->updating.count; i++) {
-        if (oomkit_optimizer_undo(call, i) < 0) {
-            return -1;
-        }
-    }
-    return 0;
+    return oomkit_optimizers_undo(call);
 }
 
 static int
@@ -283,20 +268,14 @@ oomkit_savepoint_end_attempt(oomkit_call *call)
     }
     if (oomkit_call_is_cut(call)) {
         oomkit_tell_attempt_ends(call);
-        call->cut->scheduled.count = 0;
     }
-    Py_CLEAR(call->unknown.of_graph);
-    Py_CLEAR(call->unknown.of_step);
     call->training = call->backward.done = call->backward.failed =
         call->backward.queued = 0;
-    call->updating.committed = call->refused.raised = call->sequence_waived = 0;
-    call->deferred.returned = OOMKIT_RETURNED_NOTHING;
-    call->grads.eager = call->grads.apart = 0;
-    call->deferred.rowwise = 0;
-    call->updating.made = call->unknown.updates = call->updating.params_stuck = 0;
+    call->refused.raised = call->sequence_waived = 0;
+    oomkit_grads_forget(call);
+    oomkit_returned_forget(call);
     call->parts_moved = 0;
-    call->hooked.depth = call->hooked.closure = 0;
-    call->unknown.steps = call->updating.step_failed = 0;
+    oomkit_updates_forget(call);
 }
 
 /* Ends the call: nothing of it stays behind. Keeps the exception in flight. */
@@ -306,11 +285,8 @@ oomkit_savepoint_end(oomkit_call *call)
     oomkit_plain_keep(call, 0);
     oomkit_savepoint_end_attempt(call);
     oomkit_grads_release(call);
-    Py_CLEAR(call->unknown.leaves);
     Py_CLEAR(call->entry.flags);
-    MEMORY_CLEAR(call->entry.versions);
-    MEMORY_CLEAR(call->entry.samples);
-    MEMORY_CLEAR(call->cut->scheduled.items);
+    oomkit_params_unmark(call);
     oomkit_slots_release(call);
     Py_CLEAR(call->refused.hooked);
 }
@@ -329,17 +305,33 @@ oomkit_savepoint_move(oomkit_savepoint *to, oomkit_savepoint *from)
 }
 
 void
+oomkit_savepoint_move_back(oomkit_call *call, oomkit_savepoint *from)
+{
+    oomkit_rng_release(call);
+    oomkit_buffers_release(call);
+    Py_CLEAR(call->entry.flags);
+    oomkit_savepoint_move(&call->entry, from);
+}
+
+void
 oomkit_savepoint_free(oomkit_savepoint *savepoint)
 {
-    struct oomkit_plain *plain_marks = savepoint->plain;
+    struct oomkit_plain *plain_marks = /* first: finalisers run below */
+        oomkit_plain_taken_out(savepoint);
     uint32_t *versions = savepoint->versions;
 
-    savepoint->plain = NULL; /* first: finalisers run below */
     savepoint->versions = NULL;
     oomkit_rng_free(&savepoint->rng);
     oomkit_buffers_free(&savepoint->buffers);
     oomkit_plain_free(plain_marks);
     PyMem_Free(versions);
     Py_CLEAR(savepoint->flags);
-    Py_CLEAR(savepoint->owners.user);
+    oomkit_owners_free(savepoint);
+}
+
+int
+oomkit_savepoint_traverse(const oomkit_savepoint *savepoint, visitproc visit, void *arg)
+{
+    Py_VISIT(savepoint->flags);
+    return 0;
 }

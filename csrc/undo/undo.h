@@ -49,6 +49,16 @@ void
 oomkit_buffers_release(oomkit_call *call);
 void
 oomkit_buffers_free(oomkit_buffers *buffers);
+/* Versions of the buffers that are marked in a savepoint, as they are now: an array (to
+ * be freed), NULL of none. 0 or -1. */
+int
+oomkit_buffers_versions(oomkit_state *st, const oomkit_savepoint *savepoint,
+                        uint32_t **versions);
+/* Values of those of the call: *copies gets the host copy of each. *used is set where a
+ * version is not that in `after` (borrowed), or there are none. 0 or -1. */
+int
+oomkit_buffers_now(const oomkit_call *call, const uint32_t *after, oomkit_memo **copies,
+                   int *used);
 
 /* --- buffers_back.c --- */
 int
@@ -63,9 +73,17 @@ int
 oomkit_flags_keep(oomkit_call *call);
 int
 oomkit_flags_note_end(oomkit_call *call);
+/* Has a parameter been frozen or unfrozen since the end of the call that `since` is of?
+ * A backward heeds that; neither a replay from the entry nor a stash does. 1, 0, -1. */
 int
 oomkit_flags_frozen_since(oomkit_state *st, const oomkit_participants *parts,
-                          const uint32_t *param_versions);
+                          const oomkit_savepoint *since);
+/* The training flags aside, so that none is noted yet; and in place of those noted
+ * meanwhile. Owned by the caller in between; may be NULL. */
+PyObject *
+oomkit_flags_take(oomkit_call *call);
+void
+oomkit_flags_put(oomkit_call *call, PyObject *training);
 int
 oomkit_flags_read(oomkit_call *call, oomkit_flags *now);
 int
@@ -87,12 +105,16 @@ int
 oomkit_grads_put_away(oomkit_call *call);
 int
 oomkit_grads_bring_back(oomkit_call *call);
-void
+/* The call failed for good while gradients are set aside: they go back as they are,
+ * with the contribution of the failed attempt. Is that still to be said? Keeps no
+ * exception. */
+int
 oomkit_grads_abandon(oomkit_call *call);
+/* Those that are set aside are in .grad again, and no longer aside. 0 or -1. */
+int
+oomkit_grads_aside_back(oomkit_call *call);
 void
 oomkit_grads_end_attempt(oomkit_call *call);
-void
-oomkit_grads_end_micro(oomkit_call *call);
 int
 oomkit_grads_grow(oomkit_call *call, Py_ssize_t old);
 void
@@ -105,6 +127,10 @@ oomkit_grads_changed_since(oomkit_call *call);
 /* --- gradients_back.c --- */
 int
 oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which);
+
+/* --- micro_gradients.c --- */
+void
+oomkit_grads_end_micro(oomkit_call *call);
 
 /* --- parameter_slots.c --- */
 int
@@ -129,9 +155,22 @@ oomkit_rng_moved(oomkit_call *call);
 /* The same of all but torch's CPU generator. */
 int
 oomkit_rng_moved_beside(oomkit_call *call);
-/* Was something drawn between two marks? 1 (also where that is not known), 0 or -1. */
+/* Was something drawn between the marks of the call and `after`? 1 (also where that is
+ * not known), 0 or -1. */
 int
-oomkit_rng_drawn(oomkit_state *st, const oomkit_rng *before, const oomkit_rng *after);
+oomkit_rng_drawn(const oomkit_call *call, const oomkit_rng *after);
+/* Were the streams marked, so that they can go back? */
+static inline int
+oomkit_rng_marked(const oomkit_savepoint *savepoint)
+{
+    return savepoint->rng.cpu_state != NULL;
+}
+/* Of a call that has marked them: have they moved since `after`? 1, 0 or -1. Where they
+ * are now, into *now; and back to that. 0 or -1. */
+int
+oomkit_rng_now(oomkit_call *call, const oomkit_rng *after, oomkit_savepoint *now);
+int
+oomkit_rng_restore_now(oomkit_call *call, const oomkit_savepoint *now);
 void
 oomkit_rng_free(oomkit_rng *rng);
 void
@@ -209,6 +248,17 @@ int
 oomkit_params_rewritten(const oomkit_call *call, Py_ssize_t *which);
 int
 oomkit_params_mark(oomkit_call *call);
+/* The marks go: there are other parameters now, or the call ends. */
+static inline void
+oomkit_params_unmark(oomkit_call *call)
+{
+    MEMORY_CLEAR(call->entry.versions);
+    MEMORY_CLEAR(call->entry.samples);
+}
+/* A parameter that was put back from its copy has a new version and its old value: that
+ * is the version to compare with from here on. */
+void
+oomkit_params_version_is(oomkit_call *call, const PyObject *param, uint32_t version);
 /* Does each parameter require grad: at entry, and (once noted) at the end of the call.
  * Borrowed, behind param_versions, which must be there. And now: 0 or -1. */
 uint8_t *
@@ -225,23 +275,11 @@ void
 oomkit_savepoint_move(oomkit_savepoint *to, oomkit_savepoint *from);
 void
 oomkit_savepoint_free(oomkit_savepoint *savepoint);
-
-/* --- user_state.c --- */
-/* The count of batches of accelerate's Accelerator. New reference or NULL; 0 or -1. */
-PyObject *
-oomkit_accelerator_save(PyObject *accelerator);
 int
-oomkit_accelerator_restore(PyObject *accelerator, PyObject *saved);
-/* Schedulers, scalers and the user's own objects */
-int
-oomkit_scaler_mark(oomkit_call *call, PyObject *scaler);
-int
-oomkit_owner_copy(oomkit_call *call, PyObject *owner);
-int
-oomkit_owners_mark(oomkit_call *call);
-int
-oomkit_owners_restore(oomkit_call *call);
+oomkit_savepoint_traverse(const oomkit_savepoint *savepoint, visitproc visit,
+                          void *arg);
+/* It goes to a call, in place of what that one has marked of it. */
 void
-oomkit_owners_release(oomkit_call *call);
+oomkit_savepoint_move_back(oomkit_call *call, oomkit_savepoint *from);
 
 #endif

@@ -98,15 +98,21 @@ def _top_hooks() -> _Hooks | None:
 class _Saved:
     """A tensor that a forward saves, and torch's place for it, until one of both goes."""
 
-    __slots__ = ("__weakref__", "place", "tensor", "unpack", "version")
+    __slots__ = ("__weakref__", "moved", "place", "tensor", "unpack", "version")
 
-    def __init__(self, tensor: torch.Tensor, hooks: _Hooks) -> None:
+    def __init__(self, tensor: torch.Tensor, hooks: _Hooks, offload: _Hooks | None) -> None:
         self.tensor: torch.Tensor | None = tensor
+        self.moved: tuple[Any, Callable[[Any], Any]] | None = None
         self.version = version(tensor)
         self.place = hooks[0](tensor)
         self.unpack = hooks[1]
+        if offload is not None:  # its memory is needed now, not when the forward has returned
+            self.moved, self.tensor = (offload[0](tensor), offload[1]), None
 
     def get(self) -> torch.Tensor:
+        if self.moved is not None:
+            back: torch.Tensor = self.moved[1](self.moved[0])
+            return back
         if self.tensor is None:
             found: torch.Tensor = self.unpack(self.place)
             return found
@@ -121,6 +127,9 @@ class _Saved:
     def keep(self, below: _Hooks | None) -> None:
         """As if torch had no place for it: what the caller's own hooks make of it, or itself."""
         tensor, self.place = self.tensor, None
+        if self.moved is not None:
+            (self.place, self.unpack), self.moved = self.moved, None
+            return
         if tensor is None or below is None:
             self.unpack = _nothing
             return
@@ -134,9 +143,11 @@ def _nothing(_: object) -> Any:
 class _Keeper:
     """While a module's forward runs: what it saves goes to torch's place and stays beside it."""
 
-    __slots__ = ("hooks", "saved", "torch_hooks")
+    __slots__ = ("hooks", "offload", "saved", "torch_hooks")
 
-    def __init__(self) -> None:
+    def __init__(self, below: _Hooks | None) -> None:
+        ours = below is not None and type(below[0]).__module__ == _C.__name__
+        self.offload = below if ours else None
         self.saved: list[weakref.ref[_Saved]] = []
         self.torch_hooks: _Hooks | None = None
         self.hooks: saved_tensors_hooks | None = None
@@ -153,7 +164,7 @@ class _Keeper:
 
     def pack(self, tensor: torch.Tensor) -> _Saved:
         assert self.torch_hooks is not None
-        saved = _Saved(tensor, self.torch_hooks)
+        saved = _Saved(tensor, self.torch_hooks, self.offload)
         self.saved.append(weakref.ref(saved))
         return saved
 
@@ -161,7 +172,7 @@ class _Keeper:
         for ref in self.saved:
             saved = ref()
             if saved is not None:
-                saved.tensor = None
+                saved.tensor = saved.moved = None
         self.saved.clear()
 
     def keep(self, below: _Hooks | None) -> None:
@@ -361,8 +372,8 @@ class _Forward:
 
 def _guarded(run: _Run, leaves: list[torch.Tensor], record: _Record) -> Any:
     """The forward, with what it saves kept until it is known that it may be dropped."""
-    keeper = _Keeper()
     below = _top_hooks()
+    keeper = _Keeper(below)
     versions = [version(leaf) for leaf in leaves]
     given = run.first
     closely = None if record.known else _Closely(run.child, leaves)

@@ -16,6 +16,7 @@ class _Hosted:
     def __init__(self) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
         self.in_parts = False
+        self.handle: Any = None
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Bring everything back: this ``step()`` is torch's own, of all parameters."""
@@ -48,18 +49,23 @@ def in_parts(optimizer: Any) -> Iterator[None]:
         known.in_parts = False
 
 
-def hosted_state(optimizer: Any, make: bool) -> dict[int, torch.Tensor] | None:
+def hosted_state(optimizer: Any, make: bool | None) -> dict[int, torch.Tensor] | None:
     """Return the tensors of an optimizer that are on the host.
 
     Args:
         optimizer: whose state it is.
-        make: begin with none where there is no such optimizer yet, else return ``None``.
+        make: begin with none where there is no such optimizer yet; with ``None`` forget one
+            that has none. Else return ``None`` where there is none.
     """
     known = _all.get(optimizer)
     if known is None and make:
         known = _Hosted()
         register = getattr(optimizer, "register_step_pre_hook", None)
         if register is not None:
-            register(known.before_step)
+            known.handle = register(known.before_step)
         _all[optimizer] = known
+    elif known is not None and make is None and not known.tensors:
+        if known.handle is not None:
+            known.handle.remove()
+        del _all[optimizer]
     return None if known is None else known.tensors

@@ -230,6 +230,43 @@ def test_a_gradient_is_cleared_in_every_micro_batch_where_there_is_one() -> None
     )
 
 
+def test_gradients_that_are_cleared_between_two_backwards_are_seen() -> None:
+    """In the last micro-batch the sum of all is there, and what the step cleared of it is lost."""
+    _run(
+        """
+        from oomkit.testing import force_slices
+
+        model = torch.nn.Linear(6, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = model.weight.detach().clone()
+
+        @oomkit.auto_batch(verify=False, reduction="mean")
+        def step(x, how):
+            optimizer.zero_grad()
+            model(x).pow(2).mean().backward()
+            if oomkit.current().is_last:
+                for param in model.parameters():
+                    param.grad = how(param.grad)
+            model(x).sin().mean().backward()
+            optimizer.step()
+
+        def in_place(grad):
+            return grad.zero_()
+
+        for how in (lambda grad: None, torch.zeros_like, in_place):
+            model.zero_grad()
+            try:
+                with force_slices([4, 4]):
+                    step(torch.randn(8, 6), how)
+            except oomkit.SplitError as error:
+                assert "cleared or changed between two backward() calls" in str(error), error
+            else:
+                raise AssertionError(how)
+            assert torch.equal(before, model.weight)
+        """
+    )
+
+
 def test_returned_losses() -> None:
     """The caller's backward fails, or its call is split: exact without the bridge as well."""
     code = (

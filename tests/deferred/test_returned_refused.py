@@ -170,7 +170,7 @@ def test_no_batch() -> None:
 @pytest.mark.parametrize("present", [False, True])
 def test_nothing_fits(present: bool) -> None:
     model, x, y = world(dropout=0.5, norm=False)
-    step = oomkit.auto_batch(loss_of(model))
+    step = oomkit.auto_batch(ladder=())(loss_of(model))
     loss = step(x, y)
     if present:
         for p in model.parameters():

@@ -22,7 +22,7 @@ def test_gradients_of_a_loss_beside_one_that_gave_up(safety: str) -> None:
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
     x = torch.randn(9, 5, dtype=torch.float64)
 
-    @oomkit.auto_batch(model=model, gradient_safety=safety)
+    @oomkit.auto_batch(model=model, gradient_safety=safety, ladder=())
     def step(x: torch.Tensor) -> torch.Tensor:
         return model(x)
 

@@ -173,7 +173,7 @@ install(PyObject *Py_UNUSED(self), PyObject *args)
         return NULL;
     }
     f->st = PyModule_GetState(core);
-    if (f->st == NULL || f->st->bridge == NULL) {
+    if (f->st == NULL || !oomkit_has_bridge(f->st)) {
         f->st = NULL;
         PyErr_SetString(PyExc_RuntimeError, "oomkit._C has no bridge");
         return NULL;
@@ -303,7 +303,7 @@ without_bridge(PyObject *Py_UNUSED(self), PyObject *args)
     if (away) {
         kept = st->bridge;
         kept_size = st->stream_size;
-        st->bridge = NULL;
+        st->bridge = st->plain_bridge;
         st->stream_size = 0;
     } else {
         st->bridge = kept;

@@ -103,7 +103,7 @@ def test_without_oom_bitwise_the_undecorated_step(kind: str) -> None:
 def test_nothing_smaller_than_one_row_leaves_the_state_as_it_was() -> None:
     world = make_world("conv")
     before = world.state()
-    step = oomkit.auto_batch(whole_step(world))
+    step = oomkit.auto_batch(ladder=())(whole_step(world))
     with inject_oom(nth=3, times=None, phase="forward"):
         with pytest.raises(oomkit.OutOfMemory, match="as if the step had not begun") as caught:
             step(world.batches[0])

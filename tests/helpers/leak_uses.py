@@ -261,12 +261,21 @@ def a_splitter() -> None:
         oomkit.auto_batch(lambda batch: MODEL(batch.rows).detach())(_Batch(X))
 
 
-@covers("optim.predict_update", "optim.state_bytes")
+@covers(
+    "optim.is_independent",
+    "optim.state_bytes",
+    "optim.temporary_bytes",
+    "optim.update_needs",
+    "register_optimizer",
+)
 def prediction() -> None:
     optimizer = torch.optim.AdamW(MODEL.parameters())
     module = importlib.import_module("oomkit.optim")
-    module.predict_update(optimizer, 1)
+    module.update_needs(optimizer)
+    module.is_independent(optimizer)
+    module.temporary_bytes(optimizer)
     module.state_bytes(optimizer)
+    oomkit.register_optimizer(torch.optim.AdamW)
 
 
 @covers("sinks.JSONL", "sinks.JSONL.close", "sinks.tqdm_postfix")

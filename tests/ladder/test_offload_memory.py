@@ -139,20 +139,15 @@ def test_kept_storages_are_not_held() -> None:
 # --- the same address, other values ---
 
 
-def test_an_address_is_used_again() -> None:
+def test_memory_that_is_free_again() -> None:
+    """Each tensor may lie where the one before it did."""
     x = torch.randn(4096, requires_grad=True)
     there = offload([x])
-    places, found = [], []
     with there:
-        for i in range(20):
-            y = x + i
-            places.append(y.data_ptr())
-            found.append(sines(y))
-            del y
-    assert len(set(places)) < 20, "no address was used again"
+        found = [(x + i).sin().sum() for i in range(20)]
     assert there.copies == 20
     for i, value in enumerate(found):
-        (grad,) = torch.autograd.grad(value.sum(), x)
+        (grad,) = torch.autograd.grad(value, x)
         assert torch.equal(grad, (x.detach() + i).cos())
 
 
@@ -173,18 +168,18 @@ def test_a_write_between_two_saves() -> None:
 
 
 def test_a_storage_that_was_swapped() -> None:
-    """By .data the same tensor, at the same version, has other values at an address of before."""
+    """By .data the same tensor, at the same version, gets another storage over the same memory."""
     x = torch.randn(4096, requires_grad=True)
-    y = torch.zeros(4096)
+    memory, y = torch.empty(4096).numpy(), torch.zeros(4096)
     there = offload([x])
-    places, found = [], []
+    found = []
     with there:
         for i in range(20):
-            y.data = torch.full((4096,), float(i))
-            places.append(y.data_ptr())
+            y.data = torch.empty(0)  # the address of the storage's object is free for the next
+            memory.fill(i)
+            y.data = torch.from_numpy(memory)
             found.append((y * x).sum())
-    assert len(set(places)) < 20, "no address was used again"
-    assert y._version == 0
+    assert y._version == 0 and there.copies == 20
     for i, value in enumerate(found):
         assert torch.equal(torch.autograd.grad(value, x)[0], torch.full((4096,), float(i)))
 
@@ -197,12 +192,14 @@ def test_a_storage_with_other_memory() -> None:
     with there:
         a = y * x
         place = y.data_ptr()
-        storage.resize_(0)
-        between = torch.empty(4096)
-        storage.resize_(y.nbytes)
+        between = []  # takes what is freed
+        while y.data_ptr() == place and len(between) < 1000:
+            storage.resize_(0)
+            between.append(torch.empty(4096))
+            storage.resize_(y.nbytes)
         y.data.fill_(3.0)
         b = y * x
-    assert y.data_ptr() != place and y._version == 0 and between.nbytes == y.nbytes
+    assert y.data_ptr() != place and y._version == 0
     assert torch.equal(torch.autograd.grad(a.sum(), x)[0], torch.ones(4096))
     assert torch.equal(torch.autograd.grad(b.sum(), x)[0], torch.full((4096,), 3.0))
 

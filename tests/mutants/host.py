@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
-PACKED, OFFLOAD, STORAGES = "csrc/ladder/packed.c", "csrc/ladder/offload.c", "csrc/torch/storages.cpp"  # fmt: skip
+PACKED, OFFLOAD = "csrc/ladder/packed.c", "csrc/ladder/offload.c"
+STORAGES = "csrc/torch/storages.cpp"
 EXACT, MEMORY, TORCH, FAULTS = (
     f"ladder/test_offload_{name}.py::" for name in ("exact", "memory", "torch", "faults")
 )

@@ -168,7 +168,7 @@ MUTANTS = [
         "leaves that only a later micro-batch leads to are refused where the whole batch may "
         "have added to them",
         "csrc/accum/unknown_leaves.c",
-        "    if (!call->deferred.may_hold) {",
+        "    if (!call->tries.may_hold) {",
         "    if (1) {",
         ("accum/test_strangers_nested.py::"
          "test_what_only_later_rows_lead_to_is_refused_once_the_whole_batch_has_run",),
@@ -177,7 +177,7 @@ MUTANTS = [
         "siblings-wave-through",
         "all parameters that come with a module are asked for what the whole batch added",
         "csrc/accum/late.c",
-        "    for (i = from; call->deferred.may_hold && i < call->parts->param_count; i++) {",
+        "    for (i = from; call->tries.may_hold && i < call->parts->param_count; i++) {",
         "    for (i = from; 0 && i < call->parts->param_count; i++) {",
         ("accum/test_strangers_nested.py::"
          "test_what_only_later_rows_lead_to_is_refused_once_the_whole_batch_has_run",),
@@ -229,8 +229,8 @@ MUTANTS = [
         "clears-nothing-where-there-is-one",
         "zero_grad() is left out only where no gradient is there",
         "csrc/hook/zero_grad.c",
-        "            none &= marks[i].grad == NULL;",
-        "            none &= 1;",
+        "        none &= marks[i].grad == NULL;",
+        "        none &= 1;",
         ("hook/test_once_clearing.py::"
          "test_a_gradient_that_is_there_is_cleared_in_every_micro_batch",),
     ),

@@ -425,7 +425,7 @@ def test_functions_out_of_a_table_of_another_module() -> None:
     box = Box()
     box.kind = "remember"
 
-    @oomkit.auto_batch(min_micro_batch=8)
+    @oomkit.auto_batch(min_micro_batch=8, ladder=())
     def step(x: torch.Tensor) -> None:
         by_name.FEATURES[box.kind](model(x), box).pow(2).mean().backward()
 

@@ -27,7 +27,7 @@ def test_a_pair_of_one_row_is_one_row(name: str, container: Callable[[Any], Any]
     """Not two samples: each slice would have had one of the two."""
     lengths: Seen[Any] = Seen()
 
-    @oomkit.auto_batch
+    @oomkit.auto_batch(ladder=())
     def step(batch: Any) -> None:
         lengths.append(len(batch))
         batch[0] + 1

@@ -216,7 +216,7 @@ def test_batch_smaller_than_min_micro_batch() -> None:
 
 
 def test_batch_smaller_than_min_micro_batch_after_an_oom() -> None:
-    step = oomkit.auto_batch(lambda x: x + 1, min_micro_batch=8, label="eval")
+    step = oomkit.auto_batch(lambda x: x + 1, min_micro_batch=8, label="eval", ladder=())
     x = torch.zeros(4)
     with inject_oom(nth=1):
         with pytest.raises(oomkit.OutOfMemory) as caught:

@@ -220,7 +220,7 @@ def test_modes_that_a_failed_attempt_did_not_leave_come_back(lost: str, retried:
     def modes() -> tuple[bool, bool]:
         return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
 
-    @oomkit.auto_batch(min_micro_batch=1 if retried else 4)
+    @oomkit.auto_batch(min_micro_batch=1 if retried else 4, ladder=())
     def evaluate(x: torch.Tensor) -> torch.Tensor:
         seen.append(modes())
         if len(seen) == 1:

@@ -4,9 +4,8 @@
  * A GradScaler's per-optimizer states are saved before its first method runs in a call
  * (its state_dict does not hold them). The user's objects are saved at entry.
  * Everything else only with optimizer_safety="copy". */
-#include "undo.h"
-#include "../optim/optim.h"
-#include "../optim/step_attributes.h"
+#include "optim.h"
+#include "step_attributes.h"
 
 /* A copy of {id: {"stage": ..., "found_inf_per_device": {...}}}, two levels deep. */
 static PyObject *
@@ -46,15 +45,21 @@ oomkit_scaler_mark(oomkit_call *call, PyObject *scaler)
 {
     OWNED PyObject *states = NULL;
 
-    if (oomkit_pairs_find(call->entry.owners.scalers, scaler) != NULL) {
+    if (oomkit_memo_find(call->entry.owners.scalers, scaler) != NULL) {
         return 0;
     }
     states = PyObject_GetAttr(scaler, call->st->str_per_optimizer_states);
     if (states == NULL) {
         return -1;
     }
-    return oomkit_pairs_add(&call->entry.owners.scalers, scaler,
-                            scaler_states_copy(states));
+    return oomkit_memo_add(&call->entry.owners.scalers, scaler,
+                           scaler_states_copy(states));
+}
+
+int
+oomkit_scaler_marked(const oomkit_call *call)
+{
+    return call->entry.owners.scalers != NULL;
 }
 
 /* A deep copy of object.state_dict(), outside the budget. New reference or NULL. */
@@ -91,12 +96,12 @@ owner_user_state(oomkit_state *st, PyObject *object)
 int
 oomkit_owner_copy(oomkit_call *call, PyObject *owner)
 {
-    if (oomkit_pairs_find(call->entry.owners.copied, owner) != NULL ||
+    if (oomkit_memo_find(call->entry.owners.copied, owner) != NULL ||
         PyObject_TypeCheck(owner, (PyTypeObject *)call->st->Module)) {
         return 0; /* an averaged model's parameters are compared instead */
     }
-    return oomkit_pairs_add(&call->entry.owners.copied, owner,
-                            owner_state(call->st, owner));
+    return oomkit_memo_add(&call->entry.owners.copied, owner,
+                           owner_state(call->st, owner));
 }
 
 static const char *const scaler_names[] = {"_scale", "_growth_tracker"};
@@ -126,6 +131,37 @@ scaler_tensors_restore(PyObject *scaler, PyObject *both)
     return 0;
 }
 
+/* The count of batches of accelerate's Accelerator: (step, sync_gradients). New
+ * reference or NULL. */
+static PyObject *
+accelerator_save(PyObject *accelerator)
+{
+    OWNED PyObject *step = PyObject_GetAttrString(accelerator, "step");
+    OWNED PyObject *sync =
+        step ? PyObject_GetAttrString(accelerator, "sync_gradients") : NULL;
+
+    return sync ? PyTuple_Pack(2, step, sync) : NULL;
+}
+
+/* 0 or -1. */
+static int
+accelerator_restore(PyObject *accelerator, PyObject *saved)
+{
+    return PyObject_SetAttrString(accelerator, "step", PyTuple_GET_ITEM(saved, 0)) <
+                       0 ||
+                   PyObject_SetAttrString(accelerator, "sync_gradients",
+                                          PyTuple_GET_ITEM(saved, 1)) < 0
+               ? -1
+               : 0;
+}
+
+int
+oomkit_accelerator_mark(oomkit_call *call, PyObject *accelerator)
+{
+    return oomkit_memo_add(&call->entry.owners.user, accelerator,
+                           accelerator_save(accelerator));
+}
+
 /* The user's own participants, scalers and learning rates, at entry of an attempt. */
 int
 oomkit_owners_mark(oomkit_call *call)
@@ -135,17 +171,34 @@ oomkit_owners_mark(oomkit_call *call)
         OWNERS_OF(OOMKIT_OWNER_OPTIMIZER) | OWNERS_OF(OOMKIT_OWNER_ACCELERATOR);
 
     EACH_OWNER (one, call->parts, kinds) {
-        PyObject *saved; /* owned, then by the list */
+        PyObject *saved; /* owned, then by the memo */
         if (one.kind == OOMKIT_OWNER_OPTIMIZER) {
             saved = oomkit_hyperparams_copy(call->st, one.object);
         } else if (one.kind == OOMKIT_OWNER_ACCELERATOR) {
-            saved = oomkit_accelerator_save(one.object);
+            saved = accelerator_save(one.object);
         } else if (one.kind == OOMKIT_OWNER_SCALER) {
             saved = scaler_tensors(one.object);
         } else {
             saved = owner_user_state(call->st, one.object);
         }
-        if (oomkit_pairs_add(&call->entry.owners.user, one.object, saved) < 0) {
+        if (oomkit_memo_add(&call->entry.owners.user, one.object, saved) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Before a later micro-batch: values as at entry, so that a line that changes one
+ * (`lr *= 0.9`) does so once in the end. 0 or -1. */
+int
+oomkit_owners_again(oomkit_call *call)
+{
+    if (call->cut->at == 0) {
+        return 0;
+    }
+    EACH_MEMO (mark, call->entry.owners.user) {
+        if (PyObject_TypeCheck(mark.object, (PyTypeObject *)call->st->Optimizer) &&
+            oomkit_hyperparams_restore(call->st, mark.object, mark.saved) < 0) {
             return -1;
         }
     }
@@ -181,19 +234,15 @@ scaler_restore(oomkit_call *call, PyObject *scaler, PyObject *saved)
 static int
 owners_restore_copies(oomkit_call *call)
 {
-    Py_ssize_t i;
-    PyObject *list = call->entry.owners.copied; /* borrowed from call */
+    const oomkit_state *st = call->st;
 
-    for (i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
-        PyObject *pair = PyList_GET_ITEM(list, i); /* borrowed */
+    EACH_MEMO (mark, call->entry.owners.copied) {
         OWNED PyObject *done = NULL, *state = NULL;
         EXEMPT (call->st) {
-            state = PyObject_CallOneArg(call->st->deepcopy, PyTuple_GET_ITEM(pair, 1));
-            done =
-                state == NULL
-                    ? NULL
-                    : PyObject_CallMethodOneArg(PyTuple_GET_ITEM(pair, 0),
-                                                call->st->str_load_state_dict, state);
+            state = PyObject_CallOneArg(st->deepcopy, mark.saved);
+            done = state == NULL ? NULL
+                                 : PyObject_CallMethodOneArg(
+                                       mark.object, st->str_load_state_dict, state);
         }
         if (done == NULL) {
             return -1;
@@ -202,55 +251,45 @@ owners_restore_copies(oomkit_call *call)
     return 0;
 }
 
+/* One of those that were marked at entry. 0 or -1. */
+static int
+owner_restore(oomkit_state *st, PyObject *object, PyObject *saved)
+{
+    OWNED PyObject *done = NULL;
+    int saves;
+
+    if (oomkit_accelerate_kind(object) >= 0) {
+        return accelerator_restore(object, saved);
+    }
+    if (PyObject_TypeCheck(object, (PyTypeObject *)st->Optimizer)) {
+        return oomkit_hyperparams_restore(st, object, saved);
+    }
+    if (PyObject_TypeCheck(object, (PyTypeObject *)st->GradScaler)) {
+        return scaler_tensors_restore(object, saved);
+    }
+    saves = oomkit_has_attribute(object, st->str_save);
+    done = saves < 0
+               ? NULL
+               : PyObject_CallMethodOneArg(
+                     object, saves ? st->str_restore : st->str_load_state_dict, saved);
+    return done == NULL ? -1 : 0;
+}
+
 /* Scalers' bookkeeping and the user's participants as they were. 0 or -1. */
 int
 oomkit_owners_restore(oomkit_call *call)
 {
-    oomkit_state *st = call->st;
-    Py_ssize_t i;
-    PyObject *list = call->entry.owners.scalers; /* borrowed from call */
-
     /* Attributes first: what they name may have changed in place, and a copy has it. */
     if (oomkit_attributes_restore(call) < 0 || owners_restore_copies(call) < 0) {
         return -1;
     }
-    for (i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
-        PyObject *pair = PyList_GET_ITEM(list, i); /* borrowed */
-        if (scaler_restore(call, PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1)) <
-            0) {
+    EACH_MEMO (mark, call->entry.owners.scalers) {
+        if (scaler_restore(call, mark.object, mark.saved) < 0) {
             return -1;
         }
     }
-    list = call->entry.owners.user;
-    for (i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
-        PyObject *pair = PyList_GET_ITEM(list, i);    /* borrowed */
-        PyObject *object = PyTuple_GET_ITEM(pair, 0); /* borrowed */
-        OWNED PyObject *done = NULL;
-        int saves;
-        if (oomkit_accelerate_kind(object) >= 0) {
-            if (oomkit_accelerator_restore(object, PyTuple_GET_ITEM(pair, 1)) < 0) {
-                return -1;
-            }
-            continue;
-        }
-        if (PyObject_TypeCheck(object, (PyTypeObject *)st->Optimizer) ||
-            PyObject_TypeCheck(object, (PyTypeObject *)st->GradScaler)) {
-            int result =
-                PyObject_TypeCheck(object, (PyTypeObject *)st->Optimizer)
-                    ? oomkit_hyperparams_restore(st, object, PyTuple_GET_ITEM(pair, 1))
-                    : scaler_tensors_restore(object, PyTuple_GET_ITEM(pair, 1));
-            if (result < 0) {
-                return -1;
-            }
-            continue;
-        }
-        saves = oomkit_has_attribute(object, st->str_save);
-        done = saves < 0
-                   ? NULL
-                   : PyObject_CallMethodOneArg(
-                         object, saves ? st->str_restore : st->str_load_state_dict,
-                         PyTuple_GET_ITEM(pair, 1));
-        if (done == NULL) {
+    EACH_MEMO (mark, call->entry.owners.user) {
+        if (owner_restore(call->st, mark.object, mark.saved) < 0) {
             return -1;
         }
     }
@@ -260,36 +299,42 @@ oomkit_owners_restore(oomkit_call *call)
 void
 oomkit_owners_release(oomkit_call *call)
 {
-    Py_CLEAR(call->entry.owners.scalers);
-    Py_CLEAR(call->entry.owners.copied);
-    Py_CLEAR(call->entry.owners.user);
+    oomkit_memo_drop(&call->entry.owners.scalers);
+    oomkit_memo_drop(&call->entry.owners.copied);
+    oomkit_memo_drop(&call->entry.owners.user);
     call->entry.owners.failed_step = NULL;
-    Py_CLEAR(call->entry.owners.attributes);
-    Py_CLEAR(call->entry.owners.groups_after);
-    Py_CLEAR(call->entry.owners.groups_end);
-    Py_CLEAR(call->entry.owners.epochs);
-    Py_CLEAR(call->entry.owners.scales);
+    oomkit_memo_drop(&call->entry.owners.attributes);
+    oomkit_memo_drop(&call->entry.owners.groups_after);
+    oomkit_memo_drop(&call->entry.owners.groups_end);
+    oomkit_memo_drop(&call->entry.owners.epochs);
+    oomkit_memo_drop(&call->entry.owners.scales);
 }
 
-/* (step, sync_gradients). New reference or NULL. */
-PyObject *
-oomkit_accelerator_save(PyObject *accelerator)
+void
+oomkit_owners_share(const oomkit_call *call, oomkit_savepoint *now)
 {
-    OWNED PyObject *step = PyObject_GetAttrString(accelerator, "step");
-    OWNED PyObject *sync =
-        step ? PyObject_GetAttrString(accelerator, "sync_gradients") : NULL;
-
-    return sync ? PyTuple_Pack(2, step, sync) : NULL;
+    now->owners.user = oomkit_memo_hold(call->entry.owners.user);
 }
 
-/* 0 or -1. */
 int
-oomkit_accelerator_restore(PyObject *accelerator, PyObject *saved)
+oomkit_owners_restore_now(oomkit_call *call, const oomkit_savepoint *now)
 {
-    return PyObject_SetAttrString(accelerator, "step", PyTuple_GET_ITEM(saved, 0)) <
-                       0 ||
-                   PyObject_SetAttrString(accelerator, "sync_gradients",
-                                          PyTuple_GET_ITEM(saved, 1)) < 0
-               ? -1
-               : 0;
+    oomkit_memo_drop(&call->entry.owners.user);
+    call->entry.owners.user = oomkit_memo_hold(now->owners.user);
+    return oomkit_owners_restore(call);
+}
+
+void
+oomkit_owners_free(oomkit_savepoint *savepoint)
+{
+    oomkit_memo_drop(&savepoint->owners.user);
+}
+
+int
+oomkit_owners_traverse(const oomkit_call *call, visitproc visit, void *arg)
+{
+    int seen = oomkit_memo_visit(call->entry.owners.user, visit, arg);
+
+    return seen != 0 ? seen
+                     : oomkit_memo_visit(call->entry.owners.attributes, visit, arg);
 }

@@ -1,0 +1,44 @@
+/* Windows of a call: opened at its entry, and anew after a failure. */
+#include "call_window.h"
+#include "sizes.h"
+
+void
+oomkit_window_begin(oomkit_call *call)
+{
+    oomkit_device_begin(call->st, call->device, call->options->reset_peaks,
+                        &call->sizes.window);
+    call->sizes.baseline = call->sizes.window.baseline_bytes;
+}
+
+void
+oomkit_window_anew(oomkit_call *call)
+{
+    oomkit_window_end(call);
+    oomkit_device_begin(call->st, call->device, call->options->reset_peaks,
+                        &call->sizes.window);
+}
+
+void
+oomkit_window_of_loop(oomkit_call *call)
+{
+    call->sizes.baseline = oomkit_device_allocated(call->st, call->device);
+    call->sizes.window.budget_bytes = oomkit_device_budget(call->st, call->device);
+    call->sizes.window.free_bytes = OOMKIT_UNKNOWN;
+}
+
+void
+oomkit_window_of_part(oomkit_call *call, uint64_t peak_bytes)
+{
+    uint64_t bytes = 0;
+
+    if (peak_bytes != OOMKIT_UNKNOWN) {
+        if (peak_bytes > call->sizes.peak_allocated) {
+            call->sizes.peak_allocated = peak_bytes;
+        }
+        if (call->sizes.baseline != OOMKIT_UNKNOWN &&
+            peak_bytes > call->sizes.baseline) {
+            bytes = peak_bytes - call->sizes.baseline;
+        }
+    }
+    oomkit_phase_note(call, bytes);
+}

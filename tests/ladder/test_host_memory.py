@@ -1,0 +1,74 @@
+"""Host memory that is to be had: the machine's, and what control groups leave of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from oomkit._ladder import host
+
+MIB = 2**20
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine with 100 MiB available and no control groups."""
+    (tmp_path / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {100 * 1024} kB\n")
+    (tmp_path / "cgroup").mkdir()
+    monkeypatch.setattr(host, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host, "_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(host, "_OWN", tmp_path / "own")
+    return tmp_path
+
+
+def group(folder: Path, limit: object, used: int, version: int = 2) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("memory.max", "memory.current")
+    if version == 1:
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    for name, value in zip(names, (limit, used), strict=True):
+        (folder / name).write_text(f"{value}\n")
+
+
+def test_what_the_machine_has(machine: Path) -> None:
+    assert host.available() == 100 * MIB
+
+
+def test_a_group_leaves_less(machine: Path) -> None:
+    group(machine / "cgroup", 50 * MIB, 20 * MIB)
+    assert host.available() == 30 * MIB
+
+
+def test_a_group_without_a_limit(machine: Path) -> None:
+    group(machine / "cgroup", "max", 20 * MIB)
+    assert host.available() == 100 * MIB
+
+
+def test_a_group_of_its_own(machine: Path) -> None:
+    group(machine / "cgroup", "max", 20 * MIB)
+    (machine / "own").write_text("0::/job/7\n")
+    group(machine / "cgroup" / "job" / "7", 10 * MIB, 4 * MIB)
+    assert host.available() == 6 * MIB
+
+
+def test_the_first_version_of_groups(machine: Path) -> None:
+    (machine / "own").write_text("3:cpu:/x\n7:cpuset,memory:/job\n")
+    group(machine / "cgroup" / "memory" / "job", 10 * MIB, 3 * MIB, version=1)
+    assert host.available() == 7 * MIB
+
+
+def test_more_in_use_than_the_limit_is_none_left(machine: Path) -> None:
+    group(machine / "cgroup", 10 * MIB, 12 * MIB)
+    assert host.available() == 0
+
+
+def test_without_proc_the_system_is_asked(machine: Path) -> None:
+    (machine / "meminfo").unlink()
+    assert (host.available() or 0) > 0
+
+
+def test_what_cannot_be_read_is_not_known(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (machine / "meminfo").write_text("MemAvailable: many kB\n")
+    monkeypatch.delattr(host.os, "sysconf")
+    assert host.available() is None

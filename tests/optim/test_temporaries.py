@@ -1,0 +1,49 @@
+"""What an update is said to allocate is what it allocates: state, and temporaries on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.bridge_table import api, ctypes
+from ladder.optimizers import CONFIGS, Config, make
+
+import oomkit
+
+pytest.importorskip("oomkit._bridge")
+
+LARGEST = 64 * 256 * 4  # bytes
+
+
+def _program(config: Config) -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
+    params = [torch.nn.Parameter(torch.randn(64, 256)) for _ in range(2)]
+    return params, make(config, params)
+
+
+def _peak(work: Any) -> tuple[int, int]:
+    """Bytes above what was there before, at most and at the end."""
+    window = ctypes.c_int()
+    before = oomkit.memory("cpu").allocated or 0
+    assert api.cpu_peak_push(window) == 0
+    work()
+    peak = api.cpu_peak_pop(window)
+    return int(peak) - before, (oomkit.memory("cpu").allocated or 0) - before
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=[str(c) for c in CONFIGS])
+def test_it_allocates_no_more_than_is_said_and_not_much_less(config: Config) -> None:
+    with oomkit.limit_memory("1GB", device="cpu"):
+        pass  # allocations are counted from here on
+    params, optimizer = _program(config)
+    most = 0
+    for call in range(8):  # RAdam's sixth needs more than its first
+        for p in params:
+            p.grad = torch.randn_like(p)
+        _, state, fixed, together = oomkit.optim.update_needs(optimizer)
+        peak, kept = _peak(optimizer.step)
+        assert kept <= state + 4096, call
+        assert state <= kept + 4096, call
+        most = max(most, peak - kept)
+        assert peak - kept <= max(fixed, together) + 8192, call
+    assert max(fixed, together) <= most + 1.6 * LARGEST
