@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from ._ladder.known import is_known
+
 # State tensors of a parameter's size that the first step() makes, read from the
 # `_init_group` of each class in torch.optim; options that add or remove one are asked below.
 _STATE_COPIES: dict[str, int] = {
@@ -54,8 +56,10 @@ def register_optimizer(cls: type, /, *, independent: bool = True) -> None:
     Where memory is tight, oomkit makes the update of such an optimizer in parts: it calls
     ``step()`` several times, each time with some of the parameters in ``param_groups`` and
     with the others left out, and the result must be that of one call. torch's own classes
-    that do so are known; a class that computes anything over all parameters (a norm of all
-    gradients, a line search), or that counts its calls on itself, is not independent.
+    that do so are known, and many of transformers, timm and bitsandbytes (docs/design.md,
+    "The ladder"); a class that computes anything over all parameters (a norm of all
+    gradients, a line search), that counts its calls on itself, or whose ``step()`` writes to
+    gradients, is not independent.
 
     Args:
         cls: the class itself; its subclasses are not included.
@@ -80,7 +84,7 @@ def is_independent(optimizer: object) -> bool:
     cls = type(optimizer)
     if cls not in _registered:
         known = cls.__module__.startswith("torch.optim") and cls.__name__ in _TEMPORARIES
-        if not known or getattr(torch.optim, cls.__name__, None) is not cls:
+        if not (known and _is_torchs(optimizer)) and not is_known(optimizer):
             return False
     elif not _registered[cls]:
         return False

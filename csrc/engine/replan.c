@@ -153,7 +153,8 @@ replan_next(oomkit_call *call, oomkit_keep keep, int64_t failed_rows,
     oomkit_signature_failed(call, failed_rows);
     oomkit_signature_request(call, &request, &known);
     request.batch = call->batch.rows - done;
-    if (call->cut->slices == NULL) { /* not planned so far: a caller's backward failed */
+    if (call->cut->slices ==
+        NULL) { /* not planned so far: a caller's backward failed */
         failed.rung = known->rung;
     }
     failed.batch = request.batch;

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.sample import sampled
-from ladder.optimizers import CONFIGS, Config, Program, same
 from torch.optim.lr_scheduler import StepLR
 
 import oomkit
+from ladder.optimizers import CONFIGS, Config, Program, same
 from oomkit.testing import inject_oom
 
 SEED = 11

@@ -203,7 +203,7 @@ MUTANTS = [
         "done = PyObject_CallMethodOneArg(mark->items[i].value, call->st->str_copy,\n"
         "                                         mark->copies[i]);",
         "done = Py_NewRef(Py_None);",
-        ("optim/test_optimizer_faults.py::test_optimizer_safety_copy_makes_every_fault_retryable",),
+        ("optim/test_optimizer_faults.py::test_an_update_that_can_go_back_makes_every_fault_retryable",),
     ),
     Mutant(
         "switches-stay",

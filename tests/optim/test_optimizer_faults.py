@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from zoo import World, difference, make_world, same
 
 import oomkit
-from oomkit.testing import inject_oom
+from oomkit.testing import force_slices, inject_oom
 
 
 def _step(
@@ -131,23 +131,27 @@ def test_sweep_after_the_update(optimizer: str) -> None:
     assert committed > 4 and retried > 4
 
 
-def test_optimizer_safety_copy_makes_every_fault_retryable() -> None:
-    world, ema, step, sched = _make("mlp", "adamw", True, optimizer_safety="copy")
-    with inject_oom(nth=2**60, phase="optimizer") as counted:
+@pytest.mark.parametrize("phase", ["optimizer", "forward"])
+@pytest.mark.parametrize("optimizer", ["adamw", "foreach", "fused", "sgd"])
+@pytest.mark.parametrize("safety", ["copy", "parts"])
+def test_an_update_that_can_go_back_makes_every_fault_retryable(
+    safety: str, optimizer: str, phase: str
+) -> None:
+    """In the update, and (`forward`) in what stands before and after it."""
+    world, ema, step, sched = _make("mlp", optimizer, True, optimizer_safety=safety)
+    with inject_oom(nth=2**60, phase=phase) as counted:
         step(world.batches[1])
 
     def split_run() -> dict[str, Any]:
-        world, ema, step, sched = _make("mlp", "adamw", True, optimizer_safety="copy")
-        from oomkit.testing import force_slices
-
+        world, ema, step, sched = _make("mlp", optimizer, True, optimizer_safety=safety)
         with force_slices([4, 4]):
             step(world.batches[1])
         return _everything(world, ema, sched)
 
     whole, split = _everything(world, ema, sched), split_run()
     for n in range(1, counted.seen + 1):
-        world, ema, step, sched = _make("mlp", "adamw", True, optimizer_safety="copy")
-        with inject_oom(nth=n, phase="optimizer") as armed:
+        world, ema, step, sched = _make("mlp", optimizer, True, optimizer_safety=safety)
+        with inject_oom(nth=n, phase=phase) as armed:
             step(world.batches[1])
         assert armed.fired == 1
         got = _everything(world, ema, sched)

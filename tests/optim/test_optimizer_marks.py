@@ -126,7 +126,7 @@ class Tidy(torch.amp.GradScaler):
             del optimizer.lent
 
 
-@pytest.mark.parametrize("safety", ["predict", "copy"])
+@pytest.mark.parametrize("safety", ["predict", "copy", "parts"])
 @pytest.mark.parametrize("times", [1, 2])
 def test_what_stands_around_a_failed_step_finds_what_it_has_set(times, safety):
     torch.manual_seed(0)

@@ -27,7 +27,7 @@ def attributes(*things: Any) -> list[dict[str, Any]]:
     return [dict(vars(thing)) for thing in things]
 
 
-@pytest.mark.parametrize("safety", ["predict", "copy"])
+@pytest.mark.parametrize("safety", ["predict", "copy", "parts"])
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_a_refused_first_step_leaves_no_attribute_behind(name: str, safety: str) -> None:
     """A scheduler wraps the optimizer's step(), and the wrapper sets `_opt_called` on it."""
@@ -106,7 +106,7 @@ def trained(faults: Callable[[], Any], **options: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("times", [1, 2, 3, 4, None])
-@pytest.mark.parametrize("safety", ["predict", "copy"])
+@pytest.mark.parametrize("safety", ["predict", "copy", "parts"])
 def test_a_scale_that_a_failed_step_left_is_not_used_again(safety: str, times: int | None) -> None:
     """GradScaler.step() sets `grad_scale` on a fused optimizer, takes it away when step() has
     returned, and multiplies by what it finds: a replay had the square of the scale."""
