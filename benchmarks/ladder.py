@@ -508,7 +508,10 @@ def machine() -> str:
         lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
         name = lines[0].partition(":")[2].strip() if lines else name
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    return f"{name}, {os.cpu_count()} cores, load at the start {load}; torch {torch.__version__}, 1 thread"
+    return (
+        f"{name}, {os.cpu_count()} cores, load {load} at the start; torch {torch.__version__}, "
+        "one thread"
+    )
 
 
 def main() -> None:
