@@ -12,7 +12,7 @@ SOURCES := setup.py pyproject.toml \
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help venv build demo test quick test-integrations prove mutants sanitize programs bench
-.PHONY: latency peers tune lint gpu clean
+.PHONY: latency peers ladder larger tune lint gpu clean
 
 help: ## List every target
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +66,13 @@ peers: export OMP_NUM_THREADS = 1
 peers: $(PEERS) ## Compare with other packages, in .venv-peers (about 25 minutes)
 	.venv-peers/bin/python benchmarks/peers.py --output benchmarks/results/peers $(PEERS_ARGS)
 
+ladder: export OMP_NUM_THREADS = 1
+ladder: $(PEERS) ## Find the smallest budget that trains, in .venv-peers (about 15 minutes)
+	.venv-peers/bin/python benchmarks/ladder.py --output benchmarks/results/ladder-cpu $(LADDER_ARGS)
+
+larger: $(BUILT) ## Watch a model train that does not fit at micro-batch 1 (in larger-output/)
+	$(PY) examples/larger_than_memory.py --output larger-output
+
 tune: $(BUILT) .venv-optuna5/.installed ## Watch a search with Optuna survive out-of-memory (in tune_max-output/)
 	PYTHONPATH=. .venv-optuna5/bin/python examples/tune_max.py --n-trials 20 --budget 300MiB
 
@@ -81,7 +88,7 @@ gpu: ## Build with PYTHON and its torch (no network, no .venv); run what needs a
 	set -e; for script in $(wildcard benchmarks/gpu/*.py); do $(PYTHON) $$script; done
 
 clean: ## Remove what was built and measured; .venv stays
-	rm -rf build dist demo-output tune_max-output *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf build dist demo-output larger-output tune_max-output *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	rm -f oomkit/*.so $(BUILT)
 	find benchmarks csrc examples oomkit tests -name __pycache__ -prune -exec rm -rf {} +
 

@@ -55,7 +55,8 @@ def same(part: Part) -> Part:
 @dataclass
 class Work:
     """One workload. `built` is told of each model and optimizer that a program makes,
-    `result` of each output of an evaluation; `pause` is called before data is handed out."""
+    `result` of each output of an evaluation; `pause` is called before data is handed out,
+    `finished` with oomkit's step at the end."""
 
     name: str
     rows: int  # of a whole batch
@@ -71,6 +72,7 @@ class Work:
     restarted: Callable[[], None] = lambda: None  # what was done so far was a search
     result: Callable[[int, Tensor], None] = lambda *_: None
     pause: Callable[[], None] = lambda: None
+    finished: Callable[[Any], None] = lambda *_: None  # told of the step, where there is one
     order: Sequence[int] | None = None  # of the batches; None: all
     plan: tuple[int, int] = (1, 0)  # of the fixed contender: micro-batch, larger first one
     x: Tensor = field(init=False)
@@ -82,7 +84,7 @@ class Work:
 
     def new_model(self) -> Counted:
         torch.manual_seed(2)
-        return Counted(self.net(), self.rows * self.steps).train(self.training)
+        return Counted(self.net(), len(self.x)).train(self.training)
 
     def build(self) -> tuple[Counted, torch.optim.Optimizer]:
         model = self.new_model()

@@ -1,6 +1,8 @@
 """The benchmarks run, and what they count is right where that can be told without peers."""
 
+import copy
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -51,6 +53,51 @@ def test_latency_runs(tmp_path):
         re.M,
     )
     assert len(rows) == 20
+
+
+def test_ladder_runs(tmp_path):
+    """Without packages that need an environment of their own."""
+    pytest.importorskip("matplotlib")
+    output = tmp_path / "ladder"
+    command = [sys.executable, str(BENCHMARKS / "ladder.py"), "--quick", "--workloads", "0"]
+    command += ["--only", "composer_policy", "--output", str(output)]
+    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, capture_output=True, env=environment)
+    text = output.with_suffix(".txt").read_text()
+    row = re.search(
+        r"^GPT, 6 blocks, AdamW +[\d.]+ +([\d.]+) +100.0 +([\d.]+) +([\d.]+)$", text, re.M
+    )
+    assert row is not None, text
+    floor, policy, ours = map(float, row.groups())
+    assert floor < ours < policy < 100
+    assert "AdamW within 35 %: met" in text and "died" not in text
+    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ladder_sees_another_training(peers):
+    """Parameters at the end are compared with the plain program's."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        ladder = importlib.import_module("ladder")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+        sys.modules.pop("ladder", None)
+    work = peers.workloads.tiny()
+    work.steps = 2
+    work.__post_init__()
+
+    def trained(adapter, **changes):
+        one, models = copy.copy(work), []
+        one.built = lambda model, _: models.append(model)
+        for name, value in changes.items():
+            setattr(one, name, value)
+        adapter.train(one)
+        values = [p.detach().flatten() for p in models[0].net.parameters()]
+        return ladder.Run(values=torch.cat(values).numpy())
+
+    whole = trained(peers.plain)
+    assert ladder.apart(work, trained(peers.fixed, plan=(200, 0)), whole) < ladder.SAME
+    assert ladder.apart(work, trained(peers.plain, steps=1), whole) > ladder.SAME
 
 
 def test_a_whole_step_loses_nothing_and_has_no_error(peers):

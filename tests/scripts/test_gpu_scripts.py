@@ -125,6 +125,16 @@ def test_peers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> No
     assert row["OOMs"] == "not installed" or (row["OOMs"] >= 1 and row["k"] >= 2), row
 
 
+def test_ladder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run(monkeypatch, "ladder", "--output", str(tmp_path))
+    rows = result(tmp_path, "ladder")
+    least = {row["contender"]: row["smallest, %"] for row in rows if "smallest, %" in row}
+    assert least["plain"] == 100
+    assert least["oomkit"] < least["oomkit, ladder=()"] <= least["Composer's policy"] < 100
+    rungs = {row["limit, %"]: row["rung"] for row in rows if "limit, %" in row}
+    assert rungs[100] == 0 and rungs[60] >= 2
+
+
 def test_recovery(tmp_path: Path) -> None:
     """In a process of its own: it replaces a call of torch before oomkit is imported."""
     done = subprocess.run(

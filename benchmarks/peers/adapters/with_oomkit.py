@@ -7,11 +7,12 @@ from ..workloads import Work
 NAME = "oomkit"
 
 
-def train(work: Work) -> None:
+def train(work: Work, **options) -> None:
     model, optimizer = work.build()
-    tokens = {"weight": work.weight} if work.y.dim() == 2 else {}
+    if work.y.dim() == 2:  # a mean over tokens
+        options["weight"] = work.weight
 
-    @oomkit.auto_batch(**tokens)
+    @oomkit.auto_batch(**options)
     def step(batch):
         optimizer.zero_grad()
         work.loss(model, batch).backward()
@@ -19,6 +20,7 @@ def train(work: Work) -> None:
 
     for batch in work.batches():
         step(batch)
+    work.finished(step)
 
 
 def evaluate(work: Work) -> None:

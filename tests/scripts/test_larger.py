@@ -1,0 +1,61 @@
+"""examples/larger_than_memory.py, small: the plain program dies, the protected one trains."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import oomkit
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "larger_than_memory.py"
+
+
+@pytest.fixture
+def example() -> Iterator[ModuleType]:
+    for name in ("rich", "matplotlib"):
+        pytest.importorskip(name)
+    spec = importlib.util.spec_from_file_location("larger_example", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["larger_example"] = module  # data classes look their module up
+    spec.loader.exec_module(module)
+    threads = torch.get_num_threads()
+    yield module
+    torch.set_num_threads(threads)
+    oomkit.limit_memory(None, device="cpu")
+    del sys.modules["larger_example"]
+
+
+def test_it_dies_as_it_is_and_trains_when_protected(
+    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert example.main(["--scale", "tiny", "--output", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "plain, one row at a time, budget 3MiB: CPU out of memory" in said
+    assert "agrees with the plain program without a limit" in said
+    notes = json.loads((tmp_path / "steps.json").read_text())
+    assert {note["rung"] for note in notes} >= {2, 3}
+    assert all(note["peak"] <= note["budget"] for note in notes)
+    assert notes[-1]["loss"] < notes[0]["loss"]
+    assert (tmp_path / "larger.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_fits_shows_nothing(
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(example, "one_row_at_a_time", lambda scale, device: "")
+    assert example.main(["--scale", "tiny", "--output", str(tmp_path)]) == 1
+
+
+def test_a_run_that_computes_something_else_is_seen(example: ModuleType) -> None:
+    notes = [{"loss": 4.0}, {"loss": 3.0}]
+    assert example.verdict(notes, [4.0, 3.0])
+    assert not example.verdict(notes, [4.0, 3.1])
+    assert not example.verdict(notes[::-1], [3.0, 4.0])
