@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,11 +34,28 @@ def example() -> Iterator[ModuleType]:
     del sys.modules["larger_example"]
 
 
-def test_it_dies_as_it_is_and_trains_when_protected(
-    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert example.main(["--scale", "tiny", "--output", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
+def run(tmp_path: Path, *before: str) -> subprocess.CompletedProcess[str]:
+    """As a program of its own: what tests have left would count in its budget."""
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    lines = [
+        "import importlib.util, sys",
+        f"spec = importlib.util.spec_from_file_location('larger_example', {str(EXAMPLE)!r})",
+        "module = sys.modules['larger_example'] = importlib.util.module_from_spec(spec)",
+        "spec.loader.exec_module(module)",
+        *before,
+        f"sys.exit(module.main(['--scale', 'tiny', '--output', {str(tmp_path)!r}]))",
+    ]
+    command = [sys.executable, "-c", "\n".join(lines)]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=EXAMPLE.parents[1]
+    )
+
+
+def test_it_dies_as_it_is_and_trains_when_protected(tmp_path: Path) -> None:
+    done = run(tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout
     assert "plain, one row at a time, budget 3MiB: CPU out of memory" in said
     assert "agrees with the plain program without a limit" in said
     notes = json.loads((tmp_path / "steps.json").read_text())
@@ -47,11 +65,9 @@ def test_it_dies_as_it_is_and_trains_when_protected(
     assert (tmp_path / "larger.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_that_fits_shows_nothing(
-    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(example, "one_row_at_a_time", lambda scale, device: "")
-    assert example.main(["--scale", "tiny", "--output", str(tmp_path)]) == 1
+def test_a_run_that_fits_shows_nothing(tmp_path: Path) -> None:
+    done = run(tmp_path, "module.one_row_at_a_time = lambda scale, device: ''")
+    assert done.returncode == 1, done.stderr
 
 
 def test_a_run_that_computes_something_else_is_seen(example: ModuleType) -> None:
