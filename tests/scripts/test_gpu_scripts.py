@@ -125,8 +125,21 @@ def test_peers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> No
     assert row["OOMs"] == "not installed" or (row["OOMs"] >= 1 and row["k"] >= 2), row
 
 
-def test_ladder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    run(monkeypatch, "ladder", "--output", str(tmp_path))
+def alone(tmp_path: Path, name: str) -> None:
+    """In a process of its own."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / f"{name}.py"), "--dry", "--output", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_ladder(tmp_path: Path) -> None:
+    """Alone: its budgets are a few hundred KiB, less than what earlier tests may keep."""
+    alone(tmp_path, "ladder")
     rows = result(tmp_path, "ladder")
     least = {row["contender"]: row["smallest, %"] for row in rows if "smallest, %" in row}
     assert least["plain"] == 100
@@ -136,15 +149,8 @@ def test_ladder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_recovery(tmp_path: Path) -> None:
-    """In a process of its own: it replaces a call of torch before oomkit is imported."""
-    done = subprocess.run(
-        [sys.executable, str(SCRIPTS / "recovery.py"), "--dry", "--output", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
+    """Alone: it replaces a call of torch before oomkit is imported."""
+    alone(tmp_path, "recovery")
     (row,) = result(tmp_path, "recovery")
     assert all(row[f"{stage}, us"] >= 0 for stage in ("drop", "restore", "flush", "first kernel"))
 
