@@ -13,8 +13,11 @@
 from __future__ import annotations
 
 import warnings as _warnings
+from importlib.machinery import PathFinder as _PathFinder
 from importlib.util import find_spec as _find_spec
+from os.path import exists as _exists
 from sys import modules as _modules
+from sys import version_info as _version_info
 
 try:
     import torch as _torch
@@ -23,6 +26,19 @@ except ImportError as _error:  # pragma: no cover - exercised in a subprocess wi
         "oomkit needs torch >= 2.11: `pip install torch`, then build the bridge for it with "
         "`pip install --no-build-isolation .` in oomkit's sources"
     ) from _error
+
+if _PathFinder.find_spec("oomkit._C", __path__) is None:
+    _folder = __path__[0]
+    _python = ".".join(map(str, _version_info[:2]))
+    raise ImportError(
+        f"oomkit is not built in {_folder} for Python {_python}: "
+        + (
+            "run `pip install --no-build-isolation --editable .` there (torch first), or start "
+            "Python in another folder, for this folder hides an installed oomkit"
+            if _exists(f"{_folder}/../setup.py")
+            else "install it again for this Python"
+        )
+    )
 
 # All of it now: a module that is first imported between an error and its replay makes that
 # one wait.
