@@ -2,14 +2,22 @@
 
 torch is found, never imported: importing it takes seconds and can fail where its libraries
 are not usable, and the headers are all that is needed.
+
+    OOMKIT_TORCHES=DIR:DIR  torch packages of several minor releases (.ci/wheel): a bridge for
+                            each, in a folder of its own from which oomkit/__init__.py chooses
+    OOMKIT_NO_BRIDGE=1      build without PyTorch, and leave the bridge out
+    OOMKIT_WERROR=1         warnings of the compiler are errors
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import site
 import sys
 import sysconfig
+from concurrent.futures import Future, ThreadPoolExecutor
 from glob import glob
 from pathlib import Path
 
@@ -25,36 +33,67 @@ LANGUAGE_WARNINGS = {
     ".c": ["-Wstrict-prototypes", "-Wold-style-definition", "-Wmissing-prototypes"],
     ".cpp": [],
 }
-NOTICE = """\
-oomkit: PyTorch was not found by this build, so oomkit._bridge is left out: no CPU memory
-oomkit: budget, no fault injection, slower memory figures. To have them, install PyTorch and
-oomkit: then run `pip install --no-build-isolation .`"""
+NO_TORCH = """
+oomkit is built against the PyTorch that it will run with, and this build found none.
+Install PyTorch first, then oomkit: pip install torch && pip install .
+With uv, or where PyTorch is not beside this Python: pip install --no-build-isolation .
+Without a CPU memory budget and fault injection, and with slower figures: OOMKIT_NO_BRIDGE=1"""
 
 
 class BuildExt(build_ext):
-    """Adds the flags that belong to one language only."""
+    """Adds the flags that belong to one language only, and uses every core."""
 
     def build_extensions(self) -> None:
+        if len(self.extensions) == 1 and os.environ.get("OOMKIT_NO_BRIDGE") != "1":
+            sys.exit(NO_TORCH)
         compile_one = self.compiler._compile
+        link = self.compiler.link_shared_object
         strict = os.environ.get("OOMKIT_WERROR") == "1"
+        begun: list[Future[None]] = []
 
         def compile_with_flags(obj, src, ext, cc_args, extra_postargs, pp_opts):
             flags = [*extra_postargs, *LANGUAGE_FLAGS[ext]]
             if strict:
                 flags += WARNINGS + LANGUAGE_WARNINGS[ext]
-            return compile_one(obj, src, ext, cc_args, flags, pp_opts)
+            begun.append(pool.submit(compile_one, obj, src, ext, cc_args, flags, pp_opts))
+
+        def link_when_compiled(*args, **options):
+            while begun:
+                begun.pop().result()
+            return link(*args, **options)
 
         self.compiler._compile = compile_with_flags
-        super().build_extensions()
+        self.compiler.link_shared_object = link_when_compiled
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            super().build_extensions()
+
+    def build_extension(self, ext: Extension) -> None:
+        """Objects of two bridges have one name."""
+        shared = self.build_temp
+        self.build_temp = os.path.join(shared, *ext.name.split(".")[1:-1])
+        super().build_extension(ext)
+        self.build_temp = shared
 
 
 def find_torch() -> Path | None:
-    """The folder of the installed torch package, or None."""
+    """The folder of the installed torch package, or None.
+
+    An isolated build of pip runs the Python of the environment that it builds for, whose
+    packages it hides from `import`.
+    """
     spec = importlib.util.find_spec("torch")
-    if spec is None or not spec.origin:
-        return None
-    folder = Path(spec.origin).parent
-    return folder if (folder / "include" / "c10").is_dir() else None
+    found = [Path(spec.origin).parent] if spec is not None and spec.origin else []
+    found += [Path(folder) / "torch" for folder in site.getsitepackages()]
+    return next((folder for folder in found if (folder / "include" / "c10").is_dir()), None)
+
+
+def minor_of(torch: Path) -> str:
+    """ "2_13" of a torch package."""
+    text = (torch / "version.py").read_text()
+    found = re.search(r"__version__ = ['\"](\d+)\.(\d+)", text)
+    if found is None:
+        raise ValueError(f"{torch / 'version.py'} names no version")
+    return "_".join(found.groups())
 
 
 def export_only(version_script: str) -> list[str]:
@@ -84,26 +123,34 @@ def extensions() -> list[Extension]:
             extra_compile_args=python_include,
         )
     ]
-    torch = find_torch()
-    if torch is None:
-        print(NOTICE, file=sys.stderr)
-        return found
+    torches = [Path(path) for path in os.environ.get("OOMKIT_TORCHES", "").split(":") if path]
+    if torches:
+        bridges = {f"oomkit._bridges.torch_{minor_of(torch)}._bridge": torch for torch in torches}
+    else:
+        torch = find_torch()
+        bridges = {"oomkit._bridge": torch} if torch is not None else {}
+    return found + [bridge(name, torch, headers) for name, torch in bridges.items()]
+
+
+def bridge(name: str, torch: Path, headers: list[str]) -> Extension:
+    """The bridge to one minor release of torch."""
     core = [f"csrc/core/{name}.c" for name in ("budget", "peak", "fault")]
-    found.append(
-        Extension(
-            "oomkit._bridge",
-            sources=sorted(glob("csrc/torch/*.cpp")) + core,
-            depends=[*headers, "csrc/torch/exports.map"],
-            # No path to torch is written into the library: `import torch` has loaded
-            # libc10 before, whichever it is.
-            extra_compile_args=[*python_include, "-isystem", str(torch / "include")],
-            library_dirs=[str(torch / "lib")],
-            libraries=["c10"],
-            extra_link_args=export_only("csrc/torch/exports.map"),
-            language="c++",
-        )
+    return Extension(
+        name,
+        sources=sorted(glob("csrc/torch/*.cpp")) + core,
+        depends=[*headers, "csrc/torch/exports.map"],
+        # No path to torch is written into the library: `import torch` has loaded
+        # libc10 before, whichever it is.
+        extra_compile_args=[
+            *("-isystem", sysconfig.get_paths()["include"]),
+            *("-isystem", str(torch / "include")),
+        ],
+        library_dirs=[str(torch / "lib")],
+        libraries=["c10"],
+        extra_link_args=export_only("csrc/torch/exports.map"),
+        language="c++",
     )
-    return found
 
 
-setup(license="BSD-3-Clause", ext_modules=extensions(), cmdclass={"build_ext": BuildExt})
+if __name__ == "__main__":
+    setup(license="BSD-3-Clause", ext_modules=extensions(), cmdclass={"build_ext": BuildExt})

@@ -15,6 +15,7 @@ from __future__ import annotations
 import warnings as _warnings
 from importlib.machinery import PathFinder as _PathFinder
 from importlib.util import find_spec as _find_spec
+from os import listdir as _listdir
 from os.path import exists as _exists
 from sys import modules as _modules
 from sys import version_info as _version_info
@@ -74,20 +75,37 @@ _REBUILD = (
 )
 
 
+_minor = ".".join(_torch.__version__.split("+")[0].split(".")[:2])
+# A wheel has a bridge for each minor release of torch, each in a folder of its own.
+__path__.append(f"{__path__[0]}/_bridges/torch_{_minor.replace('.', '_')}")
+
+
+def _why_missing(error: ImportError) -> str:
+    """Why there is no bridge; what a wheel has instead is named."""
+    if "oomkit._bridge" not in _modules and _find_spec("oomkit._bridge"):
+        return str(error)
+    folder = f"{__path__[0]}/_bridges"
+    if not _exists(folder):
+        return "it was built without PyTorch"
+    there = [name.removeprefix("torch_").replace("_", ".") for name in _listdir(folder)]
+    there.sort(key=lambda minor: [int(part) for part in minor.split(".")])
+    return f"this wheel has bridges to torch {', '.join(there)}, installed is {_minor}"
+
+
 def _load_bridge() -> object:
     """The bridge's capsule when it was built for the torch that is installed, else None."""
     try:
         from . import _bridge
     except ImportError as error:
-        built = _find_spec("oomkit._bridge") if "oomkit._bridge" not in _modules else None
-        why = str(error) if built else "it was built without PyTorch"
-        _warnings.warn(f"oomkit: the bridge to torch is missing ({why}); {_REBUILD}", stacklevel=3)
+        _warnings.warn(
+            f"oomkit: the bridge to torch is missing ({_why_missing(error)}); {_REBUILD}",
+            stacklevel=3,
+        )
         return None
-    installed = ".".join(_torch.__version__.split("+")[0].split(".")[:2])
-    if _bridge.torch_version != installed:
+    if _bridge.torch_version != _minor:
         _warnings.warn(
             f"oomkit: the bridge was built for torch {_bridge.torch_version}, installed is "
-            f"{installed}; {_REBUILD}",
+            f"{_minor}; {_REBUILD}",
             stacklevel=3,
         )
         return None
