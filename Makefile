@@ -3,7 +3,10 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-INSTALLED := $(VENV)/.installed
+# Each target installs what it needs, by uv where that is installed (`make UV= demo`: by pip).
+UV := $(shell command -v uv)
+pip_of = $(if $(UV),$(UV) pip install --python $(1),$(1) -m pip install --disable-pip-version-check)
+NEEDS := build demo test dev
 BUILT := $(VENV)/.built
 PEERS := .venv-peers/.built
 SOURCES := setup.py pyproject.toml \
@@ -11,26 +14,27 @@ SOURCES := setup.py pyproject.toml \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+.NOTPARALLEL:
 .PHONY: help venv build demo test quick test-integrations prove mutants sanitize programs bench
-.PHONY: latency peers ladder larger tune lint gpu clean
+.PHONY: wheel latency peers ladder larger tune lint gpu clean
 
 help: ## List every target
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-venv: $(INSTALLED) ## Create .venv and install the pinned dependencies
+venv: $(VENV)/.dev ## Create .venv with everything that any target here needs
 
 build: $(BUILT) ## Build both extensions in place (again when a source changed)
 
-demo: $(BUILT) ## Watch a training run survive out-of-memory (results in demo-output/)
+demo: $(VENV)/.demo $(BUILT) ## Watch a training run survive out-of-memory (results in demo-output/)
 	$(PY) examples/demo/demo.py --output demo-output
 
 # Workers are processes of their own; what one of them changes in torch no other one sees.
 WORKERS ?= -n auto --maxprocesses 8 --dist worksteal
 
-test: $(BUILT) ## Run the test suite; needs no GPU
+test: $(VENV)/.test $(BUILT) ## Run the test suite; needs no GPU
 	$(PY) -m pytest tests -m "not gpu" $(WORKERS) $(PYTEST_ARGS)
 
-quick: $(BUILT) ## Run in a minute what a change needs first; FOLDER=undo for tests/undo, too
+quick: $(VENV)/.test $(BUILT) ## Run in a minute what a change needs first; FOLDER=undo for tests/undo, too
 	$(PY) -m pytest tests/house tests/core tests/mutants $(addprefix tests/,$(FOLDER)) \
 	    $(WORKERS) $(PYTEST_ARGS)
 
@@ -41,25 +45,25 @@ test-integrations: $(BUILT) .venv-optuna5/.installed .venv-optuna4/.installed ##
 	    tests/integrations $(PYTEST_ARGS); done
 
 prove: export PYTHONPATH := tests
-prove: $(BUILT) ## Fail every allocation of every model, and more (about 45 minutes)
+prove: $(VENV)/.test $(BUILT) ## Fail every allocation of every model, and more (about 45 minutes)
 	$(PY) -m prove $(PROVE_ARGS)
 
 mutants: export PYTHONPATH := tests
-mutants: $(BUILT) ## Break one invariant at a time: tests must tell (under 30 minutes)
+mutants: $(VENV)/.test $(BUILT) ## Break one invariant at a time: tests must tell (under 30 minutes)
 	$(PY) -m mutants $(MUTANTS_ARGS)
 
 sanitize: export PYTHONPATH := tests
-sanitize: $(BUILT) ## Core and extensions under ASan, UBSan, LSan and TSan (gcc)
+sanitize: $(VENV)/.test $(BUILT) ## Core and extensions under ASan, UBSan, LSan and TSan (gcc)
 	$(PY) -m prove --suite sanitizers $(PROVE_ARGS)
 
 programs: export PYTHONPATH := tests
-programs: $(BUILT) ## Fail tests/programs/ at 20 places each; rewrites docs/programs.md
+programs: $(VENV)/.test $(BUILT) ## Fail tests/programs/ at 20 places each; rewrites docs/programs.md
 	$(PY) -m programs
 
-bench: $(BUILT) ## Measure what a healthy call costs
+bench: $(VENV)/.demo $(BUILT) ## Measure what a healthy call costs
 	$(PY) benchmarks/overhead.py
 
-latency: $(BUILT) ## Measure the way from an error to its replay (about a minute)
+latency: $(VENV)/.demo $(BUILT) ## Measure the way from an error to its replay (about a minute)
 	$(PY) benchmarks/latency.py --output benchmarks/results/latency-cpu.txt
 
 peers: export OMP_NUM_THREADS = 1
@@ -70,14 +74,17 @@ ladder: export OMP_NUM_THREADS = 1
 ladder: $(PEERS) ## Find the smallest budget that trains, in .venv-peers (about 15 minutes)
 	.venv-peers/bin/python benchmarks/ladder.py --output benchmarks/results/ladder-cpu $(LADDER_ARGS)
 
-larger: $(BUILT) ## Watch a model train that does not fit at micro-batch 1 (in larger-output/)
+larger: $(VENV)/.demo $(BUILT) ## Watch a model train that does not fit at micro-batch 1 (in larger-output/)
 	$(PY) examples/larger_than_memory.py --output larger-output
 
 tune: $(BUILT) .venv-optuna5/.installed ## Watch a search with Optuna survive out-of-memory (in tune_max-output/)
 	PYTHONPATH=. .venv-optuna5/bin/python examples/tune_max.py --n-trials 20 --budget 300MiB
 
-lint: $(BUILT) ## Formatters, linters and type checker; gcc and clang with -Werror
+lint: $(VENV)/.dev $(BUILT) ## Formatters, linters and type checker; gcc and clang with -Werror
 	.ci/lint $(VENV)/bin
+
+wheel: ## Build dist/: sdist and a wheel for PYTHON, tried with each torch (WHEEL_ARGS)
+	$(PYTHON) .ci/wheel.py $(WHEEL_ARGS)
 
 gpu: export OOMKIT_REQUIRE_CUDA = 1
 gpu: export PYTHONPATH := .
@@ -92,27 +99,27 @@ clean: ## Remove what was built and measured; .venv stays
 	rm -f oomkit/*.so $(BUILT)
 	find benchmarks csrc examples oomkit tests -name __pycache__ -prune -exec rm -rf {} +
 
-$(INSTALLED): requirements/dev.txt
+$(PY):
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
-	touch $@
+
+# What is smaller is in what is larger: its stamp is not older.
+$(NEEDS:%=$(VENV)/.%): $(VENV)/.%: $(NEEDS:%=requirements/%.txt) | $(PY)
+	$(call pip_of,$(PY)) -r requirements/$*.txt
+	touch $(VENV)/.build $@
 
 .venv-%/.installed: requirements/search.txt requirements/integrations.txt \
     requirements/integrations-%.txt
 	$(PYTHON) -m venv .venv-$*
-	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check \
-	    -r requirements/integrations-$*.txt
+	$(call pip_of,.venv-$*/bin/python) -r requirements/integrations-$*.txt
 	touch $@
 
-$(BUILT): $(INSTALLED) $(SOURCES)
-	$(PY) -m pip install --quiet --disable-pip-version-check \
-	    --no-build-isolation --no-deps --editable .
+$(BUILT): $(VENV)/.build $(SOURCES)
+	@echo "Building both extensions: 40 seconds of one core"
+	@$(call pip_of,$(PY)) --quiet --no-build-isolation --no-deps --editable .
 	touch $@
 
 $(PEERS): requirements/peers.txt $(SOURCES)
 	test -d .venv-peers || $(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check \
-	    -r requirements/peers.txt
-	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check \
-	    --no-build-isolation --no-deps .
+	$(call pip_of,.venv-peers/bin/python) -r requirements/peers.txt
+	$(call pip_of,.venv-peers/bin/python) --no-build-isolation --no-deps .
 	touch $@
