@@ -152,5 +152,17 @@ def bridge(name: str, torch: Path, headers: list[str]) -> Extension:
     )
 
 
+def index_page(readme: str) -> str:
+    """The README for a package index, where nothing lies beside it that a link could lead to."""
+    without_pictures = re.sub(r"!\[[^\]]*\]\((?!https:)[^)]*\)\n*", "", readme)
+    return re.sub(r"\[([^\]]*)\]\((?!https:|#)[^)]*\)", r"\1", without_pictures)
+
+
 if __name__ == "__main__":
-    setup(license="BSD-3-Clause", ext_modules=extensions(), cmdclass={"build_ext": BuildExt})
+    setup(
+        license="BSD-3-Clause",
+        long_description=index_page(Path("README.md").read_text(encoding="utf-8")),
+        long_description_content_type="text/markdown",
+        ext_modules=extensions(),
+        cmdclass={"build_ext": BuildExt},
+    )

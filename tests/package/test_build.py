@@ -1,0 +1,111 @@
+"""What setup.py finds, refuses and publishes."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+SETUP = ROOT / "setup.py"
+# What pip does for an isolated build: the environment's own packages are not on the path.
+HIDE = """
+import sys
+sys.path[:] = [path for path in sys.path if not path.endswith("site-packages")]
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
+"""
+
+
+@pytest.fixture
+def isolated(tmp_path: Path) -> Path:
+    """A folder of packages for a Python that sees no others: setuptools."""
+    found = importlib.util.find_spec("setuptools")
+    assert found is not None and found.submodule_search_locations is not None
+    (tmp_path / "setuptools").symlink_to(found.submodule_search_locations[0])
+    (tmp_path / "sitecustomize.py").write_text(HIDE)
+    return tmp_path
+
+
+def python(code: str, packages: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(packages), "PATH": ""},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_torch_that_an_isolated_build_hides_is_found(isolated: Path) -> None:
+    code = """
+import importlib.util, runpy
+print(importlib.util.find_spec("torch"))
+print(runpy.run_path("setup.py", run_name="setup")["find_torch"]())
+"""
+    done = python(code, isolated)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["None", str(Path(torch.__file__).parent)]
+
+
+def test_a_build_without_torch_ends_with_what_to_do(isolated: Path) -> None:
+    code = f"""
+import runpy, site, sys
+site.getsitepackages = lambda: []
+sys.argv = ["setup.py", "-q", "build_ext", "-b", {str(isolated)!r}, "-t", {str(isolated)!r}]
+runpy.run_path("setup.py", run_name="__main__")
+"""
+    done = python(code, isolated)
+    assert done.returncode == 1
+    assert "this build found none" in done.stderr
+    assert "pip install torch && pip install ." in done.stderr
+    assert "OOMKIT_NO_BRIDGE=1" in done.stderr
+    assert not list(isolated.rglob("*.o"))
+
+
+def test_bridges_to_several_torches_have_a_folder_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for minor in ("2.11", "2.12"):
+        (tmp_path / minor).mkdir()
+        (tmp_path / minor / "version.py").write_text(f"__version__ = '{minor}.1+cu130'\n")
+    monkeypatch.setenv("OOMKIT_TORCHES", f"{tmp_path / '2.11'}:{tmp_path / '2.12'}")
+    monkeypatch.chdir(ROOT)
+
+    built = runpy.run_path(str(SETUP), run_name="setup")["extensions"]()
+
+    assert [extension.name for extension in built] == [
+        "oomkit._C",
+        "oomkit._bridges.torch_2_11._bridge",
+        "oomkit._bridges.torch_2_12._bridge",
+    ]
+    assert str(tmp_path / "2.12" / "include") in built[2].extra_compile_args
+
+
+def test_the_page_for_an_index_has_no_target_that_is_not_there() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    target = re.compile(r"\]\((?!https:|#)")
+    assert target.search(readme), "nothing is left to take out"
+
+    page = runpy.run_path(str(SETUP), run_name="setup")["index_page"](readme)
+
+    assert not target.search(page)
+    blocks = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+    assert blocks.findall(page) == blocks.findall(readme)
+
+
+@pytest.mark.parametrize(
+    ("text", "page"),
+    [
+        ("a [proof](docs/proof.md) here", "a proof here"),
+        ("a [site](https://example.org/x) here", "a [site](https://example.org/x) here"),
+        ("![picture](docs/demo.png)\n\n*words*", "*words*"),
+    ],
+)
+def test_links_and_pictures_of_the_page(text: str, page: str) -> None:
+    assert runpy.run_path(str(SETUP), run_name="setup")["index_page"](text) == page
