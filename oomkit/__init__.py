@@ -137,6 +137,8 @@ _fits = _C._bind(
         "proof": _proof.Proof,
         "loop_judge": _loops.loop_judge,
         "cut_sequence": _loops.cut_sequence,
+        "close_match": _callables.close_match,
+        "argument_problem": _callables.argument_problem,
         "weight_problem": _callables.weight_problem,
         "watch_effects": _side_effects.watch,
         "parameter_writes": _writes.parameter_writes,

@@ -276,10 +276,12 @@
 /* What the package hands in at import, because it is Python: X(field). */
 #define OOMKIT_STATE_GLUE(X)                                                           \
     X(accept_no_gradients) /* oomkit._engine.withheld: before the first split */       \
-    X(watch_effects)  /* oomkit._code.side_effects: what else a split step changes */  \
-    X(plain_places)   /* oomkit._code.plain_state: where a step stores */              \
-    X(weight_problem) /* oomkit._engine.callables: why weight= cannot be called */     \
-    X(silent_closure) /* oomkit._engine.closures: refuses one that returns a loss */   \
+    X(watch_effects) /* oomkit._code.side_effects: what else a split step changes */   \
+    X(plain_places)  /* oomkit._code.plain_state: where a step stores */               \
+    X(close_match)   /* oomkit._engine.callables: "; did you mean ...?" */             \
+    X(argument_problem) /* oomkit._engine.callables: a name of no parameter */         \
+    X(weight_problem)   /* oomkit._engine.callables: why weight= cannot be called */   \
+    X(silent_closure)   /* oomkit._engine.closures: refuses one that returns a loss */ \
     X(keepsake) /* oomkit._engine.keepsake: what an optimizer keeps beside its state   \
                  */                                                                    \
     X(parameter_writes) /* oomkit._code.writes: does a step's code write to            \

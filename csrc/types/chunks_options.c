@@ -9,28 +9,6 @@ static const char *const chunks_options[] = {
     "restore_batch", "on_retry", "label",           "join",         NULL,
 };
 
-static int
-options_unknown(PyObject *kwargs)
-{
-    PyObject *key, *value; /* borrowed */
-    Py_ssize_t at = 0;
-    int i;
-
-    while (PyDict_Next(kwargs, &at, &key, &value)) {
-        for (i = 0; chunks_options[i] != NULL; i++) {
-            if (PyUnicode_Check(key) &&
-                PyUnicode_CompareWithASCIIString(key, chunks_options[i]) == 0) {
-                break;
-            }
-        }
-        if (chunks_options[i] == NULL) {
-            PyErr_Format(PyExc_TypeError, "chunks() got an unknown option %R", key);
-            return -1;
-        }
-    }
-    return 0;
-}
-
 /* Takes `name` out of the options. New reference; NULL, perhaps with an exception, when
  * it is not there or None. */
 static PyObject *
@@ -135,7 +113,8 @@ oomkit_chunks_options(oomkit_chunks *self, PyObject *given)
 {
     OWNED PyObject *kwargs = given == NULL ? PyDict_New() : PyDict_Copy(given);
 
-    if (kwargs == NULL || options_unknown(kwargs) < 0 ||
+    if (kwargs == NULL ||
+        oomkit_options_known(self->st, "chunks", kwargs, chunks_options) < 0 ||
         options_largest(self, kwargs) < 0 || options_bucket(self, kwargs) < 0) {
         return -1;
     }

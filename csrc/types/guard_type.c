@@ -30,30 +30,6 @@ typedef struct guard_object {
 
 /* --- making one --- */
 
-/* Unknown names first, so that the message does not depend on the Python version. */
-static int
-guard_check_names(PyObject *kwargs)
-{
-    static const char *const names[] = {"on_oom", "label", "reset_peaks", NULL};
-    PyObject *key, *value; /* borrowed from kwargs */
-    Py_ssize_t at = 0;
-    int i;
-
-    while (kwargs != NULL && PyDict_Next(kwargs, &at, &key, &value)) {
-        for (i = 0; names[i] != NULL; i++) {
-            if (PyUnicode_Check(key) &&
-                PyUnicode_CompareWithASCIIString(key, names[i]) == 0) {
-                break;
-            }
-        }
-        if (names[i] == NULL) {
-            PyErr_Format(PyExc_TypeError, "guard() got an unknown option %R", key);
-            return -1;
-        }
-    }
-    return 0;
-}
-
 /* 1 skip, 0 raise, -1 with an exception. */
 static int
 guard_parse_on_oom(PyObject *on_oom)
@@ -89,7 +65,9 @@ guard_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     PyObject *self;                                           /* owned */
     int skip;
 
-    if (guard_check_names(kwargs) < 0 ||
+    /* Unknown names first, so that the message does not depend on the Python version.
+     */
+    if (oomkit_options_known(st, "guard", kwargs, (const char *const *)names) < 0 ||
         !PyArg_ParseTupleAndKeywords(args, kwargs, "|OO$O:guard", names, &on_oom,
                                      &label, &reset)) {
         return NULL;

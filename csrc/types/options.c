@@ -35,24 +35,50 @@ static const char *const option_names[] = {
     NULL,
 };
 
-static int
-options_unknown(PyObject *kwargs)
+/* "; did you mean 'batch'?", or "". New reference or NULL. */
+static PyObject *
+option_meant(oomkit_state *st, PyObject *key, const char *const *names)
+{
+    OWNED PyObject *list = PyList_New(0);
+
+    if (st->close_match == NULL) { /* not bound yet */
+        return PyUnicode_FromString("");
+    }
+    for (; list != NULL && *names != NULL; names++) {
+        OWNED PyObject *name = PyUnicode_FromString(*names);
+        if (name == NULL || PyList_Append(list, name) < 0) {
+            return NULL;
+        }
+    }
+    return list == NULL
+               ? NULL
+               : PyObject_CallFunctionObjArgs(st->close_match, key, list, NULL);
+}
+
+int
+oomkit_options_known(oomkit_state *st, const char *function, PyObject *kwargs,
+                     const char *const *names)
 {
     PyObject *key, *value; /* borrowed */
     Py_ssize_t at = 0;
     int i;
 
     while (kwargs != NULL && PyDict_Next(kwargs, &at, &key, &value)) {
-        for (i = 0; option_names[i] != NULL; i++) {
-            if (PyUnicode_CompareWithASCIIString(key, option_names[i]) == 0) {
+        OWNED PyObject *meant = NULL;
+        for (i = 0; names[i] != NULL; i++) {
+            if (PyUnicode_CompareWithASCIIString(key, names[i]) == 0) {
                 break;
             }
         }
-        if (option_names[i] == NULL) {
-            PyErr_Format(PyExc_TypeError, "auto_batch() got an unknown option '%U'",
-                         key);
-            return -1;
+        if (names[i] != NULL) {
+            continue;
         }
+        meant = option_meant(st, key, names);
+        if (meant != NULL) {
+            PyErr_Format(PyExc_TypeError, "%s() got an unknown option %R%S", function,
+                         key, meant);
+        }
+        return -1;
     }
     return 0;
 }
@@ -435,7 +461,8 @@ oomkit_options_parse(oomkit_state *st, PyObject *kwargs, oomkit_options *options
     options->accumulation_steps = options->min_micro_batch = options->multiple_of = 1;
     options->reset_peaks = 1;
     options->verify = -1;
-    if (options_unknown(kwargs) < 0 || options_remember(kwargs, options) < 0 ||
+    if (oomkit_options_known(st, "auto_batch", kwargs, option_names) < 0 ||
+        options_remember(kwargs, options) < 0 ||
         option_names_of(kwargs, "batch", &options->batch) < 0 ||
         option_names_of(kwargs, "static", &options->statics) < 0 ||
         oomkit_options_dim(option_get(kwargs, "dim"), options) < 0 ||

@@ -254,6 +254,21 @@ make_given(oomkit_step *self, PyObject *kwargs)
     return self->given == NULL ? -1 : 0;
 }
 
+/* Are the arguments that options name parameters? 0, or -1 with TypeError. */
+static int
+make_check_names(oomkit_state *st, PyObject *names, PyObject *kwargs)
+{
+    OWNED PyObject *problem =
+        kwargs == NULL
+            ? PyUnicode_FromString("")
+            : PyObject_CallFunctionObjArgs(st->argument_problem, names, kwargs, NULL);
+
+    if (problem != NULL && PyUnicode_GET_LENGTH(problem) > 0) {
+        PyErr_SetObject(PyExc_TypeError, problem);
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 /* Fills a new step. 0 or -1. */
 static int
 make_fill(oomkit_state *st, oomkit_step *self, PyObject *func, PyObject *kwargs,
@@ -278,7 +293,7 @@ make_fill(oomkit_state *st, oomkit_step *self, PyObject *func, PyObject *kwargs,
     if (found->known) {
         OWNED PyObject *named = make_named(st, found->function);
         self->names = named ? make_parameter_names(named, found->bound) : NULL;
-        if (self->names == NULL) {
+        if (self->names == NULL || make_check_names(st, self->names, kwargs) < 0) {
             return -1;
         }
         self->skip = found->bound == 0 && make_takes_self(self->names);

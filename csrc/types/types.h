@@ -24,6 +24,11 @@ PyObject *
 oomkit_guarded_new(const oomkit_guard *guard, PyObject *func);
 
 /* --- options.c --- */
+/* Are the keywords (borrowed, may be NULL) of `function` all among `names`, which ends
+ * with NULL? 0, or -1 with TypeError that names the one that may be meant. */
+int
+oomkit_options_known(oomkit_state *st, const char *function, PyObject *kwargs,
+                     const char *const *names);
 /* Fills *options from keyword arguments. 0 or -1 with TypeError/ValueError.
  */
 int

@@ -1,11 +1,39 @@
-"""What callables that are given as options must take: said where they are given."""
+"""What is wrong with options that name or are something to call: said where they are given."""
 
 from __future__ import annotations
 
+import difflib
 import inspect
+import re
+from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["weight_problem"]
+__all__ = ["argument_problem", "close_match", "weight_problem"]
+
+
+def close_match(name: str, names: Sequence[str]) -> str:
+    """ "; did you mean 'batch'?", or "" where none of the names is like it."""
+    close = difflib.get_close_matches(name, names, 1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def argument_problem(names: tuple[str, ...], options: dict[str, Any]) -> str:
+    """Which name that batch=, static= or dim= has is that of no parameter; "" for none.
+
+    `names` are those of the parameters, with "*args" and "**kwargs": then any name may be meant.
+    """
+    if any(name.startswith("*") for name in names):
+        return ""
+    for option in ("batch", "static", "dim"):
+        given = options.get(option)
+        for name in [given] if isinstance(given, str) else given or ():
+            argument = re.split(r"[.\[]", name, maxsplit=1)[0]
+            if argument not in names and (option, name) != ("dim", "return"):
+                return (
+                    f"auto_batch got {option}={name!r}, expected a parameter of the function: "
+                    f"{', '.join(names)}{close_match(argument, names)}"
+                )
+    return ""
 
 
 def weight_problem(weight: Any) -> str:

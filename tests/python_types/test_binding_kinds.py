@@ -279,14 +279,20 @@ class Parts(nn.Module):
     [
         (lambda: Parts(), "first, second"),
         (lambda: Parts().forward, "first, second"),
-        (lambda: functools.partial(_starred, 3.0), r"\*args"),
         (lambda: functools.partial(_second, 3.0), "x"),
         (Callable3, "x"),
     ],
 )
 def test_parameter_names_are_those_of_the_callable(make: Any, names: str) -> None:
-    step = oomkit.auto_batch(make(), batch="nothing", accumulation_steps=2)
-    with pytest.raises(oomkit.SplitError, match=f"expected a parameter of the function: {names}$"):
+    with pytest.raises(TypeError, match=f"expected a parameter of the function: {names}$"):
+        oomkit.auto_batch(make(), batch="nothing")
+
+
+def test_what_is_no_parameter_beside_star_args_is_said_by_the_call() -> None:
+    step = oomkit.auto_batch(
+        functools.partial(_starred, 3.0), batch="nothing", accumulation_steps=2
+    )
+    with pytest.raises(oomkit.SplitError, match=r"a parameter of the function: \*args$"):
         step(X, X)
 
 

@@ -121,7 +121,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "unknown option": (
         lambda: oomkit.auto_batch(bach="x"),
         TypeError,
-        "auto_batch() got an unknown option 'bach'",
+        "auto_batch() got an unknown option 'bach'; did you mean 'batch'?",
     ),
     "async": (
         lambda: oomkit.auto_batch(_async_step),
