@@ -125,9 +125,12 @@ begin_rows(oomkit_chunks *self)
     return oomkit_batch_refuse(
         self->st, &call->batch,
         PyUnicode_FromFormat("%U found no batch to split: pass a tensor, a "
-                             "list, or a tuple or dict of tensors; or give "
+                             "list, or a tuple or dict of tensors%s; or give "
                              "split=...",
-                             self->options.label));
+                             self->options.label,
+                             self->as_call ? ""
+                                           : " (oomkit.map takes a loader or another "
+                                             "iterator of batches)"));
 }
 
 /* Those of the loop before at this site, where it was for the same function; of one

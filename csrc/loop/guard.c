@@ -90,6 +90,7 @@ oomkit_guard_begin(oomkit_guard *guard, oomkit_guard_window *window)
         guard->prepared = device.type == OOMKIT_DEVICE_CPU;
     }
     window->step = ++guard->calls;
+    window->alone = 0;
     oomkit_device_begin(st, device, guard->reset_peaks, &window->peak);
     window->started_ns = oomkit_now_ns();
     return 0;
@@ -233,14 +234,19 @@ failed_attach(oomkit_state *st, PyObject *exception, PyObject *report)
 
 /* 0 or -1. The texts are of oomkit_format_bytes. */
 static int
-failed_note(oomkit_guard *guard, PyObject *exception, const char *requested,
-            const char *peak)
+failed_note(oomkit_guard *guard, const oomkit_guard_window *window, PyObject *exception,
+            const char *requested, const char *peak)
 {
     PyObject *label = guard->label == NULL ? Py_None : guard->label; /* borrowed */
     OWNED PyObject *note =
         PyUnicode_FromFormat("oomkit: memory ran out in guard(label=%R): "
-                             "requested %s, peak allocated %s",
-                             label, requested, peak);
+                             "requested %s, peak allocated %s%s",
+                             label, requested, peak,
+                             window->alone ? "; a guard runs nothing again: put the "
+                                             "block into `for part in "
+                                             "oomkit.chunks(batch):`, which does, in "
+                                             "parts that fit"
+                                           : "");
     OWNED PyObject *done = NULL;
 
     if (note == NULL) {
@@ -303,7 +309,7 @@ oomkit_guard_failed(oomkit_guard *guard, oomkit_guard_window *window,
     }
     oomkit_format_bytes(attempt.requested_bytes, requested);
     oomkit_format_bytes(window->peak.peak_allocated_bytes, peak);
-    if (failed_note(guard, exception, requested, peak) < 0) {
+    if (failed_note(guard, window, exception, requested, peak) < 0) {
         PyErr_WriteUnraisable(guard->label);
     }
     if (failed_log(guard, requested, peak) < 0) {

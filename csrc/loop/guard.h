@@ -23,6 +23,7 @@ typedef struct oomkit_guard {
 typedef struct oomkit_guard_window {
     oomkit_peak_window peak;
     uint64_t step, started_ns;
+    int alone; /* a block in no loop that would run it again */
 } oomkit_guard_window;
 
 enum { /* oomkit_record.outcome of a guard */

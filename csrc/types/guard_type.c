@@ -187,6 +187,7 @@ guard_enter(PyObject *op, PyObject *Py_UNUSED(ignored))
         entry->chunks =
             oomkit_chunks_guard_enter(self->guard.st, &entry->part, &entry->order);
     }
+    entry->window.alone = entry->chunks == NULL && !self->given;
     return Py_NewRef(op);
 }
 

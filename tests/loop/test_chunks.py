@@ -236,6 +236,12 @@ def test_refusals_are_those_of_auto_batch(x):
         next(oomkit.chunks(list("abcdefghij"), list("abcdefghi")))
 
 
+@pytest.mark.parametrize("kind", [lambda x: torch.utils.data.DataLoader([x]), iter])
+def test_a_stream_of_batches_is_for_map(x, kind):
+    with pytest.raises(oomkit.SplitError, match="oomkit.map takes a loader or another iterator"):
+        next(oomkit.chunks(kind([x])))
+
+
 def test_an_empty_list_has_no_parts():
     assert list(oomkit.chunks([])) == []
 

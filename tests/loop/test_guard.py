@@ -145,6 +145,26 @@ def test_the_exception_gets_a_report_and_a_note(form):
     assert pickle.loads(pickle.dumps(report)) == report
 
 
+def test_a_guard_alone_names_what_would_run_its_block_again():
+    def note_of(run):
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            run()
+        return caught.value.__notes__[0]
+
+    def block(**options):
+        with oomkit.guard(**options):
+            fails(None)
+
+    def loop():
+        for _ in oomkit.chunks(torch.ones(1, 4), label="loop"):
+            with oomkit.guard(on_oom="raise"):
+                fails(None)
+
+    assert "`for part in oomkit.chunks(batch):`" in note_of(block)
+    for other in (lambda: block(on_oom="raise"), oomkit.guard()(lambda: fails(None)), loop):
+        assert "chunks" not in note_of(other)
+
+
 def test_an_exception_that_takes_no_attributes_passes_all_the_same(caplog):
     class Fixed(torch.OutOfMemoryError):
         def __setattr__(self, name, value):
