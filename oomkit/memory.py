@@ -8,7 +8,9 @@ in them.
 
 from __future__ import annotations
 
+import functools
 import gc
+import logging
 import operator
 import os
 import re
@@ -197,7 +199,8 @@ def limit_memory(budget: int | str | None, *, device: DeviceLike = None) -> Memo
     budget : int, str or None
         Bytes, or a size such as "2GiB", "512 MiB" or "1.5GB"; None removes the limit.
     device : torch.device, str or int, optional
-        The CPU or a CUDA device. By default the accelerator in use, else the CPU.
+        The CPU or a CUDA device. By default the accelerator in use, else the CPU, which a
+        line of the log then says.
 
     Returns
     -------
@@ -214,7 +217,18 @@ def limit_memory(budget: int | str | None, *, device: DeviceLike = None) -> Memo
     # Made first: where there is no memory for it nothing has changed yet.
     limit = MemoryLimit(target, size, _layers.get_user(_key(target)))
     _layers.set_user(_key(target), size)
+    if device is None and target.type == "cpu" and size is not None:
+        _say_cpu()
     return limit
+
+
+@functools.cache
+def _say_cpu() -> None:
+    """Once: whoever thinks of a GPU has none here."""
+    logging.getLogger("oomkit").warning(
+        "oomkit: limit_memory() limits the CPU, for there is no accelerator here; "
+        "device='cpu' says that this is meant"
+    )
 
 
 def memory(device: DeviceLike = None) -> MemoryInfo:

@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import subprocess
 import sys
 import textwrap
 import threading
@@ -270,6 +271,32 @@ def test_a_cuda_device_that_is_not_there_is_refused_by_name():
     with pytest.raises(ValueError) as caught:
         oomkit.limit_memory("1GiB", device="cuda:99")
     assert str(caught.value) == "limit_memory(): there is no device 'cuda:99' here"
+
+
+def test_a_limit_without_a_device_says_that_it_is_the_cpus():
+    script = textwrap.dedent(
+        """
+        import oomkit
+        oomkit.limit_memory("1GiB", device="cpu")
+        print("named", flush=True)
+        oomkit.limit_memory("1GiB")
+        oomkit.limit_memory("2GiB")
+        """
+    )
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.splitlines() == [
+        "named",
+        "oomkit: limit_memory() limits the CPU, for there is no accelerator here; device='cpu' "
+        "says that this is meant",
+    ]
 
 
 def test_without_a_bridge_the_rebuild_command_is_named():
