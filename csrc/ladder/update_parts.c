@@ -8,8 +8,9 @@
  * part brings its own; then the same is done with gradients. Where that is not enough,
  * all parts are put back.
  *
- * A class that somebody has declared may write to gradients, or to itself, which no copy
- * is made of: there all parts are put back at once, and the whole call is repeated. */
+ * A class that somebody has declared may write to gradients, or to itself, which no
+ * copy is made of: there all parts are put back at once, and the whole call is
+ * repeated. */
 #include "activations.h"
 #include "ladder.h"
 #include "update_room.h"
