@@ -141,6 +141,7 @@ from ._C import (  # noqa: E402
     PartialUpdate,
     SplitError,
     StepRecord,
+    StepSummary,
     auto_batch,
     chunks,
     classify,
@@ -158,7 +159,7 @@ from .memory import (  # noqa: E402
     memory,
 )
 from .optim import register_optimizer  # noqa: E402
-from .report import report  # noqa: E402
+from .report import report, reset_report  # noqa: E402
 from .reserve import Reservation, reserve  # noqa: E402
 
 __all__ = [
@@ -173,6 +174,7 @@ __all__ = [
     "Reservation",
     "SplitError",
     "StepRecord",
+    "StepSummary",
     "auto_batch",
     "budget",
     "chunks",
@@ -190,6 +192,7 @@ __all__ = [
     "register_splitter",
     "report",
     "reserve",
+    "reset_report",
     "sizes",
     "testing",
 ]

@@ -14,7 +14,7 @@ oomkit_now_ns(void)
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-enum { RECORD_FIELDS = 18, REPORT_FIELDS = 9 };
+enum { RECORD_FIELDS = 19, REPORT_FIELDS = 9 };
 
 static PyStructSequence_Field record_fields[] = {
     {"step", "number of the call at its site, from 1"},
@@ -30,6 +30,7 @@ static PyStructSequence_Field record_fields[] = {
     {"peak_reserved", "highest number of reserved bytes"},
     {"device_free", "bytes free at the end"},
     {"budget", "limit in force, in bytes"},
+    {"started", "when it began, in seconds of time.monotonic()"},
     {"time", "seconds, failed attempts included"},
     {"time_lost", "seconds of failed attempts and of recovery"},
     {"rung", "position on the escalation ladder"},
@@ -74,7 +75,7 @@ oomkit_records_init(oomkit_state *st)
         return -1;
     }
     Py_XSETREF(st->report_type, oomkit_sequence_type(&report_desc));
-    return st->report_type == NULL ? -1 : 0;
+    return st->report_type == NULL ? -1 : oomkit_summary_init(st);
 }
 
 const char *
@@ -141,10 +142,8 @@ outcome_name(uint32_t outcome)
     return outcome < sizeof(names) / sizeof(names[0]) ? names[outcome] : "unknown";
 }
 
-/* Puts values[0..count) into a new struct sequence. Steals all of them, NULL included:
- * one NULL makes the result NULL, with the exception that made it. */
-static PyObject *
-sequence_of(PyObject *type, PyObject **values, Py_ssize_t count)
+PyObject *
+oomkit_sequence_of(PyObject *type, PyObject **values, Py_ssize_t count)
 {
     PyObject *sequence = PyStructSequence_New((PyTypeObject *)type); /* owned */
     int complete = sequence != NULL;
@@ -168,7 +167,7 @@ PyObject *
 oomkit_record_new(oomkit_state *st, const oomkit_record *record, PyObject *label)
 {
     PyObject *values[] = {
-        /* owned, stolen by sequence_of() */
+        /* owned, stolen by oomkit_sequence_of() */
         PyLong_FromUnsignedLongLong(record->step),
         object_or_none(label),
         number_or_none(record->batch_size),
@@ -182,6 +181,7 @@ oomkit_record_new(oomkit_state *st, const oomkit_record *record, PyObject *label
         number_or_none(record->peak_reserved_bytes),
         number_or_none(record->device_free_bytes),
         number_or_none(record->budget_bytes),
+        seconds_or_none(record->began_ns),
         seconds_or_none(record->time_ns),
         seconds_or_none(record->lost_ns),
         PyLong_FromUnsignedLong(record->rung),
@@ -191,7 +191,7 @@ oomkit_record_new(oomkit_state *st, const oomkit_record *record, PyObject *label
     };
 
     _Static_assert(sizeof(values) / sizeof(values[0]) == RECORD_FIELDS, "all fields");
-    return sequence_of(st->record_type, values, RECORD_FIELDS);
+    return oomkit_sequence_of(st->record_type, values, RECORD_FIELDS);
 }
 
 /* --- the report --- */
@@ -346,7 +346,7 @@ oomkit_report_new(oomkit_state *st, PyObject *label, const char *device,
                   PyObject *advice)
 {
     PyObject *values[] = {
-        /* owned, stolen by sequence_of() */
+        /* owned, stolen by oomkit_sequence_of() */
         object_or_none(label),
         PyUnicode_FromString(device),
         attempts_tuple(attempts, count),
@@ -365,5 +365,5 @@ oomkit_report_new(oomkit_state *st, PyObject *label, const char *device,
             report_text(label, device, attempts, count, allocated_bytes, budget_bytes,
                         holders, advice);
     }
-    return sequence_of(st->report_type, values, REPORT_FIELDS);
+    return oomkit_sequence_of(st->report_type, values, REPORT_FIELDS);
 }

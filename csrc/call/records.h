@@ -4,7 +4,7 @@
 #define OOMKIT_CALL_RECORDS_H
 
 #include "../py/errors.h"
-#include "../core/ring.h"
+#include "../core/history.h"
 
 /* A struct sequence type that outlives the collector. New reference or NULL. CPython
  * reads a sequence's length from its type's dictionary when it frees one; at exit the
@@ -21,16 +21,47 @@ oomkit_sequence_type(PyStructSequence_Desc *description)
     return Py_XNewRef(type); /* the second reference, on purpose never given back */
 }
 
-/* Makes st->record_type and st->report_type. 0 or -1. */
+/* Makes st->record_type, st->report_type and st->summary_type. 0 or -1. */
 int
 oomkit_records_init(oomkit_state *st);
 
+/* Puts values[0..count) into a new struct sequence. Steals all of them, NULL included:
+ * one NULL makes the result NULL, with the exception that made it. */
+PyObject *
+oomkit_sequence_of(PyObject *type, PyObject **values, Py_ssize_t count);
+
 /* A StepRecord: step, label, batch_size, micro_batch_size, accumulation_steps,
  * attempts, ooms, requested_bytes, baseline, peak_allocated, peak_reserved,
- * device_free, budget, time, time_lost (seconds), rung, reason (str), outcome (str).
- * None where unknown. `label` is borrowed. New reference or NULL. */
+ * device_free, budget, started, time, time_lost (seconds), rung, reason (str), outcome
+ * (str). None where unknown. `label` is borrowed. New reference or NULL. */
 PyObject *
 oomkit_record_new(oomkit_state *st, const oomkit_record *record, PyObject *label);
+
+/* --- summary.c --- */
+
+/* Makes st->summary_type. 0 or -1. */
+int
+oomkit_summary_init(oomkit_state *st);
+
+/* A StepSummary of the totals. `label` is borrowed and may be NULL. New reference or
+ * NULL. */
+PyObject *
+oomkit_summary_new(oomkit_state *st, const oomkit_totals *totals, PyObject *label);
+
+/* The records that are kept, oldest first, as a tuple of StepRecord. */
+PyObject *
+oomkit_history_records(oomkit_state *st, const oomkit_history *history,
+                       PyObject *label);
+
+/* Takes over the history of a step that goes: what its function did stays in reports.
+ * Never fails; keeps an exception. */
+void
+oomkit_gone_put(oomkit_state *st, PyObject *label, oomkit_history *history);
+
+/* Everything by label: list of (label, StepSummary, tuple of StepRecord), of those
+ * steps that are gone and of `live` (borrowed: a list). New reference or NULL. */
+PyObject *
+oomkit_histories(oomkit_state *st, PyObject *live);
 
 /* What one failed attempt was, for the report. Plain values: nothing of the attempt
  * lives in it. */

@@ -4,6 +4,7 @@
 
 #include "events.h"
 #include "proven.h"
+#include "../core/history.h"
 #include "../core/knowledge.h"
 
 #define OOMKIT_SIGNATURES 32
@@ -42,7 +43,7 @@ typedef struct oomkit_step {
     oomkit_participants *parts; /* counted reference, or NULL before the first call */
     oomkit_batch_site *batch_site;
     oomkit_result_site results;
-    oomkit_ring *ring;
+    oomkit_history *history; /* owned, of a step with a parent borrowed from it */
     oomkit_signature signatures[OOMKIT_SIGNATURES];
     int signature_count;
     oomkit_loss_site losses;

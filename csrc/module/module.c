@@ -190,6 +190,27 @@ module_live_steps(PyObject *module, PyObject *Py_UNUSED(ignored))
 }
 
 static PyObject *
+module_histories(PyObject *module, PyObject *Py_UNUSED(ignored))
+{
+    OWNED PyObject *live = module_live_steps(module, NULL);
+
+    return live == NULL ? NULL : oomkit_histories(oomkit_state_of_module(module), live);
+}
+
+static PyObject *
+module_forget_records(PyObject *module, PyObject *Py_UNUSED(ignored))
+{
+    OWNED PyObject *live = module_live_steps(module, NULL);
+    Py_ssize_t i;
+
+    for (i = 0; live != NULL && i < PyList_GET_SIZE(live); i++) {
+        oomkit_history_forget(step_CAST(PyList_GET_ITEM(live, i))->history);
+    }
+    Py_CLEAR(oomkit_state_of_module(module)->gone);
+    return live == NULL ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *
 module_watch_backward(PyObject *module, PyObject *Py_UNUSED(ignored))
 {
     if (oomkit_backward_install(oomkit_state_of_module(module)) < 0) {
@@ -332,6 +353,11 @@ static PyMethodDef module_methods[] = {
      METH_VARARGS | METH_KEYWORDS, auto_batch_doc},
     {"register_splitter", (PyCFunction)(void (*)(void))oomkit_register_splitter,
      METH_VARARGS | METH_KEYWORDS, OOMKIT_REGISTER_SPLITTER_DOC},
+    {"histories", module_histories, METH_NOARGS,
+     "histories()\n--\n\n(label, StepSummary, records) of "
+     "every label, those of functions that are gone included (list)."},
+    {"forget_records", module_forget_records, METH_NOARGS,
+     "forget_records()\n--\n\nForget the records of all steps, alive or gone."},
     {"live_steps", module_live_steps, METH_NOARGS,
      "live_steps()\n--\n\nThe decorated steps that are alive (list)."},
     {"_bind", module_bind, METH_VARARGS,
@@ -416,7 +442,8 @@ module_exec(PyObject *module)
         PyModule_AddObjectRef(module, "guard", st->guard_type) < 0 ||
         PyModule_AddObjectRef(module, "chunks", st->chunks_type) < 0 ||
         PyModule_AddObjectRef(module, "StepRecord", st->record_type) < 0 ||
-        PyModule_AddObjectRef(module, "OOMReport", st->report_type) < 0) {
+        PyModule_AddObjectRef(module, "OOMReport", st->report_type) < 0 ||
+        PyModule_AddObjectRef(module, "StepSummary", st->summary_type) < 0) {
         return -1;
     }
     return 0;

@@ -159,6 +159,7 @@
     X(packed_type)                                                                     \
     X(record_type)                                                                     \
     X(report_type)                                                                     \
+    X(summary_type)                                                                    \
     X(OomkitError)                                                                     \
     X(OutOfMemory)                                                                     \
     X(PartialUpdate)                                                                   \
@@ -267,6 +268,8 @@
     X(outer_hook)  /* our callable in place of torch.autograd.backward */              \
     X(chunk_sites) /* dict: where a loop over chunks() is -> its step, or NULL */      \
     X(settings_seen) /* the allocator's settings when they were last read, or NULL */  \
+    X(gone) /* dict: label -> capsule with the history of steps that are gone, or      \
+               NULL: see summary.c */                                                  \
     X(kept) /* capsule: sizes of steps that are gone, or NULL: see kept_sizes.c */     \
     X(splitters) /* dict: type -> (split, size, join), or NULL: see splitters.c */     \
     X(forbid_saved_hooks) /* torch._C._autograd._saved_tensors_hooks_disable, or NULL: \

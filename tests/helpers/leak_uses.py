@@ -234,12 +234,16 @@ def a_limit() -> None:
         repr(limit)
 
 
-@covers("report", "report.format_bytes", "report.format_seconds", "report.record_dict")
+@covers("report", "report.Report", "report.format_bytes", "report.format_seconds")
+@covers("report.record_dict", "reset_report", "StepSummary")
 def reporting() -> None:
     with oomkit.guard(label="leak") as guard:
         pass
     for kind in ("text", "markdown", "json"):
         oomkit.report([guard], format=kind, file=io.StringIO())
+    oomkit.auto_batch(lambda batch: batch, label="leak")([1])
+    assert oomkit.report()._repr_html_() and guard.summary.steps
+    oomkit.reset_report()
     module = sys.modules["oomkit.report"]
     json.dumps(module.record_dict(guard.records[-1]))
     module.format_bytes(10**9), module.format_seconds(0.1)
