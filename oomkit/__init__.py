@@ -48,6 +48,7 @@ from ._ladder import update as _update
 from ._proof import diagnose as _diagnose
 from ._proof import judge as _proof
 from ._proof import replay_rows as _replay_rows
+from ._reports import advice as _advice
 
 __version__ = "0.1.0"
 
@@ -84,6 +85,7 @@ _fits = _C._bind(
     _capsule,
     {
         "accept_no_gradients": _withheld.accept_no_gradients,
+        "advise": _advice.advise,
         "update_needs": _optim.update_needs,
         "is_independent": _optim.is_independent,
         "around_parts": _update.around_parts,

@@ -52,6 +52,17 @@ oomkit_compiler_off(oomkit_call *call);
 int
 oomkit_compiler_on(oomkit_call *call);
 
+/* --- holders.c --- */
+/* The figures of a failure, before anything of the attempt is dropped; `parked`
+ * (borrowed, may be NULL) are gradients that are out of sight. Never fails. Looks at
+ * every parameter. */
+void
+oomkit_holders_note(oomkit_call *call, PyObject *const *parked,
+                    oomkit_attempt *attempt);
+/* dict of kind -> bytes at the last failure. New reference or NULL. */
+PyObject *
+oomkit_holders(oomkit_call *call);
+
 /* --- describe.c --- */
 /* Words for reports. Each gives a new reference or NULL. */
 PyObject *

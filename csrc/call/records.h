@@ -63,26 +63,40 @@ oomkit_gone_put(oomkit_state *st, PyObject *label, oomkit_history *history);
 PyObject *
 oomkit_histories(oomkit_state *st, PyObject *live);
 
+/* Bytes on the device of a call, by holder. */
+typedef struct oomkit_holding {
+    uint64_t params, gradients;
+    uint64_t state;   /* of optimizers; OOMKIT_UNKNOWN: not looked at */
+    uint64_t outside; /* more of all three, in memory that the device's figures do not
+                         count */
+} oomkit_holding;
+
 /* What one failed attempt was, for the report. Plain values: nothing of the attempt
  * lives in it. */
 typedef struct oomkit_attempt {
     int64_t micro_batch_size, accumulation_steps;
     uint64_t requested_bytes, allocated_bytes;
     uint64_t reserved_bytes; /* OOMKIT_UNKNOWN on the CPU */
-    int phase;               /* OOMKIT_PHASE_* */
-    PyObject *location; /* owned: "file:line in name" of the innermost frame, or NULL */
+    uint64_t budget_bytes, free_bytes;
+    oomkit_holding held;
+    int phase;          /* OOMKIT_PHASE_* */
+    PyObject *location; /* owned: "file:line in name" of the user's innermost frame, or
+                           NULL */
+    PyObject *inner;    /* owned: the same of torch's frame below it, or NULL */
     PyObject *message;  /* owned: str, first line of the error, or NULL */
 } oomkit_attempt;
 
-/* An OOMReport: label, device, attempts (tuple of dict with micro_batch_size,
- * accumulation_steps, requested_bytes, allocated_bytes, phase, location, message),
- * requested_bytes, allocated, budget, holders (dict of kind -> bytes), advice (tuple of
- * three str), text (str, what the exception says). `holders` and `advice` are borrowed.
- * New reference or NULL. */
+/* Its plain values as a tuple of dict, one for each attempt. New reference or NULL. */
+PyObject *
+oomkit_attempts_tuple(const oomkit_attempt *attempts, Py_ssize_t count);
+
+/* An OOMReport: label, device, attempts (tuple of dict), requested_bytes, allocated,
+ * budget (all three of the last attempt), holders (dict of kind -> bytes), advice
+ * (tuple of str), text (str, what the exception says). `holders` and `advice` are
+ * borrowed. New reference or NULL. */
 PyObject *
 oomkit_report_new(oomkit_state *st, PyObject *label, const char *device,
-                  const oomkit_attempt *attempts, Py_ssize_t count,
-                  uint64_t allocated_bytes, uint64_t budget_bytes, PyObject *holders,
+                  const oomkit_attempt *attempts, Py_ssize_t count, PyObject *holders,
                   PyObject *advice);
 
 /* "2.00 GiB", "12.50 MiB", "512 bytes", "unknown". buffer needs 32 bytes. */

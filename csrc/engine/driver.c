@@ -110,6 +110,7 @@ oomkit_call_free(oomkit_call *call)
     oomkit_batch_release(&call->batch);
     for (i = 0; i < call->tries.count; i++) {
         Py_CLEAR(call->tries.items[i].location);
+        Py_CLEAR(call->tries.items[i].inner);
         Py_CLEAR(call->tries.items[i].message);
     }
     MEMORY_CLEAR(call->tries.items);

@@ -27,11 +27,11 @@ oomkit_recover_note(oomkit_call *call, PyObject *exception)
                                     ? oomkit_batch_rows(&call->batch)
                                     : call->cut->slices[call->cut->at].length;
     attempt->accumulation_steps = call->cut->slices == NULL ? 1 : call->cut->count;
-    oomkit_device_held(call->st, call->device, &attempt->allocated_bytes,
-                       &attempt->reserved_bytes);
+    attempt->inner = oomkit_exception_inner(call->st, exception);
     attempt->phase = call->backward.failed       ? OOMKIT_PHASE_BACKWARD
                      : oomkit_update_begun(call) ? OOMKIT_PHASE_OPTIMIZER
                                                  : OOMKIT_PHASE_FORWARD;
+    oomkit_holders_note(call, oomkit_grads_parked_ones(call), attempt);
     call->tries.requested = attempt->requested_bytes;
     call->tries.count++;
     call->tries.ooms++;

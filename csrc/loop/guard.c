@@ -198,9 +198,8 @@ failed_report(oomkit_guard *guard, const oomkit_guard_window *window,
     if (advice == NULL) {
         return NULL;
     }
-    return oomkit_report_new(guard->st, guard->label, device, attempt, 1,
-                             attempt->allocated_bytes, window->peak.budget_bytes,
-                             holders, advice);
+    return oomkit_report_new(guard->st, guard->label, device, attempt, 1, holders,
+                             advice);
 }
 
 /* Forgets that an exception takes no attributes, which is no failure of ours. 0 or -1.
@@ -293,8 +292,12 @@ oomkit_guard_failed(oomkit_guard *guard, oomkit_guard_window *window,
     attempt.phase = -1; /* a guard does not know */
     oomkit_exception_describe(st, exception, &attempt.requested_bytes, &attempt.message,
                               &attempt.location);
-    attempt.allocated_bytes = oomkit_device_allocated(st, window->peak.device);
+    attempt.inner = oomkit_exception_inner(st, exception);
+    oomkit_device_held(st, window->peak.device, &attempt.allocated_bytes,
+                       &attempt.reserved_bytes);
     guard_record(guard, window, OOMKIT_GUARD_OOM, attempt.requested_bytes);
+    attempt.budget_bytes = window->peak.budget_bytes;
+    attempt.free_bytes = window->peak.free_bytes;
     oomkit_exception_clear_frames(st, exception, keep);
     /* The exception of the guarded code is the one to see: what goes wrong from here on
      * is said, not raised. */
@@ -315,6 +318,7 @@ oomkit_guard_failed(oomkit_guard *guard, oomkit_guard_window *window,
     }
     Py_XDECREF(attempt.message);
     Py_XDECREF(attempt.location);
+    Py_XDECREF(attempt.inner);
 }
 
 void

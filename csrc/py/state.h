@@ -291,6 +291,7 @@
     X(watch_zero_grad) /* oomkit._engine.patches: the same of zero_grad() */           \
     X(find_zero_grad) /* oomkit._engine.patches: torch's own zero_grad() of optimizers \
                        */                                                              \
+    X(advise)         /* oomkit._reports.advice: what to do, by figures */             \
     X(update_needs)   /* oomkit.optim: bytes that an update needs */                   \
     X(is_independent) /* oomkit.optim: may an update go in parts? */                   \
     X(around_parts)   /* oomkit._ladder.update: step() around its parts */             \
