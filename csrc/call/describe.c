@@ -76,15 +76,16 @@ row_bytes(oomkit_call *call)
 /* Everything that advice goes by, in plain values but for parameters and optimizers.
  * New reference or NULL. */
 static PyObject *
-describe_facts(oomkit_call *call, PyObject *attempts, PyObject *holders,
-               const char *device)
+describe_facts(oomkit_call *call, PyObject *attempts, const oomkit_attempt *last,
+               PyObject *holders, const char *device)
 {
     OWNED PyObject *params = PyList_New(0), *optimizers = PyList_New(0);
+    OWNED PyObject *ends = oomkit_attempts_tuple(last, 1);
     OWNED PyObject *records =
         oomkit_history_records(call->st, call->step->history, call->options->label);
     Py_ssize_t i;
 
-    if (params == NULL || optimizers == NULL || records == NULL) {
+    if (params == NULL || optimizers == NULL || records == NULL || ends == NULL) {
         return NULL;
     }
     for (i = 0; i < call->parts->param_count; i++) {
@@ -97,13 +98,13 @@ describe_facts(oomkit_call *call, PyObject *attempts, PyObject *holders,
             return NULL;
         }
     }
-    return Py_BuildValue("{sO sO sO ss sO sO sO sL sd si sO}", "label",
-                         call->options->label, "attempts", attempts, "holders", holders,
-                         "device", device, "parameters", params, "optimizers",
-                         optimizers, "records", records, "rows",
-                         (long long)call->batch.rows, "row_bytes", row_bytes(call),
-                         "ladder", (int)call->options->ladder, "function",
-                         call->given.func == NULL ? Py_None : call->given.func);
+    return Py_BuildValue(
+        "{sO sO sO sO ss sO sO sO sL sd si sO}", "label", call->options->label,
+        "attempts", attempts, "last", PyTuple_GET_ITEM(ends, 0), "holders", holders,
+        "device", device, "parameters", params, "optimizers", optimizers, "records",
+        records, "rows", (long long)call->batch.rows, "row_bytes", row_bytes(call),
+        "ladder", (int)call->options->ladder, "function",
+        call->given.func == NULL ? Py_None : call->given.func);
 }
 
 /* The OOMReport of the call so far. New reference or NULL. */
@@ -111,14 +112,22 @@ PyObject *
 oomkit_describe_report(oomkit_call *call)
 {
     OWNED PyObject *holders = NULL, *attempts = NULL, *facts = NULL, *advice = NULL;
+    oomkit_attempt now = {.requested_bytes = OOMKIT_UNKNOWN, .phase = -1};
+    oomkit_attempt *last = &now;
     char device[OOMKIT_DEVICE_TEXT];
 
+    if (call->tries.count > 0) {
+        last = &call->tries.items[call->tries.count - 1];
+    } else { /* refused before anything has failed */
+        oomkit_holders_note(call, NULL, last);
+    }
     oomkit_device_text(call->device, device);
-    holders = oomkit_holders(call);
+    holders = oomkit_holders(call, last);
     attempts = holders == NULL
                    ? NULL
                    : oomkit_attempts_tuple(call->tries.items, call->tries.count);
-    facts = attempts == NULL ? NULL : describe_facts(call, attempts, holders, device);
+    facts =
+        attempts == NULL ? NULL : describe_facts(call, attempts, last, holders, device);
     advice = facts == NULL ? NULL : PyObject_CallOneArg(call->st->advise, facts);
     if (advice != NULL && !PyTuple_CheckExact(advice)) {
         PyErr_SetString(PyExc_SystemError, "oomkit's advice is no tuple");
@@ -127,7 +136,7 @@ oomkit_describe_report(oomkit_call *call)
     return advice == NULL ? NULL
                           : oomkit_report_new(call->st, call->options->label, device,
                                               call->tries.items, call->tries.count,
-                                              holders, advice);
+                                              last, holders, advice);
 }
 
 /* Raises oomkit.OutOfMemory with the report of the call. NULL always. */

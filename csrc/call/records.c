@@ -347,12 +347,15 @@ lines_add_advice(PyObject *lines, PyObject *advice)
 static PyObject *
 report_head(PyObject *label, const char *device, const oomkit_attempt *last)
 {
-    char requested[32], allocated[64], budget[64];
+    char requested[64], allocated[64], budget[64];
+    const char *figures =
+        figure_text("requested", last->requested_bytes, requested)[0] != 0
+            ? requested + 1
+            : "";
 
     return PyUnicode_FromFormat(
-        "%V ran out of memory on %s: requested %s%s%s",
-        label == NULL || label == Py_None ? NULL : label, "the call", device,
-        oomkit_format_bytes(last->requested_bytes, requested),
+        "%V ran out of memory on %s:%s%s%s",
+        label == NULL || label == Py_None ? NULL : label, "the call", device, figures,
         figure_text("allocated", last->allocated_bytes, allocated),
         figure_text("budget", last->budget_bytes, budget));
 }
@@ -376,14 +379,14 @@ lines_add_outside(PyObject *lines, const oomkit_attempt *last)
 /* The lines of a report, joined. New reference or NULL. */
 static PyObject *
 report_text(PyObject *label, const char *device, const oomkit_attempt *attempts,
-            Py_ssize_t count, PyObject *holders, PyObject *advice)
+            Py_ssize_t count, const oomkit_attempt *last, PyObject *holders,
+            PyObject *advice)
 {
     OWNED PyObject *newline = PyUnicode_FromString("\n");
     OWNED PyObject *lines = newline ? PyList_New(0) : NULL;
-    const oomkit_attempt *last = &attempts[count - 1];
 
     if (lines == NULL || lines_add(lines, report_head(label, device, last)) < 0 ||
-        lines_add_attempts(lines, attempts, count) < 0 ||
+        (count > 0 && lines_add_attempts(lines, attempts, count) < 0) ||
         lines_add_holders(lines, holders) < 0 || lines_add_outside(lines, last) < 0 ||
         lines_add_advice(lines, advice) < 0) {
         return NULL;
@@ -393,13 +396,9 @@ report_text(PyObject *label, const char *device, const oomkit_attempt *attempts,
 
 PyObject *
 oomkit_report_new(oomkit_state *st, PyObject *label, const char *device,
-                  const oomkit_attempt *attempts, Py_ssize_t count, PyObject *holders,
-                  PyObject *advice)
+                  const oomkit_attempt *attempts, Py_ssize_t count,
+                  const oomkit_attempt *last, PyObject *holders, PyObject *advice)
 {
-    static const oomkit_attempt none = {.requested_bytes = OOMKIT_UNKNOWN,
-                                        .allocated_bytes = OOMKIT_UNKNOWN,
-                                        .budget_bytes = OOMKIT_UNKNOWN};
-    const oomkit_attempt *last = count > 0 ? &attempts[count - 1] : &none;
     PyObject *values[] = {
         /* owned, stolen by oomkit_sequence_of() */
         object_or_none(label),
@@ -416,8 +415,7 @@ oomkit_report_new(oomkit_state *st, PyObject *label, const char *device,
     _Static_assert(sizeof(values) / sizeof(values[0]) == REPORT_FIELDS, "all fields");
     if (!PyErr_Occurred()) {
         values[REPORT_FIELDS - 1] =
-            report_text(label, device, count > 0 ? attempts : &none,
-                        count > 0 ? count : 1, holders, advice);
+            report_text(label, device, attempts, count, last, holders, advice);
     }
     return oomkit_sequence_of(st->report_type, values, REPORT_FIELDS);
 }

@@ -80,6 +80,7 @@ typedef struct oomkit_attempt {
     uint64_t budget_bytes, free_bytes;
     oomkit_holding held;
     int phase;          /* OOMKIT_PHASE_* */
+    int in_update;      /* an optimizer's step() was not finished */
     PyObject *location; /* owned: "file:line in name" of the user's innermost frame, or
                            NULL */
     PyObject *inner;    /* owned: the same of torch's frame below it, or NULL */
@@ -91,13 +92,13 @@ PyObject *
 oomkit_attempts_tuple(const oomkit_attempt *attempts, Py_ssize_t count);
 
 /* An OOMReport: label, device, attempts (tuple of dict), requested_bytes, allocated,
- * budget (all three of the last attempt), holders (dict of kind -> bytes), advice
- * (tuple of str), text (str, what the exception says). `holders` and `advice` are
- * borrowed. New reference or NULL. */
+ * budget (all three of `last`, the last attempt, or the present where there is none),
+ * holders (dict of kind -> bytes), advice (tuple of str), text (str, what the exception
+ * says). `holders` and `advice` are borrowed. New reference or NULL. */
 PyObject *
 oomkit_report_new(oomkit_state *st, PyObject *label, const char *device,
-                  const oomkit_attempt *attempts, Py_ssize_t count, PyObject *holders,
-                  PyObject *advice);
+                  const oomkit_attempt *attempts, Py_ssize_t count,
+                  const oomkit_attempt *last, PyObject *holders, PyObject *advice);
 
 /* "2.00 GiB", "12.50 MiB", "512 bytes", "unknown". buffer needs 32 bytes. */
 const char *

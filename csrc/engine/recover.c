@@ -11,6 +11,23 @@
 #include "../undo/gradients.h"
 #include "../undo/undo.h"
 
+/* Did autograd's engine raise it? A backward of a proof is no backward of the call. */
+static int
+note_is_of_engine(const oomkit_state *st, const oomkit_attempt *attempt)
+{
+    PyObject *name = st->str_engine_run_backward; /* borrowed */
+    Py_ssize_t found =
+        attempt->inner == NULL
+            ? 0
+            : PyUnicode_Tailmatch(attempt->inner, name, 0,
+                                  PyUnicode_GET_LENGTH(attempt->inner), 1);
+
+    if (found < 0) {
+        oomkit_error_dismiss(); /* the phase is for people */
+    }
+    return found > 0;
+}
+
 int
 oomkit_recover_note(oomkit_call *call, PyObject *exception)
 {
@@ -28,9 +45,11 @@ oomkit_recover_note(oomkit_call *call, PyObject *exception)
                                     : call->cut->slices[call->cut->at].length;
     attempt->accumulation_steps = call->cut->slices == NULL ? 1 : call->cut->count;
     attempt->inner = oomkit_exception_inner(call->st, exception);
-    attempt->phase = call->backward.failed       ? OOMKIT_PHASE_BACKWARD
+    attempt->phase = call->backward.failed || note_is_of_engine(call->st, attempt)
+                         ? OOMKIT_PHASE_BACKWARD
                      : oomkit_update_begun(call) ? OOMKIT_PHASE_OPTIMIZER
                                                  : OOMKIT_PHASE_FORWARD;
+    attempt->in_update = oomkit_update_unfinished(call) && !call->backward.failed;
     oomkit_holders_note(call, oomkit_grads_parked_ones(call), attempt);
     call->tries.requested = attempt->requested_bytes;
     call->tries.count++;
@@ -162,9 +181,12 @@ recover_partial(oomkit_call *call)
             : "between the updates of two optimizers";
     oomkit_raise(call->st->PartialUpdate,
                  "%U ran out of memory %s: the update is half done and cannot be taken "
-                 "back; restore a checkpoint, or pass optimizer_safety=\"copy\" to "
+                 "back; restore a checkpoint, or pass optimizer_safety=\"%s\" to "
                  "auto_batch",
-                 call->options->label, where);
+                 call->options->label, where,
+                 oomkit_update_unfinished(call) && oomkit_updates_made(call) == 0
+                     ? "parts\" or \"copy"
+                     : "copy");
     call->log.outcome = 2;
 }
 
@@ -181,6 +203,18 @@ oomkit_recover_committed(oomkit_call *call)
                : committed;
 }
 
+/* Something of our own ran out of memory (its error is in flight): what can be taken
+ * back is. Steals `exception`, the step's. -1 always. */
+static int
+recover_cannot(oomkit_call *call, PyObject *exception, const char *doing)
+{
+    Py_DECREF(exception);
+    if (oomkit_update_committed(call) == 0) {
+        oomkit_recover_undo(call);
+    }
+    return oomkit_own_failed(call, doing);
+}
+
 /* May this OOM be retried? 0 yes; -1 with the exception to raise. Steals `exception`
  * when it answers -1. */
 static int
@@ -194,11 +228,8 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception)
     }
     committed = oomkit_recover_committed(call);
     if (committed < 0) {
-        Py_DECREF(exception);
-        if (oomkit_update_committed(call) == 0) {
-            oomkit_recover_undo(call);
-        }
-        return oomkit_own_failed(call, "it was being judged whether to retry it");
+        return recover_cannot(call, exception,
+                              "it was being judged whether to retry it");
     }
     if ((!committed || call->options->optimizer_copy) && call->refused.why == NULL) {
         return 0;
@@ -327,8 +358,7 @@ recover_from_failure(oomkit_call *call)
         class_ = OOMKIT_CLASS_STICKY;
     }
     if (oomkit_modes_entry_back(call) < 0 || oomkit_recover_note(call, exception) < 0) {
-        Py_DECREF(exception);
-        return -1;
+        return recover_cannot(call, exception, "an attempt that had failed was noted");
     }
     if (recover_judge(call, class_, exception) < 0) {
         return -1;

@@ -198,8 +198,8 @@ failed_report(oomkit_guard *guard, const oomkit_guard_window *window,
     if (advice == NULL) {
         return NULL;
     }
-    return oomkit_report_new(guard->st, guard->label, device, attempt, 1, holders,
-                             advice);
+    return oomkit_report_new(guard->st, guard->label, device, attempt, 1, attempt,
+                             holders, advice);
 }
 
 /* Forgets that an exception takes no attributes, which is no failure of ours. 0 or -1.

@@ -198,6 +198,30 @@ module_histories(PyObject *module, PyObject *Py_UNUSED(ignored))
 }
 
 static PyObject *
+module_outside_limit(PyObject *module, PyObject *Py_UNUSED(ignored))
+{
+    OWNED PyObject *live = module_live_steps(module, NULL), *list = PyList_New(0);
+    Py_ssize_t i;
+
+    if (live == NULL || list == NULL) {
+        return NULL;
+    }
+    for (i = 0; i < PyList_GET_SIZE(live); i++) {
+        const oomkit_step *step = step_CAST(PyList_GET_ITEM(live, i));
+        const uint64_t bytes = oomkit_holders_outside(step);
+        OWNED PyObject *entry = NULL;
+        if (bytes == 0) {
+            continue;
+        }
+        entry = Py_BuildValue("(OK)", step->options.label, (unsigned long long)bytes);
+        if (entry == NULL || PyList_Append(list, entry) < 0) {
+            return NULL;
+        }
+    }
+    return STEAL(list);
+}
+
+static PyObject *
 module_forget_records(PyObject *module, PyObject *Py_UNUSED(ignored))
 {
     OWNED PyObject *live = module_live_steps(module, NULL);
@@ -356,6 +380,9 @@ static PyMethodDef module_methods[] = {
     {"histories", module_histories, METH_NOARGS,
      "histories()\n--\n\n(label, StepSummary, records) of "
      "every label, those of functions that are gone included (list)."},
+    {"outside_limit", module_outside_limit, METH_NOARGS,
+     "outside_limit()\n--\n\n(label, bytes of parameters on the CPU that are not "
+     "counted) of the decorated steps that have been called (list)."},
     {"forget_records", module_forget_records, METH_NOARGS,
      "forget_records()\n--\n\nForget the records of all steps, alive or gone."},
     {"live_steps", module_live_steps, METH_NOARGS,

@@ -88,8 +88,8 @@ refuse_over_budget(size_t nbytes)
     const uint64_t left = used < limit ? limit - used : 0;
     refuse(nbytes,
            "The CPU memory budget is " + readable(limit) + " (" +
-               std::to_string(limit) + " bytes), of which " + readable(used) +
-               " are allocated and " + readable(left) + " are free.",
+               std::to_string(limit) + " bytes), of which " + std::to_string(used) +
+               " bytes (" + readable(used) + ") are allocated and " + readable(left) + " are free.",
            __LINE__);
 }
 

@@ -29,6 +29,7 @@ class Figures:
     """Bytes at the last failure; None where a figure is not known."""
 
     attempts: Sequence[Mapping[str, Any]]
+    phase: str | None  # of the last of them
     device: str
     budget: int | None  # what this process can have
     allocated: int | None
@@ -45,6 +46,7 @@ class Figures:
     row_bytes: float
     ladder: int  # rungs that are allowed, as bits
     growth: Growth | None
+    whole_parameters: int  # the same with all shards, where they are sharded
     keeper: str | None  # who keeps graphs, and where
     ranks: int
     beside: int | None  # on the device, and not PyTorch's of this process
@@ -80,9 +82,14 @@ def parameters_and_gradients(f: Figures) -> str | None:
     need = f.parameters + f.all_gradients
     if f.budget is None or f.all_gradients == 0 or need <= f.budget:
         return None
-    return (
+    both = (
         f"parameters ({format_bytes(f.parameters)}) and their gradients "
-        f"({format_bytes(f.all_gradients)}) need {format_bytes(need)} of {format_bytes(f.budget)}: "
+        f"({format_bytes(f.all_gradients)}) need {format_bytes(need)}"
+        if f.parameters
+        else f"the gradients of all parameters need {format_bytes(need)}"
+    )
+    return (
+        f"{both} of {format_bytes(f.budget)}: "
         "no batch size and no rung of the ladder helps; train fewer parameters (freeze some, or "
         "adapters such as LoRA), keep them in bfloat16, which halves both, or give it a larger "
         "budget"
@@ -110,8 +117,7 @@ def optimizer_state(f: Figures) -> str | None:
 
 def one_sample(f: Figures) -> str | None:
     """The activations of the smallest micro-batch do not fit."""
-    last = f.attempts[-1] if f.attempts else {}
-    if f.activations is None or last.get("phase") == "optimizer" or parameters_and_gradients(f):
+    if f.activations is None or f.phase == "optimizer" or parameters_and_gradients(f):
         return None
     need = f.activations + (f.requested or 0)
     if f.least == 0 or need < max(f.parameters, f.all_gradients, f.others or 0):
@@ -168,6 +174,12 @@ def many_ranks(f: Figures) -> str | None:
     """Every rank keeps everything."""
     if f.ranks < 2:
         return None
+    if f.whole_parameters > f.parameters > 0:
+        return (
+            f"parameters are sharded, {format_bytes(f.parameters)} of "
+            f"{format_bytes(f.whole_parameters)} here: shard over more ranks, and reshard after "
+            "the forward"
+        )
     mine = f.parameters + f.all_gradients + f.state + f.missing_state
     return (
         f"{f.ranks} ranks keep {format_bytes(mine)} of parameters, gradients and state each: "
@@ -178,7 +190,7 @@ def many_ranks(f: Figures) -> str | None:
 
 def large_update(f: Figures) -> str | None:
     """What the update allocates on its way does not fit."""
-    if not f.attempts or f.attempts[-1].get("phase") != "optimizer" or optimizer_state(f):
+    if f.phase != "optimizer" or optimizer_state(f):
         return None
     return (
         f"let {f.optimizers} allocate less in an update: fused=True where it has that, "
@@ -215,6 +227,8 @@ def sentences(figures: Figures) -> tuple[str, ...]:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
+    """Bytes in this process: of a sharded tensor (DTensor) its own shard."""
+    tensor = getattr(tensor, "_local_tensor", tensor)
     return tensor.numel() * tensor.element_size()
 
 
@@ -248,13 +262,14 @@ def _usable(device: str, last: Mapping[str, Any]) -> tuple[int | None, int | Non
 def figures_of(facts: Mapping[str, Any]) -> Figures:
     """The figures of a call that gives up, as C has noted them."""
     attempts, holders = facts["attempts"], facts["holders"]
-    last = attempts[-1] if attempts else {}
+    last = facts["last"]
     trained = [_bytes(p) for p in facts["parameters"] if p.requires_grad]
     usable, beside = _usable(facts["device"], last)
     growth = growth_of(facts["records"])
     optimizers = facts["optimizers"]
     return Figures(
         attempts=attempts,
+        phase=last["phase"],
         device=facts["device"],
         budget=usable,
         allocated=last.get("allocated_bytes"),
@@ -271,6 +286,7 @@ def figures_of(facts: Mapping[str, Any]) -> Figures:
         row_bytes=facts["row_bytes"],
         ladder=facts["ladder"],
         growth=growth,
+        whole_parameters=sum(p.numel() * p.element_size() for p in facts["parameters"]),
         keeper=None if growth is None else keeper(facts["function"]),
         ranks=_ranks(),
         beside=beside,
