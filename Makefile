@@ -11,7 +11,7 @@ SOURCES := setup.py pyproject.toml \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv build demo test quick test-integrations prove mutants sanitize programs bench
+.PHONY: help venv build demo test quick test-integrations test-sinks prove mutants sanitize programs bench
 .PHONY: latency peers ladder larger tune lint gpu clean
 
 help: ## List every target
@@ -39,6 +39,9 @@ quick: $(BUILT) ## Run in a minute what a change needs first; FOLDER=undo for te
 test-integrations: $(BUILT) .venv-optuna5/.installed .venv-optuna4/.installed ## Run the tests of other frameworks (the first time 5 minutes more)
 	set -e; for version in 5 4; do PYTHONPATH=. .venv-optuna$$version/bin/python -m pytest \
 	    tests/integrations $(PYTEST_ARGS); done
+
+test-sinks: $(BUILT) .venv-sinks/.installed ## Run the tests of loggers and notebooks (the first time 2 minutes more)
+	PYTHONPATH=.:tests WANDB_MODE=offline .venv-sinks/bin/python -m pytest tests/sinks $(PYTEST_ARGS)
 
 prove: export PYTHONPATH := tests
 prove: $(BUILT) ## Fail every allocation of every model, and more (about 45 minutes)
@@ -95,6 +98,11 @@ clean: ## Remove what was built and measured; .venv stays
 $(INSTALLED): requirements/dev.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	touch $@
+
+.venv-sinks/.installed: requirements/sinks.txt
+	$(PYTHON) -m venv .venv-sinks
+	.venv-sinks/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 
 .venv-%/.installed: requirements/search.txt requirements/integrations.txt \

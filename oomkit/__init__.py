@@ -26,7 +26,7 @@ except ImportError as _error:  # pragma: no cover - exercised in a subprocess wi
 
 # All of it now: a module that is first imported between an error and its replay makes that
 # one wait.
-from . import _C, sizes
+from . import _C, sinks, sizes
 from . import optim as _optim
 from ._code import plain_state as _plain_state
 from ._code import side_effects as _side_effects
@@ -49,6 +49,7 @@ from ._proof import diagnose as _diagnose
 from ._proof import judge as _proof
 from ._proof import replay_rows as _replay_rows
 from ._reports import advice as _advice
+from ._reports import logs as _logs
 
 __version__ = "0.1.0"
 
@@ -105,6 +106,8 @@ _fits = _C._bind(
         "proof": _proof.Proof,
         "loop_judge": _loops.loop_judge,
         "cut_sequence": _loops.cut_sequence,
+        "names_sum": _callables.names_sum,
+        "tell_sinks": sinks._tell,
         "weight_problem": _callables.weight_problem,
         "watch_effects": _side_effects.watch,
         "parameter_writes": _writes.parameter_writes,
@@ -133,6 +136,8 @@ if _capsule is not None and not _fits:
 _C.register_splitter(
     _torch.nn.utils.rnn.PackedSequence, split=_packed.split, size=_packed.size, join=_packed.join
 )
+
+_logs.set_up()
 
 from . import testing  # noqa: E402  (needs the bound extension)
 from ._api.budget import Budget, budget  # noqa: E402
@@ -197,6 +202,7 @@ __all__ = [
     "report",
     "reserve",
     "reset_report",
+    "sinks",
     "sizes",
     "testing",
 ]

@@ -72,7 +72,8 @@ class MemoryInfo:
 
     `allocated` and `reserved` mean what they mean in PyTorch; the peaks count from the last
     reset. On the CPU oomkit counts, from the first limit or the first decorated call on:
-    tensors that were made before are not in the figures. `free` and `total` are the device's; on the CPU `free` is what the limit leaves.
+    tensors that were made before are not in the figures. `free` and `total` are the device's; on
+    the CPU `free` is what the limit leaves.
     `budget` is the limit set by `limit_memory`, on an accelerator also one that the program
     has set by `set_per_process_memory_fraction`. `oomkit.budget` says who has the rest.
     """

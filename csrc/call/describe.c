@@ -129,9 +129,9 @@ oomkit_describe_report(oomkit_call *call)
     facts =
         attempts == NULL ? NULL : describe_facts(call, attempts, last, holders, device);
     advice = facts == NULL ? NULL : PyObject_CallOneArg(call->st->advise, facts);
-    if (advice != NULL && !PyTuple_CheckExact(advice)) {
-        PyErr_SetString(PyExc_SystemError, "oomkit's advice is no tuple");
-        return NULL;
+    if (facts != NULL && advice == NULL && !PyErr_ExceptionMatches(PyExc_MemoryError)) {
+        oomkit_error_dismiss(); /* the report tells more than what goes wrong there */
+        advice = PyTuple_New(0);
     }
     return advice == NULL ? NULL
                           : oomkit_report_new(call->st, call->options->label, device,

@@ -175,7 +175,8 @@ holders_set(PyObject *holders, const char *kind, uint64_t bytes)
 /* The rest of what was allocated: of the attempt, and of others before it. What is
  * there now, after everything of the attempt is gone, tells them apart. 0 or -1. */
 static int
-holders_rest(oomkit_call *call, PyObject *holders, uint64_t allocated, uint64_t known)
+holders_rest(oomkit_call *call, PyObject *holders, uint64_t allocated, uint64_t known,
+             uint64_t state)
 {
     const uint64_t now = oomkit_device_allocated(call->st, call->device);
     oomkit_holding left = {0};
@@ -185,7 +186,7 @@ holders_rest(oomkit_call *call, PyObject *holders, uint64_t allocated, uint64_t 
         return 0;
     }
     held_params(call, NULL, &left);
-    mine = left.params + left.gradients + held_state(call, &left.outside);
+    mine = left.params + left.gradients + state;
     others = now != OOMKIT_UNKNOWN && now > mine ? now - mine : 0;
     mine = known + others;
     batch = held_batch(call);
@@ -202,18 +203,23 @@ PyObject *
 oomkit_holders(oomkit_call *call, oomkit_attempt *last)
 {
     OWNED PyObject *holders = PyDict_New();
+    const int is_known = last->held.state != OOMKIT_UNKNOWN;
+    uint64_t outside = 0, state;
 
     if (holders == NULL) {
         return NULL;
     }
-    if (last->held.state == OOMKIT_UNKNOWN) {
-        last->held.state = held_state(call, &last->held.outside);
+    state = held_state(call, &outside);
+    if (!is_known) {
+        last->held.state = state;
+        last->held.outside += outside;
     }
     if (holders_set(holders, "parameters", last->held.params) < 0 ||
         holders_set(holders, "gradients", last->held.gradients) < 0 ||
         holders_set(holders, "optimizer state", last->held.state) < 0 ||
         holders_rest(call, holders, last->allocated_bytes,
-                     last->held.params + last->held.gradients + last->held.state) < 0) {
+                     last->held.params + last->held.gradients + last->held.state,
+                     state) < 0) {
         return NULL;
     }
     return STEAL(holders);

@@ -331,6 +331,9 @@ lines_add_advice(PyObject *lines, PyObject *advice)
 {
     Py_ssize_t i;
 
+    if (PyTuple_GET_SIZE(advice) == 0) {
+        return 0;
+    }
     if (lines_add(lines, PyUnicode_FromString("what to do:")) < 0) {
         return -1;
     }

@@ -53,6 +53,22 @@ PyObject *
 oomkit_history_records(oomkit_state *st, const oomkit_history *history,
                        PyObject *label);
 
+/* Hands a record to the sinks that are attached and to `own` (borrowed: a tuple, or
+ * NULL), where there are any. Never fails; keeps an exception in flight. Runs Python
+ * code. */
+void
+oomkit_sinks_told(oomkit_state *st, const oomkit_record *record, PyObject *label,
+                  PyObject *own);
+
+static inline void
+oomkit_sinks_tell(oomkit_state *st, const oomkit_record *record, PyObject *label,
+                  PyObject *own)
+{
+    if (st->sinks_attached || own != NULL) {
+        oomkit_sinks_told(st, record, label, own);
+    }
+}
+
 /* Takes over the history of a step that goes: what its function did stays in reports.
  * Never fails; keeps an exception. */
 void

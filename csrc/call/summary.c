@@ -270,3 +270,22 @@ oomkit_histories(oomkit_state *st, PyObject *live)
     }
     return STEAL(list);
 }
+
+/* --- records as they come --- */
+
+void
+oomkit_sinks_told(oomkit_state *st, const oomkit_record *record, PyObject *label,
+                  PyObject *own)
+{
+    KEEPING_EXCEPTION {
+        OWNED PyObject *item = oomkit_record_new(st, record, label);
+        OWNED PyObject *done = NULL;
+        if (item != NULL) {
+            done = PyObject_CallFunctionObjArgs(st->tell_sinks, item,
+                                                own == NULL ? Py_None : own, NULL);
+        }
+        if (done == NULL) {
+            oomkit_error_dismiss(); /* training never hears of it */
+        }
+    }
+}

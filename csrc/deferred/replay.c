@@ -387,6 +387,10 @@ replay_record(oomkit_call *call, const oomkit_deferred *p)
         record.outcome = call->log.outcome;
     }
     oomkit_history_amend(call->step->history, p->record, &record);
+    if (call->tries.ooms > 0) {
+        oomkit_sinks_tell(call->st, &record, call->options->label,
+                          call->options->sinks);
+    }
 }
 
 void

@@ -75,6 +75,7 @@ oomkit_call_recorded(oomkit_call *call)
     oomkit_call_record(call, &record);
     call->log.record = oomkit_history_count(call->step->history);
     oomkit_history_push(call->step->history, &record);
+    oomkit_sinks_tell(call->st, &record, call->options->label, call->options->sinks);
 }
 
 void

@@ -184,12 +184,13 @@ oomkit_plan_say(oomkit_call *call, const char *level, int64_t old_rows,
     const uint32_t rung = call->cut->plan.rung;
 
     return oomkit_say(
-        call->st, level, "sKLLLLsss",
-        "oomkit: step=%d micro_batch=%d->%d accumulation=%d->%d%s%s reason=%s",
-        (unsigned long long)call->log.number, (long long)old_rows,
+        call->st, level, "sOKLLLLsss",
+        "%s step=%d micro_batch=%d->%d accumulation=%d->%d%s%s reason=%s",
+        call->options->label, (unsigned long long)call->log.number, (long long)old_rows,
         (long long)oomkit_plan_micro_batch(&call->cut->plan), (long long)old_count,
-        (long long)call->cut->count, rung > 0 ? " rung=" : "",
-        rung > 0 ? oomkit_rung_name((int)rung) : "",
+        (long long)(call->cut->count > 0 ? call->cut->count
+                                         : oomkit_plan_count(&call->cut->plan)),
+        rung > 0 ? " rung=" : "", rung > 0 ? oomkit_rung_name((int)rung) : "",
         oomkit_plan_reason_name(call->cut->reason));
 }
 
@@ -197,6 +198,7 @@ oomkit_plan_say(oomkit_call *call, const char *level, int64_t old_rows,
 int
 oomkit_replan_say(oomkit_call *call, int64_t old_rows, int64_t old_count)
 {
+    call->step->fall_said = 1;
     if (oomkit_plan_say(call, "warning", old_rows, old_count) < 0) {
         return -1;
     }

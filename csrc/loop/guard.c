@@ -129,6 +129,7 @@ guard_record(oomkit_guard *guard, oomkit_guard_window *window, int outcome,
         .outcome = (uint32_t)outcome,
     };
     guard_push(guard, &record);
+    oomkit_sinks_tell(guard->st, &record, guard->label, NULL);
 }
 
 void
@@ -258,7 +259,7 @@ static int
 failed_log(oomkit_guard *guard, const char *requested, const char *peak)
 {
     return oomkit_say(guard->st, "warning", "sOsss",
-                      "oomkit: guard=%s requested=%s peak_allocated=%s outcome=%s",
+                      "guard=%s requested=%s peak_allocated=%s outcome=%s",
                       guard->label == NULL ? Py_None : guard->label, requested, peak,
                       guard->skip ? "skipped" : "raised");
 }

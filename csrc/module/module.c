@@ -32,7 +32,8 @@ PyDoc_STRVAR(
     "           min_micro_batch=1, multiple_of=1, rng='torch', "
     "gradient_safety='auto',\n"
     "           optimizer_safety='predict', ladder='auto', restore_batch=False,\n"
-    "           hooks='say', remember=None, on_retry=None, label=None, "
+    "           hooks='say', remember=None, on_retry=None, sinks=None, "
+    "           label=None, "
     "reset_peaks=True)\n"
     "--\n\n"
     "Make a training or evaluation step that survives running out of memory.\n\n"
@@ -116,6 +117,7 @@ PyDoc_STRVAR(
     "    restore_batch: keep a host copy of the batch, for steps that change it in "
     "place.\n"
     "    on_retry: ``on_retry(record)`` before every replay.\n"
+    "    sinks: callables that get the record of each call (see oomkit.sinks).\n"
     "    label: name in records and reports.\n"
     "    reset_peaks: whether the device's peak counters are reset at entry.\n"
     "    hooks: 'say' (a warning, once) or 'error' when a split meets hooks on "
@@ -219,6 +221,18 @@ module_outside_limit(PyObject *module, PyObject *Py_UNUSED(ignored))
         }
     }
     return STEAL(list);
+}
+
+static PyObject *
+module_set_sinks_attached(PyObject *module, PyObject *given)
+{
+    const int attached = PyObject_IsTrue(given);
+
+    if (attached < 0) {
+        return NULL;
+    }
+    oomkit_state_of_module(module)->sinks_attached = attached;
+    Py_RETURN_NONE;
 }
 
 static PyObject *
@@ -383,6 +397,10 @@ static PyMethodDef module_methods[] = {
     {"outside_limit", module_outside_limit, METH_NOARGS,
      "outside_limit()\n--\n\n(label, bytes of parameters on the CPU that are not "
      "counted) of the decorated steps that have been called (list)."},
+    {"set_sinks_attached", module_set_sinks_attached, METH_O,
+     "set_sinks_attached(attached, /)\n--\n\nHave every record told to oomkit.sinks, "
+     "or "
+     "those of sinks= alone."},
     {"forget_records", module_forget_records, METH_NOARGS,
      "forget_records()\n--\n\nForget the records of all steps, alive or gone."},
     {"live_steps", module_live_steps, METH_NOARGS,

@@ -281,6 +281,7 @@
     X(accept_no_gradients) /* oomkit._engine.withheld: before the first split */       \
     X(watch_effects)  /* oomkit._code.side_effects: what else a split step changes */  \
     X(plain_places)   /* oomkit._code.plain_state: where a step stores */              \
+    X(names_sum)      /* oomkit._engine.callables: does its code name a sum? */        \
     X(weight_problem) /* oomkit._engine.callables: why weight= cannot be called */     \
     X(silent_closure) /* oomkit._engine.closures: refuses one that returns a loss */   \
     X(keepsake) /* oomkit._engine.keepsake: what an optimizer keeps beside its state   \
@@ -291,6 +292,7 @@
     X(watch_zero_grad) /* oomkit._engine.patches: the same of zero_grad() */           \
     X(find_zero_grad) /* oomkit._engine.patches: torch's own zero_grad() of optimizers \
                        */                                                              \
+    X(tell_sinks)     /* oomkit.sinks: hands a record to all sinks */                  \
     X(advise)         /* oomkit._reports.advice: what to do, by figures */             \
     X(update_needs)   /* oomkit.optim: bytes that an update needs */                   \
     X(is_independent) /* oomkit.optim: may an update go in parts? */                   \
@@ -359,6 +361,7 @@ typedef struct oomkit_state {
     int flush_pending;       /* a guard wants the cache emptied at the next call */
     uint64_t run_peak_bytes; /* highest peak of any step so far (devices) */
     int settings_expandable; /* what was read then: 1 or 0 */
+    int sinks_attached;      /* records are told */
     int seen_oom;            /* some step has run out of memory */
     int keeps_nothing;       /* sizes go with their step: for tests */
     int proves_nothing;      /* as with verify=False everywhere: for tests */

@@ -304,7 +304,7 @@ def test_prometheus(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", module)
     sink = sinks.Prometheus("mine")
     sink(record())
-    sink(record(peak_allocated=GIB, budget=None))
+    sink(record(step=2, peak_allocated=GIB, budget=None))
     assert {name: metric.value for name, metric in made.items()} == {
         "oomkit_steps": 2,
         "oomkit_ooms": 4,

@@ -122,7 +122,7 @@ def test_what_was_there_before_the_limit_is_said():
     )
     assert lines[-2:] == [
         '["limit_memory(): 1.00 MiB of parameters of step were made before oomkit counted the '
-        'CPU\'s tensors and are outside the limit: set a limit before the model is made"]',
+        "CPU's tensors and are outside the limit: set a limit before the model is made\"]",
         "[]",
     ]
 
@@ -172,7 +172,8 @@ def test_shards_count_as_what_is_here():
     whole = torch.ones(512, 512)
     weight = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None))
     from oomkit._reports.advice import figures_of, many_ranks
-    facts = {"attempts": (), "last": {"phase": None}, "holders": {"parameters": 2**18}, "device": "cpu", "records": (),
+    facts = {"attempts": (), "last": {"phase": None}, "holders": {"parameters": 2**18},
+             "device": "cpu", "records": (),
              "parameters": [weight], "optimizers": [], "row_bytes": 0.0, "ladder": 30,
              "function": None}
     figures = figures_of(facts)
