@@ -141,6 +141,7 @@ _logs.set_up()
 
 from . import testing  # noqa: E402  (needs the bound extension)
 from ._api.budget import Budget, budget  # noqa: E402
+from ._api.check import Check, check  # noqa: E402
 from ._api.map import map  # noqa: E402, A004
 from ._C import (  # noqa: E402
     OomkitError,
@@ -174,6 +175,7 @@ from .reserve import Reservation, reserve  # noqa: E402
 __all__ = [
     "BatchSizeSearch",
     "Budget",
+    "Check",
     "MemoryInfo",
     "OOMReport",
     "OomkitError",
@@ -186,6 +188,7 @@ __all__ = [
     "StepSummary",
     "auto_batch",
     "budget",
+    "check",
     "chunks",
     "classify",
     "cleanup",

@@ -1,10 +1,10 @@
 """The log tells the whole story, with the label, and once."""
 
+import json
 import logging
 import os
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -13,10 +13,12 @@ import torch
 import oomkit
 from oomkit.testing import inject_oom
 
-ROOT = Path(oomkit.__file__).parents[1]
+# Each case is a process of its own, forked where torch has been imported.
 PROGRAM = """
-    import torch, oomkit
-    {set_up}
+import json, logging, os, sys
+import torch, oomkit
+
+def run():
     weight = torch.nn.Parameter(torch.ones(8))
     @oomkit.auto_batch(label="train")
     def step(x):
@@ -24,53 +26,68 @@ PROGRAM = """
         (weight * x).mean().backward()
     with oomkit.testing.inject_oom(nth=2, phase="backward"):
         step(torch.ones(4, 8))
+
+said = {}
+for name, set_up in json.loads(sys.argv[1]).items():
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(theirs, 2)
+        os.close(theirs)
+        exec(set_up)
+        run()
+        sys.exit()  # with what is done at exit
+    os.close(theirs)
+    with open(ours) as stream:
+        said[name] = stream.read().splitlines()
+    os.waitpid(child, 0)
+print(json.dumps(said))
 """
 LINE = "train step=1 micro_batch=4->2 accumulation=1->2 reason=oom"
 SUMMARY = "train: 1 step, 1 OOM, 1 retry, highest peak "
+CASES = {
+    "plain": "",
+    "basic": "logging.basicConfig()",
+    "null": "logging.getLogger('oomkit').addHandler(logging.NullHandler())",
+    "level": "logging.getLogger('oomkit').setLevel(logging.ERROR)",
+    "no summary": "os.environ['OOMKIT_SUMMARY'] = '0'",
+    "no error": "sys.exit()",
+}
 
 
-def stderr_of(set_up="", **environment):
-    environment = {"OOMKIT_SUMMARY": "1", **environment}
+@pytest.fixture(scope="module")
+def said():
+    """stderr of each case, in lines."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM).format(set_up=set_up)],
+        [sys.executable, "-c", PROGRAM, json.dumps(CASES)],
         capture_output=True,
         text=True,
         check=True,
-        cwd=ROOT,
-        env={**os.environ, **environment},
+        cwd=Path(oomkit.__file__).parents[1],
+        env={**os.environ, "OOMKIT_SUMMARY": "1", "OMP_NUM_THREADS": "1"},
     )
-    return done.stderr.splitlines()
+    return json.loads(done.stdout)
 
 
-def test_without_logging_set_up_our_name_is_in_front_once():
-    line, summary = stderr_of()
+def test_without_logging_set_up_our_name_is_in_front_once(said):
+    line, summary = said["plain"]
     assert line == f"oomkit: {LINE}"
     assert summary.startswith(f"oomkit: {SUMMARY}")
 
 
-def test_with_logging_set_up_the_loggers_name_is():
-    line, summary = stderr_of("import logging; logging.basicConfig()")
+def test_with_logging_set_up_the_loggers_name_is(said):
+    line, summary = said["basic"]
     assert line == f"WARNING:oomkit:{LINE}"
     assert summary.startswith(f"WARNING:oomkit:{SUMMARY}")
 
 
-@pytest.mark.parametrize(
-    "set_up",
-    [
-        "import logging; logging.getLogger('oomkit').addHandler(logging.NullHandler())",
-        "import logging; logging.getLogger('oomkit').setLevel(logging.ERROR)",
-    ],
-)
-def test_silenced(set_up):
-    assert stderr_of(set_up) == []
+@pytest.mark.parametrize("how", ["null", "level", "no error"])
+def test_silence(how, said):
+    assert said[how] == []
 
 
-def test_without_the_last_line():
-    assert stderr_of(OOMKIT_SUMMARY="0") == [f"oomkit: {LINE}"]
-
-
-def test_a_process_without_errors_says_nothing():
-    assert stderr_of("step = None; raise SystemExit") == []
+def test_without_the_last_line(said):
+    assert said["no summary"] == [f"oomkit: {LINE}"]
 
 
 @pytest.fixture

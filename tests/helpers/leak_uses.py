@@ -261,6 +261,11 @@ def sinks_of_a_step() -> None:
     assert len(told) == 2
 
 
+@covers("check", "Check", "Check.status")
+def a_dry_run() -> None:
+    assert oomkit.check(_plain, X).ok
+
+
 class _Batch:
     def __init__(self, rows: torch.Tensor) -> None:
         self.rows = rows
