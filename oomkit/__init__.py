@@ -142,6 +142,7 @@ _logs.set_up()
 from . import testing  # noqa: E402  (needs the bound extension)
 from ._api.budget import Budget, budget  # noqa: E402
 from ._api.check import Check, check  # noqa: E402
+from ._api.estimate import Estimate, estimate  # noqa: E402
 from ._api.map import map  # noqa: E402, A004
 from ._C import (  # noqa: E402
     OomkitError,
@@ -176,6 +177,7 @@ __all__ = [
     "BatchSizeSearch",
     "Budget",
     "Check",
+    "Estimate",
     "MemoryInfo",
     "OOMReport",
     "OomkitError",
@@ -189,6 +191,7 @@ __all__ = [
     "auto_batch",
     "budget",
     "check",
+    "estimate",
     "chunks",
     "classify",
     "cleanup",

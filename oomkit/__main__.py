@@ -2,6 +2,7 @@
 
 python -m oomkit run SCRIPT: an unmodified script with records, and a report at its end.
 python -m oomkit check FILE:NAME: a dry run of a step with a batch, for CI.
+python -m oomkit estimate FILE:NAME: what a step needs, on fake tensors.
 python -m oomkit sizes: what steps with remember=True have found.
 python -m oomkit env: what a bug report needs.
 """
@@ -18,6 +19,7 @@ from typing import Any
 
 from . import __version__, sizes
 from ._api.check import check
+from ._api.estimate import estimate
 from ._reports.environment import environment
 from ._reports.script import run_script
 from .report import report
@@ -98,20 +100,41 @@ def remembered(function: str | None, clear: bool) -> int:
     return 0
 
 
-def checked(target: str) -> int:
-    """NAME in FILE gives (step, argument, ...): its dry run."""
+def made_by(target: str) -> tuple[Any, ...] | None:
+    """What NAME in FILE gives: (step, argument, ...). None where there is no such function."""
     path, _, name = target.rpartition(":")
     if not path:
-        print("oomkit: check needs FILE:NAME, a function of a Python file", file=sys.stderr)
-        return 2
+        print("oomkit: expected FILE:NAME, a function of a Python file", file=sys.stderr)
+        return None
     made = runpy.run_path(path, run_name="__oomkit_check__").get(name)
     if not callable(made):
         print(f"oomkit: {path} has no function {name!r}", file=sys.stderr)
+        return None
+    return tuple(made())
+
+
+def checked(target: str) -> int:
+    """The dry run of a step."""
+    made = made_by(target)
+    if made is None:
         return 2
-    step, *batch = made()
-    found = check(step, *batch)
+    found = check(*made)
     print(found)
     return found.status
+
+
+def estimated(target: str, budget: str | None) -> int:
+    """What a step needs, and the largest micro-batch of a budget."""
+    made = made_by(target)
+    if made is None:
+        return 2
+    found = estimate(*made)
+    print(found)
+    if budget is not None:
+        rows = found.largest(budget)
+        print(f"{budget}: {rows or 'not even one'} {'row' if rows < 2 else 'rows'} at once")
+        return 0 if rows else 1
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -133,6 +156,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument(
         "target", metavar="FILE:NAME", help="a function that returns (step, argument, ...)"
     )
+    command = commands.add_parser("estimate", help="say what a step needs, without running it")
+    command.add_argument(
+        "target", metavar="FILE:NAME", help="a function that returns (step, argument, ...)"
+    )
+    command.add_argument("--budget", metavar="SIZE", help="also the largest micro-batch for it")
     command = commands.add_parser("sizes", help="show what steps with remember=True have found")
     command.add_argument("function", nargs="?", help="only those of this function")
     command.add_argument("--clear", action="store_true", help="remove them")
@@ -146,6 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_script(options.script, options.arguments, options.records)
     if options.command == "check":
         return checked(options.target)
+    if options.command == "estimate":
+        return estimated(options.target, options.budget)
     try:
         rows = read_all(options.file)
     except (OSError, ValueError) as error:

@@ -95,6 +95,7 @@ class Copies:
             return self.function(step)
         if isinstance(step, MethodType):
             own = copy.deepcopy(step.__self__, self.memo)
-            return MethodType(self.function(step.__func__), own)
+            function: Any = step.__func__
+            return MethodType(self.function(function), own)
         made: Callable[..., Any] = copy.deepcopy(step, self.memo)
         return made

@@ -129,3 +129,13 @@ def test_check(program, tmp_path, loss, status):
 def test_check_of_nothing(program, tmp_path, target):
     done = program("check", target.format(tmp_path / "script.py"), text="")
     assert done.returncode == 2 and done.stderr.startswith("oomkit: ")
+
+
+@pytest.mark.parametrize(("budget", "status"), [("1GiB", 0), ("100B", 1), (None, 0)])
+def test_estimate(program, tmp_path, budget, status):
+    more = () if budget is None else ("--budget", budget)
+    target = f"{tmp_path / 'script.py'}:case"
+    done = program("estimate", target, *more, text=STEP.format("mean"))
+    assert done.returncode == status, done.stderr
+    assert "each row" in done.stdout
+    assert (budget is None) == ("at once" not in done.stdout)

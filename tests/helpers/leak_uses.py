@@ -261,7 +261,13 @@ def sinks_of_a_step() -> None:
     assert len(told) == 2
 
 
-@covers("check", "Check", "Check.status")
+@covers("estimate", "Estimate", "Estimate.largest", "Estimate.peak")
+def an_estimate() -> None:
+    found = oomkit.estimate(MODEL, X)
+    assert found.largest(found.peak(4)) == 4
+
+
+@covers("check", "Check")
 def a_dry_run() -> None:
     assert oomkit.check(_plain, X).ok
 

@@ -22,7 +22,9 @@ step(torch.ones(4, 256))
     "oomkit.report()",
     """
 def cell():
-    held = [torch.ones(2**20) for _ in range(100)]
+    held = []
+    for _ in range(100):
+        held.append(torch.ones(2**20))
 cell()
 """,
     "before = oomkit.memory('cpu').allocated\nprint(before)",
