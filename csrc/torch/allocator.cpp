@@ -89,7 +89,8 @@ refuse_over_budget(size_t nbytes)
     refuse(nbytes,
            "The CPU memory budget is " + readable(limit) + " (" +
                std::to_string(limit) + " bytes), of which " + std::to_string(used) +
-               " bytes (" + readable(used) + ") are allocated and " + readable(left) + " are free.",
+               " bytes (" + readable(used) + ") are allocated and " + readable(left) +
+               " are free.",
            __LINE__);
 }
 
