@@ -15,8 +15,8 @@ SOURCES := setup.py pyproject.toml \
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv build demo test quick test-integrations prove mutants sanitize programs bench
-.PHONY: wheel latency peers ladder larger tune lint gpu clean
+.PHONY: help venv build demo test quick test-integrations test-sinks prove mutants sanitize
+.PHONY: programs bench wheel latency peers ladder larger tune lint gpu clean
 
 help: ## List every target
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ quick: $(VENV)/.test $(BUILT) ## Run in a minute what a change needs first; FOLD
 test-integrations: $(BUILT) .venv-optuna5/.installed .venv-optuna4/.installed ## Run the tests of other frameworks (the first time 5 minutes more)
 	set -e; for version in 5 4; do PYTHONPATH=. .venv-optuna$$version/bin/python -m pytest \
 	    tests/integrations $(PYTEST_ARGS); done
+
+test-sinks: $(BUILT) .venv-sinks/.installed ## Run the tests of loggers and notebooks (the first time 2 minutes more)
+	PYTHONPATH=.:tests WANDB_MODE=offline .venv-sinks/bin/python -m pytest tests/sinks $(PYTEST_ARGS)
 
 prove: export PYTHONPATH := tests
 prove: $(VENV)/.test $(BUILT) ## Fail every allocation of every model, and more (about 45 minutes)
@@ -106,6 +109,11 @@ $(PY):
 $(NEEDS:%=$(VENV)/.%): $(VENV)/.%: $(NEEDS:%=requirements/%.txt) | $(PY)
 	$(call pip_of,$(PY)) -r requirements/$*.txt
 	touch $(VENV)/.build $@
+
+.venv-sinks/.installed: requirements/sinks.txt
+	$(PYTHON) -m venv .venv-sinks
+	.venv-sinks/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
 
 .venv-%/.installed: requirements/search.txt requirements/integrations.txt \
     requirements/integrations-%.txt

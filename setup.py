@@ -113,7 +113,7 @@ def extensions() -> list[Extension]:
     python_include = ["-isystem", sysconfig.get_paths()["include"]]
     core = [
         f"csrc/core/{name}.c"
-        for name in ("plan", "slices", "knowledge", "numbers", "classify", "ring")
+        for name in ("plan", "slices", "knowledge", "numbers", "classify", "ring", "sketch", "history")
     ]
     found = [
         Extension(

@@ -201,8 +201,8 @@ class Noted(logging.Handler):
         self.sizes: list[int] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if isinstance(record.args, tuple) and record.msg.startswith("oomkit: step="):
-            self.sizes.append(int(record.args[2]))  # type: ignore[call-overload]
+        if isinstance(record.args, tuple) and record.msg.startswith("%s step="):
+            self.sizes.append(int(record.args[3]))  # type: ignore[call-overload]
 
 
 def table_of(points: list[Point], scale: Scale) -> Table:

@@ -43,7 +43,7 @@ if _PathFinder.find_spec("oomkit._C", __path__) is None:
 
 # All of it now: a module that is first imported between an error and its replay makes that
 # one wait.
-from . import _C, sizes
+from . import _C, sinks, sizes
 from . import optim as _optim
 from ._code import plain_state as _plain_state
 from ._code import side_effects as _side_effects
@@ -65,6 +65,8 @@ from ._ladder import update as _update
 from ._proof import diagnose as _diagnose
 from ._proof import judge as _proof
 from ._proof import replay_rows as _replay_rows
+from ._reports import advice as _advice
+from ._reports import logs as _logs
 
 __version__ = "0.1.0"
 
@@ -118,6 +120,7 @@ _fits = _C._bind(
     _capsule,
     {
         "accept_no_gradients": _withheld.accept_no_gradients,
+        "advise": _advice.advise,
         "update_needs": _optim.update_needs,
         "is_independent": _optim.is_independent,
         "around_parts": _update.around_parts,
@@ -139,6 +142,8 @@ _fits = _C._bind(
         "cut_sequence": _loops.cut_sequence,
         "close_match": _callables.close_match,
         "argument_problem": _callables.argument_problem,
+        "names_sum": _callables.names_sum,
+        "tell_sinks": sinks._tell,
         "weight_problem": _callables.weight_problem,
         "watch_effects": _side_effects.watch,
         "parameter_writes": _writes.parameter_writes,
@@ -168,8 +173,12 @@ _C.register_splitter(
     _torch.nn.utils.rnn.PackedSequence, split=_packed.split, size=_packed.size, join=_packed.join
 )
 
+_logs.set_up()
+
 from . import testing  # noqa: E402  (needs the bound extension)
 from ._api.budget import Budget, budget  # noqa: E402
+from ._api.check import Check, check  # noqa: E402
+from ._api.estimate import Estimate, estimate  # noqa: E402
 from ._api.map import map  # noqa: E402, A004
 from ._C import (  # noqa: E402
     OomkitError,
@@ -179,6 +188,7 @@ from ._C import (  # noqa: E402
     PartialUpdate,
     SplitError,
     StepRecord,
+    StepSummary,
     auto_batch,
     chunks,
     classify,
@@ -196,12 +206,14 @@ from .memory import (  # noqa: E402
     memory,
 )
 from .optim import register_optimizer  # noqa: E402
-from .report import report  # noqa: E402
+from .report import report, reset_report  # noqa: E402
 from .reserve import Reservation, reserve  # noqa: E402
 
 __all__ = [
     "BatchSizeSearch",
     "Budget",
+    "Check",
+    "Estimate",
     "MemoryInfo",
     "OOMReport",
     "OomkitError",
@@ -211,8 +223,11 @@ __all__ = [
     "Reservation",
     "SplitError",
     "StepRecord",
+    "StepSummary",
     "auto_batch",
     "budget",
+    "check",
+    "estimate",
     "chunks",
     "classify",
     "cleanup",
@@ -228,6 +243,8 @@ __all__ = [
     "register_splitter",
     "report",
     "reserve",
+    "reset_report",
+    "sinks",
     "sizes",
     "testing",
 ]

@@ -1,18 +1,27 @@
-"""python -m oomkit report FILE: a table, and a picture, of records written by sinks.JSONL.
+"""python -m oomkit report FILE...: a table, and a picture, of records written by sinks.JSONL.
 
+python -m oomkit run SCRIPT: an unmodified script with records, and a report at its end.
+python -m oomkit check FILE:NAME: a dry run of a step with a batch, for CI.
+python -m oomkit estimate FILE:NAME: what a step needs, on fake tensors.
 python -m oomkit sizes: what steps with remember=True have found.
+python -m oomkit env: what a bug report needs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import sizes
+from . import __version__, sizes
+from ._api.check import check
+from ._api.estimate import estimate
+from ._reports.environment import environment
+from ._reports.script import run_script
 from .report import report
 
 _NEEDED = frozenset(
@@ -37,6 +46,15 @@ def read(path: Path) -> list[dict[str, Any]]:
                 raise ValueError(f"{path}, line {number}: not a step record")
             rows.append(row)
     return rows
+
+
+def read_all(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Rows of all files; of several each label has its file's name in front."""
+    if len(paths) == 1:
+        return read(paths[0])
+    return [
+        {**row, "label": f"{path.stem}: {row['label']}"} for path in paths for row in read(path)
+    ]
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -82,30 +100,91 @@ def remembered(function: str | None, clear: bool) -> int:
     return 0
 
 
+def made_by(target: str) -> tuple[Any, ...] | None:
+    """What NAME in FILE gives: (step, argument, ...). None where there is no such function."""
+    path, _, name = target.rpartition(":")
+    if not path:
+        print("oomkit: expected FILE:NAME, a function of a Python file", file=sys.stderr)
+        return None
+    made = runpy.run_path(path, run_name="__oomkit_check__").get(name)
+    if not callable(made):
+        print(f"oomkit: {path} has no function {name!r}", file=sys.stderr)
+        return None
+    return tuple(made())
+
+
+def checked(target: str) -> int:
+    """The dry run of a step."""
+    made = made_by(target)
+    if made is None:
+        return 2
+    found = check(*made)
+    print(found)
+    return found.status
+
+
+def estimated(target: str, budget: str | None) -> int:
+    """What a step needs, and the largest micro-batch of a budget."""
+    made = made_by(target)
+    if made is None:
+        return 2
+    found = estimate(*made)
+    print(found)
+    if budget is not None:
+        rows = found.largest(budget)
+        print(f"{budget}: {rows or 'not even one'} {'row' if rows < 2 else 'rows'} at once")
+        return 0 if rows else 1
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m oomkit", description="Tools of oomkit.")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("report", help="show records that sinks.JSONL has written")
-    command.add_argument("file", type=Path, metavar="FILE", help="a JSONL file")
+    command.add_argument("file", type=Path, nargs="+", metavar="FILE", help="a JSONL file")
+    command.add_argument("--all", action="store_true", help="every record, not one screen")
     command.add_argument(
         "--format", choices=("text", "markdown", "json"), default="text", help="default: text"
     )
     command.add_argument("--png", type=Path, metavar="OUT", help="draw a picture (matplotlib)")
+    commands.add_parser("env", help="show versions, allocator settings and budgets")
+    command = commands.add_parser("run", help="run a script with records and a report")
+    command.add_argument("--records", type=Path, metavar="OUT", help="also write them as JSONL")
+    command.add_argument("script", type=Path)
+    command.add_argument("arguments", nargs=argparse.REMAINDER)
+    command = commands.add_parser("check", help="dry-run a step with a batch")
+    command.add_argument(
+        "target", metavar="FILE:NAME", help="a function that returns (step, argument, ...)"
+    )
+    command = commands.add_parser("estimate", help="say what a step needs, without running it")
+    command.add_argument(
+        "target", metavar="FILE:NAME", help="a function that returns (step, argument, ...)"
+    )
+    command.add_argument("--budget", metavar="SIZE", help="also the largest micro-batch for it")
     command = commands.add_parser("sizes", help="show what steps with remember=True have found")
     command.add_argument("function", nargs="?", help="only those of this function")
     command.add_argument("--clear", action="store_true", help="remove them")
     options = parser.parse_args(arguments)
     if options.command == "sizes":
         return remembered(options.function, options.clear)
+    if options.command == "env":
+        print(environment(__version__))
+        return 0
+    if options.command == "run":
+        return run_script(options.script, options.arguments, options.records)
+    if options.command == "check":
+        return checked(options.target)
+    if options.command == "estimate":
+        return estimated(options.target, options.budget)
     try:
-        rows = read(options.file)
+        rows = read_all(options.file)
     except (OSError, ValueError) as error:
         print(f"oomkit: {error}", file=sys.stderr)
         return 1
-    print(report(rows, format=options.format))
+    print(report(rows, format=options.format, all=options.all))
     if options.png is not None:
         if not rows:
-            print(f"oomkit: {options.file} has no records to draw", file=sys.stderr)
+            print(f"oomkit: {options.file[0]} has no records to draw", file=sys.stderr)
             return 1
         try:
             draw(rows, options.png)

@@ -213,7 +213,7 @@ reduce_batch_size_fn=None, *, grow_back=False)
             if smaller > 0:
                 search.batch_size = smaller
                 _log.warning(
-                    "oomkit: function=%s batch_size=%d->%d reason=oom",
+                    "function=%s batch_size=%d->%d reason=oom",
                     _name(function),
                     size,
                     smaller,

@@ -14,6 +14,7 @@ import logging
 import operator
 import os
 import re
+import warnings
 from dataclasses import dataclass
 from fractions import Fraction
 from types import TracebackType
@@ -23,8 +24,10 @@ import torch
 from . import _C
 from ._engine import sessions as _notebook
 from ._limits import layers as _layers
+from .report import format_bytes
 
 __all__ = [
+    "Freed",
     "MemoryInfo",
     "MemoryLimit",
     "cleanup",
@@ -70,7 +73,9 @@ class MemoryInfo:
     """Memory of one device, in bytes; None where a figure is not known.
 
     `allocated` and `reserved` mean what they mean in PyTorch; the peaks count from the last
-    reset. `free` and `total` are the device's; on the CPU `free` is what the limit leaves.
+    reset. On the CPU oomkit counts, from the first limit or the first decorated call on:
+    tensors that were made before are not in the figures. `free` and `total` are the device's; on
+    the CPU `free` is what the limit leaves.
     `budget` is the limit set by `limit_memory`, on an accelerator also one that the program
     has set by `set_per_process_memory_fraction`. `oomkit.budget` says who has the rest.
     """
@@ -165,7 +170,8 @@ class MemoryLimit:
         self._key = _key(device)
 
     def __repr__(self) -> str:
-        return f"<oomkit.MemoryLimit budget={self.budget} device={str(self.device)!r}>"
+        budget = "none" if self.budget is None else format_bytes(self.budget)
+        return f"<oomkit.MemoryLimit {budget} on {str(self.device)!r}>"
 
     def __enter__(self) -> MemoryLimit:
         return self
@@ -179,6 +185,23 @@ class MemoryLimit:
         _layers.set_user(self._key, self._previous)  # needs no memory, which `device.type` does
 
 
+def _warn_outside() -> None:
+    """Parameters of decorated steps that no limit of the CPU counts."""
+    for label, outside in _C.outside_limit():
+        if outside not in _said_outside.get(label, ()):
+            _said_outside.setdefault(label, set()).add(outside)
+            warnings.warn(
+                f"limit_memory(): {format_bytes(outside)} of parameters of {label} were made "
+                "before oomkit counted the CPU's tensors and are outside the limit: set a "
+                "limit before the model is made",
+                _C.OomkitWarning,
+                stacklevel=3,
+            )
+
+
+_said_outside: dict[str, set[int]] = {}
+
+
 def limit_memory(budget: int | str | None, *, device: DeviceLike = None) -> MemoryLimit:
     """limit_memory(budget, *, device=None) -> MemoryLimit
 
@@ -186,6 +209,10 @@ def limit_memory(budget: int | str | None, *, device: DeviceLike = None) -> Memo
 
     Beyond it an allocation raises `torch.OutOfMemoryError`, on the CPU too. A limit below
     what is in use is allowed: nothing can be allocated until enough is freed.
+
+    On the CPU oomkit counts tensors from the first limit (or decorated call, `inject_oom`) on:
+    what was made before is not counted, then or later. So set a limit before the model is made;
+    a warning says where parameters of a decorated step are outside it.
 
     On CUDA it is a share of the device for PyTorch's allocator, cached memory included and what
     is beside it (contexts, libraries, see `oomkit.budget`) not. It makes no context: before the
@@ -219,6 +246,8 @@ def limit_memory(budget: int | str | None, *, device: DeviceLike = None) -> Memo
     _layers.set_user(_key(target), size)
     if device is None and target.type == "cpu" and size is not None:
         _say_cpu()
+    if target.type == "cpu" and size is not None:
+        _warn_outside()
     return limit
 
 
@@ -234,7 +263,8 @@ def _say_cpu() -> None:
 def memory(device: DeviceLike = None) -> MemoryInfo:
     """memory(device=None) -> MemoryInfo
 
-    Memory figures of a device, by default of the accelerator in use, else of the CPU.
+    Memory figures of a device, by default of the accelerator in use, else of the CPU, where
+    only tensors made since oomkit counts are in them (see `limit_memory`).
 
     It makes no context: figures of a device that is not in use yet are None. Without `device`
     PyTorch is asked for its accelerator, which may start the driver, after which a forked child
@@ -265,8 +295,17 @@ def _held() -> int:
     return held
 
 
-def cleanup() -> int:
-    """cleanup() -> int
+class Freed(int):
+    """Bytes that were freed: an int that shows itself for people."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"<{format_bytes(int(self))} freed>"
+
+
+def cleanup() -> Freed:
+    """cleanup() -> Freed
 
     Let go of what a handled error keeps alive, then return cached memory to the driver.
 
@@ -280,8 +319,8 @@ def cleanup() -> int:
 
     Returns
     -------
-    int
-        Bytes freed: of tensors on the CPU (where oomkit counts them, see `memory`), and
+    Freed
+        An int, the bytes freed: of tensors on the CPU (where oomkit counts them, see `memory`), and
         of the accelerator's reserved memory.
     """
     before = _held()
@@ -290,4 +329,4 @@ def cleanup() -> int:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         torch.get_device_module(accelerator).empty_cache()
-    return max(0, before - _held())
+    return Freed(max(0, before - _held()))

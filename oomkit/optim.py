@@ -116,7 +116,12 @@ def _is_torchs(optimizer: object) -> bool:
 
 def _missing_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Any) -> int:
     """Bytes of state that ``step()`` makes for one parameter."""
-    if p.grad is None or optimizer.state.get(p):
+    return 0 if p.grad is None else _first_state(optimizer, group, p)
+
+
+def _first_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Any) -> int:
+    """The same, once it has a gradient."""
+    if optimizer.state.get(p):
         return 0
     if type(optimizer).__name__ == "Adafactor":
         rows = p.numel() // p.shape[-1] if p.dim() > 1 else p.numel()
@@ -139,6 +144,22 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
         _missing_state(optimizer, group, p)
         for group in optimizer.param_groups
         for p in group["params"]
+    )
+
+
+def first_state_bytes(optimizer: Any) -> int:
+    """Bytes of state that ``step()`` will have made once every parameter had a gradient.
+
+    Args:
+        optimizer: one of torch's own classes; others count as 0.
+    """
+    if not _is_torchs(optimizer):
+        return 0
+    return sum(
+        _first_state(optimizer, group, p)
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.requires_grad
     )
 
 

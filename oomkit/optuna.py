@@ -148,7 +148,7 @@ class _Wrapper:
                 return outcome
             attempt += 1
             log.warning(
-                "oomkit: trial=%d oom_kind=%s retry=%d/%d: there was room for %s, so the trial "
+                "trial=%d oom_kind=%s retry=%d/%d: there was room for %s, so the trial "
                 "is run again",
                 trial.number,
                 outcome.kind,
@@ -166,7 +166,7 @@ class _Wrapper:
         try:
             return self._configuration(trial)
         except Exception as error:  # the user's, of any kind
-            log.warning("oomkit: trial=%d config= failed: %r", trial.number, error)
+            log.warning("trial=%d config= failed: %r", trial.number, error)
             return _hpo_values.configuration(trial.params, {})
 
     def _finish(
@@ -185,7 +185,7 @@ class _Wrapper:
             text = trial.user_attrs.get("memory_prediction", text)
             self._constrain(trial, policy, violation)
         log.warning(
-            "oomkit: trial=%d oom_kind=%s peak_memory_bytes=%s budget_bytes=%s on_oom=%s",
+            "trial=%d oom_kind=%s peak_memory_bytes=%s budget_bytes=%s on_oom=%s",
             trial.number,
             "predicted" if hopeless else outcome.kind,
             outcome.peak,
@@ -226,7 +226,7 @@ class _Wrapper:
                 trial.set_user_attr(name, _hpo_values.plain(value))
             self._constrain(trial, policy, violation)
         except _hpo_study.real_optuna().exceptions.UpdateFinishedTrialError:
-            log.debug("oomkit: trial=%d was told by its objective", trial.number)
+            log.debug("trial=%d was told by its objective", trial.number)
 
     def _predicted(self, outcome: Outcome, trial: Any, violation: float | None) -> float | None:
         """What failed is known to need more than was asked for: a larger prediction is better."""
@@ -251,7 +251,7 @@ class _Wrapper:
         if again:
             study.enqueue_trial(trial.params, user_attrs={_RETRY: trial.number})
         log.warning(
-            "oomkit: trial=%d ran out of memory for a reason that is not its size "
+            "trial=%d ran out of memory for a reason that is not its size "
             "(oom_kind=%s): it is told as failed, which teaches the sampler nothing%s",
             trial.number,
             outcome.kind,

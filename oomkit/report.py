@@ -1,33 +1,29 @@
-"""Reports over step records: text and markdown for people, JSON for programs.
+"""Reports over step records: text and markdown for people, JSON for programs, a table for
+notebooks.
 
 Bytes and seconds in JSON; GiB, MiB and ms in text.
 """
 
 from __future__ import annotations
 
+import html
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from . import _C
 
-__all__ = ["format_bytes", "format_seconds", "record_dict", "report"]
+__all__ = ["Report", "format_bytes", "format_seconds", "record_dict", "report", "reset_report"]
 
 Row = Mapping[str, Any]
+Table = list[tuple[str, ...]]
 
-_COLUMNS = (
-    "step",
-    "batch",
-    "micro-batch",
-    "accumulation steps",
-    "peak allocated",
-    "budget",
-    "OOMs",
-    "time",
-)
 _UNLABELLED = "(no label)"
+_MOST_LABELS, _MOST_EVENTS, _LAST = 12, 10, 5  # of one screen
 
 
 class _Writable(Protocol):
@@ -77,15 +73,75 @@ def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-# --- from whatever was given to rows --------------------------------------------------
+# --- from whatever was given to sites -------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Site:
+    """All that is known of one label."""
+
+    label: str
+    summary: Mapping[str, Any]  # the fields of a StepSummary, but for the label
+    rows: Sequence[Row]  # records that are kept, oldest first
 
 
 def record_dict(record: Any) -> dict[str, Any]:
     """record_dict(record) -> dict
 
-    The fields of a StepRecord by name.
+    The fields of a StepRecord (or StepSummary) by name.
     """
     return {name: getattr(record, name) for name in type(record).__match_args__}
+
+
+def _is_change(before: Row | None, row: Row) -> bool:
+    """Was it cut in another way than the call before, which had as many rows?"""
+    return (
+        before is not None
+        and before["batch_size"] == row["batch_size"]
+        and any(
+            before.get(name) != row.get(name)
+            for name in ("micro_batch_size", "accumulation_steps", "rung")
+        )
+    )
+
+
+def _is_event(before: Row | None, row: Row) -> bool:
+    finished = row.get("outcome", "finished") == "finished"
+    return row["ooms"] > 0 or not finished or _is_change(before, row)
+
+
+def _quantile(values: Sequence[Any], share: float) -> Any:
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else None
+
+
+def summarise(rows: Sequence[Row]) -> dict[str, Any]:
+    """The summary of records alone, where nobody has counted the others."""
+    peaks = [row["peak_allocated"] for row in rows if row["peak_allocated"] is not None]
+    reserved = [row.get("peak_reserved") for row in rows]
+    times = [row["time"] for row in rows if row["time"] is not None]
+    before: list[Row | None] = [None, *rows[:-1]]
+    return {
+        "steps": len(rows),
+        "ooms": sum(row["ooms"] for row in rows),
+        "retries": sum(row.get("attempts", 1 + row["ooms"]) - 1 for row in rows),
+        "plan_changes": sum(_is_change(b, row) for b, row in zip(before, rows, strict=False)),
+        "unfinished": sum(row.get("outcome", "finished") != "finished" for row in rows),
+        "time": sum(times),
+        "time_lost": sum(row["time_lost"] or 0.0 for row in rows),
+        "time_p50": _quantile(times, 0.5),
+        "time_p95": _quantile(times, 0.95),
+        "time_max": max(times, default=None),
+        "peak_p50": _quantile(peaks, 0.5),
+        "peak_p95": _quantile(peaks, 0.95),
+        "peak_allocated": max(peaks, default=None),
+        "peak_reserved": max((r for r in reserved if r is not None), default=None),
+    }
+
+
+def _site(label: object, summary: Any, records: Iterable[Any]) -> Site:
+    figures = record_dict(summary)
+    del figures["label"]
+    return Site(str(label or _UNLABELLED), figures, [record_dict(record) for record in records])
 
 
 def _rows_of(item: Any) -> list[Row]:
@@ -102,39 +158,61 @@ def _rows_of(item: Any) -> list[Row]:
     return [record_dict(record) for record in records]
 
 
-def _group(steps: Any) -> dict[str, list[Row]]:
-    """Rows by label, in the order in which labels appear."""
+def sites_of(steps: Any) -> list[Site]:
+    """What is to be reported: records by label in order of appearance, each step and guard
+    for itself."""
     if steps is None:
-        # They come out of a set: without an order of their own.
-        items: Iterable[Any] = sorted(_C.live_steps(), key=lambda step: str(step.label))
-    elif isinstance(steps, (_C.StepRecord, Mapping)) or hasattr(steps, "records"):
-        items = [steps]
-    elif isinstance(steps, Iterable) and not isinstance(steps, str):
-        items = steps
+        found = [_site(*entry) for entry in _C.histories()]
+        return sorted((site for site in found if site.rows), key=lambda site: site.label)
+    if isinstance(steps, (_C.StepRecord, Mapping, str)) or hasattr(steps, "records"):
+        items: Iterable[Any] = [steps]
     else:
-        items = [steps]
-    groups: dict[str, list[Row]] = {}
+        items = steps if isinstance(steps, Iterable) else [steps]
+    sites: list[Site] = []
+    loose: dict[str, list[Row]] = {}
     for item in items:
+        summary = getattr(item, "summary", None)
+        if isinstance(summary, _C.StepSummary):
+            sites.append(_site(summary.label, summary, item.records))
+            continue
         for row in _rows_of(item):
-            groups.setdefault(str(row["label"] or _UNLABELLED), []).append(row)
-    return groups
+            loose.setdefault(str(row["label"] or _UNLABELLED), []).append(row)
+    sites += [Site(label, summarise(rows), rows) for label, rows in loose.items()]
+    return [site for site in sites if site.rows]
 
 
-def _summary(rows: Sequence[Row]) -> dict[str, Any]:
-    peaks = [row["peak_allocated"] for row in rows if row["peak_allocated"] is not None]
-    return {
-        "steps": len(rows),
-        "ooms": sum(row["ooms"] for row in rows),
-        "peak_allocated": max(peaks, default=None),
-        "time": sum(row["time"] or 0.0 for row in rows),
-        "time_lost": sum(row["time_lost"] or 0.0 for row in rows),
-    }
+# --- tables ---------------------------------------------------------------------------
 
-
-# --- the three formats ----------------------------------------------------------------
+_RECORD_HEAD = (
+    "step",
+    "batch",
+    "micro-batch",
+    "accumulation steps",
+    "peak allocated",
+    "budget",
+    "OOMs",
+    "time",
+    "time lost",
+    "reason",
+)
+_SUMMARY_HEAD = (
+    "label",
+    "steps",
+    "OOMs",
+    "retries",
+    "plan changes",
+    "peak p50",
+    "p95",
+    "max",
+    "time p50",
+    "p95",
+    "max",
+    "time lost",
+)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
+    outcome = row.get("outcome", "finished")
     return (
         _number(row["step"]),
         _number(row["batch_size"]),
@@ -144,85 +222,196 @@ def _cells(row: Row) -> tuple[str, ...]:
         format_bytes(row["budget"]),
         _number(row["ooms"]),
         format_seconds(row["time"]),
+        format_seconds(row["time_lost"]),
+        _number(row.get("reason")) if outcome == "finished" else outcome,
     )
 
 
-def _summary_line(label: str, rows: Sequence[Row]) -> str:
-    total = _summary(rows)
+def _summary_cells(site: Site) -> tuple[str, ...]:
+    total = site.summary
+    counts = (total[name] for name in ("steps", "ooms", "retries", "plan_changes"))
+    peaks = (total[name] for name in ("peak_p50", "peak_p95", "peak_allocated"))
+    times = (total[name] for name in ("time_p50", "time_p95", "time_max", "time_lost"))
     return (
-        f"{label}: {_plural(total['steps'], 'step')}, {_plural(total['ooms'], 'OOM')}, "
+        site.label,
+        *map(str, counts),
+        *map(format_bytes, peaks),
+        *map(format_seconds, times),
+    )
+
+
+def _summary_line(site: Site) -> str:
+    total = site.summary
+    return (
+        f"{site.label}: {_plural(total['steps'], 'step')}, {_plural(total['ooms'], 'OOM')}, "
         f"highest peak {format_bytes(total['peak_allocated'])}, "
         f"time lost {format_seconds(total['time_lost'])}"
     )
 
 
-def _text(groups: Mapping[str, Sequence[Row]]) -> str:
-    parts = []
-    for label, rows in groups.items():
-        table = [_COLUMNS, *(_cells(row) for row in rows)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-            for line in table
+def _labelled(pairs: Sequence[tuple[Site, Row]], several: bool) -> Table:
+    head = ("label", *_RECORD_HEAD) if several else _RECORD_HEAD
+    return [head, *((site.label,) * several + _cells(row) for site, row in pairs)]
+
+
+def _by_time(pairs: Iterable[tuple[Site, Row]]) -> list[tuple[Site, Row]]:
+    return sorted(pairs, key=lambda pair: pair[1].get("started") or 0.0)
+
+
+def _screen(sites: Sequence[Site]) -> list[tuple[str, Table]]:
+    """(title, table): a line for each label, the last events, the last steps."""
+    several = len(sites) > 1
+    busiest = sorted(sites, key=lambda site: (-site.summary["ooms"], -site.summary["steps"]))
+    shown = [site for site in sites if site in busiest[:_MOST_LABELS]]
+    tables = [("", [_SUMMARY_HEAD, *map(_summary_cells, shown)])]
+    if len(shown) < len(sites):
+        tables[0][1].append((f"and {len(sites) - len(shown)} more",))
+    events, last = [], []
+    for site in sites:
+        before: list[Row | None] = [None, *site.rows[:-1]]
+        pairs = zip(before, site.rows, strict=False)
+        events += [(site, row) for b, row in pairs if _is_event(b, row)]
+        last += [(site, row) for row in site.rows[-_LAST:]]
+    if events:
+        title = "events" if len(events) <= _MOST_EVENTS else f"the last {_MOST_EVENTS} events"
+        tables.append((title, _labelled(_by_time(events)[-_MOST_EVENTS:], several)))
+    last = _by_time(last)[-_LAST:]
+    title = "the last step" if len(last) == 1 else f"the last {len(last)} steps"
+    tables.append((title, _labelled(last, several)))
+    return tables
+
+
+def _all(sites: Sequence[Site]) -> list[tuple[str, Table]]:
+    return [(_summary_line(site), [_RECORD_HEAD, *map(_cells, site.rows)]) for site in sites]
+
+
+# --- the formats ----------------------------------------------------------------------
+
+
+def _text_table(table: Table) -> str:
+    columns = len(table[0])
+    widths = [max(len(line[i]) for line in table if len(line) == columns) for i in range(columns)]
+
+    def line(cells: tuple[str, ...]) -> str:
+        left = table[0][0] == "label"  # names are read from the left, figures from the right
+        out = [
+            cell.ljust(width) if left and i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=False))
         ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        parts.append("\n".join([*lines, _summary_line(label, rows)]))
-    return "\n\n".join(parts) or "no records"
+        return "  ".join(out).rstrip()
+
+    lines = [line(cells) for cells in table]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
 
 
-def _markdown(groups: Mapping[str, Sequence[Row]]) -> str:
+def _text(tables: Sequence[tuple[str, Table]]) -> str:
+    parts = [f"{title}\n" * bool(title) + _text_table(table) for title, table in tables]
+    return "\n\n".join(parts)
+
+
+def _markdown(tables: Sequence[tuple[str, Table]]) -> str:
     def line(cells: Iterable[str]) -> str:
-        return "| " + " | ".join(cells) + " |"
+        return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
     parts = []
-    for label, rows in groups.items():
-        lines = [line(_COLUMNS), line(["---:"] * len(_COLUMNS))]
-        lines += [line(_cells(row)) for row in rows]
-        parts.append("\n".join([f"### `{label}`", "", *lines, "", _summary_line(label, rows)]))
-    return "\n\n".join(parts) or "no records"
+    for title, (head, *rest) in tables:
+        rule = line(["---:"] * len(head))
+        lines = [line(head), rule, *(line(cells) for cells in rest)]
+        parts.append("\n".join([f"### {title}", ""] * bool(title) + lines))
+    return "\n\n".join(parts)
 
 
-def _json(groups: Mapping[str, Sequence[Row]]) -> str:
-    sites = [
-        {"label": label, "summary": _summary(rows), "records": [dict(row) for row in rows]}
-        for label, rows in groups.items()
+def _html_table(title: str, table: Table) -> str:
+    head, *rest = table
+    cells = "".join(f'<th scope="col">{html.escape(cell)}</th>' for cell in head)
+    lines = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>"
+        for line in rest
+    )
+    caption = f"<caption>{html.escape(title)}</caption>" * bool(title)
+    return f"<table>{caption}<thead><tr>{cells}</tr></thead><tbody>{lines}</tbody></table>"
+
+
+def _json(sites: Sequence[Site]) -> str:
+    entries = [
+        {
+            "label": site.label,
+            "summary": dict(site.summary),
+            "records": [dict(row) for row in site.rows],
+        }
+        for site in sites
     ]
-    return json.dumps({"sites": sites}, indent=1)
+    return json.dumps({"sites": entries}, indent=1)
 
 
-_FORMATS = {"text": _text, "markdown": _markdown, "json": _json}
+class Report(str):
+    """The text of a report, which a notebook shows as a table."""
+
+    __slots__ = ("_tables",)
+    _tables: Sequence[tuple[str, Table]]
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        parts = [_html_table(title, table) for title, table in self._tables]
+        return "<div>" + ("".join(parts) or html.escape(self)) + "</div>"
 
 
 def report(
     steps: Any = None,
     format: str = "text",
     file: str | os.PathLike[str] | _Writable | None = None,
-) -> str:
-    """report(steps=None, format='text', file=None) -> str
+    *,
+    all: bool = False,
+) -> Report:
+    """report(steps=None, format='text', file=None, *, all=False) -> Report
 
-    What the decorated steps did: a table per label, and a summary of each.
+    What the decorated steps did, on one screen: a line for each label over its whole run, the
+    last events (errors, changes of plan), the last five steps. A notebook shows it as a table.
 
     Parameters
     ----------
     steps : decorated step, guard, StepRecord, or an iterable of them, optional
-        By default every decorated step that is alive.
+        By default every decorated step of this process, those that are gone included.
     format : {'text', 'markdown', 'json'}
-        JSON has bytes and seconds as numbers.
+        JSON has bytes and seconds as numbers, and every record that is kept.
     file : path or writable, optional
         Write the report there too.
+    all : bool
+        A table for each label with every record that is kept: the last 1024, and older ones
+        with events.
 
     Returns
     -------
-    str
-        The report, without a newline at the end.
+    Report
+        A str: the report, without a newline at the end.
     """
-    if not isinstance(format, str) or format not in _FORMATS:
+    if not isinstance(format, str) or format not in ("text", "markdown", "json"):
         raise ValueError(
             f"report() expected format to be 'text', 'markdown' or 'json', got {format!r}"
         )
-    text = _FORMATS[format](_group(steps))
+    sites = sites_of(steps)
+    tables = _all(sites) if all else _screen(sites) if sites else []
+    if format == "json":
+        text = Report(_json(sites))
+    elif not sites:
+        text = Report("no records")
+    else:
+        text = Report((_text if format == "text" else _markdown)(tables))
+    text._tables = tables
     if isinstance(file, (str, os.PathLike)):
         Path(file).write_text(text + "\n", encoding="utf-8")
     elif file is not None:
         file.write(text + "\n")
     return text
+
+
+def reset_report() -> None:
+    """reset_report() -> None
+
+    Forget the records and summaries of all decorated steps, of those that are gone, too.
+    Sizes that were found stay.
+    """
+    _C.forget_records()

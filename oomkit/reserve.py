@@ -282,7 +282,7 @@ class Reservation:
             left = self._left()
             _sleep(_INTERVAL if left is None else min(_INTERVAL, left))
         if silent:
-            log.info("oomkit: reserve=%d device=%s admitted after %.1f s",
+            log.info("reserve=%d device=%s admitted after %.1f s",
                      self.bytes, self.device, self.waited)  # fmt: skip
 
     def _left(self) -> float | None:
@@ -292,7 +292,7 @@ class Reservation:
         """The time of the next message. The first is quiet: most waits are short."""
         loud = self.waited >= _LOUD
         log.log(logging.WARNING if loud else logging.INFO,
-                "oomkit: reserve=%d device=%s waiting for %.0f s: %s",
+                "reserve=%d device=%s waiting for %.0f s: %s",
                 self.bytes, self.device, self.waited, why)  # fmt: skip
         return self.waited + _REPEAT if loud else _LOUD
 
@@ -335,7 +335,7 @@ class Reservation:
             try:
                 torch.cuda.empty_cache()
             except RuntimeError as error:  # the device is broken: its next call says so
-                log.debug("oomkit: emptying the cache after a reservation failed: %s", error)
+                log.debug("emptying the cache after a reservation failed: %s", error)
 
     def _give_back(self) -> None:
         try:

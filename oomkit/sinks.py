@@ -1,28 +1,49 @@
-"""Where step records can go: plain callables that take a StepRecord.
+"""Where step records go: plain callables that take a StepRecord, attached once.
 
 >>> from oomkit import sinks
->>> sink = sinks.JSONL("steps.jsonl")
+>>> sinks.attach(sinks.JSONL("steps.jsonl"))
 >>> for batch in loader:
 ...     step(batch)
-...     sink(step.records[-1])
 
-A sink also fits `auto_batch(on_retry=...)`, to hear of retries only. Nothing but the
-library that a sink is for is needed, and it is imported when the sink is made.
+Every record of every decorated step goes to every sink that is attached, and to those of
+`auto_batch(sinks=[...])` of its own step. A sink that raises is named in one warning, and
+called on; training never hears of it. Nothing but the library that a sink is for is needed,
+and it is imported when the sink is made.
+
+A call whose loss is returned is told when it returns, and once more, with the same number,
+where its `backward()` ran out of memory afterwards.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import re
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from .report import format_bytes, record_dict
+from . import _C
+from .report import format_bytes, format_seconds, record_dict
 
-__all__ = ["JSONL", "MLflow", "Prometheus", "TensorBoard", "WandB", "tqdm_postfix"]
+__all__ = [
+    "JSONL",
+    "Logging",
+    "MLflow",
+    "Prometheus",
+    "Rich",
+    "TensorBoard",
+    "WandB",
+    "attach",
+    "attached",
+    "detach",
+    "tqdm_postfix",
+]
+
+Sink = Callable[[Any], object]
 
 _FIGURES = (
     "micro_batch_size",
@@ -35,6 +56,73 @@ _FIGURES = (
     "time_lost",
 )
 
+# --- who is told ------------------------------------------------------------------------
+
+_attached: tuple[Sink, ...] = ()
+_failed: set[int] = set()
+
+
+def _name(sink: Sink) -> str:
+    return getattr(sink, "__qualname__", None) or type(sink).__qualname__
+
+
+def _tell(record: Any, own: Sequence[Sink] | None) -> None:
+    """Hands a record to all sinks; called by the engine at the end of each call."""
+    for sink in (*_attached, *(own or ())):
+        try:
+            sink(record)
+        except Exception as error:
+            if id(sink) not in _failed:
+                _failed.add(id(sink))
+                warnings.warn(
+                    f"oomkit: the sink {_name(sink)} failed and is not heard of again: "
+                    f"{type(error).__name__}: {error}",
+                    _C.OomkitWarning,
+                    stacklevel=2,
+                )
+
+
+def attach(sink: Sink) -> Sink:
+    """attach(sink) -> sink
+
+    Call `sink(record)` at the end of each call of every decorated step, from now on.
+
+    Parameters
+    ----------
+    sink : callable
+        One of this module's, or any callable that takes a StepRecord. One that is attached
+        already stays attached once.
+    """
+    global _attached
+    if not callable(sink):
+        raise TypeError(f"attach() expected a callable, got {type(sink).__name__!r}")
+    if not any(other is sink for other in _attached):
+        _attached = (*_attached, sink)
+    _C.set_sinks_attached(bool(_attached))
+    return sink
+
+
+def detach(sink: Sink) -> None:
+    """detach(sink) -> None
+
+    The reverse; nothing where it is not attached.
+    """
+    global _attached
+    _attached = tuple(other for other in _attached if other is not sink)
+    _failed.discard(id(sink))
+    _C.set_sinks_attached(bool(_attached))
+
+
+def attached() -> tuple[Sink, ...]:
+    """attached() -> tuple
+
+    The sinks that are attached, in the order in which they are called.
+    """
+    return _attached
+
+
+# --- names and figures ------------------------------------------------------------------
+
 
 def _figures(record: Any) -> dict[str, float]:
     """The figures that are known, by name."""
@@ -44,7 +132,7 @@ def _figures(record: Any) -> dict[str, float]:
 
 def _named(prefix: str, record: Any) -> dict[str, float]:
     """The figures under names that every tracker accepts: prefix/label/figure."""
-    label = re.sub(r"[^\w.\- ]", "_", record.label or "step")
+    label = re.sub(r"[^\w.\- ]", "_", record.label or "step", flags=re.ASCII)
     return {f"{prefix}/{label}/{name}": value for name, value in _figures(record).items()}
 
 
@@ -76,6 +164,31 @@ class JSONL:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class Logging:
+    """Logging(logger=None, level=logging.INFO)
+
+    One line of a logger for each record, by default of "oomkit.steps".
+    """
+
+    def __init__(self, logger: logging.Logger | None = None, level: int = logging.INFO) -> None:
+        self.logger = logging.getLogger("oomkit.steps") if logger is None else logger
+        self.level = level
+
+    def __call__(self, record: Any) -> None:
+        self.logger.log(
+            self.level,
+            "%s step=%d micro_batch=%s accumulation=%d peak=%s ooms=%d time=%s reason=%s",
+            record.label or "step",
+            record.step,
+            "-" if record.micro_batch_size is None else record.micro_batch_size,
+            record.accumulation_steps,
+            format_bytes(record.peak_allocated),
+            record.ooms,
+            format_seconds(record.time),
+            record.reason,
+        )
 
 
 class TensorBoard:
@@ -148,36 +261,64 @@ class Prometheus:
             ),
             "budget": client.Gauge("oomkit_budget_bytes", "Limit in force.", **options),
         }
+        self._last: dict[str, Any] = {}  # by label: one record may be told twice
 
     def __call__(self, record: Any) -> None:
         label = record.label or "step"
-        self._steps.labels(label).inc()
-        self._ooms.labels(label).inc(record.ooms)
-        self._lost.labels(label).inc(record.time_lost or 0.0)
+        last = self._last.get(label)
+        if last is None or (last.step, last.started) != (record.step, record.started):
+            self._steps.labels(label).inc()
+            ooms, lost = 0, 0.0
+        else:
+            ooms, lost = last.ooms, last.time_lost or 0.0
+        self._last[label] = record
+        self._ooms.labels(label).inc(record.ooms - ooms)
+        self._lost.labels(label).inc(max(0.0, (record.time_lost or 0.0) - lost))
         for name, gauge in self._gauges.items():
             value = getattr(record, name)
             if value is not None:
                 gauge.labels(label).set(value)
 
 
-def tqdm_postfix(bar: Any) -> Callable[[Any], None]:
+def _status(record: Any, ooms: int) -> dict[str, Any]:
+    micro_batch = record.micro_batch_size
+    return {
+        "micro_batch": "-" if micro_batch is None else micro_batch,
+        "peak": format_bytes(record.peak_allocated),
+        "OOMs": ooms,
+    }
+
+
+def tqdm_postfix(bar: Any) -> Sink:
     """tqdm_postfix(bar) -> callable
 
     Micro-batch size, peak and OOMs so far at the end of a tqdm progress bar.
     """
     ooms = 0
 
-    def sink(record: Any) -> None:
+    def tqdm_sink(record: Any) -> None:
         nonlocal ooms
         ooms += record.ooms
-        micro_batch = record.micro_batch_size
-        bar.set_postfix(
-            {
-                "micro_batch": "-" if micro_batch is None else micro_batch,
-                "peak": format_bytes(record.peak_allocated),
-                "OOMs": ooms,
-            },
-            refresh=False,
-        )
+        bar.set_postfix(_status(record, ooms), refresh=False)
 
-    return sink
+    return tqdm_sink
+
+
+class Rich:
+    """Rich(progress, task)
+
+    The same as fields of a task of `rich.progress.Progress`: show them with
+    `TextColumn("{task.fields[oomkit]}")`.
+    """
+
+    def __init__(self, progress: Any, task: Any) -> None:
+        self.progress = progress
+        self.task = task
+        self._ooms = 0
+        progress.update(task, oomkit="")
+
+    def __call__(self, record: Any) -> None:
+        self._ooms += record.ooms
+        status = _status(record, self._ooms)
+        text = ", ".join(f"{name} {value}" for name, value in status.items())
+        self.progress.update(self.task, oomkit=text)

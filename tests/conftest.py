@@ -8,6 +8,9 @@ from collections.abc import Iterator
 # Before torch loads OpenMP: waiting threads that spin make a busy machine crawl.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# What the process has met is no summary of anything here.
+os.environ.setdefault("OOMKIT_SUMMARY", "0")
+
 import pytest
 import torch
 from helpers.collector import hide_modules

@@ -245,20 +245,25 @@ losses_whole(const oomkit_call *call, int32_t dtype, double *rows_factor)
 }
 
 /* Nothing to compare with, as when memory ran out in the very first forward or losses
- * change too fast: what is taken for granted is said once, in the log, beside the line
- * about the split. */
+ * change too fast: where the code of the step names a sum, what is taken for granted is
+ * said once, in the log, beside the line about the split. */
 static int
 losses_unknown(oomkit_call *call)
 {
     const oomkit_options *options = call->options;
+    OWNED PyObject *sums = NULL;
 
     if (options->reduction_given || call->cut->losses.is_sum || options->verify == 1 ||
         options->backward != NULL || oomkit_loss_is_returned(call)) {
         return 0; /* stated, or verified anyway */
     }
+    sums = PyObject_CallOneArg(call->st->names_sum, call->given.func);
+    if (sums == NULL || sums != Py_True) {
+        return sums == NULL ? -1 : 0;
+    }
     return oomkit_say(
         call->st, "warning", "sO",
-        "oomkit: the loss of %s is taken for a mean over samples: there are no whole "
+        "the loss of %s is taken for a mean over samples: there are no whole "
         "losses to compare it with; pass reduction=\"mean\" or reduction=\"sum\" to "
         "say which it is, or verify=True to have it checked",
         options->label);

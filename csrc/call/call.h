@@ -52,6 +52,31 @@ oomkit_compiler_off(oomkit_call *call);
 int
 oomkit_compiler_on(oomkit_call *call);
 
+/* --- holders.c --- */
+/* The figures of a failure, before anything of the attempt is dropped; `parked`
+ * (borrowed, may be NULL) are gradients that are out of sight. Never fails. Looks at
+ * every parameter. */
+void
+oomkit_holders_note(oomkit_call *call, PyObject *const *parked,
+                    oomkit_attempt *attempt);
+/* Would the last failure, in a forward or a backward, have come with any micro-batch?
+ * So it is where the request is the same as in the attempt before, whose micro-batch
+ * was larger, and what is there besides activations leaves no room for it; after
+ * everything of the attempt is gone. 1 or 0. */
+int
+oomkit_holders_leave_no_room(oomkit_call *call);
+/* Bytes of parameters of a step (borrowed) on the CPU that its figures do not count.
+ * Never fails. */
+uint64_t
+oomkit_holders_outside(const struct oomkit_step *step);
+/* The same by the line through the last two failures: sizes between the last one and
+ * the smallest are not worth an attempt each. 1 or 0. */
+int
+oomkit_holders_skip_sizes(const oomkit_call *call);
+/* dict of kind -> bytes at the failure `last`. New reference or NULL. */
+PyObject *
+oomkit_holders(oomkit_call *call, oomkit_attempt *last);
+
 /* --- describe.c --- */
 /* Words for reports. Each gives a new reference or NULL. */
 PyObject *

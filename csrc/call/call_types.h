@@ -263,6 +263,7 @@ typedef struct oomkit_tries {
     uint32_t ooms;
     int joining;        /* the results of an evaluation are being put together */
     int join_failures;  /* so often there was no memory for that */
+    int no_room;        /* no micro-batch makes room for the last request */
     int again;          /* the smallest plan was tried again, for it has worked */
     int flushed;        /* a plan was tried again after the cache was emptied */
     int update_again;   /* so was one that failed in an update */

@@ -1,5 +1,6 @@
-/* Words for people: names of tensors, who holds the memory, what to do next. */
+/* Words for people: names of tensors, and the report of what was tried. */
 #include "call.h"
+#include "step.h"
 #include "../py/tensor.h"
 
 /* "fc.weight" when a module of the call has it by that name. New reference; NULL
@@ -49,113 +50,93 @@ oomkit_describe_tensor(oomkit_call *call, PyObject *tensor)
                          : PyUnicode_FromFormat("a parameter of shape %S", shape);
 }
 
-static uint64_t
-tensor_bytes(oomkit_state *st, PyObject *object)
+/* Bytes of one row of the batch's tensors. */
+static double
+row_bytes(oomkit_call *call)
 {
     oomkit_tensor_facts facts;
-    if (!oomkit_tensor_check(st, object)) {
-        return 0;
-    }
-    if (oomkit_tensor_facts_get(st, object, 0, &facts) < 0) {
-        oomkit_error_dismiss(); /* a report that lacks one tensor is better */
-        return 0;
-    }
-    return facts.bytes;
-}
+    double bytes = 0.0;
+    Py_ssize_t i;
 
-static uint64_t
-optimizer_bytes(oomkit_call *call)
-{
-    oomkit_state *st = call->st;
-    uint64_t bytes = 0;
-
-    EACH_OWNER (optimizer, call->parts, OWNERS_OF(OOMKIT_OWNER_OPTIMIZER)) {
-        OWNED PyObject *state = PyObject_GetAttr(optimizer.object, st->str_state);
-        PyObject *param, *values, *key, *value; /* borrowed */
-        Py_ssize_t at = 0, in;
-        while (state && PyDict_Check(state) &&
-               PyDict_Next(state, &at, &param, &values)) {
-            in = 0;
-            while (PyDict_Check(values) && PyDict_Next(values, &in, &key, &value)) {
-                bytes += tensor_bytes(st, value);
-            }
+    for (i = 0; i < call->batch.count; i++) {
+        const oomkit_node *node = &call->batch.nodes[i];
+        if (node->kind != OOMKIT_NODE_TENSOR) {
+            continue;
         }
-        if (state == NULL) {
-            oomkit_error_dismiss(); /* as above */
+        if (oomkit_tensor_facts_get(call->st, node->object, call->options->dim,
+                                    &facts) < 0) {
+            oomkit_error_dismiss(); /* it does not count */
+        } else if (facts.size > 0) {
+            bytes += (double)facts.bytes / (double)facts.size;
         }
     }
     return bytes;
 }
 
-static int
-holders_set(PyObject *holders, const char *kind, uint64_t bytes)
-{
-    OWNED PyObject *number = PyLong_FromUnsignedLongLong(bytes);
-    return number == NULL ? -1 : PyDict_SetItemString(holders, kind, number);
-}
-
-/* Bytes by kind. `allocated` is what the device reports. New reference or NULL. */
+/* Everything that advice goes by, in plain values but for parameters and optimizers.
+ * New reference or NULL. */
 static PyObject *
-describe_holders(oomkit_call *call, uint64_t allocated, uint64_t *optimizer)
+describe_facts(oomkit_call *call, PyObject *attempts, const oomkit_attempt *last,
+               PyObject *holders, const char *device)
 {
-    oomkit_state *st = call->st;
-    OWNED PyObject *holders = PyDict_New();
-    uint64_t params = 0, gradients = 0, known;
+    OWNED PyObject *params = PyList_New(0), *optimizers = PyList_New(0);
+    OWNED PyObject *ends = oomkit_attempts_tuple(last, 1);
+    OWNED PyObject *records =
+        oomkit_history_records(call->st, call->step->history, call->options->label);
     Py_ssize_t i;
 
-    if (holders == NULL) {
+    if (params == NULL || optimizers == NULL || records == NULL || ends == NULL) {
         return NULL;
     }
     for (i = 0; i < call->parts->param_count; i++) {
-        OWNED PyObject *gradient =
-            PyObject_GetAttr(call->parts->params[i], st->str_grad);
-        if (gradient == NULL) {
+        if (PyList_Append(params, call->parts->params[i]) < 0) {
             return NULL;
         }
-        params += tensor_bytes(st, call->parts->params[i]);
-        gradients += tensor_bytes(st, gradient);
     }
-    *optimizer = optimizer_bytes(call);
-    known = params + gradients + *optimizer;
-    if (holders_set(holders, "parameters", params) < 0 ||
-        holders_set(holders, "gradients", gradients) < 0 ||
-        holders_set(holders, "optimizer state", *optimizer) < 0 ||
-        (allocated != OOMKIT_UNKNOWN &&
-         holders_set(holders, "everything else",
-                     allocated > known ? allocated - known : 0) < 0)) {
-        return NULL;
+    EACH_OWNER (optimizer, call->parts, OWNERS_OF(OOMKIT_OWNER_OPTIMIZER)) {
+        if (PyList_Append(optimizers, optimizer.object) < 0) {
+            return NULL;
+        }
     }
-    return STEAL(holders);
+    return Py_BuildValue(
+        "{sO sO sO sO ss sO sO sO sL sd si sO}", "label", call->options->label,
+        "attempts", attempts, "last", PyTuple_GET_ITEM(ends, 0), "holders", holders,
+        "device", device, "parameters", params, "optimizers", optimizers, "records",
+        records, "rows", (long long)call->batch.rows, "row_bytes", row_bytes(call),
+        "ladder", (int)call->options->ladder, "function",
+        call->given.func == NULL ? Py_None : call->given.func);
 }
 
 /* The OOMReport of the call so far. New reference or NULL. */
 PyObject *
 oomkit_describe_report(oomkit_call *call)
 {
-    uint64_t allocated = oomkit_device_allocated(call->st, call->device);
-    uint64_t optimizer = 0;
-    OWNED PyObject *holders = NULL, *advice = NULL;
+    OWNED PyObject *holders = NULL, *attempts = NULL, *facts = NULL, *advice = NULL;
+    oomkit_attempt now = {.requested_bytes = OOMKIT_UNKNOWN, .phase = -1};
+    oomkit_attempt *last = &now;
     char device[OOMKIT_DEVICE_TEXT];
 
-    oomkit_device_text(call->device, device);
-    holders = describe_holders(call, allocated, &optimizer);
-    if (holders == NULL) {
-        return NULL;
+    if (call->tries.count > 0) {
+        last = &call->tries.items[call->tries.count - 1];
+    } else { /* refused before anything has failed */
+        oomkit_holders_note(call, NULL, last);
     }
-    advice = Py_BuildValue(
-        "(sss)", "make each sample smaller: a shorter sequence or a lower resolution",
-        "wrap the model's blocks in torch.utils.checkpoint, or run them under "
-        "autocast in bfloat16",
-        optimizer > 0 ? "use an optimizer with less state, or keep its state and the "
-                        "gradients in a lower precision"
-                      : "free what else is on the device: other models, cached "
-                        "batches, stored outputs");
-    return advice == NULL
-               ? NULL
-               : oomkit_report_new(call->st, call->options->label, device,
-                                   call->tries.items, call->tries.count, allocated,
-                                   oomkit_device_budget(call->st, call->device),
-                                   holders, advice);
+    oomkit_device_text(call->device, device);
+    holders = oomkit_holders(call, last);
+    attempts = holders == NULL
+                   ? NULL
+                   : oomkit_attempts_tuple(call->tries.items, call->tries.count);
+    facts =
+        attempts == NULL ? NULL : describe_facts(call, attempts, last, holders, device);
+    advice = facts == NULL ? NULL : PyObject_CallOneArg(call->st->advise, facts);
+    if (facts != NULL && advice == NULL && !PyErr_ExceptionMatches(PyExc_MemoryError)) {
+        oomkit_error_dismiss(); /* the report tells more than what goes wrong there */
+        advice = PyTuple_New(0);
+    }
+    return advice == NULL ? NULL
+                          : oomkit_report_new(call->st, call->options->label, device,
+                                              call->tries.items, call->tries.count,
+                                              last, holders, advice);
 }
 
 /* Raises oomkit.OutOfMemory with the report of the call. NULL always. */

@@ -14,7 +14,7 @@ oomkit_now_ns(void)
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-enum { RECORD_FIELDS = 18, REPORT_FIELDS = 9 };
+enum { RECORD_FIELDS = 19, REPORT_FIELDS = 9 };
 
 static PyStructSequence_Field record_fields[] = {
     {"step", "number of the call at its site, from 1"},
@@ -30,6 +30,7 @@ static PyStructSequence_Field record_fields[] = {
     {"peak_reserved", "highest number of reserved bytes"},
     {"device_free", "bytes free at the end"},
     {"budget", "limit in force, in bytes"},
+    {"started", "when it began, in seconds of time.monotonic()"},
     {"time", "seconds, failed attempts included"},
     {"time_lost", "seconds of failed attempts and of recovery"},
     {"rung", "position on the escalation ladder"},
@@ -51,10 +52,10 @@ static PyStructSequence_Field report_fields[] = {
     {"device", "the device that ran out of memory"},
     {"attempts", "tuple of dict, one for each attempt that failed"},
     {"requested_bytes", "request that could not be met last"},
-    {"allocated", "bytes allocated when the report was made"},
+    {"allocated", "bytes allocated when it failed"},
     {"budget", "limit in force, in bytes"},
-    {"holders", "dict of kind to bytes: who holds the memory"},
-    {"advice", "tuple of three str: what to do"},
+    {"holders", "dict of kind to bytes: who held the memory when it failed"},
+    {"advice", "tuple of str: what to do"},
     {"text", "all of it, for people"},
     {NULL, NULL},
 };
@@ -74,7 +75,7 @@ oomkit_records_init(oomkit_state *st)
         return -1;
     }
     Py_XSETREF(st->report_type, oomkit_sequence_type(&report_desc));
-    return st->report_type == NULL ? -1 : 0;
+    return st->report_type == NULL ? -1 : oomkit_summary_init(st);
 }
 
 const char *
@@ -141,10 +142,8 @@ outcome_name(uint32_t outcome)
     return outcome < sizeof(names) / sizeof(names[0]) ? names[outcome] : "unknown";
 }
 
-/* Puts values[0..count) into a new struct sequence. Steals all of them, NULL included:
- * one NULL makes the result NULL, with the exception that made it. */
-static PyObject *
-sequence_of(PyObject *type, PyObject **values, Py_ssize_t count)
+PyObject *
+oomkit_sequence_of(PyObject *type, PyObject **values, Py_ssize_t count)
 {
     PyObject *sequence = PyStructSequence_New((PyTypeObject *)type); /* owned */
     int complete = sequence != NULL;
@@ -168,7 +167,7 @@ PyObject *
 oomkit_record_new(oomkit_state *st, const oomkit_record *record, PyObject *label)
 {
     PyObject *values[] = {
-        /* owned, stolen by sequence_of() */
+        /* owned, stolen by oomkit_sequence_of() */
         PyLong_FromUnsignedLongLong(record->step),
         object_or_none(label),
         number_or_none(record->batch_size),
@@ -182,6 +181,7 @@ oomkit_record_new(oomkit_state *st, const oomkit_record *record, PyObject *label
         number_or_none(record->peak_reserved_bytes),
         number_or_none(record->device_free_bytes),
         number_or_none(record->budget_bytes),
+        seconds_or_none(record->began_ns),
         seconds_or_none(record->time_ns),
         seconds_or_none(record->lost_ns),
         PyLong_FromUnsignedLong(record->rung),
@@ -191,7 +191,7 @@ oomkit_record_new(oomkit_state *st, const oomkit_record *record, PyObject *label
     };
 
     _Static_assert(sizeof(values) / sizeof(values[0]) == RECORD_FIELDS, "all fields");
-    return sequence_of(st->record_type, values, RECORD_FIELDS);
+    return oomkit_sequence_of(st->record_type, values, RECORD_FIELDS);
 }
 
 /* --- the report --- */
@@ -199,18 +199,27 @@ oomkit_record_new(oomkit_state *st, const oomkit_record *record, PyObject *label
 static PyObject *
 attempt_dict(const oomkit_attempt *attempt)
 {
-    const char *phase = phase_name(attempt->phase);
-    return Py_BuildValue("{sN sN sN sN sz sN sN}", "micro_batch_size",
-                         rows_or_none(attempt->micro_batch_size), "accumulation_steps",
-                         rows_or_none(attempt->accumulation_steps), "requested_bytes",
-                         number_or_none(attempt->requested_bytes), "allocated_bytes",
-                         number_or_none(attempt->allocated_bytes), "phase", phase,
-                         "location", object_or_none(attempt->location), "message",
-                         object_or_none(attempt->message));
+    const oomkit_holding *held = &attempt->held;
+
+    return Py_BuildValue(
+        "{sN sN sN sN sN sN sN sN sN sN sN sz sN sN sN}", "micro_batch_size",
+        rows_or_none(attempt->micro_batch_size), "accumulation_steps",
+        rows_or_none(attempt->accumulation_steps), "requested_bytes",
+        number_or_none(attempt->requested_bytes), "allocated_bytes",
+        number_or_none(attempt->allocated_bytes), "reserved_bytes",
+        number_or_none(attempt->reserved_bytes), "budget_bytes",
+        number_or_none(attempt->budget_bytes), "free_bytes",
+        number_or_none(attempt->free_bytes), "parameters_bytes",
+        number_or_none(held->params), "gradients_bytes",
+        number_or_none(held->gradients), "state_bytes", number_or_none(held->state),
+        "outside_bytes", number_or_none(held->outside), "phase",
+        phase_name(attempt->phase), "location", object_or_none(attempt->location),
+        "inner_location", object_or_none(attempt->inner), "message",
+        object_or_none(attempt->message));
 }
 
-static PyObject *
-attempts_tuple(const oomkit_attempt *attempts, Py_ssize_t count)
+PyObject *
+oomkit_attempts_tuple(const oomkit_attempt *attempts, Py_ssize_t count)
 {
     OWNED PyObject *tuple = PyTuple_New(count);
     Py_ssize_t i;
@@ -234,33 +243,56 @@ lines_add(PyObject *lines, PyObject *line)
     return result;
 }
 
+/* ", reserved 2.00 GiB", or nothing of a figure that is not known. */
+static const char *
+figure_text(const char *name, uint64_t bytes, char text[64])
+{
+    char figure[32];
+
+    text[0] = 0;
+    if (bytes != OOMKIT_UNKNOWN) {
+        snprintf(text, 64, ", %s %s", name, oomkit_format_bytes(bytes, figure));
+    }
+    return text;
+}
+
+/* New reference or NULL. */
+static PyObject *
+attempt_line(const oomkit_attempt *attempt, Py_ssize_t number)
+{
+    char requested[32], allocated[64], reserved[64], budget[64], free_[64], sizes[96];
+    const char *phase = phase_name(attempt->phase);
+
+    if (attempt->micro_batch_size > 0) {
+        snprintf(sizes, sizeof(sizes), "micro-batch %lld, accumulation steps %lld",
+                 (long long)attempt->micro_batch_size,
+                 (long long)attempt->accumulation_steps);
+    } else {
+        strcpy(sizes, "the whole call");
+    }
+    return PyUnicode_FromFormat(
+        "  %zd. %s: requested %s%s%s%s%s%s%s%s%V%s%V%s", number, sizes,
+        oomkit_format_bytes(attempt->requested_bytes, requested),
+        figure_text("allocated", attempt->allocated_bytes, allocated),
+        figure_text("reserved", attempt->reserved_bytes, reserved),
+        figure_text("budget", attempt->budget_bytes, budget),
+        figure_text("free", attempt->free_bytes, free_),
+        phase == NULL ? "" : ", phase ", phase == NULL ? "" : phase,
+        attempt->location == NULL ? "" : ", at ", attempt->location, "",
+        attempt->inner == NULL ? "" : " (", attempt->inner, "",
+        attempt->inner == NULL ? "" : ")");
+}
+
 static int
 lines_add_attempts(PyObject *lines, const oomkit_attempt *attempts, Py_ssize_t count)
 {
-    char requested[32], allocated[32], sizes[96];
     Py_ssize_t i;
 
     if (lines_add(lines, PyUnicode_FromString("what was tried:")) < 0) {
         return -1;
     }
     for (i = 0; i < count; i++) {
-        const oomkit_attempt *attempt = &attempts[i];
-        const char *phase = phase_name(attempt->phase);
-        if (attempt->micro_batch_size > 0) {
-            snprintf(sizes, sizeof(sizes), "micro-batch %lld, accumulation steps %lld",
-                     (long long)attempt->micro_batch_size,
-                     (long long)attempt->accumulation_steps);
-        } else {
-            strcpy(sizes, "the whole call");
-        }
-        if (lines_add(lines,
-                      PyUnicode_FromFormat(
-                          "  %zd. %s: requested %s, allocated %s%s%s%s%V", i + 1, sizes,
-                          oomkit_format_bytes(attempt->requested_bytes, requested),
-                          oomkit_format_bytes(attempt->allocated_bytes, allocated),
-                          phase == NULL ? "" : ", phase ", phase == NULL ? "" : phase,
-                          attempt->location == NULL ? "" : ", at ", attempt->location,
-                          "")) < 0) {
+        if (lines_add(lines, attempt_line(&attempts[i], i + 1)) < 0) {
             return -1;
         }
     }
@@ -277,7 +309,7 @@ lines_add_holders(PyObject *lines, PyObject *holders)
     if (PyDict_GET_SIZE(holders) == 0) {
         return 0;
     }
-    if (lines_add(lines, PyUnicode_FromString("who holds the memory:")) < 0) {
+    if (lines_add(lines, PyUnicode_FromString("who held the memory:")) < 0) {
         return -1;
     }
     while (PyDict_Next(holders, &at, &kind, &number)) {
@@ -299,6 +331,9 @@ lines_add_advice(PyObject *lines, PyObject *advice)
 {
     Py_ssize_t i;
 
+    if (PyTuple_GET_SIZE(advice) == 0) {
+        return 0;
+    }
     if (lines_add(lines, PyUnicode_FromString("what to do:")) < 0) {
         return -1;
     }
@@ -311,29 +346,52 @@ lines_add_advice(PyObject *lines, PyObject *advice)
     return 0;
 }
 
+/* "step ran out of memory on cpu: requested ..., allocated ..., budget ...". */
+static PyObject *
+report_head(PyObject *label, const char *device, const oomkit_attempt *last)
+{
+    char requested[64], allocated[64], budget[64];
+    const char *figures =
+        figure_text("requested", last->requested_bytes, requested)[0] != 0
+            ? requested + 1
+            : "";
+
+    return PyUnicode_FromFormat(
+        "%V ran out of memory on %s:%s%s%s",
+        label == NULL || label == Py_None ? NULL : label, "the call", device, figures,
+        figure_text("allocated", last->allocated_bytes, allocated),
+        figure_text("budget", last->budget_bytes, budget));
+}
+
+/* What the figures of the device do not count. 0 or -1. */
+static int
+lines_add_outside(PyObject *lines, const oomkit_attempt *last)
+{
+    char bytes[32];
+
+    return last->held.outside == 0
+               ? 0
+               : lines_add(
+                     lines,
+                     PyUnicode_FromFormat(
+                         "  not counted: %s of parameters, gradients and state that "
+                         "were there before the limit was first set",
+                         oomkit_format_bytes(last->held.outside, bytes)));
+}
+
 /* The lines of a report, joined. New reference or NULL. */
 static PyObject *
 report_text(PyObject *label, const char *device, const oomkit_attempt *attempts,
-            Py_ssize_t count, uint64_t allocated_bytes, uint64_t budget_bytes,
-            PyObject *holders, PyObject *advice)
+            Py_ssize_t count, const oomkit_attempt *last, PyObject *holders,
+            PyObject *advice)
 {
-    char allocated[32], budget[32];
     OWNED PyObject *newline = PyUnicode_FromString("\n");
     OWNED PyObject *lines = newline ? PyList_New(0) : NULL;
-    OWNED PyObject *head = NULL;
 
-    if (lines == NULL) {
-        return NULL;
-    }
-    oomkit_format_bytes(budget_bytes, budget);
-    head = PyUnicode_FromFormat("%V ran out of memory on %s: allocated %s, budget %s",
-                                label == NULL || label == Py_None ? NULL : label,
-                                "the call", device,
-                                oomkit_format_bytes(allocated_bytes, allocated),
-                                budget_bytes == OOMKIT_UNKNOWN ? "none" : budget);
-    if (lines_add(lines, Py_XNewRef(head)) < 0 ||
-        lines_add_attempts(lines, attempts, count) < 0 ||
-        lines_add_holders(lines, holders) < 0 || lines_add_advice(lines, advice) < 0) {
+    if (lines == NULL || lines_add(lines, report_head(label, device, last)) < 0 ||
+        (count > 0 && lines_add_attempts(lines, attempts, count) < 0) ||
+        lines_add_holders(lines, holders) < 0 || lines_add_outside(lines, last) < 0 ||
+        lines_add_advice(lines, advice) < 0) {
         return NULL;
     }
     return PyUnicode_Join(newline, lines);
@@ -342,18 +400,16 @@ report_text(PyObject *label, const char *device, const oomkit_attempt *attempts,
 PyObject *
 oomkit_report_new(oomkit_state *st, PyObject *label, const char *device,
                   const oomkit_attempt *attempts, Py_ssize_t count,
-                  uint64_t allocated_bytes, uint64_t budget_bytes, PyObject *holders,
-                  PyObject *advice)
+                  const oomkit_attempt *last, PyObject *holders, PyObject *advice)
 {
     PyObject *values[] = {
-        /* owned, stolen by sequence_of() */
+        /* owned, stolen by oomkit_sequence_of() */
         object_or_none(label),
         PyUnicode_FromString(device),
-        attempts_tuple(attempts, count),
-        number_or_none(count > 0 ? attempts[count - 1].requested_bytes
-                                 : OOMKIT_UNKNOWN),
-        number_or_none(allocated_bytes),
-        number_or_none(budget_bytes),
+        oomkit_attempts_tuple(attempts, count),
+        number_or_none(last->requested_bytes),
+        number_or_none(last->allocated_bytes),
+        number_or_none(last->budget_bytes),
         Py_NewRef(holders),
         Py_NewRef(advice),
         NULL,
@@ -362,8 +418,7 @@ oomkit_report_new(oomkit_state *st, PyObject *label, const char *device,
     _Static_assert(sizeof(values) / sizeof(values[0]) == REPORT_FIELDS, "all fields");
     if (!PyErr_Occurred()) {
         values[REPORT_FIELDS - 1] =
-            report_text(label, device, attempts, count, allocated_bytes, budget_bytes,
-                        holders, advice);
+            report_text(label, device, attempts, count, last, holders, advice);
     }
-    return sequence_of(st->report_type, values, REPORT_FIELDS);
+    return oomkit_sequence_of(st->report_type, values, REPORT_FIELDS);
 }

@@ -4,6 +4,7 @@
 
 #include "events.h"
 #include "proven.h"
+#include "../core/history.h"
 #include "../core/knowledge.h"
 
 #define OOMKIT_SIGNATURES 32
@@ -42,7 +43,7 @@ typedef struct oomkit_step {
     oomkit_participants *parts; /* counted reference, or NULL before the first call */
     oomkit_batch_site *batch_site;
     oomkit_result_site results;
-    oomkit_ring *ring;
+    oomkit_history *history; /* owned, of a step with a parent borrowed from it */
     oomkit_signature signatures[OOMKIT_SIGNATURES];
     int signature_count;
     oomkit_loss_site losses;
@@ -77,6 +78,7 @@ typedef struct oomkit_step {
     int unguarded_said;             /* of a loop: its body has no guard */
     struct oomkit_plain_site *plain; /* places that its code stores to, or NULL */
     int plain_looked;                /* for them: once, or (2) again after a failure */
+    int fall_said;                   /* a smaller plan was told of at WARNING */
     int effects_said;     /* what the step changes besides was looked at and said */
     PyObject *left_out;   /* owned: modules that cannot be computed twice, or NULL */
     unsigned rungs_said;  /* bits 1 << rung: the warning was given */

@@ -21,6 +21,7 @@ typedef struct oomkit_record {
     uint64_t peak_reserved_bytes;
     uint64_t device_free_bytes;
     uint64_t budget_bytes; /* in force at entry; OOMKIT_UNKNOWN without a limit */
+    uint64_t began_ns;     /* of a clock that only goes forward */
     uint64_t time_ns;      /* the whole call, failed attempts and recovery included */
     uint64_t lost_ns;      /* failed attempts and recovery */
     uint32_t accumulation_steps;

@@ -101,7 +101,7 @@ oomkit_eager_say_half(oomkit_call *call, PyObject *roots)
     }
     return oomkit_say(
         st, "warning", "sO",
-        "oomkit: %s computes in fp16 and has a GradScaler: a sum over the whole batch "
+        "%s computes in fp16 and has a GradScaler: a sum over the whole batch "
         "overflows fp16 where those of its micro-batches do not, so that the scaler "
         "may "
         "skip an update and move its scale in another step than it would over the "

@@ -254,7 +254,7 @@ recompute_put_back(oomkit_call *call)
     }
     return oomkit_say(
         call->st, "info", "sKO",
-        "oomkit: step=%d of %s took off what the failed attempt had added to gradients "
+        "step=%d of %s took off what the failed attempt had added to gradients "
         "that were there: they are as before up to rounding, not bit for bit",
         (unsigned long long)call->log.number, call->options->label);
 }

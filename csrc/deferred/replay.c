@@ -358,7 +358,7 @@ replay_record(oomkit_call *call, const oomkit_deferred *p)
 {
     oomkit_record record, now;
 
-    if (oomkit_ring_read(call->step->ring, p->record, &record) != OOMKIT_OK) {
+    if (oomkit_history_read(call->step->history, p->record, &record) != OOMKIT_OK) {
         return; /* overwritten by newer ones */
     }
     oomkit_call_record(call, &now);
@@ -386,7 +386,11 @@ replay_record(oomkit_call *call, const oomkit_deferred *p)
     if (call->log.outcome != 0) {
         record.outcome = call->log.outcome;
     }
-    oomkit_ring_amend(call->step->ring, p->record, &record);
+    oomkit_history_amend(call->step->history, p->record, &record);
+    if (call->tries.ooms > 0) {
+        oomkit_sinks_tell(call->st, &record, call->options->label,
+                          call->options->sinks);
+    }
 }
 
 void

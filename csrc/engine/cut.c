@@ -147,21 +147,33 @@ oomkit_cut_choose(oomkit_call *call, const oomkit_knowledge **known)
     return 0;
 }
 
+/* One line where the plan is not that of the last call. 0 or -1. */
 int
-oomkit_cut_begin(oomkit_call *call, const oomkit_knowledge *known)
+oomkit_cut_say(oomkit_call *call, const oomkit_knowledge *known)
 {
+    const int64_t count = oomkit_plan_count(&call->cut->plan);
     int64_t rows = call->batch.rows, k = 1;
 
-    if (oomkit_cut_planned(call) < 0) {
-        return -1;
-    }
-    if (call->cut->count == 1 || (call->cut->reason != OOMKIT_REASON_PREDICTED &&
-                                  call->cut->reason != OOMKIT_REASON_GROWN)) {
+    if (count > 1 && call->cut->reason != OOMKIT_REASON_PREDICTED &&
+        call->cut->reason != OOMKIT_REASON_GROWN) {
         return 0;
     }
     if (known->batch == call->batch.rows && known->k > 0) {
         k = known->k;
         rows = (rows + k - 1) / k;
     }
-    return k == call->cut->count ? 0 : oomkit_plan_say(call, "info", rows, k);
+    if (k == count) {
+        return 0;
+    }
+    /* Who was told of the fall is told of the way back. */
+    return oomkit_plan_say(
+        call, count < k && call->step->fall_said ? "warning" : "info", rows, k);
+}
+
+int
+oomkit_cut_begin(oomkit_call *call, const oomkit_knowledge *known)
+{
+    return oomkit_cut_planned(call) < 0
+               ? -1
+               : (call->cut->count == 1 ? 0 : oomkit_cut_say(call, known));
 }

@@ -56,6 +56,7 @@ oomkit_call_record(const oomkit_call *call, oomkit_record *record)
     record->requested_bytes =
         call->tries.ooms > 0 ? call->tries.requested : OOMKIT_UNKNOWN;
     oomkit_sizes_record(call, record);
+    record->began_ns = call->tries.began_ns;
     record->time_ns = oomkit_now_ns() - call->tries.began_ns;
     record->lost_ns = call->tries.lost_ns;
     record->accumulation_steps = call->cut->count > 0 ? (uint32_t)call->cut->count : 1;
@@ -72,8 +73,9 @@ oomkit_call_recorded(oomkit_call *call)
     oomkit_record record;
 
     oomkit_call_record(call, &record);
-    call->log.record = oomkit_ring_count(call->step->ring);
-    oomkit_ring_push(call->step->ring, &record);
+    call->log.record = oomkit_history_count(call->step->history);
+    oomkit_history_push(call->step->history, &record);
+    oomkit_sinks_tell(call->st, &record, call->options->label, call->options->sinks);
 }
 
 void
@@ -109,6 +111,7 @@ oomkit_call_free(oomkit_call *call)
     oomkit_batch_release(&call->batch);
     for (i = 0; i < call->tries.count; i++) {
         Py_CLEAR(call->tries.items[i].location);
+        Py_CLEAR(call->tries.items[i].inner);
         Py_CLEAR(call->tries.items[i].message);
     }
     MEMORY_CLEAR(call->tries.items);

@@ -33,6 +33,9 @@ oomkit_cut_choose(oomkit_call *call, const oomkit_knowledge **known);
 /* Its slices, and one line where it is not the last call's. 0 or -1. */
 int
 oomkit_cut_begin(oomkit_call *call, const oomkit_knowledge *known);
+/* That line alone. 0 or -1. */
+int
+oomkit_cut_say(oomkit_call *call, const oomkit_knowledge *known);
 /* The plan as a list of slices, appended after the call->cut->count first ones, which
  * are kept. `plan.batch` is the number of rows still to do. 0 or -1. */
 int

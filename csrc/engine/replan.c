@@ -27,6 +27,24 @@ failed_in_update(const oomkit_call *call)
     return call->tries.count > 0 && call->tries.items[call->tries.count - 1].in_update;
 }
 
+/* The last request is the same with any micro-batch. New reference or NULL. */
+static PyObject *
+no_room_text(oomkit_call *call, int64_t least)
+{
+    const oomkit_attempt *last = &call->tries.items[call->tries.count - 1];
+    char requested[32];
+
+    return PyUnicode_FromFormat(
+        "%U ran out of memory with a micro-batch of %lld of %lld rows, and smaller "
+        "ones do not help: the %s wanted in its %s are the same with any of them, and "
+        "what is there besides activations leaves no room for them; %s",
+        call->options->label, (long long)(least > 0 ? least : call->batch.rows),
+        (long long)call->batch.rows,
+        oomkit_format_bytes(last->requested_bytes, requested),
+        last->phase == OOMKIT_PHASE_BACKWARD ? "backward" : "forward",
+        oomkit_state_as_before(call));
+}
+
 int
 oomkit_replan_exhausted(oomkit_call *call)
 {
@@ -39,6 +57,8 @@ oomkit_replan_exhausted(oomkit_call *call)
             "min_micro_batch=%lld",
             call->options->label, (long long)call->batch.rows,
             (long long)call->options->min_micro_batch);
+    } else if (call->tries.no_room) {
+        reason = no_room_text(call, least);
     } else if (failed_in_update(call)) {
         reason = PyUnicode_FromFormat(
             "%U ran out of memory in an optimizer's step() with a micro-batch of %lld "
@@ -164,12 +184,13 @@ oomkit_plan_say(oomkit_call *call, const char *level, int64_t old_rows,
     const uint32_t rung = call->cut->plan.rung;
 
     return oomkit_say(
-        call->st, level, "sKLLLLsss",
-        "oomkit: step=%d micro_batch=%d->%d accumulation=%d->%d%s%s reason=%s",
-        (unsigned long long)call->log.number, (long long)old_rows,
+        call->st, level, "sOKLLLLsss",
+        "%s step=%d micro_batch=%d->%d accumulation=%d->%d%s%s reason=%s",
+        call->options->label, (unsigned long long)call->log.number, (long long)old_rows,
         (long long)oomkit_plan_micro_batch(&call->cut->plan), (long long)old_count,
-        (long long)call->cut->count, rung > 0 ? " rung=" : "",
-        rung > 0 ? oomkit_rung_name((int)rung) : "",
+        (long long)(call->cut->count > 0 ? call->cut->count
+                                         : oomkit_plan_count(&call->cut->plan)),
+        rung > 0 ? " rung=" : "", rung > 0 ? oomkit_rung_name((int)rung) : "",
         oomkit_plan_reason_name(call->cut->reason));
 }
 
@@ -177,6 +198,7 @@ oomkit_plan_say(oomkit_call *call, const char *level, int64_t old_rows,
 int
 oomkit_replan_say(oomkit_call *call, int64_t old_rows, int64_t old_count)
 {
+    call->step->fall_said = 1;
     if (oomkit_plan_say(call, "warning", old_rows, old_count) < 0) {
         return -1;
     }
@@ -191,6 +213,24 @@ oomkit_replan_say(oomkit_call *call, int64_t old_rows, int64_t old_count)
         }
     }
     return call->split ? oomkit_buffers_say_norm(call) : 0;
+}
+
+/* From a plan to that with the smallest micro-batches that are allowed: those between
+ * would fail in the same place. */
+static void
+replan_smallest(const oomkit_knowledge *known, oomkit_plan_request request,
+                oomkit_plan *plan)
+{
+    const uint32_t rung = plan->rung;
+    oomkit_plan next;
+    oomkit_plan_reason reason;
+
+    request.may_be_whole = 0;
+    while (oomkit_plan_next(known, &request, plan, &next, &reason) == OOMKIT_OK &&
+           oomkit_plan_micro_batch(&next) < oomkit_plan_micro_batch(plan)) {
+        *plan = next;
+    }
+    plan->rung = rung;
 }
 
 /* The next plan into call->cut->plan and its slices. 0, 1 where nothing smaller is
@@ -240,6 +280,9 @@ replan_next(oomkit_call *call, oomkit_keep keep, int64_t failed_rows,
         PyErr_SetString(PyExc_RuntimeError, "oomkit could not make a plan");
         return -1;
     }
+    if (!keep && oomkit_holders_skip_sizes(call)) {
+        replan_smallest(known, request, &call->cut->plan);
+    }
     call->cut->count = keep ? call->cut->at : 0;
     call->cut->at = call->cut->count;
     return oomkit_cut_planned(call);
@@ -286,8 +329,14 @@ int
 oomkit_replan(oomkit_call *call, oomkit_keep keep, int64_t failed_rows,
               int64_t failed_count)
 {
-    int status = replan_update(call, keep, failed_count);
+    int status;
 
+    if (keep == OOMKIT_KEEP_NOTHING && call->tries.count > 0 &&
+        oomkit_holders_leave_no_room(call)) {
+        call->tries.no_room = 1;
+        return 1;
+    }
+    status = replan_update(call, keep, failed_count);
     if (status == 1) {
         status = replan_next(call, keep, failed_rows, failed_count);
     }

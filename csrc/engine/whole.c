@@ -122,6 +122,9 @@ engine_plan(oomkit_call *call)
         return -1;
     }
     if (oomkit_plan_count(&call->cut->plan) <= 1) {
+        if (call->step->fall_said && oomkit_cut_say(call, known) < 0) {
+            return -1;
+        }
         return call->cut->plan.rung < OOMKIT_RUNG_ACTIVATIONS ? 0
                : oomkit_cut_begin(call, known) < 0            ? -1
                                                               : 1;

@@ -106,7 +106,7 @@ oomkit_rung_used(oomkit_call *call, oomkit_rung rung, const char *detail)
     }
     call->step->rungs_said |= OOMKIT_RUNG_BIT(rung);
     return oomkit_say(call->st, "warning", "sOssss",
-                      "oomkit: %s needs more than smaller micro-batches: rung=%s, "
+                      "%s needs more than smaller micro-batches: rung=%s, "
                       "%s%s%s",
                       call->options->label, names[rung], costs[rung],
                       detail == NULL ? "" : "; ", detail == NULL ? "" : detail);

@@ -24,24 +24,22 @@ void
 oomkit_guard_clear(oomkit_guard *guard)
 {
     Py_CLEAR(guard->label);
-    if (guard->ring != NULL) {
-        oomkit_ring_destroy(guard->ring);
-        guard->ring = NULL;
-    }
+    oomkit_history_destroy(guard->history);
+    guard->history = NULL;
 }
 
-/* Without memory for a ring the latest record takes the place of the first. */
+/* Without memory for a history the latest record takes the place of the first. */
 static void
 guard_push(oomkit_guard *guard, const oomkit_record *record)
 {
-    if (guard->ring == NULL && guard->recorded > 0) {
-        guard->ring = oomkit_ring_create(OOMKIT_GUARD_RECORDS);
-        if (guard->ring != NULL) {
-            oomkit_ring_push(guard->ring, &guard->first);
+    if (guard->history == NULL && guard->recorded > 0) {
+        guard->history = oomkit_history_create(OOMKIT_GUARD_RECORDS);
+        if (guard->history != NULL) {
+            oomkit_history_push(guard->history, &guard->first);
         }
     }
-    if (guard->ring != NULL) {
-        oomkit_ring_push(guard->ring, record);
+    if (guard->history != NULL) {
+        oomkit_history_push(guard->history, record);
     } else {
         guard->first = *record;
     }
@@ -51,27 +49,32 @@ guard_push(oomkit_guard *guard, const oomkit_record *record)
 PyObject *
 oomkit_guard_records(const oomkit_guard *guard)
 {
-    uint64_t count, at, kept;
-    OWNED PyObject *list = PyList_New(0);
+    OWNED PyObject *item = NULL;
 
-    if (list == NULL) {
-        return NULL;
+    if (guard->history != NULL) {
+        return oomkit_history_records(guard->st, guard->history, guard->label);
     }
-    count = guard->ring != NULL ? oomkit_ring_count(guard->ring) : guard->recorded > 0;
-    kept = count < OOMKIT_GUARD_RECORDS ? count : OOMKIT_GUARD_RECORDS;
-    for (at = count - kept; at < count; at++) {
-        oomkit_record record = guard->first;
-        OWNED PyObject *item = NULL;
-        if (guard->ring != NULL &&
-            oomkit_ring_read(guard->ring, at, &record) != OOMKIT_OK) {
-            continue;
-        }
-        item = oomkit_record_new(guard->st, &record, guard->label);
-        if (item == NULL || PyList_Append(list, item) < 0) {
-            return NULL;
-        }
+    if (guard->recorded == 0) {
+        return PyTuple_New(0);
     }
-    return PyList_AsTuple(list);
+    item = oomkit_record_new(guard->st, &guard->first, guard->label);
+    return item == NULL ? NULL : PyTuple_Pack(1, item);
+}
+
+PyObject *
+oomkit_guard_summary(const oomkit_guard *guard)
+{
+    OWNED_MEMORY oomkit_totals *totals = PyMem_Calloc(1, sizeof(*totals));
+
+    if (totals == NULL) {
+        return PyErr_NoMemory();
+    }
+    if (guard->history != NULL) {
+        oomkit_history_total(guard->history, totals);
+    } else if (guard->recorded > 0) {
+        oomkit_totals_add(totals, NULL, &guard->first);
+    }
+    return oomkit_summary_new(guard->st, totals, guard->label);
 }
 
 /* --- measuring --- */
@@ -117,6 +120,7 @@ guard_record(oomkit_guard *guard, oomkit_guard_window *window, int outcome,
         .peak_reserved_bytes = window->peak.peak_reserved_bytes,
         .device_free_bytes = window->peak.free_bytes,
         .budget_bytes = window->peak.budget_bytes,
+        .began_ns = window->started_ns,
         .time_ns = spent_ns,
         .lost_ns = outcome == OOMKIT_GUARD_OOM ? spent_ns : 0,
         .accumulation_steps = 1,
@@ -126,6 +130,7 @@ guard_record(oomkit_guard *guard, oomkit_guard_window *window, int outcome,
         .outcome = (uint32_t)outcome,
     };
     guard_push(guard, &record);
+    oomkit_sinks_tell(guard->st, &record, guard->label, NULL);
 }
 
 void
@@ -195,8 +200,7 @@ failed_report(oomkit_guard *guard, const oomkit_guard_window *window,
     if (advice == NULL) {
         return NULL;
     }
-    return oomkit_report_new(guard->st, guard->label, device, attempt, 1,
-                             attempt->allocated_bytes, window->peak.budget_bytes,
+    return oomkit_report_new(guard->st, guard->label, device, attempt, 1, attempt,
                              holders, advice);
 }
 
@@ -261,7 +265,7 @@ static int
 failed_log(oomkit_guard *guard, const char *requested, const char *peak)
 {
     return oomkit_say(guard->st, "warning", "sOsss",
-                      "oomkit: guard=%s requested=%s peak_allocated=%s outcome=%s",
+                      "guard=%s requested=%s peak_allocated=%s outcome=%s",
                       guard->label == NULL ? Py_None : guard->label, requested, peak,
                       guard->skip ? "skipped" : "raised");
 }
@@ -295,8 +299,12 @@ oomkit_guard_failed(oomkit_guard *guard, oomkit_guard_window *window,
     attempt.phase = -1; /* a guard does not know */
     oomkit_exception_describe(st, exception, &attempt.requested_bytes, &attempt.message,
                               &attempt.location);
-    attempt.allocated_bytes = oomkit_device_allocated(st, window->peak.device);
+    attempt.inner = oomkit_exception_inner(st, exception);
+    oomkit_device_held(st, window->peak.device, &attempt.allocated_bytes,
+                       &attempt.reserved_bytes);
     guard_record(guard, window, OOMKIT_GUARD_OOM, attempt.requested_bytes);
+    attempt.budget_bytes = window->peak.budget_bytes;
+    attempt.free_bytes = window->peak.free_bytes;
     oomkit_exception_clear_frames(st, exception, keep);
     /* The exception of the guarded code is the one to see: what goes wrong from here on
      * is said, not raised. */
@@ -317,6 +325,7 @@ oomkit_guard_failed(oomkit_guard *guard, oomkit_guard_window *window,
     }
     Py_XDECREF(attempt.message);
     Py_XDECREF(attempt.location);
+    Py_XDECREF(attempt.inner);
 }
 
 void

@@ -4,6 +4,7 @@
 #define OOMKIT_LOOP_GUARD_H
 
 #include "../device/device.h"
+#include "../core/history.h"
 
 #define OOMKIT_GUARD_RECORDS 1024
 
@@ -12,11 +13,11 @@ typedef struct oomkit_guard {
     PyObject *label;  /* owned: str, or NULL */
     int skip;         /* on_oom="skip" */
     int reset_peaks;
-    int prepared;        /* the CPU allocator has been asked for */
-    uint64_t calls;      /* begun */
-    uint64_t recorded;   /* ended */
-    oomkit_record first; /* many guards have no other, and need no ring */
-    oomkit_ring *ring;   /* NULL until the second record */
+    int prepared;            /* the CPU allocator has been asked for */
+    uint64_t calls;          /* begun */
+    uint64_t recorded;       /* ended */
+    oomkit_record first;     /* many guards have no other, and need no history */
+    oomkit_history *history; /* NULL until the second record */
 } oomkit_guard;
 
 /* One stretch. Its address must not change between begin and end. */
@@ -92,9 +93,12 @@ int
 oomkit_chunks_guard_failed(PyObject *chunks, uint64_t part, int order,
                            PyObject *exception, PyObject *handled);
 
-/* The records, oldest first, as a tuple of StepRecord. New reference or NULL. */
+/* The records, oldest first, as a tuple of StepRecord; a StepSummary of all there ever
+ * were. New reference or NULL. */
 PyObject *
 oomkit_guard_records(const oomkit_guard *guard);
+PyObject *
+oomkit_guard_summary(const oomkit_guard *guard);
 
 /* Is it one of those? */
 static inline int

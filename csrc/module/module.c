@@ -32,7 +32,8 @@ PyDoc_STRVAR(
     "           min_micro_batch=1, multiple_of=1, rng='torch', "
     "gradient_safety='auto',\n"
     "           optimizer_safety='predict', ladder='auto', restore_batch=False,\n"
-    "           hooks='say', remember=None, on_retry=None, label=None, "
+    "           hooks='say', remember=None, on_retry=None, sinks=None, "
+    "           label=None, "
     "reset_peaks=True)\n"
     "--\n\n"
     "Make a training or evaluation step that survives running out of memory.\n\n"
@@ -116,6 +117,7 @@ PyDoc_STRVAR(
     "    restore_batch: keep a host copy of the batch, for steps that change it in "
     "place.\n"
     "    on_retry: ``on_retry(record)`` before every replay.\n"
+    "    sinks: callables that get the record of each call (see oomkit.sinks).\n"
     "    label: name in records and reports.\n"
     "    reset_peaks: whether the device's peak counters are reset at entry.\n"
     "    hooks: 'say' (a warning, once) or 'error' when a split meets hooks on "
@@ -187,6 +189,63 @@ module_live_steps(PyObject *module, PyObject *Py_UNUSED(ignored))
 {
     oomkit_state *st = oomkit_state_of_module(module);
     return st->live_steps == NULL ? PyList_New(0) : PySequence_List(st->live_steps);
+}
+
+static PyObject *
+module_histories(PyObject *module, PyObject *Py_UNUSED(ignored))
+{
+    OWNED PyObject *live = module_live_steps(module, NULL);
+
+    return live == NULL ? NULL : oomkit_histories(oomkit_state_of_module(module), live);
+}
+
+static PyObject *
+module_outside_limit(PyObject *module, PyObject *Py_UNUSED(ignored))
+{
+    OWNED PyObject *live = module_live_steps(module, NULL), *list = PyList_New(0);
+    Py_ssize_t i;
+
+    if (live == NULL || list == NULL) {
+        return NULL;
+    }
+    for (i = 0; i < PyList_GET_SIZE(live); i++) {
+        const oomkit_step *step = step_CAST(PyList_GET_ITEM(live, i));
+        const uint64_t bytes = oomkit_holders_outside(step);
+        OWNED PyObject *entry = NULL;
+        if (bytes == 0) {
+            continue;
+        }
+        entry = Py_BuildValue("(OK)", step->options.label, (unsigned long long)bytes);
+        if (entry == NULL || PyList_Append(list, entry) < 0) {
+            return NULL;
+        }
+    }
+    return STEAL(list);
+}
+
+static PyObject *
+module_set_sinks_attached(PyObject *module, PyObject *given)
+{
+    const int attached = PyObject_IsTrue(given);
+
+    if (attached < 0) {
+        return NULL;
+    }
+    oomkit_state_of_module(module)->sinks_attached = attached;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+module_forget_records(PyObject *module, PyObject *Py_UNUSED(ignored))
+{
+    OWNED PyObject *live = module_live_steps(module, NULL);
+    Py_ssize_t i;
+
+    for (i = 0; live != NULL && i < PyList_GET_SIZE(live); i++) {
+        oomkit_history_forget(step_CAST(PyList_GET_ITEM(live, i))->history);
+    }
+    Py_CLEAR(oomkit_state_of_module(module)->gone);
+    return live == NULL ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *
@@ -332,6 +391,18 @@ static PyMethodDef module_methods[] = {
      METH_VARARGS | METH_KEYWORDS, auto_batch_doc},
     {"register_splitter", (PyCFunction)(void (*)(void))oomkit_register_splitter,
      METH_VARARGS | METH_KEYWORDS, OOMKIT_REGISTER_SPLITTER_DOC},
+    {"histories", module_histories, METH_NOARGS,
+     "histories()\n--\n\n(label, StepSummary, records) of "
+     "every label, those of functions that are gone included (list)."},
+    {"outside_limit", module_outside_limit, METH_NOARGS,
+     "outside_limit()\n--\n\n(label, bytes of parameters on the CPU that are not "
+     "counted) of the decorated steps that have been called (list)."},
+    {"set_sinks_attached", module_set_sinks_attached, METH_O,
+     "set_sinks_attached(attached, /)\n--\n\nHave every record told to oomkit.sinks, "
+     "or "
+     "those of sinks= alone."},
+    {"forget_records", module_forget_records, METH_NOARGS,
+     "forget_records()\n--\n\nForget the records of all steps, alive or gone."},
     {"live_steps", module_live_steps, METH_NOARGS,
      "live_steps()\n--\n\nThe decorated steps that are alive (list)."},
     {"_bind", module_bind, METH_VARARGS,
@@ -416,7 +487,8 @@ module_exec(PyObject *module)
         PyModule_AddObjectRef(module, "guard", st->guard_type) < 0 ||
         PyModule_AddObjectRef(module, "chunks", st->chunks_type) < 0 ||
         PyModule_AddObjectRef(module, "StepRecord", st->record_type) < 0 ||
-        PyModule_AddObjectRef(module, "OOMReport", st->report_type) < 0) {
+        PyModule_AddObjectRef(module, "OOMReport", st->report_type) < 0 ||
+        PyModule_AddObjectRef(module, "StepSummary", st->summary_type) < 0) {
         return -1;
     }
     return 0;

@@ -14,7 +14,7 @@
 static int
 proof_log(oomkit_call *call, const char *level, PyObject *text)
 {
-    return text == NULL ? -1 : oomkit_say(call->st, level, "sO", "oomkit: %s", text);
+    return text == NULL ? -1 : oomkit_say(call->st, level, "sO", "%s", text);
 }
 
 /* It differs: SplitError, or with verify="warn" a warning. `rules` (borrowed) would

@@ -142,7 +142,7 @@ verify_abandon(oomkit_call *call, PyObject *exception)
     }
     oomkit_exception_describe(call->st, exception, &requested, &message, &location);
     oomkit_exception_discard(call->st, exception);
-    return oomkit_say(call->st, "debug", "sOO", "oomkit: %s was not verified: %s",
+    return oomkit_say(call->st, "debug", "sOO", "%s was not verified: %s",
                       call->options->label, message ? message : Py_None);
 }
 

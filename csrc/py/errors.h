@@ -27,11 +27,17 @@ int
 oomkit_exception_restarts(oomkit_state *st, PyObject *exception);
 
 /* Plain values out of an exception: request in bytes (OOMKIT_UNKNOWN), its message
- * (owned str or NULL) and "file:line in name" of the innermost frame (owned str or
- * NULL). Never fails, clears what goes wrong inside. */
+ * (owned str or NULL) and "file:line in name" of the innermost frame that is neither
+ * torch's nor ours, else of the innermost (owned str or NULL). Never fails, clears what
+ * goes wrong inside. */
 void
 oomkit_exception_describe(oomkit_state *st, PyObject *exception, uint64_t *requested,
                           PyObject **message, PyObject **location);
+
+/* The same of the innermost frame, where that is not the one above. New reference, or
+ * NULL without an exception. */
+PyObject *
+oomkit_exception_inner(oomkit_state *st, PyObject *exception);
 
 /* Drops an exception so that nothing it reached stays alive: frames of its traceback
  * cleared, traceback, cause, context and .inner_exception removed, recursively; stops
@@ -80,6 +86,10 @@ oomkit_frame_back(PyFrameObject **frame);
  * reference, or NULL with an exception. */
 PyObject *
 oomkit_where(void);
+
+/* Is it a frame of torch, of ours, or of a library between torch and the step? */
+int
+oomkit_frame_is_library(PyFrameObject *frame);
 
 /* Drops an error (if any) where a hint is asked for and nothing can be raised. An
  * interrupt is not lost, nor an exit that a handler of a signal asked for, which is the

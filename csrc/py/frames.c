@@ -1,10 +1,9 @@
 /* Where in the code of the user. */
 #include "errors.h"
 
-/* Does this frame run code of torch, or of a library that stands between it and the
- * step? Nobody can change a line of theirs. */
-static int
-sequence_is_library(PyFrameObject *frame)
+/* Nobody can change a line of theirs. */
+int
+oomkit_frame_is_library(PyFrameObject *frame)
 {
     static const char *const packages[] = {"torch", "accelerate", "contextlib",
                                            "oomkit"};
@@ -37,7 +36,7 @@ oomkit_where(void)
     PyCodeObject *code;                                            /* owned */
     PyObject *where;                                               /* owned, returned */
 
-    while (frame != NULL && sequence_is_library(frame)) {
+    while (frame != NULL && oomkit_frame_is_library(frame)) {
         if (oomkit_frame_back(&frame) < 0) {
             return NULL;
         }

@@ -270,32 +270,58 @@ oomkit_exception_restarts(oomkit_state *st, PyObject *exception)
 
 /* --- description --- */
 
-/* "file:line in name" of the innermost frame. New reference; NULL, perhaps with an
- * exception, when there is none. */
-static PyObject *
-exception_location(oomkit_state *st, PyObject *exception)
+/* The innermost entry of a traceback, and the innermost of the user's: both owned, the
+ * same where there is no other. 0; -1 where there is none. */
+static int
+traceback_ends(PyObject *exception, PyObject **innermost, PyObject **users)
 {
-    OWNED PyObject *last = PyException_GetTraceback(exception);
-    OWNED PyObject *line = NULL;
+    OWNED PyObject *entry = PyException_GetTraceback(exception);
+
+    *innermost = *users = NULL;
+    while (entry != NULL && PyTraceBack_Check(entry)) { /* None: it was taken away */
+        PyTracebackObject *traceback = (PyTracebackObject *)entry;
+        Py_XSETREF(*innermost, Py_NewRef(entry));
+        if (!oomkit_frame_is_library(traceback->tb_frame)) {
+            Py_XSETREF(*users, Py_NewRef(entry));
+        }
+        Py_SETREF(entry, Py_XNewRef((PyObject *)traceback->tb_next));
+    }
+    if (*users == NULL) {
+        *users = Py_XNewRef(*innermost);
+    }
+    return *innermost == NULL ? -1 : 0;
+}
+
+/* "file:line in name". New reference or NULL. */
+static PyObject *
+traceback_place(oomkit_state *st, PyObject *entry)
+{
+    OWNED PyObject *line = PyObject_GetAttr(entry, st->str_tb_lineno);
     PyObject *location; /* owned, returned */
     PyCodeObject *code; /* owned */
 
-    while (last != NULL && PyTraceBack_Check(last) &&
-           ((PyTracebackObject *)last)->tb_next != NULL) {
-        Py_SETREF(last, Py_NewRef((PyObject *)((PyTracebackObject *)last)->tb_next));
-    }
-    if (last == NULL || !PyTraceBack_Check(last)) { /* None where it was taken away */
-        return NULL;
-    }
-    line = PyObject_GetAttr(last, st->str_tb_lineno);
     if (line == NULL) {
         return NULL;
     }
-    code = PyFrame_GetCode(((PyTracebackObject *)last)->tb_frame);
+    code = PyFrame_GetCode(((PyTracebackObject *)entry)->tb_frame);
     location =
         PyUnicode_FromFormat("%U:%S in %U", code->co_filename, line, code->co_qualname);
     Py_DECREF(code);
     return location;
+}
+
+/* The place of the user's innermost frame, or (`inner`) of the innermost where that is
+ * another. New reference; NULL, perhaps with an exception, when there is none. */
+static PyObject *
+exception_location(oomkit_state *st, PyObject *exception, int inner)
+{
+    OWNED PyObject *innermost = NULL, *users = NULL;
+
+    if (traceback_ends(exception, &innermost, &users) < 0 ||
+        (inner && innermost == users)) {
+        return NULL;
+    }
+    return traceback_place(st, inner ? innermost : users);
 }
 
 /* The first line of a message. New reference; NULL, perhaps with an exception. */
@@ -327,11 +353,25 @@ oomkit_exception_describe(oomkit_state *st, PyObject *exception, uint64_t *reque
         }
         *message = text_first_line(text);
         PyErr_Clear(); /* a report lacks what memory could not be had for */
-        *location = exception_location(st, decisive);
+        *location = exception_location(st, decisive, 0);
         if (*location == NULL && decisive != exception) {
             PyErr_Clear(); /* as above */
-            *location = exception_location(st, exception);
+            *location = exception_location(st, exception, 0);
         }
         PyErr_Clear(); /* as above */
     }
+}
+
+PyObject *
+oomkit_exception_inner(oomkit_state *st, PyObject *exception)
+{
+    PyObject *place = NULL; /* owned, returned */
+
+    KEEPING_EXCEPTION {
+        OWNED PyObject *decisive = exception_decisive(st, exception);
+        OWNED PyObject *outer = exception_location(st, decisive, 0);
+        place = exception_location(st, outer == NULL ? exception : decisive, 1);
+        PyErr_Clear(); /* a report lacks what memory could not be had for */
+    }
+    return place;
 }

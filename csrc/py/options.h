@@ -25,6 +25,7 @@ typedef struct oomkit_options {
     PyObject *backward; /* owned: True or a callable, or NULL */
     PyObject *weight;   /* owned: callable, or NULL */
     PyObject *on_retry; /* owned: callable(record), or NULL */
+    PyObject *sinks;    /* owned: tuple of callable(record), or NULL */
     PyObject *label;    /* owned: str */
     PyObject *dims;     /* owned: dict: argument name -> int, or NULL: dim everywhere */
     int64_t dim;        /* with dims: of the results */

@@ -474,6 +474,12 @@ plain_cpu_stats(oomkit_cpu_stats *stats)
 }
 
 static int
+plain_cpu_counted(const void *Py_UNUSED(holder), ptrdiff_t Py_UNUSED(offset))
+{
+    return -1;
+}
+
+static int
 plain_cpu_peak_push(int *window)
 {
     *window = -1;
@@ -551,6 +557,7 @@ const oomkit_bridge oomkit_plain_bridge = {
     .cpu_installed = plain_cpu_installed,
     .cpu_set_limit = plain_cpu_set_limit,
     .cpu_stats = plain_cpu_stats,
+    .cpu_counted = plain_cpu_counted,
     .cpu_peak_push = plain_cpu_peak_push,
     .cpu_peak_pop = plain_cpu_peak,
     .cpu_peak_read = plain_cpu_peak,

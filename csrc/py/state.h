@@ -159,6 +159,7 @@
     X(packed_type)                                                                     \
     X(record_type)                                                                     \
     X(report_type)                                                                     \
+    X(summary_type)                                                                    \
     X(OomkitError)                                                                     \
     X(OutOfMemory)                                                                     \
     X(PartialUpdate)                                                                   \
@@ -267,6 +268,8 @@
     X(outer_hook)  /* our callable in place of torch.autograd.backward */              \
     X(chunk_sites) /* dict: where a loop over chunks() is -> its step, or NULL */      \
     X(settings_seen) /* the allocator's settings when they were last read, or NULL */  \
+    X(gone) /* dict: label -> capsule with the history of steps that are gone, or      \
+               NULL: see summary.c */                                                  \
     X(kept) /* capsule: sizes of steps that are gone, or NULL: see kept_sizes.c */     \
     X(splitters) /* dict: type -> (split, size, join), or NULL: see splitters.c */     \
     X(forbid_saved_hooks) /* torch._C._autograd._saved_tensors_hooks_disable, or NULL: \
@@ -282,6 +285,7 @@
     X(argument_problem) /* oomkit._engine.callables: a name of no parameter */         \
     X(weight_problem)   /* oomkit._engine.callables: why weight= cannot be called */   \
     X(silent_closure)   /* oomkit._engine.closures: refuses one that returns a loss */ \
+    X(names_sum)        /* oomkit._engine.callables: does its code name a sum? */      \
     X(keepsake) /* oomkit._engine.keepsake: what an optimizer keeps beside its state   \
                  */                                                                    \
     X(parameter_writes) /* oomkit._code.writes: does a step's code write to            \
@@ -290,6 +294,8 @@
     X(watch_zero_grad) /* oomkit._engine.patches: the same of zero_grad() */           \
     X(find_zero_grad) /* oomkit._engine.patches: torch's own zero_grad() of optimizers \
                        */                                                              \
+    X(tell_sinks)     /* oomkit.sinks: hands a record to all sinks */                  \
+    X(advise)         /* oomkit._reports.advice: what to do, by figures */             \
     X(update_needs)   /* oomkit.optim: bytes that an update needs */                   \
     X(is_independent) /* oomkit.optim: may an update go in parts? */                   \
     X(around_parts)   /* oomkit._ladder.update: step() around its parts */             \
@@ -357,6 +363,7 @@ typedef struct oomkit_state {
     int flush_pending;       /* a guard wants the cache emptied at the next call */
     uint64_t run_peak_bytes; /* highest peak of any step so far (devices) */
     int settings_expandable; /* what was read then: 1 or 0 */
+    int sinks_attached;      /* records are told */
     int seen_oom;            /* some step has run out of memory */
     int keeps_nothing;       /* sizes go with their step: for tests */
     int proves_nothing;      /* as with verify=False everywhere: for tests */

@@ -83,7 +83,7 @@ place_log(const oomkit_rules *r, const oomkit_place *where, const char *level,
     if (place == NULL) {
         return -1;
     }
-    text = PyUnicode_FromFormat("oomkit: results of the micro-batches of %U: %U%s %s",
+    text = PyUnicode_FromFormat("results of the micro-batches of %U: %U%s %s",
                                 r->options->label, place, where->in_list ? "[...]" : "",
                                 choice);
     return text == NULL ? -1 : oomkit_result_say(r->st, r->site, level, text);

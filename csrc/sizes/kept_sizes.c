@@ -214,7 +214,7 @@ oomkit_kept_take(oomkit_call *call)
         return 0;
     }
     return oomkit_say(call->st, "info", "sOi",
-                      "oomkit: %s begins with sizes of %d shapes that an earlier step "
+                      "%s begins with sizes of %d shapes that an earlier step "
                       "of the same function has found",
                       call->options->label, taken);
 }

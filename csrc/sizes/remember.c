@@ -89,7 +89,7 @@ recall_read(oomkit_call *call, PyObject *here)
         return taken;
     }
     return oomkit_say(call->st, "info", "sOi",
-                      "oomkit: %s begins with remembered sizes of %d shapes",
+                      "%s begins with remembered sizes of %d shapes",
                       call->options->label, taken);
 }
 

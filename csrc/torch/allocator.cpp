@@ -6,6 +6,7 @@
 // blocks made by it must find it for as long as they live; the limit and the faults are
 // switched by atomics.
 #include "internal.h"
+#include "tensor_impl.h"
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -87,8 +88,9 @@ refuse_over_budget(size_t nbytes)
     const uint64_t left = used < limit ? limit - used : 0;
     refuse(nbytes,
            "The CPU memory budget is " + readable(limit) + " (" +
-               std::to_string(limit) + " bytes), of which " + readable(used) +
-               " are allocated and " + readable(left) + " are free.",
+               std::to_string(limit) + " bytes), of which " + std::to_string(used) +
+               " bytes (" + readable(used) + ") are allocated and " + readable(left) +
+               " are free.",
            __LINE__);
 }
 
@@ -297,6 +299,25 @@ cpu_stats(oomkit_cpu_stats *stats) noexcept
     stats->peak_allocated = oomkit_peak_maximum(counters.peak);
     stats->allocations = allocations.load(std::memory_order_relaxed);
     return OOMKIT_OK;
+}
+
+int
+cpu_counted(const void *holder, ptrdiff_t offset) noexcept
+{
+    try {
+        const c10::TensorImpl *impl = impl_of(holder, offset);
+        if (is_opaque(impl) || !impl->has_storage() || !impl->device().is_cpu()) {
+            return -1;
+        }
+        const c10::DataPtr &block = impl->storage().data_ptr();
+        if (block.get() == nullptr || block.get_deleter() != &release_block) {
+            return block.get() == nullptr ? -1 : 0;
+        }
+        const Header *header = static_cast<const Header *>(block.get_context()) - 1;
+        return header->magic == MAGIC && header->counted != 0 ? 1 : 0;
+    } catch (...) {
+        return -1;
+    }
 }
 
 int

@@ -40,6 +40,7 @@ const oomkit_bridge table = {
     .cpu_installed = oomkit::cpu_installed,
     .cpu_set_limit = oomkit::cpu_set_limit,
     .cpu_stats = oomkit::cpu_stats,
+    .cpu_counted = oomkit::cpu_counted,
     .cpu_peak_push = oomkit::cpu_peak_push,
     .cpu_peak_pop = oomkit::cpu_peak_pop,
     .cpu_peak_read = oomkit::cpu_peak_read,

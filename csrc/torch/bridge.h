@@ -22,7 +22,7 @@ extern "C" {
 #endif
 
 #define OOMKIT_BRIDGE_CAPSULE "oomkit._bridge.api"
-#define OOMKIT_BRIDGE_VERSION 7u
+#define OOMKIT_BRIDGE_VERSION 8u
 #define OOMKIT_BRIDGE_UNKNOWN UINT64_MAX
 
 /* Mark of a gradient: which tensor it was and at which version. `grad` is held weakly:
@@ -183,6 +183,10 @@ typedef struct oomkit_bridge {
     int (*cpu_installed)(void);
     int (*cpu_set_limit)(uint64_t bytes); /* OOMKIT_BRIDGE_UNKNOWN = none */
     int (*cpu_stats)(oomkit_cpu_stats *stats);
+    /* Is the memory of a tensor among what is counted? 1; 0 of one that was made
+     * before the allocator was there, or lies in memory of somebody else; -1 where that
+     * cannot be told. */
+    int (*cpu_counted)(const void *holder, ptrdiff_t offset);
     int (*cpu_peak_push)(int *window);
     uint64_t (*cpu_peak_pop)(int window);
     uint64_t (*cpu_peak_read)(int window);

@@ -45,6 +45,8 @@ cpu_set_limit(uint64_t bytes) noexcept;
 int
 cpu_stats(oomkit_cpu_stats *stats) noexcept;
 int
+cpu_counted(const void *holder, ptrdiff_t offset) noexcept;
+int
 cpu_peak_push(int *window) noexcept;
 uint64_t
 cpu_peak_pop(int window) noexcept;

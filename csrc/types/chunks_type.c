@@ -284,6 +284,12 @@ chunks_get_rows(PyObject *op, void *Py_UNUSED(closure))
 }
 
 static PyObject *
+chunks_get_summary(PyObject *op, void *Py_UNUSED(closure))
+{
+    return PyObject_GetAttrString((PyObject *)chunks_CAST(op)->site, "summary");
+}
+
+static PyObject *
 chunks_get_records(PyObject *op, void *Py_UNUSED(closure))
 {
     return PyObject_GetAttrString((PyObject *)chunks_CAST(op)->site, "records");
@@ -295,6 +301,8 @@ static PyGetSetDef chunks_getset[] = {
     {"stop", chunks_get_stop, NULL,
      "The row behind the part that the loop has, or None.", NULL},
     {"rows", chunks_get_rows, NULL, "Rows of the batch; None before the loop.", NULL},
+    {"summary", chunks_get_summary, NULL, "All parts of this loop (StepSummary).",
+     NULL},
     {"records", chunks_get_records, NULL,
      "tuple of StepRecord: the latest loops at this place.", NULL},
     {NULL, NULL, NULL, NULL, NULL},

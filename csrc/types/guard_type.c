@@ -317,6 +317,12 @@ guard_call(PyObject *op, PyObject *args, PyObject *kwargs)
 /* --- attributes --- */
 
 static PyObject *
+guard_get_summary(PyObject *op, void *Py_UNUSED(closure))
+{
+    return oomkit_guard_summary(&guard_CAST(op)->guard);
+}
+
+static PyObject *
 guard_get_records(PyObject *op, void *Py_UNUSED(closure))
 {
     return oomkit_guard_records(&guard_CAST(op)->guard);
@@ -329,6 +335,8 @@ guard_get_on_oom(PyObject *op, void *Py_UNUSED(closure))
 }
 
 static PyGetSetDef guard_getset[] = {
+    {"summary", guard_get_summary, NULL, "All stretches of this guard (StepSummary).",
+     NULL},
     {"records", guard_get_records, NULL,
      "tuple of StepRecord: the latest blocks, in the order in which they ended.", NULL},
     {"on_oom", guard_get_on_oom, NULL, "'raise' or 'skip'.", NULL},

@@ -289,6 +289,12 @@ guarded_repr(PyObject *op)
 }
 
 static PyObject *
+guarded_get_summary(PyObject *op, void *Py_UNUSED(closure))
+{
+    return oomkit_guard_summary(&guarded_CAST(op)->guard);
+}
+
+static PyObject *
 guarded_get_records(PyObject *op, void *Py_UNUSED(closure))
 {
     return oomkit_guard_records(&guarded_CAST(op)->guard);
@@ -363,6 +369,8 @@ guarded_deepcopy(PyObject *op, PyObject *memo)
 }
 
 static PyGetSetDef guarded_getset[] = {
+    {"summary", guarded_get_summary, NULL, "All calls of this function (StepSummary).",
+     NULL},
     {"records", guarded_get_records, NULL,
      "tuple of StepRecord: the latest calls, in the order in which they ended.", NULL},
     {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},

@@ -30,6 +30,7 @@ static const char *const option_names[] = {
     "hooks",
     "remember",
     "on_retry",
+    "sinks",
     "label",
     "reset_peaks",
     NULL,
@@ -452,6 +453,32 @@ options_ladder(PyObject *kwargs, oomkit_options *options)
     return given == NULL ? 0 : oomkit_ladder_parse(given, &options->ladder);
 }
 
+static int
+options_sinks(PyObject *kwargs, oomkit_options *options)
+{
+    PyObject *given = option_get(kwargs, "sinks"); /* borrowed */
+    Py_ssize_t i, count = -1;
+
+    if (given == NULL || given == Py_None) {
+        return 0;
+    }
+    if (PyList_Check(given) || PyTuple_Check(given)) {
+        count = PySequence_Fast_GET_SIZE(given);
+    }
+    for (i = 0; i < count && PyCallable_Check(PySequence_Fast_GET_ITEM(given, i));
+         i++) {
+    }
+    if (count < 0 || i < count) {
+        PyErr_Format(PyExc_TypeError,
+                     "auto_batch(sinks=...) expected a list or a tuple of callables, "
+                     "got %R",
+                     given);
+        return -1;
+    }
+    options->sinks = count == 0 ? NULL : PySequence_Tuple(given);
+    return count == 0 || options->sinks != NULL ? 0 : -1;
+}
+
 int
 oomkit_options_parse(oomkit_state *st, PyObject *kwargs, oomkit_options *options)
 {
@@ -473,6 +500,7 @@ oomkit_options_parse(oomkit_state *st, PyObject *kwargs, oomkit_options *options
         options_weight(st, kwargs, options) < 0 ||
         options_ladder(kwargs, options) < 0 ||
         option_callable(kwargs, "on_retry", &options->on_retry) < 0 ||
+        options_sinks(kwargs, options) < 0 ||
         option_count(kwargs, "accumulation_steps", &options->accumulation_steps) < 0 ||
         option_count(kwargs, "min_micro_batch", &options->min_micro_batch) < 0 ||
         option_count(kwargs, "multiple_of", &options->multiple_of) < 0 ||
@@ -514,6 +542,7 @@ oomkit_options_clear(oomkit_options *options)
     Py_CLEAR(options->backward);
     Py_CLEAR(options->weight);
     Py_CLEAR(options->on_retry);
+    Py_CLEAR(options->sinks);
     Py_CLEAR(options->label);
 }
 
@@ -526,5 +555,6 @@ oomkit_options_traverse(oomkit_options *options, visitproc visit, void *arg)
     Py_VISIT(options->backward);
     Py_VISIT(options->weight);
     Py_VISIT(options->on_retry);
+    Py_VISIT(options->sinks);
     return 0;
 }

@@ -57,7 +57,7 @@ instance_new(oomkit_step *parent, PyObject *owner)
     self->updates = -1;
     self->recent = self;
     self->parent = step_CAST(Py_NewRef(parent));
-    self->ring = parent->ring; /* borrowed from parent */
+    self->history = parent->history;
     self->func = Py_NewRef(parent->func);
     self->names = Py_XNewRef(parent->names);
     self->skip = parent->skip;

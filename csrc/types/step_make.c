@@ -281,8 +281,8 @@ make_fill(oomkit_state *st, oomkit_step *self, PyObject *func, PyObject *kwargs,
     self->updates = -1;
     self->recent = self;
     self->func = Py_NewRef(func);
-    self->ring = oomkit_ring_create(OOMKIT_RECORDS);
-    if (self->ring == NULL) {
+    self->history = oomkit_history_create(OOMKIT_RECORDS);
+    if (self->history == NULL) {
         PyErr_NoMemory();
         return -1;
     }

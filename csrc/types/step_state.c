@@ -238,6 +238,13 @@ methods_state(PyObject *module, PyObject *given)
 }
 
 static PyObject *
+methods_options(PyObject *module, PyObject *given)
+{
+    PyObject *step = methods_step(module, given); /* borrowed */
+    return step == NULL ? NULL : oomkit_step_options(step_CAST(step), NULL);
+}
+
+static PyObject *
 methods_load(PyObject *module, PyObject *args)
 {
     PyObject *given, *state, *step; /* borrowed */
@@ -285,6 +292,8 @@ methods_predict(PyObject *Py_UNUSED(module), PyObject *args)
 PyMethodDef oomkit_state_methods[] = {
     {"_step_state", methods_state, METH_O,
      "_step_state(step, /)\n--\n\nIts state_dict(), whatever it decorates."},
+    {"_step_options", methods_options, METH_O,
+     "_step_options(step, /)\n--\n\nWhat auto_batch was given for it (dict)."},
     {"_step_load", methods_load, METH_VARARGS,
      "_step_load(step, state, /)\n--\n\nIts load_state_dict(), whatever it decorates."},
     {"_check_sizes", methods_check, METH_O,

@@ -103,23 +103,21 @@ static PyObject *
 step_get_records(PyObject *op, void *Py_UNUSED(closure))
 {
     oomkit_step *self = step_CAST(op);
-    uint64_t count = oomkit_ring_count(self->ring);
-    uint64_t room = oomkit_ring_capacity(self->ring);
-    uint64_t i = count > room ? count - room : 0;
-    OWNED PyObject *list = PyList_New(0);
 
-    for (; list != NULL && i < count; i++) {
-        oomkit_record record;
-        OWNED PyObject *item = NULL;
-        if (oomkit_ring_read(self->ring, i, &record) != OOMKIT_OK) {
-            continue; /* overwritten meanwhile by another thread's step */
-        }
-        item = oomkit_record_new(self->st, &record, self->options.label);
-        if (item == NULL || PyList_Append(list, item) < 0) {
-            return NULL;
-        }
+    return oomkit_history_records(self->st, self->history, self->options.label);
+}
+
+static PyObject *
+step_get_summary(PyObject *op, void *Py_UNUSED(closure))
+{
+    oomkit_step *self = step_CAST(op);
+    OWNED_MEMORY oomkit_totals *totals = PyMem_Malloc(sizeof(*totals));
+
+    if (totals == NULL) {
+        return PyErr_NoMemory();
     }
-    return list == NULL ? NULL : PyList_AsTuple(list);
+    oomkit_history_total(self->history, totals);
+    return oomkit_summary_new(self->st, totals, self->options.label);
 }
 
 static PyObject *
@@ -200,6 +198,9 @@ step_dealloc(PyObject *op)
         PyObject_ClearWeakRefs(op);
     }
     step_clear(op);
+    if (self->parent == NULL) {
+        oomkit_gone_put(self->st, self->options.label, self->history);
+    }
     Py_CLEAR(self->options.label);
     Py_CLEAR(self->names);
     Py_CLEAR(self->origin);
@@ -211,9 +212,6 @@ step_dealloc(PyObject *op)
     oomkit_proven_clear(self->proven);
     Py_CLEAR(self->owner);
     Py_CLEAR(self->loop_of);
-    if (self->parent == NULL) {
-        oomkit_ring_destroy(self->ring);
-    }
     Py_CLEAR(self->parent);
     tp->tp_free(op);
     Py_DECREF(tp);
@@ -245,7 +243,10 @@ static PyMemberDef step_members[] = {
 
 static PyGetSetDef step_getset[] = {
     {"records", step_get_records, NULL,
-     "The last 1024 StepRecords of this step, oldest first (tuple).", NULL},
+     "StepRecords of this step, oldest first (tuple): the last 1024, and before them "
+     "older ones in which something happened.",
+     NULL},
+    {"summary", step_get_summary, NULL, "All calls of this step (StepSummary).", NULL},
     {"label", step_get_label, NULL, "Name of the step in records and reports.", NULL},
     {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},

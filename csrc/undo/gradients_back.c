@@ -121,7 +121,7 @@ static int
 grads_say_aside(oomkit_call *call)
 {
     return oomkit_say(call->st, "info", "sKO",
-                      "oomkit: step=%d of %s keeps gradients of the failed attempt "
+                      "step=%d of %s keeps gradients of the failed attempt "
                       "that were complete: equal up to rounding, not bit for bit",
                       (unsigned long long)call->log.number, call->options->label);
 }

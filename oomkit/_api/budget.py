@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
 from .. import _C
 from ..memory import DeviceLike, _device_of, _key
+from ..report import format_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Budget:
     """What this process can have of one device, in bytes; None where a figure is not known.
 
@@ -43,6 +44,11 @@ class Budget:
     own_beside: int | None
     others: int | None
     usable: int | None
+
+    def __repr__(self) -> str:
+        known = {f.name: getattr(self, f.name) for f in fields(self)}
+        figures = [f"{k} {format_bytes(v)}" for k, v in known.items() if v is not None]
+        return f"<oomkit.Budget {', '.join(figures) or 'unknown'}>"
 
 
 def _processes(index: int) -> list[tuple[int, int | None]] | None:

@@ -127,7 +127,7 @@ def probe(run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[
         pass  # no reason not to go on
     else:
         return
-    _log.info("oomkit: %s was not verified: out of memory", run.where)
+    _log.info("%s was not verified: out of memory", run.where)
 
 
 def _probe(of: Any, run: Runner, participants: list[Any], reached: list[Any]) -> None:
@@ -161,6 +161,6 @@ def _probe(of: Any, run: Runner, participants: list[Any], reached: list[Any]) ->
         )
     else:
         if rows:
-            _log.info("oomkit: verified %s: %d rows have the outputs of their halves", where, rows)
+            _log.info("verified %s: %d rows have the outputs of their halves", where, rows)
         return
     warnings.warn(f"oomkit: {text}", _C.OomkitWarning, stacklevel=7)

@@ -405,7 +405,7 @@ def places(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], streams: bo
     except MemoryError:
         raise
     except Exception:
-        _log.debug("oomkit: a step's plain state could not be looked at", exc_info=True)
+        _log.debug("a step's plain state could not be looked at", exc_info=True)
         return None
 
 

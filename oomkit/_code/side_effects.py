@@ -405,7 +405,7 @@ class Watch:
             refusal, buffers = self.buffers.end()
             warning = None if guarded else self.warning(buffers)
         except Exception:
-            _log.debug("oomkit: a step's side effects could not be looked at", exc_info=True)
+            _log.debug("a step's side effects could not be looked at", exc_info=True)
             return None, None, self.beside
         finally:
             self.abandon()
@@ -464,5 +464,5 @@ def watch(
         beside = None if plain is None else companions(plain, args, kwargs, own, rows)
         return Watch(function, {id(p) for p in params}, modules, users, beside)
     except Exception:
-        _log.debug("oomkit: a step's side effects could not be looked at", exc_info=True)
+        _log.debug("a step's side effects could not be looked at", exc_info=True)
         return None

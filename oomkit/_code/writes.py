@@ -345,5 +345,5 @@ def parameter_writes(
     try:
         return _look(func, args, kwargs, roots)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
-        _log.debug("oomkit: the writes of a step could not be read from its code", exc_info=True)
+        _log.debug("the writes of a step could not be read from its code", exc_info=True)
         return None

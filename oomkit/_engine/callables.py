@@ -6,9 +6,10 @@ import difflib
 import inspect
 import re
 from collections.abc import Sequence
+from types import CodeType
 from typing import Any
 
-__all__ = ["argument_problem", "close_match", "weight_problem"]
+__all__ = ["argument_problem", "close_match", "names_sum", "weight_problem"]
 
 
 def close_match(name: str, names: Sequence[str]) -> str:
@@ -54,3 +55,21 @@ def weight_problem(weight: Any) -> str:
             "one and unpack it, as in `lambda batch: (batch[1] != -100).sum()`"
         )
     return ""
+
+
+def names_sum(function: Any) -> bool:
+    """Does the code of a function, or of one defined in it, name a sum over something?
+
+    `reduction="sum"`, `loss.sum()`, `torch.sum`: where nothing else tells what a loss is.
+    """
+    found = [getattr(function, "__code__", None)]
+    while found:
+        code = found.pop()
+        if not isinstance(code, CodeType):
+            continue
+        if {"sum", "nansum"} & {*code.co_names, *map(str, code.co_consts)}:
+            return True
+        if any(isinstance(c, tuple) and "sum" in c for c in code.co_consts):
+            return True
+        found += [c for c in code.co_consts if isinstance(c, CodeType)]
+    return False

@@ -99,7 +99,7 @@ def _say(what: str, text: str) -> None:
     try:
         warnings.warn(f"oomkit: {text}", _C.OomkitWarning, stacklevel=2)
     except _C.OomkitWarning:  # warnings are errors here, and this one must not end a run
-        logging.getLogger("oomkit").warning("oomkit: %s", text)
+        logging.getLogger("oomkit").warning("%s", text)
 
 
 def path() -> Path:

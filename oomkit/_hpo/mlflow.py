@@ -44,7 +44,7 @@ def _last(mlflow: Any) -> str | None:
     try:
         return _id(mlflow.last_active_run())
     except Exception as error:  # the tracking server's, of any kind
-        log.debug("oomkit: MLflow does not tell the last run: %s", error)
+        log.debug("MLflow does not tell the last run: %s", error)
         return None
 
 
@@ -83,7 +83,7 @@ class RunWatch:
                 if end:
                     self._end(mlflow, still_open)
         except Exception as error:  # whatever it is: the trial's own outcome matters
-            log.warning("oomkit: MLflow did not take what a trial logs: %s", error)
+            log.warning("MLflow did not take what a trial logs: %s", error)
 
     def _find(self, mlflow: Any) -> tuple[str | None, bool]:
         """The trial's run, and whether runs that the trial opened are still open."""

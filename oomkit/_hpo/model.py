@@ -148,7 +148,7 @@ class MemoryModel:
         try:
             return self._terms(config)
         except KeyError as error:
-            log.debug("oomkit: a trial without %s tells MemoryModel nothing", error)
+            log.debug("a trial without %s tells MemoryModel nothing", error)
             return None
 
     def _weights(self, group: _Group, count: int) -> list[float] | None:
@@ -238,7 +238,7 @@ class MemoryModel:
         trial.set_user_attr("memory_prediction", text)
         trial.set_user_attr("memory_budget_bytes", room)
         trial.set_user_attr(_hpo_study.ATTRIBUTE, predicted / room - 1)
-        log.info("oomkit: trial=%d %s", trial.number, text)
+        log.info("trial=%d %s", trial.number, text)
         if prune:
             raise hopeless_trial()(text)
         return True

@@ -116,7 +116,7 @@ def release() -> None:
     except (RuntimeError, MemoryError) as error:
         if not _C.is_oom_error(error):
             raise
-        log.debug("oomkit: emptying the cache after a trial failed: %s", error)
+        log.debug("emptying the cache after a trial failed: %s", error)
 
 
 def _accelerator_now(device: tuple[int, int]) -> MemoryInfo | None:

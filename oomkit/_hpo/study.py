@@ -105,7 +105,7 @@ class Policy:
         if getattr(study.sampler, "_constraints_func", None) is None:
             if self.sampler in _TAKES_CONSTRAINTS:
                 log.info(
-                    "oomkit: %s(constraints_func=oomkit.optuna.constraints) would learn "
+                    "%s(constraints_func=oomkit.optuna.constraints) would learn "
                     "how far each trial was from the memory budget",
                     self.sampler,
                 )

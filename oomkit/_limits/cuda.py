@@ -14,6 +14,7 @@ import warnings
 import torch
 
 from .. import _C
+from ..report import format_bytes
 
 _log = logging.getLogger("oomkit")
 
@@ -76,8 +77,8 @@ def _put_all_on() -> None:
             _C.device_budget_set(CUDA, index, None)
             first = str(error).partition("\n")[0]
             _warn(
-                f"oomkit: limit_memory() of {limit} bytes on 'cuda:{index}' is not in force, "
-                f"its allocator refuses a share ({type(error).__name__}: {first})"
+                f"oomkit: limit_memory() of {format_bytes(limit)} on 'cuda:{index}' is not in "
+                f"force, its allocator refuses a share ({type(error).__name__}: {first})"
             )
 
 

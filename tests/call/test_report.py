@@ -29,6 +29,7 @@ VALUES = {
     "peak_reserved": None,
     "device_free": None,
     "budget": 4 * GIB,
+    "started": 100.0,
     "time": 1.5,
     "time_lost": 0.25,
     "rung": 0,
@@ -44,30 +45,56 @@ def record(**changes):
 
 RECORDS = [
     record(),
-    record(step=2, ooms=0, peak_allocated=None, budget=None, time=0.002, time_lost=0.0),
-    record(label=None, batch_size=None, micro_batch_size=None, ooms=1),
+    record(
+        step=2,
+        ooms=0,
+        attempts=1,
+        started=101.0,
+        peak_allocated=None,
+        budget=None,
+        time=0.002,
+        time_lost=0.0,
+    ),
+    record(label=None, batch_size=None, micro_batch_size=None, ooms=1, started=99.0),
 ]
 
 TEXT = """\
-step  batch  micro-batch  accumulation steps  peak allocated    budget  OOMs     time
-----  -----  -----------  ------------------  --------------  --------  ----  -------
-   1     32            8                   4        3.00 GiB  4.00 GiB     2   1.50 s
-   2     32            8                   4               -         -     0  2.00 ms
-train_step: 2 steps, 2 OOMs, highest peak 3.00 GiB, time lost 250.00 ms
+label       steps  OOMs  retries  plan changes  peak p50       p95       max  time p50     p95     max  time lost
+----------  -----  ----  -------  ------------  --------  --------  --------  --------  ------  ------  ---------
+train_step      2     2        2             0  3.00 GiB  3.00 GiB  3.00 GiB   2.00 ms  1.50 s  1.50 s  250.00 ms
+(no label)      1     1        2             0  3.00 GiB  3.00 GiB  3.00 GiB    1.50 s  1.50 s  1.50 s  250.00 ms
 
-step  batch  micro-batch  accumulation steps  peak allocated    budget  OOMs    time
-----  -----  -----------  ------------------  --------------  --------  ----  ------
-   1      -            -                   4        3.00 GiB  4.00 GiB     1  1.50 s
-(no label): 1 step, 1 OOM, highest peak 3.00 GiB, time lost 250.00 ms"""
+events
+label       step  batch  micro-batch  accumulation steps  peak allocated    budget  OOMs    time  time lost  reason
+----------  ----  -----  -----------  ------------------  --------------  --------  ----  ------  ---------  ------
+(no label)     1      -            -                   4        3.00 GiB  4.00 GiB     1  1.50 s  250.00 ms     oom
+train_step     1     32            8                   4        3.00 GiB  4.00 GiB     2  1.50 s  250.00 ms     oom
+
+the last 3 steps
+label       step  batch  micro-batch  accumulation steps  peak allocated    budget  OOMs     time  time lost  reason
+----------  ----  -----  -----------  ------------------  --------------  --------  ----  -------  ---------  ------
+(no label)     1      -            -                   4        3.00 GiB  4.00 GiB     1   1.50 s  250.00 ms     oom
+train_step     1     32            8                   4        3.00 GiB  4.00 GiB     2   1.50 s  250.00 ms     oom
+train_step     2     32            8                   4               -         -     0  2.00 ms        0 s     oom"""  # noqa: E501
+
+ALL = """\
+train_step: 2 steps, 2 OOMs, highest peak 3.00 GiB, time lost 250.00 ms
+step  batch  micro-batch  accumulation steps  peak allocated    budget  OOMs     time  time lost  reason
+----  -----  -----------  ------------------  --------------  --------  ----  -------  ---------  ------
+   1     32            8                   4        3.00 GiB  4.00 GiB     2   1.50 s  250.00 ms     oom
+   2     32            8                   4               -         -     0  2.00 ms        0 s     oom
+
+(no label): 1 step, 1 OOM, highest peak 3.00 GiB, time lost 250.00 ms
+step  batch  micro-batch  accumulation steps  peak allocated    budget  OOMs    time  time lost  reason
+----  -----  -----------  ------------------  --------------  --------  ----  ------  ---------  ------
+   1      -            -                   4        3.00 GiB  4.00 GiB     1  1.50 s  250.00 ms     oom"""  # noqa: E501
 
 MARKDOWN = """\
-### `train_step`
+### train_step: 1 step, 2 OOMs, highest peak 3.00 GiB, time lost 250.00 ms
 
-| step | batch | micro-batch | accumulation steps | peak allocated | budget | OOMs | time |
-| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
-| 1 | 32 | 8 | 4 | 3.00 GiB | 4.00 GiB | 2 | 1.50 s |
-
-train_step: 1 step, 2 OOMs, highest peak 3.00 GiB, time lost 250.00 ms"""
+| step | batch | micro-batch | accumulation steps | peak allocated | budget | OOMs | time | time lost | reason |
+| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
+| 1 | 32 | 8 | 4 | 3.00 GiB | 4.00 GiB | 2 | 1.50 s | 250.00 ms | oom |"""  # noqa: E501
 
 
 # --- the three formats ---
@@ -80,10 +107,12 @@ def test_fields_of_a_record():
 
 def test_text():
     assert oomkit.report(RECORDS) == TEXT
+    assert oomkit.report(RECORDS, all=True) == ALL
 
 
 def test_markdown():
-    assert oomkit.report(RECORDS[0], "markdown") == MARKDOWN
+    assert oomkit.report(RECORDS[0], "markdown", all=True) == MARKDOWN
+    assert oomkit.report(RECORDS[0], "markdown").startswith("| label | steps | OOMs |")
 
 
 def test_json_has_bytes_and_seconds():
@@ -93,9 +122,18 @@ def test_json_has_bytes_and_seconds():
     assert site["summary"] == {
         "steps": 2,
         "ooms": 2,
-        "peak_allocated": 3 * GIB,
+        "retries": 2,
+        "plan_changes": 0,
+        "unfinished": 0,
         "time": 1.502,
         "time_lost": 0.25,
+        "time_p50": 0.002,
+        "time_p95": 1.5,
+        "time_max": 1.5,
+        "peak_p50": 3 * GIB,
+        "peak_p95": 3 * GIB,
+        "peak_allocated": 3 * GIB,
+        "peak_reserved": None,
     }
     assert other["records"][0]["batch_size"] is None
 
@@ -118,12 +156,10 @@ def test_over_what_has_records():
         return None
 
     step([1, 2])
-    assert oomkit.report(guard).splitlines()[-1].startswith("evaluation: 1 step, 0 OOMs, ")
-    assert [line.split(":")[0] for line in oomkit.report([step, guard]).splitlines()[3::5]] == [
-        "live step",
-        "evaluation",
-    ]
-    assert "live step: 1 step, " in oomkit.report()
+    assert "evaluation: 1 step, 0 OOMs, " in oomkit.report(guard, all=True)
+    lines = oomkit.report([step, guard]).splitlines()[2:4]
+    assert [line.split("  ")[0] for line in lines] == ["live step", "evaluation"]
+    assert "live step: 1 step, " in oomkit.report(all=True)
 
 
 @pytest.mark.parametrize("kind", [str, Path])
@@ -268,7 +304,7 @@ def test_prometheus(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", module)
     sink = sinks.Prometheus("mine")
     sink(record())
-    sink(record(peak_allocated=GIB, budget=None))
+    sink(record(step=2, peak_allocated=GIB, budget=None))
     assert {name: metric.value for name, metric in made.items()} == {
         "oomkit_steps": 2,
         "oomkit_ooms": 4,

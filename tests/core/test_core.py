@@ -58,4 +58,4 @@ def test_a_failed_check_is_seen(tmp_path):
 
 def test_every_source_has_a_program():
     assert {f"test_{name}.c" for name in NAMES} == {p.name for p in PROGRAMS.glob("*.c")}
-    assert len(NAMES) == 9
+    assert len(NAMES) == 11

@@ -22,6 +22,7 @@ make(uint64_t step)
                            .peak_reserved_bytes = ~step,
                            .device_free_bytes = step << 32,
                            .budget_bytes = OOMKIT_UNKNOWN - step,
+                           .began_ns = step * 23,
                            .time_ns = step * 17,
                            .lost_ns = step * 19,
                            .accumulation_steps = low,

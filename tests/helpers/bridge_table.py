@@ -117,6 +117,7 @@ class Table(ctypes.Structure):
         ("cpu_installed", function(ctypes.c_int)),
         ("cpu_set_limit", function(ctypes.c_int, ctypes.c_uint64)),
         ("cpu_stats", function(ctypes.c_int, ctypes.POINTER(Stats))),
+        ("cpu_counted", function(ctypes.c_int, pointer, offset_t)),
         ("cpu_peak_push", function(ctypes.c_int, int_p)),
         ("cpu_peak_pop", function(ctypes.c_uint64, ctypes.c_int)),
         ("cpu_peak_read", function(ctypes.c_uint64, ctypes.c_int)),

@@ -21,8 +21,9 @@ NEEDS = {
     "plan": ["slices", "knowledge"],
     "knowledge": ["plan", "slices"],
     "numbers": ["knowledge", "plan", "slices"],
+    "history": ["ring", "sketch"],
 }
-USES_WRAP = {"budget", "fault", "peak", "ring"}
+USES_WRAP = {"budget", "fault", "history", "peak", "ring"}
 
 
 def build(output: Path, sources: list[Path], flags: list[str]) -> subprocess.CompletedProcess:

@@ -13,7 +13,7 @@ from pathlib import Path
 PROGRAM = """
 import oomkit, pytest
 
-RECORD = oomkit.StepRecord(range(18))
+RECORD = oomkit.StepRecord(range(oomkit.StepRecord.n_fields))
 
 @pytest.mark.parametrize("record", [RECORD, oomkit.current()])
 def test_nothing(record): ...

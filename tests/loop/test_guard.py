@@ -133,10 +133,10 @@ def test_the_exception_gets_a_report_and_a_note(form):
     assert list(report.holders) == ["before the guard", "inside the guard"]
     assert len(report.advice) == 3
     lines = report.text.splitlines()
-    assert lines[0].startswith("eval ran out of memory on cpu: allocated ")
+    assert lines[0].startswith("eval ran out of memory on cpu: requested 2.00 GiB, allocated ")
     assert lines[1] == "what was tried:"
     assert "requested 2.00 GiB" in lines[2] and attempt["location"] in lines[2]
-    assert lines[3] == "who holds the memory:"
+    assert lines[3] == "who held the memory:"
     assert lines[6:] == ["what to do:", *(f"  {n}. {s}" for n, s in enumerate(report.advice, 1))]
     (note,) = caught.value.__notes__
     assert note.startswith(
@@ -188,7 +188,7 @@ def test_one_line_is_logged(on_oom, outcome, caplog):
         pass
     (line,) = caplog.records
     assert (line.name, line.levelno) == ("oomkit", logging.WARNING)
-    assert line.getMessage().startswith("oomkit: guard=eval requested=2.00 GiB peak_allocated=")
+    assert line.getMessage().startswith("guard=eval requested=2.00 GiB peak_allocated=")
     assert line.getMessage().endswith(f" outcome={outcome}")
 
 

@@ -53,7 +53,7 @@ def test_an_allocation_over_the_budget_raises_torchs_own_error():
     (message,) = caught.value.args
     assert message.startswith(head)
     assert re.fullmatch(
-        rf"[\d.]+ \w+ \({limit} bytes\), of which [\d.]+ \w+ are allocated and "
+        rf"[\d.]+ \w+ \({limit} bytes\), of which \d+ bytes \([\d.]+ \w+\) are allocated and "
         r"[\d.]+ \w+ are free\.",
         message[len(head) :],
     )

@@ -91,8 +91,8 @@ MUTANTS = [
         "state-of-all-parameters",
         "parameters without a gradient get no state: they are not counted as what must fit",
         "oomkit/optim.py",
-        "    if p.grad is None or optimizer.state.get(p):",
-        "    if optimizer.state.get(p):",
+        "    return 0 if p.grad is None else _first_state(optimizer, group, p)",
+        "    return _first_state(optimizer, group, p)",
         ("optim/test_optimizer_faults.py::"
          "test_parameters_without_a_gradient_are_not_counted_as_state",),
     ),

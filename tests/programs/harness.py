@@ -50,7 +50,7 @@ class Run:
     def said(self) -> list[str]:
         """Without the lines that tell of a new plan, and of weights."""
         known = [text for text in self.texts if FOUND not in text]
-        return [text for text in known if not text.startswith("oomkit: step=")]
+        return [text for text in known if " micro_batch=" not in text]
 
     @property
     def found(self) -> bool:

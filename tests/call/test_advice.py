@@ -1,0 +1,137 @@
+"""Advice follows from figures: each rule says its cause, and is silent about others'."""
+
+from dataclasses import replace
+
+import pytest
+
+from oomkit._reports.advice import RULES, Figures, sentences
+from oomkit._reports.growth import Growth, growth_of
+
+MIB = 2**20
+ATTEMPT = {"micro_batch_size": 1}
+
+# A model of 10 MiB in 40 MiB, that fails for no cause that a rule knows.
+PLAIN = Figures(
+    attempts=[ATTEMPT],
+    phase="backward",
+    device="cpu",
+    budget=40 * MIB,
+    allocated=38 * MIB,
+    reserved=None,
+    requested=4 * MIB,
+    parameters=10 * MIB,
+    all_gradients=10 * MIB,
+    largest_gradient=4 * MIB,
+    state=0,
+    missing_state=0,
+    activations=4 * MIB,
+    others=0,
+    optimizers="AdamW",
+    row_bytes=1024.0,
+    ladder=30,
+    growth=None,
+    whole_parameters=10 * MIB,
+    keeper=None,
+    ranks=1,
+    beside=None,
+)
+CASES = {
+    "grows": {"growth": Growth(6, 4 * MIB, 24 * MIB)},
+    "parameters_and_gradients": {"budget": 19 * MIB},
+    "optimizer_state": {"missing_state": 21 * MIB},
+    "fragmented": {"reserved": 45 * MIB, "device": "cuda:0"},
+    "others_hold": {"beside": 2048 * MIB, "device": "cuda:0"},
+    "one_sample": {"activations": 15 * MIB},
+    "large_update": {"phase": "optimizer"},
+    "many_ranks": {"ranks": 4},
+}
+
+
+def test_every_rule_has_a_case():
+    assert list(CASES) == [rule.__name__ for rule in RULES]
+
+
+@pytest.mark.parametrize("cause", CASES)
+def test_a_rule_speaks_of_its_own_cause(cause):
+    spoken = [rule.__name__ for rule in RULES if rule(replace(PLAIN, **CASES[cause]))]
+    assert spoken == [cause]
+
+
+def test_where_no_rule_knows():
+    assert sentences(PLAIN) == ("give the step more than 40.00 MiB, or a smaller model",)
+    assert sentences(replace(PLAIN, budget=None, missing_state=90 * MIB)) == (
+        "free what else is on the device: other models, cached batches, stored outputs",
+    )
+
+
+def test_at_most_three():
+    everything = {}
+    for case in CASES.values():
+        everything |= case
+    assert len(sentences(replace(PLAIN, **everything))) == 3
+
+
+def test_the_two_sums_are_told():
+    (text,) = sentences(replace(PLAIN, budget=19 * MIB))
+    assert text.startswith(
+        "parameters (10.00 MiB) and their gradients (10.00 MiB) need 20.00 MiB of 19.00 MiB: no "
+        "batch size and no rung of the ladder helps"
+    )
+    (text,) = sentences(replace(PLAIN, budget=9 * MIB, parameters=0))
+    assert text.startswith("the gradients of all parameters need 10.00 MiB of 9.00 MiB")
+
+
+def test_the_state_names_the_rung_that_is_left():
+    figures = replace(PLAIN, missing_state=21 * MIB)
+    assert "the rung 'state' of the ladder keeps it" in sentences(figures)[0]
+    assert 'ladder=("update", "state")' in sentences(replace(figures, ladder=0))[0]
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "said"), [(1024.0, False), (4095.0, False), (4096.0, True), (3e6, True)]
+)
+def test_small_samples_are_not_to_be_smaller(row_bytes, said):
+    (text,) = sentences(replace(PLAIN, activations=15 * MIB, row_bytes=row_bytes))
+    assert text.startswith("the activations of one sample need more than 15.00 MiB")
+    assert ("make each sample" in text) is said
+
+
+def test_one_sample_by_the_ladder():
+    (text,) = sentences(replace(PLAIN, activations=15 * MIB, ladder=0))
+    assert 'ladder="auto"' in text
+    (text,) = sentences(replace(PLAIN, activations=15 * MIB))
+    assert "torch.utils.checkpoint" in text
+
+
+def test_shards_are_told_from_the_whole():
+    (text,) = sentences(replace(PLAIN, ranks=4, whole_parameters=40 * MIB))
+    assert text.startswith("parameters are sharded, 10.00 MiB of 40.00 MiB here")
+
+
+def test_the_keeper_is_named():
+    growth = Growth(6, 4 * MIB, 24 * MIB)
+    (text,) = sentences(replace(PLAIN, growth=growth, keeper="losses, a list of 6 ... (f:3),"))
+    assert "before each of the last 6 steps 4.00 MiB more" in text
+    assert text.endswith("; losses, a list of 6 ... (f:3), keeps graphs: store loss.item() or "
+                         "loss.detach() there")  # fmt: skip
+
+
+class Record:
+    def __init__(self, baseline):
+        self.baseline = baseline
+
+
+@pytest.mark.parametrize(
+    ("baselines", "growth"),
+    [
+        ([], None),
+        ([10, 20, 30, 40], None),  # three steps of growth: too few
+        ([10, 20, 30, 40, 50], Growth(4, 10, 40)),
+        ([99, 10, 20, 30, 40, 50], Growth(4, 10, 40)),
+        ([10, 20, 30, 40, 50, 50], None),  # it has stopped
+        ([10, 20, 30, None, 40, 50], Growth(4, 10, 40)),
+        ([0, 1000, 1001, 1002, 1004, 1300], None),  # not alike
+    ],
+)
+def test_growth(baselines, growth):
+    assert growth_of([Record(baseline) for baseline in baselines]) == growth
