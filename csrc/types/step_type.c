@@ -5,6 +5,7 @@
 #include "types.h"
 #include "../accum/accum.h"
 #include "../batch/batch.h"
+#include "../device/device.h"
 #include "../plain/plain_state.h"
 #include "../sizes/remember.h"
 
@@ -194,12 +195,16 @@ step_dealloc(PyObject *op)
 {
     oomkit_step *self = step_CAST(op);
     PyTypeObject *tp = Py_TYPE(op);
+    const int climbed = self->rungs_said != 0 || self->options.optimizer_parts;
 
     PyObject_GC_UnTrack(op);
     if (self->weakrefs != NULL) {
         PyObject_ClearWeakRefs(op);
     }
     step_clear(op);
+    if (climbed) {
+        oomkit_host_unpin(oomkit_state_of_type(tp));
+    }
     Py_CLEAR(self->options.label);
     Py_CLEAR(self->names);
     Py_CLEAR(self->origin);
