@@ -60,9 +60,10 @@ oomkit_update_room(oomkit_call *call, PyObject *optimizer, oomkit_update_figures
     f->state = state;
     f->fixed = fixed;
     f->together = together;
-    /* Before a first state, where it has never been asked, and where asking takes
-     * little of what moving state takes. */
-    f->left = f->state > 0 || call->step->device_bytes == 0 || call->st->hosted_any != 0
+    /* Before a first state, where it was never asked about what is needed, and where
+     * that takes little of what moving state takes. */
+    f->left = f->state > 0 || call->st->hosted_any != 0 ||
+                      (call->step->device_bytes == 0 && (fixed | together) != 0)
                   ? left_asked(call)
                   : oomkit_update_left(call);
     return 0;

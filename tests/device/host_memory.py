@@ -140,6 +140,9 @@ class Stream:
     def synchronize(self) -> None:
         self.run()
 
+    def __del__(self) -> None:
+        self.run()  # a device goes on with what it was given
+
     def __enter__(self) -> Stream:
         self.outer, self.host.now = self.host.now, self
         return self

@@ -193,6 +193,48 @@ def test_an_error_in_any_move(host: HostMemory, kind: str, calls: int) -> None:
             gc.collect()
 
 
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("memory", [True, False])
+@pytest.mark.filterwarnings("ignore")
+def test_an_error_beside_a_copy(
+    host: HostMemory, monkeypatch: pytest.MonkeyPatch, memory: bool, waits: bool
+) -> None:
+    """What is on its way arrives before its memory is free, also where streams cannot wait."""
+    expected = expected_of("AdamW", 3)[1]
+    module = sys.modules["torch.optim.adam"]
+    plain, calls = module.adam, 0  # type: ignore[attr-defined]
+
+    refused: list[str] = []
+
+    def wait(what: str) -> None:
+        if what == "wait" and calls == 2 and not refused:
+            refused.append(what)
+            raise accelerator_error(OTHER, 1)
+
+    def adam(*args: Any, **names: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            assert host.beside > before
+            raise torch.OutOfMemoryError(OOM) if memory else ValueError("of the user's")
+        plain(*args, **names)
+
+    with room(AHEAD):
+        program = Program("AdamW")
+        program.run(2)
+        entry, x, before = program.picture(), program.batch(), host.beside
+        monkeypatch.setattr(module, "adam", adam)
+        host.before = (lambda what: None) if waits else wait
+        if memory:
+            program.step(x)
+        else:
+            with pytest.raises(ValueError, match="of the user's"):
+                program.step(x)
+            assert same(program.picture(), entry)
+            program.step(x)
+    assert same(program.picture(), expected) and not host.faults
+
+
 @pytest.mark.parametrize("phase", ["optimizer", "backward", "forward"])
 @pytest.mark.filterwarnings("ignore")
 def test_memory_that_lacks_anywhere(host: HostMemory, phase: str) -> None:
