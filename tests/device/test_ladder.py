@@ -354,23 +354,25 @@ def test_later_updates_know_what_is_left_too(cuda: Device, host: HostMemory) -> 
 
 def test_state_of_another_device_stays_there(cuda: Device, host: HostMemory) -> None:
     cuda.wide_index = 1
-    params = [
-        torch.nn.Parameter(torch.ones(64, 64, dtype=dtype))
-        for dtype in (torch.float32, torch.float64)
-    ]
-    optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    torch.manual_seed(3)
+    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    wide = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.float64))
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW([*model.parameters(), wide], foreach=False)
 
-    @oomkit.auto_batch(optimizer=optimizer, optimizer_safety="parts")
+    @oomkit.auto_batch(model=model, optimizer=optimizer, verify=False)
     def step(x: torch.Tensor) -> None:
         optimizer.zero_grad()
-        (x @ params[0]).sum().backward()
-        (x.double() @ params[1]).sum().backward()
+        model(x).square().mean().backward()
+        (x[:, :64].double() @ wide).mean().backward()
         optimizer.step()
 
-    step(torch.ones(2, 64))
-    call = hosted.hosted_state(optimizer, "cuda:0")
-    assert call == {}
-    hosted.hosted_tidy(optimizer)
+    with room(for_parameters(1.8) + 4 * wide.nbytes):
+        for _ in range(2):
+            step(torch.ones(8, WIDTH))
+    state = hosted.hosted_state(optimizer, None)
+    assert isinstance(state, dict) and len(state) == 8
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
 
 
 @pytest.mark.filterwarnings("ignore:Set seed for")
