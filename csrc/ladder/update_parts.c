@@ -414,6 +414,15 @@ parts_all(parts_run *run)
     return 0;
 }
 
+/* Bytes that a part of so many bytes of all needs beside its state, at most. */
+static uint64_t
+beside_state(const oomkit_update_figures *f, uint64_t part, uint64_t all)
+{
+    const double share = all == 0 ? 0.0 : (double)part / (double)all;
+
+    return f->fixed + (uint64_t)((double)f->together * share);
+}
+
 /* How many bytes of parameters go into one part. 0 or -1. */
 static int
 parts_plan(parts_run *run)
@@ -465,10 +474,7 @@ parts_plan(parts_run *run)
         run->part_bytes =
             (uint64_t)(0.9 * (double)bytes * (double)left / (double)grows);
     }
-    run->beside =
-        f.fixed + (bytes == 0 ? 0
-                              : (uint64_t)((double)f.together *
-                                           (double)run->part_bytes / (double)bytes));
+    run->beside = beside_state(&f, run->part_bytes, bytes);
     /* State that has no room on the device for sure: to the host from the start, not
      * after a failure. */
     if (run->hosted == NULL

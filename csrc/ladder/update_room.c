@@ -52,6 +52,7 @@ oomkit_update_room(oomkit_call *call, PyObject *optimizer, oomkit_update_figures
 {
     OWNED PyObject *needs = PyObject_CallOneArg(call->st->update_needs, optimizer);
     unsigned long long state, fixed, together;
+    PyObject *hosted = NULL; /* borrowed */
 
     if (needs == NULL || !PyArg_ParseTuple(needs, "iKKK:update_needs", &f->independent,
                                            &state, &fixed, &together)) {
@@ -60,9 +61,13 @@ oomkit_update_room(oomkit_call *call, PyObject *optimizer, oomkit_update_figures
     f->state = state;
     f->fixed = fixed;
     f->together = together;
+    hosted = oomkit_hosted_of(call->st, optimizer);
+    if (hosted == NULL && PyErr_Occurred()) {
+        return -1;
+    }
     /* Before a first state, where it was never asked about what is needed, and where
      * that takes little of what moving state takes. */
-    f->left = f->state > 0 || call->st->hosted_any != 0 ||
+    f->left = f->state > 0 || hosted != NULL ||
                       (call->step->device_bytes == 0 && (fixed | together) != 0)
                   ? left_asked(call)
                   : oomkit_update_left(call);
