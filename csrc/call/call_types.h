@@ -76,6 +76,7 @@ typedef struct oomkit_state_item {
     PyObject *dict;  /* owned: the state dict it is in */
     uint32_t version;
     uint8_t is_tensor;
+    uint8_t was_out; /* its copy is its value on the host, where it was then */
 } oomkit_state_item;
 
 typedef struct oomkit_optimizer_mark {

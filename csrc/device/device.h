@@ -197,9 +197,30 @@ oomkit_phase_set(oomkit_state *st, int phase);
 int
 oomkit_backward_drain(oomkit_state *st);
 
+/* --- host_copy.c --- */
 /* A host copy of a tensor outside the budget. New reference or NULL. */
 PyObject *
 oomkit_host_copy(oomkit_state *st, PyObject *tensor);
+/* The same, of CUDA in pinned memory where that is to be had. */
+PyObject *
+oomkit_host_copy_pinned(oomkit_state *st, PyObject *tensor);
+/* An error of torch's that may be one of pinning: is it gone, so that other host memory
+ * can be tried? 1, or 0 with the exception. */
+int
+oomkit_pinning_failed(void);
+/* A tensor like it on the device, inside its budget, without its values. New reference
+ * or NULL. */
+PyObject *
+oomkit_device_like(oomkit_state *st, oomkit_device device, PyObject *tensor);
+/* Its values there, which may be on their way: in the order of the present stream. 0 or
+ * -1. */
+int
+oomkit_device_fill(oomkit_state *st, oomkit_device device, PyObject *there,
+                   PyObject *tensor);
+/* torch keeps pinned memory for later; ours is not wanted any more. Never fails; keeps
+ * an exception. */
+void
+oomkit_host_unpin(oomkit_state *st);
 
 /* --- surroundings.c --- */
 /* Is a CUDA graph (or XPU's kind of it) being captured on the current stream? 1, 0 or

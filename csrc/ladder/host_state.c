@@ -4,7 +4,9 @@
  * step() outside every protected call finds them on the device again.
  *
  * Under a budget of the CPU the host is what is allocated outside it. */
+#include "ahead.h"
 #include "ladder.h"
+#include "update_room.h"
 #include "../device/device.h"
 #include "../py/tensor.h"
 #include "../sizes/sizes.h"
@@ -56,6 +58,8 @@ int
 oomkit_hosted_tidy(oomkit_state *st, PyObject *optimizer)
 {
     OWNED PyObject *done = PyObject_CallOneArg(st->hosted_tidy, optimizer);
+
+    oomkit_host_unpin(st);
     return done == NULL ? -1 : 0;
 }
 
@@ -72,7 +76,10 @@ is_moved(oomkit_call *call, PyObject *tensor, oomkit_tensor_facts *facts)
         return -1;
     }
     if (!facts->is_strided || facts->bytes < SMALLEST || facts->requires_grad ||
-        facts->device_type != call->device.type) {
+        facts->device_type != call->device.type ||
+        facts->device_type == OOMKIT_DEVICE_PRIVATE_USE || /* no .data of the host's */
+        (facts->device_type != OOMKIT_DEVICE_CPU &&
+         facts->device_index != call->device.index)) {
         return 0;
     }
     alone = PyObject_CallOneArg(call->st->owns_memory, tensor);
@@ -91,7 +98,7 @@ oomkit_host_move_out(oomkit_call *call, PyObject *hosted, PyObject *tensor,
     if (there != 0 || moves <= 0) {
         return there < 0 || moves < 0 ? -1 : 0;
     }
-    copy = oomkit_host_copy(call->st, tensor);
+    copy = oomkit_host_copy_pinned(call->st, tensor);
     if (copy == NULL || PyDict_SetItem(hosted, key, tensor) < 0) {
         return -1;
     }
@@ -110,19 +117,16 @@ oomkit_host_move_out(oomkit_call *call, PyObject *hosted, PyObject *tensor,
 static PyObject *
 device_copy(oomkit_call *call, PyObject *tensor)
 {
-    char text[OOMKIT_DEVICE_TEXT];
-    OWNED PyObject *plain = PyObject_CallMethodNoArgs(tensor, call->st->str_detach);
+    OWNED PyObject *made = oomkit_device_like(call->st, call->device, tensor);
 
-    if (plain == NULL || call->device.type == OOMKIT_DEVICE_CPU) {
-        return plain == NULL ? NULL
-                             : PyObject_CallMethodNoArgs(plain, call->st->str_clone);
-    }
-    oomkit_device_text(call->device, text);
-    return PyObject_CallMethod(plain, "to", "s", text);
+    return made == NULL || oomkit_device_fill(call->st, call->device, made, tensor) < 0
+               ? NULL
+               : STEAL(made);
 }
 
 int
-oomkit_host_move_in(oomkit_call *call, PyObject *hosted, PyObject *tensor)
+oomkit_host_move_in(oomkit_call *call, PyObject *hosted, PyObject *tensor,
+                    const oomkit_ahead *ahead)
 {
     OWNED PyObject *key = PyLong_FromVoidPtr(tensor), *copy = NULL;
     int there = key == NULL ? -1 : PyDict_Contains(hosted, key);
@@ -130,7 +134,10 @@ oomkit_host_move_in(oomkit_call *call, PyObject *hosted, PyObject *tensor)
     if (there <= 0) {
         return there;
     }
-    copy = device_copy(call, tensor);
+    copy = ahead == NULL ? NULL : oomkit_ahead_take(ahead, key);
+    if (copy == NULL && !PyErr_Occurred()) {
+        copy = device_copy(call, tensor);
+    }
     if (copy == NULL || PyObject_SetAttr(tensor, call->st->str_data, copy) < 0) {
         return -1;
     }
@@ -174,6 +181,9 @@ int
 oomkit_host_all(oomkit_call *call, uint64_t most, uint64_t *bytes)
 {
     *bytes = 0;
+    if (call->device.type == OOMKIT_DEVICE_CUDA) {
+        most /= 2; /* torch rounds pinned memory up to a power of two */
+    }
     EACH_OWNER (owner, call->parts, OWNERS_OF(OOMKIT_OWNER_OPTIMIZER)) {
         OWNED PyObject *may =
             PyObject_CallOneArg(call->st->is_independent, owner.object);
@@ -236,7 +246,7 @@ oomkit_host_return(oomkit_call *call, PyObject *optimizer)
         return PyErr_Occurred() ? -1 : 0;
     }
     for (i = 0; i < PyList_GET_SIZE(all); i++) {
-        if (oomkit_host_move_in(call, hosted, PyList_GET_ITEM(all, i)) < 0) {
+        if (oomkit_host_move_in(call, hosted, PyList_GET_ITEM(all, i), NULL) < 0) {
             return -1;
         }
     }
@@ -262,7 +272,7 @@ host_none(oomkit_call *call)
 void
 oomkit_host_room(oomkit_call *call, uint64_t needed, uint64_t left)
 {
-    const uint64_t budget = oomkit_device_budget(call->st, call->device);
+    const uint64_t budget = oomkit_update_budget(call);
     const uint64_t peak = oomkit_window_peak_now(call);
     const uint64_t bytes = oomkit_host_bytes(call);
 

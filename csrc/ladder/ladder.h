@@ -96,8 +96,11 @@ oomkit_hosted_tidy(oomkit_state *st, PyObject *optimizer);
 int
 oomkit_host_move_out(oomkit_call *call, PyObject *hosted, PyObject *tensor,
                      uint64_t *bytes);
+struct oomkit_ahead;
+/* `ahead` (may be NULL) may have it on the device already. */
 int
-oomkit_host_move_in(oomkit_call *call, PyObject *hosted, PyObject *tensor);
+oomkit_host_move_in(oomkit_call *call, PyObject *hosted, PyObject *tensor,
+                    const struct oomkit_ahead *ahead);
 /* What an optimizer has there goes back to the device. 0 or -1. */
 int
 oomkit_host_return(oomkit_call *call, PyObject *optimizer);

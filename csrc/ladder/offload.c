@@ -33,6 +33,11 @@ oomkit_offload_empty(oomkit_offload *self, uint64_t bytes, int on_host)
     EXEMPT (st) {
         made = PyObject_Vectorcall(st->torch_empty, args, 1, self->names);
     }
+    if (made == NULL && self->pinned && oomkit_pinning_failed()) {
+        self->pinned = 0;
+        return oomkit_offload_empty(self, bytes, 1);
+    }
+    st->pinned_any |= self->pinned;
     return made;
 }
 
@@ -137,20 +142,6 @@ oomkit_offload_bytes(PyObject *offload)
     return oomkit_offload_CAST(offload)->moved_bytes;
 }
 
-/* torch keeps pinned blocks for later. Ours are not wanted any more. Never fails. */
-static void
-offload_unpin(oomkit_state *st)
-{
-    KEEPING_EXCEPTION {
-        OWNED PyObject *done = st->empty_host_cache == NULL
-                                   ? NULL
-                                   : PyObject_CallNoArgs(st->empty_host_cache);
-        if (done == NULL) {
-            oomkit_error_dismiss(); /* they stay in torch's cache, for others */
-        }
-    }
-}
-
 static void
 offload_dealloc(PyObject *op)
 {
@@ -160,8 +151,8 @@ offload_dealloc(PyObject *op)
     if (self->kept != NULL) {
         self->bridge->storages_release(self->kept, self->kept_count);
     }
-    if (self->pinned && self->moved_bytes > 0) {
-        offload_unpin(self->st);
+    if (self->moved_bytes > 0) {
+        oomkit_host_unpin(self->st);
     }
     oomkit_addresses_free(&self->kept_set);
     MEMORY_CLEAR(self->kept);

@@ -12,6 +12,7 @@
  * copy is made of: there all parts are put back at once, and the whole call is
  * repeated. */
 #include "activations.h"
+#include "ahead.h"
 #include "ladder.h"
 #include "update_room.h"
 #include "../device/device.h"
@@ -35,6 +36,8 @@ typedef struct parts_run {
     Py_ssize_t count;
     PyObject *hosted;    /* owned: the registry's; NULL: state stays there */
     PyObject *grads;     /* owned: the same of gradients, in this update alone */
+    oomkit_ahead ahead;  /* state of the next part */
+    uint64_t beside;     /* bytes that a part needs beside its state, at most */
     uint64_t part_bytes; /* of the parameters of one part, at most */
     Py_ssize_t most;     /* parameters of one part, after a failure */
     PyObject *groups;    /* owned: list of the groups' dicts */
@@ -111,7 +114,7 @@ grads_move(const parts_run *run, Py_ssize_t at, Py_ssize_t count, int in)
         int moves = grad == NULL ? -1 : grad != Py_None;
         if (moves < 0 ||
             (moves > 0 &&
-             (in ? oomkit_host_move_in(run->call, run->grads, grad)
+             (in ? oomkit_host_move_in(run->call, run->grads, grad, NULL)
                  : oomkit_host_move_out(run->call, run->grads, grad, &bytes)) < 0)) {
             return -1;
         }
@@ -137,12 +140,37 @@ part_move(const parts_run *run, Py_ssize_t at, Py_ssize_t count, int in)
             continue;
         }
         while (PyDict_Next(values, &next, &key, &value)) {
-            if ((in ? oomkit_host_move_in(run->call, run->hosted, value)
+            if ((in ? oomkit_host_move_in(run->call, run->hosted, value, &run->ahead)
                     : oomkit_host_move_out(run->call, run->hosted, value, &bytes)) <
                 0) {
                 return -1;
             }
         }
+    }
+    return 0;
+}
+
+/* Appends a parameter's state that is on the host. 0 or -1. */
+static int
+part_hosted(const parts_run *run, PyObject *param, PyObject *tensors, uint64_t *bytes)
+{
+    OWNED PyObject *values = state_of(run, param);
+    oomkit_tensor_facts facts;
+    PyObject *key, *value; /* borrowed from values */
+    Py_ssize_t next = 0;
+
+    if (values == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    while (PyDict_Next(values, &next, &key, &value)) {
+        OWNED PyObject *address = PyLong_FromVoidPtr(value);
+        int there = address == NULL ? -1 : PyDict_Contains(run->hosted, address);
+        if (there < 0 || (there > 0 && (oomkit_tensor_facts_get(run->call->st, value, 0,
+                                                                &facts) < 0 ||
+                                        PyList_Append(tensors, value) < 0))) {
+            return -1;
+        }
+        *bytes += there > 0 ? facts.bytes : 0;
     }
     return 0;
 }
@@ -164,6 +192,35 @@ part_count(const parts_run *run, Py_ssize_t at)
         n++;
     }
     return n;
+}
+
+/* The state of a part that is on the host begins to come, where there is room for it
+ * beside the part before. 0 or -1. */
+static int
+part_ahead(parts_run *run, Py_ssize_t at)
+{
+    oomkit_call *call = run->call;
+    const uint64_t left = run->ahead.stream == NULL ? 0 : oomkit_update_left(call);
+    OWNED PyObject *tensors = NULL;
+    uint64_t bytes = 0;
+    Py_ssize_t i, count;
+
+    if (left == 0 || left == OOMKIT_UNKNOWN || run->hosted == NULL ||
+        run->grads != NULL || at >= run->count) {
+        return 0;
+    }
+    tensors = PyList_New(0);
+    count = part_count(run, at);
+    for (i = at; tensors != NULL && i < at + count; i++) {
+        if (part_hosted(run, run->params[i].param, tensors, &bytes) < 0) {
+            return -1;
+        }
+    }
+    if (tensors == NULL || bytes == 0 || run->beside >= left ||
+        bytes > left - run->beside) {
+        return tensors == NULL ? -1 : 0;
+    }
+    return oomkit_ahead_fetch(call, &run->ahead, tensors);
 }
 
 static int
@@ -196,9 +253,11 @@ part_run(parts_run *run, Py_ssize_t at, Py_ssize_t count)
             return -1;
         }
     }
-    return grads_move(run, at, count, 1) < 0 || part_move(run, at, count, 1) < 0 ||
-                   part_step(run, at, count) < 0 || part_move(run, at, count, 0) < 0 ||
-                   grads_move(run, at, count, 0) < 0
+    return grads_move(run, at, count, 1) < 0 ||
+                   oomkit_ahead_wait(run->call, &run->ahead) < 0 ||
+                   part_move(run, at, count, 1) < 0 ||
+                   part_ahead(run, at + count) < 0 || part_step(run, at, count) < 0 ||
+                   part_move(run, at, count, 0) < 0 || grads_move(run, at, count, 0) < 0
                ? -1
                : 0;
 }
@@ -232,6 +291,7 @@ parts_give_up(parts_run *run, Py_ssize_t count)
     oomkit_state *st = run->call->st;
     PyObject *exception = oomkit_exception_take(); /* owned, given back */
 
+    oomkit_ahead_drop(run->call, &run->ahead);
     if (oomkit_exception_classify(st, exception) != OOMKIT_CLASS_OTHER) {
         oomkit_exception_clear_frames(st, exception, NULL);
     }
@@ -312,6 +372,7 @@ part_failed(parts_run *run, Py_ssize_t at, Py_ssize_t count, int *again)
     int status;
 
     oomkit_exception_clear_frames(call->st, exception, NULL);
+    oomkit_ahead_drop(call, &run->ahead);
     status = run->repeats ? parts_undo(run, at, count) : parts_undo(run, 0, run->count);
     if (status == 0) {
         status = oomkit_device_empty_cache(call->st, call->device);
@@ -351,6 +412,15 @@ parts_all(parts_run *run)
         }
     }
     return 0;
+}
+
+/* Bytes that a part of so many bytes of all needs beside its state, at most. */
+static uint64_t
+beside_state(const oomkit_update_figures *f, uint64_t part, uint64_t all)
+{
+    const double share = all == 0 ? 0.0 : (double)part / (double)all;
+
+    return f->fixed + (uint64_t)((double)f->together * share);
 }
 
 /* How many bytes of parameters go into one part. 0 or -1. */
@@ -393,12 +463,18 @@ parts_plan(parts_run *run)
             run->call, hosted + f.state + (f.fixed > f.together ? f.fixed : f.together),
             f.left);
     }
+    if (run->hosted != NULL && f.state == 0 &&
+        oomkit_ahead_begin(run->call, &run->ahead) < 0) {
+        return -1;
+    }
     left = f.left > f.fixed ? f.left - f.fixed : 0;
-    grows = f.together + hosted + (run->hosted != NULL ? f.state : 0);
+    grows = f.together + hosted + (run->hosted != NULL ? f.state : 0) +
+            (run->ahead.stream != NULL ? hosted : 0);
     if (grows > left) {
         run->part_bytes =
             (uint64_t)(0.9 * (double)bytes * (double)left / (double)grows);
     }
+    run->beside = beside_state(&f, run->part_bytes, bytes);
     /* State that has no room on the device for sure: to the host from the start, not
      * after a failure. */
     if (run->hosted == NULL
@@ -443,6 +519,7 @@ static void
 parts_end(parts_run *run)
 {
     PyMem_Free(run->params);
+    oomkit_ahead_end(run->call, &run->ahead);
     Py_CLEAR(run->hosted);
     Py_CLEAR(run->grads);
     Py_CLEAR(run->groups);

@@ -11,16 +11,23 @@
 #define WARY 8     /* updates in parts after one that failed where it was to fit */
 #define SLOP 65536 /* bytes: numbers, counts, lists of a foreach update */
 
-/* Bytes still to be had, as far as that is known without asking a driver. */
-static uint64_t
-left_known(const oomkit_call *call)
+uint64_t
+oomkit_update_budget(const oomkit_call *call)
 {
-    uint64_t budget = oomkit_device_budget(call->st, call->device), used;
+    const uint64_t budget = oomkit_device_budget(call->st, call->device);
 
-    if (call->device.type != OOMKIT_DEVICE_CPU && call->step->device_bytes > 0 &&
-        call->step->device_bytes < budget) {
-        budget = call->step->device_bytes;
-    }
+    return call->device.type != OOMKIT_DEVICE_CPU && call->step->device_bytes > 0 &&
+                   call->step->device_bytes < budget
+               ? call->step->device_bytes
+               : budget;
+}
+
+uint64_t
+oomkit_update_left(const oomkit_call *call)
+{
+    const uint64_t budget = oomkit_update_budget(call);
+    uint64_t used;
+
     if (budget == OOMKIT_UNKNOWN) {
         return OOMKIT_UNKNOWN;
     }
@@ -28,24 +35,14 @@ left_known(const oomkit_call *call)
     return used == OOMKIT_UNKNOWN ? OOMKIT_UNKNOWN : used < budget ? budget - used : 0;
 }
 
-/* The same; of an accelerator without a limit its driver is asked. 0 or -1. */
-static int
-left_asked(const oomkit_call *call, uint64_t *left)
+/* The same; of an accelerator its driver is asked, which takes long. */
+static uint64_t
+left_asked(const oomkit_call *call)
 {
-    oomkit_memory_stats stats;
-    uint64_t budget;
-
-    *left = left_known(call);
-    if (*left != OOMKIT_UNKNOWN || call->device.type == OOMKIT_DEVICE_CPU) {
-        return 0;
+    if (call->device.type != OOMKIT_DEVICE_CPU) {
+        call->step->device_bytes = oomkit_device_usable(call->st, call->device);
     }
-    if (oomkit_device_figures(call->st, call->device, &stats, &budget) < 0) {
-        return -1;
-    }
-    if (stats.free != OOMKIT_UNKNOWN && stats.reserved != OOMKIT_UNKNOWN) {
-        *left = stats.free + (stats.reserved - stats.allocated);
-    }
-    return 0;
+    return oomkit_update_left(call);
 }
 
 /* --- closer --- */
@@ -55,6 +52,7 @@ oomkit_update_room(oomkit_call *call, PyObject *optimizer, oomkit_update_figures
 {
     OWNED PyObject *needs = PyObject_CallOneArg(call->st->update_needs, optimizer);
     unsigned long long state, fixed, together;
+    PyObject *hosted = NULL; /* borrowed */
 
     if (needs == NULL || !PyArg_ParseTuple(needs, "iKKK:update_needs", &f->independent,
                                            &state, &fixed, &together)) {
@@ -63,10 +61,16 @@ oomkit_update_room(oomkit_call *call, PyObject *optimizer, oomkit_update_figures
     f->state = state;
     f->fixed = fixed;
     f->together = together;
-    if (f->state > 0) { /* its driver is slow to answer: before a first state alone */
-        return left_asked(call, &f->left);
+    hosted = oomkit_hosted_of(call->st, optimizer);
+    if (hosted == NULL && PyErr_Occurred()) {
+        return -1;
     }
-    f->left = left_known(call);
+    /* Before a first state, where it was never asked about what is needed, and where
+     * that takes little of what moving state takes. */
+    f->left = f->state > 0 || hosted != NULL ||
+                      (call->step->device_bytes == 0 && (fixed | together) != 0)
+                  ? left_asked(call)
+                  : oomkit_update_left(call);
     return 0;
 }
 
@@ -145,10 +149,10 @@ fits_closely(oomkit_call *call, PyObject *optimizer, oomkit_update_need *need)
     if (f.fixed == OOMKIT_UNKNOWN && need->peak == 0 && f.left >= need->roomy) {
         return 2; /* more than any known one takes */
     }
-    if (oomkit_device_empty_cache(call->st, call->device) < 0 ||
-        left_asked(call, &f.left) < 0) {
+    if (oomkit_device_empty_cache(call->st, call->device) < 0) {
         return -1;
     }
+    f.left = left_asked(call);
     if (may && f.independent) {
         return needed(&f, need) <= f.left ? 2 : 0;
     }
@@ -159,7 +163,7 @@ int
 oomkit_update_fits(oomkit_call *call, PyObject *optimizer, int index)
 {
     oomkit_update_need *need = oomkit_update_need_of(call->parts, optimizer);
-    const uint64_t left = left_known(call);
+    const uint64_t left = oomkit_update_left(call);
 
     if (need == NULL ||
         (!call->options->optimizer_parts && oomkit_part_is_copied(call, index))) {

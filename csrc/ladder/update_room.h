@@ -17,6 +17,14 @@ typedef struct oomkit_update_figures {
     uint64_t left;     /* to be had; OOMKIT_UNKNOWN */
 } oomkit_update_figures;
 
+/* What there is, the limit or of an accelerator what its driver said when it was last
+ * asked; OOMKIT_UNKNOWN. */
+uint64_t
+oomkit_update_budget(const oomkit_call *call);
+/* Bytes still to be had, as far as that is known without asking a driver. */
+uint64_t
+oomkit_update_left(const oomkit_call *call);
+
 /* 0 or -1. Runs Python code, which looks at every parameter. */
 int
 oomkit_update_room(oomkit_call *call, PyObject *optimizer, oomkit_update_figures *f);

@@ -133,7 +133,7 @@ is_hosted(PyObject *hosted, PyObject *tensor)
 static int
 value_keep(oomkit_call *call, int index, Py_ssize_t at, PyObject *hosted)
 {
-    const oomkit_state_item *item = &call->updating.marks[index].items[at];
+    oomkit_state_item *item = &call->updating.marks[index].items[at];
     PyObject **copies = call->updating.marks[index].copies, *copy;
     int there;
 
@@ -145,8 +145,9 @@ value_keep(oomkit_call *call, int index, Py_ssize_t at, PyObject *hosted)
         return -1;
     }
     copy = there ? PyObject_CallMethodNoArgs(item->value, call->st->str_detach)
-                 : oomkit_host_copy(call->st, item->value); /* owned, then stolen */
+                 : oomkit_host_copy_pinned(call->st, item->value); /* owned, stolen */
     Py_XSETREF(copies[at], copy);
+    item->was_out = there;
     return copy == NULL ? -1 : 0;
 }
 
@@ -172,6 +173,19 @@ oomkit_part_keep(oomkit_call *call, int index, const oomkit_part_param *param,
     return value_keep(call, index, param->item, NULL);
 }
 
+/* It is on the host, as it was. 0 or -1. */
+static int
+value_out(oomkit_call *call, oomkit_state_item *item, PyObject *copy, PyObject *hosted)
+{
+    OWNED PyObject *key = PyLong_FromVoidPtr(item->value);
+
+    if (key == NULL || PyDict_SetItem(hosted, key, item->value) < 0 ||
+        PyObject_SetAttr(item->value, call->st->str_data, copy) < 0) {
+        return -1;
+    }
+    return oomkit_tensor_version(call->st, item->value, &item->version);
+}
+
 /* A tensor's value from its copy: the memory itself where that is on the host. */
 static int
 value_back(oomkit_call *call, int index, Py_ssize_t at, PyObject *hosted)
@@ -188,10 +202,8 @@ value_back(oomkit_call *call, int index, Py_ssize_t at, PyObject *hosted)
     if (there < 0) {
         return -1;
     }
-    if (there) {
-        return PyObject_SetAttr(item->value, call->st->str_data, copy) < 0
-                   ? -1
-                   : oomkit_tensor_version(call->st, item->value, &item->version);
+    if (there || (item->was_out && hosted != NULL)) {
+        return value_out(call, item, copy, hosted);
     }
     done = PyObject_CallMethodOneArg(item->value, call->st->str_copy, copy);
     return done == NULL ? -1

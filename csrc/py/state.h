@@ -191,6 +191,9 @@
     X(torch_ones, "torch", "ones", 1)                                                  \
     X(torch_randn, "torch", "randn", 1)                                                \
     X(torch_empty, "torch", "empty", 1)                                                \
+    X(torch_empty_like, "torch", "empty_like", 1)                                      \
+    X(stream_type, "torch", "Stream", 0)                                               \
+    X(stream_now, "torch._C", "_accelerator_getStream", 0)                             \
     X(uint8, "torch", "uint8", 1)                                                      \
     X(autograd_functions, "torch._C", "_autograd", 1)                                  \
     X(push_saved_hooks, "torch._C._autograd", "_push_saved_tensors_default_hooks", 0)  \
@@ -350,6 +353,7 @@ typedef struct oomkit_state {
 #undef DECLARE_TORCH
 #undef DECLARE_STRING
     int hosted_any; /* state of some optimizer is, or was, on the host */
+    int pinned_any; /* so was something in pinned memory */
     const struct oomkit_wiring *wiring; /* who is told of what: call/events.h */
     const oomkit_bridge *bridge; /* of the loaded _bridge module, or the plain one;
                                     never NULL. Static: it outlives both modules */

@@ -5,6 +5,7 @@
 #include "types.h"
 #include "../accum/accum.h"
 #include "../batch/batch.h"
+#include "../device/device.h"
 #include "../plain/plain_state.h"
 #include "../sizes/remember.h"
 
@@ -192,6 +193,7 @@ step_dealloc(PyObject *op)
 {
     oomkit_step *self = step_CAST(op);
     PyTypeObject *tp = Py_TYPE(op);
+    const int climbed = self->rungs_said != 0 || self->options.optimizer_parts;
 
     PyObject_GC_UnTrack(op);
     if (self->weakrefs != NULL) {
@@ -200,6 +202,9 @@ step_dealloc(PyObject *op)
     step_clear(op);
     if (self->parent == NULL) {
         oomkit_gone_put(self->st, self->options.label, self->history);
+    }
+    if (climbed) {
+        oomkit_host_unpin(oomkit_state_of_type(tp));
     }
     Py_CLEAR(self->options.label);
     Py_CLEAR(self->names);

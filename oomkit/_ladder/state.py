@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +22,10 @@ class _Hosted:
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Bring everything back: this ``step()`` is torch's own, of all parameters."""
-        if self.in_parts:
-            return
+        if not self.in_parts:
+            self.bring_back()
+
+    def bring_back(self) -> None:
         for address, tensor in list(self.tensors.items()):
             tensor.data = tensor.data.to(self.device, copy=True)
             del self.tensors[address]
@@ -45,6 +48,25 @@ class _Hosted:
 
 
 _all: weakref.WeakKeyDictionary[Any, _Hosted] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def _watch_copies() -> None:
+    """Have copies and pickles of optimizers show state where torch looks for it.
+
+    Nobody would bring the state of a copy back, which is none of ours. The host of the CPU
+    is the CPU.
+    """
+    plain = torch.optim.Optimizer.__getstate__
+
+    @functools.wraps(plain)
+    def getstate(self: torch.optim.Optimizer) -> dict[str, Any]:
+        known = _all.get(self)
+        if known is not None and known.device != "cpu":
+            known.bring_back()
+        return plain(self)
+
+    torch.optim.Optimizer.__getstate__ = getstate  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -76,6 +98,7 @@ def hosted_state(optimizer: Any, device: str | None) -> dict[int, torch.Tensor] 
     if known is None:
         if device is None:
             return bool(_all)
+        _watch_copies()
         known = _Hosted(device)
         known.watch(optimizer)
         _all[optimizer] = known

@@ -55,6 +55,18 @@ fake_tensor_facts(const void *holder, ptrdiff_t offset, int64_t dim,
 }
 
 static int
+fake_storage_facts(const void *holder, ptrdiff_t offset, oomkit_storage_facts *facts)
+{
+    int status = the_fake.below->storage_facts(holder, offset, facts);
+
+    if (status == OOMKIT_OK && facts->device_type == 0 && the_fake.index >= 0) {
+        facts->device_type = the_fake.type;
+        facts->device_index = the_fake.index;
+    }
+    return status;
+}
+
+static int
 fake_initialized(int type)
 {
     the_fake.asked++;
@@ -186,6 +198,7 @@ install(PyObject *Py_UNUSED(self), PyObject *args)
     f->st->flush_pending = 0; /* of another test's guard */
     f->table = *f->below;
     f->table.tensor_facts = fake_tensor_facts;
+    f->table.storage_facts = fake_storage_facts;
     f->table.cpu_installed = fake_cpu_installed;
     f->table.device_initialized = fake_initialized;
     f->table.device_stats = fake_stats;

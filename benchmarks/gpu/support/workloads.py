@@ -83,7 +83,8 @@ class Workload:
 
     def start(self, setup: Setup) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
-        model = self.build().to(setup.device)
+        with torch.device(setup.device):  # the host takes long to draw so many numbers
+            model = self.build()
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=not setup.dry)
 
     @staticmethod
