@@ -282,6 +282,24 @@ def test_modules_are_in_eval_for_it_alone() -> None:
     assert all(m.training and "train" not in vars(m) for m in model)
 
 
+def test_weights_are_found_where_a_step_begins_with_train_and_draws_by_itself() -> None:
+    """As attention does, outside of every dropout module: in eval mode nothing is drawn."""
+    model, _ = _linear()
+    modes: Seen[bool] = Seen()
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor, y: torch.Tensor, num_items_in_batch: int) -> None:
+        model.train()
+        modes.append(model.training)
+        F.cross_entropy(model(F.dropout(x, 0.5, model.training)), y).backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", oomkit.OomkitWarning)
+        step(*_double(), ROWS)  # a mean, whatever the argument says: else SplitError
+    assert modes[:3] == [True, False, False] and modes[-2:] == [True, True]
+    assert model.training and "train" not in vars(model)
+
+
 def test_a_batch_that_the_step_changes_in_place() -> None:
     model, _ = _linear()
     x = _double()[0]
