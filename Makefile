@@ -11,7 +11,7 @@ SOURCES := setup.py pyproject.toml \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv build demo test quick test-integrations prove mutants sanitize programs bench
+.PHONY: help venv build demo test quick test-integrations test-trainers demo-trainers prove mutants sanitize programs bench
 .PHONY: latency peers ladder larger tune lint gpu clean
 
 help: ## List every target
@@ -39,6 +39,11 @@ quick: $(BUILT) ## Run in a minute what a change needs first; FOLDER=undo for te
 test-integrations: $(BUILT) .venv-optuna5/.installed .venv-optuna4/.installed ## Run the tests of other frameworks (the first time 5 minutes more)
 	set -e; for version in 5 4; do PYTHONPATH=. .venv-optuna$$version/bin/python -m pytest \
 	    tests/integrations $(PYTEST_ARGS); done
+
+# Two again: both sides pin libraries of their own.
+test-trainers: $(BUILT) .venv-trainers/.installed .venv-trainers-lightning/.installed ## Run the tests of trainers: transformers, TRL, Lightning, Ignite, accelerate (the first time 5 minutes more)
+	set -e; for which in trainers trainers-lightning; do PYTHONPATH=. .venv-$$which/bin/python \
+	    -m pytest tests/trainers $(PYTEST_ARGS); done
 
 prove: export PYTHONPATH := tests
 prove: $(BUILT) ## Fail every allocation of every model, and more (about 45 minutes)
@@ -102,6 +107,13 @@ $(INSTALLED): requirements/dev.txt
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check \
 	    -r requirements/integrations-$*.txt
+	touch $@
+
+.venv-trainers/.installed .venv-trainers-lightning/.installed: \
+    .venv-%/.installed: requirements/search.txt requirements/integrations.txt requirements/%.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check \
+	    -r requirements/$*.txt
 	touch $@
 
 $(BUILT): $(INSTALLED) $(SOURCES)
