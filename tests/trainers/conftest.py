@@ -14,7 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-_NEEDS = {"test_hf": "transformers", "test_trl": "trl", "test_lightning": "lightning"}
+_NEEDS = {"test_hf": "trl", "test_trl": "trl", "test_lightning": "lightning"}
 _NEEDS["test_ignite"] = "ignite"
 _MISSING = {
     beginning: name for beginning, name in _NEEDS.items() if importlib.util.find_spec(name) is None
