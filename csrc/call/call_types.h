@@ -266,6 +266,8 @@ typedef struct oomkit_tries {
     int join_failures;  /* so often there was no memory for that */
     int again;          /* the smallest plan was tried again, for it has worked */
     int flushed;        /* a plan was tried again after the cache was emptied */
+    int update_again;   /* so was one that failed in an update */
+    int update_smaller; /* an update that failed goes on in smaller parts */
     int by_step;        /* the last micro-batch was ended by the function itself */
     int restart;        /* this attempt is given up: OOMKIT_RESTART_* */
     int widened;        /* so it was to have more than one row in the first slice */

@@ -35,7 +35,8 @@ typedef struct oomkit_update_need {
     uint64_t peak;    /* measured above what was there before it; 0: not measured */
     const PyTypeObject *type; /* borrowed, compared only: its class, and of that: */
     int versions_tell;        /* what it writes shows in versions of tensors */
-    int failed; /* it ran out of memory where it was to fit: so many in parts */
+    int failed;      /* it ran out of memory where it was to fit: so many in parts */
+    Py_ssize_t most; /* parameters of a part, after one of more had failed; 0: any */
 } oomkit_update_need;
 
 typedef struct oomkit_owner {
