@@ -145,7 +145,7 @@ if TYPE_CHECKING:
 
 @functools.cache
 def _class(pytorch: Any) -> Any:
-    class AutoBatch(pytorch.Callback):  # type: ignore[misc, name-defined]
+    class AutoBatch(pytorch.Callback):  # type: ignore[misc]
         """AutoBatch(*, steps=("training_step", "validation_step", ...), **options)
 
         A callback that makes the steps of a module survive running out of memory.

@@ -9,7 +9,6 @@ transformers is imported when `protect` is first called, never with this module.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import sys
 from typing import Any, Literal, TypeVar
@@ -18,6 +17,7 @@ from . import _C
 from ._trainers import refusals
 from ._trainers.books import Books
 from ._trainers.calls import Call, calls_of
+from ._trainers.kept_state import begin, sizes_class
 from ._trainers.logs import Log
 
 __all__ = ["protect", "records", "unprotect"]
@@ -26,7 +26,6 @@ _T = TypeVar("_T")
 
 _OURS = ("batch", "static", "split", "join", "weight", "reduction", "backward")
 _PLACES = ("training_step", "compute_loss")
-_TESTED = "transformers 5.23.0, TRL 1.16.0"
 
 
 def _is_trainer(trainer: Any) -> bool:
@@ -80,17 +79,6 @@ def _place(trainer: Any) -> str:
     return "training_step"
 
 
-def _kept_state() -> Any:
-    try:
-        return importlib.import_module("oomkit._trainers.kept_state").OomkitSizes
-    except ImportError as error:
-        version = getattr(sys.modules.get("transformers"), "__version__", "an unknown version")
-        raise ImportError(
-            f"oomkit.transformers uses a name that transformers {version} has not ({error}); "
-            f"tested are {_TESTED}"
-        ) from error
-
-
 def protect(
     trainer: _T,
     /,
@@ -136,15 +124,15 @@ def protect(
         raise RuntimeError("protect() was called while the trainer trains: call it before train()")
     options = _options(options, inexact)
     refusals.check(it)
-    sizes = _kept_state()
+    sizes = sizes_class()
     place = at or _place(it)
     through_loss = place == "compute_loss" and _overrides(it, "_prepare_inputs")
     books = Books(it)
     before = calls_of(it)
     unprotect(it)
-    calls = [Call(it, place, books, options, evaluation and through_loss, sizes.begin)]
+    calls = [Call(it, place, books, options, evaluation and through_loss, begin)]
     if evaluation and not through_loss:
-        calls.append(Call(it, "prediction_step", books, options, False, sizes.begin))
+        calls.append(Call(it, "prediction_step", books, options, False, begin))
     for call in calls:
         call.check(it)
     for call in calls:
@@ -166,7 +154,7 @@ def unprotect(trainer: _T, /) -> _T:
         call.remove()
     if calls:
         it: Any = trainer
-        it.remove_callback(_kept_state())
+        it.remove_callback(sizes_class())
         Log.remove(it)
     return trainer
 

@@ -72,7 +72,7 @@ def _prediction_step(site: Call, trainer: Any, model: Any, inputs: Any, more: An
     return site.run(trainer, model, inputs, more)
 
 
-_STEPS = {
+_STEPS: dict[str, Callable[..., Any]] = {
     "training_step": _training_step,
     "compute_loss": _compute_loss,
     "prediction_step": _prediction_step,
@@ -119,7 +119,7 @@ class Call:
         evaluation: bool,
         begin: Callable[[Any], None],
     ) -> None:
-        self._trainer = weakref.ref(trainer)
+        self._trainer: Callable[[], Any] = weakref.ref(trainer)
         self._name = name
         self._family = family(trainer)
         self._paired = self._family in _PAIRED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from .calls import calls_of
@@ -20,7 +21,7 @@ class Log:
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer = weakref.ref(trainer)
+        self._trainer: Callable[[], Any] = weakref.ref(trainer)
         self._replaced = vars(trainer).get("log")
         self._last = 0  # number of the last step that was logged
 
@@ -40,7 +41,7 @@ class Log:
 
     def put(self) -> None:
         """In place of the trainer's own."""
-        self._trainer().log = self  # type: ignore[union-attr]
+        self._trainer().log = self
 
     @staticmethod
     def remove(trainer: Any) -> None:

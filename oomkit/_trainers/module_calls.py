@@ -57,6 +57,7 @@ class ModuleCall:
         self._step: Any = None  # made when there are optimizers
         self._unbound = vars(module).get(name) is None
         self._function = getattr(type(module), name) if self._unbound else self._replaced
+        log.steps.add(self.__code__)
 
     # Lightning looks at both to tell what a step takes.
 
@@ -116,6 +117,8 @@ class ModuleCall:
             self._step = self._made()
         if self._unbound:
             args = (self._module(), *args)
+        if self._log.collects:  # another step has called this one
+            return self._function(*args, **kwargs)
         self._log.begin()
         try:
             with self._counted_once():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -45,19 +47,31 @@ class ModuleLog:
         self._replaced = vars(module).get("log")
         self._entries: dict[str, list[_Entry]] = {}
         self._collects = False
+        self.steps: set[types.CodeType] = set()  # code of the protected steps
+
+    @property
+    def collects(self) -> bool:
+        """Whether a protected step runs."""
+        return self._collects
+
+    def _in_a_step(self) -> bool:
+        """Whether a step has called, though none was begun: then a backward replays it."""
+        frame: types.FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code not in self.steps:
+            frame = frame.f_back
+        return frame is not None
 
     def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        now = _C.current()
         if not self._collects:
-            if now.count == 1:
+            if not self._in_a_step():
                 self._pass_on(name, value, *args, **kwargs)
-            return  # a replay that the caller's backward began: the call has logged it
+            return  # else the call has logged it
         size = kwargs.get("batch_size")
         if _is_metric(value):
             kept: Any = (value, value._forward_cache)
         else:
             kept = value.detach().clone() if isinstance(value, torch.Tensor) else value
-        weight = now.weight if size is None else float(size)
+        weight = _C.current().weight if size is None else float(size)
         self._entries.setdefault(name, []).append(_Entry(kept, weight, args, kwargs))
 
     def _pass_on(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -91,7 +105,7 @@ class ModuleLog:
         """One value of each name, for the whole batch.
 
         Args:
-            result: of the call; None where it ended in an error.
+            result: of the call.
         """
         entries, self._entries, self._collects = self._entries, {}, False
         for name, noted in entries.items():

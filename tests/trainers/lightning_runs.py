@@ -159,17 +159,17 @@ def run(
 
 def sweep(make: Callable[[], Any], method: str, number: int, **options: Any) -> Counter[str]:
     """An error at each of some allocations of one call: the run must be what it is without."""
-    limit = options.pop("limit", SINGLE)
+    limit, phase = options.pop("limit", SINGLE), options.pop("phase", None)
     reference, _, _ = run(make, False, method, number, **options)
     # Lightning divides the loss by itself, between two protected calls: 4 or 8 bytes.
-    count = {"nth": 2**40, "min_bytes": 16}
+    count = {"nth": 2**40, "min_bytes": 16, "phase": phase}
     healthy, arm, _ = run(make, True, method, number, count, **options)
     assert reference.error is None, reference.error
     assert not differences(reference, healthy, 0.0)
     assert arm.seen > 0
     seen: Counter[str] = Counter()
     for nth in places(arm.seen):
-        fault = {"nth": nth, "min_bytes": 16}
+        fault = {"nth": nth, "min_bytes": 16, "phase": phase}
         outcome, failed, _ = run(make, True, method, number, fault, **options)
         assert failed.fired
         found = differences(reference, outcome, limit)

@@ -104,6 +104,12 @@ def test_training_survives(name: str, number: int) -> None:
     assert sweep(kind, "training_step", number, **options)["split"]
 
 
+@pytest.mark.parametrize("kind", [Classifier, Dict, ThroughSuper])
+def test_the_backward_that_lightning_runs_survives(kind: Any) -> None:
+    """Nothing is logged again in the replay that it begins."""
+    assert sweep(kind, "optimizer_step", 2, phase="backward")["split"]
+
+
 def test_validation_survives() -> None:
     assert sweep(Classifier, "validation_step", 1)["split"]
 
@@ -142,6 +148,14 @@ def test_sizes_are_in_checkpoints(tmp_path: Path) -> None:
     again.fit(Classifier(), loader(), ckpt_path=tmp_path / "last.ckpt")
     steps = [r for r in second.records if r.label == "Classifier.training_step"]
     assert [r.accumulation_steps for r in steps] == [2, 2, 2, 2]
+
+
+def test_a_step_may_call_another_one() -> None:
+    class Same(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", self.training_step(batch, batch_idx))
+
+    assert sweep(Same, "validation_step", 1)["split"]
 
 
 # --- what it leaves ---
