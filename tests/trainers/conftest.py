@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import importlib.util
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +21,11 @@ _NEEDS["test_ignite"] = "ignite"
 _MISSING = {
     beginning: name for beginning, name in _NEEDS.items() if importlib.util.find_spec(name) is None
 }
+
+if "test_ignite" not in _MISSING:
+    with warnings.catch_warnings():  # of torch.jit, at its import
+        warnings.simplefilter("ignore")
+        importlib.import_module("ignite.metrics")
 
 
 def pytest_report_header() -> str:
