@@ -45,6 +45,14 @@ test-trainers: $(BUILT) .venv-trainers/.installed .venv-trainers-lightning/.inst
 	set -e; for which in trainers trainers-lightning; do PYTHONPATH=. .venv-$$which/bin/python \
 	    -m pytest tests/trainers $(PYTEST_ARGS); done
 
+demo-trainers: export OMP_NUM_THREADS = 1
+demo-trainers: export PYTHONPATH = .
+demo-trainers: $(BUILT) .venv-trainers/.installed .venv-trainers-lightning/.installed ## Watch trainers survive out-of-memory: transformers, TRL, Lightning
+	set -e; for mode in "" --plain; do \
+	    for name in finetune_trainer dpo; do \
+	        .venv-trainers/bin/python -W ignore examples/$$name.py $$mode; done; \
+	    .venv-trainers-lightning/bin/python -W ignore examples/lightning_autobatch.py $$mode; done
+
 prove: export PYTHONPATH := tests
 prove: $(BUILT) ## Fail every allocation of every model, and more (about 45 minutes)
 	$(PY) -m prove $(PROVE_ARGS)

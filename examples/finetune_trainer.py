@@ -24,10 +24,10 @@ import oomkit
 import oomkit.transformers
 
 MIB = 2**20
-WORDS, LENGTH, ROWS = 1000, 64, 32
+WORDS, LENGTH, ROWS = 1000, 32, 16
 
 
-def rows(count: int = 512) -> list[dict[str, Any]]:
+def rows(count: int = 256) -> list[dict[str, Any]]:
     """Texts of random words; their class is one of the first word."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(4, WORDS, (count, LENGTH), generator=generator)
@@ -38,10 +38,10 @@ def trainer() -> transformers.Trainer:
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=WORDS,
-        hidden_size=128,
-        num_hidden_layers=4,
+        hidden_size=64,
+        num_hidden_layers=2,
         num_attention_heads=4,
-        intermediate_size=512,
+        intermediate_size=256,
         max_position_embeddings=LENGTH,
         num_labels=4,
         hidden_dropout_prob=0.0,
@@ -75,7 +75,7 @@ def losses(made: transformers.Trainer) -> list[float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--plain", action="store_true", help="without oomkit")
-    parser.add_argument("--budget", default="56MiB", help="beside what is in use at the start")
+    parser.add_argument("--budget", default="5MiB", help="beside what is in use at the start")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
 
@@ -89,6 +89,9 @@ def main() -> int:
         except torch.OutOfMemoryError as error:
             print(f"died in step {made.state.global_step + 1}: {str(error).splitlines()[0][:60]}")
             return 0 if options.plain else 1
+    if options.plain:
+        print("the budget is enough for the plain program")
+        return 1
     found = losses(made)
     for at, loss in enumerate(found, 1):
         print(f"update {at}: loss {loss:.4f}")
@@ -96,14 +99,16 @@ def main() -> int:
     sizes = sorted({record.micro_batch_size or 0 for record in records})
     ooms = sum(record.ooms for record in records)
     peak = max(record.peak_allocated or 0 for record in records) / MIB
-    print(f"{len(records)} calls, {ooms} of them out of memory once or more, at most {peak:.0f} MiB")
+    print(
+        f"{len(records)} calls, {ooms} of them out of memory once or more, at most {peak:.0f} MiB"
+    )
     print(f"micro-batches of {' and '.join(map(str, sizes))} rows in place of {ROWS}")
 
     whole = trainer()
     whole.train()
     gap = max(abs(a - b) for a, b in zip(found, losses(whole), strict=True))
     print(f"the same without a budget: losses differ by {gap:.1e} at most")
-    return 0 if gap < 1e-3 and not options.plain else 1
+    return 0 if gap < 1e-3 else 1
 
 
 if __name__ == "__main__":
