@@ -102,7 +102,7 @@ def log(made: trl.DPOTrainer) -> list[dict[str, float]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--plain", action="store_true", help="without oomkit")
-    parser.add_argument("--budget", default="3MiB", help="beside what is in use at the start")
+    parser.add_argument("--budget", default="40MiB", help="beside what is in use at the start")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     datasets.disable_progress_bars()

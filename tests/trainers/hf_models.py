@@ -193,6 +193,7 @@ def llama(one_label: bool = False, saved: Path | None = None) -> torch.nn.Module
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=None,
+        initializer_range=0.2,  # so that rows differ in what is logged of them
     )
     if one_label:
         config.num_labels = 1
