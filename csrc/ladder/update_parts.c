@@ -8,8 +8,9 @@
  * part brings its own; then the same is done with gradients. Where that is not enough,
  * all parts are put back.
  *
- * What is not torch's own may write to gradients, or to itself, which no copy is made
- * of: there all parts are put back at once, and the whole call is repeated. */
+ * A class that somebody has declared may write to gradients, or to itself, which no
+ * copy is made of: there all parts are put back at once, and the whole call is
+ * repeated. */
 #include "activations.h"
 #include "ladder.h"
 #include "update_room.h"
@@ -276,6 +277,9 @@ part_becomes(parts_run *run, Py_ssize_t count, int *again)
 {
     oomkit_update_need *need = oomkit_update_need_of(run->call->parts, run->optimizer);
 
+    if (!run->repeats) { /* the next update of this call has to know, too */
+        oomkit_update_failed(run->call, run->optimizer);
+    }
     if (count > 1) {
         run->most = count / 2;
         if (need != NULL) {
@@ -288,6 +292,13 @@ part_becomes(parts_run *run, Py_ssize_t count, int *again)
         return 1;
     }
     *again = 0;
+    if (!run->repeats && run->hosted != NULL) { /* the next one begins without them */
+        const int more = need != NULL && !need->grads_out;
+        if (more) {
+            need->grads_out = 1;
+        }
+        return more;
+    }
     return parts_to_host(run);
 }
 
@@ -361,6 +372,10 @@ parts_plan(parts_run *run)
     }
     if (run->hosted != NULL) {
         hosted = oomkit_host_bytes(run->call);
+    }
+    if (need != NULL && need->grads_out && run->hosted != NULL &&
+        parts_to_host(run) < 0) {
+        return -1;
     }
     run->part_bytes = bytes;
     run->most = need == NULL ? 0 : need->most;
@@ -507,7 +522,7 @@ parts_function(PyObject *capsule, PyObject *given)
     if (parts_plan(run) < 0 || parts_all(run) < 0) {
         KEEPING_EXCEPTION {
             if (grads_move(run, 0, run->count, 1) < 0) {
-                PyErr_WriteUnraisable(run->optimizer);
+                oomkit_error_dismiss(); /* the call is rolled back, gradients too */
             }
         }
         return NULL;
@@ -555,7 +570,7 @@ oomkit_update_in_parts(oomkit_call *call, PyObject *optimizer, int index,
             oomkit_part_forget(call, index);
         }
     }
-    if (run.hosted != NULL && PyDict_GET_SIZE(run.hosted) == 0) {
+    if (result != NULL && run.hosted != NULL && PyDict_GET_SIZE(run.hosted) == 0) {
         KEEPING_EXCEPTION {
             if (oomkit_hosted_tidy(call->st, optimizer) < 0) {
                 PyErr_WriteUnraisable(optimizer);

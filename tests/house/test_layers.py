@@ -44,6 +44,7 @@ ALLOWED = {
 HOUSE = C_STANDARD | {"Python.h", "structmember.h", "dlfcn.h", "pthread.h"}
 HOUSE |= {"../core/", "../torch/bridge.h", *(f"../{name}/" for name in FOLDERS)}
 ALLOWED |= dict.fromkeys(FOLDERS, HOUSE)
+ALLOWED["members"] = HOUSE | {"internal/"}  # attributes.c: where attributes lie before 3.13
 EXTENSIONS = {name: {".c", ".h"} for name in ALLOWED} | {"torch": {".cpp", ".h", ".map"}}
 INCLUDE = re.compile(r'^\s*#\s*include\s+[<"]([^>"]+)[>"]', re.MULTILINE)
 

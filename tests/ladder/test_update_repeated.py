@@ -96,6 +96,50 @@ def test_one_that_writes_to_gradients(declared: None, calls: int, times: int) ->
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("calls", [0, 1])
+def test_one_that_never_fits_ends(declared: None, calls: int) -> None:
+    program = Small()
+    step = protected(program, optimizer_safety="parts")
+    for x in BATCHES[:calls]:
+        step(x)
+    before = [p.detach().clone() for p in program.params]
+    with inject_oom(nth=1, times=None, phase="optimizer"):
+        with pytest.raises(oomkit.OutOfMemory):
+            step(BATCHES[calls])
+    assert all(map(torch.equal, program.params, before))
+    step(BATCHES[calls])
+    assert step.records[-1].ooms == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_whose_state_does_not_fit(declared: None) -> None:
+    def training(budget: int) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        params = [torch.nn.Parameter(torch.randn(64, 64)) for _ in range(16)]  # 256 KiB
+        optimizer = Decayed(params)
+        rungs = []
+
+        @oomkit.auto_batch
+        def step(x: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            for p in params:
+                (x @ p).square().mean().backward()
+            optimizer.step()
+
+        gc.collect()
+        with oomkit.limit_memory(allocated() + budget, device="cpu"):
+            for i in range(4):
+                step(torch.randn(4, 64, generator=torch.Generator().manual_seed(i)))
+                rungs.append(step.records[-1].rung)
+            assert rungs == ([0] * 4 if budget > 1 << 30 else [2] * 4)
+        return [p.detach().clone() for p in params]
+
+    expected = training(1 << 40)
+    # Gradients take as much as parameters, and so does the state.
+    assert all(map(torch.equal, training(400 << 10), expected))
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_twice_in_a_call() -> None:
     class Twice(Small):
         def __init__(self) -> None:
