@@ -15,7 +15,8 @@ SOURCES := setup.py pyproject.toml \
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv build demo test quick test-integrations test-sinks prove mutants sanitize
+.PHONY: help venv build demo test quick test-integrations test-sinks test-trainers demo-trainers
+.PHONY: prove mutants sanitize
 .PHONY: programs bench wheel latency peers ladder larger tune lint gpu clean
 
 help: ## List every target
@@ -46,6 +47,18 @@ test-integrations: $(BUILT) .venv-optuna5/.installed .venv-optuna4/.installed ##
 
 test-sinks: $(BUILT) .venv-sinks/.installed ## Run the tests of loggers and notebooks (the first time 2 minutes more)
 	PYTHONPATH=.:tests WANDB_MODE=offline .venv-sinks/bin/python -m pytest tests/sinks $(PYTEST_ARGS)
+# Two again: both sides pin libraries of their own.
+test-trainers: $(BUILT) .venv-trainers/.installed .venv-trainers-lightning/.installed ## Run the tests of trainers: transformers, TRL, Lightning, Ignite, accelerate (the first time 5 minutes more)
+	set -e; for which in trainers trainers-lightning; do PYTHONPATH=. .venv-$$which/bin/python \
+	    -m pytest tests/trainers $(PYTEST_ARGS); done
+
+demo-trainers: export OMP_NUM_THREADS = 1
+demo-trainers: export PYTHONPATH = .
+demo-trainers: $(BUILT) .venv-trainers/.installed .venv-trainers-lightning/.installed ## Watch trainers survive out-of-memory: transformers, TRL, Lightning
+	set -e; for mode in "" --plain; do \
+	    for name in finetune_trainer dpo; do \
+	        .venv-trainers/bin/python -W ignore examples/$$name.py $$mode; done; \
+	    .venv-trainers-lightning/bin/python -W ignore examples/lightning_autobatch.py $$mode; done
 
 prove: export PYTHONPATH := tests
 prove: $(VENV)/.test $(BUILT) ## Fail every allocation of every model, and more (about 45 minutes)
@@ -119,6 +132,13 @@ $(NEEDS:%=$(VENV)/.%): $(VENV)/.%: $(NEEDS:%=requirements/%.txt) | $(PY)
     requirements/integrations-%.txt
 	$(PYTHON) -m venv .venv-$*
 	$(call pip_of,.venv-$*/bin/python) -r requirements/integrations-$*.txt
+	touch $@
+
+.venv-trainers/.installed .venv-trainers-lightning/.installed: \
+    .venv-%/.installed: requirements/search.txt requirements/integrations.txt requirements/%.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check \
+	    -r requirements/$*.txt
 	touch $@
 
 $(BUILT): $(VENV)/.build $(SOURCES)

@@ -158,6 +158,9 @@ oomkit_proof_put_back(oomkit_proof *p)
         oomkit_exception_give(error);
     }
     result = put_back_rest(call, &message, result < 0 || error != NULL);
+    /* Every flag is as at entry. The next run may begin with others: modules that were
+     * put into eval mode for it stay there. */
+    Py_XDECREF(oomkit_flags_take(call));
     if (result == 1) {
         oomkit_raise(call->st->PartialUpdate,
                      "auto_batch ran %U once more to compare its micro-batches, and "

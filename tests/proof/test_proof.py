@@ -282,6 +282,44 @@ def test_modules_are_in_eval_for_it_alone() -> None:
     assert all(m.training and "train" not in vars(m) for m in model)
 
 
+def test_weights_are_found_where_a_step_begins_with_train_and_draws_by_itself() -> None:
+    """As attention does, outside of every dropout module: in eval mode nothing is drawn."""
+    model, _ = _linear()
+    modes: Seen[bool] = Seen()
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor, y: torch.Tensor, num_items_in_batch: int) -> None:
+        model.train()
+        modes.append(model.training)
+        F.cross_entropy(model(F.dropout(x, 0.5, model.training)), y).backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", oomkit.OomkitWarning)
+        step(*_double(), ROWS)  # a mean, whatever the argument says: else SplitError
+    assert modes[:3] == [True, False, False] and modes[-2:] == [True, True]
+    assert model.training and "train" not in vars(model)
+
+
+def test_a_loss_that_cancels_to_rounding_is_nothing_to_compare() -> None:
+    """As that of a policy which has generated its own text: the mean of advantages is 0."""
+    torch.manual_seed(SEED)
+    model = nn.Linear(6, 1)
+    x = _batch()[0]
+    gains = torch.tensor([0.7, -0.4, 0.1, -0.4, 0.3, -0.5, 0.9, -0.7]) + 1e-8
+
+    @oomkit.auto_batch(accumulation_steps=2, verify=True)
+    def loss(x: torch.Tensor, gains: torch.Tensor) -> torch.Tensor:
+        values = model(x).squeeze(1)
+        return -((values - values.detach()).exp() * gains).mean()
+
+    for seed in range(20):
+        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(seed))
+        loss(x[order], gains[order]).backward()
+    whole = -((model(x).squeeze(1) * gains).mean())
+    (expected,) = torch.autograd.grad(whole, [model.weight])
+    torch.testing.assert_close(model.weight.grad, 20 * expected, rtol=1e-4, atol=1e-6)
+
+
 def test_a_batch_that_the_step_changes_in_place() -> None:
     model, _ = _linear()
     x = _double()[0]

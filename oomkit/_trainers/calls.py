@@ -1,0 +1,280 @@
+"""The protected methods of one trainer, each in place of the trainer's own."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from .. import _C
+from .books import Books, completion_tokens, family
+from .rows import Pairs, shapes, together, whole_because
+
+__all__ = ["Call", "calls_of", "own"]
+
+_PAIRED = ("DPOTrainer", "RewardTrainer")
+_HERE = "_oomkit_calls"  # in a protected trainer's dictionary
+_SUMS = ("cispo", "dapo", "vespo")  # of GRPO: divided by the tokens of the whole window
+
+
+def own(trainer: Any, name: str) -> Callable[..., Any]:
+    """A trainer's method as it is without oomkit, to be called with the trainer first.
+
+    Args:
+        trainer: of transformers.
+        name: of the method.
+    """
+    there = vars(trainer).get(name)
+    if isinstance(there, Call):
+        return there.method
+    if there is not None:
+        return lambda _trainer, *args, **kwargs: there(*args, **kwargs)
+    found: Callable[..., Any] = getattr(type(trainer), name)
+    return found
+
+
+# The steps. Each has a code of its own, for sizes are kept by code; what takes part is found in
+# their arguments.
+
+
+def _training_step(
+    site: Call,
+    trainer: Any,
+    model: Any,
+    inputs: Any,
+    num_items_in_batch: Any = None,
+    more: Any = None,
+) -> Any:
+    return site.run(trainer, model, inputs, more, num_items_in_batch)
+
+
+def _compute_loss(
+    site: Call,
+    trainer: Any,
+    model: Any,
+    inputs: Any,
+    num_items_in_batch: Any = None,
+    more: Any = None,
+) -> Any:
+    if num_items_in_batch is not None:
+        more = {**more, "num_items_in_batch": num_items_in_batch}
+    return site.run(trainer, model, inputs, more)
+
+
+def _evaluated_loss(site: Call, trainer: Any, model: Any, inputs: Any, more: Any = None) -> Any:
+    return site.run(trainer, model, inputs, more)
+
+
+def _prediction_step(site: Call, trainer: Any, model: Any, inputs: Any, more: Any = None) -> Any:
+    return site.run(trainer, model, inputs, more)
+
+
+_STEPS: dict[str, Callable[..., Any]] = {
+    "training_step": _training_step,
+    "compute_loss": _compute_loss,
+    "prediction_step": _prediction_step,
+}
+
+
+def _labels(trainer: Any, inputs: Any) -> float:
+    """What the loss of an evaluated part is a mean over: labels that count, or rows."""
+    if isinstance(inputs, Pairs):
+        return float(inputs.rows)
+    names = getattr(trainer, "label_names", None) or ["labels"]
+    labels = inputs.get("shift_labels", inputs.get(names[0]))
+    integers = isinstance(labels, torch.Tensor) and not labels.is_floating_point()
+    if integers and labels.ndim >= 2:
+        shifts = getattr(trainer, "_loss_shifts_labels", False) or family(trainer) == "SFTTrainer"
+        if shifts and "shift_labels" not in inputs:
+            labels = labels[..., 1:]
+        config = getattr(trainer.model, "config", None)
+        ignored = getattr(config, "semantic_loss_ignore_index", None)
+        counts = labels != -100
+        return float((counts if ignored is None else counts & (labels != ignored)).sum())
+    first = next(v for v in inputs.values() if isinstance(v, torch.Tensor) and v.ndim)
+    return float(len(first))
+
+
+class Call:
+    """Stands in a trainer's dictionary in place of one of its methods.
+
+    Args:
+        trainer: held weakly.
+        name: of the method.
+        books: of the trainer.
+        options: of `auto_batch`.
+        evaluation: whether a `compute_loss` without gradients is protected, too.
+        begin: called with the trainer when a training has begun.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        name: str,
+        books: Books,
+        options: Mapping[str, Any],
+        evaluation: bool,
+        begin: Callable[[Any], None],
+    ) -> None:
+        self._trainer: Callable[[], Any] = weakref.ref(trainer)
+        self._name = name
+        self._family = family(trainer)
+        self._paired = self._family in _PAIRED
+        self._evaluation = evaluation
+        self._replaced = vars(trainer).get(name)
+        self.method = own(trainer, name)
+        self.books = books
+        given = options.get("participants", ())
+        given = tuple(given) if isinstance(given, (list, tuple)) else (given,)
+        self._options = {
+            "label": f"{type(trainer).__name__}.{name}",
+            **options,
+            "participants": (*given, books),
+            "static": ("more",),
+        }
+        self.step = self._make(_STEPS[name], evaluates=name == "prediction_step")
+        self._evaluated: Any = None
+        self._begin = begin
+        self.seen: Any = None  # the trainer's state of this training
+        self._whole: Any = None
+
+    def _make(self, function: Callable[..., Any], evaluates: bool) -> Any:
+        options = {**self._options, "batch": "inputs"}
+        trainer = self._trainer
+        kind = getattr(trainer(), "loss_type", None)
+        if self._family == "GRPOTrainer" and kind == "bnpo":
+            options["weight"] = completion_tokens
+        elif self._family in ("GRPOTrainer", "RLOOTrainer"):
+            options["reduction"] = "sum" if kind in _SUMS else "mean"
+        elif evaluates:  # there are no gradients, from which weights could be found
+            options["weight"] = lambda inputs: _labels(trainer(), inputs)
+        return _C.auto_batch(function, **options)
+
+    def run(
+        self, trainer: Any, model: Any, inputs: Any, more: Mapping[str, Any], *items: Any
+    ) -> Any:
+        """One micro-batch, or the whole batch, by the trainer's own method."""
+        part = dict(inputs.inputs) if isinstance(inputs, Pairs) else inputs
+        result = self.books.note(part, lambda: self.method(trainer, model, part, *items, **more))
+        if isinstance(inputs, Pairs) and self._name == "prediction_step":
+            return together(result, inputs.rows)
+        return result
+
+    # --- what the loop calls ---
+
+    def __call__(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        trainer = self._trainer()
+        if trainer.state is not self.seen:
+            self._begin(trainer)
+        names = _POSITIONAL[self._name]
+        more = {**dict(zip(names, args, strict=False)), **kwargs}
+        because = None if self._paired else whole_because(inputs)
+        arguments: dict[str, Any] = {}
+        if "num_items_in_batch" in more:
+            arguments["num_items_in_batch"] = more.pop("num_items_in_batch")
+        step = self.step
+        if self._name == "compute_loss" and not torch.is_grad_enabled():
+            if not self._evaluation:
+                return self.method(trainer, model, inputs, **more, **arguments)
+            if self._evaluated is None:
+                self._evaluated = self._make(_evaluated_loss, evaluates=True)
+            step = self._evaluated
+            more, arguments = {**more, **arguments}, {}
+        if because is not None:
+            return self._in_one(trainer, because, model, inputs, {"more": more, **arguments})
+        if self._paired:
+            inputs = Pairs(inputs)
+        self.books.begin()
+        result = step(self, trainer, model, inputs, more=more, **arguments)
+        self.books.end()
+        return together(result, -1) if self._paired else result
+
+    def _in_one(
+        self, trainer: Any, because: str, model: Any, inputs: Any, named: dict[str, Any]
+    ) -> Any:
+        """A batch that has no rows to cut."""
+        if self._whole is None:
+            options = {**self._options, "static": ("inputs", "more")}
+            self._whole = _C.auto_batch(_STEPS[self._name], **options)
+        try:
+            return self._whole(self, trainer, model, inputs, **named)
+        except _C.OutOfMemory as error:
+            text = f"{error.args[0]}\nThe batch was kept whole, for {because}: {shapes(inputs)}"
+            error.args = (text,)
+            raise
+
+    # --- for oomkit.transformers ---
+
+    @property
+    def name(self) -> str:
+        """Of the method."""
+        return self._name
+
+    @property
+    def is_training(self) -> bool:
+        return self._name != "prediction_step"
+
+    @property
+    def records(self) -> tuple[_C.StepRecord, ...]:
+        steps = (self.step, self._evaluated, self._whole)
+        return tuple(record for step in steps if step is not None for record in step.records)
+
+    def check(self, trainer: Any) -> None:
+        """TypeError where the trainer's method cannot be called as transformers calls it."""
+        names = {"training_step": 3, "compute_loss": 2, "prediction_step": 3}
+        try:
+            signature = inspect.signature(getattr(type(trainer), self._name))
+            signature.bind(trainer, *range(names[self._name]))
+        except TypeError:
+            raise TypeError(
+                f"protect() expected {type(trainer).__name__}.{self._name} to take what "
+                f"transformers calls it with ({_TAKES[self._name]}), got "
+                f"{self._name}{signature}"
+            ) from None
+
+    def put(self, before: list[Call]) -> None:
+        """In place of the trainer's own; what an earlier one has found is used again."""
+        trainer = self._trainer()
+        setattr(trainer, self._name, self)
+        vars(trainer).setdefault(_HERE, []).append(self)
+        for call in before:
+            if call.name == self._name:
+                self.load_sizes(call.sizes())
+
+    def remove(self) -> None:
+        """The trainer's own method again."""
+        trainer = self._trainer()
+        vars(trainer).pop(_HERE, None)
+        if vars(trainer).get(self._name) is not self:
+            return  # somebody has put a function around it, which stays
+        del vars(trainer)[self._name]
+        if self._replaced is not None:
+            setattr(trainer, self._name, self._replaced)
+
+    def sizes(self) -> dict[str, Any]:
+        """What fits, as plain values."""
+        state: dict[str, Any] = self.step.state_dict()
+        return state
+
+    def load_sizes(self, sizes: dict[str, Any]) -> None:
+        self.step.load_state_dict(sizes)
+
+
+_POSITIONAL = {
+    "training_step": ("num_items_in_batch",),
+    "compute_loss": ("return_outputs", "num_items_in_batch"),
+    "prediction_step": ("prediction_loss_only", "ignore_keys"),
+}
+_TAKES = {
+    "training_step": "model, inputs, num_items_in_batch",
+    "compute_loss": "model, inputs",
+    "prediction_step": "model, inputs, prediction_loss_only",
+}
+
+
+def calls_of(trainer: Any) -> list[Call]:
+    """The protected methods of a trainer."""
+    return list(vars(trainer).get(_HERE, ()))

@@ -1,0 +1,67 @@
+"""Sizes in a checkpoint of transformers' Trainer, which is imported here and nowhere else."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import weakref
+from typing import Any
+
+from .calls import calls_of
+
+__all__ = ["sizes_class"]
+
+_TESTED = "transformers 5.23.0, TRL 1.16.0"
+_NAME = "OomkitSizes"
+
+
+def begin(trainer: Any) -> None:
+    """A training begins, perhaps from a checkpoint.
+
+    Args:
+        trainer: protected.
+    """
+    for each in trainer.callback_handler.callbacks:
+        if type(each).__name__ == _NAME:
+            each.of(trainer)  # transformers makes a new one to restore its state
+    kept = (trainer.state.stateful_callbacks or {}).get(_NAME)
+    sizes = kept.get("attributes", {}).get("sizes", {}) if isinstance(kept, dict) else {}
+    for call in calls_of(trainer):
+        call.seen = trainer.state
+        if call.name in sizes:
+            call.load_sizes(sizes[call.name])
+
+
+@functools.cache
+def sizes_class() -> Any:
+    """The callback, which is of transformers' classes. ImportError where these are not there."""
+    try:
+        module: Any = importlib.import_module("transformers.trainer_callback")
+        callback, exportable = module.TrainerCallback, module.ExportableState
+    except (ImportError, AttributeError) as error:
+        version = getattr(sys.modules.get("transformers"), "__version__", "an unknown version")
+        raise ImportError(
+            f"oomkit.transformers uses a name that transformers {version} has not ({error}); "
+            f"tested are {_TESTED}"
+        ) from error
+
+    class OomkitSizes(callback, exportable):  # type: ignore[misc, valid-type]
+        """Writes sizes to trainer_state.json, from which a resumed training takes them."""
+
+        def __init__(self) -> None:
+            self.sizes: dict[str, Any] = {}
+            self._trainer: weakref.ref[Any] | None = None
+
+        def of(self, trainer: Any) -> Any:
+            """The same, bound to its trainer."""
+            self._trainer = weakref.ref(trainer)
+            return self
+
+        def state(self) -> dict[str, Any]:
+            trainer = None if self._trainer is None else self._trainer()
+            if trainer is not None:
+                self.sizes = {call.name: call.sizes() for call in calls_of(trainer)}
+            return {"args": {}, "attributes": {"sizes": self.sizes}}
+
+    return OomkitSizes

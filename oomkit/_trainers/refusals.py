@@ -1,0 +1,52 @@
+"""What `protect` refuses, with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .books import family
+
+__all__ = ["check"]
+
+
+def _reasons(trainer: Any) -> list[str]:
+    args, config = trainer.args, getattr(trainer.model, "config", None)
+    kind = family(trainer)
+    found = []
+    if args.auto_find_batch_size:
+        found.append(
+            "auto_find_batch_size=True: it begins the training again with a smaller batch, and "
+            "with the parameters of the first try; leave it out"
+        )
+    if args.world_size > 1:
+        found.append(f"a world_size of {args.world_size}: training in several processes")
+    if args.n_gpu > 1:
+        found.append(f"n_gpu={args.n_gpu}: DataParallel; set CUDA_VISIBLE_DEVICES to one device")
+    if getattr(trainer, "is_deepspeed_enabled", False):
+        found.append("DeepSpeed")
+    if getattr(trainer, "is_fsdp_enabled", False):
+        found.append("FSDP")
+    parallel = getattr(trainer.accelerator, "parallelism_config", None)
+    if getattr(parallel, "sp_enabled", False) or getattr(parallel, "cp_enabled", False):
+        found.append("sequence parallelism")
+    if "lomo" in str(args.optim).lower():
+        found.append(f"optim={str(args.optim)!r}: its updates are made inside the backward")
+    if kind == "KTOTrainer" and trainer.loss_type == "kto":
+        found.append(
+            'KTOTrainer with loss_type="kto": its loss has one KL term for the whole batch; '
+            '"apo_zero_unpaired" has none'
+        )
+    if kind == "GRPOTrainer" and getattr(trainer, "use_adaptive_entropy", False):
+        found.append("use_adaptive_entropy: its coefficient changes from call to call")
+    if getattr(config, "output_router_logits", False) and getattr(
+        config, "router_aux_loss_coef", 0.0
+    ):
+        found.append("router_aux_loss_coef: the auxiliary loss is one of the whole batch")
+    return found
+
+
+def check(trainer: Any) -> None:
+    """ValueError for what cannot be protected exactly."""
+    found = _reasons(trainer)
+    if found:
+        raise ValueError(f"protect() cannot protect {type(trainer).__name__} with {found[0]}")

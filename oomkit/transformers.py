@@ -1,0 +1,168 @@
+"""Trainers of transformers and TRL whose steps survive out-of-memory.
+
+>>> import oomkit.transformers
+>>> trainer = oomkit.transformers.protect(Trainer(...))
+>>> trainer.train()
+
+transformers is imported when `protect` is first called, never with this module.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any, Literal, TypeVar
+
+from . import _C
+from ._trainers import refusals
+from ._trainers.books import Books
+from ._trainers.calls import Call, calls_of
+from ._trainers.kept_state import begin, sizes_class
+from ._trainers.logs import Log
+
+__all__ = ["protect", "records", "unprotect"]
+
+_T = TypeVar("_T")
+
+_OURS = ("batch", "static", "split", "join", "weight", "reduction", "backward")
+_PLACES = ("training_step", "compute_loss")
+
+
+def _is_trainer(trainer: Any) -> bool:
+    module = sys.modules.get("transformers.trainer")
+    return module is not None and isinstance(trainer, module.Trainer)
+
+
+def _checked(function: str, trainer: Any) -> None:
+    if not _is_trainer(trainer):
+        what = f"the class {trainer.__name__}" if isinstance(trainer, type) else None
+        raise TypeError(
+            f"{function}() expected a Trainer of transformers, got "
+            f"{what or repr(type(trainer).__name__)}"
+        )
+
+
+def _options(options: dict[str, Any], inexact: str) -> dict[str, Any]:
+    known = [
+        name
+        for name, parameter in inspect.signature(_C.auto_batch).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and name not in _OURS
+    ]
+    for name in options:
+        if name not in known:
+            raise TypeError(
+                f"protect() got {name}=, expected at, evaluation, inexact, log or an option of "
+                f"auto_batch: {', '.join(known)}"
+            )
+    return {"verify": "warn", **options} if inexact == "warn" else dict(options)
+
+
+def _overrides(trainer: Any, name: str) -> bool:
+    """Whether a class that is not transformers' has a method of its own."""
+    for each in type(trainer).__mro__:
+        if name in vars(each):
+            return not each.__module__.startswith("transformers.")
+    return False
+
+
+def _steps_itself(trainer: Any) -> bool:
+    """Whether `training_step` is of a class that is neither transformers' nor TRL's."""
+    for each in type(trainer).__mro__:
+        if "training_step" in vars(each):
+            return not each.__module__.startswith(("transformers.", "trl."))
+    return False
+
+
+def _place(trainer: Any) -> str:
+    if _overrides(trainer, "_prepare_inputs") or _steps_itself(trainer):
+        return "compute_loss"
+    return "training_step"
+
+
+def protect(
+    trainer: _T,
+    /,
+    *,
+    at: Literal["training_step", "compute_loss"] | None = None,
+    evaluation: bool = True,
+    inexact: Literal["error", "warn"] = "error",
+    log: bool = False,
+    **options: Any,
+) -> _T:
+    """protect(trainer, /, *, at=None, evaluation=True, inexact="error", log=False, **options)
+
+    Make the training of a Trainer of transformers or TRL survive running out of memory.
+
+    Parameters
+    ----------
+    trainer : transformers.Trainer
+        Of any class, TRL's too. Attributes of this object are set; nothing else changes.
+    at : {"training_step", "compute_loss"}, optional
+        The method that is protected. By itself: `training_step`, or `compute_loss` where a
+        class has its own `_prepare_inputs` (GRPO, RLOO) or its own `training_step`.
+    evaluation : bool
+        Whether evaluation and prediction are protected, too.
+    inexact : {"error", "warn"}
+        What is done where a split would not give what the whole batch gives: `SplitError`
+        before the update, or a warning.
+    log : bool
+        Whether `oomkit/micro_batch`, `oomkit/ooms` and `oomkit/peak_gib` are logged.
+    **options
+        Of `oomkit.auto_batch`, but those that say what the batch and the loss are.
+
+    Returns
+    -------
+    The same trainer.
+    """
+    _checked("protect", trainer)
+    if at is not None and at not in _PLACES:
+        raise ValueError(f"protect() expected at to be {_PLACES} or None, got {at!r}")
+    if inexact not in ("error", "warn"):
+        raise ValueError(f"protect() expected inexact to be 'error' or 'warn', got {inexact!r}")
+    it: Any = trainer
+    if getattr(it, "is_in_train", False):
+        raise RuntimeError("protect() was called while the trainer trains: call it before train()")
+    options = _options(options, inexact)
+    refusals.check(it)
+    sizes = sizes_class()
+    place = at or _place(it)
+    through_loss = place == "compute_loss" and _overrides(it, "_prepare_inputs")
+    books = Books(it)
+    before = calls_of(it)
+    unprotect(it)
+    calls = [Call(it, place, books, options, evaluation and through_loss, begin)]
+    if evaluation and not through_loss:
+        calls.append(Call(it, "prediction_step", books, options, False, begin))
+    for call in calls:
+        call.check(it)
+    for call in calls:
+        call.put(before)
+    it.add_callback(sizes().of(it))
+    if log:
+        Log(it).put()
+    return trainer
+
+
+def unprotect(trainer: _T, /) -> _T:
+    """unprotect(trainer, /)
+
+    Take back what `protect` has set; a trainer that is not protected stays as it is.
+    """
+    _checked("unprotect", trainer)
+    calls = calls_of(trainer)
+    for call in calls:
+        call.remove()
+    if calls:
+        it: Any = trainer
+        it.remove_callback(sizes_class())
+        Log.remove(it)
+    return trainer
+
+
+def records(trainer: Any, /) -> tuple[_C.StepRecord, ...]:
+    """records(trainer, /) -> tuple of StepRecord
+
+    What happened in the protected calls of a trainer: those of training, then of evaluation.
+    """
+    _checked("records", trainer)
+    return tuple(record for call in calls_of(trainer) for record in call.records)

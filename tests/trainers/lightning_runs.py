@@ -1,0 +1,178 @@
+"""Runs of Lightning's Trainer, and sweeps of errors over one call of a module's step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import lightning
+import torch
+import torchmetrics
+from runs import SINGLE, Arm, Outcome, differences, listening, parameters, places
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import oomkit
+from oomkit.lightning import AutoBatch
+
+ROWS, FEATURES, CLASSES = 8, 6, 3
+
+
+def loader(batches: int = 4, seed: int = 4) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(seed)
+    rows = ROWS * batches
+    x = torch.randn(rows, FEATURES, generator=generator)
+    y = torch.randint(0, CLASSES, (rows,), generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=ROWS)
+
+
+class Classifier(lightning.LightningModule):
+    """Logs its loss in both ways; subclasses do more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU(), nn.Linear(16, CLASSES))
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=CLASSES)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        loss = F.cross_entropy(self.net(x), y)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        logits = self.net(x)
+        self.accuracy(logits, y)
+        values = {"val_loss": F.cross_entropy(logits, y), "val_top": logits.max()}
+        self.log("val_loss", values["val_loss"])
+        self.log("val_top", values["val_top"], reduce_fx="max")
+        self.log("val_accuracy", self.accuracy)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Logger(lightning.pytorch.loggers.logger.Logger):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[dict[str, Any]] = []
+
+    @property
+    def name(self) -> str:
+        return "lines"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.lines.append({"step": step, **metrics})
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
+
+
+def trainer(callbacks: list[Any], **options: Any) -> Any:
+    given = {
+        "max_epochs": 1,
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": Logger(),
+        "log_every_n_steps": 1,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "num_sanity_val_steps": 0,
+    }
+    return lightning.Trainer(**{**given, **options}, callbacks=callbacks)
+
+
+class Arming(lightning.Callback):
+    """Puts an arm before a step, after AutoBatch has been there."""
+
+    def __init__(self, method: str, number: int, fault: dict[str, Any] | None) -> None:
+        self.method, self.given = method, (number, fault)
+        self.arm: Arm | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        step = getattr(pl_module, self.method)
+        self.arm = Arm(step, *self.given, None)
+        self.arm.__wrapped__ = getattr(step, "__wrapped__", step)
+        object.__setattr__(pl_module, self.method, self.arm)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if vars(pl_module).get(self.method) is self.arm:
+            del vars(pl_module)[self.method]
+
+
+def fit(trainer: Any, module: Any) -> Any:
+    return trainer.fit(module, loader(), loader(2, seed=5))
+
+
+def run(
+    make: Callable[[], Any],
+    protect: bool = True,
+    method: str = "training_step",
+    number: int = 0,
+    fault: dict[str, Any] | None = None,
+    work: Callable[[Any, Any], Any] = fit,
+    callback: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[Outcome, Arm, Any]:
+    """One run, its arm and its callback."""
+    module = make()
+    begun = parameters(module)
+    arming, ours = Arming(method, number, fault), AutoBatch(**(callback or {}))
+    used = trainer([ours, arming] if protect else [arming], **options)
+    error: BaseException | None = None
+    result = None
+    with listening() as said:
+        try:
+            result = work(used, module)
+        except (oomkit.OomkitError, RuntimeError) as raised:
+            error = raised.with_traceback(None)
+    assert arming.arm is not None
+    outcome = Outcome(
+        parameters(module),
+        begun,
+        {
+            "optimizer": [each.state_dict()["state"] for each in used.optimizers],
+            "schedules": [each.scheduler.state_dict() for each in used.lr_scheduler_configs],
+            "global_step": used.global_step,
+            "metrics": {k: v.detach().clone() for k, v in used.callback_metrics.items()},
+            "result": result,
+        },
+        used.logger.lines,
+        said,
+        error,
+    )
+    return outcome, arming.arm, ours
+
+
+def sweep(make: Callable[[], Any], method: str, number: int, **options: Any) -> Counter[str]:
+    """An error at each of some allocations of one call: the run must be what it is without."""
+    limit, phase = options.pop("limit", SINGLE), options.pop("phase", None)
+    reference, _, _ = run(make, False, method, number, **options)
+    # Lightning divides the loss by itself, between two protected calls: 4 or 8 bytes.
+    count = {"nth": 2**40, "min_bytes": 16, "phase": phase}
+    healthy, arm, _ = run(make, True, method, number, count, **options)
+    assert reference.error is None, reference.error
+    assert not differences(reference, healthy, 0.0)
+    assert arm.seen > 0
+    seen: Counter[str] = Counter()
+    for nth in places(arm.seen):
+        fault = {"nth": nth, "min_bytes": 16, "phase": phase}
+        outcome, failed, _ = run(make, True, method, number, fault, **options)
+        assert failed.fired
+        found = differences(reference, outcome, limit)
+        assert not found, f"an error at allocation {nth} of {arm.seen}: {found}; {outcome.said}"
+        seen["split" if any("accumulation=1->" in line for line in outcome.said) else "else"] += 1
+    return seen

@@ -1,0 +1,358 @@
+"""`oomkit.transformers.protect`: what it puts where, what it refuses, what is left after it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from hf_models import bert, labelled, lm, tokens, trainer
+from hf_runs import plain, run
+from runs import SINGLE, differences
+
+import oomkit
+from oomkit.testing import inject_oom
+from oomkit.transformers import protect, records, unprotect
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def _made(**more: Any) -> Any:
+    made = trainer(lm, tokens(), **more)
+    made.remove_callback(hf.PrinterCallback)
+    return made
+
+
+class OddStep(hf.Trainer):
+    def training_step(self, model, inputs):
+        return super().training_step(model, inputs)
+
+
+class OwnStep(hf.Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+class OwnInputs(hf.Trainer):
+    def _prepare_inputs(self, inputs):
+        return super()._prepare_inputs(inputs)
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("given", "got"),
+    [
+        (lambda: hf.TrainingArguments(report_to=[]), "'TrainingArguments'"),
+        (lm, "'GPT2LMHeadModel'"),
+        (lambda: hf.Trainer, "the class Trainer"),
+        (lambda: None, "'NoneType'"),
+    ],
+)
+@pytest.mark.parametrize("function", [protect, unprotect, records])
+def test_what_is_no_trainer(function: Any, given: Any, got: str) -> None:
+    with pytest.raises(TypeError, match=f"expected a Trainer of transformers, got {got}"):
+        function(given())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"at": "forward"}, ValueError, r"\('training_step', 'compute_loss'\) or None"),
+        ({"inexact": "maybe"}, ValueError, "'error' or 'warn', got 'maybe'"),
+        ({"batch": "inputs"}, TypeError, "got batch=, expected at, .* gradient_safety"),
+        ({"weights": 1}, TypeError, "got weights=, expected at"),
+    ],
+)
+def test_options_that_there_are_not(options: Any, error: Any, text: str) -> None:
+    made = _made()
+    with pytest.raises(error, match=text):
+        protect(made, **options)
+    assert "training_step" not in vars(made)
+
+
+def test_options_of_auto_batch_are_checked_by_it() -> None:
+    made = _made()
+    with pytest.raises(ValueError, match="rng"):
+        protect(made, rng="dice")
+    assert "training_step" not in vars(made)
+
+
+def test_a_step_of_another_signature() -> None:
+    made = trainer(lm, tokens(), OddStep)
+    with pytest.raises(TypeError, match=r"OddStep.training_step to take .*\(self, model, inputs\)"):
+        protect(made, at="training_step")
+
+
+def test_a_trainer_that_restarts_with_smaller_batches() -> None:
+    with pytest.raises(ValueError, match="auto_find_batch_size=True: it begins the training again"):
+        protect(_made(auto_find_batch_size=True))
+
+
+def test_kinds_that_are_refused_by_name() -> None:
+    def mixtral() -> torch.nn.Module:
+        return hf.MixtralForCausalLM(
+            hf.MixtralConfig(
+                vocab_size=64,
+                hidden_size=16,
+                intermediate_size=16,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                num_key_value_heads=2,
+                num_local_experts=2,
+                output_router_logits=True,
+            )
+        )
+
+    with pytest.raises(ValueError, match="router_aux_loss_coef"):
+        protect(trainer(mixtral, tokens()))
+    several = _made()
+    several.args._n_gpu = 2
+    with pytest.raises(ValueError, match="n_gpu=2"):
+        protect(several)
+
+
+def test_while_it_trains() -> None:
+    class Late(hf.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            protect(made)
+
+    made = _made(callbacks=[Late()])
+    with pytest.raises(RuntimeError, match="call it before train"):
+        made.train()
+
+
+# --- where ---
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (hf.Trainer, {"training_step", "prediction_step"}),
+        (OwnStep, {"compute_loss", "prediction_step"}),
+        (OwnInputs, {"compute_loss"}),
+    ],
+)
+def test_the_place_is_found(kind: Any, names: set[str]) -> None:
+    made = protect(trainer(lm, tokens(), kind))
+    methods = {"training_step", "compute_loss", "prediction_step"}
+    assert methods & vars(made).keys() == names
+
+
+def test_evaluation_may_be_left_alone() -> None:
+    made = protect(_made(), evaluation=False)
+    assert "prediction_step" not in vars(made)
+    with inject_oom(nth=5, times=None), pytest.raises(torch.OutOfMemoryError) as caught:
+        made.evaluate()
+    assert not isinstance(caught.value, oomkit.OutOfMemory)
+
+
+def test_protected_twice_has_the_new_options() -> None:
+    made = _made()
+    assert protect(protect(made), label="second") is made
+    made.train()
+    assert {record.label for record in records(made)} == {"second"}
+    assert len([c for c in made.callback_handler.callbacks if "Oomkit" in type(c).__name__]) == 1
+    unprotect(made)
+    assert "training_step" not in vars(made)
+
+
+def test_a_method_that_was_replaced_before_is_called_and_comes_back() -> None:
+    made = _made()
+    own, calls = made.training_step, []
+
+    def replaced(*args: Any) -> Any:
+        calls.append(1)
+        return own(*args)
+
+    made.training_step = replaced
+    protect(made).train()
+    assert len(calls) == 4
+    assert unprotect(made).training_step is replaced
+
+
+# --- what it leaves ---
+
+
+def test_nothing_is_left_after_unprotect() -> None:
+    made = _made()
+    before, callbacks = dict(vars(made)), list(made.callback_handler.callbacks)
+    assert unprotect(made) is made
+    unprotect(protect(made, log=True))
+    assert vars(made) == before
+    assert made.callback_handler.callbacks == callbacks
+
+
+def test_nothing_keeps_trainer_or_model_alive(no_gc: None) -> None:
+    made = protect(_made(), log=True)
+    model, kept = weakref.ref(made.model), weakref.ref(made)
+    with inject_oom(nth=600):
+        made.train()
+    del made
+    assert kept() is None and model() is None
+
+
+def test_pickles_of_the_model_hold_nothing_of_ours() -> None:
+    made = protect(_made())
+    with inject_oom(nth=600):
+        made.train()
+    assert b"oomkit" not in pickle.dumps(made.model)
+
+
+def test_an_error_of_the_step_passes_and_the_trainer_stays_protected() -> None:
+    made = _made()
+    before = dict(vars(made))
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise KeyError("broken")
+
+    made.compute_loss = broken
+    protect(made)
+    with pytest.raises(KeyError, match="broken"):
+        made.train()
+    unprotect(made)
+    assert vars(made).keys() - before.keys() <= {"compute_loss", *vars(_trained())}
+
+
+def _trained() -> Any:
+    made = _made()
+    made.train()
+    return made
+
+
+# --- logs, records, checkpoints ---
+
+
+def test_figures_in_the_log() -> None:
+    def protected(made: Any) -> Any:
+        return protect(made, log=True)
+
+    reference, _, _ = run(_made, plain)
+    outcome, _, _ = run(_made, protected, number=2, fault={"nth": 30})
+    lines = [line for line in outcome.log if "loss" in line]
+    assert [line["oomkit/ooms"] for line in lines] == [0, 1, 0, 0]
+    assert [line["oomkit/micro_batch"] for line in lines] == [4, 2, 2, 2]
+    assert all(line["oomkit/peak_gib"] > 0 for line in lines)
+    for line in outcome.log:
+        for name in [name for name in line if name.startswith("oomkit/")]:
+            del line[name]
+    assert not differences(reference, outcome, SINGLE)
+
+
+def test_records_are_those_of_training_and_of_evaluation() -> None:
+    made = protect(_made())
+    made.train()
+    labels = [record.label for record in records(made)]
+    assert labels == ["Trainer.training_step"] * 4 + ["Trainer.prediction_step"] * 2
+
+
+def test_sizes_are_in_checkpoints_and_used_again(tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "no"}
+    first = protect(_made(folder=tmp_path, **options))
+    step = first.training_step
+
+    def failing(*args: Any) -> Any:
+        with inject_oom(nth=30 if first.state.global_step == 0 else 2**40):
+            return step(*args)
+
+    first.training_step = failing
+    first.train()
+    kept = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+    assert "OomkitSizes" in kept["stateful_callbacks"]
+    for again in ({}, {"restore_callback_states_from_checkpoint": True}):
+        second = protect(_made(folder=tmp_path, **options, **again))
+        second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        mine = [r for r in records(second) if r.label == "Trainer.training_step"]
+        assert [r.accumulation_steps for r in mine] == [2, 2]
+        for name, value in first.model.named_parameters():
+            torch.testing.assert_close(dict(second.model.named_parameters())[name], value)
+
+
+def test_once_per_step_as_before() -> None:
+    """Callbacks, schedule and clipping see as many steps as without an error."""
+
+    class Counts(hf.TrainerCallback):
+        seen: dict[str, int]
+
+        def __init__(self) -> None:
+            self.seen = {}
+
+        def __getattribute__(self, name: str) -> Any:
+            if name.startswith("on_"):
+                self.seen[name] = self.seen.get(name, 0) + 1
+            return object.__getattribute__(self, name)
+
+    counts = []
+
+    def make() -> Any:
+        counts.append(Counts())
+        return _made(callbacks=[counts[-1]], gradient_accumulation_steps=2)
+
+    run(make, plain)
+    outcome, _, _ = run(make, number=3, fault={"nth": 30})
+    assert outcome.error is None
+    assert counts[0].seen == counts[1].seen
+
+
+def test_the_best_model_is_loaded_as_before(tmp_path: Path) -> None:
+    def make() -> Any:
+        return _made(
+            folder=tmp_path / str(len(list(tmp_path.iterdir()))),
+            num_train_epochs=3,
+            save_strategy="epoch",
+            load_best_model_at_end=True,
+            learning_rate=0.5,
+            callbacks=[hf.EarlyStoppingCallback(1)],
+        )
+
+    reference, _, _ = run(make, plain)
+    outcome, _, _ = run(make, number=6, fault={"nth": 30})
+    assert not differences(reference, outcome, 10 * SINGLE)
+
+
+def test_coupled_samples_are_refused_or_said() -> None:
+    class Contrast(hf.Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            inputs.pop("labels")
+            pooled = model(**inputs).logits
+            scores = pooled @ pooled.T
+            return torch.nn.functional.cross_entropy(scores, torch.arange(len(scores)))
+
+    def make() -> Any:
+        model = lambda: bert("SequenceClassification")  # noqa: E731
+        return trainer(model, labelled("class"), Contrast, eval_strategy="no")
+
+    failed, _, _ = run(make, number=1, fault={"nth": 40})
+    assert isinstance(failed.error, oomkit.SplitError)
+    assert "couples the samples" in str(failed.error)
+    said, _, _ = run(make, lambda t: protect(t, inexact="warn"), number=1, fault={"nth": 40})
+    assert said.error is None
+    assert any("is split all the same" in line for line in said.said)
+
+
+def test_a_batch_without_a_common_number_of_rows_is_kept_whole() -> None:
+    def collate(rows: list[Any]) -> dict[str, Any]:
+        made = hf.default_data_collator(rows)
+        return {**made, "attention_mask": made["attention_mask"][:3]}
+
+    class Ignoring(hf.Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            inputs.pop("attention_mask")
+            return model(**inputs, num_items_in_batch=num_items_in_batch).loss
+
+    def make() -> Any:
+        return trainer(lm, tokens(), Ignoring, data_collator=collate, eval_strategy="no")
+
+    def ladderless(made: Any) -> Any:
+        return protect(made, ladder=())
+
+    failed, _, _ = run(make, ladderless, number=1, fault={"nth": 30, "times": None})
+    assert isinstance(failed.error, oomkit.OutOfMemory)
+    assert "no number of rows in common" in str(failed.error)
+    assert "attention_mask [3, 12], " in str(failed.error)

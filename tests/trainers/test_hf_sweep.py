@@ -1,0 +1,218 @@
+"""An error at many places of a call of transformers' Trainer leaves the run as it is without."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from hf_models import bert, images, labelled, lm, segmenter, t5, tokens, trainer
+from hf_runs import run, sweep
+from runs import HALF, differences
+
+import oomkit
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+class OwnMean(hf.Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = torch.nn.functional.cross_entropy(outputs.logits, labels)
+        return (loss, outputs) if return_outputs else loss
+
+
+class Weighted(hf.Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        weight = torch.tensor([1.0, 2.0, 5.0])
+        loss = torch.nn.functional.cross_entropy(outputs.logits, labels, weight=weight)
+        return (loss, outputs) if return_outputs else loss
+
+
+def _mean_func(outputs, labels, num_items_in_batch=None):
+    return torch.nn.functional.cross_entropy(outputs.logits, labels)
+
+
+def _sum_func(outputs, labels, num_items_in_batch=None):
+    loss = torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="sum")
+    return loss / (num_items_in_batch or len(labels))
+
+
+def _lora() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(lm(), LoraConfig(task_type="CAUSAL_LM", r=2, lora_dropout=0.0))
+
+
+def _scaled() -> Any:
+    made = trainer(lm, tokens())
+    made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    return made
+
+
+def _generating() -> Any:
+    return trainer(
+        t5,
+        tokens(),
+        hf.Seq2SeqTrainer,
+        arguments_kind=hf.Seq2SeqTrainingArguments,
+        predict_with_generate=True,
+        generation_max_length=6,
+        data_collator=hf.default_data_collator,
+    )
+
+
+@dataclasses.dataclass
+class Setting:
+    make: Callable[[], Any]
+    calls: tuple[int, ...] = (1, 4)  # of training
+    exact: bool = True
+    limit: float | None = None
+
+
+SETTINGS = {
+    "lm": Setting(lambda: trainer(lm, tokens())),
+    "lm_4": Setting(lambda: trainer(lm, tokens(), gradient_accumulation_steps=4)),
+    "lm_last_window_shorter": Setting(
+        lambda: trainer(lm, tokens(), gradient_accumulation_steps=3), (3, 4)
+    ),
+    "lm_smoothed": Setting(lambda: trainer(lm, tokens(), label_smoothing_factor=0.1)),
+    "lm_bf16": Setting(lambda: trainer(lm, tokens(), bf16=True), limit=HALF),
+    "lm_scaler": Setting(_scaled),
+    "lm_checkpointing": Setting(lambda: trainer(lm, tokens(), gradient_checkpointing=True)),
+    "lm_lora": Setting(lambda: trainer(_lora, tokens())),
+    "lm_adamw": Setting(lambda: trainer(lm, tokens(), optim="adamw_torch", adam_epsilon=1e-2)),
+    "classes": Setting(lambda: trainer(lambda: bert("SequenceClassification"), labelled("class"))),
+    "classes_4": Setting(
+        lambda: trainer(
+            lambda: bert("SequenceClassification"),
+            labelled("class"),
+            gradient_accumulation_steps=4,
+        )
+    ),
+    "classes_dropout": Setting(
+        lambda: trainer(
+            lambda: bert("SequenceClassification", 0.2), labelled("class"), eval_strategy="no"
+        ),
+        exact=False,
+    ),
+    "classes_dropout_4": Setting(
+        lambda: trainer(
+            lambda: bert("SequenceClassification", 0.2),
+            labelled("class"),
+            gradient_accumulation_steps=4,
+            eval_strategy="no",
+        ),
+        exact=False,
+        limit=1e-6,  # gradients of earlier calls go back up to rounding
+    ),
+    "masked_lm": Setting(lambda: trainer(lambda: bert("MaskedLM"), labelled("masked"))),
+    "tags": Setting(lambda: trainer(lambda: bert("TokenClassification"), labelled("tags"))),
+    "regression": Setting(
+        lambda: trainer(lambda: bert("SequenceClassification", num_labels=1), labelled("float"))
+    ),
+    "t5_generates": Setting(_generating),
+    "segmentation": Setting(lambda: trainer(segmenter, images())),
+    "own_mean": Setting(
+        lambda: trainer(lambda: bert("SequenceClassification"), labelled("class"), OwnMean)
+    ),
+    "func_mean": Setting(
+        lambda: trainer(
+            lambda: bert("SequenceClassification"), labelled("class"), compute_loss_func=_mean_func
+        )
+    ),
+    "func_sum": Setting(
+        lambda: trainer(
+            lambda: bert("SequenceClassification"), labelled("class"), compute_loss_func=_sum_func
+        )
+    ),
+}
+_EVALUATED = [name for name in SETTINGS if name != "lm_scaler" and "dropout" not in name]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_training_survives(name: str) -> None:
+    setting = SETTINGS[name]
+    for number in setting.calls:
+        seen = sweep(
+            setting.make, "training_step", number, exact=setting.exact, limit=setting.limit
+        )
+        assert seen["split"], seen
+
+
+@pytest.mark.parametrize("name", _EVALUATED)
+def test_evaluation_survives(name: str) -> None:
+    setting = SETTINGS[name]
+    seen = sweep(setting.make, "prediction_step", 1, limit=setting.limit)
+    assert seen["split"], seen
+
+
+@pytest.mark.parametrize("name", ["lm", "classes_4"])
+def test_two_errors_in_a_row(name: str) -> None:
+    assert sweep(SETTINGS[name].make, "training_step", 4, times=2)["split"]
+
+
+@pytest.mark.parametrize("name", ["lm_4", "classes"])
+def test_memory_that_never_comes_back_ends_the_training_and_changes_nothing(name: str) -> None:
+    make = SETTINGS[name].make
+    reference, _, _ = run(make, train=lambda t: None)
+    failed, _, _ = run(make, number=1, fault={"nth": 20, "times": None})
+    assert isinstance(failed.error, oomkit.OutOfMemory)
+    for key, value in reference.parameters.items():
+        assert torch.equal(value, failed.parameters[key])
+
+
+def test_known_shapes_in_a_later_window_with_dropout() -> None:
+    """The error is in the backward of a call that adds to gradients of earlier ones."""
+
+    def make() -> Any:
+        return trainer(
+            lambda: bert("SequenceClassification", 0.2),
+            labelled("class"),
+            gradient_accumulation_steps=4,
+            num_train_epochs=2,
+            eval_strategy="no",
+        )
+
+    # What a failed backward has added to those gradients is computed again and taken off.
+    assert sweep(make, "training_step", 7, exact=False, limit=1e-6)["split"]
+
+
+def test_a_mean_over_weights_that_the_loss_makes_itself_is_refused() -> None:
+    def make() -> Any:
+        return trainer(
+            lambda: bert("SequenceClassification"),
+            labelled("class"),
+            Weighted,
+            eval_strategy="no",
+            seed=2,  # the first batch has more than one class in each half
+        )
+
+    begun, _, _ = run(make, train=lambda t: None)
+    failed, _, _ = run(make, number=1, fault={"nth": 20})
+    assert isinstance(failed.error, oomkit.SplitError)
+    assert "cannot split Weighted.training_step exactly" in str(failed.error)
+    for name, value in begun.parameters.items():
+        assert torch.equal(value, failed.parameters[name])
+
+
+@pytest.mark.parametrize("method", ["training_step", "compute_loss"])
+def test_either_place_gives_the_same(method: str) -> None:
+    make = SETTINGS["lm_4"].make
+
+    def protect(trainer: Any) -> Any:
+        return oomkit.transformers.protect(trainer, at=method)
+
+    reference, _, _ = run(make, lambda trainer: trainer, method)
+    outcome, arm, _ = run(make, protect, method, 3, {"nth": 30})
+    assert arm.fired
+    assert not differences(reference, outcome, 1e-4)

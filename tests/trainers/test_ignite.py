@@ -1,0 +1,139 @@
+"""Ignite's engines and accelerate's loop need no adapter: `auto_batch` on a function will do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from ignite.engine import Engine, Events, create_supervised_evaluator, supervised_training_step
+from ignite.metrics import Accuracy, Loss
+from runs import places
+from torch import nn
+from torch.nn import functional as F
+
+import oomkit
+from oomkit.testing import inject_oom
+
+ROWS = 8
+
+
+class World:
+    """A model, its optimizer and batches; what a run of them leaves."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model: Any = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+        self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(4 * ROWS, 6, generator=generator)
+        y = torch.randint(0, 3, (4 * ROWS,), generator=generator)
+        self.batches = list(zip(x.split(ROWS), y.split(ROWS), strict=True))
+        self.seen: list[float] = []
+
+
+Work = Callable[[World, Callable[..., Any]], None]
+
+
+def _arm(step: Callable[..., Any], number: int, nth: int) -> Any:
+    calls = {"made": 0, "seen": 0, "fired": 0}
+
+    def armed(*args: Any, **kwargs: Any) -> Any:
+        calls["made"] += 1
+        with inject_oom(nth=nth if calls["made"] == number else 2**40) as injected:
+            result = step(*args, **kwargs)
+        if calls["made"] == number:
+            calls["seen"], calls["fired"] = injected.seen, injected.fired
+        return result
+
+    return armed, calls
+
+
+def _run(work: Work, protect: bool, number: int, nth: int) -> tuple[World, dict[str, int]]:
+    world, found = World(), {}
+
+    def wrap(step: Callable[..., Any], **options: Any) -> Any:
+        armed, calls = _arm(oomkit.auto_batch(step, **options) if protect else step, number, nth)
+        found.update(calls=calls)
+        return armed
+
+    work(world, wrap)
+    return world, found["calls"]
+
+
+def _engine(world: World, wrap: Any) -> None:
+    step = supervised_training_step(world.model, world.optimizer, F.cross_entropy)
+    engine = Engine(wrap(step, optimizer_safety="parts"))
+    engine.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda e: world.seen.append(e.state.output)
+    )
+    engine.run(world.batches, max_epochs=1)
+
+
+def _accumulating(world: World, wrap: Any) -> None:
+    def step(engine: Engine, batch: Any) -> float:
+        x, y = batch
+        loss = F.cross_entropy(world.model(x), y) / 2
+        loss.backward()
+        return loss.item()
+
+    engine = Engine(wrap(step))
+
+    @engine.on(Events.ITERATION_COMPLETED(every=2))
+    def update() -> None:
+        world.optimizer.step()
+        world.optimizer.zero_grad()
+
+    engine.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda e: world.seen.append(e.state.output)
+    )
+    engine.run(world.batches, max_epochs=1)
+
+
+def _evaluating(world: World, wrap: Any) -> None:
+    metrics = {"accuracy": Accuracy(), "loss": Loss(F.cross_entropy)}
+    plain = create_supervised_evaluator(world.model)._process_function
+    engine = Engine(wrap(plain))
+    for name, metric in metrics.items():
+        metric.attach(engine, name)
+    engine.run(world.batches)
+    world.seen += [float(value) for value in engine.state.metrics.values()]
+
+
+def _accelerated(world: World, wrap: Any) -> None:
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer = accelerator.prepare(world.model, world.optimizer)
+
+    def step(batch: Any) -> float:
+        with accelerator.accumulate(model):
+            x, y = batch
+            loss = F.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.item()
+
+    safe = wrap(step, gradient_safety="copy", optimizer_safety="copy")
+    for batch in world.batches:
+        world.seen.append(safe(batch))
+
+
+@pytest.mark.parametrize("work", [_engine, _accumulating, _evaluating, _accelerated])
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_an_error_leaves_the_run_as_it_is_without(work: Work, number: int) -> None:
+    reference, _ = _run(work, False, number, 2**40)
+    healthy, calls = _run(work, True, number, 2**40)
+    assert healthy.seen == reference.seen and calls["seen"] > 0
+    for nth in places(calls["seen"]):
+        world, failed = _run(work, True, number, nth)
+        assert failed["fired"], nth
+        assert world.seen == pytest.approx(reference.seen, abs=1e-5), nth
+        for one, two in zip(reference.model.parameters(), world.model.parameters(), strict=True):
+            torch.testing.assert_close(one, two, rtol=0, atol=1e-6)

@@ -1,0 +1,249 @@
+"""`oomkit.lightning.AutoBatch`: an error at many places leaves the run as it is without."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_runs import CLASSES, FEATURES, Classifier, fit, loader, run, sweep, trainer
+from runs import SINGLE, differences
+from torch import nn
+from torch.nn import functional as F
+
+import oomkit
+from oomkit.lightning import AutoBatch
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+class Dict(Classifier):
+    """Returns a dictionary, logs several values at once, and metrics of a training batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self.net(x)
+        loss = F.cross_entropy(logits, y)
+        self.accuracy(logits, y)
+        self.log_dict({"loss": loss.detach(), "half": loss.detach() / 2}, batch_size=len(x))
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        return {"loss": loss, "logits": logits.detach()}
+
+
+class ThroughSuper(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return 2 * super().training_step(batch, batch_idx)
+
+
+class Manual(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        x, y = batch
+        loss = F.cross_entropy(self.net(x), y)
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        optimizer.step()
+        self.lr_schedulers().step()
+        self.log("train_loss", loss)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+
+
+class TwoOptimizers(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = nn.Linear(FEATURES, CLASSES)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        x, y = batch
+        first.zero_grad()
+        self.manual_backward(F.cross_entropy(self.net(x), y))
+        first.step()
+        second.zero_grad()
+        self.manual_backward(F.mse_loss(self.other(x), self.net(x).detach()))
+        second.step()
+
+    def configure_optimizers(self) -> Any:
+        parts = self.net, self.other
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts], []
+
+
+SETTINGS = {
+    "automatic": (Classifier, {}),
+    "accumulation": (Classifier, {"accumulate_grad_batches": 2}),
+    "dictionary": (Dict, {}),
+    "through_super": (ThroughSuper, {}),
+    "clipping": (Classifier, {"gradient_clip_val": 0.1}),
+    "bf16": (Classifier, {"precision": "bf16-mixed", "limit": 2e-2}),
+    "manual": (Manual, {"callback": {"optimizer_safety": "parts"}}),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("number", [1, 4])
+def test_training_survives(name: str, number: int) -> None:
+    kind, options = SETTINGS[name]
+    assert sweep(kind, "training_step", number, **options)["split"]
+
+
+@pytest.mark.parametrize("kind", [Classifier, Dict, ThroughSuper])
+def test_the_backward_that_lightning_runs_survives(kind: Any) -> None:
+    """Nothing is logged again in the replay that it begins."""
+    assert sweep(kind, "optimizer_step", 2, phase="backward")["split"]
+
+
+def test_validation_survives() -> None:
+    assert sweep(Classifier, "validation_step", 1)["split"]
+
+
+def test_prediction_survives() -> None:
+    def predict(used: Any, module: Any) -> Any:
+        return torch.cat(used.predict(module, loader()))
+
+    assert sweep(Classifier, "predict_step", 2, work=predict)["split"]
+
+
+def test_two_optimizers_are_refused() -> None:
+    failed, _, _ = run(TwoOptimizers, number=1, fault={"nth": 5, "min_bytes": 16})
+    assert isinstance(failed.error, oomkit.OomkitError), failed.error
+    for name, value in failed.begun.items():
+        assert torch.equal(value, failed.parameters[name])
+
+
+def test_one_call_of_log_for_a_batch() -> None:
+    """What a split call logs is the batch's mean, not the last micro-batch's."""
+    reference, _, _ = run(Classifier, protect=False)
+    outcome, _, ours = run(Classifier, callback={"accumulation_steps": 4})
+    assert {record.accumulation_steps for record in ours.records} >= {4}
+    assert not differences(reference, outcome, SINGLE)
+    assert len(outcome.log) == len(reference.log)
+
+
+def test_sizes_are_in_checkpoints(tmp_path: Path) -> None:
+    def work(used: Any, module: Any) -> None:
+        fit(used, module)
+        used.save_checkpoint(tmp_path / "last.ckpt")
+
+    run(Classifier, number=1, fault={"nth": 4, "min_bytes": 16}, work=work)
+    second = AutoBatch()
+    again = trainer([second], max_epochs=2)
+    again.fit(Classifier(), loader(), ckpt_path=tmp_path / "last.ckpt")
+    steps = [r for r in second.records if r.label == "Classifier.training_step"]
+    assert [r.accumulation_steps for r in steps] == [2, 2, 2, 2]
+
+
+def test_a_step_may_call_another_one() -> None:
+    class Same(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", self.training_step(batch, batch_idx))
+
+    assert sweep(Same, "validation_step", 1)["split"]
+
+
+# --- what it leaves ---
+
+
+def test_nothing_is_left_after_a_run() -> None:
+    module = Classifier()
+    before = {name for name in vars(module) if "step" in name or name == "log"}
+    used = trainer([AutoBatch()])
+    fit(used, module)
+    assert {name for name in vars(module) if "step" in name or name == "log"} == before
+
+
+def test_nothing_is_left_after_an_error() -> None:
+    class Broken(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise KeyError("broken")
+
+    module = Broken()
+    with pytest.raises(KeyError, match="broken"):
+        fit(trainer([AutoBatch()]), module)
+    assert not {"training_step", "validation_step", "log"} & vars(module).keys()
+
+
+def test_nothing_keeps_the_module_alive() -> None:
+    module = Classifier()
+    used = trainer([AutoBatch()])
+    fit(used, module)
+    alive = weakref.ref(module)
+    del module, used
+    gc.collect()  # a Trainer of Lightning is a cycle by itself
+    assert alive() is None
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"steps": ("train",)}, ValueError, r"steps to be some of \('training_step', .* 'train'"),
+        ({"weights": 1}, TypeError, "got weights=, expected steps= or an option"),
+        ({"rng": "dice"}, ValueError, "rng"),
+    ],
+)
+def test_options_that_there_are_not(options: Any, error: Any, text: str) -> None:
+    with pytest.raises(error, match=text):
+        AutoBatch(**options)
+
+
+def test_twice_in_one_trainer() -> None:
+    with pytest.raises((ValueError, RuntimeError), match="twice|same"):
+        fit(trainer([AutoBatch(), AutoBatch()]), Classifier())
+
+
+def test_a_module_without_such_a_step() -> None:
+    module = Classifier()
+    outcome, _, ours = run(Classifier, callback={"steps": ("test_step",)})
+    assert outcome.error is None and ours.records == ()
+    assert "test_step" not in vars(module)
+
+
+def test_the_finder_of_batch_sizes() -> None:
+    class Loading(Classifier):
+        batch_size = 8
+
+        def train_dataloader(self) -> Any:
+            return loader()
+
+    with pytest.raises(MisconfigurationException, match="BatchSizeFinder in one trainer"):
+        trainer([AutoBatch(), BatchSizeFinder()]).fit(Loading())
+
+
+def test_a_step_that_takes_the_iterator() -> None:
+    class Iterating(Classifier):
+        def training_step(self, dataloader_iter: Any) -> Any:
+            batch, _, _ = next(dataloader_iter)
+            return super().training_step(batch, 0)
+
+    with pytest.raises(MisconfigurationException, match="needs the batch as an argument"):
+        fit(trainer([AutoBatch()]), Iterating())
+
+
+def test_a_strategy_of_several_processes() -> None:
+    used = trainer([AutoBatch()], strategy="ddp", devices=1)
+    with pytest.raises(MisconfigurationException, match="works on one device, got DDPStrategy"):
+        AutoBatch()._parts.check(used, Classifier(), type(None))
+
+
+def test_the_class_is_of_the_package_in_use() -> None:
+    assert issubclass(AutoBatch, lightning.pytorch.Callback)
