@@ -48,6 +48,7 @@ from ._ladder import update as _update
 from ._proof import diagnose as _diagnose
 from ._proof import judge as _proof
 from ._proof import replay_rows as _replay_rows
+from ._ranks import agreement as _agreement
 
 __version__ = "0.1.0"
 
@@ -117,6 +118,7 @@ _fits = _C._bind(
         "memory_place": sizes._place,
         "recall_sizes": sizes._recall,
         "note_sizes": _store.note,
+        "ranks_enter": _agreement.enter,
     },
 )
 if _capsule is not None and not _fits:
@@ -139,6 +141,7 @@ from ._C import (  # noqa: E402
     OOMReport,
     OutOfMemory,
     PartialUpdate,
+    RankError,
     SplitError,
     StepRecord,
     auto_batch,
@@ -170,6 +173,7 @@ __all__ = [
     "OomkitWarning",
     "OutOfMemory",
     "PartialUpdate",
+    "RankError",
     "Reservation",
     "SplitError",
     "StepRecord",
