@@ -62,7 +62,7 @@ oomkit_ranks_enter(oomkit_call *call)
     wrappers = oomkit_wrappers(call);
     EXEMPT (call->st) {
         if (wrappers != NULL) {
-            agreed = PyObject_CallFunction(call->st->ranks_enter, "OO",
+            agreed = PyObject_CallFunction(call->st->ranks_enter, "OOO", call->step,
                                            call->options->label, wrappers);
         }
     }

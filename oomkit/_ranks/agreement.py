@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import _C
 from .world import AGAIN, FINE, TROUBLE, World, error, meet
 
-_REDUCTION, _COMMIT = 1, 2  # matters of a vote
+_REDUCTION, _COMMIT, _OWN = 1, 2, 3  # matters of a vote
 _PLAIN_HOOKS = frozenset({"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"})
 """One collective for each bucket, and no state: of torch's own."""
 _said: set[tuple[str, str]] = set()
@@ -64,6 +64,7 @@ class Reducer:
         self.sent = 0
         self._before: list[tuple[weakref.ref[torch.Tensor] | None, int]] = []
         self._entry = self._before
+        self._outputs: list[torch.Tensor] = []
         self._agreement = agreement
 
     def __getattr__(self, name: str) -> Any:
@@ -71,16 +72,27 @@ class Reducer:
 
     def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
         """The end of a forward that synchronises."""
-        self.due = True
+        self.due, self._outputs = True, outputs
         if self._agreement.overlaps():
             if not self.flying:
                 self.sent = self.count()
             self.flying = True
             self.real.prepare_for_backward(outputs)
 
+    def hand_over(self) -> None:
+        """A backward after the call is the model's own affair."""
+        if self.due and not self.flying:
+            self.real.prepare_for_backward(self._outputs)
+        self._outputs = []
+
     def count(self) -> int:
         """Collectives of the model's group so far."""
         return int(self.model.process_group._get_sequence_number_for_group())
+
+    def leave_out(self, before: int) -> None:
+        """Collectives since then are none of the reduction's."""
+        if before > 0:
+            self.sent += self.count() - before
 
     # ---- which gradients a backward has moved
 
@@ -166,16 +178,19 @@ class Reducer:
 class Agreement:
     """One call of a step."""
 
-    def __init__(self, world: World, models: list[Any]) -> None:
+    def __init__(self, world: World, step: object, models: list[Any]) -> None:
         self._world = world
+        self._step = step
         world.calls += 1
         self._reducers = [Reducer(self, model) for model in models]
         self._whole = True
-        self._cautious = world.cautious
+        self._cautious = step not in world.at_ease
         self._trouble = False
         self._done = 0  # reductions of this attempt
         self._told = False  # the others that this rank cannot go on, or by them
         self._committed = False
+        self._before: dict[Reducer, int] = {}
+        self._own = ""  # a collective of the step's own that was made
         self._may_overlap = len(models) == 1 and all(
             getattr(hook, "__name__", "") in _PLAIN_HOOKS
             and getattr(hook, "__module__", "").startswith("torch.distributed.algorithms.")
@@ -184,6 +199,7 @@ class Agreement:
         self._once = not self._may_overlap and any(model._comm_hooks for model in models)
         self._waits = all(model.require_backward_grad_sync for model in models)
         self._entry()
+        world.present = self
         for reducer in self._reducers:
             reducer.attempt_begins()
             attributes = reducer.model.__dict__
@@ -259,16 +275,22 @@ class Agreement:
 
     def returned(self) -> int:
         """The function has returned, without an update."""
-        return self.commit()
+        if self.commit():
+            return 1
+        for reducer in self._reducers:
+            reducer.hand_over()
+        return 0
 
     def failed(self) -> int:
         """This rank's attempt has failed, and everything is back but what others have seen."""
         self._whole, self._trouble = False, True
+        if self._own:
+            raise self._cannot(f"it ran out of memory after {self._own}() of the step's own")
         if self._done > 0 or any(reducer.flying for reducer in self._reducers):
             if self._once:
-                raise error(
-                    "this rank ran out of memory after a communication hook had run, whose "
-                    "state cannot be taken back: restore a checkpoint on all ranks"
+                raise self._cannot(
+                    "it ran out of memory after a communication hook had run, whose state cannot "
+                    "be taken back: restore a checkpoint on all ranks"
                 )
             for reducer in self._reducers:
                 reducer.drain()
@@ -280,13 +302,35 @@ class Agreement:
 
     def again(self) -> int:
         """Another attempt of all ranks; everything is back."""
+        if self._own:
+            raise self._cannot(f"it has made {self._own}() of the step's own")
         for reducer in self._reducers:
             reducer.reset()
         self._whole, self._cautious, self._trouble, self._done = False, True, True, 0
         return 0
 
+    def own_collective(self, name: str) -> None:
+        """The step is about to make one itself, as the other ranks are, if none has failed."""
+        if self._committed or torch._C._current_graph_task_id() != -1:
+            return  # nothing begins again; or it is a communication hook's
+        if not self._whole:
+            raise self._cannot(
+                f"its step calls torch.distributed.{name}() before the update, which is made once, "
+                "so that it can neither be split nor begin again: do that after the update, or "
+                "outside the step"
+            )
+        self._own = name
+        if self._asks(FINE, _OWN):
+            raise self._cannot(f"it has come to {name}() of the step's own")
+        self._before = {reducer: reducer.count() for reducer in self._reducers if reducer.flying}
+
+    def own_collective_made(self) -> None:
+        for reducer in self._reducers:
+            reducer.leave_out(self._before.pop(reducer, 0))
+
     def leave(self, exception: BaseException | None) -> None:
         """The call is over."""
+        self._world.present = None
         for reducer in self._reducers:
             attributes = reducer.model.__dict__
             attributes["reducer"] = reducer.real
@@ -311,9 +355,17 @@ class Agreement:
     def _asks(self, word: int, matter: int) -> bool:
         """Vote; must this attempt begin again?"""
         largest = self._vote(word, matter)
-        if largest < AGAIN and matter == _COMMIT:
-            self._world.cautious = largest == TROUBLE
+        if largest == TROUBLE:
+            self._world.at_ease.discard(self._step)
+        elif largest < AGAIN and matter == _COMMIT:
+            self._world.at_ease.add(self._step)
         return largest >= AGAIN
+
+    def _cannot(self, why: str) -> _C.RankError:
+        """The error of a rank that cannot go on; the others are told."""
+        self._told = True
+        self._world.give_up(why, self._matter(_COMMIT))
+        return error(f"rank {self._world.rank} cannot go on: {why}", self._world.rank)
 
     def _excuse(self, exception: BaseException) -> None:
         """An error leaves the call: who waits for this rank is told, and the error tells of
@@ -375,13 +427,13 @@ def _refusal(models: list[Any]) -> str | None:
     return None
 
 
-def enter(label: str, models: list[Any]) -> Agreement | None:
+def enter(step: object, label: str, models: list[Any]) -> Agreement | None:
     """A call begins over models that are spread over ranks; None: it is not agreed on."""
     if not torch.is_grad_enabled() or not (dist.is_available() and dist.is_initialized()):
         return None
     why = _refusal(models)
     if why is None:
-        return Agreement(meet(), models)
+        return Agreement(meet(), step, models)
     if (label, why) not in _said:
         _said.add((label, why))
         import warnings

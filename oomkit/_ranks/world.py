@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import functools
 import itertools
 import json
 import mmap
@@ -16,6 +17,7 @@ import os
 import secrets
 import socket
 import sys
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,12 @@ _CAME, _DEAD, _GONE, _LATE, _STOPPED = _ENDED  # of csrc/ranks/vote_type.c
 _PROCESS_DEAD = 2  # of csrc/ranks/vote.h
 _SHARED = "/dev/shm"
 _generations = itertools.count()
+_COLLECTIVES = (
+    "all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce "
+    "all_reduce_coalesced all_to_all all_to_all_single barrier broadcast broadcast_object_list "
+    "gather gather_object monitored_barrier recv recv_object_list reduce reduce_scatter "
+    "reduce_scatter_tensor scatter scatter_object_list send send_object_list"
+).split()
 _present: World | None = None
 
 
@@ -66,6 +74,12 @@ def _node() -> str:
     return "/".join(names)
 
 
+def _largest() -> Any:
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    return options
+
+
 class World:
     """The default process group, as one rank sees it."""
 
@@ -75,8 +89,11 @@ class World:
         self.size: int = group.size()
         self.patience = _patience(group)
         self.calls = 0
-        self.cautious = True
-        """A rank had trouble in the last call, or nothing is known yet."""
+        self.at_ease: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Steps whose last call all ranks came through without trouble, to its update or end."""
+        self.thread = 0
+        self.present: Any = None
+        """What the call that runs agrees on, or None."""
         self._store = dist.distributed_c10d._get_default_store()
         self._key = f"oomkit/{next(_generations)}"
         self._said = False
@@ -223,7 +240,7 @@ class World:
         # One number for word and rank: the first rank with the largest word wins.
         given = torch.tensor([word * 65536 + 65535 - self.rank, matter, -matter])
         try:
-            dist.all_reduce(given, op=dist.ReduceOp.MAX, group=self._gloo)
+            self._gloo.allreduce([given], _largest()).wait()
         except RuntimeError as failed:
             raise error(f"a rank does not come to a vote: {failed}") from failed
         packed, most, least = given.tolist()
@@ -249,7 +266,7 @@ class World:
             return
         given = torch.tensor([FATAL * 65536 + 65535 - self.rank, matter, -matter])
         with contextlib.suppress(RuntimeError):
-            work = dist.all_reduce(given, op=dist.ReduceOp.MAX, group=self._gloo, async_op=True)
+            work = self._gloo.allreduce([given], _largest())
             self._pending.append((work, given))
 
     # ---- words
@@ -293,6 +310,27 @@ def _ends(world: weakref.ref[World], process: int) -> None:
         own.say(own.said(own.rank) or "its program has ended", gone=True)
 
 
+def _watch(name: str) -> None:
+    """Have a function of torch.distributed tell of its calls inside a call that is agreed on."""
+    plain = getattr(dist, name, None)
+    if plain is None or hasattr(plain, "_oomkit_plain"):
+        return
+
+    @functools.wraps(plain)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        agreement = None if _present is None else _present.present
+        if agreement is None or threading.get_ident() != _present.thread:
+            return plain(*args, **kwargs)
+        agreement.own_collective(name)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            agreement.own_collective_made()
+
+    collective._oomkit_plain = plain  # type: ignore[attr-defined]
+    setattr(dist, name, collective)
+
+
 def meet() -> World:
     """The present default group; its ranks meet in the first call of each."""
     global _present
@@ -300,4 +338,7 @@ def meet() -> World:
     if _present is None or _present.group() is not group:
         version = sys.modules[__name__.partition(".")[0]].__version__
         _present = World(group, version)
+        for name in _COLLECTIVES:
+            _watch(name)
+    _present.thread = threading.get_ident()
     return _present
