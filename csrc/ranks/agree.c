@@ -5,7 +5,7 @@
 #include "../result/result.h"
 
 /* What the answer of the agreement means: 1 is that another rank has failed, so that
- * this attempt is to end and begin again. Steals `answer`. 0 or -1. */
+ * this attempt is to end and begin again. Steals `answer`. 0, another answer, or -1. */
 static int
 ranks_answer(oomkit_call *call, PyObject *answer)
 {
@@ -16,8 +16,8 @@ ranks_answer(oomkit_call *call, PyObject *answer)
     }
     failed = PyLong_AsLong(answer);
     Py_DECREF(answer);
-    if (failed == 0 || PyErr_Occurred()) {
-        return PyErr_Occurred() ? -1 : 0;
+    if (failed != 1) {
+        return (int)failed; /* -1 with an exception */
     }
     call->tries.restart = OOMKIT_RESTART_RANKS;
     oomkit_raise(call->st->SplitError,
@@ -46,7 +46,7 @@ ranks_call(oomkit_call *call, const char *method, PyObject *argument)
 static int
 ranks_ask(oomkit_call *call, const char *method)
 {
-    return ranks_answer(call, ranks_call(call, method, NULL));
+    return ranks_answer(call, ranks_call(call, method, NULL)) < 0 ? -1 : 0;
 }
 
 int
@@ -108,14 +108,14 @@ oomkit_ranks_backward_ends(oomkit_call *call)
 int
 oomkit_ranks_commit(oomkit_call *call)
 {
+    int answer;
+
     if (!oomkit_ranks_agreed(call) || call->ranks.committed || call->proof != NULL) {
         return 0;
     }
-    if (ranks_ask(call, "commit") < 0) {
-        return -1;
-    }
-    call->ranks.committed = 1;
-    return 0;
+    answer = ranks_answer(call, ranks_call(call, "commit", NULL));
+    call->ranks.committed = answer == 0;
+    return answer < 0 ? -1 : 0;
 }
 
 int

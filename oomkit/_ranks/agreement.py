@@ -21,6 +21,8 @@ vote. The first reduction of such another attempt is voted on, and nothing overl
 from __future__ import annotations
 
 import contextlib
+import functools
+import warnings
 import weakref
 from typing import Any
 
@@ -35,6 +37,7 @@ _REDUCTION, _COMMIT, _OWN = 1, 2, 3  # matters of a vote
 _PLAIN_HOOKS = frozenset({"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"})
 """One collective for each bucket, and no state: of torch's own."""
 _said: set[tuple[str, str]] = set()
+_looked_at: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
 
 
 class _Touch(torch.autograd.Function):
@@ -56,7 +59,6 @@ class Reducer:
     def __init__(self, agreement: Agreement, model: Any) -> None:
         self.real = model.reducer
         self.model = model
-        self.params = [p for p in model.module.parameters() if p.requires_grad]
         self.due = False
         """A forward has synchronised, and its gradients were not reduced."""
         self.flying = False
@@ -84,6 +86,10 @@ class Reducer:
         if self.due and not self.flying:
             self.real.prepare_for_backward(self._outputs)
         self._outputs = []
+
+    @functools.cached_property
+    def params(self) -> list[torch.Tensor]:
+        return [p for p in self.model.module.parameters() if p.requires_grad]
 
     def count(self) -> int:
         """Collectives of the model's group so far."""
@@ -181,7 +187,7 @@ class Agreement:
     def __init__(self, world: World, step: object, models: list[Any]) -> None:
         self._world = world
         self._step = step
-        world.calls += 1
+        world.begin()
         self._reducers = [Reducer(self, model) for model in models]
         self._whole = True
         self._cautious = step not in world.at_ease
@@ -265,9 +271,9 @@ class Agreement:
         return 0
 
     def commit(self) -> int:
-        """Before the first update."""
+        """Before an update; 2: others have no part in it."""
         if self._done == 0:
-            return 0
+            return 2
         if self._asks(TROUBLE if self._trouble else FINE, _COMMIT):
             return 1
         self._committed = True
@@ -275,7 +281,7 @@ class Agreement:
 
     def returned(self) -> int:
         """The function has returned, without an update."""
-        if self.commit():
+        if self.commit() == 1:
             return 1
         for reducer in self._reducers:
             reducer.hand_over()
@@ -400,44 +406,45 @@ def _second_broadcast() -> None:
     )
 
 
-def _refusal(models: list[Any]) -> str | None:
-    """Why calls over these models are not agreed on, or None."""
-    for model in models:
-        if not isinstance(model, DistributedDataParallel):
-            return f"{type(model).__name__} is not supported yet; DistributedDataParallel is"
-        if model.static_graph:
-            return "static_graph=True counts the backwards of the first step"
-        if model._join_config.enable:
-            return "inside join() ranks leave one by one"
-        if model.mixed_precision is not None:
-            return "mixed_precision= of DistributedDataParallel keeps copies of parameters"
-        if getattr(model, "_delay_all_reduce_all_params", False) or model._use_python_reducer:
-            return "its reduction is delayed, or torch.compile's"
-        if getattr(model, "_device_mesh", None) is not None or model.process_group.size() != (
-            dist.get_world_size()
-        ):
-            return "its process group is not that of all ranks"
-        if hasattr(model, "buffer_hook"):
-            return "it has a hook for its buffers"
-        for module in model.modules():
-            if isinstance(module, torch.nn.SyncBatchNorm):
-                return "SyncBatchNorm communicates inside the forward"
-            if getattr(module, "sparse", False) is True:
-                return f"{type(module).__name__}(sparse=True) has sparse gradients"
+def _modules_refusal(model: Any) -> str | None:
+    for module in model.modules():
+        if isinstance(module, torch.nn.SyncBatchNorm):
+            return "SyncBatchNorm communicates inside the forward"
+        if getattr(module, "sparse", False) is True:
+            return f"{type(module).__name__}(sparse=True) has sparse gradients"
     return None
+
+
+def _refusal(model: Any) -> str | None:
+    """Why calls over this model are not agreed on, or None."""
+    if not isinstance(model, DistributedDataParallel):
+        return f"{type(model).__name__} is not supported yet; DistributedDataParallel is"
+    if model.static_graph:
+        return "static_graph=True counts the backwards of the first step"
+    if model._join_config.enable:
+        return "inside join() ranks leave one by one"
+    if model.mixed_precision is not None:
+        return "mixed_precision= of DistributedDataParallel keeps copies of parameters"
+    if getattr(model, "_delay_all_reduce_all_params", False) or model._use_python_reducer:
+        return "its reduction is delayed, or torch.compile's"
+    if model.process_group.size() != dist.get_world_size():
+        return "its process group is not that of all ranks"
+    if hasattr(model, "buffer_hook"):
+        return "it has a hook for its buffers"
+    if model not in _looked_at:
+        _looked_at[model] = _modules_refusal(model)
+    return _looked_at[model]
 
 
 def enter(step: object, label: str, models: list[Any]) -> Agreement | None:
     """A call begins over models that are spread over ranks; None: it is not agreed on."""
     if not torch.is_grad_enabled() or not (dist.is_available() and dist.is_initialized()):
         return None
-    why = _refusal(models)
+    why = next((found for found in map(_refusal, models) if found is not None), None)
     if why is None:
         return Agreement(meet(), step, models)
     if (label, why) not in _said:
         _said.add((label, why))
-        import warnings
-
         warnings.warn(
             f"oomkit: {label} runs as it is, and an out-of-memory of it is not retried: {why}",
             _C.OomkitWarning,

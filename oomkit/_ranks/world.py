@@ -199,6 +199,13 @@ class World:
         self._store.wait([key], self.patience)
         return bytes(self._store.get(key))
 
+    def begin(self) -> None:
+        """A call that is agreed on: what was said in an earlier one is past."""
+        self.calls += 1
+        if self._said:
+            self.say("")
+            self._said = False
+
     # ---- voting
 
     @property
@@ -273,6 +280,7 @@ class World:
 
     def say(self, text: str, gone: bool = False) -> None:
         """For the others to read when they miss this rank."""
+        self._said = True
         if self._vote is not None:
             self._vote.say(text, gone)
         elif not gone:

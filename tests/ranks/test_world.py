@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
-from .launch import ranks_of, results_of
+from .launch import ranks_of, results_of, started
 
 BOTH = pytest.mark.parametrize("gloo", [False, True], ids=["shared memory", "gloo"])
 
@@ -70,3 +73,15 @@ def test_a_rank_that_leaves_early_is_missed() -> None:
     first, second = ranks_of("programs_world:one_leaves", 2)
     assert second.status == 0
     assert first.status == 1 and not first.hung
+
+
+def test_a_rank_that_is_stopped_is_told_of() -> None:
+    given = {"how": "stop", "where": "update", "cautious": True, "patience": 4.0}
+    with started("programs_world:one_goes", 2, **given) as (processes, folder, finish):
+        result = folder / "result-0"
+        while not result.exists():  # the limit of the rank itself bounds it
+            os.sched_yield()
+        os.kill(processes[1], signal.SIGKILL)
+        ended = finish()
+    assert not ended[0].hung
+    assert "is stopped" in ended[0].error and "rank 1" in ended[0].error
