@@ -76,7 +76,7 @@ class Scale:
 SCALES = {
     "cpu": Scale(
         *(6, 192, 6, 128, 128, 8),
-        (Part(12, "40MiB"), Part(12, "30MiB"), Part(12, "24MiB"), Part(12, "29MiB", SPARED)),
+        (Part(12, "40MiB"), Part(12, "30MiB"), Part(12, "24MiB"), Part(12, "26MiB", SPARED)),
     ),
     "cuda": Scale(
         *(24, 2048, 16, 1024, 32768, 32),

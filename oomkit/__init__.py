@@ -89,6 +89,8 @@ _fits = _C._bind(
         "is_independent": _optim.is_independent,
         "around_parts": _update.around_parts,
         "hosted_state": _state.hosted_state,
+        "hosted_tidy": _state.hosted_tidy,
+        "owns_memory": _state.owns_memory,
         "host_available": _host.available,
         "left_out": _recompute.LeftOut,
         "recompute_begin": _recompute.recompute_begin,

@@ -185,14 +185,17 @@ def temporary_bytes(optimizer: torch.optim.Optimizer) -> int:
     return max(_temporaries(optimizer)) if _is_torchs(optimizer) else 0
 
 
-def update_needs(optimizer: Any) -> tuple[bool, int, int, int]:
+def update_needs(optimizer: Any) -> tuple[int, int, int, int]:
     """What the next ``step()`` needs, in bytes, before anything has moved.
 
     Returns:
-        Whether it may go in parts; the state that it makes; temporaries of one parameter
-        after the other (2**64 - 1: not known), and of all parameters together.
+        Whether it may go in parts (2: and a part may be repeated where it failed, because
+        ``step()`` writes to parameters and state alone); the state that it makes;
+        temporaries of one parameter after the other (2**64 - 1: not known), and of all
+        parameters together.
     """
-    independent = is_independent(optimizer)
+    parts = int(is_independent(optimizer))
+    parts += bool(parts and type(optimizer) not in _registered)  # those are tested for it
     if not _is_torchs(optimizer) or type(optimizer).__name__ not in _TEMPORARIES:
-        return independent, 0, _UNKNOWN, 0
-    return independent, state_bytes(optimizer), *_temporaries(optimizer)
+        return parts, 0, _UNKNOWN, 0
+    return parts, state_bytes(optimizer), *_temporaries(optimizer)

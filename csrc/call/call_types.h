@@ -83,7 +83,7 @@ typedef struct oomkit_optimizer_mark {
     PyObject *state;          /* owned: optimizer.state */
     PyObject *params_seen;    /* owned: list of keys of state at the mark */
     PyObject *groups;         /* owned: list of shallow copies of param_groups */
-    PyObject *attributes;     /* owned: shallow copy of its dictionary */
+    PyObject *attributes;     /* owned: its own ones (oomkit_own_attributes()) */
     oomkit_state_item *items; /* parameters and state values */
     Py_ssize_t count, room;
     PyObject **copies; /* owned host copies (optimizer_safety="copy"), or NULL */
@@ -93,7 +93,6 @@ typedef struct oomkit_optimizer_mark {
 /* --- hook: method.c --- */
 typedef struct oomkit_interception {
     PyObject *target;      /* owned until removed */
-    PyObject *dict;        /* owned: the instance dictionary */
     PyObject *name;        /* borrowed from state: "step", "update", "unscale_" */
     PyObject *interceptor; /* owned */
     oomkit_owner_kind kind;
@@ -267,6 +266,8 @@ typedef struct oomkit_tries {
     int join_failures;  /* so often there was no memory for that */
     int again;          /* the smallest plan was tried again, for it has worked */
     int flushed;        /* a plan was tried again after the cache was emptied */
+    int update_again;   /* so was one that failed in an update */
+    int update_smaller; /* an update that failed goes on in smaller parts */
     int by_step;        /* the last micro-batch was ended by the function itself */
     int restart;        /* this attempt is given up: OOMKIT_RESTART_* */
     int widened;        /* so it was to have more than one row in the first slice */

@@ -39,6 +39,7 @@ typedef struct oomkit_attempt {
     uint64_t requested_bytes, allocated_bytes;
     uint64_t reserved_bytes; /* OOMKIT_UNKNOWN on the CPU */
     int phase;               /* OOMKIT_PHASE_* */
+    int in_update;           /* an optimizer's step() was not finished */
     PyObject *location; /* owned: "file:line in name" of the innermost frame, or NULL */
     PyObject *message;  /* owned: str, first line of the error, or NULL */
 } oomkit_attempt;

@@ -33,6 +33,7 @@ oomkit_recover_note(oomkit_call *call, PyObject *exception)
     attempt->phase = call->backward.failed       ? OOMKIT_PHASE_BACKWARD
                      : oomkit_update_begun(call) ? OOMKIT_PHASE_OPTIMIZER
                                                  : OOMKIT_PHASE_FORWARD;
+    attempt->in_update = oomkit_update_unfinished(call) && !call->backward.failed;
     call->tries.requested = attempt->requested_bytes;
     call->tries.count++;
     call->tries.ooms++;
@@ -163,9 +164,12 @@ recover_partial(oomkit_call *call)
             : "between the updates of two optimizers";
     oomkit_raise(call->st->PartialUpdate,
                  "%U ran out of memory %s: the update is half done and cannot be taken "
-                 "back; restore a checkpoint, or pass optimizer_safety=\"copy\" to "
+                 "back; restore a checkpoint, or pass optimizer_safety=\"%s\" to "
                  "auto_batch",
-                 call->options->label, where);
+                 call->options->label, where,
+                 oomkit_update_unfinished(call) && oomkit_updates_made(call) == 0
+                     ? "parts\" or \"copy"
+                     : "copy");
     call->log.outcome = 2;
 }
 
@@ -187,6 +191,18 @@ oomkit_recover_committed(oomkit_call *call)
                : committed;
 }
 
+/* Something of our own ran out of memory (its error is in flight): what can be taken
+ * back is. Steals `exception`, the step's. -1 always. */
+static int
+recover_cannot(oomkit_call *call, PyObject *exception, const char *doing)
+{
+    Py_DECREF(exception);
+    if (oomkit_update_committed(call) == 0) {
+        oomkit_recover_undo(call);
+    }
+    return oomkit_own_failed(call, doing);
+}
+
 /* May this OOM be retried? 0 yes; -1 with the exception to raise. Steals `exception`
  * when it answers -1. */
 static int
@@ -200,11 +216,8 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception)
     }
     committed = oomkit_recover_committed(call);
     if (committed < 0) {
-        Py_DECREF(exception);
-        if (oomkit_update_committed(call) == 0) {
-            oomkit_recover_undo(call);
-        }
-        return oomkit_own_failed(call, "it was being judged whether to retry it");
+        return recover_cannot(call, exception,
+                              "it was being judged whether to retry it");
     }
     if ((!committed || call->options->optimizer_copy) && call->refused.why == NULL) {
         return 0;
@@ -333,8 +346,7 @@ recover_from_failure(oomkit_call *call)
         class_ = OOMKIT_CLASS_STICKY;
     }
     if (oomkit_modes_entry_back(call) < 0 || oomkit_recover_note(call, exception) < 0) {
-        Py_DECREF(exception);
-        return -1;
+        return recover_cannot(call, exception, "an attempt that had failed was noted");
     }
     if (recover_judge(call, class_, exception) < 0) {
         return -1;

@@ -20,6 +20,13 @@ oomkit_replan_smallest(const oomkit_call *call)
     return least;
 }
 
+/* Did the last attempt fail in an optimizer's step()? */
+static int
+failed_in_update(const oomkit_call *call)
+{
+    return call->tries.count > 0 && call->tries.items[call->tries.count - 1].in_update;
+}
+
 int
 oomkit_replan_exhausted(oomkit_call *call)
 {
@@ -32,12 +39,12 @@ oomkit_replan_exhausted(oomkit_call *call)
             "min_micro_batch=%lld",
             call->options->label, (long long)call->batch.rows,
             (long long)call->options->min_micro_batch);
-    } else if (call->tries.count > 0 && oomkit_update_begun(call) &&
-               call->tries.items[call->tries.count - 1].phase ==
-                   OOMKIT_PHASE_OPTIMIZER) {
+    } else if (failed_in_update(call)) {
         reason = PyUnicode_FromFormat(
             "%U ran out of memory in an optimizer's step() with a micro-batch of %lld "
-            "of %lld rows, which does not help there: nothing was updated; %s",
+            "of %lld rows, and smaller ones do not help there: nothing was updated; "
+            "use "
+            "an optimizer with less state, or a larger budget; %s",
             call->options->label, (long long)(least > 0 ? least : call->batch.rows),
             (long long)call->batch.rows, oomkit_state_as_before(call));
     } else {
@@ -61,23 +68,10 @@ oomkit_replan_exhausted(oomkit_call *call)
     return oomkit_give_up_for(call, reason);
 }
 
-/* The same plan once more where the memory was there, but in pieces: the cache has just
- * been emptied. 1, 0 or -1. */
+/* The plan that failed, once more. 1 or -1. */
 static int
-replan_same(oomkit_call *call, oomkit_keep keep, int64_t failed_count)
+replan_as_it_was(oomkit_call *call, oomkit_keep keep, int64_t failed_count)
 {
-    const oomkit_attempt *attempt; /* borrowed from the call */
-    uint64_t budget = oomkit_device_budget(call->st, call->device);
-
-    if (keep == OOMKIT_KEEP_RESULTS || call->tries.count == 0) {
-        return 0;
-    }
-    attempt = &call->tries.items[call->tries.count - 1];
-    if (!oomkit_plan_fragmented(attempt->reserved_bytes, attempt->allocated_bytes,
-                                budget, call->tries.flushed)) {
-        return 0;
-    }
-    call->tries.flushed = 1;
     call->cut->reason = OOMKIT_REASON_FLUSHED;
     if (keep) {
         return 1;
@@ -94,6 +88,72 @@ replan_same(oomkit_call *call, oomkit_keep keep, int64_t failed_count)
     call->cut->at = 0;
     memset(&call->cut->measured, 0, sizeof(call->cut->measured));
     return 1;
+}
+
+/* The same where the memory was there, but in pieces: the cache has just been emptied.
+ * 1, 0 or -1. */
+static int
+replan_same(oomkit_call *call, oomkit_keep keep, int64_t failed_count)
+{
+    const oomkit_attempt *attempt; /* borrowed from the call */
+    uint64_t budget = oomkit_device_budget(call->st, call->device);
+
+    if (keep == OOMKIT_KEEP_RESULTS || call->tries.count == 0) {
+        return 0;
+    }
+    attempt = &call->tries.items[call->tries.count - 1];
+    if (!oomkit_plan_fragmented(attempt->reserved_bytes, attempt->allocated_bytes,
+                                budget, call->tries.flushed)) {
+        return 0;
+    }
+    call->tries.flushed = 1;
+    return replan_as_it_was(call, keep, failed_count);
+}
+
+/* --- in an update --- */
+
+/* Of an update a smaller micro-batch changes only what the step still holds of it (its
+ * logits, for instance). Has the last one freed so much that another may be enough? It
+ * frees half of what is left of that at best, so as much again in all. */
+static int
+smaller_helps_update(const oomkit_call *call)
+{
+    const oomkit_attempt *last = &call->tries.items[call->tries.count - 1];
+    const oomkit_attempt *before = last - 1;
+    const uint64_t budget = oomkit_device_budget(call->st, call->device);
+    uint64_t missing = last->requested_bytes;
+
+    if (call->tries.count < 2 || !before->in_update ||
+        before->micro_batch_size <= last->micro_batch_size) {
+        return 1; /* not tried so far */
+    }
+    if (missing == OOMKIT_UNKNOWN || last->allocated_bytes == OOMKIT_UNKNOWN ||
+        before->allocated_bytes == OOMKIT_UNKNOWN) {
+        return 1;
+    }
+    if (budget != OOMKIT_UNKNOWN && budget > last->allocated_bytes) {
+        const uint64_t left = budget - last->allocated_bytes;
+        missing = missing > left ? missing - left : 1;
+    }
+    return before->allocated_bytes > last->allocated_bytes &&
+           before->allocated_bytes - last->allocated_bytes >= missing;
+}
+
+/* An update in smaller parts, or as it was: an accident may have been all. Then what a
+ * smaller micro-batch frees. 0 planned; 1 to be made smaller, 2 nothing smaller helps;
+ * -1. */
+static int
+replan_update(oomkit_call *call, oomkit_keep keep, int64_t failed_count)
+{
+    if (!failed_in_update(call)) {
+        return 1;
+    }
+    if (call->tries.update_smaller || !call->tries.update_again) {
+        call->tries.update_again |= !call->tries.update_smaller;
+        call->tries.update_smaller = 0;
+        return replan_as_it_was(call, keep, failed_count) < 0 ? -1 : 0;
+    }
+    return smaller_helps_update(call) ? 1 : 2;
 }
 
 /* One line for a change of plan. 0 or -1. */
@@ -198,13 +258,15 @@ replan_climb(oomkit_call *call, oomkit_keep keep)
     if (keep != OOMKIT_KEEP_NOTHING) {
         return 1;
     }
-    if (!call->tries.again && oomkit_ladder_has_worked(call)) {
+    if (!call->tries.again && !failed_in_update(call) &&
+        oomkit_ladder_has_worked(call)) {
         call->tries.again = 1; /* an accident, or the room of another moment */
         climbed = (int)call->cut->plan.rung;
         call->cut->reason = OOMKIT_REASON_FLUSHED;
     } else {
         call->cut->reason = OOMKIT_REASON_CLIMBED;
-        climbed = oomkit_ladder_climb(call);
+        climbed = oomkit_ladder_climb(call, failed_in_update(call) ? OOMKIT_RUNG_STATE
+                                                                   : OOMKIT_RUNGS - 1);
         climbed = climbed == 0 ? -2 : climbed;
     }
     if (climbed < 0) {
@@ -224,10 +286,16 @@ int
 oomkit_replan(oomkit_call *call, oomkit_keep keep, int64_t failed_rows,
               int64_t failed_count)
 {
-    int status = replan_next(call, keep, failed_rows, failed_count);
+    int status = replan_update(call, keep, failed_count);
 
+    if (status == 1) {
+        status = replan_next(call, keep, failed_rows, failed_count);
+    }
     if (status > 0) {
         status = replan_climb(call, keep);
+    }
+    if (status > 0 && failed_in_update(call)) { /* no size was too large */
+        oomkit_signature_forget(call);
     }
     return status == 0 ? oomkit_replan_say(call, failed_rows, failed_count) : status;
 }

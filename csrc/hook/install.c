@@ -1,10 +1,9 @@
-/* Putting interceptors into the participants' instance dictionaries, and taking them
- * out. */
+/* Putting interceptors among the participants' own attributes, and taking them out. */
 #include "hook.h"
 #include "../py/errors.h"
 #include "../undo/undo.h"
 
-/* Puts one interceptor into an instance's dictionary. */
+/* Puts one interceptor among an instance's own attributes. */
 int
 oomkit_intercept_one(oomkit_call *call, PyObject *target, oomkit_owner_kind kind,
                      PyObject *name)
@@ -12,10 +11,10 @@ oomkit_intercept_one(oomkit_call *call, PyObject *target, oomkit_owner_kind kind
     oomkit_hooked *hooked = &call->hooked;
     oomkit_interception *entry;
     interceptor_object *self; /* borrowed from made */
-    OWNED PyObject *dict = PyObject_GenericGetDict(target, NULL), *made = NULL;
+    OWNED PyObject *made = NULL;
     PyTypeObject *type = (PyTypeObject *)call->st->interceptor_type;
 
-    if (dict == NULL || ARRAY_GROW(hooked->items, hooked->count, hooked->room) < 0) {
+    if (ARRAY_GROW(hooked->items, hooked->count, hooked->room) < 0) {
         return -1;
     }
     made = type->tp_alloc(type, 0);
@@ -29,7 +28,7 @@ oomkit_intercept_one(oomkit_call *call, PyObject *target, oomkit_owner_kind kind
     self->is_state_dict = name == call->st->str_state_dict;
     self->target = Py_NewRef(target);
     self->name = Py_NewRef(name);
-    self->original = Py_XNewRef(PyDict_GetItemWithError(dict, name));
+    self->original = oomkit_own_attribute(target, name);
     if (self->original != NULL && Py_IS_TYPE(self->original, type)) {
         /* Another thread's call has one there: what it stands for is what to put back.
          */
@@ -37,12 +36,11 @@ oomkit_intercept_one(oomkit_call *call, PyObject *target, oomkit_owner_kind kind
                    Py_XNewRef(interceptor_CAST(self->original)->original));
     }
     if ((self->original == NULL && PyErr_Occurred()) ||
-        PyDict_SetItem(dict, name, made) < 0) {
+        oomkit_own_attribute_set(target, name, made) < 0) {
         return -1;
     }
     entry = &hooked->items[hooked->count++];
     entry->target = Py_NewRef(target);
-    entry->dict = STEAL(dict);
     entry->name = name;
     entry->kind = kind;
     entry->interceptor = STEAL(made);
@@ -118,15 +116,18 @@ oomkit_intercept_remove(oomkit_call *call)
     while (i-- > 0) {
         oomkit_interception *entry = &call->hooked.items[i];
         interceptor_object *self = interceptor_CAST(entry->interceptor);
-        int failed = 0;
+        PyObject *now; /* owned */
+        int failed;
 
         self->call = NULL;
-        if (PyDict_GetItemWithError(entry->dict, entry->name) == entry->interceptor) {
-            failed = self->original != NULL
-                         ? PyDict_SetItem(entry->dict, entry->name, self->original)
-                         : PyDict_DelItem(entry->dict, entry->name);
+        now = oomkit_own_attribute(entry->target, entry->name);
+        failed = now == NULL && PyErr_Occurred();
+        if (now == entry->interceptor) {
+            failed = oomkit_own_attribute_set(entry->target, entry->name,
+                                              self->original) < 0;
         }
-        if (failed < 0) {
+        Py_XDECREF(now);
+        if (failed) {
             PyErr_WriteUnraisable(entry->target);
         }
         if (Py_REFCNT(self) ==
@@ -134,7 +135,6 @@ oomkit_intercept_remove(oomkit_call *call)
             oomkit_interceptor_clear((PyObject *)self);
         }
         Py_CLEAR(entry->interceptor);
-        Py_CLEAR(entry->dict);
         Py_CLEAR(entry->target);
     }
     PyMem_Free(call->hooked.items);
@@ -259,7 +259,7 @@ oomkit_intercept_zero_grad_begins(PyObject *module)
 static int
 zero_grad_is_watched(const oomkit_state *st, PyObject *module, PyTypeObject **last)
 {
-    OWNED PyObject *dict = NULL;
+    OWNED PyObject *own = NULL;
     int watched = 1;
 
     if (Py_TYPE(module) != *last) {
@@ -271,11 +271,8 @@ zero_grad_is_watched(const oomkit_state *st, PyObject *module, PyTypeObject **la
         watched = method == st->zero_grad_hook;
         *last = watched ? Py_TYPE(module) : NULL;
     }
-    dict = watched ? PyObject_GenericGetDict(module, NULL) : NULL;
-    if (dict != NULL) {
-        watched = PyDict_GetItemWithError(dict, st->str_zero_grad) == NULL;
-    }
-    return PyErr_Occurred() ? -1 : watched;
+    own = watched ? oomkit_own_attribute(module, st->str_zero_grad) : NULL;
+    return PyErr_Occurred() ? -1 : watched && own == NULL;
 }
 
 /* zero_grad() of optimizers, and of modules that have one of their own, to see one

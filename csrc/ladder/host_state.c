@@ -21,24 +21,33 @@ oomkit_hosted_of(oomkit_state *st, PyObject *optimizer)
     if (st->hosted_any == 0) {
         return NULL;
     }
-    hosted = PyObject_CallFunctionObjArgs(st->hosted_state, optimizer, Py_False, NULL);
+    hosted = PyObject_CallFunctionObjArgs(st->hosted_state, optimizer, Py_None, NULL);
     if (hosted == NULL) {
         return NULL;
     }
     Py_DECREF(hosted);
-    return hosted == Py_None ? NULL : hosted;
+    if (hosted == Py_False) { /* nor of any other: nobody has to ask any more */
+        st->hosted_any = 0;
+    }
+    return PyDict_Check(hosted) ? hosted : NULL;
 }
 
 PyObject *
-oomkit_hosted_make(oomkit_state *st, PyObject *optimizer)
+oomkit_hosted_make(oomkit_call *call, PyObject *optimizer)
 {
-    PyObject *hosted = /* borrowed from the registry, which keeps it */
-        PyObject_CallFunctionObjArgs(st->hosted_state, optimizer, Py_True, NULL);
+    char text[OOMKIT_DEVICE_TEXT];
+    OWNED PyObject *device = NULL;
+    PyObject *hosted; /* borrowed from the registry, which keeps it */
 
+    oomkit_device_text(call->device, text);
+    device = PyUnicode_FromString(text);
+    hosted = device == NULL ? NULL
+                            : PyObject_CallFunctionObjArgs(call->st->hosted_state,
+                                                           optimizer, device, NULL);
     if (hosted == NULL) {
         return NULL;
     }
-    st->hosted_any = 1;
+    call->st->hosted_any = 1;
     Py_DECREF(hosted);
     return hosted;
 }
@@ -46,8 +55,7 @@ oomkit_hosted_make(oomkit_state *st, PyObject *optimizer)
 int
 oomkit_hosted_tidy(oomkit_state *st, PyObject *optimizer)
 {
-    OWNED PyObject *done =
-        PyObject_CallFunctionObjArgs(st->hosted_state, optimizer, Py_None, NULL);
+    OWNED PyObject *done = PyObject_CallOneArg(st->hosted_tidy, optimizer);
     return done == NULL ? -1 : 0;
 }
 
@@ -55,14 +63,20 @@ oomkit_hosted_tidy(oomkit_state *st, PyObject *optimizer)
 static int
 is_moved(oomkit_call *call, PyObject *tensor, oomkit_tensor_facts *facts)
 {
+    OWNED PyObject *alone = NULL;
+
     if (!oomkit_tensor_check(call->st, tensor)) {
         return 0;
     }
     if (oomkit_tensor_facts_get(call->st, tensor, 0, facts) < 0) {
         return -1;
     }
-    return facts->is_strided && facts->bytes >= SMALLEST && !facts->requires_grad &&
-           facts->device_type == call->device.type;
+    if (!facts->is_strided || facts->bytes < SMALLEST || facts->requires_grad ||
+        facts->device_type != call->device.type) {
+        return 0;
+    }
+    alone = PyObject_CallOneArg(call->st->owns_memory, tensor);
+    return alone == NULL ? -1 : alone == Py_True;
 }
 
 int
@@ -72,10 +86,10 @@ oomkit_host_move_out(oomkit_call *call, PyObject *hosted, PyObject *tensor,
     oomkit_tensor_facts facts;
     OWNED PyObject *key = PyLong_FromVoidPtr(tensor), *copy = NULL;
     int there = key == NULL ? -1 : PyDict_Contains(hosted, key);
+    int moves = there == 0 ? is_moved(call, tensor, &facts) : 0;
 
-    there = there != 0 ? there : !is_moved(call, tensor, &facts);
-    if (there != 0) {
-        return there < 0 || PyErr_Occurred() ? -1 : 0;
+    if (there != 0 || moves <= 0) {
+        return there < 0 || moves < 0 ? -1 : 0;
     }
     copy = oomkit_host_copy(call->st, tensor);
     if (copy == NULL || PyDict_SetItem(hosted, key, tensor) < 0) {
@@ -145,7 +159,7 @@ each_state(oomkit_call *call, PyObject *optimizer, uint64_t most, uint64_t *byte
                PyDict_Next(values, &at, &key, &value)) {
             int moves = is_moved(call, value, &facts);
             if (moves > 0 && hosted == NULL) {
-                hosted = oomkit_hosted_make(call->st, optimizer);
+                hosted = oomkit_hosted_make(call, optimizer);
             }
             if (moves < 0 || (moves > 0 && hosted == NULL) ||
                 (moves > 0 && oomkit_host_move_out(call, hosted, value, bytes) < 0)) {
@@ -211,31 +225,35 @@ oomkit_host_bytes(oomkit_call *call)
     return bytes;
 }
 
+int
+oomkit_host_return(oomkit_call *call, PyObject *optimizer)
+{
+    OWNED PyObject *hosted = Py_XNewRef(oomkit_hosted_of(call->st, optimizer));
+    OWNED PyObject *all = hosted == NULL ? NULL : PyDict_Values(hosted);
+    Py_ssize_t i;
+
+    if (all == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    for (i = 0; i < PyList_GET_SIZE(all); i++) {
+        if (oomkit_host_move_in(call, hosted, PyList_GET_ITEM(all, i)) < 0) {
+            return -1;
+        }
+    }
+    return oomkit_hosted_tidy(call->st, optimizer);
+}
+
 /* All of them back to the device; those that do not fit stay. 0 or -1. */
 static int
 host_none(oomkit_call *call)
 {
     EACH_OWNER (owner, call->parts, OWNERS_OF(OOMKIT_OWNER_OPTIMIZER)) {
-        PyObject *hosted = oomkit_hosted_of(call->st, owner.object); /* borrowed */
-        OWNED PyObject *all = hosted == NULL ? NULL : PyDict_Values(hosted);
-        Py_ssize_t i;
-        if (all == NULL) {
-            if (PyErr_Occurred()) {
+        if (oomkit_host_return(call, owner.object) < 0) {
+            if (!oomkit_exception_is_oom(call->st)) {
                 return -1;
             }
-            continue;
-        }
-        for (i = 0; i < PyList_GET_SIZE(all); i++) {
-            if (oomkit_host_move_in(call, hosted, PyList_GET_ITEM(all, i)) < 0) {
-                if (!oomkit_exception_is_oom(call->st)) {
-                    return -1;
-                }
-                oomkit_exception_discard(call->st, oomkit_exception_take());
-                return 0; /* what is there stays there */
-            }
-        }
-        if (oomkit_hosted_tidy(call->st, owner.object) < 0) {
-            return -1;
+            oomkit_exception_discard(call->st, oomkit_exception_take());
+            return 0; /* what is there stays there */
         }
     }
     return 0;

@@ -42,10 +42,10 @@ int
 oomkit_rung_used(oomkit_call *call, oomkit_rung rung, const char *detail);
 
 /* Nothing smaller is allowed. The rung that the call has climbed to, > 0; 0 where there
- * is none left that helps; -1. What the shape knows of sizes is of that rung from here
- * on. */
+ * is none left that helps, up to `highest`; -1. What the shape knows of sizes is of
+ * that rung from here on. */
 int
-oomkit_ladder_climb(oomkit_call *call);
+oomkit_ladder_climb(oomkit_call *call, int highest);
 /* Has a call of this shape worked on the rung of the present plan? 1 or 0; 0 without a
  * ladder. */
 int
@@ -88,7 +88,7 @@ PyObject *
 oomkit_hosted_of(oomkit_state *st, PyObject *optimizer);
 /* The same, made where there is none. Borrowed, or NULL with an exception. */
 PyObject *
-oomkit_hosted_make(oomkit_state *st, PyObject *optimizer);
+oomkit_hosted_make(oomkit_call *call, PyObject *optimizer);
 /* An optimizer that has nothing there is forgotten. 0 or -1. */
 int
 oomkit_hosted_tidy(oomkit_state *st, PyObject *optimizer);
@@ -98,6 +98,9 @@ oomkit_host_move_out(oomkit_call *call, PyObject *hosted, PyObject *tensor,
                      uint64_t *bytes);
 int
 oomkit_host_move_in(oomkit_call *call, PyObject *hosted, PyObject *tensor);
+/* What an optimizer has there goes back to the device. 0 or -1. */
+int
+oomkit_host_return(oomkit_call *call, PyObject *optimizer);
 /* State of all optimizers of the call that may go in parts, `most` bytes of it. *bytes
  * is what that freed. 0 or -1. */
 int

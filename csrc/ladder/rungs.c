@@ -100,13 +100,14 @@ oomkit_rung_used(oomkit_call *call, oomkit_rung rung, const char *detail)
     if (call->log.rung < (uint32_t)rung) {
         call->log.rung = (uint32_t)rung;
     }
-    if (call->step->rungs_said & OOMKIT_RUNG_BIT(rung)) {
-        return 0;
+    if ((call->step->rungs_said & OOMKIT_RUNG_BIT(rung)) ||
+        (rung == OOMKIT_RUNG_UPDATE && call->options->optimizer_parts)) {
+        return 0; /* said, or asked for */
     }
     call->step->rungs_said |= OOMKIT_RUNG_BIT(rung);
     return oomkit_say(call->st, "warning", "sOssss",
-                      "oomkit: %s does not fit with smaller micro-batches alone: "
-                      "rung=%s, %s%s%s",
+                      "oomkit: %s needs more than smaller micro-batches: rung=%s, "
+                      "%s%s%s",
                       call->options->label, names[rung], costs[rung],
                       detail == NULL ? "" : "; ", detail == NULL ? "" : detail);
 }
@@ -134,7 +135,7 @@ records_gradients(const oomkit_call *call)
 
 /* The rung that helps, or 0, or -1. State is moved at once. */
 static int
-climb_next(oomkit_call *call)
+climb_next(oomkit_call *call, int highest)
 {
     int rung = (int)call->cut->plan.rung, records;
     uint64_t bytes = 0;
@@ -149,7 +150,7 @@ climb_next(oomkit_call *call)
     }
     records = records_gradients(call);
     rung = rung < OOMKIT_RUNG_STATE ? OOMKIT_RUNG_STATE : rung;
-    while (records > 0 && ++rung < OOMKIT_RUNGS) {
+    while (records > 0 && ++rung <= highest) {
         int helps = !oomkit_rung_allowed(call, (oomkit_rung)rung) ? 0
                     : rung == OOMKIT_RUNG_RECOMPUTE ? oomkit_recompute_find(call)
                                                     : oomkit_offload_possible(call->st);
@@ -161,7 +162,7 @@ climb_next(oomkit_call *call)
 }
 
 int
-oomkit_ladder_climb(oomkit_call *call)
+oomkit_ladder_climb(oomkit_call *call, int highest)
 {
     oomkit_plan_request request;
     const oomkit_knowledge *known; /* borrowed from the step */
@@ -171,7 +172,7 @@ oomkit_ladder_climb(oomkit_call *call)
 
     oomkit_signature_request(call, &request, &known);
     room = room_without(call, &request);
-    rung = climb_next(call);
+    rung = climb_next(call, highest);
     if (rung <= 0) {
         return rung;
     }

@@ -6,7 +6,11 @@
  * of memory is put back from there and tried again with fewer parameters. Where one
  * alone does not fit, the state of all is moved to the host (host_state.c) and each
  * part brings its own; then the same is done with gradients. Where that is not enough,
- * all parts are put back. */
+ * all parts are put back.
+ *
+ * A class that somebody has declared may write to gradients, or to itself, which no
+ * copy is made of: there all parts are put back at once, and the whole call is
+ * repeated. */
 #include "activations.h"
 #include "ladder.h"
 #include "update_room.h"
@@ -25,9 +29,11 @@ typedef struct parts_run {
     oomkit_call *call;
     PyObject *optimizer; /* borrowed: the mark has it */
     int index;
+    int repeats;               /* a part that failed may be repeated by itself */
+    int is_other;              /* not in parts: a hook has changed what is updated */
     oomkit_part_param *params; /* owned memory */
     Py_ssize_t count;
-    PyObject *hosted;    /* borrowed from the registry; NULL: state stays there */
+    PyObject *hosted;    /* owned: the registry's; NULL: state stays there */
     PyObject *grads;     /* owned: the same of gradients, in this update alone */
     uint64_t part_bytes; /* of the parameters of one part, at most */
     Py_ssize_t most;     /* parameters of one part, after a failure */
@@ -92,24 +98,6 @@ state_of(const parts_run *run, PyObject *param)
     return values == NULL || !PyDict_Check(values) ? NULL : PyDict_Copy(values);
 }
 
-/* Is its memory its own? A view of a bucket must not be taken out of it. 1, 0, -1. */
-static int
-owns_memory(oomkit_state *st, PyObject *tensor)
-{
-    oomkit_tensor_facts facts;
-    OWNED PyObject *storage = NULL, *bytes = NULL;
-
-    if (oomkit_tensor_facts_get(st, tensor, 0, &facts) < 0) {
-        return -1;
-    }
-    if (!facts.is_strided) { /* a sparse one has no storage */
-        return 0;
-    }
-    storage = PyObject_CallMethod(tensor, "untyped_storage", NULL);
-    bytes = storage == NULL ? NULL : PyObject_CallMethod(storage, "nbytes", NULL);
-    return bytes == NULL ? -1 : PyLong_AsUnsignedLongLong(bytes) == facts.bytes;
-}
-
 /* Gradients of the parameters of a part in, or out again. 0 or -1. */
 static int
 grads_move(const parts_run *run, Py_ssize_t at, Py_ssize_t count, int in)
@@ -121,9 +109,6 @@ grads_move(const parts_run *run, Py_ssize_t at, Py_ssize_t count, int in)
     for (i = at; run->grads != NULL && i < at + count; i++) {
         OWNED PyObject *grad = PyObject_GetAttr(run->params[i].param, st->str_grad);
         int moves = grad == NULL ? -1 : grad != Py_None;
-        if (moves > 0 && !in) {
-            moves = owns_memory(st, grad);
-        }
         if (moves < 0 ||
             (moves > 0 &&
              (in ? oomkit_host_move_in(run->call, run->grads, grad)
@@ -250,7 +235,7 @@ parts_give_up(parts_run *run, Py_ssize_t count)
     if (oomkit_exception_classify(st, exception) != OOMKIT_CLASS_OTHER) {
         oomkit_exception_clear_frames(st, exception, NULL);
     }
-    if (parts_undo(run, 0, count) < 0 ||
+    if (parts_undo(run, 0, run->repeats ? count : run->count) < 0 ||
         oomkit_optimizer_undo(run->call, run->index) < 0) {
         run->call->refused.raised = 1;
         Py_DECREF(exception);
@@ -278,15 +263,47 @@ parts_to_host(parts_run *run)
     if (oomkit_host_all(call, oomkit_host_spare(call->st), &bytes) < 0) {
         return -1;
     }
-    run->hosted = oomkit_hosted_make(call->st, run->optimizer);
+    run->hosted = Py_XNewRef(oomkit_hosted_make(call, run->optimizer));
     return run->hosted == NULL ||
                    oomkit_rung_used(call, OOMKIT_RUNG_STATE, "in an update") < 0
                ? -1
                : 1;
 }
 
-/* A part of `count` parameters has run out of memory (the exception is in flight): it
- * goes, and so does what the part has done. 0: once more; -1 with the exception. */
+/* What a part of `count` parameters that has failed may become: smaller, the same once
+ * more, or with state on the host. 1, 0 where nothing is left to be tried, or -1. */
+static int
+part_becomes(parts_run *run, Py_ssize_t count, int *again)
+{
+    oomkit_update_need *need = oomkit_update_need_of(run->call->parts, run->optimizer);
+
+    if (!run->repeats) { /* the next update of this call has to know, too */
+        oomkit_update_failed(run->call, run->optimizer);
+    }
+    if (count > 1) {
+        run->most = count / 2;
+        if (need != NULL) {
+            need->most = run->most;
+        }
+        return 1;
+    }
+    if (run->repeats && *again < ONE_AGAIN) {
+        ++*again;
+        return 1;
+    }
+    *again = 0;
+    if (!run->repeats && run->hosted != NULL) { /* the next one begins without them */
+        const int more = need != NULL && !need->grads_out;
+        if (more) {
+            need->grads_out = 1;
+        }
+        return more;
+    }
+    return parts_to_host(run);
+}
+
+/* A part has run out of memory (the exception is in flight): it goes, and so does what
+ * the part has done. 0: once more; -1 with the exception. */
 static int
 part_failed(parts_run *run, Py_ssize_t at, Py_ssize_t count, int *again)
 {
@@ -294,26 +311,22 @@ part_failed(parts_run *run, Py_ssize_t at, Py_ssize_t count, int *again)
     PyObject *exception = oomkit_exception_take(); /* owned */
     int status;
 
-    call->tries.ooms++;
-    call->st->seen_oom = 1;
     oomkit_exception_clear_frames(call->st, exception, NULL);
-    status = parts_undo(run, at, count);
+    status = run->repeats ? parts_undo(run, at, count) : parts_undo(run, 0, run->count);
     if (status == 0) {
         status = oomkit_device_empty_cache(call->st, call->device);
     }
-    if (status == 0 && count > 1) {
-        run->most = count / 2;
-    } else if (status == 0 && *again < ONE_AGAIN) {
-        ++*again;
-    } else if (status == 0) {
-        status = parts_to_host(run);
-        if (status == 0) { /* that was all that could be done */
+    if (status == 0) {
+        status = part_becomes(run, count, again);
+        call->tries.update_smaller |= status > 0 && !run->repeats;
+        if (status == 0 || (status > 0 && !run->repeats)) {
             oomkit_exception_give(exception);
             return -1;
         }
-        *again = 0;
     }
     Py_DECREF(exception);
+    call->tries.ooms++;
+    call->st->seen_oom = 1;
     return status < 0 ? -1 : 0;
 }
 
@@ -344,6 +357,8 @@ parts_all(parts_run *run)
 static int
 parts_plan(parts_run *run)
 {
+    const oomkit_update_need *need =
+        oomkit_update_need_of(run->call->parts, run->optimizer);
     oomkit_update_figures f;
     uint64_t bytes = 0, largest = 0, hosted = 0, left, grows;
     Py_ssize_t i;
@@ -358,7 +373,14 @@ parts_plan(parts_run *run)
     if (run->hosted != NULL) {
         hosted = oomkit_host_bytes(run->call);
     }
+    if (need != NULL && need->grads_out && run->hosted != NULL &&
+        parts_to_host(run) < 0) {
+        return -1;
+    }
     run->part_bytes = bytes;
+    run->most = need == NULL ? 0 : need->most;
+    run->repeats = f.independent == OOMKIT_PARTS_REPEAT &&
+                   !oomkit_part_is_copied(run->call, run->index);
     if (f.left == OOMKIT_UNKNOWN) {
         return 0;
     }
@@ -377,10 +399,10 @@ parts_plan(parts_run *run)
         run->part_bytes =
             (uint64_t)(0.9 * (double)bytes * (double)left / (double)grows);
     }
-    /* State that stays on the device and has no room there: to the host from the start,
-     * not after a failure. */
+    /* State that has no room on the device for sure: to the host from the start, not
+     * after a failure. */
     if (run->hosted == NULL
-            ? f.state + f.fixed > f.left
+            ? f.state > f.left
             : bytes > 0 && (double)(hosted + f.state) * (double)largest >
                                (double)left * (double)bytes) {
         return parts_to_host(run) < 0 ? -1 : 0;
@@ -421,6 +443,7 @@ static void
 parts_end(parts_run *run)
 {
     PyMem_Free(run->params);
+    Py_CLEAR(run->hosted);
     Py_CLEAR(run->grads);
     Py_CLEAR(run->groups);
     Py_CLEAR(run->lists);
@@ -448,6 +471,32 @@ parts_are_all(const parts_run *run)
     return n == run->count;
 }
 
+/* A hook has changed what is updated: as it is, with state where the optimizer looks
+ * for it. New reference or NULL. */
+static PyObject *
+parts_other(parts_run *run)
+{
+    oomkit_call *call = run->call;
+    PyObject *result; /* owned */
+
+    run->is_other = 1;
+    if (oomkit_host_return(call, run->optimizer) < 0) {
+        return NULL;
+    }
+    result = PyObject_Call(run->below, run->args, run->kwargs);
+    if (result == NULL && oomkit_exception_is_oom(call->st)) {
+        OWNED PyObject *exception = oomkit_exception_take();
+        oomkit_exception_clear_frames(call->st, exception, NULL);
+        call->refused.raised = 1;
+        oomkit_raise(call->st->PartialUpdate,
+                     "%s.step() ran out of memory after a hook had changed its "
+                     "parameters: the update cannot be taken back; restore a "
+                     "checkpoint, or change param_groups before the step",
+                     Py_TYPE(run->optimizer)->tp_name);
+    }
+    return result;
+}
+
 /* What stands in place of step(), below its hooks: (optimizer, below, args, kwargs). */
 static PyObject *
 parts_function(PyObject *capsule, PyObject *given)
@@ -468,12 +517,12 @@ parts_function(PyObject *capsule, PyObject *given)
         return NULL;
     }
     if (!parts_are_all(run)) {
-        return PyObject_Call(below, run->args, kwargs);
+        return parts_other(run);
     }
     if (parts_plan(run) < 0 || parts_all(run) < 0) {
         KEEPING_EXCEPTION {
             if (grads_move(run, 0, run->count, 1) < 0) {
-                PyErr_WriteUnraisable(run->optimizer);
+                oomkit_error_dismiss(); /* the call is rolled back, gradients too */
             }
         }
         return NULL;
@@ -506,7 +555,8 @@ oomkit_update_in_parts(oomkit_call *call, PyObject *optimizer, int index,
     if (step == Py_None) {
         return Py_NewRef(Py_NotImplemented);
     }
-    run.hosted = step == NULL ? NULL : oomkit_hosted_of(call->st, optimizer);
+    run.hosted =
+        step == NULL ? NULL : Py_XNewRef(oomkit_hosted_of(call->st, optimizer));
     if (step != NULL && !PyErr_Occurred() &&
         oomkit_part_list(call, index, &run.params, &run.count) == 0 &&
         oomkit_rung_used(call, OOMKIT_RUNG_UPDATE, NULL) == 0 &&
@@ -520,7 +570,7 @@ oomkit_update_in_parts(oomkit_call *call, PyObject *optimizer, int index,
             oomkit_part_forget(call, index);
         }
     }
-    if (run.hosted != NULL && PyDict_GET_SIZE(run.hosted) == 0) {
+    if (result != NULL && run.hosted != NULL && PyDict_GET_SIZE(run.hosted) == 0) {
         KEEPING_EXCEPTION {
             if (oomkit_hosted_tidy(call->st, optimizer) < 0) {
                 PyErr_WriteUnraisable(optimizer);

@@ -56,7 +56,7 @@ oomkit_update_room(oomkit_call *call, PyObject *optimizer, oomkit_update_figures
     OWNED PyObject *needs = PyObject_CallOneArg(call->st->update_needs, optimizer);
     unsigned long long state, fixed, together;
 
-    if (needs == NULL || !PyArg_ParseTuple(needs, "pKKK:update_needs", &f->independent,
+    if (needs == NULL || !PyArg_ParseTuple(needs, "iKKK:update_needs", &f->independent,
                                            &state, &fixed, &together)) {
         return -1;
     }
@@ -142,6 +142,9 @@ fits_closely(oomkit_call *call, PyObject *optimizer, oomkit_update_need *need)
     if (f.left == OOMKIT_UNKNOWN || needed(&f, need) <= f.left) {
         return 2;
     }
+    if (f.fixed == OOMKIT_UNKNOWN && need->peak == 0 && f.left >= need->roomy) {
+        return 2; /* more than any known one takes */
+    }
     if (oomkit_device_empty_cache(call->st, call->device) < 0 ||
         left_asked(call, &f.left) < 0) {
         return -1;
@@ -158,7 +161,8 @@ oomkit_update_fits(oomkit_call *call, PyObject *optimizer, int index)
     oomkit_update_need *need = oomkit_update_need_of(call->parts, optimizer);
     const uint64_t left = left_known(call);
 
-    if (need == NULL || oomkit_part_is_copied(call, index)) {
+    if (need == NULL ||
+        (!call->options->optimizer_parts && oomkit_part_is_copied(call, index))) {
         return 1;
     }
     if (need->items != oomkit_part_items(call, index)) {

@@ -4,9 +4,13 @@
 
 #include "ladder.h"
 
+/* A part that failed may be repeated by itself: nothing but parameters and state is
+ * written to. */
+#define OOMKIT_PARTS_REPEAT 2
+
 /* Bytes. */
 typedef struct oomkit_update_figures {
-    int independent;   /* it may go in parts */
+    int independent;   /* it may go in parts; OOMKIT_PARTS_REPEAT */
     uint64_t state;    /* that it makes */
     uint64_t fixed;    /* temporaries of one parameter after the other: the largest's */
     uint64_t together; /* temporaries of all parameters at once */

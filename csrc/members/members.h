@@ -35,7 +35,10 @@ typedef struct oomkit_update_need {
     uint64_t peak;    /* measured above what was there before it; 0: not measured */
     const PyTypeObject *type; /* borrowed, compared only: its class, and of that: */
     int versions_tell;        /* what it writes shows in versions of tensors */
-    int failed; /* it ran out of memory where it was to fit: so many in parts */
+    int failed;        /* it ran out of memory where it was to fit: so many in parts */
+    int grads_out;     /* gradients are on the host from the beginning */
+    Py_ssize_t most;   /* parameters of a part, after one of more had failed; 0: any */
+    Py_ssize_t marked; /* parameters and state values at its last mark */
 } oomkit_update_need;
 
 typedef struct oomkit_owner {
@@ -222,6 +225,24 @@ oomkit_participants_add_owner(oomkit_participants *parts, PyObject *object,
 
 void
 oomkit_participants_let_go(oomkit_participants *parts);
+
+/* --- attributes.c --- */
+/* What an object has in its own dictionary under this name, which is asked for none
+ * where it has not got one yet. New reference; NULL without an exception when there is
+ * nothing, or with one. */
+PyObject *
+oomkit_own_attribute(PyObject *object, PyObject *name);
+/* Sets it past the type's __setattr__ and properties; NULL takes it out. 0 or -1. */
+int
+oomkit_own_attribute_set(PyObject *object, PyObject *name, PyObject *value);
+/* All of them: a tuple of names, each with its value behind it. New reference or NULL.
+ */
+PyObject *
+oomkit_own_attributes(PyObject *object);
+/* The value that goes with a name in such a tuple, borrowed; NULL, never with an
+ * exception. */
+PyObject *
+oomkit_own_among(PyObject *attributes, PyObject *name);
 
 /* --- norms.c --- */
 /* OOMKIT_NORM_* of a module, 0 where it is no normalisation; -1. */

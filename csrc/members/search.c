@@ -50,22 +50,16 @@ name_is_private(PyObject *name)
 int
 oomkit_search_attributes(oomkit_search *s, PyObject *object, int depth)
 {
-    OWNED PyObject *dict = PyObject_GenericGetDict(object, NULL);
-    OWNED PyObject *items = NULL; /* list of (name, value), stable */
-    OWNED PyObject *ref = NULL;
+    OWNED PyObject *own = oomkit_own_attributes(object), *ref = NULL;
     Py_ssize_t i;
     int is_module = is_module_object(s, object);
 
-    if (dict == NULL) {
+    if (own == NULL) {
         if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
             return -1;
         }
         PyErr_Clear(); /* no dictionary: nothing to look at */
         return 0;
-    }
-    items = PyDict_Items(dict);
-    if (items == NULL) {
-        return -1;
     }
     ref = PyWeakref_NewRef(object, NULL);
     if (ref == NULL) {
@@ -74,9 +68,9 @@ oomkit_search_attributes(oomkit_search *s, PyObject *object, int depth)
         }
         PyErr_Clear(); /* cannot be watched: its attributes are taken as they are now */
     }
-    for (i = 0; i < PyList_GET_SIZE(items); i++) {
-        PyObject *name = PyTuple_GET_ITEM(PyList_GET_ITEM(items, i), 0);  /* borrowed */
-        PyObject *value = PyTuple_GET_ITEM(PyList_GET_ITEM(items, i), 1); /* borrowed */
+    for (i = 0; i < PyTuple_GET_SIZE(own); i += 2) {
+        PyObject *name = PyTuple_GET_ITEM(own, i);      /* borrowed */
+        PyObject *value = PyTuple_GET_ITEM(own, i + 1); /* borrowed */
         Py_ssize_t before = search_total(s->parts);
         if ((is_module || PyType_Check(object)) && name_is_private(name)) {
             continue; /* parameters, modules, hooks, __doc__: of torch and of Python */

@@ -8,7 +8,7 @@
 static void *
 source_now(const oomkit_source *source, PyObject *const *args, Py_ssize_t total)
 {
-    PyObject *owner, *value, *dict; /* value and owner borrowed, dict owned */
+    PyObject *owner, *value; /* borrowed; the attribute is owned, and dropped */
 
     if (source->argument >= 0) {
         if (source->argument >= total) {
@@ -31,9 +31,8 @@ source_now(const oomkit_source *source, PyObject *const *args, Py_ssize_t total)
         return PyDict_GetItemWithError(source->container, source->key);
     }
     owner = PyWeakref_GET_OBJECT(source->container);
-    dict = owner == Py_None ? NULL : PyObject_GenericGetDict(owner, NULL);
-    value = dict == NULL ? NULL : PyDict_GetItemWithError(dict, source->key);
-    Py_XDECREF(dict);
+    value = owner == Py_None ? NULL : oomkit_own_attribute(owner, source->key);
+    Py_XDECREF(value);
     return value;
 }
 

@@ -295,35 +295,35 @@ module_tensor_sample(PyObject *module, PyObject *tensor)
 /* (name, value) of what is not in `but`: modules are many and have little of their own.
  * A name is a plain str: any other key may have an == of its own. New list or NULL. */
 static PyObject *
-attributes_of(PyObject *dict, PyObject *but)
+attributes_of(PyObject *object, PyObject *but)
 {
-    OWNED PyObject *found = PyList_New(0);
-    PyObject *key, *value; /* borrowed from dict */
-    Py_ssize_t at = 0;
+    OWNED PyObject *found = PyList_New(0), *own = NULL;
+    Py_ssize_t i;
 
-    while (found != NULL && PyDict_Next(dict, &at, &key, &value)) {
-        OWNED PyObject *name = NULL, *held = NULL, *pair = NULL;
-        int skip = PyUnicode_CheckExact(key) ? PySet_Contains(but, key) : 1;
+    own = found == NULL || PyType_Check(object) ? NULL : oomkit_own_attributes(object);
+    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        PyErr_Clear(); /* slots alone */
+    }
+    for (i = 0; own != NULL && i < PyTuple_GET_SIZE(own); i += 2) {
+        PyObject *name = PyTuple_GET_ITEM(own, i); /* borrowed */
+        OWNED PyObject *pair = NULL;
+        int skip = PyUnicode_CheckExact(name) ? PySet_Contains(but, name) : 1;
         if (skip == 1) {
             continue;
         }
-        /* The collector may run where a tuple is made, and what it runs may delete them
-         */
-        name = Py_NewRef(key);
-        held = Py_NewRef(value);
-        pair = skip < 0 ? NULL : PyTuple_Pack(2, name, held);
+        pair = skip < 0 ? NULL : PyTuple_Pack(2, name, PyTuple_GET_ITEM(own, i + 1));
         if (pair == NULL || PyList_Append(found, pair) < 0) {
             return NULL;
         }
     }
-    return STEAL(found);
+    return PyErr_Occurred() ? NULL : STEAL(found);
 }
 
 static PyObject *
 module_attributes(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 {
-    if (count != 2 || !PyDict_Check(args[0]) || !PyAnySet_Check(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "_attributes() expected a dict and a set");
+    if (count != 2 || !PyAnySet_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "_attributes() expected an object and a set");
         return NULL;
     }
     return attributes_of(args[0], args[1]);

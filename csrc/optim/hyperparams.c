@@ -4,6 +4,12 @@
 #include "optim.h"
 #include "../py/tensor.h"
 
+static int
+visit_tensor(PyObject *value, void *st)
+{
+    return oomkit_tensor_check(st, value);
+}
+
 /* Copies of an optimizer's param_groups: learning rates and other plain values; tensors
  * among them (lr=torch.tensor(...)) by value, the parameters by reference. */
 static PyObject *
@@ -13,7 +19,10 @@ group_copy(oomkit_state *st, PyObject *group)
     OWNED PyObject *copy = PyDict_Copy(group);
     Py_ssize_t at = 0;
 
-    while (copy != NULL && PyDict_Next(group, &at, &key, &value)) {
+    if (copy == NULL || !Py_TYPE(copy)->tp_traverse(copy, visit_tensor, st)) {
+        return STEAL(copy); /* asked as the collector asks: a fifth of PyDict_Next() */
+    }
+    while (PyDict_Next(group, &at, &key, &value)) {
         OWNED PyObject *clone = NULL;
         if (!oomkit_tensor_check(st, value)) {
             continue;

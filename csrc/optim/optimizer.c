@@ -18,24 +18,79 @@ mark_value(oomkit_state *st, oomkit_optimizer_mark *mark, PyObject *dict, PyObje
     if (ARRAY_GROW(mark->items, mark->count, mark->room) < 0) {
         return -1;
     }
-    item = &mark->items[mark->count];
-    memset(item, 0, sizeof(*item));
-    item->is_tensor = (uint8_t)oomkit_tensor_check(st, value);
-    if (item->is_tensor && oomkit_tensor_version(st, value, &item->version) < 0) {
-        return -1;
-    }
+    item = &mark->items[mark->count++];
     item->value = Py_NewRef(value);
     item->key = Py_XNewRef(key);
     item->dict = Py_XNewRef(dict);
-    mark->count++;
+    item->version = 0;
+    item->is_tensor = (uint8_t)oomkit_tensor_check(st, value);
     return 0;
+}
+
+#define VERSIONS_AT_ONCE 64
+
+/* The versions of all its tensors, by few calls of the bridge. 0 or -1. */
+static int
+mark_versions(oomkit_state *st, oomkit_optimizer_mark *mark)
+{
+    const void *tensors[VERSIONS_AT_ONCE]; /* borrowed from the items */
+    uint32_t versions[VERSIONS_AT_ONCE];
+    Py_ssize_t from, to, n, i;
+
+    for (from = 0; from < mark->count; from = to) {
+        for (to = from, n = 0; to < mark->count && n < VERSIONS_AT_ONCE; to++) {
+            if (mark->items[to].is_tensor) {
+                tensors[n++] = mark->items[to].value;
+            }
+        }
+        if (st->bridge->versions(tensors, st->impl_offset, (size_t)n, versions, NULL) !=
+            0) {
+            return oomkit_bridge_failed("read a tensor");
+        }
+        for (i = from, n = 0; i < to; i++) {
+            if (mark->items[i].is_tensor) {
+                mark->items[i].version = versions[n++];
+            }
+        }
+    }
+    return 0;
+}
+
+/* Room for as many as the last time. 0 or -1. */
+static int
+mark_reserve(const oomkit_call *call, oomkit_optimizer_mark *mark)
+{
+    const oomkit_update_need *need =
+        oomkit_update_need_of(call->parts, mark->optimizer);
+
+    if (need == NULL || need->marked == 0) {
+        return 0;
+    }
+    mark->items = PyMem_Malloc((size_t)need->marked * sizeof(*mark->items));
+    if (mark->items == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    mark->room = need->marked;
+    return 0;
+}
+
+/* An attribute that an optimizer has itself, or by a property. New reference or NULL.
+ */
+static PyObject *
+mark_attribute(const oomkit_optimizer_mark *mark, PyObject *name)
+{
+    PyObject *own = oomkit_own_attribute(mark->optimizer, name); /* owned, returned */
+
+    return own != NULL || PyErr_Occurred() ? own
+                                           : PyObject_GetAttr(mark->optimizer, name);
 }
 
 static int
 mark_groups(oomkit_state *st, oomkit_optimizer_mark *mark)
 {
     Py_ssize_t i, j;
-    OWNED PyObject *groups = PyObject_GetAttr(mark->optimizer, st->str_param_groups);
+    OWNED PyObject *groups = mark_attribute(mark, st->str_param_groups);
 
     mark->groups = groups == NULL ? NULL : PyList_New(0);
     for (i = 0;
@@ -68,18 +123,15 @@ mark_state(oomkit_state *st, oomkit_optimizer_mark *mark)
     PyObject *param, *values, *key, *value; /* borrowed from the dicts */
     Py_ssize_t at = 0, inner;
 
-    mark->state = PyObject_GetAttr(mark->optimizer, st->str_state);
-    mark->params_seen = PyList_New(0);
-    if (mark->state == NULL || mark->params_seen == NULL) {
+    mark->state = mark_attribute(mark, st->str_state);
+    if (mark->state == NULL || !PyDict_Check(mark->state)) {
+        return mark->state == NULL ? -1 : 0;
+    }
+    mark->params_seen = PyDict_Keys(mark->state);
+    if (mark->params_seen == NULL) {
         return -1;
     }
-    if (!PyDict_Check(mark->state)) {
-        return 0;
-    }
     while (PyDict_Next(mark->state, &at, &param, &values)) {
-        if (PyList_Append(mark->params_seen, param) < 0) {
-            return -1;
-        }
         inner = 0;
         if (PyDict_Check(values) && PyDict_GET_SIZE(values) == 0 &&
             mark_value(st, mark, values, NULL, Py_None) < 0) {
@@ -141,6 +193,7 @@ oomkit_optimizer_mark_take(oomkit_call *call, PyObject *optimizer, int *index)
     oomkit_optimizer_mark
         fresh; /* whole before it counts: half of one undoes too much */
     oomkit_optimizer_mark old;
+    oomkit_update_need *need;
     int at = mark_find(call, optimizer);
 
     if (at >= 0) {
@@ -158,12 +211,17 @@ oomkit_optimizer_mark_take(oomkit_call *call, PyObject *optimizer, int *index)
     }
     memset(&fresh, 0, sizeof(fresh));
     fresh.optimizer = Py_NewRef(optimizer);
-    fresh.attributes = oomkit_attributes_of(optimizer);
-    if (fresh.attributes == NULL || mark_groups(call->st, &fresh) < 0 ||
-        mark_state(call->st, &fresh) < 0 ||
+    fresh.attributes = oomkit_own_attributes(optimizer);
+    if (fresh.attributes == NULL || mark_reserve(call, &fresh) < 0 ||
+        mark_groups(call->st, &fresh) < 0 || mark_state(call->st, &fresh) < 0 ||
+        mark_versions(call->st, &fresh) < 0 ||
         oomkit_attributes_note(call, optimizer, fresh.attributes) < 0) {
         mark_clear(&fresh);
         return -1;
+    }
+    need = oomkit_update_need_of(call->parts, optimizer);
+    if (need != NULL) {
+        need->marked = fresh.count;
     }
     memset(&old, 0, sizeof(old));
     at =

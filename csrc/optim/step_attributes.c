@@ -20,19 +20,18 @@ attributes_ours(const oomkit_state *st, PyObject *name)
 
 /* The schedulers that a ChainedScheduler or a SequentialLR steps. 0 or -1. */
 static int
-attributes_mark_inner(oomkit_call *call, PyObject *saved)
+attributes_mark_inner(oomkit_call *call, PyObject *scheduler)
 {
-    OWNED PyObject *inner = /* what is made here may let the collector run */
-        Py_XNewRef(PyDict_GetItemWithError(saved, call->st->str__schedulers));
+    OWNED PyObject *inner = oomkit_own_attribute(scheduler, call->st->str__schedulers);
     Py_ssize_t i;
 
     if (inner == NULL) {
         return PyErr_Occurred() ? -1 : 0;
     }
     for (i = 0; PyList_Check(inner) && i < PyList_GET_SIZE(inner); i++) {
-        OWNED PyObject *scheduler = Py_NewRef(PyList_GET_ITEM(inner, i));
-        if (PyObject_TypeCheck(scheduler, (PyTypeObject *)call->st->LRScheduler) &&
-            oomkit_attributes_mark(call, scheduler) < 0) {
+        OWNED PyObject *one = Py_NewRef(PyList_GET_ITEM(inner, i));
+        if (PyObject_TypeCheck(one, (PyTypeObject *)call->st->LRScheduler) &&
+            oomkit_attributes_mark(call, one) < 0) {
             return -1;
         }
     }
@@ -51,13 +50,6 @@ attributes_hold(oomkit_call *call)
     }
     committed = oomkit_update_committed(call);
     return committed < 0 ? -1 : !committed;
-}
-
-PyObject *
-oomkit_attributes_of(PyObject *object)
-{
-    OWNED PyObject *dict = PyObject_GenericGetDict(object, NULL);
-    return dict == NULL ? NULL : PyDict_Copy(dict);
 }
 
 int
@@ -90,53 +82,51 @@ oomkit_attributes_mark(oomkit_call *call, PyObject *object)
             return result < 0 ? -1 : 0;
         }
     }
-    saved = oomkit_attributes_of(object);
+    saved = oomkit_own_attributes(object);
     if (saved == NULL || oomkit_attributes_note(call, object, saved) < 0) {
         return -1;
     }
     return PyObject_TypeCheck(object, (PyTypeObject *)call->st->LRScheduler)
-               ? attributes_mark_inner(call, saved)
+               ? attributes_mark_inner(call, object)
                : 0;
 }
 
-/* One attribute as `saved` has it. 0 or -1. */
+/* One attribute as it was; NULL: it was not there. 0 or -1. */
 static int
-attributes_put(PyObject *dict, PyObject *saved, PyObject *name)
+attribute_put(const oomkit_state *st, PyObject *object, PyObject *name, PyObject *was)
 {
-    PyObject *was = PyDict_GetItemWithError(saved, name); /* borrowed */
-    PyObject *now = PyDict_GetItemWithError(dict, name);  /* borrowed */
+    OWNED PyObject *now = NULL;
 
+    if (attributes_ours(st, name)) {
+        return 0;
+    }
+    now = oomkit_own_attribute(object, name);
     if (PyErr_Occurred()) {
         return -1;
     }
-    return was == now    ? 0
-           : was == NULL ? PyDict_DelItem(dict, name)
-                         : PyDict_SetItem(dict, name, was);
+    return was == now ? 0 : oomkit_own_attribute_set(object, name, was);
 }
 
 int
 oomkit_attributes_put(const oomkit_state *st, PyObject *object, PyObject *saved)
 {
-    OWNED PyObject *dict = PyObject_GenericGetDict(object, NULL);
-    OWNED PyObject *names = dict == NULL ? NULL : PyDict_Keys(dict);
-    PyObject *name; /* borrowed */
-    Py_ssize_t i, at = 0;
+    OWNED PyObject *now = oomkit_own_attributes(object);
+    Py_ssize_t i;
 
-    if (names == NULL) {
-        return -1;
-    }
-    for (i = 0; i < PyList_GET_SIZE(names); i++) {
-        name = PyList_GET_ITEM(names, i);
-        if (!attributes_ours(st, name) && attributes_put(dict, saved, name) < 0) {
+    for (i = 0; now != NULL && i < PyTuple_GET_SIZE(now); i += 2) {
+        PyObject *name = PyTuple_GET_ITEM(now, i); /* borrowed */
+        if (oomkit_own_among(saved, name) == NULL &&
+            attribute_put(st, object, name, NULL) < 0) {
             return -1;
         }
     }
-    while (PyDict_Next(saved, &at, &name, NULL)) {
-        if (!attributes_ours(st, name) && attributes_put(dict, saved, name) < 0) {
+    for (i = 0; now != NULL && i < PyTuple_GET_SIZE(saved); i += 2) {
+        if (attribute_put(st, object, PyTuple_GET_ITEM(saved, i),
+                          PyTuple_GET_ITEM(saved, i + 1)) < 0) {
             return -1;
         }
     }
-    return 0;
+    return now == NULL ? -1 : 0;
 }
 
 int

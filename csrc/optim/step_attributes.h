@@ -4,13 +4,8 @@
 
 #include "../call/call_types.h"
 
-/* A copy of an object's dictionary: the values themselves are not copied. New reference
- * or NULL. */
-PyObject *
-oomkit_attributes_of(PyObject *object);
-
-/* What such a copy has is what the object has: new attributes go, others have their
- * value again. Can be done again. 0 or -1. */
+/* What oomkit_own_attributes() has told is what the object has: new attributes go,
+ * others have their value again. Can be done again. 0 or -1. */
 int
 oomkit_attributes_put(const oomkit_state *st, PyObject *object, PyObject *saved);
 
@@ -20,7 +15,7 @@ oomkit_attributes_put(const oomkit_state *st, PyObject *object, PyObject *saved)
 int
 oomkit_attributes_mark(oomkit_call *call, PyObject *object);
 
-/* The same of an optimizer, with the copy that was taken. */
+/* The same of an optimizer, with what was told of it. */
 int
 oomkit_attributes_note(oomkit_call *call, PyObject *object, PyObject *saved);
 

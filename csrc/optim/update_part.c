@@ -131,22 +131,23 @@ is_hosted(PyObject *hosted, PyObject *tensor)
 }
 
 static int
-value_keep(oomkit_call *call, oomkit_optimizer_mark *mark, Py_ssize_t at,
-           PyObject *hosted)
+value_keep(oomkit_call *call, int index, Py_ssize_t at, PyObject *hosted)
 {
-    PyObject *value = mark->items[at].value; /* borrowed from the mark */
+    const oomkit_state_item *item = &call->updating.marks[index].items[at];
+    PyObject **copies = call->updating.marks[index].copies, *copy;
     int there;
 
-    if (!mark->items[at].is_tensor || mark->copies[at] != NULL) {
+    if (!item->is_tensor || copies[at] != NULL) {
         return 0;
     }
-    there = is_hosted(hosted, value);
+    there = is_hosted(hosted, item->value);
     if (there < 0) {
         return -1;
     }
-    mark->copies[at] = there ? PyObject_CallMethodNoArgs(value, call->st->str_detach)
-                             : oomkit_host_copy(call->st, value);
-    return mark->copies[at] == NULL ? -1 : 0;
+    copy = there ? PyObject_CallMethodNoArgs(item->value, call->st->str_detach)
+                 : oomkit_host_copy(call->st, item->value); /* owned, then stolen */
+    Py_XSETREF(copies[at], copy);
+    return copy == NULL ? -1 : 0;
 }
 
 int
@@ -164,23 +165,23 @@ oomkit_part_keep(oomkit_call *call, int index, const oomkit_part_param *param,
         }
     }
     for (i = param->first; i < param->first + param->count; i++) {
-        if (value_keep(call, mark, i, hosted) < 0) {
+        if (value_keep(call, index, i, hosted) < 0) {
             return -1;
         }
     }
-    return value_keep(call, mark, param->item, NULL);
+    return value_keep(call, index, param->item, NULL);
 }
 
 /* A tensor's value from its copy: the memory itself where that is on the host. */
 static int
-value_back(oomkit_call *call, oomkit_optimizer_mark *mark, Py_ssize_t at,
-           PyObject *hosted)
+value_back(oomkit_call *call, int index, Py_ssize_t at, PyObject *hosted)
 {
-    oomkit_state_item *item = &mark->items[at];
+    oomkit_state_item *item = &call->updating.marks[index].items[at];
+    PyObject *copy = call->updating.marks[index].copies[at]; /* borrowed */
     OWNED PyObject *done = NULL;
     int there;
 
-    if (!item->is_tensor || mark->copies[at] == NULL) {
+    if (!item->is_tensor || copy == NULL) {
         return 0;
     }
     there = is_hosted(hosted, item->value);
@@ -188,18 +189,18 @@ value_back(oomkit_call *call, oomkit_optimizer_mark *mark, Py_ssize_t at,
         return -1;
     }
     if (there) {
-        return PyObject_SetAttr(item->value, call->st->str_data, mark->copies[at]) < 0
+        return PyObject_SetAttr(item->value, call->st->str_data, copy) < 0
                    ? -1
                    : oomkit_tensor_version(call->st, item->value, &item->version);
     }
-    done = PyObject_CallMethodOneArg(item->value, call->st->str_copy, mark->copies[at]);
+    done = PyObject_CallMethodOneArg(item->value, call->st->str_copy, copy);
     return done == NULL ? -1
                         : oomkit_tensor_version(call->st, item->value, &item->version);
 }
 
 /* What its step() has put into the state of a parameter goes. */
 static int
-state_back(oomkit_optimizer_mark *mark, const oomkit_part_param *param)
+state_back(const oomkit_optimizer_mark *mark, const oomkit_part_param *param)
 {
     PyObject *dict = PyDict_GetItemWithError(mark->state, param->param); /* borrowed */
     OWNED PyObject *known = NULL;
@@ -232,16 +233,19 @@ int
 oomkit_part_put_back(oomkit_call *call, int index, const oomkit_part_param *param,
                      PyObject *hosted, oomkit_param_is_back told)
 {
-    oomkit_optimizer_mark *mark = &call->updating.marks[index];
+    const oomkit_optimizer_mark *mark = &call->updating.marks[index];
+    const oomkit_state_item *items = mark->items; /* they stay where marks may move */
     Py_ssize_t i;
 
-    if (mark->copies == NULL || state_back(mark, param) < 0 ||
-        value_back(call, mark, param->item, NULL) < 0) {
-        return mark->copies == NULL ? 0 : -1;
+    if (mark->copies == NULL) {
+        return 0;
     }
-    told(call, param->param, mark->items[param->item].version);
+    if (state_back(mark, param) < 0 || value_back(call, index, param->item, NULL) < 0) {
+        return -1;
+    }
+    told(call, param->param, items[param->item].version);
     for (i = param->first; i < param->first + param->count; i++) {
-        if (value_back(call, mark, i, hosted) < 0) {
+        if (value_back(call, index, i, hosted) < 0) {
             return -1;
         }
     }

@@ -5,6 +5,11 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+/* Attributes of an instance lie in an array of its type's names until somebody asks for
+ * their dictionary, and are slower to read ever after. From 3.13 on they stay there. */
+#define OOMKIT_DICT_SLOWS_READING (PY_VERSION_HEX < 0x030D0000)
+#define OOMKIT_DICT_OR_VALUES (PY_VERSION_HEX >= 0x030C0000) /* share one pointer */
+
 /* Takes the exception in flight, normalised, with its traceback attached. The caller
  * owns the result; NULL when none is set. The error indicator is clear afterwards. */
 static inline PyObject *

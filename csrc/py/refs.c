@@ -74,6 +74,25 @@ oomkit_addresses_free(oomkit_addresses *set)
 
 /* --- objects with what was saved of each --- */
 
+/* Room for one more. 0 or -1. */
+static int
+memo_grow(oomkit_memo *m)
+{
+    oomkit_memo_item *grown = PyMem_Realloc(m->items == m->first ? NULL : m->items,
+                                            (size_t)m->room * 2 * sizeof(*grown));
+
+    if (grown == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    if (m->items == m->first) {
+        memcpy(grown, m->first, sizeof(m->first));
+    }
+    m->items = grown;
+    m->room *= 2;
+    return 0;
+}
+
 int
 oomkit_memo_add(oomkit_memo **memo, PyObject *object, PyObject *saved)
 {
@@ -84,15 +103,18 @@ oomkit_memo_add(oomkit_memo **memo, PyObject *object, PyObject *saved)
         return -1;
     }
     if (m == NULL) {
-        m = PyMem_Calloc(1, sizeof(*m));
+        m = PyMem_Malloc(sizeof(*m));
         if (m == NULL) {
             PyErr_NoMemory();
             return -1;
         }
+        m->items = m->first;
+        m->room = (Py_ssize_t)(sizeof(m->first) / sizeof(m->first[0]));
+        m->count = 0;
         m->holders = 1;
         *memo = m;
     }
-    if (ARRAY_GROW(m->items, m->count, m->room) < 0) {
+    if (m->count == m->room && memo_grow(m) < 0) {
         return -1;
     }
     m->items[m->count].object = Py_NewRef(object);
@@ -140,7 +162,9 @@ oomkit_memo_drop(oomkit_memo **memo)
         Py_DECREF(m->items[i].object);
         Py_DECREF(m->items[i].saved);
     }
-    PyMem_Free(m->items);
+    if (m->items != m->first) {
+        PyMem_Free(m->items);
+    }
     PyMem_Free(m);
 }
 

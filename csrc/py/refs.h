@@ -104,12 +104,15 @@ oomkit_addresses_free(oomkit_addresses *set);
 
 /* Objects, each with what was saved of it, in the order in which they came. NULL is an
  * empty one. */
+typedef struct oomkit_memo_item {
+    PyObject *object, *saved; /* owned */
+} oomkit_memo_item;
+
 typedef struct oomkit_memo {
-    struct {
-        PyObject *object, *saved; /* owned */
-    } *items;
+    oomkit_memo_item *items; /* the first ones lie in the memo itself */
     Py_ssize_t count, room;
     Py_ssize_t holders;
+    oomkit_memo_item first[4];
 } oomkit_memo;
 
 /* Adds to one that is made when needed. Steals `saved`, which may be NULL with an

@@ -294,6 +294,8 @@
     X(is_independent) /* oomkit.optim: may an update go in parts? */                   \
     X(around_parts)   /* oomkit._ladder.update: step() around its parts */             \
     X(hosted_state)   /* oomkit._ladder.state: what is on the host */                  \
+    X(hosted_tidy)    /* oomkit._ladder.state: forgets one that has nothing there */   \
+    X(owns_memory)    /* oomkit._ladder.state: may a tensor's memory be exchanged? */  \
     X(host_available) /* oomkit._ladder.host: bytes of host memory to be had */        \
     X(left_out)       /* oomkit._ladder.recompute.LeftOut: modules that run once */    \
     X(recompute_begin)  /* oomkit._ladder.recompute: chooses modules */                \

@@ -13,12 +13,14 @@ enum {
     OOMKIT_DEVICE_PRIVATE_USE = 20 /* a backend out of torch's tree, by any name */
 };
 
-/* 1 when `object` is a torch.Tensor or of a subclass. Runs no Python code. */
+/* 1 when `object` is a torch.Tensor or of a subclass. Runs no Python code. Both are
+ * classes made in Python: numbers, strings and None are told by a flag. */
 static inline int
 oomkit_tensor_check(const oomkit_state *st, PyObject *object)
 {
     return Py_IS_TYPE(object, (PyTypeObject *)st->Tensor) ||
-           PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)st->Tensor);
+           (PyType_HasFeature(Py_TYPE(object), Py_TPFLAGS_HEAPTYPE) &&
+            PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)st->Tensor));
 }
 
 /* plain_bridge.c: stands in for the bridge where there is none. */

@@ -78,16 +78,32 @@ static int
 open_entry(const oomkit_flattening *f, Py_ssize_t at, PyObject *dict, PyObject *key,
            PyObject *value, int depth)
 {
-    PyObject *mirror = NULL; /* borrowed from dict */
+    PyObject *mirror = PyDict_GetItemWithError(dict, key); /* borrowed */
 
-    if (dict != NULL) {
-        mirror = PyDict_GetItemWithError(dict, key);
-        if (mirror == NULL && PyErr_Occurred()) {
-            return -1;
-        }
+    if (mirror == NULL && PyErr_Occurred()) {
+        return -1;
     }
     return open_child(f, at, value, key, mirror == value ? OOMKIT_NODE_MIRRORED : 0,
                       depth);
+}
+
+/* Is any attribute an entry as well? There are few of them beside a UserDict's entries,
+ * and in a ModelOutput the first one is. 1, 0 or -1. */
+static int
+any_is_mirrored(PyObject *mapping, PyObject *dict)
+{
+    PyObject *name, *value; /* borrowed from dict */
+    Py_ssize_t position = 0;
+    int found = 0;
+
+    while (!found && PyDict_Next(dict, &position, &name, &value)) {
+        PyObject *entry = PyDict_GetItemWithError(mapping, name); /* borrowed */
+        if (entry == NULL && PyErr_Occurred()) {
+            return -1;
+        }
+        found = entry == value;
+    }
+    return found;
 }
 
 /* The entries of a mapping, in the order of their insertion. */
@@ -97,13 +113,16 @@ open_entries(const oomkit_flattening *f, Py_ssize_t at, PyObject *mapping,
 {
     PyObject *key, *value; /* borrowed from mapping */
     Py_ssize_t position = 0;
-    int result = 0;
+    int result = 0, mirrored;
 
-    if (dict == mapping || (dict != NULL && PyDict_GET_SIZE(dict) == 0)) {
+    mirrored = dict == mapping || dict == NULL ? 0 : any_is_mirrored(mapping, dict);
+    if (mirrored <= 0) {
         dict = NULL;
+        result = mirrored;
     }
     while (result == 0 && PyDict_Next(mapping, &position, &key, &value)) {
-        result = open_entry(f, at, dict, key, value, depth);
+        result = dict == NULL ? open_child(f, at, value, key, 0, depth)
+                              : open_entry(f, at, dict, key, value, depth);
     }
     f->tree->nodes[at].entries = (int32_t)f->tree->nodes[at].children;
     return result;

@@ -68,16 +68,12 @@ def _slots_of(kind: type) -> _Slots:
 
 
 def _attributes(value: object, but: frozenset[str] = frozenset()) -> list[tuple[str, Any]]:
-    """Names and values in ``__dict__`` and ``__slots__``: no property is evaluated.
+    """Names and values of ``__dict__`` and ``__slots__``: no property is evaluated.
 
     Args:
         but: names that are passed over.
     """
-    try:
-        own = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        own = None
-    found = _C._attributes(own, but) if isinstance(own, dict) else []
+    found = _C._attributes(value, but)
     for name, slot in _slots_of(type(value)):
         try:
             if name not in but:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .side_effects import _FOREIGN, _bind, _method, _names_of, _undecorated, _unwrap
+from .spots import own_of
 
 _log = logging.getLogger("oomkit")
 
@@ -252,9 +253,9 @@ class _Walk:
                 self.object(item, names, 0)
 
     def inside(self, value: Any, names: list[str], depth: int) -> None:
-        own = getattr(value, "__dict__", None)
-        if depth == 0 or not isinstance(own, dict):
+        if depth == 0:
             return
+        own = own_of(value)
         modules = own.get("_modules") if isinstance(value, torch.nn.Module) else None
         for name in names:
             if name in own:

@@ -96,7 +96,11 @@ def _top_hooks() -> _Hooks | None:
 
 
 class _Saved:
-    """A tensor that a forward saves, and torch's place for it, until one of both goes."""
+    """A tensor that a forward saves, and torch's place for it, until one of both goes.
+
+    While it has the tensor itself it may stand in a cycle that no collector sees: a node of the
+    graph, what it saves, that tensor's `grad_fn`. `drop()` or `keep()` of its keeper ends that.
+    """
 
     __slots__ = ("__weakref__", "moved", "place", "tensor", "unpack", "version")
 
@@ -132,6 +136,8 @@ class _Saved:
             return
         if tensor is None or below is None:
             self.unpack = _nothing
+            if tensor is not None and tensor.grad_fn is not None:
+                self.tensor = tensor.detach()  # what a node saves must not lead to the node
             return
         self.place, self.unpack, self.tensor = below[0](tensor), below[1], None
 
@@ -374,6 +380,20 @@ def _guarded(run: _Run, leaves: list[torch.Tensor], record: _Record) -> Any:
     """The forward, with what it saves kept until it is known that it may be dropped."""
     below = _top_hooks()
     keeper = _Keeper(below)
+    try:
+        return _judged(run, leaves, record, keeper, below)
+    except BaseException:
+        keeper.drop()  # the failed forward's memory goes with it
+        raise
+
+
+def _judged(
+    run: _Run,
+    leaves: list[torch.Tensor],
+    record: _Record,
+    keeper: _Keeper,
+    below: _Hooks | None,
+) -> Any:
     versions = [version(leaf) for leaf in leaves]
     given = run.first
     closely = None if record.known else _Closely(run.child, leaves)

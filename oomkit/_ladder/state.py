@@ -13,23 +13,35 @@ import torch
 class _Hosted:
     """State of one optimizer that is on the host: address of a tensor -> the tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
-        self.in_parts = False
-        self.handle: Any = None
+        self.device = device
+        self.in_parts = 0
+        self.handles: list[Any] = []
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Bring everything back: this ``step()`` is torch's own, of all parameters."""
         if self.in_parts:
             return
-        where = {
-            id(value): param.device
-            for param, values in optimizer.state.items()
-            for value in values.values()
-        }
         for address, tensor in list(self.tensors.items()):
-            tensor.data = tensor.data.to(where.get(address, tensor.device))
+            tensor.data = tensor.data.to(self.device, copy=True)
             del self.tensors[address]
+
+    def after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        """Forget what is no longer its state."""
+        state = (values for values in optimizer.state.values() if isinstance(values, dict))
+        there = {id(value) for values in state for value in values.values()}
+        for address in [a for a in self.tensors if a not in there]:
+            del self.tensors[address]
+
+    def watch(self, optimizer: Any) -> None:
+        for kind, hook in (
+            ("register_step_pre_hook", self.before_step),
+            ("register_load_state_dict_post_hook", self.after_load),
+        ):
+            register = getattr(optimizer, kind, None)
+            if register is not None:
+                self.handles.append(register(hook))
 
 
 _all: weakref.WeakKeyDictionary[Any, _Hosted] = weakref.WeakKeyDictionary()
@@ -42,30 +54,47 @@ def in_parts(optimizer: Any) -> Iterator[None]:
     if known is None:
         yield
         return
-    known.in_parts = True
+    known.in_parts += 1
     try:
         yield
     finally:
-        known.in_parts = False
+        known.in_parts -= 1
 
 
-def hosted_state(optimizer: Any, make: bool | None) -> dict[int, torch.Tensor] | None:
+def hosted_state(optimizer: Any, device: str | None) -> dict[int, torch.Tensor] | bool:
     """Return the tensors of an optimizer that are on the host.
 
     Args:
         optimizer: whose state it is.
-        make: begin with none where there is no such optimizer yet; with ``None`` forget one
-            that has none. Else return ``None`` where there is none.
+        device: begin with none where there is no such optimizer yet, whose state is on
+            this device. With ``None`` nothing is begun.
+
+    Returns:
+        Where there is no such optimizer, whether there is another one.
     """
     known = _all.get(optimizer)
-    if known is None and make:
-        known = _Hosted()
-        register = getattr(optimizer, "register_step_pre_hook", None)
-        if register is not None:
-            known.handle = register(known.before_step)
+    if known is None:
+        if device is None:
+            return bool(_all)
+        known = _Hosted(device)
+        known.watch(optimizer)
         _all[optimizer] = known
-    elif known is not None and make is None and not known.tensors:
-        if known.handle is not None:
-            known.handle.remove()
+    return known.tensors
+
+
+def hosted_tidy(optimizer: Any) -> None:
+    """Forget an optimizer that has nothing there."""
+    known = _all.get(optimizer)
+    if known is not None and not known.tensors:
+        for handle in known.handles:
+            handle.remove()
         del _all[optimizer]
-    return None if known is None else known.tensors
+
+
+def owns_memory(tensor: torch.Tensor) -> bool:
+    """Say whether nothing else uses a tensor's memory, which can be exchanged then."""
+    if tensor.layout is not torch.strided:
+        return False
+    storage = tensor.untyped_storage()  # itself counts as one
+    users = torch._C._storage_Use_Count(storage._cdata)
+    return bool(storage.nbytes() == tensor.nbytes and users <= 2)

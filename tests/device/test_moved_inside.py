@@ -6,6 +6,7 @@ are those of the CPU, and what fails is the device.
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from device.test_recovery_unbridged import Unbridged
 @pytest.fixture(params=["bridge", "without it"])
 def beside(request: Any, fake: Device, backend: Any, monkeypatch: Any) -> Any:
     """In use, and no tensor says that it is on it."""
+    gc.collect()  # its figures are those of the process
     if request.param == "bridge":
         fake.install(index=-1)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

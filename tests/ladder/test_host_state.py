@@ -207,7 +207,7 @@ def test_a_thousand_calls_hold_nothing_more() -> None:
         assert allocated() == counted
         assert abs(len(gc.get_objects()) - objects) < 50
         state = {id(v) for s in program.optimizer.state.values() for v in s.values()}
-        hosted = oomkit._ladder.state.hosted_state(program.optimizer, False)
+        hosted = oomkit._ladder.state.hosted_state(program.optimizer, None)
         assert hosted is not None
         assert set(hosted) <= state
         del program, hosted

@@ -47,16 +47,16 @@ def test_the_host_has_no_memory(times: int | None) -> None:
     first = copies(run(model, batch))
     full = offload(kept_of(model, batch))
     run(model, batch, full)
-    fired = 0
+    fewer = 0
     for nth in sampled(range(1, 90), 12):
         there = offload(kept_of(model, batch))
         with inject_oom(nth=nth, times=times, phase="recovery") as fault:
             again = run(model, batch, there)
         assert same(again, first), nth
-        fired += fault.fired
-        assert there.moved_bytes < full.moved_bytes or fault.fired == 0
+        fewer += there.moved_bytes < full.moved_bytes
+        assert there.moved_bytes == full.moved_bytes or fault.fired > 0
         assert there.held_bytes == there.copies == 0
-    assert fired > 0
+    assert fewer > 0
 
 
 def test_a_backward_that_failed_is_run_again() -> None:

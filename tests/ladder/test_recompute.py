@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 from collections import Counter
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint, set_checkpoint_debug_enabled
 
+import oomkit
 from ladder.twice import LENGTH, ROWS, WIDTH, Block, Model, Ran, both, model_of, plain, worn
 from oomkit._ladder.recompute import LeftOut, recompute_begin
 
@@ -334,6 +336,45 @@ def test_a_forward_that_fails_leaves_nothing_behind() -> None:
         plain(model, torch.randn(ROWS, LENGTH, WIDTH))
     assert all("forward" not in vars(block) for block in model.blocks)
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+class Stubborn(Block):
+    """Cannot be computed twice, so that all that it saves is kept."""
+
+    def forward(self, x: torch.Tensor, *_: Any, **__: Any) -> Any:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Block, Stubborn])
+@pytest.mark.parametrize("fails", [True, False])
+def test_memory_of_a_graph_that_is_given_up_is_free_without_a_collector(
+    kind: type[Block], fails: bool
+) -> None:
+    model = model_of(kind)
+    x = torch.randn(ROWS, LENGTH, WIDTH)
+    if fails:  # in the last block's last layer, when everything else is saved
+        model.blocks[-1].narrow.register_forward_hook(_fail)  # type: ignore[union-attr]
+    handle = recompute_begin([model], LeftOut())
+    with worn(recompute_begin([one := model_of(kind)], LeftOut())):
+        one(x)  # torch imports more of itself in its first checkpoint
+    gc.collect()
+    gc.disable()
+    try:
+        with oomkit.limit_memory(2**40, device="cpu"):
+            before = oomkit.memory("cpu").allocated
+            with worn(handle):
+                try:
+                    model(x)
+                except torch.OutOfMemoryError as error:
+                    error.__traceback__ = None
+            assert oomkit.memory("cpu").allocated == before
+    finally:
+        gc.enable()
+
+
+def _fail(*_: Any) -> None:
+    raise torch.OutOfMemoryError("no memory for it")
 
 
 # --- the backward ---

@@ -80,10 +80,12 @@ optimizer state, buffers, random streams and losses. After one it is
 
 Of the places, *replayed* ones were split and replayed; *repeated* ones struck inside an update
 that had changed nothing yet, and it was repeated. Where an update was half done, the program
-ended in `PartialUpdate`; where it was complete, in an `OutOfMemory` with `.committed`, and the
-parameters are those after exactly one update. The difference is the largest one of any
-parameter, gradient, buffer, optimizer state or loss, at the end of the program, from
-what the column before the last but one says that it equals.
+ended in `PartialUpdate`: only these errors, injected where there is memory enough, strike an
+update like that. One that does not fit goes in parts, and with `optimizer_safety="parts"` or
+`"copy"` no error leaves it half done. Where an update was complete, the program ended in an
+`OutOfMemory` with `.committed`, and the parameters are those after exactly one update. The
+difference is the largest one of any parameter, gradient, buffer, optimizer state or loss, at the
+end of the program, from what the column before the last but one says that it equals.
 """
 
 
@@ -131,7 +133,7 @@ def table(reports: dict[str, Report]) -> str:
         name = family.__name__.rpartition(".")[2]
         lines = [line(p, reports.get(p.name)) for p in PROGRAMS.values() if p.family == name]
         parts.append(
-            f"## {heading}{': ' + of if of else ''}\n\n| {columns} | difference |\n"
+            f"## {heading}{': ' + of if of else ''}\n\n| {columns} |\n"
             f"|{'---|' * 7}\n" + "\n".join(lines) + "\n"
         )
     return "\n".join(parts)

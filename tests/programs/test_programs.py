@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from helpers.sample import sampled
 
 from .catalogue import FAMILIES, PENDING, TABLE, expected, listed, table
-from .harness import Report, places, run, sweep
+from .harness import Report, compare, places, run, sweep
 from .world import PROGRAMS, Program, World
 
 PLACES = 5
@@ -106,3 +107,20 @@ def test_places_are_spread_over_phases_and_calls() -> None:
     failed = run(PROGRAMS["mlp_scheduler"], World(decorate=True, place=chosen[9]))
     assert failed.world.fired == 1
     assert failed.split.keys() >= {chosen[9].call}
+
+
+# What a worker runs is decorated there, without the option.
+IN_PARTS = [p for p in PROGRAMS.values() if not p.name.startswith("spawned")]
+
+
+@pytest.mark.parametrize("program", sampled(IN_PARTS, 60, "in parts"), ids=lambda p: p.name)
+def test_with_updates_in_parts_no_error_leaves_one_half_done(program: Program) -> None:
+    updates = [p for p in places(program, 20) if p.phase == "optimizer"]
+    plain = run(program, World())
+    for place in sampled(updates, 1):
+        world = World(decorate=True, place=place, more={"optimizer_safety": "parts"})
+        failed = run(program, world)
+        unfound = "optimizer=" in (failed.error or "")  # one that the step does not lead to
+        assert failed.kind != "PartialUpdate" or unfound, failed.error
+        if failed.error is None and not failed.split:
+            assert compare(failed, plain, random_state=True)[0] == 0.0, place

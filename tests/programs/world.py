@@ -164,7 +164,7 @@ class World:
         by `with world.conditions(step)`, or it is called by a decorated step."""
         if fn is None:
             return lambda fn: self.bare(fn, **options)
-        return oomkit.auto_batch(fn, **options) if self.decorate else fn
+        return oomkit.auto_batch(fn, **options, **self.more) if self.decorate else fn
 
     def state(self) -> State:
         if self.remote is not None:

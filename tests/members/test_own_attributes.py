@@ -1,0 +1,124 @@
+"""Attributes are read and set without making a dictionary of them, which slows reading."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import oomkit
+from oomkit import _C, testing
+
+in_an_array = pytest.mark.skipif(
+    sys.version_info >= (3, 13), reason="a dictionary slows nothing down here"
+)
+
+
+def has_dictionary(value: object, name: str) -> bool:
+    """Was a dictionary ever made of its attributes? One of them is `name`."""
+    return any(type(inner) is dict and name in inner for inner in gc.get_referents(value))
+
+
+class Trainer:
+    def __init__(self, kind=torch.optim.lr_scheduler.StepLR):
+        torch.manual_seed(0)
+        self.model = nn.Linear(4, 4)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.scheduler = kind(self.optimizer, 2)
+        self.other = None
+
+    def step(self, batch):
+        self.optimizer.zero_grad()
+        loss = self.model(batch).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        return loss.detach()
+
+    def asked(self) -> list[bool]:
+        return [
+            has_dictionary(self, "scheduler"),
+            has_dictionary(self.optimizer, "param_groups"),
+            has_dictionary(self.scheduler, "last_epoch"),
+        ]
+
+
+@in_an_array
+def test_calls_make_no_dictionary_of_what_takes_part():
+    trainer = Trainer()
+    step = oomkit.auto_batch(trainer.step)
+    for _ in range(3):
+        step(torch.ones(8, 4))
+    assert trainer.asked() == [False, False, False]
+    vars(trainer.scheduler)
+    assert trainer.asked() == [False, False, True]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_an_attribute_that_a_failed_update_has_left_goes_again(asked):
+    class Counting(torch.optim.SGD):
+        def step(self, closure=None):
+            self.tries = getattr(self, "tries", 0) + 1
+            self.new = torch.empty(16)
+            return super().step(closure)
+
+    model = nn.Linear(4, 4)
+    optimizer = Counting(model.parameters(), lr=0.1)
+    optimizer.tries, optimizer.kept = 0, "kept"
+    if asked:
+        vars(optimizer)
+
+    @oomkit.auto_batch
+    def step(batch):
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    step(torch.ones(8, 4))
+    assert optimizer.tries == 1
+    del optimizer.new
+    before = optimizer.step
+    failing = testing.inject_oom(times=None, phase="optimizer")
+    with failing, pytest.raises(oomkit.PartialUpdate):
+        step(torch.ones(8, 4))
+    assert failing.fired
+    assert (optimizer.tries, optimizer.kept) == (1, "kept")
+    assert not hasattr(optimizer, "new")
+    assert optimizer.step == before
+    step(torch.ones(8, 4))
+    assert optimizer.tries == 2
+
+
+def test_a_property_of_the_name_of_a_method_is_not_set():
+    class Scheduler(torch.optim.lr_scheduler.StepLR):
+        step = property(lambda self: functools.partial(torch.optim.lr_scheduler.StepLR.step, self))
+
+    trainer = Trainer(Scheduler)
+    oomkit.auto_batch(trainer.step)(torch.ones(8, 4))
+    assert trainer.scheduler.last_epoch == 1
+    assert "step" not in vars(trainer.scheduler)
+
+
+def test_names_and_values_are_told_wherever_they_lie():
+    class Plain:
+        pass
+
+    class Slots:
+        __slots__ = ("a",)
+
+    one, other = Plain(), Plain()
+    one.a, one.b, one.c = 1, 2, 3
+    other.a, other.b, other.c = 1, 2, 3
+    del one.b, other.b
+    vars(other)[5] = "no name"
+    for value in (one, other):
+        assert sorted(_C._attributes(value, frozenset())) == [("a", 1), ("c", 3)]
+        assert _C._attributes(value, frozenset({"a"})) == [("c", 3)]
+    assert _C._attributes(Slots(), frozenset()) == []
+    assert _C._attributes(Plain, frozenset()) == []
+    assert _C._attributes(3, frozenset()) == []
+    with pytest.raises(TypeError, match="expected an object and a set"):
+        _C._attributes(one, 3)
