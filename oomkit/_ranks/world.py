@@ -75,7 +75,7 @@ def _node() -> str:
 
 
 def _largest() -> Any:
-    options = dist.AllreduceOptions()
+    options: Any = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX
     return options
 
@@ -326,8 +326,9 @@ def _watch(name: str) -> None:
 
     @functools.wraps(plain)
     def collective(*args: Any, **kwargs: Any) -> Any:
-        agreement = None if _present is None else _present.present
-        if agreement is None or threading.get_ident() != _present.thread:
+        world = _present
+        agreement = None if world is None else world.present
+        if world is None or agreement is None or threading.get_ident() != world.thread:
             return plain(*args, **kwargs)
         agreement.own_collective(name)
         try:
