@@ -36,6 +36,7 @@ from .world import AGAIN, FINE, TROUBLE, World, error, meet
 _REDUCTION, _COMMIT, _OWN = 1, 2, 3  # matters of a vote
 _PLAIN_HOOKS = frozenset({"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"})
 """One collective for each bucket, and no state: of torch's own."""
+_UNTOUCHED = 0  # what torch takes for False, and never writes
 _said: set[tuple[str, str]] = set()
 _looked_at: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
 
@@ -64,6 +65,8 @@ class Reducer:
         self.flying = False
         """Its reduction overlaps with the backward."""
         self.sent = 0
+        self.broadcasts: Any = True
+        """The next forward begins with a broadcast of buffers."""
         self._before: list[tuple[weakref.ref[torch.Tensor] | None, int]] = []
         self._entry = self._before
         self._outputs: list[torch.Tensor] = []
@@ -196,6 +199,7 @@ class Agreement:
         self._told = False  # the others that this rank cannot go on, or by them
         self._committed = False
         self._before: dict[Reducer, int] = {}
+        self._draining = False
         self._own = ""  # a collective of the step's own that was made
         self._may_overlap = len(models) == 1 and all(
             getattr(hook, "__name__", "") in _PLAIN_HOOKS
@@ -216,11 +220,12 @@ class Agreement:
         """What the first forward would begin with, which a forward that is repeated must not."""
         for reducer in self._reducers:
             model = reducer.model
-            if model.require_backward_grad_sync and reducer.real._rebuild_buckets():
+            if reducer.real._rebuild_buckets():  # under no_sync(), too
                 model._has_rebuilt_buckets = True
             if model._check_sync_bufs_pre_fwd():
                 model._sync_buffers()
-            model.require_forward_param_sync = False
+            reducer.broadcasts = model.require_forward_param_sync
+            model.require_forward_param_sync = _UNTOUCHED
 
     def overlaps(self) -> bool:
         return self._whole and self._may_overlap and not self._cautious and self._done == 0
@@ -237,7 +242,7 @@ class Agreement:
     def micro_begins(self) -> int:
         """One of them, for real or for a proof: its forward broadcasts nothing."""
         for reducer in self._reducers:
-            reducer.model.require_forward_param_sync = False
+            reducer.model.require_forward_param_sync = _UNTOUCHED
         return 0
 
     def backward_begins(self) -> int:
@@ -298,8 +303,7 @@ class Agreement:
                     "it ran out of memory after a communication hook had run, whose state cannot "
                     "be taken back: restore a checkpoint on all ranks"
                 )
-            for reducer in self._reducers:
-                reducer.drain()
+            self._drain()
             self._vote(AGAIN, _REDUCTION)
             self.again()
         for reducer in self._reducers:
@@ -317,7 +321,8 @@ class Agreement:
 
     def own_collective(self, name: str) -> None:
         """The step is about to make one itself, as the other ranks are, if none has failed."""
-        if self._committed or torch._C._current_graph_task_id() != -1:
+        hooks = self._draining or torch._C._current_graph_task_id() != -1
+        if self._committed or hooks:
             return  # nothing begins again; or it is a communication hook's
         if not self._whole:
             raise self._cannot(
@@ -341,6 +346,8 @@ class Agreement:
             attributes = reducer.model.__dict__
             attributes["reducer"] = reducer.real
             attributes.pop("_sync_buffers", None)
+            if reducer.model.require_forward_param_sync is _UNTOUCHED:  # there was no forward
+                reducer.model.require_forward_param_sync = reducer.broadcasts
         try:
             if exception is not None:
                 self._excuse(exception)
@@ -367,6 +374,14 @@ class Agreement:
             self._world.at_ease.add(self._step)
         return largest >= AGAIN
 
+    def _drain(self) -> None:
+        self._draining = True
+        try:
+            for reducer in self._reducers:
+                reducer.drain()
+        finally:
+            self._draining = False
+
     def _cannot(self, why: str) -> _C.RankError:
         """The error of a rank that cannot go on; the others are told."""
         self._told = True
@@ -384,8 +399,7 @@ class Agreement:
                 exception.add_note(f"oomkit: {line}")
         flying = any(reducer.flying for reducer in self._reducers)
         with contextlib.suppress(RuntimeError):  # the others are gone, or the group is
-            for reducer in self._reducers:
-                reducer.drain()
+            self._drain()
         with contextlib.suppress(RuntimeError):
             for reducer in self._reducers:
                 reducer.real._reset_state()
