@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 
 import pytest
+from helpers.sample import sampled
 
 from .launch import ranks_of, results_of, started
 
@@ -53,10 +55,17 @@ def test_a_rank_without_oomkit_is_an_error() -> None:
     assert not second.hung
 
 
-@BOTH
-@pytest.mark.parametrize("cautious", [False, True])
-@pytest.mark.parametrize("where", ["forward", "update"])
-@pytest.mark.parametrize("how", ["kill", "exit", "raise", "oom"])
+ENDS = list(
+    itertools.product(
+        ("kill", "exit", "raise", "oom"), ("forward", "update"), (False, True), (False, True)
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("how", "where", "cautious", "gloo"),
+    sampled(ENDS, 6, "ends", kind=lambda case: case[0]),
+)
 def test_a_rank_that_ends_is_missed(how: str, where: str, cautious: bool, gloo: bool) -> None:
     ended = ranks_of(
         "programs_world:one_goes", 2, how=how, where=where, cautious=cautious, gloo=gloo
