@@ -103,8 +103,8 @@ def export_only(version_script: str) -> list[str]:
 
 # From the bottom up: docs/design.md has the plan of the house.
 FOLDERS = (
-    "py device tree batch result members call sizes optim plain undo ladder hook accum engine "
-    "proof deferred loop types module"
+    "py device tree batch result members call ranks sizes optim plain undo ladder hook accum "
+    "engine proof deferred loop types module"
 ).split()
 
 

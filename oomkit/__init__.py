@@ -67,6 +67,7 @@ from ._proof import judge as _proof
 from ._proof import replay_rows as _replay_rows
 from ._reports import advice as _advice
 from ._reports import logs as _logs
+from ._ranks import agreement as _agreement
 
 __version__ = "0.1.0"
 
@@ -160,6 +161,7 @@ _fits = _C._bind(
         "memory_place": sizes._place,
         "recall_sizes": sizes._recall,
         "note_sizes": _store.note,
+        "ranks_enter": _agreement.enter,
     },
 )
 if _capsule is not None and not _fits:
@@ -186,6 +188,7 @@ from ._C import (  # noqa: E402
     OOMReport,
     OutOfMemory,
     PartialUpdate,
+    RankError,
     SplitError,
     StepRecord,
     StepSummary,
@@ -220,6 +223,7 @@ __all__ = [
     "OomkitWarning",
     "OutOfMemory",
     "PartialUpdate",
+    "RankError",
     "Reservation",
     "SplitError",
     "StepRecord",

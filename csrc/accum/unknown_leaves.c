@@ -5,6 +5,7 @@
 #include "accum.h"
 #include "../hook/graph.h"
 #include "../optim/optim.h"
+#include "../ranks/agree.h"
 #include "../undo/undo.h"
 
 /* Is one of those leaves still alive, now that the failed attempt is gone? */
@@ -275,7 +276,8 @@ oomkit_unknown_optimizer_begins(PyObject *optimizer)
             "closure or globals of the step; pass optimizer=... to auto_batch",
             Py_TYPE(optimizer)->tp_name);
     }
-    if (oomkit_optimizer_mark_take(call, optimizer, &index) < 0) {
+    if (oomkit_ranks_commit(call) < 0 ||
+        oomkit_optimizer_mark_take(call, optimizer, &index) < 0) {
         return -1;
     }
     oomkit_update_of_unknown_begins(call);

@@ -129,5 +129,11 @@ int
 oomkit_refusal(oomkit_call *call, const char **why);
 int
 oomkit_refusal_transform(oomkit_state *st);
+/* The modules that spread a model over ranks. New list or NULL; and whether there are
+ * any: 1, 0 or -1. */
+PyObject *
+oomkit_wrappers(oomkit_call *call);
+int
+oomkit_wrappers_any(oomkit_call *call);
 
 #endif

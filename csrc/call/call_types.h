@@ -135,7 +135,8 @@ enum {
     OOMKIT_RESTART_UNKNOWN = 1, /* to take in tensors that were not known */
     OOMKIT_RESTART_WIDER,       /* the first slice has one row, which is too few */
     OOMKIT_RESTART_PROOF,       /* the step takes a course that no proof has seen */
-    OOMKIT_RESTART_OWED         /* recompute.c has what it wanted */
+    OOMKIT_RESTART_OWED,        /* recompute.c has what it wanted */
+    OOMKIT_RESTART_RANKS        /* another rank has failed */
 };
 
 /* engine: the step itself raised an error for the size of a micro-batch. */
@@ -297,6 +298,12 @@ typedef struct oomkit_backwards {
     PyObject *cleared; /* owned: where zero_grad() ran after one of them, or NULL */
 } oomkit_backwards;
 
+/* ranks: agree.c. */
+typedef struct oomkit_ranked {
+    PyObject *agreed; /* owned: what this call agrees on with other ranks, or NULL */
+    int committed;    /* all have come to the update, or to the end */
+} oomkit_ranked;
+
 /* Why this call must not be retried. */
 typedef struct oomkit_refused {
     int raised;       /* an interceptor raised on purpose: not to be retried */
@@ -402,6 +409,7 @@ typedef struct oomkit_call {
     oomkit_tries tries;
     oomkit_backwards backward;
     oomkit_refused refused;
+    oomkit_ranked ranks;
     oomkit_grads grads;
     int parts_moved; /* finished parts of an evaluation moved more than results */
 
@@ -422,6 +430,13 @@ static inline int
 oomkit_call_is_verified(const oomkit_call *call)
 {
     return call->cut->verification != NULL;
+}
+
+/* For those below folder ranks: is it agreed on with other ranks? */
+static inline int
+oomkit_ranks_agreed(const oomkit_call *call)
+{
+    return call->ranks.agreed != NULL;
 }
 
 /* How its loss is returned, for those below folder deferred: is this the replay of one

@@ -47,26 +47,43 @@ is_wrapper_type(PyTypeObject *type)
     return 0;
 }
 
-/* A module that wraps others for several ranks: even alone its reducer keeps state that
- * a roll-back does not reach. */
-static int
-is_wrapper(oomkit_call *call)
+/* Modules that wrap others for several ranks: even alone their reducers keep state that
+ * a roll-back does not reach. New list or NULL. */
+PyObject *
+oomkit_wrappers(oomkit_call *call)
 {
     PyObject *roots = call->parts->roots; /* borrowed */
     PyTypeObject *last = NULL; /* compared alone: modules alike follow each other */
+    OWNED PyObject *found = PyList_New(0);
     Py_ssize_t i;
 
-    for (i = 0; roots != NULL && i < PyList_GET_SIZE(roots); i++) {
+    for (i = 0; found != NULL && roots != NULL && i < PyList_GET_SIZE(roots); i++) {
         OWNED PyObject *root = oomkit_reference_get(PyList_GET_ITEM(roots, i));
         if (root == NULL || Py_TYPE(root) == last) {
             continue;
         }
-        if (is_wrapper_type(Py_TYPE(root))) {
-            return 1;
+        if (!is_wrapper_type(Py_TYPE(root))) {
+            last = Py_TYPE(root);
+        } else if (PyList_Append(found, root) < 0) {
+            return NULL;
         }
-        last = Py_TYPE(root);
     }
-    return 0;
+    return STEAL(found);
+}
+
+int
+oomkit_wrappers_any(oomkit_call *call)
+{
+    OWNED PyObject *found = NULL;
+
+    if (call->parts->wrapped == 0) {
+        found = oomkit_wrappers(call);
+        if (found == NULL) {
+            return -1;
+        }
+        call->parts->wrapped = PyList_GET_SIZE(found) > 0 ? 1 : -1;
+    }
+    return call->parts->wrapped > 0;
 }
 
 /* Is a transform of torch.func running on this thread? Its tensors hide dimensions:
@@ -90,14 +107,14 @@ oomkit_refusal(oomkit_call *call, const char **why)
     int state;
 
     *why = NULL;
-    state = several_ranks();
-    if (state == 0 && is_wrapper(call)) {
-        state = 1;
+    state = oomkit_ranks_agreed(call) ? 0 : several_ranks();
+    if (state == 0 && !oomkit_ranks_agreed(call)) {
+        state = oomkit_wrappers_any(call);
     }
     if (state != 0) {
         *why = "distributed training: a replay would leave the other ranks waiting in "
-               "their collectives; run one process, without DistributedDataParallel or "
-               "FullyShardedDataParallel";
+               "their collectives; call backward() inside the decorated step, over a "
+               "DistributedDataParallel model that it names";
         return state < 0 ? -1 : 0;
     }
     state = oomkit_refusal_transform(call->st);

@@ -6,6 +6,7 @@
 #include "../optim/optim.h"
 #include "../plain/plain_state.h"
 #include "../py/tensor.h"
+#include "../ranks/agree.h"
 #include "../result/result.h"
 #include "../sizes/sizes.h"
 #include "../undo/parameters.h"
@@ -280,6 +281,10 @@ oomkit_attempt_run(oomkit_call *call)
         return NULL;
     }
     call->cut->at = call->cut->count - 1;
+    if (oomkit_ranks_returned(call) < 0) {
+        Py_CLEAR(result);
+        return NULL;
+    }
     if (oomkit_call_is_replay(call)) {
         Py_XSETREF(result, Py_NewRef(Py_None)); /* the caller has the results already */
     } else if (call->split) {

@@ -6,6 +6,7 @@
 #include "../optim/optim.h"
 #include "../plain/plain_state.h"
 #include "../py/tensor.h"
+#include "../ranks/agree.h"
 #include "../result/result.h"
 #include "../sizes/sizes.h"
 #include "../undo/gradients.h"
@@ -195,6 +196,11 @@ oomkit_recover_committed(oomkit_call *call)
 {
     int committed = oomkit_update_committed(call);
 
+    if (oomkit_ranks_committed(call) && call->refused.why == NULL) {
+        call->refused.why = "all ranks had come to the update, and the others may have "
+                            "made it; restore a checkpoint on all of them, or pass "
+                            "optimizer_safety=\"parts\" to auto_batch";
+    }
     return committed < 0 ||
                    (call->refused.why == NULL &&
                     oomkit_refusal(call, &call->refused.why) < 0) ||
@@ -385,7 +391,13 @@ oomkit_recover(oomkit_call *call, int failed)
     PyObject *result; /* owned */
 
     oomkit_call_cut(call);
+    if (call->tries.restart) {
+        failed = oomkit_restart(call);
+    }
     for (;;) {
+        if (failed < 0) {
+            return NULL;
+        }
         if (failed) {
             if (recover_from_failure(call) < 0 || oomkit_tell_before_retry(call) < 0) {
                 return NULL;
@@ -398,9 +410,6 @@ oomkit_recover(oomkit_call *call, int failed)
         if (call->tries.restart) {
             Py_CLEAR(result);
             failed = oomkit_restart(call);
-            if (failed < 0) {
-                return NULL;
-            }
         } else if (result != NULL) {
             oomkit_unfit_learn(call);
             return result;

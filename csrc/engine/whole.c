@@ -7,9 +7,11 @@
 #include "../optim/optim.h"
 #include "../plain/plain.h"
 #include "../plain/plain_state.h"
+#include "../ranks/agree.h"
 #include "../py/tensor.h"
 #include "../result/result.h"
 #include "../sizes/sizes.h"
+#include "../undo/gradients.h"
 #include "../undo/undo.h"
 
 #include <stddef.h>
@@ -180,6 +182,13 @@ engine_begin(oomkit_call *call)
     }
     oomkit_device_prepare(st, call->device);
     oomkit_window_begin(call);
+    if (oomkit_ranks_enter(call) < 0) {
+        return -1;
+    }
+    if (oomkit_ranks_agreed(call)) { /* what was reduced is no rank's own any more */
+        oomkit_grads_force_copies(call);
+        oomkit_grads_allow_no_aside(call);
+    }
     if (st->flush_pending && oomkit_device_flush_pending(st, call->device) < 0) {
         return -1;
     }
@@ -244,6 +253,9 @@ engine_whole(oomkit_call *call)
     if (result != NULL && call->options->backward != NULL &&
         oomkit_backward_run(call, result) < 0) {
         Py_CLEAR(result);
+    }
+    if (result != NULL && (call->tries.restart || oomkit_ranks_returned(call) < 0)) {
+        Py_CLEAR(result); /* the step may have caught what was to end it */
     }
     if (result != NULL && !call->training && oomkit_batch_rows(&call->batch) > 1 &&
         engine_room(call, result) < 0) {
@@ -314,6 +326,7 @@ engine_end(oomkit_call *call, PyObject *result)
     PyObject *exception =
         finished ? NULL : oomkit_exception_take(); /* owned, given back */
 
+    oomkit_ranks_leave(call, exception);
     oomkit_call_leave(call, finished, exception);
     oomkit_call_recorded(call);
     if (needs_backward) {
@@ -383,7 +396,7 @@ oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf,
             result = engine_whole(&call);
         }
         if (result == NULL) {
-            step->seen_oom |= split == 0;
+            step->seen_oom |= split == 0 && !call.tries.restart;
             result = oomkit_compiler_off(&call) < 0 ? NULL
                                                     : oomkit_recover(&call, split == 0);
         }

@@ -12,6 +12,7 @@
 #include "../optim/optimizer_extras.h"
 #include "../optim/step_attributes.h"
 #include "../py/modes.h"
+#include "../ranks/agree.h"
 #include "../sizes/sizes.h"
 #include "../undo/parameters.h"
 #include "../undo/undo.h"
@@ -409,6 +410,15 @@ interceptor_scheduler(interceptor_object *self, PyObject *const *args, size_t na
     return result;
 }
 
+/* Does it move something itself? A scaler's step() has the optimizer do it, or does
+ * not. */
+static int
+interceptor_updates(const interceptor_object *self)
+{
+    return self->kind != OOMKIT_OWNER_SCALER ||
+           self->name == self->call->st->str_update;
+}
+
 PyObject *
 oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
                         PyObject *kwnames)
@@ -446,6 +456,9 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
         if (update.held) {
             Py_RETURN_NONE;
         }
+    }
+    if (interceptor_updates(self) && oomkit_ranks_commit(call) < 0) {
+        return NULL;
     }
     oomkit_update_enter(call);
     Py_INCREF(op); /* the method may take us out of the instance */

@@ -16,6 +16,7 @@
 #include "../sizes/remember.h"
 #include "../tree/splitters.h"
 #include "../types/current.h"
+#include "../ranks/ranks.h"
 #include "../types/heap_types.h"
 #include "../types/step_type.h"
 #include "../undo/generator.h"
@@ -178,6 +179,7 @@ module_bind(PyObject *module, PyObject *args)
         PyModule_AddObjectRef(module, "OutOfMemory", st->OutOfMemory) < 0 ||
         PyModule_AddObjectRef(module, "PartialUpdate", st->PartialUpdate) < 0 ||
         PyModule_AddObjectRef(module, "SplitError", st->SplitError) < 0 ||
+        PyModule_AddObjectRef(module, "RankError", st->RankError) < 0 ||
         PyModule_AddObjectRef(module, "OomkitWarning", st->OomkitWarning) < 0) {
         return NULL;
     }
@@ -476,6 +478,7 @@ module_exec(PyObject *module)
         module_add_type(module, &st->between_type, &oomkit_between_spec) < 0 ||
         module_add_type(module, &st->offload_type, &oomkit_offload_spec) < 0 ||
         module_add_type(module, &st->packed_type, &oomkit_packed_spec) < 0 ||
+        module_add_type(module, &st->vote_type, &oomkit_vote_spec) < 0 ||
         module_add_type(module, &st->guard_type, &oomkit_guard_spec) < 0 ||
         module_add_type(module, &st->chunks_type, &oomkit_chunks_spec) < 0 ||
         module_add_type(module, &st->guarded_type, &oomkit_guarded_spec) < 0 ||
@@ -484,6 +487,7 @@ module_exec(PyObject *module)
         return -1;
     }
     if (PyModule_AddObjectRef(module, "Step", st->step_type) < 0 ||
+        PyModule_AddObjectRef(module, "_Vote", st->vote_type) < 0 ||
         PyModule_AddObjectRef(module, "guard", st->guard_type) < 0 ||
         PyModule_AddObjectRef(module, "chunks", st->chunks_type) < 0 ||
         PyModule_AddObjectRef(module, "StepRecord", st->record_type) < 0 ||

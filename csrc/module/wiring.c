@@ -5,6 +5,7 @@
 #include "../deferred/deferred.h"
 #include "../optim/optim.h"
 #include "../proof/proof.h"
+#include "../ranks/ranks.h"
 #include "../types/types.h"
 #include "../undo/undo.h"
 
@@ -23,6 +24,7 @@ static const oomkit_rule *const when_split[] = {
     &oomkit_grad_hooks_rule,
     &oomkit_loss_value_rule,
     &oomkit_weights_rule, /* weight= is the user's: while gradients are the caller's */
+    &oomkit_ranks_rule,   /* refuses a loss that is returned: before it is taken */
     &oomkit_deferred_rule,
     &oomkit_unknown_leaves_rule, /* may begin the attempt again: before marks are taken
                                   */

@@ -29,6 +29,10 @@ PyDoc_STRVAR(
     split_error_doc,
     "A step cannot be computed in micro-batches; the message names what to change.");
 
+PyDoc_STRVAR(rank_error_doc,
+             "Another rank of the process group has failed, or does not come; the "
+             "message names it. ``rank`` is its number, or None.");
+
 PyDoc_STRVAR(oomkit_warning_doc,
              "Something that oomkit cannot make exact, or that it cannot use.");
 
@@ -85,6 +89,15 @@ oomkit_errors_init(oomkit_state *st)
     Py_XSETREF(st->SplitError, error_type(st, "oomkit.SplitError", split_error_doc,
                                           PyExc_ValueError, NULL));
     if (st->SplitError == NULL) {
+        return -1;
+    }
+    Py_SETREF(names, Py_BuildValue("{s:O}", "rank", Py_None));
+    if (names == NULL) {
+        return -1;
+    }
+    Py_XSETREF(st->RankError, error_type(st, "oomkit.RankError", rank_error_doc,
+                                         PyExc_RuntimeError, names));
+    if (st->RankError == NULL) {
         return -1;
     }
     Py_XSETREF(st->OomkitWarning,

@@ -157,6 +157,7 @@
     X(current_type)                                                                    \
     X(offload_type)                                                                    \
     X(packed_type)                                                                     \
+    X(vote_type)                                                                       \
     X(record_type)                                                                     \
     X(report_type)                                                                     \
     X(summary_type)                                                                    \
@@ -164,6 +165,7 @@
     X(OutOfMemory)                                                                     \
     X(PartialUpdate)                                                                   \
     X(SplitError)                                                                      \
+    X(RankError)                                                                       \
     X(OomkitWarning)
 
 /* What oomkit uses of torch and of the standard library, looked up once by state_bind:
@@ -329,7 +331,8 @@
     X(proof) /* oomkit._proof.judge: the class that compares a split with the whole */ \
     X(memory_place) /* oomkit.sizes: a device and a torch, by name */                  \
     X(recall_sizes) /* oomkit.sizes: what earlier runs have noted */                   \
-    X(note_sizes)   /* oomkit.sizes: takes a note for later runs */
+    X(note_sizes)   /* oomkit.sizes: takes a note for later runs */                    \
+    X(ranks_enter)  /* oomkit._ranks: a call in a process group begins */
 
 /* What the values of one type are to capture; see kinds.c. */
 typedef struct oomkit_type_kind {

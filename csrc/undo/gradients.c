@@ -9,6 +9,7 @@
 #include "../py/half_made.h"
 #include "../py/modes.h"
 #include "../py/tensor.h"
+#include "../ranks/agree.h"
 #include "../sizes/sizes.h"
 
 int
@@ -440,20 +441,23 @@ gradients_backward_begins(oomkit_call *call, oomkit_backward *backward)
                   "gradients were present before the step and the first backward ran "
                   "out of memory; pass gradient_safety=\"copy\"");
     }
-    return call->split ? oomkit_grads_unpark(call) : 0;
+    if (call->split && oomkit_grads_unpark(call) < 0) {
+        return -1;
+    }
+    return oomkit_ranks_backward_begins(call);
 }
 
 static int
 gradients_backward_ends(oomkit_call *call, const oomkit_backward *backward)
 {
     (void)backward;
-    if (!call->split) {
-        return oomkit_grads_settle(call);
-    }
-    if (!call->is_last || call->grads.eager) {
+    if (call->split && (!call->is_last || call->grads.eager)) {
         return oomkit_grads_park(call);
     }
-    return oomkit_grads_settle(call) < 0 ? -1 : oomkit_grads_note_last(call);
+    if (oomkit_grads_settle(call) < 0 || oomkit_ranks_backward_ends(call) < 0) {
+        return -1;
+    }
+    return call->split ? oomkit_grads_note_last(call) : 0;
 }
 
 static int

@@ -46,22 +46,35 @@ def _one_rank(tmp_path: Any) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("_one_rank")
-def test_distributed_data_parallel() -> None:
-    """Even on one rank: its reducer keeps state that a roll-back does not reach."""
-    model = MLP()
-    _refused(
-        nn.parallel.DistributedDataParallel(model), list(model.parameters()), "other ranks waiting"
-    )
+class _Mine(nn.parallel.DistributedDataParallel):
+    pass
 
 
 @pytest.mark.usefixtures("_one_rank")
-def test_a_class_derived_from_it() -> None:
-    class Mine(nn.parallel.DistributedDataParallel):
-        pass
+@pytest.mark.parametrize("wrapper", [nn.parallel.DistributedDataParallel, _Mine])
+def test_distributed_data_parallel_is_retried(wrapper: Any) -> None:
+    """More of it, with several ranks, is in tests/ranks."""
+    model, plain = MLP(), MLP()
+    plain.load_state_dict(model.state_dict())
+    spread = wrapper(model)
+    x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
+    step = oomkit.auto_batch(lambda x, y: F.cross_entropy(spread(x), y).backward())
+    F.cross_entropy(plain(x), y).backward()
 
+    with inject_oom(nth=1):
+        step(x, y)
+
+    assert step.records[0].accumulation_steps == 2
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_what_is_not_agreed_on_says_so_at_once() -> None:
     model = MLP()
-    _refused(Mine(model), list(model.parameters()), "DistributedDataParallel or Fully")
+    spread = nn.parallel.DistributedDataParallel(model, static_graph=True)
+    with pytest.warns(oomkit.OomkitWarning, match="not retried: static_graph"):
+        _refused(spread, list(model.parameters()), "other ranks waiting")
 
 
 @pytest.mark.parametrize("name", ["FullyShardedDataParallel", "FSDPModule"])
@@ -78,7 +91,7 @@ def test_more_than_one_rank() -> None:
         mock.patch.object(dist, "is_initialized", return_value=True),
         mock.patch.object(dist, "get_world_size", return_value=2),
     ):
-        _refused(model, list(model.parameters()), "run one process")
+        _refused(model, list(model.parameters()), "that it names")
 
 
 def test_one_rank_without_a_wrapper_is_no_reason() -> None:

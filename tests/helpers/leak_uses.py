@@ -190,9 +190,10 @@ def giving_up() -> None:
     MODEL.zero_grad()
 
 
-@covers("PartialUpdate", "SplitError", "OomkitWarning")
+@covers("PartialUpdate", "RankError", "SplitError", "OomkitWarning")
 def errors() -> None:
-    for kind in (oomkit.PartialUpdate, oomkit.SplitError, oomkit.OutOfMemory, oomkit.OomkitError):
+    kinds = (oomkit.PartialUpdate, oomkit.RankError, oomkit.SplitError, oomkit.OutOfMemory)
+    for kind in (*kinds, oomkit.OomkitError):
         error = kind("text")
         pickle.loads(pickle.dumps(error))
     with warnings.catch_warnings():

@@ -37,6 +37,7 @@ OWNER = {
     "oomkit_deferral": "deferred",
     "oomkit_unfit_sizes": "engine",
     "oomkit_join": "result",
+    "oomkit_ranked": "ranks",
 }
 # Fields of another owner than their struct's, or of one in a struct that all may read.
 PART = {

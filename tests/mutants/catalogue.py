@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import devices, failure, figures, host, once, sums, taking_back
+from . import devices, failure, figures, host, once, ranks, sums, taking_back
 
 MUTANTS = [
     *figures.MUTANTS,
@@ -12,6 +12,7 @@ MUTANTS = [
     *failure.MUTANTS,
     *devices.MUTANTS,
     *host.MUTANTS,
+    *ranks.MUTANTS,
 ]
 
 __all__ = ["MUTANTS"]

@@ -83,8 +83,8 @@ MUTANTS = [
         "between backward and the end of a micro-batch its gradients are out of sight: clipping "
         "sees none or all",
         "csrc/undo/gradients.c",
-        "    if (!call->is_last || call->grads.eager) {",
-        "    if (call->grads.eager) {",
+        "    if (call->split && (!call->is_last || call->grads.eager)) {",
+        "    if (call->split && call->grads.eager) {",
         ("engine/test_steps.py::test_split_is_the_whole_batch",),
     ),
     Mutant(

@@ -192,6 +192,7 @@ SUITES = [
     pytest_suite("three steps, every place", "engine/test_exact.py"),
     pytest_suite("in and after the update", "optim/test_optimizer_faults.py"),
     pytest_suite("what cannot be taken back", "undo/test_rollback_rest.py"),
+    pytest_suite("several ranks", "ranks/test_ddp.py", "ranks/test_world.py", "ranks/test_vote.py"),
     pytest_suite("leaks", "leaks/test_leaks.py", "leaks/test_leak_names.py",
                  "python_types/test_bare_objects.py"),
     Suite("what tests sample, whole", _whole, run_pytest),

@@ -1,0 +1,163 @@
+"""What agreement costs: single votes beside gloo's and a store's, and a step of DDP with it.
+
+Ranks are processes of this machine, over gloo. Figures are rank 0's, in microseconds. With more
+ranks than idle cores they say how the system gives out cores: the load is printed with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import logging
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import oomkit
+from oomkit._ranks import world as worlds
+from oomkit.testing import inject_oom
+
+
+def _timed(call: Callable[[], object], count: int) -> tuple[float, float]:
+    """Median and 99th percentile of single calls."""
+    times = []
+    for _ in range(count):
+        begin = time.perf_counter_ns()
+        call()
+        times.append((time.perf_counter_ns() - begin) / 1000)
+    times.sort()
+    return statistics.median(times), times[int(len(times) * 0.99)]
+
+
+def _votes(count: int) -> dict[str, tuple[float, float]]:
+    world = worlds.meet()
+    one, four = torch.zeros(1, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    store: Any = dist.distributed_c10d._get_default_store()
+    rows: dict[str, Callable[[], object]] = {
+        "oomkit's vote, shared memory": lambda: world.vote(0, 1),
+        "gloo all_reduce, one int64": lambda: dist.all_reduce(one, op=dist.ReduceOp.MAX),
+        "gloo all_reduce, four int64": lambda: dist.all_reduce(four, op=dist.ReduceOp.MAX),
+        "gloo barrier": dist.barrier,
+        "TCPStore add": lambda: store.add("counter", 1),
+    }
+    found = {}
+    for name, call in rows.items():
+        _timed(call, count // 10)
+        dist.barrier()
+        found[name] = _timed(call, count)
+    return found
+
+
+def _model() -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(8):
+        layers += [nn.Linear(256, 256), nn.ReLU()]
+    model = DistributedDataParallel(nn.Sequential(*layers))
+    return model, torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
+def _steps(count: int) -> dict[str, tuple[float, float]]:
+    """A healthy step, bare and decorated in turn; and one that fails once on the last rank."""
+    model, optimizer = _model()
+    x, y = torch.randn(64, 256), torch.randn(64, 256)
+
+    def bare(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    step = oomkit.auto_batch(bare, verify=False, reduction="mean")
+    for _ in range(20):
+        bare(x, y)
+        step(x, y)
+    times: dict[str, list[float]] = {"bare": [], "decorated": []}
+    for turn in range(count):
+        order = [("bare", bare), ("decorated", step)]
+        for name, call in order if turn % 2 == 0 else order[::-1]:
+            dist.barrier()
+            times[name] += [_timed(lambda call=call: call(x, y), 1)[0]]
+    found = {}
+    for name, values in times.items():
+        values.sort()
+        found[f"DDP step, {name}"] = statistics.median(values), values[int(len(values) * 0.99)]
+    failing = []
+    for _ in range(max(3, count // 20)):
+        fresh = oomkit.auto_batch(
+            lambda x, y: bare(x, y), verify=False, reduction="mean", model=model
+        )
+        fresh(x, y)
+        dist.barrier()
+        if dist.get_rank() == dist.get_world_size() - 1:
+            with inject_oom(nth=4, phase="backward"):
+                failing.append(_timed(lambda f=fresh: f(x, y), 1)[0])
+        else:
+            failing.append(_timed(lambda f=fresh: f(x, y), 1)[0])
+    found["DDP step, one rank fails in its backward"] = statistics.median(failing), max(failing)
+    return found
+
+
+def _rank(rank: int, world: int, folder: str, count: int) -> None:
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    patience = datetime.timedelta(seconds=120)
+    port = int(Path(folder, "port").read_text())
+    store = dist.TCPStore("127.0.0.1", port, world, rank == 0, patience)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
+    found = _votes(count) | _steps(max(20, count // 20))
+    if rank == 0:
+        lines = [f"{n:44s} {median:10.1f} {late:10.1f}" for n, (median, late) in found.items()]
+        Path(folder, "table").write_text("\n".join(lines))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--count", type=int, default=2000, help="votes of each kind")
+    parser.add_argument("--output", type=Path, help="write the table there, too")
+    given = parser.parse_args()
+    lines = [
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
+        f"torch {torch.__version__}"
+    ]
+    for world in given.ranks:
+        load = os.getloadavg()[0]
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "port").write_text(str(_free_port()))
+            processes.spawn(_rank, (world, folder, given.count), nprocs=world)
+            title = f"{world} ranks (load before it: {load:.1f})"
+            lines += ["", f"{title:44s} {'median':>10s} {'p99':>10s}"]
+            lines.append(Path(folder, "table").read_text())
+    text = "\n".join(lines)
+    print(text)
+    if given.output is not None:
+        given.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+#include "agree.h"
+#include "ranks.h"
+#include "../call/call.h"
+#include "../py/errors.h"
+#include "../result/result.h"
+
+/* What the answer of the agreement means: 1 is that another rank has failed, so that
+ * this attempt is to end and begin again. Steals `answer`. 0, another answer, or -1. */
+static int
+ranks_answer(oomkit_call *call, PyObject *answer)
+{
+    long failed;
+
+    if (answer == NULL) {
+        return -1;
+    }
+    failed = PyLong_AsLong(answer);
+    Py_DECREF(answer);
+    if (failed != 1) {
+        return (int)failed; /* -1 with an exception */
+    }
+    call->tries.restart = OOMKIT_RESTART_RANKS;
+    oomkit_raise(call->st->SplitError,
+                 "another rank ran out of memory: this attempt is given up and begun "
+                 "again; let oomkit's errors pass");
+    return -1;
+}
+
+/* A method of the agreement, outside the budget: collectives have no smaller size. New
+ * reference or NULL. */
+static PyObject *
+ranks_call(oomkit_call *call, const char *method, PyObject *argument)
+{
+    OWNED PyObject *name = PyUnicode_InternFromString(method);
+    PyObject *answer = NULL; /* owned */
+
+    EXEMPT (call->st) {
+        if (name != NULL) {
+            answer = PyObject_CallMethodObjArgs(call->ranks.agreed, name, argument,
+                                                (PyObject *)NULL);
+        }
+    }
+    return answer;
+}
+
+static int
+ranks_ask(oomkit_call *call, const char *method)
+{
+    return ranks_answer(call, ranks_call(call, method, NULL)) < 0 ? -1 : 0;
+}
+
+int
+oomkit_ranks_enter(oomkit_call *call)
+{
+    OWNED PyObject *wrappers = NULL;
+    PyObject *agreed = NULL; /* owned, then by the call */
+    int found = oomkit_wrappers_any(call);
+
+    if (found <= 0) {
+        return found;
+    }
+    wrappers = oomkit_wrappers(call);
+    EXEMPT (call->st) {
+        if (wrappers != NULL) {
+            agreed = PyObject_CallFunction(call->st->ranks_enter, "OOO", call->step,
+                                           call->options->label, wrappers);
+        }
+    }
+    if (agreed == NULL) {
+        return -1;
+    }
+    if (agreed == Py_None) { /* what it is has been said */
+        Py_DECREF(agreed);
+        return 0;
+    }
+    call->ranks.agreed = agreed;
+    return 0;
+}
+
+/* Slices are there: no collective may overlap with their backwards. */
+static int
+ranks_attempt_begins(oomkit_call *call)
+{
+    return oomkit_ranks_agreed(call) ? ranks_ask(call, "attempt_begins") : 0;
+}
+
+/* Do gradients of this backward go to the other ranks? Those of a proof and of earlier
+ * micro-batches do not. */
+static int
+ranks_concerns(const oomkit_call *call)
+{
+    return oomkit_ranks_agreed(call) && call->proof == NULL &&
+           (!call->split || call->is_last) && !oomkit_call_is_replay(call);
+}
+
+int
+oomkit_ranks_backward_begins(oomkit_call *call)
+{
+    return ranks_concerns(call) ? ranks_ask(call, "backward_begins") : 0;
+}
+
+int
+oomkit_ranks_backward_ends(oomkit_call *call)
+{
+    return ranks_concerns(call) ? ranks_ask(call, "backward_ends") : 0;
+}
+
+int
+oomkit_ranks_commit(oomkit_call *call)
+{
+    int answer;
+
+    if (!oomkit_ranks_agreed(call) || call->ranks.committed || call->proof != NULL) {
+        return 0;
+    }
+    answer = ranks_answer(call, ranks_call(call, "commit", NULL));
+    call->ranks.committed = answer == 0;
+    return answer < 0 ? -1 : 0;
+}
+
+int
+oomkit_ranks_returned(oomkit_call *call)
+{
+    return oomkit_ranks_agreed(call) && !call->ranks.committed && call->proof == NULL
+               ? ranks_ask(call, "returned")
+               : 0;
+}
+
+/* An attempt has failed here, and everything is back: the others are told if they have
+ * seen anything of it. */
+static int
+ranks_before_retry(oomkit_call *call)
+{
+    PyObject *done; /* owned */
+
+    if (!oomkit_ranks_agreed(call)) {
+        return 0;
+    }
+    done = ranks_call(call, "failed", NULL);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+int
+oomkit_ranks_again(oomkit_call *call)
+{
+    PyObject *done; /* owned */
+
+    if (!oomkit_ranks_agreed(call)) {
+        return 0;
+    }
+    done = ranks_call(call, "again", NULL);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+void
+oomkit_ranks_leave(oomkit_call *call, PyObject *exception)
+{
+    PyObject *done; /* owned */
+
+    if (!oomkit_ranks_agreed(call)) {
+        return;
+    }
+    done = ranks_call(call, "leave", exception == NULL ? Py_None : exception);
+    if (done == NULL) {
+        PyErr_WriteUnraisable(call->given.func);
+    }
+    Py_XDECREF(done);
+    Py_CLEAR(call->ranks.agreed);
+    call->ranks.committed = 0;
+}
+
+static int
+ranks_micro_returns(oomkit_call *call, PyObject *result)
+{
+    oomkit_tensor_facts facts;
+    int wanted = 0;
+
+    if (oomkit_ranks_agreed(call) && call->backward.done == 0 && call->proof == NULL) {
+        wanted = oomkit_result_wants_backward(call->st, result, NULL, &facts);
+    }
+    return wanted <= 0 ? wanted
+                       : oomkit_refuse_split(
+                             call, "its loss is returned to a caller that runs "
+                                   "backward(), which several ranks cannot take back: "
+                                   "call backward() inside the step");
+}
+
+static int
+ranks_micro_begins(oomkit_call *call)
+{
+    return oomkit_ranks_agreed(call) ? ranks_ask(call, "micro_begins") : 0;
+}
+
+const oomkit_rule oomkit_ranks_rule = {.attempt_begins = ranks_attempt_begins,
+                                       .micro_begins = ranks_micro_begins,
+                                       .micro_returns = ranks_micro_returns,
+                                       .before_retry = ranks_before_retry};

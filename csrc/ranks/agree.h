@@ -1,0 +1,42 @@
+/* A call of a process group: what it tells the other ranks, and what they say. Who
+ * agrees on what, and when, is said in oomkit/_ranks/agreement.py; these are the places
+ * of a call where it is asked. All but the first return at once in any other call.
+ * Whether it is such a call is asked by oomkit_ranks_agreed() (call/call_types.h). */
+#ifndef OOMKIT_RANKS_AGREE_H
+#define OOMKIT_RANKS_AGREE_H
+
+#include "../call/call_types.h"
+
+/* Before anything of the call is marked: does it train a model that is spread over
+ * ranks? Collectives that a forward would begin with are made now. 0 or -1. Runs Python
+ * code. */
+int
+oomkit_ranks_enter(oomkit_call *call);
+/* An outermost backward, with all gradients of the batch in .grad after the last
+ * micro-batch's: they are reduced here. 0 or -1; also -1 where another rank has failed,
+ * and call->tries.restart says so. */
+int
+oomkit_ranks_backward_begins(oomkit_call *call);
+int
+oomkit_ranks_backward_ends(oomkit_call *call);
+/* Before the first update, and where the function has returned: have all ranks come as
+ * far? The same. */
+int
+oomkit_ranks_commit(oomkit_call *call);
+int
+oomkit_ranks_returned(oomkit_call *call);
+/* Has it committed, so that others have updated, or may have? */
+static inline int
+oomkit_ranks_committed(const oomkit_call *call)
+{
+    return call->ranks.committed;
+}
+/* Another rank has failed, and everything is back here, too. 0 or -1. */
+int
+oomkit_ranks_again(oomkit_call *call);
+/* The call is over; `exception` (borrowed, not in flight) is what it raises, or NULL.
+ * Keeps no exception. */
+void
+oomkit_ranks_leave(oomkit_call *call, PyObject *exception);
+
+#endif

@@ -1,0 +1,333 @@
+/* _Vote: the vote of vote.h for oomkit/_ranks, over memory that was mapped there. */
+#include "ranks.h"
+#include "vote.h"
+#include "../call/records.h"
+#include "../py/errors.h"
+
+#include <string.h>
+
+#define SLEEP_NS UINT64_C(20000000) /* so often is looked for signals */
+#define LOOKS 5 /* of those between two looks at the others' processes */
+
+typedef struct process {
+    int64_t pid;
+    uint64_t started;
+} process;
+
+typedef struct vote_object {
+    PyObject_HEAD
+    oomkit_vote vote;
+    Py_buffer memory; /* held: writable, and shared with other processes */
+    process *processes;
+} vote_object;
+
+#define vote_CAST(op) ((vote_object *)(op))
+
+/* How a round ended; _ranks/world.py has the same names. */
+enum { ALL_CAME = 0, ONE_DEAD, ONE_GONE, ONE_LATE, ONE_STOPPED };
+
+/* The processes of the ranks, from a sequence of (pid, started). 0 or -1. */
+static int
+vote_processes(vote_object *self, PyObject *given, uint32_t world)
+{
+    OWNED PyObject *items = PySequence_Tuple(given);
+    uint32_t i;
+
+    if (items == NULL) {
+        return -1;
+    }
+    if (PyTuple_GET_SIZE(items) != (Py_ssize_t)world) {
+        PyErr_Format(PyExc_ValueError, "_Vote() expected %u processes, got %zd", world,
+                     PyTuple_GET_SIZE(items));
+        return -1;
+    }
+    self->processes = PyMem_Calloc(world, sizeof(*self->processes));
+    if (self->processes == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (i = 0; i < world; i++) {
+        long long pid;
+        unsigned long long started;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(items, i), "LK", &pid, &started)) {
+            return -1;
+        }
+        self->processes[i] = (process){pid, started};
+    }
+    return 0;
+}
+
+static PyObject *
+vote_new(PyTypeObject *tp, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"memory", "world", "rank", "epoch", "processes", NULL};
+    PyObject *memory, *processes; /* borrowed from args */
+    unsigned int world, rank;
+    unsigned long long epoch;
+    OWNED PyObject *op = NULL;
+    vote_object *self;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OIIKO:_Vote", names, &memory,
+                                     &world, &rank, &epoch, &processes)) {
+        return NULL;
+    }
+    op = tp->tp_alloc(tp, 0);
+    if (op == NULL) {
+        return NULL;
+    }
+    self = vote_CAST(op);
+    if (vote_processes(self, processes, world) < 0 ||
+        PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0) {
+        return NULL;
+    }
+    if (oomkit_vote_bytes(world) == 0 ||
+        (size_t)self->memory.len < oomkit_vote_bytes(world) ||
+        oomkit_vote_open(&self->vote, self->memory.buf, world, rank, epoch) < 0) {
+        return oomkit_raise(PyExc_ValueError,
+                            "_Vote() expected memory of this epoch for rank %u of %u, "
+                            "got something else in %zd bytes",
+                            rank, world, self->memory.len);
+    }
+    return STEAL(op);
+}
+
+static void
+vote_dealloc(PyObject *op)
+{
+    PyTypeObject *tp = Py_TYPE(op);
+    vote_object *self = vote_CAST(op);
+
+    if (self->memory.obj != NULL) {
+        PyBuffer_Release(&self->memory);
+    }
+    PyMem_Free(self->processes);
+    tp->tp_free(op);
+    Py_DECREF(tp);
+}
+
+/* Who has not come, and will not? ALL_CAME where that cannot be said of anybody. */
+static int
+vote_missing(const vote_object *self, uint32_t *rank)
+{
+    char text[OOMKIT_VOTE_TEXT];
+    uint32_t i;
+
+    for (i = 0; i < self->vote.world; i++) {
+        const process *one = &self->processes[i];
+        if (oomkit_vote_has_come(&self->vote, i)) {
+            continue;
+        }
+        *rank = i;
+        if (oomkit_vote_said(&self->vote, i, text)) {
+            return ONE_GONE;
+        }
+        if (oomkit_process_look(one->pid, one->started) == OOMKIT_PROCESS_DEAD) {
+            return ONE_DEAD;
+        }
+    }
+    return ALL_CAME;
+}
+
+/* The first that is late, and whether it is stopped. */
+static int
+vote_late(const vote_object *self, uint32_t *rank)
+{
+    const process *one;
+
+    for (*rank = 0; oomkit_vote_has_come(&self->vote, *rank); ++*rank) {
+    }
+    one = &self->processes[*rank];
+    return oomkit_process_look(one->pid, one->started) == OOMKIT_PROCESS_STOPPED
+               ? ONE_STOPPED
+               : ONE_LATE;
+}
+
+/* Until all have come. How it ended, or -1 with an exception. */
+static int
+vote_wait(const vote_object *self, uint64_t patience_ns, oomkit_voted *voted)
+{
+    const uint64_t until = oomkit_now_ns() + patience_ns;
+    int turn, ended;
+
+    for (turn = 1;; turn++) {
+        oomkit_vote_state state;
+        Py_BEGIN_ALLOW_THREADS;
+        state = oomkit_vote_wait(&self->vote, SLEEP_NS, voted);
+        Py_END_ALLOW_THREADS;
+        if (state == OOMKIT_VOTE_DONE) {
+            return ALL_CAME;
+        }
+        if (PyErr_CheckSignals() < 0) {
+            return -1;
+        }
+        ended = turn % LOOKS == 0 ? vote_missing(self, &voted->rank) : ALL_CAME;
+        if (ended != ALL_CAME) { /* it may have come and gone since */
+            state = oomkit_vote_wait(&self->vote, 0, voted);
+            return state == OOMKIT_VOTE_DONE ? ALL_CAME : ended;
+        }
+        if (oomkit_now_ns() >= until) {
+            state = oomkit_vote_wait(&self->vote, 0, voted);
+            return state == OOMKIT_VOTE_DONE ? ALL_CAME : vote_late(self, &voted->rank);
+        }
+    }
+}
+
+static PyObject *
+vote_cast(PyObject *op, PyObject *args)
+{
+    vote_object *self = vote_CAST(op);
+    oomkit_voted voted = {0};
+    long long word;
+    unsigned long long tag;
+    double patience;
+    int ended;
+
+    if (!PyArg_ParseTuple(args, "LKd:cast", &word, &tag, &patience)) {
+        return NULL;
+    }
+    oomkit_vote_cast(&self->vote, word, tag);
+    if (oomkit_vote_wait(&self->vote, 0, &voted) == OOMKIT_VOTE_DONE) {
+        ended = ALL_CAME; /* the lock of the interpreter was not needed */
+    } else {
+        ended = vote_wait(self, (uint64_t)(patience * 1e9), &voted);
+    }
+    return ended < 0 ? NULL
+                     : Py_BuildValue("iLIi", ended, (long long)voted.word,
+                                     (unsigned int)voted.rank, voted.one_matter);
+}
+
+static PyObject *
+vote_tag(PyObject *op, PyObject *given)
+{
+    unsigned long rank = PyLong_AsUnsignedLong(given);
+
+    if (rank >= vote_CAST(op)->vote.world) {
+        return PyErr_Occurred() ? NULL
+                                : oomkit_raise(PyExc_IndexError,
+                                               "tag() expected a rank of %u, got %lu",
+                                               vote_CAST(op)->vote.world, rank);
+    }
+    return PyLong_FromUnsignedLongLong(
+        oomkit_vote_tag(&vote_CAST(op)->vote, (uint32_t)rank));
+}
+
+static PyObject *
+vote_say(PyObject *op, PyObject *args)
+{
+    const char *text;
+    int gone = 0;
+
+    if (!PyArg_ParseTuple(args, "s|p:say", &text, &gone)) {
+        return NULL;
+    }
+    oomkit_vote_say(&vote_CAST(op)->vote, text, gone);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+vote_said(PyObject *op, PyObject *given)
+{
+    unsigned long rank = PyLong_AsUnsignedLong(given);
+    char text[OOMKIT_VOTE_TEXT];
+
+    if (rank >= vote_CAST(op)->vote.world) {
+        return PyErr_Occurred() ? NULL
+                                : oomkit_raise(PyExc_IndexError,
+                                               "said() expected a rank of %u, got %lu",
+                                               vote_CAST(op)->vote.world, rank);
+    }
+    oomkit_vote_said(&vote_CAST(op)->vote, (uint32_t)rank, text);
+    return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+}
+
+static PyObject *
+vote_prepare(PyObject *Py_UNUSED(type), PyObject *args)
+{
+    Py_buffer memory;
+    unsigned int world;
+    unsigned long long epoch;
+
+    if (!PyArg_ParseTuple(args, "w*IK:prepare", &memory, &world, &epoch)) {
+        return NULL;
+    }
+    if (oomkit_vote_bytes(world) == 0 ||
+        (size_t)memory.len < oomkit_vote_bytes(world)) {
+        PyBuffer_Release(&memory);
+        return oomkit_raise(PyExc_ValueError,
+                            "prepare() expected memory for %u ranks, got %zd bytes",
+                            world, memory.len);
+    }
+    oomkit_vote_format(memory.buf, world, epoch);
+    PyBuffer_Release(&memory);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+vote_bytes(PyObject *Py_UNUSED(type), PyObject *given)
+{
+    unsigned long world = PyLong_AsUnsignedLong(given);
+
+    if (world == (unsigned long)-1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    return PyLong_FromSize_t(
+        oomkit_vote_bytes(world > UINT32_MAX ? 0 : (uint32_t)world));
+}
+
+static PyObject *
+vote_started(PyObject *Py_UNUSED(type), PyObject *given)
+{
+    long long pid = PyLong_AsLongLong(given);
+
+    if (pid == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    return PyLong_FromUnsignedLongLong(oomkit_process_started(pid));
+}
+
+static PyObject *
+vote_look(PyObject *Py_UNUSED(type), PyObject *args)
+{
+    long long pid;
+    unsigned long long started;
+
+    if (!PyArg_ParseTuple(args, "LK:look", &pid, &started)) {
+        return NULL;
+    }
+    return PyLong_FromLong(oomkit_process_look(pid, started));
+}
+
+static PyMethodDef vote_methods[] = {
+    {"cast", vote_cast, METH_VARARGS,
+     "cast(word, tag, patience, /)\n--\n\n"
+     "(how it ended, largest word, rank, all on one matter), once all have come."},
+    {"tag", vote_tag, METH_O, "tag(rank, /)\n--\n\nWhat it votes on."},
+    {"say", vote_say, METH_VARARGS, "say(text, gone=False, /)\n--\n\nFor the others."},
+    {"said", vote_said, METH_O, "said(rank, /)\n--\n\nWhat it has said last."},
+    {"prepare", vote_prepare, METH_VARARGS | METH_STATIC,
+     "prepare(memory, world, epoch, /)\n--\n\nBefore anybody opens it."},
+    {"bytes", vote_bytes, METH_O | METH_STATIC,
+     "bytes(world, /)\n--\n\nSize of the memory; 0 of too many."},
+    {"started", vote_started, METH_O | METH_STATIC,
+     "started(pid, /)\n--\n\nWhen that process was started, in ticks."},
+    {"look", vote_look, METH_VARARGS | METH_STATIC,
+     "look(pid, started, /)\n--\n\n0 it runs, 1 is stopped, 2 dead."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot vote_slots[] = {
+    {Py_tp_new, vote_new},
+    {Py_tp_dealloc, vote_dealloc},
+    {Py_tp_methods, vote_methods},
+    {Py_tp_doc, "_Vote(memory, world, rank, epoch, processes)\n--\n\n"
+                "A rank's part in votes with others of its machine."},
+    {0, NULL},
+};
+
+/* No part in collections: of objects it holds the exporter of a buffer alone. */
+PyType_Spec oomkit_vote_spec = {
+    .name = "oomkit._C._Vote",
+    .basicsize = sizeof(vote_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = vote_slots,
+};

@@ -1,0 +1,467 @@
+"""What a call of a decorated step agrees on with the other ranks, over DistributedDataParallel.
+
+Forward and backward of a rank are its own affair, and so are its retries, as long as no other
+rank has seen anything of them: it may need more micro-batches than others, or begin again. What
+ranks do together, in this order, is the same whatever each needs for it:
+
+1. at entry what a forward would begin with: buckets that are to be rebuilt, buffers of rank 0;
+2. for each backward after a forward that synchronises, one reduction of each model, by its own
+   reducer. It overlaps with the backward as torch has it where the batch is whole, nothing is
+   known to lack, and it is the first one of the call; else it follows the last micro-batch's
+   backward, which then has the gradients of the whole batch;
+3. a vote before each reduction that does not overlap, but for the first one in a call when all
+   went well in the last;
+4. a vote before the first update, or at the end: from there on nothing is begun again.
+
+A rank that fails when others may have seen something of its attempt makes up for the reductions
+that it has begun, with zeros, and votes that all begin again, which they learn at their next
+vote. The first reduction of such another attempt is voted on, and nothing overlaps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from .. import _C
+from .world import AGAIN, FINE, TROUBLE, World, error, meet
+
+_REDUCTION, _COMMIT, _OWN = 1, 2, 3  # matters of a vote
+_PLAIN_HOOKS = frozenset({"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"})
+"""One collective for each bucket, and no state: of torch's own."""
+_UNTOUCHED = 0  # what torch takes for False, and never writes
+_said: set[tuple[str, str]] = set()
+_looked_at: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
+
+
+class _Touch(torch.autograd.Function):
+    """Adds nothing to the gradients of some parameters, so that their reducer sees each."""
+
+    @staticmethod
+    def forward(ctx: Any, *params: torch.Tensor) -> torch.Tensor:
+        ctx.nothing = [p.grad.new_zeros(()).expand_as(p) for p in params if p.grad is not None]
+        return params[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: torch.Tensor) -> Any:
+        return tuple(ctx.nothing)
+
+
+class Reducer:
+    """In place of a model's reducer while a call runs: what its forwards tell it goes by us."""
+
+    def __init__(self, agreement: Agreement, model: Any) -> None:
+        self.real = model.reducer
+        self.model = model
+        self.due = False
+        """A forward has synchronised, and its gradients were not reduced."""
+        self.flying = False
+        """Its reduction overlaps with the backward."""
+        self.sent = 0
+        self.broadcasts: Any = True
+        """The next forward begins with a broadcast of buffers."""
+        self._before: list[tuple[weakref.ref[torch.Tensor] | None, int]] = []
+        self._entry = self._before
+        self._outputs: list[torch.Tensor] = []
+        self._agreement = agreement
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
+        """The end of a forward that synchronises."""
+        self.due, self._outputs = True, outputs
+        if self._agreement.overlaps():
+            if not self.flying:
+                self.sent = self.count()
+            self.flying = True
+            self.real.prepare_for_backward(outputs)
+
+    def hand_over(self) -> None:
+        """A backward after the call is the model's own affair."""
+        if self.due and not self.flying:
+            self.real.prepare_for_backward(self._outputs)
+        self._outputs = []
+
+    @functools.cached_property
+    def params(self) -> list[torch.Tensor]:
+        return [p for p in self.model.module.parameters() if p.requires_grad]
+
+    def count(self) -> int:
+        """Collectives of the model's group so far."""
+        return int(self.model.process_group._get_sequence_number_for_group())
+
+    def leave_out(self, before: int) -> None:
+        """Collectives since then are none of the reduction's."""
+        if before > 0:
+            self.sent += self.count() - before
+
+    # ---- which gradients a backward has moved
+
+    def _gradients(self) -> list[tuple[weakref.ref[torch.Tensor] | None, int]]:
+        gradients = [p.grad for p in self.params]
+        return [(None, 0) if g is None else (weakref.ref(g), g._version) for g in gradients]
+
+    def _moved(
+        self, since: list[tuple[weakref.ref[torch.Tensor] | None, int]]
+    ) -> list[torch.Tensor]:
+        moved = []
+        for p, (ref, version) in zip(self.params, since, strict=True):
+            gradient = p.grad
+            same = ref is not None and ref() is gradient
+            if gradient is not None and not (same and gradient._version == version):
+                moved.append(p)
+        return moved
+
+    def attempt_begins(self) -> None:
+        self._entry = self._gradients() if self.model.find_unused_parameters else []
+
+    def backward_begins(self) -> None:
+        self._before = self._gradients()
+
+    def backward_moved(self) -> bool:
+        return bool(self._moved(self._before))
+
+    # ---- reducing
+
+    def has_finished(self) -> bool:
+        """Has the reduction that overlaps come to its end?"""
+        if self.count() == self.sent:
+            return False
+        try:
+            self.real._check_reducer_finalized()
+        except RuntimeError:
+            return False
+        return True
+
+    def reduce(self) -> None:
+        """The gradients that are in ``.grad``, by the model's own means."""
+        if self.model.find_unused_parameters:
+            moved = self._moved(self._entry)
+        else:
+            moved = [p for p in self.params if p.grad is not None]
+        if not moved:
+            raise _C.SplitError(
+                "auto_batch cannot reduce the gradients of a DistributedDataParallel model "
+                "none of whose parameters was used on this rank"
+            )
+        self.due, self.flying, self.sent = False, True, self.count()
+        with torch.enable_grad():
+            root = _Touch.apply(*reversed(moved))  # type: ignore[no-untyped-call]
+        self.real.prepare_for_backward([root] if self.model.find_unused_parameters else [])
+        torch.autograd.Variable._execution_engine.run_backward(
+            (root,), (torch.ones_like(root),), False, False, (), True, True
+        )
+        self.flying = False
+
+    def drain(self) -> None:
+        """Take part with zeros in what is left of a reduction that others wait for."""
+        if not self.flying:
+            return
+        self.flying = False
+        buckets = self.real._get_zeros_like_grad_buckets()
+        left = buckets[max(0, self.count() - self.sent) :]
+        work = [self.real._run_comm_hook(bucket) for bucket in left]
+        for one in work:
+            one.wait()
+        if self.model.find_unused_parameters:
+            due = len(buckets) + 1 - (self.count() - self.sent)
+            if due > 0:
+                used = torch.zeros_like(self.real._get_local_used_map())
+                self.model.process_group.allreduce([used]).wait()
+        with contextlib.suppress(RuntimeError):  # gloo has none: the others' parts are done
+            self.model.process_group._wait_for_pending_works()  # when they vote
+
+    def reset(self) -> None:
+        self.real._reset_state()
+        self.due = self.flying = False
+
+
+class Agreement:
+    """One call of a step."""
+
+    def __init__(self, world: World, step: object, models: list[Any]) -> None:
+        self._world = world
+        self._step = step
+        world.begin()
+        self._reducers = [Reducer(self, model) for model in models]
+        self._whole = True
+        self._cautious = step not in world.at_ease
+        self._trouble = False
+        self._done = 0  # reductions of this attempt
+        self._told = False  # the others that this rank cannot go on, or by them
+        self._committed = False
+        self._before: dict[Reducer, int] = {}
+        self._draining = False
+        self._own = ""  # a collective of the step's own that was made
+        self._may_overlap = len(models) == 1 and all(
+            getattr(hook, "__name__", "") in _PLAIN_HOOKS
+            and getattr(hook, "__module__", "").startswith("torch.distributed.algorithms.")
+            for hook, _ in models[0]._comm_hooks
+        )
+        self._once = not self._may_overlap and any(model._comm_hooks for model in models)
+        self._waits = all(model.require_backward_grad_sync for model in models)
+        self._entry()
+        world.present = self
+        for reducer in self._reducers:
+            reducer.attempt_begins()
+            attributes = reducer.model.__dict__
+            attributes["reducer"] = reducer
+            attributes["_sync_buffers"] = _second_broadcast
+
+    def _entry(self) -> None:
+        """What the first forward would begin with, which a forward that is repeated must not."""
+        for reducer in self._reducers:
+            model = reducer.model
+            if reducer.real._rebuild_buckets():  # under no_sync(), too
+                model._has_rebuilt_buckets = True
+            if model._check_sync_bufs_pre_fwd():
+                model._sync_buffers()
+            reducer.broadcasts = model.require_forward_param_sync
+            model.require_forward_param_sync = _UNTOUCHED
+
+    def overlaps(self) -> bool:
+        return self._whole and self._may_overlap and not self._cautious and self._done == 0
+
+    # ---- told by the engine, in C
+
+    def attempt_begins(self) -> int:
+        """Micro-batches, from the first one on, for real or for a proof."""
+        self._whole = False
+        for reducer in self._reducers:
+            reducer.attempt_begins()
+        return 0
+
+    def micro_begins(self) -> int:
+        """One of them, for real or for a proof: its forward broadcasts nothing."""
+        for reducer in self._reducers:
+            reducer.model.require_forward_param_sync = _UNTOUCHED
+        return 0
+
+    def backward_begins(self) -> int:
+        for reducer in self._reducers:
+            if not reducer.flying:
+                reducer.backward_begins()
+        return 0
+
+    def backward_ends(self) -> int:
+        flying = [reducer for reducer in self._reducers if reducer.flying]
+        if flying:
+            for reducer in flying:
+                if reducer.has_finished():
+                    reducer.due = reducer.flying = False
+                    self._done += 1
+            return 0
+        moved = [reducer for reducer in self._reducers if reducer.backward_moved()]
+        if self._done > 0 and not all(reducer.due for reducer in moved):
+            raise _C.SplitError(
+                "auto_batch cannot take part in several backward() calls over one forward of a "
+                "DistributedDataParallel model: add the losses, and run one backward()"
+            )
+        due = [reducer for reducer in moved if reducer.due]
+        if not due:
+            return 0
+        if (self._done > 0 or self._cautious) and self._asks(FINE, _REDUCTION):
+            return 1
+        for reducer in due:
+            reducer.reduce()
+        self._done += 1
+        return 0
+
+    def commit(self) -> int:
+        """Before an update; 2: others have no part in it."""
+        if self._done == 0:
+            return 2
+        if self._asks(TROUBLE if self._trouble else FINE, _COMMIT):
+            return 1
+        self._committed = True
+        return 0
+
+    def returned(self) -> int:
+        """The function has returned, without an update."""
+        if self.commit() == 1:
+            return 1
+        for reducer in self._reducers:
+            reducer.hand_over()
+        return 0
+
+    def failed(self) -> int:
+        """This rank's attempt has failed, and everything is back but what others have seen."""
+        self._whole, self._trouble = False, True
+        if self._own:
+            raise self._cannot(f"it ran out of memory after {self._own}() of the step's own")
+        if self._done > 0 or any(reducer.flying for reducer in self._reducers):
+            if self._once:
+                raise self._cannot(
+                    "it ran out of memory after a communication hook had run, whose state cannot "
+                    "be taken back: restore a checkpoint on all ranks"
+                )
+            self._drain()
+            self._vote(AGAIN, _REDUCTION)
+            self.again()
+        for reducer in self._reducers:
+            reducer.due = False
+        return 0
+
+    def again(self) -> int:
+        """Another attempt of all ranks; everything is back."""
+        if self._own:
+            raise self._cannot(f"it has made {self._own}() of the step's own")
+        for reducer in self._reducers:
+            reducer.reset()
+        self._whole, self._cautious, self._trouble, self._done = False, True, True, 0
+        return 0
+
+    def own_collective(self, name: str) -> None:
+        """The step is about to make one itself, as the other ranks are, if none has failed."""
+        hooks = self._draining or torch._C._current_graph_task_id() != -1
+        if self._committed or hooks:
+            return  # nothing begins again; or it is a communication hook's
+        if not self._whole:
+            raise self._cannot(
+                f"its step calls torch.distributed.{name}() before the update, which is made once, "
+                "so that it can neither be split nor begin again: do that after the update, or "
+                "outside the step"
+            )
+        self._own = name
+        if self._asks(FINE, _OWN):
+            raise self._cannot(f"it has come to {name}() of the step's own")
+        self._before = {reducer: reducer.count() for reducer in self._reducers if reducer.flying}
+
+    def own_collective_made(self) -> None:
+        for reducer in self._reducers:
+            reducer.leave_out(self._before.pop(reducer, 0))
+
+    def leave(self, exception: BaseException | None) -> None:
+        """The call is over."""
+        self._world.present = None
+        for reducer in self._reducers:
+            attributes = reducer.model.__dict__
+            attributes["reducer"] = reducer.real
+            attributes.pop("_sync_buffers", None)
+            if reducer.model.require_forward_param_sync is _UNTOUCHED:  # there was no forward
+                reducer.model.require_forward_param_sync = reducer.broadcasts
+        try:
+            if exception is not None:
+                self._excuse(exception)
+        finally:
+            self._reducers = []
+
+    # ---- votes
+
+    def _matter(self, matter: int) -> int:
+        return self._world.calls << 8 | matter
+
+    def _vote(self, word: int, matter: int) -> int:
+        self._told = True  # unless the vote comes to its end
+        largest = self._world.vote(word, self._matter(matter))
+        self._told = False
+        return largest
+
+    def _asks(self, word: int, matter: int) -> bool:
+        """Vote; must this attempt begin again?"""
+        largest = self._vote(word, matter)
+        if largest == TROUBLE:
+            self._world.at_ease.discard(self._step)
+        elif largest < AGAIN and matter == _COMMIT:
+            self._world.at_ease.add(self._step)
+        return largest >= AGAIN
+
+    def _drain(self) -> None:
+        self._draining = True
+        try:
+            for reducer in self._reducers:
+                reducer.drain()
+        finally:
+            self._draining = False
+
+    def _cannot(self, why: str) -> _C.RankError:
+        """The error of a rank that cannot go on; the others are told."""
+        self._told = True
+        self._world.give_up(why, self._matter(_COMMIT))
+        return error(f"rank {self._world.rank} cannot go on: {why}", self._world.rank)
+
+    def _excuse(self, exception: BaseException) -> None:
+        """An error leaves the call: who waits for this rank is told, and the error tells of
+        who is missed."""
+        text = f"{type(exception).__name__}: {exception}"
+        if isinstance(exception, _C.RankError):
+            self._told = True
+        else:
+            for line in self._world.absent():
+                exception.add_note(f"oomkit: {line}")
+        flying = any(reducer.flying for reducer in self._reducers)
+        with contextlib.suppress(RuntimeError):  # the others are gone, or the group is
+            self._drain()
+        with contextlib.suppress(RuntimeError):
+            for reducer in self._reducers:
+                reducer.real._reset_state()
+        awaited = flying or self._done > 0 or (self._cautious and self._waits)
+        broken = isinstance(exception, _C.OomkitError | MemoryError | torch.OutOfMemoryError)
+        if self._told:
+            return
+        if (awaited and not self._committed) or (self._committed and broken):
+            self._world.give_up(text, self._matter(_COMMIT))
+        elif not self._committed:
+            self._world.say(text)
+
+
+def _second_broadcast() -> None:
+    raise _C.SplitError(
+        "auto_batch cannot take part in a second forward of a DistributedDataParallel model that "
+        "broadcasts its buffers: pass broadcast_buffers=False to it"
+    )
+
+
+def _modules_refusal(model: Any) -> str | None:
+    for module in model.modules():
+        if isinstance(module, torch.nn.SyncBatchNorm):
+            return "SyncBatchNorm communicates inside the forward"
+        if getattr(module, "sparse", False) is True:
+            return f"{type(module).__name__}(sparse=True) has sparse gradients"
+    return None
+
+
+def _refusal(model: Any) -> str | None:
+    """Why calls over this model are not agreed on, or None."""
+    if not isinstance(model, DistributedDataParallel):
+        return f"{type(model).__name__} is not supported yet; DistributedDataParallel is"
+    if model.static_graph:
+        return "static_graph=True counts the backwards of the first step"
+    if model._join_config.enable:
+        return "inside join() ranks leave one by one"
+    if model.mixed_precision is not None:
+        return "mixed_precision= of DistributedDataParallel keeps copies of parameters"
+    if getattr(model, "_delay_all_reduce_all_params", False) or model._use_python_reducer:
+        return "its reduction is delayed, or torch.compile's"
+    if model.process_group.size() != dist.get_world_size():
+        return "its process group is not that of all ranks"
+    if hasattr(model, "buffer_hook"):
+        return "it has a hook for its buffers"
+    if model not in _looked_at:
+        _looked_at[model] = _modules_refusal(model)
+    return _looked_at[model]
+
+
+def enter(step: object, label: str, models: list[Any]) -> Agreement | None:
+    """A call begins over models that are spread over ranks; None: it is not agreed on."""
+    if not torch.is_grad_enabled() or not (dist.is_available() and dist.is_initialized()):
+        return None
+    why = next((found for found in map(_refusal, models) if found is not None), None)
+    if why is None:
+        return Agreement(meet(), step, models)
+    if (label, why) not in _said:
+        _said.add((label, why))
+        warnings.warn(
+            f"oomkit: {label} runs as it is, and an out-of-memory of it is not retried: {why}",
+            _C.OomkitWarning,
+            stacklevel=2,
+        )
+    return None

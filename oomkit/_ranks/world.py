@@ -1,0 +1,353 @@
+"""The ranks of the default process group: they meet once, and vote from then on.
+
+A vote is a word of each rank, of which all get the largest. On one machine it goes through
+shared memory (``csrc/ranks``), else through a gloo group of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import functools
+import itertools
+import json
+import mmap
+import os
+import secrets
+import socket
+import sys
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import _C
+
+PROTOCOL = 1  # what ranks say to each other; grows when that changes
+FINE, TROUBLE, AGAIN, FATAL = 0, 1, 2, 1 << 40
+"""Words. All came well; and one of them with trouble; one has failed; one cannot go on."""
+_ENDED = range(5)
+_CAME, _DEAD, _GONE, _LATE, _STOPPED = _ENDED  # of csrc/ranks/vote_type.c
+_PROCESS_DEAD = 2  # of csrc/ranks/vote.h
+_SHARED = "/dev/shm"
+_generations = itertools.count()
+_COLLECTIVES = (
+    "all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce "
+    "all_reduce_coalesced all_to_all all_to_all_single barrier broadcast broadcast_object_list "
+    "gather gather_object monitored_barrier recv recv_object_list reduce reduce_scatter "
+    "reduce_scatter_tensor scatter scatter_object_list send send_object_list"
+).split()
+_present: World | None = None
+
+
+def error(text: str, rank: int | None = None) -> _C.RankError:
+    """The error of this rank about another one."""
+    raised = _C.RankError(text)
+    raised.rank = rank
+    return raised
+
+
+def _patience(group: Any) -> datetime.timedelta:
+    """How long the user's process group lets one rank wait for another."""
+    for device in group._device_types:
+        try:
+            found = group._get_backend(device).options._timeout
+        except (AttributeError, RuntimeError):
+            continue
+        return found if isinstance(found, datetime.timedelta) else dist.default_pg_timeout
+    return dist.default_pg_timeout
+
+
+def _node() -> str:
+    """Ranks with the same one can share memory, and see each other's processes."""
+    names = [socket.gethostname(), sys.platform]
+    for path in ("/proc/sys/kernel/random/boot_id",):
+        with contextlib.suppress(OSError):
+            names.append(Path(path).read_text(encoding="ascii").strip())
+    for space in ("pid", "mnt"):
+        with contextlib.suppress(OSError):
+            names.append(os.readlink(f"/proc/self/ns/{space}"))
+    return "/".join(names)
+
+
+def _largest() -> Any:
+    options: Any = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    return options
+
+
+class World:
+    """The default process group, as one rank sees it."""
+
+    def __init__(self, group: Any, version: str) -> None:
+        self.group = weakref.ref(group)
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+        self.patience = _patience(group)
+        self.calls = 0
+        self.at_ease: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Steps whose last call all ranks came through without trouble, to its update or end."""
+        self.thread = 0
+        self.present: Any = None
+        """What the call that runs agrees on, or None."""
+        self._store = dist.distributed_c10d._get_default_store()
+        self._key = f"oomkit/{next(_generations)}"
+        self._said = False
+        self._vote: _C._Vote | None = None
+        self._gloo: Any = None
+        self._pending: list[Any] = []
+        self._hello(version)
+        self._connect()
+        atexit.register(_ends, weakref.ref(self), os.getpid())
+
+    # ---- meeting
+
+    def _hello(self, version: str) -> None:
+        """Everybody tells who he is, and looks whether all others are of the same kind."""
+        own = {
+            "oomkit": version,
+            "protocol": PROTOCOL,
+            "torch": torch.__version__,
+            "world": self.size,
+            "node": _node(),
+            "process": [os.getpid(), _C._Vote.started(os.getpid())],
+        }
+        self._store.set(f"{self._key}/{self.rank}", json.dumps(own))
+        keys = [f"{self._key}/{rank}" for rank in range(self.size)]
+        try:
+            self._store.wait(keys, self.patience)
+        except Exception as failed:  # of torch's own kinds, which depend on the store
+            silent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            raise error(
+                f"oomkit waited for the first decorated call of rank(s) {silent} of "
+                f"{self.size} for {self.patience}: decorate the step with auto_batch on all "
+                "ranks, with the same version of oomkit",
+                silent[0] if silent else None,
+            ) from failed
+        self.others = [json.loads(self._store.get(key)) for key in keys]
+        for rank, other in enumerate(self.others):
+            for what in ("oomkit", "protocol", "torch", "world"):
+                if other.get(what) != own[what]:
+                    raise error(
+                        f"oomkit expected the same {what} on all ranks: rank {self.rank} has "
+                        f"{own[what]}, rank {rank} has {other.get(what)}",
+                        rank,
+                    )
+
+    def _connect(self) -> None:
+        """Shared memory where all ranks can have it, else a gloo group of their own."""
+        memory = None
+        if len({other["node"] for other in self.others}) == 1:
+            memory = self._share()
+        if memory is not None:
+            buffer, epoch = memory
+            processes = [tuple(other["process"]) for other in self.others]
+            self._vote = _C._Vote(buffer, self.size, self.rank, epoch, processes)
+        else:
+            self._gloo = dist.new_group(backend="gloo", timeout=self.patience)
+
+    def _share(self) -> tuple[mmap.mmap, int] | None:
+        """The memory and its epoch, or None where some rank could not map it."""
+        size = _C._Vote.bytes(self.size)
+        path, buffer, epoch = "", None, 0
+        with contextlib.suppress(OSError, ValueError):  # then all use gloo
+            if self.rank == 0:
+                epoch = secrets.randbits(63)
+                path, buffer = self._make(size, epoch)
+        if self.rank == 0:
+            self._store.set(f"{self._key}/memory", json.dumps([path, epoch]))
+        else:
+            path, epoch = json.loads(self._get("memory"))
+            with contextlib.suppress(OSError, ValueError):
+                buffer = self._map(path, size)
+        self._store.set(f"{self._key}/{self.rank}/mapped", "1" if buffer is not None else "0")
+        all_have = all(self._get(f"{rank}/mapped") == b"1" for rank in range(self.size))
+        if self.rank == 0 and path:
+            with contextlib.suppress(OSError):
+                os.unlink(path)  # nobody else can open it, and nothing is left behind
+        return (buffer, epoch) if all_have and buffer is not None else None
+
+    def _make(self, size: int, epoch: int) -> tuple[str, mmap.mmap]:
+        job = os.environ.get("TORCHELASTIC_RUN_ID", "job")
+        name = "".join(c for c in job if c.isalnum())[:32]
+        path = f"{_SHARED}/oomkit-{name}-{os.getuid()}-{epoch:016x}"
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(file, 0, size)  # not later, by a signal
+            buffer = mmap.mmap(file, size)
+        except OSError:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(file)
+        _C._Vote.prepare(buffer, self.size, epoch)
+        return path, buffer
+
+    def _map(self, path: str, size: int) -> mmap.mmap:
+        file = os.open(path, os.O_RDWR)
+        try:
+            return mmap.mmap(file, size)
+        finally:
+            os.close(file)
+
+    def _get(self, name: str) -> bytes:
+        key = f"{self._key}/{name}"
+        self._store.wait([key], self.patience)
+        return bytes(self._store.get(key))
+
+    def begin(self) -> None:
+        """A call that is agreed on: what was said in an earlier one is past."""
+        self.calls += 1
+        if self._said:
+            self.say("")
+            self._said = False
+
+    # ---- voting
+
+    @property
+    def shared(self) -> bool:
+        """Do votes go through shared memory?"""
+        return self._vote is not None
+
+    def vote(self, word: int, matter: int) -> int:
+        """The largest word of all ranks.
+
+        Args:
+            word: this rank's.
+            matter: what is voted on: must be the same on all, unless one has failed.
+
+        Raises:
+            RankError: a rank cannot go on, does not come, or votes on something else.
+        """
+        if self._vote is None:
+            largest, rank, same = self._vote_by_gloo(word, matter)
+        else:
+            ended, largest, rank, alike = self._vote.cast(
+                word, matter, self.patience.total_seconds()
+            )
+            same = bool(alike)
+            if ended != _CAME:
+                raise self._missing(ended, rank)
+        if largest >= FATAL:
+            if rank == self.rank:
+                return largest
+            raise error(f"rank {rank} cannot go on: {self.said(rank)}", rank)
+        if largest < AGAIN and not same:
+            raise error(
+                f"ranks are in different calls or at different places of one (rank {self.rank} "
+                f"in call {self.calls}): decorated steps must be called alike on all ranks"
+            )
+        return largest
+
+    def _vote_by_gloo(self, word: int, matter: int) -> tuple[int, int, bool]:
+        # One number for word and rank: the first rank with the largest word wins.
+        given = torch.tensor([word * 65536 + 65535 - self.rank, matter, -matter])
+        try:
+            self._gloo.allreduce([given], _largest()).wait()
+        except RuntimeError as failed:
+            raise error(f"a rank does not come to a vote: {failed}") from failed
+        packed, most, least = given.tolist()
+        return packed >> 16, 65535 - packed % 65536, most == -least
+
+    def _missing(self, ended: int, rank: int) -> _C.RankError:
+        process = self.others[rank]["process"][0]
+        said = self.said(rank)
+        why = {
+            _DEAD: f"rank {rank} (process {process}) is dead",
+            _GONE: f"rank {rank} (process {process}) has left",
+            _LATE: f"rank {rank} (process {process}) has not come for {self.patience}",
+            _STOPPED: f"rank {rank} (process {process}) is stopped, and has not come for "
+            f"{self.patience}",
+        }[ended]
+        return error(f"{why}: {said}" if said else why, rank)
+
+    def give_up(self, text: str, matter: int) -> None:
+        """Vote that this rank cannot go on, and wait for nobody."""
+        self.say(text)
+        if self._vote is not None:
+            self._vote.cast(FATAL, matter, 0.0)
+            return
+        given = torch.tensor([FATAL * 65536 + 65535 - self.rank, matter, -matter])
+        with contextlib.suppress(RuntimeError):
+            work = self._gloo.allreduce([given], _largest())
+            self._pending.append((work, given))
+
+    # ---- words
+
+    def say(self, text: str, gone: bool = False) -> None:
+        """For the others to read when they miss this rank."""
+        self._said = True
+        if self._vote is not None:
+            self._vote.say(text, gone)
+        elif not gone:
+            with contextlib.suppress(Exception):  # a store that is gone has no readers
+                self._store.set(f"{self._key}/{self.rank}/said", text[:2000])
+
+    def said(self, rank: int) -> str:
+        if self._vote is not None:
+            return self._vote.said(rank)
+        with contextlib.suppress(Exception):
+            key = f"{self._key}/{rank}/said"
+            if self._store.check([key]):
+                return bytes(self._store.get(key)).decode()
+        return ""
+
+    def absent(self) -> list[str]:
+        """What can be seen of others that have failed, in words."""
+        found = []
+        for rank, other in enumerate(self.others):
+            pid, started = other["process"]
+            said = self.said(rank)
+            if rank == self.rank:
+                continue
+            if self.shared and _C._Vote.look(pid, started) == _PROCESS_DEAD:
+                found.append(f"rank {rank} (process {pid}) is dead: {said}".rstrip(": "))
+            elif said:
+                found.append(f"rank {rank} said: {said}")
+        return found
+
+
+def _ends(world: weakref.ref[World], process: int) -> None:
+    """The program has come to its end; a child of it that was forked says nothing."""
+    own = world()
+    if own is not None and os.getpid() == process:
+        own.say(own.said(own.rank) or "its program has ended", gone=True)
+
+
+def _watch(name: str) -> None:
+    """Have a function of torch.distributed tell of its calls inside a call that is agreed on."""
+    plain = getattr(dist, name, None)
+    if plain is None or hasattr(plain, "_oomkit_plain"):
+        return
+
+    @functools.wraps(plain)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        world = _present
+        agreement = None if world is None else world.present
+        if world is None or agreement is None or threading.get_ident() != world.thread:
+            return plain(*args, **kwargs)
+        agreement.own_collective(name)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            agreement.own_collective_made()
+
+    collective._oomkit_plain = plain  # type: ignore[attr-defined]
+    setattr(dist, name, collective)
+
+
+def meet() -> World:
+    """The present default group; its ranks meet in the first call of each."""
+    global _present
+    group = dist.distributed_c10d._get_default_group()
+    if _present is None or _present.group() is not group:
+        version = sys.modules[__name__.partition(".")[0]].__version__
+        _present = World(group, version)
+        for name in _COLLECTIVES:
+            _watch(name)
+    _present.thread = threading.get_ident()
+    return _present

@@ -1,0 +1,246 @@
+"""Steps over DistributedDataParallel of other shapes than those that are swept."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import oomkit
+from oomkit.testing import inject_oom
+
+from .launch import Rank
+
+
+def _begin(rank: Rank) -> tuple[nn.Module, Any, torch.Tensor, torch.Tensor]:
+    rank.join()
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(
+        nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), bucket_cap_mb=0.0002
+    )
+    torch.manual_seed(rank.rank + 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8, 4), torch.randn(8, 2)
+
+
+def _gradients(model: nn.Module) -> list[list[float]]:
+    return [[] if p.grad is None else p.grad.flatten().tolist() for p in model.parameters()]
+
+
+def _undecorated(
+    model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor
+) -> list[list[float]]:
+    """Gradients that torch alone gives; parameters stay."""
+    optimizer.zero_grad()
+    F.mse_loss(model(x), y).backward()
+    found = _gradients(model)
+    optimizer.zero_grad()
+    return found
+
+
+def _equal(ours: list[list[float]], theirs: list[list[float]]) -> bool:
+    return all(
+        len(a) == len(b) and all(abs(i - j) < 1e-12 for i, j in zip(a, b, strict=True))
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _raised(function: Callable[[], object]) -> str:
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def split_from_the_start(rank: Rank) -> list[Any]:
+    """accumulation_steps= on one rank, another number on the other, with the proof."""
+    model, optimizer, x, y = _begin(rank)
+    expected = _undecorated(model, optimizer, x, y)
+
+    @oomkit.auto_batch(accumulation_steps=2 + 2 * rank.rank)
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        return loss.detach()
+
+    step(x, y)
+    return [_equal(_gradients(model), expected), step.records[-1].accumulation_steps]
+
+
+def returned_loss(rank: Rank) -> list[Any]:
+    """The caller runs backward: as torch alone; and refused by name once memory lacks."""
+    model, optimizer, x, y = _begin(rank)
+    expected = _undecorated(model, optimizer, x, y)
+
+    @oomkit.auto_batch
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(model(x), y)
+
+    right = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(x, y).backward()
+        right.append(_equal(_gradients(model), expected))
+
+    def fails() -> None:
+        with inject_oom(nth=2):
+            loss_of(x, y)
+
+    return [right, _raised(fails)]
+
+
+def own_collective(rank: Rank) -> list[Any]:
+    """A metric that is reduced before the update: fine while all are well, else an error on all."""
+    model, optimizer, x, y = _begin(rank)
+    expected = _undecorated(model, optimizer, x, y)
+
+    @oomkit.auto_batch(verify=False)
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(model(x), y)
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        loss.backward()
+        return mean
+
+    optimizer.zero_grad()
+    step(x, y)
+    right = _equal(_gradients(model), expected)
+
+    def fails() -> None:
+        if rank.rank == rank.arguments["fails"]:
+            with inject_oom(nth=rank.arguments["nth"], phase=rank.arguments["phase"]):
+                step(x, y)
+        else:
+            step(x, y)
+
+    return [right, _raised(fails)]
+
+
+def after_the_update(rank: Rank) -> list[Any]:
+    """A collective after the update is nobody's affair, in a step that is split, too."""
+    model, optimizer, x, y = _begin(rank)
+
+    @oomkit.auto_batch(verify=False)
+    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        if oomkit.current().is_last:
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)
+
+    step(x, y)
+    if rank.rank == 0:
+        with inject_oom(nth=1):
+            step(x, y)
+    else:
+        step(x, y)
+    return [step.records[-1].accumulation_steps]
+
+
+def hidden_optimizer(rank: Rank) -> list[Any]:
+    """An optimizer that the search does not find: nobody updates before all are there."""
+    model, optimizer, x, y = _begin(rank)
+    box = iter([optimizer] * 3)
+    start = [p.detach().clone() for p in model.parameters()]
+
+    def clip() -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    def body(x: torch.Tensor, y: torch.Tensor) -> None:
+        F.mse_loss(model(x), y).backward()
+        clip()
+        next(box).step()
+
+    step = oomkit.auto_batch(body, verify=False, model=model)
+
+    def fails() -> None:
+        if rank.rank == 1:  # in clip(): the others have their gradients
+            with inject_oom(nth=1, phase="backward"):
+                step(x, y)
+        else:
+            step(x, y)
+
+    said = _raised(fails)
+    moved = any(not torch.equal(a, b) for a, b in zip(start, model.parameters(), strict=True))
+    return [said, moved]
+
+
+def out_of_ways(rank: Rank) -> list[Any]:
+    """One rank has no memory for anything: an error on all, and parameters as they were."""
+    model, optimizer, x, y = _begin(rank)
+    start = [p.detach().clone() for p in model.parameters()]
+
+    @oomkit.auto_batch(verify=False, ladder=())
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    def fails() -> None:
+        if rank.rank == 1:
+            with inject_oom(nth=1, times=None, phase="backward"):
+                step(x, y)
+        else:
+            step(x, y)
+
+    said = _raised(fails)
+    return [said, all(torch.equal(a, b) for a, b in zip(start, model.parameters(), strict=True))]
+
+
+def refused(rank: Rank) -> list[str]:
+    """What is not agreed on, found at the first call."""
+    rank.join()
+    found = []
+    for how in rank.arguments["how"]:
+        torch.manual_seed(0)
+        net: nn.Module = nn.Linear(4, 2)
+        given: dict[str, Any] = {}
+        if how == "sparse":
+            net = nn.EmbeddingBag(10, 2, sparse=True)
+        elif how == "static":
+            given["static_graph"] = True
+        if how == "fsdp":
+            from torch.distributed.fsdp import fully_shard
+
+            model: Any = fully_shard(net)
+        else:
+            model = DistributedDataParallel(net, **given)
+        x = torch.randint(0, 10, (4, 3)) if how == "sparse" else torch.randn(4, 4)
+
+        @oomkit.auto_batch
+        def step(x: torch.Tensor, model: Any = model, how: str = how) -> None:
+            model(x).sum().backward()
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step(x)
+        found.append(" ".join(str(w.message) for w in caught if "not retried" in str(w.message)))
+    return found
+
+
+def joined(rank: Rank) -> bool:
+    """Uneven inputs under join(): as torch alone."""
+    model, optimizer, x, y = _begin(rank)
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    with model.join():  # type: ignore[operator]
+        for _ in range(2 + rank.rank):
+            step(x, y)
+    return True

@@ -1,0 +1,205 @@
+"""What ranks see of each other when one of them is different, slow, or gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import oomkit
+from oomkit._ranks import world as worlds
+from oomkit.testing import inject_oom
+
+from .launch import Rank
+
+
+def _gloo(rank: Rank) -> None:
+    """Where asked for: as in a container without memory to share."""
+    if rank.arguments.get("gloo"):
+        worlds._SHARED = "/nowhere"
+
+
+def votes(rank: Rank) -> dict[str, Any]:
+    """Words of all ranks, round by round, and how each was carried."""
+    _gloo(rank)
+    rank.join()
+    world = worlds.meet()
+    given = [(7 * (rank.rank + 1) * n) % 1000003 % 2 for n in range(200)]
+    said = [world.vote(word, n) for n, word in enumerate(given)]
+    expected = [
+        max((7 * (other + 1) * n) % 1000003 % 2 for other in range(rank.world)) for n in range(200)
+    ]
+    left = [name for name in os.listdir("/dev/shm") if name.startswith("oomkit-")]
+    return {"right": said == expected, "shared": world.shared, "left": left}
+
+
+def fatal(rank: Rank) -> str:
+    """The last rank cannot go on; the others are told why."""
+    _gloo(rank)
+    rank.join()
+    world = worlds.meet()
+    world.vote(worlds.FINE, 1)
+    if rank.rank == rank.world - 1:
+        world.give_up("ValueError: no such label", 2)
+        return "gave up"
+    try:
+        world.vote(worlds.FINE, 2)
+    except oomkit.RankError as error:
+        return f"{error.rank}: {error}"
+    return "nothing"
+
+
+def different_places(rank: Rank) -> str:
+    _gloo(rank)
+    rank.join()
+    world = worlds.meet()
+    try:
+        world.vote(worlds.FINE, 5 + rank.rank)
+    except oomkit.RankError as error:
+        return str(error)
+    return "nothing"
+
+
+def again_in_one_process(rank: Rank) -> list[bool]:
+    """A process group that is destroyed and made anew has a world of its own."""
+    import datetime
+
+    import torch.distributed as dist
+
+    found = []
+    for turn in range(2):
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{rank.store}-{turn}",
+            rank=rank.rank,
+            world_size=rank.world,
+            timeout=datetime.timedelta(seconds=60),
+        )
+        world = worlds.meet()
+        found.append(world.vote(turn + rank.rank % 2, 1) == turn + 1)
+        dist.destroy_process_group()
+    return found
+
+
+def _step() -> Any:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @oomkit.auto_batch(verify=False, reduction="mean")
+    def step(x: torch.Tensor, y: torch.Tensor, hurt: Any = None) -> None:
+        optimizer.zero_grad()
+        if hurt is not None:
+            hurt("forward")
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        if hurt is not None:
+            hurt("update")
+        optimizer.step()
+
+    return step
+
+
+def _meets(rank: Rank) -> None:
+    _gloo(rank)
+    rank.join(rank.arguments.get("patience", 60.0))
+    warnings.simplefilter("ignore")
+
+
+def another_version(rank: Rank) -> None:
+    """One rank has another oomkit."""
+    _meets(rank)
+    if rank.rank == 1:
+        oomkit.__version__ = "0.0.7"
+    _step()(torch.randn(4, 4), torch.randn(4, 2))
+
+
+def without_oomkit(rank: Rank) -> None:
+    """One rank's step is not decorated."""
+    _meets(rank)
+    step = _step()
+    if rank.rank == 1:
+        step = step.__wrapped__
+    step(torch.randn(4, 4), torch.randn(4, 2))
+
+
+def _die(how: str) -> None:
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "exit":
+        sys.exit(3)
+    elif how == "raise":
+        raise ValueError("a label that there is not")
+    elif how == "oom":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def one_goes(rank: Rank) -> None:
+    """Some steps in, the last rank ends in a way; the others say what they know of it.
+
+    With `cautious` a vote comes before the first reduction, for a rank had trouble in the last
+    call.
+    """
+    _meets(rank)
+    step = _step()
+    given = rank.arguments
+    x, y = torch.randn(4, 4), torch.randn(4, 2)
+    step(x, y)
+    if given.get("cautious"):
+        with inject_oom(nth=1):
+            step(x, y)
+    else:
+        step(x, y)
+
+    def hurt(where: str) -> None:
+        if rank.rank == rank.world - 1 and where == given["where"]:
+            _die(given["how"])
+
+    step(x, y, hurt)
+    step(x, y)
+
+
+def one_leaves(rank: Rank) -> None:
+    """The last rank's data ends before the others'."""
+    _meets(rank)
+    step = _step()
+    for _ in range(2 if rank.rank == rank.world - 1 else 4):
+        step(torch.randn(4, 4), torch.randn(4, 2))
+
+
+def latency(rank: Rank) -> list[float]:
+    """Microseconds of single votes."""
+    _gloo(rank)
+    rank.join()
+    world = worlds.meet()
+    times = []
+    for n in range(rank.arguments["count"]):
+        begin = time.perf_counter()
+        world.vote(0, n)
+        times.append((time.perf_counter() - begin) * 1e6)
+    return times
+
+
+def leave_a_segment(rank: Rank) -> str:
+    """A file that an earlier job has left is neither opened nor in the way."""
+    stale = Path("/dev/shm") / f"oomkit-job-{os.getuid()}-{0:016x}"
+    if rank.rank == 0:
+        stale.write_bytes(b"\xff" * 4096)
+    try:
+        rank.join()
+        world = worlds.meet()
+        return f"{world.shared} {world.vote(rank.rank % 2, 1)}"
+    finally:
+        if rank.rank == 0:
+            stale.unlink()
