@@ -65,9 +65,9 @@ from ._ladder import update as _update
 from ._proof import diagnose as _diagnose
 from ._proof import judge as _proof
 from ._proof import replay_rows as _replay_rows
+from ._ranks import agreement as _agreement
 from ._reports import advice as _advice
 from ._reports import logs as _logs
-from ._ranks import agreement as _agreement
 
 __version__ = "0.1.0"
 
