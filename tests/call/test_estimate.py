@@ -1,5 +1,7 @@
 """estimate(): what a step needs, before it runs, against what it then takes."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -42,7 +44,8 @@ OPTIMIZERS = {
 
 @pytest.fixture
 def counted():
-    """Tensors of the CPU are counted from here on."""
+    """Tensors of the CPU are counted from here on, and garbage of other tests is gone."""
+    gc.collect()
     with oomkit.limit_memory(2**40, device="cpu"):
         yield
 
@@ -66,7 +69,8 @@ def test_within_a_tenth_of_what_is_measured(name, kind, counted):
     step = make(model, optimizer)
     allocated = oomkit.memory("cpu").allocated
     found = oomkit.estimate(step, x)
-    assert oomkit.memory("cpu").allocated == allocated  # nothing is left
+    gc.collect()
+    assert oomkit.memory("cpu").allocated <= allocated  # nothing is left
     assert all(p.grad is None for p in model.parameters()) and not optimizer.state
     guard = oomkit.guard()
     step(x)

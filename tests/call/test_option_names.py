@@ -22,10 +22,10 @@ PARAMETERS = r"expected a parameter of the function: inputs, labels, weights"
     ("options", "text"),
     [
         ({"batch": "input"}, f"batch='input', {PARAMETERS}; did you mean 'inputs'\\?$"),
-        ({"batch": ["inputs", "lables"]}, f"batch='lables', {PARAMETERS}; did you mean 'labels'"),
+        ({"batch": ["inputs", "labelz"]}, f"batch='labelz', {PARAMETERS}; did you mean 'labels'"),
         ({"static": "weight"}, f"static='weight', {PARAMETERS}; did you mean 'weights'\\?$"),
-        ({"static": "weigths['classes']"}, "static=\"weigths.*; did you mean 'weights'"),
-        ({"static": "inptus.mask"}, "static='inptus.mask', .*; did you mean 'inputs'"),
+        ({"static": "weightz['classes']"}, "static=\"weightz.*; did you mean 'weights'"),
+        ({"static": "inputz.mask"}, "static='inputz.mask', .*; did you mean 'inputs'"),
         ({"dim": {"label": 1}}, f"dim='label', {PARAMETERS}; did you mean 'labels'\\?$"),
         ({"batch": "hidden"}, f"batch='hidden', {PARAMETERS}$"),
     ],
