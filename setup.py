@@ -113,7 +113,16 @@ def extensions() -> list[Extension]:
     python_include = ["-isystem", sysconfig.get_paths()["include"]]
     core = [
         f"csrc/core/{name}.c"
-        for name in ("plan", "slices", "knowledge", "numbers", "classify", "ring", "sketch", "history")
+        for name in (
+            "plan",
+            "slices",
+            "knowledge",
+            "numbers",
+            "classify",
+            "ring",
+            "sketch",
+            "history",
+        )
     ]
     found = [
         Extension(

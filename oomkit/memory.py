@@ -255,7 +255,7 @@ def limit_memory(budget: int | str | None, *, device: DeviceLike = None) -> Memo
 def _say_cpu() -> None:
     """Once: whoever thinks of a GPU has none here."""
     logging.getLogger("oomkit").warning(
-        "oomkit: limit_memory() limits the CPU, for there is no accelerator here; "
+        "limit_memory() limits the CPU, for there is no accelerator here; "
         "device='cpu' says that this is meant"
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import CodeType
 from typing import Any
 
@@ -18,6 +18,11 @@ def close_match(name: str, names: Sequence[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def _names(given: Any) -> Iterable[str]:
+    """Those in a tuple, list, set or dict; none in a number or a function."""
+    return given if isinstance(given, tuple | list | set | frozenset | dict) else ()
+
+
 def argument_problem(names: tuple[str, ...], options: dict[str, Any]) -> str:
     """Which name that batch=, static= or dim= has is that of no parameter; "" for none.
 
@@ -27,7 +32,7 @@ def argument_problem(names: tuple[str, ...], options: dict[str, Any]) -> str:
         return ""
     for option in ("batch", "static", "dim"):
         given = options.get(option)
-        for name in [given] if isinstance(given, str) else given or ():
+        for name in [given] if isinstance(given, str) else _names(given):
             argument = re.split(r"[.\[]", name, maxsplit=1)[0]
             if argument not in names and (option, name) != ("dim", "return"):
                 return (

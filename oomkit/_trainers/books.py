@@ -239,7 +239,7 @@ class Books:
             return "rows" if sequences and "clip_ratio" in name else measure
         if name not in _OF_ROWS and _extreme(name) is None and name not in self._said:
             self._said.add(name)
-            _LOG.info("oomkit: the metric %s of a split call is a mean over its rows", name)
+            _LOG.info("the metric %s of a split call is a mean over its rows", name)
         return "rows"
 
     def _margins(self, parts: list[_Part]) -> None:

@@ -38,6 +38,10 @@ COVERED: dict[str, str] = {}
 """public name -> the use of it."""
 
 NEEDS_MORE = {
+    "lightning.AutoBatch": "needs Lightning: tests/trainers",
+    "transformers.protect": "needs a trainer: tests/trainers",
+    "transformers.records": "needs a trainer: tests/trainers",
+    "transformers.unprotect": "needs a trainer: tests/trainers",
     "sinks.TensorBoard": "needs tensorboard; it holds what JSONL holds, a path and a writer",
     "sinks.WandB": "needs wandb and hands each record on to it",
     "sinks.MLflow": "needs mlflow and hands each record on to it",
@@ -79,8 +83,13 @@ def public_names() -> set[str]:
         imported = importlib.import_module(f"oomkit.{module.name}")
         own = [k for k, v in vars(imported).items() if _is_own(imported, k, v)]
         for name in getattr(imported, "__all__", own):
-            if getattr(oomkit, name, None) is not getattr(imported, name):
-                names.update(_attributes(f"{module.name}.{name}", getattr(imported, name)))
+            try:
+                found = getattr(imported, name)
+            except ImportError:  # its framework is in an environment of its own
+                names.add(f"{module.name}.{name}")
+                continue
+            if getattr(oomkit, name, None) is not found:
+                names.update(_attributes(f"{module.name}.{name}", found))
     return names
 
 

@@ -64,7 +64,7 @@ def test_losses_of_which_nothing_is_known_are_said_once(caplog):
         assert len(call(4, (2, 2))["v"]) == 4
     (text,) = warnings_of(caplog)
     assert text == (
-        "oomkit: results of the micro-batches of step: result['v'] has as many elements as a "
+        "results of the micro-batches of step: result['v'] has as many elements as a "
         "micro-batch has rows and was put together as one for each row: if it is another list, "
         "return a tuple"
     )

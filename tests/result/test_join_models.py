@@ -141,7 +141,7 @@ def test_a_models_output_is_the_whole_one(name, kind, caplog):
     else:
         assert whole.past_key_values is not None and got.past_key_values is None
         assert said == [
-            f"oomkit: results of the micro-batches of {name}_step: "
+            f"results of the micro-batches of {name}_step: "
             "result['past_key_values'] dropped: a cache cannot be joined"
         ]
 

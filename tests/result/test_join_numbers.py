@@ -15,7 +15,7 @@ import oomkit
 from oomkit.testing import force_slices
 
 ROWS = 6
-PREFIX = "oomkit: results of the micro-batches of step: "
+PREFIX = "results of the micro-batches of step: "
 
 
 def decorated(function, **options):

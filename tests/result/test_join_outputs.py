@@ -331,8 +331,7 @@ def test_a_cache_is_dropped_by_name(name, caplog):
             got = step(torch.ones(ROWS, 1))
         assert got[name] is None and got["logits"].shape == (ROWS, 1)
     assert said(caplog) == [
-        f"oomkit: results of the micro-batches of step: result['{name}'] dropped: a cache "
-        "cannot be joined"
+        f"results of the micro-batches of step: result['{name}'] dropped: a cache cannot be joined"
     ]
 
 

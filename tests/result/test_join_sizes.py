@@ -69,7 +69,7 @@ def test_a_square_of_which_nothing_is_known_is_said_once(caplog):
         assert call(8, (4, 4))["maybe"].shape == (8, 4)
     (text,) = warnings_of(caplog)
     assert text.startswith(
-        "oomkit: results of the micro-batches of step: result['maybe'] has the rows of a "
+        "results of the micro-batches of step: result['maybe'] has the rows of a "
         "micro-batch in both dimensions"
     )
 
