@@ -49,11 +49,12 @@ class Trainer:
 
 @in_an_array
 def test_calls_make_no_dictionary_of_what_takes_part():
-    trainer = Trainer()
+    trainer, plain = Trainer(), Trainer()
     step = oomkit.auto_batch(trainer.step)
     for _ in range(3):
         step(torch.ones(8, 4))
-    assert trainer.asked() == [False, False, False]
+        plain.step(torch.ones(8, 4))
+    assert trainer.asked() == plain.asked()  # what earlier tests gave a class may make one, too
     vars(trainer.scheduler)
     assert trainer.asked() == [False, False, True]
 
