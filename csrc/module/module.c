@@ -421,7 +421,7 @@ static PyMethodDef module_methods[] = {
      "_tensor_sample(tensor, /)\n--\n\n"
      "A hash of 64 values of a plain CPU tensor; 0 of every other one."},
     {"_attributes", (PyCFunction)(void (*)(void))module_attributes, METH_FASTCALL,
-     "_attributes(dict, but, /)\n--\n\n"
+     "_attributes(object, but, /)\n--\n\n"
      "(name, value) of each name that is a str and is not in the set `but`."},
     {"_switch_begins", module_switch_begins, METH_O,
      "_switch_begins(module, /)\n--\n\nBefore a module's train() or eval()."},

@@ -202,10 +202,11 @@ vote_tag(PyObject *op, PyObject *given)
     unsigned long rank = PyLong_AsUnsignedLong(given);
 
     if (rank >= vote_CAST(op)->vote.world) {
-        return PyErr_Occurred() ? NULL
-                                : oomkit_raise(PyExc_IndexError,
-                                               "tag() expected a rank of %u, got %lu",
-                                               vote_CAST(op)->vote.world, rank);
+        return PyErr_Occurred()
+                   ? NULL
+                   : oomkit_raise(PyExc_IndexError,
+                                  "tag($self, ) expected a rank of %u, got %lu",
+                                  vote_CAST(op)->vote.world, rank);
     }
     return PyLong_FromUnsignedLongLong(
         oomkit_vote_tag(&vote_CAST(op)->vote, (uint32_t)rank));
@@ -231,10 +232,11 @@ vote_said(PyObject *op, PyObject *given)
     char text[OOMKIT_VOTE_TEXT];
 
     if (rank >= vote_CAST(op)->vote.world) {
-        return PyErr_Occurred() ? NULL
-                                : oomkit_raise(PyExc_IndexError,
-                                               "said() expected a rank of %u, got %lu",
-                                               vote_CAST(op)->vote.world, rank);
+        return PyErr_Occurred()
+                   ? NULL
+                   : oomkit_raise(PyExc_IndexError,
+                                  "said($self, ) expected a rank of %u, got %lu",
+                                  vote_CAST(op)->vote.world, rank);
     }
     oomkit_vote_said(&vote_CAST(op)->vote, (uint32_t)rank, text);
     return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
@@ -299,11 +301,12 @@ vote_look(PyObject *Py_UNUSED(type), PyObject *args)
 
 static PyMethodDef vote_methods[] = {
     {"cast", vote_cast, METH_VARARGS,
-     "cast(word, tag, patience, /)\n--\n\n"
+     "cast($self, word, tag, patience, /)\n--\n\n"
      "(how it ended, largest word, rank, all on one matter), once all have come."},
-    {"tag", vote_tag, METH_O, "tag(rank, /)\n--\n\nWhat it votes on."},
-    {"say", vote_say, METH_VARARGS, "say(text, gone=False, /)\n--\n\nFor the others."},
-    {"said", vote_said, METH_O, "said(rank, /)\n--\n\nWhat it has said last."},
+    {"tag", vote_tag, METH_O, "tag($self, rank, /)\n--\n\nWhat it votes on."},
+    {"say", vote_say, METH_VARARGS,
+     "say($self, text, gone=False, /)\n--\n\nFor the others."},
+    {"said", vote_said, METH_O, "said($self, rank, /)\n--\n\nWhat it has said last."},
     {"prepare", vote_prepare, METH_VARARGS | METH_STATIC,
      "prepare(memory, world, epoch, /)\n--\n\nBefore anybody opens it."},
     {"bytes", vote_bytes, METH_O | METH_STATIC,
