@@ -205,7 +205,7 @@ vote_tag(PyObject *op, PyObject *given)
         return PyErr_Occurred()
                    ? NULL
                    : oomkit_raise(PyExc_IndexError,
-                                  "tag($self, ) expected a rank of %u, got %lu",
+                                  "tag() expected a rank of %u, got %lu",
                                   vote_CAST(op)->vote.world, rank);
     }
     return PyLong_FromUnsignedLongLong(
@@ -235,7 +235,7 @@ vote_said(PyObject *op, PyObject *given)
         return PyErr_Occurred()
                    ? NULL
                    : oomkit_raise(PyExc_IndexError,
-                                  "said($self, ) expected a rank of %u, got %lu",
+                                  "said() expected a rank of %u, got %lu",
                                   vote_CAST(op)->vote.world, rank);
     }
     oomkit_vote_said(&vote_CAST(op)->vote, (uint32_t)rank, text);
