@@ -210,7 +210,7 @@ def test_options_are_read_without_memory(options: dict[str, Any], expected: str)
         suffer(call, Fault(nth), outcome := Outcome())
         return outcome.error
 
-    answers = [apart(lambda nth=nth: work(nth)) for nth in range(40)]
+    answers = [apart(lambda nth=nth: work(nth)) for nth in range(120)]
     assert [answer.died for answer in answers if answer.died] == []
     assert {answer.value for answer in answers} == {expected, "MemoryError"}
 
