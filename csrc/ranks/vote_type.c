@@ -202,11 +202,10 @@ vote_tag(PyObject *op, PyObject *given)
     unsigned long rank = PyLong_AsUnsignedLong(given);
 
     if (rank >= vote_CAST(op)->vote.world) {
-        return PyErr_Occurred()
-                   ? NULL
-                   : oomkit_raise(PyExc_IndexError,
-                                  "tag() expected a rank of %u, got %lu",
-                                  vote_CAST(op)->vote.world, rank);
+        return PyErr_Occurred() ? NULL
+                                : oomkit_raise(PyExc_IndexError,
+                                               "tag() expected a rank of %u, got %lu",
+                                               vote_CAST(op)->vote.world, rank);
     }
     return PyLong_FromUnsignedLongLong(
         oomkit_vote_tag(&vote_CAST(op)->vote, (uint32_t)rank));
@@ -232,11 +231,10 @@ vote_said(PyObject *op, PyObject *given)
     char text[OOMKIT_VOTE_TEXT];
 
     if (rank >= vote_CAST(op)->vote.world) {
-        return PyErr_Occurred()
-                   ? NULL
-                   : oomkit_raise(PyExc_IndexError,
-                                  "said() expected a rank of %u, got %lu",
-                                  vote_CAST(op)->vote.world, rank);
+        return PyErr_Occurred() ? NULL
+                                : oomkit_raise(PyExc_IndexError,
+                                               "said() expected a rank of %u, got %lu",
+                                               vote_CAST(op)->vote.world, rank);
     }
     oomkit_vote_said(&vote_CAST(op)->vote, (uint32_t)rank, text);
     return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
