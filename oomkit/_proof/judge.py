@@ -573,8 +573,13 @@ class Proof:
             gap, limit = values.gap(one, two), self._result_limit(one)
             if self._is_joined(place, one, made, limit) or gap <= limit:
                 continue
-            if place in _LOSS and _is_rounding(one, two) and self._has_gradient():
-                continue  # its gradients are compared
+            if (
+                place in _LOSS
+                and _is_rounding(one, two)
+                and any(float(one) in losses for losses in whole.losses)
+                and self._has_gradient()
+            ):
+                continue  # the loss of a backward, whose gradients are compared
             chance = 0.0 if again is None else values.gap(one, again.results.get(place))
             if chance > limit and (gap < math.inf or chance == math.inf):
                 continue  # a time, say: the whole step does not give it twice
