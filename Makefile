@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 # Each target installs what it needs, by uv where that is installed (`make UV= demo`: by pip).
 UV := $(shell command -v uv)
 pip_of = $(if $(UV),$(UV) pip install --python $(1),$(1) -m pip install --disable-pip-version-check)
-NEEDS := build demo test dev
+NEEDS := build demo docs test dev
 BUILT := $(VENV)/.built
 PEERS := .venv-peers/.built
 SOURCES := setup.py pyproject.toml \
@@ -17,7 +17,7 @@ SOURCES := setup.py pyproject.toml \
 .NOTPARALLEL:
 .PHONY: help venv build demo test quick test-integrations test-sinks test-trainers demo-trainers
 .PHONY: prove mutants sanitize
-.PHONY: programs bench wheel latency peers ladder larger tune lint gpu clean
+.PHONY: docs programs bench wheel latency peers ladder larger tune lint gpu clean
 
 help: ## List every target
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,7 +73,7 @@ sanitize: $(VENV)/.test $(BUILT) ## Core and extensions under ASan, UBSan, LSan 
 	$(PY) -m prove --suite sanitizers $(PROVE_ARGS)
 
 programs: export PYTHONPATH := tests
-programs: $(VENV)/.test $(BUILT) ## Fail tests/programs/ at 20 places each; rewrites docs/programs.md
+programs: $(VENV)/.test $(BUILT) ## Fail tests/programs/ at 20 places each; rewrites docs/evidence/programs.md
 	$(PY) -m programs
 
 bench: $(VENV)/.demo $(BUILT) ## Measure what a healthy call costs
@@ -98,6 +98,10 @@ tune: $(BUILT) .venv-optuna5/.installed ## Watch a search with Optuna survive ou
 
 lint: $(VENV)/.dev $(BUILT) ## Formatters, linters and type checker; gcc and clang with -Werror
 	.ci/lint $(VENV)/bin
+
+docs: $(VENV)/.docs $(BUILT) ## Build the documentation, in build/docs (open index.html there)
+	$(PY) -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
+	@echo "build/docs/index.html"
 
 wheel: ## Build dist/: sdist and a wheel for PYTHON, tried with each torch (WHEEL_ARGS)
 	$(PYTHON) .ci/wheel.py $(WHEEL_ARGS)

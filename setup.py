@@ -101,7 +101,7 @@ def export_only(version_script: str) -> list[str]:
     return [f"-Wl,--version-script={version_script}"] if sys.platform == "linux" else []
 
 
-# From the bottom up: docs/design.md has the plan of the house.
+# From the bottom up: docs/explanation/design.md has the plan of the house.
 FOLDERS = (
     "py device tree batch result members call ranks sizes optim plain undo ladder hook accum "
     "engine proof deferred loop types module"

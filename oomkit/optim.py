@@ -56,8 +56,8 @@ def register_optimizer(cls: type, /, *, independent: bool = True) -> None:
     Where memory is tight, oomkit makes the update of such an optimizer in parts: it calls
     ``step()`` several times, each time with some of the parameters in ``param_groups`` and
     with the others left out, and the result must be that of one call. torch's own classes
-    that do so are known, and many of transformers, timm and bitsandbytes (docs/design.md,
-    "The ladder"); a class that computes anything over all parameters (a norm of all
+    that do so are known, and many of transformers, timm and bitsandbytes ("The ladder" in
+    docs/explanation/design.md); a class that computes anything over all parameters (a norm of all
     gradients, a line search), that counts its calls on itself, or whose ``step()`` writes to
     gradients, is not independent.
 

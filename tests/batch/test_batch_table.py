@@ -1,4 +1,4 @@
-"""The table in docs/batches.md, line by line."""
+"""The table in docs/reference/batches.md, line by line."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ LINES = {
 
 
 def table():
-    text = (Path(__file__).parents[2] / "docs" / "batches.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "batches.md").read_text()
     lines = re.findall(r"^\| (.+?) \| (.+?) \| (.*?) ?\|$", text, re.MULTILINE)
     return {line[0]: line[1] for line in lines if line[0] != "argument"}
 

@@ -1,4 +1,4 @@
-"""The code of docs/evaluation.md runs, split and with a failure in it."""
+"""The code of docs/guides/evaluation.md runs, split and with a failure in it."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import oomkit
 from oomkit.testing import force_slices, inject_oom
 
-TEXT = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs" / "guides" / "evaluation.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.M | re.S)
 
 

@@ -1,4 +1,4 @@
-"""Kinds of batches, for the tests of splitting and of the table in docs/batches.md."""
+"""Kinds of batches, for the tests of splitting and of the table in docs/reference/batches.md."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def read(batch: Any) -> tuple[Any, Any]:
     return x, y
 
 
-# Kinds that are split, as the first column of docs/batches.md has them.
+# Kinds that are split, as the first column of docs/reference/batches.md has them.
 SPLIT: dict[str, Callable[[Any, Any], Any]] = {
     "dict": lambda x, y: {"x": x, "y": y},
     "dict, nested": lambda x, y: {"x": x, "y": y, "in": [{"y": (y, None, "text", 0.5)}]},

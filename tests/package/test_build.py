@@ -102,7 +102,7 @@ def test_the_page_for_an_index_has_no_target_that_is_not_there() -> None:
 @pytest.mark.parametrize(
     ("text", "page"),
     [
-        ("a [proof](docs/proof.md) here", "a proof here"),
+        ("a [proof](docs/explanation/proof.md) here", "a proof here"),
         ("a [site](https://example.org/x) here", "a [site](https://example.org/x) here"),
         ("![picture](docs/demo.png)\n\n*words*", "*words*"),
     ],

@@ -1,4 +1,4 @@
-"""`make programs`: every program at 20 places; rewrites docs/programs.md."""
+"""`make programs`: every program at 20 places; rewrites docs/evidence/programs.md."""
 
 from __future__ import annotations
 

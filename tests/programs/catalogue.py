@@ -1,4 +1,4 @@
-"""All programs, those that wait for a part of oomkit, and the table of docs/programs.md."""
+"""All programs, those that wait for a part of oomkit, and the table of docs/evidence/programs.md."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from . import (
 from .harness import Report
 from .world import COMPARISONS, PROGRAMS, Program
 
-TABLE = Path(__file__).resolve().parents[2] / "docs" / "programs.md"
+TABLE = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "programs.md"
 
 FAMILIES = (
     vision,

@@ -1,0 +1,31 @@
+"""`make docs` builds this folder into build/docs: offline, and a warning is an error."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import oomkit  # noqa: E402
+
+project = "oomkit"
+version = release = oomkit.__version__
+author = "The oomkit developers"
+html_show_copyright = False
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
+myst_heading_anchors = 4
+myst_enable_extensions = ["attrs_block", "colon_fence"]
+autodoc_member_order = "bysource"
+napoleon_numpy_docstring = False
+
+html_theme = "furo"
+html_title = f"oomkit {release}"
+html_copy_source = False
+pygments_style = "tango"
+pygments_dark_style = "github-dark"
