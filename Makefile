@@ -36,7 +36,7 @@ test: $(VENV)/.test $(BUILT) ## Run the test suite; needs no GPU
 	$(PY) -m pytest tests -m "not gpu" $(WORKERS) $(PYTEST_ARGS)
 
 quick: $(VENV)/.test $(BUILT) ## Run in a minute what a change needs first; FOLDER=undo for tests/undo, too
-	$(PY) -m pytest tests/house tests/core tests/mutants $(addprefix tests/,$(FOLDER)) \
+	$(PY) -m pytest tests/house tests/core tests/records tests/mutants $(addprefix tests/,$(FOLDER)) \
 	    $(WORKERS) $(PYTEST_ARGS)
 
 # One for each: Optuna 4 and 5 cannot live in one environment. oomkit is not installed there:

@@ -112,22 +112,13 @@ def extensions() -> list[Extension]:
     headers = sorted(glob("csrc/**/*.h", recursive=True))
     python_include = ["-isystem", sysconfig.get_paths()["include"]]
     core = [
-        f"csrc/core/{name}.c"
-        for name in (
-            "plan",
-            "slices",
-            "knowledge",
-            "numbers",
-            "classify",
-            "ring",
-            "sketch",
-            "history",
-        )
+        f"csrc/core/{name}.c" for name in ("plan", "slices", "knowledge", "numbers", "classify")
     ]
+    sources = [path for name in ("records", *FOLDERS) for path in sorted(glob(f"csrc/{name}/*.c"))]
     found = [
         Extension(
             "oomkit._C",
-            sources=[path for name in FOLDERS for path in sorted(glob(f"csrc/{name}/*.c"))] + core,
+            sources=sources + core,
             depends=headers,
             extra_compile_args=python_include,
         )

@@ -4,7 +4,7 @@
 #define OOMKIT_CALL_RECORDS_H
 
 #include "../py/errors.h"
-#include "../core/history.h"
+#include "../records/history.h"
 
 /* A struct sequence type that outlives the collector. New reference or NULL. CPython
  * reads a sequence's length from its type's dictionary when it frees one; at exit the

@@ -4,7 +4,7 @@
 
 #include "events.h"
 #include "proven.h"
-#include "../core/history.h"
+#include "../records/history.h"
 #include "../core/knowledge.h"
 
 #define OOMKIT_SIGNATURES 32

@@ -6,7 +6,7 @@
 #define OOMKIT_DEVICE_DEVICE_H
 
 #include "../py/state.h"
-#include "../core/ring.h"
+#include "../records/ring.h"
 
 typedef struct oomkit_device {
     int type;  /* c10::DeviceType */

@@ -4,7 +4,7 @@
 #define OOMKIT_LOOP_GUARD_H
 
 #include "../device/device.h"
-#include "../core/history.h"
+#include "../records/history.h"
 
 #define OOMKIT_GUARD_RECORDS 1024
 

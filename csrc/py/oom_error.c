@@ -1,6 +1,6 @@
 /* What other people's exceptions are, what they say, and how to be rid of them. */
 #include "errors.h"
-#include "../core/ring.h"
+#include "../records/ring.h"
 
 #include <string.h>
 

@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.core_programs import PROGRAMS, build
+from helpers.core_programs import PROGRAMS, build, sanitize
 
 import oomkit
 from core.test_classifier import MESSAGES, make
-from core.test_core import sanitize
 
 __all__ = ["sanitize"]  # a fixture
 

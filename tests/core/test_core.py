@@ -2,42 +2,23 @@
 
 import pytest
 from helpers.core_programs import (
-    CORE,
-    NAMES,
-    NEEDS,
-    PROGRAMS,
-    SANITIZE,
-    USES_WRAP,
-    WRAP,
+    FOLDERS,
+    SOURCES,
+    TESTS,
     build,
+    check,
+    names_of,
     run,
+    sanitize,
+    sources_of,
 )
 
-
-@pytest.fixture(scope="module")
-def sanitize(tmp_path_factory) -> list[str]:
-    """The sanitizers' flags, or none where their libraries are missing or do not run."""
-    folder = tmp_path_factory.mktemp("sanitize")
-    source = folder / "probe.c"
-    source.write_text("int main(void) { return 0; }\n")
-    program = folder / "probe"
-    if build(program, [source], SANITIZE).returncode or run(program).returncode:
-        return []
-    return SANITIZE
+__all__ = ["sanitize"]  # a fixture
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names_of("core"))
 def test_core(name, tmp_path, sanitize):
-    program = tmp_path / f"test_{name}"
-    sources = [PROGRAMS / f"test_{name}.c", CORE / f"{name}.c"]
-    sources += [CORE / f"{needed}.c" for needed in NEEDS.get(name, [])]
-    built = build(program, sources, sanitize + (WRAP if name in USES_WRAP else []))
-    assert built.returncode == 0, built.stderr
-    done = run(program)
-    assert done.returncode == 0, done.stdout + done.stderr
-    checks, _, failures = done.stdout.splitlines()[-1].partition(" checks, ")
-    assert int(checks) > 0
-    assert failures == "0 failures"
+    check(name, tmp_path, sanitize)
 
 
 def test_a_failed_check_is_seen(tmp_path):
@@ -57,5 +38,6 @@ def test_a_failed_check_is_seen(tmp_path):
 
 
 def test_every_source_has_a_program():
-    assert {f"test_{name}.c" for name in NAMES} == {p.name for p in PROGRAMS.glob("*.c")}
-    assert len(NAMES) == 11
+    programs = {path for folder in FOLDERS for path in (TESTS / folder).glob("*.c")}
+    assert {sources_of(name)[0] for name in SOURCES} == programs
+    assert len(SOURCES) == 11

@@ -59,4 +59,8 @@ def test_rows_of_a_table_have_the_cells_of_its_header(page: Path) -> None:
 
 
 def test_a_cell_more_is_counted() -> None:
-    assert [cells(line) for line in ("| a | b |", "| a | `b \\| c` |", "|---|---|---|")] == [2, 2, 3]
+    assert [cells(line) for line in ("| a | b |", "| a | `b \\| c` |", "|---|---|---|")] == [
+        2,
+        2,
+        3,
+    ]

@@ -1,4 +1,4 @@
-"""The C of oomkit._C as data: folders, functions, who uses whose, which header declares what."""
+"""The C of oomkit as data: folders, functions, who uses whose, which header declares what."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ def _folders() -> tuple[str, ...]:
     raise AssertionError("setup.py has no FOLDERS")
 
 
+PLAIN = ("core", "records")
+"""C without Python, below all."""
 FOLDERS = _folders()
 
 _NO_CODE = re.compile(r'/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.DOTALL)

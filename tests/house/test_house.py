@@ -5,30 +5,43 @@ from __future__ import annotations
 import re
 from collections import Counter
 from graphlib import TopologicalSorter
+from pathlib import Path
 
 import pytest
 
-from house.sources import CSRC, FOLDERS, ROOT, House, functions, house
+from house.sources import CSRC, FOLDERS, PLAIN, ROOT, House, functions, house
 
 MOST_FILES, LONGEST_FILE, LONGEST_FUNCTION = 20, 900, 60
 MOST_FIELDS = 32  # of oomkit_call; may only fall
 SHARED = {"py/state.h", "call/call.h", "call/call_types.h"}  # many files need these
 
 
-HOUSE = house(FOLDERS)
+HOUSE = house((*PLAIN, *FOLDERS))
 FILES = sorted(HOUSE.text)
 
 
 def test_every_folder_is_in_the_plan() -> None:
-    assert {path.name for path in CSRC.iterdir()} == {*FOLDERS, "core", "torch"}
+    assert {path.name for path in CSRC.iterdir()} == {*PLAIN, *FOLDERS, "torch"}
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_plan_is_in_the_docs() -> None:
+    design = (ROOT / "docs" / "explanation" / "design.md").read_text(encoding="utf-8")
+    plan = design.partition("The folders of `oomkit._C`, from below.")[2].partition("The way of")[0]
+    assert tuple(re.findall(r"^\| `(\w+)` \|", plan, re.MULTILINE)) == FOLDERS
+
+
+@pytest.mark.parametrize("folder", [*PLAIN, *FOLDERS, "torch"])
 def test_a_folder_can_be_taken_in(folder: str) -> None:
     files = [path.name for path in (CSRC / folder).iterdir()]
     assert len(files) <= MOST_FILES
     readme = (CSRC / folder / "README.md").read_text(encoding="utf-8").splitlines()
     assert 3 <= len(readme) <= 15
+    if folder in FOLDERS[1:]:
+        below = FOLDERS[FOLDERS.index(folder) - 1]
+        assert (
+            f"May use the folders up to `{below}` of the plan in `docs/explanation/design.md`."
+            in readme
+        )
 
 
 def test_no_file_name_is_used_twice() -> None:
@@ -95,8 +108,28 @@ def test_sizes(name: str) -> None:
 def test_the_tests_stand_in_folders() -> None:
     tests = ROOT / "tests"
     assert [path.name for path in tests.iterdir() if path.is_file()] == ["conftest.py"]
-    many = {path: len(list(path.glob("test_*.py"))) for path in tests.iterdir()}
-    assert [path.name for path, count in many.items() if count > MOST_FILES] == []
+    assert crowded(tests) == []
+
+
+def crowded(top: Path) -> list[str]:
+    """Folders with too many files, at any depth; what is built there does not count."""
+    many = Counter(
+        path.parent
+        for path in top.rglob("*")
+        if path.is_file() and path.suffix not in {".so", ".pyc"}
+    )
+    return sorted(str(path.relative_to(top)) for path, n in many.items() if n > MOST_FILES)
+
+
+@pytest.mark.parametrize("folder", ["", "a/b"])
+def test_a_crowded_folder_is_found(folder: str, tmp_path: Path) -> None:
+    (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    for number in range(MOST_FILES):
+        (tmp_path / folder / f"{number}.h").touch()
+    (tmp_path / folder / "built.so").touch()
+    assert crowded(tmp_path) == []
+    (tmp_path / folder / "more.toml").touch()
+    assert crowded(tmp_path) == [folder or "."]
 
 
 def test_the_package_shows_its_public_modules() -> None:

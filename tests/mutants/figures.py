@@ -168,10 +168,10 @@ MUTANTS = [
     Mutant(
         "torn-record",
         "a record that was overwritten while it was read is not given out",
-        "csrc/core/ring.c",
+        "csrc/records/ring.c",
         "        if ((after & NUMBER_MASK) > 2 * index + 2) {",
         "        if (0) {",
-        ("core/test_core.py::test_core[ring]",),
+        ("records/test_records.py::test_records[ring]",),
     ),
     Mutant(
         "limit-stays",

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .batches import CLASSES, FEATURES, Net
+from .data.batches import CLASSES, FEATURES, Net
 from .world import ROWS, World, program
 
 

@@ -5,28 +5,19 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from . import (
-    batches,
-    bindings,
-    callers,
-    collators,
-    coupled,
-    deciders,
+from . import bindings, callers, coupled, deciders, trainers, updates, workers
+from .data import batches, collators, lengths, samples
+from .harness import Report
+from .models import (
     detection,
     generative,
     graphs,
     hugging_face,
-    lengths,
     memories,
-    samples,
     sequence,
     timm_like,
-    trainers,
-    updates,
     vision,
-    workers,
 )
-from .harness import Report
 from .world import COMPARISONS, PROGRAMS, Program
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "programs.md"

@@ -34,5 +34,9 @@ def _findings() -> list[str]:
 
 @pytest.mark.parametrize("text", _findings())
 def test_in_the_docs(text: str) -> None:
-    page = " ".join((ROOT / "docs" / "explanation" / "proof.md").read_text(encoding="utf-8").split())
-    assert re.search(re.escape(text), page), "a finding that docs/explanation/proof.md does not explain"
+    page = " ".join(
+        (ROOT / "docs" / "explanation" / "proof.md").read_text(encoding="utf-8").split()
+    )
+    assert re.search(re.escape(text), page), (
+        "a finding that docs/explanation/proof.md does not explain"
+    )

@@ -29,7 +29,7 @@ FLAGS = {
 LIBRARIES = {"address": ("libasan.so", "libubsan.so"), "thread": ("libtsan.so",)}
 # Assertions stay, and signed numbers may not wrap: Python's own flags would say both.
 COMMON = "-O1 -g -fno-omit-frame-pointer -UNDEBUG -fno-wrapv"
-# Which function of the core the defects stand in for.
+# Which function of C without Python the defects stand in for.
 PLANTED = {
     "_C": ("oomkit_ring_push", ["-DPLANT_IN_RING"]),
     "_bridge": ("oomkit_budget_reserve", []),
@@ -124,7 +124,8 @@ def _build(kind: str, folder: Path) -> None:
 
 def _plant(kind: str, folder: Path) -> None:
     """The package once more, with libraries in which a function of the core is replaced."""
-    include = ["-I", str(ROOT / "csrc" / "core"), "-isystem", _python_include()]
+    include = [f"-I{ROOT / 'csrc' / name}" for name in ("core", "records")]
+    include += ["-isystem", _python_include()]
     shutil.rmtree(folder / "planted", ignore_errors=True)
     shutil.copytree(folder / "tree" / "oomkit", folder / "planted" / "oomkit")
     for line in (folder / "links").read_text().splitlines():

@@ -149,7 +149,7 @@ def threads() -> Result:
     return result
 
 
-# ---- the core alone: every byte of the process is instrumented
+# ---- C without Python, alone: every byte of the process is instrumented
 
 THREADED = ("budget", "fault", "peak", "ring")
 IN_CORE: list[Plant] = [
@@ -167,8 +167,7 @@ def build_core(name: str, kind: str, folder: Path, planted: bool = False) -> Pat
     for needed in LIBRARIES[kind]:
         library(needed)
     program = folder / f"{name}-{kind}{'-planted' if planted else ''}"
-    sources = [core.PROGRAMS / f"test_{name}.c", core.CORE / f"{name}.c"]
-    sources += [core.CORE / f"{needed}.c" for needed in core.NEEDS.get(name, [])]
+    sources = core.sources_of(name)
     flags = [*FLAGS[kind].split(), *COMMON.split()]
     flags += core.WRAP if name in core.USES_WRAP else []
     if planted:
@@ -222,11 +221,11 @@ def core_alone() -> Result:
             wrong = planted_in_core(plant, folder)
             result.failures += wrong
             result.lines += lines_of(plant, plant[2] if wrong else [])
-        for name in core.NAMES:
+        for name in core.SOURCES:
             result.failures += core_under("address", name, folder)
         for name in THREADED:
             result.failures += core_under("thread", name, folder)
-    result.cases = len(IN_CORE) + len(core.NAMES) + len(THREADED)
+    result.cases = len(IN_CORE) + len(core.SOURCES) + len(THREADED)
     return result
 
 

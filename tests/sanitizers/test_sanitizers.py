@@ -118,7 +118,7 @@ Direct leak of 4354 byte(s) in 1 object(s) allocated from:
 
 Indirect leak of 64 byte(s) in 1 object(s) allocated from:
     #0 0x7f79 in __interceptor_malloc ../../../../src/libsanitizer/asan/asan_malloc_linux.cpp:69
-    #1 0x7f78 in oomkit_ring_create csrc/core/ring.c:20
+    #1 0x7f78 in oomkit_ring_create csrc/records/ring.c:20
 
 SUMMARY: AddressSanitizer: 4418 byte(s) leaked in 2 allocation(s).
 """

@@ -4,8 +4,8 @@
  *
  * One writer. The ring has any number of readers; all else is read where the writer
  * does not run (the interpreter's lock sees to that). */
-#ifndef OOMKIT_CORE_HISTORY_H
-#define OOMKIT_CORE_HISTORY_H
+#ifndef OOMKIT_RECORDS_HISTORY_H
+#define OOMKIT_RECORDS_HISTORY_H
 
 #include "ring.h"
 #include "sketch.h"

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .world import ROWS, World, program
+from ..world import ROWS, World, program
 
 PIXELS = 12
 LATENT = 4

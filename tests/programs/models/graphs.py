@@ -11,7 +11,7 @@ from torch import nn
 
 import oomkit
 
-from .world import ROWS, World, program
+from ..world import ROWS, World, program
 
 
 class Data:

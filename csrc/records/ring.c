@@ -7,7 +7,7 @@
  * undefined even if it is thrown away afterwards; a release store and an acquire load
  * of a word cost nothing on x86 and order it against the sequence without a fence. */
 #include "ring.h"
-#include "status.h"
+#include "../core/status.h"
 
 #include <stdatomic.h>
 #include <stddef.h>

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..world import ROWS, World, program
 from .batches import CLASSES, FEATURES, Net
-from .world import ROWS, World, program
 
 
 def _rows(rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from .world import ROWS, World, program
+from ..world import ROWS, World, program
 
 WIDTH = 6
 

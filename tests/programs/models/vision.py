@@ -12,7 +12,7 @@ from torch import nn
 
 import oomkit
 
-from .world import ROWS, World, program
+from ..world import ROWS, World, program
 
 CLASSES = 5
 CLASS_WEIGHTS = torch.tensor([0.2, 3.0, 1.0, 0.5, 2.0]).double()

@@ -37,7 +37,7 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import BatchEncoding
 
-from .world import ROWS, World, program
+from ..world import ROWS, World, program
 
 WORDS = "a the cat dog bird sees hears old red big small and not".split()
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import (
     pad_sequence,
 )
 
-from .world import ROWS, World, program
+from ..world import ROWS, World, program
 
 VOCAB = 40
 TAGS = 5

@@ -12,7 +12,7 @@ from torch import nn
 
 import oomkit
 
-from .world import ROWS, World, program
+from ..world import ROWS, World, program
 
 CLASSES = 4
 SIDE = 8

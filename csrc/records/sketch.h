@@ -1,7 +1,7 @@
 /* How numbers are distributed, in constant memory: counts of ranges that are 1/32 of
  * their lower end wide, so that a quantile is right to 2 %. */
-#ifndef OOMKIT_CORE_SKETCH_H
-#define OOMKIT_CORE_SKETCH_H
+#ifndef OOMKIT_RECORDS_SKETCH_H
+#define OOMKIT_RECORDS_SKETCH_H
 
 #include <stdint.h>
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .world import World, program
+from ..world import World, program
 
 CLASSES = 3
 CELL = 4

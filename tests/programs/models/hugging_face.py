@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import BatchEncoding
 
-from .world import World, program
+from ..world import World, program
 
 VOCAB = 50
 LENGTH = 7

@@ -3,10 +3,10 @@
  * A reader never blocks the writer. Each slot carries a sequence number that is odd
  * while the slot is written, so that a reader can tell a torn record and reads again.
  */
-#ifndef OOMKIT_CORE_RING_H
-#define OOMKIT_CORE_RING_H
+#ifndef OOMKIT_RECORDS_RING_H
+#define OOMKIT_RECORDS_RING_H
 
-#include "status.h"
+#include "../core/status.h"
 
 #include <stdint.h>
 

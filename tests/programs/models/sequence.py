@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 from zoo import GPT
 
-from .world import ROWS, World, program
+from ..world import ROWS, World, program
 
 VOCAB = 64
 LENGTH = 8

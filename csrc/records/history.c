@@ -1,7 +1,7 @@
 /* Sums hold what has left the ring: a record may be written once more while it is
  * there. Who asks for them gets those of the ring's own records added. */
 #include "history.h"
-#include "status.h"
+#include "../core/status.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .world import ROWS, World, program
+from ..world import ROWS, World, program
 
 FEATURES = 6
 CLASSES = 4

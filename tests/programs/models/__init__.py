@@ -1,0 +1,1 @@
+"""Families that are told apart by the model."""
