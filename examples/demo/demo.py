@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import gpt
+import picture
 import show
 from rich.console import Console
 
@@ -106,16 +107,16 @@ def driver(args: argparse.Namespace) -> int:
     if start(args, "oomkit", budget).returncode != 0:
         say("The run with oomkit failed.")
         return 1
-    return judge(args, reference, budget, peak)
+    return judge(args, reference, budget)
 
 
-def judge(args: argparse.Namespace, reference: dict[str, Any], budget: int, peak: int) -> int:
+def judge(args: argparse.Namespace, reference: dict[str, Any], budget: int) -> int:
     run = figures(args, "oomkit")
     truth = show.compare(args.output, reference, run)
     console.print(show.table(run["records"], budget))
     say(truth.line())
     show.write_table(args.output / "table.txt", run["records"], budget, truth)
-    show.picture(args.output / "demo.png", run["records"], budget, peak)
+    picture.draw(args.output, reference, run, budget, truth.loss)
     say(f"Table and picture: {args.output / 'table.txt'}, {args.output / 'demo.png'}")
     return 0 if truth.agrees else 1
 

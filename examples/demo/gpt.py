@@ -28,7 +28,7 @@ class Scale:
 
 
 SCALES = {
-    "demo": Scale(layers=4, width=256, heads=4, context=128, batch=32),
+    "demo": Scale(layers=4, width=128, heads=4, context=128, batch=32),
     "tiny": Scale(layers=2, width=32, heads=2, context=32, batch=32),
 }
 VOCABULARY = 256  # one token per byte

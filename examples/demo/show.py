@@ -1,4 +1,4 @@
-"""What the demo shows at the end: a table, one line of truth, a picture."""
+"""What the demo shows at the end: a table and one line of truth."""
 
 from __future__ import annotations
 
@@ -106,51 +106,3 @@ def write_table(path: Path, records: list[dict[str, Any]], budget: int, truth: T
         console = Console(file=stream, width=80)
         console.print(table(records, budget))
         console.print(truth.line(), highlight=False)
-
-
-def picture(path: Path, records: list[dict[str, Any]], budget: int, needed: int) -> None:
-    """Peak allocated per step against the budget, the micro-batch size beside it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    steps = [r["step"] for r in records]
-    peaks = [(r["peak_allocated"] or 0) / MIB for r in records]
-    colours = ["#d1642a" if r["ooms"] else "#3b6ea5" for r in records]
-    figure, axes = plt.subplots(figsize=(9, 4), dpi=120)
-    axes.bar(steps, peaks, color=colours, width=0.8, zorder=2)
-    axes.axhline(needed / MIB, color="#777777", linestyle=":", zorder=1)
-    axes.axhline(budget / MIB, color="#b00020", linewidth=1.6, zorder=3)
-    right = steps[-1] + 0.6
-    axes.text(right, budget / MIB, " budget", color="#b00020", va="center")
-    axes.text(right, needed / MIB, " whole batch\n needs", color="#555555", va="center")
-    annotate(axes, records, peaks)
-    axes.set_xlim(steps[0] - 0.6, right)
-    axes.set_ylim(0, 1.12 * max(needed / MIB, *peaks))
-    axes.set_xticks(steps[:: 1 + len(steps) // 40])
-    axes.set_xlabel(
-        f"step (in the bar: micro-batch, of a batch of {records[0]['batch_size']}; "
-        "orange: met an OOM and was replayed)"
-    )
-    axes.set_ylabel("peak allocated, MiB")
-    axes.set_title("Training under a memory budget with @oomkit.auto_batch", loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
-
-
-def annotate(axes: Any, records: list[dict[str, Any]], peaks: list[float]) -> None:
-    """Writes the micro-batch size into every bar; into some when they are many."""
-    stride = 1 + len(records) // 40
-    for record, peak in list(zip(records, peaks, strict=True))[::stride]:
-        axes.text(
-            record["step"],
-            0.03 * peak,
-            str(record["micro_batch_size"]),
-            ha="center",
-            va="bottom",
-            color="white",
-            zorder=4,
-        )

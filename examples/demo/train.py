@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from samples import Samples
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
@@ -131,12 +132,15 @@ def main(settings: Settings) -> None:
         MofNCompleteColumn(),
         TextColumn("{task.fields[loss]}"),
     )
-    with Progress(*columns, console=console) as progress:
+    samples = Samples(model, device, settings.folder / f"{settings.kind}-memory.json")
+    with Progress(*columns, console=console) as progress, samples:
         bar = progress.add_task("", total=settings.steps, loss="")
+        samples.step()
         for batch in gpt.batches(scale, settings.steps, SEED, device):
             start = time.perf_counter()
             loss = step(batch)
             notes.losses.append(loss.item())
+            samples.step()
             notes.seconds.append(time.perf_counter() - start)
             progress.update(bar, advance=1, loss=f"loss {notes.losses[-1]:.4f}")
     save(settings, notes, model, optimizer, step, device)
