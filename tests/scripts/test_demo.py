@@ -92,6 +92,9 @@ def test_demo_leaves_its_results(
     assert [record["step"] for record in run["records"]] == [1, 2, 3]
     assert run["records"][0]["ooms"] >= 1
     reference = json.loads((output / "reference.json").read_text())
+    samples = json.loads((output / "plain-memory.json").read_text())
+    assert samples["forwards"][0][1] == 32  # what the picture shows of the run that died
+    assert max(size for _, size in samples["memory"]) <= run["records"][0]["budget"]
     assert run["peak_bytes"] < reference["peak_bytes"]
 
 
