@@ -163,6 +163,14 @@ oomkit_proof_sequence(const oomkit_call *call)
     return hash;
 }
 
+/* Is this call's split proven? */
+static int
+known_fully(const oomkit_call *call, const oomkit_proven *found)
+{
+    return found->level == OOMKIT_PROVEN_FULLY ||
+           (found->level == OOMKIT_PROVEN_HERE && found->call == call->log.number);
+}
+
 int
 oomkit_proof_is_new_sequence(oomkit_call *call)
 {
@@ -175,7 +183,7 @@ oomkit_proof_is_new_sequence(oomkit_call *call)
         return 0;
     }
     found = oomkit_proven_find(call);
-    if (found == NULL || found->level != OOMKIT_PROVEN_FULLY) {
+    if (found == NULL || !known_fully(call, found)) {
         return 0;
     }
     sequence = oomkit_proof_sequence(call);
@@ -204,7 +212,7 @@ oomkit_proof_known(oomkit_call *call)
         return 0;
     }
     found = oomkit_proven_find(call);
-    return found != NULL && found->level == OOMKIT_PROVEN_FULLY;
+    return found != NULL && known_fully(call, found);
 }
 
 PyObject *
@@ -306,7 +314,7 @@ oomkit_proof_wanted(oomkit_call *call)
         return PyErr_Occurred() ? -1 : 1;
     }
     unsettled = countable ? known_unsettled(call, found) : 0;
-    if (unsettled != 0 || found->level != OOMKIT_PROVEN_FULLY) {
+    if (unsettled != 0 || !known_fully(call, found)) {
         return unsettled > 0 ? OOMKIT_PROOF_WEIGHTS : unsettled < 0 ? -1 : 1;
     }
     if (known_is_due(call, found)) {

@@ -10,6 +10,7 @@
 typedef enum {
     OOMKIT_PROVEN_NOT = 0,
     OOMKIT_PROVEN_WEAKLY, /* by losses alone: one row fits and no more */
+    OOMKIT_PROVEN_HERE,   /* of gradients that say nothing of another call */
     OOMKIT_PROVEN_FULLY
 } oomkit_proof_level;
 

@@ -724,6 +724,19 @@ proof_figures(oomkit_proof *p)
     return figures == NULL ? -1 : PyDict_Update(site->figures, figures);
 }
 
+/* Gradients that are all 0, or not finite, are the same whatever they are made of:
+ * nothing was shown of the next batch. 0 or -1. */
+static int
+proof_judge_level(oomkit_proof *p)
+{
+    OWNED PyObject *decides = PyObject_GetAttrString(p->judge, "decides");
+
+    if (decides == Py_False && p->level == OOMKIT_PROVEN_FULLY) {
+        p->level = OOMKIT_PROVEN_HERE;
+    }
+    return decides == NULL ? -1 : 0;
+}
+
 /* As oomkit_prove(). */
 static int
 prove(oomkit_call *call)
@@ -762,7 +775,7 @@ prove(oomkit_call *call)
         }
         result = -1;
     }
-    if (result >= 0 && proof_figures(&p) < 0) {
+    if (result >= 0 && (proof_judge_level(&p) < 0 || proof_figures(&p) < 0)) {
         result = -1;
     }
     if (result >= 0) {

@@ -112,15 +112,15 @@ class Verification:
         self._rows: list[int] = []
         self.tolerance = 0.0
 
-    def _note(self, loss: torch.Tensor) -> None:
-        self.tolerance = max(self.tolerance, tolerance(loss))
-        self._roots.append(float(loss.detach().item()))
+    def _note(self, *losses: torch.Tensor) -> None:
+        self.tolerance = max(self.tolerance, *map(tolerance, losses))
+        self._roots.append(sum(float(loss.detach().item()) for loss in losses))
 
     def root(self, roots: Any) -> None:
         """The tensors of one backward; a vector with a gradient of its own is no loss."""
         tensors = roots if isinstance(roots, (tuple, list)) else (roots,)
-        if len(tensors) == 1 and tensors[0].numel() == 1:
-            self._note(tensors[0])
+        if tensors and all(tensor.numel() == 1 for tensor in tensors):
+            self._note(*tensors)
         else:
             self._roots.append(math.nan)
 
@@ -160,7 +160,7 @@ class Verification:
             pair = _shares(first[group], second[group], is_sum)
             made = _times(pair[0], one) + _times(pair[1], two)
             scale = max(abs(whole), abs(_times(pair[0], one)), abs(_times(pair[1], two)))
-            difference = abs(whole - made) / scale if scale > 0 else 0.0
+            difference = abs(whole - made) / scale if scale > 0 else math.nan
             if not math.isfinite(difference) or (
                 difference > limit and abs(whole - made) <= limit * _CANCELS
             ):

@@ -166,6 +166,7 @@ class Proof:
         self.unjoined = False  # results of parts of one row could not be joined
         self._numbers = Numbers()
         self.volatile = False  # nothing but results differs: are they the same twice?
+        self._gradients: set[str] = set()  # kinds of those that were compared
 
     noted = staticmethod(_proof_kept.noted)
     recalled = staticmethod(_proof_kept.recalled)
@@ -438,6 +439,10 @@ class Proof:
             norms[i], others[i] = sizes
             both = i in whole and i in made
             gaps[i] = values.apart(whole[i], made[i]) if both else max(sizes)
+        kinds = (
+            "none" if n == 0.0 else "some" if math.isfinite(n) else "odd" for n in norms.values()
+        )
+        self._gradients.update(kinds)
         largest = max([*norms.values(), *others.values()], default=0.0)
         if not math.isfinite(largest):
             largest = 0.0
@@ -675,6 +680,11 @@ class Proof:
             f"proved the split of {self.label}: {whole} rows and the same rows as {first} and "
             f"{second} give the same gradients and results{how}"
         )
+
+    @property
+    def decides(self) -> bool:
+        """Whether other gradients would have shown: not where all are 0, or one is not finite."""
+        return "odd" not in self._gradients and self._gradients != {"none"}
 
     # --- searching a weight ---
 

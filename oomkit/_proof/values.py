@@ -169,7 +169,8 @@ def gap(one: Any, two: Any) -> float:
         return 0.0 if one is two or one == two else math.inf
     if first == second or (first != first and second != second):
         return 0.0
-    gap_ = abs(first - second) / max(abs(first), abs(second))
+    scale = max(abs(first), abs(second))
+    gap_ = abs(first - second) / scale if scale else math.nan  # 0 and nan
     return gap_ if gap_ == gap_ else math.inf
 
 

@@ -1,0 +1,109 @@
+"""A proof whose gradients are 0 or not finite shows nothing: the next split call is proven."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import oomkit
+from oomkit.testing import inject_oom
+
+ROWS = 8
+
+
+class World:
+    """A step whose loss says nothing in its first calls."""
+
+    def __init__(self, silent: int, factor: float, loss: Callable[..., torch.Tensor]) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(4, 3)
+        self.silent, self.factor, self.loss = silent, factor, loss
+
+    def step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+        x, y = batch
+        loss = self.loss(self.model(x), y)
+        if self.silent > 0:
+            loss = loss * self.factor
+        loss.backward()
+        return float(loss.detach())
+
+
+def _sum(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, y, reduction="sum")
+
+
+def _of_tokens(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, y)
+
+
+def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    y = torch.randint(0, 3, (ROWS,), generator=generator)
+    y[[0, 3, 5]] = -100
+    return torch.randn(ROWS, 4, generator=generator), y
+
+
+@pytest.mark.parametrize("loss", [_sum, _of_tokens])
+@pytest.mark.parametrize("factor", [0.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("silent", [1, 2, 3])
+def test_weights_are_found_in_the_first_call_that_tells_them(
+    silent: int, factor: float, loss: Callable[..., torch.Tensor]
+) -> None:
+    plain, world = (World(silent, factor, loss) for _ in range(2))
+    step = oomkit.auto_batch(world.step)
+    with inject_oom(nth=5):
+        step(_batch())
+    for _ in range(silent, 7):
+        world.silent -= 1
+        plain.silent = world.silent
+        for each in (world, plain):
+            each.model.zero_grad()
+        assert step(_batch()) == pytest.approx(plain.step(_batch()), nan_ok=True)
+        assert step.records[-1].accumulation_steps == 2
+        for one, two in zip(plain.model.parameters(), world.model.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, two.grad, equal_nan=True)
+
+
+def test_a_loss_that_couples_is_refused_in_the_first_call_that_tells_it() -> None:
+    def coupled(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits @ logits.T, torch.arange(len(logits)))
+
+    world = World(2, 0.0, coupled)
+    step = oomkit.auto_batch(world.step)
+    with inject_oom(nth=5):
+        step(_batch())
+    world.silent = 1
+    step(_batch())
+    world.silent = 0
+    with pytest.raises(oomkit.SplitError, match="differs by"):
+        step(_batch())
+
+
+def test_what_was_proven_of_gradients_that_tell_is_not_proven_again() -> None:
+    world = World(0, 1.0, _of_tokens)
+    runs = []
+    plain = world.loss
+    world.loss = lambda *given: (runs.append(1), plain(*given))[1]
+    step = oomkit.auto_batch(world.step)
+    with inject_oom(nth=5):
+        step(_batch())
+    for _ in range(3):
+        step(_batch())
+    del runs[:]
+    world.silent, world.factor = 1, 0.0  # what was shown holds
+    step(_batch())
+    assert len(runs) == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_part_without_a_label_is_refused_where_the_whole_loss_is_zero() -> None:
+    """The mean over nothing is nan."""
+    world = World(2, 0.0, _of_tokens)
+    step = oomkit.auto_batch(world.step)
+    x, _ = _batch()
+    y = torch.tensor([-100] * 4 + [0, 1, 2, 0])
+    with inject_oom(nth=5), pytest.raises(oomkit.SplitError, match="is nan in place of 0"):
+        step((x, y))
