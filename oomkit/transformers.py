@@ -14,7 +14,7 @@ import sys
 from typing import Any, Literal, TypeVar
 
 from . import _C
-from ._trainers import refusals
+from ._trainers import names, refusals
 from ._trainers.books import Books
 from ._trainers.calls import Call, calls_of
 from ._trainers.kept_state import begin, sizes_class
@@ -34,6 +34,7 @@ def _is_trainer(trainer: Any) -> bool:
 
 
 def _checked(function: str, trainer: Any) -> None:
+    names.installed()
     if not _is_trainer(trainer):
         what = f"the class {trainer.__name__}" if isinstance(trainer, type) else None
         raise TypeError(
@@ -123,6 +124,7 @@ def protect(
     if getattr(it, "is_in_train", False):
         raise RuntimeError("protect() was called while the trainer trains: call it before train()")
     options = _options(options, inexact)
+    names.check(it)
     refusals.check(it)
     sizes = sizes_class()
     place = at or _place(it)

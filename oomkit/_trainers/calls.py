@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import types
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from .. import _C
+from .. import _C, sizes
 from .books import Books, completion_tokens, family
 from .rows import Pairs, shapes, together, whole_because
 
@@ -17,6 +19,7 @@ __all__ = ["Call", "calls_of", "own"]
 
 _PAIRED = ("DPOTrainer", "RewardTrainer")
 _HERE = "_oomkit_calls"  # in a protected trainer's dictionary
+_KEPT = 1024  # records of earlier models
 _SUMS = ("cispo", "dapo", "vespo")  # of GRPO: divided by the tokens of the whole window
 
 
@@ -36,8 +39,8 @@ def own(trainer: Any, name: str) -> Callable[..., Any]:
     return found
 
 
-# The steps. Each has a code of its own, for sizes are kept by code; what takes part is found in
-# their arguments.
+# The steps. Each trainer gets functions with a code of their own (`_function`), for sizes and
+# proofs are kept by code; what takes part is found in their arguments.
 
 
 def _training_step(
@@ -76,7 +79,29 @@ _STEPS: dict[str, Callable[..., Any]] = {
     "training_step": _training_step,
     "compute_loss": _compute_loss,
     "prediction_step": _prediction_step,
+    "evaluated_loss": _evaluated_loss,
 }
+
+
+def _function(trainer: Any, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step whose code says what it calls: what was proven of one trainer is not of another.
+
+    Args:
+        trainer: protected.
+        name: of the method.
+        step: that is copied.
+    """
+    called = [type(trainer), type(trainer.model), getattr(trainer, "loss_type", None), name]
+    for each in ("training_step", "compute_loss", "prediction_step", "compute_loss_func"):
+        code = sizes._code_of(getattr(trainer, each, None))
+        called.append(None if code is None else sizes._digest(code))
+    code = _code(step.__code__, str(called))
+    return types.FunctionType(code, globals(), step.__name__, step.__defaults__)
+
+
+@functools.lru_cache(maxsize=64)
+def _code(code: types.CodeType, called: str) -> types.CodeType:
+    return code.replace(co_consts=(*code.co_consts, called))
 
 
 def _labels(trainer: Any, inputs: Any) -> float:
@@ -135,15 +160,34 @@ class Call:
             "participants": (*given, books),
             "static": ("more",),
         }
-        self.step = self._make(_STEPS[name], evaluates=name == "prediction_step")
-        self._evaluated: Any = None
         self._begin = begin
         self.seen: Any = None  # the trainer's state of this training
+        self._past: tuple[_C.StepRecord, ...] = ()
+        self._renew(trainer)
+
+    def _renew(self, trainer: Any) -> None:
+        """Steps of which nothing is known."""
+        self._model = None if trainer.model is None else weakref.ref(trainer.model)
+        self.step = self._make(self._name, evaluates=self._name == "prediction_step")
+        self._evaluated: Any = None
         self._whole: Any = None
 
-    def _make(self, function: Callable[..., Any], evaluates: bool) -> Any:
+    def begins(self, trainer: Any) -> None:
+        """A training begins: of another model nothing is proven, though sizes may be the same."""
+        self.seen = trainer.state
+        if self._model is not None and self._model() is trainer.model:
+            return
+        known = self.sizes()
+        for signature in known["signatures"]:
+            signature.pop("proven", None)
+        self._past = self.records[-_KEPT:]
+        self._renew(trainer)
+        self.load_sizes(known)
+
+    def _make(self, name: str, evaluates: bool) -> Any:
         options = {**self._options, "batch": "inputs"}
         trainer = self._trainer
+        function = _function(trainer(), name, _STEPS[name])
         kind = getattr(trainer(), "loss_type", None)
         if self._family == "GRPOTrainer" and kind == "bnpo":
             options["weight"] = completion_tokens
@@ -171,7 +215,8 @@ class Call:
             self._begin(trainer)
         names = _POSITIONAL[self._name]
         more = {**dict(zip(names, args, strict=False)), **kwargs}
-        because = None if self._paired else whole_because(inputs)
+        paired = self._paired and "input_ids" in inputs
+        because = whole_because(inputs, paired)
         arguments: dict[str, Any] = {}
         if "num_items_in_batch" in more:
             arguments["num_items_in_batch"] = more.pop("num_items_in_batch")
@@ -180,17 +225,17 @@ class Call:
             if not self._evaluation:
                 return self.method(trainer, model, inputs, **more, **arguments)
             if self._evaluated is None:
-                self._evaluated = self._make(_evaluated_loss, evaluates=True)
+                self._evaluated = self._make("evaluated_loss", evaluates=True)
             step = self._evaluated
             more, arguments = {**more, **arguments}, {}
         if because is not None:
             return self._in_one(trainer, because, model, inputs, {"more": more, **arguments})
-        if self._paired:
+        if paired:
             inputs = Pairs(inputs)
         self.books.begin()
         result = step(self, trainer, model, inputs, more=more, **arguments)
         self.books.end()
-        return together(result, -1) if self._paired else result
+        return together(result, -1) if paired else result
 
     def _in_one(
         self, trainer: Any, because: str, model: Any, inputs: Any, named: dict[str, Any]
@@ -198,7 +243,8 @@ class Call:
         """A batch that has no rows to cut."""
         if self._whole is None:
             options = {**self._options, "static": ("inputs", "more")}
-            self._whole = _C.auto_batch(_STEPS[self._name], **options)
+            function = _function(trainer, self._name, _STEPS[self._name])
+            self._whole = _C.auto_batch(function, **options)
         try:
             return self._whole(self, trainer, model, inputs, **named)
         except _C.OutOfMemory as error:
@@ -220,7 +266,8 @@ class Call:
     @property
     def records(self) -> tuple[_C.StepRecord, ...]:
         steps = (self.step, self._evaluated, self._whole)
-        return tuple(record for step in steps if step is not None for record in step.records)
+        now = (record for step in steps if step is not None for record in step.records)
+        return (*self._past, *now)
 
     def check(self, trainer: Any) -> None:
         """TypeError where the trainer's method cannot be called as transformers calls it."""

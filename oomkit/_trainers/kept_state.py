@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 import weakref
 from typing import Any
 
+from . import names
 from .calls import calls_of
 
-__all__ = ["sizes_class"]
+__all__ = ["begin", "sizes_class"]
 
-_TESTED = "transformers 5.23.0, TRL 1.16.0"
 _NAME = "OomkitSizes"
 
 
@@ -28,8 +27,8 @@ def begin(trainer: Any) -> None:
     kept = (trainer.state.stateful_callbacks or {}).get(_NAME)
     sizes = kept.get("attributes", {}).get("sizes", {}) if isinstance(kept, dict) else {}
     for call in calls_of(trainer):
-        call.seen = trainer.state
-        if call.name in sizes:
+        call.begins(trainer)
+        if call.name in sizes and not call.sizes()["signatures"]:  # else its own are newer
             call.load_sizes(sizes[call.name])
 
 
@@ -39,12 +38,8 @@ def sizes_class() -> Any:
     try:
         module: Any = importlib.import_module("transformers.trainer_callback")
         callback, exportable = module.TrainerCallback, module.ExportableState
-    except (ImportError, AttributeError) as error:
-        version = getattr(sys.modules.get("transformers"), "__version__", "an unknown version")
-        raise ImportError(
-            f"oomkit.transformers uses a name that transformers {version} has not ({error}); "
-            f"tested are {_TESTED}"
-        ) from error
+    except (ImportError, AttributeError):
+        raise names.missing("transformers", "TrainerCallback and ExportableState") from None
 
     class OomkitSizes(callback, exportable):  # type: ignore[misc, valid-type]
         """Writes sizes to trainer_state.json, from which a resumed training takes them."""

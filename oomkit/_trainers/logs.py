@@ -23,15 +23,15 @@ class Log:
     def __init__(self, trainer: Any) -> None:
         self._trainer: Callable[[], Any] = weakref.ref(trainer)
         self._replaced = vars(trainer).get("log")
-        self._last = 0  # number of the last step that was logged
+        self._last = 0.0  # when the last step that was logged began
 
     def __call__(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         trainer = self._trainer()
         call = next((c for c in calls_of(trainer) if c.is_training), None)
         recent = call.records if call is not None and "loss" in logs else ()
-        new = [record for record in recent if record.step > self._last]
+        new = [record for record in recent if record.started > self._last]
         if new:
-            self._last = new[-1].step
+            self._last = max(record.started for record in new)
             logs["oomkit/micro_batch"] = min(r.micro_batch_size or 0 for r in new)
             logs["oomkit/ooms"] = sum(r.ooms for r in new)
             logs["oomkit/peak_gib"] = max(r.peak_allocated or 0 for r in new) / _GIB

@@ -8,20 +8,27 @@ from .books import family
 
 __all__ = ["check"]
 
+_AUXILIARY = ("router_aux_loss_coef", "router_z_loss_coef", "aux_loss_coef", "moe_loss_weight")
+_IN_BACKWARD = ("lomo", "layerwise")  # in the names of transformers' optimizers
+
+
+def _auxiliary(trainer: Any) -> str | None:
+    """The option of a model whose routers add a loss of the whole batch."""
+    config = getattr(trainer.model, "config", None)
+    for each in (config, getattr(config, "text_config", None)):
+        if getattr(each, "output_router_logits", False):
+            return next((name for name in _AUXILIARY if getattr(each, name, 0.0)), None)
+    return None
+
 
 def _reasons(trainer: Any) -> list[str]:
-    args, config = trainer.args, getattr(trainer.model, "config", None)
-    kind = family(trainer)
+    args, kind = trainer.args, family(trainer)
     found = []
     if args.auto_find_batch_size:
         found.append(
             "auto_find_batch_size=True: it begins the training again with a smaller batch, and "
             "with the parameters of the first try; leave it out"
         )
-    if args.world_size > 1:
-        found.append(f"a world_size of {args.world_size}: training in several processes")
-    if args.n_gpu > 1:
-        found.append(f"n_gpu={args.n_gpu}: DataParallel; set CUDA_VISIBLE_DEVICES to one device")
     if getattr(trainer, "is_deepspeed_enabled", False):
         found.append("DeepSpeed")
     if getattr(trainer, "is_fsdp_enabled", False):
@@ -29,8 +36,13 @@ def _reasons(trainer: Any) -> list[str]:
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     if getattr(parallel, "sp_enabled", False) or getattr(parallel, "cp_enabled", False):
         found.append("sequence parallelism")
-    if "lomo" in str(args.optim).lower():
-        found.append(f"optim={str(args.optim)!r}: its updates are made inside the backward")
+    if args.world_size > 1:
+        found.append(f"a world_size of {args.world_size}: training in several processes")
+    if args.n_gpu > 1:
+        found.append(f"n_gpu={args.n_gpu}: DataParallel; set CUDA_VISIBLE_DEVICES to one device")
+    optim = getattr(args.optim, "value", args.optim)
+    if any(word in str(optim) for word in _IN_BACKWARD):
+        found.append(f"optim={optim!r}: its updates are made inside the backward")
     if kind == "KTOTrainer" and trainer.loss_type == "kto":
         found.append(
             'KTOTrainer with loss_type="kto": its loss has one KL term for the whole batch; '
@@ -38,10 +50,9 @@ def _reasons(trainer: Any) -> list[str]:
         )
     if kind == "GRPOTrainer" and getattr(trainer, "use_adaptive_entropy", False):
         found.append("use_adaptive_entropy: its coefficient changes from call to call")
-    if getattr(config, "output_router_logits", False) and getattr(
-        config, "router_aux_loss_coef", 0.0
-    ):
-        found.append("router_aux_loss_coef: the auxiliary loss is one of the whole batch")
+    auxiliary = _auxiliary(trainer)
+    if auxiliary is not None:
+        found.append(f"{auxiliary}: the auxiliary loss is one of the whole batch")
     return found
 
 

@@ -81,8 +81,13 @@ def together(result: Any, rows: int) -> Any:
     return tuple(together(each, rows) for each in result) if type(result) is tuple else result
 
 
-def whole_because(inputs: Any) -> str | None:
-    """Why a batch cannot be cut into rows, or None."""
+def whole_because(inputs: Any, paired: bool) -> str | None:
+    """Why a batch cannot be cut into rows, or None.
+
+    Args:
+        inputs: of the trainer.
+        paired: whether its rows are halves of pairs.
+    """
     if not isinstance(inputs, Mapping):
         return None
     for name in _PACKED:
@@ -93,7 +98,11 @@ def whole_because(inputs: Any) -> str | None:
         for value in inputs.values()
         if isinstance(value, torch.Tensor) and value.ndim
     } - {1}
-    return "its tensors have no number of rows in common" if len(sizes) > 1 else None
+    several = len(sizes) > 1
+    if paired:
+        rows = _rows(inputs["input_ids"]) or 0
+        several = bool(sizes - {rows, rows // 2})
+    return "its tensors have no number of rows in common" if several else None
 
 
 def shapes(inputs: Mapping[str, Any]) -> str:

@@ -356,3 +356,41 @@ def test_a_batch_without_a_common_number_of_rows_is_kept_whole() -> None:
     assert isinstance(failed.error, oomkit.OutOfMemory)
     assert "no number of rows in common" in str(failed.error)
     assert "attention_mask [3, 12], " in str(failed.error)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("silent", [1, 2])
+def test_losses_that_are_not_finite_prove_nothing(silent: int, value: float) -> None:
+    """The kind of the loss is found in the first step that tells it; a scaler skips the others."""
+
+    class Late(hf.Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+            loss = loss * value if self.state.global_step < silent else loss
+            return (loss, outputs) if return_outputs else loss
+
+    def make() -> Any:
+        made = trainer(
+            lambda: bert("SequenceClassification"),
+            labelled("class", 32),
+            Late,
+            eval_strategy="no",
+            logging_nan_inf_filter=False,
+        )
+        made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        return made
+
+    reference, _, _ = run(make, plain)
+    outcome, arm, made = run(make, number=1, fault={"nth": 40})
+    assert arm.fired and {r.accumulation_steps for r in records(made)} == {2}
+    assert not differences(reference, outcome, SINGLE)
+
+
+def test_tokens_seen_are_counted_once() -> None:
+    def make() -> Any:
+        return _made(include_num_input_tokens_seen="non_padding")
+
+    reference, _, _ = run(make, plain)
+    outcome, arm, _ = run(make, number=2, fault={"nth": 30})
+    assert arm.fired and reference.rest["tokens"] > 0
+    assert not differences(reference, outcome, SINGLE)

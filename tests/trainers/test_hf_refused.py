@@ -1,0 +1,177 @@
+"""What `protect` refuses, by name, and versions of which names are missing.
+
+No test here has several devices or processes. Where a library cannot be installed without them,
+the attribute that transformers sets is set by hand, and the test says which.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from accelerate import ParallelismConfig
+from hf_models import lm, tokens, trainer
+from test_trl_sweep import dpo, online, reward, sft
+
+from oomkit._trainers import kept_state, names
+from oomkit.transformers import protect
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def _made(**more: Any) -> Any:
+    return trainer(lm, tokens(), **more)
+
+
+def _refused(made: Any, text: str) -> None:
+    before = dict(vars(made))
+    with pytest.raises(ValueError, match=rf"protect\(\) cannot protect Trainer with {text}"):
+        protect(made)
+    assert vars(made) == before
+
+
+@pytest.mark.parametrize(
+    "name", ["lomo", "adalomo", "galore_adamw_layerwise", "apollo_adamw_layerwise"]
+)
+def test_updates_inside_the_backward(name: str) -> None:
+    """Their packages are needed when the optimizer is made, not before."""
+    _refused(_made(optim=name, optim_target_modules=["c_fc"]), f"optim='{name}': its updates are")
+
+
+def test_sequence_parallelism() -> None:
+    """A real configuration, which accelerate takes in several processes alone."""
+    made = _made()
+    made.accelerator.state.parallelism_config = ParallelismConfig(sp_size=2, sp_backend="deepspeed")
+    try:
+        _refused(made, "sequence parallelism")
+    finally:
+        made.accelerator.state.parallelism_config = None
+
+
+@pytest.mark.parametrize(
+    ("attribute", "text"), [("is_deepspeed_enabled", "DeepSpeed"), ("is_fsdp_enabled", "FSDP")]
+)
+def test_sharded_models(attribute: str, text: str) -> None:
+    """DeepSpeed is not installed, FSDP needs an accelerator: transformers sets this attribute."""
+    made = _made()
+    setattr(made, attribute, True)
+    _refused(made, text)
+
+
+def test_several_devices() -> None:
+    """transformers counts the devices that it sees when it needs the first one."""
+    made = _made()
+    made.args._n_gpu = 2
+    _refused(made, "n_gpu=2: DataParallel; set CUDA_VISIBLE_DEVICES")
+
+
+def test_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`world_size` is that of the processes that accelerate found."""
+    made = _made()
+    monkeypatch.setattr(type(made.args), "world_size", 2)
+    _refused(made, "a world_size of 2: training in several processes")
+
+
+def _mixture(kind: str, coefficient: str, **more: Any) -> torch.nn.Module:
+    config = getattr(hf, f"{kind}Config")(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=2,
+        output_router_logits=True,
+        **{coefficient: 0.5},
+        **more,
+    )
+    return getattr(hf, f"{kind}ForCausalLM")(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "coefficient", "more"),
+    [
+        ("Mixtral", "router_aux_loss_coef", {}),
+        ("JetMoe", "aux_loss_coef", {"kv_channels": 8, "num_experts_per_tok": 1}),
+    ],
+)
+def test_losses_of_routers(kind: str, coefficient: str, more: dict[str, Any]) -> None:
+    made = trainer(lambda: _mixture(kind, coefficient, **more), tokens())
+    _refused(made, f"{coefficient}: the auxiliary loss")
+    made.model.config.output_router_logits = False
+    protect(made)
+
+
+def test_a_coefficient_that_changes_from_call_to_call() -> None:
+    with pytest.raises(ValueError, match="GRPOTrainer with use_adaptive_entropy"):
+        protect(online(use_adaptive_entropy=True))
+
+
+# --- versions ---
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (sft, "_total_train_tokens"),
+        (dpo, "_metrics"),
+        (reward, "_metrics"),
+        (online, "loss_type"),
+    ],
+)
+def test_a_trainer_of_trl_without_a_name_that_is_used(make: Any, name: str) -> None:
+    """Other versions of TRL keep their metrics elsewhere: without the name nothing is protected."""
+    made = make()
+    delattr(made, name)
+    text = (
+        rf"uses {type(made).__name__}.{name}, which trl 1\.\S+ does not have: install .* TRL 1.16"
+    )
+    with pytest.raises(ImportError, match=text):
+        protect(made)
+    assert "training_step" not in vars(made)
+
+
+def test_transformers_without_a_name_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _made()
+    monkeypatch.delattr(hf.Trainer, "remove_callback")
+    with pytest.raises(ImportError, match=r"uses Trainer.remove_callback, which transformers 5\."):
+        protect(made)
+    kept_state.sizes_class.cache_clear()
+    monkeypatch.delattr(sys.modules["transformers.trainer_callback"], "ExportableState")
+    with pytest.raises(ImportError, match="uses TrainerCallback and ExportableState, which"):
+        kept_state.sizes_class()
+
+
+def test_an_unknown_version_is_said() -> None:
+    assert "which nowhere of an unknown version does not have" in str(names.missing("nowhere", "x"))
+
+
+WITHOUT = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "transformers":
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Missing())
+import importlib.util
+real = importlib.util.find_spec
+importlib.util.find_spec = lambda name: None if name == "transformers" else real(name)
+import oomkit.transformers
+try:
+    oomkit.transformers.protect(object())
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_without_transformers() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == (
+        "oomkit.transformers needs transformers: install it with `pip install oomkit[transformers]`"
+    )
