@@ -43,14 +43,15 @@ quick: $(VENV)/.test $(BUILT) ## Run in a minute what a change needs first; FOLD
 # .venv's build fits them, for Python and torch are the same.
 test-integrations: $(BUILT) .venv-optuna5/.installed .venv-optuna4/.installed ## Run the tests of other frameworks (the first time 5 minutes more)
 	set -e; for version in 5 4; do PYTHONPATH=. .venv-optuna$$version/bin/python -m pytest \
-	    tests/integrations $(PYTEST_ARGS); done
+	    tests/integrations tests/docs/test_blocks.py $(PYTEST_ARGS); done
 
 test-sinks: $(BUILT) .venv-sinks/.installed ## Run the tests of loggers and notebooks (the first time 2 minutes more)
-	PYTHONPATH=.:tests WANDB_MODE=offline .venv-sinks/bin/python -m pytest tests/sinks $(PYTEST_ARGS)
+	PYTHONPATH=.:tests WANDB_MODE=offline .venv-sinks/bin/python -m pytest tests/sinks \
+	    "tests/docs/test_blocks.py::test_python[docs/guides/reports.md]" $(PYTEST_ARGS)
 # Two again: both sides pin libraries of their own.
 test-trainers: $(BUILT) .venv-trainers/.installed .venv-trainers-lightning/.installed ## Run the tests of trainers: transformers, TRL, Lightning, Ignite, accelerate (the first time 5 minutes more)
 	set -e; for which in trainers trainers-lightning; do PYTHONPATH=. .venv-$$which/bin/python \
-	    -m pytest tests/trainers $(PYTEST_ARGS); done
+	    -m pytest tests/trainers tests/docs/test_blocks.py $(PYTEST_ARGS); done
 
 demo-trainers: export OMP_NUM_THREADS = 1
 demo-trainers: export PYTHONPATH = .

@@ -22,10 +22,21 @@ extensions = [
 myst_heading_anchors = 4
 myst_enable_extensions = ["attrs_block", "colon_fence"]
 autodoc_member_order = "bysource"
-napoleon_numpy_docstring = False
+autodoc_typehints = "none"  # signatures stay readable; the types are in the stubs
+default_role = "code"
 
 html_theme = "furo"
 html_title = f"oomkit {release}"
 html_copy_source = False
 pygments_style = "tango"
 pygments_dark_style = "github-dark"
+
+
+def drop_signature(app, what, name, obj, options, lines):  # noqa: ARG001
+    """Some docstrings repeat the signature, on several lines, up to the first blank one."""
+    if lines and lines[0].startswith(name.rpartition(".")[2] + "("):
+        del lines[: lines.index("") + 1]
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", drop_signature, priority=100)

@@ -1,4 +1,4 @@
-"""The options in the stub are those of the built function, and the README's table has them."""
+"""The options in the stub are those of the built function, and the page of options has them."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def test_the_stub_has_the_options_of_the_built_function() -> None:
     stub = options_of((ROOT / "oomkit" / "_C.pyi").read_text())
     assert set(stub) == built, "add the option to _Options in oomkit/_C.pyi"
     assert len(stub) == len(set(stub))
-    table = (ROOT / "README.md").read_text()
+    table = (ROOT / "docs" / "reference" / "options.md").read_text()
     assert [option for option in stub if f"`{option}`" not in table] == []

@@ -1,4 +1,4 @@
-"""All programs, those that wait for a part of oomkit, and the table of docs/evidence/programs.md."""
+"""All programs, those that wait for a part of oomkit, and docs/evidence/programs.md."""
 
 from __future__ import annotations
 

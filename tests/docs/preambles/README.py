@@ -1,0 +1,15 @@
+from accelerate import Accelerator
+
+from docs.preambles.guides_transformers import *  # isort: skip
+from docs.preambles.guides_lightning import *  # isort: skip
+from docs.preambles.guides_search import *  # isort: skip
+from docs.preambles.guides_transformers import dataset as texts  # isort: skip
+from docs.preambles.guides_transformers import model as bert  # isort: skip
+
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+
+
+def train(batch_size):
+    for x, y in batches(batch_size):
+        step(x, y)
+    return 0.5
