@@ -155,6 +155,7 @@ class RankError(OomkitError, RuntimeError):
 class OomkitWarning(UserWarning): ...
 
 def is_oom_error(exc: BaseException, /) -> bool: ...
+def see(kind: str, /) -> str: ...
 def classify(exc: BaseException, /) -> Literal["certain", "masked", "sticky", "never", "other"]: ...
 
 # --- guard ---
@@ -292,7 +293,7 @@ class _Options(TypedDict, total=False):
     optimizer_safety: Literal["predict", "copy", "parts"]
     ladder: Literal["auto"] | Sequence[Literal["update", "state", "activations", "recompute"]]
     restore_batch: bool
-    hooks: Literal["say", "error"]
+    hooks: Literal["warn", "error", "say"]
     remember: Literal[False]
     on_retry: Callable[[StepRecord], object] | None
     sinks: Sequence[Callable[[StepRecord], object]] | None

@@ -4,6 +4,7 @@ python -m oomkit run SCRIPT: an unmodified script with records, and a report at 
 python -m oomkit check FILE:NAME: a dry run of a step with a batch, for CI.
 python -m oomkit estimate FILE:NAME: what a step needs, on fake tensors.
 python -m oomkit sizes: what steps with remember=True have found.
+python -m oomkit explain KIND: cause and fix of the error or warning whose message names KIND.
 python -m oomkit env: what a bug report needs.
 """
 
@@ -14,6 +15,7 @@ import json
 import runpy
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from . import __version__, sizes
 from ._api.check import check
 from ._api.estimate import estimate
 from ._reports.environment import environment
+from ._reports.explain import entries, explain
 from ._reports.script import run_script
 from .report import report
 
@@ -137,6 +140,17 @@ def estimated(target: str, budget: str | None) -> int:
     return 0
 
 
+def explained(kind: str | None) -> int:
+    """The entry of a kind; of none, the kinds."""
+    text = "\n".join(entries()) if kind is None else explain(kind)
+    if text is None:
+        near = "".join(f"; did you mean {n}?" for n in get_close_matches(kind or "", entries(), 1))
+        print(f"oomkit: there is no kind {kind!r} of error or warning{near}", file=sys.stderr)
+        return 1
+    print(text)
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m oomkit", description="Tools of oomkit.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -164,7 +178,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser("sizes", help="show what steps with remember=True have found")
     command.add_argument("function", nargs="?", help="only those of this function")
     command.add_argument("--clear", action="store_true", help="remove them")
+    command = commands.add_parser("explain", help="show cause and fix of an error or a warning")
+    command.add_argument("kind", nargs="?", help="as the message names it; all kinds without")
     options = parser.parse_args(arguments)
+    if options.command == "explain":
+        return explained(options.kind)
     if options.command == "sizes":
         return remembered(options.function, options.clear)
     if options.command == "env":

@@ -162,8 +162,9 @@ restart_take_in(oomkit_call *call)
     }
     if (shifted) { /* gradients kept by number would go to others */
         oomkit_raise(call->st->SplitError,
-                     "auto_batch cannot split this step: modules that take part in the "
-                     "loss were found too late; pass model=... to auto_batch");
+                     "auto_batch cannot split this step: it found modules that "
+                     "contribute to the loss only after the first micro-batch had "
+                     "begun; pass model=... to auto_batch" SEE("parameters-not-found"));
         return -1;
     }
     return 0;
@@ -209,9 +210,10 @@ oomkit_unknown_check(oomkit_call *call, PyObject *result)
         }
         return oomkit_refuse_split(
             call,
-            "%U takes part in the loss, is made anew in each micro-batch and kept "
-            "after it; make it before the decorated step, or do not keep it%s",
-            name, had ? "; its .grad has changed" : "");
+            "%U contributes to the loss, is created again in each micro-batch, and is "
+            "kept afterwards%s. Create it before the decorated step, or do not keep "
+            "it" SEE("parameters-not-found"),
+            name, had ? ", with a changed .grad" : "");
     }
     return 0;
 }

@@ -73,11 +73,11 @@ nothing_end(oomkit_call *call)
     }
     return oomkit_refuse_split(
         call,
-        "in micro-batch %lld of %lld (%lld rows) a loss is nan although the gradients "
-        "are finite, as of a mean over nothing: an empty slice, where the step cuts "
-        "its batch into a fixed number of parts (let it go over `range(0, len(x), n)`, "
-        "or leave the accumulation to auto_batch), or labels that are all ignored "
-        "(pass weight=)",
+        "the loss of micro-batch %lld of %lld (%lld rows) is nan although its "
+        "gradients are finite, as for a mean over no elements. Either the step cuts "
+        "its batch into a fixed number of parts and one is empty (use `range(0, "
+        "len(x), n)`, or leave accumulation to auto_batch), or every label is ignored "
+        "(pass weight=)" SEE("empty-micro-batch"),
         (long long)(call->cut->at + 1), (long long)call->cut->count,
         (long long)call->cut->slices[call->cut->at].length);
 }

@@ -91,10 +91,9 @@ hooks_judge(oomkit_call *call, int *committed)
     if (state <= 0) {
         return state;
     }
-    call->refused.why =
-        "has a post-accumulate-grad hook, which may have acted on a part of "
-        "the gradients already; do in the step, after backward(), what the "
-        "hook does";
+    call->refused.why = "has a post-accumulate-grad hook, which may have run on the "
+                        "gradient of a part of the batch already. Move what the hook "
+                        "does into the step, after backward()" SEE("gradient-hooks");
     if (!*committed && call->backward.failed) {
         state = oomkit_params_moved(call, &which);
         *committed = state > 0;
@@ -115,18 +114,18 @@ hooks_say(oomkit_call *call, PyObject *name)
     if (call->options->hooks_error) {
         return oomkit_refuse_split(
             call,
-            "%U has a hook on its gradients (hooks=\"error\"); do in the step, after "
-            "backward(), what the hook does, or pass hooks=\"say\" when it is linear "
-            "in the gradient",
+            "%U has a gradient hook (hooks=\"error\"). Move what the hook does into "
+            "the step, after backward(), or pass hooks=\"warn\" if the hook is linear "
+            "in the gradient" SEE("gradient-hooks"),
             name);
     }
     call->step->hooks_said = 1;
     return oomkit_warn(
         call->st->OomkitWarning, 1,
-        "oomkit: the batch is split and %U has a hook on its gradients: it runs once "
-        "per micro-batch, which is exact only for a hook that is linear in the "
-        "gradient (a factor, a mask; not clipping, not noise); pass hooks=\"error\" to "
-        "auto_batch to refuse such a split",
+        "oomkit: the batch is split, so the gradient hook of %U runs once per "
+        "micro-batch. The result is exact only if the hook is linear in the gradient "
+        "(scaling or masking, not clipping or noise). Pass hooks=\"error\" to "
+        "auto_batch to refuse such a split" SEE("gradient-hooks"),
         name);
 }
 
@@ -141,8 +140,9 @@ hooks_check(oomkit_call *call)
     if (state > 0) {
         return oomkit_refuse_split(
             call,
-            "%U has a post-accumulate-grad hook, which would act on the gradient of "
-            "each micro-batch; do in the step what the hook does",
+            "%U has a post-accumulate-grad hook, which would run on the gradient of "
+            "each micro-batch instead of the whole batch. Move what the hook does into "
+            "the step, after backward()" SEE("gradient-hooks"),
             name);
     }
     if (state == 0 && (call->options->hooks_error || !call->step->hooks_said)) {

@@ -18,15 +18,17 @@ hold_refuse(interceptor_object *self, PyObject *const *args, size_t nargsf,
         /* It computes the gradients. After a backward it may do nothing of the kind. */
         return oomkit_refuse(
             call,
-            "auto_batch cannot split a step that hands a closure to %s.step(): "
-            "decorate the closure's forward and backward instead of the step around it",
+            "auto_batch cannot split a step that passes a closure to %s.step(), "
+            "because step() runs the model several times. Decorate the closure's "
+            "forward and backward instead of the step" SEE("optimizer-closure"),
             Py_TYPE(self->target)->tp_name);
     }
     if (oomkit_backward_nesting() > 0) {
         return oomkit_refuse_split(
             call,
-            "%s.%U() is called by a hook inside backward(): call it after backward(), "
-            "in the step",
+            "a hook calls %s.%U() inside backward(), before the gradients of the whole "
+            "batch are there. Call it in the step, after backward()" SEE(
+                "step-in-hook"),
             Py_TYPE(self->target)->tp_name, self->name);
     }
     return 0;

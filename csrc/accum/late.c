@@ -185,9 +185,10 @@ adopt_refuse(oomkit_call *call, PyObject *leaf, const char *why)
     }
     return oomkit_refuse_split(
         call,
-        "%U takes part in the loss, was not found in the arguments, self, closure or "
-        "globals of the step, and %s; pass model=... and optimizer=... to auto_batch "
-        "(a tensor of your own as participants=...)",
+        "%U contributes to the loss, but was not found in the arguments, self, closure "
+        "or globals of the step, and %s; pass model=... and optimizer=... to "
+        "auto_batch (a tensor of your own as participants=...)" SEE(
+            "parameters-not-found"),
         name, why);
 }
 
@@ -207,10 +208,9 @@ adopt_refuse_siblings(oomkit_call *call, Py_ssize_t from)
         }
         Py_DECREF(gradient);
         if (has) {
-            return adopt_refuse(
-                call, param,
-                "has a gradient that may hold a part of this batch already: "
-                "call zero_grad() before going on");
+            return adopt_refuse(call, param,
+                                "has a gradient that may contain a part of this batch "
+                                "already: call zero_grad() before you continue");
         }
     }
     return 0;
@@ -257,8 +257,8 @@ adopt_by_modules(oomkit_call *call, PyObject *leaf, PyObject *all)
         return 1;
     case 1:
         return adopt_refuse(call, leaf,
-                            "a module that has it is in training mode and has buffers, "
-                            "which may have moved already");
+                            "its module is in training mode and has buffers, which may "
+                            "have been updated already");
     default:
         return -1;
     }
@@ -344,10 +344,9 @@ oomkit_unknown_adopt(oomkit_call *call, PyObject *leaf, PyObject *all)
     }
     Py_DECREF(gradient);
     if (has && call->tries.may_hold) {
-        return adopt_refuse(
-            call, leaf,
-            "has a gradient that may hold a part of this batch already: "
-            "call zero_grad() before going on");
+        return adopt_refuse(call, leaf,
+                            "has a gradient that may contain a part of this batch "
+                            "already: call zero_grad() before you continue");
     }
     if (all != NULL && !adopt_is_argument(call, leaf)) {
         return adopt_by_modules(call, leaf, all);

@@ -73,6 +73,7 @@ oomkit_losses_rows_judge(oomkit_call *call, int noise)
     if (text == NULL || text == Py_None) {
         return text == NULL ? -1 : 0;
     }
-    return oomkit_warn(call->st->OomkitWarning, 1, "oomkit: %U %U",
-                       call->options->label, text);
+    return oomkit_warn(call->st->OomkitWarning, 1,
+                       "oomkit: %U %U" SEE("replay-differs"), call->options->label,
+                       text);
 }

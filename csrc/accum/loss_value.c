@@ -263,9 +263,9 @@ losses_unknown(oomkit_call *call)
     }
     return oomkit_say(
         call->st, "warning", "sO",
-        "the loss of %s is taken for a mean over samples: there are no whole "
-        "losses to compare it with; pass reduction=\"mean\" or reduction=\"sum\" to "
-        "say which it is, or verify=True to have it checked",
+        "the loss of %s is treated as a mean over samples, because no call ran with "
+        "the whole batch to compare with. Pass reduction=\"mean\" or reduction=\"sum\" "
+        "to state which it is, or verify=True to have it checked",
         options->label);
 }
 
@@ -304,11 +304,11 @@ losses_judge_coupled(oomkit_call *call, double whole, double limit)
     }
     return oomkit_warn(
         call->st->OomkitWarning, 4,
-        "oomkit: %U is split, and the losses of the micro-batches do not make up that "
-        "of the whole batch, which ran out of memory in its backward: a loss that "
-        "couples the samples of a batch (contrastive, in-batch negatives, batch "
-        "statistics) cannot be split exactly; for a mean over something other than "
-        "rows (tokens, classes) pass weight= to auto_batch",
+        "oomkit: %U is split, but the losses of its micro-batches do not add up to the "
+        "loss of the whole batch. A loss that couples the samples of a batch "
+        "(contrastive, in-batch negatives, batch statistics) cannot be split exactly. "
+        "For a mean over something other than rows (tokens, classes) pass weight= to "
+        "auto_batch" SEE("split-not-exact"),
         call->options->label);
 }
 
@@ -348,27 +348,28 @@ losses_judge(oomkit_call *call, int32_t dtype)
     if (!same_batch && is_sum) {
         return oomkit_warn(
             call->st->OomkitWarning, 4,
-            "oomkit: %U is split, and the losses of the micro-batches add up to the "
-            "loss of the batch before. If it is a sum over samples, pass "
-            "reduction=\"sum\" to auto_batch, or the gradients are about %lld times "
-            "too small; if it is a mean that has changed so much, pass "
-            "reduction=\"mean\"",
+            "oomkit: %U is split, and the losses of its micro-batches add up to the "
+            "loss of the previous batch. If the loss is a sum over samples, pass "
+            "reduction=\"sum\" to auto_batch: otherwise the gradients are about %lld "
+            "times too small. If it is a mean, pass reduction=\"mean\"" SEE(
+                "loss-reduction"),
             call->options->label, (long long)call->cut->count);
     }
     if (is_sum) {
         return oomkit_warn(
             call->st->OomkitWarning, 4,
-            "oomkit: %U is split and its loss looks like a sum over samples: the "
-            "micro-batches' losses add up to that of the whole batch; pass "
-            "reduction=\"sum\" to auto_batch, or the gradients are about %lld times "
-            "too small",
+            "oomkit: %U is split as a mean, but its loss looks like a sum over "
+            "samples: the losses of the micro-batches add up to that of the whole "
+            "batch. Pass reduction=\"sum\" to auto_batch: otherwise the gradients are "
+            "about %lld times too small" SEE("loss-reduction"),
             call->options->label, (long long)call->cut->count);
     }
     return oomkit_warn(
         call->st->OomkitWarning, 4,
-        "oomkit: %U is split as a sum (%s) and its loss looks like a mean: each "
-        "micro-batch has the loss of the whole batch; pass reduction=\"mean\" to "
-        "auto_batch, or the gradients are about %lld times too large",
+        "oomkit: %U is split as a sum (%s), but its loss looks like a mean: each "
+        "micro-batch has the loss of the whole batch. Pass reduction=\"mean\" to "
+        "auto_batch: otherwise the gradients are about %lld times too large" SEE(
+            "loss-reduction"),
         call->options->label,
         l->counts_items ? "num_items_in_batch was passed" : "reduction=\"sum\"",
         (long long)call->cut->count);
@@ -468,8 +469,9 @@ oomkit_losses_replayed(oomkit_call *call, const oomkit_loss *loss, int noise)
     if (text == NULL || text == Py_None) {
         return text == NULL ? -1 : 0;
     }
-    return oomkit_warn(call->st->OomkitWarning, 1, "oomkit: %U %U",
-                       call->options->label, text);
+    return oomkit_warn(call->st->OomkitWarning, 1,
+                       "oomkit: %U %U" SEE("replay-differs"), call->options->label,
+                       text);
 }
 
 int

@@ -15,8 +15,8 @@ moved_slots(oomkit_call *call)
     }
     return oomkit_refuse_split(
         call,
-        "the parameter %R of a module was replaced in micro-batch %lld of %lld; do it "
-        "outside the decorated step",
+        "the step replaces parameter %R of a module in micro-batch %lld of %lld. "
+        "Replace it outside the decorated step" SEE("parameters-changed"),
         key, (long long)(call->cut->at + 1), (long long)call->cut->count);
 }
 
@@ -31,8 +31,9 @@ moved_schedulers(oomkit_call *call)
     }
     return oomkit_refuse_split(
         call,
-        "%s.step() was called in micro-batch %lld of %lld where it could not be held "
-        "back; call it as scheduler.step(), or after the decorated step",
+        "%s.step() ran in micro-batch %lld of %lld, because oomkit could not delay it "
+        "to the end of the batch. Call it as scheduler.step(), or after the decorated "
+        "step" SEE("step-not-delayed"),
         Py_TYPE(scheduler)->tp_name, (long long)(call->cut->at + 1),
         (long long)call->cut->count);
 }
@@ -67,9 +68,9 @@ moved_micro_ends(oomkit_call *call, PyObject *result)
     }
     return oomkit_refuse_split(
         call,
-        "%U was changed in micro-batch %lld of %lld, outside an optimizer that it "
-        "knows; pass it as optimizer=..., or guard the line with `if "
-        "oomkit.current().is_last:`",
+        "%U was changed in micro-batch %lld of %lld by something other than a known "
+        "optimizer. Pass the optimizer as optimizer=..., or guard the line with `if "
+        "oomkit.current().is_last:`" SEE("parameters-changed"),
         name, (long long)(call->cut->at + 1), (long long)call->cut->count);
 }
 

@@ -46,9 +46,10 @@ sequence_differs(oomkit_call *call, PyObject *here, PyObject *there)
     }
     return oomkit_refuse_split(
         call,
-        "its micro-batches take different courses: micro-batch %lld of %lld reached "
-        "%S, the first one %S; make the decision from oomkit.current() (`if "
-        "oomkit.current().is_last: ...`) or outside the step",
+        "its micro-batches run different code: micro-batch %lld of %lld reached %S "
+        "where the first one reached %S. Make the decision from oomkit.current() (`if "
+        "oomkit.current().is_last: ...`), or outside the step" SEE(
+            "micro-batches-differ"),
         (long long)(call->cut->at + 1), (long long)call->cut->count,
         here == NULL ? end : here, there == NULL ? end : there);
 }
@@ -122,9 +123,9 @@ sequence_skipped(oomkit_call *call)
     if (!call->training && call->tries.may_hold) {
         return oomkit_refuse_split(
             call,
-            "with the whole batch it runs a backward(), with %lld micro-batches it "
-            "runs none; if it skips batches that are too small, pass min_micro_batch= "
-            "to auto_batch",
+            "it calls backward() with the whole batch, but not with any of its %lld "
+            "micro-batches. If the step skips small batches, pass min_micro_batch= to "
+            "auto_batch" SEE("micro-batches-differ"),
             (long long)call->cut->count);
     }
     if (!call->training && step->whole.seen && !step->whole.without_backward) {
@@ -139,8 +140,8 @@ sequence_skipped(oomkit_call *call)
     return oomkit_warn(
         call->st->OomkitWarning, 1,
         "oomkit: %U is split, and no micro-batch made the %s that each call with a "
-        "whole batch made; if the step skips batches that are too small, pass "
-        "min_micro_batch= to auto_batch (said once)",
+        "whole batch made. If the step skips small batches, pass min_micro_batch= to "
+        "auto_batch. Warned once" SEE("micro-batches-differ"),
         call->options->label, what);
 }
 
@@ -184,17 +185,18 @@ sequence_cut(oomkit_call *call)
     if (changed < 0 || (call->backward.cleared == NULL && !stepped && !changed)) {
         return changed < 0;
     }
-    oomkit_refuse_split(call,
-                        "%s%s%V between two backward() calls; make two decorated steps "
-                        "of it",
-                        call->backward.cleared != NULL ? "zero_grad() is called"
-                        : stepped ? "an update is made"
-                                  : "gradients are cleared or changed",
-                        call->backward.cleared != NULL || stepped ? " at " : "",
-                        call->backward.cleared != NULL ? call->backward.cleared
-                        : stepped                      ? last->where
-                                                       : NULL,
-                        "");
+    oomkit_refuse_split(
+        call,
+        "%s%s%V between two backward() calls, which micro-batches cannot reproduce. "
+        "Make two decorated steps of it" SEE("update-between-backwards"),
+        call->backward.cleared != NULL ? "zero_grad() is called"
+        : stepped                      ? "an update is made"
+                                       : "gradients are cleared or changed",
+        call->backward.cleared != NULL || stepped ? " at " : "",
+        call->backward.cleared != NULL ? call->backward.cleared
+        : stepped                      ? last->where
+                                       : NULL,
+        "");
     return 1;
 }
 

@@ -155,30 +155,28 @@ effects_say(oomkit_call *call, PyObject *answer)
         return oomkit_refuse_split(
             call,
             "%U was changed in micro-batch %lld of %lld by the step itself, outside "
-            "the forward of a module; move the line into the module's forward (and "
+            "the forward of a module. Move the line into the module's forward (and "
             "call the module, not its forward), or guard it with `if "
-            "oomkit.current().is_last:`",
+            "oomkit.current().is_last:`" SEE("side-effects"),
             refusal, (long long)(call->cut->at + 1), (long long)call->cut->count);
     }
     if (beside != Py_None &&
-        oomkit_warn(
-            st->OomkitWarning, 1,
-            "oomkit: the batch of %U is split, and the step reads what is no argument "
-            "of "
-            "the call but has as many rows: %U; every micro-batch gets all of it: pass "
-            "as an argument what has one row per sample (said once)",
-            call->options->label, beside) < 0) {
+        oomkit_warn(st->OomkitWarning, 1,
+                    "oomkit: the batch of %U is split, but the step also reads "
+                    "something with as many rows that is not an argument: %U. Every "
+                    "micro-batch gets all of its rows. Pass what has one row per "
+                    "sample as an argument. Warned once" SEE("rows-outside-arguments"),
+                    call->options->label, beside) < 0) {
         return -1;
     }
     if (warning == Py_None) {
         return 0;
     }
-    return oomkit_warn(
-        st->OomkitWarning, 1,
-        "oomkit: the batch of %U is split, and everything in it runs once per "
-        "micro-batch: %U; guard what must happen once per batch with `if "
-        "oomkit.current().is_last:` (said once)",
-        call->options->label, warning);
+    return oomkit_warn(st->OomkitWarning, 1,
+                       "oomkit: the batch of %U is split, so this code runs once per "
+                       "micro-batch: %U. Guard what must run once per batch with `if "
+                       "oomkit.current().is_last:`. Warned once" SEE("side-effects"),
+                       call->options->label, warning);
 }
 
 /* After the first micro-batch. 0 or -1. */

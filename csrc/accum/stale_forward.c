@@ -145,9 +145,9 @@ oomkit_forward_begins(PyObject *module)
     }
     return oomkit_refuse_split(
         call,
-        "%s is called at %U after its update at %U, and only the last micro-batch "
-        "makes the update; call it after the decorated step, or make two decorated "
-        "steps of it",
+        "%s is called at %U after its update at %U, but a split step makes its update "
+        "only after the last micro-batch. Call it after the decorated step, or make "
+        "two decorated steps" SEE("forward-after-update"),
         Py_TYPE(module)->tp_name, where, call->cut->stale.where);
 }
 

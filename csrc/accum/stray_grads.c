@@ -97,16 +97,16 @@ stray_refuse(oomkit_call *call)
     }
     return oomkit_refuse_split(
         call,
-        "the gradient of %U was set by hand, or by a backward that does not go through "
-        "torch.autograd, in micro-batch %lld of %lld; call backward() on the loss "
-        "instead%s%s",
+        "the gradient of %U was set in micro-batch %lld of %lld by hand, or by a "
+        "backward that bypasses torch.autograd. Call backward() on the loss "
+        "instead%s%s" SEE("gradient-set-by-hand"),
         name, (long long)(call->cut->at + 1), (long long)call->cut->count,
         call->backward.done > 0
             ? ", or guard the line with `if oomkit.current().is_last:`"
             : "",
         call->tries.ooms > 0 && !oomkit_grads_marked(call)
-            ? "; gradients may hold a part of this batch: call zero_grad() before "
-              "going on"
+            ? ". Gradients may contain a part of this batch: call zero_grad() before "
+              "you continue"
             : "");
 }
 

@@ -102,8 +102,9 @@ meet_refuse(oomkit_call *call, PyObject *leaf)
     }
     return oomkit_refuse_split(
         call,
-        "%U takes part in the loss and was not found in the arguments, self, closure "
-        "or globals of the step; pass model=... and optimizer=... to auto_batch",
+        "%U contributes to the loss, but was not found in the arguments, self, closure "
+        "or globals of the step; pass model=... and optimizer=... to auto_batch" SEE(
+            "parameters-not-found"),
         name);
 }
 
@@ -208,9 +209,11 @@ oomkit_unknown_meet(oomkit_call *call, PyObject *roots, int nested)
     Py_XDECREF(found);
     if (result == 0 && restart) {
         call->tries.restart = OOMKIT_RESTART_UNKNOWN;
-        oomkit_raise(call->st->SplitError,
-                     "auto_batch begins the step again, with tensors that take part in "
-                     "the loss and that it did not find before; let this error pass");
+        oomkit_raise(
+            call->st->SplitError,
+            "auto_batch starts the step again, because it found more tensors that "
+            "contribute to the loss. Do not catch this error in the step" SEE(
+                "let-errors-pass"));
         return -1;
     }
     return result;
@@ -234,10 +237,10 @@ unknown_note(oomkit_call *call, PyObject *roots)
         }
         if (PyObject_TypeCheck(leaf, (PyTypeObject *)call->st->Parameter)) {
             call->refused.why =
-                "a parameter that auto_batch did not find has a gradient, which "
-                "may hold a part of this batch already: pass model=... and "
-                "optimizer=... to auto_batch, and call zero_grad() before going "
-                "on";
+                "a parameter that auto_batch did not find has a gradient, which may "
+                "contain a part of this batch already: pass model=... and "
+                "optimizer=... to auto_batch, and call zero_grad() before you "
+                "continue" SEE("parameters-not-found");
         } else if (leaves_add(&call->unknown.of_graph, leaf, -1) < 0) {
             break; /* made inside the step, or kept elsewhere: told apart after the
                       failed attempt is dropped */
@@ -248,7 +251,8 @@ unknown_note(oomkit_call *call, PyObject *roots)
         call->refused.why = OOMKIT_TOO_DEEP;
     } else if (PyErr_Occurred()) {
         call->refused.why =
-            "the graph of the failed backward could not be looked through";
+            "the graph of the failed backward could not be searched for parameters" SEE(
+                "parameters-not-found");
         PyErr_Clear(); /* why does not matter: the call is not retried */
     }
     Py_XDECREF(found);
@@ -273,7 +277,8 @@ oomkit_unknown_optimizer_begins(PyObject *optimizer)
         return oomkit_refuse_split(
             call,
             "it steps an optimizer (%s) that was not found in the arguments, self, "
-            "closure or globals of the step; pass optimizer=... to auto_batch",
+            "closure or globals of the step; pass optimizer=... to auto_batch" SEE(
+                "parameters-not-found"),
             Py_TYPE(optimizer)->tp_name);
     }
     if (oomkit_ranks_commit(call) < 0 ||
@@ -325,9 +330,10 @@ static const char *
 unknown_remain(oomkit_call *call)
 {
     return unknown_alive(call)
-               ? "a tensor that requires grad, which auto_batch did not find, may hold "
-                 "a part of this batch in its .grad; pass it as participants=..., and "
-                 "clear its .grad before going on"
+               ? "a tensor that requires grad and that auto_batch did not find may "
+                 "contain a part of this batch in its .grad; pass it as "
+                 "participants=..., and clear its .grad before you continue" SEE(
+                     "parameters-not-found")
                : NULL;
 }
 

@@ -48,7 +48,7 @@ weight_number(oomkit_call *call, PyObject *item)
     if (!(value >= 0.0) || value > DBL_MAX) {
         return oomkit_refuse(call,
                              "auto_batch(weight=...) must return a number >= 0 for "
-                             "each micro-batch, got %s",
+                             "each micro-batch, got %s" SEE("weight"),
                              value != value ? "nan"
                              : value > 0.0  ? "inf"
                                             : "a negative number");
@@ -67,7 +67,7 @@ weight_numbers(oomkit_call *call, PyObject *answer, Py_ssize_t *groups)
     if (count == 0) {
         oomkit_refuse(call,
                       "auto_batch(weight=...) must return a number, or one for each "
-                      "backward() of the step, got an empty %s",
+                      "backward() of the step, got an empty %s" SEE("weight"),
                       Py_TYPE(answer)->tp_name);
         return NULL;
     }
@@ -146,7 +146,7 @@ weights_collect(oomkit_call *call)
             return oomkit_refuse(
                 call,
                 "auto_batch(weight=...) must return the same number of weights for "
-                "each micro-batch, got %zd and then %zd",
+                "each micro-batch, got %zd and then %zd" SEE("weight"),
                 l->groups > 0 ? l->groups : 1, groups > 0 ? groups : 1);
         }
         memcpy(l->group_weights + i * width, values, (size_t)width * sizeof(double));
@@ -284,11 +284,10 @@ oomkit_weights_set(oomkit_call *call)
 static int
 weights_refuse(oomkit_call *call, int backwards, const char *least)
 {
-    return oomkit_refuse(
-        call,
-        "auto_batch(weight=...) must return one weight for each backward() of the "
-        "step: got %zd, expected %s%d",
-        call->cut->losses.groups, least, backwards);
+    return oomkit_refuse(call,
+                         "auto_batch(weight=...) must return one weight for each "
+                         "backward() of the step: got %zd, expected %s%d" SEE("weight"),
+                         call->cut->losses.groups, least, backwards);
 }
 
 static double
@@ -359,10 +358,10 @@ labels_say(oomkit_call *call, Py_ssize_t leaf)
     }
     return oomkit_warn(
         call->st->OomkitWarning, 1,
-        "oomkit: %U is split and %U holds labels of -100 in unequal number: a mean "
-        "over the other labels is not weighed rightly by rows; pass weight=lambda %U: "
-        "(%U != -100).sum() to auto_batch (of the labels as the loss sees them, "
-        "shifted or not)",
+        "oomkit: %U is split, and the micro-batches have different numbers of labels "
+        "of -100 in %U. A mean over the other labels is then weighted wrongly. Pass "
+        "weight=lambda %U: (%U != -100).sum() to auto_batch (with the labels as the "
+        "loss sees them, shifted or not)" SEE("weight"),
         call->options->label, path, parameter, expression);
 }
 
@@ -509,9 +508,10 @@ groups_say(oomkit_call *call, PyObject *result)
     call->step->losses.groups_said = 1;
     return oomkit_warn(
         call->st->OomkitWarning, 1,
-        "oomkit: weight= returns %zd weights and %U returns one loss, which is joined "
-        "with the first of them; gradients are exact; return the losses as a tuple in "
-        "the order of their backwards to have each joined with its own",
+        "oomkit: weight= returns %zd weights, but %U returns one loss, which is joined "
+        "with the first weight. Gradients are exact. To join each loss with its own "
+        "weight, return the losses as a tuple in the order of their backwards" SEE(
+            "weight"),
         call->cut->losses.groups, call->options->label);
 }
 

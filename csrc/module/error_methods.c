@@ -1,4 +1,4 @@
-/* is_oom_error(exc) and classify(exc). */
+/* is_oom_error(exc), classify(exc) and see(kind). */
 #include "error_methods.h"
 #include "../py/errors.h"
 
@@ -81,8 +81,20 @@ method_classify(PyObject *module, PyObject *exception)
                       : PyUnicode_FromString(oomkit_class_name((oomkit_class)class_));
 }
 
+PyDoc_STRVAR(see_doc, "see(kind, /)\n"
+                      "--\n"
+                      "\n"
+                      "The end of a message: how to read the entry of its kind (str).");
+
+static PyObject *
+method_see(PyObject *Py_UNUSED(module), PyObject *kind)
+{
+    return PyUnicode_FromFormat(SEE("%S"), kind);
+}
+
 PyMethodDef oomkit_error_methods[] = {
     {"is_oom_error", method_is_oom_error, METH_O, is_oom_error_doc},
     {"classify", method_classify, METH_O, classify_doc},
+    {"see", method_see, METH_O, see_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -273,9 +273,11 @@ proof_micro_ends(oomkit_call *call, PyObject *result)
     if (call->split && call->cut->at == 0 && !call->is_last &&
         oomkit_proof_is_new_sequence(call)) {
         call->tries.restart = OOMKIT_RESTART_PROOF;
-        oomkit_raise(call->st->SplitError,
-                     "auto_batch begins the step again, to compare its micro-batches "
-                     "on the course that it takes now");
+        oomkit_raise(
+            call->st->SplitError,
+            "auto_batch starts the step again, to verify its micro-batches on the code "
+            "path that it takes now. Do not catch this error in the step" SEE(
+                "let-errors-pass"));
         return -1;
     }
     return call->proof == NULL ? 0 : proof_micro_end(call, result);

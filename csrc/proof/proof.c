@@ -31,13 +31,15 @@ proof_refuse(oomkit_proof *p, PyObject *text, PyObject *rules)
     int result = -1;
 
     if (advice != NULL && call->options->verify == OOMKIT_VERIFY_WARN) {
-        result = oomkit_warn(call->st->OomkitWarning, 1,
-                             "oomkit: %U is split all the same (verify=\"warn\"): %U; "
-                             "%U",
-                             call->options->label, text, advice);
+        result = oomkit_warn(
+            call->st->OomkitWarning, 1,
+            "oomkit: %U is split (verify=\"warn\"), but not exactly: %U; %U" SEE(
+                "split-not-exact"),
+            call->options->label, text, advice);
     } else if (advice != NULL) {
-        oomkit_refuse(call, "auto_batch cannot split %U exactly: %U; %U",
-                      call->options->label, text, advice);
+        oomkit_refuse(
+            call, "auto_batch cannot split %U exactly: %U; %U" SEE("split-not-exact"),
+            call->options->label, text, advice);
     }
     Py_XDECREF(text);
     return result;
@@ -173,14 +175,12 @@ weak_compare(oomkit_proof *p, PyObject **text)
         return -1;
     }
     if (verdict == Py_None) {
-        OWNED PyObject *nothing =
-            PyUnicode_FromFormat("%U is split and could not be compared with the "
-                                 "whole: micro-batches of "
-                                 "%lld rows cannot be cut further, and two of them "
-                                 "did not run at once; if "
-                                 "the loss is a mean over samples, pass "
-                                 "verify=False to leave this line out",
-                                 call->options->label, (long long)p->first);
+        OWNED PyObject *nothing = PyUnicode_FromFormat(
+            "%U is split, but the split could not be verified: micro-batches of %lld "
+            "rows cannot be cut further, and two of them do not fit into memory at "
+            "once. If the loss is a mean over samples, pass verify=False to silence "
+            "this" SEE("split-not-verified"),
+            call->options->label, (long long)p->first);
         return nothing == NULL             ? -1
                : call->batch.doubt != NULL ? 0
                                            : proof_log(call, "warning", nothing);
@@ -288,10 +288,11 @@ search_say(oomkit_proof *p)
     OWNED PyObject *done = PyObject_CallMethod(p->rule, "forget", NULL);
     OWNED PyObject *what = done ? PyObject_GetAttrString(p->rule, "text") : NULL;
     OWNED PyObject *text =
-        what == NULL ? NULL
-                     : PyUnicode_FromFormat("the loss of %U is taken for a %U, which "
-                                            "makes two parts of a batch the whole",
-                                            p->call->options->label, what);
+        what == NULL
+            ? NULL
+            : PyUnicode_FromFormat("the loss of %U is treated as a %U: weighted so, "
+                                   "two parts of a batch give the result of the whole",
+                                   p->call->options->label, what);
 
     return proof_log(p->call, "info", text);
 }

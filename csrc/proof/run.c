@@ -163,9 +163,9 @@ oomkit_proof_put_back(oomkit_proof *p)
     Py_XDECREF(oomkit_flags_take(call));
     if (result == 1) {
         oomkit_raise(call->st->PartialUpdate,
-                     "auto_batch ran %U once more to compare its micro-batches, and "
-                     "cannot undo what that changed: %U; pass verify=False to "
-                     "auto_batch, or restore a checkpoint",
+                     "auto_batch ran %U once more to verify its split, and could not "
+                     "undo what that run changed: %U. Pass verify=False to auto_batch, "
+                     "or restore a checkpoint" SEE("state-not-restored"),
                      call->options->label, message);
         result = -1;
     }

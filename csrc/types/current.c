@@ -90,7 +90,7 @@ PyMethodDef oomkit_current_methods[] = {
      "that must run once per batch is written\n"
      "``if oomkit.current().is_last: ema.update(model)``. A step that asks is no "
      "longer\n"
-     "checked for micro-batches that take different courses."},
+     "checked for micro-batches that run different code."},
     {"_force_slices", current_force_slices, METH_O,
      "_force_slices(lengths, /)\n--\n\nSet the forced slices; returns those before."},
     {NULL, NULL, 0, NULL},

@@ -416,6 +416,22 @@ options_backward(PyObject *kwargs, oomkit_options *options)
     return option_callable(kwargs, "backward", &options->backward);
 }
 
+/* hooks=, which had "say" for "warn". */
+static int
+option_hooks(PyObject *kwargs, const char *const *choices, int *value)
+{
+    PyObject *given = option_get(kwargs, "hooks"); /* borrowed */
+
+    if (given != NULL && PyUnicode_Check(given) &&
+        PyUnicode_CompareWithASCIIString(given, "say") == 0) {
+        *value = 0;
+        return oomkit_warn(PyExc_FutureWarning, 1,
+                           "auto_batch(hooks=\"say\") is deprecated and will be "
+                           "removed: write hooks=\"warn\"" SEE("options"));
+    }
+    return option_choice(kwargs, "hooks", choices, value);
+}
+
 static int
 options_choices(PyObject *kwargs, oomkit_options *options)
 {
@@ -423,14 +439,14 @@ options_choices(PyObject *kwargs, oomkit_options *options)
     static const char *const rngs[] = {"none", "torch", "all", NULL};
     static const char *const gradient[] = {"auto", "copy", "off", NULL};
     static const char *const optimizer[] = {"predict", "copy", "parts", NULL};
-    static const char *const hooks[] = {"say", "error", NULL};
+    static const char *const hooks[] = {"warn", "error", NULL};
     int reduction = 0, rng = 1, gradients = 0, optimizers = 0, hook = 0;
 
     if (option_choice(kwargs, "reduction", reductions, &reduction) < 0 ||
         option_choice(kwargs, "rng", rngs, &rng) < 0 ||
         option_choice(kwargs, "gradient_safety", gradient, &gradients) < 0 ||
         option_choice(kwargs, "optimizer_safety", optimizer, &optimizers) < 0 ||
-        option_choice(kwargs, "hooks", hooks, &hook) < 0) {
+        option_hooks(kwargs, hooks, &hook) < 0) {
         return -1;
     }
     options->reduction = reduction == 1 ? OOMKIT_REDUCTION_SUM : OOMKIT_REDUCTION_MEAN;

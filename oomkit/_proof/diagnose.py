@@ -80,10 +80,11 @@ def replay_differs(
     if not math.isfinite(whole) or difference <= limit or abs(whole - made) <= limit * _CANCELS:
         return None  # micro-batches without a finite loss where the call had one are said
     return (
-        f"was run again in micro-batches for its backward(): their losses make {made:.6g} where "
-        f"the call had {whole:.6g}, so the gradients are not those of the call. Something that "
-        "the step reads has changed since (a global, an attribute), or it couples the samples of "
-        "a batch, or it is no mean over them (see reduction= and weight= of auto_batch)"
+        f"ran again in micro-batches for its backward(), and their losses add up to {made:.6g} "
+        f"instead of {whole:.6g}, so the gradients are not those of that call. Either something "
+        "that the step reads has changed since (a global, an attribute), or the loss couples the "
+        "samples of a batch, or it is not a mean over them (see reduction= and weight= of "
+        "auto_batch)"
     )
 
 
@@ -174,7 +175,7 @@ class Verification:
             return None
         difference, limit, what = max(seen, key=lambda each: each[0] / (each[1] or _DOUBLE))
         how = "the sum" if is_sum else "the weighted mean"
-        noisy = "; compared coarsely, since random numbers are drawn" if moved else ""
+        noisy = "; a coarse comparison, because the step draws random numbers" if moved else ""
         if difference <= limit:
             return None if moved else True, (
                 f"compared losses and results of {label}: {self._rows[0]} rows give {how} of "
@@ -183,8 +184,9 @@ class Verification:
                 "micro-batches do not fit"
             )
         return False, (
-            f"{self._rows[0]} rows do not give {how} of {self._rows[1]} and {self._rows[2]} of "
-            f"them (relative difference {difference:.1e}{noisy}){': ' if what else ''}{what}"
+            f"{what or f'the loss of all rows is not {how} of the losses of its parts'} "
+            f"({self._rows[0]} rows against the first {self._rows[1]} and the other "
+            f"{self._rows[2]}, relative difference {difference:.1e}{noisy})"
         )
 
     def fits(self, one: float, two: float) -> bool:

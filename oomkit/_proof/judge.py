@@ -396,13 +396,13 @@ class Proof:
         for i in {*moved, *self._written}:
             param = self._params[i]
             if i not in self._written:
-                self._fail(math.inf, f"the step writes to {self.name_of(param)} in a part alone")
+                self._fail(math.inf, f"the step writes to {self.name_of(param)} only in a part")
                 continue
             gap = values.apart(self._written[i], param)
             size = values.apart(self._written[i], self._unwritten[i])
             rounding = 4 * torch.finfo(param.dtype).eps if param.is_floating_point() else 0.0
             if not gap <= self._limit * size + rounding * values.norm(param):
-                text = f"what the step writes to {self.name_of(param)} differs by"
+                text = f"the value that the step writes to {self.name_of(param)} differs by"
                 self._fail(gap / size if size else math.inf, f"{text} {gap / (size or gap):.2g}")
 
     # --- judging ---
@@ -488,20 +488,20 @@ class Proof:
             made.target,
             made.name,
         ):
-            self._fail(math.inf, f"{made.name} is called in another order")
+            self._fail(math.inf, f"{made.name} is called in a different order")
             return
         was = whole[index]
         if len(was.arguments) != len(made.arguments):
-            self._fail(math.inf, f"{made.name} gets other arguments")
+            self._fail(math.inf, f"{made.name} gets different arguments")
             return
         limit = max(self._limit, _NOISE, self._chance) if self.noise else self._limit
         for (where, one), (_, two) in zip(was.arguments, made.arguments, strict=True):
             if type(one) is not type(two):
-                self._fail(1.0, f"{where} of {made.name} is of another kind")
+                self._fail(1.0, f"{where} of {made.name} has a different type")
             elif isinstance(one, float) and values.far(one, two, limit):
                 self._fail(
                     abs(one - two) / max(abs(one), abs(two)),
-                    f"{made.name} gets another {where}: {two:.6g} in place of {one:.6g}",
+                    f"{made.name} gets a different {where}: {two:.6g} instead of {one:.6g}",
                 )
         names = {id(param): param for param in self._params}
         keys = list({*was.gradients, *made.gradients})
@@ -545,7 +545,7 @@ class Proof:
             if math.isfinite(total) and abs(value - total) > limit * scale:
                 self._fail(
                     abs(value - total) / scale,
-                    f"the loss of a backward() is {total:.6g} in place of {value:.6g}",
+                    f"the loss of a backward() is {total:.6g} instead of {value:.6g}",
                 )
 
     def _compare_bounds(self, whole: _Run, made: _Run) -> None:
@@ -553,8 +553,8 @@ class Proof:
         if name is not None:
             self._fail(
                 1.0,
-                f"{name}() bounds a number that is made of all rows, and one of "
-                "some rows may be on the other side of the bound",
+                f"{name}() clips a number that is computed from all rows; for fewer rows it may "
+                "be on the other side of the bound",
             )
 
     def _result_limit(self, value: Any) -> float:
@@ -617,7 +617,7 @@ class Proof:
             if any(not isinstance(p, torch.Tensor) or p.shape != one.shape for p in parts):
                 continue
             if any(values.gap(one, part) > self._result_limit(one) for part in parts):
-                self._fail(1.0, f"{place} of two parts cannot be joined: neither has rows")
+                self._fail(1.0, f"the parts' {place} cannot be joined: it has no rows")
 
     def _shapes(self) -> None:
         """Where results are joined wrongly, by what they are, not by their values."""
@@ -637,7 +637,7 @@ class Proof:
         if len(whole.updates) != len(made.updates):
             self._fail(
                 math.inf,
-                f"the step makes {len(made.updates)} updates in place of {len(whole.updates)}",
+                f"the step makes {len(made.updates)} updates instead of {len(whole.updates)}",
             )
         if self.noise:
             self._compare_losses(whole, made)
@@ -668,14 +668,14 @@ class Proof:
             return f"the loss is a {rules[-1].text}: pass weight= to auto_batch"
         return (
             "a loss that couples the samples of a batch (pairs, contrastive losses, in-batch "
-            "negatives, statistics of the batch) cannot be split exactly; for a mean over "
-            "something other than rows (tokens, classes) pass weight= to auto_batch, for a result "
-            'that is joined wrongly join=; verify="warn" splits it all the same'
+            "negatives, batch statistics) cannot be split exactly. For a mean over something "
+            "other than rows (tokens, classes) pass weight= to auto_batch, for a result that is "
+            'joined wrongly pass join=. verify="warn" splits the step anyway'
         )
 
     def proven(self, whole: int, first: int, second: int) -> str:
         """The line that says so."""
-        how = "; compared coarsely, since random numbers are drawn" if self.noise else ""
+        how = "; a coarse comparison, because the step draws random numbers" if self.noise else ""
         return (
             f"proved the split of {self.label}: {whole} rows and the same rows as {first} and "
             f"{second} give the same gradients and results{how}"

@@ -92,8 +92,9 @@ class Numbers:
             how = shown & _BY_EITHER or known.get(place, 0) & _BY_EITHER
             if known.get(place, 0) & _BY_EITHER & ~how:
                 raise _C.SplitError(
-                    f"auto_batch cannot split {label} exactly: {place} is averaged over rows "
-                    "in some calls and as the loss is in others; pass join= to auto_batch"
+                    f"auto_batch cannot split {label} exactly: {place} is a mean over rows in "
+                    "some calls and is weighted like the loss in others. Pass join= to "
+                    f"auto_batch{_C.see('split-not-exact')}"
                 )
             every[place] = max(shown & 3, was & 3) | how
         return every

@@ -44,9 +44,9 @@ class ReplayRows:
         if not self._apart > self._limit * max(largest, 1e-3):
             return None
         return (
-            "was run again in micro-batches for its backward(): a row of their results is "
-            f"{self._apart:.2g} away from what the call had returned (the largest is "
-            f"{largest:.6g}), so the gradients are not those of the call. Something that the "
-            "step reads has changed since (a global, an attribute), or it couples the samples "
-            "of a batch"
+            "ran again in micro-batches for its backward(), and one of their rows differs by "
+            f"{self._apart:.2g} from what the call had returned (the largest value is "
+            f"{largest:.6g}), so the gradients are not those of that call. Either something "
+            "that the step reads has changed since (a global, an attribute), or the step "
+            "couples the samples of a batch"
         )

@@ -120,9 +120,9 @@ def _numbers(
         return None
     made = one + two if summed else shares[0] * one + shares[1] * two
     scale = max(abs(whole), abs(one), abs(two))
-    rule = "added" if summed else "averaged over the rows"
+    rule = "sum" if summed else "mean over the rows"
     return Finding(
-        abs(whole - made) / scale, _FLOAT, f"{place} is not its parts' {rule}: give join=..."
+        abs(whole - made) / scale, _FLOAT, f"{place} is not the {rule} of its parts: pass join=..."
     )
 
 

@@ -178,12 +178,12 @@ def shown(now: Any, was: Any) -> str:
     if isinstance(now, torch.Tensor) and now.numel() > 1:
         return f"off by {gap(was, now):.2g}"
     values = [v.item() if isinstance(v, torch.Tensor) else v for v in (now, was)]
-    return " in place of ".join(f"{v:.6g}" if isinstance(v, float) else repr(v) for v in values)
+    return " instead of ".join(f"{v:.6g}" if isinstance(v, float) else repr(v) for v in values)
 
 
 def shapes(now: Any, was: Any) -> str:
     if isinstance(now, torch.Tensor) and isinstance(was, torch.Tensor) and now.shape != was.shape:
-        return f"of shape {tuple(now.shape)} in place of {tuple(was.shape)}"
+        return f"of shape {tuple(now.shape)} instead of {tuple(was.shape)}"
     return shown(now, was)
 
 

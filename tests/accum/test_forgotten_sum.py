@@ -17,7 +17,7 @@ from oomkit.testing import force_slices, inject_oom
 pytestmark = pytest.mark.no_proof  # runs of the step are counted, or its warnings are
 
 ROWS = 8
-SUM = r'(looks like a sum|If it is a sum) over samples.*reduction="sum"'
+SUM = r'(looks like a sum|If the loss is a sum) over samples.*reduction="sum"'
 MEAN = r'looks like a mean.*reduction="mean"'
 
 

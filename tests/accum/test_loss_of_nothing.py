@@ -59,7 +59,10 @@ def test_empty_slices_are_refused_before_the_update(slices: list[int], earlier: 
     for _ in range(earlier):
         step(*batch)
     before = loop.state()
-    with force_slices(slices), pytest.raises(oomkit.SplitError, match="loss is nan") as caught:
+    with (
+        force_slices(slices),
+        pytest.raises(oomkit.SplitError, match="loss of micro-batch .* is nan") as caught,
+    ):
         step(*batch)
     assert "micro-batch 1 of 2" in str(caught.value)
     assert same(loop.state(), before)
@@ -68,14 +71,17 @@ def test_empty_slices_are_refused_before_the_update(slices: list[int], earlier: 
 def test_after_an_error_too() -> None:
     loop = Loop(lambda x: range(0, 16, 4))
     before, batch = loop.state(), data()
-    with inject_oom(nth=2), pytest.raises(oomkit.SplitError, match="mean over nothing"):
+    with inject_oom(nth=2), pytest.raises(oomkit.SplitError, match="mean over no elements"):
         oomkit.auto_batch(loop.step)(*batch)
     assert same(loop.state(), before)
 
 
 def test_a_first_backward_over_nothing() -> None:
     loop = Loop(lambda x: range(12, -1, -4))
-    with force_slices([8, 8]), pytest.raises(oomkit.SplitError, match="loss is nan"):
+    with (
+        force_slices([8, 8]),
+        pytest.raises(oomkit.SplitError, match="loss of micro-batch .* is nan"),
+    ):
         oomkit.auto_batch(loop.step)(*data())
 
 
@@ -84,7 +90,10 @@ def test_later_calls_of_a_site_are_looked_at() -> None:
     step, (x, y) = oomkit.auto_batch(loop.step), data()
     with force_slices([8, 8]):
         step(x, y)
-    with force_slices([12, 4]), pytest.raises(oomkit.SplitError, match="loss is nan"):
+    with (
+        force_slices([12, 4]),
+        pytest.raises(oomkit.SplitError, match="loss of micro-batch .* is nan"),
+    ):
         step(x, y)
 
 

@@ -150,7 +150,7 @@ def test_autograd_grad_applied_by_hand_is_refused(how: str) -> None:
         if how == "grad":
             optimizer.step()
 
-    with pytest.raises(oomkit.SplitError, match="set by hand|was changed"):
+    with pytest.raises(oomkit.SplitError, match="by hand|was changed"):
         step(x, y)
     if how == "grad":
         assert _same(before, _values(model))
@@ -406,7 +406,7 @@ def test_an_unknown_leaf_with_a_gradient_is_refused_and_a_known_one_is_not() -> 
             try:
                 oomkit.auto_batch(plain, reduction="sum")(x)
             except oomkit.OutOfMemory as error:
-                assert "may hold a part of this batch" in str(error)
+                assert "may contain a part of this batch" in str(error)
                 refused += 1
                 continue
         assert torch.allclose(expected, leaf.grad, rtol=1e-4), n

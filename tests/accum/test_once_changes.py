@@ -96,12 +96,12 @@ def _buffer_of_the_ema(model: Net, ema: Net) -> None:
 
 CHANGES: dict[str, tuple[Callable[[Net, Net], None], str]] = {
     "p.data.add_": (_data_add, "layer.weight.* was changed"),
-    "p.grad = g": (_grad, "gradient of .*layer.weight.* was set by hand"),
+    "p.grad = g": (_grad, "gradient of .*layer.weight.* was set"),
     "ema .data": (_ema_data, "of Net was changed"),
     "ema lerp_": (_ema_lerp, "of Net was changed"),
     "ema copy_": (_ema_copy, "of Net was changed"),
-    "replaced": (_replace, "parameter 'weight' of a module was replaced"),
-    "taken out": (_take_out, "parameter 'bias' of a module was replaced"),
+    "replaced": (_replace, "replaces parameter 'weight' of a module"),
+    "taken out": (_take_out, "replaces parameter 'bias' of a module"),
     "buffer": (_buffer, "the buffer 'centre' of a Net was changed"),
     "buffer .data": (_buffer_data, "the buffer 'centre' of a Net was changed"),
     "buffer rebound": (_buffer_rebound, "the buffer 'centre' of a Net was changed"),
@@ -136,7 +136,9 @@ def test_a_change_is_refused_by_name_and_taken_back(name: str, when: str, oom: b
     step = oomkit.auto_batch(plain, accumulation_steps=1 if oom else 2)
     if not oom:
         # A parameter replaced before the backward is met there as a stranger.
-        with pytest.raises(oomkit.SplitError, match=f"{match}|is made anew in each micro-batch"):
+        with pytest.raises(
+            oomkit.SplitError, match=f"{match}|is created again in each micro-batch"
+        ):
             step(x)
         assert _same(before, _snapshot(model, ema))
         assert all(p.grad is None for p in model.parameters())

@@ -133,7 +133,7 @@ def test_micro_batches_that_decide_differently_are_refused(name: str, oom: bool)
         w.x[NAN_ROW] = float("nan")
     step = oomkit.auto_batch(lambda x: act(w, x), accumulation_steps=1 if oom else 2)
     before = w.state()
-    with pytest.raises(oomkit.SplitError, match="take different courses") as caught:
+    with pytest.raises(oomkit.SplitError, match="run different code") as caught:
         if oom:
             # Wherever the whole batch fails: with nan nothing after the forward would run.
             phase = "forward" if with_nan or name == "counter first" else "backward"
@@ -202,7 +202,7 @@ def test_a_norm_that_decides_is_refused_where_it_differs(oom: bool) -> None:
 
     before = w.state()
     step = oomkit.auto_batch(act, accumulation_steps=1 if oom else 2)
-    with pytest.raises(oomkit.SplitError, match="take different courses"):
+    with pytest.raises(oomkit.SplitError, match="run different code"):
         if oom:
             with inject_oom(nth=1, phase="backward"):
                 step(w.x)
@@ -287,6 +287,6 @@ def test_a_scheduler_left_out_for_another_reason_is_refused() -> None:
             scheduler.step()
 
     step = oomkit.auto_batch(act, accumulation_steps=2)
-    with pytest.raises(oomkit.SplitError, match="take different courses") as caught:
+    with pytest.raises(oomkit.SplitError, match="run different code") as caught:
         step(w.x)
     assert any("had been applied" in note for note in caught.value.__notes__)

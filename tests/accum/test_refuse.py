@@ -185,19 +185,23 @@ CASES = {
     "two updates": Case(
         _two_updates_without_modules, "an update is made at .* between two backward"
     ),
-    "forward after step": Case(_forward_after("plain"), "call it after the decorated step"),
-    "forward without gradient": Case(_forward_after("no_grad"), "only the last micro-batch makes"),
+    "forward after step": Case(_forward_after("plain"), "Call it after the decorated step"),
+    "forward without gradient": Case(_forward_after("no_grad"), "update only after the last"),
     "forward of a submodule": Case(_forward_after("submodule"), "Linear is called at"),
-    "forward after scaler.step": Case(_forward_after("scaler"), "call it after the decorated step"),
-    "forward after scaler.step(optimizer=)": Case(_forward_after("by keyword"), "call it after"),
+    "forward after scaler.step": Case(_forward_after("scaler"), "Call it after the decorated step"),
+    "forward after scaler.step(optimizer=)": Case(_forward_after("by keyword"), "Call it after"),
     "forward of an average": Case(_forward_after("averaged"), "AveragedModel is called at"),
-    "lbfgs": Case(_lbfgs, r"closure to LBFGS.step\(\): decorate", "with a closure", line=False),
+    "lbfgs": Case(_lbfgs, r"closure to LBFGS.step\(\), .* Decorate", "with a closure", line=False),
     "closure by name": Case(_closure_by_name, r"closure to Adam.step\(\)", "a closure", line=False),
     "backward in a tensor hook": Case(_backward_in_a_hook("tensor"), "by a hook inside another"),
     "backward in a module hook": Case(_backward_in_a_hook("module"), "add that loss to the loss"),
-    "past autograd": Case(_past_autograd("only"), "does not go through torch.autograd", line=False),
-    "past autograd, second": Case(_past_autograd("second"), "set by hand, or by a", line=False),
-    "past autograd, cleared": Case(_past_autograd("cleared"), "set by hand, or by a", line=False),
+    "past autograd": Case(_past_autograd("only"), "bypasses torch.autograd", line=False),
+    "past autograd, second": Case(
+        _past_autograd("second"), "by hand, or by a backward", line=False
+    ),
+    "past autograd, cleared": Case(
+        _past_autograd("cleared"), "by hand, or by a backward", line=False
+    ),
 }
 
 
@@ -278,7 +282,7 @@ def test_unseen_backward_of_a_call_that_runs_out_of_memory_is_not_counted_twice(
         torch.empty(4096)
 
     with inject_oom(nth=1, min_bytes=4096):
-        with pytest.raises(oomkit.SplitError, match=r"call zero_grad\(\) before going on"):
+        with pytest.raises(oomkit.SplitError, match=r"call zero_grad\(\) before you continue"):
             oomkit.auto_batch(late)(w.x, w.y)
     assert all(torch.equal(a, p) for a, p in zip(before, w.net.parameters(), strict=True))
 

@@ -120,7 +120,7 @@ def test_a_gradient_from_before_a_failed_backward_is_refused() -> None:
     second.zero_grad()
     with inject_oom(nth=counted.seen, phase="backward"):
         with pytest.raises(
-            oomkit.SplitError, match="has a gradient that may hold a part"
+            oomkit.SplitError, match="has a gradient that may contain a part"
         ) as caught:
             step(x)
     assert "pass model=" in str(caught.value)
@@ -179,7 +179,7 @@ def test_a_leaf_that_is_made_anew_and_kept_is_refused() -> None:
             (x + self.delta).pow(2).mean().backward()
 
     kept = Kept()
-    with pytest.raises(oomkit.SplitError, match="made anew in each micro-batch and kept"):
+    with pytest.raises(oomkit.SplitError, match="created again in each micro-batch, and is kept"):
         oomkit.auto_batch(kept.step, accumulation_steps=2)(_x())
     assert "delta" not in vars(kept), "the attempt is undone"
     oomkit.auto_batch(kept.step)(_x())

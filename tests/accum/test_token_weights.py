@@ -408,7 +408,7 @@ def test_the_proposal_follows_the_arguments() -> None:
         _token_loss(model, {"input_ids": x, "labels": y["a"][0]}).backward()
 
     batch = _tokens()
-    wanted = r"y\['a'\]\[0\] holds .* weight=lambda batch: \(batch\[1\]\['a'\]\[0\] != -100\)"
+    wanted = r"y\['a'\]\[0\]\. A mean .* weight=lambda batch: \(batch\[1\]\['a'\]\[0\] != -100\)"
     with force_slices([4, 3]), pytest.warns(oomkit.OomkitWarning, match=wanted):
         step(batch["input_ids"], {"a": [batch["labels"]]})
 

@@ -143,4 +143,4 @@ def test_a_mean_is_taken_for_granted_without_a_word(step, said, caplog):
     with inject_oom(nth=1):
         step(x)
     texts = [r.getMessage() for r in caplog.records]
-    assert sum("is taken for a mean over samples" in text for text in texts) == said
+    assert sum("is treated as a mean over samples" in text for text in texts) == said

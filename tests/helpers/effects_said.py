@@ -11,7 +11,7 @@ from torch import nn
 
 import oomkit
 
-SAID = "everything in it runs once per micro-batch"
+SAID = "this code runs once per micro-batch"
 
 
 def model() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -62,7 +62,7 @@ def test_hooks_are_said_once_and_linear_ones_are_exact(name: str) -> None:
     model, optimizer = _model()
     add(model)
     step = _step(model, optimizer, accumulation_steps=3)
-    with pytest.warns(oomkit.OomkitWarning, match=f"{match}.* has a hook on its gradients"):
+    with pytest.warns(oomkit.OomkitWarning, match=f"gradient hook of .*{match}"):
         step(x)
     for a, b in zip(expected, model.parameters(), strict=True):
         assert (a - b).abs().max() <= 1e-12
@@ -100,8 +100,13 @@ def test_a_removed_hook_is_none() -> None:
 
 
 def test_the_option_is_checked() -> None:
-    with pytest.raises(ValueError, match="expected one of say, error, got 'warn'"):
-        oomkit.auto_batch(lambda x: x, hooks="warn")
+    with pytest.raises(ValueError, match="expected one of warn, error, got 'no'"):
+        oomkit.auto_batch(lambda x: x, hooks="no")  # type: ignore[call-overload]
+
+
+def test_the_old_name_of_the_option_warns() -> None:
+    with pytest.warns(FutureWarning, match='write hooks="warn"'):
+        oomkit.auto_batch(lambda x: x, hooks="say")
 
 
 def _in_the_backward(model: nn.Module, known: bool) -> list[torch.optim.Optimizer]:

@@ -18,7 +18,7 @@ def batch():
     [
         (lambda x: {"z": x - x.mean(0)}, r"result\['z'\] depends on the other rows"),
         (lambda x: (x, x @ x.T), r"result\[1\] has the rows in two dimensions"),
-        (lambda x: {"worst": x.max(), "x": x}, r"result\['worst'\] is not its parts' averaged"),
+        (lambda x: {"worst": x.max(), "x": x}, r"result\['worst'\] is not the mean"),
         (torch.nn.BatchNorm1d(6, affine=False, track_running_stats=False), "result depends on"),
         (lambda x: x.argsort(0), "result depends on the other rows"),
     ],

@@ -172,7 +172,7 @@ MUTANTS = [
     ),
     Mutant(
         "forgotten-sum",
-        "a sum that is taken for a mean is said",
+        "a sum that is treated as a mean is warned about",
         "csrc/accum/loss_value.c",
         "    is_sum = near(l->sum, whole * factor, limit);",
         "    is_sum = 0;",

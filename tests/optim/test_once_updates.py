@@ -247,7 +247,7 @@ def test_optimizer_in_a_gradient_hook_is_refused_while_split() -> None:
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
 
-    with pytest.raises(oomkit.SplitError, match="by a hook inside backward"):
+    with pytest.raises(oomkit.SplitError, match="inside backward"):
         step(x, y)
 
 
@@ -457,7 +457,7 @@ def test_a_schedulers_step_kept_in_a_variable_is_refused() -> None:
         move()
 
     before = _values(model)
-    with pytest.raises(oomkit.SplitError, match="could not be held back"):
+    with pytest.raises(oomkit.SplitError, match="could not delay it"):
         step(x, y)
     assert _same(before, _values(model))
 

@@ -42,7 +42,7 @@ def sharpness_aware(world: World) -> None:
         world.note(train_step(*rows()))
 
 
-@program("refused", says="take different courses|current")
+@program("refused", says="run different code|current")
 def skip_on_nan(world: World) -> None:
     """The update is skipped when the loss is not finite: decided per micro-batch."""
     model = Net().double()
@@ -66,7 +66,7 @@ def skip_on_nan(world: World) -> None:
         world.note(train_step(x, y))
 
 
-@program("refused", says="take different courses|counter|current")
+@program("refused", says="run different code|counter|current")
 def counter_decides(world: World) -> None:
     """A counter in the step decides when to update: it would count micro-batches."""
     model = Net().double()

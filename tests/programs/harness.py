@@ -27,8 +27,8 @@ from .world import Place, Program, State, World, logger
 PHASES = ("forward", "backward", "optimizer")
 
 # Logged where a split loss can be compared with nothing: true of every program, and no fault.
-ASSUMED = "is taken for a mean over samples"
-FOUND = "which makes two parts of a batch the whole"
+ASSUMED = "is treated as a mean over samples"
+FOUND = "two parts of a batch give the result of the whole"
 
 
 @dataclass

@@ -114,7 +114,9 @@ def _run(loss: Loss, returned: bool, steps: int | None) -> list[torch.Tensor]:
 @pytest.mark.parametrize("steps", [2, ROWS])
 @pytest.mark.parametrize("name", COUPLED)
 def test_of_the_whole_batch(name: str, steps: int, returned: bool) -> None:
-    with pytest.raises(oomkit.SplitError, match=r"\(\) bounds a number that is made of all rows"):
+    with pytest.raises(
+        oomkit.SplitError, match=r"\(\) clips a number that is computed from all rows"
+    ):
         _run(COUPLED[name], returned, steps)
 
 

@@ -97,7 +97,7 @@ def _next_run() -> None:
 
 
 def _said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    words = ("proved", "taken for")
+    words = ("proved", "treated as")
     said = [r.getMessage() for r in caplog.records if any(w in r.getMessage() for w in words)]
     caplog.clear()
     return said
@@ -226,7 +226,7 @@ def test_weights_are_remembered_too(
 ) -> None:
     monkeypatch.setitem(globals(), "loss_of", _ignoring)
     want = _run(_step(remember=True), ignored=True)
-    assert any("taken for a mean over" in line for line in _said(caplog_info))
+    assert any("treated as a mean over" in line for line in _said(caplog_info))
     _next_run()
     got = _run(_step(remember=True), ignored=True)
     assert ["by an earlier run" in line for line in _said(caplog_info)] == [True]

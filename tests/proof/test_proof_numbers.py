@@ -114,6 +114,6 @@ def test_where_two_structures_do_not_agree_it_is_refused() -> None:
     x, y = _batch(0)
     either({"x": x, "y": y})
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(oomkit.SplitError, match="averaged over rows in some calls"):
+    with pytest.raises(oomkit.SplitError, match="a mean over rows in some calls"):
         either({"x": x, "y": y, "tokens": torch.ones(ROWS)})
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))

@@ -79,7 +79,9 @@ def test_a_loss_that_no_weights_explain_is_refused() -> None:
 
     step, model = _step(coupled, alone=True)
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(oomkit.SplitError, match="2 rows do not give the weighted mean of 1 and 1"):
+    with pytest.raises(
+        oomkit.SplitError, match="not the weighted mean of the losses of its parts .2 rows"
+    ):
         oomkit.auto_batch(step)(*_batch())
     for one, two in zip(before, model.parameters(), strict=True):
         assert torch.equal(one, two)
@@ -98,7 +100,7 @@ def test_a_backward_of_several_tensors_is_compared(caplog: pytest.LogCaptureFixt
 
     step(_batch()[0])
     assert "gradients were not compared" in caplog.text
-    assert "could not be compared" not in caplog.text
+    assert "could not be verified" not in caplog.text
 
 
 @pytest.mark.parametrize("keep", [False, True])

@@ -192,7 +192,7 @@ def test_a_roll_back_that_fails_each_time_is_said() -> None:
     step, _, x = with_participant(participant)
     with pytest.raises(Own) as caught:
         step(x)
-    assert "may hold a part of this batch" in caught.value.__notes__[0]
+    assert "may contain a part of this batch" in caught.value.__notes__[0]
     participant = Participant(torch.OutOfMemoryError("CUDA error: out of memory"), 9)
     step, _, x = with_participant(participant)
     with pytest.raises(oomkit.PartialUpdate, match="each time it was to be taken back"):
