@@ -273,7 +273,7 @@ def test_a_loss_that_couples_the_samples_is_said_in_its_replay() -> None:
         return F.cross_entropy(h @ h.T, torch.arange(len(x)))
 
     loss = oomkit.auto_batch(contrast)(x)
-    with pytest.warns(oomkit.OomkitWarning, match="it couples the samples"):
+    with pytest.warns(oomkit.OomkitWarning, match="the loss couples the samples"):
         with inject_oom(nth=4, phase="backward"):
             loss.backward()
     loss = oomkit.auto_batch(contrast, verify=False)(x)

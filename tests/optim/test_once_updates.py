@@ -345,7 +345,7 @@ def test_a_course_that_ends_early_after_the_update_says_so() -> None:
             sched.step()
 
     XS = x
-    with pytest.raises(oomkit.SplitError, match="reached its end, the first one") as caught:
+    with pytest.raises(oomkit.SplitError, match="reached its end where the first one") as caught:
         step(x, y)
     assert any("it stands, do not repeat it" in note for note in caught.value.__notes__)
 
