@@ -25,6 +25,7 @@ unknown_alive(oomkit_call *call)
 }
 
 typedef struct unknown_walk {
+    oomkit_call *call;
     oomkit_addresses known; /* of the parameters that take part */
     PyObject *found;        /* owned list: leaves that are no participants */
 } unknown_walk;
@@ -35,6 +36,7 @@ walk_visit(oomkit_state *st, PyObject *node, void *context)
 {
     unknown_walk *w = context;
     OWNED PyObject *variable = NULL;
+    int made; /* of parameters, for the time of a forward */
 
     if (!oomkit_node_is_leaf(node)) {
         return 1;
@@ -43,9 +45,11 @@ walk_visit(oomkit_state *st, PyObject *node, void *context)
     if (variable == NULL) {
         return -1;
     }
-    return oomkit_addresses_have(&w->known, variable)
-               ? 0
-               : PyList_Append(w->found, variable);
+    if (oomkit_addresses_have(&w->known, variable)) {
+        return 0;
+    }
+    made = oomkit_ranks_made(w->call, variable);
+    return made != 0 ? (made < 0 ? -1 : 0) : PyList_Append(w->found, variable);
 }
 
 /* Walks the graph of a backward to its leaves. New list of those that are no
@@ -53,7 +57,7 @@ walk_visit(oomkit_state *st, PyObject *node, void *context)
 static PyObject *
 graph_strangers(oomkit_call *call, PyObject *roots)
 {
-    unknown_walk w = {.found = PyList_New(0)}; /* returned */
+    unknown_walk w = {.call = call, .found = PyList_New(0)}; /* the list is returned */
     int leaves = 0;
 
     if (w.found == NULL ||

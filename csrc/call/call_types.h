@@ -301,6 +301,7 @@ typedef struct oomkit_backwards {
 /* ranks: agree.c. */
 typedef struct oomkit_ranked {
     PyObject *agreed; /* owned: what this call agrees on with other ranks, or NULL */
+    int sharded;      /* its model is: no version tells that a gradient has moved */
     int committed;    /* all have come to the update, or to the end */
 } oomkit_ranked;
 
@@ -437,6 +438,12 @@ static inline int
 oomkit_ranks_agreed(const oomkit_call *call)
 {
     return call->ranks.agreed != NULL;
+}
+
+static inline int
+oomkit_ranks_sharded(const oomkit_call *call)
+{
+    return call->ranks.sharded;
 }
 
 /* How its loss is returned, for those below folder deferred: is this the replay of one

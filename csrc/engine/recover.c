@@ -407,6 +407,9 @@ oomkit_recover(oomkit_call *call, int failed)
         }
         result = oomkit_attempt_run(call);
         failed = result == NULL;
+        if (failed) {
+            oomkit_ranks_note_stop(call);
+        }
         if (call->tries.restart) {
             Py_CLEAR(result);
             failed = oomkit_restart(call);

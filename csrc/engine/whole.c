@@ -261,6 +261,9 @@ engine_whole(oomkit_call *call)
         engine_room(call, result) < 0) {
         Py_CLEAR(result);
     }
+    if (result == NULL) {
+        oomkit_ranks_note_stop(call);
+    }
     return result;
 }
 

@@ -259,7 +259,23 @@ phase_set(PyObject *module, PyObject *phase)
         oomkit_phase_set(oomkit_state_of_module(module), (int)number));
 }
 
+static PyObject *
+exempt(PyObject *module, PyObject *function)
+{
+    PyObject *result; /* owned */
+    oomkit_state *st = oomkit_state_of_module(module);
+
+    st->bridge->exempt_all(1);
+    result = PyObject_CallNoArgs(function);
+    st->bridge->exempt_all(-1);
+    return result;
+}
+
 PyMethodDef oomkit_memory_methods[] = {
+    {"exempt", exempt, METH_O,
+     PyDoc_STR("exempt($module, function, /)\n--\n\n"
+               "function(), while no allocation of any thread is counted, refused or "
+               "failed.")},
     {"cpu_set_limit", cpu_set_limit, METH_O,
      PyDoc_STR("cpu_set_limit($module, limit, /)\n--\n\n"
                "Limit the tensor bytes of the CPU; None removes the limit.")},

@@ -289,3 +289,24 @@ const oomkit_rule oomkit_proof_of_split_rule = {.before_attempt = oomkit_prove,
                                                 .backward_ends = proof_backward_ends,
                                                 .update_begins = proof_update_begins,
                                                 .micro_ends = proof_micro_ends};
+
+static PyObject *
+prove_switch(PyObject *module, PyObject *on)
+{
+    oomkit_state *st = oomkit_state_of_module(module);
+    int truth = PyObject_IsTrue(on);
+
+    if (truth < 0) {
+        return NULL;
+    }
+    st->proves_nothing = !truth;
+    Py_RETURN_NONE;
+}
+
+PyMethodDef oomkit_proof_methods[] = {
+    {"_prove", prove_switch, METH_O,
+     "_prove(on, /)\n--\n\nWhether splits are proven; for tests that count the runs of "
+     "a "
+     "step."},
+    {NULL, NULL, 0, NULL},
+};

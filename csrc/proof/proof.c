@@ -3,6 +3,7 @@
 #include "../accum/accum.h"
 #include "../batch/batch.h"
 #include "../call/call.h"
+#include "../ranks/agree.h"
 #include "../sizes/sizes.h"
 
 #define FEW 5 /* rows that say little about a batch: more are tried if they may fit */
@@ -738,6 +739,21 @@ proof_judge_level(oomkit_proof *p)
     return decides == NULL ? -1 : 0;
 }
 
+/* All runs of it. As proof_settle(). */
+static int
+prove_by_runs(oomkit_proof *p, int wanted, int cut, int pair)
+{
+    int result = oomkit_proof_aside(p) < 0 || proof_judge(p) < 0 ? -1
+                 : pair                                          ? proof_pair(p)
+                 : wanted == OOMKIT_PROOF_LOSSES                 ? proof_again(p, cut)
+                                                                 : proof_best(p, cut);
+
+    if (result < 0 && p->no_parts) {
+        result = proof_no_parts(p);
+    }
+    return result >= 0 && oomkit_ranks_proof_ends(p->call) < 0 ? -1 : result;
+}
+
 /* As oomkit_prove(). */
 static int
 prove(oomkit_call *call)
@@ -759,15 +775,12 @@ prove(oomkit_call *call)
     if (result != 0) {
         return result < 0 ? -1 : 0;
     }
+    if (oomkit_ranks_proof_begins(call) < 0) {
+        return -1;
+    }
     phase = oomkit_phase_set(call->st, OOMKIT_PHASE_FORWARD);
     p.level = OOMKIT_PROVEN_FULLY;
-    result = oomkit_proof_aside(&p) < 0 || proof_judge(&p) < 0 ? -1
-             : pair                                            ? proof_pair(&p)
-             : wanted == OOMKIT_PROOF_LOSSES                   ? proof_again(&p, cut)
-                                                               : proof_best(&p, cut);
-    if (result < 0 && p.no_parts) {
-        result = proof_no_parts(&p);
-    }
+    result = prove_by_runs(&p, wanted, cut, pair);
     exception = result < 0 ? oomkit_exception_take() : NULL;
     proof_loud(&p);
     if (oomkit_proof_back(&p) < 0) {
@@ -838,24 +851,3 @@ oomkit_prove(oomkit_call *call)
     }
     return result;
 }
-
-static PyObject *
-prove_switch(PyObject *module, PyObject *on)
-{
-    oomkit_state *st = oomkit_state_of_module(module);
-    int truth = PyObject_IsTrue(on);
-
-    if (truth < 0) {
-        return NULL;
-    }
-    st->proves_nothing = !truth;
-    Py_RETURN_NONE;
-}
-
-PyMethodDef oomkit_proof_methods[] = {
-    {"_prove", prove_switch, METH_O,
-     "_prove(on, /)\n--\n\nWhether splits are proven; for tests that count the runs of "
-     "a "
-     "step."},
-    {NULL, NULL, 0, NULL},
-};

@@ -497,6 +497,11 @@ plain_nothing(void)
 {
 }
 
+static void
+plain_exempt_all(int Py_UNUSED(by))
+{
+}
+
 static int
 plain_fault_arm(const oomkit_fault_schedule *Py_UNUSED(schedule))
 {
@@ -563,6 +568,7 @@ const oomkit_bridge oomkit_plain_bridge = {
     .cpu_peak_read = plain_cpu_peak,
     .exempt_enter = plain_nothing,
     .exempt_leave = plain_nothing,
+    .exempt_all = plain_exempt_all,
     .fault_arm = plain_fault_arm,
     .fault_disarm = plain_nothing,
     .fault_stats = plain_fault_stats,

@@ -49,6 +49,15 @@ ranks_ask(oomkit_call *call, const char *method)
     return ranks_answer(call, ranks_call(call, method, NULL)) < 0 ? -1 : 0;
 }
 
+/* An attribute that is True or False. 1, 0 or -1. */
+static int
+ranks_says(oomkit_call *call, const char *name)
+{
+    OWNED PyObject *said = PyObject_GetAttrString(call->ranks.agreed, name);
+
+    return said == NULL ? -1 : PyObject_IsTrue(said);
+}
+
 int
 oomkit_ranks_enter(oomkit_call *call)
 {
@@ -74,7 +83,66 @@ oomkit_ranks_enter(oomkit_call *call)
         return 0;
     }
     call->ranks.agreed = agreed;
-    return 0;
+    call->ranks.sharded = ranks_says(call, "sharded");
+    return call->ranks.sharded < 0 ? -1 : 0;
+}
+
+void
+oomkit_ranks_note_stop(oomkit_call *call)
+{
+    PyObject *exception; /* owned, given back */
+    int stopped;
+
+    if (!oomkit_ranks_agreed(call) || !call->ranks.sharded || call->tries.restart) {
+        return;
+    }
+    exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;
+    stopped = ranks_says(call, "stopped");
+    if (stopped < 0) {
+        PyErr_WriteUnraisable(call->given.func);
+    }
+    if (stopped > 0) {
+        call->tries.restart = OOMKIT_RESTART_RANKS;
+    }
+    if (exception != NULL) {
+        oomkit_exception_give(exception);
+    }
+}
+
+int
+oomkit_ranks_made(oomkit_call *call, PyObject *leaf)
+{
+    OWNED PyObject *answer = NULL;
+
+    if (!call->ranks.sharded) {
+        return 0;
+    }
+    answer = ranks_call(call, "made", leaf);
+    return answer == NULL ? -1 : PyObject_IsTrue(answer);
+}
+
+int
+oomkit_ranks_back(oomkit_call *call)
+{
+    OWNED PyObject *done = NULL;
+
+    if (!oomkit_ranks_agreed(call) || !call->ranks.sharded) {
+        return 0;
+    }
+    done = ranks_call(call, "back", NULL);
+    return done == NULL ? -1 : 0;
+}
+
+int
+oomkit_ranks_proof_begins(oomkit_call *call)
+{
+    return oomkit_ranks_agreed(call) ? ranks_ask(call, "proof_begins") : 0;
+}
+
+int
+oomkit_ranks_proof_ends(oomkit_call *call)
+{
+    return oomkit_ranks_agreed(call) ? ranks_ask(call, "proof_ends") : 0;
 }
 
 /* Slices are there: no collective may overlap with their backwards. */
@@ -168,7 +236,7 @@ oomkit_ranks_leave(oomkit_call *call, PyObject *exception)
     }
     Py_XDECREF(done);
     Py_CLEAR(call->ranks.agreed);
-    call->ranks.committed = 0;
+    call->ranks.committed = call->ranks.sharded = 0;
 }
 
 static int
@@ -193,7 +261,16 @@ ranks_micro_begins(oomkit_call *call)
     return oomkit_ranks_agreed(call) ? ranks_ask(call, "micro_begins") : 0;
 }
 
+/* A rule wants another attempt: of a model that is sharded all ranks make it. */
+static int
+ranks_before_restart(oomkit_call *call, int why)
+{
+    return call->ranks.sharded && why != OOMKIT_RESTART_RANKS ? ranks_before_retry(call)
+                                                              : 0;
+}
+
 const oomkit_rule oomkit_ranks_rule = {.attempt_begins = ranks_attempt_begins,
                                        .micro_begins = ranks_micro_begins,
                                        .micro_returns = ranks_micro_returns,
-                                       .before_retry = ranks_before_retry};
+                                       .before_retry = ranks_before_retry,
+                                       .before_restart = ranks_before_restart};

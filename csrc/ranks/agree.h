@@ -31,6 +31,21 @@ oomkit_ranks_committed(const oomkit_call *call)
 {
     return call->ranks.committed;
 }
+/* An attempt has ended without a result: was it because another rank has failed? Then
+ * call->tries.restart says so. Keeps the exception in flight. */
+void
+oomkit_ranks_note_stop(oomkit_call *call);
+/* Is this leaf a parameter that a model which is sharded has gathered? 1, 0 or -1. */
+int
+oomkit_ranks_made(oomkit_call *call, PyObject *leaf);
+/* Before anything else is put back: what a model that is sharded has begun. 0 or -1. */
+int
+oomkit_ranks_back(oomkit_call *call);
+/* A proof is about to run this step, and has shown what it wanted. As above. */
+int
+oomkit_ranks_proof_begins(oomkit_call *call);
+int
+oomkit_ranks_proof_ends(oomkit_call *call);
 /* Another rank has failed, and everything is back here, too. 0 or -1. */
 int
 oomkit_ranks_again(oomkit_call *call);

@@ -27,9 +27,11 @@ typedef struct slot {
     alignas(LINE) _Atomic uint64_t round;
     _Atomic int64_t word[2];
     _Atomic uint64_t tag[2];
+    _Atomic uint64_t told[2]; /* the round, and how many steps in it: see told_of() */
     alignas(LINE) _Atomic uint32_t writes; /* odd while `text` is being written */
     _Atomic uint32_t gone;
     _Atomic char text[OOMKIT_VOTE_TEXT];
+    _Atomic int64_t steps[2][OOMKIT_VOTE_STEPS];
 } slot;
 
 struct oomkit_vote_memory {
@@ -146,11 +148,20 @@ oomkit_vote_cast(oomkit_vote *vote, int64_t word, uint64_t tag)
 {
     slot *own = &vote->memory->slots[vote->rank];
 
+    /* Steps that it makes while it waits belong to this round, as those before. */
     vote->round++;
     atomic_store_explicit(&own->word[vote->round & 1], word, memory_order_relaxed);
     atomic_store_explicit(&own->tag[vote->round & 1], tag, memory_order_relaxed);
+    vote->waits = 1;
     atomic_store(&own->round, vote->round); /* all orders: see event_tell() */
     event_tell(vote->memory);
+}
+
+void
+oomkit_vote_leave(oomkit_vote *vote)
+{
+    vote->waits = 0;
+    vote->steps = 0;
 }
 
 int
@@ -173,6 +184,86 @@ vote_come(const oomkit_vote *vote, uint32_t first)
         first++;
     }
     return first;
+}
+
+/* Steps that a rank has told of in a round. */
+static uint32_t
+told_of(const slot *one, uint64_t round)
+{
+    const uint64_t told = atomic_load(&one->told[round & 1]);
+
+    return told >> 32 == (round & UINT32_MAX) ? (uint32_t)told : 0;
+}
+
+/* A rank that has made more steps of a round than `made`, or NULL. */
+static const slot *
+vote_ahead(const oomkit_vote *vote, uint64_t round, uint32_t made)
+{
+    const slot *slots = vote->memory->slots;
+    uint32_t i;
+
+    for (i = 0; i < vote->world; i++) {
+        if (told_of(&slots[i], round) > made) {
+            return &slots[i];
+        }
+    }
+    return NULL;
+}
+
+int64_t
+oomkit_vote_step(const oomkit_vote *vote)
+{
+    const slot *ahead = vote_ahead(vote, vote->round, vote->steps);
+
+    return ahead == NULL
+               ? 0
+               : atomic_load(
+                     &ahead->steps[vote->round & 1][vote->steps % OOMKIT_VOTE_STEPS]);
+}
+
+/* May this step of the round be told? */
+static oomkit_told
+tell_may(const oomkit_vote *vote, uint64_t round, int64_t what, int64_t stop)
+{
+    const slot *slots = vote->memory->slots;
+    const unsigned at = round & 1;
+    uint32_t i;
+
+    for (i = 0; i < vote->world; i++) {
+        const uint32_t theirs = told_of(&slots[i], round);
+        if (i == vote->rank) {
+            continue;
+        }
+        if (atomic_load(&slots[i].round) >= round &&
+            atomic_load(&slots[i].word[at]) >= stop) {
+            return OOMKIT_TOLD_STOP;
+        }
+        if (theirs > vote->steps &&
+            atomic_load(&slots[i].steps[at][vote->steps % OOMKIT_VOTE_STEPS]) != what) {
+            return OOMKIT_TOLD_OTHERS;
+        }
+        if (theirs + OOMKIT_VOTE_STEPS <= vote->steps) {
+            return OOMKIT_TOLD_FAR;
+        }
+    }
+    return OOMKIT_TOLD;
+}
+
+oomkit_told
+oomkit_vote_tell(oomkit_vote *vote, int64_t what, int64_t stop)
+{
+    slot *own = &vote->memory->slots[vote->rank];
+    const uint64_t round = vote->round + !vote->waits;
+    const oomkit_told may = tell_may(vote, round, what, stop);
+
+    if (may == OOMKIT_TOLD) {
+        atomic_store_explicit(&own->steps[round & 1][vote->steps % OOMKIT_VOTE_STEPS],
+                              what, memory_order_relaxed);
+        vote->steps++;
+        atomic_store(&own->told[round & 1], round << 32 | vote->steps);
+        event_tell(vote->memory);
+    }
+    return may;
 }
 
 static oomkit_vote_state
@@ -199,7 +290,7 @@ vote_count(const oomkit_vote *vote, oomkit_voted *voted)
 }
 
 oomkit_vote_state
-oomkit_vote_wait(const oomkit_vote *vote, uint64_t sleep_ns, oomkit_voted *voted)
+oomkit_vote_wait(oomkit_vote *vote, uint64_t sleep_ns, oomkit_voted *voted)
 {
     oomkit_vote_memory *memory = vote->memory;
     uint32_t come = vote_come(vote, 0), seen;
@@ -207,6 +298,9 @@ oomkit_vote_wait(const oomkit_vote *vote, uint64_t sleep_ns, oomkit_voted *voted
     int spin;
 
     for (spin = 0; come < vote->world && spin < spins; spin++) {
+        if (vote_ahead(vote, vote->round, vote->steps) != NULL) {
+            return OOMKIT_VOTE_BEHIND;
+        }
         if (spin < SPINS_ALONE) {
             pause_briefly();
         } else {
@@ -218,13 +312,20 @@ oomkit_vote_wait(const oomkit_vote *vote, uint64_t sleep_ns, oomkit_voted *voted
         atomic_fetch_add(&memory->sleepers, 1);
         seen = atomic_load(&memory->event);
         come = vote_come(vote, come);
-        if (come < vote->world) {
+        if (come < vote->world && vote_ahead(vote, vote->round, vote->steps) == NULL) {
             event_sleep(memory, seen, sleep_ns);
         }
         atomic_fetch_sub(&memory->sleepers, 1);
         come = vote_come(vote, come);
     }
-    return come == vote->world ? vote_count(vote, voted) : OOMKIT_VOTE_WAITS;
+    if (vote_ahead(vote, vote->round, vote->steps) != NULL) { /* before it ends, too */
+        return OOMKIT_VOTE_BEHIND;
+    }
+    if (come < vote->world) {
+        return OOMKIT_VOTE_WAITS;
+    }
+    oomkit_vote_leave(vote);
+    return vote_count(vote, voted);
 }
 
 /* --- last words --- */

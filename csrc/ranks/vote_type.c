@@ -24,7 +24,7 @@ typedef struct vote_object {
 #define vote_CAST(op) ((vote_object *)(op))
 
 /* How a round ended; _ranks/world.py has the same names. */
-enum { ALL_CAME = 0, ONE_DEAD, ONE_GONE, ONE_LATE, ONE_STOPPED };
+enum { ALL_CAME = 0, ONE_DEAD, ONE_GONE, ONE_LATE, ONE_STOPPED, BEHIND };
 
 /* The processes of the ranks, from a sequence of (pid, started). 0 or -1. */
 static int
@@ -142,9 +142,17 @@ vote_late(const vote_object *self, uint32_t *rank)
                : ONE_LATE;
 }
 
+/* What a state is as an end; -1 of none. */
+static int
+vote_end_of(oomkit_vote_state state)
+{
+    return state == OOMKIT_VOTE_DONE ? ALL_CAME
+                                     : (state == OOMKIT_VOTE_BEHIND ? BEHIND : -1);
+}
+
 /* Until all have come. How it ended, or -1 with an exception. */
 static int
-vote_wait(const vote_object *self, uint64_t patience_ns, oomkit_voted *voted)
+vote_wait(vote_object *self, uint64_t patience_ns, oomkit_voted *voted)
 {
     const uint64_t until = oomkit_now_ns() + patience_ns;
     int turn, ended;
@@ -154,8 +162,8 @@ vote_wait(const vote_object *self, uint64_t patience_ns, oomkit_voted *voted)
         Py_BEGIN_ALLOW_THREADS;
         state = oomkit_vote_wait(&self->vote, SLEEP_NS, voted);
         Py_END_ALLOW_THREADS;
-        if (state == OOMKIT_VOTE_DONE) {
-            return ALL_CAME;
+        if (vote_end_of(state) >= 0) {
+            return vote_end_of(state);
         }
         if (PyErr_CheckSignals() < 0) {
             return -1;
@@ -163,37 +171,68 @@ vote_wait(const vote_object *self, uint64_t patience_ns, oomkit_voted *voted)
         ended = turn % LOOKS == 0 ? vote_missing(self, &voted->rank) : ALL_CAME;
         if (ended != ALL_CAME) { /* it may have come and gone since */
             state = oomkit_vote_wait(&self->vote, 0, voted);
-            return state == OOMKIT_VOTE_DONE ? ALL_CAME : ended;
+            return vote_end_of(state) >= 0 ? vote_end_of(state) : ended;
         }
         if (oomkit_now_ns() >= until) {
             state = oomkit_vote_wait(&self->vote, 0, voted);
-            return state == OOMKIT_VOTE_DONE ? ALL_CAME : vote_late(self, &voted->rank);
+            return vote_end_of(state) >= 0 ? vote_end_of(state)
+                                           : vote_late(self, &voted->rank);
         }
     }
+}
+
+/* The end of a round, or a step that this rank is to make before it. */
+static PyObject *
+vote_end(vote_object *self, double patience)
+{
+    oomkit_voted voted = {0};
+    int ended = vote_end_of(oomkit_vote_wait(&self->vote, 0, &voted));
+
+    if (ended < 0) { /* else the lock of the interpreter was not needed */
+        ended = vote_wait(self, (uint64_t)(patience * 1e9), &voted);
+    }
+    if (ended == BEHIND) {
+        voted = (oomkit_voted){.word = oomkit_vote_step(&self->vote)};
+    } else {
+        oomkit_vote_leave(&self->vote);
+    }
+    return ended < 0 ? NULL
+                     : Py_BuildValue("iLIi", ended, (long long)voted.word,
+                                     (unsigned int)voted.rank, voted.one_matter);
 }
 
 static PyObject *
 vote_cast(PyObject *op, PyObject *args)
 {
-    vote_object *self = vote_CAST(op);
-    oomkit_voted voted = {0};
     long long word;
     unsigned long long tag;
     double patience;
-    int ended;
 
     if (!PyArg_ParseTuple(args, "LKd:cast", &word, &tag, &patience)) {
         return NULL;
     }
-    oomkit_vote_cast(&self->vote, word, tag);
-    if (oomkit_vote_wait(&self->vote, 0, &voted) == OOMKIT_VOTE_DONE) {
-        ended = ALL_CAME; /* the lock of the interpreter was not needed */
-    } else {
-        ended = vote_wait(self, (uint64_t)(patience * 1e9), &voted);
+    oomkit_vote_cast(&vote_CAST(op)->vote, word, tag);
+    return vote_end(vote_CAST(op), patience);
+}
+
+static PyObject *
+vote_go_on(PyObject *op, PyObject *patience)
+{
+    const double seconds = PyFloat_AsDouble(patience);
+
+    return seconds == -1.0 && PyErr_Occurred() ? NULL
+                                               : vote_end(vote_CAST(op), seconds);
+}
+
+static PyObject *
+vote_tell(PyObject *op, PyObject *args)
+{
+    long long what, stop;
+
+    if (!PyArg_ParseTuple(args, "LL:tell", &what, &stop)) {
+        return NULL;
     }
-    return ended < 0 ? NULL
-                     : Py_BuildValue("iLIi", ended, (long long)voted.word,
-                                     (unsigned int)voted.rank, voted.one_matter);
+    return PyLong_FromLong(oomkit_vote_tell(&vote_CAST(op)->vote, what, stop));
 }
 
 static PyObject *
@@ -300,7 +339,15 @@ vote_look(PyObject *Py_UNUSED(type), PyObject *args)
 static PyMethodDef vote_methods[] = {
     {"cast", vote_cast, METH_VARARGS,
      "cast($self, word, tag, patience, /)\n--\n\n"
-     "(how it ended, largest word, rank, all on one matter), once all have come."},
+     "(how it ended, largest word, rank, all on one matter), once all have come. Where "
+     "it ended with a step of others, that is in place of the word."},
+    {"go_on", vote_go_on, METH_O,
+     "go_on($self, patience, /)\n--\n\nThe same, after such a step was made."},
+    {"tell", vote_tell, METH_VARARGS,
+     "tell($self, what, stop, /)\n--\n\n"
+     "0: the others are told of this step; 1 a rank has cast at least `stop`, 2 "
+     "another "
+     "one makes another step, 3 it is too far behind."},
     {"tag", vote_tag, METH_O, "tag($self, rank, /)\n--\n\nWhat it votes on."},
     {"say", vote_say, METH_VARARGS,
      "say($self, text, gone=False, /)\n--\n\nFor the others."},

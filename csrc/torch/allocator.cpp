@@ -42,6 +42,7 @@ constexpr size_t LARGEST =
 
 std::atomic<uint64_t> allocations{0};
 thread_local int exempt_depth = 0;
+std::atomic<int> exempt_threads{0}; // > 0: all are, in which others work for this one
 
 std::string
 readable(uint64_t bytes)
@@ -177,7 +178,8 @@ struct BudgetAllocator final : c10::Allocator {
         if (nbytes == 0) {
             return {nullptr, nullptr, &release_block, cpu};
         }
-        const bool counted = exempt_depth == 0;
+        const bool counted =
+            exempt_depth == 0 && exempt_threads.load(std::memory_order_relaxed) == 0;
         const uint64_t used_after = counted ? admit(nbytes) : admit_own(nbytes);
         void *data;
         try {
@@ -348,6 +350,12 @@ void
 exempt_leave() noexcept
 {
     exempt_depth--;
+}
+
+void
+exempt_all(int by) noexcept
+{
+    exempt_threads.fetch_add(by, std::memory_order_relaxed);
 }
 
 int

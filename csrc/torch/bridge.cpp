@@ -46,6 +46,7 @@ const oomkit_bridge table = {
     .cpu_peak_read = oomkit::cpu_peak_read,
     .exempt_enter = oomkit::exempt_enter,
     .exempt_leave = oomkit::exempt_leave,
+    .exempt_all = oomkit::exempt_all,
     .fault_arm = oomkit::fault_arm,
     .fault_disarm = oomkit::fault_disarm,
     .fault_stats = oomkit::fault_stats,

@@ -22,7 +22,7 @@ extern "C" {
 #endif
 
 #define OOMKIT_BRIDGE_CAPSULE "oomkit._bridge.api"
-#define OOMKIT_BRIDGE_VERSION 8u
+#define OOMKIT_BRIDGE_VERSION 9u
 #define OOMKIT_BRIDGE_UNKNOWN UINT64_MAX
 
 /* Mark of a gradient: which tensor it was and at which version. `grad` is held weakly:
@@ -195,6 +195,8 @@ typedef struct oomkit_bridge {
      */
     void (*exempt_enter)(void);
     void (*exempt_leave)(void);
+    /* The same of all threads; `by` is 1, then -1. */
+    void (*exempt_all)(int by);
 
     /* --- fault injection (CPU allocator) --- */
     int (*fault_arm)(const oomkit_fault_schedule *schedule);

@@ -56,6 +56,8 @@ void
 exempt_enter() noexcept;
 void
 exempt_leave() noexcept;
+void
+exempt_all(int by) noexcept;
 int
 fault_arm(const oomkit_fault_schedule *schedule) noexcept;
 void

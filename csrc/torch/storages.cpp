@@ -52,7 +52,9 @@ is_plain(const c10::TensorImpl *impl)
     using c10::DispatchKey;
     return impl != nullptr && impl != c10::UndefinedTensorImpl::singleton() &&
            !is_opaque(impl) && impl->layout() == c10::kStrided && impl->has_storage() &&
-           !impl->device().is_meta() && impl->version_counter().enabled() &&
+           !impl->device().is_meta() &&
+           (impl->numel() == 0 || impl->storage().data() != nullptr) &&
+           impl->version_counter().enabled() &&
            !c10::isQIntType(c10::typeMetaToScalarType(impl->dtype())) &&
            impl->get_backend_meta_intrusive_ptr() == nullptr &&
            !impl->key_set().has_any(

@@ -127,7 +127,8 @@ compare_one(const c10::TensorImpl *impl, const oomkit_grad_mark *mark, uint32_t 
 }
 
 // Its bytes can be copied as they lie: on the CPU, strided, contiguous, of that size,
-// and read as they are (not conjugated or negated on the way).
+// its own (a DTensor has them in another tensor), and read as they are (not conjugated
+// or negated on the way).
 bool
 is_plain_bytes(const c10::TensorImpl *impl, uint64_t size)
 {
@@ -136,7 +137,7 @@ is_plain_bytes(const c10::TensorImpl *impl, uint64_t size)
            !impl->key_set().has_any(c10::DispatchKeySet(
                {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative})) &&
            impl->layout() == c10::kStrided && impl->has_storage() &&
-           impl->is_contiguous() && size > 0 &&
+           impl->storage().data() != nullptr && impl->is_contiguous() && size > 0 &&
            static_cast<uint64_t>(impl->numel()) * impl->itemsize() == size;
 }
 

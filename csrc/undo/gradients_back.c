@@ -215,6 +215,15 @@ oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which)
             return -1;
         }
     }
+    if (oomkit_ranks_sharded(
+            call)) { /* their parts are written to beneath the versions */
+        for (i = 0; i < n; i++) {
+            if (states[i] == OOMKIT_GRAD_SAME && call->grads.copies != NULL &&
+                call->grads.copies[i] != NULL) {
+                states[i] = OOMKIT_GRAD_MOVED;
+            }
+        }
+    }
     aside = call->grads.at_entry ? grads_may_set_aside(call, states, steps) : 0;
     i = grads_stuck(call, states, aside);
     if (i >= 0) {

@@ -5,6 +5,7 @@
 #include "../optim/updating.h"
 #include "../plain/plain_state.h"
 #include "../py/modes.h"
+#include "../ranks/agree.h"
 
 /* Gradients are marked at the first backward: a zero_grad() before it is not undone. */
 #define AS_BEFORE "the state is as if the step had not begun"
@@ -33,7 +34,9 @@ take_back_once(void *argument)
     EXEMPT (call->st) {
         int mode = oomkit_grad_mode_off(call->st);
         if (mode >= 0) {
-            result = oomkit_savepoint_restore(call, message);
+            result = oomkit_ranks_back(call) < 0
+                         ? -1
+                         : oomkit_savepoint_restore(call, message);
             result = oomkit_grad_mode_back(call->st, mode, result);
         }
     }

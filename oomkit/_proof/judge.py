@@ -255,7 +255,9 @@ class Proof:
         """Gradients of the entry that the step has cleared are in none of what follows."""
         grads = ((i, self._params[i].grad) for i in self._entry)
         self._entry = {
-            i: self._entry[i] for i, g in grads if g is not None and (g.is_sparse or bool(g.any()))
+            i: self._entry[i]
+            for i, g in grads
+            if g is not None and (g.is_sparse or bool(values.own(g).any()))
         }
 
     def _judge_precision(self, tensor: torch.Tensor) -> None:

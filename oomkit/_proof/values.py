@@ -21,6 +21,7 @@ __all__ = [
     "mark",
     "norm",
     "number",
+    "own",
     "shapes",
     "shown",
     "sizes",
@@ -34,7 +35,17 @@ _WIDE = (torch.float32, torch.float64)
 _TINY = 1e-30  # smaller squares may have been lost in single precision
 
 
+def own(value: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor that is spread over several; else the tensor."""
+    kind = type(value)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return value
+    local = getattr(value, "_local_tensor", value)
+    return local if isinstance(local, torch.Tensor) else value
+
+
 def norm(value: torch.Tensor) -> float:
+    value = own(value)
     if value.layout != torch.strided:
         value = value.coalesce().values() if value.layout == torch.sparse_coo else value.to_dense()
     if not value.numel():
@@ -44,6 +55,7 @@ def norm(value: torch.Tensor) -> float:
 
 def dense(value: torch.Tensor) -> torch.Tensor:
     """Strided, real and of a kind that can be reckoned with: a complex number is two."""
+    value = own(value)
     value = value if value.layout == torch.strided else value.to_dense()
     if value.is_complex():
         return torch.view_as_real(value.resolve_conj())
@@ -54,7 +66,7 @@ def without(value: torch.Tensor, entry: torch.Tensor | None) -> torch.Tensor:
     """A host copy of what a step has added to a gradient."""
     if entry is None or entry.shape != value.shape:
         return host(value)
-    return host(value) - entry
+    return host(value) - own(entry)
 
 
 def added(value: torch.Tensor, entry: torch.Tensor | None) -> float:
@@ -101,16 +113,17 @@ def sizes(one: torch.Tensor, two: torch.Tensor) -> tuple[float, float, float]:
 
 
 def host(value: torch.Tensor) -> torch.Tensor:
-    plain = value.detach()
+    plain = own(value).detach()
     return plain.clone() if plain.device.type == "cpu" else plain.cpu()
 
 
 def mark(param: torch.Tensor) -> tuple[int, torch.Tensor | None]:
     """What tells that a parameter was written to: a write through .data has no version."""
     version = 0 if param.is_inference() else param._version
-    if param.layout != torch.strided or torch.nn.parameter.is_lazy(param) or not param.numel():
+    mine = own(param)
+    if param.layout != torch.strided or torch.nn.parameter.is_lazy(param) or not mine.numel():
         return version, None
-    plain = param.detach()
+    plain = mine.detach()
     flat = plain.reshape(-1) if plain.is_contiguous() else plain.flatten()
     return version, dense(host(flat[:: max(1, flat.numel() // _SAMPLE)]))
 

@@ -31,9 +31,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _C
-from .world import AGAIN, FINE, TROUBLE, World, error, meet
+from .call import COMMIT, OWN, REDUCTION, Call, refuse_in_parts
+from .world import AGAIN, FINE, World, meet
 
-_REDUCTION, _COMMIT, _OWN = 1, 2, 3  # matters of a vote
 _PLAIN_HOOKS = frozenset({"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"})
 """One collective for each bucket, and no state: of torch's own."""
 _UNTOUCHED = 0  # what torch takes for False, and never writes
@@ -184,23 +184,17 @@ class Reducer:
         self.due = self.flying = False
 
 
-class Agreement:
-    """One call of a step."""
+class Agreement(Call):
+    """One call of a step over DistributedDataParallel."""
 
     def __init__(self, world: World, step: object, models: list[Any]) -> None:
-        self._world = world
-        self._step = step
-        world.begin()
+        super().__init__(world, step)
         self._reducers = [Reducer(self, model) for model in models]
         self._whole = True
         self._cautious = step not in world.at_ease
-        self._trouble = False
         self._done = 0  # reductions of this attempt
-        self._told = False  # the others that this rank cannot go on, or by them
-        self._committed = False
         self._before: dict[Reducer, int] = {}
         self._draining = False
-        self._own = ""  # a collective of the step's own that was made
         self._may_overlap = len(models) == 1 and all(
             getattr(hook, "__name__", "") in _PLAIN_HOOKS
             and getattr(hook, "__module__", "").startswith("torch.distributed.algorithms.")
@@ -268,7 +262,7 @@ class Agreement:
         due = [reducer for reducer in moved if reducer.due]
         if not due:
             return 0
-        if (self._done > 0 or self._cautious) and self._asks(FINE, _REDUCTION):
+        if (self._done > 0 or self._cautious) and self.asks(FINE, REDUCTION):
             return 1
         for reducer in due:
             reducer.reduce()
@@ -279,10 +273,7 @@ class Agreement:
         """Before an update; 2: others have no part in it."""
         if self._done == 0:
             return 2
-        if self._asks(TROUBLE if self._trouble else FINE, _COMMIT):
-            return 1
-        self._committed = True
-        return 0
+        return 0 if self.agreed_commit() else 1
 
     def returned(self) -> int:
         """The function has returned, without an update."""
@@ -294,17 +285,17 @@ class Agreement:
 
     def failed(self) -> int:
         """This rank's attempt has failed, and everything is back but what others have seen."""
-        self._whole, self._trouble = False, True
-        if self._own:
-            raise self._cannot(f"it ran out of memory after {self._own}() of the step's own")
+        self._whole, self.trouble = False, True
+        if self.own:
+            raise self.cannot(f"it ran out of memory after {self.own}() of the step's own")
         if self._done > 0 or any(reducer.flying for reducer in self._reducers):
             if self._once:
-                raise self._cannot(
+                raise self.cannot(
                     "it ran out of memory after a communication hook had run, whose state cannot "
                     "be taken back: restore a checkpoint on all ranks"
                 )
             self._drain()
-            self._vote(AGAIN, _REDUCTION)
+            self.vote(AGAIN, REDUCTION)
             self.again()
         for reducer in self._reducers:
             reducer.due = False
@@ -312,28 +303,24 @@ class Agreement:
 
     def again(self) -> int:
         """Another attempt of all ranks; everything is back."""
-        if self._own:
-            raise self._cannot(f"it has made {self._own}() of the step's own")
+        if self.own:
+            raise self.cannot(f"it has made {self.own}() of the step's own")
         for reducer in self._reducers:
             reducer.reset()
-        self._whole, self._cautious, self._trouble, self._done = False, True, True, 0
+        self._whole, self._cautious, self.trouble, self._done = False, True, True, 0
         return 0
 
-    def own_collective(self, name: str) -> None:
-        """The step is about to make one itself, as the other ranks are, if none has failed."""
+    def own_collective(self, name: str) -> bool:
         hooks = self._draining or torch._C._current_graph_task_id() != -1
-        if self._committed or hooks:
-            return  # nothing begins again; or it is a communication hook's
+        if self.committed or hooks:
+            return False  # nothing begins again; or it is a communication hook's
         if not self._whole:
-            raise self._cannot(
-                f"its step calls torch.distributed.{name}() before the update, which is made once, "
-                "so that it can neither be split nor begin again: do that after the update, or "
-                "outside the step"
-            )
-        self._own = name
-        if self._asks(FINE, _OWN):
-            raise self._cannot(f"it has come to {name}() of the step's own")
+            raise refuse_in_parts(self, name)
+        self.own = name
+        if self.asks(FINE, OWN):
+            raise self.cannot(f"it has come to {name}() of the step's own")
         self._before = {reducer: reducer.count() for reducer in self._reducers if reducer.flying}
+        return False
 
     def own_collective_made(self) -> None:
         for reducer in self._reducers:
@@ -341,7 +328,7 @@ class Agreement:
 
     def leave(self, exception: BaseException | None) -> None:
         """The call is over."""
-        self._world.present = None
+        self.world.present = None
         for reducer in self._reducers:
             attributes = reducer.model.__dict__
             attributes["reducer"] = reducer.real
@@ -354,26 +341,6 @@ class Agreement:
         finally:
             self._reducers = []
 
-    # ---- votes
-
-    def _matter(self, matter: int) -> int:
-        return self._world.calls << 8 | matter
-
-    def _vote(self, word: int, matter: int) -> int:
-        self._told = True  # unless the vote comes to its end
-        largest = self._world.vote(word, self._matter(matter))
-        self._told = False
-        return largest
-
-    def _asks(self, word: int, matter: int) -> bool:
-        """Vote; must this attempt begin again?"""
-        largest = self._vote(word, matter)
-        if largest == TROUBLE:
-            self._world.at_ease.discard(self._step)
-        elif largest < AGAIN and matter == _COMMIT:
-            self._world.at_ease.add(self._step)
-        return largest >= AGAIN
-
     def _drain(self) -> None:
         self._draining = True
         try:
@@ -382,21 +349,9 @@ class Agreement:
         finally:
             self._draining = False
 
-    def _cannot(self, why: str) -> _C.RankError:
-        """The error of a rank that cannot go on; the others are told."""
-        self._told = True
-        self._world.give_up(why, self._matter(_COMMIT))
-        return error(f"rank {self._world.rank} cannot go on: {why}", self._world.rank)
-
     def _excuse(self, exception: BaseException) -> None:
-        """An error leaves the call: who waits for this rank is told, and the error tells of
-        who is missed."""
-        text = f"{type(exception).__name__}: {exception}"
-        if isinstance(exception, _C.RankError):
-            self._told = True
-        else:
-            for line in self._world.absent():
-                exception.add_note(f"oomkit: {line}")
+        """An error leaves the call: who waits for this rank is told."""
+        text = self.note(exception)
         flying = any(reducer.flying for reducer in self._reducers)
         with contextlib.suppress(RuntimeError):  # the others are gone, or the group is
             self._drain()
@@ -405,12 +360,12 @@ class Agreement:
                 reducer.real._reset_state()
         awaited = flying or self._done > 0 or (self._cautious and self._waits)
         broken = isinstance(exception, _C.OomkitError | MemoryError | torch.OutOfMemoryError)
-        if self._told:
+        if self.told:
             return
-        if (awaited and not self._committed) or (self._committed and broken):
-            self._world.give_up(text, self._matter(_COMMIT))
-        elif not self._committed:
-            self._world.say(text)
+        if (awaited and not self.committed) or (self.committed and broken):
+            self.world.give_up(text, self.matter(COMMIT))
+        elif not self.committed:
+            self.world.say(text)
 
 
 def _second_broadcast() -> None:
@@ -450,13 +405,35 @@ def _refusal(model: Any) -> str | None:
     return _looked_at[model]
 
 
-def enter(step: object, label: str, models: list[Any]) -> Agreement | None:
+def _is_sharded(model: Any) -> bool:
+    return any(kind.__name__ == "FSDPModule" for kind in type(model).__mro__)
+
+
+def _way(models: list[Any]) -> tuple[Any, list[Any], str | None]:
+    """How a call over these models is agreed on, over which of them, and why it is not."""
+    refusal: Any = _refusal
+    kind: Any = Agreement
+    if any(map(_is_sharded, models)):
+        from . import sharded
+
+        if not all(map(_is_sharded, models)):
+            return None, [], "fully_shard() and another wrapper in one step"
+        models = sharded.outermost(models)
+        refusal, kind = sharded.refusal, sharded.Sharded
+    return kind, models, next((found for found in map(refusal, models) if found is not None), None)
+
+
+def enter(step: object, label: str, models: list[Any]) -> Call | None:
     """A call begins over models that are spread over ranks; None: it is not agreed on."""
     if not torch.is_grad_enabled() or not (dist.is_available() and dist.is_initialized()):
         return None
-    why = next((found for found in map(_refusal, models) if found is not None), None)
+    kind, models, why = _way(models)
     if why is None:
-        return Agreement(meet(), step, models)
+        world = meet()
+        if world.shared or kind is Agreement:
+            call: Call = kind(world, step, models)
+            return call
+        why = "fully_shard() needs ranks that share memory"
     if (label, why) not in _said:
         _said.add((label, why))
         warnings.warn(

@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +29,29 @@ import torch.distributed as dist
 from .. import _C
 
 PROTOCOL = 1  # what ranks say to each other; grows when that changes
-FINE, TROUBLE, AGAIN, FATAL = 0, 1, 2, 1 << 40
+FINE, TROUBLE, AGAIN, FATAL = 0, 1, 1 << 20, 1 << 40
 """Words. All came well; and one of them with trouble; one has failed; one cannot go on."""
-_ENDED = range(5)
-_CAME, _DEAD, _GONE, _LATE, _STOPPED = _ENDED  # of csrc/ranks/vote_type.c
+NEVER = (1 << 63) - 1
+"""No word is as large."""
+_ENDED = range(6)
+_CAME, _DEAD, _GONE, _LATE, _STOPPED, _BEHIND = _ENDED  # of csrc/ranks/vote_type.c
+_TOLD = range(4)
+TOLD, STOP, OTHERS, FAR = _TOLD
+"""What becomes of a step that others are told of."""
 _PROCESS_DEAD = 2  # of csrc/ranks/vote.h
 _SHARED = "/dev/shm"
 _generations = itertools.count()
 _COLLECTIVES = (
-    "all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce "
+    "all_gather all_gather_coalesced all_gather_into_tensor all_gather_object "
+    "all_gather_single all_reduce "
     "all_reduce_coalesced all_to_all all_to_all_single barrier broadcast broadcast_object_list "
     "gather gather_object monitored_barrier recv recv_object_list reduce reduce_scatter "
-    "reduce_scatter_tensor scatter scatter_object_list send send_object_list"
+    "reduce_scatter_single reduce_scatter_tensor scatter scatter_object_list send send_object_list"
+).split()
+_FUNCTIONAL = (
+    "all_gather_tensor all_gather_tensor_autograd all_reduce all_reduce_coalesced "
+    "all_to_all_single all_to_all_single_autograd broadcast permute_tensor "
+    "reduce_scatter_tensor reduce_scatter_tensor_autograd"
 ).split()
 _present: World | None = None
 
@@ -213,12 +225,24 @@ class World:
         """Do votes go through shared memory?"""
         return self._vote is not None
 
-    def vote(self, word: int, matter: int) -> int:
+    def tell(self, step: int, stop: int) -> int:
+        """This rank is about to make a step together with all others, before the next vote."""
+        return TOLD if self._vote is None else self._vote.tell(step, stop)
+
+    def vote(
+        self,
+        word: int,
+        matter: int,
+        follow: Callable[[int], None] | None = None,
+        patience: float | None = None,
+    ) -> int:
         """The largest word of all ranks.
 
         Args:
             word: this rank's.
             matter: what is voted on: must be the same on all, unless one has failed.
+            follow: makes a step that others have told of, and tells of it.
+            patience: seconds to wait, if not as long as the process group lets ranks wait.
 
         Raises:
             RankError: a rank cannot go on, does not come, or votes on something else.
@@ -226,9 +250,11 @@ class World:
         if self._vote is None:
             largest, rank, same = self._vote_by_gloo(word, matter)
         else:
-            ended, largest, rank, alike = self._vote.cast(
-                word, matter, self.patience.total_seconds()
-            )
+            seconds = self.patience.total_seconds() if patience is None else patience
+            ended, largest, rank, alike = self._vote.cast(word, matter, seconds)
+            while ended == _BEHIND and follow is not None:
+                follow(largest)
+                ended, largest, rank, alike = self._vote.go_on(seconds)
             same = bool(alike)
             if ended != _CAME:
                 raise self._missing(ended, rank)
@@ -318,9 +344,9 @@ def _ends(world: weakref.ref[World], process: int) -> None:
         own.say(own.said(own.rank) or "its program has ended", gone=True)
 
 
-def _watch(name: str) -> None:
+def _watch(module: Any, name: str) -> None:
     """Have a function of torch.distributed tell of its calls inside a call that is agreed on."""
-    plain = getattr(dist, name, None)
+    plain = getattr(module, name, None)
     if plain is None or hasattr(plain, "_oomkit_plain"):
         return
 
@@ -328,16 +354,19 @@ def _watch(name: str) -> None:
     def collective(*args: Any, **kwargs: Any) -> Any:
         world = _present
         agreement = None if world is None else world.present
-        if world is None or agreement is None or threading.get_ident() != world.thread:
+        if world is None or agreement is None:
             return plain(*args, **kwargs)
-        agreement.own_collective(name)
+        if threading.get_ident() != world.thread and not agreement.reducing:
+            return plain(*args, **kwargs)
+        if agreement.own_collective(name):
+            return None if module is dist else args[0]
         try:
-            return plain(*args, **kwargs)
+            return _C.exempt(lambda: plain(*args, **kwargs))  # the others are in it
         finally:
             agreement.own_collective_made()
 
     collective._oomkit_plain = plain  # type: ignore[attr-defined]
-    setattr(dist, name, collective)
+    setattr(module, name, collective)
 
 
 def meet() -> World:
@@ -348,6 +377,9 @@ def meet() -> World:
         version = sys.modules[__name__.partition(".")[0]].__version__
         _present = World(group, version)
         for name in _COLLECTIVES:
-            _watch(name)
+            _watch(dist, name)
+        functional = sys.modules.get("torch.distributed._functional_collectives")
+        for name in _FUNCTIONAL:
+            _watch(functional, name)
     _present.thread = threading.get_ident()
     return _present

@@ -86,7 +86,7 @@ def parameter():
 def test_the_table_is_that_of_the_running_torch():
     assert bridge.torch_version == ".".join(torch.__version__.split(".")[:2])
     assert f"{api.torch_major}.{api.torch_minor}" == bridge.torch_version
-    assert api.version == 8
+    assert api.version == 9
     assert api.size == ctypes.sizeof(Table)
 
 

@@ -123,6 +123,7 @@ class Table(ctypes.Structure):
         ("cpu_peak_read", function(ctypes.c_uint64, ctypes.c_int)),
         ("exempt_enter", function(None)),
         ("exempt_leave", function(None)),
+        ("exempt_all", function(None, ctypes.c_int)),
         ("fault_arm", function(ctypes.c_int, pointer)),
         ("fault_disarm", function(None)),
         ("fault_stats", function(ctypes.c_int, pointer, pointer, pointer)),

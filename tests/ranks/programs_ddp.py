@@ -41,6 +41,13 @@ class Heads(nn.Module):
         return out
 
 
+def whole(tensor: Any) -> torch.Tensor:
+    """A copy of a tensor, with the parts that other ranks have."""
+    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    copy: torch.Tensor = full.detach().clone()
+    return copy
+
+
 class Net(nn.Module):
     def __init__(self, norm: bool = False, dropout: bool = False) -> None:
         super().__init__()
@@ -81,6 +88,8 @@ EXACT = frozenset(OPTIONS) - {"norm", "dropout", "fp16", "powersgd", "two_passes
 
 class World:
     """The program under test: models, an optimizer, a step, and data by rank and step."""
+
+    exact = EXACT
 
     def __init__(self, option: str, rank: Rank) -> None:
         self.option, self.rank = option, rank
@@ -127,13 +136,8 @@ class World:
         return (rank + index) % 2 if self.option == "unused" else 0
 
     def look(self) -> None:
-        self.seen.append(
-            [
-                None if p.grad is None else p.grad.detach().clone()
-                for net in self.nets
-                for p in net.parameters()
-            ]
-        )
+        params = [p for net in self.nets for p in net.parameters()]
+        self.seen.append([None if p.grad is None else whole(p.grad) for p in params])
 
     def step(self) -> Callable[..., Any]:
         plain = {"two_passes": self._two_passes, "apart": self._without_update}
@@ -185,9 +189,7 @@ class World:
             if self.option == "apart":
                 self.optimizer.step()
             records.append(step.records[-1])
-        self.seen.append(
-            [t.detach().clone() for net in self.nets for t in net.state_dict().values()]
-        )
+        self.seen.append([whole(t) for net in self.nets for t in net.state_dict().values()])
         return records
 
     def expected(self) -> list[list[torch.Tensor | None]]:
@@ -223,12 +225,12 @@ class World:
         return found
 
 
-def _places(option: str, rank: Rank, at: int) -> dict[str, int]:
+def _places(kind: type[World], option: str, rank: Rank, at: int) -> dict[str, int]:
     """Allocations of that step, by phase; the same on all ranks, or the most."""
     found = {}
     for phase in ("forward", "backward"):
         counted = inject_oom(nth=10**6, phase=phase)
-        World(option, rank).run(lambda index, c=counted: c if index == at else None)
+        kind(option, rank).run(lambda index, c=counted: c if index == at else None)
         found[phase] = counted.seen
     most = torch.tensor(list(found.values()))
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
@@ -246,20 +248,22 @@ def _differ(ours: list[Any], theirs: list[Any]) -> float:
     return worst
 
 
-def _one_case(option: str, rank: Rank, at: int, faults: dict[int, inject_oom]) -> dict[str, Any]:
+def _one_case(
+    kind: type[World], option: str, rank: Rank, at: int, faults: dict[int, inject_oom]
+) -> dict[str, Any]:
     """One faulted run, compared."""
-    world = World(option, rank)
+    world = kind(option, rank)
     fault = faults.get(rank.rank)
     records = world.run(lambda index: fault if index == at else None)
     slices = []
     for record in records:
         rows, count = record.batch_size or 0, record.accumulation_steps
         slices.append([rows // count + (i < rows % count) for i in range(count)])
-    again = World(option, rank)
+    again = kind(option, rank)
     again.run(lambda index: force_slices(slices[index]) if len(slices[index]) > 1 else None)
     bits = max(_differ(a, b) for a, b in zip(world.seen, again.seen, strict=True))
     error = 0.0
-    if option in EXACT:
+    if option in world.exact:
         for ours, theirs in zip(world.seen[:STEPS], world.expected(), strict=True):
             error = max(error, _differ(ours, theirs) if theirs else 0.0)
     return {
@@ -284,8 +288,8 @@ def _faults(kind: str, phase: str, nth: int, rank: Rank) -> dict[int, inject_oom
     return dict.fromkeys(ranks, one)
 
 
-def sweep(rank: Rank) -> dict[str, Any]:
-    """All places of one option that are asked for: `stride`, `offset` and `kinds`."""
+def sweep_of(kind: type[World], rank: Rank) -> dict[str, Any]:
+    """All places that are asked for of some options: `stride`, `offset` and `kinds`."""
     given = rank.arguments
     if given.get("gloo"):
         worlds._SHARED = "/nowhere"
@@ -293,21 +297,33 @@ def sweep(rank: Rank) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
+    found = {option: _swept(kind, option, rank) for option in given["options"]}
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def _swept(kind: type[World], option: str, rank: Rank) -> dict[str, Any]:
+    given = rank.arguments
     # Of more than two numbers the sum depends on where in its bucket a gradient lies.
     rounding = 0.0 if rank.world == 2 else 1e-12
     cases, fired, failures = 0, 0, []
-    for at in given["at"]:
-        places = _places(given["option"], rank, at)
+    # PowerSGD has state from the third step on, which cannot be taken back.
+    for at in [at for at in given["at"] if at < 2 or option != "powersgd"]:
+        places = _places(kind, option, rank, at)
         for phase, count in places.items():
             for nth in range(1 + given.get("offset", 0), count + 1, given.get("stride", 1)):
-                for kind in given["kinds"]:
-                    faults = _faults(kind, phase, nth, rank)
-                    found = _one_case(given["option"], rank, at, faults)
+                for how in given["kinds"]:
+                    faults = _faults(how, phase, nth, rank)
+                    found = _one_case(kind, option, rank, at, faults)
                     cases += 1
                     fired += found["fired"]
                     if found["bits"] > rounding or found["error"] > 1e-9:
-                        failures.append([at, phase, nth, kind, found])
+                        failures.append([at, phase, nth, how, found])
     everywhere = torch.tensor(fired)
     dist.all_reduce(everywhere)
-    dist.destroy_process_group()
     return {"cases": cases, "fired": int(everywhere), "failures": failures}
+
+
+def sweep(rank: Rank) -> dict[str, Any]:
+    return sweep_of(World, rank)

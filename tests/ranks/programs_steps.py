@@ -211,10 +211,14 @@ def refused(rank: Rank) -> list[str]:
             net = nn.EmbeddingBag(10, 2, sparse=True)
         elif how == "static":
             given["static_graph"] = True
-        if how == "fsdp":
+        if how.startswith("fsdp"):
             from torch.distributed.fsdp import fully_shard
 
             model: Any = fully_shard(net)
+            if how == "fsdp, parts":
+                model.set_requires_gradient_sync(False)
+            else:
+                model.set_reshard_after_backward(False)
         else:
             model = DistributedDataParallel(net, **given)
         x = torch.randint(0, 10, (4, 3)) if how == "sparse" else torch.randn(4, 4)

@@ -1,48 +1,65 @@
-"""Faults on some ranks of a step over DistributedDataParallel: gradients as if there were none."""
+"""Faults on some ranks of a step: gradients as if there were none."""
 
 from __future__ import annotations
 
 import pytest
 from helpers.sample import WHOLE, sampled
 
+from . import programs_ddp, programs_fsdp
 from .launch import results_of
-from .programs_ddp import OPTIONS
 
 KINDS = ("first", "last", "all", "again", "pair")
 ALWAYS = ("plain", "norm", "accumulation", "fp16")
-SOME = sampled([*OPTIONS], 4, "options", always=lambda option: option in ALWAYS)
+SOME = sampled([*programs_ddp.OPTIONS], 4, "options", always=lambda option: option in ALWAYS)
+SHARDED = sampled(
+    [*programs_fsdp.OPTIONS], 4, "sharded", always=lambda option: option in ("plain", "proof")
+)
 
 
-def _steps(option: str) -> list[int]:
-    """Which step fails: the first, before buckets are rebuilt, and those after it. PowerSGD has
-    state from the third step on, which cannot be taken back."""
-    return [0, 1] if option == "powersgd" else [0, 1, 2]
+def _sweep(program: str, world: int, options: object, **given: object) -> None:
+    told = results_of(f"{program}:sweep", world, 6000.0, options=options, **given)
+    for found in told:
+        for option, one in found.items():
+            assert one["cases"] == told[0][option]["cases"] > 0
+            assert one["fired"] > 0
+            assert one["failures"] == [], option
 
 
-def _sweep(option: str, world: int, **given: object) -> None:
-    found = results_of("programs_ddp:sweep", world, 3000.0, option=option, **given)
-    for one in found:
-        assert one["cases"] == found[0]["cases"] > 0
-        assert one["fired"] > 0
-        assert one["failures"] == []
-
-
-@pytest.mark.parametrize("option", OPTIONS if WHOLE else SOME)
-def test_faults_leave_no_trace(option: str) -> None:
+@pytest.mark.parametrize("options", [[o] for o in programs_ddp.OPTIONS] if WHOLE else [SOME])
+def test_faults_leave_no_trace(options: list[str]) -> None:
     if WHOLE:
-        _sweep(option, 2, kinds=KINDS, at=_steps(option))
+        _sweep("programs_ddp", 2, options, kinds=KINDS, at=[0, 1, 2])
     else:
-        _sweep(option, 2, kinds=["last", "again"], at=_steps(option)[-1:], stride=5, offset=2)
+        _sweep("programs_ddp", 2, options, kinds=["last", "again"], at=[2, 1], stride=9, offset=2)
 
 
-@pytest.mark.parametrize("option", OPTIONS if WHOLE else ["plain"])
+@pytest.mark.parametrize("options", [[o] for o in programs_fsdp.OPTIONS] if WHOLE else [SHARDED])
+def test_faults_leave_no_trace_sharded(options: list[str]) -> None:
+    if WHOLE:
+        _sweep("programs_fsdp", 2, options, kinds=KINDS, at=[0, 1, 2])
+    else:
+        _sweep("programs_fsdp", 2, options, kinds=["last", "again"], at=[1], stride=17, offset=2)
+
+
+@pytest.mark.parametrize("option", programs_ddp.OPTIONS if WHOLE else ["plain"])
 def test_four_ranks(option: str) -> None:
     if WHOLE:
-        _sweep(option, 4, kinds=KINDS, at=[1], stride=2)
+        _sweep("programs_ddp", 4, [option], kinds=KINDS, at=[1], stride=2)
     else:
-        _sweep(option, 4, kinds=["pair"], at=[1], stride=7)
+        _sweep("programs_ddp", 4, [option], kinds=["pair"], at=[1], stride=13)
 
 
-@pytest.mark.parametrize("option", ["plain", "norm"])
-def test_where_no_memory_is_shared(option: str) -> None:
-    _sweep(option, 2, kinds=["last"], at=[1], stride=1 if WHOLE else 7, gloo=True)
+@pytest.mark.parametrize(
+    "options",
+    [[o] for o in (*programs_fsdp.OPTIONS, *programs_fsdp.OF_FOUR)] if WHOLE else [["hsdp"]],
+)
+def test_four_ranks_sharded(options: list[str]) -> None:
+    if WHOLE:
+        _sweep("programs_fsdp", 4, options, kinds=KINDS, at=[1], stride=2)
+    else:
+        _sweep("programs_fsdp", 4, options, kinds=["pair"], at=[1], stride=40)
+
+
+def test_where_no_memory_is_shared() -> None:
+    stride = 1 if WHOLE else 9
+    _sweep("programs_ddp", 2, ["plain", "norm"], kinds=["last"], at=[1], stride=stride, gloo=True)

@@ -49,11 +49,12 @@ def test_a_rank_without_any_memory_is_an_error_on_all() -> None:
 
 
 def test_what_is_not_agreed_on_is_said_at_the_first_call() -> None:
-    how = ["sparse", "static", "fsdp"]
+    how = ["sparse", "static", "fsdp, parts", "fsdp, kept"]
     for found in results_of("programs_steps:refused", 2, how=how):
         assert "EmbeddingBag(sparse=True) has sparse gradients" in found[0]
         assert "static_graph" in found[1]
-        assert "FSDPLinear is not supported yet" in found[2]
+        assert "set_requires_gradient_sync(False)" in found[2]
+        assert "set_reshard_after_backward(False)" in found[3]
 
 
 def test_uneven_inputs_under_join_are_torchs_affair() -> None:

@@ -164,6 +164,42 @@ test_who_has_not_come(void)
     munmap(memory, oomkit_vote_bytes(2));
 }
 
+/* Who waits makes the steps of those who have not come. */
+static void
+test_steps_of_others(void)
+{
+    oomkit_vote first, second;
+    oomkit_voted voted;
+    void *memory = shared(2);
+    int64_t step;
+
+    CHECK(oomkit_vote_open(&first, memory, 2, 0, EPOCH) == 0);
+    CHECK(oomkit_vote_open(&second, memory, 2, 1, EPOCH) == 0);
+    CHECK(oomkit_vote_tell(&first, 10, 2) == OOMKIT_TOLD);
+    CHECK(oomkit_vote_tell(&second, 11, 2) == OOMKIT_TOLD_OTHERS);
+    oomkit_vote_cast(&second, 2, 9);
+    CHECK(oomkit_vote_wait(&second, SLEEP_NS, &voted) == OOMKIT_VOTE_BEHIND);
+    CHECK(oomkit_vote_step(&second) == 10);
+    CHECK(oomkit_vote_tell(&second, 10, INT64_MAX) == OOMKIT_TOLD);
+    CHECK(oomkit_vote_wait(&second, SLEEP_NS, &voted) == OOMKIT_VOTE_WAITS);
+    CHECK(oomkit_vote_tell(&first, 12, 3) == OOMKIT_TOLD);
+    CHECK(oomkit_vote_tell(&first, 13, 2) == OOMKIT_TOLD_STOP);
+    oomkit_vote_cast(&first, 0, 9);
+    CHECK(oomkit_vote_wait(&first, 0, &voted) == OOMKIT_VOTE_DONE && voted.word == 2);
+    /* A round ahead, with a step of that round; the other one has a step to make. */
+    CHECK(oomkit_vote_tell(&first, 20, 2) == OOMKIT_TOLD);
+    CHECK(oomkit_vote_wait(&second, 0, &voted) == OOMKIT_VOTE_BEHIND);
+    CHECK(oomkit_vote_step(&second) == 12);
+    CHECK(oomkit_vote_tell(&second, 12, INT64_MAX) == OOMKIT_TOLD);
+    CHECK(oomkit_vote_wait(&second, 0, &voted) == OOMKIT_VOTE_DONE && voted.word == 2);
+    CHECK(oomkit_vote_tell(&second, 20, 2) == OOMKIT_TOLD);
+    for (step = 0; step < OOMKIT_VOTE_STEPS; step++) {
+        CHECK(oomkit_vote_tell(&first, step, 2) == OOMKIT_TOLD);
+    }
+    CHECK(oomkit_vote_tell(&first, step, 2) == OOMKIT_TOLD_FAR);
+    munmap(memory, oomkit_vote_bytes(2));
+}
+
 static void
 test_last_words(void)
 {
@@ -215,6 +251,7 @@ main(void)
 {
     test_only_the_same_epoch_opens();
     test_who_has_not_come();
+    test_steps_of_others();
     test_last_words();
     test_processes_are_looked_at();
     test_processes_do();

@@ -1,0 +1,114 @@
+"""What all calls that are agreed on have in common: their votes, and how they are left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import _C
+from .world import AGAIN, FINE, TROUBLE, World, error
+
+REDUCTION, COMMIT, OWN, START, PROOF = 1, 2, 3, 4, 5  # matters of a vote
+
+
+class Call:
+    """One call of a step."""
+
+    sharded = False
+    """Its model is sharded: it is put back before anything else is, by `back()`."""
+    stopped = False
+    """Another rank has failed, which ended the present attempt by an error."""
+
+    def __init__(self, world: World, step: object) -> None:
+        self.world = world
+        self.step = step
+        world.begin()
+        self.trouble = False
+        self.committed = False
+        self.told = False
+        """The others, that this rank cannot go on, or this rank by them."""
+        self.own = ""
+        """A collective of the step's own that was made."""
+        self.reducing = False
+        """Collectives are its model's."""
+
+    # ---- told by the engine, in C
+
+    def attempt_begins(self) -> int:
+        """Micro-batches, from the first one on, for real or for a proof."""
+        return 0
+
+    def micro_begins(self) -> int:
+        """One of them, for real or for a proof."""
+        return 0
+
+    def proof_begins(self) -> int:
+        """Runs of this step that are compared come now; nobody updates before they end."""
+        return 0
+
+    def proof_ends(self) -> int:
+        return 0
+
+    def back(self) -> int:
+        return 0
+
+    def own_collective(self, name: str) -> bool:
+        """The step is about to make one itself, as the other ranks are, if none has failed.
+        True: it is to be left out."""
+        return False
+
+    def own_collective_made(self) -> None:
+        """It is made, or has failed."""
+
+    # ---- votes
+
+    def matter(self, matter: int) -> int:
+        return self.world.calls << 8 | matter
+
+    def vote(self, word: int, matter: int) -> int:
+        self.told = True  # unless the vote comes to its end
+        largest = self.cast(word, self.matter(matter))
+        self.told = False
+        return largest
+
+    def cast(self, word: int, matter: int) -> int:
+        return self.world.vote(word, matter)
+
+    def asks(self, word: int, matter: int) -> bool:
+        """Vote; must this attempt begin again?"""
+        largest = self.vote(word, matter)
+        if largest == TROUBLE:
+            self.world.at_ease.discard(self.step)
+        elif largest < AGAIN and matter == COMMIT:
+            self.world.at_ease.add(self.step)
+        return largest >= AGAIN
+
+    def agreed_commit(self) -> bool:
+        """Have all come to the update, or to the end?"""
+        if self.asks(TROUBLE if self.trouble else FINE, COMMIT):
+            return False
+        self.committed = True
+        return True
+
+    def cannot(self, why: str) -> _C.RankError:
+        """The error of a rank that cannot go on; the others are told."""
+        self.told = True
+        self.world.give_up(why, self.matter(COMMIT))
+        return error(f"rank {self.world.rank} cannot go on: {why}", self.world.rank)
+
+    def note(self, exception: BaseException) -> str:
+        """An error leaves the call, and tells of who is missed. What others are told of it."""
+        if isinstance(exception, _C.RankError):
+            self.told = True
+        else:
+            for line in self.world.absent():
+                exception.add_note(f"oomkit: {line}")
+        return f"{type(exception).__name__}: {exception}"
+
+
+def refuse_in_parts(call: Call, name: str) -> Any:
+    """The error where a step that is split makes a collective itself."""
+    return call.cannot(
+        f"its step calls torch.distributed.{name}() before the update, which is made once, "
+        "so that it can neither be split nor begin again: do that after the update, or "
+        "outside the step"
+    )

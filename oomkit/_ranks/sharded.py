@@ -1,0 +1,479 @@
+"""What a call of a decorated step agrees on with the other ranks, over fully_shard().
+
+Each forward and backward of such a model is made together: parameters are gathered from all
+ranks, gradients are added up over all. Ranks need not have the same number of micro-batches,
+though: who waits for the others in a vote takes part in what they still do, with his part of the
+parameters and with gradients of zero (`Sharded.follow`). For that each rank tells the others of
+each of its collectives, before it makes it.
+
+There is a vote after each last backward of a call, and one before the first update. When a rank
+fails all begin again: it votes so, and takes part in what the others have begun; they learn of it
+at their next collective, which they do not make. Gradients that came in meanwhile are dropped.
+
+A proof runs the step of one rank alone, while the others wait and take part: ranks that have
+something to prove vote on who is next before an attempt. An attempt that none of them knew of
+begins again for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from .. import _C
+from .call import COMMIT, OWN, PROOF, REDUCTION, START, Call, refuse_in_parts
+from .world import AGAIN, FATAL, FINE, NEVER, OTHERS, STOP, World, error
+
+_FORWARD, _BACKWARD, _PART, _SCATTER, _REPLICAS = range(5)  # kinds of a step
+_ALL = (1 << 38) - 1
+"""Parameters of a group that have gradients: all that are trained."""
+_PATIENCE = 5.0  # seconds that an error waits for ranks that are in a collective
+_MODULES = ("state", "param_group", "param")
+_NAMES = {
+    "FSDPState": "_fsdp_param_groups _is_root _lazy_init _state_ctx",
+    "FSDPParamGroup": "_all_gather_comm _all_reduce_hook _reduce_scatter_comm _sharded_state "
+    "_to_sharded _to_sharded_post_forward _training_state "
+    "fsdp_params is_sharded_post_forward mesh_info post_backward reduce_grads all_reduce_grads "
+    "reshard reshard_after_backward unshard wait_for_unshard",
+    "FSDPParam": "sharded_param unsharded_accumulated_grad is_dtensor all_gather_outputs "
+    "alloc_all_gather_outputs sharded_state",
+}
+"""What is private in torch, and used here."""
+
+
+def _is_missing() -> str | None:
+    """A name that this torch does not have, or None."""
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        return "FSDPModule.reset_iter_state"
+    package = "torch.distributed.fsdp._fully_shard._fsdp_"
+    try:
+        modules = [importlib.import_module(f"{package}{m}") for m in _MODULES]
+    except ImportError as failed:
+        return str(failed)
+    for module, (kind, names) in zip(modules, _NAMES.items(), strict=True):
+        source = getattr(module, kind, None)
+        known = set() if source is None else _attributes(source)
+        for wanted in names.split():
+            if wanted not in known:
+                return f"{kind}.{wanted}"
+    return None
+
+
+def _attributes(kind: type) -> set[str]:
+    """Names of a class, and of what its methods assign to."""
+    found = set(dir(kind)) | set(getattr(kind, "__annotations__", ()))
+    for method in vars(kind).values():
+        code = getattr(method, "__code__", None) or getattr(
+            getattr(method, "__wrapped__", None), "__code__", None
+        )
+        found |= set(code.co_names) if code is not None else set()
+    return found
+
+
+@functools.cache
+def _missing() -> str | None:
+    return _is_missing()
+
+
+class _Gather:
+    """In place of how a group gathers its parameters, while a call runs."""
+
+    def __init__(self, group: Group, real: Any) -> None:
+        self.group, self.real = group, real
+        self.allocate = real.allocate
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: Any) -> Any:
+        of = self.group.of
+        backward = of._training_state.name == "PRE_BACKWARD"
+        kind = _FORWARD if not backward else _PART if of.is_sharded_post_forward else _BACKWARD
+        self.group.call.makes(kind, self.group.index, 0)
+        return self.group.call.quietly(
+            lambda: self.real(output_tensor, input_tensor, group, async_op)
+        )
+
+
+class _Scatter:
+    """In place of how it adds up its gradients."""
+
+    def __init__(self, group: Group, real: Any) -> None:
+        self.group, self.real = group, real
+        self.allocate = real.allocate
+
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: Any = False
+    ) -> Any:
+        self.group.call.makes(_SCATTER, self.group.index, self.group.mask)
+        return self.group.call.quietly(
+            lambda: self.real(output_tensor, input_tensor, group, op, async_op)
+        )
+
+
+class Group:
+    """Parameters that are gathered together, while a call runs."""
+
+    def __init__(self, call: Sharded, index: int, of: Any) -> None:
+        self.call, self.index, self.of = call, index, of
+        self.mask = 0
+        self.before = of._all_gather_comm, of._reduce_scatter_comm
+        of._all_gather_comm = _Gather(self, of._all_gather_comm)
+        of._reduce_scatter_comm = _Scatter(self, of._reduce_scatter_comm)
+        of.post_backward = self.post_backward
+
+    def leave(self) -> None:
+        self.of._all_gather_comm, self.of._reduce_scatter_comm = self.before
+        del self.of.post_backward
+
+    def unsharded(self) -> list[tuple[int, Any]]:
+        """Bits, and parameters that have been gathered once."""
+        params = enumerate(self.of.fsdp_params)
+        return [(1 << i, p) for i, p in params if hasattr(p, "_unsharded_param")]
+
+    def post_backward(self, *unused: Any) -> Any:
+        """Gradients of this group are there: which?"""
+        trained = self.mask = 0
+        for bit, p in self.unsharded():
+            if p.sharded_param.requires_grad:
+                trained |= bit
+            if p.unsharded_accumulated_grad is not None or p._unsharded_param.grad is not None:
+                self.mask |= bit
+        if self.mask == trained:
+            self.mask = _ALL
+        self.call.reducing, self.call.reduced = True, self.index
+        try:
+            return type(self.of).post_backward(self.of, *unused)
+        finally:
+            self.call.reducing = False
+
+    def clear(self) -> None:
+        """Gradients of parts of the batch that were not added up."""
+        for _, p in self.unsharded():
+            p.unsharded_accumulated_grad = None
+            p._unsharded_param.grad = None
+
+    # ---- taking part in what others do
+
+    def gather(self, kind: int) -> None:
+        of = self.of
+        if kind != _PART:
+            of._to_sharded()
+        elif not of.is_sharded_post_forward:
+            self._make_part()
+        of._all_gather_result = None
+        states = type(of._training_state)
+        of._training_state = states.FORWARD if kind == _FORWARD else states.PRE_BACKWARD
+        of.unshard()
+        of.wait_for_unshard()
+        of.reshard()  # but for what a later step needs of it
+        of._training_state = states.IDLE
+
+    def _make_part(self) -> None:
+        """Zeros, where this rank's attempt has failed, and so has that of all."""
+        of = self.of
+        with torch.no_grad():
+            for p in of.fsdp_params:
+                p.alloc_all_gather_outputs()
+                for output in p.all_gather_outputs:
+                    output.zero_()
+                p.sharded_state = type(p.sharded_state).UNSHARDED
+        of._sharded_state = type(of._sharded_state).UNSHARDED
+        of._to_sharded_post_forward()
+
+    def scatter(self, mask: int) -> None:
+        for bit, p in self.unsharded():
+            if mask & bit and p.sharded_param.requires_grad:
+                p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
+        self.of.post_backward()
+        self.of._training_state = type(self.of._training_state).IDLE
+
+
+class Sharded(Call):
+    """One call of a step over models that are sharded."""
+
+    sharded = True
+
+    def __init__(self, world: World, step: object, models: list[Any]) -> None:
+        super().__init__(world, step)
+        self._models = models
+        for model in models:
+            model._get_fsdp_state()._lazy_init()
+        groups = [of for model in models for of in _groups(model)]
+        self._groups = [Group(self, index, of) for index, of in enumerate(groups)]
+        self.reduced = -1
+        self._whole = True
+        self._backwards = 0  # last ones of this attempt
+        self._together = False  # all ranks know that this attempt begins
+        self._gathered: set[int] | None = None
+        self._proving = False
+        self._making = False
+        self._follows = False
+        self._failure: _C.RankError | None = None
+        self._aside: list[tuple[Any, Any]] | None = None
+        """Gradients, while what others add up is none of them."""
+        world.present = self
+
+    # ---- told by the engine, in C
+
+    def attempt_begins(self) -> int:
+        if self._proving:
+            return 0
+        self._whole = False
+        if self._together and self._start(FINE):
+            return 1
+        return 0
+
+    def proof_begins(self) -> int:
+        if not self._together:  # the others would take its gradients for theirs
+            self.vote(AGAIN, START)
+            return 1
+        if self._start(self.world.size - self.world.rank):
+            return 1
+        self._proving = True
+        return 0
+
+    def proof_ends(self) -> int:
+        self._proving = False
+        return 1 if self.asks(FINE, PROOF) else 0
+
+    def _start(self, word: int) -> bool:
+        """Wait for the proofs of other ranks, until it is this one's turn, or nobody has any.
+        Must this attempt begin again?"""
+        while True:
+            with _Aside(self):
+                largest = self.vote(word, START)
+            if largest >= AGAIN:
+                return True
+            if largest == word:
+                return False
+            with _Aside(self):
+                if self.vote(FINE, PROOF) >= AGAIN:
+                    return True
+
+    def backward_begins(self) -> int:
+        return 0
+
+    def backward_ends(self) -> int:
+        self._backwards += 1
+        return 1 if self.asks(FINE, REDUCTION | (self._backwards & 15) << 4) else 0
+
+    def commit(self) -> int:
+        if self._backwards == 0:
+            return 2
+        return 0 if self.agreed_commit() else 1
+
+    def returned(self) -> int:
+        return 0 if self.agreed_commit() else 1
+
+    def made(self, leaf: torch.Tensor) -> bool:
+        """Is this a parameter that was gathered?"""
+        if self._gathered is None:
+            found = (p for group in self._groups for _, p in group.unsharded())
+            self._gathered = {id(p._unsharded_param) for p in found}
+        return id(leaf) in self._gathered
+
+    def back(self) -> int:
+        """Nothing of an attempt is in the models any more, but gradients."""
+        self._gathered = None
+        for model in self._models:
+            model.reset_iter_state()
+        for group in self._groups:
+            group.clear()
+        return 0
+
+    def failed(self) -> int:
+        """This rank's attempt has failed, and everything is back."""
+        self.trouble = True
+        with _Aside(self):
+            self.vote(AGAIN, REDUCTION)
+        return self._anew()
+
+    def again(self) -> int:
+        """Another attempt of all ranks; everything is back."""
+        if self.stopped:
+            with _Aside(self):
+                self.vote(FINE, REDUCTION)
+        return self._anew()
+
+    def _anew(self) -> int:
+        self.stopped = self._proving = False
+        self.trouble = self._together = True
+        self._backwards = 0
+        return 0
+
+    def own_collective(self, name: str) -> bool:
+        if self.committed or self._making:
+            return False
+        if self.reducing:
+            if name == "all_reduce":  # of replicas
+                self.makes(_REPLICAS, self.reduced, 0)
+            return False
+        if self._proving and name == "all_reduce":
+            return True  # what is compared is this rank's
+        if self._proving or not (self._whole or _C.current().is_last):
+            raise refuse_in_parts(self, name)
+        if self.asks(FINE, OWN):
+            self._stop()
+        return False
+
+    def cannot(self, why: str) -> _C.RankError:
+        self._failure = error(f"rank {self.world.rank} cannot go on: {why}", self.world.rank)
+        return self._failure
+
+    def leave(self, exception: BaseException | None) -> None:
+        self.world.present = None
+        try:
+            if exception is not None:
+                self._excuse(exception)
+        finally:
+            for group in self._groups:
+                group.leave()
+            self._groups = []
+
+    # ---- collectives
+
+    def quietly(self, make: Any) -> Any:
+        """Outside the budget: the others are in it."""
+        self._making = True
+        try:
+            return _C.exempt(make)
+        finally:
+            self._making = False
+
+    def _stop(self) -> None:
+        self.stopped = True
+        raise _C.SplitError(
+            "another rank has failed: this attempt is given up and begun again; let oomkit's "
+            "errors pass"
+        )
+
+    def makes(self, kind: int, index: int, mask: int) -> None:
+        """This rank is about to make a collective of its models."""
+        step = mask << 24 | index << 3 | kind
+        if self.committed:
+            return
+        # Replicas follow what was added up: nobody stops between the two.
+        follows = self._follows or kind == _REPLICAS
+        told = self.world.tell(step, NEVER if follows else AGAIN)
+        if told == STOP:
+            self._stop()
+        if told:
+            raise self.cannot(
+                "it makes another collective than another rank, at the same place of the step"
+                if told == OTHERS
+                else "it is too many collectives ahead of another rank"
+            )
+
+    def cast(self, word: int, matter: int) -> int:
+        followed: list[int] = []
+        try:
+            return self.world.vote(word, matter, lambda step: self._follow(step, followed))
+        finally:
+            if followed:
+                for model in self._models:
+                    model.reset_iter_state()
+
+    def _follow(self, step: int, followed: list[int]) -> None:
+        kind, index, mask = step & 7, step >> 3 & 0x1FFFFF, step >> 24
+        followed.append(step)
+        self._follows = True
+        try:
+            if kind == _SCATTER:
+                if isinstance(self._aside, list) and not self._aside:
+                    self._put_aside()
+                self._groups[index].scatter(mask)
+            elif kind == _REPLICAS:
+                raise self.cannot("it failed between two parts of a reduction of gradients")
+            else:
+                self._groups[index].gather(kind)
+        finally:
+            self._follows = False
+
+    def _put_aside(self) -> None:
+        assert self._aside is not None
+        for group in self._groups:
+            for p in group.of.fsdp_params:
+                self._aside.append((p.sharded_param, p.sharded_param.grad))
+                p.sharded_param.grad = None
+
+    def _excuse(self, exception: BaseException) -> None:
+        """An error leaves the call: the others are told, and taken out of their collectives."""
+        text = self.note(exception)
+        if exception is self._failure:
+            self.told, text = False, str(exception)
+        self.back()
+        if self.told or self.committed:
+            return
+        self.told = True
+        self.world.say(text)
+        with _Aside(self), contextlib.suppress(_C.RankError):
+            self.world.vote(
+                FATAL, self.matter(COMMIT), lambda step: self._follow(step, []), _PATIENCE
+            )
+        self.back()
+
+
+class _Aside:
+    """While it runs, what others add up is dropped."""
+
+    def __init__(self, call: Sharded) -> None:
+        self._call = call
+
+    def __enter__(self) -> None:
+        self._call._aside = []
+
+    def __exit__(self, *_: object) -> None:
+        aside, self._call._aside = self._call._aside, None
+        for param, gradient in aside or ():
+            param.grad = gradient
+
+
+def _groups(model: Any) -> list[Any]:
+    """What is gathered together, in all ranks' order."""
+    states = model._get_fsdp_state()._state_ctx.all_states
+    return [group for state in states for group in state._fsdp_param_groups]
+
+
+def outermost(models: list[Any]) -> list[Any]:
+    """Those that are in no other one."""
+    inner = {id(m) for model in models for m in model.modules() if m is not model}
+    return [model for model in models if id(model) not in inner]
+
+
+def refusal(model: Any) -> str | None:
+    """Why calls over this model are not agreed on, or None."""
+    missing = _missing()
+    if missing is not None:
+        return f"fully_shard() of torch {torch.__version__} has no {missing}"
+    state = model._get_fsdp_state()
+    if state._is_root is False:
+        return f"{type(model).__name__} is a part of a model that the step does not name"
+    state._lazy_init()
+    for found in state._state_ctx.all_states:
+        if len(found._fsdp_param_groups) > 1:
+            return "its parameters are sharded over several meshes"
+    if not state._state_ctx.is_last_backward:
+        return "set_is_last_backward(False) leaves a reduction open"
+    for group in _groups(model):
+        why = _group_refusal(group)
+        if why is not None:
+            return why
+    return None
+
+
+def _group_refusal(group: Any) -> str | None:
+    if not (group.reduce_grads and group.all_reduce_grads):
+        return "set_requires_gradient_sync(False) leaves gradients of parts on each rank"
+    if not group.reshard_after_backward:
+        return "set_reshard_after_backward(False) keeps parameters together"
+    if group._all_reduce_hook is not None:
+        return "it has a hook for its reduction"
+    if group.mesh_info.mesh.size() != dist.get_world_size():
+        return "its mesh is not that of all ranks"
+    if any(p.is_dtensor for p in group.fsdp_params):
+        return "its parameters are split over ranks otherwise, too"
+    return None

@@ -1,0 +1,137 @@
+"""Steps over fully_shard(), failed at chosen places on chosen ranks: see programs_ddp.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from .launch import Rank
+from .programs_ddp import ROWS, World, sweep_of
+
+OPTIONS = (
+    "plain",
+    "hsdp",
+    "bf16",
+    "offload",
+    "resharded",
+    "together",
+    "uneven",
+    "gradients",
+    "clip",
+    "scaler",
+    "norm",
+    "dropout",
+    "two_models",
+    "frozen",
+    "checkpoint",
+    "proof",
+)
+OF_FOUR = ("partly",)
+"""Options that need four ranks."""
+
+
+class Blocks(nn.Module):
+    def __init__(self, option: str) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 9), nn.Linear(9, 10), nn.Linear(10, 3)
+        self.norm = nn.BatchNorm1d(9) if option == "norm" else nn.Identity()
+        self.drop = nn.Dropout(0.3) if option == "dropout" else nn.Identity()
+        self.frozen: Any = None
+        self.saves = option == "checkpoint"
+
+    def forward(self, x: torch.Tensor, head: int = 0) -> torch.Tensor:
+        h = self.drop(torch.tanh(self.norm(self.first(x))))
+        h = torch.tanh(
+            checkpoint(self.middle, h, use_reentrant=False) if self.saves else self.middle(h)
+        )
+        out: torch.Tensor = self.last(h)
+        return out
+
+
+class Sharded(World):
+    exact = frozenset(OPTIONS) - {"norm", "dropout", "bf16"} | set(OF_FOUR)
+
+    def __init__(self, option: str, rank: Rank) -> None:
+        self.option, self.rank = option, rank
+        torch.manual_seed(11)
+        self.nets = self._nets()
+        given = self._given()
+        for net in self.nets:
+            for part in (net.first, net.middle, net.last):
+                fully_shard(part, **given)
+            fully_shard(net, **given)
+        self.models: Any = self.nets
+        self.reference: Any = None
+        if option == "frozen":
+            self.reference = self.nets.pop()
+            self.reference.requires_grad_(False)
+        params = [p for net in self.nets for p in net.parameters()]
+        self.optimizer = torch.optim.SGD(params, lr=0.05, momentum=0.5)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=option == "scaler")
+        self.seen: list[list[torch.Tensor | None]] = []
+
+    def _given(self) -> dict[str, Any]:
+        world = self.rank.world
+        given: dict[str, Any] = {}
+        if self.option == "hsdp":
+            given["mesh"] = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("r", "s"))
+        elif self.option == "bf16":
+            given["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        elif self.option == "offload":
+            given["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+        how = {"resharded": True, "together": False, "partly": 2}.get(self.option)
+        return given if how is None else {**given, "reshard_after_forward": how}
+
+    def _nets(self) -> list[Any]:
+        several = self.option in ("two_models", "frozen")
+        return [Blocks(self.option) for _ in range(1 + several)]
+
+    def _step(self, x: torch.Tensor, y: torch.Tensor, head: int, index: int) -> torch.Tensor:
+        self.optimizer.zero_grad(set_to_none=self.option != "gradients")
+        if self.reference is not None:
+            with torch.no_grad():
+                y = y + self.reference(x).to(y.dtype)
+        loss = sum(F.mse_loss(net(x).to(y.dtype), y) for net in self.nets)
+        self.scaler.scale(loss).backward()
+        if self.option == "clip":
+            nn.utils.clip_grad_norm_(self.nets[0].parameters(), 0.3)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        assert isinstance(loss, torch.Tensor)
+        return loss.detach()
+
+    def expected(self) -> list[list[torch.Tensor | None]]:
+        """Gradients of the union of all ranks' rows, as one process computes them."""
+        torch.manual_seed(11)
+        nets = self._nets()
+        reference = nets.pop() if self.option == "frozen" else None
+        params = [p for net in nets for p in net.parameters()]
+        optimizer = torch.optim.SGD(params, lr=0.05, momentum=0.5)
+        found: list[list[torch.Tensor | None]] = []
+        for index in range(len(self.seen) - 1):
+            optimizer.zero_grad()
+            for rank in range(self.rank.world):
+                x, y = self.batch(rank, index)
+                if reference is not None:
+                    y = y + reference(x).detach()
+                loss = sum(F.mse_loss(net(x), y) for net in nets)
+                assert isinstance(loss, torch.Tensor)
+                (loss / self.rank.world).backward()
+            if self.option == "clip":
+                nn.utils.clip_grad_norm_(params, 0.3)
+            found.append([None if p.grad is None else p.grad.clone() for p in params])
+            optimizer.step()
+        return found
+
+
+def sweep(rank: Rank) -> dict[str, Any]:
+    return sweep_of(Sharded, rank)
+
+
+assert ROWS >= 4
