@@ -44,8 +44,8 @@ import oomkit
 
 MIB = 2**20
 LOSS_BOUND = 1e-3  # relative, of every step
-RUNGS = ("split", "update", "state", "activations", "recompute")
-COLOURS = ("#3b6ea5", "#4c9f70", "#d9a441", "#d1642a", "#8e3b8e")
+RUNGS = ("split", "update", "state", "activations", "recompute", "gradients")
+COLOURS = ("#3b6ea5", "#4c9f70", "#d9a441", "#d1642a", "#8e3b8e", "#5a5a5a")
 
 console = Console(highlight=False)
 

@@ -291,7 +291,10 @@ class _Options(TypedDict, total=False):
     rng: Literal["torch", "all", "none"]
     gradient_safety: Literal["auto", "copy", "off"]
     optimizer_safety: Literal["predict", "copy", "parts"]
-    ladder: Literal["auto"] | Sequence[Literal["update", "state", "activations", "recompute"]]
+    ladder: (
+        Literal["auto"]
+        | Sequence[Literal["update", "state", "activations", "recompute", "gradients"]]
+    )
     restore_batch: bool
     hooks: Literal["warn", "error", "say"]
     remember: Literal[False]

@@ -65,7 +65,9 @@ nothing_end(oomkit_call *call)
     call->cut->losses.is_nan = 0;
     mode = oomkit_grad_mode_off(call->st);
     for (i = 0; mode >= 0 && i < call->parts->param_count && finite == 1; i++) {
-        OWNED PyObject *gradient = grads_get(call, i);
+        PyObject *hosted = oomkit_grads_hosted_of(call, i); /* borrowed */
+        OWNED PyObject *gradient =
+            hosted == NULL ? grads_get(call, i) : Py_NewRef(hosted);
         finite = gradient == NULL ? -1 : gradient_is_finite(call->st, gradient);
     }
     if (mode < 0 || oomkit_grad_mode_back(call->st, mode, finite) != 1) {

@@ -62,9 +62,10 @@ oomkit_holders_note(oomkit_call *call, PyObject *const *parked,
 /* Would the last failure, in a forward or a backward, have come with any micro-batch?
  * So it is where the request is the same as in the attempt before, whose micro-batch
  * was larger, and what is there besides activations leaves no room for it; after
- * everything of the attempt is gone. 1 or 0. */
+ * everything of the attempt is gone; `grads_may_go`: what has accumulated may leave the
+ * device until the end of the backward. 1 or 0. */
 int
-oomkit_holders_leave_no_room(oomkit_call *call);
+oomkit_holders_leave_no_room(oomkit_call *call, int grads_may_go);
 /* Bytes of parameters of a step (borrowed) on the CPU that its figures do not count.
  * Never fails. */
 uint64_t

@@ -26,6 +26,7 @@ typedef struct oomkit_grads {
     oomkit_grad_mark *after; /* after a backward of the last micro-batch, or NULL */
     PyObject **copies;       /* owned host copies of the gradients at entry, or NULL */
     PyObject **parked;       /* owned gradients of finished micro-batches, or NULL */
+    PyObject **hosted;       /* owned: sums so far that are on the host, or NULL */
     PyObject **aside; /* owned gradients that hold the whole contribution, or NULL */
     int aside_said;   /* the error that ends the call tells of them */
     oomkit_grad_mark *began; /* split: marks when the micro-batch began, or NULL */
@@ -367,7 +368,9 @@ typedef struct oomkit_cut {
     oomkit_stale stale;
     PyObject *offload; /* of ladder, owned: saved tensors on the host, or NULL */
     PyObject
-        *recompute;    /* of ladder, owned: modules that are computed again, or NULL */
+        *recompute; /* of ladder, owned: modules that are computed again, or NULL */
+    PyObject *host_grads; /* of ladder, owned: hooks of the backward that runs (a dict),
+                             or NULL */
     PyObject *effects; /* of accum, owned: what looks at side effects of micro-batch 1,
                           or NULL */
     oomkit_join join;

@@ -256,11 +256,11 @@ is_same_failure(const oomkit_call *call)
 }
 
 int
-oomkit_holders_leave_no_room(oomkit_call *call)
+oomkit_holders_leave_no_room(oomkit_call *call, int grads_may_go)
 {
     const oomkit_attempt *last = &call->tries.items[call->tries.count - 1];
     oomkit_holding left = {0};
-    uint64_t now, grown, movable;
+    uint64_t now, grown, movable, wanted;
 
     if (!is_same_failure(call) || (call->cut->at > 0 && !was_tried_whole(call))) {
         return 0; /* the whole batch meets no gradients that accumulated */
@@ -271,8 +271,10 @@ oomkit_holders_leave_no_room(oomkit_call *call)
     grown = last->held.gradients > left.gradients
                 ? last->held.gradients - left.gradients
                 : 0;
-    return now != OOMKIT_UNKNOWN &&
-           now + grown + last->requested_bytes > last->budget_bytes + movable;
+    wanted = !grads_may_go                   ? grown + last->requested_bytes
+             : grown > last->requested_bytes ? grown
+                                             : last->requested_bytes;
+    return now != OOMKIT_UNKNOWN && now + wanted > last->budget_bytes + movable;
 }
 
 int

@@ -33,6 +33,9 @@ typedef struct oomkit_sizes {
     int64_t count;                      /* of points */
 } oomkit_sizes;
 
+/* The highest rung of the ladder: what accumulates takes no room of a micro-batch's. */
+#define OOMKIT_RUNG_NONE_BESIDE 5
+
 /* Per shape of batch. All zeros is a valid beginning; may be written to a file. */
 typedef struct oomkit_knowledge {
     oomkit_sizes roles[OOMKIT_ROLES];

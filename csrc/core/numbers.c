@@ -50,7 +50,7 @@ static const field fields[] = {
     {"healthy", AT(healthy), FIELD_U32, UINT32_MAX},
     {"optimizer_bytes", AT(optimizer_bytes), FIELD_U64, BYTES_MOST},
     {"margin", AT(margin), FIELD_DOUBLE, 0},
-    {"rung", AT(rung), FIELD_U32, 4},
+    {"rung", AT(rung), FIELD_U32, OOMKIT_RUNG_NONE_BESIDE},
     {"climb_room", AT(climb_room), FIELD_ROOM, BYTES_MOST},
     ROLE(OOMKIT_FIRST, "first"),
     ROLE(OOMKIT_LATER, "later"),

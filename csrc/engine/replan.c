@@ -266,8 +266,9 @@ replan_next(oomkit_call *call, oomkit_keep keep, int64_t failed_rows,
     }
     /* Once per call: rooms that change could bring it back for ever. Where parts are
      * kept nothing accumulates. */
-    request.may_be_whole =
-        !keep && !call->tries.whole_tried && call->step->gradient_bytes > 0;
+    request.may_be_whole = !keep && !call->tries.whole_tried &&
+                           call->step->gradient_bytes > 0 &&
+                           failed.rung < OOMKIT_RUNG_NONE_BESIDE;
     status = oomkit_plan_next(known, &request, &failed, &call->cut->plan,
                               &call->cut->reason);
     call->cut->plan.rung = failed.rung;
@@ -332,7 +333,7 @@ oomkit_replan(oomkit_call *call, oomkit_keep keep, int64_t failed_rows,
     int status;
 
     if (keep == OOMKIT_KEEP_NOTHING && call->tries.count > 0 &&
-        oomkit_holders_leave_no_room(call)) {
+        oomkit_holders_leave_no_room(call, oomkit_host_grads_are_next(call))) {
         call->tries.no_room = 1;
         return 1;
     }

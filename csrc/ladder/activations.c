@@ -166,7 +166,9 @@ oomkit_activations_enter(oomkit_call *call, int *entered)
         return -1;
     }
     *entered = OOMKIT_RUNG_ACTIVATIONS;
-    if (rung == OOMKIT_RUNG_RECOMPUTE && oomkit_recompute_find(call) > 0) {
+    if (rung >= OOMKIT_RUNG_RECOMPUTE &&
+        oomkit_rung_allowed(call, OOMKIT_RUNG_RECOMPUTE) &&
+        oomkit_recompute_find(call) > 0) {
         OWNED PyObject *done = PyObject_CallMethod(call->cut->recompute, "enter", NULL);
         if (done == NULL) {
             oomkit_activations_leave(call, *entered);

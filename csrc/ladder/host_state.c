@@ -113,9 +113,8 @@ oomkit_host_move_out(oomkit_call *call, PyObject *hosted, PyObject *tensor,
     return 0;
 }
 
-/* A copy of a tensor on the device of the call, inside its budget. New or NULL. */
-static PyObject *
-device_copy(oomkit_call *call, PyObject *tensor)
+PyObject *
+oomkit_device_copy(oomkit_call *call, PyObject *tensor)
 {
     OWNED PyObject *made = oomkit_device_like(call->st, call->device, tensor);
 
@@ -136,7 +135,7 @@ oomkit_host_move_in(oomkit_call *call, PyObject *hosted, PyObject *tensor,
     }
     copy = ahead == NULL ? NULL : oomkit_ahead_take(ahead, key);
     if (copy == NULL && !PyErr_Occurred()) {
-        copy = device_copy(call, tensor);
+        copy = oomkit_device_copy(call, tensor);
     }
     if (copy == NULL || PyObject_SetAttr(tensor, call->st->str_data, copy) < 0) {
         return -1;

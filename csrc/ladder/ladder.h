@@ -3,6 +3,7 @@
 #define OOMKIT_LADDER_LADDER_H
 
 #include "../call/call.h"
+#include "../call/events.h"
 #include "../call/step.h"
 
 /* In the order in which they are climbed. A plan's `rung`, and a record's, is the
@@ -12,10 +13,12 @@ typedef enum oomkit_rung {
     OOMKIT_RUNG_UPDATE,      /* "update": an optimizer's step() in parts */
     OOMKIT_RUNG_STATE,       /* "state": optimizer state on the host */
     OOMKIT_RUNG_ACTIVATIONS, /* "activations": saved tensors on the host */
-    OOMKIT_RUNG_RECOMPUTE    /* "recompute": modules that repeat, checkpointed */
+    OOMKIT_RUNG_RECOMPUTE,   /* "recompute": modules that repeat, checkpointed */
+    OOMKIT_RUNG_GRADIENTS =
+        OOMKIT_RUNG_NONE_BESIDE /* "gradients": what has accumulated on the host */
 } oomkit_rung;
 
-#define OOMKIT_RUNGS 5
+#define OOMKIT_RUNGS 6
 #define OOMKIT_RUNG_BIT(rung) (1u << (rung))
 #define OOMKIT_LADDER_ALL (OOMKIT_RUNG_BIT(OOMKIT_RUNGS) - 2)
 
@@ -81,7 +84,20 @@ oomkit_update_in_parts(oomkit_call *call, PyObject *optimizer, int index,
                        PyObject *original, PyObject *const *args, size_t nargsf,
                        PyObject *kwnames);
 
+/* --- host_grads.c --- */
+/* May gradients go to the host while they accumulate, and has it room? 1, 0 or -1. */
+int
+oomkit_host_grads_possible(oomkit_call *call);
+/* Is that still to be climbed to? */
+int
+oomkit_host_grads_are_next(const oomkit_call *call);
+extern const oomkit_rule oomkit_host_grads_rule;
+
 /* --- host_state.c --- */
+/* A copy of a tensor on the device of the call, inside its budget. New or NULL. */
+PyObject *
+oomkit_device_copy(oomkit_call *call, PyObject *tensor);
+
 /* Dict of address to tensor: state of an optimizer that is on the host. Borrowed; NULL
  * without an exception where there is none. */
 PyObject *

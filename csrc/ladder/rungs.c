@@ -5,14 +5,16 @@
 #include "../device/device.h"
 #include "../sizes/sizes.h"
 
-static const char *const names[OOMKIT_RUNGS] = {"split", "update", "state",
-                                                "activations", "recompute"};
+static const char *const names[OOMKIT_RUNGS] = {
+    "split", "update", "state", "activations", "recompute", "gradients"};
 
 static const char *const costs[OOMKIT_RUNGS] = {
-    "", "updates run in parts, which takes copies to the host and more calls of step()",
+    "",
+    "updates run in parts, which takes copies to the host and more calls of step()",
     "the optimizer's state is kept in host memory and moved in each update",
     "what autograd saves is kept in host memory and moved in each backward",
-    "modules run their forward twice"};
+    "modules run their forward twice",
+    "gradients accumulate in host memory, where each is moved in each backward"};
 
 /* Of calls on this thread that do not ask for a ladder: a mask, or -1 for all. */
 static _Thread_local int scope_mask = -1;
@@ -31,7 +33,7 @@ ladder_wrong(PyObject *given)
 {
     PyErr_Format(PyExc_ValueError,
                  "ladder= expected \"auto\" or a tuple of \"update\", \"state\", "
-                 "\"activations\", \"recompute\", got %R",
+                 "\"activations\", \"recompute\", \"gradients\", got %R",
                  given);
     return -1;
 }
@@ -152,6 +154,7 @@ climb_next(oomkit_call *call, int highest)
     rung = rung < OOMKIT_RUNG_STATE ? OOMKIT_RUNG_STATE : rung;
     while (records > 0 && ++rung <= highest) {
         int helps = !oomkit_rung_allowed(call, (oomkit_rung)rung) ? 0
+                    : rung == OOMKIT_RUNG_GRADIENTS ? oomkit_host_grads_possible(call)
                     : rung == OOMKIT_RUNG_RECOMPUTE ? oomkit_recompute_find(call)
                                                     : oomkit_offload_possible(call->st);
         if (helps != 0) {

@@ -3,6 +3,7 @@
 #include "wiring.h"
 #include "../accum/accum.h"
 #include "../deferred/deferred.h"
+#include "../ladder/ladder.h"
 #include "../optim/optim.h"
 #include "../proof/proof.h"
 #include "../ranks/ranks.h"
@@ -14,8 +15,10 @@ static const oomkit_rule *const when_whole[] = {
     &oomkit_loss_value_rule,     /* before marks are taken: it reads, and may fail */
     &oomkit_deferred_rule,       /* the loss that is returned */
     &oomkit_unknown_leaves_rule, /* after a failure */
+    &oomkit_host_grads_rule,
     &oomkit_gradients_rule, /* last before the engine: from here on they are moved */
-    &oomkit_recompute_rule,      NULL};
+    &oomkit_recompute_rule,
+    NULL};
 
 static const oomkit_rule *const when_split[] = {
     &oomkit_sequence_rule, /* first: what others refuse is then known by its line */
@@ -32,6 +35,7 @@ static const oomkit_rule *const when_split[] = {
     &oomkit_stray_grads_at_end_rule, /* after what has moved, which explains them */
     &oomkit_side_effects_rule, /* looks at what the caller sees: before gradients go */
     &oomkit_empty_mean_rule,   /* looks at gradients: before they are parked */
+    &oomkit_host_grads_rule,   /* they leave the device before they are parked */
     &oomkit_gradients_rule,
     &oomkit_held_update_rule,
     &oomkit_scheduler_args_rule,

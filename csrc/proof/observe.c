@@ -39,9 +39,11 @@ watch_gradients(oomkit_call *call, int parked)
     OWNED PyObject *list = PyList_New(n);
 
     for (i = 0; list != NULL && i < n; i++) {
+        PyObject *hosted = oomkit_grads_hosted_of(call, i); /* borrowed */
         PyObject *gradient = /* owned, stolen by the list */
-            parked ? Py_NewRef(kept != NULL && kept[i] != NULL ? kept[i] : Py_None)
-                   : grads_get(call, i);
+            hosted != NULL ? Py_NewRef(hosted)
+            : parked ? Py_NewRef(kept != NULL && kept[i] != NULL ? kept[i] : Py_None)
+                     : grads_get(call, i);
         if (gradient == NULL) {
             return NULL;
         }

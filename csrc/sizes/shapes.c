@@ -172,16 +172,16 @@ static const oomkit_knowledge nothing; /* all zeros */
 static uint64_t
 gradients_beyond(oomkit_call *call)
 {
-    const oomkit_signature *entry;
+    const oomkit_signature *entry = oomkit_signature_get(call, 0); /* borrowed */
     const int seen = call->sizes.gradients != OOMKIT_GRADIENTS_UNSEEN;
     int kept = seen ? call->sizes.gradients == OOMKIT_GRADIENTS_THERE
                     : call->sizes.entry_gradients > 0 && call->sizes.dropped == 0;
 
-    if (kept || call->step->gradient_bytes == 0) {
+    if (kept || call->step->gradient_bytes == 0 ||
+        (entry != NULL && entry->known.rung >= OOMKIT_RUNG_NONE_BESIDE)) {
         return 0;
     }
     if (!seen) { /* an evaluation has none, whatever the model wants */
-        entry = oomkit_signature_get(call, 0);
         if (call->sizes.forward_only || (entry != NULL && entry->forward_only)) {
             return 0;
         }

@@ -166,6 +166,15 @@ oomkit_grads_bring_back(oomkit_call *call)
     return 0;
 }
 
+int
+oomkit_grads_host_begin(oomkit_call *call)
+{
+    if (call->grads.hosted == NULL) {
+        call->grads.hosted = grads_array(call);
+    }
+    return call->grads.hosted == NULL ? -1 : 0;
+}
+
 /* Moves every gradient to the stash, so that what follows in this micro-batch sees
  * none; or, in a call whose loss is returned, the caller's own. */
 int
@@ -367,6 +376,7 @@ oomkit_grads_end_attempt(oomkit_call *call)
     }
     oomkit_grads_marks_drop(call, &g->after);
     oomkit_grads_end_micro(call);
+    grads_array_free(call, &g->hosted);
     g->marked = 0;
     oomkit_baseline_unmarked(call);
 }
@@ -404,6 +414,7 @@ oomkit_grads_grow(oomkit_call *call, Py_ssize_t old)
     g->marks = NULL;
     return grads_array_grow(call, &g->copies, old) |
            grads_array_grow(call, &g->parked, old) |
+           grads_array_grow(call, &g->hosted, old) |
            grads_array_grow(call, &g->entry, old) |
            grads_array_grow(call, &g->aside, old);
 }
@@ -421,6 +432,7 @@ oomkit_grads_release(oomkit_call *call)
     grads_array_free(call, &g->entry);
     grads_array_free(call, &g->copies);
     grads_array_free(call, &g->parked);
+    grads_array_free(call, &g->hosted);
     grads_array_free(call, &g->aside);
 }
 

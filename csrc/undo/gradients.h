@@ -137,12 +137,37 @@ oomkit_grads_take_parked(oomkit_call *call)
     return parked;
 }
 
+/* The sum so far of parameter i where that is on the host: borrowed, or NULL. */
+static inline PyObject *
+oomkit_grads_hosted_of(const oomkit_call *call, Py_ssize_t i)
+{
+    return call->grads.hosted == NULL ? NULL : call->grads.hosted[i];
+}
+
+/* That sum is another one, or none (NULL). Steals it. There must be an array. */
+static inline void
+oomkit_grads_host(oomkit_call *call, Py_ssize_t i, PyObject *sum)
+{
+    Py_XSETREF(call->grads.hosted[i], sum);
+}
+
+/* Is .grad of a parameter the caller's, to be put back as it was? */
+static inline int
+oomkit_grads_are_callers(const oomkit_call *call)
+{
+    return call->grads.at_entry && !call->grads.apart;
+}
+
 /* The attempt is over: they accumulate in .grad again. */
 static inline void
 oomkit_grads_forget(oomkit_call *call)
 {
     call->grads.eager = call->grads.apart = 0;
 }
+
+/* gradients.c: an array for sums on the host, one for each parameter. 0 or -1. */
+int
+oomkit_grads_host_begin(oomkit_call *call);
 
 /* --- micro_gradients.c --- */
 /* Marks at the start of a micro-batch of a split call. 0 or -1. */

@@ -21,7 +21,7 @@ MOST = 3  # sentences
 LARGE_SAMPLE = 4096  # bytes of a sample that can be made smaller
 _MIB = 2**20
 
-_RUNGS = {"update": 2, "state": 4, "activations": 8, "recompute": 16}
+_RUNGS = {"update": 2, "state": 4, "activations": 8, "recompute": 16, "gradients": 32}
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,9 @@ import pytest
 import torch
 from helpers.sample import sampled
 from ladder.test_climbing import Program as Deep
+from ladder.test_host_gradients import ENOUGH, LAYER
+from ladder.test_host_gradients import ROWS as MANY
+from ladder.test_host_gradients import Program as Wide
 from ladder.test_host_state import BATCH, PARAMS, ROOMS, WIDTH, Program, allocated, same
 
 import oomkit
@@ -22,7 +25,7 @@ from device import CUDA, PRIVATE, XPU, Device, accelerator_error
 from device.host_memory import HostMemory
 from oomkit import _C
 from oomkit._ladder import state as hosted
-from oomkit.testing import inject_oom
+from oomkit.testing import force_slices, inject_oom
 
 MATRIX = WIDTH * WIDTH * 4
 
@@ -100,6 +103,23 @@ def test_activations_on_the_host_and_modules_computed_again(
     assert same(program.picture(), expected) and host.left() == 0
     assert set(program.rungs) == {3 if ladder[0] == "activations" else 4}
     assert (host.out > 0) == ("activations" in ladder)
+
+
+def test_gradients_accumulate_on_the_host(host: HostMemory) -> None:
+    program = Wide()
+    with room(int(ENOUGH * LAYER)):
+        program.one()
+        program.one()
+    assert program.last.rung == 5 and not host.faults
+    assert host.out > 0
+    plain = Wide(ladder=())
+    for record in program.step.records:
+        count = record.accumulation_steps
+        with force_slices([MANY // count + (i < MANY % count) for i in range(count)]):
+            plain.one()
+    assert same(program.picture(), plain.picture())
+    del program
+    assert host.left() == 0
 
 
 # --- the next part's state ---

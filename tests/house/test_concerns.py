@@ -48,6 +48,7 @@ PART = {
     ("oomkit_cut", "effects"): "accum",
     ("oomkit_cut", "offload"): "ladder",
     ("oomkit_cut", "recompute"): "ladder",
+    ("oomkit_cut", "host_grads"): "ladder",
     ("oomkit_cut", "verification"): "proof",
 }
 # What all may read: the words in which folders speak of a call.
