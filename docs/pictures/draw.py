@@ -146,6 +146,7 @@ RUNGS = (
     ("2  state", "optimizer state in host memory", (P, G, FEW), (STATE,)),
     ("3  activations", "what autograd saves, too", (P, G, FEW), (STATE, SAVED)),
     ("4  recompute", "layers run again in the backward", (P, G, FEW), (STATE,)),
+    ("5  gradients", "they accumulate in host memory", (P, FEW), (STATE, G)),
 )
 
 
@@ -161,11 +162,11 @@ def ladder() -> str:
                 parts.append(box(x, y, width, 36, colour, words))
                 x += width + 3
     parts += [
-        line(652, 6, 652, 318, GREY, 'stroke-dasharray="4 4"'),
-        text(425, 338, "device"),
-        text(750, 338, "host memory"),
+        line(652, 6, 652, 370, GREY, 'stroke-dasharray="4 4"'),
+        text(425, 390, "device"),
+        text(750, 390, "host memory"),
     ]
-    return page(860, 350, "The ladder: what is on the device on each rung", parts)
+    return page(870, 402, "The ladder: what is on the device on each rung", parts)
 
 
 PICTURES = {"attempt": attempt, "rollback": rollback, "replay": replay, "ladder": ladder}
