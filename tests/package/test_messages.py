@@ -51,9 +51,9 @@ def test_a_message_ends_with_the_command_that_shows_its_entry() -> None:
 
 def test_kinds_are_listed_and_another_one_is_named() -> None:
     assert explain().stdout.split() == list(entries())
-    wrong = explain("wieght")
+    wrong = explain("weights")
     assert wrong.returncode == 1
     assert (
         wrong.stderr
-        == "oomkit: there is no kind 'wieght' of error or warning; did you mean weight?\n"
+        == "oomkit: there is no kind 'weights' of error or warning; did you mean weight?\n"
     )
