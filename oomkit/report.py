@@ -240,6 +240,70 @@ def _summary_cells(site: Site) -> tuple[str, ...]:
     )
 
 
+_PHASE_HEAD = (
+    "label",
+    "phase",
+    "baseline p50",
+    "peak p50",
+    "max",
+    "reserved max",
+    "headroom min",
+    "OOMs",
+    "time p50",
+    "of all time",
+)
+
+
+def phase_rows(site: Site) -> list[dict[str, Any]]:
+    """Figures of each phase over the records that have them."""
+    rows = [row for row in site.rows if row.get("phases")]
+    whole = sum(row["time"] or 0.0 for row in rows)
+    names = dict.fromkeys(name for row in rows for name in row["phases"])
+    found = []
+    for name in names:
+        mine = [(row, row["phases"][name]) for row in rows if name in row["phases"]]
+
+        def of(key: str, entries: list[tuple[Row, Row]] = mine) -> list[Any]:
+            return [entry[key] for _, entry in entries if entry[key] is not None]
+
+        left = [
+            row["budget"] - entry["peak_allocated"]
+            for row, entry in mine
+            if row["budget"] is not None and entry["peak_allocated"] is not None
+        ]
+        found.append(
+            {
+                "phase": name,
+                "baseline_p50": _quantile(of("baseline"), 0.5),
+                "peak_p50": _quantile(of("peak_allocated"), 0.5),
+                "peak_allocated": max(of("peak_allocated"), default=None),
+                "peak_reserved": max(of("peak_reserved"), default=None),
+                "headroom": min(left, default=None),
+                "ooms": sum(of("ooms")),
+                "time_p50": _quantile(of("time"), 0.5),
+                "share": sum(of("time")) / whole if whole else None,
+            }
+        )
+    return found
+
+
+def _phase_table(sites: Sequence[Site]) -> Table:
+    lines = [
+        (
+            site.label,
+            row["phase"],
+            *(format_bytes(row[name]) for name in ("baseline_p50", "peak_p50", "peak_allocated")),
+            *(format_bytes(row[name]) for name in ("peak_reserved", "headroom")),
+            str(row["ooms"]),
+            format_seconds(row["time_p50"]),
+            "-" if row["share"] is None else f"{100 * row['share']:.0f} %",
+        )
+        for site in sites
+        for row in phase_rows(site)
+    ]
+    return [_PHASE_HEAD, *lines] if lines else []
+
+
 def _summary_line(site: Site) -> str:
     total = site.summary
     return (
@@ -272,6 +336,9 @@ def _screen(sites: Sequence[Site]) -> list[tuple[str, Table]]:
         pairs = zip(before, site.rows, strict=False)
         events += [(site, row) for b, row in pairs if _is_event(b, row)]
         last += [(site, row) for row in site.rows[-_LAST:]]
+    phases = _phase_table(shown)
+    if phases:
+        tables.append(("phases", phases))
     if events:
         title = "events" if len(events) <= _MOST_EVENTS else f"the last {_MOST_EVENTS} events"
         tables.append((title, _labelled(_by_time(events)[-_MOST_EVENTS:], several)))

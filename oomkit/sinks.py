@@ -127,6 +127,11 @@ def attached() -> tuple[Sink, ...]:
 def _figures(record: Any) -> dict[str, float]:
     """The figures that are known, by name."""
     known = {name: getattr(record, name) for name in _FIGURES}
+    if record.budget is not None and record.peak_allocated is not None:
+        known["headroom"] = record.budget - record.peak_allocated
+    for phase, figures in (record.phases or {}).items():
+        for name in ("peak_allocated", "time"):
+            known[f"{phase}_{name}"] = figures[name]
     return {name: value for name, value in known.items() if value is not None}
 
 

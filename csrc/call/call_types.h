@@ -182,6 +182,7 @@ typedef enum {
 /* sizes: what was measured, for the planner and the record. */
 typedef struct oomkit_sizes_seen {
     oomkit_peak_window window;
+    oomkit_phase_meter *meter;              /* owned, or NULL */
     uint64_t peak_allocated, peak_reserved; /* of windows already closed */
     uint64_t baseline;
     uint64_t entry_gradients; /* estimate of what lies in it; after an OOM only */

@@ -14,7 +14,7 @@ oomkit_now_ns(void)
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-enum { RECORD_FIELDS = 19, REPORT_FIELDS = 9 };
+enum { RECORD_FIELDS = 20, REPORT_FIELDS = 9 };
 
 static PyStructSequence_Field record_fields[] = {
     {"step", "number of the call at its site, from 1"},
@@ -36,6 +36,7 @@ static PyStructSequence_Field record_fields[] = {
     {"rung", "position on the escalation ladder"},
     {"reason", "why the plan was what it was"},
     {"outcome", "'finished', 'gave up', 'error' or 'committed'"},
+    {"phases", "dict of phase to its figures, None without auto_batch(phases=True)"},
     {NULL, NULL},
 };
 
@@ -163,8 +164,36 @@ oomkit_sequence_of(PyObject *type, PyObject **values, Py_ssize_t count)
     return sequence;
 }
 
+/* {"forward": {...}, ...} of those that were entered, or None. New reference or NULL.
+ */
+static PyObject *
+phases_or_none(const oomkit_phases *phases)
+{
+    OWNED PyObject *dict = phases == NULL ? Py_NewRef(Py_None) : PyDict_New();
+    int i;
+
+    for (i = 0; phases != NULL && dict != NULL && i < OOMKIT_PHASE_FIGURES; i++) {
+        const oomkit_phase_figures *figures = &phases->of[i];
+        OWNED PyObject *entry = NULL;
+        if (figures->entered == 0) {
+            continue;
+        }
+        entry = Py_BuildValue(
+            "{sN sN sN sN sK}", "baseline", number_or_none(figures->baseline_bytes),
+            "peak_allocated", number_or_none(figures->peak_allocated_bytes),
+            "peak_reserved", number_or_none(figures->peak_reserved_bytes), "time",
+            seconds_or_none(figures->time_ns), "ooms",
+            (unsigned long long)figures->ooms);
+        if (entry == NULL || PyDict_SetItemString(dict, phase_name(i), entry) < 0) {
+            return NULL;
+        }
+    }
+    return STEAL(dict);
+}
+
 PyObject *
-oomkit_record_new(oomkit_state *st, const oomkit_record *record, PyObject *label)
+oomkit_record_new(oomkit_state *st, const oomkit_record *record,
+                  const oomkit_phases *phases, PyObject *label)
 {
     PyObject *values[] = {
         /* owned, stolen by oomkit_sequence_of() */
@@ -188,6 +217,7 @@ oomkit_record_new(oomkit_state *st, const oomkit_record *record, PyObject *label
         PyUnicode_FromString(
             oomkit_plan_reason_name((oomkit_plan_reason)record->reason)),
         PyUnicode_FromString(outcome_name(record->outcome)),
+        phases_or_none(phases),
     };
 
     _Static_assert(sizeof(values) / sizeof(values[0]) == RECORD_FIELDS, "all fields");

@@ -33,9 +33,12 @@ oomkit_sequence_of(PyObject *type, PyObject **values, Py_ssize_t count);
 /* A StepRecord: step, label, batch_size, micro_batch_size, accumulation_steps,
  * attempts, ooms, requested_bytes, baseline, peak_allocated, peak_reserved,
  * device_free, budget, started, time, time_lost (seconds), rung, reason (str), outcome
- * (str). None where unknown. `label` is borrowed. New reference or NULL. */
+ * (str), phases (dict of
+ * phase -> dict, None without `phases`). None where unknown. `label` is borrowed. New
+ * reference or NULL. */
 PyObject *
-oomkit_record_new(oomkit_state *st, const oomkit_record *record, PyObject *label);
+oomkit_record_new(oomkit_state *st, const oomkit_record *record,
+                  const oomkit_phases *phases, PyObject *label);
 
 /* --- summary.c --- */
 
@@ -57,15 +60,15 @@ oomkit_history_records(oomkit_state *st, const oomkit_history *history,
  * NULL), where there are any. Never fails; keeps an exception in flight. Runs Python
  * code. */
 void
-oomkit_sinks_told(oomkit_state *st, const oomkit_record *record, PyObject *label,
-                  PyObject *own);
+oomkit_sinks_told(oomkit_state *st, const oomkit_record *record,
+                  const oomkit_phases *phases, PyObject *label, PyObject *own);
 
 static inline void
-oomkit_sinks_tell(oomkit_state *st, const oomkit_record *record, PyObject *label,
-                  PyObject *own)
+oomkit_sinks_tell(oomkit_state *st, const oomkit_record *record,
+                  const oomkit_phases *phases, PyObject *label, PyObject *own)
 {
     if (st->sinks_attached || own != NULL) {
-        oomkit_sinks_told(st, record, label, own);
+        oomkit_sinks_told(st, record, phases, label, own);
     }
 }
 

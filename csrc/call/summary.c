@@ -107,7 +107,8 @@ records_append(oomkit_state *st, const oomkit_history *history, PyObject *label,
         if (status != OOMKIT_OK) {
             continue; /* overwritten meanwhile by another thread's step */
         }
-        item = oomkit_record_new(st, &record, label);
+        item = oomkit_record_new(st, &record, oomkit_history_kept_phases(history, at),
+                                 label);
         if (item == NULL || PyList_Append(list, item) < 0) {
             return -1;
         }
@@ -274,11 +275,11 @@ oomkit_histories(oomkit_state *st, PyObject *live)
 /* --- records as they come --- */
 
 void
-oomkit_sinks_told(oomkit_state *st, const oomkit_record *record, PyObject *label,
-                  PyObject *own)
+oomkit_sinks_told(oomkit_state *st, const oomkit_record *record,
+                  const oomkit_phases *phases, PyObject *label, PyObject *own)
 {
     KEEPING_EXCEPTION {
-        OWNED PyObject *item = oomkit_record_new(st, record, label);
+        OWNED PyObject *item = oomkit_record_new(st, record, phases, label);
         OWNED PyObject *done = NULL;
         if (item != NULL) {
             done = PyObject_CallFunctionObjArgs(st->tell_sinks, item,

@@ -15,6 +15,7 @@
 #include "../plain/plain_state.h"
 #include "../py/modes.h"
 #include "../py/tensor.h"
+#include "../sizes/call_window.h"
 #include "../undo/undo.h"
 
 /* What was there when the second half failed. */
@@ -387,9 +388,12 @@ replay_record(oomkit_call *call, const oomkit_deferred *p)
         record.outcome = call->log.outcome;
     }
     oomkit_history_amend(call->step->history, p->record, &record);
+    oomkit_history_phases_add(call->step->history, p->record,
+                              oomkit_phases_of_call(call));
     if (call->tries.ooms > 0) {
-        oomkit_sinks_tell(call->st, &record, call->options->label,
-                          call->options->sinks);
+        oomkit_sinks_tell(call->st, &record,
+                          oomkit_history_phases(call->step->history, p->record),
+                          call->options->label, call->options->sinks);
     }
 }
 

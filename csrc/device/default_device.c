@@ -183,6 +183,9 @@ oomkit_exempt_leave(oomkit_state *st)
 int
 oomkit_phase_set(oomkit_state *st, int phase)
 {
+    if (st->meters != NULL) {
+        oomkit_meters_switch(st, phase);
+    }
     return st->bridge->set_phase(phase);
 }
 

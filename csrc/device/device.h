@@ -6,6 +6,7 @@
 #define OOMKIT_DEVICE_DEVICE_H
 
 #include "../py/state.h"
+#include "../records/phases.h"
 #include "../records/ring.h"
 
 typedef struct oomkit_device {
@@ -192,6 +193,30 @@ oomkit_exempt_end(oomkit_exempt *exempt)
 /* Sets the phase that fault filters see and returns the one before. */
 int
 oomkit_phase_set(oomkit_state *st, int phase);
+
+/* --- phase_meter.c --- */
+/* What the phases of a call of this thread take, from open to close. */
+typedef struct oomkit_phase_meter {
+    struct oomkit_phase_meter *outer; /* borrowed: one that was opened before */
+    unsigned long thread;
+    oomkit_device device;
+    int reset; /* of the device's peak, as of a window */
+    int phase; /* that runs now */
+    uint64_t began_ns;
+    oomkit_peak_window window;
+    oomkit_phases seen;
+} oomkit_phase_meter;
+
+/* In the forward phase. NULL without an exception where there is no memory. The caller
+ * owns the result, closes it and frees it by PyMem_Free(). */
+oomkit_phase_meter *
+oomkit_meter_open(oomkit_state *st, oomkit_device device, int reset);
+/* Nothing where it is closed already. May be called with an exception set. */
+void
+oomkit_meter_close(oomkit_state *st, oomkit_phase_meter *meter);
+/* This thread has come to another phase. */
+void
+oomkit_meters_switch(oomkit_state *st, int phase);
 
 /* --- autograd_queue.c --- */
 int

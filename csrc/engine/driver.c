@@ -75,7 +75,13 @@ oomkit_call_recorded(oomkit_call *call)
     oomkit_call_record(call, &record);
     call->log.record = oomkit_history_count(call->step->history);
     oomkit_history_push(call->step->history, &record);
-    oomkit_sinks_tell(call->st, &record, call->options->label, call->options->sinks);
+    if (call->options->phases) {
+        oomkit_history_phases_add(call->step->history, call->log.record,
+                                  oomkit_phases_of_call(call));
+    }
+    oomkit_sinks_tell(call->st, &record,
+                      oomkit_history_phases(call->step->history, call->log.record),
+                      call->options->label, call->options->sinks);
 }
 
 void
@@ -115,6 +121,7 @@ oomkit_call_free(oomkit_call *call)
         Py_CLEAR(call->tries.items[i].message);
     }
     MEMORY_CLEAR(call->tries.items);
+    oomkit_meter_release(call);
     if (call->parts != NULL) {
         call->parts->busy--;
     }

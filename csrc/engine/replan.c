@@ -206,7 +206,7 @@ oomkit_replan_say(oomkit_call *call, int64_t old_rows, int64_t old_count)
         OWNED PyObject *object = NULL, *done = NULL;
         oomkit_record record;
         oomkit_call_record(call, &record);
-        object = oomkit_record_new(call->st, &record, call->options->label);
+        object = oomkit_record_new(call->st, &record, NULL, call->options->label);
         done = object ? PyObject_CallOneArg(call->options->on_retry, object) : NULL;
         if (done == NULL) {
             return -1;

@@ -30,16 +30,19 @@ oomkit_guard_clear(oomkit_guard *guard)
 
 /* Without memory for a history the latest record takes the place of the first. */
 static void
-guard_push(oomkit_guard *guard, const oomkit_record *record)
+guard_push(oomkit_guard *guard, const oomkit_record *record,
+           const oomkit_phases *phases)
 {
-    if (guard->history == NULL && guard->recorded > 0) {
+    if (guard->history == NULL && (guard->recorded > 0 || phases != NULL)) {
         guard->history = oomkit_history_create(OOMKIT_GUARD_RECORDS);
-        if (guard->history != NULL) {
+        if (guard->history != NULL && guard->recorded > 0) {
             oomkit_history_push(guard->history, &guard->first);
         }
     }
     if (guard->history != NULL) {
         oomkit_history_push(guard->history, record);
+        oomkit_history_phases_add(guard->history,
+                                  oomkit_history_count(guard->history) - 1, phases);
     } else {
         guard->first = *record;
     }
@@ -57,7 +60,7 @@ oomkit_guard_records(const oomkit_guard *guard)
     if (guard->recorded == 0) {
         return PyTuple_New(0);
     }
-    item = oomkit_record_new(guard->st, &guard->first, guard->label);
+    item = oomkit_record_new(guard->st, &guard->first, NULL, guard->label);
     return item == NULL ? NULL : PyTuple_Pack(1, item);
 }
 
@@ -96,7 +99,19 @@ oomkit_guard_begin(oomkit_guard *guard, oomkit_guard_window *window)
     window->alone = 0;
     oomkit_device_begin(st, device, guard->reset_peaks, &window->peak);
     window->started_ns = oomkit_now_ns();
+    window->meter =
+        st->phases_wanted ? oomkit_meter_open(st, device, guard->reset_peaks) : NULL;
     return 0;
+}
+
+void
+oomkit_guard_abandon(oomkit_guard *guard, oomkit_guard_window *window)
+{
+    if (window->meter != NULL) {
+        oomkit_meter_close(guard->st, window->meter);
+        MEMORY_CLEAR(window->meter);
+    }
+    oomkit_device_end(guard->st, &window->peak);
 }
 
 static void
@@ -104,8 +119,15 @@ guard_record(oomkit_guard *guard, oomkit_guard_window *window, int outcome,
              uint64_t requested_bytes)
 {
     uint64_t spent_ns = oomkit_now_ns() - window->started_ns;
+    const oomkit_phases *phases = NULL;
     oomkit_record record;
 
+    if (window->meter != NULL) {
+        oomkit_meter_close(guard->st, window->meter);
+        window->meter->seen.of[window->meter->phase].ooms +=
+            outcome == OOMKIT_GUARD_OOM;
+        phases = &window->meter->seen;
+    }
     if (outcome == OOMKIT_GUARD_OOM) {
         oomkit_device_look(guard->st, window->peak.device);
     }
@@ -129,8 +151,9 @@ guard_record(oomkit_guard *guard, oomkit_guard_window *window, int outcome,
         .reason = OOMKIT_REASON_WHOLE,
         .outcome = (uint32_t)outcome,
     };
-    guard_push(guard, &record);
-    oomkit_sinks_tell(guard->st, &record, guard->label, NULL);
+    guard_push(guard, &record, phases);
+    oomkit_sinks_tell(guard->st, &record, phases, guard->label, NULL);
+    MEMORY_CLEAR(window->meter);
 }
 
 void

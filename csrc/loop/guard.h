@@ -23,6 +23,7 @@ typedef struct oomkit_guard {
 /* One stretch. Its address must not change between begin and end. */
 typedef struct oomkit_guard_window {
     oomkit_peak_window peak;
+    oomkit_phase_meter *meter; /* owned, or NULL */
     uint64_t step, started_ns;
     int alone; /* a block in no loop that would run it again */
 } oomkit_guard_window;
@@ -43,6 +44,10 @@ oomkit_guard_clear(oomkit_guard *guard);
 /* 0, or -1 with an exception when a flush that was put off fails. */
 int
 oomkit_guard_begin(oomkit_guard *guard, oomkit_guard_window *window);
+
+/* Ends the measurement; nothing is recorded. */
+void
+oomkit_guard_abandon(oomkit_guard *guard, oomkit_guard_window *window);
 
 /* Ends the measurement and records it. Keeps an exception in flight. */
 void

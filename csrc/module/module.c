@@ -35,7 +35,7 @@ PyDoc_STRVAR(
     "           optimizer_safety='predict', ladder='auto', restore_batch=False,\n"
     "           hooks='warn', remember=None, on_retry=None, sinks=None, "
     "           label=None, "
-    "reset_peaks=True)\n"
+    "reset_peaks=True, phases=False)\n"
     "--\n\n"
     "Make a training or evaluation step that survives running out of memory.\n\n"
     "Until the first out-of-memory error the decorated step is the undecorated one. "
@@ -121,6 +121,9 @@ PyDoc_STRVAR(
     "    sinks: callables that get the record of each call (see oomkit.sinks).\n"
     "    label: name in records and reports.\n"
     "    reset_peaks: whether the device's peak counters are reset at entry.\n"
+    "    phases: also measure memory and time of each phase (forward, backward, "
+    "optimizer),\n"
+    "        for records and reports.\n"
     "    hooks: 'warn' (a warning, once) or 'error' when a split meets hooks on "
     "gradients,\n"
     "        which are exact only if they are linear.\n"
@@ -234,6 +237,18 @@ module_set_sinks_attached(PyObject *module, PyObject *given)
         return NULL;
     }
     oomkit_state_of_module(module)->sinks_attached = attached;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+module_set_phases_wanted(PyObject *module, PyObject *given)
+{
+    const int wanted = PyObject_IsTrue(given);
+
+    if (wanted < 0) {
+        return NULL;
+    }
+    oomkit_state_of_module(module)->phases_wanted = wanted;
     Py_RETURN_NONE;
 }
 
@@ -399,6 +414,8 @@ static PyMethodDef module_methods[] = {
     {"outside_limit", module_outside_limit, METH_NOARGS,
      "outside_limit()\n--\n\n(label, bytes of parameters on the CPU that are not "
      "counted) of the decorated steps that have been called (list)."},
+    {"set_phases_wanted", module_set_phases_wanted, METH_O,
+     "set_phases_wanted(wanted, /)\n--\n\nThe default of auto_batch(phases=)."},
     {"set_sinks_attached", module_set_sinks_attached, METH_O,
      "set_sinks_attached(attached, /)\n--\n\nHave every record told to oomkit.sinks, "
      "or "

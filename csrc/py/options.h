@@ -44,6 +44,7 @@ typedef struct oomkit_options {
     int restore_batch;
     int remember; /* sizes outlive the run */
     int reset_peaks;
+    int phases; /* memory and time of each phase is measured */
 } oomkit_options;
 
 #endif

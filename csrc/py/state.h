@@ -371,13 +371,15 @@ typedef struct oomkit_state {
     uint64_t run_peak_bytes; /* highest peak of any step so far (devices) */
     int settings_expandable; /* what was read then: 1 or 0 */
     int sinks_attached;      /* records are told */
-    int seen_oom;            /* some step has run out of memory */
-    int keeps_nothing;       /* sizes go with their step: for tests */
-    int proves_nothing;      /* as with verify=False everywhere: for tests */
-    int bound;               /* state_bind has succeeded */
-    uint64_t flags_dropped;  /* reports that switch_log holds no more */
-    int withheld_ready;      /* torch's helpers accept that gradients are withheld */
-    int backward_patched;    /* our hook is installed */
+    int phases_wanted;       /* steps made from now on measure their phases */
+    struct oomkit_phase_meter *meters; /* borrowed: those that are open */
+    int seen_oom;                      /* some step has run out of memory */
+    int keeps_nothing;                 /* sizes go with their step: for tests */
+    int proves_nothing;                /* as with verify=False everywhere: for tests */
+    int bound;                         /* state_bind has succeeded */
+    uint64_t flags_dropped;            /* reports that switch_log holds no more */
+    int withheld_ready;   /* torch's helpers accept that gradients are withheld */
+    int backward_patched; /* our hook is installed */
     oomkit_type_kind kinds[OOMKIT_TYPE_KINDS];
     uint64_t engine_runs;   /* of autograd that write to .grad, nested ones too */
     uint64_t chunks_handed; /* parts that loops have got */

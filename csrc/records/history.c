@@ -14,6 +14,9 @@ struct oomkit_history {
     uint64_t events;      /* kept ever, of which the last `room` are there */
     uint64_t room;
     oomkit_record *kept;
+    /* Beside the ring's records and beside `kept`; NULL until phases are noted. One in
+     * which no phase was entered is none. */
+    oomkit_phases *phases, *kept_phases;
 };
 
 oomkit_history *
@@ -42,6 +45,8 @@ oomkit_history_destroy(oomkit_history *history)
     if (history != NULL) {
         oomkit_ring_destroy(history->ring);
         free(history->kept);
+        free(history->phases);
+        free(history->kept_phases);
         free(history);
     }
 }
@@ -85,7 +90,11 @@ leave(oomkit_history *history, const oomkit_record *record)
 {
     if (record->ooms > 0 || record->outcome != 0 ||
         is_change(&history->before, record)) {
-        history->kept[history->events++ % history->room] = *record;
+        const uint64_t at = history->events++ % history->room;
+        history->kept[at] = *record;
+        if (history->phases != NULL) {
+            history->kept_phases[at] = history->phases[history->first % history->room];
+        }
     }
     oomkit_totals_add(&history->gone, &history->before, record);
     history->before = *record;
@@ -103,7 +112,62 @@ oomkit_history_push(oomkit_history *history, const oomkit_record *record)
         }
         history->first++;
     }
+    if (history->phases != NULL) {
+        memset(&history->phases[count % history->room], 0, sizeof(*history->phases));
+    }
     oomkit_ring_push(history->ring, record);
+}
+
+static int
+is_noted(const oomkit_phases *phases)
+{
+    int i, noted = 0;
+
+    for (i = 0; i < OOMKIT_PHASE_FIGURES; i++) {
+        noted |= phases->of[i].entered > 0;
+    }
+    return noted;
+}
+
+const oomkit_phases *
+oomkit_history_phases(const oomkit_history *history, uint64_t index)
+{
+    const oomkit_phases *phases;
+
+    if (history->phases == NULL || index < history->first ||
+        index >= oomkit_ring_count(history->ring)) {
+        return NULL;
+    }
+    phases = &history->phases[index % history->room];
+    return is_noted(phases) ? phases : NULL;
+}
+
+/* 1: there is room for phases now. */
+static int
+phases_room(oomkit_history *history)
+{
+    if (history->phases == NULL) {
+        oomkit_phases *phases = calloc((size_t)history->room, sizeof(*phases));
+        oomkit_phases *kept = calloc((size_t)history->room, sizeof(*kept));
+        if (phases == NULL || kept == NULL) {
+            free(phases);
+            free(kept);
+            return 0;
+        }
+        history->phases = phases;
+        history->kept_phases = kept;
+    }
+    return 1;
+}
+
+void
+oomkit_history_phases_add(oomkit_history *history, uint64_t index,
+                          const oomkit_phases *phases)
+{
+    if (phases != NULL && index >= history->first &&
+        index < oomkit_ring_count(history->ring) && phases_room(history)) {
+        oomkit_phases_add(&history->phases[index % history->room], phases);
+    }
 }
 
 uint64_t
@@ -140,6 +204,23 @@ oomkit_history_kept(const oomkit_history *history, uint64_t at, oomkit_record *r
         return OOMKIT_OK;
     }
     return oomkit_ring_read(history->ring, history->first + (at - events), record);
+}
+
+const oomkit_phases *
+oomkit_history_kept_phases(const oomkit_history *history, uint64_t at)
+{
+    const uint64_t events =
+        history->events < history->room ? history->events : history->room;
+    const oomkit_phases *phases;
+
+    if (at >= events) {
+        return oomkit_history_phases(history, history->first + (at - events));
+    }
+    phases =
+        history->kept_phases == NULL
+            ? NULL
+            : &history->kept_phases[(history->events - events + at) % history->room];
+    return phases != NULL && is_noted(phases) ? phases : NULL;
 }
 
 void
@@ -184,12 +265,20 @@ oomkit_history_merge(oomkit_history *into, const oomkit_history *from)
     uint64_t at;
 
     for (at = from->events - events; at < from->events; at++) {
-        into->kept[into->events++ % into->room] = from->kept[at % from->room];
+        const uint64_t to = into->events++ % into->room;
+        into->kept[to] = from->kept[at % from->room];
+        if (from->kept_phases != NULL && phases_room(into)) {
+            into->kept_phases[to] = from->kept_phases[at % from->room];
+        } else if (into->kept_phases != NULL) {
+            memset(&into->kept_phases[to], 0, sizeof(*into->kept_phases));
+        }
     }
     oomkit_totals_merge(&into->gone, &from->gone);
     for (at = from->first; at < count; at++) {
         if (oomkit_ring_read(from->ring, at, &record) == OOMKIT_OK) {
             oomkit_history_push(into, &record);
+            oomkit_history_phases_add(into, oomkit_ring_count(into->ring) - 1,
+                                      oomkit_history_phases(from, at));
         }
     }
 }

@@ -7,6 +7,7 @@
 #ifndef OOMKIT_RECORDS_HISTORY_H
 #define OOMKIT_RECORDS_HISTORY_H
 
+#include "phases.h"
 #include "ring.h"
 #include "sketch.h"
 
@@ -57,6 +58,19 @@ oomkit_history_amend(oomkit_history *history, uint64_t index,
  * OOMKIT_EREFUSED for one overwritten meanwhile. */
 int
 oomkit_history_kept(const oomkit_history *history, uint64_t at, oomkit_record *record);
+
+/* What the phases of that record took, and those of number `at` of the kept ones; NULL
+ * where nobody has noted them. Borrowed until the next push. */
+const oomkit_phases *
+oomkit_history_phases(const oomkit_history *history, uint64_t index);
+const oomkit_phases *
+oomkit_history_kept_phases(const oomkit_history *history, uint64_t at);
+
+/* Adds to those of that record, where it is in the ring still; NULL adds nothing, and
+ * so does a want of memory. Writer only. */
+void
+oomkit_history_phases_add(oomkit_history *history, uint64_t index,
+                          const oomkit_phases *phases);
 
 /* Sums over every record that was ever pushed. */
 void

@@ -8,6 +8,33 @@ oomkit_window_begin(oomkit_call *call)
     oomkit_device_begin(call->st, call->device, call->options->reset_peaks,
                         &call->sizes.window);
     call->sizes.baseline = call->sizes.window.baseline_bytes;
+    if (call->options->phases) {
+        call->sizes.meter =
+            oomkit_meter_open(call->st, call->device, call->options->reset_peaks);
+    }
+}
+
+const oomkit_phases *
+oomkit_phases_of_call(oomkit_call *call)
+{
+    oomkit_phase_meter *meter = call->sizes.meter;
+    uint32_t noted = 0;
+    Py_ssize_t i;
+
+    if (meter == NULL) {
+        return NULL;
+    }
+    oomkit_meter_close(call->st, meter);
+    for (i = 0; i < OOMKIT_PHASE_FIGURES; i++) {
+        meter->seen.of[i].ooms = 0;
+    }
+    for (i = 0; i < call->tries.count; i++, noted++) {
+        meter->seen.of[call->tries.items[i].phase].ooms++;
+    }
+    /* An update that was made again at once is not an attempt. */
+    meter->seen.of[OOMKIT_PHASE_OPTIMIZER].ooms +=
+        call->tries.ooms > noted ? call->tries.ooms - noted : 0;
+    return &meter->seen;
 }
 
 void

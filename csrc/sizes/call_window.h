@@ -19,6 +19,11 @@ oomkit_window_of_loop(oomkit_call *call);
 void
 oomkit_window_of_part(oomkit_call *call, uint64_t peak_bytes);
 
+/* What the phases took until now, or NULL; they are not measured further. Borrowed from
+ * the call. */
+const oomkit_phases *
+oomkit_phases_of_call(oomkit_call *call);
+
 /* Keeps the highest peaks of the windows of this call. */
 static inline void
 oomkit_window_merge(oomkit_call *call)
@@ -41,6 +46,16 @@ oomkit_window_end(oomkit_call *call)
 {
     oomkit_device_end(call->st, &call->sizes.window);
     oomkit_window_merge(call);
+}
+
+/* The end of all measuring. */
+static inline void
+oomkit_meter_release(oomkit_call *call)
+{
+    if (call->sizes.meter != NULL) {
+        oomkit_meter_close(call->st, call->sizes.meter);
+        MEMORY_CLEAR(call->sizes.meter);
+    }
 }
 
 /* One that nobody else has ended, of a call whose figures are not recorded. */

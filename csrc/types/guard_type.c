@@ -138,7 +138,7 @@ guard_dealloc(PyObject *op)
     }
     for (i = 0; i < GUARD_DEPTH; i++) { /* entered by hand, and never left */
         if (self->entries[i].open) {
-            oomkit_device_end(self->guard.st, &self->entries[i].window.peak);
+            oomkit_guard_abandon(&self->guard, &self->entries[i].window);
         }
     }
     guard_clear(op);

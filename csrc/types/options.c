@@ -33,6 +33,7 @@ static const char *const option_names[] = {
     "sinks",
     "label",
     "reset_peaks",
+    "phases",
     NULL,
 };
 
@@ -503,6 +504,7 @@ oomkit_options_parse(oomkit_state *st, PyObject *kwargs, oomkit_options *options
     memset(options, 0, sizeof(*options));
     options->accumulation_steps = options->min_micro_batch = options->multiple_of = 1;
     options->reset_peaks = 1;
+    options->phases = st->phases_wanted;
     options->verify = -1;
     if (oomkit_options_known(st, "auto_batch", kwargs, option_names) < 0 ||
         options_remember(kwargs, options) < 0 ||
@@ -522,7 +524,8 @@ oomkit_options_parse(oomkit_state *st, PyObject *kwargs, oomkit_options *options
         option_count(kwargs, "multiple_of", &options->multiple_of) < 0 ||
         option_bool(kwargs, "restore_batch", &options->restore_batch) < 0 ||
         option_verify(kwargs, &options->verify) < 0 ||
-        option_bool(kwargs, "reset_peaks", &options->reset_peaks) < 0) {
+        option_bool(kwargs, "reset_peaks", &options->reset_peaks) < 0 ||
+        option_bool(kwargs, "phases", &options->phases) < 0) {
         return -1;
     }
     if (options->weight != NULL && options->reduction == OOMKIT_REDUCTION_SUM) {

@@ -1,7 +1,8 @@
 """An unmodified script with records: `python -m oomkit run script.py`.
 
 Decorated steps of the script write records as ever. For one that has none, what lies between
-two updates of an optimizer counts as a step: it is measured, nothing is retried.
+two updates of an optimizer counts as a step: it is measured, nothing is retried. Both measure
+their phases.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from .. import _C, sinks
 from ..report import report
 
 LABEL = "between updates"
+_FORWARD, _OPTIMIZER = 0, 2  # phases by number
 
 
 class Updates:
@@ -29,9 +34,14 @@ class Updates:
     def __init__(self) -> None:
         self.guard = _C.guard(label=LABEL)
         self._open = False
-        self._hook: Any = None
+        self._hooks: tuple[Any, ...] = ()
+        self._before = _FORWARD
+
+    def _update(self, *ignored: Any) -> None:
+        self._before = _C.phase_set(_OPTIMIZER)
 
     def _next(self, *ignored: Any) -> None:
+        _C.phase_set(self._before)
         if self._open:
             self._close(None)
             self._begin()
@@ -47,7 +57,12 @@ class Updates:
         self.guard.__exit__(kind, error, trace)
 
     def __enter__(self) -> Updates:
-        self._hook = register_optimizer_step_post_hook(self._next)
+        _C._watch_backward()
+        _C.set_phases_wanted(True)
+        self._hooks = (
+            register_optimizer_step_pre_hook(self._update),
+            register_optimizer_step_post_hook(self._next),
+        )
         self._begin()
         return self
 
@@ -57,7 +72,9 @@ class Updates:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._hook.remove()
+        _C.set_phases_wanted(False)
+        for hook in self._hooks:
+            hook.remove()
         if self._open and isinstance(error, (Exception, type(None))):
             self._close(error)
 

@@ -24,7 +24,7 @@ NEEDS = {
     "plan": ["slices", "knowledge"],
     "knowledge": ["plan", "slices"],
     "numbers": ["knowledge", "plan", "slices"],
-    "history": ["ring", "sketch"],
+    "history": ["phases", "ring", "sketch"],
 }
 USES_WRAP = {"budget", "fault", "history", "peak", "ring"}
 

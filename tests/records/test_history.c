@@ -214,6 +214,74 @@ test_forgotten(void)
     oomkit_history_destroy(history);
 }
 
+/* A record whose backward took so many bytes at most. */
+static void
+push_measured(oomkit_history *history, oomkit_record record, uint64_t bytes)
+{
+    oomkit_phases phases = {0};
+
+    phases.of[1] = (oomkit_phase_figures){.entered = 1,
+                                          .baseline_bytes = 5,
+                                          .peak_allocated_bytes = bytes,
+                                          .peak_reserved_bytes = OOMKIT_UNKNOWN,
+                                          .time_ns = 7};
+    push(history, record);
+    oomkit_history_phases_add(history, oomkit_history_count(history) - 1, &phases);
+}
+
+static uint64_t
+backward_peak(const oomkit_history *history, uint64_t at)
+{
+    const oomkit_phases *phases = oomkit_history_kept_phases(history, at);
+
+    return phases == NULL ? 0 : phases->of[1].peak_allocated_bytes;
+}
+
+static void
+test_phases_go_with_their_record(void)
+{
+    oomkit_history *into = oomkit_history_create(2), *from = oomkit_history_create(2);
+
+    push_measured(from, hard(1), 10);
+    CHECK(oomkit_history_kept_phases(from, 1) == NULL); /* behind the last */
+    push(from, quiet(2));
+    push_measured(from, quiet(3), 30);
+    push_measured(from, quiet(4), 40);
+    CHECK(kept(from) == 10304);
+    CHECK(backward_peak(from, 0) == 10 && backward_peak(from, 1) == 30 &&
+          backward_peak(from, 2) == 40);
+    push(from, quiet(5)); /* in the place of one that has some */
+    CHECK(backward_peak(from, 1) == 40 && backward_peak(from, 2) == 0);
+    push(into, hard(11));
+    push(into, quiet(12));
+    oomkit_history_merge(into, from); /* has none itself */
+    CHECK(kept(into) == 1110405);
+    CHECK(backward_peak(into, 0) == 10 && backward_peak(into, 1) == 0 &&
+          backward_peak(into, 2) == 40 && backward_peak(into, 3) == 0);
+    oomkit_history_destroy(from);
+    oomkit_history_destroy(into);
+}
+
+static void
+test_phases_are_added(void)
+{
+    oomkit_history *history = oomkit_history_create(2);
+    oomkit_phases later = {0};
+
+    later.of[1].entered = 1;
+    later.of[1].peak_allocated_bytes = 20;
+    push_measured(history, quiet(1), 10);
+    oomkit_history_phases_add(history, 0, &later);
+    oomkit_history_phases_add(history, 0, NULL);
+    oomkit_history_phases_add(history, 1, &later); /* no such record */
+    CHECK(oomkit_history_phases(history, 0)->of[1].entered == 2);
+    CHECK(backward_peak(history, 0) == 20);
+    CHECK(oomkit_history_phases(history, 1) == NULL);
+    oomkit_history_forget(history);
+    CHECK(oomkit_history_phases(history, 0) == NULL);
+    oomkit_history_destroy(history);
+}
+
 int
 main(void)
 {
@@ -224,5 +292,7 @@ main(void)
     test_amended_records_count_as_they_are();
     test_merged();
     test_forgotten();
+    test_phases_go_with_their_record();
+    test_phases_are_added();
     return check_report();
 }
