@@ -360,9 +360,9 @@ def _text_table(table: Table) -> str:
     widths = [max(len(line[i]) for line in table if len(line) == columns) for i in range(columns)]
 
     def line(cells: tuple[str, ...]) -> str:
-        left = table[0][0] == "label"  # names are read from the left, figures from the right
+        names = ("label", "phase")  # are read from the left, figures from the right
         out = [
-            cell.ljust(width) if left and i == 0 else cell.rjust(width)
+            cell.ljust(width) if table[0][i] in names else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(cells, widths, strict=False))
         ]
         return "  ".join(out).rstrip()

@@ -35,6 +35,7 @@ VALUES = {
     "rung": 0,
     "reason": "oom",
     "outcome": "finished",
+    "phases": None,
 }
 
 
@@ -245,6 +246,7 @@ FIGURES = {
     "oomkit/train_step/budget": 4 * GIB,
     "oomkit/train_step/time": 1.5,
     "oomkit/train_step/time_lost": 0.25,
+    "oomkit/train_step/headroom": GIB,
 }
 
 
