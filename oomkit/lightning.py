@@ -55,7 +55,7 @@ def _imported() -> Any:
         return importlib.import_module(_NAMES[0])
     except ImportError as error:
         raise ImportError(
-            "oomkit.lightning needs Lightning: install it with `pip install lightning`"
+            "oomkit.lightning needs Lightning: install it with `pip install oomkit[lightning]`"
         ) from error
 
 
@@ -71,8 +71,8 @@ class _Parts:
             self.is_overridden = pytorch.utilities.model_helpers.is_overridden
         except AttributeError as error:
             raise ImportError(
-                f"oomkit.lightning uses a name that Lightning {pytorch.__version__} has not "
-                f"({error}); tested is {_TESTED}"
+                f"oomkit.lightning uses a name that Lightning {pytorch.__version__} does not have "
+                f"({error}): install {_TESTED}, which is tested"
             ) from error
         self.calls: dict[str, ModuleCall] = {}
         self.log: ModuleLog | None = None

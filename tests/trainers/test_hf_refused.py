@@ -6,7 +6,6 @@ the attribute that transformers sets is set by hand, and the test says which.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from typing import Any
 
@@ -148,30 +147,3 @@ def test_transformers_without_a_name_that_is_used(monkeypatch: pytest.MonkeyPatc
 
 def test_an_unknown_version_is_said() -> None:
     assert "which nowhere of an unknown version does not have" in str(names.missing("nowhere", "x"))
-
-
-WITHOUT = """
-import sys
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "transformers":
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Missing())
-import importlib.util
-real = importlib.util.find_spec
-importlib.util.find_spec = lambda name: None if name == "transformers" else real(name)
-import oomkit.transformers
-try:
-    oomkit.transformers.protect(object())
-except ImportError as error:
-    print(error)
-"""
-
-
-def test_without_transformers() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == (
-        "oomkit.transformers needs transformers: install it with `pip install oomkit[transformers]`"
-    )

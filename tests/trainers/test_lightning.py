@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_runs import CLASSES, FEATURES, Classifier, fit, loader, run, sweep, trainer
 from runs import SINGLE, differences
@@ -247,3 +249,63 @@ def test_a_strategy_of_several_processes() -> None:
 
 def test_the_class_is_of_the_package_in_use() -> None:
     assert issubclass(AutoBatch, lightning.pytorch.Callback)
+
+
+OTHER = """
+import pytorch_lightning
+import sys
+assert "lightning" not in sys.modules
+from oomkit.lightning import AutoBatch
+assert issubclass(AutoBatch, pytorch_lightning.Callback)
+import torch
+from torch.nn import functional as F
+class Module(pytorch_lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+ours = AutoBatch(accumulation_steps=2)
+data = torch.utils.data.TensorDataset(torch.ones(8, 4))
+trainer = pytorch_lightning.Trainer(
+    max_epochs=1, accelerator="cpu", logger=False, callbacks=[ours],
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer.fit(Module(), torch.utils.data.DataLoader(data, batch_size=4))
+print([record.accumulation_steps for record in ours.records])
+"""
+
+
+def test_the_other_package_of_lightning() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", OTHER], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.splitlines()[-1:] == ["[2, 2]"], done.stderr
+
+
+def test_lightning_without_a_name_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(lightning.pytorch.strategies, "SingleDeviceStrategy")
+    with pytest.raises(
+        ImportError, match=r"a name that Lightning 2\.\S+ does not have .*2.6.6, whi"
+    ):
+        AutoBatch()
+
+
+def test_a_module_that_is_copied_while_it_trains() -> None:
+    """As callbacks that average weights do."""
+
+    def average(protect: bool) -> tuple[Any, Any]:
+        module = Classifier()
+        callbacks = [StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)]
+        ours = AutoBatch(accumulation_steps=2)
+        used = trainer([ours, *callbacks] if protect else callbacks, max_epochs=3)
+        fit(used, module)
+        return module, ours
+
+    (plain, _), (module, ours) = average(False), average(True)
+    assert {r.accumulation_steps for r in ours.records} >= {2}
+    for one, two in zip(plain.parameters(), module.parameters(), strict=True):
+        torch.testing.assert_close(one, two)
