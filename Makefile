@@ -16,7 +16,7 @@ SOURCES := setup.py pyproject.toml \
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PHONY: help venv build demo test quick test-integrations test-sinks test-trainers demo-trainers
-.PHONY: prove mutants sanitize
+.PHONY: prove mutants sanitize prove-trainers mutants-trainers
 .PHONY: docs programs bench wheel latency peers ladder larger tune lint gpu clean
 
 help: ## List every target
@@ -68,6 +68,17 @@ prove: $(VENV)/.test $(BUILT) ## Fail every allocation of every model, and more 
 mutants: export PYTHONPATH := tests
 mutants: $(VENV)/.test $(BUILT) ## Break one invariant at a time: tests must tell (under 30 minutes)
 	$(PY) -m mutants $(MUTANTS_ARGS)
+
+prove-trainers: export OOMKIT_TRAINER_POINTS = 0
+prove-trainers: $(BUILT) .venv-trainers/.installed .venv-trainers-lightning/.installed ## Fail every allocation of a call of each trainer (about 3 hours)
+	set -e; for which in trainers trainers-lightning; do PYTHONPATH=. .venv-$$which/bin/python \
+	    -m pytest tests/trainers -k "survive or known_shapes or two_errors or leaves_the_run" \
+	    --timeout=0 $(PYTEST_ARGS); done
+
+mutants-trainers: $(BUILT) .venv-trainers/.installed .venv-trainers-lightning/.installed ## The same of trainers (about 10 minutes)
+	set -e; PYTHONPATH=tests .venv-trainers/bin/python -m mutants --of trainers $(MUTANTS_ARGS); \
+	    PYTHONPATH=tests .venv-trainers-lightning/bin/python -m mutants --of lightning \
+	    $(MUTANTS_ARGS)
 
 sanitize: export PYTHONPATH := tests
 sanitize: $(VENV)/.test $(BUILT) ## Core and extensions under ASan, UBSan, LSan and TSan (gcc)

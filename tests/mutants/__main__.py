@@ -1,8 +1,9 @@
 """`make mutants`: each mutant must be caught by a test; writes the table.
 
-    python -m mutants [--jobs 2] [--only NAME ...] [--list]
+    python -m mutants [--jobs 2] [--only NAME ...] [--list] [--of trainers|lightning]
 
-With --only just those, and the table is not written.
+With --only just those, and the table is not written. With --of those of trainers, in an
+environment that has them (`make mutants-trainers`).
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .catalogue import MUTANTS
+from .catalogue import CATALOGUES
 from .mutant import Mutant
-from .table import TABLE, entry, summary, table
+from .table import entry, path_of, summary, table
 from .tree import make_base
 from .verdict import Verdict, prove, unmutated
 
@@ -63,21 +64,24 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", action="append", default=[])
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--of", choices=CATALOGUES, default="engine")
     arguments = parser.parse_args()
-    if unknown := set(arguments.only) - {mutant.name for mutant in MUTANTS}:
+    catalogue = CATALOGUES[arguments.of]
+    if unknown := set(arguments.only) - {mutant.name for mutant in catalogue}:
         parser.error(f"no such mutant: {', '.join(sorted(unknown))}; see --list")
     if arguments.list:
-        print("\n".join(f"{mutant.name}: {mutant.breaks}" for mutant in MUTANTS))
+        print("\n".join(f"{mutant.name}: {mutant.breaks}" for mutant in catalogue))
         return 0
-    mutants = [m for m in MUTANTS if not arguments.only or m.name in arguments.only]
+    mutants = [m for m in catalogue if not arguments.only or m.name in arguments.only]
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="oomkit-mutants-") as folder:
         verdicts = prove_all(mutants, Path(folder), arguments.jobs)
     seconds = time.perf_counter() - begin
     print(f"\n{summary(verdicts, seconds)}")
     if not arguments.only:
-        TABLE.write_text(table(verdicts, seconds))
-        print(f"wrote {TABLE}")
+        file = path_of(arguments.of)
+        file.write_text(table(verdicts, seconds))
+        print(f"wrote {file}")
     return 0 if all(v.caught for v in verdicts) else 1
 
 

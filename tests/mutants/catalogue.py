@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import devices, failure, figures, host, once, ranks, sums, taking_back
+from . import devices, failure, figures, host, once, ranks, sums, taking_back, trainers
 
 MUTANTS = [
     *figures.MUTANTS,
@@ -15,4 +15,10 @@ MUTANTS = [
     *ranks.MUTANTS,
 ]
 
-__all__ = ["MUTANTS"]
+CATALOGUES = {
+    "engine": MUTANTS,
+    "trainers": trainers.TRAINERS,
+    "lightning": trainers.LIGHTNING,
+}
+
+__all__ = ["CATALOGUES", "MUTANTS"]

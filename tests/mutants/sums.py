@@ -221,4 +221,15 @@ MUTANTS = [
         "    return 0;",
         ("programs/test_programs.py::test_program[gpt_padded_later]",),
     ),
+    Mutant(
+        "silent-gradients-prove",
+        "gradients that are all 0 or not finite prove nothing of the next call",
+        "oomkit/_proof/judge.py",
+        '        return "odd" not in self._gradients and self._gradients != {"none"}',
+        '        return "odd" not in self._gradients or self._gradients != {"none"}',
+        (
+            "proof/test_telling_gradients.py"
+            "::test_weights_are_found_in_the_first_call_that_tells_them",
+        ),
+    ),
 ]

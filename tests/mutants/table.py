@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import platform
+from pathlib import Path
 
 from .mutant import ROOT
 from .verdict import Verdict
 
-TABLE = ROOT / "benchmarks" / "results" / "mutants.txt"
+FOLDER = ROOT / "benchmarks" / "results"
+
+
+def path_of(catalogue: str) -> Path:
+    """Where the table of a catalogue is."""
+    return FOLDER / ("mutants.txt" if catalogue == "engine" else f"mutants-{catalogue}.txt")
 
 
 def summary(verdicts: list[Verdict], seconds: float) -> str:
