@@ -55,7 +55,8 @@ _MEANS: dict[str, dict[str, str]] = {
 _OF_ROWS = frozenset(
     (
         "rewards/chosen rewards/rejected rewards/accuracies rewards/margins logps/chosen "
-        "logps/rejected mean_reward accuracy margin kl vespo/phi_seq_mean " + " ".join(_CLIPPED)
+        "logps/rejected mean_reward accuracy margin kl vespo/phi_seq_mean policy_loss entropy_coef "
+        + " ".join(_CLIPPED)
     ).split()
 )
 _TOTAL, _NUMBER = "num_tokens", "_total_train_tokens"  # the metric shows the trainer's number
@@ -233,8 +234,11 @@ class Books:
         return made
 
     def _measure(self, name: str) -> str:
+        trainer = self._trainer()
         measure = _MEANS.get(self._family or "", {}).get(name)
-        sequences = getattr(self._trainer(), "importance_sampling_level", "token") == "sequence"
+        sequences = getattr(trainer, "importance_sampling_level", "token") == "sequence"
+        if name == "policy_loss" and getattr(trainer, "loss_type", None) == "bnpo":
+            return "tokens"
         if measure is not None:
             return "rows" if sequences and "clip_ratio" in name else measure
         if name not in _OF_ROWS and _extreme(name) is None and name not in self._said:

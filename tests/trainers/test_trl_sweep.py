@@ -127,9 +127,10 @@ OFFLINE = {
 ONLINE = {
     **{
         f"grpo_{kind}": lambda kind=kind: online(loss_type=kind)
-        for kind in ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "vespo")
+        for kind in ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "vespo", "luspo")
     },
     "grpo_sequence": lambda: online(importance_sampling_level="sequence", loss_type="grpo"),
+    "grpo_entropy": lambda: online(entropy_coef=0.1, loss_type="bnpo"),
     "grpo_2": lambda: online(gradient_accumulation_steps=2),
     "rloo": lambda: online("RLOO"),
 }
