@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import types
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ _EXTREMES = {"min": min, "max": max}
 
 
 class _Entry(NamedTuple):
+    part: int  # number of the micro-batch
     value: Any
     weight: float
     positional: tuple[Any, ...]
@@ -26,6 +28,18 @@ class _Entry(NamedTuple):
 
 def _is_metric(value: Any) -> bool:
     return hasattr(value, "_forward_cache") and hasattr(value, "compute")
+
+
+def _by_call(noted: Sequence[_Entry]) -> list[list[_Entry]]:
+    """What each call of a step's code has logged: one value of every micro-batch."""
+    calls: list[list[_Entry]] = []
+    made: Counter[int] = Counter()
+    for entry in noted:
+        if made[entry.part] == len(calls):
+            calls.append([])
+        calls[made[entry.part]].append(entry)
+        made[entry.part] += 1
+    return calls
 
 
 def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
@@ -71,8 +85,9 @@ class ModuleLog:
             kept: Any = (value, value._forward_cache)
         else:
             kept = value.detach().clone() if isinstance(value, torch.Tensor) else value
-        weight = _C.current().weight if size is None else float(size)
-        self._entries.setdefault(name, []).append(_Entry(kept, weight, args, kwargs))
+        now = _C.current()
+        weight = now.weight if size is None else float(size)
+        self._entries.setdefault(name, []).append(_Entry(now.index, kept, weight, args, kwargs))
 
     def _pass_on(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         module = self._module()
@@ -108,7 +123,7 @@ class ModuleLog:
             result: of the call.
         """
         entries, self._entries, self._collects = self._entries, {}, False
-        for name, noted in entries.items():
+        for name, noted in ((n, call) for n, each in entries.items() for call in _by_call(each)):
             args, kwargs = noted[-1].positional, dict(noted[-1].options)
             if len(noted) > 1 and kwargs.get("batch_size") is not None:
                 kwargs["batch_size"] = sum(int(each.weight) for each in noted)

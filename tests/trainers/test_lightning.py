@@ -41,6 +41,16 @@ class Dict(Classifier):
         return {"loss": loss, "logits": logits.detach()}
 
 
+class Twice(Classifier):
+    """Logs two values by one name: the later one is shown, both are in the epoch's mean."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("twice", loss.detach(), on_step=True, on_epoch=True)
+        self.log("twice", 3 * loss.detach(), on_step=True, on_epoch=True)
+        return loss
+
+
 class ThroughSuper(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return 2 * super().training_step(batch, batch_idx)
@@ -93,6 +103,7 @@ SETTINGS = {
     "accumulation": (Classifier, {"accumulate_grad_batches": 2}),
     "dictionary": (Dict, {}),
     "through_super": (ThroughSuper, {}),
+    "twice": (Twice, {}),
     "clipping": (Classifier, {"gradient_clip_val": 0.1}),
     "bf16": (Classifier, {"precision": "bf16-mixed", "limit": 2e-2}),
     "manual": (Manual, {"callback": {"optimizer_safety": "parts"}}),
