@@ -2,7 +2,9 @@
 
     PYTHONPATH=. .venv-trainers/bin/python benchmarks/trainers.py
 
-Medians of calls of `training_step` of a tiny language model, taken in turn.
+Medians of 300 calls of `training_step` of a tiny language model, taken in turn: by the clock, and
+by the processor time of the thread, in which other programs of a busy machine have no part. The
+bound is 500 us of it above `auto_batch`.
 """
 
 from __future__ import annotations
@@ -43,16 +45,23 @@ def main() -> int:
     plain, alone, protected = trainer(), trainer(), oomkit.transformers.protect(trainer())
     alone.training_step = oomkit.auto_batch(alone.training_step, batch="inputs")
     made = {"plain": plain, "auto_batch": alone, "protect": protected}
-    times: dict[str, list[float]] = {name: [] for name in made}
+    clocks = {"clock": time.perf_counter, "processor": time.thread_time}
+    times: dict[str, dict[str, list[float]]] = {c: {name: [] for name in made} for c in clocks}
     for _ in range(CALLS):
         for name, each in made.items():
-            begun = time.perf_counter()
+            begun = [clock() for clock in clocks.values()]
             each.training_step(each.model, inputs, items)
-            times[name].append(time.perf_counter() - begun)
-    medians = {name: statistics.median(found) * 1e6 for name, found in times.items()}
-    for name, median in medians.items():
-        print(f"{name:10} {median:7.0f} us, {median - medians['plain']:+5.0f}")
-    return 0 if medians["protect"] - medians["auto_batch"] <= 500 else 1
+            for (which, clock), since in zip(clocks.items(), begun, strict=True):
+                times[which][name].append(clock() - since)
+    medians = {
+        which: {name: statistics.median(found) * 1e6 for name, found in each.items()}
+        for which, each in times.items()
+    }
+    for which, each in medians.items():
+        for name, median in each.items():
+            print(f"{which:9} {name:10} {median:7.0f} us, {median - each['plain']:+5.0f}")
+    processor = medians["processor"]
+    return 0 if processor["protect"] - processor["auto_batch"] <= 500 else 1
 
 
 if __name__ == "__main__":
