@@ -68,10 +68,17 @@ class BuildExt(build_ext):
             super().build_extensions()
 
     def build_extension(self, ext: Extension) -> None:
-        """Objects of two bridges have one name."""
+        """Objects of two bridges have one name; one for another torch is built anew."""
         shared = self.build_temp
         self.build_temp = os.path.join(shared, *ext.name.split(".")[1:-1])
+        mark = Path("build", f"{ext.name}.{'inplace' if self.inplace else 'lib'}.torch")
+        minor = minor_of(Path(ext.library_dirs[0]).parent) if ext.library_dirs else ""
+        if minor and not (mark.exists() and mark.read_text() == minor):
+            Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
         super().build_extension(ext)
+        if minor:
+            mark.parent.mkdir(exist_ok=True)
+            mark.write_text(minor)
         self.build_temp = shared
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from setuptools import Distribution, Extension
+from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parents[2]
 SETUP = ROOT / "setup.py"
@@ -85,6 +87,31 @@ def test_bridges_to_several_torches_have_a_folder_each(
         "oomkit._bridges.torch_2_12._bridge",
     ]
     assert str(tmp_path / "2.12" / "include") in built[2].extra_compile_args
+
+
+@pytest.mark.parametrize(("before", "stays"), [("2_13", False), ("2_14", True), (None, False)])
+def test_a_bridge_built_for_another_torch_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str | None, stays: bool
+) -> None:
+    built = tmp_path / "_bridge.so"
+    built.touch()
+    mark = tmp_path / "build" / "oomkit._bridge.lib.torch"
+    if before is not None:
+        mark.parent.mkdir()
+        mark.write_text(before)
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "version.py").write_text("__version__ = '2.14.1+cu130'\n")
+    monkeypatch.chdir(tmp_path)
+    command = runpy.run_path(str(SETUP), run_name="setup")["BuildExt"](Distribution())
+    monkeypatch.setattr(command, "get_ext_fullpath", lambda name: str(built))
+    seen: list[bool] = []
+    monkeypatch.setattr(build_ext, "build_extension", lambda *_: seen.append(built.exists()))
+    command.build_temp = str(tmp_path)
+
+    folder = str(tmp_path / "torch" / "lib")
+    command.build_extension(Extension("oomkit._bridge", [], library_dirs=[folder]))
+
+    assert seen == [stays] and mark.read_text() == "2_14"
 
 
 def test_the_page_for_an_index_has_no_target_that_is_not_there() -> None:
