@@ -27,6 +27,8 @@ default_role = "code"
 
 html_theme = "furo"
 html_title = f"oomkit {release}"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_copy_source = False
 pygments_style = "tango"
 pygments_dark_style = "github-dark"

@@ -13,6 +13,10 @@ DOCS = ROOT / "docs"
 PICTURES = runpy.run_path(str(DOCS / "pictures" / "draw.py"))["PICTURES"]
 
 
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
 def test_every_page_is_in_the_navigation_once() -> None:
     index = (DOCS / "index.md").read_text(encoding="utf-8")
     trees = re.findall(r"^```\{toctree\}\n(.*?)^```$", index, re.M | re.S)

@@ -9,7 +9,7 @@ from docs.preambles.guides_transformers import model as bert  # isort: skip
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 
 
-def train(batch_size):
-    for x, y in batches(batch_size):
+def objective(trial):
+    for x, y in batches(trial.suggest_int("batch_size", 4, 8)):
         step(x, y)
     return 0.5
