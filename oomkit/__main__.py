@@ -22,6 +22,7 @@ from typing import Any
 from . import __version__, sizes
 from ._api.check import check
 from ._api.estimate import estimate
+from ._reports import page
 from ._reports.environment import environment
 from ._reports.explain import entries, explain
 from ._reports.script import run_script
@@ -160,6 +161,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument(
         "--format", choices=("text", "markdown", "json"), default="text", help="default: text"
     )
+    command.add_argument(
+        "--html", type=Path, metavar="OUT", help="write a page; of two files it compares"
+    )
     command.add_argument("--png", type=Path, metavar="OUT", help="draw a picture (matplotlib)")
     commands.add_parser("env", help="show versions, allocator settings and budgets")
     command = commands.add_parser("run", help="run a script with records and a report")
@@ -199,6 +203,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"oomkit: {error}", file=sys.stderr)
         return 1
+    if options.html is not None:
+        runs = [(path.stem, read(path)) for path in options.file]
+        options.html.write_text(page.page(runs), encoding="utf-8")
     print(report(rows, format=options.format, all=options.all))
     if options.png is not None:
         if not rows:

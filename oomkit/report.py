@@ -105,7 +105,8 @@ def _is_change(before: Row | None, row: Row) -> bool:
     )
 
 
-def _is_event(before: Row | None, row: Row) -> bool:
+def is_event(before: Row | None, row: Row) -> bool:
+    """Did it run out of memory, not finish, or change its plan?"""
     finished = row.get("outcome", "finished") == "finished"
     return row["ooms"] > 0 or not finished or _is_change(before, row)
 
@@ -183,7 +184,7 @@ def sites_of(steps: Any) -> list[Site]:
 
 # --- tables ---------------------------------------------------------------------------
 
-_RECORD_HEAD = (
+RECORD_HEAD = (
     "step",
     "batch",
     "micro-batch",
@@ -211,7 +212,7 @@ _SUMMARY_HEAD = (
 )
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def record_cells(row: Row) -> tuple[str, ...]:
     outcome = row.get("outcome", "finished")
     return (
         _number(row["step"]),
@@ -287,7 +288,8 @@ def phase_rows(site: Site) -> list[dict[str, Any]]:
     return found
 
 
-def _phase_table(sites: Sequence[Site]) -> Table:
+def phase_table(sites: Sequence[Site]) -> Table:
+    """A line for each label and phase; empty where no phase was measured."""
     lines = [
         (
             site.label,
@@ -304,6 +306,11 @@ def _phase_table(sites: Sequence[Site]) -> Table:
     return [_PHASE_HEAD, *lines] if lines else []
 
 
+def summary_table(sites: Sequence[Site]) -> Table:
+    """A line for each label."""
+    return [_SUMMARY_HEAD, *map(_summary_cells, sites)]
+
+
 def _summary_line(site: Site) -> str:
     total = site.summary
     return (
@@ -314,8 +321,8 @@ def _summary_line(site: Site) -> str:
 
 
 def _labelled(pairs: Sequence[tuple[Site, Row]], several: bool) -> Table:
-    head = ("label", *_RECORD_HEAD) if several else _RECORD_HEAD
-    return [head, *((site.label,) * several + _cells(row) for site, row in pairs)]
+    head = ("label", *RECORD_HEAD) if several else RECORD_HEAD
+    return [head, *((site.label,) * several + record_cells(row) for site, row in pairs)]
 
 
 def _by_time(pairs: Iterable[tuple[Site, Row]]) -> list[tuple[Site, Row]]:
@@ -327,16 +334,16 @@ def _screen(sites: Sequence[Site]) -> list[tuple[str, Table]]:
     several = len(sites) > 1
     busiest = sorted(sites, key=lambda site: (-site.summary["ooms"], -site.summary["steps"]))
     shown = [site for site in sites if site in busiest[:_MOST_LABELS]]
-    tables = [("", [_SUMMARY_HEAD, *map(_summary_cells, shown)])]
+    tables = [("", summary_table(shown))]
     if len(shown) < len(sites):
         tables[0][1].append((f"and {len(sites) - len(shown)} more",))
     events, last = [], []
     for site in sites:
         before: list[Row | None] = [None, *site.rows[:-1]]
         pairs = zip(before, site.rows, strict=False)
-        events += [(site, row) for b, row in pairs if _is_event(b, row)]
+        events += [(site, row) for b, row in pairs if is_event(b, row)]
         last += [(site, row) for row in site.rows[-_LAST:]]
-    phases = _phase_table(shown)
+    phases = phase_table(shown)
     if phases:
         tables.append(("phases", phases))
     if events:
@@ -349,7 +356,7 @@ def _screen(sites: Sequence[Site]) -> list[tuple[str, Table]]:
 
 
 def _all(sites: Sequence[Site]) -> list[tuple[str, Table]]:
-    return [(_summary_line(site), [_RECORD_HEAD, *map(_cells, site.rows)]) for site in sites]
+    return [(_summary_line(site), [RECORD_HEAD, *map(record_cells, site.rows)]) for site in sites]
 
 
 # --- the formats ----------------------------------------------------------------------
