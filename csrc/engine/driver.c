@@ -70,18 +70,20 @@ oomkit_call_record(const oomkit_call *call, oomkit_record *record)
 void
 oomkit_call_recorded(oomkit_call *call)
 {
+    oomkit_history *history = call->step->history;
+    const oomkit_phases *phases = NULL;
     oomkit_record record;
 
     oomkit_call_record(call, &record);
-    call->log.record = oomkit_history_count(call->step->history);
-    oomkit_history_push(call->step->history, &record);
+    call->log.record = oomkit_history_count(history);
+    oomkit_history_push(history, &record);
     if (call->options->phases) {
-        oomkit_history_phases_add(call->step->history, call->log.record,
+        oomkit_history_phases_add(history, call->log.record,
                                   oomkit_phases_of_call(call));
+        phases = oomkit_history_phases(history, call->log.record);
     }
-    oomkit_sinks_tell(call->st, &record,
-                      oomkit_history_phases(call->step->history, call->log.record),
-                      call->options->label, call->options->sinks);
+    oomkit_sinks_tell(call->st, &record, phases, call->options->label,
+                      call->options->sinks);
 }
 
 void
