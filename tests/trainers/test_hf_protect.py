@@ -394,3 +394,22 @@ def test_tokens_seen_are_counted_once() -> None:
     outcome, arm, _ = run(make, number=2, fault={"nth": 30})
     assert arm.fired and reference.rest["tokens"] > 0
     assert not differences(reference, outcome, SINGLE)
+
+
+def test_statistics_of_a_batch_are_said() -> None:
+    class Normed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm = torch.nn.Linear(12, 16), torch.nn.BatchNorm1d(16)
+            self.last = torch.nn.Linear(16, 3)
+
+        def forward(self, input_ids, attention_mask=None, labels=None):
+            logits = self.last(self.norm(self.first(input_ids / 64)))
+            return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    def make() -> Any:
+        return trainer(Normed, labelled("class"), eval_strategy="no")
+
+    outcome, arm, _ = run(make, number=2, fault={"nth": 10})
+    assert arm.fired and outcome.error is None
+    assert [line for line in outcome.said if "BatchNorm1d is in training mode" in line]
