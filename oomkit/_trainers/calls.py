@@ -177,9 +177,7 @@ class Call:
         self.seen = trainer.state
         if self._model is not None and self._model() is trainer.model:
             return
-        known = self.sizes()
-        for signature in known["signatures"]:
-            signature.pop("proven", None)
+        known = self.sizes(proofs=False)
         self._past = self.records[-_KEPT:]
         self._renew(trainer)
         self.load_sizes(known)
@@ -289,7 +287,8 @@ class Call:
         vars(trainer).setdefault(_HERE, []).append(self)
         for call in before:
             if call.name == self._name:
-                self.load_sizes(call.sizes())
+                same = call._model is not None and call._model() is trainer.model
+                self.load_sizes(call.sizes(proofs=same))
 
     def remove(self) -> None:
         """The trainer's own method again."""
@@ -301,9 +300,15 @@ class Call:
         if self._replaced is not None:
             setattr(trainer, self._name, self._replaced)
 
-    def sizes(self) -> dict[str, Any]:
-        """What fits, as plain values."""
+    def sizes(self, proofs: bool = True) -> dict[str, Any]:
+        """What fits, as plain values.
+
+        Args:
+            proofs: whether what was proven is among them.
+        """
         state: dict[str, Any] = self.step.state_dict()
+        for signature in [] if proofs else state["signatures"]:
+            signature.pop("proven", None)
         return state
 
     def load_sizes(self, sizes: dict[str, Any]) -> None:

@@ -64,3 +64,15 @@ def test_the_proof_of_a_model_is_not_of_the_next_one() -> None:
     with pytest.raises(oomkit.SplitError):
         made.train()
     assert len(records(made)) >= 4  # those of the first training are kept
+
+
+def test_the_proof_of_a_model_is_not_of_one_that_is_protected_after_it() -> None:
+    made = _halved(_made())
+    made.remove_callback(hf.PrinterCallback)
+    made.train()
+    torch.manual_seed(0)
+    made.model = made.model_wrapped = _classifier(normal=True)
+    made.optimizer = made.lr_scheduler = None
+    _halved(made)
+    with pytest.raises(oomkit.SplitError):
+        made.train()
