@@ -60,6 +60,7 @@ from ._engine import store as _store
 from ._engine import withheld as _withheld
 from ._ladder import host as _host
 from ._ladder import recompute as _recompute
+from ._ladder import rows as _rows
 from ._ladder import state as _state
 from ._ladder import update as _update
 from ._proof import diagnose as _diagnose
@@ -125,6 +126,8 @@ _fits = _C._bind(
         "update_needs": _optim.update_needs,
         "is_independent": _optim.is_independent,
         "around_parts": _update.around_parts,
+        "rows_possible": _rows.rows_possible,
+        "update_rows": _rows.update_rows,
         "hosted_state": _state.hosted_state,
         "hosted_tidy": _state.hosted_tidy,
         "owns_memory": _state.owns_memory,

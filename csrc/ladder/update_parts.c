@@ -5,8 +5,9 @@
  * Before a part its parameters and state are copied to the host; a part that runs out
  * of memory is put back from there and tried again with fewer parameters. Where one
  * alone does not fit, the state of all is moved to the host (host_state.c) and each
- * part brings its own; then the same is done with gradients. Where that is not enough,
- * all parts are put back.
+ * part brings its own; then the same is done with gradients; then a parameter is
+ * updated some rows at a time, where its optimizer computes element by element
+ * (oomkit/_ladder/rows.py). Where that is not enough, all parts are put back.
  *
  * A class that somebody has declared may write to gradients, or to itself, which no
  * copy is made of: there all parts are put back at once, and the whole call is
@@ -24,7 +25,8 @@
 #include "../sizes/sizes.h"
 #include "../undo/undo.h"
 
-#define ONE_AGAIN 1 /* times that one parameter is tried again as it is */
+#define SLICE_PEAK 12 /* times its bytes are the most that known updates of it take */
+#define ONE_AGAIN 1   /* times that one parameter is tried again as it is */
 
 typedef struct parts_run {
     oomkit_call *call;
@@ -34,19 +36,21 @@ typedef struct parts_run {
     int is_other;              /* not in parts: a hook has changed what is updated */
     oomkit_part_param *params; /* owned memory */
     Py_ssize_t count;
-    PyObject *hosted;    /* owned: the registry's; NULL: state stays there */
-    PyObject *grads;     /* owned: the same of gradients, in this update alone */
-    oomkit_ahead ahead;  /* state of the next part */
-    uint64_t beside;     /* bytes that a part needs beside its state, at most */
-    uint64_t part_bytes; /* of the parameters of one part, at most */
-    Py_ssize_t most;     /* parameters of one part, after a failure */
-    PyObject *groups;    /* owned: list of the groups' dicts */
-    PyObject *lists;     /* owned: list of their `params` */
-    PyObject *none;      /* owned: an empty list, in place of those */
-    PyObject *below;     /* borrowed: step() of a part */
-    PyObject *args;      /* owned: (optimizer, *args) */
-    PyObject *kwargs;    /* borrowed: dict */
-    PyObject *result;    /* owned: of the last part */
+    PyObject *hosted;     /* owned: the registry's; NULL: state stays there */
+    PyObject *grads;      /* owned: the same of gradients, in this update alone */
+    oomkit_ahead ahead;   /* state of the next part */
+    uint64_t beside;      /* bytes that a part needs beside its state, at most */
+    uint64_t part_bytes;  /* of the parameters of one part, at most */
+    Py_ssize_t most;      /* parameters of one part, after a failure */
+    uint64_t slice_bytes; /* what is larger goes by rows, so many bytes; 0: nothing */
+    PyObject *host_copy;  /* owned: function for new state, or NULL */
+    PyObject *groups;     /* owned: list of the groups' dicts */
+    PyObject *lists;      /* owned: list of their `params` */
+    PyObject *none;       /* owned: an empty list, in place of those */
+    PyObject *below;      /* borrowed: step() of a part */
+    PyObject *args;       /* owned: (optimizer, *args) */
+    PyObject *kwargs;     /* borrowed: dict */
+    PyObject *result;     /* owned: of the last part */
 } parts_run;
 
 /* --- one part --- */
@@ -175,6 +179,15 @@ part_hosted(const parts_run *run, PyObject *param, PyObject *tensors, uint64_t *
     return 0;
 }
 
+/* Does the update of a parameter go by rows? Then its state and its gradient stay on
+ * the host, and are written to there. */
+static int
+goes_by_rows(const parts_run *run, Py_ssize_t at)
+{
+    return run->slice_bytes > 0 && run->grads != NULL &&
+           run->params[at].bytes > run->slice_bytes;
+}
+
 /* Parameters from `at` on that make one part: of one group, so many bytes, at least
  * one. */
 static Py_ssize_t
@@ -185,6 +198,9 @@ part_count(const parts_run *run, Py_ssize_t at)
 
     while (at + n < run->count && (run->most == 0 || n < run->most) &&
            run->params[at + n].group == run->params[at].group) {
+        if (goes_by_rows(run, at + n)) {
+            return n > 0 ? n : 1;
+        }
         bytes += run->params[at + n].bytes;
         if (n > 0 && bytes > run->part_bytes) {
             break;
@@ -223,6 +239,35 @@ part_ahead(parts_run *run, Py_ssize_t at)
     return oomkit_ahead_fetch(call, &run->ahead, tensors);
 }
 
+/* Bytes of one row of a parameter; 0 with an exception. */
+static uint64_t
+row_bytes(const parts_run *run, Py_ssize_t at)
+{
+    oomkit_tensor_facts facts;
+
+    if (oomkit_tensor_facts_get(run->call->st, run->params[at].param, 0, &facts) < 0) {
+        return 0;
+    }
+    return facts.size > 0
+               ? (facts.bytes + (uint64_t)facts.size - 1) / (uint64_t)facts.size
+               : 1;
+}
+
+/* The update of one parameter by rows, its group being set. New reference or NULL. */
+static PyObject *
+rows_step(const parts_run *run, Py_ssize_t at)
+{
+    const uint64_t row = row_bytes(run, at);
+    const uint64_t rows = row == 0 ? 0 : run->slice_bytes / row;
+
+    return row == 0 ? NULL
+                    : PyObject_CallFunction(run->call->st->update_rows, "OOOOOKOO",
+                                            run->optimizer, run->below, run->args,
+                                            run->kwargs, run->params[at].param,
+                                            (unsigned long long)(rows > 0 ? rows : 1),
+                                            run->hosted, run->host_copy);
+}
+
 static int
 part_step(parts_run *run, Py_ssize_t at, Py_ssize_t count)
 {
@@ -237,7 +282,9 @@ part_step(parts_run *run, Py_ssize_t at, Py_ssize_t count)
     }
     Py_CLEAR(run->result);
     if (groups_set(run, run->params[at].group, params) == 0) {
-        run->result = PyObject_Call(run->below, run->args, run->kwargs);
+        run->result = goes_by_rows(run, at)
+                          ? rows_step(run, at)
+                          : PyObject_Call(run->below, run->args, run->kwargs);
     }
     return groups_back(run) < 0 || run->result == NULL ? -1 : 0;
 }
@@ -249,9 +296,13 @@ part_run(parts_run *run, Py_ssize_t at, Py_ssize_t count)
     Py_ssize_t i;
 
     for (i = at; i < at + count; i++) {
-        if (oomkit_part_keep(run->call, run->index, &run->params[i], run->hosted) < 0) {
+        if (oomkit_part_keep(run->call, run->index, &run->params[i],
+                             goes_by_rows(run, i) ? NULL : run->hosted) < 0) {
             return -1;
         }
+    }
+    if (goes_by_rows(run, at)) {
+        return part_step(run, at, count);
     }
     return grads_move(run, at, count, 1) < 0 ||
                    oomkit_ahead_wait(run->call, &run->ahead) < 0 ||
@@ -277,7 +328,8 @@ parts_undo(const parts_run *run, Py_ssize_t at, Py_ssize_t count)
         return -1;
     }
     for (i = at; result == 0 && i < at + count; i++) {
-        result = oomkit_part_put_back(call, run->index, &run->params[i], run->hosted,
+        result = oomkit_part_put_back(call, run->index, &run->params[i],
+                                      goes_by_rows(run, i) ? NULL : run->hosted,
                                       oomkit_params_version_is);
     }
     return oomkit_grad_mode_back(call->st, mode, result);
@@ -330,12 +382,47 @@ parts_to_host(parts_run *run)
                : 1;
 }
 
+/* A parameter alone has failed, and nothing else may go to the host: fewer of its rows
+ * at a time. 1, 0 where it cannot, or -1. */
+static int
+rows_fewer(parts_run *run, Py_ssize_t at, oomkit_update_need *need)
+{
+    const uint64_t bytes = run->params[at].bytes;
+    const uint64_t left = oomkit_update_left(run->call);
+    const int cut = goes_by_rows(run, at);
+    OWNED PyObject *may = NULL;
+    uint64_t row, slice;
+
+    if (!run->repeats || run->grads == NULL || run->hosted == NULL) {
+        return 0;
+    }
+    may = PyObject_CallFunctionObjArgs(run->call->st->rows_possible, run->optimizer,
+                                       run->params[at].param, NULL);
+    row = may == NULL ? 0 : row_bytes(run, at);
+    if (row == 0 || may != Py_True || (cut && run->slice_bytes <= row)) {
+        return row == 0 ? -1 : 0;
+    }
+    slice = cut ? run->slice_bytes / 2 : bytes / 2;
+    if (!cut && left != OOMKIT_UNKNOWN && left / SLICE_PEAK < slice) {
+        slice = left / SLICE_PEAK;
+    }
+    run->slice_bytes = slice > row ? slice : row;
+    if (need != NULL) {
+        need->slice_bytes = run->slice_bytes;
+    }
+    if (!cut) { /* they are those of the host's memory itself */
+        oomkit_part_unkeep(run->call, run->index, &run->params[at]);
+    }
+    return 1;
+}
+
 /* What a part of `count` parameters that has failed may become: smaller, the same once
  * more, or with state on the host. 1, 0 where nothing is left to be tried, or -1. */
 static int
-part_becomes(parts_run *run, Py_ssize_t count, int *again)
+part_becomes(parts_run *run, Py_ssize_t at, Py_ssize_t count, int *again)
 {
     oomkit_update_need *need = oomkit_update_need_of(run->call->parts, run->optimizer);
+    int helps;
 
     if (!run->repeats) { /* the next update of this call has to know, too */
         oomkit_update_failed(run->call, run->optimizer);
@@ -359,7 +446,8 @@ part_becomes(parts_run *run, Py_ssize_t count, int *again)
         }
         return more;
     }
-    return parts_to_host(run);
+    helps = parts_to_host(run);
+    return helps != 0 ? helps : rows_fewer(run, at, need);
 }
 
 /* A part has run out of memory (the exception is in flight): it goes, and so does what
@@ -378,7 +466,7 @@ part_failed(parts_run *run, Py_ssize_t at, Py_ssize_t count, int *again)
         status = oomkit_device_empty_cache(call->st, call->device);
     }
     if (status == 0) {
-        status = part_becomes(run, count, again);
+        status = part_becomes(run, at, count, again);
         call->tries.update_smaller |= status > 0 && !run->repeats;
         if (status == 0 || (status > 0 && !run->repeats)) {
             oomkit_exception_give(exception);
@@ -423,12 +511,30 @@ beside_state(const oomkit_update_figures *f, uint64_t part, uint64_t all)
     return f->fixed + (uint64_t)((double)f->together * share);
 }
 
+/* What has been to the host in earlier updates is so from the beginning, while there is
+ * no room for all (parameters and state of so many bytes). 0 or -1. */
+static int
+parts_resume(parts_run *run, oomkit_update_need *need, const oomkit_update_figures *f,
+             uint64_t bytes)
+{
+    if (need == NULL || run->hosted == NULL) {
+        return 0;
+    }
+    if (f->left != OOMKIT_UNKNOWN && f->left > f->fixed + f->state + bytes) {
+        need->slice_bytes = 0; /* there is room again */
+    }
+    if ((need->grads_out || need->slice_bytes > 0) && parts_to_host(run) < 0) {
+        return -1;
+    }
+    run->slice_bytes = need->slice_bytes;
+    return 0;
+}
+
 /* How many bytes of parameters go into one part. 0 or -1. */
 static int
 parts_plan(parts_run *run)
 {
-    const oomkit_update_need *need =
-        oomkit_update_need_of(run->call->parts, run->optimizer);
+    oomkit_update_need *need = oomkit_update_need_of(run->call->parts, run->optimizer);
     oomkit_update_figures f;
     uint64_t bytes = 0, largest = 0, hosted = 0, left, grows;
     Py_ssize_t i;
@@ -443,8 +549,7 @@ parts_plan(parts_run *run)
     if (run->hosted != NULL) {
         hosted = oomkit_host_bytes(run->call);
     }
-    if (need != NULL && need->grads_out && run->hosted != NULL &&
-        parts_to_host(run) < 0) {
+    if (parts_resume(run, need, &f, bytes + hosted) < 0) {
         return -1;
     }
     run->part_bytes = bytes;
@@ -527,6 +632,7 @@ parts_end(parts_run *run)
     Py_CLEAR(run->none);
     Py_CLEAR(run->args);
     Py_CLEAR(run->result);
+    Py_CLEAR(run->host_copy);
 }
 
 static const char *const capsule_name = "oomkit.parts_run";
@@ -611,6 +717,16 @@ parts_function(PyObject *capsule, PyObject *given)
     return Py_XNewRef(run->result == NULL ? Py_None : run->result);
 }
 
+/* A copy of a tensor in host memory, outside the budget: (tensor). */
+static PyObject *
+parts_host_copy(PyObject *capsule, PyObject *tensor)
+{
+    parts_run *run = PyCapsule_GetPointer(capsule, capsule_name);
+
+    return run == NULL ? NULL : oomkit_host_copy_pinned(run->call->st, tensor);
+}
+
+static PyMethodDef host_copy_method = {"host_copy", parts_host_copy, METH_O, NULL};
 static PyMethodDef parts_method = {"step", parts_function, METH_VARARGS, NULL};
 
 PyObject *
@@ -623,7 +739,9 @@ oomkit_update_in_parts(oomkit_call *call, PyObject *optimizer, int index,
     OWNED PyObject *function = NULL, *step = NULL;
     PyObject *result = NULL; /* owned */
 
-    function = capsule == NULL ? NULL : PyCFunction_New(&parts_method, capsule);
+    run.host_copy =
+        capsule == NULL ? NULL : PyCFunction_New(&host_copy_method, capsule);
+    function = run.host_copy == NULL ? NULL : PyCFunction_New(&parts_method, capsule);
     step = function == NULL
                ? NULL
                : PyObject_CallFunctionObjArgs(call->st->around_parts, optimizer,

@@ -35,9 +35,11 @@ typedef struct oomkit_update_need {
     uint64_t peak;    /* measured above what was there before it; 0: not measured */
     const PyTypeObject *type; /* borrowed, compared only: its class, and of that: */
     int versions_tell;        /* what it writes shows in versions of tensors */
-    int failed;        /* it ran out of memory where it was to fit: so many in parts */
-    int grads_out;     /* gradients are on the host from the beginning */
-    Py_ssize_t most;   /* parameters of a part, after one of more had failed; 0: any */
+    int failed;      /* it ran out of memory where it was to fit: so many in parts */
+    int grads_out;   /* gradients are on the host from the beginning */
+    Py_ssize_t most; /* parameters of a part, after one of more had failed; 0: any */
+    uint64_t
+        slice_bytes;   /* what is larger is updated by rows, so many bytes; 0: none */
     Py_ssize_t marked; /* parameters and state values at its last mark */
 } oomkit_update_need;
 

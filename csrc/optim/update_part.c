@@ -265,6 +265,17 @@ oomkit_part_put_back(oomkit_call *call, int index, const oomkit_part_param *para
 }
 
 void
+oomkit_part_unkeep(oomkit_call *call, int index, const oomkit_part_param *param)
+{
+    PyObject **copies = call->updating.marks[index].copies;
+    Py_ssize_t i;
+
+    for (i = param->first; copies != NULL && i < param->first + param->count; i++) {
+        Py_CLEAR(copies[i]);
+    }
+}
+
+void
 oomkit_part_forget(oomkit_call *call, int index)
 {
     oomkit_optimizer_mark *mark = &call->updating.marks[index];

@@ -34,6 +34,9 @@ oomkit_part_keep(oomkit_call *call, int index, const oomkit_part_param *param,
 int
 oomkit_part_put_back(oomkit_call *call, int index, const oomkit_part_param *param,
                      PyObject *hosted, oomkit_param_is_back told);
+/* Those of one parameter go. */
+void
+oomkit_part_unkeep(oomkit_call *call, int index, const oomkit_part_param *param);
 /* The copies go: nothing will be put back. */
 void
 oomkit_part_forget(oomkit_call *call, int index);

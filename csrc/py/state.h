@@ -304,6 +304,8 @@
     X(update_needs)   /* oomkit.optim: bytes that an update needs */                   \
     X(is_independent) /* oomkit.optim: may an update go in parts? */                   \
     X(around_parts)   /* oomkit._ladder.update: step() around its parts */             \
+    X(rows_possible)  /* oomkit._ladder.rows: may a parameter's update go by rows? */  \
+    X(update_rows)    /* oomkit._ladder.rows: that update */                           \
     X(hosted_state)   /* oomkit._ladder.state: what is on the host */                  \
     X(hosted_tidy)    /* oomkit._ladder.state: forgets one that has nothing there */   \
     X(owns_memory)    /* oomkit._ladder.state: may a tensor's memory be exchanged? */  \
