@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from . import _C
+from ._reports import ranks
 
 __all__ = ["Report", "format_bytes", "format_seconds", "record_dict", "report", "reset_report"]
 
@@ -88,9 +89,13 @@ class Site:
 def record_dict(record: Any) -> dict[str, Any]:
     """record_dict(record) -> dict
 
-    The fields of a StepRecord (or StepSummary) by name.
+    The fields of a StepRecord (or StepSummary) by name; of a record of one of several
+    processes its rank, too.
     """
-    return {name: getattr(record, name) for name in type(record).__match_args__}
+    fields = {name: getattr(record, name) for name in type(record).__match_args__}
+    if isinstance(record, _C.StepRecord) and (rank := ranks.own_rank()) is not None:
+        fields["rank"] = rank
+    return fields
 
 
 def _is_change(before: Row | None, row: Row) -> bool:
@@ -407,7 +412,7 @@ def _html_table(title: str, table: Table) -> str:
     return f"<table>{caption}<thead><tr>{cells}</tr></thead><tbody>{lines}</tbody></table>"
 
 
-def _json(sites: Sequence[Site]) -> str:
+def _json(sites: Sequence[Site], found: list[Any] | None) -> str:
     entries = [
         {
             "label": site.label,
@@ -416,7 +421,13 @@ def _json(sites: Sequence[Site]) -> str:
         }
         for site in sites
     ]
-    return json.dumps({"sites": entries}, indent=1)
+    told: dict[str, Any] = {"sites": entries}
+    if found is not None:
+        told["ranks"] = [
+            [{"label": label, "summary": total, "records": rows} for label, total, rows in each]
+            for each in found
+        ]
+    return json.dumps(told, indent=1)
 
 
 class Report(str):
@@ -439,8 +450,9 @@ def report(
     file: str | os.PathLike[str] | _Writable | None = None,
     *,
     all: bool = False,
+    group: Any = None,
 ) -> Report:
-    """report(steps=None, format='text', file=None, *, all=False) -> Report
+    """report(steps=None, format='text', file=None, *, all=False, group=None) -> Report
 
     What the decorated steps did, on one screen: a line for each label over its whole run, the
     last events (errors, changes of plan), the last five steps. A notebook shows it as a table.
@@ -456,6 +468,10 @@ def report(
     all : bool
         A table for each label with every record that is kept: the last 1024, and older ones
         with events.
+    group : process group or True, optional
+        Of ranks that all call this: the first one's report has the records of all, with the
+        rank that needed most and those that caused retries; the others' have their own. True is
+        the default group.
 
     Returns
     -------
@@ -468,9 +484,14 @@ def report(
         )
     sites = sites_of(steps)
     tables = _all(sites) if all else _screen(sites) if sites else []
+    found = None
+    if group is not None:
+        found = ranks.gathered([(site.label, site.summary, site.rows) for site in sites], group)
+    if found is not None:
+        tables = [*ranks.tables(found, format_bytes, format_seconds), *tables]
     if format == "json":
-        text = Report(_json(sites))
-    elif not sites:
+        text = Report(_json(sites, found))
+    elif not tables:
         text = Report("no records")
     else:
         text = Report((_text if format == "text" else _markdown)(tables))

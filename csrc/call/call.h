@@ -105,6 +105,9 @@ oomkit_engine_device_of_failure(const oomkit_call *call);
  * -1; with the bridge neither can fail. */
 int
 oomkit_modes_entry(oomkit_call *call);
+/* Were no gradients recorded then? */
+int
+oomkit_modes_without_grad(const oomkit_call *call);
 int
 oomkit_modes_entry_back(oomkit_call *call);
 
@@ -134,6 +137,10 @@ oomkit_refusal_transform(oomkit_state *st);
  * any: 1, 0 or -1. */
 PyObject *
 oomkit_wrappers(oomkit_call *call);
+/* With several ranks: their collectives are told of from now on, so that those inside a
+ * part are known. 1, 0 without others, -1. */
+int
+oomkit_ranks_watched(oomkit_state *st);
 int
 oomkit_wrappers_any(oomkit_call *call);
 

@@ -12,6 +12,12 @@ oomkit_modes_entry(oomkit_call *call)
 }
 
 int
+oomkit_modes_without_grad(const oomkit_call *call)
+{
+    return call->entry.modes_known && !call->entry.modes.grad;
+}
+
+int
 oomkit_modes_entry_back(oomkit_call *call)
 {
     if (!call->entry.modes_known ||

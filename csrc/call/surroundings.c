@@ -26,6 +26,19 @@ several_ranks(void)
     return world > 1;
 }
 
+int
+oomkit_ranks_watched(oomkit_state *st)
+{
+    OWNED PyObject *done = NULL;
+    int several = several_ranks();
+
+    if (several > 0) {
+        done = PyObject_CallNoArgs(st->ranks_watch);
+        several = done == NULL ? -1 : 1;
+    }
+    return several;
+}
+
 /* By the names of its classes: fully_shard() derives one of its own from the user's. */
 static int
 is_wrapper_type(PyTypeObject *type)
@@ -100,6 +113,20 @@ oomkit_refusal_transform(oomkit_state *st)
     return level == NULL ? -1 : level != Py_None;
 }
 
+/* Does it need no gradients, as far as is known, so that other ranks have no part in
+ * it? Collectives of its own are told from now on: in micro-batches they are an error.
+ * 1, 0 or -1. */
+static int
+evaluation_alone(oomkit_call *call)
+{
+    int wrapped = oomkit_wrappers_any(call);
+
+    if (wrapped != 0 || call->training || !oomkit_modes_without_grad(call)) {
+        return wrapped < 0 ? -1 : 0;
+    }
+    return oomkit_ranks_watched(call->st) < 0 ? -1 : 1;
+}
+
 /* Why this call must not be replayed or split: a static text, or NULL. -1 on error. */
 int
 oomkit_refusal(oomkit_call *call, const char **why)
@@ -110,6 +137,9 @@ oomkit_refusal(oomkit_call *call, const char **why)
     state = oomkit_ranks_agreed(call) ? 0 : several_ranks();
     if (state == 0 && !oomkit_ranks_agreed(call)) {
         state = oomkit_wrappers_any(call);
+    } else if (state > 0) {
+        state = evaluation_alone(call);
+        state = state < 0 ? -1 : !state;
     }
     if (state != 0) {
         *why = "distributed training: a replay would leave the other ranks waiting in "

@@ -1,6 +1,7 @@
 /* oomkit.chunks as a type: its options, the iterator, what can be asked of it. */
 #include "heap_types.h"
 #include "types.h"
+#include "../call/call.h"
 #include "../loop/parts_join.h"
 #include "../optim/optim.h"
 #include "../result/result.h"
@@ -105,6 +106,9 @@ chunks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                             "chunks() got an unknown option 'join': the "
                             "body of the loop collects the results");
     }
+    if (oomkit_ranks_watched(oomkit_state_of_type(type)) < 0) {
+        return NULL;
+    }
     return (PyObject *)chunks_make(oomkit_state_of_type(type), args, NULL, NULL, kwargs,
                                    NULL, NULL);
 }
@@ -122,7 +126,9 @@ chunks_of(PyObject *module, PyObject *arguments)
                           &options, &func, &key, &like)) {
         return NULL;
     }
-    self = chunks_make(st, args, kwargs, names, options, func, key);
+    self = oomkit_ranks_watched(st) < 0
+               ? NULL
+               : chunks_make(st, args, kwargs, names, options, func, key);
     if (self != NULL && Py_IS_TYPE(like, (PyTypeObject *)st->chunks_type) &&
         chunks_CAST(like)->parts != NULL && chunks_CAST(like)->func == func) {
         self->parts = chunks_CAST(like)->parts;

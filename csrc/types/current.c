@@ -1,5 +1,6 @@
 /* oomkit.current(): where in a split call this code runs. */
 #include "current.h"
+#include "../loop/chunks.h"
 #include "../undo/undo.h"
 
 static PyStructSequence_Field current_fields[] = {
@@ -60,6 +61,23 @@ current_get(PyObject *module, PyObject *Py_UNUSED(ignored))
     return current;
 }
 
+/* Where code runs that asks, without what current() means for the step. */
+static PyObject *
+current_where(PyObject *module, PyObject *Py_UNUSED(ignored))
+{
+    const unsigned long thread = PyThread_get_thread_ident();
+    oomkit_chunks *loop = oomkit_state_of_module(module)->chunks_out; /* borrowed */
+    const oomkit_call *call = oomkit_call_current();
+
+    if (call != NULL) {
+        return PyLong_FromLong(!call->running || !call->split ? 0 : 2 + call->is_last);
+    }
+    while (loop != NULL && loop->thread != thread) {
+        loop = loop->older;
+    }
+    return PyLong_FromLong(loop != NULL);
+}
+
 /* testing.force_slices: a tuple of positive lengths, or None. */
 static PyObject *
 current_force_slices(PyObject *module, PyObject *lengths)
@@ -91,6 +109,9 @@ PyMethodDef oomkit_current_methods[] = {
      "``if oomkit.current().is_last: ema.update(model)``. A step that asks is no "
      "longer\n"
      "checked for micro-batches that run different code."},
+    {"_where", current_where, METH_NOARGS,
+     "_where()\n--\n\n"
+     "0; 1 in a part of a loop; 2 in a micro-batch of a call, 3 in its last."},
     {"_force_slices", current_force_slices, METH_O,
      "_force_slices(lengths, /)\n--\n\nSet the forced slices; returns those before."},
     {NULL, NULL, 0, NULL},

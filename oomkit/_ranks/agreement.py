@@ -31,8 +31,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _C
-from .call import COMMIT, OWN, REDUCTION, Call, refuse_in_parts
-from .world import AGAIN, FINE, World, meet
+from .call import COMMIT, OWN, PATIENCE, REDUCTION, Call, refuse_in_parts
+from .world import AGAIN, FATAL, FINE, NEVER, STOP, World, meet
 
 _PLAIN_HOOKS = frozenset({"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"})
 """One collective for each bucket, and no state: of torch's own."""
@@ -64,6 +64,8 @@ class Reducer:
         """A forward has synchronised, and its gradients were not reduced."""
         self.flying = False
         """Its reduction overlaps with the backward."""
+        self.begun = False
+        """The others know that this rank takes part in it."""
         self.sent = 0
         self.broadcasts: Any = True
         """The next forward begins with a broadcast of buffers."""
@@ -152,6 +154,7 @@ class Reducer:
                 "auto_batch cannot reduce the gradients of a DistributedDataParallel model "
                 "none of whose parameters was used on this rank"
             )
+        self._agreement.reduces(self)
         self.due, self.flying, self.sent = False, True, self.count()
         with torch.enable_grad():
             root = _Touch.apply(*reversed(moved))  # type: ignore[no-untyped-call]
@@ -159,13 +162,17 @@ class Reducer:
         torch.autograd.Variable._execution_engine.run_backward(
             (root,), (torch.ones_like(root),), False, False, (), True, True
         )
-        self.flying = False
+        self.flying = self.begun = False
 
-    def drain(self) -> None:
-        """Take part with zeros in what is left of a reduction that others wait for."""
-        if not self.flying:
+    def drain(self, begun: bool = False) -> None:
+        """Take part with zeros in what is left of a reduction that others wait for, or in one
+        that they have begun alone."""
+        awaited = begun or self.begun or (self.flying and not self._agreement.world.shared)
+        self.flying = self.begun = False
+        if not awaited:
             return
-        self.flying = False
+        if begun:
+            self.sent = self.count()
         buckets = self.real._get_zeros_like_grad_buckets()
         left = buckets[max(0, self.count() - self.sent) :]
         work = [self.real._run_comm_hook(bucket) for bucket in left]
@@ -181,7 +188,7 @@ class Reducer:
 
     def reset(self) -> None:
         self.real._reset_state()
-        self.due = self.flying = False
+        self.due = self.flying = self.begun = False
 
 
 class Agreement(Call):
@@ -243,6 +250,8 @@ class Agreement(Call):
         for reducer in self._reducers:
             if not reducer.flying:
                 reducer.backward_begins()
+            elif not reducer.begun:
+                self.reduces(reducer)
         return 0
 
     def backward_ends(self) -> int:
@@ -250,7 +259,7 @@ class Agreement(Call):
         if flying:
             for reducer in flying:
                 if reducer.has_finished():
-                    reducer.due = reducer.flying = False
+                    reducer.due = reducer.flying = reducer.begun = False
                     self._done += 1
             return 0
         moved = [reducer for reducer in self._reducers if reducer.backward_moved()]
@@ -310,6 +319,23 @@ class Agreement(Call):
         self._whole, self._cautious, self.trouble, self._done = False, True, True, 0
         return 0
 
+    def reduces(self, reducer: Reducer) -> None:
+        """This rank begins a reduction: one that has an error then takes part in it."""
+        if self.world.tell(self._reducers.index(reducer), FATAL) == STOP:
+            self.vote(FINE, REDUCTION)  # which says why
+        reducer.begun = True
+
+    def cast(self, word: int, matter: int) -> int:
+        return self.world.vote(word, matter, self._take_part)
+
+    def _take_part(self, step: int) -> None:
+        self.world.tell(step, NEVER)
+        self._draining = True
+        try:
+            self._reducers[step].drain(begun=True)
+        finally:
+            self._draining = False
+
     def own_collective(self, name: str) -> bool:
         hooks = self._draining or torch._C._current_graph_task_id() != -1
         if self.committed or hooks:
@@ -353,19 +379,22 @@ class Agreement(Call):
         """An error leaves the call: who waits for this rank is told."""
         text = self.note(exception)
         flying = any(reducer.flying for reducer in self._reducers)
+        awaited = flying or self._done > 0 or (self._cautious and self._waits)
         with contextlib.suppress(RuntimeError):  # the others are gone, or the group is
             self._drain()
         with contextlib.suppress(RuntimeError):
             for reducer in self._reducers:
                 reducer.real._reset_state()
-        awaited = flying or self._done > 0 or (self._cautious and self._waits)
         broken = isinstance(exception, _C.OomkitError | MemoryError | torch.OutOfMemoryError)
-        if self.told:
+        if self.told or (self.committed and not broken):
             return
-        if (awaited and not self.committed) or (self.committed and broken):
+        if self.committed or (awaited and not self.world.shared):
             self.world.give_up(text, self.matter(COMMIT))
-        elif not self.committed:
-            self.world.say(text)
+            return
+        self.world.say(text)
+        if self._waits and self.world.shared:  # the others may begin a reduction at any time
+            with contextlib.suppress(RuntimeError):
+                self.world.vote(FATAL, self.matter(COMMIT), self._take_part, PATIENCE)
 
 
 def _second_broadcast() -> None:

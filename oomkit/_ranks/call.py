@@ -9,6 +9,9 @@ from .world import AGAIN, FINE, TROUBLE, World, error
 
 REDUCTION, COMMIT, OWN, START, PROOF = 1, 2, 3, 4, 5  # matters of a vote
 
+PATIENCE = 5.0
+"""Seconds that an error waits for ranks that are in a collective, or may begin one."""
+
 
 class Call:
     """One call of a step."""

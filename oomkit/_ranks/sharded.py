@@ -27,13 +27,12 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from .. import _C
-from .call import COMMIT, OWN, PROOF, REDUCTION, START, Call, refuse_in_parts
+from .call import COMMIT, OWN, PATIENCE, PROOF, REDUCTION, START, Call, refuse_in_parts
 from .world import AGAIN, FATAL, FINE, NEVER, OTHERS, STOP, World, error
 
 _FORWARD, _BACKWARD, _PART, _SCATTER, _REPLICAS = range(5)  # kinds of a step
 _ALL = (1 << 38) - 1
 """Parameters of a group that have gradients: all that are trained."""
-_PATIENCE = 5.0  # seconds that an error waits for ranks that are in a collective
 _MODULES = ("state", "param_group", "param")
 _NAMES = {
     "FSDPState": "_fsdp_param_groups _is_root _lazy_init _state_ctx",
@@ -314,7 +313,7 @@ class Sharded(Call):
             return False
         if self._proving and name == "all_reduce":
             return True  # what is compared is this rank's
-        if self._proving or not (self._whole or _C.current().is_last):
+        if self._proving or not (self._whole or _C._where() == 3):
             raise refuse_in_parts(self, name)
         if self.asks(FINE, OWN):
             self._stop()
@@ -412,7 +411,7 @@ class Sharded(Call):
         self.world.say(text)
         with _Aside(self), contextlib.suppress(_C.RankError):
             self.world.vote(
-                FATAL, self.matter(COMMIT), lambda step: self._follow(step, []), _PATIENCE
+                FATAL, self.matter(COMMIT), lambda step: self._follow(step, []), PATIENCE
             )
         self.back()
 

@@ -18,6 +18,7 @@ import secrets
 import socket
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -344,6 +345,37 @@ def _ends(world: weakref.ref[World], process: int) -> None:
         own.say(own.said(own.rank) or "its program has ended", gone=True)
 
 
+_warned: set[tuple[str, int]] = set()
+
+
+def _look(name: str, where: int) -> None:
+    """A collective outside of calls that are agreed on: ranks may have different numbers of parts,
+    so that one would wait for another that does not come."""
+    text = f"torch.distributed.{name}()"
+    if where >= 2:
+        raise _C.SplitError(
+            f"auto_batch cannot run {text} in a function that is split on this rank: other ranks "
+            "may have another number of micro-batches; call it after the function, on its result"
+        )
+    if where == 1 and (name, where) not in _warned:
+        _warned.add((name, where))
+        warnings.warn(
+            f"oomkit: {text} is called inside a part of chunks() or map(): ranks may have "
+            "different numbers of parts, and one would wait for another; call it after the loop",
+            _C.OomkitWarning,
+            stacklevel=4,
+        )
+
+
+def watch() -> None:
+    """Have collectives tell of their calls."""
+    for name in _COLLECTIVES:
+        _watch(dist, name)
+    functional = sys.modules.get("torch.distributed._functional_collectives")
+    for name in _FUNCTIONAL:
+        _watch(functional, name)
+
+
 def _watch(module: Any, name: str) -> None:
     """Have a function of torch.distributed tell of its calls inside a call that is agreed on."""
     plain = getattr(module, name, None)
@@ -355,6 +387,7 @@ def _watch(module: Any, name: str) -> None:
         world = _present
         agreement = None if world is None else world.present
         if world is None or agreement is None:
+            _look(name, _C._where())
             return plain(*args, **kwargs)
         if threading.get_ident() != world.thread and not agreement.reducing:
             return plain(*args, **kwargs)
@@ -376,10 +409,6 @@ def meet() -> World:
     if _present is None or _present.group() is not group:
         version = sys.modules[__name__.partition(".")[0]].__version__
         _present = World(group, version)
-        for name in _COLLECTIVES:
-            _watch(dist, name)
-        functional = sys.modules.get("torch.distributed._functional_collectives")
-        for name in _FUNCTIONAL:
-            _watch(functional, name)
+        watch()
     _present.thread = threading.get_ident()
     return _present

@@ -166,6 +166,21 @@ def _prove_evaluation(unit: str) -> Result:
     return Result(found.faults, found.failures, told, time.perf_counter() - begin)
 
 
+def _ranks() -> list[str]:
+    from ranks.sweeps import units
+
+    return units()
+
+
+def _prove_ranks(unit: str) -> Result:
+    from ranks.sweeps import sweep
+
+    begin = time.perf_counter()
+    found = sweep(unit)
+    told = f"{found.cases} steps, {len(found.hung)} hung"
+    return Result(found.fired, found.wrong + found.hung, told, time.perf_counter() - begin)
+
+
 # Swept by a suite of its own, and further than its tests would.
 ELSEWHERE = {"evaluation/test_evaluation_faults.py": "evaluation of 50 samples"}
 
@@ -192,6 +207,7 @@ SUITES = [
     pytest_suite("three steps, every place", "engine/test_exact.py"),
     pytest_suite("in and after the update", "optim/test_optimizer_faults.py"),
     pytest_suite("what cannot be taken back", "undo/test_rollback_rest.py"),
+    Suite("several ranks, faults", _ranks, _prove_ranks),
     pytest_suite("several ranks", "ranks/test_ddp.py", "ranks/test_world.py", "ranks/test_vote.py"),
     pytest_suite("leaks", "leaks/test_leaks.py", "leaks/test_leak_names.py",
                  "python_types/test_bare_objects.py"),

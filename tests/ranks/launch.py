@@ -41,6 +41,8 @@ class Rank:
         import torch
         import torch.distributed as dist
 
+        if dist.is_initialized():
+            return
         torch.set_num_threads(1)
         dist.init_process_group(
             "gloo",

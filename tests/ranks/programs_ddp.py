@@ -316,13 +316,13 @@ def _swept(kind: type[World], option: str, rank: Rank) -> dict[str, Any]:
                 for how in given["kinds"]:
                     faults = _faults(how, phase, nth, rank)
                     found = _one_case(kind, option, rank, at, faults)
-                    cases += 1
-                    fired += found["fired"]
+                    faulted = torch.tensor(found["fired"])
+                    dist.all_reduce(faulted)
+                    cases += bool(faulted)
+                    fired += int(faulted)
                     if found["bits"] > rounding or found["error"] > 1e-9:
                         failures.append([at, phase, nth, how, found])
-    everywhere = torch.tensor(fired)
-    dist.all_reduce(everywhere)
-    return {"cases": cases, "fired": int(everywhere), "failures": failures}
+    return {"cases": cases, "fired": fired, "failures": failures}
 
 
 def sweep(rank: Rank) -> dict[str, Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -248,3 +251,99 @@ def joined(rank: Rank) -> bool:
         for _ in range(2 + rank.rank):
             step(x, y)
     return True
+
+
+def caught(rank: Rank) -> list[Any]:
+    """An error that a program catches on one rank, and goes on: others get theirs at once, and go
+    on, too."""
+    sharded = rank.arguments["sharded"]
+    model, optimizer, x, y = _begin(rank)
+    if sharded:
+        from torch.distributed.fsdp import fully_shard
+
+        model = fully_shard(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    bad = False
+
+    @oomkit.auto_batch(verify=False)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        if bad:
+            raise ValueError("a label that there is not")
+        loss.backward()
+        optimizer.step()
+
+    said, took = [], 0.0
+    for index in range(4):
+        bad = rank.rank == 1 and index == 2
+        begin = time.monotonic()
+        said.append(_raised(lambda: step(x, y)))
+        if index == 2:
+            took = time.monotonic() - begin
+    return [said, took]
+
+
+def reported(rank: Rank) -> list[Any]:
+    """One report of all ranks."""
+    model, optimizer, x, y = _begin(rank)
+
+    @oomkit.auto_batch(verify=False, label="train")
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    step(x, y)
+    with inject_oom(nth=2) if rank.rank == 1 else contextlib.nullcontext():
+        step(x, y)
+    told = oomkit.report(step, group=True)
+    every = json.loads(oomkit.report(step, "json", group=True))
+    return [told, every["sites"][0]["records"][0]["rank"], len(every.get("ranks", []))]
+
+
+def evaluated(rank: Rank) -> list[Any]:
+    """What needs no gradients needs no agreement, however many batches a rank has."""
+    rank.join()
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    x = torch.randn(8, 4)
+
+    @oomkit.auto_batch
+    def evaluate(x: torch.Tensor) -> torch.Tensor:
+        return net(x)
+
+    @oomkit.auto_batch
+    def with_metric(x: torch.Tensor) -> torch.Tensor:
+        out = net(x)
+        dist.all_reduce(out.mean())
+        return out
+
+    def fails() -> None:
+        with inject_oom(nth=3):
+            with_metric(x)
+
+    with torch.no_grad():
+        for _ in range(2 + rank.rank):
+            evaluate(x)
+        with inject_oom(nth=3) if rank.rank == 1 else contextlib.nullcontext():
+            right = torch.allclose(evaluate(x), net(x))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for part in oomkit.chunks(x):
+                with oomkit.guard():
+                    dist.all_reduce(net(part).mean())
+        warned = " ".join(str(w.message) for w in caught)
+        said = _raised(fails) if rank.rank == 1 else ""
+    return [right, evaluate.records[-1].accumulation_steps, warned, said]
+
+
+def together(rank: Rank) -> dict[str, Any]:
+    """Several of these in one process group, one after the other."""
+    rank.join(20.0)
+    programs = rank.arguments["programs"]
+    found = {}
+    for name, (program, given) in programs.items():
+        one = Rank(rank.rank, rank.world, rank.store, given)
+        print(name, flush=True)
+        found[name] = globals()[program](one)
+    return found

@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
 
 from .launch import ranks_of, results_of
 
+OWN = [(fails, phase, nth) for fails in (0, 1) for phase, nth in (("forward", 1), ("backward", 2))]
+TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "split": ("split_from_the_start", {}),
+    "hidden": ("hidden_optimizer", {}),
+    "without memory": ("out_of_ways", {}),
+    "after": ("after_the_update", {}),
+    "caught": ("caught", {"sharded": False}),
+    "caught, sharded": ("caught", {"sharded": True}),
+    "reported": ("reported", {}),
+    "evaluated": ("evaluated", {}),
+    "refused": ("refused", {"how": ["sparse", "static", "fsdp, parts", "fsdp, kept"]}),
+    "joined": ("joined", {}),
+    **{f"own {f} {p}": ("own_collective", {"fails": f, "phase": p, "nth": n}) for f, p, n in OWN},
+}
+
+
+@functools.cache
+def _found() -> list[dict[str, Any]]:
+    """All of them, in one group: each goes on where another one has ended with an error."""
+    return results_of("programs_steps:together", 2, 300.0, programs=TOGETHER)
+
+
+def _of(name: str) -> list[Any]:
+    return [one[name] for one in _found()]
+
 
 def test_each_rank_may_split_as_it_needs() -> None:
-    assert results_of("programs_steps:split_from_the_start", 2) == [[True, 2], [True, 4]]
+    assert _of("split") == [[True, 2], [True, 4]]
 
 
 def test_a_loss_that_is_returned_is_torchs_affair() -> None:
@@ -18,39 +46,58 @@ def test_a_loss_that_is_returned_is_torchs_affair() -> None:
         assert "call backward() inside the step" in said
 
 
-@pytest.mark.parametrize("fails", [0, 1])
-@pytest.mark.parametrize(("phase", "nth"), [("forward", 1), ("backward", 2)])
-def test_a_collective_of_the_steps_own_is_made_once(fails: int, phase: str, nth: int) -> None:
-    ended = ranks_of("programs_steps:own_collective", 2, fails=fails, phase=phase, nth=nth)
-    assert not any(one.hung for one in ended)
-    for one in ended:
-        right, said = one.result
+@pytest.mark.parametrize(("fails", "phase"), [(f, p) for f, p, _ in OWN])
+def test_a_collective_of_the_steps_own_is_made_once(fails: int, phase: str) -> None:
+    for right, said in _of(f"own {fails} {phase}"):
         assert right
         assert "RankError" in said and f"rank {fails} cannot go on" in said
         assert "all_reduce() of the step's own" in said or "torch.distributed.all_reduce" in said
 
 
 def test_a_collective_after_the_update_is_nobodys_affair() -> None:
-    assert results_of("programs_steps:after_the_update", 2) == [[2], [1]]
+    assert _of("after") == [[2], [1]]
 
 
 def test_an_optimizer_that_was_not_found_waits_too() -> None:
     """The rank that failed cannot split the step, which steps an unknown optimizer: nobody has
     updated."""
-    for said, moved in results_of("programs_steps:hidden_optimizer", 2):
+    for said, moved in _of("hidden"):
         assert "not found in the arguments" in said
         assert not moved
 
 
 def test_a_rank_without_any_memory_is_an_error_on_all() -> None:
-    first, second = results_of("programs_steps:out_of_ways", 2)
+    first, second = _of("without memory")
     assert "RankError: rank 1 cannot go on: OutOfMemory" in first[0] and first[1]
     assert second[0].startswith("OutOfMemory") and second[1]
 
 
+@pytest.mark.parametrize("name", ["caught", "caught, sharded"])
+def test_an_error_that_is_caught_reaches_all_at_once_and_all_go_on(name: str) -> None:
+    first, second = _of(name)
+    error = "ValueError: a label that there is not"
+    assert first[0] == ["nothing", "nothing", f"RankError: rank 1 cannot go on: {error}", "nothing"]
+    assert second[0] == ["nothing", "nothing", error, "nothing"]
+    assert max(first[1], second[1]) < 5.0  # the time that an error waits for others
+
+
+def test_the_first_rank_reports_on_all() -> None:
+    (text, rank, ranks), (own, other, none) = _of("reported")
+    assert (rank, ranks, other, none) == (0, 2, 1, 0)
+    assert "2 ranks" in text and "1: 1" in text and "1 to 2" in text
+    assert "2 ranks" not in own
+
+
+def test_evaluation_needs_no_agreement_but_for_its_collectives() -> None:
+    first, second = _of("evaluated")
+    assert first[:2] == [True, 1] and second[:2] == [True, 2]
+    for _, _, warned, _ in (first, second):
+        assert "torch.distributed.all_reduce() is called inside a part of chunks()" in warned
+    assert "torch.distributed.all_reduce() in a function that is split on this rank" in second[3]
+
+
 def test_what_is_not_agreed_on_is_said_at_the_first_call() -> None:
-    how = ["sparse", "static", "fsdp, parts", "fsdp, kept"]
-    for found in results_of("programs_steps:refused", 2, how=how):
+    for found in _of("refused"):
         assert "EmbeddingBag(sparse=True) has sparse gradients" in found[0]
         assert "static_graph" in found[1]
         assert "set_requires_gradient_sync(False)" in found[2]
@@ -58,4 +105,4 @@ def test_what_is_not_agreed_on_is_said_at_the_first_call() -> None:
 
 
 def test_uneven_inputs_under_join_are_torchs_affair() -> None:
-    assert results_of("programs_steps:joined", 2) == [True, True]
+    assert _of("joined") == [True, True]
