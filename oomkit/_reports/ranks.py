@@ -85,7 +85,8 @@ def tables(
     for rank, sites in enumerate(ranks):
         for label, summary, rows in sites:
             by_label.setdefault(label, {})[rank] = summary, rows
-    overview, events = [HEAD], []
+    overview: list[tuple[str, ...]] = [HEAD]
+    events: list[tuple[float, tuple[str, ...]]] = []
     for label, of in by_label.items():
         total = [of[rank][0] if rank in of else {} for rank in range(len(ranks))]
         ooms = [int(t.get("ooms") or 0) for t in total]
@@ -106,7 +107,7 @@ def tables(
             )
         )
         events += _events(label, of, len(ranks), size, seconds)
-    found = [(f"{len(ranks)} ranks", overview)]
+    found: list[tuple[str, list[tuple[str, ...]]]] = [(f"{len(ranks)} ranks", overview)]
     if events:
         last = [cells for _, cells in sorted(events, key=lambda event: event[0])[-_EVENTS:]]
         found.append(("steps that met an error, on any rank", [EVENT_HEAD, *last]))
@@ -120,7 +121,7 @@ def _events(
     for rank, (_, rows) in of.items():
         for row in rows:
             steps.setdefault(row["step"], {})[rank] = row
-    found = []
+    found: list[tuple[float, tuple[str, ...]]] = []
     for step, rows_of in steps.items():
         rows = [rows_of.get(rank, {}) for rank in range(count)]
         if all((row.get("attempts") or 1) == 1 for row in rows):
