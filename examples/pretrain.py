@@ -8,6 +8,10 @@ grows by itself to the largest micro-batch that fits; the global batch is exact 
     python examples/pretrain.py --stop-after 6       # writes a checkpoint
     python examples/pretrain.py --resume             # goes on at the size that was found
     python examples/pretrain.py --device cuda        # 512 million parameters, 256 x 2048 tokens
+    torchrun --nproc-per-node 4 examples/pretrain.py --global-batch 256
+
+Under torchrun each rank has its share of the global batch, and a size of micro-batch that it
+finds for itself. With --plain the step is the undecorated one under the same budget, which dies.
 
 Each run trains under a memory budget, then once more from the same state without one, and with
 plain torch, and compares losses and gradients. Exit status 1 when they disagree.
@@ -18,19 +22,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 import oomkit
 
@@ -38,7 +45,8 @@ MIB = 2**20
 LOSS_BOUND = 1e-3  # relative, of every step
 GRADIENT_BOUNDS = {"cpu": 1e-4, "cuda": 2e-2}  # first gradients, of their norm: fp32, bf16
 
-console = Console(highlight=False)
+RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+console = Console(highlight=False, quiet=RANK > 0)
 
 
 @dataclass(frozen=True)
@@ -48,7 +56,7 @@ class Scale:
     heads: int
     context: int
     vocabulary: int
-    global_batch: int
+    global_batch: int  # of all ranks
     reference_rows: int  # micro-batch of the run with plain torch
 
 
@@ -92,13 +100,15 @@ class GPT(nn.Module):
 
 
 def tokens_of(scale: Scale, step: int, device: str) -> torch.Tensor:
-    """The batch of a step, the same in every run: counting in steps of 1 to 8, with noise."""
+    """The batch of a step, the same in every run: counting in steps of 1 to 8, with noise. Of
+    several ranks, the share of this one."""
     generator = torch.Generator().manual_seed(step)
     rows, length = scale.global_batch, scale.context + 1
     start = torch.randint(scale.vocabulary, (rows, 1), generator=generator)
     stride = torch.randint(1, 9, (rows, 1), generator=generator)
     noise = torch.randint(2, (rows, length), generator=generator)
-    return ((start + stride * torch.arange(length) + noise) % scale.vocabulary).to(device)
+    tokens = (start + stride * torch.arange(length) + noise) % scale.vocabulary
+    return tokens[RANK::RANKS].to(device)
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor, device: str) -> torch.Tensor:
@@ -118,14 +128,19 @@ class Run:
 
 def fresh(scale: Scale, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = GPT(scale).to(device)
-    return model, torch.optim.AdamW(model.parameters(), lr=3e-4)
+    model: nn.Module = GPT(scale).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    return DistributedDataParallel(model) if RANKS > 1 else model, optimizer
 
 
-def with_oomkit(scale: Scale, device: str) -> Run:
+def later(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Backwards whose gradients are not yet those of all ranks."""
+    return model.no_sync() if RANKS > 1 else contextlib.nullcontext()
+
+
+def undecorated(scale: Scale, device: str) -> Run:
     model, optimizer = fresh(scale, device)
 
-    @oomkit.auto_batch(accumulation_steps=scale.global_batch, reduction="mean", label="pretrain")
     def step(tokens: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
         loss = loss_of(model, tokens, device)
@@ -136,6 +151,17 @@ def with_oomkit(scale: Scale, device: str) -> Run:
     return Run(model, optimizer, step)
 
 
+def with_oomkit(scale: Scale, device: str) -> Run:
+    run = undecorated(scale, device)
+    run.step = oomkit.auto_batch(
+        run.step,
+        accumulation_steps=scale.global_batch // RANKS,
+        reduction="mean",
+        label="pretrain",
+    )
+    return run
+
+
 def with_plain_torch(scale: Scale, device: str) -> Run:
     """Accumulation by hand, in micro-batches that are known to fit without a limit."""
     model, optimizer = fresh(scale, device)
@@ -144,9 +170,10 @@ def with_plain_torch(scale: Scale, device: str) -> Run:
         optimizer.zero_grad()
         total = torch.zeros((), device=device)
         parts = tokens.split(scale.reference_rows)
-        for part in parts:
-            loss = loss_of(model, part, device) * (len(part) / len(tokens))
-            loss.backward()
+        for index, part in enumerate(parts):
+            with later(model) if index + 1 < len(parts) else contextlib.nullcontext():
+                loss = loss_of(model, part, device) * (len(part) / len(tokens))
+                loss.backward()
             total += loss.detach()
         optimizer.step()
         return total
@@ -159,7 +186,7 @@ def with_plain_torch(scale: Scale, device: str) -> Run:
 
 def save(path: Path, run: Run, done: int) -> None:
     state = {
-        "model": run.model.state_dict(),
+        "model": getattr(run.model, "module", run.model).state_dict(),
         "optimizer": run.optimizer.state_dict(),
         "sizes": run.step.state_dict(),  # the size that was found survives a stop
         "done": done,
@@ -172,7 +199,7 @@ def save(path: Path, run: Run, done: int) -> None:
 def load(checkpoint: bytes, run: Run, device: str) -> int:
     """Puts a run where the checkpoint was; the number of steps that it had made."""
     state = torch.load(io.BytesIO(checkpoint), map_location=device, weights_only=True)
-    run.model.load_state_dict(state["model"])
+    getattr(run.model, "module", run.model).load_state_dict(state["model"])
     run.optimizer.load_state_dict(state["optimizer"])
     if hasattr(run.step, "load_state_dict"):  # the one with oomkit
         run.step.load_state_dict(state["sizes"])
@@ -186,7 +213,10 @@ def train(run: Run, scale: Scale, device: str, steps: range) -> tuple[list[float
     """(loss of every step, gradients of the first one: outside the budget, as an array)."""
     losses, first = [], None
     for number in steps:
-        losses.append(float(run.step(tokens_of(scale, number, device))))
+        loss = run.step(tokens_of(scale, number, device))
+        if RANKS > 1:
+            dist.all_reduce(loss)
+        losses.append(float(loss) / RANKS)
         if first is None:
             first = np.concatenate([p.grad.flatten().cpu().numpy() for p in run.model.parameters()])
     return losses, first
@@ -204,7 +234,7 @@ def table(records: Any, losses: list[float], from_step: int) -> Table:
             f"{loss:.4f}",
             str(record.micro_batch_size),
             str(record.accumulation_steps),
-            str(record.batch_size),
+            str(record.batch_size * RANKS),
             "-" if record.peak_allocated is None else f"{record.peak_allocated / MIB:.1f}",
             str(record.ooms),
             record.reason,
@@ -245,17 +275,37 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--stop-after", type=int, metavar="N", help="stop after N steps of it")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     parser.add_argument("--checkpoint", type=Path, default=Path("pretrain.pt"))
+    parser.add_argument("--global-batch", type=int, help="rows of all ranks")
+    parser.add_argument("--plain", action="store_true", help="without oomkit: dies")
     parser.add_argument("--budget", help="bytes, or such as 2GiB; default on the CPU: found")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
+    if RANKS == 1:
+        return pretrain(options)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo" if options.device == "cpu" else "nccl")
+    try:
+        return pretrain(options)
+    finally:
+        dist.destroy_process_group()
+
+
+def pretrain(options: argparse.Namespace) -> int:
     device, scale = options.device, SCALES[options.scale or options.device]
+    scale = replace(scale, global_batch=options.global_batch or scale.global_batch)
+    if scale.global_batch % RANKS:
+        raise SystemExit(
+            f"a global batch of {scale.global_batch} cannot be shared by {RANKS} ranks"
+        )
+    if device == "cuda":
+        torch.cuda.set_device(RANK % torch.cuda.device_count())
     with oomkit.limit_memory(2**50, device="cpu"):  # tensors are counted from here on
         budget = options.budget or budget_of(scale, device)
     checkpoint = options.checkpoint.read_bytes() if options.resume else None
-    run = with_oomkit(scale, device)
+    run = (undecorated if options.plain else with_oomkit)(scale, device)
     begin = 0 if checkpoint is None else load(checkpoint, run, device)
     steps = range(begin, min(options.stop_after or options.steps, options.steps))
     if not steps:
@@ -266,16 +316,20 @@ def main(arguments: list[str] | None = None) -> int:
         if budget is not None:
             stack.enter_context(oomkit.limit_memory(budget, device=device))
         ours = train(run, scale, device, steps)
+    if options.plain:
+        console.print("the plain program has not died: the budget is too large to show anything")
+        return 1
     records = run.step.records
     console.print(table(records, ours[0], begin))
-    save(options.checkpoint, run, steps.stop)
+    if RANK == 0:
+        save(options.checkpoint, run, steps.stop)
     del run
 
     plain = with_plain_torch(scale, device)
     if checkpoint is not None:
         load(checkpoint, plain, device)
     good = agree(ours, train(plain, scale, device, steps), GRADIENT_BOUNDS[device])
-    sizes = {record.batch_size for record in records}
+    sizes = {record.batch_size * RANKS for record in records}
     console.print(
         f"global batch {sorted(sizes)}, OOMs {sum(r.ooms for r in records)}, micro-batch "
         f"{records[0].micro_batch_size} in the first step and {records[-1].micro_batch_size} "
