@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from . import _C
-from ._reports import ranks
+from ._ranks import records as ranks
 
 __all__ = ["Report", "format_bytes", "format_seconds", "record_dict", "report", "reset_report"]
 
