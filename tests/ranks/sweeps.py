@@ -79,7 +79,7 @@ def table(found: dict[str, Swept], stride: int) -> str:
         "retry: the first, second and third step of each program. Equal: parameters, buffers and",
         "gradients to the last bit those of an undisturbed run of the same slices (to 1e-12 on",
         "four ranks), and gradients to 1e-9 those of one process with the rows of all ranks.",
-        f"Every {'' if stride == 1 else f'{stride}th '}allocation.",
+        "Every allocation." if stride == 1 else f"Of {stride} allocations one.",
         "",
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
         "",
