@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -147,6 +148,10 @@ def _run(step: Any, batch: tuple[Any, ...], rows: int, to: int) -> _Run:
     roots = [module for module in known if id(module) not in inner]
     optimizers = [v for v in copies.memo.values() if isinstance(v, torch.optim.Optimizer)]
     tracker = MemTracker()
+    # It would hook frozen parameters, too, which torch refuses.
+    for parameter in (p for root in roots for p in root.parameters() if not p.requires_grad):
+        handle = torch.utils.hooks.RemovableHandle(OrderedDict())
+        tracker._param_to_grad_hook_handles[parameter] = (handle, handle)
     tracker.track_external(*roots, *optimizers, *_leaves(given))
     with warnings.catch_warnings(), mode, tracker:
         warnings.simplefilter("ignore")
@@ -161,7 +166,9 @@ def _unknown(modules: list[torch.nn.Module], devices: set[str]) -> tuple[str, ..
     """What fake tensors do not show."""
     found = []
     if any(isinstance(m, _WORKSPACES) for root in modules for m in root.modules()):
-        found.append("workspaces of convolutions and recurrent layers, which kernels choose")
+        found.append(
+            "workspaces and layouts of convolutions and recurrent layers, which kernels choose"
+        )
     if devices - {"cpu"}:
         found.append("the context, libraries and fragmentation of the device")
     return tuple(found)
@@ -185,8 +192,8 @@ def estimate(step_or_model: Any, *batch: Any, optimizer: Any = None) -> Estimate
     Raises
     ------
     ValueError
-        No tensor with two rows was given, or the step reads values of its tensors
-        (`loss.item()`), which fake ones have not.
+        No tensor with two rows was given, the step reads values of its tensors (`loss.item()`),
+        which fake ones have not, or torch's tracker cannot follow it.
     """
     step = getattr(step_or_model, "__wrapped__", step_or_model)
     if isinstance(step_or_model, torch.nn.Module):
@@ -209,6 +216,11 @@ def estimate(step_or_model: Any, *batch: Any, optimizer: Any = None) -> Estimate
             "estimate() cannot know: the step reads values of its tensors, which fake ones have "
             f"not ({error}); give it a step without .item() and the like, or the module"
         ) from None
+    except Exception as error:
+        raise ValueError(
+            "estimate() cannot know: the step does not run on fake tensors with other numbers of "
+            f"rows under torch's tracker ({type(error).__name__}: {error})"
+        ) from error
     per_row = max(0, (more.peak - many.peak) // (MANY * rows))
     parameters = {id(p): p for module in few.modules for p in module.parameters()}
     trained = [p for p in parameters.values() if p.requires_grad]

@@ -128,3 +128,18 @@ def test_a_step_that_reads_values():
         oomkit.estimate(step, x)
     with pytest.raises(ValueError, match="at least two rows"):
         oomkit.estimate(step, x[:1])
+
+
+def test_frozen_parameters(counted):
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    model[0].requires_grad_(False)
+    found = oomkit.estimate(
+        model, torch.randn(16, 64), optimizer=torch.optim.SGD(model[2].parameters())
+    )
+    assert found.gradients == 4 * (64 * 8 + 8) and found.parameters > found.gradients
+
+
+def test_what_the_tracker_cannot_follow_is_said_in_one_sentence(counted):
+    table = nn.EmbeddingBag(50, 8, sparse=True)
+    with pytest.raises(ValueError, match=r"cannot know: the step does not run on fake tensors"):
+        oomkit.estimate(table, torch.randint(50, (16, 4)))
