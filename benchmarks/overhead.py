@@ -150,7 +150,7 @@ def wraps_recording(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return wrapper
 
 
-def plain_calls(scale: float) -> list[Row]:
+def plain() -> dict[str, Call]:
     def function(batch: Any) -> Any:
         return batch
 
@@ -163,13 +163,16 @@ def plain_calls(scale: float) -> list[Row]:
         "auto_batch(rng='none')": oomkit.auto_batch(function, rng="none"),
         "auto_batch": oomkit.auto_batch(function),
     }
-    calls = {name: functools.partial(variant, batch) for name, variant in variants.items()}
+    return {name: functools.partial(variant, batch) for name, variant in variants.items()}
+
+
+def plain_calls(scale: float) -> list[Row]:
     targets = {"auto_batch(rng='none')": "over bare <= 0.25", "auto_batch": "over bare <= 1.5"}
-    return rows_of("call", calls, 1000, int(200 * scale), targets)
+    return rows_of("call", plain(), 1000, int(200 * scale), targets)
 
 
-def nested_batch(scale: float) -> list[Row]:
-    """What taking the arguments apart costs, by kind of batch."""
+def nested() -> dict[str, dict[str, Call]]:
+    """By kind of batch."""
 
     def function(batch: Any) -> None:
         pass
@@ -186,22 +189,29 @@ def nested_batch(scale: float) -> list[Row]:
         "data class of 50 tensors": make_dataclass("Batch", names)(**tensors),
         "data class of 3 tensors": make_dataclass("Batch", names[:3])(*list(tensors.values())[:3]),
     }
-    rows = []
-    for title, batch in batches.items():
-        calls = {
+    return {
+        title: {
             "bare": functools.partial(function, batch),
             "auto_batch(rng='none')": functools.partial(
                 oomkit.auto_batch(function, rng="none"), batch
             ),
             "auto_batch": functools.partial(oomkit.auto_batch(function), batch),
         }
+        for title, batch in batches.items()
+    }
+
+
+def nested_batch(scale: float) -> list[Row]:
+    """What taking the arguments apart costs."""
+    rows = []
+    for title, calls in nested().items():
         targets = {"auto_batch": "over bare <= 3"}
         rows += rows_of(title, calls, 200, int(100 * scale), targets)
     return rows
 
 
-def backward_over(count: int, scale: float) -> tuple[list[Row], dict[str, float]]:
-    """Rows of a step with one backward over `count` parameters; nanoseconds over bare."""
+def one_backward(count: int) -> dict[str, Call]:
+    """A step with one backward over `count` parameters."""
     model = nn.ParameterList(nn.Parameter(torch.zeros(1)) for _ in range(count))
     parameters = list(model)
 
@@ -213,13 +223,18 @@ def backward_over(count: int, scale: float) -> tuple[list[Row], dict[str, float]
         return loss.detach()
 
     batch = torch.ones(8)
-    calls = {
+    return {
         "bare": functools.partial(step, batch),
         "bare once more (noise)": functools.partial(step, batch),
         "auto_batch(rng='none')": functools.partial(
             oomkit.auto_batch(step, rng="none", model=model), batch
         ),
     }
+
+
+def backward_over(count: int, scale: float) -> tuple[list[Row], dict[str, float]]:
+    """Rows of that step, and nanoseconds over bare."""
+    calls = one_backward(count)
     times = interleave(calls, 2, int(2000 * scale))
     last = tails(calls, int(1000 * scale))
     over = {name: paired(times, name) for name in calls}
@@ -250,29 +265,34 @@ def backward(scale: float) -> list[Row]:
     return rows
 
 
-def whole_step(scale: float) -> list[Row]:
-    def make() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[torch.Tensor], torch.Tensor]]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+def adamw_step() -> Callable[[torch.Tensor], torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
 
-        def step(batch: torch.Tensor) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model(batch).square().mean()
-            loss.backward()
-            optimizer.step()
-            scheduler.step()
-            return loss.detach()
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        return loss.detach()
 
-        return model, optimizer, step
+    return step
 
+
+def whole_calls() -> dict[str, Call]:
     batch = torch.ones(16, 32)
-    calls = {
-        "bare": functools.partial(make()[2], batch),
-        "auto_batch": functools.partial(oomkit.auto_batch(make()[2]), batch),
+    return {
+        "bare": functools.partial(adamw_step(), batch),
+        "auto_batch": functools.partial(oomkit.auto_batch(adamw_step()), batch),
     }
-    return rows_of("whole step, AdamW and scheduler", calls, 5, int(300 * scale), {})
+
+
+def whole_step(scale: float) -> list[Row]:
+    title = "whole step, AdamW and scheduler"
+    return rows_of(title, whole_calls(), 5, int(300 * scale), {"auto_batch": "over bare <= 6"})
 
 
 def returned_loss(scale: float) -> list[Row]:

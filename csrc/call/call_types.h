@@ -75,19 +75,21 @@ typedef struct oomkit_state_item {
     PyObject *key; /* owned: name in a parameter's state, NULL for a parameter itself */
     PyObject *value; /* owned: tensor or plain value */
     PyObject *dict;  /* owned: the state dict it is in */
+    uint64_t tag;    /* of that dict */
     uint32_t version;
     uint8_t is_tensor;
     uint8_t was_out; /* its copy is its value on the host, where it was then */
 } oomkit_state_item;
 
 typedef struct oomkit_optimizer_mark {
-    PyObject *optimizer;      /* owned until the end of the call */
-    PyObject *state;          /* owned: optimizer.state */
-    PyObject *params_seen;    /* owned: list of keys of state at the mark */
-    PyObject *groups;         /* owned: list of shallow copies of param_groups */
-    PyObject *attributes;     /* owned: its own ones (oomkit_own_attributes()) */
-    oomkit_state_item *items; /* parameters and state values */
-    Py_ssize_t count, room;
+    PyObject *optimizer;          /* owned until the end of the call */
+    PyObject *state;              /* owned: optimizer.state */
+    PyObject *groups;             /* owned: list of shallow copies of param_groups */
+    PyObject *attributes;         /* owned: its own ones (oomkit_own_attributes()) */
+    struct oomkit_layout *layout; /* owned memory: what the next two lie in */
+    oomkit_state_item *items;     /* parameters and state values */
+    PyObject **known;             /* owned: keys of state at the mark */
+    Py_ssize_t count, known_count;
     PyObject **copies; /* owned host copies (optimizer_safety="copy"), or NULL */
     PyObject *beside;  /* owned: what it keeps elsewhere (keepsake), or NULL */
 } oomkit_optimizer_mark;

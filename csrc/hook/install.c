@@ -3,6 +3,50 @@
 #include "../py/errors.h"
 #include "../undo/undo.h"
 
+#define SPARES 16
+
+/* One that no call uses any more, or a new one. New reference or NULL. */
+static PyObject *
+interceptor_make(oomkit_state *st)
+{
+    PyTypeObject *type = (PyTypeObject *)st->interceptor_type;
+    PyObject *made = st->spare_interceptor; /* owned, returned */
+
+    if (made == NULL) {
+        return type->tp_alloc(type, 0);
+    }
+    st->spare_interceptor = interceptor_CAST(made)->original;
+    interceptor_CAST(made)->original = NULL;
+    PyObject_GC_Track(made);
+    return made;
+}
+
+/* Calls do not ask for memory where others have left one: they lie in a row, each the
+ * `original` of the one before it, out of the collector's sight. Steals one that nobody
+ * else has. */
+static void
+interceptor_spare(oomkit_state *st, PyObject *op)
+{
+    interceptor_object *self = interceptor_CAST(op);
+    const interceptor_object *next; /* borrowed */
+    int spares = 1;
+
+    oomkit_interceptor_clear(op); /* may run code of anybody's */
+    Py_CLEAR(self->name);
+    next = interceptor_CAST(st->spare_interceptor);
+    for (; next != NULL && spares < SPARES; spares++) {
+        next = interceptor_CAST(next->original);
+    }
+    if (Py_REFCNT(op) > 1 || self->weakrefs != NULL || spares == SPARES) {
+        Py_DECREF(op);
+        return;
+    }
+    PyObject_GC_UnTrack(op);
+    self->has_cleared = 0;
+    self->original = st->spare_interceptor;
+    st->spare_interceptor = op;
+}
+
 /* Puts one interceptor among an instance's own attributes. */
 int
 oomkit_intercept_one(oomkit_call *call, PyObject *target, oomkit_owner_kind kind,
@@ -12,12 +56,11 @@ oomkit_intercept_one(oomkit_call *call, PyObject *target, oomkit_owner_kind kind
     oomkit_interception *entry;
     interceptor_object *self; /* borrowed from made */
     OWNED PyObject *made = NULL;
-    PyTypeObject *type = (PyTypeObject *)call->st->interceptor_type;
 
     if (ARRAY_GROW(hooked->items, hooked->count, hooked->room) < 0) {
         return -1;
     }
-    made = type->tp_alloc(type, 0);
+    made = interceptor_make(call->st);
     if (made == NULL) {
         return -1;
     }
@@ -29,7 +72,8 @@ oomkit_intercept_one(oomkit_call *call, PyObject *target, oomkit_owner_kind kind
     self->target = Py_NewRef(target);
     self->name = Py_NewRef(name);
     self->original = oomkit_own_attribute(target, name);
-    if (self->original != NULL && Py_IS_TYPE(self->original, type)) {
+    if (self->original != NULL &&
+        Py_IS_TYPE(self->original, (PyTypeObject *)call->st->interceptor_type)) {
         /* Another thread's call has one there: what it stands for is what to put back.
          */
         Py_XSETREF(self->original,
@@ -130,11 +174,12 @@ oomkit_intercept_remove(oomkit_call *call)
         if (failed) {
             PyErr_WriteUnraisable(entry->target);
         }
-        if (Py_REFCNT(self) ==
-            1) { /* else somebody kept it: it goes on as the original */
-            oomkit_interceptor_clear((PyObject *)self);
+        entry->interceptor = NULL;
+        if (Py_REFCNT(self) == 1) {
+            interceptor_spare(call->st, (PyObject *)self);
+        } else {
+            Py_DECREF(self); /* somebody kept it: it goes on as the original */
         }
-        Py_CLEAR(entry->interceptor);
         Py_CLEAR(entry->target);
     }
     PyMem_Free(call->hooked.items);

@@ -5,21 +5,12 @@
 #define Py_BUILD_CORE 1 /* the array is no public interface */
 #include "members.h"
 
-/* Are these two, which are not one object, the same name? */
-static int
-same_name(PyObject *one, PyObject *other)
-{
-    return PyUnicode_Check(one) && PyUnicode_Check(other) &&
-           PyUnicode_GET_LENGTH(one) == PyUnicode_GET_LENGTH(other) &&
-           PyUnicode_Compare(one, other) == 0;
-}
-
 #if OOMKIT_DICT_SLOWS_READING
 #include <internal/pycore_object.h>
 #include <internal/pycore_dict.h>
 
 /* The array, or NULL where the object has none. */
-static PyObject *const *
+static PyObject **
 own_values(PyObject *object)
 {
     if ((Py_TYPE(object)->tp_flags & Py_TPFLAGS_MANAGED_DICT) == 0) {
@@ -35,29 +26,34 @@ own_values(PyObject *object)
 #endif
 }
 
-/* The value of a name, borrowed; NULL. */
-static PyObject *
-own_find(PyObject *object, PyObject *const *values, PyObject *name)
+/* Where the array has the value of a name, or NULL: its type has no such name. */
+static PyObject **
+own_place(PyObject *object, PyObject **values, PyObject *name)
 {
     PyDictKeysObject *keys = ((PyHeapTypeObject *)Py_TYPE(object))->ht_cached_keys;
     const PyDictUnicodeEntry *names = DK_UNICODE_ENTRIES(keys);
     const Py_ssize_t count = keys->dk_nentries;
-    Py_ssize_t i = 0;
+    Py_ssize_t i = count;
+    Py_hash_t hash;
 
-    while (i < count &&
-           names[i].me_key != name) { /* they are interned, but by chance */
-        i++;
-    }
-    if (i == count) {
-        for (i = 0; i < count && !same_name(names[i].me_key, name); i++) {
+    while (i > 0) { /* from the last one: those that we set are */
+        if (names[--i].me_key == name) {
+            return &values[i];
         }
     }
-    return i < count ? values[i] : NULL;
+    hash = PyObject_Hash(name);   /* a str: it cannot fail */
+    for (i = 0; i < count; i++) { /* names are interned, but by chance */
+        if (((PyASCIIObject *)names[i].me_key)->hash == hash &&
+            PyUnicode_Compare(names[i].me_key, name) == 0) {
+            return &values[i];
+        }
+    }
+    return NULL;
 }
 
 /* Each of its names, with the value, in `pairs`: both borrowed. How many. */
 static int
-own_pairs(PyObject *object, PyObject *const *values,
+own_pairs(PyObject *object, PyObject **values, PyTypeObject *but,
           PyObject *pairs[2 * SHARED_KEYS_MAX_SIZE])
 {
     PyDictKeysObject *keys = ((PyHeapTypeObject *)Py_TYPE(object))->ht_cached_keys;
@@ -65,7 +61,7 @@ own_pairs(PyObject *object, PyObject *const *values,
     int i, count = 0;
 
     for (i = 0; i < keys->dk_nentries && i < SHARED_KEYS_MAX_SIZE; i++) {
-        if (values[i] != NULL) {
+        if (values[i] != NULL && !Py_IS_TYPE(values[i], but)) {
             pairs[2 * count] = names[i].me_key;
             pairs[2 * count++ + 1] = values[i];
         }
@@ -75,24 +71,24 @@ own_pairs(PyObject *object, PyObject *const *values,
 #else
 #define SHARED_KEYS_MAX_SIZE 1
 
-static PyObject *const *
+static PyObject **
 own_values(PyObject *object)
 {
     (void)object;
     return NULL;
 }
 
-static PyObject *
-own_find(PyObject *object, PyObject *const *values, PyObject *name)
+static PyObject **
+own_place(PyObject *object, PyObject **values, PyObject *name)
 {
     (void)object, (void)values, (void)name;
     return NULL;
 }
 
 static int
-own_pairs(PyObject *object, PyObject *const *values, PyObject *pairs[2])
+own_pairs(PyObject *object, PyObject **values, PyTypeObject *but, PyObject *pairs[2])
 {
-    (void)object, (void)values, (void)pairs;
+    (void)object, (void)values, (void)but, (void)pairs;
     return 0;
 }
 #endif
@@ -104,7 +100,9 @@ pairs_find(PyObject *const *pairs, Py_ssize_t count, PyObject *name)
     Py_ssize_t i;
 
     for (i = 0; i < count; i++) {
-        if (pairs[2 * i] == name || same_name(pairs[2 * i], name)) {
+        if (pairs[2 * i] == name ||
+            (PyUnicode_Check(pairs[2 * i]) && PyUnicode_Check(name) &&
+             PyUnicode_Compare(pairs[2 * i], name) == 0)) {
             return pairs[2 * i + 1];
         }
     }
@@ -114,11 +112,12 @@ pairs_find(PyObject *const *pairs, Py_ssize_t count, PyObject *name)
 PyObject *
 oomkit_own_attribute(PyObject *object, PyObject *name)
 {
-    PyObject *const *values = own_values(object);
+    PyObject **values = own_values(object);
     OWNED PyObject *dict = NULL;
 
     if (values != NULL) {
-        return Py_XNewRef(own_find(object, values, name));
+        PyObject **place = own_place(object, values, name);
+        return place == NULL ? NULL : Py_XNewRef(*place);
     }
     dict = PyObject_GenericGetDict(object, NULL);
     return dict == NULL ? NULL : Py_XNewRef(PyDict_GetItemWithError(dict, name));
@@ -127,9 +126,17 @@ oomkit_own_attribute(PyObject *object, PyObject *name)
 int
 oomkit_own_attribute_set(PyObject *object, PyObject *name, PyObject *value)
 {
-    PyObject *inherited = _PyType_Lookup(Py_TYPE(object), name); /* borrowed */
+    PyObject **values = own_values(object);
+    PyObject **place =
+        values != NULL && value != NULL ? own_place(object, values, name) : NULL;
+    PyObject *inherited; /* borrowed */
     OWNED PyObject *dict = NULL;
 
+    if (place != NULL && *place != NULL) { /* one in the place of another */
+        Py_SETREF(*place, Py_NewRef(value));
+        return 0;
+    }
+    inherited = _PyType_Lookup(Py_TYPE(object), name);
     if (inherited == NULL || Py_TYPE(inherited)->tp_descr_set == NULL) {
         return PyObject_GenericSetAttr(object, name, value);
     }
@@ -140,16 +147,16 @@ oomkit_own_attribute_set(PyObject *object, PyObject *name, PyObject *value)
 }
 
 PyObject *
-oomkit_own_attributes(PyObject *object)
+oomkit_own_attributes(PyObject *object, PyTypeObject *but)
 {
     PyObject *pairs[2 * SHARED_KEYS_MAX_SIZE]; /* owned, then by the tuple */
-    PyObject *const *values = own_values(object);
+    PyObject **values = own_values(object);
     PyObject *made, *name, *value; /* owned, returned; the others borrowed */
     Py_ssize_t i, count, at = 0;
     OWNED PyObject *dict = NULL, *copy = NULL;
 
     if (values != NULL) {
-        count = own_pairs(object, values, pairs);
+        count = own_pairs(object, values, but, pairs);
         for (i = 0; i < 2 * count; i++) {
             Py_INCREF(pairs[i]); /* the collector may run, and what it frees */
         }

@@ -22,6 +22,9 @@ parts_drop_tensors(oomkit_participants *parts)
         parts->images[i].bytes = NULL;
         parts->images[i].size = 0;
     }
+    for (i = 0; i < parts->owner_count; i++) {
+        Py_CLEAR(parts->owners[i].kept.groups); /* they have the parameters, too */
+    }
 }
 
 /* Called by the interpreter when a module or optimizer dies. */
@@ -407,6 +410,8 @@ oomkit_participants_release(oomkit_participants *parts)
     Py_CLEAR(parts->writes);
     for (i = 0; i < parts->owner_count; i++) {
         Py_CLEAR(parts->owners[i].ref);
+        PyMem_Free(parts->owners[i].kept.layout);
+        PyMem_Free(parts->owners[i].kept.seen);
     }
     for (i = 0; i < parts->buffered_count; i++) {
         Py_CLEAR(parts->buffered[i].ref);
@@ -442,6 +447,7 @@ oomkit_participants_traverse(oomkit_participants *parts, visitproc visit, void *
     }
     for (i = 0; i < parts->owner_count; i++) {
         Py_VISIT(parts->owners[i].ref);
+        Py_VISIT(parts->owners[i].kept.groups);
     }
     for (i = 0; i < parts->param_count; i++) {
         Py_VISIT(parts->params[i]);

@@ -39,14 +39,27 @@ typedef struct oomkit_update_need {
     int grads_out;   /* gradients are on the host from the beginning */
     Py_ssize_t most; /* parameters of a part, after one of more had failed; 0: any */
     uint64_t
-        slice_bytes;   /* what is larger is updated by rows, so many bytes; 0: none */
-    Py_ssize_t marked; /* parameters and state values at its last mark */
+        slice_bytes; /* what is larger is updated by rows, so many bytes; 0: none */
 } oomkit_update_need;
+
+/* A dictionary as it was seen: oomkit_dict_tag(). */
+typedef struct oomkit_seen_dict {
+    const PyObject *dict; /* borrowed address, only ever compared */
+    uint64_t tag;
+} oomkit_seen_dict;
+
+/* Of an optimizer, from call to call. */
+typedef struct oomkit_kept {
+    void *layout;           /* memory without references: see optimizer_mark.c */
+    PyObject *groups;       /* owned: copies of its groups, or NULL: hyperparams.c */
+    oomkit_seen_dict *seen; /* the groups that these are of */
+} oomkit_kept;
 
 typedef struct oomkit_owner {
     PyObject *ref; /* owned: weak reference (a generator has none: a strong one) */
     oomkit_owner_kind kind;
     oomkit_update_need need;
+    oomkit_kept kept;
 } oomkit_owner;
 
 enum {
@@ -183,8 +196,8 @@ oomkit_owner_end(oomkit_owner_walk *walk)
          oomkit_owner_next(&walk);)
 
 /* What is known of an optimizer that takes part, borrowed; NULL where it does not. */
-static inline oomkit_update_need *
-oomkit_update_need_of(const oomkit_participants *parts, const PyObject *optimizer)
+static inline oomkit_owner *
+oomkit_optimizer_among(const oomkit_participants *parts, const PyObject *optimizer)
 {
     Py_ssize_t i;
 
@@ -192,10 +205,17 @@ oomkit_update_need_of(const oomkit_participants *parts, const PyObject *optimize
         oomkit_owner *owner = &parts->owners[i];
         if (owner->kind == OOMKIT_OWNER_OPTIMIZER &&
             PyWeakref_GET_OBJECT(owner->ref) == optimizer) {
-            return &owner->need;
+            return owner;
         }
     }
     return NULL;
+}
+
+static inline oomkit_update_need *
+oomkit_update_need_of(const oomkit_participants *parts, const PyObject *optimizer)
+{
+    oomkit_owner *owner = oomkit_optimizer_among(parts, optimizer);
+    return owner == NULL ? NULL : &owner->need;
 }
 
 /* --- used between members.c, search.c and still_valid.c --- */
@@ -237,10 +257,10 @@ oomkit_own_attribute(PyObject *object, PyObject *name);
 /* Sets it past the type's __setattr__ and properties; NULL takes it out. 0 or -1. */
 int
 oomkit_own_attribute_set(PyObject *object, PyObject *name, PyObject *value);
-/* All of them: a tuple of names, each with its value behind it. New reference or NULL.
- */
+/* All of them: a tuple of names, each with its value behind it. Values of a type that
+ * nobody wants (or NULL) may be left out. New reference or NULL. */
 PyObject *
-oomkit_own_attributes(PyObject *object);
+oomkit_own_attributes(PyObject *object, PyTypeObject *but);
 /* The value that goes with a name in such a tuple, borrowed; NULL, never with an
  * exception. */
 PyObject *

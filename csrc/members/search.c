@@ -50,7 +50,7 @@ name_is_private(PyObject *name)
 int
 oomkit_search_attributes(oomkit_search *s, PyObject *object, int depth)
 {
-    OWNED PyObject *own = oomkit_own_attributes(object), *ref = NULL;
+    OWNED PyObject *own = oomkit_own_attributes(object, NULL), *ref = NULL;
     Py_ssize_t i;
     int is_module = is_module_object(s, object);
 

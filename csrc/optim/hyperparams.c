@@ -11,9 +11,10 @@ visit_tensor(PyObject *value, void *st)
 }
 
 /* Copies of an optimizer's param_groups: learning rates and other plain values; tensors
- * among them (lr=torch.tensor(...)) by value, the parameters by reference. */
+ * among them (lr=torch.tensor(...)) by value, the parameters by reference. *plain goes
+ * where there are any. */
 static PyObject *
-group_copy(oomkit_state *st, PyObject *group)
+group_copy(oomkit_state *st, PyObject *group, int *plain)
 {
     PyObject *key, *value; /* borrowed */
     OWNED PyObject *copy = PyDict_Copy(group);
@@ -22,6 +23,7 @@ group_copy(oomkit_state *st, PyObject *group)
     if (copy == NULL || !Py_TYPE(copy)->tp_traverse(copy, visit_tensor, st)) {
         return STEAL(copy); /* asked as the collector asks: a fifth of PyDict_Next() */
     }
+    *plain = 0;
     while (PyDict_Next(group, &at, &key, &value)) {
         OWNED PyObject *clone = NULL;
         if (!oomkit_tensor_check(st, value)) {
@@ -35,23 +37,104 @@ group_copy(oomkit_state *st, PyObject *group)
     return STEAL(copy);
 }
 
-PyObject *
-oomkit_hyperparams_copy(oomkit_state *st, PyObject *optimizer)
+static PyObject *
+groups_copy(oomkit_state *st, PyObject *groups, int *plain)
 {
-    OWNED PyObject *groups = PyObject_GetAttr(optimizer, st->str_param_groups);
-    OWNED PyObject *copies = groups == NULL ? NULL : PyList_New(0);
+    OWNED PyObject *copies = PyList_New(0);
     Py_ssize_t i;
 
     for (i = 0; copies != NULL && PyList_Check(groups) && i < PyList_GET_SIZE(groups);
          i++) {
         PyObject *group = PyList_GET_ITEM(groups, i); /* borrowed */
         OWNED PyObject *copy =
-            PyDict_Check(group) ? group_copy(st, group) : PyDict_New();
+            PyDict_Check(group) ? group_copy(st, group, plain) : PyDict_New();
         if (copy == NULL || PyList_Append(copies, copy) < 0) {
             return NULL;
         }
     }
     return STEAL(copies);
+}
+
+PyObject *
+oomkit_hyperparams_copy(oomkit_state *st, PyObject *optimizer)
+{
+    OWNED PyObject *groups = PyObject_GetAttr(optimizer, st->str_param_groups);
+    int plain = 1;
+
+    return groups == NULL ? NULL : groups_copy(st, groups, &plain);
+}
+
+PyObject *
+oomkit_hyperparams_kept(const oomkit_owner *owner, PyObject *groups)
+{
+    PyObject *copies = owner == NULL ? NULL : owner->kept.groups; /* borrowed */
+    Py_ssize_t i;
+
+    if (copies == NULL || !PyList_Check(groups) ||
+        PyList_GET_SIZE(groups) != PyList_GET_SIZE(copies)) {
+        return NULL;
+    }
+    for (i = 0; i < PyList_GET_SIZE(groups); i++) {
+        const oomkit_seen_dict *seen = &owner->kept.seen[i];
+        PyObject *group = PyList_GET_ITEM(groups, i); /* borrowed */
+        if (group != seen->dict || !PyDict_Check(group) ||
+            oomkit_dict_tag(group) != seen->tag) {
+            return NULL;
+        }
+    }
+    return Py_NewRef(copies);
+}
+
+/* Keeps copies without tensors until a group has changed: most never do, or where a
+ * scheduler sets a rate. What could not be kept is copied again. */
+static void
+groups_keep(oomkit_owner *owner, PyObject *groups, PyObject *copies)
+{
+    const Py_ssize_t count = PyList_GET_SIZE(copies);
+    oomkit_seen_dict *seen = PyMem_Realloc(
+        owner->kept.seen, (size_t)(count > 0 ? count : 1) * sizeof(*seen));
+    Py_ssize_t i;
+
+    if (seen == NULL) {
+        return;
+    }
+    owner->kept.seen = seen;
+    for (i = 0; i < count; i++) {
+        PyObject *group = PyList_GET_ITEM(groups, i); /* borrowed */
+        const uint64_t tag = PyDict_Check(group) ? oomkit_dict_tag(group) : 0;
+        if (tag == 0) {
+            return;
+        }
+        seen[i] = (oomkit_seen_dict){group, tag};
+    }
+    owner->kept.groups = Py_NewRef(copies);
+}
+
+PyObject *
+oomkit_hyperparams_mark(const oomkit_call *call, PyObject *optimizer)
+{
+    OWNED PyObject *groups =
+        oomkit_optimizer_attribute(optimizer, call->st->str_param_groups);
+    oomkit_owner *owner = /* borrowed */
+        oomkit_optimizer_among(call->parts, optimizer);
+    PyObject *copies; /* owned, returned */
+    int plain = 1;
+
+    if (groups == NULL) {
+        return NULL;
+    }
+    copies = oomkit_hyperparams_kept(owner, groups);
+    if (copies == NULL && owner != NULL) {
+        Py_CLEAR(owner->kept.groups);
+    }
+    if (copies == NULL) {
+        copies = groups_copy(call->st, groups, &plain);
+        if (copies != NULL && plain && owner != NULL && PyList_Check(groups) &&
+            owner->kept.groups == NULL) {
+            groups_keep(owner, groups, copies);
+        }
+    }
+    return copies;
 }
 
 /* Are two values of a group equal? What cannot be compared counts as changed. */

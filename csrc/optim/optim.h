@@ -23,6 +23,12 @@ oomkit_scale_fell(const oomkit_call *call);
 /* --- hyperparams.c --- */
 PyObject *
 oomkit_hyperparams_copy(oomkit_state *st, PyObject *optimizer);
+/* The same at entry: kept ones, where no group has changed since. */
+PyObject *
+oomkit_hyperparams_mark(const oomkit_call *call, PyObject *optimizer);
+/* Kept copies of these groups. New reference; NULL, never with an exception. */
+PyObject *
+oomkit_hyperparams_kept(const oomkit_owner *owner, PyObject *groups);
 int
 oomkit_hyperparams_restore(oomkit_state *st, PyObject *optimizer, PyObject *copies);
 int
@@ -34,10 +40,18 @@ oomkit_owners_epochs_moved(oomkit_call *call, PyObject **scheduler);
 int
 oomkit_hyperparams_changed(oomkit_call *call, PyObject *optimizer, PyObject **name);
 
-/* --- optimizer.c --- */
-/* Moved: 1 when a parameter or a state tensor changed in place. */
+/* --- optimizer_mark.c --- */
 int
 oomkit_optimizer_mark_take(oomkit_call *call, PyObject *optimizer, int *index);
+void
+oomkit_optimizers_release(oomkit_call *call);
+/* An attribute that an optimizer has itself, or by a property. New reference or NULL.
+ */
+PyObject *
+oomkit_optimizer_attribute(PyObject *optimizer, PyObject *name);
+
+/* --- optimizer.c --- */
+/* Moved: 1 when a parameter or a state tensor changed in place. */
 int
 oomkit_optimizer_moved(oomkit_call *call, int index);
 int
@@ -57,11 +71,13 @@ int
 oomkit_optimizer_is_foreach(oomkit_call *call, int index);
 int
 oomkit_optimizers_any_moved(oomkit_call *call);
-void
-oomkit_optimizers_release(oomkit_call *call);
-/* Removes from a dict every key that is not in `known` (list). 0 or -1. */
+/* Removes from a dict every key that is not among those. 0 or -1. */
 int
-oomkit_undo_new_keys(PyObject *dict, PyObject *known);
+oomkit_undo_new_keys(PyObject *dict, PyObject *const *known, Py_ssize_t count);
+/* Removes what an optimizer's step() has put into the state of one parameter, whose
+ * values begin here. 0 or -1. */
+int
+oomkit_undo_new_values(const oomkit_state_item *items, Py_ssize_t count);
 /* Had an optimizer's step() begun to make its state, and nothing else? */
 int
 oomkit_optimizer_failed_in_init(oomkit_state *st, PyObject *exception);

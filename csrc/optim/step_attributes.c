@@ -82,7 +82,7 @@ oomkit_attributes_mark(oomkit_call *call, PyObject *object)
             return result < 0 ? -1 : 0;
         }
     }
-    saved = oomkit_own_attributes(object);
+    saved = oomkit_own_attributes(object, (PyTypeObject *)call->st->interceptor_type);
     if (saved == NULL || oomkit_attributes_note(call, object, saved) < 0) {
         return -1;
     }
@@ -110,7 +110,7 @@ attribute_put(const oomkit_state *st, PyObject *object, PyObject *name, PyObject
 int
 oomkit_attributes_put(const oomkit_state *st, PyObject *object, PyObject *saved)
 {
-    OWNED PyObject *now = oomkit_own_attributes(object);
+    OWNED PyObject *now = oomkit_own_attributes(object, NULL);
     Py_ssize_t i;
 
     for (i = 0; now != NULL && i < PyTuple_GET_SIZE(now); i += 2) {

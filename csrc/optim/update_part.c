@@ -215,7 +215,6 @@ static int
 state_back(const oomkit_optimizer_mark *mark, const oomkit_part_param *param)
 {
     PyObject *dict = PyDict_GetItemWithError(mark->state, param->param); /* borrowed */
-    OWNED PyObject *known = NULL;
     Py_ssize_t i;
 
     if (dict == NULL) {
@@ -230,15 +229,13 @@ state_back(const oomkit_optimizer_mark *mark, const oomkit_part_param *param)
             return -1;
         }
     }
-    known = PyList_New(0);
-    for (i = param->first; known != NULL && i < param->first + param->count; i++) {
+    for (i = param->first; i < param->first + param->count; i++) {
         const oomkit_state_item *item = &mark->items[i];
-        if (item->key != NULL && (PyList_Append(known, item->key) < 0 ||
-                                  PyDict_SetItem(dict, item->key, item->value) < 0)) {
+        if (item->key != NULL && PyDict_SetItem(dict, item->key, item->value) < 0) {
             return -1;
         }
     }
-    return known == NULL ? -1 : oomkit_undo_new_keys(dict, known);
+    return oomkit_undo_new_values(&mark->items[param->first], param->count);
 }
 
 int

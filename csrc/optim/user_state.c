@@ -173,7 +173,7 @@ oomkit_owners_mark(oomkit_call *call)
     EACH_OWNER (one, call->parts, kinds) {
         PyObject *saved; /* owned, then by the memo */
         if (one.kind == OOMKIT_OWNER_OPTIMIZER) {
-            saved = oomkit_hyperparams_copy(call->st, one.object);
+            saved = oomkit_hyperparams_mark(call, one.object);
         } else if (one.kind == OOMKIT_OWNER_ACCELERATOR) {
             saved = accelerator_save(one.object);
         } else if (one.kind == OOMKIT_OWNER_SCALER) {

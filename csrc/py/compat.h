@@ -10,6 +10,23 @@
 #define OOMKIT_DICT_SLOWS_READING (PY_VERSION_HEX < 0x030D0000)
 #define OOMKIT_DICT_OR_VALUES (PY_VERSION_HEX >= 0x030C0000) /* share one pointer */
 
+/* A number for the state of a dictionary that no other state of any ever has: where it
+ * is the same as before, the dictionary holds the very same objects. 0 where the
+ * interpreter keeps none. */
+static inline uint64_t
+oomkit_dict_tag(PyObject *dict)
+{
+#if PY_VERSION_HEX < 0x030D0000
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+    return ((PyDictObject *)dict)->ma_version_tag;
+#pragma GCC diagnostic pop
+#else
+    (void)dict;
+    return 0;
+#endif
+}
+
 /* Takes the exception in flight, normalised, with its traceback attached. The caller
  * owns the result; NULL when none is set. The error indicator is clear afterwards. */
 static inline PyObject *

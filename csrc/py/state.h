@@ -276,6 +276,8 @@
     X(gone) /* dict: label -> capsule with the history of steps that are gone, or      \
                NULL: see summary.c */                                                  \
     X(kept) /* capsule: sizes of steps that are gone, or NULL: see kept_sizes.c */     \
+    X(spare_interceptor) /* the first of those that are free, or NULL: see install.c   \
+                          */                                                           \
     X(splitters) /* dict: type -> (split, size, join), or NULL: see splitters.c */     \
     X(forbid_saved_hooks) /* torch._C._autograd._saved_tensors_hooks_disable, or NULL: \
                              see offload.c */                                          \

@@ -194,6 +194,7 @@ def test_an_error_of_the_update_is_the_one_that_is_raised() -> None:
             assert str(error) == "mine"
         else:
             raise AssertionError
+        assert all(p.grad is None for p in model.parameters()), "the step is not taken back"
         """
     )
 

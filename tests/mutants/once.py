@@ -244,7 +244,7 @@ MUTANTS = [
     ),
     Mutant(
         "error-asked-with-one-in-flight",
-        "the error of an update is the one that is raised, also where torch is asked by attribute",
+        "a step whose update has failed is taken back, also where torch is asked by attribute",
         "csrc/optim/after_update.c",
         "    exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;\n"
         "    result = oomkit_optimizers_any_moved(call);",

@@ -211,15 +211,18 @@ MUTANTS = [
         "csrc/proof/proof.c",
         "        holds = text == NULL;",
         "        holds = 1;",
-        ("couplings/test_never_silent.py::test_exact_or_refused_before_the_update",),
+        ("proof/test_proof_places.py::test_weights_that_hold_in_one_micro_batch_alone",),
     ),
     Mutant(
         "later-labels-not-proven",
-        "where the first batch ignored no label, one that does is proven anew",
+        "where the first batch ignored no label, one that does is proven anew in any dimension",
         "csrc/accum/proven.c",
         "    return found->rule == NULL && !found->labels ? oomkit_weights_labels(call) : 0;",
         "    return 0;",
-        ("programs/test_programs.py::test_program[gpt_padded_later]",),
+        (
+            "proof/test_proof_places.py::"
+            "test_labels_that_are_ignored_later_where_rows_stand_in_another_dimension",
+        ),
     ),
     Mutant(
         "silent-gradients-prove",

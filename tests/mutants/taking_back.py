@@ -192,9 +192,27 @@ MUTANTS = [
         "the state of parameters that an optimizer had begun to make is removed",
         "csrc/optim/optimizer.c",
         "    if (PyDict_Check(mark->state) &&\n"
-        "        oomkit_undo_new_keys(mark->state, mark->params_seen) < 0) {",
+        "        oomkit_undo_new_keys(mark->state, mark->known, mark->known_count) < 0) {",
         "    if (0) {",
         ("optim/test_optimizer_faults.py::test_sweep_of_the_update[adamw-first-step]",),
+    ),
+    Mutant(
+        "old-state-believed",
+        "state that was replaced between two calls is what is put back",
+        "csrc/optim/optimizer_mark.c",
+        "        if (item->dict != dict && oomkit_dict_tag(item->dict) != item->tag) {",
+        "        if (item->dict != dict && 0) {",
+        ("optim/test_kept_marks.py::"
+         "test_state_that_was_replaced_between_calls_is_not_undone[one value]",),
+    ),
+    Mutant(
+        "old-rate-believed",
+        "a learning rate that was set between two calls is what is put back",
+        "csrc/optim/hyperparams.c",
+        "            oomkit_dict_tag(group) != seen->tag) {",
+        "            0) {",
+        ("optim/test_kept_marks.py::"
+         "test_a_rate_that_was_set_between_calls_is_the_one_that_goes_back",),
     ),
     Mutant(
         "no-optimizer-copy",

@@ -1,0 +1,77 @@
+"""A split that passes where it is first compared, and is wrong elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import oomkit
+
+ROWS, LENGTH, WORDS = 16, 8, 5
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(WORDS, 6), nn.Linear(6, WORDS)).double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def kept(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("odd", [1.0, 0.4])
+def test_weights_that_hold_in_one_micro_batch_alone(odd: float) -> None:
+    """A mean over tokens where no row has a weight of its own, and rows of the second micro-batch
+    may have one."""
+    model, optimizer = make()
+    lengths = torch.tensor([1, 5, 2, 8] * (ROWS // 4))[:, None]
+    mask = (torch.arange(LENGTH)[None, :] < lengths).double()
+    share = torch.ones(ROWS, 1).double()
+    share[4:8] = odd
+    share[5] = 1.0
+
+    @oomkit.auto_batch(accumulation_steps=4, model=model, optimizer=optimizer)
+    def step(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor, share: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        losses = F.cross_entropy(model(x).transpose(1, 2), y, reduction="none")
+        weights = mask * share
+        ((losses * weights).sum() / weights.sum()).backward()
+        optimizer.step()
+
+    torch.manual_seed(1)
+    x, y = torch.randint(WORDS, (ROWS, LENGTH)), torch.randint(WORDS, (ROWS, LENGTH))
+    before = kept(model)
+    if odd == 1.0:
+        step(x, y, mask, share)
+        assert not equal(before, kept(model))
+        return
+    with pytest.raises(oomkit.SplitError):
+        step(x, y, mask, share)
+    assert equal(before, kept(model))
+
+
+def test_labels_that_are_ignored_later_where_rows_stand_in_another_dimension() -> None:
+    """Weights are not counted there: the first batch has every label, and is a mean over rows."""
+    model, optimizer = make()
+
+    @oomkit.auto_batch(accumulation_steps=4, model=model, optimizer=optimizer, dim=1)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+        optimizer.step()
+
+    torch.manual_seed(1)
+    x, y = torch.randint(WORDS, (LENGTH, ROWS)), torch.randint(WORDS, (LENGTH, ROWS))
+    step(x, y)
+    before = kept(model)
+    ignored = torch.arange(LENGTH)[:, None] >= torch.arange(1, ROWS + 1)[None, :]
+    with pytest.raises(oomkit.SplitError):
+        step(x, y.masked_fill(ignored, -100))
+    assert equal(before, kept(model))
