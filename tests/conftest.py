@@ -32,7 +32,16 @@ def pytest_report_header() -> str:
     return f"torch {torch.__version__}, seed {SEED} (OOMKIT_TEST_SEED)"
 
 
+# Minutes in a row: a worker that comes to them last keeps the others waiting.
+LONG = ("ranks",)
+
+
+def _is_short(item: pytest.Item) -> bool:
+    return item.nodeid.removeprefix("tests/").partition("/")[0] not in LONG
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_is_short)  # the others stay in their order
     dry = os.environ.get("OOMKIT_GPU_DRY") == "1"  # those that can run on the CPU do, small
     if dry or torch.cuda.is_available() or os.environ.get("OOMKIT_REQUIRE_CUDA") == "1":
         return  # required and missing: the tests run and fail

@@ -150,12 +150,9 @@ oomkit_memo_hold(oomkit_memo *memo)
 }
 
 void
-oomkit_memo_drop(oomkit_memo **memo)
+oomkit_memo_let_go(oomkit_memo *m)
 {
-    oomkit_memo *m = *memo;
-
-    *memo = NULL;
-    if (m == NULL || --m->holders > 0) {
+    if (--m->holders > 0) {
         return;
     }
     for (Py_ssize_t i = 0; i < m->count; i++) {

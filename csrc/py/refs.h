@@ -132,7 +132,18 @@ oomkit_memo_find(const oomkit_memo *memo, const PyObject *object);
 oomkit_memo *
 oomkit_memo_hold(oomkit_memo *memo);
 void
-oomkit_memo_drop(oomkit_memo **memo);
+oomkit_memo_let_go(oomkit_memo *memo);
+
+static inline void
+oomkit_memo_drop(oomkit_memo **memo) /* what a healthy call has none of costs no call */
+{
+    oomkit_memo *held = *memo;
+
+    if (held != NULL) {
+        *memo = NULL;
+        oomkit_memo_let_go(held);
+    }
+}
 
 /* For tp_traverse: one that has another holder is alive. */
 int

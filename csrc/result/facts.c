@@ -189,7 +189,7 @@ static void
 learn_from(oomkit_state *st, oomkit_result_site *site, const oomkit_result_path *path,
            PyObject *value, int64_t rows, int64_t dim)
 {
-    oomkit_result_path inner = *path;
+    oomkit_result_path inner;
     PyObject *key, *item; /* borrowed from value */
     Py_ssize_t position = 0, i;
 
@@ -197,6 +197,7 @@ learn_from(oomkit_state *st, oomkit_result_site *site, const oomkit_result_path 
     if (path->depth == OOMKIT_RESULT_DEPTH || !is_container(value)) {
         return;
     }
+    inner = *path;
     inner.depth++;
     if (PyDict_Check(value)) {
         for (i = 0;

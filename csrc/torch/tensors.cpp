@@ -81,6 +81,14 @@ struct Lanes {
     }
 };
 
+// TensorImpl::requires_grad() without a call into c10: nearly all have no such data.
+bool
+requires_grad_of(const c10::TensorImpl *impl)
+{
+    const c10::AutogradMetaInterface *meta = impl->autograd_meta();
+    return meta != nullptr && meta->requires_grad();
+}
+
 void
 fill_facts(const c10::TensorImpl *impl, int64_t dim, oomkit_tensor_facts *facts)
 {
@@ -102,7 +110,7 @@ fill_facts(const c10::TensorImpl *impl, int64_t dim, oomkit_tensor_facts *facts)
     facts->dtype = static_cast<int32_t>(dtype);
     facts->device_type = static_cast<int32_t>(device.type());
     facts->device_index = device.is_cpu() ? -1 : static_cast<int32_t>(device.index());
-    facts->requires_grad = impl->requires_grad() ? 1 : 0;
+    facts->requires_grad = requires_grad_of(impl) ? 1 : 0;
     facts->is_strided = impl->layout() == c10::kStrided ? 1 : 0;
     // A tensor that requires grad may be either: only libtorch knows its grad_fn.
     facts->is_leaf = facts->requires_grad ? -1 : 1;
@@ -241,8 +249,7 @@ versions(const void *const *holders, ptrdiff_t offset, size_t count, uint32_t *v
                 values[i] = version_of(impl);
             }
             if (requires_grad != nullptr) {
-                const c10::AutogradMetaInterface *meta = impl->autograd_meta();
-                requires_grad[i] = meta != nullptr && meta->requires_grad() ? 1 : 0;
+                requires_grad[i] = requires_grad_of(impl) ? 1 : 0;
             }
         }
         return OOMKIT_OK;

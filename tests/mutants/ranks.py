@@ -33,8 +33,8 @@ MUTANTS = [
         "own-collective-repeated",
         "after a collective of the step's own no rank begins again",
         "oomkit/_ranks/agreement.py",
-        "        self._own = name\n",
-        "        self._own = str()\n",
+        "        self.own = name\n",
+        "        self.own = str()\n",
         (
             "ranks/test_steps.py::test_a_collective_of_the_steps_own_is_made_once[backward-2-0]",
             "ranks/test_steps.py::test_a_collective_of_the_steps_own_is_made_once[backward-2-1]",
