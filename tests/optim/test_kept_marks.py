@@ -17,7 +17,9 @@ from oomkit.testing import inject_oom
 Step = Callable[[torch.Tensor], None]
 
 
-def make(kind: str = "SGD", **options: object) -> tuple[nn.Module, torch.optim.Optimizer, Step]:
+def make(
+    kind: str = "SGD", factor: float = 0.5, **options: object
+) -> tuple[nn.Module, torch.optim.Optimizer, Step]:
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     optimizer: torch.optim.Optimizer = getattr(torch.optim, kind)(model.parameters(), lr=1.0)
@@ -25,7 +27,8 @@ def make(kind: str = "SGD", **options: object) -> tuple[nn.Module, torch.optim.O
     @oomkit.auto_batch(model=model, optimizer=optimizer, verify=False, **options)
     def step(x: torch.Tensor) -> None:
         optimizer.zero_grad()
-        optimizer.param_groups[0]["lr"] *= 0.5
+        if factor != 1.0:
+            optimizer.param_groups[0]["lr"] *= factor
         model(x).square().mean().backward()
         optimizer.step()
 
@@ -62,7 +65,7 @@ def test_a_group_that_was_added_between_calls_goes_back_too() -> None:
 
 @pytest.mark.parametrize("whole", [False, True], ids=["one value", "state of a parameter"])
 def test_state_that_was_replaced_between_calls_is_not_undone(whole: bool) -> None:
-    model, optimizer, step = make("Adam", optimizer_safety="copy")
+    model, optimizer, step = make("Adam", 1.0, optimizer_safety="copy")
     x = torch.randn(8, 4)
     step(x)
     step(x)
@@ -78,7 +81,7 @@ def test_state_that_was_replaced_between_calls_is_not_undone(whole: bool) -> Non
 
 
 def test_state_that_was_taken_away_between_calls_is_not_put_back() -> None:
-    model, optimizer, step = make("Adam", optimizer_safety="copy")
+    model, optimizer, step = make("Adam", 1.0, optimizer_safety="copy")
     x = torch.randn(8, 4)
     step(x)
     step(x)
@@ -90,7 +93,7 @@ def test_state_that_was_taken_away_between_calls_is_not_put_back() -> None:
 
 
 def test_a_parameter_that_was_exchanged_between_calls_is_not_taken_for_the_old_one() -> None:
-    model, optimizer, step = make(optimizer_safety="copy")
+    model, optimizer, step = make(factor=1.0, optimizer_safety="copy")
     x = torch.randn(8, 4)
     step(x)
     step(x)
@@ -103,7 +106,7 @@ def test_a_parameter_that_was_exchanged_between_calls_is_not_taken_for_the_old_o
 
 
 def test_nothing_of_ours_is_in_an_optimizer_between_calls() -> None:
-    model, optimizer, step = make("Adam")
+    model, optimizer, step = make("Adam", 1.0)
     names = sorted(vars(optimizer))
     for _ in range(3):
         step(torch.randn(8, 4))
@@ -116,7 +119,7 @@ def test_nothing_of_ours_is_in_an_optimizer_between_calls() -> None:
 
 
 def test_state_dies_with_its_optimizer_and_with_what_replaces_it() -> None:
-    model, optimizer, step = make("Adam")
+    model, optimizer, step = make("Adam", 1.0)
     x = torch.randn(8, 4)
     step(x)
     step(x)

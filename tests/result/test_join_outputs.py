@@ -433,7 +433,7 @@ def test_a_buffer_that_is_used_again_is_refused():
         split(step)
 
 
-@pytest.mark.filterwarnings("ignore:.*has as many rows")
+@pytest.mark.filterwarnings("ignore:.*as many rows")
 def test_a_buffer_that_is_filled_row_after_row_is_joined():
     buffer, at = torch.zeros(ROWS, 1, dtype=torch.float64), [0]
 

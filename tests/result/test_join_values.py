@@ -99,7 +99,7 @@ def again(x):
 
 @pytest.mark.parametrize("whole", [0, 1])
 @pytest.mark.parametrize("result", [lambda x: TABLE[: len(x)], again], ids=["table", "array"])
-@pytest.mark.filterwarnings("ignore:.*has as many rows")
+@pytest.mark.filterwarnings("ignore:.*as many rows")
 def test_what_shares_its_memory_is_not_put_together(result, whole):
     with pytest.raises(oomkit.SplitError, match="in memory that several micro-batches share"):
         split(result, whole=whole)
