@@ -110,6 +110,9 @@ def made_by(target: str) -> tuple[Any, ...] | None:
     if not path:
         print("oomkit: expected FILE:NAME, a function of a Python file", file=sys.stderr)
         return None
+    if not Path(path).is_file():
+        print(f"oomkit: there is no file {path}", file=sys.stderr)
+        return None
     made = runpy.run_path(path, run_name="__oomkit_check__").get(name)
     if not callable(made):
         print(f"oomkit: {path} has no function {name!r}", file=sys.stderr)
@@ -193,6 +196,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(environment(__version__))
         return 0
     if options.command == "run":
+        if not options.script.is_file():
+            print(f"oomkit: there is no file {options.script}", file=sys.stderr)
+            return 2
         return run_script(options.script, options.arguments, options.records)
     if options.command == "check":
         return checked(options.target)

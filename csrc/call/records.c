@@ -380,17 +380,18 @@ lines_add_advice(PyObject *lines, PyObject *advice)
 static PyObject *
 report_head(PyObject *label, const char *device, const oomkit_attempt *last)
 {
-    char requested[64], allocated[64], budget[64];
-    const char *figures =
-        figure_text("requested", last->requested_bytes, requested)[0] != 0
-            ? requested + 1
-            : "";
+    char requested[64], allocated[64], budget[64], figures[192];
 
-    return PyUnicode_FromFormat(
-        "%V ran out of memory on %s:%s%s%s",
-        label == NULL || label == Py_None ? NULL : label, "the call", device, figures,
-        figure_text("allocated", last->allocated_bytes, allocated),
-        figure_text("budget", last->budget_bytes, budget));
+    snprintf(figures, sizeof(figures), "%s%s%s",
+             figure_text("requested", last->requested_bytes, requested),
+             figure_text("allocated", last->allocated_bytes, allocated),
+             figure_text("budget", last->budget_bytes, budget));
+    if (figures[0] != 0) {
+        figures[0] = ':'; /* in place of the first comma */
+    }
+    return PyUnicode_FromFormat("%V ran out of memory on %s%s",
+                                label == NULL || label == Py_None ? NULL : label,
+                                "the call", device, figures);
 }
 
 /* What the figures of the device do not count. 0 or -1. */

@@ -96,15 +96,14 @@ need_anew(oomkit_call *call, int index, oomkit_update_need *need)
 static int
 refuse_state(oomkit_call *call, PyObject *optimizer, const oomkit_update_figures *f)
 {
-    PyObject *reason =
-        PyUnicode_FromFormat(/* owned, then stolen */
-                             "%s.step() needs %llu bytes for its state and %llu are "
-                             "left: nothing was "
-                             "updated; use an optimizer with less state, a larger "
-                             "budget, or "
-                             "ladder=(\"update\", \"state\")",
-                             Py_TYPE(optimizer)->tp_name, (unsigned long long)f->state,
-                             (unsigned long long)f->left);
+    char state[32], left[32];
+    PyObject *reason = /* owned, then stolen */
+        PyUnicode_FromFormat("%s.step() needs %s for its state and %s are left: "
+                             "nothing was updated; use an optimizer with less state, "
+                             "a larger budget, or ladder=(\"update\", \"state\")",
+                             Py_TYPE(optimizer)->tp_name,
+                             oomkit_format_bytes(f->state, state),
+                             oomkit_format_bytes(f->left, left));
 
     call->refused.raised = 1;
     return oomkit_give_up_for(call, reason);

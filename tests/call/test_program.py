@@ -139,3 +139,11 @@ def test_estimate(program, tmp_path, budget, status):
     assert done.returncode == status, done.stderr
     assert "each row" in done.stdout
     assert (budget is None) == ("at once" not in done.stdout)
+
+
+@pytest.mark.parametrize("command", ["run", "check", "estimate"])
+def test_a_file_that_is_not_there(program, tmp_path, command):
+    target = tmp_path / "none.py"
+    done = program(command, target if command == "run" else f"{target}:make")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"oomkit: there is no file {target}\n"
