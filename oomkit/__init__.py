@@ -77,6 +77,7 @@ __version__ = "0.1.0"
 _REBUILD = (
     "build it for your torch with `pip install --no-build-isolation .` in oomkit's sources; "
     "until then oomkit uses torch's own slower calls, without a memory budget for the CPU"
+    f"{_C.see('bridge')}"
 )
 
 

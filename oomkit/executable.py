@@ -106,6 +106,7 @@ def _next(search: BatchSizeSearch, reduce: Callable[[], int] | None, size: int, 
         raise ValueError(
             "find_executable_batch_size() expected reduce_batch_size_fn to return less than "
             f"{size}, which ran out of memory, got {smaller}"
+            f"{_C.see('options')}"
         )
     return smaller
 
@@ -186,11 +187,13 @@ reduce_batch_size_fn=None, *, grow_back=False)
         raise TypeError(
             "find_executable_batch_size() expected a function to decorate, got "
             f"{type(function).__name__!r}; pass starting_batch_size= by name"
+            f"{_C.see('options')}"
         )
     if grow_back and reduce_batch_size_fn is not None:
         raise TypeError(
             "find_executable_batch_size() cannot grow back by sizes that reduce_batch_size_fn "
             "chooses: leave one of the two out"
+            f"{_C.see('options')}"
         )
     search = BatchSizeSearch(starting_batch_size)
 

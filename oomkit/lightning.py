@@ -31,7 +31,10 @@ def _checked_steps(steps: Sequence[str]) -> tuple[str, ...]:
     steps = (steps,) if isinstance(steps, str) else tuple(steps)
     for name in steps:
         if name not in _STEPS:
-            raise ValueError(f"AutoBatch() expected steps to be some of {_STEPS}, got {name!r}")
+            raise ValueError(
+                f"AutoBatch() expected steps to be some of {_STEPS}, got {name!r}"
+                f"{_C.see('options')}"
+            )
     return steps
 
 
@@ -41,6 +44,7 @@ def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
         if name not in known or known[name].kind is not inspect.Parameter.KEYWORD_ONLY:
             raise TypeError(
                 f"AutoBatch() got {name}=, expected steps= or an option of oomkit.auto_batch"
+                f"{_C.see('options')}"
             )
     _C.auto_batch(lambda batch: None, **options)  # it knows what they may be
     return options
@@ -81,22 +85,28 @@ class _Parts:
     def check(self, trainer: Any, module: Any, kind: type) -> None:
         """MisconfigurationException for what cannot be protected."""
         if sum(isinstance(each, kind) for each in trainer.callbacks) > 1:
-            raise ValueError("AutoBatch is in the callbacks of this trainer twice: give it one")
+            raise ValueError(
+                "AutoBatch is in the callbacks of this trainer twice: give it one"
+                f"{_C.see('trainers')}"
+            )
         if any(isinstance(each, self.finder) for each in trainer.callbacks):
             raise self.refusal(
                 "AutoBatch and BatchSizeFinder in one trainer: with AutoBatch no size ever runs "
                 "out of memory, so that the finder would take its last trial; leave it out"
+                f"{_C.see('trainers')}"
             )
         if not isinstance(trainer.strategy, self.single):
             raise self.refusal(
                 f"AutoBatch works on one device, got {type(trainer.strategy).__name__}: pass "
                 "devices=1 to the Trainer"
+                f"{_C.see('trainers')}"
             )
         for name in self.steps:
             if "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
                 raise self.refusal(
                     f"AutoBatch needs the batch as an argument, got {type(module).__name__}.{name}"
                     "(dataloader_iter): take batch, batch_idx"
+                    f"{_C.see('trainers')}"
                 )
 
     def put(self, trainer: Any, module: Any) -> None:

@@ -99,16 +99,21 @@ def _device_of(caller: str, device: DeviceLike) -> torch.device:
             raise TypeError(
                 f"{caller}() expected device to be a str, an int or a torch.device, "
                 f"got {type(device).__name__!r}"
+                f"{_C.see('options')}"
             )
         try:
             found = torch.device(device)
         except RuntimeError:
-            raise ValueError(f"{caller}() does not know the device {device!r}") from None
+            raise ValueError(
+                f"{caller}() does not know the device {device!r}{_C.see('options')}"
+            ) from None
     if found.type != "cpu" and found.index is None:
         try:
             module = torch.get_device_module(found)
         except RuntimeError:  # "meta": a type that torch knows and that has no memory here
-            raise ValueError(f"{caller}() has no device {str(found)!r} here") from None
+            raise ValueError(
+                f"{caller}() has no device {str(found)!r} here{_C.see('options')}"
+            ) from None
         # Asking for the current device would initialise one that is not in use yet.
         ready = getattr(module, "is_initialized", lambda: False)()
         found = torch.device(found.type, module.current_device() if ready else 0)
@@ -129,20 +134,26 @@ def _parse_budget(
         match = _SIZE.fullmatch(budget)
         unit = None if match is None else _UNITS.get(match[3].lower())
         if match is None or unit is None:
-            raise ValueError(f"{expected}, got {budget!r}")
+            raise ValueError(f"{expected}, got {budget!r}{_C.see('options')}")
         size = int(Fraction(match[2]) * unit)
         size = -size if match[1] == "-" else size
     elif isinstance(budget, bool):
-        raise TypeError(f"{expected}, got 'bool'")
+        raise TypeError(f"{expected}, got 'bool'{_C.see('options')}")
     else:
         try:
             size = operator.index(budget)
         except TypeError:
-            raise TypeError(f"{expected}, got {type(budget).__name__!r}") from None
+            raise TypeError(
+                f"{expected}, got {type(budget).__name__!r}{_C.see('options')}"
+            ) from None
     if size <= 0:
-        raise ValueError(f"{caller}() expected {what} of at least 1 byte, got {budget!r}")
+        raise ValueError(
+            f"{caller}() expected {what} of at least 1 byte, got {budget!r}{_C.see('options')}"
+        )
     if size > _LARGEST:
-        raise ValueError(f"{caller}() expected {what} below 8 EiB, got {budget!r}")
+        raise ValueError(
+            f"{caller}() expected {what} below 8 EiB, got {budget!r}{_C.see('options')}"
+        )
     return size
 
 
@@ -193,7 +204,8 @@ def _warn_outside() -> None:
             warnings.warn(
                 f"limit_memory(): {format_bytes(outside)} of parameters of {label} were made "
                 "before oomkit counted the CPU's tensors and are outside the limit: set a "
-                "limit before the model is made",
+                "limit before the model is made"
+                f"{_C.see('limit-memory')}",
                 _C.OomkitWarning,
                 stacklevel=3,
             )
@@ -215,7 +227,7 @@ def limit_memory(budget: int | str | None, *, device: DeviceLike = None) -> Memo
     a warning says where parameters of a decorated step are outside it.
 
     On CUDA it is a share of the device for PyTorch's allocator, cached memory included and what
-    is beside it (contexts, libraries, see `oomkit.budget`) not. It makes no context: before the
+    is outside it (contexts, libraries, see `oomkit.budget`) not. It makes no context: before the
     program uses the device, the limit is noted, and put on when it does (with a warning where
     the allocator then knows no shares). PyTorch is asked how many devices there are, and
     without `device` for its accelerator: either may start the driver, after which a forked
@@ -238,9 +250,14 @@ def limit_memory(budget: int | str | None, *, device: DeviceLike = None) -> Memo
     size = None if budget is None else _parse_budget(budget)
     target = _device_of("limit_memory", device)
     if target.type not in ("cpu", "cuda"):
-        raise ValueError(f"limit_memory() can limit 'cpu' and 'cuda' devices, got {str(target)!r}")
+        raise ValueError(
+            f"limit_memory() can limit 'cpu' and 'cuda' devices, got {str(target)!r}"
+            f"{_C.see('limit-memory')}"
+        )
     if target.type == "cuda" and target.index >= torch.cuda.device_count():
-        raise ValueError(f"limit_memory(): there is no device {str(target)!r} here")
+        raise ValueError(
+            f"limit_memory(): there is no device {str(target)!r} here{_C.see('limit-memory')}"
+        )
     # Made first: where there is no memory for it nothing has changed yet.
     limit = MemoryLimit(target, size, _layers.get_user(_key(target)))
     _layers.set_user(_key(target), size)
@@ -255,8 +272,9 @@ def limit_memory(budget: int | str | None, *, device: DeviceLike = None) -> Memo
 def _say_cpu() -> None:
     """Once: whoever thinks of a GPU has none here."""
     logging.getLogger("oomkit").warning(
-        "limit_memory() limits the CPU, for there is no accelerator here; "
-        "device='cpu' says that this is meant"
+        "limit_memory() limits the CPU, because there is no accelerator here; pass "
+        "device='cpu' to silence this"
+        f"{_C.see('limit-memory')}"
     )
 
 
@@ -311,7 +329,7 @@ def cleanup() -> Freed:
 
     For notebooks and the interactive interpreter, after a cell has run out of memory: its
     error is kept for a debugger, the error holds the frames and the frames the tensors.
-    Takes out what is kept (`sys.last_exc` and its kin; in IPython also the last traceback,
+    Takes out what is kept (`sys.last_exc` and so on; in IPython also the last traceback,
     the error of the last cell and errors among the outputs), clears the frames, frees what
     a failed backward left behind, collects garbage and empties the accelerator's cache.
     Inside an `except` block the error that is being handled stays as it is, with all

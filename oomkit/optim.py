@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from . import _C
 from ._ladder.known import is_known
 
 # State tensors of a parameter's size that the first step() makes, read from the
@@ -69,9 +70,13 @@ def register_optimizer(cls: type, /, *, independent: bool = True) -> None:
         TypeError: ``cls`` is not a class with a ``step`` method.
     """
     if not isinstance(cls, type) or not callable(getattr(cls, "step", None)):
-        raise TypeError(f"register_optimizer() expected an optimizer class, got {cls!r}")
+        raise TypeError(
+            f"register_optimizer() expected an optimizer class, got {cls!r}{_C.see('options')}"
+        )
     if not isinstance(independent, bool):
-        raise TypeError(f"independent expected True or False, got {independent!r}")
+        raise TypeError(
+            f"independent expected True or False, got {independent!r}{_C.see('options')}"
+        )
     _registered[cls] = independent
 
 

@@ -268,6 +268,7 @@ def _trial_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise TypeError(
         "prune_on_oom() expected the objective to be called with a trial, as "
         "study.optimize(objective) does"
+        f"{_C.see('options')}"
     )
 
 
@@ -281,24 +282,32 @@ def _has_reported(trial: Any, study: Any) -> bool:
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in choices:
         expected = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
-        raise ValueError(f"prune_on_oom() expected {name} to be {expected}, got {value!r}")
+        raise ValueError(
+            f"prune_on_oom() expected {name} to be {expected}, got {value!r}{_C.see('options')}"
+        )
 
 
 def _check_objective(fn: object) -> None:
     if not callable(fn):
-        raise TypeError(f"prune_on_oom() expected a callable, got {type(fn).__name__!r}")
+        raise TypeError(
+            f"prune_on_oom() expected a callable, got {type(fn).__name__!r}{_C.see('options')}"
+        )
     code = fn if inspect.isroutine(fn) or inspect.isclass(fn) else type(fn).__call__
     if inspect.isclass(fn):
         raise TypeError(
             f"prune_on_oom() cannot wrap the class {fn.__qualname__}: wrap an object of it, or "
             "decorate its __call__"
+            f"{_C.see('decoration')}"
         )
     if inspect.iscoroutinefunction(code) or inspect.isgeneratorfunction(code):
-        raise TypeError("prune_on_oom() cannot wrap an async or a generator function")
+        raise TypeError(
+            f"prune_on_oom() cannot wrap an async or a generator function{_C.see('decoration')}"
+        )
     if _is_protected(fn):
         # The outer one would take the inner one's TrialPruned for the user's, in a trial that fits.
         raise TypeError(
             "prune_on_oom() got an objective that is protected already: give its options there"
+            f"{_C.see('decoration')}"
         )
 
 
@@ -398,11 +407,14 @@ def prune_on_oom(
     _check_choice("on_oom", on_oom, ("prune", "penalize", "auto", "raise"))
     _check_choice("threads", threads, ("wait", "refuse"))
     if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
-        raise ValueError(f"prune_on_oom() expected retries to be an int >= 0, got {retries!r}")
+        raise ValueError(
+            f"prune_on_oom() expected retries to be an int >= 0, got {retries!r}{_C.see('options')}"
+        )
     if memory is not None and not callable(config):
         raise ValueError(
             "prune_on_oom(memory=...) expected config to be a callable that suggests what memory "
             f"depends on, got {config!r}; or call memory.check(trial) inside the objective"
+            f"{_C.see('options')}"
         )
     wrapper = _Wrapper(
         on_oom,

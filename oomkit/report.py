@@ -160,6 +160,7 @@ def _rows_of(item: Any) -> list[Row]:
     if records is None:
         raise TypeError(
             f"report() expected decorated steps, guards or StepRecords, got {type(item).__name__!r}"
+            f"{_C.see('options')}"
         )
     return [record_dict(record) for record in records]
 
@@ -481,6 +482,7 @@ def report(
     if not isinstance(format, str) or format not in ("text", "markdown", "json"):
         raise ValueError(
             f"report() expected format to be 'text', 'markdown' or 'json', got {format!r}"
+            f"{_C.see('options')}"
         )
     sites = sites_of(steps)
     tables = _all(sites) if all else _screen(sites) if sites else []

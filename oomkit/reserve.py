@@ -60,9 +60,11 @@ def _queue_of(device: torch.device) -> tuple[str, int | None]:
     if device.type == "cpu":
         return "cpu", _host_bytes()
     if device.type != "cuda":
-        raise ValueError(f"reserve() knows 'cpu' and 'cuda' devices, got {str(device)!r}")
+        raise ValueError(
+            f"reserve() knows 'cpu' and 'cuda' devices, got {str(device)!r}{_C.see('reserve')}"
+        )
     if device.index >= torch.cuda.device_count():
-        raise ValueError(f"reserve(): there is no device {str(device)!r} here")
+        raise ValueError(f"reserve(): there is no device {str(device)!r} here{_C.see('reserve')}")
     about = torch.cuda.get_device_properties(device)
     # Numbers differ between processes with another CUDA_VISIBLE_DEVICES.
     return f"cuda-{getattr(about, 'uuid', device.index)}", int(about.total_memory)
@@ -164,9 +166,12 @@ class Reservation:
         if not callable(function):
             raise TypeError(
                 f"reserve() expected a function to decorate, got {type(function).__name__!r}"
+                f"{_C.see('decoration')}"
             )
         if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-            raise TypeError("reserve() cannot decorate an async or a generator function")
+            raise TypeError(
+                f"reserve() cannot decorate an async or a generator function{_C.see('decoration')}"
+            )
         again = self._again
 
         @functools.wraps(function)
@@ -180,7 +185,9 @@ class Reservation:
 
     def __enter__(self) -> Reservation:
         if self._is_held():
-            raise RuntimeError("reserve(): this reservation is held already: make another one")
+            raise RuntimeError(
+                f"reserve(): this reservation is held already: make another one{_C.see('reserve')}"
+            )
         self._give_back()  # what an interrupt or an error has left
         self._pid = os.getpid()
         outer = self._outer()
@@ -228,6 +235,7 @@ class Reservation:
                 f"reserve() of {self._what()} inside a reservation of "
                 f"{format_bytes(outer.bytes)}: it would wait for more while holding some, as "
                 "others may, for ever. Reserve the larger amount first"
+                f"{_C.see('reserve')}"
             )
 
     def _admit(self) -> None:
@@ -235,11 +243,14 @@ class Reservation:
             raise RuntimeError(
                 "reserve() needs the file locks of Linux and macOS (fcntl), which this Python "
                 "lacks: run one process at a time, or give each a device of its own"
+                f"{_C.see('reserve')}"
             )
         name, total = _queue_of(self.device)
         self.budget = budget = total if self.budget is None else self.budget
         if budget is None:
-            raise RuntimeError("reserve() does not know this machine's memory: pass budget=")
+            raise RuntimeError(
+                f"reserve() does not know this machine's memory: pass budget={_C.see('reserve')}"
+            )
         self._check_possible(budget)
         self._share = share = _Share(self._key)
         share.parts.add(id(self))
@@ -258,6 +269,7 @@ class Reservation:
         if self.bytes > budget:
             raise _C.OutOfMemory(
                 f"reserve() of {self._what()} can never be admitted: {where}. Reserve less"
+                f"{_C.see('reserve')}"
             )
 
     def _wait(self, ticket: _admission.Ticket, budget: int) -> None:
@@ -276,6 +288,7 @@ class Reservation:
                 raise TimeoutError(
                     f"reserve() of {self._what()} was not admitted within {self._timeout:g} s: "
                     f"{why}. Reserve less, wait longer (timeout=), or end one of them"
+                    f"{_C.see('reserve')}"
                 )
             if self.waited >= silent:
                 silent = self._say_waiting(why)
@@ -436,7 +449,11 @@ def reserve(
             raise TypeError(
                 f"reserve() expected timeout to be a number of seconds or None, got "
                 f"{type(timeout).__name__!r}"
+                f"{_C.see('options')}"
             )
         if not timeout >= 0:
-            raise ValueError(f"reserve() expected timeout to be at least 0 seconds, got {timeout}")
+            raise ValueError(
+                f"reserve() expected timeout to be at least 0 seconds, got {timeout}"
+                f"{_C.see('options')}"
+            )
     return Reservation(size, _device_of("reserve", device), most, timeout, limit, again)

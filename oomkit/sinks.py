@@ -75,8 +75,9 @@ def _tell(record: Any, own: Sequence[Sink] | None) -> None:
             if id(sink) not in _failed:
                 _failed.add(id(sink))
                 warnings.warn(
-                    f"oomkit: the sink {_name(sink)} failed and is not heard of again: "
-                    f"{type(error).__name__}: {error}",
+                    f"oomkit: the sink {_name(sink)} failed and is switched off: "
+                    f"{type(error).__name__}: {error}"
+                    f"{_C.see('sink-failed')}",
                     _C.OomkitWarning,
                     stacklevel=2,
                 )
@@ -95,7 +96,9 @@ def attach(sink: Sink) -> Sink:
     """
     global _attached
     if not callable(sink):
-        raise TypeError(f"attach() expected a callable, got {type(sink).__name__!r}")
+        raise TypeError(
+            f"attach() expected a callable, got {type(sink).__name__!r}{_C.see('options')}"
+        )
     if not any(other is sink for other in _attached):
         _attached = (*_attached, sink)
     _C.set_sinks_attached(bool(_attached))

@@ -191,6 +191,7 @@ def _matches(function: str | Callable[..., Any] | None) -> Callable[[dict[str, A
     if not callable(function):
         raise TypeError(
             f"oomkit.sizes expected a function or its name, got {type(function).__name__!r}"
+            f"{_C.see('options')}"
         )
     name = _name_of(function)
     return lambda entry: bool(entry["function"] == name)
@@ -245,6 +246,7 @@ def clear(
         raise TypeError(
             "clear(older_than=...) expected a datetime.timedelta, "
             f"got {type(older_than).__name__!r}"
+            f"{_C.see('options')}"
         )
     age = None if older_than is None else older_than.total_seconds()
     return _store.clear(wanted, age)

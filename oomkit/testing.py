@@ -24,10 +24,12 @@ def _check_count(name: str, value: object, more: str = "") -> int:
         raise TypeError(
             f"inject_oom() expected {name} to be an int of at least 1{more}, "
             f"got {type(value).__name__!r}"
+            f"{_C.see('options')}"
         )
     if not 1 <= value < 2**63:
         raise ValueError(
             f"inject_oom() expected {name} to be an int of at least 1{more}, got {value}"
+            f"{_C.see('options')}"
         )
     return value
 
@@ -82,11 +84,13 @@ class inject_oom:
             raise ValueError(
                 "inject_oom() expected phase to be 'forward', 'backward', 'optimizer', "
                 f"'recovery' or None, got {phase!r}"
+                f"{_C.see('options')}"
             )
         self._phases = 0 if phase is None else 1 << _PHASES[phase]
         if then is not None and not isinstance(then, inject_oom):
             raise TypeError(
                 f"inject_oom() expected then to be another inject_oom, got {type(then).__name__!r}"
+                f"{_C.see('options')}"
             )
         self._then = then
         self._open = False
@@ -179,6 +183,7 @@ class force_slices:
         if not sizes or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
             raise ValueError(
                 f"force_slices() expected a sequence of ints of at least 1, got {lengths!r}"
+                f"{_C.see('options')}"
             )
         self._lengths = sizes
         self._before: list[tuple[int, ...] | None] = []

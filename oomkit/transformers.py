@@ -40,6 +40,7 @@ def _checked(function: str, trainer: Any) -> None:
         raise TypeError(
             f"{function}() expected a Trainer of transformers, got "
             f"{what or repr(type(trainer).__name__)}"
+            f"{_C.see('trainers')}"
         )
 
 
@@ -54,6 +55,7 @@ def _options(options: dict[str, Any], inexact: str) -> dict[str, Any]:
             raise TypeError(
                 f"protect() got {name}=, expected at, evaluation, inexact, log or an option of "
                 f"auto_batch: {', '.join(known)}"
+                f"{_C.see('options')}"
             )
     return {"verify": "warn", **options} if inexact == "warn" else dict(options)
 
@@ -117,12 +119,20 @@ def protect(
     """
     _checked("protect", trainer)
     if at is not None and at not in _PLACES:
-        raise ValueError(f"protect() expected at to be {_PLACES} or None, got {at!r}")
+        raise ValueError(
+            f"protect() expected at to be {_PLACES} or None, got {at!r}{_C.see('options')}"
+        )
     if inexact not in ("error", "warn"):
-        raise ValueError(f"protect() expected inexact to be 'error' or 'warn', got {inexact!r}")
+        raise ValueError(
+            f"protect() expected inexact to be 'error' or 'warn', got {inexact!r}"
+            f"{_C.see('options')}"
+        )
     it: Any = trainer
     if getattr(it, "is_in_train", False):
-        raise RuntimeError("protect() was called while the trainer trains: call it before train()")
+        raise RuntimeError(
+            "protect() was called while the trainer trains: call it before train()"
+            f"{_C.see('trainers')}"
+        )
     options = _options(options, inexact)
     names.check(it)
     refusals.check(it)

@@ -92,7 +92,7 @@ hooks_judge(oomkit_call *call, int *committed)
         return state;
     }
     call->refused.why = "has a post-accumulate-grad hook, which may have run on the "
-                        "gradient of a part of the batch already. Move what the hook "
+                        "gradient of a part of the batch already; move what the hook "
                         "does into the step, after backward()" SEE("gradient-hooks");
     if (!*committed && call->backward.failed) {
         state = oomkit_params_moved(call, &which);

@@ -161,12 +161,13 @@ effects_say(oomkit_call *call, PyObject *answer)
             refusal, (long long)(call->cut->at + 1), (long long)call->cut->count);
     }
     if (beside != Py_None &&
-        oomkit_warn(st->OomkitWarning, 1,
-                    "oomkit: the batch of %U is split, but the step also reads "
-                    "something with as many rows that is not an argument: %U. Every "
-                    "micro-batch gets all of its rows. Pass what has one row per "
-                    "sample as an argument. Warned once" SEE("rows-outside-arguments"),
-                    call->options->label, beside) < 0) {
+        oomkit_warn(
+            st->OomkitWarning, 1,
+            "oomkit: the batch of %U is split, but the step also reads what is not an "
+            "argument and has as many rows: %U. Every micro-batch gets all of its "
+            "rows. Pass what has one row per sample as an argument. Warned once" SEE(
+                "rows-outside-arguments"),
+            call->options->label, beside) < 0) {
         return -1;
     }
     if (warning == Py_None) {

@@ -187,8 +187,8 @@ doubt_refuse_samples(const oomkit_find *f, Py_ssize_t index)
     return oomkit_find_raise(
         f, index,
         PyUnicode_FromFormat(
-            "%U is a '%.200s' of %zd alike, which may be %zd samples, or columns of "
-            "%lld rows; for samples give split=lambda batch, start, length: "
+            "%U is a '%.200s' of %zd similar items, which may be %zd samples, or "
+            "columns of %lld rows; for samples pass split=lambda batch, start, length: "
             "batch[start : start + length], for columns put them into a dict",
             path, Py_TYPE(node->object)->tp_name, node->children, node->children,
             (long long)f->batch->rows));

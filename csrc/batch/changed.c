@@ -74,12 +74,11 @@ check_refuse(oomkit_state *st, const oomkit_batch *batch, PyObject *names,
     OWNED PyObject *path = oomkit_node_path(batch, names, index);
 
     if (path != NULL) {
-        PyErr_Format(
-            st->SplitError,
-            "auto_batch cannot repeat the step: it changed %U in place; make a new "
-            "tensor instead (x = x.div(255), not x.div_(255)) or give "
-            "restore_batch=True",
-            path);
+        PyErr_Format(st->SplitError,
+                     "auto_batch cannot repeat the step, because it changed %U in "
+                     "place; make a new tensor instead (x = x.div(255), not "
+                     "x.div_(255)) or pass restore_batch=True" SEE("batch-changed"),
+                     path);
     }
     return -1;
 }

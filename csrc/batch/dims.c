@@ -8,16 +8,17 @@ option_dim_number(PyObject *given, int64_t *dim)
     if (!PyLong_Check(given) || PyBool_Check(given)) {
         PyErr_Format(PyExc_TypeError,
                      "auto_batch(dim=...) expected an int, or a dict of argument names "
-                     "and ints, got %s",
+                     "and ints, got %s" SEE("options"),
                      Py_TYPE(given)->tp_name);
         return -1;
     }
     *dim = PyLong_AsLongLong(given);
     if (*dim < 0) {
         if (!PyErr_Occurred()) {
-            PyErr_Format(PyExc_ValueError,
-                         "auto_batch(dim=...) expected 0 or more, got %lld",
-                         (long long)*dim);
+            PyErr_Format(
+                PyExc_ValueError,
+                "auto_batch(dim=...) expected 0 or more, got %lld" SEE("options"),
+                (long long)*dim);
         }
         return -1;
     }
@@ -39,8 +40,10 @@ oomkit_options_dim(PyObject *given, oomkit_options *options)
     }
     while (PyDict_Next(given, &position, &name, &number)) {
         if (!PyUnicode_Check(name)) {
-            PyErr_Format(PyExc_TypeError,
-                         "auto_batch(dim={%R: ...}) expected names of arguments", name);
+            PyErr_Format(
+                PyExc_TypeError,
+                "auto_batch(dim={%R: ...}) expected names of arguments" SEE("options"),
+                name);
             return -1;
         }
         if (option_dim_number(number, &dim) < 0) {

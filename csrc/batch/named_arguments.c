@@ -39,8 +39,10 @@ oomkit_find_raise(const oomkit_find *f, Py_ssize_t index, PyObject *text)
     OWNED PyObject *name = text == NULL ? NULL : oomkit_find_name(f, index);
 
     if (name != NULL) {
-        PyErr_Format(f->st->SplitError, "auto_batch cannot split argument '%U': %U",
-                     name, text);
+        PyErr_Format(
+            f->st->SplitError,
+            "auto_batch cannot split argument '%U': %U" SEE("argument-not-split"), name,
+            text);
     }
     Py_XDECREF(text);
     return -1;
@@ -55,12 +57,12 @@ oomkit_find_disagree(const oomkit_find *f, Py_ssize_t a, Py_ssize_t b)
     OWNED PyObject *two = oomkit_find_describe(f, b);
 
     if (name != NULL && two != NULL && (one != NULL || a < 0)) {
-        PyErr_Format(
-            f->st->SplitError,
-            "auto_batch cannot split argument '%U': tensors disagree in "
-            "dimension %lld: %V%s%U; name what is to be split with batch=... or "
-            "pass it whole with static=...",
-            name, (long long)f->options->dim, one, "", one == NULL ? "" : ", ", two);
+        PyErr_Format(f->st->SplitError,
+                     "auto_batch cannot split argument '%U': tensors disagree in "
+                     "dimension %lld: %V%s%U; name what is to be split with batch=... "
+                     "or pass it whole with static=..." SEE("argument-not-split"),
+                     name, (long long)f->options->dim, one, "", one == NULL ? "" : ", ",
+                     two);
     }
     return -1;
 }
@@ -180,19 +182,22 @@ find_raise_name(const oomkit_find *f, PyObject *name, const char *option, int un
     OWNED PyObject *comma = NULL, *list = NULL;
 
     if (unclear) {
-        PyErr_Format(f->st->SplitError,
-                     "auto_batch got %s=%R, and cannot tell which of the arguments "
-                     "passed by position that is: the function takes *args; pass it by "
-                     "name, or decorate the function that has the parameter",
-                     option, name);
+        PyErr_Format(
+            f->st->SplitError,
+            "auto_batch got %s=%R, and cannot tell which of the arguments passed by "
+            "position that is: the function takes *args; pass it by name, or decorate "
+            "the function that has the parameter" SEE("options"),
+            option, name);
         return -1;
     }
     comma = PyUnicode_FromString(", ");
     list = comma == NULL ? NULL : PyUnicode_Join(comma, f->names);
     if (list != NULL) {
-        PyErr_Format(f->st->SplitError,
-                     "auto_batch got %s=%R, expected a parameter of the function: %U",
-                     option, name, list);
+        PyErr_Format(
+            f->st->SplitError,
+            "auto_batch got %s=%R, expected a parameter of the function: %U" SEE(
+                "options"),
+            option, name, list);
     }
     return -1;
 }

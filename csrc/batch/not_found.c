@@ -95,6 +95,9 @@ oomkit_batch_missing(oomkit_state *st, const oomkit_batch *batch, PyObject *text
         }
         index = oomkit_node_end(batch, index);
     }
+    if (text != NULL) {
+        Py_SETREF(text, PyUnicode_FromFormat("%U" SEE("batch-not-found"), text));
+    }
     return text;
 }
 

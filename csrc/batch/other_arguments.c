@@ -65,7 +65,7 @@ beside_refuse(const oomkit_find *f, Py_ssize_t index, const char *what,
     }
     return oomkit_find_raise(
         f, index,
-        PyUnicode_FromFormat("%U beside a batch of %lld rows, %s; %s", shape,
+        PyUnicode_FromFormat("%U next to a batch of %lld rows, %s; %s", shape,
                              (long long)f->batch->rows, what, advice));
 }
 
@@ -131,7 +131,8 @@ beside_second(const oomkit_find *f, Py_ssize_t index)
     return oomkit_find_raise(
         f, index,
         PyUnicode_FromFormat(
-            "%U beside a batch of %lld rows, which it has in dimension 1 like a hidden "
+            "%U next to a batch of %lld rows, which it has in dimension 1 like a "
+            "hidden "
             "state; give dim={'%U': 1}, or pass it whole with static=...",
             shape, (long long)f->batch->rows, name));
 }

@@ -80,7 +80,8 @@ columns_refuse(const oomkit_find *f, Py_ssize_t index)
     return oomkit_find_raise(
         f, index,
         PyUnicode_FromFormat(
-            "%U is a '%.200s' of %zd tensors alike beside a batch of %lld rows, which "
+            "%U is a '%.200s' of %zd similar tensors next to a batch of %lld rows, "
+            "which "
             "may be as many samples, or columns of as many rows; for samples wrap each "
             "in a dict, for columns put them into one dict",
             path, Py_TYPE(node->object)->tp_name, node->children,

@@ -35,11 +35,11 @@ static PyObject *
 build_closed_items(const build *b, PyObject *list)
 {
     if (PyList_GET_SIZE(list) != b->batch->rows) {
-        PyErr_Format(
-            b->st->SplitError,
-            "auto_batch cannot repeat the step: it changed the length of a list "
-            "argument from %lld to %zd; make a new list instead",
-            (long long)b->batch->rows, PyList_GET_SIZE(list));
+        PyErr_Format(b->st->SplitError,
+                     "auto_batch cannot repeat the step, because it changed the length "
+                     "of a list argument from %lld to %zd; make a new list instead" SEE(
+                         "batch-changed"),
+                     (long long)b->batch->rows, PyList_GET_SIZE(list));
         return NULL;
     }
     return PyList_GetSlice(list, (Py_ssize_t)b->start,

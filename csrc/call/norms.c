@@ -87,7 +87,7 @@ oomkit_buffers_say_norm(oomkit_call *call)
             st->OomkitWarning, 2,
             "oomkit: the batch is split and %s %s: its statistics are those of each "
             "micro-batch, not of the whole batch; use a normalisation without batch "
-            "statistics (GroupNorm, LayerNorm)%s",
+            "statistics (GroupNorm, LayerNorm)%s" SEE("batch-norm"),
             Py_TYPE(module)->tp_name,
             training ? "is in training mode"
                      : "has no running statistics (track_running_stats=False)",

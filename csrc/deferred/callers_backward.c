@@ -306,12 +306,11 @@ callers_refuse_flags(oomkit_callers *s)
     int found = flag == NULL ? 0 : oomkit_graph_has_split(s->st, s->roots);
 
     if (found > 0) {
-        oomkit_raise(
-            s->st->SplitError,
-            "backward(%s) cannot go through a loss that auto_batch computed in "
-            "micro-batches: their graphs are gone; run it inside the decorated "
-            "step",
-            flag);
+        oomkit_raise(s->st->SplitError,
+                     "backward(%s) cannot go through a loss that auto_batch computed "
+                     "in micro-batches, because their graphs are freed; call it inside "
+                     "the decorated step" SEE("returned-loss"),
+                     flag);
     }
     return found != 0 ? -1 : 0;
 }
@@ -491,11 +490,10 @@ outside_without_leaves(oomkit_state *st, PyObject *roots)
     int found = oomkit_graph_has_split(st, roots);
 
     if (found > 0) {
-        oomkit_raise(
-            st->SplitError,
-            "autograd.grad() cannot go through a loss that auto_batch computed "
-            "in micro-batches: their graphs are gone; call it inside the "
-            "decorated step");
+        oomkit_raise(st->SplitError,
+                     "autograd.grad() cannot go through a loss that auto_batch "
+                     "computed in micro-batches, because their graphs are freed; call "
+                     "it inside the decorated step" SEE("returned-loss"));
     }
     return found == 0 ? 0 : -1;
 }

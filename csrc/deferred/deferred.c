@@ -141,9 +141,9 @@ deferred_vectorcall(PyObject *op, PyObject *const *args, size_t nargsf,
     if (p->kind != OOMKIT_RETURNED_WHOLE && p->retired) {
         return oomkit_raise(
             PyExc_RuntimeError,
-            "oomkit: backward through a split loss a second time: its gradients were "
-            "handed out; call backward() once, or pass retain_graph=True the first "
-            "time");
+            "oomkit: backward through a split loss a second time, but its gradients "
+            "were freed after the first. Call backward() once, or pass "
+            "retain_graph=True the first time" SEE("returned-loss"));
     }
     if (p->kind != OOMKIT_RETURNED_WHOLE && p->second == NULL &&
         oomkit_call_current() != NULL) {
@@ -151,7 +151,7 @@ deferred_vectorcall(PyObject *op, PyObject *const *args, size_t nargsf,
             p->st->SplitError,
             "backward() of a loss that %U computed in micro-batches was called inside "
             "another decorated step: call it outside, or make one decorated step of "
-            "both",
+            "both" SEE("returned-loss"),
             p->step->options.label);
     }
     if (p->kind != OOMKIT_RETURNED_WHOLE && p->second == NULL) {
@@ -159,7 +159,8 @@ deferred_vectorcall(PyObject *op, PyObject *const *args, size_t nargsf,
             p->st->SplitError,
             "the gradient of a loss that auto_batch computed in micro-batches must "
             "come from loss.backward() or torch.autograd.backward(), not from "
-            "autograd.grad() or the engine itself; pass backward=True to auto_batch");
+            "autograd.grad() or the engine itself; pass backward=True to "
+            "auto_batch" SEE("returned-loss"));
     }
     oomkit_callers_arrived(
         p); /* if by another output, its graph is reached all the same */
@@ -328,11 +329,12 @@ oomkit_deferred_attach(oomkit_call *call, PyObject *result)
     oomkit_tensor_facts facts;
     if (loss == NULL) {
         if (!PyErr_Occurred()) {
-            oomkit_raise(st->SplitError,
-                         "auto_batch(join=...) must keep the loss that the step "
-                         "returned (a tensor, a tuple with one, a mapping "
-                         "with 'loss'), got %s",
-                         Py_TYPE(result)->tp_name);
+            oomkit_raise(
+                st->SplitError,
+                "auto_batch(join=...) must keep the loss that the step returned (a "
+                "tensor, a tuple with one, a mapping with 'loss'), got %s" SEE(
+                    "returned-loss"),
+                Py_TYPE(result)->tp_name);
         }
         return -1;
     }

@@ -40,7 +40,7 @@ oomkit_callers_take_back(oomkit_callers *s)
     if (result == 1) {
         /* the error may say of the one call that failed that nothing has changed */
         OWNED PyObject *note =
-            PyUnicode_FromFormat("not all is as before: %U", message);
+            PyUnicode_FromFormat("not everything is as before: %U", message);
         OWNED PyObject *done =
             note ? PyObject_CallMethod(exception, "add_note", "O", note) : NULL;
         if (done == NULL) {
@@ -53,7 +53,8 @@ oomkit_callers_take_back(oomkit_callers *s)
 /* --- what was reached --- */
 
 #define CHANGED                                                                        \
-    "the gradient at the returned loss was changed in place by a backward() that "     \
+    "a backward() function of your own changed the gradient of the returned loss in "  \
+    "place: return a new tensor from it"                                               \
     "somebody wrote: make a new tensor there"
 
 /* The same of one call. */
@@ -67,22 +68,22 @@ refusal_of(const oomkit_callers *s, const oomkit_deferred *p)
         return CHANGED;
     }
     if (p->second != s || p->gradient == NULL) {
-        return "it struck before the gradient had reached the returned loss: return "
-               "the whole loss from the step";
+        return "memory ran out before the gradient had reached the returned loss: "
+               "return the whole loss from the step";
     }
     if (p->hooks_inside) {
-        return "the step hangs a hook onto the loss that it returns, which would run "
-               "on what it has made already: call register_hook() where backward() is "
-               "called";
+        return "the step registers a hook on the loss that it returns, which would run "
+               "on gradients that exist already: call register_hook() where backward() "
+               "is called";
     }
     watched = oomkit_deferred_watched(p);
     if (watched < 0) {
         PyErr_Clear(); /* what cannot be asked may have a hook */
     }
     if (watched != 0) {
-        return "register_hook() or retain_grad() was called on what the step returned "
-               "beside its loss, where the gradients of micro-batches do not pass: do "
-               "it inside the step";
+        return "register_hook() or retain_grad() was called on another result of the "
+               "step than its loss, where the gradients of micro-batches do not pass: "
+               "call it inside the step";
     }
     if (oomkit_tensor_version(s->st, p->gradient, &version) < 0) {
         PyErr_Clear(); /* a gradient that cannot be read is not used */
@@ -108,9 +109,8 @@ failed_refusal(const oomkit_callers *s, PyObject *reached, int paths, int beneat
                "lost: call that one afterwards, in the program";
     }
     if (paths) {
-        return "what backward() was called on also reaches parameters by ways that do "
-               "not pass through the returned loss: return the whole loss from the "
-               "step";
+        return "backward() also reaches parameters by paths that do not pass through "
+               "the returned loss: return the whole loss from the step";
     }
     for (i = 0; why == NULL && i < PyList_GET_SIZE(reached); i++) {
         why = refusal_of(s, deferred_CAST(PyList_GET_ITEM(reached, i)));
@@ -202,12 +202,13 @@ failed_give_up(oomkit_callers *s, oomkit_deferred *p, PyObject *exception,
     if (result == 0) {
         reason = PyUnicode_FromFormat(
             "the backward() of %U's loss ran out of memory and is not retried: %s; the "
-            "gradients are as before it",
+            "gradients are as before it" SEE("backward-not-retried"),
             call->options->label, why);
     } else if (result == 1) {
-        reason = PyUnicode_FromFormat(
-            "the backward() of %U's loss ran out of memory and is not retried: %s; %U",
-            call->options->label, why, message);
+        reason =
+            PyUnicode_FromFormat("the backward() of %U's loss ran out of memory and is "
+                                 "not retried: %s; %U" SEE("backward-not-retried"),
+                                 call->options->label, why, message);
     }
     return oomkit_give_up_for(call, reason);
 }
@@ -269,9 +270,10 @@ oomkit_callers_again(oomkit_callers *s, oomkit_deferred *p, PyObject *exception)
     if (result == 1) {
         if (exception == NULL) {
             result = oomkit_give_up_for(
-                call, PyUnicode_FromFormat("%U has to be run again for its backward() "
-                                           "and cannot: %s",
-                                           call->options->label, why));
+                call, PyUnicode_FromFormat(
+                          "%U has to run again for its backward() and cannot: %s" SEE(
+                              "backward-not-retried"),
+                          call->options->label, why));
         } else {
             result = failed_give_up(s, p, exception, why);
             exception = NULL;
@@ -381,16 +383,16 @@ failed_reached(oomkit_callers *s, PyObject *exception, PyObject *reached, int pa
         return -1;
     }
     if (hooks) {
-        why = "a parameter has a post-accumulate-grad hook, which may have acted on a "
-              "part of the gradients already (the update may be half done): do after "
-              "backward(), in the program, what the hook does";
+        why = "a parameter has a post-accumulate-grad hook, which may have run on a "
+              "part of the gradients already (the update may be half done): move what "
+              "the hook does behind backward(), in the program";
     }
     if (strangers && !deep) {
         why =
             "a tensor that requires grad and that auto_batch did not find in the "
             "arguments, self, closure or globals of the step has a gradient, which may "
-            "hold a part of this batch already: pass model=..., optimizer=... or "
-            "participants=... to auto_batch, and clear its .grad before going on";
+            "contain a part of this batch already: pass model=..., optimizer=... or "
+            "participants=... to auto_batch, and clear its .grad before you continue";
     }
     if (why == NULL && first < 0) {
         return failed_before_stashes(s, reached, exception);

@@ -35,11 +35,12 @@ callers_refuse_watched(const oomkit_deferred *p)
     int watched = oomkit_deferred_watched(p);
 
     if (watched > 0) {
-        oomkit_raise(p->st->SplitError,
-                     "register_hook() or retain_grad() was called on what %U returned "
-                     "beside its loss; it ran in micro-batches, whose gradients do not "
-                     "pass there: do it inside the decorated step",
-                     p->step->options.label);
+        oomkit_raise(
+            p->st->SplitError,
+            "register_hook() or retain_grad() was called on another result of %U than "
+            "its loss. The step ran in micro-batches, whose gradients do not pass "
+            "there: call it inside the decorated step" SEE("returned-loss"),
+            p->step->options.label);
     }
     return watched == 0 ? 0 : -1;
 }
@@ -73,8 +74,8 @@ oomkit_callers_finish(oomkit_callers *s)
             oomkit_raise(
                 s->st->SplitError,
                 "backward(retain_graph=True) cannot go through this loss, which "
-                "auto_batch computed in micro-batches: call backward() once, "
-                "or pass backward=True to auto_batch");
+                "auto_batch computed in micro-batches: call backward() once, or pass "
+                "backward=True to auto_batch" SEE("returned-loss"));
             again = -1;
         }
         if (again < 0 || (again > 0 && oomkit_callers_again(s, p, NULL) < 0)) {

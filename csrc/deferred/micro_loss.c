@@ -18,7 +18,8 @@ returned_differs(oomkit_call *call)
     return oomkit_refuse_split(
         call,
         "its micro-batches return different kinds of results (a loss that needs "
-        "backward() in one, none or one of another shape in micro-batch %lld of %lld)",
+        "backward() in one, none or one of another shape in micro-batch %lld of "
+        "%lld)" SEE("micro-batches-differ"),
         (long long)(call->cut->at + 1), (long long)call->cut->count);
 }
 
@@ -33,7 +34,7 @@ returned_shape(oomkit_call *call, PyObject *loss)
     return oomkit_refuse(
         call,
         "auto_batch cannot split a step that returns a loss of shape %S for %lld rows: "
-        "return a scalar, or one row per sample",
+        "return a scalar, or one row per sample" SEE("loss-shape"),
         shape, (long long)call->cut->slices[call->cut->at].length);
 }
 
@@ -55,9 +56,10 @@ returned_single_ask(oomkit_call *call, PyObject *loss)
 
     if (!call->tries.widened && !call->cut->forced) {
         call->tries.restart = OOMKIT_RESTART_WIDER;
-        oomkit_raise(call->st->SplitError,
-                     "auto_batch begins the step again, with more than one row in the "
-                     "first micro-batch; let this error pass");
+        oomkit_raise(
+            call->st->SplitError,
+            "auto_batch starts the step again, with more than one row in the first "
+            "micro-batch. Do not catch this error in the step" SEE("let-errors-pass"));
         return -1;
     }
     shape = PyObject_GetAttr(loss, call->st->str_shape);
@@ -66,9 +68,9 @@ returned_single_ask(oomkit_call *call, PyObject *loss)
     }
     return oomkit_refuse(
         call,
-        "auto_batch cannot tell what the loss of shape %S is that a micro-batch of one "
-        "row returned: the loss of the batch, or one row per sample; return a scalar "
-        "(loss.reshape(())), or pass min_micro_batch=2",
+        "auto_batch cannot tell whether the loss of shape %S that a micro-batch of one "
+        "row returned is the loss of the batch, or one value per sample; return a "
+        "scalar (loss.reshape(())), or pass min_micro_batch=2" SEE("loss-shape"),
         shape);
 }
 
@@ -303,7 +305,7 @@ returned_inside(oomkit_call *call, PyObject *roots)
             call,
             "it runs backward() through a loss that another decorated call (%U) "
             "returned, once for each micro-batch; call that backward() outside, or "
-            "make one decorated step of both",
+            "make one decorated step of both" SEE("returned-loss"),
             p->retired ? call->options->label : p->step->options.label);
     }
     return failed ? -1 : 0;

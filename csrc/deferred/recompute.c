@@ -51,8 +51,8 @@ recompute_end(oomkit_call *call)
 {
     call->tries.restart = OOMKIT_RESTART_OWED;
     oomkit_raise(call->st->SplitError,
-                 "auto_batch runs the step again from its beginning; let this error "
-                 "pass");
+                 "auto_batch starts the step again from its beginning. Do not catch "
+                 "this error in the step" SEE("let-errors-pass"));
     return -1;
 }
 
@@ -229,14 +229,15 @@ recompute_give_up(oomkit_call *call)
         i++;
     }
     name = oomkit_describe_tensor(call, call->parts->params[i]);
-    reason = name == NULL ? NULL
-                          : PyUnicode_FromFormat(
-                                "gradients cannot be rolled back: %U: its gradient, "
-                                "present before the step, was changed, no copy was "
-                                "taken, and what was added could not be computed "
-                                "again; pass gradient_safety=\"copy\" to auto_batch, "
-                                "and call zero_grad() before going on",
-                                name);
+    reason =
+        name == NULL
+            ? NULL
+            : PyUnicode_FromFormat(
+                  "gradients cannot be restored: %U: its gradient from before the step "
+                  "was changed, no copy exists, and what was added could not be "
+                  "recomputed; pass gradient_safety=\"copy\" to auto_batch, and call "
+                  "zero_grad() before you continue" SEE("gradients-not-restored"),
+                  name);
     if (reason != NULL) {
         oomkit_grads_aside_said(call, 1);
         call->log.outcome = 1;
@@ -254,8 +255,8 @@ recompute_put_back(oomkit_call *call)
     }
     return oomkit_say(
         call->st, "info", "sKO",
-        "step=%d of %s took off what the failed attempt had added to gradients "
-        "that were there: they are as before up to rounding, not bit for bit",
+        "step=%d of %s subtracted what the failed attempt had added to gradients from "
+        "before the step: they are restored up to rounding, not bit for bit",
         (unsigned long long)call->log.number, call->options->label);
 }
 

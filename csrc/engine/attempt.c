@@ -34,10 +34,10 @@ attempt_of_whole(oomkit_call *call, PyObject *result)
     call->refused.raised = 1;
     oomkit_raise(
         call->st->SplitError,
-        "auto_batch cannot join the results of %lld micro-batches: %U has %lld "
-        "rows for a micro-batch of %lld; if it is the next batch, fetched inside "
-        "the step, fetch it outside; else return it in another way or give "
-        "join=...",
+        "auto_batch cannot join the results of %lld micro-batches: %U has %lld rows "
+        "for a micro-batch of %lld; if it is the next batch, fetched inside the step, "
+        "fetch it outside; else return it in another way or give join=..." SEE(
+            "join-results"),
         (long long)call->cut->count, place, (long long)call->batch.rows,
         (long long)call->cut->slices[0].length);
     Py_DECREF(place);
@@ -140,9 +140,11 @@ attempt_slice(oomkit_call *call, PyObject **vector, PyObject **whole)
     }
     if (call->split && call->refused.raised) {
         Py_DECREF(result);
-        oomkit_raise(call->st->SplitError,
-                     "auto_batch cannot split this step: it raised an error that says "
-                     "why, which the step caught; let oomkit's errors pass");
+        oomkit_raise(
+            call->st->SplitError,
+            "auto_batch cannot split this step: the step caught the error of oomkit "
+            "that says why. Do not catch oomkit's errors in the step" SEE(
+                "let-errors-pass"));
         return -1;
     }
     status = attempt_micro_end(call, result);

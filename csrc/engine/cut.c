@@ -81,7 +81,7 @@ oomkit_cut_forced(oomkit_call *call)
     if (start != call->batch.rows) {
         oomkit_raise(call->st->SplitError,
                      "force_slices() expected slices that add up to the batch of %lld "
-                     "rows, got %R",
+                     "rows, got %R" SEE("options"),
                      (long long)call->batch.rows, lengths);
         return -1;
     }

@@ -39,12 +39,11 @@ captured_failed(oomkit_call *call)
     }
     oomkit_exception_discard(st, STEAL(exception));
     oomkit_give_up_for(
-        call,
-        PyUnicode_FromFormat(
-            "%U ran out of memory and is not retried: a CUDA graph is being captured, "
-            "and nothing of the step was taken back; capture the step with the "
-            "micro-batch that fits, outside auto_batch",
-            call->options->label));
+        call, PyUnicode_FromFormat(
+                  "%U ran out of memory and is not retried: a CUDA graph is being "
+                  "captured, and nothing of the step was undone; capture the step with "
+                  "the micro-batch that fits, outside auto_batch" SEE("not-retried"),
+                  call->options->label));
 }
 
 PyObject *

@@ -124,10 +124,9 @@ pass_note_split(oomkit_call *call, PyObject *exception, int parked)
         result = pass_add_note(
             exception,
             PyUnicode_FromString(
-                "oomkit: gradients are withheld between backward() and the end of "
-                "every "
-                "micro-batch but the last (.grad is None there); if the error comes of "
-                "that, guard the line with `if oomkit.current().is_last:`"));
+                "oomkit: between backward() and the end of every micro-batch but the "
+                "last, gradients are set aside (.grad is None there); if that causes "
+                "the error, guard the line with `if oomkit.current().is_last:`"));
     }
     if (result == 0) {
         oomkit_pass_tensors(call, exception);
@@ -141,10 +140,10 @@ void
 oomkit_pass_abandon(oomkit_call *call, PyObject *exception)
 {
     if (oomkit_grads_abandon(call) &&
-        pass_add_note(exception, PyUnicode_FromString(
-                                     "oomkit: some gradients that were there before "
-                                     "the step hold this batch's contribution: call "
-                                     "zero_grad() before going on")) < 0) {
+        pass_add_note(exception,
+                      PyUnicode_FromString(
+                          "oomkit: some gradients from before the step contain a part "
+                          "of this batch: call zero_grad() before you continue")) < 0) {
         PyErr_WriteUnraisable(call->given.func);
     }
 }

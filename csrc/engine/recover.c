@@ -180,14 +180,15 @@ recover_partial(oomkit_call *call)
               "self, closure or globals, so that others may be due; pass optimizer=... "
               "to auto_batch"
             : "between the updates of two optimizers";
-    oomkit_raise(call->st->PartialUpdate,
-                 "%U ran out of memory %s: the update is half done and cannot be taken "
-                 "back; restore a checkpoint, or pass optimizer_safety=\"%s\" to "
-                 "auto_batch",
-                 call->options->label, where,
-                 oomkit_update_unfinished(call) && oomkit_updates_made(call) == 0
-                     ? "parts\" or \"copy"
-                     : "copy");
+    oomkit_raise(
+        call->st->PartialUpdate,
+        "%U ran out of memory %s: the update is half done and cannot be undone; "
+        "restore a checkpoint, or pass optimizer_safety=\"%s\" to auto_batch" SEE(
+            "partial-update"),
+        call->options->label, where,
+        oomkit_update_unfinished(call) && oomkit_updates_made(call) == 0
+            ? "parts\" or \"copy"
+            : "copy");
     call->log.outcome = 2;
 }
 
@@ -250,14 +251,15 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception)
     reason =
         committed ? PyUnicode_FromFormat(
                         "%U ran out of memory after its update was applied: the update "
-                        "stands, do not repeat this batch",
+                        "stands, do not repeat this batch" SEE("update-applied"),
                         call->options->label)
         : call->refused.hooked != NULL
-            ? PyUnicode_FromFormat("%U ran out of memory and is not retried: %U %s",
-                                   call->options->label, call->refused.hooked,
-                                   call->refused.why)
-            : PyUnicode_FromFormat("%U ran out of memory and is not retried: %s",
-                                   call->options->label, call->refused.why);
+            ? PyUnicode_FromFormat(
+                  "%U ran out of memory and is not retried: %U %s" SEE("not-retried"),
+                  call->options->label, call->refused.hooked, call->refused.why)
+            : PyUnicode_FromFormat(
+                  "%U ran out of memory and is not retried: %s" SEE("not-retried"),
+                  call->options->label, call->refused.why);
     if ((committed || oomkit_recover_roll_back(call) == 0) && reason != NULL) {
         oomkit_give_up(call, reason, committed);
     }
@@ -269,7 +271,8 @@ static int
 recover_remains(oomkit_call *call, const char *why)
 {
     OWNED PyObject *reason = PyUnicode_FromFormat(
-        "%U ran out of memory and is not retried: %s", call->options->label, why);
+        "%U ran out of memory and is not retried: %s" SEE("not-retried"),
+        call->options->label, why);
 
     if (oomkit_recover_roll_back(call) == 0 && reason != NULL) {
         oomkit_give_up(call, reason, 0);
@@ -295,13 +298,12 @@ recover_join(oomkit_call *call)
         return oomkit_savepoint_take(call);
     }
     return oomkit_give_up_for(
-        call,
-        PyUnicode_FromFormat(
-            "%U ran out of memory when the results of its %lld micro-batches were put "
-            "together, for which they are needed twice at that moment: return less for "
-            "each row, or use oomkit.map(..., to=\"cpu\"), which moves each part's "
-            "result off the device",
-            call->options->label, (long long)call->cut->count));
+        call, PyUnicode_FromFormat(
+                  "%U ran out of memory when it joined the results of its %lld "
+                  "micro-batches, which needs twice their size; return less for each "
+                  "row, or use oomkit.map(..., to=\"cpu\"), which moves each part's "
+                  "result off the device" SEE("results-too-large"),
+                  call->options->label, (long long)call->cut->count));
 }
 
 /* The failure is known and dropped: everything back, and the next attempt. 0 or -1. */

@@ -166,10 +166,10 @@ unfit_raise(oomkit_call *call, PyObject *exception)
         oomkit_raise(
             call->st->SplitError,
             "auto_batch cannot split %U: in micro-batches of %U rows it raised %U%s; "
-            "the state is as if the step had not begun. If it needs more rows at a "
-            "time, pass min_micro_batch= to auto_batch, if a certain number of them, "
-            "multiple_of=; an argument without an element per sample is passed whole "
-            "with static=",
+            "the state is as before the step. If the step needs more rows at a time, "
+            "pass min_micro_batch= to auto_batch, for a multiple of some number "
+            "multiple_of=; pass an argument without one element per sample whole, with "
+            "static=" SEE("micro-batch-error"),
             call->options->label, sizes, said,
             unfit_began_whole(call)
                 ? ", where the whole batch had run out of memory instead"

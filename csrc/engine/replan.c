@@ -36,8 +36,9 @@ no_room_text(oomkit_call *call, int64_t least)
 
     return PyUnicode_FromFormat(
         "%U ran out of memory with a micro-batch of %lld of %lld rows, and smaller "
-        "ones do not help: the %s wanted in its %s are the same with any of them, and "
-        "what is there besides activations leaves no room for them; %s",
+        "ones do not help: the %s wanted in its %s are the same for any size, and "
+        "parameters, gradients and state leave no room for them; %s" SEE(
+            "out-of-memory"),
         call->options->label, (long long)(least > 0 ? least : call->batch.rows),
         (long long)call->batch.rows,
         oomkit_format_bytes(last->requested_bytes, requested),
@@ -54,7 +55,7 @@ oomkit_replan_exhausted(oomkit_call *call)
     if (call->batch.rows < call->options->min_micro_batch) {
         reason = PyUnicode_FromFormat(
             "%U ran out of memory and its batch of %lld rows is smaller than "
-            "min_micro_batch=%lld",
+            "min_micro_batch=%lld" SEE("min-micro-batch"),
             call->options->label, (long long)call->batch.rows,
             (long long)call->options->min_micro_batch);
     } else if (call->tries.no_room) {
@@ -63,20 +64,19 @@ oomkit_replan_exhausted(oomkit_call *call)
         reason = PyUnicode_FromFormat(
             "%U ran out of memory in an optimizer's step() with a micro-batch of %lld "
             "of %lld rows, and smaller ones do not help there: nothing was updated; "
-            "use "
-            "an optimizer with less state, or a larger budget; %s",
+            "use an optimizer with less state, or a larger budget; %s" SEE(
+                "out-of-memory"),
             call->options->label, (long long)(least > 0 ? least : call->batch.rows),
             (long long)call->batch.rows, oomkit_state_as_before(call));
     } else {
         reason = PyUnicode_FromFormat(
             "%U ran out of memory with a micro-batch of %lld of %lld rows, the "
-            "smallest "
-            "allowed; %s",
+            "smallest allowed; %s" SEE("out-of-memory"),
             call->options->label, (long long)(least > 0 ? least : call->batch.rows),
             (long long)call->batch.rows,
             oomkit_grads_any_aside(call)
-                ? "some gradients that were there before the step hold this batch's "
-                  "contribution: call zero_grad() before going on, and pass "
+                ? "some gradients from before the step contain a part of this batch: "
+                  "call zero_grad() before you continue, and pass "
                   "gradient_safety=\"copy\" to auto_batch"
                 : oomkit_state_as_before(call));
     }

@@ -66,7 +66,8 @@ engine_refuse(oomkit_call *call)
         return -1;
     }
     if (refusal != NULL) {
-        oomkit_raise(call->st->SplitError, "auto_batch cannot split %U: %s",
+        oomkit_raise(call->st->SplitError,
+                     "auto_batch cannot split %U: %s" SEE("not-retried"),
                      call->options->label, refusal);
         return -1;
     }
@@ -113,11 +114,11 @@ engine_plan(oomkit_call *call)
         return oomkit_cut_forced(call) < 0 ? -1 : 1;
     }
     if (asked && call->batch.rows < call->options->min_micro_batch) {
-        oomkit_raise(call->st->SplitError,
-                     "auto_batch cannot split a batch of %lld rows: min_micro_batch is "
-                     "%lld",
-                     (long long)call->batch.rows,
-                     (long long)call->options->min_micro_batch);
+        oomkit_raise(
+            call->st->SplitError,
+            "auto_batch cannot split a batch of %lld rows: min_micro_batch is %lld" SEE(
+                "min-micro-batch"),
+            (long long)call->batch.rows, (long long)call->options->min_micro_batch);
         return -1;
     }
     if (oomkit_cut_choose(call, &known) < 0) {

@@ -15,7 +15,7 @@ oomkit_accelerator_counts(interceptor_object *self)
     const char *what = NULL;
 
     if (self->name != call->st->str_do_sync) {
-        what = "its count of batches cannot be taken back; pass "
+        what = "its counter of batches cannot be restored; pass "
                "participants=[accelerator] to auto_batch, or enter accumulate() around "
                "the decorated step";
     } else if (call->hooked.syncs++ > 0) {
@@ -25,7 +25,8 @@ oomkit_accelerator_counts(interceptor_object *self)
         return call->cut->at == 0;
     }
     return oomkit_refuse_split(
-        call, "accelerator.accumulate() is entered inside it, and %s", what);
+        call, "accelerator.accumulate() is entered inside it, and %s" SEE("accelerate"),
+        what);
 }
 
 /* Puts the interceptor of one accelerator in place: accumulate() itself where it is to

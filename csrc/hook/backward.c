@@ -135,7 +135,7 @@ backward_by_weight(backward_object *self, oomkit_call *call, double weight,
 
     if (n < 2 || total > 12) {
         call->refused.why =
-            "torch's engine is called in a form that oomkit does not know";
+            "torch's autograd engine was called in a way that oomkit does not know";
         return backward_engine(self, call->st, args, nargsf, kwnames);
     }
     scaled = backward_weighted(call, args[1], weight);
@@ -413,11 +413,12 @@ oomkit_backward_run(oomkit_call *call, PyObject *result)
 
     if (loss == NULL) {
         if (!PyErr_Occurred()) {
-            oomkit_raise(st->SplitError,
-                         "auto_batch(backward=...) expected the step to return a loss "
-                         "(a tensor, a tuple with one, a mapping with "
-                         "'loss'), got %s",
-                         Py_TYPE(result)->tp_name);
+            oomkit_raise(
+                st->SplitError,
+                "auto_batch(backward=...) expected the step to return a loss (a "
+                "tensor, a tuple with one, a mapping with 'loss'), got %s" SEE(
+                    "backward-option"),
+                Py_TYPE(result)->tp_name);
         }
         return -1;
     }
@@ -430,8 +431,8 @@ oomkit_backward_run(oomkit_call *call, PyObject *result)
         if (shape != NULL) {
             oomkit_raise(
                 st->SplitError,
-                "auto_batch(backward=...) expected a scalar loss, got a tensor "
-                "of shape %S; return loss.mean() or loss.sum()",
+                "auto_batch(backward=...) expected a scalar loss, got a tensor of "
+                "shape %S; return loss.mean() or loss.sum()" SEE("backward-option"),
                 shape);
         }
         return -1;
@@ -439,7 +440,8 @@ oomkit_backward_run(oomkit_call *call, PyObject *result)
     if (!facts.requires_grad) {
         oomkit_raise(st->SplitError,
                      "auto_batch(backward=...) expected a loss that requires grad, got "
-                     "one without: was it detached, or computed under no_grad()?");
+                     "one without: was it detached, or computed under no_grad()?" SEE(
+                         "backward-option"));
         return -1;
     }
     done = how == Py_True ? PyObject_CallMethodNoArgs(loss, st->str_backward)

@@ -63,13 +63,14 @@ walk_limit(void)
 static int
 walk_refuse(const graph_walk *w)
 {
-    oomkit_raise(w->st->SplitError,
-                 "auto_batch cannot split this step: more than %zd operations follow "
-                 "one another in the graph of a backward(), and torch would crash when "
-                 "it frees a graph that deep after auto_batch has looked through it; "
-                 "run backward() over fewer operations at once (fewer time steps, "
-                 "torch.utils.checkpoint)",
-                 w->limit);
+    oomkit_raise(
+        w->st->SplitError,
+        "auto_batch cannot split this step: more than %zd operations follow one "
+        "another in the graph of a backward(), and torch would crash when it frees a "
+        "graph that deep after auto_batch has looked through it; run backward() over "
+        "fewer operations at once (fewer time steps, torch.utils.checkpoint)" SEE(
+            "deep-graph"),
+        w->limit);
     return -1;
 }
 

@@ -152,9 +152,9 @@ interceptor_after_oom(interceptor_object *self, int index, int may_retry)
         return oomkit_raise(
             st->PartialUpdate,
             "%s.step() ran out of memory after it had changed a parameter or its "
-            "state: "
-            "the update is half done and cannot be taken back; restore a checkpoint, "
-            "or pass optimizer_safety=\"parts\" or \"copy\" to auto_batch",
+            "state: the update is half done and cannot be undone; restore a "
+            "checkpoint, or pass optimizer_safety=\"parts\" or \"copy\" to "
+            "auto_batch" SEE("partial-update"),
             Py_TYPE(self->target)->tp_name);
     }
     /* An error of it is in flight. */

@@ -132,9 +132,9 @@ oomkit_nested_refuse(oomkit_state *st, oomkit_call *call)
     }
     oomkit_raise(st->SplitError,
                  "auto_batch cannot split this step: backward() is called at %U by a "
-                 "hook inside another backward(), where it would not carry the weight "
-                 "of the micro-batch; add that loss to the loss of the step, or call "
-                 "backward() on it in the step itself",
+                 "hook inside another backward(), where it does not get the weight of "
+                 "the micro-batch; add that loss to the loss of the step, or call "
+                 "backward() on it in the step itself" SEE("backward-in-hook"),
                  where);
     return -1;
 }

@@ -23,7 +23,7 @@ given_refuse(interceptor_object *self, PyObject *argument, const char *why)
     return oomkit_refuse_split(
         self->call,
         "%s.step() at %U is given an argument of type %s, %s; compute it outside the "
-        "decorated step",
+        "decorated step" SEE("step-arguments"),
         Py_TYPE(self->target)->tp_name, where, Py_TYPE(argument)->tp_name, why);
 }
 
@@ -40,8 +40,8 @@ given_check(interceptor_object *self, PyObject *argument)
         return 0;
     }
     return given_refuse(self, argument,
-                        "which is of one micro-batch: what it is of the whole batch "
-                        "cannot be known");
+                        "which belongs to one micro-batch, and the value for the whole "
+                        "batch is not known");
 }
 
 int

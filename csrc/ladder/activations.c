@@ -197,7 +197,9 @@ advise(oomkit_call *call)
         return;
     }
     call->refused.raised = 1;
-    oomkit_raise(call->st->SplitError, "%U ran into an error of recomputation: %U",
+    oomkit_raise(call->st->SplitError,
+                 "%U failed because of recomputation (ladder=\"recompute\"): %U" SEE(
+                     "recomputation"),
                  call->options->label, text);
     error = oomkit_exception_take();
     PyException_SetCause(error, STEAL(exception));

@@ -10,7 +10,7 @@ static const char *const names[OOMKIT_RUNGS] = {
 
 static const char *const costs[OOMKIT_RUNGS] = {
     "",
-    "updates run in parts, which takes copies to the host and more calls of step()",
+    "updates run in parts, which needs host copies and more calls of step()",
     "the optimizer's state is kept in host memory and moved in each update",
     "what autograd saves is kept in host memory and moved in each backward",
     "modules run their forward twice",
@@ -33,7 +33,7 @@ ladder_wrong(PyObject *given)
 {
     PyErr_Format(PyExc_ValueError,
                  "ladder= expected \"auto\" or a tuple of \"update\", \"state\", "
-                 "\"activations\", \"recompute\", \"gradients\", got %R",
+                 "\"activations\", \"recompute\", \"gradients\", got %R" SEE("options"),
                  given);
     return -1;
 }

@@ -671,11 +671,12 @@ parts_other(parts_run *run)
         OWNED PyObject *exception = oomkit_exception_take();
         oomkit_exception_clear_frames(call->st, exception, NULL);
         call->refused.raised = 1;
-        oomkit_raise(call->st->PartialUpdate,
-                     "%s.step() ran out of memory after a hook had changed its "
-                     "parameters: the update cannot be taken back; restore a "
-                     "checkpoint, or change param_groups before the step",
-                     Py_TYPE(run->optimizer)->tp_name);
+        oomkit_raise(
+            call->st->PartialUpdate,
+            "%s.step() ran out of memory after a hook had changed its parameters, so "
+            "the update cannot be undone; restore a checkpoint, or change param_groups "
+            "before the step" SEE("partial-update"),
+            Py_TYPE(run->optimizer)->tp_name);
     }
     return result;
 }

@@ -98,12 +98,12 @@ refuse_state(oomkit_call *call, PyObject *optimizer, const oomkit_update_figures
 {
     char state[32], left[32];
     PyObject *reason = /* owned, then stolen */
-        PyUnicode_FromFormat("%s.step() needs %s for its state and %s are left: "
-                             "nothing was updated; use an optimizer with less state, "
-                             "a larger budget, or ladder=(\"update\", \"state\")",
-                             Py_TYPE(optimizer)->tp_name,
-                             oomkit_format_bytes(f->state, state),
-                             oomkit_format_bytes(f->left, left));
+        PyUnicode_FromFormat(
+            "%s.step() needs %s for its state and %s are left: "
+            "nothing was updated; use an optimizer with less state, "
+            "a larger budget, or ladder=(\"update\", \"state\")" SEE("out-of-memory"),
+            Py_TYPE(optimizer)->tp_name, oomkit_format_bytes(f->state, state),
+            oomkit_format_bytes(f->left, left));
 
     call->refused.raised = 1;
     return oomkit_give_up_for(call, reason);

@@ -62,7 +62,7 @@ begin_sequence(oomkit_chunks *self)
         length = PyObject_Size(self->args[i]);
         if (length != first) {
             oomkit_raise(self->st->SplitError,
-                         "%U: batch%zd has %zd elements, batch0 has %zd",
+                         "%U: batch%zd has %zd elements, batch0 has %zd" SEE("options"),
                          self->options.label, i, length, first);
             return -1;
         }
@@ -124,13 +124,13 @@ begin_rows(oomkit_chunks *self)
     }
     return oomkit_batch_refuse(
         self->st, &call->batch,
-        PyUnicode_FromFormat("%U found no batch to split: pass a tensor, a "
-                             "list, or a tuple or dict of tensors%s; or give "
-                             "split=...",
-                             self->options.label,
-                             self->as_call ? ""
-                                           : " (oomkit.map takes a loader or another "
-                                             "iterator of batches)"));
+        PyUnicode_FromFormat(
+            "%U found no batch to split: pass a tensor, a list, or a tuple or dict of "
+            "tensors%s; or give split=...",
+            self->options.label,
+            self->as_call ? ""
+                          : " (oomkit.map takes a loader or another "
+                            "iterator of batches)"));
 }
 
 /* Those of the loop before at this site, where it was for the same function; of one
@@ -362,8 +362,8 @@ part_unguarded(oomkit_chunks *self)
     site->unguarded_said = 1;
     return oomkit_warn(
         self->st->OomkitWarning, 1,
-        "%U: the body of the loop has no `with oomkit.guard():`, so that an "
-        "out-of-memory error in it ends the loop; put the body into that block",
+        "%U: the body of the loop has no `with oomkit.guard():`, so an out-of-memory "
+        "error ends the loop; put the body into that block" SEE("chunks"),
         self->options.label);
 }
 
@@ -419,9 +419,10 @@ oomkit_chunks_next(oomkit_chunks *self)
     PyObject *part; /* owned */
 
     if (self->busy) {
-        return oomkit_raise(PyExc_ValueError,
-                            "%U is asked for a part while it makes or takes back one",
-                            self->options.label);
+        return oomkit_raise(
+            PyExc_ValueError,
+            "%U is asked for a part while it prepares or restores one" SEE("chunks"),
+            self->options.label);
     }
     if (self->stage == OOMKIT_CHUNKS_CLOSED) {
         return NULL;

@@ -184,8 +184,8 @@ body_judge(const oomkit_chunks *self, PyObject *exception, PyObject **why)
         return 1;
     }
     *why = PyUnicode_FromString(
-        "code of the loop's body follows the guarded block (or it is no for loop), and "
-        "would run for rows that have failed: move it into the block");
+        "code of the loop's body follows the guarded block (or the loop is not a for "
+        "loop) and would run for rows that have failed: move it into the block");
     return *why == NULL ? -1 : 0;
 }
 
@@ -239,8 +239,9 @@ failed_judge(const oomkit_chunks *self, uint64_t part, int order, PyObject *exce
 static void
 failed_pass(const oomkit_chunks *self, PyObject *exception, PyObject *why)
 {
-    OWNED PyObject *note = PyUnicode_FromFormat(
-        "oomkit: %U does not hand these rows out again: %U", self->options.label, why);
+    OWNED PyObject *note =
+        PyUnicode_FromFormat("oomkit: %U does not repeat these rows: %U" SEE("chunks"),
+                             self->options.label, why);
     OWNED PyObject *done =
         note == NULL ? NULL : PyObject_CallMethod(exception, "add_note", "O", note);
 

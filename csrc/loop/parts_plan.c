@@ -37,7 +37,7 @@ oomkit_chunks_exhausted(oomkit_chunks *self)
     return oomkit_give_up_for(
         call, PyUnicode_FromFormat(
                   "%U ran out of memory with a part of %lld of %lld rows, the smallest "
-                  "allowed; rows 0 to %lld are done",
+                  "allowed; rows 0 to %lld are done" SEE("out-of-memory"),
                   self->options.label, (long long)slice->length,
                   (long long)call->batch.rows, (long long)slice->start));
 }

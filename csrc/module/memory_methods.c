@@ -28,7 +28,7 @@ cpu_bridge(oomkit_state *st, const char *what)
     } else {
         PyErr_Format(PyExc_RuntimeError,
                      "%s needs oomkit's CPU allocator, but another library has "
-                     "installed its own",
+                     "installed its own" SEE("bridge"),
                      what);
     }
     return NULL;
@@ -140,7 +140,7 @@ device_budget_set(PyObject *Py_UNUSED(module), PyObject *args)
         return NULL;
     }
     if (oomkit_device_budget_set(device, bytes) != OOMKIT_OK) {
-        PyErr_SetString(PyExc_RuntimeError, "too many devices");
+        PyErr_SetString(PyExc_RuntimeError, "too many devices" SEE("limit-memory"));
         return NULL;
     }
     Py_RETURN_NONE;
@@ -211,14 +211,16 @@ fault_arm(PyObject *module, PyObject *args)
         status = bridge->fault_arm(&stages[0]);
     }
     if (status == OOMKIT_EREFUSED) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "inject_oom() is already active: fault schedules do not nest");
+        PyErr_SetString(
+            PyExc_RuntimeError,
+            "inject_oom() is already active: fault schedules do not nest" SEE(
+                "options"));
         return NULL;
     }
     if (status != OOMKIT_OK) {
         PyErr_Format(PyExc_ValueError,
                      "inject_oom() expected at most %d schedules in a row, of which "
-                     "only the last may have times=None",
+                     "only the last may have times=None" SEE("options"),
                      OOMKIT_FAULT_STAGES);
         return NULL;
     }

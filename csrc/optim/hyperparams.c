@@ -353,9 +353,9 @@ oomkit_hyperparams_refuse_moved(oomkit_call *call, PyObject *optimizer)
     call->refused.raised = 1;
     oomkit_raise(
         call->st->SplitError,
-        "auto_batch cannot split this step: %R in the param_groups of %s was "
-        "changed in micro-batch %lld of %lld; do it after the step, or guard the "
-        "line with `if oomkit.current().is_last:`",
+        "auto_batch cannot split this step: %R in the param_groups of %s was changed "
+        "in micro-batch %lld of %lld; change it after the step, or guard the line with "
+        "`if oomkit.current().is_last:`" SEE("step-arguments"),
         name, Py_TYPE(optimizer)->tp_name, (long long)(call->cut->at + 1),
         (long long)call->cut->count);
     return -1;

@@ -98,8 +98,8 @@ oomkit_beside_refuse(oomkit_call *call, PyObject **message)
 {
     oomkit_params_found_stuck(call, 1);
     *message = PyUnicode_FromFormat(
-        "an optimizer's step() may have moved its %U, which optimizer_safety=\"copy\" "
-        "cannot copy; keep it in a tensor, list or dict",
+        "an optimizer's step() may have changed its %U, which "
+        "optimizer_safety=\"copy\" cannot copy; keep it in a tensor, list or dict",
         oomkit_beside_any_unknown(call));
     return *message == NULL ? -1 : 1;
 }
@@ -112,9 +112,9 @@ oomkit_beside_raise(oomkit_call *call, int index, PyObject *exception)
     return oomkit_raise(
         call->st->PartialUpdate,
         "%s.step() ran out of memory, and optimizer_safety=\"copy\" cannot copy its "
-        "%U, "
-        "which may have moved on: the update is not repeated; everything else is as "
-        "before the step; keep it in a tensor, list or dict, or restore a checkpoint",
+        "%U, which may have changed: the update is not repeated, and everything else "
+        "is as before the step; keep it in a tensor, list or dict, or restore a "
+        "checkpoint" SEE("partial-update"),
         Py_TYPE(call->updating.marks[index].optimizer)->tp_name,
         oomkit_beside_unknown(call, index));
 }

@@ -127,11 +127,11 @@ metric_check(oomkit_call *call, PyObject *scheduler, PyObject *metric)
     }
     whole = !whole;
     if (call->options->reduction == OOMKIT_REDUCTION_SUM) {
-        why = "with reduction=\"sum\" it cannot be known how the metric of the whole "
-              "batch comes from those of the micro-batches";
+        why = "with reduction=\"sum\" the metric of the whole batch cannot be computed "
+              "from those of the micro-batches";
     } else if (whole) {
-        why = "its metric is a whole number, which may be a count: a count of "
-              "the whole batch is not the mean of the micro-batches'";
+        why = "the metric is an integer, which may be a count: the count of the whole "
+              "batch is not the mean of the counts of the micro-batches";
     }
     if (why == NULL) {
         return 0;
@@ -139,7 +139,7 @@ metric_check(oomkit_call *call, PyObject *scheduler, PyObject *metric)
     return oomkit_refuse_split(
         call,
         "%s.step() is called with the metric of one micro-batch, and %s; call it "
-        "outside the step, with what the step returns",
+        "outside the step, with what the step returns" SEE("step-arguments"),
         Py_TYPE(scheduler)->tp_name, why);
 }
 
@@ -265,9 +265,9 @@ oomkit_metrics_settle(oomkit_call *call, PyObject *scheduler, PyObject *const *a
             Py_CLEAR(*mean);
             return oomkit_refuse_split(
                 call,
-                "%s.step() is called with another argument in each micro-batch; "
+                "%s.step() is called with a different argument in each micro-batch; "
                 "compute it outside the step, or guard the line that counts with `if "
-                "oomkit.current().is_last:`",
+                "oomkit.current().is_last:`" SEE("step-arguments"),
                 Py_TYPE(scheduler)->tp_name);
         }
         *at = m->argument;

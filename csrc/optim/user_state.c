@@ -218,7 +218,7 @@ scaler_restore(oomkit_call *call, PyObject *scaler, PyObject *saved)
     if (!PyDict_Check(states)) {
         oomkit_raise(PyExc_TypeError,
                      "auto_batch expected _per_optimizer_states of %s to be a "
-                     "dictionary, got %s",
+                     "dictionary, got %s" SEE("options"),
                      Py_TYPE(scaler)->tp_name, Py_TYPE(states)->tp_name);
         return -1;
     }

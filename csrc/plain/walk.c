@@ -210,10 +210,11 @@ oomkit_plain_say(oomkit_call *call)
     if (text == NULL) {
         return PyErr_Occurred() ? -1 : 0;
     }
-    return oomkit_warn(call->st->OomkitWarning, 1,
-                       "oomkit: an attempt of %U ran out of memory, and its change of "
-                       "%U could not be undone: it is too large to be copied before "
-                       "every call; it may hold a part of this batch (said once; "
-                       "later calls copy it)",
-                       call->options->label, text);
+    return oomkit_warn(
+        call->st->OomkitWarning, 1,
+        "oomkit: an attempt of %U ran out of memory, and its change of %U could not be "
+        "undone, because it is too large to copy before every call; it may contain a "
+        "part of this batch. Warned once; later calls copy it" SEE(
+            "state-not-restored"),
+        call->options->label, text);
 }

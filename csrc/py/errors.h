@@ -5,10 +5,6 @@
 #include "state.h"
 #include "../core/classify.h"
 
-/* The end of a message: where its entry of docs/reference/errors.md is shown. `kind` is
- * a literal, the heading of the entry. In Python `_C.see(kind)`. */
-#define SEE(kind) " (help: python -m oomkit explain " kind ")"
-
 /* Makes the exception types of the state. Called by state_bind (OutOfMemory's base is
  * torch's type). 0 or -1. */
 int

@@ -162,9 +162,9 @@ oomkit_half_made_refuse(oomkit_state *st, PyObject *tensor)
     if (whole == 0) {
         PyErr_SetString(
             PyExc_RuntimeError,
-            "oomkit cannot read a tensor that torch has left half made when "
-            "it ran out of memory (its sizes are larger than its storage); "
-            "if it is a gradient, set it to None before going on");
+            "oomkit cannot read a tensor that torch left incomplete when memory ran "
+            "out (its sizes are larger than its storage); if it is a gradient, set it "
+            "to None before you continue" SEE("incomplete-tensor"));
     }
     return whole > 0 ? 0 : -1;
 }

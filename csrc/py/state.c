@@ -133,8 +133,8 @@ state_bind_bridge(oomkit_state *st, PyObject *capsule)
     if (bridge->version != OOMKIT_BRIDGE_VERSION || bridge->size != sizeof(*bridge)) {
         PyErr_Format(
             PyExc_RuntimeError,
-            "oomkit._bridge has interface %u of %u bytes, oomkit._C needs %u of "
-            "%zu: rebuild both with `pip install --no-build-isolation .`",
+            "oomkit._bridge has interface %u of %u bytes, oomkit._C needs %u of %zu: "
+            "rebuild both with `pip install --no-build-isolation .`" SEE("bridge"),
             (unsigned)bridge->version, (unsigned)bridge->size, OOMKIT_BRIDGE_VERSION,
             sizeof(*bridge));
         return -1;

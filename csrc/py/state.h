@@ -5,6 +5,10 @@
 #include "refs.h"
 #include "../torch/bridge.h"
 
+/* The end of a message: where its entry of docs/reference/errors.md is shown. `kind` is
+ * a literal, the heading of the entry. In Python `_C.see(kind)`. */
+#define SEE(kind) " (help: python -m oomkit explain " kind ")"
+
 /* Interned names: X(field, text). */
 #define OOMKIT_STATE_STRINGS(X)                                                        \
     X(str_grad, "grad")                                                                \

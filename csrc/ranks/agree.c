@@ -20,9 +20,10 @@ ranks_answer(oomkit_call *call, PyObject *answer)
         return (int)failed; /* -1 with an exception */
     }
     call->tries.restart = OOMKIT_RESTART_RANKS;
-    oomkit_raise(call->st->SplitError,
-                 "another rank ran out of memory: this attempt is given up and begun "
-                 "again; let oomkit's errors pass");
+    oomkit_raise(
+        call->st->SplitError,
+        "another rank ran out of memory, so this attempt ends and starts again. Do not "
+        "catch oomkit's errors in the step" SEE("let-errors-pass"));
     return -1;
 }
 
@@ -248,11 +249,13 @@ ranks_micro_returns(oomkit_call *call, PyObject *result)
     if (oomkit_ranks_agreed(call) && call->backward.done == 0 && call->proof == NULL) {
         wanted = oomkit_result_wants_backward(call->st, result, NULL, &facts);
     }
-    return wanted <= 0 ? wanted
-                       : oomkit_refuse_split(
-                             call, "its loss is returned to a caller that runs "
-                                   "backward(), which several ranks cannot take back: "
-                                   "call backward() inside the step");
+    return wanted <= 0
+               ? wanted
+               : oomkit_refuse_split(
+                     call,
+                     "it returns its loss to a caller that runs backward(), which "
+                     "several ranks cannot repeat; call backward() inside the step" SEE(
+                         "distributed"));
 }
 
 static int

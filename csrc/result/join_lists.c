@@ -141,7 +141,7 @@ oomkit_lists_are_rows(const oomkit_rules *r, const oomkit_place *where,
         return oomkit_place_warn(r, where,
                                  "has as many tensors as a micro-batch has rows, and "
                                  "each of them has the rows: joined tensor by tensor "
-                                 "(a tuple is joined so without doubt)") < 0
+                                 "(return a tuple to make that explicit)") < 0
                    ? -1
                    : 0;
     }
@@ -151,10 +151,10 @@ oomkit_lists_are_rows(const oomkit_rules *r, const oomkit_place *where,
     }
     doubt = is_doubtful(r, values, e.first);
     if (doubt > 0) {
-        doubt = oomkit_place_warn(r, where,
-                                  "has as many elements as a micro-batch has rows and "
-                                  "was put together as one for each row: if it is "
-                                  "another list, return a tuple");
+        doubt = oomkit_place_warn(
+            r, where,
+            "has as many elements as a micro-batch has rows and was joined as one "
+            "element per row: if it is another list, return a tuple");
     }
     return doubt < 0 ? -1 : 1;
 }

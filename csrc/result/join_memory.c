@@ -89,13 +89,12 @@ oomkit_column_refusal(const oomkit_rules *r, PyObject *const *values,
         return NULL;
     }
     if (column->moved) {
-        return "in memory that a later micro-batch wrote over: return a clone() of it";
+        return "in memory that a later micro-batch overwrote: return a clone() of it";
     }
     one = rows_are_one(r, values[0]);
     if (one != 0) {
         return NULL; /* or the exception */
     }
-    return "in memory that several micro-batches share, as the first rows of a table "
-           "or "
-           "of an array that is used again do: these are not the rows of the batch";
+    return "in memory that several micro-batches share, such as the first rows of a "
+           "table or of a reused array: these are not the rows of the batch";
 }

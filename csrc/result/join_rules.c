@@ -109,10 +109,9 @@ oomkit_place_say_mean(const oomkit_rules *r, const oomkit_place *where, int summ
     }
     return oomkit_place_warn(
         r, where,
-        "averaged over the rows: right for a mean over them, for nothing else (a sum, "
-        "a "
-        "maximum, a mean over tokens); return a value for each row, or give join=... "
-        "(verify=True looks)");
+        "averaged over the rows: correct for a mean over rows, wrong for a sum, a "
+        "maximum or a mean over tokens; return a value for each row, or pass join=... "
+        "(verify=True checks it)");
 }
 
 /* NULL always: SplitError "... result['x']: <what>". Steals `what`, which may be NULL
@@ -124,8 +123,8 @@ oomkit_place_refuse(const oomkit_rules *r, const oomkit_place *where, PyObject *
     if (text != NULL) {
         PyErr_Format(r->st->SplitError,
                      "auto_batch cannot join the results of %zd micro-batches: %U %U; "
-                     "return it in another way, or give join=... "
-                     "(join=lambda results, rows: results keeps a list of the parts)",
+                     "return it in another way, or give join=... (join=lambda results, "
+                     "rows: results keeps a list of the parts)" SEE("join-results"),
                      r->batches, text, what);
     }
     Py_XDECREF(what);

@@ -270,10 +270,9 @@ squares_judge(const oomkit_rules *r, const oomkit_place *where, PyObject *const 
     }
     return oomkit_place_warn(
         r, where,
-        "has the rows of a micro-batch in both dimensions and was put together along "
-        "one: "
-        "if it compares the rows with each other, the whole batch's is another one: "
-        "compare them outside of the step then (verify=True looks)");
+        "has the rows of a micro-batch in both dimensions and was joined along one: if "
+        "it compares the rows with each other, compare them outside the step "
+        "(verify=True checks it)");
 }
 
 /* What the tensors of a place look like in all micro-batches. */

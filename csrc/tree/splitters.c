@@ -86,7 +86,7 @@ oomkit_splitter_cut(oomkit_state *st, PyObject *value, int64_t start, int64_t le
     if (known == 0 && rows != length) {
         PyErr_Format(st->SplitError,
                      "register_splitter(%.200s, split=...) returned %lld rows for "
-                     "split(value, %lld, %lld): expected %lld",
+                     "split(value, %lld, %lld): expected %lld" SEE("register-splitter"),
                      Py_TYPE(value)->tp_name, (long long)rows, (long long)start,
                      (long long)length, (long long)length);
         return NULL;
@@ -154,9 +154,10 @@ function_check(PyObject *given, const char *name, int required)
         return 0;
     }
     if (!PyCallable_Check(given)) {
-        PyErr_Format(PyExc_TypeError,
-                     "register_splitter(%s=...) expected a callable, got %s", name,
-                     Py_TYPE(given)->tp_name);
+        PyErr_Format(
+            PyExc_TypeError,
+            "register_splitter(%s=...) expected a callable, got %s" SEE("options"),
+            name, Py_TYPE(given)->tp_name);
         return -1;
     }
     return 0;
@@ -177,18 +178,19 @@ oomkit_register_splitter(PyObject *module, PyObject *args, PyObject *kwargs)
     if (split == NULL) {
         PyErr_SetString(PyExc_TypeError,
                         "register_splitter() needs split=: a callable that takes "
-                        "(value, start, length)");
+                        "(value, start, length)" SEE("options"));
         return NULL;
     }
     if (!PyType_Check(type)) {
-        return PyErr_Format(PyExc_TypeError,
-                            "register_splitter() expected a type, got %s",
-                            Py_TYPE(type)->tp_name);
+        return PyErr_Format(
+            PyExc_TypeError,
+            "register_splitter() expected a type, got %s" SEE("options"),
+            Py_TYPE(type)->tp_name);
     }
     if (is_builtin(st, type)) {
         return PyErr_Format(PyExc_ValueError,
                             "register_splitter() cannot change how '%.200s' is split: "
-                            "register a type of your own",
+                            "register a type of your own" SEE("options"),
                             ((PyTypeObject *)type)->tp_name);
     }
     if (function_check(split, "split", 1) < 0 || function_check(size, "size", 0) < 0 ||

@@ -33,14 +33,17 @@ options_largest(oomkit_chunks *self, PyObject *kwargs)
         return PyErr_Occurred() ? -1 : 0;
     }
     if (!PyLong_Check(given) || PyBool_Check(given)) {
-        PyErr_Format(PyExc_TypeError, "chunks(micro_batch=...) expected an int, got %s",
+        PyErr_Format(PyExc_TypeError,
+                     "chunks(micro_batch=...) expected an int, got %s" SEE("options"),
                      Py_TYPE(given)->tp_name);
         return -1;
     }
     self->largest = PyLong_AsLongLongAndOverflow(given, &overflow);
     if (overflow != 0 || self->largest < 1) {
-        PyErr_Format(PyExc_ValueError,
-                     "chunks(micro_batch=...) expected 1 row or more, got %S", given);
+        PyErr_Format(
+            PyExc_ValueError,
+            "chunks(micro_batch=...) expected 1 row or more, got %S" SEE("options"),
+            given);
         return -1;
     }
     return 0;
@@ -97,11 +100,10 @@ options_agree(oomkit_chunks *self)
         return 0;
     }
     if (self->largest < least) {
-        PyErr_Format(
-            PyExc_ValueError,
-            "chunks(micro_batch=...) expected no less than min_micro_batch and "
-            "multiple_of (%lld), got %lld",
-            (long long)least, (long long)self->largest);
+        PyErr_Format(PyExc_ValueError,
+                     "chunks(micro_batch=...) expected no less than min_micro_batch "
+                     "and multiple_of (%lld), got %lld" SEE("options"),
+                     (long long)least, (long long)self->largest);
         return -1;
     }
     self->largest -= self->largest % options->multiple_of;

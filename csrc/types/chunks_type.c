@@ -96,15 +96,14 @@ static PyObject *
 chunks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     if (PyTuple_GET_SIZE(args) == 0) {
-        return oomkit_raise(
-            PyExc_TypeError,
-            "chunks() expected a batch: a tensor, a list, or a tuple or "
-            "dict of tensors");
+        return oomkit_raise(PyExc_TypeError,
+                            "chunks() expected a batch: a tensor, a list, or a tuple "
+                            "or dict of tensors" SEE("options"));
     }
     if (kwargs != NULL && oomkit_item(kwargs, "join") != NULL) { /* map's */
         return oomkit_raise(PyExc_TypeError,
-                            "chunks() got an unknown option 'join': the "
-                            "body of the loop collects the results");
+                            "chunks() got an unknown option 'join': the body of the "
+                            "loop collects the results" SEE("options"));
     }
     if (oomkit_ranks_watched(oomkit_state_of_type(type)) < 0) {
         return NULL;
@@ -220,10 +219,11 @@ static PyObject *
 chunks_iter(PyObject *op)
 {
     if (chunks_CAST(op)->stage == OOMKIT_CHUNKS_CLOSED) {
-        return oomkit_raise(PyExc_RuntimeError,
-                            "%U has been iterated already: call chunks() anew for "
-                            "another loop",
-                            chunks_CAST(op)->options.label);
+        return oomkit_raise(
+            PyExc_RuntimeError,
+            "%U has been iterated already: call chunks() anew for another loop" SEE(
+                "chunks"),
+            chunks_CAST(op)->options.label);
     }
     return Py_NewRef(op);
 }
@@ -243,8 +243,8 @@ chunks_close(PyObject *op, PyObject *Py_UNUSED(ignored))
 {
     if (chunks_CAST(op)->busy) { /* it would free what its caller works with */
         return oomkit_raise(PyExc_ValueError,
-                            "%U is closed while it makes or takes back a part: close "
-                            "it in the loop's body, or after the loop",
+                            "%U is closed while it prepares or restores a part: close "
+                            "it in the loop's body, or after the loop" SEE("chunks"),
                             chunks_CAST(op)->options.label);
     }
     oomkit_chunks_close(chunks_CAST(op), 0);

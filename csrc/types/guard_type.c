@@ -40,8 +40,8 @@ guard_parse_on_oom(PyObject *on_oom)
     if (!PyUnicode_Check(on_oom)) {
         PyErr_Format(
             PyExc_TypeError,
-            "guard() expected on_oom to be 'raise' or 'skip', got an object of "
-            "type '%s' (as a decorator it is written @oomkit.guard())",
+            "guard() expected on_oom to be 'raise' or 'skip', got an object of type "
+            "'%s' (as a decorator it is written @oomkit.guard())" SEE("options"),
             Py_TYPE(on_oom)->tp_name);
         return -1;
     }
@@ -51,8 +51,10 @@ guard_parse_on_oom(PyObject *on_oom)
     if (PyUnicode_CompareWithASCIIString(on_oom, "raise") == 0) {
         return 0;
     }
-    PyErr_Format(PyExc_ValueError,
-                 "guard() expected on_oom to be 'raise' or 'skip', got %R", on_oom);
+    PyErr_Format(
+        PyExc_ValueError,
+        "guard() expected on_oom to be 'raise' or 'skip', got %R" SEE("options"),
+        on_oom);
     return -1;
 }
 
@@ -82,15 +84,17 @@ guard_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     }
     label = label == Py_None ? NULL : label;
     if (label != NULL && !PyUnicode_Check(label)) {
-        PyErr_Format(PyExc_TypeError,
-                     "guard() expected label to be a str or None, got '%s'",
-                     Py_TYPE(label)->tp_name);
+        PyErr_Format(
+            PyExc_TypeError,
+            "guard() expected label to be a str or None, got '%s'" SEE("options"),
+            Py_TYPE(label)->tp_name);
         return NULL;
     }
     if (!PyBool_Check(reset)) {
-        PyErr_Format(PyExc_TypeError,
-                     "guard() expected reset_peaks to be a bool, got '%s'",
-                     Py_TYPE(reset)->tp_name);
+        PyErr_Format(
+            PyExc_TypeError,
+            "guard() expected reset_peaks to be a bool, got '%s'" SEE("options"),
+            Py_TYPE(reset)->tp_name);
         return NULL;
     }
     self = type->tp_alloc(type, 0);
@@ -170,9 +174,11 @@ guard_enter(PyObject *op, PyObject *Py_UNUSED(ignored))
     for (i = 0; i < GUARD_DEPTH && self->entries[i].open; i++) {
     }
     if (i == GUARD_DEPTH) {
-        PyErr_Format(PyExc_RuntimeError,
-                     "guard() is entered %d times already: make a guard for each level",
-                     GUARD_DEPTH);
+        PyErr_Format(
+            PyExc_RuntimeError,
+            "guard() is entered %d times already: make a guard for each level" SEE(
+                "options"),
+            GUARD_DEPTH);
         return NULL;
     }
     entry = &self->entries[i];

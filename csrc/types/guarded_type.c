@@ -118,7 +118,8 @@ guarded_check(oomkit_state *st, PyObject *func)
     const char *kind;
 
     if (!PyCallable_Check(func)) {
-        return PyErr_Format(PyExc_TypeError, "guard() expected a callable, got '%s'",
+        return PyErr_Format(PyExc_TypeError,
+                            "guard() expected a callable, got '%s'" SEE("options"),
                             Py_TYPE(func)->tp_name) == NULL
                    ? -1
                    : 0;
@@ -126,8 +127,8 @@ guarded_check(oomkit_state *st, PyObject *func)
     if (PyType_Check(func)) {
         PyErr_Format(
             PyExc_TypeError,
-            "guard() cannot decorate the class %R: decorate a method of it, or "
-            "make the object inside `with oomkit.guard():`",
+            "guard() cannot decorate the class %R: decorate a method of it, or make "
+            "the object inside `with oomkit.guard():`" SEE("decoration"),
             func);
         return -1;
     }
@@ -142,11 +143,10 @@ guarded_check(oomkit_state *st, PyObject *func)
     } else {
         return 0;
     }
-    PyErr_Format(
-        PyExc_TypeError,
-        "guard() cannot decorate %s: its body runs after the call has returned; "
-        "use `with oomkit.guard():` inside it",
-        kind);
+    PyErr_Format(PyExc_TypeError,
+                 "guard() cannot decorate %s: its body runs after the call has "
+                 "returned; use `with oomkit.guard():` inside it" SEE("decoration"),
+                 kind);
     return -1;
 }
 

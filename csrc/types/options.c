@@ -77,7 +77,8 @@ oomkit_options_known(oomkit_state *st, const char *function, PyObject *kwargs,
         }
         meant = option_meant(st, key, names);
         if (meant != NULL) {
-            PyErr_Format(PyExc_TypeError, "%s() got an unknown option %R%S", function,
+            PyErr_Format(PyExc_TypeError,
+                         "%s() got an unknown option %R%S" SEE("options"), function,
                          key, meant);
         }
         return -1;
@@ -103,20 +104,23 @@ option_count(PyObject *kwargs, const char *name, int64_t *value)
         return 0;
     }
     if (!PyLong_Check(given) || PyBool_Check(given)) {
-        PyErr_Format(PyExc_TypeError, "auto_batch(%s=...) expected an int, got %s",
-                     name, Py_TYPE(given)->tp_name);
+        PyErr_Format(PyExc_TypeError,
+                     "auto_batch(%s=...) expected an int, got %s" SEE("options"), name,
+                     Py_TYPE(given)->tp_name);
         return -1;
     }
     number = PyLong_AsLongLongAndOverflow(given, &overflow);
     if (overflow != 0) {
-        PyErr_Format(PyExc_ValueError,
-                     "auto_batch(%s=...) expected a number of rows, got %S", name,
-                     given);
+        PyErr_Format(
+            PyExc_ValueError,
+            "auto_batch(%s=...) expected a number of rows, got %S" SEE("options"), name,
+            given);
         return -1;
     }
     if (number < 1) {
         PyErr_Format(PyExc_ValueError,
-                     "auto_batch(%s=...) expected at least 1, got %lld", name, number);
+                     "auto_batch(%s=...) expected at least 1, got %lld" SEE("options"),
+                     name, number);
         return -1;
     }
     *value = number;
@@ -141,8 +145,8 @@ option_choice(PyObject *kwargs, const char *name, const char *const *choices,
         }
     }
     PyErr_Format(PyExc_ValueError,
-                 "auto_batch(%s=...) expected one of %s%s%s%s%s, got %R", name,
-                 choices[0], choices[1] ? ", " : "", choices[1] ? choices[1] : "",
+                 "auto_batch(%s=...) expected one of %s%s%s%s%s, got %R" SEE("options"),
+                 name, choices[0], choices[1] ? ", " : "", choices[1] ? choices[1] : "",
                  choices[1] && choices[2] ? ", " : "",
                  choices[1] && choices[2] ? choices[2] : "", given);
     return -1;
@@ -157,8 +161,8 @@ option_bool(PyObject *kwargs, const char *name, int *value)
     }
     if (!PyBool_Check(given)) {
         PyErr_Format(PyExc_TypeError,
-                     "auto_batch(%s=...) expected True or False, got %s", name,
-                     Py_TYPE(given)->tp_name);
+                     "auto_batch(%s=...) expected True or False, got %s" SEE("options"),
+                     name, Py_TYPE(given)->tp_name);
         return -1;
     }
     *value = given == Py_True;
@@ -174,9 +178,10 @@ option_switch(PyObject *kwargs, const char *name, int *value)
         return 0;
     }
     if (!PyBool_Check(given)) {
-        PyErr_Format(PyExc_TypeError,
-                     "auto_batch(%s=...) expected True, False or None, got %s", name,
-                     Py_TYPE(given)->tp_name);
+        PyErr_Format(
+            PyExc_TypeError,
+            "auto_batch(%s=...) expected True, False or None, got %s" SEE("options"),
+            name, Py_TYPE(given)->tp_name);
         return -1;
     }
     *value = given == Py_True;
@@ -196,8 +201,8 @@ option_verify(PyObject *kwargs, int *value)
     if (given != NULL && given != Py_None && !PyBool_Check(given)) {
         PyErr_Format(
             PyExc_TypeError,
-            "auto_batch(verify=...) expected True, False, \"warn\" or None, got "
-            "%R",
+            "auto_batch(verify=...) expected True, False, \"warn\" or None, got %R" SEE(
+                "options"),
             given);
         return -1;
     }
@@ -212,7 +217,8 @@ option_callable(PyObject *kwargs, const char *name, PyObject **value)
         return 0;
     }
     if (!PyCallable_Check(given)) {
-        PyErr_Format(PyExc_TypeError, "auto_batch(%s=...) expected a callable, got %s",
+        PyErr_Format(PyExc_TypeError,
+                     "auto_batch(%s=...) expected a callable, got %s" SEE("options"),
                      name, Py_TYPE(given)->tp_name);
         return -1;
     }
@@ -243,8 +249,9 @@ option_names_of(PyObject *kwargs, const char *name, PyObject **value)
         if (!PyErr_Occurred()) {
             PyErr_Format(
                 PyExc_TypeError,
-                "auto_batch(%s=...) expected an argument name or several, got %R", name,
-                given);
+                "auto_batch(%s=...) expected an argument name or several, got %R" SEE(
+                    "options"),
+                name, given);
         }
         return -1;
     }
@@ -328,7 +335,7 @@ participants_check(oomkit_state *st, PyObject *given)
     }
     PyErr_Format(PyExc_TypeError,
                  "auto_batch(participants=...) expected objects with state_dict() and "
-                 "load_state_dict(), or save() and restore(), got %s",
+                 "load_state_dict(), or save() and restore(), got %s" SEE("options"),
                  Py_TYPE(given)->tp_name);
     return -1;
 }
@@ -352,7 +359,8 @@ kind_check(PyObject *given, const char *name, PyObject *type, const char *wanted
         }
         return 0;
     }
-    PyErr_Format(PyExc_TypeError, "auto_batch(%s=...) expected %s or several, got %s",
+    PyErr_Format(PyExc_TypeError,
+                 "auto_batch(%s=...) expected %s or several, got %s" SEE("options"),
                  name, wanted, Py_TYPE(given)->tp_name);
     return -1;
 }
@@ -486,10 +494,11 @@ options_sinks(PyObject *kwargs, oomkit_options *options)
          i++) {
     }
     if (count < 0 || i < count) {
-        PyErr_Format(PyExc_TypeError,
-                     "auto_batch(sinks=...) expected a list or a tuple of callables, "
-                     "got %R",
-                     given);
+        PyErr_Format(
+            PyExc_TypeError,
+            "auto_batch(sinks=...) expected a list or a tuple of callables, got %R" SEE(
+                "options"),
+            given);
         return -1;
     }
     options->sinks = count == 0 ? NULL : PySequence_Tuple(given);
@@ -531,13 +540,13 @@ oomkit_options_parse(oomkit_state *st, PyObject *kwargs, oomkit_options *options
     if (options->weight != NULL && options->reduction == OOMKIT_REDUCTION_SUM) {
         PyErr_SetString(PyExc_ValueError,
                         "auto_batch(reduction=\"sum\", weight=...): the micro-batches "
-                        "of a sum all weigh 1; give one of the two");
+                        "of a sum all weigh 1; give one of the two" SEE("options"));
         return -1;
     }
     if (label != NULL && label != Py_None) {
         if (!PyUnicode_Check(label)) {
             PyErr_Format(PyExc_TypeError,
-                         "auto_batch(label=...) expected a str, got %s",
+                         "auto_batch(label=...) expected a str, got %s" SEE("options"),
                          Py_TYPE(label)->tp_name);
             return -1;
         }

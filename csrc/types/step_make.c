@@ -77,10 +77,11 @@ make_find(oomkit_state *st, PyObject *func, found_function *found)
             return 0;
         }
         if (make_is_step(st, at, &step)) {
-            PyErr_Format(PyExc_TypeError,
-                         "auto_batch() got %R, which leads to %R: decorate the "
-                         "function once, with all options",
-                         func, step);
+            PyErr_Format(
+                PyExc_TypeError,
+                "auto_batch() got %R, which wraps %R, a decorated step: decorate the "
+                "function once, with all options" SEE("decoration"),
+                func, step);
             return -1;
         }
         Py_SETREF(at, make_behind(st, at, found));
@@ -102,28 +103,30 @@ make_refuse_kinds(PyObject *function, PyObject *func)
                     : ((PyCodeObject *)PyFunction_GET_CODE(function))->co_flags;
 
     if (!PyCallable_Check(func)) {
-        PyErr_Format(PyExc_TypeError, "auto_batch() expected a callable, got %s",
+        PyErr_Format(PyExc_TypeError,
+                     "auto_batch() expected a callable, got %s" SEE("decoration"),
                      Py_TYPE(func)->tp_name);
         return -1;
     }
     if (PyType_Check(func)) {
-        PyErr_Format(PyExc_TypeError,
-                     "auto_batch() cannot protect the class %R: decorate the method of "
-                     "it that is the step (its forward, its training_step)",
-                     func);
+        PyErr_Format(
+            PyExc_TypeError,
+            "auto_batch() cannot protect the class %R: decorate the method of it that "
+            "is the step (its forward, its training_step)" SEE("decoration"),
+            func);
         return -1;
     }
     if (flags & (CO_COROUTINE | CO_ASYNC_GENERATOR)) {
         PyErr_Format(PyExc_TypeError,
                      "auto_batch() cannot protect the async function %R: decorate the "
-                     "synchronous step that it awaits",
+                     "synchronous step that it awaits" SEE("decoration"),
                      func);
         return -1;
     }
     if (flags & (CO_GENERATOR | CO_ITERABLE_COROUTINE)) {
         PyErr_Format(PyExc_TypeError,
                      "auto_batch() cannot protect the generator function %R: decorate "
-                     "the step that its loop runs",
+                     "the step that its loop runs" SEE("decoration"),
                      func);
         return -1;
     }
@@ -350,11 +353,11 @@ make_decorate(oomkit_state *st, PyObject *given, void *how)
     if (kwargs == NULL || PyDict_GET_SIZE(kwargs) == 0) {
         return Py_NewRef(given); /* a cell that was run twice */
     }
-    return PyErr_Format(PyExc_TypeError,
-                        "auto_batch() got options for %R, which is decorated already: "
-                        "give all of them at the first decoration, or decorate its "
-                        "__wrapped__",
-                        step);
+    return PyErr_Format(
+        PyExc_TypeError,
+        "auto_batch() got options for %R, which is decorated already: give all of them "
+        "at the first decoration, or decorate its __wrapped__" SEE("decoration"),
+        step);
 }
 
 PyObject *
@@ -370,10 +373,11 @@ oomkit_auto_batch(PyObject *module, PyObject *args, PyObject *kwargs)
                             "oomkit._C is not bound: import oomkit");
     }
     if (n > 1) {
-        return oomkit_raise(PyExc_TypeError,
-                            "auto_batch() takes one positional argument, the function; "
-                            "got %zd",
-                            n);
+        return oomkit_raise(
+            PyExc_TypeError,
+            "auto_batch() takes one positional argument, the function; got %zd" SEE(
+                "options"),
+            n);
     }
     if (n == 1 && PyTuple_GET_ITEM(args, 0) != Py_None) {
         return make_decorate(st, PyTuple_GET_ITEM(args, 0), kwargs);

@@ -66,7 +66,9 @@ oomkit_step_state(PyObject *op, PyObject *Py_UNUSED(ignored))
 static void *
 load_wrong(PyObject *type, const char *wanted, PyObject *got)
 {
-    return PyErr_Format(type, "load_state_dict() expected %s, got %R", wanted, got);
+    return PyErr_Format(type,
+                        "load_state_dict() expected %s, got %R" SEE("load-state-dict"),
+                        wanted, got);
 }
 
 /* The values by state_names, borrowed from `state`. 0 or -1. */
@@ -78,7 +80,8 @@ load_names(PyObject *state, PyObject *values[STATE_NAMES])
     if (!PyDict_Check(state)) {
         PyErr_Format(
             PyExc_TypeError,
-            "load_state_dict() expected the dict that state_dict() gave, got %s",
+            "load_state_dict() expected the dict that state_dict() gave, got %s" SEE(
+                "load-state-dict"),
             Py_TYPE(state)->tp_name);
         return -1;
     }
@@ -87,7 +90,7 @@ load_names(PyObject *state, PyObject *values[STATE_NAMES])
         if (values[i] == NULL) {
             PyErr_Format(PyExc_ValueError,
                          "load_state_dict() expected the dict of a step's "
-                         "state_dict(), got one without '%s'",
+                         "state_dict(), got one without '%s'" SEE("load-state-dict"),
                          state_names[i]);
             return -1;
         }
@@ -99,8 +102,8 @@ load_names(PyObject *state, PyObject *values[STATE_NAMES])
             if (version != STATE_VERSION) {
                 PyErr_Format(PyExc_ValueError,
                              "load_state_dict() expected version %d, got %R: it was "
-                             "saved by another oomkit; leave it out, and the sizes "
-                             "are found anew",
+                             "saved by another version of oomkit; leave it out, and "
+                             "oomkit finds the sizes again" SEE("load-state-dict"),
                              STATE_VERSION, values[0]);
                 return -1;
             }
@@ -109,7 +112,7 @@ load_names(PyObject *state, PyObject *values[STATE_NAMES])
     if (PyDict_GET_SIZE(state) != STATE_NAMES) {
         PyErr_Format(PyExc_ValueError,
                      "load_state_dict() expected the dict of a step's state_dict(), "
-                     "got one with %zd entries in place of %d",
+                     "got one with %zd entries instead of %d" SEE("load-state-dict"),
                      PyDict_GET_SIZE(state), STATE_NAMES);
         return -1;
     }
@@ -148,11 +151,11 @@ load_signatures(PyObject *list, oomkit_signature **entries)
 
     *entries = NULL;
     if (!PyList_Check(list) || PyList_GET_SIZE(list) > OOMKIT_SIGNATURES) {
-        PyErr_Format(PyExc_ValueError,
-                     "load_state_dict() expected a list of at most %d 'signatures', "
-                     "got %s",
-                     OOMKIT_SIGNATURES,
-                     PyList_Check(list) ? "more" : Py_TYPE(list)->tp_name);
+        PyErr_Format(
+            PyExc_ValueError,
+            "load_state_dict() expected a list of at most %d 'signatures', got %s" SEE(
+                "load-state-dict"),
+            OOMKIT_SIGNATURES, PyList_Check(list) ? "more" : Py_TYPE(list)->tp_name);
         return -1;
     }
     *entries = PyMem_Calloc(OOMKIT_SIGNATURES, sizeof(**entries));

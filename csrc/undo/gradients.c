@@ -449,9 +449,10 @@ gradients_backward_begins(oomkit_call *call, oomkit_backward *backward)
     }
     if (call->grads.aside != NULL && call->backward.done > 0) {
         return oomkit_refuse(
-            call, "auto_batch cannot replay a step with several backward() calls: "
-                  "gradients were present before the step and the first backward ran "
-                  "out of memory; pass gradient_safety=\"copy\"");
+            call,
+            "auto_batch cannot replay a step with several backward() calls: gradients "
+            "were present before the step and the first backward ran out of memory; "
+            "pass gradient_safety=\"copy\"" SEE("gradients-not-restored"));
     }
     if (call->split && oomkit_grads_unpark(call) < 0) {
         return -1;

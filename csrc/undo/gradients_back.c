@@ -121,8 +121,8 @@ static int
 grads_say_aside(oomkit_call *call)
 {
     return oomkit_say(call->st, "info", "sKO",
-                      "step=%d of %s keeps gradients of the failed attempt "
-                      "that were complete: equal up to rounding, not bit for bit",
+                      "step=%d of %s keeps gradients of the failed attempt that were "
+                      "complete: equal up to rounding, not bit for bit",
                       (unsigned long long)call->log.number, call->options->label);
 }
 
@@ -227,8 +227,7 @@ oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which)
     aside = call->grads.at_entry ? grads_may_set_aside(call, states, steps) : 0;
     i = grads_stuck(call, states, aside);
     if (i >= 0) {
-        *why =
-            "its gradient, present before the step, was changed and no copy was taken";
+        *why = "its gradient from before the step was changed, and no copy exists";
         *which = Py_NewRef(call->parts->params[i]);
         return 1;
     }

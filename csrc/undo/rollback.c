@@ -8,8 +8,8 @@
 #include "../ranks/agree.h"
 
 /* Gradients are marked at the first backward: a zero_grad() before it is not undone. */
-#define AS_BEFORE "the state is as if the step had not begun"
-#define CLEARED ", but for gradients that the step itself cleared"
+#define AS_BEFORE "the state is as before the step"
+#define CLEARED ", except for gradients that the step itself cleared"
 
 #define TRIES 3
 
@@ -89,19 +89,19 @@ take_back_failed(oomkit_call *call, PyObject *exception)
         oomkit_exception_describe(call->st, exception, &requested, &message, &location);
         oomkit_exception_drop(call->st, exception, NULL);
         call->log.outcome = 2;
-        oomkit_raise(
-            call->st->PartialUpdate,
-            "%U ran out of memory, and again each time it was to be taken back "
-            "(%V): parameters, gradients and buffers may hold a part of this "
-            "batch; restore a checkpoint",
-            call->options->label, message, "no message");
+        oomkit_raise(call->st->PartialUpdate,
+                     "%U ran out of memory, and again each time it was undone (%V): "
+                     "parameters, gradients and buffers may contain a part of this "
+                     "batch; restore a checkpoint" SEE("state-not-restored"),
+                     call->options->label, message, "no message");
         return -1;
     }
-    add_note(exception, PyUnicode_FromFormat(
-                            "oomkit: raised while %U was taken back, each time: "
-                            "parameters, gradients and buffers may hold a part of "
-                            "this batch; restore a checkpoint",
-                            call->options->label));
+    add_note(exception,
+             PyUnicode_FromFormat(
+                 "oomkit: raised while %U was being undone, each time: parameters, "
+                 "gradients and buffers may contain a part of this batch; restore a "
+                 "checkpoint" SEE("state-not-restored"),
+                 call->options->label));
     oomkit_exception_give(exception);
     return -1;
 }
@@ -140,7 +140,8 @@ oomkit_take_back(oomkit_call *call, PyObject **message)
     }
     if (result == 1) {
         add_note(error,
-                 PyUnicode_FromFormat("oomkit: not everything could be taken back: %U",
+                 PyUnicode_FromFormat("oomkit: not everything could be undone: %U" SEE(
+                                          "state-not-restored"),
                                       *message));
         Py_CLEAR(*message);
     }
@@ -160,7 +161,8 @@ oomkit_recover_roll_back(oomkit_call *call)
         call->log.outcome = 1;
         if (oomkit_params_stay(call)) {
             oomkit_raise(call->st->PartialUpdate,
-                         "%U ran out of memory and cannot be taken back: %U",
+                         "%U ran out of memory and cannot be undone: %U" SEE(
+                             "state-not-restored"),
                          call->options->label, message);
         } else {
             oomkit_give_up(call, message, 0);
@@ -187,7 +189,8 @@ oomkit_recover_undo(oomkit_call *call)
             call->given.func); /* the step's own error is the one to see */
     } else if (message != NULL) {
         add_note(exception,
-                 PyUnicode_FromFormat("oomkit: not everything could be taken back: %U",
+                 PyUnicode_FromFormat("oomkit: not everything could be undone: %U" SEE(
+                                          "state-not-restored"),
                                       message));
     }
     oomkit_exception_give(exception);
@@ -270,8 +273,9 @@ oomkit_failed_late(oomkit_call *call)
 
     own_failed(
         call, call->st->PartialUpdate,
-        "%U has run, but memory ran out while %s (%V%s%V): gradients, buffers, "
-        "random streams and participants are as after it, and its result is lost",
+        "%U has run, but memory ran out while %s (%V%s%V): gradients, buffers, random "
+        "streams and participants are as after it, and its result is lost" SEE(
+            "oomkit-out-of-memory"),
         "its result was being kept");
     exception = oomkit_exception_take();
     if (!PyObject_TypeCheck(exception, (PyTypeObject *)call->st->OomkitError)) {

@@ -71,9 +71,8 @@ gradients_restore(oomkit_call *call, PyObject **message)
         name == NULL
             ? NULL
             : PyUnicode_FromFormat(
-                  "gradients cannot be rolled back: %U: %s; pass "
-                  "gradient_safety=\"copy\" to auto_batch, and call zero_grad() before "
-                  "going on",
+                  "gradients cannot be restored: %U: %s; pass gradient_safety=\"copy\" "
+                  "to auto_batch, and call zero_grad() before you continue",
                   name, why);
     return *message == NULL ? -1 : 1;
 }
@@ -87,13 +86,12 @@ buffers_restore(oomkit_call *call, PyObject **message)
     if (result <= 0) {
         return result;
     }
-    *message =
-        which == NULL
-            ? NULL
-            : PyUnicode_FromFormat("buffer %U moved for the first time in this call "
-                                   "and no copy of it was taken; run the step once on "
-                                   "a small batch first",
-                                   which);
+    *message = which == NULL
+                   ? NULL
+                   : PyUnicode_FromFormat(
+                         "buffer %U changed for the first time in this call and no "
+                         "copy exists; run the step once on a small batch first",
+                         which);
     return *message == NULL ? -1 : 1;
 }
 

@@ -205,6 +205,6 @@ def check(step: Any, *args: Any, **kwargs: Any) -> Check:
         findings.append(("refused", str(error)))
         return Check(False, tuple(findings))
     ok = _compare(whole, parts, findings)
-    findings += [("said", text.removeprefix("oomkit: ")) for text in dict.fromkeys(parts.said)]
+    findings += [("message", text.removeprefix("oomkit: ")) for text in dict.fromkeys(parts.said)]
     findings.append(("result", "can be split" if ok else "cannot be split as it is"))
     return Check(ok, tuple(findings))

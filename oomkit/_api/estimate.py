@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .. import _C
 from ..memory import _parse_budget
 from ..report import format_bytes
 from .copies import Copies
@@ -200,7 +201,9 @@ def estimate(step_or_model: Any, *batch: Any, optimizer: Any = None) -> Estimate
         step = _training(step_or_model, optimizer)
     first = next((t for t in _leaves(batch) if t.dim()), None)
     if first is None or first.shape[0] < 2:
-        raise ValueError("estimate() expected a batch with a tensor of at least two rows")
+        raise ValueError(
+            f"estimate() expected a batch with a tensor of at least two rows{_C.see('estimate')}"
+        )
     rows = first.shape[0]
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
@@ -213,8 +216,9 @@ def estimate(step_or_model: Any, *batch: Any, optimizer: Any = None) -> Estimate
         many, more = (_run(step, batch, rows, MANY * n * rows) for n in (1, 2))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
-            "estimate() cannot know: the step reads values of its tensors, which fake ones have "
-            f"not ({error}); give it a step without .item() and the like, or the module"
+            "estimate() cannot run the step on fake tensors, because it reads values of its "
+            f"tensors ({error}); pass a step without calls such as .item(), or the module"
+            f"{_C.see('estimate')}"
         ) from None
     except Exception as error:
         raise ValueError(

@@ -152,7 +152,9 @@ class _Run:
         try:
             tqdm = importlib.import_module("tqdm.auto").tqdm
         except ImportError:
-            raise ImportError("oomkit.map(progress=True) needs tqdm: pip install tqdm") from None
+            raise ImportError(
+                f"oomkit.map(progress=True) needs tqdm: pip install tqdm{_C.see('missing-package')}"
+            ) from None
         return tqdm(total=total, desc=self.where, unit="row")
 
     def arguments(self, item: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -262,6 +264,7 @@ class _Run:
             f"{self.where} has run over all {rows} rows, but memory ran out while the results "
             f'were put together ({failed}): pass to="cpu" to keep them off the device, or a '
             "generator of smaller batches with lazy=True"
+            f"{_C.see('results-too-large')}"
         )
 
     def whole(self, item: tuple[Any, ...]) -> Any:
@@ -315,6 +318,7 @@ class _Run:
                 f"{self.where}: rows that an earlier item of the stream returned have changed "
                 "since, as those of a tensor that is used again do: return a new tensor, or "
                 "iterate with lazy=True"
+                f"{_C.see('map-results')}"
             )
         copies, last = self.outputs.copies, self.last
         rows = [n * copies for n in rows]
@@ -384,22 +388,26 @@ def map(
         a `state_dict` are put back.
     """
     if not callable(fn):
-        raise TypeError(f"map() expected a callable, got {type(fn).__name__}")
+        raise TypeError(f"map() expected a callable, got {type(fn).__name__}{_C.see('options')}")
     inner = _function(fn)
     if inspect.iscoroutinefunction(inner) or inspect.isgeneratorfunction(inner):
         raise TypeError(
             f"map() expected a function that returns results, got {inner.__qualname__}, which "
             "returns a coroutine or a generator that would run outside of map: pass a plain "
             "function that runs it to its end"
+            f"{_C.see('options')}"
         )
     if not args and not kwargs:
-        raise TypeError("map() expected a batch after the function")
+        raise TypeError(f"map() expected a batch after the function{_C.see('options')}")
     if mode not in ("no_grad", "inference", "as_is"):
         raise ValueError(
             f"map() expected mode to be 'no_grad', 'inference' or 'as_is', got {mode!r}"
+            f"{_C.see('options')}"
         )
     if not (pad is None or pad == "list" or isinstance(pad, (int, float))):
-        raise TypeError(f"map() expected pad to be a number or 'list', got {pad!r}")
+        raise TypeError(
+            f"map() expected pad to be a number or 'list', got {pad!r}{_C.see('options')}"
+        )
     options = {name: kwargs.pop(name) for name in list(kwargs) if name in _CHUNKS}
     name = getattr(_function(fn), "__qualname__", type(fn).__qualname__)
     options["label"] = options.get("label") or f"map({name})"
@@ -420,5 +428,6 @@ def map(
         raise TypeError(
             "map(lazy=True) expected an iterator or a DataLoader, "
             f"got {type(args[0]).__name__ if args else 'keyword arguments'}"
+            f"{_C.see('options')}"
         )
     return run.whole(args[:1])

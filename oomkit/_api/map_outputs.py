@@ -81,7 +81,8 @@ class Outputs:
             warnings.warn(
                 f"{where}: outputs of the parts differ in other sizes than their rows and came "
                 "back as lists of one tensor per row: pass pad=VALUE to have them padded on the "
-                'right, or pad="list" to have lists in any case',
+                'right, or pad="list" to have lists in any case'
+                f"{_C.see('map-results')}",
                 _C.OomkitWarning,
                 stacklevel=8,
             )

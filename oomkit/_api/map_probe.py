@@ -150,6 +150,7 @@ def _probe(of: Any, run: Runner, participants: list[Any], reached: list[Any]) ->
         text = (
             f"{where} cannot be verified, since random numbers are drawn: pass a function that "
             "draws none, or leave verify= out"
+            f"{_C.see('split-not-verified')}"
         )
     elif wrong:
         worst = max(wrong, key=lambda finding: finding.difference / finding.limit)
@@ -158,6 +159,7 @@ def _probe(of: Any, run: Runner, participants: list[Any], reached: list[Any]) ->
             f"difference {worst.difference:.1e}): {worst.text}. Parts of other sizes give other "
             "outputs; compute what belongs to a row in the function, and what compares rows "
             "with each other outside of it"
+            f"{_C.see('split-not-exact')}"
         )
     else:
         if rows:

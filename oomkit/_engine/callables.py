@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from types import CodeType
 from typing import Any
 
+from .. import _C
+
 __all__ = ["argument_problem", "close_match", "names_sum", "weight_problem"]
 
 
@@ -38,6 +40,7 @@ def argument_problem(names: tuple[str, ...], options: dict[str, Any]) -> str:
                 return (
                     f"auto_batch got {option}={name!r}, expected a parameter of the function: "
                     f"{', '.join(names)}{close_match(argument, names)}"
+                    f"{_C.see('options')}"
                 )
     return ""
 
@@ -58,6 +61,7 @@ def weight_problem(weight: Any) -> str:
             "auto_batch(weight=...) expected a callable that takes one argument, the micro-batch "
             f"(a tuple where several arguments are split), got {name}{shown}: {error}; take "
             "one and unpack it, as in `lambda batch: (batch[1] != -100).sum()`"
+            f"{_C.see('options')}"
         )
     return ""
 

@@ -20,6 +20,7 @@ def silent_closure(closure: Callable[[], object], name: str) -> Callable[[], Non
                 f"auto_batch cannot split this step: the closure of {name}.step() returns the "
                 "loss of one micro-batch; let it return None, or decorate the forward and "
                 "backward instead of the step around them"
+                f"{_C.see('optimizer-closure')}"
             )
 
     return checked

@@ -69,6 +69,7 @@ class Refusal:
             f"{self._count} micro-batches and their graphs are gone. Compute inside the step "
             "what needs a gradient, and make it part of the loss (the first of a tuple, or "
             f"'loss' of a mapping); where none is needed, use {place}.detach()"
+            f"{_C.see('returned-loss')}"
         )
         # Whatever holds where the step is called: its own code recorded a graph.
         with torch.inference_mode(False), torch.enable_grad():

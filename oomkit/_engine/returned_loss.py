@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from .. import _C
+
 _anchor: torch.Tensor | None = None
 
 
@@ -71,4 +73,5 @@ def saved_unpack(packed: None) -> NoReturn:
         "oomkit: trying to backward through this graph a second time: it was freed when "
         "backward() ran out of memory and was replayed in micro-batches. Call backward() "
         "once, on the whole loss."
+        f"{_C.see('returned-loss')}"
     )

@@ -150,7 +150,7 @@ def _open(file: Path) -> bytes | None:
     with os.fdopen(number, "rb") as stream:
         about = os.fstat(stream.fileno())
         if not stat.S_ISREG(about.st_mode):
-            raise NotOurs("it is no regular file")
+            raise NotOurs("it is not a regular file")
         if hasattr(os, "geteuid") and about.st_uid != os.geteuid():
             raise NotOurs(f"it belongs to user {about.st_uid}")
         if about.st_size > MOST_BYTES:
@@ -169,7 +169,7 @@ def _parse(data: bytes) -> tuple[list[Entry], str]:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(whole, dict) or "oomkit_sizes" not in whole:
-        raise NotOurs("it is no file of oomkit's")
+        raise NotOurs("it was not written by oomkit")
     version = whole["oomkit_sizes"]
     if type(version) is not int or version != SCHEMA:
         newer = type(version) is int and version > SCHEMA
@@ -197,8 +197,9 @@ def _read(file: Path) -> tuple[list[Entry], str]:
     if wrong:
         _say(
             f"broken {file}",
-            f"what is wrong in {file} is ignored ({wrong}); the next sizes that are found "
-            f"replace it, and it is kept as {file.name}.broken",
+            f"{file} has invalid entries, which are ignored ({wrong}); the next sizes replace the "
+            f"file, and the old one is kept as {file.name}.broken"
+            f"{_C.see('remembered-sizes')}",
         )
     return found, wrong
 
@@ -221,12 +222,17 @@ def _leave_alone(file: Path, error: NotOurs) -> None:
     _say(
         f"alone {file}",
         f"{file} is left as it is, and no sizes are remembered: {error}; set OOMKIT_CACHE_DIR to "
-        "a folder of your own, or move the file away",
+        "a folder of your own, or move the file away"
+        f"{_C.see('remembered-sizes')}",
     )
 
 
 def _cannot(error: Exception) -> None:
-    _say("folder", f"sizes cannot be remembered ({error}); set OOMKIT_CACHE_DIR to a folder")
+    _say(
+        "folder",
+        f"sizes cannot be remembered ({error}); set OOMKIT_CACHE_DIR to a folder"
+        f"{_C.see('remembered-sizes')}",
+    )
 
 
 def entries() -> list[Entry]:
@@ -419,7 +425,7 @@ def clear(wanted: Callable[[Entry], bool], age: float | None) -> int:
     try:
         done = _update(file, change, PATIENCE_AT_EXIT)
     except NotOurs as error:
-        raise OSError(f"{file} is left as it is: {error}") from None
+        raise OSError(f"{file} is left as it is: {error}{_C.see('remembered-sizes')}") from None
     if not done:
-        raise OSError(f"{file} is in use by another process")
+        raise OSError(f"{file} is in use by another process{_C.see('remembered-sizes')}")
     return len(gone)

@@ -64,11 +64,13 @@ def suggest_batch(
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise TypeError(
                 f"suggest_batch() expected {key} to be an int, got {type(value).__name__!r}"
+                f"{_C.see('options')}"
             )
     if not 1 <= low <= high or (max_micro is not None and max_micro < 1):
         raise ValueError(
             "suggest_batch() expected 1 <= low <= high and max_micro of at least 1, got "
             f"low={low}, high={high}, max_micro={max_micro}"
+            f"{_C.see('options')}"
         )
     if choices is not None:
         effective = int(trial.suggest_categorical(name, list(choices)))
@@ -92,6 +94,7 @@ def _check_static(trial: Any, name: str) -> None:
                     f"suggest_batch(): {name!r} is {mine} in trial {trial.number} and "
                     f"{other.distributions[name]} in trial {other.number}: samplers model "
                     "only what is the same in all trials"
+                    f"{_C.see('optuna')}"
                 )
             return
 

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from .. import _C
+
 log = logging.getLogger("oomkit")
 
 Option = str | bool | Callable[[Any], str | None]
@@ -25,6 +27,7 @@ def _loaded(option: Option) -> Any:
     except ImportError as error:
         raise ImportError(
             "prune_on_oom(mlflow=...) needs MLflow: install it with `pip install mlflow`"
+            f"{_C.see('missing-package')}"
         ) from error
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import _C
 from ..memory import _host_bytes, _parse_budget, memory
 from . import study as _hpo_study
 from . import values as _hpo_values
@@ -85,9 +86,12 @@ class MemoryModel:
         calibrated_after: int = 5,
     ) -> None:
         if not hopeless >= 1:
-            raise ValueError(f"MemoryModel() expected hopeless to be at least 1, got {hopeless!r}")
+            raise ValueError(
+                f"MemoryModel() expected hopeless to be at least 1, got {hopeless!r}"
+                f"{_C.see('options')}"
+            )
         if law is not None and features is not None:
-            raise ValueError("MemoryModel() expected law or features, got both")
+            raise ValueError(f"MemoryModel() expected law or features, got both{_C.see('options')}")
         self._law = law
         self._key = model
         self._features = features

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+from .. import _C
 from .._C import OomkitWarning
 
 log = logging.getLogger("oomkit")
@@ -31,6 +32,7 @@ def real_optuna() -> Any:
     except ImportError as error:
         raise ImportError(
             "oomkit.optuna needs Optuna 4 or 5: install it with `pip install optuna`"
+            f"{_C.see('missing-package')}"
         ) from error
 
 
@@ -74,6 +76,7 @@ class Policy:
             say(
                 f"{self.sampler} reads completed trials only, so trials that are pruned for "
                 'memory teach it nothing: use prune_on_oom(on_oom="auto")'
+                f"{_C.see('optuna')}"
             )
         if major() >= 5:
             self.constraints = self._constraints_of_5(study)
@@ -98,6 +101,7 @@ class Policy:
                 f"{CONSTRAINT!r}, and samplers need it on every trial or on none: this study "
                 'goes on without it. With on_oom="penalize" samplers learn from the value; a new '
                 "study would have the constraint"
+                f"{_C.see('optuna')}"
             )
         return not without
 
@@ -125,8 +129,12 @@ class Policy:
             raise ValueError(
                 f"prune_on_oom(): {told}, which fails with trials that have none. Leave out "
                 'constraints_func= and use on_oom="penalize", or begin a new study'
+                f"{_C.see('optuna')}"
             )
-        say(f"{told}: it takes that trial for infeasible. A new study would have all constraints")
+        say(
+            f"{told}: it treats that trial as infeasible. A new study would have all constraints"
+            f"{_C.see('optuna')}"
+        )
 
     def penalty(self, study: Any, given: Any, violation: float | None) -> Any:
         """The value, or values, of a trial that ran out of memory and completes."""
@@ -207,12 +215,14 @@ def turn(study: Any, threads: str) -> Iterator[None]:
                     "they share one allocator and its counters, so neither peaks nor "
                     "out-of-memory errors can be told apart. Use n_jobs=1, in several processes "
                     "with one storage"
+                    f"{_C.see('optuna')}"
                 )
             if study not in _told:
                 _told.add(study)
                 say(
                     "n_jobs > 1: the threads of a process share one allocator, so trials take "
                     "turns. For trials side by side use several processes with one storage"
+                    f"{_C.see('optuna')}"
                 )
             _free.wait()
         _running.append((me, study))

@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from .. import _C
 from . import run as _hpo_run
 from . import study as _hpo_study
 
@@ -24,6 +25,7 @@ def _modules() -> tuple[Any, Any]:
         raise ImportError(
             "oomkit.optuna.hyperparameter_search() needs transformers: install it with "
             "`pip install transformers`"
+            f"{_C.see('missing-package')}"
         ) from error
     return utils, searches.OptunaBackend
 
@@ -69,14 +71,18 @@ def search(
         raise RuntimeError(
             "hyperparameter_search() needs a Trainer with model_init=, which makes the model of "
             "each trial"
+            f"{_C.see('options')}"
         )
     if trainer.args.world_size > 1 or _hpo_run.is_distributed():
         raise RuntimeError(
             "oomkit.optuna.hyperparameter_search() runs in one process: with several, use "
             "trainer.hyperparameter_search(backend='optuna', catch=...)"
+            f"{_C.see('optuna')}"
         )
     if options.pop("backend", "optuna") != "optuna":
-        raise ValueError("oomkit.optuna.hyperparameter_search() knows backend='optuna' only")
+        raise ValueError(
+            f"oomkit.optuna.hyperparameter_search() knows backend='optuna' only{_C.see('options')}"
+        )
     optimize = {name: options.pop(name) for name in _OPTIMIZE if name in options}
     if study is None:
         several = isinstance(direction, list)
@@ -85,6 +91,7 @@ def search(
     elif options:
         raise TypeError(
             f"hyperparameter_search() got study= and {', '.join(options)}, which are for a new one"
+            f"{_C.see('options')}"
         )
     more = {} if oom is None else dict(oom)
     attributes = {

@@ -223,6 +223,7 @@ class _Run:
             raise _C.OomkitError(
                 f"{moved} has changed between the forward of a {type(self.child).__name__}, which "
                 f"keeps its inputs only, and its backward, which computes it again; {_ADVICE}"
+                f"{_C.see('recomputation')}"
             )
         undo = self.was.restore()
         try:

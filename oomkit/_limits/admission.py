@@ -80,7 +80,7 @@ def folder(device: str) -> Path:
         own.mkdir(mode=0o700)
     about = own.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
-        raise PermissionError(f"{own} is no folder of user {os.geteuid()}")
+        raise PermissionError(f"{own} does not belong to user {os.geteuid()}")
     found = own / device
     found.mkdir(mode=0o700, exist_ok=True)
     return found

@@ -77,8 +77,9 @@ def _put_all_on() -> None:
             _C.device_budget_set(CUDA, index, None)
             first = str(error).partition("\n")[0]
             _warn(
-                f"oomkit: limit_memory() of {format_bytes(limit)} on 'cuda:{index}' is not in "
-                f"force, its allocator refuses a share ({type(error).__name__}: {first})"
+                f"oomkit: limit_memory() of {format_bytes(limit)} on 'cuda:{index}' has no "
+                f"effect, because its allocator refuses a limit ({type(error).__name__}: {first})"
+                f"{_C.see('limit-memory')}"
             )
 
 

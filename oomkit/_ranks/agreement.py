@@ -153,6 +153,7 @@ class Reducer:
             raise _C.SplitError(
                 "auto_batch cannot reduce the gradients of a DistributedDataParallel model "
                 "none of whose parameters was used on this rank"
+                f"{_C.see('distributed')}"
             )
         self._agreement.reduces(self)
         self.due, self.flying, self.sent = False, True, self.count()
@@ -267,6 +268,7 @@ class Agreement(Call):
             raise _C.SplitError(
                 "auto_batch cannot take part in several backward() calls over one forward of a "
                 "DistributedDataParallel model: add the losses, and run one backward()"
+                f"{_C.see('distributed')}"
             )
         due = [reducer for reducer in moved if reducer.due]
         if not due:
@@ -401,6 +403,7 @@ def _second_broadcast() -> None:
     raise _C.SplitError(
         "auto_batch cannot take part in a second forward of a DistributedDataParallel model that "
         "broadcasts its buffers: pass broadcast_buffers=False to it"
+        f"{_C.see('distributed')}"
     )
 
 
@@ -466,7 +469,8 @@ def enter(step: object, label: str, models: list[Any]) -> Call | None:
     if (label, why) not in _said:
         _said.add((label, why))
         warnings.warn(
-            f"oomkit: {label} runs as it is, and an out-of-memory of it is not retried: {why}",
+            f"oomkit: {label} is not retried after an out-of-memory error: {why}"
+            f"{_C.see('distributed')}",
             _C.OomkitWarning,
             stacklevel=2,
         )

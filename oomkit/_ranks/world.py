@@ -138,7 +138,8 @@ class World:
             raise error(
                 f"oomkit waited for the first decorated call of rank(s) {silent} of "
                 f"{self.size} for {self.patience}: decorate the step with auto_batch on all "
-                "ranks, with the same version of oomkit",
+                "ranks, with the same version of oomkit"
+                f"{_C.see('distributed')}",
                 silent[0] if silent else None,
             ) from failed
         self.others = [json.loads(self._store.get(key)) for key in keys]
@@ -147,7 +148,8 @@ class World:
                 if other.get(what) != own[what]:
                     raise error(
                         f"oomkit expected the same {what} on all ranks: rank {self.rank} has "
-                        f"{own[what]}, rank {rank} has {other.get(what)}",
+                        f"{own[what]}, rank {rank} has {other.get(what)}"
+                        f"{_C.see('distributed')}",
                         rank,
                     )
 
@@ -262,11 +264,12 @@ class World:
         if largest >= FATAL:
             if rank == self.rank:
                 return largest
-            raise error(f"rank {rank} cannot go on: {self.said(rank)}", rank)
+            raise error(f"rank {rank} cannot go on: {self.said(rank)}{_C.see('rank-failed')}", rank)
         if largest < AGAIN and not same:
             raise error(
                 f"ranks are in different calls or at different places of one (rank {self.rank} "
                 f"in call {self.calls}): decorated steps must be called alike on all ranks"
+                f"{_C.see('distributed')}"
             )
         return largest
 
@@ -276,7 +279,9 @@ class World:
         try:
             self._gloo.allreduce([given], _largest()).wait()
         except RuntimeError as failed:
-            raise error(f"a rank does not come to a vote: {failed}") from failed
+            raise error(
+                f"a rank does not come to a vote: {failed}{_C.see('rank-failed')}"
+            ) from failed
         packed, most, least = given.tolist()
         return packed >> 16, 65535 - packed % 65536, most == -least
 

@@ -108,7 +108,7 @@ def optimizer_state(f: Figures) -> str | None:
         else 'ladder=("update", "state") keeps it in host memory'
     )
     return (
-        f"the state of {f.optimizers} ({format_bytes(state)}) does not fit beside parameters and "
+        f"the state of {f.optimizers} ({format_bytes(state)}) does not fit next to parameters and "
         f"gradients ({format_bytes(f.parameters + f.all_gradients)}) in "
         f"{format_bytes(f.budget)}: {rung}; Adafactor keeps rows and columns in its place, SGD "
         "without momentum nothing"

@@ -278,6 +278,7 @@ class Call:
                 f"protect() expected {type(trainer).__name__}.{self._name} to take what "
                 f"transformers calls it with ({_TAKES[self._name]}), got "
                 f"{self._name}{signature}"
+                f"{_C.see('trainers')}"
             ) from None
 
     def put(self, before: list[Call]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .. import _C
 from .books import family
 
 __all__ = ["check"]
@@ -60,4 +61,6 @@ def check(trainer: Any) -> None:
     """ValueError for what cannot be protected exactly."""
     found = _reasons(trainer)
     if found:
-        raise ValueError(f"protect() cannot protect {type(trainer).__name__} with {found[0]}")
+        raise ValueError(
+            f"protect() cannot protect {type(trainer).__name__} with {found[0]}{_C.see('trainers')}"
+        )

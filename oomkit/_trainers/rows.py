@@ -31,6 +31,7 @@ class Pairs:
             raise _C.SplitError(
                 "oomkit expected a batch of pairs, the chosen rows before as many rejected ones, "
                 f"got input_ids with {rows} rows: give the trainer its own data collator"
+                f"{_C.see('trainers')}"
             )
         self.inputs, self.rows = inputs, rows // 2
 

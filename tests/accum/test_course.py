@@ -234,7 +234,7 @@ def test_manual_update_is_not_applied_twice(shown: bool) -> None:
         if shown:
             with pytest.raises(TypeError) as caught:
                 run(x, y)
-            assert "gradients are withheld" in str(caught.value.__notes__)
+            assert "gradients are set aside" in str(caught.value.__notes__)
             assert all(map(torch.equal, before, model.parameters()))
         else:
             with pytest.raises(oomkit.PartialUpdate, match="outside an optimizer"):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.messages import message_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zoo import SEED
@@ -88,7 +89,7 @@ class _World:
         try:
             self.run(self.protected)
         except (oomkit.OutOfMemory, oomkit.SplitError) as error:
-            return str(error)
+            return message_of(error)
         return ""
 
     def gradients(self) -> list[torch.Tensor | None]:

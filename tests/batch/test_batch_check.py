@@ -21,15 +21,15 @@ def test_an_error_of_split_passes():
 def test_a_batch_changed_in_place_is_refused(rows):
     batch = {"x": torch.rand(4, 2)}
     assert refusal([batch], length=rows, names=("batch",), between=lambda: batch["x"].div_(2)) == (
-        "auto_batch cannot repeat the step: it changed batch['x'] in place; make a new tensor "
-        "instead (x = x.div(255), not x.div_(255)) or give restore_batch=True"
+        "auto_batch cannot repeat the step, because it changed batch['x'] in place; make a new "
+        "tensor instead (x = x.div(255), not x.div_(255)) or pass restore_batch=True"
     )
 
 
 def test_what_is_passed_whole_must_not_move_either():
     total = torch.zeros(3)
     message = refusal([torch.rand(4), total], between=lambda: total.add_(1))
-    assert message.startswith("auto_batch cannot repeat the step: it changed b in place")
+    assert message.startswith("auto_batch cannot repeat the step, because it changed b in place")
 
 
 def test_restore_batch_puts_the_values_back():

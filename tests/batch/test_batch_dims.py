@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.messages import message_of
 from torch import nn
 
 import oomkit
@@ -20,7 +21,7 @@ def probe(args, names=("a", "b", "c"), start=0, length=-1, **options):
 def refusal(args, **options) -> str:
     with pytest.raises(oomkit.SplitError) as caught:
         probe(args, **options)
-    return str(caught.value)
+    return message_of(caught.value)
 
 
 class WordModel(nn.Module):
@@ -90,7 +91,7 @@ def test_slices_of_dimension_one_are_views():
 def test_flattened_targets_are_refused_and_not_passed_whole():
     data, targets, _ = words()
     assert refusal([data, targets.reshape(-1)], dim=1) == (
-        "auto_batch cannot split argument 'b': b has shape [30] beside a batch of 6 rows, which "
+        "auto_batch cannot split argument 'b': b has shape [30] next to a batch of 6 rows, which "
         "looks like its rows flattened with another dimension; pass it unflattened and flatten it "
         "in the step, or pass it whole with static=..."
     )
@@ -107,7 +108,7 @@ def test_flattened_targets_in_dimension_zero_too():
 def test_labels_of_the_rows_in_dimension_zero_need_a_dimension_of_their_own():
     data, labels = torch.rand(T, B, 3), torch.arange(B)
     assert refusal([data, labels], dim=1) == (
-        "auto_batch cannot split argument 'b': b has shape [6] beside a batch of 6 rows, but not "
+        "auto_batch cannot split argument 'b': b has shape [6] next to a batch of 6 rows, but not "
         "in the dimension of dim=; give each argument its own, dim={'x': 1, 'y': 0}, or pass it "
         "whole with static=..."
     )
@@ -130,7 +131,7 @@ def test_a_hidden_state_beside_rows_in_front():
 def test_a_hidden_state_without_its_dimension_is_refused_with_what_to_write():
     tokens, hidden = torch.rand(B, T, 3), (torch.rand(2, B, 4), torch.rand(2, B, 4))
     assert refusal([tokens, hidden]) == (
-        "auto_batch cannot split argument 'b': b[0] has shape [2, 6, 4] beside a batch of 6 rows, "
+        "auto_batch cannot split argument 'b': b[0] has shape [2, 6, 4] next to a batch of 6 rows, "
         "which it has in dimension 1 like a hidden state; give dim={'b': 1}, or pass it whole "
         "with static=..."
     )

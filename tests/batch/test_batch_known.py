@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.messages import message_of
 from torch import nn
 
 import oomkit
@@ -18,7 +19,7 @@ def probe(args, names=("a", "b", "c"), **options):
 def refusal(args, names=("a", "b", "c"), **options) -> str:
     with pytest.raises(oomkit.SplitError) as caught:
         probe(args, names, **options)
-    return str(caught.value)
+    return message_of(caught.value)
 
 
 def calls(*sizes):
@@ -63,9 +64,9 @@ def test_weights_of_classes_do_not_change_a_step_silently():
 
 def test_what_changes_by_itself_is_refused_even_when_it_fits_by_chance():
     earlier = calls((8, (20, 4)), (8, (17, 4)))
-    message = "b has shape [8, 4] beside a batch of 8 rows, but its size was another one in"
+    message = "b has shape [8, 4] next to a batch of 8 rows, but its size was another one in"
     assert message in refusal([torch.rand(8), torch.rand(8, 4)], earlier=earlier)
-    message = "b has shape [9, 4] beside a batch of 8 rows, and its size has changed while the"
+    message = "b has shape [9, 4] next to a batch of 8 rows, and its size has changed while the"
     assert message in refusal([torch.rand(8, 2), torch.rand(9, 4)], earlier=earlier)
 
 

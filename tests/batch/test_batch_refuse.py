@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import batches
 from helpers.batches import Closed, Graph, Unlike
+from helpers.messages import message_of
 from helpers.seen import Seen
 from torch import nn
 
@@ -31,7 +32,7 @@ def probe(args, names=("a", "b", "c"), **options):
 def refusal(args, names=("a", "b", "c"), **options) -> str:
     with pytest.raises(oomkit.SplitError) as caught:
         probe(args, names, **options)
-    return str(caught.value)
+    return message_of(caught.value)
 
 
 SAMPLES = [{"x": row, "y": target} for row, target in zip(x, y, strict=True)]
@@ -47,7 +48,10 @@ REFUSED = {
         [(CSR, y)],
         r"a\[0\] is a 'Tensor' of shape \[7, 3\], whose layout has no slices; make it dense or",
     ),
-    "samples": ([SAMPLES], "a is a 'list' of 7 alike, which may be 7 samples, or columns of 3 r"),
+    "samples": (
+        [SAMPLES],
+        "a is a 'list' of 7 similar items, which may be 7 samples, or columns of 3 r",
+    ),
     "tuples": ([list(zip(x, y, strict=True))], "may be 7 samples, or columns of 3 rows; for sam"),
     "mean first": (
         [torch.rand(3), x],
@@ -59,7 +63,7 @@ REFUSED = {
     ),
     "weights": (
         [x, torch.rand(7)],
-        r"'class_weights': class_weights has shape \[7\] beside a batch of 7 rows, which may be",
+        r"'class_weights': class_weights has shape \[7\] next to a batch of 7 rows, which may be",
     ),
     "weights inside": (
         [{"x": x, "class_weights": torch.rand(7)}],
@@ -67,7 +71,7 @@ REFUSED = {
     ),
     "flattened": (
         [torch.zeros(4, 5), torch.zeros(20)],
-        r"b has shape \[20\] beside a batch of 4 rows, which looks like its rows flattened",
+        r"b has shape \[20\] next to a batch of 4 rows, which looks like its rows flattened",
     ),
     "disagree": ([{"x": x, "y": torch.rand(5)}], r"a\['x'\] has shape \[7, 3\], a\['y'\] has sha"),
     "tuple": ([list(torch.rand(7, 3, 4, 5)), (1,) * 7], "which may be 7 samples, or columns of"),

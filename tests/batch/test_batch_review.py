@@ -87,7 +87,9 @@ def test_as_many_images_as_channels_are_samples(how, boxes):
 def test_as_many_boxes_as_images_may_be_columns_and_are_refused(stacked):
     images = rows(3, 3, 4, 5) if stacked else [rows(3, 4, 5) for _ in range(3)]
     targets = [rows(3, 3) for _ in range(3)]
-    with pytest.raises(oomkit.SplitError, match=r"targets is a 'list' of 3 tensors alike beside"):
+    with pytest.raises(
+        oomkit.SplitError, match=r"targets is a 'list' of 3 similar tensors next to"
+    ):
         step = oomkit.auto_batch(lambda images, targets: None, accumulation_steps=2)
         step(images, targets)
     assert_same(
@@ -152,7 +154,7 @@ def test_a_long_tuple_of_numbers_goes_with_its_rows():
 def test_as_many_arrays_and_labels_as_rows_are_refused(kind):
     each = torch.arange(4) if kind == "labels" else rows(4, 4).numpy()
     step = oomkit.auto_batch(lambda batch: None, accumulation_steps=2)
-    with pytest.raises(oomkit.SplitError, match=r"batch\['t'\] is a 'list' of 4 tensors alike"):
+    with pytest.raises(oomkit.SplitError, match=r"batch\['t'\] is a 'list' of 4 similar tensors"):
         step({"x": rows(4, 3), "t": [each, each + 1, each + 2, each + 3]})
 
 

@@ -212,7 +212,9 @@ def test_arrays_that_the_failed_attempt_changed_are_said():
 
     step = oomkit.auto_batch(function)
     with inject_oom(nth=1, times=1) as fault:
-        with pytest.raises(oomkit.SplitError, match=r"it changed batch\['x'\] in place; make a"):
+        with pytest.raises(
+            oomkit.SplitError, match=r"because it changed batch\['x'\] in place; make a"
+        ):
             step({"x": array})
     assert fault.fired == 1
 

@@ -60,7 +60,7 @@ LINES = {
     "type with a splitter": [[Own(x, y)]],
     "list of samples": [[ragged], [x, samples], [images, targets]],
     "list without tensors, in the batch": [[{"x": x, "names": list("abcdefg")}]],
-    "list without tensors, beside": [[x, list("abcdefg")]],
+    "list without tensors, as long": [[x, list("abcdefg")]],
     "hidden state": [[torch.zeros(B, 4), torch.zeros(2, B, 3)]],
     "labels `[rows]` under": [[torch.zeros(4, B, 2), torch.zeros(B), {"dim": 1}]],
     "flattened targets": [

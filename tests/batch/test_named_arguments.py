@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.messages import message_of
 
 import oomkit
 from oomkit.testing import force_slices
@@ -92,7 +93,7 @@ def test_a_name_that_no_parameter_has_is_refused_where_it_could_be_any(option: s
     step = _decorate(careless(sizes), **{option: "weights"})
     with pytest.raises(oomkit.SplitError) as caught:
         _calls(step, torch.rand(4, 2), torch.rand(4))
-    assert str(caught.value) == (
+    assert message_of(caught.value) == (
         f"auto_batch got {option}='weights', and cannot tell which of the arguments passed by "
         "position that is: the function takes *args; pass it by name, or decorate the function "
         "that has the parameter"

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from helpers.messages import message_of
 
 import oomkit
 from oomkit import _C
@@ -22,7 +23,7 @@ def probe(args=(), kwargs=None, names=None, start=0, length=-1, **options):
 def refusal(*args, **kwargs) -> str:
     with pytest.raises(oomkit.SplitError) as caught:
         probe(*args, **kwargs)
-    return str(caught.value)
+    return message_of(caught.value)
 
 
 class Pair(NamedTuple):

@@ -21,13 +21,13 @@ PARAMETERS = r"expected a parameter of the function: inputs, labels, weights"
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"batch": "input"}, f"batch='input', {PARAMETERS}; did you mean 'inputs'\\?$"),
+        ({"batch": "input"}, f"batch='input', {PARAMETERS}; did you mean 'inputs'\\? .help"),
         ({"batch": ["inputs", "labelz"]}, f"batch='labelz', {PARAMETERS}; did you mean 'labels'"),
-        ({"static": "weight"}, f"static='weight', {PARAMETERS}; did you mean 'weights'\\?$"),
+        ({"static": "weight"}, f"static='weight', {PARAMETERS}; did you mean 'weights'\\? .help"),
         ({"static": "weightz['classes']"}, "static=\"weightz.*; did you mean 'weights'"),
         ({"static": "inputz.mask"}, "static='inputz.mask', .*; did you mean 'inputs'"),
-        ({"dim": {"label": 1}}, f"dim='label', {PARAMETERS}; did you mean 'labels'\\?$"),
-        ({"batch": "hidden"}, f"batch='hidden', {PARAMETERS}$"),
+        ({"dim": {"label": 1}}, f"dim='label', {PARAMETERS}; did you mean 'labels'\\? .help"),
+        ({"batch": "hidden"}, f"batch='hidden', {PARAMETERS} .help"),
     ],
 )
 def test_a_name_of_no_argument_is_said_at_the_decoration(options: Any, text: str) -> None:
@@ -86,5 +86,5 @@ def test_a_wrong_option_names_the_one_that_was_meant(call: Any, text: str) -> No
 
 
 def test_an_option_that_is_like_none_is_refused_without_a_guess() -> None:
-    with pytest.raises(TypeError, match="got an unknown option 'zzz'$"):
+    with pytest.raises(TypeError, match="got an unknown option 'zzz' .help"):
         oomkit.auto_batch(zzz=1)

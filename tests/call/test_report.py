@@ -8,6 +8,7 @@ import types
 from pathlib import Path
 
 import pytest
+from helpers.messages import message_of
 
 import oomkit
 from oomkit import __main__ as program
@@ -180,7 +181,7 @@ def test_to_a_stream():
 def test_unknown_format(format):
     with pytest.raises(ValueError) as caught:
         oomkit.report(RECORDS, format)
-    assert str(caught.value) == (
+    assert message_of(caught.value) == (
         f"report() expected format to be 'text', 'markdown' or 'json', got {format!r}"
     )
 
@@ -189,7 +190,7 @@ def test_unknown_format(format):
 def test_not_a_step(steps, got):
     with pytest.raises(TypeError) as caught:
         oomkit.report(steps)
-    assert str(caught.value) == (
+    assert message_of(caught.value) == (
         f"report() expected decorated steps, guards or StepRecords, got '{got}'"
     )
 

@@ -102,7 +102,7 @@ def test_gradients_that_the_step_cleared_are_not_said_to_be_there(clears: bool) 
 
     with inject_oom(nth=3, times=None), pytest.raises(oomkit.OutOfMemory) as caught:
         step(torch.ones(4, 3))
-    text = "as if the step had not begun, but for gradients that the step itself cleared"
+    text = "as before the step, except for gradients that the step itself cleared"
     assert text in str(caught.value)
     assert (net.weight.grad is None) is clears
     if not clears:
@@ -113,5 +113,5 @@ def test_an_evaluation_has_no_gradients_to_speak_of() -> None:
     step, x = oomkit.auto_batch(lambda x: x * 2), torch.ones(4, 3)
     with inject_oom(nth=1, times=None), pytest.raises(oomkit.OutOfMemory) as caught:
         step(x)
-    assert "as if the step had not begun" in str(caught.value)
+    assert "as before the step" in str(caught.value)
     assert "gradients that" not in str(caught.value)

@@ -29,7 +29,7 @@ SEED = 20240607
 CALLS = 3
 NEVER = 2**60
 LOUD = ("exact", "refused", "named", "raised")
-NAMED = ("call zero_grad() before you continue", "hold this batch's contribution")
+NAMED = ("call zero_grad() before you continue", "contain a part of this batch")
 
 Batch = tuple[Any, ...]
 Step = Callable[..., Any]

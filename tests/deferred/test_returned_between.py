@@ -85,7 +85,7 @@ def test_a_shared_leaf_of_which_a_part_has_come(returned: bool) -> None:
                 assert close(grads(layer), want), nth
             except oomkit.OutOfMemory as error:
                 refused += 1
-                assert "cannot be rolled back" in str(error)
+                assert "cannot be restored" in str(error)
         if not fault.fired:
             break
     assert refused > 0 and equal > 1

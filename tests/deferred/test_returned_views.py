@@ -110,6 +110,6 @@ def test_a_hook_of_the_step_on_the_base_of_its_loss() -> None:
 
     loss = oomkit.auto_batch(step, model=model)(x, y)
     with inject_oom(nth=5, phase="backward"):
-        with pytest.raises(oomkit.OutOfMemory, match="hangs a hook onto the loss"):
+        with pytest.raises(oomkit.OutOfMemory, match="registers a hook on the loss"):
             loss.backward()
     assert all(p.grad is None for p in model.parameters())

@@ -139,7 +139,7 @@ def test_a_limit_that_is_refused_is_no_error_where_warnings_are(
     with warnings.catch_warnings(), caplog.at_level("WARNING", "oomkit"):
         warnings.simplefilter("error")
         fake.initialise()
-    assert shares == {1: 0.4} and "cuda:0' is not in force" in caplog.text
+    assert shares == {1: 0.4} and "cuda:0' has no effect" in caplog.text
 
 
 def test_a_limit_initialises_nothing(shares: dict[int, float], fake: Device) -> None:
@@ -169,7 +169,7 @@ def test_an_allocator_that_refuses_a_share_is_no_failure_of_cuda(
         put(share, index)
 
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", refuse)
-    with pytest.warns(oomkit.OomkitWarning, match=r"'cuda:0' is not in force.*setMemoryFraction\)"):
+    with pytest.warns(oomkit.OomkitWarning, match=r"'cuda:0' has no effect.*setMemoryFraction\)"):
         fake.initialise()
     assert shares == {1: 0.4}
     assert _C.device_budget(1, 0) is None and _C.device_budget(1, 1) == 40 * MIB

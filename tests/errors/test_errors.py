@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from helpers.messages import message_of
 
 import oomkit
 
@@ -228,4 +229,4 @@ def test_classification_leaves_the_exception_alone():
 def test_only_exceptions_are_judged(name, value, got):
     with pytest.raises(TypeError) as caught:
         getattr(oomkit, name)(value)
-    assert str(caught.value) == f"{name}() expected an exception, got '{got}'"
+    assert message_of(caught.value) == f"{name}() expected an exception, got '{got}'"

@@ -122,7 +122,8 @@ def test_what_was_there_before_the_limit_is_said():
     )
     assert lines[-2:] == [
         '["limit_memory(): 1.00 MiB of parameters of step were made before oomkit counted the '
-        "CPU's tensors and are outside the limit: set a limit before the model is made\"]",
+        "CPU's tensors and are outside the limit: set a limit before the model is made "
+        '(help: python -m oomkit explain limit-memory)"]',
         "[]",
     ]
 

@@ -86,7 +86,7 @@ def test_putting_the_results_together_is_tried_once_more(batch, times):
             with pytest.raises(oomkit.OutOfMemory) as caught:
                 step(batch)
             text = str(caught.value).splitlines()[0]
-            assert "results of its 4 micro-batches were put together" in text
+            assert "results of its 4 micro-batches, which needs twice" in text
             assert 'oomkit.map(..., to="cpu")' in text
             assert not caught.value.committed
     assert fault.fired == times

@@ -171,7 +171,7 @@ def test_a_step_that_catches_the_refusal_is_told_so() -> None:
                 pass
 
         with force_slices([4, 4]):
-            refused(step, oomkit.SplitError, "which the step caught")
+            refused(step, oomkit.SplitError, "Do not catch oomkit's errors in the step")
         """
     )
 

@@ -178,7 +178,7 @@ def test_an_optimizer_in_the_backward_is_not_retried(known: bool, phase: str) ->
                 step(x)
         except oomkit.PartialUpdate as error:
             outcomes.add("partial")
-            assert "cannot be taken back" in str(error)
+            assert "cannot be undone" in str(error)
             same = [torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
             assert not all(same), n
         except oomkit.SplitError as error:  # before any backward: met by the replay

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.messages import message_of
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import CheckpointError, checkpoint
@@ -599,7 +600,7 @@ def test_a_parameter_that_moved_before_the_backward() -> None:
             model.blocks[1].narrow.bias.add_(1.0)  # nothing that torch saves
 
     error = failing(model_of(), update, oomkit._C.OomkitError)
-    assert str(error) == (
+    assert message_of(error) == (
         "Linear.bias has changed between the forward of a Block, which keeps its inputs only, and "
         "its backward, which computes it again; oomkit.auto_batch("
         f"{OPTION}) turns recomputation off"

@@ -183,7 +183,7 @@ def test_asking_by_hand_is_not_a_loop(x, request):
             part = next(parts)
             with oomkit.guard():
                 once(part, [1])
-    assert "no for loop" in note_of(caught)
+    assert "not a for loop" in note_of(caught)
 
 
 def test_a_part_asked_for_inside_the_block(x, request):

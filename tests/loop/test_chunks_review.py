@@ -53,7 +53,7 @@ def test_the_loop_is_neither_closed_nor_asked_while_it_works(x, where, call, req
         "put_back": {"participants": Metric(put_back=turn)},
     }
     parts = oomkit.chunks(x, label=request.node.name, **options[where])
-    with pytest.raises(ValueError, match="makes or takes back"), inject_oom(nth=1):
+    with pytest.raises(ValueError, match="prepares or restores"), inject_oom(nth=1):
         run(parts)
     parts.close()
     assert next(parts, None) is None

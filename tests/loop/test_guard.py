@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from helpers.messages import message_of
 from helpers.seen import Seen
 
 import oomkit
@@ -412,7 +413,7 @@ def test_bad_options(args, kwargs, type_, message):
     with pytest.raises(type_) as caught:
         oomkit.guard(*args, **kwargs)
     assert type(caught.value) is type_
-    assert str(caught.value) == message
+    assert message_of(caught.value) == message
 
 
 def test_too_many_positional_options():
@@ -424,7 +425,7 @@ def test_leaving_what_was_not_entered():
     guard = oomkit.guard()
     with pytest.raises(RuntimeError) as caught:
         guard.__exit__(None, None, None)
-    assert str(caught.value) == "guard() is left, but was not entered"
+    assert message_of(caught.value) == "guard() is left, but was not entered"
     with pytest.raises(TypeError):
         guard.__exit__()
 
@@ -435,7 +436,9 @@ def test_entering_too_often():
         guard.__enter__()
     with pytest.raises(RuntimeError) as caught:
         guard.__enter__()
-    assert str(caught.value) == ("guard() is entered 8 times already: make a guard for each level")
+    assert message_of(caught.value) == (
+        "guard() is entered 8 times already: make a guard for each level"
+    )
     for _ in range(8):
         guard.__exit__(None, None, None)
     assert len(guard.records) == 8

@@ -12,6 +12,7 @@ import weakref
 
 import pytest
 import torch
+from helpers.messages import message_of
 from helpers.own_process import run_program
 
 import oomkit
@@ -243,26 +244,29 @@ EXPECTED = "limit_memory() expected budget to be an int (bytes) or a str such as
 def test_a_bad_budget_is_refused_by_name(budget, error, message):
     with pytest.raises(error) as caught:
         oomkit.limit_memory(budget, device="cpu")
-    assert str(caught.value) == message
+    assert message_of(caught.value) == message
     assert oomkit.memory("cpu").budget is None
 
 
 def test_an_unknown_device_is_refused_by_name():
     with pytest.raises(ValueError) as caught:
         oomkit.limit_memory("1GiB", device="abacus")
-    assert str(caught.value) == "limit_memory() does not know the device 'abacus'"
+    assert message_of(caught.value) == "limit_memory() does not know the device 'abacus'"
 
 
 def test_a_device_that_cannot_be_limited_is_refused_by_name():
     with pytest.raises(ValueError) as caught:
         oomkit.limit_memory("1GiB", device="meta:0")
-    assert str(caught.value) == "limit_memory() can limit 'cpu' and 'cuda' devices, got 'meta:0'"
+    assert (
+        message_of(caught.value)
+        == "limit_memory() can limit 'cpu' and 'cuda' devices, got 'meta:0'"
+    )
 
 
 def test_a_device_of_the_wrong_type_is_refused_by_name():
     with pytest.raises(TypeError) as caught:
         oomkit.memory(1.5)
-    assert str(caught.value) == (
+    assert message_of(caught.value) == (
         "memory() expected device to be a str, an int or a torch.device, got 'float'"
     )
 
@@ -270,7 +274,7 @@ def test_a_device_of_the_wrong_type_is_refused_by_name():
 def test_a_cuda_device_that_is_not_there_is_refused_by_name():
     with pytest.raises(ValueError) as caught:
         oomkit.limit_memory("1GiB", device="cuda:99")
-    assert str(caught.value) == "limit_memory(): there is no device 'cuda:99' here"
+    assert message_of(caught.value) == "limit_memory(): there is no device 'cuda:99' here"
 
 
 def test_a_limit_without_a_device_says_that_it_is_the_cpus():
@@ -294,8 +298,8 @@ def test_a_limit_without_a_device_says_that_it_is_the_cpus():
     assert done.returncode == 0, done.stdout
     assert done.stdout.splitlines() == [
         "named",
-        "oomkit: limit_memory() limits the CPU, for there is no accelerator here; device='cpu' "
-        "says that this is meant",
+        "oomkit: limit_memory() limits the CPU, because there is no accelerator here; pass "
+        "device='cpu' to silence this (help: python -m oomkit explain limit-memory)",
     ]
 
 

@@ -158,7 +158,9 @@ def test_an_epoch_counted_in_the_step_is_refused() -> None:
         count[0] += 1
         s.step(count[0])
 
-    with pytest.raises(oomkit.SplitError, match="another argument in each micro-batch") as caught:
+    with pytest.raises(
+        oomkit.SplitError, match="a different argument in each micro-batch"
+    ) as caught:
         _run(2, lambda o: sched.CosineAnnealingWarmRestarts(o, 3), advance)
     assert any("had been applied" in note for note in caught.value.__notes__)
 

@@ -162,7 +162,7 @@ def test_learning_rates_are_rolled_back_and_changed_once() -> None:
         optimizer.step()
 
     with inject_oom(nth=1, times=None, phase="backward"):
-        with pytest.raises(oomkit.OutOfMemory, match="as if the step had not begun"):
+        with pytest.raises(oomkit.OutOfMemory, match="as before the step"):
             step(x, y)
     assert optimizer.param_groups[0]["lr"] == 0.1
     before = _values(model)

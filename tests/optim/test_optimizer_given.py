@@ -85,7 +85,10 @@ REFUSED: dict[str, tuple[Give, str]] = {
     "rows": (lambda o, loss, x: o.step(1.0, x), "of type Tensor"),
     "list": (lambda o, loss, x: o.step(1.0, [loss]), "of type list"),
     "row count": (lambda o, loss, x: o.step(1.0, len(x)), "number of rows of the micro-batch"),
-    "two figures": (lambda o, loss, x: o.step(loss, loss.item() + 1), "another argument in each"),
+    "two figures": (
+        lambda o, loss, x: o.step(loss, loss.item() + 1),
+        "a different argument in each",
+    ),
     "closure of a loss": (lambda o, loss, x: o.step(closure=lambda: loss), "returns the loss"),
 }
 

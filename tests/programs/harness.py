@@ -264,11 +264,11 @@ def _moved(failed: Run) -> bool:
 
 def _judge_refusal(report: Report, place: Place, failed: Run) -> None:
     assert report.program.says is not None
-    words = f"{report.program.says}|gradients cannot be rolled back"
+    words = f"{report.program.says}|gradients cannot be restored"
     if not re.search(words, failed.error or "", re.DOTALL):
         report.fail(place, f"refused with other words: {failed.error}")
     now, before = dict(failed.state), failed.world.before
-    told = re.search("cannot be rolled back|hold this batch's contribution", failed.error or "")
+    told = re.search("cannot be restored|contain a part of this batch", failed.error or "")
     for key in [k for k in now if k.endswith(".grad")]:
         # What the step's own zero_grad() cleared stays cleared.
         if told or now[key] is None or not np.any(now[key]):

@@ -37,7 +37,7 @@ FAULTS = st.fixed_dictionaries(
         ),
     }
 )
-SAID = ("hold this batch's contribution", "gradients cannot be rolled back")
+SAID = ("contain a part of this batch", "gradients cannot be restored")
 """In the error that ends a call: gradients that were there before have no copy."""
 DESERVED: dict[str, Callable[[Programs], bool]] = {
     # One loss for each row, and a micro-batch of one row: it might be a mean as well.

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.messages import message_of
 
 import oomkit
 
@@ -85,7 +86,7 @@ def test_a_bound_guard_goes_with_a_copy() -> None:
 def test_a_class_is_refused() -> None:
     with pytest.raises(TypeError) as caught:
         oomkit.guard()(Model)
-    assert str(caught.value) == (
+    assert message_of(caught.value) == (
         f"guard() cannot decorate the class {Model!r}: decorate a method of it, or make the "
         "object inside `with oomkit.guard():`"
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.messages import message_of
 from torch import nn
 
 import oomkit
@@ -199,13 +200,13 @@ def test_refused_at_the_decoration(case: str) -> None:
     act, kind, text = REFUSED[case]
     with pytest.raises(kind) as caught:
         act()
-    assert str(caught.value) == text
+    assert message_of(caught.value) == text
 
 
 def _split_error(step: Any, *args: Any) -> str:
     with pytest.raises(oomkit.SplitError) as caught:
         step(*args)
-    return str(caught.value)
+    return message_of(caught.value)
 
 
 def test_batch_smaller_than_min_micro_batch() -> None:
@@ -221,7 +222,7 @@ def test_batch_smaller_than_min_micro_batch_after_an_oom() -> None:
     with inject_oom(nth=1):
         with pytest.raises(oomkit.OutOfMemory) as caught:
             step(x)
-    assert str(caught.value).splitlines()[0] == (
+    assert message_of(caught.value).splitlines()[0] == (
         "eval ran out of memory and its batch of 4 rows is smaller than min_micro_batch=8"
     )
 
@@ -274,7 +275,7 @@ def test_no_batch_is_fine_until_an_oom_comes() -> None:
         with inject_oom(nth=1):
             with pytest.raises(oomkit.OutOfMemory) as caught:
                 step()
-    assert str(caught.value).splitlines()[0] == (
+    assert message_of(caught.value).splitlines()[0] == (
         "auto_batch found no batch to split in the arguments of closed: pass it as an "
         "argument of the step (a tensor, or a tuple, list or dict of tensors)"
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from helpers.messages import message_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -65,7 +66,7 @@ def different_places(rank: Rank) -> str:
     try:
         world.vote(worlds.FINE, 5 + rank.rank)
     except oomkit.RankError as error:
-        return str(error)
+        return message_of(error)
     return "nothing"
 
 

@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.messages import message_of
 
 import oomkit
 from oomkit import reserve as reserve_function
@@ -187,7 +188,7 @@ def test_a_time_out(time: Time, queue: Path) -> None:
     with pytest.raises(TimeoutError) as caught:
         with reserve(50, timeout=2.5):
             raise AssertionError
-    assert str(caught.value) == (
+    assert message_of(caught.value) == (
         "reserve() of 50.00 MiB on 'cpu' was not admitted within 2.5 s: 60.00 MiB of 100.00 MiB "
         f"are reserved by process {pid} (60.00 MiB); process {pid} (70.00 MiB) before this one. "
         "Reserve less, wait longer (timeout=), or end one of them"
@@ -337,7 +338,7 @@ def test_the_folder_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (own / "cpu").rmdir()
     own.rmdir()
     own.symlink_to(tmp_path)  # somebody's trap
-    with pytest.raises(PermissionError, match="is no folder of user"):
+    with pytest.raises(PermissionError, match="does not belong to user"):
         reserve(10).__enter__()
 
 
@@ -395,7 +396,7 @@ def test_what_cannot_be_decorated() -> None:
 def test_what_can_never_fit(queue: Path) -> None:
     with pytest.raises(oomkit.OutOfMemory) as caught:
         reserve(101).__enter__()
-    assert str(caught.value) == (
+    assert message_of(caught.value) == (
         "reserve() of 101.00 MiB on 'cpu' can never be admitted: there are 100.00 MiB for all "
         "reservations. Reserve less"
     )

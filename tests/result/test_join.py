@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from helpers.messages import message_of
 
 import oomkit
 from oomkit import _C
@@ -27,7 +28,7 @@ def join(results, rows=(3, 2, 2), weights=None, **options):
 def refusal(results, **options) -> str:
     with pytest.raises(oomkit.SplitError) as caught:
         join(results, **options)
-    return str(caught.value)
+    return message_of(caught.value)
 
 
 def pieces(*shape, rows=(3, 2, 2)):

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from helpers.messages import message_of
 from torch import nn
 
 import oomkit
@@ -52,7 +53,7 @@ def both(result):
 def refused(place, tensor, what="is not part of the returned loss"):
     with pytest.raises(oomkit.SplitError) as caught:
         tensor.sum().backward()
-    assert str(caught.value) == (
+    assert message_of(caught.value) == (
         f"a gradient reached {place} of train, which {what}: the step ran in 2 micro-batches "
         "and their graphs are gone. Compute inside the step what needs a gradient, and make it "
         "part of the loss (the first of a tuple, or 'loss' of a mapping); where none is needed, "

@@ -65,7 +65,7 @@ def test_losses_of_which_nothing_is_known_are_said_once(caplog):
     (text,) = warnings_of(caplog)
     assert text == (
         "results of the micro-batches of step: result['v'] has as many elements as a "
-        "micro-batch has rows and was put together as one for each row: if it is another list, "
+        "micro-batch has rows and was joined as one element per row: if it is another list, "
         "return a tuple"
     )
 

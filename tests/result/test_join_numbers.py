@@ -208,8 +208,8 @@ def test_more_keys_than_are_remembered():
 
 
 MEAN = (
-    "averaged over the rows: right for a mean over them, for nothing else (a sum, a maximum, a "
-    "mean over tokens); return a value for each row, or give join=... (verify=True looks)"
+    "averaged over the rows: correct for a mean over rows, wrong for a sum, a maximum or a mean "
+    "over tokens; return a value for each row, or pass join=... (verify=True checks it)"
 )
 
 

@@ -429,7 +429,7 @@ def test_a_buffer_that_is_used_again_is_refused():
     def step(x):
         return {"out": torch.mul(x, 2, out=buffer[: len(x)])}
 
-    with pytest.raises(oomkit.SplitError, match=r"result\['out'\] .* wrote over: return a clone"):
+    with pytest.raises(oomkit.SplitError, match=r"result\['out'\] .* overwrote: return a clone"):
         split(step)
 
 

@@ -8,6 +8,7 @@ import weakref
 import accelerate.utils
 import pytest
 import torch
+from helpers.messages import message_of
 
 import oomkit
 
@@ -84,7 +85,7 @@ def test_zero(library):
     train = library.find_executable_batch_size(fails_above(0, sizes), starting_batch_size=4)
     with pytest.raises(RuntimeError) as caught:
         train()
-    assert str(caught.value) == "No executable batch size found, reached zero."
+    assert message_of(caught.value) == "No executable batch size found, reached zero."
     assert type(caught.value) is RuntimeError
     assert sizes == [4, 3, 2, 1]
     with pytest.raises(RuntimeError, match="No executable batch size found, reached zero."):
@@ -100,7 +101,7 @@ def test_a_batch_size_that_is_passed_too(library):
     decorated = library.find_executable_batch_size(train, starting_batch_size=8)
     with pytest.raises(TypeError) as caught:
         decorated(8, "model", "optimizer")
-    assert str(caught.value) == (
+    assert message_of(caught.value) == (
         "Batch size was passed into `train` as the first argument when called."
         "Remove this as the decorator already does so: `train(model=model, optimizer=optimizer)`"
     )

@@ -249,7 +249,7 @@ def test_without_a_budget_nothing_is_noted(folder: Path) -> None:
 def test_a_file_of_rubbish_costs_a_warning(folder: Path) -> None:
     (folder / "sizes.json").write_text("rubbish")
     step = world.training(remember=True)
-    with pytest.warns(oomkit.OomkitWarning, match=r"what is wrong in .*sizes\.json is ignored"):
+    with pytest.warns(oomkit.OomkitWarning, match=r"sizes\.json has invalid entries"):
         world.run(step, TIGHT, 4)
     next_run()
     assert world.run(world.training(remember=True), TIGHT, 2)[0][1] == 0

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.messages import message_of
 from helpers.new_store import fresh
 
 import oomkit
@@ -74,7 +75,7 @@ def warned(act: Callable[[], Any]) -> list[str]:
         warnings.simplefilter("always")
         act()
     assert all(w.category is oomkit.OomkitWarning for w in caught)
-    return [str(w.message) for w in caught]
+    return [message_of(w.message) for w in caught]
 
 
 # --- where, and for whom ---
@@ -241,7 +242,7 @@ def test_another_users_file_and_a_pipe(folder: Path, monkeypatch: pytest.MonkeyP
     fresh()
     (folder / "sizes.json").unlink()
     os.mkfifo(folder / "sizes.json")
-    assert "no regular file" in warned(lambda: recall())[0]
+    assert "not a regular file" in warned(lambda: recall())[0]
 
 
 def test_a_folder_that_cannot_be_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "newer": ({"version": 2}, ValueError, "expected version 1, got 2: it was saved by another"),
     "huge version": ({"version": 10**30}, ValueError, "expected version 1, got 1000"),
     "true": ({"version": True}, ValueError, "expected version 1, got True"),
-    "more": ({"more": 1}, ValueError, "got one with 6 entries in place of 5"),
+    "more": ({"more": 1}, ValueError, "got one with 6 entries instead of 5"),
     "torch": ({"torch": None}, ValueError, "expected names of torch and device, got None"),
     "parameters": ({"parameters": [1]}, ValueError, "two numbers in 'parameters', got [1]"),
     "signatures": ({"signatures": {}}, ValueError, "at most 32 'signatures', got dict"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import batches
+from helpers.messages import message_of
 from torch import nn
 
 import oomkit
@@ -158,7 +159,7 @@ def test_a_wrong_number_of_rows_is_refused():
     oomkit.register_splitter(Broken, split=lambda value, start, length: value)
     with pytest.raises(oomkit.SplitError) as caught:
         probe([boxes(Broken)], start=1, length=2)
-    assert str(caught.value) == (
+    assert message_of(caught.value) == (
         "register_splitter(Broken, split=...) returned 5 rows for split(value, 1, 2): expected 2"
     )
 
@@ -190,14 +191,14 @@ def test_no_size_and_no_len():
     oomkit.register_splitter(Nothing, split=cut)
     with pytest.raises(oomkit.SplitError) as caught:
         probe([Nothing()])
-    assert str(caught.value) == (
+    assert message_of(caught.value) == (
         "auto_batch cannot split argument 'a': a is a 'Nothing' without a len(); "
         "give size=... to register_splitter()"
     )
 
 
 def test_it_must_agree_with_the_batch():
-    with pytest.raises(oomkit.SplitError, match="b is a 'Boxes' of 5 rows beside a batch of 4"):
+    with pytest.raises(oomkit.SplitError, match="b is a 'Boxes' of 5 rows next to a batch of 4"):
         probe([torch.rand(4), boxes()])
     assert probe([torch.rand(4), boxes()], static=("b",))["split"] == ["a"]
     with pytest.raises(oomkit.SplitError, match="disagree|of 5 rows"):

@@ -144,7 +144,7 @@ def test_a_step_that_is_not_the_same_the_second_time_is_refused() -> None:
         (F.cross_entropy(world.model(x), y) * calls[0]).backward()
 
     world.step = oomkit.auto_batch(loss)
-    with pytest.raises(oomkit.OutOfMemory, match="could not be computed again") as caught:
+    with pytest.raises(oomkit.OutOfMemory, match="could not be recomputed") as caught:
         world.run(3, lambda: inject_oom(nth=last, phase="backward"))
     assert "zero_grad()" in str(caught.value)
     assert not getattr(caught.value, "__notes__", [])
@@ -164,7 +164,7 @@ def test_what_overflowed_is_not_taken_off() -> None:
         huge[0] = float("inf")
         return inject_oom(nth=last - 3, phase="backward")  # no gradient of the root is made
 
-    with pytest.raises(oomkit.OutOfMemory, match="could not be computed again"):
+    with pytest.raises(oomkit.OutOfMemory, match="could not be recomputed"):
         world.run(3, around)
 
 

@@ -96,7 +96,7 @@ def test_refused_copies_are_an_error_of_ours_before_anything_ran() -> None:
     assert wrong == []
     with pytest.raises(oomkit.OutOfMemory, match="its backward.. was being prepared") as caught:
         raise error or Own
-    assert "the state is as if the step had not begun" in str(caught.value)
+    assert "the state is as before the step" in str(caught.value)
 
 
 def test_what_a_failed_backward_left_is_taken_back_where_it_cannot_be_drained() -> None:
@@ -127,7 +127,7 @@ def test_a_copy_that_was_refused_is_made_by_the_next_attempt() -> None:
         with inject_oom(nth=nth, phase="recovery") as fault, pytest.raises(Own) as caught:
             step(torch.zeros(4, 3))
         assert fault.fired == 1
-        assert not any("taken back" in note for note in caught.value.__notes__)
+        assert not any("undone" in note for note in caught.value.__notes__)
         assert all(map(torch.equal, before, [p.grad for p in model.parameters()]))
 
 
@@ -195,7 +195,7 @@ def test_a_roll_back_that_fails_each_time_is_said() -> None:
     assert "may contain a part of this batch" in caught.value.__notes__[0]
     participant = Participant(torch.OutOfMemoryError("CUDA error: out of memory"), 9)
     step, _, x = with_participant(participant)
-    with pytest.raises(oomkit.PartialUpdate, match="each time it was to be taken back"):
+    with pytest.raises(oomkit.PartialUpdate, match="each time it was undone"):
         step(x)
 
 

@@ -72,7 +72,7 @@ def test_the_rest_goes_back(form: str, stuck: str) -> None:
         model.zero_grad()
         model.moves = True
     before = state(model, optimizer)
-    words = "gradients cannot be rolled back" if stuck == "gradient" else "buffer Counted.large"
+    words = "gradients cannot be restored" if stuck == "gradient" else "buffer Counted.large"
     with inject_oom(nth=9, phase="backward") as fault:
         with pytest.raises(oomkit.OutOfMemory, match=words):
             loss = step(x, y)
@@ -109,4 +109,4 @@ def test_gradients_that_were_set_aside_are_named_by_any_error(form: str) -> None
             loss.backward()
     moved = [not torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters()]
     assert any(moved)
-    assert "hold this batch's contribution" in "".join(caught.value.__notes__)
+    assert "contain a part of this batch" in "".join(caught.value.__notes__)

@@ -301,7 +301,7 @@ def test_a_sum_that_no_version_tells_of() -> None:
                 with inject_oom(nth=nth, phase="backward") as fault:
                     step(x)
             except oomkit.OutOfMemory as error:
-                assert "cannot be rolled back: parameter 'weight'" in str(error), error
+                assert "cannot be restored: parameter 'weight'" in str(error), error
                 return "refused"
             assert torch.equal(table.weight.grad.to_dense(), 2 * once), nth
             return "recovered" if fault.fired else "whole"

@@ -23,13 +23,13 @@ TOLERANCE = 1e-12
 
 EXHAUSTED = Expected(
     "OutOfMemory",
-    "as if the step had not begun",
+    "as before the step",
     "every further allocation fails: no micro-batch is small enough",
     kind="exhausted",
 )
 NO_COPIES = Expected(
     "OutOfMemory",
-    "gradients cannot be rolled back|hold this batch's contribution",
+    "gradients cannot be restored|contain a part of this batch",
     "gradients at entry have moved, nobody has a copy, and what they hold is not exactly what "
     "the replay would add",
     kind="no copies",
