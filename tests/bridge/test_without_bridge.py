@@ -191,7 +191,7 @@ def test_an_error_of_the_update_is_the_one_that_is_raised() -> None:
         try:
             step(torch.randn(8, 6))
         except ValueError as error:
-            assert message_of(error) == "mine"
+            assert str(error) == "mine"
         else:
             raise AssertionError
         assert all(p.grad is None for p in model.parameters()), "the step is not taken back"

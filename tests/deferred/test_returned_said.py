@@ -43,4 +43,4 @@ def test_gradients_of_a_loss_beside_one_that_gave_up(safety: str) -> None:
     same = all(torch.equal(a, p.grad) for a, p in zip(before, model.parameters(), strict=True))
     notes = "".join(getattr(caught.value, "__notes__", []))
     assert same == (safety == "copy")
-    assert ("not all is as before: gradients cannot be restored" in notes) != same
+    assert ("not everything is as before: gradients cannot be restored" in notes) != same

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.messages import message_of
 from helpers.sample import sampled
 from torch.optim.lr_scheduler import StepLR
 
@@ -236,7 +237,7 @@ class TestRegistered:
 def test_a_ladder_that_names_no_rung_is_refused(given: object) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         oomkit.auto_batch(ladder=given)(lambda x: x)  # type: ignore[call-overload]
-    assert str(caught.value) == (
+    assert message_of(caught.value) == (
         'ladder= expected "auto" or a tuple of "update", "state", "activations", "recompute", '
         f'"gradients", got {given!r}'
     )
