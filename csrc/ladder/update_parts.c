@@ -393,7 +393,8 @@ rows_fewer(parts_run *run, Py_ssize_t at, oomkit_update_need *need)
     OWNED PyObject *may = NULL;
     uint64_t row, slice;
 
-    if (!run->repeats || run->grads == NULL || run->hosted == NULL) {
+    if (!run->repeats || run->grads == NULL || run->hosted == NULL ||
+        run->call->device.type == OOMKIT_DEVICE_PRIVATE_USE) { /* nothing has moved */
         return 0;
     }
     may = PyObject_CallFunctionObjArgs(run->call->st->rows_possible, run->optimizer,
