@@ -113,7 +113,6 @@ def test_a_guard_inside_a_step_has_phases_of_its_own():
         assert list(mine.phases) == list(its.phases) == ["forward", "backward"]
         for name, entry in its.phases.items():
             assert mine.phases[name]["peak_allocated"] == entry["peak_allocated"]
-            assert mine.phases[name]["time"] >= entry["time"]
     assert guard.records[0].phases["backward"]["ooms"] == 0
 
 
