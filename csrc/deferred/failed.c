@@ -54,8 +54,7 @@ oomkit_callers_take_back(oomkit_callers *s)
 
 #define CHANGED                                                                        \
     "a backward() function of your own changed the gradient of the returned loss in "  \
-    "place: return a new tensor from it"                                               \
-    "somebody wrote: make a new tensor there"
+    "place: return a new tensor from it"
 
 /* The same of one call. */
 static const char *

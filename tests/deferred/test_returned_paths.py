@@ -107,7 +107,7 @@ def test_a_backward_that_changes_the_gradient_of_the_loss(reduction: str, factor
         model, _, _ = world()
         return model, run(oomkit.auto_batch(compute(model), **options))
 
-    _refused(make, "changed in place")
+    _refused(make, "changed the gradient of the returned loss")
     model, _, _ = world()
     root = run(oomkit.auto_batch(compute(model), accumulation_steps=2, **options))
     root.backward()
