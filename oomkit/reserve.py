@@ -185,9 +185,7 @@ class Reservation:
 
     def __enter__(self) -> Reservation:
         if self._is_held():
-            raise RuntimeError(
-                f"reserve(): this reservation is held already: make another one{_C.see('reserve')}"
-            )
+            raise self._held_already()
         self._give_back()  # what an interrupt or an error has left
         self._pid = os.getpid()
         outer = self._outer()
@@ -199,6 +197,14 @@ class Reservation:
             self._give_back()
             raise
         return self
+
+    @staticmethod
+    def _held_already() -> RuntimeError:
+        """Apart from __enter__(), whose handler has to begin within 256 instructions: from there
+        on CPython 3.11 needs memory to enter one, and without any it tries for ever."""
+        return RuntimeError(
+            f"reserve(): this reservation is held already: make another one{_C.see('reserve')}"
+        )
 
     def _outer(self) -> Reservation | None:
         for reference in reversed(_held.get()):

@@ -184,7 +184,7 @@ def one_fault(name: str, nth: int, times: int | None, found: Found) -> bool:
             found.failures.append(f"{done}: other outputs over {world.parts}")
     else:
         found.refused += 1
-        if (times is not None and "put together" not in refusal) or "ran out" not in refusal:
+        if (times is not None and "joined the results" not in refusal) or "ran out" not in refusal:
             found.failures.append(f"{done}: refused: {refusal.splitlines()[0]}")
     del result
     if allocated() != before:

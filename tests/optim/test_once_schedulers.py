@@ -233,7 +233,7 @@ def test_a_metric_is_weighted_as_the_loss_is() -> None:
 @pytest.mark.parametrize(
     ("options", "metric", "match"),
     [
-        ({"reduction": "sum"}, lambda loss: loss, "cannot be known"),
+        ({"reduction": "sum"}, lambda loss: loss, "cannot be computed"),
         ({}, lambda loss: int(loss > 0), "is an integer"),
         ({}, lambda loss: (loss > 0).sum(), "is an integer"),
     ],

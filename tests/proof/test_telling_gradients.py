@@ -105,5 +105,5 @@ def test_a_part_without_a_label_is_refused_where_the_whole_loss_is_zero() -> Non
     step = oomkit.auto_batch(world.step)
     x, _ = _batch()
     y = torch.tensor([-100] * 4 + [0, 1, 2, 0])
-    with inject_oom(nth=5), pytest.raises(oomkit.SplitError, match="is nan in place of 0"):
+    with inject_oom(nth=5), pytest.raises(oomkit.SplitError, match="is nan instead of 0"):
         step((x, y))

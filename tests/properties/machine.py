@@ -41,7 +41,7 @@ SAID = ("contain a part of this batch", "gradients cannot be restored")
 """In the error that ends a call: gradients that were there before have no copy."""
 DESERVED: dict[str, Callable[[Programs], bool]] = {
     # One loss for each row, and a micro-batch of one row: it might be a mean as well.
-    "cannot tell what the loss of shape torch.Size([1]) is": lambda program: program.form.rows,
+    "cannot tell whether the loss of shape torch.Size([1])": lambda program: program.form.rows,
 }
 """Part of a SplitError's text: is that one this program's?"""
 BUDGETS = (None, 1500, 3000, 6000, 12000, 24000)

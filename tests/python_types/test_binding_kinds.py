@@ -404,7 +404,10 @@ def test_a_step_behind_other_callables_is_found() -> None:
 
     step = oomkit.auto_batch(_twice, reduction="sum")
     for given in (functools.partial(step), oomkit.guard()(step), Above(), Net()):
-        with pytest.raises(TypeError, match=r"which leads to <oomkit.auto_batch step \S+>: dec"):
+        with pytest.raises(
+            TypeError,
+            match=r"which (wraps|leads to) <oomkit.auto_batch step \S+>, a decorated step: dec",
+        ):
             oomkit.auto_batch(given)
 
 

@@ -378,7 +378,7 @@ def test_asked_to_begin_with_single_rows_the_whole_batch_is_tried_before_giving_
             assert torch.equal(parameter.grad, gradient)
         single(*data)
     assert [(r.accumulation_steps, r.ooms) for r in single.records] == [(1, 1), (1, 0)]
-    tight = oomkit.auto_batch(step, reduction="mean", accumulation_steps=8)
+    tight = oomkit.auto_batch(step, reduction="mean", accumulation_steps=8, ladder=())
     with (
         oomkit.limit_memory(int(base + 0.985 * (peak - base)) + extra, device="cpu"),
         pytest.raises(oomkit.OutOfMemory, match="a micro-batch of 1 of 8 rows, the smallest"),
