@@ -1,5 +1,6 @@
 """The error that ends a step has the figures of the failed attempt, and advice by them."""
 
+import gc
 import re
 import subprocess
 import sys
@@ -24,7 +25,8 @@ def ends(step, *args):
 @pytest.fixture
 def limit():
     def more(size):
-        """So much more than is allocated."""
+        """So much more than is allocated, when what other tests have left is gone."""
+        gc.collect()
         return oomkit.limit_memory(oomkit.memory("cpu").allocated + size, device="cpu")
 
     oomkit.limit_memory(2**40, device="cpu")  # from here on tensors are counted
