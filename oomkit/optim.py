@@ -221,7 +221,9 @@ def update_needs(optimizer: Any) -> tuple[int, int, int, int]:
         parameters together.
     """
     parts = int(is_independent(optimizer))
-    parts += bool(parts and type(optimizer) not in _registered)  # those are tested for it
-    if not _is_torchs(optimizer) or type(optimizer).__name__ not in _TEMPORARIES:
+    torchs = _is_torchs(optimizer) and type(optimizer).__name__ in _TEMPORARIES
+    # Known ones are tested for it, also where somebody has declared them.
+    parts += bool(parts and (torchs or type(optimizer) not in _registered))
+    if not torchs:
         return parts, 0, _UNKNOWN, 0
     return parts, state_bytes(optimizer), *_temporaries(optimizer)

@@ -73,7 +73,6 @@ def test_gradients_that_do_not_fit(limit, caplog, ladder):
     assert holders["gradients"] in (MIB, 2 * MIB) and holders["parameters"] == 3 * MIB
     assert holders["the batch"] == 64 * 512 * 4
     assert holders["activations and temporaries"] > 0
-    assert "no batch size and no rung of the ladder helps" in str(error)
     if ladder != "auto":
         assert "smaller ones do not help: the 1.00 MiB wanted in its backward" in str(error)
     assert error.report.text in str(error)

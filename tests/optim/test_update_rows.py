@@ -260,3 +260,11 @@ def test_many_calls_hold_nothing_more() -> None:
         gc.collect()
         assert allocated() == counted
         assert abs(len(gc.get_objects()) - objects) < 50
+
+
+def test_a_known_class_that_is_declared_too_goes_by_rows() -> None:
+    oomkit.register_optimizer(torch.optim.AdamW, independent=True)
+    want, found = Program("AdamW"), Program("AdamW")
+    losses = want.run(3)
+    with room(ENOUGH):
+        assert found.run(3) == losses
