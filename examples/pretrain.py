@@ -288,7 +288,9 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo" if options.device == "cpu" else "nccl")
     try:
-        return pretrain(options)
+        status = pretrain(options)
+        dist.barrier()  # no rank leaves while another one still talks to it
+        return status
     finally:
         dist.destroy_process_group()
 
