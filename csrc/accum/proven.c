@@ -101,8 +101,10 @@ oomkit_proven_forget(oomkit_call *call)
 
     Py_CLEAR(call->step->recalled);
     if (found != NULL) {
-        OWNED PyObject *rule = found->rule, *tried = found->tried;
+        PyObject *rule = found->rule, *tried = found->tried; /* owned */
         memset(found, 0, sizeof(*found));
+        Py_XDECREF(rule);
+        Py_XDECREF(tried);
     }
     return oomkit_proven_write(call->step);
 }
