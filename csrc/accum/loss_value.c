@@ -192,7 +192,7 @@ oomkit_loss_value(oomkit_state *st, const oomkit_loss *loss, int32_t dtype)
     case FLOAT16:
         value = PyFloat_Unpack2((const char *)loss->bytes, 1);
         if (value == -1.0 && PyErr_Occurred()) {
-            PyErr_Clear(); /* not compared then */
+            oomkit_error_dismiss(); /* not compared then */
             return NAN;
         }
         return value;

@@ -257,7 +257,7 @@ unknown_note(oomkit_call *call, PyObject *roots)
         call->refused.why =
             "the graph of the failed backward could not be searched for parameters" SEE(
                 "parameters-not-found");
-        PyErr_Clear(); /* why does not matter: the call is not retried */
+        oomkit_error_dismiss(); /* why does not matter: the call is not retried */
     }
     Py_XDECREF(found);
     if (exception != NULL) {

@@ -90,7 +90,8 @@ oomkit_array_mark(oomkit_state *st, oomkit_node *node, int64_t dim)
     node->rows = -1;
     node->shape_hash = node->version = 0;
     if (PyObject_GetBuffer(node->object, &view, PyBUF_FULL_RO) < 0) {
-        if (!PyErr_ExceptionMatches(PyExc_Exception)) {
+        if (PyErr_ExceptionMatches(PyExc_MemoryError) ||
+            !PyErr_ExceptionMatches(PyExc_Exception)) {
             return -1;
         }
         PyErr_Clear(); /* a dtype without a buffer */

@@ -26,6 +26,7 @@ typedef struct oomkit_grads {
     oomkit_grad_mark *after; /* after a backward of the last micro-batch, or NULL */
     PyObject **copies;       /* owned host copies of the gradients at entry, or NULL */
     PyObject **parked;       /* owned gradients of finished micro-batches, or NULL */
+    uint32_t *parked_at;     /* their versions when they were parked, or NULL */
     PyObject **hosted;       /* owned: sums so far that are on the host, or NULL */
     PyObject **aside; /* owned gradients that hold the whole contribution, or NULL */
     int aside_said;   /* the error that ends the call tells of them */

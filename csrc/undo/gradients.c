@@ -175,6 +175,81 @@ oomkit_grads_host_begin(oomkit_call *call)
     return call->grads.hosted == NULL ? -1 : 0;
 }
 
+/* The version of a gradient. 0 or -1. */
+static int
+version_get(oomkit_call *call, PyObject *gradient, uint32_t *version)
+{
+    oomkit_tensor_facts facts;
+
+    if (oomkit_tensor_facts_get(call->st, gradient, 0, &facts) < 0) {
+        return -1;
+    }
+    *version = facts.version;
+    return 0;
+}
+
+/* Notes the versions of those that were parked, all of them after the last: gradients
+ * that are views of one tensor have one version. 0 or -1. */
+static int
+parked_note(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+    Py_ssize_t i, n = call->parts->param_count;
+
+    if (g->parked_at == NULL) {
+        g->parked_at = PyMem_Calloc((size_t)n + 1, sizeof(*g->parked_at));
+        if (g->parked_at == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+    }
+    for (i = 0; i < n; i++) {
+        if (g->parked[i] != NULL &&
+            version_get(call, g->parked[i], &g->parked_at[i]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* What is parked lies in memory that the step may still reach: a flat buffer of
+ * gradients that each micro-batch zeroes would lose what earlier ones have added. 0, or
+ * -1 with SplitError where one has changed. */
+static int
+parked_refuse_changed(oomkit_call *call)
+{
+    const oomkit_grads *g = &call->grads;
+    OWNED PyObject *name = NULL;
+    Py_ssize_t i;
+
+    for (i = 0; g->is_parked && i < call->parts->param_count; i++) {
+        uint32_t version;
+        if (g->parked[i] == NULL) {
+            continue;
+        }
+        if (version_get(call, g->parked[i], &version) < 0) {
+            return -1;
+        }
+        if (version != g->parked_at[i]) {
+            break;
+        }
+    }
+    if (!g->is_parked || i == call->parts->param_count) {
+        return 0;
+    }
+    name = oomkit_describe_tensor(call, call->parts->params[i]);
+    return name == NULL
+               ? -1
+               : oomkit_refuse_split(
+                     call,
+                     "the gradient of %U was changed in place before the backward() of "
+                     "micro-batch %lld of %lld, through a tensor that shares its "
+                     "memory. It held the sum of the earlier micro-batches. Clear such "
+                     "a tensor before the step, or guard the line with `if "
+                     "oomkit.current().index == 0:`" SEE("gradient-set-by-hand"),
+                     name, (long long)(call->cut->at + 1), (long long)call->cut->count);
+}
+
 /* Moves every gradient to the stash, so that what follows in this micro-batch sees
  * none; or, in a call whose loss is returned, the caller's own. */
 int
@@ -200,7 +275,7 @@ oomkit_grads_park(oomkit_call *call)
             return -1;
         }
     }
-    return g->apart ? 0 : oomkit_grads_bring_back(call);
+    return parked_note(call) < 0 ? -1 : g->apart ? 0 : oomkit_grads_bring_back(call);
 }
 
 /* Puts the stash back before the next backward, so that accumulation sums. */
@@ -410,8 +485,8 @@ oomkit_grads_grow(oomkit_call *call, Py_ssize_t old)
 {
     oomkit_grads *g = &call->grads;
 
-    PyMem_Free(g->marks);
-    g->marks = NULL;
+    MEMORY_CLEAR(g->marks);
+    MEMORY_CLEAR(g->parked_at); /* nothing is parked between attempts */
     return grads_array_grow(call, &g->copies, old) |
            grads_array_grow(call, &g->parked, old) |
            grads_array_grow(call, &g->hosted, old) |
@@ -426,6 +501,7 @@ oomkit_grads_release(oomkit_call *call)
 
     oomkit_grads_end_attempt(call);
     MEMORY_CLEAR(g->marks);
+    MEMORY_CLEAR(g->parked_at);
     if (g->away && oomkit_grads_bring_back(call) < 0) {
         PyErr_WriteUnraisable(call->given.func);
     }
@@ -454,7 +530,8 @@ gradients_backward_begins(oomkit_call *call, oomkit_backward *backward)
             "were present before the step and the first backward ran out of memory; "
             "pass gradient_safety=\"copy\"" SEE("gradients-not-restored"));
     }
-    if (call->split && oomkit_grads_unpark(call) < 0) {
+    if (call->split &&
+        (parked_refuse_changed(call) < 0 || oomkit_grads_unpark(call) < 0)) {
         return -1;
     }
     return oomkit_ranks_backward_begins(call);

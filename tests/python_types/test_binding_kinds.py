@@ -406,7 +406,7 @@ def test_a_step_behind_other_callables_is_found() -> None:
     for given in (functools.partial(step), oomkit.guard()(step), Above(), Net()):
         with pytest.raises(
             TypeError,
-            match=r"which (wraps|leads to) <oomkit.auto_batch step \S+>, a",
+            match=r"which (wraps|leads to) <oomkit.auto_batch step \S+>, a decorated .*: dec",
         ):
             oomkit.auto_batch(given)
 
