@@ -4,6 +4,8 @@
 #include "../accum/accum.h"
 #include "../batch/batch.h"
 #include "../call/step.h"
+#include "../device/device.h"
+#include "../ladder/activations.h"
 #include "../py/tensor.h"
 #include "../result/result.h"
 #include "../undo/undo.h"
@@ -220,7 +222,7 @@ run_on_host(oomkit_proof *p, int64_t count, const char *method)
     PyObject *exception; /* owned, given back */
 
     if (!p->on_host || count > 1 || p->call->device.type == OOMKIT_DEVICE_CPU) {
-        return 0;
+        return 0; /* of the CPU: run_is_uncounted() */
     }
     exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;
     EXEMPT (p->call->st) {
@@ -235,6 +237,42 @@ run_on_host(oomkit_proof *p, int64_t count, const char *method)
     return done == NULL ? -1 : 0;
 }
 
+/* Is the graph of a whole run kept beside what a budget of the CPU counts? Nothing is
+ * outside the host's memory; each of the rows alone fits in the budget, and the host
+ * has room for all of it twice. */
+static int
+run_is_uncounted(const oomkit_proof *p, int64_t count)
+{
+    const oomkit_call *call = p->call;
+    uint64_t budget, spare;
+
+    if (!p->on_host || count > 1 || call->device.type != OOMKIT_DEVICE_CPU) {
+        return 0;
+    }
+    budget = oomkit_device_budget(call->st, call->device);
+    spare = oomkit_host_spare(call->st);
+    return budget != OOMKIT_UNKNOWN && spare != OOMKIT_UNKNOWN && budget <= spare / 2;
+}
+
+/* 0 or -1. */
+static int
+slices_run(oomkit_proof *p, int64_t count)
+{
+    const int apart = run_is_uncounted(p, count);
+    PyObject *result = NULL; /* owned */
+    int status;
+
+    if (apart) {
+        oomkit_exempt_enter(p->call->st);
+    }
+    status = oomkit_attempt_slices_run(p->call, &result);
+    Py_XDECREF(result);
+    if (apart) {
+        oomkit_exempt_leave(p->call->st);
+    }
+    return status;
+}
+
 int
 oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
                  int64_t count, int *moved)
@@ -244,7 +282,6 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
     PyObject *done = marks == NULL
                          ? NULL
                          : PyObject_CallMethod(p->judge, "start", "sO", name, marks);
-    PyObject *result = NULL;
     int status;
 
     Py_XDECREF(marks);
@@ -265,8 +302,7 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
         status = run_on_host(p, count, "on_host");
     }
     if (status == 0) {
-        status = oomkit_attempt_slices_run(call, &result);
-        Py_XDECREF(result);
+        status = slices_run(p, count);
         if (run_on_host(p, count, "on_device") < 0) {
             status = -1;
         }
