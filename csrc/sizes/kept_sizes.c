@@ -16,7 +16,6 @@ typedef struct kept_entry {
     int least_rows, even_rows;
     uint64_t serial; /* of the note: the oldest gives way */
     oomkit_signature signature;
-    PyObject *proven; /* owned: text of what was proven, or NULL */
 } kept_entry;
 
 typedef struct kept_entries {
@@ -34,7 +33,6 @@ kept_free(PyObject *capsule)
 
     for (i = 0; i < KEPT; i++) {
         Py_CLEAR(kept->entries[i].code);
-        Py_CLEAR(kept->entries[i].proven);
     }
     PyMem_Free(kept);
 }
@@ -158,7 +156,6 @@ oomkit_kept_put(oomkit_step *step)
             entry->even_rows = step->even_rows;
             entry->serial = ++kept->serial;
             entry->signature = step->signatures[i];
-            Py_XSETREF(entry->proven, Py_XNewRef(step->proven_text));
         }
         oomkit_error_dismiss(); /* the next step finds its sizes itself */
     }
@@ -205,9 +202,6 @@ oomkit_kept_take(oomkit_call *call)
         step->signature_count++;
         step->least_rows = entry->least_rows;
         step->even_rows = entry->even_rows;
-        if (oomkit_recalled_text(&step->recalled, entry->proven) < 0) {
-            return -1;
-        }
         taken++;
     }
     if (taken == 0) {

@@ -51,14 +51,9 @@ oomkit_proven_put(const oomkit_step *step, PyObject *dict)
                : PyDict_SetItemString(dict, "proven", step->proven_text);
 }
 
-int
-oomkit_recalled_add(PyObject **list, PyObject *dict)
-{
-    return oomkit_recalled_text(list, oomkit_item(dict, "proven"));
-}
-
-int
-oomkit_recalled_text(PyObject **list, PyObject *text)
+/* Appends a text of an earlier run. 0 or -1. */
+static int
+recalled_text(PyObject **list, PyObject *text)
 {
     if (text == NULL || !PyUnicode_Check(text)) {
         return 0;
@@ -67,6 +62,12 @@ oomkit_recalled_text(PyObject **list, PyObject *text)
         return -1;
     }
     return PyList_Append(*list, text);
+}
+
+int
+oomkit_recalled_add(PyObject **list, PyObject *dict)
+{
+    return recalled_text(list, oomkit_item(dict, "proven"));
 }
 
 uint64_t

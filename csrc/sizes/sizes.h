@@ -53,9 +53,6 @@ oomkit_proven_put(const struct oomkit_step *step, PyObject *dict);
 /* Takes it out of one into *list (owned or NULL). 0 or -1. */
 int
 oomkit_recalled_add(PyObject **list, PyObject *dict);
-/* The same of the text itself (NULL for none). */
-int
-oomkit_recalled_text(PyObject **list, PyObject *text);
 /* Changes with what was proven. */
 uint64_t
 oomkit_proven_print(const struct oomkit_step *step);
