@@ -264,7 +264,11 @@ def limit_memory(budget: int | str | None, *, device: DeviceLike = None) -> Memo
     if device is None and target.type == "cpu" and size is not None:
         _say_cpu()
     if target.type == "cpu" and size is not None:
-        _warn_outside()
+        try:
+            _warn_outside()
+        except BaseException:  # warnings are errors here: no limit without an answer
+            limit.__exit__(None, None, None)
+            raise
     return limit
 
 

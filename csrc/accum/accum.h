@@ -86,8 +86,8 @@ oomkit_proof_is_new_sequence(oomkit_call *call);
 /* Was a call like this one proven by its gradients, or does it run for that? */
 int
 oomkit_proof_known(oomkit_call *call);
-/* It was refused after all: the next call is proven from the start. 0 or -1. */
-int
+/* It was refused after all: the next call is proven from the start. */
+void
 oomkit_proven_forget(oomkit_call *call);
 /* Losses could not be compared in this call: in the next one, a few times. */
 void

@@ -94,19 +94,17 @@ oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried,
     return labels < 0 ? -1 : 0;
 }
 
-int
+void
 oomkit_proven_forget(oomkit_call *call)
 {
     oomkit_proven *found = oomkit_proven_find(call);
 
-    Py_CLEAR(call->step->recalled);
     if (found != NULL) {
         PyObject *rule = found->rule, *tried = found->tried; /* owned */
         memset(found, 0, sizeof(*found));
         Py_XDECREF(rule);
         Py_XDECREF(tried);
     }
-    return oomkit_proven_write(call->step);
 }
 
 void
@@ -189,10 +187,6 @@ oomkit_proof_is_new_sequence(oomkit_call *call)
         return 0;
     }
     sequence = oomkit_proof_sequence(call);
-    if (found->recalled) {
-        found->recalled = 0;
-        found->sequences[found->sequence_next++ % OOMKIT_SEQUENCES] = sequence;
-    }
     for (i = 0; i < OOMKIT_SEQUENCES; i++) {
         if (found->sequences[i] == sequence) {
             return 0;
@@ -312,8 +306,8 @@ oomkit_proof_wanted(oomkit_call *call)
         return 0;
     }
     found = oomkit_proven_find(call);
-    if (found == NULL && (found = oomkit_proven_recall(call)) == NULL) {
-        return PyErr_Occurred() ? -1 : 1;
+    if (found == NULL) {
+        return 1;
     }
     unsettled = countable ? known_unsettled(call, found) : 0;
     if (unsettled != 0 || !known_fully(call, found)) {

@@ -26,8 +26,7 @@ typedef struct oomkit_proven {
     uint8_t missed; /* how often losses were to be compared and could not be */
     uint8_t level;
     uint8_t sequence_next;
-    uint8_t labels;   /* among them ignored ones, not as many in each micro-batch */
-    uint8_t recalled; /* of an earlier run: the first course that it meets is its own */
+    uint8_t labels; /* among them ignored ones, not as many in each micro-batch */
 } oomkit_proven;
 
 #endif

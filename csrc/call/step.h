@@ -49,9 +49,6 @@ typedef struct oomkit_step {
     oomkit_loss_site losses;
     oomkit_proven proven[OOMKIT_PROVEN];
     uint32_t proven_next; /* the place that gives way */
-    PyObject *
-        proven_text; /* owned: str, them for another run (recalled_proofs.c), or NULL */
-    PyObject *recalled; /* owned: list of str, proofs of earlier runs, or NULL */
     oomkit_whole_calls whole;
     uint64_t calls;
     int updates; /* optimizer steps in a finished whole call; -1 while unknown */

@@ -586,28 +586,15 @@ proof_best(oomkit_proof *p, int cut)
     return proof_weak(p);
 }
 
-/* An earlier run's proof holds. 0 or -1. */
-static int
-again_say(const oomkit_proof *p)
-{
-    OWNED PyObject *text =
-        PyUnicode_FromFormat("the split of %U was proved by an earlier run, "
-                             "and losses agree with it",
-                             p->call->options->label);
-
-    return proof_log(p->call, "info", text);
-}
-
 /* What was shown a few calls ago: by losses alone, and with gradients where those
  * differ. As proof_settle(). */
 static int
 proof_again(oomkit_proof *p, int cut)
 {
     const int64_t start = p->start, length = p->length, first = p->first;
-    const int recalled = oomkit_proven_find(p->call)->recalled;
     PyObject *verdict;              /* owned */
     PyObject *equal, *text, *rules; /* borrowed from verdict */
-    int differs;
+    int differs = 0;
 
     if (p->length < FEW && p->call->tries.ooms == 0) {
         p->start = 0;
@@ -624,11 +611,10 @@ proof_again(oomkit_proof *p, int cut)
         return -1;
     }
     if (verdict == Py_None) {
-        differs = recalled; /* an earlier run's word alone is not enough */
         oomkit_proven_again(p->call);
     } else {
         differs = PyArg_ParseTuple(verdict, "OUO", &equal, &text, &rules) &&
-                  (recalled ? equal != Py_True : equal == Py_False);
+                  equal == Py_False;
     }
     Py_DECREF(verdict);
     if (PyErr_Occurred()) {
@@ -637,7 +623,7 @@ proof_again(oomkit_proof *p, int cut)
     if (differs) {
         return proof_best(p, cut);
     }
-    return recalled && again_say(p) < 0 ? -1 : 1;
+    return 1;
 }
 
 /* The step cannot work on any part of a micro-batch, but on two of them. */
@@ -797,12 +783,9 @@ prove(oomkit_call *call)
                                     PyObject_GetAttrString(p.judge, "tried"),
                                     p.sequence, p.level);
     }
-    if (result >= 0) {
-        result = oomkit_proven_write(call->step);
-    } else if (exception != NULL && wanted > 1 &&
-               PyErr_GivenExceptionMatches(exception, call->st->SplitError) &&
-               oomkit_proven_forget(call) < 0) {
-        PyErr_WriteUnraisable(call->given.func); /* the refusal tells more */
+    if (exception != NULL && wanted > 1 &&
+        PyErr_GivenExceptionMatches(exception, call->st->SplitError)) {
+        oomkit_proven_forget(call);
     }
     Py_CLEAR(p.rule);
     Py_CLEAR(p.rules);

@@ -30,9 +30,6 @@ recall_compare(oomkit_step *step, PyObject *here)
 
     step->origin = NULL;
     same = PyObject_RichCompareBool(origin, here, Py_EQ);
-    if (same == 0) {
-        Py_CLEAR(step->recalled); /* of another model, or another torch */
-    }
     for (i = 0; same == 0 && i < step->signature_count; i++) {
         oomkit_knowledge theirs = step->signatures[i].known;
         oomkit_know_neighbour(&step->signatures[i].known, &theirs, 1.0);
@@ -52,8 +49,7 @@ recall_take(oomkit_step *step, PyObject *entries)
         if (step->signature_count == OOMKIT_SIGNATURES) {
             break;
         }
-        if (oomkit_signature_parse(PyList_GET_ITEM(entries, i), entry) < 0 ||
-            oomkit_recalled_add(&step->recalled, PyList_GET_ITEM(entries, i)) < 0) {
+        if (oomkit_signature_parse(PyList_GET_ITEM(entries, i), entry) < 0) {
             return -1;
         }
         for (j = 0; step->signatures[j].hash != entry->hash; j++) {
@@ -98,15 +94,13 @@ oomkit_recall(oomkit_call *call)
 {
     oomkit_step *step = call->step;
     OWNED PyObject *here = NULL;
-    const int had = step->recalled != NULL;
     int result;
 
     step->recall = 0; /* once, also when it fails */
     if (step->origin == NULL && !call->options->remember) {
         result = oomkit_kept_take(call);
         step->seen_oom = step->signature_count > 0;
-        return result < 0 || step->recalled == NULL ? result
-                                                    : oomkit_proven_write(step);
+        return result;
     }
     oomkit_signature_survey(call);
     here = oomkit_recall_place(step);
@@ -121,9 +115,6 @@ oomkit_recall(oomkit_call *call)
         result = recall_read(call, here);
     }
     step->seen_oom = step->signature_count > 0;
-    if (result == 0 && (had || step->recalled != NULL)) {
-        result = oomkit_proven_write(step); /* the next run has them through this one */
-    }
     return result;
 }
 
@@ -170,14 +161,13 @@ oomkit_recall_note(oomkit_call *call, oomkit_signature *entry)
         entry->known.roles[OOMKIT_FIRST].ok_room == OOMKIT_UNKNOWN) {
         return;
     }
-    print = mix(fingerprint(&entry->known), oomkit_proven_print(step)) | 1;
+    print = fingerprint(&entry->known);
     if (print == entry->noted) {
         return;
     }
     entry->noted = print;
     dict = oomkit_signature_dict(entry);
-    budget =
-        dict == NULL || oomkit_proven_put(step, dict) < 0 ? NULL : budget_new(call);
+    budget = dict == NULL ? NULL : budget_new(call);
     if (budget != NULL) {
         done = PyObject_CallFunctionObjArgs(call->st->note_sizes, step->memory_key,
                                             budget, dict, NULL);

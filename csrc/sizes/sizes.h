@@ -39,28 +39,6 @@ oomkit_phase_micro_end(oomkit_call *call, int finished);
 void
 oomkit_phase_whole(oomkit_call *call);
 
-/* --- recalled_proofs.c --- */
-/* New reference: text of proofs of earlier runs (list of str, or NULL), with `own` of
- * this one's too; or None. */
-PyObject *
-oomkit_proven_text(const oomkit_step *step, PyObject *recalled, int own);
-/* After a proof, and when some were recalled: step->proven_text has all. 0 or -1. */
-int
-oomkit_proven_write(struct oomkit_step *step);
-/* Adds what was proven to a dict of sizes, if anything. 0 or -1. */
-int
-oomkit_proven_put(const struct oomkit_step *step, PyObject *dict);
-/* Takes it out of one into *list (owned or NULL). 0 or -1. */
-int
-oomkit_recalled_add(PyObject **list, PyObject *dict);
-/* Changes with what was proven. */
-uint64_t
-oomkit_proven_print(const struct oomkit_step *step);
-/* What an earlier run has shown of calls like this one; now it is the step's. NULL
- * without an exception where there is nothing. */
-oomkit_proven *
-oomkit_proven_recall(oomkit_call *call);
-
 /* --- remember.c --- */
 /* In a step's first call, before its plan. 0 or -1. Runs Python code. */
 int

@@ -30,9 +30,7 @@ state_signatures(const oomkit_step *step)
             continue;
         }
         dict = oomkit_signature_dict(&step->signatures[i]);
-        if (dict == NULL ||
-            (PyList_GET_SIZE(list) == 0 && oomkit_proven_put(step, dict) < 0) ||
-            PyList_Append(list, dict) < 0) {
+        if (dict == NULL || PyList_Append(list, dict) < 0) {
             return NULL;
         }
     }
@@ -186,19 +184,14 @@ oomkit_step_load(PyObject *op, PyObject *state)
 {
     oomkit_step *step = state_step(op);
     PyObject *values[STATE_NAMES]; /* borrowed from state */
-    OWNED PyObject *origin = NULL, *recalled = NULL, *text = NULL;
+    OWNED PyObject *origin = NULL;
     OWNED_MEMORY oomkit_signature *entries = NULL;
     int count = -1, i;
 
     if (load_names(state, values) == 0 && (origin = load_origin(values)) != NULL) {
         count = load_signatures(values[4], &entries);
     }
-    for (i = 0; i < count; i++) {
-        if (oomkit_recalled_add(&recalled, PyList_GET_ITEM(values[4], i)) < 0) {
-            return NULL;
-        }
-    }
-    if (count < 0 || (text = oomkit_proven_text(step, recalled, 0)) == NULL) {
+    if (count < 0) {
         return NULL;
     }
     for (i = 0; i < OOMKIT_SIGNATURES; i++) {
@@ -209,8 +202,6 @@ oomkit_step_load(PyObject *op, PyObject *state)
     step->recall = 1;
     step->seen_oom = 1; /* until the next call has looked */
     Py_XSETREF(step->origin, STEAL(origin));
-    Py_XSETREF(step->recalled, STEAL(recalled));
-    Py_XSETREF(step->proven_text, text == Py_None ? NULL : STEAL(text));
     Py_RETURN_NONE;
 }
 

@@ -209,8 +209,6 @@ step_dealloc(PyObject *op)
     Py_CLEAR(self->options.label);
     Py_CLEAR(self->names);
     Py_CLEAR(self->origin);
-    Py_CLEAR(self->proven_text);
-    Py_CLEAR(self->recalled);
     oomkit_batch_site_clear(&self->batch_site);
     oomkit_result_site_clear(&self->results);
     oomkit_loss_site_clear(&self->losses);

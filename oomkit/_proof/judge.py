@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from . import kept as _proof_kept
 from . import values
 from .bounds import Bound, bounds, of_the_batch
 from .diagnose import Verification, tolerance
@@ -167,10 +166,6 @@ class Proof:
         self._numbers = Numbers()
         self.volatile = False  # nothing but results differs: are they the same twice?
         self._gradients: set[str] = set()  # kinds of those that were compared
-
-    noted = staticmethod(_proof_kept.noted)
-    recalled = staticmethod(_proof_kept.recalled)
-    recalled_figures = staticmethod(_proof_kept.figures)
 
     # --- what the engine calls around the runs ---
 

@@ -39,8 +39,8 @@ def own(trainer: Any, name: str) -> Callable[..., Any]:
     return found
 
 
-# The steps. Each trainer gets functions with a code of their own (`_function`), for sizes and
-# proofs are kept by code; what takes part is found in their arguments.
+# The steps. Each trainer gets functions with a code of their own (`_function`), for sizes are
+# kept by code; what takes part is found in their arguments.
 
 
 def _training_step(
@@ -84,7 +84,7 @@ _STEPS: dict[str, Callable[..., Any]] = {
 
 
 def _function(trainer: Any, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
-    """A step whose code says what it calls: what was proven of one trainer is not of another.
+    """A step whose code says what it calls: the sizes of one trainer are not those of another.
 
     Args:
         trainer: protected.
@@ -177,7 +177,7 @@ class Call:
         self.seen = trainer.state
         if self._model is not None and self._model() is trainer.model:
             return
-        known = self.sizes(proofs=False)
+        known = self.sizes()
         self._past = self.records[-_KEPT:]
         self._renew(trainer)
         self.load_sizes(known)
@@ -288,8 +288,7 @@ class Call:
         vars(trainer).setdefault(_HERE, []).append(self)
         for call in before:
             if call.name == self._name:
-                same = call._model is not None and call._model() is trainer.model
-                self.load_sizes(call.sizes(proofs=same))
+                self.load_sizes(call.sizes())
 
     def remove(self) -> None:
         """The trainer's own method again."""
@@ -301,15 +300,9 @@ class Call:
         if self._replaced is not None:
             setattr(trainer, self._name, self._replaced)
 
-    def sizes(self, proofs: bool = True) -> dict[str, Any]:
-        """What fits, as plain values.
-
-        Args:
-            proofs: whether what was proven is among them.
-        """
+    def sizes(self) -> dict[str, Any]:
+        """What fits, as plain values."""
         state: dict[str, Any] = self.step.state_dict()
-        for signature in [] if proofs else state["signatures"]:
-            signature.pop("proven", None)
         return state
 
     def load_sizes(self, sizes: dict[str, Any]) -> None:

@@ -109,6 +109,14 @@ def test_what_was_there_before_the_limit_is_said():
         print(error.report.attempts[-1]["outside_bytes"], error.report.holders["parameters"])
         print(error)
     import warnings
+    before = oomkit.memory("cpu").budget
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            oomkit.limit_memory("3MiB", device="cpu")
+        except oomkit.OomkitWarning:
+            print("left", before, oomkit.memory("cpu").budget)
+    oomkit.memory.__globals__["_said_outside"].clear()
     for _ in range(2):
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
@@ -128,6 +136,8 @@ def test_what_was_there_before_the_limit_is_said():
         "  not counted: 1.00 MiB of parameters, gradients and state that were there before the "
         "limit was first set" in lines
     )
+    _, before, after = lines[-3].split()
+    assert before == after  # where the warning is an error no limit is set
     assert lines[-2:] == [
         '["limit_memory(): 1.00 MiB of parameters of step were made before oomkit counted the '
         "CPU's tensors and are outside the limit: set a limit before the model is made "
