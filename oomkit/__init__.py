@@ -20,12 +20,14 @@ from os.path import exists as _exists
 from sys import modules as _modules
 from sys import version_info as _version_info
 
+from ._reports.explain import in_page as _see
+
 try:
     import torch as _torch
 except ImportError as _error:  # pragma: no cover - exercised in a subprocess without torch
     raise ImportError(
         "oomkit needs torch >= 2.11: `pip install torch`, then build the bridge for it with "
-        "`pip install --no-build-isolation .` in oomkit's sources"
+        f"`pip install --no-build-isolation .` in oomkit's sources{_see('not-built')}"
     ) from _error
 
 if _PathFinder.find_spec("oomkit._C", __path__) is None:
@@ -39,6 +41,7 @@ if _PathFinder.find_spec("oomkit._C", __path__) is None:
             if _exists(f"{_folder}/../setup.py")
             else "install it again for this Python"
         )
+        + _see("not-built")
     )
 
 # All of it now: a module that is first imported between an error and its replay makes that

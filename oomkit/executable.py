@@ -90,7 +90,7 @@ def _give_up(name: str, tried: list[int], last: str | None) -> RuntimeError:
         error.add_note(
             f"oomkit: {name} ran out of memory with batch_size {sizes}; the last time: {last}. "
             "Everything that does not depend on the batch size (parameters, optimizer) has to "
-            "fit first."
+            f"fit first.{_C.see('oomkit-out-of-memory')}"
         )
     return error
 

@@ -60,6 +60,7 @@ def _imported() -> Any:
     except ImportError as error:
         raise ImportError(
             "oomkit.lightning needs Lightning: install it with `pip install oomkit[lightning]`"
+            f"{_C.see('missing-package')}"
         ) from error
 
 
@@ -76,7 +77,7 @@ class _Parts:
         except AttributeError as error:
             raise ImportError(
                 f"oomkit.lightning uses a name that Lightning {pytorch.__version__} does not have "
-                f"({error}): install {_TESTED}, which is tested"
+                f"({error}): install {_TESTED}, which is tested{_C.see('missing-package')}"
             ) from error
         self.calls: dict[str, ModuleCall] = {}
         self.log: ModuleLog | None = None

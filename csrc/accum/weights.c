@@ -83,10 +83,11 @@ weight_numbers(oomkit_call *call, PyObject *answer, Py_ssize_t *groups)
         Py_DECREF(item);
         if (values[i] < 0.0 || (several && PySequence_Fast_GET_SIZE(answer) != count)) {
             PyMem_Free(values);
-            return PyErr_Occurred() ? NULL
-                                    : (PyErr_SetString(PyExc_RuntimeError,
-                                                       "weight= changed its result"),
-                                       NULL);
+            return PyErr_Occurred()
+                       ? NULL
+                       : (PyErr_SetString(PyExc_RuntimeError,
+                                          "weight= changed its result" SEE("weight")),
+                          NULL);
         }
     }
     *groups = several ? count : 0;

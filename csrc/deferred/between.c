@@ -334,8 +334,9 @@ frontier_run(oomkit_callers *s, const frontier *f)
     }
     if (!PyTuple_Check(found) ||
         PyTuple_GET_SIZE(found) != PyList_GET_SIZE(f->losses)) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "oomkit: the engine gave no gradient for each loss");
+        PyErr_SetString(
+            PyExc_RuntimeError,
+            "oomkit: the engine gave no gradient for each loss" SEE("internal-error"));
         return -1;
     }
     for (i = 0; i < PyTuple_GET_SIZE(found); i++) {

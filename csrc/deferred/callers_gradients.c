@@ -54,9 +54,10 @@ oomkit_callers_unseen(oomkit_callers *s, PyObject *exception)
         return;
     }
     if (deep) {
-        OWNED PyObject *done = PyObject_CallMethod(
-            exception, "add_note", "s",
-            "oomkit: not retried: " OOMKIT_TOO_DEEP "; the gradients are as before it");
+        OWNED PyObject *done =
+            PyObject_CallMethod(exception, "add_note", "s",
+                                "oomkit: not retried: " OOMKIT_TOO_DEEP
+                                "; the gradients are as before it" SEE("deep-graph"));
         if (done == NULL) {
             PyErr_WriteUnraisable(exception); /* the exception itself tells more */
         }

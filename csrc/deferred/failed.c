@@ -39,8 +39,8 @@ oomkit_callers_take_back(oomkit_callers *s)
     }
     if (result == 1) {
         /* the error may say of the one call that failed that nothing has changed */
-        OWNED PyObject *note =
-            PyUnicode_FromFormat("not everything is as before: %U", message);
+        OWNED PyObject *note = PyUnicode_FromFormat(
+            "not everything is as before: %U" SEE("state-not-restored"), message);
         OWNED PyObject *done =
             note ? PyObject_CallMethod(exception, "add_note", "O", note) : NULL;
         if (done == NULL) {

@@ -32,7 +32,8 @@ oomkit_device_empty_cache(oomkit_state *st, oomkit_device device)
         }
         if (status == OOMKIT_EFAILED) {
             PyErr_Format(PyExc_RuntimeError,
-                         "oomkit: emptying the cache of device type %d failed",
+                         "oomkit: emptying the cache of device type %d failed" SEE(
+                             "internal-error"),
                          device.type);
             return -1;
         }

@@ -40,7 +40,8 @@ oomkit_cut_planned(oomkit_call *call)
         oomkit_slice *slice = &call->cut->slices[kept + i];
         if (oomkit_plan_slice(&call->cut->plan, i, &slice->start, &slice->length) !=
             OOMKIT_OK) {
-            PyErr_SetString(PyExc_RuntimeError, "oomkit made a plan without slices");
+            PyErr_SetString(PyExc_RuntimeError,
+                            "oomkit made a plan without slices" SEE("internal-error"));
             return -1;
         }
         slice->start += offset;
@@ -140,7 +141,8 @@ oomkit_cut_choose(oomkit_call *call, const oomkit_knowledge **known)
     }
     if (oomkit_plan_choose(*known, &request, &call->cut->plan, &call->cut->reason) !=
         OOMKIT_OK) {
-        PyErr_SetString(PyExc_RuntimeError, "oomkit could not make a plan");
+        PyErr_SetString(PyExc_RuntimeError,
+                        "oomkit could not make a plan" SEE("internal-error"));
         return -1;
     }
     call->cut->plan.rung = (*known)->rung;

@@ -95,14 +95,17 @@ pass_note_tensors(oomkit_call *call, PyObject *exception, int beside)
     }
     return pass_add_note(
         exception,
-        beside ? PyUnicode_FromFormat(
-                     "oomkit: split with the batch, because its size is the same: %U; "
-                     "what is not one element per sample is passed whole with static=",
-                     tensors)
-               : PyUnicode_FromFormat(
-                     "oomkit: passed whole to every micro-batch, because its size is "
-                     "not that of the batch: %U; see batch= and dim= of auto_batch",
-                     tensors));
+        beside
+            ? PyUnicode_FromFormat(
+                  "oomkit: split with the batch, because its size is the same: %U; "
+                  "what is not one element per sample is passed whole with static=" SEE(
+                      "argument-not-split"),
+                  tensors)
+            : PyUnicode_FromFormat(
+                  "oomkit: passed whole to every micro-batch, because its size is "
+                  "not that of the batch: %U; see batch= and dim= of auto_batch" SEE(
+                      "argument-not-split"),
+                  tensors));
 }
 
 void
@@ -126,7 +129,8 @@ pass_note_split(oomkit_call *call, PyObject *exception, int parked)
             PyUnicode_FromString(
                 "oomkit: between backward() and the end of every micro-batch but the "
                 "last, gradients are set aside (.grad is None there); if that causes "
-                "the error, guard the line with `if oomkit.current().is_last:`"));
+                "the error, guard the line with `if oomkit.current().is_last:`" SEE(
+                    "micro-batch-error")));
     }
     if (result == 0) {
         oomkit_pass_tensors(call, exception);
@@ -143,7 +147,8 @@ oomkit_pass_abandon(oomkit_call *call, PyObject *exception)
         pass_add_note(exception,
                       PyUnicode_FromString(
                           "oomkit: some gradients from before the step contain a part "
-                          "of this batch: call zero_grad() before you continue")) < 0) {
+                          "of this batch: call zero_grad() before you continue" SEE(
+                              "gradients-not-restored"))) < 0) {
         PyErr_WriteUnraisable(call->given.func);
     }
 }
@@ -161,7 +166,7 @@ pass_note_interrupted(oomkit_call *call, PyObject *exception)
             "oomkit: the update of this batch had begun and stands as far as it came: "
             "do "
             "not repeat the batch; where it was interrupted inside an optimizer's "
-            "step(), restore a checkpoint"));
+            "step(), restore a checkpoint" SEE("update-applied")));
 }
 
 /* What the reader of somebody else's error (or of our refusal) should know; `parked`:
@@ -183,7 +188,8 @@ pass_note(oomkit_call *call, PyObject *exception, int parked)
         !PyObject_TypeCheck(exception, (PyTypeObject *)call->st->PartialUpdate)) {
         result = pass_add_note(
             exception, PyUnicode_FromString("oomkit: the update of this batch had been "
-                                            "applied: it stands, do not repeat it"));
+                                            "applied: it stands, do not repeat it" SEE(
+                                                "update-applied")));
     }
     if (call->cut->slices == NULL) {
         return result;
@@ -195,7 +201,8 @@ pass_note(oomkit_call *call, PyObject *exception, int parked)
             PyUnicode_FromFormat(
                 "oomkit: raised in micro-batch %lld of %lld (%lld rows) after %u "
                 "out-of-memory errors; if the step cannot work on that size, see "
-                "min_micro_batch= and multiple_of= of auto_batch",
+                "min_micro_batch= and multiple_of= of auto_batch" SEE(
+                    "micro-batch-error"),
                 (long long)(call->cut->at + 1), (long long)call->cut->count,
                 (long long)slice->length, (unsigned)call->tries.ooms));
     }

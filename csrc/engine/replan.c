@@ -278,7 +278,8 @@ replan_next(oomkit_call *call, oomkit_keep keep, int64_t failed_rows,
         return 1;
     }
     if (status != OOMKIT_OK) {
-        PyErr_SetString(PyExc_RuntimeError, "oomkit could not make a plan");
+        PyErr_SetString(PyExc_RuntimeError,
+                        "oomkit could not make a plan" SEE("internal-error"));
         return -1;
     }
     if (!keep && oomkit_holders_skip_sizes(call)) {

@@ -53,8 +53,10 @@ offload_keep(oomkit_offload *self, PyObject *tensors)
 
     for (Py_ssize_t i = 0; i < count; i++) {
         if (!oomkit_tensor_check(self->st, items[i])) {
-            PyErr_Format(PyExc_TypeError, "expected a tensor to keep, got '%.200s'",
-                         Py_TYPE(items[i])->tp_name);
+            PyErr_Format(
+                PyExc_TypeError,
+                "expected a tensor to keep, got '%.200s'" SEE("internal-error"),
+                Py_TYPE(items[i])->tp_name);
             return -1;
         }
     }
@@ -65,8 +67,9 @@ offload_keep(oomkit_offload *self, PyObject *tensors)
     }
     if (self->bridge->storages_hold((const void *const *)items, self->st->impl_offset,
                                     (size_t)count, self->kept) != OOMKIT_OK) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "torch does not tell of a tensor's storage");
+        PyErr_SetString(
+            PyExc_RuntimeError,
+            "torch does not tell of a tensor's storage" SEE("internal-error"));
         return -1;
     }
     self->kept_count = (size_t)count;
@@ -99,7 +102,8 @@ offload_vectorcall(PyObject *op, PyObject *const *args, size_t nargsf,
                    PyObject *kwnames)
 {
     if (PyVectorcall_NARGS(nargsf) != 1 || kwnames != NULL) {
-        PyErr_SetString(PyExc_TypeError, "an offload packs one saved tensor");
+        PyErr_SetString(PyExc_TypeError,
+                        "an offload packs one saved tensor" SEE("internal-error"));
         return NULL;
     }
     return oomkit_pack(oomkit_offload_CAST(op), args[0]);
@@ -114,8 +118,9 @@ oomkit_offload_new(oomkit_state *st, oomkit_device device, PyObject *kept,
     oomkit_offload *self;
 
     if (!oomkit_offload_possible(st)) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "saved tensors cannot go to the host without oomkit._bridge");
+        PyErr_SetString(
+            PyExc_RuntimeError,
+            "saved tensors cannot go to the host without oomkit._bridge" SEE("bridge"));
         return NULL;
     }
     tensors = PySequence_Fast(kept, "expected the tensors to keep");
@@ -245,7 +250,8 @@ oomkit_offload_push(PyObject *offload)
     OWNED PyObject *off = NULL, *top = NULL, *done = NULL;
 
     if (self->pushed) {
-        PyErr_SetString(PyExc_RuntimeError, "this offload is in use already");
+        PyErr_SetString(PyExc_RuntimeError,
+                        "this offload is in use already" SEE("internal-error"));
         return -1;
     }
     if (hooks_watch(st) < 0) {

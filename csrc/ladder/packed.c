@@ -175,8 +175,9 @@ moved_new(oomkit_offload *self, PyObject *tensor, const oomkit_storage_facts *ke
     if (self->bridge->storages_hold(&holder, self->st->impl_offset, 1,
                                     &moved->storage) != OOMKIT_OK) {
         PyMem_Free(moved);
-        PyErr_SetString(PyExc_RuntimeError,
-                        "torch does not tell of a tensor's storage");
+        PyErr_SetString(
+            PyExc_RuntimeError,
+            "torch does not tell of a tensor's storage" SEE("internal-error"));
         return NULL;
     }
     moved->holders = 1;
@@ -369,7 +370,8 @@ packed_new(oomkit_offload *self, PyObject *tensor, const oomkit_storage_facts *f
     case OOMKIT_EOOM:
         return PyErr_NoMemory();
     default:
-        PyErr_SetString(PyExc_RuntimeError, "torch does not tell of a tensor's form");
+        PyErr_SetString(PyExc_RuntimeError,
+                        "torch does not tell of a tensor's form" SEE("internal-error"));
         return NULL;
     }
 }
@@ -449,8 +451,9 @@ moved_restore(oomkit_moved *moved, PyObject **base)
         return -1;
     }
     if (status != OOMKIT_OK) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "torch does not tell of a tensor's storage");
+        PyErr_SetString(
+            PyExc_RuntimeError,
+            "torch does not tell of a tensor's storage" SEE("internal-error"));
         return -1;
     }
     if (moved->restored != NULL) {
@@ -487,7 +490,8 @@ packed_restore(packed *it)
             moved->restored, it->form, moved->key.begin, target, self->st->impl_offset);
     }
     if (applied <= 0) {
-        PyErr_SetString(PyExc_RuntimeError, "a saved tensor could not be made anew");
+        PyErr_SetString(PyExc_RuntimeError,
+                        "a saved tensor could not be made anew" SEE("internal-error"));
         return NULL;
     }
     return STEAL(target);

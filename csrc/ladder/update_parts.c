@@ -610,8 +610,9 @@ parts_groups(parts_run *run)
         PyObject *group = PyList_GET_ITEM(run->groups, g); /* borrowed */
         PyObject *params = PyDict_Check(group) ? oomkit_item(group, "params") : NULL;
         if (params == NULL) {
-            PyErr_SetString(PyExc_TypeError,
-                            "param_groups expected dicts with 'params'");
+            PyErr_SetString(
+                PyExc_TypeError,
+                "param_groups expected dicts with 'params'" SEE("internal-error"));
             return -1;
         }
         if (PyList_Append(run->lists, params) < 0) {

@@ -267,7 +267,7 @@ failed_note(oomkit_guard *guard, const oomkit_guard_window *window, PyObject *ex
     PyObject *label = guard->label == NULL ? Py_None : guard->label; /* borrowed */
     OWNED PyObject *note =
         PyUnicode_FromFormat("oomkit: memory ran out in guard(label=%R): "
-                             "requested %s, peak allocated %s%s",
+                             "requested %s, peak allocated %s%s" SEE("guard"),
                              label, requested, peak,
                              window->alone ? "; a guard runs nothing again: put the "
                                              "block into `for part in "

@@ -15,7 +15,8 @@ oomkit_chunks_keep(PyObject *op, PyObject *const *args, Py_ssize_t nargs)
 
     if (nargs != 2 || !self->out) {
         return oomkit_raise(PyExc_RuntimeError,
-                            "_keep() expected the result of the part that is out");
+                            "_keep() expected the result of the part that is out" SEE(
+                                "internal-error"));
     }
     slice = &call->cut->slices[call->cut->at];
     oomkit_join_of_loop(&self->join, &self->site->results,
@@ -60,7 +61,8 @@ oomkit_chunks_join_items(PyObject *op, PyObject *const *args, Py_ssize_t nargs)
 
     if (nargs != 2 || !PyList_CheckExact(args[0]) || !PyList_CheckExact(args[1]) ||
         PyList_GET_SIZE(args[0]) != PyList_GET_SIZE(args[1])) {
-        return oomkit_raise(PyExc_TypeError, "_join_items() expected two lists");
+        return oomkit_raise(PyExc_TypeError,
+                            "_join_items() expected two lists" SEE("internal-error"));
     }
     oomkit_join_of_loop(&join, &self->site->results, 0, NULL);
     n = PyList_GET_SIZE(args[0]);
@@ -88,8 +90,9 @@ map_tensors(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     oomkit_options options = {.join = Py_None}; /* nothing is left out */
 
     if (nargs != 2) {
-        return oomkit_raise(PyExc_TypeError,
-                            "_map_tensors() expected a result and a function");
+        return oomkit_raise(
+            PyExc_TypeError,
+            "_map_tensors() expected a result and a function" SEE("internal-error"));
     }
     return oomkit_keep_converted(st, &options, args[0], args[1]);
 }

@@ -9,11 +9,14 @@ argument_class(PyObject *module, PyObject *exception, const char *function)
     oomkit_state *st = oomkit_state_of_module(module);
 
     if (!st->bound) {
-        PyErr_Format(PyExc_RuntimeError, "%s() needs `import oomkit` first", function);
+        PyErr_Format(PyExc_RuntimeError,
+                     "%s() needs `import oomkit` first" SEE("internal-error"),
+                     function);
         return -1;
     }
     if (!PyExceptionInstance_Check(exception)) {
-        PyErr_Format(PyExc_TypeError, "%s() expected an exception, got '%s'", function,
+        PyErr_Format(PyExc_TypeError,
+                     "%s() expected an exception, got '%s'" SEE("options"), function,
                      Py_TYPE(exception)->tp_name);
         return -1;
     }

@@ -7,8 +7,6 @@
 #include "../device/nvml.h"
 #include "../core/status.h"
 
-#define REBUILD "pip install --no-build-isolation ."
-
 /* The bridge with its CPU allocator in place, or NULL with RuntimeError. */
 static const oomkit_bridge *
 cpu_bridge(oomkit_state *st, const char *what)
@@ -21,10 +19,11 @@ cpu_bridge(oomkit_state *st, const char *what)
     if (status == OOMKIT_EOOM) {
         PyErr_NoMemory();
     } else if (status == OOMKIT_EUNSUPPORTED) {
-        PyErr_Format(PyExc_RuntimeError,
-                     "%s needs oomkit._bridge, which is not there for this PyTorch; "
-                     "rebuild oomkit with: " REBUILD,
-                     what);
+        PyErr_Format(
+            PyExc_RuntimeError,
+            "%s needs oomkit._bridge, which is not there for this PyTorch; "
+            "rebuild oomkit with: pip install --no-build-isolation ." SEE("bridge"),
+            what);
     } else {
         PyErr_Format(PyExc_RuntimeError,
                      "%s needs oomkit's CPU allocator, but another library has "
@@ -254,7 +253,8 @@ phase_set(PyObject *module, PyObject *phase)
         return NULL;
     }
     if (number < 0 || number >= OOMKIT_PHASES) {
-        PyErr_Format(PyExc_ValueError, "no such phase: %ld", number);
+        PyErr_Format(PyExc_ValueError, "no such phase: %ld" SEE("internal-error"),
+                     number);
         return NULL;
     }
     return PyLong_FromLong(

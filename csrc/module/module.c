@@ -399,7 +399,9 @@ static PyObject *
 module_attributes(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 {
     if (count != 2 || !PyAnySet_Check(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "_attributes() expected an object and a set");
+        PyErr_SetString(
+            PyExc_TypeError,
+            "_attributes() expected an object and a set" SEE("internal-error"));
         return NULL;
     }
     return attributes_of(args[0], args[1]);

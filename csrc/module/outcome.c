@@ -225,7 +225,8 @@ method_trial(PyObject *module, PyObject *args)
         return NULL;
     }
     if (!st->bound) {
-        PyErr_SetString(PyExc_RuntimeError, "_trial() needs `import oomkit` first");
+        PyErr_SetString(PyExc_RuntimeError,
+                        "_trial() needs `import oomkit` first" SEE("internal-error"));
         return NULL;
     }
     return trial_call(st, &call);

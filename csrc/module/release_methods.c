@@ -138,7 +138,8 @@ method_let_go(PyObject *module, PyObject *exception)
     OWNED PyObject *handled = PyErr_GetHandledException();
 
     if (!PyExceptionInstance_Check(exception)) {
-        PyErr_Format(PyExc_TypeError, "_let_go() expected an exception, got '%s'",
+        PyErr_Format(PyExc_TypeError,
+                     "_let_go() expected an exception, got '%s'" SEE("internal-error"),
                      Py_TYPE(exception)->tp_name);
         return NULL;
     }

@@ -22,7 +22,8 @@ probe_options(oomkit_state *st, PyObject *given, oomkit_options *options)
     PyObject *reduction = probe_option(given, "reduction"); /* borrowed from given */
 
     if (!st->bound) {
-        PyErr_SetString(PyExc_RuntimeError, "oomkit is not imported");
+        PyErr_SetString(PyExc_RuntimeError,
+                        "oomkit is not imported" SEE("internal-error"));
         return -1;
     }
     *options =
@@ -39,7 +40,8 @@ probe_options(oomkit_state *st, PyObject *given, oomkit_options *options)
     }
     if (!PyTuple_Check(options->statics) ||
         (options->batch != NULL && !PyTuple_Check(options->batch))) {
-        PyErr_SetString(PyExc_TypeError, "batch and static are tuples here");
+        PyErr_SetString(PyExc_TypeError,
+                        "batch and static are tuples here" SEE("internal-error"));
         return -1;
     }
     return PyErr_Occurred() ? -1 : 0;

@@ -108,7 +108,8 @@ oomkit_part_list(oomkit_call *call, int index, oomkit_part_param **list,
                 param_bytes(call->st, &made[n]) < 0) {
                 if (!PyErr_Occurred()) {
                     PyErr_SetString(PyExc_TypeError,
-                                    "param_groups[...]['params'] expected tensors");
+                                    "param_groups[...]['params'] expected tensors" SEE(
+                                        "internal-error"));
                 }
                 return -1;
             }

@@ -50,7 +50,8 @@ site_row(oomkit_plain_site *site, PyObject *row)
         return -1;
     }
     if (node->parent < -1 || node->parent >= site->count) {
-        PyErr_SetString(PyExc_ValueError, "oomkit found a place before its parent");
+        PyErr_SetString(PyExc_ValueError,
+                        "oomkit found a place before its parent" SEE("internal-error"));
         return -1;
     }
     node->kind = (uint8_t)kind;

@@ -184,8 +184,10 @@ facts_shape(PyObject *tensor, int64_t dim, oomkit_tensor_facts *facts)
         return -1;
     }
     if (!PyTuple_Check(shape)) {
-        PyErr_Format(PyExc_TypeError, "expected the shape of a tensor, got '%.200s'",
-                     Py_TYPE(shape)->tp_name);
+        PyErr_Format(
+            PyExc_TypeError,
+            "expected the shape of a tensor, got '%.200s'" SEE("internal-error"),
+            Py_TYPE(shape)->tp_name);
         return -1;
     }
     facts->ndim = PyTuple_GET_SIZE(shape);
@@ -584,7 +586,8 @@ int
 oomkit_bridge_failed(const char *what)
 {
     if (!PyErr_Occurred()) {
-        PyErr_Format(PyExc_RuntimeError, "oomkit could not %s", what);
+        PyErr_Format(PyExc_RuntimeError, "oomkit could not %s" SEE("internal-error"),
+                     what);
     }
     return -1;
 }

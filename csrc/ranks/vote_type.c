@@ -37,8 +37,9 @@ vote_processes(vote_object *self, PyObject *given, uint32_t world)
         return -1;
     }
     if (PyTuple_GET_SIZE(items) != (Py_ssize_t)world) {
-        PyErr_Format(PyExc_ValueError, "_Vote() expected %u processes, got %zd", world,
-                     PyTuple_GET_SIZE(items));
+        PyErr_Format(PyExc_ValueError,
+                     "_Vote() expected %u processes, got %zd" SEE("internal-error"),
+                     world, PyTuple_GET_SIZE(items));
         return -1;
     }
     self->processes = PyMem_Calloc(world, sizeof(*self->processes));
@@ -85,7 +86,7 @@ vote_new(PyTypeObject *tp, PyObject *args, PyObject *kwargs)
         oomkit_vote_open(&self->vote, self->memory.buf, world, rank, epoch) < 0) {
         return oomkit_raise(PyExc_ValueError,
                             "_Vote() expected memory of this epoch for rank %u of %u, "
-                            "got something else in %zd bytes",
+                            "got something else in %zd bytes" SEE("internal-error"),
                             rank, world, self->memory.len);
     }
     return STEAL(op);
@@ -241,10 +242,12 @@ vote_tag(PyObject *op, PyObject *given)
     unsigned long rank = PyLong_AsUnsignedLong(given);
 
     if (rank >= vote_CAST(op)->vote.world) {
-        return PyErr_Occurred() ? NULL
-                                : oomkit_raise(PyExc_IndexError,
-                                               "tag() expected a rank of %u, got %lu",
-                                               vote_CAST(op)->vote.world, rank);
+        return PyErr_Occurred()
+                   ? NULL
+                   : oomkit_raise(
+                         PyExc_IndexError,
+                         "tag() expected a rank of %u, got %lu" SEE("internal-error"),
+                         vote_CAST(op)->vote.world, rank);
     }
     return PyLong_FromUnsignedLongLong(
         oomkit_vote_tag(&vote_CAST(op)->vote, (uint32_t)rank));
@@ -270,10 +273,12 @@ vote_said(PyObject *op, PyObject *given)
     char text[OOMKIT_VOTE_TEXT];
 
     if (rank >= vote_CAST(op)->vote.world) {
-        return PyErr_Occurred() ? NULL
-                                : oomkit_raise(PyExc_IndexError,
-                                               "said() expected a rank of %u, got %lu",
-                                               vote_CAST(op)->vote.world, rank);
+        return PyErr_Occurred()
+                   ? NULL
+                   : oomkit_raise(
+                         PyExc_IndexError,
+                         "said() expected a rank of %u, got %lu" SEE("internal-error"),
+                         vote_CAST(op)->vote.world, rank);
     }
     oomkit_vote_said(&vote_CAST(op)->vote, (uint32_t)rank, text);
     return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
@@ -293,7 +298,8 @@ vote_prepare(PyObject *Py_UNUSED(type), PyObject *args)
         (size_t)memory.len < oomkit_vote_bytes(world)) {
         PyBuffer_Release(&memory);
         return oomkit_raise(PyExc_ValueError,
-                            "prepare() expected memory for %u ranks, got %zd bytes",
+                            "prepare() expected memory for %u ranks, got %zd bytes" SEE(
+                                "internal-error"),
                             world, memory.len);
     }
     oomkit_vote_format(memory.buf, world, epoch);

@@ -79,7 +79,8 @@ oomkit_signature_dict(const oomkit_signature *entry)
 static int
 parse_wrong(const char *name, const char *wanted, PyObject *got)
 {
-    PyErr_Format(PyExc_ValueError, "'%s' expected %s, got %R", name, wanted, got);
+    PyErr_Format(PyExc_ValueError, "'%s' expected %s, got %R" SEE("load-state-dict"),
+                 name, wanted, got);
     return -1;
 }
 
@@ -172,7 +173,8 @@ parse_item(const char *name, PyObject *given, oomkit_signature *entry)
             return parse_number(i, given, &entry->known);
         }
     }
-    PyErr_Format(PyExc_ValueError, "'%s' is no number that oomkit knows", name);
+    PyErr_Format(PyExc_ValueError,
+                 "'%s' is no number that oomkit knows" SEE("load-state-dict"), name);
     return -1;
 }
 
@@ -184,7 +186,8 @@ oomkit_signature_parse(PyObject *dict, oomkit_signature *entry)
 
     memset(entry, 0, sizeof(*entry));
     if (!PyDict_Check(dict)) {
-        PyErr_Format(PyExc_ValueError, "expected a dict for each shape, got %s",
+        PyErr_Format(PyExc_ValueError,
+                     "expected a dict for each shape, got %s" SEE("load-state-dict"),
                      Py_TYPE(dict)->tp_name);
         return -1;
     }
@@ -195,14 +198,17 @@ oomkit_signature_parse(PyObject *dict, oomkit_signature *entry)
         }
     }
     if (entry->hash == 0) {
-        PyErr_SetString(PyExc_ValueError, "'signature' is missing");
+        PyErr_SetString(PyExc_ValueError,
+                        "'signature' is missing" SEE("load-state-dict"));
         return -1;
     }
     if (oomkit_numbers_end(&entry->known) != OOMKIT_OK) {
         OWNED PyObject *signature = hex_new(entry->hash);
         if (signature != NULL) {
-            PyErr_Format(PyExc_ValueError,
-                         "the numbers of signature %U do not go together", signature);
+            PyErr_Format(
+                PyExc_ValueError,
+                "the numbers of signature %U do not go together" SEE("load-state-dict"),
+                signature);
         }
         return -1;
     }

@@ -258,7 +258,8 @@ made_slot(PyObject *made, PyObject *name, PyObject *value)
             }
         }
     }
-    PyErr_Format(PyExc_RuntimeError, "'%.200s' has lost its slot %R",
+    PyErr_Format(PyExc_RuntimeError,
+                 "'%.200s' has lost its slot %R" SEE("internal-error"),
                  Py_TYPE(made)->tp_name, name);
     return -1;
 }

@@ -13,8 +13,9 @@ splitter_note(PyObject *value, const char *which)
 
     if (PyObject_TypeCheck(error, (PyTypeObject *)PyExc_Exception)) {
         OWNED PyObject *note = PyUnicode_FromFormat(
-            "oomkit: raised by %s= of register_splitter() for a '%.200s'", which,
-            Py_TYPE(value)->tp_name);
+            "oomkit: raised by %s= of register_splitter() for a '%.200s'" SEE(
+                "register-splitter"),
+            which, Py_TYPE(value)->tp_name);
         OWNED PyObject *done =
             note == NULL ? NULL : PyObject_CallMethod(error, "add_note", "O", note);
         if (done == NULL) {
@@ -58,7 +59,9 @@ oomkit_splitter_rows(oomkit_state *st, PyObject *value, int64_t *rows)
         return 0;
     }
     if (!PyErr_Occurred()) {
-        PyErr_Format(PyExc_ValueError, "expected 0 rows or more, got %R", answer);
+        PyErr_Format(PyExc_ValueError,
+                     "expected 0 rows or more, got %R" SEE("register-splitter"),
+                     answer);
     }
     return splitter_note(value, "size");
 }
@@ -71,7 +74,8 @@ oomkit_splitter_cut(oomkit_state *st, PyObject *value, int64_t start, int64_t le
     int known;
 
     if (split == NULL) {
-        PyErr_Format(st->SplitError, "a '%.200s' has lost its splitter",
+        PyErr_Format(st->SplitError,
+                     "a '%.200s' has lost its splitter" SEE("register-splitter"),
                      Py_TYPE(value)->tp_name);
         return NULL;
     }

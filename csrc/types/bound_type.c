@@ -86,7 +86,8 @@ bound_tp_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs))
         return NULL;
     }
     if (!oomkit_step_check(st, step)) {
-        return oomkit_raise(PyExc_TypeError, "BoundStep() expected a step, got %s",
+        return oomkit_raise(PyExc_TypeError,
+                            "BoundStep() expected a step, got %s" SEE("internal-error"),
                             Py_TYPE(step)->tp_name);
     }
     return oomkit_bound_new(st, step, object);

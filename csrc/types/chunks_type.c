@@ -72,7 +72,8 @@ chunks_make(oomkit_state *st, PyObject *args, PyObject *kwargs, PyObject *names,
     oomkit_chunks *self;                                  /* owned */
 
     if (!st->bound) {
-        PyErr_SetString(PyExc_RuntimeError, "chunks() needs `import oomkit` first");
+        PyErr_SetString(PyExc_RuntimeError,
+                        "chunks() needs `import oomkit` first" SEE("internal-error"));
         return NULL;
     }
     self = chunks_CAST(type->tp_alloc(type, 0));

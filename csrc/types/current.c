@@ -86,9 +86,10 @@ current_force_slices(PyObject *module, PyObject *lengths)
     PyObject *before = st->forced_slices; /* owned, handed to the caller */
 
     if (lengths != Py_None && !PyTuple_CheckExact(lengths)) {
-        PyErr_Format(PyExc_TypeError,
-                     "_force_slices() expected a tuple or None, got %s",
-                     Py_TYPE(lengths)->tp_name);
+        PyErr_Format(
+            PyExc_TypeError,
+            "_force_slices() expected a tuple or None, got %s" SEE("internal-error"),
+            Py_TYPE(lengths)->tp_name);
         return NULL;
     }
     st->forced_slices = lengths == Py_None ? NULL : Py_NewRef(lengths);

@@ -75,7 +75,8 @@ guard_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     if (!st->bound) {
-        PyErr_SetString(PyExc_RuntimeError, "guard() needs `import oomkit` first");
+        PyErr_SetString(PyExc_RuntimeError,
+                        "guard() needs `import oomkit` first" SEE("internal-error"));
         return NULL;
     }
     skip = guard_parse_on_oom(on_oom);
@@ -214,7 +215,8 @@ guard_latest(guard_object *self)
         }
     }
     if (latest == NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "guard() is left, but was not entered");
+        PyErr_SetString(PyExc_RuntimeError,
+                        "guard() is left, but was not entered" SEE("options"));
     }
     return latest;
 }
@@ -314,7 +316,8 @@ guard_call(PyObject *op, PyObject *args, PyObject *kwargs)
         (kwargs != NULL && PyDict_GET_SIZE(kwargs) > 0)) {
         PyErr_SetString(
             PyExc_TypeError,
-            "guard() as a decorator expected one callable and nothing else");
+            "guard() as a decorator expected one callable and nothing else" SEE(
+                "options"));
         return NULL;
     }
     return oomkit_guarded_new(&guard_CAST(op)->guard, PyTuple_GET_ITEM(args, 0));

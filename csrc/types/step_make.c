@@ -369,8 +369,9 @@ oomkit_auto_batch(PyObject *module, PyObject *args, PyObject *kwargs)
     Py_ssize_t n = PyTuple_GET_SIZE(args);
 
     if (!st->bound) {
-        return oomkit_raise(PyExc_RuntimeError,
-                            "oomkit._C is not bound: import oomkit");
+        return oomkit_raise(
+            PyExc_RuntimeError,
+            "oomkit._C is not bound: import oomkit" SEE("internal-error"));
     }
     if (n > 1) {
         return oomkit_raise(

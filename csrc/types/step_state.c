@@ -170,7 +170,9 @@ load_signatures(PyObject *list, oomkit_signature **entries)
                 char text[17];
                 PyOS_snprintf(text, sizeof(text), "%016llx",
                               (unsigned long long)(*entries)[j].hash);
-                PyErr_Format(PyExc_ValueError, "signature %s is there twice", text);
+                PyErr_Format(PyExc_ValueError,
+                             "signature %s is there twice" SEE("load-state-dict"),
+                             text);
                 return -1;
             }
         }
@@ -217,9 +219,10 @@ methods_step(PyObject *module, PyObject *given)
         given = oomkit_bound_step(given);
     }
     if (!oomkit_step_check(oomkit_state_of_module(module), given)) {
-        return oomkit_raise(PyExc_TypeError,
-                            "expected a step that auto_batch has decorated, got %s",
-                            Py_TYPE(given)->tp_name);
+        return oomkit_raise(
+            PyExc_TypeError,
+            "expected a step that auto_batch has decorated, got %s" SEE("options"),
+            Py_TYPE(given)->tp_name);
     }
     return given;
 }

@@ -17,7 +17,8 @@ buffer_put_back(oomkit_call *call, Py_ssize_t i)
                                         image->bytes, image->size) != OOMKIT_OK) {
             PyErr_SetString(
                 PyExc_RuntimeError,
-                "oomkit could not write a buffer back: it changed its shape");
+                "oomkit could not write a buffer back: it changed its shape" SEE(
+                    "internal-error"));
             return -1;
         }
     } else if (item->copied) {

@@ -258,10 +258,11 @@ oomkit_reclaim_failed(oomkit_call *call)
     }
     exception = oomkit_exception_take();
     if (PyObject_TypeCheck(exception, (PyTypeObject *)PyExc_Exception)) {
-        add_note(exception, PyUnicode_FromFormat(
-                                "oomkit: raised while the memory of %U was being "
-                                "freed, which had run out of it (%V)",
-                                call->options->label, attempt->message, "no message"));
+        add_note(exception,
+                 PyUnicode_FromFormat(
+                     "oomkit: raised while the memory of %U was being "
+                     "freed, which had run out of it (%V)" SEE("state-not-restored"),
+                     call->options->label, attempt->message, "no message"));
     }
     oomkit_exception_give(exception);
 }
@@ -282,7 +283,8 @@ oomkit_failed_late(oomkit_call *call)
         add_note(exception,
                  PyUnicode_FromFormat(
                      "oomkit: %U had run to its end when this was raised: what it did "
-                     "stands, do not repeat the batch; its result is lost",
+                     "stands, do not repeat the batch; its result is lost" SEE(
+                         "update-applied"),
                      call->options->label));
     }
     oomkit_exception_give(exception);

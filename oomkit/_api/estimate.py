@@ -224,6 +224,7 @@ def estimate(step_or_model: Any, *batch: Any, optimizer: Any = None) -> Estimate
         raise ValueError(
             "estimate() cannot know: the step does not run on fake tensors with other numbers of "
             f"rows under torch's tracker ({type(error).__name__}: {error})"
+            f"{_C.see('estimate')}"
         ) from error
     per_row = max(0, (more.peak - many.peak) // (MANY * rows))
     parameters = {id(p): p for module in few.modules for p in module.parameters()}

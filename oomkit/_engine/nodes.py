@@ -32,7 +32,9 @@ class _Anchor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise _C.SplitError("a gradient passed a result of a split step")  # _Refused comes first
+        raise _C.SplitError(  # _Refused comes first
+            f"a gradient passed a result of a split step{_C.see('returned-loss')}"
+        )
 
 
 class Refusal:

@@ -96,13 +96,13 @@ def judge(error: BaseException) -> bool:
     if in_sampler(error):
         error.add_note(
             "oomkit: memory ran out in Optuna's sampler, pruner or storage, not in the "
-            "objective: the trial is not marked as out of memory"
+            f"objective: the trial is not marked as out of memory{_C.see('optuna')}"
         )
         return False
     if is_distributed():
         error.add_note(
             "oomkit: several processes take part in this trial, and the others may be waiting "
-            "for this one: it is neither pruned nor retried"
+            f"for this one: it is neither pruned nor retried{_C.see('optuna')}"
         )
         return False
     return True

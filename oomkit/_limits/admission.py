@@ -22,6 +22,8 @@ import weakref
 from pathlib import Path
 from typing import NamedTuple
 
+from .. import _C
+
 try:
     import fcntl
 except ImportError:  # pragma: no cover - Windows
@@ -80,7 +82,10 @@ def folder(device: str) -> Path:
         own.mkdir(mode=0o700)
     about = own.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
-        raise PermissionError(f"{own} does not belong to user {os.geteuid()}")
+        raise PermissionError(
+            f"reserve() keeps its queue in {own}, which belongs to another user than "
+            f"{os.geteuid()}: set OOMKIT_RESERVE_DIR to a folder of your own{_C.see('reserve')}"
+        )
     found = own / device
     found.mkdir(mode=0o700, exist_ok=True)
     return found

@@ -96,7 +96,9 @@ class Call:
         """The error of a rank that cannot go on; the others are told."""
         self.told = True
         self.world.give_up(why, self.matter(COMMIT))
-        return error(f"rank {self.world.rank} cannot go on: {why}", self.world.rank)
+        return error(
+            f"rank {self.world.rank} cannot go on: {why}{_C.see('rank-failed')}", self.world.rank
+        )
 
     def note(self, exception: BaseException) -> str:
         """An error leaves the call, and tells of who is missed. What others are told of it."""
@@ -104,7 +106,7 @@ class Call:
             self.told = True
         else:
             for line in self.world.absent():
-                exception.add_note(f"oomkit: {line}")
+                exception.add_note(f"oomkit: {line}{_C.see('rank-failed')}")
         return f"{type(exception).__name__}: {exception}"
 
 

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .. import _C
+
 Row = Mapping[str, Any]
 
 _EVENTS = 10
@@ -48,7 +50,10 @@ def gathered(sites: Sequence[tuple[str, Row, Sequence[Row]]], group: Any) -> lis
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
-        raise RuntimeError("report(group=...) needs torch.distributed.init_process_group() first")
+        raise RuntimeError(
+            "report(group=...) needs torch.distributed.init_process_group() first"
+            f"{_C.see('distributed')}"
+        )
     group = dist.group.WORLD if group is True else group
     first = dist.get_process_group_ranks(group)[0]
     mine = [(label, dict(summary), [dict(row) for row in rows]) for label, summary, rows in sites]

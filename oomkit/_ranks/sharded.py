@@ -320,7 +320,9 @@ class Sharded(Call):
         return False
 
     def cannot(self, why: str) -> _C.RankError:
-        self._failure = error(f"rank {self.world.rank} cannot go on: {why}", self.world.rank)
+        self._failure = error(
+            f"rank {self.world.rank} cannot go on: {why}{_C.see('rank-failed')}", self.world.rank
+        )
         return self._failure
 
     def leave(self, exception: BaseException | None) -> None:
@@ -346,8 +348,8 @@ class Sharded(Call):
     def _stop(self) -> None:
         self.stopped = True
         raise _C.SplitError(
-            "another rank has failed: this attempt is given up and begun again; let oomkit's "
-            "errors pass"
+            "another rank has failed, so this attempt ends and starts again. Do not catch "
+            f"oomkit's errors in the step{_C.see('let-errors-pass')}"
         )
 
     def makes(self, kind: int, index: int, mask: int) -> None:

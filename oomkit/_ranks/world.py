@@ -295,7 +295,7 @@ class World:
             _STOPPED: f"rank {rank} (process {process}) is stopped, and has not come for "
             f"{self.patience}",
         }[ended]
-        return error(f"{why}: {said}" if said else why, rank)
+        return error(f"{why}{f': {said}' if said else ''}{_C.see('rank-failed')}", rank)
 
     def give_up(self, text: str, matter: int) -> None:
         """Vote that this rank cannot go on, and wait for nobody."""
@@ -339,7 +339,7 @@ class World:
             if self.shared and _C._Vote.look(pid, started) == _PROCESS_DEAD:
                 found.append(f"rank {rank} (process {pid}) is dead: {said}".rstrip(": "))
             elif said:
-                found.append(f"rank {rank} said: {said}")
+                found.append(f"rank {rank} reported: {said}")
         return found
 
 
@@ -360,13 +360,15 @@ def _look(name: str, where: int) -> None:
     if where >= 2:
         raise _C.SplitError(
             f"auto_batch cannot run {text} in a function that is split on this rank: other ranks "
-            "may have another number of micro-batches; call it after the function, on its result"
+            "may have another number of micro-batches; call it after the function, on its "
+            f"result{_C.see('distributed')}"
         )
     if where == 1 and (name, where) not in _warned:
         _warned.add((name, where))
         warnings.warn(
             f"oomkit: {text} is called inside a part of chunks() or map(): ranks may have "
-            "different numbers of parts, and one would wait for another; call it after the loop",
+            "different numbers of parts, and one would wait for another; call it after the loop"
+            f"{_C.see('distributed')}",
             _C.OomkitWarning,
             stacklevel=4,
         )

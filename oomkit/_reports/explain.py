@@ -5,9 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-__all__ = ["entries", "explain"]
+__all__ = ["entries", "explain", "in_page"]
 
 PAGE = Path(__file__).with_name("errors.md")  # in the sources a link to docs/reference
+
+
+def in_page(kind: str) -> str:
+    """The end of a message while oomkit is not built, so that `explain` does not run."""
+    return f" (help: {kind} in {PAGE})"
 
 
 def entries() -> dict[str, str]:

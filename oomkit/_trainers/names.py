@@ -7,6 +7,7 @@ import operator
 import sys
 from typing import Any
 
+from .. import _C
 from .books import family
 
 __all__ = ["check", "installed", "missing"]
@@ -43,7 +44,7 @@ def installed() -> None:
     if "transformers" not in sys.modules and importlib.util.find_spec("transformers") is None:
         raise ImportError(
             "oomkit.transformers needs transformers: install it with "
-            "`pip install oomkit[transformers]`"
+            f"`pip install oomkit[transformers]`{_C.see('missing-package')}"
         )
 
 
@@ -57,7 +58,7 @@ def missing(library: str, name: str) -> ImportError:
     version = getattr(sys.modules.get(library), "__version__", "of an unknown version")
     return ImportError(
         f"oomkit.transformers uses {name}, which {library} {version} does not have: install "
-        f"{_TESTED}, which are tested"
+        f"{_TESTED}, which are tested{_C.see('missing-package')}"
     )
 
 

@@ -64,7 +64,7 @@ class Halves:
 
 
 def _no_part(halves: Halves, start: int, length: int) -> Halves:
-    raise TypeError("results are joined, not split")
+    raise TypeError(f"results are joined, not split{_C.see('internal-error')}")
 
 
 _C.register_splitter(

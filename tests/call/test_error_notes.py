@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.messages import message_of
 
 import oomkit
 from oomkit.testing import force_slices
@@ -25,7 +26,7 @@ def _notes(step: Callable[..., Any], *args: Any, **options: Any) -> list[str]:
     decorated = oomkit.auto_batch(step, **options)
     with force_slices([3, 1]), pytest.raises(ValueError, match="sizes") as caught:
         decorated(*args)
-    return caught.value.__notes__[1:]
+    return [message_of(note) for note in caught.value.__notes__[1:]]
 
 
 def raise_on(*args: Any) -> None:

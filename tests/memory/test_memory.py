@@ -324,7 +324,7 @@ def test_without_a_bridge_the_rebuild_command_is_named():
     )
     done = run_program(script)
     lack = "oomkit._bridge, which is not there for this PyTorch; rebuild oomkit with: "
-    command = "pip install --no-build-isolation ."
+    command = "pip install --no-build-isolation . (help: python -m oomkit explain bridge)"
     assert done.stdout.splitlines() == [
         f"a CPU memory limit needs {lack}{command}",
         f"fault injection needs {lack}{command}",

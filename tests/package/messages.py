@@ -30,7 +30,7 @@ def _called(node: ast.AST) -> str | None:
     """The kind of a call of see()."""
     if isinstance(node, ast.Call) and len(node.args) == 1:
         name = getattr(node.func, "attr", getattr(node.func, "id", None))
-        if name == "see" and isinstance(node.args[0], ast.Constant):
+        if name in {"see", "_see"} and isinstance(node.args[0], ast.Constant):
             return str(node.args[0].value)
     return None
 

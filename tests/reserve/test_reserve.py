@@ -338,7 +338,7 @@ def test_the_folder_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (own / "cpu").rmdir()
     own.rmdir()
     own.symlink_to(tmp_path)  # somebody's trap
-    with pytest.raises(PermissionError, match="does not belong to user"):
+    with pytest.raises(PermissionError, match="belongs to another user than"):
         reserve(10).__enter__()
 
 

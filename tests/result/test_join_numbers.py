@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from helpers.messages import message_of
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -286,7 +287,7 @@ def test_an_error_of_joining_says_that_the_update_stands():
     with pytest.raises(oomkit.SplitError) as caught:
         decorated(step)(batch_of(), (4, 2))
 
-    assert caught.value.__notes__ == [
+    assert [message_of(note) for note in caught.value.__notes__] == [
         "oomkit: the update of this batch had been applied: it stands, do not repeat it"
     ]
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
