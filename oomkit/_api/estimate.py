@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _C
 from ..memory import _parse_budget
@@ -16,7 +21,15 @@ from ..report import format_bytes
 from .copies import Copies
 
 MANY = 16
-_WORKSPACES = (torch.nn.modules.conv._ConvNd, torch.nn.RNNBase)
+_INSIDE = {
+    "convolution|_rnn|lstm|gru": (
+        "workspaces and layouts of convolutions and recurrent layers, which kernels choose"
+    ),
+    "embedding_bag.*_backward": "what the backward of EmbeddingBag sorts and counts for itself",
+    "linalg_(?!vector_norm)|cholesky|triangular": "workspaces of linear algebra",
+    "complex": "copies of complex tensors that an operation makes for itself",
+}
+"""Kernels that allocate within one operation, which fake tensors do not show."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +143,61 @@ class _Run:
     kinds: dict[str, int]  # bytes by category afterwards
     peak: int
     modules: list[torch.nn.Module]
+    kernels: set[str]
+
+
+class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collects the names of operations, and `complex` where one has such a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.seen.add(func.overloadpacket.__name__)
+        if any(t.is_complex() for t in _leaves(args)):
+            self.seen.add("complex")
+        return func(*args, **(kwargs or {}))
+
+
+class _Scalars(TorchFunctionMode):
+    """Copies keep the value of a number on the host: optimizers read their count of steps."""
+
+    def __init__(self, fake: Any) -> None:
+        super().__init__()
+        self.fake = fake
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            number, memo = args
+            plain = type(number) is torch.Tensor and not number.requires_grad
+            if plain and number.dim() == 0 and number.device.type == "cpu":
+                value = number.item()
+                with self.fake:
+                    memo[id(number)] = torch.tensor(value, dtype=number.dtype)
+                return memo[id(number)]
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _random_states(tracker: Any) -> Iterator[None]:
+    """Copies of the random state are real tensors, which torch.utils.checkpoint keeps."""
+    plain = torch.get_rng_state
+
+    def tracked() -> torch.Tensor:
+        state = plain()
+        tracker.track_external(state)
+        return state
+
+    torch.get_rng_state = tracked
+    try:
+        yield
+    finally:
+        torch.get_rng_state = plain
 
 
 def _run(step: Any, batch: tuple[Any, ...], rows: int, to: int) -> _Run:
@@ -140,7 +208,7 @@ def _run(step: Any, batch: tuple[Any, ...], rows: int, to: int) -> _Run:
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     copies = Copies()
-    with FakeCopyMode(mode):
+    with FakeCopyMode(mode), _Scalars(mode):
         copied = copies.of(step)
     with mode:
         given = _sliced(batch, rows, to, mode.from_tensor)
@@ -153,23 +221,29 @@ def _run(step: Any, batch: tuple[Any, ...], rows: int, to: int) -> _Run:
     for parameter in (p for root in roots for p in root.parameters() if not p.requires_grad):
         handle = torch.utils.hooks.RemovableHandle(OrderedDict())
         tracker._param_to_grad_hook_handles[parameter] = (handle, handle)
+    followed: Any = tracker.memory_tracking
+    begins = tracker._pre_fw_hook
+
+    def begins_again(module: torch.nn.Module, inputs: Any) -> None:
+        if not tracker._mod_tracker.is_bw:  # it refuses a module that is called once more
+            followed.pop(module, None)
+        begins(module, inputs)
+
+    tracker._pre_fw_hook = begins_again  # type: ignore[method-assign]
     tracker.track_external(*roots, *optimizers, *_leaves(given))
-    with warnings.catch_warnings(), mode, tracker:
+    kernels = _Kernels()
+    with warnings.catch_warnings(), mode, tracker, _random_states(tracker), kernels:
         warnings.simplefilter("ignore")
         copied(*given)
-        tracker.reset_mod_stats()
+        gc.collect()  # of cycles, which reentrant checkpoints leave
         copied(*given)
     peak = _by_kind(tracker, "peak").get("TOTAL", 0)
-    return _Run(_by_kind(tracker, "current"), peak, roots)
+    return _Run(_by_kind(tracker, "current"), peak, roots, kernels.seen)
 
 
-def _unknown(modules: list[torch.nn.Module], devices: set[str]) -> tuple[str, ...]:
+def _unknown(kernels: set[str], devices: set[str]) -> tuple[str, ...]:
     """What fake tensors do not show."""
-    found = []
-    if any(isinstance(m, _WORKSPACES) for root in modules for m in root.modules()):
-        found.append(
-            "workspaces and layouts of convolutions and recurrent layers, which kernels choose"
-        )
+    found = [text for names, text in _INSIDE.items() if any(re.search(names, k) for k in kernels)]
     if devices - {"cpu"}:
         found.append("the context, libraries and fragmentation of the device")
     return tuple(found)
@@ -213,7 +287,7 @@ def estimate(step_or_model: Any, *batch: Any, optimizer: Any = None) -> Estimate
     try:
         # With many rows activations rule, with two what does not depend on rows.
         few = _run(step, batch, rows, 2)
-        many, more = (_run(step, batch, rows, MANY * n * rows) for n in (1, 2))
+        many, more, most = (_run(step, batch, rows, MANY * n * rows).peak for n in (1, 2, 3))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
             "estimate() cannot run the step on fake tensors, because it reads values of its "
@@ -226,7 +300,12 @@ def estimate(step_or_model: Any, *batch: Any, optimizer: Any = None) -> Estimate
             f"rows under torch's tracker ({type(error).__name__}: {error})"
             f"{_C.see('estimate')}"
         ) from error
-    per_row = max(0, (more.peak - many.peak) // (MANY * rows))
+    unknown = _unknown(few.kernels, {t.device.type for t in _leaves(batch)})
+    if abs(most - 2 * more + many) > most / 100:
+        unknown += (
+            "peaks of other numbers of rows: they do not grow evenly (samples are compared?)",
+        )
+    per_row = max(0, (more - many) // (MANY * rows))
     parameters = {id(p): p for module in few.modules for p in module.parameters()}
     trained = [p for p in parameters.values() if p.requires_grad]
     return Estimate(
@@ -235,7 +314,7 @@ def estimate(step_or_model: Any, *batch: Any, optimizer: Any = None) -> Estimate
         gradients=sum(p.numel() * p.element_size() for p in trained),
         optimizer_state=few.kinds.get("OPT", 0),
         per_row=per_row,
-        fixed=more.peak - per_row * 2 * MANY * rows,
+        fixed=more - per_row * 2 * MANY * rows,
         least=few.peak,
-        unknown=_unknown(few.modules, {t.device.type for t in _leaves(batch)}),
+        unknown=unknown,
     )

@@ -108,14 +108,56 @@ def test_of_a_module(counted):
 
 
 @pytest.mark.parametrize(
-    ("module", "x"),
+    ("module", "x", "said"),
     [
-        (nn.Conv1d(3, 4, 3), torch.randn(4, 3, 9)),
-        (nn.GRU(3, 4, batch_first=True), torch.randn(4, 5, 3)),
+        (nn.Conv1d(3, 4, 3), torch.randn(4, 3, 9), "convolutions"),
+        (nn.LSTM(3, 4, batch_first=True), torch.randn(4, 5, 3), "recurrent layers"),
+        (nn.EmbeddingBag(9, 4), torch.randint(9, (4, 5)), "EmbeddingBag"),
+        (nn.Linear(3, 4, dtype=torch.complex64), torch.randn(4, 3).cfloat(), "complex"),
+        (lambda x: torch.linalg.solve(x @ x.mT, x).sum(), torch.randn(4, 3, 3), "linear algebra"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_it_cannot_know_is_said(module, x):
-    assert "workspaces" in oomkit.estimate(module, x).unknown[0]
+def test_what_it_cannot_know_is_said(module, x, said):
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = module if isinstance(module, nn.Module) else nn.Identity()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            made = self.inner(x) if isinstance(module, nn.Module) else module(x)
+            made = made[0] if isinstance(made, tuple) else made
+            return made.abs() * self.weight
+
+    unknown = oomkit.estimate(Loss(), x).unknown
+    assert len(unknown) == 1 and said in unknown[0]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_copies_of_the_random_state_count(reentrant, counted):
+    body = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3))
+
+    def step(x):
+        for _ in range(20):
+            x = torch.utils.checkpoint.checkpoint(body, x, use_reentrant=reentrant)
+        x.sum().backward()
+
+    found = oomkit.estimate(step, torch.randn(4, 8, requires_grad=True))
+    assert found.least > 20 * torch.get_rng_state().numel()
+    assert torch.get_rng_state.__name__ == "get_rng_state"
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adagrad", "RAdam"])
+def test_an_optimizer_that_has_stepped_already(kind, counted):
+    model, x = ZOO["mlp"]()
+    optimizer = getattr(torch.optim, kind)(model.parameters())
+    step = make(model, optimizer)
+    step(x)
+    count = [state["step"].item() for state in optimizer.state.values()]
+    found = oomkit.estimate(step, x)
+    assert found.optimizer_state >= found.parameters
+    assert [state["step"].item() for state in optimizer.state.values()] == count
 
 
 def test_a_step_that_reads_values():
@@ -143,3 +185,23 @@ def test_what_the_tracker_cannot_follow_is_said_in_one_sentence(counted):
     table = nn.EmbeddingBag(50, 8, sparse=True)
     with pytest.raises(ValueError, match=r"cannot know: the step does not run on fake tensors"):
         oomkit.estimate(table, torch.randint(50, (16, 4)))
+
+
+def test_a_model_that_is_called_twice(counted):
+    model, x = ZOO["mlp"]()
+
+    def step(x):
+        (model(x) - model(x.flip(0))).square().mean().backward()
+
+    once = oomkit.estimate(model, x)
+    assert oomkit.estimate(step, x).per_row > 1.5 * once.per_row
+
+
+def test_peaks_that_do_not_grow_evenly_are_said(counted):
+    model, x = ZOO["mlp"]()
+
+    def step(x):
+        y = model(x)
+        (y @ y.T).logsumexp(1).mean().backward()
+
+    assert "do not grow evenly" in oomkit.estimate(step, x).unknown[0]
