@@ -31,6 +31,7 @@ from .call import COMMIT, OWN, PATIENCE, PROOF, REDUCTION, START, Call, refuse_i
 from .world import AGAIN, FATAL, FINE, NEVER, OTHERS, STOP, World, error
 
 _FORWARD, _BACKWARD, _PART, _SCATTER, _REPLICAS = range(5)  # kinds of a step
+_EARLIER = 2  # what _C._where() says in a micro-batch that others follow
 _ALL = (1 << 38) - 1
 """Parameters of a group that have gradients: all that are trained."""
 _MODULES = ("state", "param_group", "param")
@@ -204,7 +205,6 @@ class Sharded(Call):
         groups = [of for model in models for of in _groups(model)]
         self._groups = [Group(self, index, of) for index, of in enumerate(groups)]
         self.reduced = -1
-        self._whole = True
         self._backwards = 0  # last ones of this attempt
         self._together = False  # all ranks know that this attempt begins
         self._gathered: set[int] | None = None
@@ -221,7 +221,6 @@ class Sharded(Call):
     def attempt_begins(self) -> int:
         if self._proving:
             return 0
-        self._whole = False
         if self._together and self._start(FINE):
             return 1
         return 0
@@ -313,7 +312,7 @@ class Sharded(Call):
             return False
         if self._proving and name == "all_reduce":
             return True  # what is compared is this rank's
-        if self._proving or not (self._whole or _C._where() == 3):
+        if self._proving or _C._where() == _EARLIER:
             raise refuse_in_parts(self, name)
         if self.asks(FINE, OWN):
             self._stop()

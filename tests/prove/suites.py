@@ -176,7 +176,8 @@ def _prove_ranks(unit: str) -> Result:
     from ranks.sweeps import sweep
 
     begin = time.perf_counter()
-    found = sweep(unit)
+    program, world, option = unit.split(" / ")
+    found = sweep(program, int(world), [option])[option]
     told = f"{found.cases} steps, {len(found.hung)} hung"
     return Result(found.fired, found.wrong + found.hung, told, time.perf_counter() - begin)
 

@@ -185,6 +185,8 @@ def _run(asked: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     # What every rank would import for itself, in seconds: an optimizer brings in torch.compile.
+    import torch._dynamo
+    import torch.distributed.fsdp  # noqa: F401
 
     import oomkit  # noqa: F401
 

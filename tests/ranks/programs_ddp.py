@@ -1,13 +1,17 @@
 """Steps over DistributedDataParallel, failed at chosen places on chosen ranks.
 
-Each case is run three times: as one process would with all ranks' rows (gradients alone), with the
-faults, and undisturbed with the same slices, which must agree to the last bit.
+A step with faults is compared, to the last bit, with an undisturbed one of the same slices over
+another copy of the model, and that one's gradients with those of one process that has the rows of
+all ranks. So is the step after it, which shows what a fault leaves behind. Each undisturbed step
+is run once for all faults that end in the same slices, and models are put back, not made again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -42,10 +46,15 @@ class Heads(nn.Module):
 
 
 def whole(tensor: Any) -> torch.Tensor:
-    """A copy of a tensor, with the parts that other ranks have."""
-    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    copy: torch.Tensor = full.detach().clone()
-    return copy
+    """A tensor with the parts that other ranks have."""
+    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found.detach()
+
+
+def _own(tensor: Any) -> torch.Tensor:
+    """This rank's part of it."""
+    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found.detach()
 
 
 class Net(nn.Module):
@@ -117,7 +126,7 @@ class World:
         else:
             self.optimizer = torch.optim.SGD(params, lr=0.05)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=option == "scaler")
-        self.seen: list[list[torch.Tensor | None]] = []
+        self.seen: list[torch.Tensor | None] = []
 
     def _nets(self) -> list[nn.Module]:
         if self.option == "unused":
@@ -134,10 +143,6 @@ class World:
 
     def head(self, rank: int, index: int) -> int:
         return (rank + index) % 2 if self.option == "unused" else 0
-
-    def look(self) -> None:
-        params = [p for net in self.nets for p in net.parameters()]
-        self.seen.append([None if p.grad is None else whole(p.grad) for p in params])
 
     def step(self) -> Callable[..., Any]:
         plain = {"two_passes": self._two_passes, "apart": self._without_update}
@@ -170,27 +175,67 @@ class World:
         loss.backward()
         return loss.detach()
 
-    def run(self, around: Callable[[int], Any]) -> list[oomkit.StepRecord]:
-        """All steps, each in what `around` gives for it."""
-        step = oomkit.auto_batch(
+    def begin(self, at: int = 0) -> None:
+        """Decorates the step, and comes to that one."""
+        self.decorated = oomkit.auto_batch(
             self.step(), verify=None if self.option == "proof" else False, reduction="mean"
         )
         torch.manual_seed(1000 + self.rank.rank)
-        records = []
-        for index in range(STEPS):
-            x, y = self.batch(self.rank.rank, index)
-            waits = self.option == "accumulation" and index % 2 == 0
-            with contextlib.ExitStack() as stack:
-                if waits:
-                    stack.enter_context(self.models[0].no_sync())
-                with around(index) or contextlib.nullcontext():
-                    step(x, y, self.head(self.rank.rank, index), index)
-            self.look()
-            if self.option == "apart":
-                self.optimizer.step()
-            records.append(step.records[-1])
-        self.seen.append([whole(t) for net in self.nets for t in net.state_dict().values()])
-        return records
+        for index in range(at):
+            self.call(index, contextlib.nullcontext())
+
+    def call(self, index: int, around: Any) -> oomkit.StepRecord:
+        """One step, in what is given; what can be seen after it is in `seen`."""
+        x, y = self.batch(self.rank.rank, index)
+        with contextlib.ExitStack() as stack:
+            if self.option == "accumulation" and index % 2 == 0:
+                stack.enter_context(self.models[0].no_sync())
+            with around:
+                self.decorated(x, y, self.head(self.rank.rank, index), index)
+        params = [p for net in self.nets for p in net.parameters()]
+        self.gradients = [p.grad for p in params]
+        self.seen = [None if p.grad is None else _own(p.grad).clone() for p in params]
+        if self.option == "apart":
+            self.optimizer.step()
+        self.seen += [_own(tensor).clone() for tensor in self._tensors()]
+        return self.decorated.records[-1]
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """Parameters, buffers and what the optimizer has of them."""
+        found = [tensor for net in self.nets for tensor in net.state_dict().values()]
+        states = getattr(self.optimizer, "optim", self.optimizer).state.values()
+        return found + [t for state in states for t in state.values() if torch.is_tensor(t)]
+
+    def keep(self) -> None:
+        """What comes back with `restore()`."""
+        params = [p for net in self.nets for p in net.parameters()]
+        self._kept = (
+            [_own(tensor).clone() for tensor in self._tensors()],
+            [None if p.grad is None else p.grad.detach().clone() for p in params],
+            self.scaler.state_dict(),
+            torch.get_rng_state(),
+            self.decorated.state_dict(),
+            [getattr(model, "require_forward_param_sync", None) for model in self.models],
+        )
+
+    def restore(self) -> None:
+        tensors, gradients, scaler, random, sizes, syncs = self._kept
+        with torch.no_grad():
+            for tensor, kept in zip(self._tensors(), tensors, strict=True):
+                _own(tensor).copy_(kept)
+            params = [p for net in self.nets for p in net.parameters()]
+            for p, gradient in zip(params, gradients, strict=True):
+                if gradient is None or p.grad is None:
+                    p.grad = None if gradient is None else gradient.clone()
+                else:
+                    _own(p.grad).copy_(_own(gradient))
+        if scaler:
+            self.scaler.load_state_dict(scaler)
+        torch.set_rng_state(random)
+        self.decorated.load_state_dict(sizes)
+        for model, sync in zip(self.models, syncs, strict=True):
+            if sync is not None:
+                model.require_forward_param_sync = sync
 
     def expected(self) -> list[list[torch.Tensor | None]]:
         """Gradients of the union of all ranks' rows, as one process computes them."""
@@ -225,55 +270,107 @@ class World:
         return found
 
 
-def _places(kind: type[World], option: str, rank: Rank, at: int) -> dict[str, int]:
-    """Allocations of that step, by phase; the same on all ranks, or the most."""
-    found = {}
-    for phase in ("forward", "backward"):
-        counted = inject_oom(nth=10**6, phase=phase)
-        kind(option, rank).run(lambda index, c=counted: c if index == at else None)
-        found[phase] = counted.seen
-    most = torch.tensor(list(found.values()))
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return dict(zip(found, most.tolist(), strict=True))
-
-
 def _differ(ours: list[Any], theirs: list[Any]) -> float:
     """The largest difference of two lists of tensors; infinite where one has none."""
     worst = 0.0
     for a, b in zip(ours, theirs, strict=True):
         if (a is None) != (b is None):
             return float("inf")
-        if a is not None:
-            worst = max(worst, float((a.double() - b.double()).abs().max()))
+        if a is not None and not torch.equal(a, b):
+            difference = float((a.double() - b.double()).abs().max())
+            worst = max(worst, difference if difference == difference else float("inf"))
     return worst
 
 
-def _one_case(
-    kind: type[World], option: str, rank: Rank, at: int, faults: dict[int, inject_oom]
-) -> dict[str, Any]:
-    """One faulted run, compared."""
-    world = kind(option, rank)
-    fault = faults.get(rank.rank)
-    records = world.run(lambda index: fault if index == at else None)
-    slices = []
-    for record in records:
-        rows, count = record.batch_size or 0, record.accumulation_steps
-        slices.append([rows // count + (i < rows % count) for i in range(count)])
-    again = kind(option, rank)
-    again.run(lambda index: force_slices(slices[index]) if len(slices[index]) > 1 else None)
-    bits = max(_differ(a, b) for a, b in zip(world.seen, again.seen, strict=True))
-    error = 0.0
-    if option in world.exact:
-        for ours, theirs in zip(world.seen[:STEPS], world.expected(), strict=True):
-            error = max(error, _differ(ours, theirs) if theirs else 0.0)
-    return {
-        "fired": fault.fired if fault else 0,
-        "bits": bits,
-        "error": error,
-        "ooms": records[at].ooms,
-        "attempts": records[at].attempts,
-        "slices": slices[at],
-    }
+Slices = tuple[tuple[int, ...], ...]
+"""Rows of each micro-batch, on each rank."""
+
+
+def _all_know(record: oomkit.StepRecord, faults: int, rank: Rank) -> tuple[Slices, int]:
+    """Slices and faults of all ranks, which then run together what they have not run yet."""
+    told = torch.zeros(rank.world, 3, dtype=torch.int64)
+    rows, count = record.batch_size or 0, record.accumulation_steps
+    told[rank.rank] = torch.tensor([rows, count, faults])
+    dist.all_reduce(told)
+    slices = tuple(tuple(r // n + (i < r % n) for i in range(n)) for r, n, _ in told.tolist())
+    return slices, int(told[:, 2].sum())
+
+
+class Place:
+    """One step of an option, begun from the same state with each fault."""
+
+    def __init__(self, kind: type[World], option: str, rank: Rank, at: int) -> None:
+        self.kind, self.option, self.rank, self.at = kind, option, rank, at
+        # What a first step does cannot be undone, nor a hook's state or a proof forgotten.
+        self._anew = at == 0 or option in ("powersgd", "proof")
+        self._worlds: dict[str, World] = {}
+        self._undisturbed: dict[tuple[Slices, ...], tuple[list[Any], float]] = {}
+        self._expected = self.world("undisturbed").expected() if option in kind.exact else []
+
+    def world(self, of: str) -> World:
+        """As it is before the step."""
+        world = None if self._anew else self._worlds.get(of)
+        if world is not None:
+            world.restore()
+        else:
+            world = self._worlds[of] = self.kind(self.option, self.rank)
+            world.begin(self.at)
+            if not self._anew:
+                world.keep()
+        if self.at > 0 and not self._anew:  # no call before it has failed
+            worlds.meet().at_ease.add(world.decorated)
+        return world
+
+    def allocations(self) -> dict[str, int]:
+        """Of that step, by phase; the same on all ranks, or the most."""
+        found = {}
+        for phase in ("forward", "backward"):
+            counted = inject_oom(nth=10**6, phase=phase)
+            self.world("undisturbed").call(self.at, counted)
+            found[phase] = counted.seen
+        most = torch.tensor(list(found.values()))
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return dict(zip(found, most.tolist(), strict=True))
+
+    def fail(self, fault: inject_oom | None, goes_on: bool) -> tuple[int, bool, list[Any]]:
+        """Faults of all ranks, whether all is right here, and what is not."""
+        world = self.world("failed")
+        record = world.call(self.at, fault or contextlib.nullcontext())
+        slices, fired = _all_know(record, fault.fired if fault else 0, self.rank)
+        chain, seen = (slices,), [world.seen]
+        if goes_on and self.at + 1 < STEPS:
+            after = world.call(self.at + 1, contextlib.nullcontext())
+            chain += (_all_know(after, 0, self.rank)[0],)
+            seen.append(world.seen)
+        told: list[Any] = [record.ooms, record.attempts, chain]
+        right = True
+        # Of more than two numbers the sum depends on where in its bucket a gradient lies.
+        rounding = 0.0 if self.rank.world == 2 else 1e-12
+        for i, ours in enumerate(seen):
+            theirs, error = self.undisturbed(chain[: i + 1])
+            bits = _differ(ours, theirs)
+            right = right and bits <= rounding and error <= 1e-9
+            told += [bits, error]
+        return fired, right, told
+
+    def undisturbed(self, chain: tuple[Slices, ...]) -> tuple[list[Any], float]:
+        """What is seen after such steps, and how far it is from one process."""
+        if chain not in self._undisturbed:
+            world = self.world("undisturbed")
+            for i, slices in enumerate(chain):
+                mine = list(slices[self.rank.rank])
+                world.call(
+                    self.at + i,
+                    force_slices(mine) if len(mine) > 1 else contextlib.nullcontext(),
+                )
+            error = 0.0
+            expected = self._expected[self.at + len(chain) - 1] if self._expected else []
+            if expected:
+                error = _differ(
+                    [None if g is None else whole(g) for g in world.gradients], expected
+                )
+            self._undisturbed[chain] = world.seen, error
+        return self._undisturbed[chain]
 
 
 def _faults(kind: str, phase: str, nth: int, rank: Rank) -> dict[int, inject_oom]:
@@ -297,7 +394,13 @@ def sweep_of(kind: type[World], rank: Rank) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    found = {option: _swept(kind, option, rank) for option in given["options"]}
+    found = {}
+    for option in given["options"]:
+        begin = time.monotonic()
+        found[option] = {**_swept(kind, option, rank), "seconds": time.monotonic() - begin}
+        if "into" in given:
+            with open(f"{given['into']}-{rank.rank}", "a", encoding="utf-8") as file:
+                file.write(json.dumps({"option": option, **found[option]}) + "\n")
     dist.barrier()
     dist.destroy_process_group()
     return found
@@ -305,24 +408,20 @@ def sweep_of(kind: type[World], rank: Rank) -> dict[str, Any]:
 
 def _swept(kind: type[World], option: str, rank: Rank) -> dict[str, Any]:
     given = rank.arguments
-    # Of more than two numbers the sum depends on where in its bucket a gradient lies.
-    rounding = 0.0 if rank.world == 2 else 1e-12
-    cases, fired, failures = 0, 0, []
+    found: dict[str, Any] = {"cases": 0, "fired": 0, "failures": []}
     # PowerSGD has state from the third step on, which cannot be taken back.
     for at in [at for at in given["at"] if at < 2 or option != "powersgd"]:
-        places = _places(kind, option, rank, at)
-        for phase, count in places.items():
+        place = Place(kind, option, rank, at)
+        for phase, count in place.allocations().items():
             for nth in range(1 + given.get("offset", 0), count + 1, given.get("stride", 1)):
-                for how in given["kinds"]:
-                    faults = _faults(how, phase, nth, rank)
-                    found = _one_case(kind, option, rank, at, faults)
-                    faulted = torch.tensor(found["fired"])
-                    dist.all_reduce(faulted)
-                    cases += bool(faulted)
-                    fired += int(faulted)
-                    if found["bits"] > rounding or found["error"] > 1e-9:
-                        failures.append([at, phase, nth, how, found])
-    return {"cases": cases, "fired": fired, "failures": failures}
+                for number, how in enumerate(given["kinds"]):
+                    fault = _faults(how, phase, nth, rank).get(rank.rank)
+                    fired, right, told = place.fail(fault, goes_on=(nth + number) % 3 == 0)
+                    found["cases"] += fired > 0
+                    found["fired"] += fired
+                    if not right:
+                        found["failures"].append([at, phase, nth, how, told])
+    return found
 
 
 def sweep(rank: Rank) -> dict[str, Any]:

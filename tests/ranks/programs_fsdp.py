@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.utils.checkpoint import checkpoint
 
 from .launch import Rank
-from .programs_ddp import ROWS, World, sweep_of
+from .programs_ddp import ROWS, STEPS, World, sweep_of
 
 OPTIONS = (
     "plain",
@@ -74,7 +74,7 @@ class Sharded(World):
         params = [p for net in self.nets for p in net.parameters()]
         self.optimizer = torch.optim.SGD(params, lr=0.05, momentum=0.5)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=option == "scaler")
-        self.seen: list[list[torch.Tensor | None]] = []
+        self.seen: list[torch.Tensor | None] = []
 
     def _given(self) -> dict[str, Any]:
         world = self.rank.world
@@ -114,7 +114,7 @@ class Sharded(World):
         params = [p for net in nets for p in net.parameters()]
         optimizer = torch.optim.SGD(params, lr=0.05, momentum=0.5)
         found: list[list[torch.Tensor | None]] = []
-        for index in range(len(self.seen) - 1):
+        for index in range(STEPS):
             optimizer.zero_grad()
             for rank in range(self.rank.world):
                 x, y = self.batch(rank, index)

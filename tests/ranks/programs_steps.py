@@ -284,6 +284,32 @@ def caught(rank: Rank) -> list[Any]:
     return [said, took]
 
 
+def clipped(rank: Rank) -> list[Any]:
+    """Norms of gradients that are sharded, in a step that begins again: whole on one rank."""
+    from torch.distributed.fsdp import fully_shard
+
+    _begin(rank)
+    found = []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        model: Any = fully_shard(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.manual_seed(rank.rank + 1)
+        x, y = torch.randn(8, 4), torch.randn(8, 2)
+
+        @oomkit.auto_batch(verify=False)
+        def step(x: torch.Tensor, y: torch.Tensor, model: Any = model, opt: Any = optimizer) -> Any:
+            opt.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            opt.step()
+
+        with inject_oom(nth=2) if fails and rank.rank == 1 else contextlib.nullcontext():
+            step(x, y)
+        found.append([p.full_tensor().flatten().tolist() for p in model.parameters()])
+    return [_equal(*found), step.records[-1].accumulation_steps]
+
+
 def reported(rank: Rank) -> list[Any]:
     """One report of all ranks."""
     model, optimizer, x, y = _begin(rank)

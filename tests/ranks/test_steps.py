@@ -18,6 +18,7 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "after": ("after_the_update", {}),
     "caught": ("caught", {"sharded": False}),
     "caught, sharded": ("caught", {"sharded": True}),
+    "clipped": ("clipped", {}),
     "reported": ("reported", {}),
     "evaluated": ("evaluated", {}),
     "refused": ("refused", {"how": ["sparse", "static", "fsdp, parts", "fsdp, kept"]}),
@@ -81,6 +82,10 @@ def test_an_error_that_is_caught_reaches_all_at_once_and_all_go_on(name: str) ->
     assert [message_of(text) for text in first[0]] == ["nothing", "nothing", others, "nothing"]
     assert second[0] == ["nothing", "nothing", error, "nothing"]
     assert max(first[1], second[1]) < 5.0  # the time that an error waits for others
+
+
+def test_gradients_that_are_sharded_are_clipped_where_one_rank_is_split() -> None:
+    assert _of("clipped") == [[True, 1], [True, 2]]
 
 
 def test_the_first_rank_reports_on_all() -> None:

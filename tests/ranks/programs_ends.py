@@ -1,0 +1,113 @@
+"""A rank that ends in the midst of a step, wherever it is, and what the others see of it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oomkit.testing import inject_oom
+
+from .launch import Rank
+from .programs_ddp import World
+from .programs_fsdp import Sharded
+
+PATIENCE = 4.0
+"""Seconds that ranks wait for one that is stopped."""
+
+
+class Left(Exception):
+    """What a rank raises that ends by an error."""
+
+
+def _end(how: str) -> None:
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "exit":
+        sys.exit(3)
+    raise Left("a label that there is not")
+
+
+@contextlib.contextmanager
+def _called(count: Callable[[Any], None]) -> Iterator[None]:
+    """`count(frame)` at each call of a Python function."""
+
+    def seen(frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            count(frame)
+
+    sys.setprofile(seen)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def _own(frame: Any) -> bool:
+    """Is it a function of the library's own, which users' errors do not come from?"""
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("oomkit."):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def one_ends(rank: Rank) -> dict[str, Any]:
+    """The last steps of a program, of which one rank sees only a part."""
+    given = rank.arguments
+    rank.join(PATIENCE)
+    torch.set_default_dtype(torch.float64)
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    draw = random.Random(given["seed"])
+    victim = draw.randrange(rank.world)
+    at = draw.random()
+    fails = draw.choice([None, *range(rank.world)])
+    fault = inject_oom(nth=draw.randint(1, 20), phase=draw.choice(["forward", "backward"]))
+    world = (Sharded if given["sharded"] else World)(given["option"], rank)
+    world.begin()
+    world.call(0, contextlib.nullcontext())
+    calls = [0, 0]
+
+    def count(frame: Any) -> None:
+        calls[0] += 1
+
+    with _called(count):
+        world.call(1, contextlib.nullcontext())
+    # The way back from an error is as long again, and more.
+    place = 1 + int(at * calls[0] * (1.0 if fails is None else 2.0))
+    died = Path(rank.store).with_name("died")
+
+    def end(frame: Any) -> None:
+        calls[1] += 1
+        killed = given["how"] in ("kill", "stop")
+        if calls[1] >= place and (killed or not _own(frame)):
+            sys.setprofile(None)
+            died.write_text(str(time.monotonic()))
+            _end(given["how"])
+
+    around = fault if rank.rank == fails else contextlib.nullcontext()
+    text = "nothing"
+    try:
+        with _called(end) if rank.rank == victim else contextlib.nullcontext():
+            world.call(2, around)
+            for _ in range(3):
+                world.call(2, contextlib.nullcontext())
+    except Left:
+        raise
+    except Exception as error:
+        text = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    took = time.monotonic() - float(died.read_text()) if died.exists() else -1.0
+    return {"victim": victim, "text": text, "seconds": took}
