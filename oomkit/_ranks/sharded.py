@@ -38,11 +38,11 @@ _MODULES = ("state", "param_group", "param")
 _NAMES = {
     "FSDPState": "_fsdp_param_groups _is_root _lazy_init _state_ctx",
     "FSDPParamGroup": "_all_gather_comm _all_reduce_hook _reduce_scatter_comm _sharded_state "
-    "_to_sharded _to_sharded_post_forward _training_state "
+    "_to_sharded _to_sharded_post_forward _training_state device "
     "fsdp_params is_sharded_post_forward mesh_info post_backward reduce_grads all_reduce_grads "
     "reshard reshard_after_backward unshard wait_for_unshard",
     "FSDPParam": "sharded_param unsharded_accumulated_grad is_dtensor all_gather_outputs "
-    "alloc_all_gather_outputs sharded_state",
+    "alloc_all_gather_outputs sharded_state param_dtype orig_dtype _orig_size",
 }
 """What is private in torch, and used here."""
 
@@ -185,11 +185,17 @@ class Group:
         of._to_sharded_post_forward()
 
     def scatter(self, mask: int) -> None:
+        fresh = [p for p in self.of.fsdp_params if not hasattr(p, "_unsharded_param")]
+        for p in fresh:  # this rank failed in its first gather
+            nothing = torch.zeros((), dtype=p.param_dtype or p.orig_dtype, device=self.of.device)
+            p._unsharded_param = torch.nn.Parameter(nothing.expand(p._orig_size))
         for bit, p in self.unsharded():
             if mask & bit and p.sharded_param.requires_grad:
                 p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
         self.of.post_backward()
         self.of._training_state = type(self.of._training_state).IDLE
+        for p in fresh:
+            del p._unsharded_param
 
 
 class Sharded(Call):
@@ -205,6 +211,7 @@ class Sharded(Call):
         groups = [of for model in models for of in _groups(model)]
         self._groups = [Group(self, index, of) for index, of in enumerate(groups)]
         self.reduced = -1
+        self._made = 0  # collectives
         self._backwards = 0  # last ones of this attempt
         self._together = False  # all ranks know that this attempt begins
         self._gathered: set[int] | None = None
@@ -359,6 +366,7 @@ class Sharded(Call):
         # Replicas follow what was added up: nobody stops between the two.
         follows = self._follows or kind == _REPLICAS
         told = self.world.tell(step, NEVER if follows else AGAIN)
+        self._made += 1
         if told == STOP:
             self._stop()
         if told:
@@ -380,6 +388,7 @@ class Sharded(Call):
     def _follow(self, step: int, followed: list[int]) -> None:
         kind, index, mask = step & 7, step >> 3 & 0x1FFFFF, step >> 24
         followed.append(step)
+        made = self._made
         self._follows = True
         try:
             if kind == _SCATTER:
@@ -392,6 +401,8 @@ class Sharded(Call):
                 self._groups[index].gather(kind)
         finally:
             self._follows = False
+        if self._made == made:  # the others wait, and this rank would come back here for ever
+            raise self.cannot("it cannot take part in a collective of the others")
 
     def _put_aside(self) -> None:
         assert self._aside is not None

@@ -88,8 +88,8 @@ def main() -> int:
         "One rank that ends at a random place of a step, of 2 ranks or (one in ten) 4, in half of",
         "them after or before an out-of-memory error on some rank. Each other rank must get an",
         "error that names it: RankError, or torch's error with a note. Seconds are from the end of",
-        "the one to the error of the other; for one that is stopped they have the 4 seconds in them",
-        "that the process group was told to wait.",
+        "the one to the error of the other; for one that is stopped they have the 4 seconds in",
+        "them that the process group was told to wait.",
         "",
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
         f"seed {given.seed}",

@@ -310,6 +310,57 @@ def clipped(rank: Rank) -> list[Any]:
     return [_equal(*found), step.records[-1].accumulation_steps]
 
 
+def first_gather(rank: Rank) -> list[Any]:
+    """A rank fails in the first gather that there is, with the others in the end of their
+    backward: it takes part in that without a parameter that was gathered."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+        DefaultAllGather,
+        DefaultReduceScatter,
+    )
+
+    _begin(rank)
+    torch.manual_seed(0)
+    store: Any = dist.distributed_c10d._get_default_store()
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    expected = [p.detach().clone() for p in net.parameters()]
+    model: Any = fully_shard(net)
+    failed = []
+
+    class Gather(DefaultAllGather):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            done = super().__call__(*args, **kwargs)
+            if rank.rank == 1 and not failed:
+                failed.append(True)
+                store.wait(["in the end"])
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return done
+
+    class Scatter(DefaultReduceScatter):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            store.set("in the end", "")
+            return super().__call__(*args, **kwargs)
+
+    model.set_custom_all_gather(Gather())
+    model.set_custom_reduce_scatter(Scatter())
+    x = torch.randn(8, 4)
+
+    @oomkit.auto_batch(verify=False)
+    def step(x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+
+    step(x)
+    found = [p.full_tensor() for p in model.parameters()]
+    same = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    gradients = [p.grad.full_tensor() for p in model.parameters()]
+    again = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    for p, kept in zip(again.parameters(), expected, strict=True):
+        p.data.copy_(kept)
+    again(x).square().mean().backward()
+    right = [torch.allclose(g, p.grad) for g, p in zip(gradients, again.parameters(), strict=True)]
+    return [same, all(right), step.records[-1].attempts, len(failed)]
+
+
 def reported(rank: Rank) -> list[Any]:
     """One report of all ranks."""
     model, optimizer, x, y = _begin(rank)

@@ -19,6 +19,7 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "caught": ("caught", {"sharded": False}),
     "caught, sharded": ("caught", {"sharded": True}),
     "clipped": ("clipped", {}),
+    "first gather": ("first_gather", {}),
     "reported": ("reported", {}),
     "evaluated": ("evaluated", {}),
     "refused": ("refused", {"how": ["sparse", "static", "fsdp, parts", "fsdp, kept"]}),
@@ -86,6 +87,10 @@ def test_an_error_that_is_caught_reaches_all_at_once_and_all_go_on(name: str) ->
 
 def test_gradients_that_are_sharded_are_clipped_where_one_rank_is_split() -> None:
     assert _of("clipped") == [[True, 1], [True, 2]]
+
+
+def test_a_rank_that_fails_in_its_first_gather_takes_part_in_the_others_reduction() -> None:
+    assert _of("first gather") == [[True, True, 1, 0], [True, True, 2, 1]]
 
 
 def test_the_first_rank_reports_on_all() -> None:
