@@ -10,6 +10,7 @@ import html
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,6 +221,7 @@ _SUMMARY_HEAD = (
 
 def record_cells(row: Row) -> tuple[str, ...]:
     outcome = row.get("outcome", "finished")
+    rung = f" (rung {row['rung']})" if row.get("rung") else ""
     return (
         _number(row["step"]),
         _number(row["batch_size"]),
@@ -230,7 +232,7 @@ def record_cells(row: Row) -> tuple[str, ...]:
         _number(row["ooms"]),
         format_seconds(row["time"]),
         format_seconds(row["time_lost"]),
-        _number(row.get("reason")) if outcome == "finished" else outcome,
+        (_number(row.get("reason")) if outcome == "finished" else outcome) + rung,
     )
 
 
@@ -256,9 +258,22 @@ _PHASE_HEAD = (
     "reserved max",
     "headroom min",
     "OOMs",
+    "retries",
     "time p50",
     "of all time",
+    "time lost",
+    "went on by",
 )
+
+
+def _changes(entries: Sequence[Row]) -> str:
+    """What plans changed to after failures in a phase: "3 oom, 1 climbed (rung 2)"."""
+    counts = Counter(
+        f"{change['reason']}" + (f" (rung {change['rung']})" if change["rung"] else "")
+        for entry in entries
+        for change in entry.get("changes", ())
+    )
+    return ", ".join(f"{count} {text}" for text, count in counts.items()) or "-"
 
 
 def phase_rows(site: Site) -> list[dict[str, Any]]:
@@ -287,6 +302,9 @@ def phase_rows(site: Site) -> list[dict[str, Any]]:
                 "peak_reserved": max(of("peak_reserved"), default=None),
                 "headroom": min(left, default=None),
                 "ooms": sum(of("ooms")),
+                "retries": sum(entry.get("retries", 0) for _, entry in mine),
+                "changes": _changes([entry for _, entry in mine]),
+                "time_lost": sum(entry.get("time_lost", 0.0) for _, entry in mine),
                 "time_p50": _quantile(of("time"), 0.5),
                 "share": sum(of("time")) / whole if whole else None,
             }
@@ -302,9 +320,11 @@ def phase_table(sites: Sequence[Site]) -> Table:
             row["phase"],
             *(format_bytes(row[name]) for name in ("baseline_p50", "peak_p50", "peak_allocated")),
             *(format_bytes(row[name]) for name in ("peak_reserved", "headroom")),
-            str(row["ooms"]),
+            *(str(row[name]) for name in ("ooms", "retries")),
             format_seconds(row["time_p50"]),
             "-" if row["share"] is None else f"{100 * row['share']:.0f} %",
+            format_seconds(row["time_lost"]),
+            row["changes"],
         )
         for site in sites
         for row in phase_rows(site)

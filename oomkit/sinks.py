@@ -133,7 +133,7 @@ def _figures(record: Any) -> dict[str, float]:
     if record.budget is not None and record.peak_allocated is not None:
         known["headroom"] = record.budget - record.peak_allocated
     for phase, figures in (record.phases or {}).items():
-        for name in ("peak_allocated", "time"):
+        for name in ("peak_allocated", "time", "time_lost"):
             known[f"{phase}_{name}"] = figures[name]
     return {name: value for name, value in known.items() if value is not None}
 

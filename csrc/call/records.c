@@ -164,6 +164,27 @@ oomkit_sequence_of(PyObject *type, PyObject **values, Py_ssize_t count)
     return sequence;
 }
 
+/* New reference or NULL. */
+static PyObject *
+changes_list(const oomkit_phase_figures *figures)
+{
+    OWNED PyObject *list = PyList_New(0);
+    uint64_t i;
+
+    for (i = 0; list != NULL && i < figures->retries && i < OOMKIT_PHASE_CHANGES; i++) {
+        const oomkit_plan_change *change = &figures->changes[i];
+        OWNED PyObject *entry =
+            Py_BuildValue("{ss sI sK}", "reason",
+                          oomkit_plan_reason_name((oomkit_plan_reason)change->reason),
+                          "rung", (unsigned int)change->rung, "accumulation_steps",
+                          (unsigned long long)change->accumulation_steps);
+        if (entry == NULL || PyList_Append(list, entry) < 0) {
+            return NULL;
+        }
+    }
+    return STEAL(list);
+}
+
 /* {"forward": {...}, ...} of those that were entered, or None. New reference or NULL.
  */
 static PyObject *
@@ -179,11 +200,14 @@ phases_or_none(const oomkit_phases *phases)
             continue;
         }
         entry = Py_BuildValue(
-            "{sN sN sN sN sK}", "baseline", number_or_none(figures->baseline_bytes),
-            "peak_allocated", number_or_none(figures->peak_allocated_bytes),
-            "peak_reserved", number_or_none(figures->peak_reserved_bytes), "time",
-            seconds_or_none(figures->time_ns), "ooms",
-            (unsigned long long)figures->ooms);
+            "{sN sN sN sN sN sK sK sN}", "baseline",
+            number_or_none(figures->baseline_bytes), "peak_allocated",
+            number_or_none(figures->peak_allocated_bytes), "peak_reserved",
+            number_or_none(figures->peak_reserved_bytes), "time",
+            seconds_or_none(figures->time_ns), "time_lost",
+            seconds_or_none(figures->lost_ns), "ooms",
+            (unsigned long long)figures->ooms, "retries",
+            (unsigned long long)figures->retries, "changes", changes_list(figures));
         if (entry == NULL || PyDict_SetItemString(dict, phase_name(i), entry) < 0) {
             return NULL;
         }

@@ -200,8 +200,9 @@ typedef struct oomkit_phase_meter {
     struct oomkit_phase_meter *outer; /* borrowed: one that was opened before */
     unsigned long thread;
     oomkit_device device;
-    int reset; /* of the device's peak, as of a window */
-    int phase; /* that runs now */
+    int reset;   /* of the device's peak, as of a window */
+    int phase;   /* that runs now */
+    int changed; /* in that one the plan changed last */
     uint64_t began_ns;
     oomkit_peak_window window;
     oomkit_phases seen;
@@ -214,6 +215,9 @@ oomkit_meter_open(oomkit_state *st, oomkit_device device, int reset);
 /* Nothing where it is closed already. May be called with an exception set. */
 void
 oomkit_meter_close(oomkit_state *st, oomkit_phase_meter *meter);
+/* What was measured until now was in vain: the call is tried again. */
+void
+oomkit_meter_lost(oomkit_state *st, oomkit_phase_meter *meter);
 /* This thread has come to another phase. */
 void
 oomkit_meters_switch(oomkit_state *st, int phase);

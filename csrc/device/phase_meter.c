@@ -67,6 +67,14 @@ oomkit_meter_close(oomkit_state *st, oomkit_phase_meter *meter)
 }
 
 void
+oomkit_meter_lost(oomkit_state *st, oomkit_phase_meter *meter)
+{
+    stretch_end(st, meter);
+    oomkit_phases_lost(&meter->seen);
+    stretch_begin(st, meter, meter->phase);
+}
+
+void
 oomkit_meters_switch(oomkit_state *st, int phase)
 {
     const unsigned long thread = PyThread_get_thread_ident();

@@ -38,6 +38,7 @@ oomkit_call_lost(oomkit_call *call)
 
     call->tries.lost_ns += now - call->tries.started_ns;
     call->tries.started_ns = now;
+    oomkit_window_lost(call);
 }
 
 /* --- end --- */

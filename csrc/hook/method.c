@@ -321,6 +321,7 @@ interceptor_step(interceptor_object *self, PyObject *const *args, size_t nargsf,
             oomkit_update_broke_off(call, self->target);
             return NULL;
         }
+        oomkit_window_update_again(call);
     }
 }
 

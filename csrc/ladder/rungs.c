@@ -101,6 +101,7 @@ oomkit_rung_used(oomkit_call *call, oomkit_rung rung, const char *detail)
 {
     if (call->log.rung < (uint32_t)rung) {
         call->log.rung = (uint32_t)rung;
+        oomkit_window_climbed(call);
     }
     if ((call->step->rungs_said & OOMKIT_RUNG_BIT(rung)) ||
         (rung == OOMKIT_RUNG_UPDATE && call->options->optimizer_parts)) {

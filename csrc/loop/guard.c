@@ -126,6 +126,9 @@ guard_record(oomkit_guard *guard, oomkit_guard_window *window, int outcome,
         oomkit_meter_close(guard->st, window->meter);
         window->meter->seen.of[window->meter->phase].ooms +=
             outcome == OOMKIT_GUARD_OOM;
+        if (outcome == OOMKIT_GUARD_OOM) {
+            oomkit_phases_lost(&window->meter->seen);
+        }
         phases = &window->meter->seen;
     }
     if (outcome == OOMKIT_GUARD_OOM) {

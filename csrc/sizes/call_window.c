@@ -14,6 +14,54 @@ oomkit_window_begin(oomkit_call *call)
     }
 }
 
+static void
+meter_retry(oomkit_call *call, int phase, oomkit_plan_reason reason)
+{
+    const oomkit_plan_change change = {
+        .accumulation_steps = call->cut->count > 0 ? (uint64_t)call->cut->count : 1,
+        .rung = call->log.rung,
+        .reason = (uint32_t)reason,
+    };
+
+    oomkit_phases_retry(&call->sizes.meter->seen, phase, &change);
+    call->sizes.meter->changed = phase;
+}
+
+void
+oomkit_window_climbed(oomkit_call *call)
+{
+    oomkit_phase_meter *meter = call->sizes.meter;
+    oomkit_phase_figures *figures =
+        meter == NULL ? NULL : &meter->seen.of[meter->changed];
+
+    if (figures != NULL && figures->retries > 0 &&
+        figures->retries <= OOMKIT_PHASE_CHANGES) {
+        figures->changes[figures->retries - 1].rung = call->log.rung;
+    }
+}
+
+void
+oomkit_window_lost(oomkit_call *call)
+{
+    const Py_ssize_t count = call->tries.count;
+
+    if (call->sizes.meter != NULL) {
+        oomkit_meter_lost(call->st, call->sizes.meter);
+        meter_retry(
+            call, count > 0 ? call->tries.items[count - 1].phase : OOMKIT_PHASE_FORWARD,
+            call->cut->reason);
+    }
+}
+
+void
+oomkit_window_update_again(oomkit_call *call)
+{
+    if (call->sizes.meter != NULL) {
+        meter_retry(call, OOMKIT_PHASE_OPTIMIZER,
+                    call->log.rung > 0 ? OOMKIT_REASON_CLIMBED : OOMKIT_REASON_FLUSHED);
+    }
+}
+
 const oomkit_phases *
 oomkit_phases_of_call(oomkit_call *call)
 {

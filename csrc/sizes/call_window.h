@@ -19,6 +19,17 @@ oomkit_window_of_loop(oomkit_call *call);
 void
 oomkit_window_of_part(oomkit_call *call, uint64_t peak_bytes);
 
+/* All that was measured until now was in vain: the call goes on with the plan it has.
+ */
+void
+oomkit_window_lost(oomkit_call *call);
+/* An update that ran out of memory was or will be made once more, in this attempt. */
+void
+oomkit_window_update_again(oomkit_call *call);
+/* The plan that it went on with last came to a higher rung on the way. */
+void
+oomkit_window_climbed(oomkit_call *call);
+
 /* What the phases took until now, or NULL; they are not measured further. Borrowed from
  * the call. */
 const oomkit_phases *

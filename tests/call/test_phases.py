@@ -83,6 +83,46 @@ def test_recovery_is_a_phase_of_its_own():
     assert 0 < recovery["time"] <= step.records[0].time
 
 
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
+def test_time_lost_retries_and_changes_of_plan_belong_to_the_phase_that_failed(phase):
+    step = trained(phases=True, verify=False, label="s")
+    batch = torch.ones(64, 64)
+    step(batch)
+    with testing.inject_oom(phase=phase, times=2):
+        step(batch)
+    healthy, record = step.records
+    assert all(e["time_lost"] == 0 and not e["changes"] for e in healthy.phases.values())
+    phases = record.phases
+    assert {name: entry["retries"] for name, entry in phases.items()} == {
+        name: 2 * (name == phase) for name in ("forward", "backward", "optimizer", "recovery")
+    }
+    changes = phases[phase]["changes"]
+    update = phase == "optimizer"  # the second time it is made in parts
+    assert [c["rung"] for c in changes] == [0, update]
+    assert changes[-1]["accumulation_steps"] == record.accumulation_steps
+    assert changes[-1]["rung"] == record.rung
+    lost = sum(entry["time_lost"] for entry in phases.values())
+    assert 0 < lost <= record.time_lost
+    assert 0 < phases["forward"]["time_lost"] < phases["forward"]["time"]
+    assert (phases["optimizer"]["time_lost"] > 0) == (phase == "optimizer")
+    assert phases["recovery"]["time_lost"] == pytest.approx(phases["recovery"]["time"], abs=1e-4)
+    text = oomkit.report(step)
+    line = next(line for line in text.splitlines() if line.split()[:2] == ["s", phase])
+    assert line.endswith("1 flushed, 1 flushed (rung 1)" if update else "2 oom")
+
+
+def test_a_guard_that_ran_out_of_memory_has_lost_its_phases():
+    guard = oomkit.guard()
+    _C.set_phases_wanted(True)
+    try:
+        with pytest.raises(torch.OutOfMemoryError), testing.inject_oom(), guard:
+            torch.ones(4)
+    finally:
+        _C.set_phases_wanted(False)
+    entry = guard.records[0].phases["forward"]
+    assert entry["ooms"] == 1 and entry["time_lost"] == entry["time"] > 0
+
+
 def test_the_callers_backward_is_in_the_record_of_the_call():
     weight = torch.ones(1024, requires_grad=True)
     loss = oomkit.auto_batch(lambda x: (x * weight).square().mean(), phases=True)

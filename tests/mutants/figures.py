@@ -22,6 +22,22 @@ MUTANTS = [
         ("core/test_core.py::test_core[plan]", "core/test_core.py::test_core[knowledge]"),
     ),
     Mutant(
+        "phase-not-switched",
+        "what a phase takes is measured from its own beginning to its own end",
+        "csrc/device/phase_meter.c",
+        "meter->thread == thread && meter->phase != phase",
+        "meter->thread == thread && meter->phase > phase",
+        ("call/test_phases.py",),
+    ),
+    Mutant(
+        "phase-time-not-lost",
+        "the time of a failed attempt counts as lost in the phases that took it",
+        "csrc/device/phase_meter.c",
+        "    oomkit_phases_lost(&meter->seen);\n",
+        "",
+        ("call/test_phases.py",),
+    ),
+    Mutant(
         "gradient-once",
         "a gradient that is there twice while it is added to is planned for",
         "csrc/core/plan.c",
