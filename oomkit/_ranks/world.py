@@ -18,6 +18,7 @@ import secrets
 import socket
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -40,6 +41,10 @@ _TOLD = range(4)
 TOLD, STOP, OTHERS, FAR = _TOLD
 """What becomes of a step that others are told of."""
 _PROCESS_DEAD = 2  # of csrc/ranks/vote.h
+_A_MOMENT = 1.0
+"""Seconds in which a process that has closed its connections is gone."""
+_LOST = ("peer", "timed out", "timeout", "connection")
+"""Words of torch's errors of a collective that lacks a rank."""
 _SHARED = "/dev/shm"
 _generations = itertools.count()
 _COLLECTIVES = (
@@ -332,14 +337,27 @@ class World:
         """What can be seen of others that have failed, in words."""
         found = []
         for rank, other in enumerate(self.others):
-            pid, started = other["process"]
-            said = self.said(rank)
             if rank == self.rank:
                 continue
-            if self.shared and _C._Vote.look(pid, started) == _PROCESS_DEAD:
-                found.append(f"rank {rank} (process {pid}) is dead: {said}".rstrip(": "))
+            pid, started = other["process"]
+            said = self.said(rank)
+            seen = _C._Vote.look(pid, started) if self.shared else 0
+            if seen:
+                how = "dead" if seen == _PROCESS_DEAD else "stopped"
+                found.append(f"rank {rank} (process {pid}) is {how}: {said}".rstrip(": "))
             elif said:
-                found.append(f"rank {rank} reported: {said}")
+                found.append(f"rank {rank} said: {said}")
+        return found
+
+    def missed(self, exception: BaseException) -> list[str]:
+        """The same where a collective may have ended by an error. The connections of a process
+        are closed before it can be seen that it is dead."""
+        found = self.absent()
+        until = time.monotonic() + _A_MOMENT
+        text = str(exception).lower()
+        while not found and any(word in text for word in _LOST) and time.monotonic() < until:
+            time.sleep(0.005)
+            found = self.absent()
         return found
 
 

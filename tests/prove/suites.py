@@ -182,6 +182,22 @@ def _prove_ranks(unit: str) -> Result:
     return Result(found.fired, found.wrong + found.hung, told, time.perf_counter() - begin)
 
 
+def _ends() -> list[str]:
+    from ranks.ends import HOW
+
+    return [f"{program} / {how}" for program in ("ddp", "fsdp") for how in HOW]
+
+
+def _prove_ends(unit: str) -> Result:
+    from ranks.ends import ends
+
+    begin = time.perf_counter()
+    program, how = unit.split(" / ")
+    found = ends(how, program == "fsdp", 25, 1)
+    told = f"{found.by_vote} of {len(found.seconds)} by a vote, at most {max(found.seconds):.1f} s"
+    return Result(25, found.wrong, told, time.perf_counter() - begin)
+
+
 # Swept by a suite of its own, and further than its tests would.
 ELSEWHERE = {"evaluation/test_evaluation_faults.py": "evaluation of 50 samples"}
 
@@ -209,6 +225,7 @@ SUITES = [
     pytest_suite("in and after the update", "optim/test_optimizer_faults.py"),
     pytest_suite("what cannot be taken back", "undo/test_rollback_rest.py"),
     Suite("several ranks, faults", _ranks, _prove_ranks),
+    Suite("several ranks, one of which ends", _ends, _prove_ends),
     pytest_suite("several ranks", "ranks/test_ddp.py", "ranks/test_world.py", "ranks/test_vote.py"),
     pytest_suite("leaks", "leaks/test_leaks.py", "leaks/test_leak_names.py",
                  "python_types/test_bare_objects.py"),

@@ -84,8 +84,7 @@ def one_ends(rank: Rank) -> dict[str, Any]:
     def count(frame: Any) -> None:
         calls[0] += 1
 
-    with _called(count):
-        world.call(1, contextlib.nullcontext())
+    world.call(1, _called(count))
     # The way back from an error is as long again, and more.
     place = 1 + int(at * calls[0] * (1.0 if fails is None else 2.0))
     died = Path(rank.store).with_name("died")
@@ -98,13 +97,11 @@ def one_ends(rank: Rank) -> dict[str, Any]:
             died.write_text(str(time.monotonic()))
             _end(given["how"])
 
-    around = fault if rank.rank == fails else contextlib.nullcontext()
     text = "nothing"
     try:
-        with _called(end) if rank.rank == victim else contextlib.nullcontext():
-            world.call(2, around)
-            for _ in range(3):
-                world.call(2, contextlib.nullcontext())
+        with fault if rank.rank == fails else contextlib.nullcontext():
+            for _ in range(4):
+                world.call(2, _called(end) if rank.rank == victim else contextlib.nullcontext())
     except Left:
         raise
     except Exception as error:

@@ -10,6 +10,7 @@ import pytest
 from helpers.messages import message_of
 from helpers.sample import sampled
 
+from .ends import HOW, one_end
 from .launch import ranks_of, results_of, started
 
 BOTH = pytest.mark.parametrize("gloo", [False, True], ids=["shared memory", "gloo"])
@@ -80,6 +81,11 @@ def test_a_rank_that_ends_is_missed(how: str, where: str, cautious: bool, gloo: 
     assert "rank 1" in ended[0].error or (gloo and how in ("kill", "exit"))
     if how == "raise":
         assert "a label that there is not" in ended[0].error
+
+
+@pytest.mark.parametrize(("how", "sharded"), sampled([*itertools.product(HOW, (False, True))], 2))
+def test_a_rank_that_ends_anywhere_is_named(how: str, sharded: bool) -> None:
+    assert one_end(how, sharded, seed=7).wrong == []
 
 
 def test_a_rank_that_leaves_early_is_missed() -> None:
