@@ -463,7 +463,11 @@ def enter(step: object, label: str, models: list[Any]) -> Call | None:
     if why is None:
         world = meet()
         if world.shared or kind is Agreement:
-            call: Call = kind(world, step, models)
+            try:
+                call: Call = kind(world, step, models)
+            except RuntimeError as failed:  # of a collective that it begins with
+                world.note(failed)
+                raise
             return call
         why = "fully_shard() needs ranks that share memory"
     if (label, why) not in _said:

@@ -105,8 +105,7 @@ class Call:
         if isinstance(exception, _C.RankError):
             self.told = True
         else:
-            for line in self.world.missed(exception):
-                exception.add_note(f"oomkit: {line}{_C.see('rank-failed')}")
+            self.world.note(exception)
         return f"{type(exception).__name__}: {exception}"
 
 

@@ -349,16 +349,17 @@ class World:
                 found.append(f"rank {rank} said: {said}")
         return found
 
-    def missed(self, exception: BaseException) -> list[str]:
-        """The same where a collective may have ended by an error. The connections of a process
-        are closed before it can be seen that it is dead."""
+    def note(self, exception: BaseException) -> None:
+        """Adds the same to an error that a collective may have ended by. The connections of a
+        process are closed before it can be seen that it is dead."""
         found = self.absent()
         until = time.monotonic() + _A_MOMENT
         text = str(exception).lower()
         while not found and any(word in text for word in _LOST) and time.monotonic() < until:
             time.sleep(0.005)
             found = self.absent()
-        return found
+        for line in found:
+            exception.add_note(f"oomkit: {line}")
 
 
 def _ends(world: weakref.ref[World], process: int) -> None:

@@ -97,11 +97,16 @@ def one_ends(rank: Rank) -> dict[str, Any]:
             died.write_text(str(time.monotonic()))
             _end(given["how"])
 
+    @contextlib.contextmanager
+    def around(fault: inject_oom | None) -> Iterator[None]:
+        with fault or contextlib.nullcontext():
+            with _called(end) if rank.rank == victim else contextlib.nullcontext():
+                yield
+
     text = "nothing"
     try:
-        with fault if rank.rank == fails else contextlib.nullcontext():
-            for _ in range(4):
-                world.call(2, _called(end) if rank.rank == victim else contextlib.nullcontext())
+        for turn in range(4):
+            world.call(2, around(fault if rank.rank == fails and turn == 0 else None))
     except Left:
         raise
     except Exception as error:
