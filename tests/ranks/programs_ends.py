@@ -77,14 +77,13 @@ def one_ends(rank: Rank) -> dict[str, Any]:
     fails = draw.choice([None, *range(rank.world)])
     fault = inject_oom(nth=draw.randint(1, 20), phase=draw.choice(["forward", "backward"]))
     world = (Sharded if given["sharded"] else World)(given["option"], rank)
-    world.begin()
-    world.call(0, contextlib.nullcontext())
+    world.begin(2)
     calls = [0, 0]
 
     def count(frame: Any) -> None:
         calls[0] += 1
 
-    world.call(1, _called(count))
+    world.call(2, _called(count))
     # The way back from an error is as long again, and more.
     place = 1 + int(at * calls[0] * (1.0 if fails is None else 2.0))
     died = Path(rank.store).with_name("died")
