@@ -6,6 +6,7 @@ returns comes back, and where it stood when its time was up.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import functools
@@ -84,6 +85,12 @@ class _Server:
             cwd=ROOT,
         )
 
+    def close(self) -> None:
+        """Its ranks have been waited for."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
     def ask(self, **what: Any) -> int:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(what) + "\n")
@@ -95,7 +102,9 @@ class _Server:
 
 @functools.cache
 def _server() -> _Server:
-    return _Server()
+    server = _Server()
+    atexit.register(server.close)
+    return server
 
 
 @contextlib.contextmanager

@@ -310,6 +310,39 @@ def clipped(rank: Rank) -> list[Any]:
     return [_equal(*found), step.records[-1].accumulation_steps]
 
 
+def cleared(rank: Rank) -> list[Any]:
+    """One rank fails at each place of a backward over parameters that are gathered together:
+    gradients of some are there, and are not added to those of the next attempt."""
+    from torch.distributed.fsdp import fully_shard
+
+    _begin(rank)
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.Tanh())]
+    model: Any = fully_shard(nn.Sequential(*layers))
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(rank.rank))
+
+    def body(x: torch.Tensor) -> None:
+        model.zero_grad()
+        model(x).square().mean().backward()
+
+    body(x)
+    expected = [p.grad.full_tensor() for p in model.parameters()]
+    wrong, failed = [], 0
+    for nth in range(1, 40):
+        step = oomkit.auto_batch(lambda x: body(x), verify=False, model=model)
+        with inject_oom(nth=nth, phase="backward") if rank.rank == 1 else contextlib.nullcontext():
+            step(x)
+        found = [p.grad.full_tensor() for p in model.parameters()]
+        if not all(torch.allclose(a, b) for a, b in zip(found, expected, strict=True)):
+            wrong.append(nth)
+        fired = torch.tensor(step.records[-1].ooms)
+        dist.all_reduce(fired)
+        if not fired:
+            break
+        failed += 1
+    return [wrong, failed > 5]
+
+
 def first_gather(rank: Rank) -> list[Any]:
     """A rank fails in the first gather that there is, with the others in the end of their
     backward: it takes part in that without a parameter that was gathered."""

@@ -33,6 +33,10 @@ def test_faults_leave_no_trace(options: list[str]) -> None:
         _sweep("programs_ddp", 2, options, kinds=["last", "again"], at=[2, 1], stride=9, offset=2)
 
 
+def test_each_place_of_a_plain_step() -> None:
+    _sweep("programs_ddp", 2, ["plain"], kinds=["last"], at=[1])
+
+
 @pytest.mark.parametrize("options", [[o] for o in programs_fsdp.OPTIONS] if WHOLE else [SHARDED])
 def test_faults_leave_no_trace_sharded(options: list[str]) -> None:
     if WHOLE:

@@ -19,6 +19,7 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "caught": ("caught", {"sharded": False}),
     "caught, sharded": ("caught", {"sharded": True}),
     "clipped": ("clipped", {}),
+    "cleared": ("cleared", {}),
     "first gather": ("first_gather", {}),
     "reported": ("reported", {}),
     "evaluated": ("evaluated", {}),
@@ -87,6 +88,10 @@ def test_an_error_that_is_caught_reaches_all_at_once_and_all_go_on(name: str) ->
 
 def test_gradients_that_are_sharded_are_clipped_where_one_rank_is_split() -> None:
     assert _of("clipped") == [[True, 1], [True, 2]]
+
+
+def test_gradients_of_an_attempt_that_failed_are_in_none_of_the_next() -> None:
+    assert _of("cleared") == [[[], True]] * 2
 
 
 def test_a_rank_that_fails_in_its_first_gather_takes_part_in_the_others_reduction() -> None:
