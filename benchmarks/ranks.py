@@ -1,4 +1,4 @@
-"""What agreement costs: single votes beside gloo's and a store's, and a step of DDP with it.
+"""What agreement costs: single votes beside gloo's and a store's, and steps with it.
 
 Ranks are processes of this machine, over gloo. Figures are rank 0's, in microseconds. With more
 ranks than idle cores they say how the system gives out cores: the load is printed with them.
@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import oomkit
@@ -62,18 +63,27 @@ def _votes(count: int) -> dict[str, tuple[float, float]]:
     return found
 
 
-def _model() -> tuple[nn.Module, Any]:
+LAYERS = 8
+
+
+def _model(kind: str) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
-    for _ in range(8):
+    for _ in range(LAYERS):
         layers += [nn.Linear(256, 256), nn.ReLU()]
-    model = DistributedDataParallel(nn.Sequential(*layers))
+    model: nn.Module = nn.Sequential(*layers)
+    if kind == "DDP":
+        model = DistributedDataParallel(model)
+    else:
+        for layer in layers[::2]:
+            fully_shard(layer)
+        fully_shard(model)
     return model, torch.optim.SGD(model.parameters(), lr=1e-3)
 
 
-def _steps(count: int) -> dict[str, tuple[float, float]]:
+def _steps(kind: str, count: int) -> dict[str, tuple[float, float]]:
     """A healthy step, bare and decorated in turn; and one that fails once on the last rank."""
-    model, optimizer = _model()
+    model, optimizer = _model(kind)
     x, y = torch.randn(64, 256), torch.randn(64, 256)
 
     def bare(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -86,15 +96,22 @@ def _steps(count: int) -> dict[str, tuple[float, float]]:
         bare(x, y)
         step(x, y)
     times: dict[str, list[float]] = {"bare": [], "decorated": []}
+    ratios = []
     for turn in range(count):
         order = [("bare", bare), ("decorated", step)]
         for name, call in order if turn % 2 == 0 else order[::-1]:
             dist.barrier()
             times[name] += [_timed(lambda call=call: call(x, y), 1)[0]]
+        ratios.append(times["decorated"][-1] / times["bare"][-1])
     found = {}
+    ratios.sort()
     for name, values in times.items():
         values.sort()
-        found[f"DDP step, {name}"] = statistics.median(values), values[int(len(values) * 0.99)]
+        found[f"{kind} step, {name}"] = statistics.median(values), values[int(len(values) * 0.99)]
+    found[f"{kind} step, decorated / bare, pair by pair"] = (
+        statistics.median(ratios),
+        ratios[int(len(ratios) * 0.99)],
+    )
     failing = []
     for _ in range(max(3, count // 20)):
         fresh = oomkit.auto_batch(
@@ -107,8 +124,44 @@ def _steps(count: int) -> dict[str, tuple[float, float]]:
                 failing.append(_timed(lambda f=fresh: f(x, y), 1)[0])
         else:
             failing.append(_timed(lambda f=fresh: f(x, y), 1)[0])
-    found["DDP step, one rank fails in its backward"] = statistics.median(failing), max(failing)
-    return found
+    found[f"{kind} step, one rank fails in its backward"] = statistics.median(failing), max(failing)
+    return found | _exchanges(kind, lambda: bare(x, y), lambda: step(x, y))
+
+
+def _exchanges(
+    kind: str, bare: Callable[[], object], step: Callable[[], object]
+) -> dict[str, tuple[float, float]]:
+    """What ranks exchange in a healthy step of one micro-batch: in all, and beside torch's own."""
+    group: Any = dist.group.WORLD
+    counts = {"vote": 0, "tell": 0}
+    plain = {name: getattr(worlds.World, name) for name in counts}
+
+    def counted(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return plain[name](*args, **kwargs)
+
+        return call
+
+    made = []
+    for call in (bare, step):
+        for name in counts:
+            setattr(worlds.World, name, counted(name))
+        before = group._get_sequence_number_for_group()
+        call()
+        made.append(group._get_sequence_number_for_group() - before)
+        for name in counts:
+            setattr(worlds.World, name, plain[name])
+    # Composer, as its source says: two all-reduces for each check, after each forward of a model
+    # of DDP; over FSDP before each forward and backward of a sharded module, and after the
+    # backward of each other one, in its first batches and after an error.
+    checks = 1 if kind == "DDP" else 2 * (LAYERS + 1) + LAYERS
+    return {
+        f"{kind}, collectives added to torch's {made[0]}": (made[1] - made[0], 0),
+        f"{kind}, votes in shared memory": (counts["vote"], 0),
+        f"{kind}, words in shared memory": (counts["tell"], 0),
+        f"{kind}, collectives that Composer would add": (2 * checks, 0),
+    }
 
 
 def _rank(rank: int, world: int, folder: str, count: int) -> None:
@@ -119,9 +172,11 @@ def _rank(rank: int, world: int, folder: str, count: int) -> None:
     port = int(Path(folder, "port").read_text())
     store = dist.TCPStore("127.0.0.1", port, world, rank == 0, patience)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
-    found = _votes(count) | _steps(max(20, count // 20))
+    found = _votes(count)
+    for kind in ("DDP", "FSDP2"):
+        found |= _steps(kind, max(20, count // 20))
     if rank == 0:
-        lines = [f"{n:44s} {median:10.1f} {late:10.1f}" for n, (median, late) in found.items()]
+        lines = [f"{n:50s} {median:10.2f} {late:10.2f}" for n, (median, late) in found.items()]
         Path(folder, "table").write_text("\n".join(lines))
     dist.barrier()
     dist.destroy_process_group()
@@ -151,7 +206,7 @@ def main() -> None:
             Path(folder, "port").write_text(str(_free_port()))
             processes.spawn(_rank, (world, folder, given.count), nprocs=world)
             title = f"{world} ranks (load before it: {load:.1f})"
-            lines += ["", f"{title:44s} {'median':>10s} {'p99':>10s}"]
+            lines += ["", f"{title:50s} {'median':>10s} {'p99':>10s}"]
             lines.append(Path(folder, "table").read_text())
     text = "\n".join(lines)
     print(text)

@@ -477,8 +477,10 @@ def refusal(model: Any) -> str | None:
 
 
 def _group_refusal(group: Any) -> str | None:
-    if not (group.reduce_grads and group.all_reduce_grads):
+    if not group.reduce_grads:
         return "set_requires_gradient_sync(False) leaves gradients of parts on each rank"
+    if not group.all_reduce_grads:
+        return "set_requires_all_reduce(False) leaves gradients of parts on each replica"
     if not group.reshard_after_backward:
         return "set_reshard_after_backward(False) keeps parameters together"
     if group._all_reduce_hook is not None:

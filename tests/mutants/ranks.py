@@ -11,7 +11,35 @@ MUTANTS = [
         "oomkit/_ranks/agreement.py",
         "        self.real._reset_state()\n        self.due",
         "        self.due",
-        ("ranks/test_ddp.py::test_faults_leave_no_trace[plain]",),
+        ("ranks/test_ddp.py::test_each_place_of_a_plain_step",),
+    ),
+    Mutant(
+        "vote-before-drain",
+        "a rank that failed makes up for its part of a reduction before it votes",
+        "oomkit/_ranks/agreement.py",
+        "            self._drain()\n            self.vote(AGAIN, REDUCTION)\n",
+        "            self.vote(AGAIN, REDUCTION)\n            self._drain()\n",
+        ("ranks/test_ddp.py::test_each_place_of_a_plain_step",),
+    ),
+    Mutant(
+        "unsharded-gradients-kept",
+        "gradients of an attempt that failed are in none of the next",
+        "oomkit/_ranks/sharded.py",
+        "            p._unsharded_param.grad = None\n",
+        "            pass\n",
+        ("ranks/test_steps.py::test_gradients_of_an_attempt_that_failed_are_in_none_of_the_next",),
+    ),
+    Mutant(
+        "first-gather-not-made-up-for",
+        "a rank that failed in its first gather takes part in the others' reduction",
+        "oomkit/_ranks/sharded.py",
+        "        for p in fresh:  # this rank failed in its first gather\n",
+        "        for p in fresh[:0]:\n",
+        (
+            "ranks/test_steps.py::"
+            "test_a_rank_that_fails_in_its_first_gather_takes_part_in_the_others_reduction",
+        ),
+        also=(("        for p in fresh:\n", "        for p in fresh[:0]:\n"),),
     ),
     Mutant(
         "stale-segment-opened",

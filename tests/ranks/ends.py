@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .launch import ROOT, started
+from .programs_ends import PATIENCE
 
 TABLE = ROOT / "benchmarks" / "results" / "ranks-ends.txt"
 HOW = ("kill", "stop", "raise", "exit")
@@ -26,25 +27,32 @@ OPTIONS = {
     False: ("plain", "norm", "two_models", "views", "fp16"),
     True: ("plain", "together", "hsdp", "checkpoint"),
 }
-LIMIT = {"stop": 12.0}
-"""Seconds in which the others must know, if not 6: it is three times what ranks are patient, or an
-error waits for others, on a machine that may do other things."""
+LIMIT = 45.0
+"""Seconds in which the others must know: that of a machine with many more processes than cores, on
+which one that was killed takes its time to be gone. What is usual is in the table."""
 
 
 @dataclass
 class Ends:
+    count: int = 0
     seconds: list[float] = field(default_factory=list)
     by_vote: int = 0
     """Ranks that got RankError; others got torch's error with a note."""
     wrong: list[str] = field(default_factory=list)
+
+    def add(self, other: Ends) -> None:
+        self.count += other.count
+        self.seconds += other.seconds
+        self.by_vote += other.by_vote
+        self.wrong += other.wrong
 
 
 def one_end(how: str, sharded: bool, seed: int) -> Ends:
     draw = random.Random(seed)
     world = 4 if draw.random() < 0.1 else 2
     given = {"how": how, "sharded": sharded, "option": draw.choice(OPTIONS[sharded]), "seed": seed}
-    found = Ends()
-    with started("programs_ends:one_ends", world, 60.0, **given) as (processes, folder, finish):
+    found = Ends(1)
+    with started("programs_ends:one_ends", world, 100.0, **given) as (processes, folder, finish):
         if how == "stop":
             results = [folder / f"result-{rank}" for rank in range(world)]
             while sum(result.exists() for result in results) < world - 1:
@@ -59,7 +67,7 @@ def one_end(how: str, sharded: bool, seed: int) -> Ends:
         process = f"rank {victim} "
         found.by_vote += text.startswith("RankError")
         found.seconds.append(seconds)
-        if process not in text or not 0.0 <= seconds <= LIMIT.get(how, 6.0):
+        if process not in text or not 0.0 <= seconds <= LIMIT:
             found.wrong.append(f"{given} {world} ranks: after {seconds:.1f} s: {text[:600]}")
     if len(told) != world - 1 or any(one.hung for one in ended):
         outputs = " ".join(one.output[-1500:] for one in ended)
@@ -67,14 +75,43 @@ def one_end(how: str, sharded: bool, seed: int) -> Ends:
     return found
 
 
-def ends(how: str, sharded: bool, count: int, seed: int) -> Ends:
+def ends(how: str, sharded: bool, numbers: range, seed: int) -> Ends:
     found = Ends()
-    for number in range(count):
+    for number in numbers:
         one = one_end(how, sharded, 1000 * seed + number)
-        found.seconds += one.seconds
-        found.by_vote += one.by_vote
-        found.wrong += one.wrong
+        found.add(one)
     return found
+
+
+def table(found: dict[tuple[bool, str], Ends], seed: int, said: list[str]) -> str:
+    lines = [
+        "One rank that ends at a random place of a step, of 2 ranks or (one in ten) 4, in two of",
+        "three of them with an out-of-memory error on some rank in the same step. Each other rank",
+        f"must get an error that names it, within {LIMIT:.0f} seconds: RankError, or torch's error",
+        "with a note. Seconds are from the end of the one to the error of the other; for one that",
+        f"is stopped the {PATIENCE:.0f} that the process group was told to wait are in them.",
+        "",
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
+        f"seed {seed}",
+        *said,
+        "",
+        f"{'program':8s} {'by':6s} {'ends':>5s} {'told':>5s} {'RankError':>10s} {'wrong':>6s} "
+        f"{'median s':>9s} {'longest s':>10s}",
+    ]
+    total = Ends()
+    for (sharded, how), one in found.items():
+        seconds = sorted(one.seconds) or [0.0]
+        lines.append(
+            f"{'fsdp' if sharded else 'ddp':8s} {how:6s} {one.count:5d} {len(one.seconds):5d} "
+            f"{one.by_vote:10d} {len(one.wrong):6d} {seconds[len(seconds) // 2]:9.2f} "
+            f"{seconds[-1]:10.2f}"
+        )
+        total.add(one)
+    lines.append(
+        f"{'all':15s} {total.count:5d} {len(total.seconds):5d} {total.by_vote:10d} "
+        f"{len(total.wrong):6d}"
+    )
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -84,38 +121,17 @@ def main() -> int:
     parser.add_argument("--say", action="append", default=[], help="a line for the table")
     parser.add_argument("--output", type=Path, help=f"usually {TABLE}")
     given = parser.parse_args()
-    lines = [
-        "One rank that ends at a random place of a step, of 2 ranks or (one in ten) 4, in half of",
-        "them after or before an out-of-memory error on some rank. Each other rank must get an",
-        "error that names it: RankError, or torch's error with a note. Seconds are from the end of",
-        "the one to the error of the other; for one that is stopped they have the 4 seconds in",
-        "them that the process group was told to wait.",
-        "",
-        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-        f"seed {given.seed}",
-        *given.say,
-        "",
-        f"{'program':8s} {'by':6s} {'ends':>5s} {'told':>5s} {'RankError':>10s} {'wrong':>6s} "
-        f"{'median s':>9s} {'longest s':>10s}",
-    ]
-    failed, total = 0, 0
-    for sharded in (False, True):
-        for how in HOW:
-            found = ends(how, sharded, given.count, given.seed)
-            seconds = sorted(found.seconds) or [0.0]
-            lines.append(
-                f"{'fsdp' if sharded else 'ddp':8s} {how:6s} {given.count:5d} "
-                f"{len(found.seconds):5d} {found.by_vote:10d} {len(found.wrong):6d} "
-                f"{seconds[len(seconds) // 2]:9.2f} {seconds[-1]:10.2f}"
-            )
-            print(lines[-1], flush=True)
-            for text in found.wrong:
+    found = {(sharded, how): Ends() for sharded in (False, True) for how in HOW}
+    for number in range(given.count):
+        for (sharded, how), so_far in found.items():
+            one = ends(how, sharded, range(number, number + 1), given.seed)
+            so_far.add(one)
+            for text in one.wrong:
                 print(text, flush=True)
-            failed, total = failed + len(found.wrong), total + given.count
-    lines.append(f"{'all':15s} {total:5d} {'':16s} {failed:6d}")
-    if given.output is not None:
-        given.output.write_text("\n".join(lines) + "\n")
-    return 1 if failed else 0
+        if given.output is not None:
+            given.output.write_text(table(found, given.seed, given.say) + "\n")
+    print(table(found, given.seed, given.say))
+    return 1 if any(one.wrong for one in found.values()) else 0
 
 
 if __name__ == "__main__":

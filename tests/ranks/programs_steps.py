@@ -202,28 +202,53 @@ def out_of_ways(rank: Rank) -> list[Any]:
     return [said, all(torch.equal(a, b) for a, b in zip(start, model.parameters(), strict=True))]
 
 
+class _Rows(nn.Module):
+    """Sums of rows, whatever is in it."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 2), *layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x).sum(1)
+        return out
+
+
+def _refused_ddp(how: str) -> Any:
+    if how == "sparse":
+        return DistributedDataParallel(nn.EmbeddingBag(10, 2, sparse=True))
+    given: dict[str, Any] = {"static_graph": how == "static"}
+    if how == "subgroup":
+        given["process_group"] = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    model = DistributedDataParallel(_Rows(), **given)
+    if how == "buffer hook":
+        model._register_buffer_comm_hook(None, lambda state, buffers: None)
+    elif how == "sync batch norm":  # torch lets it in on CPUs in no other way
+        model.module.layers.append(nn.SyncBatchNorm(2).eval())
+    return model
+
+
+def _refused_fsdp(how: str) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = fully_shard(_Rows())
+    {
+        "fsdp, parts": lambda: model.set_requires_gradient_sync(False),
+        "fsdp, kept": lambda: model.set_reshard_after_backward(False),
+        "fsdp, replicas": lambda: model.set_requires_all_reduce(False),
+        "fsdp, open": lambda: model.set_is_last_backward(False),
+        "fsdp, hook": lambda: model.set_all_reduce_hook(lambda tensor: None),
+    }[how]()
+    return model
+
+
 def refused(rank: Rank) -> list[str]:
-    """What is not agreed on, found at the first call."""
+    """What is not agreed on, found at the first call, which runs as it is."""
     rank.join()
     found = []
     for how in rank.arguments["how"]:
         torch.manual_seed(0)
-        net: nn.Module = nn.Linear(4, 2)
-        given: dict[str, Any] = {}
-        if how == "sparse":
-            net = nn.EmbeddingBag(10, 2, sparse=True)
-        elif how == "static":
-            given["static_graph"] = True
-        if how.startswith("fsdp"):
-            from torch.distributed.fsdp import fully_shard
-
-            model: Any = fully_shard(net)
-            if how == "fsdp, parts":
-                model.set_requires_gradient_sync(False)
-            else:
-                model.set_reshard_after_backward(False)
-        else:
-            model = DistributedDataParallel(net, **given)
+        model = _refused_fsdp(how) if how.startswith("fsdp") else _refused_ddp(how)
         x = torch.randint(0, 10, (4, 3)) if how == "sparse" else torch.randn(4, 4)
 
         @oomkit.auto_batch
@@ -237,8 +262,8 @@ def refused(rank: Rank) -> list[str]:
     return found
 
 
-def joined(rank: Rank) -> bool:
-    """Uneven inputs under join(): as torch alone."""
+def joined(rank: Rank) -> str:
+    """Uneven inputs under join(): as torch alone. What is said of it."""
     model, optimizer, x, y = _begin(rank)
 
     @oomkit.auto_batch
@@ -247,10 +272,12 @@ def joined(rank: Rank) -> bool:
         F.mse_loss(model(x), y).backward()
         optimizer.step()
 
-    with model.join():  # type: ignore[operator]
-        for _ in range(2 + rank.rank):
-            step(x, y)
-    return True
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with model.join():  # type: ignore[operator]
+            for _ in range(2 + rank.rank):
+                step(x, y)
+    return " ".join(str(w.message) for w in caught if "not retried" in str(w.message))
 
 
 def caught(rank: Rank) -> list[Any]:

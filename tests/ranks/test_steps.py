@@ -8,8 +8,22 @@ from typing import Any
 import pytest
 from helpers.messages import message_of
 
+import oomkit
+
 from .launch import ranks_of, results_of
 
+REFUSED = {
+    "sparse": "EmbeddingBag(sparse=True) has sparse gradients",
+    "static": "static_graph=True",
+    "sync batch norm": "SyncBatchNorm communicates inside the forward",
+    "subgroup": "its process group is not that of all ranks",
+    "buffer hook": "it has a hook for its buffers",
+    "fsdp, parts": "set_requires_gradient_sync(False)",
+    "fsdp, kept": "set_reshard_after_backward(False)",
+    "fsdp, replicas": "set_requires_all_reduce(False)",
+    "fsdp, open": "set_is_last_backward(False)",
+    "fsdp, hook": "it has a hook for its reduction",
+}
 OWN = [(fails, phase, nth) for fails in (0, 1) for phase, nth in (("forward", 1), ("backward", 2))]
 TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "split": ("split_from_the_start", {}),
@@ -23,7 +37,7 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "first gather": ("first_gather", {}),
     "reported": ("reported", {}),
     "evaluated": ("evaluated", {}),
-    "refused": ("refused", {"how": ["sparse", "static", "fsdp, parts", "fsdp, kept"]}),
+    "refused": ("refused", {"how": list(REFUSED)}),
     "joined": ("joined", {}),
     **{f"own {f} {p}": ("own_collective", {"fails": f, "phase": p, "nth": n}) for f, p, n in OWN},
 }
@@ -113,13 +127,13 @@ def test_evaluation_needs_no_agreement_but_for_its_collectives() -> None:
     assert "torch.distributed.all_reduce() in a function that is split on this rank" in second[3]
 
 
-def test_what_is_not_agreed_on_is_said_at_the_first_call() -> None:
+@pytest.mark.parametrize(("index", "reason"), enumerate(REFUSED.values()), ids=list(REFUSED))
+def test_what_is_not_agreed_on_is_said_at_the_first_call(index: int, reason: str) -> None:
     for found in _of("refused"):
-        assert "EmbeddingBag(sparse=True) has sparse gradients" in found[0]
-        assert "static_graph" in found[1]
-        assert "set_requires_gradient_sync(False)" in found[2]
-        assert "set_reshard_after_backward(False)" in found[3]
+        assert reason in found[index]
+        assert found[index].endswith(oomkit._C.see("distributed"))
 
 
 def test_uneven_inputs_under_join_are_torchs_affair() -> None:
-    assert _of("joined") == [True, True]
+    for said in _of("joined"):
+        assert "inside join() ranks leave one by one" in said
