@@ -216,6 +216,7 @@ class Sharded(Call):
         self._together = False  # all ranks know that this attempt begins
         self._gathered: set[int] | None = None
         self._proving = False
+        self._knows = False  # from a vote, why it was stopped
         self._making = False
         self._follows = False
         self._failure: _C.RankError | None = None
@@ -299,13 +300,13 @@ class Sharded(Call):
 
     def again(self) -> int:
         """Another attempt of all ranks; everything is back."""
-        if self.stopped:
+        if self.stopped and not self._knows:
             with _Aside(self):
                 self.vote(FINE, REDUCTION)
         return self._anew()
 
     def _anew(self) -> int:
-        self.stopped = self._proving = False
+        self.stopped = self._proving = self._knows = False
         self.trouble = self._together = True
         self._backwards = 0
         return 0
@@ -322,6 +323,7 @@ class Sharded(Call):
         if self._proving or _C._where() == _EARLIER:
             raise refuse_in_parts(self, name)
         if self.asks(FINE, OWN):
+            self._knows = True
             self._stop()
         return False
 

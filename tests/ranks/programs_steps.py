@@ -312,29 +312,35 @@ def caught(rank: Rank) -> list[Any]:
 
 
 def clipped(rank: Rank) -> list[Any]:
-    """Norms of gradients that are sharded, in a step that begins again: whole on one rank."""
+    """Norms of gradients that are sharded, in a step that begins again: whole on one rank. The
+    other one fails in its forward, or when the first has come to the norm."""
     from torch.distributed.fsdp import fully_shard
 
     _begin(rank)
     found = []
-    for fails in (False, True):
+    for fails in ("nowhere", "forward", "norm"):
         torch.manual_seed(0)
         model: Any = fully_shard(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         torch.manual_seed(rank.rank + 1)
         x, y = torch.randn(8, 4), torch.randn(8, 2)
+        once = iter([rank.rank == 1 and fails == "norm"])
 
-        @oomkit.auto_batch(verify=False)
-        def step(x: torch.Tensor, y: torch.Tensor, model: Any = model, opt: Any = optimizer) -> Any:
+        @oomkit.auto_batch(verify=False, model=model)
+        def step(x: torch.Tensor, y: torch.Tensor, opt: Any = optimizer, once: Any = once) -> Any:
             opt.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            F.mse_loss(model(x), y).backward()  # noqa: B023
+            if next(once, False):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # noqa: B023
             opt.step()
 
-        with inject_oom(nth=2) if fails and rank.rank == 1 else contextlib.nullcontext():
+        failing = fails == "forward" and rank.rank == 1
+        with inject_oom(nth=2) if failing else contextlib.nullcontext():
             step(x, y)
         found.append([p.full_tensor().flatten().tolist() for p in model.parameters()])
-    return [_equal(*found), step.records[-1].accumulation_steps]
+    split = step.records[-1].accumulation_steps
+    return [_equal(found[0], found[1]), _equal(found[0], found[2]), split]
 
 
 def cleared(rank: Rank) -> list[Any]:

@@ -101,7 +101,7 @@ def test_an_error_that_is_caught_reaches_all_at_once_and_all_go_on(name: str) ->
 
 
 def test_gradients_that_are_sharded_are_clipped_where_one_rank_is_split() -> None:
-    assert _of("clipped") == [[True, 1], [True, 2]]
+    assert _of("clipped") == [[True, True, 1], [True, True, 2]]
 
 
 def test_gradients_of_an_attempt_that_failed_are_in_none_of_the_next() -> None:
@@ -127,7 +127,7 @@ def test_evaluation_needs_no_agreement_but_for_its_collectives() -> None:
     assert "torch.distributed.all_reduce() in a function that is split on this rank" in second[3]
 
 
-@pytest.mark.parametrize(("index", "reason"), enumerate(REFUSED.values()), ids=list(REFUSED))
+@pytest.mark.parametrize(("index", "reason"), [*enumerate(REFUSED.values())], ids=list(REFUSED))
 def test_what_is_not_agreed_on_is_said_at_the_first_call(index: int, reason: str) -> None:
     for found in _of("refused"):
         assert reason in found[index]
