@@ -260,12 +260,13 @@ recompute_put_back(oomkit_call *call)
         (unsigned long long)call->log.number, call->options->label);
 }
 
-/* One attempt over the whole batch, which ends after its first backward. 0, or -1 with
- * an exception that is to be raised: an interrupt. */
+/* One attempt over the whole batch, which ends after its first backward. 0; 1 where it
+ * ran out of memory; or -1 with an exception that is to be raised: an interrupt. */
 static int
 recompute_attempt(oomkit_call *call)
 {
     OWNED PyObject *result = NULL;
+    int is_oom;
 
     oomkit_grads_owe(call, OOMKIT_OWED_NOW);
     call->backward.instead = recompute_backward;
@@ -277,21 +278,25 @@ recompute_attempt(oomkit_call *call)
     if (!PyErr_ExceptionMatches(PyExc_Exception)) {
         return -1;
     }
+    is_oom = oomkit_exception_is_oom(call->st);
     oomkit_exception_discard(call->st, oomkit_exception_take());
-    return 0;
+    return is_oom;
 }
 
+/* An attempt, and everything back but what it took off. 1 taken off, 0 not, 2 not for
+ * want of memory, or -1. */
 static int
-recompute(oomkit_call *call)
+recompute_once(oomkit_call *call)
 {
     const oomkit_slice whole = {0, call->batch.rows};
     oomkit_cut_own next; /* the next attempt */
-    int result, done;
+    int result, done, is_oom;
 
     oomkit_cut_aside(call, &next);
     result = oomkit_cut_given(call, &whole, 1) < 0 ? -1 : recompute_attempt(call);
     done = oomkit_grads_owed(call) == OOMKIT_OWED_DONE;
-    if (result == 0) {
+    is_oom = result == 1;
+    if (result >= 0) {
         result = oomkit_recover_roll_back(call);
         oomkit_savepoint_end_attempt(call);
     }
@@ -302,7 +307,21 @@ recompute(oomkit_call *call)
         oomkit_recover_reclaim(call, oomkit_baseline_at_entry(call)) < 0) {
         return -1;
     }
-    if (!done) {
+    return done ? 1 : is_oom ? 2 : 0;
+}
+
+static int
+recompute(oomkit_call *call)
+{
+    int done = recompute_once(call);
+
+    if (done == 2) { /* once more: what another program has taken may be there again */
+        done = oomkit_savepoint_take(call) < 0 ? -1 : recompute_once(call);
+    }
+    if (done < 0) {
+        return -1;
+    }
+    if (done != 1) {
         return recompute_give_up(call);
     }
     return recompute_put_back(call) < 0 ? -1 : oomkit_savepoint_take(call);

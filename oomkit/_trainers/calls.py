@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,6 +21,7 @@ __all__ = ["Call", "calls_of", "own"]
 _PAIRED = ("DPOTrainer", "RewardTrainer")
 _HERE = "_oomkit_calls"  # in a protected trainer's dictionary
 _KEPT = 1024  # records of earlier models
+_SILENT = 3  # split calls in a row whose loss is not finite, so that it proves nothing
 _SUMS = ("cispo", "dapo", "vespo")  # of GRPO: divided by the tokens of the whole window
 
 
@@ -156,12 +158,14 @@ class Call:
         given = tuple(given) if isinstance(given, (list, tuple)) else (given,)
         self._options = {
             "label": f"{type(trainer).__name__}.{name}",
+            "verify": None,
             **options,
             "participants": (*given, books),
             "static": ("more",),
         }
         self._begin = begin
         self.seen: Any = None  # the trainer's state of this training
+        self._runs = self._silent = 0  # of the trainer's method in a call; see _SILENT
         self._past: tuple[_C.StepRecord, ...] = ()
         self._renew(trainer)
 
@@ -199,6 +203,7 @@ class Call:
         self, trainer: Any, model: Any, inputs: Any, more: Mapping[str, Any], *items: Any
     ) -> Any:
         """One micro-batch, or the whole batch, by the trainer's own method."""
+        self._runs += 1
         part = dict(inputs.inputs) if isinstance(inputs, Pairs) else inputs
         result = self.books.note(part, lambda: self.method(trainer, model, part, *items, **more))
         if isinstance(inputs, Pairs) and self._name == "prediction_step":
@@ -231,9 +236,38 @@ class Call:
         if paired:
             inputs = Pairs(inputs)
         self.books.begin()
+        self._runs = 0
         result = step(self, trainer, model, inputs, more=more, **arguments)
         self.books.end()
+        if self._runs > 1 and step is self.step and self.is_training:
+            self._count_silent(result)
         return together(result, -1) if paired else result
+
+    def _count_silent(self, result: Any) -> None:
+        """SplitError or a warning where losses of several split calls could prove nothing.
+
+        A scaler that begins too high is none of them: gradients overflow, the loss does not.
+        """
+        loss, verify = result[0] if isinstance(result, tuple) else result, self._options["verify"]
+        silent = isinstance(loss, torch.Tensor) and not bool(loss.isfinite().all())
+        if not silent or verify is False or self._is_proven():
+            self._silent = 0
+            return
+        self._silent += 1
+        if self._silent % _SILENT:
+            return
+        text = (
+            f"auto_batch cannot split {self._options['label']} exactly: its loss was {loss.mean():.4g} in "
+            f"{_SILENT} split calls in a row, so that nothing could be proven; look for the cause "
+            'in a run without oomkit, or pass inexact="warn" to protect()'
+            f"{_C.see('split-not-exact')}"
+        )
+        if verify != "warn":
+            raise _C.SplitError(text)
+        warnings.warn(text, _C.OomkitWarning, stacklevel=3)
+
+    def _is_proven(self) -> bool:
+        return any("proven" in each for each in self.step.state_dict()["signatures"])
 
     def _in_one(
         self, trainer: Any, because: str, model: Any, inputs: Any, named: dict[str, Any]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import transformers
-from runs import SINGLE, Arm, Outcome, differences, listening, parameters, places, timeless
+from runs import MODES, SINGLE, Arm, Forks, Outcome, differences, listening, parameters, timeless
 
 import oomkit
 import oomkit.transformers
@@ -24,7 +26,7 @@ def run(
     protect: Callable[[Any], Any] = oomkit.transformers.protect,
     method: str = "training_step",
     number: int = 0,
-    fault: dict[str, Any] | None = None,
+    fault: dict[str, Any] | Forks | None = None,
     slices: dict[int, tuple[int, ...]] | None = None,
     train: Callable[[Any], Any] = lambda trainer: trainer.train(),
 ) -> tuple[Outcome, Arm, Any]:
@@ -32,7 +34,7 @@ def run(
     trainer = protect(make())
     trainer.remove_callback(transformers.PrinterCallback)
     begun = parameters(trainer.model)
-    arm = Arm(getattr(trainer, method), number, fault, slices)
+    arm = Arm(getattr(trainer, method), number, fault, slices, lambda: _state(trainer))
     setattr(trainer, method, arm)
     error: BaseException | None = None
     with listening() as said:
@@ -59,6 +61,22 @@ def run(
     return outcome, arm, trainer
 
 
+def _state(trainer: Any) -> dict[str, Any]:
+    """What a call that ends in an error leaves as it was."""
+    named = dict(trainer.model.named_parameters())
+    metrics = getattr(trainer, "_metrics", None) or {}
+    numbers = {name: v for name, v in vars(trainer).items() if type(v) in (int, float)}
+    return {
+        "parameters": {name: p.detach().clone() for name, p in named.items()},
+        "gradients": {n: p.grad.clone() for n, p in named.items() if p.grad is not None},
+        "buffers": {name: b.clone() for name, b in trainer.model.named_buffers()},
+        "stream": torch.get_rng_state(),
+        "metrics": {m: {k: v[:] for k, v in each.items() if v} for m, each in metrics.items()},
+        "training": [name for name, m in trainer.model.named_modules() if m.training],
+        **numbers,
+    }
+
+
 def sweep(
     make: Make,
     method: str,
@@ -66,11 +84,13 @@ def sweep(
     *,
     exact: bool = True,
     limit: float | None = None,
-    times: int | None = 1,
+    times: Sequence[int | None] = MODES,
     phase: str | None = None,
     protect: Callable[[Any], Any] = oomkit.transformers.protect,
 ) -> Counter[str]:
     """An error at each of some allocations of one call: the run must be what it is without.
+
+    Where memory does not come back, it ends in `OutOfMemory`, and the call has changed nothing.
 
     Args:
         make: makes a trainer.
@@ -79,49 +99,70 @@ def sweep(
         exact: compared with the plain run; else, bit for bit, with one in the same slices.
         limit: of differences, by the largest update; by default what single precision explains,
             and 0 in the same slices.
-        times: how many allocations fail in a row.
+        times: how many allocations fail in a row; None: all from there on.
         phase: of the allocations.
         protect: of oomkit.
     """
     if limit is None:
         limit = SINGLE if exact else 0.0
+    forks = Forks(times, {"phase": phase})
+
+    def work() -> tuple[Any, ...]:
+        outcome, arm, trainer = run(make, protect, method, number, forks)
+        return outcome, arm.counts, _counts(trainer, method)
+
     reference, _, _ = run(make, plain, method, number)
-    healthy, arm, _ = run(make, protect, method, number, {"nth": 2**40, "phase": phase})
+    healthy, _, _ = forks.run(work)
     assert reference.error is None, reference.error
     assert not differences(reference, healthy, 0.0)
-    assert arm.seen > 0, "the call allocates nothing"
     seen: Counter[str] = Counter()
-    for nth in places(arm.seen):
-        fault = {"nth": nth, "times": times, "phase": phase}
-        outcome, failed, trainer = run(make, protect, method, number, fault)
-        assert failed.fired, f"allocation {nth} of {arm.seen} did not come"
+    same: dict[Any, Outcome] = {}
+    for fault, answer in forks.answers:
+        where = f"an error at allocation {fault['nth']} of {forks.seen}, times={fault['times']}"
+        assert isinstance(answer, tuple), f"{where}: {answer}"
+        outcome, arm, counts = answer
+        assert arm.fired, f"{where}: it did not come"
+        if fault["times"] is None:
+            seen[forks.ended(where, outcome, arm)] += 1
+            continue
         if not exact:
-            reference = _in_the_same_slices(make, trainer, method)
+            key = tuple(counts.items())
+            if key not in same:
+                same[key] = _in_the_same_slices(make, method, counts)
+            reference = same[key]
         found = differences(reference, outcome, limit)
-        assert not found, f"an error at allocation {nth} of {arm.seen}: {found}; {outcome.said}"
+        assert not found, f"{where}: {found}; {outcome.said}"
         split = any("accumulation=1->" in line for line in outcome.said)
         seen["split" if split else "repeated"] += 1
     return seen
 
 
-def _in_the_same_slices(make: Make, trainer: Any, method: str) -> Outcome:
+def _counts(trainer: Any, method: str) -> dict[int, tuple[int, int]]:
+    """Rows and micro-batches of each call."""
+    return {
+        record.step: (record.batch_size or 0, record.accumulation_steps)
+        for record in oomkit.transformers.records(trainer)
+        if record.label is not None and record.label.endswith(method)
+    }
+
+
+def _in_the_same_slices(make: Make, method: str, counts: dict[int, tuple[int, int]]) -> Outcome:
     """A run without an error whose calls are split as those of another one were.
 
     Args:
         make: makes a trainer.
-        trainer: of the other run.
         method: of which there was an error.
+        counts: of the other run.
     """
-    records = [
-        record
-        for record in oomkit.transformers.records(trainer)
-        if record.label is not None and record.label.endswith(method)
-    ]
-    whole = {r.step: (r.batch_size or 0,) for r in records if r.accumulation_steps == 1}
-    (count,) = {r.accumulation_steps for r in records} - {1}
+    first = next(count for _, count in counts.values() if count > 1)
+    forced = {}
+    for step, (rows, count) in counts.items():
+        if count != first:
+            ends = [rows * at // count for at in range(count + 1)]
+            forced[step] = tuple(b - a for a, b in itertools.pairwise(ends))
 
     def protect(made: Any) -> Any:
-        return oomkit.transformers.protect(made, accumulation_steps=count)
+        return oomkit.transformers.protect(made, accumulation_steps=first)
 
-    outcome, _, _ = run(make, protect, method, slices=whole)
+    outcome, _, _ = run(make, protect, method, slices=forced)
     return outcome

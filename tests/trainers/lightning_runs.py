@@ -9,7 +9,7 @@ from typing import Any
 import lightning
 import torch
 import torchmetrics
-from runs import SINGLE, Arm, Outcome, differences, listening, parameters, places
+from runs import MODES, SINGLE, Arm, Forks, Outcome, differences, listening, parameters
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -51,6 +51,9 @@ class Classifier(lightning.LightningModule):
         self.log("val_loss", values["val_loss"])
         self.log("val_top", values["val_top"], reduce_fx="max")
         self.log("val_accuracy", self.accuracy)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.net(batch[0])
@@ -95,16 +98,29 @@ def trainer(callbacks: list[Any], **options: Any) -> Any:
     return lightning.Trainer(**{**given, **options}, callbacks=callbacks)
 
 
+def _state(module: Any) -> dict[str, Any]:
+    """What a call that ends in an error leaves as it was."""
+    named = dict(module.named_parameters())
+    metrics = {n: m for n, m in module.named_modules() if isinstance(m, torchmetrics.Metric)}
+    return {
+        "parameters": {name: p.detach().clone() for name, p in named.items()},
+        "gradients": {n: p.grad.clone() for n, p in named.items() if p.grad is not None},
+        "stream": torch.get_rng_state(),
+        "metrics": {n: m.metric_state for n, m in metrics.items()},
+        "updates": {n: m._update_count for n, m in metrics.items()},
+    }
+
+
 class Arming(lightning.Callback):
     """Puts an arm before a step, after AutoBatch has been there."""
 
-    def __init__(self, method: str, number: int, fault: dict[str, Any] | None) -> None:
+    def __init__(self, method: str, number: int, fault: dict[str, Any] | Forks | None) -> None:
         self.method, self.given = method, (number, fault)
         self.arm: Arm | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         step = getattr(pl_module, self.method)
-        self.arm = Arm(step, *self.given, None)
+        self.arm = Arm(step, *self.given, look=lambda: _state(pl_module))
         self.arm.__wrapped__ = getattr(step, "__wrapped__", step)
         object.__setattr__(pl_module, self.method, self.arm)
 
@@ -122,7 +138,7 @@ def run(
     protect: bool = True,
     method: str = "training_step",
     number: int = 0,
-    fault: dict[str, Any] | None = None,
+    fault: dict[str, Any] | Forks | None = None,
     work: Callable[[Any, Any], Any] = fit,
     callback: dict[str, Any] | None = None,
     **options: Any,
@@ -158,21 +174,32 @@ def run(
 
 
 def sweep(make: Callable[[], Any], method: str, number: int, **options: Any) -> Counter[str]:
-    """An error at each of some allocations of one call: the run must be what it is without."""
+    """An error at each of some allocations of one call: the run must be what it is without.
+
+    Where memory does not come back, it ends in `OutOfMemory`, and the call has changed nothing.
+    """
     limit, phase = options.pop("limit", SINGLE), options.pop("phase", None)
-    reference, _, _ = run(make, False, method, number, **options)
     # Lightning divides the loss by itself, between two protected calls: 4 or 8 bytes.
-    count = {"nth": 2**40, "min_bytes": 16, "phase": phase}
-    healthy, arm, _ = run(make, True, method, number, count, **options)
+    forks = Forks(options.pop("times", MODES), {"min_bytes": 16, "phase": phase})
+
+    def work() -> tuple[Any, ...]:
+        outcome, arm, _ = run(make, True, method, number, forks, **options)
+        return outcome, arm.counts
+
+    reference, _, _ = run(make, False, method, number, **options)
+    healthy, _ = forks.run(work)
     assert reference.error is None, reference.error
     assert not differences(reference, healthy, 0.0)
-    assert arm.seen > 0
     seen: Counter[str] = Counter()
-    for nth in places(arm.seen):
-        fault = {"nth": nth, "min_bytes": 16, "phase": phase}
-        outcome, failed, _ = run(make, True, method, number, fault, **options)
-        assert failed.fired
+    for fault, answer in forks.answers:
+        where = f"an error at allocation {fault['nth']} of {forks.seen}, times={fault['times']}"
+        assert isinstance(answer, tuple), f"{where}: {answer}"
+        outcome, arm = answer
+        assert arm.fired, f"{where}: it did not come"
+        if fault["times"] is None:
+            seen[forks.ended(where, outcome, arm)] += 1
+            continue
         found = differences(reference, outcome, limit)
-        assert not found, f"an error at allocation {nth} of {arm.seen}: {found}; {outcome.said}"
+        assert not found, f"{where}: {found}; {outcome.said}"
         seen["split" if any("accumulation=1->" in line for line in outcome.said) else "else"] += 1
     return seen

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import math
 import os
+import pickle
+import re
+import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +22,8 @@ import oomkit
 POINTS = int(os.environ.get("OOMKIT_TRAINER_POINTS", "12"))  # of a call that fail; 0: all
 TIMES = ("runtime", "per_second", "step_time", "profiling/")
 SINGLE, HALF = 1e-4, 2e-2  # of the largest update
+ROUNDING = 1e-6  # of gradients that were added to, and are computed again
+MODES = (1, 2, None)  # allocations that fail in a row: once, twice, from there on
 
 
 @dataclasses.dataclass
@@ -32,26 +38,126 @@ class Outcome:
     error: BaseException | None = None
 
 
+class Forks:
+    """Faults of one call, each in a process of its own that is made when the call begins.
+
+    What `Arm` takes for its fault: in a new process it is one of the faults, in the first one,
+    when all processes have ended, none.
+
+    Args:
+        times: how many allocations fail in a row, None: all from there on; several are tried.
+        fault: further options of `inject_oom`.
+    """
+
+    def __init__(self, times: Sequence[int | None], fault: dict[str, Any]) -> None:
+        self.times, self.fault = times, {"nth": 2**40, **fault}
+        self.seen = 0
+        self.answers: list[tuple[dict[str, Any], Any]] = []
+        self._to: int | None = None
+
+    def __call__(self) -> dict[str, Any]:
+        gc.freeze()  # collections in the processes look at what is new
+        if self._child(self.fault):
+            return self.fault
+        self.seen = self.answers.pop()[1][1].seen
+        assert self.seen > 0, "the call allocates nothing"
+        for nth in places(self.seen):
+            for times in self.times:
+                fault = {**self.fault, "nth": nth, "times": times}
+                if self._child(fault):
+                    return fault
+        gc.unfreeze()
+        return self.fault
+
+    def _child(self, fault: dict[str, Any]) -> bool:
+        """Whether this is the new process; in the first one, when that has ended."""
+        source, self._to = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(source)
+            return True
+        os.close(self._to)
+        self._to = None
+        with os.fdopen(source, "rb") as lines:
+            answer = lines.read()
+        _, status = os.waitpid(child, 0)
+        assert answer, f"{fault}: the process ended with {status} and without an answer"
+        self.answers.append((fault, pickle.loads(answer)))
+        return False
+
+    def run(self, work: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """What `work` returns in the first process; in the others it is kept as an answer.
+
+        Args:
+            work: in which the call is.
+        """
+        result: Any
+        try:
+            result = work()
+        except BaseException:
+            if self._to is None:
+                raise
+            result = traceback.format_exc()
+        if self._to is None:
+            return result
+        try:
+            with os.fdopen(self._to, "wb") as pipe:
+                pickle.dump(result, pipe)
+        finally:
+            os._exit(0)  # whatever happens: it is no second run of the tests
+
+    @staticmethod
+    def ended(where: str, outcome: Outcome, arm: Counts) -> str:
+        """How a run ended whose memory did not come back.
+
+        Args:
+            where: for a message.
+            outcome: of the run.
+            arm: of its arm.
+        """
+        error = outcome.error
+        assert isinstance(error, oomkit.OutOfMemory), f"{where}: {error!r}"
+        changed, said = arm.changed, "some gradients from before the step contain a part"
+        if said in str(error):
+            changed = [line for line in changed if "/gradients/" not in line]
+        elif "except for gradients that the step itself cleared" in str(error):
+            changed = [line for line in changed if not re.search("/gradients/.*: gone$", line)]
+        assert not changed, f"{where}: {changed}"
+        return "said" if said in str(error) else "ended"
+
+
+class Counts(NamedTuple):
+    """Of an arm: allocations of its call, those that failed, and what its error has changed."""
+
+    seen: int
+    fired: int
+    changed: list[str]
+
+
 class Arm:
     """Stands before a step: makes it fail in one call, or gives each call its slices.
 
     Args:
         step: what is called.
         number: of the call that is looked at.
-        fault: options of `inject_oom`; None: its allocations are counted.
+        fault: options of `inject_oom`, or what gives them; None: its allocations are counted.
         slices: of each call, by number.
+        look: at what an error of the call must not change.
     """
 
     def __init__(
         self,
         step: Callable[..., Any],
         number: int,
-        fault: dict[str, Any] | None,
-        slices: dict[int, tuple[int, ...]] | None,
+        fault: dict[str, Any] | Forks | None,
+        slices: dict[int, tuple[int, ...]] | None = None,
+        look: Callable[[], Any] = dict,
     ) -> None:
         self.step, self.number, self.slices = step, number, slices or {}
         self.fault = {"nth": 2**40} if fault is None else fault
+        self.look = look
         self.calls = self.seen = self.fired = 0
+        self.changed: list[str] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
@@ -59,12 +165,20 @@ class Arm:
         with nullcontext() if forced is None else oomkit.testing.force_slices(forced):
             if self.calls != self.number:
                 return self.step(*args, **kwargs)
-            injected = oomkit.testing.inject_oom(**self.fault)
+            fault = self.fault() if isinstance(self.fault, Forks) else self.fault
+            injected, before = oomkit.testing.inject_oom(**fault), self.look()
             try:
                 with injected:
                     return self.step(*args, **kwargs)
+            except oomkit.OutOfMemory:
+                self.changed = gaps("after the error", before, self.look(), ROUNDING)
+                raise
             finally:
                 self.seen, self.fired = injected.seen, injected.fired
+
+    @property
+    def counts(self) -> Counts:
+        return Counts(self.seen, self.fired, self.changed)
 
 
 @contextmanager
@@ -109,11 +223,13 @@ def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 def _gap(name: str, one: Any, two: Any, limit: float) -> list[str]:
     if isinstance(one, torch.Tensor):
-        same = isinstance(two, torch.Tensor) and one.shape == two.shape
+        if not isinstance(two, torch.Tensor) or one.shape != two.shape:
+            return [f"{name}: {'gone' if two is None else 'another tensor'}"]
         scale = float(one.double().abs().max()) if one.numel() else 0.0
-        if same and (one.double() - two.double()).abs().max() <= limit * max(scale, 1e-6):
+        gap = float((one.double() - two.double()).abs().max()) if one.numel() else 0.0
+        if gap <= limit * max(scale, 1e-6):
             return []
-        return [f"{name}: another tensor"]
+        return [f"{name}: by {gap:.2g}, the largest is {scale:.2g}"]
     if isinstance(one, float) and isinstance(two, (int, float)):
         if one == two or (math.isnan(one) and math.isnan(two)):
             return []
@@ -122,6 +238,18 @@ def _gap(name: str, one: Any, two: Any, limit: float) -> list[str]:
     elif one == two:
         return []
     return [f"{name}: {two}, expected {one}"]
+
+
+def gaps(prefix: str, one: dict[str, Any], two: dict[str, Any], limit: float) -> list[str]:
+    """What is another in the second of two mappings."""
+    found = []
+    mine, its = dict(_tensors(one, prefix)), dict(_tensors(two, prefix))
+    for name in dict.fromkeys((*mine, *its)):
+        found += _gap(name, mine.get(name), its.get(name), limit)
+    for name in dict.fromkeys((*one, *two)):
+        if not any(True for _ in _tensors(one.get(name))):
+            found += _gap(f"{prefix}/{name}", one.get(name), two.get(name), limit)
+    return found
 
 
 def timeless(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -143,12 +271,7 @@ def differences(one: Outcome, two: Outcome, limit: float) -> list[str]:
         if gap > limit * update:
             found.append(f"{name}: by {gap / update:.2g} of the largest update")
     loose = 10 * limit
-    mine, its = dict(_tensors(one.rest)), dict(_tensors(two.rest))
-    for name, tensor in mine.items():
-        found += _gap(name, tensor, its.get(name), loose)
-    for name, value in one.rest.items():
-        if not any(True for _ in _tensors(value)):
-            found += _gap(name, value, two.rest.get(name), loose)
+    found += gaps("", one.rest, two.rest, loose)
     if len(one.log) != len(two.log):
         return [*found, f"{len(two.log)} lines of the log, expected {len(one.log)}"]
     for at, (line, other) in enumerate(zip(one.log, two.log, strict=True)):

@@ -358,10 +358,8 @@ def test_a_batch_without_a_common_number_of_rows_is_kept_whole() -> None:
     assert "attention_mask [3, 12], " in str(failed.error)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("silent", [1, 2])
-def test_losses_that_are_not_finite_prove_nothing(silent: int, value: float) -> None:
-    """The kind of the loss is found in the first step that tells it; a scaler skips the others."""
+def _until(silent: int, value: float, scale: float, **more: Any) -> Any:
+    """A trainer whose losses are multiplied in the first steps."""
 
     class Late(hf.Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -369,18 +367,60 @@ def test_losses_that_are_not_finite_prove_nothing(silent: int, value: float) -> 
             loss = loss * value if self.state.global_step < silent else loss
             return (loss, outputs) if return_outputs else loss
 
+    made = trainer(
+        lambda: bert("SequenceClassification"),
+        labelled("class", 32),
+        Late,
+        eval_strategy="no",
+        logging_nan_inf_filter=False,
+        **more,
+    )
+    made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    return made
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("silent", [1, 2])
+def test_losses_that_are_not_finite_prove_nothing(silent: int, value: float) -> None:
+    """The kind of the loss is found in the first step that tells it; a scaler skips the others."""
+
     def make() -> Any:
-        made = trainer(
-            lambda: bert("SequenceClassification"),
-            labelled("class", 32),
-            Late,
-            eval_strategy="no",
-            logging_nan_inf_filter=False,
-        )
-        made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-        return made
+        return _until(silent, value, 64.0)
 
     reference, _, _ = run(make, plain)
+    outcome, arm, made = run(make, number=1, fault={"nth": 40})
+    assert arm.fired and {r.accumulation_steps for r in records(made)} == {2}
+    assert not differences(reference, outcome, SINGLE)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_three_losses_that_are_not_finite_are_refused_or_said(value: float) -> None:
+    def make() -> Any:
+        return _until(8, value, 64.0)
+
+    begun, _, _ = run(make, train=lambda t: None)
+    failed, _, made = run(make, number=1, fault={"nth": 40})
+    assert isinstance(failed.error, oomkit.SplitError)
+    assert f"its loss was {value} in 3 split calls in a row" in str(failed.error)
+    assert len(records(made)) == 3
+    for name, parameter in begun.parameters.items():
+        assert torch.equal(parameter, failed.parameters[name])
+    for options in {"inexact": "warn"}, {"verify": False}:
+        said, _, made = run(make, lambda t: protect(t, **options), number=1, fault={"nth": 40})  # noqa: B023
+        assert said.error is None and len(records(made)) == 8
+        found = [line for line in said.said if "nothing could be proven" in line]
+        assert len(found) == (2 if "inexact" in options else 0)
+
+
+def test_a_scaler_that_begins_too_high_is_no_such_loss() -> None:
+    """As in half precision: gradients overflow in the first steps, which it skips."""
+
+    def make() -> Any:
+        return _until(0, 1.0, 2.0**127, max_grad_norm=0.0)
+
+    reference, _, made = run(make, plain)
+    skipped = 127 - int(torch.tensor(made.accelerator.scaler.get_scale()).log2())
+    assert skipped >= 4
     outcome, arm, made = run(make, number=1, fault={"nth": 40})
     assert arm.fired and {r.accumulation_steps for r in records(made)} == {2}
     assert not differences(reference, outcome, SINGLE)

@@ -156,21 +156,6 @@ def test_evaluation_survives(name: str) -> None:
     assert seen["split"], seen
 
 
-@pytest.mark.parametrize("name", ["lm", "classes_4"])
-def test_two_errors_in_a_row(name: str) -> None:
-    assert sweep(SETTINGS[name].make, "training_step", 4, times=2)["split"]
-
-
-@pytest.mark.parametrize("name", ["lm_4", "classes"])
-def test_memory_that_never_comes_back_ends_the_training_and_changes_nothing(name: str) -> None:
-    make = SETTINGS[name].make
-    reference, _, _ = run(make, train=lambda t: None)
-    failed, _, _ = run(make, number=1, fault={"nth": 20, "times": None})
-    assert isinstance(failed.error, oomkit.OutOfMemory)
-    for key, value in reference.parameters.items():
-        assert torch.equal(value, failed.parameters[key])
-
-
 def test_known_shapes_in_a_later_window_with_dropout() -> None:
     """The error is in the backward of a call that adds to gradients of earlier ones."""
 

@@ -11,12 +11,11 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from ignite.engine import Engine, Events, create_supervised_evaluator, supervised_training_step
 from ignite.metrics import Accuracy, Loss
-from runs import places
+from runs import MODES, Arm, places
 from torch import nn
 from torch.nn import functional as F
 
 import oomkit
-from oomkit.testing import inject_oom
 
 ROWS = 8
 
@@ -33,35 +32,31 @@ class World:
         y = torch.randint(0, 3, (4 * ROWS,), generator=generator)
         self.batches = list(zip(x.split(ROWS), y.split(ROWS), strict=True))
         self.seen: list[float] = []
+        self.error: oomkit.OutOfMemory | None = None
 
 
 Work = Callable[[World, Callable[..., Any]], None]
 
 
-def _arm(step: Callable[..., Any], number: int, nth: int) -> Any:
-    calls = {"made": 0, "seen": 0, "fired": 0}
-
-    def armed(*args: Any, **kwargs: Any) -> Any:
-        calls["made"] += 1
-        with inject_oom(nth=nth if calls["made"] == number else 2**40) as injected:
-            result = step(*args, **kwargs)
-        if calls["made"] == number:
-            calls["seen"], calls["fired"] = injected.seen, injected.fired
-        return result
-
-    return armed, calls
-
-
-def _run(work: Work, protect: bool, number: int, nth: int) -> tuple[World, dict[str, int]]:
+def _run(
+    work: Work, protect: bool, number: int, nth: int = 2**40, times: int | None = 1
+) -> tuple[World, Arm]:
     world, found = World(), {}
 
-    def wrap(step: Callable[..., Any], **options: Any) -> Any:
-        armed, calls = _arm(oomkit.auto_batch(step, **options) if protect else step, number, nth)
-        found.update(calls=calls)
-        return armed
+    def look() -> dict[str, Any]:
+        tensors = {**world.model.state_dict(), "stream": torch.get_rng_state()}
+        return {name: value.clone() for name, value in tensors.items()}
 
-    work(world, wrap)
-    return world, found["calls"]
+    def wrap(step: Callable[..., Any], **options: Any) -> Any:
+        step = oomkit.auto_batch(step, **options) if protect else step
+        found["arm"] = Arm(step, number, {"nth": nth, "times": times}, look=look)
+        return found["arm"]
+
+    try:
+        work(world, wrap)
+    except oomkit.OutOfMemory as error:
+        world.error = error.with_traceback(None)
+    return world, found["arm"]
 
 
 def _engine(world: World, wrap: Any) -> None:
@@ -127,13 +122,20 @@ def _accelerated(world: World, wrap: Any) -> None:
 
 @pytest.mark.parametrize("work", [_engine, _accumulating, _evaluating, _accelerated])
 @pytest.mark.parametrize("number", [1, 2, 4])
-def test_an_error_leaves_the_run_as_it_is_without(work: Work, number: int) -> None:
-    reference, _ = _run(work, False, number, 2**40)
-    healthy, calls = _run(work, True, number, 2**40)
-    assert healthy.seen == reference.seen and calls["seen"] > 0
-    for nth in places(calls["seen"]):
-        world, failed = _run(work, True, number, nth)
-        assert failed["fired"], nth
+@pytest.mark.parametrize("times", MODES)
+def test_an_error_leaves_the_run_as_it_is_without(
+    work: Work, number: int, times: int | None
+) -> None:
+    reference, _ = _run(work, False, number)
+    healthy, arm = _run(work, True, number)
+    assert healthy.seen == reference.seen and arm.seen > 0
+    for nth in places(arm.seen):
+        world, failed = _run(work, True, number, nth, times)
+        assert failed.fired, nth
+        assert (world.error is not None) == (times is None), nth
+        if times is None:
+            assert not failed.changed, (nth, failed.changed)
+            continue
         assert world.seen == pytest.approx(reference.seen, abs=1e-5), nth
         for one, two in zip(reference.model.parameters(), world.model.parameters(), strict=True):
             torch.testing.assert_close(one, two, rtol=0, atol=1e-6)

@@ -127,6 +127,14 @@ def test_validation_survives() -> None:
     assert sweep(Classifier, "validation_step", 1)["split"]
 
 
+def test_testing_survives() -> None:
+    def test(used: Any, module: Any) -> Any:
+        (found,) = used.test(module, loader(2, seed=5), verbose=False)
+        return torch.tensor([found[name] for name in sorted(found)])
+
+    assert sweep(Classifier, "test_step", 2, work=test)["split"]
+
+
 def test_prediction_survives() -> None:
     def predict(used: Any, module: Any) -> Any:
         return torch.cat(used.predict(module, loader()))
