@@ -212,6 +212,21 @@ make_takes_self(PyObject *names)
            PyUnicode_CompareWithASCIIString(first, "cls") == 0;
 }
 
+/* "step" of "make.<locals>.step". New reference or NULL; steals `name`. */
+static PyObject *
+without_locals(PyObject *name)
+{
+    const Py_ssize_t end = PyUnicode_GET_LENGTH(name);
+    OWNED PyObject *mark = PyUnicode_FromString("<locals>.");
+    OWNED PyObject *given = name;
+    Py_ssize_t at =
+        mark == NULL ? -2 : PyUnicode_Find(name, mark, 0, end, -1); /* the last one */
+
+    return at == -2 ? NULL
+           : at < 0 ? STEAL(given)
+                    : PyUnicode_Substring(name, at + PyUnicode_GET_LENGTH(mark), end);
+}
+
 /* label=, or the qualified name of the function, of a partial's function too, or the
  * name of the object's type. */
 static int
@@ -235,6 +250,7 @@ make_label(oomkit_state *st, oomkit_step *self, PyObject *function)
     if (name != NULL && !PyUnicode_Check(name)) {
         Py_SETREF(name, PyObject_Str(name));
     }
+    name = name == NULL ? NULL : without_locals(name);
     self->options.label = name;
     return name == NULL ? -1 : 0;
 }

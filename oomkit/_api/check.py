@@ -16,6 +16,7 @@ from .. import _C
 from ..testing import force_slices
 from .copies import Copies
 
+_OWN = " (check)"  # behind the label, so that reports tell these runs from the step's own
 RELATIVE = 1e-3  # what rounding explains between the whole batch and two parts of it
 
 
@@ -48,6 +49,7 @@ class Run:
     result: Any
     state: dict[str, torch.Tensor]
     said: list[str]
+    norms: bool  # it normalises by the batch
 
 
 class _Lines(logging.Handler):
@@ -111,22 +113,47 @@ def _tensors(copies: Copies) -> dict[str, torch.Tensor]:
     return found
 
 
-def _run(step: Any, arguments: Any, slices: list[int] | None) -> Run:
+def _norms(copies: Copies) -> list[Any]:
+    """Modules that normalise by the batch."""
+    batch, sample = torch.nn.modules.batchnorm._BatchNorm, torch.nn.modules.instancenorm
+    return [
+        module
+        for module in copies.memo.values()
+        if isinstance(module, batch)
+        and not isinstance(module, sample._InstanceNorm)
+        and (module.training or module.running_mean is None)
+    ]
+
+
+def _without_statistics(norm: Any) -> None:
+    """For good in eval mode; one that has no running statistics does nothing."""
+    norm.eval()
+    norm.train = lambda mode=True: norm
+    if norm.running_mean is None:
+        norm.forward = lambda x: x
+
+
+def _run(step: Any, arguments: Any, slices: list[int] | None, norms: bool = True) -> Run:
     """One call of a fresh copy, whole or in these slices."""
     function, options = _undecorated(step)
     copies = Copies()
     copied = copies.of(function)
+    found = _norms(copies)
+    for norm in found if not norms else ():
+        _without_statistics(norm)
     given = options.pop("participants", None)
     if given:
         options["participants"] = [copies.memo.get(id(one), one) for one in given]
     options.pop("sinks", None)
-    options["label"] = options.get("label") or getattr(function, "__name__", "step")
+    label = options.get("label") or getattr(function, "__name__", "step")
+    options["label"] = f"{label}{_OWN}"
     options["verify"] = False  # the two runs are compared here
     again = _C.auto_batch(copied, **options)
     forced = nullcontext() if slices is None else force_slices(slices)
     with _listening() as said, torch.random.fork_rng(), forced:
         result = again(*arguments[0], **arguments[1])
-    return Run(again.records[-1], result, _tensors(copies), said)
+    said = [text.replace(_OWN, "") for text in said]
+    return Run(again.records[-1], result, _tensors(copies), said, bool(found))
 
 
 def _number(result: object) -> float | None:
@@ -200,11 +227,17 @@ def check(step: Any, *args: Any, **kwargs: Any) -> Check:
             findings.append(("batch", "none with two rows was found: pass one as an argument"))
             return Check(False, tuple(findings))
         findings.append(("batch", f"{rows} rows, split by {rows - rows // 2} and {rows // 2}"))
-        parts = _run(step, given, [rows - rows // 2, rows // 2])
+        halves = [rows - rows // 2, rows // 2]
+        parts = _run(step, given, halves)
     except (_C.SplitError, _C.OomkitError) as error:
-        findings.append(("refused", str(error)))
+        findings.append(("refused", str(error).replace(_OWN, "")))
         return Check(False, tuple(findings))
     ok = _compare(whole, parts, findings)
+    if not ok and whole.norms:
+        ok = _compare(_run(step, given, None, False), _run(step, given, halves, False), [])
+        if ok:
+            text = "only its statistics differ, which are those of each part: a warning says so"
+            findings.append(("BatchNorm", text))
     findings += [("message", text.removeprefix("oomkit: ")) for text in dict.fromkeys(parts.said)]
     findings.append(("result", "can be split" if ok else "cannot be split as it is"))
     return Check(ok, tuple(findings))

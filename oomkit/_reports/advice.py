@@ -90,10 +90,19 @@ def parameters_and_gradients(f: Figures) -> str | None:
     )
     return (
         f"{both} of {format_bytes(f.budget)}: "
-        "no batch size and no rung of the ladder helps; train fewer parameters (freeze some, or "
+        f"no batch size helps{_gradients_rung(f)}; train fewer parameters (freeze some, or "
         "adapters such as LoRA), keep them in bfloat16, which halves both, or give it a larger "
         "budget"
     )
+
+
+def _gradients_rung(f: Figures) -> str:
+    """What the rung that keeps gradients in host memory does for it."""
+    if f.allows("gradients"):
+        return ", and the rung 'gradients' of the ladder was not enough"
+    if f.parameters + 2 * f.largest_gradient > (f.budget or 0):
+        return " and no rung of the ladder"
+    return ', but ladder="auto" may: it accumulates gradients in host memory'
 
 
 def optimizer_state(f: Figures) -> str | None:
@@ -110,8 +119,8 @@ def optimizer_state(f: Figures) -> str | None:
     return (
         f"the state of {f.optimizers} ({format_bytes(state)}) does not fit next to parameters and "
         f"gradients ({format_bytes(f.parameters + f.all_gradients)}) in "
-        f"{format_bytes(f.budget)}: {rung}; Adafactor keeps rows and columns in its place, SGD "
-        "without momentum nothing"
+        f"{format_bytes(f.budget)}: {rung}; Adafactor "
+        "needs a row and a column for each matrix in its place, SGD without momentum nothing"
     )
 
 

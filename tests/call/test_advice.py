@@ -75,8 +75,12 @@ def test_the_two_sums_are_told():
     (text,) = sentences(replace(PLAIN, budget=19 * MIB))
     assert text.startswith(
         "parameters (10.00 MiB) and their gradients (10.00 MiB) need 20.00 MiB of 19.00 MiB: no "
-        "batch size and no rung of the ladder helps"
+        'batch size helps, but ladder="auto" may: it accumulates gradients in host memory; train'
     )
+    (text,) = sentences(replace(PLAIN, budget=19 * MIB, ladder=62))
+    assert "no batch size helps, and the rung 'gradients' of the ladder was not enough" in text
+    (text,) = sentences(replace(PLAIN, budget=17 * MIB))
+    assert "no batch size helps and no rung of the ladder; train" in text
     (text,) = sentences(replace(PLAIN, budget=9 * MIB, parameters=0))
     assert text.startswith("the gradients of all parameters need 10.00 MiB of 9.00 MiB")
 

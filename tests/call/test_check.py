@@ -116,3 +116,37 @@ def test_errors_of_the_step_pass():
 
     with pytest.raises(KeyError, match="mine"):
         oomkit.check(step, torch.ones(4, 2))
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_batch_norm_is_what_differs_or_not(tracked, reduction):
+    model = nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8, track_running_stats=tracked), nn.Linear(8, 3)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    @oomkit.auto_batch
+    def step(x, y):
+        model.train()
+        optimizer.zero_grad()
+        loss = CROSS(model(x), y, reduction=reduction)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    before = copy.deepcopy(model.state_dict())
+    found = oomkit.check(step, *batch())
+    assert found.ok == (reduction == "mean") and found.status == (reduction != "mean")
+    assert ("statistics" in str(found)) == found.ok
+    assert repr(model.state_dict()) == repr(before) and model[1](torch.randn(4, 8)).std() > 0.5
+
+
+def test_its_runs_are_not_counted_as_calls_of_the_step():
+    oomkit.reset_report()
+    *_, step = make(CROSS)
+    step = oomkit.auto_batch(step, label="mine")
+    assert "(check)" not in str(oomkit.check(step, *batch()))
+    lines = {line.split("  ")[0] for line in oomkit.report().splitlines()}
+    assert "mine (check)" in lines and len(step.records) == 0
+    oomkit.reset_report()
