@@ -257,9 +257,10 @@ class Call:
         if self._silent % _SILENT:
             return
         text = (
-            f"auto_batch cannot split {self._options['label']} exactly: its loss was {loss.mean():.4g} in "
-            f"{_SILENT} split calls in a row, so that nothing could be proven; look for the cause "
-            'in a run without oomkit, or pass inexact="warn" to protect()'
+            f"auto_batch cannot split {self._options['label']} exactly: its loss was "
+            f"{loss.mean():.4g} in {_SILENT} split calls in a row, so that nothing could be "
+            'proven; look for the cause in a run without oomkit, or pass inexact="warn" to '
+            "protect()"
             f"{_C.see('split-not-exact')}"
         )
         if verify != "warn":
