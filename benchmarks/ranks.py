@@ -145,6 +145,7 @@ def _exchanges(
 
     made = []
     for call in (bare, step):
+        call()  # buckets are rebuilt after an error
         for name in counts:
             setattr(worlds.World, name, counted(name))
         before = group._get_sequence_number_for_group()
