@@ -55,7 +55,7 @@ def static_method(world: World) -> None:
 
 @program("equal", decorated="@oomkit.auto_batch, above @staticmethod")
 def static_method_above(world: World) -> None:
-    """The two decorators the other way round."""
+    """The same with the decorators in the other order."""
 
     class Trainer:
         @world.auto_batch
@@ -90,7 +90,7 @@ def class_method(world: World) -> None:
 
 @program("equal", decorated="@oomkit.auto_batch, above @classmethod")
 def class_method_above(world: World) -> None:
-    """The two decorators the other way round, called on an object of a subclass."""
+    """The same with the decorators in the other order, called on an object of a subclass."""
     made = _net(world)
 
     class Trainer:
@@ -125,7 +125,7 @@ def partial(world: World) -> None:
 
 @program("equal", decorated="@oomkit.auto_batch, a functools.partial of it")
 def partial_of_step(world: World) -> None:
-    """The other way round: the decorated function in a partial."""
+    """The reverse: the decorated function in a partial."""
     model, optimizer = _net(world)
 
     @world.auto_batch
@@ -139,7 +139,7 @@ def partial_of_step(world: World) -> None:
 
 @program("equal", decorated="@oomkit.auto_batch, on an object with __call__")
 def callable_object(world: World) -> None:
-    """An object with __call__, which holds what takes part; the object is decorated."""
+    """An object with __call__ that holds model and optimizer; the object is decorated."""
     made = _net(world)
 
     class Step:
@@ -173,7 +173,7 @@ def call_method(world: World) -> None:
 
 @program("equal", decorated="@oomkit.auto_batch, on a bound method")
 def bound_method(world: World) -> None:
-    """A method of an object that somebody else wrote: `step = auto_batch(trainer.step)`."""
+    """A method of an object of another library: `step = auto_batch(trainer.step)`."""
     made = _net(world)
 
     class Trainer:
@@ -293,7 +293,7 @@ def step_in_loop(world: World) -> None:
 
 @program("equal", decorated="@oomkit.auto_batch, in a function that is called per fold")
 def step_in_factory(world: World) -> None:
-    """The step is made by a function; both folds train in turn, and the first is done sooner."""
+    """The step is made by a function; both folds train in turn, and the first ends earlier."""
 
     def make() -> Callable[[torch.Tensor, torch.Tensor], float]:
         model, optimizer = _net(world)
@@ -384,7 +384,7 @@ def lambda_step(world: World) -> None:
 
 @program("equal", decorated="@oomkit.auto_batch, on a step that calls a decorated step")
 def step_in_step(world: World) -> None:
-    """An epoch's function calls another decorated function: the outermost one answers for both."""
+    """An epoch's function calls another decorated function: the outermost one protects both."""
     model, optimizer = _net(world)
 
     @world.bare

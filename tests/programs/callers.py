@@ -1,4 +1,4 @@
-"""Losses that are returned: the caller runs backward, and does what callers do."""
+"""Losses that are returned: the caller runs backward, and more."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def losses_added(world: World) -> None:
 
 @program("equal", caller_backward=True, decorated="@oomkit.auto_batch, on the forward")
 def logits_outside(world: World) -> None:
-    """Only the forward is decorated: logits come back, the caller takes the loss of them."""
+    """Only the forward is decorated: logits come back, the caller computes the loss from them."""
     model, optimizer = _classifier(world)
 
     @world.auto_batch
@@ -92,7 +92,7 @@ def logits_outside(world: World) -> None:
 
 @program("equal", caller_backward=True, decorated=_LOSS)
 def sharpness_aware_outside(world: World) -> None:
-    """SAM-like, in the caller's hands: two losses at two places, each with its backward."""
+    """SAM-like, in the caller: two losses at two places, each with its backward."""
     model, optimizer = _classifier(world)
     compute_loss = _loss_of(world, model)
     for _ in range(3):
@@ -116,7 +116,7 @@ def sharpness_aware_outside(world: World) -> None:
 
 @program("equal", caller_backward=True, decorated=_LOSS)
 def lbfgs_loss(world: World) -> None:
-    """L-BFGS: the closure asks the decorated function and runs the backward itself."""
+    """L-BFGS: the closure calls the decorated function and runs the backward itself."""
     model = Net().double()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3)
     world.keep(model)
@@ -173,7 +173,7 @@ def penalty_outside(world: World) -> None:
 
 @program("refused", caller_backward=True, says="retain_graph", decorated=_LOSS, or_equal=True)
 def retained_graph_outside(world: World) -> None:
-    """The caller keeps the graph and goes back twice: refused or equal, as before."""
+    """The caller keeps the graph and runs backward twice: refused or equal, as before."""
     model, optimizer = _classifier(world)
     compute_loss = _loss_of(world, model)
     for _ in range(3):
@@ -192,7 +192,7 @@ def retained_graph_outside(world: World) -> None:
     decorated=_LOSS,
 )
 def features_in_another_loss(world: World) -> None:
-    """Features are returned beside the loss, and the caller makes a loss of them, too."""
+    """Features are returned with the loss, and the caller computes another loss from them."""
     model, optimizer = _classifier(world)
 
     @world.auto_batch
@@ -210,7 +210,7 @@ def features_in_another_loss(world: World) -> None:
 
 @program("refused", caller_backward=True, says="autograd.grad|out of memory", decorated=_LOSS)
 def grad_outside(world: World) -> None:
-    """The caller takes torch.autograd.grad of the loss and sets gradients by hand."""
+    """The caller calls torch.autograd.grad on the loss and sets gradients by hand."""
     model, optimizer = _classifier(world)
     compute_loss = _loss_of(world, model)
     for _ in range(3):

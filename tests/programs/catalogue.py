@@ -49,42 +49,14 @@ FAMILIES = (
 # out: then its line here has to go.
 PENDING: dict[str, str] = {}
 
-_HEAD = """\
-# Programs
-
-`make programs` writes this page. Each line is a small but whole training program of
-`tests/programs/`, in the manner of those that people run. It is run plain, decorated, and
-decorated with an out-of-memory error at so many places of its forwards, backwards and updates,
-one at a time; `make test` does the same at five places each.
-
-Without an error the decorated program is the plain one, bit for bit: parameters, gradients,
-optimizer state, buffers, random streams and losses. After one it is
-
-- **equal**: to the whole batch up to the tolerance, where nothing depends on how the batch is
-  split; where the step itself draws random numbers, to the undisturbed run of the same slices,
-  bit for bit. A program that is equal to the whole batch is checked against the same slices, too;
-- **said**: a warning or a log line tells why the split run is not the whole one, or what ran
-  once per micro-batch;
-- **refused**: an error names the reason, and parameters, gradients, optimizer state, buffers and
-  random streams are those from before the step. Gradients that the step has cleared stay
-  cleared; the error says so where they could not be put back.
-
-Of the places, *replayed* ones were split and replayed; *repeated* ones struck inside an update
-that had changed nothing yet, and it was repeated. Where an update was half done, the program
-ended in `PartialUpdate`: only these errors, injected where there is memory enough, strike an
-update like that. One that does not fit goes in parts, and with `optimizer_safety="parts"` or
-`"copy"` no error leaves it half done. Where an update was complete, the program ended in an
-`OutOfMemory` with `.committed`, and the parameters are those after exactly one update. The
-difference is the largest one of any parameter, gradient, buffer, optimizer state or loss, at the
-end of the program, from what the column before the last but one says that it equals.
-"""
+_HEAD = Path(__file__).with_name("head.md").read_text(encoding="utf-8")
 
 
 def expected(program: Program) -> str:
     """The cell of the table that a test compares."""
     equals = f"equal to {COMPARISONS[program.compare]}"
     if program.outcome == "said":
-        return f"said; {equals}"
+        return f"warned; {equals}"
     if program.outcome == "refused":
         return f"refused, or {equals}" if program.or_equal else "refused"
     return equals

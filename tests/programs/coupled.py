@@ -1,4 +1,4 @@
-"""Reinforcement learning and metric learning: rows that look at each other, or weigh more."""
+"""Reinforcement learning and metric learning: rows that depend on each other or have weights."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _soften(online: nn.Module, target: nn.Module) -> None:
 
 @program("equal", decorated="@oomkit.auto_batch, the target network under `current().is_last`")
 def dqn_soft_update(world: World) -> None:
-    """DQN: Huber loss, the target network follows softly in the step's last micro-batch."""
+    """DQN: Huber loss, a soft update of the target network in the last micro-batch."""
     online, target, optimizer = _q_networks()
     world.keep(online, target, optimizer)
 
@@ -145,7 +145,7 @@ def dqn_soft_update(world: World) -> None:
 
 @program("refused", says="changed")
 def dqn_soft_update_always(world: World) -> None:
-    """The same without the question: the target network would move at each micro-batch."""
+    """The same without is_last: the target network would be updated in each micro-batch."""
     online, target, optimizer = _q_networks()
     world.keep(online, target, optimizer)
 
@@ -164,7 +164,7 @@ def dqn_soft_update_always(world: World) -> None:
 
 @program("equal")
 def prioritised_replay(world: World) -> None:
-    """Importance weights: a loss per sample times its weight, the errors go to the caller."""
+    """Importance weights: a loss per sample times its weight, the errors are returned."""
     online, target, optimizer = _q_networks()
     priorities = torch.zeros(ROWS).double()
     world.keep(online, target, optimizer, priorities)
@@ -188,7 +188,7 @@ def prioritised_replay(world: World) -> None:
 
 @program("equal", caller_backward=True, decorated="@oomkit.auto_batch, on the function of the loss")
 def importance_weights(world: World) -> None:
-    """A loss per sample is returned; the caller weighs it and runs backward."""
+    """A loss per sample is returned; the caller multiplies it by weights and runs backward."""
     model = nn.Linear(OBSERVED, ACTIONS).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     world.keep(model, optimizer)

@@ -1,4 +1,4 @@
-"""Steps that decide or update in their own way: most of them cannot be split."""
+"""Steps with their own control flow or update: most of them cannot be split."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def lbfgs(world: World) -> None:
 
 @program("equal", decorated="@oomkit.auto_batch, on the closure's forward and backward")
 def lbfgs_closure(world: World) -> None:
-    """L-BFGS as the error proposes: the closure's body is decorated."""
+    """L-BFGS as the error suggests: the closure's body is decorated."""
     model = Net().double()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3)
     world.keep(model)

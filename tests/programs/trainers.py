@@ -1,4 +1,4 @@
-"""Lightning's way: a module with a training_step, and a trainer that looks at it and calls it."""
+"""As in Lightning: a module with a training_step, and a trainer that calls it."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def lightning_automatic(world: World) -> None:
 
 @program("equal", caller_backward=True, decorated=_STEP, accumulates=True)
 def lightning_accumulates(world: World) -> None:
-    """accumulate_grad_batches=2; a dictionary with the loss; no batch_idx, which is looked up."""
+    """accumulate_grad_batches=2; a dictionary with the loss; no batch_idx."""
 
     class Classifier(LightningModule):
         def __init__(self) -> None:
@@ -239,7 +239,7 @@ class Manual(LightningModule):
 
 @program("refused", says="was not found.*pass optimizer=", decorated=_STEP)
 def lightning_manual(world: World) -> None:
-    """Manual optimization: the step asks the trainer for its optimizer, which nothing leads to."""
+    """Manual optimization: the step gets its optimizer from the trainer, where it cannot be found."""
 
     class Classifier(Manual):
         @world.bare
@@ -271,7 +271,7 @@ def lightning_manual_named(world: World) -> None:
 
 @program("refused", says="was not found", decorated=_STEP)
 def lightning_manual_two(world: World) -> None:
-    """Manual optimization of two networks, each with an update of its own: a small GAN."""
+    """Manual optimization of two networks, each with its own update: a small GAN."""
 
     class Adversaries(LightningModule):
         automatic_optimization = False
@@ -308,7 +308,7 @@ def lightning_manual_two(world: World) -> None:
     decorated="@oomkit.auto_batch, on training_step and validation_step",
 )
 def lightning_validates(world: World) -> None:
-    """Both steps of a subclass of somebody's module are decorated; super() has the loss."""
+    """Both steps of a subclass of another module are decorated; super() computes the loss."""
 
     class Base(LightningModule):
         def __init__(self) -> None:
@@ -339,7 +339,7 @@ def lightning_validates(world: World) -> None:
 
 @program("equal", decorated="@oomkit.auto_batch, on a closure that a library calls")
 def skorch_like(world: World) -> None:
-    """skorch's way: train_step_single is handed to optimizer.step as a partial."""
+    """As in skorch: train_step_single is passed to optimizer.step as a partial."""
 
     class NeuralNet:
         def __init__(self) -> None:

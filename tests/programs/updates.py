@@ -75,7 +75,7 @@ def grad_scaler(world: World) -> None:
 
 @program("equal", caller_backward=True, decorated="@oomkit.auto_batch, on the function of the loss")
 def grad_scaler_outside(world: World) -> None:
-    """GradScaler in the caller's hands: the function returns the loss, the caller scales it."""
+    """GradScaler in the caller: the function returns the loss, the caller scales it."""
     model = Net().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
@@ -207,7 +207,7 @@ def two_losses(world: World) -> None:
 
 @program("equal")
 def gradient_penalty(world: World) -> None:
-    """A penalty on the slope at the input: autograd.grad with create_graph, then backward."""
+    """A gradient penalty at the input: autograd.grad with create_graph, then backward."""
     model = Net().double()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     world.keep(model, optimizer)
@@ -338,7 +338,7 @@ def loss_that_halves(world: World) -> None:
 
 @program("equal")
 def counts_that_coincide(world: World) -> None:
-    """The rows of a class are counted; in some batches both micro-batches have one each."""
+    """The rows of a class are counted; in some batches each micro-batch has one of them."""
     model = Net(outputs=2).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     world.keep(model, optimizer)

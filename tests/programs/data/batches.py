@@ -186,7 +186,7 @@ def ordered_and_default_dict(world: World) -> None:
 
 @program("equal")
 def attribute_dict(world: World) -> None:
-    """A dictionary of the project's own, whose keys are attributes, too."""
+    """A custom dictionary, whose keys are also attributes."""
     _train(world, lambda x, y: Attributes(x=x, y=y), lambda batch: (batch.x, batch.y))
 
 
@@ -324,7 +324,7 @@ def class_weights_of_batch_size(world: World) -> None:
 
 @program("refused", says="weights", or_equal=True)
 def class_weights_gathered(world: World) -> None:
-    """The same by hand, `losses * weights[y]`, where a slice of them would do without an error."""
+    """The same by hand, `losses * weights[y]`, where slicing them would raise no error."""
 
     def weigh(out: torch.Tensor, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return (F.cross_entropy(out, y, reduction="none") * weights[y]).mean()

@@ -111,7 +111,7 @@ def _train(
 
 @program("equal")
 def encoded_in_loader(world: World) -> None:
-    """BERT classification on the BatchEncoding that the tokenizer gives, labels put into it."""
+    """BERT classification on the tokenizer's BatchEncoding, with the labels in it."""
     batches = []
     for _ in range(3):
         batch = tokenizer()(_texts(), padding=True, return_tensors="pt")
@@ -123,7 +123,7 @@ def encoded_in_loader(world: World) -> None:
 
 @program("equal")
 def encoded_with_attributes(world: World) -> None:
-    """The step asks the BatchEncoding for attributes and its device, and pops the labels."""
+    """The step reads attributes and the device of the BatchEncoding, and pops the labels."""
     model = _small(BertForSequenceClassification)
 
     def compute(batch: BatchEncoding) -> torch.Tensor:
@@ -220,7 +220,7 @@ def collator_masked(world: World) -> None:
 
 @program("equal", found={"weight": labelled_tokens})
 def collator_masked_unweighted(world: World) -> None:
-    """The same with weight= forgotten: the proof finds the labels that are not -100."""
+    """The same without weight=: the proof finds the labels that are not -100."""
     _train(world, _small(BertForMaskedLM), _masked(), world.auto_batch)
 
 
@@ -302,7 +302,7 @@ def collator_seq2seq_dropout(world: World) -> None:
 
 @program("equal")
 def items_counted_by_trainer(world: World) -> None:
-    """Trainer's way since 4.46: num_items_in_batch beside the collator's batch; a sum over it."""
+    """As in Trainer since 4.46: num_items_in_batch beside the collator's batch; a sum over it."""
     model = _t5()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     world.keep(model, optimizer)

@@ -197,8 +197,8 @@ def tagger_packs(world: World) -> None:
     found={"weight": lambda batch: (batch["words"] != 0).sum()},
 )
 def tagger_packs_unweighted(world: World) -> None:
-    """The same with a list of lengths in order and weight= forgotten: the proof counts the words
-    that are no padding."""
+    """The same with a list of lengths in order and without weight=: the proof counts the words
+    that are not padding."""
     model, optimizer = _tagger(world)
 
     @world.auto_batch(verify=True)
@@ -362,7 +362,7 @@ def ragged_list(world: World) -> None:
 
 @program("refused", decorated="@oomkit.auto_batch(verify=True)", says="cannot split .* exactly")
 def ragged_list_unmasked(world: World) -> None:
-    """The mask is forgotten: what a row gives depends on the longest one beside it."""
+    """The same without a mask: the result for a row depends on the longest row of its batch."""
     _ragged(world, world.auto_batch(verify=True), masked=False)
 
 
@@ -412,7 +412,7 @@ def captions_in_batch(world: World) -> None:
 
 @program("equal", decorated='@oomkit.auto_batch(batch=("images", "captions"))')
 def captions_named(world: World) -> None:
-    """Images and a list of strings as two arguments, both named."""
+    """Images and a list of strings as two arguments, named by batch=."""
     train = _describe(world)
 
     @world.auto_batch(batch=("images", "captions"))
@@ -425,7 +425,7 @@ def captions_named(world: World) -> None:
 
 @program("refused", says="captions.* as long as the batch")
 def captions_unnamed(world: World) -> None:
-    """The same, not named: a list as long as the batch may be anything."""
+    """The same without batch=: a list as long as the batch may be anything."""
     train = _describe(world)
 
     @world.auto_batch
@@ -471,5 +471,5 @@ def bag_with_offsets(world: World) -> None:
 
 @program("refused", says="offsets|second|third")
 def bag_with_offsets_text_first(world: World) -> None:
-    """The same with the flat text in front: its words would be taken for the rows."""
+    """The same with the flat text in front: its words would be treated as the rows."""
     _bags(world, world.auto_batch, ("text", "offsets", "label"))

@@ -1,4 +1,4 @@
-"""Batches of one's own: several tasks, views, types with a split=, no batch at all."""
+"""Other batches: several tasks, views, types with a split=, no batch at all."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _contrast(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 @program("refused", decorated="@oomkit.auto_batch(verify=True)", says="cannot split .* exactly")
 def two_views(world: World) -> None:
-    """SimCLR: two views of each row in a tuple, the labels that nobody needs beside them."""
+    """SimCLR: two views of each row in a tuple, and labels that are not used."""
     model, optimizer = _net(world)
 
     @world.auto_batch(verify=True)
@@ -80,7 +80,7 @@ def two_views_returned(world: World) -> None:
 
 @program("equal")
 def two_views_alone(world: World) -> None:
-    """SimSiam: each row meets its own other view only; a list of two views."""
+    """SimSiam: each row is compared with its own other view only; a list of two views."""
     model, optimizer = _net(world)
     predictor = nn.Linear(CLASSES, CLASSES).double()
     optimizer.add_param_group({"params": list(predictor.parameters())})
@@ -114,7 +114,7 @@ def _heads(world: World) -> tuple[nn.Module, nn.ModuleDict, torch.optim.Optimize
 
 @program("equal")
 def several_tasks(world: World) -> None:
-    """One input, a dictionary of targets for two heads, a loss for each told by name."""
+    """One input, a dictionary of targets for two heads, a loss for each, chosen by name."""
     body, heads, optimizer = _heads(world)
 
     @world.auto_batch
@@ -172,7 +172,7 @@ def joint_loaders_of_two_sizes(world: World) -> None:
 
 @program("equal")
 def tasks_in_turn(world: World) -> None:
-    """A task per call, by its name; the batches of the tasks have their own sizes."""
+    """A task per call, by its name; the batches of the tasks have different sizes."""
     body, heads, optimizer = _heads(world)
     criterion = {"kind": F.cross_entropy, "size": lambda out, y: F.mse_loss(out[:, 0], y)}
 
@@ -244,7 +244,7 @@ def _train_bags(world: World, decorate: Callable[..., Any], returned: bool) -> N
 
 @program("refused", says="Bag")
 def own_type(world: World) -> None:
-    """A type of the project's own: it is named."""
+    """A custom type: the error names it."""
     _train_bags(world, world.auto_batch, returned=False)
 
 
@@ -285,7 +285,7 @@ def batch_from_iterator(world: World) -> None:
 
 @program("refused", says="found no batch|no batch")
 def batch_on_self(world: World) -> None:
-    """The batch is an attribute of the trainer: there is nothing to split, either."""
+    """The batch is an attribute of the trainer: there is nothing to split."""
     model, optimizer = _net(world)
 
     class Trainer:
@@ -327,7 +327,7 @@ def single_row(world: World) -> None:
 
 @program("refused", says="nested")
 def nested_tensor(world: World) -> None:
-    """A nested tensor of rows of several lengths: refused by name."""
+    """A nested tensor of rows of several lengths: the error names it."""
     model, optimizer = _net(world)
 
     @world.auto_batch

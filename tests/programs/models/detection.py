@@ -164,7 +164,7 @@ def _train_pairs(world: World, decorate: Callable[..., Any]) -> None:
 
 @program("equal")
 def detector_pairs(world: World) -> None:
-    """A list of (image, target) pairs, not collated: they might be columns, too."""
+    """A list of (image, target) pairs, not collated, which might also be columns."""
     _train_pairs(world, world.auto_batch)
 
 
@@ -180,7 +180,7 @@ def detector_pairs_split(world: World) -> None:
 
 @program("equal", caller_backward=True, decorated="@oomkit.auto_batch, on the function of the loss")
 def detector_loss_returned(world: World) -> None:
-    """Lightning's way: a dictionary with the loss and its parts, the caller runs backward."""
+    """As in Lightning: a dictionary with the loss and its parts; the caller runs backward."""
     model, optimizer = _detector()
     world.keep(model, optimizer)
 
@@ -218,7 +218,7 @@ def _train_per_box(world: World, decorate: Callable[..., Any]) -> None:
 
 @program("equal", found={"reduction": "sum"})
 def detector_sum_forgotten(world: World) -> None:
-    """The losses of the images are added up, and nothing is said of it: the proof finds a sum."""
+    """The losses of the images are added up without reduction="sum": the proof finds the sum."""
     model, optimizer = _detector()
     world.keep(model, optimizer)
 
@@ -249,7 +249,7 @@ def detector_per_box(world: World) -> None:
 
 @program("refused", decorated="@oomkit.auto_batch(verify=True)", says="cannot split .* exactly")
 def detector_per_box_unweighted(world: World) -> None:
-    """The same with weight= forgotten: boxes of a list are none of what the proof counts."""
+    """The same without weight=: the proof cannot count boxes in a list."""
     _train_per_box(world, world.auto_batch(verify=True))
 
 

@@ -60,13 +60,13 @@ def _train_vae(world: World, decorate: Callable[..., Any]) -> None:
 
 @program("equal", decorated='@oomkit.auto_batch(reduction="sum")')
 def vae_sum(world: World) -> None:
-    """VAE: the loss is a sum over samples, and the decorator says so."""
+    """VAE: the loss is a sum over samples, with reduction="sum"."""
     _train_vae(world, world.auto_batch(reduction="sum"))
 
 
 @program("equal", compare="slices", found={"reduction": "sum"})
 def vae_forgotten(world: World) -> None:
-    """VAE: the sum is forgotten, and the proof finds it."""
+    """VAE without reduction="sum": the proof finds the sum."""
     _train_vae(world, world.auto_batch)
 
 

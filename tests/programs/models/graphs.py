@@ -1,4 +1,4 @@
-"""Graphs: several in one object, lists of them, and what a splitter makes of them."""
+"""Graphs: several in one object, lists of them, with and without a splitter."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _train_graphs(
 
 @program("refused", says="Data")
 def graphs(world: World) -> None:
-    """Graphs in one object: its type is named."""
+    """Graphs in one object: the error names its type."""
     _train_graphs(world, world.auto_batch, lambda data: data, listed=False)
 
 
@@ -114,7 +114,7 @@ def graphs_with_split(world: World) -> None:
 
 @program("refused", says="batch")
 def graphs_in_list(world: World) -> None:
-    """A list of graphs, which the step makes one of: nothing in it has rows."""
+    """A list of graphs, which the step merges into one: nothing in it has rows."""
     _train_graphs(world, world.auto_batch(batch="batch"), Data.from_list, listed=True)
 
 
@@ -160,7 +160,7 @@ def graphs_with_splitter(world: World) -> None:
 
 @program("refused", says="disagree|edge_index|edges")
 def graph_fields(world: World) -> None:
-    """The fields of graphs in a dictionary: nodes, edges and graphs have their own sizes."""
+    """The fields of graphs in a dictionary: nodes, edges and graphs have different sizes."""
 
     def train(data: Data) -> Data:
         return data
@@ -184,7 +184,7 @@ def graph_fields(world: World) -> None:
 
 @program("refused", says="edge_index|nodes|not that of the batch")
 def full_graph(world: World) -> None:
-    """Node classification on one graph: x and edges as arguments; nodes are no samples."""
+    """Node classification on one graph: x and edges as arguments; nodes are not samples."""
     model = nn.Linear(4, 3).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     world.keep(model, optimizer)

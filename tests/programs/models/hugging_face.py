@@ -303,7 +303,7 @@ def accelerate_accumulate(world: World) -> None:
 
 @program("equal", caller_backward=True, decorated="@oomkit.auto_batch, on the method training_step")
 def lightning_like(world: World) -> None:
-    """A module whose training_step returns the loss; a trainer of its own does the rest."""
+    """A module whose training_step returns the loss; a small trainer does the rest."""
 
     class Module(nn.Module):
         def __init__(self) -> None:

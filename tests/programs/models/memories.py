@@ -1,4 +1,4 @@
-"""Modules that remember: buffers that a forward writes, other than BatchNorm's."""
+"""Modules with state: buffers that a forward writes, other than BatchNorm's."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ class Codebook(nn.Module):
     compare="slices",
 )
 def vector_quantised(world: World) -> None:
-    """VQ autoencoder: the code book moves in the forward, once per micro-batch, as verify="warn"
-    lets it."""
+    """VQ autoencoder: the forward updates the code book, once per micro-batch, allowed by
+    verify="warn"."""
     encoder, decoder = nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH)
     model = nn.ModuleDict({"in": encoder, "book": Codebook(), "out": decoder}).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)

@@ -122,13 +122,13 @@ def rnn_time_first_flat(world: World) -> None:
 
 @program("refused", decorated="@oomkit.auto_batch(verify=True)", says="cannot split .* exactly")
 def rnn_time_first_verified(world: World) -> None:
-    """Time in dimension 0 and nothing said of it: the parts do not add up."""
+    """Time in dimension 0 without dim=1: the parts do not add up."""
     _time_first(world, world.auto_batch(verify=True), flat=False)
 
 
 @program("equal", decorated="@oomkit.auto_batch(dim=1)")
 def rnn_time_first_named(world: World) -> None:
-    """The same with dim=1: the batch is where the decorator says."""
+    """The same with dim=1."""
     _time_first(world, world.auto_batch(dim=1), flat=False)
 
 
@@ -278,13 +278,13 @@ def gpt_padded(world: World) -> None:
 
 @program("equal", found={"weight": labelled_tokens})
 def gpt_padded_unweighted(world: World) -> None:
-    """The same with weight= forgotten: the proof finds the labels that are not -100."""
+    """The same without weight=: the proof finds the labels that are not -100."""
     _train_padded(world, world.auto_batch)
 
 
 @program("equal", found={"weight": labelled_tokens})
 def gpt_padded_later(world: World) -> None:
-    """The first batch happens to be full, the later ones are padded; weight= is forgotten."""
+    """The first batch happens to be full, the later ones are padded; without weight=."""
     model, optimizer = _language_model()
     world.keep(model, optimizer)
 
@@ -327,7 +327,7 @@ def gpt_tokens_given(world: World) -> None:
 
 @program("equal")
 def position_ids(world: World) -> None:
-    """An attention mask per row, one row of position ids for all: that one is not split."""
+    """An attention mask per row, one row of position ids for all, which is not split."""
     model, optimizer = _language_model()
     table = nn.Embedding(LENGTH, 16).double()
     optimizer.add_param_group({"params": list(table.parameters())})

@@ -1,4 +1,4 @@
-"""timm's way: small ViTs and ConvNeXts, drop path, EMA, scalers and schedules of its own."""
+"""timm's training loop: small ViTs and ConvNeXts, drop path, EMA, timm's scalers and schedules."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def timm_vit_drop_path(world: World) -> None:
 
 @program("equal")
 def timm_vit(world: World) -> None:
-    """The same without drop path: a schedule of its own sets the rates, and does so in the step."""
+    """The same without drop path: timm's schedule sets the learning rates in the step."""
     model = ViT().double().train()
     optimizer = torch.optim.AdamW(_groups(model), lr=1e-2)
     loss_scaler = NativeScaler()
@@ -255,7 +255,7 @@ def timm_convnext_ema_last(world: World) -> None:
 
 @program("refused", says="module|average|ema|parameter|buffer")
 def timm_convnext_ema_always(world: World) -> None:
-    """The same without the question: the average would follow in each micro-batch."""
+    """The same without is_last: the average would be updated in each micro-batch."""
     _ema(world, ModelEma.update, outside=False)
 
 

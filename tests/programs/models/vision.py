@@ -155,7 +155,7 @@ def mixup_inside(world: World) -> None:
 
 @program("equal")
 def mixup_outside(world: World) -> None:
-    """Mixup in the loader's place: pairs are made before the step, the share is a number."""
+    """Mixup before the step: the pairs come from the loader, the share is a number."""
     model, optimizer = _linear_classifier()
     world.keep(model, optimizer)
 
@@ -248,7 +248,7 @@ def segmentation(world: World) -> None:
     found={"weight": lambda batch: (batch[1] != 255).sum()},
 )
 def segmentation_unweighted(world: World) -> None:
-    """The same with weight= forgotten: the proof finds the labels that are not 255."""
+    """The same without weight=: the proof finds the labels that are not 255."""
     model, optimizer, data = _segmenter()
     world.keep(model, optimizer)
 
@@ -288,7 +288,7 @@ def fgsm_grad(world: World) -> None:
 
 @program("refused", says=r"zero_grad\(\) is called between|two backward\(\) calls")
 def fgsm_backward(world: World) -> None:
-    """FGSM in the tutorial's way: requires_grad_() on the batch, backward, zero_grad, again."""
+    """FGSM as in PyTorch's tutorial: requires_grad_() on the batch, backward, zero_grad, again."""
     model, optimizer = _linear_classifier()
     world.keep(model, optimizer)
 
@@ -375,7 +375,7 @@ def average_meter(world: World) -> None:
 
 @program("equal", decorated="@oomkit.auto_batch, the counter under `current().is_last`")
 def average_meter_last(world: World) -> None:
-    """The same, asked for once: `if oomkit.current().is_last`."""
+    """The same counter, updated only `if oomkit.current().is_last`."""
     model, optimizer = _linear_classifier()
     counter: dict[str, Any] = {"steps": 0}
     world.keep(model, optimizer, lambda: counter["steps"])
@@ -417,13 +417,13 @@ def sum_of_weights(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 @program("equal", decorated="@oomkit.auto_batch(weight=sum_of_weights)")
 def class_weights(world: World) -> None:
-    """Class weights: the mean is one over weights; weight= says which."""
+    """Class weights: the loss is a weighted mean; weight= returns the sum of the weights."""
     _train_with_class_weights(world, world.auto_batch(weight=sum_of_weights))
 
 
 @program("equal", decorated="@oomkit.auto_batch(verify=True)", found={"weight": sum_of_weights})
 def class_weights_unweighted(world: World) -> None:
-    """The same with weight= forgotten: the proof finds it."""
+    """The same without weight=: the proof finds it."""
     _train_with_class_weights(world, world.auto_batch(verify=True))
 
 
