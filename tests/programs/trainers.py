@@ -239,7 +239,7 @@ class Manual(LightningModule):
 
 @program("refused", says="was not found.*pass optimizer=", decorated=_STEP)
 def lightning_manual(world: World) -> None:
-    """Manual optimization: the step gets its optimizer from the trainer, where it cannot be found."""
+    """Manual optimization: the step gets its optimizer from the trainer, out of sight."""
 
     class Classifier(Manual):
         @world.bare
