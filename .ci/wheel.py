@@ -84,7 +84,7 @@ def sdist() -> Path:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, source / name)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    oldest = [need.replace(">=", "==") for need in project["build-system"]["requires"]]
+    oldest = [need.replace(">=", "==", 1) for need in project["build-system"]["requires"]]
     binaries = environment("oldest", *oldest, "wheel")
     run(binaries / "python", "setup.py", "-q", "sdist", "-d", DIST, cwd=source)
     made = DIST / f"oomkit-{project['project']['version']}.tar.gz"
