@@ -359,7 +359,7 @@ class World:
             time.sleep(0.005)
             found = self.absent()
         for line in found:
-            exception.add_note(f"oomkit: {line}")
+            exception.add_note(f"oomkit: {line}{_C.see('rank-failed')}")
 
 
 def _ends(world: weakref.ref[World], process: int) -> None:
