@@ -7,51 +7,22 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-import oomkit
 from oomkit.testing import force_slices, inject_oom
 
-TEXT = (Path(__file__).parents[2] / "docs" / "guides" / "evaluation.md").read_text()
+ROOT = Path(__file__).parents[2]
+PREAMBLE = (ROOT / "tests" / "docs" / "preambles" / "guides_evaluation.py").read_text()
+TEXT = (ROOT / "docs" / "guides" / "evaluation.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.M | re.S)[:3]
-
-
-class Model(torch.nn.Linear):
-    def generate(self, input_ids, attention_mask, max_new_tokens):
-        return (input_ids * attention_mask).repeat(1, max_new_tokens)
-
-
-class Metric:
-    def __init__(self):
-        self.rows = 0
-
-    def update(self, logits):
-        self.rows += len(logits)
-
-    def state_dict(self):
-        return {"rows": self.rows}
-
-    def load_state_dict(self, state):
-        self.rows = state["rows"]
 
 
 @pytest.mark.parametrize("split", ["whole", "slices", "oom"])
 def test_blocks_run(split):
-    torch.manual_seed(0)
-    inputs = torch.randn(8, 4)
-    saved = []
-    names = {
-        "oomkit": oomkit,
-        "model": Model(4, 2),
-        "inputs": inputs,
-        "ids": torch.arange(16).reshape(8, 2),
-        "mask": torch.ones(8, 2, dtype=torch.long),
-        "score": lambda a, b: a + b,
-        "loader": [],
-        "save": saved.append,
-        "metric": Metric(),
-    }
+    names = {"__name__": "page"}
+    exec(PREAMBLE, names)
+    inputs, saved = names["inputs"], names["saved"]
     for number, block in enumerate(BLOCKS):
         names["loader"] = DataLoader(TensorDataset(inputs, inputs), batch_size=8)
-        names["metric"] = Metric()
+        names["metric"] = names["Metric"]()
         code = compile(block, f"<evaluation.md {number} {split}>", "exec")
         if split == "oom" and number != 1:
             with inject_oom(nth=1) as fault:
