@@ -79,7 +79,7 @@ oomkit_proof_rule(oomkit_call *call);
  * where the step decides by itself (current()). */
 uint64_t
 oomkit_proof_sequence(const oomkit_call *call);
-/* At the end of the first micro-batch: did it do what no proof has seen? Then the
+/* At the end of the first micro-batch: has it done what no proof has seen? Then the
  * attempt is to be begun again, with one. 1 or 0. */
 int
 oomkit_proof_is_new_sequence(oomkit_call *call);
@@ -94,6 +94,16 @@ void
 oomkit_proven_again(oomkit_call *call);
 void
 oomkit_proven_clear(oomkit_proven *proven);
+/* Before the graph of a backward is walked: the proof that is to hold for it, or NULL
+ * where none is. Borrowed. */
+oomkit_proven *
+oomkit_proven_watches(oomkit_call *call);
+/* An edge of it. One of a kind that no proven call had is an operation that was not
+ * there: the split is proven anew, before an update. `from` is NULL for a root. 0, or
+ * -1 with MemoryError. */
+int
+oomkit_proven_edge(const oomkit_call *call, oomkit_proven *proven, PyObject *from,
+                   PyObject *to);
 
 /* --- adopt_leaves.c --- */
 /* Before an attempt is begun again: leaves that were met are taken in. 0 or -1. */

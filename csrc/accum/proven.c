@@ -4,7 +4,8 @@
 #include "../sizes/sizes.h"
 #include "../batch/batch.h"
 
-#define MISSED 3 /* calls in a row in which losses could not be compared */
+#define MISSED 3   /* calls in a row in which losses could not be compared */
+#define KINDS 4096 /* of edges, then they are forgotten and the split is proven anew */
 
 static uint64_t
 mix(uint64_t hash, uint64_t value)
@@ -46,6 +47,83 @@ proof_key(oomkit_call *call)
     return hash | 1;
 }
 
+/* --- kinds of edges --- */
+
+static void
+kinds_clear(oomkit_edge_kinds *kinds)
+{
+    PyMem_Free(kinds->hashes);
+    *kinds = (oomkit_edge_kinds){0};
+}
+
+/* The place of a hash, or the free one where it belongs. */
+static uint64_t *
+kinds_place(const oomkit_edge_kinds *kinds, uint64_t hash)
+{
+    uint32_t at = (uint32_t)hash & (kinds->room - 1);
+
+    while (kinds->hashes[at] != 0 && kinds->hashes[at] != hash) {
+        at = (at + 1) & (kinds->room - 1);
+    }
+    return &kinds->hashes[at];
+}
+
+/* Room for one more. 0 or -1. */
+static int
+kinds_grow(oomkit_edge_kinds *kinds)
+{
+    oomkit_edge_kinds grown = {.room = kinds->room == 0 ? 128 : kinds->room * 2};
+    uint32_t i;
+
+    grown.hashes = PyMem_Calloc(grown.room, sizeof(*grown.hashes));
+    if (grown.hashes == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (i = 0; i < kinds->room; i++) {
+        if (kinds->hashes[i] != 0) {
+            *kinds_place(&grown, kinds->hashes[i]) = kinds->hashes[i];
+        }
+    }
+    grown.count = kinds->count;
+    kinds_clear(kinds);
+    *kinds = grown;
+    return 0;
+}
+
+/* 1: it was not there and is now; 0; -1. */
+static int
+kinds_add(oomkit_edge_kinds *kinds, uint64_t hash)
+{
+    if (kinds->room > 0 && *kinds_place(kinds, hash) == hash) {
+        return 0;
+    }
+    if (kinds->count == KINDS) {
+        kinds_clear(kinds);
+    }
+    if (kinds->count * 2 >= kinds->room && kinds_grow(kinds) < 0) {
+        return -1;
+    }
+    *kinds_place(kinds, hash) = hash;
+    kinds->count++;
+    return 1;
+}
+
+/* What a node does: the name of its type. Each graph that torch.compile has compiled is
+ * a type of its own, all of one name. */
+static uint64_t
+node_kind(PyObject *node)
+{
+    const char *name = Py_TYPE(node)->tp_name;
+    uint64_t hash =
+        strstr(name, "CompiledFunction") != NULL ? (uintptr_t)Py_TYPE(node) : 0;
+
+    for (; *name != '\0'; name++) {
+        hash = (hash ^ (unsigned char)*name) * 0x100000001b3u;
+    }
+    return hash;
+}
+
 oomkit_proven *
 oomkit_proven_find(oomkit_call *call)
 {
@@ -79,6 +157,7 @@ oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried,
     before_tried = found->tried;
     if (found->key != call->shape.proof_key) {
         memset(found->sequences, 0, sizeof(found->sequences));
+        kinds_clear(&found->kinds);
         found->calls = 1;
     }
     found->key = call->shape.proof_key;
@@ -90,6 +169,10 @@ oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried,
     if (sequence != 0) { /* 0: nothing but losses were compared */
         found->sequences[found->sequence_next++ % OOMKIT_SEQUENCES] = sequence;
     }
+    if (sequence != 0 || level == OOMKIT_PROVEN_WEAKLY) {
+        found->shown = call->log.number; /* no mere look at losses of later calls */
+    }
+    found->unseen = 0;
     step->losses.compared = 1; /* a guess about them would say less */
     return labels < 0 ? -1 : 0;
 }
@@ -101,6 +184,7 @@ oomkit_proven_forget(oomkit_call *call)
 
     if (found != NULL) {
         PyObject *rule = found->rule, *tried = found->tried; /* owned */
+        kinds_clear(&found->kinds);
         memset(found, 0, sizeof(*found));
         Py_XDECREF(rule);
         Py_XDECREF(tried);
@@ -126,6 +210,7 @@ oomkit_proven_clear(oomkit_proven *proven)
     for (i = 0; i < OOMKIT_PROVEN; i++) {
         Py_CLEAR(proven[i].rule);
         Py_CLEAR(proven[i].tried);
+        kinds_clear(&proven[i].kinds);
         proven[i].key = 0;
     }
 }
@@ -171,27 +256,61 @@ known_fully(const oomkit_call *call, const oomkit_proven *found)
            (found->level == OOMKIT_PROVEN_HERE && found->call == call->log.number);
 }
 
+/* Is its split taken for exact, by gradients or by losses alone? */
+static int
+known_now(const oomkit_call *call, const oomkit_proven *found)
+{
+    return found->level == OOMKIT_PROVEN_WEAKLY || known_fully(call, found);
+}
+
+oomkit_proven *
+oomkit_proven_watches(oomkit_call *call)
+{
+    oomkit_proven *found;
+
+    if (!call->split || call->cut->at > 0 || call->proof != NULL ||
+        call->options->verify == 0 || call->cut->forced) {
+        return NULL;
+    }
+    found = oomkit_proven_find(call);
+    return found != NULL && known_now(call, found) ? found : NULL;
+}
+
+int
+oomkit_proven_edge(const oomkit_call *call, oomkit_proven *proven, PyObject *from,
+                   PyObject *to)
+{
+    const int added = kinds_add(
+        &proven->kinds, mix(from == NULL ? 1 : node_kind(from), node_kind(to)) | 1);
+
+    /* A call whose gradients were compared has this graph's operations in it. */
+    proven->unseen |= added > 0 && proven->shown != call->log.number;
+    return added < 0 ? -1 : 0;
+}
+
 int
 oomkit_proof_is_new_sequence(oomkit_call *call)
 {
     oomkit_proven *found;
     uint64_t sequence;
-    int i;
+    int i, known;
 
-    if (call->proof != NULL || call->options->verify == 0 || call->cut->forced ||
-        call->tries.restarts >= OOMKIT_RESTARTS) {
+    if (call->proof != NULL || call->options->verify == 0 || call->cut->forced) {
         return 0;
     }
     found = oomkit_proven_find(call);
-    if (found == NULL || !known_fully(call, found)) {
+    if (found == NULL || !known_now(call, found)) {
         return 0;
     }
     sequence = oomkit_proof_sequence(call);
+    known = found->level == OOMKIT_PROVEN_WEAKLY; /* it knows of none */
     for (i = 0; i < OOMKIT_SEQUENCES; i++) {
-        if (found->sequences[i] == sequence) {
-            return 0;
-        }
+        known |= found->sequences[i] == sequence;
     }
+    if (known && !found->unseen) {
+        return 0;
+    }
+    found->unseen = 0;
     found->level = OOMKIT_PROVEN_NOT;
     return 1;
 }
@@ -279,8 +398,8 @@ known_unsettled(oomkit_call *call, const oomkit_proven *found)
     return answer == NULL ? -1 : answer == Py_True;
 }
 
-/* What was shown is looked at again with other data, in the next split call; weights
- * that were found ever more seldom after that: in calls 2, 4, 8, ... */
+/* What was shown is looked at again with other data, ever more seldom: in calls 2, 4,
+ * 8, ... */
 static int
 known_is_due(const oomkit_call *call, oomkit_proven *found)
 {
@@ -289,8 +408,7 @@ known_is_due(const oomkit_call *call, oomkit_proven *found)
     }
     found->call = call->log.number;
     found->calls++;
-    return found->calls == 2 ||
-           (found->rule != NULL && (found->calls & (found->calls - 1)) == 0);
+    return (found->calls & (found->calls - 1)) == 0;
 }
 
 int

@@ -28,7 +28,15 @@ typedef struct unknown_walk {
     oomkit_call *call;
     oomkit_addresses known; /* of the parameters that take part */
     PyObject *found;        /* owned list: leaves that are no participants */
+    oomkit_proven *proven;  /* borrowed: what knows kinds of edges, or NULL */
 } unknown_walk;
+
+static int
+walk_edge(PyObject *from, PyObject *to, void *context)
+{
+    unknown_walk *w = context;
+    return w->proven == NULL ? 0 : oomkit_proven_edge(w->call, w->proven, from, to);
+}
 
 /* A leaf into `found` when it is no participant; behind others the walk goes on. */
 static int
@@ -52,18 +60,22 @@ walk_visit(oomkit_state *st, PyObject *node, void *context)
     return made != 0 ? (made < 0 ? -1 : 0) : PyList_Append(w->found, variable);
 }
 
-/* Walks the graph of a backward to its leaves. New list of those that are no
- * participants, or NULL with an exception. */
+/* Walks the graph of a backward to its leaves, and shows its edges to the proof of
+ * calls like this one. New list of leaves that are no participants, or NULL with an
+ * exception. */
 static PyObject *
 graph_strangers(oomkit_call *call, PyObject *roots)
 {
-    unknown_walk w = {.call = call, .found = PyList_New(0)}; /* the list is returned */
+    unknown_walk w = {.call = call,
+                      .found = PyList_New(0), /* returned */
+                      .proven = oomkit_proven_watches(call)};
     int leaves = 0;
 
     if (w.found == NULL ||
         oomkit_addresses_fill(&w.known, call->parts->params, call->parts->param_count) <
             0 ||
-        oomkit_graph_walk(call->st, roots, walk_visit, &w, &leaves) < 0) {
+        oomkit_graph_walk_edges(call->st, roots, walk_visit, walk_edge, &w, &leaves) <
+            0) {
         call->refused.raised |= PyErr_ExceptionMatches(call->st->SplitError);
         Py_CLEAR(w.found);
     }

@@ -14,6 +14,13 @@ typedef enum {
     OOMKIT_PROVEN_FULLY
 } oomkit_proof_level;
 
+/* Which operations followed which in the graphs of calls that were proven: hashes, in an
+ * open table of a power of two of places, at most half of them taken. */
+typedef struct oomkit_edge_kinds {
+    uint64_t *hashes; /* owned; 0: free; NULL: none yet */
+    uint32_t count, room;
+} oomkit_edge_kinds;
+
 /* What was proven at a site, for batches of one structure. */
 typedef struct oomkit_proven {
     uint64_t key;
@@ -27,6 +34,9 @@ typedef struct oomkit_proven {
     uint8_t level;
     uint8_t sequence_next;
     uint8_t labels; /* among them ignored ones, not as many in each micro-batch */
+    uint8_t unseen; /* this call's graph has edges of kinds that no proven one had */
+    uint64_t shown; /* the call in which gradients were compared last */
+    oomkit_edge_kinds kinds;
 } oomkit_proven;
 
 #endif

@@ -12,11 +12,18 @@ typedef int (*oomkit_edge_visitor)(oomkit_state *st, PyObject *next, PyObject *n
 /* What to do at a node: 1 go on behind it, 0 do not, -1 with an exception. */
 typedef int (*oomkit_node_visitor)(oomkit_state *st, PyObject *node, void *context);
 
+/* An edge; `from` is NULL where `to` is a root's. 0, or -1 with an exception. */
+typedef int (*oomkit_edge_watcher)(PyObject *from, PyObject *to, void *context);
+
 /* graph_walk.c: every node once, one edge after another from the last to the first. 0
  * or -1: SplitError where the graph is too deep. *leaves as in oomkit_roots_nodes. */
 int
 oomkit_graph_walk(oomkit_state *st, PyObject *roots, oomkit_node_visitor visit,
                   void *context, int *leaves);
+/* The same, and each edge on the way. */
+int
+oomkit_graph_walk_edges(oomkit_state *st, PyObject *roots, oomkit_node_visitor visit,
+                        oomkit_edge_watcher edge, void *context, int *leaves);
 
 #define OOMKIT_TOO_DEEP                                                                \
     "so many operations follow one another in the graph of its backward() that "       \

@@ -30,6 +30,7 @@ typedef struct walk_frame {
 typedef struct graph_walk {
     oomkit_state *st;
     oomkit_node_visitor visit;
+    oomkit_edge_watcher edge; /* or NULL */
     void *context;
     PyObject *seen; /* dict: node to height; keeps the nodes, hence their identity */
     walk_frame *frames; /* the roots, then a chain of nodes */
@@ -130,10 +131,15 @@ walk_reaches(const graph_walk *w, Py_ssize_t height)
 static int
 walk_enter(graph_walk *w, PyObject *node)
 {
-    PyObject *known = PyDict_GetItemWithError(w->seen, node); /* borrowed from seen */
-    PyObject *edges;                                          /* owned */
+    PyObject *known; /* borrowed from seen */
+    PyObject *edges; /* owned */
     int on;
 
+    if (w->edge != NULL &&
+        w->edge(w->frames[w->count - 1].node, node, w->context) < 0) {
+        return -1;
+    }
+    known = PyDict_GetItemWithError(w->seen, node);
     if (known != NULL) {
         return walk_reaches(w, PyLong_AsSsize_t(known));
     }
@@ -183,7 +189,14 @@ int
 oomkit_graph_walk(oomkit_state *st, PyObject *roots, oomkit_node_visitor visit,
                   void *context, int *leaves)
 {
-    graph_walk w = {.st = st, .visit = visit, .context = context};
+    return oomkit_graph_walk_edges(st, roots, visit, NULL, context, leaves);
+}
+
+int
+oomkit_graph_walk_edges(oomkit_state *st, PyObject *roots, oomkit_node_visitor visit,
+                        oomkit_edge_watcher edge, void *context, int *leaves)
+{
+    graph_walk w = {.st = st, .visit = visit, .edge = edge, .context = context};
     OWNED PyObject *seen = PyDict_New(), *list = PyList_New(0);
     int result;
 

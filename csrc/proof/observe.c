@@ -274,6 +274,13 @@ proof_micro_ends(oomkit_call *call, PyObject *result)
 {
     if (call->split && call->cut->at == 0 && !call->is_last &&
         oomkit_proof_is_new_sequence(call)) {
+        if (call->tries.restarts >= 2 * OOMKIT_RESTARTS) {
+            return oomkit_refuse_split(
+                call,
+                "it runs other code each time that it is started again, so its split "
+                "cannot be verified. Make the decision outside the step" SEE(
+                    "micro-batches-differ"));
+        }
         call->tries.restart = OOMKIT_RESTART_PROOF;
         oomkit_raise(
             call->st->SplitError,

@@ -494,7 +494,7 @@ proof_pair(oomkit_proof *p)
     OWNED PyObject *text = NULL;
     int found;
 
-    p->level = oomkit_proven_find(p->call)->level;
+    p->level = oomkit_proven_find(p->call)->level; /* which it does not raise */
     p->weakly = p->call->tries.ooms > 0;
     p->first = 0; /* nothing has passed */
     found = search_ask(p, "told_apart");
@@ -746,6 +746,7 @@ prove(oomkit_call *call)
 {
     oomkit_proof p = {.call = call};
     PyObject *exception; /* owned, given back */
+    const oomkit_proven *known;
     int cut, wanted, result, phase, pair;
 
     if ((wanted = oomkit_proof_wanted(call)) <= 0) {
@@ -753,7 +754,9 @@ prove(oomkit_call *call)
     }
     cut = oomkit_proof_rows_largest(&p);
     p.fits = p.length;
-    pair = !cut && oomkit_proven_find(call) != NULL && wanted != OOMKIT_PROOF_LOSSES;
+    known = oomkit_proven_find(call);
+    pair = !cut && wanted != OOMKIT_PROOF_LOSSES && known != NULL &&
+           known->level != OOMKIT_PROVEN_NOT && known->level != OOMKIT_PROVEN_HERE;
     if (pair && wanted != OOMKIT_PROOF_WEIGHTS) {
         return 0;
     }
@@ -771,7 +774,7 @@ prove(oomkit_call *call)
     proof_loud(&p);
     if (oomkit_proof_back(&p) < 0) {
         if (exception != NULL) {
-            PyErr_WriteUnraisable(call->given.func); /* the first one tells more */
+            oomkit_error_beside(call->st, call->given.func);
         }
         result = -1;
     }

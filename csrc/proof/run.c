@@ -108,7 +108,7 @@ oomkit_proof_back(oomkit_proof *p)
     }
     if (exception != NULL) {
         if (result < 0) {
-            PyErr_WriteUnraisable(call->given.func);
+            oomkit_error_beside(call->st, call->given.func);
         }
         oomkit_exception_give(exception);
     }

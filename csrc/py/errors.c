@@ -204,6 +204,16 @@ error_again(void *exception)
 }
 
 void
+oomkit_error_beside(oomkit_state *st, PyObject *object)
+{
+    if (oomkit_exception_is_oom(st)) {
+        oomkit_error_dismiss();
+    } else {
+        PyErr_WriteUnraisable(object);
+    }
+}
+
+void
 oomkit_error_dismiss(void)
 {
     PyObject *exception; /* owned, or the pending call's */

@@ -96,6 +96,10 @@ oomkit_frame_is_library(PyFrameObject *frame);
  * main thread's: it arrives again, between two instructions of that thread. */
 void
 oomkit_error_dismiss(void);
+/* The error in flight came beside one that is about to be given: more of being out of
+ * memory says nothing, all else goes to sys.unraisablehook with `object`. */
+void
+oomkit_error_beside(oomkit_state *st, PyObject *object);
 
 /* Says that there is no memory where a function of CPython's has failed without an
  * exception, as PyType_FromModuleAndSpec() of 3.11 does. */

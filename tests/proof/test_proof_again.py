@@ -197,10 +197,12 @@ def test_labels_that_never_differ_where_it_can_look_are_asked_for_a_few_times() 
         model(x).square().mean().backward()
         optimizer.step()
 
-    for _ in range(6):
+    made = []
+    for _ in range(9):
         runs.clear()
         step(_x(48), flags, flags.flip(0))
-    assert len(runs) == 8
+        made.append(len(runs))
+    assert made[4:] == [8, 11, 8, 8, 8], made
 
 
 def test_one_row_that_fits_needs_no_room_beside_it() -> None:

@@ -1,0 +1,218 @@
+"""A step that becomes another one after its split was proven: a loss that is switched on later.
+
+The graph of each split call is compared with those of proven ones. What it does not show is
+found by losses in calls 2, 4, 8, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.seen import Seen
+from torch import nn
+from torch.nn import functional as F
+
+import oomkit
+
+ROWS, LATER, CALLS = 64, 5, 7
+Term = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class _Normed(torch.autograd.Function):
+    """Couples rows in the backward alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return g / g.norm()
+
+
+def _plain(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out, y)
+
+
+def _decorrelated(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    z = out - out.mean(0)
+    return _plain(out, y) + 0.1 * (z.T @ z / len(z)).square().sum()
+
+
+def _hard(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out, y, reduction="none").topk(len(y) // 4).values.mean()
+
+
+def _pairs(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return _plain(out, y) + 0.1 * (out @ out.T).square().mean()
+
+
+def _tanh_of_mean(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return _plain(out, y) + 0.5 * torch.tanh(out.mean())
+
+
+def _normed(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return _plain(_Normed.apply(out), y)
+
+
+def _smoothed(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return 0.9 * _plain(out, y) - 0.1 * F.log_softmax(out, 1).mean()
+
+
+def _squared(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return _plain(out, y) + 0.01 * out.square().mean()
+
+
+COUPLED = [_decorrelated, _hard, _pairs, _tanh_of_mean, _normed]
+
+
+class Program:
+    def __init__(self, later: Term, returned: bool = False) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.later, self.returned = later, returned
+        self.number = 0
+        self.runs: Seen[int] = Seen()
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.runs.append(len(x))
+        return (_plain if self.number < LATER else self.later)(self.model(x), y)
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = self.loss(x, y)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def train(self, calls: int = CALLS, **options: Any) -> list[int]:
+        """How often the step ran in each call."""
+        g = torch.Generator().manual_seed(1)
+        x = torch.randn(ROWS, 8, generator=g, dtype=torch.float64)
+        y = torch.randint(0, 4, (ROWS,), generator=g)
+        step = self.loss if self.returned else self.step
+        if options:
+            step = oomkit.auto_batch(step, model=self.model, optimizer=self.optimizer, **options)
+        made = []
+        for self.number in range(calls):
+            self.runs.clear()
+            if self.returned:
+                self.optimizer.zero_grad()
+                step(x, y).backward()
+                self.optimizer.step()
+            else:
+                step(x, y)
+            made.append(len(self.runs))
+        return made
+
+    def values(self) -> list[torch.Tensor]:
+        return [p.detach().clone() for p in self.model.parameters()]
+
+
+@pytest.mark.parametrize("steps", [2, ROWS])  # at last one row at a time
+@pytest.mark.parametrize("returned", [False, True], ids=["whole step", "returned loss"])
+@pytest.mark.parametrize("later", COUPLED)
+def test_rows_that_are_coupled_later_are_refused_before_the_update(
+    later: Term, returned: bool, steps: int
+) -> None:
+    before = Program(later, returned)
+    before.train(LATER)
+    program = Program(later, returned)
+    with pytest.raises(oomkit.SplitError, match="cannot split"):
+        program.train(accumulation_steps=steps)
+    assert program.number == LATER  # in the first call that couples them
+    torch.testing.assert_close(program.values(), before.values(), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("later", [_plain, _smoothed, _squared])
+def test_another_loss_that_does_not_is_proven_and_trains(later: Term) -> None:
+    want, program = Program(later), Program(later)
+    want.train()
+    made = program.train(accumulation_steps=2)
+    torch.testing.assert_close(program.values(), want.values(), rtol=1e-12, atol=1e-14)
+    # Nothing but the call in which operations are new is proven again, and that once.
+    assert (made[LATER] > 2) == (later is not _plain)
+    assert made[LATER + 1 :] == [2] * (CALLS - LATER - 1)
+
+
+def test_what_the_graph_does_not_show_is_found_by_losses() -> None:
+    """A factor out of the batch: the operations are the same."""
+
+    def scaled(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return _plain(out * 1.0, y) * out.detach().std().item()
+
+    def always(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return scaled(out, y) if program.number >= LATER else _plain(out * 1.0, y) * 1.0
+
+    program = Program(always)
+    program.loss = lambda x, y: always(program.model(x), y)  # type: ignore[method-assign]
+    with pytest.raises(oomkit.SplitError, match="cannot split"):
+        program.train(9, accumulation_steps=2)
+    assert program.number == 7  # the eighth call
+
+
+def test_paths_that_change_from_call_to_call_are_proven_a_few_times() -> None:
+    """Blocks that are left out at random: soon each operation has followed each other one."""
+    torch.manual_seed(3)
+    blocks = nn.ModuleList(
+        nn.Sequential(nn.Linear(8, 8), act) for act in (nn.Tanh(), nn.ReLU(), nn.GELU())
+    ).double()
+    optimizer = torch.optim.SGD(blocks.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(5)
+    left_out = [torch.rand(3, generator=generator) < 0.4 for _ in range(40)]
+    runs: Seen[int] = Seen()
+    number = 0
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor) -> None:
+        runs.append(len(x))
+        optimizer.zero_grad()
+        h = x
+        for block, out in zip(blocks, left_out[number], strict=True):
+            h = h if out else h + block(h)
+        h.square().mean().backward()
+        optimizer.step()
+
+    made = []
+    x = torch.randn(ROWS, 8, dtype=torch.float64)
+    for number in range(40):
+        runs.clear()
+        if not left_out[number].all():
+            step(x)
+            made.append(len(runs))
+    assert sum(count > 2 for count in made) <= 12, made
+    assert made[-8:].count(2) >= 7, made
+
+
+def test_a_function_that_is_compiled_anew() -> None:
+    """All compiled functions have one name: each graph is a kind of its own."""
+    torch._dynamo.reset()
+    coupled = False
+
+    def term(x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = model(x)
+        if coupled:
+            return (out - out.mean(0)).square().square().mean()
+        return out.square().square().mean()
+
+    compiled = torch.compile(term, backend="aot_eager")
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4).double()
+
+    @oomkit.auto_batch(accumulation_steps=2, model=model)
+    def step(x: torch.Tensor) -> None:
+        model.zero_grad()
+        compiled(x).backward()
+
+    x = torch.randn(ROWS, 8, dtype=torch.float64)
+    for _ in range(LATER):
+        step(x)
+    coupled = True
+    torch._dynamo.reset()
+    compiled = torch.compile(term, backend="aot_eager")
+    with pytest.raises(oomkit.SplitError, match="cannot split"):
+        step(x)
