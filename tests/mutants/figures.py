@@ -204,8 +204,8 @@ MUTANTS = [
         "        raise _C.SplitError(ctx.why)",
         "        return torch.zeros(0), None, None",
         ("result/test_join_grad.py::test_a_gradient_through_a_sum_with_the_model",),
-        also=(('        raise _C.SplitError("a gradient passed',
-               '        return (None,) * 99\n        raise _C.SplitError("a gradient passed'),),
+        also=(("        raise _C.SplitError(  # _Refused comes first",
+               "        return (None,) * 99\n        raise _C.SplitError("),),
     ),
     Mutant(
         "refusal-without-leaves",
