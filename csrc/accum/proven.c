@@ -5,7 +5,8 @@
 #include "../batch/batch.h"
 
 #define MISSED 3   /* calls in a row in which losses could not be compared */
-#define KINDS 4096 /* of edges, then they are forgotten and the split is proven anew */
+#define KINDS 4096 /* of edges, then they are forgotten and the split is proven anew   \
+                    */
 
 static uint64_t
 mix(uint64_t hash, uint64_t value)

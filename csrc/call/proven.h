@@ -14,8 +14,8 @@ typedef enum {
     OOMKIT_PROVEN_FULLY
 } oomkit_proof_level;
 
-/* Which operations followed which in the graphs of calls that were proven: hashes, in an
- * open table of a power of two of places, at most half of them taken. */
+/* Which operations followed which in the graphs of calls that were proven: hashes, in
+ * an open table of a power of two of places, at most half of them taken. */
 typedef struct oomkit_edge_kinds {
     uint64_t *hashes; /* owned; 0: free; NULL: none yet */
     uint32_t count, room;
