@@ -138,7 +138,11 @@ def estimated(target: str, budget: str | None) -> int:
     found = estimate(*made)
     print(found)
     if budget is not None:
-        rows = found.largest(budget)
+        try:
+            rows = found.largest(budget)
+        except ValueError as error:
+            print(f"oomkit: {error}", file=sys.stderr)
+            return 2
         print(f"{budget}: {rows or 'not even one'} {'row' if rows < 2 else 'rows'} at once")
         return 0 if rows else 1
     return 0
@@ -204,6 +208,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return checked(options.target)
     if options.command == "estimate":
         return estimated(options.target, options.budget)
+    missing = [path for path in options.file if not path.exists()]
+    if missing:
+        print(f"oomkit: there is no file {missing[0]}", file=sys.stderr)
+        return 2
     try:
         rows = read_all(options.file)
     except (OSError, ValueError) as error:

@@ -4,9 +4,9 @@
 #include "../sizes/sizes.h"
 #include "../batch/batch.h"
 
-#define MISSED 3   /* calls in a row in which losses could not be compared */
-#define KINDS 4096 /* of edges, then they are forgotten and the split is proven anew   \
-                    */
+#define MISSED 3 /* calls in a row in which losses could not be compared */
+/* Of edges; then they are forgotten and the split is proven anew. */
+#define KINDS 4096
 
 static uint64_t
 mix(uint64_t hash, uint64_t value)

@@ -379,7 +379,7 @@ replay_record(oomkit_call *call, const oomkit_deferred *p)
         record.micro_batch_size = now.micro_batch_size;
         record.accumulation_steps = now.accumulation_steps;
         record.requested_bytes = now.requested_bytes;
-        record.attempts += (uint32_t)call->tries.count;
+        record.attempts += now.attempts - 1; /* the call itself was one */
         record.ooms += call->tries.ooms;
         record.lost_ns += call->tries.lost_ns;
         record.reason = now.reason;

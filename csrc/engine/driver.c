@@ -65,6 +65,9 @@ oomkit_call_record(const oomkit_call *call, oomkit_record *record)
     record->ooms = call->tries.ooms;
     record->reason = (uint32_t)call->cut->reason;
     record->outcome = call->log.outcome;
+    if (record->outcome % 2 == 1 && call->tries.count > 0) {
+        record->attempts--; /* it gave up: none came after the last one that failed */
+    }
     record->rung = call->log.rung;
 }
 

@@ -111,6 +111,8 @@ def optimizer_state(f: Figures) -> str | None:
     need = f.parameters + f.all_gradients + state + (f.others or 0)
     if f.budget is None or state == 0 or need <= f.budget or parameters_and_gradients(f):
         return None
+    if need - (f.others or 0) <= f.budget and others_hold(f):
+        return None  # it would fit without them
     rung = (
         "the rung 'state' of the ladder keeps it in host memory"
         if f.allows("state")
@@ -199,7 +201,7 @@ def many_ranks(f: Figures) -> str | None:
 
 def large_update(f: Figures) -> str | None:
     """What the update allocates on its way does not fit."""
-    if f.phase != "optimizer" or optimizer_state(f):
+    if f.phase != "optimizer" or optimizer_state(f) or others_hold(f):
         return None
     return (
         f"let {f.optimizers} allocate less in an update: fused=True where it has that, "

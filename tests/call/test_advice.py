@@ -64,6 +64,14 @@ def test_where_no_rule_knows():
     )
 
 
+def test_state_that_would_fit_without_the_others_is_not_the_cause():
+    for phase in ("backward", "optimizer"):
+        (text,) = sentences(
+            replace(PLAIN, phase=phase, state=5 * MIB, missing_state=5 * MIB, others=30 * MIB)
+        )
+        assert text.startswith("30.00 MiB were allocated before the step and are no parameter")
+
+
 def test_at_most_three():
     everything = {}
     for case in CASES.values():

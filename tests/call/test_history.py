@@ -55,6 +55,31 @@ def test_a_run_longer_than_the_ring():
     assert "   2      4 " in oomkit.report()  # among the events
 
 
+@pytest.mark.parametrize("returned", [False, True])
+def test_a_step_that_gives_up_made_no_attempt_after_the_last(returned):
+    weight = torch.nn.Parameter(torch.ones(8))
+
+    @oomkit.auto_batch(label="given up")
+    def step(x):
+        loss = (weight * x).mean()
+        if not returned:
+            loss.backward()
+        return loss if returned else None
+
+    x = torch.ones(4, 8)
+    with (
+        oomkit.testing.inject_oom(phase="backward", times=None) as fault,
+        pytest.raises(oomkit.OutOfMemory) as caught,
+    ):
+        loss = step(x)
+        if returned:
+            loss.backward()
+    failed = len(caught.value.report.attempts)
+    assert fault.fired >= failed > 1
+    total = step.summary
+    assert (total.steps, total.ooms, total.retries) == (1, failed, failed - 1)
+
+
 def test_the_sketch_agrees_with_the_records():
     step = make_step("sketched")
     run(step, 300, {7})

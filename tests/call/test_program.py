@@ -141,9 +141,17 @@ def test_estimate(program, tmp_path, budget, status):
     assert (budget is None) == ("at once" not in done.stdout)
 
 
-@pytest.mark.parametrize("command", ["run", "check", "estimate"])
+def test_a_budget_that_is_no_size(program, tmp_path):
+    target = f"{tmp_path / 'script.py'}:case"
+    done = program("estimate", target, "--budget", "nonsense", text=STEP.format("mean"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("oomkit: ") and "'nonsense'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["run", "check", "estimate", "report"])
 def test_a_file_that_is_not_there(program, tmp_path, command):
     target = tmp_path / "none.py"
-    done = program(command, target if command == "run" else f"{target}:make")
+    done = program(command, target if command in ("run", "report") else f"{target}:make")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"oomkit: there is no file {target}\n"

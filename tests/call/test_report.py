@@ -411,8 +411,8 @@ def test_not_a_file_of_records(tmp_path, capsys, text, message):
 
 
 def test_file_is_not_there(tmp_path, capsys):
-    assert program.main(["report", str(tmp_path / "none")]) == 1
-    assert capsys.readouterr().err.startswith("oomkit: [Errno 2]")
+    assert program.main(["report", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err == f"oomkit: there is no file {tmp_path / 'none'}\n"
 
 
 def test_nothing_to_draw(tmp_path, capsys):
