@@ -10,6 +10,8 @@
 /* Gradients are marked at the first backward: a zero_grad() before it is not undone. */
 #define AS_BEFORE "the state is as before the step"
 #define CLEARED ", except for gradients that the step itself cleared"
+/* What the step did before it returned the loss has been seen by its caller. */
+#define AS_RETURNED "the state is as before the backward()"
 
 #define TRIES 3
 
@@ -227,8 +229,9 @@ own_failed(oomkit_call *call, PyObject *type, const char *format, const char *do
 const char *
 oomkit_state_as_before(const oomkit_call *call)
 {
-    return call->parts != NULL && call->parts->param_count > 0 ? AS_BEFORE CLEARED
-                                                               : AS_BEFORE;
+    return oomkit_call_is_replay(call)                           ? AS_RETURNED
+           : call->parts != NULL && call->parts->param_count > 0 ? AS_BEFORE CLEARED
+                                                                 : AS_BEFORE;
 }
 
 int
@@ -240,7 +243,9 @@ oomkit_own_failed(oomkit_call *call, const char *doing)
     }
     return own_failed(
         call, NULL,
-        call->parts != NULL && call->parts->param_count > 0
+        oomkit_call_is_replay(call)
+            ? "%U is not run, because memory ran out while %s (%V%s%V); " AS_RETURNED
+        : call->parts != NULL && call->parts->param_count > 0
             ? "%U is not run, because memory ran out while %s (%V%s%V); " AS_BEFORE
                   CLEARED
             : "%U is not run, because memory ran out while %s (%V%s%V); " AS_BEFORE,
