@@ -159,6 +159,8 @@ oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried,
     if (found->key != call->shape.proof_key) {
         memset(found->sequences, 0, sizeof(found->sequences));
         kinds_clear(&found->kinds);
+        found->missed = found->unseen = 0;
+        found->shown = 0;
         found->calls = 1;
     }
     found->key = call->shape.proof_key;
@@ -172,8 +174,8 @@ oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried,
     }
     if (sequence != 0 || level == OOMKIT_PROVEN_WEAKLY) {
         found->shown = call->log.number; /* no mere look at losses of later calls */
+        found->unseen = 0;
     }
-    found->unseen = 0;
     step->losses.compared = 1; /* a guess about them would say less */
     return labels < 0 ? -1 : 0;
 }
@@ -427,6 +429,11 @@ oomkit_proof_wanted(oomkit_call *call)
     found = oomkit_proven_find(call);
     if (found == NULL) {
         return 1;
+    }
+    if (found->unseen ||
+        (found->level == OOMKIT_PROVEN_WEAKLY && known_is_due(call, found))) {
+        found->unseen = 0;
+        found->level = OOMKIT_PROVEN_NOT; /* with gradients, if they fit by now */
     }
     unsettled = countable ? known_unsettled(call, found) : 0;
     if (unsettled != 0 || !known_fully(call, found)) {

@@ -16,9 +16,10 @@
 /* --- undo: gradients.c --- */
 typedef enum {
     OOMKIT_OWED_NOTHING = 0,
-    OOMKIT_OWED_LATER, /* what the failed attempt has added is to be taken off */
-    OOMKIT_OWED_NOW,   /* it is being computed again, see recompute.c */
-    OOMKIT_OWED_DONE   /* and has been taken off */
+    OOMKIT_OWED_LATER,  /* what the failed attempt has added is to be taken off */
+    OOMKIT_OWED_NOW,    /* it is being computed again, see recompute.c */
+    OOMKIT_OWED_PARTLY, /* some of it has been taken off: it cannot be computed anew */
+    OOMKIT_OWED_DONE    /* and has been taken off */
 } oomkit_owed;
 
 typedef struct oomkit_grads {

@@ -147,6 +147,7 @@ recompute_subtract(oomkit_call *call)
             if (pass == 0) {
                 result = recompute_fits(call, gradient);
             } else {
+                oomkit_grads_owe(call, OOMKIT_OWED_PARTLY);
                 done = PyObject_CallMethod(aside, "sub_", "O", gradient);
                 result = done == NULL || grads_set(call, i, Py_None) < 0 ? -1 : 1;
             }
@@ -295,7 +296,7 @@ recompute_once(oomkit_call *call)
     oomkit_cut_aside(call, &next);
     result = oomkit_cut_given(call, &whole, 1) < 0 ? -1 : recompute_attempt(call);
     done = oomkit_grads_owed(call) == OOMKIT_OWED_DONE;
-    is_oom = result == 1;
+    is_oom = result == 1 && oomkit_grads_owed(call) != OOMKIT_OWED_PARTLY;
     if (result >= 0) {
         result = oomkit_recover_roll_back(call);
         oomkit_savepoint_end_attempt(call);

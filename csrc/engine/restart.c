@@ -2,6 +2,8 @@
  * it: nothing but the forward of its first micro-batch has run. */
 #include "engine.h"
 #include "../accum/accum.h"
+#include "../batch/batch.h"
+#include "../device/device.h"
 #include "../ranks/agree.h"
 #include "../result/result.h"
 #include "../sizes/sizes.h"
@@ -66,6 +68,11 @@ oomkit_restart(oomkit_call *call)
         result = oomkit_recover_roll_back(call);
     }
     oomkit_savepoint_end_attempt(call);
+    if (result == 0 && call->batch.searched) { /* its rows are to run once more */
+        EXEMPT (call->st) {
+            result = oomkit_batch_check(call->st, &call->batch, call->step->names);
+        }
+    }
     if (why == OOMKIT_RESTART_WIDER) {
         restart_wider(call);
     } else if (result == 0 && why == OOMKIT_RESTART_RANKS) {

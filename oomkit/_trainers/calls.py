@@ -175,6 +175,7 @@ class Call:
         self.step = self._make(self._name, evaluates=self._name == "prediction_step")
         self._evaluated: Any = None
         self._whole: Any = None
+        self._shown = False  # a split call's loss was finite
 
     def begins(self, trainer: Any) -> None:
         """A training begins: of another model nothing is proven, though sizes may be the same."""
@@ -250,9 +251,9 @@ class Call:
         """
         loss, verify = result[0] if isinstance(result, tuple) else result, self._options["verify"]
         silent = isinstance(loss, torch.Tensor) and not bool(loss.isfinite().all())
-        if not silent or verify is False or self._is_proven():
-            self._silent = 0
-            return
+        self._shown |= not silent
+        if verify is False or self._shown:
+            return  # a call with a loss that is a number was proven, or refused
         self._silent += 1
         if self._silent % _SILENT:
             return
@@ -266,9 +267,6 @@ class Call:
         if verify != "warn":
             raise _C.SplitError(text)
         warnings.warn(text, _C.OomkitWarning, stacklevel=3)
-
-    def _is_proven(self) -> bool:
-        return any("proven" in each for each in self.step.state_dict()["signatures"])
 
     def _in_one(
         self, trainer: Any, because: str, model: Any, inputs: Any, named: dict[str, Any]

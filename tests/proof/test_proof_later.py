@@ -6,7 +6,7 @@ found by losses in calls 2, 4, 8, ...
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -139,6 +139,58 @@ def test_another_loss_that_does_not_is_proven_and_trains(later: Term) -> None:
     assert made[LATER + 1 :] == [2] * (CALLS - LATER - 1)
 
 
+@pytest.mark.parametrize("kept", [False, True], ids=["refused", "restore_batch"])
+def test_a_batch_that_is_changed_in_place_does_not_run_twice(kept: bool) -> None:
+    """Another loss begins the call again, after the first micro-batch has halved its rows."""
+
+    def run(options: dict[str, Any]) -> Program:
+        program = Program(_squared)
+        halved = program.loss
+        program.loss = lambda x, y: halved(x.div_(2.0), y)  # type: ignore[method-assign]
+        program.train(**options)
+        return program
+
+    options: dict[str, Any] = {"accumulation_steps": 2, "restore_batch": kept}
+    if kept:
+        torch.testing.assert_close(run(options).values(), run({}).values(), rtol=1e-12, atol=1e-14)
+        return
+    with pytest.raises(oomkit.SplitError, match="it changed x in place"):
+        run(options)
+
+
+def test_an_error_of_the_step_does_not_settle_what_was_new() -> None:
+    """A term whose value is 0: losses never show it."""
+
+    def hidden(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        term = _decorrelated(out, y) - _plain(out, y)
+        return _plain(out, y) + term - term.detach()
+
+    program = Program(hidden)
+    step = program.step
+    number = 0
+
+    def fails_once(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        result = step(x, y)
+        if number == LATER:
+            raise KeyError("once")
+        return result
+
+    protected = oomkit.auto_batch(
+        fails_once, model=program.model, optimizer=program.optimizer, accumulation_steps=2
+    )
+    x = torch.randn(ROWS, 8, dtype=torch.float64)
+    y = torch.randint(0, 4, (ROWS,))
+    for number in range(LATER):
+        program.number = number
+        protected(x, y)
+    number = program.number = LATER
+    with pytest.raises((KeyError, oomkit.SplitError)):
+        protected(x, y)
+    number = LATER + 1
+    with pytest.raises(oomkit.SplitError, match="cannot split"):
+        protected(x, y)
+
+
 def test_what_the_graph_does_not_show_is_found_by_losses() -> None:
     """A factor out of the batch: the operations are the same."""
 
@@ -188,6 +240,16 @@ def test_paths_that_change_from_call_to_call_are_proven_a_few_times() -> None:
     assert made[-8:].count(2) >= 7, made
 
 
+@pytest.fixture
+def _nothing_is_compiled_after() -> Iterator[None]:
+    """Of a process that has compiled something more is allowed: see `_is_compiling`."""
+    yield
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch._dynamo.eval_frame.cached_backends.clear()
+
+
+@pytest.mark.usefixtures("_nothing_is_compiled_after")
 def test_a_function_that_is_compiled_anew() -> None:
     """All compiled functions have one name: each graph is a kind of its own."""
     torch._dynamo.reset()

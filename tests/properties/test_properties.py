@@ -30,7 +30,7 @@ class Misled(Programs):
 
     def _decorate(self, options: dict[str, Any]) -> None:
         wrong = {"mean": "sum", "sum": "mean"}[options.get("reduction", "sum")]
-        super()._decorate({**options, "reduction": wrong, "weight": None})
+        super()._decorate({**options, "reduction": wrong, "weight": None, "verify": False})
 
 
 def test_a_wrong_gradient_is_found() -> None:

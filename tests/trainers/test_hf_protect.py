@@ -412,6 +412,35 @@ def test_three_losses_that_are_not_finite_are_refused_or_said(value: float) -> N
         assert len(found) == (2 if "inexact" in options else 0)
 
 
+def test_losses_that_stop_being_finite_are_the_runs_own() -> None:
+    """A split was proven before: the run goes on as it does without oomkit."""
+
+    class Late(hf.Trainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any
+        ) -> Any:
+            loss, outputs = super().compute_loss(model, inputs, True, **more)
+            loss = loss * (float("nan") if 3 <= self.state.global_step < 6 else 1.0)
+            return (loss, outputs) if return_outputs else loss
+
+    def make() -> Any:
+        made = trainer(
+            lambda: bert("SequenceClassification"),
+            labelled("class", 64),
+            Late,
+            eval_strategy="no",
+            logging_nan_inf_filter=False,
+        )
+        made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        return made
+
+    reference, _, _ = run(make, plain)
+    outcome, arm, made = run(make, number=1, fault={"nth": 40})
+    assert arm.fired and outcome.error is None
+    assert {r.accumulation_steps for r in records(made)} == {2}
+    assert not differences(reference, outcome, SINGLE)
+
+
 def test_a_scaler_that_begins_too_high_is_no_such_loss() -> None:
     """As in half precision: gradients overflow in the first steps, which it skips."""
 
