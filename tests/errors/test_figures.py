@@ -171,10 +171,10 @@ def test_a_list_of_losses_is_found(limit):
 
 
 def test_optimizer_state_that_does_not_fit(limit):
-    _, step = linear(256, 4, ladder=())  # 1 MiB; AdamW keeps 2 MiB
-    limit(2 * MIB)
-    error = ends(step, torch.ones(4, 256))
-    starts = "the state of AdamW (2.00 MiB) does not fit"
+    _, step = linear(512, 4, ladder=())  # 4 MiB, more than other tests leave; AdamW keeps 8 MiB
+    limit(8 * MIB)
+    error = ends(step, torch.ones(4, 512))
+    starts = "the state of AdamW (8.00 MiB) does not fit"
     assert any(text.startswith(starts) for text in error.report.advice), error
 
 

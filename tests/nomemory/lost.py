@@ -30,8 +30,9 @@ def _list(lost: _Lost) -> object:
 
 LOSES: list[tuple[str, Callable[[_Lost], object]]] = [
     # ceval.c, MAKE_CELL, seen with gdb: a function that has no memory for a cell of its own does
-    # not give its arguments back.
+    # not give its arguments back. Debian's 3.11.2 has PyCell_New() inlined there.
     (r"^_PyObject_GC_New < PyCell_New < _PyEval_EvalFrameDefault$", _cell),
+    (r"^_PyObject_GC_New < _PyEval_EvalFrameDefault$", _cell),
     # tupleobject.c, _PyTuple_Resize: a tuple that cannot be made smaller is freed, its items
     # are not given back.
     (r"^_PyObject_GC_Resize < _PyTuple_Resize <", _tuple),

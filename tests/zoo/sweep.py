@@ -23,7 +23,7 @@ TOLERANCE = 1e-12
 
 EXHAUSTED = Expected(
     "OutOfMemory",
-    "as before the step",
+    r"as before the (step|backward\(\))",
     "every further allocation fails: no micro-batch is small enough",
     kind="exhausted",
 )
