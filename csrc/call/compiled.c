@@ -14,7 +14,7 @@ compiler_set(oomkit_call *call, PyObject *wanted)
 
     if (exception != NULL) {
         if (before == NULL) {
-            PyErr_Clear(); /* the exception in flight is the one to tell */
+            oomkit_error_dismiss(); /* the exception in flight is the one to tell */
             before = Py_NewRef(Py_None);
         }
         oomkit_exception_give(exception);

@@ -191,7 +191,7 @@ oomkit_gone_put(oomkit_state *st, PyObject *label, oomkit_history *history)
         KEEPING_EXCEPTION {
             taken = gone_take(st, label, history);
             if (taken < 0) {
-                PyErr_Clear(); /* no memory: a report lacks what is gone */
+                oomkit_error_dismiss(); /* no memory: a report lacks what is gone */
             }
         }
     }

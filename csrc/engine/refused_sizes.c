@@ -19,6 +19,7 @@ unfit_type(const oomkit_state *st, PyObject *exception)
     PyObject *const types[] = {PyExc_RuntimeError, PyExc_ValueError,
                                PyExc_LookupError,  PyExc_AssertionError,
                                PyExc_TypeError,    PyExc_ZeroDivisionError};
+    /* An operation that a device or a layout lacks is lacking at any size. */
     PyObject *const never[] = {PyExc_NotImplementedError, PyExc_RecursionError,
                                PyExc_UnicodeError, st->OomkitError,
                                st->AcceleratorError};

@@ -274,6 +274,15 @@ proof_micro_ends(oomkit_call *call, PyObject *result)
 {
     if (call->split && call->cut->at == 0 && !call->is_last &&
         oomkit_proof_is_new_sequence(call)) {
+        if (call->tries.restarts >= 2 * OOMKIT_RESTARTS &&
+            call->options->verify == OOMKIT_VERIFY_WARN) {
+            return oomkit_warn(
+                call->st->OomkitWarning, 1,
+                "oomkit: %U is split (verify=\"warn\"), but runs other code each time "
+                "that it is started again, so its split cannot be verified" SEE(
+                    "micro-batches-differ"),
+                call->options->label);
+        }
         if (call->tries.restarts >= 2 * OOMKIT_RESTARTS) {
             return oomkit_refuse_split(
                 call,

@@ -586,6 +586,30 @@ proof_best(oomkit_proof *p, int cut)
     return proof_weak(p);
 }
 
+/* Gradients of these rows were all 0 (they are masked): those of another micro-batch
+ * need not be, and are to be shown before an update has them. As proof_settle(), which
+ * has said `result`. */
+static int
+proof_telling(oomkit_proof *p, int result)
+{
+    const int64_t multiple = oomkit_unfit_multiple(p->call);
+    int64_t i;
+
+    for (i = p->cut.count - 1; result > 0 && i >= 0; i--) {
+        OWNED PyObject *silent = PyObject_GetAttrString(p->judge, "is_silent");
+        if (silent != Py_True) {
+            return silent == NULL ? -1 : result;
+        }
+        p->start = p->cut.slices[i].start;
+        p->length = p->cut.slices[i].length;
+        if (oomkit_proof_rows_middle(p, multiple)) {
+            p->own = 0;
+            result = proof_full(p);
+        }
+    }
+    return result;
+}
+
 /* What was shown a few calls ago: by losses alone, and with gradients where those
  * differ. As proof_settle(). */
 static int
@@ -731,8 +755,8 @@ prove_by_runs(oomkit_proof *p, int wanted, int cut, int pair)
 {
     int result = oomkit_proof_aside(p) < 0 || proof_judge(p) < 0 ? -1
                  : pair                                          ? proof_pair(p)
-                 : wanted == OOMKIT_PROOF_LOSSES                 ? proof_again(p, cut)
-                                                                 : proof_best(p, cut);
+                 : wanted == OOMKIT_PROOF_LOSSES ? proof_again(p, cut)
+                                                 : proof_telling(p, proof_best(p, cut));
 
     if (result < 0 && p->no_parts) {
         result = proof_no_parts(p);

@@ -84,17 +84,23 @@ state_bind_torch(oomkit_state *st)
     }
     OOMKIT_STATE_TORCH(BIND)
 #undef BIND
+    /* One at a time: nothing may be called while an exception is set. */
     Py_XSETREF(st->log, PyObject_CallFunction(st->logger, "s", "oomkit"));
-    Py_XSETREF(st->live_steps, PyObject_CallNoArgs(st->weak_set));
-    Py_XSETREF(st->generator_get,
-               PyObject_GetAttr(st->default_generator, st->str_get_state));
-    Py_XSETREF(st->generator_set,
-               PyObject_GetAttr(st->default_generator, st->str_set_state));
-    if (st->log == NULL || st->live_steps == NULL || st->generator_get == NULL ||
-        st->generator_set == NULL) {
+    if (st->log == NULL) {
         return -1;
     }
-    return 0;
+    Py_XSETREF(st->live_steps, PyObject_CallNoArgs(st->weak_set));
+    if (st->live_steps == NULL) {
+        return -1;
+    }
+    Py_XSETREF(st->generator_get,
+               PyObject_GetAttr(st->default_generator, st->str_get_state));
+    if (st->generator_get == NULL) {
+        return -1;
+    }
+    Py_XSETREF(st->generator_set,
+               PyObject_GetAttr(st->default_generator, st->str_set_state));
+    return st->generator_set == NULL ? -1 : 0;
 }
 
 int

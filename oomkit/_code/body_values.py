@@ -302,7 +302,7 @@ class Place:
 
     def inner(self, code: CodeType, names: Names, env: dict[str, Value], is_inline: bool) -> Value:
         """Walks a function that is called here. What it returns."""
-        raise NotImplementedError
+        raise NotImplementedError  # where code is walked: body.py, which has this file under it
 
     @property
     def line(self) -> int | None:

@@ -681,7 +681,12 @@ class Proof:
     @property
     def decides(self) -> bool:
         """Whether other gradients would have shown: not where all are 0, or one is not finite."""
-        return "odd" not in self._gradients and self._gradients != {"none"}
+        return "odd" not in self._gradients and not self.is_silent
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether all gradients so far were 0."""
+        return self._gradients == {"none"}
 
     # --- searching a weight ---
 

@@ -17,7 +17,7 @@ WIDTH, TIMES, ROWS = 1000, 200, 8
 ROW = TIMES * WIDTH * 8  # bytes of what one row adds for each result that is kept
 
 
-class _Normed(torch.autograd.Function):
+class Normed(torch.autograd.Function):
     """Couples rows in the backward alone."""
 
     @staticmethod
@@ -45,7 +45,7 @@ def _program(kind: str) -> tuple[nn.Module, Any, torch.Tensor]:
         if kind == "hook":
             hidden.register_hook(lambda g: g / g.norm())
         if kind == "function":
-            hidden = _Normed.apply(hidden)
+            hidden = Normed.apply(hidden)
         loss = model[2](torch.tanh(hidden)).square().mean()
         loss.backward()
         return loss.detach()

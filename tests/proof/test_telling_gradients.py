@@ -107,3 +107,36 @@ def test_a_part_without_a_label_is_refused_where_the_whole_loss_is_zero() -> Non
     y = torch.tensor([-100] * 4 + [0, 1, 2, 0])
     with inject_oom(nth=5), pytest.raises(oomkit.SplitError, match="is nan instead of 0"):
         step((x, y))
+
+
+@pytest.mark.parametrize("masked", [2, 4, 6])  # of the first micro-batch, and beyond
+@pytest.mark.parametrize("couples", [False, True])
+def test_rows_without_a_gradient_are_not_the_ones_that_prove(masked: int, couples: bool) -> None:
+    """Of the first micro-batch all are masked: other rows are compared before the update."""
+    x = torch.randn(ROWS, 4, dtype=torch.float64)
+    on = (torch.arange(ROWS) >= masked).double()[:, None]
+
+    def made(protect: bool) -> torch.nn.Linear:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 3).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, on: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            out = model(x) * on
+            loss = out.square().mean()
+            if couples:
+                centred = out - out.mean(0)
+                loss = loss + (centred.T @ centred / len(out)).square().sum()
+            loss.backward()
+            optimizer.step()
+
+        (oomkit.auto_batch(step, accumulation_steps=4) if protect else step)(x, on)
+        return model
+
+    if couples:
+        with pytest.raises(oomkit.SplitError, match="cannot split"):
+            made(True)
+        return
+    for one, two in zip(made(False).parameters(), made(True).parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)

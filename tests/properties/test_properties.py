@@ -26,7 +26,7 @@ def test_random_programs_agree_with_their_twins() -> None:
 
 
 class Misled(Programs):
-    """Sums are declared as means and the other way round."""
+    """Sums are declared as means and the other way round. No proof refuses that first."""
 
     def _decorate(self, options: dict[str, Any]) -> None:
         wrong = {"mean": "sum", "sum": "mean"}[options.get("reduction", "sum")]

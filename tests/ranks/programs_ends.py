@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import random
-import signal
 import sys
 import time
 import warnings
@@ -21,6 +19,7 @@ from oomkit.testing import inject_oom
 from .launch import Rank
 from .programs_ddp import World
 from .programs_fsdp import Sharded
+from .programs_world import die
 
 PATIENCE = 4.0
 """Seconds that ranks wait for one that is stopped."""
@@ -31,12 +30,8 @@ class Left(Exception):
 
 
 def _end(how: str) -> None:
-    if how == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif how == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif how == "exit":
-        sys.exit(3)
+    if how != "raise":
+        die(how)
     raise Left("a label that there is not")
 
 

@@ -133,7 +133,7 @@ def without_oomkit(rank: Rank) -> None:
     step(torch.randn(4, 4), torch.randn(4, 2))
 
 
-def _die(how: str) -> None:
+def die(how: str) -> None:
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "stop":
@@ -165,7 +165,7 @@ def one_goes(rank: Rank) -> None:
 
     def hurt(where: str) -> None:
         if rank.rank == rank.world - 1 and where == given["where"]:
-            _die(given["how"])
+            die(given["how"])
 
     step(x, y, hurt)
     step(x, y)
