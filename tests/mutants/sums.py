@@ -228,11 +228,11 @@ MUTANTS = [
         "silent-gradients-prove",
         "gradients that are all 0 or not finite prove nothing of the next call",
         "oomkit/_proof/judge.py",
-        '        return "odd" not in self._gradients and self._gradients != {"none"}',
-        '        return "odd" not in self._gradients or self._gradients != {"none"}',
+        '        return "odd" not in self._gradients and not self.is_silent',
+        '        return "odd" not in self._gradients or not self.is_silent',
         (
             "proof/test_telling_gradients.py"
-            "::test_weights_are_found_in_the_first_call_that_tells_them",
+            "::test_a_loss_that_couples_is_refused_in_the_first_call_that_tells_it",
         ),
     ),
 ]
