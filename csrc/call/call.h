@@ -59,6 +59,9 @@ oomkit_compiler_on(oomkit_call *call);
 void
 oomkit_holders_note(oomkit_call *call, PyObject *const *parked,
                     oomkit_attempt *attempt);
+/* The same of a run that puts everything back before its failure is noted. */
+void
+oomkit_holders_of_run(oomkit_call *call, PyObject *const *parked);
 /* Would the last failure, in a forward or a backward, have come with any micro-batch?
  * So it is where the request is the same as in the attempt before, whose micro-batch
  * was larger, and what is there besides activations leaves no room for it; after

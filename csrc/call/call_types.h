@@ -269,17 +269,20 @@ typedef struct oomkit_tries {
     oomkit_attempt *items;
     Py_ssize_t count, room;
     uint32_t ooms;
-    int joining;        /* the results of an evaluation are being put together */
-    int join_failures;  /* so often there was no memory for that */
-    int no_room;        /* no micro-batch makes room for the last request */
-    int again;          /* the smallest plan was tried again, for it has worked */
-    int flushed;        /* a plan was tried again after the cache was emptied */
-    int update_again;   /* so was one that failed in an update */
-    int update_smaller; /* an update that failed goes on in smaller parts */
-    int by_step;        /* the last micro-batch was ended by the function itself */
-    int restart;        /* this attempt is given up: OOMKIT_RESTART_* */
-    int widened;        /* so it was to have more than one row in the first slice */
-    int restarts;       /* done in this call */
+    int none_after;        /* the last attempt failed, and none has begun since */
+    int joining;           /* the results of an evaluation are being put together */
+    int join_failures;     /* so often there was no memory for that */
+    int no_room;           /* no micro-batch makes room for the last request */
+    oomkit_holding of_run; /* at a failure of the proof's own run, until it is noted */
+    int run_failed;        /* of_run is there; 2: gradients had accumulated */
+    int again;             /* the smallest plan was tried again, for it has worked */
+    int flushed;           /* a plan was tried again after the cache was emptied */
+    int update_again;      /* so was one that failed in an update */
+    int update_smaller;    /* an update that failed goes on in smaller parts */
+    int by_step;           /* the last micro-batch was ended by the function itself */
+    int restart;           /* this attempt is given up: OOMKIT_RESTART_* */
+    int widened;           /* so it was to have more than one row in the first slice */
+    int restarts;          /* done in this call */
     int may_hold;       /* a backward over the whole batch ran in one: gradients of what
                            does not go back may hold it */
     uint64_t requested; /* bytes, of the last failure */

@@ -124,6 +124,14 @@ figures_said(oomkit_attempt *attempt)
 }
 
 void
+oomkit_holders_of_run(oomkit_call *call, PyObject *const *parked)
+{
+    call->tries.of_run = (oomkit_holding){0};
+    held_params(call, parked, &call->tries.of_run);
+    call->tries.run_failed = call->cut->at > 0 ? 2 : 1;
+}
+
+void
 oomkit_holders_note(oomkit_call *call, PyObject *const *parked, oomkit_attempt *attempt)
 {
     oomkit_memory_stats stats;
@@ -143,7 +151,14 @@ oomkit_holders_note(oomkit_call *call, PyObject *const *parked, oomkit_attempt *
         attempt->budget_bytes == OOMKIT_UNKNOWN || held == OOMKIT_UNKNOWN ? stats.free
         : held < attempt->budget_bytes ? attempt->budget_bytes - held
                                        : 0;
-    held_params(call, parked, &attempt->held);
+    if (call->tries.run_failed) {
+        attempt->held = call->tries.of_run;
+        attempt->accumulated = call->tries.run_failed > 1;
+        call->tries.run_failed = 0;
+    } else {
+        held_params(call, parked, &attempt->held);
+        attempt->accumulated = call->cut->at > 0;
+    }
     attempt->held.state = attempt->phase == OOMKIT_PHASE_OPTIMIZER
                               ? held_state(call, &attempt->held.outside)
                               : OOMKIT_UNKNOWN; /* as it was before, and will be */
@@ -262,7 +277,7 @@ oomkit_holders_leave_no_room(oomkit_call *call, int grads_may_go)
     oomkit_holding left = {0};
     uint64_t now, grown, movable, wanted;
 
-    if (!is_same_failure(call) || (call->cut->at > 0 && !was_tried_whole(call))) {
+    if (!is_same_failure(call) || (last->accumulated && !was_tried_whole(call))) {
         return 0; /* the whole batch meets no gradients that accumulated */
     }
     now = oomkit_device_allocated(call->st, call->device);

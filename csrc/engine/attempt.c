@@ -245,7 +245,7 @@ oomkit_attempt_slices_run(oomkit_call *call, PyObject **result)
     PyObject **vector;
     int status = 0;
 
-    call->tries.by_step = 0; /* of an attempt before */
+    call->tries.by_step = call->tries.run_failed = 0; /* of an attempt before */
     if (call->split &&
         (oomkit_intercept_split(call) < 0 || oomkit_attempt_marks(call) < 0)) {
         return -1;

@@ -38,6 +38,7 @@ oomkit_call_lost(oomkit_call *call)
 
     call->tries.lost_ns += now - call->tries.started_ns;
     call->tries.started_ns = now;
+    call->tries.none_after = 0;
     oomkit_window_lost(call);
 }
 
@@ -65,8 +66,9 @@ oomkit_call_record(const oomkit_call *call, oomkit_record *record)
     record->ooms = call->tries.ooms;
     record->reason = (uint32_t)call->cut->reason;
     record->outcome = call->log.outcome;
-    if (record->outcome % 2 == 1 && call->tries.count > 0) {
-        record->attempts--; /* it gave up: none came after the last one that failed */
+    if (call->tries.count > 0 && (record->outcome % 2 == 1 ||
+                                  (record->outcome == 2 && call->tries.none_after))) {
+        record->attempts--; /* none came after the last one that failed */
     }
     record->rung = call->log.rung;
 }

@@ -12,23 +12,6 @@
 #include "../undo/gradients.h"
 #include "../undo/undo.h"
 
-/* Did autograd's engine raise it? A backward of a proof is no backward of the call. */
-static int
-note_is_of_engine(const oomkit_state *st, const oomkit_attempt *attempt)
-{
-    PyObject *name = st->str_engine_run_backward; /* borrowed */
-    Py_ssize_t found =
-        attempt->inner == NULL
-            ? 0
-            : PyUnicode_Tailmatch(attempt->inner, name, 0,
-                                  PyUnicode_GET_LENGTH(attempt->inner), 1);
-
-    if (found < 0) {
-        oomkit_error_dismiss(); /* the phase is for people */
-    }
-    return found > 0;
-}
-
 int
 oomkit_recover_note(oomkit_call *call, PyObject *exception)
 {
@@ -46,15 +29,17 @@ oomkit_recover_note(oomkit_call *call, PyObject *exception)
                                     : call->cut->slices[call->cut->at].length;
     attempt->accumulation_steps = call->cut->slices == NULL ? 1 : call->cut->count;
     attempt->inner = oomkit_exception_inner(call->st, exception);
-    attempt->phase = call->backward.failed || note_is_of_engine(call->st, attempt)
-                         ? OOMKIT_PHASE_BACKWARD
-                     : oomkit_update_begun(call) ? OOMKIT_PHASE_OPTIMIZER
-                                                 : OOMKIT_PHASE_FORWARD;
+    attempt->phase =
+        call->backward.failed || oomkit_exception_of_backward(call->st, exception)
+            ? OOMKIT_PHASE_BACKWARD
+        : oomkit_update_begun(call) ? OOMKIT_PHASE_OPTIMIZER
+                                    : OOMKIT_PHASE_FORWARD;
     attempt->in_update = oomkit_update_unfinished(call) && !call->backward.failed;
     oomkit_holders_note(call, oomkit_grads_parked_ones(call), attempt);
     call->tries.requested = attempt->requested_bytes;
     call->tries.count++;
     call->tries.ooms++;
+    call->tries.none_after = 1;
     call->st->seen_oom = 1;
     return 0;
 }

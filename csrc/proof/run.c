@@ -8,6 +8,7 @@
 #include "../ladder/activations.h"
 #include "../py/tensor.h"
 #include "../result/result.h"
+#include "../undo/gradients.h"
 #include "../undo/undo.h"
 
 /* Every buffer counts as moving, so that all are copied and can be put back. 0 or -1.
@@ -152,6 +153,9 @@ oomkit_proof_put_back(oomkit_proof *p)
 
     if (exception != NULL && oomkit_modes_entry_back(call) < 0) {
         PyErr_WriteUnraisable(call->given.func); /* the first one tells more */
+    }
+    if (exception != NULL) {
+        oomkit_holders_of_run(call, oomkit_grads_parked_ones(call));
     }
     oomkit_grads_release(call);
     memset(&call->grads, 0, sizeof(call->grads));

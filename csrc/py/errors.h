@@ -38,6 +38,10 @@ oomkit_exception_describe(oomkit_state *st, PyObject *exception, uint64_t *reque
  * NULL without an exception. */
 PyObject *
 oomkit_exception_inner(oomkit_state *st, PyObject *exception);
+/* Was it raised while a backward ran, in torch's Python code or in the engine? 1 or 0;
+ * never fails. */
+int
+oomkit_exception_of_backward(oomkit_state *st, PyObject *exception);
 
 /* Drops an exception so that nothing it reached stays alive: frames of its traceback
  * cleared, traceback, cause, context and .inner_exception removed, recursively; stops
@@ -90,6 +94,9 @@ oomkit_where(void);
 /* Is it a frame of torch, of ours, or of a library between torch and the step? */
 int
 oomkit_frame_is_library(PyFrameObject *frame);
+/* Is it a frame of torch's that runs a backward? 1 or 0; never fails. */
+int
+oomkit_frame_is_backward(PyFrameObject *frame);
 
 /* Drops an error (if any) where a hint is asked for and nothing can be raised. An
  * interrupt is not lost, nor an exit that a handler of a signal asked for, which is the

@@ -375,3 +375,32 @@ oomkit_exception_inner(oomkit_state *st, PyObject *exception)
     }
     return place;
 }
+
+/* Does the traceback of one exception lead through a backward? 1 or 0. */
+static int
+traceback_in_backward(PyObject *exception)
+{
+    OWNED PyObject *entry =
+        exception == NULL ? NULL : PyException_GetTraceback(exception);
+    int found = 0;
+
+    while (!found && entry != NULL && PyTraceBack_Check(entry)) {
+        PyTracebackObject *traceback = (PyTracebackObject *)entry;
+        found = oomkit_frame_is_backward(traceback->tb_frame);
+        Py_SETREF(entry, Py_XNewRef((PyObject *)traceback->tb_next));
+    }
+    return found;
+}
+
+int
+oomkit_exception_of_backward(oomkit_state *st, PyObject *exception)
+{
+    int found = 0;
+
+    KEEPING_EXCEPTION {
+        OWNED PyObject *decisive = exception_decisive(st, exception);
+        found = traceback_in_backward(exception) || traceback_in_backward(decisive);
+        PyErr_Clear(); /* the phase is for people */
+    }
+    return found;
+}

@@ -41,6 +41,7 @@ class Figures:
     state: int  # of optimizers, now
     missing_state: int  # that their next update makes
     activations: int | None
+    batch: int  # the whole one, on the device
     others: int | None  # there before the step, and none of the above
     optimizers: str  # names
     row_bytes: float
@@ -69,8 +70,8 @@ def grows(f: Figures) -> str | None:
     if f.growth is None or (f.budget is not None and f.growth.total < f.budget // 20):
         return None
     text = (
-        f"find what keeps memory from step to step: before each of the last {f.growth.steps} "
-        f"steps {format_bytes(f.growth.each)} more were allocated than before the one ahead"
+        f"find what keeps memory from step to step: each of the last {f.growth.steps} steps began "
+        f"with {format_bytes(f.growth.each)} more allocated than the step before it"
     )
     if f.keeper is None:
         return f"{text}; keep loss.item() or loss.detach(), not losses with their graphs"
@@ -81,7 +82,7 @@ def parameters_and_gradients(f: Figures) -> str | None:
     """Parameters and gradients alone do not fit."""
     need = f.parameters + f.all_gradients
     if f.budget is None or f.all_gradients == 0 or need <= f.budget:
-        return None
+        return _one_gradient_more(f, need)
     both = (
         f"parameters ({format_bytes(f.parameters)}) and their gradients "
         f"({format_bytes(f.all_gradients)}) need {format_bytes(need)}"
@@ -90,26 +91,38 @@ def parameters_and_gradients(f: Figures) -> str | None:
     )
     return (
         f"{both} of {format_bytes(f.budget)}: "
-        f"no batch size helps{_gradients_rung(f)}; train fewer parameters (freeze some, or "
-        "adapters such as LoRA), keep them in bfloat16, which halves both, or give it a larger "
-        "budget"
+        "no batch size, no rung of the ladder and no other optimizer helps; train fewer parameters "
+        "(freeze some, or adapters such as LoRA), keep them in bfloat16, which halves both, or "
+        "give it a larger budget"
     )
 
 
-def _gradients_rung(f: Figures) -> str:
-    """What the rung that keeps gradients in host memory does for it."""
+def _one_gradient_more(f: Figures, need: int) -> str | None:
+    """They fit, but not beside them what a further micro-batch adds to a gradient."""
+    split = bool(f.attempts) and f.attempts[-1].get("accumulation_steps", 1) > 1
+    more = need + f.largest_gradient + f.batch + (f.others or 0)
+    if f.budget is None or not split or f.phase != "backward" or more <= f.budget:
+        return None
     if f.allows("gradients"):
-        return ", and the rung 'gradients' of the ladder was not enough"
-    if f.parameters + 2 * f.largest_gradient > (f.budget or 0):
-        return " and no rung of the ladder"
-    return ', but ladder="auto" may: it accumulates gradients in host memory'
+        return None  # it was tried: something else is in the way
+    return (
+        f"parameters and gradients ({format_bytes(need)}), the batch ({format_bytes(f.batch)}) and "
+        f"the largest gradient of one more micro-batch ({format_bytes(f.largest_gradient)}) do not "
+        f"fit in {format_bytes(f.budget)}: "
+        "smaller micro-batches do not help, but the rung 'gradients' of ladder=\"auto\" does, "
+        "which accumulates gradients in host memory"
+    )
 
 
 def optimizer_state(f: Figures) -> str | None:
     """The optimizer's state does not fit beside them."""
     state = f.state + f.missing_state
     need = f.parameters + f.all_gradients + state + (f.others or 0)
-    if f.budget is None or state == 0 or need <= f.budget or parameters_and_gradients(f):
+    if f.budget is None or state == 0 or need <= f.budget:
+        return None
+    if f.phase != "optimizer" and f.state == 0 and f.allows("state"):
+        return None  # it is not there yet, and will not be on the device
+    if f.parameters + f.all_gradients > f.budget:
         return None
     if need - (f.others or 0) <= f.budget and others_hold(f):
         return None  # it would fit without them
@@ -292,6 +305,7 @@ def figures_of(facts: Mapping[str, Any]) -> Figures:
         state=holders.get("optimizer state", 0),
         missing_state=sum(map(_missing_state, optimizers)),
         activations=holders.get("activations and temporaries"),
+        batch=holders.get("the batch", 0),
         others=holders.get("everything else"),
         optimizers=" and ".join(dict.fromkeys(type(o).__name__ for o in optimizers)),
         row_bytes=facts["row_bytes"],

@@ -1,11 +1,13 @@
 """Advice follows from figures: each rule says its cause, and is silent about others'."""
 
+import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 from oomkit._reports.advice import RULES, Figures, sentences
-from oomkit._reports.growth import Growth, growth_of
+from oomkit._reports.growth import Growth, growth_of, keeper
 
 MIB = 2**20
 ATTEMPT = {"micro_batch_size": 1}
@@ -25,6 +27,7 @@ PLAIN = Figures(
     state=0,
     missing_state=0,
     activations=4 * MIB,
+    batch=2**16,
     others=0,
     optimizers="AdamW",
     row_bytes=1024.0,
@@ -38,7 +41,7 @@ PLAIN = Figures(
 CASES = {
     "grows": {"growth": Growth(6, 4 * MIB, 24 * MIB)},
     "parameters_and_gradients": {"budget": 19 * MIB},
-    "optimizer_state": {"missing_state": 21 * MIB},
+    "optimizer_state": {"missing_state": 21 * MIB, "ladder": 0},
     "fragmented": {"reserved": 45 * MIB, "device": "cuda:0"},
     "others_hold": {"beside": 2048 * MIB, "device": "cuda:0"},
     "one_sample": {"activations": 15 * MIB},
@@ -83,18 +86,27 @@ def test_the_two_sums_are_told():
     (text,) = sentences(replace(PLAIN, budget=19 * MIB))
     assert text.startswith(
         "parameters (10.00 MiB) and their gradients (10.00 MiB) need 20.00 MiB of 19.00 MiB: no "
-        'batch size helps, but ladder="auto" may: it accumulates gradients in host memory; train'
+        "batch size, no rung of the ladder and no other optimizer helps; train fewer parameters "
     )
-    (text,) = sentences(replace(PLAIN, budget=19 * MIB, ladder=62))
-    assert "no batch size helps, and the rung 'gradients' of the ladder was not enough" in text
-    (text,) = sentences(replace(PLAIN, budget=17 * MIB))
-    assert "no batch size helps and no rung of the ladder; train" in text
     (text,) = sentences(replace(PLAIN, budget=9 * MIB, parameters=0))
     assert text.startswith("the gradients of all parameters need 10.00 MiB of 9.00 MiB")
 
 
+def test_a_gradient_more_is_told():
+    split = [{"micro_batch_size": 2, "accumulation_steps": 32}]
+    figures = replace(PLAIN, budget=23 * MIB, attempts=split)
+    (text,) = sentences(replace(figures, ladder=0))
+    assert "(64.00 KiB) and the largest gradient of one more micro-batch (4.00 MiB)" in text
+    assert "smaller micro-batches do not help, but the rung 'gradients'" in text
+    for other in ({"ladder": 62}, {"budget": 25 * MIB}, {"phase": "forward"}):
+        assert "largest gradient" not in sentences(replace(figures, **({"ladder": 0} | other)))[0]
+    assert "largest gradient" not in sentences(replace(PLAIN, budget=23 * MIB, ladder=0))[0]
+
+
 def test_the_state_names_the_rung_that_is_left():
     figures = replace(PLAIN, missing_state=21 * MIB)
+    assert not any("state of AdamW" in text for text in sentences(figures))  # not there yet
+    figures = replace(figures, phase="optimizer")
     assert "the rung 'state' of the ladder keeps it" in sentences(figures)[0]
     assert 'ladder=("update", "state")' in sentences(replace(figures, ladder=0))[0]
 
@@ -123,9 +135,65 @@ def test_shards_are_told_from_the_whole():
 def test_the_keeper_is_named():
     growth = Growth(6, 4 * MIB, 24 * MIB)
     (text,) = sentences(replace(PLAIN, growth=growth, keeper="losses, a list of 6 ... (f:3),"))
-    assert "before each of the last 6 steps 4.00 MiB more" in text
+    assert "each of the last 6 steps began with 4.00 MiB more" in text
     assert text.endswith("; losses, a list of 6 ... (f:3), keeps graphs: store loss.item() or "
                          "loss.detach() there")  # fmt: skip
+
+
+KEPT = """
+class Trainer:
+    def __init__(self):
+        self.losses = []
+
+    def train(self, values):
+        for value in values:
+            self.losses.append(value)
+        return keeper(None)
+
+def by_key(values):
+    seen = {}
+    for i, value in enumerate(values):
+        seen[i] = value
+    return keeper(None)
+
+def log(history, value):
+    history += [value]
+
+def elsewhere(values):
+    history = []
+    for value in values:
+        log(history, value)
+    return keeper(None)
+
+def made(values):
+    found = list(values)
+    return keeper(None)
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "place"),
+    [
+        ("Trainer().train", "self.losses, a list", "filled at {}:8"),
+        ("by_key", "seen, a dict", "filled at {}:14"),
+        ("elsewhere", "history, a list", "filled at {}:18"),
+        ("made", "found, a list", "a variable at {}:28 in made"),
+    ],
+)
+@pytest.mark.parametrize("source", [True, False])
+def test_the_line_that_fills_it(tmp_path, call, name, place, source):
+    path = tmp_path / "train.py"
+    if source:
+        path.write_text(KEPT)
+    names = {"keeper": keeper}
+    exec(compile(KEPT, str(path), "exec"), names)
+    weight = torch.ones(2, requires_grad=True)
+    text = eval(call, names)(weight * i for i in range(20))
+    assert text.startswith(f"{name} of 20 tensors with graphs (")
+    if source:
+        assert place.format(path) in text
+    else:
+        assert re.search(rf"a variable at {re.escape(str(path))}:\d+ in \w+\)", text)
 
 
 class Record:

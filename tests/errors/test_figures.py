@@ -1,6 +1,7 @@
 """The error that ends a step has the figures of the failed attempt, and advice by them."""
 
 import gc
+import inspect
 import re
 import subprocess
 import sys
@@ -55,13 +56,13 @@ def test_gradients_that_do_not_fit(limit, caplog, ladder):
     budget = oomkit.memory("cpu").budget
     error = ends(step, x)
     *_, last = error.report.attempts
-    # Those between would fail in the same place; the second is of the proof, the last two
-    # are of the ladder: activations in host memory, then gradients.
-    sizes = [64, 32, 1, 1, 1] if ladder == "auto" else [64, 32, 1]
+    # No other size would do, nor less activations; the last one is of the ladder, where
+    # gradients are in host memory. The second is of the proof.
+    sizes = [64, 32, 1] if ladder == "auto" else [64, 32]
     assert [a["micro_batch_size"] for a in error.report.attempts] == sizes
     for attempt in error.report.attempts:
         # The last one had each gradient at some time, but not all of them at its end.
-        assert attempt["phase"] == "backward" or (ladder == "auto" and attempt is last)
+        assert attempt["phase"] == "backward"
         assert attempt["requested_bytes"] == MIB
         assert attempt["budget_bytes"] == budget
         assert attempt["allocated_bytes"] + attempt["free_bytes"] == budget
@@ -73,9 +74,44 @@ def test_gradients_that_do_not_fit(limit, caplog, ladder):
     assert holders["gradients"] in (MIB, 2 * MIB) and holders["parameters"] == 3 * MIB
     assert holders["the batch"] == 64 * 512 * 4
     assert holders["activations and temporaries"] > 0
-    if ladder != "auto":
-        assert "smaller ones do not help: the 1.00 MiB wanted in its backward" in str(error)
+    assert "smaller ones do not help: the 1.00 MiB wanted in its backward" in str(error)
     assert error.report.text in str(error)
+
+
+class Scaled(torch.autograd.Function):
+    """A function of the user's, whose backward allocates in Python."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        torch.empty(64 * MIB)
+        return grad * 2
+
+
+def in_engine(x, weight):
+    return Scaled.apply(x * weight).square().mean().backward()
+
+
+def in_grad(x, weight):
+    return torch.autograd.grad(Scaled.apply(x * weight).square().mean(), weight)
+
+
+@pytest.mark.parametrize("backward", [in_engine, in_grad])
+@pytest.mark.parametrize("verify", [True, False])
+def test_python_code_of_a_backward_is_in_the_backward(limit, backward, verify):
+    weight = nn.Parameter(torch.ones(64))
+
+    @oomkit.auto_batch(label="step", verify=verify, ladder=())
+    def step(x):
+        weight.grad = None
+        backward(x, weight)
+
+    limit(8 * MIB)
+    error = ends(step, torch.ones(16, 64))
+    assert {a["phase"] for a in error.report.attempts} == {"backward"}
 
 
 def test_a_smaller_micro_batch_is_tried_where_it_may_help(limit):
@@ -166,8 +202,11 @@ def test_a_list_of_losses_is_found(limit):
     with pytest.raises(torch.OutOfMemoryError) as caught:
         train()
     (advice, *_) = caught.value.report.advice
-    assert advice.startswith("find what keeps memory from step to step: before each of the last ")
-    assert re.search(r"kept, a list of \d+ tensors with graphs \(.*test_figures\.py:\d+ in", advice)
+    assert advice.startswith("find what keeps memory from step to step: each of the last ")
+    lines, first = inspect.getsourcelines(test_a_list_of_losses_is_found)
+    line = first + next(i for i, text in enumerate(lines) if "kept.append(loss)" in text)
+    place = rf"\(filled at .*test_figures\.py:{line}\), keeps graphs"
+    assert re.search(rf"kept, a list of \d+ tensors with graphs {place}", advice)
 
 
 def test_optimizer_state_that_does_not_fit(limit):
@@ -176,6 +215,18 @@ def test_optimizer_state_that_does_not_fit(limit):
     error = ends(step, torch.ones(4, 512))
     starts = "the state of AdamW (8.00 MiB) does not fit"
     assert any(text.startswith(starts) for text in error.report.advice), error
+    (record,) = step.records
+    assert (record.ooms, record.attempts, step.summary.retries) == (1, 1, 0)
+
+
+def test_a_gradient_more_that_does_not_fit(limit):
+    _, step = linear(512, 3, ladder=("update", "state"), verify=False)
+    x = torch.ones(1024, 512)  # 2 MiB for each layer's result
+    limit(3 * MIB + 700 * KIB)
+    error = ends(step, x)
+    assert "smaller ones do not help" in str(error)
+    (text,) = error.report.advice
+    assert "the rung 'gradients' of ladder=\"auto\" does" in text
 
 
 def test_shards_count_as_what_is_here():
