@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -189,7 +190,12 @@ def _run(asked: dict[str, Any]) -> None:
         status = 1
     (folder / f"result-{rank}.part").write_text(json.dumps(told))
     (folder / f"result-{rank}.part").rename(folder / f"result-{rank}")
-    sys.exit(status)
+    # As at the end of a program; to take all of torch apart would be a second of a core.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for file in (sys.stdout, sys.stderr):
+        file.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import sys
 import time
@@ -177,6 +178,21 @@ def one_leaves(rank: Rank) -> None:
     step = _step()
     for _ in range(2 if rank.rank == rank.world - 1 else 4):
         step(torch.randn(4, 4), torch.randn(4, 2))
+
+
+def example(rank: Rank) -> str:
+    """A script, as `torchrun` starts it; what it prints is in the output."""
+    given = rank.arguments
+    os.environ |= {"RANK": str(rank.rank), "LOCAL_RANK": str(rank.rank)}
+    os.environ |= {"WORLD_SIZE": str(rank.world), "COLUMNS": "120"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": given["port"]}
+    sys.argv = [given["script"], *given["options"]]
+    try:
+        runpy.run_path(given["script"], run_name="__main__")
+    except SystemExit as ends:
+        if ends.code:
+            raise
+    return "ended"
 
 
 def latency(rank: Rank) -> list[float]:
