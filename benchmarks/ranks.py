@@ -195,9 +195,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--count", type=int, default=2000, help="votes of each kind")
+    parser.add_argument("--say", action="append", default=[], help="a line for the table")
     parser.add_argument("--output", type=Path, help="write the table there, too")
     given = parser.parse_args()
     lines = [
+        *given.say,
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
         f"torch {torch.__version__}"
     ]
