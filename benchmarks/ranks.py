@@ -201,7 +201,7 @@ def main() -> None:
     lines = [
         *given.say,
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-        f"torch {torch.__version__}"
+        f"torch {torch.__version__}",
     ]
     for world in given.ranks:
         load = os.getloadavg()[0]

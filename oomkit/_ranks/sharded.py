@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -114,12 +115,24 @@ class _Scatter:
         )
 
 
+Held = tuple[Any, Any, Any]
+"""A parameter, and the two places for its gradient where that is not reduced."""
+
+
+def _give(held: list[Held]) -> list[Held]:
+    for p, accumulated, gradient in held:
+        p.unsharded_accumulated_grad = accumulated
+        p._unsharded_param.grad = gradient
+    return held
+
+
 class Group:
     """Parameters that are gathered together, while a call runs."""
 
     def __init__(self, call: Sharded, index: int, of: Any) -> None:
         self.call, self.index, self.of = call, index, of
         self.mask = 0
+        self.reduces = of.reduce_grads, of.all_reduce_grads
         self.before = of._all_gather_comm, of._reduce_scatter_comm
         of._all_gather_comm = _Gather(self, of._all_gather_comm)
         of._reduce_scatter_comm = _Scatter(self, of._reduce_scatter_comm)
@@ -146,15 +159,48 @@ class Group:
             self.mask = _ALL
         self.call.reducing, self.call.reduced = True, self.index
         try:
-            return type(self.of).post_backward(self.of, *unused)
+            # What is compared in a proof is what is reduced.
+            with self.reducing() if self.call.proving else contextlib.nullcontext():
+                return type(self.of).post_backward(self.of, *unused)
         finally:
             self.call.reducing = False
 
-    def clear(self) -> None:
-        """Gradients of parts of the batch that were not added up."""
+    @contextlib.contextmanager
+    def reducing(self) -> Iterator[None]:
+        """Whatever set_requires_gradient_sync() says."""
+        of = self.of
+        before = of.reduce_grads, of.all_reduce_grads
+        of.reduce_grads = of.all_reduce_grads = True
+        try:
+            yield
+        finally:
+            of.reduce_grads, of.all_reduce_grads = before
+
+    def back(self) -> None:
+        """Gradients that were not added up are gone, and the step's switches are as at entry."""
+        self.take()
+        self.of.reduce_grads, self.of.all_reduce_grads = self.reduces
+
+    # ---- gradients that set_requires_gradient_sync(False) leaves on each rank
+
+    def take(self) -> list[Held]:
+        """All of them, and there is none any more."""
+        found = []
         for _, p in self.unsharded():
-            p.unsharded_accumulated_grad = None
-            p._unsharded_param.grad = None
+            own = p._unsharded_param
+            if p.unsharded_accumulated_grad is not None or own.grad is not None:
+                found.append((p, p.unsharded_accumulated_grad, own.grad))
+                p.unsharded_accumulated_grad = own.grad = None
+        return found
+
+    def copies(self) -> list[Held]:
+        """Of all of them, in host memory."""
+        found = []
+        for p, *both in _give(self.take()):
+            found.append(
+                (p, *(None if g is None else g.detach().to("cpu", copy=True) for g in both))
+            )
+        return found
 
     # ---- taking part in what others do
 
@@ -185,6 +231,12 @@ class Group:
         of._to_sharded_post_forward()
 
     def scatter(self, mask: int) -> None:
+        held = self.take()  # goes with a reduction of this rank's own
+        with self.reducing():
+            self._scatter_nothing(mask)
+        _give(held)
+
+    def _scatter_nothing(self, mask: int) -> None:
         fresh = [p for p in self.of.fsdp_params if not hasattr(p, "_unsharded_param")]
         for p in fresh:  # this rank failed in its first gather
             nothing = torch.zeros((), dtype=p.param_dtype or p.orig_dtype, device=self.of.device)
@@ -215,19 +267,23 @@ class Sharded(Call):
         self._backwards = 0  # last ones of this attempt
         self._together = False  # all ranks know that this attempt begins
         self._gathered: set[int] | None = None
-        self._proving = False
+        self.proving = False
         self._knows = False  # from a vote, why it was stopped
         self._making = False
         self._follows = False
         self._failure: _C.RankError | None = None
         self._aside: list[tuple[Any, Any]] | None = None
         """Gradients, while what others add up is none of them."""
+        self._held: list[Held] = []
+        """Copies of what earlier calls have left on this rank."""
+        for group in self._groups:
+            self._held += _C.exempt(group.copies)
         world.present = self
 
     # ---- told by the engine, in C
 
     def attempt_begins(self) -> int:
-        if self._proving:
+        if self.proving:
             return 0
         if self._together and self._start(FINE):
             return 1
@@ -239,11 +295,14 @@ class Sharded(Call):
             return 1
         if self._start(self.world.size - self.world.rank):
             return 1
-        self._proving = True
+        self.proving = True
+        for group in self._groups:
+            group.take()
         return 0
 
     def proof_ends(self) -> int:
-        self._proving = False
+        self.proving = False
+        _C.exempt(self._give_held)
         return 1 if self.asks(FINE, PROOF) else 0
 
     def _start(self, word: int) -> bool:
@@ -288,8 +347,15 @@ class Sharded(Call):
         for model in self._models:
             model.reset_iter_state()
         for group in self._groups:
-            group.clear()
+            group.back()
         return 0
+
+    def _give_held(self) -> None:
+        """What earlier calls have left is there again."""
+        for p, *copies in self._held:
+            device = p._unsharded_param.device
+            both = [None if g is None else g.to(device, copy=True) for g in copies]
+            _give([(p, *both)])
 
     def failed(self) -> int:
         """This rank's attempt has failed, and everything is back."""
@@ -306,9 +372,10 @@ class Sharded(Call):
         return self._anew()
 
     def _anew(self) -> int:
-        self.stopped = self._proving = self._knows = False
+        self.stopped = self.proving = self._knows = False
         self.trouble = self._together = True
         self._backwards = 0
+        _C.exempt(self._give_held)
         return 0
 
     def own_collective(self, name: str) -> bool:
@@ -318,9 +385,9 @@ class Sharded(Call):
             if name == "all_reduce":  # of replicas
                 self.makes(_REPLICAS, self.reduced, 0)
             return False
-        if self._proving and name == "all_reduce":
+        if self.proving and name == "all_reduce":
             return True  # what is compared is this rank's
-        if self._proving or _C._where() == _EARLIER:
+        if self.proving or _C._where() == _EARLIER:
             raise refuse_in_parts(self, name)
         if self.asks(FINE, OWN):
             self._knows = True
@@ -338,6 +405,8 @@ class Sharded(Call):
         try:
             if exception is not None:
                 self._excuse(exception)
+                if not self.committed:
+                    _C.exempt(self._give_held)
         finally:
             for group in self._groups:
                 group.leave()
@@ -479,9 +548,7 @@ def refusal(model: Any) -> str | None:
 
 
 def _group_refusal(group: Any) -> str | None:
-    if not group.reduce_grads:
-        return "set_requires_gradient_sync(False) leaves gradients of parts on each rank"
-    if not group.all_reduce_grads:
+    if group.reduce_grads and not group.all_reduce_grads:
         return "set_requires_all_reduce(False) leaves gradients of parts on each replica"
     if not group.reshard_after_backward:
         return "set_reshard_after_backward(False) keeps parameters together"

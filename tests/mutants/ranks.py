@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
+ACCUMULATED = (
+    "ranks/test_steps.py::"
+    "test_gradients_that_stay_on_each_rank_until_a_later_backward_are_proven_and_kept"
+)
+
 MUTANTS = [
     Mutant(
         "reducer-not-reset",
@@ -25,9 +30,25 @@ MUTANTS = [
         "unsharded-gradients-kept",
         "gradients of an attempt that failed are in none of the next",
         "oomkit/_ranks/sharded.py",
-        "            p._unsharded_param.grad = None\n",
-        "            pass\n",
+        "        self.take()\n        self.of.reduce_grads",
+        "        self.of.reduce_grads",
         ("ranks/test_steps.py::test_gradients_of_an_attempt_that_failed_are_in_none_of_the_next",),
+    ),
+    Mutant(
+        "earlier-gradients-lost",
+        "gradients that earlier calls left on a rank are there when its attempt begins again",
+        "oomkit/_ranks/sharded.py",
+        "        self._backwards = 0\n        _C.exempt(self._give_held)\n",
+        "        self._backwards = 0\n",
+        (ACCUMULATED,),
+    ),
+    Mutant(
+        "own-gradients-lost",
+        "a rank that takes part in another one's reduction keeps its own gradients",
+        "oomkit/_ranks/sharded.py",
+        "            self._scatter_nothing(mask)\n        _give(held)\n",
+        "            self._scatter_nothing(mask)\n",
+        (ACCUMULATED,),
     ),
     Mutant(
         "first-gather-not-made-up-for",

@@ -99,6 +99,8 @@ class World:
     """The program under test: models, an optimizer, a step, and data by rank and step."""
 
     exact = EXACT
+    anew: frozenset[str] = frozenset({"powersgd", "proof"})
+    """Options whose state cannot be put back."""
 
     def __init__(self, option: str, rank: Rank) -> None:
         self.option, self.rank = option, rank
@@ -175,10 +177,15 @@ class World:
         loss.backward()
         return loss.detach()
 
+    def accumulates(self, goes_on: bool, stack: contextlib.ExitStack) -> None:
+        """The gradients of this step stay on each rank until that of the next."""
+        if goes_on:
+            stack.enter_context(self.models[0].no_sync())
+
     def begin(self, at: int = 0) -> None:
         """Decorates the step, and comes to that one."""
         self.decorated = oomkit.auto_batch(
-            self.step(), verify=None if self.option == "proof" else False, reduction="mean"
+            self.step(), verify=None if self.option.endswith("proof") else False, reduction="mean"
         )
         torch.manual_seed(1000 + self.rank.rank)
         for index in range(at):
@@ -188,17 +195,22 @@ class World:
         """One step, in what is given; what can be seen after it is in `seen`."""
         x, y = self.batch(self.rank.rank, index)
         with contextlib.ExitStack() as stack:
-            if self.option == "accumulation" and index % 2 == 0:
-                stack.enter_context(self.models[0].no_sync())
+            if self.option == "accumulation":
+                self.accumulates(index % 2 == 0, stack)
             with around:
                 self.decorated(x, y, self.head(self.rank.rank, index), index)
         params = [p for net in self.nets for p in net.parameters()]
         self.gradients = [p.grad for p in params]
         self.seen = [None if p.grad is None else _own(p.grad).clone() for p in params]
+        self.seen += self.kept()
         if self.option == "apart":
             self.optimizer.step()
         self.seen += [_own(tensor).clone() for tensor in self._tensors()]
         return self.decorated.records[-1]
+
+    def kept(self) -> list[torch.Tensor | None]:
+        """Gradients that are not in ``.grad``."""
+        return []
 
     def _tensors(self) -> list[torch.Tensor]:
         """Parameters, buffers and what the optimizer has of them."""
@@ -302,7 +314,7 @@ class Place:
     def __init__(self, kind: type[World], option: str, rank: Rank, at: int) -> None:
         self.kind, self.option, self.rank, self.at = kind, option, rank, at
         # What a first step does cannot be undone, nor a hook's state or a proof forgotten.
-        self._anew = at == 0 or option in ("powersgd", "proof")
+        self._anew = at == 0 or option in kind.anew
         self._worlds: dict[str, World] = {}
         self._undisturbed: dict[tuple[Slices, ...], tuple[list[Any], float]] = {}
         self._expected = self.world("undisturbed").expected() if option in kind.exact else []

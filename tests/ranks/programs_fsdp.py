@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -30,6 +31,10 @@ OPTIONS = (
     "two_models",
     "frozen",
     "checkpoint",
+    "accumulation",
+    "accumulation_bf16",
+    "parts",
+    "parts_proof",
     "proof",
 )
 OF_FOUR = ("partly",)
@@ -55,10 +60,12 @@ class Blocks(nn.Module):
 
 
 class Sharded(World):
-    exact = frozenset(OPTIONS) - {"norm", "dropout", "bf16"} | set(OF_FOUR)
+    exact = frozenset(OPTIONS) - {"norm", "dropout", "bf16", "accumulation_bf16"} | set(OF_FOUR)
+    anew = frozenset({"proof", "parts_proof", "accumulation", "accumulation_bf16"})
 
     def __init__(self, option: str, rank: Rank) -> None:
-        self.option, self.rank = option, rank
+        self.given, self.rank = option, rank
+        self.option = option.removesuffix("_bf16")
         torch.manual_seed(11)
         self.nets = self._nets()
         given = self._given()
@@ -81,7 +88,7 @@ class Sharded(World):
         given: dict[str, Any] = {}
         if self.option == "hsdp":
             given["mesh"] = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("r", "s"))
-        elif self.option == "bf16":
+        elif self.given.endswith("bf16"):
             given["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         elif self.option == "offload":
             given["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
@@ -93,18 +100,49 @@ class Sharded(World):
         return [Blocks(self.option) for _ in range(1 + several)]
 
     def _step(self, x: torch.Tensor, y: torch.Tensor, head: int, index: int) -> torch.Tensor:
-        self.optimizer.zero_grad(set_to_none=self.option != "gradients")
+        if not (self.option == "accumulation" and index % 2 == 1):
+            self.optimizer.zero_grad(set_to_none=self.option != "gradients")
+        if self.option.startswith("parts"):
+            return self._in_parts(x, y)
         if self.reference is not None:
             with torch.no_grad():
                 y = y + self.reference(x).to(y.dtype)
         loss = sum(F.mse_loss(net(x).to(y.dtype), y) for net in self.nets)
         self.scaler.scale(loss).backward()
+        if self.option == "accumulation" and index % 2 == 0:
+            assert isinstance(loss, torch.Tensor)
+            return loss.detach()
         if self.option == "clip":
             nn.utils.clip_grad_norm_(self.nets[0].parameters(), 0.3)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         assert isinstance(loss, torch.Tensor)
         return loss.detach()
+
+    def _in_parts(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Two backwards in one step, of which the first is not reduced."""
+        net, losses = self.nets[0], []
+        for part, reduces in ((0.25, False), (0.75, True)):
+            net.set_requires_gradient_sync(reduces)
+            losses.append(part * F.mse_loss(net(x), y))
+            losses[-1].backward()
+        self.optimizer.step()
+        return (losses[0] + losses[1]).detach()
+
+    def accumulates(self, goes_on: bool, stack: contextlib.ExitStack) -> None:
+        self.nets[0].set_requires_gradient_sync(not goes_on)
+
+    def kept(self) -> list[torch.Tensor | None]:
+        found: list[torch.Tensor | None] = []
+        for net in self.nets:
+            for state in net._get_fsdp_state()._state_ctx.all_states:
+                for group in state._fsdp_param_groups:
+                    for p in group.fsdp_params:
+                        own = getattr(p, "_unsharded_param", None)
+                        grad = own.grad if own is not None else None
+                        for one in (p.unsharded_accumulated_grad, grad):
+                            found.append(None if one is None else one.clone())
+        return found
 
     def expected(self) -> list[list[torch.Tensor | None]]:
         """Gradients of the union of all ranks' rows, as one process computes them."""
@@ -115,7 +153,8 @@ class Sharded(World):
         optimizer = torch.optim.SGD(params, lr=0.05, momentum=0.5)
         found: list[list[torch.Tensor | None]] = []
         for index in range(STEPS):
-            optimizer.zero_grad()
+            if not (self.option == "accumulation" and index % 2 == 1):
+                optimizer.zero_grad()
             for rank in range(self.rank.world):
                 x, y = self.batch(rank, index)
                 if reference is not None:
@@ -123,6 +162,9 @@ class Sharded(World):
                 loss = sum(F.mse_loss(net(x), y) for net in nets)
                 assert isinstance(loss, torch.Tensor)
                 (loss / self.rank.world).backward()
+            if self.option == "accumulation" and index % 2 == 0:
+                found.append([])  # each rank has its own
+                continue
             if self.option == "clip":
                 nn.utils.clip_grad_norm_(params, 0.3)
             found.append([None if p.grad is None else p.grad.clone() for p in params])

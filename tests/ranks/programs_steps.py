@@ -233,7 +233,6 @@ def _refused_fsdp(how: str) -> Any:
 
     model: Any = fully_shard(_Rows())
     {
-        "fsdp, parts": lambda: model.set_requires_gradient_sync(False),
         "fsdp, kept": lambda: model.set_reshard_after_backward(False),
         "fsdp, replicas": lambda: model.set_requires_all_reduce(False),
         "fsdp, open": lambda: model.set_is_last_backward(False),
@@ -425,6 +424,45 @@ def first_gather(rank: Rank) -> list[Any]:
     again(x).square().mean().backward()
     right = [torch.allclose(g, p.grad) for g, p in zip(gradients, again.parameters(), strict=True)]
     return [same, all(right), step.records[-1].attempts, len(failed)]
+
+
+def accumulated(rank: Rank) -> list[Any]:
+    """Gradients that stay on each rank until those of a later backward: of the next call, or of
+    the same one. One rank fails, with a loss that is a sum, which a proof finds out. Largest
+    difference of gradients, and micro-batches of the calls."""
+    from torch.distributed.fsdp import fully_shard
+
+    _begin(rank)
+    torch.manual_seed(0)
+    model: Any = fully_shard(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
+    torch.manual_seed(rank.rank + 1)
+    x = torch.randn(8, 4)
+
+    def body(x: torch.Tensor) -> None:
+        model(x).square().sum().backward()
+
+    def both(x: torch.Tensor) -> None:
+        for index in range(2):
+            model.set_requires_gradient_sync(index == 1)
+            body(x)
+
+    def gradients(step: Any, fails: int | None) -> list[torch.Tensor]:
+        model.zero_grad()
+        for index in range(2):
+            model.set_requires_gradient_sync(index == 1)
+            failing = fails == index and rank.rank == 1
+            with inject_oom(nth=2) if failing else contextlib.nullcontext():
+                step(x)
+        return [p.grad.full_tensor() for p in model.parameters()]
+
+    found = []
+    for plain, fails in ((body, 0), (body, 1), (both, 1)):
+        expected = gradients(plain, None)
+        step = oomkit.auto_batch(lambda x, plain=plain: plain(x), model=model)
+        ours = gradients(step, fails)
+        far = max(float((a - b).abs().max()) for a, b in zip(ours, expected, strict=True))
+        found.append([far, [record.accumulation_steps for record in step.records]])
+    return found
 
 
 def reported(rank: Rank) -> list[Any]:

@@ -12,7 +12,10 @@ KINDS = ("first", "last", "all", "again", "pair")
 ALWAYS = ("plain", "norm", "accumulation", "fp16")
 SOME = sampled([*programs_ddp.OPTIONS], 4, "options", always=lambda option: option in ALWAYS)
 SHARDED = sampled(
-    [*programs_fsdp.OPTIONS], 4, "sharded", always=lambda option: option in ("plain", "proof")
+    [*programs_fsdp.OPTIONS],
+    4,
+    "sharded",
+    always=lambda option: option in ("plain", "proof", "parts"),
 )
 
 

@@ -18,7 +18,6 @@ REFUSED = {
     "sync batch norm": "SyncBatchNorm communicates inside the forward",
     "subgroup": "its process group is not that of all ranks",
     "buffer hook": "it has a hook for its buffers",
-    "fsdp, parts": "set_requires_gradient_sync(False)",
     "fsdp, kept": "set_reshard_after_backward(False)",
     "fsdp, replicas": "set_requires_all_reduce(False)",
     "fsdp, open": "set_is_last_backward(False)",
@@ -35,6 +34,7 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "clipped": ("clipped", {}),
     "cleared": ("cleared", {}),
     "first gather": ("first_gather", {}),
+    "accumulated": ("accumulated", {}),
     "reported": ("reported", {}),
     "evaluated": ("evaluated", {}),
     "refused": ("refused", {"how": list(REFUSED)}),
@@ -110,6 +110,13 @@ def test_gradients_of_an_attempt_that_failed_are_in_none_of_the_next() -> None:
 
 def test_a_rank_that_fails_in_its_first_gather_takes_part_in_the_others_reduction() -> None:
     assert _of("first gather") == [[True, True, 1, 0], [True, True, 2, 1]]
+
+
+def test_gradients_that_stay_on_each_rank_until_a_later_backward_are_proven_and_kept() -> None:
+    first, second = _of("accumulated")
+    assert max(far for far, _ in first + second) < 1e-12
+    assert [sizes for _, sizes in first] == [[1, 1]] * 3
+    assert [sizes for _, sizes in second] == [[2, 2], [1, 2], [1, 2]]
 
 
 def test_the_first_rank_reports_on_all() -> None:
