@@ -14,6 +14,7 @@ import argparse
 import json
 import runpy
 import sys
+import traceback
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -113,11 +114,40 @@ def made_by(target: str) -> tuple[Any, ...] | None:
     if not Path(path).is_file():
         print(f"oomkit: there is no file {path}", file=sys.stderr)
         return None
-    made = runpy.run_path(path, run_name="__oomkit_check__").get(name)
+    try:
+        made = runpy.run_path(path, run_name="__oomkit_check__").get(name)
+    except Exception as error:
+        print(f"oomkit: {path} does not run: {_told(error, path)}", file=sys.stderr)
+        return None
     if not callable(made):
         print(f"oomkit: {path} has no function {name!r}", file=sys.stderr)
         return None
-    return tuple(made())
+    wanted = f"oomkit: expected {name}() of {path} to return (step, argument, ...)"
+    try:
+        found = made()
+    except Exception as error:
+        print(f"{wanted}, but it raised {_told(error, path)}", file=sys.stderr)
+        return None
+    if not isinstance(found, (tuple, list)) or not found or not callable(found[0]):
+        print(f"{wanted}, but it returned {_described(found)}", file=sys.stderr)
+        return None
+    return tuple(found)
+
+
+def _told(error: Exception, path: str) -> str:
+    """An error of the user's file in one line, with the last line of that file it came by."""
+    lines = [entry.lineno for entry in traceback.extract_tb(error.__traceback__)
+             if entry.filename == path]  # fmt: skip
+    place = f" at {path}:{lines[-1]}" if lines else ""
+    return f"{type(error).__name__}{place}: {error}"
+
+
+def _described(found: object) -> str:
+    if isinstance(found, (tuple, list)):
+        if not found:
+            return f"an empty {type(found).__name__}"
+        return f"a {type(found).__name__} whose first element is {type(found[0]).__name__!r}"
+    return repr(type(found).__name__)
 
 
 def checked(target: str) -> int:
@@ -125,7 +155,12 @@ def checked(target: str) -> int:
     made = made_by(target)
     if made is None:
         return 2
-    found = check(*made)
+    try:
+        found = check(*made)
+    except Exception as error:
+        path = target.rpartition(":")[0]
+        print(f"oomkit: the step raised {_told(error, path)}", file=sys.stderr)
+        return 1
     print(found)
     return found.status
 
@@ -135,7 +170,11 @@ def estimated(target: str, budget: str | None) -> int:
     made = made_by(target)
     if made is None:
         return 2
-    found = estimate(*made)
+    try:
+        found = estimate(*made)
+    except ValueError as error:
+        print(f"oomkit: {error}", file=sys.stderr)
+        return 1
     print(found)
     if budget is not None:
         try:

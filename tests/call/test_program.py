@@ -155,3 +155,34 @@ def test_a_file_that_is_not_there(program, tmp_path, command):
     done = program(command, target if command in ("run", "report") else f"{target}:make")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"oomkit: there is no file {target}\n"
+
+
+@pytest.mark.parametrize("command", ["check", "estimate"])
+@pytest.mark.parametrize(
+    ("text", "said", "status"),
+    [
+        ("def case(: pass", "does not run: SyntaxError", 2),
+        ("\nraise OSError('no data')", "does not run: OSError at {}:2: no data", 2),
+        ("def case():\n  raise KeyError('w')", "but it raised KeyError at {}:2: 'w'", 2),
+        ("def case(): pass", "but it returned 'NoneType'", 2),
+        ("def case(): return ()", "but it returned an empty tuple", 2),
+        ("def case(): return 1, 2", "but it returned a tuple whose first element is 'int'", 2),
+        ("def step(x): return x.no\ndef case(): return step, 7", None, 1),
+    ],
+)
+def test_a_case_that_cannot_be_made(program, tmp_path, command, text, said, status):
+    path = tmp_path / "script.py"
+    done = program(command, f"{path}:case", text=text)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert done.stderr.startswith("oomkit: ") and "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    if said is not None:
+        assert said.format(path) in done.stderr
+
+
+def test_an_error_of_the_step_is_told(program, tmp_path):
+    text = "def step(x): return x.no\ndef case(): return step, __import__('torch').ones(4)"
+    done = program("check", f"{tmp_path / 'script.py'}:case", text=text)
+    assert done.returncode == 1
+    line = f"oomkit: the step raised AttributeError at {tmp_path / 'script.py'}:1: "
+    assert done.stderr.startswith(line) and "Traceback" not in done.stderr
