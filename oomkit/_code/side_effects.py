@@ -333,10 +333,13 @@ def _logging(function: _Function) -> list[str]:
     """``self.log`` of a LightningModule, called by this function or a method it names.
 
     Lightning's own collection keeps what is logged, out of the scan's sight: the value of the
-    last micro-batch, or their mean as if each had as many samples as the batch.
+    last micro-batch, or their mean as if each had as many samples as the batch. Where the
+    callback of oomkit.lightning stands in for `log`, it is logged once.
     """
     found = []
     for name, value in function.given.items():
+        if hasattr(getattr(value, "__dict__", {}).get("log"), "collects"):
+            continue
         if not any(k.__name__ == "LightningModule" for k in type(value).__mro__):
             continue
         codes = [(function.function.__code__, name)]

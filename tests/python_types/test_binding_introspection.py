@@ -6,6 +6,7 @@ import asyncio
 import functools
 import inspect
 import typing
+import warnings
 import weakref
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 import oomkit
+from oomkit._trainers.module_log import ModuleLog
 
 X = torch.ones(4, 2)
 
@@ -200,6 +202,19 @@ def test_what_a_lightning_module_logs_while_split_is_said() -> None:
     with pytest.warns(oomkit.OomkitWarning, match=r"runs once per micro-batch: .*self\.log\(\)"):
         step(X, 1).backward()
     assert torch.allclose(lit.layer.weight.grad, whole)  # type: ignore[arg-type]
+
+
+def test_what_the_callback_logs_once_is_not_said() -> None:
+    """oomkit.lightning.AutoBatch puts its own `log` into the module, which collects."""
+    lit = Lit()
+    log = ModuleLog(lit)
+    lit.log = log  # type: ignore[method-assign]
+    step = oomkit.auto_batch(Lit.training_step.__wrapped__.__get__(lit), accumulation_steps=2)
+    log.steps.add(Lit.training_step.__wrapped__.__code__)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        step(X, 1).backward()
+    assert not [w for w in found if "self.log()" in str(w.message)]
 
 
 COUNTS: list[int] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,16 @@ def test_options_that_there_are_not(options: Any, error: Any, text: str) -> None
         AutoBatch(**options)
 
 
+@pytest.mark.parametrize("kind", [Classifier, Dict])
+def test_what_is_logged_once_is_not_warned_of(kind: Any) -> None:
+    ours = AutoBatch(accumulation_steps=2)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        fit(trainer([ours]), kind())
+    assert ours.records[0].accumulation_steps == 2
+    assert not [w for w in found if "self.log" in str(w.message)]
+
+
 def test_twice_in_one_trainer() -> None:
     with pytest.raises((ValueError, RuntimeError), match="twice|same"):
         fit(trainer([AutoBatch(), AutoBatch()]), Classifier())
@@ -273,6 +284,7 @@ def test_the_class_is_of_the_package_in_use() -> None:
 OTHER = """
 import pytorch_lightning
 import sys
+import warnings
 assert "lightning" not in sys.modules
 from oomkit.lightning import AutoBatch
 assert issubclass(AutoBatch, pytorch_lightning.Callback)
