@@ -33,16 +33,28 @@ except ImportError as _error:  # pragma: no cover - exercised in a subprocess wi
 if _PathFinder.find_spec("oomkit._C", __path__) is None:
     _folder = __path__[0]
     _python = ".".join(map(str, _version_info[:2]))
-    raise ImportError(
-        f"oomkit is not built in {_folder} for Python {_python}: "
-        + (
-            "run `pip install --no-build-isolation --editable .` there (torch first), or start "
-            "Python in another folder, for this folder hides an installed oomkit"
-            if _exists(f"{_folder}/../setup.py")
-            else "install it again for this Python"
+    from ._reports import installed as _installed
+
+    # In the folder of the sources Python finds them before what `pip install .` has built.
+    _other = _installed.hidden_by(__path__)
+    if _other is None:
+        raise ImportError(
+            f"oomkit is not built in {_folder} for Python {_python}: "
+            + (
+                "run `pip install .` there (torch first; with --no-build-isolation --editable to "
+                "work on it)"
+                if _exists(f"{_folder}/../setup.py")
+                else "install it again for this Python"
+            )
+            + _see("not-built")
         )
-        + _see("not-built")
-    )
+    if not _installed.use(__path__, _other):
+        raise ImportError(
+            f"oomkit in {_other} was installed from other sources than those in {_folder}, "
+            "which Python finds first in this folder: run `pip install .` here again, or start "
+            f"Python in another folder{_see('not-built')}"
+        )
+    __file__ = f"{_other}/__init__.py"
 
 # All of it now: a module that is first imported between an error and its replay makes that
 # one wait.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -23,13 +24,48 @@ def clone(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def error_of(folder: Path) -> str:
-    """What `import oomkit` says at the end, in a Python that is started in the folder."""
-    done = subprocess.run(
-        [sys.executable, "-c", "import oomkit"], cwd=folder, capture_output=True, text=True
+def python(folder: Path, *arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
+    """A Python that is started in the folder."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
     )
+
+
+def error_of(folder: Path, path: str = "") -> str:
+    """What `import oomkit` says at the end."""
+    done = python(folder, "-c", "import oomkit", path=path)
     assert done.returncode == 1
     return done.stderr.splitlines()[-1]
+
+
+def test_in_the_folder_of_the_sources_the_installed_one_is_used(clone: Path) -> None:
+    """As after `pip install .`, with a Python that is started in the same folder."""
+    (clone / "setup.py").touch()
+    site = str(PACKAGE.parent)
+    code = "import oomkit, oomkit.memory, oomkit._reports.page as page; print(oomkit.__file__)"
+
+    done = python(clone, "-c", f"{code}; print(page.__file__); oomkit.auto_batch", path=site)
+    assert done.stdout.splitlines() == [
+        str(PACKAGE / "__init__.py"),
+        str(PACKAGE / "_reports" / "page.py"),
+    ], done.stderr
+    done = python(clone, "-m", "oomkit", "env", path=site)
+    assert done.stdout.startswith("oomkit: "), done.stderr
+
+
+def test_an_installed_one_of_other_sources_is_not_mixed_with_them(clone: Path) -> None:
+    (clone / "setup.py").touch()
+    with (clone / "oomkit" / "__init__.py").open("a") as stream:
+        stream.write("new_name = 1\n")
+
+    error = error_of(clone, path=str(PACKAGE.parent))
+
+    assert error.startswith(f"ImportError: oomkit in {PACKAGE} was installed from other sources")
+    assert "run `pip install .` here again" in error
 
 
 def test_sources_that_were_not_built_say_so_and_what_to_do(clone: Path) -> None:
@@ -39,8 +75,7 @@ def test_sources_that_were_not_built_say_so_and_what_to_do(clone: Path) -> None:
 
     assert error.startswith(f"ImportError: oomkit is not built in {clone / 'oomkit'}")
     assert f"for Python {sys.version_info.major}.{sys.version_info.minor}" in error
-    assert "run `pip install --no-build-isolation --editable .` there" in error
-    assert "this folder hides an installed oomkit" in error
+    assert "run `pip install .` there" in error
     assert "circular" not in error
 
 
