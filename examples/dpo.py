@@ -115,7 +115,9 @@ def main() -> int:
         try:
             made.train()
         except torch.OutOfMemoryError as error:
-            print(f"died in step {made.state.global_step + 1}: {str(error).splitlines()[0][:60]}")
+            print(
+                f"died in step {made.state.global_step + 1}: {str(error).partition(' Default')[0]}"
+            )
             return 0 if options.plain else 1
     if options.plain:
         print("the budget is enough for the plain program")

@@ -89,7 +89,7 @@ def main() -> int:
         try:
             fit([] if options.plain else [guard], module)
         except torch.OutOfMemoryError as error:
-            print(f"died in step {len(module.seen) + 1}: {str(error).splitlines()[0][:60]}")
+            print(f"died in step {len(module.seen) + 1}: {str(error).partition(' Default')[0]}")
             return 0 if options.plain else 1
     if options.plain:
         print("the budget is enough for the plain program")
