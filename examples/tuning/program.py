@@ -148,8 +148,8 @@ def run_protected(
         before = finished(study)
         if before:
             console.print(
-                f"study {options.study}: {before} trials are finished, "
-                f"{max(0, options.n_trials - before)} are to go"
+                f"study {options.study}: trials finished: {before}, "
+                f"to go: {max(0, options.n_trials - before)}"
             )
 
     def ended(trial: optuna.trial.FrozenTrial) -> None:

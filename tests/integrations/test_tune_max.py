@@ -176,7 +176,7 @@ def test_a_search_that_is_killed_goes_on(capsys: pytest.CaptureFixture[str], fol
     said = capsys.readouterr().out
     first, dead, *rest = study.trials
     assert re.search(r"trial   1: .* rows of \d+ tokens: died with its process", said)
-    assert "study tune.db: 1 trials are finished, 2 are to go" in said
+    assert "study tune.db: trials finished: 1, to go: 2" in said
     assert (first.state.name, dead.state.name, len(rest)) == ("COMPLETE", "FAIL", 2)
     assert all(trial.state.is_finished() and trial.state.name != "FAIL" for trial in rest)
     assert first.params not in [trial.params for trial in rest]  # the seed begins not anew
@@ -191,7 +191,7 @@ def test_a_search_that_is_killed_goes_on(capsys: pytest.CaptureFixture[str], fol
 
     assert run("--n-trials", "3") == 0  # nothing is left to do, and nothing is done
     said = capsys.readouterr().out
-    assert "3 trials are finished, 0 are to go" in said and "died with" not in said
+    assert "trials finished: 3, to go: 0" in said and "died with" not in said
     assert len(study.trials) == 4
 
 
