@@ -42,7 +42,7 @@ import oomkit
 GRID = 0.025  # of the plain peak: the places that bisection tries
 HIGHEST = 1.1
 SHARES = (1.0, 0.8, 0.6, 0.4, 0.3)
-WARM, TIMED = 4, 5  # steps before the clock, and pairs of steps under it
+WARM, TIMED = 10, 5  # steps before the clock, and pairs of steps under it
 SAME = 0.05  # of the update: parameters that differ more are another training
 NOISE = 0.02  # of speeds
 PATIENCE = 120  # seconds for one run
@@ -135,6 +135,7 @@ class Run:
     rungs: list[int] = field(default_factory=list)  # by step; oomkit alone has them
     values: Any = None  # of all parameters at the end
     pairs: list[tuple[float, float]] = field(default_factory=list)  # seconds: its step, plain's
+    warm: float = 0.0  # seconds of the steps before the clock
 
 
 class Beside:
@@ -178,18 +179,22 @@ class Follower:
     def restart(self) -> None:
         """What was done so far was a search, or an attempt."""
         self.handed, self.since, self.begun = 0, 0, 0.0
+        self.first = time.process_time()
         self.run.pairs.clear()
 
     def pause(self) -> None:
         """Loaders fetch a part ahead: what is timed is shifted, and as much."""
         if self.beside is None or self.handed < max(WARM * self.rows, self.since + self.rows):
             return
-        mine = (time.process_time() - self.begun) * self.rows / (self.handed - self.since)
+        begun = self.begun or self.first
+        mine = (time.process_time() - begun) * self.rows / (self.handed - self.since)
         with oomkit.limit_memory(EVERYTHING, device="cpu"):
             theirs = self.beside.step()
             self.beside.optimizer.zero_grad()
         if self.begun:
             self.run.pairs.append((mine, theirs))
+        else:
+            self.run.warm = mine * self.handed / self.rows
         self.since, self.begun = self.handed, time.process_time()
 
     def finished(self, step: Any) -> None:
@@ -378,6 +383,16 @@ def speed(one: Found, share: float, name: str) -> float | None:
     return statistics.median(runs) / statistics.median(own) if runs and own else None
 
 
+def lost(runs: list[Run]) -> str:
+    """What the steps before the clock took beyond as many of those under it, in plain steps."""
+    found = []
+    for run in runs:
+        if run.pairs and not run.died:
+            mine, theirs = (statistics.median(times) for times in zip(*run.pairs, strict=True))
+            found.append((run.warm - WARM * mine) / theirs)
+    return f"{statistics.median(found):.1f}" if found else "-"
+
+
 def least_text(one: Found, name: str) -> str:
     if name not in one.smallest:
         return "-"
@@ -403,7 +418,7 @@ def tables(contenders: list[Contender], found: list[Found]) -> list[str]:
             + "".join(f"{least_text(one, name):>19}" for name in names)
         )
     lines += ["", f"speed, % of the plain program's without a budget, after {WARM} steps", ""]
-    lines.append(f"{'':{wide}}{'budget, %':>10}{head}{'rung':>6}{'OOMs':>6}")
+    lines.append(f"{'':{wide}}{'budget, %':>10}{head}{'rung':>6}{'OOMs':>6}{'lost':>6}")
     for one in found:
         for share in SHARES:
             ours = one.speeds[share].get(names[-1], [])
@@ -412,7 +427,7 @@ def tables(contenders: list[Contender], found: list[Found]) -> list[str]:
             lines.append(
                 f"{one.work.name:{wide}}{100 * share:10.0f}"
                 + "".join(f"{speed_text(one, share, name):>19}" for name in names)
-                + f"{rung:>6}{ooms:>6}"
+                + f"{rung:>6}{ooms:>6}{lost(ours):>6}"
             )
     missing = [contender.name for contender in contenders if contender.missing]
     if missing:

@@ -109,6 +109,8 @@ class Work:
         return self.part(torch.arange(step * self.rows, (step + 1) * self.rows))
 
     def batches(self) -> Iterator[Part]:
+        """Programs drop each batch when they are done with it: two at a time are more than some
+        models' gradients leave room for, and what a loop holds is nobody's to save."""
         for step in range(self.steps) if self.order is None else self.order:
             self.pause()
             yield self.batch(step)

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _NormBase
 
 __all__ = [
     "TOLD",
@@ -141,10 +142,11 @@ def _of_labels(leaf: int, name: str, tensor: torch.Tensor, ignored: list[int]) -
 
 
 def _vectors(leaves: Leaves, modules: list[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    """What may be weights of classes: one number each."""
+    """What may be weights of classes: one number each. Statistics of a norm are none."""
     seen = [tensor for _, _, tensor, sliced in leaves if not sliced]
     for module in modules:
-        seen += list(module.buffers(recurse=False))
+        if not isinstance(module, _NormBase):
+            seen += list(module.buffers(recurse=False))
     for tensor in seen:
         if (
             isinstance(tensor, torch.Tensor)

@@ -63,10 +63,12 @@ def make(config: Config, params: list[torch.nn.Parameter], **more: Any) -> torch
 class Program:
     """Five matrices in two groups, one of them without a gradient in the first step."""
 
-    def __init__(self, config: Config, dtype: torch.dtype = torch.float32, **more: Any) -> None:
+    def __init__(
+        self, config: Config, dtype: torch.dtype = torch.float32, width: int = 16, **more: Any
+    ) -> None:
         generator = torch.Generator().manual_seed(7)
         self.params = [
-            torch.nn.Parameter(torch.randn(8, 16 + 4 * i, generator=generator).to(dtype))
+            torch.nn.Parameter(torch.randn(8, width + 4 * i, generator=generator).to(dtype))
             for i in range(5)
         ]
         self.optimizer = make(config, self.params, **more)

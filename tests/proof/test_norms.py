@@ -168,3 +168,22 @@ def test_parts_of_an_evaluation_in_training_mode(tracked: bool) -> None:
     torch.testing.assert_close(got, model(x).detach(), rtol=0, atol=1e-12)
     assert seen[:3] == ([4, 4, 2] if not tracked else seen[:3])
     assert (seen[2:] == [2, 2]) == (not tracked)
+
+
+def test_running_statistics_are_no_weights_of_classes(caplog: pytest.LogCaptureFixture) -> None:
+    """They change in each call, and never are what a loss is a mean over: proven once."""
+    torch.manual_seed(SEED)
+    model = nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.Tanh(), nn.Linear(10, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    with warnings.catch_warnings(), caplog.at_level(logging.INFO, "oomkit"):
+        warnings.simplefilter("ignore")
+        for _ in range(12):
+            step(torch.randn(32, 6), torch.randint(10, (32,)))
+    assert caplog.text.count("proved the split") == 1

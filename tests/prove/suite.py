@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from . import faults
+
 TESTS = Path(__file__).resolve().parents[1]
 
 
@@ -52,16 +54,28 @@ def sampling() -> list[str]:
 
 def run_pytest(file: str) -> Result:
     """With all of what `make test` takes samples of (helpers/sample.py)."""
+    return _run_whole([str(TESTS / file)])[0]
+
+
+def run_faults(*arguments: str) -> Result:
+    """The same of some tests; a case is a step in which an allocation has failed."""
+    result, output = _run_whole(["-p", "prove.faults", *arguments])
+    result.cases = faults.read(output)
+    return result
+
+
+def _run_whole(arguments: list[str]) -> tuple[Result, str]:
     begin = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-rN", "--tb=line", "-p", "no:cacheprovider",
-         "-m", "not gpu", str(TESTS / file)],
+         "-m", "not gpu", "--timeout=0", *arguments],
         capture_output=True,
         text=True,
         check=False,
         env=os.environ | {"OOMKIT_TEST_WHOLE": "1"},
     )  # fmt: skip
-    return read_pytest(done.stdout, done.returncode, time.perf_counter() - begin)
+    seconds = time.perf_counter() - begin
+    return read_pytest(done.stdout, done.returncode, seconds), done.stdout
 
 
 def read_pytest(output: str, code: int, seconds: float) -> Result:

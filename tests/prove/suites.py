@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from .suite import Result, Suite, pytest_suite, run_pytest, sampling
+from .suite import TESTS, Result, Suite, pytest_suite, run_faults, run_pytest, sampling
 
 
 def _zoo() -> list[str]:
@@ -198,6 +198,44 @@ def _prove_ends(unit: str) -> Result:
     return Result(25, found.wrong, told, time.perf_counter() - begin)
 
 
+# The tests of each rung of the ladder: files, and which of them.
+RUNGS: dict[str, list[tuple[list[str], str]]] = {
+    "update": [
+        (["ladder/test_update_parts.py", "ladder/test_update_repeated.py",
+          "ladder/test_known_optimizers.py"], ""),
+        (["ladder/test_each_rung.py"], "gpt and update"),
+    ],
+    "state": [
+        (["ladder/test_host_state.py", "optim/test_update_rows.py"], ""),
+        (["ladder/test_each_rung.py"], "state"),
+    ],
+    "activations": [
+        (["ladder/test_offload_faults.py", "ladder/test_offload_exact.py"], ""),
+        (["ladder/test_climbing.py"], "not recompute"),
+        (["ladder/test_each_rung.py"], "activations"),
+    ],
+    "recompute": [(["ladder/test_climbing.py", "ladder/test_each_rung.py"], "recompute")],
+    "gradients": [
+        (["ladder/test_host_gradients.py"], ""),
+        (["ladder/test_each_rung.py"], "gradients"),
+    ],
+    "all of them, on a scripted device": [(["device/test_ladder.py"], "")],
+}  # fmt: skip
+
+
+def _prove_rung(rung: str) -> Result:
+    found = Result()
+    told = []
+    for files, which in RUNGS[rung]:
+        more = run_faults(*(["-k", which] if which else []), *(str(TESTS / f) for f in files))
+        found.cases += more.cases
+        found.failures += more.failures
+        found.seconds += more.seconds
+        told.append(more.told)
+    found.told = "; ".join(told)
+    return found
+
+
 # Swept by a suite of its own, and further than its tests would.
 ELSEWHERE = {"evaluation/test_evaluation_faults.py": "evaluation of 50 samples"}
 
@@ -206,6 +244,7 @@ def _whole() -> list[str]:
     """All files that take samples, but for those that another suite runs."""
     tests = [s for s in SUITES if s.prove is run_pytest and s.units is not _whole]
     others = {*ELSEWHERE, *(file for suite in tests for file in suite.units())}
+    others |= {file for some in RUNGS.values() for files, _ in some for file in files}
     return [file for file in sampling() if file not in others]
 
 
@@ -223,6 +262,7 @@ SUITES = [
                  "deferred/test_returned_buffers.py"),
     pytest_suite("three steps, every place", "engine/test_exact.py"),
     pytest_suite("in and after the update", "optim/test_optimizer_faults.py"),
+    Suite("the ladder, by rung", lambda: list(RUNGS), _prove_rung),
     pytest_suite("what cannot be taken back", "undo/test_rollback_rest.py"),
     Suite("several ranks, faults", _ranks, _prove_ranks),
     Suite("several ranks, one of which ends", _ends, _prove_ends),

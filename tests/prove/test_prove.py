@@ -11,8 +11,8 @@ import pytest
 from . import __main__ as main
 from .__main__ import run_apart
 from .pairwise import pairs_of, pairwise
-from .suite import TESTS, Result, read_pytest, run_pytest, sampling
-from .suites import ELSEWHERE, SUITES
+from .suite import TESTS, Result, read_pytest, run_faults, run_pytest, sampling
+from .suites import ELSEWHERE, RUNGS, SUITES
 from .table import summary, table
 
 DIMENSIONS = {"a": (1, 2, 3), "b": ("x", "y"), "c": (True, False), "d": (1, 2, 3, 4)}
@@ -59,6 +59,23 @@ def test_what_pytest_says_is_counted() -> None:
     assert len(read_pytest("", 3, 1.0).failures) == 1  # it did not even begin
 
 
+def test_steps_in_which_an_allocation_failed_are_counted(tmp_path: Path) -> None:
+    test = tmp_path / "test_some.py"
+    test.write_text(
+        "import torch, pytest\n"
+        "from oomkit.testing import inject_oom\n"
+        "def test_it():\n"
+        "    for nth in (1, 2, 10**9):\n"
+        "        with inject_oom(nth=nth) as fault:\n"
+        "            try:\n"
+        "                torch.empty(5), torch.empty(5)\n"
+        "            except torch.OutOfMemoryError:\n"
+        "                pass\n"
+    )
+    found = run_faults(str(test))
+    assert (found.cases, found.failures, found.told) == (2, [], "1 passed")
+
+
 def test_the_table_has_a_line_for_each_suite_and_each_unit() -> None:
     results = {
         ("models", "b"): Result(3, ["wrong"], "2 recovered", 1.0),
@@ -102,5 +119,7 @@ def test_what_is_sampled_is_proven_whole() -> None:
     """Each file that takes samples is a unit of one suite, which sweeps all of it."""
     units = [unit for suite in SUITES if suite.prove is run_pytest for unit in suite.units()]
     assert all((TESTS / unit).is_file() for unit in units) and len(set(units)) == len(units)
-    assert set(sampling()) <= {*units, *ELSEWHERE} and len(sampling()) > 5
+    rungs = {file for some in RUNGS.values() for files, _ in some for file in files}
+    assert all((TESTS / file).is_file() for file in rungs) and not rungs & set(units)
+    assert set(sampling()) <= {*units, *ELSEWHERE, *rungs} and len(sampling()) > 5
     assert set(ELSEWHERE.values()) <= {suite.name for suite in SUITES}

@@ -40,6 +40,7 @@ def train(work: Work) -> None:
     for batch in work.batches():
         auto(train_microbatches, batch)
         optimizer.step()
+        del batch
 
 
 def evaluate(work: Work) -> None:

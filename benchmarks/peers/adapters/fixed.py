@@ -22,6 +22,7 @@ def train(work: Work) -> None:
     model, optimizer = work.build()
     for batch in work.batches():
         step(work, model, optimizer, batch, work.plan)
+        del batch
 
 
 def evaluate(work: Work) -> None:

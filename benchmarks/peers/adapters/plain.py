@@ -11,6 +11,7 @@ def train(work: Work) -> None:
         optimizer.zero_grad()
         work.loss(model, batch).backward()
         optimizer.step()
+        del batch
 
 
 def evaluate(work: Work) -> None:

@@ -20,6 +20,7 @@ def train(work: Work, **options) -> None:
 
     for batch in work.batches():
         step(batch)
+        del batch
     work.finished(step)
 
 

@@ -18,6 +18,7 @@ def train(work: Work) -> None:
     model, optimizer = work.build()
     for batch in work.batches():
         step(work, model, optimizer, batch)
+        del batch
 
 
 def evaluate(work: Work) -> None:

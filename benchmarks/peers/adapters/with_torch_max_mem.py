@@ -18,6 +18,7 @@ def train(work: Work) -> None:
     model, optimizer = work.build()
     for batch in work.batches():
         step(model, optimizer, batch, batch_size=work.rows)
+        del batch
 
 
 def evaluate(work: Work) -> None:
