@@ -5,6 +5,7 @@
 #include "weights.h"
 #include "../call/events.h"
 #include "../call/proven.h"
+#include "../hook/graph.h"
 #include "../hook/method.h"
 
 #define OOMKIT_RESTARTS 4 /* of one call: each one has taken something in */
@@ -71,6 +72,9 @@ oomkit_proven_find(oomkit_call *call);
 int
 oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried,
                    uint64_t sequence, oomkit_proof_level level);
+/* These rows were proven in this call. 0 or -1. */
+int
+oomkit_paths_prove(oomkit_call *call, oomkit_slice rows);
 /* The weights that were found for a call like this one; borrowed from the site, or
  * NULL. */
 PyObject *
@@ -79,10 +83,10 @@ oomkit_proof_rule(oomkit_call *call);
  * where the step decides by itself (current()). */
 uint64_t
 oomkit_proof_sequence(const oomkit_call *call);
-/* At the end of the first micro-batch: has it done what no proof has seen? Then the
- * attempt is to be begun again, with one. 1 or 0. */
+/* At the end of a micro-batch, or before an update of the last one: has it done what no
+ * proof has seen? Then the attempt is to be begun again, with one. 1, 0 or -1. */
 int
-oomkit_proof_is_new_sequence(oomkit_call *call);
+oomkit_proof_is_new_path(oomkit_call *call);
 /* Was a call like this one proven by its gradients, or does it run for that? */
 int
 oomkit_proof_known(oomkit_call *call);
@@ -94,16 +98,20 @@ void
 oomkit_proven_again(oomkit_call *call);
 void
 oomkit_proven_clear(oomkit_proven *proven);
-/* Before the graph of a backward is walked: the proof that is to hold for it, or NULL
- * where none is. Borrowed. */
-oomkit_proven *
-oomkit_proven_watches(oomkit_call *call);
-/* An edge of it. One of a kind that no proven call had is an operation that was not
- * there: the split is proven anew, before an update. `from` is NULL for a root. 0, or
- * -1 with MemoryError. */
+/* Is a graph that is about to be walked one of a proof, or one that a proof holds for?
+ */
 int
-oomkit_proven_edge(const oomkit_call *call, oomkit_proven *proven, PyObject *from,
-                   PyObject *to);
+oomkit_paths_watched(oomkit_call *call);
+/* An edge of it. One of a kind that no proof had is an operation that was not there:
+ * the split is proven anew, before an update. So it is where a gradient that is not 0
+ * comes to a place that has had none but 0. 0, or -1 with an exception. */
+int
+oomkit_paths_edge(oomkit_call *call, const oomkit_edge *edge);
+/* Before the first micro-batch. 0 or -1. */
+int
+oomkit_paths_begin(oomkit_call *call);
+void
+oomkit_paths_clear(oomkit_call *call);
 
 /* --- adopt_leaves.c --- */
 /* Before an attempt is begun again: leaves that were met are taken in. 0 or -1. */

@@ -1,36 +1,29 @@
 /* What was proven at a site, and whether a split is to be proven. */
 #include "accum.h"
+#include "../hook/graph.h"
 #include "../py/tensor.h"
 #include "../sizes/sizes.h"
 #include "../batch/batch.h"
 
 #define MISSED 3 /* calls in a row in which losses could not be compared */
-/* Of edges; then they are forgotten and the split is proven anew. */
-#define KINDS 4096
-
-static uint64_t
-mix(uint64_t hash, uint64_t value)
-{
-    hash = (hash ^ value) * 0xff51afd7ed558ccdu;
-    return hash ^ (hash >> 32);
-}
 
 /* A batch of another structure, other participants, another mode or another way to run
  * the backward are proven anew; other sizes are not, unless verify=True. Never 0. */
 static uint64_t
 proof_key(oomkit_call *call)
 {
-    uint64_t hash =
-        mix((uint64_t)call->batch.count + 1,
-            (uint64_t)call->parts->param_count * 2 + oomkit_call_is_replay(call));
+    uint64_t hash = oomkit_hash_mix((uint64_t)call->batch.count + 1,
+                                    (uint64_t)call->parts->param_count * 2 +
+                                        oomkit_call_is_replay(call));
     Py_ssize_t i;
 
     for (i = 0; i < call->batch.count; i++) {
         const oomkit_node *node = &call->batch.nodes[i];
         oomkit_tensor_facts facts;
-        hash = mix(hash, (uint64_t)(node->kind * 64 + node->split * 8 + node->flags));
+        hash = oomkit_hash_mix(
+            hash, (uint64_t)(node->kind * 64 + node->split * 8 + node->flags));
         if (node->split != OOMKIT_SPLIT_ITEMS) {
-            hash = mix(hash, (uint64_t)node->children);
+            hash = oomkit_hash_mix(hash, (uint64_t)node->children);
         }
         if (node->kind != OOMKIT_NODE_TENSOR) {
             continue;
@@ -39,90 +32,13 @@ proof_key(oomkit_call *call)
             oomkit_error_dismiss(); /* it does not count */
             continue;
         }
-        hash = mix(hash, (uint64_t)(facts.dtype * 16 + facts.ndim));
+        hash = oomkit_hash_mix(hash, (uint64_t)(facts.dtype * 16 + facts.ndim));
     }
-    hash = mix(hash, oomkit_signature_modes(call));
+    hash = oomkit_hash_mix(hash, oomkit_signature_modes(call));
     if (call->options->verify == 1) {
-        hash = mix(hash, oomkit_batch_signature(&call->batch));
+        hash = oomkit_hash_mix(hash, oomkit_batch_signature(&call->batch));
     }
     return hash | 1;
-}
-
-/* --- kinds of edges --- */
-
-static void
-kinds_clear(oomkit_edge_kinds *kinds)
-{
-    PyMem_Free(kinds->hashes);
-    *kinds = (oomkit_edge_kinds){0};
-}
-
-/* The place of a hash, or the free one where it belongs. */
-static uint64_t *
-kinds_place(const oomkit_edge_kinds *kinds, uint64_t hash)
-{
-    uint32_t at = (uint32_t)hash & (kinds->room - 1);
-
-    while (kinds->hashes[at] != 0 && kinds->hashes[at] != hash) {
-        at = (at + 1) & (kinds->room - 1);
-    }
-    return &kinds->hashes[at];
-}
-
-/* Room for one more. 0 or -1. */
-static int
-kinds_grow(oomkit_edge_kinds *kinds)
-{
-    oomkit_edge_kinds grown = {.room = kinds->room == 0 ? 128 : kinds->room * 2};
-    uint32_t i;
-
-    grown.hashes = PyMem_Calloc(grown.room, sizeof(*grown.hashes));
-    if (grown.hashes == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (i = 0; i < kinds->room; i++) {
-        if (kinds->hashes[i] != 0) {
-            *kinds_place(&grown, kinds->hashes[i]) = kinds->hashes[i];
-        }
-    }
-    grown.count = kinds->count;
-    kinds_clear(kinds);
-    *kinds = grown;
-    return 0;
-}
-
-/* 1: it was not there and is now; 0; -1. */
-static int
-kinds_add(oomkit_edge_kinds *kinds, uint64_t hash)
-{
-    if (kinds->room > 0 && *kinds_place(kinds, hash) == hash) {
-        return 0;
-    }
-    if (kinds->count == KINDS) {
-        kinds_clear(kinds);
-    }
-    if (kinds->count * 2 >= kinds->room && kinds_grow(kinds) < 0) {
-        return -1;
-    }
-    *kinds_place(kinds, hash) = hash;
-    kinds->count++;
-    return 1;
-}
-
-/* What a node does: the name of its type. Each graph that torch.compile has compiled is
- * a type of its own, all of one name. */
-static uint64_t
-node_kind(PyObject *node)
-{
-    const char *name = Py_TYPE(node)->tp_name;
-    uint64_t hash =
-        strstr(name, "CompiledFunction") != NULL ? (uintptr_t)Py_TYPE(node) : 0;
-
-    for (; *name != '\0'; name++) {
-        hash = (hash ^ (unsigned char)*name) * 0x100000001b3u;
-    }
-    return hash;
 }
 
 oomkit_proven *
@@ -142,6 +58,262 @@ oomkit_proven_find(oomkit_call *call)
     return NULL;
 }
 
+/* Is this call's split proven? */
+static int
+known_fully(const oomkit_call *call, const oomkit_proven *found)
+{
+    return found->level == OOMKIT_PROVEN_FULLY ||
+           (found->level == OOMKIT_PROVEN_HERE && found->call == call->log.number);
+}
+
+/* Is its split taken for exact, by gradients or by losses alone? */
+static int
+known_now(const oomkit_call *call, const oomkit_proven *found)
+{
+    return found->level == OOMKIT_PROVEN_WEAKLY || known_fully(call, found);
+}
+
+/* --- what graphs and hooks show --- */
+
+#define HOOKS 0x9e3779b97f4a7c15u /* a kind of what is no edge */
+
+int
+oomkit_paths_watched(oomkit_call *call)
+{
+    const oomkit_proven *found;
+
+    if (!call->split || call->options->verify == 0 || call->cut->forced) {
+        return 0;
+    }
+    if (call->proof != NULL) {
+        return 1;
+    }
+    if (call->cut->at > 0 && oomkit_ranks_agreed(call)) {
+        return 0; /* others may wait for this one already */
+    }
+    found = oomkit_proven_find(call);
+    return found != NULL && known_now(call, found);
+}
+
+/* Are the rows of the present micro-batch among those that this call has proven? */
+static int
+paths_are_proven(const oomkit_call *call)
+{
+    const oomkit_paths *paths = &call->cut->paths;
+    const oomkit_slice *slice = &call->cut->slices[call->cut->at];
+    Py_ssize_t i = 0;
+
+    while (i < paths->count && (paths->proven[i].start > slice->start ||
+                                paths->proven[i].start + paths->proven[i].length <
+                                    slice->start + slice->length)) {
+        i++;
+    }
+    return i < paths->count;
+}
+
+static void
+paths_unseen(oomkit_call *call, oomkit_proven *found)
+{
+    if (!paths_are_proven(call)) {
+        found->unseen = 1;
+        if (call->cut->paths.anchor == 0) {
+            call->cut->paths.anchor = call->cut->slices[call->cut->at].start + 1;
+        }
+    }
+}
+
+/* What comes to that node in the backward is looked at. 0 or -1. */
+static int
+paths_listen(oomkit_call *call, const oomkit_edge *edge)
+{
+    oomkit_paths *paths = &call->cut->paths;
+    OWNED PyObject *done = NULL;
+
+    if (oomkit_node_is_leaf(edge->to)) {
+        return 0;
+    }
+    if (paths->flows == NULL) {
+        paths->flows = PyObject_CallMethod(call->st->proof, "flows", NULL);
+    }
+    if (paths->flows != NULL) {
+        done = PyObject_CallMethod(paths->flows, "watch", "OKK", edge->to,
+                                   (unsigned long long)edge->place,
+                                   (unsigned long long)edge->before);
+    }
+    return done == NULL ? -1 : 0;
+}
+
+int
+oomkit_paths_edge(oomkit_call *call, const oomkit_edge *edge)
+{
+    const uint64_t kind = oomkit_hash_mix(edge->from, edge->kind) | 1;
+    oomkit_proven *found;
+
+    if (call->proof != NULL) {
+        return oomkit_hashes_add(&call->cut->paths.kinds, kind) < 0 ? -1
+               : edge->first ? paths_listen(call, edge)
+                             : 0;
+    }
+    found = oomkit_proven_find(call);
+    if (found == NULL) {
+        return 0; /* another thread's call has taken its place */
+    }
+    if (!oomkit_hashes_have(&found->kinds, kind)) {
+        if (!paths_are_proven(call)) {
+            paths_unseen(call, found);
+        } else if (oomkit_hashes_add(&found->kinds, kind) < 0) {
+            return -1;
+        }
+    }
+    return edge->first && oomkit_hashes_have(&found->silent, edge->place) &&
+                   !oomkit_hashes_have(&found->heard, edge->place)
+               ? paths_listen(call, edge)
+               : 0;
+}
+
+/* Places that gradients have come to, in a proof or in a micro-batch; hooks go. 0 or
+ * -1. */
+static int
+paths_hear(oomkit_call *call, oomkit_proven *found, int proof)
+{
+    OWNED PyObject *list = NULL;
+    Py_ssize_t i;
+
+    if (call->cut->paths.flows == NULL) {
+        return 0;
+    }
+    list = PyObject_CallMethod(call->cut->paths.flows, "take", NULL);
+    for (i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
+        PyObject *item = PyList_GET_ITEM(list, i); /* borrowed */
+        const int came = PyTuple_GET_ITEM(item, 1) == Py_True;
+        const uint64_t place = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(item, 0));
+        int added = 0;
+        if (came && oomkit_hashes_have(&found->silent, place)) {
+            added = oomkit_hashes_add(&found->heard, place);
+            if (!proof) {
+                paths_unseen(call, found);
+            }
+        } else if (!came && proof) {
+            added = oomkit_hashes_add(&found->silent, place);
+        }
+        if (added < 0) {
+            return -1;
+        }
+    }
+    return list == NULL ? -1 : 0;
+}
+
+/* How many hooks were registered so far, and one; 0 with an exception. */
+static uint64_t
+paths_hooks(const oomkit_call *call)
+{
+    OWNED PyObject *number = PyObject_CallMethod(call->st->proof, "hooks", NULL);
+    const uint64_t count = number == NULL ? 0 : PyLong_AsUnsignedLongLong(number);
+
+    return PyErr_Occurred() ? 0 : count + 1 - call->st->own_hooks;
+}
+
+/* Hooks that were registered since the last call, outside the step, are not seen in any
+ * graph, and may do anything to gradients. A program may do so in each call. 0 or -1.
+ */
+static int
+paths_hooks_since(oomkit_call *call, oomkit_proven *found)
+{
+    uint64_t hooks, since;
+
+    if (call->cut->paths.hooks != 0 || found->hooks == 0 || call->ranks.sharded) {
+        return 0; /* asked already; never counted; a sharded model registers its own */
+    }
+    hooks = paths_hooks(call);
+    since = hooks - found->hooks;
+    /* whole calls between have run the step, each of them once */
+    since -= (call->log.number - found->hooks_at - 1) * found->hooks_of_micro;
+    if (hooks != 0 && since != 0) {
+        const uint64_t kind = oomkit_hash_mix(HOOKS, since) | 1;
+        found->unseen |= !oomkit_hashes_have(&found->kinds, kind);
+        return oomkit_hashes_add(&call->cut->paths.kinds, kind) < 0 ? -1 : 0;
+    }
+    return hooks == 0 ? -1 : 0;
+}
+
+/* The same of the step itself. 0 or -1. */
+static int
+paths_hooks_of_micro(oomkit_call *call, oomkit_proven *found)
+{
+    const uint64_t before = call->cut->paths.hooks, now = paths_hooks(call);
+
+    if (now == 0) {
+        return -1;
+    }
+    if (call->cut->at == 0 && before != 0 && !call->ranks.sharded) {
+        if (now - before != found->hooks_of_micro) {
+            paths_unseen(call, found);
+        }
+        found->hooks_of_micro = now - before;
+    }
+    found->hooks = now;
+    found->hooks_at = call->log.number;
+    return 0;
+}
+
+int
+oomkit_paths_begin(oomkit_call *call)
+{
+    if (call->proof != NULL || !oomkit_paths_watched(call)) {
+        return 0;
+    }
+    call->cut->paths.hooks = paths_hooks(call);
+    return call->cut->paths.hooks == 0 ? -1 : 0;
+}
+
+int
+oomkit_paths_prove(oomkit_call *call, oomkit_slice rows)
+{
+    oomkit_paths *paths = &call->cut->paths;
+
+    if (ARRAY_GROW(paths->proven, paths->count, paths->room) < 0) {
+        return -1;
+    }
+    paths->proven[paths->count++] = rows;
+    return 0;
+}
+
+void
+oomkit_paths_clear(oomkit_call *call)
+{
+    oomkit_paths *paths = &call->cut->paths;
+
+    oomkit_hashes_clear(&paths->kinds);
+    MEMORY_CLEAR(paths->proven);
+    Py_CLEAR(paths->flows);
+}
+
+static void
+proven_hashes_clear(oomkit_proven *proven)
+{
+    oomkit_hashes_clear(&proven->kinds);
+    oomkit_hashes_clear(&proven->silent);
+    oomkit_hashes_clear(&proven->heard);
+}
+
+/* What the runs of a proof have had in their graphs. 0 or -1. */
+static int
+paths_learn(oomkit_call *call, oomkit_proven *found)
+{
+    oomkit_hashes *kinds = &call->cut->paths.kinds;
+    uint32_t i;
+
+    for (i = 0; i < kinds->room; i++) {
+        if (kinds->items[i] != 0 &&
+            oomkit_hashes_add(&found->kinds, kinds->items[i]) < 0) {
+            return -1;
+        }
+    }
+    oomkit_hashes_clear(kinds);
+    call->cut->paths.anchor = 0;
+    return paths_hear(call, found, 1);
+}
+
 int
 oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried,
                    uint64_t sequence, oomkit_proof_level level)
@@ -158,9 +330,9 @@ oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried,
     before_tried = found->tried;
     if (found->key != call->shape.proof_key) {
         memset(found->sequences, 0, sizeof(found->sequences));
-        kinds_clear(&found->kinds);
+        proven_hashes_clear(found);
         found->missed = found->unseen = 0;
-        found->shown = 0;
+        found->hooks_of_micro = 0;
         found->calls = 1;
     }
     found->key = call->shape.proof_key;
@@ -173,11 +345,10 @@ oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried,
         found->sequences[found->sequence_next++ % OOMKIT_SEQUENCES] = sequence;
     }
     if (sequence != 0 || level == OOMKIT_PROVEN_WEAKLY) {
-        found->shown = call->log.number; /* no mere look at losses of later calls */
-        found->unseen = 0;
+        found->unseen = 0; /* that was no mere look at losses of later calls */
     }
     step->losses.compared = 1; /* a guess about them would say less */
-    return labels < 0 ? -1 : 0;
+    return labels < 0 ? -1 : paths_learn(call, found);
 }
 
 void
@@ -187,7 +358,7 @@ oomkit_proven_forget(oomkit_call *call)
 
     if (found != NULL) {
         PyObject *rule = found->rule, *tried = found->tried; /* owned */
-        kinds_clear(&found->kinds);
+        proven_hashes_clear(found);
         memset(found, 0, sizeof(*found));
         Py_XDECREF(rule);
         Py_XDECREF(tried);
@@ -213,7 +384,7 @@ oomkit_proven_clear(oomkit_proven *proven)
     for (i = 0; i < OOMKIT_PROVEN; i++) {
         Py_CLEAR(proven[i].rule);
         Py_CLEAR(proven[i].tried);
-        kinds_clear(&proven[i].kinds);
+        proven_hashes_clear(&proven[i]);
         proven[i].key = 0;
     }
 }
@@ -245,73 +416,36 @@ oomkit_proof_sequence(const oomkit_call *call)
         return 1;
     }
     for (i = 0; i < sequence->count && i < OOMKIT_SEQUENCE; i++) {
-        hash = mix(hash, (uintptr_t)sequence->events[i].target);
-        hash = mix(hash, (uintptr_t)sequence->events[i].name);
+        hash = oomkit_hash_mix(hash, (uintptr_t)sequence->events[i].target);
+        hash = oomkit_hash_mix(hash, (uintptr_t)sequence->events[i].name);
     }
     return hash;
 }
 
-/* Is this call's split proven? */
-static int
-known_fully(const oomkit_call *call, const oomkit_proven *found)
-{
-    return found->level == OOMKIT_PROVEN_FULLY ||
-           (found->level == OOMKIT_PROVEN_HERE && found->call == call->log.number);
-}
-
-/* Is its split taken for exact, by gradients or by losses alone? */
-static int
-known_now(const oomkit_call *call, const oomkit_proven *found)
-{
-    return found->level == OOMKIT_PROVEN_WEAKLY || known_fully(call, found);
-}
-
-oomkit_proven *
-oomkit_proven_watches(oomkit_call *call)
-{
-    oomkit_proven *found;
-
-    if (!call->split || call->cut->at > 0 || call->proof != NULL ||
-        call->options->verify == 0 || call->cut->forced) {
-        return NULL;
-    }
-    found = oomkit_proven_find(call);
-    return found != NULL && known_now(call, found) ? found : NULL;
-}
-
 int
-oomkit_proven_edge(const oomkit_call *call, oomkit_proven *proven, PyObject *from,
-                   PyObject *to)
-{
-    const int added = kinds_add(
-        &proven->kinds, mix(from == NULL ? 1 : node_kind(from), node_kind(to)) | 1);
-
-    /* A call whose gradients were compared has this graph's operations in it. */
-    proven->unseen |= added > 0 && proven->shown != call->log.number;
-    return added < 0 ? -1 : 0;
-}
-
-int
-oomkit_proof_is_new_sequence(oomkit_call *call)
+oomkit_proof_is_new_path(oomkit_call *call)
 {
     oomkit_proven *found;
     uint64_t sequence;
     int i, known;
 
-    if (call->proof != NULL || call->options->verify == 0 || call->cut->forced) {
+    if (call->proof != NULL || !oomkit_paths_watched(call)) {
         return 0;
     }
     found = oomkit_proven_find(call);
-    if (found == NULL || !known_now(call, found)) {
-        return 0;
+    if (paths_hear(call, found, 0) < 0 || paths_hooks_of_micro(call, found) < 0) {
+        return -1;
     }
     sequence = oomkit_proof_sequence(call);
-    known = found->level == OOMKIT_PROVEN_WEAKLY; /* it knows of none */
+    /* Of losses alone it knows none; later micro-batches are compared with the first.
+     */
+    known = call->cut->at > 0 || found->level == OOMKIT_PROVEN_WEAKLY;
     for (i = 0; i < OOMKIT_SEQUENCES; i++) {
         known |= found->sequences[i] == sequence;
     }
-    if (known && !found->unseen) {
-        return 0;
+    if ((known && !found->unseen) || call->updating.made > 0 ||
+        call->updating.committed) {
+        return 0; /* after an update it is the next call that is proven */
     }
     found->unseen = 0;
     found->level = OOMKIT_PROVEN_NOT;
@@ -429,6 +563,9 @@ oomkit_proof_wanted(oomkit_call *call)
     found = oomkit_proven_find(call);
     if (found == NULL) {
         return 1;
+    }
+    if (known_now(call, found) && paths_hooks_since(call, found) < 0) {
+        return -1;
     }
     if (found->unseen ||
         (found->level == OOMKIT_PROVEN_WEAKLY && known_is_due(call, found))) {

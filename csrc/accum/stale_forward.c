@@ -76,6 +76,7 @@ forward_hook_install(oomkit_call *call)
 
     if (hook != NULL) {
         call->cut->stale.hook = PyObject_CallOneArg(st->forward_pre_hook, hook);
+        st->own_hooks += call->cut->stale.hook != NULL;
     }
     return call->cut->stale.hook == NULL ? -1 : 0;
 }

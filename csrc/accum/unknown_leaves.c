@@ -28,14 +28,13 @@ typedef struct unknown_walk {
     oomkit_call *call;
     oomkit_addresses known; /* of the parameters that take part */
     PyObject *found;        /* owned list: leaves that are no participants */
-    oomkit_proven *proven;  /* borrowed: what knows kinds of edges, or NULL */
 } unknown_walk;
 
 static int
-walk_edge(PyObject *from, PyObject *to, void *context)
+walk_edge(oomkit_state *Py_UNUSED(st), const oomkit_edge *edge, void *context)
 {
-    unknown_walk *w = context;
-    return w->proven == NULL ? 0 : oomkit_proven_edge(w->call, w->proven, from, to);
+    const unknown_walk *w = context;
+    return oomkit_paths_edge(w->call, edge);
 }
 
 /* A leaf into `found` when it is no participant; behind others the walk goes on. */
@@ -66,16 +65,15 @@ walk_visit(oomkit_state *st, PyObject *node, void *context)
 static PyObject *
 graph_strangers(oomkit_call *call, PyObject *roots)
 {
-    unknown_walk w = {.call = call,
-                      .found = PyList_New(0), /* returned */
-                      .proven = oomkit_proven_watches(call)};
+    unknown_walk w = {.call = call, .found = PyList_New(0)}; /* returned */
     int leaves = 0;
 
     if (w.found == NULL ||
         oomkit_addresses_fill(&w.known, call->parts->params, call->parts->param_count) <
             0 ||
-        oomkit_graph_walk_edges(call->st, roots, walk_visit, walk_edge, &w, &leaves) <
-            0) {
+        oomkit_graph_walk_edges(call->st, roots, walk_visit,
+                                oomkit_paths_watched(call) ? walk_edge : NULL, &w,
+                                &leaves) < 0) {
         call->refused.raised |= PyErr_ExceptionMatches(call->st->SplitError);
         Py_CLEAR(w.found);
     }
@@ -164,14 +162,14 @@ meet_late(oomkit_call *call, PyObject *roots)
     OWNED PyObject *found = NULL;
     Py_ssize_t i;
 
-    if (!call->tries.may_hold) {
+    if (!call->tries.may_hold && !oomkit_paths_watched(call)) {
         return 0;
     }
     found = graph_strangers(call, roots);
     if (found == NULL) {
         return -1;
     }
-    for (i = 0; i < PyList_GET_SIZE(found); i++) {
+    for (i = 0; call->tries.may_hold && i < PyList_GET_SIZE(found); i++) {
         PyObject *leaf = PyList_GET_ITEM(found, i); /* borrowed */
         if (PyObject_TypeCheck(leaf, (PyTypeObject *)call->st->Parameter)) {
             return meet_refuse(call, leaf);

@@ -5,6 +5,7 @@
 #define OOMKIT_CALL_CALL_TYPES_H
 
 #include "loss_types.h"
+#include "proven.h"
 #include "records.h"
 #include "../device/device.h"
 #include "../members/members.h"
@@ -123,10 +124,6 @@ typedef struct oomkit_metric oomkit_metric;
 typedef struct oomkit_slot oomkit_slot;
 typedef struct oomkit_param_copies oomkit_param_copies;
 
-typedef struct oomkit_slice {
-    int64_t start, length;
-} oomkit_slice;
-
 /* How the loss of a call that ran no backward was returned. */
 typedef enum {
     OOMKIT_RETURNED_NOTHING = 0,
@@ -140,6 +137,8 @@ enum {
     OOMKIT_RESTART_UNKNOWN = 1, /* to take in tensors that were not known */
     OOMKIT_RESTART_WIDER,       /* the first slice has one row, which is too few */
     OOMKIT_RESTART_PROOF,       /* the step takes a course that no proof has seen */
+    OOMKIT_RESTART_ROWS,        /* so do rows of a later micro-batch: it has proven them
+                                   when it comes to them again */
     OOMKIT_RESTART_OWED,        /* recompute.c has what it wanted */
     OOMKIT_RESTART_RANKS        /* another rank has failed */
 };
@@ -383,6 +382,7 @@ typedef struct oomkit_cut {
                           or NULL */
     oomkit_join join;
     oomkit_losses losses;
+    oomkit_paths paths;     /* of accum */
     PyObject *verification; /* of proof, owned: backwards and updates are withheld while
                                rows run without a graph; or NULL */
     /* What follows is not zeroed at the begin. */

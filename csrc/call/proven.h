@@ -7,6 +7,11 @@
 #define OOMKIT_PROVEN 8    /* structures of batches for each site */
 #define OOMKIT_SEQUENCES 4 /* courses of a step for each of them */
 
+/* Rows of the batch. */
+typedef struct oomkit_slice {
+    int64_t start, length;
+} oomkit_slice;
+
 typedef enum {
     OOMKIT_PROVEN_NOT = 0,
     OOMKIT_PROVEN_WEAKLY, /* by losses alone: one row fits and no more */
@@ -14,12 +19,22 @@ typedef enum {
     OOMKIT_PROVEN_FULLY
 } oomkit_proof_level;
 
-/* Which operations followed which in the graphs of calls that were proven: hashes, in
- * an open table of a power of two of places, at most half of them taken. */
-typedef struct oomkit_edge_kinds {
-    uint64_t *hashes; /* owned; 0: free; NULL: none yet */
+/* A set of numbers that are not 0: an open table of a power of two of places, at most
+ * half of them taken. When it has OOMKIT_HASHES of them, it forgets them. */
+#define OOMKIT_HASHES 4096
+
+typedef struct oomkit_hashes {
+    uint64_t *items; /* owned; 0: free; NULL: none yet */
     uint32_t count, room;
-} oomkit_edge_kinds;
+} oomkit_hashes;
+
+int
+oomkit_hashes_have(const oomkit_hashes *hashes, uint64_t hash);
+/* 1: it was not there and is now; 0; -1 with MemoryError. */
+int
+oomkit_hashes_add(oomkit_hashes *hashes, uint64_t hash);
+void
+oomkit_hashes_clear(oomkit_hashes *hashes);
 
 /* What was proven at a site, for batches of one structure. */
 typedef struct oomkit_proven {
@@ -33,10 +48,24 @@ typedef struct oomkit_proven {
     uint8_t missed; /* how often losses were to be compared and could not be */
     uint8_t level;
     uint8_t sequence_next;
-    uint8_t labels; /* among them ignored ones, not as many in each micro-batch */
-    uint8_t unseen; /* this call's graph has edges of kinds that no proven one had */
-    uint64_t shown; /* the call in which gradients were compared last */
-    oomkit_edge_kinds kinds;
+    uint8_t labels;    /* among them ignored ones, not as many in each micro-batch */
+    uint8_t unseen;    /* a call does what no proof has shown: see oomkit_paths */
+    uint64_t hooks;    /* that were registered by the end of the last call */
+    uint64_t hooks_at; /* that call */
+    uint64_t hooks_of_micro; /* by its first micro-batch */
+    oomkit_hashes kinds;     /* which operations followed which in graphs of proofs */
+    oomkit_hashes silent;    /* places in them that no gradient but 0 has come to */
+    oomkit_hashes heard;     /* and places among those that one has come to later */
 } oomkit_proven;
+
+/* What the graphs of a call's micro-batches have that no proof has shown. */
+typedef struct oomkit_paths {
+    oomkit_hashes kinds;  /* of edges, in the runs of a proof */
+    PyObject *flows;      /* owned: _proof.flows.Flows, or NULL */
+    uint64_t hooks;       /* that were registered before the first micro-batch */
+    oomkit_slice *proven; /* owned: rows that were proven in this call */
+    Py_ssize_t count, room;
+    int64_t anchor; /* where rows begin that are to be proven next, and one */
+} oomkit_paths;
 
 #endif

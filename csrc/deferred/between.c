@@ -102,6 +102,8 @@ static int
 between_register(oomkit_relay *r, PyObject *node, const char *method)
 {
     OWNED PyObject *handle = PyObject_CallMethod(node, method, "O", r);
+
+    r->st->own_hooks += handle != NULL;
     return handle == NULL ? -1 : 0;
 }
 

@@ -20,7 +20,7 @@ watch_hook(oomkit_deferred *p, PyObject *node)
     handle =
         PyObject_CallMethodOneArg(node, p->st->str_register_prehook, (PyObject *)p);
     p->hooked = handle != NULL;
-
+    p->st->own_hooks += handle != NULL;
     return p->hooked ? 0 : -1;
 }
 

@@ -55,7 +55,8 @@ oomkit_restart(oomkit_call *call)
     int result, why = call->tries.restart;
 
     call->tries.restart = 0;
-    call->tries.restarts += why != OOMKIT_RESTART_WIDER && why != OOMKIT_RESTART_RANKS;
+    call->tries.restarts += why != OOMKIT_RESTART_WIDER &&
+                            why != OOMKIT_RESTART_RANKS && why != OOMKIT_RESTART_ROWS;
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(call->st->SplitError)) {
         oomkit_unknown_forget(call);
         return 1;

@@ -12,8 +12,25 @@ typedef int (*oomkit_edge_visitor)(oomkit_state *st, PyObject *next, PyObject *n
 /* What to do at a node: 1 go on behind it, 0 do not, -1 with an exception. */
 typedef int (*oomkit_node_visitor)(oomkit_state *st, PyObject *node, void *context);
 
-/* An edge; `from` is NULL where `to` is a root's. 0, or -1 with an exception. */
-typedef int (*oomkit_edge_watcher)(PyObject *from, PyObject *to, void *context);
+/* An edge, as a walk comes to it. What a node does is a hash of its type and of the
+ * dimensions that it works along; a place is one of all nodes on the way there. */
+typedef struct oomkit_edge {
+    PyObject *to;           /* borrowed */
+    uint64_t from, kind;    /* what its nodes do; 1 where `to` is a root's */
+    uint64_t before, place; /* of its nodes, never 0 */
+    int first;              /* the walk has not been at `to` before */
+} oomkit_edge;
+
+/* 0, or -1 with an exception. */
+typedef int (*oomkit_edge_watcher)(oomkit_state *st, const oomkit_edge *edge,
+                                   void *context);
+
+static inline uint64_t
+oomkit_hash_mix(uint64_t hash, uint64_t value)
+{
+    hash = (hash ^ value) * 0xff51afd7ed558ccdu;
+    return hash ^ (hash >> 32);
+}
 
 /* graph_walk.c: every node once, one edge after another from the last to the first. 0
  * or -1: SplitError where the graph is too deep. *leaves as in oomkit_roots_nodes. */

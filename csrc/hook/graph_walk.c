@@ -23,8 +23,9 @@ typedef struct walk_frame {
     PyObject *node; /* owned; NULL for the roots */
     PyObject
         *edges; /* owned tuple as in next_functions; of the roots a list of nodes */
-    Py_ssize_t next;   /* edges that are left: from the last to the first */
-    Py_ssize_t height; /* nodes of the longest chain that begins here, so far */
+    Py_ssize_t next;      /* edges that are left: from the last to the first */
+    Py_ssize_t height;    /* nodes of the longest chain that begins here, so far */
+    uint64_t kind, place; /* where edges are watched: see oomkit_edge */
 } walk_frame;
 
 typedef struct graph_walk {
@@ -85,9 +86,33 @@ oomkit_graph_too_deep(const oomkit_state *st)
     return 1;
 }
 
+/* What a node does. Each graph that torch.compile has compiled is a type of its own,
+ * all of one name. */
+static uint64_t
+walk_kind(const oomkit_state *st, PyObject *node)
+{
+    PyTypeObject *type = Py_TYPE(node);
+    const char *name = type->tp_name;
+    uint64_t hash = strstr(name, "CompiledFunction") != NULL ? (uintptr_t)type : 0;
+
+    for (; *name != '\0'; name++) {
+        hash = (hash ^ (unsigned char)*name) * 0x100000001b3u;
+    }
+    if (type->tp_dict != NULL &&
+        PyDict_Contains(type->tp_dict, st->str_saved_dim) > 0) {
+        OWNED PyObject *along = PyObject_GetAttr(node, st->str_saved_dim);
+        const Py_hash_t dims = along == NULL ? -1 : PyObject_Hash(along);
+        if (PyErr_Occurred()) {
+            oomkit_error_dismiss(); /* then it is not told from others of its type */
+        }
+        hash = oomkit_hash_mix(hash, (uint64_t)dims);
+    }
+    return hash;
+}
+
 /* One more frame; steals `edges`, which may be NULL after an error. 0 or -1. */
 static int
-walk_push(graph_walk *w, PyObject *node, PyObject *edges)
+walk_push(graph_walk *w, PyObject *node, PyObject *edges, const oomkit_edge *by)
 {
     walk_frame *frame;
 
@@ -103,6 +128,8 @@ walk_push(graph_walk *w, PyObject *node, PyObject *edges)
     frame->edges = edges;
     frame->next = PySequence_Fast_GET_SIZE(edges);
     frame->height = 1;
+    frame->kind = by == NULL ? 1 : by->kind;
+    frame->place = by == NULL ? 1 : by->place;
     return 0;
 }
 
@@ -127,23 +154,40 @@ walk_reaches(const graph_walk *w, Py_ssize_t height)
     return 0;
 }
 
+/* Who watches is told of the edge from the last frame. 0 or -1. */
+static int
+walk_tell(const graph_walk *w, PyObject *node, int first, oomkit_edge *edge)
+{
+    const walk_frame *frame = &w->frames[w->count - 1];
+    uint64_t place;
+
+    *edge = (oomkit_edge){.to = node, .before = frame->place, .first = first};
+    if (w->edge == NULL) {
+        return 0;
+    }
+    edge->from = frame->kind;
+    edge->kind = walk_kind(w->st, node);
+    place = oomkit_hash_mix(frame->place, (uint64_t)frame->next);
+    edge->place = oomkit_hash_mix(place, edge->kind) | 1;
+    return w->edge(w->st, edge, w->context);
+}
+
 /* A node that the last frame leads to. 0 or -1. */
 static int
 walk_enter(graph_walk *w, PyObject *node)
 {
-    PyObject *known; /* borrowed from seen */
-    PyObject *edges; /* owned */
+    PyObject *known = PyDict_GetItemWithError(w->seen, node); /* borrowed from seen */
+    PyObject *edges;                                          /* owned */
+    oomkit_edge edge;
     int on;
 
-    if (w->edge != NULL &&
-        w->edge(w->frames[w->count - 1].node, node, w->context) < 0) {
+    if (PyErr_Occurred() || walk_tell(w, node, known == NULL, &edge) < 0) {
         return -1;
     }
-    known = PyDict_GetItemWithError(w->seen, node);
     if (known != NULL) {
         return walk_reaches(w, PyLong_AsSsize_t(known));
     }
-    if (PyErr_Occurred() || walk_reaches(w, 1) < 0 || walk_note(w, node, 1) < 0) {
+    if (walk_reaches(w, 1) < 0 || walk_note(w, node, 1) < 0) {
         return -1;
     }
     on = w->visit(w->st, node, w->context);
@@ -154,7 +198,7 @@ walk_enter(graph_walk *w, PyObject *node)
     if (edges != NULL && !PyTuple_Check(edges)) {
         Py_SETREF(edges, Py_NewRef(w->st->empty_tuple));
     }
-    return walk_push(w, node, edges);
+    return walk_push(w, node, edges, &edge);
 }
 
 /* The last frame is done: its height is known. 0 or -1. */
@@ -206,7 +250,7 @@ oomkit_graph_walk_edges(oomkit_state *st, PyObject *roots, oomkit_node_visitor v
         oomkit_roots_nodes(st, roots, list, leaves) < 0) {
         return -1;
     }
-    result = walk_push(&w, NULL, STEAL(list));
+    result = walk_push(&w, NULL, STEAL(list), NULL);
     while (result == 0 && w.count > 0) {
         walk_frame *frame = &w.frames[w.count - 1];
         PyObject *node = NULL; /* borrowed from the frame */

@@ -242,6 +242,14 @@ proof_update(interceptor_object *self, PyObject *optimizer, PyObject *const *arg
 
 /* --- what happens in a call --- */
 
+static void
+proof_call_ends(oomkit_call *call)
+{
+    if (oomkit_call_is_cut(call)) {
+        oomkit_paths_clear(call);
+    }
+}
+
 static int
 proof_backward_begins(oomkit_call *call, oomkit_backward *backward)
 {
@@ -255,13 +263,57 @@ proof_backward_ends(oomkit_call *call, const oomkit_backward *backward)
     return call->proof == NULL ? 0 : proof_swept(call);
 }
 
+/* The first micro-batch has done what no proof has seen, again. 0 or -1. */
+static int
+path_differs_again(oomkit_call *call)
+{
+    if (call->options->verify == OOMKIT_VERIFY_WARN) {
+        return oomkit_warn(
+            call->st->OomkitWarning, 1,
+            "oomkit: %U is split (verify=\"warn\"), but runs other code each time "
+            "that it is started again, so its split cannot be verified" SEE(
+                "micro-batches-differ"),
+            call->options->label);
+    }
+    return oomkit_refuse_split(
+        call, "it runs other code each time that it is started again, so its split "
+              "cannot be verified. Make the decision outside the step" SEE(
+                  "micro-batches-differ"));
+}
+
+/* A micro-batch that has done what no proof has seen begins the attempt again, with a
+ * proof. 0 or -1. */
+static int
+proof_path(oomkit_call *call)
+{
+    const int is_new = oomkit_proof_is_new_path(call);
+
+    if (is_new <= 0) {
+        return is_new;
+    }
+    if (call->cut->at == 0 && call->tries.restarts >= 2 * OOMKIT_RESTARTS) {
+        return path_differs_again(call);
+    }
+    call->tries.restart =
+        call->cut->at == 0 ? OOMKIT_RESTART_PROOF : OOMKIT_RESTART_ROWS;
+    oomkit_raise(
+        call->st->SplitError,
+        "auto_batch starts the step again, to verify its micro-batches on the code "
+        "path that it takes now. Do not catch this error in the step" SEE(
+            "let-errors-pass"));
+    return -1;
+}
+
 static int
 proof_update_begins(oomkit_call *call, oomkit_update *update)
 {
     int held;
 
-    if (call->proof == NULL || !call->is_last) {
+    if (!call->is_last) {
         return 0;
+    }
+    if (call->proof == NULL) {
+        return proof_path(call);
     }
     held = proof_update(update->method, update->optimizer, update->args, update->nargsf,
                         update->kwnames);
@@ -272,33 +324,10 @@ proof_update_begins(oomkit_call *call, oomkit_update *update)
 static int
 proof_micro_ends(oomkit_call *call, PyObject *result)
 {
-    if (call->split && call->cut->at == 0 && !call->is_last &&
-        oomkit_proof_is_new_sequence(call)) {
-        if (call->tries.restarts >= 2 * OOMKIT_RESTARTS &&
-            call->options->verify == OOMKIT_VERIFY_WARN) {
-            return oomkit_warn(
-                call->st->OomkitWarning, 1,
-                "oomkit: %U is split (verify=\"warn\"), but runs other code each time "
-                "that it is started again, so its split cannot be verified" SEE(
-                    "micro-batches-differ"),
-                call->options->label);
-        }
-        if (call->tries.restarts >= 2 * OOMKIT_RESTARTS) {
-            return oomkit_refuse_split(
-                call,
-                "it runs other code each time that it is started again, so its split "
-                "cannot be verified. Make the decision outside the step" SEE(
-                    "micro-batches-differ"));
-        }
-        call->tries.restart = OOMKIT_RESTART_PROOF;
-        oomkit_raise(
-            call->st->SplitError,
-            "auto_batch starts the step again, to verify its micro-batches on the code "
-            "path that it takes now. Do not catch this error in the step" SEE(
-                "let-errors-pass"));
-        return -1;
+    if (call->proof != NULL) {
+        return proof_micro_end(call, result);
     }
-    return call->proof == NULL ? 0 : proof_micro_end(call, result);
+    return call->split ? proof_path(call) : 0;
 }
 
 const oomkit_rule oomkit_proof_of_split_rule = {.before_attempt = oomkit_prove,
@@ -306,7 +335,8 @@ const oomkit_rule oomkit_proof_of_split_rule = {.before_attempt = oomkit_prove,
                                                     proof_backward_begins,
                                                 .backward_ends = proof_backward_ends,
                                                 .update_begins = proof_update_begins,
-                                                .micro_ends = proof_micro_ends};
+                                                .micro_ends = proof_micro_ends,
+                                                .call_ends = proof_call_ends};
 
 static PyObject *
 prove_switch(PyObject *module, PyObject *on)

@@ -465,14 +465,28 @@ proof_settle(oomkit_proof *p, PyObject *text)
     return found == 0 || search_say(p) == 0 ? 1 : -1;
 }
 
+/* The rows that a proof begins with are those that it shows; more follow where they
+ * agree. */
+static void
+proof_shows(oomkit_proof *p)
+{
+    if (p->shown.length == 0) {
+        p->shown = (oomkit_slice){p->start, p->length};
+    }
+}
+
 /* As proof_settle(). */
 static int
 proof_full(oomkit_proof *p)
 {
     OWNED PyObject *text = NULL;
 
-    if (oomkit_proof_rows_varied(p) < 0 || oomkit_proof_whole(p) < 0 ||
-        proof_parts(p, &text) < 0 || (text == NULL && proof_joins(p, &text) < 0) ||
+    if (oomkit_proof_rows_varied(p) < 0) {
+        return -1;
+    }
+    proof_shows(p);
+    if (oomkit_proof_whole(p) < 0 || proof_parts(p, &text) < 0 ||
+        (text == NULL && proof_joins(p, &text) < 0) ||
         (text != NULL && proof_without_single(p, &text) < 0) ||
         (text == NULL && proof_elsewhere(p, &text) < 0) ||
         (text == NULL && proof_apart(p, &text) < 0)) {
@@ -515,6 +529,7 @@ proof_weak(oomkit_proof *p)
     p->level = OOMKIT_PROVEN_WEAKLY;
     p->weakly = 1;
     oomkit_proof_rows_two(p);
+    proof_shows(p);
     compared = weak_compare(p, &text);
     if (compared > 0 && text == NULL && !p->no_parts && proof_apart(p, &text) < 0) {
         return -1;
@@ -537,7 +552,9 @@ proof_larger(oomkit_proof *p, int64_t rows, int *result)
     if (rows <= p->length) {
         return 0;
     }
-    p->start = 0;
+    p->start = !p->anchored                             ? 0
+               : p->start + rows <= p->call->batch.rows ? p->start
+                                                        : p->call->batch.rows - rows;
     p->length = rows;
     p->on_host = p->call->tries.ooms > 0;
     if (oomkit_proof_rows_middle(p, multiple)) {
@@ -562,6 +579,7 @@ proof_larger(oomkit_proof *p, int64_t rows, int *result)
         p->start = start;
         p->length = length;
         p->first = first;
+        p->shown = (oomkit_slice){0};
     }
     return tried;
 }
@@ -764,6 +782,17 @@ prove_by_runs(oomkit_proof *p, int wanted, int cut, int pair)
     return result >= 0 && oomkit_ranks_proof_ends(p->call) < 0 ? -1 : result;
 }
 
+/* These rows are proven now: those that were to be, too, where fewer were tried. 0 or
+ * -1. */
+static int
+prove_rows(oomkit_proof *p, oomkit_slice own)
+{
+    if (p->anchored && oomkit_paths_prove(p->call, own) < 0) {
+        return -1;
+    }
+    return p->shown.length > 0 ? oomkit_paths_prove(p->call, p->shown) : 0;
+}
+
 /* As oomkit_prove(). */
 static int
 prove(oomkit_call *call)
@@ -771,12 +800,14 @@ prove(oomkit_call *call)
     oomkit_proof p = {.call = call};
     PyObject *exception; /* owned, given back */
     const oomkit_proven *known;
+    oomkit_slice own;
     int cut, wanted, result, phase, pair;
 
     if ((wanted = oomkit_proof_wanted(call)) <= 0) {
         return wanted;
     }
     cut = oomkit_proof_rows_largest(&p);
+    own = (oomkit_slice){p.start, p.length};
     p.fits = p.length;
     known = oomkit_proven_find(call);
     pair = !cut && wanted != OOMKIT_PROOF_LOSSES && known != NULL &&
@@ -804,6 +835,9 @@ prove(oomkit_call *call)
     }
     if (result >= 0 && (proof_judge_level(&p) < 0 || proof_figures(&p) < 0)) {
         result = -1;
+    }
+    if (result >= 0 && (p.sequence != 0 || p.level == OOMKIT_PROVEN_WEAKLY)) {
+        result = prove_rows(&p, own);
     }
     if (result >= 0) {
         result = oomkit_proven_note(call, Py_XNewRef(p.rule),
@@ -854,6 +888,9 @@ oomkit_prove(oomkit_call *call)
 {
     int result = prove(call);
 
+    if (result == 0 && oomkit_paths_begin(call) < 0) {
+        return -1;
+    }
     if (call->batch.doubt != NULL && call->proof == NULL && call->split &&
         !call->cut->forced && call->cut->at == 0 &&
         (result < 0 || !oomkit_proof_known(call))) {

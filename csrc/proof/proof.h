@@ -31,7 +31,9 @@ typedef struct oomkit_proof {
     int unjoined;             /* results of parts of one row could not be joined */
     uint64_t sequence;        /* of the events of the whole run */
     int64_t start, length, first;
-    int64_t fits; /* rows of the largest micro-batch */
+    int64_t fits;       /* rows of the largest micro-batch */
+    int anchored;       /* these rows are to be shown, no others */
+    oomkit_slice shown; /* the first rows that were looked at */
     /* the call's own, aside while the proof runs */
     oomkit_options options; /* a copy; its references are the call's */
     const oomkit_options *own_options;
@@ -84,8 +86,9 @@ oomkit_proof_rows_middle(oomkit_proof *p, int64_t multiple);
 int
 oomkit_proof_rows_even(oomkit_proof *p);
 
-/* The largest micro-batch, and where it is cut: off its middle, so that a part's share
- * is not one over the number of parts, and pairs and ranks are others. */
+/* The micro-batch that does what no proof has seen, else the largest, and where it is
+ * cut: off its middle, so that a part's share is not one over the number of parts, and
+ * pairs and ranks are others. */
 int
 oomkit_proof_rows_largest(oomkit_proof *p);
 

@@ -30,12 +30,17 @@ oomkit_proof_rows_largest(oomkit_proof *p)
 {
     const oomkit_call *call = p->call;
     const int64_t multiple = oomkit_unfit_multiple(call);
+    const int64_t anchor = call->cut->paths.anchor - 1;
     int64_t i;
 
+    p->anchored = anchor >= 0;
     for (i = 0; i < call->cut->count; i++) {
-        if (call->cut->slices[i].length > p->length) {
-            p->start = call->cut->slices[i].start;
-            p->length = call->cut->slices[i].length;
+        const oomkit_slice *slice = &call->cut->slices[i];
+        if (p->anchored
+                ? slice->start <= anchor && anchor < slice->start + slice->length
+                : slice->length > p->length) {
+            p->start = slice->start;
+            p->length = slice->length;
         }
     }
     if (!oomkit_proof_rows_middle(p, multiple)) {
@@ -69,7 +74,7 @@ oomkit_proof_rows_varied(oomkit_proof *p)
 {
     OWNED PyObject *leaves = NULL, *slices = NULL, *start = NULL;
 
-    if (!oomkit_weights_are_countable(p->call)) {
+    if (p->anchored || !oomkit_weights_are_countable(p->call)) {
         return 0;
     }
     leaves = oomkit_proof_leaves(p->call);

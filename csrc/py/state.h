@@ -128,6 +128,7 @@
     X(str_item, "item")                                                                \
     X(str_input_metadata, "_input_metadata")                                           \
     X(str_next_functions, "next_functions")                                            \
+    X(str_saved_dim, "_saved_dim")                                                     \
     X(str_close, "close")                                                              \
     X(str_cpu_name, "cpu")                                                             \
     X(str_cuda_name, "cuda")                                                           \
@@ -391,6 +392,7 @@ typedef struct oomkit_state {
     int backward_patched; /* our hook is installed */
     oomkit_type_kind kinds[OOMKIT_TYPE_KINDS];
     uint64_t engine_runs;   /* of autograd that write to .grad, nested ones too */
+    uint64_t own_hooks; /* handles of torch's that were made here, in calls */
     uint64_t chunks_handed; /* parts that loops have got */
     struct oomkit_chunks *chunks_out; /* borrowed: loops that have a part now, the
                                          latest first */

@@ -19,6 +19,7 @@ import torch
 from . import values
 from .bounds import Bound, bounds, of_the_batch
 from .diagnose import Verification, tolerance
+from .flows import Flows, hooks
 from .numbers import Numbers
 from .quiet import Quiet
 from .weights import (
@@ -166,6 +167,10 @@ class Proof:
         self._numbers = Numbers()
         self.volatile = False  # nothing but results differs: are they the same twice?
         self._gradients: set[str] = set()  # kinds of those that were compared
+
+    # What the engine asks of graphs, in a proof and later.
+    flows = Flows
+    hooks = staticmethod(hooks)
 
     # --- what the engine calls around the runs ---
 
