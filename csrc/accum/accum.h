@@ -107,6 +107,9 @@ oomkit_paths_watched(oomkit_call *call);
  * comes to a place that has had none but 0. 0, or -1 with an exception. */
 int
 oomkit_paths_edge(oomkit_call *call, const oomkit_edge *edge);
+/* A row of the micro-batch that is to be proven, or -1. */
+int64_t
+oomkit_paths_anchor(const oomkit_call *call);
 /* Before the first micro-batch. 0 or -1. */
 int
 oomkit_paths_begin(oomkit_call *call);

@@ -266,6 +266,12 @@ oomkit_paths_begin(oomkit_call *call)
     return call->cut->paths.hooks == 0 ? -1 : 0;
 }
 
+int64_t
+oomkit_paths_anchor(const oomkit_call *call)
+{
+    return call->cut->paths.anchor - 1;
+}
+
 int
 oomkit_paths_prove(oomkit_call *call, oomkit_slice rows)
 {

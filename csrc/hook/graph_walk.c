@@ -28,6 +28,15 @@ typedef struct walk_frame {
     uint64_t kind, place; /* where edges are watched: see oomkit_edge */
 } walk_frame;
 
+#define TYPES 64
+
+/* What is the same of all nodes of a type. */
+typedef struct walk_type {
+    PyTypeObject *type; /* borrowed: nodes of it are kept */
+    uint64_t hash;
+    int has_dim;
+} walk_type;
+
 typedef struct graph_walk {
     oomkit_state *st;
     oomkit_node_visitor visit;
@@ -36,6 +45,7 @@ typedef struct graph_walk {
     PyObject *seen; /* dict: node to height; keeps the nodes, hence their identity */
     walk_frame *frames; /* the roots, then a chain of nodes */
     Py_ssize_t count, room, limit;
+    walk_type types[TYPES]; /* that were met last */
 } graph_walk;
 
 /* Nodes that may follow one another. */
@@ -86,28 +96,44 @@ oomkit_graph_too_deep(const oomkit_state *st)
     return 1;
 }
 
-/* What a node does. Each graph that torch.compile has compiled is a type of its own,
- * all of one name. */
+static walk_type
+walk_type_of(const oomkit_state *st, PyTypeObject *type)
+{
+    const char *name = type->tp_name;
+    walk_type known = {.type = type};
+
+    /* Each graph that torch.compile has compiled is a type of its own, all of one name.
+     */
+    known.hash = strstr(name, "CompiledFunction") != NULL ? (uintptr_t)type : 0;
+    for (; *name != '\0'; name++) {
+        known.hash = (known.hash ^ (unsigned char)*name) * 0x100000001b3u;
+    }
+    known.has_dim =
+        type->tp_dict != NULL && PyDict_Contains(type->tp_dict, st->str_saved_dim) > 0;
+    return known;
+}
+
+/* What a node does. */
 static uint64_t
-walk_kind(const oomkit_state *st, PyObject *node)
+walk_kind(graph_walk *w, PyObject *node)
 {
     PyTypeObject *type = Py_TYPE(node);
-    const char *name = type->tp_name;
-    uint64_t hash = strstr(name, "CompiledFunction") != NULL ? (uintptr_t)type : 0;
+    walk_type *known = &w->types[((uintptr_t)type >> 4) % TYPES];
+    OWNED PyObject *along = NULL;
+    Py_hash_t dims;
 
-    for (; *name != '\0'; name++) {
-        hash = (hash ^ (unsigned char)*name) * 0x100000001b3u;
+    if (known->type != type) {
+        *known = walk_type_of(w->st, type);
     }
-    if (type->tp_dict != NULL &&
-        PyDict_Contains(type->tp_dict, st->str_saved_dim) > 0) {
-        OWNED PyObject *along = PyObject_GetAttr(node, st->str_saved_dim);
-        const Py_hash_t dims = along == NULL ? -1 : PyObject_Hash(along);
-        if (PyErr_Occurred()) {
-            oomkit_error_dismiss(); /* then it is not told from others of its type */
-        }
-        hash = oomkit_hash_mix(hash, (uint64_t)dims);
+    if (!known->has_dim) {
+        return known->hash;
     }
-    return hash;
+    along = PyObject_GetAttr(node, w->st->str_saved_dim);
+    dims = along == NULL ? -1 : PyObject_Hash(along);
+    if (PyErr_Occurred()) {
+        oomkit_error_dismiss(); /* then it is not told from others of its type */
+    }
+    return oomkit_hash_mix(known->hash, (uint64_t)dims);
 }
 
 /* One more frame; steals `edges`, which may be NULL after an error. 0 or -1. */
@@ -156,7 +182,7 @@ walk_reaches(const graph_walk *w, Py_ssize_t height)
 
 /* Who watches is told of the edge from the last frame. 0 or -1. */
 static int
-walk_tell(const graph_walk *w, PyObject *node, int first, oomkit_edge *edge)
+walk_tell(graph_walk *w, PyObject *node, int first, oomkit_edge *edge)
 {
     const walk_frame *frame = &w->frames[w->count - 1];
     uint64_t place;
@@ -166,7 +192,7 @@ walk_tell(const graph_walk *w, PyObject *node, int first, oomkit_edge *edge)
         return 0;
     }
     edge->from = frame->kind;
-    edge->kind = walk_kind(w->st, node);
+    edge->kind = walk_kind(w, node);
     place = oomkit_hash_mix(frame->place, (uint64_t)frame->next);
     edge->place = oomkit_hash_mix(place, edge->kind) | 1;
     return w->edge(w->st, edge, w->context);

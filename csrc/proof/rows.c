@@ -30,7 +30,7 @@ oomkit_proof_rows_largest(oomkit_proof *p)
 {
     const oomkit_call *call = p->call;
     const int64_t multiple = oomkit_unfit_multiple(call);
-    const int64_t anchor = call->cut->paths.anchor - 1;
+    const int64_t anchor = oomkit_paths_anchor(call);
     int64_t i;
 
     p->anchored = anchor >= 0;

@@ -168,8 +168,8 @@ MUTANTS = [
         "leaves that only a later micro-batch leads to are refused where the whole batch may "
         "have added to them",
         "csrc/accum/unknown_leaves.c",
-        "    if (!call->tries.may_hold) {",
-        "    if (1) {",
+        "    for (i = 0; call->tries.may_hold && i < PyList_GET_SIZE(found); i++) {",
+        "    for (i = 0; 0 && i < PyList_GET_SIZE(found); i++) {",
         ("accum/test_strangers_nested.py::"
          "test_what_only_later_rows_lead_to_is_refused_once_the_whole_batch_has_run",),
     ),

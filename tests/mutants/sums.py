@@ -225,6 +225,50 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "later-rows-not-looked-at",
+        "operations that only rows of later micro-batches have are proven before the update",
+        "csrc/accum/unknown_leaves.c",
+        "    if (!call->tries.may_hold && !oomkit_paths_watched(call)) {",
+        "    if (!call->tries.may_hold) {",
+        (
+            "proof/test_proof_paths.py::"
+            "test_coupled_rows_are_refused_before_the_update[in_the_last_rows-whole step-2]",
+        ),
+    ),
+    Mutant(
+        "silent-places-count-as-proven",
+        "what nothing but 0 has come to in a proof is proven when a gradient comes to it",
+        "csrc/accum/proven.c",
+        "        } else if (!came && proof) {",
+        "        } else if (0) {",
+        (
+            "proof/test_proof_paths.py::"
+            "test_coupled_rows_are_refused_before_the_update[factor-whole step-2]",
+        ),
+    ),
+    Mutant(
+        "dimensions-not-told",
+        "the same operation along another dimension is proven before the update",
+        "csrc/hook/graph_walk.c",
+        "    if (!known->has_dim) {",
+        "    if (1) {",
+        (
+            "proof/test_proof_paths.py::"
+            "test_coupled_rows_are_refused_before_the_update[along-whole step-2]",
+        ),
+    ),
+    Mutant(
+        "hooks-not-counted",
+        "hooks that were registered since the last call are proven before the update",
+        "csrc/accum/proven.c",
+        "    if (hooks != 0 && since != 0) {",
+        "    if (0) {",
+        (
+            "proof/test_proof_paths.py::"
+            "test_coupled_rows_are_refused_before_the_update[hooked_parameter-whole step-2]",
+        ),
+    ),
+    Mutant(
         "silent-gradients-prove",
         "gradients that are all 0 or not finite prove nothing of the next call",
         "oomkit/_proof/judge.py",
