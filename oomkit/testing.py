@@ -120,6 +120,7 @@ class inject_oom:
             # Rather than the interception of a decorated call: they see every optimizer.
             hooks.append(register_optimizer_step_pre_hook(self._step_begins))
             hooks.append(register_optimizer_step_post_hook(self._step_ends))
+            _C.own_hooks(len(hooks))
             _C.fault_arm(*schedules)  # the last that can fail: nothing would disarm it
         except BaseException:
             for hook in hooks:

@@ -1,6 +1,8 @@
 /* What was proven at a site, and whether a split is to be proven. */
 #include "accum.h"
+#include "../call/call.h"
 #include "../hook/graph.h"
+#include "../optim/updating.h"
 #include "../py/tensor.h"
 #include "../sizes/sizes.h"
 #include "../batch/batch.h"
@@ -151,8 +153,8 @@ oomkit_paths_edge(oomkit_call *call, const oomkit_edge *edge)
 
     if (call->proof != NULL) {
         return oomkit_hashes_add(&call->cut->paths.kinds, kind) < 0 ? -1
-               : edge->first ? paths_listen(call, edge)
-                             : 0;
+               : edge->first && oomkit_proof_of_whole(call) ? paths_listen(call, edge)
+                                                            : 0;
     }
     found = oomkit_proven_find(call);
     if (found == NULL) {
@@ -221,7 +223,8 @@ paths_hooks_since(oomkit_call *call, oomkit_proven *found)
 {
     uint64_t hooks, since;
 
-    if (call->cut->paths.hooks != 0 || found->hooks == 0 || call->ranks.sharded) {
+    if (call->cut->paths.hooks != 0 || found->hooks == 0 ||
+        oomkit_ranks_sharded(call)) {
         return 0; /* asked already; never counted; a sharded model registers its own */
     }
     hooks = paths_hooks(call);
@@ -245,7 +248,7 @@ paths_hooks_of_micro(oomkit_call *call, oomkit_proven *found)
     if (now == 0) {
         return -1;
     }
-    if (call->cut->at == 0 && before != 0 && !call->ranks.sharded) {
+    if (call->cut->at == 0 && before != 0 && !oomkit_ranks_sharded(call)) {
         if (now - before != found->hooks_of_micro) {
             paths_unseen(call, found);
         }
@@ -449,8 +452,8 @@ oomkit_proof_is_new_path(oomkit_call *call)
     for (i = 0; i < OOMKIT_SEQUENCES; i++) {
         known |= found->sequences[i] == sequence;
     }
-    if ((known && !found->unseen) || call->updating.made > 0 ||
-        call->updating.committed) {
+    if ((known && !found->unseen) || oomkit_updates_made(call) > 0 ||
+        oomkit_update_is_final(call)) {
         return 0; /* after an update it is the next call that is proven */
     }
     found->unseen = 0;

@@ -356,5 +356,11 @@ PyMethodDef oomkit_proof_methods[] = {
      "_prove(on, /)\n--\n\nWhether splits are proven; for tests that count the runs of "
      "a "
      "step."},
+    {"flow_hook", oomkit_proof_flow_hook, METH_VARARGS,
+     "flow_hook(came, place, /)\n--\n\nA prehook of a node of a graph that notes in "
+     "came[place] whether a gradient comes that is not all 0."},
+    {"own_hooks", oomkit_proof_own_hooks, METH_O,
+     "own_hooks(count, /)\n--\n\nSo many handles of torch's hooks were made by oomkit "
+     "itself."},
     {NULL, NULL, 0, NULL},
 };

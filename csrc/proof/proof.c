@@ -702,31 +702,6 @@ proof_judge(oomkit_proof *p)
     return p->quieted == NULL ? -1 : 0;
 }
 
-/* Modules are in the mode that they were in. Without code of Python: where there is no
- * memory for any, values of keys that are there can still be set. */
-static void
-proof_loud(oomkit_proof *p)
-{
-    Py_ssize_t i = p->quieted == NULL ? 0 : PyList_GET_SIZE(p->quieted);
-
-    while (i-- > 0) {
-        PyObject *item = PyList_GET_ITEM(p->quieted, i); /* borrowed */
-        PyObject *own = PyTuple_GET_ITEM(item, 0);       /* borrowed */
-        PyObject *name = PyTuple_GET_ITEM(item, 1);      /* borrowed */
-        if ((PyTuple_GET_SIZE(item) > 2
-                 ? PyDict_SetItem(own, name, PyTuple_GET_ITEM(item, 2))
-                 : PyDict_DelItem(own, name)) == 0) {
-            continue;
-        }
-        if (PyErr_ExceptionMatches(PyExc_KeyError)) {
-            PyErr_Clear(); /* it was not set, or somebody has taken it out */
-        } else {
-            PyErr_WriteUnraisable(p->call->given.func);
-        }
-    }
-    Py_CLEAR(p->quieted);
-}
-
 /* A leaf of the batch has moved: it cannot be run again. 1, 0 or -1. */
 static int
 proof_batch_moved(const oomkit_call *call)
@@ -782,15 +757,25 @@ prove_by_runs(oomkit_proof *p, int wanted, int cut, int pair)
     return result >= 0 && oomkit_ranks_proof_ends(p->call) < 0 ? -1 : result;
 }
 
-/* These rows are proven now: those that were to be, too, where fewer were tried. 0 or
- * -1. */
+/* What was shown stays with the site, and the rows with the call: those that were to be
+ * shown, too, where fewer were tried. 0 or -1. */
 static int
-prove_rows(oomkit_proof *p, oomkit_slice own)
+prove_note(oomkit_proof *p, oomkit_slice own)
 {
-    if (p->anchored && oomkit_paths_prove(p->call, own) < 0) {
+    oomkit_call *call = p->call;
+
+    if (proof_judge_level(p) < 0 || proof_figures(p) < 0) {
         return -1;
     }
-    return p->shown.length > 0 ? oomkit_paths_prove(p->call, p->shown) : 0;
+    if (p->sequence != 0 || p->level == OOMKIT_PROVEN_WEAKLY) {
+        if ((p->anchored && oomkit_paths_prove(call, own) < 0) ||
+            (p->shown.length > 0 && oomkit_paths_prove(call, p->shown) < 0)) {
+            return -1;
+        }
+    }
+    return oomkit_proven_note(call, Py_XNewRef(p->rule),
+                              PyObject_GetAttrString(p->judge, "tried"), p->sequence,
+                              p->level);
 }
 
 /* As oomkit_prove(). */
@@ -826,23 +811,15 @@ prove(oomkit_call *call)
     p.level = OOMKIT_PROVEN_FULLY;
     result = prove_by_runs(&p, wanted, cut, pair);
     exception = result < 0 ? oomkit_exception_take() : NULL;
-    proof_loud(&p);
+    oomkit_proof_loud(&p);
     if (oomkit_proof_back(&p) < 0) {
         if (exception != NULL) {
             oomkit_error_beside(call->st, call->given.func);
         }
         result = -1;
     }
-    if (result >= 0 && (proof_judge_level(&p) < 0 || proof_figures(&p) < 0)) {
-        result = -1;
-    }
-    if (result >= 0 && (p.sequence != 0 || p.level == OOMKIT_PROVEN_WEAKLY)) {
-        result = prove_rows(&p, own);
-    }
     if (result >= 0) {
-        result = oomkit_proven_note(call, Py_XNewRef(p.rule),
-                                    PyObject_GetAttrString(p.judge, "tried"),
-                                    p.sequence, p.level);
+        result = prove_note(&p, own);
     }
     if (exception != NULL && wanted > 1 &&
         PyErr_GivenExceptionMatches(exception, call->st->SplitError)) {

@@ -15,7 +15,8 @@ typedef struct oomkit_proof_gradient oomkit_proof_gradient;
 typedef struct oomkit_proof {
     oomkit_call *call;
     PyObject *judge;          /* owned: _proof.Proof */
-    PyObject *quieted;        /* owned: its list of what proof_loud() puts back */
+    PyObject *quieted;        /* owned: its list of what oomkit_proof_loud() puts
+                                 back */
     PyObject *rule;           /* owned: weights on trial, or NULL */
     PyObject *rules;          /* owned: that a weak comparison lacked, or NULL */
     oomkit_proof_level level; /* of what is shown in the end */
@@ -138,6 +139,12 @@ oomkit_proof_own_error(const oomkit_call *call);
 PyObject *
 oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first);
 
+/* --- flows.c: functions of the module --- */
+PyObject *
+oomkit_proof_flow_hook(PyObject *module, PyObject *args);
+PyObject *
+oomkit_proof_own_hooks(PyObject *module, PyObject *count);
+
 /* --- entry_gradients.c: those that were there. Values: new list or NULL --- */
 int
 oomkit_proof_gradients_take(oomkit_proof *p);
@@ -156,6 +163,10 @@ int
 oomkit_proof_aside(oomkit_proof *p);
 int
 oomkit_proof_back(oomkit_proof *p);
+
+/* Modules are in the mode that they were in before the proof. */
+void
+oomkit_proof_loud(oomkit_proof *p);
 
 /* One run of `name`, whole or in two parts (cut[0 .. count)); everything is put back.
  * *moved (may be NULL) tells whether random numbers were drawn. 0, or -1 with what the

@@ -116,6 +116,31 @@ oomkit_proof_back(oomkit_proof *p)
     return result;
 }
 
+/* Without code of Python: where there is no
+ * memory for any, values of keys that are there can still be set. */
+void
+oomkit_proof_loud(oomkit_proof *p)
+{
+    Py_ssize_t i = p->quieted == NULL ? 0 : PyList_GET_SIZE(p->quieted);
+
+    while (i-- > 0) {
+        PyObject *item = PyList_GET_ITEM(p->quieted, i); /* borrowed */
+        PyObject *own = PyTuple_GET_ITEM(item, 0);       /* borrowed */
+        PyObject *name = PyTuple_GET_ITEM(item, 1);      /* borrowed */
+        if ((PyTuple_GET_SIZE(item) > 2
+                 ? PyDict_SetItem(own, name, PyTuple_GET_ITEM(item, 2))
+                 : PyDict_DelItem(own, name)) == 0) {
+            continue;
+        }
+        if (PyErr_ExceptionMatches(PyExc_KeyError)) {
+            PyErr_Clear(); /* it was not set, or somebody has taken it out */
+        } else {
+            PyErr_WriteUnraisable(p->call->given.func);
+        }
+    }
+    Py_CLEAR(p->quieted);
+}
+
 static int
 put_back_gradients(void *p)
 {

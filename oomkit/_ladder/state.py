@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from .. import _C
+
 
 class _Hosted:
     """State of one optimizer that is on the host: address of a tensor -> the tensor."""
@@ -45,6 +47,7 @@ class _Hosted:
             register = getattr(optimizer, kind, None)
             if register is not None:
                 self.handles.append(register(hook))
+                _C.own_hooks(1)
 
 
 _all: weakref.WeakKeyDictionary[Any, _Hosted] = weakref.WeakKeyDictionary()

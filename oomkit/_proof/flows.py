@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import torch
 from torch.utils.hooks import RemovableHandle
 
 from .. import _C
 
 __all__ = ["Flows", "hooks"]
 
-_own = 0  # handles of hooks that were made here
-
 
 def hooks() -> int:
-    """How many hooks were registered in this process, by anybody but :class:`Flows`.
-
-    Each handle of torch's takes the next number (``RemovableHandle.next_id``).
-    """
-    return int(RemovableHandle.next_id) - _own
-
-
-def _tells(gradient: Any) -> bool:
-    if gradient is None:
-        return False
-    if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
-        return True  # to look into it may be a collective, or not be possible
-    with torch.no_grad():
-        return bool(_C.exempt(gradient.any))  # nan, too
+    """How many hooks were registered in this process: each handle of torch's takes a number."""
+    return int(RemovableHandle.next_id)
 
 
 class Flows:
@@ -44,14 +28,9 @@ class Flows:
 
     def watch(self, node: Any, place: int, before: int) -> None:
         """Look at what comes to ``node``, which is at ``place`` and was reached from ``before``."""
-        global _own
         self._before.setdefault(place, before)
-        self._handles.append(node.register_prehook(functools.partial(self._look, place)))
-        _own += 1
-
-    def _look(self, place: int, gradients: Any) -> None:
-        if not self._came.get(place):
-            self._came[place] = any(_tells(g) for g in gradients)
+        self._handles.append(node.register_prehook(_C.flow_hook(self._came, place)))
+        _C.own_hooks(1)
 
     def take(self) -> list[tuple[int, bool]]:
         """What has come so far: places, and whether it was something else than 0.
@@ -60,6 +39,8 @@ class Flows:
         """
         for handle in self._handles:
             handle.remove()
-        came, self._came, self._handles = self._came, {}, []
-        before, self._before = self._before, {}
+        came, before = dict(self._came), dict(self._before)
+        self._came.clear()
+        self._before.clear()
+        self._handles.clear()
         return [(at, some) for at, some in came.items() if some or came.get(before[at], True)]

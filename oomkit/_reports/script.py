@@ -63,6 +63,7 @@ class Updates:
             register_optimizer_step_pre_hook(self._update),
             register_optimizer_step_post_hook(self._next),
         )
+        _C.own_hooks(len(self._hooks))
         self._begin()
         return self
 

@@ -11,7 +11,13 @@ from collections.abc import Mapping
 
 from house.sources import FOLDERS, House, code, house
 
-DEFINED_IN = ("call/call_types.h", "call/loss_types.h", "result/result.h", "result/facts.h")
+DEFINED_IN = (
+    "call/call_types.h",
+    "call/loss_types.h",
+    "call/proven.h",
+    "result/result.h",
+    "result/facts.h",
+)
 MAKERS = {"call/call.c", *DEFINED_IN}  # a call is made there, and defined
 
 OWNER = {
@@ -31,6 +37,7 @@ OWNER = {
     "oomkit_unknown": "accum",
     "oomkit_stale": "accum",
     "oomkit_losses": "accum",
+    "oomkit_paths": "accum",
     "oomkit_loss": "accum",
     "oomkit_loss_site": "accum",
     "oomkit_sizes_seen": "sizes",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections import deque
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
@@ -223,18 +224,21 @@ def test_no_hook_stays() -> None:
 
 def test_an_error_of_the_step_leaves_what_was_there() -> None:
     program = Program()
+    calls: deque[int] = deque()
+
+    def fails(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 4 and armed:
+            raise ValueError("of the step's own")
+
+    armed = False
+    handle = program.model.register_forward_pre_hook(fails)
     with room(ENOUGH, program):
         program.one()
         program.one()
         before = [p.detach().numpy().copy() for p in program.model.parameters()]
-        calls = []
-
-        def fails(*_: Any) -> None:
-            calls.append(1)
-            if len(calls) == 4:
-                raise ValueError("of the step's own")
-
-        handle = program.model.register_forward_pre_hook(fails)
+        calls.clear()
+        armed = True
         with pytest.raises(ValueError, match="own"):
             program.one()
         handle.remove()

@@ -146,9 +146,7 @@ OF_ROWS = [in_the_last_rows, factor_of_rows]
 @pytest.mark.parametrize("steps", [2, ROWS])  # at last one row at a time
 @pytest.mark.parametrize("returned", [False, True], ids=["whole step", "returned loss"])
 @pytest.mark.parametrize("loss", [*EVERYWHERE, *OF_ROWS])
-def test_coupled_rows_are_refused_before_the_update(
-    loss: Loss, returned: bool, steps: int
-) -> None:
+def test_coupled_rows_are_refused_before_the_update(loss: Loss, returned: bool, steps: int) -> None:
     before = Program(loss, coupled, returned)
     before.train(LATER)
     program = Program(loss, coupled, returned)
