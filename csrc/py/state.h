@@ -392,7 +392,7 @@ typedef struct oomkit_state {
     int backward_patched; /* our hook is installed */
     oomkit_type_kind kinds[OOMKIT_TYPE_KINDS];
     uint64_t engine_runs;   /* of autograd that write to .grad, nested ones too */
-    uint64_t own_hooks; /* handles of torch's that were made here, in calls */
+    uint64_t own_hooks;     /* handles of torch's that were made here, in calls */
     uint64_t chunks_handed; /* parts that loops have got */
     struct oomkit_chunks *chunks_out; /* borrowed: loops that have a part now, the
                                          latest first */
