@@ -286,6 +286,7 @@ class _Options(TypedDict, total=False):
     backward: bool | Callable[..., Any] | None
     reduction: Literal["mean", "sum"]
     weight: Callable[[Any], Any] | None
+    global_weight: bool
     verify: bool | None
     accumulation_steps: int
     min_micro_batch: int

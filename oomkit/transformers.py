@@ -24,7 +24,7 @@ __all__ = ["protect", "records", "unprotect"]
 
 _T = TypeVar("_T")
 
-_OURS = ("batch", "static", "split", "join", "weight", "reduction", "backward")
+_OURS = ("batch", "static", "split", "join", "weight", "global_weight", "reduction", "backward")
 _PLACES = ("training_step", "compute_loss")
 
 

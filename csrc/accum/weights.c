@@ -6,6 +6,7 @@
 #include "../call/step.h"
 #include "../optim/updating.h"
 #include "../py/tensor.h"
+#include "../ranks/agree.h"
 #include "../result/result.h"
 
 #include <float.h>
@@ -279,6 +280,37 @@ oomkit_weights_set(oomkit_call *call)
         return weights_found(call, rule);
     }
     return PyErr_Occurred() ? -1 : 0;
+}
+
+int
+oomkit_weights_of_ranks(oomkit_call *call)
+{
+    OWNED_MEMORY double *items = NULL;
+    Py_ssize_t groups = 0;
+    int found;
+
+    if (!call->options->global_weight || !oomkit_ranks_agreed(call)) {
+        return 0;
+    }
+    call->batch.provable = oomkit_proof_possible(call);
+    found = oomkit_batch_find(call->st, call->options, call->step->batch_site,
+                              call->step->names, &call->batch);
+    if (found <= 0) {
+        return found < 0
+                   ? -1
+                   : oomkit_batch_refuse(
+                         call->st, &call->batch,
+                         PyUnicode_FromFormat(
+                             "auto_batch(global_weight=True) found no batch to count "
+                             "in the arguments of %U: pass it as an argument of the "
+                             "step",
+                             call->options->label));
+    }
+    EXEMPT (call->st) {
+        items = oomkit_weights_ask(call, 0, call->batch.rows, &groups);
+    }
+    return items == NULL ? -1
+                         : oomkit_ranks_weigh(call, items, groups > 0 ? groups : 1);
 }
 
 /* As many weights as backwards? -1 with SplitError. */

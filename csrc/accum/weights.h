@@ -14,6 +14,11 @@ struct oomkit_call;
 int
 oomkit_weights_set(struct oomkit_call *call);
 
+/* global_weight=: what the losses of this call count among those of all ranks, whose
+ * mean is taken. Runs weight= of the whole batch. 0 or -1. */
+int
+oomkit_weights_of_ranks(struct oomkit_call *call);
+
 /* Are the losses of the micro-batches added up as they are? */
 int
 oomkit_losses_are_sums(const struct oomkit_call *call);

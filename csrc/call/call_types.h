@@ -311,6 +311,10 @@ typedef struct oomkit_ranked {
     PyObject *agreed; /* owned: what this call agrees on with other ranks, or NULL */
     int sharded;      /* its model is: no version tells that a gradient has moved */
     int committed;    /* all have come to the update, or to the end */
+    /* global_weight=: what the loss of each backward counts among those of all ranks,
+     * whose mean is taken. NULL: as much as another rank's. */
+    double *shares;
+    Py_ssize_t share_count;
 } oomkit_ranked;
 
 /* Why this call must not be retried. */

@@ -1,6 +1,7 @@
 /* The protected call: marks, the function, and what was measured. The healthy path is
  * this file; everything after a failure is in recover.c. */
 #include "engine.h"
+#include "../accum/weights.h"
 #include "../batch/batch.h"
 #include "../hook/hook.h"
 #include "../ladder/ladder.h"
@@ -183,7 +184,7 @@ engine_begin(oomkit_call *call)
     }
     oomkit_device_prepare(st, call->device);
     oomkit_window_begin(call);
-    if (oomkit_ranks_enter(call) < 0) {
+    if (oomkit_ranks_enter(call) < 0 || oomkit_weights_of_ranks(call) < 0) {
         return -1;
     }
     if (oomkit_ranks_agreed(call)) { /* what was reduced is no rank's own any more */
@@ -253,6 +254,9 @@ engine_whole(oomkit_call *call)
     call->is_last = 1;
     if (result != NULL && call->options->backward != NULL &&
         oomkit_backward_run(call, result) < 0) {
+        Py_CLEAR(result);
+    }
+    if (result != NULL && oomkit_ranks_whole_returns(call, result) < 0) {
         Py_CLEAR(result);
     }
     if (result != NULL && (call->tries.restart || oomkit_ranks_returned(call) < 0)) {

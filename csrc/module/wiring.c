@@ -12,7 +12,8 @@
 
 /* What a call with its whole batch needs. */
 static const oomkit_rule *const when_whole[] = {
-    &oomkit_loss_value_rule,     /* before marks are taken: it reads, and may fail */
+    &oomkit_loss_value_rule, /* before marks are taken: it reads, and may fail */
+    &oomkit_rank_weights_rule,
     &oomkit_deferred_rule,       /* the loss that is returned */
     &oomkit_unknown_leaves_rule, /* after a failure */
     &oomkit_host_grads_rule,
@@ -27,7 +28,8 @@ static const oomkit_rule *const when_split[] = {
     &oomkit_grad_hooks_rule,
     &oomkit_loss_value_rule,
     &oomkit_weights_rule, /* weight= is the user's: while gradients are the caller's */
-    &oomkit_ranks_rule,   /* refuses a loss that is returned: before it is taken */
+    &oomkit_rank_weights_rule, /* beside them */
+    &oomkit_ranks_rule,        /* refuses a loss that is returned: before it is taken */
     &oomkit_deferred_rule,
     &oomkit_unknown_leaves_rule, /* may begin the attempt again: before marks are taken
                                   */

@@ -24,6 +24,7 @@ typedef struct oomkit_options {
                            referenced) given as model=, optimizer=, participants= */
     PyObject *backward; /* owned: True or a callable, or NULL */
     PyObject *weight;   /* owned: callable, or NULL */
+    int global_weight;  /* counts over all ranks */
     PyObject *on_retry; /* owned: callable(record), or NULL */
     PyObject *sinks;    /* owned: tuple of callable(record), or NULL */
     PyObject *label;    /* owned: str */

@@ -62,18 +62,20 @@ ranks_says(oomkit_call *call, const char *name)
 int
 oomkit_ranks_enter(oomkit_call *call)
 {
+    const int weighs = call->options->global_weight;
     OWNED PyObject *wrappers = NULL;
     PyObject *agreed = NULL; /* owned, then by the call */
     int found = oomkit_wrappers_any(call);
 
-    if (found <= 0) {
+    if (found < 0 || (found == 0 && !weighs)) {
         return found;
     }
     wrappers = oomkit_wrappers(call);
     EXEMPT (call->st) {
         if (wrappers != NULL) {
-            agreed = PyObject_CallFunction(call->st->ranks_enter, "OOO", call->step,
-                                           call->options->label, wrappers);
+            agreed = PyObject_CallFunction(call->st->ranks_enter, "OOOO", call->step,
+                                           call->options->label, wrappers,
+                                           weighs ? Py_True : Py_False);
         }
     }
     if (agreed == NULL) {
@@ -86,6 +88,37 @@ oomkit_ranks_enter(oomkit_call *call)
     call->ranks.agreed = agreed;
     call->ranks.sharded = ranks_says(call, "sharded");
     return call->ranks.sharded < 0 ? -1 : 0;
+}
+
+int
+oomkit_ranks_weigh(oomkit_call *call, const double *items, Py_ssize_t count)
+{
+    OWNED PyObject *list = PyList_New(count), *shares = NULL;
+    double *values = PyMem_New(double, (size_t)count); /* owned, then by the call */
+    Py_ssize_t i;
+
+    for (i = 0; list != NULL && i < count; i++) {
+        PyObject *item = PyFloat_FromDouble(items[i]); /* owned, stolen by the list */
+        if (item == NULL) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, i, item);
+    }
+    shares = list == NULL ? NULL : ranks_call(call, "weigh", list);
+    if (values == NULL && shares != NULL) {
+        PyErr_NoMemory();
+    }
+    for (i = 0; values != NULL && shares != NULL && i < count; i++) {
+        values[i] = PyFloat_AsDouble(PyList_GET_ITEM(shares, i));
+    }
+    if (PyErr_Occurred()) {
+        PyMem_Free(values);
+        return -1;
+    }
+    call->ranks.shares = values;
+    call->ranks.share_count = count;
+    return 0;
 }
 
 void
@@ -195,6 +228,23 @@ oomkit_ranks_returned(oomkit_call *call)
                : 0;
 }
 
+int
+oomkit_ranks_whole_returns(oomkit_call *call, PyObject *result)
+{
+    oomkit_tensor_facts facts;
+    int wanted = 0;
+
+    if (call->ranks.shares != NULL && !call->training) {
+        wanted = oomkit_result_wants_backward(call->st, result, NULL, &facts);
+    }
+    return wanted <= 0
+               ? wanted
+               : oomkit_refuse(call, "auto_batch(global_weight=True) cannot weigh a "
+                                     "loss that is returned to a caller that runs "
+                                     "backward(): call backward() inside the step" SEE(
+                                         "distributed"));
+}
+
 /* An attempt has failed here, and everything is back: the others are told if they have
  * seen anything of it. */
 static int
@@ -237,6 +287,8 @@ oomkit_ranks_leave(oomkit_call *call, PyObject *exception)
     }
     Py_XDECREF(done);
     Py_CLEAR(call->ranks.agreed);
+    PyMem_Free(call->ranks.shares);
+    call->ranks.shares = NULL;
     call->ranks.committed = call->ranks.sharded = 0;
 }
 
@@ -271,6 +323,28 @@ ranks_before_restart(oomkit_call *call, int why)
     return call->ranks.sharded && why != OOMKIT_RESTART_RANKS ? ranks_before_retry(call)
                                                               : 0;
 }
+
+/* global_weight=: beside what the micro-batch counts among those of this rank. */
+static int
+ranks_backward_weight(oomkit_call *call, oomkit_backward *backward)
+{
+    const oomkit_ranked *ranks = &call->ranks;
+
+    if (ranks->shares == NULL) {
+        return 0;
+    }
+    if (ranks->share_count > 1 && call->backward.done >= ranks->share_count) {
+        return oomkit_refuse(
+            call,
+            "auto_batch(weight=...) must return one weight for each backward() of the "
+            "step: got %zd, expected at least %d" SEE("weight"),
+            ranks->share_count, call->backward.done + 1);
+    }
+    backward->weight *= ranks->shares[ranks->share_count > 1 ? call->backward.done : 0];
+    return 0;
+}
+
+const oomkit_rule oomkit_rank_weights_rule = {.backward_begins = ranks_backward_weight};
 
 const oomkit_rule oomkit_ranks_rule = {.attempt_begins = ranks_attempt_begins,
                                        .micro_begins = ranks_micro_begins,

@@ -12,6 +12,11 @@
  * code. */
 int
 oomkit_ranks_enter(oomkit_call *call);
+/* With global_weight=: this rank has `count` such numbers of items, of which each
+ * backward of its step takes the mean. What its losses count is in call->ranks.shares
+ * then. 0 or -1. */
+int
+oomkit_ranks_weigh(oomkit_call *call, const double *items, Py_ssize_t count);
 /* An outermost backward, with all gradients of the batch in .grad after the last
  * micro-batch's: they are reduced here. 0 or -1; also -1 where another rank has failed,
  * and call->tries.restart says so. */
@@ -25,6 +30,10 @@ int
 oomkit_ranks_commit(oomkit_call *call);
 int
 oomkit_ranks_returned(oomkit_call *call);
+/* A call that was whole returns this: not a loss whose backward, which the caller runs
+ * out of the call, would not be weighed among other ranks'. 0 or -1. */
+int
+oomkit_ranks_whole_returns(oomkit_call *call, PyObject *result);
 /* Has it committed, so that others have updated, or may have? */
 static inline int
 oomkit_ranks_committed(const oomkit_call *call)

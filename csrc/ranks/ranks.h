@@ -4,7 +4,7 @@
 
 #include "../call/events.h"
 
-extern PyType_Spec oomkit_vote_spec;        /* vote_type.c */
-extern const oomkit_rule oomkit_ranks_rule; /* agree.c */
+extern PyType_Spec oomkit_vote_spec;                                  /* vote_type.c */
+extern const oomkit_rule oomkit_ranks_rule, oomkit_rank_weights_rule; /* agree.c */
 
 #endif

@@ -18,6 +18,7 @@ static const char *const option_names[] = {
     "backward",
     "reduction",
     "weight",
+    "global_weight",
     "verify",
     "accumulation_steps",
     "min_micro_batch",
@@ -525,6 +526,7 @@ oomkit_options_parse(oomkit_state *st, PyObject *kwargs, oomkit_options *options
         options_participants(st, kwargs, options) < 0 ||
         options_backward(kwargs, options) < 0 || options_choices(kwargs, options) < 0 ||
         options_weight(st, kwargs, options) < 0 ||
+        option_bool(kwargs, "global_weight", &options->global_weight) < 0 ||
         options_ladder(kwargs, options) < 0 ||
         option_callable(kwargs, "on_retry", &options->on_retry) < 0 ||
         options_sinks(kwargs, options) < 0 ||
@@ -541,6 +543,12 @@ oomkit_options_parse(oomkit_state *st, PyObject *kwargs, oomkit_options *options
         PyErr_SetString(PyExc_ValueError,
                         "auto_batch(reduction=\"sum\", weight=...): the micro-batches "
                         "of a sum all weigh 1; give one of the two" SEE("options"));
+        return -1;
+    }
+    if (options->weight == NULL && options->global_weight) {
+        PyErr_SetString(PyExc_ValueError,
+                        "auto_batch(global_weight=True) needs weight=, which counts "
+                        "the items of a batch" SEE("options"));
         return -1;
     }
     if (label != NULL && label != Py_None) {

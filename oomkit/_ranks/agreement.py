@@ -381,7 +381,7 @@ class Agreement(Call):
         """An error leaves the call: who waits for this rank is told."""
         text = self.note(exception)
         flying = any(reducer.flying for reducer in self._reducers)
-        awaited = flying or self._done > 0 or (self._cautious and self._waits)
+        awaited = flying or self._done > 0 or self.weighs or (self._cautious and self._waits)
         with contextlib.suppress(RuntimeError):  # the others are gone, or the group is
             self._drain()
         with contextlib.suppress(RuntimeError):
@@ -394,7 +394,9 @@ class Agreement(Call):
             self.world.give_up(text, self.matter(COMMIT))
             return
         self.world.say(text)
-        if self._waits and self.world.shared:  # the others may begin a reduction at any time
+        if (
+            self._waits or self.weighs
+        ) and self.world.shared:  # the others may begin a reduction at any time
             with contextlib.suppress(RuntimeError):
                 self.world.vote(FATAL, self.matter(COMMIT), self._take_part, PATIENCE)
 
@@ -455,11 +457,21 @@ def _way(models: list[Any]) -> tuple[Any, list[Any], str | None]:
     return kind, models, next((found for found in map(refusal, models) if found is not None), None)
 
 
-def enter(step: object, label: str, models: list[Any]) -> Call | None:
-    """A call begins over models that are spread over ranks; None: it is not agreed on."""
+def enter(step: object, label: str, models: list[Any], weighs: bool = False) -> Call | None:
+    """A call begins over models that are spread over ranks; None: it is not agreed on.
+
+    Args:
+        step: the decorated one.
+        label: its name.
+        models: DistributedDataParallel, or what fully_shard() has made.
+        weighs: it has ``global_weight=True``.
+    """
     if not torch.is_grad_enabled() or not (dist.is_available() and dist.is_initialized()):
         return None
-    kind, models, why = _way(models)
+    if not models:
+        kind, why = None, "no model of its is in DistributedDataParallel or fully_shard()"
+    else:
+        kind, models, why = _way(models)
     if why is None:
         world = meet()
         if world.shared or kind is Agreement:
@@ -470,6 +482,11 @@ def enter(step: object, label: str, models: list[Any]) -> Call | None:
                 raise
             return call
         why = "fully_shard() needs ranks that share memory"
+    if weighs and dist.get_world_size() > 1:
+        raise _C.SplitError(
+            f"auto_batch(global_weight=True) cannot weigh {label} over all ranks: {why}"
+            f"{_C.see('distributed')}"
+        )
     if (label, why) not in _said:
         _said.add((label, why))
         warnings.warn(

@@ -7,7 +7,7 @@ from typing import Any
 from .. import _C
 from .world import AGAIN, FINE, TROUBLE, World, error
 
-REDUCTION, COMMIT, OWN, START, PROOF = 1, 2, 3, 4, 5  # matters of a vote
+REDUCTION, COMMIT, OWN, START, PROOF, WEIGHTS = 1, 2, 3, 4, 5, 6  # matters of a vote
 
 PATIENCE = 5.0
 """Seconds that an error waits for ranks that are in a collective, or may begin one."""
@@ -31,6 +31,8 @@ class Call:
         """The others, that this rank cannot go on, or this rank by them."""
         self.own = ""
         """A collective of the step's own that was made."""
+        self.weighs = False
+        """It has something to vote on at its begin."""
         self.reducing = False
         """Collectives are its model's."""
 
@@ -61,6 +63,21 @@ class Call:
 
     def own_collective_made(self) -> None:
         """It is made, or has failed."""
+
+    def weigh(self, items: list[float]) -> list[float]:
+        """With ``global_weight=``: what this rank's losses, means of so many items, count in a
+        mean over ranks that is to be one over the items of all."""
+        self.weighs = True
+        every = self.world.gather(items, self.matter(WEIGHTS))
+        for rank, counted in enumerate(every):
+            if len(counted) != len(items):
+                raise self.cannot(
+                    f"weight= returns {len(items)} numbers here and {len(counted)} on rank {rank}"
+                )
+            if 0.0 in counted:
+                raise self.cannot(f"weight= counts nothing in the batch of rank {rank}")
+        totals = [sum(counted) for counted in zip(*every, strict=True)]
+        return [self.world.size * n / total for n, total in zip(items, totals, strict=True)]
 
     # ---- votes
 

@@ -16,6 +16,7 @@ import mmap
 import os
 import secrets
 import socket
+import struct
 import sys
 import threading
 import time
@@ -30,7 +31,7 @@ import torch.distributed as dist
 
 from .. import _C
 
-PROTOCOL = 1  # what ranks say to each other; grows when that changes
+PROTOCOL = 2  # what ranks say to each other; grows when that changes
 FINE, TROUBLE, AGAIN, FATAL = 0, 1, 1 << 20, 1 << 40
 """Words. All came well; and one of them with trouble; one has failed; one cannot go on."""
 NEVER = (1 << 63) - 1
@@ -46,6 +47,8 @@ _A_MOMENT = 1.0
 _LOST = ("peer", "timed out", "timeout", "connection")
 """Words of torch's errors of a collective that lacks a rank."""
 _SHARED = "/dev/shm"
+_NUMBERS = 16
+"""That a rank can give to be gathered."""
 _generations = itertools.count()
 _COLLECTIVES = (
     "all_gather all_gather_coalesced all_gather_into_tensor all_gather_object "
@@ -78,6 +81,11 @@ def _patience(group: Any) -> datetime.timedelta:
             continue
         return found if isinstance(found, datetime.timedelta) else dist.default_pg_timeout
     return dist.default_pg_timeout
+
+
+def _table_bytes(size: int) -> int:
+    """Of shared memory, for what is gathered of so many ranks."""
+    return size * (_NUMBERS + 1) * 8
 
 
 def _node() -> str:
@@ -116,6 +124,8 @@ class World:
         self._key = f"oomkit/{next(_generations)}"
         self._said = False
         self._vote: _C._Vote | None = None
+        self._memory: mmap.mmap | None = None
+        self._gathered = 0
         self._gloo: Any = None
         self._pending: list[Any] = []
         self._hello(version)
@@ -165,6 +175,7 @@ class World:
             memory = self._share()
         if memory is not None:
             buffer, epoch = memory
+            self._memory = buffer
             processes = [tuple(other["process"]) for other in self.others]
             self._vote = _C._Vote(buffer, self.size, self.rank, epoch, processes)
         else:
@@ -172,7 +183,7 @@ class World:
 
     def _share(self) -> tuple[mmap.mmap, int] | None:
         """The memory and its epoch, or None where some rank could not map it."""
-        size = _C._Vote.bytes(self.size)
+        size = (_C._Vote.bytes(self.size) + 7) // 8 * 8 + 2 * _table_bytes(self.size)
         path, buffer, epoch = "", None, 0
         with contextlib.suppress(OSError, ValueError):  # then all use gloo
             if self.rank == 0:
@@ -277,6 +288,30 @@ class World:
                 f"{_C.see('distributed')}"
             )
         return largest
+
+    def gather(self, numbers: list[float], matter: int) -> list[list[float]]:
+        """Those of each rank, in a vote of its own: at most 16."""
+        if len(numbers) > _NUMBERS:
+            raise error(
+                f"oomkit can gather {_NUMBERS} numbers of each rank, got {len(numbers)}"
+                f"{_C.see('weight')}"
+            )
+        if self._memory is None:
+            self.vote(FINE, matter)
+            table = torch.zeros(self.size, _NUMBERS + 1, dtype=torch.float64)
+            table[self.rank, : len(numbers) + 1] = torch.tensor([len(numbers), *numbers])
+            self._gloo.allreduce([table]).wait()
+            return [row[1 : int(row[0]) + 1] for row in table.tolist()]
+        # Two tables: who is one round ahead cannot write what another one still reads.
+        self._gathered += 1
+        tables = _table_bytes(self.size)
+        begin = len(self._memory) - 2 * tables + self._gathered % 2 * tables
+        row = struct.Struct(f"={_NUMBERS + 1}d")
+        filled = [float(len(numbers)), *numbers, *[0.0] * (_NUMBERS - len(numbers))]
+        row.pack_into(self._memory, begin + self.rank * row.size, *filled)
+        self.vote(FINE, matter)
+        found = [row.unpack_from(self._memory, begin + r * row.size) for r in range(self.size)]
+        return [list(one[1 : int(one[0]) + 1]) for one in found]
 
     def _vote_by_gloo(self, word: int, matter: int) -> tuple[int, int, bool]:
         # One number for word and rank: the first rank with the largest word wins.

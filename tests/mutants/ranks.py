@@ -51,6 +51,17 @@ MUTANTS = [
         (ACCUMULATED,),
     ),
     Mutant(
+        "rank-not-weighed",
+        "a whole batch counts as much as its items are of those of all ranks",
+        "csrc/module/wiring.c",
+        "    &oomkit_rank_weights_rule,\n    &oomkit_deferred_rule,",
+        "    &oomkit_deferred_rule,",
+        (
+            "ranks/test_weighed.py::"
+            "test_gradients_are_those_of_one_process_with_all_items[shared memory]",
+        ),
+    ),
+    Mutant(
         "first-gather-not-made-up-for",
         "a rank that failed in its first gather takes part in the others' reduction",
         "oomkit/_ranks/sharded.py",
