@@ -113,6 +113,9 @@ oomkit_paths_anchor(const oomkit_call *call);
 /* Before the first micro-batch. 0 or -1. */
 int
 oomkit_paths_begin(oomkit_call *call);
+/* What was seen is of an attempt that has ended, or of rows that were not compared. */
+void
+oomkit_paths_forget(oomkit_call *call);
 void
 oomkit_paths_clear(oomkit_call *call);
 

@@ -234,7 +234,7 @@ paths_hooks_since(oomkit_call *call, oomkit_proven *found)
     if (hooks != 0 && since != 0) {
         const uint64_t kind = oomkit_hash_mix(HOOKS, since) | 1;
         found->unseen |= !oomkit_hashes_have(&found->kinds, kind);
-        return oomkit_hashes_add(&call->cut->paths.kinds, kind) < 0 ? -1 : 0;
+        call->cut->paths.since = kind;
     }
     return hooks == 0 ? -1 : 0;
 }
@@ -288,13 +288,17 @@ oomkit_paths_prove(oomkit_call *call, oomkit_slice rows)
 }
 
 void
+oomkit_paths_forget(oomkit_call *call)
+{
+    oomkit_hashes_clear(&call->cut->paths.kinds);
+    Py_CLEAR(call->cut->paths.flows);
+}
+
+void
 oomkit_paths_clear(oomkit_call *call)
 {
-    oomkit_paths *paths = &call->cut->paths;
-
-    oomkit_hashes_clear(&paths->kinds);
-    MEMORY_CLEAR(paths->proven);
-    Py_CLEAR(paths->flows);
+    oomkit_paths_forget(call);
+    MEMORY_CLEAR(call->cut->paths.proven);
 }
 
 static void
@@ -319,6 +323,11 @@ paths_learn(oomkit_call *call, oomkit_proven *found)
         }
     }
     oomkit_hashes_clear(kinds);
+    if (call->cut->paths.since != 0 &&
+        oomkit_hashes_add(&found->kinds, call->cut->paths.since) < 0) {
+        return -1;
+    }
+    call->cut->paths.since = 0;
     call->cut->paths.anchor = 0;
     return paths_hear(call, found, 1);
 }

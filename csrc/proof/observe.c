@@ -243,6 +243,14 @@ proof_update(interceptor_object *self, PyObject *optimizer, PyObject *const *arg
 /* --- what happens in a call --- */
 
 static void
+proof_attempt_ends(oomkit_call *call)
+{
+    if (call->proof == NULL && oomkit_call_is_cut(call)) {
+        oomkit_paths_forget(call);
+    }
+}
+
+static void
 proof_call_ends(oomkit_call *call)
 {
     if (oomkit_call_is_cut(call)) {
@@ -336,6 +344,7 @@ const oomkit_rule oomkit_proof_of_split_rule = {.before_attempt = oomkit_prove,
                                                 .backward_ends = proof_backward_ends,
                                                 .update_begins = proof_update_begins,
                                                 .micro_ends = proof_micro_ends,
+                                                .attempt_ends = proof_attempt_ends,
                                                 .call_ends = proof_call_ends};
 
 static PyObject *

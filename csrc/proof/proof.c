@@ -580,6 +580,7 @@ proof_larger(oomkit_proof *p, int64_t rows, int *result)
         p->length = length;
         p->first = first;
         p->shown = (oomkit_slice){0};
+        oomkit_paths_forget(p->call);
     }
     return tried;
 }

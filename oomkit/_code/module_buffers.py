@@ -120,6 +120,7 @@ class Buffers:
         try:
             if self.where and not _is_compiling():
                 key = RemovableHandle(modules[0]._forward_hooks).id  # in no table but ours
+                _C.own_hooks(1)
                 for module in modules:
                     self.register(module, key)
         except BaseException:
