@@ -137,7 +137,7 @@ def find_executable_batch_size(
     """find_executable_batch_size(function=None, starting_batch_size=128, \
 reduce_batch_size_fn=None, *, grow_back=False)
 
-    Run a function with the largest batch size that fits, starting it anew after running
+    Run a function with the largest batch size that fits, starting it again after running
     out of memory.
 
     A replacement for the decorator of this name in accelerate: the same forms, texts and
@@ -146,7 +146,7 @@ reduce_batch_size_fn=None, *, grow_back=False)
     every error that `oomkit.is_oom_error` knows counts as well as those accelerate looks
     for, and garbage is collected only where memory is still held after a failure.
 
-    The whole function starts anew, so it has to make everything that depends on the batch
+    The whole function starts again, so it has to make everything that depends on the batch
     size, and the effective batch size changes. `oomkit.auto_batch` keeps it.
 
     Parameters
@@ -160,7 +160,7 @@ reduce_batch_size_fn=None, *, grow_back=False)
         smaller than the one that failed.
     grow_back : bool
         Begin later calls half-way between the largest size that worked and the smallest
-        that failed, until they are within a tenth of each other; when that fails, go on
+        that failed, until they are within a tenth of each other; when that fails, continue
         with the one that worked. Off by default, as in accelerate: sizes only fall.
 
     Returns

@@ -373,7 +373,7 @@ def prune_on_oom(
 
     `oom_kind` is "capacity"; "host" (memory of the process); "fragmentation" (the bytes were
     there, in pieces) or "contention" (others hold them). The last two are no property of the
-    configuration: the trial is run again, then told as failed, which no sampler learns from.
+    configuration: the trial is run again, then reported as failed, which no sampler learns from.
 
     Parameters
     ----------
@@ -485,9 +485,9 @@ def tell(study: Any, trial: Any, objective: Callable[[Any], Any], **options: Any
 
     For ask and tell: runs the objective with an asked trial and tells the study how it ended.
 
-    Out-of-memory is told as `prune_on_oom(objective, **options)` would raise or return it; an
+    Out-of-memory is reported as `prune_on_oom(objective, **options)` would raise or return it; an
     objective that is protected already is taken as it is, and takes no options.
-    A trial that the objective itself has told is left as it is. Other errors are told as
+    A trial that the objective itself has reported is left as it is. Other errors are reported as
     failed, and pass.
     """
     optuna = _hpo_study.real_optuna()

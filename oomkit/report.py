@@ -490,7 +490,7 @@ def report(
         A table for each label with every record that is kept: the last 1024, and older ones
         with events.
     group : process group or True, optional
-        Of ranks that all call this: the first one's report has the records of all, with the
+        If all ranks call this, the first one's report has the records of all, with the
         rank that needed most and those that caused retries; the others' have their own. True is
         the default group.
 

@@ -401,7 +401,7 @@ def reserve(
     >>> with oomkit.reserve("8GiB"):
     ...     study.optimize(objective, n_trials=1)
 
-    All processes of a user that reserve stand in one queue for each device: first come, first
+    All processes of a user that reserve wait in one queue for each device: first come, first
     served, also before a smaller one that would fit. A reservation ends with its block, and
     with its process, however that ends. Inside the block `limit_memory(nbytes)` is in force, so
     that what others have reserved is there for them, and steps of `auto_batch` are split to fit.

@@ -10,7 +10,7 @@ Every record of every decorated step goes to every sink that is attached, and to
 called on; training never hears of it. Nothing but the library that a sink is for is needed,
 and it is imported when the sink is made.
 
-A call whose loss is returned is told when it returns, and once more, with the same number,
+A call whose loss is returned is recorded when it returns, and once more, with the same number,
 where its `backward()` ran out of memory afterwards.
 """
 

@@ -24,7 +24,7 @@ static PyStructSequence_Field record_fields[] = {
     {"accumulation_steps", "number of micro-batches"},
     {"attempts", "plans that were tried"},
     {"ooms", "attempts that ran out of memory"},
-    {"requested_bytes", "request that could not be met last"},
+    {"requested_bytes", "last request that failed"},
     {"baseline", "bytes allocated at entry"},
     {"peak_allocated", "highest number of allocated bytes"},
     {"peak_reserved", "highest number of reserved bytes"},
@@ -52,7 +52,7 @@ static PyStructSequence_Field report_fields[] = {
     {"label", "name of the site"},
     {"device", "the device that ran out of memory"},
     {"attempts", "tuple of dict, one for each attempt that failed"},
-    {"requested_bytes", "request that could not be met last"},
+    {"requested_bytes", "last request that failed"},
     {"allocated", "bytes allocated when it failed"},
     {"budget", "limit in force, in bytes"},
     {"holders", "dict of kind to bytes: who held the memory when it failed"},
@@ -63,7 +63,7 @@ static PyStructSequence_Field report_fields[] = {
 
 static PyStructSequence_Desc report_desc = {
     .name = "oomkit.OOMReport",
-    .doc = "What was tried before memory ran out for good, and what to do about it.",
+    .doc = "What was tried before the step gave up, and what to do about it.",
     .fields = report_fields,
     .n_in_sequence = REPORT_FIELDS,
 };

@@ -69,7 +69,7 @@ offload_keep(oomkit_offload *self, PyObject *tensors)
                                     (size_t)count, self->kept) != OOMKIT_OK) {
         PyErr_SetString(
             PyExc_RuntimeError,
-            "torch does not tell of a tensor's storage" SEE("internal-error"));
+            "torch does not report a tensor's storage" SEE("internal-error"));
         return -1;
     }
     self->kept_count = (size_t)count;

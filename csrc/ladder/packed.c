@@ -177,7 +177,7 @@ moved_new(oomkit_offload *self, PyObject *tensor, const oomkit_storage_facts *ke
         PyMem_Free(moved);
         PyErr_SetString(
             PyExc_RuntimeError,
-            "torch does not tell of a tensor's storage" SEE("internal-error"));
+            "torch does not report a tensor's storage" SEE("internal-error"));
         return NULL;
     }
     moved->holders = 1;
@@ -371,7 +371,7 @@ packed_new(oomkit_offload *self, PyObject *tensor, const oomkit_storage_facts *f
         return PyErr_NoMemory();
     default:
         PyErr_SetString(PyExc_RuntimeError,
-                        "torch does not tell of a tensor's form" SEE("internal-error"));
+                        "torch does not report a tensor's form" SEE("internal-error"));
         return NULL;
     }
 }
@@ -453,7 +453,7 @@ moved_restore(oomkit_moved *moved, PyObject **base)
     if (status != OOMKIT_OK) {
         PyErr_SetString(
             PyExc_RuntimeError,
-            "torch does not tell of a tensor's storage" SEE("internal-error"));
+            "torch does not report a tensor's storage" SEE("internal-error"));
         return -1;
     }
     if (moved->restored != NULL) {
@@ -491,7 +491,7 @@ packed_restore(packed *it)
     }
     if (applied <= 0) {
         PyErr_SetString(PyExc_RuntimeError,
-                        "a saved tensor could not be made anew" SEE("internal-error"));
+                        "a saved tensor could not be rebuilt" SEE("internal-error"));
         return NULL;
     }
     return STEAL(target);

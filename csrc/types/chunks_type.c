@@ -222,7 +222,7 @@ chunks_iter(PyObject *op)
     if (chunks_CAST(op)->stage == OOMKIT_CHUNKS_CLOSED) {
         return oomkit_raise(
             PyExc_RuntimeError,
-            "%U has been iterated already: call chunks() anew for another loop" SEE(
+            "%U has been iterated already: call chunks() again for another loop" SEE(
                 "chunks"),
             chunks_CAST(op)->options.label);
     }

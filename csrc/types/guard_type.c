@@ -383,7 +383,7 @@ PyDoc_STRVAR(
     "Parameters\n"
     "----------\n"
     "on_oom : {'raise', 'skip'}\n"
-    "    'raise' lets the exception go on. 'skip' ends it: the code goes on after\n"
+    "    'raise' lets the exception pass. 'skip' ends it: execution continues after\n"
     "    the block; a decorated function returns None. Where neither is given, a\n"
     "    block in the body of a loop over oomkit.chunks() has the loop hand the same\n"
     "    rows out again in smaller parts.\n"

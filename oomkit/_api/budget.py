@@ -29,7 +29,7 @@ class Budget:
         In use on the device and not PyTorch's of this process: contexts, libraries (cuBLAS,
         cuDNN, NCCL), other processes. `total - free - reserved`.
     own_beside, others : int or None
-        The same by owner, where NVML tells: this process beside PyTorch, other processes.
+        The same by owner, where NVML tells: this process without PyTorch, other processes.
     usable : int or None
         What PyTorch's allocator can hold in this process at present: `free + reserved`, or the
         limit where that is less.

@@ -57,7 +57,7 @@ class MemoryModel:
     Predicts the peak of a configuration, for each model from the recorded peaks of its trials.
 
     Only hopeless trials are pruned: those predicted above `hopeless` times the budget, until
-    enough predictions of the same model have met their peaks; then above what those
+    enough predictions of the same model have been compared with peaks; then above what those
     predictions were wrong by (half as much again, at least 2 %, never more than `hopeless`).
     Accumulation costs no memory that grows with it: whatever the configuration says, it is 1.
 
@@ -73,7 +73,7 @@ class MemoryModel:
     hopeless : float
         At least 1.
     calibrated_after : int
-        Predictions that have to have met their peaks, for each model.
+        Predictions that have to have been compared with peaks, for each model.
     """
 
     def __init__(

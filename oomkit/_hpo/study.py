@@ -213,8 +213,8 @@ def turn(study: Any, threads: str) -> Iterator[None]:
                 raise RuntimeError(
                     "prune_on_oom(): another trial runs in another thread of this process, and "
                     "they share one allocator and its counters, so neither peaks nor "
-                    "out-of-memory errors can be told apart. Use n_jobs=1, in several processes "
-                    "with one storage"
+                    "out-of-memory errors can be attributed to one of them. Use n_jobs=1, in "
+                    "several processes with one storage"
                     f"{_C.see('optuna')}"
                 )
             if study not in _told:

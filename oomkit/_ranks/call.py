@@ -114,7 +114,7 @@ class Call:
         self.told = True
         self.world.give_up(why, self.matter(COMMIT))
         return error(
-            f"rank {self.world.rank} cannot go on: {why}{_C.see('rank-failed')}", self.world.rank
+            f"rank {self.world.rank} cannot continue: {why}{_C.see('rank-failed')}", self.world.rank
         )
 
     def note(self, exception: BaseException) -> str:

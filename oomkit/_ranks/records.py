@@ -1,4 +1,4 @@
-"""The records of all ranks beside each other: who needed most, and who caused each retry."""
+"""The records of all ranks side by side: who needed most, and who caused each retry."""
 
 from __future__ import annotations
 

@@ -396,7 +396,7 @@ class Sharded(Call):
 
     def cannot(self, why: str) -> _C.RankError:
         self._failure = error(
-            f"rank {self.world.rank} cannot go on: {why}{_C.see('rank-failed')}", self.world.rank
+            f"rank {self.world.rank} cannot continue: {why}{_C.see('rank-failed')}", self.world.rank
         )
         return self._failure
 

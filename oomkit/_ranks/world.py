@@ -280,7 +280,9 @@ class World:
         if largest >= FATAL:
             if rank == self.rank:
                 return largest
-            raise error(f"rank {rank} cannot go on: {self.said(rank)}{_C.see('rank-failed')}", rank)
+            raise error(
+                f"rank {rank} cannot continue: {self.said(rank)}{_C.see('rank-failed')}", rank
+            )
         if largest < AGAIN and not same:
             raise error(
                 f"ranks are in different calls or at different places of one (rank {self.rank} "

@@ -68,7 +68,7 @@ def test_a_loss_that_is_returned_is_torchs_affair() -> None:
 def test_a_collective_of_the_steps_own_is_made_once(fails: int, phase: str) -> None:
     for right, said in _of(f"own {fails} {phase}"):
         assert right
-        assert "RankError" in said and f"rank {fails} cannot go on" in said
+        assert "RankError" in said and f"rank {fails} cannot continue" in said
         assert "all_reduce() of the step's own" in said or "torch.distributed.all_reduce" in said
 
 
@@ -86,7 +86,7 @@ def test_an_optimizer_that_was_not_found_waits_too() -> None:
 
 def test_a_rank_without_any_memory_is_an_error_on_all() -> None:
     first, second = _of("without memory")
-    assert "RankError: rank 1 cannot go on: OutOfMemory" in first[0] and first[1]
+    assert "RankError: rank 1 cannot continue: OutOfMemory" in first[0] and first[1]
     assert second[0].startswith("OutOfMemory") and second[1]
 
 
@@ -94,7 +94,7 @@ def test_a_rank_without_any_memory_is_an_error_on_all() -> None:
 def test_an_error_that_is_caught_reaches_all_at_once_and_all_go_on(name: str) -> None:
     first, second = _of(name)
     error = "ValueError: a label that there is not"
-    others = f"RankError: rank 1 cannot go on: {error}"
+    others = f"RankError: rank 1 cannot continue: {error}"
     assert [message_of(text) for text in first[0]] == ["nothing", "nothing", others, "nothing"]
     assert second[0] == ["nothing", "nothing", error, "nothing"]
     assert max(first[1], second[1]) < 5.0  # the time that an error waits for others

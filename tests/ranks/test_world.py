@@ -28,7 +28,7 @@ def test_a_rank_that_gives_up_is_named_and_quoted(gloo: bool) -> None:
     found = results_of("programs_world:fatal", 2, gloo=gloo)
 
     assert [message_of(text) for text in found] == [
-        "1: rank 1 cannot go on: ValueError: no such label",
+        "1: rank 1 cannot continue: ValueError: no such label",
         "gave up",
     ]
 
