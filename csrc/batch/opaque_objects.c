@@ -17,6 +17,15 @@ typedef struct closed {
 static int
 closed_search(const closed *c, PyObject *object, int depth);
 
+/* Is it a type of the interpreter's, which no program can have made or changed? Since
+ * 3.12 some of them are on the heap. */
+static int
+type_is_builtin(const PyTypeObject *type)
+{
+    return (type->tp_flags & Py_TPFLAGS_HEAPTYPE) == 0 ||
+           (type->tp_flags & Py_TPFLAGS_IMMUTABLETYPE) != 0;
+}
+
 /* A container written in C that capture does not open; its iterator runs no Python
  * code. */
 static int
@@ -28,8 +37,7 @@ type_is_closed_container(const PyTypeObject *type)
 
     for (; !found && type != NULL; type = type->tp_base) {
         for (i = 0; !found && names[i] != NULL; i++) {
-            found = (type->tp_flags & Py_TPFLAGS_HEAPTYPE) == 0 &&
-                    strcmp(type->tp_name, names[i]) == 0;
+            found = type_is_builtin(type) && strcmp(type->tp_name, names[i]) == 0;
         }
     }
     return found;

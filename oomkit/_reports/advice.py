@@ -103,14 +103,15 @@ def _one_gradient_more(f: Figures, need: int) -> str | None:
     more = need + f.largest_gradient + f.batch + (f.others or 0)
     if f.budget is None or not split or f.phase != "backward" or more <= f.budget:
         return None
-    if f.allows("gradients"):
-        return None  # it was tried: something else is in the way
+    if f.allows("gradients") or f.ranks > 1:
+        return None  # it was tried, or is not there for several ranks
+    beside = f.batch + (f.others or 0)
     return (
-        f"parameters and gradients ({format_bytes(need)}), the batch ({format_bytes(f.batch)}) and "
-        f"the largest gradient of one more micro-batch ({format_bytes(f.largest_gradient)}) do not "
-        f"fit in {format_bytes(f.budget)}: "
-        "smaller micro-batches do not help, but the rung 'gradients' of ladder=\"auto\" does, "
-        "which accumulates gradients in host memory"
+        f"parameters and gradients ({format_bytes(need)}) and what else was there before the step "
+        f"({format_bytes(beside)}) leave no room in {format_bytes(f.budget)} for the largest "
+        f"gradient of one more micro-batch ({format_bytes(f.largest_gradient)}): smaller "
+        "micro-batches do not help, but the rung 'gradients' of ladder=\"auto\" does, which "
+        "accumulates gradients in host memory"
     )
 
 

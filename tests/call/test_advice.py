@@ -96,9 +96,12 @@ def test_a_gradient_more_is_told():
     split = [{"micro_batch_size": 2, "accumulation_steps": 32}]
     figures = replace(PLAIN, budget=23 * MIB, attempts=split)
     (text,) = sentences(replace(figures, ladder=0))
-    assert "(64.00 KiB) and the largest gradient of one more micro-batch (4.00 MiB)" in text
+    assert text.startswith(
+        "parameters and gradients (20.00 MiB) and what else was there before the step (64.00 KiB) "
+        "leave no room in 23.00 MiB for the largest gradient of one more micro-batch (4.00 MiB): "
+    )
     assert "smaller micro-batches do not help, but the rung 'gradients'" in text
-    for other in ({"ladder": 62}, {"budget": 25 * MIB}, {"phase": "forward"}):
+    for other in ({"ladder": 62}, {"budget": 25 * MIB}, {"phase": "forward"}, {"ranks": 2}):
         assert "largest gradient" not in sentences(replace(figures, **({"ladder": 0} | other)))[0]
     assert "largest gradient" not in sentences(replace(PLAIN, budget=23 * MIB, ladder=0))[0]
 

@@ -183,6 +183,21 @@ def test_a_function_inside_a_capture_is_not_called_again(cuda: Device) -> None:
 # --- memory in pieces, and an allocator that retries ---
 
 
+def test_memory_that_stays_in_pieces_is_named_by_the_error(cuda: Device) -> None:
+    """40 MiB are reserved and not allocated, and a request of 8 MiB finds no place in them."""
+    request = out_of_memory("CUDA out of memory. Tried to allocate 8.00 MiB.")
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        world.set(cuda, cached=40 * MIB)
+        raise request
+
+    with torch.no_grad(), pytest.raises(oomkit.OutOfMemory) as caught:
+        oomkit.auto_batch(body)(ROWS)
+    (advice, *_) = caught.value.report.advice
+    assert "were free but in pieces, and 8.00 MiB were wanted in one" in advice
+    assert "expandable_segments:True" in advice
+
+
 def test_memory_in_pieces_is_flushed_and_the_same_plan_tried_again(cuda: Device) -> None:
     cuda.cached = 1 << 40
     body = Body(out_of_memory())
