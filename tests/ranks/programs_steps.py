@@ -80,6 +80,32 @@ def split_from_the_start(rank: Rank) -> list[Any]:
     return [_equal(_gradients(model), expected), step.records[-1].accumulation_steps]
 
 
+def later_rows(rank: Rank) -> list[Any]:
+    """A term that one rank's rows have, in micro-batch `at` of 4: its split is proven for them."""
+    model, optimizer, x, y = _begin(rank)
+    at, coupled = rank.arguments["at"], rank.arguments["coupled"]
+    marked = x[2 * at] if rank.rank == 1 else torch.full((4,), 9.0)
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = model(x)
+        loss = F.mse_loss(out, y)
+        here = (x == marked).all(1)
+        if not here.any():
+            return loss
+        if coupled:
+            return loss + (out - out.mean(0)).square().sum().sqrt()
+        return loss + (here.double() * out.square().mean(1)).mean()
+
+    def body(x: torch.Tensor, y: torch.Tensor) -> None:
+        loss_of(x, y).backward()
+
+    body(x, y)
+    expected = _gradients(model)
+    optimizer.zero_grad()
+    step = oomkit.auto_batch(body, accumulation_steps=4, model=model)
+    return [_raised(lambda: step(x, y)), _equal(_gradients(model), expected)]
+
+
 def returned_loss(rank: Rank) -> list[Any]:
     """The caller runs backward: as torch alone; and refused by name once memory lacks."""
     model, optimizer, x, y = _begin(rank)

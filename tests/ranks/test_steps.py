@@ -26,6 +26,8 @@ REFUSED = {
 OWN = [(fails, phase, nth) for fails in (0, 1) for phase, nth in (("forward", 1), ("backward", 2))]
 TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "split": ("split_from_the_start", {}),
+    "later rows": ("later_rows", {"at": 2, "coupled": False}),
+    "later rows, coupled": ("later_rows", {"at": 2, "coupled": True}),
     "hidden": ("hidden_optimizer", {}),
     "without memory": ("out_of_ways", {}),
     "after": ("after_the_update", {}),
@@ -55,6 +57,13 @@ def _of(name: str) -> list[Any]:
 
 def test_each_rank_may_split_as_it_needs() -> None:
     assert _of("split") == [[True, 2], [True, 4]]
+
+
+def test_what_only_later_rows_of_one_rank_have_is_proven() -> None:
+    assert _of("later rows") == [["nothing", True]] * 2
+    other, one = _of("later rows, coupled")
+    assert one[0].startswith("SplitError: auto_batch cannot split")
+    assert other[0].startswith("RankError: ")
 
 
 def test_a_loss_that_is_returned_is_torchs_affair() -> None:
