@@ -88,7 +88,7 @@ int
 oomkit_grads_mark(oomkit_call *call)
 {
     oomkit_grads *g = &call->grads;
-    Py_ssize_t i, n = call->parts->param_count;
+    Py_ssize_t n = call->parts->param_count, i = 0;
 
     if (g->marked) {
         return 0;
@@ -97,9 +97,10 @@ oomkit_grads_mark(oomkit_call *call)
     if (oomkit_grads_marks_take(call, &g->marks) < 0) {
         return -1;
     }
-    for (i = 0; i < n && !g->at_entry; i++) {
-        g->at_entry = g->marks[i].grad != NULL;
+    while (i < n && g->marks[i].grad == NULL) {
+        i++;
     }
+    g->at_entry = i < n;
     g->marked = 1;
     g->engine_runs = call->st->engine_runs;
     oomkit_baseline_marked(call, g->at_entry);
@@ -446,7 +447,7 @@ oomkit_grads_end_attempt(oomkit_call *call)
 {
     oomkit_grads *g = &call->grads;
 
-    if (g->marked) { /* the array is for the next attempt */
+    if (g->marked && g->at_entry) { /* the array is for the next attempt */
         call->st->bridge->grads_release(g->marks, (size_t)call->parts->param_count);
     }
     oomkit_grads_marks_drop(call, &g->after);
