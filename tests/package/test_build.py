@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,33 @@ def test_a_bridge_built_for_another_torch_is_not_taken(
     command.build_extension(Extension("oomkit._bridge", [], library_dirs=[folder]))
 
     assert seen == [stays] and mark.read_text() == "2_14"
+
+
+@pytest.mark.parametrize(("flags", "level"), [("-g0", "of Python"), ("-O1 -g", "-O1")])
+def test_flags_of_the_environment_leave_the_build_optimised(
+    flags: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """setuptools takes $CFLAGS in place of Python's own flags, and not beside them."""
+    for name in ("CFLAGS", "CXXFLAGS"):
+        monkeypatch.setenv(name, flags)
+    python_says = sysconfig.get_config_var("CFLAGS").split()
+    expected = [f for f in python_says if f.startswith("-O")] if level == "of Python" else [level]
+    seen: list[list[str]] = []
+
+    def build(command: build_ext) -> None:
+        seen.extend([command.compiler.compiler_so, command.compiler.compiler_so_cxx])
+
+    monkeypatch.setattr(build_ext, "build_extensions", build)
+    modules = [Extension(name, []) for name in ("oomkit._C", "oomkit._bridge")]
+    make = runpy.run_path(str(SETUP), run_name="setup")["BuildExt"]
+    command = make(Distribution({"ext_modules": modules}))
+    command.ensure_finalized()
+    command.run()
+
+    for words in seen:
+        assert [word for word in words if word.startswith("-O")] == expected, words
+        assert words.index(expected[0]) <= words.index(flags.split()[0])
+    assert len(seen) == 2
 
 
 def test_the_page_for_an_index_has_no_target_that_is_not_there() -> None:
