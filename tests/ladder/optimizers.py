@@ -15,6 +15,7 @@ _OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("Adam", {"amsgrad": True, "weight_decay": 0.1}),
     ("AdamW", {}),
     ("AdamW", {"amsgrad": True}),
+    ("AdamW", {"lr": torch.tensor(1e-2)}),
     ("NAdam", {"weight_decay": 0.1}),
     ("RAdam", {"weight_decay": 0.1}),
     ("Adamax", {"weight_decay": 0.1}),
@@ -47,17 +48,18 @@ def _configs() -> list[Config]:
             config = Config(name, {**options, **variant})
             try:
                 make(config, [torch.nn.Parameter(torch.zeros(2, 2))])
-            except (TypeError, RuntimeError):
-                continue  # it has no fused variant on the CPU
+            except (TypeError, RuntimeError, ValueError):
+                continue  # it has no fused variant on the CPU, or lists take no tensor
             made.append(config)
     return made
 
 
 def make(config: Config, params: list[torch.nn.Parameter], **more: Any) -> torch.optim.Optimizer:
     cls: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, config.name)
-    lr = more.pop("lr", 1e-2)
+    options = {"lr": 1e-2, **config.options, **more}
+    lr = options.pop("lr")
     groups = [{"params": params[:2]}, {"params": params[2:], "lr": lr * 0.5}]
-    return cls(groups if len(params) > 2 else params, lr=lr, **config.options, **more)
+    return cls(groups if len(params) > 2 else params, lr=lr, **options)
 
 
 class Program:
@@ -76,11 +78,15 @@ class Program:
         self.all_used = config.name == "SGD" and bool(config.options.get("fused"))
 
     def step(self, x: torch.Tensor) -> float:
+        loss = self.backward(x)
+        self.optimizer.step()
+        return loss
+
+    def backward(self, x: torch.Tensor) -> float:
         self.optimizer.zero_grad()
         used = self.params if self.optimizer.state or self.all_used else self.params[:4]
         loss = torch.stack([(x @ p).square().mean() for p in used]).sum()
         loss.backward()
-        self.optimizer.step()
         return loss.item()
 
     def picture(self) -> dict[str, Any]:

@@ -120,13 +120,15 @@ def host_bytes() -> int:
 
 
 LADDERS: dict[str, dict[str, Any]] = {
+    "split": {"ladder": ()},
     "update": {"ladder": ("update",)},
     "state": {"ladder": ("update", "state")},
     "activations": {"ladder": ("update", "activations")},
     "recompute": {"ladder": ("update", "recompute")},
     "gradients": {"ladder": ("update", "state", "gradients")},
 }
-RUNGS = dict(zip(LADDERS, range(1, 6), strict=True))
+RUNGS = dict(zip(LADDERS, range(6), strict=True))
+CLIMBED = list(LADDERS)[1:]
 
 
 @cache
@@ -141,7 +143,7 @@ def rooms(name: str) -> int:
                 program.step(batches(name)[0])
                 program.step(batches(name)[1])
             high = middle
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, oomkit.PartialUpdate):  # the latter without a ladder
             low = middle
         del program
     return high + 8192
@@ -173,7 +175,8 @@ def faulted(name: str, phase: str, nth: int, times: int | None) -> tuple[Program
     if ended is None:
         plans.append(program.slices)
     else:
-        assert times is None and not ended.committed, (name, phase, nth, str(ended))
+        assert times is None or phase == "recovery", (name, phase, nth, str(ended))
+        assert not ended.committed, (name, phase, nth)
     assert equal(program.picture(), plain(name, *plans)), (name, phase, nth, plans)
     return program, fault, ended
 
@@ -182,6 +185,16 @@ def faulted(name: str, phase: str, nth: int, times: int | None) -> tuple[Program
 def test_the_demos_gpt_stands_on_the_rung(name: str) -> None:
     program, _, _ = faulted(name, "forward", 10**9, 1)
     assert [r.rung for r in program.step.records][1:] == [RUNGS[name]] * 2
+
+
+def test_none_is_climbed_where_micro_batches_alone_fit() -> None:
+    """In the smallest room of those that know no ladder, and all are allowed."""
+    program = Program("split", ladder="auto")
+    with room(rooms("split")):
+        for batch in batches("split") * 2:
+            program.step(batch)
+    assert {r.rung for r in program.step.records} == {0}
+    assert len(program.slices) > 1
 
 
 COSTS = {
@@ -193,7 +206,7 @@ COSTS = {
 }
 
 
-@pytest.mark.parametrize("name", LADDERS)
+@pytest.mark.parametrize("name", CLIMBED)
 def test_it_is_said_once_with_what_it_costs(name: str, caplog: pytest.LogCaptureFixture) -> None:
     size = rooms(name)
     caplog.clear()
@@ -211,7 +224,7 @@ def test_it_is_said_once_with_what_it_costs(name: str, caplog: pytest.LogCapture
     assert f"(rung {RUNGS[name]})" in told
 
 
-@pytest.mark.parametrize("name", LADDERS)
+@pytest.mark.parametrize("name", CLIMBED)
 def test_it_is_remembered(name: str) -> None:
     """A run that goes on from a checkpoint begins where the one before has ended."""
     program = Program(name)
@@ -238,7 +251,7 @@ def test_it_is_remembered(name: str) -> None:
     assert (record.attempts, record.rung, program.slices) == (1, RUNGS[name], slices)
 
 
-@pytest.mark.parametrize("name", LADDERS)
+@pytest.mark.parametrize("name", CLIMBED)
 def test_it_is_left_when_there_is_room_again(name: str) -> None:
     program = Program(name)
     with room(rooms(name)):
@@ -252,7 +265,7 @@ def test_it_is_left_when_there_is_room_again(name: str) -> None:
     assert len(program.slices) == 1
 
 
-@pytest.mark.parametrize("name", LADDERS)
+@pytest.mark.parametrize("name", CLIMBED)
 def test_a_thousand_calls_hold_nothing_more(name: str) -> None:
     program = Program(name)
     with room(rooms(name)):
@@ -272,7 +285,7 @@ def test_a_thousand_calls_hold_nothing_more(name: str) -> None:
 
 @pytest.mark.parametrize("times", [1, None], ids=["once", "for good"])
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("name", LADDERS)
+@pytest.mark.parametrize("name", CLIMBED)
 def test_the_demos_gpt(name: str, phase: str, times: int | None) -> None:
     seen = faulted(name, phase, 10**9, 1)[1].seen
     ended = 0
@@ -337,7 +350,9 @@ def test_state_on_the_host(config: Config, phase: str) -> None:
                 step(BATCHES[2])
                 picture = expected[2]
             except oomkit.OutOfMemory as error:
-                assert times is None and not error.committed, (nth, error)
+                # oomkit's own memory: the call is not run, and can be made again
+                assert times is None or phase == "recovery", (nth, error)
+                assert not error.committed, nth
                 picture = expected[1]
         assert fault.fired > 0, nth
         now = program.picture()

@@ -40,6 +40,26 @@ def plain(config: Config, steps: int = 4) -> tuple[Program, list[Any]]:
     return program, pictures
 
 
+@pytest.mark.parametrize("most", [1, 2, 4])
+@pytest.mark.parametrize("config", CONFIGS, ids=ids)
+def test_it_is_independent(config: Config, most: int) -> None:
+    """oomkit has no part in this: torch's update of some parameters after others is the whole."""
+    _, pictures = plain(config)
+    program = Program(config)
+    lists = [list(g["params"]) for g in program.optimizer.param_groups]
+    for x, picture in zip(BATCHES, pictures[1:], strict=True):
+        program.backward(x)
+        for group, params in zip(program.optimizer.param_groups, lists, strict=True):
+            for other in program.optimizer.param_groups:
+                other["params"] = []
+            for at in range(0, len(params), most):
+                group["params"] = params[at : at + most]
+                type(program.optimizer).step.__wrapped__(program.optimizer)  # type: ignore[attr-defined]
+        for group, params in zip(program.optimizer.param_groups, lists, strict=True):
+            group["params"] = params
+        assert same(values(program.picture()), values(picture))
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=ids)
 def test_it_is_bitwise_the_whole_update(config: Config) -> None:
     _, pictures = plain(config)
