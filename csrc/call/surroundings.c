@@ -44,7 +44,8 @@ static int
 is_wrapper_type(PyTypeObject *type)
 {
     static const char *const names[] = {"DistributedDataParallel",
-                                        "FullyShardedDataParallel", "FSDPModule"};
+                                        "FullyShardedDataParallel", "FSDPModule",
+                                        "DeepSpeedEngine", "MegatronModule"};
     PyObject *mro = type->tp_mro; /* borrowed */
     Py_ssize_t i;
     size_t n;
@@ -55,6 +56,21 @@ is_wrapper_type(PyTypeObject *type)
             if (strcmp(name, names[n]) == 0) {
                 return 1;
             }
+        }
+    }
+    return 0;
+}
+
+/* Has it parameters that are spread over ranks, with no wrapper (tensor parallelism)?
+ */
+static int
+has_spread_params(const oomkit_call *call)
+{
+    Py_ssize_t i;
+
+    for (i = 0; i < call->parts->param_count; i++) {
+        if (strcmp(Py_TYPE(call->parts->params[i])->tp_name, "DTensor") == 0) {
+            return 1;
         }
     }
     return 0;
@@ -78,6 +94,14 @@ oomkit_wrappers(oomkit_call *call)
         if (!is_wrapper_type(Py_TYPE(root))) {
             last = Py_TYPE(root);
         } else if (PyList_Append(found, root) < 0) {
+            return NULL;
+        }
+    }
+    if (found != NULL && PyList_GET_SIZE(found) == 0 && has_spread_params(call)) {
+        OWNED PyObject *root = roots == NULL || PyList_GET_SIZE(roots) == 0
+                                   ? Py_NewRef(Py_None)
+                                   : oomkit_reference_get(PyList_GET_ITEM(roots, 0));
+        if (root != NULL && PyList_Append(found, root) < 0) {
             return NULL;
         }
     }

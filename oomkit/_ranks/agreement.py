@@ -36,6 +36,17 @@ from .world import AGAIN, FATAL, FINE, NEVER, STOP, World, meet
 
 _PLAIN_HOOKS = frozenset({"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"})
 """One collective for each bucket, and no state: of torch's own."""
+_WRAPPERS = frozenset(
+    {
+        "DistributedDataParallel",
+        "FullyShardedDataParallel",
+        "DeepSpeedEngine",
+        "MegatronModule",
+    }
+)
+_TENSOR_PARALLEL = (
+    "its parameters are spread over ranks without fully_shard(), as in tensor parallelism"
+)
 _UNTOUCHED = 0  # what torch takes for False, and never writes
 _said: set[tuple[str, str]] = set()
 _looked_at: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
@@ -410,6 +421,8 @@ def _second_broadcast() -> None:
 
 
 def _modules_refusal(model: Any) -> str | None:
+    if any(type(p).__name__ == "DTensor" for p in model.parameters()):
+        return _TENSOR_PARALLEL
     for module in model.modules():
         if isinstance(module, torch.nn.SyncBatchNorm):
             return "SyncBatchNorm communicates inside the forward"
@@ -418,10 +431,22 @@ def _modules_refusal(model: Any) -> str | None:
     return None
 
 
+def _unknown(model: Any) -> str:
+    """Why a model that is spread over ranks otherwise is not agreed on."""
+    for kind in type(model).__mro__:
+        if kind.__name__ in _WRAPPERS:
+            package = kind.__module__.partition(".")[0]
+            return (
+                f"{package}'s {kind.__name__} is not supported; torch's DistributedDataParallel "
+                "and fully_shard() are"
+            )
+    return _TENSOR_PARALLEL
+
+
 def _refusal(model: Any) -> str | None:
     """Why calls over this model are not agreed on, or None."""
     if not isinstance(model, DistributedDataParallel):
-        return f"{type(model).__name__} is not supported yet; DistributedDataParallel is"
+        return _unknown(model)
     if model.static_graph:
         return "static_graph=True counts the backwards of the first step"
     if model._join_config.enable:

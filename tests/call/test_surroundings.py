@@ -77,7 +77,9 @@ def test_what_is_not_agreed_on_says_so_at_once() -> None:
         _refused(spread, list(model.parameters()), "other ranks waiting")
 
 
-@pytest.mark.parametrize("name", ["FullyShardedDataParallel", "FSDPModule"])
+@pytest.mark.parametrize(
+    "name", ["FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine", "MegatronModule"]
+)
 def test_sharded_modules_are_known_by_name(name: str) -> None:
     """FSDP itself wants a device; fully_shard() derives a class from the user's."""
     base = type(name, (), {})

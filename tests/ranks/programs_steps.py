@@ -240,7 +240,24 @@ class _Rows(nn.Module):
         return out
 
 
+def _tensor_parallel() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model = _Rows()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return parallelize_module(model, mesh, {"layers.0": ColwiseParallel()})
+
+
+class DeepSpeedEngine(_Rows):
+    """By its name: DeepSpeed itself wants a compiler and a device."""
+
+
 def _refused_ddp(how: str) -> Any:
+    if how == "tensor parallel":
+        return _tensor_parallel()
+    if how == "deepspeed":
+        return DeepSpeedEngine()
     if how == "sparse":
         return DistributedDataParallel(nn.EmbeddingBag(10, 2, sparse=True))
     given: dict[str, Any] = {"static_graph": how == "static"}
@@ -254,6 +271,15 @@ def _refused_ddp(how: str) -> Any:
     return model
 
 
+def _needs(*names: str) -> None:
+    """What oomkit uses of torch's FSDPParam besides."""
+    from oomkit._ranks import sharded
+
+    known = sharded._NAMES["FSDPParam"].partition(" a_name")[0]
+    sharded._NAMES["FSDPParam"] = " ".join([known, *names])
+    sharded._missing.cache_clear()
+
+
 def _refused_fsdp(how: str) -> Any:
     from torch.distributed.fsdp import fully_shard
 
@@ -262,6 +288,7 @@ def _refused_fsdp(how: str) -> Any:
         "fsdp, kept": lambda: model.set_reshard_after_backward(False),
         "fsdp, replicas": lambda: model.set_requires_all_reduce(False),
         "fsdp, open": lambda: model.set_is_last_backward(False),
+        "fsdp, another torch": lambda: _needs("a_name_of_another_torch"),
         "fsdp, hook": lambda: model.set_all_reduce_hook(lambda tensor: None),
     }[how]()
     return model
@@ -284,6 +311,8 @@ def refused(rank: Rank) -> list[str]:
             warnings.simplefilter("always")
             step(x)
         found.append(" ".join(str(w.message) for w in caught if "not retried" in str(w.message)))
+        if how == "fsdp, another torch":
+            _needs()
     return found
 
 

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import pytest
+import torch
 from helpers.messages import message_of
 
 import oomkit
@@ -16,11 +17,14 @@ REFUSED = {
     "sparse": "EmbeddingBag(sparse=True) has sparse gradients",
     "static": "static_graph=True",
     "sync batch norm": "SyncBatchNorm communicates inside the forward",
+    "tensor parallel": "spread over ranks without fully_shard(), as in tensor parallelism",
+    "deepspeed": "ranks's DeepSpeedEngine is not supported",
     "subgroup": "its process group is not that of all ranks",
     "buffer hook": "it has a hook for its buffers",
     "fsdp, kept": "set_reshard_after_backward(False)",
     "fsdp, replicas": "set_requires_all_reduce(False)",
     "fsdp, open": "set_is_last_backward(False)",
+    "fsdp, another torch": f"torch {torch.__version__} has no FSDPParam.a_name_of_another_torch",
     "fsdp, hook": "it has a hook for its reduction",
 }
 OWN = [(fails, phase, nth) for fails in (0, 1) for phase, nth in (("forward", 1), ("backward", 2))]
