@@ -90,10 +90,6 @@ oomkit_paths_watched(oomkit_call *call)
     if (call->proof != NULL) {
         return 1;
     }
-    if (call->cut->at > 0 && oomkit_ranks_agreed(call) &&
-        (call->is_last || oomkit_ranks_sharded(call))) {
-        return 0; /* others may be in a collective with this one */
-    }
     found = oomkit_proven_find(call);
     return found != NULL && known_now(call, found);
 }

@@ -316,12 +316,15 @@ ranks_micro_begins(oomkit_call *call)
     return oomkit_ranks_agreed(call) ? ranks_ask(call, "micro_begins") : 0;
 }
 
-/* A rule wants another attempt: of a model that is sharded all ranks make it. */
+/* A rule wants another attempt: of a model that is sharded all ranks make it, and of
+ * another one where they may have seen anything of this one. */
 static int
 ranks_before_restart(oomkit_call *call, int why)
 {
-    return call->ranks.sharded && why != OOMKIT_RESTART_RANKS ? ranks_before_retry(call)
-                                                              : 0;
+    return why == OOMKIT_RESTART_ROWS ||
+                   (call->ranks.sharded && why != OOMKIT_RESTART_RANKS)
+               ? ranks_before_retry(call)
+               : 0;
 }
 
 /* global_weight=: beside what the micro-batch counts among those of this rank. */

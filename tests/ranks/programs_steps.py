@@ -80,30 +80,47 @@ def split_from_the_start(rank: Rank) -> list[Any]:
     return [_equal(_gradients(model), expected), step.records[-1].accumulation_steps]
 
 
+def _own(model: nn.Module) -> list[list[float]]:
+    """This rank's part of gradients and parameters."""
+    found = [t for p in model.parameters() for t in (p.grad, p.detach()) if t is not None]
+    return [getattr(t, "to_local", lambda t=t: t)().flatten().tolist() for t in found]
+
+
 def later_rows(rank: Rank) -> list[Any]:
     """A term that one rank's rows have, in micro-batch `at` of 4: its split is proven for them."""
-    model, optimizer, x, y = _begin(rank)
-    at, coupled = rank.arguments["at"], rank.arguments["coupled"]
-    marked = x[2 * at] if rank.rank == 1 else torch.full((4,), 9.0)
+    given = rank.arguments
+    _, _, x, y = _begin(rank)
+    marked = x[2 * given["at"]] if rank.rank == 1 else torch.full((4,), 9.0)
 
-    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        out = model(x)
-        loss = F.mse_loss(out, y)
-        here = (x == marked).all(1)
-        if not here.any():
-            return loss
-        if coupled:
-            return loss + (out - out.mean(0)).square().sum().sqrt()
-        return loss + (here.double() * out.square().mean(1)).mean()
+    def train(**options: Any) -> tuple[str, list[list[float]]]:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        if given["sharded"]:
+            from torch.distributed.fsdp import fully_shard
 
-    def body(x: torch.Tensor, y: torch.Tensor) -> None:
-        loss_of(x, y).backward()
+            model = fully_shard(model)
+        else:
+            model = DistributedDataParallel(model, bucket_cap_mb=0.0002)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    body(x, y)
-    expected = _gradients(model)
-    optimizer.zero_grad()
-    step = oomkit.auto_batch(body, accumulation_steps=4, model=model)
-    return [_raised(lambda: step(x, y)), _equal(_gradients(model), expected)]
+        def body(x: torch.Tensor, y: torch.Tensor) -> None:
+            out = model(x)
+            loss = F.mse_loss(out, y)
+            here = (x == marked).all(1)
+            if here.any() and given["coupled"]:
+                loss = loss + (out - out.mean(0)).square().sum().sqrt()
+            elif here.any():
+                loss = loss + (here.double() * out.square().mean(1)).mean()
+            loss.backward()
+            if given["updates"]:
+                optimizer.step()
+
+        step = oomkit.auto_batch(body, model=model, **options) if options else body
+        said = _raised(lambda: step(x, y))
+        return said, _own(model)
+
+    said, ours = train(accumulation_steps=4)
+    return [said, given["coupled"] or _equal(ours, train()[1])]
 
 
 def returned_loss(rank: Rank) -> list[Any]:

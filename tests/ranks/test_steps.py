@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -30,8 +31,13 @@ REFUSED = {
 OWN = [(fails, phase, nth) for fails in (0, 1) for phase, nth in (("forward", 1), ("backward", 2))]
 TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "split": ("split_from_the_start", {}),
-    "later rows": ("later_rows", {"at": 2, "coupled": False}),
-    "later rows, coupled": ("later_rows", {"at": 2, "coupled": True}),
+    **{
+        f"rows {at} {s} {c}": (
+            "later_rows",
+            {"at": at, "updates": at > 1, "sharded": s, "coupled": c},
+        )
+        for at, s, c in itertools.product((1, 3), (False, True), (False, True))
+    },
     "hidden": ("hidden_optimizer", {}),
     "without memory": ("out_of_ways", {}),
     "after": ("after_the_update", {}),
@@ -63,9 +69,11 @@ def test_each_rank_may_split_as_it_needs() -> None:
     assert _of("split") == [[True, 2], [True, 4]]
 
 
-def test_what_only_later_rows_of_one_rank_have_is_proven() -> None:
-    assert _of("later rows") == [["nothing", True]] * 2
-    other, one = _of("later rows, coupled")
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("at", [1, 3])  # the last one's are known when others have reduced
+def test_what_only_later_rows_of_one_rank_have_is_proven(at: int, sharded: bool) -> None:
+    assert _of(f"rows {at} {sharded} False") == [["nothing", True]] * 2
+    other, one = _of(f"rows {at} {sharded} True")
     assert one[0].startswith("SplitError: auto_batch cannot split")
     assert other[0].startswith("RankError: ")
 
