@@ -309,11 +309,11 @@ class Agreement(Call):
         """This rank's attempt has failed, and everything is back but what others have seen."""
         self._whole, self.trouble = False, True
         if self.own:
-            raise self.cannot(f"it ran out of memory after {self.own}() of the step's own")
+            raise self.cannot(f"it has to begin again after {self.own}() of the step's own")
         if self._done > 0 or any(reducer.flying for reducer in self._reducers):
             if self._once:
                 raise self.cannot(
-                    "it ran out of memory after a communication hook had run, whose state cannot "
+                    "it has to begin again after a communication hook had run, whose state cannot "
                     "be taken back: restore a checkpoint on all ranks"
                 )
             self._drain()
