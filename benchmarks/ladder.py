@@ -554,6 +554,7 @@ def main() -> None:
     finally:
         for contender in contenders:
             contender.close()
+    place += f"; speeds are medians of {options.repetitions} runs"
     lines = [place, "", *tables(contenders, found), *aims(contenders, found)]
     text = "\n".join([*lines, "", f"{time.monotonic() - started:.0f} s in all"])
     print(text)

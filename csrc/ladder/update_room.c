@@ -170,7 +170,8 @@ oomkit_update_fits(oomkit_call *call, PyObject *optimizer, int index)
     }
     if (need->items != oomkit_part_items(call, index)) {
         if (left == OOMKIT_UNKNOWN && call->device.type == OOMKIT_DEVICE_CPU &&
-            call->st->hosted_any == 0 && !call->options->optimizer_parts) {
+            call->st->hosted_any == 0 && !need->failed &&
+            !call->options->optimizer_parts) {
             return 1;
         }
         if (need_anew(call, index, need) < 0) {

@@ -117,7 +117,12 @@ class Weigher:
 
 
 def _ignored(modules: list[torch.nn.Module]) -> list[int]:
-    own = [getattr(module, "ignore_index", None) for module in modules]
+    # A module looks in three more places for what it has not.
+    own = [
+        getattr(module, "ignore_index", None)
+        for module in modules
+        if "ignore_index" in module.__dict__ or hasattr(type(module), "ignore_index")
+    ]
     found = [value for value in own if isinstance(value, int) and not isinstance(value, bool)]
     return list(dict.fromkeys([*found, *_IGNORED]))
 
@@ -146,7 +151,7 @@ def _vectors(leaves: Leaves, modules: list[torch.nn.Module]) -> Iterator[torch.T
     seen = [tensor for _, _, tensor, sliced in leaves if not sliced]
     for module in modules:
         if not isinstance(module, _NormBase):
-            seen += list(module.buffers(recurse=False))
+            seen += module._buffers.values()  # in every split call: half the time of buffers()
     for tensor in seen:
         if (
             isinstance(tensor, torch.Tensor)

@@ -19,6 +19,9 @@ from ladder.test_host_gradients import ENOUGH, LAYER
 from ladder.test_host_gradients import ROWS as MANY
 from ladder.test_host_gradients import Program as Wide
 from ladder.test_host_state import BATCH, PARAMS, ROOMS, WIDTH, Program, allocated, same
+from optim.test_update_rows import ENOUGH as BESIDE
+from optim.test_update_rows import TABLE
+from optim.test_update_rows import Program as Table
 
 import oomkit
 from device import CUDA, PRIVATE, XPU, Device, accelerator_error
@@ -118,6 +121,20 @@ def test_gradients_accumulate_on_the_host(host: HostMemory) -> None:
         with force_slices([MANY // count + (i < MANY % count) for i in range(count)]):
             plain.one()
     assert same(program.picture(), plain.picture())
+    del program
+    assert host.left() == 0
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_a_table_by_rows(host: HostMemory, name: str) -> None:
+    plain = Table(name, ladder=())
+    losses, expected = plain.run(4), plain.picture()
+    program = Table(name)
+    with room(int(BESIDE * TABLE)):
+        assert program.run(4) == losses
+        assert [r.rung for r in program.step.records] == [2] * 4
+    assert same(program.picture(), expected) and not host.faults
+    assert host.out > 0
     del program
     assert host.left() == 0
 

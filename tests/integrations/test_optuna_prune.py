@@ -450,3 +450,37 @@ def test_ask_and_tell_of_a_trial_that_was_told_already():
 
     trial = one.ask()
     assert tell(one, trial, lambda trial: one.tell(trial, 3.0) and 4.0).value == 3.0
+
+
+# --- the ladder ---
+
+
+@pytest.mark.parametrize("where", ["study", "step"])
+@pytest.mark.parametrize("ladder", [None, (), ("update",), ("update", "state"), "auto"], ids=str)
+def test_a_trial_climbs_no_ladder_unless_asked(limit, ladder, where):
+    """AdamW's state does not fit: such a trial would be slow, and is pruned."""
+    limit(13)  # 4 MiB of parameters, as much of gradients, twice that of state
+    given = {} if ladder is None else {"ladder": ladder}
+    rungs = []
+
+    def objective(trial):
+        layers = [torch.nn.Linear(512, 512, bias=False) for _ in range(4)]
+        model = torch.nn.Sequential(*layers)
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        @oomkit.auto_batch(**(given if where == "step" else {}))
+        def step(x):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        for _ in range(2):
+            step(torch.ones(4, 512))
+        rungs.append(step.records[-1].rung)
+        return 1.0
+
+    one = study()
+    one.optimize(prune_on_oom(objective, **(given if where == "study" else {})), n_trials=1)
+    climbs = ladder in ("auto", ("update", "state"))
+    assert one.trials[0].state == (STATE.COMPLETE if climbs else STATE.PRUNED)
+    assert rungs == ([2] if climbs else [])

@@ -260,3 +260,22 @@ def test_with_much_room_somebody_elses_is_not_cut(declared: None) -> None:
             step(x)
     assert [r.rung for r in step.records] == [0] * 4
     assert PARAMS > 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_after_half_an_update_the_next_ones_go_in_parts() -> None:
+    """It was to fit and did not: so little is trusted for a while."""
+    program = Program("AdamW")
+    program.run(2)
+    kept = [p.detach().clone() for p in program.model.parameters()]
+    with inject_oom(nth=4, phase="optimizer"), pytest.raises(oomkit.PartialUpdate):
+        program.run(1)
+    with torch.no_grad():
+        for p, value in zip(program.model.parameters(), kept, strict=True):
+            p.copy_(value)
+    with inject_oom(nth=4, phase="optimizer") as fault:
+        program.run(1)
+    assert fault.fired == 1
+    program.run(12)
+    assert [r.rung for r in program.step.records][:4] == [0, 0, 0, 1]
+    assert program.step.records[-1].rung == 0
