@@ -83,6 +83,14 @@ def _patience(group: Any) -> datetime.timedelta:
     return dist.default_pg_timeout
 
 
+def _start() -> str:
+    """Which start of its job this is: the store of `torchrun` may have keys of earlier ones. Its
+    agents count starts each for itself, so that there is no such number on several machines."""
+    found = [os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE")]
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    return f"{start}/" if start is not None and found[0] == found[1] else ""
+
+
 def _table_bytes(size: int) -> int:
     """Of shared memory, for what is gathered of so many ranks."""
     return size * (_NUMBERS + 1) * 8
@@ -121,7 +129,7 @@ class World:
         self.present: Any = None
         """What the call that runs agrees on, or None."""
         self._store = dist.distributed_c10d._get_default_store()
-        self._key = f"oomkit/{next(_generations)}"
+        self._key = f"oomkit/{_start()}{next(_generations)}"
         self._said = False
         self._vote: _C._Vote | None = None
         self._memory: mmap.mmap | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import runpy
 import signal
@@ -90,6 +91,32 @@ def again_in_one_process(rank: Rank) -> list[bool]:
         found.append(world.vote(turn + rank.rank % 2, 1) == turn + 1)
         dist.destroy_process_group()
     return found
+
+
+def started_again(rank: Rank) -> list[bool]:
+    """As `torchrun` starts a job again: the store has what was said in the first start."""
+    import torch.distributed as dist
+
+    found, old = [], {}
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
+    for start in range(2):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(start)
+        worlds._generations = itertools.count()
+        one = Rank(rank.rank, rank.world, f"{rank.store}-{start}", {})
+        one.join(10.0)
+        store: Any = dist.distributed_c10d._get_default_store()
+        for key, value in old.items():
+            store.set(key, value)
+        dist.barrier()
+        world = worlds.meet()
+        found.append(world.vote(start + rank.rank % 2, 1) == start + 1)
+        key = world._key
+        names = [f"{key}/memory", *(f"{key}/{r}" for r in range(2))]
+        names += [f"{key}/{r}/mapped" for r in range(2)]
+        old = {name: store.get(name) for name in names} if rank.rank == 0 else {}
+        dist.barrier()
+        dist.destroy_process_group()
+    return [*found, world.shared]
 
 
 def _step() -> Any:

@@ -43,6 +43,10 @@ def test_a_new_process_group_has_a_world_of_its_own() -> None:
     assert results_of("programs_world:again_in_one_process", 2) == [[True, True]] * 2
 
 
+def test_what_an_earlier_start_has_left_in_the_store_is_not_read() -> None:
+    assert results_of("programs_world:started_again", 2) == [[True, True, True]] * 2
+
+
 def test_a_stale_segment_is_not_read() -> None:
     assert results_of("programs_world:leave_a_segment", 2) == ["True 1"] * 2
 
