@@ -1,7 +1,7 @@
 """Programs in a process of their own, which has imported torch and nothing else.
 
 Torch is imported once, by a server that is started at the first program; each program is a fork of
-it. One that needs an environment before torch is loaded starts an interpreter of its own.
+it. What must be in the environment before torch is loaded is passed as `before`: each has a server.
 """
 
 from __future__ import annotations
@@ -51,18 +51,24 @@ exec(program)
 
 
 @cache
-def _server() -> subprocess.Popen[str]:
+def _server(*before: tuple[str, str]) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", _SERVER]
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **dict(before)},
+    )
     atexit.register(server.communicate)
     return server
 
 
 def run_program(
-    code: str, env: Mapping[str, str] | None = None, cwd: Path | None = None
+    code: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, **before: str
 ) -> subprocess.CompletedProcess[str]:
     """What `python -c code` would give, with torch imported."""
-    server = _server()
+    server = _server(*sorted(before.items()))
     assert server.stdin is not None and server.stdout is not None
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"

@@ -46,7 +46,8 @@ def followed(peers, adapter, fault=None, **changes):
 def test_latency_runs(tmp_path):
     output = tmp_path / "latency.txt"
     command = [sys.executable, str(BENCHMARKS / "latency.py"), "--quick", "--output", str(output)]
-    subprocess.run(command, check=True, capture_output=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, capture_output=True, env=environment)
     rows = re.findall(
         r"^(?:flat|layers) +\d+ +\d+  (?:forward|backward) +(?:first|again)",
         output.read_text(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -47,8 +48,14 @@ def run(tmp_path: Path, *before: str) -> subprocess.CompletedProcess[str]:
         f"sys.exit(module.main(['--scale', 'tiny', '--output', {str(tmp_path)!r}]))",
     ]
     command = [sys.executable, "-c", "\n".join(lines)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=EXAMPLE.parents[1]
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=EXAMPLE.parents[1],
+        env=environment,
     )
 
 

@@ -18,20 +18,20 @@ from oomkit.testing import inject_oom
 from undo.recovery_points import SUITES, Own, Point, chain, prove, run
 
 SEED = int(os.environ.get("OOMKIT_FUZZ_SEED", "1"))
-# How many points there are between two that are done here, for some 20 seconds in all.
+# How many points there are between two that are done here, for some 8 seconds in all.
 STRIDES = {
-    "out of memory once": 41,
-    "out of memory from there on": 41,
-    "oomkit's own memory": 23,
-    "oomkit's own memory from there on": 23,
-    "again in a later attempt": 53,
-    "again, in oomkit's own memory": 53,
-    "again, and from there on": 53,
-    "an interrupt at a line": 1009,
-    "an exception at a line": 1009,
-    "an interrupt at a function": 61,
-    "an exception at a function": 61,
-    "out of memory at a function": 61,
+    "out of memory once": 113,
+    "out of memory from there on": 113,
+    "oomkit's own memory": 61,
+    "oomkit's own memory from there on": 61,
+    "again in a later attempt": 151,
+    "again, in oomkit's own memory": 151,
+    "again, and from there on": 151,
+    "an interrupt at a line": 2503,
+    "an exception at a line": 2503,
+    "an interrupt at a function": 163,
+    "an exception at a function": 163,
+    "out of memory at a function": 163,
 }
 
 

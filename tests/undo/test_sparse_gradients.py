@@ -6,13 +6,11 @@ each kind of program: reading such a gradient ends the process, and that has to 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from helpers.own_process import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 PRELUDE = """
@@ -198,13 +196,8 @@ def sweep(make, refusals=0, slices=None, phase="backward", **more):
 def _run(code: str, bridge: bool = True) -> None:
     prelude = PRELUDE.replace("{bridge}", "" if bridge else 'sys.modules["oomkit._bridge"] = None')
     prelude = prelude.replace("{tests}", repr(str(ROOT / "tests")))
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", prelude + textwrap.dedent(code)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_PERTURB_": "170"},
-        capture_output=True,
-        text=True,
-        check=False,
+    done = run_program(
+        prelude + textwrap.dedent(code), cwd=ROOT, OMP_NUM_THREADS="1", MALLOC_PERTURB_="170"
     )
     assert done.returncode == 0, f"{done.returncode}\n{done.stdout}\n{done.stderr[-2500:]}"
     print(done.stdout)
