@@ -102,6 +102,12 @@ oomkit_proven_clear(oomkit_proven *proven);
  */
 int
 oomkit_paths_watched(oomkit_call *call);
+/* Before each micro-batch, and before each of its graphs: places in one are no places
+ * in another one. */
+void
+oomkit_paths_micro(oomkit_call *call);
+void
+oomkit_paths_graph(oomkit_call *call);
 /* An edge of it. One of a kind that no proof had is an operation that was not there:
  * the split is proven anew, before an update. So it is where a gradient that is not 0
  * comes to a place that has had none but 0. 0, or -1 with an exception. */

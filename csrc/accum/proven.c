@@ -94,6 +94,25 @@ oomkit_paths_watched(oomkit_call *call)
     return found != NULL && known_now(call, found);
 }
 
+void
+oomkit_paths_micro(oomkit_call *call)
+{
+    call->cut->paths.graphs = 0;
+}
+
+void
+oomkit_paths_graph(oomkit_call *call)
+{
+    call->cut->paths.graphs++;
+}
+
+/* A place in the present graph. Never 0. */
+static uint64_t
+paths_place(const oomkit_call *call, uint64_t place)
+{
+    return oomkit_hash_mix(place, call->cut->paths.graphs) | 1;
+}
+
 /* Are the rows of the present micro-batch among those that this call has proven? */
 static int
 paths_are_proven(const oomkit_call *call)
@@ -136,8 +155,8 @@ paths_listen(oomkit_call *call, const oomkit_edge *edge)
     }
     if (paths->flows != NULL) {
         done = PyObject_CallMethod(paths->flows, "watch", "OKK", edge->to,
-                                   (unsigned long long)edge->place,
-                                   (unsigned long long)edge->before);
+                                   (unsigned long long)paths_place(call, edge->place),
+                                   (unsigned long long)paths_place(call, edge->before));
     }
     return done == NULL ? -1 : 0;
 }
@@ -146,6 +165,7 @@ int
 oomkit_paths_edge(oomkit_call *call, const oomkit_edge *edge)
 {
     const uint64_t kind = oomkit_hash_mix(edge->from, edge->kind) | 1;
+    const uint64_t place = paths_place(call, edge->place);
     oomkit_proven *found;
 
     if (call->proof != NULL) {
@@ -164,8 +184,8 @@ oomkit_paths_edge(oomkit_call *call, const oomkit_edge *edge)
             return -1;
         }
     }
-    return edge->first && oomkit_hashes_have(&found->silent, edge->place) &&
-                   !oomkit_hashes_have(&found->heard, edge->place)
+    return edge->first && oomkit_hashes_have(&found->silent, place) &&
+                   !oomkit_hashes_have(&found->heard, place)
                ? paths_listen(call, edge)
                : 0;
 }

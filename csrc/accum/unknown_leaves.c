@@ -67,13 +67,16 @@ graph_strangers(oomkit_call *call, PyObject *roots)
 {
     unknown_walk w = {.call = call, .found = PyList_New(0)}; /* returned */
     int leaves = 0;
+    const int watched = oomkit_paths_watched(call);
 
+    if (watched) {
+        oomkit_paths_graph(call);
+    }
     if (w.found == NULL ||
         oomkit_addresses_fill(&w.known, call->parts->params, call->parts->param_count) <
             0 ||
-        oomkit_graph_walk_edges(call->st, roots, walk_visit,
-                                oomkit_paths_watched(call) ? walk_edge : NULL, &w,
-                                &leaves) < 0) {
+        oomkit_graph_walk_edges(call->st, roots, walk_visit, watched ? walk_edge : NULL,
+                                &w, &leaves) < 0) {
         call->refused.raised |= PyErr_ExceptionMatches(call->st->SplitError);
         Py_CLEAR(w.found);
     }

@@ -63,6 +63,7 @@ typedef struct oomkit_paths {
     oomkit_hashes kinds;  /* of edges, in the runs of a proof */
     PyObject *flows;      /* owned: _proof.flows.Flows, or NULL */
     uint64_t since;       /* a kind: hooks that were registered since the last call */
+    uint64_t graphs;      /* of the present micro-batch, so far */
     uint64_t hooks;       /* that were registered before the first micro-batch */
     oomkit_slice *proven; /* owned: rows that were proven in this call */
     Py_ssize_t count, room;

@@ -12,8 +12,9 @@ typedef int (*oomkit_edge_visitor)(oomkit_state *st, PyObject *next, PyObject *n
 /* What to do at a node: 1 go on behind it, 0 do not, -1 with an exception. */
 typedef int (*oomkit_node_visitor)(oomkit_state *st, PyObject *node, void *context);
 
-/* An edge, as a walk comes to it. What a node does is a hash of its type and of the
- * dimensions that it works along; a place is one of all nodes on the way there. */
+/* An edge, as a walk comes to it. What a node does is a hash of its type and of what
+ * it has saved: the dimensions that it works along, how it reduces, whether a norm
+ * takes statistics of the batch. A place is a hash of all nodes on the way there. */
 typedef struct oomkit_edge {
     PyObject *to;           /* borrowed */
     uint64_t from, kind;    /* what its nodes do; 1 where `to` is a root's */

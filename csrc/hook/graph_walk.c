@@ -34,7 +34,7 @@ typedef struct walk_frame {
 typedef struct walk_type {
     PyTypeObject *type; /* borrowed: nodes of it are kept */
     uint64_t hash;
-    int has_dim;
+    unsigned saved; /* which of OOMKIT_STATE_SAVED they have */
 } walk_type;
 
 typedef struct graph_walk {
@@ -101,6 +101,7 @@ walk_type_of(const oomkit_state *st, PyTypeObject *type)
 {
     const char *name = type->tp_name;
     walk_type known = {.type = type};
+    unsigned bit = 1;
 
     /* Each graph that torch.compile has compiled is a type of its own, all of one name.
      */
@@ -108,9 +109,27 @@ walk_type_of(const oomkit_state *st, PyTypeObject *type)
     for (; *name != '\0'; name++) {
         known.hash = (known.hash ^ (unsigned char)*name) * 0x100000001b3u;
     }
-    known.has_dim =
-        type->tp_dict != NULL && PyDict_Contains(type->tp_dict, st->str_saved_dim) > 0;
+#define HAS(field, text)                                                               \
+    if (type->tp_dict != NULL && PyDict_Contains(type->tp_dict, st->field) > 0) {      \
+        known.saved |= bit;                                                            \
+    }                                                                                  \
+    bit <<= 1;
+    OOMKIT_STATE_SAVED(HAS)
+#undef HAS
     return known;
+}
+
+/* `hash`, and what a node has saved under that name. */
+static uint64_t
+walk_saved(PyObject *node, PyObject *name, uint64_t hash)
+{
+    OWNED PyObject *value = PyObject_GetAttr(node, name);
+    const Py_hash_t number = value == NULL ? -1 : PyObject_Hash(value);
+
+    if (PyErr_Occurred()) {
+        oomkit_error_dismiss(); /* then it is not told from others of its type */
+    }
+    return oomkit_hash_mix(hash, (uint64_t)number);
 }
 
 /* What a node does. */
@@ -119,21 +138,21 @@ walk_kind(graph_walk *w, PyObject *node)
 {
     PyTypeObject *type = Py_TYPE(node);
     walk_type *known = &w->types[((uintptr_t)type >> 4) % TYPES];
-    OWNED PyObject *along = NULL;
-    Py_hash_t dims;
+    uint64_t hash;
+    unsigned bit = 1;
 
     if (known->type != type) {
         *known = walk_type_of(w->st, type);
     }
-    if (!known->has_dim) {
-        return known->hash;
-    }
-    along = PyObject_GetAttr(node, w->st->str_saved_dim);
-    dims = along == NULL ? -1 : PyObject_Hash(along);
-    if (PyErr_Occurred()) {
-        oomkit_error_dismiss(); /* then it is not told from others of its type */
-    }
-    return oomkit_hash_mix(known->hash, (uint64_t)dims);
+    hash = known->hash;
+#define SAVED(field, text)                                                             \
+    if (known->saved & bit) {                                                          \
+        hash = walk_saved(node, w->st->field, hash);                                   \
+    }                                                                                  \
+    bit <<= 1;
+    OOMKIT_STATE_SAVED(SAVED)
+#undef SAVED
+    return hash;
 }
 
 /* One more frame; steals `edges`, which may be NULL after an error. 0 or -1. */

@@ -259,6 +259,15 @@ proof_call_ends(oomkit_call *call)
 }
 
 static int
+proof_micro_begins(oomkit_call *call)
+{
+    if (oomkit_call_is_cut(call)) {
+        oomkit_paths_micro(call);
+    }
+    return 0;
+}
+
+static int
 proof_backward_begins(oomkit_call *call, oomkit_backward *backward)
 {
     return call->proof == NULL ? 0 : proof_root(call, backward->roots);
@@ -339,6 +348,7 @@ proof_micro_ends(oomkit_call *call, PyObject *result)
 }
 
 const oomkit_rule oomkit_proof_of_split_rule = {.before_attempt = oomkit_prove,
+                                                .micro_begins = proof_micro_begins,
                                                 .backward_begins =
                                                     proof_backward_begins,
                                                 .backward_ends = proof_backward_ends,

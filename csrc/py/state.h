@@ -9,8 +9,24 @@
  * a literal, the heading of the entry. In Python `_C.see(kind)`. */
 #define SEE(kind) " (help: python -m oomkit explain " kind ")"
 
+/* Of a node of a graph: what decides whether it has rows in common. */
+#define OOMKIT_STATE_SAVED(X)                                                          \
+    X(str_saved_dim, "_saved_dim")                                                     \
+    X(str_saved_dims, "_saved_dims")                                                   \
+    X(str_saved_dim0, "_saved_dim0")                                                   \
+    X(str_saved_dim1, "_saved_dim1")                                                   \
+    X(str_saved_dim2, "_saved_dim2")                                                   \
+    X(str_saved_dimension, "_saved_dimension")                                         \
+    X(str_saved_sumdim, "_saved_sumdim")                                               \
+    X(str_saved_reduction, "_saved_reduction")                                         \
+    X(str_saved_reduce, "_saved_reduce")                                               \
+    X(str_saved_mode, "_saved_mode")                                                   \
+    X(str_saved_train, "_saved_train")                                                 \
+    X(str_saved_training, "_saved_training")
+
 /* Interned names: X(field, text). */
 #define OOMKIT_STATE_STRINGS(X)                                                        \
+    OOMKIT_STATE_SAVED(X)                                                              \
     X(str_grad, "grad")                                                                \
     X(str_step, "step")                                                                \
     X(str_update, "update")                                                            \
@@ -128,7 +144,6 @@
     X(str_item, "item")                                                                \
     X(str_input_metadata, "_input_metadata")                                           \
     X(str_next_functions, "next_functions")                                            \
-    X(str_saved_dim, "_saved_dim")                                                     \
     X(str_close, "close")                                                              \
     X(str_cpu_name, "cpu")                                                             \
     X(str_cuda_name, "cuda")                                                           \

@@ -250,11 +250,22 @@ MUTANTS = [
         "dimensions-not-told",
         "the same operation along another dimension is proven before the update",
         "csrc/hook/graph_walk.c",
-        "    if (!known->has_dim) {",
-        "    if (1) {",
+        "    if (known->saved & bit) {",
+        "    if (0) {",
         (
             "proof/test_proof_paths.py::"
             "test_coupled_rows_are_refused_before_the_update[along-whole step-2]",
+        ),
+    ),
+    Mutant(
+        "places-of-graphs-not-told",
+        "a factor of the second of two backwards that look alike is proven when it is no longer 0",
+        "csrc/accum/proven.c",
+        "    return oomkit_hash_mix(place, call->cut->paths.graphs) | 1;",
+        "    return place;",
+        (
+            "proof/test_proof_paths.py::"
+            "test_a_factor_of_the_second_of_two_backwards_that_look_alike[coupled]",
         ),
     ),
     Mutant(

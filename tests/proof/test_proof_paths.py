@@ -138,7 +138,40 @@ def hooked_hidden(p: Program, x: torch.Tensor, y: torch.Tensor, term: Term) -> t
     return F.cross_entropy(p.last(hidden.tanh()), y)
 
 
+def turned(p: Program, x: torch.Tensor, y: torch.Tensor, term: Term) -> torch.Tensor:
+    """Attention among the rows; within each of them before, or the other way round."""
+    out = p.model(x)
+    among = (1, 0, 2) if term is coupled else (0, 2, 1)
+    q = out.reshape(len(x), 2, 2).permute(*among if p.on else (0, 1, 2))
+    return F.cross_entropy(out, y) + ((q @ q.mT).softmax(-1) @ q).square().mean()
+
+
+def swapped(p: Program, x: torch.Tensor, y: torch.Tensor, term: Term) -> torch.Tensor:
+    out = p.model(x)
+    h = out.reshape(len(x), 2, 2)
+    along = (2, 1) if not p.on else (0, 1) if term is coupled else (-1, -2)
+    return F.cross_entropy(out, y) + h.transpose(*along).cumsum(1).square().mean()
+
+
+def rolled(p: Program, x: torch.Tensor, y: torch.Tensor, term: Term) -> torch.Tensor:
+    out = p.model(x)
+    dim = 1 if not p.on else 0 if term is coupled else -1
+    return F.cross_entropy(out, y) + (out * out.roll(1, dim)).mean()
+
+
+def normed(p: Program, x: torch.Tensor, y: torch.Tensor, term: Term) -> torch.Tensor:
+    """Statistics of the batch, where constants were before."""
+    hidden = p.first(x)
+    means, variances = hidden.new_zeros(16), hidden.new_ones(16)
+    if p.on and term is single:
+        hidden = F.hardtanh(hidden)
+    hidden = torch.stack([hidden, hidden.square()], 2)
+    hidden = F.batch_norm(hidden, means, variances, training=p.on and term is coupled)
+    return F.cross_entropy(p.last(hidden.sum(2).tanh()), y)
+
+
 EVERYWHERE = [factor, factor_tensor, added, mixed, along, hooked_parameter, hooked_hidden]
+EVERYWHERE += [turned, swapped, rolled, normed]
 OF_ROWS = [in_the_last_rows, factor_of_rows]
 
 
@@ -206,3 +239,34 @@ def test_hooks_that_come_and_go_in_each_call_are_proven_once(
         handle.remove()
         proofs.append(sum("proved the split" in r.getMessage() for r in caplog.records))
     assert proofs == [1, 1, 0, 0, 0, 0]  # one more hook between two calls than within one
+
+
+@pytest.mark.parametrize("term", [coupled, single])
+def test_a_factor_of_the_second_of_two_backwards_that_look_alike(term: Term) -> None:
+    def twice(p: Program, x: torch.Tensor, y: torch.Tensor, term: Term) -> torch.Tensor:
+        (1.0 * F.cross_entropy(p.model(x), y)).backward()
+        other = x - x.mean(0) if term is coupled else x * 2.0
+        return float(p.on) * F.cross_entropy(p.model(other), y)
+
+    want, program = Program(twice, term), Program(twice, term)
+    if term is coupled:
+        with pytest.raises(oomkit.SplitError, match="cannot split"):
+            program.train(accumulation_steps=2)
+        assert program.call == LATER
+        return
+    want.train()
+    made = program.train(accumulation_steps=2)
+    torch.testing.assert_close(program.values(), want.values(), rtol=1e-12, atol=1e-14)
+    assert made[LATER] > 2
+    assert made[LATER + 1 :] == [2] * (CALLS - LATER - 1)
+
+
+def test_a_loss_that_becomes_a_sum_is_weighed_as_one() -> None:
+    def summed(p: Program, x: torch.Tensor, y: torch.Tensor, term: Term) -> torch.Tensor:
+        return F.cross_entropy(p.model(x), y, reduction="sum" if p.on else "mean")
+
+    want, program = Program(summed, single), Program(summed, single)
+    want.train()
+    made = program.train(accumulation_steps=2)
+    torch.testing.assert_close(program.values(), want.values(), rtol=1e-12, atol=1e-14)
+    assert made[LATER + 1 :] == [2] * (CALLS - LATER - 1)
