@@ -258,10 +258,14 @@ was_tried_whole(const oomkit_call *call)
 static int
 is_same_failure(const oomkit_call *call)
 {
-    const oomkit_attempt *last = &call->tries.items[call->tries.count - 1];
-    const oomkit_attempt *before = last - 1;
+    const oomkit_attempt *last, *before;
 
-    return call->tries.count >= 2 && last->phase != OOMKIT_PHASE_OPTIMIZER &&
+    if (call->tries.count < 2) {
+        return 0;
+    }
+    last = &call->tries.items[call->tries.count - 1];
+    before = last - 1;
+    return last->phase != OOMKIT_PHASE_OPTIMIZER &&
            last->budget_bytes != OOMKIT_UNKNOWN &&
            last->allocated_bytes != OOMKIT_UNKNOWN &&
            before->allocated_bytes != OOMKIT_UNKNOWN &&
@@ -273,11 +277,15 @@ is_same_failure(const oomkit_call *call)
 int
 oomkit_holders_leave_no_room(oomkit_call *call, int grads_may_go)
 {
-    const oomkit_attempt *last = &call->tries.items[call->tries.count - 1];
+    const oomkit_attempt *last;
     oomkit_holding left = {0};
     uint64_t now, grown, movable, wanted;
 
-    if (!is_same_failure(call) || (last->accumulated && !was_tried_whole(call))) {
+    if (!is_same_failure(call)) {
+        return 0;
+    }
+    last = &call->tries.items[call->tries.count - 1];
+    if (last->accumulated && !was_tried_whole(call)) {
         return 0; /* the whole batch meets no gradients that accumulated */
     }
     now = oomkit_device_allocated(call->st, call->device);
@@ -295,13 +303,14 @@ oomkit_holders_leave_no_room(oomkit_call *call, int grads_may_go)
 int
 oomkit_holders_skip_sizes(const oomkit_call *call)
 {
-    const oomkit_attempt *last = &call->tries.items[call->tries.count - 1];
-    const oomkit_attempt *before = last - 1;
+    const oomkit_attempt *last, *before;
     double row, none; /* bytes of a row, and with no rows at all */
 
     if (!is_same_failure(call)) {
         return 0;
     }
+    last = &call->tries.items[call->tries.count - 1];
+    before = last - 1;
     row = ((double)before->allocated_bytes - (double)last->allocated_bytes) /
           (double)(before->micro_batch_size - last->micro_batch_size);
     none = (double)last->allocated_bytes - row * (double)last->micro_batch_size;
