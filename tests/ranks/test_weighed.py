@@ -33,7 +33,7 @@ def test_what_cannot_be_weighed_is_an_error_on_all_ranks() -> None:
         assert "call backward() inside the step" in found["returned"]
         assert "weight= counts nothing in the batch of rank 1" in found["nothing counts"]
         assert found["moved"] == "False"
-    assert "RankError: rank 1 cannot go on: ZeroDivisionError" in first["raises"]
+    assert "RankError: rank 1 cannot continue: ZeroDivisionError" in first["raises"]
     assert second["raises"].startswith("ZeroDivisionError")
 
 
