@@ -69,6 +69,11 @@ oomkit_holders_of_run(oomkit_call *call, PyObject *const *parked);
  * device until the end of the backward. 1 or 0. */
 int
 oomkit_holders_leave_no_room(oomkit_call *call, int grads_may_go);
+/* Is the last request, in a forward or a backward, larger than what is left when
+ * everything of the attempt, gradients and state are away? No rung changes that. 1 or
+ * 0. */
+int
+oomkit_holders_request_too_large(oomkit_call *call);
 /* Bytes of parameters of a step (borrowed) on the CPU that its figures do not count.
  * Never fails. */
 uint64_t

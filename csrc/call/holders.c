@@ -301,6 +301,24 @@ oomkit_holders_leave_no_room(oomkit_call *call, int grads_may_go)
 }
 
 int
+oomkit_holders_request_too_large(oomkit_call *call)
+{
+    const oomkit_attempt *last = &call->tries.items[call->tries.count - 1];
+    const uint64_t now = oomkit_device_allocated(call->st, call->device);
+    oomkit_holding left = {0};
+    uint64_t movable;
+
+    if (last->phase == OOMKIT_PHASE_OPTIMIZER || now == OOMKIT_UNKNOWN ||
+        last->budget_bytes == OOMKIT_UNKNOWN ||
+        last->requested_bytes == OOMKIT_UNKNOWN) {
+        return 0;
+    }
+    held_params(call, NULL, &left);
+    movable = held_state(call, &left.outside) + left.gradients;
+    return now + last->requested_bytes > last->budget_bytes + movable;
+}
+
+int
 oomkit_holders_skip_sizes(const oomkit_call *call)
 {
     const oomkit_attempt *last, *before;

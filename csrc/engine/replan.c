@@ -290,28 +290,14 @@ replan_next(oomkit_call *call, oomkit_keep keep, int64_t failed_rows,
     return oomkit_cut_planned(call);
 }
 
-/* The plan of a rung that was climbed to, in micro-batches of so many rows. 0 or -1. */
-static int
-replan_on_rung(oomkit_call *call, int rung, int64_t least)
-{
-    const int64_t rows = call->batch.rows;
-
-    call->cut->plan = (oomkit_plan){.batch = rows,
-                                    .accumulation = (rows + least - 1) / least,
-                                    .multiple_of = oomkit_unfit_multiple(call),
-                                    .rung = (uint32_t)rung};
-    call->cut->count = call->cut->at = 0;
-    call->tries.whole_tried = 0;
-    return oomkit_cut_planned(call);
-}
-
 /* Nothing smaller is allowed: once more what has worked in an earlier call, then the
  * next rung of the ladder, with the smallest micro-batches that there were. 0, 1 where
  * there is none, or -1. */
 static int
 replan_climb(oomkit_call *call, oomkit_keep keep)
 {
-    const int64_t least = oomkit_replan_smallest(call);
+    const int64_t rows = call->batch.rows;
+    int64_t least = oomkit_replan_smallest(call);
     int climbed;
 
     if (keep != OOMKIT_KEEP_NOTHING) {
@@ -322,48 +308,25 @@ replan_climb(oomkit_call *call, oomkit_keep keep)
         call->tries.again = 1; /* an accident, or the room of another moment */
         climbed = (int)call->cut->plan.rung;
         call->cut->reason = OOMKIT_REASON_FLUSHED;
+    } else if (call->tries.count > 0 && oomkit_holders_request_too_large(call)) {
+        return 1;
     } else {
         call->cut->reason = OOMKIT_REASON_CLIMBED;
-        climbed = oomkit_ladder_climb(
-            call, 0, failed_in_update(call) ? OOMKIT_RUNG_STATE : OOMKIT_RUNGS - 1);
+        climbed = oomkit_ladder_climb(call, failed_in_update(call) ? OOMKIT_RUNG_STATE
+                                                                   : OOMKIT_RUNGS - 1);
         climbed = climbed == 0 ? -2 : climbed;
     }
     if (climbed < 0) {
         return climbed == -2 ? 1 : -1;
     }
-    return replan_on_rung(call, climbed, least > 0 ? least : call->batch.rows);
-}
-
-/* Parameters, gradients and the last request do not fit together, whatever the rows. A
- * rung that keeps gradients in host memory may still help: then the smallest
- * micro-batches are tried there, and nothing before. 0 planned; 1 where nothing helps,
- * 2 where it is not so; -1. */
-static int
-replan_no_room(oomkit_call *call)
-{
-    oomkit_plan_request request;
-    const oomkit_knowledge *known; /* borrowed from the step */
-    oomkit_plan plan = call->cut->plan;
-    int climbed;
-
-    if (call->tries.count == 0 || !oomkit_holders_leave_no_room(call, 0)) {
-        return 2;
-    }
-    if (!oomkit_host_grads_are_next(call) || oomkit_holders_leave_no_room(call, 1)) {
-        call->tries.no_room = 1;
-        return 1;
-    }
-    if (!oomkit_host_grads_possible(call)) {
-        return 2;
-    }
-    oomkit_signature_request(call, &request, &known);
-    replan_smallest(known, request, &plan);
-    climbed = oomkit_ladder_climb(call, OOMKIT_RUNG_GRADIENTS, OOMKIT_RUNG_GRADIENTS);
-    if (climbed <= 0) {
-        return climbed < 0 ? -1 : 2;
-    }
-    call->cut->reason = OOMKIT_REASON_CLIMBED;
-    return replan_on_rung(call, climbed, oomkit_plan_micro_batch(&plan));
+    least = least > 0 ? least : rows;
+    call->cut->plan = (oomkit_plan){.batch = rows,
+                                    .accumulation = (rows + least - 1) / least,
+                                    .multiple_of = oomkit_unfit_multiple(call),
+                                    .rung = (uint32_t)climbed};
+    call->cut->count = call->cut->at = 0;
+    call->tries.whole_tried = 0;
+    return oomkit_cut_planned(call);
 }
 
 int
@@ -372,10 +335,10 @@ oomkit_replan(oomkit_call *call, oomkit_keep keep, int64_t failed_rows,
 {
     int status;
 
-    status = keep == OOMKIT_KEEP_NOTHING ? replan_no_room(call) : 2;
-    if (status != 2) {
-        return status == 0 ? oomkit_replan_say(call, failed_rows, failed_count)
-                           : status;
+    if (keep == OOMKIT_KEEP_NOTHING && call->tries.count > 0 &&
+        oomkit_holders_leave_no_room(call, oomkit_host_grads_are_next(call))) {
+        call->tries.no_room = 1;
+        return 1;
     }
     status = replan_update(call, keep, failed_count);
     if (status == 1) {

@@ -45,10 +45,10 @@ int
 oomkit_rung_used(oomkit_call *call, oomkit_rung rung, const char *detail);
 
 /* Nothing smaller is allowed. The rung that the call has climbed to, > 0; 0 where there
- * is none left that helps, from `lowest` to `highest`; -1. What the shape knows of
- * sizes is of that rung from here on. */
+ * is none left that helps, up to `highest`; -1. What the shape knows of sizes is of
+ * that rung from here on. */
 int
-oomkit_ladder_climb(oomkit_call *call, int lowest, int highest);
+oomkit_ladder_climb(oomkit_call *call, int highest);
 /* Has a call of this shape worked on the rung of the present plan? 1 or 0; 0 without a
  * ladder. */
 int

@@ -138,7 +138,7 @@ records_gradients(const oomkit_call *call)
 
 /* The rung that helps, or 0, or -1. State is moved at once. */
 static int
-climb_next(oomkit_call *call, int lowest, int highest)
+climb_next(oomkit_call *call, int highest)
 {
     int rung = (int)call->cut->plan.rung, records;
     uint64_t bytes = 0;
@@ -147,13 +147,12 @@ climb_next(oomkit_call *call, int lowest, int highest)
         if (oomkit_host_all(call, oomkit_host_spare(call->st), &bytes) < 0) {
             return -1;
         }
-        if (bytes > 0 && lowest <= OOMKIT_RUNG_STATE) {
+        if (bytes > 0) {
             return rung > OOMKIT_RUNG_STATE ? rung : OOMKIT_RUNG_STATE;
         }
     }
     records = records_gradients(call);
     rung = rung < OOMKIT_RUNG_STATE ? OOMKIT_RUNG_STATE : rung;
-    rung = rung < lowest - 1 ? lowest - 1 : rung;
     while (records > 0 && ++rung <= highest) {
         int helps = !oomkit_rung_allowed(call, (oomkit_rung)rung) ? 0
                     : rung == OOMKIT_RUNG_GRADIENTS ? oomkit_host_grads_possible(call)
@@ -167,7 +166,7 @@ climb_next(oomkit_call *call, int lowest, int highest)
 }
 
 int
-oomkit_ladder_climb(oomkit_call *call, int lowest, int highest)
+oomkit_ladder_climb(oomkit_call *call, int highest)
 {
     oomkit_plan_request request;
     const oomkit_knowledge *known; /* borrowed from the step */
@@ -177,7 +176,7 @@ oomkit_ladder_climb(oomkit_call *call, int lowest, int highest)
 
     oomkit_signature_request(call, &request, &known);
     room = room_without(call, &request);
-    rung = climb_next(call, lowest, highest);
+    rung = climb_next(call, highest);
     if (rung <= 0) {
         return rung;
     }

@@ -160,7 +160,7 @@ def one_sample(f: Figures) -> str | None:
         ways.append("wrap the model's blocks in torch.utils.checkpoint")
     ways.append("run the forward under autocast in bfloat16")
     return (
-        f"the activations of {noun} need more than {format_bytes(f.activations)}, and no smaller "
+        f"the activations of {noun} need at least {format_bytes(need)}, and no smaller "
         f"micro-batch is allowed: {'; or '.join(ways)}"
     )
 

@@ -119,7 +119,7 @@ def test_the_state_names_the_rung_that_is_left():
 )
 def test_small_samples_are_not_to_be_smaller(row_bytes, said):
     (text,) = sentences(replace(PLAIN, activations=15 * MIB, row_bytes=row_bytes))
-    assert text.startswith("the activations of one sample need more than 15.00 MiB")
+    assert text.startswith("the activations of one sample need at least 19.00 MiB")
     assert ("make each sample" in text) is said
 
 
