@@ -56,8 +56,8 @@ def test_gradients_that_do_not_fit(limit, caplog, ladder):
     budget = oomkit.memory("cpu").budget
     error = ends(step, x)
     *_, last = error.report.attempts
-    # No other size would do, nor less activations; the last one is of the ladder, where
-    # gradients are in host memory. The second is of the proof.
+    # Sizes between would fail in the same place; the second is of the proof, the last two
+    # are of the ladder: activations in host memory, then gradients.
     sizes = [64, 32, 1, 1, 1] if ladder == "auto" else [64, 32]
     assert [a["micro_batch_size"] for a in error.report.attempts] == sizes
     for attempt in error.report.attempts:
