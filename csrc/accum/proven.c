@@ -383,7 +383,11 @@ oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried,
         found->unseen = 0; /* that was no mere look at losses of later calls */
     }
     step->losses.compared = 1; /* a guess about them would say less */
-    return labels < 0 ? -1 : paths_learn(call, found);
+    if (labels < 0 || paths_learn(call, found) < 0) {
+        found->level = OOMKIT_PROVEN_NOT; /* what was learnt in part shows nothing */
+        return -1;
+    }
+    return 0;
 }
 
 void

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import oomkit
+from oomkit._proof.flows import Flows
 
 ROWS, LATER, CALLS = 64, 4, 7  # losses are compared in calls 2 and 4
 _G = torch.Generator().manual_seed(1)
@@ -270,3 +271,23 @@ def test_a_loss_that_becomes_a_sum_is_weighed_as_one() -> None:
     made = program.train(accumulation_steps=2)
     torch.testing.assert_close(program.values(), want.values(), rtol=1e-12, atol=1e-14)
     assert made[LATER + 1 :] == [2] * (CALLS - LATER - 1)
+
+
+def test_what_was_learnt_in_part_is_proven_again() -> None:
+    """Without memory, places of a proof that nothing but 0 has come to were not noted."""
+    program = Program(factor, coupled)
+    step = oomkit.auto_batch(
+        program.step, model=program.model, optimizer=program.optimizer, accumulation_steps=2
+    )
+
+    def fails(flows: Flows) -> Any:
+        patch.undo()
+        raise MemoryError
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(Flows, "take", fails)
+    for program.call in range(LATER):
+        step(X, Y)
+    program.call = LATER
+    with pytest.raises(oomkit.SplitError, match="cannot split"):
+        step(X, Y)
