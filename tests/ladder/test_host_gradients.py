@@ -273,7 +273,7 @@ def test_a_failure_anywhere_is_undone_and_repeated(phase: str) -> None:
     plain.one()
     plain.one()
     expected = plain.picture()
-    for nth in sampled(range(1, _counted(Program, phase) + 1), 12, phase):
+    for nth in sampled(range(1, _counted(Program, phase) + 1), 5, phase):
         program = Program()
         with room(ENOUGH, program):
             program.one()
@@ -286,7 +286,7 @@ def test_a_failure_anywhere_is_undone_and_repeated(phase: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_for_good_it_is_out_of_memory_with_the_state_of_the_entry() -> None:
-    for nth in sampled(range(1, _counted(Program, "backward") + 1), 8):
+    for nth in sampled(range(1, _counted(Program, "backward") + 1), 4):
         program = Program()
         with room(ENOUGH, program):
             program.one()
