@@ -25,6 +25,8 @@ MIB = 2**20
 def no_budget_left() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    oomkit.limit_memory("1TiB", device="cpu")  # what the CPU has is counted from here on
+    oomkit.limit_memory(None)
     yield
     oomkit.limit_memory(None)
     torch.set_num_threads(threads)
