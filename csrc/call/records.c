@@ -256,10 +256,10 @@ attempt_dict(const oomkit_attempt *attempt)
     const oomkit_holding *held = &attempt->held;
 
     return Py_BuildValue(
-        "{sN sN sN sN sN sN sN sN sN sN sN sz sN sN sN}", "micro_batch_size",
+        "{sN sN sz sN sN sN sN sN sN sN sN sN sz sN sN sN}", "micro_batch_size",
         rows_or_none(attempt->micro_batch_size), "accumulation_steps",
-        rows_or_none(attempt->accumulation_steps), "requested_bytes",
-        number_or_none(attempt->requested_bytes), "allocated_bytes",
+        rows_or_none(attempt->accumulation_steps), "rung", attempt->rung,
+        "requested_bytes", number_or_none(attempt->requested_bytes), "allocated_bytes",
         number_or_none(attempt->allocated_bytes), "reserved_bytes",
         number_or_none(attempt->reserved_bytes), "budget_bytes",
         number_or_none(attempt->budget_bytes), "free_bytes",
@@ -325,7 +325,9 @@ attempt_line(const oomkit_attempt *attempt, Py_ssize_t number)
         strcpy(sizes, "the whole call");
     }
     return PyUnicode_FromFormat(
-        "  %zd. %s: requested %s%s%s%s%s%s%s%s%V%s%V%s", number, sizes,
+        "  %zd. %s%s%s: requested %s%s%s%s%s%s%s%s%V%s%V%s", number, sizes,
+        attempt->rung == NULL ? "" : ", rung ",
+        attempt->rung == NULL ? "" : attempt->rung,
         oomkit_format_bytes(attempt->requested_bytes, requested),
         figure_text("allocated", attempt->allocated_bytes, allocated),
         figure_text("reserved", attempt->reserved_bytes, reserved),

@@ -99,6 +99,7 @@ typedef struct oomkit_attempt {
     uint64_t budget_bytes, free_bytes;
     oomkit_holding held;
     int accumulated;    /* gradients of earlier micro-batches were there */
+    const char *rung;   /* static: of the ladder, or NULL */
     int phase;          /* OOMKIT_PHASE_* */
     int in_update;      /* an optimizer's step() was not finished */
     PyObject *location; /* owned: "file:line in name" of the user's innermost frame, or

@@ -10,6 +10,7 @@
 #include "../result/result.h"
 #include "../sizes/sizes.h"
 #include "../undo/gradients.h"
+#include "../ladder/ladder.h"
 #include "../undo/undo.h"
 
 int
@@ -28,6 +29,8 @@ oomkit_recover_note(oomkit_call *call, PyObject *exception)
                                     ? oomkit_batch_rows(&call->batch)
                                     : call->cut->slices[call->cut->at].length;
     attempt->accumulation_steps = call->cut->slices == NULL ? 1 : call->cut->count;
+    attempt->rung =
+        call->cut->plan.rung > 0 ? oomkit_rung_name((int)call->cut->plan.rung) : NULL;
     attempt->inner = oomkit_exception_inner(call->st, exception);
     attempt->phase =
         call->backward.failed || oomkit_exception_of_backward(call->st, exception)

@@ -60,6 +60,10 @@ def test_gradients_that_do_not_fit(limit, caplog, ladder):
     # are of the ladder: activations in host memory, then gradients.
     sizes = [64, 32, 1, 1, 1] if ladder == "auto" else [64, 32]
     assert [a["micro_batch_size"] for a in error.report.attempts] == sizes
+    rungs = [None, None, None, "activations", "gradients"][: len(sizes)]
+    assert [a["rung"] for a in error.report.attempts] == rungs
+    for rung in rungs:
+        assert rung is None or f"64, rung {rung}: requested 1.00 MiB" in str(error)
     for attempt in error.report.attempts:
         # The last one had each gradient at some time, but not all of them at its end.
         assert attempt["phase"] == "backward"
