@@ -176,7 +176,7 @@ count_sliced(const oomkit_batch *batch, Py_ssize_t index, Py_ssize_t end)
 }
 
 static int
-doubt_refuse_samples(const oomkit_find *f, Py_ssize_t index)
+ambiguous_refuse_samples(const oomkit_find *f, Py_ssize_t index)
 {
     const oomkit_node *node = &f->batch->nodes[index];
     OWNED PyObject *path = oomkit_node_path(f->batch, f->names, index);
@@ -219,7 +219,7 @@ is_all_there_is(const oomkit_find *f, Py_ssize_t list)
 /* Taken for samples, with the refusal in flight for where that does not prove to be so.
  * 0 or -1. */
 static int
-doubt_try_samples(const oomkit_find *f, Py_ssize_t index)
+ambiguous_try_samples(const oomkit_find *f, Py_ssize_t index)
 {
     oomkit_batch *batch = f->batch;
     PyObject *exception; /* owned */
@@ -228,18 +228,18 @@ doubt_try_samples(const oomkit_find *f, Py_ssize_t index)
         return -1;
     }
     exception = oomkit_exception_take();
-    Py_XSETREF(batch->doubt, PyObject_Str(exception));
+    Py_XSETREF(batch->ambiguous, PyObject_Str(exception));
     Py_DECREF(exception);
     oomkit_node_unmark(batch, index);
     batch->nodes[index].split = OOMKIT_SPLIT_ITEMS;
     batch->rows = batch->nodes[index].children;
-    return batch->doubt == NULL ? -1 : 0;
+    return batch->ambiguous == NULL ? -1 : 0;
 }
 
 /* All that is sliced lies in lists of things alike: samples that were not collated, or
  * columns? 0 or -1. */
 static int
-doubt_samples(const oomkit_find *f)
+ambiguous_samples(const oomkit_find *f)
 {
     const oomkit_batch *batch = f->batch;
     Py_ssize_t inside = 0, first = -1, i = 0, root_end = 0;
@@ -265,10 +265,10 @@ doubt_samples(const oomkit_find *f)
     if (first < 0 || inside != count_sliced(batch, 0, batch->count)) {
         return 0;
     }
-    return doubt_refuse_samples(f, first) < 0 &&
+    return ambiguous_refuse_samples(f, first) < 0 &&
                    (!batch->provable || !is_all_there_is(f, first))
                ? -1
-               : doubt_try_samples(f, first);
+               : ambiguous_try_samples(f, first);
 }
 
 /* --- which argument --- */
@@ -296,7 +296,7 @@ most_dimensions(const oomkit_find *f, Py_ssize_t index, Py_ssize_t *where)
 /* One lone tensor gave the rows, and a later argument holds one of more dimensions and
  * of another size: step(mean, images). 0 or -1. */
 static int
-doubt_first(const oomkit_find *f)
+ambiguous_first(const oomkit_find *f)
 {
     const oomkit_batch *batch = f->batch;
     Py_ssize_t argument, index, lone = f->first, other = 0;
@@ -347,7 +347,7 @@ doubt_first(const oomkit_find *f)
 /* An object before a lone tensor that holds tensors of its own: step(sample, scale). 0
  * or -1. */
 static int
-doubt_object(const oomkit_find *f)
+ambiguous_object(const oomkit_find *f)
 {
     Py_ssize_t argument, index;
 
@@ -386,7 +386,7 @@ doubt_object(const oomkit_find *f)
 
 /* batch["class_weights"], as many as rows by chance. 0, or -1 with SplitError. */
 static int
-doubt_weights(const oomkit_find *f)
+ambiguous_weights(const oomkit_find *f)
 {
     Py_ssize_t i;
 
@@ -433,13 +433,13 @@ doubt_weights(const oomkit_find *f)
 }
 
 int
-oomkit_find_doubt(const oomkit_find *f)
+oomkit_find_ambiguity(const oomkit_find *f)
 {
     if (f->options->split != NULL) {
         return 0;
     }
-    return doubt_samples(f) < 0 || doubt_first(f) < 0 || doubt_object(f) < 0 ||
-                   doubt_weights(f) < 0
+    return ambiguous_samples(f) < 0 || ambiguous_first(f) < 0 ||
+                   ambiguous_object(f) < 0 || ambiguous_weights(f) < 0
                ? -1
                : 0;
 }

@@ -18,11 +18,11 @@ typedef struct oomkit_batch {
     int empty; /* set by oomkit_batch_find when it refuses a batch for having no rows */
     Py_ssize_t lead; /* node of the leaf that the record takes the rows from, or -1 */
     int views;       /* all rows are a view, too, and not the object itself */
-    int twins;       /* some node has `same` */
+    int aliases;     /* some node has `same` */
     uint64_t sizes;  /* hash of the rows of all leaves */
     PyObject *saved; /* owned: restore_batch=True: list of host copies, or NULL */
     int provable;    /* a reading in doubt may be tried: a proof comes before its use */
-    PyObject *doubt; /* owned str: why it is, for where that proof fails, or NULL */
+    PyObject *ambiguous; /* owned str: why it is, for where that proof fails, or NULL */
     union { /* argument after argument; the tree's members by their own names */
         oomkit_tree tree;
         struct {

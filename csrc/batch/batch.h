@@ -83,7 +83,7 @@ oomkit_array_slice(oomkit_state *st, PyObject *array, int64_t dim, PyObject *sta
 
 /* Sets `same` of the nodes. 0 or -1. */
 int
-oomkit_node_twins(const oomkit_options *options, oomkit_batch *batch);
+oomkit_node_aliases(const oomkit_options *options, oomkit_batch *batch);
 
 /* --- dims.c --- */
 /* Dim= as it was given (borrowed, or NULL). 0, or -1 with TypeError or

@@ -221,11 +221,11 @@ oomkit_batch_capture(oomkit_state *st, const oomkit_options *options,
     batch->device_type = -1;
     batch->device_index = -1;
     batch->names = names;
-    batch->searched = batch->twins = 0;
+    batch->searched = batch->aliases = 0;
     batch->sizes = 0;
     batch->lead = -1;
     batch->saved = NULL;
-    batch->doubt = NULL;
+    batch->ambiguous = NULL;
     for (i = 0; i < batch->total; i++) {
         /* An argument that is left alone is a closed node: node i stays argument i. */
         PyObject *value = i < skip ? Py_None : args[i]; /* borrowed from the caller */
@@ -285,7 +285,7 @@ oomkit_batch_move(oomkit_batch *to, oomkit_batch *from, PyObject *const *args)
     to->args = args;
     from->lead = -1;
     from->saved = NULL;
-    from->doubt = NULL;
+    from->ambiguous = NULL;
 }
 
 void
@@ -295,5 +295,5 @@ oomkit_batch_release(oomkit_batch *batch)
     batch->searched = 0;
     oomkit_tree_clear(&batch->tree);
     Py_CLEAR(batch->saved);
-    Py_CLEAR(batch->doubt);
+    Py_CLEAR(batch->ambiguous);
 }

@@ -420,10 +420,10 @@ find_run(oomkit_find *f)
     }
     if (f->batch->rows > 1 &&
         ((f->options->split == NULL && oomkit_find_columns(f) < 0) ||
-         find_check_layouts(f) < 0 || oomkit_find_doubt(f) < 0)) {
+         find_check_layouts(f) < 0 || oomkit_find_ambiguity(f) < 0)) {
         return -1;
     }
-    return oomkit_node_twins(f->options, f->batch) < 0 ? -1 : 1;
+    return oomkit_node_aliases(f->options, f->batch) < 0 ? -1 : 1;
 }
 
 int

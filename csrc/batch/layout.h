@@ -73,7 +73,7 @@ oomkit_find_seen(const oomkit_find *f, Py_ssize_t argument);
 int
 oomkit_find_beside(const oomkit_find *f, Py_ssize_t argument, Py_ssize_t index);
 
-/* --- samples_or_columns.c --- */
+/* --- rows_or_columns.c --- */
 
 /* Is a list of tensors alike one row in columns? They all have size 1 in front, as ids
  * and labels of one row do; four or more images [1, H, W] are samples. 1, 0 or -1. */
@@ -93,7 +93,7 @@ oomkit_is_floating(int32_t dtype);
 
 /* Everything is marked: could it be read in another way? 0 or -1 with SplitError. */
 int
-oomkit_find_doubt(const oomkit_find *f);
+oomkit_find_ambiguity(const oomkit_find *f);
 
 /* Has a leaf that is sliced another dimension of this size? 1, 0 or -1. */
 int

@@ -18,7 +18,7 @@ oomkit_find_seen(const oomkit_find *f, Py_ssize_t argument)
 /* --- lists without tensors --- */
 
 static int
-beside_plain_list(const oomkit_find *f, const oomkit_seen *seen, Py_ssize_t index)
+other_plain_list(const oomkit_find *f, const oomkit_seen *seen, Py_ssize_t index)
 {
     if (seen != NULL && seen->length_stays) {
         return 0;
@@ -35,7 +35,7 @@ beside_plain_list(const oomkit_find *f, const oomkit_seen *seen, Py_ssize_t inde
 
 /* Lists inside of an argument without tensors: {"captions": [...]}. 0 or -1. */
 static int
-beside_inner_lists(const oomkit_find *f, Py_ssize_t index)
+other_inner_lists(const oomkit_find *f, Py_ssize_t index)
 {
     Py_ssize_t end = oomkit_node_end(f->batch, index);
 
@@ -43,7 +43,7 @@ beside_inner_lists(const oomkit_find *f, Py_ssize_t index)
         if ((f->batch->nodes[index].flags & OOMKIT_NODE_STATIC) != 0) {
             index = oomkit_node_end(f->batch, index);
         } else if (oomkit_node_is_plain_list(f->batch, index, f->batch->rows)) {
-            return beside_plain_list(f, NULL, index);
+            return other_plain_list(f, NULL, index);
         } else {
             index++;
         }
@@ -55,8 +55,8 @@ beside_inner_lists(const oomkit_find *f, Py_ssize_t index)
 
 /* SplitError: the tensor `index` is `what`. -1 always. */
 static int
-beside_refuse(const oomkit_find *f, Py_ssize_t index, const char *what,
-              const char *advice)
+other_refuse(const oomkit_find *f, Py_ssize_t index, const char *what,
+             const char *advice)
 {
     OWNED PyObject *shape = oomkit_find_describe(f, index);
 
@@ -72,7 +72,7 @@ beside_refuse(const oomkit_find *f, Py_ssize_t index, const char *what,
 /* A tensor without the dimension of the samples, which is not the first: labels of the
  * rows, or targets that were flattened. 0 or -1. */
 static int
-beside_flat(const oomkit_find *f, Py_ssize_t index)
+other_flat(const oomkit_find *f, Py_ssize_t index)
 {
     const int64_t rows = f->batch->rows;
     oomkit_tensor_facts facts;
@@ -88,7 +88,7 @@ beside_flat(const oomkit_find *f, Py_ssize_t index)
         return 0;
     }
     if (facts.size == rows) {
-        return beside_refuse(
+        return other_refuse(
             f, index, "but not in the dimension of dim=",
             "give each argument its own, dim={'x': 1, 'y': 0}, or pass it whole with "
             "static=...");
@@ -99,7 +99,7 @@ beside_flat(const oomkit_find *f, Py_ssize_t index)
     }
     return step < 0
                ? -1
-               : beside_refuse(
+               : other_refuse(
                      f, index,
                      "which looks like its rows flattened with another dimension",
                      "pass it unflattened and flatten it in the step, or pass it whole "
@@ -108,7 +108,7 @@ beside_flat(const oomkit_find *f, Py_ssize_t index)
 
 /* [layers, rows, size], as hidden states are? 0, or -1 with SplitError. */
 static int
-beside_second(const oomkit_find *f, Py_ssize_t index)
+other_second(const oomkit_find *f, Py_ssize_t index)
 {
     oomkit_tensor_facts facts;
     OWNED PyObject *name = NULL, *shape = NULL;
@@ -141,13 +141,13 @@ beside_second(const oomkit_find *f, Py_ssize_t index)
  * 1: passed whole, unless it shows that it belongs to the rows in a way that no slice
  * keeps. 0 or -1. */
 static int
-beside_other_size(const oomkit_find *f, const oomkit_seen *seen, Py_ssize_t index)
+other_other_size(const oomkit_find *f, const oomkit_seen *seen, Py_ssize_t index)
 {
     const oomkit_node *node = &f->batch->nodes[index];
     const int64_t rows = f->batch->rows;
     int dimensions, known;
 
-    if (f->options->dim == 0 && beside_second(f, index) < 0) {
+    if (f->options->dim == 0 && other_second(f, index) < 0) {
         return -1;
     }
     if (seen != NULL && seen->size_stays && !seen->size_wanders) {
@@ -158,7 +158,7 @@ beside_other_size(const oomkit_find *f, const oomkit_seen *seen, Py_ssize_t inde
         return known < 0 ? -1 : 0; /* positions, a mask: of a dimension of the batch */
     }
     if (seen != NULL && seen->size_wanders) {
-        return beside_refuse(
+        return other_refuse(
             f, index, "and its size has changed while the batch's stayed",
             "if it belongs to the samples (boxes of all images in one tensor) pass a "
             "list with one element per sample, else pass it whole with static=...");
@@ -170,7 +170,7 @@ beside_other_size(const oomkit_find *f, const oomkit_seen *seen, Py_ssize_t inde
     if (dimensions < -1 || known <= 0) {
         return dimensions < -1 ? -1 : known;
     }
-    return beside_refuse(
+    return other_refuse(
         f, index, "which looks like its rows flattened with another dimension",
         "pass it unflattened and flatten it in the step, or pass it whole with "
         "static=...");
@@ -178,7 +178,7 @@ beside_other_size(const oomkit_find *f, const oomkit_seen *seen, Py_ssize_t inde
 
 /* All leaves of the argument that are not of the batch's size. 0 or -1. */
 static int
-beside_sizes(const oomkit_find *f, const oomkit_seen *seen, Py_ssize_t index)
+other_sizes(const oomkit_find *f, const oomkit_seen *seen, Py_ssize_t index)
 {
     Py_ssize_t end = oomkit_node_end(f->batch, index);
     int64_t rows = f->batch->rows;
@@ -187,16 +187,16 @@ beside_sizes(const oomkit_find *f, const oomkit_seen *seen, Py_ssize_t index)
     for (; result == 0 && index < end; index++) {
         const oomkit_node *node = &f->batch->nodes[index];
         if ((node->flags & OOMKIT_NODE_CUSTOM) != 0 && node->rows != rows) {
-            result = beside_refuse(f, index, "which does not go with it",
-                                   "name what is to be split with batch=... or pass it "
-                                   "whole with static=...");
+            result = other_refuse(f, index, "which does not go with it",
+                                  "name what is to be split with batch=... or pass it "
+                                  "whole with static=...");
         } else if (node->split == OOMKIT_SPLIT_ITEMS ||
                    (node->flags & (OOMKIT_NODE_CUSTOM | OOMKIT_NODE_STATIC)) != 0) {
             index = oomkit_node_end(f->batch, index) - 1;
         } else if (node->rows > 1 && node->rows != rows) {
-            result = beside_other_size(f, seen, index);
+            result = other_other_size(f, seen, index);
         } else if (node->rows < 0) {
-            result = beside_flat(f, index);
+            result = other_flat(f, index);
         }
     }
     return result;
@@ -206,7 +206,7 @@ beside_sizes(const oomkit_find *f, const oomkit_seen *seen, Py_ssize_t index)
 
 /* "weight" in the name: of classes as often as of samples. */
 static int
-beside_is_weight(const oomkit_find *f, Py_ssize_t argument, Py_ssize_t index)
+other_is_weight(const oomkit_find *f, Py_ssize_t argument, Py_ssize_t index)
 {
     OWNED PyObject *name = oomkit_argument_name(f->batch, f->names, argument);
     const char *text; /* borrowed from name */
@@ -228,8 +228,8 @@ beside_is_weight(const oomkit_find *f, Py_ssize_t argument, Py_ssize_t index)
 
 /* Everything fits and is marked: what earlier calls showed decides. */
 static int
-beside_fits(const oomkit_find *f, const oomkit_seen *seen, Py_ssize_t argument,
-            Py_ssize_t index)
+other_fits(const oomkit_find *f, const oomkit_seen *seen, Py_ssize_t argument,
+           Py_ssize_t index)
 {
     oomkit_batch *batch = f->batch;
     int items = batch->nodes[index].split == OOMKIT_SPLIT_ITEMS, weight;
@@ -240,7 +240,7 @@ beside_fits(const oomkit_find *f, const oomkit_seen *seen, Py_ssize_t argument,
         if (!items && seen->size_wanders) {
             int known = oomkit_find_has_size(f, batch->rows);
             if (known == 0) {
-                return beside_refuse(
+                return other_refuse(
                     f, oomkit_node_first_tensor(batch, index, batch->rows, 1),
                     "but its size was another one in earlier calls",
                     "name it in batch=... when it has one row per sample, else in "
@@ -254,9 +254,9 @@ beside_fits(const oomkit_find *f, const oomkit_seen *seen, Py_ssize_t argument,
         batch->nodes[index].split != OOMKIT_SPLIT_NARROW) {
         return 0;
     }
-    weight = beside_is_weight(f, argument, index);
+    weight = other_is_weight(f, argument, index);
     if (weight > 0) {
-        return beside_refuse(
+        return other_refuse(
             f, index, "which may be a weight per sample or one per class",
             "name it in batch=... when it has one row per sample, else in static=...");
     }
@@ -273,7 +273,7 @@ oomkit_find_beside(const oomkit_find *f, Py_ssize_t argument, Py_ssize_t index)
     int holds;
 
     if (oomkit_node_is_plain_list(batch, index, rows)) {
-        return beside_plain_list(f, seen, index);
+        return other_plain_list(f, seen, index);
     }
     holds = oomkit_find_closed(f, argument, index, rows, &where);
     if (holds != 0) {
@@ -288,11 +288,11 @@ oomkit_find_beside(const oomkit_find *f, Py_ssize_t argument, Py_ssize_t index)
         with = oomkit_node_first_tensor(batch, index, rows, 1);
         oomkit_node_mark(batch, index, rows, with >= 0 ? f->first : -1);
         if (!oomkit_node_holds_tensor(batch, index) &&
-            beside_inner_lists(f, index) < 0) {
+            other_inner_lists(f, index) < 0) {
             return -1;
         }
-        return beside_fits(f, seen, argument, index) < 0 ? -1
-                                                         : beside_sizes(f, seen, index);
+        return other_fits(f, seen, argument, index) < 0 ? -1
+                                                        : other_sizes(f, seen, index);
     }
     with = oomkit_node_first_tensor(batch, index, rows, 1);
     if (with >= 0 && (seen == NULL || !seen->size_stays)) {
@@ -304,5 +304,5 @@ oomkit_find_beside(const oomkit_find *f, Py_ssize_t argument, Py_ssize_t index)
         }
         return oomkit_find_disagree(f, with, other);
     }
-    return with >= 0 ? 0 : beside_sizes(f, seen, index);
+    return with >= 0 ? 0 : other_sizes(f, seen, index);
 }

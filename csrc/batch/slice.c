@@ -149,15 +149,15 @@ oomkit_batch_build(oomkit_state *st, const oomkit_options *options,
         .length = length,
         .numbers = {NULL, PyLong_FromLongLong(start), PyLong_FromLongLong(length)},
         .whole = start == 0 && length == batch->rows && !batch->views,
-        .made = batch->twins ? PyMem_Calloc((size_t)batch->count, sizeof(PyObject *))
-                             : NULL};
+        .made = batch->aliases ? PyMem_Calloc((size_t)batch->count, sizeof(PyObject *))
+                               : NULL};
     Py_ssize_t argument = 0, at = 0;
     int result = -1;
 
     if (b.numbers[1] == NULL || b.numbers[2] == NULL) {
         goto done;
     }
-    if (batch->twins && b.made == NULL) {
+    if (batch->aliases && b.made == NULL) {
         PyErr_NoMemory();
         goto done;
     }
@@ -258,7 +258,7 @@ is_made(const oomkit_node *node)
 }
 
 int
-oomkit_node_twins(const oomkit_options *options, oomkit_batch *batch)
+oomkit_node_aliases(const oomkit_options *options, oomkit_batch *batch)
 {
     OWNED PyObject *places = PyDict_New(); /* address of an object -> its first node */
     Py_ssize_t i;
@@ -289,7 +289,7 @@ oomkit_node_twins(const oomkit_options *options, oomkit_batch *batch)
         }
         if (alike) {
             node->same = (int32_t)first;
-            batch->twins = 1;
+            batch->aliases = 1;
         }
     }
     return places == NULL ? -1 : 0;

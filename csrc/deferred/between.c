@@ -12,9 +12,9 @@
 typedef struct oomkit_relay {
     PyObject_HEAD
     vectorcallfunc vectorcall;
-    oomkit_state *st;              /* borrowed from the module */
-    struct oomkit_callers *second; /* borrowed: NULL when it has ended */
-    PyObject *outputs;             /* owned tuple: what it passed on, or NULL */
+    oomkit_state *st;               /* borrowed from the module */
+    struct oomkit_callers *callers; /* borrowed: NULL when it has ended */
+    PyObject *outputs;              /* owned tuple: what it passed on, or NULL */
     PyObject *next; /* owned tuple: where to, as in the node's next_functions */
     uint32_t *versions;
     int ran;
@@ -68,20 +68,20 @@ between_vectorcall(PyObject *op, PyObject *const *args, size_t nargsf,
     oomkit_relay *r = between_CAST(op);
     int after = PyVectorcall_NARGS(nargsf) > 1;
 
-    if (r->second == NULL) {
+    if (r->callers == NULL) {
         Py_RETURN_NONE;
     }
     if (after) {
-        if (PyTuple_Check(args[0]) && r->second->unreached > 0 &&
+        if (PyTuple_Check(args[0]) && r->callers->unreached > 0 &&
             between_note(r, args[0]) < 0) {
             return NULL;
         }
         r->ran = 1;
-        if (r->second == NULL || PyList_Append(r->second->relayed, op) < 0) {
-            return r->second == NULL ? Py_NewRef(Py_None) : NULL;
+        if (r->callers == NULL || PyList_Append(r->callers->relayed, op) < 0) {
+            return r->callers == NULL ? Py_NewRef(Py_None) : NULL;
         }
     }
-    oomkit_callers_between(r->second, !after);
+    oomkit_callers_between(r->callers, !after);
     Py_RETURN_NONE;
 }
 
@@ -122,7 +122,7 @@ between_hang(oomkit_callers *s, PyObject *node, long long newest)
     }
     r->vectorcall = between_vectorcall;
     r->st = s->st;
-    r->second = s;
+    r->callers = s;
     r->next = PyObject_GetAttr(node, s->st->str_next_functions);
     if (r->next == NULL || PyDict_SetItem(s->relays, node, made) < 0 ||
         between_sequence(node, &number) < 0 ||
@@ -148,7 +148,7 @@ oomkit_between_hang(oomkit_callers *s, PyObject *nodes, PyObject *gradients, int
     }
     for (i = 0; result == 0 && i < PyList_GET_SIZE(nodes); i++) {
         PyObject *node = PyList_GET_ITEM(nodes, i); /* borrowed */
-        if (oomkit_node_pending(s->st, node, &failed) != NULL) {
+        if (oomkit_node_deferred(s->st, node, &failed) != NULL) {
             result = between_sequence(node, &number);
             newest = number > newest ? number : newest;
         }
@@ -157,7 +157,7 @@ oomkit_between_hang(oomkit_callers *s, PyObject *nodes, PyObject *gradients, int
     for (i = 0; result == 0 && i < PyList_GET_SIZE(nodes); i++) {
         PyObject *node = PyList_GET_ITEM(nodes, i); /* borrowed */
         int known = PyDict_Contains(s->relays, node);
-        if (known == 0 && oomkit_node_pending(s->st, node, &failed) == NULL) {
+        if (known == 0 && oomkit_node_deferred(s->st, node, &failed) == NULL) {
             result = failed ? -1 : between_hang(s, node, newest);
         }
         result = known < 0 ? -1 : result;
@@ -186,7 +186,7 @@ oomkit_between_end(oomkit_callers *s)
 
     s->relays = NULL;
     while (relays != NULL && PyDict_Next(relays, &at, &node, &relay)) {
-        between_CAST(relay)->second = NULL;
+        between_CAST(relay)->callers = NULL;
         between_forget(between_CAST(relay));
     }
     Py_XDECREF(relays);
@@ -229,9 +229,9 @@ frontier_add(const oomkit_callers *s, frontier *f, PyObject *node, PyObject *out
     if (relay == NULL && PyErr_Occurred()) {
         return -1;
     }
-    p = oomkit_node_pending(s->st, node, &failed);
+    p = oomkit_node_deferred(s->st, node, &failed);
     if (failed || (relay != NULL && between_CAST(relay)->ran) ||
-        (p != NULL && (p->second != s || p->gradient != NULL))) {
+        (p != NULL && (p->callers != s || p->gradient != NULL))) {
         return failed ? -1 : 0;
     }
     return frontier_append(s->st, f->edges, node, output) < 0 ||
@@ -300,7 +300,7 @@ frontier_find(oomkit_callers *s, frontier *f, PyObject *reached, PyObject *nodes
     for (i = 0; result == 0 && i < PyList_GET_SIZE(reached); i++) {
         const oomkit_deferred *p = deferred_CAST(PyList_GET_ITEM(reached, i));
         OWNED PyObject *output = NULL;
-        if (p->second != s || p->gradient != NULL) {
+        if (p->callers != s || p->gradient != NULL) {
             continue;
         }
         output = PyLong_FromSsize_t(p->output);

@@ -20,7 +20,7 @@ int
 oomkit_callers_is_running(const oomkit_state *st)
 {
     /* One of autograd's own threads, at work for it, is at a node of some graph. */
-    return active != NULL || (st->seconds != NULL && oomkit_nested_in_engine(st));
+    return active != NULL || (st->callers != NULL && oomkit_nested_in_engine(st));
 }
 
 /* A call of its own for the marks of one list of participants; `call` is that of an
@@ -68,7 +68,7 @@ oomkit_callers_call(oomkit_callers *s, const oomkit_participants *parts)
 static void
 callers_take(oomkit_callers *s, oomkit_deferred *p)
 {
-    p->second = s;
+    p->callers = s;
     p->fired = p->replayed = 0;
     Py_CLEAR(p->gradient);
 }
@@ -112,17 +112,17 @@ oomkit_callers_claim(oomkit_deferred *p)
     oomkit_callers *s = active;
     void *armed;
 
-    if (s == NULL && p->second == NULL) { /* the one that began first of those */
-        for (s = p->st->seconds; s != NULL && s->next != NULL; s = s->next) {
+    if (s == NULL && p->callers == NULL) { /* the one that began first of those */
+        for (s = p->st->callers; s != NULL && s->next != NULL; s = s->next) {
         }
     }
     /* One that was made meanwhile is no part of it. */
-    if (s == NULL || p->second == s || p->serial == 0 || p->serial > s->began ||
+    if (s == NULL || p->callers == s || p->serial == 0 || p->serial > s->began ||
         oomkit_callers_call(s, p->parts) == NULL) {
         return 0;
     }
     armed = s->armed;
-    if (p->second == NULL || !callers_has(s, p)) {
+    if (p->callers == NULL || !callers_has(s, p)) {
         int result = callers_grow(&armed, s->few_armed, s->count, &s->room);
         s->armed = armed;
         if (result < 0) {
@@ -138,12 +138,12 @@ oomkit_callers_claim(oomkit_deferred *p)
 static void
 callers_let_go(const oomkit_callers *s, oomkit_deferred *p)
 {
-    oomkit_callers *other = s->st->seconds;
+    oomkit_callers *other = s->st->callers;
 
     while (other != NULL && !callers_has(other, p)) {
         other = other->next;
     }
-    p->second = other;
+    p->callers = other;
     p->fired = 0;
     Py_CLEAR(p->gradient);
 }
@@ -218,8 +218,8 @@ callers_begin(oomkit_callers *s, oomkit_state *st)
     }
     s->outer = active;
     active = s;
-    s->next = st->seconds;
-    st->seconds = s;
+    s->next = st->callers;
+    st->callers = s;
     if (st->waiting == NULL || st->waiting->waiting_next != NULL) {
         return callers_arm_all(s);
     }
@@ -240,7 +240,7 @@ static void
 callers_end(oomkit_callers *s, int finished)
 {
     PyObject *exception = finished ? NULL : oomkit_exception_take(); /* owned */
-    oomkit_callers **link = &s->st->seconds;
+    oomkit_callers **link = &s->st->callers;
     int i;
 
     callers_exempt_leave(s);
@@ -253,7 +253,7 @@ callers_end(oomkit_callers *s, int finished)
         const oomkit_deferred *record = NULL; /* of the one whose peak this was */
         int k, n = 0;
         for (k = 0; k < s->count; k++) {
-            if (s->armed[k]->second == s && s->armed[k]->fired &&
+            if (s->armed[k]->callers == s && s->armed[k]->fired &&
                 s->armed[k]->parts == s->calls[i]->parts) {
                 record = s->armed[k];
                 n++;
@@ -269,7 +269,7 @@ callers_end(oomkit_callers *s, int finished)
     }
     for (i = 0; i < s->count; i++) {
         oomkit_deferred *p = s->armed[i];
-        if (p->second == s) {
+        if (p->callers == s) {
             int done = p->spent || (p->fired && finished && !s->keep_graph);
             callers_let_go(s, p);
             if (done && !p->retired) {
@@ -361,7 +361,7 @@ oomkit_callers_nested(const oomkit_state *st)
     oomkit_callers *s;
     int functions;
 
-    if (st->seconds == NULL) {
+    if (st->callers == NULL) {
         return;
     }
     functions = oomkit_nested_is_functions();
@@ -375,7 +375,7 @@ oomkit_callers_nested(const oomkit_state *st)
         active->foreign = 1;
         return;
     }
-    for (s = st->seconds; s != NULL; s = s->next) { /* whose thread of autograd's? */
+    for (s = st->callers; s != NULL; s = s->next) { /* whose thread of autograd's? */
         s->foreign = 1;
     }
 }
@@ -383,13 +383,13 @@ oomkit_callers_nested(const oomkit_state *st)
 void
 oomkit_callers_arrived(oomkit_deferred *p)
 {
-    if (p->second == NULL) {
+    if (p->callers == NULL) {
         return;
     }
-    if (p->second->relays != NULL) {
-        oomkit_between_arrived(p->second);
+    if (p->callers->relays != NULL) {
+        oomkit_between_arrived(p->callers);
     }
-    if (p->second == active) {
+    if (p->callers == active) {
         active->arrived = 1;
         callers_exempt_leave(active);
     }

@@ -40,7 +40,7 @@ typedef struct oomkit_callers {
     int exempt;     /* allocations are outside the budget until a gradient arrives */
     oomkit_deferred *few_armed[OOMKIT_CALLERS_FEW];
     oomkit_call *few_calls[OOMKIT_CALLERS_FEW];
-    oomkit_own_call first; /* not zeroed as a whole: see second_mark */
+    oomkit_own_call first; /* not zeroed as a whole: see oomkit_callers_mark */
 } oomkit_callers;
 
 /* callers_backward.c: a call with the marks of one pending call's participants. 0 or -1

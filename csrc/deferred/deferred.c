@@ -145,7 +145,7 @@ deferred_vectorcall(PyObject *op, PyObject *const *args, size_t nargsf,
             "were freed after the first. Call backward() once, or pass "
             "retain_graph=True the first time" SEE("returned-loss"));
     }
-    if (p->kind != OOMKIT_RETURNED_WHOLE && p->second == NULL &&
+    if (p->kind != OOMKIT_RETURNED_WHOLE && p->callers == NULL &&
         oomkit_call_current() != NULL) {
         return oomkit_raise(
             p->st->SplitError,
@@ -154,7 +154,7 @@ deferred_vectorcall(PyObject *op, PyObject *const *args, size_t nargsf,
             "both" SEE("returned-loss"),
             p->step->options.label);
     }
-    if (p->kind != OOMKIT_RETURNED_WHOLE && p->second == NULL) {
+    if (p->kind != OOMKIT_RETURNED_WHOLE && p->callers == NULL) {
         return oomkit_raise(
             p->st->SplitError,
             "the gradient of a loss that auto_batch computed in micro-batches must "
@@ -164,7 +164,7 @@ deferred_vectorcall(PyObject *op, PyObject *const *args, size_t nargsf,
     }
     oomkit_callers_arrived(
         p); /* if by another output, its graph is reached all the same */
-    if (p->second != NULL && gradient != Py_None) {
+    if (p->callers != NULL && gradient != Py_None) {
         if (oomkit_deferred_gradient(p, gradient) < 0) {
             return NULL;
         }

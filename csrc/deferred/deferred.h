@@ -26,9 +26,10 @@ typedef struct oomkit_deferred {
     oomkit_state *st; /* borrowed from the module */
     struct oomkit_deferred *next,
         *previous; /* borrowed: those that wait of the same participants */
-    struct oomkit_callers *second; /* borrowed: the backward that is running, or NULL */
-    struct oomkit_step *step;      /* owned */
-    PyObject **args;               /* owned array of owned arguments */
+    struct oomkit_callers
+        *callers;             /* borrowed: the backward that is running, or NULL */
+    struct oomkit_step *step; /* owned */
+    PyObject **args;          /* owned array of owned arguments */
     Py_ssize_t total;
     uint64_t weak;    /* bits of those that are held by weak references */
     PyObject *others; /* owned: list of weak references to tensors that were
@@ -233,7 +234,7 @@ extern PyType_Spec oomkit_deferred_spec, oomkit_between_spec;
 
 /* The waiting loss that this node made, or NULL. Borrowed; *failed on an error. */
 oomkit_deferred *
-oomkit_node_pending(oomkit_state *st, PyObject *node, int *failed);
+oomkit_node_deferred(oomkit_state *st, PyObject *node, int *failed);
 /* oomkit_graph_reach, which also appends the nodes of what is reached. */
 int
 oomkit_graph_reach_nodes(oomkit_state *st, PyObject *roots, PyObject *reached,

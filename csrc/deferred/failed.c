@@ -66,7 +66,7 @@ refusal_of(const oomkit_callers *s, const oomkit_deferred *p)
     if (s->changed) {
         return CHANGED;
     }
-    if (p->second != s || p->gradient == NULL) {
+    if (p->callers != s || p->gradient == NULL) {
         return "memory ran out before the gradient had reached the returned loss: "
                "return the whole loss from the step";
     }

@@ -55,7 +55,7 @@ oomkit_callers_finish(oomkit_callers *s)
     }
     for (i = 0; i < s->count; i++) {
         oomkit_deferred *p = s->armed[i];
-        if (p->second != s || !p->fired) {
+        if (p->callers != s || !p->fired) {
             continue;
         }
         if (p->kind == OOMKIT_RETURNED_WHOLE) {

@@ -7,7 +7,7 @@
 
 /* The waiting loss that this node made, or NULL. Borrowed; *failed on an error. */
 oomkit_deferred *
-oomkit_node_pending(oomkit_state *st, PyObject *node, int *failed)
+oomkit_node_deferred(oomkit_state *st, PyObject *node, int *failed)
 {
     OWNED PyObject *metadata = PyObject_GetAttr(node, st->str_metadata);
     PyObject *found; /* borrowed: the node has it in the same dictionary */
@@ -45,7 +45,7 @@ output_is_beside(oomkit_state *st, PyObject *node, PyObject *number,
                  void *Py_UNUSED(context))
 {
     int failed = 0;
-    const oomkit_deferred *p = oomkit_node_pending(st, node, &failed);
+    const oomkit_deferred *p = oomkit_node_deferred(st, node, &failed);
     Py_ssize_t output = p == NULL ? 0 : PyLong_AsSsize_t(number);
 
     if (failed || (output == -1 && PyErr_Occurred())) {
@@ -81,7 +81,7 @@ reach_visit(oomkit_state *st, PyObject *node, void *context)
 {
     reach_context *c = context;
     int failed = 0, beside;
-    oomkit_deferred *p = oomkit_node_pending(st, node, &failed);
+    oomkit_deferred *p = oomkit_node_deferred(st, node, &failed);
 
     if (failed) {
         return -1;
@@ -129,7 +129,7 @@ beneath_visit(oomkit_state *st, PyObject *node, void *context)
 {
     beneath_context *c = context;
     int failed = 0, known = 1;
-    oomkit_deferred *p = oomkit_node_pending(st, node, &failed);
+    oomkit_deferred *p = oomkit_node_deferred(st, node, &failed);
 
     if (failed) {
         return -1;
@@ -156,7 +156,7 @@ static int
 waiting_visit(oomkit_state *st, PyObject *node, void *context)
 {
     int failed = 0;
-    oomkit_deferred **found = context, *p = oomkit_node_pending(st, node, &failed);
+    oomkit_deferred **found = context, *p = oomkit_node_deferred(st, node, &failed);
 
     if (*found == NULL) {
         *found = p;
@@ -178,7 +178,7 @@ static int
 split_visit(oomkit_state *st, PyObject *node, void *context)
 {
     int failed = 0;
-    oomkit_deferred *p = oomkit_node_pending(st, node, &failed);
+    oomkit_deferred *p = oomkit_node_deferred(st, node, &failed);
 
     if (failed) {
         return -1;

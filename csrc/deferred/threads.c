@@ -19,14 +19,14 @@ oomkit_callers_is_elsewhere(const oomkit_callers *s, const oomkit_participants *
     const oomkit_deferred *p;
     int others = 0;
 
-    if (s->st->seconds == s && s->next == NULL) {
+    if (s->st->callers == s && s->next == NULL) {
         return 0; /* no other runs */
     }
     for (p = parts->deferred; p != NULL; p = p->next) {
-        if (p->second != NULL && callers_is_own(s, p->second)) {
+        if (p->callers != NULL && callers_is_own(s, p->callers)) {
             return 0;
         }
-        others |= p->second != NULL;
+        others |= p->callers != NULL;
     }
     return others;
 }
@@ -39,11 +39,11 @@ oomkit_callers_takes_over(oomkit_callers *s, const oomkit_participants *parts)
     int unmarked = call->deferred.elsewhere == OOMKIT_UNMARKED, i;
 
     call->deferred.elsewhere = 0;
-    for (other = s->st->seconds; other != NULL; other = other->next) {
+    for (other = s->st->callers; other != NULL; other = other->next) {
         oomkit_call *theirs =
             callers_is_own(s, other) ? NULL : oomkit_callers_call(other, parts);
         for (i = 0; theirs != NULL && i < other->count; i++) {
-            if (other->armed[i]->second == other && other->armed[i]->parts == parts) {
+            if (other->armed[i]->callers == other && other->armed[i]->parts == parts) {
                 theirs = NULL;
             }
         }

@@ -38,7 +38,7 @@ watch_root(oomkit_state *st, PyObject *root, PyObject *gradients)
     if (node == NULL || node == Py_None) {
         return node == NULL ? -1 : 0;
     }
-    p = oomkit_node_pending(st, node, &failed);
+    p = oomkit_node_deferred(st, node, &failed);
     if (p == NULL) {
         return failed ? -1 : 0;
     }
@@ -53,7 +53,7 @@ watch_root(oomkit_state *st, PyObject *root, PyObject *gradients)
     if (hooks == NULL || (output = PyLong_AsSsize_t(number)) == -1) {
         return -1;
     }
-    if (hooks != Py_None || output != p->output || p->second == NULL ||
+    if (hooks != Py_None || output != p->output || p->callers == NULL ||
         !PyTuple_Check(gradients) || PyTuple_GET_SIZE(gradients) != 1) {
         return 0;
     }
@@ -82,7 +82,7 @@ watch_walk(oomkit_state *st, PyObject *work, int *losses, int *far)
             result = known == 1 ? 0 : -1;
             continue;
         }
-        p = oomkit_node_pending(st, node, &failed);
+        p = oomkit_node_deferred(st, node, &failed);
         if (p != NULL) {
             ++*losses;
             *far |= !p->small;

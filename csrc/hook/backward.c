@@ -205,7 +205,7 @@ backward_outside(backward_object *self, oomkit_state *st, PyObject *const *args,
         if (status != 0) {
             return NULL;
         }
-    } else if (st->seconds != NULL && backward_accumulates(st, args, nargsf, kwnames)) {
+    } else if (st->callers != NULL && backward_accumulates(st, args, nargsf, kwnames)) {
         outside->nests(st);
     }
     return backward_engine(self, st, args, nargsf, kwnames);

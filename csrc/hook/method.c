@@ -129,8 +129,8 @@ interceptor_after_oom(interceptor_object *self, int index, int may_retry)
             Py_XDECREF(exception);
             return NULL;
         }
-        if (oomkit_beside_unknown(call, index) != NULL) {
-            return oomkit_beside_raise(call, index, exception);
+        if (oomkit_extras_unknown(call, index) != NULL) {
+            return oomkit_extras_raise(call, index, exception);
         }
         oomkit_exception_give(exception); /* all is as before: the call is replayed */
         return NULL;

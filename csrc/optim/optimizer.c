@@ -162,7 +162,7 @@ oomkit_optimizer_copy(oomkit_call *call, int index)
     if (mark->copies != NULL) {
         return 0;
     }
-    if (oomkit_beside_take(call, mark) < 0) {
+    if (oomkit_extras_take(call, mark) < 0) {
         return -1;
     }
     copies = PyMem_Calloc((size_t)mark->count + 1, sizeof(PyObject *));
@@ -212,7 +212,7 @@ oomkit_optimizer_restore_copy(oomkit_call *call, int index, oomkit_param_is_back
             told(call, mark->items[i].value, version);
         }
     }
-    return oomkit_beside_restore(call, mark) < 0 ? -1
+    return oomkit_extras_restore(call, mark) < 0 ? -1
                                                  : oomkit_optimizer_undo(call, index);
 }
 

@@ -7,7 +7,7 @@
 
 /* Addresses of the tensors that have copies already. New set or NULL. */
 static PyObject *
-beside_handled(const oomkit_optimizer_mark *mark)
+extras_handled(const oomkit_optimizer_mark *mark)
 {
     OWNED PyObject *handled = PySet_New(NULL);
     Py_ssize_t i;
@@ -26,14 +26,14 @@ beside_handled(const oomkit_optimizer_mark *mark)
 }
 
 int
-oomkit_beside_take(oomkit_call *call, oomkit_optimizer_mark *mark)
+oomkit_extras_take(oomkit_call *call, oomkit_optimizer_mark *mark)
 {
     OWNED PyObject *unknown = NULL, *kept = NULL, *handled = NULL;
 
     if (mark->beside != NULL || call->st->keepsake == NULL) {
         return 0;
     }
-    handled = beside_handled(mark);
+    handled = extras_handled(mark);
     if (handled == NULL || oomkit_compiler_off(call) < 0) {
         return -1;
     }
@@ -52,7 +52,7 @@ oomkit_beside_take(oomkit_call *call, oomkit_optimizer_mark *mark)
 }
 
 int
-oomkit_beside_restore(oomkit_call *call, const oomkit_optimizer_mark *mark)
+oomkit_extras_restore(oomkit_call *call, const oomkit_optimizer_mark *mark)
 {
     PyObject *kept, *done = NULL; /* owned */
     int on = call->compiler == NULL;
@@ -73,7 +73,7 @@ oomkit_beside_restore(oomkit_call *call, const oomkit_optimizer_mark *mark)
 }
 
 PyObject *
-oomkit_beside_unknown(const oomkit_call *call, int index)
+oomkit_extras_unknown(const oomkit_call *call, int index)
 {
     PyObject *beside = call->updating.marks[index].beside; /* borrowed */
     PyObject *unknown =                                    /* borrowed */
@@ -82,30 +82,30 @@ oomkit_beside_unknown(const oomkit_call *call, int index)
 }
 
 PyObject *
-oomkit_beside_any_unknown(const oomkit_call *call)
+oomkit_extras_any_unknown(const oomkit_call *call)
 {
     int i;
     for (i = 0; i < call->updating.count; i++) {
-        if (oomkit_beside_unknown(call, i) != NULL) {
-            return oomkit_beside_unknown(call, i);
+        if (oomkit_extras_unknown(call, i) != NULL) {
+            return oomkit_extras_unknown(call, i);
         }
     }
     return NULL;
 }
 
 int
-oomkit_beside_refuse(oomkit_call *call, PyObject **message)
+oomkit_extras_refuse(oomkit_call *call, PyObject **message)
 {
     oomkit_params_found_stuck(call, 1);
     *message = PyUnicode_FromFormat(
         "an optimizer's step() may have changed its %U, which "
         "optimizer_safety=\"copy\" cannot copy; keep it in a tensor, list or dict",
-        oomkit_beside_any_unknown(call));
+        oomkit_extras_any_unknown(call));
     return *message == NULL ? -1 : 1;
 }
 
 PyObject *
-oomkit_beside_raise(oomkit_call *call, int index, PyObject *exception)
+oomkit_extras_raise(oomkit_call *call, int index, PyObject *exception)
 {
     oomkit_exception_discard(call->st, exception);
     call->refused.raised = 1;
@@ -116,5 +116,5 @@ oomkit_beside_raise(oomkit_call *call, int index, PyObject *exception)
         "is as before the step; keep it in a tensor, list or dict, or restore a "
         "checkpoint" SEE("partial-update"),
         Py_TYPE(call->updating.marks[index].optimizer)->tp_name,
-        oomkit_beside_unknown(call, index));
+        oomkit_extras_unknown(call, index));
 }

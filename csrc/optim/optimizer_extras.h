@@ -6,23 +6,23 @@
 
 /* Notes it before an update. 0 or -1. Runs Python code. */
 int
-oomkit_beside_take(oomkit_call *call, oomkit_optimizer_mark *mark);
+oomkit_extras_take(oomkit_call *call, oomkit_optimizer_mark *mark);
 /* It is as it was. 0 or -1. */
 int
-oomkit_beside_restore(oomkit_call *call, const oomkit_optimizer_mark *mark);
+oomkit_extras_restore(oomkit_call *call, const oomkit_optimizer_mark *mark);
 /* What of it cannot be put back (borrowed str), or NULL. */
 PyObject *
-oomkit_beside_unknown(const oomkit_call *call, int index);
+oomkit_extras_unknown(const oomkit_call *call, int index);
 /* The same of the first optimizer that has any. */
 PyObject *
-oomkit_beside_any_unknown(const oomkit_call *call);
+oomkit_extras_any_unknown(const oomkit_call *call);
 
 /* The words for it, while rolling back. 1 and *message (owned), or -1. */
 int
-oomkit_beside_refuse(oomkit_call *call, PyObject **message);
+oomkit_extras_refuse(oomkit_call *call, PyObject **message);
 /* An update has failed and everything else is back: it is not repeated. Steals
  * `exception`. NULL always. */
 PyObject *
-oomkit_beside_raise(oomkit_call *call, int index, PyObject *exception);
+oomkit_extras_raise(oomkit_call *call, int index, PyObject *exception);
 
 #endif

@@ -182,9 +182,9 @@ weak_compare(oomkit_proof *p, PyObject **text)
             "once. If the loss is a mean over samples, pass verify=False to silence "
             "this" SEE("split-not-verified"),
             call->options->label, (long long)p->first);
-        return nothing == NULL             ? -1
-               : call->batch.doubt != NULL ? 0
-                                           : proof_log(call, "warning", nothing);
+        return nothing == NULL                 ? -1
+               : call->batch.ambiguous != NULL ? 0
+                                               : proof_log(call, "warning", nothing);
     }
     if (!PyArg_ParseTuple(verdict, "OUO", &equal, &line, &rules)) {
         return -1;
@@ -839,7 +839,7 @@ prove(oomkit_call *call)
 /* A batch that was read in one of two ways, and that way is not shown to be exact:
  * refused as if it had not been tried. -1. */
 static int
-prove_doubtful(oomkit_call *call)
+prove_ambiguous(oomkit_call *call)
 {
     PyObject *exception = NULL, *refusal; /* owned; the former becomes the cause */
 
@@ -850,7 +850,7 @@ prove_doubtful(oomkit_call *call)
     if (PyErr_Occurred()) {
         exception = oomkit_exception_take();
     }
-    oomkit_refuse(call, "%U", call->batch.doubt);
+    oomkit_refuse(call, "%U", call->batch.ambiguous);
     refusal = oomkit_exception_take();
     if (PyErr_GivenExceptionMatches(refusal, call->st->SplitError)) {
         PyException_SetCause(refusal, exception); /* stolen */
@@ -869,10 +869,10 @@ oomkit_prove(oomkit_call *call)
     if (result == 0 && oomkit_paths_begin(call) < 0) {
         return -1;
     }
-    if (call->batch.doubt != NULL && call->proof == NULL && call->split &&
+    if (call->batch.ambiguous != NULL && call->proof == NULL && call->split &&
         !call->cut->forced && call->cut->at == 0 &&
         (result < 0 || !oomkit_proof_known(call))) {
-        return prove_doubtful(call);
+        return prove_ambiguous(call);
     }
     return result;
 }

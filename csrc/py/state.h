@@ -414,7 +414,7 @@ typedef struct oomkit_state {
     struct oomkit_participants
         *waiting; /* borrowed: those of which losses wait for their backward */
     uint64_t deferred_serial;       /* how many ever did */
-    struct oomkit_callers *seconds; /* borrowed: backwards running as the second half
+    struct oomkit_callers *callers; /* borrowed: backwards running as the second half
                                       of a call, on any thread */
 } oomkit_state;
 

@@ -47,11 +47,11 @@ flags_restore(oomkit_call *call, PyObject **message)
 }
 
 static int
-beside_restore(oomkit_call *call, PyObject **message)
+extras_restore(oomkit_call *call, PyObject **message)
 {
-    return oomkit_beside_any_unknown(call) == NULL
+    return oomkit_extras_any_unknown(call) == NULL
                ? 0
-               : oomkit_beside_refuse(call, message);
+               : oomkit_extras_refuse(call, message);
 }
 
 static int
@@ -152,7 +152,7 @@ static const oomkit_resource slots = {.name = "parameter slots",
                                       .restore = slots_restore};
 static const oomkit_resource flags = {.name = "flags", .restore = flags_restore};
 static const oomkit_resource beside = {.name = "what an optimizer keeps elsewhere",
-                                       .restore = beside_restore};
+                                       .restore = extras_restore};
 static const oomkit_resource gradients = {.name = "gradients",
                                           .restore = gradients_restore,
                                           .drop = oomkit_grads_end_attempt};
