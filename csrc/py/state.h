@@ -17,6 +17,7 @@
     X(str_saved_dim1, "_saved_dim1")                                                   \
     X(str_saved_dim2, "_saved_dim2")                                                   \
     X(str_saved_dimension, "_saved_dimension")                                         \
+    X(str_saved_normalized_shape, "_saved_normalized_shape")                           \
     X(str_saved_sumdim, "_saved_sumdim")                                               \
     X(str_saved_reduction, "_saved_reduction")                                         \
     X(str_saved_reduce, "_saved_reduce")                                               \

@@ -171,9 +171,15 @@ def normed(p: Program, x: torch.Tensor, y: torch.Tensor, term: Term) -> torch.Te
     return F.cross_entropy(p.last(hidden.sum(2).tanh()), y)
 
 
+def layered(p: Program, x: torch.Tensor, y: torch.Tensor, term: Term) -> torch.Tensor:
+    """A norm of each row, and later of all."""
+    out = p.model(x)
+    return F.cross_entropy(F.layer_norm(out, out.shape if p.on else out.shape[1:]), y)
+
+
 EVERYWHERE = [factor, factor_tensor, added, mixed, along, hooked_parameter, hooked_hidden]
 EVERYWHERE += [turned, swapped, rolled, normed]
-OF_ROWS = [in_the_last_rows, factor_of_rows]
+OF_ROWS = [in_the_last_rows, factor_of_rows, layered]
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient hook of")
