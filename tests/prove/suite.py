@@ -66,13 +66,14 @@ def run_faults(*arguments: str) -> Result:
 
 def _run_whole(arguments: list[str]) -> tuple[Result, str]:
     begin = time.perf_counter()
+    paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]  # of our plugin
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-rN", "--tb=line", "-p", "no:cacheprovider",
          "-m", "not gpu", "--timeout=0", *arguments],
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | {"OOMKIT_TEST_WHOLE": "1"},
+        env=os.environ | {"OOMKIT_TEST_WHOLE": "1", "PYTHONPATH": os.pathsep.join(paths)},
     )  # fmt: skip
     seconds = time.perf_counter() - begin
     return read_pytest(done.stdout, done.returncode, seconds), done.stdout
