@@ -493,9 +493,9 @@ def enter(step: object, label: str, models: list[Any], weighs: bool = False) -> 
     """
     if not torch.is_grad_enabled() or not (dist.is_available() and dist.is_initialized()):
         return None
-    if not models:
-        kind, why = None, "no model of its is in DistributedDataParallel or fully_shard()"
-    else:
+    kind: Any = None
+    why: str | None = "no model of its is in DistributedDataParallel or fully_shard()"
+    if models:
         kind, models, why = _way(models)
     if why is None:
         world = meet()
