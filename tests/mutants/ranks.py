@@ -96,8 +96,8 @@ MUTANTS = [
         "        self.own = name\n",
         "        self.own = str()\n",
         (
-            "ranks/test_steps.py::test_a_collective_of_the_steps_own_is_made_once[backward-2-0]",
-            "ranks/test_steps.py::test_a_collective_of_the_steps_own_is_made_once[backward-2-1]",
+            "ranks/test_steps.py::test_a_collective_of_the_steps_own_is_made_once[0-backward]",
+            "ranks/test_steps.py::test_a_collective_of_the_steps_own_is_made_once[1-backward]",
         ),
     ),
     Mutant(

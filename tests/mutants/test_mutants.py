@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -37,6 +39,16 @@ def test_the_edit_fits_the_source_and_its_tests_exist(mutant: Mutant) -> None:
         file, _, name = test.partition("::")
         assert (ROOT / "tests" / file).is_file(), test
         assert not name or name.partition("[")[0] in _functions(file), test
+
+
+def test_pytest_finds_their_tests() -> None:
+    """By their whole names: the values of parameters may have others by now."""
+    names = sorted({f"tests/{test}" for mutant in MUTANTS for test in mutant.tests})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    found = subprocess.run(
+        [*command, *names], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert found.returncode == 0, found.stdout[-1000:] + found.stderr
 
 
 def test_names_and_invariants_are_their_own() -> None:
