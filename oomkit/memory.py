@@ -15,7 +15,7 @@ import operator
 import os
 import re
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from types import TracebackType
 
@@ -87,6 +87,15 @@ class MemoryInfo:
     free: int | None
     total: int | None
     budget: int | None
+
+    def __str__(self) -> str:
+        """For people: the figures that are known. `repr` has the bytes."""
+        known = (
+            f"{field.name.replace('_', ' ')} {format_bytes(value)}"
+            for field in fields(self)
+            if (value := getattr(self, field.name)) is not None
+        )
+        return ", ".join(known) or "memory unknown"
 
 
 def _device_of(caller: str, device: DeviceLike) -> torch.device:

@@ -448,3 +448,12 @@ def test_a_step_that_gives_up_in_its_first_call_tells_the_budget() -> None:
     assert caught.value.report is not None
     assert caught.value.report.budget == limit.budget
     assert "budget none" not in caught.value.report.text
+
+
+def test_figures_for_people_name_what_is_known():
+    known = oomkit.MemoryInfo(5 * MIB, None, 6 * MIB, None, 58 * MIB, None, 64 * MIB)
+    assert str(known) == (
+        "allocated 5.00 MiB, peak allocated 6.00 MiB, free 58.00 MiB, budget 64.00 MiB"
+    )
+    assert "allocated=5242880" in repr(known)  # exact
+    assert str(oomkit.MemoryInfo(*[None] * 7)) == "memory unknown"
