@@ -287,7 +287,7 @@ MUTANTS = [
         '        return "odd" not in self._gradients or not self.is_silent',
         (
             "proof/test_telling_gradients.py"
-            "::test_a_loss_that_couples_is_refused_in_the_first_call_that_tells_it",
+            "::test_weights_are_found_in_the_first_call_that_tells_them[5-nan-_sum]",
         ),
     ),
 ]
