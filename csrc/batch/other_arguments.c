@@ -141,7 +141,7 @@ other_second(const oomkit_find *f, Py_ssize_t index)
  * 1: passed whole, unless it shows that it belongs to the rows in a way that no slice
  * keeps. 0 or -1. */
 static int
-other_other_size(const oomkit_find *f, const oomkit_seen *seen, Py_ssize_t index)
+other_number_of_rows(const oomkit_find *f, const oomkit_seen *seen, Py_ssize_t index)
 {
     const oomkit_node *node = &f->batch->nodes[index];
     const int64_t rows = f->batch->rows;
@@ -194,7 +194,7 @@ other_sizes(const oomkit_find *f, const oomkit_seen *seen, Py_ssize_t index)
                    (node->flags & (OOMKIT_NODE_CUSTOM | OOMKIT_NODE_STATIC)) != 0) {
             index = oomkit_node_end(f->batch, index) - 1;
         } else if (node->rows > 1 && node->rows != rows) {
-            result = other_other_size(f, seen, index);
+            result = other_number_of_rows(f, seen, index);
         } else if (node->rows < 0) {
             result = other_flat(f, index);
         }
